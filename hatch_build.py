@@ -1,0 +1,48 @@
+"""The wheel is the Python files plus the shared library that cargo builds, tagged ``py3-none-<platform>``."""
+
+import json
+import os
+import re
+import subprocess
+import sysconfig
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+# glibc versions that manylinux names; a library is tagged with the first that covers its newest symbol.
+MANYLINUX = (17, 24, 26, 27, 28, 31, 34, 35, 38, 39)
+
+
+class CargoBuildHook(BuildHookInterface):
+    """Builds the cdylib and puts it beside the Python files."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Run before the wheel is assembled."""
+        if self.target_name != "wheel":
+            return
+        library = build_library(self.root)
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{platform_tag(library)}"
+        build_data["force_include"][library] = "xla_attention/" + os.path.basename(library)
+
+
+def build_library(root: str) -> str:
+    """Run cargo; the path of the library. ``XLA_ATTENTION_CARGO`` replaces the sub-command, e.g. ``zigbuild``."""
+    command = ["cargo", *os.environ.get("XLA_ATTENTION_CARGO", "build").split(), "--release", "--lib", "--locked"]
+    result = subprocess.run(
+        [*command, "--message-format=json-render-diagnostics"], cwd=root, check=True, stdout=subprocess.PIPE, text=True
+    )
+    for message in map(json.loads, result.stdout.splitlines()):
+        if message.get("reason") == "compiler-artifact" and "cdylib" in message["target"]["kind"]:
+            return next(f for f in message["filenames"] if f.endswith((".so", ".dylib", ".dll")))
+    raise RuntimeError("cargo built no cdylib")
+
+
+def platform_tag(library: str) -> str:
+    """The wheel platform that the library needs: manylinux of its newest glibc symbol, elsewhere Python's own."""
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    if not platform.startswith("linux_"):
+        return platform
+    with open(library, "rb") as file:
+        newest = max(int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", file.read()))
+    return f"manylinux_2_{next((m for m in MANYLINUX if m >= newest), newest)}_{platform.removeprefix('linux_')}"

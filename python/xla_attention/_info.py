@@ -1,0 +1,64 @@
+"""What this installation holds and what can run here, in words."""
+
+import importlib.metadata
+import importlib.util
+from collections import Counter
+
+from . import _library
+
+
+def info() -> str:
+    """Versions, targets, kernel variants, devices, and whether each front-end can run here and if not why.
+
+    Returns
+    -------
+    str
+        Several lines of text, for people; also printed by ``python -m xla_attention info``.
+
+    Examples
+    --------
+    >>> import xla_attention
+    >>> print(xla_attention.info().splitlines()[0].split()[0])
+    xla-attention
+    """
+    build = _library.build_info()
+    major, minor = build["xla_ffi"]
+    cuda = "with CUDA" if build["cuda"] else "without CUDA (built with --no-default-features)"
+    lines = [f"xla-attention {build['version']}, {cuda}, handlers of XLA FFI {major}.{minor} (headers of jaxlib 0.7.2)"]
+    platforms: dict[str, list[str]] = {}
+    for name, platform in build["targets"]:
+        platforms.setdefault(name, []).append(platform)
+    lines += ["targets:", *(f"  {name} ({', '.join(where)})" for name, where in platforms.items())]
+    lines += ["kernel variants (registers on sm_90):", *_variants(build["variants"])]
+    lines += ["front-ends:", f"  jax: {_jax()}", f"  torch: {_torch()}"]
+    return "\n".join(lines)
+
+
+def _variants(variants: list[dict]) -> list[str]:
+    if not variants:
+        return ["  none"]
+    archs = Counter(arch for variant in variants for arch in variant["sass"])
+    lines = [f"  {v['name']} ({next((r[0] for a, r in v['sass'].items() if a.startswith('90')), '-')})" for v in variants]
+    return [*lines, "machine code: " + ", ".join(f"sm_{a} {n}" for a, n in sorted(archs.items())) + "; else PTX"]
+
+
+def _jax() -> str:
+    """Whether JAX can use us, its version and devices."""
+    if importlib.util.find_spec("jax") is None:
+        return "not installed (pip install jax)"
+    try:
+        import jax
+
+        from .jax import _register
+
+        _register.check_runtime()
+        devices = ", ".join(f"{device.platform}:{device.device_kind}" for device in jax.devices())
+    except (ImportError, RuntimeError) as error:
+        return f"cannot run: {error}"
+    return f"ready, jax {jax.__version__}, devices {devices}"
+
+
+def _torch() -> str:
+    if importlib.util.find_spec("torch") is None:
+        return "not built yet; torch is not installed either"
+    return f"not built yet (torch {importlib.metadata.version('torch')} is installed)"

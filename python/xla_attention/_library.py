@@ -1,0 +1,194 @@
+"""The shared library through ctypes: its tables, and the shape check that every front-end makes at trace time."""
+
+import ctypes
+import functools
+import importlib.metadata
+import json
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+VERSION = importlib.metadata.version("xla-attention")
+
+# XLA's numbers of the element types (xla_data.proto PrimitiveType), by numpy's names for them.
+DTYPES = {
+    "bool": 1,
+    "int8": 2,
+    "int16": 3,
+    "int32": 4,
+    "int64": 5,
+    "uint8": 6,
+    "uint16": 7,
+    "uint32": 8,
+    "uint64": 9,
+    "float16": 10,
+    "float32": 11,
+    "float64": 12,
+    "complex64": 15,
+    "complex128": 18,
+    "bfloat16": 16,
+    "float8_e5m2": 19,
+    "float8_e4m3fn": 20,
+}
+# An element type that XLA has and no operator takes; the check then names it by number.
+_OTHER_DTYPE = -1
+
+_INVALID_ARGUMENT, _UNIMPLEMENTED = 3, 12
+_KINDS = {np.bool_: 0, np.int64: 1, np.float32: 2}
+
+
+class Target(ctypes.Structure):
+    """A row of the library's table of targets; a stage that is None does not exist."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("platform", ctypes.c_char_p),
+        ("initialize", ctypes.c_void_p),
+        ("execute", ctypes.c_void_p),
+    )
+
+
+class _Targets(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("api_major", ctypes.c_int32),
+        ("api_minor", ctypes.c_int32),
+        ("count", ctypes.c_size_t),
+        ("rows", ctypes.POINTER(Target)),
+    )
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("dims", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("rank", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+    )
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int32), ("real", ctypes.c_float), ("integer", ctypes.c_int64))
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("op", ctypes.c_int32),
+        ("action", ctypes.c_int32),
+        ("operands", ctypes.POINTER(_Tensor)),
+        ("num_operands", ctypes.c_size_t),
+        ("results", ctypes.POINTER(_Tensor)),
+        ("num_results", ctypes.c_size_t),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_size_t),
+        ("stream", ctypes.c_void_p),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The library beside this file, or the one that ``XLA_ATTENTION_LIBRARY`` names. Loaded once, never unloaded."""
+    given = os.environ.get("XLA_ATTENTION_LIBRARY")
+    here = pathlib.Path(__file__).parent
+    path = pathlib.Path(given) if given else next(iter(sorted(here.glob("*xla_attention.*"))), here / "missing")
+    if not path.is_file():
+        raise ImportError(
+            f"xla_attention: the shared library {path} is not there; install the wheel (`pip install .`), or point "
+            "XLA_ATTENTION_LIBRARY at libxla_attention.so"
+        )
+    lib = ctypes.CDLL(str(path))
+    lib.xa_targets.restype = ctypes.POINTER(_Targets)
+    lib.xa_info.restype = ctypes.c_char_p
+    lib.xa_op.argtypes = [ctypes.c_char_p]
+    lib.xa_call.argtypes = [ctypes.POINTER(_Call), ctypes.c_char_p, ctypes.c_size_t]
+    size = lib.xa_targets().contents.struct_size
+    if size < ctypes.sizeof(_Targets):
+        raise ImportError(f"xla_attention: {path} is of another version than the Python files beside it")
+    return lib
+
+
+def build_info() -> dict[str, Any]:
+    """What the library holds: ``version``, ``xla_ffi``, ``cuda``, ``targets``, ``variants``."""
+    return json.loads(library().xa_info())
+
+
+def targets() -> list[Target]:
+    """Every target of the library, for each platform."""
+    table = library().xa_targets().contents
+    return table.rows[: table.count]
+
+
+def ffi_version() -> tuple[int, int]:
+    """The version of the XLA FFI that the handlers speak."""
+    table = library().xa_targets().contents
+    return table.api_major, table.api_minor
+
+
+ShapeAndDtype = tuple[Sequence[int], Any]
+
+
+def check(
+    target: str,
+    operands: Sequence[ShapeAndDtype | None],
+    results: Sequence[ShapeAndDtype | None],
+    attributes: Mapping[str, Any],
+) -> None:
+    """Hold shapes, dtypes and attributes against the operator's definition, without any data.
+
+    Parameters
+    ----------
+    target
+        The custom call's target name.
+    operands, results
+        Shape and numpy dtype of each, in the order of the target's signature; None for one that is left out.
+    attributes
+        numpy scalars of type ``bool_``, ``int64`` or ``float32`` by name.
+
+    Raises
+    ------
+    ValueError
+        Something is wrong; the text names the operand, what it is and what was expected.
+    NotImplementedError
+        Allowed by the definition, but not built.
+    """
+    lib = library()
+    raw_operands, raw_results = _tensors(operands), _tensors(results)
+    values = [_attribute(attributes[name]) for name in sorted(attributes)]
+    request = _Call(
+        struct_size=ctypes.sizeof(_Call),
+        op=lib.xa_op(target.encode()),
+        action=0,
+        operands=raw_operands,
+        num_operands=len(operands),
+        results=raw_results,
+        num_results=len(results),
+        attributes=(_Attribute * len(values))(*values),
+        num_attributes=len(values),
+    )
+    message = ctypes.create_string_buffer(1024)
+    code = lib.xa_call(ctypes.byref(request), message, len(message))
+    if code:
+        error = {_INVALID_ARGUMENT: ValueError, _UNIMPLEMENTED: NotImplementedError}.get(code, RuntimeError)
+        raise error(message.value.decode())
+
+
+def _tensors(tensors: Sequence[ShapeAndDtype | None]) -> ctypes.Array:
+    return (_Tensor * len(tensors))(*map(_tensor, tensors))
+
+
+def _tensor(tensor: ShapeAndDtype | None) -> _Tensor:
+    if tensor is None:
+        return _Tensor()
+    shape, dtype = tensor
+    dims = (ctypes.c_int64 * len(shape))(*shape)
+    return _Tensor(dims=dims, rank=len(shape), dtype=DTYPES.get(np.dtype(dtype).name, _OTHER_DTYPE))
+
+
+def _attribute(value: Any) -> _Attribute:  # noqa: ANN401
+    kind = _KINDS[type(value)]
+    return _Attribute(kind=kind, real=float(value) if kind == 2 else 0.0, integer=0 if kind == 2 else int(value))

@@ -1,0 +1,17 @@
+"""The operators as JAX functions, on CUDA and CPU.
+
+Importing this module registers the custom-call targets with JAX's runtime. Every function can be used eagerly and under
+``jax.jit``, ``jax.lax.scan``, ``jax.export`` and ``jax.shard_map``; under ``jax.vmap`` it runs once for each index.
+
+Letters in the shapes: ``T`` packed query tokens, ``S`` sequence slots, ``M`` pages in a row of the block table, ``P``
+pages of the cache, ``Hq`` query heads, ``Hkv`` key/value heads (a divisor of ``Hq``), ``D`` head dimension.
+"""
+
+from ._kv_cache_update import kv_cache_update
+from ._paged_attention import paged_attention, ragged_paged_attention
+from ._register import register_targets
+from ._simple_add import simple_add
+
+register_targets()
+
+__all__ = ["kv_cache_update", "paged_attention", "ragged_paged_attention", "register_targets", "simple_add"]

@@ -1,0 +1,108 @@
+"""The one place where a JAX function becomes a custom call: attribute types, the trace-time check, the call itself."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _library
+
+Array = jax.Array
+
+
+def static_f32(name: str, value: float) -> np.float32:
+    """A Python number as the f32 attribute ``name``; a traced value is a TypeError."""
+    return np.float32(_static(name, value, "a number"))
+
+
+def static_i64(name: str, value: int) -> np.int64:
+    """A Python integer as the i64 attribute ``name``; a traced value, a bool or a float is a TypeError."""
+    value = _static(name, value, "an integer")
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} is {value!r}, expected an integer")
+    return np.int64(value)
+
+
+def static_bool(name: str, value: bool) -> np.bool_:
+    """A Python bool as the i1 attribute ``name``."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} is {value!r}, expected True or False")
+    return np.bool_(value)
+
+
+def _static(name: str, value: Any, what: str) -> Any:  # noqa: ANN401
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{name} is traced, expected {what} that is known when the program is compiled")
+    if isinstance(value, jax.Array | np.ndarray):
+        value = np.asarray(value)
+        if value.ndim:
+            raise TypeError(f"{name} has shape {list(value.shape)}, expected {what}")
+        value = value.item()
+    if not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} is {value!r}, expected {what}")
+    return value
+
+
+def index_operand(name: str, value: Any, keep: Sequence[str] = ("int32",)) -> Array:  # noqa: ANN401
+    """An integer operand as i32: other integer types are cast on the device, values that do not fit saturate."""
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} has dtype {array.dtype}, expected integers")
+    if array.dtype.name in keep:
+        return array
+    limits = jnp.iinfo(jnp.int32)
+    wide = jnp.iinfo(array.dtype)
+    # Only the bounds that the type can pass: comparing an unsigned type with a negative bound would wrap.
+    low = limits.min if wide.min < limits.min else None
+    high = limits.max if wide.max > limits.max else None
+    return jnp.clip(array, low, high).astype(jnp.int32)
+
+
+def custom_call(
+    target: str,
+    operands: Sequence[Array | None],
+    results: Sequence[jax.ShapeDtypeStruct | None],
+    attributes: Mapping[str, np.generic],
+    *,
+    aliases: Mapping[int, int] | None = None,
+    vmap_method: str = "sequential",
+) -> list[Array]:
+    """Check a call, then emit it.
+
+    Parameters
+    ----------
+    target
+        The custom call's target name.
+    operands, results
+        In the order of the target's signature; None for one that is left out. Those at the end are dropped, others
+        become a buffer without an element.
+    attributes
+        numpy scalars: JAX lowers a Python float as f64 and caches programs by Python equality, so each attribute has
+        one fixed type.
+    aliases
+        Result index by operand index, for results that share the operand's memory when it is donated.
+    vmap_method
+        As for ``jax.ffi.ffi_call``.
+
+    Raises
+    ------
+    ValueError, NotImplementedError
+        With the text that the handler would give at run time.
+    """
+    shapes = [[None if t is None else (t.shape, t.dtype) for t in tensors] for tensors in (operands, results)]
+    if all(isinstance(size, int) for tensors in shapes for t in tensors if t for size in t[0]):
+        # Symbolic sizes (jax.export) are checked when the program runs.
+        _library.check(target, *shapes, attributes)
+    operands = [jnp.zeros((0,), jnp.float32) if x is None else x for x in _without_trailing_none(operands)]
+    results = [jax.ShapeDtypeStruct((0,), jnp.uint8) if x is None else x for x in _without_trailing_none(results)]
+    call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases, vmap_method=vmap_method)
+    return call(*operands, **attributes)
+
+
+def _without_trailing_none(values: Sequence[Any]) -> list[Any]:
+    values = list(values)
+    while values and values[-1] is None:
+        values.pop()
+    return values

@@ -1,0 +1,195 @@
+"""paged_attention and ragged_paged_attention in JAX."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._call import Array, custom_call, index_operand, static_bool, static_f32, static_i64
+
+
+def paged_attention(
+    query: Array,
+    kv_cache: Array,
+    context_lens: Array,
+    block_tables: Array,
+    query_start_loc: Array,
+    num_seqs: Array | int,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    q_scale: Array | float | None = None,
+    k_scale: Array | float | None = None,
+    v_scale: Array | float | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+) -> Array | tuple[Array, Array]:
+    """Causal attention of a ragged batch of query tokens over a paged key/value cache.
+
+    Prefill chunks and decode tokens may be mixed: sequence b has the query rows
+    ``query_start_loc[b] : query_start_loc[b + 1]``, which are the last ones of its ``context_lens[b]`` keys. The keys
+    and values of the new tokens must already be in the cache (`kv_cache_update`).
+
+    Parameters
+    ----------
+    query : Array
+        ``[T, Hq, D]``, f16, bf16 or f32; D a multiple of 8 up to 256.
+    kv_cache : Array
+        ``[P, page_size, 2*Hkv, D]``, of the query's dtype; K of head h at index 2h, V at 2h+1. Query head h reads KV
+        head ``h // (Hq // Hkv)``.
+    context_lens : Array
+        ``i32[S]``: keys of each sequence, the new tokens included.
+    block_tables : Array
+        ``i32[S, M]``: the pages of each sequence, in order.
+    query_start_loc : Array
+        ``i32[S + 1]``: first query row of each sequence and, after the last, the end.
+    num_seqs : Array or int
+        ``i32[1]`` or ``i32[]``: how many of the S slots are in use. As an int it becomes a constant of the program,
+        which is compiled anew for each value.
+    scale : float
+        Multiplies ``q . k``; finite and positive.
+    sliding_window : int, optional
+        Each query sees only the last ``sliding_window`` keys, its own included.
+    soft_cap : float, optional
+        Scores become ``soft_cap * tanh(score / soft_cap)``; 0 is off.
+    alibi_slopes, sinks, q_scale, k_scale, v_scale : optional
+        Not built yet.
+    batch_invariant : bool
+        The bits of a sequence's rows depend on nothing but that sequence and static sizes.
+    return_lse : bool
+        Return the logarithm of the softmax denominators as well.
+
+    Returns
+    -------
+    out : Array
+        ``[T, Hq, D]``, of the query's dtype. Rows that see no key, and rows that belong to no sequence, are 0.
+    softmax_lse : Array
+        ``f32[Hq, T]``, natural logarithm; -inf for such rows. Only with ``return_lse=True``.
+
+    Raises
+    ------
+    ValueError
+        Shapes, dtypes or options do not fit together; the text names the operand and what was expected.
+    TypeError
+        An option that has to be known at compile time is traced.
+    NotImplementedError
+        Allowed, but not built.
+
+    Notes
+    -----
+    The lengths and page numbers stay on the device and are never trusted: a length is clamped to what the block table
+    can hold, a page number to the cache.
+
+    Examples
+    --------
+    Two sequences in one batch: three new tokens of a prompt of three, and one of a sequence of five.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from xla_attention.jax import paged_attention
+    >>> query = jax.random.normal(jax.random.key(0), (4, 2, 64))
+    >>> kv_cache = jax.random.normal(jax.random.key(1), (8, 4, 2, 64))
+    >>> tables = jnp.array([[3, 0], [5, 1]])
+    >>> out = paged_attention(query, kv_cache, jnp.array([3, 5]), tables, jnp.array([0, 3, 4]), jnp.array([2]), scale=0.125)
+    >>> out.shape
+    (4, 2, 64)
+    """
+    attributes = (
+        static_bool("batch_invariant", batch_invariant),
+        static_f32("scale", scale),
+        static_i64("sliding_window", -1 if sliding_window is None else sliding_window),
+        static_f32("soft_cap", 0.0 if soft_cap is None else soft_cap),
+    )
+    if sliding_window is not None and attributes[2] < 1:
+        raise ValueError(f"xla_gpu_paged_attention: sliding_window is {sliding_window}, expected >= 1, or None")
+    operands = (
+        jnp.asarray(query),
+        jnp.asarray(kv_cache),
+        index_operand("context_lens", context_lens),
+        index_operand("block_tables", block_tables),
+        index_operand("query_start_loc", query_start_loc),
+        index_operand("num_seqs", num_seqs),
+    )
+    optional = (alibi_slopes, sinks, *(_scale(s) for s in (q_scale, k_scale, v_scale)))
+    return _paged_attention(attributes, static_bool("return_lse", return_lse), *operands, *optional)
+
+
+def _scale(scale: Array | float | None) -> Array | None:
+    return None if scale is None else jnp.atleast_1d(jnp.asarray(scale, jnp.float32))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _paged_attention(
+    attributes: tuple[np.generic, ...], return_lse: np.bool_, query: Array, *rest: Array | None
+) -> Array | tuple[Array, Array]:
+    names = ("batch_invariant", "scale", "sliding_window", "soft_cap")
+    out = jax.ShapeDtypeStruct(query.shape, query.dtype)
+    lse = jax.ShapeDtypeStruct((*query.shape[1:2], *query.shape[:1]), jnp.float32) if return_lse else None
+    results = custom_call(
+        "xla_gpu_paged_attention", [query, *rest], [out, lse], dict(zip(names, attributes, strict=True))
+    )
+    return (results[0], results[1]) if return_lse else results[0]
+
+
+def ragged_paged_attention(
+    q: Array,
+    kv_pages: Array,
+    kv_lens: Array,
+    page_indices: Array,
+    cu_q_lens: Array,
+    num_seqs: Array,
+    *,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    mask_value: float | None = None,
+    k_scale: Array | float | None = None,
+    v_scale: Array | float | None = None,
+    num_kv_pages_per_block: int | None = None,
+    num_queries_per_block: int | None = None,
+    vmem_limit_bytes: int | None = None,
+) -> Array:
+    """`paged_attention` under the name and signature of JAX's TPU kernel, so that code written for it runs unchanged.
+
+    Parameters
+    ----------
+    q : Array
+        ``[T, Hq, D]``.
+    kv_pages : Array
+        ``[P, page_size, 2*Hkv, D]``, K and V of a head side by side.
+    kv_lens : Array
+        ``i32[S]``: keys of each sequence, the new tokens included.
+    page_indices : Array
+        ``i32[S, M]``.
+    cu_q_lens : Array
+        ``i32[S + 1]``.
+    num_seqs : Array
+        ``i32[1]``.
+    sm_scale : float
+        Multiplies ``q . k``.
+    sliding_window, soft_cap, k_scale, v_scale
+        As for `paged_attention`.
+    mask_value, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes
+        Tuning of the TPU kernel; accepted and ignored.
+
+    Returns
+    -------
+    Array
+        ``[T, Hq, D]``. Rows past ``cu_q_lens[num_seqs]`` are 0.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from xla_attention.jax import ragged_paged_attention
+    >>> pages, one = jnp.ones((2, 16, 2, 128)), jnp.array([1])
+    >>> ragged_paged_attention(jnp.ones((1, 4, 128)), pages, one, jnp.array([[1]]), jnp.array([0, 1]), one).shape
+    (1, 4, 128)
+    """
+    del mask_value, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes
+    options: dict[str, Any] = {"sliding_window": sliding_window, "soft_cap": soft_cap}
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    return paged_attention(q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, scale=sm_scale, **options, **scales)

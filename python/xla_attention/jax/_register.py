@@ -1,0 +1,50 @@
+"""Registration of the targets with JAX's runtime."""
+
+import ctypes
+import functools
+import pathlib
+import re
+
+import jax
+
+from .. import _library
+
+
+def runtime_ffi_version() -> tuple[int, int]:
+    """The XLA FFI version of the installed jaxlib, read from the header that it ships."""
+    header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
+    major, minor = (re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR"))
+    if major is None or minor is None:
+        raise ImportError(f"xla_attention: no XLA FFI version in the headers of jaxlib {jax.lib.__version__}")
+    return int(major[1]), int(minor[1])
+
+
+def check_runtime() -> None:
+    """Raise ImportError if this jaxlib would refuse our handlers.
+
+    A refused handler waits in JAX's queue and breaks the whole backend when it starts, so this is asked before.
+    """
+    if not hasattr(jax, "ffi"):
+        raise ImportError(f"xla_attention needs jax >= 0.5, this is {jax.__version__}")
+    ours, theirs = _library.ffi_version(), runtime_ffi_version()
+    if ours[0] != theirs[0] or ours > theirs:
+        raise ImportError(
+            f"xla_attention speaks XLA FFI {ours[0]}.{ours[1]}, jaxlib {jax.lib.__version__} only "
+            f"{theirs[0]}.{theirs[1]}: upgrade jax"
+        )
+
+
+@functools.cache
+def register_targets() -> None:
+    """Register every target of the library for the platforms ``cpu`` and ``CUDA``; further calls do nothing.
+
+    Raises
+    ------
+    ImportError
+        The installed jaxlib speaks another version of the FFI; nothing has been registered.
+    """
+    check_runtime()
+    for target in _library.targets():
+        stages = {"initialize": target.initialize, "execute": target.execute}
+        handlers = {name: jax.ffi.pycapsule(ctypes.c_void_p(address)) for name, address in stages.items() if address}
+        jax.ffi.register_ffi_target(target.name.decode(), handlers, platform=target.platform.decode())

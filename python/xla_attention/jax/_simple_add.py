@@ -1,0 +1,40 @@
+"""simple_add in JAX."""
+
+import jax
+import jax.numpy as jnp
+
+from ._call import Array, custom_call
+
+
+def simple_add(a: Array, b: Array) -> Array:
+    """Add two arrays of equal shape and dtype, without broadcasting.
+
+    Parameters
+    ----------
+    a, b : Array
+        Any shape; f16, bf16, f32, f64, i8, u8, i32 or i64, the same for both.
+
+    Returns
+    -------
+    Array
+        ``a + b``, of their shape and dtype. Integers wrap.
+
+    Raises
+    ------
+    ValueError
+        Shapes or dtypes differ, or no kernel takes the dtype.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from xla_attention.jax import simple_add
+    >>> simple_add(jnp.arange(3.0), jnp.ones(3)).tolist()
+    [1.0, 2.0, 3.0]
+    """
+    return _simple_add(jnp.asarray(a), jnp.asarray(b))
+
+
+@jax.jit
+def _simple_add(a: Array, b: Array) -> Array:
+    out = jax.ShapeDtypeStruct(a.shape, a.dtype)
+    return custom_call("xla_gpu_simple_add", [a, b], [out], {}, vmap_method="broadcast_all")[0]

@@ -1,0 +1,323 @@
+//! What the shared library exports: the handlers and their table for XLA, and `xa_call` for everybody else.
+//!
+//! All of it is plain C, without a Python ABI: `ctypes`, eager torch and PJRT programs in any language use it.
+
+use crate::call::{Action, Call, Op, call};
+use crate::error::{Error, Result};
+use crate::log;
+use crate::ops::Attribute;
+use crate::pool::RayonPool;
+use crate::stream::Stream;
+use crate::tensor::{DType, Tensor};
+use std::ffi::{CStr, c_char, c_void};
+use std::fmt::Write as _;
+use std::sync::OnceLock;
+
+/// An XLA FFI handler: takes an `XLA_FFI_CallFrame*`, returns an `XLA_FFI_Error*` or null.
+pub type Handler = unsafe extern "C" fn(*mut c_void) -> *mut c_void;
+
+/// A target to register: handlers of typed-FFI API version 4. A stage that is null does not exist.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Target {
+    /// The custom call's target name, terminated.
+    pub name: *const c_char,
+    /// `cpu` or `CUDA`, as JAX spells them, terminated.
+    pub platform: *const c_char,
+    /// Runs before every execution, also when a graph is replayed: loads modules. Null on the CPU.
+    pub initialize: Option<Handler>,
+    /// Computes (CPU) or enqueues (CUDA); works without `initialize` too.
+    pub execute: Option<Handler>,
+}
+
+// SAFETY: pointers to constants.
+unsafe impl Sync for Target {}
+// SAFETY: as above.
+unsafe impl Send for Target {}
+
+/// The table of targets, as [`xa_targets`] gives it out.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Targets {
+    /// `sizeof` of this struct, which only grows at its end.
+    pub struct_size: usize,
+    /// XLA FFI API version of the handlers, to be compared with the runtime's before registering.
+    pub api_major: i32,
+    /// See `api_major`.
+    pub api_minor: i32,
+    /// Number of rows.
+    pub count: usize,
+    /// The rows.
+    pub rows: *const Target,
+}
+
+// SAFETY: a pointer to constants.
+unsafe impl Sync for Targets {}
+// SAFETY: as above.
+unsafe impl Send for Targets {}
+
+/// Exports forwards to the C++ handlers, whose own symbols a Rust cdylib does not export, and the rows of the table.
+macro_rules! targets {
+    ($($name:literal: $cpu:ident => $cpu_shim:ident, $init:ident => $init_shim:ident, $exec:ident => $exec_shim:ident;)*) => {
+        targets!(@forward $($cpu => $cpu_shim, $init => $init_shim, $exec => $exec_shim,)*);
+        static ROWS: &[Target] = &[$(
+            Target { name: $name.as_ptr(), platform: c"cpu".as_ptr(), initialize: None, execute: Some($cpu) },
+            #[cfg(feature = "cuda")]
+            Target { name: $name.as_ptr(), platform: c"CUDA".as_ptr(), initialize: Some($init), execute: Some($exec) },
+        )* targets!(@alias xa_simple_add_cpu, "cpu", None),
+            #[cfg(feature = "cuda")]
+            targets!(@alias xa_simple_add_cuda_execute, "CUDA", Some(xa_simple_add_cuda_initialize)),
+        ];
+    };
+    (@alias $exec:ident, $platform:literal, $init:expr) => {
+        // The name under which the user's own `_xla_custom_call` finds simple_add.
+        Target {
+            name: c"XlaGpuSimpleAdd".as_ptr(),
+            platform: concat!($platform, "\0").as_ptr().cast(),
+            initialize: $init,
+            execute: Some($exec),
+        }
+    };
+    (@forward $($export:ident => $shim:ident,)*) => { $(
+        /// An XLA FFI handler; see [`xa_targets`].
+        ///
+        /// # Safety
+        /// `frame` is an `XLA_FFI_CallFrame` made by an XLA runtime.
+        #[unsafe(no_mangle)]
+        unsafe extern "C" fn $export(frame: *mut c_void) -> *mut c_void {
+            unsafe extern "C" {
+                fn $shim(frame: *mut c_void) -> *mut c_void;
+            }
+            // SAFETY: the shim has this very signature in ffi/binding.h; it lets nothing unwind.
+            unsafe { $shim(frame) }
+        }
+    )* };
+}
+
+targets! {
+    c"xla_gpu_simple_add": xa_simple_add_cpu => xa_simple_add_cpu_shim,
+        xa_simple_add_cuda_initialize => xa_simple_add_cuda_initialize_shim,
+        xa_simple_add_cuda_execute => xa_simple_add_cuda_execute_shim;
+    c"xla_gpu_paged_attention": xa_paged_attention_cpu => xa_paged_attention_cpu_shim,
+        xa_paged_attention_cuda_initialize => xa_paged_attention_cuda_initialize_shim,
+        xa_paged_attention_cuda_execute => xa_paged_attention_cuda_execute_shim;
+    c"xla_gpu_kv_cache_update": xa_kv_cache_update_cpu => xa_kv_cache_update_cpu_shim,
+        xa_kv_cache_update_cuda_initialize => xa_kv_cache_update_cuda_initialize_shim,
+        xa_kv_cache_update_cuda_execute => xa_kv_cache_update_cuda_execute_shim;
+    c"xla_gpu_kv_cache_update_split": xa_kv_cache_update_split_cpu => xa_kv_cache_update_split_cpu_shim,
+        xa_kv_cache_update_split_cuda_initialize => xa_kv_cache_update_split_cuda_initialize_shim,
+        xa_kv_cache_update_split_cuda_execute => xa_kv_cache_update_split_cuda_execute_shim;
+}
+
+/// Every target of this build, for each platform.
+#[must_use]
+pub fn targets() -> &'static [Target] {
+    ROWS
+}
+
+/// The table of targets, valid for the life of the process.
+#[unsafe(no_mangle)]
+pub extern "C" fn xa_targets() -> *const Targets {
+    unsafe extern "C" {
+        fn xa_header_version(major: *mut i32, minor: *mut i32);
+    }
+    static TABLE: OnceLock<Targets> = OnceLock::new();
+    log::init();
+    TABLE.get_or_init(|| {
+        let (mut api_major, mut api_minor) = (0, 0);
+        // SAFETY: writes two integers.
+        unsafe { xa_header_version(&raw mut api_major, &raw mut api_minor) };
+        Targets { struct_size: size_of::<Targets>(), api_major, api_minor, count: ROWS.len(), rows: ROWS.as_ptr() }
+    })
+}
+
+/// A tensor in the C interface.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct XaTensor {
+    /// First element.
+    pub data: *mut c_void,
+    /// `rank` sizes.
+    pub dims: *const i64,
+    /// `rank` distances in elements, or null for a dense tensor.
+    pub strides: *const i64,
+    /// Number of dimensions.
+    pub rank: i32,
+    /// XLA's number of the element type; 0 for one that is left out.
+    pub dtype: i32,
+}
+
+/// An attribute in the C interface.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct XaAttribute {
+    /// 0 is i1, 1 is i64, 2 is f32.
+    pub kind: i32,
+    /// The value of an f32.
+    pub real: f32,
+    /// The value of the others.
+    pub integer: i64,
+}
+
+/// A call in the C interface.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct XaCall {
+    /// `sizeof` of this struct, which only grows at its end.
+    pub struct_size: usize,
+    /// The operator's number, from [`xa_op`].
+    pub op: i32,
+    /// 0 check the shapes, 1 run on the CPU, 2 load CUDA modules, 3 launch on `stream`.
+    pub action: i32,
+    /// In the order of SPEC 2.6.
+    pub operands: *const XaTensor,
+    /// Their number.
+    pub num_operands: usize,
+    /// In the order of SPEC 2.6, the workspace included.
+    pub results: *const XaTensor,
+    /// Their number.
+    pub num_results: usize,
+    /// In alphabetical order of their names.
+    pub attributes: *const XaAttribute,
+    /// Their number.
+    pub num_attributes: usize,
+    /// A `CUstream` of the current context.
+    pub stream: *mut c_void,
+}
+
+/// The number of the operator with this target name, or -1.
+///
+/// # Safety
+/// `target` is a terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xa_op(target: *const c_char) -> i32 {
+    // SAFETY: this function's contract.
+    let name = unsafe { CStr::from_ptr(target) }.to_bytes();
+    Op::ALL.into_iter().find(|op| op.signature().target.as_bytes() == name).map_or(-1, |op| op as i32)
+}
+
+/// Check, run or launch an operator. Returns 0 or XLA's error code, with the text in `message` (terminated, cut to
+/// `capacity` bytes).
+///
+/// # Safety
+/// The struct and everything it points to is valid; memory as [`call()`] asks; `message` has room for `capacity` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xa_call(request: *const XaCall, message: *mut c_char, capacity: usize) -> i32 {
+    log::init();
+    // SAFETY: this function's contract.
+    let result = match unsafe { request.as_ref() } {
+        Some(request) if request.struct_size == size_of::<XaCall>() => {
+            // SAFETY: this function's contract.
+            unsafe { enter(request) }
+        }
+        _ => Err(Error::invalid(format!("xa_call: the request is not a struct of {} bytes", size_of::<XaCall>()))),
+    };
+    let Err(Error { code, message: text }) = result else { return 0 };
+    if capacity > 0 {
+        let cut = text.floor_char_boundary(capacity - 1);
+        // SAFETY: `cut` bytes and the zero fit into `capacity`.
+        unsafe {
+            std::ptr::copy_nonoverlapping(text.as_ptr(), message.cast(), cut);
+            message.add(cut).write(0);
+        }
+    }
+    code as i32
+}
+
+/// # Safety
+/// As [`xa_call`].
+unsafe fn enter(request: &XaCall) -> Result {
+    let op = Op::from_number(request.op).ok_or_else(|| Error::invalid(format!("no operator {}", request.op)))?;
+    let action = match request.action {
+        0 => Action::Check,
+        1 => Action::RunOnCpu(&RayonPool),
+        2 => Action::PrepareCuda,
+        3 => Action::LaunchCuda(Stream(request.stream as usize)),
+        n => return Err(Error::invalid(format!("action is {n}, expected 0 to 3"))),
+    };
+    // SAFETY: this function's contract.
+    let (operands, results, attributes) = unsafe {
+        (
+            slice(request.operands, request.num_operands).iter().map(|t| tensor(t)).collect::<Result<Vec<_>>>()?,
+            slice(request.results, request.num_results).iter().map(|t| tensor(t)).collect::<Result<Vec<_>>>()?,
+            slice(request.attributes, request.num_attributes).iter().map(attribute).collect::<Result<Vec<_>>>()?,
+        )
+    };
+    // SAFETY: this function's contract.
+    unsafe { call(&Call { op, action, operands: &operands, results: &results, attributes: &attributes }) }
+}
+
+/// # Safety
+/// `first` points to `count` values, or `count` is 0.
+unsafe fn slice<'a, T>(first: *const T, count: usize) -> &'a [T] {
+    // SAFETY: this function's contract.
+    if count == 0 { &[] } else { unsafe { std::slice::from_raw_parts(first, count) } }
+}
+
+/// # Safety
+/// Sizes and strides point to `rank` values.
+unsafe fn tensor(raw: &XaTensor) -> Result<Tensor<'_>> {
+    let rank = usize::try_from(raw.rank).map_err(|_| Error::invalid(format!("a tensor has rank {}", raw.rank)))?;
+    // SAFETY: this function's contract.
+    let dims = unsafe { slice(raw.dims, rank) };
+    // SAFETY: this function's contract.
+    let strides = (!raw.strides.is_null()).then(|| unsafe { slice(raw.strides, rank) });
+    Ok(Tensor { dtype: DType(raw.dtype), data: raw.data.cast(), dims, strides })
+}
+
+fn attribute(raw: &XaAttribute) -> Result<Attribute> {
+    match raw.kind {
+        0 => Ok(Attribute::Bool(raw.integer != 0)),
+        1 => Ok(Attribute::I64(raw.integer)),
+        2 => Ok(Attribute::F32(raw.real)),
+        n => Err(Error::invalid(format!("an attribute has kind {n}, expected 0 to 2"))),
+    }
+}
+
+/// What this build holds, as JSON: `version`, `xla_ffi`, `cuda`, `targets`, `variants` with their resources. Valid for
+/// the life of the process.
+#[unsafe(no_mangle)]
+pub extern "C" fn xa_info() -> *const c_char {
+    static INFO: OnceLock<String> = OnceLock::new();
+    INFO.get_or_init(|| info() + "\0").as_ptr().cast()
+}
+
+fn info() -> String {
+    // SAFETY: the table is never freed.
+    let table = unsafe { &*xa_targets() };
+    let mut targets: Vec<String> = Vec::new();
+    for row in ROWS {
+        // SAFETY: the rows hold terminated strings.
+        let (name, platform) = unsafe { (CStr::from_ptr(row.name), CStr::from_ptr(row.platform)) };
+        targets.push(format!("[{:?},{:?}]", name.to_string_lossy(), platform.to_string_lossy()));
+    }
+    format!(
+        "{{\"version\":{:?},\"xla_ffi\":[{},{}],\"cuda\":{},\"targets\":[{}],\"variants\":[{}]}}",
+        env!("CARGO_PKG_VERSION"),
+        table.api_major,
+        table.api_minor,
+        cfg!(feature = "cuda"),
+        targets.join(","),
+        variants(),
+    )
+}
+
+#[cfg(feature = "cuda")]
+fn variants() -> String {
+    let mut text = String::new();
+    for variant in &crate::cuda::variants::VARIANTS {
+        let comma = if text.is_empty() { "" } else { "," };
+        let _ = write!(text, "{comma}{{\"name\":{:?},\"ptx\":{:?},\"sass\":{{", variant.name, variant.ptx_version);
+        for (i, (arch, r)) in variant.resources.iter().enumerate() {
+            let comma = if i == 0 { "" } else { "," };
+            let _ = write!(text, "{comma}{arch:?}:[{},{},{}]", r.registers, r.spill_bytes, r.smem_bytes);
+        }
+        text += "}}";
+    }
+    text
+}
+
+#[cfg(not(feature = "cuda"))]
+fn variants() -> String {
+    String::new()
+}

@@ -1,0 +1,136 @@
+//! One entry for every front-end: an operator, what to do, operands, results, attributes.
+
+use crate::cpu;
+#[cfg(feature = "cuda")]
+use crate::cuda;
+use crate::error::{Error, Result};
+use crate::ops::{self, Attribute, Bound, Signature};
+use crate::pool::{Pool, forget};
+use crate::stream::Stream;
+use crate::tensor::Tensor;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// The operators. Their numbers are part of the C interface and never change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(i32)]
+pub enum Op {
+    /// [`ops::simple_add`]
+    SimpleAdd = 0,
+    /// [`ops::paged_attention`]
+    PagedAttention = 1,
+    /// [`ops::kv_cache_update`], K and V in one buffer
+    KvCacheUpdate = 2,
+    /// [`ops::kv_cache_update`], K and V in two buffers
+    KvCacheUpdateSplit = 3,
+}
+
+impl Op {
+    /// Every operator, by number.
+    pub const ALL: [Op; 4] = [Op::SimpleAdd, Op::PagedAttention, Op::KvCacheUpdate, Op::KvCacheUpdateSplit];
+
+    /// The operator with this number.
+    #[must_use]
+    pub fn from_number(number: i32) -> Option<Self> {
+        Self::ALL.into_iter().find(|op| *op as i32 == number)
+    }
+
+    /// Names of its operands, results and attributes.
+    #[must_use]
+    pub fn signature(self) -> &'static Signature {
+        match self {
+            Op::SimpleAdd => &ops::simple_add::SIGNATURE,
+            Op::PagedAttention => &ops::paged_attention::SIGNATURE,
+            Op::KvCacheUpdate => &ops::kv_cache_update::SIGNATURE,
+            Op::KvCacheUpdateSplit => &ops::kv_cache_update::SPLIT_SIGNATURE,
+        }
+    }
+}
+
+/// What a call is to do.
+#[derive(Clone, Copy)]
+pub enum Action<'a> {
+    /// Only find mistakes; no memory is touched, data pointers may be null.
+    Check,
+    /// Compute on the CPU, now.
+    RunOnCpu(&'a dyn Pool),
+    /// Load on the current CUDA context whatever [`Action::LaunchCuda`] with the same arguments could need.
+    PrepareCuda,
+    /// Enqueue on a CUDA stream; never waits, never allocates.
+    LaunchCuda(Stream),
+}
+
+/// One call, borrowed from the caller for its duration.
+#[derive(Clone, Copy)]
+pub struct Call<'a> {
+    /// Which operator.
+    pub op: Op,
+    /// What to do.
+    pub action: Action<'a>,
+    /// In the order of the signature; trailing optional ones may be missing, or any be [`Tensor::ABSENT`].
+    pub operands: &'a [Tensor<'a>],
+    /// Likewise.
+    pub results: &'a [Tensor<'a>],
+    /// Alphabetical by name; all are required.
+    pub attributes: &'a [Attribute],
+}
+
+/// Validate a call and do what its action says. Every front-end ends here.
+///
+/// # Errors
+/// As [`crate::error::Code`] describes; the text begins with the target's name. A panic below comes back as
+/// `INTERNAL`.
+///
+/// # Safety
+/// Unless the action is [`Action::Check`], the views must describe memory that stays valid for the call (on CUDA:
+/// until the enqueued work has run, on the device of the current context), readable for operands, writable and not
+/// otherwise accessed for results. An operand and a result may be the same memory only where the operator says so.
+pub unsafe fn call(call: &Call) -> Result {
+    let target = call.op.signature().target;
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        let in_memory = !matches!(call.action, Action::Check);
+        let bound = Bound::new(call.op.signature(), call.operands, call.results, call.attributes, in_memory)?;
+        // SAFETY: passed on from this function's caller.
+        unsafe { dispatch(&bound, call) }
+    }));
+    match outcome {
+        Ok(result) => result.map_err(|e| e.of(target)),
+        Err(payload) => {
+            let text = payload.downcast_ref::<&str>().map(ToString::to_string);
+            let text = text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_default();
+            forget(payload);
+            Err(Error::internal(format!("panic: {text}")).of(target))
+        }
+    }
+}
+
+/// Make the operator's problem, which validates it, and hand it to the backend.
+///
+/// # Safety
+/// As [`call()`].
+unsafe fn dispatch(bound: &Bound, call: &Call) -> Result {
+    macro_rules! on_backend {
+        ($problem:expr, $operator:ident) => {{
+            let problem = $problem?;
+            match call.action {
+                Action::Check => Ok(()),
+                // SAFETY: the caller vouches for the memory, `problem` for the shapes.
+                Action::RunOnCpu(pool) => unsafe { cpu::$operator::run(&problem, pool) },
+                #[cfg(feature = "cuda")]
+                Action::PrepareCuda => cuda::$operator::prepare(&problem),
+                #[cfg(feature = "cuda")]
+                // SAFETY: as on the CPU.
+                Action::LaunchCuda(stream) => unsafe { cuda::$operator::launch(&problem, stream) },
+                #[cfg(not(feature = "cuda"))]
+                Action::PrepareCuda | Action::LaunchCuda(_) => {
+                    Err(Error::unimplemented("this build has no CUDA backend; build with the feature `cuda`"))
+                }
+            }
+        }};
+    }
+    match call.op {
+        Op::SimpleAdd => on_backend!(ops::simple_add::SimpleAdd::new(bound), simple_add),
+        Op::PagedAttention => on_backend!(ops::paged_attention::PagedAttention::new(bound), paged_attention),
+        Op::KvCacheUpdate => on_backend!(ops::kv_cache_update::KvCacheUpdate::new(bound), kv_cache_update),
+        Op::KvCacheUpdateSplit => on_backend!(ops::kv_cache_update::KvCacheUpdate::new_split(bound), kv_cache_update),
+    }
+}

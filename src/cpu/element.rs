@@ -1,0 +1,159 @@
+//! Element types that attention reads and writes; arithmetic is in f32.
+
+use super::simd::{MAX_LANES, Simd};
+use half::{bf16, f16};
+
+/// An element of q, K, V and o.
+pub(super) trait Element: Copy + Send + Sync + 'static {
+    /// One element, widened.
+    fn to_f32(self) -> f32;
+    /// Rounded to nearest even.
+    fn from_f32(x: f32) -> Self;
+    /// `LANES` elements, widened.
+    /// # Safety
+    /// `from` has `LANES` readable elements.
+    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::V;
+    /// `LANES` elements, rounded to nearest even.
+    /// # Safety
+    /// `to` has `LANES` writable elements.
+    unsafe fn store<S: Simd>(simd: S, to: *mut Self, x: S::V);
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn from_f32(x: f32) -> Self {
+        x
+    }
+    #[inline(always)]
+    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::V {
+        // SAFETY: the caller's word.
+        unsafe { simd.load(from) }
+    }
+    #[inline(always)]
+    unsafe fn store<S: Simd>(simd: S, to: *mut Self, x: S::V) {
+        // SAFETY: the caller's word.
+        unsafe { simd.store(to, x) }
+    }
+}
+
+impl Element for f16 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self.to_f32_const()
+    }
+    #[inline(always)]
+    fn from_f32(x: f32) -> Self {
+        f16::from_f32_const(x)
+    }
+    #[inline(always)]
+    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::V {
+        // SAFETY: the caller's word.
+        unsafe { simd.load_f16(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store<S: Simd>(simd: S, to: *mut Self, x: S::V) {
+        // SAFETY: the caller's word.
+        unsafe { simd.store_f16(to.cast(), x) }
+    }
+}
+
+impl Element for bf16 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+    #[inline(always)]
+    fn from_f32(x: f32) -> Self {
+        let bits = x.to_bits();
+        // Add just under half of the last kept place, and one more where that place is odd; a carry into the exponent
+        // is right, up to infinity. NaN keeps its upper bits and one that no infinity has.
+        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+        let nan = (bits >> 16) | 0x40;
+        bf16::from_bits(if x.is_nan() { nan } else { rounded } as u16)
+    }
+    #[inline(always)]
+    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::V {
+        // SAFETY: the caller's word.
+        unsafe { simd.load_bf16(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store<S: Simd>(simd: S, to: *mut Self, x: S::V) {
+        let mut wide = [0.0f32; MAX_LANES];
+        // SAFETY: LANES <= MAX_LANES; `to`, by the caller's word.
+        unsafe {
+            simd.store(wide.as_mut_ptr(), x);
+            for (i, x) in wide[..S::LANES].iter().enumerate() {
+                to.add(i).write(Self::from_f32(*x));
+            }
+        }
+    }
+}
+
+/// `n` elements, 1 to `LANES`, and zeros above.
+///
+/// # Safety
+/// `from` has `n` readable elements; nothing beyond is read.
+#[inline(always)]
+pub(super) unsafe fn load_first<S: Simd, T: Element>(simd: S, from: *const T, n: usize) -> S::V {
+    let mut padded = [0.0f32; MAX_LANES];
+    for (i, x) in padded[..n].iter_mut().enumerate() {
+        // SAFETY: i < n.
+        *x = unsafe { from.add(i).read() }.to_f32();
+    }
+    // SAFETY: LANES <= MAX_LANES.
+    unsafe { simd.load(padded.as_ptr()) }
+}
+
+/// Widen a row of `n` elements.
+///
+/// # Safety
+/// `from` has `n` readable elements, `to` has `n` writable ones.
+#[inline(always)]
+pub(super) unsafe fn widen<S: Simd, T: Element>(simd: S, from: *const T, to: *mut f32, n: usize) {
+    let whole = n - n % S::LANES;
+    for i in (0..whole).step_by(S::LANES) {
+        // SAFETY: i + LANES <= n.
+        unsafe { simd.store(to.add(i), T::load(simd, from.add(i))) }
+    }
+    for i in whole..n {
+        // SAFETY: i < n.
+        unsafe { to.add(i).write(from.add(i).read().to_f32()) }
+    }
+}
+
+/// Round a row of `n` elements.
+///
+/// # Safety
+/// `from` has `n` readable elements, `to` has `n` writable ones.
+#[inline(always)]
+pub(super) unsafe fn narrow<S: Simd, T: Element>(simd: S, from: *const f32, to: *mut T, n: usize) {
+    let whole = n - n % S::LANES;
+    for i in (0..whole).step_by(S::LANES) {
+        // SAFETY: i + LANES <= n.
+        unsafe { T::store(simd, to.add(i), simd.load(from.add(i))) }
+    }
+    for i in whole..n {
+        // SAFETY: i < n.
+        unsafe { to.add(i).write(T::from_f32(from.add(i).read())) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bf16_rounds_as_the_half_crate_does() {
+        for high in 0..=u16::MAX {
+            for low in [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+                let x = f32::from_bits(u32::from(high) << 16 | low);
+                let (got, want) = (<bf16 as Element>::from_f32(x), bf16::from_f32(x));
+                assert!(got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan()), "{x}: {got} {want}");
+            }
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! Four lanes as an array, which the compiler turns into the architecture's baseline vectors (SSE2, NEON).
+
+use super::Simd;
+use half::f16;
+
+/// No proof needed: arrays work everywhere.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Portable;
+
+type V = [f32; 4];
+
+#[inline(always)]
+fn map2(a: V, b: V, f: impl Fn(f32, f32) -> f32) -> V {
+    [f(a[0], b[0]), f(a[1], b[1]), f(a[2], b[2]), f(a[3], b[3])]
+}
+
+impl Simd for Portable {
+    type V = V;
+    const LANES: usize = 4;
+    const TILE: usize = 4;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> V {
+        [x; 4]
+    }
+    #[inline(always)]
+    unsafe fn load(self, from: *const f32) -> V {
+        // SAFETY: four readable elements, by the caller's word.
+        unsafe { from.cast::<V>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32, x: V) {
+        // SAFETY: four writable elements, by the caller's word.
+        unsafe { to.cast::<V>().write_unaligned(x) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(self, from: *const u16) -> V {
+        // SAFETY: four readable elements, by the caller's word.
+        unsafe { from.cast::<[u16; 4]>().read_unaligned() }.map(|bits| f16::from_bits(bits).to_f32_const())
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, to: *mut u16, x: V) {
+        let bits = x.map(|x| f16::from_f32_const(x).to_bits());
+        // SAFETY: four writable elements, by the caller's word.
+        unsafe { to.cast::<[u16; 4]>().write_unaligned(bits) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(self, from: *const u16) -> V {
+        // SAFETY: four readable elements, by the caller's word.
+        unsafe { from.cast::<[u16; 4]>().read_unaligned() }.map(|bits| f32::from_bits(u32::from(bits) << 16))
+    }
+    #[inline(always)]
+    fn add(self, a: V, b: V) -> V {
+        map2(a, b, |a, b| a + b)
+    }
+    #[inline(always)]
+    fn sub(self, a: V, b: V) -> V {
+        map2(a, b, |a, b| a - b)
+    }
+    #[inline(always)]
+    fn mul(self, a: V, b: V) -> V {
+        map2(a, b, |a, b| a * b)
+    }
+    #[inline(always)]
+    fn div(self, a: V, b: V) -> V {
+        map2(a, b, |a, b| a / b)
+    }
+    #[inline(always)]
+    fn fma(self, a: V, b: V, c: V) -> V {
+        // Where the baseline has no fused instruction, `mul_add` is a library call.
+        let multiply_add = |a: f32, b: f32, c: f32| {
+            if cfg!(target_arch = "aarch64") { a.mul_add(b, c) } else { a * b + c }
+        };
+        [
+            multiply_add(a[0], b[0], c[0]),
+            multiply_add(a[1], b[1], c[1]),
+            multiply_add(a[2], b[2], c[2]),
+            multiply_add(a[3], b[3], c[3]),
+        ]
+    }
+    #[inline(always)]
+    fn max(self, a: V, b: V) -> V {
+        map2(a, b, |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    fn select_lt(self, a: V, b: V, yes: V, no: V) -> V {
+        let pick = |i: usize| if a[i] < b[i] { yes[i] } else { no[i] };
+        [pick(0), pick(1), pick(2), pick(3)]
+    }
+    #[inline(always)]
+    fn exponential_of_low_bits(self, t: V) -> V {
+        // Bits of the sum: n in two's complement below bit 22; shifted out of the mantissa it becomes the exponent.
+        t.map(|t| f32::from_bits((t.to_bits() << 23).wrapping_add(127 << 23)))
+    }
+    #[inline(always)]
+    fn sum_each<const N: usize>(self, sums: [V; N]) -> V {
+        const { assert!(N == 4) };
+        let lane = |i: usize| (sums[i][0] + sums[i][2]) + (sums[i][1] + sums[i][3]);
+        [lane(0), lane(1), lane(2), lane(3)]
+    }
+}

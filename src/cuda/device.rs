@@ -1,0 +1,59 @@
+//! The device of the current context.
+
+use super::driver;
+use crate::error::{Error, Result};
+use cudarc::driver::sys::{self, CUcontext, CUdevice_attribute as Attribute};
+
+/// What choosing a variant and sizing a grid ask of a device.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Device {
+    /// Compute capability times ten: 80, 90, 120.
+    pub capability: u32,
+    /// Shared memory that one block can ask for, in bytes.
+    pub shared_memory: u32,
+}
+
+impl Device {
+    /// The device of the context that is current on this thread.
+    ///
+    /// # Errors
+    /// `UNAVAILABLE` without a driver, `FAILED_PRECONDITION` without a context or on a GPU older than sm_80.
+    pub(crate) fn current() -> Result<Self> {
+        current_context()?;
+        let mut device = 0;
+        // SAFETY: a context is current.
+        driver::check(unsafe { sys::cuCtxGetDevice(&raw mut device) }, "cuCtxGetDevice")?;
+        let attribute = |which| {
+            let mut value = 0;
+            // SAFETY: `device` is a device; the call writes one integer.
+            driver::check(unsafe { sys::cuDeviceGetAttribute(&raw mut value, which, device) }, "cuDeviceGetAttribute")?;
+            Ok(value as u32)
+        };
+        let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        let capability = major * 10 + minor;
+        if capability < 80 {
+            return Err(Error::precondition(format!("the GPU is sm_{capability}; the kernels need sm_80 or newer")));
+        }
+        Ok(Self {
+            capability,
+            shared_memory: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+        })
+    }
+}
+
+/// The context that is current on this thread; XLA and torch make theirs current before they call us.
+///
+/// # Errors
+/// `UNAVAILABLE` without a driver, `FAILED_PRECONDITION` where no context is current.
+#[inline]
+pub(crate) fn current_context() -> Result<CUcontext> {
+    driver::present()?;
+    let mut context = std::ptr::null_mut();
+    // SAFETY: writes one pointer.
+    driver::check(unsafe { sys::cuCtxGetCurrent(&raw mut context) }, "cuCtxGetCurrent")?;
+    if context.is_null() {
+        return Err(Error::precondition("no CUDA context is current on the calling thread"));
+    }
+    Ok(context)
+}

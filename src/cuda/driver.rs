@@ -1,0 +1,36 @@
+//! libcuda, loaded when the first CUDA call needs it; its absence is an error only then.
+
+use crate::error::{Error, Result};
+use cudarc::driver::sys::{self, CUresult};
+use std::ffi::CStr;
+use std::sync::OnceLock;
+
+/// libcuda can be called.
+///
+/// # Errors
+/// `UNAVAILABLE` where no driver is installed.
+pub(crate) fn present() -> Result {
+    static PRESENT: OnceLock<bool> = OnceLock::new();
+    // SAFETY: loads libcuda by its soname, which runs only the driver's own initialisers.
+    if *PRESENT.get_or_init(|| unsafe { sys::is_culib_present() }) {
+        Ok(())
+    } else {
+        Err(Error::unavailable(
+            "no NVIDIA driver: libcuda.so.1 cannot be loaded; install the driver, or run on the platform cpu",
+        ))
+    }
+}
+
+/// A driver call's result as ours, with the driver's name for it and its sentence.
+pub(crate) fn check(result: CUresult, what: &str) -> Result {
+    if result == CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    let mut sentence = std::ptr::null();
+    // SAFETY: writes a pointer to a static string, or leaves null for an unknown code.
+    let known =
+        unsafe { sys::cuGetErrorString(result, &raw mut sentence) } == CUresult::CUDA_SUCCESS && !sentence.is_null();
+    // SAFETY: checked for null; the driver's strings are static and terminated.
+    let sentence = if known { unsafe { CStr::from_ptr(sentence) }.to_string_lossy() } else { "".into() };
+    Err(Error::internal(format!("{what}: {result:?}: {sentence}")))
+}

@@ -1,0 +1,53 @@
+//! The one place that enqueues work.
+
+use super::driver::check;
+use crate::error::Result;
+use crate::stream::Stream;
+use cudarc::driver::sys::{self, CUfunction};
+use std::ffi::c_void;
+
+/// Blocks, threads and dynamic shared memory of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Shape {
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub threads: u32,
+    /// Bytes of dynamic shared memory.
+    pub shared_memory: u32,
+}
+
+/// Launch `function` with one parameter, a struct passed by value.
+///
+/// # Safety
+/// `P` is laid out as the kernel's parameter, and what it points to outlives the kernel's run.
+pub(crate) unsafe fn launch<P>(function: CUfunction, shape: Shape, stream: Stream, parameters: &P) -> Result {
+    let mut pointers = [std::ptr::from_ref(parameters).cast_mut().cast::<c_void>()];
+    let [x, y, z] = shape.grid;
+    // SAFETY: the driver copies the parameter before it returns; the rest is this function's contract.
+    let result = unsafe {
+        sys::cuLaunchKernel(
+            function,
+            x,
+            y,
+            z,
+            shape.threads,
+            1,
+            1,
+            shape.shared_memory,
+            stream.0 as sys::CUstream,
+            pointers.as_mut_ptr(),
+            std::ptr::null_mut(),
+        )
+    };
+    check(result, "cuLaunchKernel")
+}
+
+/// Copy `bytes` bytes of device memory in stream order.
+///
+/// # Safety
+/// Both ranges are device memory of the current context and do not overlap.
+pub(crate) unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize, stream: Stream) -> Result {
+    let (to, from) = (to as sys::CUdeviceptr, from as sys::CUdeviceptr);
+    // SAFETY: this function's contract.
+    check(unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, stream.0 as sys::CUstream) }, "cuMemcpyDtoDAsync")
+}

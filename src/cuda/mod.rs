@@ -1,0 +1,15 @@
+//! The operators on NVIDIA GPUs: choose a variant, size the grid, launch on the caller's stream.
+//!
+//! Works through the driver API on whatever context is current: no device is set, no device memory allocated, nothing
+//! waited for, so every launch may be captured into a graph. Each operator has `prepare`, which loads what `launch`
+//! with the same problem could choose, and `launch`, which loads by itself what it finds missing.
+
+pub(crate) mod kv_cache_update;
+pub(crate) mod paged_attention;
+pub(crate) mod simple_add;
+
+pub(crate) mod device;
+mod driver;
+mod launch;
+mod module;
+pub(crate) mod variants;

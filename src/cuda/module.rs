@@ -1,0 +1,190 @@
+//! From a variant to a function of the current context: loaded once, found without a lock ever after.
+
+use super::device::{Device, current_context};
+use super::driver::{self, check};
+use super::variants::{Image, VARIANTS, Variant};
+use crate::error::{Code, Error, Result};
+use cudarc::driver::sys::{self, CUcontext, CUfunction};
+use std::ffi::c_void;
+use std::io::Read;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+/// Contexts that can hold our modules at the same time; a process has one a device.
+const CONTEXTS: usize = 64;
+
+/// The functions of one context. A context is written after its first function, so a reader that sees the context can
+/// trust every non-null entry. Modules are never unloaded.
+struct Slot {
+    context: AtomicPtr<c_void>,
+    functions: [AtomicPtr<c_void>; VARIANTS.len()],
+}
+
+static SLOTS: [Slot; CONTEXTS] = [const {
+    Slot {
+        context: AtomicPtr::new(std::ptr::null_mut()),
+        functions: [const { AtomicPtr::new(std::ptr::null_mut()) }; VARIANTS.len()],
+    }
+}; CONTEXTS];
+
+/// The function of a variant on the current context, loaded if it is not there yet.
+///
+/// # Errors
+/// Those of [`current_context`]; `FAILED_PRECONDITION` where the driver refuses the module.
+pub(crate) fn function(variant: usize) -> Result<CUfunction> {
+    let context = current_context()?;
+    for slot in &SLOTS {
+        let found = slot.context.load(Ordering::Acquire);
+        if found.is_null() {
+            break;
+        }
+        if found == context.cast() {
+            let function = slot.functions[variant].load(Ordering::Acquire);
+            if !function.is_null() {
+                return Ok(function.cast());
+            }
+            break;
+        }
+    }
+    load(variant, context)
+}
+
+#[cold]
+fn load(variant: usize, context: CUcontext) -> Result<CUfunction> {
+    static LOADING: Mutex<()> = Mutex::new(());
+    let _one_at_a_time = LOADING.lock().unwrap_or_else(PoisonError::into_inner);
+    let slot = SLOTS
+        .iter()
+        .find(|slot| {
+            let found = slot.context.load(Ordering::Relaxed);
+            found.is_null() || found == context.cast()
+        })
+        .ok_or_else(|| Error::precondition(format!("more than {CONTEXTS} CUDA contexts use this library")))?;
+    let known = slot.functions[variant].load(Ordering::Relaxed);
+    if !known.is_null() {
+        return Ok(known.cast());
+    }
+    let function = outside_capture(|| load_module(&VARIANTS[variant]))?;
+    slot.functions[variant].store(function.cast(), Ordering::Release);
+    slot.context.store(context.cast(), Ordering::Release);
+    Ok(function)
+}
+
+/// Run `load` in the capture mode in which a load does not disturb a capture that this thread may be in.
+fn outside_capture<T>(load: impl FnOnce() -> Result<T>) -> Result<T> {
+    let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: swaps the thread's mode with `mode`; swapped back below.
+    check(unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) }, "cuThreadExchangeStreamCaptureMode")?;
+    let result = load();
+    // SAFETY: `mode` holds what the thread had.
+    check(unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) }, "cuThreadExchangeStreamCaptureMode")?;
+    result
+}
+
+fn load_module(variant: &Variant) -> Result<CUfunction> {
+    let device = Device::current()?;
+    let cubin = variant.cubins.iter().find(|(arch, _)| !ptx_only() && runs_on(arch, device.capability));
+    let image = cubin.map_or(&variant.ptx, |(_, image)| image).unpack()?;
+    let mut log = vec![0u8; 4096];
+    let mut options =
+        [sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
+    let mut values: [*mut c_void; 2] = [log.as_mut_ptr().cast(), log.len() as *mut c_void];
+    let mut module = std::ptr::null_mut();
+    // SAFETY: the image is a whole module (PTX ends in a zero), the option arrays have two entries each.
+    let result = unsafe {
+        sys::cuModuleLoadDataEx(&raw mut module, image.as_ptr().cast(), 2, options.as_mut_ptr(), values.as_mut_ptr())
+    };
+    check(result, "cuModuleLoadDataEx").map_err(|error| refused(variant, &device, &error, &log))?;
+    let mut function = std::ptr::null_mut();
+    // SAFETY: the module was just loaded, the name is terminated.
+    let result = unsafe { sys::cuModuleGetFunction(&raw mut function, module, variant.entry.as_ptr()) };
+    check(result, "cuModuleGetFunction")?;
+    let largest = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    let mut fixed = 0;
+    let of_fixed = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+    // SAFETY: the function was just found; both calls only read or set one of its attributes.
+    unsafe {
+        check(sys::cuFuncGetAttribute(&raw mut fixed, of_fixed, function), "cuFuncGetAttribute")?;
+        let dynamic = device.shared_memory as i32 - fixed;
+        check(sys::cuFuncSetAttribute(function, largest, dynamic), "cuFuncSetAttribute")?;
+    }
+    tracing::debug!(
+        "loaded {} for sm_{} from {}",
+        variant.name,
+        device.capability,
+        cubin.map_or_else(|| format!("PTX {}", variant.ptx_version), |(arch, _)| format!("machine code of sm_{arch}"))
+    );
+    Ok(function)
+}
+
+/// Why a module was refused and what would take it.
+fn refused(variant: &Variant, device: &Device, error: &Error, log: &[u8]) -> Error {
+    let mut version = 0;
+    // SAFETY: writes one integer.
+    let known = driver::check(unsafe { sys::cuDriverGetVersion(&raw mut version) }, "cuDriverGetVersion").is_ok();
+    let driver = if known { format!("CUDA {}.{}", version / 1000, version % 1000 / 10) } else { "unknown".into() };
+    let log = String::from_utf8_lossy(log);
+    Error {
+        code: Code::FailedPrecondition,
+        message: format!(
+            "the driver ({driver}) refuses the kernel {} on sm_{}: {error} {}; it needs a driver that takes PTX {} for \
+             sm_{}",
+            variant.name,
+            device.capability,
+            log.trim_matches(['\0', '\n', ' ']),
+            variant.ptx_version,
+            variant.target,
+        ),
+    }
+}
+
+/// `XLA_ATTENTION_PTX_ONLY=1`: the driver compiles the PTX even where machine code is at hand.
+fn ptx_only() -> bool {
+    static PTX_ONLY: OnceLock<bool> = OnceLock::new();
+    *PTX_ONLY.get_or_init(|| std::env::var_os("XLA_ATTENTION_PTX_ONLY").is_some_and(|v| v == "1"))
+}
+
+/// Machine code runs on its own architecture and on later minor versions of it; with an `a`, on its own alone.
+fn runs_on(arch: &str, capability: u32) -> bool {
+    match arch.strip_suffix('a') {
+        Some(exact) => exact.parse() == Ok(capability),
+        None => arch.parse::<u32>().is_ok_and(|a| a / 10 == capability / 10 && a <= capability),
+    }
+}
+
+impl Image {
+    /// The module's bytes, at the alignment that machine code wants.
+    fn unpack(&self) -> Result<Vec<u64>> {
+        let mut words = vec![0u64; self.len.div_ceil(8)];
+        // SAFETY: `words` holds at least `len` bytes, and any bytes are a valid u64.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<u8>(), self.len) };
+        ruzstd::decoding::StreamingDecoder::new(self.zst)
+            .map_err(|error| error.to_string())
+            .and_then(|mut decoder| decoder.read_exact(bytes).map_err(|error| error.to_string()))
+            .map_err(|error| Error::internal(format!("a kernel image does not unpack: {error}")))?;
+        Ok(words)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_image_unpacks_to_a_module() {
+        for variant in &VARIANTS {
+            let bytes =
+                |image: &Image| image.unpack().unwrap().iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>();
+            assert!(bytes(&variant.ptx)[..variant.ptx.len].ends_with(b"\0"), "{}", variant.name);
+            for (_, cubin) in variant.cubins {
+                assert!(bytes(cubin).starts_with(b"\x7fELF"), "{}", variant.name);
+            }
+        }
+    }
+
+    #[test]
+    fn machine_code_runs_within_its_major_version() {
+        assert!(runs_on("80", 80) && runs_on("80", 86) && runs_on("90a", 90));
+        assert!(!runs_on("89", 86) && !runs_on("80", 90) && !runs_on("90a", 100) && !runs_on("90", 120));
+    }
+}

@@ -1,0 +1,61 @@
+//! `out = a + b` on CUDA: one thread for 16 bytes of the output.
+
+use super::launch::{Shape, launch as launch_kernel};
+use super::{module, variants};
+use crate::error::Result;
+use crate::log;
+use crate::ops::simple_add::SimpleAdd;
+use crate::stream::Stream;
+use crate::tensor::DType;
+
+const THREADS: u32 = 256;
+
+/// `SimpleAddParams` of `kernels/simple_add.cu`.
+#[repr(C)]
+struct Params {
+    a: *const u8,
+    b: *const u8,
+    out: *mut u8,
+    n: i64,
+}
+
+fn variant(problem: &SimpleAdd) -> Result<usize> {
+    variants::find("simple_add", &[dtype_value(problem.a.dtype)])
+}
+
+/// The value of the axis `dtype`.
+pub(crate) fn dtype_value(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F16 => "f16",
+        DType::BF16 => "bf16",
+        DType::F32 => "f32",
+        DType::F64 => "f64",
+        DType::I8 => "i8",
+        DType::U8 => "u8",
+        DType::I32 => "i32",
+        DType::I64 => "i64",
+        _ => "none",
+    }
+}
+
+/// Load the kernel that [`launch`] takes.
+pub(crate) fn prepare(problem: &SimpleAdd) -> Result {
+    module::function(variant(problem)?).map(|_| ())
+}
+
+/// # Safety
+/// The problem's views are device memory of the current context that outlives the kernel's run, `out` writable.
+pub(crate) unsafe fn launch(problem: &SimpleAdd, stream: Stream) -> Result {
+    let n = problem.out.len();
+    if n == 0 {
+        return Ok(());
+    }
+    let variant = variant(problem)?;
+    let blocks = (n * problem.a.dtype.size()).div_ceil(16 * THREADS as usize);
+    // Past the limit of the grid each thread takes several pieces.
+    let shape = Shape { grid: [blocks.min(i32::MAX as usize) as u32, 1, 1], threads: THREADS, shared_memory: 0 };
+    log::call("simple_add", (variant, shape), || format!("{} with {shape:?}", variants::VARIANTS[variant].name));
+    let params = Params { a: problem.a.data, b: problem.b.data, out: problem.out.data, n: n as i64 };
+    // SAFETY: `Params` is the kernel's parameter; the caller vouches for the memory.
+    unsafe { launch_kernel(module::function(variant)?, shape, stream, &params) }
+}

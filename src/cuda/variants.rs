@@ -1,0 +1,120 @@
+//! The compiled kernels, as generated from `kernels/variants.toml`.
+
+use crate::error::{Error, Result};
+use std::ffi::CStr;
+
+include!(concat!(env!("OUT_DIR"), "/variants.rs"));
+
+/// A kernel of the table: a name and the axes whose values select a variant.
+pub(crate) struct Kernel {
+    pub name: &'static str,
+    pub axes: &'static [Axis],
+    /// For each combination of axis values, the last axis fastest: its index in [`VARIANTS`], or a hole.
+    pub slots: &'static [Option<usize>],
+}
+
+/// One choice that is made at compile time.
+pub(crate) struct Axis {
+    pub name: &'static str,
+    pub values: &'static [&'static str],
+}
+
+/// One compiled kernel.
+pub(crate) struct Variant {
+    /// `paged_attention_bf16_128_prefill`: also the label in logs and benches.
+    pub name: &'static str,
+    /// The function's name in the module.
+    pub entry: &'static CStr,
+    /// Architecture of the PTX.
+    pub target: &'static str,
+    /// The lowest PTX version that ptxas accepts for it.
+    pub ptx_version: &'static str,
+    /// PTX text with a terminating zero.
+    pub ptx: Image,
+    /// (architecture, machine code)
+    pub cubins: &'static [(&'static str, Image)],
+    /// (architecture, what ptxas says it takes)
+    pub resources: &'static [(&'static str, Resources)],
+}
+
+/// A compressed module.
+pub(crate) struct Image {
+    /// Bytes when unpacked.
+    pub len: usize,
+    pub zst: &'static [u8],
+}
+
+/// ptxas' report.
+#[derive(Debug)]
+pub(crate) struct Resources {
+    pub registers: u32,
+    pub spill_bytes: u32,
+    pub smem_bytes: u32,
+}
+
+/// The variant of `kernel` with these axis values, in the table's order of axes.
+///
+/// # Errors
+/// `UNIMPLEMENTED` for a combination that is not built.
+pub(crate) fn find(kernel: &str, values: &[&str]) -> Result<usize> {
+    lookup(kernel, values).ok_or_else(|| {
+        let axes = KERNELS.iter().find(|k| k.name == kernel).map_or(&[][..], |k| k.axes);
+        let wanted: Vec<String> =
+            axes.iter().zip(values).map(|(axis, value)| format!("{} {value}", axis.name)).collect();
+        Error::unimplemented(format!("no kernel {kernel} is built for {}", wanted.join(", ")))
+    })
+}
+
+fn lookup(kernel: &str, values: &[&str]) -> Option<usize> {
+    let kernel = KERNELS.iter().find(|k| k.name == kernel)?;
+    debug_assert_eq!(kernel.axes.len(), values.len());
+    let mut slot = 0;
+    for (axis, value) in kernel.axes.iter().zip(values) {
+        slot = slot * axis.values.len() + axis.values.iter().position(|v| v == value)?;
+    }
+    kernel.slots[slot]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_variant_is_found_by_its_axes_and_only_once() {
+        let mut found = vec![0; VARIANTS.len()];
+        for kernel in KERNELS {
+            assert_eq!(kernel.slots.len(), kernel.axes.iter().map(|a| a.values.len()).product::<usize>());
+            for (slot, index) in kernel.slots.iter().enumerate() {
+                let mut rest = slot;
+                let mut values: Vec<&str> = vec![];
+                for axis in kernel.axes.iter().rev() {
+                    values.insert(0, axis.values[rest % axis.values.len()]);
+                    rest /= axis.values.len();
+                }
+                assert_eq!(find(kernel.name, &values).ok(), *index);
+                if let Some(index) = index {
+                    assert_eq!(VARIANTS[*index].name, format!("{}_{}", kernel.name, values.join("_")));
+                    found[*index] += 1;
+                }
+            }
+        }
+        assert!(found.iter().all(|n| *n == 1));
+    }
+
+    #[test]
+    fn no_kernel_spills_registers() {
+        for variant in &VARIANTS {
+            for (arch, resources) in variant.resources {
+                assert!(resources.registers > 0, "{} sm_{arch}", variant.name);
+                assert_eq!(resources.spill_bytes, 0, "{} sm_{arch}: {resources:?}", variant.name);
+            }
+        }
+    }
+
+    #[test]
+    fn portable_kernels_ask_for_a_ptx_version_that_old_drivers_have() {
+        for variant in VARIANTS.iter().filter(|v| v.target == "80") {
+            assert_eq!(variant.ptx_version, "7.0", "{}", variant.name);
+        }
+    }
+}

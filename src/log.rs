@@ -1,0 +1,40 @@
+//! `XLA_ATTENTION_LOG=debug`: what was chosen for each call shape, once, on standard error.
+
+use std::collections::HashSet;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::str::FromStr;
+use std::sync::{Mutex, OnceLock, PoisonError};
+use tracing::Level;
+use tracing::level_filters::LevelFilter;
+
+/// Send this crate's events to standard error at the level of `XLA_ATTENTION_LOG`, if it is set.
+///
+/// A program that has installed a `tracing` subscriber keeps its own.
+pub(crate) fn init() {
+    static INIT: OnceLock<()> = OnceLock::new();
+    INIT.get_or_init(|| {
+        let Ok(text) = std::env::var("XLA_ATTENTION_LOG") else { return };
+        match LevelFilter::from_str(&text) {
+            Ok(level) => {
+                let to = tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).without_time();
+                // An error means that the program listens already.
+                let _ = to.with_ansi(false).try_init();
+            }
+            Err(_) => eprintln!("XLA_ATTENTION_LOG={text}: expected off, error, warn, info, debug or trace"),
+        }
+    });
+}
+
+/// Log what was chosen for a call, the first time that `shape` is seen for `operator`.
+pub(crate) fn call(operator: &str, shape: impl Hash, text: impl FnOnce() -> String) {
+    static SEEN: Mutex<Option<HashSet<u64>>> = Mutex::new(None);
+    if !tracing::enabled!(Level::DEBUG) {
+        return;
+    }
+    let mut hasher = DefaultHasher::new();
+    (operator, shape).hash(&mut hasher);
+    let mut seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner);
+    if seen.get_or_insert_default().insert(hasher.finish()) {
+        tracing::debug!("{operator}: {}", text());
+    }
+}

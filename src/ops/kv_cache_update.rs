@@ -1,0 +1,194 @@
+//! Write the K and V rows of new tokens into a paged cache, in place.
+//!
+//! Slot `page * page_size + offset` names a token of the cache; a slot outside `[0, P * page_size)` is skipped, never
+//! clamped, so -1 marks padding. Two rows with the same slot leave one of them there.
+
+use super::kv_layout::KvLayout;
+use super::paged_attention::{check_head_dim, check_kernel_sizes, contiguous_rows, dense};
+use super::{AttributeKind, Bound, KvView, Signature};
+use crate::error::{Error, Result, ensure};
+use crate::tensor::{DType, Dim, Tensor};
+
+/// The interface of `xla_gpu_kv_cache_update`: K and V share one buffer.
+pub const SIGNATURE: Signature = Signature {
+    target: "xla_gpu_kv_cache_update",
+    operands: &["kv_cache", "key", "value", "slot_mapping", "k_scale", "v_scale"],
+    required_operands: 4,
+    results: &["kv_cache"],
+    required_results: 1,
+    attributes: &[("kv_layout", AttributeKind::I64)],
+};
+
+/// The interface of `xla_gpu_kv_cache_update_split`: K and V have a buffer each.
+pub const SPLIT_SIGNATURE: Signature = Signature {
+    target: "xla_gpu_kv_cache_update_split",
+    operands: &["k_cache", "v_cache", "key", "value", "slot_mapping", "k_scale", "v_scale"],
+    required_operands: 5,
+    results: &["k_cache", "v_cache"],
+    required_results: 2,
+    attributes: &[],
+};
+
+/// Element types of key, value and cache.
+pub const DTYPES: &[DType] = &[DType::F16, DType::BF16, DType::F32];
+
+/// One buffer that has to hold the old cache before rows are written: `to` is the result, `from` the operand.
+#[derive(Clone, Copy, Debug)]
+pub struct CacheCopy<'a> {
+    /// The operand.
+    pub from: Tensor<'a>,
+    /// The result; with aliasing the same memory, and nothing is to be copied.
+    pub to: Tensor<'a>,
+}
+
+impl CacheCopy<'_> {
+    /// The result is another buffer than the operand.
+    #[must_use]
+    pub fn is_needed(&self) -> bool {
+        self.from.data != self.to.data && !self.from.is_empty()
+    }
+}
+
+/// K or V: the new rows and where they go.
+#[derive(Clone, Copy, Debug)]
+pub struct NewRows<'a> {
+    /// `[T, Hkv, D]`; the last dimension is contiguous
+    pub rows: Tensor<'a>,
+    /// The result cache.
+    pub cache: KvView,
+    /// `f32[1]` or `f32[Hkv]`; what is stored is the row divided by it
+    pub scale: Option<Tensor<'a>>,
+}
+
+/// A validated call.
+#[derive(Clone, Copy, Debug)]
+pub struct KvCacheUpdate<'a> {
+    /// New keys.
+    pub key: NewRows<'a>,
+    /// New values; their D may differ from the keys' where the cache is split.
+    pub value: NewRows<'a>,
+    /// `[T]`, i32 or i64, dense
+    pub slot_mapping: Tensor<'a>,
+    /// The caches to bring over first: one buffer, or K's and V's.
+    pub copies: [Option<CacheCopy<'a>>; 2],
+    /// P
+    pub num_pages: usize,
+    /// Tokens of a page.
+    pub page_size: usize,
+}
+
+impl<'a> KvCacheUpdate<'a> {
+    /// K and V in one buffer, in the layout of the attribute `kv_layout`.
+    pub(crate) fn new(bound: &Bound<'a>) -> Result<Self> {
+        let (key, value) = (bound.operand("key"), bound.operand("value"));
+        check_rows("key", &key, None)?;
+        check_rows("value", &value, Some(&key))?;
+        let number = bound.i64("kv_layout");
+        let Some(layout) = KvLayout::from_number(number) else {
+            return Err(Error::invalid(format!("kv_layout is {number}, expected 1, 2 or 3")));
+        };
+        let (cache, out) = (bound.operand("kv_cache"), bound.result("kv_cache"));
+        check_cache_dtype("kv_cache", &cache, &key)?;
+        cache.expect_shape("kv_cache", &layout.shape(key.dims[1], key.dims[2]))?;
+        let copy = same_cache("kv_cache", cache, out)?;
+        let (pages, tokens) = layout.axes();
+        let (k, v) = layout.views(&out);
+        Self::assemble(bound, (key, k), (value, v), [Some(copy), None], (cache.dims[pages], cache.dims[tokens]))
+    }
+
+    /// K and V in buffers of their own, `[P, page_size, Hkv, D]` and `[P, page_size, Hkv, Dv]`.
+    pub(crate) fn new_split(bound: &Bound<'a>) -> Result<Self> {
+        let (key, value) = (bound.operand("key"), bound.operand("value"));
+        check_rows("key", &key, None)?;
+        check_rows("value", &value, None)?;
+        value.expect_dtype("value", &[key.dtype])?;
+        let same = [Dim::Is("T", key.dims[0]), Dim::Is("Hkv", key.dims[1]), Dim::Any("Dv")];
+        value.expect_shape("value", &same)?;
+        let (k_cache, v_cache) = (bound.operand("k_cache"), bound.operand("v_cache"));
+        check_cache_dtype("k_cache", &k_cache, &key)?;
+        check_cache_dtype("v_cache", &v_cache, &key)?;
+        let heads = Dim::Is("Hkv", key.dims[1]);
+        let shape = [Dim::Any("num_pages"), Dim::Any("page_size"), heads, Dim::Is("D", key.dims[2])];
+        k_cache.expect_shape("k_cache", &shape)?;
+        let (pages, page_size) = (k_cache.dims[0], k_cache.dims[1]);
+        let shape = [Dim::Is("num_pages", pages), Dim::Is("page_size", page_size), heads, Dim::Is("Dv", value.dims[2])];
+        v_cache.expect_shape("v_cache", &shape)?;
+        let (k_out, v_out) = (bound.result("k_cache"), bound.result("v_cache"));
+        let copies = [Some(same_cache("k_cache", k_cache, k_out)?), Some(same_cache("v_cache", v_cache, v_out)?)];
+        Self::assemble(bound, (key, KvView::alone(&k_out)), (value, KvView::alone(&v_out)), copies, (pages, page_size))
+    }
+
+    fn assemble(
+        bound: &Bound<'a>,
+        (key, k): (Tensor<'a>, KvView),
+        (value, v): (Tensor<'a>, KvView),
+        copies: [Option<CacheCopy<'a>>; 2],
+        (pages, page_size): (i64, i64),
+    ) -> Result<Self> {
+        let slot_mapping = bound.operand("slot_mapping");
+        slot_mapping.expect_dtype("slot_mapping", &[DType::I32, DType::I64])?;
+        slot_mapping.expect_shape("slot_mapping", &[Dim::Is("T", key.dims[0])])?;
+        dense("slot_mapping", &slot_mapping)?;
+        check_kernel_sizes(&[("T", key.dims[0]), ("num_pages", pages), ("page_size", page_size)])?;
+        let scale = |name| row_scale(bound, name, key.dims[1]);
+        Ok(Self {
+            key: NewRows { rows: key, cache: k, scale: scale("k_scale")? },
+            value: NewRows { rows: value, cache: v, scale: scale("v_scale")? },
+            slot_mapping,
+            copies,
+            num_pages: pages as usize,
+            page_size: page_size as usize,
+        })
+    }
+}
+
+/// `key` or `value` `[T, Hkv, D]`, of the shape and dtype of `like` if given.
+fn check_rows(name: &'static str, rows: &Tensor, like: Option<&Tensor>) -> Result {
+    rows.expect_dtype(name, DTYPES)?;
+    rows.expect_shape(name, &[Dim::Any("T"), Dim::Any("Hkv"), Dim::Any("D")])?;
+    if let Some(key) = like {
+        rows.expect_dtype(name, &[key.dtype])?;
+        let [t, heads, d] = [0, 1, 2].map(|i| key.dims[i]);
+        rows.expect_shape(name, &[Dim::Is("T", t), Dim::Is("Hkv", heads), Dim::Is("D", d)])?;
+    }
+    ensure(rows.dims[1] > 0, || format!("{name} has shape {:?}, expected at least one head", rows.dims))?;
+    check_head_dim(name, rows.dims[2])?;
+    contiguous_rows(name, rows)
+}
+
+fn check_cache_dtype(name: &str, cache: &Tensor, key: &Tensor) -> Result {
+    if [DType::F8E4M3FN, DType::F8E5M2].contains(&cache.dtype) {
+        return Err(Error::unimplemented(format!(
+            "{name} has dtype {}, which is not built yet; a cache of the key's dtype, {}, works",
+            cache.dtype, key.dtype
+        )));
+    }
+    cache.expect_dtype(name, &[key.dtype])
+}
+
+/// Operand and result of one cache agree.
+fn same_cache<'a>(name: &str, from: Tensor<'a>, to: Tensor<'a>) -> Result<CacheCopy<'a>> {
+    let result = format!("result {name}");
+    to.expect_dtype(&result, &[from.dtype])?;
+    ensure(to.dims == from.dims, || {
+        format!("{result} has shape {:?}, expected the operand's, {:?}", to.dims, from.dims)
+    })?;
+    contiguous_rows(name, &from)?;
+    contiguous_rows(&result, &to)?;
+    let copy = CacheCopy { from, to };
+    ensure(!copy.is_needed() || (from.is_dense() && to.is_dense()), || {
+        format!("{name} is strided and not updated in place; alias the result to the operand")
+    })?;
+    Ok(copy)
+}
+
+/// `k_scale` or `v_scale`: `f32[1]` or `f32[Hkv]`.
+fn row_scale<'a>(bound: &Bound<'a>, name: &'static str, heads: i64) -> Result<Option<Tensor<'a>>> {
+    let Some(scale) = bound.optional_operand(name) else { return Ok(None) };
+    scale.expect_dtype(name, &[DType::F32])?;
+    ensure(scale.dims == [1] || scale.dims == [heads], || {
+        format!("{name} has shape {:?}, expected [1] or [Hkv={heads}]", scale.dims)
+    })?;
+    dense(name, &scale)?;
+    Ok(Some(scale))
+}

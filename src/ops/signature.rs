@@ -1,0 +1,139 @@
+//! What an operator is called with: names, what is required, attribute types; and a call held against it.
+
+use crate::error::{Result, ensure};
+use crate::tensor::{DType, Tensor, missing};
+
+/// The interface of one target (SPEC 2.6). A released one grows only by trailing optional operands and results.
+#[derive(Debug)]
+pub struct Signature {
+    /// The custom call's target name, and what every error text begins with.
+    pub target: &'static str,
+    /// Names of the operands, the required ones first.
+    pub operands: &'static [&'static str],
+    /// How many of them are required.
+    pub required_operands: usize,
+    /// Names of the results, the required ones first.
+    pub results: &'static [&'static str],
+    /// How many of them are required.
+    pub required_results: usize,
+    /// Names and types of the attributes, in alphabetical order; all are required.
+    pub attributes: &'static [(&'static str, AttributeKind)],
+}
+
+/// The type of an attribute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AttributeKind {
+    /// MLIR `i1`
+    Bool,
+    /// MLIR `i64`
+    I64,
+    /// MLIR `f32`
+    F32,
+}
+
+impl AttributeKind {
+    fn admits(self, given: Attribute) -> bool {
+        matches!(
+            (self, given),
+            (Self::Bool, Attribute::Bool(_)) | (Self::I64, Attribute::I64(_)) | (Self::F32, Attribute::F32(_))
+        )
+    }
+}
+
+/// A typed attribute; a call's attributes stand in alphabetical order of their names.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Attribute {
+    /// MLIR `i1`
+    Bool(bool),
+    /// MLIR `i64`
+    I64(i64),
+    /// MLIR `f32`
+    F32(f32),
+}
+
+/// The operands, results and attributes of a call after [`Signature`] has had its say; access is by name.
+pub(crate) struct Bound<'a> {
+    signature: &'static Signature,
+    operands: &'a [Tensor<'a>],
+    results: &'a [Tensor<'a>],
+    attributes: &'a [Attribute],
+}
+
+impl<'a> Bound<'a> {
+    /// Counts, kinds and sizes: everything that can be wrong whatever the operator means. `in_memory` asks for data
+    /// where there are elements.
+    pub(crate) fn new(
+        signature: &'static Signature,
+        operands: &'a [Tensor<'a>],
+        results: &'a [Tensor<'a>],
+        attributes: &'a [Attribute],
+        in_memory: bool,
+    ) -> Result<Self> {
+        count("operand", signature.operands, signature.required_operands, operands)?;
+        count("result", signature.results, signature.required_results, results)?;
+        ensure(attributes.len() == signature.attributes.len(), || {
+            format!("{} attributes given, expected {}", attributes.len(), signature.attributes.len())
+        })?;
+        for ((name, kind), given) in signature.attributes.iter().zip(attributes) {
+            ensure(kind.admits(*given), || format!("attribute {name} is {given:?}, expected {kind:?}"))?;
+        }
+        for (name, tensor) in signature.operands.iter().zip(operands).chain(signature.results.iter().zip(results)) {
+            tensor.check_sizes(name)?;
+            if in_memory {
+                tensor.check_data(name)?;
+            }
+        }
+        Ok(Self { signature, operands, results, attributes })
+    }
+
+    /// A required operand.
+    pub(crate) fn operand(&self, name: &'static str) -> Tensor<'a> {
+        self.find(self.signature.operands, self.operands, name).unwrap_or(Tensor::ABSENT)
+    }
+    /// An optional operand; `None` if left out.
+    pub(crate) fn optional_operand(&self, name: &'static str) -> Option<Tensor<'a>> {
+        self.find(self.signature.operands, self.operands, name).filter(|t| !t.is_left_out())
+    }
+    /// A required result.
+    pub(crate) fn result(&self, name: &'static str) -> Tensor<'a> {
+        self.find(self.signature.results, self.results, name).unwrap_or(Tensor::ABSENT)
+    }
+    /// An optional result; `None` if left out.
+    pub(crate) fn optional_result(&self, name: &'static str) -> Option<Tensor<'a>> {
+        self.find(self.signature.results, self.results, name).filter(|t| !t.is_left_out())
+    }
+    fn find(&self, names: &[&str], given: &[Tensor<'a>], name: &str) -> Option<Tensor<'a>> {
+        let index = names.iter().position(|n| *n == name);
+        debug_assert!(index.is_some(), "{} has no {name}", self.signature.target);
+        index.and_then(|i| given.get(i)).copied()
+    }
+    fn attribute(&self, name: &'static str) -> Option<Attribute> {
+        let index = self.signature.attributes.iter().position(|(n, _)| *n == name);
+        debug_assert!(index.is_some(), "{} has no {name}", self.signature.target);
+        index.and_then(|i| self.attributes.get(i)).copied()
+    }
+    /// An attribute that the signature types as `i64`.
+    pub(crate) fn i64(&self, name: &'static str) -> i64 {
+        if let Some(Attribute::I64(value)) = self.attribute(name) { value } else { 0 }
+    }
+    /// An attribute that the signature types as `f32`.
+    pub(crate) fn f32(&self, name: &'static str) -> f32 {
+        if let Some(Attribute::F32(value)) = self.attribute(name) { value } else { 0.0 }
+    }
+    /// An attribute that the signature types as `i1`.
+    pub(crate) fn bool(&self, name: &'static str) -> bool {
+        matches!(self.attribute(name), Some(Attribute::Bool(true)))
+    }
+}
+
+fn count(what: &str, names: &[&str], required: usize, given: &[Tensor]) -> Result {
+    ensure(given.len() <= names.len(), || {
+        format!("{} {what}s given, at most {} expected ({})", given.len(), names.len(), names.join(", "))
+    })?;
+    for (index, name) in names[..required].iter().enumerate() {
+        if given.get(index).is_none_or(|t| t.dtype == DType::ABSENT) {
+            return Err(missing(name));
+        }
+    }
+    Ok(())
+}

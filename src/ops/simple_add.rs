@@ -1,0 +1,49 @@
+//! `out = a + b`, element by element: the smallest complete operator (`docs/adding_an_operator.md`).
+
+use super::{Bound, Signature};
+use crate::error::{Result, ensure};
+use crate::tensor::{DType, Tensor};
+
+/// The interface of `xla_gpu_simple_add` (also registered as `XlaGpuSimpleAdd`).
+pub const SIGNATURE: Signature = Signature {
+    target: "xla_gpu_simple_add",
+    operands: &["a", "b"],
+    required_operands: 2,
+    results: &["out"],
+    required_results: 1,
+    attributes: &[],
+};
+
+/// Element types that have a kernel on every backend.
+pub const DTYPES: &[DType] =
+    &[DType::F16, DType::BF16, DType::F32, DType::F64, DType::I8, DType::U8, DType::I32, DType::I64];
+
+/// `a`, `b` and `out` of one shape (any rank, any size, also empty) and one dtype of [`DTYPES`].
+///
+/// Floats round to nearest even, integers wrap. `out` may be the memory of `a` or `b`.
+#[derive(Clone, Copy, Debug)]
+pub struct SimpleAdd<'a> {
+    /// First summand.
+    pub a: Tensor<'a>,
+    /// Second summand.
+    pub b: Tensor<'a>,
+    /// The sum.
+    pub out: Tensor<'a>,
+}
+
+impl<'a> SimpleAdd<'a> {
+    pub(crate) fn new(bound: &Bound<'a>) -> Result<Self> {
+        let (a, b, out) = (bound.operand("a"), bound.operand("b"), bound.result("out"));
+        a.expect_dtype("a", DTYPES)?;
+        for (name, other) in [("b", &b), ("out", &out)] {
+            other.expect_dtype(name, &[a.dtype])?;
+            ensure(other.dims == a.dims, || {
+                format!("{name} has shape {:?}, expected the shape of a, {:?}", other.dims, a.dims)
+            })?;
+        }
+        for (name, tensor) in [("a", &a), ("b", &b), ("out", &out)] {
+            ensure(tensor.is_dense(), || format!("{name} has strides {:?}, expected a dense tensor", tensor.strides))?;
+        }
+        Ok(Self { a, b, out })
+    }
+}
