@@ -17,6 +17,9 @@ use std::{env, fs};
 const NVCC_FLAGS: &[&str] =
     &["-ptx", "-std=c++17", "-O3", "-lineinfo", "-Xcompiler", "-Wall,-Wextra", "-Werror", "all-warnings"];
 
+/// Where the kernels' own headers are; they are included by name in double quotes.
+const INCLUDE: &str = "kernels/include";
+
 /// PTX versions to try, oldest first: an older one is understood by older drivers.
 const PTX_VERSIONS: &[&str] = &["7.0", "7.8", "8.0", "8.1", "8.2", "8.3", "8.4", "8.5", "8.6", "8.7", "8.8", "9.0"];
 
@@ -186,9 +189,6 @@ impl Compiler {
         common.update(run(Command::new(&nvcc).arg("--version"))?.stdout);
         common.update(NVCC_FLAGS.join(" "));
         common.update(include_bytes!("kernels.rs"));
-        for header in headers(Path::new("kernels"))? {
-            common.update(fs::read(header)?);
-        }
         let target = out.ancestors().find(|p| p.join("CACHEDIR.TAG").exists()).unwrap_or(out);
         let cache = target.join("kernels");
         fs::create_dir_all(&cache)?;
@@ -199,7 +199,9 @@ impl Compiler {
     fn row(&self, variant: &Variant) -> Result<(String, Option<Duration>)> {
         let mut key = self.common.clone();
         let source = Path::new("kernels").join(&variant.kernel.source);
-        key.update(fs::read(&source).with_context(|| source.display().to_string())?);
+        for file in with_headers(&source)? {
+            key.update(fs::read(file)?);
+        }
         key.update(format!("{} {} {:?}", variant.name(), variant.kernel.target, variant.kernel.sass));
         let key = format!("{:x}", key.finalize());
         let stem = self.cache.join(format!("{}.{}", variant.name(), &key[..16]));
@@ -220,7 +222,7 @@ impl Compiler {
         let entry = format!("xa_{}", variant.name());
         let ptx_file = stem.with_added_extension(format!("{}.ptx", std::process::id()));
         let mut nvcc = Command::new(&self.nvcc);
-        nvcc.args(NVCC_FLAGS).arg(format!("-arch=compute_{}", variant.kernel.target)).arg("-Ikernels/include");
+        nvcc.args(NVCC_FLAGS).arg(format!("-arch=compute_{}", variant.kernel.target)).arg(format!("-I{INCLUDE}"));
         nvcc.arg(format!("-DXA_ENTRY={entry}")).args(variant.defines()).arg(source).arg("-o").arg(&ptx_file);
         run(&mut nvcc).context("nvcc needs a host gcc on PATH as well")?;
         let ptx = without_paths(&fs::read_to_string(&ptx_file)?);
@@ -296,19 +298,20 @@ fn find_nvcc() -> Result<PathBuf> {
     })
 }
 
-/// Every `.cuh` and `.h` below `folder`, in a fixed order.
-fn headers(folder: &Path) -> Result<Vec<PathBuf>> {
-    let mut found = vec![];
-    for entry in fs::read_dir(folder)? {
-        let path = entry?.path();
-        if path.is_dir() {
-            found.extend(headers(&path)?);
-        } else if path.extension().is_some_and(|e| e == "cuh" || e == "h") {
-            found.push(path);
+/// `source` and every header of ours that it includes, directly or not.
+fn with_headers(source: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = vec![source.to_owned()];
+    let mut next = 0;
+    while let Some(file) = files.get(next) {
+        let text = fs::read_to_string(file).with_context(|| file.display().to_string())?;
+        for line in text.lines() {
+            let name = line.trim().strip_prefix("#include \"").and_then(|rest| rest.strip_suffix('"'));
+            let header = name.map(|name| Path::new(INCLUDE).join(name));
+            files.extend(header.filter(|header| !files.contains(header)));
         }
+        next += 1;
     }
-    found.sort();
-    Ok(found)
+    Ok(files)
 }
 
 /// The PTX with base names in its line table: the same bytes from every build environment.

@@ -38,7 +38,9 @@ def _variants(variants: list[dict]) -> list[str]:
     if not variants:
         return ["  none"]
     archs = Counter(arch for variant in variants for arch in variant["sass"])
-    lines = [f"  {v['name']} ({next((r[0] for a, r in v['sass'].items() if a.startswith('90')), '-')})" for v in variants]
+    lines = [
+        f"  {v['name']} ({next((r[0] for a, r in v['sass'].items() if a.startswith('90')), '-')})" for v in variants
+    ]
     return [*lines, "machine code: " + ", ".join(f"sm_{a} {n}" for a, n in sorted(archs.items())) + "; else PTX"]
 
 

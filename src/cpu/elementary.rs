@@ -13,7 +13,7 @@ const EXP2: [f32; 6] =
 /// relatively.
 const TANH: [f32; 5] = [-0.333_332_84, 0.133_314_9, -0.053_743_497, 0.020_650_584, -0.005_717_042_4];
 
-/// `2^x` within 1.5e-7 relatively for `-126.5 < x < 127.5`; 0 below, -inf included; NaN stays NaN. Larger x are the
+/// `2^x` within 2e-7 relatively for `-126.5 < x < 127.5`; 0 below, -inf included; NaN stays NaN. Larger x are the
 /// caller's to avoid.
 #[inline(always)]
 pub(super) fn exp2<S: Simd>(simd: S, x: S::V) -> S::V {
@@ -92,7 +92,7 @@ mod tests {
         let x: Vec<f32> = (0..4_000_000).map(|i| i as f32 * (253.9 / 4e6) - 126.49).collect();
         for isa in Isa::available() {
             let error = largest_relative_error(&x, &apply(isa, &x, false), f64::exp2);
-            assert!(error < 1.5e-7, "{isa:?}: {error:e}");
+            assert!(error < 2e-7, "{isa:?}: {error:e}");
             let y = apply(isa, &[0.0, f32::NEG_INFINITY, -127.1, -1e30, f32::NAN, 1.0], false);
             assert_eq!(y[..4], [1.0, 0.0, 0.0, 0.0], "{isa:?}");
             assert!(y[4].is_nan() && y[5] == 2.0, "{isa:?}: {y:?}");

@@ -93,8 +93,8 @@ def paged_attention(
     >>> from xla_attention.jax import paged_attention
     >>> query = jax.random.normal(jax.random.key(0), (4, 2, 64))
     >>> kv_cache = jax.random.normal(jax.random.key(1), (8, 4, 2, 64))
-    >>> tables = jnp.array([[3, 0], [5, 1]])
-    >>> out = paged_attention(query, kv_cache, jnp.array([3, 5]), tables, jnp.array([0, 3, 4]), jnp.array([2]), scale=0.125)
+    >>> lens, tables, starts = jnp.array([3, 5]), jnp.array([[3, 0], [5, 1]]), jnp.array([0, 3, 4])
+    >>> out = paged_attention(query, kv_cache, lens, tables, starts, jnp.array([2]), scale=0.125)
     >>> out.shape
     (4, 2, 64)
     """

@@ -60,8 +60,8 @@ pub(crate) trait Simd: Copy {
     fn select_lt(self, a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V;
     /// `2^n` for the integer n in the low mantissa bits of `t = n + 1.5 * 2^23`, -127 (which gives 0) to 127.
     fn exponential_of_low_bits(self, t: Self::V) -> Self::V;
-    /// Lane i is the sum of the lanes of `sums[i]`; `N` is `LANES`.
-    fn sum_each<const N: usize>(self, sums: [Self::V; N]) -> Self::V;
+    /// Lane i is the sum of the lanes of `sums[i]`; vectors beyond `LANES` are not read.
+    fn sum_each(self, sums: [Self::V; MAX_LANES]) -> Self::V;
 }
 
 /// A kernel with its arguments, to be run with the instructions that the CPU has.
@@ -127,13 +127,13 @@ impl Isa {
     }
 }
 
-/// Ask for the cache line of `address`, which need not be readable.
+/// Ask for the cache line of `address`, which need not be readable, up to the second level of cache.
 #[inline(always)]
 pub(crate) fn prefetch<T>(address: *const T) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a hint, part of the architecture's baseline, never faults.
     unsafe {
-        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address.cast());
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(address.cast());
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = address;
@@ -189,24 +189,17 @@ mod tests {
         type Output = ();
         #[inline(always)]
         fn run<S: Simd>(self, simd: S) {
-            fn check<S: Simd, const N: usize>(simd: S) {
-                let data: Vec<f32> = (0..N * N).map(|i| (i * i % 37) as f32).collect();
-                let mut vectors = [simd.splat(0.0); N];
-                for (i, v) in vectors.iter_mut().enumerate() {
-                    // SAFETY: row i of N x N.
-                    *v = unsafe { simd.load(data.as_ptr().add(i * N)) };
-                }
-                let mut out = [0.0f32; N];
-                // SAFETY: N lanes.
-                unsafe { simd.store(out.as_mut_ptr(), simd.sum_each(vectors)) };
-                for (i, sum) in out.into_iter().enumerate() {
-                    assert_eq!(sum, data[i * N..(i + 1) * N].iter().sum::<f32>(), "vector {i} of {N}");
-                }
+            let data: Vec<f32> = (0..MAX_LANES * MAX_LANES).map(|i| (i * i % 37) as f32).collect();
+            let mut vectors = [simd.splat(0.0); MAX_LANES];
+            for (i, v) in vectors.iter_mut().enumerate() {
+                // SAFETY: the beginning of row i of MAX_LANES x MAX_LANES.
+                *v = unsafe { simd.load(data.as_ptr().add(i * MAX_LANES)) };
             }
-            match S::LANES {
-                4 => check::<S, 4>(simd),
-                8 => check::<S, 8>(simd),
-                _ => check::<S, 16>(simd),
+            let mut out = [0.0f32; MAX_LANES];
+            // SAFETY: LANES <= MAX_LANES.
+            unsafe { simd.store(out.as_mut_ptr(), simd.sum_each(vectors)) };
+            for (i, sum) in out[..S::LANES].iter().enumerate() {
+                assert_eq!(*sum, data[i * MAX_LANES..][..S::LANES].iter().sum::<f32>(), "vector {i} of {}", S::LANES);
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Four lanes as an array, which the compiler turns into the architecture's baseline vectors (SSE2, NEON).
 
-use super::Simd;
+use super::{MAX_LANES, Simd};
 use half::f16;
 
 /// No proof needed: arrays work everywhere.
@@ -93,8 +93,7 @@ impl Simd for Portable {
         t.map(|t| f32::from_bits((t.to_bits() << 23).wrapping_add(127 << 23)))
     }
     #[inline(always)]
-    fn sum_each<const N: usize>(self, sums: [V; N]) -> V {
-        const { assert!(N == 4) };
+    fn sum_each(self, sums: [V; MAX_LANES]) -> V {
         let lane = |i: usize| (sums[i][0] + sums[i][2]) + (sums[i][1] + sums[i][3]);
         [lane(0), lane(1), lane(2), lane(3)]
     }

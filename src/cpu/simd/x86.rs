@@ -1,6 +1,6 @@
 //! AVX2 with FMA and F16C, and AVX-512.
 
-use super::{Simd, Vectorised};
+use super::{MAX_LANES, Simd, Vectorised};
 use std::arch::x86_64::*;
 
 /// Proof that the CPU has AVX2, FMA and F16C.
@@ -137,8 +137,7 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    fn sum_each<const N: usize>(self, sums: [__m256; N]) -> __m256 {
-        const { assert!(N == 8) };
+    fn sum_each(self, sums: [__m256; MAX_LANES]) -> __m256 {
         // SAFETY: `self` proves the features.
         unsafe {
             // Each `hadd` halves the addends of a vector; after two, a 128-bit half holds four vectors' half sums.
@@ -187,8 +186,7 @@ impl Simd for Avx512 {
         }
     }
     #[inline(always)]
-    fn sum_each<const N: usize>(self, sums: [__m512; N]) -> __m512 {
-        const { assert!(N == 16) };
+    fn sum_each(self, sums: [__m512; MAX_LANES]) -> __m512 {
         // A transposition that adds as it goes: each step halves the vectors and doubles how many sums one holds.
         // SAFETY: `self` proves the features.
         unsafe {

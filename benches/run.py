@@ -1,0 +1,26 @@
+"""`make bench`: our operators beside the installed peers on this GPU, from the wheel in dist/ if there is one.
+
+`make bench ARGS=decode` runs the cases whose name contains the word. Needs torch, for the peers and for CUDA graphs.
+"""
+
+import importlib.util
+import pathlib
+import subprocess
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tests/gpu"))
+
+
+def main() -> int:
+    """Run the benches in a process of their own, where the package can be imported."""
+    from package import environment
+
+    if importlib.util.find_spec("torch") is None:
+        sys.exit("benches need torch with CUDA")
+    code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import paged_attention; paged_attention.main(*sys.argv[1:])"
+    return subprocess.run([sys.executable, "-c", code, *sys.argv[1:]], env=environment()).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""One step of the decoder on a ragged batch: embeds T tokens, updates the paged cache, predicts S next tokens."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from xla_attention.jax import kv_cache_update, paged_attention
+
+from .batch import StepBatch
+from .config import LlamaConfig
+from .weights import DecoderLayer, LlamaWeights
+
+
+def make_caches(config: LlamaConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> list[jax.Array]:
+    """One zeroed cache `[P, page_size, 2 * Hkv, D]` a layer, keys of head h at 2h and values at 2h + 1.
+
+    A cache for each layer, not one stacked array, so that donation keeps every update in place.
+    """
+    shape = (num_pages, page_size, 2 * config.num_kv_heads, config.head_dim)
+    return [jnp.zeros(shape, dtype) for _ in range(config.num_layers)]
+
+
+def step(
+    config: LlamaConfig, weights: LlamaWeights, caches: list[jax.Array], batch: StepBatch
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Compute the rows of `batch` and predict greedily.
+
+    Returns the most likely next token of each sequence slot, i32 `[S]` (of a slot without a sequence: meaningless),
+    and the caches with the rows' keys and values written. `caches` is meant to be donated.
+    """
+    x = weights.embed[batch.token_ids]
+    angles = batch.positions[:, None].astype(jnp.float32) * weights.inv_freq
+    rotation = (jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :])  # two of [T, 1, D/2]
+    new_caches = []
+    for layer, kv_cache in zip(weights.layers, caches, strict=True):
+        x, kv_cache = decoder_layer(config, layer, kv_cache, x, rotation, batch)
+        new_caches.append(kv_cache)
+    # The vocabulary is by far the largest product; only rows that predict take part in it.
+    x = rms_norm(x[batch.last_rows], weights.final_norm, config.rms_norm_eps)
+    head = weights.embed if weights.lm_head is None else weights.lm_head
+    logits = jnp.einsum("se,ve->sv", x, head, preferred_element_type=jnp.float32)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), new_caches
+
+
+# Compiled once and called for every layer: tracing does not grow with the depth.
+@partial(jax.jit, static_argnums=0)
+def decoder_layer(
+    config: LlamaConfig,
+    layer: DecoderLayer,
+    kv_cache: jax.Array,
+    x: jax.Array,
+    rotation: tuple[jax.Array, jax.Array],
+    batch: StepBatch,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention and feed-forward block on `x` `[T, E]`; returns the new `x` and the updated cache."""
+    num_tokens, head_dim = x.shape[0], config.head_dim
+    h = rms_norm(x, layer.attn_norm, config.rms_norm_eps)
+    query = (h @ layer.q_proj).reshape(num_tokens, config.num_heads, head_dim)
+    key = (h @ layer.k_proj).reshape(num_tokens, config.num_kv_heads, head_dim)
+    value = (h @ layer.v_proj).reshape(num_tokens, config.num_kv_heads, head_dim)
+    query, key = rotate(query, rotation), rotate(key, rotation)
+
+    kv_cache = kv_cache_update(kv_cache, key, value, batch.slot_mapping)
+    out = paged_attention(
+        query,
+        kv_cache,
+        batch.context_lens,
+        batch.block_tables,
+        batch.query_start_loc,
+        batch.num_seqs,
+        scale=head_dim**-0.5,
+    )
+    x = x + out.reshape(num_tokens, -1) @ layer.o_proj
+
+    h = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
+    x = x + (jax.nn.silu(h @ layer.gate_proj) * (h @ layer.up_proj)) @ layer.down_proj
+    return x, kv_cache
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """`x` `[T, E]` over its root mean square, times `weight` `[E]`; the mean is taken in f32."""
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * scale).astype(x.dtype) * weight
+
+
+def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotary embedding of `x` `[T, H, D]`: the pair (i, i + D/2) turns by the angle whose cos and sin are given."""
+    cos, sin = rotation
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

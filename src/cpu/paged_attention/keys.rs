@@ -1,0 +1,130 @@
+//! Addresses of the K and V rows of a block of keys.
+
+use super::plan::Sequence;
+use crate::cpu::simd::prefetch;
+use crate::ops::paged_attention::PagedAttention;
+use std::ops::Range;
+
+/// The most keys of a block.
+pub(super) const BLOCK: usize = 64;
+const CACHE_LINE: usize = 64;
+
+/// A block of at most [`BLOCK`] keys of one sequence.
+pub(super) struct KeyBlock<T> {
+    /// Rows of KV head 0; entries past the last key repeat it
+    k: [*const T; BLOCK],
+    v: [*const T; BLOCK],
+    /// Position of the first key
+    pub(super) first: usize,
+    /// Keys in the block
+    pub(super) len: usize,
+}
+
+impl<T> KeyBlock<T> {
+    pub(super) fn empty() -> Self {
+        Self { k: [std::ptr::null(); BLOCK], v: [std::ptr::null(); BLOCK], first: 0, len: 0 }
+    }
+
+    /// Look up where the keys lie. Page ids are clamped to the cache.
+    ///
+    /// # Safety
+    /// `keys` are at most [`BLOCK`], below the sequence's `len_k`; the table entries of their pages are readable.
+    pub(super) unsafe fn find(&mut self, problem: &PagedAttention, sequence: &Sequence, keys: Range<usize>) {
+        (self.first, self.len) = (keys.start, keys.len());
+        let (k, v) = (problem.k.data.cast_const().cast::<T>(), problem.v.data.cast_const().cast::<T>());
+        let (mut table_entry, mut token) = (keys.start / problem.page_size, keys.start % problem.page_size);
+        let mut index = 0;
+        while index < self.len {
+            // SAFETY: the entry of a key below len_k.
+            let page = unsafe { sequence.pages.add(table_entry).read() };
+            let page = i64::from(page).clamp(0, problem.num_pages as i64 - 1);
+            let in_page = (problem.page_size - token).min(self.len - index);
+            for i in 0..in_page {
+                // Row (page, token, head 0).
+                let at = |view: &crate::ops::KvView| {
+                    (page * view.page_stride + (token + i) as i64 * view.token_stride) as isize
+                };
+                self.k[index + i] = k.wrapping_offset(at(&problem.k));
+                self.v[index + i] = v.wrapping_offset(at(&problem.v));
+            }
+            index += in_page;
+            table_entry += 1;
+            token = 0;
+        }
+        if let Some(last) = self.len.checked_sub(1) {
+            let (k, v) = (self.k[last], self.v[last]);
+            self.k[self.len..].fill(k);
+            self.v[self.len..].fill(v);
+        }
+    }
+
+    /// The rows of one KV head.
+    #[inline(always)]
+    pub(super) fn of_head<'a>(&'a self, problem: &PagedAttention, head: usize) -> HeadRows<'a, T> {
+        let offset = |view: &crate::ops::KvView| head as isize * view.head_stride as isize;
+        HeadRows { block: self, k_offset: offset(&problem.k), v_offset: offset(&problem.v) }
+    }
+}
+
+/// The rows of one KV head of a block.
+#[derive(Clone, Copy)]
+pub(super) struct HeadRows<'a, T> {
+    pub(super) block: &'a KeyBlock<T>,
+    k_offset: isize,
+    v_offset: isize,
+}
+
+impl<T> HeadRows<'_, T> {
+    /// K row of the block's key `j`; past the last key, the last one's.
+    #[inline(always)]
+    pub(super) fn k(&self, j: usize) -> *const T {
+        self.block.k[j].wrapping_offset(self.k_offset)
+    }
+    /// V row, likewise.
+    #[inline(always)]
+    pub(super) fn v(&self, j: usize) -> *const T {
+        self.block.v[j].wrapping_offset(self.v_offset)
+    }
+}
+
+/// Rows of the next block, to be asked for while a KV head of this one is computed, bit by bit and in the order of
+/// memory: only then does the processor's own prefetching help. All heads' shares together are the next block, key by
+/// key and for each key head by head.
+pub(super) struct Ahead<T> {
+    /// K, V, K, V, ...
+    rows: [*const T; 2 * BLOCK],
+    /// The next row and the element of it to ask for
+    row: usize,
+    element: usize,
+    d: usize,
+}
+
+impl<T> Ahead<T> {
+    /// The share of the `index`-th of `heads`.
+    pub(super) fn share(problem: &PagedAttention, next: &KeyBlock<T>, heads: &Range<usize>, index: usize) -> Self {
+        let mut rows = [next.k[0]; 2 * BLOCK];
+        let first = index * next.len;
+        let (mut key, mut head) = (first / heads.len(), first % heads.len());
+        for pair in rows.chunks_exact_mut(2).take(next.len) {
+            let of_head = next.of_head(problem, heads.start + head);
+            pair.copy_from_slice(&[of_head.k(key), of_head.v(key)]);
+            head += 1;
+            if head == heads.len() {
+                (key, head) = (key + 1, 0);
+            }
+        }
+        Self { rows, row: 0, element: 0, d: problem.head_dim }
+    }
+
+    /// Ask for the next `count` elements.
+    #[inline(always)]
+    pub(super) fn advance(&mut self, count: usize) {
+        if false && (self.element * size_of::<T>()).is_multiple_of(CACHE_LINE) {
+            prefetch(self.rows[self.row % (2 * BLOCK)].wrapping_add(self.element));
+        }
+        self.element += count;
+        if self.element >= self.d {
+            (self.row, self.element) = (self.row + 1, 0);
+        }
+    }
+}

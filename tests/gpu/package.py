@@ -1,0 +1,25 @@
+"""The package under test on a machine with a GPU: installed, or unpacked from the wheel in dist/."""
+
+import glob
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def environment() -> dict[str, str]:
+    """An environment in which `import xla_attention` works; no network and no Rust are used."""
+    wheels = sorted(glob.glob(str(ROOT / "dist/*.whl")), key=os.path.getmtime)
+    if not wheels:
+        if importlib.util.find_spec("xla_attention") is None:
+            sys.exit("no wheel in dist/ and xla_attention is not installed: run `make wheel`, or carry a wheel here")
+        return dict(os.environ)
+    folder = tempfile.mkdtemp(prefix="xla_attention_")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--target", folder, wheels[-1]], check=True)
+    paths = [folder, os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -1,0 +1,199 @@
+"""The demo's page allocator and scheduler: laws that hold for every schedule, without a model."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+import tiny_llama  # noqa: F401 - makes the demo's modules importable
+
+from llama.batch import NO_SLOT, build_batch  # isort: skip
+from llama.pages import OutOfPagesError, PageAllocator  # isort: skip
+from llama.scheduler import RequestError, Scheduler  # isort: skip
+
+VOCABULARY = 50
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """Random allocations and releases."""
+
+    lent = Bundle("lent")
+
+    def __init__(self):
+        super().__init__()
+        self.allocator = PageAllocator(12)
+        self.held: list[int] = []
+
+    @rule(target=lent, count=st.integers(0, 6))
+    def allocate(self, count):
+        if count > self.allocator.num_free:
+            with pytest.raises(OutOfPagesError, match=f"{count} pages were asked for"):
+                self.allocator.allocate(count)
+            return []
+        pages = self.allocator.allocate(count)
+        assert len(pages) == count
+        self.held += pages
+        return pages
+
+    @rule(pages=consumes(lent))
+    def release(self, pages):
+        self.allocator.release(pages)
+        self.held = [page for page in self.held if page not in pages]
+
+    @invariant()
+    def no_page_is_lent_twice_and_none_is_lost(self):
+        assert len(set(self.held)) == len(self.held)
+        assert set(self.held) <= set(range(12))
+        assert self.allocator.num_free == 12 - len(self.held)
+
+
+TestAllocatorMachine = AllocatorMachine.TestCase
+TestAllocatorMachine.settings = settings(max_examples=50, derandomize=True, deadline=None)
+
+
+def test_giving_a_page_back_twice_is_an_error():
+    allocator = PageAllocator(3)
+    pages = allocator.allocate(2)
+    allocator.release(pages)
+    with pytest.raises(ValueError, match=f"page {pages[0]} is given back but not lent"):
+        allocator.release(pages)
+
+
+def predict(tokens: list[int]) -> int:
+    """A stand-in for the model: the next token follows from all tokens before it."""
+    return hash(tuple(tokens)) % VOCABULARY
+
+
+def predict_alone(prompt: list[int], max_new_tokens: int, stop_tokens: frozenset[int]) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_new_tokens:
+        tokens.append(predict(tokens))
+        if tokens[-1] in stop_tokens:
+            break
+    return tokens[len(prompt) :]
+
+
+def check_step(scheduler: Scheduler, chunks: list) -> None:
+    """What must hold after `schedule`."""
+    page_size = scheduler.page_size
+    assert 0 < sum(chunk.length for chunk in chunks) <= scheduler.token_budget
+    assert len(scheduler.running) <= scheduler.max_num_seqs
+    pages = [page for sequence in scheduler.running for page in sequence.pages]
+    assert len(set(pages)) == len(pages), "two live sequences share a page"
+    assert len(pages) + scheduler.allocator.num_free == scheduler.allocator.num_pages
+    assert all(not sequence.pages and not sequence.num_cached for sequence in scheduler.waiting)
+    assert len({id(chunk.sequence) for chunk in chunks}) == len(chunks)
+    indices = [s.index for s in scheduler.running] + [s.index for s in scheduler.waiting]
+    assert indices == sorted(indices), "a later prompt overtook an earlier one"
+    for chunk in chunks:
+        sequence = chunk.sequence
+        assert sequence in scheduler.running
+        assert chunk.start == sequence.num_cached and chunk.length >= 1
+        assert chunk.start + chunk.length <= min(len(sequence.tokens), len(sequence.pages) * page_size)
+        assert len(sequence.pages) <= scheduler.max_pages_per_seq
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(data=st.data())
+def test_every_schedule_finishes_every_prompt_without_sharing_a_page(data):
+    page_size = data.draw(st.integers(1, 5), "page_size")
+    num_pages = data.draw(st.integers(1, 20), "num_pages")
+    max_num_seqs = data.draw(st.integers(1, 4), "max_num_seqs")
+    scheduler = Scheduler(
+        num_pages=num_pages,
+        page_size=page_size,
+        max_num_seqs=max_num_seqs,
+        max_pages_per_seq=data.draw(st.integers(1, num_pages), "max_pages_per_seq"),
+        token_budget=data.draw(st.integers(max_num_seqs, 12), "token_budget"),
+        stop_tokens=frozenset(data.draw(st.sets(st.integers(0, VOCABULARY - 1), max_size=3), "stop_tokens")),
+    )
+    prompts = data.draw(st.lists(st.lists(st.integers(0, VOCABULARY - 1), max_size=15), max_size=6), "prompts")
+    accepted, cached = [], {}
+    for prompt in prompts:
+        max_new_tokens = data.draw(st.integers(1, 12))
+        places = min(num_pages, scheduler.max_pages_per_seq) * page_size
+        if not prompt or len(prompt) + max_new_tokens - 1 > places:
+            with pytest.raises(RequestError):
+                scheduler.add(prompt, max_new_tokens)
+        else:
+            accepted.append((prompt, scheduler.add(prompt, max_new_tokens)))
+
+    while scheduler.has_work:
+        chunks = scheduler.schedule()
+        check_step(scheduler, chunks)
+        total = sum(chunk.length for chunk in chunks)
+        batch = build_batch(chunks, total + 2, max_num_seqs, scheduler.max_pages_per_seq, page_size)
+        # Replay the cache: what is written must be what a later step of the sequence finds under its block table.
+        for row in range(total):
+            cached[int(batch.slot_mapping[row])] = (int(batch.token_ids[row]), int(batch.positions[row]))
+        assert (batch.slot_mapping[total:] == NO_SLOT).all() and batch.num_seqs[0] == len(chunks)
+        next_tokens = []
+        for slot, chunk in enumerate(chunks):
+            seen = [
+                cached[int(batch.block_tables[slot, position // page_size]) * page_size + position % page_size]
+                for position in range(batch.context_lens[slot])
+            ]
+            assert seen == list(zip(chunk.sequence.tokens, range(chunk.start + chunk.length), strict=False))
+            first, end = batch.query_start_loc[slot : slot + 2]
+            assert end - first == chunk.length and batch.last_rows[slot] == end - 1
+            next_tokens.append(predict([token for token, _ in seen]))
+        assert (batch.query_start_loc[len(chunks) :] == total).all()
+        scheduler.complete(chunks, next_tokens)
+
+    assert scheduler.allocator.num_free == num_pages
+    for prompt, sequence in accepted:
+        assert sequence.generated == predict_alone(prompt, sequence.max_new_tokens, scheduler.stop_tokens)
+
+
+def scheduler_of(**changes) -> Scheduler:
+    return Scheduler(
+        **{"num_pages": 8, "page_size": 4, "max_num_seqs": 2, "max_pages_per_seq": 8, "token_budget": 6} | changes
+    )
+
+
+def test_a_chunk_of_a_prompt_joins_the_tokens_that_generate():
+    scheduler = scheduler_of()
+    short, long = scheduler.add([1, 2], 5), scheduler.add(list(range(12)), 5)
+    described = []
+    for _ in range(4):
+        chunks = scheduler.schedule()
+        described.append([(chunk.sequence is long, chunk.start, chunk.length, chunk.is_decode) for chunk in chunks])
+        scheduler.complete(chunks, [9] * len(chunks))
+    assert described == [
+        [(False, 0, 2, False), (True, 0, 4, False)],
+        [(False, 2, 1, True), (True, 4, 5, False)],
+        [(False, 3, 1, True), (True, 9, 3, False)],
+        [(False, 4, 1, True), (True, 12, 1, True)],
+    ]
+    assert short.generated == [9, 9, 9, 9]
+
+
+def test_the_youngest_sequence_is_evicted_and_comes_back_first():
+    scheduler = scheduler_of(num_pages=4, max_num_seqs=3)
+    first, second, third = (scheduler.add([1, 2, 3], 9) for _ in range(3))
+    while not second.num_evictions:
+        scheduler.complete(chunks := scheduler.schedule(), [7] * len(chunks))
+    assert first.num_evictions == 0
+    assert list(scheduler.waiting) == [second, third]
+    assert second.num_cached == 0 and second.pages == [] and second.generated
+    while scheduler.has_work:
+        scheduler.complete(chunks := scheduler.schedule(), [7] * len(chunks))
+    assert [sequence.generated for sequence in (first, second, third)] == [[7] * 9] * 3
+
+
+def test_a_slot_is_given_to_the_next_prompt_as_soon_as_one_finishes():
+    scheduler = scheduler_of(max_num_seqs=1)
+    first, second = scheduler.add([1], 1), scheduler.add([2], 1)
+    scheduler.complete(scheduler.schedule(), [5])
+    assert scheduler.finished == [first] and list(scheduler.waiting) == [second]
+    assert [chunk.sequence for chunk in scheduler.schedule()] == [second]
+
+
+def test_a_prompt_that_can_never_fit_names_the_pages_it_needs():
+    scheduler = scheduler_of(num_pages=3)
+    with pytest.raises(RequestError, match=r"prompt 1 can never fit: 10 tokens and 4 .* 4 pages of 4 .* can have 3"):
+        scheduler.add(list(range(10)), 4)
+    with pytest.raises(RequestError, match="has no tokens"):
+        scheduler.add([], 4)
+    with pytest.raises(ValueError, match="token_budget is 1, expected at least max_num_seqs = 2"):
+        scheduler_of(token_budget=1)

@@ -1,0 +1,87 @@
+"""Introspection, logging, and how the package behaves at import."""
+
+import json
+import os
+import subprocess
+import sys
+
+import xla_attention
+from xla_attention import _library
+
+
+def python(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
+    )
+
+
+def test_info_names_versions_targets_variants_and_front_ends():
+    text = xla_attention.info()
+    assert text.startswith(f"xla-attention {xla_attention.__version__}, ")
+    assert "handlers of XLA FFI 0.1" in text
+    for target in ("xla_gpu_simple_add", "XlaGpuSimpleAdd", "xla_gpu_paged_attention", "xla_gpu_kv_cache_update_split"):
+        assert f"  {target} (cpu" in text
+    assert "  jax: ready, jax " in text
+
+
+def test_info_is_printed_by_the_module():
+    done = subprocess.run([sys.executable, "-m", "xla_attention", "info"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert done.stdout.startswith("xla-attention ")
+
+
+def test_a_plain_import_loads_no_framework():
+    done = python("import sys, xla_attention; print(sorted({'jax', 'torch'} & set(sys.modules)))")
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_variant_reports_what_it_takes():
+    build = _library.build_info()
+    assert build["version"] == xla_attention.__version__
+    for variant in build["variants"]:
+        for arch, (registers, spill_bytes, _) in variant["sass"].items():
+            assert 0 < registers <= 255, (variant["name"], arch)
+            assert spill_bytes == 0, (variant["name"], arch)
+
+
+def test_a_missing_library_says_what_to_do():
+    done = python("import xla_attention._library as l; l.library()", XLA_ATTENTION_LIBRARY="/nowhere/lib.so")
+    assert "ImportError: xla_attention: the shared library /nowhere/lib.so is not there" in done.stderr
+
+
+def test_an_older_runtime_is_refused_before_anything_is_registered():
+    code = """
+import jax
+from xla_attention import _library
+_library.ffi_version = lambda: (0, 99)
+try:
+    import xla_attention.jax
+except ImportError as error:
+    print(error)
+print(jax.numpy.ones(2).sum())
+"""
+    lines = python(code, JAX_PLATFORMS="cpu").stdout.splitlines()
+    assert lines[0].startswith("xla_attention speaks XLA FFI 0.99, jaxlib ")
+    assert lines[1] == "2.0"
+
+
+def test_the_log_says_once_what_was_chosen_for_a_shape():
+    code = """
+import jax.numpy as jnp
+from xla_attention.jax import paged_attention
+one, table, starts = jnp.array([1]), jnp.array([[1]]), jnp.array([0, 1])
+for _ in range(3):
+    paged_attention(jnp.ones((1, 2, 64)), jnp.ones((2, 4, 2, 64)), one, table, starts, one, scale=1.0)
+"""
+    done = python(code, XLA_ATTENTION_LOG="debug", JAX_PLATFORMS="cpu")
+    assert done.stderr.count("paged_attention: ") == 1, done.stderr
+    assert "paged_attention: " not in python(code, JAX_PLATFORMS="cpu").stderr
+
+
+def test_an_unknown_log_level_names_the_known_ones():
+    done = python("import xla_attention._library as l; l.targets()", XLA_ATTENTION_LOG="loud")
+    assert "XLA_ATTENTION_LOG=loud: expected off, error, warn, info, debug or trace" in done.stderr
+
+
+def test_build_info_is_json_with_the_header_version():
+    assert json.loads(_library.library().xa_info())["xla_ffi"] == [0, 1]

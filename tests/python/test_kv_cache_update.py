@@ -1,0 +1,146 @@
+"""kv_cache_update through JAX."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xla_attention.jax import kv_cache_update
+
+
+def operands(pages, page_size, heads, d, slots, dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    cache = jnp.asarray(rng.standard_normal((pages, page_size, 2 * heads, d)), dtype)
+    key, value = (jnp.asarray(rng.standard_normal((len(slots), heads, d)), dtype) for _ in range(2))
+    return cache, key, value
+
+
+def reference(cache, key, value, slots):
+    """Row by row; the last of equal slots wins."""
+    cache = np.array(cache)
+    flat = cache.reshape(-1, *cache.shape[2:])
+    for t, slot in enumerate(slots):
+        if 0 <= slot < len(flat):
+            flat[slot, 0::2], flat[slot, 1::2] = key[t], value[t]
+    return cache
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("heads", [1, 3, 8])
+@pytest.mark.parametrize("d", [8, 40, 64, 128])
+def test_rows_go_to_their_slots_and_nothing_else_changes(platform, dtype, heads, d):
+    slots = [5, 0, -1, 30, 31, 32, 100, -(2**31)]
+    cache, key, value = operands(8, 4, heads, d, slots, dtype)
+    out = kv_cache_update(cache, key, value, jnp.asarray(slots, jnp.int32))
+    np.testing.assert_array_equal(np.asarray(out), reference(cache, np.asarray(key), np.asarray(value), slots))
+
+
+@given(st.integers(0, 5), st.integers(1, 9), st.integers(1, 3), st.data())
+def test_any_slots_in_any_cache(pages, page_size, heads, data):
+    slots = data.draw(st.lists(st.integers(-3, pages * page_size + 3), unique=True, max_size=12))
+    cache, key, value = operands(pages, page_size, heads, 16, slots)
+    out = kv_cache_update(cache, key, value, jnp.asarray(slots, jnp.int32))
+    np.testing.assert_array_equal(np.asarray(out), reference(cache, np.asarray(key), np.asarray(value), slots))
+
+
+def test_a_donated_cache_is_updated_in_place(platform):
+    slots = jnp.array([3, 9])
+    cache, key, value = operands(4, 4, 2, 64, slots)
+    wanted = reference(cache, np.asarray(key), np.asarray(value), [3, 9])
+    update = jax.jit(kv_cache_update, donate_argnums=0)
+    address = cache.unsafe_buffer_pointer()
+    for _ in range(3):
+        cache = update(cache, key, value, slots)
+        assert cache.unsafe_buffer_pointer() == address
+    np.testing.assert_array_equal(np.asarray(cache), wanted)
+
+
+def test_a_cache_that_is_not_donated_keeps_its_contents(platform):
+    slots = jnp.array([3, 9])
+    cache, key, value = operands(4, 4, 2, 64, slots)
+    before = np.array(cache)
+    out = kv_cache_update(cache, key, value, slots)
+    np.testing.assert_array_equal(np.asarray(cache), before)
+    np.testing.assert_array_equal(np.asarray(out), reference(before, np.asarray(key), np.asarray(value), [3, 9]))
+
+
+def test_a_split_cache_is_updated_in_place_with_its_own_value_size(platform):
+    rng = np.random.default_rng(1)
+    k_cache, v_cache = (jnp.asarray(rng.standard_normal((4, 4, 2, d)), jnp.float32) for d in (64, 32))
+    key, value = (jnp.asarray(rng.standard_normal((2, 2, d)), jnp.float32) for d in (64, 32))
+    wanted_k, wanted_v = np.array(k_cache), np.array(v_cache)
+    for wanted, rows in ((wanted_k, key), (wanted_v, value)):
+        wanted.reshape(16, 2, -1)[[7, 2]] = rows
+    update = jax.jit(lambda k, v, *rest: kv_cache_update((k, v), *rest), donate_argnums=(0, 1))
+    addresses = [x.unsafe_buffer_pointer() for x in (k_cache, v_cache)]
+    k_cache, v_cache = update(k_cache, v_cache, key, value, jnp.array([7, 2]))
+    assert [x.unsafe_buffer_pointer() for x in (k_cache, v_cache)] == addresses
+    np.testing.assert_array_equal(np.asarray(k_cache), wanted_k)
+    np.testing.assert_array_equal(np.asarray(v_cache), wanted_v)
+
+
+@pytest.mark.parametrize("scale", [0.5, [2.0], [0.25, 4.0]])
+def test_rows_are_divided_by_their_scale(platform, scale):
+    cache, key, value = operands(2, 4, 2, 16, [1])
+    out = kv_cache_update(cache, key, value, jnp.array([1]), k_scale=scale, v_scale=1.0)
+    by_head = np.broadcast_to(np.asarray(scale, np.float32), (2,))[None, :, None]
+    np.testing.assert_allclose(out[0, 1, 0::2], (np.asarray(key) / by_head)[0], rtol=1e-6)
+    np.testing.assert_array_equal(out[0, 1, 1::2], value[0])
+
+
+def test_slots_of_64_bits_are_not_cut(platform):
+    with jax.enable_x64(True):
+        slots = jnp.array([2**32 + 1, 2], jnp.int64)
+        cache, key, value = operands(2, 4, 1, 8, slots)
+        out = kv_cache_update(cache, key, value, slots)
+    np.testing.assert_array_equal(out[0, 1], cache[0, 1])
+    np.testing.assert_array_equal(out[0, 2, 0], key[1, 0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key": (3, 2, 16)}, "value has shape [2, 2, 16], expected [T=3, Hkv=2, D=16]"),
+        ({"value": (2, 1, 16)}, "value has shape [2, 1, 16], expected [T=2, Hkv=2, D=16]"),
+        ({"cache": (4, 4, 3, 16)}, "kv_cache has shape [4, 4, 3, 16], expected [num_pages, page_size, 2*Hkv=4, D=16]"),
+        ({"slots": (3,)}, "slot_mapping has shape [3], expected [T=2]"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+)
+def test_what_does_not_fit_is_a_value_error(change, message):
+    shapes = {"cache": (4, 4, 4, 16), "key": (2, 2, 16), "value": (2, 2, 16), "slots": (2,), **change}
+    cache, key, value = (jnp.zeros(shapes[name]) for name in ("cache", "key", "value"))
+    with pytest.raises(ValueError, match="^xla_gpu_kv_cache_update: ") as caught:
+        kv_cache_update(cache, key, value, jnp.zeros(shapes["slots"], jnp.int32))
+    assert message in str(caught.value)
+
+
+def test_an_fp8_cache_is_not_built_yet():
+    cache, key, value = operands(2, 4, 1, 16, [0])
+    with pytest.raises(NotImplementedError, match="kv_cache has dtype f8e4m3fn, which is not built yet"):
+        kv_cache_update(cache.astype(jnp.float8_e4m3fn), key, value, jnp.array([0]))
+
+
+def test_slots_that_are_not_integers_are_a_type_error():
+    cache, key, value = operands(2, 4, 1, 16, [0])
+    with pytest.raises(TypeError, match="slot_mapping has dtype float32, expected integers"):
+        kv_cache_update(cache, key, value, jnp.array([0.0]))
+
+
+def test_the_update_stays_in_place_inside_a_loop(platform):
+    """A decode loop that carries its cache must not copy it in each step."""
+    cache, key, value = operands(4, 4, 1, 16, [0])
+    update = functools.partial(kv_cache_update, key=key, value=value)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def loop(cache):
+        return jax.lax.fori_loop(0, 16, lambda i, c: update(c, slot_mapping=i[None]), cache)
+
+    address = cache.unsafe_buffer_pointer()
+    cache = loop(cache)
+    assert cache.unsafe_buffer_pointer() == address
+    np.testing.assert_array_equal(cache[..., 0::2, :], jnp.broadcast_to(key, (4, 4, 1, 16)))

@@ -1,0 +1,210 @@
+"""The NumPy reference against values computed by hand and against JAX's own attention."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from oracle import (
+    assert_close_like_naive,
+    assert_lse_close,
+    assert_paged_attention,
+    attend,
+    kv_cache_update_reference,
+    kv_cache_update_split_reference,
+    paged_attention_naive,
+    paged_attention_reference,
+    sequences,
+    visible,
+)
+
+
+def test_two_keys_are_weighed_by_their_scores():
+    # Scores 0.5 * (2 * 1, 2 * 0) = (1, 0).
+    q, k, v = np.array([[2.0]]), np.array([[1.0], [0.0]]), np.array([[10.0], [20.0]])
+    out, lse = attend(q, k, v, np.ones((1, 2), bool), scale=0.5)
+    e = np.e
+    np.testing.assert_allclose(out, [[(10 * e + 20) / (e + 1)]])
+    np.testing.assert_allclose(lse, [np.log(e + 1)])
+
+
+def test_the_soft_cap_bends_scores_before_the_softmax():
+    q, k = np.array([[6.0]]), np.array([[1.0], [0.0]])
+    out, lse = attend(q, k, k, np.ones((1, 2), bool), scale=1.0, softcap=2.0)
+    capped = 2 * np.tanh(3.0)
+    np.testing.assert_allclose(lse, [np.log(np.exp(capped) + 1)])
+    np.testing.assert_allclose(out, [[1 / (1 + np.exp(-capped))]])
+
+
+def test_a_row_that_sees_nothing_is_zero_and_minus_infinity():
+    nan = np.full((2, 3), np.nan)
+    out, lse = attend(np.ones((1, 3)), nan, nan, np.zeros((1, 2), bool), scale=1.0)
+    assert (out == 0).all() and np.isneginf(lse).all()
+
+
+def test_keys_that_nobody_sees_may_hold_anything():
+    k = v = np.array([[np.nan], [1.0], [np.inf]])
+    out, lse = attend(np.ones((1, 1)), k, v, np.array([[False, True, False]]), scale=1.0)
+    np.testing.assert_allclose(out, [[1.0]])
+    np.testing.assert_allclose(lse, [1.0])
+
+
+@pytest.mark.parametrize(
+    ("len_q", "len_k", "window_left", "window_right", "wanted"),
+    [
+        (2, 3, -1, 0, [[1, 1, 0], [1, 1, 1]]),
+        (2, 3, 0, 0, [[0, 1, 0], [0, 0, 1]]),
+        (2, 3, 1, 0, [[1, 1, 0], [0, 1, 1]]),
+        (3, 2, -1, 0, [[0, 0], [1, 0], [1, 1]]),
+        (2, 3, -1, -1, [[1, 1, 1], [1, 1, 1]]),
+        (2, 3, 0, 1, [[0, 1, 1], [0, 0, 1]]),
+        (2, 0, -1, 0, [[], []]),
+    ],
+)
+def test_which_keys_a_query_sees(len_q, len_k, window_left, window_right, wanted):
+    seen = visible(len_q, len_k, window_left, window_right)
+    np.testing.assert_array_equal(seen, np.array(wanted, bool).reshape(len_q, len_k))
+
+
+def test_metadata_is_clamped():
+    low, high = -(2**31), 2**31 - 1
+    found = list(sequences(10, 8, [high, low, 3, 3], [low, 4, high, 2, 5], high))
+    wanted = [(0, 0, 4, 8), (1, 4, 6, 0), (2, 10, 0, 3), (3, 2, 3, 3)]
+    assert [(s.index, s.rows.start, s.len_q, s.len_k) for s in found] == wanted
+    assert not list(sequences(10, 8, [3], [0, 1], -1))
+    assert len(list(sequences(10, 8, [3, 3], [0, 1, 2], np.array([1])))) == 1
+
+
+def batch(dtype, lengths, heads=(4, 2), head_dim=16, page_size=4, seed=0):
+    """Operands of paged attention with shuffled pages; whatever belongs to no sequence is NaN or far out of range."""
+    rng = np.random.default_rng(seed)
+    pages_of = [-(-len_k // page_size) for _, len_k in lengths]
+    max_pages, num_pages = max(pages_of, default=0) + 1, sum(pages_of) + 2
+    ids = rng.permutation(num_pages)
+    starts = np.concatenate([[0], np.cumsum([len_q for len_q, _ in lengths])])
+    query = rng.standard_normal((starts[-1] + 2, heads[0], head_dim))
+    query[starts[-1] :] = np.nan
+    cache = np.full((num_pages, page_size, 2 * heads[1], head_dim), np.nan)
+    tables = np.full((len(lengths), max_pages), 2**31 - 1)
+    dense, used = [], 0
+    for b, (_, len_k) in enumerate(lengths):
+        kv = rng.standard_normal((len_k, 2 * heads[1], head_dim))
+        dense.append(np.asarray(jnp.asarray(kv, dtype)))
+        for j in range(len_k):
+            if j % page_size == 0:
+                tables[b, j // page_size] = ids[used]
+                used += 1
+            cache[tables[b, j // page_size], j % page_size] = kv[j]
+    operands = (
+        np.asarray(jnp.asarray(query, dtype)),
+        np.asarray(jnp.asarray(cache, dtype)),
+        np.array([len_k for _, len_k in lengths], np.int32),
+        tables.astype(np.int32),
+        starts.astype(np.int32),
+        np.array([len(lengths)], np.int32),
+    )
+    return operands, dense
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_it_is_what_jax_computes_for_each_sequence(window):
+    lengths = [(1, 9), (6, 6), (3, 17)]
+    operands, dense = batch("float32", lengths)
+    out, lse = paged_attention_reference(*operands, scale=0.3, sliding_window=window)
+    row = 0
+    with jax.enable_x64():
+        for (len_q, len_k), kv in zip(lengths, dense, strict=True):
+            q, k, v = (jnp.asarray(x, jnp.float64) for x in (operands[0][row : row + len_q], kv[:, 0::2], kv[:, 1::2]))
+            mask = visible(len_q, len_k, -1 if window is None else window - 1, 0)
+            wanted = jax.nn.dot_product_attention(q, k, v, mask=jnp.asarray(mask)[None], scale=float(np.float32(0.3)))
+            # JAX's softmax is in float32 whatever the operands are.
+            np.testing.assert_allclose(out[row : row + len_q], wanted, atol=1e-6, rtol=0)
+            scores = np.einsum("qhd,khd->hqk", q, np.repeat(k, 2, axis=1)) * float(np.float32(0.3))
+            wanted_lse = jax.nn.logsumexp(jnp.where(mask, scores, -jnp.inf), axis=-1)
+            np.testing.assert_allclose(lse[:, row : row + len_q], wanted_lse, atol=1e-12)
+            row += len_q
+    assert (out[row:] == 0).all() and np.isneginf(lse[:, row:]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+def test_the_naive_twin_is_as_far_off_as_its_dtype(dtype, soft_cap):
+    operands, _ = batch(dtype, [(5, 40), (1, 7), (2, 0)])
+    exact, _ = paged_attention_reference(*operands, scale=0.25, soft_cap=soft_cap)
+    naive, lse = paged_attention_naive(*operands, scale=0.25, soft_cap=soft_cap)
+    off = np.abs(naive - exact).max()
+    epsilon = float(jnp.finfo(dtype).eps)
+    assert epsilon / 50 < off < 4 * epsilon
+    assert_paged_attention(naive, lse if dtype == "float32" else None, *operands, scale=0.25, soft_cap=soft_cap)
+
+
+def test_the_comparison_fails_for_what_is_off():
+    operands, _ = batch("float32", [(5, 40), (2, 0)])
+    out, lse = paged_attention_reference(*operands, scale=0.25)
+    assert_paged_attention(out, lse, *operands, scale=0.25)
+    for change in [(0, 1, 2, 1e-4), (0, 1, 2, np.nan), (5, 0, 0, 1e-9)]:
+        wrong = out.copy()
+        wrong[change[:3]] += change[3]
+        with pytest.raises(AssertionError):
+            assert_paged_attention(wrong, lse, *operands, scale=0.25)
+    for change in [(0, 1, 1e-3), (0, 1, np.nan), (0, 6, np.nan)]:
+        wrong = lse.copy()
+        wrong[change[:2]] += change[2]
+        with pytest.raises(AssertionError):
+            assert_paged_attention(out, wrong, *operands, scale=0.25)
+    with pytest.raises(AssertionError):
+        assert_paged_attention(out, lse, *operands, scale=0.26)
+    with pytest.raises(AssertionError):
+        assert_lse_close(np.array([0.0]), np.array([-np.inf]))
+    with pytest.raises(AssertionError):
+        assert_close_like_naive(np.zeros((2, 1)), np.zeros((1, 2)), np.zeros((1, 2)))
+
+
+def test_a_page_number_outside_the_pool_means_the_nearest_page():
+    operands, _ = batch("float32", [(2, 8)])
+    query, cache, lengths, tables, starts, count = operands
+    cache = np.nan_to_num(cache)
+    far = tables.copy()
+    far[0, :2] = [-(2**31), 2**31 - 1]
+    near = tables.copy()
+    near[0, :2] = [0, len(cache) - 1]
+    for a, b in zip(
+        paged_attention_reference(query, cache, lengths, far, starts, count, scale=1.0),
+        paged_attention_reference(query, cache, lengths, near, starts, count, scale=1.0),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_pool_without_pages_holds_no_keys():
+    out, lse = paged_attention_reference(
+        np.ones((2, 1, 8)), np.ones((0, 4, 2, 8)), [5], np.zeros((1, 3), np.int32), [0, 2], 1, scale=1.0
+    )
+    assert (out == 0).all() and np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "k_at", "v_at"),
+    [
+        (1, (3, 2, 4, 8), np.s_[2, 1, 0::2], np.s_[2, 1, 1::2]),
+        (2, (2, 3, 2, 2, 8), np.s_[0, 2, 1], np.s_[1, 2, 1]),
+        (3, (3, 2, 2, 2, 8), np.s_[2, 0, 1], np.s_[2, 1, 1]),
+    ],
+)
+def test_rows_go_to_their_slot_and_nowhere_else(layout, shape, k_at, v_at):
+    cache = np.zeros(shape, np.float32)
+    key, value = np.ones((3, 2, 8), np.float32), np.full((3, 2, 8), 2, np.float32)
+    # Slot 5 is page 2, token 1; the others lie outside.
+    after = kv_cache_update_reference(cache, key, value, np.array([5, -1, 6]), kv_layout=layout)
+    wanted = np.zeros(shape, np.float32)
+    wanted[k_at], wanted[v_at] = 1, 2
+    np.testing.assert_array_equal(after, wanted)
+    assert (cache == 0).all()
+
+
+def test_rows_are_divided_by_the_scale_of_their_head():
+    caches = np.zeros((1, 1, 2, 8), np.float16), np.zeros((1, 1, 2, 16), np.float16)
+    rows = np.full((1, 2, 8), 3, np.float16), np.full((1, 2, 16), 3, np.float16)
+    k, v = kv_cache_update_split_reference(*caches, *rows, [0], k_scale=[2.0], v_scale=[1.5, 0.5])
+    assert k.dtype == np.float16 and (k == 1.5).all()
+    np.testing.assert_array_equal(v[0, 0, :, 0], [2, 6])

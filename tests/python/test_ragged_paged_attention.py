@@ -1,0 +1,42 @@
+"""ragged_paged_attention against the pure reference of JAX's TPU kernel, whose signature it has."""
+
+import inspect
+
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu import ragged_paged_attention as tpu
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import ref_ragged_paged_attention
+
+from batches import batch
+from xla_attention.jax import ragged_paged_attention
+
+SEQUENCES = [(17, 17), (1, 64), (5, 40), (1, 1)]
+
+
+@pytest.mark.parametrize("options", [{}, {"sm_scale": 0.125}, {"sliding_window": 9}, {"soft_cap": 4.0}], ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+def test_it_equals_the_reference_of_the_tpu_kernel(platform, options, heads):
+    operands = list(batch(SEQUENCES, heads=heads, d=128, spare_rows=0, spare_slots=0, table_slack=0))
+    # The reference multiplies masked values too: it wants finite numbers and valid pages everywhere.
+    operands[1] = np.nan_to_num(operands[1])
+    operands[3] = np.clip(operands[3], 0, len(operands[1]) - 1)
+    options = {"sm_scale": 0.1, **options}
+    wanted = ref_ragged_paged_attention(*operands, **options)
+    np.testing.assert_allclose(ragged_paged_attention(*operands, **options), wanted, atol=2e-5)
+
+
+def test_every_argument_of_the_tpu_kernel_is_accepted():
+    ours = inspect.signature(ragged_paged_attention).parameters
+    theirs = inspect.signature(tpu.ragged_paged_attention).parameters
+    assert set(theirs) <= set(ours)
+    for name, parameter in theirs.items():
+        positional = parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+        assert not positional or list(ours).index(name) == list(theirs).index(name)
+
+
+def test_tuning_arguments_change_nothing(platform):
+    operands = batch(SEQUENCES, d=128)
+    tuned = ragged_paged_attention(
+        *operands, num_kv_pages_per_block=4, num_queries_per_block=8, vmem_limit_bytes=1 << 20, mask_value=-1e9
+    )
+    np.testing.assert_array_equal(np.asarray(tuned), np.asarray(ragged_paged_attention(*operands)))

@@ -1,0 +1,89 @@
+"""The targets from raw StableHLO text, as any PJRT program would call them."""
+
+import numpy as np
+import pytest
+
+import xla_attention.jax  # noqa: F401  registers the targets
+from oracle import paged_attention_reference
+from stablehlo import run_stablehlo
+
+ADD = """
+module @m {{ func.func public @main(%a: tensor<4xf32>, %b: tensor<4xf32>) -> tensor<4xf32> {{
+  %0 = stablehlo.custom_call @{target}({operands}) {{api_version = 4 : i32{attributes}}} : ({types}) -> tensor<4xf32>
+  return %0 : tensor<4xf32> }} }}
+"""
+A, B = np.arange(4, dtype=np.float32), np.full(4, 10, np.float32)
+
+
+def add(target="xla_gpu_simple_add", operands=("%a", "%b"), attributes=""):
+    types = ", ".join(["tensor<4xf32>"] * len(operands))
+    return ADD.format(target=target, operands=", ".join(operands), types=types, attributes=attributes)
+
+
+@pytest.mark.parametrize("target", ["xla_gpu_simple_add", "XlaGpuSimpleAdd"])
+def test_simple_add_runs_under_both_of_its_names(platform, target):
+    (out,) = run_stablehlo(add(target), A, B, platform=platform)
+    np.testing.assert_array_equal(out, A + B)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (add(operands=("%a",)), "Wrong number of arguments: expected at least"),
+        (add(operands=("%a", "%b", "%a")), "xla_gpu_simple_add: 3 operands given, at most 2 expected"),
+        (add(attributes=", backend_config = {s = 1.0 : f32}"), "Wrong number of attributes: expected 0 but got 1"),
+    ],
+    ids=["too few operands", "too many operands", "an attribute"],
+)
+def test_a_call_that_does_not_match_the_signature_is_refused(platform, text, message):
+    with pytest.raises(Exception, match="INVALID_ARGUMENT") as caught:
+        run_stablehlo(text, A, B, platform=platform)
+    assert message in str(caught.value)
+
+
+ATTENTION = """
+module @m {{ func.func public @main(%q: tensor<5x4x64xf32>, %kv: tensor<6x4x4x64xf32>, %lens: tensor<3xi32>,
+    %tables: tensor<3x3xi32>, %loc: tensor<4xi32>, %n: tensor<1xi32>) -> (tensor<5x4x64xf32>, tensor<4x5xf32>) {{
+  %0:2 = stablehlo.custom_call @xla_gpu_paged_attention(%q, %kv, %lens, %tables, %loc, %n) {{
+    api_version = 4 : i32, backend_config = {{{attributes}}} }} :
+    (tensor<5x4x64xf32>, tensor<6x4x4x64xf32>, tensor<3xi32>, tensor<3x3xi32>, tensor<4xi32>, tensor<1xi32>)
+    -> (tensor<5x4x64xf32>, tensor<4x5xf32>)
+  return %0#0, %0#1 : tensor<5x4x64xf32>, tensor<4x5xf32> }} }}
+"""
+ATTRIBUTES = "batch_invariant = false, scale = 1.25e-1 : f32, sliding_window = -1 : i64, soft_cap = 0.0 : f32"
+
+
+def attention_operands():
+    rng = np.random.default_rng(3)
+    return (
+        rng.standard_normal((5, 4, 64), np.float32),
+        rng.standard_normal((6, 4, 4, 64), np.float32),
+        np.array([7, 4, 0], np.int32),
+        np.array([[3, 1, 0], [5, 0, 0], [0, 0, 0]], np.int32),
+        np.array([0, 3, 4, 4], np.int32),
+        np.array([2], np.int32),
+    )
+
+
+def test_paged_attention_runs_from_text(platform):
+    operands = attention_operands()
+    out, lse = run_stablehlo(ATTENTION.format(attributes=ATTRIBUTES), *operands, platform=platform)
+    wanted, wanted_lse = paged_attention_reference(*operands, scale=0.125)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        (ATTRIBUTES.replace(" : f32", " : f64", 1), "Wrong scalar data type: expected F32 but got F64"),
+        (ATTRIBUTES.replace("-1 : i64", "-1 : i32"), "Wrong scalar data type: expected S64 but got S32"),
+        (ATTRIBUTES.replace("scale", "scales"), "Attribute name mismatch: scales vs scale"),
+        (ATTRIBUTES.replace("-1 : i64", "0 : i64"), "xla_gpu_paged_attention: sliding_window is 0, expected >= 1"),
+    ],
+    ids=["f64 for f32", "i32 for i64", "another name", "a window of none"],
+)
+def test_attributes_of_the_wrong_kind_are_refused(platform, attributes, message):
+    with pytest.raises(Exception, match="INVALID_ARGUMENT") as caught:
+        run_stablehlo(ATTENTION.format(attributes=attributes), *attention_operands(), platform=platform)
+    assert message in str(caught.value)
