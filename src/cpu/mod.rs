@@ -1,5 +1,7 @@
 //! The operators on the CPU, with the caller's thread pool.
 
+#![allow(clippy::inline_always, reason = "vector code has to end up inside the function that enables its instructions")]
+
 mod aligned;
 mod element;
 mod elementary;

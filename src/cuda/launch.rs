@@ -1,6 +1,6 @@
 //! The one place that enqueues work.
 
-use super::driver::check;
+use super::driver::{self, check};
 use crate::error::Result;
 use crate::stream::Stream;
 use cudarc::driver::sys::{self, CUfunction};
@@ -47,6 +47,7 @@ pub(crate) unsafe fn launch<P>(function: CUfunction, shape: Shape, stream: Strea
 /// # Safety
 /// Both ranges are device memory of the current context and do not overlap.
 pub(crate) unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize, stream: Stream) -> Result {
+    driver::present()?;
     let (to, from) = (to as sys::CUdeviceptr, from as sys::CUdeviceptr);
     // SAFETY: this function's contract.
     check(unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, stream.0 as sys::CUstream) }, "cuMemcpyDtoDAsync")

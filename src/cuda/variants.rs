@@ -3,7 +3,14 @@
 use crate::error::{Error, Result};
 use std::ffi::CStr;
 
-include!(concat!(env!("OUT_DIR"), "/variants.rs"));
+pub(crate) use generated::{KERNELS, VARIANTS};
+
+mod generated {
+    #![allow(clippy::unreadable_literal, reason = "written by build_support/kernels.rs")]
+    use super::{Axis, Image, Kernel, Resources, Variant};
+
+    include!(concat!(env!("OUT_DIR"), "/variants.rs"));
+}
 
 /// A kernel of the table: a name and the axes whose values select a variant.
 pub(crate) struct Kernel {
@@ -114,7 +121,8 @@ mod tests {
     #[test]
     fn portable_kernels_ask_for_a_ptx_version_that_old_drivers_have() {
         for variant in VARIANTS.iter().filter(|v| v.target == "80") {
-            assert_eq!(variant.ptx_version, "7.0", "{}", variant.name);
+            // 7.4 is CUDA 11.4, of 2021.
+            assert!(["7.0", "7.4"].contains(&variant.ptx_version), "{}: {}", variant.name, variant.ptx_version);
         }
     }
 }

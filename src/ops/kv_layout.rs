@@ -35,7 +35,12 @@ pub(crate) enum KvLayout {
 
 impl KvLayout {
     pub(crate) fn from_number(number: i64) -> Option<Self> {
-        [Self::Interleaved, Self::Stacked, Self::PerPage].get(usize::try_from(number - 1).ok()?).copied()
+        match number {
+            1 => Some(Self::Interleaved),
+            2 => Some(Self::Stacked),
+            3 => Some(Self::PerPage),
+            _ => None,
+        }
     }
 
     /// The shape a cache of this layout has; `kv_heads` and `head_dim` are set by another operand.
@@ -43,7 +48,7 @@ impl KvLayout {
         let (pages, page_size) = (Dim::Any("num_pages"), Dim::Any("page_size"));
         let (two, heads, d) = (Dim::Is("K and V", 2), Dim::Is("Hkv", kv_heads), Dim::Is("D", head_dim));
         match self {
-            Self::Interleaved => vec![pages, page_size, Dim::Is("2*Hkv", 2 * kv_heads), d],
+            Self::Interleaved => vec![pages, page_size, Dim::Is("2*Hkv", kv_heads.saturating_mul(2)), d],
             Self::Stacked => vec![two, pages, page_size, heads, d],
             Self::PerPage => vec![pages, two, page_size, heads, d],
         }

@@ -8,6 +8,17 @@ import subprocess
 import sys
 import tempfile
 
+# Integration tests of the crate that run on the GPU with XLA_ATTENTION_TEST_DEVICE=cuda.
+GPU_TESTS = (
+    "cuda_graphs",
+    "simple_add",
+    "kv_cache_update",
+    "refusals",
+    "paged_attention",
+    "paged_attention_metadata",
+    "paged_attention_laws",
+)
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 

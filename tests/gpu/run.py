@@ -1,14 +1,15 @@
 """`make gpu-test`: the tests that need a GPU, from the wheel in dist/ if there is one.
 
-Runs the Python tests marked `gpu` and, where they are found, the Rust driver (dist/gpu_driver, built by
-`make gpu-driver`) alone and under compute-sanitizer. Further arguments go to pytest.
+First the Rust tests in dist/gpu (`make gpu-binaries`), which drive the CUDA backend without JAX, alone and under
+compute-sanitizer's memcheck; then the Python tests marked `gpu`. What is not there is skipped and said. Further
+arguments go to pytest.
 """
 
 import shutil
 import subprocess
 import sys
 
-from package import ROOT, environment
+from package import GPU_TESTS, ROOT, environment
 
 
 def main() -> int:
@@ -16,21 +17,25 @@ def main() -> int:
     env = environment()
     failed = []
 
-    def part(name: str, *command: str) -> None:
-        print(f"== {name}: {' '.join(command)}", flush=True)
-        if subprocess.run(command, env=env, cwd=ROOT).returncode:
+    def part(name: str, *command: str, **variables: str) -> None:
+        print(f"== {name}", flush=True)
+        if subprocess.run(command, env={**env, **variables}, cwd=ROOT).returncode:
             failed.append(name)
 
     part("info", sys.executable, "-m", "xla_attention", "info")
-    driver = ROOT / "dist/gpu_driver"
-    if driver.is_file():
-        part("driver", str(driver))
-        if sanitizer := shutil.which("compute-sanitizer"):
-            part("memcheck", sanitizer, "--tool", "memcheck", "--error-exitcode", "7", str(driver), "--small")
-        else:
-            print("compute-sanitizer is not on PATH: memcheck skipped")
-    else:
-        print("dist/gpu_driver is not there (`make gpu-driver`): driver and memcheck skipped")
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        print("compute-sanitizer is not on PATH: memcheck skipped")
+    for name in GPU_TESTS:
+        binary = ROOT / "dist/gpu" / name
+        if not binary.is_file():
+            print(f"{binary} is not there (`make gpu-binaries`): skipped")
+            continue
+        part(name, str(binary), "--quiet", XLA_ATTENTION_TEST_DEVICE="cuda")
+        if sanitizer:
+            # Fewer random cases: each access is checked, at a price.
+            memcheck = (sanitizer, "--tool", "memcheck", "--error-exitcode", "7", str(binary), "--quiet")
+            part(f"memcheck {name}", *memcheck, XLA_ATTENTION_TEST_DEVICE="cuda", PROPTEST_CASES="8")
     part("pytest", sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *sys.argv[1:])
     print("failed: " + ", ".join(failed) if failed else "all parts passed")
     return len(failed)

@@ -2,6 +2,7 @@
 
 import inspect
 
+import jax
 import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as tpu
@@ -21,7 +22,8 @@ def test_it_equals_the_reference_of_the_tpu_kernel(platform, options, heads):
     operands[1] = np.nan_to_num(operands[1])
     operands[3] = np.clip(operands[3], 0, len(operands[1]) - 1)
     options = {"sm_scale": 0.1, **options}
-    wanted = ref_ragged_paged_attention(*operands, **options)
+    with jax.default_matmul_precision("highest"):
+        wanted = ref_ragged_paged_attention(*operands, **options)
     np.testing.assert_allclose(ragged_paged_attention(*operands, **options), wanted, atol=2e-5)
 
 

@@ -4,18 +4,17 @@
 //! as a vector has lanes and are reduced together. Scores are `[keys][ROWS]`, seen by the softmax as vectors whose lane
 //! is (key, row); q and o are `[ROWS][D padded to whole vectors]`.
 
-use super::item::{Buffers, Ranges, RowKernel, State};
-use super::keys::{Ahead, HeadRows};
-use super::softmax::{Mask, ScoreForm, exponentials, largest, merge_factors};
+use super::item::{Buffers, RowKernel, State, Visit};
+use super::keys::Ahead;
+use super::softmax::{Mask, exponentials, largest, merge_factors};
 use crate::cpu::element::{Element, load_first};
 use crate::cpu::simd::{MAX_LANES, Simd};
-use crate::ops::paged_attention::PagedAttention;
 
 /// The kernel for [`super::plan::Arrangement::VectorPerRow`] of so many rows, at most half of LANES.
 pub(super) struct FewRows<const ROWS: usize>;
 
 impl<S: Simd, T: Element, const ROWS: usize> RowKernel<S, T> for FewRows<ROWS> {
-    const BLOCK: usize = 4;
+    const BLOCK: usize = 32;
 
     #[inline(always)]
     fn row_of_lane(lane: usize) -> usize {
@@ -46,29 +45,17 @@ impl<S: Simd, T: Element, const ROWS: usize> RowKernel<S, T> for FewRows<ROWS> {
     }
 
     #[inline(always)]
-    unsafe fn attend(
-        simd: S,
-        q: *const f32,
-        rows: HeadRows<T>,
-        ahead: &mut Ahead<T>,
-        problem: &PagedAttention,
-        form: ScoreForm,
-        ranges: &Ranges,
-        buffers: &mut Buffers,
-        state: State,
-    ) {
-        let d = problem.head_dim;
+    unsafe fn attend(simd: S, visit: Visit<T>, ahead: &mut Ahead<T>, buffers: &mut Buffers) {
+        let Visit { rows, state, ranges, form, .. } = visit;
         let keys = S::LANES / ROWS;
-        let len = rows.block.len;
-        let steps = len.div_ceil(keys);
-        // SAFETY: the caller's word, by `RowKernel::attend`; the scores have room for whole steps.
+        let steps = rows.block.len.div_ceil(keys);
+        // SAFETY: the caller's word; the scores have room for whole steps.
         unsafe {
             for step in 0..steps {
-                let sums = scores::<S, T, ROWS>(simd, q, rows, ahead, step * keys, d);
+                let sums = scores::<S, T, ROWS>(simd, &visit, ahead, step * keys);
                 simd.store(buffers.scores.add(step * S::LANES), simd.sum_each(sums));
             }
-            let whole = ranges.seen_by_all(&(0..S::LANES), rows.block.first, &(0..steps * keys));
-            let mask = if whole {
+            let mask = if ranges.seen_by_all(&(0..S::LANES), rows.block.first, &(0..steps * keys)) {
                 None
             } else {
                 let (low, high) = ranges.relative(simd, 0, rows.block.first);
@@ -79,7 +66,7 @@ impl<S: Simd, T: Element, const ROWS: usize> RowKernel<S, T> for FewRows<ROWS> {
             let keep = exponentials(simd, buffers.scores, steps, form, [highest], state.m, state.l);
             let mut factors = [0.0f32; MAX_LANES];
             simd.store(factors.as_mut_ptr(), keep[0]);
-            values::<S, T, ROWS>(simd, buffers.scores, rows, ahead, d, &factors, state.o);
+            values::<S, T, ROWS>(simd, &visit, ahead, &factors, buffers.scores);
         }
     }
 
@@ -103,35 +90,35 @@ impl<S: Simd, T: Element, const ROWS: usize> RowKernel<S, T> for FewRows<ROWS> {
     }
 }
 
-/// Products of LANES / ROWS keys from `first` on with ROWS queries, not yet summed over lanes; index `key * ROWS + row`.
+/// Products of LANES / ROWS keys from `first` on with ROWS queries, not yet summed over lanes; index
+/// `key * ROWS + row`.
 ///
 /// # Safety
 /// As [`RowKernel::attend`].
 #[inline(always)]
 unsafe fn scores<S: Simd, T: Element, const ROWS: usize>(
     simd: S,
-    q: *const f32,
-    rows: HeadRows<T>,
+    visit: &Visit<T>,
     ahead: &mut Ahead<T>,
     first: usize,
-    d: usize,
 ) -> [S::V; MAX_LANES] {
-    let padded = d.next_multiple_of(S::LANES);
+    let keys = S::LANES / ROWS;
+    let padded = visit.d.next_multiple_of(S::LANES);
     let mut k = [std::ptr::null(); MAX_LANES];
-    for (key, k) in k[..S::LANES / ROWS].iter_mut().enumerate() {
-        *k = rows.k(first + key);
+    for (key, k) in k[..keys].iter_mut().enumerate() {
+        *k = visit.rows.k(first + key);
     }
     let mut sums = [simd.splat(0.0); MAX_LANES];
-    for i in (0..d).step_by(S::LANES) {
+    for i in (0..visit.d).step_by(S::LANES) {
         let mut queries = [simd.splat(0.0); ROWS];
         for (row, query) in queries.iter_mut().enumerate() {
             // SAFETY: vector i of row `row`, padded.
-            *query = unsafe { simd.load(q.add(row * padded + i)) };
+            *query = unsafe { simd.load(visit.q.add(row * padded + i)) };
         }
-        for key in 0..S::LANES / ROWS {
-            ahead.advance(S::LANES);
+        ahead.advance(keys * S::LANES);
+        for key in 0..keys {
             // SAFETY: min(LANES, d - i) elements of a K row.
-            let x = unsafe { load_up_to(simd, k[key].add(i), d - i) };
+            let x = unsafe { load_up_to(simd, k[key].add(i), visit.d - i) };
             for row in 0..ROWS {
                 sums[key * ROWS + row] = simd.fma(x, queries[row], sums[key * ROWS + row]);
             }
@@ -148,29 +135,28 @@ unsafe fn scores<S: Simd, T: Element, const ROWS: usize>(
 #[inline(always)]
 unsafe fn values<S: Simd, T: Element, const ROWS: usize>(
     simd: S,
-    p: *const f32,
-    rows: HeadRows<T>,
+    visit: &Visit<T>,
     ahead: &mut Ahead<T>,
-    d: usize,
     keep: &[f32; MAX_LANES],
-    o: *mut f32,
+    p: *const f32,
 ) {
+    let most = S::LANES / ROWS;
     let mut i = 0;
-    while i < d {
-        let columns = (d - i) / S::LANES;
+    while i < visit.d {
+        let columns = (visit.d - i) / S::LANES;
         // SAFETY: columns i.. of d; the last may be half a vector, which only one column at a time allows for.
         unsafe {
-            if S::LANES / ROWS >= 8 && columns >= 8 {
-                value_columns::<S, T, ROWS, 8>(simd, p, rows, ahead, i, d, keep, o);
+            if most >= 8 && columns >= 8 {
+                value_columns::<S, T, ROWS, 8>(simd, visit, ahead, keep, p, i);
                 i += 8 * S::LANES;
-            } else if S::LANES / ROWS >= 4 && columns >= 4 {
-                value_columns::<S, T, ROWS, 4>(simd, p, rows, ahead, i, d, keep, o);
+            } else if most >= 4 && columns >= 4 {
+                value_columns::<S, T, ROWS, 4>(simd, visit, ahead, keep, p, i);
                 i += 4 * S::LANES;
             } else if columns >= 2 {
-                value_columns::<S, T, ROWS, 2>(simd, p, rows, ahead, i, d, keep, o);
+                value_columns::<S, T, ROWS, 2>(simd, visit, ahead, keep, p, i);
                 i += 2 * S::LANES;
             } else {
-                value_columns::<S, T, ROWS, 1>(simd, p, rows, ahead, i, d, keep, o);
+                value_columns::<S, T, ROWS, 1>(simd, visit, ahead, keep, p, i);
                 i += S::LANES;
             }
         }
@@ -184,30 +170,29 @@ unsafe fn values<S: Simd, T: Element, const ROWS: usize>(
 #[inline(always)]
 unsafe fn value_columns<S: Simd, T: Element, const ROWS: usize, const COLUMNS: usize>(
     simd: S,
-    p: *const f32,
-    rows: HeadRows<T>,
+    visit: &Visit<T>,
     ahead: &mut Ahead<T>,
-    i: usize,
-    d: usize,
     keep: &[f32; MAX_LANES],
-    o: *mut f32,
+    p: *const f32,
+    i: usize,
 ) {
-    let padded = d.next_multiple_of(S::LANES);
+    let padded = visit.d.next_multiple_of(S::LANES);
+    let o = visit.state.o.wrapping_add(i);
     let mut sums = [[simd.splat(0.0); COLUMNS]; ROWS];
     // SAFETY: vectors of [ROWS][padded], keys of the block, elements of V rows.
     unsafe {
         for (row, sums) in sums.iter_mut().enumerate() {
             for (column, sum) in sums.iter_mut().enumerate() {
-                let old = simd.load(o.add(row * padded + i + column * S::LANES));
+                let old = simd.load(o.add(row * padded + column * S::LANES));
                 *sum = simd.mul(old, simd.splat(keep[row]));
             }
         }
-        for key in 0..rows.block.len {
-            let v = rows.v(key).add(i);
+        for key in 0..visit.rows.block.len {
+            let v = visit.rows.v(key).add(i);
+            ahead.advance(COLUMNS * S::LANES);
             let mut x = [simd.splat(0.0); COLUMNS];
             for (column, x) in x.iter_mut().enumerate() {
-                ahead.advance(S::LANES);
-                *x = load_up_to(simd, v.add(column * S::LANES), d - i - column * S::LANES);
+                *x = load_up_to(simd, v.add(column * S::LANES), visit.d - i - column * S::LANES);
             }
             for (row, sums) in sums.iter_mut().enumerate() {
                 let weight = simd.splat(p.add(key * ROWS + row).read());
@@ -218,7 +203,7 @@ unsafe fn value_columns<S: Simd, T: Element, const ROWS: usize, const COLUMNS: u
         }
         for (row, sums) in sums.into_iter().enumerate() {
             for (column, sum) in sums.into_iter().enumerate() {
-                simd.store(o.add(row * padded + i + column * S::LANES), sum);
+                simd.store(o.add(row * padded + column * S::LANES), sum);
             }
         }
     }

@@ -9,6 +9,7 @@ use crate::cpu::aligned::Aligned;
 use crate::cpu::element::{Element, narrow, widen};
 use crate::cpu::simd::{Simd, Vectorised};
 use crate::ops::paged_attention::{MAX_HEAD_DIM, PagedAttention};
+use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Softmax state of the rows of one KV head after some keys: o is not yet divided by l, m is in base 2.
@@ -76,6 +77,17 @@ impl Ranges {
     }
 }
 
+/// A block of keys meets the queries of one KV head.
+pub(super) struct Visit<'a, T> {
+    pub(super) rows: HeadRows<'a, T>,
+    pub(super) q: *const f32,
+    pub(super) state: State,
+    pub(super) ranges: &'a Ranges,
+    pub(super) form: ScoreForm,
+    /// D, a multiple of 8, at most 256
+    pub(super) d: usize,
+}
+
 /// Where a block's intermediate results stand.
 pub(super) struct Buffers {
     /// `[BLOCK]` steps of a panel's lanes
@@ -112,19 +124,8 @@ pub(super) trait RowKernel<S: Simd, T: Element> {
     /// Bring the state up to date with a block of keys; ask for the rows of `ahead` meanwhile.
     ///
     /// # Safety
-    /// `rows` are readable, q, state and buffers are the item's; `d` is a multiple of 8, at most 256.
-    #[expect(clippy::too_many_arguments)]
-    unsafe fn attend(
-        simd: S,
-        q: *const f32,
-        rows: HeadRows<T>,
-        ahead: &mut Ahead<T>,
-        problem: &PagedAttention,
-        form: ScoreForm,
-        ranges: &Ranges,
-        buffers: &mut Buffers,
-        state: State,
-    );
+    /// The rows are readable; q, state and buffers are the item's.
+    unsafe fn attend(simd: S, visit: Visit<T>, ahead: &mut Ahead<T>, buffers: &mut Buffers);
     /// Add a later piece's state to `total`.
     ///
     /// # Safety
@@ -156,13 +157,28 @@ impl Scratch {
 
 /// A task of the plan, for [`crate::cpu::simd::Isa::run`].
 pub(super) struct RunTask<'a, T> {
-    pub(super) problem: &'a PagedAttention<'a>,
-    pub(super) plan: &'a Plan,
-    pub(super) scratch: &'a mut Scratch,
-    /// [`Plan::partials_len`] elements; each task writes its own
-    pub(super) partials: *mut f32,
-    pub(super) job: Job<'a>,
-    pub(super) element: std::marker::PhantomData<T>,
+    problem: &'a PagedAttention<'a>,
+    plan: &'a Plan,
+    scratch: &'a mut Scratch,
+    partials: *mut f32,
+    job: Job<'a>,
+    element: PhantomData<T>,
+}
+
+impl<'a, T: Element> RunTask<'a, T> {
+    /// # Safety
+    /// The problem's views are valid host memory of element type `T`, its results not accessed by others; plan and
+    /// scratch were made for it, with the lanes of the instruction set that will run this; `partials` has
+    /// [`Plan::partials_len`] elements. Each task runs once, a merge after its tasks.
+    pub(super) unsafe fn new(
+        problem: &'a PagedAttention<'a>,
+        plan: &'a Plan,
+        scratch: &'a mut Scratch,
+        partials: *mut f32,
+        job: Job<'a>,
+    ) -> Self {
+        Self { problem, plan, scratch, partials, job, element: PhantomData }
+    }
 }
 
 /// What a [`RunTask`] does.
@@ -214,36 +230,41 @@ impl<T: Element> RunTask<'_, T> {
         }
     }
 
+    /// Compute the states of the pieces that are the job's, merge them in order, write the results. (Each kernel is
+    /// compiled into the one place where it is called.)
     #[inline(always)]
     fn with_kernel<S: Simd, K: RowKernel<S, T>>(&mut self, simd: S, item: &Item) {
-        let total = self.scratch.floats.as_mut_ptr().wrapping_add(self.scratch.q_len);
-        let next = total.wrapping_add(self.scratch.state_len);
-        match self.job {
-            Job::Task(Task::Clear(_)) => {}
-            Job::Task(&Task::Piece { piece, offset, .. }) => {
-                self.place_queries::<S, K>(simd, item);
-                self.attend_piece::<S, K>(simd, item, piece, self.partials.wrapping_add(offset));
+        let state_len = self.scratch.state_len;
+        let own = self.scratch.floats.as_mut_ptr().wrapping_add(self.scratch.q_len);
+        // The pieces, and where the first one's state stands.
+        let (pieces, total) = match self.job {
+            Job::Task(Task::Clear(_)) => return,
+            Job::Task(Task::Whole { .. }) => (0..item.pieces(), own),
+            Job::Task(&Task::Piece { piece, offset, .. }) => (piece..piece + 1, self.partials.wrapping_add(offset)),
+            Job::Merge(Merge { offset, .. }) => (0..item.pieces(), self.partials.wrapping_add(offset)),
+        };
+        let attends = matches!(self.job, Job::Task(_));
+        if attends {
+            self.place_queries::<S, K>(simd, item);
+        }
+        if pieces.is_empty() {
+            reset(item, total);
+        }
+        for piece in pieces.clone() {
+            let state = match piece - pieces.start {
+                0 => total,
+                _ if attends => own.wrapping_add(state_len),
+                further => total.wrapping_add(further * item.state_len()),
+            };
+            if attends {
+                self.attend_piece::<S, K>(simd, item, piece, state);
             }
-            Job::Task(Task::Whole { .. }) => {
-                self.place_queries::<S, K>(simd, item);
-                reset(item, total);
-                for piece in 0..item.pieces() {
-                    if piece == 0 {
-                        self.attend_piece::<S, K>(simd, item, piece, total);
-                    } else {
-                        self.attend_piece::<S, K>(simd, item, piece, next);
-                        self.merge::<S, K>(simd, item, total, next);
-                    }
-                }
-                self.finish::<S, K>(simd, item, total);
+            if piece > pieces.start {
+                self.merge::<S, K>(simd, item, total, state);
             }
-            Job::Merge(Merge { offset, .. }) => {
-                let total = self.partials.wrapping_add(offset);
-                for piece in 1..item.pieces() {
-                    self.merge::<S, K>(simd, item, total, total.wrapping_add(piece * item.state_len()));
-                }
-                self.finish::<S, K>(simd, item, total);
-            }
+        }
+        if !matches!(self.job, Job::Task(Task::Piece { .. })) {
+            self.finish::<S, K>(simd, item, total);
         }
     }
 
@@ -311,13 +332,18 @@ impl<T: Element> RunTask<'_, T> {
         while block.len > 0 {
             // SAFETY: as above.
             unsafe { next.find(self.problem, sequence, block_at(block.first + K::BLOCK)) };
+            let mut ahead = Ahead::new(self.problem, &next, item.heads.clone());
             for (index, head) in item.heads.clone().enumerate() {
-                let rows = block.of_head(self.problem, head);
-                let mut ahead = Ahead::share(self.problem, &next, &item.heads, index);
-                let q = q.wrapping_add(index * item.o_len);
-                let state = State::of_head(item, state, index);
-                // SAFETY: the rows are the cache's, whose sizes the problem has checked; the rest is sized for the item.
-                unsafe { K::attend(simd, q, rows, &mut ahead, self.problem, form, &self.scratch.ranges, &mut buffers, state) };
+                let visit = Visit {
+                    rows: block.of_head(self.problem, head),
+                    q: q.wrapping_add(index * item.o_len),
+                    state: State::of_head(item, state, index),
+                    ranges: &self.scratch.ranges,
+                    form,
+                    d,
+                };
+                // SAFETY: the rows are the cache's, as the problem has checked; the rest is sized for the item.
+                unsafe { K::attend(simd, visit, &mut ahead, &mut buffers) };
             }
             std::mem::swap(&mut block, &mut next);
         }

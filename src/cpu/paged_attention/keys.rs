@@ -87,44 +87,74 @@ impl<T> HeadRows<'_, T> {
     }
 }
 
-/// Rows of the next block, to be asked for while a KV head of this one is computed, bit by bit and in the order of
-/// memory: only then does the processor's own prefetching help. All heads' shares together are the next block, key by
-/// key and for each key head by head.
-pub(super) struct Ahead<T> {
-    /// K, V, K, V, ...
-    rows: [*const T; 2 * BLOCK],
-    /// The next row and the element of it to ask for
-    row: usize,
+/// The next block, to be asked for while this one is computed, bit by bit and in the order of its memory (key by key,
+/// for each key head by head): only then does the processor's own prefetching help.
+pub(super) struct Ahead<'a, T> {
+    problem: &'a PagedAttention<'a>,
+    block: &'a KeyBlock<T>,
+    /// KV heads
+    heads: Range<usize>,
+    key: usize,
+    head: usize,
+    /// The next row is V's.
+    value: bool,
+    /// The row to ask for, and from which element on
+    row: *const T,
     element: usize,
-    d: usize,
 }
 
-impl<T> Ahead<T> {
-    /// The share of the `index`-th of `heads`.
-    pub(super) fn share(problem: &PagedAttention, next: &KeyBlock<T>, heads: &Range<usize>, index: usize) -> Self {
-        let mut rows = [next.k[0]; 2 * BLOCK];
-        let first = index * next.len;
-        let (mut key, mut head) = (first / heads.len(), first % heads.len());
-        for pair in rows.chunks_exact_mut(2).take(next.len) {
-            let of_head = next.of_head(problem, heads.start + head);
-            pair.copy_from_slice(&[of_head.k(key), of_head.v(key)]);
-            head += 1;
-            if head == heads.len() {
-                (key, head) = (key + 1, 0);
-            }
-        }
-        Self { rows, row: 0, element: 0, d: problem.head_dim }
+impl<'a, T> Ahead<'a, T> {
+    pub(super) fn new(problem: &'a PagedAttention, block: &'a KeyBlock<T>, heads: Range<usize>) -> Self {
+        let row = block.of_head(problem, heads.start).k(0);
+        Self { problem, block, head: heads.start, heads, key: 0, value: true, row, element: 0 }
     }
 
     /// Ask for the next `count` elements.
     #[inline(always)]
     pub(super) fn advance(&mut self, count: usize) {
-        if false && (self.element * size_of::<T>()).is_multiple_of(CACHE_LINE) {
-            prefetch(self.rows[self.row % (2 * BLOCK)].wrapping_add(self.element));
+        let d = self.problem.head_dim;
+        // As a rule `count`, a constant where this is compiled into, divides d.
+        if self.element + count <= d {
+            self.ask(count);
+            self.element += count;
+        } else {
+            let mut left = count;
+            while left > 0 {
+                let in_row = left.min(d - self.element);
+                self.ask(in_row);
+                (self.element, left) = (self.element + in_row, left - in_row);
+                if left > 0 {
+                    self.next_row();
+                }
+            }
         }
-        self.element += count;
-        if self.element >= self.d {
-            (self.row, self.element) = (self.row + 1, 0);
+        if self.element == d {
+            self.next_row();
         }
+    }
+
+    #[inline(always)]
+    fn ask(&self, count: usize) {
+        for byte in (0..count * size_of::<T>()).step_by(CACHE_LINE) {
+            prefetch(self.row.wrapping_add(self.element).wrapping_byte_add(byte));
+        }
+    }
+
+    #[inline(always)]
+    fn next_row(&mut self) {
+        self.element = 0;
+        let rows = self.block.of_head(self.problem, self.head);
+        // Past the end, the last key again: it is there already.
+        let key = self.key.min(BLOCK - 1);
+        if self.value {
+            self.row = rows.v(key);
+            self.head += 1;
+            if self.head == self.heads.end {
+                (self.key, self.head) = (self.key + 1, self.heads.start);
+            }
+        } else {
+            self.row = rows.k(key);
+        }
+        self.value = !self.value;
     }
 }

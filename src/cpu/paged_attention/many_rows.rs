@@ -5,12 +5,11 @@
 //! need no transposition, and the softmax needs no sum across lanes. K and V of a block are widened to f32 once for
 //! all panels: K as `[keys][D]`, V as `[D / TILE][keys][TILE]`, which is how the tiles walk.
 
-use super::item::{Buffers, Ranges, RowKernel, State};
+use super::item::{Buffers, RowKernel, State, Visit};
 use super::keys::{Ahead, BLOCK, HeadRows};
-use super::softmax::{Mask, ScoreForm, exponentials, largest, merge_factors};
+use super::softmax::{Mask, exponentials, largest, merge_factors};
 use crate::cpu::element::{Element, widen};
 use crate::cpu::simd::Simd;
-use crate::ops::paged_attention::PagedAttention;
 use std::ops::Range;
 
 /// Vectors of a panel.
@@ -57,37 +56,24 @@ impl<S: Simd, T: Element> RowKernel<S, T> for ManyRows {
     }
 
     #[inline(always)]
-    unsafe fn attend(
-        simd: S,
-        q: *const f32,
-        rows: HeadRows<T>,
-        ahead: &mut Ahead<T>,
-        problem: &PagedAttention,
-        form: ScoreForm,
-        ranges: &Ranges,
-        buffers: &mut Buffers,
-        state: State,
-    ) {
-        let d = problem.head_dim;
-        // SAFETY: the caller's word, by `RowKernel::attend`.
+    unsafe fn attend(simd: S, visit: Visit<T>, ahead: &mut Ahead<T>, buffers: &mut Buffers) {
+        let (d, lanes) = (visit.d, visit.state.lanes);
+        let panels = lanes.div_ceil(PANEL * S::LANES);
+        // SAFETY: the caller's word.
         unsafe {
-            widen_block(simd, rows, d, buffers);
-            let panels = state.lanes.div_ceil(PANEL * S::LANES);
-            let share = BLOCK.div_ceil(panels);
+            widen_block(simd, visit.rows, d, buffers);
             for panel in 0..panels {
-                for _ in 0..share {
-                    for i in (0..2 * d).step_by(8) {
-                        ahead.advance(8);
-                    }
+                for _ in 0..BLOCK.div_ceil(panels) {
+                    // A K row and a V row.
+                    ahead.advance(d);
+                    ahead.advance(d);
                 }
                 let lane = panel * PANEL * S::LANES;
-                let (first, len) = (rows.block.first, rows.block.len);
-                let part = PanelArguments { q: q.add(lane * d), lane, d, form, ranges, state, first, len };
-                match (state.lanes - lane > S::LANES, S::TILE) {
-                    (true, 4) => part.attend::<S, 2, 4>(simd, buffers),
-                    (true, _) => part.attend::<S, 2, 8>(simd, buffers),
-                    (false, 4) => part.attend::<S, 1, 4>(simd, buffers),
-                    (false, _) => part.attend::<S, 1, 8>(simd, buffers),
+                match (lanes - lane > S::LANES, S::TILE) {
+                    (true, 4) => attend_panel::<S, T, 2, 4>(simd, &visit, lane, buffers),
+                    (true, _) => attend_panel::<S, T, 2, 8>(simd, &visit, lane, buffers),
+                    (false, 4) => attend_panel::<S, T, 1, 4>(simd, &visit, lane, buffers),
+                    (false, _) => attend_panel::<S, T, 1, 8>(simd, &visit, lane, buffers),
                 }
             }
         }
@@ -140,94 +126,92 @@ unsafe fn widen_block<S: Simd, T: Element>(simd: S, rows: HeadRows<T>, d: usize,
     }
 }
 
-/// One panel against one block.
-struct PanelArguments<'a> {
-    /// `[D][W]`
-    q: *const f32,
-    /// The panel's first lane
+/// The panel of lanes from `lane` on against the block, whose K and V stand widened in the buffers.
+///
+/// # Safety
+/// As [`RowKernel::attend`].
+#[inline(always)]
+unsafe fn attend_panel<S: Simd, T: Element, const NV: usize, const TILE: usize>(
+    simd: S,
+    visit: &Visit<T>,
     lane: usize,
-    d: usize,
-    form: ScoreForm,
-    ranges: &'a Ranges,
-    state: State,
-    /// Position of the block's first key
-    first: usize,
-    /// Keys of the block
-    len: usize,
+    buffers: &mut Buffers,
+) {
+    let Visit { rows, ranges, form, state, d, .. } = *visit;
+    let (width, first) = (NV * S::LANES, rows.block.first);
+    let lanes = lane..lane + width;
+    let keys = ranges.seen_by_any(&lanes, first, rows.block.len);
+    if keys.is_empty() {
+        return;
+    }
+    // SAFETY: keys of the block, lanes of the panel.
+    unsafe {
+        scores::<S, NV, TILE>(simd, visit.q.add(lane * d), d, &keys, buffers);
+        let p = buffers.scores.add(keys.start * width);
+        let mask = if ranges.seen_by_all(&lanes, first, &keys) {
+            None
+        } else {
+            let (mut low, mut high) = ([simd.splat(0.0); NV], [simd.splat(0.0); NV]);
+            for v in 0..NV {
+                (low[v], high[v]) = ranges.relative(simd, lane + v * S::LANES, first);
+            }
+            Some(Mask { low, high, first: keys.start as f32, stride: 1.0 })
+        };
+        let highest = largest(simd, p, keys.len(), form, mask);
+        let keep = exponentials(simd, p, keys.len(), form, highest, state.m.add(lane), state.l.add(lane));
+        values::<S, NV, TILE>(simd, state.o.add(lane * d), d, &keys, buffers, keep);
+    }
 }
 
-impl PanelArguments<'_> {
-    /// # Safety
-    /// As [`RowKernel::attend`]; K and V of the block stand widened in the buffers.
-    #[inline(always)]
-    unsafe fn attend<S: Simd, const NV: usize, const TILE: usize>(&self, simd: S, buffers: &mut Buffers) {
-        let lanes = self.lane..self.lane + NV * S::LANES;
-        let keys = self.ranges.seen_by_any(&lanes, self.first, self.len);
-        if keys.is_empty() {
-            return;
-        }
-        // SAFETY: keys of the block, lanes of the panel.
+/// `scores[j][row] = k[j] . q[row]`, for whole tiles that cover `keys`; a block's buffer has room for whole tiles.
+///
+/// # Safety
+/// `q` is a panel `[D][W]`, the buffers are a block's.
+#[inline(always)]
+unsafe fn scores<S: Simd, const NV: usize, const TILE: usize>(
+    simd: S,
+    q: *const f32,
+    d: usize,
+    keys: &Range<usize>,
+    buffers: &mut Buffers,
+) {
+    for j in (keys.start / TILE * TILE..keys.end).step_by(TILE) {
+        // SAFETY: keys j to j + TILE of the buffers.
         unsafe {
-            self.scores::<S, NV, TILE>(simd, &keys, buffers);
-            let scores = buffers.scores.add(keys.start * NV * S::LANES);
-            let mask = if self.ranges.seen_by_all(&lanes, self.first, &keys) {
-                None
-            } else {
-                let (mut low, mut high) = ([simd.splat(0.0); NV], [simd.splat(0.0); NV]);
-                for v in 0..NV {
-                    (low[v], high[v]) = self.ranges.relative(simd, self.lane + v * S::LANES, self.first);
-                }
-                Some(Mask { low, high, first: keys.start as f32, stride: 1.0 })
-            };
-            let highest = largest(simd, scores, keys.len(), self.form, mask);
-            let (m, l) = (self.state.m.add(self.lane), self.state.l.add(self.lane));
-            let keep = exponentials(simd, scores, keys.len(), self.form, highest, m, l);
-            self.values::<S, NV, TILE>(simd, &keys, buffers, keep);
+            let scalars = Scalars { from: buffers.k.add(j * d), row: d, step: 1 };
+            let products = tile(simd, scalars, q, d, [[simd.splat(0.0); NV]; TILE]);
+            store_rows(simd, buffers.scores.add(j * NV * S::LANES), products);
         }
     }
+}
 
-    /// `scores[j][row] = k[j] . q[row]`, for whole tiles that cover `keys`; a block's buffer has room for whole tiles.
-    #[inline(always)]
-    unsafe fn scores<S: Simd, const NV: usize, const TILE: usize>(
-        &self,
-        simd: S,
-        keys: &Range<usize>,
-        buffers: &mut Buffers,
-    ) {
-        for j in (keys.start / TILE * TILE..keys.end).step_by(TILE) {
-            // SAFETY: keys j to j + TILE of the buffers; q is [d][W].
-            unsafe {
-                let scalars = Scalars { from: buffers.k.add(j * self.d), row: self.d, step: 1 };
-                let products = tile(simd, scalars, self.q, self.d, [[simd.splat(0.0); NV]; TILE]);
-                store_rows(simd, buffers.scores.add(j * NV * S::LANES), products);
-            }
-        }
-    }
-
-    /// `o[i][row] = o[i][row] * keep[row] + sum over keys of v[j][i] * p[j][row]`
-    #[inline(always)]
-    unsafe fn values<S: Simd, const NV: usize, const TILE: usize>(
-        &self,
-        simd: S,
-        keys: &Range<usize>,
-        buffers: &mut Buffers,
-        keep: [S::V; NV],
-    ) {
-        let width = NV * S::LANES;
-        for i in (0..self.d).step_by(TILE) {
-            // SAFETY: elements i to i + TILE of d, keys of the block; p and o are [..][W].
-            unsafe {
-                let o = self.state.o.add(self.lane * self.d + i * width);
-                let mut sums = [[simd.splat(0.0); NV]; TILE];
-                for (r, row) in sums.iter_mut().enumerate() {
-                    for (v, sum) in row.iter_mut().enumerate() {
-                        *sum = simd.mul(simd.load(o.add(r * width + v * S::LANES)), keep[v]);
-                    }
+/// `o[i][row] = o[i][row] * keep[row] + sum over keys of v[j][i] * p[j][row]`
+///
+/// # Safety
+/// `o` is a panel `[D][W]`, the buffers are a block's.
+#[inline(always)]
+unsafe fn values<S: Simd, const NV: usize, const TILE: usize>(
+    simd: S,
+    o: *mut f32,
+    d: usize,
+    keys: &Range<usize>,
+    buffers: &mut Buffers,
+    keep: [S::V; NV],
+) {
+    let width = NV * S::LANES;
+    for i in (0..d).step_by(TILE) {
+        // SAFETY: elements i to i + TILE of d, keys of the block.
+        unsafe {
+            let o = o.add(i * width);
+            let mut sums = [[simd.splat(0.0); NV]; TILE];
+            for (r, row) in sums.iter_mut().enumerate() {
+                for (v, sum) in row.iter_mut().enumerate() {
+                    *sum = simd.mul(simd.load(o.add(r * width + v * S::LANES)), keep[v]);
                 }
-                let scalars = Scalars { from: buffers.v.add(i * BLOCK + keys.start * TILE), row: 1, step: TILE };
-                let p = buffers.scores.add(keys.start * width);
-                store_rows(simd, o, tile(simd, scalars, p, keys.len(), sums));
             }
+            let scalars = Scalars { from: buffers.v.add(i * BLOCK + keys.start * TILE), row: 1, step: TILE };
+            let p = buffers.scores.add(keys.start * width);
+            store_rows(simd, o, tile(simd, scalars, p, keys.len(), sums));
         }
     }
 }

@@ -22,13 +22,13 @@ use super::aligned::Aligned;
 use super::element::Element;
 use super::simd::Isa;
 use crate::error::Result;
+use crate::log;
 use crate::ops::paged_attention::PagedAttention;
 use crate::pool::{Pool, SingleThread, parallel_for};
 use crate::tensor::DType;
 use half::{bf16, f16};
 use item::{Job, RunTask, Scratch};
 use plan::Plan;
-use std::marker::PhantomData;
 
 /// Multiplications below which a call is not worth a second thread.
 const WORTH_SHARING: u64 = 1 << 19;
@@ -66,6 +66,10 @@ unsafe fn attend<T: Element>(isa: Isa, problem: &PagedAttention, pool: &dyn Pool
     if problem.num_rows == 0 {
         return Ok(());
     }
+    let shape = [problem.num_rows, problem.num_q_heads, problem.num_kv_heads, problem.head_dim, problem.page_size];
+    log::call("paged_attention", (isa, problem.query.dtype, shape), || {
+        format!("{isa:?} on {} threads with [T, Hq, Hkv, D, page_size] = {shape:?}", pool.num_threads())
+    });
     // SAFETY: the caller's word.
     let plan = unsafe { Plan::new(problem, isa.lanes(), pool.num_threads()) };
     let work = plan.cost * problem.head_dim as u64 + problem.out.len() as u64;
@@ -73,7 +77,8 @@ unsafe fn attend<T: Element>(isa: Isa, problem: &PagedAttention, pool: &dyn Pool
     let mut partials = Aligned::zeros(plan.partials_len);
     let shared = Shared(partials.as_mut_ptr());
     let run = |scratch: &mut Scratch, job: Job| {
-        isa.run(RunTask::<T> { problem, plan: &plan, scratch, partials: shared.address(), job, element: PhantomData });
+        // SAFETY: the caller's word; all of it was made above for this problem, and each index comes once.
+        isa.run(unsafe { RunTask::<T>::new(problem, &plan, scratch, shared.address(), job) });
     };
     let scratch = || Scratch::new(&plan, problem.head_dim);
     parallel_for(pool, plan.tasks.len(), scratch, |scratch, index| run(scratch, Job::Task(&plan.tasks[index])))?;

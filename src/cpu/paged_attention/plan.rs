@@ -155,15 +155,8 @@ impl Plan {
         for (index, sequence) in sequences.iter().enumerate() {
             cut(problem, index, sequence, lanes, &mut items);
         }
-        let mut plan = Self {
-            sequences,
-            owner,
-            items,
-            tasks: Vec::new(),
-            merges: Vec::new(),
-            partials_len: 0,
-            cost: 0,
-        };
+        let mut plan =
+            Self { sequences, owner, items, tasks: Vec::new(), merges: Vec::new(), partials_len: 0, cost: 0 };
         plan.schedule(threads);
         plan
     }

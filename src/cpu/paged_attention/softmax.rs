@@ -12,7 +12,7 @@ use std::f32::consts::LOG2_E;
 pub(super) struct ScoreForm {
     /// Multiplies what `cap` leaves
     to_base_2: f32,
-    /// (softmax_scale / softcap, softcap)
+    /// (scale / softcap, softcap)
     cap: Option<(f32, f32)>,
 }
 
@@ -53,7 +53,7 @@ pub(super) unsafe fn largest<S: Simd, const NV: usize>(
     let hidden = simd.splat(f32::NEG_INFINITY);
     let mut largest = [hidden; NV];
     for step in 0..steps {
-        for v in 0..NV {
+        for (v, largest) in largest.iter_mut().enumerate() {
             // SAFETY: vector (step, v).
             unsafe {
                 let at = scores.add((step * NV + v) * S::LANES);
@@ -70,7 +70,7 @@ pub(super) unsafe fn largest<S: Simd, const NV: usize>(
                     simd.store(at, s);
                 }
                 // NaN first: it must not become the largest, it reaches the result through its own exponential.
-                largest[v] = simd.max(s, largest[v]);
+                *largest = simd.max(s, *largest);
             }
         }
     }

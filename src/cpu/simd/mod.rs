@@ -8,6 +8,7 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+use std::fmt;
 use std::sync::OnceLock;
 
 /// The most lanes of any instruction set.
@@ -73,10 +74,10 @@ pub(crate) trait Vectorised {
 }
 
 /// An instruction set that this CPU has.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Isa(Kind);
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum Kind {
     /// What every CPU of the architecture has: SSE2, NEON.
     Portable,
@@ -127,6 +128,18 @@ impl Isa {
     }
 }
 
+impl fmt::Debug for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.0 {
+            Kind::Portable => "baseline instructions",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(_) => "AVX2",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(_) => "AVX-512",
+        })
+    }
+}
+
 /// Ask for the cache line of `address`, which need not be readable, up to the second level of cache.
 #[inline(always)]
 pub(crate) fn prefetch<T>(address: *const T) {
@@ -141,6 +154,8 @@ pub(crate) fn prefetch<T>(address: *const T) {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::float_cmp, reason = "exact results are expected")]
+
     use super::*;
     use half::{bf16, f16};
 
@@ -178,7 +193,7 @@ mod tests {
             same(simd.select_lt(va, vb, va, simd.splat(0.5)), &|a, b| if a < b { a } else { 0.5 });
             for n in -127i16..=127 {
                 let power = simd.exponential_of_low_bits(simd.splat(f32::from(n) + 12_582_912.0));
-                same(power, &|_, _| if n == -127 { 0.0 } else { (n as f32).exp2() });
+                same(power, &|_, _| if n == -127 { 0.0 } else { f32::from(n).exp2() });
             }
         }
     }

@@ -4,7 +4,7 @@ use super::{MAX_LANES, Simd};
 use half::f16;
 
 /// No proof needed: arrays work everywhere.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub(crate) struct Portable;
 
 type V = [f32; 4];

@@ -1,14 +1,16 @@
 //! AVX2 with FMA and F16C, and AVX-512.
 
+#![allow(clippy::wildcard_imports, reason = "the intrinsics' own prefix tells where they come from")]
+
 use super::{MAX_LANES, Simd, Vectorised};
 use std::arch::x86_64::*;
 
 /// Proof that the CPU has AVX2, FMA and F16C.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Avx2(());
 
 /// Proof that the CPU has AVX-512 F, BW, VL and DQ and what [`Avx2`] proves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Avx512(());
 
 impl Avx2 {
@@ -49,7 +51,8 @@ impl Avx512 {
 
 /// The operations that are one intrinsic each.
 macro_rules! operations {
-    ($v:ty: $splat:ident $load:ident $store:ident $add:ident $sub:ident $mul:ident $div:ident $fma:ident $max:ident) => {
+    ($v:ty: $splat:ident $load:ident $store:ident
+        $add:ident $sub:ident $mul:ident $div:ident $fma:ident $max:ident) => {
         type V = $v;
         #[inline(always)]
         fn splat(self, x: f32) -> $v {

@@ -114,12 +114,13 @@ pub(super) fn scale(d: usize) -> f32 {
 impl Batch {
     pub(super) fn new(shape: Shape) -> Self {
         let mut random = Random(shape.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
-        let slots = shape.lengths.len() + 2;
-        let pages_of = |len_k: usize| len_k.div_ceil(shape.page_size);
-        let max_pages = shape.lengths.iter().map(|(_, len_k)| pages_of(*len_k)).max().unwrap_or(0) + 1;
-        let num_pages = shape.lengths.iter().map(|(_, len_k)| pages_of(*len_k)).sum::<usize>() + 3;
+        let lengths = shape.lengths.clone();
+        let slots = lengths.len() + 2;
+        let pages: Vec<usize> = lengths.iter().map(|(_, len_k)| len_k.div_ceil(shape.page_size)).collect();
+        let max_pages = pages.iter().max().unwrap_or(&0) + 1;
+        let num_pages = pages.iter().sum::<usize>() + 3;
         let mut free: Vec<usize> = (0..num_pages).collect();
-        let token_len = 2 * shape.kv_heads * shape.d;
+        let (token_len, row_len) = (2 * shape.kv_heads * shape.d, shape.q_heads * shape.d);
         let mut batch = Self {
             query: Vec::new(),
             cache: vec![f64::NAN; num_pages * shape.page_size * token_len],
@@ -128,30 +129,30 @@ impl Batch {
             context_lens: vec![i32::MAX; slots],
             block_tables: (0..slots * max_pages).map(|i| [i32::MIN, -1, i32::MAX][i % 3]).collect(),
             query_start_loc: vec![i32::MIN; slots + 1],
-            num_seqs: shape.lengths.len() as i32,
-            shape: shape.clone(),
+            num_seqs: lengths.len() as i32,
+            shape,
         };
+        let dtype = batch.shape.dtype;
         let mut row = 0;
         batch.query_start_loc[0] = 0;
-        for (b, (len_q, len_k)) in shape.lengths.iter().enumerate() {
+        for (b, (len_q, len_k)) in lengths.into_iter().enumerate() {
             row += len_q;
             batch.query_start_loc[b + 1] = row as i32;
-            batch.context_lens[b] = *len_k as i32;
-            for entry in 0..pages_of(*len_k) {
+            batch.context_lens[b] = len_k as i32;
+            for entry in 0..pages[b] {
                 let page = free.swap_remove(random.below(free.len()));
                 batch.block_tables[b * max_pages + entry] = page as i32;
             }
-            let first_seen = (0..*len_q).filter_map(|i| batch.visible(b, i).next()).min().unwrap_or(*len_k);
-            for j in first_seen..*len_k {
+            let first_seen = (0..len_q).filter_map(|i| batch.visible(b, i).next()).min().unwrap_or(len_k);
+            for j in first_seen..len_k {
                 let at = batch.token(b, j) * token_len;
                 for x in &mut batch.cache[at..at + token_len] {
-                    *x = round(shape.dtype, 1.5 * random.signed());
+                    *x = round(dtype, 1.5 * random.signed());
                 }
             }
         }
-        let row_len = shape.q_heads * shape.d;
-        batch.query = (0..row * row_len).map(|_| round(shape.dtype, 2.0 * random.signed())).collect();
-        batch.query.resize((row + shape.padding_rows) * row_len, f64::NAN);
+        batch.query = (0..row * row_len).map(|_| round(dtype, 2.0 * random.signed())).collect();
+        batch.query.resize((row + batch.shape.padding_rows) * row_len, f64::NAN);
         batch
     }
 
@@ -268,7 +269,8 @@ impl Batch {
             assert!(error <= allowed, "{isa:?} {:?}: out[{i}] is {found}, expected {expected}", self.shape);
         }
         for (i, (found, expected)) in found.lse.iter().zip(&expected.lse).enumerate() {
-            let same = found == expected || (found - expected).abs() <= 1e-5 * expected.abs().max(1.0);
+            let same =
+                found.to_bits() == expected.to_bits() || (found - expected).abs() <= 1e-5 * expected.abs().max(1.0);
             assert!(same, "{isa:?} {:?}: lse[{i}] is {found}, expected {expected}", self.shape);
         }
     }

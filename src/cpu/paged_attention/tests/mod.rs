@@ -59,7 +59,7 @@ fn windows_and_soft_caps_agree_with_the_definition() {
 fn any_ragged_batch_agrees_with_the_definition() {
     let mut random = Random(99);
     for seed in 0..60 {
-        let lengths: Vec<(usize, usize)> = (0..1 + random.below(5))
+        let lengths: Vec<(usize, usize)> = (0..=random.below(5))
             .map(|_| match random.below(3) {
                 0 => (1, random.below(700)),
                 1 => (random.below(12), random.below(300)),
@@ -197,7 +197,7 @@ fn a_row_that_two_sequences_claim_holds_the_result_of_one() {
     bad.query_start_loc[..4].copy_from_slice(&[0, 8, 4, 8]);
     bad.num_seqs = 3;
     bad.context_lens[2] = 11;
-    bad.block_tables.copy_within(bad.max_pages..bad.max_pages + 1, 2 * bad.max_pages);
+    bad.block_tables.copy_within(bad.max_pages..=bad.max_pages, 2 * bad.max_pages);
     for isa in Isa::available() {
         let found = bad.run(isa, &Threads(2));
         assert!(found.out.iter().all(|x| x.is_finite()));

@@ -1,0 +1,215 @@
+// Attention of ragged query rows over a paged K/V cache, on mma.sync and cp.async: every GPU from sm_80 on.
+//
+// One CTA works on one tile (include/tile_plan.cuh) of one KV head and streams the keys that the tile sees through
+// shared memory. docs/kernels.md explains the design.
+//
+// Compiled once for each combination of
+//   XA_DTYPE     f16, bf16, f32
+//   XA_HEAD_DIM  the bucket: head dimensions up to it run, padded with zeros in shared memory
+//   XA_SHAPE     prefill, decode (include/tile_shape.cuh)
+//   XA_SCORE     plain, modified (include/score_form.cuh)
+// Launch: kThreads threads, Hkv * n CTAs for any n >= 1, Shape::kSharedBytes of dynamic shared memory.
+
+#include "attention_params.cuh"
+#include "element.cuh"
+#include "output_rows.cuh"
+#include "paged_rows.cuh"
+#include "score_form.cuh"
+#include "softmax.cuh"
+#include "tile_math.cuh"
+#include "tile_plan.cuh"
+#include "tile_shape.cuh"
+
+namespace xa {
+
+/// Fetches the tile's query rows; rows past the last one and columns past head_dim become zeros.
+template <typename Shape, typename T>
+__device__ __forceinline__ void load_query(const AttentionParams& params, const RowMap& map, uint32_t destination) {
+  using Grid = LaneGrid<Shape::kRowBytes>;
+  constexpr int kElements = 16 / sizeof(T);
+  const int32_t warp = threadIdx.x / 32;
+  const Grid grid;
+  if (grid.is_idle()) return;
+#pragma unroll 4
+  for (int32_t row = warp * Grid::kRowsPerStep + grid.row; row < Shape::kRows;
+       row += Shape::kWarps * Grid::kRowsPerStep) {
+    const bool live = row < map.num_rows;
+    const int32_t source_row = live ? row : 0;
+    const T* const from = static_cast<const T*>(params.query) + map.token(source_row) * params.query_token_stride +
+                          map.head(source_row) * params.query_head_stride;
+#pragma unroll
+    for (int step = 0; step < Grid::kStepsPerRow; ++step) {
+      const int32_t chunk = grid.chunk + 32 * step;
+      const bool inside = chunk * kElements < params.head_dim;
+      ptx::cp_async_16(destination + row * Shape::kPitch + chunk * 16, from + (inside ? chunk * kElements : 0),
+                       live && inside);
+    }
+  }
+}
+
+/// Keys from one block of a warp to its next one.
+template <typename Shape>
+constexpr int32_t kBlockStep = Shape::kKeys * Shape::kKeyWarps;
+
+/// First key of the warp's first block. Blocks start at multiples of kKeys of the sequence, whatever the tile sees of
+/// them; where warps share the keys, block b is that of warp b % kKeyWarps.
+template <typename Shape>
+__device__ __forceinline__ int32_t first_block(const KeyRange& keys) {
+  const int32_t block = keys.begin / Shape::kKeys;
+  const int32_t warp = Shape::kSplitsKeys ? threadIdx.x / 32 : 0;
+  const int32_t ahead = (warp - block % Shape::kKeyWarps + Shape::kKeyWarps) % Shape::kKeyWarps;
+  return (block + ahead) * Shape::kKeys;
+}
+
+/// The ring of K and V blocks of one warp (decode) or of the CTA (prefill), and what keeps its readers and writers apart.
+template <typename Shape>
+struct Ring {
+  uint32_t address;
+
+  __device__ __forceinline__ explicit Ring(uint32_t rings)
+      : address(rings + (Shape::kSplitsKeys ? threadIdx.x / 32 : 0) * Shape::kRingBytes) {}
+  __device__ __forceinline__ uint32_t keys(int stage) const { return address + stage * Shape::kBlockBytes; }
+  __device__ __forceinline__ uint32_t values(int stage) const { return keys(Shape::kStages + stage); }
+  /// Where this warp's share of a block begins: all of it, or as many rows as each warp fetches.
+  static __device__ __forceinline__ int32_t share() {
+    return Shape::kSplitsKeys ? 0 : threadIdx.x / 32 * Shape::kKeysPerLoad;
+  }
+  /// All who read this ring have come here.
+  static __device__ __forceinline__ void sync() {
+    if constexpr (Shape::kSplitsKeys) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  }
+};
+
+/// Streams the keys of `blocks` through the ring and takes them up into `state`. The warp's rows are those from row
+/// `warp_row` of the tile; the tile's are on their way to `query_rows`, as the first group of copies.
+template <typename Shape, typename T, typename Score, typename State, typename Loader>
+__device__ __forceinline__ void attend(State& state, const AttentionParams& params, const Plan& plan,
+                                       const Loader& loader, const Ring<Shape>& ring, int32_t warp_row,
+                                       uint32_t query_rows, const Score& score) {
+  using Math = TileMath<T, Shape::kRowTiles, Shape::kKeys, Shape::kHeadDim>;
+  constexpr int kStages = Shape::kStages;
+  constexpr bool kHoldsQuery = Shape::kRowTiles == 1 && Shape::kRowBytes <= 256;
+  // Each block is two groups of copies, K's and V's. Those that may be under way while the oldest is waited for: a warp
+  // with a ring of its own refills V's block before it waits for the next K, the others once they have all come there.
+  constexpr int kPending = 2 * kStages - (Shape::kSplitsKeys ? 1 : 2);
+  // The sooner K is fetched again the better, but a refill beside the scores takes registers.
+  constexpr int kAccumulators = Shape::kRowTiles * 4 * (Shape::kKeys + Shape::kHeadDim) / 8;
+  constexpr bool kRefillsEarly = kAccumulators <= (Element<T>::kIs16Bit ? 144 : 72);
+  const int32_t share = Ring<Shape>::share();
+  const uint32_t share_bytes = share * Shape::kPitch;
+  int32_t first_key = first_block<Shape>(plan.keys);
+
+  TokenSlot slots[kStages];
+#pragma unroll
+  for (int i = 0; i < kStages; ++i) slots[i] = loader.find(first_key + i * kBlockStep<Shape> + share);
+#pragma unroll
+  for (int i = 0; i < kStages; ++i) {
+    const int32_t token = first_key + i * kBlockStep<Shape>;
+    if (token < plan.keys.end) loader.load_keys(ring.keys(i) + share_bytes, token + share, slots[i]);
+    ptx::cp_async_commit();
+    if (token < plan.keys.end) loader.load_values(ring.values(i) + share_bytes, token + share, slots[i]);
+    ptx::cp_async_commit();
+  }
+  TokenSlot ahead = loader.find(first_key + kStages * kBlockStep<Shape> + share);
+
+  ptx::cp_async_wait<2 * kStages - 1>();
+  __syncthreads();
+  QueryFragments<Shape::kRowTiles, Shape::kHeadDim, sizeof(T), kHoldsQuery> query(query_rows +
+                                                                                 warp_row * Shape::kPitch);
+  query.fill();
+
+  int stage = 0;
+#pragma unroll 1
+  while (first_key < plan.keys.end) {
+    const int32_t next = ptx::opaque(first_key) + kStages * kBlockStep<Shape>;
+    float scores[Shape::kRowTiles][Shape::kKeys / 8][4];
+    Math::scores(scores, query, ring.keys(stage));
+
+    // K's block is free again once all have read it.
+    const auto refill_keys = [&] {
+      if (next < plan.keys.end) loader.load_keys(ring.keys(stage) + share_bytes, next + share, ahead);
+      ptx::cp_async_commit();
+    };
+    if constexpr (!Shape::kSplitsKeys) ptx::cp_async_wait<kPending>();
+    ring.sync();
+    if constexpr (kRefillsEarly) refill_keys();
+
+    const bool masked = first_key < plan.keys.common_begin || first_key + Shape::kKeys > plan.keys.common_end;
+#pragma unroll
+    for (int tile = 0; tile < Shape::kRowTiles; ++tile) {
+      score.template apply<T>(scores[tile]);
+      if (masked) apply_mask(scores[tile], params, plan.tile, warp_row + 16 * tile, first_key);
+      state.absorb(tile, scores[tile], score.log2_unit());
+    }
+    if constexpr (Shape::kSplitsKeys) {
+      ptx::cp_async_wait<kPending>();
+      ring.sync();
+    }
+    if constexpr (!kRefillsEarly) refill_keys();
+    Math::accumulate(state.output, scores, ring.values(stage));
+
+    // V's block is free again once all have read it, and the next K has to be there.
+    if constexpr (!Shape::kSplitsKeys) ptx::cp_async_wait<kPending>();
+    ring.sync();
+    if (next < plan.keys.end) loader.load_values(ring.values(stage) + share_bytes, next + share, ahead);
+    ptx::cp_async_commit();
+    if constexpr (Shape::kSplitsKeys) {
+      ptx::cp_async_wait<kPending>();
+      ring.sync();
+    }
+    ahead = loader.find(next + kBlockStep<Shape> + share);
+    first_key += kBlockStep<Shape>;
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+  }
+  state.finish();
+}
+
+/// The planned tile of one KV head.
+template <typename Shape, typename T, typename Score>
+__device__ __forceinline__ void attend_tile(const AttentionParams& params, const Plan& plan, uint8_t* shared) {
+  using State = SoftmaxState<Shape::kRowTiles, Shape::kHeadDim / 8>;
+  using Loader = RowLoader<T, Shape::kHeadDim, Shape::kKeysPerLoad, Shape::kSplitsKeys>;
+  const uint32_t query_rows = ptx::shared_address(shared);
+  load_query<Shape, T>(params, RowMap(params, plan.tile, plan.kv_head), query_rows);
+  ptx::cp_async_commit();
+
+  const int32_t warp_row = Shape::kSplitsKeys ? 0 : threadIdx.x / 32 * 16 * Shape::kRowTiles;
+  State state;
+  const Score score(params);
+  attend<Shape, T>(state, params, plan, Loader(params, plan), Ring<Shape>(query_rows + Shape::kQueryBytes), warp_row,
+                   query_rows, score);
+
+  const RowWriter<T> writer(params, plan);
+  if constexpr (Shape::kSplitsKeys) {
+    __syncthreads();
+    merge_and_write<Shape, T>(params, writer, state, shared, score.log2_unit());
+  } else {
+    write_warp_rows<Shape, T>(params, writer, state, warp_row, shared + warp_row * Shape::kPitch, score.log2_unit());
+  }
+}
+
+}  // namespace xa
+
+namespace {
+using Element = xa::XA_PASTE(dtype_, XA_DTYPE);
+using Score = xa::XA_PASTE(score_, XA_SCORE);
+using Shape = xa::TileShape<xa::XA_PASTE(shape_, XA_SHAPE), Element, XA_HEAD_DIM>;
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
+    XA_ENTRY(const __grid_constant__ xa::AttentionParams params) {
+  extern __shared__ __align__(16) uint8_t shared[];
+  auto& plan = *reinterpret_cast<xa::Plan*>(shared + Shape::kPlanOffset);
+  xa::start_plan(params, plan);
+  do {
+    xa::find_tile<Shape::kThreads, Shape::kRows>(params, plan);
+    if (plan.tile.num_rows > 0) xa::attend_tile<Shape, Element, Score>(params, plan, shared);
+    __syncthreads();
+    if (threadIdx.x == 0) ++plan.round;
+  } while (plan.overlap == xa::Overlap::kMoreTiles);
+  if (params.clears_unowned_rows != 0) xa::clear_unowned_rows<Element, Shape::kThreads>(params, plan.overlap);
+}

@@ -1,0 +1,435 @@
+//! `xla_attention::call` and its C twin `xa_call`: what they take beyond XLA's dense buffers, and what they refuse.
+
+#![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
+
+mod support;
+
+use std::ffi::{CStr, c_char};
+use std::ptr::{null, null_mut};
+use support::array::{ATTENTION_DTYPES, Array, BF16, F16, F32, I32, I64};
+use support::cases::{PagedCase, Shape, Storage};
+use support::frame::INVALID_ARGUMENT;
+use support::guard::{Guarded, Side, for_both_sides};
+use support::invocation::{Attr, POISON};
+use xla_attention::{
+    Action, Attribute, Call, DType, Error, Op, Pool, RayonPool, SingleThread, Tensor, XaAttribute, XaCall, XaTensor,
+    call, xa_call, xa_op,
+};
+
+/// What a tensor claims to be; without memory.
+fn claim(dtype: support::array::Dtype, dims: &[i64]) -> Tensor<'_> {
+    Tensor::dense(DType(dtype.0), null_mut(), dims)
+}
+
+fn check(op: Op, operands: &[Tensor], results: &[Tensor], attributes: &[Attribute]) -> Result<(), Error> {
+    // SAFETY: a check touches no memory.
+    unsafe { call(&Call { op, action: Action::Check, operands, results, attributes }) }
+}
+
+fn refused(outcome: Result<(), Error>, text: &str) {
+    let error = outcome.unwrap_err();
+    assert_eq!((error.code as i32, error.message.as_str()), (INVALID_ARGUMENT, text));
+}
+
+const PAGED_ATTRIBUTES: [Attribute; 4] =
+    [Attribute::Bool(false), Attribute::F32(0.5), Attribute::I64(-1), Attribute::F32(0.0)];
+
+/// The six required operands of a right call of paged attention.
+fn paged_claims() -> [Tensor<'static>; 6] {
+    [
+        claim(BF16, &[6, 4, 16]),
+        claim(BF16, &[5, 8, 4, 16]),
+        claim(I32, &[3]),
+        claim(I32, &[3, 2]),
+        claim(I32, &[4]),
+        claim(I32, &[]),
+    ]
+}
+
+#[test]
+fn a_check_needs_no_memory() {
+    let rows = [claim(F16, &[6, 2, 16]), claim(F16, &[6, 2, 16]), claim(I64, &[6])];
+    let cache = claim(F16, &[5, 8, 4, 16]);
+    check(Op::SimpleAdd, &[claim(F32, &[9]); 2], &[claim(F32, &[9])], &[]).unwrap();
+    check(Op::PagedAttention, &paged_claims(), &[claim(BF16, &[6, 4, 16])], &PAGED_ATTRIBUTES).unwrap();
+    check(Op::KvCacheUpdate, &[cache, rows[0], rows[1], rows[2]], &[cache], &[Attribute::I64(1)]).unwrap();
+    let split = claim(F16, &[5, 8, 2, 16]);
+    check(Op::KvCacheUpdateSplit, &[split, split, rows[0], rows[1], rows[2]], &[split; 2], &[]).unwrap();
+}
+
+#[test]
+fn the_other_sizes_of_an_empty_tensor_do_not_matter() {
+    const HUGE: i64 = i64::MAX / 4;
+    let mut operands = paged_claims();
+    operands[0] = claim(BF16, &[0, 4, 16]);
+    operands[1] = claim(BF16, &[0, HUGE, 4, 16]);
+    operands[3] = claim(I32, &[3, 0]);
+    check(Op::PagedAttention, &operands, &[claim(BF16, &[0, 4, 16])], &PAGED_ATTRIBUTES).unwrap();
+    let (cache, row) = (claim(F16, &[0, HUGE, 4, 16]), claim(F16, &[6, 2, 16]));
+    let outcome = check(Op::KvCacheUpdate, &[cache, row, row, claim(I32, &[6])], &[cache], &[Attribute::I64(1)]);
+    refused(outcome, &format!("xla_gpu_kv_cache_update: page_size is {HUGE}, expected below 2^31"));
+}
+
+#[test]
+fn wrong_counts_and_kinds_are_refused_by_name() {
+    let a = claim(F32, &[2]);
+    let add = |operands: &[Tensor], results: &[Tensor]| check(Op::SimpleAdd, operands, results, &[]);
+    refused(add(&[], &[a]), "xla_gpu_simple_add: a is missing");
+    refused(add(&[a], &[a]), "xla_gpu_simple_add: b is missing");
+    refused(add(&[a, Tensor::ABSENT], &[a]), "xla_gpu_simple_add: b is missing");
+    refused(add(&[a, a, a], &[a]), "xla_gpu_simple_add: 3 operands given, at most 2 expected (a, b)");
+    refused(add(&[a, a], &[]), "xla_gpu_simple_add: out is missing");
+    refused(add(&[a, a], &[a, a]), "xla_gpu_simple_add: 2 results given, at most 1 expected (out)");
+
+    let out = [claim(BF16, &[6, 4, 16])];
+    let paged = |attributes: &[Attribute]| check(Op::PagedAttention, &paged_claims(), &out, attributes);
+    refused(paged(&PAGED_ATTRIBUTES[..3]), "xla_gpu_paged_attention: 3 attributes given, expected 4");
+    let mut attributes = PAGED_ATTRIBUTES;
+    attributes[1] = Attribute::I64(1);
+    refused(paged(&attributes), "xla_gpu_paged_attention: attribute scale is I64(1), expected F32");
+    attributes = PAGED_ATTRIBUTES;
+    attributes[0] = Attribute::I64(0);
+    refused(paged(&attributes), "xla_gpu_paged_attention: attribute batch_invariant is I64(0), expected Bool");
+}
+
+#[test]
+fn strides_that_no_kernel_can_follow_are_refused() {
+    let dims = [6i64, 4, 16];
+    let strided = |dims: &'static [i64], strides: &'static [i64]| Tensor {
+        strides: Some(strides),
+        ..claim(if dims.len() < 3 { I32 } else { BF16 }, dims)
+    };
+    let out = [claim(BF16, &dims)];
+    let paged = |index: usize, tensor: Tensor<'static>| {
+        let mut operands = paged_claims();
+        operands[index] = tensor;
+        check(Op::PagedAttention, &operands, &out, &PAGED_ATTRIBUTES)
+    };
+    let last = |name: &str, strides: &str| {
+        format!("xla_gpu_paged_attention: {name} has strides Some({strides}), expected 1 for the last dimension")
+    };
+    refused(paged(0, strided(&[6, 4, 16], &[64, 16])), "xla_gpu_paged_attention: query has 2 strides, expected 3");
+    refused(paged(0, strided(&[6, 4, 16], &[128, 32, 2])), &last("query", "[128, 32, 2]"));
+    refused(paged(1, strided(&[5, 8, 4, 16], &[1, 5, 40, 160])), &last("kv_cache", "[1, 5, 40, 160]"));
+    refused(paged(3, strided(&[3, 2], &[1, 3])), &last("block_tables", "[1, 3]"));
+    let dense = "xla_gpu_paged_attention: context_lens has strides Some([2]), expected a dense tensor";
+    refused(paged(2, strided(&[3], &[2])), dense);
+    let dense = "xla_gpu_paged_attention: query_start_loc has strides Some([2]), expected a dense tensor";
+    refused(paged(4, strided(&[4], &[2])), dense);
+
+    let outs = [Tensor { strides: Some(&[128, 16, 1]), ..out[0] }];
+    let dense = "xla_gpu_paged_attention: out has strides Some([128, 16, 1]), expected a dense tensor";
+    refused(check(Op::PagedAttention, &paged_claims(), &outs, &PAGED_ATTRIBUTES), dense);
+
+    let lse = [out[0], Tensor { strides: Some(&[12, 2]), ..claim(F32, &[4, 6]) }];
+    let dense = "xla_gpu_paged_attention: softmax_lse has strides Some([12, 2]), expected a dense tensor";
+    refused(check(Op::PagedAttention, &paged_claims(), &lse, &PAGED_ATTRIBUTES), dense);
+
+    let spread = Tensor { strides: Some(&[2]), ..claim(F32, &[5]) };
+    let (a, dense) = (claim(F32, &[5]), "has strides Some([2]), expected a dense tensor");
+    refused(check(Op::SimpleAdd, &[spread, a], &[a], &[]), &format!("xla_gpu_simple_add: a {dense}"));
+    refused(check(Op::SimpleAdd, &[a, spread], &[a], &[]), &format!("xla_gpu_simple_add: b {dense}"));
+    refused(check(Op::SimpleAdd, &[a, a], &[spread], &[]), &format!("xla_gpu_simple_add: out {dense}"));
+}
+
+#[test]
+fn strides_that_no_update_can_follow_are_refused() {
+    let right = [claim(F16, &[5, 8, 4, 16]), claim(F16, &[6, 2, 16]), claim(F16, &[6, 2, 16]), claim(I32, &[6])];
+    let scale = Tensor { strides: Some(&[2]), ..claim(F32, &[2]) };
+    let update = |index: usize, strides: &'static [i64]| {
+        let mut operands = right.to_vec();
+        operands[index].strides = Some(strides);
+        check(Op::KvCacheUpdate, &operands, &[operands[0]], &[Attribute::I64(1)])
+    };
+    let text = |rest: &str| format!("xla_gpu_kv_cache_update: {rest}");
+    let last = "expected 1 for the last dimension";
+    refused(update(0, &[512, 64, 16, 2]), &text(&format!("kv_cache has strides Some([512, 64, 16, 2]), {last}")));
+    refused(update(1, &[64, 32, 2]), &text(&format!("key has strides Some([64, 32, 2]), {last}")));
+    refused(update(2, &[64, 32, 0]), &text(&format!("value has strides Some([64, 32, 0]), {last}")));
+    refused(update(3, &[2]), &text("slot_mapping has strides Some([2]), expected a dense tensor"));
+    let operands = [&right[..], &[scale]].concat();
+    let outcome = check(Op::KvCacheUpdate, &operands, &right[..1], &[Attribute::I64(1)]);
+    refused(outcome, &text("k_scale has strides Some([2]), expected a dense tensor"));
+    let result = Tensor { strides: Some(&[512, 64, 16, 2]), ..right[0] };
+    let outcome = check(Op::KvCacheUpdate, &right, &[result], &[Attribute::I64(1)]);
+    refused(outcome, &text(&format!("result kv_cache has strides Some([512, 64, 16, 2]), {last}")));
+}
+
+#[test]
+fn a_dimension_of_size_one_may_carry_any_stride() {
+    let strided = Tensor { strides: Some(&[77, 3, 1]), ..claim(F32, &[1, 2, 3]) };
+    let dense = claim(F32, &[1, 2, 3]);
+    check(Op::SimpleAdd, &[strided, dense], &[dense], &[]).unwrap();
+}
+
+/// An array spread out in memory: each dimension but the last leaves `gap` elements of garbage after its neighbours.
+struct Spread {
+    memory: Guarded,
+    dtype: DType,
+    dims: Vec<i64>,
+    strides: Vec<i64>,
+}
+
+impl Spread {
+    fn new(name: &str, side: Side, array: &Array, gap: i64) -> Self {
+        let rank = array.dims.len();
+        let mut strides = vec![1i64; rank];
+        for axis in (0..rank.saturating_sub(1)).rev() {
+            strides[axis] = strides[axis + 1] * array.dims[axis + 1] + gap;
+        }
+        let extent: i64 = 1 + array.dims.iter().zip(&strides).map(|(d, s)| (d - 1) * s).sum::<i64>();
+        let size = array.dtype.size();
+        let mut bytes = vec![0xffu8; extent as usize * size];
+        for index in 0..array.bytes.len() / size {
+            let at = offset(index as i64, &array.dims, &strides);
+            bytes[at * size..][..size].copy_from_slice(&array.bytes[index * size..][..size]);
+        }
+        let memory = Guarded::new(name, side, &bytes);
+        Self { memory, dtype: DType(array.dtype.0), dims: array.dims.clone(), strides }
+    }
+
+    fn tensor(&self) -> Tensor<'_> {
+        Tensor { dtype: self.dtype, data: self.memory.data(), dims: &self.dims, strides: Some(&self.strides) }
+    }
+
+    /// The elements, packed; everything between them is still garbage.
+    fn packed(&self) -> Vec<u8> {
+        let (bytes, size) = (self.memory.bytes(), self.dtype.size());
+        let mut touched = vec![false; bytes.len()];
+        let count = self.dims.iter().product::<i64>();
+        let mut packed = Vec::new();
+        for index in 0..count {
+            let at = offset(index, &self.dims, &self.strides) * size;
+            packed.extend_from_slice(&bytes[at..at + size]);
+            touched[at..at + size].fill(true);
+        }
+        assert!(bytes.iter().zip(touched).all(|(byte, element)| element || *byte == 0xff), "a gap was written");
+        packed
+    }
+}
+
+/// Where element `index` (counted row-major) of a strided tensor lies.
+fn offset(index: i64, dims: &[i64], strides: &[i64]) -> usize {
+    let (mut rest, mut at) = (index, 0);
+    for (dim, stride) in dims.iter().zip(strides).rev() {
+        at += rest % dim * stride;
+        rest /= dim;
+    }
+    at as usize
+}
+
+fn attribute(value: &Attr) -> Attribute {
+    match value {
+        Attr::Bool(v) => Attribute::Bool(*v),
+        Attr::I64(v) => Attribute::I64(*v),
+        Attr::F32(v) => Attribute::F32(*v),
+        _ => panic!("{value:?} is no attribute of an operator"),
+    }
+}
+
+#[test]
+fn paged_attention_follows_the_strides_of_query_cache_and_tables() {
+    for dtype in ATTENTION_DTYPES {
+        let shape = Shape { dtype, lengths: vec![(1, 50), (20, 33)], ..Shape::default() };
+        let case = PagedCase::store(&shape.batch(), &Storage { page_size: 7, ..Storage::default() });
+        let invocation = case.invocation();
+        let expected = invocation.results(Side::EndsAtGuard);
+        let attributes: Vec<Attribute> = invocation.attributes.iter().map(|(_, v)| attribute(v)).collect();
+        for_both_sides(|side| {
+            for pool in [&SingleThread as &dyn Pool, &RayonPool] {
+                let gaps = [24, 40, 0, 3, 0, 0];
+                let operands: Vec<Spread> = invocation
+                    .operands
+                    .iter()
+                    .zip(gaps)
+                    .map(|((name, array), gap)| Spread::new(name, side, array, gap))
+                    .collect();
+                let poison = |r: &Array| Array::filled(r.dtype, &r.dims, POISON);
+                let results: Vec<Spread> =
+                    expected[..2].iter().map(|r| Spread::new("result", side, &poison(r), 0)).collect();
+                let operands: Vec<Tensor> = operands.iter().map(Spread::tensor).collect();
+                let tensors: Vec<Tensor> = results.iter().map(Spread::tensor).collect();
+                let request = Call {
+                    op: Op::PagedAttention,
+                    action: Action::RunOnCpu(pool),
+                    operands: &operands,
+                    results: &tensors,
+                    attributes: &attributes,
+                };
+                // SAFETY: the tensors describe the memory above.
+                unsafe { call(&request) }.unwrap();
+                assert!(results[0].packed() == expected[0].bytes && results[1].packed() == expected[1].bytes);
+            }
+        });
+    }
+}
+
+#[test]
+fn kv_cache_update_in_place_follows_the_strides_of_rows_and_cache() {
+    let rows: Vec<f64> = (0..4 * 2 * 8).map(f64::from).collect();
+    let key = Array::new(F16, &[4, 2, 8], &rows);
+    let value = Array::new(F16, &[4, 2, 8], &rows.iter().map(|x| -x).collect::<Vec<_>>());
+    let slots = Array::i32s(&[4], &[5, 0, -1, 2]);
+    for (layout, dims) in [(1, vec![3, 2, 4, 8]), (2, vec![2, 3, 2, 2, 8]), (3, vec![3, 2, 2, 2, 8])] {
+        let cache = Array::filled(F16, &dims, 0);
+        let expected = support::invocation::Invocation::new("xla_gpu_kv_cache_update")
+            .operand("kv_cache", cache.clone())
+            .operand("key", key.clone())
+            .operand("value", value.clone())
+            .operand("slot_mapping", slots.clone())
+            .result_in_place("kv_cache", 0)
+            .attribute("kv_layout", Attr::I64(layout))
+            .results(Side::EndsAtGuard);
+        for_both_sides(|side| {
+            let cache = Spread::new("kv_cache", side, &cache, 16);
+            let rows = [Spread::new("key", side, &key, 8), Spread::new("value", side, &value, 48)];
+            let slots = Spread::new("slot_mapping", side, &slots, 0);
+            let operands = [cache.tensor(), rows[0].tensor(), rows[1].tensor(), slots.tensor()];
+            let request = Call {
+                op: Op::KvCacheUpdate,
+                action: Action::RunOnCpu(&SingleThread),
+                operands: &operands,
+                results: &[cache.tensor()],
+                attributes: &[Attribute::I64(layout)],
+            };
+            // SAFETY: the tensors describe the memory above; result and operand are one.
+            unsafe { call(&request) }.unwrap();
+            assert!(cache.packed() == expected[0].bytes, "layout {layout}");
+        });
+    }
+}
+
+#[test]
+fn a_strided_cache_is_updated_in_place_or_not_at_all() {
+    let memory = Guarded::new("two caches", Side::EndsAtGuard, &[0; 4096]);
+    let dims = [2i64, 2, 2, 8];
+    let cache = Tensor { data: memory.data(), strides: Some(&[64, 16, 8, 1]), ..claim(F16, &dims) };
+    let other = Tensor { data: memory.data().wrapping_add(2048), ..cache };
+    let (rows, slots) = ([1i64, 1, 8], [1i64]);
+    let row = Tensor { data: memory.data().wrapping_add(3000), ..claim(F16, &rows) };
+    let slot = Tensor { data: memory.data().wrapping_add(3600), ..claim(I32, &slots) };
+    let request = Call {
+        op: Op::KvCacheUpdate,
+        action: Action::RunOnCpu(&SingleThread),
+        operands: &[cache, row, row, slot],
+        results: &[other],
+        attributes: &[Attribute::I64(1)],
+    };
+    // SAFETY: the tensors lie in the memory above.
+    let outcome = unsafe { call(&request) };
+    refused(
+        outcome,
+        "xla_gpu_kv_cache_update: kv_cache is strided and not updated in place; alias the result to the operand",
+    );
+}
+
+#[test]
+#[cfg(not(feature = "cuda"))]
+fn a_build_without_cuda_says_so() {
+    let a = claim(F32, &[0]);
+    for action in [Action::PrepareCuda, Action::LaunchCuda(xla_attention::Stream(0))] {
+        // SAFETY: nothing is computed.
+        let outcome =
+            unsafe { call(&Call { op: Op::SimpleAdd, action, operands: &[a; 2], results: &[a], attributes: &[] }) };
+        let error = outcome.unwrap_err();
+        assert_eq!(error.code as i32, support::frame::UNIMPLEMENTED);
+        let text = "xla_gpu_simple_add: this build has no CUDA backend; build with the feature `cuda`";
+        assert_eq!(error.message, text);
+    }
+}
+
+// The C interface.
+
+/// `xa_call`, with 200 bytes for the text.
+fn c_call(request: *const XaCall) -> (i32, String) {
+    let mut text = [0 as c_char; 200];
+    // SAFETY: the requests of these tests describe memory that is there, and the text has room.
+    let code = unsafe { xa_call(request, text.as_mut_ptr(), text.len()) };
+    // SAFETY: terminated, or still zero.
+    (code, unsafe { CStr::from_ptr(text.as_ptr()) }.to_str().unwrap().to_owned())
+}
+
+/// A request to add `operands[0]` and `operands[1]`.
+fn c_add(operands: &[XaTensor], results: &[XaTensor], action: i32) -> XaCall {
+    XaCall {
+        struct_size: size_of::<XaCall>(),
+        // SAFETY: a terminated string.
+        op: unsafe { xa_op(c"xla_gpu_simple_add".as_ptr()) },
+        action,
+        operands: operands.as_ptr(),
+        num_operands: operands.len(),
+        results: results.as_ptr(),
+        num_results: results.len(),
+        attributes: null(),
+        num_attributes: 0,
+        stream: null_mut(),
+    }
+}
+
+fn c_tensor(values: &mut [f32], dims: &[i64]) -> XaTensor {
+    XaTensor {
+        data: values.as_mut_ptr().cast(),
+        dims: dims.as_ptr(),
+        strides: null(),
+        rank: dims.len() as i32,
+        dtype: F32.0,
+    }
+}
+
+#[test]
+fn the_c_interface_computes_and_checks() {
+    let (mut a, mut b, mut out, dims) = ([1.0f32, 2.0], [0.5f32, 0.25], [0.0f32; 2], [2i64]);
+    let operands = [c_tensor(&mut a, &dims), c_tensor(&mut b, &dims)];
+    let results = [c_tensor(&mut out, &dims)];
+    assert_eq!(c_call(&c_add(&operands, &results, 1)), (0, String::new()));
+    assert_eq!(out.map(f32::to_bits), [1.5f32, 2.25].map(f32::to_bits));
+
+    let other = [3i64];
+    let wrong = [operands[0], XaTensor { data: null_mut(), dims: other.as_ptr(), ..operands[1] }];
+    let text = "xla_gpu_simple_add: b has shape [3], expected the shape of a, [2]";
+    assert_eq!(c_call(&c_add(&wrong, &results, 0)), (INVALID_ARGUMENT, text.into()));
+}
+
+#[test]
+fn the_c_interface_knows_every_target_by_name() {
+    for (number, op) in Op::ALL.into_iter().enumerate() {
+        let name = std::ffi::CString::new(op.signature().target).unwrap();
+        // SAFETY: a terminated string.
+        assert_eq!(unsafe { xa_op(name.as_ptr()) }, number as i32);
+    }
+    // SAFETY: a terminated string.
+    assert_eq!(unsafe { xa_op(c"xla_gpu_nothing".as_ptr()) }, -1);
+}
+
+#[test]
+fn a_request_that_is_no_request_is_refused() {
+    let text = format!("xa_call: the request is not a struct of {} bytes", size_of::<XaCall>());
+    assert_eq!(c_call(null()), (INVALID_ARGUMENT, text.clone()));
+    let good = c_add(&[], &[], 0);
+    assert_eq!(c_call(&XaCall { struct_size: 8, ..good }), (INVALID_ARGUMENT, text));
+    assert_eq!(c_call(&XaCall { op: 99, ..good }), (INVALID_ARGUMENT, "no operator 99".into()));
+    assert_eq!(c_call(&XaCall { op: -1, ..good }), (INVALID_ARGUMENT, "no operator -1".into()));
+    assert_eq!(c_call(&XaCall { action: 4, ..good }), (INVALID_ARGUMENT, "action is 4, expected 0 to 3".into()));
+    let tensor = XaTensor { data: null_mut(), dims: null(), strides: null(), rank: -1, dtype: F32.0 };
+    assert_eq!(c_call(&c_add(&[tensor], &[], 0)), (INVALID_ARGUMENT, "a tensor has rank -1".into()));
+    let attribute = XaAttribute { kind: 3, real: 0.0, integer: 0 };
+    let request = XaCall { attributes: &raw const attribute, num_attributes: 1, ..good };
+    assert_eq!(c_call(&raw const request), (INVALID_ARGUMENT, "an attribute has kind 3, expected 0 to 2".into()));
+}
+
+#[test]
+fn a_text_is_cut_to_the_room_that_it_is_given() {
+    let request = c_add(&[], &[], 0);
+    let whole = "xla_gpu_simple_add: a is missing";
+    for capacity in [0, 1, 5, whole.len(), whole.len() + 1, 100] {
+        let memory = Guarded::new("message", Side::EndsAtGuard, &vec![0x55; capacity]);
+        // SAFETY: `capacity` bytes.
+        let code = unsafe { xa_call(&raw const request, memory.data().cast(), capacity) };
+        assert_eq!(code, INVALID_ARGUMENT);
+        if capacity > 0 {
+            let text = memory.bytes();
+            let end = text.iter().position(|&b| b == 0).expect("the text is terminated");
+            assert_eq!(std::str::from_utf8(&text[..end]).unwrap(), &whole[..whole.len().min(capacity - 1)]);
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! `xla_gpu_simple_add` on the CPU, through its XLA FFI handlers.
+
+#![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
+#![allow(clippy::float_cmp, reason = "sums are exact or rounded as said")]
+
+mod support;
+
+use half::{bf16, f16};
+use support::array::{Array, BF16, C64, Dtype, F16, F32, F64, I8, I16, I32, I64, PRED, U8, U32, count};
+use support::frame::{INVALID_ARGUMENT, Refusal};
+use support::guard::{Side, for_both_sides};
+use support::invocation::Invocation;
+use support::pools::{HostPool, Inline, Late, NoPool, Threads};
+use support::random::Random;
+
+const FLOATS: [Dtype; 4] = [F16, BF16, F32, F64];
+const INTEGERS: [Dtype; 4] = [I8, U8, I32, I64];
+
+/// Every element any bit pattern, so that integers overflow and floats are NaN, infinite and subnormal now and then.
+fn any_bits(dtype: Dtype, dims: &[i64], seed: u64) -> Array {
+    let mut random = Random::new(seed);
+    let bytes = (0..count(dims) * dtype.size()).map(|_| random.next() as u8).collect();
+    Array { dtype, dims: dims.to_vec(), bytes }
+}
+
+/// Each pair of elements added by the rules of their type.
+fn sum(a: &Array, b: &Array) -> Array {
+    macro_rules! add {
+        ($t:ty, $add:expr) => {{
+            let elements = |x: &Array| -> Vec<$t> {
+                x.bytes.chunks_exact(size_of::<$t>()).map(|e| <$t>::from_ne_bytes(e.try_into().unwrap())).collect()
+            };
+            let add: fn($t, $t) -> $t = $add;
+            elements(a).into_iter().zip(elements(b)).flat_map(|(a, b)| add(a, b).to_ne_bytes()).collect()
+        }};
+    }
+    let bytes = match a.dtype {
+        I8 => add!(i8, i8::wrapping_add),
+        U8 => add!(u8, u8::wrapping_add),
+        I32 => add!(i32, i32::wrapping_add),
+        I64 => add!(i64, i64::wrapping_add),
+        // f64 holds every sum that lies near a tie of a 16-bit type, so rounding to it first changes nothing.
+        F16 => add!(f16, |a, b| f16::from_f64(a.to_f64() + b.to_f64())),
+        BF16 => add!(bf16, |a, b| bf16::from_f64(a.to_f64() + b.to_f64())),
+        F32 => add!(f32, |a, b| a + b),
+        _ => add!(f64, |a, b| a + b),
+    };
+    Array { dtype: a.dtype, dims: a.dims.clone(), bytes }
+}
+
+fn call(a: &Array, b: &Array) -> Invocation {
+    let mut call = Invocation::new("xla_gpu_simple_add")
+        .operand("a", a.clone())
+        .operand("b", b.clone())
+        .result("out", a.dtype, &a.dims);
+    call.what = format!("{:?} {:?}", a.dtype, a.dims);
+    call
+}
+
+/// Equal bits, or both NaN: which NaN comes out of a sum of two is the processor's choice.
+fn assert_same(found: &Array, expected: &Array) {
+    assert_eq!((found.dtype, &found.dims), (expected.dtype, &expected.dims));
+    if INTEGERS.contains(&found.dtype) {
+        assert_eq!(found.bytes, expected.bytes);
+        return;
+    }
+    for (found, expected) in found.values().iter().zip(expected.values()) {
+        let same = found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan();
+        assert!(same, "{found} instead of {expected}");
+    }
+}
+
+fn adds(a: &Array, b: &Array, pool: &dyn HostPool) {
+    for_both_sides(|side| assert_same(&call(a, b).run(side, pool).unwrap()[0], &sum(a, b)));
+}
+
+#[test]
+fn every_dtype_is_added_element_by_element() {
+    for dtype in FLOATS.into_iter().chain(INTEGERS) {
+        for dims in [vec![1], vec![7], vec![3, 5], vec![4099]] {
+            adds(&any_bits(dtype, &dims, 1), &any_bits(dtype, &dims, 2), &Inline(4));
+        }
+    }
+}
+
+#[test]
+fn integers_wrap_and_floats_round_to_nearest_even() {
+    let one = |dtype: Dtype, value: f64| Array::new(dtype, &[1], &[value]);
+    let add = |dtype, a, b| call(&one(dtype, a), &one(dtype, b)).results(Side::EndsAtGuard)[0].values()[0];
+    assert_eq!(add(I8, 127.0, 1.0), -128.0);
+    assert_eq!(add(U8, 255.0, 2.0), 1.0);
+    assert_eq!(add(I32, 2_147_483_647.0, 1.0), -2_147_483_648.0);
+    // 2^11 and 2^8 are the first integers after which odd ones are lost; ties go to the even mantissa.
+    assert_eq!(add(F16, 2048.0, 1.0), 2048.0);
+    assert_eq!(add(F16, 2048.0, 3.0), 2052.0);
+    assert_eq!(add(BF16, 256.0, 1.0), 256.0);
+    assert_eq!(add(BF16, 256.0, 3.0), 260.0);
+    assert!(add(F16, 65504.0, 65504.0).is_infinite());
+}
+
+#[test]
+fn every_rank_and_empty_arrays_are_fine() {
+    let shapes: [&[i64]; 11] = [
+        &[],
+        &[1],
+        &[2],
+        &[2, 3],
+        &[2, 1, 3],
+        &[2, 1, 3, 2],
+        &[2, 1, 3, 2, 2],
+        &[0],
+        &[0, 3],
+        &[3, 0],
+        &[2, 0, 3, 1, 4],
+    ];
+    for dtype in [F32, F16, I64] {
+        for dims in shapes {
+            adds(&any_bits(dtype, dims, 3), &any_bits(dtype, dims, 4), &Inline(4));
+        }
+    }
+}
+
+#[test]
+fn a_large_array_is_added_the_same_by_every_pool() {
+    let (a, b) = (any_bits(F32, &[3, 70_001], 5), any_bits(F32, &[3, 70_001], 6));
+    let late = Late::default();
+    let pools: [&dyn HostPool; 5] = [&Inline(1), &Inline(16), &Threads::new(3), &late, &NoPool];
+    for pool in pools {
+        adds(&a, &b, pool);
+    }
+    // The tasks that arrive after the operands are gone find nothing left to do.
+    assert!(late.run_all() > 0, "the pool was not used");
+}
+
+#[test]
+fn the_result_may_be_the_memory_of_an_operand() {
+    for dtype in [F32, BF16, I8] {
+        let (a, b) = (any_bits(dtype, &[1003], 7), any_bits(dtype, &[1003], 8));
+        for operand in [0, 1] {
+            let in_place = Invocation::new("xla_gpu_simple_add")
+                .operand("a", a.clone())
+                .operand("b", b.clone())
+                .result_in_place("out", operand);
+            for_both_sides(|side| assert_same(&in_place.results(side)[0], &sum(&a, &b)));
+        }
+    }
+}
+
+#[test]
+fn an_array_can_be_added_to_itself_in_one_buffer() {
+    use support::frame::{Buffer, CPU, Frame};
+    let a = any_bits(I32, &[77], 9);
+    let buffer = Buffer::place("a, b and out", Side::EndsAtGuard, &a);
+    Frame::new("xla_gpu_simple_add", CPU).operand(&buffer).operand(&buffer).result(&buffer).run().unwrap();
+    assert_eq!(buffer.memory.bytes(), sum(&a, &a).bytes);
+}
+
+#[test]
+fn the_alias_is_the_same_operator() {
+    let (a, b) = (any_bits(F64, &[2, 9], 10), any_bits(F64, &[2, 9], 11));
+    let alias = Invocation { target: "XlaGpuSimpleAdd", ..call(&a, &b) };
+    assert_same(&alias.results(Side::BeginsAtGuard)[0], &sum(&a, &b));
+    let (a, b) = (any_bits(F32, &[2], 0), any_bits(F32, &[3], 0));
+    let alias = Invocation { target: "XlaGpuSimpleAdd", ..call(&a, &b) };
+    assert_eq!(alias.refusal().text, "xla_gpu_simple_add: b has shape [3], expected the shape of a, [2]");
+}
+
+#[test]
+fn dtypes_without_a_kernel_are_refused_by_name() {
+    for (dtype, name) in [(PRED, "pred"), (I16, "i16"), (U32, "u32"), (C64, "c64")] {
+        let x = Array::filled(dtype, &[2], 0);
+        let text = format!(
+            "xla_gpu_simple_add: a has dtype {name}, expected f16 or bf16 or f32 or f64 or i8 or u8 or i32 or i64"
+        );
+        assert_eq!(call(&x, &x).refusal(), Refusal { code: INVALID_ARGUMENT, text });
+    }
+}
+
+#[test]
+fn operands_that_disagree_are_refused_by_name() {
+    let f32s = |dims: &[i64]| Array::filled(F32, dims, 0);
+    let i32s = |dims: &[i64]| Array::filled(I32, dims, 0);
+    let with_out = |a: &Array, b: &Array, out: &Array| {
+        Invocation::new("xla_gpu_simple_add")
+            .operand("a", a.clone())
+            .operand("b", b.clone())
+            .result("out", out.dtype, &out.dims)
+    };
+    let v = f32s(&[2, 3]);
+    let rows = [
+        (with_out(&v, &i32s(&[2, 3]), &v), "b has dtype i32, expected f32"),
+        (with_out(&v, &v, &i32s(&[2, 3])), "out has dtype i32, expected f32"),
+        (with_out(&v, &f32s(&[3, 2]), &v), "b has shape [3, 2], expected the shape of a, [2, 3]"),
+        (with_out(&v, &f32s(&[2, 3, 1]), &v), "b has shape [2, 3, 1], expected the shape of a, [2, 3]"),
+        (with_out(&v, &f32s(&[]), &v), "b has shape [], expected the shape of a, [2, 3]"),
+        (with_out(&v, &v, &f32s(&[6])), "out has shape [6], expected the shape of a, [2, 3]"),
+        (with_out(&v, &v, &f32s(&[0])), "out has shape [0], expected the shape of a, [2, 3]"),
+    ];
+    for (call, text) in rows {
+        let text = format!("xla_gpu_simple_add: {text}");
+        assert_eq!(call.refusal(), Refusal { code: INVALID_ARGUMENT, text });
+    }
+}

@@ -1,0 +1,150 @@
+//! Arrays as bytes with a type and a shape: what an operand or a result is on any machine.
+
+use half::{bf16, f16};
+use std::fmt;
+
+/// Element types by XLA's numbers (`XLA_FFI_DataType` of `c_api.h`).
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Dtype(pub i32);
+
+pub const PRED: Dtype = Dtype(1);
+pub const I8: Dtype = Dtype(2);
+pub const I16: Dtype = Dtype(3);
+pub const I32: Dtype = Dtype(4);
+pub const I64: Dtype = Dtype(5);
+pub const U8: Dtype = Dtype(6);
+pub const U16: Dtype = Dtype(7);
+pub const U32: Dtype = Dtype(8);
+pub const U64: Dtype = Dtype(9);
+pub const F16: Dtype = Dtype(10);
+pub const F32: Dtype = Dtype(11);
+pub const F64: Dtype = Dtype(12);
+pub const C64: Dtype = Dtype(15);
+pub const BF16: Dtype = Dtype(16);
+pub const F8E5M2: Dtype = Dtype(19);
+pub const F8E4M3FN: Dtype = Dtype(20);
+
+/// The element types of attention that are built.
+pub const ATTENTION_DTYPES: [Dtype; 3] = [F32, F16, BF16];
+
+impl Dtype {
+    pub fn name(self) -> &'static str {
+        match self {
+            PRED => "pred",
+            I8 => "i8",
+            I16 => "i16",
+            I32 => "i32",
+            I64 => "i64",
+            U8 => "u8",
+            U16 => "u16",
+            U32 => "u32",
+            U64 => "u64",
+            F16 => "f16",
+            F32 => "f32",
+            F64 => "f64",
+            C64 => "c64",
+            BF16 => "bf16",
+            F8E5M2 => "f8e5m2",
+            F8E4M3FN => "f8e4m3fn",
+            _ => "unknown",
+        }
+    }
+
+    /// Bytes of an element.
+    pub fn size(self) -> usize {
+        match self {
+            PRED | I8 | U8 | F8E5M2 | F8E4M3FN => 1,
+            I16 | U16 | F16 | BF16 => 2,
+            I32 | U32 | F32 => 4,
+            I64 | U64 | F64 | C64 => 8,
+            _ => panic!("no size known for dtype {}", self.0),
+        }
+    }
+
+    /// `value` rounded to this type, nearest even; integers wrap.
+    pub fn encode(self, value: f64) -> Vec<u8> {
+        match self {
+            I8 => (value as i64 as i8).to_ne_bytes().to_vec(),
+            U8 => (value as i64 as u8).to_ne_bytes().to_vec(),
+            I32 => (value as i64 as i32).to_ne_bytes().to_vec(),
+            I64 => (value as i64).to_ne_bytes().to_vec(),
+            F16 => f16::from_f64(value).to_ne_bytes().to_vec(),
+            BF16 => bf16::from_f64(value).to_ne_bytes().to_vec(),
+            F32 => (value as f32).to_ne_bytes().to_vec(),
+            F64 => value.to_ne_bytes().to_vec(),
+            _ => panic!("no values of dtype {}", self.name()),
+        }
+    }
+
+    /// The value of one element.
+    pub fn decode(self, bytes: &[u8]) -> f64 {
+        match self {
+            I8 => f64::from(i8::from_ne_bytes(bytes.try_into().unwrap())),
+            U8 => f64::from(u8::from_ne_bytes(bytes.try_into().unwrap())),
+            I32 => f64::from(i32::from_ne_bytes(bytes.try_into().unwrap())),
+            I64 => i64::from_ne_bytes(bytes.try_into().unwrap()) as f64,
+            F16 => f16::from_ne_bytes(bytes.try_into().unwrap()).to_f64(),
+            BF16 => bf16::from_ne_bytes(bytes.try_into().unwrap()).to_f64(),
+            F32 => f64::from(f32::from_ne_bytes(bytes.try_into().unwrap())),
+            F64 => f64::from_ne_bytes(bytes.try_into().unwrap()),
+            _ => panic!("no values of dtype {}", self.name()),
+        }
+    }
+
+    /// `value` as this type holds it.
+    pub fn round(self, value: f64) -> f64 {
+        self.decode(&self.encode(value))
+    }
+}
+
+impl fmt::Debug for Dtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A dense row-major array.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Array {
+    pub dtype: Dtype,
+    pub dims: Vec<i64>,
+    pub bytes: Vec<u8>,
+}
+
+/// Elements of a shape.
+pub fn count(dims: &[i64]) -> usize {
+    dims.iter().product::<i64>() as usize
+}
+
+impl Array {
+    /// `values` rounded to `dtype`.
+    pub fn new(dtype: Dtype, dims: &[i64], values: &[f64]) -> Self {
+        assert_eq!(values.len(), count(dims), "{dims:?}");
+        Self { dtype, dims: dims.to_vec(), bytes: values.iter().flat_map(|&v| dtype.encode(v)).collect() }
+    }
+
+    pub fn i32s(dims: &[i64], values: &[i32]) -> Self {
+        assert_eq!(values.len(), count(dims), "{dims:?}");
+        Self { dtype: I32, dims: dims.to_vec(), bytes: values.iter().flat_map(|v| v.to_ne_bytes()).collect() }
+    }
+
+    pub fn i64s(dims: &[i64], values: &[i64]) -> Self {
+        assert_eq!(values.len(), count(dims), "{dims:?}");
+        Self { dtype: I64, dims: dims.to_vec(), bytes: values.iter().flat_map(|v| v.to_ne_bytes()).collect() }
+    }
+
+    /// Every byte is `byte`; 0xff is NaN in every float type.
+    pub fn filled(dtype: Dtype, dims: &[i64], byte: u8) -> Self {
+        Self { dtype, dims: dims.to_vec(), bytes: vec![byte; count(dims) * dtype.size()] }
+    }
+
+    /// `[0]`: stands for an optional operand or result that was left out.
+    pub fn left_out(dtype: Dtype) -> Self {
+        Self::filled(dtype, &[0], 0)
+    }
+
+    /// All elements.
+    pub fn values(&self) -> Vec<f64> {
+        self.bytes.chunks_exact(self.dtype.size()).map(|b| self.dtype.decode(b)).collect()
+    }
+}

@@ -1,0 +1,210 @@
+//! Runs invocations in memory of a GPU, one allocation an operand, without XLA.
+
+use super::array::Array;
+use super::frame::Refusal;
+use super::guard::Side;
+use super::invocation::{Attr, Invocation, POISON};
+use cudarc::driver::sys::{self, CUresult};
+use xla_attention::{Action, Attribute, Call, DType, Error, Op, Stream, Tensor, call};
+
+/// The driver call succeeds.
+macro_rules! cuda {
+    ($function:ident($($argument:expr),* $(,)?)) => {{
+        // SAFETY: arguments are live handles, or addresses of locals that the call writes.
+        let result = unsafe { sys::$function($($argument),*) };
+        assert_eq!(result, CUresult::CUDA_SUCCESS, stringify!($function));
+    }};
+}
+
+/// What lies around a buffer in its allocation.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Around {
+    /// Nothing: compute-sanitizer sees every byte outside.
+    Nothing,
+    /// Bytes of NaN before and after, which must not change and whose values must not matter.
+    Redzones,
+}
+
+const REDZONE: usize = 512;
+
+/// The outcome on the GPU, if the environment chooses it: launched directly with nothing around the buffers, then out of a
+/// captured graph with redzones.
+pub fn run_if_chosen(call: &Invocation, side: Side) -> Option<Result<Vec<Array>, Refusal>> {
+    thread_local! {
+        static GPU: Option<Gpu> = match std::env::var("XLA_ATTENTION_TEST_DEVICE").as_deref() {
+            Ok("cuda") => Some(Gpu::first().expect("XLA_ATTENTION_TEST_DEVICE=cuda needs a driver and a GPU")),
+            Ok("cpu") | Err(_) => None,
+            Ok(other) => panic!("XLA_ATTENTION_TEST_DEVICE={other}, expected cpu or cuda"),
+        };
+    }
+    GPU.with(|gpu| {
+        let outcome = match side {
+            Side::EndsAtGuard => call.run_on_gpu(gpu.as_ref()?, Around::Nothing, 0),
+            // A second replay would start from what the first has written over an operand.
+            Side::BeginsAtGuard if call.results.iter().any(|r| r.alias.is_some()) => {
+                call.run_on_gpu(gpu.as_ref()?, Around::Redzones, 1)
+            }
+            Side::BeginsAtGuard => call.run_on_gpu(gpu.as_ref()?, Around::Redzones, 2),
+        };
+        Some(outcome.map_err(|e| Refusal { code: e.code as i32, text: e.message }))
+    })
+}
+
+/// A context and a stream on device 0; never given back, as in a program that ends.
+pub struct Gpu {
+    pub stream: sys::CUstream,
+    pub name: String,
+}
+
+impl Gpu {
+    /// `None` where there is no driver or no device.
+    pub fn first() -> Option<Self> {
+        // SAFETY: loads libcuda by name; initialises it; counts devices.
+        unsafe {
+            let mut count = 0;
+            let there = sys::is_culib_present()
+                && sys::cuInit(0) == CUresult::CUDA_SUCCESS
+                && sys::cuDeviceGetCount(&raw mut count) == CUresult::CUDA_SUCCESS;
+            if !there || count == 0 {
+                return None;
+            }
+        }
+        let (mut device, mut context, mut stream) = (0, std::ptr::null_mut(), std::ptr::null_mut());
+        let mut name = [0u8; 128];
+        cuda!(cuDeviceGet(&raw mut device, 0));
+        cuda!(cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, device));
+        cuda!(cuDevicePrimaryCtxRetain(&raw mut context, device));
+        cuda!(cuCtxSetCurrent(context));
+        cuda!(cuStreamCreate(&raw mut stream, 1));
+        let end = name.iter().position(|&b| b == 0).unwrap();
+        Some(Self { stream, name: String::from_utf8_lossy(&name[..end]).into_owned() })
+    }
+
+    pub fn finish(&self) {
+        cuda!(cuStreamSynchronize(self.stream));
+    }
+
+    /// Record `work` on the stream, replay it `times` times and wait.
+    pub fn replay(&self, times: usize, work: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+        let (mut graph, mut executable) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        cuda!(cuStreamBeginCapture_v2(self.stream, mode));
+        let outcome = work();
+        cuda!(cuStreamEndCapture(self.stream, &raw mut graph));
+        cuda!(cuGraphInstantiateWithFlags(&raw mut executable, graph, 0));
+        for _ in 0..times {
+            cuda!(cuGraphLaunch(executable, self.stream));
+        }
+        self.finish();
+        cuda!(cuGraphExecDestroy(executable));
+        cuda!(cuGraphDestroy(graph));
+        outcome
+    }
+}
+
+/// Device memory with an array in it.
+struct Memory {
+    allocation: sys::CUdeviceptr,
+    around: usize,
+    array: Array,
+}
+
+impl Memory {
+    /// On the stream and waited for: a plain copy returns while the last step of a large one is still under way.
+    fn place(gpu: &Gpu, array: Array, around: Around) -> Self {
+        let around = if around == Around::Redzones { REDZONE } else { 0 };
+        let mut bytes = vec![POISON; array.bytes.len() + 2 * around];
+        bytes[around..around + array.bytes.len()].copy_from_slice(&array.bytes);
+        let mut allocation = 0;
+        cuda!(cuMemAlloc_v2(&raw mut allocation, bytes.len().max(1)));
+        if !bytes.is_empty() {
+            cuda!(cuMemcpyHtoDAsync_v2(allocation, bytes.as_ptr().cast(), bytes.len(), gpu.stream));
+            gpu.finish();
+        }
+        Self { allocation, around, array }
+    }
+
+    fn tensor(&self) -> Tensor<'_> {
+        let data = (self.allocation + self.around as u64) as *mut u8;
+        Tensor::dense(DType(self.array.dtype.0), data, &self.array.dims)
+    }
+
+    /// The bytes as they are; the redzones are as they were.
+    fn read(&self, what: &str) -> Array {
+        let mut bytes = vec![0; self.array.bytes.len() + 2 * self.around];
+        if !bytes.is_empty() {
+            cuda!(cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), self.allocation, bytes.len()));
+        }
+        let after = bytes.split_off(self.around + self.array.bytes.len());
+        let inside = bytes.split_off(self.around);
+        assert!(bytes.iter().chain(&after).all(|&b| b == POISON), "{what}: written outside");
+        Array { bytes: inside, ..self.array.clone() }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        cuda!(cuMemFree_v2(self.allocation));
+    }
+}
+
+impl Invocation {
+    /// Load and launch on the GPU, `replays` times from a captured graph if that is not 0; the results.
+    pub fn run_on_gpu(&self, gpu: &Gpu, around: Around, replays: usize) -> Result<Vec<Array>, Error> {
+        self.run_prepared(gpu, around, replays, true)
+    }
+
+    /// Launch inside a capture without having loaded anything; the results after one replay.
+    pub fn run_unprepared(&self, gpu: &Gpu) -> Result<Vec<Array>, Error> {
+        self.run_prepared(gpu, Around::Redzones, 1, false)
+    }
+
+    fn run_prepared(&self, gpu: &Gpu, around: Around, replays: usize, prepare: bool) -> Result<Vec<Array>, Error> {
+        let operands: Vec<Memory> = self.operands.iter().map(|(_, a)| Memory::place(gpu, a.clone(), around)).collect();
+        let own: Vec<Option<Memory>> = self
+            .results
+            .iter()
+            .map(|r| r.alias.is_none().then(|| Memory::place(gpu, Array::filled(r.dtype, &r.dims, POISON), around)))
+            .collect();
+        let memory = |i: usize| own[i].as_ref().unwrap_or_else(|| &operands[self.results[i].alias.unwrap()]);
+        let inputs: Vec<Tensor> = operands.iter().map(Memory::tensor).collect();
+        let outputs: Vec<Tensor> = (0..own.len()).map(|i| memory(i).tensor()).collect();
+        let attributes = self.sorted_attributes();
+        let run = |action| {
+            let target = if self.target == "XlaGpuSimpleAdd" { "xla_gpu_simple_add" } else { self.target };
+            let op = Op::ALL.into_iter().find(|op| op.signature().target == target).unwrap();
+            let call_ = Call { op, action, operands: &inputs, results: &outputs, attributes: &attributes };
+            // SAFETY: the views are the allocations above, which outlive `finish`.
+            unsafe { call(&call_) }
+        };
+        let launch = Action::LaunchCuda(Stream(gpu.stream as usize));
+        if replays == 0 {
+            // Without a preparation first: a launch loads what it finds missing.
+            run(launch)?;
+            gpu.finish();
+        } else {
+            if prepare {
+                run(Action::PrepareCuda)?;
+            }
+            gpu.replay(replays, || run(launch))?;
+        }
+        for (index, ((name, given), placed)) in self.operands.iter().zip(&operands).enumerate() {
+            let now = placed.read(name);
+            let is_result = self.results.iter().any(|r| r.alias == Some(index));
+            assert!(is_result || now.bytes == given.bytes, "{} {}: {name} has changed", self.target, self.what);
+        }
+        Ok((0..own.len()).map(|i| memory(i).read(self.results[i].name)).collect())
+    }
+
+    fn sorted_attributes(&self) -> Vec<Attribute> {
+        let mut named = self.attributes.clone();
+        named.sort_by_key(|(name, _)| *name);
+        let value = |attr: &Attr| match attr {
+            Attr::Bool(value) => Attribute::Bool(*value),
+            Attr::I64(value) => Attribute::I64(*value),
+            Attr::F32(value) => Attribute::F32(*value),
+            other => panic!("{other:?} is no attribute of an operator"),
+        };
+        named.iter().map(|(_, attr)| value(attr)).collect()
+    }
+}

@@ -1,0 +1,354 @@
+//! Calls a handler as XLA would, without XLA: call frames made by hand.
+
+use super::array::{Array, Dtype};
+use super::c_structs::{
+    Attributes, Buffers, ByteSpan, CallFrame, Extension, FRAME_STRUCT_SIZE, FfiBuffer, Metadata, MetadataExtension,
+    Scalar, ScalarArray,
+};
+use super::guard::{Guarded, Side};
+use super::invocation::Attr;
+use super::mock_api::{API, Context, live_errors, take_error};
+use super::pools::{HostPool, Inline};
+use std::collections::BTreeMap;
+use std::ffi::{CStr, c_char, c_void};
+use std::marker::PhantomData;
+use std::mem::{offset_of, size_of};
+use std::ptr::{null, null_mut};
+
+/// A handler of a target for one stage.
+pub type Handler = unsafe extern "C" fn(*mut c_void) -> *mut c_void;
+
+/// `XLA_FFI_ExecutionStage`
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(i32)]
+pub enum Stage {
+    Instantiate = 0,
+    Prepare = 1,
+    Initialize = 2,
+    Execute = 3,
+}
+
+/// An error that a handler has returned: `XLA_FFI_Error_Code` and text.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Refusal {
+    pub code: i32,
+    pub text: String,
+}
+
+pub const INVALID_ARGUMENT: i32 = 3;
+pub const FAILED_PRECONDITION: i32 = 9;
+pub const UNIMPLEMENTED: i32 = 12;
+pub const INTERNAL: i32 = 13;
+pub const UNAVAILABLE: i32 = 14;
+
+pub const CPU: &str = "cpu";
+pub const CUDA: &str = "CUDA";
+
+/// The entry of `xla_attention::targets()` with this name and platform.
+pub fn target(name: &str, platform: &str) -> &'static xla_attention::Target {
+    let text = |p: *const c_char| {
+        // SAFETY: the table holds C strings that live as long as the library.
+        unsafe { CStr::from_ptr(p) }.to_str().unwrap()
+    };
+    let found = xla_attention::targets().iter().find(|t| text(t.name) == name && text(t.platform) == platform);
+    found.unwrap_or_else(|| panic!("no target {name} for {platform}"))
+}
+
+/// Memory with an element type and a shape: what a frame's argument or result points to.
+pub struct Buffer {
+    pub memory: Guarded,
+    pub dtype: Dtype,
+    pub dims: Vec<i64>,
+}
+
+impl Buffer {
+    /// `array` in guarded memory.
+    pub fn place(name: &str, side: Side, array: &Array) -> Self {
+        Self { memory: Guarded::new(name, side, &array.bytes), dtype: array.dtype, dims: array.dims.clone() }
+    }
+}
+
+struct View {
+    dtype: i32,
+    data: *mut u8,
+    dims: Vec<i64>,
+}
+
+/// A call frame under construction; borrows its buffers and its pool.
+pub struct Frame<'a> {
+    handler: Handler,
+    stage: Stage,
+    struct_size: usize,
+    operands: Vec<View>,
+    results: Vec<View>,
+    attributes: BTreeMap<String, Attr>,
+    pool: &'a dyn HostPool,
+    stream: Option<usize>,
+    borrowed: PhantomData<&'a Buffer>,
+}
+
+impl<'a> Frame<'a> {
+    /// For the execute handler of a target on a platform, [`CPU`] or [`CUDA`].
+    pub fn new(name: &str, platform: &str) -> Self {
+        let handler = target(name, platform).execute.expect("every target has an execute handler");
+        Self::of(handler, Stage::Execute)
+    }
+
+    /// For any handler, called as if in `stage`.
+    pub fn of(handler: Handler, stage: Stage) -> Self {
+        Self {
+            handler,
+            stage,
+            struct_size: FRAME_STRUCT_SIZE,
+            operands: Vec::new(),
+            results: Vec::new(),
+            attributes: BTreeMap::new(),
+            pool: &Inline(4),
+            stream: None,
+            borrowed: PhantomData,
+        }
+    }
+
+    pub fn operand(mut self, buffer: &'a Buffer) -> Self {
+        self.operands.push(View { dtype: buffer.dtype.0, data: buffer.memory.data(), dims: buffer.dims.clone() });
+        self
+    }
+
+    pub fn result(mut self, buffer: &'a Buffer) -> Self {
+        self.results.push(View { dtype: buffer.dtype.0, data: buffer.memory.data(), dims: buffer.dims.clone() });
+        self
+    }
+
+    /// An operand that claims to lie at `data`.
+    ///
+    /// # Safety
+    /// The handler has to refuse the call, or the claim has to be true.
+    pub unsafe fn claimed_operand(mut self, dtype: i32, dims: &[i64], data: *mut u8) -> Self {
+        self.operands.push(View { dtype, data, dims: dims.to_vec() });
+        self
+    }
+
+    /// A result that claims to lie at `data`.
+    ///
+    /// # Safety
+    /// As for [`Frame::claimed_operand`].
+    pub unsafe fn claimed_result(mut self, dtype: i32, dims: &[i64], data: *mut u8) -> Self {
+        self.results.push(View { dtype, data, dims: dims.to_vec() });
+        self
+    }
+
+    pub fn attribute(mut self, name: &str, value: Attr) -> Self {
+        self.attributes.insert(name.to_owned(), value);
+        self
+    }
+
+    pub fn attributes(self, list: &[(&str, Attr)]) -> Self {
+        list.iter().fold(self, |frame, (name, value)| frame.attribute(name, value.clone()))
+    }
+
+    pub fn pool(mut self, pool: &'a dyn HostPool) -> Self {
+        self.pool = pool;
+        self
+    }
+
+    /// What `XLA_FFI_Stream_Get` answers; without it the context is a CPU's and has no stream.
+    pub fn stream(mut self, stream: usize) -> Self {
+        self.stream = Some(stream);
+        self
+    }
+
+    /// A frame of another size than API 0.1 has.
+    pub fn struct_size(mut self, bytes: usize) -> Self {
+        self.struct_size = bytes;
+        self
+    }
+
+    /// Call the handler.
+    pub fn run(&self) -> Result<(), Refusal> {
+        let arguments = BufferList::new(&self.operands);
+        let results = BufferList::new(&self.results);
+        // A map iterates in the order of its keys, which is how XLA passes attributes.
+        let attributes = AttributeList::new(&self.attributes);
+        let context = Context { pool: self.pool, stream: self.stream };
+        let mut frame = CallFrame {
+            struct_size: self.struct_size,
+            extension_start: null_mut(),
+            api: &raw const API,
+            context: (&raw const context).cast(),
+            stage: self.stage as i32,
+            arguments: arguments.raw(),
+            results: results.raw(),
+            attributes: attributes.raw(),
+            future: null_mut(),
+        };
+        let live = live_errors();
+        // SAFETY: the frame is complete and everything it points to outlives the call.
+        let error = unsafe { (self.handler)((&raw mut frame).cast()) };
+        assert!(frame.future.is_null(), "the handler made a future");
+        let outcome = if error.is_null() {
+            Ok(())
+        } else {
+            let error = take_error(error.cast());
+            Err(Refusal { code: error.code, text: error.text.to_string_lossy().into_owned() })
+        };
+        assert_eq!(live_errors(), live, "an error was made and neither returned nor destroyed");
+        outcome
+    }
+}
+
+struct BufferList {
+    types: Vec<i32>,
+    pointers: Vec<*const FfiBuffer>,
+    _buffers: Vec<FfiBuffer>,
+}
+
+impl BufferList {
+    fn new(views: &[View]) -> Self {
+        let buffers: Vec<FfiBuffer> = views
+            .iter()
+            .map(|v| FfiBuffer {
+                struct_size: size_of::<FfiBuffer>(),
+                extension_start: null_mut(),
+                dtype: v.dtype,
+                data: v.data,
+                rank: v.dims.len() as i64,
+                dims: v.dims.as_ptr(),
+            })
+            .collect();
+        let pointers = buffers.iter().map(|b| &raw const *b).collect();
+        Self { types: vec![1; views.len()], pointers, _buffers: buffers }
+    }
+
+    fn raw(&self) -> Buffers {
+        Buffers {
+            struct_size: size_of::<Buffers>(),
+            extension_start: null_mut(),
+            size: self.pointers.len() as i64,
+            types: self.types.as_ptr(),
+            items: self.pointers.as_ptr(),
+        }
+    }
+}
+
+/// One attribute as XLA lays it out; the boxes keep addresses fixed.
+enum Laid {
+    Scalar(Box<Scalar>, #[expect(dead_code, reason = "keeps the value alive")] Box<[u8; 8]>),
+    Array(Box<ScalarArray>, #[expect(dead_code, reason = "keeps the values alive")] Vec<i64>),
+    Text(Box<ByteSpan>, #[expect(dead_code, reason = "keeps the text alive")] String),
+}
+
+impl Laid {
+    fn new(value: &Attr) -> Self {
+        let scalar = |dtype: i32, bytes: &[u8]| {
+            let mut value = Box::new([0u8; 8]);
+            value[..bytes.len()].copy_from_slice(bytes);
+            Self::Scalar(Box::new(Scalar { dtype, value: value.as_ptr().cast() }), value)
+        };
+        match value {
+            Attr::Bool(v) => scalar(1, &[u8::from(*v)]),
+            Attr::I32(v) => scalar(4, &v.to_ne_bytes()),
+            Attr::I64(v) => scalar(5, &v.to_ne_bytes()),
+            Attr::F32(v) => scalar(11, &v.to_ne_bytes()),
+            Attr::F64(v) => scalar(12, &v.to_ne_bytes()),
+            Attr::I64s(v) => {
+                let values = v.clone();
+                let array = ScalarArray { dtype: 5, size: values.len(), data: values.as_ptr().cast() };
+                Self::Array(Box::new(array), values)
+            }
+            Attr::Text(v) => {
+                let text = v.clone();
+                Self::Text(Box::new(ByteSpan { data: text.as_ptr().cast(), len: text.len() }), text)
+            }
+        }
+    }
+
+    /// `XLA_FFI_AttrType` and the address of its structure.
+    fn raw(&self) -> (i32, *const c_void) {
+        match self {
+            Self::Array(array, _) => (1, (&raw const **array).cast()),
+            Self::Scalar(scalar, _) => (3, (&raw const **scalar).cast()),
+            Self::Text(span, _) => (4, (&raw const **span).cast()),
+        }
+    }
+}
+
+struct AttributeList {
+    types: Vec<i32>,
+    names: Vec<*const ByteSpan>,
+    values: Vec<*const c_void>,
+    _spans: Vec<ByteSpan>,
+    _laid: Vec<Laid>,
+}
+
+impl AttributeList {
+    fn new(attributes: &BTreeMap<String, Attr>) -> Self {
+        let spans: Vec<ByteSpan> =
+            attributes.keys().map(|n| ByteSpan { data: n.as_ptr().cast(), len: n.len() }).collect();
+        let laid: Vec<Laid> = attributes.values().map(Laid::new).collect();
+        Self {
+            types: laid.iter().map(|l| l.raw().0).collect(),
+            names: spans.iter().map(|s| &raw const *s).collect(),
+            values: laid.iter().map(|l| l.raw().1).collect(),
+            _spans: spans,
+            _laid: laid,
+        }
+    }
+
+    fn raw(&self) -> Attributes {
+        Attributes {
+            struct_size: size_of::<Attributes>(),
+            extension_start: null_mut(),
+            size: self.types.len() as i64,
+            types: self.types.as_ptr(),
+            names: self.names.as_ptr(),
+            values: self.values.as_ptr(),
+        }
+    }
+}
+
+/// What a handler says of itself.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct HandlerMetadata {
+    pub major: i32,
+    pub minor: i32,
+    /// `XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE`
+    pub command_buffer_compatible: bool,
+}
+
+/// The call that XLA makes when a handler is registered. The answer lies right before a guard page, so that a handler
+/// built with headers whose structure is longer than API 0.1's 40 bytes faults.
+pub fn metadata(handler: Handler) -> HandlerMetadata {
+    let memory = Guarded::new("XLA_FFI_Metadata", Side::EndsAtGuard, &[0xee; size_of::<Metadata>()]);
+    let answer = memory.data().cast::<Metadata>();
+    // SAFETY: 40 bytes, and a page's end is aligned to 8.
+    unsafe { (*answer).struct_size = offset_of!(Metadata, traits) + size_of::<u32>() };
+    let mut extension = MetadataExtension {
+        base: Extension { struct_size: size_of::<MetadataExtension>(), kind: 1, next: null_mut() },
+        metadata: answer,
+    };
+    let nothing = BufferList::new(&[]);
+    let no_attributes = AttributeList::new(&BTreeMap::new());
+    let mut frame = CallFrame {
+        struct_size: FRAME_STRUCT_SIZE,
+        extension_start: (&raw mut extension).cast(),
+        api: &raw const API,
+        context: null(),
+        stage: Stage::Execute as i32,
+        arguments: nothing.raw(),
+        results: nothing.raw(),
+        attributes: no_attributes.raw(),
+        future: null_mut(),
+    };
+    // SAFETY: a frame with the metadata extension asks for nothing else.
+    let error = unsafe { handler((&raw mut frame).cast()) };
+    assert!(error.is_null(), "metadata call refused: {:?}", take_error(error.cast()).text);
+    memory.assert_slack_untouched();
+    // SAFETY: still mapped.
+    let answer = unsafe { &*answer };
+    assert_eq!(answer.version.struct_size, 24);
+    HandlerMetadata {
+        major: answer.version.major,
+        minor: answer.version.minor,
+        command_buffer_compatible: answer.traits & 1 == 1,
+    }
+}

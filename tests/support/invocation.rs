@@ -1,0 +1,82 @@
+//! One call of a target, described without a machine: what goes in, what comes out, what shares memory.
+
+use super::array::{Array, Dtype};
+
+/// The value of an attribute.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Attr {
+    Bool(bool),
+    I32(i32),
+    I64(i64),
+    F32(f32),
+    F64(f64),
+    I64s(Vec<i64>),
+    Text(String),
+}
+
+/// A result before the call.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    pub name: &'static str,
+    pub dtype: Dtype,
+    pub dims: Vec<i64>,
+    /// The operand whose memory it shares; otherwise its memory is full of NaN.
+    pub alias: Option<usize>,
+}
+
+/// Operands by name, results, attributes.
+#[derive(Clone, Debug)]
+pub struct Invocation {
+    pub target: &'static str,
+    /// Tells the case apart in reports.
+    pub what: String,
+    pub operands: Vec<(&'static str, Array)>,
+    pub results: Vec<Outcome>,
+    pub attributes: Vec<(&'static str, Attr)>,
+}
+
+/// Uninitialised results hold this byte: NaN in every float type, -1 in integers.
+pub const POISON: u8 = 0xff;
+
+impl Invocation {
+    pub fn new(target: &'static str) -> Self {
+        Self { target, what: String::new(), operands: vec![], results: vec![], attributes: vec![] }
+    }
+
+    pub fn operand(mut self, name: &'static str, array: Array) -> Self {
+        self.operands.push((name, array));
+        self
+    }
+
+    pub fn result(mut self, name: &'static str, dtype: Dtype, dims: &[i64]) -> Self {
+        self.results.push(Outcome { name, dtype, dims: dims.to_vec(), alias: None });
+        self
+    }
+
+    /// A result of the type and shape of an operand, in its memory.
+    pub fn result_in_place(mut self, name: &'static str, operand: usize) -> Self {
+        let (dtype, dims) = (self.operands[operand].1.dtype, self.operands[operand].1.dims.clone());
+        self.results.push(Outcome { name, dtype, dims, alias: Some(operand) });
+        self
+    }
+
+    /// The call with another operand of this name.
+    pub fn with_operand(mut self, name: &'static str, array: Array) -> Self {
+        self.operands.iter_mut().find(|(n, _)| *n == name).unwrap().1 = array;
+        self
+    }
+
+    /// The call with another result of this name.
+    pub fn with_result(mut self, name: &'static str, dtype: Dtype, dims: &[i64]) -> Self {
+        *self.results.iter_mut().find(|r| r.name == name).unwrap() =
+            Outcome { name, dtype, dims: dims.to_vec(), alias: None };
+        self
+    }
+
+    /// Adds an attribute or gives it another value.
+    pub fn attribute(mut self, name: &'static str, value: Attr) -> Self {
+        self.attributes.retain(|(n, _)| *n != name);
+        self.attributes.push((name, value));
+        self
+    }
+}

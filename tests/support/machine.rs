@@ -1,0 +1,29 @@
+//! Where the operators' tests run: through the CPU handlers, or, with `XLA_ATTENTION_TEST_DEVICE=cuda`, on the GPU.
+
+use super::array::Array;
+use super::frame::Refusal;
+use super::guard::Side;
+use super::invocation::Invocation;
+use super::pools::{HostPool, Inline};
+
+impl Invocation {
+    /// Call the operator and look at everything that it must not have changed. The pool serves on the CPU only.
+    pub fn run(&self, side: Side, pool: &dyn HostPool) -> Result<Vec<Array>, Refusal> {
+        #[cfg(feature = "cuda")]
+        if let Some(outcome) = super::device::run_if_chosen(self, side) {
+            return outcome;
+        }
+        self.run_on_cpu(side, pool)
+    }
+
+    /// The results of a call that has to succeed.
+    pub fn results(&self, side: Side) -> Vec<Array> {
+        self.run(side, &Inline(4)).unwrap_or_else(|e| panic!("{} {}: {e:?}", self.target, self.what))
+    }
+
+    /// The error of a call that has to fail.
+    pub fn refusal(&self) -> Refusal {
+        let outcome = self.run(Side::EndsAtGuard, &Inline(4));
+        outcome.expect_err(&format!("{} {} was not refused", self.target, self.what))
+    }
+}

@@ -1,0 +1,206 @@
+//! The host's half of the FFI: the API table that handlers call back into. It answers what a handler of ours may ask
+//! for (errors, thread pool, stream); any other entry aborts the process with its name.
+
+use super::c_structs::{Api, ApiVersion, Extension};
+use super::frame::{INVALID_ARGUMENT, UNIMPLEMENTED};
+use super::pools::{HostPool, Task};
+use std::cell::Cell;
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::mem::size_of;
+use std::ptr::{null, null_mut};
+
+#[repr(C)]
+struct ErrorCreateArgs {
+    struct_size: usize,
+    extension_start: *mut Extension,
+    message: *const c_char,
+    code: i32,
+}
+
+#[repr(C)]
+struct ErrorGetMessageArgs {
+    struct_size: usize,
+    extension_start: *mut Extension,
+    error: *mut MockError,
+    message: *const c_char,
+}
+
+#[repr(C)]
+struct ErrorDestroyArgs {
+    struct_size: usize,
+    extension_start: *mut Extension,
+    error: *mut MockError,
+}
+
+#[repr(C)]
+struct StreamGetArgs {
+    struct_size: usize,
+    extension_start: *mut Extension,
+    context: *const Context<'static>,
+    stream: *mut c_void,
+}
+
+#[repr(C)]
+struct ScheduleArgs {
+    struct_size: usize,
+    extension_start: *mut Extension,
+    context: *const Context<'static>,
+    task: unsafe extern "C" fn(*mut c_void),
+    data: *mut c_void,
+}
+
+#[repr(C)]
+struct NumThreadsArgs {
+    struct_size: usize,
+    extension_start: *mut Extension,
+    context: *const Context<'static>,
+    num_threads: *mut i64,
+}
+
+/// What stands behind `XLA_FFI_Error`.
+pub struct MockError {
+    pub code: i32,
+    pub text: CString,
+}
+
+/// What stands behind `XLA_FFI_ExecutionContext`.
+pub struct Context<'a> {
+    pub pool: &'a dyn HostPool,
+    pub stream: Option<usize>,
+}
+
+thread_local! {
+    /// Errors made on this thread and not yet given back or destroyed.
+    static LIVE_ERRORS: Cell<isize> = const { Cell::new(0) };
+}
+
+/// Errors made on this thread that live.
+pub fn live_errors() -> isize {
+    LIVE_ERRORS.get()
+}
+
+fn new_error(code: i32, text: &CStr) -> *mut c_void {
+    LIVE_ERRORS.set(LIVE_ERRORS.get() + 1);
+    Box::into_raw(Box::new(MockError { code, text: text.to_owned() })).cast()
+}
+
+/// Take over an error that a handler has returned.
+pub fn take_error(error: *mut MockError) -> MockError {
+    LIVE_ERRORS.set(LIVE_ERRORS.get() - 1);
+    // SAFETY: made by `new_error`, and whoever passes it here gives it up.
+    *unsafe { Box::from_raw(error) }
+}
+
+unsafe extern "C" fn error_create(args: *mut c_void) -> *mut c_void {
+    // SAFETY: the handler passes the structure that this entry takes; the same holds for the entries below.
+    let args = unsafe { &*args.cast::<ErrorCreateArgs>() };
+    assert_eq!(args.struct_size, 28, "XLA_FFI_Error_Create_Args_STRUCT_SIZE");
+    // SAFETY: the message is a C string.
+    new_error(args.code, unsafe { CStr::from_ptr(args.message) })
+}
+
+unsafe extern "C" fn error_get_message(args: *mut c_void) -> *mut c_void {
+    // SAFETY: as in `error_create`; the error lives until it is destroyed.
+    unsafe {
+        let args = &mut *args.cast::<ErrorGetMessageArgs>();
+        args.message = (*args.error).text.as_ptr();
+    }
+    null_mut()
+}
+
+unsafe extern "C" fn error_destroy(args: *mut c_void) -> *mut c_void {
+    // SAFETY: as in `error_create`.
+    drop(take_error(unsafe { (*args.cast::<ErrorDestroyArgs>()).error }));
+    null_mut()
+}
+
+unsafe extern "C" fn stream_get(args: *mut c_void) -> *mut c_void {
+    // SAFETY: as in `error_create`.
+    let args = unsafe { &mut *args.cast::<StreamGetArgs>() };
+    // SAFETY: the context outlives the call.
+    match unsafe { (*args.context).stream } {
+        Some(stream) => {
+            args.stream = stream as *mut c_void;
+            null_mut()
+        }
+        None => new_error(INVALID_ARGUMENT, c"XLA FFI GPU context is not available"),
+    }
+}
+
+unsafe extern "C" fn pool_schedule(args: *mut c_void) -> *mut c_void {
+    // SAFETY: as in `error_create`.
+    let args = unsafe { &*args.cast::<ScheduleArgs>() };
+    // SAFETY: the context outlives the call.
+    match unsafe { (*args.context).pool }.schedule(Task::new(args.task, args.data)) {
+        Ok(()) => null_mut(),
+        Err(_) => new_error(UNIMPLEMENTED, c"no thread pool"),
+    }
+}
+
+unsafe extern "C" fn pool_num_threads(args: *mut c_void) -> *mut c_void {
+    // SAFETY: as in `error_create`.
+    let args = unsafe { &*args.cast::<NumThreadsArgs>() };
+    // SAFETY: the context outlives the call, and the handler gives room for the answer.
+    match unsafe { (*args.context).pool }.num_threads() {
+        Some(count) => {
+            // SAFETY: as above.
+            unsafe { *args.num_threads = count };
+            null_mut()
+        }
+        None => new_error(UNIMPLEMENTED, c"no thread pool"),
+    }
+}
+
+const ENTRY_NAMES: [&str; 18] = [
+    "Error_Create",
+    "Error_GetMessage",
+    "Error_Destroy",
+    "Handler_Register",
+    "Stream_Get",
+    "TypeId_Register",
+    "ExecutionContext_Get",
+    "State_Set",
+    "State_Get",
+    "DeviceMemory_Allocate",
+    "DeviceMemory_Free",
+    "ThreadPool_Schedule",
+    "ThreadPool_NumThreads",
+    "Future_Create",
+    "Future_SetAvailable",
+    "Future_SetError",
+    "RunId_Get",
+    "DeviceOrdinal_Get",
+];
+
+unsafe extern "C" fn unexpected<const INDEX: usize>(_: *mut c_void) -> *mut c_void {
+    eprintln!("the handler called XLA_FFI_{}, which no handler of this library should need", ENTRY_NAMES[INDEX]);
+    std::process::abort()
+}
+
+/// The table that every frame points to.
+pub static API: Api = Api {
+    struct_size: size_of::<Api>(),
+    extension_start: null_mut(),
+    version: ApiVersion { struct_size: 24, extension_start: null_mut(), major: 0, minor: 1 },
+    internal: null(),
+    entries: [
+        error_create,
+        error_get_message,
+        error_destroy,
+        unexpected::<3>,
+        stream_get,
+        unexpected::<5>,
+        unexpected::<6>,
+        unexpected::<7>,
+        unexpected::<8>,
+        unexpected::<9>,
+        unexpected::<10>,
+        pool_schedule,
+        pool_num_threads,
+        unexpected::<13>,
+        unexpected::<14>,
+        unexpected::<15>,
+        unexpected::<16>,
+        unexpected::<17>,
+    ],
+};

@@ -1,0 +1,127 @@
+//! Thread pools that a test lends to a handler in place of XLA's.
+
+use std::ffi::c_void;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+/// A task as XLA's C interface passes it.
+pub struct Task {
+    run: unsafe extern "C" fn(*mut c_void),
+    data: *mut c_void,
+}
+
+// SAFETY: XLA runs tasks on other threads; a task has to bear it.
+unsafe impl Send for Task {}
+
+impl Task {
+    pub fn new(run: unsafe extern "C" fn(*mut c_void), data: *mut c_void) -> Self {
+        Self { run, data }
+    }
+
+    pub fn run(self) {
+        // SAFETY: the function and its argument came together, and a task is run once.
+        unsafe { (self.run)(self.data) }
+    }
+}
+
+/// What a handler sees behind `XLA_FFI_ThreadPool_*`.
+pub trait HostPool: Sync {
+    /// `None`: the context has no pool, which XLA reports as an error of the call.
+    fn num_threads(&self) -> Option<i64>;
+    /// Gives the task back if there is no pool.
+    fn schedule(&self, task: Task) -> Result<(), Task>;
+}
+
+/// Runs each task at once on the thread that schedules it, and claims to have this many threads.
+pub struct Inline(pub i64);
+
+impl HostPool for Inline {
+    fn num_threads(&self) -> Option<i64> {
+        Some(self.0)
+    }
+    fn schedule(&self, task: Task) -> Result<(), Task> {
+        task.run();
+        Ok(())
+    }
+}
+
+/// Keeps every task until [`Late::run_all`]: the handler has returned long before.
+#[derive(Default)]
+pub struct Late(Mutex<Vec<Task>>);
+
+impl Late {
+    /// Runs what was scheduled and tells how many tasks there were.
+    pub fn run_all(&self) -> usize {
+        let tasks = std::mem::take(&mut *self.0.lock().unwrap());
+        let count = tasks.len();
+        tasks.into_iter().for_each(Task::run);
+        count
+    }
+}
+
+impl HostPool for Late {
+    fn num_threads(&self) -> Option<i64> {
+        Some(4)
+    }
+    fn schedule(&self, task: Task) -> Result<(), Task> {
+        self.0.lock().unwrap().push(task);
+        Ok(())
+    }
+}
+
+/// A context without a pool.
+pub struct NoPool;
+
+impl HostPool for NoPool {
+    fn num_threads(&self) -> Option<i64> {
+        None
+    }
+    fn schedule(&self, task: Task) -> Result<(), Task> {
+        Err(task)
+    }
+}
+
+/// Real threads.
+pub struct Threads {
+    queue: Option<Sender<Task>>,
+    workers: Vec<JoinHandle<()>>,
+}
+
+impl Threads {
+    pub fn new(count: usize) -> Self {
+        let (queue, tasks) = channel::<Task>();
+        let tasks = Arc::new(Mutex::new(tasks));
+        let workers = (0..count)
+            .map(|_| {
+                let tasks = Arc::clone(&tasks);
+                std::thread::spawn(move || {
+                    loop {
+                        let task = tasks.lock().unwrap().recv();
+                        let Ok(task) = task else { return };
+                        task.run();
+                    }
+                })
+            })
+            .collect();
+        Self { queue: Some(queue), workers }
+    }
+}
+
+impl HostPool for Threads {
+    fn num_threads(&self) -> Option<i64> {
+        Some(self.workers.len() as i64)
+    }
+    fn schedule(&self, task: Task) -> Result<(), Task> {
+        self.queue.as_ref().unwrap().send(task).map_err(|e| e.0)
+    }
+}
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        drop(self.queue.take());
+        for worker in self.workers.drain(..) {
+            worker.join().unwrap();
+        }
+    }
+}
