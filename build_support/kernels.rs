@@ -21,7 +21,8 @@ const NVCC_FLAGS: &[&str] =
 const INCLUDE: &str = "kernels/include";
 
 /// PTX versions to try, oldest first: an older one is understood by older drivers.
-const PTX_VERSIONS: &[&str] = &["7.0", "7.4", "7.8", "8.0", "8.1", "8.2", "8.3", "8.4", "8.5", "8.6", "8.7", "8.8", "9.0"];
+const PTX_VERSIONS: &[&str] =
+    &["7.0", "7.4", "7.8", "8.0", "8.1", "8.2", "8.3", "8.4", "8.5", "8.6", "8.7", "8.8", "9.0"];
 
 /// One `[[kernel]]` of the table.
 #[derive(Deserialize)]

@@ -21,7 +21,7 @@ struct NewRows {
   int64_t page_stride;
   int64_t token_stride;
   int64_t head_stride;
-  const float* scale;  // what is stored is the row divided by it; null for 1
+  const float* scale;    // what is stored is the row divided by it; null for 1
   int64_t scale_stride;  // 0 for one scale, 1 for one a head
   int32_t head_dim;
   int32_t aligned;  // whether rows and cache consist of chunks of 16 bytes, aligned to 16

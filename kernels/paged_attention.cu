@@ -61,7 +61,8 @@ __device__ __forceinline__ int32_t first_block(const KeyRange& keys) {
   return (block + ahead) * Shape::kKeys;
 }
 
-/// The ring of K and V blocks of one warp (decode) or of the CTA (prefill), and what keeps its readers and writers apart.
+/// The ring of K and V blocks of one warp (decode) or of the CTA (prefill), and what keeps its readers and writers
+/// apart.
 template <typename Shape>
 struct Ring {
   uint32_t address;
@@ -119,7 +120,7 @@ __device__ __forceinline__ void attend(State& state, const AttentionParams& para
   ptx::cp_async_wait<2 * kStages - 1>();
   __syncthreads();
   QueryFragments<Shape::kRowTiles, Shape::kHeadDim, sizeof(T), kHoldsQuery> query(query_rows +
-                                                                                 warp_row * Shape::kPitch);
+                                                                                  warp_row * Shape::kPitch);
   query.fill();
 
   int stage = 0;
@@ -145,11 +146,11 @@ __device__ __forceinline__ void attend(State& state, const AttentionParams& para
       if (masked) apply_mask(scores[tile], params, plan.tile, warp_row + 16 * tile, first_key);
       state.absorb(tile, scores[tile], score.log2_unit());
     }
+    if constexpr (!kRefillsEarly) refill_keys();
     if constexpr (Shape::kSplitsKeys) {
       ptx::cp_async_wait<kPending>();
       ring.sync();
     }
-    if constexpr (!kRefillsEarly) refill_keys();
     Math::accumulate(state.output, scores, ring.values(stage));
 
     // V's block is free again once all have read it, and the next K has to be there.

@@ -4,7 +4,6 @@ use crate::cpu;
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::error::{Error, Result};
-use crate::log;
 use crate::ops::{self, Attribute, Bound, Signature};
 use crate::pool::{Pool, forget};
 use crate::stream::Stream;
@@ -114,11 +113,8 @@ unsafe fn dispatch(bound: &Bound, call: &Call) -> Result {
             let problem = $problem?;
             match call.action {
                 Action::Check => Ok(()),
-                Action::RunOnCpu(pool) => {
-                    log_cpu_call(call, pool);
-                    // SAFETY: the caller vouches for the memory, `problem` for the shapes.
-                    unsafe { cpu::$operator::run(&problem, pool) }
-                }
+                // SAFETY: the caller vouches for the memory, `problem` for the shapes.
+                Action::RunOnCpu(pool) => unsafe { cpu::$operator::run(&problem, pool) },
                 #[cfg(feature = "cuda")]
                 Action::PrepareCuda => cuda::$operator::prepare(&problem),
                 #[cfg(feature = "cuda")]
@@ -137,15 +133,4 @@ unsafe fn dispatch(bound: &Bound, call: &Call) -> Result {
         Op::KvCacheUpdate => on_backend!(ops::kv_cache_update::KvCacheUpdate::new(bound), kv_cache_update),
         Op::KvCacheUpdateSplit => on_backend!(ops::kv_cache_update::KvCacheUpdate::new_split(bound), kv_cache_update),
     }
-}
-
-/// What the CPU is asked for, once for each combination of shapes; the CUDA backend logs its variant and grid itself.
-fn log_cpu_call(call: &Call, pool: &dyn Pool) {
-    if !log::is_on() {
-        return;
-    }
-    let operands: Vec<_> = call.operands.iter().filter(|t| !t.is_left_out()).map(|t| (t.dtype, t.dims)).collect();
-    log::call(call.op.signature().target, &operands, || {
-        format!("{} threads of the CPU for {operands:?}", pool.num_threads())
-    });
 }

@@ -25,15 +25,10 @@ pub(crate) fn init() {
     });
 }
 
-/// Somebody listens to [`call`].
-pub(crate) fn is_on() -> bool {
-    tracing::enabled!(Level::DEBUG)
-}
-
 /// Log what was chosen for a call, the first time that `shape` is seen for `operator`.
 pub(crate) fn call(operator: &str, shape: impl Hash, text: impl FnOnce() -> String) {
     static SEEN: Mutex<Option<HashSet<u64>>> = Mutex::new(None);
-    if !is_on() {
+    if !tracing::enabled!(Level::DEBUG) {
         return;
     }
     let mut hasher = DefaultHasher::new();

@@ -112,6 +112,9 @@ fn paged_attention_says_what_is_wrong_with_a_result() {
     for (name, dtype, dims, text) in rows {
         refused(&paged().with_result(name, *dtype, dims), INVALID_ARGUMENT, text);
     }
+    let workspace = |dtype, dims: &[i64]| paged().with_result("workspace", dtype, dims);
+    refused(&workspace(F32, &[64]), INVALID_ARGUMENT, "workspace has dtype f32, expected u8");
+    refused(&workspace(U8, &[8, 8]), INVALID_ARGUMENT, "workspace has shape [8, 8], expected [N]");
 }
 
 #[test]
@@ -207,6 +210,10 @@ fn kv_cache_update_says_what_is_wrong_with_layout_result_and_scales() {
     let call = update(1).with_result("kv_cache", F16, &[6, 8, 4, 16]);
     let text = "result kv_cache has shape [6, 8, 4, 16], expected the operand's, [5, 8, 4, 16]";
     refused(&call, INVALID_ARGUMENT, text);
+
+    let call = update(1).with_operand("kv_cache", zeros(F16, &[5, 0, 4, 16]));
+    let text = "the cache has 5 pages of 0 tokens, expected a page_size of at least 1";
+    refused(&call.with_result("kv_cache", F16, &[5, 0, 4, 16]), INVALID_ARGUMENT, text);
 
     let k_scale = |array| update(1).operand("k_scale", array);
     refused(&k_scale(zeros(F16, &[1])), INVALID_ARGUMENT, "k_scale has dtype f16, expected f32");

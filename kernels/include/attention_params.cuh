@@ -31,9 +31,9 @@ struct AttentionParams {
   const int32_t* context_lens;     // [S]
   const int32_t* query_start_loc;  // [S + 1]
   const int32_t* num_seqs;         // one number
-  float softmax_scale_log2;  // softmax_scale * log2(e)
-  float softcap_log2;        // softcap * log2(e); 0 is off
-  float softcap_into;        // softmax_scale / softcap, where that is on
+  float softmax_scale_log2;        // softmax_scale * log2(e)
+  float softcap_log2;              // softcap * log2(e); 0 is off
+  float softcap_into;              // softmax_scale / softcap, where that is on
   int32_t num_tokens;
   int32_t max_seqs;
   int32_t num_pages;

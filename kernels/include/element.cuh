@@ -37,7 +37,9 @@ template <>
 struct Element<Bf16> {
   static constexpr bool kIs16Bit = true;
   static __device__ __forceinline__ uint32_t pack(float low, float high) { return ptx::pack_bf16(low, high); }
-  static __device__ __forceinline__ float to_f32(Bf16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
+  static __device__ __forceinline__ float to_f32(Bf16 x) {
+    return __uint_as_float(static_cast<uint32_t>(x.bits) << 16);
+  }
   static __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     ptx::mma_bf16(c, a, b0, b1);
   }

@@ -40,11 +40,12 @@ class RowWriter {
   int32_t only_if_owner_;  // -1 where no two sequences overlap
 };
 
-/// Writes the rows of one warp, `first_row` the first. `staging` are that warp's rows in shared memory, kPitch apart: the
-/// accumulators go through them to leave as whole chunks of 16 bytes.
+/// Writes the rows of one warp, `first_row` the first. `staging` are that warp's rows in shared memory, kPitch apart:
+/// the accumulators go through them to leave as whole chunks of 16 bytes.
 template <typename Shape, typename T, typename State>
 __device__ __forceinline__ void write_warp_rows(const AttentionParams& params, const RowWriter<T>& writer,
-                                                const State& state, int32_t first_row, uint8_t* staging, float log2_unit) {
+                                                const State& state, int32_t first_row, uint8_t* staging,
+                                                float log2_unit) {
   using Grid = LaneGrid<Shape::kRowBytes>;
   constexpr int kElements = 16 / sizeof(T);
   const int32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -57,7 +58,7 @@ __device__ __forceinline__ void write_warp_rows(const AttentionParams& params, c
       T* const to = reinterpret_cast<T*>(staging + row * Shape::kPitch) + 2 * t;
 #pragma unroll
       for (int column = 0; column < Shape::kHeadDim / 8; ++column) {
-        const float(&o)[4] = state.output[tile][column];
+        const float (&o)[4] = state.output[tile][column];
         store_two<T>(to + 8 * column, o[2 * half] * inverse, o[2 * half + 1] * inverse);
       }
       if (t == 0) writer.write_lse(first_row + row, state.max[tile][half], state.sum[tile][half], log2_unit);
@@ -93,7 +94,7 @@ __device__ __forceinline__ void merge_and_write(const AttentionParams& params, c
     const int32_t index = warp * kRows + 8 * half + g;
 #pragma unroll
     for (int column = 0; column < Shape::kHeadDim / 8; ++column) {
-      const float(&o)[4] = state.output[0][column];
+      const float (&o)[4] = state.output[0][column];
       *reinterpret_cast<float2*>(outputs + index * Shape::kMergePitch + 8 * column + 2 * t) =
           make_float2(o[2 * half], o[2 * half + 1]);
     }

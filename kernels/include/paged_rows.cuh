@@ -48,8 +48,8 @@ struct Interval {
   }
 };
 
-/// Fetches K and V rows of one KV head of one sequence, restricted to keys [begin, end): all else becomes zeros, so that
-/// whatever lies there, NaN and Inf included, never reaches a product.
+/// Fetches K and V rows of one KV head of one sequence, restricted to keys [begin, end): all else becomes zeros, so
+/// that whatever lies there, NaN and Inf included, never reaches a product.
 template <typename T, int kHeadDim, int kKeys, bool kReadOnce>
 class RowLoader {
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
@@ -59,9 +59,7 @@ class RowLoader {
 
  public:
   __device__ __forceinline__ RowLoader(const AttentionParams& params, const Plan& plan)
-      : params_(params),
-        plan_(plan),
-        fits_one_page_(params.page_size % kKeys == 0) {
+      : params_(params), plan_(plan), fits_one_page_(params.page_size % kKeys == 0) {
     if constexpr (kReadOnce) policy_ = ptx::evict_first_policy();
   }
 

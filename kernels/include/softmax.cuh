@@ -94,8 +94,8 @@ struct SoftmaxState {
     }
   }
 
-  /// What a state at `max` counts for beside one at `largest`; exactly 1 where they are equal. Where nothing has been seen
-  /// yet both are -inf, whose difference would be NaN.
+  /// What a state at `max` counts for beside one at `largest`; exactly 1 where they are equal. Where nothing has been
+  /// seen yet both are -inf, whose difference would be NaN.
   static __device__ __forceinline__ float weight(float max, float largest, float log2_unit) {
     return largest == -INFINITY ? 1.0f : ptx::exp2_approx((max - largest) * log2_unit);
   }

@@ -4,8 +4,9 @@
 // 2t + 1) and row g + 8 in c[2], c[3]. For 16-bit P the accumulators of two neighbouring blocks of 8 keys are the
 // operand A of P V as they are, once packed.
 //
-// f32 runs as three tf32 products, big*big + big*small + small*big, where x = big + small to 22 bits. A k-block of 8 f32
-// has the bytes of one of 16 halves, so Q and K are read alike; V cannot be transposed by ldmatrix and is read by words.
+// f32 runs as three tf32 products, big*big + big*small + small*big, where x = big + small to 22 bits. A k-block of 8
+// f32 has the bytes of one of 16 halves, so Q and K are read alike; V cannot be transposed by ldmatrix and is read by
+// words.
 #pragma once
 
 #include <cstdint>
@@ -82,7 +83,8 @@ struct TileMath {
     float corrections[kRowTiles][kKeyTiles][4];  // f32: the products of small parts, summed apart from the big ones
     clear(scores);
     if constexpr (!Element<T>::kIs16Bit) clear(corrections);
-#pragma unroll 8
+    // Long rows of f32 are unrolled less, or ptxas fetches more fragments ahead than there are registers for.
+#pragma unroll(kSteps <= 16 ? 8 : 2)
     for (int step = 0; step < kSteps; ++step) {
       uint32_t q[kRowTiles][4];
 #pragma unroll
@@ -165,7 +167,7 @@ struct TileMath {
       uint32_t weights[kRowTiles][4];
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
-        const float(&left)[4] = p[tile][2 * step], (&right)[4] = p[tile][2 * step + 1];
+        const float (&left)[4] = p[tile][2 * step], (&right)[4] = p[tile][2 * step + 1];
         weights[tile][0] = Element<T>::pack(left[0], left[1]);
         weights[tile][1] = Element<T>::pack(left[2], left[3]);
         weights[tile][2] = Element<T>::pack(right[0], right[1]);
@@ -200,7 +202,7 @@ struct TileMath {
         const uint32_t v1 = __float_as_uint(ptx::load_shared_f32(row + kPitch));
 #pragma unroll
         for (int tile = 0; tile < kRowTiles; ++tile) {
-          const float(&c)[4] = p[tile][block];
+          const float (&c)[4] = p[tile][block];
           const uint32_t weights[4] = {__float_as_uint(c[0]), __float_as_uint(c[2]), __float_as_uint(c[1]),
                                        __float_as_uint(c[3])};
           split_mma(big[tile], small[tile], weights, v0, v1);

@@ -40,8 +40,8 @@ enum class Overlap : int32_t {
   kMoreTiles,  // and there are tiles left for a further round of the same CTAs
 };
 
-/// What a CTA knows about its work, in shared memory: the loop over keys wants it now and then only, and has no registers
-/// to spare.
+/// What a CTA knows about its work, in shared memory: the loop over keys wants it now and then only, and has no
+/// registers to spare.
 struct Plan {
   Tile tile;
   KeyRange keys;
@@ -65,7 +65,8 @@ __device__ __forceinline__ int32_t start_of(const AttentionParams& params, int32
   return clamp(__ldg(params.query_start_loc + b), 0, params.num_tokens);
 }
 
-/// x / divisor for 0 <= x < 2^20, given 1.0f / divisor: (x + 0.5) / divisor keeps 0.5 / divisor away from every integer.
+/// x / divisor for 0 <= x < 2^20, given 1.0f / divisor: (x + 0.5) / divisor keeps 0.5 / divisor away from every
+/// integer.
 __device__ __forceinline__ int32_t divide_small(int32_t x, float reciprocal) {
   return __float2int_rd((static_cast<float>(x) + 0.5f) * reciprocal);
 }

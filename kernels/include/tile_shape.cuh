@@ -1,7 +1,8 @@
 // How a CTA's work is cut up, by work shape, element type and head dimension; and its shared memory.
 //
 // prefill: the warps have rows of their own and share each block of keys.
-// decode:  the warps share 16 rows and have keys of their own, every kKeyWarps-th block of 16; their results are merged.
+// decode:  the warps share 16 rows and have keys of their own, every kKeyWarps-th block of 16; their results are
+// merged.
 //
 // Shared memory: the query rows, then per ring (one of the CTA, or one a warp) kStages blocks of K and as many of V. A
 // row of D elements is followed by 16 unused bytes, so that eight rows at one column lie in different banks. Last, the
@@ -24,18 +25,18 @@ struct TileChoice;
 
 // One row for each supported combination:
 //         shape    bytes D    row warps, key warps, 16-row tiles a warp, keys a block, stages, CTAs an SM, shared bytes
-#define XA_TILE_TABLE(ROW)                          \
-  ROW(prefill, 2, 64, 4, 1, 2, 64, 1, 2, 36984)     \
-  ROW(prefill, 2, 128, 4, 1, 2, 64, 1, 2, 69752)    \
-  ROW(prefill, 2, 256, 4, 1, 1, 32, 1, 2, 67704)    \
-  ROW(prefill, 4, 64, 4, 1, 1, 32, 1, 2, 34936)     \
-  ROW(prefill, 4, 128, 4, 1, 1, 32, 1, 2, 67704)    \
-  ROW(prefill, 4, 256, 4, 1, 1, 16, 1, 2, 99960)    \
-  ROW(decode, 2, 64, 1, 4, 1, 16, 4, 2, 76152)      \
-  ROW(decode, 2, 128, 1, 4, 1, 16, 2, 2, 74104)     \
-  ROW(decode, 2, 256, 1, 4, 1, 16, 1, 2, 76152)     \
-  ROW(decode, 4, 64, 1, 4, 1, 16, 2, 2, 74104)      \
-  ROW(decode, 4, 128, 1, 4, 1, 16, 1, 2, 76152)     \
+#define XA_TILE_TABLE(ROW)                       \
+  ROW(prefill, 2, 64, 4, 1, 2, 64, 1, 2, 36984)  \
+  ROW(prefill, 2, 128, 4, 1, 2, 64, 1, 2, 69752) \
+  ROW(prefill, 2, 256, 4, 1, 1, 32, 1, 2, 67704) \
+  ROW(prefill, 4, 64, 4, 1, 1, 32, 1, 2, 34936)  \
+  ROW(prefill, 4, 128, 4, 1, 1, 32, 1, 2, 67704) \
+  ROW(prefill, 4, 256, 4, 1, 1, 16, 1, 2, 99960) \
+  ROW(decode, 2, 64, 1, 4, 1, 16, 4, 2, 76152)   \
+  ROW(decode, 2, 128, 1, 4, 1, 16, 2, 2, 74104)  \
+  ROW(decode, 2, 256, 1, 4, 1, 16, 1, 2, 76152)  \
+  ROW(decode, 4, 64, 1, 4, 1, 16, 2, 2, 74104)   \
+  ROW(decode, 4, 128, 1, 4, 1, 16, 1, 2, 76152)  \
   ROW(decode, 4, 256, 1, 2, 1, 16, 1, 2, 83320)
 
 #define XA_TILE_CHOICE(shape, bytes, head_dim, row_warps, key_warps, row_tiles, keys, stages, ctas, shared_bytes) \
@@ -66,7 +67,8 @@ struct TileShape : TileChoice<Shape, sizeof(T), kHeadDim_> {
   static constexpr int kQueryBytes = kRows * kPitch;
   static constexpr int kStreamBytes = kQueryBytes + kRings * kRingBytes;
 
-  /// Merging key warps: f32 rows with 4 spare columns, then (max, sum) of each row and warp. Takes the place of the above.
+  /// Merging key warps: f32 rows with 4 spare columns, then (max, sum) of each row and warp. Takes the place of the
+  /// above.
   static constexpr int kMergePitch = kHeadDim + 4;
   static constexpr int kMergeBytes = kSplitsKeys ? Choice::kKeyWarps * kRows * (kMergePitch + 2) * 4 : 0;
 

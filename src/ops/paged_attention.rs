@@ -140,6 +140,10 @@ impl<'a> PagedAttention<'a> {
                 )));
             }
         }
+        if let Some(workspace) = bound.optional_result("workspace") {
+            workspace.expect_dtype("workspace", &[DType::U8])?;
+            workspace.expect_shape("workspace", &[Dim::Any("N")])?;
+        }
         let (k, v) = KvLayout::Interleaved.views(&kv_cache);
         let (scale, window_left, soft_cap) = score_attributes(bound)?;
         Ok(Self {
