@@ -29,9 +29,7 @@ class Bound {
   void add(const Any& buffer) { operands_[num_operands_++] = view(buffer); }
   void add(const std::optional<Any>& buffer) { operands_[num_operands_++] = buffer ? view(*buffer) : absent(); }
   void add(ffi::Result<Any> buffer) { results_[num_results_++] = view(*buffer); }
-  void add(std::optional<ffi::Result<Any>> buffer) {
-    results_[num_results_++] = buffer ? view(**buffer) : absent();
-  }
+  void add(std::optional<ffi::Result<Any>> buffer) { results_[num_results_++] = buffer ? view(**buffer) : absent(); }
   void add(const ffi::RemainingArgs& rest) { surplus_.operands = rest.size(); }
   void add(const ffi::RemainingRets& rest) { surplus_.results = rest.size(); }
   void add(bool value) { attributes_[num_attributes_++] = {AttributeType::Bool, value, 0.0f}; }
@@ -48,7 +46,8 @@ class Bound {
 
   static BufferView view(const Any& buffer) {
     const auto dims = buffer.dimensions();
-    return {static_cast<int32_t>(buffer.element_type()), static_cast<uint8_t*>(buffer.untyped_data()),
+    return {static_cast<int32_t>(buffer.element_type()),
+            static_cast<uint8_t*>(buffer.untyped_data()),
             {dims.begin(), dims.size()}};
   }
   static BufferView absent() { return {0, nullptr, {}}; }
@@ -120,12 +119,15 @@ inline XLA_FFI_Error* guarded(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame
 
 #define XA_HANDLER(symbol, function, ...)                                   \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol##_unguarded, function, __VA_ARGS__); \
-  extern "C" XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame) noexcept { return xa::guarded(&symbol##_unguarded, frame); }
+  extern "C" XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame) noexcept {     \
+    return xa::guarded(&symbol##_unguarded, frame);                         \
+  }
 
-#define XA_TARGET(name, op, ...)                                                                                     \
-  XA_HANDLER(xa_##name##_cpu_shim, xa::RunOnCpu<op>{}, xa::ffi::Ffi::Bind().Ctx<xa::ffi::ThreadPool>() __VA_ARGS__)  \
-  XA_HANDLER(xa_##name##_cuda_initialize_shim, xa::PrepareCuda<op>{},                                                \
-             xa::ffi::Ffi::Bind<xa::ffi::ExecutionStage::kInitialize>() __VA_ARGS__,                                 \
-             {xa::ffi::Traits::kCmdBufferCompatible})                                                                \
-  XA_HANDLER(xa_##name##_cuda_execute_shim, xa::LaunchCuda<op>{},                                                    \
-             xa::ffi::Ffi::Bind().Ctx<xa::ffi::PlatformStream<void*>>() __VA_ARGS__, {xa::ffi::Traits::kCmdBufferCompatible})
+#define XA_TARGET(name, op, ...)                                                                                    \
+  XA_HANDLER(xa_##name##_cpu_shim, xa::RunOnCpu<op>{}, xa::ffi::Ffi::Bind().Ctx<xa::ffi::ThreadPool>() __VA_ARGS__) \
+  XA_HANDLER(xa_##name##_cuda_initialize_shim, xa::PrepareCuda<op>{},                                               \
+             xa::ffi::Ffi::Bind<xa::ffi::ExecutionStage::kInitialize>() __VA_ARGS__,                                \
+             {xa::ffi::Traits::kCmdBufferCompatible})                                                               \
+  XA_HANDLER(xa_##name##_cuda_execute_shim, xa::LaunchCuda<op>{},                                                   \
+             xa::ffi::Ffi::Bind().Ctx<xa::ffi::PlatformStream<void*>>() __VA_ARGS__,                                \
+             {xa::ffi::Traits::kCmdBufferCompatible})
