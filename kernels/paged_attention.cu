@@ -29,7 +29,6 @@ __device__ __forceinline__ void load_query(const AttentionParams& params, const 
   constexpr int kElements = 16 / sizeof(T);
   const int32_t warp = threadIdx.x / 32;
   const Grid grid;
-  if (grid.is_idle()) return;
 #pragma unroll 4
   for (int32_t row = warp * Grid::kRowsPerStep + grid.row; row < Shape::kRows;
        row += Shape::kWarps * Grid::kRowsPerStep) {
@@ -41,6 +40,7 @@ __device__ __forceinline__ void load_query(const AttentionParams& params, const 
     for (int step = 0; step < Grid::kStepsPerRow; ++step) {
       const int32_t chunk = grid.chunk + 32 * step;
       const bool inside = chunk * kElements < params.head_dim;
+      if (!grid.has_chunk(step)) continue;
       ptx::cp_async_16(destination + row * Shape::kPitch + chunk * 16, from + (inside ? chunk * kElements : 0),
                        live && inside);
     }

@@ -10,7 +10,6 @@ use crate::pool::RayonPool;
 use crate::stream::Stream;
 use crate::tensor::{DType, Tensor};
 use std::ffi::{CStr, c_char, c_void};
-use std::fmt::Write as _;
 use std::sync::OnceLock;
 
 /// An XLA FFI handler: takes an `XLA_FFI_CallFrame*`, returns an `XLA_FFI_Error*` or null.
@@ -304,6 +303,8 @@ fn info() -> String {
 
 #[cfg(feature = "cuda")]
 fn variants() -> String {
+    use std::fmt::Write as _;
+
     let mut text = String::new();
     for variant in &crate::cuda::variants::VARIANTS {
         let comma = if text.is_empty() { "" } else { "," };

@@ -68,7 +68,7 @@ __device__ __forceinline__ void write_warp_rows(const AttentionParams& params, c
   const Grid grid;
 #pragma unroll 4
   for (int32_t row = grid.row; row < 16 * Shape::kRowTiles; row += Grid::kRowsPerStep) {
-    if (grid.is_idle() || !writer.writes(first_row + row)) continue;
+    if (!grid.has_chunk(0) || !writer.writes(first_row + row)) continue;
     const uint4* const from = reinterpret_cast<const uint4*>(staging + row * Shape::kPitch);
     T* const to = writer.out(first_row + row);
 #pragma unroll

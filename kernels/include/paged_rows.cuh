@@ -19,7 +19,6 @@ struct LaneGrid {
   static constexpr int kRowsPerStep = kChunks >= 32 ? 1 : 32 / kChunks;
   static constexpr int kStepsPerRow = (kChunks + 31) / 32;
 
-  static_assert(kChunks <= 32 || kChunks % 32 == 0, "a long row takes whole steps");
   int row;
   int chunk;
 
@@ -29,8 +28,10 @@ struct LaneGrid {
     row = kStepsPerRow > 1 ? 0 : lane / kChunks;
     chunk = lane - row * kChunks;
   }
-  /// Rows that do not fill a warp (12 or 24 chunks) leave its last lanes idle.
-  __device__ __forceinline__ bool is_idle() const { return row >= kRowsPerStep; }
+  /// Whether the lane has a chunk in step `step` of a row: rows of 12, 24 or 48 chunks leave the last lanes without.
+  __device__ __forceinline__ bool has_chunk(int step) const {
+    return row < kRowsPerStep && (kChunks % 32 == 0 || chunk + 32 * step < kChunks);
+  }
 };
 
 /// The page and the offset in it of one token; which token, is the lane's.
@@ -117,7 +118,7 @@ class RowLoader {
       const int32_t element = (grid.chunk + 32 * step) * kElements;
       const bool inside = element < params_.head_dim;
       const T* const source = from + (inside ? element : 0);
-      if (grid.is_idle()) continue;
+      if (!grid.has_chunk(step)) continue;
       if constexpr (kReadOnce) {
         ptx::cp_async_16(destination + 512 * step, source, visible && inside, policy_);
       } else {

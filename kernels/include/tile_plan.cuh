@@ -11,7 +11,6 @@
 #include <cstdint>
 
 #include "attention_params.cuh"
-#include "ptx.cuh"
 
 namespace xa {
 

@@ -14,7 +14,7 @@ const THREADS: u32 = 128;
 
 /// `NewRows` of `kernels/kv_cache_update.cu`.
 #[repr(C)]
-struct Rows {
+struct RowParams {
     rows: *const u8,
     row_token_stride: i64,
     row_head_stride: i64,
@@ -31,8 +31,8 @@ struct Rows {
 /// `CacheUpdateParams` of `kernels/kv_cache_update.cu`.
 #[repr(C)]
 struct Params {
-    key: Rows,
-    value: Rows,
+    key: RowParams,
+    value: RowParams,
     slot_mapping: *const u8,
     num_slots: i64,
     page_size: i64,
@@ -41,17 +41,17 @@ struct Params {
 }
 
 // The kernel asserts the same numbers.
-const _: () = assert!(size_of::<Rows>() == 80 && size_of::<Params>() == 192);
+const _: () = assert!(size_of::<RowParams>() == 80 && size_of::<Params>() == 192);
 
 /// What the kernel gets of K or V.
-fn rows(new: &NewRows) -> Rows {
+fn rows(new: &NewRows) -> RowParams {
     let bytes = new.rows.dtype.size() as i64;
     let strides =
         [new.rows.stride(0), new.rows.stride(1), new.cache.page_stride, new.cache.token_stride, new.cache.head_stride];
     let addresses = [new.rows.data as i64, new.cache.data as i64];
     // Heads have a multiple of 8 elements, so that chunks fill them.
     let aligned = addresses.into_iter().chain(strides.map(|stride| stride * bytes)).all(|x| x % 16 == 0);
-    Rows {
+    RowParams {
         rows: new.rows.data,
         row_token_stride: strides[0],
         row_head_stride: strides[1],
