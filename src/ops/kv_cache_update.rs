@@ -1,7 +1,8 @@
 //! Write the K and V rows of new tokens into a paged cache, in place.
 //!
 //! Slot `page * page_size + offset` names a token of the cache; a slot outside `[0, P * page_size)` is skipped, never
-//! clamped, so -1 marks padding. Two rows with the same slot leave one of them there.
+//! clamped, so -1 marks padding. The slots of a call are to be distinct: where two are equal, the token may hold parts of
+//! both rows.
 
 use super::kv_layout::KvLayout;
 use super::paged_attention::{check_head_dim, check_kernel_sizes, contiguous_rows, dense};

@@ -33,7 +33,7 @@ def kv_cache_update(
         ``[T, Hkv, D]``, ``[T, Hkv, Dv]``, of the cache's dtype.
     slot_mapping : Array
         ``[T]`` integers: token t goes to slot ``page * page_size + offset``. A slot outside the cache is skipped, so -1
-        marks padding.
+        marks padding. Where two tokens have one slot, it may hold parts of both.
     k_scale, v_scale : Array or float, optional
         ``f32[1]`` or ``f32[Hkv]``: what is stored is the row divided by it.
 
