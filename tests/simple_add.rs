@@ -10,6 +10,7 @@ use support::array::{Array, BF16, C64, Dtype, F16, F32, F64, I8, I16, I32, I64, 
 use support::frame::{INVALID_ARGUMENT, Refusal};
 use support::guard::{Side, for_both_sides};
 use support::invocation::Invocation;
+use support::machine::runs_on_cpu;
 use support::pools::{HostPool, Inline, Late, NoPool, Threads};
 use support::random::Random;
 
@@ -128,8 +129,8 @@ fn a_large_array_is_added_the_same_by_every_pool() {
     for pool in pools {
         adds(&a, &b, pool);
     }
-    // The tasks that arrive after the operands are gone find nothing left to do.
-    assert!(late.run_all() > 0, "the pool was not used");
+    // The tasks that arrive after the operands are gone find nothing left to do. A GPU uses no pool.
+    assert!(late.run_all() > 0 || !runs_on_cpu(), "the pool was not used");
 }
 
 #[test]

@@ -131,9 +131,6 @@ impl<'a> KvCacheUpdate<'a> {
         slot_mapping.expect_shape("slot_mapping", &[Dim::Is("T", key.dims[0])])?;
         dense("slot_mapping", &slot_mapping)?;
         check_kernel_sizes(&[("T", key.dims[0]), ("num_pages", pages), ("page_size", page_size)])?;
-        ensure(pages == 0 || page_size > 0, || {
-            format!("the cache has {pages} pages of 0 tokens, expected a page_size of at least 1")
-        })?;
         let scale = |name| row_scale(bound, name, key.dims[1]);
         Ok(Self {
             key: NewRows { rows: key, cache: k, scale: scale("k_scale")? },

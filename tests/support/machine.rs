@@ -6,6 +6,11 @@ use super::guard::Side;
 use super::invocation::Invocation;
 use super::pools::{HostPool, Inline};
 
+/// The environment does not choose the GPU.
+pub fn runs_on_cpu() -> bool {
+    std::env::var("XLA_ATTENTION_TEST_DEVICE").map_or(true, |device| device == "cpu")
+}
+
 impl Invocation {
     /// Call the operator and look at everything that it must not have changed. The pool serves on the CPU only.
     pub fn run(&self, side: Side, pool: &dyn HostPool) -> Result<Vec<Array>, Refusal> {
