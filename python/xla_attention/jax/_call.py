@@ -60,6 +60,11 @@ def index_operand(name: str, value: Any, keep: Sequence[str] = ("int32",)) -> Ar
     return jnp.clip(array, low, high).astype(jnp.int32)
 
 
+def scale_operand(scale: Array | float | None) -> Array | None:
+    """A scale of q, K or V as ``f32[1]`` or ``f32[Hkv]``; a Python number is one value for all heads."""
+    return None if scale is None else jnp.atleast_1d(jnp.asarray(scale, jnp.float32))
+
+
 def custom_call(
     target: str,
     operands: Sequence[Array | None],

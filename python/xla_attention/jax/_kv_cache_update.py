@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._call import Array, custom_call, index_operand
+from ._call import Array, custom_call, index_operand, scale_operand
 
 # The attribute kv_layout of a cache [num_pages, page_size, 2*Hkv, D].
 _INTERLEAVED = np.int64(1)
@@ -60,15 +60,11 @@ def kv_cache_update(
     [[1.0, 2.0], [1.0, 2.0]]
     """
     slots = index_operand("slot_mapping", slot_mapping, keep=("int32", "int64"))
-    rows = (jnp.asarray(key), jnp.asarray(value), slots, _scale(k_scale), _scale(v_scale))
+    rows = (jnp.asarray(key), jnp.asarray(value), slots, scale_operand(k_scale), scale_operand(v_scale))
     if isinstance(kv_cache, tuple | list):
         k_cache, v_cache = kv_cache
         return _update_split(jnp.asarray(k_cache), jnp.asarray(v_cache), *rows)
     return _update(jnp.asarray(kv_cache), *rows)
-
-
-def _scale(scale: Array | float | None) -> Array | None:
-    return None if scale is None else jnp.atleast_1d(jnp.asarray(scale, jnp.float32))
 
 
 @jax.jit

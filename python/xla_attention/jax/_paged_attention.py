@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._call import Array, custom_call, index_operand, static_bool, static_f32, static_i64
+from ._call import Array, custom_call, index_operand, scale_operand, static_bool, static_f32, static_i64
 
 
 def paged_attention(
@@ -114,12 +114,8 @@ def paged_attention(
         index_operand("query_start_loc", query_start_loc),
         index_operand("num_seqs", num_seqs),
     )
-    optional = (alibi_slopes, sinks, *(_scale(s) for s in (q_scale, k_scale, v_scale)))
+    optional = (alibi_slopes, sinks, *(scale_operand(s) for s in (q_scale, k_scale, v_scale)))
     return _paged_attention(attributes, static_bool("return_lse", return_lse), *operands, *optional)
-
-
-def _scale(scale: Array | float | None) -> Array | None:
-    return None if scale is None else jnp.atleast_1d(jnp.asarray(scale, jnp.float32))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
