@@ -1,7 +1,6 @@
 //! Cache updates on CUDA: bring the old cache over where the result is another buffer, then write the new rows.
 
 use super::launch::{Shape, copy, launch as launch_kernel};
-use super::simple_add::dtype_value;
 use super::{module, variants};
 use crate::error::Result;
 use crate::log;
@@ -67,7 +66,7 @@ fn rows(new: &NewRows) -> RowParams {
 }
 
 fn variant(problem: &KvCacheUpdate) -> Result<usize> {
-    variants::find(KERNEL, &[dtype_value(problem.key.rows.dtype)])
+    variants::find(KERNEL, &[variants::dtype_value(problem.key.rows.dtype)])
 }
 
 /// Load the kernel that [`launch`] takes.

@@ -4,7 +4,6 @@
 //! tiles themselves and those without one leave. `docs/kernels.md` explains the work shapes.
 
 use super::launch::{Shape, launch as launch_kernel};
-use super::simple_add::dtype_value;
 use super::{module, variants};
 use crate::error::{Error, Result, ensure};
 use crate::log;
@@ -142,7 +141,7 @@ struct Launch {
 impl Launch {
     fn new(problem: &PagedAttention, tile: &'static Tile, tiles: i64, queries: (i64, i64)) -> Result<Self> {
         let score = if problem.soft_cap > 0.0 { "modified" } else { "plain" };
-        let values = [dtype_value(problem.query.dtype), tile.head_dim_value, tile.shape, score];
+        let values = [variants::dtype_value(problem.query.dtype), tile.head_dim_value, tile.shape, score];
         Ok(Self {
             variant: variants::find(KERNEL, &values)?,
             tile,

@@ -6,7 +6,6 @@ use crate::error::Result;
 use crate::log;
 use crate::ops::simple_add::SimpleAdd;
 use crate::stream::Stream;
-use crate::tensor::DType;
 
 const THREADS: u32 = 256;
 
@@ -20,22 +19,7 @@ struct Params {
 }
 
 fn variant(problem: &SimpleAdd) -> Result<usize> {
-    variants::find("simple_add", &[dtype_value(problem.a.dtype)])
-}
-
-/// The value of the axis `dtype`.
-pub(crate) fn dtype_value(dtype: DType) -> &'static str {
-    match dtype {
-        DType::F16 => "f16",
-        DType::BF16 => "bf16",
-        DType::F32 => "f32",
-        DType::F64 => "f64",
-        DType::I8 => "i8",
-        DType::U8 => "u8",
-        DType::I32 => "i32",
-        DType::I64 => "i64",
-        _ => "none",
-    }
+    variants::find("simple_add", &[variants::dtype_value(problem.a.dtype)])
 }
 
 /// Load the kernel that [`launch`] takes.

@@ -1,6 +1,7 @@
 //! The compiled kernels, as generated from `kernels/variants.toml`.
 
 use crate::error::{Error, Result};
+use crate::tensor::DType;
 use std::ffi::CStr;
 
 pub(crate) use generated::{KERNELS, VARIANTS};
@@ -57,6 +58,21 @@ pub(crate) struct Resources {
     pub registers: u32,
     pub spill_bytes: u32,
     pub smem_bytes: u32,
+}
+
+/// The value of the axis `dtype`.
+pub(crate) fn dtype_value(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F16 => "f16",
+        DType::BF16 => "bf16",
+        DType::F32 => "f32",
+        DType::F64 => "f64",
+        DType::I8 => "i8",
+        DType::U8 => "u8",
+        DType::I32 => "i32",
+        DType::I64 => "i64",
+        _ => "none",
+    }
 }
 
 /// The variant of `kernel` with these axis values, in the table's order of axes.

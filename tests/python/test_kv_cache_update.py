@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oracle import kv_cache_update_reference as reference
 from xla_attention.jax import kv_cache_update
 
 
@@ -17,16 +18,6 @@ def operands(pages, page_size, heads, d, slots, dtype="float32", seed=0):
     cache = jnp.asarray(rng.standard_normal((pages, page_size, 2 * heads, d)), dtype)
     key, value = (jnp.asarray(rng.standard_normal((len(slots), heads, d)), dtype) for _ in range(2))
     return cache, key, value
-
-
-def reference(cache, key, value, slots):
-    """Row by row; the last of equal slots wins."""
-    cache = np.array(cache)
-    flat = cache.reshape(-1, *cache.shape[2:])
-    for t, slot in enumerate(slots):
-        if 0 <= slot < len(flat):
-            flat[slot, 0::2], flat[slot, 1::2] = key[t], value[t]
-    return cache
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
