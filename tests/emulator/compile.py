@@ -1,0 +1,64 @@
+"""`compile.py ENTRY CACHE`: a kernel of kernels/variants.toml as a library for the host; prints its path.
+
+The library holds one kernel and the emulator, and exports `xa_emulate`. It is named by the content of everything that
+it is made of.
+"""
+
+import hashlib
+import itertools
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+
+HERE = pathlib.Path(__file__).resolve().parent
+KERNELS = HERE.parents[1] / "kernels"
+FLAGS = "-std=c++17 -O2 -g1 -w -fPIC -shared -mfma -mf16c -ffp-contract=fast -fvisibility=hidden"
+
+
+def variant(entry: str) -> tuple[str, list[str]]:
+    """The source of a kernel and the axes it is compiled for."""
+    for kernel in tomllib.loads((KERNELS / "variants.toml").read_text())["kernel"]:
+        for values in itertools.product(*(axis["values"] for axis in kernel["axes"])):
+            if "_".join(["xa", kernel["name"], *values]) == entry:
+                names = (axis["name"].upper() for axis in kernel["axes"])
+                return kernel["source"], [f"-DXA_{n}={v}" for n, v in zip(names, values, strict=True)]
+    sys.exit(f"kernels/variants.toml has no {entry}")
+
+
+def host_source(text: str) -> str:
+    """The kernel as C++: its parameter by reference, its dynamic shared memory that of the emulator."""
+    text = re.sub(r"\(\s*const __grid_constant__ ([\w:]+) params\)", r"(const \1& params)", text)
+    return re.sub(r"extern __shared__ [^;]*shared\[\];", "", text)
+
+
+def main(entry: str, cache: str) -> None:
+    """Compile unless it is there already."""
+    source, defines = variant(entry)
+    files = [KERNELS / source, *sorted((KERNELS / "include").iterdir()), *sorted(HERE.iterdir())]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes() if file.is_file() else b"")
+    library = pathlib.Path(cache) / f"{entry}.{digest.hexdigest()[:16]}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            kernel = pathlib.Path(folder) / "kernel.cc"
+            kernel.write_text(host_source((KERNELS / source).read_text()))
+            # The kernels' headers, with the emulator's ptx.cuh among them in place of their own.
+            for file in [*(KERNELS / "include").iterdir(), *(HERE / n for n in ("ptx.cuh", "device.h", "device.cc"))]:
+                shutil.copy(file, folder)
+            command = ["g++", *FLAGS.split(), f"-DXA_ENTRY={entry}", *defines, "-include", "device.h"]
+            command += ["-iquote", folder, f"-I{folder}", str(kernel), f"{folder}/device.cc"]
+            aside = f"{library}.{os.getpid()}"
+            subprocess.run([*command, "-o", aside], check=True, stdout=sys.stderr)
+            os.rename(aside, library)
+    print(library)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,207 @@
+// Runs a grid on the host: each thread of a block is a fiber, switched where it would wait for others.
+#include "device.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <vector>
+
+dim3 threadIdx, blockIdx, blockDim, gridDim;
+extern "C" {
+alignas(1024) uint8_t shared[256 * 1024];
+void emulator_switch(void** save, void* to);
+void XA_ENTRY(const void* parameter);
+}
+
+// Saves the callee-saved registers and the stack pointer in *save, and goes on where `to` was saved. x86-64 System V.
+asm(R"(
+.text
+.globl emulator_switch
+emulator_switch:
+  push %rbp
+  push %rbx
+  push %r12
+  push %r13
+  push %r14
+  push %r15
+  mov %rsp, (%rdi)
+  mov %rsi, %rsp
+  pop %r15
+  pop %r14
+  pop %r13
+  pop %r12
+  pop %rbx
+  pop %rbp
+  ret
+)");
+
+namespace emulator {
+namespace {
+
+constexpr size_t kStackBytes = 256 * 1024;
+constexpr int kSavedRegisters = 6;
+
+struct Copy {
+  uint32_t destination;
+  const void* source;
+  int bytes;
+  bool wanted;
+};
+
+struct Fiber {
+  void* stack_pointer = nullptr;
+  bool done = false;
+  std::deque<std::vector<Copy>> committed;
+  std::vector<Copy> open;
+};
+
+struct Warp {
+  void* lanes[kWarp];
+  int arrived = 0;
+  unsigned round = 0;
+};
+
+struct Barrier {
+  int arrived = 0;
+  bool all = true;
+  bool result = true;
+  unsigned round = 0;
+};
+
+std::vector<uint8_t*> stacks;
+std::vector<Fiber> fibers;
+std::vector<Warp> warps;
+Barrier block_barrier;
+int current, alive;
+void* main_stack_pointer;
+const void* parameter;
+
+[[noreturn]] void fail(const char* why) {
+  std::fprintf(stderr, "emulator: %s (block %u, thread %u)\n", why, blockIdx.x, threadIdx.x);
+  std::abort();
+}
+
+/// The next fiber that has not ended; the current one if there is no other.
+int next_fiber() {
+  const int count = static_cast<int>(fibers.size());
+  int next = current;
+  do next = (next + 1) % count;
+  while (fibers[next].done && next != current);
+  return next;
+}
+
+void switch_to(int next, void** save) {
+  current = next;
+  threadIdx.x = static_cast<unsigned>(next);
+  emulator_switch(save, fibers[next].stack_pointer);
+}
+
+void let_others_run() {
+  const int me = current, next = next_fiber();
+  if (next == me) fail("a thread waits for threads that have ended");
+  switch_to(next, &fibers[me].stack_pointer);
+}
+
+void perform(const std::vector<Copy>& copies) {
+  for (const Copy& copy : copies) {
+    if (copy.wanted) {
+      std::memcpy(shared + copy.destination, copy.source, copy.bytes);
+    } else {
+      std::memset(shared + copy.destination, 0, copy.bytes);
+    }
+  }
+}
+
+void thread() {
+  XA_ENTRY(parameter);
+  Fiber& me = fibers[current];
+  for (const auto& group : me.committed) perform(group);
+  me.committed.clear();
+  me.done = true;
+  void* nowhere;
+  if (--alive == 0) emulator_switch(&nowhere, main_stack_pointer);
+  switch_to(next_fiber(), &nowhere);
+}
+
+void run_block() {
+  const int threads = static_cast<int>(blockDim.x);
+  // What a kernel reads without having written it is NaN.
+  std::memset(shared, 0xff, sizeof(shared));
+  fibers.assign(threads, Fiber{});
+  warps.assign((threads + kWarp - 1) / kWarp, Warp{});
+  block_barrier = Barrier{};
+  alive = threads;
+  for (int i = 0; i < threads; ++i) {
+    void** top = reinterpret_cast<void**>(stacks[i] + kStackBytes - 64);
+    *--top = nullptr;  // where `thread` would return to
+    *--top = reinterpret_cast<void*>(thread);
+    for (int j = 0; j < kSavedRegisters; ++j) *--top = nullptr;
+    fibers[i].stack_pointer = top;
+  }
+  switch_to(0, &main_stack_pointer);
+}
+
+}  // namespace
+
+void together(void (*operation)(void* const*), void* mine) {
+  Warp& warp = warps[current / kWarp];
+  warp.lanes[current % kWarp] = mine;
+  if (++warp.arrived == kWarp) {
+    operation(warp.lanes);
+    warp.arrived = 0;
+    ++warp.round;
+    return;
+  }
+  const unsigned round = warp.round;
+  while (warp.round == round) let_others_run();
+}
+
+bool barrier_and(bool mine) {
+  Barrier& barrier = block_barrier;
+  barrier.all = (barrier.arrived == 0 || barrier.all) && mine;
+  if (++barrier.arrived == static_cast<int>(fibers.size())) {
+    barrier.arrived = 0;
+    barrier.result = barrier.all;
+    ++barrier.round;
+    return barrier.result;
+  }
+  const unsigned round = barrier.round;
+  while (barrier.round == round) let_others_run();
+  return barrier.result;
+}
+
+void cp_async(uint32_t destination, const void* source, int bytes, bool wanted) {
+  if (destination % bytes != 0 || reinterpret_cast<uintptr_t>(source) % bytes != 0) fail("a misaligned cp.async");
+  // Until it has been waited for, the destination holds nothing of use.
+  std::memset(shared + destination, 0xff, bytes);
+  fibers[current].open.push_back({destination, source, bytes, wanted});
+}
+
+void cp_async_commit() {
+  Fiber& me = fibers[current];
+  me.committed.push_back(std::move(me.open));
+  me.open.clear();
+}
+
+void cp_async_wait(int pending) {
+  auto& groups = fibers[current].committed;
+  while (static_cast<int>(groups.size()) > pending) {
+    perform(groups.front());
+    groups.pop_front();
+  }
+}
+
+}  // namespace emulator
+
+/// Runs the kernel that this library was compiled from.
+extern "C" __attribute__((visibility("default"))) void xa_emulate(unsigned grid_x, unsigned grid_y, unsigned threads,
+                                                                  const void* kernel_parameter) {
+  using namespace emulator;
+  parameter = kernel_parameter;
+  gridDim = {grid_x, grid_y, 1};
+  blockDim = {threads, 1, 1};
+  while (stacks.size() < threads) stacks.push_back(static_cast<uint8_t*>(std::aligned_alloc(64, kStackBytes)));
+  for (blockIdx.y = 0; blockIdx.y < grid_y; ++blockIdx.y) {
+    for (blockIdx.x = 0; blockIdx.x < grid_x; ++blockIdx.x) run_block();
+  }
+}

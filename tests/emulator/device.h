@@ -1,0 +1,175 @@
+// CUDA C++'s vocabulary on the host: keywords, vector types and the intrinsics that our kernels use.
+//
+// Every thread of a block is a fiber (device.cc); an operation of a whole warp or block is done by the last fiber that
+// comes to it. Blocks run one after the other.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __noinline__
+#define __launch_bounds__(...)
+#define __shared__ static  // blocks run one after the other
+#define __align__(n) alignas(n)
+
+using std::max;
+using std::min;
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+struct uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct int2 {
+  int x, y;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+extern dim3 threadIdx, blockIdx, blockDim, gridDim;
+extern "C" uint8_t shared[];  // the block's dynamic shared memory
+
+namespace emulator {
+
+constexpr int kWarp = 32;
+
+/// Every lane of a warp comes here with operands of its own; the last one runs `operation` on all of them.
+void together(void (*operation)(void* const* lanes), void* mine);
+/// Every thread of the block has come here; whether `mine` was true for all of them.
+bool barrier_and(bool mine);
+/// A copy of `bytes` bytes to shared memory that is seen after `cp_async_wait`; zeros where `wanted` is false.
+void cp_async(uint32_t destination, const void* source, int bytes, bool wanted);
+void cp_async_commit();
+void cp_async_wait(int pending);
+
+/// What lane `pick(own lane)` passed.
+template <typename T, typename Pick>
+T exchange(T mine, Pick pick) {
+  struct Lane {
+    T given, got;
+    int source;
+  } lane{mine, mine, pick(static_cast<int>(threadIdx.x) % kWarp)};
+  together(
+      [](void* const* lanes) {
+        for (int i = 0; i < kWarp; ++i) {
+          Lane* const to = static_cast<Lane*>(lanes[i]);
+          to->got = static_cast<const Lane*>(lanes[to->source])->given;
+        }
+      },
+      &lane);
+  return lane.got;
+}
+
+/// Bit i is what lane i passed.
+inline uint32_t ballot(bool mine) {
+  struct Lane {
+    bool given;
+    uint32_t got;
+  } lane{mine, 0};
+  together(
+      [](void* const* lanes) {
+        uint32_t all = 0;
+        for (int i = 0; i < kWarp; ++i) all |= static_cast<uint32_t>(static_cast<Lane*>(lanes[i])->given) << i;
+        for (int i = 0; i < kWarp; ++i) static_cast<Lane*>(lanes[i])->got = all;
+      },
+      &lane);
+  return lane.got;
+}
+
+template <typename To, typename From>
+To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+}  // namespace emulator
+
+template <typename T>
+T __shfl_sync(unsigned, T x, int source) {
+  return emulator::exchange(x, [=](int) { return source & 31; });
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T x, int mask) {
+  return emulator::exchange(x, [=](int lane) { return lane ^ mask; });
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T x, int distance) {
+  return emulator::exchange(x, [=](int lane) { return lane >= distance ? lane - distance : lane; });
+}
+template <typename T>
+T __shfl_down_sync(unsigned, T x, int distance) {
+  return emulator::exchange(x, [=](int lane) { return lane + distance < emulator::kWarp ? lane + distance : lane; });
+}
+inline unsigned __ballot_sync(unsigned, bool x) { return emulator::ballot(x); }
+inline bool __any_sync(unsigned, bool x) { return emulator::ballot(x) != 0; }
+inline bool __all_sync(unsigned, bool x) { return emulator::ballot(x) == ~0u; }
+inline void __syncwarp() { emulator::ballot(false); }
+inline void __syncthreads() { emulator::barrier_and(true); }
+inline int __syncthreads_and(int x) { return emulator::barrier_and(x != 0); }
+inline int __syncthreads_or(int x) { return !emulator::barrier_and(x == 0); }
+
+template <typename T>
+T __ldg(const T* from) {
+  return *from;
+}
+template <typename T>
+T __ldcg(const T* from) {
+  return *from;
+}
+template <typename T>
+void __stcg(T* to, T x) {
+  *to = x;
+}
+inline float __uint_as_float(uint32_t x) { return emulator::bits_as<float>(x); }
+inline uint32_t __float_as_uint(float x) { return emulator::bits_as<uint32_t>(x); }
+inline float __int_as_float(int32_t x) { return emulator::bits_as<float>(x); }
+inline int32_t __float_as_int(float x) { return emulator::bits_as<int32_t>(x); }
+inline int __float2int_rd(float x) { return static_cast<int>(std::floor(x)); }
+inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
+// `volatile` keeps the compiler from contracting a product and a sum into one rounding.
+inline float __fmul_rn(float x, float y) {
+  const volatile float product = x * y;
+  return product;
+}
+inline float __fadd_rn(float x, float y) {
+  const volatile float sum = x + y;
+  return sum;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned chosen = selector >> 4 * i & 15;
+    uint8_t byte = static_cast<uint8_t>(bytes >> 8 * (chosen & 7));
+    if (chosen & 8) byte = byte & 0x80 ? 0xff : 0;
+    result |= static_cast<unsigned>(byte) << 8 * i;
+  }
+  return result;
+}

@@ -1,0 +1,183 @@
+// A libcuda whose device is the host. Device memory ends right before a page that faults; a module is the kernel's
+// source, compiled for the host when its function is first asked for (compile.py).
+//
+// Only what the backend and its tests call. XLA_ATTENTION_EMULATOR is this folder, XLA_ATTENTION_EMULATOR_CACHE the one
+// for compiled kernels.
+#include <dlfcn.h>
+#include <sys/mman.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#define DRIVER_CALL extern "C" __attribute__((visibility("default"))) int
+
+namespace {
+
+constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500;
+constexpr size_t kPage = 4096, kAlignment = 16;
+/// More than any kernel's parameter; it is read from the caller's stack, which goes on beyond the struct.
+constexpr size_t kParameterBytes = 1024;
+
+/// Block, grid, threads, parameter: `xa_emulate` of device.cc.
+using Kernel = void (*)(unsigned, unsigned, unsigned, const void*);
+using Work = std::function<void()>;
+
+struct Stream {
+  bool captures = false;
+  std::vector<Work> captured;
+};
+struct Graph {
+  std::vector<Work> nodes;
+};
+struct Mapping {
+  void* start;
+  size_t bytes;
+};
+
+std::recursive_mutex one_at_a_time;
+std::map<uint64_t, Mapping> allocations;
+thread_local void* context = nullptr;
+
+using Guard = std::lock_guard<std::recursive_mutex>;
+
+int enqueue(Stream* stream, Work work) {
+  const Guard guard(one_at_a_time);
+  if (stream != nullptr && stream->captures) {
+    stream->captured.push_back(std::move(work));
+  } else {
+    work();
+  }
+  return kSuccess;
+}
+
+std::string variable(const char* name) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+}  // namespace
+
+DRIVER_CALL cuInit(unsigned) { return kSuccess; }
+DRIVER_CALL cuDeviceGetCount(int* count) { return *count = 1, kSuccess; }
+DRIVER_CALL cuDeviceGet(int* device, int) { return *device = 0, kSuccess; }
+DRIVER_CALL cuDeviceGetName(char* name, int size, int) { return std::snprintf(name, size, "the host"), kSuccess; }
+DRIVER_CALL cuDevicePrimaryCtxRetain(void** primary, int) { return *primary = &allocations, kSuccess; }
+DRIVER_CALL cuCtxSetCurrent(void* given) { return context = given, kSuccess; }
+DRIVER_CALL cuCtxGetCurrent(void** current) { return *current = context, kSuccess; }
+DRIVER_CALL cuCtxGetDevice(int* device) { return *device = 0, kSuccess; }
+
+DRIVER_CALL cuDeviceGetAttribute(int* value, int attribute, int) {
+  switch (attribute) {
+    case 16:  // multiprocessors: few, so that small cases have more work than the grid has blocks
+      *value = 4;
+      return kSuccess;
+    case 75:  // compute capability, major
+      *value = 9;
+      return kSuccess;
+    case 76:  // minor
+      *value = 0;
+      return kSuccess;
+    case 97:  // shared memory of a block
+      *value = 227 * 1024;
+      return kSuccess;
+    default:
+      std::fprintf(stderr, "libcuda on the host: no device attribute %d\n", attribute);
+      return kInvalidValue;
+  }
+}
+
+DRIVER_CALL cuGetErrorString(int, const char** text) { return *text = "an error of the stand-in", kSuccess; }
+DRIVER_CALL cuThreadExchangeStreamCaptureMode(int*) { return kSuccess; }
+
+DRIVER_CALL cuStreamCreate(Stream** stream, unsigned) { return *stream = new Stream, kSuccess; }
+DRIVER_CALL cuStreamSynchronize(Stream*) { return kSuccess; }
+DRIVER_CALL cuStreamBeginCapture_v2(Stream* stream, int) {
+  *stream = Stream{true, {}};
+  return kSuccess;
+}
+DRIVER_CALL cuStreamEndCapture(Stream* stream, Graph** graph) {
+  *graph = new Graph{std::move(stream->captured)};
+  *stream = Stream{};
+  return kSuccess;
+}
+DRIVER_CALL cuGraphInstantiateWithFlags(Graph** executable, const Graph* graph, unsigned long long) {
+  return *executable = new Graph(*graph), kSuccess;
+}
+DRIVER_CALL cuGraphLaunch(const Graph* executable, Stream*) {
+  const Guard guard(one_at_a_time);
+  for (const Work& node : executable->nodes) node();
+  return kSuccess;
+}
+DRIVER_CALL cuGraphExecDestroy(Graph* executable) { return delete executable, kSuccess; }
+DRIVER_CALL cuGraphDestroy(Graph* graph) { return delete graph, kSuccess; }
+
+DRIVER_CALL cuMemAlloc_v2(uint64_t* address, size_t bytes) {
+  const size_t padded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  const size_t inside = (padded + kPage - 1) / kPage * kPage;
+  const Mapping mapping{mmap(nullptr, inside + 2 * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0),
+                        inside + 2 * kPage};
+  if (mapping.start == MAP_FAILED) return kOutOfMemory;
+  uint8_t* const first = static_cast<uint8_t*>(mapping.start) + kPage;
+  mprotect(mapping.start, kPage, PROT_NONE);
+  mprotect(first + inside, kPage, PROT_NONE);
+  std::memset(first, 0xff, inside);
+  *address = reinterpret_cast<uint64_t>(first + inside - padded);
+  const Guard guard(one_at_a_time);
+  allocations[*address] = mapping;
+  return kSuccess;
+}
+DRIVER_CALL cuMemFree_v2(uint64_t address) {
+  const Guard guard(one_at_a_time);
+  const auto found = allocations.find(address);
+  if (found == allocations.end()) return kInvalidValue;
+  munmap(found->second.start, found->second.bytes);
+  allocations.erase(found);
+  return kSuccess;
+}
+DRIVER_CALL cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream*) {
+  return std::memcpy(reinterpret_cast<void*>(to), from, bytes), kSuccess;
+}
+DRIVER_CALL cuMemcpyDtoH_v2(void* to, uint64_t from, size_t bytes) {
+  return std::memcpy(to, reinterpret_cast<const void*>(from), bytes), kSuccess;
+}
+DRIVER_CALL cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, Stream* stream) {
+  return enqueue(stream, [=] { std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes); });
+}
+
+DRIVER_CALL cuModuleLoadDataEx(void** module, const void* image, unsigned, void*, void*) {
+  return *module = const_cast<void*>(image), kSuccess;
+}
+DRIVER_CALL cuModuleGetFunction(Kernel* function, void*, const char* name) {
+  const Guard guard(one_at_a_time);
+  const std::string folder = variable("XLA_ATTENTION_EMULATOR"), cache = variable("XLA_ATTENTION_EMULATOR_CACHE");
+  const std::string command = "python3 " + folder + "/compile.py " + name + " " + cache;
+  FILE* const output = popen(command.c_str(), "r");
+  char path[4096] = {};
+  const bool said = output != nullptr && std::fgets(path, sizeof(path), output) != nullptr;
+  if (output == nullptr || pclose(output) != 0 || !said) return kNotFound;
+  path[std::strcspn(path, "\n")] = 0;
+  void* const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) return std::fprintf(stderr, "%s\n", dlerror()), kNotFound;
+  *function = reinterpret_cast<Kernel>(dlsym(library, "xa_emulate"));
+  return *function == nullptr ? kNotFound : kSuccess;
+}
+DRIVER_CALL cuFuncGetAttribute(int* value, int, Kernel) { return *value = 0, kSuccess; }
+DRIVER_CALL cuFuncSetAttribute(Kernel, int, int) { return kSuccess; }
+
+DRIVER_CALL cuLaunchKernel(Kernel kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads_x,
+                           unsigned threads_y, unsigned threads_z, unsigned, Stream* stream, void** parameters,
+                           void**) {
+  if (grid_x == 0 || grid_y == 0 || grid_z != 1 || threads_x == 0 || threads_y != 1 || threads_z != 1) {
+    return kInvalidValue;
+  }
+  std::vector<uint8_t> parameter(kParameterBytes);
+  std::memcpy(parameter.data(), parameters[0], kParameterBytes);
+  return enqueue(stream, [=] { kernel(grid_x, grid_y, threads_x, parameter.data()); });
+}

@@ -1,0 +1,165 @@
+// kernels/include/ptx.cuh on the host: the same wrappers, their instructions spelled out.
+#pragma once
+#include "device.h"
+
+namespace xa::ptx {
+
+namespace host {
+
+/// A 16-bit float as f32, by the format's name.
+struct Bf16 {
+  static float to_f32(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
+  static uint16_t from_f32(float x) {
+    const uint32_t bits = __float_as_uint(x);
+    if (x != x) return 0x7fff;
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  }
+};
+struct F16 {
+  static float to_f32(uint16_t bits) { return emulator::bits_as<_Float16>(bits); }
+  static uint16_t from_f32(float x) { return x != x ? 0x7fff : emulator::bits_as<uint16_t>(static_cast<_Float16>(x)); }
+};
+
+template <typename Half>
+uint32_t pack(float low, float high) {
+  return Half::from_f32(low) | static_cast<uint32_t>(Half::from_f32(high)) << 16;
+}
+
+/// Operands of one lane of a matrix product.
+struct MmaLane {
+  float* c;
+  const uint32_t* a;
+  uint32_t b[2];
+};
+
+/// c[16, 8] += a[16, K] b[K, 8] from the fragments of a warp; lane 4g + t as mma.sync has it.
+template <int K>
+void multiply(void* const* lanes, const float (&a)[16][K], const float (&b)[K][8]) {
+  for (int i = 0; i < emulator::kWarp; ++i) {
+    float* const c = static_cast<MmaLane*>(lanes[i])->c;
+    const int g = i / 4, t = i % 4;
+    for (int e = 0; e < 4; ++e) {
+      for (int k = 0; k < K; ++k) c[e] += a[g + e / 2 * 8][k] * b[k][2 * t + e % 2];
+    }
+  }
+}
+
+template <typename Half>
+void mma_16_bit(void* const* lanes) {
+  float a[16][16], b[16][8];
+  for (int i = 0; i < emulator::kWarp; ++i) {
+    const MmaLane& lane = *static_cast<MmaLane*>(lanes[i]);
+    const int g = i / 4, t = i % 4;
+    for (int e = 0; e < 2; ++e) {
+      for (int r = 0; r < 4; ++r) {
+        a[g + r % 2 * 8][r / 2 * 8 + 2 * t + e] = Half::to_f32(static_cast<uint16_t>(lane.a[r] >> 16 * e));
+      }
+      for (int r = 0; r < 2; ++r) b[8 * r + 2 * t + e][g] = Half::to_f32(static_cast<uint16_t>(lane.b[r] >> 16 * e));
+    }
+  }
+  multiply<16>(lanes, a, b);
+}
+
+inline void mma_tf32(void* const* lanes) {
+  float a[16][8], b[8][8];
+  for (int i = 0; i < emulator::kWarp; ++i) {
+    const MmaLane& lane = *static_cast<MmaLane*>(lanes[i]);
+    const int g = i / 4, t = i % 4;
+    for (int r = 0; r < 4; ++r) a[g + r % 2 * 8][r / 2 * 4 + t] = __uint_as_float(lane.a[r]);
+    for (int r = 0; r < 2; ++r) b[4 * r + t][g] = __uint_as_float(lane.b[r]);
+  }
+  multiply<8>(lanes, a, b);
+}
+
+/// Operands of one lane of ldmatrix.
+struct LdmatrixLane {
+  uint32_t address;
+  uint32_t* fragment;
+};
+
+/// Element (row, column) of matrix m is at the address that lane 8m + row gave.
+template <bool kTransposed>
+void ldmatrix(void* const* lanes) {
+  for (int m = 0; m < 4; ++m) {
+    for (int i = 0; i < emulator::kWarp; ++i) {
+      uint16_t pair[2];
+      for (int e = 0; e < 2; ++e) {
+        const int row = kTransposed ? 2 * (i % 4) + e : i / 4, column = kTransposed ? i / 4 : 2 * (i % 4) + e;
+        const uint32_t address = static_cast<LdmatrixLane*>(lanes[8 * m + row])->address;
+        std::memcpy(&pair[e], ::shared + address + 2 * column, 2);
+      }
+      std::memcpy(static_cast<LdmatrixLane*>(lanes[i])->fragment + m, pair, 4);
+    }
+  }
+}
+
+}  // namespace host
+
+inline int32_t opaque(int32_t x) { return x; }
+
+inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const uint8_t*>(pointer) - ::shared);
+}
+
+inline void cp_async_16(uint32_t destination, const void* source, bool wanted) {
+  emulator::cp_async(destination, source, 16, wanted);
+}
+inline void cp_async_16(uint32_t destination, const void* source, bool wanted, uint64_t) {
+  emulator::cp_async(destination, source, 16, wanted);
+}
+inline void cp_async_8(uint32_t destination, const void* source, bool wanted) {
+  emulator::cp_async(destination, source, 8, wanted);
+}
+inline void cp_async_commit() { emulator::cp_async_commit(); }
+template <int kPending>
+void cp_async_wait() {
+  emulator::cp_async_wait(kPending);
+}
+inline uint64_t evict_first_policy() { return 0; }
+
+inline void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t address) {
+  host::LdmatrixLane lane{address, fragment};
+  emulator::together(host::ldmatrix<false>, &lane);
+}
+inline void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address) {
+  host::LdmatrixLane lane{address, fragment};
+  emulator::together(host::ldmatrix<true>, &lane);
+}
+inline float load_shared_f32(uint32_t address) {
+  float value;
+  std::memcpy(&value, ::shared + address, 4);
+  return value;
+}
+
+inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  host::MmaLane lane{c, a, {b0, b1}};
+  emulator::together(host::mma_16_bit<host::Bf16>, &lane);
+}
+inline void mma_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  host::MmaLane lane{c, a, {b0, b1}};
+  emulator::together(host::mma_16_bit<host::F16>, &lane);
+}
+inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  host::MmaLane lane{c, a, {b0, b1}};
+  emulator::together(host::mma_tf32, &lane);
+}
+
+inline uint32_t round_to_tf32(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  return std::isfinite(value) ? (bits + 0x1000) & ~0x1fffu : bits;
+}
+inline uint32_t pack_bf16(float low, float high) { return host::pack<host::Bf16>(low, high); }
+inline uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  const auto product = [=](int shift) {
+    const auto half = [=](uint32_t pair) { return host::Bf16::to_f32(static_cast<uint16_t>(pair >> shift)); };
+    return half(a) * half(b);
+  };
+  return host::pack<host::Bf16>(product(0), product(16));
+}
+inline uint32_t pack_f16(float low, float high) { return host::pack<host::F16>(low, high); }
+inline float f16_to_f32(uint16_t bits) { return host::F16::to_f32(bits); }
+inline float exp2_approx(float x) { return std::exp2(x); }
+/// Off by as much as the instruction may be.
+inline float tanh_approx(float x) { return std::tanh(x) * (1 + 1.0f / 4096); }
+
+}  // namespace xa::ptx
