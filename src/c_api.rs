@@ -6,6 +6,7 @@ use crate::call::{Action, Call, Op, call};
 use crate::error::{Error, Result};
 use crate::log;
 use crate::ops::Attribute;
+use crate::ops::workspace::AttentionSizes;
 use crate::pool::RayonPool;
 use crate::stream::Stream;
 use crate::tensor::{DType, Tensor};
@@ -100,12 +101,21 @@ targets! {
     c"xla_gpu_paged_attention": xa_paged_attention_cpu => xa_paged_attention_cpu_shim,
         xa_paged_attention_cuda_initialize => xa_paged_attention_cuda_initialize_shim,
         xa_paged_attention_cuda_execute => xa_paged_attention_cuda_execute_shim;
+    c"xla_gpu_flash_attn_varlen": xa_flash_attn_varlen_cpu => xa_flash_attn_varlen_cpu_shim,
+        xa_flash_attn_varlen_cuda_initialize => xa_flash_attn_varlen_cuda_initialize_shim,
+        xa_flash_attn_varlen_cuda_execute => xa_flash_attn_varlen_cuda_execute_shim;
     c"xla_gpu_kv_cache_update": xa_kv_cache_update_cpu => xa_kv_cache_update_cpu_shim,
         xa_kv_cache_update_cuda_initialize => xa_kv_cache_update_cuda_initialize_shim,
         xa_kv_cache_update_cuda_execute => xa_kv_cache_update_cuda_execute_shim;
     c"xla_gpu_kv_cache_update_split": xa_kv_cache_update_split_cpu => xa_kv_cache_update_split_cpu_shim,
         xa_kv_cache_update_split_cuda_initialize => xa_kv_cache_update_split_cuda_initialize_shim,
         xa_kv_cache_update_split_cuda_execute => xa_kv_cache_update_split_cuda_execute_shim;
+    c"xla_gpu_merge_attention_states": xa_merge_attention_states_cpu => xa_merge_attention_states_cpu_shim,
+        xa_merge_attention_states_cuda_initialize => xa_merge_attention_states_cuda_initialize_shim,
+        xa_merge_attention_states_cuda_execute => xa_merge_attention_states_cuda_execute_shim;
+    c"xla_gpu_rope_kv_cache_update": xa_rope_kv_cache_update_cpu => xa_rope_kv_cache_update_cpu_shim,
+        xa_rope_kv_cache_update_cuda_initialize => xa_rope_kv_cache_update_cuda_initialize_shim,
+        xa_rope_kv_cache_update_cuda_execute => xa_rope_kv_cache_update_cuda_execute_shim;
 }
 
 /// Every target of this build, for each platform.
@@ -271,6 +281,30 @@ fn attribute(raw: &XaAttribute) -> Result<Attribute> {
         2 => Ok(Attribute::F32(raw.real)),
         n => Err(Error::invalid(format!("an attribute has kind {n}, expected 0 to 2"))),
     }
+}
+
+/// How large a workspace `xla_gpu_paged_attention` and `xla_gpu_flash_attn_varlen` want, in bytes:
+/// `c[0] + c[1] * T + c[2] * B` for T query rows and B sequence slots, the same on every machine; see
+/// [`AttentionSizes::workspace`]. `dtype` is XLA's number of q's element type. A call takes a workspace of any other size
+/// too, and none.
+///
+/// # Safety
+/// `c` has room for three numbers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xa_attention_workspace(
+    num_q_heads: i64,
+    num_kv_heads: i64,
+    head_dim: i64,
+    value_dim: i64,
+    dtype: i32,
+    batch_invariant: bool,
+    c: *mut [i64; 3],
+) {
+    let dtype = DType(dtype);
+    let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant };
+    let wanted = sizes.workspace();
+    // SAFETY: this function's contract.
+    unsafe { c.write([wanted.fixed, wanted.per_row, wanted.per_sequence]) };
 }
 
 /// What this build holds, as JSON: `version`, `xla_ffi`, `cuda`, `targets`, `variants` with their resources. Valid for

@@ -22,11 +22,25 @@ pub enum Op {
     KvCacheUpdate = 2,
     /// [`ops::kv_cache_update`], K and V in two buffers
     KvCacheUpdateSplit = 3,
+    /// [`ops::flash_attn_varlen`]
+    FlashAttnVarlen = 4,
+    /// [`ops::merge_attention_states`]
+    MergeAttentionStates = 5,
+    /// [`ops::rope_kv_cache_update`]
+    RopeKvCacheUpdate = 6,
 }
 
 impl Op {
     /// Every operator, by number.
-    pub const ALL: [Op; 4] = [Op::SimpleAdd, Op::PagedAttention, Op::KvCacheUpdate, Op::KvCacheUpdateSplit];
+    pub const ALL: [Op; 7] = [
+        Op::SimpleAdd,
+        Op::PagedAttention,
+        Op::KvCacheUpdate,
+        Op::KvCacheUpdateSplit,
+        Op::FlashAttnVarlen,
+        Op::MergeAttentionStates,
+        Op::RopeKvCacheUpdate,
+    ];
 
     /// The operator with this number.
     #[must_use]
@@ -42,6 +56,9 @@ impl Op {
             Op::PagedAttention => &ops::paged_attention::SIGNATURE,
             Op::KvCacheUpdate => &ops::kv_cache_update::SIGNATURE,
             Op::KvCacheUpdateSplit => &ops::kv_cache_update::SPLIT_SIGNATURE,
+            Op::FlashAttnVarlen => &ops::flash_attn_varlen::SIGNATURE,
+            Op::MergeAttentionStates => &ops::merge_attention_states::SIGNATURE,
+            Op::RopeKvCacheUpdate => &ops::rope_kv_cache_update::SIGNATURE,
         }
     }
 }
@@ -129,8 +146,15 @@ unsafe fn dispatch(bound: &Bound, call: &Call) -> Result {
     }
     match call.op {
         Op::SimpleAdd => on_backend!(ops::simple_add::SimpleAdd::new(bound), simple_add),
-        Op::PagedAttention => on_backend!(ops::paged_attention::PagedAttention::new(bound), paged_attention),
+        Op::PagedAttention => on_backend!(ops::paged_attention::problem(bound), attention),
+        Op::FlashAttnVarlen => on_backend!(ops::flash_attn_varlen::problem(bound), attention),
         Op::KvCacheUpdate => on_backend!(ops::kv_cache_update::KvCacheUpdate::new(bound), kv_cache_update),
         Op::KvCacheUpdateSplit => on_backend!(ops::kv_cache_update::KvCacheUpdate::new_split(bound), kv_cache_update),
+        Op::MergeAttentionStates => {
+            on_backend!(ops::merge_attention_states::MergeAttentionStates::new(bound), merge_attention_states)
+        }
+        Op::RopeKvCacheUpdate => {
+            on_backend!(ops::rope_kv_cache_update::RopeKvCacheUpdate::new(bound), rope_kv_cache_update)
+        }
     }
 }

@@ -33,7 +33,8 @@ mod stream;
 mod tensor;
 
 pub use c_api::{
-    Handler, Target, Targets, XaAttribute, XaCall, XaTensor, targets, xa_call, xa_info, xa_op, xa_targets,
+    Handler, Target, Targets, XaAttribute, XaCall, XaTensor, targets, xa_attention_workspace, xa_call, xa_info, xa_op,
+    xa_targets,
 };
 pub use call::{Action, Call, Op, call};
 pub use error::{Code, Error, Result};

@@ -5,11 +5,14 @@
 
 mod support;
 
-use support::array::{ATTENTION_DTYPES, F32};
-use support::cases::{PagedCase, Shape, Storage};
+use support::answers::{IfWrong, answers, assert_allowed};
+use support::array::F32;
+use support::batch::{Dtypes, Shape};
+use support::case::Case;
 use support::device::{Around, Gpu};
-use support::oracle::{IfWrong, assert_allowed, paged_attention};
+use support::oracle::Mask;
 use support::right_calls;
+use support::storage::{Layout, Storage};
 
 fn gpu() -> Option<Gpu> {
     let gpu = Gpu::first();
@@ -22,14 +25,21 @@ fn gpu() -> Option<Gpu> {
 #[test]
 fn a_graph_replayed_a_thousand_times_gives_the_bits_of_one_launch() {
     let Some(gpu) = gpu() else { return };
-    for dtype in ATTENTION_DTYPES {
-        let shape = Shape { dtype, lengths: vec![(1, 90), (40, 75), (0, 4), (1, 1)], ..Shape::default() };
-        let case = PagedCase::store(&shape.batch(), &Storage::default());
-        let call = case.invocation();
-        let once = call.run_on_gpu(&gpu, Around::Redzones, 0).unwrap();
-        assert_allowed(&case, &paged_attention(&case, IfWrong::Unspecified), &once[0], Some(&once[1]));
-        let often = call.run_on_gpu(&gpu, Around::Redzones, 1000).unwrap();
-        assert!(once[..2] == often[..2], "{dtype:?}");
+    let lengths = vec![(1, 90), (40, 75), (0, 4), (1, 1), (1, 900)];
+    for dtypes in Dtypes::ALL {
+        let batch = Shape { dtypes, lengths: lengths.clone(), ..Shape::default() }.batch();
+        let full = batch.with_form(|form| form.mask = Mask::FULL);
+        for case in [
+            Case::paged(&batch, &Storage::default()),
+            Case::flash(&full, &Storage::contiguous()),
+            Case::flash(&full, &Storage { workspace: Some(4_000_000), ..Storage::paged(Layout::Split, 16) }),
+        ] {
+            let call = case.invocation();
+            let once = call.run_on_gpu(&gpu, Around::Redzones, 0).unwrap();
+            assert_allowed(&case, &answers(&case, IfWrong::Unspecified), &once[0], Some(&once[1]));
+            let often = call.run_on_gpu(&gpu, Around::Redzones, 1000).unwrap();
+            assert!(once[..2] == often[..2], "{dtypes:?}");
+        }
     }
 }
 
@@ -49,8 +59,9 @@ fn every_operator_can_be_captured() {
 fn a_call_that_finds_its_module_missing_loads_it_inside_a_capture() {
     let Some(gpu) = gpu() else { return };
     // A variant that no other test of this process uses: f32, soft cap, one head dimension.
-    let shape = Shape { dtype: F32, head_dim: 200, soft_cap: 3.0, lengths: vec![(3, 9)], ..Shape::default() };
-    let case = PagedCase::store(&shape.batch(), &Storage::default());
+    let dtypes = F32.into();
+    let shape = Shape { dtypes, head_dim: 200, softcap: 3.0, lengths: vec![(3, 9)], ..Shape::default() };
+    let case = Case::paged(&shape.batch(), &Storage::default());
     let captured = case.invocation().run_unprepared(&gpu).unwrap();
-    assert_allowed(&case, &paged_attention(&case, IfWrong::Unspecified), &captured[0], Some(&captured[1]));
+    assert_allowed(&case, &answers(&case, IfWrong::Unspecified), &captured[0], Some(&captured[1]));
 }

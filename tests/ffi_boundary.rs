@@ -6,22 +6,27 @@ mod support;
 
 use std::collections::BTreeSet;
 use std::ffi::CStr;
+use support::answers::{IfWrong, answers, assert_allowed};
 use support::array::{Array, F32, I32, U8};
+use support::batch::Shape;
 use support::c_structs::FRAME_STRUCT_SIZE;
-use support::cases::{PagedCase, Shape, Storage};
+use support::case::Case;
 use support::frame::{CPU, CUDA, Frame, Handler, INVALID_ARGUMENT, Refusal, Stage, metadata, target};
 use support::guard::Side;
 use support::invocation::{Attr, Invocation};
-use support::oracle::{IfWrong, assert_allowed, paged_attention};
 use support::pools::{Inline, Late, Threads};
 use support::right_calls;
+use support::storage::Storage;
 
-const NAMES: [&str; 5] = [
+const NAMES: [&str; 8] = [
     "xla_gpu_simple_add",
     "XlaGpuSimpleAdd",
     "xla_gpu_paged_attention",
+    "xla_gpu_flash_attn_varlen",
     "xla_gpu_kv_cache_update",
     "xla_gpu_kv_cache_update_split",
+    "xla_gpu_merge_attention_states",
+    "xla_gpu_rope_kv_cache_update",
 ];
 
 fn platforms() -> Vec<&'static str> {
@@ -117,7 +122,10 @@ fn surplus_operands_and_results_are_refused() {
         let (most_operands, most_results) = match target {
             "xla_gpu_simple_add" => (2, 1),
             "xla_gpu_paged_attention" => (11, 3),
+            "xla_gpu_flash_attn_varlen" => (14, 3),
             "xla_gpu_kv_cache_update" => (6, 1),
+            "xla_gpu_merge_attention_states" => (4, 2),
+            "xla_gpu_rope_kv_cache_update" => (9, 2),
             _ => (7, 2),
         };
         let mut full = call.clone();
@@ -156,7 +164,13 @@ fn missing_operands_and_results_are_refused() {
             assert!(refusal.text.ends_with(&format!(" but got {given}")), "{}: {refusal:?}", call.target);
             assert_eq!(refusal.code, INVALID_ARGUMENT);
         }
-        let required = if call.target == "xla_gpu_kv_cache_update_split" { 2 } else { 1 };
+        let required = match call.target {
+            "xla_gpu_flash_attn_varlen"
+            | "xla_gpu_kv_cache_update_split"
+            | "xla_gpu_merge_attention_states"
+            | "xla_gpu_rope_kv_cache_update" => 2,
+            _ => 1,
+        };
         for given in 0..required {
             let mut fewer = call.clone();
             fewer.results.truncate(given);
@@ -187,6 +201,12 @@ fn attributes_are_counted_and_named() {
     let more = right_calls::simple_add().attribute("scale", Attr::F32(1.0));
     assert_eq!(more.refusal(), Refusal { code: INVALID_ARGUMENT, text: text.into() });
 
+    let mut fewer = right_calls::flash_attn_varlen();
+    fewer.attributes.retain(|(name, _)| *name != "top_left");
+    let text = "Wrong number of attributes: expected 10 but got 9 with name(s): batch_invariant, causal, kv_layout, \
+                max_seqlen_k, max_seqlen_q, softcap, softmax_scale, window_left, window_right";
+    assert_eq!(fewer.refusal(), Refusal { code: INVALID_ARGUMENT, text: text.into() });
+
     let mut renamed = call;
     renamed.attributes.retain(|(name, _)| *name != "soft_cap");
     let refusal = renamed.attribute("softcap", Attr::F32(0.0)).refusal();
@@ -203,8 +223,17 @@ fn attributes_of_another_type_are_refused() {
         ("sliding_window", Attr::F32(4.0), "S64", "F32"),
         ("batch_invariant", Attr::I64(1), "PRED", "S64"),
     ];
-    for (name, value, expected, given) in scalars {
-        let refusal = right_calls::paged_attention().attribute(name, value).refusal();
+    let flash = [
+        ("causal", Attr::I64(1), "PRED", "S64"),
+        ("top_left", Attr::I32(0), "PRED", "S32"),
+        ("window_left", Attr::I32(-1), "S64", "S32"),
+        ("max_seqlen_q", Attr::F32(0.0), "S64", "F32"),
+        ("softmax_scale", Attr::F64(1.0), "F32", "F64"),
+    ];
+    let calls = scalars.map(|row| (right_calls::paged_attention(), row)).into_iter();
+    for (call, (name, value, expected, given)) in calls.chain(flash.map(|row| (right_calls::flash_attn_varlen(), row)))
+    {
+        let refusal = call.attribute(name, value).refusal();
         let text = format!("\nDiagnostics:\nWrong scalar data type: expected {expected} but got {given}");
         assert!(refusal.text.ends_with(&text), "{name}: {}", refusal.text);
         assert_eq!(refusal.code, INVALID_ARGUMENT);
@@ -227,7 +256,7 @@ fn an_error_does_not_poison_the_next_call() {
         wrong.refusal();
         let after = call.results(Side::EndsAtGuard);
         // The workspace is scratch; everything before it is a result.
-        let results = if call.target == "xla_gpu_paged_attention" { 2 } else { expected.len() };
+        let results = call.results.iter().filter(|r| r.name != "workspace").count();
         assert!(after[..results] == expected[..results], "{}", call.target);
     }
 }
@@ -235,8 +264,8 @@ fn an_error_does_not_poison_the_next_call() {
 #[test]
 fn many_threads_may_call_at_once_with_one_pool() {
     let shape = Shape { lengths: vec![(1, 60), (17, 20), (2, 9)], ..Shape::default() };
-    let case = PagedCase::store(&shape.batch(), &Storage::default());
-    let answers = paged_attention(&case, IfWrong::Unspecified);
+    let case = Case::paged(&shape.batch(), &Storage::default());
+    let answers = answers(&case, IfWrong::Unspecified);
     let attention = case.invocation();
     let expected = attention.results(Side::EndsAtGuard);
     let add = Invocation::new("xla_gpu_simple_add")
@@ -264,7 +293,7 @@ fn many_threads_may_call_at_once_with_one_pool() {
 #[test]
 fn a_handler_that_runs_on_the_only_thread_of_its_pool_does_not_wait_for_it() {
     // The pool's one worker is busy with this very call until the call returns.
-    let call = PagedCase::store(&Shape::default().batch(), &Storage::default()).invocation();
+    let call = Case::paged(&Shape::default().batch(), &Storage::default()).invocation();
     let late = Late::default();
     call.run(Side::EndsAtGuard, &late).unwrap();
     late.run_all();

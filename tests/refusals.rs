@@ -1,13 +1,18 @@
 //! Every mistake that the operators find, with the code and the exact text under which the caller hears of it.
 //!
-//! One row a check of `src/ops`; what only `xla_attention::call` can be given (strides, wrong counts) is in
-//! `rust_interface.rs`, and what XLA's header finds first in `ffi_boundary.rs`.
+//! One row a check of `src/ops`, those of attention in files of their own; what only `xla_attention::call` can be given
+//! (strides, wrong counts) is in `rust_interface.rs` and `rows_interface.rs`, and what XLA's header finds first in
+//! `ffi_boundary.rs`.
 
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
+#[path = "refusals/flash_attn_varlen.rs"]
+mod flash_attn_varlen;
+#[path = "refusals/paged_attention.rs"]
+mod paged_attention;
 mod support;
 
-use support::array::{Array, BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, F64, I8, I32, I64, U8, U32};
+use support::array::{Array, BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, F64, I32, I64, U8, U32};
 use support::frame::{CPU, Frame, INVALID_ARGUMENT, Refusal, UNIMPLEMENTED};
 use support::invocation::{Attr, Invocation};
 use support::right_calls::{
@@ -16,156 +21,6 @@ use support::right_calls::{
 
 fn refused(call: &Invocation, code: i32, text: &str) {
     assert_eq!(call.refusal(), Refusal { code, text: format!("{}: {text}", call.target) });
-}
-
-#[test]
-fn paged_attention_says_what_is_wrong_with_an_operand() {
-    let rows: &[(&'static str, Array, &str)] = &[
-        ("query", zeros(F64, &[6, 4, 16]), "query has dtype f64, expected f16 or bf16 or f32"),
-        ("query", zeros(I8, &[6, 4, 16]), "query has dtype i8, expected f16 or bf16 or f32"),
-        ("query", zeros(BF16, &[6, 4]), "query has shape [6, 4], expected [T, Hq, D]"),
-        ("query", zeros(BF16, &[]), "query has shape [], expected [T, Hq, D]"),
-        ("query", zeros(BF16, &[1, 6, 4, 16]), "query has shape [1, 6, 4, 16], expected [T, Hq, D]"),
-        ("query", zeros(BF16, &[6, 0, 16]), "query has shape [6, 0, 16], expected at least one head"),
-        ("query", zeros(BF16, &[6, 4, 0]), "query has head dimension 0, expected at least 8"),
-        ("query", zeros(F16, &[6, 4, 16]), "kv_cache has dtype bf16, expected f16"),
-        ("query", zeros(BF16, &[7, 4, 16]), "out has shape [6, 4, 16], expected [T=7, Hq=4, D=16]"),
-        (
-            "query",
-            zeros(BF16, &[6, 4, 32]),
-            "kv_cache has shape [5, 8, 4, 16], expected [num_pages, page_size, 2*Hkv, D=32]",
-        ),
-        (
-            "query",
-            zeros(BF16, &[6, 3, 16]),
-            "kv_cache has shape [5, 8, 4, 16], expected 2*Hkv heads with Hkv a divisor of Hq=3",
-        ),
-        ("kv_cache", zeros(F32, &[5, 8, 4, 16]), "kv_cache has dtype f32, expected bf16"),
-        (
-            "kv_cache",
-            zeros(BF16, &[5, 8, 2, 2, 16]),
-            "kv_cache has shape [5, 8, 2, 2, 16], expected [num_pages, page_size, 2*Hkv, D=16]",
-        ),
-        (
-            "kv_cache",
-            zeros(BF16, &[5, 8, 4, 8]),
-            "kv_cache has shape [5, 8, 4, 8], expected [num_pages, page_size, 2*Hkv, D=16]",
-        ),
-        (
-            "kv_cache",
-            zeros(BF16, &[5, 8, 3, 16]),
-            "kv_cache has shape [5, 8, 3, 16], expected 2*Hkv heads with Hkv a divisor of Hq=4",
-        ),
-        (
-            "kv_cache",
-            zeros(BF16, &[5, 8, 6, 16]),
-            "kv_cache has shape [5, 8, 6, 16], expected 2*Hkv heads with Hkv a divisor of Hq=4",
-        ),
-        (
-            "kv_cache",
-            zeros(BF16, &[5, 8, 16, 16]),
-            "kv_cache has shape [5, 8, 16, 16], expected 2*Hkv heads with Hkv a divisor of Hq=4",
-        ),
-        (
-            "kv_cache",
-            zeros(BF16, &[5, 8, 0, 16]),
-            "kv_cache has shape [5, 8, 0, 16], expected 2*Hkv heads with Hkv a divisor of Hq=4",
-        ),
-        (
-            "kv_cache",
-            zeros(BF16, &[5, 0, 4, 16]),
-            "kv_cache has shape [5, 0, 4, 16], expected a page_size of at least 1",
-        ),
-        ("context_lens", zeros(I64, &[3]), "context_lens has dtype i64, expected i32"),
-        ("context_lens", zeros(I32, &[]), "context_lens has shape [], expected [num_seqs]"),
-        ("context_lens", zeros(I32, &[3, 1]), "context_lens has shape [3, 1], expected [num_seqs]"),
-        ("context_lens", zeros(I32, &[4]), "block_tables has shape [3, 2], expected [num_seqs=4, max_pages]"),
-        ("block_tables", zeros(U32, &[3, 2]), "block_tables has dtype u32, expected i32"),
-        ("block_tables", zeros(I32, &[6]), "block_tables has shape [6], expected [num_seqs=3, max_pages]"),
-        ("block_tables", zeros(I32, &[2, 3]), "block_tables has shape [2, 3], expected [num_seqs=3, max_pages]"),
-        ("query_start_loc", zeros(I64, &[4]), "query_start_loc has dtype i64, expected i32"),
-        ("query_start_loc", zeros(I32, &[3]), "query_start_loc has shape [3], expected [num_seqs+1=4]"),
-        ("query_start_loc", zeros(I32, &[4, 1]), "query_start_loc has shape [4, 1], expected [num_seqs+1=4]"),
-        ("num_seqs", zeros(I64, &[1]), "num_seqs has dtype i64, expected i32"),
-        ("num_seqs", zeros(F32, &[]), "num_seqs has dtype f32, expected i32"),
-        ("num_seqs", zeros(I32, &[2]), "num_seqs has shape [2], expected [] or [1]"),
-        ("num_seqs", zeros(I32, &[0]), "num_seqs has shape [0], expected [] or [1]"),
-        ("num_seqs", zeros(I32, &[1, 1]), "num_seqs has shape [1, 1], expected [] or [1]"),
-    ];
-    for (name, array, text) in rows {
-        refused(&paged().with_operand(name, array.clone()), INVALID_ARGUMENT, text);
-    }
-}
-
-#[test]
-fn paged_attention_says_what_is_wrong_with_a_result() {
-    let rows: &[(&'static str, Dtype, &[i64], &str)] = &[
-        ("out", F32, &[6, 4, 16], "out has dtype f32, expected bf16"),
-        ("out", BF16, &[5, 4, 16], "out has shape [5, 4, 16], expected [T=6, Hq=4, D=16]"),
-        ("out", BF16, &[6, 64], "out has shape [6, 64], expected [T=6, Hq=4, D=16]"),
-        ("out", BF16, &[0], "out has shape [0], expected [T=6, Hq=4, D=16]"),
-        ("softmax_lse", BF16, &[4, 6], "softmax_lse has dtype bf16, expected f32"),
-        ("softmax_lse", F32, &[6, 4], "softmax_lse has shape [6, 4], expected [Hq=4, T=6]"),
-        ("softmax_lse", F32, &[24], "softmax_lse has shape [24], expected [Hq=4, T=6]"),
-        ("softmax_lse", F32, &[0, 6], "softmax_lse has shape [0, 6], expected [Hq=4, T=6]"),
-    ];
-    for (name, dtype, dims, text) in rows {
-        refused(&paged().with_result(name, *dtype, dims), INVALID_ARGUMENT, text);
-    }
-    let workspace = |dtype, dims: &[i64]| paged().with_result("workspace", dtype, dims);
-    refused(&workspace(F32, &[64]), INVALID_ARGUMENT, "workspace has dtype f32, expected u8");
-    refused(&workspace(U8, &[8, 8]), INVALID_ARGUMENT, "workspace has shape [8, 8], expected [N]");
-}
-
-#[test]
-fn paged_attention_says_what_is_wrong_with_an_attribute() {
-    let rows: &[(&'static str, Attr, &str)] = &[
-        ("scale", Attr::F32(0.0), "scale is 0, expected finite and > 0"),
-        ("scale", Attr::F32(-0.5), "scale is -0.5, expected finite and > 0"),
-        ("scale", Attr::F32(f32::NAN), "scale is NaN, expected finite and > 0"),
-        ("scale", Attr::F32(f32::INFINITY), "scale is inf, expected finite and > 0"),
-        ("soft_cap", Attr::F32(-1.0), "soft_cap is -1, expected finite and >= 0 (0 is off)"),
-        ("soft_cap", Attr::F32(f32::NAN), "soft_cap is NaN, expected finite and >= 0 (0 is off)"),
-        ("soft_cap", Attr::F32(f32::INFINITY), "soft_cap is inf, expected finite and >= 0 (0 is off)"),
-        ("sliding_window", Attr::I64(0), "sliding_window is 0, expected >= 1, or -1 for none"),
-        ("sliding_window", Attr::I64(-2), "sliding_window is -2, expected >= 1, or -1 for none"),
-        (
-            "sliding_window",
-            Attr::I64(i64::MIN),
-            "sliding_window is -9223372036854775808, expected >= 1, or -1 for none",
-        ),
-    ];
-    for (name, value, text) in rows {
-        refused(&paged().attribute(name, value.clone()), INVALID_ARGUMENT, text);
-    }
-}
-
-#[test]
-fn paged_attention_tells_what_is_not_built_from_what_is_wrong() {
-    for head_dim in [4, 12, 20, 257, 264, 576] {
-        let call = paged()
-            .with_operand("query", zeros(BF16, &[6, 4, head_dim]))
-            .with_operand("kv_cache", zeros(BF16, &[5, 8, 4, head_dim]))
-            .with_result("out", BF16, &[6, 4, head_dim]);
-        let text = format!("query has head dimension {head_dim}; every multiple of 8 up to 256 works");
-        refused(&call, UNIMPLEMENTED, &text);
-    }
-    for (dtype, name) in [(F8E4M3FN, "f8e4m3fn"), (F8E5M2, "f8e5m2")] {
-        let call = paged().with_operand("kv_cache", zeros(dtype, &[5, 8, 4, 16]));
-        let text =
-            format!("kv_cache has dtype {name}, which is not built yet; a cache of the query's dtype, bf16, works");
-        refused(&call, UNIMPLEMENTED, &text);
-    }
-    let optional = ["alibi_slopes", "sinks", "q_scale", "k_scale", "v_scale"];
-    for given in 0..optional.len() {
-        let call = optional[..=given].iter().enumerate().fold(paged(), |call, (index, name)| {
-            call.operand(name, if index == given { zeros(F32, &[4]) } else { Array::left_out(F32) })
-        });
-        let name = optional[given];
-        let text =
-            format!("{name} is not built yet; leave it out (a scalar scale can be folded into the attribute scale)");
-        refused(&call, UNIMPLEMENTED, &text);
-    }
 }
 
 #[test]
@@ -183,7 +38,12 @@ fn kv_cache_update_says_what_is_wrong_with_an_operand() {
         (1, "value", zeros(F16, &[7, 2, 16]), "value has shape [7, 2, 16], expected [T=6, Hkv=2, D=16]".into()),
         (1, "value", zeros(F16, &[6, 1, 16]), "value has shape [6, 1, 16], expected [T=6, Hkv=2, D=16]".into()),
         (1, "value", zeros(F16, &[6, 2, 24]), "value has shape [6, 2, 24], expected [T=6, Hkv=2, D=16]".into()),
-        (1, "kv_cache", zeros(BF16, &[5, 8, 4, 16]), "kv_cache has dtype bf16, expected f16".into()),
+        (
+            1,
+            "kv_cache",
+            zeros(BF16, &[5, 8, 4, 16]),
+            "kv_cache has dtype bf16, expected f16 or f8e4m3fn or f8e5m2".into(),
+        ),
         (1, "kv_cache", zeros(F16, &[5, 8, 2, 16]), format!("kv_cache has shape [5, 8, 2, 16], {interleaved}")),
         (1, "kv_cache", zeros(F16, &[2, 5, 8, 2, 16]), format!("kv_cache has shape [2, 5, 8, 2, 16], {interleaved}")),
         (2, "kv_cache", zeros(F16, &[5, 8, 4, 16]), format!("kv_cache has shape [5, 8, 4, 16], {stacked}")),
@@ -207,6 +67,8 @@ fn kv_cache_update_says_what_is_wrong_with_layout_result_and_scales() {
     }
     let call = update(1).with_result("kv_cache", F32, &[5, 8, 4, 16]);
     refused(&call, INVALID_ARGUMENT, "result kv_cache has dtype f32, expected f16");
+    let call = update(1).with_operand("kv_cache", zeros(F8E5M2, &[5, 8, 4, 16]));
+    refused(&call, INVALID_ARGUMENT, "result kv_cache has dtype f16, expected f8e5m2");
     let call = update(1).with_result("kv_cache", F16, &[6, 8, 4, 16]);
     let text = "result kv_cache has shape [6, 8, 4, 16], expected the operand's, [5, 8, 4, 16]";
     refused(&call, INVALID_ARGUMENT, text);
@@ -222,13 +84,6 @@ fn kv_cache_update_says_what_is_wrong_with_layout_result_and_scales() {
 
 #[test]
 fn kv_cache_update_tells_what_is_not_built_from_what_is_wrong() {
-    for (dtype, name) in [(F8E4M3FN, "f8e4m3fn"), (F8E5M2, "f8e5m2")] {
-        let call = update(1).with_operand("kv_cache", zeros(dtype, &[5, 8, 4, 16]));
-        let works = "which is not built yet; a cache of the key's dtype, f16, works";
-        refused(&call, UNIMPLEMENTED, &format!("kv_cache has dtype {name}, {works}"));
-        let call = split().with_operand("v_cache", zeros(dtype, &[5, 8, 2, 24]));
-        refused(&call, UNIMPLEMENTED, &format!("v_cache has dtype {name}, {works}"));
-    }
     let call = update(1).with_operand("key", zeros(F16, &[6, 2, 20])).with_operand("value", zeros(F16, &[6, 2, 20]));
     refused(&call, UNIMPLEMENTED, "key has head dimension 20; every multiple of 8 up to 256 works");
     let call = split().with_operand("value", zeros(F16, &[6, 2, 264]));
@@ -247,7 +102,8 @@ fn kv_cache_update_split_says_what_is_wrong() {
             zeros(F16, &[6, 2, 32]),
             "v_cache has shape [5, 8, 2, 24], expected [num_pages=5, page_size=8, Hkv=2, Dv=32]",
         ),
-        ("k_cache", zeros(F32, &[5, 8, 2, 16]), "k_cache has dtype f32, expected f16"),
+        ("k_cache", zeros(F32, &[5, 8, 2, 16]), "k_cache has dtype f32, expected f16 or f8e4m3fn or f8e5m2"),
+        ("k_cache", zeros(F8E4M3FN, &[5, 8, 2, 16]), "v_cache has dtype f16, expected f8e4m3fn"),
         (
             "k_cache",
             zeros(F16, &[5, 8, 4, 16]),

@@ -2,18 +2,20 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
+#[path = "rust_interface/attention.rs"]
+mod attention;
 mod support;
 
 use std::ffi::{CStr, c_char};
 use std::ptr::{null, null_mut};
-use support::array::{ATTENTION_DTYPES, Array, BF16, F16, F32, I32, I64};
-use support::cases::{PagedCase, Shape, Storage};
+use support::array::{Array, BF16, F16, F32, I32, I64};
 use support::frame::INVALID_ARGUMENT;
 use support::guard::{Guarded, Side, for_both_sides};
-use support::invocation::{Attr, POISON};
+use support::invocation::Attr;
+use support::spread::Spread;
 use xla_attention::{
-    Action, Attribute, Call, DType, Error, Op, Pool, RayonPool, SingleThread, Tensor, XaAttribute, XaCall, XaTensor,
-    call, xa_call, xa_op,
+    Action, Attribute, Call, DType, Error, Op, SingleThread, Tensor, XaAttribute, XaCall, XaTensor, call, xa_call,
+    xa_op,
 };
 
 /// What a tensor claims to be; without memory.
@@ -51,7 +53,6 @@ fn a_check_needs_no_memory() {
     let rows = [claim(F16, &[6, 2, 16]), claim(F16, &[6, 2, 16]), claim(I64, &[6])];
     let cache = claim(F16, &[5, 8, 4, 16]);
     check(Op::SimpleAdd, &[claim(F32, &[9]); 2], &[claim(F32, &[9])], &[]).unwrap();
-    check(Op::PagedAttention, &paged_claims(), &[claim(BF16, &[6, 4, 16])], &PAGED_ATTRIBUTES).unwrap();
     check(Op::KvCacheUpdate, &[cache, rows[0], rows[1], rows[2]], &[cache], &[Attribute::I64(1)]).unwrap();
     let split = claim(F16, &[5, 8, 2, 16]);
     check(Op::KvCacheUpdateSplit, &[split, split, rows[0], rows[1], rows[2]], &[split; 2], &[]).unwrap();
@@ -93,46 +94,6 @@ fn wrong_counts_and_kinds_are_refused_by_name() {
 }
 
 #[test]
-fn strides_that_no_kernel_can_follow_are_refused() {
-    let dims = [6i64, 4, 16];
-    let strided = |dims: &'static [i64], strides: &'static [i64]| Tensor {
-        strides: Some(strides),
-        ..claim(if dims.len() < 3 { I32 } else { BF16 }, dims)
-    };
-    let out = [claim(BF16, &dims)];
-    let paged = |index: usize, tensor: Tensor<'static>| {
-        let mut operands = paged_claims();
-        operands[index] = tensor;
-        check(Op::PagedAttention, &operands, &out, &PAGED_ATTRIBUTES)
-    };
-    let last = |name: &str, strides: &str| {
-        format!("xla_gpu_paged_attention: {name} has strides Some({strides}), expected 1 for the last dimension")
-    };
-    refused(paged(0, strided(&[6, 4, 16], &[64, 16])), "xla_gpu_paged_attention: query has 2 strides, expected 3");
-    refused(paged(0, strided(&[6, 4, 16], &[128, 32, 2])), &last("query", "[128, 32, 2]"));
-    refused(paged(1, strided(&[5, 8, 4, 16], &[1, 5, 40, 160])), &last("kv_cache", "[1, 5, 40, 160]"));
-    refused(paged(3, strided(&[3, 2], &[1, 3])), &last("block_tables", "[1, 3]"));
-    let dense = "xla_gpu_paged_attention: context_lens has strides Some([2]), expected a dense tensor";
-    refused(paged(2, strided(&[3], &[2])), dense);
-    let dense = "xla_gpu_paged_attention: query_start_loc has strides Some([2]), expected a dense tensor";
-    refused(paged(4, strided(&[4], &[2])), dense);
-
-    let outs = [Tensor { strides: Some(&[128, 16, 1]), ..out[0] }];
-    let dense = "xla_gpu_paged_attention: out has strides Some([128, 16, 1]), expected a dense tensor";
-    refused(check(Op::PagedAttention, &paged_claims(), &outs, &PAGED_ATTRIBUTES), dense);
-
-    let lse = [out[0], Tensor { strides: Some(&[12, 2]), ..claim(F32, &[4, 6]) }];
-    let dense = "xla_gpu_paged_attention: softmax_lse has strides Some([12, 2]), expected a dense tensor";
-    refused(check(Op::PagedAttention, &paged_claims(), &lse, &PAGED_ATTRIBUTES), dense);
-
-    let spread = Tensor { strides: Some(&[2]), ..claim(F32, &[5]) };
-    let (a, dense) = (claim(F32, &[5]), "has strides Some([2]), expected a dense tensor");
-    refused(check(Op::SimpleAdd, &[spread, a], &[a], &[]), &format!("xla_gpu_simple_add: a {dense}"));
-    refused(check(Op::SimpleAdd, &[a, spread], &[a], &[]), &format!("xla_gpu_simple_add: b {dense}"));
-    refused(check(Op::SimpleAdd, &[a, a], &[spread], &[]), &format!("xla_gpu_simple_add: out {dense}"));
-}
-
-#[test]
 fn strides_that_no_update_can_follow_are_refused() {
     let right = [claim(F16, &[5, 8, 4, 16]), claim(F16, &[6, 2, 16]), claim(F16, &[6, 2, 16]), claim(I32, &[6])];
     let scale = Tensor { strides: Some(&[2]), ..claim(F32, &[2]) };
@@ -156,112 +117,19 @@ fn strides_that_no_update_can_follow_are_refused() {
 }
 
 #[test]
+fn simple_add_refuses_strides() {
+    let spread = Tensor { strides: Some(&[2]), ..claim(F32, &[5]) };
+    let (a, dense) = (claim(F32, &[5]), "has strides Some([2]), expected a dense tensor");
+    refused(check(Op::SimpleAdd, &[spread, a], &[a], &[]), &format!("xla_gpu_simple_add: a {dense}"));
+    refused(check(Op::SimpleAdd, &[a, spread], &[a], &[]), &format!("xla_gpu_simple_add: b {dense}"));
+    refused(check(Op::SimpleAdd, &[a, a], &[spread], &[]), &format!("xla_gpu_simple_add: out {dense}"));
+}
+
+#[test]
 fn a_dimension_of_size_one_may_carry_any_stride() {
     let strided = Tensor { strides: Some(&[77, 3, 1]), ..claim(F32, &[1, 2, 3]) };
     let dense = claim(F32, &[1, 2, 3]);
     check(Op::SimpleAdd, &[strided, dense], &[dense], &[]).unwrap();
-}
-
-/// An array spread out in memory: each dimension but the last leaves `gap` elements of garbage after its neighbours.
-struct Spread {
-    memory: Guarded,
-    dtype: DType,
-    dims: Vec<i64>,
-    strides: Vec<i64>,
-}
-
-impl Spread {
-    fn new(name: &str, side: Side, array: &Array, gap: i64) -> Self {
-        let rank = array.dims.len();
-        let mut strides = vec![1i64; rank];
-        for axis in (0..rank.saturating_sub(1)).rev() {
-            strides[axis] = strides[axis + 1] * array.dims[axis + 1] + gap;
-        }
-        let extent: i64 = 1 + array.dims.iter().zip(&strides).map(|(d, s)| (d - 1) * s).sum::<i64>();
-        let size = array.dtype.size();
-        let mut bytes = vec![0xffu8; extent as usize * size];
-        for index in 0..array.bytes.len() / size {
-            let at = offset(index as i64, &array.dims, &strides);
-            bytes[at * size..][..size].copy_from_slice(&array.bytes[index * size..][..size]);
-        }
-        let memory = Guarded::new(name, side, &bytes);
-        Self { memory, dtype: DType(array.dtype.0), dims: array.dims.clone(), strides }
-    }
-
-    fn tensor(&self) -> Tensor<'_> {
-        Tensor { dtype: self.dtype, data: self.memory.data(), dims: &self.dims, strides: Some(&self.strides) }
-    }
-
-    /// The elements, packed; everything between them is still garbage.
-    fn packed(&self) -> Vec<u8> {
-        let (bytes, size) = (self.memory.bytes(), self.dtype.size());
-        let mut touched = vec![false; bytes.len()];
-        let count = self.dims.iter().product::<i64>();
-        let mut packed = Vec::new();
-        for index in 0..count {
-            let at = offset(index, &self.dims, &self.strides) * size;
-            packed.extend_from_slice(&bytes[at..at + size]);
-            touched[at..at + size].fill(true);
-        }
-        assert!(bytes.iter().zip(touched).all(|(byte, element)| element || *byte == 0xff), "a gap was written");
-        packed
-    }
-}
-
-/// Where element `index` (counted row-major) of a strided tensor lies.
-fn offset(index: i64, dims: &[i64], strides: &[i64]) -> usize {
-    let (mut rest, mut at) = (index, 0);
-    for (dim, stride) in dims.iter().zip(strides).rev() {
-        at += rest % dim * stride;
-        rest /= dim;
-    }
-    at as usize
-}
-
-fn attribute(value: &Attr) -> Attribute {
-    match value {
-        Attr::Bool(v) => Attribute::Bool(*v),
-        Attr::I64(v) => Attribute::I64(*v),
-        Attr::F32(v) => Attribute::F32(*v),
-        _ => panic!("{value:?} is no attribute of an operator"),
-    }
-}
-
-#[test]
-fn paged_attention_follows_the_strides_of_query_cache_and_tables() {
-    for dtype in ATTENTION_DTYPES {
-        let shape = Shape { dtype, lengths: vec![(1, 50), (20, 33)], ..Shape::default() };
-        let case = PagedCase::store(&shape.batch(), &Storage { page_size: 7, ..Storage::default() });
-        let invocation = case.invocation();
-        let expected = invocation.results(Side::EndsAtGuard);
-        let attributes: Vec<Attribute> = invocation.attributes.iter().map(|(_, v)| attribute(v)).collect();
-        for_both_sides(|side| {
-            for pool in [&SingleThread as &dyn Pool, &RayonPool] {
-                let gaps = [24, 40, 0, 3, 0, 0];
-                let operands: Vec<Spread> = invocation
-                    .operands
-                    .iter()
-                    .zip(gaps)
-                    .map(|((name, array), gap)| Spread::new(name, side, array, gap))
-                    .collect();
-                let poison = |r: &Array| Array::filled(r.dtype, &r.dims, POISON);
-                let results: Vec<Spread> =
-                    expected[..2].iter().map(|r| Spread::new("result", side, &poison(r), 0)).collect();
-                let operands: Vec<Tensor> = operands.iter().map(Spread::tensor).collect();
-                let tensors: Vec<Tensor> = results.iter().map(Spread::tensor).collect();
-                let request = Call {
-                    op: Op::PagedAttention,
-                    action: Action::RunOnCpu(pool),
-                    operands: &operands,
-                    results: &tensors,
-                    attributes: &attributes,
-                };
-                // SAFETY: the tensors describe the memory above.
-                unsafe { call(&request) }.unwrap();
-                assert!(results[0].packed() == expected[0].bytes && results[1].packed() == expected[1].bytes);
-            }
-        });
-    }
 }
 
 #[test]

@@ -53,7 +53,7 @@ struct Element<F32> {
 
 /// Stores f32 values as four neighbouring elements; `to` is aligned to them.
 template <typename T>
-__device__ __forceinline__ void store_four(T* to, const float4& x) {
+__device__ __forceinline__ void store_columns(T* to, const float4& x) {
   if constexpr (Element<T>::kIs16Bit) {
     *reinterpret_cast<uint2*>(to) = make_uint2(Element<T>::pack(x.x, x.y), Element<T>::pack(x.z, x.w));
   } else {
@@ -63,12 +63,19 @@ __device__ __forceinline__ void store_four(T* to, const float4& x) {
 
 /// Stores f32 values as two neighbouring elements; `to` is aligned to them.
 template <typename T>
-__device__ __forceinline__ void store_two(T* to, float first, float second) {
+__device__ __forceinline__ void store_columns(T* to, const float2& x) {
   if constexpr (Element<T>::kIs16Bit) {
-    *reinterpret_cast<uint32_t*>(to) = Element<T>::pack(first, second);
+    *reinterpret_cast<uint32_t*>(to) = Element<T>::pack(x.x, x.y);
   } else {
-    *reinterpret_cast<float2*>(to) = make_float2(first, second);
+    *reinterpret_cast<float2*>(to) = x;
   }
+}
+
+__device__ __forceinline__ float2 scaled(const float2& x, float factor) {
+  return make_float2(x.x * factor, x.y * factor);
+}
+__device__ __forceinline__ float4 scaled(const float4& x, float factor) {
+  return make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
 }
 
 }  // namespace xa

@@ -12,11 +12,13 @@
 
 namespace xa {
 
+constexpr int power_of_two_up_to(int x) { return x < 2 ? 1 : 2 * power_of_two_up_to(x / 2); }
+
 /// How 32 lanes share rows of kRowBytes: `row` and `chunk` of this lane in step 0; a step is kRowsPerStep rows.
 template <int kRowBytes>
 struct LaneGrid {
   static constexpr int kChunks = kRowBytes / 16;
-  static constexpr int kRowsPerStep = kChunks >= 32 ? 1 : 32 / kChunks;
+  static constexpr int kRowsPerStep = power_of_two_up_to(kChunks >= 32 ? 1 : 32 / kChunks);
   static constexpr int kStepsPerRow = (kChunks + 31) / 32;
 
   int row;
@@ -28,7 +30,7 @@ struct LaneGrid {
     row = kStepsPerRow > 1 ? 0 : lane / kChunks;
     chunk = lane - row * kChunks;
   }
-  /// Whether the lane has a chunk in step `step` of a row: rows of 12, 24 or 48 chunks leave the last lanes without.
+  /// Whether the lane has a chunk in step `step` of a row: rows of 6, 12 or 24 chunks leave the last lanes without.
   __device__ __forceinline__ bool has_chunk(int step) const {
     return row < kRowsPerStep && (kChunks % 32 == 0 || chunk + 32 * step < kChunks);
   }
@@ -73,20 +75,21 @@ class RowLoader {
     const KeyRange& keys = plan_.keys;
     const bool wanted = token < keys.end && (fits_one_page_ ? first + kKeys > keys.begin : token >= keys.begin);
     if (!wanted) return TokenSlot{0, 0};
+    if (params_.block_table == nullptr) return TokenSlot{0, plan_.tile.start_k + token};
     const uint32_t index = static_cast<uint32_t>(token) / static_cast<uint32_t>(params_.page_size);
-    const int32_t* const table = params_.block_tables + plan_.tile.sequence * params_.block_table_stride;
+    const int32_t* const table = params_.block_table + plan_.tile.sequence * params_.block_table_stride;
     return TokenSlot{__ldg(table + index), token - static_cast<int32_t>(index) * params_.page_size};
   }
 
   __device__ __forceinline__ void load_keys(uint32_t destination, int32_t first, const TokenSlot& slot) const {
-    load(params_.key, destination, first, slot);
+    load(params_.k, params_.head_dim, destination, first, slot);
   }
   __device__ __forceinline__ void load_values(uint32_t destination, int32_t first, const TokenSlot& slot) const {
-    load(params_.value, destination, first, slot);
+    load(params_.v, params_.value_dim, destination, first, slot);
   }
 
  private:
-  __device__ __forceinline__ void load(const KvSource& source, uint32_t destination, int32_t first,
+  __device__ __forceinline__ void load(const KvSource& source, int32_t dim, uint32_t destination, int32_t first,
                                        const TokenSlot& slot) const {
     const Grid grid;
     const Interval visible = {plan_.keys.begin, plan_.keys.end - plan_.keys.begin};
@@ -98,28 +101,33 @@ class RowLoader {
       const T* from = head + offset + grid.row * source.token_stride;
 #pragma unroll 8
       for (int r = 0; r < kKeys; r += Grid::kRowsPerStep) {
-        copy_row(grid, destination + r * kPitch, from, visible.holds(first + grid.row + r));
+        copy_row(grid, dim, destination + r * kPitch, from, visible.holds(first + grid.row + r));
         from += Grid::kRowsPerStep * source.token_stride;
       }
     } else {
 #pragma unroll 4
       for (int r = 0; r < kKeys; r += Grid::kRowsPerStep) {
         const int64_t of_row = __shfl_sync(~0u, offset, r + grid.row);
-        copy_row(grid, destination + r * kPitch, head + of_row, visible.holds(first + grid.row + r));
+        copy_row(grid, dim, destination + r * kPitch, head + of_row, visible.holds(first + grid.row + r));
       }
     }
   }
 
   /// The lane's chunks of the row at `from`.
-  __device__ __forceinline__ void copy_row(const Grid& grid, uint32_t destination, const T* from, bool visible) const {
+  __device__ __forceinline__ void copy_row(const Grid& grid, int32_t dim, uint32_t destination, const T* from,
+                                           bool visible) const {
     constexpr int kElements = 16 / sizeof(T);
 #pragma unroll
     for (int step = 0; step < Grid::kStepsPerRow; ++step) {
       const int32_t element = (grid.chunk + 32 * step) * kElements;
-      const bool inside = element < params_.head_dim;
+      const bool inside = element < dim;
       const T* const source = from + (inside ? element : 0);
       if (!grid.has_chunk(step)) continue;
-      if constexpr (kReadOnce) {
+      if (sizeof(T) == 1 && params_.has_narrow_rows != 0) {
+        ptx::cp_async_8(destination + 512 * step, source, visible && inside);
+        const bool second_inside = element + 8 < dim;
+        ptx::cp_async_8(destination + 512 * step + 8, source + (second_inside ? 8 : 0), visible && second_inside);
+      } else if constexpr (kReadOnce) {
         ptx::cp_async_16(destination + 512 * step, source, visible && inside, policy_);
       } else {
         ptx::cp_async_16(destination + 512 * step, source, visible && inside);

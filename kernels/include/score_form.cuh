@@ -4,6 +4,7 @@
 #include "attention_params.cuh"
 #include "element.cuh"
 #include "ptx.cuh"
+#include "tile_plan.cuh"
 
 namespace xa {
 
@@ -12,10 +13,13 @@ struct score_plain {
   const AttentionParams& params_;
 
   __device__ __forceinline__ explicit score_plain(const AttentionParams& params) : params_(params) {}
+  /// Plan::score_factor
+  static __device__ __forceinline__ float factor(const AttentionParams&, int32_t) { return 1.0f; }
   /// Logits to base 2 are `log2_unit()` times what `apply` leaves.
   __device__ __forceinline__ float log2_unit() const { return params_.softmax_scale_log2; }
+  /// To a 16-row tile that starts at row `first_row` of the plan's tile, and a block of keys from `first_key` on.
   template <typename T, int kKeyTiles>
-  __device__ __forceinline__ void apply(float (&)[kKeyTiles][4]) const {}
+  __device__ __forceinline__ void apply(float (&)[kKeyTiles][4], const Plan&, int32_t, int32_t) const {}
 };
 
 /// Scores become logits to base 2, with what the call asks for, each behind a branch that is the same for the CTA.
@@ -23,14 +27,20 @@ struct score_modified {
   const AttentionParams& params_;
 
   __device__ __forceinline__ explicit score_modified(const AttentionParams& params) : params_(params) {}
+  static __device__ __forceinline__ float factor(const AttentionParams& params, int32_t kv_head) {
+    return params.score_factor * params.q_scale.of(kv_head) * params.k_scale.of(kv_head);
+  }
   __device__ __forceinline__ float log2_unit() const { return 1.0f; }
   template <typename T, int kKeyTiles>
-  __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4]) const {
+  __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const Plan& plan, int32_t first_row,
+                                        int32_t first_key) const {
+    const float factor = plan.score_factor;
     if (params_.softcap_log2 > 0.0f) {
-      for_each(scores, [&](float s) { return params_.softcap_log2 * tanh_of<T>(s * params_.softcap_into); });
+      for_each(scores, [&](float s) { return params_.softcap_log2 * tanh_of<T>(s * factor); });
     } else {
-      for_each(scores, [&](float s) { return s * params_.softmax_scale_log2; });
+      for_each(scores, [&](float s) { return s * factor; });
     }
+    if (params_.alibi_slopes != nullptr) add_alibi(scores, plan, first_row, first_key);
   }
 
  private:
@@ -50,6 +60,37 @@ struct score_modified {
 #pragma unroll
       for (int i = 0; i < 4; ++i) scores[block][i] = function(scores[block][i]);
     }
+  }
+
+  /// -slope * |query's position - key|, the slope that of the row's head.
+  template <int kKeyTiles>
+  __device__ __forceinline__ void add_alibi(float (&scores)[kKeyTiles][4], const Plan& plan, int32_t first_row,
+                                            int32_t first_key) const {
+    constexpr float kLog2E = 1.44269504088896341f;
+    // As for the mask, derived again in each block, not kept in registers.
+    const RowMap map(params_, plan.tile, plan.kv_head);
+    const float* const slopes = params_.alibi_slopes + plan.tile.sequence * params_.alibi_stride;
+    const int32_t shift = Visibility(params_, plan.tile).shift;
+    const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = first_row + 8 * half + threadIdx.x % 32 / 4;
+      const int32_t position = map.rows.query(row) + shift;
+      const float slope = -kLog2E * __ldg(slopes + map.head(row));
+#pragma unroll
+      for (int block = 0; block < kKeyTiles; ++block) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          scores[block][2 * half + i] += slope * distance(position, first_column + 8 * block + i);
+        }
+      }
+    }
+  }
+
+  /// |a - b|, which may be more than a signed number holds.
+  static __device__ __forceinline__ float distance(int32_t a, int32_t b) {
+    const uint32_t difference = static_cast<uint32_t>(a) - static_cast<uint32_t>(b);
+    return static_cast<float>(a >= b ? difference : 0u - difference);
   }
 };
 

@@ -108,13 +108,25 @@ struct SoftmaxState {
   }
 };
 
-/// 1 / sum, and 0 for a row without a visible key. A NaN stays one.
-__device__ __forceinline__ float normaliser(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
+/// What a row's state comes to: `factor` times its output is the row of `out`.
+struct RowResult {
+  float factor;
+  float lse;  // natural logarithm of the sum of exp(logit)
+};
 
-/// Natural logarithm of the sum of exp(logit), where logits to base 2 are `log2_unit` times a row's scores.
-__device__ __forceinline__ float log_sum_exp(float max, float sum, float log2_unit) {
-  constexpr float kLn2 = 0.693147180559945309f;
-  return sum == 0.0f ? -INFINITY : max * log2_unit * kLn2 + logf(sum);
+/// From a row's state, whether of one warp or merged from the states of disjoint keys. Logits to base 2 are `log2_unit`
+/// times the scores that `max` is one of. `sink` is the logit of one more column, whose value is 0; -inf for none. A
+/// row without a visible key has sum 0. A NaN stays one. The arithmetic is spelled out, so that every kernel gets the
+/// same bits.
+__device__ __forceinline__ RowResult finish_row(float max, float sum, float log2_unit, float sink, float v_scale) {
+  constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
+  if (sum == 0.0f) return RowResult{0.0f, sink};
+  const float row_max = __fmul_rn(max, log2_unit), sink_log2 = __fmul_rn(sink, kLog2E);
+  const float largest = fmaxf(row_max, sink_log2);
+  // Exactly 1 and `sum` without a sink.
+  const float weight = ptx::exp2_approx(row_max - largest);
+  const float total = __fmaf_rn(sum, weight, ptx::exp2_approx(sink_log2 - largest));
+  return RowResult{v_scale * weight / total, __fmaf_rn(largest, kLn2, logf(total))};
 }
 
 /// Hides from each row of a 16-row tile the keys that it does not see, in a block that starts at key `first_key`. The

@@ -4,6 +4,11 @@
 // 2t + 1) and row g + 8 in c[2], c[3]. For 16-bit P the accumulators of two neighbouring blocks of 8 keys are the
 // operand A of P V as they are, once packed.
 //
+// fp8 rows stay bytes in shared memory and become 16-bit operands B in registers. A lane's word of K is columns 4t to
+// 4t + 3 of a k-block; it serves as columns 2t, 2t + 1, 2t + 8, 2t + 9 of the instruction, so Q's columns are stored in
+// the order 4t, 4t + 2 | 4t + 1, 4t + 3 of each 16. Of V, the accumulators of two blocks of 8 columns hold the even and
+// the odd columns of 16.
+//
 // f32 runs as three tf32 products, big*big + big*small + small*big, where x = big + small to 22 bits. A k-block of 8
 // f32 has the bytes of one of 16 halves, so Q and K are read alike; V cannot be transposed by ldmatrix and is read by
 // words.
@@ -11,7 +16,9 @@
 
 #include <cstdint>
 
+#include "attention_params.cuh"
 #include "element.cuh"
+#include "fp8.cuh"
 #include "ptx.cuh"
 
 namespace xa {
@@ -62,21 +69,23 @@ class QueryFragments {
   }
 };
 
-/// The products for kRowTiles x 16 rows of Q, kKeys keys and kHeadDim columns.
-template <typename T, int kRowTiles, int kKeys, int kHeadDim>
+/// The products for kRowTiles x 16 rows of Q of type T, kKeys keys of type Stored and kHeadDim columns.
+template <typename T, typename Stored, int kRowTiles, int kKeys, int kHeadDim>
 struct TileMath {
-  static constexpr int kBytes = static_cast<int>(sizeof(T));
-  static constexpr int kPitch = kHeadDim * kBytes + 16;
-  static constexpr int kSteps = kHeadDim * kBytes / 32;  // k-blocks of S: 16 halves or 8 floats
+  static constexpr bool kIsFp8 = sizeof(Stored) == 1;
+  static constexpr int kPitch = kHeadDim * static_cast<int>(sizeof(Stored)) + 16;
+  static constexpr int kSteps = kHeadDim * static_cast<int>(sizeof(T)) / 32;  // k-blocks of S: 16 halves or 8 floats
   static constexpr int kKeyTiles = kKeys / 8;
   static constexpr int kColumnTiles = kHeadDim / 8;
   using Scores = float[kRowTiles][kKeyTiles][4];
   using Output = float[kRowTiles][kColumnTiles][4];
-  static_assert(kKeys % 16 == 0 && kHeadDim % 16 == 0);
+  static_assert(kKeys % (kIsFp8 && kKeys > 16 ? 32 : 16) == 0 && kHeadDim % 32 == 0);
 
   /// scores = Q K^T, with K's first row at shared address `keys`.
   template <typename Query>
-  static __device__ __forceinline__ void scores(Scores& scores, const Query& query, uint32_t keys) {
+  static __device__ __forceinline__ void scores(Scores& scores, const Query& query, uint32_t keys,
+                                                const AttentionParams& params) {
+    if constexpr (kIsFp8) return scores_of_fp8(scores, query, keys, params.fp8);
     // ldmatrix_x4 gives, of 16 keys: the k-block's first and second half of keys 0-7, then of keys 8-15.
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t address = keys + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 16;
@@ -111,8 +120,11 @@ struct TileMath {
   }
 
   /// output += P V, with V's first row at shared address `values`.
-  static __device__ __forceinline__ void accumulate(Output& output, const Scores& p, uint32_t values) {
-    if constexpr (Element<T>::kIs16Bit) {
+  static __device__ __forceinline__ void accumulate(Output& output, const Scores& p, uint32_t values,
+                                                    const AttentionParams& params) {
+    if constexpr (kIsFp8) {
+      accumulate_fp8(output, p, values, params.fp8);
+    } else if constexpr (Element<T>::kIs16Bit) {
       accumulate_16_bit(output, p, values);
     } else {
       accumulate_f32(output, p, values);
@@ -158,6 +170,79 @@ struct TileMath {
     ptx::mma_tf32(big, a_big, first.big, second.big);
   }
 
+  template <typename Query>
+  static __device__ __forceinline__ void scores_of_fp8(Scores& scores, const Query& query, uint32_t keys,
+                                                       const Fp8Format& format) {
+    // A row of 16 bytes is a k-block; ldmatrix_x4 gives one k-block of 32 keys, or two of 16 keys where there are no
+    // more.
+    constexpr int kStepsAtOnce = kKeyTiles >= 4 ? 1 : 2, kTilesAtOnce = 4 / kStepsAtOnce;
+    const uint32_t lane = threadIdx.x % 32, matrix = lane / 8;
+    const uint32_t address = keys + (matrix / kStepsAtOnce * 8 + lane % 8) * kPitch + matrix % kStepsAtOnce * 16;
+    clear(scores);
+#pragma unroll
+    for (int first_step = 0; first_step < kSteps; first_step += kStepsAtOnce) {
+      uint32_t q[kStepsAtOnce][kRowTiles][4];
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+        for (int step = 0; step < kStepsAtOnce; ++step) query.get(q[step][tile], first_step + step, tile);
+      }
+#pragma unroll
+      for (int block = 0; block < kKeyTiles; block += kTilesAtOnce) {
+        uint32_t k[4];
+        ptx::ldmatrix_x4(k, address + block * 8 * kPitch + first_step * 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const auto [even, odd] = decode_fp8<T>(format, k[i]);
+#pragma unroll
+          for (int tile = 0; tile < kRowTiles; ++tile) {
+            Element<T>::mma(scores[tile][block + i / kStepsAtOnce], q[i % kStepsAtOnce][tile], even, odd);
+          }
+        }
+      }
+    }
+  }
+
+  /// P's accumulators of keys [16 step, 16 step + 16) as an operand A.
+  static __device__ __forceinline__ void pack_weights(uint32_t (&weights)[kRowTiles][4], const Scores& p, int step) {
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+      const float (&left)[4] = p[tile][2 * step], (&right)[4] = p[tile][2 * step + 1];
+      weights[tile][0] = Element<T>::pack(left[0], left[1]);
+      weights[tile][1] = Element<T>::pack(left[2], left[3]);
+      weights[tile][2] = Element<T>::pack(right[0], right[1]);
+      weights[tile][3] = Element<T>::pack(right[2], right[3]);
+    }
+  }
+
+  static __device__ __forceinline__ void accumulate_fp8(Output& output, const Scores& p, uint32_t values,
+                                                        const Fp8Format& format) {
+    // Transposing moves pairs of bytes: lane 4g + t gets columns 2g and 2g + 1 of keys 2t and 2t + 1. ldmatrix_x4_trans
+    // gives, of 32 columns: keys 0-7 and 8-15 of columns 0-15, then of columns 16-31.
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t address = values + lane % 16 * kPitch + lane / 16 * 16;
+#pragma unroll
+    for (int step = 0; step < kKeyTiles / 2; ++step) {
+      uint32_t weights[kRowTiles][4];
+      pack_weights(weights, p, step);
+#pragma unroll
+      for (int group = 0; group < kColumnTiles / 4; ++group) {
+        uint32_t v[4];
+        ptx::ldmatrix_x4_trans(v, address + step * 16 * kPitch + group * 32);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const PairsOfFour first = decode_fp8<T>(format, v[2 * half]), last = decode_fp8<T>(format, v[2 * half + 1]);
+          const int column = 4 * group + 2 * half;
+#pragma unroll
+          for (int tile = 0; tile < kRowTiles; ++tile) {
+            Element<T>::mma(output[tile][column], weights[tile], first.even, last.even);
+            Element<T>::mma(output[tile][column + 1], weights[tile], first.odd, last.odd);
+          }
+        }
+      }
+    }
+  }
+
   static __device__ __forceinline__ void accumulate_16_bit(Output& output, const Scores& p, uint32_t values) {
     // ldmatrix_x4_trans gives, of 16 columns: keys 0-7 and 8-15 of columns 0-7, then of columns 8-15.
     const uint32_t lane = threadIdx.x % 32;
@@ -165,14 +250,7 @@ struct TileMath {
 #pragma unroll
     for (int step = 0; step < kKeyTiles / 2; ++step) {
       uint32_t weights[kRowTiles][4];
-#pragma unroll
-      for (int tile = 0; tile < kRowTiles; ++tile) {
-        const float (&left)[4] = p[tile][2 * step], (&right)[4] = p[tile][2 * step + 1];
-        weights[tile][0] = Element<T>::pack(left[0], left[1]);
-        weights[tile][1] = Element<T>::pack(left[2], left[3]);
-        weights[tile][2] = Element<T>::pack(right[0], right[1]);
-        weights[tile][3] = Element<T>::pack(right[2], right[3]);
-      }
+      pack_weights(weights, p, step);
 #pragma unroll
       for (int pair = 0; pair < kColumnTiles / 2; ++pair) {
         uint32_t v[4];

@@ -6,12 +6,13 @@
 //
 // Shared memory: the query rows, then per ring (one of the CTA, or one a warp) kStages blocks of K and as many of V. A
 // row of D elements is followed by 16 unused bytes, so that eight rows at one column lie in different banks. Last, the
-// CTA's Plan.
+// CTA's Plan and, in decode, its Share.
 #pragma once
 
 #include <cstdint>
 
 #include "element.cuh"
+#include "share.cuh"
 #include "tile_plan.cuh"
 
 namespace xa {
@@ -19,25 +20,43 @@ namespace xa {
 struct shape_prefill;
 struct shape_decode;
 
-/// The choices; `bytes` is the element's size.
+/// The choices; `bytes` is the size of an element of K and V.
 template <typename Shape, int kBytes, int kHeadDim>
 struct TileChoice;
 
 // One row for each supported combination:
 //         shape    bytes D    row warps, key warps, 16-row tiles a warp, keys a block, stages, CTAs an SM, shared bytes
 #define XA_TILE_TABLE(ROW)                       \
-  ROW(prefill, 2, 64, 4, 1, 2, 64, 1, 2, 36984)  \
-  ROW(prefill, 2, 128, 4, 1, 2, 64, 1, 2, 69752) \
-  ROW(prefill, 2, 256, 4, 1, 1, 32, 1, 2, 67704) \
-  ROW(prefill, 4, 64, 4, 1, 1, 32, 1, 2, 34936)  \
-  ROW(prefill, 4, 128, 4, 1, 1, 32, 1, 2, 67704) \
-  ROW(prefill, 4, 256, 4, 1, 1, 16, 1, 2, 99960) \
-  ROW(decode, 2, 64, 1, 4, 1, 16, 4, 2, 76152)   \
-  ROW(decode, 2, 128, 1, 4, 1, 16, 2, 2, 74104)  \
-  ROW(decode, 2, 256, 1, 4, 1, 16, 1, 2, 76152)  \
-  ROW(decode, 4, 64, 1, 4, 1, 16, 2, 2, 74104)   \
-  ROW(decode, 4, 128, 1, 4, 1, 16, 1, 2, 76152)  \
-  ROW(decode, 4, 256, 1, 2, 1, 16, 1, 2, 83320)
+  ROW(prefill, 1, 32, 4, 1, 2, 64, 1, 2, 16512)  \
+  ROW(prefill, 1, 64, 4, 1, 2, 64, 1, 2, 28800)  \
+  ROW(prefill, 1, 96, 4, 1, 2, 64, 1, 2, 41088)  \
+  ROW(prefill, 1, 128, 4, 1, 2, 32, 2, 2, 53376) \
+  ROW(prefill, 1, 192, 4, 1, 1, 64, 1, 2, 52352) \
+  ROW(prefill, 1, 256, 4, 1, 1, 64, 1, 2, 68736) \
+  ROW(prefill, 2, 32, 4, 1, 2, 64, 1, 2, 20608)  \
+  ROW(prefill, 2, 64, 4, 1, 2, 64, 1, 2, 36992)  \
+  ROW(prefill, 2, 96, 4, 1, 2, 64, 1, 2, 53376)  \
+  ROW(prefill, 2, 128, 4, 1, 2, 64, 1, 2, 69760) \
+  ROW(prefill, 2, 192, 4, 1, 1, 64, 1, 2, 76928) \
+  ROW(prefill, 2, 256, 4, 1, 1, 32, 1, 2, 67712) \
+  ROW(prefill, 4, 64, 4, 1, 1, 32, 1, 2, 34944)  \
+  ROW(prefill, 4, 128, 4, 1, 1, 32, 1, 2, 67712) \
+  ROW(prefill, 4, 256, 4, 1, 1, 16, 1, 2, 99968) \
+  ROW(decode, 1, 32, 1, 4, 1, 16, 8, 2, 50656)   \
+  ROW(decode, 1, 64, 1, 4, 1, 16, 6, 2, 63968)   \
+  ROW(decode, 1, 96, 1, 4, 1, 16, 4, 2, 60896)   \
+  ROW(decode, 1, 128, 1, 4, 1, 16, 3, 2, 59872)  \
+  ROW(decode, 1, 192, 1, 4, 1, 16, 2, 2, 59872)  \
+  ROW(decode, 1, 256, 1, 4, 1, 16, 2, 2, 78304)  \
+  ROW(decode, 2, 32, 1, 4, 1, 16, 7, 2, 73184)   \
+  ROW(decode, 2, 64, 1, 4, 1, 16, 4, 2, 76256)   \
+  ROW(decode, 2, 96, 1, 4, 1, 16, 2, 2, 56800)   \
+  ROW(decode, 2, 128, 1, 4, 1, 16, 2, 2, 74208)  \
+  ROW(decode, 2, 192, 1, 4, 1, 16, 1, 2, 57824)  \
+  ROW(decode, 2, 256, 1, 4, 1, 16, 1, 2, 76256)  \
+  ROW(decode, 4, 64, 1, 4, 1, 16, 2, 2, 74208)   \
+  ROW(decode, 4, 128, 1, 4, 1, 16, 1, 2, 76256)  \
+  ROW(decode, 4, 256, 1, 2, 1, 16, 1, 2, 83424)
 
 #define XA_TILE_CHOICE(shape, bytes, head_dim, row_warps, key_warps, row_tiles, keys, stages, ctas, shared_bytes) \
   template <>                                                                                                     \
@@ -48,9 +67,10 @@ struct TileChoice;
 XA_TILE_TABLE(XA_TILE_CHOICE)
 #undef XA_TILE_CHOICE
 
-template <typename Shape, typename T, int kHeadDim_>
-struct TileShape : TileChoice<Shape, sizeof(T), kHeadDim_> {
-  using Choice = TileChoice<Shape, sizeof(T), kHeadDim_>;
+/// `T` is what the kernel computes in, `Stored` what K and V are.
+template <typename Shape, typename T, typename Stored, int kHeadDim_>
+struct TileShape : TileChoice<Shape, sizeof(Stored), kHeadDim_> {
+  using Choice = TileChoice<Shape, sizeof(Stored), kHeadDim_>;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kWarps = Choice::kRowWarps * Choice::kKeyWarps;
   static constexpr int kThreads = 32 * kWarps;
@@ -60,11 +80,13 @@ struct TileShape : TileChoice<Shape, sizeof(T), kHeadDim_> {
   /// Keys of a block that one warp fetches.
   static constexpr int kKeysPerLoad = kSplitsKeys ? Choice::kKeys : Choice::kKeys / kWarps;
 
-  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
-  static constexpr int kPitch = kRowBytes + 16;
+  static constexpr bool kIsFp8 = sizeof(Stored) == 1;
+  static constexpr int kQueryRowBytes = kHeadDim * static_cast<int>(sizeof(T));
+  static constexpr int kQueryPitch = kQueryRowBytes + 16;
+  static constexpr int kPitch = kHeadDim * static_cast<int>(sizeof(Stored)) + 16;
   static constexpr int kBlockBytes = Choice::kKeys * kPitch;
   static constexpr int kRingBytes = 2 * Choice::kStages * kBlockBytes;
-  static constexpr int kQueryBytes = kRows * kPitch;
+  static constexpr int kQueryBytes = kRows * kQueryPitch;
   static constexpr int kStreamBytes = kQueryBytes + kRings * kRingBytes;
 
   /// Merging key warps: f32 rows with 4 spare columns, then (max, sum) of each row and warp. Takes the place of the
@@ -74,11 +96,15 @@ struct TileShape : TileChoice<Shape, sizeof(T), kHeadDim_> {
 
   /// Where the CTA's Plan lies.
   static constexpr int kPlanOffset = kStreamBytes > kMergeBytes ? kStreamBytes : kMergeBytes;
+  /// Where its Share lies, and what batch_invariant asks for beyond: the folded rows (tile_result.cuh).
+  static constexpr int kShareOffset = kPlanOffset + static_cast<int>(sizeof(Plan));
+  static constexpr int kFoldOffset = kShareOffset + (kSplitsKeys ? static_cast<int>(sizeof(Share)) : 0);
+  static constexpr int kFoldBytes = kSplitsKeys ? kRows * kHeadDim * 4 + 2 * kRows * 8 : 0;
 
   static_assert(Choice::kRowWarps == 1 || Choice::kKeyWarps == 1, "warps share either rows or keys");
-  static_assert(Choice::kSharedBytes == kPlanOffset + static_cast<int>(sizeof(Plan)),
-                "the table's last column is what the launch asks for");
-  static_assert(Choice::kSharedBytes <= 99 * 1024, "sm_86, sm_89 and sm_120 give a CTA no more");
+  static_assert(Choice::kSharedBytes == kFoldOffset, "the table's last column is what the launch asks for");
+  static_assert(Choice::kSharedBytes % 16 == 0, "float4 are folded there");
+  static_assert(Choice::kSharedBytes + kFoldBytes <= 99 * 1024, "sm_86, sm_89 and sm_120 give a CTA no more");
 };
 
 }  // namespace xa

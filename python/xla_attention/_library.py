@@ -106,6 +106,9 @@ def library() -> ctypes.CDLL:
     lib.xa_info.restype = ctypes.c_char_p
     lib.xa_op.argtypes = [ctypes.c_char_p]
     lib.xa_call.argtypes = [ctypes.POINTER(_Call), ctypes.c_char_p, ctypes.c_size_t]
+    sizes = [ctypes.c_int64] * 4
+    lib.xa_attention_workspace.argtypes = [*sizes, ctypes.c_int32, ctypes.c_bool, ctypes.POINTER(ctypes.c_int64 * 3)]
+    lib.xa_attention_workspace.restype = None
     size = lib.xa_targets().contents.struct_size
     if size < ctypes.sizeof(_Targets):
         raise ImportError(f"xla_attention: {path} is of another version than the Python files beside it")
@@ -175,6 +178,23 @@ def check(
     if code:
         error = {_INVALID_ARGUMENT: ValueError, _UNIMPLEMENTED: NotImplementedError}.get(code, RuntimeError)
         raise error(message.value.decode())
+
+
+def attention_workspace(
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    dtype: Any,  # noqa: ANN401
+    batch_invariant: bool,
+) -> tuple[int, int, int]:
+    """``(c0, c1, c2)``: an attention call wants ``c0 + c1 * T + c2 * B`` bytes of workspace for T rows, B sequences."""
+    coefficients = (ctypes.c_int64 * 3)()
+    code = DTYPES.get(np.dtype(dtype).name, _OTHER_DTYPE)
+    library().xa_attention_workspace(
+        q_heads, kv_heads, head_dim, value_dim, code, batch_invariant, ctypes.byref(coefficients)
+    )
+    return tuple(coefficients)
 
 
 def _tensors(tensors: Sequence[ShapeAndDtype | None]) -> ctypes.Array:

@@ -1,37 +1,44 @@
-//! Element types that attention reads and writes; arithmetic is in f32.
+//! Element types that operators read and write; arithmetic is in f32.
 
 use super::simd::{MAX_LANES, Simd};
 use half::{bf16, f16};
 
-/// An element of q, K, V and o.
-pub(super) trait Element: Copy + Send + Sync + 'static {
+/// An element that is read.
+pub(super) trait Stored: Copy + Send + Sync + 'static {
     /// One element, widened.
     fn to_f32(self) -> f32;
-    /// Rounded to nearest even.
-    fn from_f32(x: f32) -> Self;
     /// `LANES` elements, widened.
     /// # Safety
     /// `from` has `LANES` readable elements.
     unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::V;
+}
+
+/// An element that is read and written.
+pub(super) trait Element: Stored {
+    /// Rounded to nearest even.
+    fn from_f32(x: f32) -> Self;
     /// `LANES` elements, rounded to nearest even.
     /// # Safety
     /// `to` has `LANES` writable elements.
     unsafe fn store<S: Simd>(simd: S, to: *mut Self, x: S::V);
 }
 
-impl Element for f32 {
+impl Stored for f32 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
         self
     }
     #[inline(always)]
-    fn from_f32(x: f32) -> Self {
-        x
-    }
-    #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::V {
         // SAFETY: the caller's word.
         unsafe { simd.load(from) }
+    }
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    fn from_f32(x: f32) -> Self {
+        x
     }
     #[inline(always)]
     unsafe fn store<S: Simd>(simd: S, to: *mut Self, x: S::V) {
@@ -40,19 +47,22 @@ impl Element for f32 {
     }
 }
 
-impl Element for f16 {
+impl Stored for f16 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
         self.to_f32_const()
     }
     #[inline(always)]
-    fn from_f32(x: f32) -> Self {
-        f16::from_f32_const(x)
-    }
-    #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::V {
         // SAFETY: the caller's word.
         unsafe { simd.load_f16(from.cast()) }
+    }
+}
+
+impl Element for f16 {
+    #[inline(always)]
+    fn from_f32(x: f32) -> Self {
+        f16::from_f32_const(x)
     }
     #[inline(always)]
     unsafe fn store<S: Simd>(simd: S, to: *mut Self, x: S::V) {
@@ -61,11 +71,19 @@ impl Element for f16 {
     }
 }
 
-impl Element for bf16 {
+impl Stored for bf16 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
     }
+    #[inline(always)]
+    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::V {
+        // SAFETY: the caller's word.
+        unsafe { simd.load_bf16(from.cast()) }
+    }
+}
+
+impl Element for bf16 {
     #[inline(always)]
     fn from_f32(x: f32) -> Self {
         let bits = x.to_bits();
@@ -76,36 +94,26 @@ impl Element for bf16 {
         bf16::from_bits(if x.is_nan() { nan } else { rounded } as u16)
     }
     #[inline(always)]
-    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::V {
-        // SAFETY: the caller's word.
-        unsafe { simd.load_bf16(from.cast()) }
-    }
-    #[inline(always)]
     unsafe fn store<S: Simd>(simd: S, to: *mut Self, x: S::V) {
-        let mut wide = [0.0f32; MAX_LANES];
-        // SAFETY: LANES <= MAX_LANES; `to`, by the caller's word.
-        unsafe {
-            simd.store(wide.as_mut_ptr(), x);
-            for (i, x) in wide[..S::LANES].iter().enumerate() {
-                to.add(i).write(Self::from_f32(*x));
-            }
-        }
+        // SAFETY: the caller's word.
+        unsafe { simd.store_bf16(to.cast(), x) }
     }
 }
 
-/// `n` elements, 1 to `LANES`, and zeros above.
+/// 8 elements, fewer than `LANES`, and zeros above: what is left of a row of a multiple of 8.
 ///
 /// # Safety
-/// `from` has `n` readable elements; nothing beyond is read.
+/// `from` has 8 readable elements; nothing beyond is read.
 #[inline(always)]
-pub(super) unsafe fn load_first<S: Simd, T: Element>(simd: S, from: *const T, n: usize) -> S::V {
-    let mut padded = [0.0f32; MAX_LANES];
-    for (i, x) in padded[..n].iter_mut().enumerate() {
-        // SAFETY: i < n.
-        *x = unsafe { from.add(i).read() }.to_f32();
+pub(super) unsafe fn load_8<S: Simd, T: Stored>(simd: S, from: *const T) -> S::V {
+    #[repr(align(64))]
+    struct Padded([u8; MAX_LANES * size_of::<f32>()]);
+    let mut padded = Padded([0; MAX_LANES * size_of::<f32>()]);
+    // SAFETY: 8 elements of at most 4 bytes; zero bytes are 0 in every type.
+    unsafe {
+        padded.0.as_mut_ptr().copy_from_nonoverlapping(from.cast(), 8 * size_of::<T>());
+        T::load(simd, padded.0.as_ptr().cast())
     }
-    // SAFETY: LANES <= MAX_LANES.
-    unsafe { simd.load(padded.as_ptr()) }
 }
 
 /// Widen a row of `n` elements.
@@ -113,7 +121,7 @@ pub(super) unsafe fn load_first<S: Simd, T: Element>(simd: S, from: *const T, n:
 /// # Safety
 /// `from` has `n` readable elements, `to` has `n` writable ones.
 #[inline(always)]
-pub(super) unsafe fn widen<S: Simd, T: Element>(simd: S, from: *const T, to: *mut f32, n: usize) {
+pub(super) unsafe fn widen<S: Simd, T: Stored>(simd: S, from: *const T, to: *mut f32, n: usize) {
     let whole = n - n % S::LANES;
     for i in (0..whole).step_by(S::LANES) {
         // SAFETY: i + LANES <= n.

@@ -3,9 +3,15 @@
 #![allow(clippy::inline_always, reason = "vector code has to end up inside the function that enables its instructions")]
 
 mod aligned;
+pub(crate) mod attention;
+mod cache_rows;
 mod element;
+mod element_fp8;
+mod element_rows;
 mod elementary;
+mod fp8_rounding;
 pub(crate) mod kv_cache_update;
-pub(crate) mod paged_attention;
+pub(crate) mod merge_attention_states;
+pub(crate) mod rope_kv_cache_update;
 mod simd;
 pub(crate) mod simple_add;

@@ -2,7 +2,11 @@
 
 use super::driver;
 use crate::error::{Error, Result};
-use cudarc::driver::sys::{self, CUcontext, CUdevice_attribute as Attribute};
+use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute as Attribute};
+use std::sync::OnceLock;
+
+/// Devices whose facts are remembered.
+const DEVICES: usize = 64;
 
 /// What choosing a variant and sizing a grid ask of a device.
 #[derive(Clone, Copy, Debug)]
@@ -11,7 +15,14 @@ pub(crate) struct Device {
     pub capability: u32,
     /// Shared memory that one block can ask for, in bytes.
     pub shared_memory: u32,
+    /// Shared memory of an SM, in bytes.
+    pub shared_memory_per_sm: u32,
+    /// Number of SMs.
+    pub sms: u32,
 }
+
+/// Shared memory that the driver takes for itself from an SM for each block, in bytes.
+const RESERVED_PER_BLOCK: u32 = 1024;
 
 impl Device {
     /// The device of the context that is current on this thread.
@@ -19,10 +30,21 @@ impl Device {
     /// # Errors
     /// `UNAVAILABLE` without a driver, `FAILED_PRECONDITION` without a context or on a GPU older than sm_80.
     pub(crate) fn current() -> Result<Self> {
+        static KNOWN: [OnceLock<Device>; DEVICES] = [const { OnceLock::new() }; DEVICES];
         current_context()?;
-        let mut device = 0;
+        let mut ordinal = 0;
         // SAFETY: a context is current.
-        driver::check(unsafe { sys::cuCtxGetDevice(&raw mut device) }, "cuCtxGetDevice")?;
+        driver::check(unsafe { sys::cuCtxGetDevice(&raw mut ordinal) }, "cuCtxGetDevice")?;
+        let known = usize::try_from(ordinal).ok().and_then(|index| KNOWN.get(index));
+        if let Some(device) = known.and_then(OnceLock::get) {
+            return Ok(*device);
+        }
+        let device = Self::ask(ordinal)?;
+        Ok(known.map_or(device, |known| *known.get_or_init(|| device)))
+    }
+
+    #[cold]
+    fn ask(device: CUdevice) -> Result<Self> {
         let attribute = |which| {
             let mut value = 0;
             // SAFETY: `device` is a device; the call writes one integer.
@@ -38,7 +60,15 @@ impl Device {
         Ok(Self {
             capability,
             shared_memory: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            shared_memory_per_sm: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?,
+            sms: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
         })
+    }
+
+    /// Blocks that run at a time if each takes `shared_memory` bytes and its registers let `blocks_per_sm` share an SM.
+    pub(crate) fn resident_blocks(&self, shared_memory: u32, blocks_per_sm: u32) -> u32 {
+        let fit = self.shared_memory_per_sm / (shared_memory + RESERVED_PER_BLOCK);
+        self.sms * fit.clamp(1, blocks_per_sm)
     }
 }
 

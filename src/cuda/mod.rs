@@ -4,10 +4,14 @@
 //! waited for, so every launch may be captured into a graph. Each operator has `prepare`, which loads what `launch`
 //! with the same problem could choose, and `launch`, which loads by itself what it finds missing.
 
+pub(crate) mod attention;
 pub(crate) mod kv_cache_update;
-pub(crate) mod paged_attention;
+pub(crate) mod merge_attention_states;
+pub(crate) mod rope_kv_cache_update;
 pub(crate) mod simple_add;
 
+mod cache_rows;
+mod chunk;
 pub(crate) mod device;
 mod driver;
 mod launch;

@@ -29,7 +29,7 @@ pub(crate) struct Axis {
 
 /// One compiled kernel.
 pub(crate) struct Variant {
-    /// `paged_attention_bf16_128_prefill`: also the label in logs and benches.
+    /// `attention_bf16_128_prefill`: also the label in logs and benches.
     pub name: &'static str,
     /// The function's name in the module.
     pub entry: &'static CStr,

@@ -1,11 +1,17 @@
 //! Write the K and V rows of new tokens into a paged cache, in place.
 //!
 //! Slot `page * page_size + offset` names a token of the cache; a slot outside `[0, P * page_size)` is skipped, never
-//! clamped, so -1 marks padding. The slots of a call are to be distinct: where two are equal, the token may hold parts of
-//! both rows.
+//! clamped, so -1 marks padding. The slots of a call are to be distinct: where two are equal, the token may hold parts
+//! of both rows.
+//!
+//! What is stored is `x / scale`, the quotient in f32, rounded to the cache's type, nearest even. Without a scale, rows
+//! go bit by bit into a cache of their own type. Into an fp8 cache, what is larger than its largest finite number (448
+//! for f8e4m3fn, 57344 for f8e5m2) becomes that number, infinities too, although f8e5m2 has them; every NaN becomes
+//! 0x7f, which is a NaN. The CPU and CUDA store the same fp8 bits for scales of 2^-100 and more; under smaller ones the
+//! CPU takes f32 numbers for 0 that are subnormal, if its caller has set it to (XLA does).
 
+use super::checks::{Scale, contiguous_rows, dense, head_dim, kernel_sizes, scale};
 use super::kv_layout::KvLayout;
-use super::paged_attention::{check_head_dim, check_kernel_sizes, contiguous_rows, dense};
 use super::{AttributeKind, Bound, KvView, Signature};
 use crate::error::{Error, Result, ensure};
 use crate::tensor::{DType, Dim, Tensor};
@@ -30,8 +36,11 @@ pub const SPLIT_SIGNATURE: Signature = Signature {
     attributes: &[],
 };
 
-/// Element types of key, value and cache.
+/// Element types of key and value. The cache has the same, or one of [`FP8_DTYPES`].
 pub const DTYPES: &[DType] = &[DType::F16, DType::BF16, DType::F32];
+
+/// Element types that a cache may have under keys and values of any type.
+pub const FP8_DTYPES: [DType; 2] = [DType::F8E4M3FN, DType::F8E5M2];
 
 /// One buffer that has to hold the old cache before rows are written: `to` is the result, `from` the operand.
 #[derive(Clone, Copy, Debug)]
@@ -57,8 +66,8 @@ pub struct NewRows<'a> {
     pub rows: Tensor<'a>,
     /// The result cache.
     pub cache: KvView,
-    /// `f32[1]` or `f32[Hkv]`; what is stored is the row divided by it
-    pub scale: Option<Tensor<'a>>,
+    /// What is stored is the row divided by it.
+    pub scale: Option<Scale>,
 }
 
 /// A validated call.
@@ -68,6 +77,8 @@ pub struct KvCacheUpdate<'a> {
     pub key: NewRows<'a>,
     /// New values; their D may differ from the keys' where the cache is split.
     pub value: NewRows<'a>,
+    /// Element type of the caches: that of key and value, or one of [`FP8_DTYPES`]
+    pub cache_dtype: DType,
     /// `[T]`, i32 or i64, dense
     pub slot_mapping: Tensor<'a>,
     /// The caches to bring over first: one buffer, or K's and V's.
@@ -90,11 +101,12 @@ impl<'a> KvCacheUpdate<'a> {
         };
         let (cache, out) = (bound.operand("kv_cache"), bound.result("kv_cache"));
         check_cache_dtype("kv_cache", &cache, &key)?;
-        cache.expect_shape("kv_cache", &layout.shape(key.dims[1], key.dims[2]))?;
+        cache.expect_shape("kv_cache", &layout.shape(Dim::Is("Hkv", key.dims[1]), key.dims[2]))?;
         let copy = same_cache("kv_cache", cache, out)?;
         let (pages, tokens) = layout.axes();
         let (k, v) = layout.views(&out);
-        Self::assemble(bound, (key, k), (value, v), [Some(copy), None], (cache.dims[pages], cache.dims[tokens]))
+        let sizes = (cache.dims[pages], cache.dims[tokens]);
+        Self::assemble(bound, (key, k), (value, v), (cache.dtype, [Some(copy), None]), sizes)
     }
 
     /// K and V in buffers of their own, `[P, page_size, Hkv, D]` and `[P, page_size, Hkv, Dv]`.
@@ -107,7 +119,7 @@ impl<'a> KvCacheUpdate<'a> {
         value.expect_shape("value", &same)?;
         let (k_cache, v_cache) = (bound.operand("k_cache"), bound.operand("v_cache"));
         check_cache_dtype("k_cache", &k_cache, &key)?;
-        check_cache_dtype("v_cache", &v_cache, &key)?;
+        v_cache.expect_dtype("v_cache", &[k_cache.dtype])?;
         let heads = Dim::Is("Hkv", key.dims[1]);
         let shape = [Dim::Any("num_pages"), Dim::Any("page_size"), heads, Dim::Is("D", key.dims[2])];
         k_cache.expect_shape("k_cache", &shape)?;
@@ -116,25 +128,27 @@ impl<'a> KvCacheUpdate<'a> {
         v_cache.expect_shape("v_cache", &shape)?;
         let (k_out, v_out) = (bound.result("k_cache"), bound.result("v_cache"));
         let copies = [Some(same_cache("k_cache", k_cache, k_out)?), Some(same_cache("v_cache", v_cache, v_out)?)];
-        Self::assemble(bound, (key, KvView::alone(&k_out)), (value, KvView::alone(&v_out)), copies, (pages, page_size))
+        let (k, v) = (KvView::alone(&k_out), KvView::alone(&v_out));
+        Self::assemble(bound, (key, k), (value, v), (k_cache.dtype, copies), (pages, page_size))
     }
 
     fn assemble(
         bound: &Bound<'a>,
         (key, k): (Tensor<'a>, KvView),
         (value, v): (Tensor<'a>, KvView),
-        copies: [Option<CacheCopy<'a>>; 2],
+        (cache_dtype, copies): (DType, [Option<CacheCopy<'a>>; 2]),
         (pages, page_size): (i64, i64),
     ) -> Result<Self> {
         let slot_mapping = bound.operand("slot_mapping");
         slot_mapping.expect_dtype("slot_mapping", &[DType::I32, DType::I64])?;
         slot_mapping.expect_shape("slot_mapping", &[Dim::Is("T", key.dims[0])])?;
         dense("slot_mapping", &slot_mapping)?;
-        check_kernel_sizes(&[("T", key.dims[0]), ("num_pages", pages), ("page_size", page_size)])?;
-        let scale = |name| row_scale(bound, name, key.dims[1]);
+        kernel_sizes(&[("T", key.dims[0]), ("num_pages", pages), ("page_size", page_size)])?;
+        let (k_scale, v_scale) = (scale(bound, "k_scale", key.dims[1])?, scale(bound, "v_scale", key.dims[1])?);
         Ok(Self {
-            key: NewRows { rows: key, cache: k, scale: scale("k_scale")? },
-            value: NewRows { rows: value, cache: v, scale: scale("v_scale")? },
+            key: NewRows { rows: key, cache: k, scale: k_scale },
+            value: NewRows { rows: value, cache: v, scale: v_scale },
+            cache_dtype,
             slot_mapping,
             copies,
             num_pages: pages as usize,
@@ -153,18 +167,12 @@ fn check_rows(name: &'static str, rows: &Tensor, like: Option<&Tensor>) -> Resul
         rows.expect_shape(name, &[Dim::Is("T", t), Dim::Is("Hkv", heads), Dim::Is("D", d)])?;
     }
     ensure(rows.dims[1] > 0, || format!("{name} has shape {:?}, expected at least one head", rows.dims))?;
-    check_head_dim(name, rows.dims[2])?;
+    head_dim(name, rows.dims[2])?;
     contiguous_rows(name, rows)
 }
 
 fn check_cache_dtype(name: &str, cache: &Tensor, key: &Tensor) -> Result {
-    if [DType::F8E4M3FN, DType::F8E5M2].contains(&cache.dtype) {
-        return Err(Error::unimplemented(format!(
-            "{name} has dtype {}, which is not built yet; a cache of the key's dtype, {}, works",
-            cache.dtype, key.dtype
-        )));
-    }
-    cache.expect_dtype(name, &[key.dtype])
+    cache.expect_dtype(name, &[key.dtype, FP8_DTYPES[0], FP8_DTYPES[1]])
 }
 
 /// Operand and result of one cache agree.
@@ -181,15 +189,4 @@ fn same_cache<'a>(name: &str, from: Tensor<'a>, to: Tensor<'a>) -> Result<CacheC
         format!("{name} is strided and not updated in place; alias the result to the operand")
     })?;
     Ok(copy)
-}
-
-/// `k_scale` or `v_scale`: `f32[1]` or `f32[Hkv]`.
-fn row_scale<'a>(bound: &Bound<'a>, name: &'static str, heads: i64) -> Result<Option<Tensor<'a>>> {
-    let Some(scale) = bound.optional_operand(name) else { return Ok(None) };
-    scale.expect_dtype(name, &[DType::F32])?;
-    ensure(scale.dims == [1] || scale.dims == [heads], || {
-        format!("{name} has shape {:?}, expected [1] or [Hkv={heads}]", scale.dims)
-    })?;
-    dense(name, &scale)?;
-    Ok(Some(scale))
 }

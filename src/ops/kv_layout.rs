@@ -43,14 +43,27 @@ impl KvLayout {
         }
     }
 
-    /// The shape a cache of this layout has; `kv_heads` and `head_dim` are set by another operand.
-    pub(crate) fn shape(self, kv_heads: i64, head_dim: i64) -> Vec<Dim> {
+    /// The shape a cache of this layout has; `heads` is what is known of Hkv, `head_dim` is set by another operand.
+    pub(crate) fn shape(self, heads: Dim, head_dim: i64) -> Vec<Dim> {
         let (pages, page_size) = (Dim::Any("num_pages"), Dim::Any("page_size"));
-        let (two, heads, d) = (Dim::Is("K and V", 2), Dim::Is("Hkv", kv_heads), Dim::Is("D", head_dim));
+        let (two, d) = (Dim::Is("K and V", 2), Dim::Is("D", head_dim));
+        let both = match heads {
+            Dim::Any(_) => Dim::Any("2*Hkv"),
+            Dim::Is(_, heads) => Dim::Is("2*Hkv", heads.saturating_mul(2)),
+        };
         match self {
-            Self::Interleaved => vec![pages, page_size, Dim::Is("2*Hkv", kv_heads.saturating_mul(2)), d],
+            Self::Interleaved => vec![pages, page_size, both, d],
             Self::Stacked => vec![two, pages, page_size, heads, d],
             Self::PerPage => vec![pages, two, page_size, heads, d],
+        }
+    }
+
+    /// Hkv of a cache of this layout; `None` where its heads are no pairs.
+    pub(crate) fn kv_heads(self, cache: &Tensor) -> Option<i64> {
+        let heads = cache.dims[self.axes().1 + 1];
+        match self {
+            Self::Interleaved => (heads % 2 == 0).then_some(heads / 2),
+            Self::Stacked | Self::PerPage => Some(heads),
         }
     }
 
@@ -84,6 +97,11 @@ impl KvLayout {
 }
 
 impl KvView {
+    /// The view of packed rows `[Tk, Hkv, D]` of K or V.
+    pub(crate) fn packed(rows: &Tensor) -> Self {
+        Self { data: rows.data, page_stride: 0, token_stride: rows.stride(0), head_stride: rows.stride(1) }
+    }
+
     /// The view of a buffer `[P, page_size, Hkv, D]` that holds K or V alone.
     pub(crate) fn alone(cache: &Tensor) -> Self {
         Self {

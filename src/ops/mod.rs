@@ -2,13 +2,20 @@
 //!
 //! Nothing here knows XLA or CUDA, and nothing here reads the tensors' elements.
 
+pub mod attention;
+pub mod flash_attn_varlen;
 pub mod kv_cache_update;
+pub mod merge_attention_states;
 pub mod paged_attention;
+pub mod rope_kv_cache_update;
 pub mod simple_add;
+pub mod workspace;
 
+mod checks;
 mod kv_layout;
 mod signature;
 
+pub use checks::{MAX_HEAD_DIM, Scale};
 pub use kv_layout::KvView;
 pub(crate) use signature::Bound;
 pub use signature::{Attribute, AttributeKind, Signature};

@@ -11,12 +11,17 @@ import tempfile
 # Integration tests of the crate that run on the GPU with XLA_ATTENTION_TEST_DEVICE=cuda.
 GPU_TESTS = (
     "cuda_graphs",
+    "cuda_alignment",
     "simple_add",
     "kv_cache_update",
+    "kv_cache_update_fp8",
+    "rope_kv_cache_update",
+    "merge_attention_states",
     "refusals",
+    "refusals_of_rows",
+    "attention",
     "paged_attention",
-    "paged_attention_metadata",
-    "paged_attention_laws",
+    "flash_attn_varlen",
 )
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

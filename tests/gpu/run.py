@@ -1,15 +1,18 @@
 """`make gpu-test`: the tests that need a GPU, from the wheel in dist/ if there is one.
 
 First the Rust tests in dist/gpu (`make gpu-binaries`), which drive the CUDA backend without JAX, alone and under
-compute-sanitizer's memcheck; then the Python tests marked `gpu`. What is not there is skipped and said. Further
-arguments go to pytest.
+compute-sanitizer's memcheck, and a table of how close they came to the reference; then the Python tests marked `gpu`.
+What is not there is skipped and said. Further arguments go to pytest.
 """
 
+import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
 
 from package import GPU_TESTS, ROOT, environment
+from summary import table
 
 
 def main() -> int:
@@ -23,6 +26,7 @@ def main() -> int:
             failed.append(name)
 
     part("info", sys.executable, "-m", "xla_attention", "info")
+    measured = pathlib.Path(tempfile.mkdtemp(prefix="xla_attention_")) / "summary.tsv"
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         print("compute-sanitizer is not on PATH: memcheck skipped")
@@ -31,11 +35,13 @@ def main() -> int:
         if not binary.is_file():
             print(f"{binary} is not there (`make gpu-binaries`): skipped")
             continue
-        part(name, str(binary), "--quiet", XLA_ATTENTION_TEST_DEVICE="cuda")
+        collecting = {"XLA_ATTENTION_TEST_SUMMARY": str(measured)}
+        part(name, str(binary), "--quiet", XLA_ATTENTION_TEST_DEVICE="cuda", **collecting)
         if sanitizer:
             # Fewer random cases: each access is checked, at a price.
             memcheck = (sanitizer, "--tool", "memcheck", "--error-exitcode", "7", str(binary), "--quiet")
             part(f"memcheck {name}", *memcheck, XLA_ATTENTION_TEST_DEVICE="cuda", PROPTEST_CASES="8")
+    print(table(measured), flush=True)
     part("pytest", sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *sys.argv[1:])
     print("failed: " + ", ".join(failed) if failed else "all parts passed")
     return len(failed)

@@ -1,4 +1,4 @@
-"""Ragged batches for paged attention: random, with everything that belongs to no sequence poisoned."""
+"""Ragged batches: random, with everything that belongs to no sequence poisoned."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,3 +33,85 @@ def batch(
     query_start_loc = np.concatenate([starts, np.full(spare_slots, -7)])
     i32 = [jnp.asarray(x, jnp.int32) for x in (lens, tables, query_start_loc, [len(sequences)])]
     return jnp.asarray(query, dtype), jnp.asarray(cache, dtype), *i32
+
+
+def varlen(
+    sequences,
+    *,
+    heads=(8, 2),
+    d=64,
+    dv=None,
+    dtype="float32",
+    kv_dtype=None,
+    pages=None,
+    kv_layout=None,
+    unused=(0, 0),
+    rows_after=2,
+    seed=0,
+):
+    """Operands and options of flash_attn_varlen for `sequences`, a list of (queries, keys).
+
+    Parameters
+    ----------
+    sequences : list of (int, int)
+        Queries and keys of each sequence.
+    dv : int, optional
+        Head dimension of the values; that of the keys by default.
+    pages : int, optional
+        Tokens of a page; packed keys without it.
+    kv_layout : str, optional
+        K and V in one buffer of pages.
+    unused : (int, int)
+        Rows of q, and of packed keys, that follow each sequence's own and are left out by seqused_q and seqused_k.
+
+    Unused rows, slots and pages hold NaN, unused table entries nonsense. Pages are shuffled.
+    """
+    rng = np.random.default_rng(seed)
+    q_heads, kv_heads = heads
+    dv = d if dv is None else dv
+    kv_dtype = dtype if kv_dtype is None else kv_dtype
+    lens_q, lens_k = ([s[i] for s in sequences] for i in (0, 1))
+    starts_q = np.cumsum([0, *(n + unused[0] for n in lens_q)])
+    q = np.full((int(starts_q[-1]) + rows_after, q_heads, d), np.nan, np.float32)
+    for start, n in zip(starts_q, lens_q, strict=False):
+        q[start : start + n] = rng.standard_normal((n, q_heads, d))
+    keys = [rng.standard_normal((n, kv_heads, d)) for n in lens_k]
+    values = [rng.standard_normal((n, kv_heads, dv)) for n in lens_k]
+    options = {}
+    if unused[0]:
+        options["seqused_q"] = jnp.asarray(lens_q, jnp.int32)
+    if unused[1] or pages is not None:
+        options["seqused_k"] = jnp.asarray(lens_k, jnp.int32)
+    if pages is None:
+        starts_k = np.cumsum([0, *(n + unused[1] for n in lens_k)])
+        rows = int(starts_k[-1]) + rows_after
+        k, v = np.full((rows, kv_heads, d), np.nan, np.float32), np.full((rows, kv_heads, dv), np.nan, np.float32)
+        for b, start in enumerate(starts_k[:-1]):
+            k[start : start + lens_k[b]], v[start : start + lens_k[b]] = keys[b], values[b]
+    else:
+        starts_k = None
+        used = [-(-n // pages) for n in lens_k]
+        count = sum(used) + 3
+        k, v = np.full((count, pages, kv_heads, d), np.nan, np.float32), np.full((count, pages, kv_heads, dv), np.nan)
+        table = rng.integers(-(2**31), 2**31, (len(sequences), max([*used, 0]) + 1)).astype(np.int32)
+        free = rng.permutation(count).tolist()
+        for b, n in enumerate(lens_k):
+            for page in range(used[b]):
+                table[b, page] = free.pop()
+                here = slice(page * pages, min(n, (page + 1) * pages))
+                k[table[b, page], : here.stop - here.start] = keys[b][here]
+                v[table[b, page], : here.stop - here.start] = values[b][here]
+        options["block_table"] = jnp.asarray(table)
+        if kv_layout is not None:
+            options["kv_layout"] = kv_layout
+            k, v = _one_buffer(k, v, kv_layout), None
+    starts = [None if s is None else jnp.asarray(s, jnp.int32) for s in (starts_q, starts_k)]
+    buffers = [None if x is None else jnp.asarray(x, kv_dtype) for x in (k, v)]
+    return (jnp.asarray(q, dtype), *buffers, *starts), options
+
+
+def _one_buffer(k, v, kv_layout):
+    if kv_layout == "interleaved":
+        both = np.stack([k, v], axis=3)  # [P, page_size, Hkv, 2, D]
+        return both.reshape(*k.shape[:2], -1, k.shape[3])
+    return np.stack([k, v], axis=0 if kv_layout == "stacked" else 1)

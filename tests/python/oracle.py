@@ -5,6 +5,7 @@ Shares no code with the package. Arrays may be NumPy's or JAX's; results are Num
 
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 
@@ -17,22 +18,32 @@ class Sequence(NamedTuple):
     len_k: int
 
 
-def sequences(total_rows, capacity, context_lens, query_start_loc, num_seqs):
-    """The sequences in use: no count, start or length is trusted."""
-    starts = np.asarray(query_start_loc, np.int64)
-    lengths = np.asarray(context_lens, np.int64)
-    used = int(np.clip(int(np.asarray(num_seqs).reshape(())), 0, len(lengths)))
-    for index in range(used):
-        start = int(np.clip(starts[index], 0, total_rows))
-        end = int(np.clip(starts[index + 1], start, total_rows))
-        yield Sequence(index, slice(start, end), end - start, int(np.clip(lengths[index], 0, capacity)))
+class Score(NamedTuple):
+    """From q . k to a weight, for one head of one sequence."""
+
+    scale: float  # softmax_scale * q_scale * k_scale
+    softcap: float = 0.0
+    slope: float = 0.0
+    sink: float = -np.inf
+    v_scale: float = 1.0
 
 
-def visible(len_q, len_k, window_left=-1, window_right=-1):
-    """`bool[len_q, len_k]`: which keys a query sees; the last query stands at the last key, -1 is unlimited."""
-    position = np.arange(len_q)[:, None] + len_k - len_q
+def clamped_rows(starts, index, total):
+    """Rows `start` to `end` of sequence `index`, whatever stands in `starts`."""
+    start = int(np.clip(starts[index], 0, total))
+    return start, int(np.clip(starts[index + 1], start, total))
+
+
+def positions(len_q, len_k, top_left=False):
+    """`int[len_q]`: the key at which each query stands; the last query at the last key, or query 0 at key 0."""
+    return np.arange(len_q) + (0 if top_left else len_k - len_q)
+
+
+def visible(len_q, len_k, window_left=-1, window_right=-1, *, top_left=False, leftpad=0):
+    """`bool[len_q, len_k]`: which keys a query sees; -1 is unlimited."""
+    position = positions(len_q, len_k, top_left)[:, None]
     key = np.arange(len_k)[None, :]
-    seen = np.ones((len_q, len_k), bool)
+    seen = np.broadcast_to(key >= leftpad, (len_q, len_k)).copy()
     if window_left >= 0:
         seen &= key >= position - window_left
     if window_right >= 0:
@@ -40,53 +51,110 @@ def visible(len_q, len_k, window_left=-1, window_right=-1):
     return seen
 
 
-def attend(q, k, v, seen, *, scale, softcap=0.0):
+def attend(q, k, v, seen, score, position):
     """One head of one sequence, exactly: `q [n, D]`, `k [m, D]`, `v [m, Dv]`, `seen [n, m]` to `out`, `lse`.
 
     Keys that no query sees are not looked at: they may hold anything.
     """
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    out, lse = np.zeros((len(q), v.shape[1])), np.full(len(q), -np.inf)
-    used = seen.any(axis=0)
-    rows = seen.any(axis=1)
+    q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
+    out, lse = np.zeros((len(q), v.shape[1])), np.full(len(q), np.float64(score.sink))
+    used, rows = seen.any(axis=0), seen.any(axis=1)
     if not rows.any():
         return out, lse
-    scores = float(scale) * (q[rows] @ k[used].T)
-    if softcap > 0:
-        scores = softcap * np.tanh(scores / softcap)
-    scores = np.where(seen[rows][:, used], scores, -np.inf)
-    largest = scores.max(axis=1, keepdims=True)
-    weights = np.exp(scores - largest)
-    denominator = weights.sum(axis=1, keepdims=True)
-    out[rows] = (weights / denominator) @ v[used]
+    logits = np.float64(score.scale) * (q[rows] @ k[used].T)
+    if score.softcap > 0:
+        logits = score.softcap * np.tanh(logits / score.softcap)
+    logits = logits - score.slope * np.abs(position[rows, None] - np.flatnonzero(used)[None, :])
+    logits = np.where(seen[rows][:, used], logits, -np.inf)
+    largest = np.maximum(logits.max(axis=1, keepdims=True), score.sink)
+    weights = np.exp(logits - largest)
+    denominator = weights.sum(axis=1, keepdims=True) + np.exp(score.sink - largest)
+    out[rows] = score.v_scale * ((weights / denominator) @ v[used])
     lse[rows] = (largest + np.log(denominator))[:, 0]
     return out, lse
 
 
-def attend_naively(q, k, v, seen, *, scale, softcap=0.0):
-    """The same formula in the operands' own dtype: products in float32, S and P rounded, softmax in float32."""
-    dtype = q.dtype
+def attend_naively(q, k, v, seen, score, position, dtype=None):
+    """The same formula in `dtype` (the operands' own): products in float32, S and P rounded, softmax in float32."""
+    dtype = q.dtype if dtype is None else dtype
 
     def rounded(x):
         return x.astype(dtype).astype(np.float32)
 
     q, k, v = (np.asarray(x).astype(np.float32) for x in (q, k, v))
-    out, lse = np.zeros((len(q), v.shape[1])), np.full(len(q), -np.inf)
-    used = seen.any(axis=0)
-    rows = seen.any(axis=1)
+    out, lse = np.zeros((len(q), v.shape[1])), np.full(len(q), np.float64(score.sink))
+    used, rows = seen.any(axis=0), seen.any(axis=1)
     if not rows.any():
         return out, lse
-    scores = rounded(np.float32(scale) * rounded(q[rows] @ k[used].T))
-    if softcap > 0:
-        cap = np.float32(softcap)
-        scores = rounded(cap * rounded(np.tanh(scores / cap)))
-    scores = np.where(seen[rows][:, used], scores, np.float32(-np.inf))
-    largest = scores.max(axis=1, keepdims=True)
-    weights = np.exp(scores - largest)
-    denominator = weights.sum(axis=1, keepdims=True)
-    out[rows] = rounded(rounded(weights / denominator) @ v[used])
+    logits = rounded(np.float32(score.scale) * rounded(q[rows] @ k[used].T))
+    if score.softcap > 0:
+        cap = np.float32(score.softcap)
+        logits = rounded(cap * rounded(np.tanh(logits / cap)))
+    if score.slope:
+        distance = np.abs(position[rows, None] - np.flatnonzero(used)[None, :]).astype(np.float32)
+        logits = rounded(logits - np.float32(score.slope) * distance)
+    logits = np.where(seen[rows][:, used], logits, np.float32(-np.inf))
+    sink = np.float32(score.sink)
+    largest = np.maximum(logits.max(axis=1, keepdims=True), sink)
+    weights = np.exp(logits - largest)
+    denominator = weights.sum(axis=1, keepdims=True) + np.exp(sink - largest)
+    out[rows] = rounded(np.float32(score.v_scale) * (rounded(weights / denominator) @ v[used]))
     lse[rows] = (largest + np.log(denominator))[:, 0]
     return out, lse
+
+
+def _per_head(values, head, otherwise):
+    """Element `head` of one value or one a head."""
+    if values is None:
+        return otherwise
+    values = np.asarray(values, np.float64).reshape(-1)
+    return float(values[head % len(values)])
+
+
+def _attention(q, group, sequences, keys, *, score_of, seen_of, value_dim, top_left=False, head=attend):
+    """`out [T, Hq, Dv]` and `lse [Hq, T]`; `keys(sequence)` gives its K and V, `[len_k, Hkv, D]` each."""
+    rows, q_heads = q.shape[:2]
+    out, lse = np.zeros((rows, q_heads, value_dim)), np.full((q_heads, rows), -np.inf)
+    for sequence in sequences:
+        k, v = keys(sequence)
+        position = positions(sequence.len_q, sequence.len_k, top_left)
+        seen = seen_of(sequence)
+        for h in range(q_heads):
+            out[sequence.rows, h], lse[h, sequence.rows] = head(
+                q[sequence.rows, h], k[:, h // group], v[:, h // group], seen, score_of(sequence, h), position
+            )
+    return out, lse
+
+
+def _score(softmax_scale, softcap, alibi_slopes, sinks, q_scale, k_scale, v_scale, group):
+    """Which `Score` a head of a sequence has."""
+
+    def of(sequence, h):
+        slopes = None if alibi_slopes is None else np.asarray(alibi_slopes)
+        if slopes is not None and slopes.ndim == 2:
+            slopes = slopes[sequence.index]
+        scales = _per_head(q_scale, h // group, 1.0) * _per_head(k_scale, h // group, 1.0)
+        return Score(
+            float(np.float32(softmax_scale)) * scales,
+            float(np.float32(softcap or 0)),
+            0.0 if slopes is None else float(slopes[h]),
+            -np.inf if sinks is None else float(np.asarray(sinks)[h]),
+            _per_head(v_scale, h // group, 1.0),
+        )
+
+    return of
+
+
+def _paged_rows(cache, table, sequence):
+    """The stored rows of a sequence from `[P, page_size, ...]`; page ids are clamped."""
+    num_pages, page_size = cache.shape[:2]
+    used_entries = -(-sequence.len_k // page_size) if page_size else 0
+    pages = np.clip(table[sequence.index, :used_entries].astype(np.int64), 0, max(num_pages - 1, 0))
+    return cache[pages].reshape(-1, *cache.shape[2:])[: sequence.len_k]
+
+
+def _capacity(cache, table):
+    return table.shape[1] * cache.shape[1] if cache.shape[0] else 0
 
 
 def paged_attention_reference(
@@ -100,40 +168,133 @@ def paged_attention_reference(
     scale,
     sliding_window=None,
     soft_cap=None,
+    alibi_slopes=None,
+    sinks=None,
+    q_scale=None,
+    k_scale=None,
+    v_scale=None,
     head=attend,
 ):
-    """`out [T, Hq, D]` and `lse [Hq, T]` of `paged_attention`.
-
-    A row of no sequence, or that sees no key, has out 0 and lse -inf. `head` computes one head of one sequence.
-    """
+    """`out [T, Hq, D]` and `lse [Hq, T]` of `paged_attention`. `head` computes one head of one sequence."""
     query, kv_cache, block_tables = np.asarray(query), np.asarray(kv_cache), np.asarray(block_tables)
-    total_rows, q_heads, head_dim = query.shape
-    num_pages, page_size, both_heads, _ = kv_cache.shape
-    group = q_heads // (both_heads // 2)
-    capacity = block_tables.shape[1] * page_size if num_pages else 0
+    starts, lengths = np.asarray(query_start_loc, np.int64), np.asarray(context_lens, np.int64)
+    group = query.shape[1] // (kv_cache.shape[2] // 2)
     window_left = -1 if sliding_window is None else sliding_window - 1
-    out, lse = np.zeros((total_rows, q_heads, head_dim)), np.full((q_heads, total_rows), -np.inf)
-    for sequence in sequences(total_rows, capacity, context_lens, query_start_loc, num_seqs):
-        used_entries = -(-sequence.len_k // page_size) if page_size else 0
-        pages = np.clip(block_tables[sequence.index, :used_entries].astype(np.int64), 0, max(num_pages - 1, 0))
-        stored = kv_cache[pages].reshape(-1, both_heads, head_dim)[: sequence.len_k]
-        seen = visible(sequence.len_q, sequence.len_k, window_left, 0)
-        for h in range(q_heads):
-            kv_head = h // group
-            out[sequence.rows, h], lse[h, sequence.rows] = head(
-                query[sequence.rows, h],
-                stored[:, 2 * kv_head],
-                stored[:, 2 * kv_head + 1],
-                seen,
-                scale=np.float32(scale),
-                softcap=np.float32(soft_cap or 0),
-            )
-    return out, lse
+    used = int(np.clip(int(np.asarray(num_seqs).reshape(())), 0, len(lengths)))
+
+    def sequence(b):
+        start, end = clamped_rows(starts, b, len(query))
+        len_k = int(np.clip(lengths[b], 0, _capacity(kv_cache, block_tables)))
+        return Sequence(b, slice(start, end), end - start, len_k)
+
+    def keys(sequence):
+        stored = _paged_rows(kv_cache, block_tables, sequence)
+        return stored[:, 0::2], stored[:, 1::2]
+
+    return _attention(
+        query,
+        group,
+        map(sequence, range(used)),
+        keys,
+        score_of=_score(scale, soft_cap, alibi_slopes, sinks, q_scale, k_scale, v_scale, group),
+        seen_of=lambda s: visible(s.len_q, s.len_k, window_left, 0),
+        value_dim=query.shape[2],
+        head=head,
+    )
 
 
 def paged_attention_naive(*operands, **options):
     """:func:`paged_attention_reference` in the dtype of the query: the measure of what a kernel may be off by."""
-    return paged_attention_reference(*operands, **options, head=attend_naively)
+    return paged_attention_reference(*operands, **options, head=_naively(operands[0]))
+
+
+def split_layout(k, kv_layout):
+    """K and V, `[P, page_size, Hkv, D]` each, of one buffer."""
+    if kv_layout == "interleaved":
+        return k[:, :, 0::2], k[:, :, 1::2]
+    return (k[0], k[1]) if kv_layout == "stacked" else (k[:, 0], k[:, 1])
+
+
+def flash_attn_varlen_reference(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k=None,
+    *,
+    softmax_scale=None,
+    causal=False,
+    window=(-1, -1),
+    softcap=0.0,
+    seqused_q=None,
+    seqused_k=None,
+    block_table=None,
+    kv_layout=None,
+    leftpad_k=None,
+    alibi_slopes=None,
+    sinks=None,
+    q_scale=None,
+    k_scale=None,
+    v_scale=None,
+    top_left=False,
+    head=attend,
+):
+    """`out [Tq, Hq, Dv]` and `lse [Hq, Tq]` of `flash_attn_varlen`. `head` computes one head of one sequence."""
+    q, k = np.asarray(q), np.asarray(k)
+    k, v = (k, np.asarray(v)) if kv_layout is None else split_layout(k, kv_layout)
+    table = None if block_table is None else np.asarray(block_table)
+    starts_q = np.asarray(cu_seqlens_q, np.int64)
+    starts_k = starts_q if cu_seqlens_k is None else np.asarray(cu_seqlens_k, np.int64)
+    group = q.shape[1] // k.shape[-2]
+    left, right = window[0], 0 if causal else window[1]
+
+    def key_slot(b):
+        """First row and number of rows of the packed keys."""
+        start, end = clamped_rows(starts_k, b, len(k))
+        return start, end - start
+
+    def sequence(b):
+        start, end = clamped_rows(starts_q, b, len(q))
+        len_q = end - start if seqused_q is None else min(end - start, max(int(seqused_q[b]), 0))
+        capacity = key_slot(b)[1] if table is None else _capacity(k, table)
+        given = capacity if table is None else int(starts_k[b + 1]) - int(starts_k[b])
+        len_k = int(np.clip(given if seqused_k is None else int(seqused_k[b]), 0, capacity))
+        return Sequence(b, slice(start, start + len_q), len_q, len_k)
+
+    def keys(sequence):
+        if table is not None:
+            return _paged_rows(k, table, sequence), _paged_rows(v, table, sequence)
+        start = key_slot(sequence.index)[0]
+        return k[start : start + sequence.len_k], v[start : start + sequence.len_k]
+
+    def seen(sequence):
+        leftpad = 0 if leftpad_k is None else int(np.clip(int(leftpad_k[sequence.index]), 0, sequence.len_k))
+        return visible(sequence.len_q, sequence.len_k, left, right, top_left=top_left, leftpad=leftpad)
+
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return _attention(
+        q,
+        group,
+        map(sequence, range(len(starts_q) - 1)),
+        keys,
+        score_of=_score(scale, softcap, alibi_slopes, sinks, q_scale, k_scale, v_scale, group),
+        seen_of=seen,
+        value_dim=v.shape[-1],
+        top_left=top_left,
+        head=head,
+    )
+
+
+def flash_attn_varlen_naive(*operands, **options):
+    """:func:`flash_attn_varlen_reference` in the dtype of the query: the measure of what a kernel may be off by."""
+    return flash_attn_varlen_reference(*operands, **options, head=_naively(operands[0]))
+
+
+def _naively(query):
+    """The naive head in the dtype that products of these queries are taken in: bf16 for 8 bit."""
+    dtype = np.asarray(query).dtype
+    dtype = np.dtype(ml_dtypes.bfloat16) if dtype.itemsize == 1 else dtype
+    return lambda *operands: attend_naively(*operands, dtype=dtype)
 
 
 def kv_cache_update_reference(kv_cache, key, value, slot_mapping, *, kv_layout=1, k_scale=None, v_scale=None):
@@ -164,13 +325,57 @@ def kv_cache_update_split_reference(k_cache, v_cache, key, value, slot_mapping, 
 def _write_rows(cache, rows, slot_mapping, scale):
     """Row t of `[T, Hkv, D]` to its slot of `[P, page_size, Hkv, D]`; slots outside are skipped, never clamped."""
     num_pages, page_size = cache.shape[:2]
-    rows = np.asarray(rows)
-    if scale is not None:
-        per_head = np.asarray(scale, np.float64).reshape(1, -1, 1)
-        rows = (rows.astype(np.float64) / per_head).astype(cache.dtype)
+    rows = _stored(np.asarray(rows), scale, cache.dtype)
     for row, slot in zip(rows, np.asarray(slot_mapping).tolist(), strict=True):
         if 0 <= slot < num_pages * page_size:
             cache[slot // page_size, slot % page_size] = row
+
+
+def _stored(rows, scale, dtype):
+    """What a cache of `dtype` holds of rows `[T, Hkv, D]`: the float32 quotient, rounded; fp8 saturates."""
+    if scale is not None:
+        rows = (rows.astype(np.float64) / np.asarray(scale, np.float32).reshape(1, -1, 1)).astype(np.float32)
+    if dtype.itemsize == 1:
+        largest = float(ml_dtypes.finfo(dtype).max)
+        rows = np.clip(rows.astype(np.float32), -largest, largest)
+    return rows.astype(dtype)
+
+
+def rotated(rows, positions, cos_sin, interleaved=False):
+    """Rows `[T, heads, D]`, the first `rot` elements of each head turned by the row of `[max_pos, rot]` of its token.
+
+    A pair is elements i and i + rot/2, interleaved 2i and 2i + 1. Positions are clamped to the table; without a row of
+    it nothing turns.
+    """
+    out, table = np.array(rows, np.float64), np.asarray(cos_sin, np.float64)
+    max_pos, rot = table.shape
+    if max_pos == 0:
+        return out
+    angles = table[np.clip(np.asarray(positions, np.int64), 0, max_pos - 1)][:, None]
+    cos, sin = angles[..., : rot // 2], angles[..., rot // 2 :]
+    pair = (
+        (np.s_[..., 0:rot:2], np.s_[..., 1:rot:2])
+        if interleaved
+        else (np.s_[..., : rot // 2], np.s_[..., rot // 2 : rot])
+    )
+    a, b = out[pair[0]].copy(), out[pair[1]].copy()
+    out[pair[0]], out[pair[1]] = a * cos - b * sin, b * cos + a * sin
+    return out
+
+
+def merge_attention_states_reference(out_a, lse_a, out_b, lse_b):
+    """`out [n, h, d]` and `lse [h, n]` of both parts; a part whose lse is not finite is empty and not looked at."""
+    parts = []
+    for out, lse in ((out_a, lse_a), (out_b, lse_b)):
+        lse = np.asarray(lse, np.float64)
+        there = np.isfinite(lse)
+        out = np.where(there.T[..., None], np.asarray(out).astype(np.float64), 0)
+        parts.append((out, np.where(there, lse, -np.inf)))
+    (out_a, lse_a), (out_b, lse_b) = parts
+    lse = np.logaddexp(lse_a, lse_b)
+    with np.errstate(invalid="ignore"):
+        weights = [np.nan_to_num(np.exp(part - lse)).T[..., None] for part in (lse_a, lse_b)]
+    return weights[0] * out_a + weights[1] * out_b, lse
 
 
 def assert_close_like_naive(actual, exact, naive, *, factor=2.0, floor=1e-5, name="out"):
@@ -200,14 +405,21 @@ def assert_lse_close(actual, exact, *, soft_cap_in_16_bit=False):
     assert (off <= tolerance).all(), f"lse is off by {off.max():.3g}, allowed {tolerance}"
 
 
-def assert_paged_attention(out, lse, *operands, scale, sliding_window=None, soft_cap=None):
+def assert_paged_attention(out, lse, *operands, **options):
     """`out [T, Hq, D]`, and `lse [Hq, T]` unless None, are what SPEC 2.1 allows for these operands."""
-    options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
-    exact, exact_lse = paged_attention_reference(*operands, **options)
-    naive, _ = paged_attention_naive(*operands, **options)
-    assert_close_like_naive(out, exact, naive)
-    no_key = np.isneginf(exact_lse).T
+    exact, naive = paged_attention_reference(*operands, **options), paged_attention_naive(*operands, **options)
+    _assert_attention(out, lse, exact, naive, operands[0], soft_cap=options.get("soft_cap"))
+
+
+def assert_flash_attn_varlen(out, lse, *operands, **options):
+    """`out [Tq, Hq, Dv]`, and `lse [Hq, Tq]` unless None, are what SPEC 2.1 allows for these operands."""
+    exact, naive = flash_attn_varlen_reference(*operands, **options), flash_attn_varlen_naive(*operands, **options)
+    _assert_attention(out, lse, exact, naive, operands[0], soft_cap=options.get("softcap"))
+
+
+def _assert_attention(out, lse, exact, naive, query, *, soft_cap):
+    assert_close_like_naive(out, exact[0], naive[0])
+    no_key = np.isneginf(exact[1]).T
     assert (np.asarray(out)[no_key] == 0).all(), "a row that sees no key is not 0"
     if lse is not None:
-        sixteen_bit = np.asarray(operands[0]).dtype.itemsize == 2
-        assert_lse_close(lse, exact_lse, soft_cap_in_16_bit=bool(soft_cap) and sixteen_bit)
+        assert_lse_close(lse, exact[1], soft_cap_in_16_bit=bool(soft_cap) and np.asarray(query).dtype.itemsize < 4)

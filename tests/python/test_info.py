@@ -74,7 +74,7 @@ for _ in range(3):
     paged_attention(jnp.ones((1, 2, 64)), jnp.ones((2, 4, 2, 64)), one, table, starts, one, scale=1.0)
 """
     done = python(code, XLA_ATTENTION_LOG="debug", JAX_PLATFORMS="cpu")
-    assert done.stderr.count("paged_attention: ") == 1, done.stderr
+    assert done.stderr.count("attention: ") == 1, done.stderr
     assert "paged_attention: " not in python(code, JAX_PLATFORMS="cpu").stderr
 
 

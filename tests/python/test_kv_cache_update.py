@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oracle import kv_cache_update_reference as reference
+from oracle import kv_cache_update_split_reference as split_reference
 from xla_attention.jax import kv_cache_update
 
 
@@ -110,10 +111,73 @@ def test_what_does_not_fit_is_a_value_error(change, message):
     assert message in str(caught.value)
 
 
-def test_an_fp8_cache_is_not_built_yet():
+FP8 = ["float8_e4m3fn", "float8_e5m2"]
+
+
+@pytest.mark.parametrize("fp8", FP8)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("d", [8, 40, 128])
+@pytest.mark.parametrize("scales", [(None, None), (0.37, None), ([3.0, 0.011], 2.5)], ids=["none", "one", "a head"])
+def test_an_fp8_cache_holds_the_rounded_quotient(platform, fp8, dtype, d, scales):
+    slots, (k_scale, v_scale) = [5, 0, -1, 30, 31, 32], scales
+    cache, key, value = operands(8, 4, 2, d, slots, dtype)
+    key, cache = 300 * key, cache.astype(fp8)
+    out = kv_cache_update(cache, key, value, jnp.array(slots), k_scale=k_scale, v_scale=v_scale)
+    wanted = reference(cache, np.asarray(key), np.asarray(value), slots, k_scale=k_scale, v_scale=v_scale)
+    assert out.dtype == fp8
+    np.testing.assert_array_equal(np.asarray(out).view(np.uint8), wanted.view(np.uint8))
+
+
+@pytest.mark.parametrize(("fp8", "largest"), [("float8_e4m3fn", 448), ("float8_e5m2", 57344)])
+def test_an_fp8_cache_saturates_and_keeps_nan(platform, fp8, largest):
+    row = jnp.array([jnp.inf, -jnp.inf, jnp.nan, 1e9, -1e9, 0.0, 1.0, largest])
+    cache = jnp.zeros((1, 1, 2, 8), fp8)
+    out = kv_cache_update(cache, row[None, None], row[None, None], jnp.array([0])).astype("float32")
+    expected = [largest, -largest, np.nan, largest, -largest, 0, 1, largest]
+    np.testing.assert_array_equal(out, np.broadcast_to(expected, (1, 1, 2, 8)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", *FP8])
+@pytest.mark.parametrize(
+    ("name", "number", "shape"),
+    [
+        ("interleaved", 1, (5, 4, 4, 16)),
+        ("stacked", 2, (2, 5, 4, 2, 16)),
+        ("per_page", 3, (5, 2, 4, 2, 16)),
+    ],
+)
+def test_every_layout_of_one_buffer(platform, name, number, shape, dtype):
+    slots = [7, -1, 19, 20, 0]
+    _, key, value = operands(1, 1, 2, 16, slots)
+    cache = jnp.asarray(np.random.default_rng(3).standard_normal(shape), dtype)
+    out = kv_cache_update(cache, key, value, jnp.array(slots), kv_layout=name)
+    wanted = reference(cache, np.asarray(key), np.asarray(value), slots, kv_layout=number)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), wanted.astype(np.float32))
+
+
+@pytest.mark.parametrize("fp8", FP8)
+def test_a_split_fp8_cache(platform, fp8):
+    slots = [7, 2]
+    _, key, value = operands(1, 1, 2, 64, slots)
+    caches = jnp.zeros((4, 4, 2, 64), fp8), jnp.zeros((4, 4, 2, 32), fp8)
+    rows = (np.asarray(key), np.asarray(value[..., :32]))
+    found = kv_cache_update(caches, *rows, jnp.array(slots), k_scale=[0.5, 3.0])
+    for out, wanted in zip(found, split_reference(*caches, *rows, slots, k_scale=[0.5, 3.0]), strict=True):
+        np.testing.assert_array_equal(np.asarray(out, np.float32), wanted.astype(np.float32))
+
+
+def test_layouts_have_names():
     cache, key, value = operands(2, 4, 1, 16, [0])
-    with pytest.raises(NotImplementedError, match="kv_cache has dtype f8e4m3fn, which is not built yet"):
-        kv_cache_update(cache.astype(jnp.float8_e4m3fn), key, value, jnp.array([0]))
+    with pytest.raises(ValueError, match="kv_layout is 'vllm', expected 'interleaved', 'stacked' or 'per_page'"):
+        kv_cache_update(cache, key, value, jnp.array([0]), kv_layout="vllm")
+    with pytest.raises(ValueError, match="kv_layout is 'stacked', which K and V apart do not have"):
+        kv_cache_update((cache, cache), key, value, jnp.array([0]), kv_layout="stacked")
+
+
+def test_caches_apart_have_one_dtype():
+    k_cache, v_cache = jnp.zeros((2, 4, 1, 16), "float8_e5m2"), jnp.zeros((2, 4, 1, 16))
+    with pytest.raises(ValueError, match="v_cache has dtype f32, expected f8e5m2"):
+        kv_cache_update((k_cache, v_cache), *[jnp.zeros((1, 1, 16))] * 2, jnp.array([0]))
 
 
 def test_slots_that_are_not_integers_are_a_type_error():

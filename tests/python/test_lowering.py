@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from stablehlo import stablehlo_of
-from xla_attention.jax import kv_cache_update, paged_attention, simple_add
+from xla_attention.jax import kv_cache_update, paged_attention, rope_kv_cache_update, simple_add
 
 QUERY = jax.ShapeDtypeStruct((4, 4, 64), jnp.float32)
 CACHE = jax.ShapeDtypeStruct((8, 16, 4, 64), jnp.float32)
@@ -50,6 +50,15 @@ def test_the_cache_aliases_its_operand():
     rows = jax.ShapeDtypeStruct((4, 2, 64), jnp.float32)
     text = lowered(kv_cache_update, CACHE, rows, rows, I32[4,])
     assert re.search(r"output_operand_aliases = \[#stablehlo.output_operand_alias<.*operand_index = 0", text)
+
+
+def test_the_cache_of_a_rotating_update_aliases_its_operand():
+    query, rows = (jax.ShapeDtypeStruct((4, heads, 64), jnp.float32) for heads in (4, 2))
+    table = jax.ShapeDtypeStruct((9, 32), jnp.float32)
+    text = lowered(rope_kv_cache_update, CACHE, query, rows, rows, I32[4,], I32[4,], table)
+    (alias,) = re.findall(r"#stablehlo.output_operand_alias<([^>]*)>", text)
+    assert "output_tuple_indices = [0], operand_index = 0" in alias
+    assert "interleaved = false, kv_layout = 1 : i64" in text
 
 
 def test_no_host_callback_is_left_in_the_program():

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 from oracle import (
+    Score,
     assert_close_like_naive,
     assert_lse_close,
     assert_paged_attention,
     attend,
+    clamped_rows,
     kv_cache_update_reference,
     kv_cache_update_split_reference,
     paged_attention_naive,
     paged_attention_reference,
-    sequences,
     visible,
 )
 
@@ -22,7 +23,7 @@ from oracle import (
 def test_two_keys_are_weighed_by_their_scores():
     # Scores 0.5 * (2 * 1, 2 * 0) = (1, 0).
     q, k, v = np.array([[2.0]]), np.array([[1.0], [0.0]]), np.array([[10.0], [20.0]])
-    out, lse = attend(q, k, v, np.ones((1, 2), bool), scale=0.5)
+    out, lse = attend(q, k, v, np.ones((1, 2), bool), Score(0.5), np.zeros(1))
     e = np.e
     np.testing.assert_allclose(out, [[(10 * e + 20) / (e + 1)]])
     np.testing.assert_allclose(lse, [np.log(e + 1)])
@@ -30,7 +31,7 @@ def test_two_keys_are_weighed_by_their_scores():
 
 def test_the_soft_cap_bends_scores_before_the_softmax():
     q, k = np.array([[6.0]]), np.array([[1.0], [0.0]])
-    out, lse = attend(q, k, k, np.ones((1, 2), bool), scale=1.0, softcap=2.0)
+    out, lse = attend(q, k, k, np.ones((1, 2), bool), Score(1.0, softcap=2.0), np.zeros(1))
     capped = 2 * np.tanh(3.0)
     np.testing.assert_allclose(lse, [np.log(np.exp(capped) + 1)])
     np.testing.assert_allclose(out, [[1 / (1 + np.exp(-capped))]])
@@ -38,13 +39,13 @@ def test_the_soft_cap_bends_scores_before_the_softmax():
 
 def test_a_row_that_sees_nothing_is_zero_and_minus_infinity():
     nan = np.full((2, 3), np.nan)
-    out, lse = attend(np.ones((1, 3)), nan, nan, np.zeros((1, 2), bool), scale=1.0)
+    out, lse = attend(np.ones((1, 3)), nan, nan, np.zeros((1, 2), bool), Score(1.0), np.zeros(1))
     assert (out == 0).all() and np.isneginf(lse).all()
 
 
 def test_keys_that_nobody_sees_may_hold_anything():
     k = v = np.array([[np.nan], [1.0], [np.inf]])
-    out, lse = attend(np.ones((1, 1)), k, v, np.array([[False, True, False]]), scale=1.0)
+    out, lse = attend(np.ones((1, 1)), k, v, np.array([[False, True, False]]), Score(1.0), np.zeros(1))
     np.testing.assert_allclose(out, [[1.0]])
     np.testing.assert_allclose(lse, [1.0])
 
@@ -66,13 +67,43 @@ def test_which_keys_a_query_sees(len_q, len_k, window_left, window_right, wanted
     np.testing.assert_array_equal(seen, np.array(wanted, bool).reshape(len_q, len_k))
 
 
-def test_metadata_is_clamped():
+def test_queries_may_stand_at_the_first_keys_and_padding_is_hidden():
+    np.testing.assert_array_equal(visible(2, 3, -1, 0, top_left=True), [[1, 0, 0], [1, 1, 0]])
+    np.testing.assert_array_equal(visible(2, 3, -1, 0, leftpad=1), [[0, 1, 0], [0, 1, 1]])
+    np.testing.assert_array_equal(visible(1, 2, leftpad=2), [[0, 0]])
+
+
+def test_a_slope_is_paid_for_each_key_of_distance():
+    # The query stands at key 1: distances 1 and 0, logits -0.5 and 0.
+    q, k, v = np.zeros((1, 1)), np.zeros((2, 1)), np.array([[10.0], [20.0]])
+    out, lse = attend(q, k, v, np.ones((1, 2), bool), Score(1.0, slope=0.5), np.array([1]))
+    weight = np.exp(-0.5)
+    np.testing.assert_allclose(out, [[(10 * weight + 20) / (weight + 1)]])
+    np.testing.assert_allclose(lse, [np.log(weight + 1)])
+
+
+def test_a_sink_takes_weight_and_gives_nothing():
+    q, k, v = np.zeros((2, 1)), np.zeros((1, 1)), np.array([[10.0]])
+    out, lse = attend(q, k, v, np.array([[True], [False]]), Score(1.0, sink=np.log(3.0), v_scale=2.0), np.zeros(2))
+    np.testing.assert_allclose(out, [[2 * 10 / 4], [0]])
+    np.testing.assert_allclose(lse, [np.log(4.0), np.log(3.0)])
+
+
+def test_starts_are_clamped_to_the_rows_that_there_are():
     low, high = -(2**31), 2**31 - 1
-    found = list(sequences(10, 8, [high, low, 3, 3], [low, 4, high, 2, 5], high))
-    wanted = [(0, 0, 4, 8), (1, 4, 6, 0), (2, 10, 0, 3), (3, 2, 3, 3)]
-    assert [(s.index, s.rows.start, s.len_q, s.len_k) for s in found] == wanted
-    assert not list(sequences(10, 8, [3], [0, 1], -1))
-    assert len(list(sequences(10, 8, [3, 3], [0, 1, 2], np.array([1])))) == 1
+    starts = [low, 4, high, 2, 5]
+    assert [clamped_rows(starts, b, 10) for b in range(4)] == [(0, 4), (4, 10), (10, 10), (2, 5)]
+
+
+def test_lengths_and_counts_are_clamped():
+    operands, _ = batch("float32", [(1, 9), (6, 6)])
+    query, cache, lens, tables, starts, _ = operands
+    for num_seqs, used in ((2**31 - 1, 2), (-1, 0), (1, 1)):
+        _, lse = paged_attention_reference(query, cache, lens, tables, starts, num_seqs, scale=1.0)
+        assert np.isfinite(lse[0]).sum() == (0, 1, 7)[used]
+    for lens in ([-5, 6], [0, 6]):
+        _, lse = paged_attention_reference(query, cache, np.array(lens), tables, starts, 2, scale=1.0)
+        assert np.isfinite(lse[0]).sum() == 6
 
 
 def batch(dtype, lengths, heads=(4, 2), head_dim=16, page_size=4, seed=0):

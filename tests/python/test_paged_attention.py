@@ -56,6 +56,29 @@ def test_windows_and_soft_caps(platform, dtype, window, soft_cap):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"alibi_slopes": np.linspace(0.01, 0.5, 8, dtype=np.float32)},
+        {"alibi_slopes": np.linspace(0.0, 0.5, 8 * 8, dtype=np.float32).reshape(8, 8)},
+        {"sinks": np.linspace(-2.0, 3.0, 8, dtype=np.float32)},
+        {"q_scale": 0.5, "k_scale": np.float32([0.5, 3.0]), "v_scale": np.float32([1.0, 0.25])},
+    ],
+    ids=lambda option: "+".join(option),
+)
+def test_biases_sinks_and_scales(platform, dtype, option):
+    check(batch(MIXED, dtype=dtype), **option)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("cache", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(("d", "page_size"), [(64, 16), (128, 7), (24, 1)])
+def test_the_cache_may_be_8_bit(platform, dtype, cache, d, page_size):
+    query, kv_cache, *rest = batch(MIXED, d=d, page_size=page_size, dtype=dtype)
+    check((query, kv_cache.astype(cache), *rest), k_scale=0.5, v_scale=2.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decode_alone_with_long_ragged_contexts(platform, dtype):
     check(batch([(1, n) for n in (1, 15, 16, 17, 300, 1025, 700, 2)], heads=(16, 4), d=128, dtype=dtype))
 
@@ -248,9 +271,10 @@ def test_operands_that_do_not_fit_are_refused_at_trace_time(shapes, kind, messag
         ({"soft_cap": -2.0}, ValueError, "soft_cap is -2, expected finite and >= 0"),
         ({"soft_cap": "2"}, TypeError, "soft_cap is '2', expected a number"),
         ({"return_lse": 1}, TypeError, "return_lse is 1, expected True or False"),
-        ({"k_scale": 2.0}, NotImplementedError, "k_scale is not built yet"),
-        ({"sinks": np.zeros(8, np.float32)}, NotImplementedError, "sinks is not built yet"),
-        ({"alibi_slopes": np.zeros(8, np.float32)}, NotImplementedError, "alibi_slopes is not built yet"),
+        ({"k_scale": np.ones(8, np.float32)}, ValueError, "k_scale has shape [8], expected [1] or [Hkv=4]"),
+        ({"sinks": np.zeros(4, np.float32)}, ValueError, "sinks has shape [4], expected [Hq=8]"),
+        ({"alibi_slopes": np.zeros(4, np.float32)}, ValueError, "alibi_slopes has shape [4], expected [Hq=8] or ["),
+        ({"out_dtype": "float16"}, NotImplementedError, "query is f32, kv_cache is f32 and out is f16"),
     ],
     ids=lambda x: next(iter(x.items())).__str__() if isinstance(x, dict) else "",
 )
@@ -260,14 +284,11 @@ def test_options_out_of_range_are_refused(options, kind, message):
     assert message in str(caught.value)
 
 
-def test_other_dtypes_are_refused():
+def test_dtypes_outside_the_table_are_not_supported():
     operands = zeros()
-    with pytest.raises(ValueError, match="query has dtype i32, expected f16 or bf16 or f32"):
-        paged_attention(operands[0].astype(jnp.int32), *operands[1:], scale=1.0)
-    with pytest.raises(ValueError, match="kv_cache has dtype f16, expected f32"):
-        paged_attention(operands[0], operands[1].astype(jnp.float16), *operands[2:], scale=1.0)
-    with pytest.raises(NotImplementedError, match="kv_cache has dtype f8e5m2, which is not built yet"):
-        paged_attention(operands[0], operands[1].astype(jnp.float8_e5m2), *operands[2:], scale=1.0)
+    for query, cache in (("int32", "int32"), ("float32", "float16"), ("float32", "float8_e5m2")):
+        with pytest.raises(NotImplementedError, match="there is f32 queries over f32"):
+            paged_attention(operands[0].astype(query), operands[1].astype(cache), *operands[2:], scale=1.0)
     with pytest.raises(TypeError, match="context_lens has dtype float32, expected integers"):
         paged_attention(*operands[:2], jnp.zeros(3), *operands[3:], scale=1.0)
 

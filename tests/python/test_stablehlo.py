@@ -1,10 +1,16 @@
 """The targets from raw StableHLO text, as any PJRT program would call them."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import xla_attention.jax  # noqa: F401  registers the targets
-from oracle import paged_attention_reference
+from oracle import (
+    kv_cache_update_reference,
+    merge_attention_states_reference,
+    paged_attention_reference,
+    rotated,
+)
 from stablehlo import run_stablehlo
 
 ADD = """
@@ -87,3 +93,61 @@ def test_attributes_of_the_wrong_kind_are_refused(platform, attributes, message)
     with pytest.raises(Exception, match="INVALID_ARGUMENT") as caught:
         run_stablehlo(ATTENTION.format(attributes=attributes), *attention_operands(), platform=platform)
     assert message in str(caught.value)
+
+
+ROPE = """
+module @m {{ func.func public @main(%kv: tensor<3x4x2x8xf8E4M3FN>, %q: tensor<2x2x8xf32>, %k: tensor<2x1x8xf32>,
+    %v: tensor<2x1x8xf32>, %slots: tensor<2xi32>, %pos: tensor<2xi32>, %table: tensor<5x4xf32>, %none: tensor<0xf32>,
+    %vs: tensor<1xf32>) -> (tensor<3x4x2x8xf8E4M3FN>, tensor<2x2x8xf32>) {{
+  %0:2 = stablehlo.custom_call @xla_gpu_rope_kv_cache_update(%kv, %q, %k, %v, %slots, %pos, %table, %none, %vs) {{
+    api_version = 4 : i32, backend_config = {{{attributes}}} }} :
+    (tensor<3x4x2x8xf8E4M3FN>, tensor<2x2x8xf32>, tensor<2x1x8xf32>, tensor<2x1x8xf32>, tensor<2xi32>, tensor<2xi32>,
+     tensor<5x4xf32>, tensor<0xf32>, tensor<1xf32>) -> (tensor<3x4x2x8xf8E4M3FN>, tensor<2x2x8xf32>)
+  return %0#0, %0#1 : tensor<3x4x2x8xf8E4M3FN>, tensor<2x2x8xf32> }} }}
+"""
+
+
+def rope_operands():
+    rng = np.random.default_rng(4)
+    kv_cache = rng.standard_normal((3, 4, 2, 8)).astype(ml_dtypes.float8_e4m3fn)
+    query, key, value = (rng.standard_normal((2, heads, 8), np.float32) for heads in (2, 1, 1))
+    angles = rng.standard_normal((5, 4), np.float32)
+    slots, positions = np.array([6, -1], np.int32), np.array([4, 1], np.int32)
+    return kv_cache, query, key, value, slots, positions, angles, np.zeros(0, np.float32), np.full(1, 0.25, np.float32)
+
+
+def test_rope_kv_cache_update_runs_from_text(platform):
+    text = ROPE.format(attributes="interleaved = true, kv_layout = 1 : i64")
+    kv_cache, query, key, value, slots, positions, angles, _, v_scale = operands = rope_operands()
+    cache_out, query_out = run_stablehlo(text, *operands, platform=platform)
+    np.testing.assert_allclose(query_out, rotated(query, positions, angles, interleaved=True), atol=1e-6)
+    key = rotated(key, positions, angles, interleaved=True).astype(np.float32)
+    wanted = kv_cache_update_reference(kv_cache, key, value, slots, v_scale=v_scale)
+    np.testing.assert_array_equal(cache_out.astype(np.float32), wanted.astype(np.float32))
+
+
+def test_a_missing_attribute_of_rope_kv_cache_update_is_refused(platform):
+    with pytest.raises(Exception, match="Wrong number of attributes: expected 2 but got 1"):
+        run_stablehlo(ROPE.format(attributes="kv_layout = 1 : i64"), *rope_operands(), platform=platform)
+
+
+MERGE = """
+module @m { func.func public @main(%a: tensor<3x2x5xbf16>, %la: tensor<2x3xf32>, %b: tensor<3x2x5xbf16>,
+    %lb: tensor<2x3xf32>) -> (tensor<3x2x5xbf16>, tensor<2x3xf32>) {
+  %0:2 = stablehlo.custom_call @xla_gpu_merge_attention_states(%a, %la, %b, %lb) {api_version = 4 : i32} :
+    (tensor<3x2x5xbf16>, tensor<2x3xf32>, tensor<3x2x5xbf16>, tensor<2x3xf32>)
+    -> (tensor<3x2x5xbf16>, tensor<2x3xf32>)
+  return %0#0, %0#1 : tensor<3x2x5xbf16>, tensor<2x3xf32> } }
+"""
+
+
+def test_merge_attention_states_runs_from_text(platform):
+    rng = np.random.default_rng(5)
+    operands = []
+    for _ in range(2):
+        operands.append(rng.standard_normal((3, 2, 5)).astype(ml_dtypes.bfloat16))
+        operands.append(rng.standard_normal((2, 3), np.float32))
+    out, lse = run_stablehlo(MERGE, *operands, platform=platform)
+    wanted, wanted_lse = merge_attention_states_reference(*operands)
+    np.testing.assert_allclose(out.astype(np.float32), wanted, atol=2e-2)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=1e-6)

@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 use std::fmt;
+use std::sync::LazyLock;
 
 /// Element types by XLA's numbers (`XLA_FFI_DataType` of `c_api.h`).
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -26,6 +27,9 @@ pub const F8E4M3FN: Dtype = Dtype(20);
 
 /// The element types of attention that are built.
 pub const ATTENTION_DTYPES: [Dtype; 3] = [F32, F16, BF16];
+
+/// The element types that a cache may have beside that of its keys.
+pub const FP8_DTYPES: [Dtype; 2] = [F8E4M3FN, F8E5M2];
 
 impl Dtype {
     pub fn name(self) -> &'static str {
@@ -61,17 +65,19 @@ impl Dtype {
         }
     }
 
-    /// `value` rounded to this type, nearest even; integers wrap.
+    /// `value` rounded to this type, nearest even; integers wrap, 8-bit floats saturate.
     pub fn encode(self, value: f64) -> Vec<u8> {
         match self {
             I8 => (value as i64 as i8).to_ne_bytes().to_vec(),
             U8 => (value as i64 as u8).to_ne_bytes().to_vec(),
             I32 => (value as i64 as i32).to_ne_bytes().to_vec(),
             I64 => (value as i64).to_ne_bytes().to_vec(),
-            F16 => f16::from_f64(value).to_ne_bytes().to_vec(),
-            BF16 => bf16::from_f64(value).to_ne_bytes().to_vec(),
+            F16 => f16::from_f32(to_odd(value)).to_ne_bytes().to_vec(),
+            BF16 => bf16::from_f32(to_odd(value)).to_ne_bytes().to_vec(),
             F32 => (value as f32).to_ne_bytes().to_vec(),
             F64 => value.to_ne_bytes().to_vec(),
+            F8E4M3FN => vec![E4M3FN.encode(value)],
+            F8E5M2 => vec![E5M2.encode(value)],
             _ => panic!("no values of dtype {}", self.name()),
         }
     }
@@ -87,6 +93,8 @@ impl Dtype {
             BF16 => bf16::from_ne_bytes(bytes.try_into().unwrap()).to_f64(),
             F32 => f64::from(f32::from_ne_bytes(bytes.try_into().unwrap())),
             F64 => f64::from_ne_bytes(bytes.try_into().unwrap()),
+            F8E4M3FN => E4M3FN.decode(bytes[0]),
+            F8E5M2 => E5M2.decode(bytes[0]),
             _ => panic!("no values of dtype {}", self.name()),
         }
     }
@@ -100,6 +108,69 @@ impl Dtype {
 impl fmt::Debug for Dtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
+    }
+}
+
+/// `value` as f32, the last bit 1 where it is not exact: rounding that to fewer bits gives what rounding `value` gives
+/// (`f16::from_f64` does not look at its last 32 bits).
+#[allow(clippy::float_cmp, reason = "exactly equal is meant")]
+fn to_odd(value: f64) -> f32 {
+    let nearest = value as f32;
+    let exact = f64::from(nearest);
+    if exact == value || value.is_nan() {
+        return nearest;
+    }
+    let away_from_zero = u32::from(exact.abs() > value.abs());
+    f32::from_bits((nearest.to_bits() - away_from_zero) | 1)
+}
+
+/// An 8-bit float: a sign, an exponent with this bias, a mantissa.
+struct Fp8 {
+    mantissa_bits: i32,
+    bias: i32,
+    /// Magnitudes by their code, 0 to the largest finite number.
+    finite: LazyLock<Vec<f64>>,
+    /// The code after the largest finite number, if it is infinity.
+    infinity: Option<u8>,
+}
+
+static E4M3FN: Fp8 =
+    Fp8 { mantissa_bits: 3, bias: 7, finite: LazyLock::new(|| E4M3FN.magnitudes(0x7e)), infinity: None };
+static E5M2: Fp8 =
+    Fp8 { mantissa_bits: 2, bias: 15, finite: LazyLock::new(|| E5M2.magnitudes(0x7b)), infinity: Some(0x7c) };
+
+impl Fp8 {
+    fn magnitudes(&self, largest: u8) -> Vec<f64> {
+        let magnitude = |code: u8| {
+            let (exponent, mantissa) =
+                (i32::from(code) >> self.mantissa_bits, i32::from(code) % (1 << self.mantissa_bits));
+            let (exponent, implied) = if exponent == 0 { (1, 0) } else { (exponent, 1 << self.mantissa_bits) };
+            f64::from(implied + mantissa) * f64::from(exponent - self.bias - self.mantissa_bits).exp2()
+        };
+        (0..=largest).map(magnitude).collect()
+    }
+
+    /// Nearest even, too large numbers and infinities to the largest finite one; NaN is 0x7f.
+    #[allow(clippy::float_cmp, reason = "exactly halfway is meant")]
+    fn encode(&self, value: f64) -> u8 {
+        if value.is_nan() {
+            return 0x7f;
+        }
+        let (magnitude, finite) = (value.abs(), &*self.finite);
+        let above = finite.partition_point(|&x| x < magnitude).min(finite.len() - 1);
+        let below = above.saturating_sub(1);
+        let middle = f64::midpoint(finite[below], finite[above]);
+        let code = if magnitude < middle || (magnitude == middle && below % 2 == 0) { below } else { above };
+        code as u8 | u8::from(value.is_sign_negative()) << 7
+    }
+
+    fn decode(&self, code: u8) -> f64 {
+        let magnitude = match code & 0x7f {
+            finite if usize::from(finite) < self.finite.len() => self.finite[usize::from(finite)],
+            other if self.infinity == Some(other) => f64::INFINITY,
+            _ => f64::NAN,
+        };
+        if code >> 7 == 1 { -magnitude } else { magnitude }
     }
 }
 
@@ -126,6 +197,11 @@ impl Array {
     pub fn i32s(dims: &[i64], values: &[i32]) -> Self {
         assert_eq!(values.len(), count(dims), "{dims:?}");
         Self { dtype: I32, dims: dims.to_vec(), bytes: values.iter().flat_map(|v| v.to_ne_bytes()).collect() }
+    }
+
+    pub fn f32s(dims: &[i64], values: &[f32]) -> Self {
+        assert_eq!(values.len(), count(dims), "{dims:?}");
+        Self { dtype: F32, dims: dims.to_vec(), bytes: values.iter().flat_map(|v| v.to_ne_bytes()).collect() }
     }
 
     pub fn i64s(dims: &[i64], values: &[i64]) -> Self {

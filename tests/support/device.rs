@@ -23,6 +23,8 @@ pub enum Around {
     Nothing,
     /// Bytes of NaN before and after, which must not change and whose values must not matter.
     Redzones,
+    /// The same, and every buffer is aligned to its element and to nothing more.
+    Askew,
 }
 
 const REDZONE: usize = 512;
@@ -112,7 +114,11 @@ struct Memory {
 impl Memory {
     /// On the stream and waited for: a plain copy returns while the last step of a large one is still under way.
     fn place(gpu: &Gpu, array: Array, around: Around) -> Self {
-        let around = if around == Around::Redzones { REDZONE } else { 0 };
+        let around = match around {
+            Around::Nothing => 0,
+            Around::Redzones => REDZONE,
+            Around::Askew => REDZONE + array.dtype.size(),
+        };
         let mut bytes = vec![POISON; array.bytes.len() + 2 * around];
         bytes[around..around + array.bytes.len()].copy_from_slice(&array.bytes);
         let mut allocation = 0;

@@ -1,8 +1,9 @@
 //! What the tests of the operators stand on: numbers, memory with guard pages, hand-made call frames, references, cases.
 //!
-//! [`array`], [`oracle`], [`cases`] and [`invocation`] describe calls as bytes, shapes and attributes and know no machine;
-//! [`guard`], [`frame`] and [`host`] run them in host memory through the real handlers, [`device`] in memory of a GPU;
-//! [`machine`] chooses.
+//! [`array`], [`batch`], [`storage`], [`case`], [`cache_updates`], [`rotations`], [`states`] and [`invocation`] describe
+//! calls as numbers, bytes, shapes and attributes, [`oracle`] and [`answers`] what has to come out of them; these know no
+//! machine. [`guard`], [`frame`] and [`host`] run them in host memory through the real handlers, [`device`] in memory of
+//! a GPU; [`machine`] chooses.
 
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part of the support")]
 #![allow(
@@ -12,9 +13,13 @@
     reason = "a failed step is a failed test"
 )]
 
+pub mod answers;
 pub mod array;
+pub mod batch;
 pub mod c_structs;
-pub mod cases;
+pub mod cache_updates;
+pub mod case;
+pub mod check;
 #[cfg(feature = "cuda")]
 pub mod device;
 pub mod frame;
@@ -23,8 +28,17 @@ pub mod host;
 pub mod invocation;
 pub mod machine;
 pub mod mock_api;
+pub mod named_shapes;
+pub mod option_pairs;
 pub mod oracle;
+pub mod pairwise;
 pub mod pools;
 pub mod random;
 pub mod right_calls;
+pub mod rotations;
+pub mod rows;
+pub mod spread;
+pub mod states;
+pub mod storage;
 pub mod strategies;
+pub mod summary;

@@ -2,6 +2,7 @@
 
 use super::array::{Array, BF16, Dtype, F16, F32, I32, I64, U8};
 use super::invocation::{Attr, Invocation};
+use super::storage::Layout;
 
 pub fn zeros(dtype: Dtype, dims: &[i64]) -> Array {
     Array::filled(dtype, dims, 0)
@@ -10,7 +11,16 @@ pub fn zeros(dtype: Dtype, dims: &[i64]) -> Array {
 /// One call of each target.
 pub fn all() -> Vec<Invocation> {
     let alias = Invocation { target: "XlaGpuSimpleAdd", ..simple_add() };
-    vec![simple_add(), alias, paged_attention(), kv_cache_update(1), kv_cache_update_split()]
+    vec![
+        simple_add(),
+        alias,
+        paged_attention(),
+        flash_attn_varlen(),
+        kv_cache_update(1),
+        kv_cache_update_split(),
+        merge_attention_states(),
+        rope_kv_cache_update(1),
+    ]
 }
 
 pub fn simple_add() -> Invocation {
@@ -39,6 +49,47 @@ pub fn paged_attention() -> Invocation {
         .attribute("soft_cap", Attr::F32(0.0))
 }
 
+/// Tq 6, Hq 4, Hkv 2, D 16, Dv 24, Tk 10, B 3, without a mask.
+pub fn flash_attn_varlen() -> Invocation {
+    let call = Invocation::new("xla_gpu_flash_attn_varlen")
+        .operand("q", zeros(BF16, &[6, 4, 16]))
+        .operand("k", zeros(BF16, &[10, 2, 16]))
+        .operand("v", zeros(BF16, &[10, 2, 24]))
+        .operand("cu_seqlens_q", zeros(I32, &[4]))
+        .operand("cu_seqlens_k", zeros(I32, &[4]))
+        .result("out", BF16, &[6, 4, 24])
+        .result("softmax_lse", F32, &[4, 6])
+        .result("workspace", U8, &[64])
+        .attribute("batch_invariant", Attr::Bool(false))
+        .attribute("causal", Attr::Bool(false))
+        .attribute("softcap", Attr::F32(0.0))
+        .attribute("softmax_scale", Attr::F32(0.25))
+        .attribute("top_left", Attr::Bool(false));
+    let numbers =
+        [("kv_layout", 0), ("max_seqlen_k", 0), ("max_seqlen_q", 0), ("window_left", -1), ("window_right", -1)];
+    numbers.into_iter().fold(call, |call, (name, value)| call.attribute(name, Attr::I64(value)))
+}
+
+/// The same from 5 pages of 8 tokens in a paged layout, 2 pages a sequence; Dv is 16 where K and V share a buffer.
+pub fn flash_attn_varlen_paged(layout: Layout) -> Invocation {
+    let call = flash_attn_varlen()
+        .with_operand("cu_seqlens_k", zeros(I32, &[0]))
+        .operand("seqused_k", zeros(I32, &[3]))
+        .operand("block_table", zeros(I32, &[3, 2]))
+        .attribute("kv_layout", Attr::I64(layout.kv_layout()));
+    let k: &[i64] = match layout {
+        Layout::Contiguous => panic!("no pages"),
+        Layout::Split => {
+            return call.with_operand("k", zeros(BF16, &[5, 8, 2, 16])).with_operand("v", zeros(BF16, &[5, 8, 2, 24]));
+        }
+        Layout::Interleaved => &[5, 8, 4, 16],
+        Layout::Stacked => &[2, 5, 8, 2, 16],
+        Layout::PerPage => &[5, 2, 8, 2, 16],
+    };
+    let call = call.with_operand("k", zeros(BF16, k)).with_operand("v", Array::left_out(BF16));
+    call.with_result("out", BF16, &[6, 4, 16])
+}
+
 /// T 6, Hkv 2, D 16, 5 pages of 8 tokens.
 pub fn kv_cache_update(layout: i64) -> Invocation {
     let dims: &[i64] = match layout {
@@ -65,4 +116,33 @@ pub fn kv_cache_update_split() -> Invocation {
         .operand("slot_mapping", zeros(I64, &[6]))
         .result("k_cache", F16, &[5, 8, 2, 16])
         .result("v_cache", F16, &[5, 8, 2, 24])
+}
+
+/// T 6, Hq 4, Hkv 2, D 16, 5 pages of 8 tokens, 9 positions of which 12 elements turn.
+pub fn rope_kv_cache_update(layout: i64) -> Invocation {
+    let cache = kv_cache_update(layout).operands.remove(0).1;
+    let dims = cache.dims.clone();
+    Invocation::new("xla_gpu_rope_kv_cache_update")
+        .operand("kv_cache", cache)
+        .operand("query", zeros(F16, &[6, 4, 16]))
+        .operand("key", zeros(F16, &[6, 2, 16]))
+        .operand("value", zeros(F16, &[6, 2, 16]))
+        .operand("slot_mapping", zeros(I32, &[6]))
+        .operand("positions", zeros(I32, &[6]))
+        .operand("cos_sin", zeros(F32, &[9, 12]))
+        .result("kv_cache", F16, &dims)
+        .result("query_out", F16, &[6, 4, 16])
+        .attribute("interleaved", Attr::Bool(false))
+        .attribute("kv_layout", Attr::I64(layout))
+}
+
+/// n 6, h 4, d 20.
+pub fn merge_attention_states() -> Invocation {
+    Invocation::new("xla_gpu_merge_attention_states")
+        .operand("out_a", zeros(BF16, &[6, 4, 20]))
+        .operand("lse_a", zeros(F32, &[4, 6]))
+        .operand("out_b", zeros(BF16, &[6, 4, 20]))
+        .operand("lse_b", zeros(F32, &[4, 6]))
+        .result("out", BF16, &[6, 4, 20])
+        .result("lse", F32, &[4, 6])
 }

@@ -3,15 +3,30 @@
 Importing this module registers the custom-call targets with JAX's runtime. Every function can be used eagerly and under
 ``jax.jit``, ``jax.lax.scan``, ``jax.export`` and ``jax.shard_map``; under ``jax.vmap`` it runs once for each index.
 
-Letters in the shapes: ``T`` packed query tokens, ``S`` sequence slots, ``M`` pages in a row of the block table, ``P``
-pages of the cache, ``Hq`` query heads, ``Hkv`` key/value heads (a divisor of ``Hq``), ``D`` head dimension.
+Letters in the shapes: ``T`` packed query tokens, ``S`` or ``B`` sequence slots, ``M`` pages in a row of the block
+table, ``P`` pages of the cache, ``Hq`` query heads, ``Hkv`` key/value heads (a divisor of ``Hq``), ``D`` head
+dimension, ``Dv`` that of the values where it may be another.
 """
 
+from ._dot_product_attention import dot_product_attention
+from ._flash_attn_varlen import flash_attn_varlen
 from ._kv_cache_update import kv_cache_update
+from ._merge_attention_states import merge_attention_states
 from ._paged_attention import paged_attention, ragged_paged_attention
 from ._register import register_targets
+from ._rope_kv_cache_update import rope_kv_cache_update
 from ._simple_add import simple_add
 
 register_targets()
 
-__all__ = ["kv_cache_update", "paged_attention", "ragged_paged_attention", "register_targets", "simple_add"]
+__all__ = [
+    "dot_product_attention",
+    "flash_attn_varlen",
+    "kv_cache_update",
+    "merge_attention_states",
+    "paged_attention",
+    "ragged_paged_attention",
+    "register_targets",
+    "rope_kv_cache_update",
+    "simple_add",
+]

@@ -1,13 +1,13 @@
 """kv_cache_update in JAX."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ._call import Array, custom_call, index_operand, scale_operand
-
-# The attribute kv_layout of a cache [num_pages, page_size, 2*Hkv, D].
-_INTERLEAVED = np.int64(1)
+from ._kv_layout import kv_layout_number
 
 
 def kv_cache_update(
@@ -18,6 +18,7 @@ def kv_cache_update(
     *,
     k_scale: Array | float | None = None,
     v_scale: Array | float | None = None,
+    kv_layout: str | None = None,
 ) -> Array | tuple[Array, Array]:
     """Write the keys and values of new tokens into a paged cache.
 
@@ -27,15 +28,20 @@ def kv_cache_update(
     Parameters
     ----------
     kv_cache : Array or pair of Arrays
-        ``[P, page_size, 2*Hkv, D]``, K of head h at index 2h and V at 2h+1; or K and V apart,
-        ``[P, page_size, Hkv, D]`` and ``[P, page_size, Hkv, Dv]``. f16, bf16 or f32.
+        K and V in one buffer, see `kv_layout`; or K and V apart, ``[P, page_size, Hkv, D]`` and
+        ``[P, page_size, Hkv, Dv]``. Of the dtype of `key`, or ``float8_e4m3fn`` or ``float8_e5m2``.
     key, value : Array
-        ``[T, Hkv, D]``, ``[T, Hkv, Dv]``, of the cache's dtype.
+        ``[T, Hkv, D]``, ``[T, Hkv, Dv]``, f16, bf16 or f32; D and Dv multiples of 8 up to 256.
     slot_mapping : Array
         ``[T]`` integers: token t goes to slot ``page * page_size + offset``. A slot outside the cache is skipped, so -1
         marks padding. Where two tokens have one slot, it may hold parts of both.
     k_scale, v_scale : Array or float, optional
-        ``f32[1]`` or ``f32[Hkv]``: what is stored is the row divided by it.
+        ``f32[1]`` or ``f32[Hkv]``: what is stored is the row divided by it. The attention functions multiply by the
+        scale of the same name.
+    kv_layout : str, optional
+        Of a cache in one buffer: ``"interleaved"`` (the default), ``[P, page_size, 2*Hkv, D]`` with K of head h at
+        index 2h and V at 2h+1; ``"stacked"``, ``[2, P, page_size, Hkv, D]``; ``"per_page"``,
+        ``[P, 2, page_size, Hkv, D]``.
 
     Returns
     -------
@@ -47,7 +53,12 @@ def kv_cache_update(
     ValueError
         Shapes or dtypes do not fit together; the text names the operand.
     NotImplementedError
-        The cache is fp8.
+        A head dimension that is not built.
+
+    Notes
+    -----
+    Numbers round to nearest even. An fp8 cache saturates: what is larger than its largest finite number (448 or 57344)
+    becomes that number, infinities too; NaN stays NaN.
 
     Examples
     --------
@@ -58,18 +69,27 @@ def kv_cache_update(
     >>> cache = kv_cache_update(cache, rows, 2 * rows, jnp.array([0, 5, -1]))
     >>> cache[:, :, :, 0].sum(axis=1).tolist()
     [[1.0, 2.0], [1.0, 2.0]]
+
+    The same into 8 bits, with one scale for K and one a head for V:
+
+    >>> cache = jnp.zeros((2, 4, 2, 8), jnp.float8_e4m3fn)
+    >>> cache = kv_cache_update(cache, rows, 2 * rows, jnp.array([0, 5, -1]), k_scale=0.25, v_scale=jnp.array([0.5]))
+    >>> cache[:, :, :, 0].astype(float).sum(axis=1).tolist()
+    [[4.0, 4.0], [4.0, 4.0]]
     """
     slots = index_operand("slot_mapping", slot_mapping, keep=("int32", "int64"))
     rows = (jnp.asarray(key), jnp.asarray(value), slots, scale_operand(k_scale), scale_operand(v_scale))
     if isinstance(kv_cache, tuple | list):
+        if kv_layout is not None:
+            raise ValueError(f"kv_layout is {kv_layout!r}, which K and V apart do not have")
         k_cache, v_cache = kv_cache
         return _update_split(jnp.asarray(k_cache), jnp.asarray(v_cache), *rows)
-    return _update(jnp.asarray(kv_cache), *rows)
+    return _update(kv_layout_number(kv_layout or "interleaved"), jnp.asarray(kv_cache), *rows)
 
 
-@jax.jit
-def _update(cache: Array, *rows: Array | None) -> Array:
-    attributes = {"kv_layout": _INTERLEAVED}
+@functools.partial(jax.jit, static_argnums=0)
+def _update(kv_layout: np.int64, cache: Array, *rows: Array | None) -> Array:
+    attributes = {"kv_layout": kv_layout}
     return custom_call("xla_gpu_kv_cache_update", [cache, *rows], [_like(cache)], attributes, aliases={0: 0})[0]
 
 

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._call import Array, custom_call, index_operand, scale_operand, static_bool, static_f32, static_i64
+from ._attention import output_dtype, with_workspace
+from ._call import Array, index_operand, scale_operand, static_bool, static_f32, static_i64
 
 
 def paged_attention(
@@ -28,6 +29,7 @@ def paged_attention(
     v_scale: Array | float | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
+    out_dtype: Any = None,  # noqa: ANN401
 ) -> Array | tuple[Array, Array]:
     """Causal attention of a ragged batch of query tokens over a paged key/value cache.
 
@@ -38,10 +40,10 @@ def paged_attention(
     Parameters
     ----------
     query : Array
-        ``[T, Hq, D]``, f16, bf16 or f32; D a multiple of 8 up to 256.
+        ``[T, Hq, D]``; f16, bf16, f32 or f8e4m3fn; D a multiple of 8 up to 256.
     kv_cache : Array
-        ``[P, page_size, 2*Hkv, D]``, of the query's dtype; K of head h at index 2h, V at 2h+1. Query head h reads KV
-        head ``h // (Hq // Hkv)``.
+        ``[P, page_size, 2*Hkv, D]``, K of head h at index 2h, V at 2h+1; of the query's dtype, or f8e4m3fn or f8e5m2
+        under f16 or bf16 queries. Query head h reads KV head ``h // (Hq // Hkv)``.
     context_lens : Array
         ``i32[S]``: keys of each sequence, the new tokens included.
     block_tables : Array
@@ -57,17 +59,23 @@ def paged_attention(
         Each query sees only the last ``sliding_window`` keys, its own included.
     soft_cap : float, optional
         Scores become ``soft_cap * tanh(score / soft_cap)``; 0 is off.
-    alibi_slopes, sinks, q_scale, k_scale, v_scale : optional
-        Not built yet.
+    alibi_slopes : Array, optional
+        ``f32[Hq]`` or ``f32[S, Hq]``: ``-slope * |distance|`` is added to a score.
+    sinks : Array, optional
+        ``f32[Hq]``: the logit of one more column of each row, whose value is 0.
+    q_scale, k_scale, v_scale : Array or float, optional
+        ``f32[1]`` or ``f32[Hkv]``: what the stored numbers are to be multiplied with.
     batch_invariant : bool
         The bits of a sequence's rows depend on nothing but that sequence and static sizes.
     return_lse : bool
         Return the logarithm of the softmax denominators as well.
+    out_dtype : dtype, optional
+        bf16 (the default) or f16 with f8e4m3fn queries; otherwise the query's dtype and nothing else.
 
     Returns
     -------
     out : Array
-        ``[T, Hq, D]``, of the query's dtype. Rows that see no key, and rows that belong to no sequence, are 0.
+        ``[T, Hq, D]``. Rows that see no key, and rows that belong to no sequence, are 0.
     softmax_lse : Array
         ``f32[Hq, T]``, natural logarithm; -inf for such rows. Only with ``return_lse=True``.
 
@@ -78,7 +86,7 @@ def paged_attention(
     TypeError
         An option that has to be known at compile time is traced.
     NotImplementedError
-        Allowed, but not built.
+        A combination of dtypes, or a head dimension, that there is no kernel for.
 
     Notes
     -----
@@ -106,29 +114,40 @@ def paged_attention(
     )
     if sliding_window is not None and attributes[2] < 1:
         raise ValueError(f"xla_gpu_paged_attention: sliding_window is {sliding_window}, expected >= 1, or None")
+    query = jnp.asarray(query)
     operands = (
-        jnp.asarray(query),
+        query,
         jnp.asarray(kv_cache),
         index_operand("context_lens", context_lens),
         index_operand("block_tables", block_tables),
         index_operand("query_start_loc", query_start_loc),
         index_operand("num_seqs", num_seqs),
     )
-    optional = (alibi_slopes, sinks, *(scale_operand(s) for s in (q_scale, k_scale, v_scale)))
-    return _paged_attention(attributes, static_bool("return_lse", return_lse), *operands, *optional)
+    optional = (
+        *(None if x is None else jnp.asarray(x, jnp.float32) for x in (alibi_slopes, sinks)),
+        *(scale_operand(s) for s in (q_scale, k_scale, v_scale)),
+    )
+    dtype = output_dtype(query.dtype, out_dtype)
+    return _paged_attention(attributes, dtype, static_bool("return_lse", return_lse), *operands, *optional)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _paged_attention(
-    attributes: tuple[np.generic, ...], return_lse: np.bool_, query: Array, *rest: Array | None
+    attributes: tuple[np.generic, ...], dtype: np.dtype, return_lse: np.bool_, query: Array, *rest: Array | None
 ) -> Array | tuple[Array, Array]:
     names = ("batch_invariant", "scale", "sliding_window", "soft_cap")
-    out = jax.ShapeDtypeStruct(query.shape, query.dtype)
+    out = jax.ShapeDtypeStruct(query.shape, dtype)
     lse = jax.ShapeDtypeStruct((*query.shape[1:2], *query.shape[:1]), jnp.float32) if return_lse else None
-    results = custom_call(
-        "xla_gpu_paged_attention", [query, *rest], [out, lse], dict(zip(names, attributes, strict=True))
+    kv_cache, context_lens = rest[:2]
+    found = with_workspace(
+        "xla_gpu_paged_attention",
+        [query, *rest],
+        [out, lse],
+        dict(zip(names, attributes, strict=True)),
+        kv_heads=kv_cache.shape[2] // 2 if kv_cache.ndim == 4 else 0,
+        num_seqs=context_lens.shape[0] if context_lens.ndim else 0,
     )
-    return (results[0], results[1]) if return_lse else results[0]
+    return tuple(found) if return_lse else found[0]
 
 
 def ragged_paged_attention(

@@ -4,26 +4,55 @@
 //! Whatever it calls must be `#[inline(always)]`: only then do the vector operations end up inside the function that
 //! may use the instructions.
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod portable;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+#[cfg(test)]
+mod tests;
+
+use super::element::Element;
+use super::element_fp8::{CodeFormat, PairTable};
+use half::bf16;
+use portable::Portable;
 use std::fmt;
 use std::sync::OnceLock;
 
 /// The most lanes of any instruction set.
 pub(crate) const MAX_LANES: usize = 16;
 
+/// Bytes that memory moves at a time.
+pub(crate) const CACHE_LINE: usize = 64;
+
+/// Adding it rounds a small f32 to an integer, which then stands in the low mantissa bits.
+const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
+
+/// The most elements in a lane.
+pub(crate) const MAX_PER_WORD: usize = 2;
+
 /// Operations on vectors of [`Simd::LANES`] f32. Holding a value proves that this CPU has the instructions.
+///
+/// Where an instruction set multiplies pairs of bf16, a lane may also be a word of two bf16, the first in its lower
+/// half. Operations on such words have a definition in scalars, for which nobody has to have the instructions.
 pub(crate) trait Simd: Copy {
     /// One vector.
     type V: Copy;
+    /// A table of 8-bit codes where it is at hand.
+    type Table: Copy;
     /// f32 in a vector: 4, 8 or 16.
     const LANES: usize;
+    /// Elements that lie in a lane while they are multiplied: 1, f32, or 2, bf16, where that is faster.
+    const PER_WORD: usize;
     /// Rows of a register tile: this many times two vectors of sums fit into the registers, beside what feeds them.
     /// Divides 8.
     const TILE: usize;
 
+    /// Run `kernel` as a function of its own with these instructions: for what is long and needed in many places.
+    fn call<K: Vectorised>(self, kernel: K) -> K::Output;
     /// `x` in every lane.
     fn splat(self, x: f32) -> Self::V;
     /// # Safety
@@ -44,6 +73,20 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// `from` has `LANES` readable elements; any alignment.
     unsafe fn load_bf16(self, from: *const u16) -> Self::V;
+    /// Rounded to nearest even; NaN stays NaN.
+    /// # Safety
+    /// `to` has `LANES` writable elements; any alignment.
+    #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut u16, x: Self::V) {
+        for (i, x) in array(self, x)[..Self::LANES].iter().enumerate() {
+            // SAFETY: i < LANES.
+            unsafe { to.add(i).write_unaligned(<bf16 as Element>::from_f32(*x).to_bits()) }
+        }
+    }
+    /// `LANES` codes, widened; infinities and NaN stay what they are.
+    /// # Safety
+    /// `from` has `LANES` readable elements.
+    unsafe fn load_codes(self, format: CodeFormat, from: *const u8) -> Self::V;
 
     /// `a + b`
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
@@ -59,10 +102,164 @@ pub(crate) trait Simd: Copy {
     fn max(self, a: Self::V, b: Self::V) -> Self::V;
     /// `yes` where `a < b`, otherwise `no`, also where one of them is NaN.
     fn select_lt(self, a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V;
-    /// `2^n` for the integer n in the low mantissa bits of `t = n + 1.5 * 2^23`, -127 (which gives 0) to 127.
-    fn exponential_of_low_bits(self, t: Self::V) -> Self::V;
+    /// x as a fraction, at most 1/2 in magnitude, and an integer in a form that [`Self::times_power_of_2`] takes; x is
+    /// less than 127.5. -inf may have any fraction.
+    fn split(self, x: Self::V) -> (Self::V, Self::V);
+    /// `p * 2^n` for p between 1/2 and 2; not above 2^-126 for n below -126, 0 where n came from -inf.
+    fn times_power_of_2(self, p: Self::V, n: Self::V) -> Self::V;
+    /// Lane i of the result is lane `(i + by) % LANES`.
+    fn rotate(self, x: Self::V, by: usize) -> Self::V;
     /// Lane i is the sum of the lanes of `sums[i]`; vectors beyond `LANES` are not read.
     fn sum_each(self, sums: [Self::V; MAX_LANES]) -> Self::V;
+
+    /// `sum + a * b` with lanes of f32, `sum + a.1 * b.1 + a.0 * b.0` with lanes of two bf16, where numbers that are
+    /// subnormal in f32 may count as 0.
+    #[inline(always)]
+    fn dot_words(self, a: Self::V, b: Self::V, sum: Self::V) -> Self::V {
+        if Self::PER_WORD == 1 {
+            return self.fma(a, b, sum);
+        }
+        let (a, b) = (array(self, a).map(halves), array(self, b).map(halves));
+        from_lanes(self, array(self, sum), |sum, i| sum + a[i].1 * b[i].1 + a[i].0 * b[i].0)
+    }
+    /// Words (a, b) of the numbers rounded to nearest even; subnormal ones may become 0.
+    #[inline(always)]
+    fn pair(self, a: Self::V, b: Self::V) -> Self::V {
+        let b = array(self, b);
+        from_lanes(self, array(self, a), |a, i| word(Element::from_f32(a), Element::from_f32(b[i])))
+    }
+    /// Words of the first `n` elements of a row of bf16, at most twice `LANES`, then zeros.
+    /// # Safety
+    /// `from` has `n` readable elements; any alignment.
+    #[inline(always)]
+    unsafe fn load_pairs(self, from: *const u16, n: usize) -> Self::V {
+        // SAFETY: i < n.
+        let element = |i| bf16::from_bits(if i < n { unsafe { from.add(i).read_unaligned() } } else { 0 });
+        from_lanes(self, [0.0; MAX_LANES], |_, i| word(element(2 * i), element(2 * i + 1)))
+    }
+    /// Words (first\[i\], second\[i\]) of two rows of bf16, i below `n`, at most `LANES`, then zeros.
+    /// # Safety
+    /// Both have `n` readable elements; any alignment.
+    #[inline(always)]
+    unsafe fn pair_columns(self, first: *const u16, second: *const u16, n: usize) -> Self::V {
+        let element = |from: *const u16, i| {
+            if i >= n {
+                return bf16::ZERO;
+            }
+            // SAFETY: i < n.
+            bf16::from_bits(unsafe { from.add(i).read_unaligned() })
+        };
+        from_lanes(self, [0.0; MAX_LANES], |_, i| word(element(first, i), element(second, i)))
+    }
+    /// A table for the following two.
+    fn table(self, table: &'static PairTable) -> Self::Table;
+    /// As `load_pairs`, from codes.
+    /// # Safety
+    /// As `load_pairs`.
+    unsafe fn load_code_pairs(self, table: Self::Table, from: *const u8, n: usize) -> Self::V;
+    /// As `pair_columns`, from codes.
+    /// # Safety
+    /// As `pair_columns`.
+    unsafe fn pair_code_columns(self, table: Self::Table, first: *const u8, second: *const u8, n: usize) -> Self::V;
+    /// `load_code_pairs` of four times `LANES` codes.
+    /// # Safety
+    /// They are readable.
+    #[inline(always)]
+    unsafe fn load_code_pairs_twice(self, table: Self::Table, from: *const u8) -> [Self::V; 2] {
+        // SAFETY: the caller's word.
+        [0, 1].map(|i| unsafe { self.load_code_pairs(table, from.add(i * 2 * Self::LANES), 2 * Self::LANES) })
+    }
+    /// `pair_code_columns` of four times `LANES` columns.
+    /// # Safety
+    /// They are readable.
+    #[inline(always)]
+    unsafe fn pair_code_columns_4(self, table: Self::Table, first: *const u8, second: *const u8) -> [Self::V; 4] {
+        [0, 1, 2, 3].map(|i| {
+            let at = i * Self::LANES;
+            // SAFETY: the caller's word.
+            unsafe { self.pair_code_columns(table, first.add(at), second.add(at), Self::LANES) }
+        })
+    }
+    /// Parts of `TILE` lanes, each `stride` after the one before.
+    /// # Safety
+    /// All of it is writable; `TILE` divides `LANES`.
+    #[inline(always)]
+    unsafe fn store_parts(self, to: *mut f32, stride: usize, x: Self::V) {
+        let lanes = array(self, x);
+        for part in 0..Self::LANES / Self::TILE {
+            // SAFETY: the caller's word; LANES <= MAX_LANES.
+            unsafe {
+                let from = lanes.as_ptr().add(part * Self::TILE);
+                to.add(part * stride).copy_from_nonoverlapping(from, Self::TILE);
+            }
+        }
+    }
+}
+
+/// What [`Simd`] says of codes, by its definition.
+macro_rules! codes_in_scalars {
+    () => {
+        type Table = &'static PairTable;
+        #[inline(always)]
+        fn table(self, table: &'static PairTable) -> Self::Table {
+            table
+        }
+        #[inline(always)]
+        unsafe fn load_code_pairs(self, table: Self::Table, from: *const u8, n: usize) -> Self::V {
+            // SAFETY: i < n.
+            let element = |i| if i < n { table.element(unsafe { from.add(i).read() }) } else { bf16::ZERO };
+            from_lanes(self, [0.0; MAX_LANES], |_, i| word(element(2 * i), element(2 * i + 1)))
+        }
+        #[inline(always)]
+        unsafe fn pair_code_columns(
+            self,
+            table: Self::Table,
+            first: *const u8,
+            second: *const u8,
+            n: usize,
+        ) -> Self::V {
+            let element = |from: *const u8, i| {
+                if i >= n {
+                    return bf16::ZERO;
+                }
+                // SAFETY: i < n.
+                table.element(unsafe { from.add(i).read() })
+            };
+            from_lanes(self, [0.0; MAX_LANES], |_, i| word(element(first, i), element(second, i)))
+        }
+    };
+}
+use codes_in_scalars;
+
+/// The lanes of a vector, then zeros.
+#[inline(always)]
+fn array<S: Simd>(simd: S, x: S::V) -> [f32; MAX_LANES] {
+    let mut lanes = [0.0; MAX_LANES];
+    // SAFETY: LANES <= MAX_LANES.
+    unsafe { simd.store(lanes.as_mut_ptr(), x) };
+    lanes
+}
+
+/// A vector of what `f` makes of each lane and its index.
+#[inline(always)]
+fn from_lanes<S: Simd>(simd: S, mut lanes: [f32; MAX_LANES], f: impl Fn(f32, usize) -> f32) -> S::V {
+    for (i, lane) in lanes[..S::LANES].iter_mut().enumerate() {
+        *lane = f(*lane, i);
+    }
+    // SAFETY: LANES <= MAX_LANES.
+    unsafe { simd.load(lanes.as_ptr()) }
+}
+
+/// The two bf16 of a word, widened.
+#[inline(always)]
+fn halves(word: f32) -> (f32, f32) {
+    (f32::from_bits(word.to_bits() << 16), f32::from_bits(word.to_bits() & 0xffff_0000))
+}
+
+/// Two bf16 as a word.
+#[inline(always)]
+fn word(first: bf16, second: bf16) -> f32 {
+    f32::from_bits(u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16)
 }
 
 /// A kernel with its arguments, to be run with the instructions that the CPU has.
@@ -82,9 +279,14 @@ enum Kind {
     /// What every CPU of the architecture has: SSE2, NEON.
     Portable,
     #[cfg(target_arch = "x86_64")]
-    Avx2(x86::Avx2),
+    Avx2(avx2::Avx2),
     #[cfg(target_arch = "x86_64")]
-    Avx512(x86::Avx512),
+    Avx512(avx512::Avx512<false>),
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16(avx512::Avx512<true>),
+    /// Pairs of bf16 by their definition, to test the kernels that multiply them on any CPU.
+    #[cfg(test)]
+    PortablePairs,
 }
 
 impl Isa {
@@ -96,34 +298,59 @@ impl Isa {
 
     /// All that this CPU has, widest first.
     pub(crate) fn available() -> Vec<Self> {
+        let mut kinds = Vec::new();
         #[cfg(target_arch = "x86_64")]
-        let wide = [x86::Avx512::detect().map(Kind::Avx512), x86::Avx2::detect().map(Kind::Avx2)];
-        #[cfg(not(target_arch = "x86_64"))]
-        let wide = [None];
-        wide.into_iter().flatten().chain([Kind::Portable]).map(Isa).collect()
+        {
+            kinds.extend(avx512::Avx512::<true>::detect().map(Kind::Avx512Bf16));
+            kinds.extend(avx512::Avx512::<false>::detect().map(Kind::Avx512));
+            kinds.extend(avx2::Avx2::detect().map(Kind::Avx2));
+        }
+        kinds.push(Kind::Portable);
+        kinds.into_iter().map(Isa).collect()
     }
 
-    /// f32 in a vector.
-    pub(crate) fn lanes(self) -> usize {
-        struct Lanes;
-        impl Vectorised for Lanes {
-            type Output = usize;
+    /// Pairs of bf16 by their definition.
+    #[cfg(test)]
+    pub(crate) fn portable_pairs() -> Self {
+        Self(Kind::PortablePairs)
+    }
+
+    /// The same without multiplying pairs of bf16.
+    pub(crate) fn with_single_words(self) -> Self {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(simd) => Self(Kind::Avx512(simd.with_single_words())),
+            #[cfg(test)]
+            Kind::PortablePairs => Self(Kind::Portable),
+            _ => self,
+        }
+    }
+
+    /// Lanes of a vector, and elements in a lane while they are multiplied.
+    pub(crate) fn sizes(self) -> (usize, usize) {
+        struct Sizes;
+        impl Vectorised for Sizes {
+            type Output = (usize, usize);
             #[inline(always)]
-            fn run<S: Simd>(self, _: S) -> usize {
-                S::LANES
+            fn run<S: Simd>(self, _: S) -> (usize, usize) {
+                (S::LANES, S::PER_WORD)
             }
         }
-        self.run(Lanes)
+        self.run(Sizes)
     }
 
     /// Run `kernel` compiled for this instruction set.
     pub(crate) fn run<K: Vectorised>(self, kernel: K) -> K::Output {
         match self.0 {
-            Kind::Portable => kernel.run(portable::Portable),
+            Kind::Portable => Portable::<1>.call(kernel),
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx2(simd) => simd.run(kernel),
+            Kind::Avx2(simd) => simd.call(kernel),
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512(simd) => simd.run(kernel),
+            Kind::Avx512(simd) => simd.call(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(simd) => simd.call(kernel),
+            #[cfg(test)]
+            Kind::PortablePairs => Portable::<2>.call(kernel),
         }
     }
 }
@@ -136,6 +363,10 @@ impl fmt::Debug for Isa {
             Kind::Avx2(_) => "AVX2",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512(_) => "AVX-512",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(_) => "AVX-512 with bf16",
+            #[cfg(test)]
+            Kind::PortablePairs => "baseline instructions, pairs of bf16",
         })
     }
 }
@@ -152,114 +383,10 @@ pub(crate) fn prefetch<T>(address: *const T) {
     let _ = address;
 }
 
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::float_cmp, reason = "exact results are expected")]
-
-    use super::*;
-    use half::{bf16, f16};
-
-    /// What every operation gives for a few awkward vectors, compared with scalar arithmetic.
-    struct Operations;
-    impl Vectorised for Operations {
-        type Output = ();
-        #[inline(always)]
-        fn run<S: Simd>(self, simd: S) {
-            let lanes = |v: S::V| {
-                let mut out = [0.0f32; MAX_LANES];
-                // SAFETY: LANES <= MAX_LANES.
-                unsafe { simd.store(out.as_mut_ptr(), v) };
-                out[..S::LANES].to_vec()
-            };
-            let a: Vec<f32> = (0..MAX_LANES).map(|i| i as f32 * 1.25 - 3.0).collect();
-            let mut b: Vec<f32> = (0..MAX_LANES).map(|i| 2.0 - i as f32 * 0.75).collect();
-            b[1] = f32::NAN;
-            b[2] = f32::NEG_INFINITY;
-            // SAFETY: both have MAX_LANES elements.
-            let (va, vb) = unsafe { (simd.load(a.as_ptr()), simd.load(b.as_ptr())) };
-            let same = |v: S::V, expected: &dyn Fn(f32, f32) -> f32| {
-                for (i, got) in lanes(v).into_iter().enumerate() {
-                    let want = expected(a[i], b[i]);
-                    assert!(got == want || (got.is_nan() && want.is_nan()), "lane {i}: {got} instead of {want}");
-                }
-            };
-            same(simd.splat(4.5), &|_, _| 4.5);
-            same(simd.add(va, vb), &|a, b| a + b);
-            same(simd.sub(va, vb), &|a, b| a - b);
-            same(simd.mul(va, vb), &|a, b| a * b);
-            same(simd.div(va, vb), &|a, b| a / b);
-            same(simd.fma(va, vb, va), &|a, b| a * b + a);
-            same(simd.max(va, vb), &|a, b| if a > b { a } else { b });
-            same(simd.select_lt(va, vb, va, simd.splat(0.5)), &|a, b| if a < b { a } else { 0.5 });
-            for n in -127i16..=127 {
-                let power = simd.exponential_of_low_bits(simd.splat(f32::from(n) + 12_582_912.0));
-                same(power, &|_, _| if n == -127 { 0.0 } else { f32::from(n).exp2() });
-            }
-        }
-    }
-
-    /// Lane i of the reduction belongs to vector i.
-    struct Sums;
-    impl Vectorised for Sums {
-        type Output = ();
-        #[inline(always)]
-        fn run<S: Simd>(self, simd: S) {
-            let data: Vec<f32> = (0..MAX_LANES * MAX_LANES).map(|i| (i * i % 37) as f32).collect();
-            let mut vectors = [simd.splat(0.0); MAX_LANES];
-            for (i, v) in vectors.iter_mut().enumerate() {
-                // SAFETY: the beginning of row i of MAX_LANES x MAX_LANES.
-                *v = unsafe { simd.load(data.as_ptr().add(i * MAX_LANES)) };
-            }
-            let mut out = [0.0f32; MAX_LANES];
-            // SAFETY: LANES <= MAX_LANES.
-            unsafe { simd.store(out.as_mut_ptr(), simd.sum_each(vectors)) };
-            for (i, sum) in out[..S::LANES].iter().enumerate() {
-                assert_eq!(*sum, data[i * MAX_LANES..][..S::LANES].iter().sum::<f32>(), "vector {i} of {}", S::LANES);
-            }
-        }
-    }
-
-    /// Every 16-bit pattern widens as the `half` crate says, and f32 rounds to f16 as it says.
-    struct HalfConversions;
-    impl Vectorised for HalfConversions {
-        type Output = ();
-        #[inline(always)]
-        fn run<S: Simd>(self, simd: S) {
-            let same = |a: f32, b: f32| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
-            for first in (0..=u16::MAX).step_by(S::LANES) {
-                let bits: Vec<u16> = (0..S::LANES as u16).map(|i| first + i).collect();
-                let (mut wide, mut narrow) = ([0.0f32; MAX_LANES], [0u16; MAX_LANES]);
-                // SAFETY: LANES elements each.
-                unsafe {
-                    simd.store(wide.as_mut_ptr(), simd.load_bf16(bits.as_ptr()));
-                    assert!((0..S::LANES).all(|i| same(wide[i], bf16::from_bits(bits[i]).to_f32())), "bf16 {first}");
-                    simd.store(wide.as_mut_ptr(), simd.load_f16(bits.as_ptr()));
-                    assert!((0..S::LANES).all(|i| same(wide[i], f16::from_bits(bits[i]).to_f32())), "f16 {first}");
-                    // Both neighbourhoods of a rounding boundary, subnormal results, overflow to infinity.
-                    for scale in [1.0, 1.000_1, 0.999_9, 1.5, 3e-5, 7e4] {
-                        let scaled = wide.map(|x| x * scale);
-                        simd.store_f16(narrow.as_mut_ptr(), simd.load(scaled.as_ptr()));
-                        for i in 0..S::LANES {
-                            let want = f16::from_f32(scaled[i]);
-                            assert!(
-                                narrow[i] == want.to_bits() || (want.is_nan() && f16::from_bits(narrow[i]).is_nan()),
-                                "{} became {:#x} instead of {want}",
-                                scaled[i],
-                                narrow[i]
-                            );
-                        }
-                    }
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn every_instruction_set_computes_what_scalar_code_computes() {
-        for isa in Isa::available() {
-            isa.run(Operations);
-            isa.run(Sums);
-            isa.run(HalfConversions);
-        }
+/// The same for all lines of a row.
+#[inline(always)]
+pub(crate) fn prefetch_row(row: *const u8, bytes: usize) {
+    for byte in (0..bytes).step_by(CACHE_LINE) {
+        prefetch(row.wrapping_add(byte));
     }
 }

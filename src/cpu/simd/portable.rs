@@ -1,11 +1,12 @@
 //! Four lanes as an array, which the compiler turns into the architecture's baseline vectors (SSE2, NEON).
 
-use super::{MAX_LANES, Simd};
-use half::f16;
+use super::{MAX_LANES, ROUND, Simd, Vectorised, codes_in_scalars, from_lanes, word};
+use crate::cpu::element_fp8::{CodeFormat, PairTable};
+use half::{bf16, f16};
 
-/// No proof needed: arrays work everywhere.
+/// No proof needed: arrays work everywhere. `PER_WORD` is that of [`Simd`].
 #[derive(Clone, Copy)]
-pub(crate) struct Portable;
+pub(crate) struct Portable<const PER_WORD: usize>;
 
 type V = [f32; 4];
 
@@ -14,11 +15,16 @@ fn map2(a: V, b: V, f: impl Fn(f32, f32) -> f32) -> V {
     [f(a[0], b[0]), f(a[1], b[1]), f(a[2], b[2]), f(a[3], b[3])]
 }
 
-impl Simd for Portable {
+impl<const PER_WORD: usize> Simd for Portable<PER_WORD> {
     type V = V;
     const LANES: usize = 4;
     const TILE: usize = 4;
+    const PER_WORD: usize = PER_WORD;
 
+    #[inline(never)]
+    fn call<K: Vectorised>(self, kernel: K) -> K::Output {
+        kernel.run(self)
+    }
     #[inline(always)]
     fn splat(self, x: f32) -> V {
         [x; 4]
@@ -48,6 +54,11 @@ impl Simd for Portable {
     unsafe fn load_bf16(self, from: *const u16) -> V {
         // SAFETY: four readable elements, by the caller's word.
         unsafe { from.cast::<[u16; 4]>().read_unaligned() }.map(|bits| f32::from_bits(u32::from(bits) << 16))
+    }
+    #[inline(always)]
+    unsafe fn load_codes(self, format: CodeFormat, from: *const u8) -> V {
+        // SAFETY: four readable elements, by the caller's word.
+        unsafe { from.cast::<[u8; 4]>().read() }.map(|code| format.decode(code))
     }
     #[inline(always)]
     fn add(self, a: V, b: V) -> V {
@@ -88,10 +99,22 @@ impl Simd for Portable {
         [pick(0), pick(1), pick(2), pick(3)]
     }
     #[inline(always)]
-    fn exponential_of_low_bits(self, t: V) -> V {
-        // Bits of the sum: n in two's complement below bit 22; shifted out of the mantissa it becomes the exponent.
-        t.map(|t| f32::from_bits((t.to_bits() << 23).wrapping_add(127 << 23)))
+    fn split(self, x: V) -> (V, V) {
+        // The constant stands first: `max` gives its second operand where one is NaN.
+        let x = self.max(self.splat(-127.0), x);
+        let rounded = self.add(x, self.splat(ROUND));
+        (self.sub(x, self.sub(rounded, self.splat(ROUND))), rounded)
     }
+    #[inline(always)]
+    fn times_power_of_2(self, p: V, n: V) -> V {
+        // Bits of the sum: n in two's complement below bit 22; shifted out of the mantissa it becomes the exponent.
+        map2(p, n, |p, n| p * f32::from_bits((n.to_bits() << 23).wrapping_add(127 << 23)))
+    }
+    #[inline(always)]
+    fn rotate(self, x: V, by: usize) -> V {
+        [x[by % 4], x[(by + 1) % 4], x[(by + 2) % 4], x[(by + 3) % 4]]
+    }
+    codes_in_scalars!();
     #[inline(always)]
     fn sum_each(self, sums: [V; MAX_LANES]) -> V {
         let lane = |i: usize| (sums[i][0] + sums[i][2]) + (sums[i][1] + sums[i][3]);

@@ -1,0 +1,86 @@
+// Where the tiles of a decode launch may be cut (work_list.cuh).
+#pragma once
+
+#include <cstdint>
+
+namespace xa {
+
+/// Quotient of numbers that are not negative; most fit 32 bits, whose division is several times faster.
+__device__ __forceinline__ int64_t divide(int64_t x, int64_t divisor) {
+  if (((x | divisor) >> 32) == 0) return static_cast<uint32_t>(x) / static_cast<uint32_t>(divisor);
+  return x / divisor;
+}
+
+__device__ __forceinline__ int64_t divide_up(int64_t x, int64_t divisor) { return divide(x + divisor - 1, divisor); }
+
+/// Where tiles may be cut. All in units.
+struct Cutting {
+  static constexpr int32_t kNever = INT32_MAX;
+
+  int64_t per;        // of a share, before its ends move
+  int32_t least;      // the fewest of a part
+  int32_t uncut;      // tiles of up to so many stay whole
+  int32_t groups;     // number of shares
+  int32_t max_spans;  // batch_invariant: the most spans of a tile; else 0
+  int32_t min_shift;  // batch_invariant: log2 of the fewest units of a span
+
+  /// batch_invariant: log2 of the units of a span, for a tile of `units`.
+  __device__ __forceinline__ int32_t span_shift(int32_t units) const {
+    int32_t shift = min_shift;
+    while (max_spans << shift < units) ++shift;
+    return shift;
+  }
+  /// batch_invariant: spans of a tile of `units`.
+  __device__ __forceinline__ int32_t spans(int32_t units) const {
+    const int32_t shift = span_shift(units);
+    return (units + (1 << shift) - 1) >> shift;
+  }
+
+  /// Offsets in a tile at which an end of a share stays inside of it, after it has moved to the nearest multiple of
+  /// 2^shift.
+  struct Inside {
+    int32_t first;
+    int32_t last;
+    int32_t shift;
+
+    /// As a multiple of 2^shift.
+    __device__ __forceinline__ int32_t place(int32_t offset) const { return (offset + (1 << shift) / 2) >> shift; }
+  };
+  __device__ __forceinline__ Inside inside(int32_t units) const {
+    if (units <= uncut) return Inside{(units + 1) / 2, (units + 1) / 2 - 1, 0};
+    if (max_spans == 0) return Inside{least, units - least, 0};
+    const int32_t shift = span_shift(units), half = (1 << shift) / 2;
+    return Inside{half, min((spans(units) << shift) - half, units) - 1, shift};
+  }
+
+  /// Where in a tile of `units` an end of a share at `offset` comes to lie: 0 and `units` are the ends of the tile.
+  __device__ __forceinline__ int32_t place(int32_t offset, int32_t units) const {
+    const Inside range = inside(units);
+    if (offset < range.first) return 0;
+    return offset > range.last ? units : range.place(offset) << range.shift;
+  }
+
+  /// Shares that begin inside of a tile: `first` to `last`, none where these are in the wrong order.
+  struct Ends {
+    int64_t first;
+    int64_t last;
+  };
+  __device__ __forceinline__ Ends ends(int64_t tile_begin, int32_t units) const {
+    const Inside range = inside(units);
+    return Ends{divide_up(tile_begin + range.first, per), divide(tile_begin + range.last, per)};
+  }
+
+  /// batch_invariant: how many spans of the tile the first part folds; 0 where the tile is not cut.
+  __device__ __forceinline__ int32_t spans_before_cut(int64_t tile_begin, int32_t units) const {
+    const Inside range = inside(units);
+    const int64_t offset = divide_up(tile_begin + range.first, per) * per - tile_begin;
+    return offset > range.last ? 0 : range.place(static_cast<int32_t>(offset));
+  }
+  /// batch_invariant: parts of the tile that go to the workspace.
+  __device__ __forceinline__ int32_t parts_of_spans(int64_t tile_begin, int32_t units) const {
+    const int32_t folded = spans_before_cut(tile_begin, units);
+    return folded == 0 ? 0 : 1 + spans(units) - folded;
+  }
+};
+
+}  // namespace xa

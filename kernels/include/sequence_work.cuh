@@ -1,0 +1,61 @@
+// Sequences as the planning of decode sees them: how many tiles, of how many units each (work_list.cuh).
+#pragma once
+
+#include <cstdint>
+
+#include "attention_params.cuh"
+#include "tile_plan.cuh"
+
+namespace xa {
+
+/// A sequence and the work in it.
+template <int kRows, int kUnitKeys>
+struct Sequence {
+  Tile tile;  // but for the rows
+  int32_t num_tiles;
+  int32_t units;  // of each tile: all count the keys that any row of the sequence sees
+  int32_t first_unit;
+
+  __device__ __forceinline__ int64_t work() const { return static_cast<int64_t>(num_tiles) * units; }
+  /// Packed rows of tile `index`: the last rows of the sequence come first.
+  __device__ __forceinline__ int32_t num_rows(int32_t index, int32_t group) const {
+    return index > 0 ? kRows : tile.len_q * group - (num_tiles - 1) * kRows;
+  }
+  __device__ __forceinline__ Tile tile_at(int32_t index, int32_t group) const {
+    Tile found = tile;
+    found.first_row = (num_tiles - 1 - index) * kRows;
+    found.num_rows = num_rows(index, group);
+    return found;
+  }
+  /// From `tile`.
+  __device__ __forceinline__ void measure(const AttentionParams& params, bool live) {
+    const bool ours = live && tile.len_q >= params.min_queries && tile.len_q <= params.max_queries;
+    num_tiles = ours ? (tile.len_q * params.group + kRows - 1) / kRows : 0;
+    const Visibility visibility(params, tile);
+    const int32_t begin = visibility.begin(0), end = visibility.end(tile.len_q - 1);
+    first_unit = begin < end ? begin / kUnitKeys : 0;
+    units = begin < end ? (end + kUnitKeys - 1) / kUnitKeys - first_unit : 1;
+  }
+};
+
+/// Loads neighbouring sequences; whether starts ascend there, as far as `num_seqs` goes.
+template <int kCount, int kRows, int kUnitKeys>
+__device__ __forceinline__ bool load_sequences(const AttentionParams& params, int32_t first, int32_t num_seqs,
+                                               Sequence<kRows, kUnitKeys> (&sequences)[kCount]) {
+  Metadata<kCount> metadata;
+  metadata.load(params, first);
+  bool ascend = true;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const bool live = first + i < num_seqs;
+    ascend &= !live || metadata.ascends(i);
+    sequences[i].tile.sequence = first + i;
+    sequences[i].tile.first_token = metadata.starts[i];
+    sequences[i].tile.len_q = max(metadata.len_q(i), 0);
+    metadata.keys(i).describe(params, sequences[i].tile);
+    sequences[i].measure(params, live);
+  }
+  return ascend;
+}
+
+}  // namespace xa

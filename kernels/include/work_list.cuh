@@ -1,0 +1,268 @@
+// How the keys of a decode launch are shared out between CTAs.
+//
+// A unit is one round of a CTA over keys: kUnitKeys of them, from a multiple of kUnitKeys on. The tiles of a KV head
+// have a fixed order, all heads alike, and so have their units. The CTAs of blockIdx.y = g, one a KV head, take as
+// their share the units from g * per to (g + 1) * per. Where an end of it falls inside of a tile it moves to a place
+// where the tile may be cut (cutting.cuh), if there is any, else to the nearer end of the tile. What a CTA computes of
+// a tile is a *part*. A part that is not the whole tile goes to the workspace (partial_rows.cuh), and merge_parts.cu
+// makes rows of parts.
+//
+// Every place follows from per and the tile by arithmetic, so that CTAs agree without a word: the end of a share inside
+// of a tile has one part to its right, and the first of the tile's ends has the tile's first part to its left.
+//
+// batch_invariant: a tile's keys are cut into *spans*, whose size depends on the tile alone. Each is computed from a
+// fresh state, and the tile's result is defined as the spans folded in order. A tile is cut between spans only. A CTA
+// folds the spans of a part that begins the tile, and hands in every other span by itself.
+#pragma once
+
+#include <cstdint>
+
+#include "attention_params.cuh"
+#include "cutting.cuh"
+#include "partial_rows.cuh"
+#include "sequence_work.cuh"
+#include "share.cuh"
+#include "tile_plan.cuh"
+
+namespace xa {
+
+/// Finds a CTA's share of the work. Every thread has one.
+template <int kThreads, int kRows, int kUnitKeys>
+class WorkList {
+  static constexpr int kPerThread = 4, kPerRound = kThreads * kPerThread;
+  /// A part of fewer keys costs more than it is worth; so does cutting a tile of fewer.
+  static constexpr int kLeastPartKeys = 128, kLeastTileKeys = 512;
+  /// batch_invariant: the fewest keys of a span. Part of what the result is.
+  static constexpr int kLeastSpanKeys = 512;
+  /// An end of a share may move by this fraction of the share, if that keeps a tile whole.
+  static constexpr int kSlack = 32;
+  static_assert(kLeastSpanKeys == 8 * kUnitKeys || kLeastSpanKeys == 16 * kUnitKeys, "Cutting::min_shift");
+  using Sequence = xa::Sequence<kRows, kUnitKeys>;
+
+  /// What goes over the sequences. Planning is short beside fetching its instructions: each step is there once.
+  enum class Pass {
+    kCount,   // how much work there is
+    kFit,     // batch_invariant: how many partial rows
+    kLocate,  // where the share begins and ends
+  };
+
+ public:
+  __device__ __forceinline__ WorkList(const AttentionParams& params, Plan& plan, Share& share)
+      : params_(params), plan_(plan), share_(share) {}
+
+  /// Leaves the CTA before the first piece of its share.
+  __device__ __forceinline__ void share_out() {
+    const int32_t num_seqs = live_sequences(params_);
+    const int32_t num_rounds = max((num_seqs + int64_t{kPerRound} - 1) / kPerRound, int64_t{1});
+    Pass pass = Pass::kCount;
+#pragma unroll 1
+    for (bool done = false; !done;) {
+      int64_t units = 0, rows = 0;
+#pragma unroll 1
+      for (int32_t round = 0; round < num_rounds; ++round) {
+        if (pass == Pass::kCount || num_rounds > 1) units += load_round(round, units, num_seqs);
+        if (pass == Pass::kCount) continue;
+        PrefixSum partial_rows = {};
+        if (cutting_.max_spans > 0) partial_rows = prefix_sum(partial_rows_until(INT64_MAX), true);
+        if (pass == Pass::kLocate) locate(rows + partial_rows.before);
+        rows += partial_rows.total;
+      }
+      switch (pass) {
+        case Pass::kCount:
+          cut(units);
+          pass = cutting_.max_spans > 0 && cutting_.uncut != Cutting::kNever ? Pass::kFit : Pass::kLocate;
+          break;
+        case Pass::kFit:
+          // Ever longer tiles stay whole until the parts of the others fit into the workspace.
+          if (rows <= params_.partial.rows_per_head) {
+            pass = Pass::kLocate;
+          } else {
+            cutting_.uncut = 2 * cutting_.uncut + 1;
+          }
+          break;
+        case Pass::kLocate:
+          done = true;
+      }
+    }
+    if (threadIdx.x == 0) share_.cutting = cutting_;
+  }
+
+ private:
+  /// Loads this thread's sequences of a round, `before` units before it; the round's units.
+  __device__ __forceinline__ int64_t load_round(int32_t round, int64_t before, int32_t num_seqs) {
+    const int32_t first = round * kPerRound + threadIdx.x * kPerThread;
+    const bool ascend = load_sequences(params_, first, num_seqs, sequences_);
+    if (first == 0) share_.first_units = sequences_[0].num_tiles > 0 ? sequences_[0].units : 1;
+    int64_t mine = 0;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) mine += sequences_[i].work();
+    const PrefixSum sum = prefix_sum(mine, ascend);
+    units_before_ = before + sum.before;
+    starts_ascend_ &= sum.all;
+    return sum.total;
+  }
+
+  struct PrefixSum {
+    int64_t before;  // of the threads before this one
+    int64_t total;
+    bool all;
+  };
+  __device__ __forceinline__ PrefixSum prefix_sum(int64_t mine, bool flag) {
+    constexpr int kWarps = kThreads / 32;
+    const int warp = threadIdx.x / 32;
+    const int64_t inclusive = sum_up_to_this_lane(mine);
+    int64_t* const totals = plan_.warp_totals[parity_];
+    parity_ ^= 1;
+    if (threadIdx.x % 32 == 31) totals[warp] = inclusive;
+    PrefixSum sum = {inclusive - mine, 0, __syncthreads_and(flag) != 0};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      if (w < warp) sum.before += totals[w];
+      sum.total += totals[w];
+    }
+    return sum;
+  }
+
+  /// Decides how `total` units are shared out and which tiles may be cut.
+  __device__ __forceinline__ void cut(int64_t total) {
+    constexpr int32_t kLeastPart = kLeastPartKeys / kUnitKeys, kLeastTile = kLeastTileKeys / kUnitKeys;
+    const PartialResults& results = params_.partial;
+    const int32_t first_units = share_.first_units;
+    cutting_.groups = gridDim.y;
+    cutting_.max_spans = results.max_spans;
+    cutting_.min_shift = kLeastSpanKeys / kUnitKeys == 8 ? 3 : 4;
+    // Overlapping sequences are written row by row, by the first that claims it.
+    bool whole = results.groups == 0 || !starts_ascend_;
+    if (!whole && cutting_.max_spans == 0 && results.groups < cutting_.groups) {
+      // Partial rows for fewer shares only: these, unless that leaves more CTAs idle than whole tiles would.
+      whole = 2 * results.groups < cutting_.groups && int64_t{first_units} * results.groups <= total;
+      if (!whole) cutting_.groups = results.groups;
+    }
+    int64_t per = max(divide_up(total, cutting_.groups), int64_t{kLeastPart});
+    // Tiles of one length stay whole where that costs little.
+    const int64_t fitted = divide_up(per, first_units) * first_units;
+    if (fitted - per <= per / kSlack) per = fitted;
+    cutting_.per = per;
+    cutting_.least = max(kLeastPart, static_cast<int32_t>(min(per / kSlack, int64_t{1} << 28)));
+    cutting_.uncut = whole ? Cutting::kNever : max(2 * cutting_.least, kLeastTile) - 1;
+    if (threadIdx.x == 0) {
+      plan_.overlap = starts_ascend_ ? Overlap::kNone : Overlap::kPossible;
+      plan_.tile.num_rows = 0;
+      share_.piece = -1;
+      share_.end = total;
+      if (per * blockIdx.y >= total) write_cut(CutTile{});
+    }
+    __syncthreads();
+  }
+
+  /// batch_invariant: partial rows of those tiles of this thread's sequences that begin before `unit`.
+  __device__ __forceinline__ int64_t partial_rows_until(int64_t unit) const {
+    int64_t rows = 0, begin = units_before_;
+#pragma unroll 1
+    for (int i = 0; i < kPerThread; ++i) {
+      const Sequence& sequence = this->sequence(i);
+#pragma unroll 1
+      for (int32_t index = 0; index < sequence.num_tiles && begin < unit; ++index) {
+        const int64_t parts = cutting_.parts_of_spans(begin, sequence.units);
+        rows += parts * sequence.num_rows(index, params_.group);
+        begin += sequence.units;
+      }
+    }
+    return rows;
+  }
+
+  /// Sequence `i` of this thread, chosen without an address.
+  __device__ __forceinline__ Sequence sequence(int i) const {
+    Sequence chosen = sequences_[0];
+#pragma unroll
+    for (int other = 1; other < kPerThread; ++other) {
+      if (i == other) chosen = sequences_[other];
+    }
+    return chosen;
+  }
+
+  /// The threads that hold the tiles in which the share begins and ends write down where. There are `rows_before`
+  /// partial rows before this thread's sequences.
+  __device__ __forceinline__ void locate(int64_t rows_before) {
+    const int64_t begin = cutting_.per * blockIdx.y, end = begin + cutting_.per;
+    int first = -1, last = -1;
+    int64_t at = units_before_, first_at = 0, last_at = 0;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int64_t next = at + sequences_[i].work();
+      if (begin >= at && begin < next) first = i, first_at = at;
+      if (end >= at && end < next) last = i, last_at = at;
+      at = next;
+    }
+    if (first >= 0) begin_at(sequence(first), first_at, begin, rows_before);
+    if (last >= 0) share_.end = end_at(sequence(last).units, last_at, end);
+  }
+
+  /// Where the share ends that is to end at `unit`, in a sequence of tiles of `units` that begins at unit `at`.
+  __device__ __forceinline__ int64_t end_at(int32_t units, int64_t at, int64_t unit) const {
+    const int64_t tile_begin = at + divide(unit - at, units) * units;
+    return tile_begin + cutting_.place(static_cast<int32_t>(unit - tile_begin), units);
+  }
+
+  /// The share is to begin at `unit`, in this sequence, which begins at unit `at`.
+  __device__ __forceinline__ void begin_at(const Sequence& sequence, int64_t at, int64_t unit, int64_t rows_before) {
+    const int32_t index = static_cast<int32_t>(divide(unit - at, sequence.units));
+    const int64_t tile_begin = at + static_cast<int64_t>(index) * sequence.units;
+    const int32_t part_begin = cutting_.place(static_cast<int32_t>(unit - tile_begin), sequence.units);
+    enter(params_, plan_, share_, sequence, index);
+    share_.tile_begin = tile_begin;
+    share_.part_begin = part_begin;
+    share_.rows_before = rows_before;
+    if (cutting_.max_spans > 0) share_.rows_before += partial_rows_until(tile_begin);
+    if (!keeps_cuts()) return;
+    write_cut(part_begin > 0 && part_begin < sequence.units ? cut_tile() : CutTile{});
+  }
+
+  /// The tile that the share begins inside of.
+  __device__ __forceinline__ CutTile cut_tile() const {
+    const int32_t units = share_.tile_units;
+    const Cutting::Ends ends = cutting_.ends(share_.tile_begin, units);
+    const int32_t first = static_cast<int32_t>(ends.first);
+    CutTile cut = {};
+    cut.tile = plan_.tile;
+    cut.cuts = static_cast<int32_t>(ends.last) - first + 1;
+    cut.index = static_cast<int32_t>(blockIdx.y) - first;
+    if (cutting_.max_spans > 0) {
+      cut.parts = cutting_.parts_of_spans(share_.tile_begin, units);
+      cut.row_step = plan_.tile.num_rows;
+      cut.first_row = static_cast<int32_t>(share_.rows_before);
+      cut.next_row = cut.first_row + cut.row_step;
+    } else {
+      cut.parts = cut.cuts + 1;
+      cut.row_step = kRows;
+      cut.first_row = last_part_row<kRows>(cutting_.groups, first - 1);
+      cut.next_row = first_part_row<kRows>(first);
+    }
+    return cut;
+  }
+
+  /// Whether this CTA tells the merging kernel, which asks one KV head for all, and not for the first share.
+  __device__ __forceinline__ bool keeps_cuts() const {
+    return plan_.kv_head == 0 && blockIdx.y > 0 && static_cast<int32_t>(blockIdx.y) < params_.partial.groups;
+  }
+  __device__ __forceinline__ void write_cut(const CutTile& cut) const {
+    if (keeps_cuts()) static_cast<CutTile*>(params_.partial.cuts)[blockIdx.y - 1] = cut;
+  }
+
+  const AttentionParams& params_;
+  Plan& plan_;
+  Share& share_;
+  Sequence sequences_[kPerThread];
+  Cutting cutting_;
+  int64_t units_before_ = 0;  // of the round's sequences of this thread
+  int32_t parity_ = 0;
+  bool starts_ascend_ = true;
+};
+
+/// Leaves the CTA before the first piece of its share, `next_piece`. Every thread calls this.
+template <int kThreads, int kRows, int kUnitKeys>
+__device__ __forceinline__ void share_out_work(const AttentionParams& params, Plan& plan, Share& share) {
+  WorkList<kThreads, kRows, kUnitKeys>(params, plan, share).share_out();
+}
+
+}  // namespace xa

@@ -1,0 +1,105 @@
+// Merges attention of the same queries over two disjoint sets of keys: out [n, h, d] and lse [h, n] of both from each.
+//
+// A part whose lse is not finite is empty: its out is not read. Where both are, out is 0 and lse -inf.
+//
+// Compiled once for each XA_DTYPE: f16, bf16, f32.
+// Launch: kThreads threads; the CTAs (row, 0), (row, 1) and so on share the heads of a row.
+
+#include <cstdint>
+
+#include "chunk.cuh"
+#include "element.cuh"
+
+namespace xa {
+
+/// Attention over one set of keys. Strides are in elements; the d elements of a head are contiguous.
+struct AttentionState {
+  const void* out;  // [n, h, d]
+  int64_t row_stride;
+  int64_t head_stride;
+  const float* lse;  // [h, n]
+};
+
+/// The one argument of the kernel. src/cuda/merge_attention_states.rs holds the same structs.
+struct MergeParams {
+  AttentionState a;
+  AttentionState b;
+  void* out;   // [n, h, d]
+  float* lse;  // [h, n]
+  int64_t num_rows;
+  int32_t num_heads;
+  int32_t head_dim;
+  int64_t aligned;  // whether the heads of all three outs consist of chunks of 16 bytes, aligned to 16
+};
+
+// src/cuda/merge_attention_states.rs asserts the same number.
+static_assert(sizeof(MergeParams) == 104);
+
+constexpr uint32_t kThreads = 128;
+
+/// What both parts hold together: shares of a and b, which add up to 1, and the log-sum-exp.
+struct Merge {
+  bool has_a;
+  bool has_b;
+  float share_a;
+  float share_b;
+  float lse;
+};
+
+__device__ __forceinline__ Merge merge(float lse_a, float lse_b) {
+  // False for NaN too.
+  const bool has_a = fabsf(lse_a) < INFINITY, has_b = fabsf(lse_b) < INFINITY;
+  if (!has_a || !has_b) return {has_a, has_b, 0.0f, 0.0f, has_a ? lse_a : has_b ? lse_b : -INFINITY};
+  const float largest = fmaxf(lse_a, lse_b);
+  // One of them is 1.
+  const float of_a = expf(lse_a - largest), of_b = expf(lse_b - largest);
+  const float sum = of_a + of_b;
+  return {true, true, of_a / sum, of_b / sum, largest + log1pf(fminf(of_a, of_b))};
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ Chunk<T, kCount> load(const AttentionState& state, int64_t row, int32_t head,
+                                                 int32_t element) {
+  const T* const out = static_cast<const T*>(state.out);
+  return load_chunk<T, kCount>(out + row * state.row_stride + head * state.head_stride + element);
+}
+
+/// This CTA's share of the heads of a row, kCount elements at a time.
+template <typename T, int kCount>
+__device__ __forceinline__ void merge_row(const MergeParams& params, int64_t row) {
+  const uint32_t pieces = params.head_dim / kCount;
+  const uint32_t items = params.num_heads * pieces;
+  for (uint32_t item = blockIdx.y * kThreads + threadIdx.x; item < items; item += gridDim.y * kThreads) {
+    const int32_t head = item / pieces, element = (item - head * pieces) * kCount;
+    const int64_t sum = head * params.num_rows + row;
+    const Merge merged = merge(__ldg(params.a.lse + sum), __ldg(params.b.lse + sum));
+    Chunk<T, kCount> chunk = {};
+    if (merged.has_a) chunk = load<T, kCount>(params.a, row, head, element);
+    if (merged.has_b) {
+      const auto of_b = load<T, kCount>(params.b, row, head, element);
+      if (merged.has_a) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          const float a = Element<T>::to_f32(chunk.elements[i]), b = Element<T>::to_f32(of_b.elements[i]);
+          chunk.elements[i] = rounded<T>(merged.share_a * a + merged.share_b * b);
+        }
+      } else {
+        chunk = of_b;
+      }
+    }
+    const int64_t first = (row * params.num_heads + head) * params.head_dim + element;
+    store_chunk(static_cast<T*>(params.out) + first, chunk);
+    if (element == 0) params.lse[sum] = merged.lse;
+  }
+}
+
+}  // namespace xa
+
+extern "C" __global__ void __launch_bounds__(xa::kThreads) XA_ENTRY(const __grid_constant__ xa::MergeParams params) {
+  using T = xa::XA_PASTE(dtype_, XA_DTYPE);
+  if (params.aligned != 0) {
+    xa::merge_row<T, 16 / sizeof(T)>(params, blockIdx.x);
+  } else {
+    xa::merge_row<T, 1>(params, blockIdx.x);
+  }
+}

@@ -1,0 +1,231 @@
+"""flash_attn_varlen in JAX."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._attention import output_dtype, with_workspace
+from ._call import Array, index_operand, scale_operand, static_bool, static_f32, static_i64
+from ._kv_layout import kv_layout_number
+
+_ATTRIBUTES = (
+    "batch_invariant",
+    "causal",
+    "kv_layout",
+    "max_seqlen_k",
+    "max_seqlen_q",
+    "softcap",
+    "softmax_scale",
+    "top_left",
+    "window_left",
+    "window_right",
+)
+
+
+def flash_attn_varlen(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
+    block_table: Array | None = None,
+    kv_layout: str | None = None,
+    leftpad_k: Array | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    q_scale: Array | float | None = None,
+    k_scale: Array | float | None = None,
+    v_scale: Array | float | None = None,
+    top_left: bool = False,
+    deterministic: bool = False,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    out_dtype: Any = None,  # noqa: ANN401
+) -> Array | tuple[Array, Array]:
+    """Attention of a ragged batch of query rows over packed keys, or over the pages of a cache.
+
+    Sequence b has the query rows ``cu_seqlens_q[b] : cu_seqlens_q[b + 1]`` and, with packed keys, the key rows
+    ``cu_seqlens_k[b] : cu_seqlens_k[b + 1]``. Names and meaning follow ``flash_attn_varlen_func`` of flash-attn.
+
+    Parameters
+    ----------
+    q : Array
+        ``[Tq, Hq, D]``; f16, bf16, f32 or f8e4m3fn; D a multiple of 8 up to 256.
+    k, v : Array
+        ``[Tk, Hkv, D]`` and ``[Tk, Hkv, Dv]``; with a `block_table` ``[P, page_size, Hkv, D]`` and
+        ``[P, page_size, Hkv, Dv]``, or with `kv_layout` one buffer as k, and v None. Of q's dtype; f16 and bf16 queries
+        may also have f8e4m3fn or f8e5m2 keys and values, f8e4m3fn queries have f8e4m3fn ones. Query head h reads KV
+        head ``h // (Hq // Hkv)``.
+    cu_seqlens_q, cu_seqlens_k : Array
+        ``i32[B + 1]``: where each sequence starts and, last, the end. Without `cu_seqlens_k`, keys are packed like the
+        queries, or, with a `block_table`, `seqused_k` tells how many there are. With a `block_table` and no
+        `seqused_k`, a sequence has ``cu_seqlens_k[b + 1] - cu_seqlens_k[b]`` keys.
+    max_seqlen_q, max_seqlen_k : int, optional
+        Lengths of the longest sequences: advice that chooses tile sizes, rounded up to a power of two. It never decides
+        which rows are computed.
+    softmax_scale : float, optional
+        Multiplies ``q . k``; finite and positive. ``D ** -0.5`` by default.
+    causal : bool
+        No query sees a key after its own position, whatever `window` says.
+    window : (int, int)
+        How many keys before and after its own position a query sees; -1 is all of them.
+    softcap : float
+        Scores become ``softcap * tanh(score / softcap)``; 0 is off.
+    seqused_q, seqused_k : Array, optional
+        ``i32[B]``: how many of a sequence's rows are in use; the others may hold anything.
+    block_table : Array, optional
+        ``i32[B, M]``: the pages of each sequence, in order.
+    kv_layout : str, optional
+        One buffer holds K and V: ``"interleaved"`` ``[P, page_size, 2*Hkv, D]`` with K of head h at 2h and V at 2h+1,
+        ``"stacked"`` ``[2, P, page_size, Hkv, D]``, ``"per_page"`` ``[P, 2, page_size, Hkv, D]``. Needs a
+        `block_table`.
+    leftpad_k : Array, optional
+        ``i32[B]``: the first keys of each sequence, which no query sees. They count as keys for alignment, windows and
+        slopes.
+    alibi_slopes : Array, optional
+        ``f32[Hq]`` or ``f32[B, Hq]``: ``-slope * |distance|`` is added to a score.
+    sinks : Array, optional
+        ``f32[Hq]``: the logit of one more column of each row, whose value is 0.
+    q_scale, k_scale, v_scale : Array or float, optional
+        ``f32[1]`` or ``f32[Hkv]``: what the stored numbers are to be multiplied with.
+    top_left : bool
+        Query 0 stands at key 0. Otherwise the last query stands at the last key.
+    deterministic : bool
+        Asks for a deterministic gradient; the result itself always is.
+    batch_invariant : bool
+        The bits of a sequence's rows depend on nothing but that sequence and static sizes.
+    return_lse : bool
+        Return the logarithm of the softmax denominators as well.
+    out_dtype : dtype, optional
+        bf16 (the default) or f16 with f8e4m3fn queries; otherwise q's dtype and nothing else.
+
+    Returns
+    -------
+    out : Array
+        ``[Tq, Hq, Dv]``. Rows that see no key, and rows that belong to no sequence, are 0.
+    softmax_lse : Array
+        ``f32[Hq, Tq]``, natural logarithm; -inf for such rows (the sink's logit where a row of a sequence sees only
+        that). Only with ``return_lse=True``.
+
+    Raises
+    ------
+    ValueError
+        Shapes or options do not fit together; the text names the operand and what was expected.
+    TypeError
+        An option that has to be known at compile time is traced.
+    NotImplementedError
+        A combination of dtypes, or a head dimension, that there is no kernel for.
+
+    Notes
+    -----
+    Lengths and page numbers stay on the device and are never trusted: they are clamped to what the buffers hold.
+
+    Examples
+    --------
+    Two sequences of 3 and 2 tokens, packed.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from xla_attention.jax import flash_attn_varlen
+    >>> q, k, v = (jax.random.normal(jax.random.key(i), (5, 4, 64)) for i in range(3))
+    >>> out = flash_attn_varlen(q, k, v, jnp.array([0, 3, 5]), causal=True)
+    >>> out.shape
+    (5, 4, 64)
+    """
+    layout = kv_layout_number(kv_layout)
+    if (v is None) == (kv_layout is None):
+        expected = "an array" if v is None else "None: with kv_layout k holds the values too"
+        raise ValueError(f"xla_gpu_flash_attn_varlen: v is {'None' if v is None else 'an array'}, expected {expected}")
+    static_bool("deterministic", deterministic)
+    q, k = jnp.asarray(q), jnp.asarray(k)
+    window_left, window_right = window
+    attributes = (
+        static_bool("batch_invariant", batch_invariant),
+        static_bool("causal", causal),
+        layout,
+        _longest("max_seqlen_k", max_seqlen_k),
+        _longest("max_seqlen_q", max_seqlen_q),
+        static_f32("softcap", softcap),
+        static_f32("softmax_scale", q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale),
+        static_bool("top_left", top_left),
+        static_i64("window[0]", window_left),
+        static_i64("window[1]", window_right),
+    )
+    operands = (
+        q,
+        k,
+        jnp.zeros((0,), k.dtype) if v is None else jnp.asarray(v),
+        index_operand("cu_seqlens_q", cu_seqlens_q),
+        _cu_seqlens_k(cu_seqlens_k, cu_seqlens_q, block_table, seqused_k),
+        _optional_index("seqused_k", seqused_k),
+        _optional_index("block_table", block_table),
+        _optional_index("seqused_q", seqused_q),
+        _optional_index("leftpad_k", leftpad_k),
+        *(None if x is None else jnp.asarray(x, jnp.float32) for x in (alibi_slopes, sinks)),
+        *(scale_operand(x) for x in (q_scale, k_scale, v_scale)),
+    )
+    dtype = output_dtype(q.dtype, out_dtype)
+    return _flash_attn_varlen(attributes, dtype, static_bool("return_lse", return_lse), *operands)
+
+
+def _longest(name: str, length: int | None) -> np.int64:
+    """The advice as an attribute: 0 for unknown, otherwise rounded up so that few programs are compiled."""
+    if length is None:
+        return np.int64(0)
+    length = int(static_i64(name, length))
+    return np.int64(length if length <= 0 else 1 << (length - 1).bit_length())
+
+
+def _cu_seqlens_k(
+    cu_seqlens_k: Array | None, cu_seqlens_q: Array, block_table: Array | None, seqused_k: Array | None
+) -> Array:
+    if cu_seqlens_k is not None:
+        return index_operand("cu_seqlens_k", cu_seqlens_k)
+    if block_table is None:
+        return index_operand("cu_seqlens_q", cu_seqlens_q)
+    if seqused_k is None:
+        raise ValueError("xla_gpu_flash_attn_varlen: a block_table needs seqused_k or cu_seqlens_k, which tell lengths")
+    return jnp.zeros((0,), jnp.int32)
+
+
+def _optional_index(name: str, value: Any) -> Array | None:  # noqa: ANN401
+    return None if value is None else index_operand(name, value)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _flash_attn_varlen(
+    values: tuple[np.generic, ...],
+    dtype: np.dtype,
+    return_lse: np.bool_,
+    q: Array,
+    k: Array,
+    v: Array,
+    *rest: Array | None,
+) -> Array | tuple[Array, Array]:
+    value_dim = v.shape[-1] if v.ndim > 1 else k.shape[-1]
+    out = jax.ShapeDtypeStruct((*q.shape[:-1], value_dim), dtype)
+    lse = jax.ShapeDtypeStruct((*q.shape[1:2], *q.shape[:1]), jnp.float32)
+    cu_seqlens_q = rest[0]
+    num_seqs = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q.ndim == 1 else 0
+    attributes = dict(zip(_ATTRIBUTES, values, strict=True))
+    heads = k.shape[-2] if k.ndim > 1 else 0
+    out, lse = with_workspace(
+        "xla_gpu_flash_attn_varlen",
+        [q, k, v, *rest],
+        [out, lse],
+        attributes,
+        kv_heads=heads // 2 if attributes["kv_layout"] == kv_layout_number("interleaved") else heads,
+        num_seqs=num_seqs,
+    )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,57 @@
+"""merge_attention_states in JAX."""
+
+import jax
+import jax.numpy as jnp
+
+from ._call import Array, custom_call
+
+
+def merge_attention_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+    """Merge the attention of the same queries over two disjoint sets of keys into that over both.
+
+    Attention over a long context can be computed in parts, on several devices or with a part that many requests share:
+    each part gives an output and the logarithm of its softmax denominators, and merging these gives what attention over
+    all keys would. More than two parts are merged one after the other, in any order.
+
+    Parameters
+    ----------
+    out_a, out_b : Array
+        ``[n, h, d]``, f16, bf16 or f32, both the same: outputs over each set of keys; any d.
+    lse_a, lse_b : Array
+        ``f32[h, n]``: logarithms of the softmax denominators, natural. A row of a part whose lse is not finite saw no
+        key there: that part's output is not read.
+
+    Returns
+    -------
+    out : Array
+        ``[n, h, d]``, of the parts' dtype; 0 where neither part saw a key.
+    lse : Array
+        ``f32[h, n]``; -inf where neither part saw a key.
+
+    Raises
+    ------
+    ValueError
+        Shapes or dtypes do not fit together; the text names the operand.
+
+    Notes
+    -----
+    ``lse = log(exp(lse_a) + exp(lse_b))`` and ``out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b``, in f32
+    without overflow. An attention sink belongs to exactly one of the parts.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from xla_attention.jax import merge_attention_states
+    >>> ones, even = jnp.ones((3, 2, 64)), jnp.zeros((2, 3))
+    >>> out, lse = merge_attention_states(ones, even, 3 * ones, even.at[1].set(-jnp.inf))
+    >>> out[0, :, 0].tolist(), jnp.exp(lse[:, 0]).tolist()
+    ([2.0, 1.0], [2.0, 1.0])
+    """
+    return _merge(*map(jnp.asarray, (out_a, lse_a, out_b, lse_b)))
+
+
+@jax.jit
+def _merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+    results = [jax.ShapeDtypeStruct(out_a.shape, out_a.dtype), jax.ShapeDtypeStruct(lse_a.shape, jnp.float32)]
+    out, lse = custom_call("xla_gpu_merge_attention_states", [out_a, lse_a, out_b, lse_b], results, {})
+    return out, lse

@@ -1,0 +1,111 @@
+"""rope_kv_cache_update in JAX."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._call import Array, custom_call, index_operand, scale_operand, static_bool
+from ._kv_layout import kv_layout_number
+
+
+def rope_kv_cache_update(
+    kv_cache: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    slot_mapping: Array,
+    positions: Array,
+    cos_sin: Array,
+    *,
+    interleaved: bool = False,
+    k_scale: Array | float | None = None,
+    v_scale: Array | float | None = None,
+    kv_layout: str = "interleaved",
+) -> tuple[Array, Array]:
+    """Rotate the queries and keys of new tokens by their positions and write keys and values into a paged cache.
+
+    The rotary embedding and `kv_cache_update` in one pass over the rows. The cache is updated in place where it is
+    donated or an intermediate value.
+
+    Parameters
+    ----------
+    kv_cache : Array
+        K and V in one buffer, see `kv_layout`. Of the dtype of `key`, or ``float8_e4m3fn`` or ``float8_e5m2``.
+    query : Array
+        ``[T, Hq, D]``, of the dtype of `key`.
+    key, value : Array
+        ``[T, Hkv, D]``, f16, bf16 or f32; D a multiple of 8 up to 256.
+    slot_mapping : Array
+        ``[T]`` integers: token t goes to slot ``page * page_size + offset``. A slot outside the cache is skipped, so -1
+        marks padding; the token's queries are rotated all the same.
+    positions : Array
+        ``i32[T]``: each token's row of `cos_sin`, clamped to it.
+    cos_sin : Array
+        ``f32[max_pos, rot]``: the cosines of a position's ``rot / 2`` angles, then their sines. The first `rot`
+        elements of a head are rotated, an even number; the others pass through. Without a row, everything does.
+    interleaved : bool
+        Pair i of a head is elements i and ``i + rot / 2`` (GPT-NeoX, Llama); with True, ``2i`` and ``2i + 1`` (GPT-J).
+    k_scale, v_scale : Array or float, optional
+        ``f32[1]`` or ``f32[Hkv]``: what is stored is the row divided by it.
+    kv_layout : str
+        ``"interleaved"``, ``[P, page_size, 2*Hkv, D]`` with K of head h at index 2h and V at 2h+1; ``"stacked"``,
+        ``[2, P, page_size, Hkv, D]``; ``"per_page"``, ``[P, 2, page_size, Hkv, D]``. Not to be confused with the pairs
+        of `interleaved`.
+
+    Returns
+    -------
+    query : Array
+        ``[T, Hq, D]``, rotated.
+    kv_cache : Array
+        The updated cache.
+
+    Raises
+    ------
+    ValueError
+        Shapes or dtypes do not fit together; the text names the operand.
+    TypeError
+        `interleaved` is no bool, or `positions` or `slot_mapping` are no integers.
+    NotImplementedError
+        A head dimension that is not built.
+
+    Notes
+    -----
+    The pair (a, b) becomes ``(a * cos - b * sin, b * cos + a * sin)``, in f32, rounded once: to the query's dtype or,
+    after the division by the scale, to the cache's. An fp8 cache saturates, see `kv_cache_update`.
+
+    Examples
+    --------
+    Two tokens, at positions 0 and 1, into slots 0 and 5; the second turns by a right angle.
+
+    >>> import jax.numpy as jnp
+    >>> from xla_attention.jax import rope_kv_cache_update
+    >>> cos_sin = jnp.array([[1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1, 1]], jnp.float32)
+    >>> cache, row = jnp.zeros((2, 4, 2, 8)), jnp.ones((2, 1, 8))
+    >>> query, cache = rope_kv_cache_update(cache, row, row, row, jnp.array([0, 5]), jnp.array([0, 1]), cos_sin)
+    >>> query[1, 0].tolist()
+    [-1.0, -1.0, -1.0, -1.0, 1.0, 1.0, 1.0, 1.0]
+    >>> cache[1, 1, 0, :5].tolist()
+    [-1.0, -1.0, -1.0, -1.0, 1.0]
+    """
+    operands = (
+        *map(jnp.asarray, (kv_cache, query, key, value)),
+        index_operand("slot_mapping", slot_mapping, keep=("int32", "int64")),
+        index_operand("positions", positions),
+        jnp.asarray(cos_sin),
+        scale_operand(k_scale),
+        scale_operand(v_scale),
+    )
+    return _rope(static_bool("interleaved", interleaved), kv_layout_number(kv_layout), *operands)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _rope(
+    interleaved: np.bool_, kv_layout: np.int64, cache: Array, query: Array, *rest: Array | None
+) -> tuple[Array, Array]:
+    results = [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in (cache, query)]
+    attributes = {"interleaved": interleaved, "kv_layout": kv_layout}
+    operands = [cache, query, *rest]
+    cache, query = custom_call("xla_gpu_rope_kv_cache_update", operands, results, attributes, aliases={0: 0})
+    return query, cache

@@ -1,0 +1,290 @@
+//! One item of the plan: its queries are laid out, its keys visited block by block, its results written.
+
+use super::few_rows::FewRows;
+use super::keys::{Ahead, BLOCK, Cache, HeadRows, KeyBlock};
+use super::lanes::Lanes;
+use super::many_rows::ManyRows;
+use super::plan::{Arrangement, Item, Merge, Plan, Task};
+use super::results::Results;
+use super::score::ScoreForm;
+use super::sources::{Bf16Pairs, CodePairs, SingleCodes, Singles};
+use super::state::{RowPlace, State};
+use crate::cpu::aligned::Aligned;
+use crate::cpu::element_rows::{narrow_row, widen_row};
+use crate::cpu::simd::{MAX_LANES, Simd, Vectorised, prefetch_row};
+use crate::ops::MAX_HEAD_DIM;
+use crate::ops::attention::Attention;
+use crate::tensor::DType;
+use half::{bf16, f16};
+
+/// A block of keys meets the queries of one KV head.
+pub(super) struct Visit<'a> {
+    pub(super) rows: HeadRows<'a>,
+    /// Words.
+    pub(super) q: *const f32,
+    pub(super) state: State,
+    pub(super) lanes: &'a Lanes,
+    /// Index of the KV head among the item's.
+    pub(super) head: usize,
+    pub(super) form: ScoreForm,
+    pub(super) kv_dtype: DType,
+    /// D and Dv: multiples of 8, at most 256
+    pub(super) d: usize,
+    pub(super) dv: usize,
+}
+
+/// Where a block's intermediate results stand.
+#[derive(Clone, Copy)]
+pub(super) struct Buffers {
+    /// `[BLOCK]` steps of a panel's lanes
+    pub(super) scores: *mut f32,
+    /// Words of `[BLOCK][D]`
+    pub(super) k: *mut f32,
+    /// Words of `[BLOCK][Dv padded to whole vectors]`, in an order of the kernel's
+    pub(super) v: *mut f32,
+}
+
+/// What to do with a block of keys; a kernel belongs to one arrangement of rows.
+pub(super) trait RowKernel<S: Simd> {
+    /// Keys that it takes at a time, at most [`BLOCK`].
+    const KEYS: usize;
+    /// Bring the state up to date with a block of keys; ask for the rows of `ahead` meanwhile.
+    ///
+    /// # Safety
+    /// The rows are readable; q, state, lanes and buffers are the item's.
+    unsafe fn attend(simd: S, visit: Visit, ahead: &mut Ahead, buffers: Buffers);
+}
+
+/// A thread's memory for the whole call, sized for the largest item.
+pub(super) struct Scratch {
+    floats: Aligned,
+    q_len: usize,
+    state_len: usize,
+    lanes: Lanes,
+}
+
+impl Scratch {
+    pub(super) fn new(plan: &Plan, problem: &Attention) -> Self {
+        let largest = |f: fn(&Item) -> usize| plan.items.iter().map(f).max().unwrap_or(0);
+        let q_len = largest(|item| item.heads.len() * item.q_len);
+        let state_len = largest(Item::state_len);
+        let buffers = BLOCK * (MAX_PANEL + problem.head_dim + problem.value_dim.next_multiple_of(MAX_LANES));
+        Self { floats: Aligned::zeros(q_len + 2 * state_len + buffers), q_len, state_len, lanes: Lanes::default() }
+    }
+
+    /// Behind the queries of all heads stand the states of two pieces, then the buffers.
+    fn buffers(&mut self, d: usize) -> Buffers {
+        let scores = self.floats.as_mut_ptr().wrapping_add(self.q_len + 2 * self.state_len);
+        let k = scores.wrapping_add(BLOCK * MAX_PANEL);
+        Buffers { scores, k, v: k.wrapping_add(BLOCK * d) }
+    }
+}
+
+/// How many query rows before its turn a row is asked for.
+const QUERIES_AHEAD: usize = 8;
+/// The most lanes of a panel.
+const MAX_PANEL: usize = 32;
+
+/// A task of the plan, for [`crate::cpu::simd::Isa::run`].
+pub(super) struct RunTask<'a> {
+    problem: &'a Attention<'a>,
+    cache: Cache,
+    plan: &'a Plan,
+    scratch: &'a mut Scratch,
+    partials: *mut f32,
+    job: Job<'a>,
+}
+
+/// What a [`RunTask`] does.
+#[derive(Clone, Copy)]
+pub(super) enum Job<'a> {
+    Task(&'a Task),
+    Merge(Merge),
+}
+
+impl<'a> RunTask<'a> {
+    /// # Safety
+    /// The problem's views are valid host memory, its results not accessed by others; plan and scratch were made for
+    /// it, with the lanes of the instruction set that will run this; `partials` has [`Plan::partials_len`] elements.
+    /// Each task runs once, a merge after its tasks.
+    pub(super) unsafe fn new(
+        problem: &'a Attention<'a>,
+        plan: &'a Plan,
+        scratch: &'a mut Scratch,
+        partials: *mut f32,
+        job: Job<'a>,
+    ) -> Self {
+        Self { problem, cache: Cache::new(problem), plan, scratch, partials, job }
+    }
+}
+
+impl Vectorised for RunTask<'_> {
+    type Output = ();
+
+    /// Compute the states of the pieces that are the job's, merge them in order, write the results.
+    #[inline(always)]
+    fn run<S: Simd>(mut self, simd: S) {
+        let (item, pieces) = match self.job {
+            // SAFETY: `new`'s contract.
+            Job::Task(Task::Clear(rows)) => return unsafe { Results::of(self.problem).clear(rows.clone()) },
+            Job::Task(&Task::Whole { item }) => (item, None),
+            Job::Task(&Task::Piece { item, piece, .. }) => (item, Some(piece)),
+            Job::Merge(merge) => (merge.item, None),
+        };
+        let item = &self.plan.items[item];
+        let pieces = pieces.map_or(0..item.pieces(), |piece| piece..piece + 1);
+        let own = self.scratch.floats.as_mut_ptr().wrapping_add(self.scratch.q_len);
+        let total = match self.job {
+            Job::Task(&Task::Piece { offset, .. }) | Job::Merge(Merge { offset, .. }) => {
+                self.partials.wrapping_add(offset)
+            }
+            Job::Task(_) => own,
+        };
+        let attends = matches!(self.job, Job::Task(_));
+        if attends {
+            self.place_queries(simd, item);
+        }
+        if pieces.is_empty() {
+            reset(item, total);
+        }
+        for piece in pieces.clone() {
+            let state = match piece - pieces.start {
+                0 => total,
+                _ if attends => own.wrapping_add(self.scratch.state_len),
+                further => total.wrapping_add(further * item.state_len()),
+            };
+            if attends {
+                reset(item, state);
+                self.attend_piece(simd, item, piece, state);
+            }
+            if piece > pieces.start {
+                self.merge(simd, item, total, state);
+            }
+        }
+        if !matches!(self.job, Job::Task(Task::Piece { .. })) {
+            // SAFETY: `new`'s contract; `total` holds all pieces.
+            unsafe { Results::of(self.problem).write(simd, self.plan, item, total) };
+        }
+    }
+}
+
+impl RunTask<'_> {
+    /// The queries where the kernel wants them, and what their lanes need to know.
+    #[inline(always)]
+    fn place_queries<S: Simd>(&mut self, simd: S, item: &Item) {
+        let (problem, d) = (self.problem, self.problem.head_dim);
+        let group = problem.num_q_heads / problem.num_kv_heads;
+        // SAFETY: `new`'s contract.
+        unsafe { self.scratch.lanes.set::<S>(problem, item, (item.sequence, &self.plan.sequences[item.sequence])) };
+        let mut widened = [0.0f32; MAX_HEAD_DIM as usize];
+        let mut pairs = [0.0f32; MAX_HEAD_DIM as usize / 2];
+        let query = problem.q;
+        let rows = item.queries.len() * group;
+        for (index, kv_head) in item.heads.clone().enumerate() {
+            let row_at = |row: usize| {
+                let (t, h) = self.plan.query_of_row(item, kv_head, row, group);
+                let at = t as i64 * query.stride(0) + h as i64 * query.stride(1);
+                query.data.wrapping_offset(at as isize * query.dtype.size() as isize)
+            };
+            // SAFETY: q has room for all heads of the item; `query` has row t, head h.
+            unsafe {
+                let q = self.scratch.floats.as_mut_ptr().add(index * item.q_len);
+                q.write_bytes(0, item.q_len);
+                for row in 0..rows {
+                    // Rows of one head may lie far apart, and a row is done before the next has come.
+                    prefetch_row(row_at((row + QUERIES_AHEAD).min(rows - 1)), d * query.dtype.size());
+                    let from = row_at(row);
+                    widen_row(simd, query.dtype, from, widened.as_mut_ptr(), d);
+                    if S::PER_WORD == 2 {
+                        // Exact, see `multiplies_bf16`.
+                        narrow_row(simd, DType::BF16, widened.as_ptr(), pairs.as_mut_ptr().cast(), d);
+                    }
+                    let words = if S::PER_WORD == 2 { pairs.as_ptr() } else { widened.as_ptr() };
+                    let place = RowPlace::new::<S>(item.arrangement, item.lanes, d / S::PER_WORD, row);
+                    place.write(q, words, d / S::PER_WORD);
+                }
+            }
+        }
+    }
+
+    /// Bring the state of all heads up to date with the keys of one piece. (Each kernel is compiled into the one place
+    /// where it is named.)
+    #[inline(always)]
+    fn attend_piece<S: Simd>(&mut self, simd: S, item: &Item, piece: usize, state: *mut f32) {
+        match item.arrangement {
+            Arrangement::RowPerLane => self.visit::<S, ManyRows>(simd, item, piece, state),
+            Arrangement::VectorPerRow(1) => self.few_rows::<S, 1>(simd, item, piece, state),
+            Arrangement::VectorPerRow(2) => self.few_rows::<S, 2>(simd, item, piece, state),
+            Arrangement::VectorPerRow(4) => self.few_rows::<S, 4>(simd, item, piece, state),
+            Arrangement::VectorPerRow(_) => self.few_rows::<S, 8>(simd, item, piece, state),
+        }
+    }
+
+    #[inline(always)]
+    fn few_rows<S: Simd, const ROWS: usize>(&mut self, simd: S, item: &Item, piece: usize, state: *mut f32) {
+        match self.problem.kv_dtype {
+            DType::BF16 if S::PER_WORD == 2 => self.visit::<S, FewRows<Bf16Pairs, ROWS>>(simd, item, piece, state),
+            _ if S::PER_WORD == 2 => self.visit::<S, FewRows<CodePairs<S>, ROWS>>(simd, item, piece, state),
+            DType::F16 => self.visit::<S, FewRows<Singles<f16>, ROWS>>(simd, item, piece, state),
+            DType::BF16 => self.visit::<S, FewRows<Singles<bf16>, ROWS>>(simd, item, piece, state),
+            DType::F32 => self.visit::<S, FewRows<Singles<f32>, ROWS>>(simd, item, piece, state),
+            _ => self.visit::<S, FewRows<SingleCodes, ROWS>>(simd, item, piece, state),
+        }
+    }
+
+    #[inline(always)]
+    fn visit<S: Simd, K: RowKernel<S>>(&mut self, simd: S, item: &Item, piece: usize, state: *mut f32) {
+        let (problem, cache) = (self.problem, &self.cache);
+        let sequence = &self.plan.sequences[item.sequence];
+        let q = self.scratch.floats.as_mut_ptr();
+        let buffers = self.scratch.buffers(problem.head_dim);
+        let keys = item.piece(piece);
+        let mut blocks = [KeyBlock::empty(), KeyBlock::empty()];
+        let [block, next] = &mut blocks;
+        let (mut block, mut next) = (block, next);
+        let block_at = |first: usize| first.min(keys.end)..(first + K::KEYS).min(keys.end);
+        // SAFETY: keys of the sequence, at most BLOCK of them.
+        unsafe { block.find(cache, sequence, block_at(keys.start)) };
+        while block.len > 0 {
+            // SAFETY: as above.
+            unsafe { next.find(cache, sequence, block_at(block.first + K::KEYS)) };
+            let mut ahead = Ahead::new(cache, next, item.heads.clone());
+            for (head, kv_head) in item.heads.clone().enumerate() {
+                // SAFETY: `new`'s contract: the rows are the cache's, as the problem has checked; the rest is sized for
+                // the item.
+                unsafe {
+                    let visit = Visit {
+                        rows: block.of_head(cache, kv_head),
+                        q: q.wrapping_add(head * item.q_len),
+                        state: State::of_head(item, state, head),
+                        lanes: &self.scratch.lanes,
+                        head,
+                        form: ScoreForm::of_head(problem, kv_head),
+                        kv_dtype: problem.kv_dtype,
+                        d: problem.head_dim,
+                        dv: problem.value_dim,
+                    };
+                    K::attend(simd, visit, &mut ahead, buffers);
+                }
+            }
+            std::mem::swap(&mut block, &mut next);
+        }
+    }
+
+    #[inline(always)]
+    fn merge<S: Simd>(&self, simd: S, item: &Item, total: *mut f32, part: *mut f32) {
+        for head in 0..item.heads.len() {
+            let (total, part) = (State::of_head(item, total, head), State::of_head(item, part, head));
+            // SAFETY: both are states of this item's head.
+            unsafe { total.merge(simd, part, item.arrangement, self.problem.value_dim) };
+        }
+    }
+}
+
+/// No key seen, for any KV head.
+fn reset(item: &Item, state: *mut f32) {
+    for head in 0..item.heads.len() {
+        // SAFETY: a state of the item.
+        unsafe { State::of_head(item, state, head).reset(item) };
+    }
+}

@@ -1,0 +1,214 @@
+//! Attention of many query rows: a lane for each row.
+//!
+//! Rows are taken in panels (`state`): with W lanes in a panel, q is `[words of D][W]`, a block of scores `[keys][W]`, p
+//! `[words of keys][W]` and o `[Dv][W]`; both products are register tiles of scalars times vectors, for which K and V
+//! need no transposition, and the softmax needs no sum across lanes. K and V of a block are made words once for all
+//! panels (`stage`).
+
+use super::item::{Buffers, RowKernel, Visit};
+use super::keys::{Ahead, BLOCK};
+use super::score::Edits;
+use super::softmax::{Steps, softmax};
+use super::stage::stage;
+use super::state::PANEL;
+use crate::cpu::simd::{MAX_LANES, Simd};
+use std::ops::Range;
+
+/// The kernel for [`super::plan::Arrangement::RowPerLane`].
+pub(super) struct ManyRows;
+
+impl<S: Simd> RowKernel<S> for ManyRows {
+    const KEYS: usize = BLOCK / 2 * S::PER_WORD;
+
+    #[inline(always)]
+    unsafe fn attend(simd: S, visit: Visit, ahead: &mut Ahead, buffers: Buffers) {
+        let (lanes, rows) = (visit.state.lanes, visit.rows);
+        let panels = lanes.div_ceil(PANEL * S::LANES);
+        // A little with each register tile, so that asking for more than the processor keeps open stops nothing.
+        let tiles = (rows.block.len + visit.dv).div_ceil(S::TILE);
+        let share = ahead.share(panels * tiles);
+        // SAFETY: the caller's word.
+        unsafe {
+            stage(simd, &visit, buffers);
+            for panel in 0..panels {
+                let lane = panel * PANEL * S::LANES;
+                let ahead = (&mut *ahead, share);
+                match (lanes - lane > S::LANES, S::TILE) {
+                    (true, 4) => attend_panel::<S, 2, 4>(simd, &visit, lane, ahead, buffers),
+                    (true, _) => attend_panel::<S, 2, 8>(simd, &visit, lane, ahead, buffers),
+                    (false, 4) => attend_panel::<S, 1, 4>(simd, &visit, lane, ahead, buffers),
+                    (false, _) => attend_panel::<S, 1, 8>(simd, &visit, lane, ahead, buffers),
+                }
+            }
+        }
+    }
+}
+
+/// The panel of lanes from `lane` on against the block, whose K and V stand in the buffers.
+///
+/// # Safety
+/// As [`RowKernel::attend`].
+#[inline(always)]
+unsafe fn attend_panel<S: Simd, const NV: usize, const TILE: usize>(
+    simd: S,
+    visit: &Visit,
+    lane: usize,
+    (ahead, share): (&mut Ahead, usize),
+    buffers: Buffers,
+) {
+    let Visit { rows, state, d, dv, .. } = *visit;
+    let (width, first) = (NV * S::LANES, rows.block.first);
+    let lanes = lane..lane + width;
+    let seen = visit.lanes.seen_by_any(&lanes, first, rows.block.len);
+    if seen.is_empty() {
+        return;
+    }
+    // Whole words of keys.
+    let keys = seen.start / S::PER_WORD * S::PER_WORD..seen.end.next_multiple_of(S::PER_WORD);
+    let edits = Edits {
+        form: visit.form,
+        steps: Steps { count: keys.len(), first: keys.start, alternating: 1, stride: 1 },
+        lanes: visit.lanes,
+        lane,
+        head: visit.head,
+        first,
+        masked: !visit.lanes.seen_by_all(&lanes, first, &keys),
+    };
+    // SAFETY: keys of the block, lanes of the panel.
+    unsafe {
+        let q = visit.q.add(lane * d / S::PER_WORD);
+        let largest = scores::<S, NV, TILE>(simd, q, d / S::PER_WORD, &keys, (ahead, share), buffers);
+        let p = buffers.scores.add(keys.start * width);
+        let mut keep = [0.0f32; PANEL * MAX_LANES];
+        for (v, largest) in largest.into_iter().enumerate() {
+            simd.store(keep.as_mut_ptr().add(v * S::LANES), largest);
+        }
+        // What tiles have seen, unless they saw other keys too.
+        let known = keys.start.is_multiple_of(TILE) && keys.end.is_multiple_of(TILE);
+        let state_of_lane = (state.m.add(lane), state.l.add(lane));
+        softmax::<S, NV>(simd, p, edits, (S::LANES, known), state_of_lane, keep.as_mut_ptr());
+        values::<S, NV, TILE>(simd, state.o.add(lane * dv), dv, &keys, (ahead, share), buffers, &keep);
+    }
+}
+
+/// `scores[j][row] = k[j] . q[row]`, for whole tiles that cover `keys`, and the largest of each row; a block's buffer has
+/// room for whole tiles.
+///
+/// # Safety
+/// `q` is a panel `[words][W]`, the buffers are a block's.
+#[inline(always)]
+unsafe fn scores<S: Simd, const NV: usize, const TILE: usize>(
+    simd: S,
+    q: *const f32,
+    words: usize,
+    keys: &Range<usize>,
+    (ahead, share): (&mut Ahead, usize),
+    buffers: Buffers,
+) -> [S::V; NV] {
+    let mut largest = [simd.splat(f32::NEG_INFINITY); NV];
+    for j in (keys.start / TILE * TILE..keys.end).step_by(TILE) {
+        ahead.ask_for(share);
+        // SAFETY: keys j to j + TILE of the buffers.
+        unsafe {
+            let scalars = Scalars { from: buffers.k.add(j * words), row: words, step: 1 };
+            let products = tile(simd, scalars, q, words, [[simd.splat(0.0); NV]; TILE]);
+            store_rows(simd, buffers.scores.add(j * NV * S::LANES), products);
+            for row in products {
+                for (v, largest) in largest.iter_mut().enumerate() {
+                    // NaN first, see `softmax`.
+                    *largest = simd.max(row[v], *largest);
+                }
+            }
+        }
+    }
+    largest
+}
+
+/// `o[i][row] = o[i][row] * keep[row] + sum over keys of v[j][i] * p[j][row]`
+///
+/// # Safety
+/// `o` is a panel `[Dv][W]`, the buffers are a block's.
+#[inline(always)]
+unsafe fn values<S: Simd, const NV: usize, const TILE: usize>(
+    simd: S,
+    o: *mut f32,
+    dv: usize,
+    keys: &Range<usize>,
+    (ahead, share): (&mut Ahead, usize),
+    buffers: Buffers,
+    keep: &[f32; PANEL * MAX_LANES],
+) {
+    let width = NV * S::LANES;
+    let mut kept = [simd.splat(0.0); NV];
+    for (v, kept) in kept.iter_mut().enumerate() {
+        // SAFETY: vector v < NV <= PANEL.
+        *kept = unsafe { simd.load(keep.as_ptr().add(v * S::LANES)) };
+    }
+    for i in (0..dv).step_by(TILE) {
+        ahead.ask_for(share);
+        // SAFETY: elements i to i + TILE of dv, keys of the block.
+        unsafe {
+            let o = o.add(i * width);
+            let mut sums = [[simd.splat(0.0); NV]; TILE];
+            for (r, row) in sums.iter_mut().enumerate() {
+                for (v, sum) in row.iter_mut().enumerate() {
+                    *sum = simd.mul(simd.load(o.add(r * width + v * S::LANES)), kept[v]);
+                }
+            }
+            let first = (i * BLOCK + keys.start * TILE) / S::PER_WORD;
+            let scalars = Scalars { from: buffers.v.add(first), row: 1, step: TILE };
+            let p = buffers.scores.add(keys.start * width);
+            store_rows(simd, o, tile(simd, scalars, p, keys.len() / S::PER_WORD, sums));
+        }
+    }
+}
+
+/// The scalar operand of a register tile: word (row, step) is `from[row * self.row + step * self.step]`.
+#[derive(Clone, Copy)]
+struct Scalars {
+    from: *const f32,
+    row: usize,
+    step: usize,
+}
+
+/// `sums[r] += sum over steps of scalar (r, step) * vectors[step]`, with `vectors` as `[steps][NV]`.
+///
+/// # Safety
+/// All scalars and vectors are readable.
+#[inline(always)]
+unsafe fn tile<S: Simd, const NV: usize, const TILE: usize>(
+    simd: S,
+    scalars: Scalars,
+    vectors: *const f32,
+    steps: usize,
+    mut sums: [[S::V; NV]; TILE],
+) -> [[S::V; NV]; TILE] {
+    for step in 0..steps {
+        // SAFETY: step < steps, r < TILE, v < NV.
+        unsafe {
+            let mut b = [simd.splat(0.0); NV];
+            for (v, b) in b.iter_mut().enumerate() {
+                *b = simd.load(vectors.add((step * NV + v) * S::LANES));
+            }
+            for (r, row) in sums.iter_mut().enumerate() {
+                let a = simd.splat(scalars.from.add(r * scalars.row + step * scalars.step).read());
+                for (sum, b) in row.iter_mut().zip(b) {
+                    *sum = simd.dot_words(a, b, *sum);
+                }
+            }
+        }
+    }
+    sums
+}
+
+/// # Safety
+/// `to` has room for `[TILE][NV]` vectors.
+#[inline(always)]
+unsafe fn store_rows<S: Simd, const NV: usize, const TILE: usize>(simd: S, to: *mut f32, rows: [[S::V; NV]; TILE]) {
+    for (r, row) in rows.into_iter().enumerate() {
+        for (v, x) in row.into_iter().enumerate() {
+            // SAFETY: vector (r, v).
+            unsafe { simd.store(to.add((r * NV + v) * S::LANES), x) }
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! Attention on the CPU: blocked, with an online softmax, straight from the pages or rows.
+//!
+//! The metadata is read and clamped once (`sequences`); the query rows of a sequence, for a KV head or for all, make an
+//! item (`plan`), whose keys are visited in blocks (`item`, `keys`) by one of two kernels: `many_rows` for prefill,
+//! `few_rows` for decode. Between their products stand the edits of the scores (`score`, `lanes`) and the softmax
+//! (`softmax`, `state`). Work depends on the keys that are visible, and memory on neither the context nor the cache.
+//!
+//! Results are the same bits whatever the number of threads, and a sequence's rows have the same bits whatever else is
+//! in the batch, asked for or not: how a sequence is cut, and in which order its pieces are merged, follows from its
+//! own lengths and static sizes. Another instruction set may give other bits.
+
+mod few_rows;
+mod item;
+mod keys;
+mod lanes;
+mod many_rows;
+mod plan;
+mod results;
+mod score;
+mod sequences;
+mod softmax;
+mod sources;
+mod stage;
+mod state;
+
+#[cfg(test)]
+mod tests;
+
+use super::aligned::Aligned;
+use super::simd::Isa;
+use crate::error::Result;
+use crate::log;
+use crate::ops::attention::Attention;
+use crate::pool::{Pool, SingleThread, parallel_for};
+use crate::tensor::DType;
+use item::{Job, RunTask, Scratch};
+use plan::Plan;
+
+/// Multiplications below which a call is not worth a second thread.
+const WORTH_SHARING: u64 = 1 << 19;
+
+/// Compute `out` and, if wanted, `softmax_lse`.
+///
+/// # Errors
+/// `INTERNAL` if a task panicked.
+///
+/// # Safety
+/// The problem's views are valid host memory, `out` and `lse` writable and not otherwise accessed.
+pub(crate) unsafe fn run(problem: &Attention, pool: &dyn Pool) -> Result {
+    // SAFETY: the caller's word.
+    unsafe { run_with(Isa::best(), problem, pool) }
+}
+
+/// [`run`] with the instruction set chosen.
+///
+/// # Safety
+/// As [`run`].
+unsafe fn run_with(isa: Isa, problem: &Attention, pool: &dyn Pool) -> Result {
+    if problem.num_rows == 0 {
+        return Ok(());
+    }
+    let isa = if multiplies_bf16(problem.q.dtype, problem.out.dtype) { isa } else { isa.with_single_words() };
+    let sizes = [problem.num_rows, problem.num_q_heads, problem.num_kv_heads, problem.head_dim, problem.value_dim];
+    log::call("attention", (isa, problem.q.dtype, problem.kv_dtype, sizes), || {
+        let (threads, q, kv) = (pool.num_threads(), problem.q.dtype, problem.kv_dtype);
+        format!("{isa:?} on {threads} threads, {q} over {kv}, [Tq, Hq, Hkv, D, Dv] = {sizes:?}")
+    });
+    // SAFETY: the caller's word.
+    let plan = unsafe { Plan::new(problem, isa.sizes(), pool.num_threads()) };
+    let work = plan.cost * problem.head_dim as u64 + problem.out.len() as u64;
+    let pool = if work < WORTH_SHARING { &SingleThread } else { pool };
+    let mut partials = Aligned::zeros(plan.partials_len);
+    let shared = Shared(partials.as_mut_ptr());
+    let run = |scratch: &mut Scratch, job: Job| {
+        // SAFETY: the caller's word; all of it was made above for this problem, and each index comes once.
+        isa.run(unsafe { RunTask::new(problem, &plan, scratch, shared.address(), job) });
+    };
+    let scratch = || Scratch::new(&plan, problem);
+    parallel_for(pool, plan.tasks.len(), scratch, |scratch, index| run(scratch, Job::Task(&plan.tasks[index])))?;
+    parallel_for(pool, plan.merges.len(), scratch, |scratch, index| run(scratch, Job::Merge(plan.merges[index])))
+}
+
+/// Products of bf16 are wanted, where the CPU has them: q, K and V are exact in bf16, and the accuracy that the output's
+/// type asks for allows p to be rounded to it. Of f16, as the type of q or of the output, one of the two is not true.
+///
+/// A dot product of pairs rounds after each of its two additions, the products themselves being exact, so that a sum in
+/// this order differs from one in f32 by nothing but the order. It takes bf16 and sums below 2^-126 for 0: an absolute
+/// error of less than D * 2^-126 * max|k| in a score, of less than `len_k` * 2^-126 in o, both far below the 1e-5 that
+/// SPEC 2.1 allows. Rounding p to bf16 is an error of 2^-9 p in each term of o, as in a computation in bf16 throughout;
+/// l, and so the lse, is summed before.
+fn multiplies_bf16(q: DType, out: DType) -> bool {
+    [DType::BF16, DType::F8E4M3FN].contains(&q) && out != DType::F16
+}
+
+/// Memory of which every task writes a part of its own.
+struct Shared(*mut f32);
+
+// SAFETY: see the type.
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    fn address(&self) -> *mut f32 {
+        self.0
+    }
+}

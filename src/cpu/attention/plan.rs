@@ -1,0 +1,230 @@
+//! What there is to do: query rows cut into items, long items cut by keys.
+//!
+//! How a sequence is cut depends on that sequence and on static sizes only; what the number of threads decides is
+//! whether the pieces of one item are computed by several threads or by one, which gives the same bits.
+
+use super::sequences::{Sequence, Window, sequences};
+use crate::ops::attention::Attention;
+use std::ops::Range;
+
+/// Query rows (queries x heads of a group) of an item with many rows.
+const ROWS: usize = 256;
+/// Up to this many rows, an item takes all KV heads of its sequence, to read the cache in the order of its memory.
+const ALL_HEADS_ROWS: usize = 32;
+/// K and V elements of one piece of an item: long enough to pay for merging the piece's result.
+const PIECE_ELEMENTS: usize = 1 << 19;
+/// The most pieces of an item: what they store does not grow with the context.
+const MAX_PIECES: usize = 32;
+/// Every piece but the last has a multiple of this many keys.
+pub(super) const PIECE_STEP: usize = 128;
+/// Rows of no sequence that one task clears.
+const CLEAR_ROWS: usize = 64;
+
+/// How the query rows of one KV head lie in vectors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Arrangement {
+    /// A lane for each row (`many_rows`).
+    RowPerLane,
+    /// A vector along the head dimension for each of so many padded rows, a power of two (`few_rows`).
+    VectorPerRow(usize),
+}
+
+/// Queries of one sequence for some KV heads.
+#[derive(Clone, Debug)]
+pub(super) struct Item {
+    /// Index into [`Plan::sequences`]
+    pub(super) sequence: usize,
+    pub(super) queries: Range<usize>,
+    /// KV heads
+    pub(super) heads: Range<usize>,
+    /// All keys that some of the queries see
+    pub(super) keys: Range<usize>,
+    pub(super) arrangement: Arrangement,
+    /// Elements of m, and of l, for one KV head
+    pub(super) lanes: usize,
+    /// Words of q for one KV head
+    pub(super) q_len: usize,
+    /// Elements of o for one KV head
+    pub(super) o_len: usize,
+    piece_len: usize,
+}
+
+impl Item {
+    pub(super) fn pieces(&self) -> usize {
+        self.keys.len().div_ceil(self.piece_len)
+    }
+
+    pub(super) fn piece(&self, index: usize) -> Range<usize> {
+        let first = self.keys.start + index * self.piece_len;
+        first..(first + self.piece_len).min(self.keys.end)
+    }
+
+    /// Elements of (o, m, l) for one KV head.
+    pub(super) fn head_state_len(&self) -> usize {
+        self.o_len + 2 * self.lanes
+    }
+
+    /// Elements of (o, m, l) for all KV heads of the item.
+    pub(super) fn state_len(&self) -> usize {
+        self.heads.len() * self.head_state_len()
+    }
+
+    /// For ordering and balance only.
+    fn cost(&self) -> u64 {
+        self.heads.len() as u64 * (self.keys.len() as u64 + 16) * (self.lanes as u64 + 16)
+    }
+}
+
+/// One index of the parallel loop.
+#[derive(Clone, Debug)]
+pub(super) enum Task {
+    /// All pieces of `items[item]`, then its results.
+    Whole { item: usize },
+    /// One piece; its state goes to `partials[offset..]`.
+    Piece { item: usize, piece: usize, offset: usize },
+    /// Rows that belong to no sequence.
+    Clear(Range<usize>),
+}
+
+/// The states of all pieces of an item, which follow one another in the partial results.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Merge {
+    pub(super) item: usize,
+    pub(super) offset: usize,
+}
+
+#[derive(Debug)]
+pub(super) struct Plan {
+    pub(super) sequences: Vec<Sequence>,
+    /// `[T]`: the sequence that writes the row, or `u32::MAX`
+    pub(super) owner: Vec<u32>,
+    pub(super) items: Vec<Item>,
+    /// Largest first
+    pub(super) tasks: Vec<Task>,
+    /// To be done after the tasks
+    pub(super) merges: Vec<Merge>,
+    /// Elements of all partial results
+    pub(super) partials_len: usize,
+    /// The sum of the items' costs
+    pub(super) cost: u64,
+}
+
+impl Plan {
+    /// For vectors of so many lanes, each of which holds `per_word` elements while they are multiplied.
+    ///
+    /// # Safety
+    /// The problem's metadata is readable.
+    pub(super) unsafe fn new(problem: &Attention, vector: (usize, usize), threads: usize) -> Self {
+        // SAFETY: the caller's word.
+        let sequences = unsafe { sequences(problem) };
+        let owner = owners(&sequences, problem.num_rows);
+        let mut items = Vec::new();
+        for (index, sequence) in sequences.iter().enumerate() {
+            cut(problem, index, sequence, vector, &mut items);
+        }
+        let mut plan =
+            Self { sequences, owner, items, tasks: Vec::new(), merges: Vec::new(), partials_len: 0, cost: 0 };
+        plan.schedule(threads);
+        plan
+    }
+
+    /// (row of the query, query head) of an item's row for one of its KV heads, each read by `group` query heads.
+    pub(super) fn query_of_row(&self, item: &Item, kv_head: usize, row: usize, group: usize) -> (usize, usize) {
+        let first = self.sequences[item.sequence].first_row + item.queries.start;
+        (first + row / group, kv_head * group + row % group)
+    }
+
+    /// Fill `tasks` and `merges` from `items` and `owner`.
+    fn schedule(&mut self, threads: usize) {
+        self.cost = self.items.iter().map(Item::cost).sum();
+        // With fair shares at most a quarter of a thread's work, the last task to end is not long alone.
+        let fair = self.cost / (4 * threads as u64);
+        let mut order: Vec<(u64, Task)> = Vec::with_capacity(self.items.len());
+        for (item, it) in self.items.iter().enumerate() {
+            if threads == 1 || it.pieces() < 2 || it.cost() <= fair {
+                order.push((it.cost(), Task::Whole { item }));
+                continue;
+            }
+            self.merges.push(Merge { item, offset: self.partials_len });
+            for piece in 0..it.pieces() {
+                order.push((it.cost() / it.pieces() as u64, Task::Piece { item, piece, offset: self.partials_len }));
+                self.partials_len += it.state_len();
+            }
+        }
+        order.sort_by_key(|(cost, _)| std::cmp::Reverse(*cost));
+        self.tasks = order.into_iter().map(|(_, task)| task).collect();
+        let rows = self.owner.len();
+        let mut row = 0;
+        while row < rows {
+            if self.owner[row] != u32::MAX {
+                row += 1;
+                continue;
+            }
+            let last = (row + CLEAR_ROWS).min(rows);
+            let end = (row..last).find(|r| self.owner[*r] != u32::MAX).unwrap_or(last);
+            self.tasks.push(Task::Clear(row..end));
+            row = end;
+        }
+    }
+}
+
+/// Which sequence writes each row: where starts are out of order, two may claim it, and the last one has it.
+fn owners(sequences: &[Sequence], rows: usize) -> Vec<u32> {
+    let mut owner = vec![u32::MAX; rows];
+    for (index, s) in sequences.iter().enumerate() {
+        owner[s.first_row..s.first_row + s.len_q].fill(index as u32);
+    }
+    owner
+}
+
+/// Cut a sequence into items.
+fn cut(
+    problem: &Attention,
+    index: usize,
+    sequence: &Sequence,
+    (lanes, per_word): (usize, usize),
+    items: &mut Vec<Item>,
+) {
+    let (heads, d, dv) = (problem.num_kv_heads, problem.head_dim, problem.value_dim);
+    let group = problem.num_q_heads / heads;
+    let rows = sequence.len_q * group;
+    if rows == 0 {
+        return;
+    }
+    let window = Window::of(&problem.score);
+    let together = if rows <= ALL_HEADS_ROWS.max(lanes / 2) { heads } else { 1 };
+    let queries_each = if together > 1 { sequence.len_q } else { (ROWS / group).max(1) };
+    for first in (0..sequence.len_q).step_by(queries_each) {
+        let queries = first..(first + queries_each).min(sequence.len_q);
+        let rows = queries.len() * group;
+        let arrangement = if rows <= lanes / 2 {
+            Arrangement::VectorPerRow(rows.next_power_of_two())
+        } else {
+            Arrangement::RowPerLane
+        };
+        let (item_lanes, q_len, o_len) = match arrangement {
+            Arrangement::RowPerLane => {
+                let padded = rows.next_multiple_of(lanes);
+                (padded, padded * d / per_word, padded * dv)
+            }
+            Arrangement::VectorPerRow(padded) => {
+                (lanes, padded * (d / per_word).next_multiple_of(lanes), padded * dv.next_multiple_of(lanes))
+            }
+        };
+        let keys = sequence.visible_to_any(&queries, window);
+        let piece_len = (PIECE_ELEMENTS / (together * (d + dv))).max(keys.len().div_ceil(MAX_PIECES));
+        for head in (0..heads).step_by(together) {
+            items.push(Item {
+                sequence: index,
+                queries: queries.clone(),
+                heads: head..head + together,
+                keys: keys.clone(),
+                arrangement,
+                lanes: item_lanes,
+                q_len,
+                o_len,
+                piece_len: piece_len.next_multiple_of(PIECE_STEP),
+            });
+        }
+    }
+}

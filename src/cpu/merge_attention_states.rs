@@ -1,0 +1,139 @@
+//! Merges attention states on the CPU: tasks of neighbouring rows.
+
+use super::element::{Element, narrow, widen};
+use super::simd::{Isa, Simd, Vectorised};
+use crate::error::Result;
+use crate::ops::merge_attention_states::{MergeAttentionStates, State};
+use crate::pool::{Pool, parallel_for};
+use crate::tensor::DType;
+use half::{bf16, f16};
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// Elements of one task: large enough to pay for handing it to another thread.
+const TASK: usize = 1 << 15;
+/// Elements that are widened at once.
+const PIECE: usize = 256;
+
+/// # Errors
+/// `INTERNAL` if a task panicked.
+///
+/// # Safety
+/// The problem's views are valid host memory, the results writable and not otherwise accessed.
+pub(crate) unsafe fn run(problem: &MergeAttentionStates, pool: &dyn Pool) -> Result {
+    if problem.is_empty() {
+        return Ok(());
+    }
+    let rows_of_task = (TASK / (problem.num_heads * problem.head_dim)).max(1);
+    parallel_for(
+        pool,
+        problem.num_rows.div_ceil(rows_of_task),
+        || (),
+        |(), task| {
+            let first = task * rows_of_task;
+            let rows = first..(first + rows_of_task).min(problem.num_rows);
+            match problem.out.dtype {
+                DType::F16 => Isa::best().run(MergeRows::<f16> { problem, rows, element: PhantomData }),
+                DType::BF16 => Isa::best().run(MergeRows::<bf16> { problem, rows, element: PhantomData }),
+                _ => Isa::best().run(MergeRows::<f32> { problem, rows, element: PhantomData }),
+            }
+        },
+    )
+}
+
+/// What the merged row is made of.
+enum Merge {
+    /// Neither part saw a key.
+    Nothing,
+    A,
+    B,
+    /// Both, with these weights, which add up to 1.
+    Both(f32, f32),
+}
+
+/// How two parts with these log-sum-exps merge, and the log-sum-exp of both.
+fn merge(lse_a: f32, lse_b: f32) -> (Merge, f32) {
+    match (lse_a.is_finite(), lse_b.is_finite()) {
+        (false, false) => (Merge::Nothing, f32::NEG_INFINITY),
+        (true, false) => (Merge::A, lse_a),
+        (false, true) => (Merge::B, lse_b),
+        (true, true) => {
+            let largest = lse_a.max(lse_b);
+            // One of them is 1.
+            let (share_a, share_b) = ((lse_a - largest).exp(), (lse_b - largest).exp());
+            let sum = share_a + share_b;
+            (Merge::Both(share_a / sum, share_b / sum), largest + share_a.min(share_b).ln_1p())
+        }
+    }
+}
+
+/// A task, of a problem whose views `run`'s caller vouches for, with the dtype `T`.
+struct MergeRows<'a, T> {
+    problem: &'a MergeAttentionStates<'a>,
+    rows: Range<usize>,
+    element: PhantomData<T>,
+}
+
+impl<T: Element> Vectorised for MergeRows<'_, T> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let problem = self.problem;
+        let (heads, d) = (problem.num_heads, problem.head_dim);
+        for (row, head) in self.rows.flat_map(|row| (0..heads).map(move |head| (row, head))) {
+            // lse [h, n], out [n, h, d]
+            let (sum, first) = (head * problem.num_rows + row, (row * heads + head) * d);
+            // SAFETY: row < n, head < h; the problem has checked sizes, strides and dtypes; no other task has this row.
+            unsafe {
+                let out = problem.out.data.cast::<T>().add(first);
+                let (merge, lse) = merge(problem.a.lse.add(sum).read(), problem.b.lse.add(sum).read());
+                problem.lse.add(sum).write(lse);
+                match merge {
+                    Merge::Nothing => out.write_bytes(0, d),
+                    Merge::A => out.copy_from_nonoverlapping(row_of(&problem.a, row, head), d),
+                    Merge::B => out.copy_from_nonoverlapping(row_of(&problem.b, row, head), d),
+                    Merge::Both(weight_a, weight_b) => {
+                        let (a, b) = (row_of(&problem.a, row, head), row_of(&problem.b, row, head));
+                        add_weighted::<S, T>(simd, (weight_a, a), (weight_b, b), out, d);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Where the output of a head of a row begins.
+///
+/// # Safety
+/// The row and the head are the state's, whose dtype is `T`.
+#[inline(always)]
+unsafe fn row_of<T>(state: &State, row: usize, head: usize) -> *const T {
+    let element = row as i64 * state.out.stride(0) + head as i64 * state.out.stride(1);
+    // SAFETY: this function's contract.
+    unsafe { state.out.data.cast_const().cast::<T>().offset(element as isize) }
+}
+
+/// # Safety
+/// `a` and `b` have `d` readable elements, `out` as many writable ones.
+#[inline(always)]
+unsafe fn add_weighted<S: Simd, T: Element>(
+    simd: S,
+    (weight_a, a): (f32, *const T),
+    (weight_b, b): (f32, *const T),
+    out: *mut T,
+    d: usize,
+) {
+    let (mut wide_a, mut wide_b) = ([0.0f32; PIECE], [0.0f32; PIECE]);
+    for first in (0..d).step_by(PIECE) {
+        let count = PIECE.min(d - first);
+        // SAFETY: first + count <= d; the buffers hold PIECE elements.
+        unsafe {
+            widen(simd, a.add(first), wide_a.as_mut_ptr(), count);
+            widen(simd, b.add(first), wide_b.as_mut_ptr(), count);
+            for (a, b) in wide_a[..count].iter_mut().zip(&wide_b[..count]) {
+                *a = weight_a * *a + weight_b * b;
+            }
+            narrow(simd, wide_a.as_ptr(), out.add(first), count);
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! Rotates new queries and keys and writes K and V into a paged cache on the CPU.
+//!
+//! A task takes one KV head of K or V through all rows, in order, or all heads of neighbouring query rows.
+
+use super::cache_rows::{CacheRow, bring_over, place};
+use super::element::{Element, narrow, widen};
+use super::kv_cache_update::{WORTH_SHARING, write_head};
+use super::simd::{Isa, Simd, Vectorised};
+use crate::error::Result;
+use crate::ops::MAX_HEAD_DIM;
+use crate::ops::rope_kv_cache_update::{RopeKvCacheUpdate, Rotation};
+use crate::pool::{Pool, SingleThread, parallel_for};
+use crate::tensor::{DType, Tensor};
+use half::{bf16, f16};
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// Elements of the queries that a task takes.
+const QUERY_TASK: usize = 1 << 15;
+
+/// Copy the cache if it is not updated in place, then rotate and write.
+///
+/// # Errors
+/// `INTERNAL` if a task panicked.
+///
+/// # Safety
+/// The problem's views are valid host memory, the results writable and not otherwise accessed.
+pub(crate) unsafe fn run(problem: &RopeKvCacheUpdate, pool: &dyn Pool) -> Result {
+    // SAFETY: the caller's word.
+    unsafe { bring_over(&problem.update, pool)? };
+    let query = &problem.query;
+    let tokens = (QUERY_TASK / (query.dims[1] * query.dims[2]) as usize).max(1);
+    let pool = if query.bytes() < WORTH_SHARING { &SingleThread } else { pool };
+    parallel_for(
+        pool,
+        2 * problem.update.key.rows.dims[1] as usize + (query.dims[0] as usize).div_ceil(tokens),
+        || (),
+        |(), task| {
+            // SAFETY: the caller's word; the problem has checked dtypes and shapes.
+            unsafe {
+                match query.dtype {
+                    DType::F16 => run_task::<f16>(problem, task, tokens),
+                    DType::BF16 => run_task::<bf16>(problem, task, tokens),
+                    _ => run_task::<f32>(problem, task, tokens),
+                }
+            }
+        },
+    )
+}
+
+/// The heads of K, those of V, then the queries, so many `tokens` a task.
+///
+/// # Safety
+/// As [`run`], with `T` the element type.
+unsafe fn run_task<T: Element>(problem: &RopeKvCacheUpdate, task: usize, tokens: usize) {
+    let kv_heads = problem.update.key.rows.dims[1] as usize;
+    if task < kv_heads {
+        Isa::best().run(RotateKeys::<T> { problem, head: task, element: PhantomData });
+    } else if task < 2 * kv_heads {
+        // SAFETY: this function's contract.
+        unsafe { write_head::<T>(&problem.update, &problem.update.value, task - kv_heads) };
+    } else {
+        let first = (task - 2 * kv_heads) * tokens;
+        let tokens = first..(first + tokens).min(problem.query.dims[0] as usize);
+        Isa::best().run(RotateQueries::<T> { problem, tokens, element: PhantomData });
+    }
+}
+
+/// A task; made by [`run_task`] alone, whose contract it carries.
+struct RotateQueries<'a, T> {
+    problem: &'a RopeKvCacheUpdate<'a>,
+    tokens: Range<usize>,
+    element: PhantomData<T>,
+}
+
+/// A task; made by [`run_task`] alone, whose contract it carries.
+struct RotateKeys<'a, T> {
+    problem: &'a RopeKvCacheUpdate<'a>,
+    head: usize,
+    element: PhantomData<T>,
+}
+
+impl<T: Element> Vectorised for RotateQueries<'_, T> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Self { problem, tokens, .. } = self;
+        let (heads, head_dim) = (problem.query.dims[1] as usize, problem.query.dims[2] as usize);
+        let mut numbers = [0.0f32; MAX_HEAD_DIM as usize];
+        for (token, head) in tokens.flat_map(|token| (0..heads).map(move |head| (token, head))) {
+            // SAFETY: token < T, head < Hq; the problem has checked sizes, strides and dtypes.
+            unsafe {
+                let from = row_of::<T>(&problem.query, token, head);
+                let to = row_of::<T>(&problem.query_out, token, head).cast_mut();
+                let rotated = rotate_row(simd, &problem.rotation, token, from, &mut numbers);
+                narrow(simd, numbers.as_ptr(), to, rotated);
+                to.add(rotated).copy_from_nonoverlapping(from.add(rotated), head_dim - rotated);
+            }
+        }
+    }
+}
+
+impl<T: Element> Vectorised for RotateKeys<'_, T> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Self { problem, head, .. } = self;
+        let key = &problem.update.key;
+        let head_dim = key.rows.dims[2] as usize;
+        let mut numbers = [0.0f32; MAX_HEAD_DIM as usize];
+        // SAFETY: `run_task`'s contract; head < Hkv.
+        let row = unsafe { CacheRow::<T>::new(&problem.update, key, head) };
+        for token in 0..key.rows.dims[0] as usize {
+            // SAFETY: token < T.
+            let Some(place) = (unsafe { place(&problem.update, token) }) else { continue };
+            // SAFETY: as for the queries; `place` is of the cache.
+            unsafe {
+                let from = row_of::<T>(&key.rows, token, head);
+                let rotated = rotate_row(simd, &problem.rotation, token, from, &mut numbers);
+                row.store(simd, place, 0, &mut numbers[..rotated]);
+                if row.copies_bits() {
+                    row.copy(place, rotated, from.add(rotated), head_dim - rotated);
+                } else {
+                    widen(simd, from.add(rotated), numbers.as_mut_ptr(), head_dim - rotated);
+                    row.store(simd, place, rotated, &mut numbers[..head_dim - rotated]);
+                }
+            }
+        }
+    }
+}
+
+/// Where a head of a token begins in `[T, heads, D]`.
+///
+/// # Safety
+/// The token and the head are the tensor's, whose dtype is `T`.
+#[inline(always)]
+unsafe fn row_of<T>(rows: &Tensor, token: usize, head: usize) -> *const T {
+    let element = token as i64 * rows.stride(0) + head as i64 * rows.stride(1);
+    // SAFETY: this function's contract.
+    unsafe { rows.data.cast_const().cast::<T>().offset(element as isize) }
+}
+
+/// The first elements of a token's head, rotated, in `numbers`; how many there are.
+///
+/// # Safety
+/// `from` is a head of D elements; the rotation's positions and table are readable; `token` is below T.
+#[inline(always)]
+unsafe fn rotate_row<S: Simd, T: Element>(
+    simd: S,
+    rotation: &Rotation,
+    token: usize,
+    from: *const T,
+    numbers: &mut [f32; MAX_HEAD_DIM as usize],
+) -> usize {
+    if rotation.max_pos == 0 {
+        return 0;
+    }
+    let (rotated, half) = (rotation.rotated, rotation.rotated / 2);
+    // SAFETY: this function's contract; rotated <= D <= MAX_HEAD_DIM; the position is clamped to the table's rows.
+    let (cos, sin) = unsafe {
+        widen(simd, from, numbers.as_mut_ptr(), rotated);
+        let position = i64::from(rotation.positions.add(token).read()).clamp(0, rotation.max_pos as i64 - 1);
+        // cos_sin [max_pos, rot]: cosines, then sines
+        let row = rotation.cos_sin.offset((position * rotation.row_stride) as isize);
+        if half == 0 { (&[][..], &[][..]) } else { std::slice::from_raw_parts(row, rotated).split_at(half) }
+    };
+    if rotation.interleaved {
+        for ((pair, cos), sin) in numbers[..rotated].chunks_exact_mut(2).zip(cos).zip(sin) {
+            (pair[0], pair[1]) = turn(pair[0], pair[1], *cos, *sin);
+        }
+    } else {
+        let (first, second) = numbers[..rotated].split_at_mut(half);
+        for (((a, b), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
+            (*a, *b) = turn(*a, *b, *cos, *sin);
+        }
+    }
+    rotated
+}
+
+/// The pair (a, b) turned by an angle; the kernel computes the same, bit by bit.
+#[inline(always)]
+fn turn(a: f32, b: f32, cos: f32, sin: f32) -> (f32, f32) {
+    (a.mul_add(cos, -(b * sin)), b.mul_add(cos, a * sin))
+}

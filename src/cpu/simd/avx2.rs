@@ -1,0 +1,137 @@
+//! AVX2 with FMA and F16C.
+
+#![allow(clippy::wildcard_imports, reason = "the intrinsics' own prefix tells where they come from")]
+
+use super::x86::operations;
+use super::{MAX_LANES, ROUND, Simd, Vectorised, codes_in_scalars, from_lanes, word};
+use crate::cpu::element_fp8::{CodeFormat, PairTable};
+use half::bf16;
+use std::arch::x86_64::*;
+
+/// Proof that the CPU has AVX2, FMA and F16C.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Avx2(());
+
+impl Avx2 {
+    pub(crate) fn detect() -> Option<Self> {
+        (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c"))
+            .then_some(Self(()))
+    }
+}
+
+impl Simd for Avx2 {
+    const LANES: usize = 8;
+    const PER_WORD: usize = 1;
+    const TILE: usize = 4;
+    codes_in_scalars!();
+    operations!(__m256: _mm256_set1_ps _mm256_loadu_ps _mm256_storeu_ps _mm256_add_ps _mm256_sub_ps _mm256_mul_ps
+        _mm256_div_ps _mm256_fmadd_ps _mm256_max_ps);
+
+    fn call<K: Vectorised>(self, kernel: K) -> K::Output {
+        #[target_feature(enable = "avx2,fma,f16c")]
+        #[inline(never)]
+        fn compiled<K: Vectorised>(simd: Avx2, kernel: K) -> K::Output {
+            kernel.run(simd)
+        }
+        // SAFETY: `self` proves the features.
+        unsafe { compiled(self, kernel) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, from: *const u16) -> __m256 {
+        // SAFETY: `self` proves the features; readable, by the caller's word.
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, to: *mut u16, x: __m256) {
+        // SAFETY: `self` proves the features; writable, by the caller's word.
+        unsafe { _mm_storeu_si128(to.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(self, from: *const u16) -> __m256 {
+        // SAFETY: `self` proves the features; readable, by the caller's word.
+        unsafe {
+            let low = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(low))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut u16, x: __m256) {
+        // SAFETY: `self` proves the features; writable, by the caller's word.
+        unsafe {
+            // As `from_f32` of bf16.
+            let bits = _mm256_castps_si256(x);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+            let nan = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
+            let is_nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+            let upper = _mm256_srli_epi32::<16>(_mm256_blendv_epi8(rounded, nan, is_nan));
+            // Packed in halves of 128 bits: quarters 0 and 2.
+            let packed = _mm256_permute4x64_epi64::<0b10_00>(_mm256_packus_epi32(upper, upper));
+            _mm_storeu_si128(to.cast(), _mm256_castsi256_si128(packed));
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_parts(self, to: *mut f32, stride: usize, x: __m256) {
+        // SAFETY: `self` proves the features; writable, by the caller's word.
+        unsafe {
+            _mm_storeu_ps(to, _mm256_castps256_ps128(x));
+            _mm_storeu_ps(to.add(stride), _mm256_extractf128_ps::<1>(x));
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_codes(self, format: CodeFormat, from: *const u8) -> __m256 {
+        // SAFETY: `self` proves the features; readable, by the caller's word.
+        unsafe {
+            // As `CodeFormat::decode`, in 16-bit lanes.
+            let codes = _mm_cvtepi8_epi16(_mm_loadl_epi64(from.cast()));
+            let moved = _mm_sll_epi16(codes, _mm_cvtsi32_si128(format.shift as i32));
+            let halves = _mm_and_si128(moved, _mm_set1_epi16(format.bits as i16));
+            let magnitudes = _mm_or_si128(codes, _mm_set1_epi16(0xff80u16 as i16));
+            let is_nan = _mm_cmpeq_epi16(magnitudes, _mm_set1_epi16(format.nan as i16));
+            let halves = _mm_or_si128(halves, _mm_and_si128(is_nan, _mm_set1_epi16(0x7fff)));
+            _mm256_mul_ps(_mm256_cvtph_ps(halves), _mm256_set1_ps(format.factor))
+        }
+    }
+    #[inline(always)]
+    fn rotate(self, x: __m256, by: usize) -> __m256 {
+        // SAFETY: `self` proves the features.
+        unsafe {
+            // Of an index only the lower three bits count.
+            let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+            _mm256_permutevar8x32_ps(x, _mm256_add_epi32(lanes, _mm256_set1_epi32(by as i32)))
+        }
+    }
+    #[inline(always)]
+    fn select_lt(self, a: __m256, b: __m256, yes: __m256, no: __m256) -> __m256 {
+        // SAFETY: `self` proves the features.
+        unsafe { _mm256_blendv_ps(no, yes, _mm256_cmp_ps::<_CMP_LT_OQ>(a, b)) }
+    }
+    #[inline(always)]
+    fn split(self, x: __m256) -> (__m256, __m256) {
+        // The constant stands first: `max` gives its second operand where one is NaN.
+        let x = self.max(self.splat(-127.0), x);
+        let rounded = self.add(x, self.splat(ROUND));
+        (self.sub(x, self.sub(rounded, self.splat(ROUND))), rounded)
+    }
+    #[inline(always)]
+    fn times_power_of_2(self, p: __m256, n: __m256) -> __m256 {
+        // SAFETY: `self` proves the features.
+        unsafe {
+            // Bits of the sum: n in two's complement below bit 22; shifted out of the mantissa it becomes the exponent.
+            let shifted = _mm256_slli_epi32::<23>(_mm256_castps_si256(n));
+            let power = _mm256_add_epi32(shifted, _mm256_set1_epi32(127 << 23));
+            _mm256_mul_ps(p, _mm256_castsi256_ps(power))
+        }
+    }
+    #[inline(always)]
+    fn sum_each(self, sums: [__m256; MAX_LANES]) -> __m256 {
+        // SAFETY: `self` proves the features.
+        unsafe {
+            // Each `hadd` halves the addends of a vector; after two, a 128-bit half holds four vectors' half sums.
+            let low = _mm256_hadd_ps(_mm256_hadd_ps(sums[0], sums[1]), _mm256_hadd_ps(sums[2], sums[3]));
+            let high = _mm256_hadd_ps(_mm256_hadd_ps(sums[4], sums[5]), _mm256_hadd_ps(sums[6], sums[7]));
+            _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(low, high), _mm256_permute2f128_ps::<0x31>(low, high))
+        }
+    }
+}

@@ -1,0 +1,371 @@
+//! AVX-512, with the dot products of bf16 pairs or without.
+
+#![allow(clippy::wildcard_imports, reason = "the intrinsics' own prefix tells where they come from")]
+
+use super::avx2::Avx2;
+use super::x86::operations;
+use super::{MAX_LANES, Simd, Vectorised};
+use crate::cpu::element_fp8::{CodeFormat, PairTable};
+use std::arch::x86_64::*;
+
+/// Proof that the CPU has AVX-512 F, BW, VL and DQ and what [`super::avx2::Avx2`] proves; with BF16 also AVX-512 BF16
+/// and VBMI.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Avx512<const BF16: bool>(());
+
+impl Avx512<false> {
+    pub(crate) fn detect() -> Option<Self> {
+        (Avx2::detect().is_some()
+            && is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512dq"))
+        .then_some(Self(()))
+    }
+}
+
+impl Avx512<true> {
+    pub(crate) fn detect() -> Option<Self> {
+        (Avx512::<false>::detect().is_some()
+            && is_x86_feature_detected!("avx512bf16")
+            && is_x86_feature_detected!("avx512vbmi"))
+        .then_some(Self(()))
+    }
+
+    pub(crate) fn with_single_words(self) -> Avx512<false> {
+        let Self(proof) = self;
+        Avx512(proof)
+    }
+}
+
+/// Of 8-bit codes without their sign: the lower bytes of their bf16, then the upper ones, 64 codes in each.
+#[derive(Clone, Copy)]
+pub(crate) struct CodeTable([__m512i; 4]);
+
+impl CodeTable {
+    /// Words of bf16 for codes of which each stands twice, in both bytes of its bf16.
+    ///
+    /// # Safety
+    /// The CPU has AVX-512 BW and VBMI.
+    #[inline(always)]
+    unsafe fn look_up(self, doubled: __m512i) -> __m512 {
+        // SAFETY: the features, by the caller's word.
+        unsafe {
+            let low = _mm512_permutex2var_epi8(self.0[0], doubled, self.0[1]);
+            let high = _mm512_permutex2var_epi8(self.0[2], doubled, self.0[3]);
+            // Of each pair of bytes the first of `low`, the second of `high`.
+            let magnitude = _mm512_ternarylogic_epi32::<0b1011_1000>(high, _mm512_set1_epi16(0xff), low);
+            // magnitude | (doubled & sign)
+            let sign = _mm512_set1_epi32(0x8000_8000u32 as i32);
+            _mm512_castsi512_ps(_mm512_ternarylogic_epi32::<0b1111_1000>(magnitude, doubled, sign))
+        }
+    }
+
+    /// Words of bf16 for codes: those of the lower halves of the 128-bit blocks, then those of the upper halves.
+    ///
+    /// # Safety
+    /// As `look_up`.
+    #[inline(always)]
+    unsafe fn look_up_halves(self, codes: __m512i) -> [__m512; 2] {
+        // SAFETY: the features, by the caller's word.
+        unsafe {
+            let low = _mm512_permutex2var_epi8(self.0[0], codes, self.0[1]);
+            let high = _mm512_permutex2var_epi8(self.0[2], codes, self.0[3]);
+            // high | (codes & sign)
+            let high = _mm512_ternarylogic_epi32::<0b1111_1000>(high, codes, _mm512_set1_epi8(0x80u8 as i8));
+            [_mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high)), _mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high))]
+        }
+    }
+}
+
+/// Byte i of the result is byte `index(i)` of what is permuted.
+const fn byte_indices(columns: bool) -> [u8; 64] {
+    let mut indices = [0; 64];
+    let mut i = 0;
+    while i < 64 {
+        // Of a row: code i / 2. Of two rows of 16 codes: code i / 4 of each in turn.
+        indices[i] = if columns { i / 4 + (i / 2) % 2 * 16 } else { i / 2 } as u8;
+        i += 1;
+    }
+    indices
+}
+static TWICE: [u8; 64] = byte_indices(false);
+static TWICE_IN_COLUMNS: [u8; 64] = byte_indices(true);
+
+impl<const BF16: bool> Simd for Avx512<BF16> {
+    const LANES: usize = 16;
+    const PER_WORD: usize = if BF16 { 2 } else { 1 };
+    const TILE: usize = 8;
+    type Table = CodeTable;
+    operations!(__m512: _mm512_set1_ps _mm512_loadu_ps _mm512_storeu_ps _mm512_add_ps _mm512_sub_ps _mm512_mul_ps
+        _mm512_div_ps _mm512_fmadd_ps _mm512_max_ps);
+
+    fn call<K: Vectorised>(self, kernel: K) -> K::Output {
+        #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
+        #[inline(never)]
+        fn single<const BF16: bool, K: Vectorised>(simd: Avx512<BF16>, kernel: K) -> K::Output {
+            kernel.run(simd)
+        }
+        #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
+        #[inline(never)]
+        fn pairs<const BF16: bool, K: Vectorised>(simd: Avx512<BF16>, kernel: K) -> K::Output {
+            kernel.run(simd)
+        }
+        // SAFETY: `self` proves the features.
+        unsafe { if BF16 { pairs(self, kernel) } else { single(self, kernel) } }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, from: *const u16) -> __m512 {
+        // SAFETY: `self` proves the features; readable, by the caller's word.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, to: *mut u16, x: __m512) {
+        // SAFETY: `self` proves the features; writable, by the caller's word.
+        unsafe { _mm256_storeu_si256(to.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(self, from: *const u16) -> __m512 {
+        // SAFETY: `self` proves the features; readable, by the caller's word.
+        unsafe {
+            let low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(low))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut u16, x: __m512) {
+        // SAFETY: `self` proves the features; writable, by the caller's word.
+        unsafe {
+            // As `from_f32` of bf16.
+            let bits = _mm512_castps_si512(x);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+            let nan = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
+            let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+            let upper = _mm512_srli_epi32::<16>(_mm512_mask_blend_epi32(is_nan, rounded, nan));
+            _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(upper));
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_parts(self, to: *mut f32, stride: usize, x: __m512) {
+        // SAFETY: `self` proves the features; writable, by the caller's word.
+        unsafe {
+            _mm256_storeu_ps(to, _mm512_castps512_ps256(x));
+            _mm256_storeu_ps(to.add(stride), _mm512_extractf32x8_ps::<1>(x));
+        }
+    }
+    #[inline(always)]
+    fn dot_words(self, a: __m512, b: __m512, sum: __m512) -> __m512 {
+        if BF16 {
+            // SAFETY: `self` proves the features; vectors of the same bits.
+            unsafe { _mm512_dpbf16_ps(sum, as_pairs(a), as_pairs(b)) }
+        } else {
+            self.fma(a, b, sum)
+        }
+    }
+    #[inline(always)]
+    fn pair(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: `self` proves the features where BF16 is true, and nobody pairs words where it is not.
+        unsafe {
+            // Words a0 b0 a1 b1 ... out of b15 to b0, a15 to a0.
+            let order = _mm512_set_epi16(
+                31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,
+                17, 1, 16, 0,
+            );
+            let both: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(b, a));
+            _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, both))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_pairs(self, from: *const u16, n: usize) -> __m512 {
+        // SAFETY: `self` proves the features; masked-out elements are not touched, the others are readable.
+        unsafe {
+            if n >= 32 {
+                return _mm512_loadu_ps(from.cast());
+            }
+            _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(first_of(n) as u32, from.cast()))
+        }
+    }
+    #[inline(always)]
+    unsafe fn pair_columns(self, first: *const u16, second: *const u16, n: usize) -> __m512 {
+        // SAFETY: as in `load_pairs`.
+        unsafe {
+            let (first, second) = (words_of_16(first, n), words_of_16(second, n));
+            _mm512_castsi512_ps(_mm512_or_si512(first, _mm512_slli_epi32::<16>(second)))
+        }
+    }
+    #[inline(always)]
+    fn table(self, table: &'static PairTable) -> CodeTable {
+        // SAFETY: `self` proves the features; 64 bytes of 128 each.
+        unsafe {
+            let [low, high] = [table.low.as_ptr(), table.high.as_ptr()];
+            CodeTable([
+                _mm512_loadu_si512(low.cast()),
+                _mm512_loadu_si512(low.add(64).cast()),
+                _mm512_loadu_si512(high.cast()),
+                _mm512_loadu_si512(high.add(64).cast()),
+            ])
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_code_pairs(self, table: CodeTable, from: *const u8, n: usize) -> __m512 {
+        // SAFETY: as in `pair`; masked-out codes are not touched, the others are readable.
+        unsafe {
+            let codes = if n >= 32 {
+                _mm256_loadu_si256(from.cast())
+            } else {
+                _mm256_maskz_loadu_epi8(first_of(n) as u32, from.cast())
+            };
+            let codes = _mm512_castsi256_si512(codes);
+            table.look_up(_mm512_permutexvar_epi8(_mm512_loadu_si512(TWICE.as_ptr().cast()), codes))
+        }
+    }
+    #[inline(always)]
+    unsafe fn pair_code_columns(self, table: CodeTable, first: *const u8, second: *const u8, n: usize) -> __m512 {
+        // SAFETY: as in `load_code_pairs`.
+        unsafe {
+            let (first, second) = (codes_of_16(first, n), codes_of_16(second, n));
+            let both = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(first), second);
+            let order = _mm512_loadu_si512(TWICE_IN_COLUMNS.as_ptr().cast());
+            table.look_up(_mm512_permutexvar_epi8(order, _mm512_castsi256_si512(both)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_code_pairs_twice(self, table: CodeTable, from: *const u8) -> [__m512; 2] {
+        // SAFETY: as in `load_code_pairs`.
+        unsafe {
+            // Quarters of the first half of the codes to the lower halves of blocks, of the second half to the upper.
+            let order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+            table.look_up_halves(_mm512_permutexvar_epi64(order, _mm512_loadu_si512(from.cast())))
+        }
+    }
+    #[inline(always)]
+    unsafe fn pair_code_columns_4(self, table: CodeTable, first: *const u8, second: *const u8) -> [__m512; 4] {
+        // SAFETY: as in `load_code_pairs`.
+        unsafe {
+            // Four columns each, transposed: both interleavings that follow leave the first of a block in the block.
+            let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            let first = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(first.cast()));
+            let second = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(second.cast()));
+            let [a, b] = table.look_up_halves(_mm512_unpacklo_epi8(first, second));
+            let [c, d] = table.look_up_halves(_mm512_unpackhi_epi8(first, second));
+            [a, b, c, d]
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_codes(self, format: CodeFormat, from: *const u8) -> __m512 {
+        // SAFETY: `self` proves the features; readable, by the caller's word.
+        unsafe {
+            // As `CodeFormat::decode`, in 16-bit lanes.
+            let codes = _mm256_cvtepi8_epi16(_mm_loadu_si128(from.cast()));
+            let moved = _mm256_sll_epi16(codes, _mm_cvtsi32_si128(format.shift as i32));
+            let halves = _mm256_and_si256(moved, _mm256_set1_epi16(format.bits as i16));
+            let magnitudes = _mm256_or_si256(codes, _mm256_set1_epi16(0xff80u16 as i16));
+            let is_nan = _mm256_cmpeq_epi16_mask(magnitudes, _mm256_set1_epi16(format.nan as i16));
+            let halves = _mm256_mask_mov_epi16(halves, is_nan, _mm256_set1_epi16(0x7fff));
+            _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(format.factor))
+        }
+    }
+    #[inline(always)]
+    fn rotate(self, x: __m512, by: usize) -> __m512 {
+        // SAFETY: `self` proves the features.
+        unsafe {
+            // Of an index only the lower four bits count.
+            let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+            _mm512_permutexvar_ps(_mm512_add_epi32(lanes, _mm512_set1_epi32(by as i32)), x)
+        }
+    }
+    #[inline(always)]
+    fn select_lt(self, a: __m512, b: __m512, yes: __m512, no: __m512) -> __m512 {
+        // SAFETY: `self` proves the features.
+        unsafe { _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b), no, yes) }
+    }
+    #[inline(always)]
+    fn split(self, x: __m512) -> (__m512, __m512) {
+        // SAFETY: `self` proves the features.
+        unsafe {
+            (_mm512_reduce_ps::<_MM_FROUND_TO_NEAREST_INT>(x), _mm512_roundscale_ps::<_MM_FROUND_TO_NEAREST_INT>(x))
+        }
+    }
+    #[inline(always)]
+    fn times_power_of_2(self, p: __m512, n: __m512) -> __m512 {
+        // SAFETY: `self` proves the features.
+        unsafe { _mm512_scalef_ps(p, n) }
+    }
+    #[inline(always)]
+    fn sum_each(self, sums: [__m512; MAX_LANES]) -> __m512 {
+        // A transposition that adds as it goes: each step halves the vectors and doubles how many sums one holds.
+        // SAFETY: `self` proves the features.
+        unsafe {
+            let zero = _mm512_setzero_ps();
+            let (mut pairs, mut quads) = ([zero; 8], [zero; 4]);
+            for i in 0..8 {
+                let (a, b) = (sums[2 * i], sums[2 * i + 1]);
+                pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            }
+            for i in 0..4 {
+                let (a, b) = (_mm512_castps_pd(pairs[2 * i]), _mm512_castps_pd(pairs[2 * i + 1]));
+                let (low, high) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
+                quads[i] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+            }
+            // quads[i] holds, in each of its four 128-bit blocks, partial sums of vectors 4i to 4i+3.
+            let halves = [add_block_pairs(quads[0], quads[1]), add_block_pairs(quads[2], quads[3])];
+            add_block_pairs(halves[0], halves[1])
+        }
+    }
+}
+
+/// The first `n` of 16 elements, each the lower half of a word, then zeros.
+///
+/// # Safety
+/// The CPU has AVX-512 BW and VL; `n` elements are readable.
+#[inline(always)]
+unsafe fn words_of_16(from: *const u16, n: usize) -> __m512i {
+    // SAFETY: the caller's word; masked-out elements are not touched.
+    unsafe {
+        _mm512_cvtepu16_epi32(if n >= 16 {
+            _mm256_loadu_si256(from.cast())
+        } else {
+            _mm256_maskz_loadu_epi16(first_of(n) as u16, from.cast())
+        })
+    }
+}
+
+/// The first `n` of 16 codes, then zeros.
+///
+/// # Safety
+/// As `words_of_16`.
+#[inline(always)]
+unsafe fn codes_of_16(from: *const u8, n: usize) -> __m128i {
+    // SAFETY: the caller's word; masked-out codes are not touched.
+    unsafe {
+        if n >= 16 { _mm_loadu_si128(from.cast()) } else { _mm_maskz_loadu_epi8(first_of(n) as u16, from.cast()) }
+    }
+}
+
+/// A mask of the first `n`, less than 32.
+#[inline(always)]
+fn first_of(n: usize) -> u64 {
+    (1 << n) - 1
+}
+
+/// The same bits.
+#[inline(always)]
+fn as_pairs(x: __m512) -> __m512bh {
+    // SAFETY: both are 512 bits without a meaning of their own.
+    unsafe { std::mem::transmute(x) }
+}
+
+/// 128-bit blocks `[a0 + a1, a2 + a3, b0 + b1, b2 + b3]`.
+///
+/// # Safety
+/// The CPU has AVX-512 F.
+#[inline(always)]
+unsafe fn add_block_pairs(a: __m512, b: __m512) -> __m512 {
+    // SAFETY: the features, by the caller's word.
+    unsafe {
+        let even = _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b);
+        _mm512_add_ps(even, _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b))
+    }
+}

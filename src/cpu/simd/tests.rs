@@ -1,0 +1,237 @@
+#![allow(clippy::float_cmp, reason = "exact results are expected")]
+
+use super::*;
+use crate::tensor::DType;
+use half::{bf16, f16};
+
+/// What every operation gives for a few awkward vectors, compared with scalar arithmetic.
+struct Operations;
+impl Vectorised for Operations {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let lanes = |v: S::V| {
+            let mut out = [0.0f32; MAX_LANES];
+            // SAFETY: LANES <= MAX_LANES.
+            unsafe { simd.store(out.as_mut_ptr(), v) };
+            out[..S::LANES].to_vec()
+        };
+        let a: Vec<f32> = (0..MAX_LANES).map(|i| i as f32 * 1.25 - 3.0).collect();
+        let mut b: Vec<f32> = (0..MAX_LANES).map(|i| 2.0 - i as f32 * 0.75).collect();
+        b[1] = f32::NAN;
+        b[2] = f32::NEG_INFINITY;
+        // SAFETY: both have MAX_LANES elements.
+        let (va, vb) = unsafe { (simd.load(a.as_ptr()), simd.load(b.as_ptr())) };
+        let same = |v: S::V, expected: &dyn Fn(f32, f32) -> f32| {
+            for (i, got) in lanes(v).into_iter().enumerate() {
+                let want = expected(a[i], b[i]);
+                assert!(got == want || (got.is_nan() && want.is_nan()), "lane {i}: {got} instead of {want}");
+            }
+        };
+        same(simd.splat(4.5), &|_, _| 4.5);
+        same(simd.add(va, vb), &|a, b| a + b);
+        same(simd.sub(va, vb), &|a, b| a - b);
+        same(simd.mul(va, vb), &|a, b| a * b);
+        same(simd.div(va, vb), &|a, b| a / b);
+        same(simd.fma(va, vb, va), &|a, b| a * b + a);
+        same(simd.max(va, vb), &|a, b| if a > b { a } else { b });
+        same(simd.select_lt(va, vb, va, simd.splat(0.5)), &|a, b| if a < b { a } else { 0.5 });
+        for n in -126i16..=127 {
+            for fraction in [0.0, 0.25, -0.4375] {
+                let (f, n_again) = simd.split(simd.splat(f32::from(n) + fraction));
+                same(f, &|_, _| fraction);
+                same(simd.times_power_of_2(simd.splat(1.5), n_again), &|_, _| 1.5 * f32::from(n).exp2());
+            }
+        }
+        for by in [1, 2, S::LANES / 2, S::LANES - 1] {
+            let rotated = lanes(simd.rotate(va, by));
+            assert!((0..S::LANES).all(|i| rotated[i] == a[(i + by) % S::LANES]), "{by}: {rotated:?}");
+        }
+        let (_, n) = simd.split(simd.splat(f32::NEG_INFINITY));
+        same(simd.times_power_of_2(simd.splat(1.5), n), &|_, _| 0.0);
+    }
+}
+
+/// Lane i of the reduction belongs to vector i.
+struct Sums;
+impl Vectorised for Sums {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let data: Vec<f32> = (0..MAX_LANES * MAX_LANES).map(|i| (i * i % 37) as f32).collect();
+        let mut vectors = [simd.splat(0.0); MAX_LANES];
+        for (i, v) in vectors.iter_mut().enumerate() {
+            // SAFETY: the beginning of row i of MAX_LANES x MAX_LANES.
+            *v = unsafe { simd.load(data.as_ptr().add(i * MAX_LANES)) };
+        }
+        let mut out = [0.0f32; MAX_LANES];
+        // SAFETY: LANES <= MAX_LANES.
+        unsafe { simd.store(out.as_mut_ptr(), simd.sum_each(vectors)) };
+        for (i, sum) in out[..S::LANES].iter().enumerate() {
+            assert_eq!(*sum, data[i * MAX_LANES..][..S::LANES].iter().sum::<f32>(), "vector {i} of {}", S::LANES);
+        }
+    }
+}
+
+/// Every 16-bit pattern widens as the `half` crate says, and f32 rounds to f16 as it says.
+struct HalfConversions;
+impl Vectorised for HalfConversions {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let same = |a: f32, b: f32| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
+        for first in (0..=u16::MAX).step_by(S::LANES) {
+            let bits: Vec<u16> = (0..S::LANES as u16).map(|i| first + i).collect();
+            let (mut wide, mut narrow) = ([0.0f32; MAX_LANES], [0u16; MAX_LANES]);
+            // SAFETY: LANES elements each.
+            unsafe {
+                simd.store(wide.as_mut_ptr(), simd.load_bf16(bits.as_ptr()));
+                assert!((0..S::LANES).all(|i| same(wide[i], bf16::from_bits(bits[i]).to_f32())), "bf16 {first}");
+                simd.store(wide.as_mut_ptr(), simd.load_f16(bits.as_ptr()));
+                assert!((0..S::LANES).all(|i| same(wide[i], f16::from_bits(bits[i]).to_f32())), "f16 {first}");
+                // Both neighbourhoods of a rounding boundary, subnormal results, overflow to infinity.
+                for scale in [1.0, 1.000_1, 0.999_9, 1.5, 3e-5, 7e4] {
+                    let scaled = wide.map(|x| x * scale);
+                    simd.store_f16(narrow.as_mut_ptr(), simd.load(scaled.as_ptr()));
+                    for i in 0..S::LANES {
+                        let want = f16::from_f32(scaled[i]);
+                        assert!(
+                            narrow[i] == want.to_bits() || (want.is_nan() && f16::from_bits(narrow[i]).is_nan()),
+                            "{} became {:#x} instead of {want}",
+                            scaled[i],
+                            narrow[i]
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Words of bf16 and of 8-bit codes, where an instruction set has them: what they hold, and their products.
+struct Words;
+impl Vectorised for Words {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        if S::PER_WORD == 1 {
+            return;
+        }
+        let elements = |v: S::V| -> Vec<f32> {
+            let mut out = [0.0f32; MAX_LANES];
+            // SAFETY: LANES <= MAX_LANES.
+            unsafe { simd.store(out.as_mut_ptr(), v) };
+            out[..S::LANES]
+                .iter()
+                .flat_map(|w| [w.to_bits() << 16, w.to_bits() & 0xffff_0000])
+                .map(f32::from_bits)
+                .collect()
+        };
+        let lanes = S::LANES;
+        let row: Vec<bf16> = (0..2 * lanes).map(|i| bf16::from_f32(i as f32 * 0.75 - 3.0)).collect();
+        let other: Vec<bf16> = (0..2 * lanes).map(|i| bf16::from_f32(100.0 - i as f32)).collect();
+        let at = |row: &[bf16], i: usize, n: usize| if i < n { row[i].to_f32() } else { 0.0 };
+        for n in (8..=2 * lanes).step_by(8) {
+            // SAFETY: n elements.
+            let found = elements(unsafe { simd.load_pairs(row.as_ptr().cast(), n) });
+            assert_eq!(found, (0..2 * lanes).map(|i| at(&row, i, n)).collect::<Vec<_>>());
+            let n = n.min(lanes);
+            // SAFETY: n elements of each.
+            let found = elements(unsafe { simd.pair_columns(row.as_ptr().cast(), other.as_ptr().cast(), n) });
+            assert_eq!(found, (0..lanes).flat_map(|i| [at(&row, i, n), at(&other, i, n)]).collect::<Vec<_>>());
+        }
+        codes(simd, &elements);
+        // SAFETY: twice LANES elements of both.
+        let (a, b) = unsafe {
+            (simd.load_pairs(row.as_ptr().cast(), 2 * lanes), simd.load_pairs(other.as_ptr().cast(), 2 * lanes))
+        };
+        let mut sums = [0.0f32; MAX_LANES];
+        // SAFETY: LANES <= MAX_LANES.
+        unsafe { simd.store(sums.as_mut_ptr(), simd.dot_words(a, b, simd.splat(0.5))) };
+        for (i, sum) in sums[..lanes].iter().enumerate() {
+            let product = |i: usize| row[i].to_f32() * other[i].to_f32();
+            assert_eq!(*sum, 0.5 + product(2 * i + 1) + product(2 * i));
+        }
+        // Halfway cases and both neighbours; infinities; NaN.
+        for x in [1.0f32, 1.003_906_3, 1.011_718_8, 1.003_9, 1.004, -3.3e38, f32::MAX, f32::INFINITY, f32::NAN] {
+            let found = elements(simd.pair(simd.splat(x), simd.splat(-2.0)));
+            let same = |a: f32, b: f32| a == b || (a.is_nan() && b.is_nan());
+            assert!(same(found[0], bf16::from_f32(x).to_f32()) && found[1] == -2.0, "{x}: {found:?}");
+        }
+    }
+}
+
+/// All codes of both 8-bit types.
+fn codes<S: Simd>(simd: S, elements: &dyn Fn(S::V) -> Vec<f32>) {
+    let codes: Vec<u8> = (0..=u8::MAX).collect();
+    for dtype in [DType::F8E4M3FN, DType::F8E5M2] {
+        let value = |code: u8| PairTable::of(dtype).element(code).to_f32().to_bits();
+        let table = simd.table(PairTable::of(dtype));
+        let bits = |v: S::V| elements(v).into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        for first in (0..=256 - 4 * S::LANES).step_by(4 * S::LANES) {
+            let (from, second) = (codes[first..].as_ptr(), codes[256 - 4 * S::LANES - first..].as_ptr());
+            // SAFETY: four times LANES codes of each.
+            let (words, columns) =
+                unsafe { (simd.load_code_pairs_twice(table, from), simd.pair_code_columns_4(table, from, second)) };
+            let found: Vec<u32> = words.into_iter().flat_map(bits).collect();
+            assert_eq!(found, codes[first..][..4 * S::LANES].iter().map(|c| value(*c)).collect::<Vec<_>>());
+            let found: Vec<u32> = columns.into_iter().flat_map(bits).collect();
+            let pair = |i: usize| [codes[first + i], codes[256 - 4 * S::LANES - first + i]].map(value);
+            assert_eq!(found, (0..4 * S::LANES).flat_map(pair).collect::<Vec<_>>());
+        }
+        for first in (0..256).step_by(2 * S::LANES) {
+            for n in (8..=2 * S::LANES).step_by(8) {
+                let at = |i: usize, n: usize| if i < n { value(codes[first + i]) } else { 0 };
+                let from = codes[first..].as_ptr();
+                // SAFETY: n codes.
+                let found = bits(unsafe { simd.load_code_pairs(table, from, n) });
+                assert_eq!(found, (0..2 * S::LANES).map(|i| at(i, n)).collect::<Vec<_>>());
+                let n = n.min(S::LANES);
+                // SAFETY: n codes of each, LANES apart.
+                let found = bits(unsafe { simd.pair_code_columns(table, from, from.add(S::LANES), n) });
+                let second = |i: usize| if i < n { value(codes[first + S::LANES + i]) } else { 0 };
+                assert_eq!(found, (0..S::LANES).flat_map(|i| [at(i, n), second(i)]).collect::<Vec<_>>());
+            }
+        }
+    }
+}
+
+/// Parts of a tile's lanes, a distance apart, and bf16 rounded as scalar code does.
+struct Stores;
+impl Vectorised for Stores {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let x: Vec<f32> = (0..S::LANES).map(|i| i as f32).collect();
+        let mut parts = vec![-1.0f32; 8 * S::LANES];
+        // SAFETY: LANES elements; at most 4 parts of TILE lanes, 2 * TILE apart.
+        unsafe { simd.store_parts(parts.as_mut_ptr(), 2 * S::TILE, simd.load(x.as_ptr())) };
+        for (part, expected) in parts.chunks(2 * S::TILE).zip(x.chunks(S::TILE)) {
+            assert_eq!((&part[..S::TILE], part[S::TILE]), (expected, -1.0));
+        }
+        for high in (0..=u16::MAX).step_by(S::LANES) {
+            for low in [0u32, 0x7fff, 0x8000, 0x8001] {
+                let x: Vec<f32> =
+                    (0..S::LANES as u32).map(|i| f32::from_bits((u32::from(high) + i) << 16 | low)).collect();
+                let mut found = [0u16; MAX_LANES];
+                // SAFETY: LANES elements each.
+                unsafe { simd.store_bf16(found.as_mut_ptr(), simd.load(x.as_ptr())) };
+                for (x, found) in x.iter().zip(found) {
+                    let (want, found) = (bf16::from_f32(*x), bf16::from_bits(found));
+                    assert!(want.to_bits() == found.to_bits() || (want.is_nan() && found.is_nan()), "{x}: {found}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_instruction_set_computes_what_scalar_code_computes() {
+    for isa in Isa::available().into_iter().chain([Isa::portable_pairs()]) {
+        isa.run(Operations);
+        isa.run(Sums);
+        isa.run(HalfConversions);
+        isa.run(Words);
+        isa.run(Stores);
+    }
+}

@@ -1,0 +1,282 @@
+//! Attention on CUDA: which work shapes a call needs, how large their grids are, and the kernels' one argument.
+//!
+//! Lengths are known on the device alone, so a grid holds every tile that the static sizes allow; the kernels find their
+//! tiles themselves and those without one leave. `docs/kernels.md` explains the work shapes.
+
+mod fp8;
+mod params;
+mod split;
+mod tiles;
+
+use super::device::Device;
+use super::launch::{Shape, launch as launch_kernel};
+use super::{module, variants};
+use crate::error::Result;
+use crate::log;
+use crate::ops::attention::Attention;
+use crate::stream::Stream;
+use params::Params;
+use split::{PartialResults, Split};
+use tiles::Tile;
+
+const KERNEL: &str = "attention";
+const MERGE_KERNEL: &str = "merge_parts";
+
+/// Threads of a CTA of [`MERGE_KERNEL`].
+const MERGE_THREADS: u32 = 256;
+
+/// With this much shared memory a CTA shares an SM of 228 KB with one other at most. Decode is bound by memory, which two
+/// CTAs keep busy; more would only make the last wave of CTAs, in which SMs run empty, longer.
+const AT_MOST_TWO_CTAS: u32 = 228 * 1024 / 3 - 1024 + 128;
+
+/// One kernel launch: the tiles of the sequences that have `min_queries` to `max_queries` queries.
+struct Launch {
+    variant: usize,
+    tile: &'static Tile,
+    /// At least as many as one KV head can have.
+    tiles: i64,
+    min_queries: i32,
+    max_queries: i32,
+}
+
+impl Launch {
+    fn new(problem: &Attention, tile: &'static Tile, tiles: i64, queries: (i64, i64)) -> Result<Self> {
+        Ok(Self {
+            variant: tile.variant(problem)?,
+            tile,
+            tiles,
+            min_queries: queries.0 as i32,
+            max_queries: queries.1 as i32,
+        })
+    }
+
+    fn shared_memory(&self, batch_invariant: bool) -> u32 {
+        if !self.tile.is_decode() {
+            return self.tile.shared_memory;
+        }
+        let folded = if batch_invariant { self.tile.fold_bytes() } else { 0 };
+        (self.tile.shared_memory + folded).max(AT_MOST_TWO_CTAS)
+    }
+
+    /// How decode shares out its keys; prefill takes whole tiles.
+    fn split(&self, problem: &Attention, device: &Device) -> Option<Split> {
+        let resident = device.resident_blocks(self.shared_memory(problem.batch_invariant), self.tile.ctas);
+        let queries = i64::from(self.max_queries);
+        self.tile.is_decode().then(|| Split::new(problem, self.tile, self.tiles, queries, i64::from(resident)))
+    }
+
+    /// Prefill: a CTA for each tile and KV head, fewer where the grid has no room for them; CTAs that find more tiles
+    /// than there are CTAs take several. Decode: a CTA for each share and KV head.
+    fn shape(&self, problem: &Attention, split: Option<&Split>) -> Shape {
+        let heads = problem.num_kv_heads as i64;
+        let grid = if let Some(split) = split {
+            [heads as u32, split.shares as u32, 1]
+        } else {
+            [(self.tiles.clamp(1, i64::from(i32::MAX) / heads) * heads) as u32, 1, 1]
+        };
+        Shape { grid, threads: self.tile.threads, shared_memory: self.shared_memory(problem.batch_invariant) }
+    }
+}
+
+/// The launches of a call, in order; none where there is no row.
+///
+/// A sequence whose packed rows fill no more than one decode tile is decoded, a longer one prefilled, each in a launch
+/// that skips the other's. Which one a sequence belongs to depends on its own length alone; this is what
+/// `batch_invariant` asks for. Otherwise, where the sizes leave room for one query a sequence on average, or the caller
+/// says that no sequence is longer than a decode tile, decode takes all.
+fn launches(problem: &Attention) -> Result<[Option<Launch>; 2]> {
+    let (rows, seqs) = (problem.num_rows as i64, problem.max_seqs as i64);
+    let group = (problem.num_q_heads / problem.num_kv_heads) as i64;
+    let unlimited = i64::from(i32::MAX);
+    if rows == 0 {
+        return Ok([None, None]);
+    }
+    let decode = Tile::of(problem, "decode")?;
+    // The sum over sequences that have a row of ceil(packed rows / tile) is at most this.
+    let bound = |tile: &Tile, sequences: i64| (rows * group + sequences * (tile.rows - 1)) / tile.rows;
+    let few = (decode.rows / group).max(1);
+    let longest = problem.queries.longest as i64;
+    let mostly_short = rows <= seqs || (1..=few).contains(&longest);
+    if mostly_short && !problem.batch_invariant {
+        let tiles = bound(decode, rows.min(seqs));
+        return Ok([Some(Launch::new(problem, decode, tiles, (1, unlimited))?), None]);
+    }
+    let decode_tiles = rows.min(seqs) * ((few * group + decode.rows - 1) / decode.rows);
+    let decoded = Launch::new(problem, decode, decode_tiles, (1, few))?;
+    let long_sequences = seqs.min(rows / (few + 1));
+    if long_sequences == 0 {
+        return Ok([Some(decoded), None]);
+    }
+    let prefill = Tile::of(problem, "prefill")?;
+    let prefilled = Launch::new(problem, prefill, bound(prefill, long_sequences), (few + 1, unlimited))?;
+    Ok([Some(prefilled), Some(decoded)])
+}
+
+/// The launch that merges the parts of cut tiles: its variant, and its shape.
+fn merging(problem: &Attention, split: &Split) -> Result<Option<(usize, Shape)>> {
+    let ends = split.ends_to_merge();
+    if ends == 0 {
+        return Ok(None);
+    }
+    let variant = variants::find(MERGE_KERNEL, &[variants::dtype_value(problem.out.dtype)])?;
+    Ok(Some((
+        variant,
+        Shape { grid: [problem.num_kv_heads as u32, ends, 1], threads: MERGE_THREADS, shared_memory: 0 },
+    )))
+}
+
+/// Load the kernels that [`launch`] takes.
+pub(crate) fn prepare(problem: &Attention) -> Result {
+    Params::new(problem)?;
+    let device = Device::current()?;
+    for launch in launches(problem)?.iter().flatten() {
+        module::function(launch.variant)?;
+        if let Some(split) = launch.split(problem, &device)
+            && let Some((variant, _)) = merging(problem, &split)?
+        {
+            module::function(variant)?;
+        }
+    }
+    Ok(())
+}
+
+/// # Safety
+/// The problem's views are device memory of the current context that outlives the kernels' run; `out`, `lse` and the
+/// workspace are writable.
+pub(crate) unsafe fn launch(problem: &Attention, stream: Stream) -> Result {
+    let mut params = Params::new(problem)?;
+    let launches = launches(problem)?;
+    let device = Device::current()?;
+    // The first launch also writes the rows that no sequence owns.
+    params.clears_unowned_rows = 1;
+    for launch in launches.iter().flatten() {
+        let split = launch.split(problem, &device);
+        (params.min_queries, params.max_queries) = (launch.min_queries, launch.max_queries);
+        params.partial = split.map_or(PartialResults::NONE, |split| split.partial);
+        // SAFETY: the caller vouches for the memory.
+        unsafe { enqueue(KERNEL, launch.variant, launch.shape(problem, split.as_ref()), stream, &params) }?;
+        params.clears_unowned_rows = 0;
+        if let Some(split) = split
+            && let Some((variant, shape)) = merging(problem, &split)?
+        {
+            // SAFETY: as above.
+            unsafe { enqueue(MERGE_KERNEL, variant, shape, stream, &params) }?;
+        }
+    }
+    Ok(())
+}
+
+/// # Safety
+/// What `params` names is device memory that outlives the kernel's run.
+unsafe fn enqueue(kernel: &str, variant: usize, shape: Shape, stream: Stream, params: &Params) -> Result {
+    log::call(kernel, (variant, shape), || format!("{} with {shape:?}", variants::VARIANTS[variant].name));
+    // SAFETY: `Params` is the kernel's parameter; the caller vouches for the memory.
+    unsafe { launch_kernel(module::function(variant)?, shape, stream, params) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::KvView;
+    use crate::ops::attention::{KeyStorage, Keys, Queries, Score};
+    use crate::tensor::{DType, Tensor};
+    use std::ptr::{null, null_mut};
+
+    /// A call of these sizes over contiguous bf16 keys, without options; no memory.
+    pub(super) fn problem(rows: usize, seqs: usize, q_heads: usize, head_dim: usize) -> Attention<'static> {
+        let view = KvView { data: null_mut(), page_stride: 0, token_stride: 0, head_stride: 0 };
+        let empty = Tensor::dense(DType::BF16, null_mut(), &[0, 8, 8]);
+        Attention {
+            q: empty,
+            kv_dtype: DType::BF16,
+            k: view,
+            v: view,
+            out: empty,
+            lse: None,
+            workspace: None,
+            queries: Queries { num_seqs: None, starts: null(), used: None, longest: 0 },
+            keys: Keys {
+                starts: None,
+                used: None,
+                leftpad: None,
+                storage: KeyStorage::Contiguous { total: 16 },
+                longest: 0,
+            },
+            score: Score {
+                softmax_scale: 1.0,
+                q_scale: None,
+                k_scale: None,
+                softcap: 0.0,
+                window_left: -1,
+                window_right: -1,
+                top_left: false,
+                alibi: None,
+                sinks: None,
+            },
+            v_scale: None,
+            num_rows: rows,
+            num_q_heads: q_heads,
+            num_kv_heads: 2,
+            head_dim,
+            value_dim: head_dim,
+            max_seqs: seqs,
+            batch_invariant: false,
+        }
+    }
+
+    fn named(problem: &Attention) -> Vec<(&'static str, i32, i32)> {
+        let launches = launches(problem).expect("the sizes are allowed");
+        let describe = |l: &Launch| (variants::VARIANTS[l.variant].name, l.min_queries, l.max_queries);
+        launches.iter().flatten().map(describe).collect()
+    }
+
+    #[test]
+    fn lengths_are_shared_out_between_the_shapes_without_gap_or_overlap() {
+        let decode = "attention_bf16_128_decode_plain";
+        let prefill = "attention_bf16_128_prefill_plain";
+        assert_eq!(named(&problem(64, 64, 8, 104)), [(decode, 1, i32::MAX)]);
+        assert_eq!(named(&problem(65, 64, 8, 104)), [(prefill, 5, i32::MAX), (decode, 1, 4)]);
+        // Nobody can have more than 4 queries.
+        assert_eq!(named(&problem(4, 1, 8, 104)), [(decode, 1, 4)]);
+        let invariant = Attention { batch_invariant: true, ..problem(64, 64, 8, 104) };
+        assert_eq!(named(&invariant), [(prefill, 5, i32::MAX), (decode, 1, 4)]);
+        assert!(named(&problem(0, 64, 8, 104)).is_empty());
+    }
+
+    #[test]
+    fn advice_moves_whole_sequences_and_never_leaves_one_out() {
+        let advised = |longest, batch_invariant| {
+            let plain = problem(640, 160, 8, 128);
+            named(&Attention { queries: Queries { longest, ..plain.queries }, batch_invariant, ..plain })
+        };
+        let both = [("attention_bf16_128_prefill_plain", 5, i32::MAX), ("attention_bf16_128_decode_plain", 1, 4)];
+        assert_eq!(advised(4, false), [("attention_bf16_128_decode_plain", 1, i32::MAX)]);
+        assert_eq!(advised(8, false), both);
+        assert_eq!(advised(4, true), both);
+    }
+
+    #[test]
+    fn the_grid_holds_every_tile_of_every_batch() {
+        for (rows, seqs, q_heads) in [(64, 64, 8), (1000, 7, 2), (1000, 999, 6), (300, 40, 48), (5, 0, 8)] {
+            let problem = problem(rows, seqs, q_heads, 128);
+            let group = q_heads as i64 / 2;
+            // The most tiles come from as many sequences as possible, each just past a multiple of the tile.
+            for launch in launches(&problem).expect("the sizes are allowed").iter().flatten() {
+                let (mut left, mut tiles) = (rows as i64, 0);
+                let smallest = i64::from(launch.min_queries);
+                for rest in (1..=seqs as i64).rev() {
+                    let spare = (left - rest * smallest).max(0);
+                    let queries = (smallest + spare).min(i64::from(launch.max_queries)).min(left);
+                    if queries < smallest {
+                        break;
+                    }
+                    tiles += (queries * group + launch.tile.rows - 1) / launch.tile.rows;
+                    left -= queries;
+                }
+                assert!(tiles <= launch.tiles, "{rows} rows, {seqs} sequences, group {group}: {tiles} tiles");
+                let shape = launch.shape(&problem, None);
+                assert!(i64::from(shape.grid[0]) >= 2 * tiles.max(1) && shape.grid[0].is_multiple_of(2));
+            }
+        }
+    }
+}

@@ -1,0 +1,303 @@
+//! The kernels' one argument, and what a call must hold to for it.
+
+use super::fp8::{Fp8, Fp8Format};
+use super::split::PartialResults;
+use crate::error::{Error, Result, ensure};
+use crate::ops::attention::{Attention, KeyStorage};
+use crate::ops::{KvView, Scale};
+use crate::tensor::{DType, Tensor};
+use std::f32::consts::LOG2_E;
+use std::mem::offset_of;
+use std::ptr::null;
+
+/// Positions of keys are 32-bit numbers to which a block's size can be added.
+const LONGEST_CONTEXT: usize = i32::MAX as usize - 256;
+
+/// The page of contiguous keys: without an end as far as the kernels look, and a multiple of their blocks.
+const ENDLESS_PAGE: i32 = 1 << 30;
+
+/// `KvSource` of `kernels/include/attention_params.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct KvSource {
+    base: *const u8,
+    page_stride: i64,
+    token_stride: i64,
+    head_stride: i64,
+}
+
+/// `ScaleSource` of `kernels/include/attention_params.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ScaleSource {
+    values: *const f32,
+    head_stride: i64,
+}
+
+/// `AttentionParams` of `kernels/include/attention_params.cuh`, which says what each is.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct Params {
+    q: *const u8,
+    q_token_stride: i64,
+    q_head_stride: i64,
+    out: *mut u8,
+    out_token_stride: i64,
+    out_head_stride: i64,
+    lse: *mut f32,
+    k: KvSource,
+    v: KvSource,
+    block_table: *const i32,
+    block_table_stride: i64,
+    cu_seqlens_q: *const i32,
+    seqused_q: *const i32,
+    cu_seqlens_k: *const i32,
+    seqused_k: *const i32,
+    leftpad_k: *const i32,
+    num_seqs: *const i32,
+    alibi_slopes: *const f32,
+    alibi_stride: i64,
+    sinks: *const f32,
+    q_scale: ScaleSource,
+    k_scale: ScaleSource,
+    v_scale: ScaleSource,
+    fp8: Fp8Format,
+    value_factor: f32,
+    softmax_scale_log2: f32,
+    softcap_log2: f32,
+    score_factor: f32,
+    num_tokens: i32,
+    max_seqs: i32,
+    num_pages: i32,
+    page_size: i32,
+    capacity: i32,
+    num_kv_heads: i32,
+    group: i32,
+    group_reciprocal: f32,
+    head_dim: i32,
+    value_dim: i32,
+    window_left: i32,
+    window_right: i32,
+    top_left: i32,
+    /// Set for each launch.
+    pub(super) min_queries: i32,
+    /// Set for each launch.
+    pub(super) max_queries: i32,
+    /// Set for each launch.
+    pub(super) clears_unowned_rows: i32,
+    q_is_fp8: i32,
+    out_is_bf16: i32,
+    has_narrow_rows: i32,
+    /// Set for each launch.
+    pub(super) partial: PartialResults,
+}
+
+// The header asserts the same numbers.
+const _: () = assert!(size_of::<KvSource>() == 32 && size_of::<ScaleSource>() == 16 && size_of::<Params>() == 416);
+const _: () = assert!(offset_of!(Params, k) == 56 && offset_of!(Params, cu_seqlens_q) == 136);
+const _: () = assert!(offset_of!(Params, q_scale) == 208 && offset_of!(Params, fp8) == 256);
+const _: () = assert!(offset_of!(Params, num_tokens) == 292 && offset_of!(Params, has_narrow_rows) == 364);
+
+impl Params {
+    /// All but what differs between launches.
+    pub(super) fn new(problem: &Attention) -> Result<Self> {
+        check_sizes(problem)?;
+        check_alignments(problem)?;
+        let fp8 = Fp8::of(problem);
+        let divisor = fp8.map_or(1.0, |fp8| fp8.divisor);
+        let q_is_fp8 = problem.q.dtype.size() == 1;
+        // What decoding has divided q and K by.
+        let products_divisor = if q_is_fp8 { divisor * divisor } else { divisor };
+        let (queries, keys, score) = (&problem.queries, &problem.keys, &problem.score);
+        let group = (problem.num_q_heads / problem.num_kv_heads) as i32;
+        let (block_table, block_table_stride, num_pages, page_size) = match keys.storage {
+            KeyStorage::Contiguous { .. } => (null(), 0, 1, ENDLESS_PAGE),
+            KeyStorage::Paged(table) => {
+                let page_size = table.page_size.clamp(1, i32::MAX as usize) as i32;
+                (table.entries, table.stride, table.num_pages as i32, page_size)
+            }
+        };
+        let softmax_scale_log2 = score.softmax_scale * LOG2_E;
+        Ok(Self {
+            q: problem.q.data,
+            q_token_stride: problem.q.stride(0),
+            q_head_stride: problem.q.stride(1),
+            out: problem.out.data,
+            out_token_stride: problem.out.stride(0),
+            out_head_stride: problem.out.stride(1),
+            lse: problem.lse.unwrap_or(std::ptr::null_mut()),
+            k: KvSource::new(&problem.k),
+            v: KvSource::new(&problem.v),
+            block_table,
+            block_table_stride,
+            cu_seqlens_q: queries.starts,
+            seqused_q: queries.used.unwrap_or(null()),
+            cu_seqlens_k: keys.starts.unwrap_or(null()),
+            seqused_k: keys.used.unwrap_or(null()),
+            leftpad_k: keys.leftpad.unwrap_or(null()),
+            num_seqs: queries.num_seqs.unwrap_or(null()),
+            alibi_slopes: score.alibi.map_or(null(), |alibi| alibi.slopes),
+            alibi_stride: score.alibi.map_or(0, |a| if a.per_sequence { problem.num_q_heads as i64 } else { 0 }),
+            sinks: score.sinks.unwrap_or(null()),
+            q_scale: ScaleSource::new(score.q_scale),
+            k_scale: ScaleSource::new(score.k_scale),
+            v_scale: ScaleSource::new(problem.v_scale),
+            fp8: fp8.map_or(Fp8Format::default(), |fp8| fp8.format),
+            value_factor: divisor,
+            softmax_scale_log2,
+            softcap_log2: score.softcap * LOG2_E,
+            score_factor: products_divisor
+                * if score.softcap > 0.0 { score.softmax_scale / score.softcap } else { softmax_scale_log2 },
+            num_tokens: problem.num_rows as i32,
+            max_seqs: problem.max_seqs as i32,
+            num_pages,
+            page_size,
+            capacity: capacity(&keys.storage) as i32,
+            num_kv_heads: problem.num_kv_heads as i32,
+            group,
+            group_reciprocal: 1.0 / group as f32,
+            head_dim: problem.head_dim as i32,
+            value_dim: problem.value_dim as i32,
+            window_left: window(score.window_left),
+            window_right: window(score.window_right),
+            top_left: i32::from(score.top_left),
+            min_queries: 1,
+            max_queries: i32::MAX,
+            clears_unowned_rows: 0,
+            q_is_fp8: i32::from(q_is_fp8),
+            out_is_bf16: i32::from(problem.out.dtype == DType::BF16),
+            has_narrow_rows: i32::from(!has_wide_rows(problem)),
+            partial: PartialResults::NONE,
+        })
+    }
+}
+
+impl KvSource {
+    fn new(view: &KvView) -> Self {
+        Self {
+            base: view.data,
+            page_stride: view.page_stride,
+            token_stride: view.token_stride,
+            head_stride: view.head_stride,
+        }
+    }
+}
+
+impl ScaleSource {
+    fn new(scale: Option<Scale>) -> Self {
+        scale.map_or(Self { values: null(), head_stride: 0 }, |scale| Self {
+            values: scale.values,
+            head_stride: i64::from(scale.per_head),
+        })
+    }
+}
+
+/// The most keys that a sequence can have.
+fn capacity(storage: &KeyStorage) -> usize {
+    match storage {
+        KeyStorage::Contiguous { total } => *total,
+        KeyStorage::Paged(table) => table.capacity(),
+    }
+}
+
+/// No key is further away from a query than a 32-bit number tells.
+fn window(keys: i64) -> i32 {
+    i32::try_from(keys).ok().filter(|keys| *keys < i32::MAX).unwrap_or(-1)
+}
+
+fn check_sizes(problem: &Attention) -> Result {
+    let packed_rows = problem.num_rows as i64 * (problem.num_q_heads / problem.num_kv_heads) as i64;
+    ensure_fits("Tq * Hq / Hkv", packed_rows, i64::from(i32::MAX) - 256)?;
+    let keys = match problem.keys.storage {
+        KeyStorage::Contiguous { .. } => "Tk",
+        KeyStorage::Paged(_) => "max_pages * page_size",
+    };
+    ensure_fits(keys, capacity(&problem.keys.storage) as i64, LONGEST_CONTEXT as i64)
+}
+
+fn ensure_fits(name: &str, size: i64, limit: i64) -> Result {
+    if size < limit {
+        return Ok(());
+    }
+    Err(Error::unimplemented(format!("{name} is {size}; the CUDA kernels count to {limit}")))
+}
+
+/// The kernels take 16 bytes at a time, of fp8 rows 8 where there is no other way.
+fn check_alignments(problem: &Attention) -> Result {
+    let (q, out) = (&problem.q, &problem.out);
+    check_alignment("q", q.data, &row_steps(q), q.dtype.size())?;
+    check_alignment("out", out.data, &row_steps(out), out.dtype.size())?;
+    for (name, view) in [("K", &problem.k), ("V", &problem.v)] {
+        check_alignment(name, view.data, &view_steps(problem, view), problem.kv_dtype.size())?;
+    }
+    Ok(())
+}
+
+/// K and V consist of chunks of 16 bytes, aligned to them.
+fn has_wide_rows(problem: &Attention) -> bool {
+    let bytes = problem.kv_dtype.size();
+    [(&problem.k, problem.head_dim), (&problem.v, problem.value_dim)].into_iter().all(|(view, dim)| {
+        let [pages, tokens, heads] = view_steps(problem, view);
+        is_aligned(view.data, &[pages, tokens, heads, dim as i64], bytes, 16)
+    })
+}
+
+/// Elements from row to row and from head to head of `[T, H, D]`; 0 where there is no next one.
+fn row_steps(tensor: &Tensor) -> [i64; 2] {
+    [0, 1].map(|axis| if tensor.dims[axis] > 1 { tensor.stride(axis) } else { 0 })
+}
+
+/// Likewise from page to page, token to token and head to head.
+fn view_steps(problem: &Attention, view: &KvView) -> [i64; 3] {
+    let (pages, tokens) = match problem.keys.storage {
+        KeyStorage::Contiguous { total } => (1, total),
+        KeyStorage::Paged(table) => (table.num_pages, table.page_size),
+    };
+    let counts = [pages, tokens, problem.num_kv_heads];
+    let strides = [view.page_stride, view.token_stride, view.head_stride];
+    [0, 1, 2].map(|axis| if counts[axis] > 1 { strides[axis] } else { 0 })
+}
+
+fn is_aligned(data: *const u8, steps: &[i64], element_bytes: usize, alignment: i64) -> bool {
+    data as i64 % alignment == 0 && steps.iter().all(|step| step * element_bytes as i64 % alignment == 0)
+}
+
+/// Rows that begin at `data` and are `steps` elements apart begin at multiples of what the kernels take at a time.
+fn check_alignment(name: &str, data: *const u8, steps: &[i64], element_bytes: usize) -> Result {
+    let alignment = if element_bytes == 1 { 8 } else { 16 };
+    ensure(is_aligned(data, steps, element_bytes, alignment), || {
+        format!(
+            "{name} lies at {data:p} with steps of {steps:?} elements of {element_bytes} bytes, expected multiples of \
+             {alignment} bytes for both"
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::problem;
+    use super::*;
+    use crate::ops::attention::{Keys, PageTable, Score};
+
+    #[test]
+    fn sizes_past_the_kernels_counters_are_refused_not_wrapped() {
+        let plain = problem(1, 1, 2, 64);
+        let table = PageTable { entries: null(), stride: 0, max_pages: 1 << 27, num_pages: 1, page_size: 16 };
+        let paged = Attention { keys: Keys { storage: KeyStorage::Paged(table), ..plain.keys }, ..plain };
+        assert!(Params::new(&paged).is_err_and(|e| e.message.contains("max_pages * page_size")));
+        let total = i32::MAX as usize - 256;
+        let long = Attention { keys: Keys { storage: KeyStorage::Contiguous { total }, ..plain.keys }, ..plain };
+        assert!(Params::new(&long).is_err_and(|e| e.message.contains("Tk")));
+        let wide = Attention { score: Score { window_left: i64::MAX, window_right: 7, ..plain.score }, ..plain };
+        assert_eq!(Params::new(&wide).map(|p| (p.window_left, p.window_right)), Ok((-1, 7)));
+    }
+
+    #[test]
+    fn rows_that_the_kernels_cannot_copy_are_refused() {
+        let plain = problem(2, 1, 4, 64);
+        let view = |token_stride| KvView { token_stride, ..plain.k };
+        assert!(Params::new(&Attention { k: view(72), ..plain }).is_ok());
+        let odd = Params::new(&Attention { k: view(68), ..plain });
+        assert!(odd.is_err_and(|e| e.message.contains("multiples of 16 bytes")));
+    }
+}

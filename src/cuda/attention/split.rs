@@ -1,0 +1,247 @@
+//! How many CTAs share out the keys of a decode launch, and where they leave what they computed of a tile that several
+//! of them have a part of. `kernels/include/work_list.cuh` does the sharing out.
+
+use super::tiles::Tile;
+use crate::ops::attention::{Attention, KeyStorage};
+use std::mem::offset_of;
+use std::ptr::null_mut;
+
+/// `CutTile` of `kernels/include/partial_rows.cuh`.
+const CUT_BYTES: usize = 64;
+
+/// The second dimension of a grid has no more.
+const MOST_SHARES: i64 = 65535;
+
+/// The kernels leave tiles of fewer keys whole.
+const LEAST_TILE_KEYS: i64 = 512;
+
+/// The kernels' shares and parts hold at least so many keys.
+const LEAST_PART_KEYS: i64 = 128;
+
+/// `PartialResults` of `kernels/include/attention_params.cuh`, which says what each is.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct PartialResults {
+    cuts: *mut u8,
+    states: *mut u8,
+    outputs: *mut u8,
+    rows_per_head: i32,
+    pitch: i32,
+    groups: i32,
+    max_spans: i32,
+    log2_unit: f32,
+    reserved: i32,
+}
+
+// The header asserts the same numbers.
+const _: () = assert!(size_of::<PartialResults>() == 48 && offset_of!(PartialResults, log2_unit) == 40);
+
+impl PartialResults {
+    /// No tile is cut.
+    pub(super) const NONE: Self = Self {
+        cuts: null_mut(),
+        states: null_mut(),
+        outputs: null_mut(),
+        rows_per_head: 0,
+        pitch: 0,
+        groups: 0,
+        max_spans: 0,
+        log2_unit: 0.0,
+        reserved: 0,
+    };
+}
+
+/// How a decode launch shares out its keys.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Split {
+    /// CTAs for each KV head.
+    pub(super) shares: i64,
+    pub(super) partial: PartialResults,
+}
+
+impl Split {
+    /// For `tiles` tiles a KV head at most, of sequences of at most `max_queries` queries, on a device that runs
+    /// `resident_ctas` at a time.
+    pub(super) fn new(problem: &Attention, tile: &Tile, tiles: i64, max_queries: i64, resident_ctas: i64) -> Self {
+        let heads = problem.num_kv_heads as i64;
+        let keys = longest_tile(problem, max_queries);
+        // A tile's first and last round may see one key each.
+        let may_cut = keys + 2 * tile.keys_a_round > LEAST_TILE_KEYS;
+        let parts = if may_cut { (keys + LEAST_PART_KEYS - 1) / LEAST_PART_KEYS } else { 1 };
+        let shares = (resident_ctas / heads).clamp(1, tiles.max(1).saturating_mul(parts)).min(MOST_SHARES);
+        let mut partial = PartialResults {
+            pitch: problem.value_dim as i32,
+            max_spans: if problem.batch_invariant { max_spans(heads) } else { 0 },
+            log2_unit: Tile::log2_unit(problem),
+            ..PartialResults::NONE
+        };
+        if may_cut && shares > 1 {
+            partial.find_room(problem, tile, shares);
+        }
+        Self { shares, partial }
+    }
+
+    /// Ends of shares at which a tile may have been cut.
+    pub(super) fn ends_to_merge(&self) -> u32 {
+        (self.partial.groups - 1).max(0) as u32
+    }
+}
+
+impl PartialResults {
+    /// Divides up the workspace: cuts, then states, then outputs.
+    fn find_room(&mut self, problem: &Attention, tile: &Tile, shares: i64) {
+        let Some(workspace) = &problem.workspace else { return };
+        let unaligned = (workspace.data as usize).next_multiple_of(CUT_BYTES) - workspace.data as usize;
+        let start = workspace.data.wrapping_add(unaligned);
+        let size = workspace.bytes() as i64 - unaligned as i64;
+        let row_bytes = (size_of::<[f32; 2]>() as i64 + 4 * i64::from(self.pitch)) * problem.num_kv_heads as i64;
+        let (cuts, rows) = if self.max_spans > 0 {
+            let cuts = shares - 1;
+            (cuts, (size - cuts * CUT_BYTES as i64) / row_bytes)
+        } else {
+            // Both sides of the end of a share.
+            let rows = 2 * tile.rows;
+            let cuts = (size / (CUT_BYTES as i64 + rows * row_bytes)).min(shares - 1);
+            (cuts, cuts * rows)
+        };
+        // An even number keeps what follows the states aligned to 16 bytes.
+        let rows = rows.min(1 << 23) / 2 * 2;
+        if cuts < 1 || rows < 2 {
+            return;
+        }
+        self.cuts = start;
+        self.states = start.wrapping_add(cuts as usize * CUT_BYTES);
+        self.outputs = self.states.wrapping_add(rows as usize * problem.num_kv_heads * size_of::<[f32; 2]>());
+        self.rows_per_head = rows as i32;
+        self.groups = cuts as i32 + 1;
+    }
+}
+
+/// `batch_invariant`: into how many spans a tile is cut at most. Enough for one sequence to keep a large GPU busy; part of
+/// what the result is, so it must not depend on the device.
+fn max_spans(num_kv_heads: i64) -> i32 {
+    (256 / num_kv_heads).clamp(8, 128) as i32
+}
+
+/// Keys that the rows of a tile see together, at most.
+fn longest_tile(problem: &Attention, max_queries: i64) -> i64 {
+    let capacity = match problem.keys.storage {
+        KeyStorage::Contiguous { total } => total as i64,
+        KeyStorage::Paged(table) => table.capacity() as i64,
+    };
+    let score = &problem.score;
+    if score.window_left < 0 || score.window_right < 0 {
+        return capacity;
+    }
+    let queries = max_queries.min(problem.num_rows as i64);
+    capacity.min(score.window_left.saturating_add(score.window_right).saturating_add(queries))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::problem;
+    use super::*;
+    use crate::ops::attention::Keys;
+    use crate::ops::workspace::AttentionSizes;
+    use crate::tensor::{DType, Tensor};
+
+    /// What an SM count of 132 with two CTAs each runs at a time.
+    const RESIDENT: i64 = 264;
+
+    /// Decode of `seqs` sequences over `keys` keys.
+    fn decode(seqs: usize, kv_heads: usize, keys: usize, batch_invariant: bool) -> Attention<'static> {
+        let plain = problem(seqs, seqs, 4 * kv_heads, 128);
+        let storage = KeyStorage::Contiguous { total: keys };
+        Attention { keys: Keys { storage, ..plain.keys }, num_kv_heads: kv_heads, batch_invariant, ..plain }
+    }
+
+    /// The split of a call with `bytes` bytes of workspace from `start` on, which is nobody's memory.
+    fn split(problem: &Attention, start: usize, bytes: i64) -> Split {
+        let dims = [bytes];
+        let workspace = Tensor::dense(DType::U8, start as *mut u8, &dims);
+        let tile = Tile::of(problem, "decode").expect("the sizes are allowed");
+        let with_workspace = Attention { workspace: Some(workspace), ..*problem };
+        Split::new(&with_workspace, tile, problem.num_rows as i64, 1, RESIDENT)
+    }
+
+    fn wanted(problem: &Attention) -> i64 {
+        let sizes = AttentionSizes {
+            num_q_heads: problem.num_q_heads as i64,
+            num_kv_heads: problem.num_kv_heads as i64,
+            head_dim: problem.head_dim as i64,
+            value_dim: problem.value_dim as i64,
+            dtype: problem.q.dtype,
+            batch_invariant: problem.batch_invariant,
+        };
+        sizes.workspace().fixed
+    }
+
+    #[test]
+    fn the_wanted_workspace_has_room_for_every_share_wherever_it_begins() {
+        for kv_heads in 1..=RESIDENT as usize {
+            for batch_invariant in [false, true] {
+                let problem = decode(64, kv_heads, 1 << 17, batch_invariant);
+                for start in [1 << 20, (1 << 20) + 1, (1 << 20) + 63] {
+                    let split = split(&problem, start, wanted(&problem));
+                    let shares = RESIDENT / kv_heads as i64;
+                    assert_eq!(split.shares, shares);
+                    assert_eq!(
+                        i64::from(split.partial.groups),
+                        if shares > 1 { shares } else { 0 },
+                        "{kv_heads} heads"
+                    );
+                    // Two parts of a full tile for every share.
+                    let rows = if shares > 1 { 2 * 16 * (shares - 1) } else { 0 };
+                    assert!(i64::from(split.partial.rows_per_head) >= rows, "{kv_heads} heads");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn no_part_lies_outside_of_the_workspace() {
+        for (kv_heads, batch_invariant) in [(1, false), (8, false), (8, true), (100, true)] {
+            let problem = decode(64, kv_heads, 1 << 17, batch_invariant);
+            let all = wanted(&problem);
+            for bytes in [0, 1, 63, 64, 200, 20_000, 40_000, all / 3, all - 1, all, 2 * all, 1 << 40] {
+                for start in [1 << 20, (1 << 20) + 17] {
+                    let PartialResults { cuts, states, outputs, rows_per_head, groups, pitch, .. } =
+                        split(&problem, start, bytes).partial;
+                    if groups == 0 {
+                        assert!(cuts.is_null() && bytes < all, "{bytes} bytes");
+                        continue;
+                    }
+                    let rows = rows_per_head as usize * kv_heads;
+                    assert!(groups > 1 && rows_per_head < 1 << 24 && pitch == 128);
+                    assert!(cuts as usize >= start && (cuts as usize).is_multiple_of(CUT_BYTES));
+                    assert!(states as usize >= cuts as usize + CUT_BYTES * (groups as usize - 1));
+                    assert!(outputs as usize >= states as usize + 8 * rows && (outputs as usize).is_multiple_of(16));
+                    assert!(outputs as usize + 4 * 128 * rows <= start + bytes as usize, "{bytes} bytes");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn only_what_can_be_long_is_cut() {
+        let merging = |problem: &Attention| split(problem, 1 << 20, wanted(problem)).ends_to_merge();
+        assert_eq!(merging(&decode(8, 8, 384, false)), 0);
+        assert!(merging(&decode(8, 8, 512, false)) > 0);
+        let long = decode(8, 8, 1 << 17, false);
+        assert!(merging(&long) > 0);
+        let mut windowed = long;
+        (windowed.score.window_left, windowed.score.window_right) = (127, 0);
+        assert_eq!(merging(&windowed), 0);
+        windowed.score.window_left = 4095;
+        assert!(merging(&windowed) > 0);
+        assert_eq!(Split::new(&long, Tile::of(&long, "decode").expect("bf16"), 8, 1, RESIDENT).ends_to_merge(), 0);
+    }
+
+    #[test]
+    fn a_small_call_asks_for_no_more_ctas_than_it_can_use() {
+        assert_eq!(split(&decode(1, 8, 100, false), 1 << 20, 0).shares, 1);
+        assert_eq!(split(&decode(2, 8, 384, false), 1 << 20, 0).shares, 2);
+        assert_eq!(split(&decode(1, 8, 1024, false), 1 << 20, 0).shares, 8);
+        assert_eq!(split(&decode(1, 300, 1024, false), 1 << 20, 0).shares, 1);
+    }
+}

@@ -1,0 +1,86 @@
+//! Merging attention states on CUDA: one thread for 16 bytes of the output.
+
+use super::chunk::{CHUNK, aligned_to};
+use super::launch::{Shape, launch as launch_kernel};
+use super::{module, variants};
+use crate::error::Result;
+use crate::log;
+use crate::ops::merge_attention_states::{MergeAttentionStates, State};
+use crate::stream::Stream;
+use crate::tensor::Tensor;
+
+const KERNEL: &str = "merge_attention_states";
+const THREADS: u32 = 128;
+/// CTAs that may share a row: the limit of the grid's second dimension.
+const MOST_SHARES: usize = 65535;
+
+/// `AttentionState` of `kernels/merge_attention_states.cu`.
+#[repr(C)]
+struct StateParams {
+    out: *const u8,
+    row_stride: i64,
+    head_stride: i64,
+    lse: *const f32,
+}
+
+/// `MergeParams` of `kernels/merge_attention_states.cu`.
+#[repr(C)]
+struct Params {
+    a: StateParams,
+    b: StateParams,
+    out: *mut u8,
+    lse: *mut f32,
+    num_rows: i64,
+    num_heads: i32,
+    head_dim: i32,
+    aligned: i64,
+}
+
+// The kernel asserts the same number.
+const _: () = assert!(size_of::<Params>() == 104);
+
+fn state(state: &State) -> StateParams {
+    let out = &state.out;
+    StateParams { out: out.data, row_stride: out.stride(0), head_stride: out.stride(1), lse: state.lse }
+}
+
+/// Heads of `[n, h, d]` consist of chunks and are aligned to them.
+fn is_aligned(out: &Tensor) -> bool {
+    let size = out.dtype.size() as i64;
+    aligned_to(CHUNK, &[out.data as i64, out.stride(0) * size, out.stride(1) * size, out.dims[2] * size])
+}
+
+fn variant(problem: &MergeAttentionStates) -> Result<usize> {
+    variants::find(KERNEL, &[variants::dtype_value(problem.out.dtype)])
+}
+
+/// Load the kernel that [`launch`] takes.
+pub(crate) fn prepare(problem: &MergeAttentionStates) -> Result {
+    module::function(variant(problem)?).map(|_| ())
+}
+
+/// # Safety
+/// The problem's views are device memory of the current context that outlives the kernel's run, the results writable.
+pub(crate) unsafe fn launch(problem: &MergeAttentionStates, stream: Stream) -> Result {
+    if problem.is_empty() {
+        return Ok(());
+    }
+    let variant = variant(problem)?;
+    let aligned = [&problem.a.out, &problem.b.out, &problem.out].into_iter().all(is_aligned);
+    let elements = if aligned { CHUNK / problem.out.dtype.size() } else { 1 };
+    let shares = (problem.num_heads * problem.head_dim / elements).div_ceil(THREADS as usize).min(MOST_SHARES);
+    let shape = Shape { grid: [problem.num_rows as u32, shares as u32, 1], threads: THREADS, shared_memory: 0 };
+    log::call(KERNEL, (variant, shape), || format!("{} with {shape:?}", variants::VARIANTS[variant].name));
+    let params = Params {
+        a: state(&problem.a),
+        b: state(&problem.b),
+        out: problem.out.data,
+        lse: problem.lse,
+        num_rows: problem.num_rows as i64,
+        num_heads: problem.num_heads as i32,
+        head_dim: problem.head_dim as i32,
+        aligned: i64::from(aligned),
+    };
+    // SAFETY: `Params` is the kernel's parameter; the caller vouches for the memory.
+    unsafe { launch_kernel(module::function(variant)?, shape, stream, &params) }
+}

@@ -1,0 +1,75 @@
+//! How large a workspace attention wants: what front-ends allocate as the last result.
+//!
+//! The size is a function of static values alone, the same wherever a program is traced, exported and run. A call takes
+//! any size, also none: with less than this it plans with fewer or no parts of sequences, and stays right.
+
+use crate::tensor::DType;
+
+/// CTAs for which the workspace is sized, whatever the GPU at hand: those of 132 SMs that run two each.
+const NOMINAL_CTAS: i64 = 264;
+
+/// Packed query rows of a decode tile.
+const TILE_ROWS: i64 = 16;
+
+/// What the place of a cut takes, and at most is lost where the workspace begins at an odd address.
+const CUT_BYTES: i64 = 64;
+
+/// `fixed + per_row * T + per_sequence * B` bytes, T being the query rows of a call and B its sequence slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WorkspaceSize {
+    /// Bytes of any call.
+    pub fixed: i64,
+    /// Bytes for each query row.
+    pub per_row: i64,
+    /// Bytes for each sequence slot.
+    pub per_sequence: i64,
+}
+
+/// The static values of an attention call that its workspace depends on.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionSizes {
+    /// Hq
+    pub num_q_heads: i64,
+    /// Hkv
+    pub num_kv_heads: i64,
+    /// D
+    pub head_dim: i64,
+    /// Dv
+    pub value_dim: i64,
+    /// Element type of q.
+    pub dtype: DType,
+    /// Whether the call asks for it.
+    pub batch_invariant: bool,
+}
+
+impl AttentionSizes {
+    /// What a call wants to run as fast as it can. Sizes that no call can have want nothing.
+    ///
+    /// Decode shares the keys of all sequences out between CTAs. Of a tile that several have a part of, each leaves its
+    /// part's rows here, as f32 with their maxima and sums: two parts for each CTA, four with `batch_invariant`, whose
+    /// parts are smaller. The size does not grow with the context.
+    ///
+    /// ```
+    /// use xla_attention::ops::workspace::AttentionSizes;
+    /// use xla_attention::DType;
+    ///
+    /// let (num_q_heads, num_kv_heads, head_dim, value_dim) = (32, 8, 128, 128);
+    /// let dtype = DType::BF16;
+    /// let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant: false };
+    /// let wanted = sizes.workspace();
+    /// assert_eq!((wanted.fixed, wanted.per_row, wanted.per_sequence), (4_261_952, 0, 0));
+    /// ```
+    #[must_use]
+    pub fn workspace(&self) -> WorkspaceSize {
+        let shares = if self.num_kv_heads > 0 { NOMINAL_CTAS / self.num_kv_heads } else { 0 };
+        let fixed = if shares < 2 || self.value_dim <= 0 {
+            0
+        } else {
+            let ends = shares - 1;
+            let rows = TILE_ROWS * if self.batch_invariant { 4 * shares } else { 2 * ends };
+            let row_bytes = 4 * (2 + self.value_dim);
+            CUT_BYTES * (ends + 1) + rows * self.num_kv_heads * row_bytes
+        };
+        WorkspaceSize { fixed, per_row: 0, per_sequence: 0 }
+    }
+}

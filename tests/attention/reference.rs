@@ -1,0 +1,169 @@
+//! The reference against numbers worked out by hand.
+
+use crate::support::answers::{distance, lse_tolerance};
+use crate::support::array::{BF16, F16, F32};
+use crate::support::oracle::{Mask, Row, RowAnswer, Score, attend, attend_naively};
+use crate::support::random::Random;
+
+/// Whether each of `len_q` rows sees each of `len_k` keys.
+fn seen(mask: Mask, len_q: usize, len_k: usize, leftpad: usize) -> Vec<String> {
+    let row = |i| {
+        let visible = mask.visible(i, len_q, len_k, leftpad);
+        (0..len_k).map(|j| if visible.contains(&j) { 'x' } else { '.' }).collect()
+    };
+    (0..len_q).map(row).collect()
+}
+
+#[test]
+fn masks_show_what_spec_says() {
+    let causal = Mask::CAUSAL;
+    let rows: [(Mask, usize, usize, usize, &[&str]); 14] = [
+        (Mask::FULL, 2, 3, 0, &["xxx", "xxx"]),
+        (Mask::FULL, 2, 3, 2, &["..x", "..x"]),
+        (Mask::FULL.top_left(), 2, 3, 0, &["xxx", "xxx"]),
+        (causal, 2, 4, 0, &["xxx.", "xxxx"]),
+        (causal, 4, 2, 0, &["..", "..", "x.", "xx"]),
+        (causal, 2, 4, 1, &[".xx.", ".xxx"]),
+        (causal.top_left(), 2, 4, 0, &["x...", "xx.."]),
+        (causal.top_left(), 4, 2, 0, &["x.", "xx", "xx", "xx"]),
+        (causal.top_left(), 3, 4, 2, &["....", "....", "..x."]),
+        (Mask { window_right: 3, ..causal }, 2, 4, 0, &["xxx.", "xxxx"]),
+        (Mask::sliding(2), 2, 4, 0, &[".xx.", "..xx"]),
+        (Mask::window(1, 1), 3, 5, 0, &[".xxx.", "..xxx", "...xx"]),
+        (Mask::window(0, 1).top_left(), 3, 3, 0, &["xx.", ".xx", "..x"]),
+        (Mask::window(-1, 0), 2, 4, 0, &["xxx.", "xxxx"]),
+    ];
+    for (mask, len_q, len_k, leftpad, expected) in rows {
+        assert_eq!(seen(mask, len_q, len_k, leftpad), expected, "{mask:?}, {len_q} over {len_k}, leftpad {leftpad}");
+    }
+    // Windows wider than any number of keys.
+    assert_eq!(seen(Mask::window(i64::MAX, i64::MAX), 2, 3, 0), seen(Mask::FULL, 2, 3, 0));
+    assert_eq!(seen(Mask::window(-1, i64::MAX).top_left(), 2, 3, 0), seen(Mask::FULL, 2, 3, 0));
+}
+
+const PLAIN: Score = Score { scales: [1.0; 3], softcap: 0.0, slope: None, sink: None, v_scale: 1.0, mask: Mask::FULL };
+
+/// Attention of the last of `len_q` rows over keys and values of one number each.
+fn last_of(len_q: usize, q: f64, k: &[f64], v: &[f64], score: Score) -> RowAnswer {
+    let (query, key, value) = ([q], |j: usize| &k[j..=j], |j: usize| &v[j..=j]);
+    let (i, len_k) = (len_q - 1, k.len());
+    attend(&Row { i, len_q, len_k, leftpad: 0, query: &query, key: &key, value: &value, value_dim: 1 }, &score)
+}
+
+fn is(found: &RowAnswer, out: f64, lse: f64) {
+    assert!((found.out[0] - out).abs() < 1e-12 && (found.lse - lse).abs() < 1e-12, "{found:?}, not {out} and {lse}");
+}
+
+#[test]
+fn equal_scores_give_the_mean() {
+    let (k, v) = ([3.0, -1.0, 7.0, 2.0], [1.0, 2.0, 3.0, 6.0]);
+    is(&last_of(1, 0.0, &k, &v, PLAIN), 3.0, 4f64.ln());
+    is(&last_of(1, 0.0, &k, &v, Score { mask: Mask::sliding(2), ..PLAIN }), 4.5, 2f64.ln());
+    is(&last_of(2, 0.0, &k, &v, Score { mask: Mask::CAUSAL.top_left(), ..PLAIN }), 1.5, 2f64.ln());
+}
+
+#[test]
+fn one_key_gives_its_value_and_its_score() {
+    is(&last_of(1, 3.0, &[2.0], &[5.0], PLAIN), 5.0, 6.0);
+    let scaled = Score { scales: [0.5, 3.0, 4.0], v_scale: 7.0, ..PLAIN };
+    is(&last_of(1, 3.0, &[2.0], &[5.0], scaled), 35.0, 36.0);
+    is(&last_of(1, 3.0, &[2.0], &[5.0], Score { softcap: 4.0, ..PLAIN }), 5.0, 4.0 * 1.5f64.tanh());
+}
+
+#[test]
+fn two_keys_share_by_their_exponentials() {
+    // Weights 1 and 3.
+    let k = [0.0, 3f64.ln()];
+    is(&last_of(1, 1.0, &k, &[4.0, 8.0], PLAIN), 7.0, 4f64.ln());
+}
+
+#[test]
+fn the_linear_bias_counts_from_the_query_to_either_side() {
+    let slope = Score { slope: Some(0.5), ..PLAIN };
+    // The last of two queries stands at key 2; key 0 lies two steps before it.
+    let first = Score { mask: Mask::window(-1, 0), ..slope };
+    let weights: Vec<f64> = [2.0f64, 1.0, 0.0].iter().map(|d| (-0.5 * d).exp()).collect();
+    let total: f64 = weights.iter().sum();
+    is(&last_of(2, 0.0, &[9.0; 3], &[1.0, 0.0, 0.0], first), weights[0] / total, total.ln());
+    // The first query stands at key 0, and the keys after it are as far as those before.
+    is(
+        &last_of(1, 0.0, &[9.0; 3], &[1.0, 0.0, 0.0], Score { mask: Mask::FULL.top_left(), ..slope }),
+        1.0 / total,
+        total.ln(),
+    );
+    // The bias comes after the cap.
+    let capped = Score { softcap: 1.0, mask: Mask::FULL.top_left(), ..slope };
+    is(&last_of(3, 1000.0, &[1.0], &[1.0], capped), 1.0, 1.0 - 0.5 * 2.0);
+}
+
+#[test]
+fn a_sink_is_a_column_of_value_0_neither_scaled_nor_capped() {
+    let sink = Score { sink: Some(0.0), ..PLAIN };
+    is(&last_of(1, 0.0, &[1.0; 3], &[1.0, 2.0, 5.0], sink), 2.0, 4f64.ln());
+    let sink = Score { sink: Some(50.0), scales: [0.01, 1.0, 1.0], softcap: 0.5, ..PLAIN };
+    is(&last_of(1, 0.0, &[1.0], &[1.0], sink), (-50f64).exp() / (1.0 + (-50f64).exp()), 50.0 + (-50f64).exp().ln_1p());
+    let none = Score { sink: Some(f32::NEG_INFINITY), ..PLAIN };
+    assert_eq!(last_of(1, 0.5, &[1.0; 3], &[1.0, 2.0, 5.0], none), last_of(1, 0.5, &[1.0; 3], &[1.0, 2.0, 5.0], PLAIN));
+}
+
+#[test]
+fn a_row_that_sees_nothing_is_0_and_its_lse_the_sink() {
+    let causal = Score { mask: Mask::CAUSAL, ..PLAIN };
+    let (query, key, value) = ([1.0], |_: usize| -> &[f64] { &[1.0] }, |_: usize| -> &[f64] { &[1.0] });
+    let row = Row { i: 0, len_q: 2, len_k: 1, leftpad: 0, query: &query, key: &key, value: &value, value_dim: 1 };
+    let nothing = RowAnswer { out: vec![0.0], lse: f64::NEG_INFINITY, sees_a_key: false };
+    assert_eq!(attend(&row, &causal), nothing);
+    assert_eq!(attend_naively(&row, &causal, F16), nothing);
+    let sink = Score { sink: Some(2.5), ..causal };
+    assert_eq!(attend(&row, &sink), RowAnswer { lse: 2.5, ..nothing.clone() });
+    let padded = Row { i: 1, leftpad: 1, ..row };
+    assert_eq!(attend(&padded, &causal), nothing);
+}
+
+#[test]
+fn the_naive_formula_is_off_by_the_rounding_of_its_type() {
+    let mut random = Random::new(3);
+    let d = 32;
+    let mut draw = |rows: usize| -> Vec<f64> { (0..rows * d).map(|_| BF16.round(random.normal())).collect() };
+    let (query, k, v) = (draw(1), draw(50), draw(50));
+    let (key, value) = (|j: usize| &k[j * d..][..d], |j: usize| &v[j * d..][..d]);
+    let row = Row { i: 0, len_q: 1, len_k: 50, leftpad: 3, query: &query, key: &key, value: &value, value_dim: d };
+    let options = Score {
+        scales: [0.2, 0.5, 1.5],
+        softcap: 3.0,
+        slope: Some(0.1),
+        sink: Some(0.7),
+        v_scale: 1.2,
+        mask: Mask::window(40, -1),
+    };
+    for score in [PLAIN, options] {
+        let exact = attend(&row, &score);
+        for (dtype, least, most) in [(F32, 0.0, 3e-6), (F16, 3e-6, 1e-2), (BF16, 3e-4, 1e-1)] {
+            let naive = attend_naively(&row, &score, dtype);
+            let off = distance(&naive.out, &exact.out);
+            assert!((least..most).contains(&off), "{dtype:?} is off by {off:e}");
+            assert!((naive.lse - exact.lse).abs() < most, "{dtype:?}");
+        }
+    }
+}
+
+#[test]
+fn the_naive_formula_survives_scores_that_overflow_its_type() {
+    let (query, k, v) = ([300.0], [300.0, 299.0], [1.0, 0.3]);
+    let (key, value) = (|j: usize| &k[j..=j], |j: usize| &v[j..=j]);
+    let row = Row { i: 0, len_q: 1, len_k: 2, leftpad: 0, query: &query, key: &key, value: &value, value_dim: 1 };
+    // A score of 90000 is infinite in f16; its own rounding of the output is what is left.
+    let naive = attend_naively(&row, &PLAIN, F16);
+    assert_eq!((naive.out[0], naive.lse), (1.0, 90000.0));
+    let second = Row { key: &|j| &k[1 - j..][..1], ..row };
+    assert_eq!(attend_naively(&second, &PLAIN, F16).out, [F16.round(0.3)]);
+}
+
+#[test]
+fn an_lse_may_be_off_by_what_spec_says() {
+    let close = |found: f64, expected: f64| assert!((found - expected).abs() < 1e-15, "{found}, not {expected}");
+    close(lse_tolerance(-0.5, F32, true), 1e-4);
+    close(lse_tolerance(-30.0, BF16, false), 3e-3);
+    close(lse_tolerance(-30.0, BF16, true), 0.6);
+    close(lse_tolerance(0.1, F16, true), 2e-2);
+}

@@ -1,0 +1,64 @@
+//! What only a GPU can show: rows that are aligned to their elements alone, which go element by element.
+
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a failed step is a failed test; a skipped one says so")]
+
+mod support;
+
+use support::array::{ATTENTION_DTYPES, Dtype, F8E4M3FN, F8E5M2};
+use support::cache_updates::{SPLIT, Update};
+use support::device::{Around, Gpu};
+use support::rotations::Rope;
+use support::states::{ANY_LSE, State};
+
+fn gpu() -> Option<Gpu> {
+    let gpu = Gpu::first();
+    if gpu.is_none() {
+        println!("skipped: this machine has no GPU");
+    }
+    gpu
+}
+
+const CACHE_TYPES: [Option<Dtype>; 3] = [None, Some(F8E4M3FN), Some(F8E5M2)];
+
+#[test]
+fn cache_rows_are_written_wherever_they_lie() {
+    let Some(gpu) = gpu() else { return };
+    for layout in [SPLIT, 1, 2, 3] {
+        for dtype in ATTENTION_DTYPES {
+            for fp8 in CACHE_TYPES {
+                for k_scale in [None, Some(vec![3.0, 0.37])] {
+                    let update =
+                        Update { layout, dtype, fp8, k_scale, head_dim: 24, value_dim: 24, ..Update::default() };
+                    let found = update.invocation(true).run_on_gpu(&gpu, Around::Askew, 0).unwrap();
+                    assert!(found == update.expected(), "{update:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_turn_wherever_they_lie() {
+    let Some(gpu) = gpu() else { return };
+    for dtype in ATTENTION_DTYPES {
+        for fp8 in CACHE_TYPES {
+            for interleaved in [false, true] {
+                let update = Update { dtype, fp8, head_dim: 24, value_dim: 24, ..Update::default() };
+                let rope = Rope { update, interleaved, ..Rope::default() };
+                let found = rope.invocation(true).run_on_gpu(&gpu, Around::Askew, 0).unwrap();
+                assert!(found == rope.expected(), "{rope:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn states_merge_wherever_they_lie() {
+    let Some(gpu) = gpu() else { return };
+    for dtype in ATTENTION_DTYPES {
+        let part = |seed| State::random(dtype, (5, 3, 64), &ANY_LSE, seed);
+        let (a, b) = (part(1), part(2));
+        State::of(&a.merge(&b).run_on_gpu(&gpu, Around::Askew, 0).unwrap()).assert_merged_from(&a, &b);
+    }
+}

@@ -1,0 +1,12 @@
+//! `xla_gpu_paged_attention` through its XLA FFI handler and under guard pages, or on a GPU: against the f64 reference,
+//! against hostile metadata, and against itself.
+
+#![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod agreement;
+mod invariance;
+mod laws;
+mod metadata;

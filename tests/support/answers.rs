@@ -1,0 +1,289 @@
+//! What may stand in every row of a call's results, and whether it does.
+//!
+//! The sequences are read off the operands by the clamping rules of SPEC 2.1, so that a case whose metadata is hostile
+//! has answers like any other.
+
+use super::array::{Array, BF16, Dtype, F16, F32};
+use super::batch::{Alibi, Form};
+use super::case::{Case, Target};
+use super::oracle::{Row, RowAnswer, Score, attend, attend_naively};
+use super::summary;
+
+/// A sequence of a ragged batch after its metadata has been clamped.
+#[derive(Clone, Copy, Debug)]
+pub struct Member {
+    /// Which slot of the metadata it is.
+    pub index: usize,
+    /// Its first row of the packed queries.
+    pub first_row: usize,
+    /// Its first row of contiguous keys.
+    pub first_key: usize,
+    pub len_q: usize,
+    pub len_k: usize,
+    pub leftpad: usize,
+    /// The metadata that is read for it lies in range and all numbers that it computes with are finite. If not, its
+    /// rows may hold anything.
+    pub specified: bool,
+}
+
+/// The sequences of `case`.
+pub fn members(case: &Case) -> Vec<Member> {
+    let in_use = match case.target {
+        Target::PagedAttention => i64::from(case.num_seqs).clamp(0, case.slots() as i64) as usize,
+        Target::FlashAttnVarlen => case.slots(),
+    };
+    (0..in_use).map(|b| member(case, b)).collect()
+}
+
+fn member(case: &Case, b: usize) -> Member {
+    let (first_row, rows, rows_in_range) = slot(&case.cu_seqlens_q, b, case.rows());
+    let len_q = case.seqused_q.as_ref().map_or(rows, |used| rows.min(used[b].max(0) as usize));
+    let (first_key, len_k, keys_in_range) = keys(case, b);
+    let leftpad = case.leftpad_k.as_ref().map_or(0, |pad| (pad[b].max(0) as usize).min(len_k));
+    let member = Member { index: b, first_row, first_key, len_q, len_k, leftpad, specified: false };
+    let specified = rows_in_range && keys_in_range && computes_with_finite_numbers(case, &member);
+    Member { specified, ..member }
+}
+
+/// Slot b of `starts` into `total` rows: its first row, its length, and whether nothing had to be clamped.
+fn slot(starts: &[i32], b: usize, total: usize) -> (usize, usize, bool) {
+    let (given_start, given_end) = (i64::from(starts[b]), i64::from(starts[b + 1]));
+    let start = given_start.clamp(0, total as i64);
+    let end = given_end.clamp(start, total as i64);
+    (start as usize, (end - start) as usize, (given_start, given_end) == (start, end))
+}
+
+/// The first row of contiguous keys, the number of keys, and whether all metadata behind them lies in range.
+fn keys(case: &Case, b: usize) -> (usize, usize, bool) {
+    let used = case.seqused_k.as_ref().map(|used| i64::from(used[b]));
+    if !case.is_paged() {
+        let (start, length, in_range) = slot(&case.cu_seqlens_k, b, case.place.num_pages);
+        // More than the slot has is no mistake.
+        let len_k = used.map_or(length, |used| used.clamp(0, length as i64) as usize);
+        return (start, len_k, in_range && used.is_none_or(|used| used >= 0));
+    }
+    let (pages, page_size) = (case.place.num_pages as i64, case.place.page_size);
+    let capacity = if pages == 0 { 0 } else { (case.max_pages * page_size) as i64 };
+    let difference = || i64::from(case.cu_seqlens_k[b + 1]) - i64::from(case.cu_seqlens_k[b]);
+    let given = used.unwrap_or_else(difference);
+    let len_k = given.clamp(0, capacity);
+    let entries = (len_k as usize).div_ceil(page_size.max(1));
+    let table = &case.block_table[b * case.max_pages..][..entries];
+    let in_pool = table.iter().all(|&page| (0..pages).contains(&i64::from(page)));
+    (0, len_k as usize, given == len_k && in_pool)
+}
+
+impl Member {
+    /// (page, token) of key `j`; contiguous keys are pages of one token.
+    fn position(&self, case: &Case, j: usize) -> (usize, usize) {
+        if !case.is_paged() {
+            return (self.first_key + j, 0);
+        }
+        let entry = case.block_table[self.index * case.max_pages + j / case.place.page_size];
+        let page = i64::from(entry).clamp(0, case.place.num_pages as i64 - 1) as usize;
+        (page, j % case.place.page_size)
+    }
+
+    /// The row of K (`value` 0) or V (1) of key `j`.
+    fn stored<'a>(&self, case: &'a Case, value: usize, j: usize, head: usize) -> &'a [f64] {
+        let (page, token) = self.position(case, j);
+        let (buffer, at) = case.place.of(value, page, token, head);
+        &case.kv_values[buffer][at..][..case.place.dims[value]]
+    }
+
+    /// Query row `i` of a head.
+    fn query<'a>(&self, case: &'a Case, i: usize, head: usize) -> &'a [f64] {
+        let Form { q_heads, head_dim, .. } = case.form;
+        // q [Tq, Hq, D]
+        &case.q_values[((self.first_row + i) * q_heads + head) * head_dim..][..head_dim]
+    }
+
+    fn slope(&self, case: &Case, head: usize) -> Option<f32> {
+        let slopes = case.alibi_slopes.as_ref()?;
+        Some(if case.alibi == Alibi::PerSequence {
+            slopes[self.index * case.form.q_heads + head]
+        } else {
+            slopes[head]
+        })
+    }
+
+    fn score(&self, case: &Case, head: usize) -> Score {
+        let form = &case.form;
+        // One for all KV heads, or one each.
+        let scale = |values: &Option<Vec<f32>>| values.as_ref().map_or(1.0, |v| v[form.kv_head(head) % v.len()]);
+        Score {
+            scales: [form.softmax_scale, scale(&form.q_scale), scale(&form.k_scale)],
+            softcap: form.softcap,
+            slope: self.slope(case, head),
+            sink: form.sinks.as_ref().map(|sinks| sinks[head]),
+            v_scale: scale(&form.v_scale),
+            mask: form.mask,
+        }
+    }
+
+    fn answer(&self, case: &Case, row: usize, head: usize) -> Allowed {
+        let (i, kv_head) = (row - self.first_row, case.form.kv_head(head));
+        let key = |j| self.stored(case, 0, j, kv_head);
+        let value = |j| self.stored(case, 1, j, kv_head);
+        let row = Row {
+            i,
+            len_q: self.len_q,
+            len_k: self.len_k,
+            leftpad: self.leftpad,
+            query: self.query(case, i, head),
+            key: &key,
+            value: &value,
+            value_dim: case.form.value_dim,
+        };
+        let score = self.score(case, head);
+        Allowed { exact: attend(&row, &score), naive: attend_naively(&row, &score, case.form.dtypes.compute()) }
+    }
+}
+
+/// All queries of a sequence, all keys and values that one of them sees, and its slopes are numbers.
+fn computes_with_finite_numbers(case: &Case, member: &Member) -> bool {
+    let finite = |row: &[f64]| row.iter().all(|x| x.is_finite());
+    let &Member { len_q, len_k, leftpad, .. } = member;
+    let mut seen = vec![false; len_k];
+    for i in 0..len_q {
+        seen[case.form.mask.visible(i, len_q, len_k, leftpad)].fill(true);
+    }
+    let heads = 0..case.form.q_heads;
+    let mut queries = (0..len_q).flat_map(|i| heads.clone().map(move |h| (i, h)));
+    let stored = |j, h| finite(member.stored(case, 0, j, h)) && finite(member.stored(case, 1, j, h));
+    let mut keys = (0..len_k).filter(|&j| seen[j]);
+    queries.all(|(i, h)| finite(member.query(case, i, h)))
+        && keys.all(|j| (0..case.form.kv_heads).all(|h| stored(j, h)))
+        && (len_q == 0 || heads.clone().all(|h| member.slope(case, h).is_none_or(f32::is_finite)))
+}
+
+/// What may stand in one row of one head, exactly and as the naive formula has it.
+#[derive(Clone, Debug)]
+pub struct Allowed {
+    pub exact: RowAnswer,
+    pub naive: RowAnswer,
+}
+
+/// What is expected of a sequence whose own metadata is wrong.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum IfWrong {
+    /// Its rows may hold anything.
+    Unspecified,
+    /// Its rows hold what the clamped metadata gives.
+    Clamped,
+}
+
+/// `[Tq][Hq]`: what may stand in a row of a head. More than one answer if sequences claim the same row, none at all if
+/// nothing is said of it.
+pub type Answers = Vec<Vec<Vec<Allowed>>>;
+
+/// The answers to a call.
+pub fn answers(case: &Case, if_wrong: IfWrong) -> Answers {
+    let members = members(case);
+    let answers = |row: usize, head: usize| -> Vec<Allowed> {
+        let by = || members.iter().filter(|m| (m.first_row..m.first_row + m.len_q).contains(&row));
+        if by().next().is_none() {
+            let empty = RowAnswer::of_nothing(case.form.value_dim, None);
+            vec![Allowed { exact: empty.clone(), naive: empty }]
+        } else if if_wrong == IfWrong::Unspecified && !by().all(|m| m.specified) {
+            Vec::new()
+        } else {
+            by().map(|m| m.answer(case, row, head)).collect()
+        }
+    };
+    (0..case.rows()).map(|row| (0..case.form.q_heads).map(|head| answers(row, head)).collect()).collect()
+}
+
+/// How far from the exact answers an output may be (SPEC 2.1, accuracy).
+#[derive(Clone, Copy, Debug)]
+pub struct Allowance {
+    /// Largest error of the naive formula.
+    pub naive_error: f64,
+    /// What is allowed whatever the naive formula does.
+    pub floor: f64,
+}
+
+impl Allowance {
+    pub fn of<'a>(answers: impl Iterator<Item = &'a Allowed>) -> Self {
+        let (mut naive_error, mut size) = (0.0f64, 1.0f64);
+        for a in answers {
+            for (exact, naive) in a.exact.out.iter().zip(&a.naive.out) {
+                size = size.max(exact.abs());
+                naive_error = naive_error.max((exact - naive).abs());
+            }
+        }
+        Self { naive_error, floor: 1e-5 * size }
+    }
+
+    /// Largest difference that passes.
+    pub fn most(self) -> f64 {
+        2.0 * self.naive_error + self.floor
+    }
+}
+
+/// Largest difference that passes, of one log-sum-exp; `compute` is the type of the naive formula.
+pub fn lse_tolerance(exact: f64, compute: Dtype, softcap: bool) -> f64 {
+    let relative = if softcap && [F16, BF16].contains(&compute) { 2e-2 } else { 1e-4 };
+    relative * exact.abs().max(1.0)
+}
+
+/// `out [Tq, Hq, Dv]`, and `lse [Hq, Tq]` if there is one, are what `answers` allow. The error goes into the summary.
+pub fn assert_allowed(case: &Case, answers: &Answers, out: &Array, lse: Option<&Array>) {
+    let Form { q_heads: heads, value_dim: d, dtypes, .. } = case.form;
+    let rows = case.rows();
+    assert_eq!((out.dtype, out.dims.as_slice()), (dtypes.out, [rows, heads, d].map(|x| x as i64).as_slice()));
+    let out = out.values();
+    let lse = lse.map(|l| {
+        assert_eq!((l.dtype, l.dims.as_slice()), (F32, [heads, rows].map(|x| x as i64).as_slice()));
+        l.values()
+    });
+    let allowance = Allowance::of(answers.iter().flatten().flatten());
+    let mut largest = 0.0f64;
+    for row in 0..rows {
+        for head in 0..heads {
+            let allowed = &answers[row][head];
+            let found = &out[(row * heads + head) * d..][..d];
+            let found_lse = lse.as_ref().map(|l| l[head * rows + row]);
+            let best = allowed.iter().filter(|a| lse_fits(case, a, found_lse));
+            let best = best.map(|a| error(found, &a.exact)).fold(f64::INFINITY, f64::min);
+            if allowed.is_empty() {
+                continue;
+            }
+            largest = largest.max(best);
+            let most = allowance.most();
+            assert!(
+                best <= most,
+                "{}: row {row}, head {head}: out is off by {:e} (allowed {most:e}), lse is {found_lse:?}, expected {}\n\
+                 found    {:?}\nexpected {:?}",
+                case.name,
+                error(found, &allowed[0].exact),
+                allowed[0].exact.lse,
+                &found[..d.min(8)],
+                &allowed[0].exact.out[..d.min(8)],
+            );
+        }
+    }
+    summary::record(&case.name, dtypes, largest, allowance);
+}
+
+/// Largest error of an output row; a row that sees no key is exactly 0 or wrong.
+fn error(found: &[f64], exact: &RowAnswer) -> f64 {
+    let zero = || found.iter().all(|&o| o == 0.0);
+    if exact.sees_a_key || zero() { distance(found, &exact.out) } else { f64::INFINITY }
+}
+
+fn lse_fits(case: &Case, allowed: &Allowed, found: Option<f64>) -> bool {
+    let exact = allowed.exact.lse;
+    let tolerance = || lse_tolerance(exact, case.form.dtypes.compute(), case.form.softcap > 0.0);
+    let same = |found: f64| found.to_bits() == exact.to_bits();
+    found.is_none_or(|found| if exact.is_finite() { (found - exact).abs() <= tolerance() } else { same(found) })
+}
+
+/// Largest difference; NaN counts as infinitely far.
+pub fn distance(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    a.iter()
+        .zip(b)
+        .map(|(a, b)| (a - b).abs())
+        .fold(0.0, |most, d| if d.is_nan() { f64::INFINITY } else { most.max(d) })
+}

@@ -1,0 +1,267 @@
+//! Attention problems as numbers: the sequences of a batch and what they share, before they lie anywhere.
+
+use super::array::{BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32};
+use super::oracle::Mask;
+use super::random::Random;
+use std::fmt;
+
+/// Element types of a call: queries, keys and values, output.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Dtypes {
+    pub q: Dtype,
+    pub kv: Dtype,
+    pub out: Dtype,
+}
+
+impl Dtypes {
+    /// The table of SPEC 2.1.
+    pub const ALL: [Self; 9] = [
+        Self::same(F32),
+        Self::same(F16),
+        Self::same(BF16),
+        Self::over(F16, F8E4M3FN),
+        Self::over(F16, F8E5M2),
+        Self::over(BF16, F8E4M3FN),
+        Self::over(BF16, F8E5M2),
+        Self::narrow(BF16),
+        Self::narrow(F16),
+    ];
+
+    pub const fn same(dtype: Dtype) -> Self {
+        Self { q: dtype, kv: dtype, out: dtype }
+    }
+
+    /// Queries of one type over a cache of another.
+    pub const fn over(q: Dtype, kv: Dtype) -> Self {
+        Self { q, kv, out: q }
+    }
+
+    /// All operands f8e4m3fn.
+    pub const fn narrow(out: Dtype) -> Self {
+        Self { q: F8E4M3FN, kv: F8E4M3FN, out }
+    }
+
+    /// What a program without thought of fp8 would compute in: the type of the output.
+    pub fn compute(self) -> Dtype {
+        self.out
+    }
+}
+
+impl From<Dtype> for Dtypes {
+    fn from(dtype: Dtype) -> Self {
+        Self::same(dtype)
+    }
+}
+
+impl fmt::Debug for Dtypes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} over {:?} to {:?}", self.q, self.kv, self.out)
+    }
+}
+
+/// Sizes, element types and options: what all sequences of a call share.
+#[derive(Clone, Debug)]
+pub struct Form {
+    pub dtypes: Dtypes,
+    pub q_heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub value_dim: usize,
+    pub softmax_scale: f32,
+    pub mask: Mask,
+    /// 0 is off.
+    pub softcap: f32,
+    /// `[Hq]`
+    pub sinks: Option<Vec<f32>>,
+    /// `[1]` or `[Hkv]`, as the next two
+    pub q_scale: Option<Vec<f32>>,
+    pub k_scale: Option<Vec<f32>>,
+    pub v_scale: Option<Vec<f32>>,
+    pub batch_invariant: bool,
+}
+
+impl Form {
+    /// The KV head that a query head reads.
+    pub fn kv_head(&self, head: usize) -> usize {
+        head / (self.q_heads / self.kv_heads)
+    }
+}
+
+/// One sequence of a batch: `q [len_q, Hq, D]`, `k [len_k, Hkv, D]`, `v [len_k, Hkv, Dv]`.
+#[derive(Clone, Debug)]
+pub struct SequenceData {
+    pub len_q: usize,
+    pub len_k: usize,
+    /// How many of the first keys nobody sees.
+    pub leftpad: usize,
+    pub q: Vec<f64>,
+    pub k: Vec<f64>,
+    pub v: Vec<f64>,
+    /// `[Hq]`: slopes of the linear bias, if the batch has one; the same in each sequence if it is one a head
+    pub slopes: Vec<f32>,
+}
+
+/// Whether there is a linear bias, and whose its slopes are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Alibi {
+    Off,
+    PerHead,
+    PerSequence,
+}
+
+/// Sequences and what they share.
+#[derive(Clone, Debug)]
+pub struct Batch {
+    pub form: Form,
+    pub alibi: Alibi,
+    /// Whether paddings are given; without them they are 0.
+    pub leftpad: bool,
+    pub sequences: Vec<SequenceData>,
+}
+
+impl Batch {
+    /// The batch with only this sequence in it.
+    pub fn only(&self, index: usize) -> Self {
+        Self { sequences: vec![self.sequences[index].clone()], ..self.clone() }
+    }
+
+    /// The batch with another form.
+    pub fn with_form(&self, change: impl FnOnce(&mut Form)) -> Self {
+        let mut batch = self.clone();
+        change(&mut batch.form);
+        batch
+    }
+
+    /// For each key of a sequence, whether one of its queries sees it.
+    pub fn seen(&self, sequence: &SequenceData) -> Vec<bool> {
+        let mut seen = vec![false; sequence.len_k];
+        for i in 0..sequence.len_q {
+            seen[self.form.mask.visible(i, sequence.len_q, sequence.len_k, sequence.leftpad)].fill(true);
+        }
+        seen
+    }
+}
+
+/// How many numbers a scale is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Scaled {
+    No,
+    AsAWhole,
+    PerHead,
+}
+
+/// What a batch looks like before its numbers are drawn.
+#[derive(Clone, Debug)]
+pub struct Shape {
+    pub dtypes: Dtypes,
+    /// (Hq, Hkv)
+    pub heads: (usize, usize),
+    pub head_dim: usize,
+    /// `None` is D.
+    pub value_dim: Option<usize>,
+    /// (`len_q`, `len_k`) of each sequence
+    pub lengths: Vec<(usize, usize)>,
+    /// Hide some of the first keys of each sequence.
+    pub leftpad: bool,
+    pub mask: Mask,
+    pub softcap: f32,
+    pub alibi: Alibi,
+    pub sinks: bool,
+    /// q, k, v
+    pub scales: [Scaled; 3],
+    /// Multiplies the queries: large values make one key win.
+    pub sharpness: f64,
+    pub batch_invariant: bool,
+    pub seed: u64,
+}
+
+impl Default for Shape {
+    fn default() -> Self {
+        Self {
+            dtypes: Dtypes::same(F32),
+            heads: (4, 2),
+            head_dim: 64,
+            value_dim: None,
+            lengths: vec![(1, 17), (5, 5), (3, 33)],
+            leftpad: false,
+            mask: Mask::CAUSAL,
+            softcap: 0.0,
+            alibi: Alibi::Off,
+            sinks: false,
+            scales: [Scaled::No; 3],
+            sharpness: 1.0,
+            batch_invariant: false,
+            seed: 1,
+        }
+    }
+}
+
+impl Shape {
+    /// Draw the numbers.
+    pub fn batch(&self) -> Batch {
+        let mut random = Random::new(self.seed.wrapping_mul(77).wrapping_add(5));
+        let form = self.form(&mut random);
+        let common = slopes(&mut random, self.heads.0);
+        let sequence = |(index, &(len_q, len_k)): (usize, &(usize, usize))| {
+            let mut random = Random::new(self.seed.wrapping_mul(1000).wrapping_add(index as u64));
+            let SequenceData { q, k, v, .. } = draw(&form, (len_q, len_k), self.sharpness, &mut random);
+            let leftpad = if self.leftpad { random.one_of(&[0, 1, len_k / 3, len_k / 2, len_k]).min(len_k) } else { 0 };
+            let slopes = match self.alibi {
+                Alibi::PerSequence => slopes(&mut random, self.heads.0),
+                Alibi::PerHead | Alibi::Off => common.clone(),
+            };
+            SequenceData { len_q, len_k, leftpad, q, k, v, slopes }
+        };
+        let sequences = self.lengths.iter().enumerate().map(sequence).collect();
+        Batch { form, alibi: self.alibi, leftpad: self.leftpad, sequences }
+    }
+
+    fn form(&self, random: &mut Random) -> Form {
+        let (q_heads, kv_heads) = self.heads;
+        let sinks = (0..q_heads).map(|_| (1.0 + 2.0 * random.normal()) as f32).collect();
+        let [q_scale, k_scale, v_scale] = self.scales.map(|scaled| {
+            let count = match scaled {
+                Scaled::No => return None,
+                Scaled::AsAWhole => 1,
+                Scaled::PerHead => kv_heads,
+            };
+            Some((0..count).map(|_| (0.4 + 1.2 * random.unit()) as f32).collect())
+        });
+        Form {
+            dtypes: self.dtypes,
+            q_heads,
+            kv_heads,
+            head_dim: self.head_dim,
+            value_dim: self.value_dim.unwrap_or(self.head_dim),
+            softmax_scale: (self.head_dim as f32).sqrt().recip(),
+            mask: self.mask,
+            softcap: self.softcap,
+            sinks: self.sinks.then_some(sinks),
+            q_scale,
+            k_scale,
+            v_scale,
+            batch_invariant: self.batch_invariant,
+        }
+    }
+}
+
+/// Queries, keys and values of a sequence as their types hold them.
+fn draw(form: &Form, (len_q, len_k): (usize, usize), sharpness: f64, random: &mut Random) -> SequenceData {
+    let mut rows = |rows: usize, heads: usize, dim: usize, dtype: Dtype, size: f64| -> Vec<f64> {
+        (0..rows * heads * dim).map(|_| dtype.round(size * random.normal())).collect()
+    };
+    SequenceData {
+        len_q,
+        len_k,
+        leftpad: 0,
+        q: rows(len_q, form.q_heads, form.head_dim, form.dtypes.q, sharpness),
+        k: rows(len_k, form.kv_heads, form.head_dim, form.dtypes.kv, 1.0),
+        v: rows(len_k, form.kv_heads, form.value_dim, form.dtypes.kv, 1.0),
+        slopes: Vec::new(),
+    }
+}
+
+/// `[Hq]`: what models use, and what a formula allows beyond it.
+fn slopes(random: &mut Random, heads: usize) -> Vec<f32> {
+    (0..heads).map(|_| random.one_of(&[0.5f32, 0.25, 0.0625, 0.0039, 0.7, 1.0, 0.0, -0.0313])).collect()
+}

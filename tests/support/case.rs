@@ -1,0 +1,407 @@
+//! Complete calls of the attention operators, with everything that belongs to no sequence poisoned.
+//!
+//! A [`Batch`] is the numbers, a [`Storage`] how they lie in the operands. A [`Case`] is one put into the other, so
+//! that laws ("another page size changes nothing") store one batch twice; its metadata may be changed before the call.
+
+use super::array::{Array, F32, I32, U8};
+use super::batch::{Alibi, Batch, Form, SequenceData};
+use super::invocation::{Attr, Invocation};
+use super::random::Random;
+use super::storage::{Hints, Layout, Place, Storage, poisoned, put};
+
+/// Which operator a case calls.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Target {
+    FlashAttnVarlen,
+    PagedAttention,
+}
+
+/// A call. Letters: B slots of the metadata, M entries of a table.
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub name: String,
+    pub target: Target,
+    pub form: Form,
+    /// Where rows of K and V lie in `kv`.
+    pub place: Place,
+    /// M
+    pub max_pages: usize,
+    /// `[Tq, Hq, D]`
+    pub q: Array,
+    /// k and v, or the one buffer
+    pub kv: Vec<Array>,
+    /// `[B+1]`: `cu_seqlens_q`, or `query_start_loc`
+    pub cu_seqlens_q: Vec<i32>,
+    /// Of paged attention.
+    pub num_seqs: i32,
+    /// `[B]`
+    pub seqused_q: Option<Vec<i32>>,
+    /// `[B+1]`, or anything where it is not read
+    pub cu_seqlens_k: Vec<i32>,
+    /// `[B]`: `seqused_k`, or `context_lens`
+    pub seqused_k: Option<Vec<i32>>,
+    /// `[B]`
+    pub leftpad_k: Option<Vec<i32>>,
+    /// `[B, M]`
+    pub block_table: Vec<i32>,
+    /// `[Hq]` or `[B, Hq]`
+    pub alibi_slopes: Option<Vec<f32>>,
+    pub alibi: Alibi,
+    /// `max_seqlen_q`, `max_seqlen_k`
+    pub hints: (i64, i64),
+    pub lse: bool,
+    pub workspace: Option<usize>,
+    /// The values of `q`.
+    pub q_values: Vec<f64>,
+    /// The values of `kv`.
+    pub kv_values: Vec<Vec<f64>>,
+}
+
+impl Case {
+    /// A call of `xla_gpu_flash_attn_varlen`.
+    pub fn flash(batch: &Batch, storage: &Storage) -> Self {
+        Self::store(Target::FlashAttnVarlen, batch, storage)
+    }
+
+    /// A call of `xla_gpu_paged_attention`.
+    pub fn paged(batch: &Batch, storage: &Storage) -> Self {
+        Self::store(Target::PagedAttention, batch, storage)
+    }
+
+    /// Lay `batch` out as `storage` says. Unused rows, slots and pages hold NaN and infinities, unused metadata hostile
+    /// numbers; so do stored keys that no query of their sequence sees.
+    pub fn store(target: Target, batch: &Batch, storage: &Storage) -> Self {
+        let mut random = Random::new(storage.seed);
+        let slots = batch.sequences.len() + storage.spare_seqs;
+        let (q, cu_seqlens_q, seqused_q) = store_queries(target, batch, storage, &mut random);
+        let keys = store_keys(batch, storage, &mut random);
+        let mut per_slot = |of: &dyn Fn(&SequenceData) -> usize| -> Vec<i32> {
+            let own = batch.sequences.iter().map(|s| of(s) as i32);
+            let spare: Vec<i32> = (0..storage.spare_seqs).map(|_| random.hostile_i32()).collect();
+            own.chain(spare).collect()
+        };
+        let seqused_k = storage.seqused_k.then(|| per_slot(&|s| s.len_k));
+        let leftpad_k = batch.leftpad.then(|| per_slot(&|s| s.leftpad));
+        let longest = |of: fn(&SequenceData) -> usize| batch.sequences.iter().map(of).max().unwrap_or(0);
+        let hints = match storage.hints {
+            Hints::Unknown => (0, 0),
+            Hints::RoundedUp => {
+                let rounded = |length: usize| length.next_power_of_two() as i64;
+                (rounded(longest(|s| s.len_q)), rounded(longest(|s| s.len_k)))
+            }
+            Hints::TooSmall => (1, 1),
+            Hints::Huge => (i64::MAX, i64::MAX),
+        };
+        let case = Self {
+            name: name_of(target, batch, storage),
+            target,
+            form: batch.form.clone(),
+            place: keys.place,
+            max_pages: keys.max_pages,
+            q_values: q.values(),
+            kv_values: keys.kv.iter().map(Array::values).collect(),
+            q,
+            kv: keys.kv,
+            cu_seqlens_q,
+            num_seqs: batch.sequences.len() as i32,
+            seqused_q,
+            cu_seqlens_k: keys.starts,
+            seqused_k,
+            leftpad_k,
+            block_table: keys.block_table,
+            alibi_slopes: slopes(batch, slots),
+            alibi: batch.alibi,
+            hints,
+            lse: storage.lse || target == Target::FlashAttnVarlen,
+            workspace: storage.workspace,
+        };
+        assert!(target == Target::FlashAttnVarlen || case.suits_paged_attention(), "{}", case.name);
+        case
+    }
+
+    /// The operator has everything that the case asks of it.
+    fn suits_paged_attention(&self) -> bool {
+        let mask = self.form.mask;
+        let lengths = self.seqused_k.is_some() && self.seqused_q.is_none() && self.leftpad_k.is_none();
+        lengths && self.place.layout == Layout::Interleaved && mask.causal && !mask.top_left
+    }
+
+    /// Tq
+    pub fn rows(&self) -> usize {
+        self.q.dims[0] as usize
+    }
+
+    /// B
+    pub fn slots(&self) -> usize {
+        self.cu_seqlens_q.len() - 1
+    }
+
+    /// Pages, not rows.
+    pub fn is_paged(&self) -> bool {
+        self.place.layout != Layout::Contiguous
+    }
+
+    /// The lengths of the keys come from `cu_seqlens_k`.
+    pub fn reads_cu_seqlens_k(&self) -> bool {
+        !self.is_paged() || self.seqused_k.is_none()
+    }
+
+    /// The same call, asked for other results.
+    pub fn asking(&self, lse: bool, workspace: Option<usize>) -> Self {
+        Self { lse, workspace, ..self.clone() }
+    }
+
+    /// The call.
+    pub fn invocation(&self) -> Invocation {
+        let call = match self.target {
+            Target::FlashAttnVarlen => self.flash_attn_varlen(),
+            Target::PagedAttention => self.paged_attention(),
+        };
+        let dims = [self.rows(), self.form.q_heads, self.form.value_dim].map(|x| x as i64);
+        let lse_dims: &[i64] = if self.lse { &[dims[1], dims[0]] } else { &[0] };
+        let mut call = call.result("out", self.form.dtypes.out, &dims);
+        if self.lse || self.workspace.is_some() {
+            call = call.result("softmax_lse", F32, lse_dims);
+        }
+        if let Some(bytes) = self.workspace {
+            call = call.result("workspace", U8, &[bytes as i64]);
+        }
+        call.what.clone_from(&self.name);
+        call
+    }
+
+    fn flash_attn_varlen(&self) -> Invocation {
+        let Form { softmax_scale, mask, softcap, batch_invariant, .. } = self.form;
+        let slots = self.slots() as i64;
+        let v = || Array::left_out(self.form.dtypes.kv);
+        let call = Invocation::new("xla_gpu_flash_attn_varlen")
+            .operand("q", self.q.clone())
+            .operand("k", self.kv[0].clone())
+            .operand("v", self.kv.get(1).cloned().unwrap_or_else(v))
+            .operand("cu_seqlens_q", i32s(&self.cu_seqlens_q))
+            .operand("cu_seqlens_k", i32s(&self.cu_seqlens_k))
+            .attribute("batch_invariant", Attr::Bool(batch_invariant))
+            .attribute("causal", Attr::Bool(mask.causal))
+            .attribute("kv_layout", Attr::I64(self.place.layout.kv_layout()))
+            .attribute("max_seqlen_k", Attr::I64(self.hints.1))
+            .attribute("max_seqlen_q", Attr::I64(self.hints.0))
+            .attribute("softcap", Attr::F32(softcap))
+            .attribute("softmax_scale", Attr::F32(softmax_scale))
+            .attribute("top_left", Attr::Bool(mask.top_left))
+            .attribute("window_left", Attr::I64(mask.window_left))
+            .attribute("window_right", Attr::I64(mask.window_right));
+        let table = || Array::i32s(&[slots, self.max_pages as i64], &self.block_table);
+        let mut optional = vec![
+            ("seqused_k", self.seqused_k.as_deref().map(i32s)),
+            ("block_table", self.is_paged().then(table)),
+            ("seqused_q", self.seqused_q.as_deref().map(i32s)),
+            ("leftpad_k", self.leftpad_k.as_deref().map(i32s)),
+        ];
+        optional.extend(self.score_operands());
+        with_optional(call, optional)
+    }
+
+    fn paged_attention(&self) -> Invocation {
+        let Form { softmax_scale, mask, softcap, batch_invariant, .. } = self.form;
+        let slots = self.slots() as i64;
+        // A window of W keys counts the query's own.
+        let window = if mask.window_left < 0 { -1 } else { mask.window_left.saturating_add(1) };
+        let call = Invocation::new("xla_gpu_paged_attention")
+            .operand("query", self.q.clone())
+            .operand("kv_cache", self.kv[0].clone())
+            .operand("context_lens", i32s(self.seqused_k.as_deref().unwrap()))
+            .operand("block_tables", Array::i32s(&[slots, self.max_pages as i64], &self.block_table))
+            .operand("query_start_loc", i32s(&self.cu_seqlens_q))
+            .operand("num_seqs", Array::i32s(&[1], &[self.num_seqs]))
+            .attribute("batch_invariant", Attr::Bool(batch_invariant))
+            .attribute("scale", Attr::F32(softmax_scale))
+            .attribute("sliding_window", Attr::I64(window))
+            .attribute("soft_cap", Attr::F32(softcap));
+        with_optional(call, self.score_operands().into())
+    }
+
+    /// The optional operands that the operators share, in their order.
+    fn score_operands(&self) -> [(&'static str, Option<Array>); 5] {
+        let slopes = |values: &Vec<f32>| {
+            let (slots, heads) = (self.slots() as i64, self.form.q_heads as i64);
+            let dims: &[i64] = if self.alibi == Alibi::PerSequence { &[slots, heads] } else { &[heads] };
+            Array::f32s(dims, values)
+        };
+        let vector = |values: &Option<Vec<f32>>| values.as_ref().map(|v| Array::f32s(&[v.len() as i64], v));
+        [
+            ("alibi_slopes", self.alibi_slopes.as_ref().map(slopes)),
+            ("sinks", vector(&self.form.sinks)),
+            ("q_scale", vector(&self.form.q_scale)),
+            ("k_scale", vector(&self.form.k_scale)),
+            ("v_scale", vector(&self.form.v_scale)),
+        ]
+    }
+}
+
+fn i32s(values: &[i32]) -> Array {
+    Array::i32s(&[values.len() as i64], values)
+}
+
+/// Those that are there; `[0]` for one before them that is not.
+fn with_optional(call: Invocation, operands: Vec<(&'static str, Option<Array>)>) -> Invocation {
+    let given = operands.iter().rposition(|(_, array)| array.is_some()).map_or(0, |last| last + 1);
+    operands.into_iter().take(given).fold(call, |call, (name, array)| {
+        let dtype = if ["seqused_k", "block_table", "seqused_q", "leftpad_k"].contains(&name) { I32 } else { F32 };
+        call.operand(name, array.unwrap_or_else(|| Array::left_out(dtype)))
+    })
+}
+
+fn name_of(target: Target, batch: &Batch, storage: &Storage) -> String {
+    let lengths: Vec<_> = batch.sequences.iter().map(|s| (s.len_q, s.len_k, s.leftpad)).collect();
+    format!("{target:?}, (len_q, len_k, leftpad) {lengths:?}, {:?}, alibi {:?}, {storage:?}", batch.form, batch.alibi)
+}
+
+/// `[Hq]` or `[B, Hq]`; NaN where there is no sequence.
+fn slopes(batch: &Batch, slots: usize) -> Option<Vec<f32>> {
+    let heads = batch.form.q_heads;
+    match batch.alibi {
+        Alibi::Off => None,
+        Alibi::PerHead => Some(batch.sequences.first().map_or_else(|| vec![0.5; heads], |s| s.slopes.clone())),
+        Alibi::PerSequence => {
+            let mut slopes: Vec<f32> = batch.sequences.iter().flat_map(|s| s.slopes.iter().copied()).collect();
+            slopes.resize(slots * heads, f32::NAN);
+            Some(slopes)
+        }
+    }
+}
+
+/// The queries, where they start, and how many of each slot's rows are used.
+fn store_queries(
+    target: Target,
+    batch: &Batch,
+    storage: &Storage,
+    random: &mut Random,
+) -> (Array, Vec<i32>, Option<Vec<i32>>) {
+    let spare_seqs = storage.spare_seqs;
+    let mut unused_rows = || if storage.seqused_q { random.below(4) } else { 0 };
+    let own: Vec<usize> = batch.sequences.iter().map(|s| s.len_q + unused_rows()).collect();
+    let spare: Vec<usize> = (0..spare_seqs).map(|_| unused_rows()).collect();
+    let (before, after) = storage.rows_around;
+    let rows = before + own.iter().chain(&spare).sum::<usize>() + after;
+    let row = batch.form.q_heads * batch.form.head_dim;
+    let dims = [rows, batch.form.q_heads, batch.form.head_dim].map(|x| x as i64);
+    let mut q = poisoned(random, batch.form.dtypes.q, &dims);
+    let mut starts = vec![before as i32];
+    let mut used = Vec::new();
+    let backwards = !storage.seqused_q && random.below(4) == 0;
+    let mut at = before;
+    for (sequence, slot) in batch.sequences.iter().zip(own) {
+        put(&mut q, at * row, &sequence.q);
+        at += slot;
+        starts.push(at as i32);
+        used.push(sequence.len_q as i32);
+    }
+    for slot in spare {
+        at += slot;
+        starts.push(match target {
+            // Past the last sequence nothing is read.
+            Target::PagedAttention => random.hostile_i32(),
+            // No rows, or rows of which none is used.
+            Target::FlashAttnVarlen if !backwards => at as i32,
+            // Starts that run backwards: no rows either.
+            Target::FlashAttnVarlen => starts.last().unwrap().min(&random.one_of(&[0, -5, i32::MIN])).to_owned(),
+        });
+        used.push(random.one_of(&[0, -1, i32::MIN]));
+    }
+    (q, starts, storage.seqused_q.then_some(used))
+}
+
+struct StoredKeys {
+    place: Place,
+    kv: Vec<Array>,
+    starts: Vec<i32>,
+    max_pages: usize,
+    block_table: Vec<i32>,
+}
+
+fn store_keys(batch: &Batch, storage: &Storage, random: &mut Random) -> StoredKeys {
+    if storage.is_paged() { store_pages(batch, storage, random) } else { store_rows(batch, storage, random) }
+}
+
+fn buffers(place: &Place, form: &Form, random: &mut Random) -> Vec<Array> {
+    place.shapes().iter().map(|dims| poisoned(random, form.dtypes.kv, dims)).collect()
+}
+
+/// Write the keys and values that some query sees; `position(j)` is (page, token) of key j.
+fn put_sequence(
+    kv: &mut [Array],
+    place: &Place,
+    sequence: &SequenceData,
+    seen: &[bool],
+    position: impl Fn(usize) -> (usize, usize),
+) {
+    for j in (0..sequence.len_k).filter(|&j| seen[j]) {
+        let (page, token) = position(j);
+        for head in 0..place.kv_heads {
+            for (value, rows) in [&sequence.k, &sequence.v].into_iter().enumerate() {
+                let (buffer, at) = place.of(value, page, token, head);
+                let d = place.dims[value];
+                put(&mut kv[buffer], at, &rows[(j * place.kv_heads + head) * d..][..d]);
+            }
+        }
+    }
+}
+
+fn store_rows(batch: &Batch, storage: &Storage, random: &mut Random) -> StoredKeys {
+    let mut unused_rows = || if storage.seqused_k { random.below(4) } else { 0 };
+    let slots: Vec<usize> = batch.sequences.iter().map(|s| s.len_k + unused_rows()).collect();
+    let before = storage.spare_pages.div_ceil(2);
+    let rows = storage.spare_pages + slots.iter().sum::<usize>();
+    let place = storage.place(&batch.form, rows);
+    let mut kv = buffers(&place, &batch.form, random);
+    let mut starts = vec![before as i32];
+    let mut at = before;
+    for (sequence, slot) in batch.sequences.iter().zip(slots) {
+        put_sequence(&mut kv, &place, sequence, &batch.seen(sequence), |j| (at + j, 0));
+        at += slot;
+        starts.push(at as i32);
+    }
+    starts.extend((0..storage.spare_seqs).map(|_| random.hostile_i32()));
+    StoredKeys { place, kv, starts, max_pages: 0, block_table: Vec::new() }
+}
+
+fn store_pages(batch: &Batch, storage: &Storage, random: &mut Random) -> StoredKeys {
+    let page_size = storage.page_size;
+    let pages_of = |s: &SequenceData| s.len_k.div_ceil(page_size);
+    let max_pages = batch.sequences.iter().map(pages_of).max().unwrap_or(0) + storage.spare_entries;
+    let num_pages = batch.sequences.iter().map(pages_of).sum::<usize>() + storage.spare_pages;
+    let slots = batch.sequences.len() + storage.spare_seqs;
+    let place = storage.place(&batch.form, num_pages);
+    let mut kv = buffers(&place, &batch.form, random);
+    let mut block_table: Vec<i32> = (0..slots * max_pages).map(|_| random.hostile_i32()).collect();
+    let mut free: Vec<usize> = (0..num_pages).collect();
+    random.shuffle(&mut free);
+    for (sequence, table) in batch.sequences.iter().zip(block_table.chunks_exact_mut(max_pages.max(1))) {
+        let pages: Vec<usize> = free.drain(free.len() - pages_of(sequence)..).collect();
+        let seen = batch.seen(sequence);
+        put_sequence(&mut kv, &place, sequence, &seen, |j| (pages[j / page_size], j % page_size));
+        for (index, entry) in table.iter_mut().take(pages.len()).enumerate() {
+            let end = seen.len().min((index + 1) * page_size);
+            // A server that reuses pages which slid out of the window leaves the tables pointing at other data.
+            let wanted = free.is_empty() || seen[index * page_size..end].contains(&true);
+            *entry = if wanted { pages[index] } else { free[0] } as i32;
+        }
+    }
+    let starts = if storage.seqused_k { unread_starts(random) } else { differences(batch, storage, random) };
+    StoredKeys { place, kv, starts, max_pages, block_table }
+}
+
+/// `cu_seqlens_k` where nobody reads it: any length, any numbers.
+fn unread_starts(random: &mut Random) -> Vec<i32> {
+    (0..random.below(6)).map(|_| random.hostile_i32()).collect()
+}
+
+/// `cu_seqlens_k` of pages: only the differences mean something.
+fn differences(batch: &Batch, storage: &Storage, random: &mut Random) -> Vec<i32> {
+    let mut starts = vec![random.one_of(&[0, 0, 7, -1_000_000, 2_000_000_000, i32::MIN])];
+    for sequence in &batch.sequences {
+        starts.push(starts.last().unwrap() + sequence.len_k as i32);
+    }
+    starts.extend((0..storage.spare_seqs).map(|_| random.hostile_i32()));
+    starts
+}

@@ -1,0 +1,208 @@
+//! Shapes with names: what servers send, and the corners.
+
+use super::batch::{Alibi, Dtypes, Scaled, Shape};
+use super::oracle::Mask;
+use super::storage::{Hints, Layout, Storage};
+
+/// Calls of paged attention.
+pub fn named_shapes(dtypes: Dtypes) -> Vec<(&'static str, Shape, Storage)> {
+    let storage = Storage::default();
+    let shape = Shape { dtypes, ..Shape::default() };
+    let paged = |page_size| Storage { page_size, ..storage.clone() };
+    vec![
+        ("one_head_decode", Shape { heads: (1, 1), head_dim: 8, lengths: vec![(1, 1)], ..shape.clone() }, paged(1)),
+        (
+            "smollm2_mixed",
+            Shape { heads: (9, 3), lengths: vec![(7, 7), (1, 40), (1, 97), (12, 60)], ..shape.clone() },
+            paged(16),
+        ),
+        (
+            "llama3_8b_decode",
+            Shape { heads: (32, 8), head_dim: 128, lengths: vec![(1, 1), (1, 65), (1, 128), (1, 33)], ..shape.clone() },
+            paged(16),
+        ),
+        (
+            "mqa_prefill_page_7",
+            Shape { heads: (4, 1), head_dim: 40, lengths: vec![(19, 19), (13, 50)], ..shape.clone() },
+            paged(7),
+        ),
+        (
+            "head_dim_256",
+            Shape { heads: (2, 2), head_dim: 256, lengths: vec![(9, 70), (1, 64)], ..shape.clone() },
+            paged(64),
+        ),
+        (
+            "head_dim_24_page_1",
+            Shape { heads: (8, 2), head_dim: 24, lengths: vec![(3, 9), (1, 31)], ..shape.clone() },
+            paged(1),
+        ),
+        (
+            "long_prefill",
+            Shape { heads: (2, 1), head_dim: 32, lengths: vec![(150, 150), (70, 201)], ..shape.clone() },
+            paged(16),
+        ),
+        ("long_decode", Shape { heads: (4, 1), head_dim: 16, lengths: vec![(1, 1500)], ..shape.clone() }, paged(16)),
+        (
+            "long_decode_of_wide_rows",
+            Shape { heads: (16, 8), head_dim: 256, lengths: vec![(1, 700), (2, 300), (1, 1)], ..shape.clone() },
+            paged(16),
+        ),
+        (
+            "chunk_at_the_end_of_a_long_context",
+            Shape { heads: (2, 1), head_dim: 256, lengths: vec![(30, 2300)], ..shape.clone() },
+            paged(64),
+        ),
+        (
+            "window_1_sees_only_itself",
+            Shape { mask: Mask::sliding(1), lengths: vec![(1, 20), (6, 40)], ..shape.clone() },
+            paged(7),
+        ),
+        (
+            "window_slides_over_pages",
+            Shape { mask: Mask::sliding(24), lengths: vec![(1, 200), (33, 90), (40, 40)], ..shape.clone() },
+            paged(7),
+        ),
+        ("window_wider_than_everything", Shape { mask: Mask::sliding(i64::MAX), ..shape.clone() }, paged(16)),
+        ("soft_cap", Shape { softcap: 30.0, sharpness: 8.0, ..shape.clone() }, paged(16)),
+        (
+            "soft_cap_and_window",
+            Shape { softcap: 2.5, mask: Mask::sliding(9), lengths: vec![(12, 60), (1, 45)], ..shape.clone() },
+            paged(16),
+        ),
+        ("one_key_wins", Shape { sharpness: 60.0, lengths: vec![(20, 80), (1, 300)], ..shape.clone() }, paged(16)),
+        ("more_queries_than_keys", Shape { lengths: vec![(20, 3), (9, 0), (4, 6)], ..shape.clone() }, paged(16)),
+        (
+            "sequences_without_queries",
+            Shape { lengths: vec![(0, 10), (3, 9), (0, 0), (2, 2)], ..shape.clone() },
+            paged(7),
+        ),
+        ("no_sequence", Shape { lengths: vec![], ..shape.clone() }, Storage { rows_around: (0, 5), ..paged(16) }),
+        ("rows_before_the_first_start", shape.clone(), Storage { rows_around: (4, 3), ..paged(16) }),
+        (
+            "nothing_to_spare",
+            Shape { lengths: vec![(2, 32), (1, 16)], ..shape.clone() },
+            Storage { rows_around: (0, 0), spare_seqs: 0, spare_entries: 0, spare_pages: 0, ..paged(16) },
+        ),
+        ("batch_invariant", Shape { batch_invariant: true, ..shape }, paged(16)),
+    ]
+}
+
+/// Calls of `flash_attn_varlen`: what models and servers send, and the corners.
+pub fn flash_shapes(dtypes: Dtypes) -> Vec<(&'static str, Shape, Storage)> {
+    let shape = Shape { dtypes, ..Shape::default() };
+    [models(&shape), stored(&shape), long(&shape), corners(&shape)].concat()
+}
+
+fn models(shape: &Shape) -> Vec<(&'static str, Shape, Storage)> {
+    let (packed, paged) = (Storage::contiguous(), |page_size| Storage::paged(Layout::Split, page_size));
+    let of = |heads, head_dim, lengths: &[(usize, usize)], mask| Shape {
+        heads,
+        head_dim,
+        lengths: lengths.to_vec(),
+        mask,
+        ..shape.clone()
+    };
+    let sliding = Mask { window_left: 31, ..Mask::CAUSAL };
+    let gpt_oss = Shape { sinks: true, ..of((16, 2), 64, &[(1, 90), (20, 20), (9, 70)], sliding) };
+    let gemma2 = Shape { softcap: 50.0, sharpness: 4.0, ..of((4, 2), 256, &[(1, 60), (18, 33)], sliding) };
+    let mla = Shape { value_dim: Some(128), ..of((4, 4), 192, &[(33, 33), (1, 40), (5, 70)], Mask::CAUSAL) };
+    let bloom = Shape { alibi: Alibi::PerHead, ..of((4, 4), 64, &[(40, 40), (1, 65)], Mask::CAUSAL) };
+    let scaled_cache = Shape {
+        scales: [Scaled::No, Scaled::PerHead, Scaled::PerHead],
+        ..of((8, 2), 128, &[(1, 100), (17, 40)], Mask::CAUSAL)
+    };
+    vec![
+        ("bert_ragged", of((3, 3), 64, &[(1, 1), (17, 17), (64, 64), (33, 33)], Mask::FULL), packed.clone()),
+        ("whisper_cross_attention", of((2, 2), 64, &[(5, 150), (30, 3), (1, 64)], Mask::FULL), packed.clone()),
+        ("llama_training", of((4, 1), 128, &[(70, 70), (5, 5), (33, 33)], Mask::CAUSAL), packed.clone()),
+        ("local_attention_to_both_sides", of((2, 1), 64, &[(90, 90), (20, 41)], Mask::window(16, 16)), packed.clone()),
+        ("gpt_oss_sinks_and_window", gpt_oss.clone(), packed.clone()),
+        ("gpt_oss_from_pages", gpt_oss, paged(16)),
+        ("gemma2_softcap_and_window", gemma2, paged(32)),
+        ("mla_192_128", mla.clone(), packed.clone()),
+        ("mla_192_128_from_pages", mla, paged(64)),
+        ("bloom_alibi", bloom.clone(), packed.clone()),
+        ("alibi_to_both_sides", Shape { mask: Mask::FULL, ..bloom }, packed.clone()),
+        ("scaled_cache", scaled_cache.clone(), paged(16)),
+        ("scaled_rows", scaled_cache, packed),
+    ]
+}
+
+fn stored(shape: &Shape) -> Vec<(&'static str, Shape, Storage)> {
+    let packed = Storage::contiguous();
+    let ragged = Shape { lengths: vec![(1, 37), (20, 20), (0, 9), (13, 64)], ..shape.clone() };
+    let hidden = Storage { seqused_q: true, seqused_k: true, ..packed.clone() };
+    vec![
+        ("rows_to_spare", ragged.clone(), hidden.clone()),
+        ("left_padded", Shape { leftpad: true, ..ragged.clone() }, packed.clone()),
+        ("left_padded_pages", Shape { leftpad: true, ..ragged.clone() }, Storage::paged(Layout::Interleaved, 7)),
+        ("left_padded_window", Shape { leftpad: true, mask: Mask::window(9, 4), ..ragged.clone() }, hidden),
+        ("page_lengths_from_starts", ragged.clone(), Storage { seqused_k: false, ..Storage::paged(Layout::Split, 5) }),
+        ("pages_of_one_token", ragged.clone(), Storage::paged(Layout::PerPage, 1)),
+        ("hints_far_too_small", ragged.clone(), Storage { hints: Hints::TooSmall, ..packed.clone() }),
+        ("hints_as_large_as_can_be", ragged.clone(), Storage { hints: Hints::Huge, ..packed.clone() }),
+        ("nothing_to_spare", ragged.clone(), packed.clone().bare()),
+        ("rows_before_the_first_start", ragged, Storage { rows_around: (4, 3), ..packed }),
+    ]
+}
+
+/// Few queries over keys that are split between workers.
+fn long(shape: &Shape) -> Vec<(&'static str, Shape, Storage)> {
+    let packed = Storage::contiguous();
+    let of = |heads, head_dim, lengths: &[(usize, usize)]| Shape {
+        heads,
+        head_dim,
+        lengths: lengths.to_vec(),
+        ..shape.clone()
+    };
+    let decode = of((4, 1), 64, &[(1, 1500), (2, 900)]);
+    let wide = of((8, 4), 128, &[(1, 1300), (3, 600), (1, 2)]);
+    let room = |workspace, storage| Storage { workspace: Some(workspace), ..storage };
+    vec![
+        ("long_decode", decode.clone(), packed.clone()),
+        ("long_decode_with_room", decode.clone(), room(5_000_001, packed.clone())),
+        ("long_decode_from_stacked_pages", decode, Storage::paged(Layout::Stacked, 16)),
+        ("long_decode_of_wide_rows", of((8, 2), 256, &[(1, 700), (3, 290)]), Storage::paged(Layout::PerPage, 64)),
+        // The largest scores lie in any of the parts.
+        ("one_key_of_many_wins", Shape { sharpness: 40.0, ..wide.clone() }, room(5_000_001, packed.clone())),
+        ("one_of_many_sees_a_sink", Shape { sinks: true, ..wide.clone() }, room(5_000_001, packed.clone())),
+        (
+            "parts_that_nobody_sees",
+            Shape { mask: Mask::window(40, 40).top_left(), ..wide.clone() },
+            room(5_000_001, packed.clone()),
+        ),
+        (
+            "parts_in_the_padding",
+            Shape { leftpad: true, seed: 3, ..wide.clone() },
+            room(5_000_001, Storage::paged(Layout::Split, 32)),
+        ),
+        ("parts_far_from_a_bias", Shape { alibi: Alibi::PerHead, ..wide.clone() }, room(5_000_001, packed.clone())),
+        ("parts_under_a_cap", Shape { softcap: 4.0, sharpness: 9.0, ..wide }, room(300_000, packed)),
+    ]
+}
+
+fn corners(shape: &Shape) -> Vec<(&'static str, Shape, Storage)> {
+    let packed = Storage::contiguous();
+    let of = |lengths: &[(usize, usize)], mask| Shape { lengths: lengths.to_vec(), mask, ..shape.clone() };
+    let uneven = [(5, 40), (40, 5), (17, 17), (1, 3), (3, 1)];
+    vec![
+        ("one_number", Shape { heads: (1, 1), head_dim: 8, ..of(&[(1, 1)], Mask::FULL) }, packed.clone().bare()),
+        ("top_left_causal", of(&uneven, Mask::CAUSAL.top_left()), packed.clone()),
+        ("bottom_right_causal", of(&uneven, Mask::CAUSAL), packed.clone()),
+        ("only_the_diagonal", of(&uneven, Mask::window(0, 0)), packed.clone()),
+        ("only_the_top_left_diagonal", of(&uneven, Mask::window(0, 0).top_left()), packed.clone()),
+        ("only_what_comes_after", of(&uneven, Mask::window(0, 40)), packed.clone()),
+        ("a_window_beyond_all_keys", of(&uneven, Mask::window(i64::MAX, i64::MAX)), packed.clone()),
+        ("a_window_of_2_to_the_31", of(&uneven, Mask::window(1 << 31, 1 << 32)), packed.clone()),
+        ("causal_beats_the_right_window", of(&uneven, Mask { window_right: 3, ..Mask::CAUSAL }), packed.clone()),
+        ("one_key_wins", Shape { sharpness: 60.0, ..of(&[(20, 80), (1, 300)], Mask::FULL) }, packed.clone()),
+        (
+            "sinks_where_nothing_is_seen",
+            Shape { sinks: true, ..of(&[(20, 3), (4, 0), (2, 2)], Mask::CAUSAL) },
+            packed.clone(),
+        ),
+        ("no_key_at_all", Shape { sinks: true, ..of(&[(2, 0), (5, 0)], Mask::FULL) }, packed.clone().bare()),
+        ("no_query_at_all", of(&[(0, 7), (0, 0)], Mask::FULL), packed.clone()),
+        ("no_sequence", of(&[], Mask::FULL), packed),
+    ]
+}

@@ -1,0 +1,77 @@
+//! How close the results came, collected: a line for each test and element types in the file that
+//! `XLA_ATTENTION_TEST_SUMMARY` names, if it names one.
+//!
+//! The columns are: test binary, test, device, element types, cases, the largest error in units of the naive formula's
+//! error (over cases in which that error is above SPEC's floor of 1e-5, `-` if there are none), and the largest share
+//! that an error takes of what SPEC allows.
+
+use super::answers::Allowance;
+use super::batch::Dtypes;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashSet};
+use std::fmt::Write as _;
+use std::fs::OpenOptions;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::Write as _;
+
+#[derive(Default)]
+struct Record {
+    /// Hashes of the cases' names: a case that runs twice counts once.
+    cases: HashSet<u64>,
+    units: Option<f64>,
+    share: f64,
+}
+
+/// Of one test, which is one thread; written when the thread ends.
+#[derive(Default)]
+struct Records(BTreeMap<String, Record>);
+
+thread_local! {
+    static RECORDS: RefCell<Records> = RefCell::default();
+}
+
+/// A case named `name` was off by `error` at most.
+pub fn record(name: &str, dtypes: Dtypes, error: f64, allowance: Allowance) {
+    RECORDS.with_borrow_mut(|records| {
+        let record = records.0.entry(format!("{dtypes:?}")).or_default();
+        let mut hasher = DefaultHasher::new();
+        name.hash(&mut hasher);
+        record.cases.insert(hasher.finish());
+        record.share = record.share.max(error / allowance.most());
+        if allowance.naive_error > allowance.floor {
+            let units = error / allowance.naive_error;
+            record.units = Some(record.units.map_or(units, |most| most.max(units)));
+        }
+    });
+}
+
+impl Drop for Records {
+    fn drop(&mut self) {
+        let Some(path) = std::env::var_os("XLA_ATTENTION_TEST_SUMMARY") else { return };
+        let thread = std::thread::current();
+        let test = thread.name().unwrap_or("a thread of a test");
+        let device = std::env::var("XLA_ATTENTION_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
+        let mut lines = String::new();
+        for (dtypes, Record { cases, units, share }) in &self.0 {
+            let units = units.map_or_else(|| "-".into(), |u| format!("{u:.3}"));
+            let (binary, cases) = (binary(), cases.len());
+            let _ = writeln!(lines, "{binary}\t{test}\t{device}\t{dtypes}\t{cases}\t{units}\t{share:.3}");
+        }
+        // One write, so that tests in other processes do not come between.
+        let file = OpenOptions::new().create(true).append(true).open(&path);
+        let written = file.and_then(|mut file| file.write_all(lines.as_bytes()));
+        if let Err(error) = written {
+            eprintln!("{}: {error}", path.display());
+        }
+    }
+}
+
+/// The name of the test binary, without cargo's hash.
+fn binary() -> String {
+    let path = std::env::current_exe().unwrap_or_default();
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    match stem.rsplit_once('-') {
+        Some((name, hash)) if hash.len() == 16 => name.to_owned(),
+        _ => stem,
+    }
+}
