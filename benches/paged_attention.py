@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 import peers
-from harness import PagedAttention, graph_time_us
+from harness import flash_attn_varlen, graph_time_us, paged_attention
 
 
 @dataclass
@@ -38,10 +38,11 @@ class Case:
         pairs = sum(q * (k - q) + q * (q + 1) / 2 for q, k in zip(self.q_lens, self.lens, strict=True))
         return 4 * pairs * self.q_heads * self.head_dim
 
-    def rate(self, us):
+    def rate(self, us, contender=""):
         """What the time means: GB/s where one token a sequence is decoded, TFLOP/s elsewhere."""
         if max(self.q_lens) <= 4:
-            return f"{self.kv_bytes() / us / 1e3:6.0f} GB/s"
+            size = self.kv_bytes() // (2 if "float8" in contender else 1)
+            return f"{size / us / 1e3:6.0f} GB/s"
         return f"{self.flops() / us / 1e6:6.0f} TFLOP/s"
 
 
@@ -95,13 +96,14 @@ def contiguous(case, pages):
 
 
 def run_case(case):
-    """Microseconds by contender, ours first."""
+    """Microseconds by contender, ours first and once more at the end."""
     query, kv = data(case)
     scale = case.head_dim**-0.5
     lens = torch.tensor(case.lens, dtype=torch.int32, device="cuda")
     count = torch.tensor([len(case.lens)], dtype=torch.int32, device="cuda")
     cache = kv.flatten(2, 3)
-    ours = PagedAttention(query, cache, lens, case.tables, case.query_start_loc, count, scale=scale)
+    metadata = (lens, case.tables, case.query_start_loc, count)
+    ours = paged_attention(query, cache, *metadata, scale=scale)
     wanted = ours().clone()
     times = {"ours": graph_time_us(ours, case.calls)}
     k_pages, v_pages = kv[..., 0, :].contiguous(), kv[..., 1, :].contiguous()
@@ -123,8 +125,25 @@ def run_case(case):
             times[name] = graph_time_us(run, case.calls)
         except Exception as error:
             print(f"  {name} did not run: {type(error).__name__}: {str(error)[:160]}")
+    for name, run in forms_of_ours(case, query, cache, metadata, wanted).items():
+        times[f"ours, {name}"] = graph_time_us(run, case.calls)
     times["ours, again"] = graph_time_us(ours, case.calls)
     return times
+
+
+def forms_of_ours(case, query, cache, metadata, wanted):
+    """The same work asked for in other ways: batch invariant, over an 8-bit cache, over packed keys."""
+    scale = case.head_dim**-0.5
+    forms = {"batch_invariant": paged_attention(query, cache, *metadata, scale=scale, batch_invariant=True)}
+    if max(case.q_lens) == 1:
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            eight_bit = paged_attention(query, cache.to(dtype), *metadata, scale=scale)
+            forms[str(dtype).removeprefix("torch.")] = eight_bit
+    if case.q_lens == case.lens:
+        k, v = (contiguous(case, cache[:, :, which::2]) for which in (0, 1))
+        forms["packed keys"] = flash_attn_varlen(query, k, v, case.query_start_loc, causal=True)
+        assert torch.equal(forms["packed keys"](), wanted), "packed and paged keys give other bits"
+    return forms
 
 
 def main(only=""):
@@ -137,7 +156,7 @@ def main(only=""):
         torch.cuda.empty_cache()
         best = min((t for n, t in times.items() if not n.startswith("ours")), default=None)
         ratio = f"  ours {best / min(times['ours'], times['ours, again']):.2f}x the best peer" if best else ""
-        print(f"{case.name:26}" + "".join(f" | {n} {t:.1f} us {case.rate(t)}" for n, t in times.items()) + ratio)
+        print(f"{case.name:26}" + "".join(f" | {n} {t:.1f} us {case.rate(t, n)}" for n, t in times.items()) + ratio)
         rows.append({"case": case.name, "us": times, "kv_bytes": case.kv_bytes(), "flops": case.flops()})
     print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}))
 

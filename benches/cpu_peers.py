@@ -1,0 +1,173 @@
+"""Attention on the CPU beside torch's scaled_dot_product_attention and XLA's own program over gathered pages.
+
+`python benches/cpu_peers.py [word ...]` runs the cases whose name contains a word. The contenders take turns, many
+times, so that all of them meet the machine in the same state; the median counts. In a turn the first call is not timed:
+it finds the threads of the contender before still spinning. Operands are random normal numbers.
+"""
+
+import functools
+import os
+import statistics
+import sys
+import time
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_attention.jax import flash_attn_varlen, paged_attention
+
+ROUNDS = 12
+CALLS_A_TURN = 3
+
+
+def medians(contenders, rounds=ROUNDS):
+    """Median seconds of a call by contender; they take turns."""
+    times = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, call in contenders.items():
+            call()
+            for _ in range(CALLS_A_TURN):
+                start = time.perf_counter()
+                call()
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def in_jax(function, *operands):
+    """A call of a compiled function that waits for its result."""
+    compiled = jax.jit(function).lower(*operands).compile()
+    return lambda: jax.block_until_ready(compiled(*operands))
+
+
+def torch_dtype(dtype):
+    import torch
+
+    return getattr(torch, dtype)
+
+
+def in_torch(shapes, dtype, **options):
+    """torch's attention on random operands `[B, H, T, D]`."""
+    import torch
+
+    q, k, v = (torch.randn(shape).to(torch_dtype(dtype)) for shape in shapes)
+    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, **options)
+
+    def call():
+        with torch.inference_mode():
+            attend()
+
+    return call
+
+
+def random(seed, shape, dtype):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def prefill(dtype, causal, *, rows=2048, heads=8, d=128):
+    """One sequence, every query against every key (or those before it)."""
+    q, k, v = (random(i, (rows, heads, d), dtype) for i in range(3))
+    starts = jnp.array([0, rows])
+    contenders = {"ours": in_jax(functools.partial(flash_attn_varlen, causal=causal), q, k, v, starts)}
+    if dtype not in FP8:
+        contenders["torch SDPA"] = in_torch([(1, heads, rows, d)] * 3, dtype, is_causal=causal)
+    flops = 4 * rows * rows * heads * d * (0.5 if causal else 1)
+    return contenders, lambda seconds: f"{flops / seconds / 1e9:7.0f} GFLOP/s"
+
+
+def decode(dtype, *, seqs=8, keys=2048, q_heads=32, kv_heads=8, d=128, page_size=16):
+    """One query a sequence, over pages in random order; torch reads its keys from one dense buffer."""
+    operands = paged([(1, keys)] * seqs, q_heads, kv_heads, d, page_size, dtype)
+    contenders = {"ours": in_jax(functools.partial(paged_attention, scale=d**-0.5), *operands)}
+    if dtype not in FP8:
+        shapes = [(seqs, q_heads, 1, d), (seqs, kv_heads, keys, d), (seqs, kv_heads, keys, d)]
+        contenders["torch SDPA"] = in_torch(shapes, dtype, enable_gqa=True)
+    size = 2 * seqs * keys * kv_heads * d * jnp.dtype(dtype).itemsize
+    return contenders, lambda seconds: f"{size / seconds / 1e9:7.1f} GB/s"
+
+
+def ragged(dtype, *, q_heads=32, kv_heads=8, d=128, page_size=16):
+    """Chunks and single queries in one batch, against XLA's own program."""
+    sequences = [(1, 2048)] * 6 + [(128, 1024), (256, 512)]
+    operands = paged(sequences, q_heads, kv_heads, d, page_size, dtype)
+    scale = d**-0.5
+    longest = max(rows for rows, _ in sequences)
+    ours = functools.partial(paged_attention, scale=scale)
+    theirs = functools.partial(gathered_attention, scale=scale, longest=longest)
+    same = np.abs(np.float32(ours(*operands)) - np.float32(jax.jit(theirs)(*operands))).max()
+    assert same < 0.05, f"the two programs differ by {same}"
+    return {"ours": in_jax(ours, *operands), "XLA gather": in_jax(theirs, *operands)}, lambda _: ""
+
+
+def paged(sequences, q_heads, kv_heads, d, page_size, dtype):
+    """Operands of paged_attention: shuffled pages, K and V interleaved."""
+    used = [-(-keys // page_size) for _, keys in sequences]
+    order = np.random.default_rng(0).permutation(sum(used)).astype(np.int32)
+    tables = np.zeros((len(used), max(used)), np.int32)
+    for i, n in enumerate(used):
+        tables[i, :n] = order[sum(used[:i]) : sum(used[: i + 1])]
+    starts = np.cumsum([0, *(rows for rows, _ in sequences)])
+    query = random(1, (int(starts[-1]), q_heads, d), jnp.bfloat16 if dtype in FP8 else dtype)
+    cache = random(2, (sum(used), page_size, 2 * kv_heads, d), dtype)
+    lens = [keys for _, keys in sequences]
+    return (query, cache, *(jnp.asarray(x, jnp.int32) for x in (lens, tables, starts, [len(lens)])))
+
+
+def gathered_attention(query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs, *, scale, longest):
+    """What one writes without a kernel: gather all pages, pad the queries, mask, softmax."""
+    slots, (_, q_heads, d) = len(context_lens), query.shape
+    group = q_heads // (kv_cache.shape[2] // 2)
+    stored = kv_cache[block_tables].reshape(slots, -1, kv_cache.shape[2], d)
+    k, v = stored[:, :, 0::2], stored[:, :, 1::2]
+    starts, ends = query_start_loc[:-1], query_start_loc[1:]
+    row = starts[:, None] + jnp.arange(longest)
+    q = query[jnp.clip(row, 0, len(query) - 1)].reshape(slots, longest, -1, group, d)
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k, preferred_element_type=jnp.float32) * scale
+    position = context_lens[:, None] - (ends - starts)[:, None] + jnp.arange(longest)
+    seen = jnp.arange(k.shape[1]) <= position[:, :, None]
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1).astype(v.dtype)
+    out = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(slots, longest, q_heads, d)
+    valid = (row < ends[:, None]) & (jnp.arange(slots) < num_seqs[0])[:, None]
+    return jnp.zeros_like(query).at[jnp.where(valid, row, len(query))].set(out, mode="drop")
+
+
+def read_rate():
+    """Bytes a second of the plainest reader there is: torch's sum of 1 GiB."""
+    import torch
+
+    big = torch.ones(1 << 28)
+    seconds = medians({"sum": big.sum}, rounds=3)["sum"]
+    return big.numel() * 4 / seconds
+
+
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+CASES = {
+    **{f"prefill 2k {d}": functools.partial(prefill, d, False) for d in ("float32", "bfloat16", "float16")},
+    **{f"prefill 2k causal {d}": functools.partial(prefill, d, True) for d in ("float32", "bfloat16", "float16")},
+    **{f"decode 8 x 2k {d}": functools.partial(decode, d) for d in ("float32", "bfloat16", "float16", *FP8)},
+    **{f"ragged paged {d}": functools.partial(ragged, d) for d in ("float32", "bfloat16")},
+}
+
+
+def main(*words):
+    """Run the cases whose name contains one of `words`, or all."""
+    import torch
+
+    torch.set_num_threads(os.cpu_count())
+    print(f"{os.cpu_count()} threads, torch {torch.__version__}, jax {jax.__version__}")
+    print(f"plain reader {read_rate() / 1e9:.1f} GB/s")
+    for name, prepare in CASES.items():
+        if words and not any(word in name for word in words):
+            continue
+        contenders, rate = prepare()
+        times = medians(contenders)
+        others = [seconds for contender, seconds in times.items() if contender != "ours"]
+        ratio = f" | ours {min(others) / times['ours']:.2f}x" if others else ""
+        shown = (f"{contender} {seconds * 1e3:8.2f} ms {rate(seconds)}" for contender, seconds in times.items())
+        print(f"{name:28} | " + " | ".join(shown) + ratio, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
