@@ -7,6 +7,8 @@ use crate::error::{Error, Result};
 use crate::log;
 use crate::ops::Attribute;
 use crate::ops::workspace::AttentionSizes;
+#[cfg(feature = "cuda")]
+use crate::pjrt_plugin::{self, stand_before};
 use crate::pool::RayonPool;
 use crate::stream::Stream;
 use crate::tensor::{DType, Tensor};
@@ -221,6 +223,15 @@ pub unsafe extern "C" fn xa_call(request: *const XaCall, message: *mut c_char, c
         }
         _ => Err(Error::invalid(format!("xa_call: the request is not a struct of {} bytes", size_of::<XaCall>()))),
     };
+    // SAFETY: this function's contract.
+    unsafe { answer(result, message, capacity) }
+}
+
+/// The code of a result; the text goes to `message`.
+///
+/// # Safety
+/// `message` has room for `capacity` bytes.
+unsafe fn answer(result: Result, message: *mut c_char, capacity: usize) -> i32 {
     let Err(Error { code, message: text }) = result else { return 0 };
     if capacity > 0 {
         let cut = text.floor_char_boundary(capacity - 1);
@@ -281,6 +292,39 @@ fn attribute(raw: &XaAttribute) -> Result<Attribute> {
         2 => Ok(Attribute::F32(raw.real)),
         n => Err(Error::invalid(format!("an attribute has kind {n}, expected 0 to 2"))),
     }
+}
+
+/// Put this library in front of the PJRT plugin at `path`: from now on `GetPjrtApi` gives that plugin's table, changed
+/// so that `torch_xla` 2.9 takes it. Returns 0 or XLA's error code, with the text in `message` as [`xa_call`] does.
+///
+/// # Safety
+/// `path` is a terminated string, `message` has room for `capacity` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xa_stand_before_pjrt_plugin(
+    path: *const c_char,
+    message: *mut c_char,
+    capacity: usize,
+) -> i32 {
+    // SAFETY: this function's contract.
+    let result = unsafe { CStr::from_ptr(path) }
+        .to_str()
+        .map_err(|_| Error::invalid("the plugin's path is not UTF-8"))
+        .and_then(stand_before);
+    // SAFETY: this function's contract.
+    unsafe { answer(result, message, capacity) }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn stand_before(_: &str) -> Result {
+    Err(Error::unimplemented("this build has no CUDA backend; build with the feature `cuda`"))
+}
+
+/// The entry of a PJRT plugin, see [`xa_stand_before_pjrt_plugin`]; null until a plugin has been chosen.
+#[cfg(feature = "cuda")]
+#[unsafe(no_mangle)]
+#[allow(non_snake_case, reason = "the name that PJRT asks for")]
+pub extern "C" fn GetPjrtApi() -> *const c_void {
+    pjrt_plugin::table()
 }
 
 /// How large a workspace `xla_gpu_paged_attention` and `xla_gpu_flash_attn_varlen` want, in bytes:

@@ -28,13 +28,17 @@ mod cuda;
 mod error;
 mod log;
 pub mod ops;
+#[cfg(feature = "cuda")]
+mod pjrt_plugin;
 mod pool;
 mod stream;
 mod tensor;
 
+#[cfg(feature = "cuda")]
+pub use c_api::GetPjrtApi;
 pub use c_api::{
     Handler, Target, Targets, XaAttribute, XaCall, XaTensor, targets, xa_attention_workspace, xa_call, xa_info, xa_op,
-    xa_targets,
+    xa_stand_before_pjrt_plugin, xa_targets,
 };
 pub use call::{Action, Call, Op, call};
 pub use error::{Code, Error, Result};

@@ -18,7 +18,8 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("call", &["error", "tensor", "pool", "ops", "stream", "log", "cpu", "cuda"]),
     ("bridge", &["error", "tensor", "pool", "ops", "stream", "call"]),
     // `xa_info` lists the kernel variants of the build.
-    ("c_api", &["error", "tensor", "pool", "ops", "stream", "log", "call", "cuda::variants"]),
+    ("c_api", &["error", "tensor", "pool", "ops", "stream", "log", "call", "cuda::variants", "pjrt_plugin"]),
+    ("pjrt_plugin", &["error"]),
 ];
 
 fn root() -> PathBuf {
