@@ -61,6 +61,19 @@ def _jax() -> str:
 
 
 def _torch() -> str:
+    """Whether torch can use us: its version, devices, and torch_xla's."""
     if importlib.util.find_spec("torch") is None:
-        return "not built yet; torch is not installed either"
-    return f"not built yet (torch {importlib.metadata.version('torch')} is installed)"
+        return "not installed (pip install torch)"
+    try:
+        import torch
+
+        from . import torch as _  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        return f"cannot run: {error}"
+    cuda = "CUDA" if torch.cuda.is_available() else "no CUDA"
+    if importlib.util.find_spec("torch_xla") is None:
+        return f"ready, torch {torch.__version__} on CPU, {cuda}; torch_xla is not installed"
+    return (
+        f"ready, torch {torch.__version__} on CPU, {cuda}; torch_xla {importlib.metadata.version('torch_xla')} with "
+        "PJRT_DEVICE=CPU, or on CUDA by xla_attention.torch.use_cuda_plugin()"
+    )

@@ -1,13 +1,14 @@
 """The shared library through ctypes: its tables, and the shape check that every front-end makes at trace time."""
 
 import ctypes
+import enum
 import functools
 import importlib.metadata
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -90,12 +91,17 @@ class _Call(ctypes.Structure):
     )
 
 
-@functools.cache
-def library() -> ctypes.CDLL:
-    """The library beside this file, or the one that ``XLA_ATTENTION_LIBRARY`` names. Loaded once, never unloaded."""
+def library_path() -> pathlib.Path:
+    """The file of the shared library: the one beside this file, or the one that ``XLA_ATTENTION_LIBRARY`` names."""
     given = os.environ.get("XLA_ATTENTION_LIBRARY")
     here = pathlib.Path(__file__).parent
-    path = pathlib.Path(given) if given else next(iter(sorted(here.glob("*xla_attention.*"))), here / "missing")
+    return pathlib.Path(given) if given else next(iter(sorted(here.glob("*xla_attention.*"))), here / "missing")
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The library at `library_path`. Loaded once, never unloaded."""
+    path = library_path()
     if not path.is_file():
         raise ImportError(
             f"xla_attention: the shared library {path} is not there; install the wheel (`pip install .`), or point "
@@ -106,6 +112,7 @@ def library() -> ctypes.CDLL:
     lib.xa_info.restype = ctypes.c_char_p
     lib.xa_op.argtypes = [ctypes.c_char_p]
     lib.xa_call.argtypes = [ctypes.POINTER(_Call), ctypes.c_char_p, ctypes.c_size_t]
+    lib.xa_stand_before_pjrt_plugin.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
     sizes = [ctypes.c_int64] * 4
     lib.xa_attention_workspace.argtypes = [*sizes, ctypes.c_int32, ctypes.c_bool, ctypes.POINTER(ctypes.c_int64 * 3)]
     lib.xa_attention_workspace.restype = None
@@ -135,51 +142,94 @@ def ffi_version() -> tuple[int, int]:
 ShapeAndDtype = tuple[Sequence[int], Any]
 
 
-def check(
-    target: str,
-    operands: Sequence[ShapeAndDtype | None],
-    results: Sequence[ShapeAndDtype | None],
-    attributes: Mapping[str, Any],
-) -> None:
-    """Hold shapes, dtypes and attributes against the operator's definition, without any data.
+class View(NamedTuple):
+    """A tensor in memory that is given later: rows may be apart."""
+
+    shape: Sequence[int]
+    dtype: Any  # numpy's, or XLA's number of it
+    strides: Sequence[int]  # in elements
+
+
+class Action(enum.IntEnum):
+    """What a call of the library is to do."""
+
+    CHECK = 0
+    RUN_ON_CPU = 1
+    PREPARE_CUDA = 2
+    LAUNCH_CUDA = 3
+
+
+class Request:
+    """A call of an operator, described once and taken as often as wanted; by one thread at a time.
 
     Parameters
     ----------
     target
         The custom call's target name.
     operands, results
-        Shape and numpy dtype of each, in the order of the target's signature; None for one that is left out.
+        In the order of the target's signature; None for one that is left out.
     attributes
         numpy scalars of type ``bool_``, ``int64`` or ``float32`` by name.
-
-    Raises
-    ------
-    ValueError
-        Something is wrong; the text names the operand, what it is and what was expected.
-    NotImplementedError
-        Allowed by the definition, but not built.
     """
-    lib = library()
-    raw_operands, raw_results = _tensors(operands), _tensors(results)
-    values = [_attribute(attributes[name]) for name in sorted(attributes)]
-    request = _Call(
-        struct_size=ctypes.sizeof(_Call),
-        op=lib.xa_op(target.encode()),
-        action=0,
-        operands=raw_operands,
-        num_operands=len(operands),
-        results=raw_results,
-        num_results=len(results),
-        attributes=(_Attribute * len(values))(*values),
-        num_attributes=len(values),
-    )
-    message = ctypes.create_string_buffer(1024)
-    code = lib.xa_call(ctypes.byref(request), message, len(message))
-    if code:
-        error = {_INVALID_ARGUMENT: ValueError, _UNIMPLEMENTED: NotImplementedError}.get(code, RuntimeError)
-        raise error(message.value.decode())
+
+    def __init__(
+        self,
+        target: str,
+        operands: Sequence[ShapeAndDtype | View | None],
+        results: Sequence[ShapeAndDtype | View | None],
+        attributes: Mapping[str, Any],
+    ) -> None:
+        self._lib = library()
+        values = [_attribute(attributes[name]) for name in sorted(attributes)]
+        self._operands, self._results = _tensors(operands), _tensors(results)
+        self._request = _Call(
+            struct_size=ctypes.sizeof(_Call),
+            op=self._lib.xa_op(target.encode()),
+            operands=self._operands,
+            num_operands=len(operands),
+            results=self._results,
+            num_results=len(results),
+            attributes=(_Attribute * len(values))(*values),
+            num_attributes=len(values),
+        )
+        self._message = ctypes.create_string_buffer(1024)
+
+    def place(self, operands: Iterable[int], results: Iterable[int]) -> None:
+        """Set the addresses, 0 for what is left out."""
+        for tensors, addresses in ((self._operands, operands), (self._results, results)):
+            for tensor, address in zip(tensors, addresses, strict=True):
+                tensor.data = address
+
+    def take(self, action: Action, stream: int = 0) -> None:
+        """Do something; running on the CPU waits for the end, launching on CUDA does not.
+
+        Raises
+        ------
+        ValueError
+            Something is wrong; the text names the operand, what it is and what was expected.
+        NotImplementedError
+            Allowed by the definition, but not built.
+        RuntimeError
+            It could not be run.
+        """
+        self._request.action, self._request.stream = action, stream
+        code = self._lib.xa_call(ctypes.byref(self._request), self._message, len(self._message))
+        if code:
+            error = {_INVALID_ARGUMENT: ValueError, _UNIMPLEMENTED: NotImplementedError}.get(code, RuntimeError)
+            raise error(self._message.value.decode())
 
 
+def check(
+    target: str,
+    operands: Sequence[ShapeAndDtype | None],
+    results: Sequence[ShapeAndDtype | None],
+    attributes: Mapping[str, Any],
+) -> None:
+    """Hold shapes, dtypes and attributes against the operator's definition, without any data; see `Request`."""
+    Request(target, operands, results, attributes).take(Action.CHECK)
+
+
+@functools.lru_cache(maxsize=1024)
 def attention_workspace(
     q_heads: int,
     kv_heads: int,
@@ -190,23 +240,25 @@ def attention_workspace(
 ) -> tuple[int, int, int]:
     """``(c0, c1, c2)``: an attention call wants ``c0 + c1 * T + c2 * B`` bytes of workspace for T rows, B sequences."""
     coefficients = (ctypes.c_int64 * 3)()
-    code = DTYPES.get(np.dtype(dtype).name, _OTHER_DTYPE)
-    library().xa_attention_workspace(
-        q_heads, kv_heads, head_dim, value_dim, code, batch_invariant, ctypes.byref(coefficients)
-    )
+    sizes = (q_heads, kv_heads, head_dim, value_dim)
+    library().xa_attention_workspace(*sizes, _number(dtype), batch_invariant, ctypes.byref(coefficients))
     return tuple(coefficients)
 
 
-def _tensors(tensors: Sequence[ShapeAndDtype | None]) -> ctypes.Array:
+def _tensors(tensors: Sequence[ShapeAndDtype | View | None]) -> ctypes.Array:
     return (_Tensor * len(tensors))(*map(_tensor, tensors))
 
 
-def _tensor(tensor: ShapeAndDtype | None) -> _Tensor:
+def _tensor(tensor: ShapeAndDtype | View | None) -> _Tensor:
     if tensor is None:
         return _Tensor()
-    shape, dtype = tensor
-    dims = (ctypes.c_int64 * len(shape))(*shape)
-    return _Tensor(dims=dims, rank=len(shape), dtype=DTYPES.get(np.dtype(dtype).name, _OTHER_DTYPE))
+    shape, dtype, *strides = tensor
+    sizes = ctypes.c_int64 * len(shape)
+    return _Tensor(None, sizes(*shape), sizes(*strides[0]) if strides else None, len(shape), _number(dtype))
+
+
+def _number(dtype: Any) -> int:  # noqa: ANN401
+    return dtype if isinstance(dtype, int) else DTYPES.get(np.dtype(dtype).name, _OTHER_DTYPE)
 
 
 def _attribute(value: Any) -> _Attribute:  # noqa: ANN401

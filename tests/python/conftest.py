@@ -1,8 +1,15 @@
 """Fixtures: every operator test runs on the CPU and, where there is one, on the GPU."""
 
+import os
+
 import hypothesis
 import jax
 import pytest
+
+# torch_xla's own CPU client, whatever else the machine has; or, asked for by XLA_ATTENTION_TEST_XLA=cuda, JAX's plugin.
+XLA_ON_CUDA = os.environ.get("XLA_ATTENTION_TEST_XLA") == "cuda"
+if not XLA_ON_CUDA:
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
 
 # Most of an example's time is XLA compiling for a new shape, which no deadline fits.
 hypothesis.settings.register_profile("shapes", deadline=None, max_examples=40)
@@ -29,3 +36,27 @@ def platform(request):
     """The platform on which everything in the test runs by default."""
     with jax.default_device(jax.devices(request.param)[0]):
         yield request.param
+
+
+@pytest.fixture(scope="session")
+def xla_device():
+    """torch_xla's device."""
+    pytest.importorskip("torch_xla", reason="torch_xla is not installed", exc_type=ImportError)
+    if XLA_ON_CUDA:
+        import xla_attention.torch_xla
+
+        xla_attention.torch_xla.use_cuda_plugin()
+    return "xla"
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu), "xla"])
+def torch_device(request):
+    """Where the tensors of a test are."""
+    if request.param == "xla":
+        return request.getfixturevalue("xla_device")
+    if request.param == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("torch sees no CUDA device")
+    return request.param

@@ -1,18 +1,25 @@
 """The examples in docstrings and in the README run."""
 
 import doctest
-import importlib
+import importlib.util
 import pathlib
 import pkgutil
 import re
+import types
 
 import pytest
 
 import xla_attention.jax
 
-MODULES = ["xla_attention._info"] + [
-    f"xla_attention.jax.{module.name}" for module in pkgutil.iter_modules(xla_attention.jax.__path__)
-]
+PACKAGES = [xla_attention.jax]
+MODULES = ["xla_attention._info"]
+if importlib.util.find_spec("torch"):
+    import xla_attention.torch
+
+    PACKAGES.append(xla_attention.torch)
+if importlib.util.find_spec("torch_xla"):
+    MODULES.append("xla_attention.torch_xla")
+MODULES += [f"{package.__name__}.{m.name}" for package in PACKAGES for m in pkgutil.iter_modules(package.__path__)]
 README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
 
 
@@ -22,9 +29,9 @@ def test_docstring_examples_run(name):
     assert failures == 0
 
 
-@pytest.mark.parametrize("name", xla_attention.jax.__all__)
-def test_every_public_function_has_shapes_and_errors_or_an_example(name):
-    text = getattr(xla_attention.jax, name).__doc__
+@pytest.mark.parametrize("public", [getattr(package, name) for package in PACKAGES for name in package.__all__])
+def test_every_public_function_has_shapes_and_errors_or_an_example(public):
+    text = public.attention.__doc__ if isinstance(public, types.ModuleType) else public.__doc__
     assert "Examples\n" in text or "Raises\n" in text
 
 

@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from batches import batch, varlen
+from torch_side import torch
 from xla_attention.jax import flash_attn_varlen, paged_attention
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}

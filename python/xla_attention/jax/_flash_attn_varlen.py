@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._options import kv_layout_number, length_advice
 from ._attention import output_dtype, with_workspace
 from ._call import Array, index_operand, scale_operand, static_bool, static_f32, static_i64
-from ._kv_layout import kv_layout_number
 
 _ATTRIBUTES = (
     "batch_invariant",
@@ -180,11 +180,7 @@ def flash_attn_varlen(
 
 
 def _longest(name: str, length: int | None) -> np.int64:
-    """The advice as an attribute: 0 for unknown, otherwise rounded up so that few programs are compiled."""
-    if length is None:
-        return np.int64(0)
-    length = int(static_i64(name, length))
-    return np.int64(length if length <= 0 else 1 << (length - 1).bit_length())
+    return length_advice(0 if length is None else int(static_i64(name, length)))
 
 
 def _cu_seqlens_k(

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._options import kv_layout_number
 from ._call import Array, custom_call, index_operand, scale_operand
-from ._kv_layout import kv_layout_number
 
 
 def kv_cache_update(

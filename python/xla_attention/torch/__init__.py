@@ -1,0 +1,33 @@
+"""The operators for PyTorch: eager on CPU and CUDA, in torch_xla's graphs, under ``torch.compile``.
+
+Importing this module defines ``torch.ops.xla_gpu.*`` and ``torch.ops.xla.flash_attn_varlen_op``; one that somebody has
+defined before is kept, and said in the log. torch_xla is not needed and not imported; where it is used, our handlers
+are registered with its runtime at the first call.
+"""
+
+from ..torch_xla import register_targets, use_cuda_plugin
+from . import vllm_style
+from ._flash_attn_varlen import flash_attn_varlen
+from ._kv_cache_update import kv_cache_update, update_cache_
+from ._merge_attention_states import merge_attention_states
+from ._paged_attention import paged_attention, ragged_paged_attention
+from ._paged_attention import paged_attention as xla_gpu_paged_attention
+from ._rope_kv_cache_update import rope_kv_cache_update
+from ._simple_add import simple_add
+from ._xla_ops import provide_xla_ops
+
+__all__ = [
+    "flash_attn_varlen",
+    "kv_cache_update",
+    "merge_attention_states",
+    "paged_attention",
+    "provide_xla_ops",
+    "ragged_paged_attention",
+    "register_targets",
+    "rope_kv_cache_update",
+    "simple_add",
+    "update_cache_",
+    "use_cuda_plugin",
+    "vllm_style",
+    "xla_gpu_paged_attention",
+]

@@ -1,0 +1,114 @@
+"""A call of an operator as data, on its way from a front-end's arguments to a backend."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from .. import _library
+
+# XLA's numbers of torch's element types.
+DTYPES = {getattr(torch, name): number for name, number in _library.DTYPES.items() if hasattr(torch, name)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A tensor to be made; the shape may be symbolic."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Workspace:
+    """The static sizes that an attention call's workspace follows from."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    batch_invariant: bool
+    rows: int
+    sequences: int
+
+    def result(self) -> Result | None:
+        """The workspace wanted; None for none."""
+        sizes = (self.q_heads, self.kv_heads, self.head_dim, self.value_dim, _number(self.dtype), self.batch_invariant)
+        constant, per_row, per_sequence = _library.attention_workspace(*sizes)
+        size = constant + per_row * self.rows + per_sequence * self.sequences
+        return Result((size,), torch.uint8) if size else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Operands, results and attributes in the order of the target's signature; None for what is left out."""
+
+    target: str
+    operands: Sequence[torch.Tensor | None]
+    results: Sequence[Result | None]
+    attributes: Mapping[str, np.generic]
+    # The operands that may have any strides but for the last dimension's, which is 1.
+    strided: Sequence[int] = ()
+    # Operand by result: the result is the operand, updated.
+    aliases: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    workspace: Workspace | None = None
+
+    def device(self) -> torch.device:
+        """Where all operands are; tensors on different devices are a ValueError."""
+        tensors = [tensor for tensor in self.operands if tensor is not None]
+        for position, tensor in enumerate(tensors):
+            if tensor.device != tensors[0].device:
+                raise ValueError(
+                    f"{self.target}: tensor {position} of the call is on {tensor.device}, the first one on "
+                    f"{tensors[0].device}; expected all on one device"
+                )
+        return tensors[0].device
+
+    def check(self) -> None:
+        """Hold the call against the operator's definition; nothing is read. Symbolic sizes are left to the run."""
+        tensors = [*self.operands, *self.results]
+        if all(isinstance(size, int) for tensor in tensors if tensor is not None for size in tensor.shape):
+            operands, results = (_shapes(side) for side in (self.operands, self.results))
+            _library.check(self.target, operands, results, self.attributes)
+
+
+def _shapes(tensors: Sequence[torch.Tensor | Result | None]) -> list[tuple[Sequence[int], int] | None]:
+    return [None if tensor is None else (tensor.shape, _number(tensor.dtype)) for tensor in tensors]
+
+
+def _number(dtype: torch.dtype) -> int:
+    """XLA's number of the element type; one that no operator takes is -1."""
+    return DTYPES.get(dtype, -1)
+
+
+def index_operand(
+    name: str, value: torch.Tensor | None, keep: Sequence[torch.dtype] = (torch.int32,)
+) -> torch.Tensor | None:
+    """An integer operand as i32: other integer types are cast on the device, values that do not fit saturate."""
+    if value is None or value.dtype in keep:
+        return value
+    if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
+        raise TypeError(f"{name} has dtype {value.dtype}, expected integers")
+    if value.dtype == torch.int64:
+        limits = torch.iinfo(torch.int32)
+        value = value.clamp(limits.min, limits.max)
+    return value.to(torch.int32)
+
+
+def scale_operand(scale: torch.Tensor | None) -> torch.Tensor | None:
+    """A scale of q, K or V as ``f32[1]`` or ``f32[Hkv]``."""
+    return None if scale is None else f32_operand(scale).reshape(-1)
+
+
+def f32_operand(values: torch.Tensor | None) -> torch.Tensor | None:
+    """Slopes or sinks as f32."""
+    return None if values is None else values.to(torch.float32)
+
+
+def output_dtype(query: torch.Tensor, asked: torch.dtype | None) -> torch.dtype:
+    """The dtype of `out`: the query's, and bf16 for fp8 queries, unless the caller asks for another."""
+    if asked is not None:
+        return asked
+    return torch.bfloat16 if query.dtype.itemsize == 1 else query.dtype

@@ -1,0 +1,235 @@
+"""flash_attn_varlen in torch."""
+
+import numpy as np
+import torch
+
+from .._options import kv_layout_number, length_advice
+from ._call import Call, Result, Workspace, f32_operand, index_operand, output_dtype, scale_operand
+from ._define import define, scale_tensor
+
+
+def flash_attn_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    kv_layout: str | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | float | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+    top_left: bool = False,
+    deterministic: bool = False,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a ragged batch of query rows over packed keys, or over the pages of a cache.
+
+    Sequence b has the query rows ``cu_seqlens_q[b] : cu_seqlens_q[b + 1]`` and, with packed keys, the key rows
+    ``cu_seqlens_k[b] : cu_seqlens_k[b + 1]``. Names and meaning follow ``flash_attn_varlen_func`` of flash-attn. The
+    operator is ``torch.ops.xla.flash_attn_varlen_op``, which also returns the lse.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[Tq, Hq, D]``; f16, bf16, f32 or f8e4m3fn; D a multiple of 8 up to 256.
+    k, v : Tensor
+        ``[Tk, Hkv, D]`` and ``[Tk, Hkv, Dv]``; with a `block_table` ``[P, page_size, Hkv, D]`` and
+        ``[P, page_size, Hkv, Dv]``, or with `kv_layout` one buffer as k, and v None. Of q's dtype; f16 and bf16 queries
+        may also have f8e4m3fn or f8e5m2 keys and values, f8e4m3fn queries have f8e4m3fn ones. On CPU and CUDA pages,
+        rows and heads may be apart, so that ``kv[0], kv[1]`` of one buffer are not copied.
+    cu_seqlens_q, cu_seqlens_k : Tensor
+        ``i32[B + 1]``: where each sequence starts and, last, the end. Without `cu_seqlens_k`, keys are packed like the
+        queries, or, with a `block_table`, `seqused_k` tells how many there are. With both, it is not read.
+    max_seqlen_q, max_seqlen_k : int
+        Lengths of the longest sequences, 0 for unknown: advice that chooses tile sizes, rounded up to a power of two.
+    softmax_scale : float, optional
+        Multiplies ``q . k``; finite and positive. ``D ** -0.5`` by default.
+    causal : bool
+        No query sees a key after its own position, whatever `window` says.
+    window : (int, int)
+        How many keys before and after its own position a query sees; -1 is all of them.
+    softcap : float
+        Scores become ``softcap * tanh(score / softcap)``; 0 is off.
+    seqused_q, seqused_k : Tensor, optional
+        ``i32[B]``: how many of a sequence's rows are in use; the others may hold anything.
+    block_table : Tensor, optional
+        ``i32[B, M]``: the pages of each sequence, in order.
+    kv_layout : str, optional
+        One buffer holds K and V: ``"interleaved"`` ``[P, page_size, 2*Hkv, D]``, ``"stacked"``
+        ``[2, P, page_size, Hkv, D]``, ``"per_page"`` ``[P, 2, page_size, Hkv, D]``. Needs a `block_table`.
+    leftpad_k : Tensor, optional
+        ``i32[B]``: the first keys of each sequence, which no query sees.
+    alibi_slopes : Tensor, optional
+        ``f32[Hq]`` or ``f32[B, Hq]``: ``-slope * |distance|`` is added to a score.
+    sinks : Tensor, optional
+        ``f32[Hq]``: the logit of one more column of each row, whose value is 0.
+    q_scale, k_scale, v_scale : Tensor or float, optional
+        ``f32[1]`` or ``f32[Hkv]``: what the stored numbers are to be multiplied with.
+    top_left : bool
+        Query 0 stands at key 0. Otherwise the last query stands at the last key.
+    deterministic : bool
+        Asks for a deterministic gradient; the result itself always is.
+    batch_invariant : bool
+        The bits of a sequence's rows depend on nothing but that sequence and static sizes.
+    return_lse : bool
+        Return the logarithm of the softmax denominators as well.
+    out_dtype : torch.dtype, optional
+        bf16 (the default) or f16 with f8e4m3fn queries; otherwise q's dtype and nothing else.
+
+    Returns
+    -------
+    out : Tensor
+        ``[Tq, Hq, Dv]``. Rows that see no key, and rows that belong to no sequence, are 0.
+    softmax_lse : Tensor
+        ``f32[Hq, Tq]``, natural logarithm; -inf for such rows. Only with ``return_lse=True``.
+
+    Raises
+    ------
+    ValueError
+        Shapes, dtypes, devices or options do not fit together; the text names the operand and what was expected.
+    NotImplementedError
+        A combination of dtypes, or a head dimension, that there is no kernel for.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from xla_attention.torch import flash_attn_varlen
+    >>> q, k, v = (torch.randn(5, 4, 64) for _ in range(3))
+    >>> flash_attn_varlen(q, k, v, torch.tensor([0, 3, 5]), causal=True).shape
+    torch.Size([5, 4, 64])
+    """
+    if (v is None) == (kv_layout is None):
+        expected = "a tensor" if v is None else "None: with kv_layout k holds the values too"
+        raise ValueError(f"xla_gpu_flash_attn_varlen: v is {'None' if v is None else 'a tensor'}, expected {expected}")
+    if cu_seqlens_k is None:
+        if block_table is not None and seqused_k is None:
+            raise ValueError(
+                "xla_gpu_flash_attn_varlen: a block_table needs seqused_k or cu_seqlens_k, which tell lengths"
+            )
+        cu_seqlens_k = cu_seqlens_q if block_table is None else cu_seqlens_q.new_empty(0)
+    out, lse = torch.ops.xla.flash_attn_varlen_op(
+        q,
+        k,
+        k.new_empty(0) if v is None else v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        causal,
+        *window,
+        softcap,
+        seqused_k,
+        block_table,
+        seqused_q,
+        leftpad_k,
+        alibi_slopes,
+        sinks,
+        *(scale_tensor(s, q) for s in (q_scale, k_scale, v_scale)),
+        top_left,
+        deterministic,
+        batch_invariant,
+        kv_layout,
+        out_dtype,
+    )
+    return (out, lse) if return_lse else out
+
+
+def _describe(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    top_left: bool = False,
+    deterministic: bool = False,
+    batch_invariant: bool = False,
+    kv_layout: str | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Call:
+    value_dim = v.shape[-1] if v.dim() > 1 else k.shape[-1]
+    workspace = None
+    if q.dim() == 3 and k.dim() >= 3 and cu_seqlens_q.dim() == 1:
+        heads = k.shape[-2] // 2 if kv_layout == "interleaved" else k.shape[-2]
+        dims = (q.shape[2], value_dim)
+        rows = (q.shape[0], cu_seqlens_q.shape[0] - 1)
+        workspace = Workspace(q.shape[1], heads, *dims, q.dtype, batch_invariant, *rows)
+    return Call(
+        "xla_gpu_flash_attn_varlen",
+        (
+            q,
+            k,
+            v,
+            index_operand("cu_seqlens_q", cu_seqlens_q),
+            index_operand("cu_seqlens_k", cu_seqlens_k),
+            index_operand("seqused_k", seqused_k),
+            index_operand("block_table", block_table),
+            index_operand("seqused_q", seqused_q),
+            index_operand("leftpad_k", leftpad_k),
+            f32_operand(alibi_slopes),
+            f32_operand(sinks),
+            *map(scale_operand, (q_scale, k_scale, v_scale)),
+        ),
+        (
+            Result((*q.shape[:-1], value_dim), output_dtype(q, out_dtype)),
+            Result((*q.shape[1:2], *q.shape[:1]), torch.float32),
+        ),
+        {
+            "batch_invariant": np.bool_(batch_invariant),
+            "causal": np.bool_(is_causal),
+            "kv_layout": kv_layout_number(kv_layout),
+            "max_seqlen_k": length_advice(max_seqlen_k),
+            "max_seqlen_q": length_advice(max_seqlen_q),
+            "softcap": np.float32(softcap),
+            "softmax_scale": np.float32(softmax_scale),
+            "top_left": np.bool_(top_left),
+            "window_left": np.int64(window_left),
+            "window_right": np.int64(window_right),
+        },
+        strided=(0, 1, 2),
+        workspace=workspace,
+    )
+
+
+define(
+    "xla::flash_attn_varlen_op",
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
+    "float softmax_scale, bool is_causal, int window_left, int window_right, float softcap, Tensor? seqused_k=None, "
+    "Tensor? block_table=None, Tensor? seqused_q=None, Tensor? leftpad_k=None, Tensor? alibi_slopes=None, "
+    "Tensor? sinks=None, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, bool top_left=False, "
+    "bool deterministic=False, bool batch_invariant=False, str? kv_layout=None, ScalarType? out_dtype=None) "
+    "-> (Tensor, Tensor)",
+    _describe,
+    tuple,
+)

@@ -1,0 +1,122 @@
+"""A typed custom call as an XLA computation, encoded by hand.
+
+torch_xla's own `_xla_custom_call` leaves the attributes and the results out of its graph hash, so that a second
+configuration runs the first one's program, and tells XLA no layouts, so that a GPU hands a transposed operand over as
+it lies. A computation is hashed as a whole, and this one fixes row-major layouts, as JAX does.
+
+Field numbers are those of xla/service/hlo.proto and xla/xla_data.proto.
+"""
+
+import struct
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from ._call import DTYPES
+
+Type = tuple[tuple[int, ...], torch.dtype]
+_EMPTY: Type = ((0,), torch.float32)
+
+
+def dictionary(attributes: Mapping[str, np.generic]) -> str:
+    """Attributes as the text of an MLIR dictionary; f32 by their bits, which are exact and always parse."""
+    return "{" + ", ".join(f"{name} = {_value(value)}" for name, value in sorted(attributes.items())) + "}"
+
+
+def _value(value: np.generic) -> str:
+    if isinstance(value, np.bool_):
+        return "true" if value else "false"
+    if isinstance(value, np.int64):
+        return f"{value} : i64"
+    return f"0x{struct.unpack('<I', struct.pack('<f', value))[0]:08X} : f32"
+
+
+def module(
+    target: str,
+    operands: Sequence[Type | None],
+    results: Sequence[Type],
+    config: str,
+    aliases: Mapping[int, int],
+) -> bytes:
+    """An HloModuleProto whose entry takes the operands that are there, **last one first**, and calls the target.
+
+    torch_xla numbers a graph's parameters from the last operand, and XLA pairs donated buffers with results of the same
+    size in order; numbered backwards, each cache meets its own result.
+
+    Parameters
+    ----------
+    target
+        The custom call's target name.
+    operands
+        Shape and dtype of each, None for one that is left out: a constant without an element.
+    results
+        Shape and dtype of each.
+    config
+        The attributes, see `dictionary`.
+    aliases
+        Operand by result, for results that are the operand, updated.
+    """
+    shapes = [_array(*(operand or _EMPTY)) for operand in operands]
+    given = [index for index, operand in enumerate(operands) if operand is not None]
+    outputs = [_array(*result) for result in results]
+    root_shape = outputs[0] if len(outputs) == 1 else _number(2, _TUPLE) + b"".join(_bytes(4, s) for s in outputs)
+    instructions = []
+    for index, shape in enumerate(shapes):
+        # XlaBuilder wants names that end in the instruction's number.
+        head = _bytes(1, f"operand.{index + 1}") + _bytes(3, shape) + _number(35, index + 1)
+        if operands[index] is None:
+            instructions.append(head + _bytes(2, "constant") + _bytes(8, _bytes(1, shape)))
+        else:
+            instructions.append(head + _bytes(2, "parameter") + _number(9, len(given) - 1 - given.index(index)))
+    root = len(shapes) + 1
+    call = _bytes(1, f"call.{root}") + _bytes(2, "custom-call") + _bytes(3, root_shape) + _bytes(28, target)
+    call += _number(35, root) + _packed(36, range(1, root)) + _bytes(43, config)
+    call += _number(56, 1) + b"".join(_bytes(57, shape) for shape in shapes)
+    for result, operand in aliases.items():
+        call += _bytes(74, (_packed(1, [result]) if len(outputs) > 1 else b"") + _number(2, operand))
+    instructions.append(call + _number(77, _TYPED_FFI))
+    parameters = b"".join(_bytes(1, shapes[index]) for index in reversed(given))
+    names = b"".join(_bytes(3, f"p{index}") for index in range(len(given)))
+    program = parameters + _bytes(2, root_shape) + names
+    name = f"xla_attention.{root + 1}"
+    body = b"".join(_bytes(2, instruction) for instruction in instructions)
+    computation = _bytes(1, name) + body + _bytes(4, program) + _number(5, root + 1) + _number(6, root)
+    return (
+        _bytes(1, "xla_attention")
+        + _bytes(2, name)
+        + _bytes(3, computation)
+        + _bytes(4, program)
+        + _number(6, root + 1)
+    )
+
+
+# PrimitiveType.TUPLE; CustomCallApiVersion.API_VERSION_TYPED_FFI
+_TUPLE, _TYPED_FFI = 13, 4
+
+
+def _array(shape: Sequence[int], dtype: torch.dtype) -> bytes:
+    """A ShapeProto with a row-major layout."""
+    layout = _packed(1, range(len(shape) - 1, -1, -1))
+    return _number(2, DTYPES[dtype]) + _packed(3, shape) + _bytes(5, layout) + _packed(6, [0] * len(shape))
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 127:
+        encoded.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*encoded, value])
+
+
+def _number(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
+
+
+def _bytes(field: int, value: bytes | str) -> bytes:
+    value = value.encode() if isinstance(value, str) else value
+    return _varint(field << 3 | 2) + _varint(len(value)) + value
+
+
+def _packed(field: int, values: Sequence[int]) -> bytes:
+    return _bytes(field, b"".join(map(_varint, values)))

@@ -1,0 +1,186 @@
+"""kv_cache_update in torch: functional, and in place."""
+
+import torch
+
+from .._options import kv_layout_number
+from ._call import Call, Result, index_operand, scale_operand
+from ._define import define, scale_tensor
+
+Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def kv_cache_update(
+    kv_cache: Cache,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+    kv_layout: str | None = None,
+) -> Cache:
+    """A paged cache with the keys and values of new tokens; the cache that is given stays as it is.
+
+    See `update_cache_` for an update in place.
+
+    Parameters
+    ----------
+    kv_cache : Tensor or pair of Tensors
+        K and V in one buffer, see `kv_layout`; or K and V apart, ``[P, page_size, Hkv, D]`` and
+        ``[P, page_size, Hkv, Dv]``. Of the dtype of `key`, or ``float8_e4m3fn`` or ``float8_e5m2``.
+    key, value : Tensor
+        ``[T, Hkv, D]``, ``[T, Hkv, Dv]``, f16, bf16 or f32; D and Dv multiples of 8 up to 256.
+    slot_mapping : Tensor
+        ``[T]`` integers: token t goes to slot ``page * page_size + offset``. A slot outside the cache is skipped, so -1
+        marks padding. Where two tokens have one slot, it may hold parts of both.
+    k_scale, v_scale : Tensor or float, optional
+        ``f32[1]`` or ``f32[Hkv]``: what is stored is the row divided by it.
+    kv_layout : str, optional
+        Of a cache in one buffer: ``"interleaved"`` (the default), ``[P, page_size, 2*Hkv, D]`` with K of head h at
+        index 2h and V at 2h+1; ``"stacked"``, ``[2, P, page_size, Hkv, D]``; ``"per_page"``,
+        ``[P, 2, page_size, Hkv, D]``.
+
+    Returns
+    -------
+    Tensor or pair of Tensors
+        The updated cache, in the form it was given.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from xla_attention.torch import kv_cache_update
+    >>> rows = torch.ones(3, 1, 8)
+    >>> cache = kv_cache_update(torch.zeros(2, 4, 2, 8), rows, 2 * rows, torch.tensor([0, 5, -1]))
+    >>> cache[:, :, :, 0].sum(dim=1).tolist()
+    [[1.0, 2.0], [1.0, 2.0]]
+    """
+    ops = torch.ops.xla_gpu
+    rows = (key, value, slot_mapping, scale_tensor(k_scale, key), scale_tensor(v_scale, key))
+    if isinstance(kv_cache, torch.Tensor):
+        return ops.kv_cache_update(kv_cache, *rows, kv_layout)
+    _refuse_layout(kv_layout)
+    return ops.kv_cache_update_split(*kv_cache, *rows)
+
+
+def update_cache_(
+    kv_cache: Cache,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+    kv_layout: str | None = None,
+) -> None:
+    """Write the keys and values of new tokens into a paged cache, in place on every device.
+
+    Takes what `kv_cache_update` takes. On CPU and CUDA the cache is written to directly, also under
+    ``torch.compile(backend="inductor")``. On XLA the graph gives its buffer to the result, so that no copy of the cache
+    is made: ``cache.copy_`` of the updated cache, and under ``torch.compile(backend="openxla")`` the cache is marked as
+    a donor as well.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from xla_attention.torch import update_cache_
+    >>> cache, rows = torch.zeros(2, 4, 2, 8), torch.ones(3, 1, 8)
+    >>> update_cache_(cache, rows, 2 * rows, torch.tensor([0, 5, -1]))
+    >>> cache[:, :, :, 0].sum(dim=1).tolist()
+    [[1.0, 2.0], [1.0, 2.0]]
+    """
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    caches = (kv_cache,) if isinstance(kv_cache, torch.Tensor) else tuple(kv_cache)
+    if caches[0].device.type == "xla":
+        if torch.compiler.is_compiling():
+            for cache in caches:
+                torch.ops.xla.dynamo_set_buffer_donor_(cache, True)
+        updated = kv_cache_update(kv_cache, key, value, slot_mapping, **scales, kv_layout=kv_layout)
+        for cache, new in zip(caches, updated if len(caches) == 2 else (updated,), strict=True):
+            cache.copy_(new)
+        return
+    ops = torch.ops.xla_gpu
+    rows = (key, value, slot_mapping, scale_tensor(k_scale, key), scale_tensor(v_scale, key))
+    if len(caches) == 1:
+        ops.kv_cache_update_(*caches, *rows, kv_layout)
+    else:
+        _refuse_layout(kv_layout)
+        ops.kv_cache_update_split_(*caches, *rows)
+
+
+def _refuse_layout(kv_layout: str | None) -> None:
+    if kv_layout is not None:
+        raise ValueError(f"kv_layout is {kv_layout!r}, which K and V apart do not have")
+
+
+def slots(slot_mapping: torch.Tensor) -> torch.Tensor:
+    """Slots as the library reads them: i32 or i64."""
+    return index_operand("slot_mapping", slot_mapping, keep=(torch.int32, torch.int64))
+
+
+def _describe(
+    kv_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    kv_layout: str | None = None,
+) -> Call:
+    return Call(
+        "xla_gpu_kv_cache_update",
+        (kv_cache, key, value, slots(slot_mapping), scale_operand(k_scale), scale_operand(v_scale)),
+        (Result(kv_cache.shape, kv_cache.dtype),),
+        {"kv_layout": kv_layout_number(kv_layout or "interleaved")},
+        strided=(1, 2),
+        aliases={0: 0},
+    )
+
+
+def _describe_split(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> Call:
+    return Call(
+        "xla_gpu_kv_cache_update_split",
+        (k_cache, v_cache, key, value, slots(slot_mapping), scale_operand(k_scale), scale_operand(v_scale)),
+        (Result(k_cache.shape, k_cache.dtype), Result(v_cache.shape, v_cache.dtype)),
+        {},
+        strided=(2, 3),
+        aliases={0: 0, 1: 1},
+    )
+
+
+_ROWS = "Tensor key, Tensor value, Tensor slot_mapping, Tensor? k_scale=None, Tensor? v_scale=None"
+_LAYOUT = "str? kv_layout=None"
+
+define(
+    "xla_gpu::kv_cache_update",
+    f"(Tensor kv_cache, {_ROWS}, {_LAYOUT}) -> Tensor",
+    _describe,
+    lambda results: results[0],
+)
+define(
+    "xla_gpu::kv_cache_update_",
+    f"(Tensor(a!) kv_cache, {_ROWS}, {_LAYOUT}) -> ()",
+    _describe,
+    lambda _: None,
+    in_place=True,
+)
+define(
+    "xla_gpu::kv_cache_update_split",
+    f"(Tensor k_cache, Tensor v_cache, {_ROWS}) -> (Tensor, Tensor)",
+    _describe_split,
+    tuple,
+)
+define(
+    "xla_gpu::kv_cache_update_split_",
+    f"(Tensor(a!) k_cache, Tensor(b!) v_cache, {_ROWS}) -> ()",
+    _describe_split,
+    lambda _: None,
+    in_place=True,
+)

@@ -1,0 +1,51 @@
+"""merge_attention_states in torch."""
+
+import torch
+
+from ._call import Call, Result
+from ._define import define
+
+
+def merge_attention_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge the attention of the same queries over two disjoint sets of keys into that over both.
+
+    Parameters
+    ----------
+    out_a, out_b : Tensor
+        ``[n, h, d]``, f16, bf16 or f32, both the same: outputs over each set of keys; any d.
+    lse_a, lse_b : Tensor
+        ``f32[h, n]``: logarithms of the softmax denominators, natural. A row of a part whose lse is not finite saw no
+        key there: that part's output is not read.
+
+    Returns
+    -------
+    out : Tensor
+        ``[n, h, d]``, of the parts' dtype; 0 where neither part saw a key.
+    lse : Tensor
+        ``f32[h, n]``; -inf where neither part saw a key.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from xla_attention.torch import merge_attention_states
+    >>> ones, even = torch.ones(3, 2, 64), torch.zeros(2, 3)
+    >>> out, lse = merge_attention_states(ones, even, 3 * ones, even)
+    >>> out[0, 0, 0].item(), round(lse[0, 0].exp().item(), 5)
+    (2.0, 2.0)
+    """
+    return torch.ops.xla_gpu.merge_attention_states(out_a, lse_a, out_b, lse_b)
+
+
+def _describe(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> Call:
+    results = (Result(out_a.shape, out_a.dtype), Result(lse_a.shape, torch.float32))
+    return Call("xla_gpu_merge_attention_states", (out_a, lse_a, out_b, lse_b), results, {})
+
+
+define(
+    "xla_gpu::merge_attention_states",
+    "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
+    _describe,
+    tuple,
+)

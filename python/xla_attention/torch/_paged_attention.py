@@ -1,0 +1,239 @@
+"""paged_attention in torch."""
+
+import functools
+
+import numpy as np
+import torch
+
+from ._call import Call, Result, Workspace, f32_operand, index_operand, output_dtype, scale_operand
+from ._define import define, scale_tensor
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: torch.Tensor | int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    *,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | float | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of a ragged batch of query tokens over a paged key/value cache.
+
+    Prefill chunks and decode tokens may be mixed: sequence b has the query rows
+    ``query_start_loc[b] : query_start_loc[b + 1]``, which are the last ones of its ``context_lens[b]`` keys. The keys
+    and values of the new tokens must already be in the cache (`update_cache_`).
+
+    Parameters
+    ----------
+    query : Tensor
+        ``[T, Hq, D]``; f16, bf16, f32 or f8e4m3fn; D a multiple of 8 up to 256. On CPU and CUDA rows may be apart.
+    kv_cache : Tensor
+        ``[P, page_size, 2*Hkv, D]``, K of head h at index 2h, V at 2h+1; of the query's dtype, or f8e4m3fn or f8e5m2
+        under f16 or bf16 queries. Query head h reads KV head ``h // (Hq // Hkv)``.
+    context_lens : Tensor
+        ``i32[S]``: keys of each sequence, the new tokens included.
+    block_tables : Tensor
+        ``i32[S, M]``: the pages of each sequence, in order.
+    query_start_loc : Tensor
+        ``i32[S + 1]``: first query row of each sequence and, after the last, the end.
+    num_seqs : Tensor or int
+        ``i32[1]`` or ``i32[]``: how many of the S slots are in use. An int becomes a constant of an XLA program, which
+        is compiled anew for each value.
+    scale : float
+        Multiplies ``q . k``; finite and positive.
+    sliding_window : int, optional
+        Each query sees only the last ``sliding_window`` keys, its own included.
+    soft_cap : float, optional
+        Scores become ``soft_cap * tanh(score / soft_cap)``; 0 is off.
+    alibi_slopes : Tensor, optional
+        ``f32[Hq]`` or ``f32[S, Hq]``: ``-slope * |distance|`` is added to a score.
+    sinks : Tensor, optional
+        ``f32[Hq]``: the logit of one more column of each row, whose value is 0.
+    q_scale, k_scale, v_scale : Tensor or float, optional
+        ``f32[1]`` or ``f32[Hkv]``: what the stored numbers are to be multiplied with.
+    batch_invariant : bool
+        The bits of a sequence's rows depend on nothing but that sequence and static sizes.
+    return_lse : bool
+        Return the logarithm of the softmax denominators as well.
+    out_dtype : torch.dtype, optional
+        bf16 (the default) or f16 with f8e4m3fn queries; otherwise the query's dtype and nothing else.
+
+    Returns
+    -------
+    out : Tensor
+        ``[T, Hq, D]``. Rows that see no key, and rows that belong to no sequence, are 0.
+    softmax_lse : Tensor
+        ``f32[Hq, T]``, natural logarithm; -inf for such rows. Only with ``return_lse=True``.
+
+    Raises
+    ------
+    ValueError
+        Shapes, dtypes, devices or options do not fit together; the text names the operand and what was expected.
+    NotImplementedError
+        A combination of dtypes, or a head dimension, that there is no kernel for.
+
+    Examples
+    --------
+    Three new tokens of a prompt of three, and one of a sequence of five.
+
+    >>> import torch
+    >>> from xla_attention.torch import paged_attention
+    >>> query, kv_cache = torch.randn(4, 2, 64), torch.randn(8, 4, 2, 64)
+    >>> lens, tables, starts = torch.tensor([3, 5]), torch.tensor([[3, 0], [5, 1]]), torch.tensor([0, 3, 4])
+    >>> paged_attention(query, kv_cache, lens, tables, starts, torch.tensor([2]), scale=0.125).shape
+    torch.Size([4, 2, 64])
+    """
+    scales = (scale_tensor(s, query) for s in (q_scale, k_scale, v_scale))
+    arguments = (
+        query,
+        kv_cache,
+        context_lens,
+        block_tables,
+        query_start_loc,
+        num_seqs,
+        scale,
+        sliding_window,
+        soft_cap,
+    )
+    ops = torch.ops.xla_gpu
+    op = ops.paged_attention_with_lse if return_lse else ops.paged_attention
+    return op(*arguments, alibi_slopes, sinks, *scales, batch_invariant, out_dtype)
+
+
+def ragged_paged_attention(
+    q: torch.Tensor,
+    kv_pages: torch.Tensor,
+    kv_lens: torch.Tensor,
+    page_indices: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    num_seqs: torch.Tensor,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    mask_value: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    use_kernel: bool = True,
+    num_kv_pages_per_block: int | None = None,
+    num_queries_per_block: int | None = None,
+    vmem_limit_bytes: int | None = None,
+) -> torch.Tensor:
+    """`paged_attention` with the signature of torch_xla 2.9's ``torch.ops.xla.ragged_paged_attention``.
+
+    Parameters
+    ----------
+    q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sm_scale, sliding_window, soft_cap, k_scale, v_scale
+        As `paged_attention`'s query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs, scale and so on.
+    mask_value, use_kernel, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes
+        Tuning of the TPU kernel; accepted and ignored.
+
+    Returns
+    -------
+    Tensor
+        ``[T, Hq, D]``. Rows past ``cu_q_lens[num_seqs]`` are 0.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from xla_attention.torch import ragged_paged_attention
+    >>> pages, one = torch.ones(2, 16, 2, 128), torch.tensor([1])
+    >>> starts = torch.tensor([0, 1])
+    >>> ragged_paged_attention(torch.ones(1, 4, 128), pages, one, torch.tensor([[1]]), starts, one).shape
+    torch.Size([1, 4, 128])
+    """
+    del mask_value, use_kernel, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes
+    arguments = (q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sm_scale, sliding_window, soft_cap)
+    return paged_attention(*arguments, k_scale=k_scale, v_scale=v_scale)
+
+
+def _describe(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: torch.Tensor | int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    out_dtype: torch.dtype | None = None,
+    *,
+    with_lse: bool,
+) -> Call:
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"xla_gpu_paged_attention: sliding_window is {sliding_window}, expected >= 1, or None")
+    if not isinstance(num_seqs, torch.Tensor):
+        num_seqs = torch.full((1,), num_seqs, dtype=torch.int32, device=query.device)
+    dtype = output_dtype(query, out_dtype)
+    workspace = None
+    if query.dim() == 3 and kv_cache.dim() == 4 and context_lens.dim() == 1:
+        heads = (query.shape[1], kv_cache.shape[2] // 2)
+        dims = (query.shape[2], query.shape[2])
+        rows = (query.shape[0], context_lens.shape[0])
+        workspace = Workspace(*heads, *dims, query.dtype, batch_invariant, *rows)
+    lse = Result((*query.shape[1:2], *query.shape[:1]), torch.float32) if with_lse else None
+    return Call(
+        "xla_gpu_paged_attention",
+        (
+            query,
+            kv_cache,
+            index_operand("context_lens", context_lens),
+            index_operand("block_tables", block_tables),
+            index_operand("query_start_loc", query_start_loc),
+            index_operand("num_seqs", num_seqs),
+            f32_operand(alibi_slopes),
+            f32_operand(sinks),
+            *map(scale_operand, (q_scale, k_scale, v_scale)),
+        ),
+        (Result(query.shape, dtype), lse),
+        {
+            "batch_invariant": np.bool_(batch_invariant),
+            "scale": np.float32(scale),
+            "sliding_window": np.int64(-1 if sliding_window is None else sliding_window),
+            "soft_cap": np.float32(0.0 if soft_cap is None else soft_cap),
+        },
+        strided=(0, 1),
+        workspace=workspace,
+    )
+
+
+def _schema(num_seqs: str, returns: str) -> str:
+    return (
+        "(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, Tensor query_start_loc, "
+        f"{num_seqs} num_seqs, float scale, int? sliding_window=None, float? soft_cap=None, "
+        "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? q_scale=None, Tensor? k_scale=None, "
+        f"Tensor? v_scale=None, bool batch_invariant=False, ScalarType? out_dtype=None) -> {returns}"
+    )
+
+
+for _overload, _num_seqs in (("", "Tensor"), (".int", "int")):
+    define(
+        "xla_gpu::paged_attention" + _overload,
+        _schema(_num_seqs, "Tensor"),
+        functools.partial(_describe, with_lse=False),
+        lambda results: results[0],
+    )
+    define(
+        "xla_gpu::paged_attention_with_lse" + _overload,
+        _schema(_num_seqs, "(Tensor, Tensor)"),
+        functools.partial(_describe, with_lse=True),
+        tuple,
+    )

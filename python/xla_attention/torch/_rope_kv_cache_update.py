@@ -1,0 +1,116 @@
+"""rope_kv_cache_update in torch."""
+
+import numpy as np
+import torch
+
+from .._options import kv_layout_number
+from ._call import Call, Result, index_operand, scale_operand
+from ._define import define, scale_tensor
+from ._kv_cache_update import slots
+
+
+def rope_kv_cache_update(
+    kv_cache: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+    kv_layout: str = "interleaved",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate the queries and keys of new tokens by their positions, and a paged cache with keys and values in it.
+
+    The rotary embedding and `kv_cache_update` in one pass over the rows. The cache that is given stays as it is;
+    ``torch.ops.xla_gpu.rope_kv_cache_update_`` writes to it, on CPU and CUDA, and returns the queries alone.
+
+    Parameters
+    ----------
+    kv_cache : Tensor
+        K and V in one buffer, see `kv_layout`. Of the dtype of `key`, or ``float8_e4m3fn`` or ``float8_e5m2``.
+    query : Tensor
+        ``[T, Hq, D]``, of the dtype of `key`.
+    key, value : Tensor
+        ``[T, Hkv, D]``, f16, bf16 or f32; D a multiple of 8 up to 256.
+    slot_mapping : Tensor
+        ``[T]`` integers: token t goes to slot ``page * page_size + offset``; a slot outside the cache is skipped.
+    positions : Tensor
+        ``[T]`` integers: each token's row of `cos_sin`, clamped to it.
+    cos_sin : Tensor
+        ``f32[max_pos, rot]``: the cosines of a position's ``rot / 2`` angles, then their sines.
+    interleaved : bool
+        Pair i of a head is elements i and ``i + rot / 2``; with True, ``2i`` and ``2i + 1``.
+    k_scale, v_scale : Tensor or float, optional
+        ``f32[1]`` or ``f32[Hkv]``: what is stored is the row divided by it.
+    kv_layout : str
+        As for `kv_cache_update`.
+
+    Returns
+    -------
+    query : Tensor
+        ``[T, Hq, D]``, rotated.
+    kv_cache : Tensor
+        The updated cache.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from xla_attention.torch import rope_kv_cache_update
+    >>> cos_sin = torch.tensor([[1.0] * 4 + [0.0] * 4, [0.0] * 4 + [1.0] * 4])
+    >>> cache, row, slots = torch.zeros(2, 4, 2, 8), torch.ones(2, 1, 8), torch.tensor([0, 5])
+    >>> query, cache = rope_kv_cache_update(cache, row, row, row, slots, torch.tensor([0, 1]), cos_sin)
+    >>> query[1, 0].tolist()
+    [-1.0, -1.0, -1.0, -1.0, 1.0, 1.0, 1.0, 1.0]
+    """
+    scales = (scale_tensor(k_scale, key), scale_tensor(v_scale, key))
+    rows = (kv_cache, query, key, value, slot_mapping, positions, cos_sin)
+    return torch.ops.xla_gpu.rope_kv_cache_update(*rows, interleaved, *scales, kv_layout)
+
+
+def _describe(
+    kv_cache: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    interleaved: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    kv_layout: str | None = None,
+) -> Call:
+    where = (slots(slot_mapping), index_operand("positions", positions))
+    scales = (scale_operand(k_scale), scale_operand(v_scale))
+    return Call(
+        "xla_gpu_rope_kv_cache_update",
+        (kv_cache, query, key, value, *where, cos_sin, *scales),
+        (Result(kv_cache.shape, kv_cache.dtype), Result(query.shape, query.dtype)),
+        {"interleaved": np.bool_(interleaved), "kv_layout": kv_layout_number(kv_layout or "interleaved")},
+        strided=(1, 2, 3),
+        aliases={0: 0},
+    )
+
+
+_REST = (
+    "Tensor query, Tensor key, Tensor value, Tensor slot_mapping, Tensor positions, Tensor cos_sin, "
+    "bool interleaved=False, Tensor? k_scale=None, Tensor? v_scale=None, str? kv_layout=None"
+)
+
+define(
+    "xla_gpu::rope_kv_cache_update",
+    f"(Tensor kv_cache, {_REST}) -> (Tensor, Tensor)",
+    _describe,
+    lambda results: (results[1], results[0]),
+)
+define(
+    "xla_gpu::rope_kv_cache_update_",
+    f"(Tensor(a!) kv_cache, {_REST}) -> Tensor",
+    _describe,
+    lambda results: results[1],
+    in_place=True,
+)

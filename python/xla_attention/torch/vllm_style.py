@@ -1,0 +1,100 @@
+"""Attention in the terms of a vLLM attention backend: what one layer holds at one step.
+
+A backend's ``forward`` has the step's query, key and value, the layer's cache, and metadata: where new tokens go, the
+pages, the lengths. One call writes the new tokens and attends.
+"""
+
+import torch
+
+from ._flash_attn_varlen import flash_attn_varlen
+from ._kv_cache_update import update_cache_
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int = 0,
+    max_seq_len: int = 0,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+    kv_layout: str = "stacked",
+) -> torch.Tensor:
+    """Write the step's keys and values into the cache, in place, and attend causally over the pages.
+
+    Parameters
+    ----------
+    query : Tensor
+        ``[T, Hq, D]``
+    key, value : Tensor
+        ``[T, Hkv, D]``
+    kv_cache : Tensor
+        vLLM's ``[2, P, page_size, Hkv, D]``, or another `kv_layout` of `update_cache_`.
+    slot_mapping : Tensor
+        ``[T]``: where each token goes, ``page * page_size + offset``; -1 for padding.
+    block_table : Tensor
+        ``i32[B, M]``: the pages of each sequence.
+    seq_lens : Tensor
+        ``i32[B]``: keys of each sequence, the step's included.
+    query_start_loc : Tensor
+        ``i32[B + 1]``: first row of each sequence, and the end.
+    scale : float
+        Multiplies ``q . k``.
+    max_query_len, max_seq_len : int
+        Advice, 0 for unknown.
+    sliding_window : int, optional
+        Each query sees only the last ``sliding_window`` keys, its own included.
+    logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale
+        As for `flash_attn_varlen`; the scales also divide what is stored.
+
+    Returns
+    -------
+    Tensor
+        ``[T, Hq, D]``; 0 for padding.
+
+    Examples
+    --------
+    Two sequences: a prompt of 3 tokens, and the sixth token of another.
+
+    >>> import torch
+    >>> from xla_attention.torch import vllm_style
+    >>> cache = torch.zeros(2, 4, 16, 2, 64)
+    >>> q, k, v = torch.randn(4, 8, 64), torch.randn(4, 2, 64), torch.randn(4, 2, 64)
+    >>> slots, table = torch.tensor([16, 17, 18, 37]), torch.tensor([[1], [2]])
+    >>> lens, starts = torch.tensor([3, 6]), torch.tensor([0, 3, 4])
+    >>> vllm_style.attention(q, k, v, cache, slots, table, lens, starts, scale=0.125).shape
+    torch.Size([4, 8, 64])
+    """
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window is {sliding_window}, expected >= 1, or None")
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    update_cache_(kv_cache, key, value, slot_mapping, **scales, kv_layout=kv_layout)
+    return flash_attn_varlen(
+        query,
+        kv_cache,
+        None,
+        query_start_loc,
+        max_seqlen_q=max_query_len,
+        max_seqlen_k=max_seq_len,
+        softmax_scale=scale,
+        causal=True,
+        window=(-1 if sliding_window is None else sliding_window - 1, -1),
+        softcap=0.0 if logits_soft_cap is None else logits_soft_cap,
+        seqused_k=seq_lens,
+        block_table=block_table,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        **scales,
+        kv_layout=kv_layout,
+    )

@@ -1,0 +1,46 @@
+"""The examples for torch, which are the users' own programs, run as written."""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+
+def run(name, *arguments):
+    """What an example prints."""
+    environment = {**os.environ, "PJRT_DEVICE": "CPU"}
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu), "xla"])
+@pytest.mark.parametrize("name", ["torch_paged_attention.py", "torch_flash_attn_varlen.py", "torch_vllm_style.py"])
+def test_the_example_says_that_all_agree(name, device):
+    if device == "xla" and importlib.util.find_spec("torch_xla") is None:
+        pytest.skip("torch_xla is not installed")
+    printed = run(name, device)
+    assert "True" in printed or "largest difference" in printed
+    assert "False" not in printed
+
+
+def test_a_custom_call_of_ones_own_runs(xla_device):
+    printed = run("torch_simple_add.py")
+    assert 'custom_call_target="XlaGpuSimpleAdd"' in printed
+    assert "[10.0, 11.0, 12.0" in printed
+
+
+def test_the_three_ways_to_see_the_program(xla_device):
+    printed = run("torch_programs.py")
+    assert "stablehlo.custom_call @xla_gpu_paged_attention" in printed
+    assert "api_version=API_VERSION_TYPED_FFI" in printed
+    assert "fallbacks: []  compilations after the first step: 0" in printed

@@ -1,0 +1,284 @@
+"""What torch_xla makes of our calls: programs, their text, and the wrong answers that it would give by itself."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import xla_attention.torch as xt
+from batches import batch, varlen
+from oracle import paged_attention_reference
+from torch_side import array, tensor, torch
+
+pytestmark = pytest.mark.usefixtures("xla_device")
+MIXED = [(33, 33), (1, 100), (5, 70)]
+
+
+def compiled(function):
+    return torch.compile(function, backend="openxla", fullgraph=True)
+
+
+@pytest.fixture
+def operands():
+    return batch(MIXED)
+
+
+def both(function, *operands, **options):
+    """The results of a function of XLA tensors, lazily and compiled."""
+    tensors = [tensor(x, "xla") for x in operands]
+    return [array(run(*tensors, **options)) for run in (function, compiled(function))]
+
+
+@pytest.mark.parametrize("options", [[{"scale": 0.5}, {"scale": 2.0}], [{"sliding_window": 3}, {"sliding_window": 40}]])
+def test_each_configuration_is_a_program_of_its_own(operands, options):
+    """torch_xla's own custom call takes the first one's program for the second."""
+    for one in ({"scale": 0.125, **more} for more in options):
+
+        def call(*operands, one=one):
+            return xt.paged_attention(*operands, **one)
+
+        wanted, _ = paged_attention_reference(*(np.asarray(x) for x in operands), **one)
+        for found in both(call, *operands):
+            np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+def test_each_output_dtype_and_shape_is_a_program_of_its_own():
+    (q, k, v, starts, _), _ = varlen([(7, 7), (9, 9)], dtype="float8_e4m3fn", rows_after=0)
+    tensors = [tensor(x, "xla") for x in (q, k, v, starts)]
+    for dtype in (torch.bfloat16, torch.float16):
+        out = xt.flash_attn_varlen(*tensors, out_dtype=dtype)
+        assert out.cpu().dtype == dtype
+        assert torch.isfinite(out.cpu().float()).all()
+    for rows in (5, 3):
+        a = torch.ones(rows, 2, device="xla")
+        assert xt.simple_add(a, a).cpu().tolist() == [[2.0, 2.0]] * rows
+
+
+def test_transposed_and_sliced_operands_are_what_they_say(operands):
+    query, *rest = operands
+    wanted, _ = paged_attention_reference(*(np.asarray(x) for x in operands), scale=0.125)
+
+    def turned(query, *rest):
+        return xt.paged_attention(query.transpose(0, 1), *rest, scale=0.125)
+
+    def sliced(query, *rest):
+        return xt.paged_attention(query[:, 1::2], *rest, scale=0.125)
+
+    for found in both(turned, np.asarray(query).transpose(1, 0, 2), *rest):
+        np.testing.assert_allclose(found, wanted, atol=2e-5)
+    for found in both(sliced, np.repeat(np.asarray(query), 2, axis=1), *rest):
+        np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+def test_the_program_names_the_target_with_its_layouts_and_typed_attributes(operands):
+    """The first way of seed 004: the text of the HLO."""
+    import _XLAC
+
+    tensors = [tensor(x, "xla") for x in operands]
+    out = xt.paged_attention(*tensors, scale=0.5, sliding_window=9, sinks=torch.zeros(8, device="xla"))
+    (line,) = [line for line in _XLAC._get_xla_tensors_hlo([out]).splitlines() if " custom-call(" in line]
+    assert 'custom_call_target="xla_gpu_paged_attention"' in line
+    assert "api_version=API_VERSION_TYPED_FFI" in line
+    assert "operand_layout_constraints={f32[41,8,64]{2,1,0}" in line
+    for attribute in ("batch_invariant = false", "scale = 0x3F000000 : f32", "sliding_window = 9 : i64"):
+        assert attribute in line
+    assert "xla_attention::call" in _XLAC._get_xla_tensors_text([out])
+
+
+def test_a_cache_update_tells_xla_that_it_is_in_place():
+    import _XLAC
+
+    cache, rows = torch.zeros(2, 4, 2, 8, device="xla"), torch.ones(3, 1, 8, device="xla")
+    new = xt.kv_cache_update(cache, rows, rows, torch.tensor([0, 5, -1], device="xla"))
+    assert "output_to_operand_aliasing={{}: (0, {})}" in _XLAC._get_xla_tensors_hlo([new])
+
+
+def test_a_cache_that_is_copied_to_is_donated():
+    """Two caches at once: each meets its own result, and neither is copied."""
+    import _XLAC
+
+    caches = [torch.zeros(2, 4, 2, 8, device="xla") for _ in range(2)]
+    rows, slots = torch.ones(3, 2, 8, device="xla"), torch.tensor([0, 5, -1], device="xla")
+    xt.update_cache_(tuple(caches), rows, 2 * rows, slots)
+    hlo = _XLAC._get_xla_tensors_hlo(caches)
+    assert "output_to_operand_aliasing={{0}: (0, {}), {1}: (1, {})}" in hlo
+    assert [int(cache.sum().cpu()) for cache in caches] == [32, 64]
+
+
+def test_the_exported_program_is_a_typed_custom_call(operands):
+    """The second way of seed 004: StableHLO, which any PJRT program can run."""
+    from torch_xla.stablehlo import exported_program_to_stablehlo
+
+    class Step(torch.nn.Module):
+        def forward(self, *operands):
+            return torch.ops.xla_gpu.paged_attention(*operands, 0.125)
+
+    exported = torch.export.export(Step(), tuple(tensor(x) for x in operands))
+    text = exported_program_to_stablehlo(exported).get_stablehlo_text()
+    assert "stablehlo.custom_call @xla_gpu_paged_attention" in text
+    assert "api_version = 4 : i32" in text
+    assert "scale = 1.250000e-01 : f32" in text
+    assert "sliding_window = -1 : i64" in text
+
+
+def test_nothing_falls_back_and_steps_of_equal_shape_compile_once(operands):
+    """The third way of seed 004: the metrics."""
+    import torch_xla
+    from torch_xla.debug import metrics
+
+    tensors = [tensor(x, "xla") for x in operands]
+
+    def step(scale_by):
+        out = xt.paged_attention(tensors[0] * scale_by, *tensors[1:], scale=0.125)
+        torch_xla.sync()
+        return out
+
+    step(torch.tensor([1.0]).to("xla"))
+    metrics.clear_all()
+    for value in (2.0, 3.0):
+        step(torch.tensor([value]).to("xla"))
+    assert not [name for name in metrics.counter_names() if name.startswith("aten::")]
+    assert metrics.metric_data("CompileTime") is None
+
+
+def test_a_call_of_ones_own_finds_the_handler():
+    """Seed 002's call, by the plain name, after `register_targets`."""
+    import _XLAC
+
+    xt.register_targets()
+    a, b = torch.arange(8.0).to("xla"), torch.full((8,), 10.0).to("xla")
+    (out,) = _XLAC._xla_custom_call([a, b], "XlaGpuSimpleAdd", [[8]], [torch.float32], False, "", 4, {})
+    assert out.cpu().tolist() == (torch.arange(8.0) + 10).tolist()
+
+
+def test_registering_twice_is_fine():
+    xt.register_targets.__wrapped__()
+    xt.register_targets()
+
+
+def test_without_symbols_the_table_is_still_found():
+    """A stripped torch_xla."""
+    import pathlib
+
+    import _XLAC
+
+    from xla_attention import torch_xla as runtime
+
+    runtime.register_targets()
+    assert runtime._scan(pathlib.Path(_XLAC.__file__).resolve()) == runtime._ffi_api("this one")
+
+
+def test_tensors_of_several_devices_are_refused(operands):
+    query, *rest = (tensor(x) for x in operands)
+    with pytest.raises(ValueError, match="expected all on one device"):
+        xt.paged_attention(query.to("xla"), *rest, scale=0.125)
+
+
+def test_cuda_tensors_under_openxla_are_refused_with_the_ways_out(monkeypatch):
+    from xla_attention.torch import _define
+
+    a = torch.ones(3)
+    assert torch.equal(torch.compile(xt.simple_add, backend="eager")(a, a), a + a)
+    monkeypatch.setattr(_define.Call, "device", lambda _: torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="move them there .* or use backend='inductor'"):
+        compiled(lambda x: xt.simple_add(x, x))(a)
+
+
+def run_alone(code):
+    """Run a program of its own, on the CPU; its output."""
+    environment = {**os.environ, "PJRT_DEVICE": "CPU"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+def test_other_devices_are_refused_with_the_way_out():
+    code = """
+import torch_xla.runtime
+torch_xla.runtime.device_type = lambda: "TPU"
+import xla_attention.torch_xla
+try:
+    xla_attention.torch_xla.register_targets()
+except ImportError as error:
+    print(error)
+"""
+    assert "torch_xla runs on TPU; there are handlers for PJRT_DEVICE=CPU, and for CUDA after" in run_alone(code)
+
+
+def test_a_cuda_plugin_that_cannot_be_used_is_said():
+    code = """
+import os, ctypes.util
+from xla_attention.torch import use_cuda_plugin
+for path in ("/nowhere/plugin.so", os.path.realpath(ctypes.CDLL(None) and __import__("_ctypes").__file__)):
+    try:
+        use_cuda_plugin(path)
+    except (ImportError, RuntimeError) as error:
+        print(type(error).__name__, error)
+import torch, torch_xla
+os.environ["PJRT_DEVICE"] = "CPU"
+torch.ones(2, device="xla").cpu()
+try:
+    use_cuda_plugin(__file__ if "__file__" in globals() else os.__file__)
+except RuntimeError as error:
+    print(error)
+"""
+    missing, wrong, late = run_alone(code).splitlines()
+    assert missing.startswith("ImportError xla_attention: /nowhere/plugin.so is not there; pip install jax-cuda13-pjrt")
+    assert wrong.startswith("RuntimeError") and "is no PJRT plugin" in wrong
+    assert "torch_xla has made its device already" in late
+
+
+def test_seed_002_defines_its_own_operator_beside_us():
+    """`Library("xla_gpu", "DEF")` as the seed has it; only the handlers are ours."""
+    code = """
+import torch, torch_xla, _XLAC
+import xla_attention.torch_xla
+xla_attention.torch_xla.register_targets()
+lib = torch.library.Library("xla_gpu", "DEF")
+lib.define("simple_add(Tensor a, Tensor b) -> Tensor")
+
+@torch.library.impl(lib, "simple_add", "XLA")
+def simple_add_xla(a, b):
+    return _XLAC._xla_custom_call([a, b], "XlaGpuSimpleAdd", [list(a.shape)], [a.dtype], False, "", 4, {})[0]
+
+a = torch.ones(3, device="xla")
+print(torch.ops.xla_gpu.simple_add(a, a).cpu().tolist())
+import xla_attention.torch as xt
+print(torch.ops.xla_gpu.simple_add(a, a).cpu().tolist(), xt.merge_attention_states is not None)
+"""
+    assert run_alone(code).splitlines() == ["[2.0, 2.0, 2.0]", "[2.0, 2.0, 2.0] True"]
+
+
+@pytest.mark.parametrize("first", ["torch_xla", "xla_attention.torch"])
+def test_the_order_of_imports_does_not_matter(first):
+    second = {"torch_xla": "xla_attention.torch"}.get(first, "torch_xla")
+    code = f"""
+import {first}, {second}
+import torch, torch_xla.experimental.custom_kernel
+import xla_attention.torch as xt
+xt.provide_xla_ops()
+a = torch.ones(2, device="xla")
+print(xt.simple_add(a, a).cpu().tolist(), torch.ops.xla.flash_attn_varlen_op is not None)
+"""
+    assert run_alone(code) == "[2.0, 2.0] True"
+
+
+def test_torch_xlas_operator_is_ours_on_the_cpu():
+    """Against torch_xla's own reference, which is no kernel."""
+    code = """
+import torch
+import torch_xla.experimental.custom_kernel as kernels
+import xla_attention.torch as xt
+xt.provide_xla_ops()
+torch.manual_seed(0)
+q, pages = torch.randn(20, 4, 64), torch.randn(12, 8, 4, 64)
+lens, tables = torch.tensor([20, 9, 33], dtype=torch.int32), torch.arange(15, dtype=torch.int32).reshape(3, 5) % 12
+starts, count = torch.tensor([0, 15, 16, 20], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+arguments = (q, pages, lens, tables, starts, count)
+found = torch.ops.xla.ragged_paged_attention(*arguments, 0.125)
+wanted = kernels._ragged_paged_attention_nonkernel(*arguments, sm_scale=0.125, k_scale=None, v_scale=None)
+print((found - wanted).abs().max().item() < 1e-5)
+"""
+    assert run_alone(code).splitlines()[-1] == "True"
