@@ -94,6 +94,8 @@ __device__ __forceinline__ void write_warp_rows(const AttentionParams& params, c
   using Grid = LaneGrid<Shape::kQueryRowBytes>;
   constexpr int kElements = 16 / sizeof(T);
   const int32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  // The other lanes have read their queries, which lie here.
+  __syncwarp();
 #pragma unroll
   for (int tile = 0; tile < Shape::kRowTiles; ++tile) {
 #pragma unroll
