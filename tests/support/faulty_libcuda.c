@@ -1,0 +1,73 @@
+// A driver on which something goes wrong: FAULT in the environment says what. It does just as much of the interface as
+// the library uses, and computes nothing.
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { SUCCESS = 0, INVALID_VALUE = 1, UNSUPPORTED_PTX = 222, ILLEGAL_ADDRESS = 700, OUT_OF_RESOURCES = 701 };
+enum { MAJOR = 75, MINOR = 76, ERROR_LOG = 5 };
+
+static int is(const char* fault) {
+  const char* given = getenv("FAULT");
+  return given && strcmp(given, fault) == 0;
+}
+
+int cuCtxGetCurrent(void** context) {
+  *context = is("no context") ? NULL : (void*)0x1000;
+  return SUCCESS;
+}
+int cuCtxGetDevice(int* device) {
+  *device = 0;
+  return SUCCESS;
+}
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  (void)device;
+  *value = attribute == MAJOR ? (is("old GPU") ? 7 : 9) : attribute == MINOR ? (is("old GPU") ? 5 : 0) : 200000;
+  return SUCCESS;
+}
+int cuDriverGetVersion(int* version) {
+  *version = 11040;
+  return SUCCESS;
+}
+int cuGetErrorString(int error, const char** text) {
+  *text = error == UNSUPPORTED_PTX    ? "the provided PTX was compiled with an unsupported toolchain."
+          : error == OUT_OF_RESOURCES ? "too many resources requested for launch"
+                                      : NULL;
+  return *text ? SUCCESS : INVALID_VALUE;
+}
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  (void)mode;
+  return SUCCESS;
+}
+int cuModuleLoadDataEx(void** module, const void* image, unsigned count, const int* options, void** values) {
+  (void)image;
+  if (is("refused module")) {
+    for (unsigned i = 0; i < count; ++i) {
+      if (options[i] == ERROR_LOG) strcpy(values[i], "ptxas: line 1; the log of the driver\n");
+    }
+    return UNSUPPORTED_PTX;
+  }
+  *module = (void*)0x2000;
+  return SUCCESS;
+}
+int cuModuleGetFunction(void** function, void* module, const char* name) {
+  (void)module, (void)name;
+  *function = (void*)0x3000;
+  return SUCCESS;
+}
+int cuFuncGetAttribute(int* value, int attribute, void* function) {
+  (void)attribute, (void)function;
+  *value = 0;
+  return SUCCESS;
+}
+int cuFuncSetAttribute(void* function, int attribute, int value) {
+  (void)function, (void)attribute, (void)value;
+  return SUCCESS;
+}
+int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
+                   unsigned shared, void* stream, void** parameters, void** extra) {
+  (void)function, (void)x, (void)y, (void)z, (void)bx, (void)by, (void)bz, (void)shared, (void)stream;
+  (void)parameters, (void)extra;
+  return is("failed launch") ? OUT_OF_RESOURCES : is("earlier fault") ? ILLEGAL_ADDRESS : SUCCESS;
+}
