@@ -1,0 +1,78 @@
+"""Many calls, several threads and streams: nothing grows and nothing is mixed up."""
+
+import threading
+
+import pytest
+
+import xla_attention.torch as xt
+from batches import batch
+from torch_side import tensor, torch
+
+SHAPES = [([(1, n)] * (1 + n % 3) + [(n % 5, n)], d) for n in (3, 17, 40, 129, 300) for d in (64, 128)]
+
+
+def calls(device, dtype="bfloat16"):
+    return [[tensor(x, device) for x in batch(sequences, d=d, dtype=dtype)] for sequences, d in SHAPES]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True])
+def test_device_memory_stays_flat_over_10_000_calls(captured):
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    all_calls = calls("cuda")
+
+    def every_shape():
+        for operands in all_calls:
+            xt.paged_attention(*operands, scale=0.125)
+
+    run = every_shape
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            every_shape()
+        if captured:
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                every_shape()
+            run = graph.replay
+        run()
+        torch.cuda.synchronize()
+        free, _ = torch.cuda.mem_get_info()
+        for _ in range(10_000 // len(all_calls)):
+            run()
+        torch.cuda.synchronize()
+        assert torch.cuda.mem_get_info()[0] == free
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_threads_on_streams_of_their_own_give_the_bits_of_one(device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    all_calls = calls(device, "float32")
+    wanted = [xt.paged_attention(*operands, scale=0.125) for operands in all_calls]
+    wrong, started = [], threading.Barrier(4)
+
+    def run():
+        stream = torch.cuda.Stream() if device == "cuda" else None
+        started.wait()
+        for _ in range(20):
+            for operands, right in zip(all_calls, wanted, strict=True):
+                if stream is None:
+                    found = xt.paged_attention(*operands, scale=0.125)
+                else:
+                    with torch.cuda.stream(stream):
+                        found = xt.paged_attention(*operands, scale=0.125)
+                        stream.synchronize()
+                if not torch.equal(found, right):
+                    wrong.append(operands[0].shape)
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
