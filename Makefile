@@ -54,19 +54,20 @@ else
 	cargo test --locked --lib --tests
 endif
 	cargo test --locked --doc
+	cargo run --locked --quiet --profile test --example c_interface
 	$(PYTHON) -m pytest $(if $(CI),,-m "not slow")
 
 lint: $(VENV)/test.stamp
 	cargo fmt --check
 	cargo clippy --locked --all-targets -- -D warnings
 	cargo clippy --locked --all-targets --no-default-features -- -D warnings
-	clang-format --dry-run --Werror $$(git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
+	clang-format --dry-run --Werror $$(git ls-files '*.c' '*.cc' '*.h' '*.cu' '*.cuh')
 	ruff check .
 	ruff format --check .
 
 format: $(VENV)/test.stamp
 	cargo fmt
-	clang-format -i $$(git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
+	clang-format -i $$(git ls-files '*.c' '*.cc' '*.h' '*.cu' '*.cuh')
 	ruff check --fix .
 	ruff format .
 

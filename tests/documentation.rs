@@ -4,6 +4,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use xla_attention::{Op, ops::AttributeKind};
 
 fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
@@ -63,4 +64,38 @@ fn the_scan_knows_a_path_from_other_code() {
     let text = "`src/ops` and `x / y`, `ffi/binding.h`, `Cargo.toml`, `cargo test`, `tests`, `and/or`, `src/*.rs`";
     assert_eq!(paths(text), ["src/ops", "ffi/binding.h", "Cargo.toml", "src/*.rs"]);
     assert!(exists("src/l*.rs") && !exists("src/no_such_*.rs"));
+}
+
+/// What a section of `docs/ffi.md` says of one target, in the words of its first column.
+fn rows_of(section: &str) -> Vec<String> {
+    let first_columns = section.lines().filter_map(|line| line.strip_prefix("| ")?.split(" |").next());
+    first_columns.filter(|column| column.ends_with('`')).map(|column| column.replace('`', "")).collect()
+}
+
+#[test]
+fn the_custom_calls_are_described_as_the_code_has_them() {
+    let text = fs::read_to_string(root().join("docs/ffi.md")).unwrap();
+    let sections: Vec<(&str, &str)> = text.split("\n## ").skip(2).map(|s| s.split_once('\n').unwrap()).collect();
+    assert_eq!(sections.len(), Op::ALL.len());
+    for op in Op::ALL {
+        let signature = op.signature();
+        let heading = format!("`{}`", signature.target);
+        let (_, section) = sections.iter().find(|(title, _)| *title == heading).expect(signature.target);
+        let optional = |index: usize, required: usize| if index < required { "" } else { "optional " };
+        let operands = signature.operands.iter().enumerate();
+        let operands = operands.map(|(i, name)| format!("{}operand {name}", optional(i, signature.required_operands)));
+        let results = signature.results.iter().enumerate();
+        let results = results.map(|(i, name)| format!("{}result {name}", optional(i, signature.required_results)));
+        let attributes = signature.attributes.iter().map(|(name, _)| format!("attribute {name}"));
+        assert_eq!(rows_of(section), operands.chain(results).chain(attributes).collect::<Vec<_>>(), "{heading}");
+        for (name, kind) in signature.attributes {
+            let kind = match kind {
+                AttributeKind::Bool => "i1",
+                AttributeKind::I64 => "i64",
+                AttributeKind::F32 => "f32",
+            };
+            let row = section.lines().find(|line| line.starts_with(&format!("| attribute `{name}` | {kind}")));
+            assert!(row.is_some(), "{heading}: {name} is {kind}");
+        }
+    }
 }
