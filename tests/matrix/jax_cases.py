@@ -1,0 +1,147 @@
+"""xla_attention.jax, where jax is one that it takes; where not, that it says so."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import calls
+import front_end
+import jaxlib_runtime
+import stablehlo_cases
+from case import Case, Skip, from_two_threads, raises
+from oracle import flash_attn_varlen_reference, paged_attention_reference
+
+GROUP = "functions"
+JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
+
+
+def runtime():
+    """Name and version, and that of its FFI."""
+    versions = f"jax {jax.__version__}"
+    if jax.lib.__version__ != jax.__version__:
+        versions += f", jaxlib {jax.lib.__version__}"
+    return versions, jaxlib_runtime.ffi_version()
+
+
+def cases():
+    """Those of this jax."""
+    if JAX_VERSION < (0, 5):
+        yield from stablehlo_cases.cases(jaxlib_runtime.register_targets)
+        yield Case("registration", "xla_attention.jax refuses this jax", _import_is_refused)
+        yield Skip(GROUP, "xla_attention.jax needs jax >= 0.5 and says so")
+        return
+    import xla_attention.jax as xj
+
+    yield from stablehlo_cases.cases(xj.register_targets)
+    for call in calls.every_call():
+        for how, wrap in (("eagerly", lambda f: f), ("jitted", jax.jit)):
+            yield Case(GROUP, f"{call.name}, {how}", functools.partial(_run, xj, call, wrap))
+        if call.aliases:
+            yield Case(GROUP, f"{call.name}, donated", functools.partial(_run_donated, xj, call))
+    for name, test in _OTHERS.items():
+        yield Case(GROUP, name, functools.partial(test, xj))
+
+
+def _import_is_refused():
+    with raises(ImportError, "xla_attention needs jax >= 0.5, this is " + jax.__version__):
+        import xla_attention.jax  # noqa: F401
+
+
+def _run(xj, call, wrap):
+    front_end.run(xj, call, jnp.asarray, np.asarray, wrap)
+
+
+def _run_donated(xj, call):
+    """Each cache stays where it is."""
+
+    def wrap(function):
+        def donating(arguments, options):
+            # The caches are the first argument: one, or a tuple.
+            cache, *rest = arguments
+            cache = jax.tree.map(lambda x: jax.block_until_ready(x.copy()), cache)
+            addresses = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache)}
+            step = jax.jit(lambda cache, rest: function((cache, *rest), options), donate_argnums=0)
+            found = step(cache, tuple(rest))
+            assert all(x.is_deleted() for x in jax.tree.leaves(cache)), "the cache was not donated"
+            assert addresses <= {x.unsafe_buffer_pointer() for x in jax.tree.leaves(found)}, "another buffer"
+            return found
+
+        return donating
+
+    _run(xj, call, wrap)
+
+
+def _dot_product_attention(xj):
+    """Against jax.nn's own."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 5, heads, 32)), jnp.float32) for heads in (4, 2, 2))
+    wanted = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    for function in (xj.dot_product_attention, jax.jit(xj.dot_product_attention, static_argnames="is_causal")):
+        np.testing.assert_allclose(function(q, k, v, is_causal=True), wanted, atol=2e-5)
+
+
+def _ragged_paged_attention(xj):
+    call = calls.paged_attention()
+    operands = [jnp.asarray(x) for x in call.arguments]
+    wanted, _ = paged_attention_reference(*call.arguments, scale=0.125)
+    for function in (xj.ragged_paged_attention, jax.jit(xj.ragged_paged_attention, static_argnames="sm_scale")):
+        np.testing.assert_allclose(function(*operands, sm_scale=0.125), wanted, atol=2e-5)
+
+
+def _without_lse(xj):
+    call = calls.flash_attn_varlen_packed()
+    wanted, _ = flash_attn_varlen_reference(*call.arguments, causal=True)
+    np.testing.assert_allclose(xj.flash_attn_varlen(*call.arguments, causal=True), wanted, atol=2e-5)
+
+
+def _error_at_trace_time(xj):
+    """The text, before anything is compiled; the same from a jitted function."""
+    query, cache, lens, tables, starts, count = map(jnp.asarray, calls.paged_attention().arguments)
+    text = "xla_gpu_paged_attention: block_tables has shape [2, 3], expected [num_seqs=3, max_pages]"
+
+    def step(tables):
+        return xj.paged_attention(query, cache, lens, tables, starts, count, scale=0.125)
+
+    with raises(ValueError, text):
+        step(tables[:2])
+    with raises(ValueError, text):
+        jax.jit(step).trace(tables[:2])
+
+
+def _scanned(xj):
+    """A loop that carries its cache."""
+    cache, key, value, _ = calls.kv_cache_update().arguments
+    slots = jnp.arange(12)
+
+    @jax.jit
+    def loop(cache):
+        def step(cache, slot):
+            return xj.kv_cache_update(cache, key[:1], value[:1], slot[None]), slot
+
+        return jax.lax.scan(step, cache, slots)[0]
+
+    found = loop(jnp.asarray(cache))
+    np.testing.assert_array_equal(found[:, :, 0::2], np.broadcast_to(key[0], (3, 4, 2, 16)))
+
+
+def _mapped(xj):
+    a, b = (jnp.arange(12.0).reshape(3, 4) * factor for factor in (1, 10))
+    np.testing.assert_array_equal(jax.vmap(xj.simple_add)(a, b), a + b)
+
+
+def _from_two_threads(xj):
+    calls_at_once = (calls.paged_attention(), calls.rope_kv_cache_update())
+    from_two_threads(*(functools.partial(_run, xj, call, jax.jit) for call in calls_at_once))
+
+
+_OTHERS = {
+    "dot_product_attention, eagerly and jitted": _dot_product_attention,
+    "ragged_paged_attention, eagerly and jitted": _ragged_paged_attention,
+    "flash_attn_varlen without lse": _without_lse,
+    "an error at trace time": _error_at_trace_time,
+    "kv_cache_update in a scan": _scanned,
+    "simple_add under vmap": _mapped,
+    "two calls from two threads": _from_two_threads,
+}

@@ -1,0 +1,66 @@
+"""What the suite said in each environment, as the table of docs/compatibility.md."""
+
+import json
+from typing import NamedTuple
+
+GROUPS = ("registration", "StableHLO", "refusals", "threads", "functions")
+
+
+class Row(NamedTuple):
+    """One environment."""
+
+    name: str
+    start: dict  # the suite's first line
+    passed: dict  # how many cases of each group
+    problems: list  # texts; nothing is wrong without one
+    skips: list  # of (group, reason)
+
+
+def row(name, output, returncode, library):
+    """The row that the suite's output makes: anything but a complete run in which all cases pass is a problem.
+
+    Parameters
+    ----------
+    output : str
+        Lines of JSON.
+    library : str
+        Hash of the library in the wheel, which has to be the one that ran.
+    """
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"kind"')]
+    kinds = [line["kind"] for line in lines]
+    start = lines[0] if kinds[:1] == ["start"] else {}
+    cases = [line for line in lines if line["kind"] == "case"]
+    failed = [line for line in cases if line["error"]]
+    problems = [f"{line['group']}: {line['name']} failed" for line in failed]
+    if kinds[-1:] != ["end"]:
+        where = f"in {lines[-1]['group']}: {lines[-1]['name']}" if kinds[-1:] == ["try"] else "outside of a case"
+        problems.append(f"ended {where}, exit status {returncode}")
+    elif returncode != bool(failed):
+        problems.append(f"exit status {returncode}")
+    if start and start["library"] != library:
+        problems.append("another library than the wheel's was loaded")
+    passed = {group: sum(c["group"] == group and not c["error"] for c in cases) for group in GROUPS}
+    skips = [(line["group"], line["reason"]) for line in lines if line["kind"] == "skip"]
+    problems += [
+        f"no case of {group}" for group in GROUPS if not any(group in (x.get("group"), x.get("name")) for x in lines)
+    ]
+    return Row(name, start, passed, problems, skips)
+
+
+def table(rows):
+    """The rows in Markdown, and why a number is missing."""
+    head = ["runtime", "Python", "NumPy", "XLA FFI", *GROUPS, "cases", "result"]
+    lines = [head, ["---", "---", "---", "---", *(["---:"] * (len(GROUPS) + 1)), "---"]]
+    notes = []
+    for one in rows:
+        counts = []
+        for group in GROUPS:
+            reason = next((reason for skipped, reason in one.skips if skipped == group), None)
+            if reason is not None and reason not in notes:
+                notes.append(reason)
+            counts.append(str(one.passed.get(group, 0)) if reason is None else f"({notes.index(reason) + 1})")
+        start = [one.start.get(key, "-") for key in ("runtime", "python", "numpy", "ffi")]
+        start[0] = one.name if start[0] == "-" else start[0]
+        lines.append([*start, *counts, str(sum(one.passed.values())), "; ".join(one.problems) or "passed"])
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join([text, "", *(f"({i}) {note}.\n" for i, note in enumerate(notes, 1))])

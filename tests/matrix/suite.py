@@ -1,0 +1,56 @@
+"""Run the cases of one runtime in the Python that runs this, and print a line of JSON for each; `run.py` starts it.
+
+Needs NumPy, ml_dtypes, the runtime (jax, or torch and torch_xla), and the installed wheel; nothing else. The first line
+tells what is installed, the last one that all cases have been tried.
+
+    python tests/matrix/suite.py jax
+"""
+
+import hashlib
+import importlib
+import json
+import pathlib
+import platform
+import sys
+import traceback
+
+import numpy as np
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "python")]  # the latter for oracle.py
+
+
+def say(**line):
+    """One line of JSON."""
+    print(json.dumps(line), flush=True)
+
+
+def main(runtime):
+    """How many cases failed."""
+    from case import Skip
+    from xla_attention import _library
+
+    part = importlib.import_module(f"{runtime}_cases")
+    library = hashlib.sha256(_library.library_path().read_bytes()).hexdigest()
+    name, ffi = part.runtime()
+    versions = {"python": platform.python_version(), "numpy": np.__version__, "runtime": name, "ffi": ffi}
+    say(kind="start", **versions, library=library)
+    failed = 0
+    for case in part.cases():
+        if isinstance(case, Skip):
+            say(kind="skip", group=case.group, reason=case.reason)
+            continue
+        say(kind="try", group=case.group, name=case.name)  # so that a crash has a name
+        error = None
+        try:
+            case.run()
+        except Exception:
+            error = traceback.format_exc(limit=-3)
+            failed += 1
+        say(kind="case", group=case.group, name=case.name, error=error)
+    say(kind="end")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main(sys.argv[1]) else 0)

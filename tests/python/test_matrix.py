@@ -1,0 +1,87 @@
+"""The runner of `make matrix` misses no failure, and its table is the one of its environments."""
+
+import importlib.util
+import json
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"matrix_{name}", ROOT / f"tests/matrix/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+report, environments = load("report"), load("environments")
+START = {"kind": "start", "python": "3.11.7", "numpy": "2.0", "runtime": "jax 9.9.9", "ffi": "0.1", "library": "abc"}
+
+
+def row(*lines, returncode=0, library="abc"):
+    return report.row("jax-9", "\n".join(json.dumps(line) for line in lines), returncode, library)
+
+
+def cases(*, without=(), error=None):
+    """A case of each group; `error` is that of the last one."""
+    groups = [group for group in report.GROUPS if group not in without]
+    for group in groups:
+        yield {"kind": "try", "group": group, "name": "this"}
+        yield {"kind": "case", "group": group, "name": "this", "error": error if group == groups[-1] else None}
+
+
+END = {"kind": "end"}
+SKIP = {"kind": "skip", "group": "functions", "reason": "there are none"}
+
+
+def test_a_complete_run_has_no_problem_and_says_what_it_left_out():
+    assert row(START, *cases(), END).problems == []
+    skipping = row(START, *cases(without=["functions"]), SKIP, END)
+    assert skipping.problems == []
+    text = report.table([skipping])
+    assert "| jax 9.9.9 | 3.11.7 | 2.0 | 0.1 | 1 | 1 | 1 | 1 | (1) | 4 | passed |" in text
+    assert "(1) there are none." in text
+
+
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        (row(START, *cases(error="no"), END, returncode=1), "functions: this failed"),
+        (row(START, *cases(), {"kind": "try", "group": "functions", "name": "next"}, returncode=-11),
+         "ended in functions: next, exit status -11"),
+        (row(START, *cases()), "ended outside of a case, exit status 0"),
+        (row(returncode=1), "ended outside of a case, exit status 1"),
+        (row(START, *cases(), END, returncode=1), "exit status 1"),
+        (row(START, *cases(), END, library="def"), "another library than the wheel's was loaded"),
+        (row(START, *cases(without=["threads"]), END), "no case of threads"),
+    ],
+    ids=["a failure", "a crash", "an early end", "no output", "a crash at the end", "another library", "no cases"],
+)  # fmt: skip
+def test_anything_else_is_a_problem(found, problem):
+    assert problem in found.problems
+    assert problem in report.table([found])
+
+
+def test_the_table_has_every_environment_and_all_passed():
+    text = (ROOT / "docs/compatibility.md").read_text()
+    rows = re.findall(r"^\| ((?:jax|torch_xla) \S+) \|.*\| (.*) \|$", text, re.MULTILINE)
+    pins = {
+        tuple(pin for pin in one.get("packages", []) if pin.startswith("jax==")) or one["name"]
+        for one in environments.environments()
+    }
+    names = {pin if isinstance(pin, str) else pin[0].replace("jax==", "jax-") for pin in pins}
+    assert {name.replace(" ", "-") for name, _ in rows} == names
+    assert len(rows) == len(environments.environments())
+    assert {result for _, result in rows} == {"passed"}
+
+
+def test_every_package_is_pinned_and_ci_runs_the_headers_version():
+    pin = re.search(r'jaxlib = "(.*)"', (ROOT / "xla_headers/pin.toml").read_text())[1]
+    in_ci = []
+    for one in environments.environments():
+        assert all("==" in package for package in one.get("packages", []))
+        in_ci += one.get("packages", []) if one.get("ci") else []
+    assert f"jaxlib=={pin}" in in_ci
