@@ -9,9 +9,11 @@ import numpy as np
 import calls
 import front_end
 import jaxlib_runtime
+import old_handler
 import stablehlo_cases
 from case import Case, Skip, from_two_threads, raises
 from oracle import flash_attn_varlen_reference, paged_attention_reference
+from xla_attention import _library
 
 GROUP = "functions"
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
@@ -35,6 +37,7 @@ def cases():
     import xla_attention.jax as xj
 
     yield from stablehlo_cases.cases(xj.register_targets)
+    yield Case("registration", "a refused handler is found out", _refused_handler)
     for call in calls.every_call():
         for how, wrap in (("eagerly", lambda f: f), ("jitted", jax.jit)):
             yield Case(GROUP, f"{call.name}, {how}", functools.partial(_run, xj, call, wrap))
@@ -47,6 +50,14 @@ def cases():
 def _import_is_refused():
     with raises(ImportError, "xla_attention needs jax >= 0.5, this is " + jax.__version__):
         import xla_attention.jax  # noqa: F401
+
+
+def _refused_handler():
+    from xla_attention.jax import _register
+
+    said = _register.refusal(old_handler.TARGET)
+    assert said is not None and "incompatible with the framework's API version" in said, said
+    assert all(_register.refusal(t) is None for t in _library.targets() if t.platform == b"cpu")
 
 
 def _run(xj, call, wrap):

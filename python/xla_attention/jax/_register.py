@@ -20,7 +20,7 @@ def runtime_ffi_version() -> tuple[int, int]:
 
 
 def check_runtime() -> None:
-    """Raise ImportError if this jaxlib would refuse our handlers.
+    """Raise ImportError if this jaxlib would refuse our handlers, being older than they are or too new.
 
     A refused handler waits in JAX's queue and breaks the whole backend when it starts, so this is asked before.
     """
@@ -32,6 +32,36 @@ def check_runtime() -> None:
             f"xla_attention speaks XLA FFI {ours[0]}.{ours[1]}, jaxlib {jax.lib.__version__} only "
             f"{theirs[0]}.{theirs[1]}: upgrade jax"
         )
+    target = next(target for target in _library.targets() if target.platform == b"cpu")
+    if (said := refusal(target)) is not None:
+        raise ImportError(
+            f"xla_attention speaks XLA FFI {ours[0]}.{ours[1]}, which jaxlib {jax.lib.__version__} does not take: "
+            f"install an older jax or a newer xla-attention ({said})"
+        )
+
+
+def refusal(target: _library.Target) -> str | None:
+    """What the runtime has against a CPU handler, asked at once; None where it takes it, or cannot be asked.
+
+    ``jax.ffi.register_ffi_target`` only queues a handler until the backend starts. The function of jaxlib behind it is
+    not public, so nothing but its own refusal is an answer.
+    """
+    try:
+        from jaxlib import xla_client
+
+        register, traits = xla_client._xla.register_custom_call_target, xla_client.CustomCallTargetTraits.DEFAULT
+        register(target.name.decode(), _handlers(target), "cpu", 1, traits)
+    except (ImportError, AttributeError, TypeError):
+        return None
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def _handlers(target: _library.Target) -> dict[str, object]:
+    """The stages of a target as JAX takes them."""
+    stages = {"initialize": target.initialize, "execute": target.execute}
+    return {name: jax.ffi.pycapsule(ctypes.c_void_p(address)) for name, address in stages.items() if address}
 
 
 @functools.cache
@@ -45,6 +75,4 @@ def register_targets() -> None:
     """
     check_runtime()
     for target in _library.targets():
-        stages = {"initialize": target.initialize, "execute": target.execute}
-        handlers = {name: jax.ffi.pycapsule(ctypes.c_void_p(address)) for name, address in stages.items() if address}
-        jax.ffi.register_ffi_target(target.name.decode(), handlers, platform=target.platform.decode())
+        jax.ffi.register_ffi_target(target.name.decode(), _handlers(target), platform=target.platform.decode())
