@@ -6,8 +6,7 @@
 mod support;
 
 use half::{bf16, f16};
-use support::array::{Array, BF16, C64, Dtype, F16, F32, F64, I8, I16, I32, I64, PRED, U8, U32, count};
-use support::frame::{INVALID_ARGUMENT, Refusal};
+use support::array::{Array, BF16, Dtype, F16, F32, F64, I8, I32, I64, U8, count};
 use support::guard::{Side, for_both_sides};
 use support::invocation::Invocation;
 use support::machine::runs_on_cpu;
@@ -164,41 +163,4 @@ fn the_alias_is_the_same_operator() {
     let (a, b) = (any_bits(F32, &[2], 0), any_bits(F32, &[3], 0));
     let alias = Invocation { target: "XlaGpuSimpleAdd", ..call(&a, &b) };
     assert_eq!(alias.refusal().text, "xla_gpu_simple_add: b has shape [3], expected the shape of a, [2]");
-}
-
-#[test]
-fn dtypes_without_a_kernel_are_refused_by_name() {
-    for (dtype, name) in [(PRED, "pred"), (I16, "i16"), (U32, "u32"), (C64, "c64")] {
-        let x = Array::filled(dtype, &[2], 0);
-        let text = format!(
-            "xla_gpu_simple_add: a has dtype {name}, expected f16 or bf16 or f32 or f64 or i8 or u8 or i32 or i64"
-        );
-        assert_eq!(call(&x, &x).refusal(), Refusal { code: INVALID_ARGUMENT, text });
-    }
-}
-
-#[test]
-fn operands_that_disagree_are_refused_by_name() {
-    let f32s = |dims: &[i64]| Array::filled(F32, dims, 0);
-    let i32s = |dims: &[i64]| Array::filled(I32, dims, 0);
-    let with_out = |a: &Array, b: &Array, out: &Array| {
-        Invocation::new("xla_gpu_simple_add")
-            .operand("a", a.clone())
-            .operand("b", b.clone())
-            .result("out", out.dtype, &out.dims)
-    };
-    let v = f32s(&[2, 3]);
-    let rows = [
-        (with_out(&v, &i32s(&[2, 3]), &v), "b has dtype i32, expected f32"),
-        (with_out(&v, &v, &i32s(&[2, 3])), "out has dtype i32, expected f32"),
-        (with_out(&v, &f32s(&[3, 2]), &v), "b has shape [3, 2], expected the shape of a, [2, 3]"),
-        (with_out(&v, &f32s(&[2, 3, 1]), &v), "b has shape [2, 3, 1], expected the shape of a, [2, 3]"),
-        (with_out(&v, &f32s(&[]), &v), "b has shape [], expected the shape of a, [2, 3]"),
-        (with_out(&v, &v, &f32s(&[6])), "out has shape [6], expected the shape of a, [2, 3]"),
-        (with_out(&v, &v, &f32s(&[0])), "out has shape [0], expected the shape of a, [2, 3]"),
-    ];
-    for (call, text) in rows {
-        let text = format!("xla_gpu_simple_add: {text}");
-        assert_eq!(call.refusal(), Refusal { code: INVALID_ARGUMENT, text });
-    }
 }

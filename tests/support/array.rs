@@ -54,6 +54,11 @@ impl Dtype {
         }
     }
 
+    /// The element type that [`Dtype::name`] calls so.
+    pub fn from_name(name: &str) -> Option<Self> {
+        (1..=20).map(Self).find(|dtype| dtype.name() == name)
+    }
+
     /// Bytes of an element.
     pub fn size(self) -> usize {
         match self {

@@ -2,8 +2,8 @@
 
 use super::array::{Array, Dtype};
 use super::c_structs::{
-    Attributes, Buffers, ByteSpan, CallFrame, Extension, FRAME_STRUCT_SIZE, FfiBuffer, Metadata, MetadataExtension,
-    Scalar, ScalarArray,
+    Api, ApiVersion, Attributes, Buffers, ByteSpan, CallFrame, Extension, FRAME_STRUCT_SIZE, FfiBuffer, Metadata,
+    MetadataExtension, Scalar, ScalarArray,
 };
 use super::guard::{Guarded, Side};
 use super::invocation::Attr;
@@ -84,6 +84,7 @@ pub struct Frame<'a> {
     attributes: BTreeMap<String, Attr>,
     pool: &'a dyn HostPool,
     stream: Option<usize>,
+    api: *const Api,
     borrowed: PhantomData<&'a Buffer>,
 }
 
@@ -105,6 +106,7 @@ impl<'a> Frame<'a> {
             attributes: BTreeMap::new(),
             pool: &Inline(4),
             stream: None,
+            api: &raw const API,
             borrowed: PhantomData,
         }
     }
@@ -157,6 +159,12 @@ impl<'a> Frame<'a> {
         self
     }
 
+    /// The host's table of another version, which outlives the frame.
+    pub fn api(mut self, api: &'a OtherApi) -> Self {
+        self.api = api.0.data().cast();
+        self
+    }
+
     /// A frame of another size than API 0.1 has.
     pub fn struct_size(mut self, bytes: usize) -> Self {
         self.struct_size = bytes;
@@ -173,7 +181,7 @@ impl<'a> Frame<'a> {
         let mut frame = CallFrame {
             struct_size: self.struct_size,
             extension_start: null_mut(),
-            api: &raw const API,
+            api: self.api,
             context: (&raw const context).cast(),
             stage: self.stage as i32,
             arguments: arguments.raw(),
@@ -315,15 +323,65 @@ pub struct HandlerMetadata {
     pub command_buffer_compatible: bool,
 }
 
-/// The call that XLA makes when a handler is registered. The answer lies right before a guard page, so that a handler
-/// built with headers whose structure is longer than API 0.1's 40 bytes faults.
+/// The host's table as a runtime has it whose API is older or newer; it ends at a page that faults.
+pub struct OtherApi(Guarded);
+
+impl OtherApi {
+    /// The first `entries` of ours; further ones, which a newer API adds at the end, are never to be called.
+    pub fn new((major, minor): (i32, i32), entries: usize) -> Self {
+        let header = offset_of!(Api, entries);
+        let bytes = header + entries * size_of::<usize>();
+        let memory = Guarded::new("XLA_FFI_Api", Side::EndsAtGuard, &vec![0; bytes]);
+        let table = memory.data();
+        // SAFETY: `bytes` bytes that end at a page and so are aligned to 8; our own table is read within its size.
+        unsafe {
+            table.copy_from_nonoverlapping((&raw const API).cast(), bytes.min(size_of::<Api>()));
+            table.cast::<usize>().write(bytes);
+            let version = table.add(offset_of!(Api, version)).cast::<ApiVersion>();
+            (*version).major = major;
+            (*version).minor = minor;
+        }
+        Self(memory)
+    }
+}
+
+/// How the host asks for metadata: its table, the stage that the frame names, and how long its structures are.
+#[derive(Clone, Copy)]
+pub struct MetadataRequest {
+    /// XLA itself asks without a table.
+    pub with_api: bool,
+    pub stage: Stage,
+    pub extension_size: usize,
+    /// `XLA_FFI_Metadata_STRUCT_SIZE` of the host, which may have appended members to the 40 bytes of API 0.1.
+    pub metadata_size: usize,
+}
+
+impl Default for MetadataRequest {
+    fn default() -> Self {
+        Self {
+            with_api: true,
+            stage: Stage::Execute,
+            extension_size: size_of::<MetadataExtension>(),
+            metadata_size: offset_of!(Metadata, traits) + size_of::<u32>(),
+        }
+    }
+}
+
+/// The call that XLA makes when a handler is registered, as API 0.1 makes it.
 pub fn metadata(handler: Handler) -> HandlerMetadata {
-    let memory = Guarded::new("XLA_FFI_Metadata", Side::EndsAtGuard, &[0xee; size_of::<Metadata>()]);
+    request_metadata(handler, MetadataRequest::default()).unwrap_or_else(|e| panic!("metadata call refused: {e:?}"))
+}
+
+/// The answer lies right before a guard page, so that a handler built with headers whose structure is longer than API
+/// 0.1's 40 bytes faults.
+pub fn request_metadata(handler: Handler, request: MetadataRequest) -> Result<HandlerMetadata, Refusal> {
+    let room = request.metadata_size.next_multiple_of(8).max(size_of::<Metadata>());
+    let memory = Guarded::new("XLA_FFI_Metadata", Side::EndsAtGuard, &vec![0xee; room]);
     let answer = memory.data().cast::<Metadata>();
-    // SAFETY: 40 bytes, and a page's end is aligned to 8.
-    unsafe { (*answer).struct_size = offset_of!(Metadata, traits) + size_of::<u32>() };
+    // SAFETY: at least 40 bytes, and a page's end is aligned to 8.
+    unsafe { (*answer).struct_size = request.metadata_size };
     let mut extension = MetadataExtension {
-        base: Extension { struct_size: size_of::<MetadataExtension>(), kind: 1, next: null_mut() },
+        base: Extension { struct_size: request.extension_size, kind: 1, next: null_mut() },
         metadata: answer,
     };
     let nothing = BufferList::new(&[]);
@@ -331,9 +389,9 @@ pub fn metadata(handler: Handler) -> HandlerMetadata {
     let mut frame = CallFrame {
         struct_size: FRAME_STRUCT_SIZE,
         extension_start: (&raw mut extension).cast(),
-        api: &raw const API,
+        api: if request.with_api { &raw const API } else { null() },
         context: null(),
-        stage: Stage::Execute as i32,
+        stage: request.stage as i32,
         arguments: nothing.raw(),
         results: nothing.raw(),
         attributes: no_attributes.raw(),
@@ -341,14 +399,21 @@ pub fn metadata(handler: Handler) -> HandlerMetadata {
     };
     // SAFETY: a frame with the metadata extension asks for nothing else.
     let error = unsafe { handler((&raw mut frame).cast()) };
-    assert!(error.is_null(), "metadata call refused: {:?}", take_error(error.cast()).text);
+    if !error.is_null() {
+        let error = take_error(error.cast());
+        return Err(Refusal { code: error.code, text: error.text.to_string_lossy().into_owned() });
+    }
+    assert!(
+        memory.bytes()[size_of::<Metadata>()..].iter().all(|&b| b == 0xee),
+        "what API 0.1 does not know was written"
+    );
     memory.assert_slack_untouched();
     // SAFETY: still mapped.
     let answer = unsafe { &*answer };
     assert_eq!(answer.version.struct_size, 24);
-    HandlerMetadata {
+    Ok(HandlerMetadata {
         major: answer.version.major,
         minor: answer.version.minor,
         command_buffer_compatible: answer.traits & 1 == 1,
-    }
+    })
 }

@@ -7,8 +7,13 @@ use super::invocation::{Invocation, POISON};
 use super::pools::HostPool;
 
 impl Invocation {
-    /// Call the CPU handler with every buffer against a guard page, and look at everything it must not have changed.
+    /// Call the CPU handler.
     pub fn run_on_cpu(&self, side: Side, pool: &dyn HostPool) -> Result<Vec<Array>, Refusal> {
+        self.run_in(Frame::new(self.target, CPU).pool(pool), side)
+    }
+
+    /// Call a frame's handler with every buffer against a guard page, and look at everything it must not have changed.
+    pub fn run_in(&self, frame: Frame<'_>, side: Side) -> Result<Vec<Array>, Refusal> {
         announce(&format!("{} {} {side:?}", self.target, self.what));
         let operands: Vec<Buffer> = self.operands.iter().map(|(n, a)| Buffer::place(n, side, a)).collect();
         let results: Vec<Option<Buffer>> = self
@@ -20,7 +25,7 @@ impl Invocation {
             })
             .collect();
         let result_of = |i: usize| results[i].as_ref().unwrap_or_else(|| &operands[self.results[i].alias.unwrap()]);
-        let frame = Frame::new(self.target, CPU).pool(pool).attributes(&self.attributes);
+        let frame = frame.attributes(&self.attributes);
         let frame = operands.iter().fold(frame, Frame::operand);
         let frame = (0..results.len()).fold(frame, |frame, i| frame.result(result_of(i)));
         let outcome = frame.run();

@@ -66,13 +66,6 @@ impl Invocation {
         self
     }
 
-    /// The call with another result of this name.
-    pub fn with_result(mut self, name: &'static str, dtype: Dtype, dims: &[i64]) -> Self {
-        *self.results.iter_mut().find(|r| r.name == name).unwrap() =
-            Outcome { name, dtype, dims: dims.to_vec(), alias: None };
-        self
-    }
-
     /// Adds an attribute or gives it another value.
     pub fn attribute(mut self, name: &'static str, value: Attr) -> Self {
         self.attributes.retain(|(n, _)| *n != name);

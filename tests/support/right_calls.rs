@@ -2,7 +2,6 @@
 
 use super::array::{Array, BF16, Dtype, F16, F32, I32, I64, U8};
 use super::invocation::{Attr, Invocation};
-use super::storage::Layout;
 
 pub fn zeros(dtype: Dtype, dims: &[i64]) -> Array {
     Array::filled(dtype, dims, 0)
@@ -68,26 +67,6 @@ pub fn flash_attn_varlen() -> Invocation {
     let numbers =
         [("kv_layout", 0), ("max_seqlen_k", 0), ("max_seqlen_q", 0), ("window_left", -1), ("window_right", -1)];
     numbers.into_iter().fold(call, |call, (name, value)| call.attribute(name, Attr::I64(value)))
-}
-
-/// The same from 5 pages of 8 tokens in a paged layout, 2 pages a sequence; Dv is 16 where K and V share a buffer.
-pub fn flash_attn_varlen_paged(layout: Layout) -> Invocation {
-    let call = flash_attn_varlen()
-        .with_operand("cu_seqlens_k", zeros(I32, &[0]))
-        .operand("seqused_k", zeros(I32, &[3]))
-        .operand("block_table", zeros(I32, &[3, 2]))
-        .attribute("kv_layout", Attr::I64(layout.kv_layout()));
-    let k: &[i64] = match layout {
-        Layout::Contiguous => panic!("no pages"),
-        Layout::Split => {
-            return call.with_operand("k", zeros(BF16, &[5, 8, 2, 16])).with_operand("v", zeros(BF16, &[5, 8, 2, 24]));
-        }
-        Layout::Interleaved => &[5, 8, 4, 16],
-        Layout::Stacked => &[2, 5, 8, 2, 16],
-        Layout::PerPage => &[5, 2, 8, 2, 16],
-    };
-    let call = call.with_operand("k", zeros(BF16, k)).with_operand("v", Array::left_out(BF16));
-    call.with_result("out", BF16, &[6, 4, 16])
 }
 
 /// T 6, Hkv 2, D 16, 5 pages of 8 tokens.

@@ -1,0 +1,171 @@
+//! What XLA and the handlers say to each other beside calls: metadata, stages, threads.
+
+use crate::support::answers::{IfWrong, answers, assert_allowed};
+use crate::support::array::{Array, F32, I32};
+use crate::support::batch::Shape;
+use crate::support::c_structs::FRAME_STRUCT_SIZE;
+use crate::support::case::Case;
+use crate::support::frame::{CPU, CUDA, Frame, Handler, INVALID_ARGUMENT, Refusal, Stage, metadata, target};
+use crate::support::guard::Side;
+use crate::support::invocation::Invocation;
+use crate::support::pools::{Inline, Late, Threads};
+use crate::support::right_calls;
+use crate::support::storage::Storage;
+use std::collections::BTreeSet;
+use std::ffi::CStr;
+
+const NAMES: [&str; 8] = [
+    "xla_gpu_simple_add",
+    "XlaGpuSimpleAdd",
+    "xla_gpu_paged_attention",
+    "xla_gpu_flash_attn_varlen",
+    "xla_gpu_kv_cache_update",
+    "xla_gpu_kv_cache_update_split",
+    "xla_gpu_merge_attention_states",
+    "xla_gpu_rope_kv_cache_update",
+];
+
+fn platforms() -> Vec<&'static str> {
+    if cfg!(feature = "cuda") { vec![CPU, CUDA] } else { vec![CPU] }
+}
+
+/// Every handler there is: (target, platform, stage, handler).
+pub(crate) fn handlers() -> Vec<(&'static str, &'static str, Stage, Handler)> {
+    let mut all = Vec::new();
+    for name in NAMES {
+        for platform in platforms() {
+            let row = target(name, platform);
+            let stages = [(Stage::Initialize, row.initialize), (Stage::Execute, row.execute)];
+            all.extend(stages.into_iter().filter_map(|(stage, h)| h.map(|h| (name, platform, stage, h))));
+        }
+    }
+    all
+}
+
+#[test]
+fn the_table_holds_every_target_for_every_platform_once() {
+    // SAFETY: the table holds C strings that live as long as the library.
+    let text = |p| unsafe { CStr::from_ptr(p) }.to_str().unwrap();
+    let found: Vec<(&str, &str)> = xla_attention::targets().iter().map(|t| (text(t.name), text(t.platform))).collect();
+    let expected: BTreeSet<_> = NAMES.into_iter().flat_map(|n| platforms().into_iter().map(move |p| (n, p))).collect();
+    assert_eq!(found.iter().copied().collect::<BTreeSet<_>>(), expected);
+    assert_eq!(found.len(), expected.len(), "{found:?}");
+    for row in xla_attention::targets() {
+        // On the CPU XLA never calls initialize; on CUDA it must not find modules missing under capture.
+        assert_eq!(row.initialize.is_some(), text(row.platform) == CUDA, "{}", text(row.name));
+        assert!(row.execute.is_some());
+    }
+}
+
+#[test]
+fn the_exported_table_is_the_table_of_the_crate() {
+    // SAFETY: the table lives as long as the process.
+    let table = unsafe { &*xla_attention::xa_targets() };
+    assert_eq!((table.struct_size, table.api_major, table.api_minor), (32, 0, 1));
+    assert_eq!((table.rows, table.count), (xla_attention::targets().as_ptr(), xla_attention::targets().len()));
+}
+
+#[test]
+fn every_handler_says_that_it_is_of_api_0_1() {
+    assert!(!handlers().is_empty());
+    for (name, platform, stage, handler) in handlers() {
+        // Faults if the answer is longer than API 0.1's structure.
+        let said = metadata(handler);
+        assert_eq!((said.major, said.minor), (0, 1), "{name} {platform} {stage:?}");
+    }
+}
+
+#[test]
+fn every_cuda_handler_may_be_captured_in_a_command_buffer() {
+    for (name, platform, stage, handler) in handlers() {
+        assert_eq!(metadata(handler).command_buffer_compatible, platform == CUDA, "{name} {platform} {stage:?}");
+    }
+}
+
+fn invalid(text: impl Into<String>) -> Result<(), Refusal> {
+    Err(Refusal { code: INVALID_ARGUMENT, text: text.into() })
+}
+
+#[test]
+fn a_frame_of_another_size_is_refused() {
+    for size in [0, FRAME_STRUCT_SIZE - 8, FRAME_STRUCT_SIZE + 8] {
+        for (_, _, stage, handler) in handlers() {
+            let text = format!(
+                "Unexpected XLA_FFI_CallFrame size: expected 168 got {size}. Check installed software versions."
+            );
+            assert_eq!(Frame::of(handler, stage).struct_size(size).run(), invalid(text));
+        }
+    }
+}
+
+#[test]
+fn a_handler_refuses_to_run_in_another_stage() {
+    let name = |stage| format!("{stage:?}").to_lowercase();
+    for (_, _, own, handler) in handlers() {
+        for stage in [Stage::Instantiate, Stage::Prepare, Stage::Initialize, Stage::Execute] {
+            if stage != own {
+                let text = format!("Wrong execution stage: expected `{}` but got `{}`", name(own), name(stage));
+                assert_eq!(Frame::of(handler, stage).run(), invalid(text));
+            }
+        }
+    }
+}
+
+fn on_cpu(call: &Invocation) -> Result<Vec<Array>, Refusal> {
+    call.run_on_cpu(Side::EndsAtGuard, &Inline(4))
+}
+
+#[test]
+fn an_error_does_not_poison_the_next_call() {
+    for call in right_calls::all() {
+        let expected = on_cpu(&call).unwrap();
+        let mut wrong = call.clone();
+        wrong.operands[0].1 = Array::filled(I32, &[1, 2, 3, 4, 5, 6], 0);
+        on_cpu(&wrong).unwrap_err();
+        wrong.operands.pop();
+        on_cpu(&wrong).unwrap_err();
+        let after = on_cpu(&call).unwrap();
+        // The workspace is scratch; everything before it is a result.
+        let results = call.results.iter().filter(|r| r.name != "workspace").count();
+        assert!(after[..results] == expected[..results], "{}", call.target);
+    }
+}
+
+#[test]
+fn many_threads_may_call_at_once_with_one_pool() {
+    let shape = Shape { lengths: vec![(1, 60), (17, 20), (2, 9)], ..Shape::default() };
+    let case = Case::paged(&shape.batch(), &Storage::default());
+    let answers = answers(&case, IfWrong::Unspecified);
+    let attention = case.invocation();
+    let expected = on_cpu(&attention).unwrap();
+    let add = Invocation::new("xla_gpu_simple_add")
+        .operand("a", Array::new(F32, &[70_000], &vec![1.5; 70_000]))
+        .operand("b", Array::new(F32, &[70_000], &vec![2.0; 70_000]))
+        .result("out", F32, &[70_000]);
+    let sums = Array::new(F32, &[70_000], &vec![3.5; 70_000]);
+    let pool = Threads::new(2);
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                for round in 0..12 {
+                    let side = if round % 2 == 0 { Side::EndsAtGuard } else { Side::BeginsAtGuard };
+                    let results = attention.run_on_cpu(side, &pool).unwrap();
+                    assert_allowed(&case, &answers, &results[0], Some(&results[1]));
+                    assert!(results[..2] == expected[..2]);
+                    assert!(add.run_on_cpu(side, &pool).unwrap()[0] == sums);
+                    right_calls::kv_cache_update(2).run_on_cpu(side, &pool).unwrap();
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_handler_that_runs_on_the_only_thread_of_its_pool_does_not_wait_for_it() {
+    // The pool's one worker is busy with this very call until the call returns.
+    let call = Case::paged(&Shape::default().batch(), &Storage::default()).invocation();
+    let late = Late::default();
+    call.run_on_cpu(Side::EndsAtGuard, &late).unwrap();
+    late.run_all();
+    call.run_on_cpu(Side::EndsAtGuard, &Inline(1)).unwrap();
+}
