@@ -1,0 +1,81 @@
+"""The tables of tests/conformance through XLA: as StableHLO text that we write, and as ``jax.ffi.ffi_call``.
+
+The same cases run without XLA in tests/conformance; what no table can say is in test_conformance_runtime.py.
+"""
+
+import re
+
+import jax
+import pytest
+
+import xla_attention.jax  # noqa: F401  registers the targets
+from conformance_calls import by_ffi_call, by_stablehlo
+from conformance_table import cases, drivers, skipped_for
+from xla_attention import _library
+
+DRIVERS = {"stablehlo": by_stablehlo, "ffi_call": by_ffi_call}
+
+
+def for_driver(driver, wanted=lambda case: True):
+    """The cases as pytest's parameters, those that the driver cannot express skipped with the table's reason."""
+    return [
+        pytest.param(case, id=str(case), marks=[pytest.mark.skip(reason=reason)] if reason else [])
+        for case in cases()
+        if wanted(case)
+        for reason in [skipped_for(case, driver)]
+    ]
+
+
+def told_on(platform, case):
+    """What the user reads. On a GPU the initialize handler refuses first: it names its stage and binds no context."""
+    text = case.text
+    if platform == "gpu" and text.startswith("[execute]"):
+        text = re.sub(r"operands at: (\d+)", lambda at: f"operands at: {int(at[1]) - 1}", text)
+        text = text.replace("[execute]", "[initialize]", 1)
+    return f"{case.code}: {text}"
+
+
+def hold(case, platform, run):
+    """Run the case and look at what comes of it."""
+    if case.code is None:
+        results = run()
+        assert len(results) == len(case.results)
+        for wanted, found in zip(case.results, results, strict=True):
+            assert wanted.is_met_by(found), found
+        return
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        run()
+    assert str(caught.value) == told_on(platform, case)
+
+
+@pytest.mark.parametrize("case", for_driver("stablehlo"))
+def test_a_case_as_stablehlo_text(platform, case):
+    hold(case, platform, lambda: by_stablehlo(case, platform))
+
+
+@pytest.mark.parametrize("case", for_driver("ffi_call"))
+def test_a_case_as_ffi_call(platform, case):
+    hold(case, platform, lambda: by_ffi_call(case, platform))
+
+
+def works_in_place(case):
+    return case.code is None and bool(case.aliases) and "memory" not in case.terms
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("case", for_driver("stablehlo", works_in_place))
+def test_what_works_works_with_results_that_alias_operands(platform, driver, case):
+    hold(case, platform, lambda: DRIVERS[driver](case, platform, in_place=True))
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_driver_runs_what_it_can_express(driver):
+    reasons = drivers()[driver]
+    run = [case for case in cases() if skipped_for(case, driver) is None]
+    assert len(run) >= reasons["at_least"]
+    for term in reasons["cannot_express"]:
+        assert any(term in case.terms for case in cases()), f"no case uses {term}"
+
+
+def test_the_tables_speak_of_every_target():
+    assert {case.target for case in cases()} == {target.name.decode() for target in _library.targets()}

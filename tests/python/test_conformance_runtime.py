@@ -1,0 +1,315 @@
+"""What a runtime does with our targets besides calling them: layouts, donation, order, errors amid other work, threads.
+
+The calls come from the tables of tests/conformance.
+"""
+
+import concurrent.futures
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.layout import Format, Layout
+
+from conformance_calls import by_ffi_call, by_stablehlo, ffi_call, stablehlo_text
+from conformance_table import cases
+from stablehlo import run_stablehlo
+from xla_attention.jax._register import register_targets
+
+
+def case_of(target, name="the right call"):
+    return next(case for case in cases() if (case.target, case.name) == (target, name))
+
+
+def right_calls():
+    return [case for case in cases() if case.name == "the right call"]
+
+
+ADD = case_of("xla_gpu_simple_add")
+WRONG_ADD = case_of("xla_gpu_simple_add", "b is f32[3,2]")
+A = np.arange(6, dtype=np.float32).reshape(2, 3)
+ZERO = np.zeros((2, 3), np.float32)
+
+
+def with_layouts(a, b, out):
+    """The add as text that asks for layouts, minor dimension first."""
+    dense = [f"dense<[{order}]> : tensor<2xindex>" for order in (a, b, out)]
+    return stablehlo_text(ADD, extra=f", operand_layouts = [{dense[0]}, {dense[1]}], result_layouts = [{dense[2]}]")
+
+
+ROWS, COLUMNS = "1, 0", "0, 1"
+
+
+class TestLayouts:
+    def test_a_text_may_name_the_row_major_layout(self, platform):
+        (out,) = run_stablehlo(with_layouts(ROWS, ROWS, ROWS), A, ZERO, platform=platform)
+        np.testing.assert_array_equal(out, A)
+
+    def test_a_value_in_another_layout_is_made_row_major(self, platform):
+        # XLA may transpose by only saying that memory is column-major, unless its user asks for rows.
+        text = """
+module @m { func.func public @main(%a: tensor<3x2xf32>, %b: tensor<2x3xf32>) -> tensor<2x3xf32> {
+  %t = stablehlo.transpose %a, dims = [1, 0] : (tensor<3x2xf32>) -> tensor<2x3xf32>
+  %0 = stablehlo.custom_call @xla_gpu_simple_add(%t, %b) {api_version = 4 : i32} :
+    (tensor<2x3xf32>, tensor<2x3xf32>) -> tensor<2x3xf32>
+  return %0 : tensor<2x3xf32> } }
+"""
+        (out,) = run_stablehlo(text, np.ascontiguousarray(A.T), ZERO, platform=platform)
+        np.testing.assert_array_equal(out, A)
+
+    def test_an_argument_that_lies_column_major_is_made_row_major(self, platform):
+        device = jax.sharding.SingleDeviceSharding(jax.devices(platform)[0])
+        column_major = Format(Layout((1, 0)), device)
+        a = jax.device_put(A, column_major)
+        (out,) = jax.jit(ffi_call(ADD), in_shardings=(column_major, device))(a, ZERO)
+        np.testing.assert_array_equal(out, A)
+
+    def test_a_call_that_itself_asks_for_columns_gets_columns(self, platform):
+        # The C interface carries no layout, so no handler can refuse: asking for row-major, as jax.ffi.ffi_call does
+        # unless told otherwise, is the caller's duty. Where every buffer is asked for so, an element-wise sum is right.
+        (out,) = run_stablehlo(with_layouts(COLUMNS, COLUMNS, COLUMNS), A, ZERO, platform=platform)
+        np.testing.assert_array_equal(out, A)
+        (out,) = run_stablehlo(with_layouts(COLUMNS, ROWS, ROWS), A, ZERO, platform=platform)
+        np.testing.assert_array_equal(out, A.T.reshape(2, 3))
+
+
+UPDATES = [case for case in cases() if case.name == "one slot"] + [
+    case_of("xla_gpu_rope_kv_cache_update", "a half turn"),
+]
+
+
+class TestMemory:
+    @pytest.mark.parametrize("case", UPDATES, ids=str)
+    def test_a_donated_cache_is_updated_where_it_is(self, platform, case):
+        # Computed, because XLA on the CPU would take over numpy's own memory, which nobody can donate.
+        operands = [jnp.array(b.array()) + 0 for b in case.operands]
+        before = {operand: operands[operand].unsafe_buffer_pointer() for operand in case.aliases}
+        call = jax.jit(ffi_call(case, in_place=True), donate_argnums=tuple(case.aliases))
+        results = call(*operands)
+        for operand, result in case.aliases.items():
+            assert operands[operand].is_deleted()
+            assert results[result].unsafe_buffer_pointer() == before[operand]
+            assert case.results[result].is_met_by(np.asarray(results[result]))
+
+    @pytest.mark.parametrize("case", UPDATES, ids=str)
+    def test_a_cache_that_is_not_donated_keeps_its_rows(self, platform, case):
+        operands = [jax.device_put(b.array(), jax.devices(platform)[0]) for b in case.operands]
+        results = jax.jit(ffi_call(case, in_place=True))(*operands)
+        for operand, result in case.aliases.items():
+            np.testing.assert_array_equal(operands[operand], case.operands[operand].array())
+            assert case.results[result].is_met_by(np.asarray(results[result]))
+
+    def test_a_donated_operand_whose_call_is_refused_breaks_nothing_else(self, platform):
+        case = case_of("xla_gpu_kv_cache_update", "slot_mapping is i32[5]")
+        operands = [jax.device_put(b.array(), jax.devices(platform)[0]) for b in case.operands]
+        call = jax.jit(ffi_call(case, in_place=True), donate_argnums=0)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"slot_mapping has shape \[5\]"):
+            jax.block_until_ready(call(*operands))
+        after = by_ffi_call(case_of("xla_gpu_kv_cache_update"), platform, in_place=True)
+        assert case_of("xla_gpu_kv_cache_update").results[0].is_met_by(after[0])
+
+
+class TestOrder:
+    def updated(self, cache, rows, slot):
+        slots = jnp.full((1,), slot, jnp.int32)
+        call = jax.ffi.ffi_call(
+            "xla_gpu_kv_cache_update",
+            jax.ShapeDtypeStruct(cache.shape, cache.dtype),
+            has_side_effect=True,
+            input_output_aliases={0: 0},
+        )
+        return call(cache, rows, rows, slots, kv_layout=np.int64(1))
+
+    def test_readers_of_a_cache_see_it_before_or_after_a_write_in_place_as_written(self, platform):
+        def program(cache, rows):
+            before = jax.ffi.ffi_call("xla_gpu_simple_add", jax.typeof(cache))(cache, cache)
+            cache = self.updated(cache, rows, 0)
+            between = jax.ffi.ffi_call("xla_gpu_simple_add", jax.typeof(cache))(cache, cache)
+            cache = self.updated(cache, 2 * rows, 0)
+            return before, between, cache
+
+        cache, rows = jnp.full((1, 1, 4, 16), 3.0), jnp.full((1, 2, 16), 5.0)
+        before, between, after = jax.jit(program, donate_argnums=0)(cache, rows)
+        assert [float(x.min()) for x in (before, between, after)] == [6, 10, 10]
+        assert [float(x.max()) for x in (before, between, after)] == [6, 10, 10]
+
+    def test_writes_in_a_loop_happen_in_its_order(self, platform):
+        def program(cache):
+            def write(i, cache):
+                return self.updated(cache, jnp.full((1, 2, 16), i, jnp.float32), i % 4)
+
+            return jax.lax.fori_loop(0, 11, write, cache)
+
+        cache = jax.jit(program, donate_argnums=0)(jnp.zeros((2, 2, 4, 16)))
+        np.testing.assert_array_equal(np.asarray(cache).reshape(4, -1).max(1), [8, 9, 10, 7])
+        np.testing.assert_array_equal(np.asarray(cache).reshape(4, -1).min(1), [8, 9, 10, 7])
+
+    def test_a_call_with_a_side_effect_is_made_although_nobody_reads_its_results(self, platform):
+        operands = [b.array() for b in WRONG_ADD.operands]
+
+        def unread(*operands):
+            ffi_call(WRONG_ADD)(*operands)
+            return operands[0]
+
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"b has shape \[3, 2\]"):
+            jax.block_until_ready(jax.jit(unread)(*operands))
+
+    def test_a_call_without_one_is_left_out_then(self, platform):
+        operands = [b.array() for b in WRONG_ADD.operands]
+
+        def unread(*operands):
+            jax.ffi.ffi_call(WRONG_ADD.target, [jax.ShapeDtypeStruct((2, 3), jnp.float32)])(*operands)
+            return operands[0]
+
+        np.testing.assert_array_equal(jax.jit(unread)(*operands), operands[0])
+
+
+class TestErrors:
+    def test_the_process_and_the_work_in_flight_live_on(self, platform):
+        @jax.jit
+        def long(x):
+            return jax.lax.fori_loop(0, 40, lambda _, y: jnp.tanh(y @ x), x)
+
+        x = jnp.full((384, 384), 1e-3)
+        expected = np.asarray(long(x))
+        for _ in range(5):
+            in_flight = [long(x) for _ in range(3)]
+            with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+                by_ffi_call(WRONG_ADD, platform)
+            assert str(caught.value) == f"{WRONG_ADD.code}: {WRONG_ADD.text}"
+            assert ADD.results[0].is_met_by(by_stablehlo(ADD, platform)[0])
+            for result in in_flight:
+                np.testing.assert_array_equal(result, expected)
+
+    def test_a_program_with_a_refused_call_in_its_middle_fails_and_the_next_one_works(self, platform):
+        @jax.jit
+        def program(a, b, wrong):
+            a = jnp.tanh(a) @ jnp.ones((3, 3))
+            (middle,) = ffi_call(WRONG_ADD)(a, wrong)
+            return ffi_call(ADD)(middle, b)
+
+        for _ in range(3):
+            with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: xla_gpu_simple_add: b has shape"):
+                jax.block_until_ready(program(A, ZERO, ZERO.reshape(3, 2)))
+            np.testing.assert_array_equal(jax.jit(ffi_call(ADD))(A, ZERO)[0], A)
+
+
+class TestThreads:
+    def test_many_threads_make_right_and_wrong_calls_at_once(self, platform):
+        names = {"the right call", "0 operands", "no attribute"}
+        wanted = [case for case in cases() if case.name in names]
+        assert len(wanted) >= 18
+        barrier = threading.Barrier(8)
+
+        def work(offset):
+            barrier.wait()
+            for round_ in range(2 * len(wanted)):
+                case = wanted[(offset * 7 + round_) % len(wanted)]
+                run = by_ffi_call if round_ % 2 else by_stablehlo
+                if case.code is None:
+                    results = run(case, platform)
+                    assert all(w.is_met_by(r) for w, r in zip(case.results, results, strict=True)), case
+                else:
+                    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+                        run(case, platform)
+                    assert str(caught.value) == f"{case.code}: {case.text}"
+            return True
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(work, range(8)))
+
+    def test_one_executable_runs_on_many_threads(self, platform):
+        case = case_of("xla_gpu_paged_attention", "every optional result")
+        compiled = jax.jit(ffi_call(case)).lower(*[b.array() for b in case.operands]).compile()
+
+        def work(_):
+            operands = [jax.device_put(b.array(), jax.devices(platform)[0]) for b in case.operands]
+            return all(
+                w.is_met_by(np.asarray(r))
+                for _ in range(20)
+                for w, r in zip(case.results, compiled(*operands), strict=True)
+            )
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(work, range(8)))
+
+
+TWO_DEVICES = """
+import threading
+import jax, jax.numpy as jnp, numpy as np
+import xla_attention.jax
+from conformance_calls import ffi_call
+from conformance_table import cases
+devices = jax.devices("cpu")
+assert len(devices) == 2
+right = [case for case in cases() if case.name == "the right call"]
+wrong = next(case for case in cases() if case.name == "b is f32[3,2]")
+failures = []
+def on(device):
+    with jax.enable_x64(True):
+        for _ in range(3):
+            for case in right:
+                operands = [jax.device_put(b.array(), device) for b in case.operands]
+                results = jax.jit(ffi_call(case))(*operands)
+                for wanted, found in zip(case.results, results, strict=True):
+                    if found.devices() != {device} or not wanted.is_met_by(np.asarray(found)):
+                        failures.append((device, case.target))
+            try:
+                operands = [jax.device_put(b.array(), device) for b in wrong.operands]
+                jax.block_until_ready(jax.jit(ffi_call(wrong))(*operands))
+                failures.append((device, "not refused"))
+            except jax.errors.JaxRuntimeError as error:
+                if str(error) != f"{wrong.code}: {wrong.text}":
+                    failures.append((device, str(error)))
+threads = [threading.Thread(target=on, args=(device,)) for device in devices]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+mesh = jax.sharding.Mesh(devices, "x")
+spec = jax.sharding.PartitionSpec("x")
+add = lambda a, b: jax.ffi.ffi_call("xla_gpu_simple_add", jax.ShapeDtypeStruct(a.shape, a.dtype))(a, b)
+halves = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=(spec, spec), out_specs=spec))
+a = jax.device_put(jnp.arange(8.0), jax.sharding.NamedSharding(mesh, spec))
+out = halves(a, a)
+assert (out == 2 * jnp.arange(8.0)).all() and len(out.sharding.device_set) == 2
+print("failures", failures, "calls", len(right))
+"""
+
+
+def test_two_devices_are_served_at_once():
+    here = pathlib.Path(__file__).parent
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_DEVICES], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.stdout.strip() == f"failures [] calls {len(right_calls())}", done.stderr
+
+
+def test_targets_may_be_registered_again(platform):
+    register_targets.__wrapped__()
+    assert ADD.results[0].is_met_by(by_stablehlo(ADD, platform)[0])
+
+
+def test_another_handler_under_a_name_that_is_taken_is_refused():
+    code = """
+import ctypes, jax
+import xla_attention.jax
+from xla_attention import _library
+rows = {(t.name, t.platform): t.execute for t in _library.targets()}
+jax.devices("cpu")
+other = jax.ffi.pycapsule(ctypes.c_void_p(rows[b"xla_gpu_paged_attention", b"cpu"]))
+try:
+    jax.ffi.register_ffi_target("xla_gpu_simple_add", other, platform="cpu")
+except Exception as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "Duplicate FFI handler registration" in done.stdout, done.stderr
