@@ -84,6 +84,9 @@ DRIVER_CALL cuDeviceGetAttribute(int* value, int attribute, int) {
     case 76:  // minor
       *value = 0;
       return kSuccess;
+    case 81:  // shared memory of a multiprocessor
+      *value = 228 * 1024;
+      return kSuccess;
     case 97:  // shared memory of a block
       *value = 227 * 1024;
       return kSuccess;
