@@ -1,5 +1,6 @@
 """The table's calls carried out: as StableHLO text of our own, and through ``jax.ffi.ffi_call``."""
 
+import re
 import struct
 
 import jax
@@ -89,3 +90,17 @@ def by_ffi_call(case, platform, *, in_place=False):
         operands = [b.array() for b in case.operands]
         results = jax.jit(ffi_call(case, in_place=in_place))(*operands)
         return [np.asarray(result) for result in results]
+
+
+def told_on(platform, case):
+    """What the user reads. On a GPU the initialize handler refuses first: it names its stage and binds no context."""
+    text = case.text
+    if platform == "gpu" and text.startswith("[execute]"):
+        text = re.sub(r"operands at: (\d+)", lambda at: f"operands at: {int(at[1]) - 1}", text)
+        text = text.replace("[execute]", "[initialize]", 1)
+    return f"{case.code}: {text}"
+
+
+def said(error):
+    """The text of an error, without the name of the program that a GPU's runtime adds."""
+    return re.sub(r" \[executable_name='[^']*'\]$", "", str(error))

@@ -3,13 +3,11 @@
 The same cases run without XLA in tests/conformance; what no table can say is in test_conformance_runtime.py.
 """
 
-import re
-
 import jax
 import pytest
 
 import xla_attention.jax  # noqa: F401  registers the targets
-from conformance_calls import by_ffi_call, by_stablehlo
+from conformance_calls import by_ffi_call, by_stablehlo, said, told_on
 from conformance_table import cases, drivers, skipped_for
 from xla_attention import _library
 
@@ -26,17 +24,10 @@ def for_driver(driver, wanted=lambda case: True):
     ]
 
 
-def told_on(platform, case):
-    """What the user reads. On a GPU the initialize handler refuses first: it names its stage and binds no context."""
-    text = case.text
-    if platform == "gpu" and text.startswith("[execute]"):
-        text = re.sub(r"operands at: (\d+)", lambda at: f"operands at: {int(at[1]) - 1}", text)
-        text = text.replace("[execute]", "[initialize]", 1)
-    return f"{case.code}: {text}"
-
-
 def hold(case, platform, run):
     """Run the case and look at what comes of it."""
+    if platform == "gpu" and not case.results:
+        pytest.skip("XLA:GPU leaves out a call without a result")
     if case.code is None:
         results = run()
         assert len(results) == len(case.results)
@@ -45,7 +36,7 @@ def hold(case, platform, run):
         return
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         run()
-    assert str(caught.value) == told_on(platform, case)
+    assert said(caught.value) == told_on(platform, case)
 
 
 @pytest.mark.parametrize("case", for_driver("stablehlo"))
