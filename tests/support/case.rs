@@ -141,11 +141,6 @@ impl Case {
         self.place.layout != Layout::Contiguous
     }
 
-    /// The lengths of the keys come from `cu_seqlens_k`.
-    pub fn reads_cu_seqlens_k(&self) -> bool {
-        !self.is_paged() || self.seqused_k.is_none()
-    }
-
     /// The same call, asked for other results.
     pub fn asking(&self, lse: bool, workspace: Option<usize>) -> Self {
         Self { lse, workspace, ..self.clone() }
