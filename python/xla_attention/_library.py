@@ -229,7 +229,6 @@ def check(
     Request(target, operands, results, attributes).take(Action.CHECK)
 
 
-@functools.lru_cache(maxsize=1024)
 def attention_workspace(
     q_heads: int,
     kv_heads: int,
@@ -237,8 +236,24 @@ def attention_workspace(
     value_dim: int,
     dtype: Any,  # noqa: ANN401
     batch_invariant: bool,
+    rows: Any,  # noqa: ANN401
+    sequences: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """How many bytes of workspace an attention call wants; `rows` of the query and `sequences` may be symbolic."""
+    static = (q_heads, kv_heads, head_dim, value_dim, dtype, batch_invariant)
+    constant, per_row, per_sequence = _workspace_coefficients(*static)
+    return constant + per_row * rows + per_sequence * sequences
+
+
+@functools.lru_cache(maxsize=1024)
+def _workspace_coefficients(
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    dtype: Any,  # noqa: ANN401
+    batch_invariant: bool,
 ) -> tuple[int, int, int]:
-    """``(c0, c1, c2)``: an attention call wants ``c0 + c1 * T + c2 * B`` bytes of workspace for T rows, B sequences."""
     coefficients = (ctypes.c_int64 * 3)()
     sizes = (q_heads, kv_heads, head_dim, value_dim)
     library().xa_attention_workspace(*sizes, _number(dtype), batch_invariant, ctypes.byref(coefficients))

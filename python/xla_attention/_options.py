@@ -26,3 +26,28 @@ def length_advice(length: int) -> np.int64:
     0 is unknown; a negative number stays, to be refused.
     """
     return np.int64(length if length <= 0 else 1 << (length - 1).bit_length())
+
+
+def refuse_layout_of_two(kv_layout: str | None) -> None:
+    """A cache of two buffers has no layout of one."""
+    if kv_layout is not None:
+        raise ValueError(f"kv_layout is {kv_layout!r}, which K and V apart do not have")
+
+
+def refuse_window(sliding_window: int | None, target: str = "") -> None:
+    """A window has room for the query's own key at least."""
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"{target}sliding_window is {sliding_window}, expected >= 1, or None")
+
+
+def refuse_values(v: object, kv_layout: str | None, a_value: str) -> None:
+    """Values of flash_attn_varlen are there, or in the one buffer; `a_value` is what the framework calls them."""
+    if (v is None) == (kv_layout is None):
+        expected = a_value if v is None else "None: with kv_layout k holds the values too"
+        raise ValueError(f"xla_gpu_flash_attn_varlen: v is {'None' if v is None else a_value}, expected {expected}")
+
+
+def refuse_untold_lengths(block_table: object, seqused_k: object) -> None:
+    """Without cu_seqlens_k, pages do not tell how many keys there are."""
+    if block_table is not None and seqused_k is None:
+        raise ValueError("xla_gpu_flash_attn_varlen: a block_table needs seqused_k or cu_seqlens_k, which tell lengths")

@@ -35,9 +35,8 @@ def with_workspace(
     query, out = operands[0], results[0]
     static = (*query.shape[1:2], kv_heads, *query.shape[2:], out.shape[-1])
     if query.ndim == 3 and all(isinstance(n, int) for n in static):
-        wanted = _library.attention_workspace(*static, query.dtype, bool(attributes["batch_invariant"]))
-        constant, per_row, per_sequence = wanted
-        size = constant + per_row * query.shape[0] + per_sequence * num_seqs
+        options = (query.dtype, bool(attributes["batch_invariant"]))
+        size = _library.attention_workspace(*static, *options, query.shape[0], num_seqs)
     workspace = None if isinstance(size, int) and size == 0 else jax.ShapeDtypeStruct((size,), jnp.uint8)
     found = custom_call(target, operands, [*results, workspace], attributes)
     return [array for array, asked in zip(found, results, strict=False) if asked is not None]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._options import kv_layout_number, length_advice
+from .._options import kv_layout_number, length_advice, refuse_untold_lengths, refuse_values
 from ._attention import output_dtype, with_workspace
 from ._call import Array, index_operand, scale_operand, static_bool, static_f32, static_i64
 
@@ -144,9 +144,7 @@ def flash_attn_varlen(
     (5, 4, 64)
     """
     layout = kv_layout_number(kv_layout)
-    if (v is None) == (kv_layout is None):
-        expected = "an array" if v is None else "None: with kv_layout k holds the values too"
-        raise ValueError(f"xla_gpu_flash_attn_varlen: v is {'None' if v is None else 'an array'}, expected {expected}")
+    refuse_values(v, kv_layout, "an array")
     static_bool("deterministic", deterministic)
     q, k = jnp.asarray(q), jnp.asarray(k)
     window_left, window_right = window
@@ -190,8 +188,7 @@ def _cu_seqlens_k(
         return index_operand("cu_seqlens_k", cu_seqlens_k)
     if block_table is None:
         return index_operand("cu_seqlens_q", cu_seqlens_q)
-    if seqused_k is None:
-        raise ValueError("xla_gpu_flash_attn_varlen: a block_table needs seqused_k or cu_seqlens_k, which tell lengths")
+    refuse_untold_lengths(block_table, seqused_k)
     return jnp.zeros((0,), jnp.int32)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._options import kv_layout_number
+from .._options import kv_layout_number, refuse_layout_of_two
 from ._call import Array, custom_call, index_operand, scale_operand
 
 
@@ -80,8 +80,7 @@ def kv_cache_update(
     slots = index_operand("slot_mapping", slot_mapping, keep=("int32", "int64"))
     rows = (jnp.asarray(key), jnp.asarray(value), slots, scale_operand(k_scale), scale_operand(v_scale))
     if isinstance(kv_cache, tuple | list):
-        if kv_layout is not None:
-            raise ValueError(f"kv_layout is {kv_layout!r}, which K and V apart do not have")
+        refuse_layout_of_two(kv_layout)
         k_cache, v_cache = kv_cache
         return _update_split(jnp.asarray(k_cache), jnp.asarray(v_cache), *rows)
     return _update(kv_layout_number(kv_layout or "interleaved"), jnp.asarray(kv_cache), *rows)

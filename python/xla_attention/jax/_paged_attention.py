@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._options import refuse_window
 from ._attention import output_dtype, with_workspace
 from ._call import Array, index_operand, scale_operand, static_bool, static_f32, static_i64
 
@@ -112,8 +113,7 @@ def paged_attention(
         static_i64("sliding_window", -1 if sliding_window is None else sliding_window),
         static_f32("soft_cap", 0.0 if soft_cap is None else soft_cap),
     )
-    if sliding_window is not None and attributes[2] < 1:
-        raise ValueError(f"xla_gpu_paged_attention: sliding_window is {sliding_window}, expected >= 1, or None")
+    refuse_window(sliding_window, "xla_gpu_paged_attention: ")
     query = jnp.asarray(query)
     operands = (
         query,

@@ -35,9 +35,9 @@ class Workspace:
 
     def result(self) -> Result | None:
         """The workspace wanted; None for none."""
-        sizes = (self.q_heads, self.kv_heads, self.head_dim, self.value_dim, _number(self.dtype), self.batch_invariant)
-        constant, per_row, per_sequence = _library.attention_workspace(*sizes)
-        size = constant + per_row * self.rows + per_sequence * self.sequences
+        sizes = (self.q_heads, self.kv_heads, self.head_dim, self.value_dim)
+        options = (_number(self.dtype), self.batch_invariant)
+        size = _library.attention_workspace(*sizes, *options, self.rows, self.sequences)
         return Result((size,), torch.uint8) if size else None
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from .._options import kv_layout_number, length_advice
+from .._options import kv_layout_number, length_advice, refuse_untold_lengths, refuse_values
 from ._call import Call, Result, Workspace, f32_operand, index_operand, output_dtype, scale_operand
 from ._define import define, scale_tensor
 
@@ -113,14 +113,9 @@ def flash_attn_varlen(
     >>> flash_attn_varlen(q, k, v, torch.tensor([0, 3, 5]), causal=True).shape
     torch.Size([5, 4, 64])
     """
-    if (v is None) == (kv_layout is None):
-        expected = "a tensor" if v is None else "None: with kv_layout k holds the values too"
-        raise ValueError(f"xla_gpu_flash_attn_varlen: v is {'None' if v is None else 'a tensor'}, expected {expected}")
+    refuse_values(v, kv_layout, "a tensor")
     if cu_seqlens_k is None:
-        if block_table is not None and seqused_k is None:
-            raise ValueError(
-                "xla_gpu_flash_attn_varlen: a block_table needs seqused_k or cu_seqlens_k, which tell lengths"
-            )
+        refuse_untold_lengths(block_table, seqused_k)
         cu_seqlens_k = cu_seqlens_q if block_table is None else cu_seqlens_q.new_empty(0)
     out, lse = torch.ops.xla.flash_attn_varlen_op(
         q,

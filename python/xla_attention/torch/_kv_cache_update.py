@@ -2,7 +2,7 @@
 
 import torch
 
-from .._options import kv_layout_number
+from .._options import kv_layout_number, refuse_layout_of_two
 from ._call import Call, Result, index_operand, scale_operand
 from ._define import define, scale_tensor
 
@@ -58,7 +58,7 @@ def kv_cache_update(
     rows = (key, value, slot_mapping, scale_tensor(k_scale, key), scale_tensor(v_scale, key))
     if isinstance(kv_cache, torch.Tensor):
         return ops.kv_cache_update(kv_cache, *rows, kv_layout)
-    _refuse_layout(kv_layout)
+    refuse_layout_of_two(kv_layout)
     return ops.kv_cache_update_split(*kv_cache, *rows)
 
 
@@ -103,13 +103,8 @@ def update_cache_(
     if len(caches) == 1:
         ops.kv_cache_update_(*caches, *rows, kv_layout)
     else:
-        _refuse_layout(kv_layout)
+        refuse_layout_of_two(kv_layout)
         ops.kv_cache_update_split_(*caches, *rows)
-
-
-def _refuse_layout(kv_layout: str | None) -> None:
-    if kv_layout is not None:
-        raise ValueError(f"kv_layout is {kv_layout!r}, which K and V apart do not have")
 
 
 def slots(slot_mapping: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import torch
 
+from .._options import refuse_window
 from ._call import Call, Result, Workspace, f32_operand, index_operand, output_dtype, scale_operand
 from ._define import define, scale_tensor
 
@@ -178,8 +179,7 @@ def _describe(
     *,
     with_lse: bool,
 ) -> Call:
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"xla_gpu_paged_attention: sliding_window is {sliding_window}, expected >= 1, or None")
+    refuse_window(sliding_window, "xla_gpu_paged_attention: ")
     if not isinstance(num_seqs, torch.Tensor):
         num_seqs = torch.full((1,), num_seqs, dtype=torch.int32, device=query.device)
     dtype = output_dtype(query, out_dtype)

@@ -6,6 +6,7 @@ pages, the lengths. One call writes the new tokens and attends.
 
 import torch
 
+from .._options import refuse_window
 from ._flash_attn_varlen import flash_attn_varlen
 from ._kv_cache_update import update_cache_
 
@@ -76,8 +77,7 @@ def attention(
     >>> vllm_style.attention(q, k, v, cache, slots, table, lens, starts, scale=0.125).shape
     torch.Size([4, 8, 64])
     """
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window is {sliding_window}, expected >= 1, or None")
+    refuse_window(sliding_window)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     update_cache_(kv_cache, key, value, slot_mapping, **scales, kv_layout=kv_layout)
     return flash_attn_varlen(
