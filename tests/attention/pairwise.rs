@@ -1,7 +1,7 @@
 //! Every pair of options that SPEC allows, against the reference.
 
 use crate::support::case::Case;
-use crate::support::check::check;
+use crate::support::check::check_named;
 use crate::support::option_pairs::{calls, covered};
 use crate::support::pairwise::{cover, holds, pairs};
 use std::collections::BTreeSet;
@@ -9,9 +9,7 @@ use std::collections::BTreeSet;
 #[test]
 fn every_pair_of_options_agrees_with_the_reference() {
     for (index, (target, shape, storage)) in calls().into_iter().enumerate() {
-        let mut case = Case::store(target, &shape.batch(), &storage);
-        case.name = format!("pairwise {index}: {}", case.name);
-        check(&case);
+        check_named(&format!("pairwise {index}"), Case::store(target, &shape.batch(), &storage));
     }
 }
 

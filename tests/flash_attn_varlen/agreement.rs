@@ -3,7 +3,7 @@
 use crate::support::array::{BF16, F16, F32};
 use crate::support::batch::{Alibi, Dtypes, Scaled, Shape};
 use crate::support::case::Case;
-use crate::support::check::check;
+use crate::support::check::{check, check_named};
 use crate::support::named_shapes::flash_shapes;
 use crate::support::oracle::Mask;
 use crate::support::storage::{Layout, Storage};
@@ -11,9 +11,7 @@ use crate::support::strategies::{flash_calls, for_all};
 
 fn named_cases_agree_with_the_reference(dtypes: Dtypes) {
     for (name, shape, storage) in flash_shapes(dtypes) {
-        let mut case = Case::flash(&shape.batch(), &storage);
-        case.name = format!("{name}: {}", case.name);
-        check(&case);
+        check_named(name, Case::flash(&shape.batch(), &storage));
     }
 }
 
@@ -37,9 +35,7 @@ fn named_cases_agree_with_the_reference_over_8_bit_caches() {
     for (index, dtypes) in Dtypes::ALL[3..].iter().enumerate() {
         // A sixth of the cases for each of the six.
         for (name, shape, storage) in flash_shapes(*dtypes).into_iter().skip(index).step_by(6) {
-            let mut case = Case::flash(&shape.batch(), &storage);
-            case.name = format!("{name}: {}", case.name);
-            check(&case);
+            check_named(name, Case::flash(&shape.batch(), &storage));
         }
     }
 }
@@ -134,8 +130,7 @@ fn huge_scores_neither_overflow_nor_lose_the_softmax() {
                 Shape { dtypes, sharpness, lengths: vec![(1, 70), (30, 64)], mask: Mask::FULL, ..Shape::default() };
             let mut case = Case::flash(&shape.batch(), &Storage::contiguous());
             case.form.softmax_scale = scale;
-            case.name = format!("scale {scale}, sharpness {sharpness}: {}", case.name);
-            check(&case);
+            check_named(&format!("scale {scale}, sharpness {sharpness}"), case);
         }
     }
 }

@@ -4,7 +4,7 @@ use crate::support::answers::IfWrong;
 use crate::support::array::{ATTENTION_DTYPES, Array, BF16, F16, F32, U8};
 use crate::support::batch::{Alibi, Dtypes, Scaled, Shape};
 use crate::support::case::Case;
-use crate::support::check::{check, check_against};
+use crate::support::check::{check, check_against, check_named};
 use crate::support::guard::{Side, for_both_sides};
 use crate::support::named_shapes::named_shapes;
 use crate::support::oracle::Mask;
@@ -14,9 +14,7 @@ use crate::support::strategies::{for_all, paged_shapes, paged_storages};
 
 fn named_cases_agree_with_the_reference(dtypes: Dtypes) {
     for (name, shape, storage) in named_shapes(dtypes) {
-        let mut case = Case::paged(&shape.batch(), &storage);
-        case.name = format!("{name}: {}", case.name);
-        check(&case);
+        check_named(name, Case::paged(&shape.batch(), &storage));
     }
 }
 
@@ -187,8 +185,7 @@ fn huge_scores_neither_overflow_nor_lose_the_softmax() {
             let shape = Shape { dtypes, sharpness, lengths: vec![(1, 70), (30, 64)], ..Shape::default() };
             let mut case = Case::paged(&shape.batch(), &Storage::default());
             case.form.softmax_scale = scale;
-            case.name = format!("scale {scale}, sharpness {sharpness}: {}", case.name);
-            check(&case);
+            check_named(&format!("scale {scale}, sharpness {sharpness}"), case);
         }
     }
 }

@@ -32,3 +32,9 @@ pub fn check(case: &Case) -> Vec<Array> {
     assert!(first == second, "{}: two runs differ", case.name);
     first
 }
+
+/// [`check`] of a case that has a name of its own, to be found by when it fails.
+pub fn check_named(name: &str, mut case: Case) {
+    case.name = format!("{name}: {}", case.name);
+    check(&case);
+}
