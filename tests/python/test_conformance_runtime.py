@@ -3,9 +3,11 @@
 The calls come from the tables of tests/conformance.
 """
 
+import collections
 import concurrent.futures
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -246,12 +248,13 @@ class TestThreads:
 
 
 TWO_DEVICES = """
-import threading
+import sys, threading
 import jax, jax.numpy as jnp, numpy as np
 import xla_attention.jax
-from conformance_calls import ffi_call
+from conformance_calls import ffi_call, said, told_on
 from conformance_table import cases
-devices = jax.devices("cpu")
+platform = sys.argv[1]
+devices = jax.devices(platform)[:2]
 assert len(devices) == 2
 right = [case for case in cases() if case.name == "the right call"]
 wrong = next(case for case in cases() if case.name == "b is f32[3,2]")
@@ -270,7 +273,7 @@ def on(device):
                 jax.block_until_ready(jax.jit(ffi_call(wrong))(*operands))
                 failures.append((device, "not refused"))
             except jax.errors.JaxRuntimeError as error:
-                if str(error) != f"{wrong.code}: {wrong.text}":
+                if said(error) != told_on(platform, wrong):
                     failures.append((device, str(error)))
 threads = [threading.Thread(target=on, args=(device,)) for device in devices]
 [thread.start() for thread in threads], [thread.join() for thread in threads]
@@ -285,18 +288,25 @@ print("failures", failures, "calls", len(right))
 """
 
 
-def test_two_devices_are_served_at_once():
+def test_two_devices_are_served_at_once(platform):
+    if platform == "gpu" and len(jax.devices("gpu")) < 2:
+        pytest.skip("this machine has one GPU")
     here = pathlib.Path(__file__).parent
     environment = {
         **os.environ,
-        "JAX_PLATFORMS": "cpu",
+        "JAX_PLATFORMS": "cpu" if platform == "cpu" else "",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_ATTENTION_LOG": "debug",
         "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(
-        [sys.executable, "-c", TWO_DEVICES], capture_output=True, text=True, env=environment, timeout=300
+        [sys.executable, "-c", TWO_DEVICES, platform], capture_output=True, text=True, env=environment, timeout=300
     )
     assert done.stdout.strip() == f"failures [] calls {len(right_calls())}", done.stderr
+    loaded = collections.Counter(re.findall(r"loaded (\w+) for sm_", done.stdout + done.stderr))
+    assert bool(loaded) == (platform == "gpu")
+    assert set(loaded.values()) <= {2}, "a module is loaded once on each device"
 
 
 def test_targets_may_be_registered_again(platform):
