@@ -88,7 +88,8 @@ use ffi::{Arguments, AttributeType, AttributeView, BufferView, Status, XlaPool};
 // SAFETY: XLA's pool may be asked from any thread; the wrapper is two pointers that the handler's frame keeps alive.
 unsafe impl Sync for XlaPool {}
 
-impl Pool for XlaPool {
+// SAFETY: XLA runs a scheduled task once; what C++ throws ends the process (cxx) and does not unwind.
+unsafe impl Pool for XlaPool {
     fn num_threads(&self) -> usize {
         XlaPool::num_threads(self).max(1) as usize
     }

@@ -10,7 +10,11 @@ use std::sync::atomic::{
 };
 
 /// A thread pool that runs a function some time, on some thread, perhaps at once on the calling one.
-pub trait Pool: Sync {
+///
+/// # Safety
+/// [`Pool::schedule`] runs `task(argument)` once or never, and does not unwind: helpers that it has started work with
+/// memory of the function that called it.
+pub unsafe trait Pool: Sync {
     /// Threads that can work at the same time, the caller's among them or not.
     fn num_threads(&self) -> usize;
     /// Run `task(argument)`; may return before or after it has run.
@@ -20,7 +24,8 @@ pub trait Pool: Sync {
 /// rayon's global pool: for the Rust API and for callers of `xa_call` without a pool.
 pub struct RayonPool;
 
-impl Pool for RayonPool {
+// SAFETY: rayon runs what it spawns once. Only making its threads can panic, which `num_threads` does before.
+unsafe impl Pool for RayonPool {
     fn num_threads(&self) -> usize {
         rayon::current_num_threads()
     }
@@ -32,7 +37,8 @@ impl Pool for RayonPool {
 /// No thread but the caller's.
 pub struct SingleThread;
 
-impl Pool for SingleThread {
+// SAFETY: once, and a task does not unwind.
+unsafe impl Pool for SingleThread {
     fn num_threads(&self) -> usize {
         1
     }
@@ -134,7 +140,8 @@ mod tests {
     #[derive(Default)]
     struct LatePool(Mutex<Vec<Task>>);
     type Task = (fn(usize), usize);
-    impl Pool for LatePool {
+    // SAFETY: the one test that uses it runs each task once.
+    unsafe impl Pool for LatePool {
         fn num_threads(&self) -> usize {
             4
         }

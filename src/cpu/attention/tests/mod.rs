@@ -15,7 +15,8 @@ use shape::{Shape, Storage};
 /// Every helper is a thread of its own.
 struct Threads(usize);
 
-impl Pool for Threads {
+// SAFETY: a thread runs its task once.
+unsafe impl Pool for Threads {
     fn num_threads(&self) -> usize {
         self.0
     }
