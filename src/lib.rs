@@ -1,23 +1,42 @@
 //! Attention operators for XLA programs: paged attention and what surrounds it, as custom calls of XLA's typed FFI on
 //! CUDA and the CPU.
 //!
-//! A call walks down this list: a front-end (Python, an XLA runtime, [`call()`] from Rust), the bridge or the C
-//! interface, [`ops`] which validates, and a backend which computes. `docs/architecture.md` draws it.
-//!
-//! From Rust:
+//! From Rust, every operator is a safe function over slices of the host or addresses of a device. Here one sequence has
+//! two keys in page 1 of a cache, and its last token asks:
 //!
 //! ```
-//! use xla_attention::{Action, Call, DType, Op, RayonPool, Tensor, call};
+//! use xla_attention::{On, PagedAttentionInputs, PagedAttentionOptions, TensorMut, TensorRef, paged_attention};
 //!
-//! let (a, b, mut out) = ([1.0f32, 2.0, 3.0], [10.0f32, 20.0, 30.0], [0.0f32; 3]);
-//! let view = |data: *const f32| Tensor::dense(DType::F32, data.cast_mut().cast(), &[3]);
-//! let (operands, results) = ([view(a.as_ptr()), view(b.as_ptr())], [view(out.as_mut_ptr())]);
-//! let action = Action::RunOnCpu(&RayonPool);
-//! // SAFETY: the views describe the arrays above; nothing else uses them during the call.
-//! unsafe { call(&Call { op: Op::SimpleAdd, action, operands: &operands, results: &results, attributes: &[] }) }?;
-//! assert_eq!(out, [11.0, 22.0, 33.0]);
+//! let mut cache = [0.0f32; 2 * 4 * 2 * 8]; // [P, page_size, 2*Hkv, D]: K of head h at 2h, V at 2h+1
+//! cache[4 * 16 + 8..][..8].fill(10.0); // V of page 1, token 0
+//! cache[5 * 16 + 8..][..8].fill(30.0);
+//! let inputs = PagedAttentionInputs {
+//!     query: TensorRef::new(&[1.0f32; 8], &[1, 1, 8]), // [T, Hq, D]
+//!     kv_cache: TensorRef::new(&cache, &[2, 4, 2, 8]),
+//!     context_lens: TensorRef::new(&[2], &[1]),
+//!     block_tables: TensorRef::new(&[1], &[1, 1]),
+//!     query_start_loc: TensorRef::new(&[0, 1], &[2]),
+//!     num_seqs: TensorRef::new(&[1], &[1]),
+//! };
+//! let options = PagedAttentionOptions { sliding_window: Some(128), ..Default::default() };
+//! let mut out = [0.0f32; 8];
+//! paged_attention(&inputs, &options, TensorMut::new(&mut out, &[1, 1, 8]), On::cpu())?;
+//! assert!(out.iter().all(|x| (x - 20.0).abs() < 1e-5)); // both keys score the same
 //! # Ok::<(), xla_attention::Error>(())
 //! ```
+//!
+//! | function | computes |
+//! |---|---|
+//! | [`paged_attention()`] | attention of a ragged batch over a paged cache |
+//! | [`flash_attn_varlen()`] | attention of a ragged batch over packed keys or pages, every option |
+//! | [`kv_cache_update()`] | keys and values of new tokens into a paged cache |
+//! | [`rope_kv_cache_update()`] | the same after rotating queries and keys |
+//! | [`merge_attention_states()`] | attention over two sets of keys into that over both |
+//! | [`simple_add()`] | `a + b` |
+//!
+//! A call walks down this list: a front-end (Python, an XLA runtime, the functions above), the bridge or the C interface,
+//! [`call()`] which knows every operator, [`ops`] which validates, and a backend which computes. `docs/architecture.md`
+//! draws it.
 
 mod bridge;
 mod c_api;
@@ -26,6 +45,7 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod error;
+mod functions;
 mod log;
 pub mod ops;
 #[cfg(feature = "cuda")]
@@ -42,6 +62,14 @@ pub use c_api::{
 };
 pub use call::{Action, Call, Op, call};
 pub use error::{Code, Error, Result};
+pub use functions::{
+    AttentionResults, AttentionState, Device, Element, FlashAttnVarlenInputs, FlashAttnVarlenOptions, Host, Kv,
+    KvCacheUpdateInputs, KvCacheUpdateOptions, MAX_RANK, Memory, On, PagedAttentionInputs, PagedAttentionOptions,
+    RopeKvCacheUpdateInputs, RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults, TensorMut, TensorRef,
+    flash_attn_varlen, kv_cache_update, merge_attention_states, paged_attention, rope_kv_cache_update, simple_add,
+};
+/// The 16-bit floats of an [`Element`].
+pub use half::{bf16, f16};
 pub use ops::Attribute;
 pub use pool::{Pool, RayonPool, SingleThread, parallel_for};
 pub use stream::Stream;

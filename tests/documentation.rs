@@ -54,7 +54,7 @@ fn every_path_that_a_document_names_exists() {
 #[test]
 fn every_source_folder_is_in_the_architecture() {
     let text = fs::read_to_string(root().join("docs/architecture.md")).unwrap();
-    for folder in ["src/ops", "src/cpu", "src/cuda", "ffi", "kernels", "python", "tests"] {
+    for folder in ["src/functions", "src/ops", "src/cpu", "src/cuda", "ffi", "kernels", "python", "tests"] {
         assert!(Path::new(&root().join(folder)).is_dir() && text.contains(folder), "{folder}");
     }
 }

@@ -16,6 +16,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("cpu", &["error", "tensor", "pool", "ops", "log"]),
     ("cuda", &["error", "tensor", "ops", "stream", "log"]),
     ("call", &["error", "tensor", "pool", "ops", "stream", "log", "cpu", "cuda"]),
+    ("functions", &["error", "tensor", "pool", "ops", "stream", "call"]),
     ("bridge", &["error", "tensor", "pool", "ops", "stream", "call"]),
     // `xa_info` lists the kernel variants of the build.
     ("c_api", &["error", "tensor", "pool", "ops", "stream", "log", "call", "cuda::variants", "pjrt_plugin"]),
