@@ -13,6 +13,7 @@ GPU_TESTS = (
     "cuda_graphs",
     "cuda_alignment",
     "simple_add",
+    "rust_operators",
     "kv_cache_update",
     "kv_cache_update_fp8",
     "rope_kv_cache_update",

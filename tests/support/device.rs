@@ -29,9 +29,8 @@ pub enum Around {
 
 const REDZONE: usize = 512;
 
-/// The outcome on the GPU, if the environment chooses it: launched directly with nothing around the buffers, then out of a
-/// captured graph with redzones.
-pub fn run_if_chosen(call: &Invocation, side: Side) -> Option<Result<Vec<Array>, Refusal>> {
+/// What `work` gives on the GPU, if the environment chooses it.
+pub fn on_chosen_gpu<T>(work: impl FnOnce(&Gpu) -> T) -> Option<T> {
     thread_local! {
         static GPU: Option<Gpu> = match std::env::var("XLA_ATTENTION_TEST_DEVICE").as_deref() {
             Ok("cuda") => Some(Gpu::first().expect("XLA_ATTENTION_TEST_DEVICE=cuda needs a driver and a GPU")),
@@ -39,17 +38,21 @@ pub fn run_if_chosen(call: &Invocation, side: Side) -> Option<Result<Vec<Array>,
             Ok(other) => panic!("XLA_ATTENTION_TEST_DEVICE={other}, expected cpu or cuda"),
         };
     }
-    GPU.with(|gpu| {
-        let outcome = match side {
-            Side::EndsAtGuard => call.run_on_gpu(gpu.as_ref()?, Around::Nothing, 0),
-            // A second replay would start from what the first has written over an operand.
-            Side::BeginsAtGuard if call.results.iter().any(|r| r.alias.is_some()) => {
-                call.run_on_gpu(gpu.as_ref()?, Around::Redzones, 1)
-            }
-            Side::BeginsAtGuard => call.run_on_gpu(gpu.as_ref()?, Around::Redzones, 2),
-        };
-        Some(outcome.map_err(|e| Refusal { code: e.code as i32, text: e.message }))
-    })
+    GPU.with(|gpu| gpu.as_ref().map(work))
+}
+
+/// The outcome on the GPU, if the environment chooses it: launched directly with nothing around the buffers, then out of a
+/// captured graph with redzones.
+pub fn run_if_chosen(call: &Invocation, side: Side) -> Option<Result<Vec<Array>, Refusal>> {
+    let outcome = on_chosen_gpu(|gpu| match side {
+        Side::EndsAtGuard => call.run_on_gpu(gpu, Around::Nothing, 0),
+        // A second replay would start from what the first has written over an operand.
+        Side::BeginsAtGuard if call.results.iter().any(|r| r.alias.is_some()) => {
+            call.run_on_gpu(gpu, Around::Redzones, 1)
+        }
+        Side::BeginsAtGuard => call.run_on_gpu(gpu, Around::Redzones, 2),
+    });
+    outcome.map(|outcome| outcome.map_err(|e| Refusal { code: e.code as i32, text: e.message }))
 }
 
 /// A context and a stream on device 0; never given back, as in a program that ends.
@@ -105,15 +108,16 @@ impl Gpu {
 }
 
 /// Device memory with an array in it.
-struct Memory {
+pub struct Memory {
     allocation: sys::CUdeviceptr,
     around: usize,
-    array: Array,
+    /// As it was before the call.
+    pub array: Array,
 }
 
 impl Memory {
     /// On the stream and waited for: a plain copy returns while the last step of a large one is still under way.
-    fn place(gpu: &Gpu, array: Array, around: Around) -> Self {
+    pub fn place(gpu: &Gpu, array: Array, around: Around) -> Self {
         let around = match around {
             Around::Nothing => 0,
             Around::Redzones => REDZONE,
@@ -130,13 +134,17 @@ impl Memory {
         Self { allocation, around, array }
     }
 
+    /// Of the array's first byte.
+    pub fn address(&self) -> usize {
+        self.allocation as usize + self.around
+    }
+
     fn tensor(&self) -> Tensor<'_> {
-        let data = (self.allocation + self.around as u64) as *mut u8;
-        Tensor::dense(DType(self.array.dtype.0), data, &self.array.dims)
+        Tensor::dense(DType(self.array.dtype.0), self.address() as *mut u8, &self.array.dims)
     }
 
     /// The bytes as they are; the redzones are as they were.
-    fn read(&self, what: &str) -> Array {
+    pub fn read(&self, what: &str) -> Array {
         let mut bytes = vec![0; self.array.bytes.len() + 2 * self.around];
         if !bytes.is_empty() {
             cuda!(cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), self.allocation, bytes.len()));
