@@ -52,15 +52,17 @@ $(VENV)/package.stamp: $(VENV)/test.stamp $(SOURCES)
 
 # cargo-nextest where it is installed, cargo's own runner elsewhere.
 NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
+# Tests can plant faults; what is built for users cannot.
+TESTED := --locked --features planted_faults
 
 test: $(VENV)/package.stamp
 ifdef NEXTEST
-	cargo nextest run --locked
+	cargo nextest run $(TESTED)
 else
-	cargo test --locked --lib --tests
+	cargo test $(TESTED) --lib --tests
 endif
-	cargo test --locked --doc
-	cargo run --locked --quiet --profile test --example c_interface
+	cargo test $(TESTED) --doc
+	cargo run $(TESTED) --quiet --profile test --example c_interface
 	$(PYTHON) -m pytest $(if $(CI),,-m "not slow")
 
 # The wheel in every runtime of tests/matrix/environments.toml; the table goes to docs/compatibility.md.
@@ -69,7 +71,7 @@ matrix: $(VENV)/package.stamp
 
 lint: $(VENV)/test.stamp
 	cargo fmt --check
-	cargo clippy --locked --all-targets -- -D warnings
+	cargo clippy --locked --all-targets --all-features -- -D warnings
 	cargo clippy --locked --all-targets --no-default-features -- -D warnings
 	clang-format --dry-run --Werror $$(git ls-files '*.c' '*.cc' '*.h' '*.cu' '*.cuh')
 	ruff check .
@@ -99,7 +101,7 @@ gpu-test:
 
 # The Rust tests for it, to be carried to a machine without Rust.
 gpu-binaries: $(VENV)/build.stamp
-	cargo test --locked --tests --no-run --message-format=json | $(PYTHON) tests/gpu/collect.py
+	cargo test $(TESTED) --tests --no-run --message-format=json | $(PYTHON) tests/gpu/collect.py
 
 # The GPU tests on this machine's CPU, through a stand-in for libcuda (tests/emulator): slow, so a few at a time.
 emulate: $(VENV)/build.stamp
@@ -107,7 +109,7 @@ emulate: $(VENV)/build.stamp
 	g++ -std=c++17 -O2 -Wall -Wextra -Werror -fPIC -shared tests/emulator/libcuda.cc -o target/emulator/libcuda.so.1 -ldl
 	LD_LIBRARY_PATH=$(CURDIR)/target/emulator XLA_ATTENTION_EMULATOR=$(CURDIR)/tests/emulator \
 	  XLA_ATTENTION_EMULATOR_CACHE=$(CURDIR)/target/emulator/kernels XLA_ATTENTION_TEST_DEVICE=cuda \
-	  cargo test --locked $(or $(ARGS),--test merge_attention_states --test kv_cache_update)
+	  cargo test $(TESTED) $(or $(ARGS),--test merge_attention_states --test kv_cache_update)
 
 bench:
 	python3 benches/run.py $(ARGS)

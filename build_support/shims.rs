@@ -36,6 +36,9 @@ pub(crate) fn build(include: &Path, out: &Path) -> Result<()> {
     if env::var("PROFILE").as_deref() == Ok("release") {
         build.define("NDEBUG", None);
     }
+    if env::var_os("CARGO_FEATURE_PLANTED_FAULTS").is_some() {
+        build.define("XA_PLANTED_FAULTS", None);
+    }
     build.try_compile(LIBRARY)?;
     fs::write(key_file, key)?;
     Ok(())
@@ -43,7 +46,8 @@ pub(crate) fn build(include: &Path, out: &Path) -> Result<()> {
 
 fn key(include: &Path, sources: &[PathBuf]) -> Result<String> {
     let mut hash = Sha256::new();
-    for variable in ["PROFILE", "TARGET", "OPT_LEVEL", "DEBUG", "CXX", "CXXFLAGS", "AR"] {
+    for variable in ["PROFILE", "TARGET", "OPT_LEVEL", "DEBUG", "CXX", "CXXFLAGS", "AR", "CARGO_FEATURE_PLANTED_FAULTS"]
+    {
         hash.update(format!("{variable}={:?};", env::var_os(variable)));
     }
     let fixed = ["src/bridge.rs", "build_support/shims.rs", "Cargo.lock"].map(PathBuf::from);

@@ -9,8 +9,10 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <exception>
 #include <optional>
+#include <stdexcept>
 #include <string>
 
 #include "pool.h"
@@ -61,8 +63,20 @@ class Bound {
   Surplus surplus_{0, 0};
 };
 
+#ifdef XA_PLANTED_FAULTS
+// src/fault.rs
+extern "C" bool xa_takes_fault(int32_t number);
+inline void strike() {
+  if (xa_takes_fault(0)) throw std::runtime_error("planted fault: ShimException");
+  if (xa_takes_fault(1)) throw "planted fault: ShimThrow";
+}
+#else
+inline void strike() {}
+#endif
+
 template <typename... Values>
 Bound bound(const Values&... values) {
+  strike();
   Bound all;
   (all.add(values), ...);
   return all;
@@ -101,8 +115,10 @@ struct LaunchCuda {
 };
 
 // Nothing that C++ throws leaves the library: XLA can catch it only if both were linked with the same C++ runtime.
-inline XLA_FFI_Error* guarded(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) noexcept {
-  const auto failure = [frame](const char* text) {
+inline XLA_FFI_Error* guarded(const char* target, XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) noexcept {
+  const auto failure = [target, frame](const char* what) {
+    char text[512];  // what was thrown may have been std::bad_alloc
+    std::snprintf(text, sizeof(text), "%s: C++ exception: %s", target, what);
     XLA_FFI_Error_Create_Args args{XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, text, XLA_FFI_Error_Code_INTERNAL};
     return frame->api->XLA_FFI_Error_Create(&args);
   };
@@ -111,23 +127,24 @@ inline XLA_FFI_Error* guarded(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame
   } catch (const std::exception& e) {
     return failure(e.what());
   } catch (...) {
-    return failure("a C++ exception without a text");
+    return failure("without a text");
   }
 }
 
 }  // namespace xa
 
-#define XA_HANDLER(symbol, function, ...)                                   \
+#define XA_HANDLER(target, symbol, function, ...)                           \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol##_unguarded, function, __VA_ARGS__); \
   extern "C" XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame) noexcept {     \
-    return xa::guarded(&symbol##_unguarded, frame);                         \
+    return xa::guarded(target, &symbol##_unguarded, frame);                 \
   }
 
-#define XA_TARGET(name, op, ...)                                                                                    \
-  XA_HANDLER(xa_##name##_cpu_shim, xa::RunOnCpu<op>{}, xa::ffi::Ffi::Bind().Ctx<xa::ffi::ThreadPool>() __VA_ARGS__) \
-  XA_HANDLER(xa_##name##_cuda_initialize_shim, xa::PrepareCuda<op>{},                                               \
-             xa::ffi::Ffi::Bind<xa::ffi::ExecutionStage::kInitialize>() __VA_ARGS__,                                \
-             {xa::ffi::Traits::kCmdBufferCompatible})                                                               \
-  XA_HANDLER(xa_##name##_cuda_execute_shim, xa::LaunchCuda<op>{},                                                   \
-             xa::ffi::Ffi::Bind().Ctx<xa::ffi::PlatformStream<void*>>() __VA_ARGS__,                                \
+#define XA_TARGET(name, op, ...)                                                        \
+  XA_HANDLER("xla_gpu_" #name, xa_##name##_cpu_shim, xa::RunOnCpu<op>{},                \
+             xa::ffi::Ffi::Bind().Ctx<xa::ffi::ThreadPool>() __VA_ARGS__)               \
+  XA_HANDLER("xla_gpu_" #name, xa_##name##_cuda_initialize_shim, xa::PrepareCuda<op>{}, \
+             xa::ffi::Ffi::Bind<xa::ffi::ExecutionStage::kInitialize>() __VA_ARGS__,    \
+             {xa::ffi::Traits::kCmdBufferCompatible})                                   \
+  XA_HANDLER("xla_gpu_" #name, xa_##name##_cuda_execute_shim, xa::LaunchCuda<op>{},     \
+             xa::ffi::Ffi::Bind().Ctx<xa::ffi::PlatformStream<void*>>() __VA_ARGS__,    \
              {xa::ffi::Traits::kCmdBufferCompatible})

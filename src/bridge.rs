@@ -1,8 +1,9 @@
 //! The crossing from the C++ shims into Rust: plain views in, a plain status out.
 #![expect(unreachable_pub, reason = "cxx makes the shared types public")]
 
-use crate::call::{Action, Call, Op, call};
+use crate::call::{Action, Call, Op, carry_out, guarded};
 use crate::error::{Error, Result, ensure};
+use crate::fault::{self, Fault};
 use crate::ops::Attribute;
 use crate::pool::Pool;
 use crate::stream::Stream;
@@ -115,11 +116,17 @@ fn launch_cuda(op: ffi::Op, stream: usize, arguments: Arguments) -> Status {
 
 fn enter(op: ffi::Op, action: Action, arguments: Arguments) -> Result {
     let op = Op::from_number(op.repr).ok_or_else(|| Error::internal(format!("no operator {}", op.repr)))?;
+    // Without a guard cxx would end the process at a panic.
+    guarded(op.signature().target, || decode_and_call(op, action, arguments))
+}
+
+fn decode_and_call(op: Op, action: Action, arguments: Arguments) -> Result {
+    fault::strike(Fault::Bridge);
     let signature = op.signature();
     let surplus = |what, count: usize, names: &[&str]| {
         ensure(count == 0, || {
             let at_most = names.len();
-            format!("{}: {} {what}s given, at most {at_most} expected", signature.target, at_most + count)
+            format!("{} {what}s given, at most {at_most} expected", at_most + count)
         })
     };
     surplus("operand", arguments.surplus.operands, signature.operands)?;
@@ -131,7 +138,7 @@ fn enter(op: ffi::Op, action: Action, arguments: Arguments) -> Result {
     }
     // SAFETY: XLA keeps the buffers of a call alive until its work is done, on the device of the current context.
     unsafe {
-        call(&Call {
+        carry_out(&Call {
             op,
             action,
             operands: &operands[..arguments.operands.len()],

@@ -1,9 +1,12 @@
 //! What the shared library exports: the handlers and their table for XLA, and `xa_call` for everybody else.
 //!
-//! All of it is plain C, without a Python ABI: `ctypes`, eager torch and PJRT programs in any language use it.
+//! All of it is plain C, without a Python ABI: `ctypes`, eager torch and PJRT programs in any language use it. A panic in
+//! one of the functions is its error, or where it has none, what it gives for failure.
 
 use crate::call::{Action, Call, Op, call};
 use crate::error::{Error, Result};
+use crate::fault::{self, Fault};
+use crate::guard::guarded;
 use crate::log;
 use crate::ops::Attribute;
 use crate::ops::workspace::AttentionSizes;
@@ -126,19 +129,39 @@ pub fn targets() -> &'static [Target] {
     ROWS
 }
 
-/// The table of targets, valid for the life of the process.
+/// What `work` gives; `failure` where it panics.
+fn or_failure<T>(failure: T, work: impl FnOnce() -> T) -> T {
+    guarded(|| {
+        fault::strike(Fault::Door);
+        work()
+    })
+    .unwrap_or(failure)
+}
+
+/// What `work` gives; where it panics, an error of the function called `name`.
+fn or_error(name: &str, work: impl FnOnce() -> Result) -> Result {
+    guarded(|| {
+        fault::strike(Fault::Door);
+        work()
+    })
+    .unwrap_or_else(|text| Err(Error::internal(format!("{name}: panic: {text}"))))
+}
+
+/// The table of targets, valid for the life of the process; null if it cannot be made.
 #[unsafe(no_mangle)]
 pub extern "C" fn xa_targets() -> *const Targets {
     unsafe extern "C" {
         fn xa_header_version(major: *mut i32, minor: *mut i32);
     }
     static TABLE: OnceLock<Targets> = OnceLock::new();
-    log::init();
-    TABLE.get_or_init(|| {
-        let (mut api_major, mut api_minor) = (0, 0);
-        // SAFETY: writes two integers.
-        unsafe { xa_header_version(&raw mut api_major, &raw mut api_minor) };
-        Targets { struct_size: size_of::<Targets>(), api_major, api_minor, count: ROWS.len(), rows: ROWS.as_ptr() }
+    or_failure(std::ptr::null(), || {
+        log::init();
+        TABLE.get_or_init(|| {
+            let (mut api_major, mut api_minor) = (0, 0);
+            // SAFETY: writes two integers.
+            unsafe { xa_header_version(&raw mut api_major, &raw mut api_minor) };
+            Targets { struct_size: size_of::<Targets>(), api_major, api_minor, count: ROWS.len(), rows: ROWS.as_ptr() }
+        })
     })
 }
 
@@ -202,9 +225,11 @@ pub struct XaCall {
 /// `target` is a terminated string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn xa_op(target: *const c_char) -> i32 {
-    // SAFETY: this function's contract.
-    let name = unsafe { CStr::from_ptr(target) }.to_bytes();
-    Op::ALL.into_iter().find(|op| op.signature().target.as_bytes() == name).map_or(-1, |op| op as i32)
+    or_failure(-1, || {
+        // SAFETY: this function's contract.
+        let name = unsafe { CStr::from_ptr(target) }.to_bytes();
+        Op::ALL.into_iter().find(|op| op.signature().target.as_bytes() == name).map_or(-1, |op| op as i32)
+    })
 }
 
 /// Check, run or launch an operator. Returns 0 or XLA's error code, with the text in `message` (terminated, cut to
@@ -214,15 +239,17 @@ pub unsafe extern "C" fn xa_op(target: *const c_char) -> i32 {
 /// The struct and everything it points to is valid; memory as [`call()`] asks; `message` has room for `capacity` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn xa_call(request: *const XaCall, message: *mut c_char, capacity: usize) -> i32 {
-    log::init();
-    // SAFETY: this function's contract.
-    let result = match unsafe { request.as_ref() } {
-        Some(request) if request.struct_size == size_of::<XaCall>() => {
-            // SAFETY: this function's contract.
-            unsafe { enter(request) }
+    let result = or_error("xa_call", || {
+        log::init();
+        // SAFETY: this function's contract.
+        match unsafe { request.as_ref() } {
+            Some(request) if request.struct_size == size_of::<XaCall>() => {
+                // SAFETY: this function's contract.
+                unsafe { enter(request) }
+            }
+            _ => Err(Error::invalid(format!("xa_call: the request is not a struct of {} bytes", size_of::<XaCall>()))),
         }
-        _ => Err(Error::invalid(format!("xa_call: the request is not a struct of {} bytes", size_of::<XaCall>()))),
-    };
+    });
     // SAFETY: this function's contract.
     unsafe { answer(result, message, capacity) }
 }
@@ -305,11 +332,13 @@ pub unsafe extern "C" fn xa_stand_before_pjrt_plugin(
     message: *mut c_char,
     capacity: usize,
 ) -> i32 {
-    // SAFETY: this function's contract.
-    let result = unsafe { CStr::from_ptr(path) }
-        .to_str()
-        .map_err(|_| Error::invalid("the plugin's path is not UTF-8"))
-        .and_then(stand_before);
+    let result = or_error("xa_stand_before_pjrt_plugin", || {
+        // SAFETY: this function's contract.
+        unsafe { CStr::from_ptr(path) }
+            .to_str()
+            .map_err(|_| Error::invalid("the plugin's path is not UTF-8"))
+            .and_then(stand_before)
+    });
     // SAFETY: this function's contract.
     unsafe { answer(result, message, capacity) }
 }
@@ -324,13 +353,13 @@ fn stand_before(_: &str) -> Result {
 #[unsafe(no_mangle)]
 #[allow(non_snake_case, reason = "the name that PJRT asks for")]
 pub extern "C" fn GetPjrtApi() -> *const c_void {
-    pjrt_plugin::table()
+    or_failure(std::ptr::null(), pjrt_plugin::table)
 }
 
 /// How large a workspace `xla_gpu_paged_attention` and `xla_gpu_flash_attn_varlen` want, in bytes:
 /// `c[0] + c[1] * T + c[2] * B` for T query rows and B sequence slots, the same on every machine; see
 /// [`AttentionSizes::workspace`]. `dtype` is XLA's number of q's element type. A call takes a workspace of any other size
-/// too, and none.
+/// too, and none; none is what all three zeros say, if the numbers cannot be made.
 ///
 /// # Safety
 /// `c` has room for three numbers.
@@ -344,19 +373,22 @@ pub unsafe extern "C" fn xa_attention_workspace(
     batch_invariant: bool,
     c: *mut [i64; 3],
 ) {
-    let dtype = DType(dtype);
-    let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant };
-    let wanted = sizes.workspace();
+    let wanted = or_failure([0; 3], || {
+        let dtype = DType(dtype);
+        let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant };
+        let wanted = sizes.workspace();
+        [wanted.fixed, wanted.per_row, wanted.per_sequence]
+    });
     // SAFETY: this function's contract.
-    unsafe { c.write([wanted.fixed, wanted.per_row, wanted.per_sequence]) };
+    unsafe { c.write(wanted) };
 }
 
 /// What this build holds, as JSON: `version`, `xla_ffi`, `cuda`, `targets`, `variants` with their resources. Valid for
-/// the life of the process.
+/// the life of the process; null if it cannot be made.
 #[unsafe(no_mangle)]
 pub extern "C" fn xa_info() -> *const c_char {
     static INFO: OnceLock<String> = OnceLock::new();
-    INFO.get_or_init(|| info() + "\0").as_ptr().cast()
+    or_failure(std::ptr::null(), || INFO.get_or_init(|| info() + "\0").as_ptr().cast())
 }
 
 fn info() -> String {

@@ -4,11 +4,11 @@ use crate::cpu;
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::error::{Error, Result};
+use crate::guard;
 use crate::ops::{self, Attribute, Bound, Signature};
-use crate::pool::{Pool, forget};
+use crate::pool::Pool;
 use crate::stream::Stream;
 use crate::tensor::Tensor;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// The operators. Their numbers are part of the C interface and never change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -102,22 +102,25 @@ pub struct Call<'a> {
 /// until the enqueued work has run, on the device of the current context), readable for operands, writable and not
 /// otherwise accessed for results. An operand and a result may be the same memory only where the operator says so.
 pub unsafe fn call(call: &Call) -> Result {
-    let target = call.op.signature().target;
-    let outcome = catch_unwind(AssertUnwindSafe(|| {
-        let in_memory = !matches!(call.action, Action::Check);
-        let bound = Bound::new(call.op.signature(), call.operands, call.results, call.attributes, in_memory)?;
-        // SAFETY: passed on from this function's caller.
-        unsafe { dispatch(&bound, call) }
-    }));
-    match outcome {
-        Ok(result) => result.map_err(|e| e.of(target)),
-        Err(payload) => {
-            let text = payload.downcast_ref::<&str>().map(ToString::to_string);
-            let text = text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_default();
-            forget(payload);
-            Err(Error::internal(format!("panic: {text}")).of(target))
-        }
-    }
+    // SAFETY: passed on from this function's caller.
+    guarded(call.op.signature().target, || unsafe { carry_out(call) })
+}
+
+/// What a door does for a call: errors get the name of who was called in front, and a panic is one of them.
+pub(crate) fn guarded(target: &str, work: impl FnOnce() -> Result) -> Result {
+    let outcome = guard::guarded(work);
+    outcome.unwrap_or_else(|text| Err(Error::internal(format!("panic: {text}")))).map_err(|e| e.of(target))
+}
+
+/// [`call()`] within the guard of a door.
+///
+/// # Safety
+/// As [`call()`].
+pub(crate) unsafe fn carry_out(call: &Call) -> Result {
+    let in_memory = !matches!(call.action, Action::Check);
+    let bound = Bound::new(call.op.signature(), call.operands, call.results, call.attributes, in_memory)?;
+    // SAFETY: passed on from this function's caller.
+    unsafe { dispatch(&bound, call) }
 }
 
 /// Make the operator's problem, which validates it, and hand it to the backend.

@@ -45,7 +45,9 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod error;
+mod fault;
 mod functions;
+mod guard;
 mod log;
 pub mod ops;
 #[cfg(feature = "cuda")]
@@ -62,6 +64,8 @@ pub use c_api::{
 };
 pub use call::{Action, Call, Op, call};
 pub use error::{Code, Error, Result};
+#[cfg(feature = "planted_faults")]
+pub use fault::{Fault, plant};
 pub use functions::{
     AttentionResults, AttentionState, Device, Element, FlashAttnVarlenInputs, FlashAttnVarlenOptions, Host, Kv,
     KvCacheUpdateInputs, KvCacheUpdateOptions, MAX_RANK, Memory, On, PagedAttentionInputs, PagedAttentionOptions,

@@ -1,13 +1,13 @@
 //! Threads for the CPU backend: XLA's pool where XLA calls us, rayon's where nobody brings one.
 
 use crate::error::{Error, Result};
-use std::any::Any;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use crate::fault::{self, Fault};
+use crate::guard::guarded;
 use std::sync::atomic::{
     AtomicUsize,
     Ordering::{Acquire, Relaxed, Release},
 };
+use std::sync::{Arc, OnceLock};
 
 /// A thread pool that runs a function some time, on some thread, perhaps at once on the calling one.
 ///
@@ -52,6 +52,10 @@ struct Job {
     next: AtomicUsize,
     done: AtomicUsize,
     panicked: AtomicUsize,
+    /// The text of a panic; of one of them if there were several.
+    panic: OnceLock<String>,
+    /// Goes off in the first task.
+    planted: Option<Fault>,
     count: usize,
     body: *const (),
     run: unsafe fn(*const (), &Job),
@@ -77,7 +81,7 @@ impl Job {
 /// Indices are taken in order.
 ///
 /// # Errors
-/// `INTERNAL` if `body` panicked for some index; the others have run all the same.
+/// `INTERNAL` with the text of a panic if `body` panicked for some index; the others have run all the same.
 pub fn parallel_for<S, I, F>(pool: &dyn Pool, count: usize, scratch: I, body: F) -> Result
 where
     I: Fn() -> S + Sync,
@@ -88,9 +92,15 @@ where
         while let Some(index) = job.take() {
             // SAFETY: an index was taken, so the caller is still waiting and its closures are alive.
             let (scratch, body) = unsafe { &*both.cast::<(I, F)>() };
-            let result = catch_unwind(AssertUnwindSafe(|| body(mine.get_or_insert_with(scratch), index)));
-            if let Err(payload) = result {
-                forget(payload);
+            let result = guarded(|| {
+                if let (0, Some(fault)) = (index, job.planted) {
+                    fault::panic(fault);
+                }
+                body(mine.get_or_insert_with(scratch), index);
+            });
+            if let Err(text) = result {
+                // Somebody faster has told.
+                drop(job.panic.set(text));
                 job.panicked.fetch_add(1, Relaxed);
             }
             job.done.fetch_add(1, Release);
@@ -103,32 +113,37 @@ where
         unsafe { (job.run)(job.body, &job) };
     }
 
+    let on_caller = fault::takes(Fault::CpuCaller);
+    let helpers = if on_caller { 0 } else { pool.num_threads().min(count).saturating_sub(1) };
+    let on_worker = helpers > 0 && fault::takes(Fault::CpuWorker);
     let both = (scratch, body);
     let job = Arc::new(Job {
         next: 0.into(),
         done: 0.into(),
         panicked: 0.into(),
+        panic: OnceLock::new(),
+        planted: if on_caller { Some(Fault::CpuCaller) } else { on_worker.then_some(Fault::CpuWorker) },
         count,
         body: (&raw const both).cast(),
         run: run::<S, I, F>,
     });
-    for _ in 1..pool.num_threads().min(count) {
+    for _ in 0..helpers {
         pool.schedule(help, Arc::into_raw(Arc::clone(&job)) as usize);
     }
-    // SAFETY: `both` lives to the end of this function, which returns only after every taken index is done.
-    unsafe { run::<S, I, F>(job.body, &job) };
+    if !on_worker {
+        // SAFETY: `both` lives to the end of this function, which returns only after every taken index is done.
+        unsafe { run::<S, I, F>(job.body, &job) };
+    }
     while job.done.load(Acquire) < count {
         std::hint::spin_loop();
     }
     match job.panicked.load(Relaxed) {
         0 => Ok(()),
-        n => Err(Error::internal(format!("{n} of {count} parallel tasks panicked"))),
+        n => {
+            let text = job.panic.get().map_or("", String::as_str);
+            Err(Error::internal(format!("{n} of {count} parallel tasks panicked: {text}")))
+        }
     }
-}
-
-/// Leak a panic's payload: dropping a foreign value could panic again.
-pub(crate) fn forget(payload: Box<dyn Any + Send>) {
-    std::mem::forget(payload);
 }
 
 #[cfg(test)]
@@ -188,7 +203,8 @@ mod tests {
             },
         )
         .unwrap_err();
-        assert_eq!(error.message, "1 of 10 parallel tasks panicked");
+        assert!(error.message.starts_with("1 of 10 parallel tasks panicked: "), "{error}");
+        assert!(error.message.contains("planted"), "{error}");
         assert_eq!(ran.load(Relaxed), 9);
     }
 

@@ -1,7 +1,4 @@
 //! What a user is told when the driver or the GPU is not in a state to run: with a stand-in for libcuda that refuses.
-//!
-//! libcuda is loaded once in a process, so each fault has a process of its own: this binary again, with the stand-in in
-//! front of any driver.
 
 #![cfg(feature = "cuda")]
 #![allow(
@@ -10,41 +7,14 @@
     reason = "a failed step is a failed test; a child answers its parent"
 )]
 
-use std::path::PathBuf;
-use std::process::Command;
-use std::sync::OnceLock;
-use xla_attention::{Action, Call, Code, DType, Error, Op, Stream, Tensor, call};
+mod support;
 
-/// The folder that holds the stand-in.
-fn stand_in() -> &'static PathBuf {
-    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-    FOLDER.get_or_init(|| {
-        let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("faulty_libcuda_{}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
-        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/faulty_libcuda.c");
-        let mut compiler = Command::new("cc");
-        compiler
-            .args(["-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o"])
-            .arg(folder.join("libcuda.so.1"))
-            .arg(source);
-        assert!(compiler.status().unwrap().success());
-        std::fs::copy(folder.join("libcuda.so.1"), folder.join("libcuda.so")).unwrap();
-        folder
-    })
-}
+use support::stand_in;
+use xla_attention::{Action, Call, Code, DType, Error, Op, Stream, Tensor, call};
 
 /// The outcomes of preparing and of launching an addition where this goes wrong: a code and a text, or nothing.
 fn outcomes(fault: &str) -> [String; 2] {
-    let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "a_child_prepares_and_launches", "--nocapture"])
-        .env("FAULT", fault)
-        .env("LD_LIBRARY_PATH", stand_in())
-        .output()
-        .unwrap();
-    assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stderr));
-    let printed = String::from_utf8(child.stdout).unwrap();
-    let answers = printed.lines().filter_map(|line| line.split_once("outcome: ")).map(|(_, text)| text.to_owned());
-    answers.collect::<Vec<_>>().try_into().unwrap()
+    stand_in::outcomes("a_child_prepares_and_launches", fault).try_into().unwrap()
 }
 
 #[test]

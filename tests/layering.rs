@@ -8,18 +8,23 @@ use std::path::{Path, PathBuf};
 /// Which modules of `src` a module may use; it may always use its own parts.
 const MAY_USE: &[(&str, &[&str])] = &[
     ("error", &[]),
+    ("fault", &[]),
+    ("guard", &[]),
     ("stream", &[]),
     ("log", &[]),
     ("tensor", &["error"]),
-    ("pool", &["error"]),
-    ("ops", &["error", "tensor"]),
+    ("pool", &["error", "fault", "guard"]),
+    ("ops", &["error", "fault", "tensor"]),
     ("cpu", &["error", "tensor", "pool", "ops", "log"]),
-    ("cuda", &["error", "tensor", "ops", "stream", "log"]),
-    ("call", &["error", "tensor", "pool", "ops", "stream", "log", "cpu", "cuda"]),
+    ("cuda", &["error", "fault", "guard", "tensor", "ops", "stream", "log"]),
+    ("call", &["error", "guard", "tensor", "pool", "ops", "stream", "log", "cpu", "cuda"]),
     ("functions", &["error", "tensor", "pool", "ops", "stream", "call"]),
-    ("bridge", &["error", "tensor", "pool", "ops", "stream", "call"]),
+    ("bridge", &["error", "fault", "tensor", "pool", "ops", "stream", "call"]),
     // `xa_info` lists the kernel variants of the build.
-    ("c_api", &["error", "tensor", "pool", "ops", "stream", "log", "call", "cuda::variants", "pjrt_plugin"]),
+    (
+        "c_api",
+        &["error", "fault", "guard", "tensor", "pool", "ops", "stream", "log", "call", "cuda::variants", "pjrt_plugin"],
+    ),
     ("pjrt_plugin", &["error"]),
 ];
 

@@ -2,6 +2,7 @@
 
 use super::driver::{self, check};
 use crate::error::Result;
+use crate::fault::{self, Fault};
 use crate::stream::Stream;
 use cudarc::driver::sys::{self, CUfunction};
 use std::ffi::c_void;
@@ -21,6 +22,7 @@ pub(crate) struct Shape {
 /// # Safety
 /// `P` is laid out as the kernel's parameter, and what it points to outlives the kernel's run.
 pub(crate) unsafe fn launch<P>(function: CUfunction, shape: Shape, stream: Stream, parameters: &P) -> Result {
+    fault::strike(Fault::CudaLaunch);
     let mut pointers = [std::ptr::from_ref(parameters).cast_mut().cast::<c_void>()];
     let [x, y, z] = shape.grid;
     // SAFETY: the driver copies the parameter before it returns; the rest is this function's contract.

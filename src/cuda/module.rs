@@ -4,6 +4,8 @@ use super::device::{Device, current_context};
 use super::driver::{self, check};
 use super::variants::{Image, VARIANTS, Variant};
 use crate::error::{Code, Error, Result};
+use crate::fault::{self, Fault};
+use crate::guard::guarded;
 use cudarc::driver::sys::{self, CUcontext, CUfunction};
 use std::ffi::c_void;
 use std::io::Read;
@@ -75,13 +77,14 @@ fn outside_capture<T>(load: impl FnOnce() -> Result<T>) -> Result<T> {
     let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: swaps the thread's mode with `mode`; swapped back below.
     check(unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) }, "cuThreadExchangeStreamCaptureMode")?;
-    let result = load();
+    let result = guarded(load).unwrap_or_else(|text| Err(Error::internal(format!("panic: {text}"))));
     // SAFETY: `mode` holds what the thread had.
     check(unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) }, "cuThreadExchangeStreamCaptureMode")?;
     result
 }
 
 fn load_module(variant: &Variant) -> Result<CUfunction> {
+    fault::strike(Fault::CudaLoad);
     let device = Device::current()?;
     let cubin = variant.cubins.iter().find(|(arch, _)| !ptx_only() && runs_on(arch, device.capability));
     let image = cubin.map_or(&variant.ptx, |(_, image)| image).unpack()?;

@@ -1,6 +1,7 @@
 //! What an operator is called with: names, what is required, attribute types; and a call held against it.
 
 use crate::error::{Result, ensure};
+use crate::fault::{self, Fault};
 use crate::tensor::{DType, Tensor, missing};
 
 /// The interface of one target (SPEC 2.6). A released one grows only by trailing optional operands and results.
@@ -69,6 +70,7 @@ impl<'a> Bound<'a> {
         attributes: &'a [Attribute],
         in_memory: bool,
     ) -> Result<Self> {
+        fault::strike(Fault::Problem);
         count("operand", signature.operands, signature.required_operands, operands)?;
         count("result", signature.results, signature.required_results, results)?;
         ensure(attributes.len() == signature.attributes.len(), || {

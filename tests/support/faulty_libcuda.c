@@ -5,7 +5,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SUCCESS = 0, INVALID_VALUE = 1, UNSUPPORTED_PTX = 222, ILLEGAL_ADDRESS = 700, OUT_OF_RESOURCES = 701 };
+enum {
+  SUCCESS = 0,
+  INVALID_VALUE = 1,
+  INVALID_PTX = 218,
+  UNSUPPORTED_PTX = 222,
+  ILLEGAL_ADDRESS = 700,
+  OUT_OF_RESOURCES = 701
+};
 enum { MAJOR = 75, MINOR = 76, ERROR_LOG = 5 };
 
 static int is(const char* fault) {
@@ -41,12 +48,12 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
   return SUCCESS;
 }
 int cuModuleLoadDataEx(void** module, const void* image, unsigned count, const int* options, void** values) {
-  (void)image;
-  if (is("refused module")) {
+  const int corrupt = memcmp(image, "corrupt", 7) == 0;
+  if (corrupt || is("refused module")) {
     for (unsigned i = 0; i < count; ++i) {
       if (options[i] == ERROR_LOG) strcpy(values[i], "ptxas: line 1; the log of the driver\n");
     }
-    return UNSUPPORTED_PTX;
+    return corrupt ? INVALID_PTX : UNSUPPORTED_PTX;
   }
   *module = (void*)0x2000;
   return SUCCESS;
@@ -63,6 +70,10 @@ int cuFuncGetAttribute(int* value, int attribute, void* function) {
 }
 int cuFuncSetAttribute(void* function, int attribute, int value) {
   (void)function, (void)attribute, (void)value;
+  return SUCCESS;
+}
+int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t bytes, void* stream) {
+  (void)to, (void)from, (void)bytes, (void)stream;
   return SUCCESS;
 }
 int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,

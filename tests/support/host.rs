@@ -3,13 +3,25 @@
 use super::array::Array;
 use super::frame::{Buffer, CPU, Frame, Refusal};
 use super::guard::{Side, announce};
-use super::invocation::{Invocation, POISON};
+use super::invocation::{Invocation, Outcome, POISON};
 use super::pools::HostPool;
 
 impl Invocation {
     /// Call the CPU handler.
     pub fn run_on_cpu(&self, side: Side, pool: &dyn HostPool) -> Result<Vec<Array>, Refusal> {
         self.run_in(Frame::new(self.target, CPU).pool(pool), side)
+    }
+
+    /// The results of a frame's handler, or its error, whatever a call that failed has written.
+    pub fn outcome_in(&self, frame: Frame<'_>) -> Result<Vec<Array>, Refusal> {
+        let side = Side::EndsAtGuard;
+        let operands: Vec<Buffer> = self.operands.iter().map(|(name, a)| Buffer::place(name, side, a)).collect();
+        let poisoned = |r: &Outcome| Buffer::place(r.name, side, &Array::filled(r.dtype, &r.dims, POISON));
+        let results: Vec<Buffer> = self.results.iter().map(poisoned).collect();
+        let frame = operands.iter().fold(frame.attributes(&self.attributes), Frame::operand);
+        results.iter().fold(frame, Frame::result).run()?;
+        let array = |b: &Buffer| Array { dtype: b.dtype, dims: b.dims.clone(), bytes: b.memory.bytes() };
+        Ok(results.iter().map(array).collect())
     }
 
     /// Call a frame's handler with every buffer against a guard page, and look at everything it must not have changed.

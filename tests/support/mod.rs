@@ -38,6 +38,8 @@ pub mod right_calls;
 pub mod rotations;
 pub mod rows;
 pub mod spread;
+#[cfg(feature = "cuda")]
+pub mod stand_in;
 pub mod states;
 pub mod storage;
 pub mod strategies;

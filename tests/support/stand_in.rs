@@ -1,0 +1,53 @@
+//! A stand-in for libcuda that refuses (`faulty_libcuda.c`), in front of any driver.
+//!
+//! libcuda is loaded once in a process, so a test that wants the stand-in is run by a process of its own: the same test
+//! binary again.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::OnceLock;
+
+/// The folder that holds the stand-in.
+fn folder() -> &'static PathBuf {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("faulty_libcuda_{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/faulty_libcuda.c");
+        let mut compiler = Command::new("cc");
+        compiler
+            .args(["-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o"])
+            .arg(folder.join("libcuda.so.1"))
+            .arg(source);
+        assert!(compiler.status().unwrap().success());
+        std::fs::copy(folder.join("libcuda.so.1"), folder.join("libcuda.so")).unwrap();
+        folder
+    })
+}
+
+/// The test `name` of this binary in a process of its own.
+pub fn child(name: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", name, "--nocapture"]);
+    command
+}
+
+/// What the test `name` prints after "outcome: " where the driver has this fault.
+pub fn outcomes(name: &str, fault: &str) -> Vec<String> {
+    let mut child = child(name);
+    in_front(&mut child, fault);
+    printed(&mut child)
+}
+
+/// Put the stand-in in front of any driver that a child would load.
+pub fn in_front(child: &mut Command, fault: &str) {
+    child.env("FAULT", fault).env("LD_LIBRARY_PATH", folder());
+}
+
+/// What a child prints after "outcome: "; it has to succeed.
+pub fn printed(child: &mut Command) -> Vec<String> {
+    let output = child.output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
+    text.lines().filter_map(|line| line.split_once("outcome: ")).map(|(_, text)| text.to_owned()).collect()
+}
