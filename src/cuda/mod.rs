@@ -14,6 +14,7 @@ mod cache_rows;
 mod chunk;
 pub(crate) mod device;
 mod driver;
+mod image;
 mod launch;
 mod module;
 pub(crate) mod variants;

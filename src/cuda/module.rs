@@ -2,15 +2,15 @@
 
 use super::device::{Device, current_context};
 use super::driver::{self, check};
-use super::variants::{Image, VARIANTS, Variant};
+use super::image::{self, Chosen};
+use super::variants::{VARIANTS, Variant};
 use crate::error::{Code, Error, Result};
 use crate::fault::{self, Fault};
 use crate::guard::guarded;
 use cudarc::driver::sys::{self, CUcontext, CUfunction};
 use std::ffi::c_void;
-use std::io::Read;
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 /// Contexts that can hold our modules at the same time; a process has one a device.
 const CONTEXTS: usize = 64;
@@ -86,8 +86,7 @@ fn outside_capture<T>(load: impl FnOnce() -> Result<T>) -> Result<T> {
 fn load_module(variant: &Variant) -> Result<CUfunction> {
     fault::strike(Fault::CudaLoad);
     let device = Device::current()?;
-    let cubin = variant.cubins.iter().find(|(arch, _)| !ptx_only() && runs_on(arch, device.capability));
-    let image = cubin.map_or(&variant.ptx, |(_, image)| image).unpack()?;
+    let chosen = image::choose(variant, &device)?;
     let mut log = vec![0u8; 4096];
     let mut options =
         [sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
@@ -95,13 +94,17 @@ fn load_module(variant: &Variant) -> Result<CUfunction> {
     let mut module = std::ptr::null_mut();
     // SAFETY: the image is a whole module (PTX ends in a zero), the option arrays have two entries each.
     let result = unsafe {
-        sys::cuModuleLoadDataEx(&raw mut module, image.as_ptr().cast(), 2, options.as_mut_ptr(), values.as_mut_ptr())
+        let image = chosen.words.as_ptr().cast();
+        sys::cuModuleLoadDataEx(&raw mut module, image, 2, options.as_mut_ptr(), values.as_mut_ptr())
     };
-    check(result, "cuModuleLoadDataEx").map_err(|error| refused(variant, &device, &error, &log))?;
+    check(result, "cuModuleLoadDataEx").map_err(|error| refused(variant, &chosen, &device, &error, &log))?;
     let mut function = std::ptr::null_mut();
     // SAFETY: the module was just loaded, the name is terminated.
     let result = unsafe { sys::cuModuleGetFunction(&raw mut function, module, variant.entry.as_ptr()) };
-    check(result, "cuModuleGetFunction")?;
+    check(result, "cuModuleGetFunction").map_err(|Error { code, message }| Error {
+        code,
+        message: format!("the kernel {} is not in its module, {}: {message}", variant.name, chosen.origin),
+    })?;
     let largest = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
     let mut fixed = 0;
     let of_fixed = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
@@ -111,83 +114,28 @@ fn load_module(variant: &Variant) -> Result<CUfunction> {
         let dynamic = device.shared_memory as i32 - fixed;
         check(sys::cuFuncSetAttribute(function, largest, dynamic), "cuFuncSetAttribute")?;
     }
-    tracing::debug!(
-        "loaded {} for sm_{} from {}",
-        variant.name,
-        device.capability,
-        cubin.map_or_else(|| format!("PTX {}", variant.ptx_version), |(arch, _)| format!("machine code of sm_{arch}"))
-    );
+    tracing::debug!("loaded {} for sm_{} from {}", variant.name, device.capability, chosen.origin);
     Ok(function)
 }
 
 /// Why a module was refused and what would take it.
-fn refused(variant: &Variant, device: &Device, error: &Error, log: &[u8]) -> Error {
+fn refused(variant: &Variant, chosen: &Chosen, device: &Device, error: &Error, log: &[u8]) -> Error {
     let mut version = 0;
     // SAFETY: writes one integer.
     let known = driver::check(unsafe { sys::cuDriverGetVersion(&raw mut version) }, "cuDriverGetVersion").is_ok();
     let driver = if known { format!("CUDA {}.{}", version / 1000, version % 1000 / 10) } else { "unknown".into() };
     let log = String::from_utf8_lossy(log);
+    let log = log.trim_matches(['\0', '\n', ' ']);
+    let (what, remedy) = if chosen.is_file {
+        (format!(", {},", chosen.origin), format!("without {} it is the built-in one", image::FOLDER))
+    } else {
+        (String::new(), format!("it needs a driver that takes PTX {} for sm_{}", variant.ptx_version, variant.target))
+    };
     Error {
         code: Code::FailedPrecondition,
         message: format!(
-            "the driver ({driver}) refuses the kernel {} on sm_{}: {error} {}; it needs a driver that takes PTX {} for \
-             sm_{}",
-            variant.name,
-            device.capability,
-            log.trim_matches(['\0', '\n', ' ']),
-            variant.ptx_version,
-            variant.target,
+            "the driver ({driver}) refuses the kernel {}{what} on sm_{}: {error} {log}; {remedy}",
+            variant.name, device.capability,
         ),
-    }
-}
-
-/// `XLA_ATTENTION_PTX_ONLY=1`: the driver compiles the PTX even where machine code is at hand.
-fn ptx_only() -> bool {
-    static PTX_ONLY: OnceLock<bool> = OnceLock::new();
-    *PTX_ONLY.get_or_init(|| std::env::var_os("XLA_ATTENTION_PTX_ONLY").is_some_and(|v| v == "1"))
-}
-
-/// Machine code runs on its own architecture and on later minor versions of it; with an `a`, on its own alone.
-fn runs_on(arch: &str, capability: u32) -> bool {
-    match arch.strip_suffix('a') {
-        Some(exact) => exact.parse() == Ok(capability),
-        None => arch.parse::<u32>().is_ok_and(|a| a / 10 == capability / 10 && a <= capability),
-    }
-}
-
-impl Image {
-    /// The module's bytes, at the alignment that machine code wants.
-    fn unpack(&self) -> Result<Vec<u64>> {
-        let mut words = vec![0u64; self.len.div_ceil(8)];
-        // SAFETY: `words` holds at least `len` bytes, and any bytes are a valid u64.
-        let bytes = unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<u8>(), self.len) };
-        ruzstd::decoding::StreamingDecoder::new(self.zst)
-            .map_err(|error| error.to_string())
-            .and_then(|mut decoder| decoder.read_exact(bytes).map_err(|error| error.to_string()))
-            .map_err(|error| Error::internal(format!("a kernel image does not unpack: {error}")))?;
-        Ok(words)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_image_unpacks_to_a_module() {
-        for variant in &VARIANTS {
-            let bytes =
-                |image: &Image| image.unpack().unwrap().iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>();
-            assert!(bytes(&variant.ptx)[..variant.ptx.len].ends_with(b"\0"), "{}", variant.name);
-            for (_, cubin) in variant.cubins {
-                assert!(bytes(cubin).starts_with(b"\x7fELF"), "{}", variant.name);
-            }
-        }
-    }
-
-    #[test]
-    fn machine_code_runs_within_its_major_version() {
-        assert!(runs_on("80", 80) && runs_on("80", 86) && runs_on("90a", 90));
-        assert!(!runs_on("89", 86) && !runs_on("80", 90) && !runs_on("90a", 100) && !runs_on("90", 120));
     }
 }

@@ -12,6 +12,7 @@ import tempfile
 GPU_TESTS = (
     "cuda_graphs",
     "cuda_alignment",
+    "cuda_kernel_files",
     "planted_faults",
     "simple_add",
     "rust_operators",

@@ -1,0 +1,109 @@
+//! Which image of a kernel is loaded: machine code or PTX out of the library, or a file that takes its place.
+
+use super::device::Device;
+use super::variants::{Image, Variant};
+use crate::error::{Error, Result};
+use std::io::Read;
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+/// Names the folder of files that take a kernel's place.
+pub(super) const FOLDER: &str = "XLA_ATTENTION_KERNEL_DIR";
+
+/// A module's bytes and where they are from.
+pub(super) struct Chosen {
+    /// At the alignment that machine code wants; zeros follow, which end a PTX text.
+    pub(super) words: Vec<u64>,
+    /// As errors and the log tell it.
+    pub(super) origin: String,
+    /// It is not the library's own.
+    pub(super) is_file: bool,
+}
+
+/// What to load on `device`.
+///
+/// # Errors
+/// `FAILED_PRECONDITION` where a file that is to be taken cannot be read, `INTERNAL` where an image does not unpack.
+pub(super) fn choose(variant: &Variant, device: &Device) -> Result<Chosen> {
+    if let Some(path) = replacement(variant) {
+        let origin = path.display().to_string();
+        let bytes = std::fs::read(&path)
+            .map_err(|error| Error::precondition(format!("the kernel {origin} cannot be read: {error}")))?;
+        // One more word, so that a text ends in a zero.
+        let mut words = vec![0u64; bytes.len() / 8 + 1];
+        for (word, bytes) in words.iter_mut().zip(bytes.chunks(8)) {
+            let mut whole = [0; 8];
+            whole[..bytes.len()].copy_from_slice(bytes);
+            *word = u64::from_ne_bytes(whole);
+        }
+        return Ok(Chosen { words, origin, is_file: true });
+    }
+    let cubin = variant.cubins.iter().find(|(arch, _)| !ptx_only() && runs_on(arch, device.capability));
+    let words = cubin.map_or(&variant.ptx, |(_, image)| image).unpack()?;
+    let ptx = || format!("PTX {}", variant.ptx_version);
+    Ok(Chosen {
+        words,
+        origin: cubin.map_or_else(ptx, |(arch, _)| format!("machine code of sm_{arch}")),
+        is_file: false,
+    })
+}
+
+/// `XLA_ATTENTION_KERNEL_DIR`: `<kernel>.cubin`, or else `<kernel>.ptx`, of that folder instead of the built-in image.
+fn replacement(variant: &Variant) -> Option<PathBuf> {
+    static GIVEN: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let folder = GIVEN.get_or_init(|| std::env::var_os(FOLDER).map(PathBuf::from)).as_ref()?;
+    let kinds: &[&str] = if ptx_only() { &["ptx"] } else { &["cubin", "ptx"] };
+    kinds.iter().map(|kind| folder.join(format!("{}.{kind}", variant.name))).find(|path| path.exists())
+}
+
+/// `XLA_ATTENTION_PTX_ONLY=1`: the driver compiles the PTX even where machine code is at hand.
+fn ptx_only() -> bool {
+    static PTX_ONLY: OnceLock<bool> = OnceLock::new();
+    *PTX_ONLY.get_or_init(|| std::env::var_os("XLA_ATTENTION_PTX_ONLY").is_some_and(|v| v == "1"))
+}
+
+/// Machine code runs on its own architecture and on later minor versions of it; with an `a`, on its own alone.
+fn runs_on(arch: &str, capability: u32) -> bool {
+    match arch.strip_suffix('a') {
+        Some(exact) => exact.parse() == Ok(capability),
+        None => arch.parse::<u32>().is_ok_and(|a| a / 10 == capability / 10 && a <= capability),
+    }
+}
+
+impl Image {
+    /// The module's bytes, at the alignment that machine code wants.
+    fn unpack(&self) -> Result<Vec<u64>> {
+        let mut words = vec![0u64; self.len.div_ceil(8)];
+        // SAFETY: `words` holds at least `len` bytes, and any bytes are a valid u64.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<u8>(), self.len) };
+        ruzstd::decoding::StreamingDecoder::new(self.zst)
+            .map_err(|error| error.to_string())
+            .and_then(|mut decoder| decoder.read_exact(bytes).map_err(|error| error.to_string()))
+            .map_err(|error| Error::internal(format!("a kernel image does not unpack: {error}")))?;
+        Ok(words)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::variants::VARIANTS;
+    use super::*;
+
+    #[test]
+    fn every_image_unpacks_to_a_module() {
+        for variant in &VARIANTS {
+            let bytes =
+                |image: &Image| image.unpack().unwrap().iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>();
+            assert!(bytes(&variant.ptx)[..variant.ptx.len].ends_with(b"\0"), "{}", variant.name);
+            for (_, cubin) in variant.cubins {
+                assert!(bytes(cubin).starts_with(b"\x7fELF"), "{}", variant.name);
+            }
+        }
+    }
+
+    #[test]
+    fn machine_code_runs_within_its_major_version() {
+        assert!(runs_on("80", 80) && runs_on("80", 86) && runs_on("90a", 90));
+        assert!(!runs_on("89", 86) && !runs_on("80", 90) && !runs_on("90a", 100) && !runs_on("90", 120));
+    }
+}
