@@ -114,6 +114,16 @@ struct LaunchCuda {
   }
 };
 
+// Under XLA_ATTENTION_CHECK=1 a call waits for its end, which no command buffer can record: the answer to XLA's
+// question for metadata loses the trait that the handlers below have.
+inline void withdraw_traits(const XLA_FFI_CallFrame* frame) {
+  for (const XLA_FFI_Extension_Base* extension = frame->extension_start; extension != nullptr;
+       extension = extension->next) {
+    if (extension->type != XLA_FFI_Extension_Metadata) continue;
+    reinterpret_cast<const XLA_FFI_Metadata_Extension*>(extension)->metadata->traits = 0;
+  }
+}
+
 // Nothing that C++ throws leaves the library: XLA can catch it only if both were linked with the same C++ runtime.
 inline XLA_FFI_Error* guarded(const char* target, XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) noexcept {
   const auto failure = [target, frame](const char* what) {
@@ -123,7 +133,9 @@ inline XLA_FFI_Error* guarded(const char* target, XLA_FFI_Handler* handler, XLA_
     return frame->api->XLA_FFI_Error_Create(&args);
   };
   try {
-    return handler(frame);
+    XLA_FFI_Error* const error = handler(frame);
+    if (frame->extension_start != nullptr && checking()) withdraw_traits(frame);
+    return error;
   } catch (const std::exception& e) {
     return failure(e.what());
   } catch (...) {

@@ -2,6 +2,7 @@
 #![expect(unreachable_pub, reason = "cxx makes the shared types public")]
 
 use crate::call::{Action, Call, Op, carry_out, guarded};
+use crate::check;
 use crate::error::{Error, Result, ensure};
 use crate::fault::{self, Fault};
 use crate::ops::Attribute;
@@ -78,6 +79,7 @@ mod ffi {
     }
 
     extern "Rust" {
+        fn checking() -> bool;
         fn run_on_cpu(op: Op, pool: &XlaPool, arguments: Arguments) -> Status;
         fn prepare_cuda(op: Op, arguments: Arguments) -> Status;
         fn launch_cuda(op: Op, stream: usize, arguments: Arguments) -> Status;
@@ -101,6 +103,11 @@ unsafe impl Pool for XlaPool {
 
 /// As many operands, results or attributes as the shims' arrays hold.
 const MOST: usize = 24;
+
+/// Handlers are registered for calls that wait for their end.
+fn checking() -> bool {
+    check::on()
+}
 
 fn run_on_cpu(op: ffi::Op, pool: &XlaPool, arguments: Arguments) -> Status {
     status(enter(op, Action::RunOnCpu(pool), arguments))

@@ -4,6 +4,7 @@
 //! one of the functions is its error, or where it has none, what it gives for failure.
 
 use crate::call::{Action, Call, Op, call};
+use crate::check;
 use crate::error::{Error, Result};
 use crate::fault::{self, Fault};
 use crate::guard::guarded;
@@ -129,22 +130,22 @@ pub fn targets() -> &'static [Target] {
     ROWS
 }
 
-/// What `work` gives; `failure` where it panics.
-fn or_failure<T>(failure: T, work: impl FnOnce() -> T) -> T {
+/// The body of a function that C calls: what it gives, or the text of its panic.
+fn entered<T>(work: impl FnOnce() -> T) -> std::result::Result<T, String> {
     guarded(|| {
         fault::strike(Fault::Door);
         work()
     })
-    .unwrap_or(failure)
+}
+
+/// What `work` gives; `failure` where it panics.
+fn or_failure<T>(failure: T, work: impl FnOnce() -> T) -> T {
+    entered(work).unwrap_or(failure)
 }
 
 /// What `work` gives; where it panics, an error of the function called `name`.
 fn or_error(name: &str, work: impl FnOnce() -> Result) -> Result {
-    guarded(|| {
-        fault::strike(Fault::Door);
-        work()
-    })
-    .unwrap_or_else(|text| Err(Error::internal(format!("{name}: panic: {text}"))))
+    entered(work).unwrap_or_else(|text| Err(Error::internal(format!("{name}: panic: {text}"))))
 }
 
 /// The table of targets, valid for the life of the process; null if it cannot be made.
@@ -156,6 +157,8 @@ pub extern "C" fn xa_targets() -> *const Targets {
     static TABLE: OnceLock<Targets> = OnceLock::new();
     or_failure(std::ptr::null(), || {
         log::init();
+        // Read once, before a handler can be called.
+        check::on();
         TABLE.get_or_init(|| {
             let (mut api_major, mut api_minor) = (0, 0);
             // SAFETY: writes two integers.
@@ -383,7 +386,7 @@ pub unsafe extern "C" fn xa_attention_workspace(
     unsafe { c.write(wanted) };
 }
 
-/// What this build holds, as JSON: `version`, `xla_ffi`, `cuda`, `targets`, `variants` with their resources. Valid for
+/// What this build holds, as JSON: `version`, `xla_ffi`, `cuda`, `check`, `targets`, `variants` with their resources. Valid for
 /// the life of the process; null if it cannot be made.
 #[unsafe(no_mangle)]
 pub extern "C" fn xa_info() -> *const c_char {
@@ -401,11 +404,12 @@ fn info() -> String {
         targets.push(format!("[{:?},{:?}]", name.to_string_lossy(), platform.to_string_lossy()));
     }
     format!(
-        "{{\"version\":{:?},\"xla_ffi\":[{},{}],\"cuda\":{},\"targets\":[{}],\"variants\":[{}]}}",
+        "{{\"version\":{:?},\"xla_ffi\":[{},{}],\"cuda\":{},\"check\":{},\"targets\":[{}],\"variants\":[{}]}}",
         env!("CARGO_PKG_VERSION"),
         table.api_major,
         table.api_minor,
         cfg!(feature = "cuda"),
+        check::on(),
         targets.join(","),
         variants(),
     )

@@ -1,5 +1,8 @@
 //! One entry for every front-end: an operator, what to do, operands, results, attributes.
 
+mod checked;
+
+use crate::check;
 use crate::cpu;
 #[cfg(feature = "cuda")]
 use crate::cuda;
@@ -120,18 +123,18 @@ pub(crate) unsafe fn carry_out(call: &Call) -> Result {
     let in_memory = !matches!(call.action, Action::Check);
     let bound = Bound::new(call.op.signature(), call.operands, call.results, call.attributes, in_memory)?;
     // SAFETY: passed on from this function's caller.
-    unsafe { dispatch(&bound, call) }
+    unsafe { if check::on() { checked::checked(&bound, call) } else { dispatch(&bound, call.op, call.action) } }
 }
 
 /// Make the operator's problem, which validates it, and hand it to the backend.
 ///
 /// # Safety
 /// As [`call()`].
-unsafe fn dispatch(bound: &Bound, call: &Call) -> Result {
+unsafe fn dispatch(bound: &Bound, op: Op, action: Action) -> Result {
     macro_rules! on_backend {
         ($problem:expr, $operator:ident) => {{
             let problem = $problem?;
-            match call.action {
+            match action {
                 Action::Check => Ok(()),
                 _ if bound.has_empty_results() => Ok(()),
                 // SAFETY: the caller vouches for the memory, `problem` for the shapes.
@@ -148,7 +151,7 @@ unsafe fn dispatch(bound: &Bound, call: &Call) -> Result {
             }
         }};
     }
-    match call.op {
+    match op {
         Op::SimpleAdd => on_backend!(ops::simple_add::SimpleAdd::new(bound), simple_add),
         Op::PagedAttention => on_backend!(ops::paged_attention::problem(bound), attention),
         Op::FlashAttnVarlen => on_backend!(ops::flash_attn_varlen::problem(bound), attention),

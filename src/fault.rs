@@ -27,6 +27,8 @@ pub enum Fault {
     CudaLoad = 7,
     /// A panic right before a kernel is enqueued.
     CudaLaunch = 8,
+    /// A wrong number in a result of a call that is checked.
+    WrongResult = 9,
 }
 
 #[cfg(feature = "planted_faults")]

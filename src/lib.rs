@@ -41,6 +41,7 @@
 mod bridge;
 mod c_api;
 mod call;
+mod check;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;

@@ -191,8 +191,8 @@ mod cuda {
         if std::env::var_os("FAULT").is_none() {
             return; // not a child
         }
-        // The alias and the split cache share a kernel with a target before them, which is loaded by then.
-        let shares_its_kernel = ["XlaGpuSimpleAdd", "xla_gpu_kv_cache_update_split"];
+        // These share a kernel with a target before them, which is loaded by then.
+        let shares_its_kernel = ["XlaGpuSimpleAdd", "xla_gpu_flash_attn_varlen", "xla_gpu_kv_cache_update_split"];
         for call in right_calls::all() {
             let row = target(call.target, CUDA);
             for (stage, handler) in [(Stage::Initialize, row.initialize), (Stage::Execute, row.execute)] {

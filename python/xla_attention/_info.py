@@ -25,6 +25,8 @@ def info() -> str:
     major, minor = build["xla_ffi"]
     cuda = "with CUDA" if build["cuda"] else "without CUDA (built with --no-default-features)"
     lines = [f"xla-attention {build['version']}, {cuda}, handlers of XLA FFI {major}.{minor} (headers of jaxlib 0.7.2)"]
+    if build["check"]:
+        lines.append("every call is checked and waited for: XLA_ATTENTION_CHECK=1, for debugging only")
     platforms: dict[str, list[str]] = {}
     for name, platform in build["targets"]:
         platforms.setdefault(name, []).append(platform)

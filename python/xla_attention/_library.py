@@ -123,7 +123,7 @@ def library() -> ctypes.CDLL:
 
 
 def build_info() -> dict[str, Any]:
-    """What the library holds: ``version``, ``xla_ffi``, ``cuda``, ``targets``, ``variants``."""
+    """What the library holds: ``version``, ``xla_ffi``, ``cuda``, ``check``, ``targets``, ``variants``."""
     return json.loads(library().xa_info())
 
 

@@ -2,7 +2,8 @@
 //!
 //! Works through the driver API on whatever context is current: no device is set, no device memory allocated, nothing
 //! waited for, so every launch may be captured into a graph. Each operator has `prepare`, which loads what `launch`
-//! with the same problem could choose, and `launch`, which loads by itself what it finds missing.
+//! with the same problem could choose, and `launch`, which loads by itself what it finds missing. `host_copy` alone
+//! waits, for calls that are checked.
 
 pub(crate) mod attention;
 pub(crate) mod kv_cache_update;
@@ -14,6 +15,7 @@ mod cache_rows;
 mod chunk;
 pub(crate) mod device;
 mod driver;
+pub(crate) mod host_copy;
 mod image;
 mod launch;
 mod module;

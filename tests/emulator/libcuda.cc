@@ -147,6 +147,15 @@ DRIVER_CALL cuMemFree_v2(uint64_t address) {
 DRIVER_CALL cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Stream*) {
   return std::memcpy(reinterpret_cast<void*>(to), from, bytes), kSuccess;
 }
+DRIVER_CALL cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, Stream*) {
+  return std::memcpy(to, reinterpret_cast<const void*>(from), bytes), kSuccess;
+}
+DRIVER_CALL cuMemsetD8Async(uint64_t to, unsigned char byte, size_t bytes, Stream*) {
+  return std::memset(reinterpret_cast<void*>(to), byte, bytes), kSuccess;
+}
+DRIVER_CALL cuStreamIsCapturing(const Stream* stream, int* status) {
+  return *status = stream != nullptr && stream->captures, kSuccess;
+}
 DRIVER_CALL cuMemcpyDtoH_v2(void* to, uint64_t from, size_t bytes) {
   return std::memcpy(to, reinterpret_cast<const void*>(from), bytes), kSuccess;
 }

@@ -13,6 +13,7 @@ GPU_TESTS = (
     "cuda_graphs",
     "cuda_alignment",
     "cuda_kernel_files",
+    "check_mode",
     "planted_faults",
     "simple_add",
     "rust_operators",

@@ -1,0 +1,187 @@
+//! A call under `XLA_ATTENTION_CHECK=1`: look over its metadata, carry it out, compute its results a second time,
+//! compare.
+//!
+//! What ran on CUDA is computed a second time by the CPU backend, out of copies that are made before anything is
+//! launched, since a cache is updated in place. What ran on the CPU is not held against the CPU: attention is
+//! computed by its definition, the other operators' metadata alone is looked over.
+
+use super::{Action, Call, Op, dispatch};
+use crate::check::compare::{Tolerance, compare, spoiled_rows};
+use crate::check::definition;
+use crate::check::host::HostTensor;
+use crate::check::metadata::{self, FLASH_ATTN_VARLEN, PAGED_ATTENTION, Sequence};
+#[cfg(feature = "cuda")]
+use crate::cuda::host_copy;
+use crate::error::{Error, Result};
+use crate::ops::attention::Attention;
+use crate::ops::kv_cache_update::KvCacheUpdate;
+use crate::ops::rope_kv_cache_update::RopeKvCacheUpdate;
+use crate::ops::{self, Bound};
+use crate::pool::Pool;
+#[cfg(feature = "cuda")]
+use crate::pool::RayonPool;
+#[cfg(feature = "cuda")]
+use crate::stream::Stream;
+use crate::tensor::Tensor;
+
+/// Carry out a call and check it, if it computes something.
+///
+/// # Errors
+/// `INVALID_ARGUMENT` for metadata that would be clamped, `INTERNAL` for a result that is off, and those of the call.
+///
+/// # Safety
+/// As [`super::call()`].
+pub(super) unsafe fn checked(bound: &Bound, call: &Call) -> Result {
+    // SAFETY: passed on.
+    unsafe {
+        match call.action {
+            Action::RunOnCpu(pool) => checked_on_cpu(bound, call, pool),
+            #[cfg(feature = "cuda")]
+            Action::LaunchCuda(stream) => checked_on_cuda(bound, call, stream),
+            _ => dispatch(bound, call.op, call.action),
+        }
+    }
+}
+
+/// An error that there would not be without the check.
+fn found(Error { code, message }: Error) -> Error {
+    Error { code, message: format!("XLA_ATTENTION_CHECK: {message}") }
+}
+
+/// The problem of an operator that is attention.
+fn attention<'a>(op: Op, bound: &Bound<'a>) -> Result<Option<Attention<'a>>> {
+    match op {
+        Op::PagedAttention => ops::paged_attention::problem(bound).map(Some),
+        Op::FlashAttnVarlen => ops::flash_attn_varlen::problem(bound).map(Some),
+        _ => Ok(None),
+    }
+}
+
+/// Refuse metadata that would be clamped; the sequences of attention.
+///
+/// # Safety
+/// The operands are readable on the host.
+unsafe fn look_over(op: Op, bound: &Bound) -> Result<Vec<Sequence>> {
+    // SAFETY: this function's contract.
+    unsafe {
+        if let Some(problem) = attention(op, bound)? {
+            let names = if op == Op::PagedAttention { &PAGED_ATTENTION } else { &FLASH_ATTN_VARLEN };
+            return metadata::attention(&problem, names).map_err(found);
+        }
+        match op {
+            Op::KvCacheUpdate => metadata::slots(&KvCacheUpdate::new(bound)?),
+            Op::KvCacheUpdateSplit => metadata::slots(&KvCacheUpdate::new_split(bound)?),
+            Op::RopeKvCacheUpdate => metadata::positions(&RopeKvCacheUpdate::new(bound)?),
+            _ => Ok(()),
+        }
+    }
+    .map_err(found)?;
+    Ok(Vec::new())
+}
+
+/// # Safety
+/// As [`checked`].
+unsafe fn checked_on_cpu(bound: &Bound, call: &Call, pool: &dyn Pool) -> Result {
+    // SAFETY: passed on; host memory.
+    unsafe {
+        dispatch(bound, call.op, Action::Check)?;
+        let sequences = look_over(call.op, bound)?;
+        dispatch(bound, call.op, call.action)?;
+        #[cfg(feature = "planted_faults")]
+        disturb(call, |to, byte, bytes| {
+            to.write_bytes(byte, bytes);
+            Ok(())
+        })?;
+        if attention(call.op, bound)?.is_none() {
+            return Ok(());
+        }
+        let memory: Vec<HostTensor> = call.results.iter().map(HostTensor::zeros).collect();
+        let expected: Vec<Tensor> = memory.iter().zip(call.results).map(|(host, result)| host.view(result)).collect();
+        let second = Bound::new(call.op.signature(), call.operands, &expected, call.attributes, true)?;
+        if let Some(problem) = attention(call.op, &second)? {
+            definition::attend(&problem, &sequences, pool)?;
+        }
+        compare_all(call, &second, &sequences, call.results, &expected)
+    }
+}
+
+/// # Safety
+/// As [`checked`].
+#[cfg(feature = "cuda")]
+unsafe fn checked_on_cuda(bound: &Bound, call: &Call, stream: Stream) -> Result {
+    let fetch = |tensor: &Tensor| {
+        HostTensor::of(tensor, |to, from, bytes| {
+            // SAFETY: passed on; a view of device memory.
+            unsafe { host_copy::to_host(to, from, bytes, stream) }
+        })
+    };
+    // SAFETY: passed on; the second computation has memory of its own.
+    unsafe {
+        dispatch(bound, call.op, Action::Check)?;
+        host_copy::can_wait(stream)?;
+        let given = call.operands.iter().map(fetch).collect::<Result<Vec<_>>>()?;
+        let operands: Vec<Tensor> = given.iter().zip(call.operands).map(|(host, operand)| host.view(operand)).collect();
+        let memory: Vec<HostTensor> = call.results.iter().map(HostTensor::zeros).collect();
+        let expected: Vec<Tensor> = memory
+            .iter()
+            .zip(call.results)
+            .map(|(host, result)| {
+                // What is updated in place is so the second time too.
+                let same = call.operands.iter().position(|o| o.data == result.data && !o.is_empty());
+                same.map_or_else(|| host.view(result), |i| Tensor { data: operands[i].data, ..*result })
+            })
+            .collect();
+        let second = Bound::new(call.op.signature(), &operands, &expected, call.attributes, true)?;
+        let sequences = look_over(call.op, &second)?;
+        dispatch(bound, call.op, call.action)?;
+        #[cfg(feature = "planted_faults")]
+        disturb(call, |to, byte, bytes| host_copy::fill(to, byte, bytes, stream))?;
+        let memory = call.results.iter().map(fetch).collect::<Result<Vec<_>>>()?;
+        let results: Vec<Tensor> = memory.iter().zip(call.results).map(|(host, result)| host.view(result)).collect();
+        dispatch(&second, call.op, Action::RunOnCpu(&RayonPool))?;
+        compare_all(call, &second, &sequences, &results, &expected)
+    }
+}
+
+/// # Safety
+/// All of it is readable host memory; `second` has the results `expected`, `sequences` are those of its metadata.
+unsafe fn compare_all(
+    call: &Call,
+    second: &Bound,
+    sequences: &[Sequence],
+    results: &[Tensor],
+    expected: &[Tensor],
+) -> Result {
+    let problem = attention(call.op, second)?;
+    // SAFETY: this function's contract.
+    let spoiled = problem.as_ref().map_or(Vec::new(), |problem| unsafe { spoiled_rows(problem, sequences) });
+    let softcap = problem.is_some_and(|problem| problem.score.softcap > 0.0);
+    let out = results.first().map_or(crate::tensor::DType::ABSENT, |out| out.dtype);
+    for (name, pair) in call.op.signature().results.iter().zip(results.iter().zip(expected)) {
+        // Where the row is in an index, if rows can be spoiled.
+        let (tolerance, row_axis) = match *name {
+            "workspace" => continue,
+            "out" if call.op != Op::SimpleAdd => (Tolerance::weighted_sum(out, softcap), 0),
+            "softmax_lse" | "lse" => (Tolerance::lse(out, softcap), 1),
+            _ => (Tolerance::rounded_once(pair.0.dtype), 0),
+        };
+        let skipped = |index: &[usize]| index.get(row_axis).is_some_and(|&row| spoiled.get(row) == Some(&true));
+        // SAFETY: this function's contract.
+        unsafe { compare(name, pair, tolerance, skipped) }.map_err(found)?;
+    }
+    Ok(())
+}
+
+/// Overwrite an element in the middle of the first result, if that was planted.
+#[cfg(feature = "planted_faults")]
+fn disturb(call: &Call, fill: impl FnOnce(*mut u8, u8, usize) -> Result) -> Result {
+    use crate::fault::{Fault, takes};
+
+    let result = &call.results[0];
+    if !result.is_empty() && takes(Fault::WrongResult) {
+        let size = result.dtype.size();
+        // A number in every type: 3156 in f32.
+        return fill(result.data.wrapping_add(result.len() / 2 * size), 0x45, size);
+    }
+    Ok(())
+}

@@ -1,0 +1,76 @@
+"""XLA_ATTENTION_CHECK=1 through JAX, eager torch and info(); what it finds is the business of tests/check_mode.rs."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from xla_attention import library_path
+
+CALL = """
+import jax, jax.numpy as jnp
+from xla_attention.jax import paged_attention
+
+@jax.jit
+def step(table):
+    query, cache = jnp.ones((3, 2, 16)), jnp.ones((4, 8, 2, 16))
+    lens, starts, seqs = jnp.array([9, 3]), jnp.array([0, 2, 3]), jnp.array([2])
+    return paged_attention(query, cache, lens, table, starts, seqs, scale=0.25)
+
+print(float(step(jnp.array([[3, 1], [0, 0]])).sum()))
+try:
+    print(float(step(jnp.array([[3, 7], [0, 0]])).sum()))
+except (ValueError, jax.errors.JaxRuntimeError) as error:
+    print(error)
+print(float(step(jnp.array([[2, 1], [0, 0]])).sum()))
+"""
+
+EAGER = """
+import torch
+from xla_attention.torch import kv_cache_update
+cache, rows = torch.zeros(4, 8, 2, 16), torch.ones(3, 1, 16)
+for slots in ([5, 6, 7], [5, 32, 7]):
+    try:
+        print(float(kv_cache_update(cache, rows, rows, torch.tensor(slots)).sum()))
+    except ValueError as error:
+        print(error)
+"""
+
+
+def lines(code, check):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_ATTENTION_CHECK": check}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=True)
+    return done.stdout.splitlines()
+
+
+def test_a_bad_block_table_is_an_error_that_names_sequence_and_entry():
+    text = "XLA_ATTENTION_CHECK: block_tables[0, 1] is 7 (sequence 0), expected a page, 0 to 3"
+    first, refused, after = lines(CALL, "1")
+    assert (first, after) == ("96.0", "96.0")
+    assert refused.startswith(f"INVALID_ARGUMENT: xla_gpu_paged_attention: {text}")
+
+
+def test_without_the_check_it_is_clamped():
+    assert lines(CALL, "0") == ["96.0"] * 3
+
+
+def test_eager_torch_is_checked_too():
+    pytest.importorskip("torch")
+    text = (
+        "xla_gpu_kv_cache_update: XLA_ATTENTION_CHECK: slot_mapping[1] is 32, expected a slot, 0 to 31, or -1 for none"
+    )
+    assert lines(EAGER, "1") == ["96.0", text]
+    assert lines(EAGER, "0") == ["96.0", "64.0"]
+
+
+def test_info_says_that_calls_are_checked():
+    code = "import xla_attention; print(xla_attention.info())"
+    said = "every call is checked and waited for: XLA_ATTENTION_CHECK=1, for debugging only"
+    assert said in lines(code, "1")
+    assert said not in lines(code, "0")
+
+
+def test_no_fault_can_be_planted_in_the_library():
+    assert b"planted fault" not in library_path().read_bytes()
