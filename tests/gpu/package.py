@@ -22,6 +22,7 @@ GPU_TESTS = (
     "rope_kv_cache_update",
     "merge_attention_states",
     "conformance",
+    "fuzz",
     "attention",
     "paged_attention",
     "flash_attn_varlen",
