@@ -94,8 +94,10 @@ fn on_the_gpu(numbers: &Array) -> Result<String, Error> {
 
 #[test]
 fn a_corrupt_file_is_named_with_what_the_driver_says_and_other_kernels_work() {
-    for name in ["simple_add_f32.ptx", "simple_add_f32.cubin"] {
-        let (path, said) = outcomes("corrupt", name, "corrupt\n");
+    // The driver only takes for PTX, and hands to ptxas, what begins as such.
+    let ptx = ".version 7.0\n.target sm_80\n.address_size 64\ncorrupt\n";
+    for (name, contents) in [("simple_add_f32.ptx", ptx), ("simple_add_f32.cubin", "corrupt\n")] {
+        let (path, said) = outcomes("corrupt", name, contents);
         assert_eq!(said[1], "done");
         for refusal in [&said[0], &said[2]] {
             assert!(refusal.starts_with("9: xla_gpu_simple_add: the driver (CUDA "), "{refusal}");
