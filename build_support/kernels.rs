@@ -272,6 +272,8 @@ impl Compiler {
             let output = ptxas.output().with_context(|| format!("cannot start {ptxas:?}"))?;
             said = String::from_utf8_lossy(&output.stderr).into_owned();
             if output.status.success() {
+                // C7508 to C7519: registers not divided between warpgroups, products of wgmma one after the other.
+                ensure!(!said.contains("(C75"), "ptxas for sm_{sass} gives up what makes the kernel fast: {said}");
                 return Ok((version, said));
             }
         }
