@@ -19,6 +19,8 @@ pub(crate) struct Device {
     pub shared_memory_per_sm: u32,
     /// Number of SMs.
     pub sms: u32,
+    /// Whether kernels for sm_90a run here and the driver makes their tensor maps.
+    pub has_tensor_maps: bool,
 }
 
 /// Shared memory that the driver takes for itself from an SM for each block, in bytes.
@@ -62,6 +64,7 @@ impl Device {
             shared_memory: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
             shared_memory_per_sm: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?,
             sms: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            has_tensor_maps: capability == 90 && driver::version()? >= 12000,
         })
     }
 

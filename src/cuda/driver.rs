@@ -21,6 +21,14 @@ pub(crate) fn present() -> Result {
     }
 }
 
+/// The CUDA version that the driver speaks: 12080 is 12.8.
+pub(crate) fn version() -> Result<i32> {
+    let mut version = 0;
+    // SAFETY: writes one integer.
+    check(unsafe { sys::cuDriverGetVersion(&raw mut version) }, "cuDriverGetVersion")?;
+    Ok(version)
+}
+
 /// A driver call's result as ours, with the driver's name for it and its sentence.
 pub(crate) fn check(result: CUresult, what: &str) -> Result {
     if result == CUresult::CUDA_SUCCESS {

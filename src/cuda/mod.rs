@@ -19,4 +19,5 @@ pub(crate) mod host_copy;
 mod image;
 mod launch;
 mod module;
+mod tensor_map;
 pub(crate) mod variants;

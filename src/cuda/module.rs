@@ -120,10 +120,8 @@ fn load_module(variant: &Variant) -> Result<CUfunction> {
 
 /// Why a module was refused and what would take it.
 fn refused(variant: &Variant, chosen: &Chosen, device: &Device, error: &Error, log: &[u8]) -> Error {
-    let mut version = 0;
-    // SAFETY: writes one integer.
-    let known = driver::check(unsafe { sys::cuDriverGetVersion(&raw mut version) }, "cuDriverGetVersion").is_ok();
-    let driver = if known { format!("CUDA {}.{}", version / 1000, version % 1000 / 10) } else { "unknown".into() };
+    let driver = driver::version()
+        .map_or_else(|_| "unknown".into(), |version| format!("CUDA {}.{}", version / 1000, version % 1000 / 10));
     let log = String::from_utf8_lossy(log);
     let log = log.trim_matches(['\0', '\n', ' ']);
     let (what, remedy) = if chosen.is_file {

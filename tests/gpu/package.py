@@ -26,6 +26,7 @@ GPU_TESTS = (
     "attention",
     "paged_attention",
     "flash_attn_varlen",
+    "tuned_prefill",
 )
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -85,6 +85,20 @@ impl Gpu {
         Some(Self { stream, name: String::from_utf8_lossy(&name[..end]).into_owned() })
     }
 
+    /// Kernels for sm_90a run on device 0: it is a Hopper, and the driver makes tensor maps.
+    pub fn runs_sm_90a() -> bool {
+        let attribute = |which| {
+            let mut value = 0;
+            cuda!(cuDeviceGetAttribute(&raw mut value, which, 0));
+            value
+        };
+        let mut version = 0;
+        cuda!(cuDriverGetVersion(&raw mut version));
+        let major = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+        let minor = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+        (major, minor) == (9, 0) && version >= 12000
+    }
+
     pub fn finish(&self) {
         cuda!(cuStreamSynchronize(self.stream));
     }

@@ -4,17 +4,19 @@
 //! tiles themselves and those without one leave. `docs/kernels.md` explains the work shapes.
 
 mod fp8;
+mod hopper;
 mod params;
 mod split;
 mod tiles;
 
 use super::device::Device;
-use super::launch::{Shape, launch as launch_kernel};
+use super::launch::{self, Shape};
 use super::{module, variants};
 use crate::error::Result;
 use crate::log;
 use crate::ops::attention::Attention;
 use crate::stream::Stream;
+use hopper::Prefill;
 use params::Params;
 use split::{PartialResults, Split};
 use tiles::Tile;
@@ -29,10 +31,19 @@ const MERGE_THREADS: u32 = 256;
 /// CTAs keep busy; more would only make the last wave of CTAs, in which SMs run empty, longer.
 const AT_MOST_TWO_CTAS: u32 = 228 * 1024 / 3 - 1024 + 128;
 
+/// What a launch runs.
+#[derive(Clone, Copy)]
+enum Kernel {
+    /// [`KERNEL`], cut up like this.
+    Portable(&'static Tile),
+    /// [`hopper::KERNEL`]
+    Hopper(Prefill),
+}
+
 /// One kernel launch: the tiles of the sequences that have `min_queries` to `max_queries` queries.
 struct Launch {
     variant: usize,
-    tile: &'static Tile,
+    kernel: Kernel,
     /// At least as many as one KV head can have.
     tiles: i64,
     min_queries: i32,
@@ -40,42 +51,66 @@ struct Launch {
 }
 
 impl Launch {
-    fn new(problem: &Attention, tile: &'static Tile, tiles: i64, queries: (i64, i64)) -> Result<Self> {
-        Ok(Self {
-            variant: tile.variant(problem)?,
-            tile,
-            tiles,
-            min_queries: queries.0 as i32,
-            max_queries: queries.1 as i32,
-        })
-    }
-
-    fn shared_memory(&self, batch_invariant: bool) -> u32 {
-        if !self.tile.is_decode() {
-            return self.tile.shared_memory;
-        }
-        let folded = if batch_invariant { self.tile.fold_bytes() } else { 0 };
-        (self.tile.shared_memory + folded).max(AT_MOST_TWO_CTAS)
+    fn new(problem: &Attention, kernel: Kernel, tiles: i64, queries: (i64, i64)) -> Result<Self> {
+        let variant = match kernel {
+            Kernel::Portable(tile) => tile.variant(problem)?,
+            Kernel::Hopper(prefill) => prefill.variant(problem)?,
+        };
+        Ok(Self { variant, kernel, tiles, min_queries: queries.0 as i32, max_queries: queries.1 as i32 })
     }
 
     /// How decode shares out its keys; prefill takes whole tiles.
     fn split(&self, problem: &Attention, device: &Device) -> Option<Split> {
-        let resident = device.resident_blocks(self.shared_memory(problem.batch_invariant), self.tile.ctas);
+        let Kernel::Portable(tile) = self.kernel else { return None };
+        let resident = device.resident_blocks(shared_memory(tile, problem), tile.ctas);
         let queries = i64::from(self.max_queries);
-        self.tile.is_decode().then(|| Split::new(problem, self.tile, self.tiles, queries, i64::from(resident)))
+        tile.is_decode().then(|| Split::new(problem, tile, self.tiles, queries, i64::from(resident)))
     }
 
     /// Prefill: a CTA for each tile and KV head, fewer where the grid has no room for them; CTAs that find more tiles
-    /// than there are CTAs take several. Decode: a CTA for each share and KV head.
-    fn shape(&self, problem: &Attention, split: Option<&Split>) -> Shape {
+    /// than there are CTAs take several. On Hopper one for each SM. Decode: a CTA for each share and KV head.
+    fn shape(&self, problem: &Attention, device: &Device, split: Option<&Split>) -> Shape {
         let heads = problem.num_kv_heads as i64;
-        let grid = if let Some(split) = split {
-            [heads as u32, split.shares as u32, 1]
-        } else {
-            [(self.tiles.clamp(1, i64::from(i32::MAX) / heads) * heads) as u32, 1, 1]
-        };
-        Shape { grid, threads: self.tile.threads, shared_memory: self.shared_memory(problem.batch_invariant) }
+        match (self.kernel, split) {
+            (Kernel::Hopper(prefill), _) => prefill.shape(problem, self.tiles, device),
+            (Kernel::Portable(tile), split) => Shape {
+                grid: split.map_or_else(
+                    || [(self.tiles.clamp(1, i64::from(i32::MAX) / heads) * heads) as u32, 1, 1],
+                    |split| [heads as u32, split.shares as u32, 1],
+                ),
+                threads: tile.threads,
+                shared_memory: shared_memory(tile, problem),
+            },
+        }
     }
+
+    /// # Safety
+    /// As of [`launch`]; `params` is that of this launch.
+    unsafe fn enqueue(&self, problem: &Attention, device: &Device, stream: Stream, params: &Params) -> Result {
+        let split = self.split(problem, device);
+        let shape = self.shape(problem, device, split.as_ref());
+        let Kernel::Hopper(prefill) = self.kernel else {
+            // SAFETY: this function's contract.
+            return unsafe { enqueue(KERNEL, self.variant, shape, stream, params) };
+        };
+        let counter = prefill.counter(problem, self.tiles, device);
+        let params = prefill.params(problem, params, counter)?;
+        if !counter.is_null() {
+            // SAFETY: the counter is 8 aligned bytes of the workspace, which is writable and nobody's before this.
+            unsafe { launch::clear(counter, 8, stream) }?;
+        }
+        // SAFETY: this function's contract.
+        unsafe { enqueue(hopper::KERNEL, self.variant, shape, stream, &params) }
+    }
+}
+
+/// Dynamic shared memory of a launch of the portable kernel.
+fn shared_memory(tile: &Tile, problem: &Attention) -> u32 {
+    if !tile.is_decode() {
+        return tile.shared_memory;
+    }
+    let folded = if problem.batch_invariant { tile.fold_bytes() } else { 0 };
+    (tile.shared_memory + folded).max(AT_MOST_TWO_CTAS)
 }
 
 /// The launches of a call, in order; none where there is no row.
@@ -84,7 +119,7 @@ impl Launch {
 /// that skips the other's. Which one a sequence belongs to depends on its own length alone; this is what
 /// `batch_invariant` asks for. Otherwise, where the sizes leave room for one query a sequence on average, or the caller
 /// says that no sequence is longer than a decode tile, decode takes all.
-fn launches(problem: &Attention) -> Result<[Option<Launch>; 2]> {
+fn launches(problem: &Attention, device: &Device) -> Result<[Option<Launch>; 2]> {
     let (rows, seqs) = (problem.num_rows as i64, problem.max_seqs as i64);
     let group = (problem.num_q_heads / problem.num_kv_heads) as i64;
     let unlimited = i64::from(i32::MAX);
@@ -93,22 +128,27 @@ fn launches(problem: &Attention) -> Result<[Option<Launch>; 2]> {
     }
     let decode = Tile::of(problem, "decode")?;
     // The sum over sequences that have a row of ceil(packed rows / tile) is at most this.
-    let bound = |tile: &Tile, sequences: i64| (rows * group + sequences * (tile.rows - 1)) / tile.rows;
+    let bound = |packed: i64, tile: i64, sequences: i64| (packed + sequences * (tile - 1)) / tile;
     let few = (decode.rows / group).max(1);
     let longest = problem.queries.longest as i64;
     let mostly_short = rows <= seqs || (1..=few).contains(&longest);
     if mostly_short && !problem.batch_invariant {
-        let tiles = bound(decode, rows.min(seqs));
-        return Ok([Some(Launch::new(problem, decode, tiles, (1, unlimited))?), None]);
+        let tiles = bound(rows * group, decode.rows, rows.min(seqs));
+        return Ok([Some(Launch::new(problem, Kernel::Portable(decode), tiles, (1, unlimited))?), None]);
     }
     let decode_tiles = rows.min(seqs) * ((few * group + decode.rows - 1) / decode.rows);
-    let decoded = Launch::new(problem, decode, decode_tiles, (1, few))?;
+    let decoded = Launch::new(problem, Kernel::Portable(decode), decode_tiles, (1, few))?;
     let long_sequences = seqs.min(rows / (few + 1));
     if long_sequences == 0 {
         return Ok([Some(decoded), None]);
     }
-    let prefill = Tile::of(problem, "prefill")?;
-    let prefilled = Launch::new(problem, prefill, bound(prefill, long_sequences), (few + 1, unlimited))?;
+    let (kernel, tiles) = if let Some(prefill) = Prefill::of(problem, device) {
+        (Kernel::Hopper(prefill), bound(rows * prefill.pack, prefill.tile.rows, long_sequences))
+    } else {
+        let tile = Tile::of(problem, "prefill")?;
+        (Kernel::Portable(tile), bound(rows * group, tile.rows, long_sequences))
+    };
+    let prefilled = Launch::new(problem, kernel, tiles, (few + 1, unlimited))?;
     Ok([Some(prefilled), Some(decoded)])
 }
 
@@ -129,7 +169,7 @@ fn merging(problem: &Attention, split: &Split) -> Result<Option<(usize, Shape)>>
 pub(crate) fn prepare(problem: &Attention) -> Result {
     Params::new(problem)?;
     let device = Device::current()?;
-    for launch in launches(problem)?.iter().flatten() {
+    for launch in launches(problem, &device)?.iter().flatten() {
         module::function(launch.variant)?;
         if let Some(split) = launch.split(problem, &device)
             && let Some((variant, _)) = merging(problem, &split)?
@@ -145,8 +185,8 @@ pub(crate) fn prepare(problem: &Attention) -> Result {
 /// workspace are writable.
 pub(crate) unsafe fn launch(problem: &Attention, stream: Stream) -> Result {
     let mut params = Params::new(problem)?;
-    let launches = launches(problem)?;
     let device = Device::current()?;
+    let launches = launches(problem, &device)?;
     // The first launch also writes the rows that no sequence owns.
     params.clears_unowned_rows = 1;
     for launch in launches.iter().flatten() {
@@ -154,7 +194,7 @@ pub(crate) unsafe fn launch(problem: &Attention, stream: Stream) -> Result {
         (params.min_queries, params.max_queries) = (launch.min_queries, launch.max_queries);
         params.partial = split.map_or(PartialResults::NONE, |split| split.partial);
         // SAFETY: the caller vouches for the memory.
-        unsafe { enqueue(KERNEL, launch.variant, launch.shape(problem, split.as_ref()), stream, &params) }?;
+        unsafe { launch.enqueue(problem, &device, stream, &params) }?;
         params.clears_unowned_rows = 0;
         if let Some(split) = split
             && let Some((variant, shape)) = merging(problem, &split)?
@@ -167,11 +207,11 @@ pub(crate) unsafe fn launch(problem: &Attention, stream: Stream) -> Result {
 }
 
 /// # Safety
-/// What `params` names is device memory that outlives the kernel's run.
-unsafe fn enqueue(kernel: &str, variant: usize, shape: Shape, stream: Stream, params: &Params) -> Result {
+/// `P` is the kernel's parameter; what it names is device memory that outlives the kernel's run.
+unsafe fn enqueue<P>(kernel: &str, variant: usize, shape: Shape, stream: Stream, params: &P) -> Result {
     log::call(kernel, (variant, shape), || format!("{} with {shape:?}", variants::VARIANTS[variant].name));
-    // SAFETY: `Params` is the kernel's parameter; the caller vouches for the memory.
-    unsafe { launch_kernel(module::function(variant)?, shape, stream, params) }
+    // SAFETY: this function's contract.
+    unsafe { launch::launch(module::function(variant)?, shape, stream, params) }
 }
 
 #[cfg(test)]
@@ -224,8 +264,23 @@ mod tests {
         }
     }
 
+    /// An H200; without tensor maps as under an old driver.
+    pub(super) fn device(has_tensor_maps: bool) -> Device {
+        Device {
+            capability: 90,
+            shared_memory: 227 * 1024,
+            shared_memory_per_sm: 228 * 1024,
+            sms: 132,
+            has_tensor_maps,
+        }
+    }
+
     fn named(problem: &Attention) -> Vec<(&'static str, i32, i32)> {
-        let launches = launches(problem).expect("the sizes are allowed");
+        named_on(problem, &device(false))
+    }
+
+    pub(super) fn named_on(problem: &Attention, device: &Device) -> Vec<(&'static str, i32, i32)> {
+        let launches = launches(problem, device).expect("the sizes are allowed");
         let describe = |l: &Launch| (variants::VARIANTS[l.variant].name, l.min_queries, l.max_queries);
         launches.iter().flatten().map(describe).collect()
     }
@@ -259,9 +314,11 @@ mod tests {
     fn the_grid_holds_every_tile_of_every_batch() {
         for (rows, seqs, q_heads) in [(64, 64, 8), (1000, 7, 2), (1000, 999, 6), (300, 40, 48), (5, 0, 8)] {
             let problem = problem(rows, seqs, q_heads, 128);
+            let device = device(false);
             let group = q_heads as i64 / 2;
             // The most tiles come from as many sequences as possible, each just past a multiple of the tile.
-            for launch in launches(&problem).expect("the sizes are allowed").iter().flatten() {
+            for launch in launches(&problem, &device).expect("the sizes are allowed").iter().flatten() {
+                let Kernel::Portable(tile) = launch.kernel else { panic!("the device has no tensor maps") };
                 let (mut left, mut tiles) = (rows as i64, 0);
                 let smallest = i64::from(launch.min_queries);
                 for rest in (1..=seqs as i64).rev() {
@@ -270,11 +327,11 @@ mod tests {
                     if queries < smallest {
                         break;
                     }
-                    tiles += (queries * group + launch.tile.rows - 1) / launch.tile.rows;
+                    tiles += (queries * group + tile.rows - 1) / tile.rows;
                     left -= queries;
                 }
                 assert!(tiles <= launch.tiles, "{rows} rows, {seqs} sequences, group {group}: {tiles} tiles");
-                let shape = launch.shape(&problem, None);
+                let shape = launch.shape(&problem, &device, None);
                 assert!(i64::from(shape.grid[0]) >= 2 * tiles.max(1) && shape.grid[0].is_multiple_of(2));
             }
         }

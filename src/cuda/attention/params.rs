@@ -170,6 +170,11 @@ impl Params {
             partial: PartialResults::NONE,
         })
     }
+
+    /// The same with packs of `pack` query heads in the place of KV heads, `packs` in all.
+    pub(super) fn with_packs(&self, pack: i64, packs: i64) -> Self {
+        Self { num_kv_heads: packs as i32, group: pack as i32, group_reciprocal: 1.0 / pack as f32, ..*self }
+    }
 }
 
 impl KvSource {

@@ -89,7 +89,7 @@ impl Tile {
 }
 
 /// Whether something besides `softmax_scale` happens to scores.
-fn modifies_scores(problem: &Attention) -> bool {
+pub(super) fn modifies_scores(problem: &Attention) -> bool {
     let (score, is_fp8) = (&problem.score, problem.kv_dtype.size() == 1);
     is_fp8 || score.softcap > 0.0 || score.q_scale.is_some() || score.k_scale.is_some() || score.alibi.is_some()
 }

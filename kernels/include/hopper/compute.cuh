@@ -1,0 +1,464 @@
+// The warpgroups of a prefill CTA that compute: each has 64 rows of the tile. While the tensor cores make the scores of
+// the next block and the output of this one, the warpgroup turns scores into weights; and while one warpgroup does
+// that, the tensor cores are the next one's (they take turns).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "element.cuh"
+#include "hopper/params.cuh"
+#include "hopper/pipeline.cuh"
+#include "hopper/shape.cuh"
+#include "hopper/wgmma.cuh"
+#include "output_rows.cuh"
+#include "softmax.cuh"
+#include "tile_plan.cuh"
+
+namespace xa::hopper {
+
+/// The softmax of a warp's 16 rows, two a lane: g and g + 8. As SoftmaxState (softmax.cuh), in steps that leave the
+/// output alone while the tensor cores still add to it.
+template <int kColumnTiles>
+struct RowState {
+  using Softmax = SoftmaxState<1, kColumnTiles>;
+  float max[2];
+  float sum[2];      // this lane's columns only, until `finish`
+  float rescale[2];  // what the output so far counts for, once the last block has been taken up
+  float output[kColumnTiles][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      max[half] = -INFINITY;
+      sum[half] = 0.0f;
+    }
+#pragma unroll
+    for (int column = 0; column < kColumnTiles; ++column) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) output[column][i] = 0.0f;
+    }
+  }
+
+  /// Turns the scores of a block into the weights of V's rows. A row that sees nothing of it keeps its state, bit for
+  /// bit.
+  template <int kKeyTiles>
+  __device__ __forceinline__ void absorb(float (&scores)[kKeyTiles][4], float log2_unit) {
+    // Each step for both rows at once: neither waits for the other's last result.
+    float largest[2] = {scores[0][0], scores[0][2]}, shift[2], base[2], block_sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int block = 0; block < kKeyTiles; ++block) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        largest[half] = fmaxf(largest[half], fmaxf(scores[block][2 * half], scores[block][2 * half + 1]));
+      }
+    }
+#pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+#pragma unroll
+      for (float& x : largest) x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float next = fmaxf(max[half], largest[half]);
+      // Past 128, where rounding the exponent's addend would show, the largest score is taken off first.
+      const bool is_large = next != -INFINITY && fabsf(next * log2_unit) > 128.0f;
+      rescale[half] = Softmax::weight(max[half], next, log2_unit);
+      shift[half] = is_large ? next : 0.0f;
+      base[half] = next == -INFINITY || is_large ? 0.0f : __fmul_rn(next, log2_unit);
+      max[half] = next;
+    }
+    // A shift of 0 changes nothing.
+    if (__any_sync(~0u, shift[0] != 0.0f || shift[1] != 0.0f)) {
+#pragma unroll
+      for (int block = 0; block < kKeyTiles; ++block) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[block][i] -= shift[i / 2];
+      }
+    }
+#pragma unroll
+    for (int block = 0; block < kKeyTiles; ++block) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float (&pair)[2] = reinterpret_cast<float (&)[2]>(scores[block][2 * half]);
+#pragma unroll
+        for (float& x : pair) x = xa::ptx::exp2_approx(__fmaf_rn(x, log2_unit, -base[half]));
+        block_sum[half] += pair[0] + pair[1];
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) sum[half] = __fmaf_rn(sum[half], rescale[half], block_sum[half]);
+  }
+  /// Where no row's maximum rose the factors are exactly 1. That is most blocks of a long sequence, and work that is
+  /// left out is power for the tensor cores.
+  __device__ __forceinline__ void rescale_output() {
+    if (!__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
+#pragma unroll
+    for (int column = 0; column < kColumnTiles; ++column) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) output[column][i] *= rescale[i / 2];
+    }
+  }
+  /// Adds up the lanes' sums; call once, after the last block.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
+      sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
+    }
+  }
+};
+
+/// Four neighbouring accumulators, a pair of columns a lane each, become 16 bytes of one of them: that of this lane's
+/// number in its quad.
+__device__ __forceinline__ uint4 transpose_in_quad(uint32_t (&pairs)[4]) {
+  const int32_t lane = threadIdx.x;
+#pragma unroll
+  for (int distance = 1; distance <= 2; distance *= 2) {
+    const bool upper = (lane & distance) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((i & distance) != 0) continue;
+      uint32_t& low = pairs[i];
+      uint32_t& high = pairs[i + distance];
+      const uint32_t other = __shfl_xor_sync(~0u, upper ? low : high, distance);
+      (upper ? low : high) = other;
+    }
+  }
+  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+/// What becomes of a warp's rows, `first_row` the first: their factors and lse, which need no output, then the output.
+template <typename Shape, typename T>
+class RowStore {
+  using State = RowState<Shape::kHeadDim / 8>;
+
+ public:
+  /// `boxed` where the tile owns all rows of the warp, and they are a box of `out`.
+  __device__ __forceinline__ RowStore(const PrefillParams& prefill, const Plan& plan, Overlap overlap,
+                                      int32_t first_row, bool boxed)
+      : prefill_(prefill), plan_(plan), overlap_(overlap), first_row_(first_row), boxed_(boxed) {}
+
+  __device__ __forceinline__ void finish(const State& state, float log2_unit) {
+    if (boxed_) {
+      finish_all(state, log2_unit);
+    } else {
+      finish_some(state, log2_unit);
+    }
+  }
+  __device__ __forceinline__ void store(const State& state, uint32_t staging) const {
+    if (boxed_) {
+      store_box(state, staging);
+    } else {
+      store_rows(state);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ RowWriter<T, false> writer() const {
+    return RowWriter<T, false>(prefill_.attention, plan_.tile, plan_.kv_head, overlap_);
+  }
+  /// Of this lane.
+  __device__ __forceinline__ int32_t row(int half) const {
+    return first_row_ + 8 * half + static_cast<int32_t>(threadIdx.x % 32 / 4);
+  }
+
+  __device__ __forceinline__ void finish_some(const State& state, float log2_unit) {
+    const auto to = writer();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // Rows past the tile's end are nobody's; what is read of them is the first row's.
+      const bool writes = to.writes(row(half));
+      const RowResult result = to.finish(writes ? row(half) : 0, state.max[half], state.sum[half], log2_unit);
+      factor_[half] = result.factor;
+      if (writes && threadIdx.x % 4 == 0) to.write_lse(row(half), result.lse);
+    }
+  }
+  __device__ __forceinline__ void store_rows(const State& state) const {
+    const auto to = writer();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool writes = to.writes(row(half));
+      T* const chunks = to.out(writes ? row(half) : 0) + threadIdx.x % 4 * 8;
+#pragma unroll
+      for (int column = 0; column < Shape::kHeadDim / 8; column += 4) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* const x = &state.output[column + i][2 * half];
+          pairs[i] = Element<T>::pack(x[0] * factor_[half], x[1] * factor_[half]);
+        }
+        const uint4 chunk = transpose_in_quad(pairs);
+        if (writes) *reinterpret_cast<uint4*>(chunks + column * 8) = chunk;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish_all(const State& state, float log2_unit) {
+    const AttentionParams& params = prefill_.attention;
+    const float v_scale = params.value_factor * params.v_scale.of(plan_.kv_head / prefill_.packs_per_kv_head);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t packed = plan_.tile.first_row + row(half);
+      const int32_t head = plan_.kv_head * params.group + (packed & (params.group - 1));
+      const float sink = params.sinks == nullptr ? -INFINITY : __ldg(params.sinks + head);
+      const RowResult result = finish_row(state.max[half], state.sum[half], log2_unit, sink, v_scale);
+      factor_[half] = result.factor;
+      if (threadIdx.x % 4 == 0 && params.lse != nullptr) {
+        const int32_t token = plan_.tile.first_token + (packed >> prefill_.group_shift);
+        params.lse[static_cast<int64_t>(head) * params.num_tokens + token] = result.lse;
+      }
+    }
+  }
+  /// As one box that goes through `staging`.
+  __device__ __forceinline__ void store_box(const State& state, uint32_t staging) const {
+    const int32_t lane = threadIdx.x % 32, group = prefill_.attention.group;
+    if (lane == 0) ptx::stores_read();
+    __syncwarp();
+    // Row r of the box takes 128 bytes of each panel, its chunk c at c ^ r % 8. Matrices: rows 0-7 and 8-15 of one
+    // chunk, then of the next one.
+    const int32_t row = lane % 16;
+#pragma unroll
+    for (int column = 0; column < Shape::kHeadDim / 8; column += 2) {
+      uint32_t matrices[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* const x = &state.output[column + i / 2][i % 2 * 2];
+        matrices[i] = Element<T>::pack(x[0] * factor_[i % 2], x[1] * factor_[i % 2]);
+      }
+      const int32_t panel = column / 8, chunk = column % 8 + lane / 16;
+      ptx::stmatrix_x4(staging + (panel * 16 + row) * Shape::kRowBytes + (chunk ^ row % 8) * 16, matrices);
+    }
+    ptx::fence_stores_for_async();
+    __syncwarp();
+    if (lane != 0) return;
+    const int32_t packed = plan_.tile.first_row + first_row_;
+    ptx::store_box(staging, prefill_.out, 0, plan_.kv_head * group + (packed & (group - 1)),
+                   plan_.tile.first_token + (packed >> prefill_.group_shift), 0);
+  }
+
+  const PrefillParams& prefill_;
+  const Plan& plan_;
+  const Overlap overlap_;
+  const int32_t first_row_;
+  const bool boxed_;
+  float factor_[2];
+};
+
+/// Hides from each row the keys that it does not see, in a block from `first_key` on. Few blocks have an end of what
+/// some row sees in them, and hardly one has both ends.
+template <int kKeyTiles>
+__device__ __forceinline__ void hide_unseen(float (&scores)[kKeyTiles][4], const PrefillParams& prefill,
+                                            const Plan& plan, int32_t first_row, int32_t first_key) {
+  const Visibility visibility(prefill.attention, plan.tile);
+  const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
+  const auto query = [&](int half) {
+    return (plan.tile.first_row + first_row + 8 * half + static_cast<int32_t>(threadIdx.x % 32 / 4)) >>
+           prefill.group_shift;
+  };
+  const auto hide = [&](int half, auto is_hidden) {
+#pragma unroll
+    for (int block = 0; block < kKeyTiles; ++block) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (is_hidden(8 * block + i)) scores[block][2 * half + i] = -INFINITY;
+      }
+    }
+  };
+  if (first_key + 8 * kKeyTiles > plan.keys.common_end) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t end = visibility.end(query(half)) - first_column;
+      hide(half, [&](int32_t column) { return column >= end; });
+    }
+  }
+  if (first_key < plan.keys.common_begin) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t begin = visibility.begin(query(half)) - first_column;
+      hide(half, [&](int32_t column) { return column < begin; });
+    }
+  }
+}
+
+/// Clears the rows of a block of V of which no row of the sequence sees the key: 0 times what lies there could be NaN.
+/// Each warpgroup does so by itself before it uses the block.
+template <typename Shape>
+__device__ __forceinline__ void clear_unseen(uint8_t* values, const TilePlan& plan, int32_t first_key) {
+  constexpr int kChunks = Shape::kPanels * 8;
+  for (int32_t item = threadIdx.x % 128; item < Shape::kKeys * kChunks; item += 128) {
+    const int32_t row = item / kChunks, chunk = item % kChunks, key = first_key + row;
+    if (key >= plan.seen_begin && key < plan.seen_end) continue;
+    uint8_t* const to = values + row / 8 * Shape::kGroupDistance + chunk / 8 * Shape::kPanelDistance +
+                        row % 8 * Shape::kRowBytes + chunk % 8 * 16;
+    *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+  }
+  ptx::fence_stores_for_async();
+}
+
+/// Computes all tiles of the CTA. The work of a warpgroup.
+template <typename Shape, typename T, typename Score>
+__device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, const Pipeline<Shape>& pipeline) {
+  constexpr int kKeys = Shape::kKeys, kWarpgroups = Shape::kWarpgroups;
+  using Keys = Turn<Shape::kStages>;
+  // Numbered barriers: the warpgroups' turns, then one for each.
+  constexpr int kTurns = 1, kOwn = kTurns + kWarpgroups;
+  const AttentionParams& params = prefill.attention;
+  const int32_t warp = uniform(threadIdx.x / 32), warpgroup = warp / 4, warp_row = 16 * warp;
+  const bool leads = threadIdx.x % 32 == 0;
+  const auto sync_own = [&] { ptx::sync(kOwn + warpgroup, 128); };
+  const auto await_turn = [&] { ptx::sync(kTurns + warpgroup, 256); };
+  const auto pass_turn = [&] { ptx::arrive(kTurns + (warpgroup + 1 < kWarpgroups ? warpgroup + 1 : 0), 256); };
+  const auto release = [&](const Barrier& barrier) {
+    if (leads) barrier.arrive();
+  };
+
+  const Score score(params);
+  const uint64_t query = tile_descriptor(pipeline.query() + warpgroup * 8 * Shape::kGroupBytes, 0, Shape::kGroupBytes);
+  const uint64_t keys = tile_descriptor(pipeline.keys(0), 0, Shape::kGroupDistance);
+  const uint64_t values = tile_descriptor(pipeline.values(0), Shape::kPanelDistance, Shape::kGroupDistance);
+
+  float scores[kKeys / 8][4];
+  uint32_t weights[kKeys / 16][4];
+  RowState<Shape::kHeadDim / 8> state;
+
+  const auto start_scores = [&](const Keys& turn) {
+    const uint64_t block = keys + turn.slot * (Shape::kBlockBytes >> 4);
+    ptx::products_fence();
+#pragma unroll
+    for (int step = 0; step < Shape::kHeadDim / 16; ++step) {
+      const uint64_t a = query + (step / 4 * (Shape::kQueryPanelBytes >> 4) + step % 4 * 2);
+      const uint64_t b = block + (step / 4 * (Shape::kPanelDistance >> 4) + step % 4 * 2);
+      if (step == 0) {
+        Product<T, kKeys>::template scores<false>(scores, a, b);
+      } else {
+        Product<T, kKeys>::template scores<true>(scores, a, b);
+      }
+    }
+    ptx::products_commit();
+  };
+  const auto start_output = [&](const Keys& turn) {
+    const uint64_t block = values + turn.slot * (Shape::kBlockBytes >> 4);
+    ptx::products_fence();
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+      Product<T, Shape::kHeadDim>::values(state.output, weights[step], block + step * (2 * Shape::kGroupDistance >> 4));
+    }
+    ptx::products_commit();
+  };
+  const auto pack_weights = [&] {
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* const pair = &scores[2 * step + i / 2][i % 2 * 2];
+        weights[step][i] = Element<T>::pack(pair[0], pair[1]);
+      }
+    }
+  };
+
+  if (warpgroup == kWarpgroups - 1) pass_turn();
+  int32_t turn = 0;
+  int32_t rows = 1;
+#pragma unroll 1
+  for (int32_t count = 0, tile = 0; rows > 0; ++count) {
+    const Turn<2> plan_turn(count);
+    pipeline.plan_full(plan_turn).wait();
+    const TilePlan& plan = pipeline.plan(plan_turn);
+    rows = uniform(plan.plan.tile.num_rows);
+    if (rows > 0) {
+      const int32_t first = uniform(plan.first_block), end = uniform(plan.end_block);
+      if (count == 0) pipeline.overlap_known().wait();
+      const auto overlap = static_cast<Overlap>(uniform(static_cast<int32_t>(pipeline.overlap())));
+      const bool boxed =
+          Shape::kStagesOutput && prefill.stores_boxes != 0 && overlap == Overlap::kNone && warp_row + 16 <= rows;
+      RowStore<Shape, T> store(prefill, plan.plan, overlap, warp_row, boxed);
+      const auto finish_rows = [&] {
+        state.finish();
+        store.finish(state, score.log2_unit());
+      };
+      state.clear();
+      if (first < end) {
+        // Blocks [common_begin, common_end) are seen whole by every row.
+        const int32_t common_begin = uniform((plan.plan.keys.common_begin + kKeys - 1) / kKeys);
+        const int32_t common_end = uniform(plan.plan.keys.common_end / kKeys);
+        int32_t block = end - 1;
+        const auto weigh = [&](bool masked) {
+          score.template apply<T>(scores, plan.plan, warp_row, block * kKeys);
+          if (masked) hide_unseen(scores, prefill, plan.plan, warp_row, block * kKeys);
+          state.absorb(scores, score.log2_unit());
+        };
+        // Of a block that has been taken up and not yet multiplied.
+        const auto clean_values = [&] {
+          const int32_t first_key = block * kKeys;
+          if (first_key >= plan.seen_begin && first_key + kKeys <= plan.seen_end) return;
+          const Keys now(turn);
+          pipeline.values_full(now).wait();
+          clear_unseen<Shape>(pipeline.value_bytes(now.slot), plan, first_key);
+          sync_own();
+        };
+        const auto step = [&](bool masked) {
+          const Keys now(turn), next(turn + 1);
+          pipeline.keys_full(next).wait();
+          await_turn();
+          start_scores(next);
+          pipeline.values_full(now).wait();
+          start_output(now);
+          pass_turn();
+          ptx::products_wait<1>();
+          release(pipeline.keys_empty(next));
+          weigh(masked);
+          ptx::products_wait<0>();
+          release(pipeline.values_empty(now));
+          pack_weights();
+          state.rescale_output();
+          ++turn;
+          if (masked) clean_values();
+        };
+
+        pipeline.query_full(tile).wait();
+        const Keys now(turn);
+        pipeline.keys_full(now).wait();
+        start_scores(now);
+        ptx::products_wait<0>();
+        release(pipeline.keys_empty(now));
+        if (block < common_begin || block >= common_end) {
+          weigh(true);
+        } else {
+          weigh(false);
+        }
+        pack_weights();
+        clean_values();
+        --block;
+#pragma unroll 1
+        for (; block >= max(first, common_end); --block) step(true);
+#pragma unroll 1
+        for (; block >= max(first, common_begin); --block) step(false);
+#pragma unroll 1
+        for (; block >= first; --block) step(true);
+        release(pipeline.query_empty(tile));
+        const Keys last(turn);
+        pipeline.values_full(last).wait();
+        start_output(last);
+        // What needs no output is done before it is there.
+        finish_rows();
+        ptx::products_wait<0>();
+        release(pipeline.values_empty(last));
+        ++turn;
+        ++tile;
+      } else {
+        finish_rows();
+      }
+      store.store(state, pipeline.output(warp));
+    }
+    __syncwarp();
+    release(pipeline.plan_empty(plan_turn));
+  }
+  if (leads) ptx::stores_done();
+  if (params.clears_unowned_rows != 0) {
+    pipeline.overlap_known().wait();
+    clear_unowned_rows<T, Shape::kComputeThreads>(params, pipeline.overlap(), blockIdx.x, gridDim.x);
+  }
+}
+
+}  // namespace xa::hopper

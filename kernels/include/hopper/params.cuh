@@ -1,0 +1,33 @@
+// The one argument of the prefill kernel of sm_90a. src/cuda/attention/hopper.rs holds the same struct.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention_params.cuh"
+#include "hopper/ptx.cuh"
+
+namespace xa::hopper {
+
+/// Queries of `attention.group` heads are packed as in the portable kernels; the group is a power of two here. Where
+/// the heads of a KV head are not, they are several packs, and `attention.num_kv_heads` counts packs.
+struct PrefillParams {
+  AttentionParams attention;
+  TensorMap q;    // [panel, token, head, 64]: boxes of a tile's rows
+  TensorMap k;    // contiguous [1, head, panel, token, 64]: boxes of a block of keys;
+  TensorMap v;    // paged [page, octet of it, panel of all heads, token of the octet, 64]: boxes of `box_octets` octets
+  TensorMap out;  // [panel, token, head, 64]: boxes of a warp's rows
+  uint64_t* next_tile;   // 0 before the launch; without it tiles are dealt out in turn
+  int64_t section_keys;  // the keys of a section of tiles, times its heads, stay below this; 0: a head is a section
+  int32_t packs_per_kv_head;
+  int32_t box_octets;    // paged: a power of two that divides page and block
+  int32_t head_panels;   // paged: panels from a KV head to the next one
+  int32_t group_shift;   // log2 of `attention.group`
+  int32_t stores_boxes;  // whether a warp's rows are a box of `out`
+};
+
+// src/cuda/attention/hopper.rs asserts the same numbers.
+static_assert(offsetof(PrefillParams, q) == 448 && offsetof(PrefillParams, next_tile) == 960);
+static_assert(sizeof(PrefillParams) == 1024 && alignof(PrefillParams) == 64);
+
+}  // namespace xa::hopper

@@ -1,0 +1,123 @@
+// What the warps of a prefill CTA hand to each other: blocks of K and V, query rows, plans, each between a barrier that
+// says that it is there and one that says that it is no longer needed.
+#pragma once
+
+#include <cstdint>
+
+#include "hopper/ptx.cuh"
+#include "hopper/shape.cuh"
+#include "ptx.cuh"
+
+namespace xa::hopper {
+
+/// The n-th use of one of kSlots places: which place, and the parity of the barrier's phase.
+template <int kSlots>
+struct Turn {
+  static_assert((kSlots & (kSlots - 1)) == 0);
+  uint32_t slot;
+  uint32_t parity;
+  __device__ __forceinline__ explicit Turn(int32_t n) : slot(n & (kSlots - 1)), parity(n / kSlots & 1) {}
+};
+
+/// The barrier of a turn.
+struct Barrier {
+  uint32_t address;
+  uint32_t parity;
+
+  __device__ __forceinline__ void wait() const { ptx::barrier_wait(address, parity); }
+  /// Of what is used again: the first turn of each place does not wait.
+  __device__ __forceinline__ void wait_for_reuse() const { ptx::barrier_wait(address, parity ^ 1); }
+  __device__ __forceinline__ void arrive() const { ptx::barrier_arrive(address); }
+  __device__ __forceinline__ void expect(uint32_t bytes) const { ptx::barrier_expect(address, bytes); }
+};
+
+template <typename Shape>
+class Pipeline {
+  static constexpr int kStages = Shape::kStages;
+  // Numbers of barriers: first of a kind, one a place.
+  enum : int {
+    kQueryFull = 0,
+    kQueryEmpty = 1,
+    kKeysFull = 2,
+    kKeysEmpty = kKeysFull + kStages,
+    kValuesFull = kKeysEmpty + kStages,
+    kValuesEmpty = kValuesFull + kStages,
+    kPlanFull = kValuesEmpty + kStages,
+    kPlanEmpty = kPlanFull + 2,
+    kOverlapKnown = kPlanEmpty + 2,
+    kBarriers = kOverlapKnown + 1,
+  };
+  static_assert(Shape::kBarriersOffset + 8 * (kBarriers + 1) + Shape::kAlignment <= Shape::kSharedBytes);
+
+ public:
+  /// The first block of `kSharedBytes` bytes that is aligned.
+  __device__ __forceinline__ explicit Pipeline(uint8_t* shared) {
+    const uint32_t address = xa::ptx::shared_address(shared);
+    const uint32_t unaligned = -address % Shape::kAlignment;
+    shared_ = shared + unaligned;
+    address_ = address + unaligned;
+  }
+
+  /// The work of one thread; a barrier of the CTA must follow.
+  __device__ __forceinline__ void init() const {
+    const auto init = [&](int first, int count, uint32_t arrivals) {
+      for (int i = 0; i < count; ++i) ptx::barrier_init(barrier(first + i, 0).address, arrivals);
+    };
+    init(kQueryFull, 1, 1);
+    init(kQueryEmpty, 1, Shape::kComputeWarps);
+    init(kKeysFull, kStages, 1);
+    init(kKeysEmpty, kStages, Shape::kComputeWarps);
+    init(kValuesFull, kStages, 1);
+    init(kValuesEmpty, kStages, Shape::kComputeWarps);
+    init(kPlanFull, 2, 1);
+    init(kPlanEmpty, 2, Shape::kComputeWarps + 2);  // and the two warps that load
+    init(kOverlapKnown, 1, 1);
+    ptx::fence_barrier_init();
+    ptx::fence_stores_for_async();
+  }
+
+  __device__ __forceinline__ Barrier query_full(int32_t tile) const { return barrier(kQueryFull, tile & 1); }
+  __device__ __forceinline__ Barrier query_empty(int32_t tile) const { return barrier(kQueryEmpty, tile & 1); }
+  __device__ __forceinline__ Barrier keys_full(Turn<kStages> turn) const { return barrier(kKeysFull, turn); }
+  __device__ __forceinline__ Barrier keys_empty(Turn<kStages> turn) const { return barrier(kKeysEmpty, turn); }
+  __device__ __forceinline__ Barrier values_full(Turn<kStages> turn) const { return barrier(kValuesFull, turn); }
+  __device__ __forceinline__ Barrier values_empty(Turn<kStages> turn) const { return barrier(kValuesEmpty, turn); }
+  __device__ __forceinline__ Barrier plan_full(Turn<2> turn) const { return barrier(kPlanFull, turn); }
+  __device__ __forceinline__ Barrier plan_empty(Turn<2> turn) const { return barrier(kPlanEmpty, turn); }
+  __device__ __forceinline__ Barrier overlap_known() const { return barrier(kOverlapKnown, 0); }
+
+  __device__ __forceinline__ uint32_t query() const { return address_; }
+  __device__ __forceinline__ uint32_t keys(uint32_t slot) const {
+    return address_ + Shape::kKeysOffset + slot * Shape::kBlockBytes;
+  }
+  __device__ __forceinline__ uint32_t values(uint32_t slot) const {
+    return address_ + Shape::kValuesOffset + slot * Shape::kBlockBytes;
+  }
+  /// Of a warp's 16 rows, in panels.
+  __device__ __forceinline__ uint32_t output(int32_t warp) const {
+    return address_ + Shape::kOutputOffset + warp * (Shape::kPanels * 16 * Shape::kRowBytes);
+  }
+  __device__ __forceinline__ uint8_t* value_bytes(uint32_t slot) const {
+    return shared_ + Shape::kValuesOffset + slot * Shape::kBlockBytes;
+  }
+  __device__ __forceinline__ TilePlan& plan(Turn<2> turn) const {
+    return reinterpret_cast<TilePlan*>(shared_ + Shape::kPlansOffset)[turn.slot];
+  }
+  __device__ __forceinline__ Overlap& overlap() const {
+    return *reinterpret_cast<Overlap*>(shared_ + Shape::kBarriersOffset + 8 * kBarriers);
+  }
+
+ private:
+  __device__ __forceinline__ Barrier barrier(int number, uint32_t parity) const {
+    return Barrier{address_ + Shape::kBarriersOffset + 8 * number, parity};
+  }
+  template <int kSlots>
+  __device__ __forceinline__ Barrier barrier(int first, Turn<kSlots> turn) const {
+    return Barrier{address_ + Shape::kBarriersOffset + 8 * first + 8 * turn.slot, turn.parity};
+  }
+
+  uint8_t* shared_;
+  uint32_t address_;
+};
+
+}  // namespace xa::hopper

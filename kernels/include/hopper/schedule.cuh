@@ -1,0 +1,164 @@
+// Which tiles a CTA of the prefill kernel works on, and in what order; found on the device by one warp of the CTA,
+// while the others work on the tile before.
+//
+// Tiles are numbered over runs of 32 sequences, the heads of a run in *sections*, whose K and V stay in the L2 cache
+// together; in a section those with the last rows come first, because under a causal mask they are the longest, and the
+// heads of the same rows are neighbours. A CTA's first tile is that of its own number, each further one that of the
+// next number in `next_tile`: the longest come first, so that the CTAs finish together.
+#pragma once
+
+#include <cstdint>
+
+#include "attention_params.cuh"
+#include "cutting.cuh"
+#include "hopper/params.cuh"
+#include "hopper/pipeline.cuh"
+#include "hopper/shape.cuh"
+#include "tile_plan.cuh"
+
+namespace xa::hopper {
+
+__device__ __forceinline__ int64_t sum_of_lanes(int64_t mine) {
+  return __shfl_sync(~0u, sum_up_to_this_lane(mine), 31);
+}
+
+/// Finds tiles by their numbers, which must ascend. The work of one warp; lane i knows sequence `first_ + i`.
+template <typename Shape>
+class TileFinder {
+ public:
+  __device__ __forceinline__ explicit TileFinder(const PrefillParams& params)
+      : params_(params.attention), section_keys_(params.section_keys), num_seqs_(live_sequences(params_)) {
+    load_run(0);
+  }
+
+  /// Puts tile `number` into `to`; one without rows where there is none. `rank` is that of the head's pack.
+  __device__ __forceinline__ void find(int64_t number, int32_t packs_per_kv_head, TilePlan& to) {
+    while (number - before_ >= tiles_of_head_ * params_.num_kv_heads && first_ + 32 < num_seqs_) {
+      before_ += tiles_of_head_ * params_.num_kv_heads;
+      load_run(first_ + 32);
+    }
+    number -= before_;
+    if (number >= tiles_of_head_ * params_.num_kv_heads) {
+      if (threadIdx.x % 32 == 0) to.plan.tile.num_rows = 0;
+      return;
+    }
+    const int64_t section = divide(number, tiles_of_head_ * section_heads_);
+    const int32_t first_head = static_cast<int32_t>(section) * section_heads_;
+    const int32_t heads = min(section_heads_, params_.num_kv_heads - first_head);
+    const int64_t in_section = number - section * tiles_of_head_ * section_heads_;
+    const int64_t of_head = divide(in_section, heads);
+    const int32_t head = first_head + static_cast<int32_t>(in_section - of_head * heads);
+    describe(of_head, head, packs_per_kv_head, to);
+  }
+
+ private:
+  /// The next 32 sequences, one a lane.
+  __device__ __forceinline__ void load_run(int32_t first) {
+    const int32_t b = first + static_cast<int32_t>(threadIdx.x % 32);
+    first_ = first;
+    Metadata<1> metadata;
+    metadata.load(params_, b);
+    tile_.sequence = b;
+    tile_.first_token = metadata.starts[0];
+    tile_.len_q = max(metadata.len_q(0), 0);
+    metadata.keys(0).describe(params_, tile_);
+    const bool ours = b < num_seqs_ && tile_.len_q >= params_.min_queries && tile_.len_q <= params_.max_queries;
+    num_tiles_ = ours ? (tile_.len_q * params_.group + Shape::kRows - 1) / Shape::kRows : 0;
+    tiles_of_head_ = sum_of_lanes(num_tiles_);
+    const int64_t keys = sum_of_lanes(ours ? tile_.len_k : 0);
+    section_heads_ = clamp(static_cast<int32_t>(divide(section_keys_, max(keys, int64_t{1}))), 1, params_.num_kv_heads);
+  }
+
+  /// Tile `number` of those of a head, of which all sequences' last ones come first, then those before the last, as
+  /// counted from their sequence's first row. Where k sequences have more than n tiles, they stand at level n in turn.
+  __device__ __forceinline__ void describe(int64_t number, int32_t head, int32_t packs_per_kv_head,
+                                           TilePlan& to) const {
+    int32_t level = __reduce_max_sync(~0u, num_tiles_);
+    uint32_t has_level = 0;
+    int32_t lower = 0;
+#pragma unroll 1
+    for (;;) {
+      // Down to `lower` it is the same sequences that have a tile.
+      has_level = __ballot_sync(~0u, num_tiles_ >= level);
+      lower = __reduce_max_sync(~0u, num_tiles_ < level ? num_tiles_ : 0);
+      const int64_t tiles = static_cast<int64_t>(level - lower) * __popc(has_level);
+      if (number < tiles || lower == 0) break;
+      number -= tiles;
+      level = lower;
+    }
+    const int32_t count = __popc(has_level), steps = static_cast<int32_t>(number) / count;
+    const int32_t index = level - 1 - steps;
+    const int32_t lane = __fns(has_level, 0, static_cast<int32_t>(number) - steps * count + 1);
+    if (threadIdx.x % 32 == lane) write(index, head, packs_per_kv_head, to);
+  }
+
+  __device__ __forceinline__ void write(int32_t index, int32_t head, int32_t packs_per_kv_head, TilePlan& to) const {
+    Tile tile = tile_;
+    tile.first_row = index * Shape::kRows;
+    tile.num_rows = min(Shape::kRows, tile.len_q * params_.group - tile.first_row);
+    const KeyRange keys = visible_keys(params_, tile);
+    to.plan.tile = tile;
+    to.plan.keys = keys;
+    to.plan.kv_head = head;
+    const Visibility visibility(params_, tile);
+    to.seen_begin = visibility.begin(0);
+    to.seen_end = visibility.end(tile.len_q - 1);
+    to.first_block = keys.begin / Shape::kKeys;
+    to.end_block = (keys.end + Shape::kKeys - 1) / Shape::kKeys;
+  }
+
+  const AttentionParams& params_;
+  const int64_t section_keys_;
+  const int32_t num_seqs_;
+  int32_t first_;
+  int64_t before_ = 0;     // tiles of the runs before this one
+  int64_t tiles_of_head_;  // of this run
+  int32_t section_heads_;
+  Tile tile_;  // but for the rows
+  int32_t num_tiles_;
+};
+
+/// Plans one tile after another, until there are no more. The work of one warp.
+template <typename Shape, typename Score>
+__device__ __forceinline__ void plan_tiles(const PrefillParams& params, const Pipeline<Shape>& pipeline) {
+  TileFinder<Shape> finder(params);
+  int64_t number = blockIdx.x;
+  int32_t rows = 1;
+#pragma unroll 1
+  for (int32_t count = 0; rows > 0; ++count) {
+    const Turn<2> turn(count);
+    pipeline.plan_empty(turn).wait_for_reuse();
+    if (count > 0) {
+      if (params.next_tile == nullptr) {
+        number += gridDim.x;
+      } else {
+        uint64_t ticket = 0;
+        if (threadIdx.x % 32 == 0) ticket = atomicAdd(reinterpret_cast<unsigned long long*>(params.next_tile), 1ull);
+        number = gridDim.x + static_cast<int64_t>(__shfl_sync(~0u, ticket, 0));
+      }
+    }
+    TilePlan& plan = pipeline.plan(turn);
+    finder.find(number, params.packs_per_kv_head, plan);
+    __syncwarp();
+    rows = plan.plan.tile.num_rows;
+    if (threadIdx.x % 32 == 0) {
+      const int32_t kv_head = plan.plan.kv_head / params.packs_per_kv_head;
+      plan.plan.score_factor = rows > 0 ? Score::factor(params.attention, kv_head) : 0.0f;
+      pipeline.plan_full(turn).arrive();
+    }
+    __syncwarp();
+  }
+}
+
+/// Whether starts descend somewhere, so that a row may have two owners. The work of one warp.
+__device__ __forceinline__ Overlap find_overlap(const AttentionParams& params) {
+  const int32_t num_seqs = live_sequences(params);
+  bool ascends = true;
+  for (int32_t first = 0; first < num_seqs; first += 32) {
+    const int32_t b = min(first + static_cast<int32_t>(threadIdx.x % 32), num_seqs - 1);
+    ascends &= start_of(params, b) <= start_of(params, b + 1);
+  }
+  return __all_sync(~0u, ascends) != 0 ? Overlap::kNone : Overlap::kPossible;
+}
+
+}  // namespace xa::hopper

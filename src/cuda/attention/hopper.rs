@@ -1,0 +1,366 @@
+//! Prefill on Hopper: which calls its kernel takes, and its one argument.
+//!
+//! Everything here follows from static sizes, strides and options, and never from the batch: `batch_invariant` asks that
+//! the choice of a kernel depends on nothing else.
+
+use super::params::Params;
+use super::tiles::modifies_scores;
+use crate::cuda::device::Device;
+use crate::cuda::launch::Shape;
+use crate::cuda::tensor_map::{Axis, TensorMap, can_step};
+use crate::cuda::variants;
+use crate::error::Result;
+use crate::ops::KvView;
+use crate::ops::attention::{Attention, KeyStorage};
+use crate::tensor::{DType, Tensor};
+use std::mem::offset_of;
+use std::ptr::null_mut;
+use std::sync::LazyLock;
+
+pub(super) const KERNEL: &str = "hopper_prefill";
+
+/// Elements of a panel: a row of 128 bytes of shared memory.
+const PANEL: i64 = 64;
+
+/// Tokens that a box of a page has in each of its groups.
+const OCTET: i64 = 8;
+
+/// K and V of the heads of a section of tiles stay in the L2 cache together (50 MB on an H200) if they take no more.
+const SECTION_BYTES: i64 = 32 << 20;
+
+/// What the kernels of one head dimension and score form are built for.
+#[derive(Debug)]
+pub(super) struct Tile {
+    head_dim: usize,
+    /// As the value of the axis `head_dim`.
+    head_dim_value: &'static str,
+    /// Value of the axis `score`.
+    score: &'static str,
+    /// Packed query rows of a tile.
+    pub(super) rows: i64,
+    /// Keys of a block.
+    keys: i64,
+    threads: u32,
+    shared_memory: u32,
+}
+
+static TILES: LazyLock<Vec<Tile>> =
+    LazyLock::new(|| include_str!("../../../kernels/include/hopper/shape.cuh").lines().filter_map(tile).collect());
+
+/// A line of the table: `ROW(D, score, warpgroups, keys, stages, registers, loader's registers, shared bytes)`.
+fn tile(line: &'static str) -> Option<Tile> {
+    let mut fields = line.trim_start().strip_prefix("ROW(")?.split_once(')')?.0.split(',').map(str::trim);
+    let (head_dim_value, score) = (fields.next()?, fields.next()?);
+    let numbers: Vec<u32> = fields.map_while(|field| field.parse().ok()).collect();
+    let &[warpgroups, keys, _stages, _registers, _loader_registers, shared_memory] = &numbers[..] else { return None };
+    Some(Tile {
+        head_dim: head_dim_value.parse().ok()?,
+        head_dim_value,
+        score,
+        rows: 64 * i64::from(warpgroups),
+        keys: i64::from(keys),
+        threads: 128 * (warpgroups + 1),
+        shared_memory,
+    })
+}
+
+/// Rows of a warp, which leave together.
+const WARP_ROWS: i64 = 16;
+
+/// How the kernel takes a problem that it can take.
+#[derive(Clone, Copy)]
+pub(super) struct Prefill {
+    pub(super) tile: &'static Tile,
+    /// Query heads whose rows are packed into tiles: the largest power of two that divides Hq / Hkv, at most 64.
+    pub(super) pack: i64,
+    /// Packs of a KV head.
+    packs_per_kv_head: i64,
+}
+
+impl Prefill {
+    /// `None` where the portable kernel has to do it.
+    pub(super) fn of(problem: &Attention, device: &Device) -> Option<Self> {
+        let dtype = problem.q.dtype;
+        let is_built = [DType::F16, DType::BF16].contains(&dtype)
+            && problem.kv_dtype == dtype
+            && problem.out.dtype == dtype
+            && problem.head_dim == problem.value_dim;
+        let score = if modifies_scores(problem) { "modified" } else { "plain" };
+        let serves = |tile: &&Tile| is_built && tile.head_dim == problem.head_dim && tile.score == score;
+        let tile = TILES.iter().find(serves)?;
+        let group = (problem.num_q_heads / problem.num_kv_heads) as i64;
+        let pack = (group & -group).min(64);
+        let prefill = Self { tile, pack, packs_per_kv_head: group / pack };
+        // The kernel finds the output's factor by pack.
+        let scales_values_by_head = problem.v_scale.is_some_and(|scale| scale.per_head);
+        let fits = device.has_tensor_maps
+            && (group == pack || !scales_values_by_head)
+            && can_step(&prefill.row_axes(problem, &problem.q, tile.rows))
+            && stores_keys_for_boxes(problem)
+            && [problem.k, problem.v].iter().all(|view| can_step(&prefill.key_axes(problem, view)));
+        fits.then_some(prefill)
+    }
+
+    /// The kernel: its index in the table of variants.
+    pub(super) fn variant(&self, problem: &Attention) -> Result<usize> {
+        let storage = match problem.keys.storage {
+            KeyStorage::Contiguous { .. } => "contiguous",
+            KeyStorage::Paged(_) => "paged",
+        };
+        let dtype = variants::dtype_value(problem.q.dtype);
+        variants::find(KERNEL, &[dtype, self.tile.head_dim_value, storage, self.tile.score])
+    }
+
+    /// A CTA for each SM, fewer where there are fewer tiles; `tiles` is for each KV head.
+    pub(super) fn shape(&self, problem: &Attention, tiles: i64, device: &Device) -> Shape {
+        let all = tiles.max(1) * self.packs(problem);
+        let ctas = all.min(i64::from(device.sms)) as u32;
+        Shape { grid: [ctas, 1, 1], threads: self.tile.threads, shared_memory: self.tile.shared_memory }
+    }
+
+    /// Packs of all KV heads.
+    fn packs(&self, problem: &Attention) -> i64 {
+        problem.num_kv_heads as i64 * self.packs_per_kv_head
+    }
+
+    /// The place in the caller's workspace of the number of the next tile, 8 bytes that have to be 0 before the launch;
+    /// null where there is no room or no CTA takes a second tile.
+    pub(super) fn counter(&self, problem: &Attention, tiles: i64, device: &Device) -> *mut u8 {
+        let Some(workspace) = problem.workspace else { return null_mut() };
+        let unaligned = (workspace.data as usize).next_multiple_of(8) - workspace.data as usize;
+        let fits = workspace.bytes() >= unaligned + 8;
+        let is_wanted = tiles * self.packs(problem) > i64::from(device.sms);
+        if fits && is_wanted { workspace.data.wrapping_add(unaligned) } else { null_mut() }
+    }
+
+    /// The kernel's argument, from that of the portable one.
+    pub(super) fn params(&self, problem: &Attention, attention: &Params, counter: *mut u8) -> Result<PrefillParams> {
+        let score = &problem.score;
+        // Without a left end, later rows of a causal sequence see more keys: sections let the longest tiles of several
+        // heads come first. Where all tiles are alike, each head's K and V are read at one time.
+        let shrinks = score.window_left < 0 && score.window_right >= 0;
+        let key_bytes = 2 * 2 * self.tile.head_dim as i64;
+        let dtype = problem.q.dtype;
+        let rows = |tensor: &Tensor, rows| TensorMap::new(dtype, tensor.data, &self.row_axes(problem, tensor, rows));
+        let keys = |view: &KvView| TensorMap::new(dtype, view.data, &self.key_axes(problem, view));
+        // A pack of more heads than a warp has rows leaves row by row.
+        let stores_boxes = self.pack <= WARP_ROWS && can_step(&self.row_axes(problem, &problem.out, WARP_ROWS));
+        Ok(PrefillParams {
+            attention: attention.with_packs(self.pack, self.packs(problem)),
+            q: rows(&problem.q, self.tile.rows)?,
+            k: keys(&problem.k)?,
+            v: keys(&problem.v)?,
+            out: if stores_boxes { rows(&problem.out, WARP_ROWS)? } else { TensorMap::NONE },
+            next_tile: counter,
+            section_keys: if shrinks { SECTION_BYTES / key_bytes } else { 0 },
+            packs_per_kv_head: self.packs_per_kv_head as i32,
+            box_octets: self.box_octets(problem) as i32,
+            head_panels: (step(problem.num_kv_heads, problem.k.head_stride) / PANEL) as i32,
+            group_shift: self.pack.trailing_zeros() as i32,
+            stores_boxes: i32::from(stores_boxes),
+        })
+    }
+
+    fn panels(&self) -> i64 {
+        self.tile.head_dim as i64 / PANEL
+    }
+
+    /// Octets of a box: a power of two that divides page and block, so that a box lies in one page and in one block.
+    fn box_octets(&self, problem: &Attention) -> i64 {
+        let KeyStorage::Paged(table) = problem.keys.storage else { return 0 };
+        let both = (table.page_size as i64 | self.tile.keys) / OCTET;
+        both & -both
+    }
+
+    /// `[panel, token, head, 64]`, the innermost first: a box is `rows` packed rows of q or out.
+    fn row_axes(&self, problem: &Attention, tensor: &Tensor, rows: i64) -> [Axis; 4] {
+        [
+            Axis { len: PANEL, stride: 1, in_box: PANEL },
+            axis(problem.num_q_heads as i64, tensor.stride(1), self.pack),
+            axis(problem.num_rows as i64, tensor.stride(0), rows / self.pack),
+            axis(self.panels(), PANEL, self.panels()),
+        ]
+    }
+
+    /// Contiguous `[1, head, panel, token, 64]`: a box is a block of keys. Paged `[page, octet, panel of all heads, token
+    /// of the octet, 64]`: a box is some octets of a head.
+    fn key_axes(&self, problem: &Attention, view: &KvView) -> [Axis; 5] {
+        let heads = problem.num_kv_heads as i64;
+        let element = Axis { len: PANEL, stride: 1, in_box: PANEL };
+        match problem.keys.storage {
+            KeyStorage::Contiguous { total } => [
+                element,
+                axis(total as i64, view.token_stride, self.tile.keys),
+                axis(self.panels(), PANEL, self.panels()),
+                axis(heads, view.head_stride, 1),
+                axis(1, 0, 1),
+            ],
+            KeyStorage::Paged(table) => {
+                let panels = (heads - 1) * step(problem.num_kv_heads, view.head_stride) / PANEL + self.panels();
+                let (octets, pages) = (table.page_size as i64 / OCTET, table.num_pages as i64);
+                [
+                    element,
+                    axis(OCTET, view.token_stride, OCTET),
+                    axis(panels, PANEL, self.panels()),
+                    axis(octets, OCTET * view.token_stride, self.box_octets(problem)),
+                    axis(pages, view.page_stride, 1),
+                ]
+            }
+        }
+    }
+}
+
+/// Pages are whole octets of tokens, and heads lie at multiples of a panel, those of K and V alike.
+fn stores_keys_for_boxes(problem: &Attention) -> bool {
+    let KeyStorage::Paged(table) = problem.keys.storage else { return true };
+    let steps = [problem.k, problem.v].map(|view| step(problem.num_kv_heads, view.head_stride));
+    table.page_size as i64 % OCTET == 0
+        && steps[0] == steps[1]
+        && steps[0] % PANEL == 0
+        && steps[0] / PANEL * (problem.num_kv_heads as i64) < i64::from(i32::MAX)
+}
+
+/// Elements from one to the next, where there is a next one.
+fn step(count: usize, stride: i64) -> i64 {
+    if count > 1 { stride } else { 0 }
+}
+
+/// An axis; the stride of one that ends with its first element may be anything, and must be something.
+fn axis(len: i64, stride: i64, in_box: i64) -> Axis {
+    Axis { len, stride: if len > 1 { stride } else { PANEL }, in_box }
+}
+
+/// `PrefillParams` of `kernels/include/hopper/params.cuh`, which says what each is.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct PrefillParams {
+    attention: Params,
+    q: TensorMap,
+    k: TensorMap,
+    v: TensorMap,
+    out: TensorMap,
+    next_tile: *mut u8,
+    section_keys: i64,
+    packs_per_kv_head: i32,
+    box_octets: i32,
+    head_panels: i32,
+    group_shift: i32,
+    stores_boxes: i32,
+}
+
+// The header asserts the same numbers.
+const _: () = assert!(offset_of!(PrefillParams, q) == 448 && offset_of!(PrefillParams, next_tile) == 960);
+const _: () = assert!(size_of::<PrefillParams>() == 1024 && align_of::<PrefillParams>() == 64);
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{device, named_on, problem};
+    use super::*;
+    use crate::ops::Scale;
+    use crate::ops::attention::{Keys, PageTable, Queries};
+    use std::ptr::null;
+
+    /// 1000 rows of 12 heads over 2 KV heads of 2000 keys, in 7 sequences; no memory.
+    fn ragged() -> Attention<'static> {
+        let plain = problem(1000, 7, 12, 128);
+        let view = KvView { token_stride: 256, head_stride: 128, ..plain.k };
+        let q = Tensor::dense(DType::BF16, null_mut(), &[1000, 12, 128]);
+        let storage = KeyStorage::Contiguous { total: 2000 };
+        Attention { q, k: view, v: view, keys: Keys { storage, ..plain.keys }, ..plain }
+    }
+
+    /// The same keys in an interleaved cache.
+    fn paged(page_size: usize) -> Attention<'static> {
+        let plain = ragged();
+        let table = PageTable { entries: null(), stride: 0, max_pages: 64, num_pages: 50, page_size };
+        let view = KvView { page_stride: 512 * page_size as i64, token_stride: 512, head_stride: 256, ..plain.k };
+        Attention { k: view, v: view, keys: Keys { storage: KeyStorage::Paged(table), ..plain.keys }, ..plain }
+    }
+
+    fn prefilled_by(problem: &Attention) -> &'static str {
+        named_on(problem, &device(true))[0].0
+    }
+
+    #[test]
+    fn the_kernel_prefills_what_it_is_built_for() {
+        assert_eq!(prefilled_by(&ragged()), "hopper_prefill_bf16_128_contiguous_plain");
+        assert_eq!(prefilled_by(&paged(16)), "hopper_prefill_bf16_128_paged_plain");
+        let mut capped = paged(8);
+        capped.score.softcap = 30.0;
+        assert_eq!(prefilled_by(&capped), "hopper_prefill_bf16_128_paged_modified");
+        assert_eq!(named_on(&ragged(), &device(false))[0].0, "attention_bf16_128_prefill_plain");
+        // Who decodes is another matter.
+        assert_eq!(named_on(&ragged(), &device(true))[1].0, "attention_bf16_128_decode_plain");
+        let short = Attention { queries: Queries { longest: 1, ..ragged().queries }, ..ragged() };
+        assert_eq!(prefilled_by(&short), "attention_bf16_128_decode_plain");
+    }
+
+    #[test]
+    fn what_boxes_cannot_fetch_is_left_to_the_portable_kernel() {
+        let portable = "attention_bf16_128_prefill_plain";
+        for page_size in [1, 4, 12, 100] {
+            assert_eq!(prefilled_by(&paged(page_size)), portable, "pages of {page_size}");
+        }
+        let plain = ragged();
+        let narrow = Attention { value_dim: 64, ..plain };
+        let broadcast = Attention { k: KvView { token_stride: 0, ..plain.k }, ..plain };
+        let empty = Attention { keys: Keys { storage: KeyStorage::Contiguous { total: 0 }, ..plain.keys }, ..plain };
+        let values = 1.0f32;
+        let scaled = Attention { v_scale: Some(Scale { values: &raw const values, per_head: true }), ..plain };
+        for problem in [narrow, broadcast, empty, scaled] {
+            assert_eq!(prefilled_by(&problem), portable);
+        }
+        let mut odd_heads = paged(16);
+        odd_heads.k.head_stride = 136;
+        assert_eq!(prefilled_by(&odd_heads), portable);
+        let head_dim = Attention { head_dim: 120, value_dim: 120, ..plain };
+        assert_eq!(prefilled_by(&head_dim), portable);
+    }
+
+    #[test]
+    fn heads_are_packed_by_powers_of_two() {
+        for (heads, pack, packs) in [(2, 1, 2), (8, 4, 2), (12, 2, 6), (14, 1, 14), (256, 64, 4)] {
+            let plain = ragged();
+            let q = Tensor { dims: &[1000, 256, 128], ..plain.q };
+            let problem = Attention { q, num_q_heads: heads, ..plain };
+            let prefill = Prefill::of(&problem, &device(true)).expect("the kernel takes it");
+            assert_eq!((prefill.pack, prefill.packs(&problem)), (pack, packs), "{heads} heads");
+        }
+    }
+
+    #[test]
+    fn boxes_lie_in_one_page_and_one_block() {
+        for (page_size, octets) in [(8, 1), (16, 2), (24, 1), (48, 2), (128, 16), (1024, 16)] {
+            let problem = paged(page_size);
+            let prefill = Prefill::of(&problem, &device(true)).expect("the kernel takes it");
+            assert_eq!(prefill.box_octets(&problem), octets, "pages of {page_size}");
+        }
+    }
+
+    #[test]
+    fn the_counter_lies_in_the_workspace_or_nowhere() {
+        let plain = ragged();
+        let prefill = Prefill::of(&plain, &device(true)).expect("the kernel takes it");
+        for (start, bytes, wanted) in [(1 << 20, 8, 1 << 20), ((1 << 20) + 1, 15, (1 << 20) + 8), (1 << 20, 7, 0)] {
+            let dims = [bytes];
+            let workspace = Some(Tensor::dense(DType::U8, start as *mut u8, &dims));
+            let problem = Attention { workspace, ..plain };
+            assert_eq!(prefill.counter(&problem, 100, &device(true)) as usize, wanted);
+            // Two heads, six packs: each CTA has a tile of its own.
+            assert!(prefill.counter(&problem, 22, &device(true)).is_null());
+        }
+    }
+
+    #[test]
+    fn every_variant_has_its_tile() {
+        for variant in variants::VARIANTS.iter().filter(|variant| variant.name.starts_with(KERNEL)) {
+            let serves = |tile: &&Tile| {
+                variant.name.contains(&format!("16_{}_", tile.head_dim_value)) && variant.name.ends_with(tile.score)
+            };
+            assert_eq!(TILES.iter().filter(serves).count(), 1, "{}", variant.name);
+        }
+        for tile in TILES.iter() {
+            assert!(tile.shared_memory <= 227 * 1024 && tile.head_dim.to_string() == tile.head_dim_value, "{tile:?}");
+        }
+    }
+}

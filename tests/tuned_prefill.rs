@@ -1,0 +1,215 @@
+//! Sequences long enough for tiles and blocks of the kernels that are tuned for one GPU: every pair of what those have
+//! to do with, against the reference on every device; and on their own GPU, that it is they who did it.
+
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a failed step is a failed test; a skipped one says so")]
+
+mod support;
+
+use std::collections::BTreeSet;
+use support::array::{BF16, Dtype, F16};
+use support::batch::{Alibi, Scaled, Shape};
+use support::case::Case;
+use support::check::{check, check_named};
+use support::oracle::Mask;
+use support::pairwise::{Choice, cover};
+use support::storage::{Layout, Storage};
+
+const DTYPES: [Dtype; 2] = [BF16, F16];
+
+/// D with tiles of its own.
+const HEAD_DIMS: [usize; 3] = [64, 128, 256];
+
+/// One pack of heads a KV head and several; packs of more heads than a warp has rows.
+const HEADS: [(usize, usize); 6] = [(1, 1), (4, 2), (8, 1), (6, 2), (12, 1), (32, 1)];
+
+/// 0 goes with contiguous keys. Boxes of one octet, of two, of a whole block; 100 is for the portable kernels.
+const PAGE_SIZES: [usize; 8] = [0, 8, 16, 24, 48, 128, 256, 100];
+
+const MASKS: [Mask; 6] = [
+    Mask::FULL,
+    Mask::CAUSAL,
+    Mask::window(20, -1),
+    Mask::window(-1, 130),
+    Mask::window(70, 3),
+    Mask { window_left: 140, ..Mask::CAUSAL },
+];
+
+/// Tiles that end with a sequence and before, more keys than queries and fewer, and sequences that are decoded.
+const WORK: [&[(usize, usize)]; 5] = [
+    &[(128, 128), (64, 256)],
+    &[(130, 300), (1, 70), (33, 33), (77, 500)],
+    &[(200, 90), (40, 0), (17, 129)],
+    &[(40, 600)],
+    &[(20, 20), (19, 21), (18, 18), (25, 40), (300, 300)],
+];
+
+const ALIBI: [Alibi; 3] = [Alibi::Off, Alibi::PerHead, Alibi::PerSequence];
+const SCALES: [[Scaled; 3]; 3] = [[Scaled::No; 3], [Scaled::AsAWhole; 3], [Scaled::PerHead; 3]];
+const WORKSPACES: [Option<usize>; 3] = [None, Some(13), Some(9_000_001)];
+
+const LAYOUT: usize = 5;
+const PAGE_SIZE: usize = 6;
+
+/// How many values each factor has; a factor without a list is a yes or no.
+const SIZES: [usize; 16] = [
+    DTYPES.len(),
+    HEAD_DIMS.len(),
+    HEADS.len(),
+    MASKS.len(),
+    WORK.len(),
+    Layout::ALL.len(),
+    PAGE_SIZES.len(),
+    ALIBI.len(),
+    SCALES.len(),
+    WORKSPACES.len(),
+    2,
+    2,
+    2,
+    2,
+    2,
+    2,
+];
+
+/// Contiguous keys have no pages.
+fn excluded(a: Choice, b: Choice) -> bool {
+    let value = |factor: usize| [a, b].into_iter().find(|choice| choice.0 == factor).map(|choice| choice.1);
+    let contiguous = value(LAYOUT).map(|v| Layout::ALL[v] == Layout::Contiguous);
+    contiguous.is_some_and(|contiguous| value(PAGE_SIZE).is_some_and(|v| (PAGE_SIZES[v] == 0) != contiguous))
+}
+
+fn case(row: &[usize], seed: u64) -> Case {
+    let yes = |factor: usize| row[factor] == 1;
+    let shape = Shape {
+        dtypes: DTYPES[row[0]].into(),
+        head_dim: HEAD_DIMS[row[1]],
+        heads: HEADS[row[2]],
+        mask: Mask { top_left: yes(10), ..MASKS[row[3]] },
+        lengths: WORK[row[4]].to_vec(),
+        alibi: ALIBI[row[7]],
+        scales: SCALES[row[8]],
+        leftpad: yes(11),
+        softcap: if yes(12) { 2.5 } else { 0.0 },
+        sinks: yes(13),
+        seed,
+        ..Shape::default()
+    };
+    let storage = Storage {
+        layout: Layout::ALL[row[LAYOUT]],
+        page_size: PAGE_SIZES[row[PAGE_SIZE]],
+        workspace: WORKSPACES[row[9]],
+        seqused_q: yes(14),
+        seqused_k: yes(15),
+        seed,
+        ..Storage::default()
+    };
+    Case::flash(&shape.batch(), &storage)
+}
+
+#[test]
+fn every_pair_agrees_with_the_reference() {
+    for (seed, row) in cover(&SIZES, &excluded, 7).iter().enumerate() {
+        check_named(&format!("long {seed}"), case(row, seed as u64));
+    }
+}
+
+#[test]
+fn calls_without_options_agree_with_the_reference() {
+    for dtype in DTYPES {
+        for (head_dim, mask) in HEAD_DIMS.into_iter().flat_map(|d| [(d, Mask::FULL), (d, Mask::CAUSAL)]) {
+            let shape = Shape {
+                dtypes: dtype.into(),
+                head_dim,
+                heads: (8, 2),
+                lengths: vec![(129, 129), (1, 77), (300, 1000), (5, 64)],
+                mask,
+                ..Shape::default()
+            };
+            let batch = shape.batch();
+            let paged = |page_size| Storage::paged(Layout::Interleaved, page_size);
+            let [contiguous, pages_of_8, pages_of_128] =
+                [Storage::contiguous(), paged(8), paged(128)].map(|storage| check(&Case::flash(&batch, &storage)));
+            // Where keys are is only an address.
+            assert!(contiguous == pages_of_8 && contiguous == pages_of_128, "{dtype:?}, D {head_dim}");
+        }
+    }
+}
+
+#[test]
+fn large_scores_lose_nothing() {
+    for sharpness in [30.0, 1000.0] {
+        let shape = Shape {
+            dtypes: BF16.into(),
+            head_dim: HEAD_DIMS[0],
+            sharpness,
+            lengths: vec![(150, 400), (60, 60)],
+            ..Shape::default()
+        };
+        check(&Case::flash(&shape.batch(), &Storage::contiguous()));
+    }
+}
+
+#[test]
+fn the_set_holds_every_choice() {
+    let rows = cover(&SIZES, &excluded, 7);
+    for (factor, size) in SIZES.into_iter().enumerate() {
+        let found: BTreeSet<usize> = rows.iter().map(|row| row[factor]).collect();
+        assert_eq!(found.len(), size, "factor {factor}");
+    }
+    assert!(rows.len() < 80, "{} rows", rows.len());
+}
+
+#[cfg(feature = "cuda")]
+mod on_their_own_gpu {
+    use super::{BF16, Case, F16, HEAD_DIMS, Layout, Shape, Storage};
+    use crate::support::device::{Around, Gpu};
+    use std::io;
+    use std::sync::{Arc, Mutex};
+
+    /// What the library logs.
+    #[derive(Clone, Default)]
+    struct Log(Arc<Mutex<Vec<u8>>>);
+
+    impl io::Write for Log {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn tuned_kernels_are_chosen() {
+        let Some(gpu) = Gpu::first().filter(|_| Gpu::runs_sm_90a()) else {
+            println!("skipped: this machine has no GPU with tuned kernels");
+            return;
+        };
+        let log = Log::default();
+        let writer = log.clone();
+        tracing_subscriber::fmt().with_max_level(tracing::Level::DEBUG).with_writer(move || writer.clone()).init();
+        for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
+            for head_dim in HEAD_DIMS {
+                for (softcap, score) in [(0.0, "plain"), (2.5, "modified")] {
+                    // Not built.
+                    if (head_dim, score) == (256, "modified") {
+                        continue;
+                    }
+                    let shape =
+                        Shape { dtypes: dtype.into(), head_dim, softcap, lengths: vec![(40, 40)], ..Shape::default() };
+                    for (storage, keys) in
+                        [(Storage::contiguous(), "contiguous"), (Storage::paged(Layout::Stacked, 16), "paged")]
+                    {
+                        Case::flash(&shape.batch(), &storage)
+                            .invocation()
+                            .run_on_gpu(&gpu, Around::Redzones, 0)
+                            .unwrap();
+                        let wanted = format!("hopper_prefill_{name}_{head_dim}_{keys}_{score} with");
+                        let said = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+                        assert!(said.contains(&wanted), "{wanted}, but: {said}");
+                    }
+                }
+            }
+        }
+    }
+}
