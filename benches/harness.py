@@ -39,6 +39,6 @@ def paged_attention(query, kv_cache, *metadata, scale, batch_invariant=False):
     )
 
 
-def flash_attn_varlen(q, k, v, cu_seqlens, *, causal):
-    """A call of our flash_attn_varlen over packed keys, as many as queries."""
-    return functools.partial(xt.flash_attn_varlen, q, k, v, cu_seqlens, causal=causal)
+def flash_attn_varlen(q, k, v, cu_seqlens, **options):
+    """A call of our flash_attn_varlen over packed keys, as many as queries unless `options` say otherwise."""
+    return functools.partial(xt.flash_attn_varlen, q, k, v, cu_seqlens, **options)

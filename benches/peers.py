@@ -65,5 +65,36 @@ def sdpa(backend):
     return prepare
 
 
+def fa3_prefill(case, q, k, v, cu_seqlens_q, cu_seqlens_k):
+    """FlashAttention-3 on packed sequences; its call for equally long ones where they are."""
+    if not available("fa3_fwd_interface"):
+        return None
+    from fa3_fwd_interface import flash_attn_func, flash_attn_varlen_func
+
+    options = {"causal": case.causal, "window_size": (case.window, -1 if case.window < 0 else 0)}
+    if case.is_ragged():
+        starts = (cu_seqlens_q, cu_seqlens_k, max(case.q_lens), max(case.lens))
+        return lambda: flash_attn_varlen_func(q, k, v, *starts, **options)
+    q, k, v = (x.view(len(case.lens), -1, *x.shape[1:]) for x in (q, k, v))
+    return lambda: flash_attn_func(q, k, v, **options)
+
+
+def cudnn_prefill(case, q, k, v, _cu_seqlens_q, _cu_seqlens_k):
+    """cuDNN through torch, on equally long sequences without a window."""
+    if case.is_ragged() or case.window >= 0:
+        return None
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = (x.view(len(case.lens), -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+
+    def run():
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    return run
+
+
 PAGED = {"flashinfer": flashinfer}
 CONTIGUOUS = {"fa3": fa3, "fa2 (torch)": sdpa("FLASH_ATTENTION"), "cudnn (torch)": sdpa("CUDNN_ATTENTION")}
+PREFILL = {"fa3": fa3_prefill, "cudnn": cudnn_prefill}

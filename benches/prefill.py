@@ -1,0 +1,186 @@
+"""Prefill beside its peers on one GPU: `make bench ARGS="prefill.py word"` runs the cases whose name contains the word.
+
+Answers are compared before anything is timed. The card is limited by its power, and how warm it is moves a figure more
+than most changes do: ours and the peers take turns, each turn a CUDA graph of calls after a pause, and the ratio of
+medians is what counts. TFLOP/s counts causal products once. The last line is all of it as JSON.
+"""
+
+import json
+import math
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+import peers
+from harness import flash_attn_varlen, paged_attention
+
+ROUNDS = 5
+# What a turn takes, about: long enough to be timed, short enough for the card to stay as warm as it was.
+TURN_SECONDS = 0.03
+PAUSE_SECONDS = 0.1
+
+
+@dataclass
+class Case:
+    """A batch of (queries, keys); paged cases have interleaved caches with shuffled pages."""
+
+    name: str
+    q_lens: list[int]
+    lens: list[int]
+    q_heads: int
+    kv_heads: int
+    head_dim: int = 128
+    causal: bool = True
+    window: int = -1
+    page_size: int = 0
+
+    def is_ragged(self):
+        """Whether sequences differ."""
+        return len(set(self.lens)) > 1 or len(set(self.q_lens)) > 1
+
+    def flops(self):
+        """Products of queries with keys and of weights with values, those that are seen."""
+
+        def pairs(q, k):
+            if not self.causal:
+                return q * k
+            # Query i stands at key i + k - q and sees that one and `window` before it.
+            if self.window < 0:
+                return q * (k - q) + q * (q + 1) / 2
+            return sum(min(i + k - q, self.window) + 1 for i in range(q))
+
+        return 4 * sum(map(pairs, self.q_lens, self.lens)) * self.q_heads * self.head_dim
+
+
+def dense(head_dim, causal):
+    """16k tokens as sequences of one length; as many heads as make 2048 columns."""
+    heads, word = 2048 // head_dim, "causal" if causal else "full"
+    for length in (1024, 4096, 16384):
+        lens = [length] * (16384 // length)
+        yield Case(f"d{head_dim} {word} {length}", lens, lens, heads, heads, head_dim, causal)
+
+
+RAGGED = [4096, 1024, 512, 2048, 3000, 100, 5604]
+CASES = [
+    *(case for head_dim in (64, 128, 256) for causal in (False, True) for case in dense(head_dim, causal)),
+    Case("ragged 16k", RAGGED, RAGGED, 32, 8),
+    *(Case(f"ragged 16k, page {size}", RAGGED, RAGGED, 32, 8, page_size=size) for size in (16, 128)),
+    *(Case(f"chunked 8 x 512, page {size}", [512] * 8, [8192] * 8, 32, 8, page_size=size) for size in (16, 128)),
+    Case("window 1k over 16k", [16384], [16384], 16, 16, window=1023),
+]
+
+
+def starts(lens):
+    """cu_seqlens of lengths."""
+    return torch.tensor([0, *lens]).cumsum(0).to(torch.int32).cuda()
+
+
+def contiguous_calls(case):
+    """Our call and the peers' over packed keys, by name."""
+    shapes = [(sum(case.q_lens), case.q_heads), *[(sum(case.lens), case.kv_heads)] * 2]
+    q, k, v = (torch.randn(*shape, case.head_dim, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    cu_q, cu_k = starts(case.q_lens), starts(case.lens)
+    options = {"causal": case.causal, "window": (case.window, -1)}
+    calls = {"ours": flash_attn_varlen(q, k, v, cu_q, cu_seqlens_k=cu_k, **options)}
+    for name, prepare in peers.PREFILL.items():
+        calls[name] = prepare(case, q, k, v, cu_q, cu_k)
+    return calls
+
+
+def paged_calls(case):
+    """Our call and the peers' over pages, by name."""
+    used = [-(-n // case.page_size) for n in case.lens]
+    case.tables = torch.zeros((len(used), max(used)), dtype=torch.int32)
+    order = torch.randperm(sum(used), dtype=torch.int32)
+    for row, pages in zip(case.tables, order.split(used), strict=True):
+        row[: len(pages)] = pages
+    case.tables, case.query_start_loc = case.tables.cuda(), starts(case.q_lens)
+    shape = (sum(used), case.page_size, case.kv_heads, 2, case.head_dim)
+    kv = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    query = torch.randn((sum(case.q_lens), case.q_heads, case.head_dim), device="cuda", dtype=torch.bfloat16)
+    lens = torch.tensor(case.lens, dtype=torch.int32, device="cuda")
+    count = torch.tensor([len(case.lens)], dtype=torch.int32, device="cuda")
+    metadata = (lens, case.tables, case.query_start_loc, count)
+    calls = {"ours": paged_attention(query, kv.flatten(2, 3), *metadata, scale=case.head_dim**-0.5)}
+    k_pages, v_pages = kv[..., 0, :].contiguous(), kv[..., 1, :].contiguous()
+    for name, prepare in peers.PAGED.items():
+        calls[name] = prepare(case, query, k_pages, v_pages)
+    return calls
+
+
+def rows_of(result, shape):
+    """What a call gives, as [tokens, heads, columns]."""
+    result = result[0] if isinstance(result, tuple) else result
+    return result.reshape(shape).float()
+
+
+def agreeing(calls):
+    """The calls that run here; one that runs and gives something else is an error."""
+    wanted = calls["ours"]().float()
+    found = {}
+    for name, call in calls.items():
+        if call is None:
+            continue
+        try:
+            result = rows_of(call(), wanted.shape)
+        except Exception as error:  # whatever a peer has against this GPU or case
+            print(f"  {name} did not run: {type(error).__name__}: {str(error)[:160]}")
+            continue
+        error = ((result - wanted).norm() / wanted.norm()).item()
+        assert error < 1e-2, f"{name} differs from ours by {error:.1e}"
+        found[name] = call
+    return found
+
+
+def graph_of(call, seconds):
+    """A CUDA graph of calls that take about `seconds`, and how many."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        call()
+        start.record()
+        call()
+        end.record()
+    stream.synchronize()
+    count = max(3, min(200, math.ceil(seconds * 1e3 / max(start.elapsed_time(end), 1e-3))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(count):
+            call()
+    return graph, count
+
+
+def milliseconds(calls):
+    """Median time of one call of each, taken in turns."""
+    graphs = {name: graph_of(call, TURN_SECONDS) for name, call in calls.items()}
+    times = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, (graph, count) in graphs.items():
+            torch.cuda.synchronize()
+            time.sleep(PAUSE_SECONDS)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) / count)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def main(only=""):
+    """Run the cases; a line for each, then the same as JSON."""
+    rows = []
+    for case in CASES:
+        if only not in case.name:
+            continue
+        torch.manual_seed(len(case.name))
+        times = milliseconds(agreeing(paged_calls(case) if case.page_size else contiguous_calls(case)))
+        torch.cuda.empty_cache()
+        rates = {name: case.flops() / taken / 1e9 for name, taken in times.items()}
+        best = max((rate for name, rate in rates.items() if name != "ours"), default=None)
+        ratio = f"  ours {rates['ours'] / best:.3f}x the best peer" if best else ""
+        print(f"{case.name:32}" + "".join(f" | {name} {rate:.0f}" for name, rate in rates.items()) + ratio, flush=True)
+        rows.append({"case": case.name, "tflops": rates})
+    print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}))
