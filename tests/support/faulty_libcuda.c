@@ -48,7 +48,8 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
   return SUCCESS;
 }
 int cuModuleLoadDataEx(void** module, const void* image, unsigned count, const int* options, void** values) {
-  const int corrupt = memcmp(image, "corrupt", 7) == 0;
+  // A text, or an ELF file, whose head holds a zero.
+  const int corrupt = strstr(image, "corrupt") != NULL;
   if (corrupt || is("refused module")) {
     for (unsigned i = 0; i < count; ++i) {
       if (options[i] == ERROR_LOG) strcpy(values[i], "ptxas: line 1; the log of the driver\n");
