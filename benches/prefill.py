@@ -9,67 +9,17 @@ import json
 import math
 import statistics
 import time
-from dataclasses import dataclass
 
 import torch
 
 import peers
 from harness import flash_attn_varlen, paged_attention
+from prefill_cases import CASES
 
 ROUNDS = 5
 # What a turn takes, about: long enough to be timed, short enough for the card to stay as warm as it was.
 TURN_SECONDS = 0.03
 PAUSE_SECONDS = 0.1
-
-
-@dataclass
-class Case:
-    """A batch of (queries, keys); paged cases have interleaved caches with shuffled pages."""
-
-    name: str
-    q_lens: list[int]
-    lens: list[int]
-    q_heads: int
-    kv_heads: int
-    head_dim: int = 128
-    causal: bool = True
-    window: int = -1
-    page_size: int = 0
-
-    def is_ragged(self):
-        """Whether sequences differ."""
-        return len(set(self.lens)) > 1 or len(set(self.q_lens)) > 1
-
-    def flops(self):
-        """Products of queries with keys and of weights with values, those that are seen."""
-
-        def pairs(q, k):
-            if not self.causal:
-                return q * k
-            # Query i stands at key i + k - q and sees that one and `window` before it.
-            if self.window < 0:
-                return q * (k - q) + q * (q + 1) / 2
-            return sum(min(i + k - q, self.window) + 1 for i in range(q))
-
-        return 4 * sum(map(pairs, self.q_lens, self.lens)) * self.q_heads * self.head_dim
-
-
-def dense(head_dim, causal):
-    """16k tokens as sequences of one length; as many heads as make 2048 columns."""
-    heads, word = 2048 // head_dim, "causal" if causal else "full"
-    for length in (1024, 4096, 16384):
-        lens = [length] * (16384 // length)
-        yield Case(f"d{head_dim} {word} {length}", lens, lens, heads, heads, head_dim, causal)
-
-
-RAGGED = [4096, 1024, 512, 2048, 3000, 100, 5604]
-CASES = [
-    *(case for head_dim in (64, 128, 256) for causal in (False, True) for case in dense(head_dim, causal)),
-    Case("ragged 16k", RAGGED, RAGGED, 32, 8),
-    *(Case(f"ragged 16k, page {size}", RAGGED, RAGGED, 32, 8, page_size=size) for size in (16, 128)),
-    *(Case(f"chunked 8 x 512, page {size}", [512] * 8, [8192] * 8, 32, 8, page_size=size) for size in (16, 128)),
-    Case("window 1k over 16k", [16384], [16384], 16, 16, window=1023),
-]
 
 
 def starts(lens):
