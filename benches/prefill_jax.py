@@ -77,7 +77,7 @@ def agreeing(calls, operands):
     found = {}
     for name, call in calls.items():
         try:
-            result = call(*operands)
+            result = jax.block_until_ready(call(*operands))
         except Exception as error:  # whatever a peer has against this GPU or case
             print(f"  {name} did not run: {type(error).__name__}: {str(error)[:160]}")
             continue
