@@ -148,6 +148,22 @@ fn large_scores_lose_nothing() {
     }
 }
 
+/// Few enough for Hopper's prefill to take them too.
+#[test]
+fn short_sequences_among_long_ones_agree_with_the_reference() {
+    for (head_dim, mask) in HEAD_DIMS.into_iter().zip([Mask::CAUSAL, Mask::FULL, Mask::CAUSAL]) {
+        let shape = Shape {
+            dtypes: BF16.into(),
+            head_dim,
+            heads: (2, 1),
+            lengths: vec![(1, 40), (1500, 1400), (3, 500), (0, 7), (300, 300)],
+            mask,
+            ..Shape::default()
+        };
+        check(&Case::flash(&shape.batch(), &Storage::contiguous()));
+    }
+}
+
 #[test]
 fn the_set_holds_every_choice() {
     let rows = cover(&SIZES, &excluded, 7);

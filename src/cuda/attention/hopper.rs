@@ -77,6 +77,18 @@ pub(super) struct Prefill {
     packs_per_kv_head: i64,
 }
 
+/// Query rows a sequence slot from which on prefill takes short sequences too.
+const LONG_ON_AVERAGE: i64 = 256;
+
+/// Prefill takes the short sequences too, which saves the launches that decode. Where packed keys are hardly more than
+/// the rows and sequences are long on average, short ones are few and so are their keys; kept whole in tiles that they
+/// hardly fill, they take no longer than the others. Pages say nothing of how many keys one has.
+pub(super) fn takes_all(problem: &Attention) -> bool {
+    let (rows, seqs) = (problem.num_rows as i64, problem.max_seqs as i64);
+    let KeyStorage::Contiguous { total } = problem.keys.storage else { return false };
+    !problem.batch_invariant && rows >= LONG_ON_AVERAGE * seqs && total as i64 <= 2 * rows
+}
+
 impl Prefill {
     /// `None` where the portable kernel has to do it.
     pub(super) fn of(problem: &Attention, device: &Device) -> Option<Self> {
@@ -293,6 +305,24 @@ mod tests {
         assert_eq!(named_on(&ragged(), &device(true))[1].0, "attention_bf16_128_decode_plain");
         let short = Attention { queries: Queries { longest: 1, ..ragged().queries }, ..ragged() };
         assert_eq!(prefilled_by(&short), "attention_bf16_128_decode_plain");
+    }
+
+    #[test]
+    fn short_sequences_among_long_ones_are_prefilled() {
+        let names = |problem: &Attention| named_on(problem, &device(true));
+        let all = [("hopper_prefill_bf16_128_contiguous_plain", 1, i32::MAX)];
+        let few = Attention { max_seqs: 3, ..ragged() };
+        assert_eq!(names(&few), all);
+        let many_keys = KeyStorage::Contiguous { total: 2001 };
+        for problem in [
+            ragged(),
+            Attention { max_seqs: 4, ..few },
+            Attention { batch_invariant: true, ..few },
+            Attention { keys: Keys { storage: many_keys, ..few.keys }, ..few },
+            Attention { max_seqs: 3, ..paged(16) },
+        ] {
+            assert_eq!(names(&problem).len(), 2);
+        }
     }
 
     #[test]

@@ -118,7 +118,8 @@ fn shared_memory(tile: &Tile, problem: &Attention) -> u32 {
 /// A sequence whose packed rows fill no more than one decode tile is decoded, a longer one prefilled, each in a launch
 /// that skips the other's. Which one a sequence belongs to depends on its own length alone; this is what
 /// `batch_invariant` asks for. Otherwise, where the sizes leave room for one query a sequence on average, or the caller
-/// says that no sequence is longer than a decode tile, decode takes all.
+/// says that no sequence is longer than a decode tile, decode takes all; where nearly all have to be long, Hopper's
+/// prefill does.
 fn launches(problem: &Attention, device: &Device) -> Result<[Option<Launch>; 2]> {
     let (rows, seqs) = (problem.num_rows as i64, problem.max_seqs as i64);
     let group = (problem.num_q_heads / problem.num_kv_heads) as i64;
@@ -136,13 +137,20 @@ fn launches(problem: &Attention, device: &Device) -> Result<[Option<Launch>; 2]>
         let tiles = bound(rows * group, decode.rows, rows.min(seqs));
         return Ok([Some(Launch::new(problem, Kernel::Portable(decode), tiles, (1, unlimited))?), None]);
     }
+    let tuned = Prefill::of(problem, device);
+    if let Some(prefill) = tuned
+        && hopper::takes_all(problem)
+    {
+        let tiles = bound(rows * prefill.pack, prefill.tile.rows, seqs.min(rows));
+        return Ok([Some(Launch::new(problem, Kernel::Hopper(prefill), tiles, (1, unlimited))?), None]);
+    }
     let decode_tiles = rows.min(seqs) * ((few * group + decode.rows - 1) / decode.rows);
     let decoded = Launch::new(problem, Kernel::Portable(decode), decode_tiles, (1, few))?;
     let long_sequences = seqs.min(rows / (few + 1));
     if long_sequences == 0 {
         return Ok([Some(decoded), None]);
     }
-    let (kernel, tiles) = if let Some(prefill) = Prefill::of(problem, device) {
+    let (kernel, tiles) = if let Some(prefill) = tuned {
         (Kernel::Hopper(prefill), bound(rows * prefill.pack, prefill.tile.rows, long_sequences))
     } else {
         let tile = Tile::of(problem, "prefill")?;
