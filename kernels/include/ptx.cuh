@@ -1,4 +1,5 @@
-// Every PTX instruction that the kernels use, one thin wrapper each. Nothing else in kernels/ holds inline assembly.
+// Every PTX instruction that the kernels use, one thin wrapper each. Nothing else in kernels/ holds inline assembly,
+// but for the instructions of Hopper (hopper/ptx.cuh, hopper/wgmma.cuh).
 #pragma once
 
 #include <cstdint>
