@@ -85,10 +85,15 @@ impl Launch {
     }
 
     /// # Safety
-    /// As of [`launch`]; `params` is that of this launch.
-    unsafe fn enqueue(&self, problem: &Attention, device: &Device, stream: Stream, params: &Params) -> Result {
-        let split = self.split(problem, device);
-        let shape = self.shape(problem, device, split.as_ref());
+    /// As of [`launch`]; `params` is that of this launch and `shape` its own.
+    unsafe fn enqueue(
+        &self,
+        problem: &Attention,
+        device: &Device,
+        shape: Shape,
+        stream: Stream,
+        params: &Params,
+    ) -> Result {
         let Kernel::Hopper(prefill) = self.kernel else {
             // SAFETY: this function's contract.
             return unsafe { enqueue(KERNEL, self.variant, shape, stream, params) };
@@ -201,8 +206,9 @@ pub(crate) unsafe fn launch(problem: &Attention, stream: Stream) -> Result {
         let split = launch.split(problem, &device);
         (params.min_queries, params.max_queries) = (launch.min_queries, launch.max_queries);
         params.partial = split.map_or(PartialResults::NONE, |split| split.partial);
+        let shape = launch.shape(problem, &device, split.as_ref());
         // SAFETY: the caller vouches for the memory.
-        unsafe { launch.enqueue(problem, &device, stream, &params) }?;
+        unsafe { launch.enqueue(problem, &device, shape, stream, &params) }?;
         params.clears_unowned_rows = 0;
         if let Some(split) = split
             && let Some((variant, shape)) = merging(problem, &split)?
