@@ -12,6 +12,8 @@ use crate::check::host::HostTensor;
 use crate::check::metadata::{self, FLASH_ATTN_VARLEN, PAGED_ATTENTION, Sequence};
 #[cfg(feature = "cuda")]
 use crate::cuda::host_copy;
+#[cfg(all(feature = "cuda", feature = "planted_faults"))]
+use crate::cuda::launch;
 use crate::error::{Error, Result};
 use crate::ops::attention::Attention;
 use crate::ops::kv_cache_update::KvCacheUpdate;
@@ -135,7 +137,7 @@ unsafe fn checked_on_cuda(bound: &Bound, call: &Call, stream: Stream) -> Result 
         let sequences = look_over(call.op, &second)?;
         dispatch(bound, call.op, call.action)?;
         #[cfg(feature = "planted_faults")]
-        disturb(call, |to, byte, bytes| host_copy::fill(to, byte, bytes, stream))?;
+        disturb(call, |to, byte, bytes| launch::fill(to, byte, bytes, stream))?;
         let memory = call.results.iter().map(fetch).collect::<Result<Vec<_>>>()?;
         let results: Vec<Tensor> = memory.iter().zip(call.results).map(|(host, result)| host.view(result)).collect();
         dispatch(&second, call.op, Action::RunOnCpu(&RayonPool))?;

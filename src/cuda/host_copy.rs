@@ -35,14 +35,3 @@ pub(crate) unsafe fn to_host(to: *mut u8, from: *const u8, bytes: usize, stream:
         check(sys::cuStreamSynchronize(stream), "cuStreamSynchronize")
     }
 }
-
-/// Set device memory to a byte, in stream order.
-///
-/// # Safety
-/// `to` is `bytes` writable bytes of device memory of the current context.
-#[cfg(feature = "planted_faults")]
-pub(crate) unsafe fn fill(to: *mut u8, byte: u8, bytes: usize, stream: Stream) -> Result {
-    let (to, stream) = (to as sys::CUdeviceptr, stream.0 as sys::CUstream);
-    // SAFETY: this function's contract.
-    check(unsafe { sys::cuMemsetD8Async(to, byte, bytes, stream) }, "cuMemsetD8Async")
-}

@@ -55,12 +55,12 @@ pub(crate) unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize, stream: St
     check(unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, stream.0 as sys::CUstream) }, "cuMemcpyDtoDAsync")
 }
 
-/// Clear `bytes` bytes of device memory, a multiple of 4, in stream order.
+/// Set device memory to a byte, in stream order.
 ///
 /// # Safety
-/// The range is device memory of the current context, aligned to 4.
-pub(crate) unsafe fn clear(to: *mut u8, bytes: usize, stream: Stream) -> Result {
+/// `to` is `bytes` writable bytes of device memory of the current context.
+pub(crate) unsafe fn fill(to: *mut u8, byte: u8, bytes: usize, stream: Stream) -> Result {
+    let (to, stream) = (to as sys::CUdeviceptr, stream.0 as sys::CUstream);
     // SAFETY: this function's contract.
-    let result = unsafe { sys::cuMemsetD32Async(to as sys::CUdeviceptr, 0, bytes / 4, stream.0 as sys::CUstream) };
-    check(result, "cuMemsetD32Async")
+    check(unsafe { sys::cuMemsetD8Async(to, byte, bytes, stream) }, "cuMemsetD8Async")
 }

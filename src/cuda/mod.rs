@@ -17,7 +17,7 @@ pub(crate) mod device;
 mod driver;
 pub(crate) mod host_copy;
 mod image;
-mod launch;
+pub(crate) mod launch;
 mod module;
 mod tensor_map;
 pub(crate) mod variants;

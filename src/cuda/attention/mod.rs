@@ -101,8 +101,8 @@ impl Launch {
         let counter = prefill.counter(problem, self.tiles, device);
         let params = prefill.params(problem, params, counter)?;
         if !counter.is_null() {
-            // SAFETY: the counter is 8 aligned bytes of the workspace, which is writable and nobody's before this.
-            unsafe { launch::clear(counter, 8, stream) }?;
+            // SAFETY: the counter is 8 bytes of the workspace, which is writable and nobody's before this.
+            unsafe { launch::fill(counter, 0, 8, stream) }?;
         }
         // SAFETY: this function's contract.
         unsafe { enqueue(hopper::KERNEL, self.variant, shape, stream, &params) }
