@@ -25,6 +25,8 @@ class Case:
     head_dim: int = 128
     page_size: int = 16
     calls: int = 5
+    causal: bool = True
+    window: int = -1
     tables: torch.Tensor = field(init=False)
     query_start_loc: torch.Tensor = field(init=False)
 
@@ -109,17 +111,16 @@ def run_case(case):
     k_pages, v_pages = kv[..., 0, :].contiguous(), kv[..., 1, :].contiguous()
     contenders = {name: (prepare, k_pages, v_pages) for name, prepare in peers.PAGED.items()}
     if case.q_lens == case.lens:
-        k, v = contiguous(case, k_pages), contiguous(case, v_pages)
-        contenders |= {name: (prepare, k, v) for name, prepare in peers.CONTIGUOUS.items()}
-    for name, (prepare, k, v) in contenders.items():
+        starts = (case.query_start_loc, case.query_start_loc)
+        packed = (contiguous(case, k_pages), contiguous(case, v_pages), *starts)
+        contenders |= {f"{name}, packed keys": (prepare, *packed) for name, prepare in peers.PREFILL.items()}
+    for name, (prepare, *operands) in contenders.items():
         try:
-            run = prepare(case, query, k, v)
+            run = prepare(case, query, *operands)
             if run is None:
                 continue
             result = run()
-            result = result[0] if isinstance(result, tuple) else result
-            if result.dim() == 4:
-                result = (result.transpose(1, 2) if "torch" in name else result).reshape(query.shape)
+            result = (result if torch.is_tensor(result) else result[0]).reshape(query.shape)
             error = (result.float() - wanted.float()).norm() / wanted.float().norm()
             assert error < 2e-2, f"differs from ours by {error:.1e}"
             times[name] = graph_time_us(run, case.calls)

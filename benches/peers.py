@@ -1,91 +1,131 @@
 """The peers, each as a function that prepares a case and returns what is to be timed; None where it cannot run here.
 
 A peer gets its data in the form it likes best (FlashInfer: K and V apart, its host plan made before the clock starts).
+`PREFILL` takes packed keys with the starts of sequences, `PAGED` pages of K and of V. A peer whose package is not
+installed is left out.
 """
 
+import functools
+import importlib.metadata
 import importlib.util
+import pathlib
 
 import torch
 
 
 def available(name: str) -> bool:
     """The peer's package is installed."""
-    return importlib.util.find_spec(name) is not None
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False
 
 
-def flashinfer(case, query, k_pages, v_pages):
-    """FlashInfer's batch wrappers over paged K/V; the plan is not timed."""
-    if not available("flashinfer"):
-        return None
-    import flashinfer
-
-    used = [-(-n // case.page_size) for n in case.lens]
-    pages = torch.cat([case.tables[i, :n] for i, n in enumerate(used)]).contiguous()
-    indptr = torch.tensor([0, *used], dtype=torch.int32).cumsum(0).to(torch.int32).cuda()
-    last = torch.tensor([(n - 1) % case.page_size + 1 for n in case.lens], dtype=torch.int32, device="cuda")
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    heads = (case.q_heads, case.kv_heads, case.head_dim, case.page_size)
-    if all(n == 1 for n in case.q_lens):
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-        wrapper.plan(indptr, pages, last, *heads, q_data_type=query.dtype, kv_data_type=query.dtype)
-    else:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-        dtypes = {"q_data_type": query.dtype, "kv_data_type": query.dtype}
-        wrapper.plan(case.query_start_loc, indptr, pages, last, *heads, causal=True, **dtypes)
-    out = torch.empty_like(query)
-    return lambda: wrapper.run(query, (k_pages, v_pages), out=out)
+def versions(peer: str) -> dict[str, str]:
+    """The packages that a peer comes from and that are here, with their versions; torch's own peers have none."""
+    found = {}
+    for package in PACKAGES.get(peer, ()):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
-def fa3(case, query, k, v):
-    """FlashAttention-3 on contiguous, equally long sequences (the wheel fa3_fwd has no paging)."""
-    if not available("fa3_fwd_interface") or case.is_ragged():
-        return None
-    from fa3_fwd_interface import flash_attn_func
+@functools.cache
+def fa3_operator():
+    """FlashAttention-3's operator with pages and windows, out of its own package or xformers; None if neither is here.
 
-    q, k, v = (x.view(len(case.lens), -1, *x.shape[1:]) for x in (query, k, v))
-    return lambda: flash_attn_func(q, k, v, causal=True)
-
-
-def sdpa(backend):
-    """torch's scaled_dot_product_attention with one backend, on contiguous, equally long prefills."""
-
-    def prepare(case, query, k, v):
-        if case.is_ragged() or case.q_lens != case.lens:
-            return None
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        q, k, v = (x.view(len(case.lens), -1, *x.shape[1:]).transpose(1, 2) for x in (query, k, v))
-
-        def run():
-            with sdpa_kernel(getattr(SDPBackend, backend)):
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-        return run
-
-    return prepare
+    Loaded by itself: xformers as a whole asks for one version of torch.
+    """
+    for package, inside in (("flash_attn_3", "."), ("xformers", "flash_attn_3")):
+        spec = importlib.util.find_spec(package)
+        for folder in spec.submodule_search_locations or () if spec else ():
+            for library in (pathlib.Path(folder) / inside).glob("_C*.so"):
+                torch.ops.load_library(library)
+                return torch.ops.flash_attn_3.fwd
+    return None
 
 
-def fa3_prefill(case, q, k, v, cu_seqlens_q, cu_seqlens_k):
-    """FlashAttention-3 on packed sequences; its call for equally long ones where they are."""
-    if not available("fa3_fwd_interface"):
-        return None
-    from fa3_fwd_interface import flash_attn_func, flash_attn_varlen_func
+def fa3(case, q, k, v, cu_seqlens_q, cu_seqlens_k):
+    """FlashAttention-3 on packed sequences; as a batch where they are equally long, which it likes better.
 
-    options = {"causal": case.causal, "window_size": (case.window, -1 if case.window < 0 else 0)}
-    if case.is_ragged():
+    The wheel fa3_fwd comes first: it has neither windows nor pages.
+    """
+    if not case.is_ragged():
+        q, k, v = batched(case, q, k, v)
+    if available("fa3_fwd_interface") and case.window < 0:
+        from fa3_fwd_interface import flash_attn_func, flash_attn_varlen_func
+
+        if not case.is_ragged():
+            return lambda: flash_attn_func(q, k, v, causal=case.causal)
         starts = (cu_seqlens_q, cu_seqlens_k, max(case.q_lens), max(case.lens))
-        return lambda: flash_attn_varlen_func(q, k, v, *starts, **options)
-    q, k, v = (x.view(len(case.lens), -1, *x.shape[1:]) for x in (q, k, v))
-    return lambda: flash_attn_func(q, k, v, **options)
+        return lambda: flash_attn_varlen_func(q, k, v, *starts, causal=case.causal)
+    if (operator := fa3_operator()) is None:
+        return None
+    options = {"is_causal": case.causal}
+    if case.window >= 0:
+        options |= {"window_size_left": case.window, "window_size_right": 0}
+    if case.is_ragged():
+        options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        options |= {"max_seqlen_q": max(case.q_lens), "max_seqlen_k": max(case.lens)}
+    return lambda: operator(q, k, v, num_splits=1, **options)
 
 
-def cudnn_prefill(case, q, k, v, _cu_seqlens_q, _cu_seqlens_k):
+def fa3_paged(case, query, k_pages, v_pages):
+    """FlashAttention-3 over pages; it chooses by itself how to split keys."""
+    if (operator := fa3_operator()) is None:
+        return None
+    options = {"page_table": case.tables, "seqused_k": lengths(case), "max_seqlen_k": max(case.lens)}
+    options |= {"cu_seqlens_q": case.query_start_loc, "max_seqlen_q": max(case.q_lens), "is_causal": True}
+    return lambda: operator(query, k_pages, v_pages, **options)
+
+
+def fa4(case, q, k, v, cu_seqlens_q, cu_seqlens_k):
+    """FlashAttention-4 (flash-attn-4) on packed sequences; as a batch where they are equally long."""
+    if not available("flash_attn.cute"):
+        return None
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    options = {"causal": case.causal, "window_size": (case.window, 0) if case.window >= 0 else (None, None)}
+    if not case.is_ragged():
+        q, k, v = batched(case, q, k, v)
+        return lambda: flash_attn_func(q, k, v, **options)
+    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    options |= {"max_seqlen_q": max(case.q_lens), "max_seqlen_k": max(case.lens)}
+    return lambda: flash_attn_varlen_func(q, k, v, **options)
+
+
+def fa4_paged(case, query, k_pages, v_pages):
+    """FlashAttention-4 over pages."""
+    if not available("flash_attn.cute"):
+        return None
+    from flash_attn.cute import flash_attn_varlen_func
+
+    options = {"page_table": case.tables, "seqused_k": lengths(case), "max_seqlen_k": max(case.lens)}
+    options |= {"cu_seqlens_q": case.query_start_loc, "max_seqlen_q": max(case.q_lens), "causal": True}
+    return lambda: flash_attn_varlen_func(query, k_pages, v_pages, **options)
+
+
+def fa2(case, q, k, v, cu_seqlens_q, cu_seqlens_k):
+    """FlashAttention-2 as torch has it, by the operator below scaled_dot_product_attention, which takes packed keys."""
+    starts = (cu_seqlens_q, cu_seqlens_k)
+    if not case.is_ragged():
+        q, k, v = batched(case, q, k, v)
+        starts = (None, None)
+    # Dropout, causal, the debug mask.
+    flags = (max(case.q_lens), max(case.lens), 0.0, case.causal, False)
+    window = {"window_size_left": case.window, "window_size_right": 0} if case.window >= 0 else {}
+    return lambda: torch.ops.aten._flash_attention_forward(q, k, v, *starts, *flags, **window)
+
+
+def cudnn(case, q, k, v, _cu_seqlens_q, _cu_seqlens_k):
     """cuDNN through torch, on equally long sequences without a window."""
     if case.is_ragged() or case.window >= 0:
         return None
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    q, k, v = (x.view(len(case.lens), -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in batched(case, q, k, v))
 
     def run():
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -95,6 +135,60 @@ def cudnn_prefill(case, q, k, v, _cu_seqlens_q, _cu_seqlens_k):
     return run
 
 
-PAGED = {"flashinfer": flashinfer}
-CONTIGUOUS = {"fa3": fa3, "fa2 (torch)": sdpa("FLASH_ATTENTION"), "cudnn (torch)": sdpa("CUDNN_ATTENTION")}
-PREFILL = {"fa3": fa3_prefill, "cudnn": cudnn_prefill}
+def flashinfer(case, q, k, v, cu_seqlens_q, cu_seqlens_k):
+    """FlashInfer's wrapper over packed keys; the plan is not timed."""
+    if not available("flashinfer"):
+        return None
+    import flashinfer
+
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(flashinfer_workspace(), "NHD")
+    options = {"causal": case.causal, "window_left": case.window, "q_data_type": q.dtype, "kv_data_type": q.dtype}
+    wrapper.plan(cu_seqlens_q, cu_seqlens_k, case.q_heads, case.kv_heads, case.head_dim, **options)
+    out = torch.empty_like(q)
+    return lambda: wrapper.run(q, k, v, out=out)
+
+
+def flashinfer_paged(case, query, k_pages, v_pages):
+    """FlashInfer's batch wrappers over paged K/V; the plan is not timed."""
+    if not available("flashinfer"):
+        return None
+    import flashinfer
+
+    used = [-(-n // case.page_size) for n in case.lens]
+    pages = torch.cat([case.tables[i, :n] for i, n in enumerate(used)]).contiguous()
+    indptr = torch.tensor([0, *used], dtype=torch.int32).cumsum(0).to(torch.int32).cuda()
+    last = torch.tensor([(n - 1) % case.page_size + 1 for n in case.lens], dtype=torch.int32, device="cuda")
+    heads = (case.q_heads, case.kv_heads, case.head_dim, case.page_size)
+    dtypes = {"q_data_type": query.dtype, "kv_data_type": query.dtype}
+    if all(n == 1 for n in case.q_lens):
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(flashinfer_workspace(), "NHD", use_tensor_cores=True)
+        wrapper.plan(indptr, pages, last, *heads, **dtypes)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(flashinfer_workspace(), "NHD")
+        wrapper.plan(case.query_start_loc, indptr, pages, last, *heads, causal=True, **dtypes)
+    out = torch.empty_like(query)
+    return lambda: wrapper.run(query, (k_pages, v_pages), out=out)
+
+
+def flashinfer_workspace():
+    """What FlashInfer's wrappers ask for."""
+    return torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+
+
+def batched(case, *tensors):
+    """Packed sequences of one length as [sequences, tokens, heads, D]."""
+    return [x.view(len(case.lens), -1, *x.shape[1:]) for x in tensors]
+
+
+def lengths(case):
+    """Keys of each sequence."""
+    return torch.tensor(case.lens, dtype=torch.int32, device="cuda")
+
+
+PACKAGES = {
+    "fa3": ("fa3_fwd", "flash_attn_3", "xformers"),
+    "fa4": ("flash-attn-4",),
+    "flashinfer": ("flashinfer-python",),
+}
+PREFILL = {"fa2": fa2, "fa3": fa3, "fa4": fa4, "cudnn": cudnn, "flashinfer": flashinfer}
+PAGED = {"fa3": fa3_paged, "fa4": fa4_paged, "flashinfer": flashinfer_paged}
