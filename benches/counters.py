@@ -1,0 +1,99 @@
+"""What the hardware counts while prefill runs, ours beside FlashAttention-3: `make bench ARGS=counters.py`.
+
+Three of the cases of prefill.py, one call of each under Nsight Compute (`ncu`), which runs it once for each group of
+counters, with clocks left as they are and caches emptied before each run: its times are not those of prefill.py. Prints
+the table of docs/performance.md, with the reasons for which warps wait most, in warps waiting for each instruction
+issued; the warps that only fetch wait all the time and are counted with the others.
+"""
+
+import csv
+import io
+import pathlib
+import shutil
+import subprocess
+import sys
+
+CASES = ("d128 full 4096", "d128 causal 16384", "d64 causal 1024")
+LIBRARIES = ("ours", "fa3")
+
+METRICS = {
+    "time, µs": ("gpu__time_duration.sum", 1e-3),
+    "SM clock, GHz": ("sm__cycles_elapsed.avg.per_second", 1e-9),
+    "tensor pipe, % of cycles": ("sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active", 1),
+    "exponentials (xu), %": ("sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active", 1),
+    "fma pipe, %": ("sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active", 1),
+    "alu pipe, %": ("sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active", 1),
+    "issue slots, %": ("sm__inst_issued.avg.pct_of_peak_sustained_active", 1),
+    "instructions, millions": ("sm__inst_executed.sum", 1e-6),
+    "L2, %": ("lts__throughput.avg.pct_of_peak_sustained_elapsed", 1),
+    "L2 hits, %": ("lts__t_sector_hit_rate.pct", 1),
+    "DRAM, %": ("dram__throughput.avg.pct_of_peak_sustained_elapsed", 1),
+}
+STALLS = "smsp__average_warps_issue_stalled_", "_per_issue_active.ratio"
+STALLS_SHOWN = 4
+
+
+def profiled():
+    """In the process under ncu: one call of each library in each case, where ncu is to look."""
+    import torch
+
+    import peers
+    import prefill
+    from prefill_cases import CASES as ALL
+
+    for case in (next(case for case in ALL if case.name == name) for name in CASES):
+        calls = prefill.contiguous_calls(case, {"fa3": peers.fa3})
+        for name in LIBRARIES:
+            for _ in range(2):
+                calls[name]()
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaProfilerStart()
+            calls[name]()
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaProfilerStop()
+        torch.cuda.empty_cache()
+
+
+def measured():
+    """ncu's rows, one a kernel: the values by metric."""
+    here = str(pathlib.Path(__file__).resolve().parent)
+    metrics = [metric for metric, _ in METRICS.values()] + [f"regex:{STALLS[0]}.*_per_issue_active"]
+    command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw"]
+    # Ours, and the one kernel that CUTLASS has all of its own be called.
+    command += ["--print-units", "base", "--kernel-name", "regex:hopper_prefill|device_kernel"]
+    command += ["--metrics", ",".join(metrics), sys.executable, "-c"]
+    command += [f"import sys; sys.path.insert(0, {here!r}); import counters; counters.profiled()"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+    rows = list(csv.DictReader(io.StringIO("\n".join(lines))))[1:]  # the first one has the units
+    if len(rows) != len(CASES) * len(LIBRARIES):
+        sys.exit(f"ncu saw {len(rows)} kernels:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return rows
+
+
+def number(text):
+    return float(text.replace(",", ""))
+
+
+def stalls(row):
+    """The reasons for which warps wait most."""
+    head, tail = STALLS
+    found = {name.removeprefix(head).removesuffix(tail): number(row[name]) for name in row if name.startswith(head)}
+    found = {name: value for name, value in found.items() if name not in ("selected", "not_selected")}
+    most = sorted(found.items(), key=lambda item: -item[1])[:STALLS_SHOWN]
+    return ", ".join(f"{name} {value:.2f}" for name, value in most)
+
+
+def main():
+    """Measure, and print as a table."""
+    if shutil.which("ncu") is None:
+        sys.exit("ncu (Nsight Compute) is not on PATH")
+    rows = measured()
+    labels = [f"{case}: {name}" for case in CASES for name in LIBRARIES]
+    for label, row in zip(labels, rows, strict=True):
+        assert ("hopper_prefill" in row["Kernel Name"]) == label.endswith("ours"), row["Kernel Name"]
+    print("| | " + " | ".join(labels) + " |\n|---" + "|---" * len(labels) + "|")
+    for name, (metric, factor) in METRICS.items():
+        values = (number(row[metric]) * factor for row in rows)
+        print(f"| {name} | " + " | ".join(f"{value:.3g}" for value in values) + " |")
+    print("| warps wait for | " + " | ".join(map(stalls, rows)) + " |")
