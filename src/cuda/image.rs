@@ -72,7 +72,7 @@ fn runs_on(arch: &str, capability: u32) -> bool {
 
 impl Image {
     /// The module's bytes, at the alignment that machine code wants.
-    fn unpack(&self) -> Result<Vec<u64>> {
+    pub(super) fn unpack(&self) -> Result<Vec<u64>> {
         let mut words = vec![0u64; self.len.div_ceil(8)];
         // SAFETY: `words` holds at least `len` bytes, and any bytes are a valid u64.
         let bytes = unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<u8>(), self.len) };

@@ -19,5 +19,7 @@ pub(crate) mod host_copy;
 mod image;
 pub(crate) mod launch;
 mod module;
+#[cfg(test)]
+mod sass;
 mod tensor_map;
 pub(crate) mod variants;
