@@ -195,6 +195,7 @@ mod on_their_own_gpu {
         }
     }
 
+    /// What compute-sanitizer's slower tools run (tests/gpu/run.py): short, and a call of every kernel.
     #[test]
     fn tuned_kernels_are_chosen() {
         let Some(gpu) = Gpu::first().filter(|_| Gpu::runs_sm_90a()) else {
@@ -211,8 +212,15 @@ mod on_their_own_gpu {
                     if (head_dim, score) == (256, "modified") {
                         continue;
                     }
-                    let shape =
-                        Shape { dtypes: dtype.into(), head_dim, softcap, lengths: vec![(40, 40)], ..Shape::default() };
+                    // More tiles than an H200 has SMs, several blocks of keys in each.
+                    let shape = Shape {
+                        dtypes: dtype.into(),
+                        head_dim,
+                        softcap,
+                        heads: (32, 1),
+                        lengths: vec![(900, 1000)],
+                        ..Shape::default()
+                    };
                     for (storage, keys) in
                         [(Storage::contiguous(), "contiguous"), (Storage::paged(Layout::Stacked, 16), "paged")]
                     {

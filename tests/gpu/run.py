@@ -1,7 +1,8 @@
 """`make gpu-test`: the tests that need a GPU, from the wheel in dist/ if there is one.
 
 First the Rust tests in dist/gpu (`make gpu-binaries`), which drive the CUDA backend without JAX, alone and under
-compute-sanitizer's memcheck, and a table of how close they came to the reference; then the Python tests marked `gpu`.
+compute-sanitizer's memcheck, and a call of every tuned kernel under its synccheck and initcheck; a table of how close
+they came to the reference; then the Python tests marked `gpu`.
 What is not there is skipped and said. Further arguments go to pytest.
 """
 
@@ -29,7 +30,7 @@ def main() -> int:
     measured = pathlib.Path(tempfile.mkdtemp(prefix="xla_attention_")) / "summary.tsv"
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
-        print("compute-sanitizer is not on PATH: memcheck skipped")
+        print("compute-sanitizer is not on PATH: memcheck, synccheck and initcheck skipped")
     for name in GPU_TESTS:
         binary = ROOT / "dist/gpu" / name
         if not binary.is_file():
@@ -41,6 +42,11 @@ def main() -> int:
             # Fewer random cases: each access is checked, at a price.
             memcheck = (sanitizer, "--tool", "memcheck", "--error-exitcode", "7", str(binary), "--quiet")
             part(f"memcheck {name}", *memcheck, XLA_ATTENTION_TEST_DEVICE="cuda", PROPTEST_CASES="8")
+        if sanitizer and name == "tuned_prefill":
+            # One call of each kernel, seconds long. docs/tests.md says why racecheck is not among them.
+            for tool in ("synccheck", "initcheck"):
+                check = (sanitizer, "--tool", tool, "--error-exitcode", "7", str(binary), "--quiet")
+                part(f"{tool} {name}", *check, "tuned_kernels_are_chosen", XLA_ATTENTION_TEST_DEVICE="cuda")
     print(table(measured), flush=True)
     part("pytest", sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *sys.argv[1:])
     print("failed: " + ", ".join(failed) if failed else "all parts passed")
