@@ -31,6 +31,9 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   extern __shared__ uint8_t shared[];
   const xa::hopper::Pipeline<Shape> pipeline(shared);
   if (threadIdx.x == 0) pipeline.init();
+  if (threadIdx.x == 32) {
+    for (const auto* map : {&params.q, &params.k, &params.v, &params.out}) xa::hopper::ptx::prefetch(*map);
+  }
   __syncthreads();
   const int32_t warp = xa::hopper::uniform(threadIdx.x / 32);
   if (warp >= Shape::kComputeWarps) {

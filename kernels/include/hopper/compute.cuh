@@ -1,6 +1,6 @@
 // The warpgroups of a prefill CTA that compute: each has 64 rows of the tile. While the tensor cores make the scores of
 // the next block and the output of this one, the warpgroup turns scores into weights; and while one warpgroup does
-// that, the tensor cores are the next one's (they take turns).
+// that, the tensor cores are another's.
 #pragma once
 
 #include <cmath>
@@ -18,11 +18,12 @@
 namespace xa::hopper {
 
 /// The softmax of a warp's 16 rows, two a lane: g and g + 8. As SoftmaxState (softmax.cuh), in steps that leave the
-/// output alone while the tensor cores still add to it.
+/// output alone while the tensor cores still add to it, and with logits to base 2 for scores: a row's weights are
+/// relative to its largest logit, *rounded*. What rounding takes from the exponent of one weight it takes from all of
+/// the row's, so it cancels in the end, and one multiply-add makes an exponent however large the scores are.
 template <int kColumnTiles>
 struct RowState {
-  using Softmax = SoftmaxState<1, kColumnTiles>;
-  float max[2];
+  float max[2];      // largest logit, rounded
   float sum[2];      // this lane's columns only, until `finish`
   float rescale[2];  // what the output so far counts for, once the last block has been taken up
   float output[kColumnTiles][4];
@@ -42,52 +43,35 @@ struct RowState {
 
   /// Turns the scores of a block into the weights of V's rows. A row that sees nothing of it keeps its state, bit for
   /// bit.
+  ///
+  /// One row after the other, and nothing that branches: the maximum of the second is found while the exponentials of
+  /// the first are on their way. A vote in between costs a tenth of the kernel's speed.
   template <int kKeyTiles>
   __device__ __forceinline__ void absorb(float (&scores)[kKeyTiles][4], float log2_unit) {
-    // Each step for both rows at once: neither waits for the other's last result.
-    float largest[2] = {scores[0][0], scores[0][2]}, shift[2], base[2], block_sum[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int block = 0; block < kKeyTiles; ++block) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        largest[half] = fmaxf(largest[half], fmaxf(scores[block][2 * half], scores[block][2 * half + 1]));
-      }
-    }
-#pragma unroll
-    for (int distance = 1; distance <= 2; distance *= 2) {
-#pragma unroll
-      for (float& x : largest) x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
-    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float next = fmaxf(max[half], largest[half]);
-      // Past 128, where rounding the exponent's addend would show, the largest score is taken off first.
-      const bool is_large = next != -INFINITY && fabsf(next * log2_unit) > 128.0f;
-      rescale[half] = Softmax::weight(max[half], next, log2_unit);
-      shift[half] = is_large ? next : 0.0f;
-      base[half] = next == -INFINITY || is_large ? 0.0f : __fmul_rn(next, log2_unit);
-      max[half] = next;
-    }
-    // A shift of 0 changes nothing.
-    if (__any_sync(~0u, shift[0] != 0.0f || shift[1] != 0.0f)) {
+      float largest = scores[0][2 * half];
 #pragma unroll
       for (int block = 0; block < kKeyTiles; ++block) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) scores[block][i] -= shift[i / 2];
+        largest = fmaxf(largest, fmaxf(scores[block][2 * half], scores[block][2 * half + 1]));
       }
-    }
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      const float next = fmaxf(max[half], __fmul_rn(largest, log2_unit));
+      // Of a row that has seen nothing all weights are 0, and so is what its output counts for.
+      const float base = next == -INFINITY ? 0.0f : next;
+      rescale[half] = xa::ptx::exp2_approx(max[half] - base);
+      max[half] = next;
+      float block_sum = 0.0f;
 #pragma unroll
-    for (int block = 0; block < kKeyTiles; ++block) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int block = 0; block < kKeyTiles; ++block) {
         float (&pair)[2] = reinterpret_cast<float (&)[2]>(scores[block][2 * half]);
 #pragma unroll
-        for (float& x : pair) x = xa::ptx::exp2_approx(__fmaf_rn(x, log2_unit, -base[half]));
-        block_sum[half] += pair[0] + pair[1];
+        for (float& x : pair) x = xa::ptx::exp2_approx(__fmaf_rn(x, log2_unit, -base));
+        block_sum += pair[0] + pair[1];
       }
+      sum[half] = __fmaf_rn(sum[half], rescale[half], block_sum);
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) sum[half] = __fmaf_rn(sum[half], rescale[half], block_sum[half]);
   }
   /// Where no row's maximum rose the factors are exactly 1. That is most blocks of a long sequence, and work that is
   /// left out is power for the tensor cores.
@@ -132,6 +116,8 @@ __device__ __forceinline__ uint4 transpose_in_quad(uint32_t (&pairs)[4]) {
 template <typename Shape, typename T>
 class RowStore {
   using State = RowState<Shape::kHeadDim / 8>;
+  /// What the state's largest is a multiple of.
+  static constexpr float kLog2Unit = 1.0f;
 
  public:
   /// `boxed` where the tile owns all rows of the warp, and they are a box of `out`.
@@ -139,11 +125,11 @@ class RowStore {
                                       int32_t first_row, bool boxed)
       : prefill_(prefill), plan_(plan), overlap_(overlap), first_row_(first_row), boxed_(boxed) {}
 
-  __device__ __forceinline__ void finish(const State& state, float log2_unit) {
+  __device__ __forceinline__ void finish(const State& state) {
     if (boxed_) {
-      finish_all(state, log2_unit);
+      finish_all(state);
     } else {
-      finish_some(state, log2_unit);
+      finish_some(state);
     }
   }
   __device__ __forceinline__ void store(const State& state, uint32_t staging) const {
@@ -163,13 +149,13 @@ class RowStore {
     return first_row_ + 8 * half + static_cast<int32_t>(threadIdx.x % 32 / 4);
   }
 
-  __device__ __forceinline__ void finish_some(const State& state, float log2_unit) {
+  __device__ __forceinline__ void finish_some(const State& state) {
     const auto to = writer();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // Rows past the tile's end are nobody's; what is read of them is the first row's.
       const bool writes = to.writes(row(half));
-      const RowResult result = to.finish(writes ? row(half) : 0, state.max[half], state.sum[half], log2_unit);
+      const RowResult result = to.finish(writes ? row(half) : 0, state.max[half], state.sum[half], kLog2Unit);
       factor_[half] = result.factor;
       if (writes && threadIdx.x % 4 == 0) to.write_lse(row(half), result.lse);
     }
@@ -194,7 +180,7 @@ class RowStore {
     }
   }
 
-  __device__ __forceinline__ void finish_all(const State& state, float log2_unit) {
+  __device__ __forceinline__ void finish_all(const State& state) {
     const AttentionParams& params = prefill_.attention;
     const float v_scale = params.value_factor * params.v_scale.of(plan_.kv_head / prefill_.packs_per_kv_head);
 #pragma unroll
@@ -202,7 +188,7 @@ class RowStore {
       const int32_t packed = plan_.tile.first_row + row(half);
       const int32_t head = plan_.kv_head * params.group + (packed & (params.group - 1));
       const float sink = params.sinks == nullptr ? -INFINITY : __ldg(params.sinks + head);
-      const RowResult result = finish_row(state.max[half], state.sum[half], log2_unit, sink, v_scale);
+      const RowResult result = finish_row(state.max[half], state.sum[half], kLog2Unit, sink, v_scale);
       factor_[half] = result.factor;
       if (threadIdx.x % 4 == 0 && params.lse != nullptr) {
         const int32_t token = plan_.tile.first_token + (packed >> prefill_.group_shift);
@@ -299,21 +285,20 @@ __device__ __forceinline__ void clear_unseen(uint8_t* values, const TilePlan& pl
 /// Computes all tiles of the CTA. The work of a warpgroup.
 template <typename Shape, typename T, typename Score>
 __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, const Pipeline<Shape>& pipeline) {
-  constexpr int kKeys = Shape::kKeys, kWarpgroups = Shape::kWarpgroups;
+  constexpr int kKeys = Shape::kKeys;
   using Keys = Turn<Shape::kStages>;
-  // Numbered barriers: the warpgroups' turns, then one for each.
-  constexpr int kTurns = 1, kOwn = kTurns + kWarpgroups;
   const AttentionParams& params = prefill.attention;
   const int32_t warp = uniform(threadIdx.x / 32), warpgroup = warp / 4, warp_row = 16 * warp;
   const bool leads = threadIdx.x % 32 == 0;
-  const auto sync_own = [&] { ptx::sync(kOwn + warpgroup, 128); };
-  const auto await_turn = [&] { ptx::sync(kTurns + warpgroup, 256); };
-  const auto pass_turn = [&] { ptx::arrive(kTurns + (warpgroup + 1 < kWarpgroups ? warpgroup + 1 : 0), 256); };
+  const auto sync_own = [&] { ptx::sync(1 + warpgroup, 128); };
   const auto release = [&](const Barrier& barrier) {
     if (leads) barrier.arrive();
   };
 
   const Score score(params);
+  // In a register: ptxas would otherwise read it again, just where everything waits for it.
+  float unit = score.log2_unit();
+  asm volatile("" : "+f"(unit));
   const uint64_t query = tile_descriptor(pipeline.query() + warpgroup * 8 * Shape::kGroupBytes, 0, Shape::kGroupBytes);
   const uint64_t keys = tile_descriptor(pipeline.keys(0), 0, Shape::kGroupDistance);
   const uint64_t values = tile_descriptor(pipeline.values(0), Shape::kPanelDistance, Shape::kGroupDistance);
@@ -357,7 +342,6 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
     }
   };
 
-  if (warpgroup == kWarpgroups - 1) pass_turn();
   int32_t turn = 0;
   int32_t rows = 1;
 #pragma unroll 1
@@ -375,7 +359,7 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
       RowStore<Shape, T> store(prefill, plan.plan, overlap, warp_row, boxed);
       const auto finish_rows = [&] {
         state.finish();
-        store.finish(state, score.log2_unit());
+        store.finish(state);
       };
       state.clear();
       if (first < end) {
@@ -386,7 +370,7 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
         const auto weigh = [&](bool masked) {
           score.template apply<T>(scores, plan.plan, warp_row, block * kKeys);
           if (masked) hide_unseen(scores, prefill, plan.plan, warp_row, block * kKeys);
-          state.absorb(scores, score.log2_unit());
+          state.absorb(scores, unit);
         };
         // Of a block that has been taken up and not yet multiplied.
         const auto clean_values = [&] {
@@ -400,13 +384,12 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
         const auto step = [&](bool masked) {
           const Keys now(turn), next(turn + 1);
           pipeline.keys_full(next).wait();
-          await_turn();
           start_scores(next);
           pipeline.values_full(now).wait();
           start_output(now);
-          pass_turn();
           ptx::products_wait<1>();
           release(pipeline.keys_empty(next));
+          if (block == first) release(pipeline.query_empty(tile));
           weigh(masked);
           ptx::products_wait<0>();
           release(pipeline.values_empty(now));
@@ -422,6 +405,7 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
         start_scores(now);
         ptx::products_wait<0>();
         release(pipeline.keys_empty(now));
+        if (block == first) release(pipeline.query_empty(tile));
         if (block < common_begin || block >= common_end) {
           weigh(true);
         } else {
@@ -436,7 +420,6 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
         for (; block >= max(first, common_begin); --block) step(false);
 #pragma unroll 1
         for (; block >= first; --block) step(true);
-        release(pipeline.query_empty(tile));
         const Keys last(turn);
         pipeline.values_full(last).wait();
         start_output(last);

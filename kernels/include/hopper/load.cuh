@@ -110,7 +110,6 @@ __device__ __forceinline__ void load_query(const PrefillParams& params, const Pi
 template <typename Shape, Operand kOperand>
 __device__ __forceinline__ void load_blocks(const PrefillParams& params, const Pipeline<Shape>& pipeline) {
   BlockLoader<Shape, kOperand> loader(params, pipeline);
-  if (threadIdx.x % 32 == 0) ptx::prefetch(kOperand == Operand::keys ? params.k : params.v);
   int32_t turn = 0, rows = 1;
 #pragma unroll 1
   for (int32_t count = 0, tile = 0; rows > 0; ++count) {
@@ -123,8 +122,13 @@ __device__ __forceinline__ void load_blocks(const PrefillParams& params, const P
     if (rows > 0 && block >= first) {
       loader.begin(plan);
       auto place = loader.find(block);
+      // All CTAs start at once, and memory is slow to give each of them all that it asks for: first what is needed
+      // first.
+      const bool is_start = tile == 0;
+      if (is_start && kOperand == Operand::values) pipeline.keys_full(Turn<Shape::kStages>(0)).wait();
       loader.load(block, turn, place);
       if (kOperand == Operand::keys) load_query<Shape>(params, pipeline, plan, tile);
+      if (is_start && kOperand == Operand::keys) pipeline.query_full(0).wait();
       ++turn;
       if (block > first) place = loader.find(block - 1);
 #pragma unroll 1

@@ -87,12 +87,9 @@ __device__ __forceinline__ void fence_stores_for_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/// Waits until `threads` threads have come to the numbered barrier, those that only `arrive` included.
+/// Waits until `threads` threads have come to the numbered barrier.
 __device__ __forceinline__ void sync(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void arrive(int number, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
 /// Registers a thread of this warpgroup has from now on; `kCount` is a multiple of 8.
