@@ -26,7 +26,7 @@ def main():
     colours = {library: f"C{index}" for index, library in enumerate(libraries)}
     # The same bytes for the same numbers.
     matplotlib.rcParams["svg.hashsalt"] = "prefill"
-    figure, axes = pyplot.subplots(2, len(panels) // 2, figsize=(11, 6), sharex=True, sharey=True)
+    figure, axes = pyplot.subplots(2, len(panels) // 2, figsize=(1.8 * len(panels), 6), sharex=True, sharey=True)
     for panel, (name, lines) in zip(axes.T.flat, sorted(panels.items(), key=lambda p: int(p[0][1:4])), strict=True):
         for library, points in lines.items():
             style = {"linewidth": 2.5 if library == "ours" else 1.2, "color": colours[library]}

@@ -29,8 +29,9 @@ def starts(lens):
 
 def contiguous_calls(case, table=peers.PREFILL):
     """Our call and the peers' over packed keys, by name."""
-    shapes = [(sum(case.q_lens), case.q_heads), *[(sum(case.lens), case.kv_heads)] * 2]
-    q, k, v = (torch.randn(*shape, case.head_dim, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    keys = (sum(case.lens), case.kv_heads)
+    shapes = [(sum(case.q_lens), case.q_heads, case.head_dim), (*keys, case.head_dim), (*keys, case.value_dim)]
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
     cu_q, cu_k = starts(case.q_lens), starts(case.lens)
     options = {"causal": case.causal, "window": (case.window, -1)}
     ours = flash_attn_varlen(q, k, v, cu_q, cu_seqlens_k=cu_k, **options)

@@ -13,9 +13,13 @@ class Case:
     q_heads: int
     kv_heads: int
     head_dim: int = 128
+    value_dim: int = 0  # 0 is head_dim
     causal: bool = True
     window: int = -1
     page_size: int = 0
+
+    def __post_init__(self):
+        self.value_dim = self.value_dim or self.head_dim
 
     def is_ragged(self):
         """Whether sequences differ."""
@@ -32,20 +36,22 @@ class Case:
                 return q * (k - q) + q * (q + 1) / 2
             return sum(min(i + k - q, self.window) + 1 for i in range(q))
 
-        return 4 * sum(map(pairs, self.q_lens, self.lens)) * self.q_heads * self.head_dim
+        return 2 * sum(map(pairs, self.q_lens, self.lens)) * self.q_heads * (self.head_dim + self.value_dim)
 
 
-def dense(head_dim, causal):
-    """16k tokens as sequences of one length; as many heads as make 2048 columns."""
+def dense(head_dim, value_dim, causal):
+    """16k tokens as sequences of one length; as many heads as fit into 2048 columns."""
     heads, word = 2048 // head_dim, "causal" if causal else "full"
+    dims = f"d{head_dim}" if head_dim == value_dim else f"d{head_dim}/{value_dim}"
     for length in (1024, 4096, 16384):
         lens = [length] * (16384 // length)
-        yield Case(f"d{head_dim} {word} {length}", lens, lens, heads, heads, head_dim, causal)
+        yield Case(f"{dims} {word} {length}", lens, lens, heads, heads, head_dim, value_dim, causal)
 
 
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
 RAGGED = [4096, 1024, 512, 2048, 3000, 100, 5604]
 CASES = [
-    *(case for head_dim in (64, 128, 256) for causal in (False, True) for case in dense(head_dim, causal)),
+    *(case for dims in DIMS for causal in (False, True) for case in dense(*dims, causal)),
     Case("ragged 16k", RAGGED, RAGGED, 32, 8),
     *(Case(f"ragged 16k, page {size}", RAGGED, RAGGED, 32, 8, page_size=size) for size in (16, 128)),
     *(Case(f"chunked 8 x 512, page {size}", [512] * 8, [8192] * 8, 32, 8, page_size=size) for size in (16, 128)),

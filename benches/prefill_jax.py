@@ -61,8 +61,9 @@ PEERS = {"flash_attn3_jax": flash_attn3_jax, "dew_flash_attn": dew_flash_attn, "
 def calls_of(case):
     """Ours and the peers that are here and take the case, jitted, by name; and their operands."""
     rng = np.random.default_rng(len(case.name))
-    shapes = [(sum(case.q_lens), case.q_heads), *[(sum(case.lens), case.kv_heads)] * 2]
-    operands = [jnp.asarray(rng.standard_normal((*s, case.head_dim), np.float32), jnp.bfloat16) for s in shapes]
+    keys = (sum(case.lens), case.kv_heads)
+    shapes = [(sum(case.q_lens), case.q_heads, case.head_dim), (*keys, case.head_dim), (*keys, case.value_dim)]
+    operands = [jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16) for shape in shapes]
     cu_q, cu_k = starts(case.q_lens), starts(case.lens)
     calls = {"ours": lambda q, k, v: xa.flash_attn_varlen(q, k, v, cu_q, cu_k, causal=case.causal)}
     for name, prepare in PEERS.items():

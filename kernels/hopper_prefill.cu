@@ -6,7 +6,7 @@
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
-//   XA_HEAD_DIM  D and Dv, exactly
+//   XA_HEAD_DIM  D and Dv, exactly (include/hopper/shape.cuh)
 //   XA_STORAGE   contiguous, paged
 //   XA_SCORE     plain, modified (include/score_form.cuh)
 // Launch: any number of CTAs of kThreads threads and kSharedBytes of dynamic shared memory, one an SM.
@@ -23,7 +23,7 @@
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
 using Score = xa::XA_PASTE(score_, XA_SCORE);
-using Shape = xa::hopper::TileShape<XA_HEAD_DIM, xa::hopper::Storage::XA_STORAGE, Score>;
+using Shape = xa::hopper::TileShape<xa::hopper::XA_PASTE(dims_, XA_HEAD_DIM), xa::hopper::Storage::XA_STORAGE, Score>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)

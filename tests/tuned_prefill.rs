@@ -16,8 +16,8 @@ use support::storage::{Layout, Storage};
 
 const DTYPES: [Dtype; 2] = [BF16, F16];
 
-/// D with tiles of its own.
-const HEAD_DIMS: [usize; 3] = [64, 128, 256];
+/// D and Dv with tiles of their own.
+const HEAD_DIMS: [(usize, usize); 6] = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)];
 
 /// One pack of heads a KV head and several; packs of more heads than a warp has rows.
 const HEADS: [(usize, usize); 6] = [(1, 1), (4, 2), (8, 1), (6, 2), (12, 1), (32, 1)];
@@ -47,6 +47,7 @@ const ALIBI: [Alibi; 3] = [Alibi::Off, Alibi::PerHead, Alibi::PerSequence];
 const SCALES: [[Scaled; 3]; 3] = [[Scaled::No; 3], [Scaled::AsAWhole; 3], [Scaled::PerHead; 3]];
 const WORKSPACES: [Option<usize>; 3] = [None, Some(13), Some(9_000_001)];
 
+const HEAD_DIM: usize = 1;
 const LAYOUT: usize = 5;
 const PAGE_SIZE: usize = 6;
 
@@ -70,18 +71,22 @@ const SIZES: [usize; 16] = [
     2,
 ];
 
-/// Contiguous keys have no pages.
+/// Contiguous keys have no pages; K and V in one buffer are as wide as each other.
 fn excluded(a: Choice, b: Choice) -> bool {
     let value = |factor: usize| [a, b].into_iter().find(|choice| choice.0 == factor).map(|choice| choice.1);
-    let contiguous = value(LAYOUT).map(|v| Layout::ALL[v] == Layout::Contiguous);
-    contiguous.is_some_and(|contiguous| value(PAGE_SIZE).is_some_and(|v| (PAGE_SIZES[v] == 0) != contiguous))
+    let layout = value(LAYOUT).map(|v| Layout::ALL[v]);
+    let differs =
+        |layout: Layout| value(PAGE_SIZE).is_some_and(|v| (PAGE_SIZES[v] == 0) != (layout == Layout::Contiguous));
+    let widths_differ = value(HEAD_DIM).is_some_and(|v| HEAD_DIMS[v].0 != HEAD_DIMS[v].1);
+    layout.is_some_and(|layout| differs(layout) || (widths_differ && !layout.has_two_buffers()))
 }
 
 fn case(row: &[usize], seed: u64) -> Case {
     let yes = |factor: usize| row[factor] == 1;
     let shape = Shape {
         dtypes: DTYPES[row[0]].into(),
-        head_dim: HEAD_DIMS[row[1]],
+        head_dim: HEAD_DIMS[row[HEAD_DIM]].0,
+        value_dim: Some(HEAD_DIMS[row[HEAD_DIM]].1),
         heads: HEADS[row[2]],
         mask: Mask { top_left: yes(10), ..MASKS[row[3]] },
         lengths: WORK[row[4]].to_vec(),
@@ -115,21 +120,25 @@ fn every_pair_agrees_with_the_reference() {
 #[test]
 fn calls_without_options_agree_with_the_reference() {
     for dtype in DTYPES {
-        for (head_dim, mask) in HEAD_DIMS.into_iter().flat_map(|d| [(d, Mask::FULL), (d, Mask::CAUSAL)]) {
+        for ((head_dim, value_dim), mask) in HEAD_DIMS.into_iter().flat_map(|d| [(d, Mask::FULL), (d, Mask::CAUSAL)]) {
             let shape = Shape {
                 dtypes: dtype.into(),
                 head_dim,
+                value_dim: Some(value_dim),
                 heads: (8, 2),
-                lengths: vec![(129, 129), (1, 77), (300, 1000), (5, 64)],
+                lengths: vec![(129, 129), (1, 77), (90, 460), (5, 64)],
                 mask,
                 ..Shape::default()
             };
             let batch = shape.batch();
-            let paged = |page_size| Storage::paged(Layout::Interleaved, page_size);
-            let [contiguous, pages_of_8, pages_of_128] =
-                [Storage::contiguous(), paged(8), paged(128)].map(|storage| check(&Case::flash(&batch, &storage)));
-            // Where keys are is only an address.
-            assert!(contiguous == pages_of_8 && contiguous == pages_of_128, "{dtype:?}, D {head_dim}");
+            let layout = if head_dim == value_dim { Layout::Interleaved } else { Layout::Split };
+            let paged = |page_size| Storage::paged(layout, page_size);
+            let contiguous = check(&Case::flash(&batch, &Storage::contiguous()));
+            for page_size in [8, 128] {
+                // Where keys are is only an address.
+                let pages = check(&Case::flash(&batch, &paged(page_size)));
+                assert!(contiguous == pages, "{dtype:?}, D {head_dim}, Dv {value_dim}, pages of {page_size}");
+            }
         }
     }
 }
@@ -139,7 +148,7 @@ fn large_scores_lose_nothing() {
     for sharpness in [30.0, 1000.0] {
         let shape = Shape {
             dtypes: BF16.into(),
-            head_dim: HEAD_DIMS[0],
+            head_dim: HEAD_DIMS[0].0,
             sharpness,
             lengths: vec![(150, 400), (60, 60)],
             ..Shape::default()
@@ -151,10 +160,11 @@ fn large_scores_lose_nothing() {
 /// Few enough for Hopper's prefill to take them too.
 #[test]
 fn short_sequences_among_long_ones_agree_with_the_reference() {
-    for (head_dim, mask) in HEAD_DIMS.into_iter().zip([Mask::CAUSAL, Mask::FULL, Mask::CAUSAL]) {
+    for ((head_dim, value_dim), mask) in HEAD_DIMS.into_iter().zip([Mask::CAUSAL, Mask::FULL].into_iter().cycle()) {
         let shape = Shape {
             dtypes: BF16.into(),
             head_dim,
+            value_dim: Some(value_dim),
             heads: (2, 1),
             lengths: vec![(1, 40), (1500, 1400), (3, 500), (0, 7), (300, 300)],
             mask,
@@ -206,29 +216,33 @@ mod on_their_own_gpu {
         let writer = log.clone();
         tracing_subscriber::fmt().with_max_level(tracing::Level::DEBUG).with_writer(move || writer.clone()).init();
         for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
-            for head_dim in HEAD_DIMS {
+            for (head_dim, value_dim) in HEAD_DIMS {
+                let alike = head_dim == value_dim;
+                let dims = if alike { format!("{head_dim}") } else { format!("{head_dim}x{value_dim}") };
+                let layout = if alike { Layout::Stacked } else { Layout::Split };
                 for (softcap, score) in [(0.0, "plain"), (2.5, "modified")] {
                     // Not built.
-                    if (head_dim, score) == (256, "modified") {
+                    if !alike && score == "modified" {
                         continue;
                     }
                     // More tiles than an H200 has SMs, several blocks of keys in each.
                     let shape = Shape {
                         dtypes: dtype.into(),
                         head_dim,
+                        value_dim: Some(value_dim),
                         softcap,
                         heads: (32, 1),
                         lengths: vec![(900, 1000)],
                         ..Shape::default()
                     };
                     for (storage, keys) in
-                        [(Storage::contiguous(), "contiguous"), (Storage::paged(Layout::Stacked, 16), "paged")]
+                        [(Storage::contiguous(), "contiguous"), (Storage::paged(layout, 16), "paged")]
                     {
                         Case::flash(&shape.batch(), &storage)
                             .invocation()
                             .run_on_gpu(&gpu, Around::Redzones, 0)
                             .unwrap();
-                        let wanted = format!("hopper_prefill_{name}_{head_dim}_{keys}_{score} with");
+                        let wanted = format!("hopper_prefill_{name}_{dims}_{keys}_{score} with");
                         let said = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
                         assert!(said.contains(&wanted), "{wanted}, but: {said}");
                     }

@@ -38,8 +38,8 @@ impl TensorMap {
     /// For a kernel that does not look at it.
     pub(crate) const NONE: Self = Self([0; 16]);
 
-    /// Boxes of f16 or bf16 at `data`, aligned to 16 bytes, the innermost axis first: 64 elements, which become rows of
-    /// 128 bytes with swizzled chunks of 16. [`can_step`] along `axes`.
+    /// Boxes of f16 or bf16 at `data`, aligned to 16 bytes, the innermost axis first: 64 or 32 elements, which become
+    /// rows of 128 or 64 bytes with swizzled chunks of 16. [`can_step`] along `axes`.
     ///
     /// # Errors
     /// `INTERNAL` where the driver refuses it.
@@ -52,6 +52,10 @@ impl TensorMap {
         let element = match dtype {
             DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        };
+        let swizzle = match axes[0].in_box {
+            32 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
+            _ => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
         };
         let mut map = Self([0; 16]);
         driver::present()?;
@@ -68,7 +72,7 @@ impl TensorMap {
                 in_box.as_ptr(),
                 [1; MOST_AXES].as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                swizzle,
                 sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )

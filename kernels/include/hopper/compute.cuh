@@ -115,7 +115,8 @@ __device__ __forceinline__ uint4 transpose_in_quad(uint32_t (&pairs)[4]) {
 /// What becomes of a warp's rows, `first_row` the first: their factors and lse, which need no output, then the output.
 template <typename Shape, typename T>
 class RowStore {
-  using State = RowState<Shape::kHeadDim / 8>;
+  using State = RowState<Shape::kValueDim / 8>;
+  using Panel = typename Shape::Panel;
   /// What the state's largest is a multiple of.
   static constexpr float kLog2Unit = 1.0f;
 
@@ -167,7 +168,7 @@ class RowStore {
       const bool writes = to.writes(row(half));
       T* const chunks = to.out(writes ? row(half) : 0) + threadIdx.x % 4 * 8;
 #pragma unroll
-      for (int column = 0; column < Shape::kHeadDim / 8; column += 4) {
+      for (int column = 0; column < Shape::kValueDim / 8; column += 4) {
         uint32_t pairs[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -201,19 +202,18 @@ class RowStore {
     const int32_t lane = threadIdx.x % 32, group = prefill_.attention.group;
     if (lane == 0) ptx::stores_read();
     __syncwarp();
-    // Row r of the box takes 128 bytes of each panel, its chunk c at c ^ r % 8. Matrices: rows 0-7 and 8-15 of one
-    // chunk, then of the next one.
+    // Matrices: rows 0-7 and 8-15 of one chunk, then of the next one.
     const int32_t row = lane % 16;
 #pragma unroll
-    for (int column = 0; column < Shape::kHeadDim / 8; column += 2) {
+    for (int column = 0; column < Shape::kValueDim / 8; column += 2) {
       uint32_t matrices[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* const x = &state.output[column + i / 2][i % 2 * 2];
         matrices[i] = Element<T>::pack(x[0] * factor_[i % 2], x[1] * factor_[i % 2]);
       }
-      const int32_t panel = column / 8, chunk = column % 8 + lane / 16;
-      ptx::stmatrix_x4(staging + (panel * 16 + row) * Shape::kRowBytes + (chunk ^ row % 8) * 16, matrices);
+      const int32_t panel = column / Panel::kChunks, chunk = column % Panel::kChunks + lane / 16;
+      ptx::stmatrix_x4(staging + panel * 16 * Panel::kRowBytes + Panel::offset(row, chunk), matrices);
     }
     ptx::fence_stores_for_async();
     __syncwarp();
@@ -271,12 +271,14 @@ __device__ __forceinline__ void hide_unseen(float (&scores)[kKeyTiles][4], const
 /// Each warpgroup does so by itself before it uses the block.
 template <typename Shape>
 __device__ __forceinline__ void clear_unseen(uint8_t* values, const TilePlan& plan, int32_t first_key) {
-  constexpr int kChunks = Shape::kPanels * 8;
+  using Panel = typename Shape::Panel;
+  using Block = typename Shape::ValueBlock;
+  constexpr int kChunks = Block::kPanels * Panel::kChunks;
   for (int32_t item = threadIdx.x % 128; item < Shape::kKeys * kChunks; item += 128) {
     const int32_t row = item / kChunks, chunk = item % kChunks, key = first_key + row;
     if (key >= plan.seen_begin && key < plan.seen_end) continue;
-    uint8_t* const to = values + row / 8 * Shape::kGroupDistance + chunk / 8 * Shape::kPanelDistance +
-                        row % 8 * Shape::kRowBytes + chunk % 8 * 16;
+    uint8_t* const to = values + row / 8 * Block::kGroupDistance + chunk / Panel::kChunks * Block::kPanelDistance +
+                        row % 8 * Panel::kRowBytes + chunk % Panel::kChunks * 16;
     *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
   }
   ptx::fence_stores_for_async();
@@ -287,6 +289,9 @@ template <typename Shape, typename T, typename Score>
 __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, const Pipeline<Shape>& pipeline) {
   constexpr int kKeys = Shape::kKeys;
   using Keys = Turn<Shape::kStages>;
+  using Panel = typename Shape::Panel;
+  using KeyBlock = typename Shape::KeyBlock;
+  using ValueBlock = typename Shape::ValueBlock;
   const AttentionParams& params = prefill.attention;
   const int32_t warp = uniform(threadIdx.x / 32), warpgroup = warp / 4, warp_row = 16 * warp;
   const bool leads = threadIdx.x % 32 == 0;
@@ -299,21 +304,24 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
   // In a register: ptxas would otherwise read it again, just where everything waits for it.
   float unit = score.log2_unit();
   asm volatile("" : "+f"(unit));
-  const uint64_t query = tile_descriptor(pipeline.query() + warpgroup * 8 * Shape::kGroupBytes, 0, Shape::kGroupBytes);
-  const uint64_t keys = tile_descriptor(pipeline.keys(0), 0, Shape::kGroupDistance);
-  const uint64_t values = tile_descriptor(pipeline.values(0), Shape::kPanelDistance, Shape::kGroupDistance);
+  const uint64_t query =
+      tile_descriptor<Panel>(pipeline.query() + warpgroup * 8 * Panel::kGroupBytes, 0, Panel::kGroupBytes);
+  const uint64_t keys = tile_descriptor<Panel>(pipeline.keys(0), 0, KeyBlock::kGroupDistance);
+  const uint64_t values =
+      tile_descriptor<Panel>(pipeline.values(0), ValueBlock::kPanelDistance, ValueBlock::kGroupDistance);
 
   float scores[kKeys / 8][4];
   uint32_t weights[kKeys / 16][4];
-  RowState<Shape::kHeadDim / 8> state;
+  RowState<Shape::kValueDim / 8> state;
 
   const auto start_scores = [&](const Keys& turn) {
-    const uint64_t block = keys + turn.slot * (Shape::kBlockBytes >> 4);
+    constexpr int kSteps = Panel::kColumns / 16;  // of a panel
+    const uint64_t block = keys + turn.slot * (KeyBlock::kBytes >> 4);
     ptx::products_fence();
 #pragma unroll
     for (int step = 0; step < Shape::kHeadDim / 16; ++step) {
-      const uint64_t a = query + (step / 4 * (Shape::kQueryPanelBytes >> 4) + step % 4 * 2);
-      const uint64_t b = block + (step / 4 * (Shape::kPanelDistance >> 4) + step % 4 * 2);
+      const uint64_t a = query + (step / kSteps * (Shape::kQueryPanelBytes >> 4) + step % kSteps * 2);
+      const uint64_t b = block + (step / kSteps * (KeyBlock::kPanelDistance >> 4) + step % kSteps * 2);
       if (step == 0) {
         Product<T, kKeys>::template scores<false>(scores, a, b);
       } else {
@@ -323,11 +331,12 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
     ptx::products_commit();
   };
   const auto start_output = [&](const Keys& turn) {
-    const uint64_t block = values + turn.slot * (Shape::kBlockBytes >> 4);
+    const uint64_t block = values + turn.slot * (ValueBlock::kBytes >> 4);
     ptx::products_fence();
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
-      Product<T, Shape::kHeadDim>::values(state.output, weights[step], block + step * (2 * Shape::kGroupDistance >> 4));
+      Product<T, Shape::kValueDim>::values(state.output, weights[step],
+                                           block + step * (2 * ValueBlock::kGroupDistance >> 4));
     }
     ptx::products_commit();
   };
@@ -414,12 +423,14 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
         pack_weights();
         clean_values();
         --block;
+        if constexpr (Shape::kLoopsApart) {
 #pragma unroll 1
-        for (; block >= max(first, common_end); --block) step(true);
+          for (; block >= max(first, common_end); --block) step(true);
 #pragma unroll 1
-        for (; block >= max(first, common_begin); --block) step(false);
+          for (; block >= max(first, common_begin); --block) step(false);
+        }
 #pragma unroll 1
-        for (; block >= first; --block) step(true);
+        for (; block >= first; --block) step(Shape::kLoopsApart || block < common_begin || block >= common_end);
         const Keys last(turn);
         pipeline.values_full(last).wait();
         start_output(last);

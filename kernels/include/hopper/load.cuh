@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "hopper/params.cuh"
 #include "hopper/pipeline.cuh"
@@ -17,7 +18,9 @@ enum class Operand { keys, values };
 template <typename Shape, Operand kOperand>
 class BlockLoader {
   static constexpr bool kPaged = Shape::kStorage == Storage::paged;
+  static constexpr bool kOfKeys = kOperand == Operand::keys;
   static constexpr int kOctets = Shape::kKeys / 8;
+  using Block = std::conditional_t<kOfKeys, typename Shape::KeyBlock, typename Shape::ValueBlock>;
 
  public:
   __device__ __forceinline__ BlockLoader(const PrefillParams& params, const Pipeline<Shape>& pipeline)
@@ -33,7 +36,7 @@ class BlockLoader {
       seen_begin_ = plan.seen_begin;
       seen_end_ = plan.seen_end;
       table_ = params_.attention.block_table + plan.plan.tile.sequence * params_.attention.block_table_stride;
-      first_panel_ = head_ * params_.head_panels;
+      first_panel_ = head_ * (kOfKeys ? params_.key_panels : params_.value_panels);
     } else {
       start_ = plan.plan.tile.start_k;
     }
@@ -61,13 +64,13 @@ class BlockLoader {
   /// Starts the copy of `block`, as the turn-th of the CTA.
   __device__ __forceinline__ void load(int32_t block, int32_t turn_number, const Place& place) const {
     const Turn<Shape::kStages> turn(turn_number);
-    const Barrier full = kOperand == Operand::keys ? pipeline_.keys_full(turn) : pipeline_.values_full(turn);
-    const Barrier empty = kOperand == Operand::keys ? pipeline_.keys_empty(turn) : pipeline_.values_empty(turn);
-    const uint32_t to = kOperand == Operand::keys ? pipeline_.keys(turn.slot) : pipeline_.values(turn.slot);
-    const TensorMap& map = kOperand == Operand::keys ? params_.k : params_.v;
+    const Barrier full = kOfKeys ? pipeline_.keys_full(turn) : pipeline_.values_full(turn);
+    const Barrier empty = kOfKeys ? pipeline_.keys_empty(turn) : pipeline_.values_empty(turn);
+    const uint32_t to = kOfKeys ? pipeline_.keys(turn.slot) : pipeline_.values(turn.slot);
+    const TensorMap& map = kOfKeys ? params_.k : params_.v;
     empty.wait_for_reuse();
     if constexpr (kPaged) {
-      const uint32_t box_bytes = octets_ * Shape::kGroupDistance;
+      const uint32_t box_bytes = octets_ * Block::kGroupDistance;
       const uint32_t seen = __ballot_sync(~0u, place.octet >= 0);
       if (lane_ == 0) full.expect(__popc(seen) * box_bytes);
       __syncwarp();
@@ -75,7 +78,7 @@ class BlockLoader {
         ptx::copy_box(to + lane_ * box_bytes, map, full.address, 0, 0, first_panel_, place.octet, place.page);
       }
     } else if (lane_ == 0) {
-      full.expect(Shape::kBlockBytes);
+      full.expect(Block::kBytes);
       ptx::copy_box(to, map, full.address, 0, start_ + block * Shape::kKeys, 0, head_, 0);
     }
   }

@@ -13,15 +13,17 @@ namespace xa::hopper {
 /// the heads of a KV head are not, they are several packs, and `attention.num_kv_heads` counts packs.
 struct PrefillParams {
   AttentionParams attention;
-  TensorMap q;    // [panel, token, head, 64]: boxes of a tile's rows
-  TensorMap k;    // contiguous [1, head, panel, token, 64]: boxes of a block of keys;
-  TensorMap v;    // paged [page, octet of it, panel of all heads, token of the octet, 64]: boxes of `box_octets` octets
-  TensorMap out;  // [panel, token, head, 64]: boxes of a warp's rows
+  // Columns are those of a panel.
+  TensorMap q;    // [panel, token, head, column]: boxes of a tile's rows
+  TensorMap k;    // contiguous [1, head, panel, token, column]: boxes of a block of keys;
+  TensorMap v;    // paged [page, its octet, panel of all heads, token of the octet, column]: `box_octets` octets a box
+  TensorMap out;  // [panel, token, head, column]: boxes of a warp's rows
   uint64_t* next_tile;   // 0 before the launch; without it tiles are dealt out in turn
   int64_t section_keys;  // the keys of a section of tiles, times its heads, stay below this; 0: a head is a section
   int32_t packs_per_kv_head;
   int32_t box_octets;    // paged: a power of two that divides page and block
-  int32_t head_panels;   // paged: panels from a KV head to the next one
+  int32_t key_panels;    // paged: panels from a KV head of K to the next one
+  int32_t value_panels;  // of V
   int32_t group_shift;   // log2 of `attention.group`
   int32_t stores_boxes;  // whether a warp's rows are a box of `out`
 };

@@ -88,17 +88,17 @@ class Pipeline {
 
   __device__ __forceinline__ uint32_t query() const { return address_; }
   __device__ __forceinline__ uint32_t keys(uint32_t slot) const {
-    return address_ + Shape::kKeysOffset + slot * Shape::kBlockBytes;
+    return address_ + Shape::kKeysOffset + slot * Shape::KeyBlock::kBytes;
   }
   __device__ __forceinline__ uint32_t values(uint32_t slot) const {
-    return address_ + Shape::kValuesOffset + slot * Shape::kBlockBytes;
+    return address_ + Shape::kValuesOffset + slot * Shape::ValueBlock::kBytes;
   }
   /// Of a warp's 16 rows, in panels.
   __device__ __forceinline__ uint32_t output(int32_t warp) const {
-    return address_ + Shape::kOutputOffset + warp * (Shape::kPanels * 16 * Shape::kRowBytes);
+    return address_ + Shape::kOutputOffset + warp * Shape::kOutputWarpBytes;
   }
   __device__ __forceinline__ uint8_t* value_bytes(uint32_t slot) const {
-    return shared_ + Shape::kValuesOffset + slot * Shape::kBlockBytes;
+    return shared_ + Shape::kValuesOffset + slot * Shape::ValueBlock::kBytes;
   }
   __device__ __forceinline__ TilePlan& plan(Turn<2> turn) const {
     return reinterpret_cast<TilePlan*>(shared_ + Shape::kPlansOffset)[turn.slot];

@@ -6,31 +6,52 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "hopper/params.cuh"
+#include "hopper/wgmma.cuh"
 #include "score_form.cuh"
 #include "tile_plan.cuh"
 
 namespace xa::hopper {
 
-template <int kHeadDim, typename Score>
+/// Columns of Q and K, and of V and the output.
+template <int kHeadDim_, int kValueDim_ = kHeadDim_>
+struct HeadDims {
+  static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
+};
+// As the variants table names them: D, or DxDv where they differ.
+using dims_64 = HeadDims<64>;
+using dims_96 = HeadDims<96>;
+using dims_128 = HeadDims<128>;
+using dims_192 = HeadDims<192>;
+using dims_192x128 = HeadDims<192, 128>;
+using dims_256 = HeadDims<256>;
+
+template <typename Dims, typename Score>
 struct TileChoice;
 
-// One row for each head dimension and score form:
-//         D, score, warpgroups that compute, keys a block, stages, registers of theirs, of the loading warpgroup,
-//         shared bytes
-#define XA_HOPPER_TILE_TABLE(ROW)                \
-  ROW(64, plain, 3, 128, 2, 160, 32, 116224)     \
-  ROW(64, modified, 2, 128, 2, 232, 40, 99840)   \
-  ROW(128, plain, 2, 128, 2, 232, 40, 198144)    \
-  ROW(128, modified, 2, 128, 2, 232, 40, 198144) \
-  ROW(256, plain, 2, 80, 2, 232, 40, 231424)
+// One row for each pair of head dimensions and score form:
+//         dimensions, score, warpgroups that compute, keys a block, stages, registers of theirs, of the loading
+//         warpgroup, shared bytes
+#define XA_HOPPER_TILE_TABLE(ROW)                 \
+  ROW(64, plain, 3, 128, 2, 160, 32, 116224)      \
+  ROW(64, modified, 2, 128, 2, 232, 40, 99840)    \
+  ROW(96, plain, 3, 112, 2, 160, 32, 161280)      \
+  ROW(96, modified, 2, 128, 2, 232, 40, 148992)   \
+  ROW(128, plain, 2, 128, 2, 232, 40, 198144)     \
+  ROW(128, modified, 2, 128, 2, 232, 40, 198144)  \
+  ROW(192, plain, 2, 112, 2, 232, 40, 222720)     \
+  ROW(192, modified, 2, 112, 2, 232, 40, 222720)  \
+  ROW(192x128, plain, 2, 128, 2, 232, 40, 214528) \
+  ROW(256, plain, 2, 80, 2, 232, 40, 231424)      \
+  ROW(256, modified, 2, 80, 2, 232, 40, 231424)
 
-#define XA_TILE_CHOICE(head_dim, score, warpgroups, keys, stages, registers, loader_registers, shared_bytes) \
-  template <>                                                                                                \
-  struct TileChoice<head_dim, score_##score> {                                                               \
-    static constexpr int kWarpgroups = warpgroups, kKeys = keys, kStages = stages, kRegisters = registers,   \
-                         kLoaderRegisters = loader_registers, kSharedBytes = shared_bytes;                   \
+#define XA_TILE_CHOICE(dims, score, warpgroups, keys, stages, registers, loader_registers, shared_bytes)   \
+  template <>                                                                                              \
+  struct TileChoice<dims_##dims, score_##score> {                                                          \
+    static constexpr int kWarpgroups = warpgroups, kKeys = keys, kStages = stages, kRegisters = registers, \
+                         kLoaderRegisters = loader_registers, kSharedBytes = shared_bytes;                 \
   };
 XA_HOPPER_TILE_TABLE(XA_TILE_CHOICE)
 #undef XA_TILE_CHOICE
@@ -47,42 +68,54 @@ struct TilePlan {
   int32_t end_block;
 };
 
-template <int kHeadDim_, Storage kStorage_, typename Score>
-struct TileShape : TileChoice<kHeadDim_, Score> {
-  using Choice = TileChoice<kHeadDim_, Score>;
-  static constexpr int kHeadDim = kHeadDim_;
+template <typename Dims, Storage kStorage_, typename Score>
+struct TileShape : TileChoice<Dims, Score> {
+  using Choice = TileChoice<Dims, Score>;
+  static constexpr int kHeadDim = Dims::kHeadDim, kValueDim = Dims::kValueDim;
   static constexpr Storage kStorage = kStorage_;
   static constexpr int kRows = 64 * Choice::kWarpgroups;
   static constexpr int kComputeThreads = 128 * Choice::kWarpgroups;
   static constexpr int kComputeWarps = kComputeThreads / 32;
   static constexpr int kThreads = kComputeThreads + 128;
-  static constexpr int kPanels = kHeadDim / 64;
 
-  // A row of a panel is 128 bytes, a group of eight rows 1024.
-  static constexpr int kRowBytes = 128;
-  static constexpr int kGroupBytes = 8 * kRowBytes;
-  static constexpr int kQueryPanelBytes = kRows * kRowBytes;
-  static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
-  static constexpr int kBlockBytes = kPanels * Choice::kKeys * kRowBytes;
+  /// The widest panels that both dimensions are multiples of.
+  using Panel = SwizzledPanel<kHeadDim % 64 == 0 && kValueDim % 64 == 0 ? 64 : 32>;
+  static constexpr int kQueryPanels = kHeadDim / Panel::kColumns;
+  static constexpr int kQueryPanelBytes = kRows * Panel::kRowBytes;
+  static constexpr int kQueryBytes = kQueryPanels * kQueryPanelBytes;
+
   /// Blocks of K and V: contiguous [panel][key], in pages [octet of keys][panel][key of it], so that a box with all
   /// panels of an octet can be copied from wherever its page is.
-  static constexpr int kPanelDistance = kStorage == Storage::paged ? kGroupBytes : Choice::kKeys * kRowBytes;
-  static constexpr int kGroupDistance = kStorage == Storage::paged ? kPanels * kGroupBytes : kGroupBytes;
+  template <int kColumns>
+  struct Block {
+    static constexpr int kPanels = kColumns / Panel::kColumns;
+    static constexpr int kBytes = kPanels * Choice::kKeys * Panel::kRowBytes;
+    static constexpr int kPanelDistance =
+        kStorage == Storage::paged ? Panel::kGroupBytes : Choice::kKeys * Panel::kRowBytes;
+    static constexpr int kGroupDistance =
+        kStorage == Storage::paged ? kPanels * Panel::kGroupBytes : Panel::kGroupBytes;
+  };
+  using KeyBlock = Block<kHeadDim>;
+  using ValueBlock = Block<kValueDim>;
 
   static constexpr int kKeysOffset = kQueryBytes;
-  static constexpr int kValuesOffset = kKeysOffset + Choice::kStages * kBlockBytes;
+  static constexpr int kValuesOffset = kKeysOffset + Choice::kStages * KeyBlock::kBytes;
   /// Where rows are on their way out, those of each warp by themselves, if there is room for them.
-  static constexpr int kOutputOffset = kValuesOffset + Choice::kStages * kBlockBytes;
-  static constexpr bool kStagesOutput = kOutputOffset + kQueryBytes < 226 * 1024;
-  static constexpr int kPlansOffset = kOutputOffset + (kStagesOutput ? kQueryBytes : 0);
+  static constexpr int kOutputOffset = kValuesOffset + Choice::kStages * ValueBlock::kBytes;
+  static constexpr int kOutputWarpBytes = 16 * ValueBlock::kPanels * Panel::kRowBytes;
+  static constexpr int kOutputBytes = kComputeWarps * kOutputWarpBytes;
+  static constexpr bool kStagesOutput = kOutputOffset + kOutputBytes < 226 * 1024;
+  static constexpr int kPlansOffset = kOutputOffset + (kStagesOutput ? kOutputBytes : 0);
   static constexpr int kBarriersOffset = kPlansOffset + 2 * static_cast<int>(sizeof(TilePlan));
+  /// Blocks that need no mask have a loop of their own, unless another copy of the step would spill.
+  static constexpr bool kLoopsApart = kValueDim < 256 || std::is_same_v<Score, score_plain>;
   // Tiles begin at multiples of 1024 bytes, wherever dynamic shared memory does.
   static constexpr int kAlignment = 1024;
 
   static_assert(Choice::kRegisters * kComputeThreads + Choice::kLoaderRegisters * 128 <=
                     65536 / kThreads / 8 * 8 * kThreads,
                 "registers are taken out of what the CTA got at its start");
-  static_assert(Choice::kKeys % 16 == 0 && kHeadDim % 64 == 0);
+  static_assert(Choice::kKeys % 16 == 0 && kHeadDim % 32 == 0 && kValueDim % 32 == 0);
 };
 
 }  // namespace xa::hopper

@@ -1,8 +1,7 @@
 // The tensor cores of sm_90a: products of tiles in shared memory, started by a warpgroup, finished in the background.
 //
-// Tiles are of 16-bit elements in panels of 64 columns, [rows][64], 128 bytes a row, whose 16-byte chunks are swizzled
-// (chunk c of row r is at c ^ r % 8) as the copy engine writes them. Eight rows are a *group* of 1024 bytes; groups of
-// a panel and panels of a tile are at constant distances.
+// Tiles are of 16-bit elements in panels of 64 or 32 columns, [rows][columns], whose 16-byte chunks are swizzled as the
+// copy engine writes them. Eight rows are a *group*; groups of a panel and panels of a tile are at constant distances.
 //
 // An accumulator is [columns / 8][4]: element [j][e] of a thread is row lane / 4 (+ 8 for e >= 2) of its warp's 16,
 // column 8j + 2 (lane % 4) + e % 2. So are the elements of a 16-column operand in registers, in pairs.
@@ -14,12 +13,30 @@
 
 namespace xa::hopper {
 
-/// Where a tile lies, as the instruction wants it: address, distance of panels, distance of groups, all in 16 bytes,
-/// and the kind of swizzle.
+/// How panels are swizzled, which the address of a tile decides: panels begin at multiples of kGroupBytes.
+template <int kColumns_>
+struct SwizzledPanel {
+  static constexpr int kColumns = kColumns_;
+  static_assert(kColumns == 64 || kColumns == 32);
+  static constexpr int kRowBytes = 2 * kColumns;
+  static constexpr int kGroupBytes = 8 * kRowBytes;
+  static constexpr int kChunks = kRowBytes / 16;
+
+  /// Where chunk `chunk` of row `row` is.
+  static __device__ __forceinline__ int32_t offset(int32_t row, int32_t chunk) {
+    return row * kRowBytes + (chunk ^ row / (8 / kChunks) % kChunks) * 16;
+  }
+  /// The same as the instruction wants it.
+  static constexpr uint64_t kSwizzle = kColumns == 64 ? 1 : 2;
+};
+
+/// Where a tile of such panels lies, as the instruction wants it: address, distance of panels, distance of groups, all
+/// in 16 bytes, and the kind of swizzle.
+template <typename Panel>
 __device__ __forceinline__ uint64_t tile_descriptor(uint32_t address, uint32_t panel_distance,
                                                     uint32_t group_distance) {
   return static_cast<uint64_t>(address >> 4 & 0x3fff) | static_cast<uint64_t>(panel_distance >> 4) << 16 |
-         static_cast<uint64_t>(group_distance >> 4) << 32 | uint64_t{1} << 62;
+         static_cast<uint64_t>(group_distance >> 4) << 32 | Panel::kSwizzle << 62;
 }
 
 namespace ptx {
@@ -46,23 +63,30 @@ struct Product;
 #define XA_TILE(d, j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
 #define XA_TILES_2(d, j) XA_TILE(d, j), XA_TILE(d, (j) + 1)
 #define XA_TILES_8(d, j) XA_TILES_2(d, j), XA_TILES_2(d, (j) + 2), XA_TILES_2(d, (j) + 4), XA_TILES_2(d, (j) + 6)
+#define XA_NUMBERS_24                                                    \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
+  ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define XA_NUMBERS_32                                                    \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define XA_NUMBERS_40 XA_NUMBERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define XA_NUMBERS_64                                                                \
-  XA_NUMBERS_32                                                                      \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
-  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define XA_NUMBERS_48 XA_NUMBERS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define XA_NUMBERS_56 XA_NUMBERS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define XA_NUMBERS_64 XA_NUMBERS_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define XA_NUMBERS_96                                                                \
+  XA_NUMBERS_64                                                                      \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define XA_NUMBERS_128                                                                           \
-  XA_NUMBERS_64                                                                                  \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
-  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
+  XA_NUMBERS_96                                                                                  \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define XA_TILES_64(d) XA_TILES_8(d, 0)
 #define XA_TILES_80(d) XA_TILES_8(d, 0), XA_TILES_2(d, 8)
+#define XA_TILES_96(d) XA_TILES_8(d, 0), XA_TILES_2(d, 8), XA_TILES_2(d, 10)
+#define XA_TILES_112(d) XA_TILES_8(d, 0), XA_TILES_2(d, 8), XA_TILES_2(d, 10), XA_TILES_2(d, 12)
 #define XA_TILES_128(d) XA_TILES_8(d, 0), XA_TILES_8(d, 8)
+#define XA_TILES_192(d) XA_TILES_128(d), XA_TILES_8(d, 16)
 #define XA_TILES_256(d) XA_TILES_128(d), XA_TILES_8(d, 16), XA_TILES_8(d, 24)
 
 #define XA_PRODUCT(T, type, columns, numbers, a, b, scale, a1, a2, a3, values_b, values_scale)                      \
@@ -91,16 +115,25 @@ struct Product;
   XA_PRODUCT(Bf16, "bf16", columns, __VA_ARGS__)
 XA_PRODUCTS(64, 32, 32, 33, 34, 33, 34, 35, 36, 37)
 XA_PRODUCTS(80, 40, 40, 41, 42, 41, 42, 43, 44, 45)
+XA_PRODUCTS(96, 48, 48, 49, 50, 49, 50, 51, 52, 53)
+XA_PRODUCTS(112, 56, 56, 57, 58, 57, 58, 59, 60, 61)
 XA_PRODUCTS(128, 64, 64, 65, 66, 65, 66, 67, 68, 69)
+XA_PRODUCTS(192, 96, 96, 97, 98, 97, 98, 99, 100, 101)
 XA_PRODUCTS(256, 128, 128, 129, 130, 129, 130, 131, 132, 133)
 #undef XA_PRODUCTS
 #undef XA_PRODUCT
 #undef XA_TILES_256
+#undef XA_TILES_192
 #undef XA_TILES_128
+#undef XA_TILES_112
+#undef XA_TILES_96
 #undef XA_TILES_80
 #undef XA_TILES_64
 #undef XA_NUMBERS_128
+#undef XA_NUMBERS_96
 #undef XA_NUMBERS_64
+#undef XA_NUMBERS_56
+#undef XA_NUMBERS_48
 #undef XA_NUMBERS_40
 #undef XA_NUMBERS_32
 #undef XA_TILES_8

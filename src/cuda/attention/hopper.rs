@@ -19,20 +19,18 @@ use std::sync::LazyLock;
 
 pub(super) const KERNEL: &str = "hopper_prefill";
 
-/// Elements of a panel: a row of 128 bytes of shared memory.
-const PANEL: i64 = 64;
-
 /// Tokens that a box of a page has in each of its groups.
 const OCTET: i64 = 8;
 
 /// K and V of the heads of a section of tiles stay in the L2 cache together (50 MB on an H200) if they take no more.
 const SECTION_BYTES: i64 = 32 << 20;
 
-/// What the kernels of one head dimension and score form are built for.
+/// What the kernels of one pair of head dimensions and score form are built for.
 #[derive(Debug)]
 pub(super) struct Tile {
     head_dim: usize,
-    /// As the value of the axis `head_dim`.
+    value_dim: usize,
+    /// As the value of the axis `head_dim`: D, or `DxDv` where they differ.
     head_dim_value: &'static str,
     /// Value of the axis `score`.
     score: &'static str,
@@ -47,14 +45,16 @@ pub(super) struct Tile {
 static TILES: LazyLock<Vec<Tile>> =
     LazyLock::new(|| include_str!("../../../kernels/include/hopper/shape.cuh").lines().filter_map(tile).collect());
 
-/// A line of the table: `ROW(D, score, warpgroups, keys, stages, registers, loader's registers, shared bytes)`.
+/// A line of the table: `ROW(dimensions, score, warpgroups, keys, stages, registers, loader's registers, shared bytes)`.
 fn tile(line: &'static str) -> Option<Tile> {
     let mut fields = line.trim_start().strip_prefix("ROW(")?.split_once(')')?.0.split(',').map(str::trim);
     let (head_dim_value, score) = (fields.next()?, fields.next()?);
+    let (head_dim, value_dim) = head_dim_value.split_once('x').unwrap_or((head_dim_value, head_dim_value));
     let numbers: Vec<u32> = fields.map_while(|field| field.parse().ok()).collect();
     let &[warpgroups, keys, _stages, _registers, _loader_registers, shared_memory] = &numbers[..] else { return None };
     Some(Tile {
-        head_dim: head_dim_value.parse().ok()?,
+        head_dim: head_dim.parse().ok()?,
+        value_dim: value_dim.parse().ok()?,
         head_dim_value,
         score,
         rows: 64 * i64::from(warpgroups),
@@ -62,6 +62,13 @@ fn tile(line: &'static str) -> Option<Tile> {
         threads: 128 * (warpgroups + 1),
         shared_memory,
     })
+}
+
+impl Tile {
+    /// Elements of a row of a panel in shared memory: the widest panels that both dimensions are multiples of.
+    fn panel(&self) -> i64 {
+        if (self.head_dim | self.value_dim).is_multiple_of(64) { 64 } else { 32 }
+    }
 }
 
 /// Rows of a warp, which leave together.
@@ -93,12 +100,11 @@ impl Prefill {
     /// `None` where the portable kernel has to do it.
     pub(super) fn of(problem: &Attention, device: &Device) -> Option<Self> {
         let dtype = problem.q.dtype;
-        let is_built = [DType::F16, DType::BF16].contains(&dtype)
-            && problem.kv_dtype == dtype
-            && problem.out.dtype == dtype
-            && problem.head_dim == problem.value_dim;
+        let is_built =
+            [DType::F16, DType::BF16].contains(&dtype) && problem.kv_dtype == dtype && problem.out.dtype == dtype;
         let score = if modifies_scores(problem) { "modified" } else { "plain" };
-        let serves = |tile: &&Tile| is_built && tile.head_dim == problem.head_dim && tile.score == score;
+        let dims = (problem.head_dim, problem.value_dim);
+        let serves = |tile: &&Tile| is_built && (tile.head_dim, tile.value_dim) == dims && tile.score == score;
         let tile = TILES.iter().find(serves)?;
         let group = (problem.num_q_heads / problem.num_kv_heads) as i64;
         let pack = (group & -group).min(64);
@@ -107,9 +113,10 @@ impl Prefill {
         let scales_values_by_head = problem.v_scale.is_some_and(|scale| scale.per_head);
         let fits = device.has_tensor_maps
             && (group == pack || !scales_values_by_head)
-            && can_step(&prefill.row_axes(problem, &problem.q, tile.rows))
-            && stores_keys_for_boxes(problem)
-            && [problem.k, problem.v].iter().all(|view| can_step(&prefill.key_axes(problem, view)));
+            && can_step(&prefill.row_axes(problem, &problem.q, tile.head_dim, tile.rows))
+            && [(&problem.k, tile.head_dim), (&problem.v, tile.value_dim)].into_iter().all(|(view, dim)| {
+                prefill.fits_boxes(problem, view) && can_step(&prefill.key_axes(problem, view, dim))
+            });
         fits.then_some(prefill)
     }
 
@@ -151,30 +158,30 @@ impl Prefill {
         // Without a left end, later rows of a causal sequence see more keys: sections let the longest tiles of several
         // heads come first. Where all tiles are alike, each head's K and V are read at one time.
         let shrinks = score.window_left < 0 && score.window_right >= 0;
-        let key_bytes = 2 * 2 * self.tile.head_dim as i64;
-        let dtype = problem.q.dtype;
-        let rows = |tensor: &Tensor, rows| TensorMap::new(dtype, tensor.data, &self.row_axes(problem, tensor, rows));
-        let keys = |view: &KvView| TensorMap::new(dtype, view.data, &self.key_axes(problem, view));
+        let (dtype, head_dim, value_dim) = (problem.q.dtype, self.tile.head_dim, self.tile.value_dim);
+        let key_bytes = 2 * (head_dim + value_dim) as i64;
+        let rows =
+            |tensor: &Tensor, dim, rows| TensorMap::new(dtype, tensor.data, &self.row_axes(problem, tensor, dim, rows));
+        let keys = |view: &KvView, dim| TensorMap::new(dtype, view.data, &self.key_axes(problem, view, dim));
+        let head_panels = |view: &KvView| (step(problem.num_kv_heads, view.head_stride) / self.tile.panel()) as i32;
         // A pack of more heads than a warp has rows leaves row by row.
-        let stores_boxes = self.pack <= WARP_ROWS && can_step(&self.row_axes(problem, &problem.out, WARP_ROWS));
+        let stores_boxes =
+            self.pack <= WARP_ROWS && can_step(&self.row_axes(problem, &problem.out, value_dim, WARP_ROWS));
         Ok(PrefillParams {
             attention: attention.with_packs(self.pack, self.packs(problem)),
-            q: rows(&problem.q, self.tile.rows)?,
-            k: keys(&problem.k)?,
-            v: keys(&problem.v)?,
-            out: if stores_boxes { rows(&problem.out, WARP_ROWS)? } else { TensorMap::NONE },
+            q: rows(&problem.q, head_dim, self.tile.rows)?,
+            k: keys(&problem.k, head_dim)?,
+            v: keys(&problem.v, value_dim)?,
+            out: if stores_boxes { rows(&problem.out, value_dim, WARP_ROWS)? } else { TensorMap::NONE },
             next_tile: counter,
             section_keys: if shrinks { SECTION_BYTES / key_bytes } else { 0 },
             packs_per_kv_head: self.packs_per_kv_head as i32,
             box_octets: self.box_octets(problem) as i32,
-            head_panels: (step(problem.num_kv_heads, problem.k.head_stride) / PANEL) as i32,
+            key_panels: head_panels(&problem.k),
+            value_panels: head_panels(&problem.v),
             group_shift: self.pack.trailing_zeros() as i32,
             stores_boxes: i32::from(stores_boxes),
         })
-    }
-
-    fn panels(&self) -> i64 {
-        self.tile.head_dim as i64 / PANEL
     }
 
     /// Octets of a box: a power of two that divides page and block, so that a box lies in one page and in one block.
@@ -184,52 +191,54 @@ impl Prefill {
         both & -both
     }
 
-    /// `[panel, token, head, 64]`, the innermost first: a box is `rows` packed rows of q or out.
-    fn row_axes(&self, problem: &Attention, tensor: &Tensor, rows: i64) -> [Axis; 4] {
+    /// `[panel, token, head, column]`, the innermost first: a box is `rows` packed rows of q or out.
+    fn row_axes(&self, problem: &Attention, tensor: &Tensor, dim: usize, rows: i64) -> [Axis; 4] {
+        let columns = self.tile.panel();
+        let panels = dim as i64 / columns;
         [
-            Axis { len: PANEL, stride: 1, in_box: PANEL },
+            Axis { len: columns, stride: 1, in_box: columns },
             axis(problem.num_q_heads as i64, tensor.stride(1), self.pack),
             axis(problem.num_rows as i64, tensor.stride(0), rows / self.pack),
-            axis(self.panels(), PANEL, self.panels()),
+            axis(panels, columns, panels),
         ]
     }
 
-    /// Contiguous `[1, head, panel, token, 64]`: a box is a block of keys. Paged `[page, octet, panel of all heads, token
-    /// of the octet, 64]`: a box is some octets of a head.
-    fn key_axes(&self, problem: &Attention, view: &KvView) -> [Axis; 5] {
-        let heads = problem.num_kv_heads as i64;
-        let element = Axis { len: PANEL, stride: 1, in_box: PANEL };
+    /// Of K or V with `dim` columns a head. Contiguous `[1, head, panel, token, column]`: a box is a block of keys. Paged
+    /// `[page, octet, panel of all heads, token of the octet, column]`: a box is some octets of a head.
+    fn key_axes(&self, problem: &Attention, view: &KvView, dim: usize) -> [Axis; 5] {
+        let (heads, columns) = (problem.num_kv_heads as i64, self.tile.panel());
+        let panels = dim as i64 / columns;
+        let element = Axis { len: columns, stride: 1, in_box: columns };
         match problem.keys.storage {
             KeyStorage::Contiguous { total } => [
                 element,
                 axis(total as i64, view.token_stride, self.tile.keys),
-                axis(self.panels(), PANEL, self.panels()),
+                axis(panels, columns, panels),
                 axis(heads, view.head_stride, 1),
                 axis(1, 0, 1),
             ],
             KeyStorage::Paged(table) => {
-                let panels = (heads - 1) * step(problem.num_kv_heads, view.head_stride) / PANEL + self.panels();
+                let all_panels = (heads - 1) * step(problem.num_kv_heads, view.head_stride) / columns + panels;
                 let (octets, pages) = (table.page_size as i64 / OCTET, table.num_pages as i64);
                 [
                     element,
                     axis(OCTET, view.token_stride, OCTET),
-                    axis(panels, PANEL, self.panels()),
+                    axis(all_panels, columns, panels),
                     axis(octets, OCTET * view.token_stride, self.box_octets(problem)),
                     axis(pages, view.page_stride, 1),
                 ]
             }
         }
     }
-}
 
-/// Pages are whole octets of tokens, and heads lie at multiples of a panel, those of K and V alike.
-fn stores_keys_for_boxes(problem: &Attention) -> bool {
-    let KeyStorage::Paged(table) = problem.keys.storage else { return true };
-    let steps = [problem.k, problem.v].map(|view| step(problem.num_kv_heads, view.head_stride));
-    table.page_size as i64 % OCTET == 0
-        && steps[0] == steps[1]
-        && steps[0] % PANEL == 0
-        && steps[0] / PANEL * (problem.num_kv_heads as i64) < i64::from(i32::MAX)
+    /// Pages are whole octets of tokens, and heads lie at multiples of a panel.
+    fn fits_boxes(&self, problem: &Attention, view: &KvView) -> bool {
+        let KeyStorage::Paged(table) = problem.keys.storage else { return true };
+        let (step, panel) = (step(problem.num_kv_heads, view.head_stride), self.tile.panel());
+        table.page_size as i64 % OCTET == 0
+            && step % panel == 0
+            && step / panel * (problem.num_kv_heads as i64) < i64::from(i32::MAX)
+    }
 }
 
 /// Elements from one to the next, where there is a next one.
@@ -239,7 +248,7 @@ fn step(count: usize, stride: i64) -> i64 {
 
 /// An axis; the stride of one that ends with its first element may be anything, and must be something.
 fn axis(len: i64, stride: i64, in_box: i64) -> Axis {
-    Axis { len, stride: if len > 1 { stride } else { PANEL }, in_box }
+    Axis { len, stride: if len > 1 { stride } else { 64 }, in_box }
 }
 
 /// `PrefillParams` of `kernels/include/hopper/params.cuh`, which says what each is.
@@ -255,7 +264,8 @@ pub(super) struct PrefillParams {
     section_keys: i64,
     packs_per_kv_head: i32,
     box_octets: i32,
-    head_panels: i32,
+    key_panels: i32,
+    value_panels: i32,
     group_shift: i32,
     stores_boxes: i32,
 }
@@ -382,6 +392,18 @@ mod tests {
     }
 
     #[test]
+    fn head_dimensions_may_differ() {
+        let plain = paged(16);
+        let k = KvView { page_stride: 384 * 16, token_stride: 384, head_stride: 192, ..plain.k };
+        let v = KvView { page_stride: 256 * 16, token_stride: 256, head_stride: 128, ..plain.k };
+        let q = Tensor::dense(DType::BF16, null_mut(), &[1000, 12, 192]);
+        let mut latent = Attention { q, k, v, head_dim: 192, ..plain };
+        assert_eq!(prefilled_by(&latent), "hopper_prefill_bf16_192x128_paged_plain");
+        latent.score.softcap = 30.0;
+        assert_eq!(prefilled_by(&latent), "attention_bf16_192_prefill_modified");
+    }
+
+    #[test]
     fn every_variant_has_its_tile() {
         for variant in variants::VARIANTS.iter().filter(|variant| variant.name.starts_with(KERNEL)) {
             let serves = |tile: &&Tile| {
@@ -390,7 +412,7 @@ mod tests {
             assert_eq!(TILES.iter().filter(serves).count(), 1, "{}", variant.name);
         }
         for tile in TILES.iter() {
-            assert!(tile.shared_memory <= 227 * 1024 && tile.head_dim.to_string() == tile.head_dim_value, "{tile:?}");
+            assert!(tile.shared_memory <= 227 * 1024, "{tile:?}");
         }
     }
 }
