@@ -17,10 +17,18 @@
 
 namespace xa::hopper {
 
+/// The nearest number that V's rows are multiplied by.
+template <typename T>
+__device__ __forceinline__ float rounded(float x) {
+  return Element<T>::to_f32(T{static_cast<uint16_t>(Element<T>::pack(x, x))});
+}
+
 /// The softmax of a warp's 16 rows, two a lane: g and g + 8. As SoftmaxState (softmax.cuh), in steps that leave the
 /// output alone while the tensor cores still add to it, and with logits to base 2 for scores: a row's weights are
 /// relative to its largest logit, *rounded*. What rounding takes from the exponent of one weight it takes from all of
-/// the row's, so it cancels in the end, and one multiply-add makes an exponent however large the scores are.
+/// the row's, so it cancels in the end, and one multiply-add makes an exponent for logits up to 2^28. The largest
+/// weight is not exactly 1 then and is rounded with the others; the sum takes it as rounded, lest a key that has all of
+/// the weight gets less or more.
 template <int kColumnTiles>
 struct RowState {
   float max[2];      // largest logit, rounded
@@ -73,14 +81,35 @@ struct RowState {
       sum[half] = __fmaf_rn(sum[half], rescale[half], block_sum);
     }
   }
-  /// Where no row's maximum rose the factors are exactly 1. That is most blocks of a long sequence, and work that is
-  /// left out is power for the tensor cores.
-  __device__ __forceinline__ void rescale_output() {
+  /// Makes up for a maximum that rose, after `weights` of the block in which it did. Where no row's did the factors are
+  /// exactly 1. That is most blocks of a long sequence, and work that is left out is power for the tensor cores.
+  template <typename T, int kKeyTiles>
+  __device__ __forceinline__ void rescale_output(const float (&weights)[kKeyTiles][4]) {
     if (!__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) output[column][i] *= rescale[i / 2];
+    }
+    round_largest<T>(weights);
+  }
+  /// Makes the sums take the largest weights as rounded, of rows whose maximum rose. Up to logits of 1024 those are
+  /// close enough to 1.
+  template <typename T, int kKeyTiles>
+  __device__ __forceinline__ void round_largest(const float (&weights)[kKeyTiles][4]) {
+    const auto is_large = [](float x) { return fabsf(x) > 1024.0f && x != -INFINITY; };
+    if (!__any_sync(~0u, is_large(max[0]) || is_large(max[1]))) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float largest = 0.0f;
+#pragma unroll
+      for (int block = 0; block < kKeyTiles; ++block) {
+        largest = fmaxf(largest, fmaxf(weights[block][2 * half], weights[block][2 * half + 1]));
+      }
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      // Of the quad's lanes one has it, and any may add it.
+      if (rescale[half] != 1.0f && threadIdx.x % 4 == 0) sum[half] += rounded<T>(largest) - largest;
     }
   }
   /// Adds up the lanes' sums; call once, after the last block.
@@ -403,7 +432,7 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
           ptx::products_wait<0>();
           release(pipeline.values_empty(now));
           pack_weights();
-          state.rescale_output();
+          state.template rescale_output<T>(scores);
           ++turn;
           if (masked) clean_values();
         };
@@ -420,6 +449,7 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
         } else {
           weigh(false);
         }
+        state.template round_largest<T>(scores);
         pack_weights();
         clean_values();
         --block;
