@@ -19,7 +19,7 @@ fn main() -> Result<()> {
         println!("cargo:rerun-if-changed={path}");
     }
     // PATH is not watched: pip builds in a fresh environment each time, and what is found there is part of the keys.
-    for variable in ["XLA_ATTENTION_NVCC", "XLA_FFI_INCLUDE_DIR", "PYTHON"] {
+    for variable in ["XLA_ATTENTION_NVCC", "XLA_ATTENTION_LINE_INFO", "XLA_FFI_INCLUDE_DIR", "PYTHON"] {
         println!("cargo:rerun-if-env-changed={variable}");
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").context("cargo sets OUT_DIR")?);

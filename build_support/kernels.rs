@@ -14,8 +14,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use std::{env, fs};
 
-const NVCC_FLAGS: &[&str] =
-    &["-ptx", "-std=c++17", "-O3", "-lineinfo", "-Xcompiler", "-Wall,-Wextra", "-Werror", "all-warnings"];
+const NVCC_FLAGS: &[&str] = &["-ptx", "-std=c++17", "-O3", "-Xcompiler", "-Wall,-Wextra", "-Werror", "all-warnings"];
+
+/// `XLA_ATTENTION_LINE_INFO=1` keeps the source lines of every instruction, for profilers and compute-sanitizer. They
+/// take twice the room of the machine code itself.
+fn line_info() -> Option<&'static str> {
+    env::var_os("XLA_ATTENTION_LINE_INFO").is_some_and(|value| value == "1").then_some("-lineinfo")
+}
 
 /// Where the kernels' own headers are; they are included by name in double quotes.
 const INCLUDE: &str = "kernels/include";
@@ -190,6 +195,7 @@ impl Compiler {
         let mut common = Sha256::new();
         common.update(run(Command::new(&nvcc).arg("--version"))?.stdout);
         common.update(NVCC_FLAGS.join(" "));
+        common.update(line_info().unwrap_or_default());
         common.update(include_bytes!("kernels.rs"));
         let target = out.ancestors().find(|p| p.join("CACHEDIR.TAG").exists()).unwrap_or(out);
         let cache = target.join("kernels");
@@ -224,7 +230,10 @@ impl Compiler {
         let entry = format!("xa_{}", variant.name());
         let ptx_file = stem.with_added_extension(format!("{}.ptx", std::process::id()));
         let mut nvcc = Command::new(&self.nvcc);
-        nvcc.args(NVCC_FLAGS).arg(format!("-arch=compute_{}", variant.kernel.target)).arg(format!("-I{INCLUDE}"));
+        nvcc.args(NVCC_FLAGS)
+            .args(line_info())
+            .arg(format!("-arch=compute_{}", variant.kernel.target))
+            .arg(format!("-I{INCLUDE}"));
         nvcc.arg(format!("-DXA_ENTRY={entry}")).args(variant.defines()).arg(source).arg("-o").arg(&ptx_file);
         run(&mut nvcc).context("nvcc needs a host gcc on PATH as well")?;
         let ptx = portable(&fs::read_to_string(&ptx_file)?);

@@ -216,13 +216,14 @@ mod on_their_own_gpu {
         let writer = log.clone();
         tracing_subscriber::fmt().with_max_level(tracing::Level::DEBUG).with_writer(move || writer.clone()).init();
         for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
-            for (head_dim, value_dim) in HEAD_DIMS {
-                let alike = head_dim == value_dim;
-                let dims = if alike { format!("{head_dim}") } else { format!("{head_dim}x{value_dim}") };
-                let layout = if alike { Layout::Stacked } else { Layout::Split };
+            let dims = HEAD_DIMS
+                .into_iter()
+                .map(|(d, dv)| (d, dv, Mask::FULL, if d == dv { format!("{d}") } else { format!("{d}x{dv}") }));
+            for (head_dim, value_dim, mask, dims) in dims.chain([(64, 64, Mask::CAUSAL, "64_short".to_owned())]) {
+                let layout = if head_dim == value_dim { Layout::Stacked } else { Layout::Split };
                 for (softcap, score) in [(0.0, "plain"), (2.5, "modified")] {
                     // Not built.
-                    if !alike && score == "modified" {
+                    if dims.contains(['x', 's']) && score == "modified" {
                         continue;
                     }
                     // More tiles than an H200 has SMs, several blocks of keys in each.
@@ -233,6 +234,7 @@ mod on_their_own_gpu {
                         softcap,
                         heads: (32, 1),
                         lengths: vec![(900, 1000)],
+                        mask,
                         ..Shape::default()
                     };
                     for (storage, keys) in

@@ -20,8 +20,9 @@ template <int kHeadDim_, int kValueDim_ = kHeadDim_>
 struct HeadDims {
   static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
 };
-// As the variants table names them: D, or DxDv where they differ.
+// As the variants table names them: D, or DxDv where they differ; with `_short`, of smaller tiles.
 using dims_64 = HeadDims<64>;
+struct dims_64_short : HeadDims<64> {};
 using dims_96 = HeadDims<96>;
 using dims_128 = HeadDims<128>;
 using dims_192 = HeadDims<192>;
@@ -36,6 +37,7 @@ struct TileChoice;
 //         warpgroup, shared bytes
 #define XA_HOPPER_TILE_TABLE(ROW)                 \
   ROW(64, plain, 3, 128, 2, 160, 32, 116224)      \
+  ROW(64_short, plain, 2, 128, 2, 232, 40, 99840) \
   ROW(64, modified, 2, 128, 2, 232, 40, 99840)    \
   ROW(96, plain, 3, 112, 2, 160, 32, 161280)      \
   ROW(96, modified, 2, 128, 2, 232, 40, 148992)   \
