@@ -17,6 +17,9 @@ import tomllib
 
 HERE = pathlib.Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "kernels"
+# Files of the emulator by where they go, some of them in place of the kernels' own.
+OWN = {name: name for name in ("ptx.cuh", "device.h", "device.cc", "tensor_map.h")}
+OWN |= {f"hopper_{name}": f"hopper/{name}" for name in ("ptx.cuh", "wgmma.cuh")}
 FLAGS = "-std=c++17 -O2 -g1 -w -fPIC -shared -mfma -mf16c -ffp-contract=fast -fvisibility=hidden"
 
 
@@ -39,7 +42,7 @@ def host_source(text: str) -> str:
 def main(entry: str, cache: str) -> None:
     """Compile unless it is there already."""
     source, defines = variant(entry)
-    files = [KERNELS / source, *sorted((KERNELS / "include").iterdir()), *sorted(HERE.iterdir())]
+    files = [KERNELS / source, *sorted((KERNELS / "include").rglob("*.cuh")), *sorted(HERE.iterdir())]
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.read_bytes() if file.is_file() else b"")
@@ -49,9 +52,9 @@ def main(entry: str, cache: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             kernel = pathlib.Path(folder) / "kernel.cc"
             kernel.write_text(host_source((KERNELS / source).read_text()))
-            # The kernels' headers, with the emulator's ptx.cuh among them in place of their own.
-            for file in [*(KERNELS / "include").iterdir(), *(HERE / n for n in ("ptx.cuh", "device.h", "device.cc"))]:
-                shutil.copy(file, folder)
+            shutil.copytree(KERNELS / "include", folder, dirs_exist_ok=True)
+            for name, place in OWN.items():
+                shutil.copy(HERE / name, pathlib.Path(folder) / place)
             command = ["g++", *FLAGS.split(), f"-DXA_ENTRY={entry}", *defines, "-include", "device.h"]
             command += ["-iquote", folder, f"-I{folder}", str(kernel), f"{folder}/device.cc"]
             aside = f"{library}.{os.getpid()}"

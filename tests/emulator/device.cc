@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
+#include <map>
 #include <vector>
 
 dim3 threadIdx, blockIdx, blockDim, gridDim;
@@ -36,6 +37,12 @@ emulator_switch:
 )");
 
 namespace emulator {
+
+[[noreturn]] void fail(const char* why) {
+  std::fprintf(stderr, "emulator: %s (block %u, thread %u)\n", why, blockIdx.x, threadIdx.x);
+  std::abort();
+}
+
 namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;
@@ -68,18 +75,22 @@ struct Barrier {
   unsigned round = 0;
 };
 
+struct Mbarrier {
+  uint32_t arrivals;  // of a phase
+  int64_t missing;    // of this one
+  int64_t bytes = 0;  // to be copied before it ends
+  unsigned phase = 0;
+};
+
 std::vector<uint8_t*> stacks;
 std::vector<Fiber> fibers;
 std::vector<Warp> warps;
 Barrier block_barrier;
+std::map<int, Barrier> numbered_barriers;
+std::map<uint32_t, Mbarrier> mbarriers;
 int current, alive;
 void* main_stack_pointer;
 const void* parameter;
-
-[[noreturn]] void fail(const char* why) {
-  std::fprintf(stderr, "emulator: %s (block %u, thread %u)\n", why, blockIdx.x, threadIdx.x);
-  std::abort();
-}
 
 /// The next fiber that has not ended; the current one if there is no other.
 int next_fiber() {
@@ -130,6 +141,8 @@ void run_block() {
   fibers.assign(threads, Fiber{});
   warps.assign((threads + kWarp - 1) / kWarp, Warp{});
   block_barrier = Barrier{};
+  numbered_barriers.clear();
+  mbarriers.clear();
   alive = threads;
   for (int i = 0; i < threads; ++i) {
     void** top = reinterpret_cast<void**>(stacks[i] + kStackBytes - 64);
@@ -168,6 +181,52 @@ bool barrier_and(bool mine) {
   const unsigned round = barrier.round;
   while (barrier.round == round) let_others_run();
   return barrier.result;
+}
+
+void barrier(int number, int threads) {
+  Barrier& barrier = numbered_barriers[number];
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0;
+    ++barrier.round;
+    return;
+  }
+  const unsigned round = barrier.round;
+  while (barrier.round == round) let_others_run();
+}
+
+void mbarrier_init(uint32_t address, uint32_t arrivals) {
+  if (address % 8 != 0) fail("a misaligned mbarrier");
+  mbarriers[address] = Mbarrier{arrivals, arrivals};
+}
+
+namespace {
+Mbarrier& mbarrier(uint32_t address) {
+  const auto found = mbarriers.find(address);
+  if (found == mbarriers.end()) fail("an mbarrier that nobody made");
+  return found->second;
+}
+void end_if_complete(Mbarrier& barrier) {
+  if (barrier.missing < 0) fail("too many have arrived at an mbarrier");
+  if (barrier.missing > 0 || barrier.bytes != 0) return;
+  barrier.missing = barrier.arrivals;
+  ++barrier.phase;
+}
+}  // namespace
+
+void mbarrier_arrive(uint32_t address, uint32_t expected_bytes) {
+  Mbarrier& barrier = mbarrier(address);
+  barrier.bytes += expected_bytes;
+  --barrier.missing;
+  end_if_complete(barrier);
+}
+void mbarrier_copied(uint32_t address, uint32_t bytes) {
+  Mbarrier& barrier = mbarrier(address);
+  barrier.bytes -= bytes;
+  end_if_complete(barrier);
+}
+void mbarrier_wait(uint32_t address, uint32_t parity) {
+  const Mbarrier& barrier = mbarrier(address);
+  while ((barrier.phase & 1) == parity) let_others_run();
 }
 
 void cp_async(uint32_t destination, const void* source, int bytes, bool wanted) {

@@ -59,6 +59,16 @@ constexpr int kWarp = 32;
 void together(void (*operation)(void* const* lanes), void* mine);
 /// Every thread of the block has come here; whether `mine` was true for all of them.
 bool barrier_and(bool mine);
+/// Waits until `threads` threads have come to the numbered barrier.
+void barrier(int number, int threads);
+/// An mbarrier at an address of shared memory: phases that end when as many threads have arrived as it was made for and
+/// as many bytes have been copied as they said.
+void mbarrier_init(uint32_t address, uint32_t arrivals);
+void mbarrier_arrive(uint32_t address, uint32_t expected_bytes);
+void mbarrier_copied(uint32_t address, uint32_t bytes);
+/// Waits for the end of the phase of this parity.
+void mbarrier_wait(uint32_t address, uint32_t parity);
+[[noreturn]] void fail(const char* why);
 /// A copy of `bytes` bytes to shared memory that is seen after `cp_async_wait`; zeros where `wanted` is false.
 void cp_async(uint32_t destination, const void* source, int bytes, bool wanted);
 void cp_async_commit();
@@ -158,6 +168,22 @@ inline float __fmul_rn(float x, float y) {
 inline float __fadd_rn(float x, float y) {
   const volatile float sum = x + y;
   return sum;
+}
+inline int __reduce_max_sync(unsigned, int x) {
+  for (int distance = 1; distance < emulator::kWarp; distance *= 2) x = std::max(x, __shfl_xor_sync(~0u, x, distance));
+  return x;
+}
+/// The place of the n-th bit that is set, from bit `base` on.
+inline unsigned __fns(unsigned mask, unsigned base, int n) {
+  for (unsigned i = base; i < 32; ++i) {
+    if ((mask >> i & 1) != 0 && --n == 0) return i;
+  }
+  return ~0u;
+}
+inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long x) {
+  const unsigned long long before = *to;
+  *to += x;
+  return before;
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }

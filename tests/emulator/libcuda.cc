@@ -12,9 +12,12 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
+
+#include "tensor_map.h"
 
 #define DRIVER_CALL extern "C" __attribute__((visibility("default"))) int
 
@@ -23,7 +26,7 @@ namespace {
 constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500;
 constexpr size_t kPage = 4096, kAlignment = 16;
 /// More than any kernel's parameter; it is read from the caller's stack, which goes on beyond the struct.
-constexpr size_t kParameterBytes = 1024;
+constexpr size_t kParameterBytes = 1024, kParameterAlignment = 64;
 
 /// Block, grid, threads, parameter: `xa_emulate` of device.cc.
 using Kernel = void (*)(unsigned, unsigned, unsigned, const void*);
@@ -96,8 +99,7 @@ DRIVER_CALL cuDeviceGetAttribute(int* value, int attribute, int) {
   }
 }
 
-// Older than tensor maps: what asks for them is not emulated.
-DRIVER_CALL cuDriverGetVersion(int* version) { return *version = 11080, kSuccess; }
+DRIVER_CALL cuDriverGetVersion(int* version) { return *version = 13000, kSuccess; }
 DRIVER_CALL cuGetErrorString(int, const char** text) { return *text = "an error of the stand-in", kSuccess; }
 DRIVER_CALL cuThreadExchangeStreamCaptureMode(int*) { return kSuccess; }
 
@@ -185,13 +187,38 @@ DRIVER_CALL cuModuleGetFunction(Kernel* function, void*, const char* name) {
 DRIVER_CALL cuFuncGetAttribute(int* value, int, Kernel) { return *value = 0, kSuccess; }
 DRIVER_CALL cuFuncSetAttribute(Kernel, int, int) { return kSuccess; }
 
+/// Of elements of one and two bytes, swizzled in rows of 64 and 128; what hardware demands of addresses and strides is
+/// demanded here too.
+DRIVER_CALL cuTensorMapEncodeTiled(void* to, int type, unsigned axes, void* data, const uint64_t* lens,
+                                   const uint64_t* strides, const uint32_t* in_box, const uint32_t*, int, int swizzle,
+                                   int, int) {
+  constexpr int kU8 = 0, kF16 = 6, kBf16 = 9, kSwizzle64 = 2, kSwizzle128 = 3;
+  emulator::TensorMap map = {};
+  if (type != kU8 && type != kF16 && type != kBf16) return kInvalidValue;
+  if (axes < 1 || axes > emulator::kMostAxes || reinterpret_cast<uintptr_t>(data) % 16 != 0) return kInvalidValue;
+  map.data = static_cast<uint8_t*>(data);
+  map.axes = static_cast<uint8_t>(axes);
+  map.element_bytes = type == kU8 ? 1 : 2;
+  map.row_bytes = swizzle == kSwizzle64 ? 64 : swizzle == kSwizzle128 ? 128 : 0;
+  for (unsigned i = 0; i < axes; ++i) {
+    if (lens[i] < 1 || lens[i] > 1ull << 32 || in_box[i] < 1 || in_box[i] > 256) return kInvalidValue;
+    map.lens[i] = static_cast<uint32_t>(lens[i] - 1);
+    map.in_box[i] = static_cast<uint16_t>(in_box[i]);
+    map.strides[i] = i == 0 ? map.element_bytes : strides[i - 1];
+    if (i > 0 && (map.strides[i] % 16 != 0 || map.strides[i] >= 1ull << 40)) return kInvalidValue;
+  }
+  if (map.in_box[0] * map.element_bytes != map.row_bytes) return kInvalidValue;
+  std::memcpy(to, &map, sizeof(map));
+  return kSuccess;
+}
+
 DRIVER_CALL cuLaunchKernel(Kernel kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads_x,
                            unsigned threads_y, unsigned threads_z, unsigned, Stream* stream, void** parameters,
                            void**) {
   if (grid_x == 0 || grid_y == 0 || grid_z != 1 || threads_x == 0 || threads_y != 1 || threads_z != 1) {
     return kInvalidValue;
   }
-  std::vector<uint8_t> parameter(kParameterBytes);
-  std::memcpy(parameter.data(), parameters[0], kParameterBytes);
-  return enqueue(stream, [=] { kernel(grid_x, grid_y, threads_x, parameter.data()); });
+  const std::shared_ptr<void> parameter(std::aligned_alloc(kParameterAlignment, kParameterBytes), std::free);
+  std::memcpy(parameter.get(), parameters[0], kParameterBytes);
+  return enqueue(stream, [=] { kernel(grid_x, grid_y, threads_x, parameter.get()); });
 }

@@ -5,8 +5,10 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "element.cuh"
+#include "hopper/panel.cuh"
 #include "hopper/params.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/shape.cuh"
@@ -81,24 +83,22 @@ struct RowState {
       sum[half] = __fmaf_rn(sum[half], rescale[half], block_sum);
     }
   }
-  /// Makes up for a maximum that rose, after `weights` of the block in which it did. Where no row's did the factors are
-  /// exactly 1. That is most blocks of a long sequence, and work that is left out is power for the tensor cores.
-  template <typename T, int kKeyTiles>
-  __device__ __forceinline__ void rescale_output(const float (&weights)[kKeyTiles][4]) {
-    if (!__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
+  /// Makes up for a maximum that rose. Where no row's did the factors are exactly 1. That is most blocks of a long
+  /// sequence, and work that is left out is power for the tensor cores.
+  __device__ __forceinline__ void rescale_output() {
+    if (!has_risen()) return;
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) output[column][i] *= rescale[i / 2];
     }
-    round_largest<T>(weights);
   }
-  /// Makes the sums take the largest weights as rounded, of rows whose maximum rose. Up to logits of 1024 those are
-  /// close enough to 1.
+  /// Makes the sums take the largest weights as rounded, of rows whose maximum rose with the block of `weights`. Up to
+  /// logits of 1024 those are close enough to 1.
   template <typename T, int kKeyTiles>
   __device__ __forceinline__ void round_largest(const float (&weights)[kKeyTiles][4]) {
     const auto is_large = [](float x) { return fabsf(x) > 1024.0f && x != -INFINITY; };
-    if (!__any_sync(~0u, is_large(max[0]) || is_large(max[1]))) return;
+    if (!has_risen() || !__any_sync(~0u, is_large(max[0]) || is_large(max[1]))) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float largest = 0.0f;
@@ -111,6 +111,10 @@ struct RowState {
       // Of the quad's lanes one has it, and any may add it.
       if (rescale[half] != 1.0f && threadIdx.x % 4 == 0) sum[half] += rounded<T>(largest) - largest;
     }
+  }
+  /// Whether some row's maximum did with the last block.
+  __device__ __forceinline__ bool has_risen() const {
+    return __any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f);
   }
   /// Adds up the lanes' sums; call once, after the last block.
   __device__ __forceinline__ void finish() {
@@ -318,6 +322,8 @@ template <typename Shape, typename T, typename Score>
 __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, const Pipeline<Shape>& pipeline) {
   constexpr int kKeys = Shape::kKeys;
   using Keys = Turn<Shape::kStages>;
+  // The modified form's scores are logits to base 2 as they are.
+  constexpr bool kRounds = std::is_same_v<Score, score_plain>;
   using Panel = typename Shape::Panel;
   using KeyBlock = typename Shape::KeyBlock;
   using ValueBlock = typename Shape::ValueBlock;
@@ -330,9 +336,7 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
   };
 
   const Score score(params);
-  // In a register: ptxas would otherwise read it again, just where everything waits for it.
-  float unit = score.log2_unit();
-  asm volatile("" : "+f"(unit));
+  const float unit = kRounds ? ptx::opaque(score.log2_unit()) : 1.0f;
   const uint64_t query =
       tile_descriptor<Panel>(pipeline.query() + warpgroup * 8 * Panel::kGroupBytes, 0, Panel::kGroupBytes);
   const uint64_t keys = tile_descriptor<Panel>(pipeline.keys(0), 0, KeyBlock::kGroupDistance);
@@ -432,7 +436,8 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
           ptx::products_wait<0>();
           release(pipeline.values_empty(now));
           pack_weights();
-          state.template rescale_output<T>(scores);
+          state.rescale_output();
+          if constexpr (kRounds) state.template round_largest<T>(scores);
           ++turn;
           if (masked) clean_values();
         };
@@ -449,18 +454,16 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
         } else {
           weigh(false);
         }
-        state.template round_largest<T>(scores);
+        if constexpr (kRounds) state.template round_largest<T>(scores);
         pack_weights();
         clean_values();
         --block;
-        if constexpr (Shape::kLoopsApart) {
 #pragma unroll 1
-          for (; block >= max(first, common_end); --block) step(true);
+        for (; block >= max(first, common_end); --block) step(true);
 #pragma unroll 1
-          for (; block >= max(first, common_begin); --block) step(false);
-        }
+        for (; block >= max(first, common_begin); --block) step(false);
 #pragma unroll 1
-        for (; block >= first; --block) step(Shape::kLoopsApart || block < common_begin || block >= common_end);
+        for (; block >= first; --block) step(true);
         const Keys last(turn);
         pipeline.values_full(last).wait();
         start_output(last);

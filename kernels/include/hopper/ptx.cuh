@@ -92,6 +92,12 @@ __device__ __forceinline__ void sync(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+/// The same number in a register: ptxas would otherwise read a parameter again, just where everything waits for it.
+__device__ __forceinline__ float opaque(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
+
 /// Registers a thread of this warpgroup has from now on; `kCount` is a multiple of 8.
 template <int kCount>
 __device__ __forceinline__ void give_up_registers() {

@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "hopper/panel.cuh"
 #include "hopper/params.cuh"
-#include "hopper/wgmma.cuh"
 #include "score_form.cuh"
 #include "tile_plan.cuh"
 
@@ -44,10 +44,8 @@ struct TileChoice;
   ROW(128, plain, 2, 128, 2, 232, 40, 198144)     \
   ROW(128, modified, 2, 128, 2, 232, 40, 198144)  \
   ROW(192, plain, 2, 112, 2, 232, 40, 222720)     \
-  ROW(192, modified, 2, 112, 2, 232, 40, 222720)  \
   ROW(192x128, plain, 2, 128, 2, 232, 40, 214528) \
-  ROW(256, plain, 2, 80, 2, 232, 40, 231424)      \
-  ROW(256, modified, 2, 80, 2, 232, 40, 231424)
+  ROW(256, plain, 2, 80, 2, 232, 40, 231424)
 
 #define XA_TILE_CHOICE(dims, score, warpgroups, keys, stages, registers, loader_registers, shared_bytes)   \
   template <>                                                                                              \
@@ -109,8 +107,6 @@ struct TileShape : TileChoice<Dims, Score> {
   static constexpr bool kStagesOutput = kOutputOffset + kOutputBytes < 226 * 1024;
   static constexpr int kPlansOffset = kOutputOffset + (kStagesOutput ? kOutputBytes : 0);
   static constexpr int kBarriersOffset = kPlansOffset + 2 * static_cast<int>(sizeof(TilePlan));
-  /// Blocks that need no mask have a loop of their own, unless another copy of the step would spill.
-  static constexpr bool kLoopsApart = kValueDim < 256 || std::is_same_v<Score, score_plain>;
   // Tiles begin at multiples of 1024 bytes, wherever dynamic shared memory does.
   static constexpr int kAlignment = 1024;
 

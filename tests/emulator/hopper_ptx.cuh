@@ -1,0 +1,120 @@
+// kernels/include/hopper/ptx.cuh on the host. Copies are there at once, and products too (hopper_wgmma.cuh): what a
+// kernel computes is emulated, and that nobody waits for ever, not that everybody waits long enough.
+#pragma once
+#include "device.h"
+#include "tensor_map.h"
+
+namespace xa::hopper {
+
+struct alignas(64) TensorMap {
+  uint64_t words[16];
+};
+
+namespace ptx {
+
+namespace host {
+
+/// Where a byte of swizzled shared memory is: rows of `row_bytes` bytes, eight of them a group.
+inline uint32_t swizzled(uint32_t address, int row_bytes) {
+  return row_bytes == 128 ? address ^ (address >> 7 & 7) << 4 : address ^ (address >> 7 & 3) << 4;
+}
+
+/// Calls `visit` with each row of a box: its place in the box and its address, null where it is outside of the tensor.
+template <typename Visit>
+void each_row(const emulator::TensorMap& map, const int32_t (&at)[emulator::kMostAxes], const Visit& visit) {
+  uint32_t rows = 1;
+  for (int axis = 1; axis < map.axes; ++axis) rows *= map.in_box[axis];
+  for (uint32_t row = 0; row < rows; ++row) {
+    uint8_t* from = map.data + at[0] * map.element_bytes;
+    bool is_inside = true;
+    uint32_t rest = row;
+    for (int axis = 1; axis < map.axes; ++axis) {
+      const int64_t index = int64_t{at[axis]} + rest % map.in_box[axis];
+      rest /= map.in_box[axis];
+      is_inside &= index >= 0 && index <= map.lens[axis];
+      from += index * static_cast<int64_t>(map.strides[axis]);
+    }
+    visit(row, is_inside ? from : nullptr);
+  }
+}
+
+inline void copy_box(uint32_t to, const TensorMap& words, uint32_t barrier, const int32_t (&at)[emulator::kMostAxes]) {
+  const auto& map = reinterpret_cast<const emulator::TensorMap&>(words);
+  if (to % 128 != 0) emulator::fail("a box at an address that is no multiple of 128");
+  if (at[0] < 0 || at[0] + map.in_box[0] > int64_t{map.lens[0]} + 1) emulator::fail("a box that cuts rows");
+  uint32_t bytes = 0;
+  each_row(map, at, [&](uint32_t row, const uint8_t* from) {
+    for (int chunk = 0; chunk < map.row_bytes; chunk += 16) {
+      uint8_t* const chunk_to = ::shared + swizzled(to + row * map.row_bytes + chunk, map.row_bytes);
+      if (from == nullptr) {
+        std::memset(chunk_to, 0, 16);
+      } else {
+        std::memcpy(chunk_to, from + chunk, 16);
+      }
+    }
+    bytes += map.row_bytes;
+  });
+  emulator::mbarrier_copied(barrier, bytes);
+}
+
+struct StmatrixLane {
+  uint32_t address;
+  const uint32_t* matrices;
+};
+
+}  // namespace host
+
+inline void barrier_init(uint32_t barrier, uint32_t arrivals) { emulator::mbarrier_init(barrier, arrivals); }
+inline void fence_barrier_init() {}
+inline void barrier_arrive(uint32_t barrier) { emulator::mbarrier_arrive(barrier, 0); }
+inline void barrier_expect(uint32_t barrier, uint32_t bytes) { emulator::mbarrier_arrive(barrier, bytes); }
+inline void barrier_wait(uint32_t barrier, uint32_t parity) { emulator::mbarrier_wait(barrier, parity); }
+
+inline void copy_box(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0, int32_t x1, int32_t x2,
+                     int32_t x3) {
+  host::copy_box(to, map, barrier, {x0, x1, x2, x3, 0});
+}
+inline void copy_box(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0, int32_t x1, int32_t x2,
+                     int32_t x3, int32_t x4) {
+  host::copy_box(to, map, barrier, {x0, x1, x2, x3, x4});
+}
+inline void store_box(uint32_t from, const TensorMap& words, int32_t x0, int32_t x1, int32_t x2, int32_t x3) {
+  const auto& map = reinterpret_cast<const emulator::TensorMap&>(words);
+  if (from % 128 != 0) emulator::fail("a box at an address that is no multiple of 128");
+  host::each_row(map, {x0, x1, x2, x3, 0}, [&](uint32_t row, uint8_t* to) {
+    if (to == nullptr) return;
+    for (int chunk = 0; chunk < map.row_bytes; chunk += 16) {
+      std::memcpy(to + chunk, ::shared + host::swizzled(from + row * map.row_bytes + chunk, map.row_bytes), 16);
+    }
+  });
+}
+inline void stores_read() {}
+inline void stores_done() {}
+/// A lane has columns 2 (lane % 4) and the next one of row lane / 4 of each matrix.
+inline void stmatrix_x4(uint32_t address, const uint32_t (&matrices)[4]) {
+  host::StmatrixLane lane{address, matrices};
+  emulator::together(
+      [](void* const* lanes) {
+        for (int m = 0; m < 4; ++m) {
+          for (int i = 0; i < emulator::kWarp; ++i) {
+            const uint32_t to = static_cast<host::StmatrixLane*>(lanes[8 * m + i / 4])->address;
+            std::memcpy(::shared + to + 4 * (i % 4), static_cast<host::StmatrixLane*>(lanes[i])->matrices + m, 4);
+          }
+        }
+      },
+      &lane);
+}
+inline void prefetch(const TensorMap&) {}
+inline void fence_stores_for_async() {}
+inline void sync(int number, int threads) { emulator::barrier(number, threads); }
+inline float opaque(float x) { return x; }
+template <int kCount>
+void give_up_registers() {}
+template <int kCount>
+void take_registers() {}
+
+}  // namespace ptx
+
+inline int32_t uniform(int32_t x) { return __shfl_sync(~0u, x, 0); }
+
+}  // namespace xa::hopper

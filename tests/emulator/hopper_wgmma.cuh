@@ -1,0 +1,143 @@
+// kernels/include/hopper/wgmma.cuh on the host: a product is there when it is started, the part of one warp at a time.
+#pragma once
+#include <type_traits>
+
+#include "element.cuh"
+#include "hopper/ptx.cuh"
+
+namespace xa::hopper {
+
+namespace ptx {
+
+inline void products_fence() {}
+inline void products_commit() {}
+template <int kPending>
+void products_wait() {}
+
+}  // namespace ptx
+
+namespace host {
+
+/// A tile descriptor, taken apart.
+struct Tile {
+  uint32_t address, panel_distance, group_distance;
+  int row_bytes;
+
+  explicit Tile(uint64_t descriptor)
+      : address((descriptor & 0x3fff) << 4),
+        panel_distance((descriptor >> 16 & 0x3fff) << 4),
+        group_distance((descriptor >> 32 & 0x3fff) << 4),
+        row_bytes(descriptor >> 62 == 1 ? 128 : 64) {}
+
+  /// The element at `row` and byte `byte` of its row; tiles as deep as a product do not leave their panel.
+  template <typename T>
+  float along(int row, int byte) const {
+    return element<T>(address + row / 8 * group_distance + row % 8 * row_bytes + byte);
+  }
+  /// The element at `row` and byte `byte` of all panels' rows one after the other.
+  template <typename T>
+  float across(int row, int byte) const {
+    const uint32_t panel = address + byte / row_bytes * panel_distance;
+    return element<T>(panel + row / 8 * group_distance + row % 8 * row_bytes + byte % row_bytes);
+  }
+
+ private:
+  template <typename T>
+  static float element(uint32_t at, int row_bytes) {
+    T x;
+    std::memcpy(&x, ::shared + ptx::host::swizzled(at, row_bytes), sizeof(x));
+    return Element<T>::to_f32(x);
+  }
+  template <typename T>
+  float element(uint32_t at) const {
+    return element<T>(at, row_bytes);
+  }
+};
+
+struct ProductLane {
+  float* d;
+  uint64_t a_tile;
+  const uint32_t* a_registers;
+  uint64_t b_tile;
+};
+
+/// d += a b from what the lanes of a warp hold; `a` is its 16 rows, `b` what all have.
+template <int kColumns, int kDepth>
+void multiply(void* const* lanes, const float (&a)[16][kDepth], const float (&b)[kDepth][kColumns]) {
+  float sums[16][kColumns] = {};
+  for (int row = 0; row < 16; ++row) {
+    for (int k = 0; k < kDepth; ++k) {
+      for (int column = 0; column < kColumns; ++column) sums[row][column] += a[row][k] * b[k][column];
+    }
+  }
+  for (int i = 0; i < emulator::kWarp; ++i) {
+    float* const d = static_cast<ProductLane*>(lanes[i])->d;
+    for (int j = 0; j < kColumns / 8; ++j) {
+      for (int e = 0; e < 4; ++e) d[4 * j + e] += sums[i / 4 + e / 2 * 8][8 * j + 2 * (i % 4) + e % 2];
+    }
+  }
+}
+
+}  // namespace host
+
+template <typename T, int kColumns>
+struct Product {
+  static constexpr int kDepth = 32 / sizeof(T);
+
+  template <bool kAdds>
+  static void scores(float (&d)[kColumns / 8][4], uint64_t x, uint64_t y) {
+    if (!kAdds) {
+      for (auto& tile : d) {
+        for (float& number : tile) number = 0.0f;
+      }
+    }
+    host::ProductLane lane{&d[0][0], x, nullptr, y};
+    emulator::together(
+        [](void* const* lanes) {
+          const auto& first = *static_cast<host::ProductLane*>(lanes[0]);
+          const host::Tile from_a(first.a_tile), from_b(first.b_tile);
+          const int first_row = static_cast<int>(threadIdx.x) % 128 / 32 * 16;
+          float a[16][kDepth];
+          static float b[kDepth][kColumns];
+          for (int k = 0; k < kDepth; ++k) {
+            const int byte = k * static_cast<int>(sizeof(T));
+            for (int row = 0; row < 16; ++row) a[row][k] = from_a.template along<T>(first_row + row, byte);
+            for (int column = 0; column < kColumns; ++column) b[k][column] = from_b.template along<T>(column, byte);
+          }
+          host::multiply<kColumns, kDepth>(lanes, a, b);
+        },
+        &lane);
+  }
+
+  static void values(float (&d)[kColumns / 8][4], const uint32_t (&x)[4], uint64_t y) {
+    host::ProductLane lane{&d[0][0], 0, x, y};
+    emulator::together(
+        [](void* const* lanes) {
+          float a[16][kDepth];
+          static float b[kDepth][kColumns];
+          constexpr int kOfWord = 4 / sizeof(T);
+          for (int i = 0; i < emulator::kWarp; ++i) {
+            const uint32_t* const words = static_cast<host::ProductLane*>(lanes[i])->a_registers;
+            for (int r = 0; r < 4; ++r) {
+              T elements[kOfWord];
+              std::memcpy(elements, words + r, 4);
+              for (int e = 0; e < kOfWord; ++e) {
+                a[i / 4 + r % 2 * 8][r / 2 * kDepth / 2 + kOfWord * (i % 4) + e] = Element<T>::to_f32(elements[e]);
+              }
+            }
+          }
+          const host::Tile from(static_cast<host::ProductLane*>(lanes[0])->b_tile);
+          for (int k = 0; k < kDepth; ++k) {
+            for (int column = 0; column < kColumns; ++column) {
+              // 8-bit tiles lie along their rows here too.
+              b[k][column] = sizeof(T) == 1 ? from.template along<T>(column, k)
+                                            : from.template across<T>(k, column * static_cast<int>(sizeof(T)));
+            }
+          }
+          host::multiply<kColumns, kDepth>(lanes, a, b);
+        },
+        &lane);
+  }
+};
+
+}  // namespace xa::hopper
