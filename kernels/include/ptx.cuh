@@ -30,6 +30,11 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
                : "memory");
 }
 
+/// Copies 4 bytes.
+__device__ __forceinline__ void cp_async_4(uint32_t destination, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
+}
+
 /// Copies 8 bytes.
 __device__ __forceinline__ void cp_async_8(uint32_t destination, const void* source, bool wanted) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(destination), "l"(source), "r"(wanted ? 8 : 0)
