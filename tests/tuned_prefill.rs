@@ -186,7 +186,7 @@ fn the_set_holds_every_choice() {
 
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
-    use super::{BF16, Case, F16, HEAD_DIMS, Layout, Shape, Storage};
+    use super::{BF16, Case, F16, HEAD_DIMS, Layout, Mask, Shape, Storage};
     use crate::support::device::{Around, Gpu};
     use std::io;
     use std::sync::{Arc, Mutex};
