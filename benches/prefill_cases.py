@@ -53,7 +53,7 @@ RAGGED = [4096, 1024, 512, 2048, 3000, 100, 5604]
 CASES = [
     *(case for dims in DIMS for causal in (False, True) for case in dense(*dims, causal)),
     Case("ragged 16k", RAGGED, RAGGED, 32, 8),
-    *(Case(f"ragged 16k, page {size}", RAGGED, RAGGED, 32, 8, page_size=size) for size in (16, 128)),
+    *(Case(f"ragged 16k, page {size}", RAGGED, RAGGED, 32, 8, page_size=size) for size in (1, 4, 16, 128)),
     *(Case(f"chunked 8 x 512, page {size}", [512] * 8, [8192] * 8, 32, 8, page_size=size) for size in (16, 128)),
     Case("window 1k over 16k", [16384], [16384], 16, 16, window=1023),
 ]

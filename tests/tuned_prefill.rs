@@ -22,8 +22,8 @@ const HEAD_DIMS: [(usize, usize); 6] = [(64, 64), (96, 96), (128, 128), (192, 19
 /// One pack of heads a KV head and several; packs of more heads than a warp has rows.
 const HEADS: [(usize, usize); 6] = [(1, 1), (4, 2), (8, 1), (6, 2), (12, 1), (32, 1)];
 
-/// 0 goes with contiguous keys. Boxes of one octet, of two, of a whole block; 100 is for the portable kernels.
-const PAGE_SIZES: [usize; 8] = [0, 8, 16, 24, 48, 128, 256, 100];
+/// 0 goes with contiguous keys. Boxes of one octet, of two, of a whole block; pages that are no octets.
+const PAGE_SIZES: [usize; 11] = [0, 8, 16, 24, 48, 128, 256, 1, 4, 12, 100];
 
 const MASKS: [Mask; 6] = [
     Mask::FULL,
@@ -134,7 +134,7 @@ fn calls_without_options_agree_with_the_reference() {
             let layout = if head_dim == value_dim { Layout::Interleaved } else { Layout::Split };
             let paged = |page_size| Storage::paged(layout, page_size);
             let contiguous = check(&Case::flash(&batch, &Storage::contiguous()));
-            for page_size in [8, 128] {
+            for page_size in [1, 8, 12, 128] {
                 // Where keys are is only an address.
                 let pages = check(&Case::flash(&batch, &paged(page_size)));
                 assert!(contiguous == pages, "{dtype:?}, D {head_dim}, Dv {value_dim}, pages of {page_size}");

@@ -104,6 +104,7 @@ inline void stmatrix_x4(uint32_t address, const uint32_t (&matrices)[4]) {
       },
       &lane);
 }
+inline void cp_async_4(uint32_t destination, const void* source) { emulator::cp_async(destination, source, 4, true); }
 inline void prefetch(const TensorMap&) {}
 inline void fence_stores_for_async() {}
 inline void sync(int number, int threads) { emulator::barrier(number, threads); }

@@ -21,11 +21,14 @@ struct PrefillParams {
   uint64_t* next_tile;   // 0 before the launch; without it tiles are dealt out in turn
   int64_t section_keys;  // the keys of a section of tiles, times its heads, stay below this; 0: a head is a section
   int32_t packs_per_kv_head;
-  int32_t box_octets;    // paged: a power of two that divides page and block
+  int32_t box_octets;    // paged: a power of two that divides page and block; 0: rows are copied one by one
   int32_t key_panels;    // paged: panels from a KV head of K to the next one
   int32_t value_panels;  // of V
   int32_t group_shift;   // log2 of `attention.group`
   int32_t stores_boxes;  // whether a warp's rows are a box of `out`
+  // Where rows are copied one by one: key / page_size is (key * page_reciprocal >> 31) >> page_shift.
+  uint32_t page_reciprocal;
+  int32_t page_shift;
 };
 
 // src/cuda/attention/hopper.rs asserts the same numbers.

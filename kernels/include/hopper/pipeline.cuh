@@ -100,6 +100,10 @@ class Pipeline {
   __device__ __forceinline__ uint8_t* value_bytes(uint32_t slot) const {
     return shared_ + Shape::kValuesOffset + slot * Shape::ValueBlock::kBytes;
   }
+  /// Words of a loading warp, one for each row of a block: K's are the first ones.
+  __device__ __forceinline__ uint32_t* row_words(int operand) const {
+    return reinterpret_cast<uint32_t*>(shared_ + Shape::kRowWordsOffset) + operand * Shape::kRowWords;
+  }
   __device__ __forceinline__ TilePlan& plan(Turn<2> turn) const {
     return reinterpret_cast<TilePlan*>(shared_ + Shape::kPlansOffset)[turn.slot];
   }

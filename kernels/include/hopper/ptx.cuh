@@ -78,6 +78,10 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&m
                "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
                : "memory");
 }
+/// Copies 4 bytes, of the group that `cp_async_commit` ends (../ptx.cuh).
+__device__ __forceinline__ void cp_async_4(uint32_t destination, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
+}
 __device__ __forceinline__ void prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }

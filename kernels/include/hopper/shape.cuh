@@ -1,12 +1,11 @@
 // How the prefill kernel of sm_90a cuts up its work, by head dimension and score form; and its shared memory.
 //
 // A tile of 64 packed rows a warpgroup works on blocks of kKeys keys. Shared memory, all tiles in swizzled panels
-// (wgmma.cuh): the query rows, kStages blocks of K, as many of V, finished rows, then the plans of two tiles and the
-// barriers.
+// (wgmma.cuh): the query rows, kStages blocks of K, as many of V, finished rows, then words of the warps that copy rows
+// out of pages, the plans of two tiles and the barriers.
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "hopper/panel.cuh"
 #include "hopper/params.cuh"
@@ -35,17 +34,17 @@ struct TileChoice;
 // One row for each pair of head dimensions and score form:
 //         dimensions, score, warpgroups that compute, keys a block, stages, registers of theirs, of the loading
 //         warpgroup, shared bytes
-#define XA_HOPPER_TILE_TABLE(ROW)                 \
-  ROW(64, plain, 3, 128, 2, 160, 32, 116224)      \
-  ROW(64_short, plain, 2, 128, 2, 232, 40, 99840) \
-  ROW(64, modified, 2, 128, 2, 232, 40, 99840)    \
-  ROW(96, plain, 3, 112, 2, 160, 32, 161280)      \
-  ROW(96, modified, 2, 128, 2, 232, 40, 148992)   \
-  ROW(128, plain, 2, 128, 2, 232, 40, 198144)     \
-  ROW(128, modified, 2, 128, 2, 232, 40, 198144)  \
-  ROW(192, plain, 2, 112, 2, 232, 40, 222720)     \
-  ROW(192x128, plain, 2, 128, 2, 232, 40, 214528) \
-  ROW(256, plain, 2, 80, 2, 232, 40, 231424)
+#define XA_HOPPER_TILE_TABLE(ROW)                  \
+  ROW(64, plain, 3, 128, 2, 160, 32, 117248)       \
+  ROW(64_short, plain, 2, 128, 2, 232, 40, 100864) \
+  ROW(64, modified, 2, 128, 2, 232, 40, 100864)    \
+  ROW(96, plain, 3, 112, 2, 160, 32, 162304)       \
+  ROW(96, modified, 2, 128, 2, 232, 40, 150016)    \
+  ROW(128, plain, 2, 128, 2, 232, 40, 199168)      \
+  ROW(128, modified, 2, 128, 2, 232, 40, 199168)   \
+  ROW(192, plain, 2, 112, 2, 232, 40, 223744)      \
+  ROW(192x128, plain, 2, 128, 2, 232, 40, 215552)  \
+  ROW(256, plain, 2, 80, 2, 232, 40, 232192)
 
 #define XA_TILE_CHOICE(dims, score, warpgroups, keys, stages, registers, loader_registers, shared_bytes)   \
   template <>                                                                                              \
@@ -105,7 +104,10 @@ struct TileShape : TileChoice<Dims, Score> {
   static constexpr int kOutputWarpBytes = 16 * ValueBlock::kPanels * Panel::kRowBytes;
   static constexpr int kOutputBytes = kComputeWarps * kOutputWarpBytes;
   static constexpr bool kStagesOutput = kOutputOffset + kOutputBytes < 226 * 1024;
-  static constexpr int kPlansOffset = kOutputOffset + (kStagesOutput ? kOutputBytes : 0);
+  /// Words for the rows of a block of K and for those of a block of V, in rounds of 32 (RowLoader in load.cuh).
+  static constexpr int kRowWords = kStorage == Storage::paged ? (Choice::kKeys + 31) / 32 * 32 : 0;
+  static constexpr int kRowWordsOffset = kOutputOffset + (kStagesOutput ? kOutputBytes : 0);
+  static constexpr int kPlansOffset = kRowWordsOffset + 2 * 4 * kRowWords;
   static constexpr int kBarriersOffset = kPlansOffset + 2 * static_cast<int>(sizeof(TilePlan));
   // Tiles begin at multiples of 1024 bytes, wherever dynamic shared memory does.
   static constexpr int kAlignment = 1024;

@@ -19,6 +19,9 @@ use std::sync::LazyLock;
 
 pub(super) const KERNEL: &str = "hopper_prefill";
 
+/// Elements of 16 bytes, which a lane copies at a time.
+const CHUNK: i64 = 8;
+
 /// Tokens that a box of a page has in each of its groups.
 const OCTET: i64 = 8;
 
@@ -132,9 +135,7 @@ impl Prefill {
         let fits = device.has_tensor_maps
             && (group == pack || !scales_values_by_head)
             && can_step(&prefill.row_axes(problem, &problem.q, tile.head_dim, tile.rows))
-            && [(&problem.k, tile.head_dim), (&problem.v, tile.value_dim)].into_iter().all(|(view, dim)| {
-                prefill.fits_boxes(problem, view) && can_step(&prefill.key_axes(problem, view, dim))
-            });
+            && (prefill.has_key_boxes(problem) || has_key_rows(problem));
         fits.then_some(prefill)
     }
 
@@ -180,7 +181,11 @@ impl Prefill {
         let key_bytes = 2 * (head_dim + value_dim) as i64;
         let rows =
             |tensor: &Tensor, dim, rows| TensorMap::new(dtype, tensor.data, &self.row_axes(problem, tensor, dim, rows));
-        let keys = |view: &KvView, dim| TensorMap::new(dtype, view.data, &self.key_axes(problem, view, dim));
+        let has_boxes = self.has_key_boxes(problem);
+        let keys = |view: &KvView, dim| {
+            let map = || TensorMap::new(dtype, view.data, &self.key_axes(problem, view, dim));
+            if has_boxes { map() } else { Ok(TensorMap::NONE) }
+        };
         let head_panels = |view: &KvView| (step(problem.num_kv_heads, view.head_stride) / self.tile.panel()) as i32;
         // A pack of more heads than a warp has rows leaves row by row.
         let stores_boxes =
@@ -194,11 +199,12 @@ impl Prefill {
             next_tile: counter,
             section_keys: if shrinks { SECTION_BYTES / key_bytes } else { 0 },
             packs_per_kv_head: self.packs_per_kv_head as i32,
-            box_octets: self.box_octets(problem) as i32,
+            box_octets: if has_boxes { self.box_octets(problem) as i32 } else { 0 },
             key_panels: head_panels(&problem.k),
             value_panels: head_panels(&problem.v),
             group_shift: self.pack.trailing_zeros() as i32,
             stores_boxes: i32::from(stores_boxes),
+            page_divisor: PageDivisor::of(&problem.keys.storage),
         })
     }
 
@@ -249,14 +255,38 @@ impl Prefill {
         }
     }
 
-    /// Pages are whole octets of tokens, and heads lie at multiples of a panel.
-    fn fits_boxes(&self, problem: &Attention, view: &KvView) -> bool {
-        let KeyStorage::Paged(table) = problem.keys.storage else { return true };
-        let (step, panel) = (step(problem.num_kv_heads, view.head_stride), self.tile.panel());
-        table.page_size as i64 % OCTET == 0
-            && step % panel == 0
-            && step / panel * (problem.num_kv_heads as i64) < i64::from(i32::MAX)
+    /// Whether boxes fetch K and V: pages are whole octets of tokens, and heads lie at multiples of a panel. Rows of
+    /// other pages are fetched one by one.
+    fn has_key_boxes(&self, problem: &Attention) -> bool {
+        let panel = self.tile.panel();
+        [(&problem.k, self.tile.head_dim), (&problem.v, self.tile.value_dim)].into_iter().all(|(view, dim)| {
+            let is_regular = match problem.keys.storage {
+                KeyStorage::Contiguous { .. } => true,
+                KeyStorage::Paged(table) => {
+                    let step = step(problem.num_kv_heads, view.head_stride);
+                    table.page_size as i64 % OCTET == 0
+                        && step % panel == 0
+                        && step / panel * (problem.num_kv_heads as i64) < i64::from(i32::MAX)
+                }
+            };
+            is_regular && can_step(&self.key_axes(problem, view, dim))
+        })
     }
+}
+
+/// Whether K and V can be fetched row by row: rows are whole chunks, of which 32 bits are enough to number a head's.
+fn has_key_rows(problem: &Attention) -> bool {
+    let KeyStorage::Paged(table) = problem.keys.storage else { return false };
+    let can_number = |view: &KvView| {
+        let axes = [(table.num_pages, view.page_stride), (table.page_size, view.token_stride)];
+        let steps = axes.map(|(count, stride)| step(count, stride));
+        let last: i128 = axes.iter().zip(steps).map(|((count, _), step)| (*count as i128 - 1) * i128::from(step)).sum();
+        let are_chunks = [steps[0], steps[1], step(problem.num_kv_heads, view.head_stride)]
+            .iter()
+            .all(|step| *step >= 0 && step % CHUNK == 0);
+        are_chunks && last / i128::from(CHUNK) <= i128::from(u32::MAX)
+    };
+    table.num_pages > 0 && [problem.k, problem.v].iter().all(can_number)
 }
 
 /// Elements from one to the next, where there is a next one.
@@ -286,6 +316,29 @@ pub(super) struct PrefillParams {
     value_panels: i32,
     group_shift: i32,
     stores_boxes: i32,
+    page_divisor: PageDivisor,
+}
+
+/// `key / page_size` of a key below 2^31 is `((key * reciprocal) >> 31) >> shift`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+struct PageDivisor {
+    reciprocal: u32,
+    shift: i32,
+}
+
+impl PageDivisor {
+    /// Pages are below 2^31.
+    fn of(storage: &KeyStorage) -> Self {
+        let page_size = match storage {
+            KeyStorage::Contiguous { .. } => 1,
+            KeyStorage::Paged(table) => table.page_size as u64,
+        };
+        // As far as 2^shift covers the page the reciprocal has 32 bits, and what rounding it up adds to a quotient is
+        // less than 1 / page_size.
+        let shift = page_size.next_power_of_two().trailing_zeros();
+        Self { reciprocal: (1u64 << (31 + shift)).div_ceil(page_size) as u32, shift: shift as i32 }
+    }
 }
 
 // The header asserts the same numbers.
@@ -375,9 +428,6 @@ mod tests {
     #[test]
     fn what_boxes_cannot_fetch_is_left_to_the_portable_kernel() {
         let portable = "attention_bf16_128_prefill_plain";
-        for page_size in [1, 4, 12, 100] {
-            assert_eq!(prefilled_by(&paged(page_size)), portable, "pages of {page_size}");
-        }
         let plain = ragged();
         let narrow = Attention { value_dim: 64, ..plain };
         let broadcast = Attention { k: KvView { token_stride: 0, ..plain.k }, ..plain };
@@ -387,9 +437,6 @@ mod tests {
         for problem in [narrow, broadcast, empty, scaled] {
             assert_eq!(prefilled_by(&problem), portable);
         }
-        let mut odd_heads = paged(16);
-        odd_heads.k.head_stride = 136;
-        assert_eq!(prefilled_by(&odd_heads), portable);
         let head_dim = Attention { head_dim: 120, value_dim: 120, ..plain };
         assert_eq!(prefilled_by(&head_dim), portable);
     }
@@ -411,6 +458,58 @@ mod tests {
             let problem = paged(page_size);
             let prefill = Prefill::of(&problem, &device(true)).expect("the kernel takes it");
             assert_eq!(prefill.box_octets(&problem), octets, "pages of {page_size}");
+        }
+    }
+
+    #[test]
+    fn rows_of_pages_that_are_no_boxes_are_fetched_one_by_one() {
+        let mut odd_heads = paged(16);
+        odd_heads.k.head_stride = 136;
+        let broadcast = Attention { v: KvView { token_stride: 0, ..odd_heads.v }, ..paged(16) };
+        for problem in [paged(1), paged(4), paged(12), paged(100), odd_heads, broadcast] {
+            let prefill = Prefill::of(&problem, &device(true)).expect("the kernel takes it");
+            assert!(!prefill.has_key_boxes(&problem));
+        }
+        for problem in [paged(8), paged(16), ragged()] {
+            let prefill = Prefill::of(&problem, &device(true)).expect("the kernel takes it");
+            assert!(prefill.has_key_boxes(&problem));
+        }
+    }
+
+    #[test]
+    fn rows_that_32_bits_cannot_number_are_left_to_the_portable_kernel() {
+        let far = |page_stride, num_pages| {
+            let KeyStorage::Paged(table) = paged(4).keys.storage else { unreachable!() };
+            let storage = KeyStorage::Paged(PageTable { num_pages, ..table });
+            let k = KvView { page_stride, ..paged(4).k };
+            Attention { k, keys: Keys { storage, ..paged(4).keys }, ..paged(4) }
+        };
+        let is_taken = |problem| Prefill::of(&problem, &device(true)).is_some();
+        // The last row of a head begins 3 tokens after its last page.
+        assert!(is_taken(far((8 << 32) - 8 - 3 * 512, 2)));
+        assert!(!is_taken(far((8 << 32) - 3 * 512, 2)));
+        assert!(!is_taken(far(i64::MAX - 7, 2)));
+        assert!(is_taken(far(i64::MAX, 1)));
+        assert!(!is_taken(far(2052, 50)));
+        assert!(!is_taken(far(2048, 0)));
+    }
+
+    #[test]
+    fn keys_are_divided_by_the_page_size() {
+        let most = (1u64 << 31) - 1;
+        for page_size in [1, 2, 3, 4, 12, 100, 641, 65_535, 65_537, 1 << 30, (1 << 30) + 1, most - 1, most] {
+            let table =
+                PageTable { entries: null(), stride: 0, max_pages: 1, num_pages: 1, page_size: page_size as usize };
+            let PageDivisor { reciprocal, shift } = PageDivisor::of(&KeyStorage::Paged(table));
+            let divide = |key: u64| ((key * u64::from(reciprocal)) >> 31) >> shift;
+            for multiple in [0, 1, 2, 3, 1000, most / page_size - 1, most / page_size] {
+                let first = multiple * page_size;
+                for key in [first.saturating_sub(1), first, first + 1, first + page_size - 1, most] {
+                    if key <= most {
+                        assert_eq!(divide(key), key / page_size, "{key} / {page_size}");
+                    }
+                }
+            }
         }
     }
 
@@ -444,7 +543,10 @@ mod tests {
     fn every_variant_has_its_tile() {
         for variant in variants::VARIANTS.iter().filter(|variant| variant.name.starts_with(KERNEL)) {
             let serves = |tile: &&Tile| {
-                variant.name.contains(&format!("16_{}_", tile.head_dim_value)) && variant.name.ends_with(tile.score)
+                let storages = ["contiguous", "paged"];
+                storages
+                    .iter()
+                    .any(|s| variant.name.ends_with(&format!("16_{}_{s}_{}", tile.head_dim_value, tile.score)))
             };
             assert_eq!(TILES.iter().filter(serves).count(), 1, "{}", variant.name);
         }
