@@ -20,7 +20,7 @@ class BlockLoader {
   static constexpr bool kPaged = Shape::kStorage == Storage::paged;
   static constexpr bool kOfKeys = kOperand == Operand::keys;
   static constexpr int kOctets = Shape::kKeys / 8;
-  using Block = std::conditional_t<kOfKeys, typename Shape::KeyBlock, typename Shape::ValueBlock>;
+  using Block = std::conditional_t<kOfKeys, typename Shape::KeyBlock, typename Shape::FetchedBlock>;
 
  public:
   __device__ __forceinline__ BlockLoader(const PrefillParams& params, const Pipeline<Shape>& pipeline)
@@ -64,9 +64,9 @@ class BlockLoader {
   /// Starts the copy of `block`, as the turn-th of the CTA.
   __device__ __forceinline__ void load(int32_t block, int32_t turn_number, const Place& place) const {
     const Turn<Shape::kStages> turn(turn_number);
-    const Barrier full = kOfKeys ? pipeline_.keys_full(turn) : pipeline_.values_full(turn);
-    const Barrier empty = kOfKeys ? pipeline_.keys_empty(turn) : pipeline_.values_empty(turn);
-    const uint32_t to = kOfKeys ? pipeline_.keys(turn.slot) : pipeline_.values(turn.slot);
+    const Barrier full = kOfKeys ? pipeline_.keys_full(turn) : pipeline_.fetched_full(turn);
+    const Barrier empty = kOfKeys ? pipeline_.keys_empty(turn) : pipeline_.fetched_empty(turn);
+    const uint32_t to = kOfKeys ? pipeline_.keys(turn.slot) : pipeline_.fetched_values(turn.slot);
     const TensorMap& map = kOfKeys ? params_.k : params_.v;
     empty.wait_for_reuse();
     if constexpr (kPaged) {

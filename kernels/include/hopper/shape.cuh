@@ -99,6 +99,11 @@ struct TileShape : TileChoice<Dims, Score> {
   };
   using KeyBlock = Block<kHeadDim>;
   using ValueBlock = Block<kValueDim>;
+  using FetchedBlock = ValueBlock;
+
+  /// V is multiplied as it lies.
+  static constexpr int kTransposers = 0;
+  static constexpr bool kChoosesOutput = false;
 
   static constexpr int kKeysOffset = kQueryBytes;
   static constexpr int kValuesOffset = kKeysOffset + Choice::kStages * KeyBlock::kBytes;
