@@ -1,0 +1,173 @@
+"""Variants of Hopper's prefill kernel beside each other, ours and FA3, in one process and in turns.
+
+`make bench ARGS="variants.py FOLDER word"` times, in the cases of prefill.py over packed keys whose name contains the
+word, every `<tag>__<kernel>.cubin` of the folder, with <kernel> as in kernels/variants.toml:
+
+    nvcc -std=c++17 -O3 -cubin -arch=sm_90a -DXA_ENTRY=xa_<kernel> -DXA_DTYPE=.. -DXA_HEAD_DIM=.. \
+      -DXA_STORAGE=contiguous -DXA_SCORE=.. -Ikernels/include kernels/hopper_prefill.cu -o FOLDER/<tag>__<kernel>.cubin
+
+Arguments are those of the library's own launch, read out of a captured graph. What a variant wants otherwise stands in
+`<tag>.json` beside it: `threads`, `shared_bytes`, `rows` of a tile, `keys` of a block, `section_keys`, `counter`.
+The library itself needs no build, so an idea costs seconds until it can be measured.
+"""
+
+import ctypes
+import functools
+import json
+import pathlib
+import struct
+
+import torch
+
+import peers
+import prefill
+from prefill_cases import CASES
+
+# PrefillParams (kernels/include/hopper/params.cuh): bytes, and where what a variant changes is.
+PARAMS_BYTES, ALIGNMENT = 1024, 64
+AT = {"q": 448, "k": 576, "v": 704, "next_tile": 960, "section_keys": 968}
+# Of the driver's headers.
+KERNEL_NODE, MAX_DYNAMIC_SHARED_BYTES, BF16, SWIZZLE_128B, PROMOTE_256B = 0, 8, 9, 3, 3
+# Relative error past which a variant is wrong: another block size rounds otherwise.
+TOLERANCE = 3e-3
+
+
+@functools.cache
+def driver():
+    """Libcuda."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def check(result, what):
+    """An error of the driver ends the program."""
+    assert result == 0, f"{what}: CUDA error {result}"
+
+
+class NodeParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = [
+        ("function", ctypes.c_void_p),
+        *((name, ctypes.c_uint) for name in ("grid", "grid_y", "grid_z", "threads", "threads_y", "threads_z")),
+        ("shared_bytes", ctypes.c_uint),
+        ("arguments", ctypes.POINTER(ctypes.c_void_p)),
+        *((name, ctypes.c_void_p) for name in ("extra", "kernel", "context")),
+    ]
+
+
+def launch_of(call):
+    """Of the prefill launch in a call: kernel, parameters, (grid, threads, shared bytes), result; and the graph."""
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        result = call()
+    raw, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
+    check(driver().cuGraphGetNodes(raw, None, ctypes.byref(count)), "cuGraphGetNodes")
+    nodes = (ctypes.c_void_p * count.value)()
+    check(driver().cuGraphGetNodes(raw, nodes, ctypes.byref(count)), "cuGraphGetNodes")
+    for node in map(ctypes.c_void_p, nodes):
+        kind, params, name = ctypes.c_int(), NodeParams(), ctypes.c_char_p()
+        check(driver().cuGraphNodeGetType(node, ctypes.byref(kind)), "cuGraphNodeGetType")
+        if kind.value != KERNEL_NODE:
+            continue
+        check(driver().cuGraphKernelNodeGetParams_v2(node, ctypes.byref(params)), "cuGraphKernelNodeGetParams")
+        if params.function:
+            driver().cuFuncGetName(ctypes.byref(name), ctypes.c_void_p(params.function))
+        else:
+            driver().cuKernelGetName(ctypes.byref(name), ctypes.c_void_p(params.kernel))
+        if b"hopper_prefill" in (name.value or b""):
+            argument = ctypes.string_at(params.arguments[0], PARAMS_BYTES)
+            kernel = name.value.decode().removeprefix("xa_")
+            return kernel, argument, (params.grid, params.threads, params.shared_bytes), result, graph
+    return None
+
+
+def tensor_map(tensor, axes):
+    """The 128 bytes of a CUtensorMap of (length, stride in elements, length in a box), the innermost axis first."""
+    lens, strides, boxes = zip(*axes, strict=True)
+    count, memory = len(axes), (ctypes.c_char * (128 + ALIGNMENT))()
+    address = -(-ctypes.addressof(memory) // ALIGNMENT) * ALIGNMENT
+    result = driver().cuTensorMapEncodeTiled(
+        *(ctypes.c_void_p(address), BF16, count, ctypes.c_void_p(tensor.data_ptr())),
+        *((ctypes.c_uint64 * count)(*lens), (ctypes.c_uint64 * count)(*(2 * s for s in strides[1:]))),
+        *((ctypes.c_uint32 * count)(*boxes), (ctypes.c_uint32 * count)(*[1] * count)),
+        *(0, SWIZZLE_128B, PROMOTE_256B, 0),
+    )
+    check(result, "cuTensorMapEncodeTiled")
+    return ctypes.string_at(address, 128)
+
+
+@functools.cache
+def function(path, kernel, shared_bytes):
+    """The kernel of a cubin."""
+    module, found = ctypes.c_void_p(), ctypes.c_void_p()
+    check(driver().cuModuleLoad(ctypes.byref(module), str(path).encode()), path)
+    check(driver().cuModuleGetFunction(ctypes.byref(found), module, f"xa_{kernel}".encode()), kernel)
+    check(driver().cuFuncSetAttribute(found, MAX_DYNAMIC_SHARED_BYTES, shared_bytes), "cuFuncSetAttribute")
+    return found
+
+
+def variant(path, wants, launch, q, k, v):
+    """A call of a cubin with the arguments of the library's launch, but for what it `wants`."""
+    kernel, argument, (grid, threads, shared_bytes), result, _ = launch
+    shared_bytes = wants.get("shared_bytes", shared_bytes)
+    buffer = (ctypes.c_char * (PARAMS_BYTES + ALIGNMENT))()
+    address = -(-ctypes.addressof(buffer) // ALIGNMENT) * ALIGNMENT
+    params = bytearray(argument)
+    if "rows" in wants:
+        tokens, heads, dim = q.shape
+        axes = [(64, 1, 64), (heads, dim, 1), (tokens, heads * dim, wants["rows"]), (dim // 64, 64, dim // 64)]
+        params[AT["q"] : AT["q"] + 128] = tensor_map(q, axes)
+    for name, keys in (("k", k), ("v", v)) if "keys" in wants else ():
+        tokens, heads, dim = keys.shape
+        block = (tokens, heads * dim, wants["keys"])
+        axes = [(64, 1, 64), block, (dim // 64, 64, dim // 64), (heads, dim, 1), (1, 64, 1)]
+        params[AT[name] : AT[name] + 128] = tensor_map(keys, axes)
+    if "section_keys" in wants:
+        struct.pack_into("<q", params, AT["section_keys"], wants["section_keys"])
+    counter = torch.zeros(1, dtype=torch.int64, device="cuda")
+    counts = wants.get("counter", True) and struct.unpack_from("<Q", params, AT["next_tile"])[0] != 0
+    struct.pack_into("<Q", params, AT["next_tile"], counter.data_ptr() if counts else 0)
+    ctypes.memmove(address, bytes(params), PARAMS_BYTES)
+    arguments = (ctypes.c_void_p * 1)(address)
+    code = function(path, kernel, shared_bytes)
+
+    def run(keep=(buffer, counter)):
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        if counts:
+            counter.zero_()
+        shape = (grid, 1, 1, wants.get("threads", threads), 1, 1, shared_bytes)
+        check(driver().cuLaunchKernel(code, *shape, stream, arguments, None), path)
+        return result
+
+    return run
+
+
+def main(folder, only=""):
+    """Run the cases; a line for each."""
+    for case in CASES:
+        if only not in case.name or case.page_size:
+            continue
+        torch.manual_seed(len(case.name))
+        shapes = [(sum(case.q_lens), case.q_heads), *[(sum(case.lens), case.kv_heads)] * 2]
+        q, k, v = (torch.randn(*shape, case.head_dim, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+        starts = prefill.starts(case.q_lens), prefill.starts(case.lens)
+        options = {"causal": case.causal, "window": (case.window, -1)}
+        ours = prefill.flash_attn_varlen(q, k, v, starts[0], cu_seqlens_k=starts[1], **options)
+        launch = launch_of(ours)
+        if launch is None:
+            continue
+        calls = {"ours": ours, "fa3": peers.fa3(case, q, k, v, *starts)}
+        for path in sorted(pathlib.Path(folder).glob(f"*__{launch[0]}.cubin")):
+            tag = path.name.split("__")[0]
+            beside = path.with_name(f"{tag}.json")
+            calls[tag] = variant(path, json.loads(beside.read_text()) if beside.exists() else {}, launch, q, k, v)
+        wanted = prefill.rows_of(ours(), q.shape)
+        written = launch[3] if torch.is_tensor(launch[3]) else launch[3][0]
+        calls = {tag: call for tag, call in calls.items() if call}
+        for tag, call in calls.items():
+            written.zero_()
+            error = ((prefill.rows_of(call(), q.shape) - wanted).norm() / wanted.norm()).item()
+            assert error < TOLERANCE, f"{case.name}: {tag} differs by {error:.1e}"
+        times = prefill.milliseconds(calls)
+        rates = {tag: case.flops() / taken / 1e9 for tag, taken in times.items()}
+        print(f"{case.name:20}" + "".join(f" | {tag} {rate:.0f}" for tag, rate in rates.items()), flush=True)
