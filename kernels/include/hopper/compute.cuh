@@ -178,6 +178,14 @@ class RowStore {
   __device__ __forceinline__ RowWriter<T, false> writer() const {
     return RowWriter<T, false>(prefill_.attention, plan_.tile, plan_.kv_head, overlap_);
   }
+  /// As T, or as what AttentionParams::out_is_bf16 says.
+  __device__ __forceinline__ uint32_t pack(float low, float high) const {
+    if constexpr (Shape::kChoosesOutput) {
+      return prefill_.attention.out_is_bf16 != 0 ? Element<Bf16>::pack(low, high) : Element<F16>::pack(low, high);
+    } else {
+      return Element<T>::pack(low, high);
+    }
+  }
   /// Of this lane.
   __device__ __forceinline__ int32_t row(int half) const {
     return first_row_ + 8 * half + static_cast<int32_t>(threadIdx.x % 32 / 4);
@@ -206,7 +214,7 @@ class RowStore {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float* const x = &state.output[column + i][2 * half];
-          pairs[i] = Element<T>::pack(x[0] * factor_[half], x[1] * factor_[half]);
+          pairs[i] = pack(x[0] * factor_[half], x[1] * factor_[half]);
         }
         const uint4 chunk = transpose_in_quad(pairs);
         if (writes) *reinterpret_cast<uint4*>(chunks + column * 8) = chunk;
@@ -243,7 +251,7 @@ class RowStore {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* const x = &state.output[column + i / 2][i % 2 * 2];
-        matrices[i] = Element<T>::pack(x[0] * factor_[i % 2], x[1] * factor_[i % 2]);
+        matrices[i] = pack(x[0] * factor_[i % 2], x[1] * factor_[i % 2]);
       }
       const int32_t panel = column / Panel::kChunks, chunk = column % Panel::kChunks + lane / 16;
       ptx::stmatrix_x4(staging + panel * 16 * Panel::kRowBytes + Panel::offset(row, chunk), matrices);
