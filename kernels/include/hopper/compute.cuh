@@ -83,10 +83,12 @@ struct RowState {
       sum[half] = __fmaf_rn(sum[half], rescale[half], block_sum);
     }
   }
-  /// Makes up for a maximum that rose. Where no row's did the factors are exactly 1. That is most blocks of a long
-  /// sequence, and work that is left out is power for the tensor cores.
+  /// Whether some row's maximum rose with the last block. In most blocks of a long sequence none does: the factors are
+  /// exactly 1, and work that is left out is power for the tensor cores.
+  __device__ __forceinline__ bool has_risen() const {
+    return __any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f);
+  }
   __device__ __forceinline__ void rescale_output() {
-    if (!has_risen()) return;
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column) {
 #pragma unroll
@@ -98,7 +100,7 @@ struct RowState {
   template <typename T, int kKeyTiles>
   __device__ __forceinline__ void round_largest(const float (&weights)[kKeyTiles][4]) {
     const auto is_large = [](float x) { return fabsf(x) > 1024.0f && x != -INFINITY; };
-    if (!has_risen() || !__any_sync(~0u, is_large(max[0]) || is_large(max[1]))) return;
+    if (!__any_sync(~0u, is_large(max[0]) || is_large(max[1]))) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float largest = 0.0f;
@@ -111,10 +113,6 @@ struct RowState {
       // Of the quad's lanes one has it, and any may add it.
       if (rescale[half] != 1.0f && threadIdx.x % 4 == 0) sum[half] += rounded<T>(largest) - largest;
     }
-  }
-  /// Whether some row's maximum did with the last block.
-  __device__ __forceinline__ bool has_risen() const {
-    return __any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f);
   }
   /// Adds up the lanes' sums; call once, after the last block.
   __device__ __forceinline__ void finish() {
@@ -436,8 +434,10 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
           ptx::products_wait<0>();
           release(pipeline.values_empty(now));
           pack_weights();
-          state.rescale_output();
-          if constexpr (kRounds) state.template round_largest<T>(scores);
+          if (state.has_risen()) {
+            state.rescale_output();
+            if constexpr (kRounds) state.template round_largest<T>(scores);
+          }
           ++turn;
           if (masked) clean_values();
         };

@@ -1,7 +1,7 @@
 // How the prefill kernel of sm_90a cuts up its work, by head dimension and score form; and its shared memory.
 //
 // A tile of 64 packed rows a warpgroup works on blocks of kKeys keys. Shared memory, all tiles in swizzled panels
-// (wgmma.cuh): the query rows, kStages blocks of K, as many of V, finished rows, then words of the warps that copy rows
+// (panel.cuh): the query rows, kStages blocks of K, as many of V, finished rows, then words of the warps that copy rows
 // out of pages, the plans of two tiles and the barriers.
 #pragma once
 
