@@ -169,10 +169,11 @@ void together(void (*operation)(void* const*), void* mine) {
   while (warp.round == round) let_others_run();
 }
 
-bool barrier_and(bool mine) {
-  Barrier& barrier = block_barrier;
+namespace {
+/// Whether `mine` was true for all of `threads` threads.
+bool wait_at(Barrier& barrier, int threads, bool mine) {
   barrier.all = (barrier.arrived == 0 || barrier.all) && mine;
-  if (++barrier.arrived == static_cast<int>(fibers.size())) {
+  if (++barrier.arrived == threads) {
     barrier.arrived = 0;
     barrier.result = barrier.all;
     ++barrier.round;
@@ -182,17 +183,11 @@ bool barrier_and(bool mine) {
   while (barrier.round == round) let_others_run();
   return barrier.result;
 }
+}  // namespace
 
-void barrier(int number, int threads) {
-  Barrier& barrier = numbered_barriers[number];
-  if (++barrier.arrived == threads) {
-    barrier.arrived = 0;
-    ++barrier.round;
-    return;
-  }
-  const unsigned round = barrier.round;
-  while (barrier.round == round) let_others_run();
-}
+bool barrier_and(bool mine) { return wait_at(block_barrier, static_cast<int>(fibers.size()), mine); }
+
+void barrier(int number, int threads) { wait_at(numbered_barriers[number], threads, true); }
 
 void mbarrier_init(uint32_t address, uint32_t arrivals) {
   if (address % 8 != 0) fail("a misaligned mbarrier");
