@@ -27,15 +27,24 @@ def starts(lens):
     return torch.tensor([0, *lens]).cumsum(0).to(torch.int32).cuda()
 
 
-def contiguous_calls(case, table=peers.PREFILL):
-    """Our call and the peers' over packed keys, by name."""
+def packed_operands(case):
+    """q, k, v and both cu_seqlens over packed keys."""
     keys = (sum(case.lens), case.kv_heads)
     shapes = [(sum(case.q_lens), case.q_heads, case.head_dim), (*keys, case.head_dim), (*keys, case.value_dim)]
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
-    cu_q, cu_k = starts(case.q_lens), starts(case.lens)
+    return q, k, v, starts(case.q_lens), starts(case.lens)
+
+
+def ours_packed(case, q, k, v, cu_q, cu_k):
+    """Our call over packed keys."""
     options = {"causal": case.causal, "window": (case.window, -1)}
-    ours = flash_attn_varlen(q, k, v, cu_q, cu_seqlens_k=cu_k, **options)
-    return {"ours": ours} | prepared(table, case, q, k, v, cu_q, cu_k)
+    return flash_attn_varlen(q, k, v, cu_q, cu_seqlens_k=cu_k, **options)
+
+
+def contiguous_calls(case, table=peers.PREFILL):
+    """Our call and the peers' over packed keys, by name."""
+    operands = packed_operands(case)
+    return {"ours": ours_packed(case, *operands)} | prepared(table, case, *operands)
 
 
 def paged_calls(case):

@@ -148,25 +148,23 @@ def main(folder, only=""):
         if only not in case.name or case.page_size:
             continue
         torch.manual_seed(len(case.name))
-        shapes = [(sum(case.q_lens), case.q_heads), *[(sum(case.lens), case.kv_heads)] * 2]
-        q, k, v = (torch.randn(*shape, case.head_dim, device="cuda", dtype=torch.bfloat16) for shape in shapes)
-        starts = prefill.starts(case.q_lens), prefill.starts(case.lens)
-        options = {"causal": case.causal, "window": (case.window, -1)}
-        ours = prefill.flash_attn_varlen(q, k, v, starts[0], cu_seqlens_k=starts[1], **options)
+        operands = prefill.packed_operands(case)
+        q, k, v = operands[:3]
+        ours = prefill.ours_packed(case, *operands)
         launch = launch_of(ours)
         if launch is None:
             continue
-        calls = {"ours": ours, "fa3": peers.fa3(case, q, k, v, *starts)}
+        calls = {"ours": ours} | prefill.prepared({"fa3": peers.fa3}, case, *operands)
         for path in sorted(pathlib.Path(folder).glob(f"*__{launch[0]}.cubin")):
             tag = path.name.split("__")[0]
             beside = path.with_name(f"{tag}.json")
             calls[tag] = variant(path, json.loads(beside.read_text()) if beside.exists() else {}, launch, q, k, v)
-        wanted = prefill.rows_of(ours(), q.shape)
+        shape = (*q.shape[:2], case.value_dim)
+        wanted = prefill.rows_of(ours(), shape)
         written = launch[3] if torch.is_tensor(launch[3]) else launch[3][0]
-        calls = {tag: call for tag, call in calls.items() if call}
         for tag, call in calls.items():
             written.zero_()
-            error = ((prefill.rows_of(call(), q.shape) - wanted).norm() / wanted.norm()).item()
+            error = ((prefill.rows_of(call(), shape) - wanted).norm() / wanted.norm()).item()
             assert error < TOLERANCE, f"{case.name}: {tag} differs by {error:.1e}"
         times = prefill.milliseconds(calls)
         rates = {tag: case.flops() / taken / 1e9 for tag, taken in times.items()}
