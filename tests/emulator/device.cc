@@ -1,10 +1,14 @@
 // Runs a grid on the host: each thread of a block is a fiber, switched where it would wait for others.
+//
+// Threads take turns. With XLA_ATTENTION_EMULATOR_SEED some warps, others in each block, get one turn in 16 only, each
+// lane by itself: a kernel must not rely on a warp's being in time to see a phase of an mbarrier go by.
 #include "device.h"
 
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
 #include <map>
+#include <random>
 #include <vector>
 
 dim3 threadIdx, blockIdx, blockDim, gridDim;
@@ -91,14 +95,20 @@ std::map<uint32_t, Mbarrier> mbarriers;
 int current, alive;
 void* main_stack_pointer;
 const void* parameter;
+std::mt19937 random_bits;
+uint32_t slow_warps = 0;
+int64_t turns_in_vain = 0;
 
-/// The next fiber that has not ended; the current one if there is no other.
+/// The next fiber that has not ended, hardly ever one of a slow warp; the current one if there is no other.
 int next_fiber() {
   const int count = static_cast<int>(fibers.size());
-  int next = current;
-  do next = (next + 1) % count;
-  while (fibers[next].done && next != current);
-  return next;
+  for (int passed = 1; passed < 2 * count; ++passed) {
+    const int next = (current + passed) % count;
+    if (fibers[next].done || next == current) continue;
+    if (passed < count && (slow_warps >> next / kWarp & 1) != 0 && random_bits() % 16 != 0) continue;
+    return next;
+  }
+  return current;
 }
 
 void switch_to(int next, void** save) {
@@ -110,6 +120,7 @@ void switch_to(int next, void** save) {
 void let_others_run() {
   const int me = current, next = next_fiber();
   if (next == me) fail("a thread waits for threads that have ended");
+  if (++turns_in_vain > 4096 * static_cast<int64_t>(fibers.size())) fail("all threads wait");
   switch_to(next, &fibers[me].stack_pointer);
 }
 
@@ -144,6 +155,8 @@ void run_block() {
   numbered_barriers.clear();
   mbarriers.clear();
   alive = threads;
+  turns_in_vain = 0;
+  if (std::getenv("XLA_ATTENTION_EMULATOR_SEED") != nullptr) slow_warps = random_bits() & random_bits();
   for (int i = 0; i < threads; ++i) {
     void** top = reinterpret_cast<void**>(stacks[i] + kStackBytes - 64);
     *--top = nullptr;  // where `thread` would return to
@@ -163,6 +176,7 @@ void together(void (*operation)(void* const*), void* mine) {
     operation(warp.lanes);
     warp.arrived = 0;
     ++warp.round;
+    turns_in_vain = 0;
     return;
   }
   const unsigned round = warp.round;
@@ -177,6 +191,7 @@ bool wait_at(Barrier& barrier, int threads, bool mine) {
     barrier.arrived = 0;
     barrier.result = barrier.all;
     ++barrier.round;
+    turns_in_vain = 0;
     return barrier.result;
   }
   const unsigned round = barrier.round;
@@ -205,6 +220,7 @@ void end_if_complete(Mbarrier& barrier) {
   if (barrier.missing > 0 || barrier.bytes != 0) return;
   barrier.missing = barrier.arrivals;
   ++barrier.phase;
+  turns_in_vain = 0;
 }
 }  // namespace
 
@@ -252,6 +268,7 @@ extern "C" __attribute__((visibility("default"))) void xa_emulate(unsigned grid_
                                                                   const void* kernel_parameter) {
   using namespace emulator;
   parameter = kernel_parameter;
+  if (const char* seed = std::getenv("XLA_ATTENTION_EMULATOR_SEED")) random_bits.seed(std::atoi(seed));
   gridDim = {grid_x, grid_y, 1};
   blockDim = {threads, 1, 1};
   while (stacks.size() < threads) stacks.push_back(static_cast<uint8_t*>(std::aligned_alloc(64, kStackBytes)));

@@ -173,13 +173,7 @@ inline int __reduce_max_sync(unsigned, int x) {
   for (int distance = 1; distance < emulator::kWarp; distance *= 2) x = std::max(x, __shfl_xor_sync(~0u, x, distance));
   return x;
 }
-/// The place of the n-th bit that is set, from bit `base` on.
-inline unsigned __fns(unsigned mask, unsigned base, int n) {
-  for (unsigned i = base; i < 32; ++i) {
-    if ((mask >> i & 1) != 0 && --n == 0) return i;
-  }
-  return ~0u;
-}
+inline float __fdividef(float x, float y) { return x / y; }
 inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long x) {
   const unsigned long long before = *to;
   *to += x;

@@ -54,6 +54,8 @@ class BoxLoader {
     const uint32_t to = kOfKeys ? pipeline_.keys(turn.slot) : pipeline_.values(turn.slot);
     const TensorMap& map = kOfKeys ? params_.k : params_.v;
     empty.wait_for_reuse();
+    // Without the copy the phase lasts: no lane can miss it.
+    __syncwarp();
     if constexpr (kPaged) {
       const uint32_t box_bytes = octets_ * Block::kGroupDistance;
       const uint32_t seen = __ballot_sync(~0u, place.octet >= 0);
@@ -233,6 +235,15 @@ __device__ __forceinline__ void load_query(const PrefillParams& params, const Pi
   ptx::copy_box(pipeline.query(), params.q, full.address, 0, plan.plan.kv_head * params.attention.group, token, 0);
 }
 
+/// All CTAs start at once, and memory is slow to give each of them all that it asks for: first what is needed first.
+/// This warp alone may wait for these barriers, because it is what starts their next phase.
+template <typename Shape>
+__device__ __forceinline__ void wait_for_first(const Pipeline<Shape>& pipeline) {
+  pipeline.keys_full(Turn<Shape::kStages>(0)).wait();
+  if (threadIdx.x % 32 == 0) pipeline.first_keys().arrive();
+  pipeline.query_full(0).wait();
+}
+
 /// Fetches the blocks of all tiles of the CTA.
 template <typename Shape, Operand kOperand, typename Loader>
 __device__ __forceinline__ void load_blocks_by(Loader loader, const PrefillParams& params,
@@ -247,15 +258,13 @@ __device__ __forceinline__ void load_blocks_by(Loader loader, const PrefillParam
     int32_t block = plan.end_block - 1;
     if (plan.plan.tile.num_rows > 0 && block >= plan.first_block) {
       loader.begin(plan, block);
-      // All CTAs start at once, and memory is slow to give each of them all that it asks for: first what is needed
-      // first.
-      if (turn == 0 && kOperand == Operand::values) pipeline.keys_full(Turn<Shape::kStages>(0)).wait();
+      if (turn == 0 && kOperand == Operand::values) pipeline.first_keys().wait();
 #pragma unroll 1
       for (; block >= plan.first_block; --block) {
         loader.load(block, turn);
         if (kOperand == Operand::keys && block == plan.end_block - 1) load_query<Shape>(params, pipeline, plan, tile);
         loader.finish(turn++);
-        if (turn == 1 && kOperand == Operand::keys) pipeline.query_full(0).wait();
+        if (turn == 1 && kOperand == Operand::keys) wait_for_first(pipeline);
       }
       ++tile;
     }

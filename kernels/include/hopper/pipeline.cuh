@@ -19,7 +19,8 @@ struct Turn {
   __device__ __forceinline__ explicit Turn(int32_t n) : slot(n & (kSlots - 1)), parity(n / kSlots & 1) {}
 };
 
-/// The barrier of a turn.
+/// The barrier of a turn. Who waits for a phase must not be able to miss the next one, whose end looks the same as the
+/// phase not being over: without the waiter, the next phase must not end.
 struct Barrier {
   uint32_t address;
   uint32_t parity;
@@ -45,7 +46,8 @@ class Pipeline {
     kPlanFull = kValuesEmpty + kStages,
     kPlanEmpty = kPlanFull + 2,
     kOverlapKnown = kPlanEmpty + 2,
-    kBarriers = kOverlapKnown + 1,
+    kFirstKeys = kOverlapKnown + 1,
+    kBarriers = kFirstKeys + 1,
   };
   static_assert(Shape::kBarriersOffset + 8 * (kBarriers + 1) + Shape::kAlignment <= Shape::kSharedBytes);
 
@@ -72,6 +74,7 @@ class Pipeline {
     init(kPlanFull, 2, 1);
     init(kPlanEmpty, 2, Shape::kComputeWarps + 2);  // and the two warps that load
     init(kOverlapKnown, 1, 1);
+    init(kFirstKeys, 1, 1);
     ptx::fence_barrier_init();
     ptx::fence_stores_for_async();
   }
@@ -85,6 +88,8 @@ class Pipeline {
   __device__ __forceinline__ Barrier plan_full(Turn<2> turn) const { return barrier(kPlanFull, turn); }
   __device__ __forceinline__ Barrier plan_empty(Turn<2> turn) const { return barrier(kPlanEmpty, turn); }
   __device__ __forceinline__ Barrier overlap_known() const { return barrier(kOverlapKnown, 0); }
+  /// The first block of K is there.
+  __device__ __forceinline__ Barrier first_keys() const { return barrier(kFirstKeys, 0); }
 
   __device__ __forceinline__ uint32_t query() const { return address_; }
   __device__ __forceinline__ uint32_t keys(uint32_t slot) const {
