@@ -33,6 +33,9 @@ __device__ __forceinline__ float rounded(float x) {
 /// the weight gets less or more.
 template <int kColumnTiles>
 struct RowState {
+  /// How many sums a lane adds a row's weights up in; what is faster has been measured.
+  static constexpr int kSums = kColumnTiles == 128 / 8 ? 1 : 2;
+
   float max[2];      // largest logit, rounded
   float sum[2];      // this lane's columns only, until `finish`
   float rescale[2];  // what the output so far counts for, once the last block has been taken up
@@ -54,32 +57,30 @@ struct RowState {
   /// Turns the scores of a block into the weights of V's rows. A row that sees nothing of it keeps its state, bit for
   /// bit.
   ///
-  /// One row after the other, and nothing that branches: the maximum of the second is found while the exponentials of
-  /// the first are on their way. Votes in between cost 2 to 7 % of the kernel's speed.
+  /// Nothing branches here: votes in between cost 2 to 7 % of the kernel's speed. So do other orders of the same
+  /// instructions, which come about when this is written otherwise (docs/performance.md).
   template <int kKeyTiles>
   __device__ __forceinline__ void absorb(float (&scores)[kKeyTiles][4], float log2_unit) {
+    const float largest[2] = {largest_of_lane(scores, 0), largest_of_lane(scores, 1)};
+    float base[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) base[half] = raise(half, largest[half], log2_unit);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float largest = scores[0][2 * half];
-#pragma unroll
-      for (int block = 0; block < kKeyTiles; ++block) {
-        largest = fmaxf(largest, fmaxf(scores[block][2 * half], scores[block][2 * half + 1]));
-      }
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      const float next = fmaxf(max[half], __fmul_rn(largest, log2_unit));
-      // Of a row that has seen nothing all weights are 0, and so is what its output counts for.
-      const float base = next == -INFINITY ? 0.0f : next;
-      rescale[half] = xa::ptx::exp2_approx(max[half] - base);
-      max[half] = next;
-      float block_sum = 0.0f;
+      float block_sums[kSums] = {};
 #pragma unroll
       for (int block = 0; block < kKeyTiles; ++block) {
         float (&pair)[2] = reinterpret_cast<float (&)[2]>(scores[block][2 * half]);
 #pragma unroll
-        for (float& x : pair) x = xa::ptx::exp2_approx(__fmaf_rn(x, log2_unit, -base));
-        block_sum += pair[0] + pair[1];
+        for (float& x : pair) x = xa::ptx::exp2_approx(__fmaf_rn(x, log2_unit, -base[half]));
+        if constexpr (kSums == 1) {
+          block_sums[0] += pair[0] + pair[1];
+        } else {
+          block_sums[0] += pair[0];
+          block_sums[1] += pair[1];
+        }
       }
+      const float block_sum = kSums == 1 ? block_sums[0] : block_sums[0] + block_sums[1];
       sum[half] = __fmaf_rn(sum[half], rescale[half], block_sum);
     }
   }
@@ -103,11 +104,7 @@ struct RowState {
     if (!__any_sync(~0u, is_large(max[0]) || is_large(max[1]))) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float largest = 0.0f;
-#pragma unroll
-      for (int block = 0; block < kKeyTiles; ++block) {
-        largest = fmaxf(largest, fmaxf(weights[block][2 * half], weights[block][2 * half + 1]));
-      }
+      float largest = largest_of_lane(weights, half);
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
       // Of the quad's lanes one has it, and any may add it.
@@ -121,6 +118,29 @@ struct RowState {
       sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
       sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
     }
+  }
+
+ private:
+  template <int kKeyTiles>
+  static __device__ __forceinline__ float largest_of_lane(const float (&scores)[kKeyTiles][4], int half) {
+    float largest = scores[0][2 * half];
+#pragma unroll
+    for (int block = 0; block < kKeyTiles; ++block) {
+      largest = fmaxf(largest, fmaxf(scores[block][2 * half], scores[block][2 * half + 1]));
+    }
+    return largest;
+  }
+  /// Takes up the largest score of a block, of which each lane knows its own columns'; what the row's logits lose
+  /// before they become weights.
+  __device__ __forceinline__ float raise(int half, float largest, float log2_unit) {
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    const float next = fmaxf(max[half], __fmul_rn(largest, log2_unit));
+    // Of a row that has seen nothing all weights are 0, and so is what its output counts for.
+    const float base = next == -INFINITY ? 0.0f : next;
+    rescale[half] = xa::ptx::exp2_approx(max[half] - base);
+    max[half] = next;
+    return base;
   }
 };
 
@@ -148,20 +168,46 @@ template <typename Shape, typename T>
 class RowStore {
   using State = RowState<Shape::kValueDim / 8>;
   using Panel = typename Shape::Panel;
-  /// What the state's largest is a multiple of.
-  static constexpr float kLog2Unit = 1.0f;
 
  public:
   /// `boxed` where the tile owns all rows of the warp, and they are a box of `out`.
-  __device__ __forceinline__ RowStore(const PrefillParams& prefill, const Plan& plan, Overlap overlap,
+  __device__ __forceinline__ RowStore(const PrefillParams& prefill, const TilePlan& plan, Overlap overlap,
                                       int32_t first_row, bool boxed)
-      : prefill_(prefill), plan_(plan), overlap_(overlap), first_row_(first_row), boxed_(boxed) {}
+      : prefill_(prefill), plan_(plan.plan), overlap_(overlap), first_row_(first_row), boxed_(boxed) {
+    factor_[0] = factor_[1] = plan.value_factor;
+  }
 
+  /// As finish_row (softmax.cuh) for both rows at once, without a branch and with the fast functions: nothing else is
+  /// left to do until it is over.
   __device__ __forceinline__ void finish(const State& state) {
-    if (boxed_) {
-      finish_all(state);
-    } else {
-      finish_some(state);
+    constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
+    const AttentionParams& params = prefill_.attention;
+    const int32_t packed = plan_.tile.first_row + first_row_ + threadIdx.x % 32 / 4;
+    int32_t head[2];
+    float sink[2] = {-INFINITY, -INFINITY}, lse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      head[half] = plan_.kv_head * params.group + ((packed + 8 * half) & (params.group - 1));
+      if (params.sinks != nullptr) sink[half] = __ldg(params.sinks + head[half]);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sink_log2 = sink[half] * kLog2E, largest = fmaxf(state.max[half], sink_log2);
+      const float base = largest == -INFINITY ? 0.0f : largest;
+      // Exactly 1 and the sum without a sink.
+      const float weight = xa::ptx::exp2_approx(state.max[half] - base);
+      const float total = __fmaf_rn(state.sum[half], weight, xa::ptx::exp2_approx(sink_log2 - base));
+      const bool sees = state.sum[half] != 0.0f;
+      factor_[half] = sees ? factor_[half] * weight * ptx::reciprocal_approx(total) : 0.0f;
+      lse[half] = sees ? (base + ptx::log2_approx(total)) * kLn2 : sink[half];
+    }
+    if (params.lse == nullptr || threadIdx.x % 4 != 0) return;
+    const auto to = writer();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!boxed_ && !to.writes(row(half))) continue;
+      const int32_t token = plan_.tile.first_token + ((packed + 8 * half) >> prefill_.group_shift);
+      params.lse[static_cast<int64_t>(head[half]) * params.num_tokens + token] = lse[half];
     }
   }
   __device__ __forceinline__ void store(const State& state, uint32_t staging) const {
@@ -181,17 +227,6 @@ class RowStore {
     return first_row_ + 8 * half + static_cast<int32_t>(threadIdx.x % 32 / 4);
   }
 
-  __device__ __forceinline__ void finish_some(const State& state) {
-    const auto to = writer();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      // Rows past the tile's end are nobody's; what is read of them is the first row's.
-      const bool writes = to.writes(row(half));
-      const RowResult result = to.finish(writes ? row(half) : 0, state.max[half], state.sum[half], kLog2Unit);
-      factor_[half] = result.factor;
-      if (writes && threadIdx.x % 4 == 0) to.write_lse(row(half), result.lse);
-    }
-  }
   __device__ __forceinline__ void store_rows(const State& state) const {
     const auto to = writer();
 #pragma unroll
@@ -212,22 +247,6 @@ class RowStore {
     }
   }
 
-  __device__ __forceinline__ void finish_all(const State& state) {
-    const AttentionParams& params = prefill_.attention;
-    const float v_scale = params.value_factor * params.v_scale.of(plan_.kv_head / prefill_.packs_per_kv_head);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t packed = plan_.tile.first_row + row(half);
-      const int32_t head = plan_.kv_head * params.group + (packed & (params.group - 1));
-      const float sink = params.sinks == nullptr ? -INFINITY : __ldg(params.sinks + head);
-      const RowResult result = finish_row(state.max[half], state.sum[half], kLog2Unit, sink, v_scale);
-      factor_[half] = result.factor;
-      if (threadIdx.x % 4 == 0 && params.lse != nullptr) {
-        const int32_t token = plan_.tile.first_token + (packed >> prefill_.group_shift);
-        params.lse[static_cast<int64_t>(head) * params.num_tokens + token] = result.lse;
-      }
-    }
-  }
   /// As one box that goes through `staging`.
   __device__ __forceinline__ void store_box(const State& state, uint32_t staging) const {
     const int32_t lane = threadIdx.x % 32, group = prefill_.attention.group;
@@ -396,7 +415,7 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
       const auto overlap = static_cast<Overlap>(uniform(static_cast<int32_t>(pipeline.overlap())));
       const bool boxed =
           Shape::kStagesOutput && prefill.stores_boxes != 0 && overlap == Overlap::kNone && warp_row + 16 <= rows;
-      RowStore<Shape, T> store(prefill, plan.plan, overlap, warp_row, boxed);
+      RowStore<Shape, T> store(prefill, plan, overlap, warp_row, boxed);
       const auto finish_rows = [&] {
         state.finish();
         store.finish(state);
@@ -432,8 +451,8 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
           if (block == first) release(pipeline.query_empty(tile));
           weigh(masked);
           ptx::products_wait<0>();
-          release(pipeline.values_empty(now));
           pack_weights();
+          release(pipeline.values_empty(now));
           if (state.has_risen()) {
             state.rescale_output();
             if constexpr (kRounds) state.template round_largest<T>(scores);

@@ -144,6 +144,7 @@ __device__ __forceinline__ void plan_tiles(const PrefillParams& params, const Pi
     if (threadIdx.x % 32 == 0) {
       const int32_t kv_head = plan.plan.kv_head / params.packs_per_kv_head;
       plan.plan.score_factor = rows > 0 ? Score::factor(params.attention, kv_head) : 0.0f;
+      plan.value_factor = rows > 0 ? params.attention.value_factor * params.attention.v_scale.of(kv_head) : 0.0f;
       pipeline.plan_full(turn).arrive();
     }
     __syncwarp();

@@ -65,6 +65,7 @@ struct TilePlan {
   int32_t seen_end;
   int32_t first_block;  // blocks [first_block, end_block) are those that some row of the tile sees
   int32_t end_block;
+  float value_factor;  // AttentionParams::value_factor times the scale of V
 };
 
 template <typename Dims, Storage kStorage_, typename Score>
