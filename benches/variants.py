@@ -7,7 +7,7 @@ word, every `<tag>__<kernel>.cubin` of the folder, with <kernel> as in kernels/v
       -DXA_STORAGE=contiguous -DXA_SCORE=.. -Ikernels/include kernels/hopper_prefill.cu -o FOLDER/<tag>__<kernel>.cubin
 
 Arguments are those of the library's own launch, read out of a captured graph. What a variant wants otherwise stands in
-`<tag>.json` beside it: `threads`, `shared_bytes`, `rows` of a tile, `keys` of a block, `section_keys`, `counter`.
+`<tag>.json` beside it: `threads`, `shared_bytes`, `rows` of a tile, `keys` of a block, `counter`.
 The library itself needs no build, so an idea costs seconds until it can be measured.
 """
 
@@ -25,7 +25,7 @@ from prefill_cases import CASES
 
 # PrefillParams (kernels/include/hopper/params.cuh): bytes, and where what a variant changes is.
 PARAMS_BYTES, ALIGNMENT = 1024, 64
-AT = {"q": 448, "k": 576, "v": 704, "next_tile": 960, "section_keys": 968}
+AT = {"q": 448, "k": 576, "v": 704, "next_tile": 960}
 # Of the driver's headers.
 KERNEL_NODE, MAX_DYNAMIC_SHARED_BYTES, BF16, SWIZZLE_128B, PROMOTE_256B = 0, 8, 9, 3, 3
 # Relative error past which a variant is wrong: another block size rounds otherwise.
@@ -122,8 +122,6 @@ def variant(path, wants, launch, q, k, v):
         block = (tokens, heads * dim, wants["keys"])
         axes = [(64, 1, 64), block, (dim // 64, 64, dim // 64), (heads, dim, 1), (1, 64, 1)]
         params[AT[name] : AT[name] + 128] = tensor_map(keys, axes)
-    if "section_keys" in wants:
-        struct.pack_into("<q", params, AT["section_keys"], wants["section_keys"])
     counter = torch.zeros(1, dtype=torch.int64, device="cuda")
     counts = wants.get("counter", True) and struct.unpack_from("<Q", params, AT["next_tile"])[0] != 0
     struct.pack_into("<Q", params, AT["next_tile"], counter.data_ptr() if counts else 0)

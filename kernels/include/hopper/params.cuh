@@ -18,8 +18,8 @@ struct PrefillParams {
   TensorMap k;    // contiguous [1, head, panel, token, column]: boxes of a block of keys;
   TensorMap v;    // paged [page, its octet, panel of all heads, token of the octet, column]: `box_octets` octets a box
   TensorMap out;  // [panel, token, head, column]: boxes of a warp's rows
-  uint64_t* next_tile;   // 0 before the launch; without it tiles are dealt out in turn
-  int64_t section_keys;  // the keys of a section of tiles, times its heads, stay below this; 0: a head is a section
+  uint64_t* next_tile;  // 0 before the launch; without it tiles are dealt out in turn
+  int32_t grows;        // whether later rows of a sequence see more keys
   int32_t packs_per_kv_head;
   int32_t box_octets;    // paged: a power of two that divides page and block; 0: rows are copied one by one
   int32_t key_panels;    // paged: panels from a KV head of K to the next one

@@ -1,10 +1,10 @@
 // Which tiles a CTA of the prefill kernel works on, and in what order; found on the device by one warp of the CTA,
 // while the others work on the tile before.
 //
-// Tiles are numbered over runs of 32 sequences, the heads of a run in *sections*, whose K and V stay in the L2 cache
-// together; in a section those with the last rows come first, because under a causal mask they are the longest, and the
-// heads of the same rows are neighbours. A CTA's first tile is that of its own number, each further one that of the
-// next number in `next_tile`: the longest come first, so that the CTAs finish together.
+// Tiles are numbered over runs of 32 sequences, the heads of a run in *sections*; in a section those with the last rows
+// come first, because under a causal mask they are the longest, and the heads of the same rows are neighbours. A CTA's
+// first tile is that of its own number, each further one that of the next number in `next_tile`: the longest come
+// first, so that the CTAs finish together.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ template <typename Shape>
 class TileFinder {
  public:
   __device__ __forceinline__ explicit TileFinder(const PrefillParams& params)
-      : params_(params.attention), section_keys_(params.section_keys), num_seqs_(live_sequences(params_)) {
+      : params_(params.attention), grows_(params.grows != 0), num_seqs_(live_sequences(params_)) {
     load_run(0);
   }
 
@@ -42,12 +42,12 @@ class TileFinder {
       if (threadIdx.x % 32 == 0) to.plan.tile.num_rows = 0;
       return;
     }
-    const int64_t section = divide(number, tiles_of_head_ * section_heads_);
-    const int32_t first_head = static_cast<int32_t>(section) * section_heads_;
-    const int32_t heads = min(section_heads_, params_.num_kv_heads - first_head);
-    const int64_t in_section = number - section * tiles_of_head_ * section_heads_;
-    const int64_t of_head = divide(in_section, heads);
-    const int32_t head = first_head + static_cast<int32_t>(in_section - of_head * heads);
+    // Section s has heads [s H / S, (s + 1) H / S).
+    const int64_t heads = params_.num_kv_heads, of_all = divide(number, tiles_of_head_);
+    const int64_t section = divide((of_all + 1) * sections_ - 1, heads);
+    const int64_t first = divide(section * heads, sections_), end = divide((section + 1) * heads, sections_);
+    const int64_t in_section = number - first * tiles_of_head_, of_head = divide(in_section, end - first);
+    const auto head = static_cast<int32_t>(first + in_section - of_head * (end - first));
     describe(of_head, head, packs_per_kv_head, to);
   }
 
@@ -65,8 +65,22 @@ class TileFinder {
     const bool ours = b < num_seqs_ && tile_.len_q >= params_.min_queries && tile_.len_q <= params_.max_queries;
     num_tiles_ = ours ? (tile_.len_q * params_.group + Shape::kRows - 1) / Shape::kRows : 0;
     tiles_of_head_ = sum_of_lanes(num_tiles_);
-    const int64_t keys = sum_of_lanes(ours ? tile_.len_k : 0);
-    section_heads_ = clamp(static_cast<int32_t>(divide(section_keys_, max(keys, int64_t{1}))), 1, params_.num_kv_heads);
+    sections_ = grows_ ? find_sections(ours) : params_.num_kv_heads;
+  }
+  /// How many sections the heads of this run are divided into: as many as fill two waves each with the longest tiles,
+  /// so that what is left for the end is short. Fewer where CTAs would not share what they read at the same time: of
+  /// as many CTAs as have tiles of the same rows, those of one sequence and head read the same keys. Both limits have
+  /// been measured.
+  __device__ __forceinline__ int32_t find_sections(bool ours) const {
+    constexpr float kWaves = 1.9f, kSharing = 4.0f;
+    // Twice the keys of all tiles of a head; a sequence's tiles have len_k - len_q to len_k.
+    const float work = sum_of_lanes(ours ? static_cast<int64_t>(num_tiles_) * (2 * tile_.len_k - tile_.len_q) : 0);
+    const float spread = __reduce_max_sync(~0u, ours ? tile_.len_q : 0), ctas = gridDim.x;
+    const float least = ceilf(__fdividef(2 * kWaves * ctas * spread, fmaxf(work, 1.0f)));
+    const float levels = __reduce_max_sync(~0u, num_tiles_);
+    const float most = floorf(__fdividef(ctas * levels, kSharing * fmaxf(tiles_of_head_, 1.0f)));
+    const float heads = fmaxf(fminf(least, most), 1.0f);
+    return max(static_cast<int32_t>(__fdividef(params_.num_kv_heads, heads)), 1);
   }
 
   /// Tile `number` of those of a head, of which all sequences' last ones come first, then those before the last, as
@@ -88,8 +102,12 @@ class TileFinder {
     }
     const int32_t count = __popc(has_level), steps = static_cast<int32_t>(number) / count;
     const int32_t index = level - 1 - steps;
-    const int32_t lane = __fns(has_level, 0, static_cast<int32_t>(number) - steps * count + 1);
-    if (threadIdx.x % 32 == lane) write(index, head, packs_per_kv_head, to);
+    // The sequence is the one that as many of those with this level stand before.
+    const uint32_t lane = threadIdx.x % 32;
+    const int32_t before = __popc(has_level & ((1u << lane) - 1));
+    if ((has_level >> lane & 1) != 0 && before == static_cast<int32_t>(number) - steps * count) {
+      write(index, head, packs_per_kv_head, to);
+    }
   }
 
   __device__ __forceinline__ void write(int32_t index, int32_t head, int32_t packs_per_kv_head, TilePlan& to) const {
@@ -108,12 +126,12 @@ class TileFinder {
   }
 
   const AttentionParams& params_;
-  const int64_t section_keys_;
+  const bool grows_;
   const int32_t num_seqs_;
   int32_t first_;
   int64_t before_ = 0;     // tiles of the runs before this one
   int64_t tiles_of_head_;  // of this run
-  int32_t section_heads_;
+  int32_t sections_;
   Tile tile_;  // but for the rows
   int32_t num_tiles_;
 };

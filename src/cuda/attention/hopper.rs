@@ -25,9 +25,6 @@ const CHUNK: i64 = 8;
 /// Tokens that a box of a page has in each of its groups.
 const OCTET: i64 = 8;
 
-/// K and V of the heads of a section of tiles stay in the L2 cache together (50 MB on an H200) if they take no more.
-const SECTION_BYTES: i64 = 32 << 20;
-
 /// What the kernels of one pair of head dimensions and score form are built for.
 #[derive(Debug)]
 pub(super) struct Tile {
@@ -174,11 +171,7 @@ impl Prefill {
     /// The kernel's argument, from that of the portable one.
     pub(super) fn params(&self, problem: &Attention, attention: &Params, counter: *mut u8) -> Result<PrefillParams> {
         let score = &problem.score;
-        // Without a left end, later rows of a causal sequence see more keys: sections let the longest tiles of several
-        // heads come first. Where all tiles are alike, each head's K and V are read at one time.
-        let shrinks = score.window_left < 0 && score.window_right >= 0;
         let (dtype, head_dim, value_dim) = (problem.q.dtype, self.tile.head_dim, self.tile.value_dim);
-        let key_bytes = 2 * (head_dim + value_dim) as i64;
         let rows =
             |tensor: &Tensor, dim, rows| TensorMap::new(dtype, tensor.data, &self.row_axes(problem, tensor, dim, rows));
         let has_boxes = self.has_key_boxes(problem);
@@ -197,7 +190,7 @@ impl Prefill {
             v: keys(&problem.v, value_dim)?,
             out: if stores_boxes { rows(&problem.out, value_dim, WARP_ROWS)? } else { TensorMap::NONE },
             next_tile: counter,
-            section_keys: if shrinks { SECTION_BYTES / key_bytes } else { 0 },
+            grows: i32::from(score.window_left < 0 && score.window_right >= 0),
             packs_per_kv_head: self.packs_per_kv_head as i32,
             box_octets: if has_boxes { self.box_octets(problem) as i32 } else { 0 },
             key_panels: head_panels(&problem.k),
@@ -309,7 +302,7 @@ pub(super) struct PrefillParams {
     v: TensorMap,
     out: TensorMap,
     next_tile: *mut u8,
-    section_keys: i64,
+    grows: i32,
     packs_per_kv_head: i32,
     box_octets: i32,
     key_panels: i32,
