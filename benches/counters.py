@@ -1,9 +1,9 @@
 """What the hardware counts while prefill runs, ours beside FlashAttention-3: `make bench ARGS=counters.py`.
 
-Three of the cases of prefill.py, one call of each under Nsight Compute (`ncu`), which runs it once for each group of
-counters, with clocks left as they are and caches emptied before each run: its times are not those of prefill.py. Prints
-the table of docs/performance.md, with the reasons for which warps wait most, in warps waiting for each instruction
-issued; the warps that only fetch wait all the time and are counted with the others.
+Cases of prefill.py, three unless others are named, one call of each under Nsight Compute (`ncu`), which runs it once
+for each group of counters, with clocks left as they are and caches emptied before each run: its times are not those of
+prefill.py. Prints the table of docs/performance.md, with the reasons for which warps wait most, in warps waiting for
+each instruction issued; the warps that only fetch wait all the time and are counted with the others.
 """
 
 import csv
@@ -29,11 +29,11 @@ METRICS = {
     "L2 hits, %": ("lts__t_sector_hit_rate.pct", 1),
     "DRAM, %": ("dram__throughput.avg.pct_of_peak_sustained_elapsed", 1),
 }
-STALLS = "smsp__average_warps_issue_stalled_", "_per_issue_active.ratio"
+STALLS = "smsp__average_warps_issue_stalled_", "_per_issue_active.pct"
 STALLS_SHOWN = 4
 
 
-def profiled():
+def profiled(*names):
     """In the process under ncu: one call of each library in each case, where ncu is to look."""
     import torch
 
@@ -41,7 +41,7 @@ def profiled():
     import prefill
     from prefill_cases import CASES as ALL
 
-    for case in (next(case for case in ALL if case.name == name) for name in CASES):
+    for case in (next(case for case in ALL if case.name == name) for name in names):
         calls = prefill.contiguous_calls(case, {"fa3": peers.fa3})
         for name in LIBRARIES:
             for _ in range(2):
@@ -54,7 +54,7 @@ def profiled():
         torch.cuda.empty_cache()
 
 
-def measured():
+def measured(names):
     """ncu's rows, one a kernel: the values by metric."""
     here = str(pathlib.Path(__file__).resolve().parent)
     metrics = [metric for metric, _ in METRICS.values()] + [f"regex:{STALLS[0]}.*_per_issue_active"]
@@ -62,11 +62,11 @@ def measured():
     # Ours, and the one kernel that CUTLASS has all of its own be called.
     command += ["--print-units", "base", "--kernel-name", "regex:hopper_prefill|device_kernel"]
     command += ["--metrics", ",".join(metrics), sys.executable, "-c"]
-    command += [f"import sys; sys.path.insert(0, {here!r}); import counters; counters.profiled()"]
+    command += [f"import sys; sys.path.insert(0, {here!r}); import counters; counters.profiled(*sys.argv[1:])", *names]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
     rows = list(csv.DictReader(io.StringIO("\n".join(lines))))[1:]  # the first one has the units
-    if len(rows) != len(CASES) * len(LIBRARIES):
+    if len(rows) != len(names) * len(LIBRARIES):
         sys.exit(f"ncu saw {len(rows)} kernels:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return rows
 
@@ -78,18 +78,19 @@ def number(text):
 def stalls(row):
     """The reasons for which warps wait most."""
     head, tail = STALLS
-    found = {name.removeprefix(head).removesuffix(tail): number(row[name]) for name in row if name.startswith(head)}
-    found = {name: value for name, value in found.items() if name not in ("selected", "not_selected")}
+    found = {name.removeprefix(head).removesuffix(tail): number(row[name]) / 100 for name in row if head in name}
+    found = {name: value for name, value in found.items() if "selected" not in name}
     most = sorted(found.items(), key=lambda item: -item[1])[:STALLS_SHOWN]
     return ", ".join(f"{name} {value:.2f}" for name, value in most)
 
 
-def main():
+def main(*names):
     """Measure, and print as a table."""
     if shutil.which("ncu") is None:
         sys.exit("ncu (Nsight Compute) is not on PATH")
-    rows = measured()
-    labels = [f"{case}: {name}" for case in CASES for name in LIBRARIES]
+    names = names or CASES
+    rows = measured(names)
+    labels = [f"{case}: {name}" for case in names for name in LIBRARIES]
     for label, row in zip(labels, rows, strict=True):
         assert ("hopper_prefill" in row["Kernel Name"]) == label.endswith("ours"), row["Kernel Name"]
     print("| | " + " | ".join(labels) + " |\n|---" + "|---" * len(labels) + "|")
