@@ -159,6 +159,6 @@ def main(only=""):
         best = max((rate for name, rate in rates.items() if name != "ours"), default=None)
         ratio = f"  ours {rates['ours'] / best:.3f}x the best peer" if best else ""
         print(f"{case.name:32}" + "".join(f" | {name} {rate:.0f}" for name, rate in rates.items()) + ratio, flush=True)
-        rows.append({"case": case.name, "tflops": rates})
-    here = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "peers": versions}
-    print(json.dumps({**here, "rows": rows}))
+        rows.append({"case": case.name, "tflops": {name: round(rate, 1) for name, rate in rates.items()}})
+    here = {"gpu": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
+    print(json.dumps({**here, "peers": versions, "rows": rows}))
