@@ -6,18 +6,21 @@
 mod support;
 
 use std::collections::BTreeSet;
-use support::array::{BF16, Dtype, F16};
-use support::batch::{Alibi, Scaled, Shape};
+use support::array::{BF16, F16};
+use support::batch::{Alibi, Dtypes, Scaled, Shape};
 use support::case::Case;
 use support::check::{check, check_named};
 use support::oracle::Mask;
 use support::pairwise::{Choice, cover};
 use support::storage::{Layout, Storage};
 
-const DTYPES: [Dtype; 2] = [BF16, F16];
+const DTYPES: [Dtypes; 4] = [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::narrow(BF16), Dtypes::narrow(F16)];
 
 /// D and Dv with tiles of their own.
 const HEAD_DIMS: [(usize, usize); 6] = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)];
+
+/// Those of the kernels that multiply fp8.
+const FP8_HEAD_DIMS: [(usize, usize); 2] = [(128, 128), (256, 256)];
 
 /// One pack of heads a KV head and several; packs of more heads than a warp has rows.
 const HEADS: [(usize, usize); 6] = [(1, 1), (4, 2), (8, 1), (6, 2), (12, 1), (32, 1)];
@@ -84,7 +87,7 @@ fn excluded(a: Choice, b: Choice) -> bool {
 fn case(row: &[usize], seed: u64) -> Case {
     let yes = |factor: usize| row[factor] == 1;
     let shape = Shape {
-        dtypes: DTYPES[row[0]].into(),
+        dtypes: DTYPES[row[0]],
         head_dim: HEAD_DIMS[row[HEAD_DIM]].0,
         value_dim: Some(HEAD_DIMS[row[HEAD_DIM]].1),
         heads: HEADS[row[2]],
@@ -119,10 +122,11 @@ fn every_pair_agrees_with_the_reference() {
 
 #[test]
 fn calls_without_options_agree_with_the_reference() {
-    for dtype in DTYPES {
-        for ((head_dim, value_dim), mask) in HEAD_DIMS.into_iter().flat_map(|d| [(d, Mask::FULL), (d, Mask::CAUSAL)]) {
+    for dtypes in DTYPES {
+        let head_dims = if dtypes.q == dtypes.out { &HEAD_DIMS[..] } else { &FP8_HEAD_DIMS[..] };
+        for (&(head_dim, value_dim), mask) in head_dims.iter().flat_map(|d| [(d, Mask::FULL), (d, Mask::CAUSAL)]) {
             let shape = Shape {
-                dtypes: dtype.into(),
+                dtypes,
                 head_dim,
                 value_dim: Some(value_dim),
                 heads: (8, 2),
@@ -134,10 +138,11 @@ fn calls_without_options_agree_with_the_reference() {
             let layout = if head_dim == value_dim { Layout::Interleaved } else { Layout::Split };
             let paged = |page_size| Storage::paged(layout, page_size);
             let contiguous = check(&Case::flash(&batch, &Storage::contiguous()));
-            for page_size in [1, 8, 12, 128] {
+            // 8-bit keys in pages that are no octets are for the portable kernel.
+            for page_size in if dtypes.q == dtypes.out { &[1, 8, 12, 128][..] } else { &[8, 128] } {
                 // Where keys are is only an address.
-                let pages = check(&Case::flash(&batch, &paged(page_size)));
-                assert!(contiguous == pages, "{dtype:?}, D {head_dim}, Dv {value_dim}, pages of {page_size}");
+                let pages = check(&Case::flash(&batch, &paged(*page_size)));
+                assert!(contiguous == pages, "{dtypes:?}, D {head_dim}, Dv {value_dim}, pages of {page_size}");
             }
         }
     }
@@ -145,19 +150,19 @@ fn calls_without_options_agree_with_the_reference() {
 
 #[test]
 fn large_scores_lose_nothing() {
-    for (dtype, sharpness, scale) in
-        [(BF16, 30.0, 0.125), (BF16, 1000.0, 0.125), (F16, 100.0, 100.0), (BF16, 300.0, 1.0)]
-    {
-        let shape = Shape {
-            dtypes: dtype.into(),
-            head_dim: HEAD_DIMS[0].0,
-            sharpness,
-            lengths: vec![(150, 400), (60, 60)],
-            ..Shape::default()
-        };
+    let (bf16, f16, fp8) = (Dtypes::same(BF16), Dtypes::same(F16), Dtypes::narrow(BF16));
+    // Products of fp8 are added with 14 bits, which very large scores show.
+    for (dtypes, head_dim, sharpness, scale) in [
+        (bf16, 64, 30.0, 0.125),
+        (bf16, 64, 1000.0, 0.125),
+        (f16, 64, 100.0, 100.0),
+        (bf16, 64, 300.0, 1.0),
+        (fp8, 128, 30.0, 0.088),
+    ] {
+        let shape = Shape { dtypes, head_dim, sharpness, lengths: vec![(150, 400), (60, 60)], ..Shape::default() };
         let mut case = Case::flash(&shape.batch(), &Storage::contiguous());
         case.form.softmax_scale = scale;
-        check_named(&format!("{dtype:?}, scale {scale}, sharpness {sharpness}"), case);
+        check_named(&format!("{dtypes:?}, scale {scale}, sharpness {sharpness}"), case);
     }
 }
 
@@ -190,7 +195,7 @@ fn the_set_holds_every_choice() {
 
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
-    use super::{BF16, Case, F16, HEAD_DIMS, Layout, Mask, Shape, Storage};
+    use super::{BF16, Case, Dtypes, F16, FP8_HEAD_DIMS, HEAD_DIMS, Layout, Mask, Shape, Storage};
     use crate::support::device::{Around, Gpu};
     use std::io;
     use std::sync::{Arc, Mutex};
@@ -219,20 +224,28 @@ mod on_their_own_gpu {
         let log = Log::default();
         let writer = log.clone();
         tracing_subscriber::fmt().with_max_level(tracing::Level::DEBUG).with_writer(move || writer.clone()).init();
-        for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
-            let dims = HEAD_DIMS
-                .into_iter()
-                .map(|(d, dv)| (d, dv, Mask::FULL, if d == dv { format!("{d}") } else { format!("{d}x{dv}") }));
-            for (head_dim, value_dim, mask, dims) in dims.chain([(64, 64, Mask::CAUSAL, "64_short".to_owned())]) {
+        let forms = [(0.0, "plain"), (2.5, "modified")];
+        let fp8_forms = [(0.0, "scaled"), (2.5, "modified")];
+        for (dtypes, name, head_dims, forms) in [
+            (Dtypes::same(BF16), "bf16", &HEAD_DIMS[..], forms),
+            (Dtypes::same(F16), "f16", &HEAD_DIMS[..], forms),
+            (Dtypes::narrow(BF16), "fp8", &FP8_HEAD_DIMS[..], fp8_forms),
+            (Dtypes::narrow(F16), "fp8", &FP8_HEAD_DIMS[..], fp8_forms),
+        ] {
+            let dims = head_dims
+                .iter()
+                .map(|&(d, dv)| (d, dv, Mask::FULL, if d == dv { format!("{d}") } else { format!("{d}x{dv}") }));
+            let short = (name != "fp8").then(|| (64, 64, Mask::CAUSAL, "64_short".to_owned()));
+            for (head_dim, value_dim, mask, dims) in dims.chain(short) {
                 let layout = if head_dim == value_dim { Layout::Stacked } else { Layout::Split };
-                for (softcap, score) in [(0.0, "plain"), (2.5, "modified")] {
+                for (softcap, score) in forms {
                     // Not built.
                     if score == "modified" && !(["64", "96", "128"].contains(&dims.as_str())) {
                         continue;
                     }
                     // More tiles than an H200 has SMs, several blocks of keys in each.
                     let shape = Shape {
-                        dtypes: dtype.into(),
+                        dtypes,
                         head_dim,
                         value_dim: Some(value_dim),
                         softcap,

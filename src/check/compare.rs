@@ -43,16 +43,26 @@ impl Tolerance {
         Self { relative: 1.01 * spacing(dtype), absolute, of_largest: false }
     }
 
-    /// Sums of products with weights that sum to 1. Several roundings, and in 16 bits a hyperbolic tangent of 11 bits.
-    pub(crate) fn weighted_sum(dtype: DType, softcap: bool) -> Self {
-        let relative = if dtype == DType::F32 { 1e-4 } else { spacing(dtype) * 4.0 };
+    /// Sums of products with weights that sum to 1. Several roundings, and in 16 bits a hyperbolic tangent of 11 bits;
+    /// where q is fp8 (`narrow`), weights may be too.
+    pub(crate) fn weighted_sum(dtype: DType, softcap: bool, narrow: bool) -> Self {
+        let relative = match dtype {
+            DType::F32 => 1e-4,
+            _ if narrow => spacing(DType::F8E4M3FN) / 2.0,
+            _ => spacing(dtype) * 4.0,
+        };
         let capped = if softcap && dtype != DType::F32 { 0.06 } else { 0.0 };
         Self { relative: relative + capped, absolute: 1e-5, of_largest: true }
     }
 
-    /// A log-sum-exp (SPEC 2.1).
-    pub(crate) fn lse(dtype: DType, softcap: bool) -> Self {
-        let relative = if softcap && dtype != DType::F32 { 2e-2 } else { 1e-4 };
+    /// A log-sum-exp (SPEC 2.1); the tensor cores add products of fp8 with 14 bits.
+    pub(crate) fn lse(dtype: DType, softcap: bool, narrow: bool) -> Self {
+        let relative = match dtype {
+            DType::F32 => 1e-4,
+            _ if softcap => 2e-2,
+            _ if narrow => 5e-3,
+            _ => 1e-4,
+        };
         Self { relative, absolute: relative, of_largest: false }
     }
 

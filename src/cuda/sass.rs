@@ -24,7 +24,7 @@ impl Found {
         let mut in_chain = false;
         for (opcode, line) in sass.lines().filter_map(|line| Some((opcode(line)?, line))) {
             match opcode {
-                "HGMMA" => {
+                "HGMMA" | "QGMMA" => {
                     found.products += 1;
                     // The last product of a group counts it.
                     in_chain = !line.contains("gsb0");
@@ -111,6 +111,8 @@ fn each_fault_is_found() {
     let faults = |sass: &[&str]| Found::of(&sass.concat()).faults();
     assert!(faults(&[moved, product, last, moved, moved, load]).is_empty());
     assert_eq!(faults(&[product, moved, moved, last, load]), ["2 moves to uniform registers between 2 products"]);
+    let of_fp8 = "        /*0060*/                   QGMMA.64x128x32.F32.E4M3.E4M3 R24, R8, gdesc[UR4], R24, gsb0 ;\n";
+    assert!(faults(&[of_fp8, load]).is_empty());
     assert_eq!(faults(&[product, last]), ["no bulk load of a tensor's box"]);
     assert_eq!(faults(&[load]), ["no wgmma"]);
     let spill = "        /*0050*/                   STL.64 [R1+0x8], R2 ;\n";

@@ -28,9 +28,11 @@ pub(crate) struct Axis {
     pub in_box: i64,
 }
 
-/// Whether the engine can step along the axes of a tensor of 16-bit elements.
-pub(crate) fn can_step(axes: &[Axis]) -> bool {
-    axes.iter().skip(1).all(|axis| axis.stride > 0 && axis.stride % 8 == 0 && axis.stride < 1 << 39)
+/// Whether the engine can copy boxes of a tensor at `data`.
+pub(crate) fn can_copy(dtype: DType, data: *const u8, axes: &[Axis]) -> bool {
+    let bytes = dtype.size() as i64;
+    (data as usize).is_multiple_of(16)
+        && axes.iter().skip(1).all(|axis| axis.stride > 0 && axis.stride * bytes % 16 == 0 && axis.stride < 1 << 39)
         && axes.iter().all(|axis| (1..=1 << 32).contains(&axis.len) && (1..=256).contains(&axis.in_box))
 }
 
@@ -38,23 +40,25 @@ impl TensorMap {
     /// For a kernel that does not look at it.
     pub(crate) const NONE: Self = Self([0; 16]);
 
-    /// Boxes of f16 or bf16 at `data`, aligned to 16 bytes, the innermost axis first: 64 or 32 elements, which become
-    /// rows of 128 or 64 bytes with swizzled chunks of 16. [`can_step`] along `axes`.
+    /// Boxes of f16, bf16 or 8-bit numbers at `data`, the innermost axis first: elements of 128 or 64 bytes in all, which
+    /// become rows with swizzled chunks of 16. [`can_copy`] says that it can be done.
     ///
     /// # Errors
     /// `INTERNAL` where the driver refuses it.
     pub(crate) fn new(dtype: DType, data: *const u8, axes: &[Axis]) -> Result<Self> {
-        debug_assert!(axes.len() <= MOST_AXES && can_step(axes), "{axes:?}");
+        debug_assert!(axes.len() <= MOST_AXES && can_copy(dtype, data, axes), "{axes:?}");
+        let bytes = dtype.size();
         let (mut lens, mut strides, mut in_box) = ([1; MOST_AXES], [0; MOST_AXES], [1; MOST_AXES]);
         for (i, axis) in axes.iter().enumerate() {
-            (lens[i], strides[i], in_box[i]) = (axis.len as u64, 2 * axis.stride as u64, axis.in_box as u32);
+            (lens[i], strides[i], in_box[i]) = (axis.len as u64, bytes as u64 * axis.stride as u64, axis.in_box as u32);
         }
         let element = match dtype {
+            _ if bytes == 1 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
             DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         };
-        let swizzle = match axes[0].in_box {
-            32 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
+        let swizzle = match axes[0].in_box * bytes as i64 {
+            64 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
             _ => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
         };
         let mut map = Self([0; 16]);

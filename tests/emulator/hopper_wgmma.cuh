@@ -7,6 +7,11 @@
 
 namespace xa::hopper {
 
+/// An 8-bit float, as the tensor cores take it.
+struct E4m3 {
+  uint8_t bits;
+};
+
 namespace ptx {
 
 inline void products_fence() {}
@@ -17,6 +22,12 @@ void products_wait() {}
 }  // namespace ptx
 
 namespace host {
+
+template <typename T>
+float to_f32(T x) {
+  return Element<T>::to_f32(x);
+}
+inline float to_f32(E4m3 x) { return ptx::host::e4m3_to_f32(x.bits); }
 
 /// A tile descriptor, taken apart.
 struct Tile {
@@ -46,7 +57,7 @@ struct Tile {
   static float element(uint32_t at, int row_bytes) {
     T x;
     std::memcpy(&x, ::shared + ptx::host::swizzled(at, row_bytes), sizeof(x));
-    return Element<T>::to_f32(x);
+    return to_f32(x);
   }
   template <typename T>
   float element(uint32_t at) const {
@@ -122,7 +133,7 @@ struct Product {
               T elements[kOfWord];
               std::memcpy(elements, words + r, 4);
               for (int e = 0; e < kOfWord; ++e) {
-                a[i / 4 + r % 2 * 8][r / 2 * kDepth / 2 + kOfWord * (i % 4) + e] = Element<T>::to_f32(elements[e]);
+                a[i / 4 + r % 2 * 8][r / 2 * kDepth / 2 + kOfWord * (i % 4) + e] = host::to_f32(elements[e]);
               }
             }
           }

@@ -3,10 +3,11 @@
 //! The sequences are read off the operands by the clamping rules of SPEC 2.1, so that a case whose metadata is hostile
 //! has answers like any other.
 
-use super::array::{Array, BF16, Dtype, F16, F32};
-use super::batch::{Alibi, Form};
+use super::array::{Array, BF16, F8E4M3FN, F16, F32};
+use super::batch::{Alibi, Dtypes, Form};
 use super::case::{Case, Target};
-use super::oracle::{Row, RowAnswer, Score, attend, attend_naively};
+use super::machine::runs_on_cpu;
+use super::oracle::{Row, RowAnswer, Score, attend, attend_naively, attend_naively_in_fp8};
 use super::summary;
 
 /// A sequence of a ragged batch after its metadata has been clamped.
@@ -136,8 +137,15 @@ impl Member {
             value_dim: case.form.value_dim,
         };
         let score = self.score(case, head);
-        Allowed { exact: attend(&row, &score), naive: attend_naively(&row, &score, case.form.dtypes.compute()) }
+        let dtypes = case.form.dtypes;
+        let naively = if multiplies_fp8(dtypes) { attend_naively_in_fp8 } else { attend_naively };
+        Allowed { exact: attend(&row, &score), naive: naively(&row, &score, dtypes.compute()) }
     }
+}
+
+/// The GPU at hand may multiply fp8 by fp8, weights included.
+fn multiplies_fp8(dtypes: Dtypes) -> bool {
+    dtypes.q == F8E4M3FN && !runs_on_cpu()
 }
 
 /// All queries of a sequence, all keys and values that one of them sees, and its slopes are numbers.
@@ -221,9 +229,13 @@ impl Allowance {
     }
 }
 
-/// Largest difference that passes, of one log-sum-exp; `compute` is the type of the naive formula.
-pub fn lse_tolerance(exact: f64, compute: Dtype, softcap: bool) -> f64 {
-    let relative = if softcap && [F16, BF16].contains(&compute) { 2e-2 } else { 1e-4 };
+/// Largest difference that passes, of one log-sum-exp. The tensor cores add products of fp8 with 14 bits.
+pub fn lse_tolerance(exact: f64, dtypes: Dtypes, softcap: bool) -> f64 {
+    let relative = match dtypes.compute() {
+        F16 | BF16 if softcap => 2e-2,
+        _ if multiplies_fp8(dtypes) => 5e-3,
+        _ => 1e-4,
+    };
     relative * exact.abs().max(1.0)
 }
 
@@ -274,7 +286,7 @@ fn error(found: &[f64], exact: &RowAnswer) -> f64 {
 
 fn lse_fits(case: &Case, allowed: &Allowed, found: Option<f64>) -> bool {
     let exact = allowed.exact.lse;
-    let tolerance = || lse_tolerance(exact, case.form.dtypes.compute(), case.form.softcap > 0.0);
+    let tolerance = || lse_tolerance(exact, case.form.dtypes, case.form.softcap > 0.0);
     let same = |found: f64| found.to_bits() == exact.to_bits();
     found.is_none_or(|found| if exact.is_finite() { (found - exact).abs() <= tolerance() } else { same(found) })
 }

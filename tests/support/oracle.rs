@@ -3,7 +3,7 @@
 //! [`attend`] is the definition, [`attend_naively`] the measure of what a kernel may be off by; `answers` applies both
 //! to whole calls.
 
-use super::array::{Array, BF16, Dtype, F16, F32};
+use super::array::{Array, BF16, Dtype, F8E4M3FN, F16, F32};
 use half::{bf16, f16};
 use std::ops::Range;
 
@@ -150,21 +150,31 @@ pub fn attend(row: &Row, score: &Score) -> RowAnswer {
 /// array rounded to `dtype`, the softmax in f32. Its distance from [`attend`] is the measure of what a kernel may be
 /// off by. Where its numbers overflow it measures nothing, and the intermediate arrays are taken in f32.
 pub fn attend_naively(row: &Row, score: &Score, dtype: Dtype) -> RowAnswer {
+    attend_weighing(row, score, dtype, |x| x)
+}
+
+/// The same with products of fp8: V's rows are multiplied by weights that are fp8 too, the largest one 2^8.
+pub fn attend_naively_in_fp8(row: &Row, score: &Score, dtype: Dtype) -> RowAnswer {
+    attend_weighing(row, score, dtype, |x| F8E4M3FN.round(f64::from(256.0 * x)) as f32 / 256.0)
+}
+
+/// `weigh` is what becomes of a weight beside one of 1.
+fn attend_weighing(row: &Row, score: &Score, dtype: Dtype, weigh: impl Fn(f32) -> f32) -> RowAnswer {
     let round = |x: f32| match dtype {
         F16 => f16::from_f32(x).to_f32(),
         BF16 => bf16::from_f32(x).to_f32(),
         _ => x,
     };
-    let naive = attend_rounding(row, score, round);
+    let naive = attend_rounding(row, score, round, &weigh);
     if naive.out.iter().all(|x| x.is_finite()) {
         return naive;
     }
-    let RowAnswer { out, lse, sees_a_key } = attend_rounding(row, score, |x| x);
+    let RowAnswer { out, lse, sees_a_key } = attend_rounding(row, score, |x| x, &weigh);
     RowAnswer { out: out.into_iter().map(|x| f64::from(round(x as f32))).collect(), lse, sees_a_key }
 }
 
-/// [`attend_naively`] with what becomes of an intermediate number.
-fn attend_rounding(row: &Row, score: &Score, round: impl Fn(f32) -> f32) -> RowAnswer {
+/// [`attend_weighing`] with what becomes of an intermediate number.
+fn attend_rounding(row: &Row, score: &Score, round: impl Fn(f32) -> f32, weigh: &impl Fn(f32) -> f32) -> RowAnswer {
     let visible = row.visible(score.mask);
     if visible.is_empty() {
         return RowAnswer::of_nothing(row.value_dim, score.sink);
@@ -185,7 +195,7 @@ fn attend_rounding(row: &Row, score: &Score, round: impl Fn(f32) -> f32) -> RowA
     let denominator: f32 = scores.iter().map(|s| (s - largest).exp()).sum::<f32>() + (sink - largest).exp();
     let mut out = vec![0.0f32; row.value_dim];
     for (j, s) in visible.zip(&scores) {
-        let p = round((s - largest).exp() / denominator);
+        let p = round(weigh((s - largest).exp()) / denominator);
         for (o, v) in out.iter_mut().zip((row.value)(j)) {
             *o += p * *v as f32;
         }

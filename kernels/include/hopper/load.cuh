@@ -21,7 +21,7 @@ class BoxLoader {
   static constexpr bool kPaged = Shape::kStorage == Storage::paged;
   static constexpr bool kOfKeys = kOperand == Operand::keys;
   static constexpr int kOctets = Shape::kKeys / 8;
-  using Block = std::conditional_t<kOfKeys, typename Shape::KeyBlock, typename Shape::ValueBlock>;
+  using Block = std::conditional_t<kOfKeys, typename Shape::KeyBlock, typename Shape::FetchedBlock>;
 
  public:
   __device__ __forceinline__ BoxLoader(const PrefillParams& params, const Pipeline<Shape>& pipeline)
@@ -49,9 +49,9 @@ class BoxLoader {
     const Turn<Shape::kStages> turn(turn_number);
     const Place place = place_;
     place_ = find(block - 1);
-    const Barrier full = kOfKeys ? pipeline_.keys_full(turn) : pipeline_.values_full(turn);
-    const Barrier empty = kOfKeys ? pipeline_.keys_empty(turn) : pipeline_.values_empty(turn);
-    const uint32_t to = kOfKeys ? pipeline_.keys(turn.slot) : pipeline_.values(turn.slot);
+    const Barrier full = kOfKeys ? pipeline_.keys_full(turn) : pipeline_.fetched_full(turn);
+    const Barrier empty = kOfKeys ? pipeline_.keys_empty(turn) : pipeline_.fetched_empty(turn);
+    const uint32_t to = kOfKeys ? pipeline_.keys(turn.slot) : pipeline_.fetched_values(turn.slot);
     const TensorMap& map = kOfKeys ? params_.k : params_.v;
     empty.wait_for_reuse();
     // Without the copy the phase lasts: no lane can miss it.
@@ -277,7 +277,7 @@ __device__ __forceinline__ void load_blocks_by(Loader loader, const PrefillParam
 /// The work of one warp.
 template <typename Shape, Operand kOperand>
 __device__ __forceinline__ void load_blocks(const PrefillParams& params, const Pipeline<Shape>& pipeline) {
-  if constexpr (Shape::kStorage == Storage::paged) {
+  if constexpr (Shape::kFetchesRows) {
     if (params.box_octets == 0) {
       load_blocks_by<Shape, kOperand>(RowLoader<Shape, kOperand>(params, pipeline), params, pipeline);
       return;

@@ -35,6 +35,7 @@ struct Barrier {
 template <typename Shape>
 class Pipeline {
   static constexpr int kStages = Shape::kStages;
+  static constexpr bool kTransposes = Shape::kTransposers > 0;
   // Numbers of barriers: first of a kind, one a place.
   enum : int {
     kQueryFull = 0,
@@ -47,7 +48,9 @@ class Pipeline {
     kPlanEmpty = kPlanFull + 2,
     kOverlapKnown = kPlanEmpty + 2,
     kFirstKeys = kOverlapKnown + 1,
-    kBarriers = kFirstKeys + 1,
+    kFetchedFull = kFirstKeys + 1,
+    kFetchedEmpty = kFetchedFull + (kTransposes ? kStages : 0),
+    kBarriers = kFetchedEmpty + (kTransposes ? kStages : 0),
   };
   static_assert(Shape::kBarriersOffset + 8 * (kBarriers + 1) + Shape::kAlignment <= Shape::kSharedBytes);
 
@@ -69,12 +72,17 @@ class Pipeline {
     init(kQueryEmpty, 1, Shape::kComputeWarps);
     init(kKeysFull, kStages, 1);
     init(kKeysEmpty, kStages, Shape::kComputeWarps);
-    init(kValuesFull, kStages, 1);
+    init(kValuesFull, kStages, kTransposes ? Shape::kTransposers : 1);
     init(kValuesEmpty, kStages, Shape::kComputeWarps);
     init(kPlanFull, 2, 1);
-    init(kPlanEmpty, 2, Shape::kComputeWarps + 2);  // and the two warps that load
+    // And the two warps that load, of which one transposes.
+    init(kPlanEmpty, 2, Shape::kComputeWarps + 2 + (kTransposes ? Shape::kTransposers - 1 : 0));
     init(kOverlapKnown, 1, 1);
     init(kFirstKeys, 1, 1);
+    if constexpr (kTransposes) {
+      init(kFetchedFull, kStages, 1);
+      init(kFetchedEmpty, kStages, Shape::kTransposers);
+    }
     ptx::fence_barrier_init();
     ptx::fence_stores_for_async();
   }
@@ -85,6 +93,13 @@ class Pipeline {
   __device__ __forceinline__ Barrier keys_empty(Turn<kStages> turn) const { return barrier(kKeysEmpty, turn); }
   __device__ __forceinline__ Barrier values_full(Turn<kStages> turn) const { return barrier(kValuesFull, turn); }
   __device__ __forceinline__ Barrier values_empty(Turn<kStages> turn) const { return barrier(kValuesEmpty, turn); }
+  /// V as it has been fetched: to be transposed, or what the warpgroups get.
+  __device__ __forceinline__ Barrier fetched_full(Turn<kStages> turn) const {
+    return kTransposes ? barrier(kFetchedFull, turn) : values_full(turn);
+  }
+  __device__ __forceinline__ Barrier fetched_empty(Turn<kStages> turn) const {
+    return kTransposes ? barrier(kFetchedEmpty, turn) : values_empty(turn);
+  }
   __device__ __forceinline__ Barrier plan_full(Turn<2> turn) const { return barrier(kPlanFull, turn); }
   __device__ __forceinline__ Barrier plan_empty(Turn<2> turn) const { return barrier(kPlanEmpty, turn); }
   __device__ __forceinline__ Barrier overlap_known() const { return barrier(kOverlapKnown, 0); }
@@ -97,6 +112,13 @@ class Pipeline {
   }
   __device__ __forceinline__ uint32_t values(uint32_t slot) const {
     return address_ + Shape::kValuesOffset + slot * Shape::ValueBlock::kBytes;
+  }
+  __device__ __forceinline__ uint32_t fetched_values(uint32_t slot) const {
+    if constexpr (kTransposes) {
+      return address_ + Shape::kFetchedOffset + slot * Shape::FetchedBlock::kBytes;
+    } else {
+      return values(slot);
+    }
   }
   /// Of a warp's 16 rows, in panels.
   __device__ __forceinline__ uint32_t output(int32_t warp) const {

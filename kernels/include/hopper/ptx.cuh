@@ -94,6 +94,36 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&m
 __device__ __forceinline__ void cp_async_4(uint32_t destination, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
 }
+/// The largest of three numbers as signed integers, which is one instruction. (`__vimax3_s32` of a float's bits lets
+/// the compiler look at a product's result before it is there.)
+__device__ __forceinline__ int32_t max_bits(int32_t x, float y, float z) {
+  int32_t largest;
+  asm("{\n.reg .s32 y, z;\n"
+      "mov.b32 y, %2;\n"
+      "mov.b32 z, %3;\n"
+      "max.s32 y, y, z;\n"
+      "max.s32 %0, %1, y;\n}"
+      : "=r"(largest)
+      : "r"(x), "f"(y), "f"(z));
+  return largest;
+}
+/// `x` in another register, from here on: what waits for products before this does so before the register is written.
+__device__ __forceinline__ uint32_t moved(uint32_t x) {
+  uint32_t y;
+  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+/// Four f32 rounded to e4m3fn, the first in the lowest byte; too large ones become the largest.
+__device__ __forceinline__ uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
+  uint32_t codes;
+  asm("{\n.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n}"
+      : "=r"(codes)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return codes;
+}
 __device__ __forceinline__ void prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }

@@ -97,6 +97,11 @@ struct TileShape : TileChoice<Dims, Score> {
   };
   using KeyBlock = Block<kHeadDim>;
   using ValueBlock = Block<kValueDim>;
+  using FetchedBlock = ValueBlock;
+
+  /// V is multiplied as it lies.
+  static constexpr int kTransposers = 0;
+  static constexpr bool kChoosesOutput = false;
 
   static constexpr int kKeysOffset = kQueryBytes;
   static constexpr int kValuesOffset = kKeysOffset + Choice::kStages * KeyBlock::kBytes;
@@ -105,6 +110,8 @@ struct TileShape : TileChoice<Dims, Score> {
   static constexpr int kOutputWarpBytes = 16 * ValueBlock::kPanels * Panel::kRowBytes;
   static constexpr int kOutputBytes = kComputeWarps * kOutputWarpBytes;
   static constexpr bool kStagesOutput = kOutputOffset + kOutputBytes < 226 * 1024;
+  /// Pages that boxes cannot fetch are fetched row by row.
+  static constexpr bool kFetchesRows = kStorage == Storage::paged;
   /// Words for the rows of a block of K and for those of a block of V, in rounds of 32 (RowLoader in load.cuh).
   static constexpr int kRowWords = kStorage == Storage::paged ? (Choice::kKeys + 31) / 32 * 32 : 0;
   static constexpr int kRowWordsOffset = kOutputOffset + (kStagesOutput ? kOutputBytes : 0);

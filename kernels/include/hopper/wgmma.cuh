@@ -25,9 +25,15 @@ __device__ __forceinline__ void products_wait() {
 
 }  // namespace ptx
 
-/// Products of 64 rows with kColumns columns, 16 elements deep.
+/// An 8-bit float, as the tensor cores take it.
+struct E4m3 {
+  uint8_t bits;
+};
+
+/// Products of 64 rows with kColumns columns, 32 bytes deep.
 ///   scores: d = a b^T (+ d where kAdds), a [64, 16] and b [kColumns, 16] in shared memory
-///   values: d += a b, a [64, 16] in registers, b [16, kColumns] in shared memory
+///   values: d += a b, a [64, 16] in registers, b [16, kColumns] in shared memory; of 8-bit tiles b^T [kColumns, 32],
+///           there is no other way
 template <typename T, int kColumns>
 struct Product;
 
@@ -61,30 +67,33 @@ struct Product;
 #define XA_TILES_192(d) XA_TILES_128(d), XA_TILES_8(d, 16)
 #define XA_TILES_256(d) XA_TILES_128(d), XA_TILES_8(d, 16), XA_TILES_8(d, 24)
 
-#define XA_PRODUCT(T, type, columns, numbers, a, b, scale, a1, a2, a3, values_b, values_scale)                      \
-  template <>                                                                                                       \
-  struct Product<T, columns> {                                                                                      \
-    template <bool kAdds>                                                                                           \
-    static __device__ __forceinline__ void scores(float (&d)[columns / 8][4], uint64_t x, uint64_t y) {             \
-      asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #scale                                                \
-                   ", 0;\n"                                                                                         \
-                   "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" XA_NUMBERS_##numbers  \
-                   "}, %" #a ", %" #b ", adds, 1, 1, 0, 0;\n}"                                                      \
-                   : XA_TILES_##columns(d)                                                                          \
-                   : "l"(x), "l"(y), "n"(kAdds ? 1 : 0));                                                           \
-    }                                                                                                               \
-    static __device__ __forceinline__ void values(float (&d)[columns / 8][4], const uint32_t (&x)[4], uint64_t y) { \
-      asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #values_scale                                         \
-                   ", 0;\n"                                                                                         \
-                   "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" XA_NUMBERS_##numbers  \
-                   "}, {%" #a ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #values_b ", adds, 1, 1, 1;\n}"                  \
-                   : XA_TILES_##columns(d)                                                                          \
-                   : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(y), "n"(1));                                   \
-    }                                                                                                               \
+// `depth` is as the instruction writes it; 16-bit tiles say besides how they lie: along their rows, or V across.
+#define XA_PRODUCT(T, type, depth, scores_lie, values_lie, columns, numbers, a, b, scale, a1, a2, a3, values_b,       \
+                   values_scale)                                                                                      \
+  template <>                                                                                                         \
+  struct Product<T, columns> {                                                                                        \
+    template <bool kAdds>                                                                                             \
+    static __device__ __forceinline__ void scores(float (&d)[columns / 8][4], uint64_t x, uint64_t y) {               \
+      asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #scale                                                  \
+                   ", 0;\n"                                                                                           \
+                   "wgmma.mma_async.sync.aligned.m64n" #columns depth ".f32." type "." type " {" XA_NUMBERS_##numbers \
+                   "}, %" #a ", %" #b ", adds, 1, 1" scores_lie ";\n}"                                                \
+                   : XA_TILES_##columns(d)                                                                            \
+                   : "l"(x), "l"(y), "n"(kAdds ? 1 : 0));                                                             \
+    }                                                                                                                 \
+    static __device__ __forceinline__ void values(float (&d)[columns / 8][4], const uint32_t (&x)[4], uint64_t y) {   \
+      asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #values_scale                                           \
+                   ", 0;\n"                                                                                           \
+                   "wgmma.mma_async.sync.aligned.m64n" #columns depth ".f32." type "." type " {" XA_NUMBERS_##numbers \
+                   "}, {%" #a ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #values_b ", adds, 1, 1" values_lie ";\n}"         \
+                   : XA_TILES_##columns(d)                                                                            \
+                   : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(y), "n"(1));                                     \
+    }                                                                                                                 \
   };
-#define XA_PRODUCTS(columns, ...)              \
-  XA_PRODUCT(F16, "f16", columns, __VA_ARGS__) \
-  XA_PRODUCT(Bf16, "bf16", columns, __VA_ARGS__)
+#define XA_PRODUCTS(columns, ...)                                        \
+  XA_PRODUCT(F16, "f16", "k16", ", 0, 0", ", 1", columns, __VA_ARGS__)   \
+  XA_PRODUCT(Bf16, "bf16", "k16", ", 0, 0", ", 1", columns, __VA_ARGS__) \
+  XA_PRODUCT(E4m3, "e4m3", "k32", "", "", columns, __VA_ARGS__)
 XA_PRODUCTS(64, 32, 32, 33, 34, 33, 34, 35, 36, 37)
 XA_PRODUCTS(80, 40, 40, 41, 42, 41, 42, 43, 44, 45)
 XA_PRODUCTS(96, 48, 48, 49, 50, 49, 50, 51, 52, 53)

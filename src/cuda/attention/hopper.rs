@@ -7,7 +7,7 @@ use super::params::Params;
 use super::tiles::modifies_scores;
 use crate::cuda::device::Device;
 use crate::cuda::launch::Shape;
-use crate::cuda::tensor_map::{Axis, TensorMap, can_step};
+use crate::cuda::tensor_map::{Axis, TensorMap, can_copy};
 use crate::cuda::variants;
 use crate::error::Result;
 use crate::ops::KvView;
@@ -17,7 +17,8 @@ use std::mem::offset_of;
 use std::ptr::null_mut;
 use std::sync::LazyLock;
 
-pub(super) const KERNEL: &str = "hopper_prefill";
+const KERNEL: &str = "hopper_prefill";
+const FP8_KERNEL: &str = "hopper_prefill_fp8";
 
 /// Elements of 16 bytes, which a lane copies at a time.
 const CHUNK: i64 = 8;
@@ -28,6 +29,9 @@ const OCTET: i64 = 8;
 /// What the kernels of one pair of head dimensions and score form are built for.
 #[derive(Debug)]
 pub(super) struct Tile {
+    kernel: &'static str,
+    /// Of q, K and V.
+    element_bytes: usize,
     head_dim: usize,
     value_dim: usize,
     /// As the value of the axis `head_dim`: D, or `DxDv` where they differ.
@@ -44,14 +48,18 @@ pub(super) struct Tile {
     shared_memory: u32,
 }
 
-static TILES: LazyLock<Vec<Tile>> =
-    LazyLock::new(|| include_str!("../../../kernels/include/hopper/shape.cuh").lines().filter_map(tile).collect());
+static TILES: LazyLock<Vec<Tile>> = LazyLock::new(|| {
+    let table = include_str!("../../../kernels/include/hopper/shape.cuh").lines();
+    let fp8_table = include_str!("../../../kernels/include/hopper/fp8_shape.cuh").lines();
+    let tiles = table.filter_map(|line| tile(KERNEL, 2, line));
+    tiles.chain(fp8_table.filter_map(|line| tile(FP8_KERNEL, 1, line))).collect()
+});
 
 /// What ends the names of tiles for short sequences.
 const SHORT: &str = "_short";
 
 /// A line of the table: `ROW(dimensions, score, warpgroups, keys, stages, registers, loader's registers, shared bytes)`.
-fn tile(line: &'static str) -> Option<Tile> {
+fn tile(kernel: &'static str, element_bytes: usize, line: &'static str) -> Option<Tile> {
     let mut fields = line.trim_start().strip_prefix("ROW(")?.split_once(')')?.0.split(',').map(str::trim);
     let (head_dim_value, score) = (fields.next()?, fields.next()?);
     let dims = head_dim_value.trim_end_matches(SHORT);
@@ -59,6 +67,8 @@ fn tile(line: &'static str) -> Option<Tile> {
     let numbers: Vec<u32> = fields.map_while(|field| field.parse().ok()).collect();
     let &[warpgroups, keys, _stages, _registers, _loader_registers, shared_memory] = &numbers[..] else { return None };
     Some(Tile {
+        kernel,
+        element_bytes,
         head_dim: head_dim.parse().ok()?,
         value_dim: value_dim.parse().ok()?,
         head_dim_value,
@@ -72,9 +82,38 @@ fn tile(line: &'static str) -> Option<Tile> {
 }
 
 impl Tile {
-    /// Elements of a row of a panel in shared memory: the widest panels that both dimensions are multiples of.
-    fn panel(&self) -> i64 {
-        if (self.head_dim | self.value_dim).is_multiple_of(64) { 64 } else { 32 }
+    /// Elements of `bytes` bytes in a row of a panel in shared memory: the widest panels that both dimensions are
+    /// multiples of.
+    fn panel(&self, bytes: usize) -> i64 {
+        let is_wide = ((self.head_dim | self.value_dim) * bytes).is_multiple_of(128);
+        (if is_wide { 128 } else { 64 }) / bytes as i64
+    }
+
+    fn key_panel(&self) -> i64 {
+        self.panel(self.element_bytes)
+    }
+
+    /// Whether the tensor cores take q, K and V of the call as they are, and the score form is built.
+    fn serves(&self, problem: &Attention) -> bool {
+        let (dtype, out) = (problem.q.dtype, problem.out.dtype);
+        let bytes = if [DType::F16, DType::BF16].contains(&dtype) && out == dtype {
+            2
+        } else if dtype == DType::F8E4M3FN && [DType::F16, DType::BF16].contains(&out) {
+            1
+        } else {
+            return false;
+        };
+        let score = &problem.score;
+        let form = match bytes {
+            1 if score.softcap > 0.0 || score.alibi.is_some() => "modified",
+            1 => "scaled",
+            _ if modifies_scores(problem) => "modified",
+            _ => "plain",
+        };
+        problem.kv_dtype == dtype
+            && self.element_bytes == bytes
+            && (self.head_dim, self.value_dim) == (problem.head_dim, problem.value_dim)
+            && self.score == form
     }
 }
 
@@ -114,15 +153,9 @@ pub(super) fn takes_all(problem: &Attention) -> bool {
 impl Prefill {
     /// `None` where the portable kernel has to do it.
     pub(super) fn of(problem: &Attention, device: &Device) -> Option<Self> {
-        let dtype = problem.q.dtype;
-        let is_built =
-            [DType::F16, DType::BF16].contains(&dtype) && problem.kv_dtype == dtype && problem.out.dtype == dtype;
-        let score = if modifies_scores(problem) { "modified" } else { "plain" };
-        let dims = (problem.head_dim, problem.value_dim);
-        let serves = |tile: &&Tile| is_built && (tile.head_dim, tile.value_dim) == dims && tile.score == score;
         let (rows, seqs) = (problem.num_rows as i64, problem.max_seqs as i64);
         let is_short = problem.score.window_right >= 0 && rows <= SHORT_ON_AVERAGE * seqs;
-        let mut tiles = TILES.iter().filter(serves);
+        let mut tiles = TILES.iter().filter(|tile| tile.serves(problem));
         let tile = tiles.clone().find(|tile| tile.is_short == is_short).or_else(|| tiles.next())?;
         let group = (problem.num_q_heads / problem.num_kv_heads) as i64;
         let pack = (group & -group).min(64);
@@ -131,8 +164,8 @@ impl Prefill {
         let scales_values_by_head = problem.v_scale.is_some_and(|scale| scale.per_head);
         let fits = device.has_tensor_maps
             && (group == pack || !scales_values_by_head)
-            && can_step(&prefill.row_axes(problem, &problem.q, tile.head_dim, tile.rows))
-            && (prefill.has_key_boxes(problem) || has_key_rows(problem));
+            && can_copy(problem.q.dtype, problem.q.data, &prefill.query_axes(problem))
+            && (prefill.has_key_boxes(problem) || (!prefill.is_fp8() && has_key_rows(problem)));
         fits.then_some(prefill)
     }
 
@@ -142,8 +175,20 @@ impl Prefill {
             KeyStorage::Contiguous { .. } => "contiguous",
             KeyStorage::Paged(_) => "paged",
         };
-        let dtype = variants::dtype_value(problem.q.dtype);
-        variants::find(KERNEL, &[dtype, self.tile.head_dim_value, storage, self.tile.score])
+        let Tile { head_dim_value, score, .. } = self.tile;
+        if self.is_fp8() {
+            return variants::find(FP8_KERNEL, &[head_dim_value, storage, score]);
+        }
+        variants::find(KERNEL, &[variants::dtype_value(problem.q.dtype), head_dim_value, storage, score])
+    }
+
+    /// The name of the kernel without its variant.
+    pub(super) fn kernel(&self) -> &'static str {
+        self.tile.kernel
+    }
+
+    fn is_fp8(&self) -> bool {
+        self.tile.element_bytes == 1
     }
 
     /// A CTA for each SM, fewer where there are fewer tiles; `tiles` is for each KV head.
@@ -171,24 +216,24 @@ impl Prefill {
     /// The kernel's argument, from that of the portable one.
     pub(super) fn params(&self, problem: &Attention, attention: &Params, counter: *mut u8) -> Result<PrefillParams> {
         let score = &problem.score;
-        let (dtype, head_dim, value_dim) = (problem.q.dtype, self.tile.head_dim, self.tile.value_dim);
-        let rows =
-            |tensor: &Tensor, dim, rows| TensorMap::new(dtype, tensor.data, &self.row_axes(problem, tensor, dim, rows));
+        let Tile { head_dim, value_dim, .. } = *self.tile;
+        let rows = |tensor: &Tensor, axes: &[Axis]| TensorMap::new(tensor.dtype, tensor.data, axes);
         let has_boxes = self.has_key_boxes(problem);
         let keys = |view: &KvView, dim| {
-            let map = || TensorMap::new(dtype, view.data, &self.key_axes(problem, view, dim));
+            let map = || TensorMap::new(problem.kv_dtype, view.data, &self.key_axes(problem, view, dim));
             if has_boxes { map() } else { Ok(TensorMap::NONE) }
         };
-        let head_panels = |view: &KvView| (step(problem.num_kv_heads, view.head_stride) / self.tile.panel()) as i32;
+        let head_panels = |view: &KvView| (step(problem.num_kv_heads, view.head_stride) / self.tile.key_panel()) as i32;
         // A pack of more heads than a warp has rows leaves row by row.
-        let stores_boxes =
-            self.pack <= WARP_ROWS && can_step(&self.row_axes(problem, &problem.out, value_dim, WARP_ROWS));
+        let out_axes = self.out_axes(problem);
+        let stores_boxes = self.pack <= WARP_ROWS && can_copy(problem.out.dtype, problem.out.data, &out_axes);
+        let packed = attention.with_packs(self.pack, self.packs(problem));
         Ok(PrefillParams {
-            attention: attention.with_packs(self.pack, self.packs(problem)),
-            q: rows(&problem.q, head_dim, self.tile.rows)?,
+            attention: if self.is_fp8() { packed.undecoded() } else { packed },
+            q: rows(&problem.q, &self.query_axes(problem))?,
             k: keys(&problem.k, head_dim)?,
             v: keys(&problem.v, value_dim)?,
-            out: if stores_boxes { rows(&problem.out, value_dim, WARP_ROWS)? } else { TensorMap::NONE },
+            out: if stores_boxes { rows(&problem.out, &out_axes)? } else { TensorMap::NONE },
             next_tile: counter,
             grows: i32::from(score.window_left < 0 && score.window_right >= 0),
             packs_per_kv_head: self.packs_per_kv_head as i32,
@@ -208,9 +253,17 @@ impl Prefill {
         both & -both
     }
 
+    fn query_axes(&self, problem: &Attention) -> [Axis; 4] {
+        self.row_axes(problem, &problem.q, self.tile.head_dim, self.tile.rows)
+    }
+
+    fn out_axes(&self, problem: &Attention) -> [Axis; 4] {
+        self.row_axes(problem, &problem.out, self.tile.value_dim, WARP_ROWS)
+    }
+
     /// `[panel, token, head, column]`, the innermost first: a box is `rows` packed rows of q or out.
     fn row_axes(&self, problem: &Attention, tensor: &Tensor, dim: usize, rows: i64) -> [Axis; 4] {
-        let columns = self.tile.panel();
+        let columns = self.tile.panel(tensor.dtype.size());
         let panels = dim as i64 / columns;
         [
             Axis { len: columns, stride: 1, in_box: columns },
@@ -223,7 +276,7 @@ impl Prefill {
     /// Of K or V with `dim` columns a head. Contiguous `[1, head, panel, token, column]`: a box is a block of keys. Paged
     /// `[page, octet, panel of all heads, token of the octet, column]`: a box is some octets of a head.
     fn key_axes(&self, problem: &Attention, view: &KvView, dim: usize) -> [Axis; 5] {
-        let (heads, columns) = (problem.num_kv_heads as i64, self.tile.panel());
+        let (heads, columns) = (problem.num_kv_heads as i64, self.tile.key_panel());
         let panels = dim as i64 / columns;
         let element = Axis { len: columns, stride: 1, in_box: columns };
         match problem.keys.storage {
@@ -251,7 +304,7 @@ impl Prefill {
     /// Whether boxes fetch K and V: pages are whole octets of tokens, and heads lie at multiples of a panel. Rows of
     /// other pages are fetched one by one.
     fn has_key_boxes(&self, problem: &Attention) -> bool {
-        let panel = self.tile.panel();
+        let panel = self.tile.key_panel();
         [(&problem.k, self.tile.head_dim), (&problem.v, self.tile.value_dim)].into_iter().all(|(view, dim)| {
             let is_regular = match problem.keys.storage {
                 KeyStorage::Contiguous { .. } => true,
@@ -262,7 +315,7 @@ impl Prefill {
                         && step / panel * (problem.num_kv_heads as i64) < i64::from(i32::MAX)
                 }
             };
-            is_regular && can_step(&self.key_axes(problem, view, dim))
+            is_regular && can_copy(problem.kv_dtype, view.data, &self.key_axes(problem, view, dim))
         })
     }
 }
@@ -289,7 +342,7 @@ fn step(count: usize, stride: i64) -> i64 {
 
 /// An axis; the stride of one that ends with its first element may be anything, and must be something.
 fn axis(len: i64, stride: i64, in_box: i64) -> Axis {
-    Axis { len, stride: if len > 1 { stride } else { 64 }, in_box }
+    Axis { len, stride: if len > 1 { stride } else { 128 }, in_box }
 }
 
 /// `PrefillParams` of `kernels/include/hopper/params.cuh`, which says what each is.
@@ -344,6 +397,7 @@ mod tests {
     use super::*;
     use crate::ops::Scale;
     use crate::ops::attention::{Keys, PageTable, Queries};
+    use std::f32::consts::LOG2_E;
     use std::ptr::null;
 
     /// 1000 rows of 12 heads over 2 KV heads of 2000 keys, in 7 sequences; no memory.
@@ -396,6 +450,30 @@ mod tests {
         assert_eq!(named(64, 7 * 1024 + 1, 0), tall);
         assert_eq!(named(64, 7 * 1024, -1), tall);
         assert_eq!(named(128, 7 * 1024, 0), "hopper_prefill_bf16_128_contiguous_plain");
+    }
+
+    #[test]
+    fn fp8_is_multiplied_as_it_is_where_all_of_it_is_e4m3fn() {
+        let codes = |plain: Attention<'static>| {
+            let q = Tensor::dense(DType::F8E4M3FN, null_mut(), &[1000, 12, 128]);
+            let out = Tensor::dense(DType::BF16, null_mut(), &[1000, 12, 128]);
+            Attention { q, kv_dtype: DType::F8E4M3FN, out, ..plain }
+        };
+        assert_eq!(prefilled_by(&codes(ragged())), "hopper_prefill_fp8_128_contiguous_scaled");
+        let mut capped = codes(paged(16));
+        capped.score.softcap = 30.0;
+        assert_eq!(prefilled_by(&capped), "hopper_prefill_fp8_128_paged_modified");
+        let plain = codes(ragged());
+        let q = Tensor { dtype: DType::BF16, ..plain.q };
+        assert_eq!(prefilled_by(&Attention { q, ..plain }), "attention_bf16_fp8_128_prefill_modified");
+        // Rows of 8-byte chunks.
+        let view = KvView { token_stride: 264, ..plain.k };
+        assert_eq!(prefilled_by(&Attention { k: view, ..plain }), "attention_f16_fp8_128_prefill_modified");
+        let misplaced = KvView { data: std::ptr::without_provenance_mut(8), ..plain.k };
+        assert_eq!(prefilled_by(&Attention { v: misplaced, ..plain }), "attention_f16_fp8_128_prefill_modified");
+        // There is nothing to make up for.
+        let params = Params::new(&plain).expect("it is right").undecoded();
+        assert_eq!(params.factors(), (LOG2_E, 1.0));
     }
 
     #[test]
@@ -536,10 +614,9 @@ mod tests {
     fn every_variant_has_its_tile() {
         for variant in variants::VARIANTS.iter().filter(|variant| variant.name.starts_with(KERNEL)) {
             let serves = |tile: &&Tile| {
-                let storages = ["contiguous", "paged"];
-                storages
-                    .iter()
-                    .any(|s| variant.name.ends_with(&format!("16_{}_{s}_{}", tile.head_dim_value, tile.score)))
+                let dtype = if tile.element_bytes == 1 { "fp8" } else { "16" };
+                let name = |storage| format!("{dtype}_{}_{storage}_{}", tile.head_dim_value, tile.score);
+                ["contiguous", "paged"].iter().any(|storage| variant.name.ends_with(&name(storage)))
             };
             assert_eq!(TILES.iter().filter(serves).count(), 1, "{}", variant.name);
         }

@@ -36,7 +36,7 @@ const AT_MOST_TWO_CTAS: u32 = 228 * 1024 / 3 - 1024 + 128;
 enum Kernel {
     /// [`KERNEL`], cut up like this.
     Portable(&'static Tile),
-    /// [`hopper::KERNEL`]
+    /// Those of [`hopper`].
     Hopper(Prefill),
 }
 
@@ -105,7 +105,7 @@ impl Launch {
             unsafe { launch::fill(counter, 0, 8, stream) }?;
         }
         // SAFETY: this function's contract.
-        unsafe { enqueue(hopper::KERNEL, self.variant, shape, stream, &params) }
+        unsafe { enqueue(prefill.kernel(), self.variant, shape, stream, &params) }
     }
 }
 

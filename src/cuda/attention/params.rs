@@ -175,6 +175,20 @@ impl Params {
     pub(super) fn with_packs(&self, pack: i64, packs: i64) -> Self {
         Self { num_kv_heads: packs as i32, group: pack as i32, group_reciprocal: 1.0 / pack as f32, ..*self }
     }
+
+    /// The same for a kernel that takes fp8 q, K and V as they are. What decoding divides them by is `value_factor` each.
+    pub(super) fn undecoded(&self) -> Self {
+        let score_factor = self.score_factor / (self.value_factor * self.value_factor);
+        Self { score_factor, value_factor: 1.0, ..*self }
+    }
+}
+
+#[cfg(test)]
+impl Params {
+    /// What scores and the output are multiplied by.
+    pub(super) fn factors(&self) -> (f32, f32) {
+        (self.score_factor, self.value_factor)
+    }
 }
 
 impl KvSource {

@@ -1,0 +1,57 @@
+// Attention of long sequences on Hopper where q, K and V are e4m3fn and the tensor cores take them as they are: as
+// hopper_prefill.cu, from the same parts, with weights in e4m3fn. docs/kernels.md explains the design.
+//
+// Compiled once for each combination of
+//   XA_HEAD_DIM  D and Dv, exactly
+//   XA_STORAGE   contiguous, paged
+//   XA_SCORE     scaled, modified (include/hopper/fp8_score.cuh)
+// Launch: any number of CTAs of kThreads threads and kSharedBytes of dynamic shared memory, one an SM.
+
+#include "element.cuh"
+#include "hopper/fp8_compute.cuh"
+#include "hopper/fp8_score.cuh"
+#include "hopper/fp8_shape.cuh"
+#include "hopper/load.cuh"
+#include "hopper/params.cuh"
+#include "hopper/pipeline.cuh"
+#include "hopper/schedule.cuh"
+#include "hopper/transpose.cuh"
+
+namespace {
+using Score = xa::hopper::XA_PASTE(fp8_score_, XA_SCORE);
+using Shape = xa::hopper::Fp8TileShape<XA_HEAD_DIM, xa::hopper::Storage::XA_STORAGE, Score>;
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
+    XA_ENTRY(const __grid_constant__ xa::hopper::PrefillParams params) {
+  extern __shared__ uint8_t shared[];
+  const xa::hopper::Pipeline<Shape> pipeline(shared);
+  if (threadIdx.x == 0) pipeline.init();
+  __syncthreads();
+  const int32_t warp = xa::hopper::uniform(threadIdx.x / 32);
+  if (warp >= Shape::kComputeWarps) {
+    xa::hopper::ptx::give_up_registers<Shape::kLoaderRegisters>();
+    switch (warp - Shape::kComputeWarps) {
+      case 0:
+        xa::hopper::load_blocks<Shape, xa::hopper::Operand::keys>(params, pipeline);
+        break;
+      case 1:
+        xa::hopper::transpose_blocks<Shape, 0>(params, pipeline);
+        break;
+      case 2:
+        xa::hopper::plan_tiles<Shape, Score>(params, pipeline);
+        break;
+      default: {
+        const xa::Overlap overlap = xa::hopper::find_overlap(params.attention);
+        if (threadIdx.x % 32 == 0) {
+          pipeline.overlap() = overlap;
+          pipeline.overlap_known().arrive();
+        }
+        xa::hopper::transpose_blocks<Shape, 1>(params, pipeline);
+      }
+    }
+  } else {
+    xa::hopper::ptx::take_registers<Shape::kRegisters>();
+    xa::hopper::compute_fp8_tiles<Shape, Score>(params, pipeline);
+  }
+}

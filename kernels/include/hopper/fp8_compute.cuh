@@ -1,0 +1,259 @@
+// The warpgroups of an fp8 prefill CTA that compute: as compute.cuh, with products of e4m3fn. They take half the time,
+// the softmax all of it: so there are more warpgroups with fewer keys a block, and none waits for another one's turn.
+#pragma once
+
+#include <cstdint>
+
+#include "element.cuh"
+#include "hopper/compute.cuh"
+#include "hopper/fp8_shape.cuh"
+#include "hopper/params.cuh"
+#include "hopper/pipeline.cuh"
+#include "hopper/row_state.cuh"
+#include "hopper/wgmma.cuh"
+#include "output_rows.cuh"
+#include "ptx.cuh"
+#include "tile_plan.cuh"
+
+namespace xa::hopper {
+
+/// The softmax of a warp's 16 rows as RowState, with weights of e4m3fn, the largest of which is 2^kWeightLog2: `max` is
+/// that much below the largest logit.
+template <int kColumnTiles, int kWeightLog2>
+struct Fp8RowState : RowState<kColumnTiles> {
+  using State = RowState<kColumnTiles>;
+  using State::max;
+  using State::output;
+  using State::rescale;
+  using State::sum;
+
+  /// Turns the scores of a block into the weights of V's rows, as an operand: byte e of weights[step][i] is column
+  /// 32 step + 16 (i / 2) + 4t + e of row g + 8 (i % 2), where columns are the scores in the order in which
+  /// accumulators have them, which is how transposed keys lie (transpose.cuh).
+  template <int kKeyTiles>
+  __device__ __forceinline__ void absorb(float (&scores)[kKeyTiles][4], float log2_unit,
+                                         uint32_t (&weights)[kKeyTiles / 4][4]) {
+    // As integers three numbers are compared at a time, and the largest is the largest float if it is not negative. The
+    // vote is over by the time the other lanes' numbers are there.
+    int32_t largest[2] = {INT32_MIN, INT32_MIN};
+#pragma unroll
+    for (int block = 0; block < kKeyTiles; ++block) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        largest[half] = ptx::max_bits(largest[half], scores[block][2 * half], scores[block][2 * half + 1]);
+      }
+    }
+    const bool are_ordered = __all_sync(~0u, largest[0] >= 0 && largest[1] >= 0) != 0;
+#pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+#pragma unroll
+      for (int32_t& x : largest) x = ::max(x, __shfl_xor_sync(~0u, x, distance));
+    }
+    if (__builtin_expect(!are_ordered, 0)) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) largest[half] = __float_as_int(largest_of(scores, half));
+    }
+    float next[2], base[2], block_sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      next[half] = fmaxf(max[half], __fmaf_rn(__int_as_float(largest[half]), log2_unit, -kWeightLog2));
+      // Of a row that has seen nothing all weights are 0, and so is what its output counts for.
+      base[half] = next[half] == -INFINITY ? 0.0f : next[half];
+    }
+#pragma unroll
+    for (int step = 0; step < kKeyTiles / 4; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int half = i % 2;
+        float x[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float score = scores[4 * step + i / 2 * 2 + e / 2][2 * half + e % 2];
+          x[e] = xa::ptx::exp2_approx(__fmaf_rn(score, log2_unit, -base[half]));
+        }
+        block_sum[half] += (x[0] + x[1]) + (x[2] + x[3]);
+        weights[step][i] = ptx::pack_e4m3(x[0], x[1], x[2], x[3]);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rescale[half] = xa::ptx::exp2_approx(max[half] - base[half]);
+      max[half] = next[half];
+      sum[half] = __fmaf_rn(sum[half], rescale[half], block_sum[half]);
+    }
+  }
+  /// As of RowState; what e4m3fn rounds is more than what a large reference does.
+  __device__ __forceinline__ void rescale_output() {
+    if (!__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
+#pragma unroll
+    for (int column = 0; column < kColumnTiles; ++column) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) output[column][i] *= rescale[i / 2];
+    }
+  }
+
+ private:
+  /// Of a row's scores.
+  template <int kKeyTiles>
+  static __device__ __forceinline__ float largest_of(const float (&scores)[kKeyTiles][4], int half) {
+    float largest = scores[0][2 * half];
+#pragma unroll
+    for (int block = 0; block < kKeyTiles; ++block) {
+      largest = fmaxf(largest, fmaxf(scores[block][2 * half], scores[block][2 * half + 1]));
+    }
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    return fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+  }
+};
+
+/// Computes all tiles of the CTA. The work of a warpgroup.
+template <typename Shape, typename Score>
+__device__ __forceinline__ void compute_fp8_tiles(const PrefillParams& prefill, const Pipeline<Shape>& pipeline) {
+  constexpr int kKeys = Shape::kKeys, kSteps = Shape::kHeadDim / 32;
+  using Keys = Turn<Shape::kStages>;
+  using Panel = typename Shape::FetchedPanel;
+  using KeyBlock = typename Shape::KeyBlock;
+  using ValueBlock = typename Shape::ValueBlock;
+  // 32 bytes a step.
+  constexpr int kPanelSteps = Panel::kRowBytes / 32;
+  const AttentionParams& params = prefill.attention;
+  const int32_t warp = uniform(threadIdx.x / 32), warpgroup = warp / 4, warp_row = 16 * warp;
+  const int32_t lane = threadIdx.x % 32;
+  const auto release = [&](const Barrier& barrier) {
+    if (lane == 0) barrier.arrive();
+  };
+
+  const Score score(params);
+  const uint64_t query =
+      tile_descriptor<Panel>(pipeline.query() + warpgroup * 8 * Panel::kGroupBytes, 0, Panel::kGroupBytes);
+  const uint64_t keys = tile_descriptor<Panel>(pipeline.keys(0), 0, KeyBlock::kGroupDistance);
+  const uint64_t values = tile_descriptor<Panel>(pipeline.values(0), 0, Panel::kGroupBytes);
+
+  float scores[kKeys / 8][4];
+  uint32_t weights[kKeys / 32][4];
+  Fp8RowState<Shape::kValueDim / 8, Shape::kWeightLog2> state;
+
+  const auto start_scores = [&](const Keys& turn) {
+    const uint64_t block = keys + turn.slot * (KeyBlock::kBytes >> 4);
+    ptx::products_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const uint64_t a = query + (step / kPanelSteps * (Shape::kQueryPanelBytes >> 4) + step % kPanelSteps * 2);
+      const uint64_t b = block + (step / kPanelSteps * (KeyBlock::kPanelDistance >> 4) + step % kPanelSteps * 2);
+      if (step == 0) {
+        Product<E4m3, kKeys>::template scores<false>(scores, a, b);
+      } else {
+        Product<E4m3, kKeys>::template scores<true>(scores, a, b);
+      }
+    }
+    ptx::products_commit();
+  };
+  const auto start_output = [&](const Keys& turn) {
+    const uint64_t block = values + turn.slot * (ValueBlock::kBytes >> 4);
+    ptx::products_fence();
+#pragma unroll
+    for (int step = 0; step < kKeys / 32; ++step) {
+      Product<E4m3, Shape::kValueDim>::values(
+          state.output, weights[step],
+          block + (step / kPanelSteps * (ValueBlock::kPanelDistance >> 4) + step % kPanelSteps * 2));
+    }
+    ptx::products_commit();
+  };
+
+  int32_t turn = 0;
+  int32_t rows = 1;
+#pragma unroll 1
+  for (int32_t count = 0, tile = 0; rows > 0; ++count) {
+    const Turn<2> plan_turn(count);
+    pipeline.plan_full(plan_turn).wait();
+    const TilePlan& plan = pipeline.plan(plan_turn);
+    rows = uniform(plan.plan.tile.num_rows);
+    if (rows > 0) {
+      const int32_t first = uniform(plan.first_block), end = uniform(plan.end_block);
+      const float unit = __int_as_float(uniform(__float_as_int(Score::log2_unit(plan.plan))));
+      const bool is_plain = uniform(static_cast<int32_t>(Score::leaves(plan.plan))) != 0;
+      if (count == 0) pipeline.overlap_known().wait();
+      const auto overlap = static_cast<Overlap>(uniform(static_cast<int32_t>(pipeline.overlap())));
+      const bool boxed =
+          Shape::kStagesOutput && prefill.stores_boxes != 0 && overlap == Overlap::kNone && warp_row + 16 <= rows;
+      RowStore<Shape, F16> store(prefill, plan, overlap, warp_row, boxed);
+      const auto finish_rows = [&] {
+        state.finish();
+        store.finish(state);
+      };
+      state.clear();
+      if (first < end) {
+        // Blocks [common_begin, common_end) are seen whole by every row, and their scores are left as they are if any
+        // are.
+        const int32_t common_begin = uniform((plan.plan.keys.common_begin + kKeys - 1) / kKeys);
+        const int32_t common_end = is_plain ? uniform(plan.plan.keys.common_end / kKeys) : 0;
+        int32_t block = end - 1;
+        const auto weigh = [&](bool masked, uint32_t (&to)[kKeys / 32][4]) {
+          if (masked || !Score::kLeavesMost) score.template apply<F16>(scores, plan.plan, warp_row, block * kKeys);
+          if (masked) hide_unseen(scores, prefill, plan.plan, warp_row, block * kKeys);
+          state.absorb(scores, unit, to);
+        };
+        const auto step = [&](bool masked) {
+          const Keys now(turn), next(turn + 1);
+          pipeline.keys_full(next).wait();
+          start_scores(next);
+          pipeline.values_full(now).wait();
+          start_output(now);
+          ptx::products_wait<1>();
+          release(pipeline.keys_empty(next));
+          if (block == first) release(pipeline.query_empty(tile));
+          uint32_t made[kKeys / 32][4];
+          weigh(masked, made);
+          ptx::products_wait<0>();
+          release(pipeline.values_empty(now));
+          // Kept apart until here: the products under way have been reading the last ones.
+#pragma unroll
+          for (int i = 0; i < kKeys / 8; ++i) weights[i / 4][i % 4] = ptx::moved(made[i / 4][i % 4]);
+          state.rescale_output();
+          ++turn;
+        };
+
+        pipeline.query_full(tile).wait();
+        const Keys now(turn);
+        pipeline.keys_full(now).wait();
+        start_scores(now);
+        ptx::products_wait<0>();
+        release(pipeline.keys_empty(now));
+        if (block == first) release(pipeline.query_empty(tile));
+        if (block < common_begin || block >= common_end) {
+          weigh(true, weights);
+        } else {
+          weigh(false, weights);
+        }
+        --block;
+#pragma unroll 1
+        for (; block >= max(first, common_end); --block) step(true);
+#pragma unroll 1
+        for (; block >= max(first, common_begin); --block) step(false);
+#pragma unroll 1
+        for (; block >= first; --block) step(true);
+        const Keys last(turn);
+        pipeline.values_full(last).wait();
+        start_output(last);
+        // What needs no output is done before it is there.
+        finish_rows();
+        ptx::products_wait<0>();
+        release(pipeline.values_empty(last));
+        ++turn;
+        ++tile;
+      } else {
+        finish_rows();
+      }
+      store.store(state, pipeline.output(warp));
+    }
+    __syncwarp();
+    release(pipeline.plan_empty(plan_turn));
+  }
+  if (lane == 0) ptx::stores_done();
+  if (params.clears_unowned_rows != 0) {
+    pipeline.overlap_known().wait();
+    clear_unowned_rows<F16, Shape::kComputeThreads>(params, pipeline.overlap(), blockIdx.x, gridDim.x);
+  }
+}
+
+}  // namespace xa::hopper

@@ -1,0 +1,46 @@
+// From products of fp8 to scores: the forms of score_form.cuh, whose scales a tile has in its plan.
+#pragma once
+
+#include "attention_params.cuh"
+#include "score_form.cuh"
+#include "tile_plan.cuh"
+
+namespace xa::hopper {
+
+/// Scores stay q . k; what they are multiplied by is part of the exponential.
+struct fp8_score_scaled {
+  /// Whether most tiles' scores stay as they are.
+  static constexpr bool kLeavesMost = true;
+
+  __device__ __forceinline__ explicit fp8_score_scaled(const AttentionParams&) {}
+  static __device__ __forceinline__ float factor(const AttentionParams& params, int32_t kv_head) {
+    return score_modified::factor(params, kv_head);
+  }
+  /// Whether `apply` leaves this tile's alone: the largest score is the largest logit only where the factor is
+  /// positive.
+  static __device__ __forceinline__ bool leaves(const Plan& plan) { return plan.score_factor > 0.0f; }
+  /// Logits to base 2 are this times what `apply` leaves.
+  static __device__ __forceinline__ float log2_unit(const Plan& plan) {
+    return leaves(plan) ? plan.score_factor : 1.0f;
+  }
+  template <typename T, int kKeyTiles>
+  __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const Plan& plan, int32_t, int32_t) const {
+    if (leaves(plan)) return;
+#pragma unroll
+    for (int block = 0; block < kKeyTiles; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[block][i] *= plan.score_factor;
+    }
+  }
+};
+
+/// Soft cap and ALiBi.
+struct fp8_score_modified : score_modified {
+  static constexpr bool kLeavesMost = false;
+
+  using score_modified::score_modified;
+  static __device__ __forceinline__ bool leaves(const Plan&) { return true; }
+  static __device__ __forceinline__ float log2_unit(const Plan&) { return 1.0f; }
+};
+
+}  // namespace xa::hopper
