@@ -70,6 +70,8 @@ def paged_attention(
         Return the logarithm of the softmax denominators as well.
     out_dtype : torch.dtype, optional
         bf16 (the default) or f16 with f8e4m3fn queries; otherwise the query's dtype and nothing else.
+        Hopper multiplies long f8e4m3fn sequences of D 128 and 256 as they are, weights included: `out` is off by some
+        2 % then, a log-sum-exp by up to 5e-4.
 
     Returns
     -------
