@@ -143,6 +143,18 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+/// log2(x) and 1 / x but for some 2^-22 of them, log2 near 1 but for 2^-22; of 0 they are -inf and inf.
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 /// tanh with a relative error of at most 2^-11.
 __device__ __forceinline__ float tanh_approx(float x) {
   float y;

@@ -137,8 +137,6 @@ inline void prefetch(const TensorMap&) {}
 inline void fence_stores_for_async() {}
 inline void sync(int number, int threads) { emulator::barrier(number, threads); }
 inline float opaque(float x) { return x; }
-inline float log2_approx(float x) { return std::log2(x); }
-inline float reciprocal_approx(float x) { return 1 / x; }
 template <int kCount>
 void give_up_registers() {}
 template <int kCount>

@@ -159,6 +159,8 @@ inline uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
 inline uint32_t pack_f16(float low, float high) { return host::pack<host::F16>(low, high); }
 inline float f16_to_f32(uint16_t bits) { return host::F16::to_f32(bits); }
 inline float exp2_approx(float x) { return std::exp2(x); }
+inline float log2_approx(float x) { return std::log2(x); }
+inline float reciprocal_approx(float x) { return 1 / x; }
 /// Off by as much as the instruction may be.
 inline float tanh_approx(float x) { return std::tanh(x) * (1 + 1.0f / 4096); }
 

@@ -73,8 +73,8 @@ class RowStore {
       const float weight = xa::ptx::exp2_approx(state.max[half] - base);
       const float total = __fmaf_rn(state.sum[half], weight, xa::ptx::exp2_approx(sink_log2 - base));
       const bool sees = state.sum[half] != 0.0f;
-      factor_[half] = sees ? factor_[half] * weight * ptx::reciprocal_approx(total) : 0.0f;
-      lse[half] = sees ? (base + ptx::log2_approx(total)) * kLn2 : sink[half];
+      factor_[half] = sees ? factor_[half] * weight * xa::ptx::reciprocal_approx(total) : 0.0f;
+      lse[half] = sees ? (base + xa::ptx::log2_approx(total)) * kLn2 : sink[half];
     }
     if (params.lse == nullptr || threadIdx.x % 4 != 0) return;
     const auto to = writer();

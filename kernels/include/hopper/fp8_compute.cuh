@@ -1,5 +1,5 @@
 // The warpgroups of an fp8 prefill CTA that compute: as compute.cuh, with products of e4m3fn. They take half the time,
-// the softmax all of it: so there are more warpgroups with fewer keys a block, and none waits for another one's turn.
+// the softmax all of it: so there are more warpgroups with fewer keys a block.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,6 @@ template <int kColumnTiles, int kWeightLog2>
 struct Fp8RowState : RowState<kColumnTiles> {
   using State = RowState<kColumnTiles>;
   using State::max;
-  using State::output;
   using State::rescale;
   using State::sum;
 
@@ -51,7 +50,8 @@ struct Fp8RowState : RowState<kColumnTiles> {
     }
     if (__builtin_expect(!are_ordered, 0)) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) largest[half] = __float_as_int(largest_of(scores, half));
+      for (int half = 0; half < 2; ++half)
+        largest[half] = __float_as_int(State::largest_of_quad(State::largest_of_lane(scores, half)));
     }
     float next[2], base[2], block_sum[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -81,28 +81,6 @@ struct Fp8RowState : RowState<kColumnTiles> {
       max[half] = next[half];
       sum[half] = __fmaf_rn(sum[half], rescale[half], block_sum[half]);
     }
-  }
-  /// As of RowState; what e4m3fn rounds is more than what a large reference does.
-  __device__ __forceinline__ void rescale_output() {
-    if (!__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
-#pragma unroll
-    for (int column = 0; column < kColumnTiles; ++column) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) output[column][i] *= rescale[i / 2];
-    }
-  }
-
- private:
-  /// Of a row's scores.
-  template <int kKeyTiles>
-  static __device__ __forceinline__ float largest_of(const float (&scores)[kKeyTiles][4], int half) {
-    float largest = scores[0][2 * half];
-#pragma unroll
-    for (int block = 0; block < kKeyTiles; ++block) {
-      largest = fmaxf(largest, fmaxf(scores[block][2 * half], scores[block][2 * half + 1]));
-    }
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    return fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
   }
 };
 
@@ -209,7 +187,8 @@ __device__ __forceinline__ void compute_fp8_tiles(const PrefillParams& prefill, 
           // Kept apart until here: the products under way have been reading the last ones.
 #pragma unroll
           for (int i = 0; i < kKeys / 8; ++i) weights[i / 4][i % 4] = ptx::moved(made[i / 4][i % 4]);
-          state.rescale_output();
+          // What e4m3fn rounds is more than what a large reference does: the sums are left as they are.
+          if (state.has_risen()) state.rescale_output();
           ++turn;
         };
 

@@ -1,5 +1,5 @@
 // The PTX that only sm_90a has, one thin wrapper each: barriers with a transaction count, copies of boxes of a tensor,
-// registers that move between warpgroups, fast functions. The tensor cores' instructions are in wgmma.cuh.
+// registers that move between warpgroups. The tensor cores' instructions are in wgmma.cuh.
 #pragma once
 
 #include <cstdint>
@@ -40,18 +40,6 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
         : "r"(barrier), "r"(parity)
         : "memory");
   } while (done == 0);
-}
-
-/// log2(x) and 1 / x but for some 2^-22 of them, log2 near 1 but for 2^-22; of 0 they are -inf and inf.
-__device__ __forceinline__ float log2_approx(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float reciprocal_approx(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 /// Copies a box to shared memory; `barrier` counts its bytes, those outside of the tensor, which become 0, included.

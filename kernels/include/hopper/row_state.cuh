@@ -94,9 +94,7 @@ struct RowState {
     if (!__any_sync(~0u, is_large(max[0]) || is_large(max[1]))) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float largest = largest_of_lane(weights, half);
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      const float largest = largest_of_quad(largest_of_lane(weights, half));
       // Of the quad's lanes one has it, and any may add it.
       if (rescale[half] != 1.0f && threadIdx.x % 4 == 0) sum[half] += rounded<T>(largest) - largest;
     }
@@ -110,7 +108,8 @@ struct RowState {
     }
   }
 
- private:
+ protected:
+  /// Of what this lane has of a row's scores.
   template <int kKeyTiles>
   static __device__ __forceinline__ float largest_of_lane(const float (&scores)[kKeyTiles][4], int half) {
     float largest = scores[0][2 * half];
@@ -120,12 +119,17 @@ struct RowState {
     }
     return largest;
   }
+  /// Of a row, from those of its lanes.
+  static __device__ __forceinline__ float largest_of_quad(float largest) {
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    return fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+  }
+
+ private:
   /// Takes up the largest score of a block, of which each lane knows its own columns'; what the row's logits lose
   /// before they become weights.
   __device__ __forceinline__ float raise(int half, float largest, float log2_unit) {
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    const float next = fmaxf(max[half], __fmul_rn(largest, log2_unit));
+    const float next = fmaxf(max[half], __fmul_rn(largest_of_quad(largest), log2_unit));
     // Of a row that has seen nothing all weights are 0, and so is what its output counts for.
     const float base = next == -INFINITY ? 0.0f : next;
     rescale[half] = xa::ptx::exp2_approx(max[half] - base);

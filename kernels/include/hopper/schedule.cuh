@@ -31,7 +31,7 @@ class TileFinder {
     load_run(0);
   }
 
-  /// Puts tile `number` into `to`; one without rows where there is none. `rank` is that of the head's pack.
+  /// Puts tile `number` into `to`; one without rows where there is none.
   __device__ __forceinline__ void find(int64_t number, int32_t packs_per_kv_head, TilePlan& to) {
     while (number - before_ >= tiles_of_head_ * params_.num_kv_heads && first_ + 32 < num_seqs_) {
       before_ += tiles_of_head_ * params_.num_kv_heads;
