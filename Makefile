@@ -114,7 +114,7 @@ emulate: $(VENV)/build.stamp
 bench:
 	python3 benches/run.py $(ARGS)
 
-# docs/prefill.svg out of docs/prefill.json, which is the last line of `make bench ARGS=prefill.py`.
+# The pictures in docs out of the JSON beside them, which is the last line of `make bench ARGS=prefill.py` or decode.py.
 plot: $(VENV)/build.stamp
 	$(call list,t['dependency-groups']['plot']) > $(VENV)/plot.txt
 	$(PIP) -r $(VENV)/plot.txt

@@ -78,6 +78,8 @@ def fa3_paged(case, query, k_pages, v_pages):
         return None
     options = {"page_table": case.tables, "seqused_k": lengths(case), "max_seqlen_k": max(case.lens)}
     options |= {"cu_seqlens_q": case.query_start_loc, "max_seqlen_q": max(case.q_lens), "is_causal": True}
+    if case.window >= 0:
+        options |= {"window_size_left": case.window, "window_size_right": 0}
     return lambda: operator(query, k_pages, v_pages, **options)
 
 
@@ -104,6 +106,8 @@ def fa4_paged(case, query, k_pages, v_pages):
 
     options = {"page_table": case.tables, "seqused_k": lengths(case), "max_seqlen_k": max(case.lens)}
     options |= {"cu_seqlens_q": case.query_start_loc, "max_seqlen_q": max(case.q_lens), "causal": True}
+    if case.window >= 0:
+        options |= {"window_size": (case.window, 0)}
     return lambda: flash_attn_varlen_func(query, k_pages, v_pages, **options)
 
 
@@ -148,7 +152,7 @@ def flashinfer(case, q, k, v, cu_seqlens_q, cu_seqlens_k):
     return lambda: wrapper.run(q, k, v, out=out)
 
 
-def flashinfer_paged(case, query, k_pages, v_pages):
+def flashinfer_paged(case, query, k_pages, v_pages, backend="auto"):
     """FlashInfer's batch wrappers over paged K/V; the plan is not timed."""
     if not available("flashinfer"):
         return None
@@ -159,15 +163,22 @@ def flashinfer_paged(case, query, k_pages, v_pages):
     indptr = torch.tensor([0, *used], dtype=torch.int32).cumsum(0).to(torch.int32).cuda()
     last = torch.tensor([(n - 1) % case.page_size + 1 for n in case.lens], dtype=torch.int32, device="cuda")
     heads = (case.q_heads, case.kv_heads, case.head_dim, case.page_size)
-    dtypes = {"q_data_type": query.dtype, "kv_data_type": query.dtype}
+    options = {"q_data_type": query.dtype, "kv_data_type": k_pages.dtype, "window_left": case.window}
     if all(n == 1 for n in case.q_lens):
+        if backend != "auto":
+            return None
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(flashinfer_workspace(), "NHD", use_tensor_cores=True)
-        wrapper.plan(indptr, pages, last, *heads, **dtypes)
+        wrapper.plan(indptr, pages, last, *heads, **options)
     else:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(flashinfer_workspace(), "NHD")
-        wrapper.plan(case.query_start_loc, indptr, pages, last, *heads, causal=True, **dtypes)
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(flashinfer_workspace(), "NHD", backend=backend)
+        wrapper.plan(case.query_start_loc, indptr, pages, last, *heads, causal=True, **options)
     out = torch.empty_like(query)
     return lambda: wrapper.run(query, (k_pages, v_pages), out=out)
+
+
+def flashinfer_fa2_paged(case, query, k_pages, v_pages):
+    """As above with the kernels for older GPUs, which are the better ones for a few queries."""
+    return flashinfer_paged(case, query, k_pages, v_pages, backend="fa2")
 
 
 def flashinfer_workspace():
@@ -191,4 +202,9 @@ PACKAGES = {
     "flashinfer": ("flashinfer-python",),
 }
 PREFILL = {"fa2": fa2, "fa3": fa3, "fa4": fa4, "cudnn": cudnn, "flashinfer": flashinfer}
-PAGED = {"fa3": fa3_paged, "fa4": fa4_paged, "flashinfer": flashinfer_paged}
+PAGED = {
+    "fa3": fa3_paged,
+    "fa4": fa4_paged,
+    "flashinfer": flashinfer_paged,
+    "flashinfer fa2": flashinfer_fa2_paged,
+}

@@ -1,6 +1,5 @@
-"""`make plot`: docs/prefill.json, the last line of `make bench ARGS=prefill.py`, as docs/prefill.svg.
-
-A panel for each head dimension and mask, a line for each library: TFLOP/s over the length of a sequence.
+"""`make plot`: docs/prefill.json and docs/decode.json, the last lines of `make bench ARGS=prefill.py` and of
+`make bench ARGS=decode.py`, as pictures beside them. A line is a library.
 """
 
 import json
@@ -12,25 +11,31 @@ from matplotlib import pyplot
 DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
 
 
-def main():
-    """Read, draw, write."""
-    measured = json.loads((DOCS / "prefill.json").read_text())
+def colours_of(panels):
+    """A library keeps its colour where another is missing."""
+    libraries = {library: None for lines in panels for library in lines}
+    return {library: f"C{index}" for index, library in enumerate(libraries)}
+
+
+def draw(panel, library, points, colours):
+    """A library's line."""
+    style = {"linewidth": 2.5 if library == "ours" else 1.2, "color": colours[library]}
+    panel.plot(*zip(*sorted(points), strict=True), marker="o", label=library, **style)
+
+
+def prefill(measured):
+    """TFLOP/s over the length of a sequence, a panel for each head dimension and mask."""
     panels = {}
     for row in measured["rows"]:
         name, _, length = row["case"].rpartition(" ")
         if length.isdigit() and name.endswith(("full", "causal")):
             for library, rate in row["tflops"].items():
                 panels.setdefault(name, {}).setdefault(library, []).append((int(length), rate))
-    # A library keeps its colour where another is missing.
-    libraries = {library: None for lines in panels.values() for library in lines}
-    colours = {library: f"C{index}" for index, library in enumerate(libraries)}
-    # The same bytes for the same numbers.
-    matplotlib.rcParams["svg.hashsalt"] = "prefill"
+    colours = colours_of(panels.values())
     figure, axes = pyplot.subplots(2, len(panels) // 2, figsize=(1.8 * len(panels), 6), sharex=True, sharey=True)
     for panel, (name, lines) in zip(axes.T.flat, sorted(panels.items(), key=lambda p: int(p[0][1:4])), strict=True):
         for library, points in lines.items():
-            style = {"linewidth": 2.5 if library == "ours" else 1.2, "color": colours[library]}
-            panel.plot(*zip(*sorted(points), strict=True), marker="o", label=library, **style)
+            draw(panel, library, points, colours)
         panel.set(title=name, xscale="log", ylim=(0, 900))
         panel.set_xticks([1024, 4096, 16384], ["1k", "4k", "16k"], minor=False)
         panel.minorticks_off()
@@ -41,8 +46,48 @@ def main():
     axes[0][0].legend(handles.values(), handles.keys(), fontsize="small", ncols=2)
     figure.supylabel("TFLOP/s")
     figure.supxlabel(f"tokens of a sequence, 16k in all, bf16, {measured['gpu']}, {measured['date']}")
-    figure.tight_layout()
-    figure.savefig(DOCS / "prefill.svg", metadata={"Date": None})
+    return figure
+
+
+def decode(measured):
+    """GB/s over the context, a panel for each batch size; microseconds over the batch where contexts are short."""
+    panels = {}
+    for row in measured["rows"]:
+        words = row["case"].split()
+        for library, us in row["us"].items():
+            if words[0] == "batch":
+                point = (int(words[3].removesuffix("k")), row["kv_bytes"] / us / 1e3)
+                panels.setdefault(f"batch {words[1]}", {}).setdefault(library, []).append(point)
+            elif words[0] == "short":
+                panels.setdefault("contexts of 512", {}).setdefault(library, []).append((int(words[1]), us))
+    colours = colours_of(panels.values())
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(3.6 * len(panels), 3.6))
+    for panel, (name, lines) in zip(axes, panels.items(), strict=True):
+        for library, points in lines.items():
+            draw(panel, library, points, colours)
+        is_short = name.startswith("contexts")
+        ticks = sorted({x for points in lines.values() for x, _ in points})
+        panel.set(title=name, xscale="log", ylim=(0, None if is_short else 4700))
+        panel.set(xlabel="sequences" if is_short else "tokens of context", ylabel="µs" if is_short else "GB/s")
+        panel.set_xticks(ticks, [str(x) if is_short else f"{x}k" for x in ticks], minor=False)
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+    axes[0].legend(fontsize="small")
+    figure.suptitle(
+        f"decode, 32/8 heads, D 128, page 16, bf16, {measured['gpu']}, {measured['date']}", fontsize="medium"
+    )
+    return figure
+
+
+def main():
+    """Read, draw, write."""
+    for plot in (prefill, decode):
+        name = plot.__name__
+        # The same bytes for the same numbers.
+        matplotlib.rcParams["svg.hashsalt"] = name
+        figure = plot(json.loads((DOCS / f"{name}.json").read_text()))
+        figure.tight_layout()
+        figure.savefig(DOCS / f"{name}.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -6,20 +6,13 @@ medians is what counts. TFLOP/s counts causal products once. The last line is al
 """
 
 import json
-import math
-import statistics
 import time
 
 import torch
 
 import peers
-from harness import flash_attn_varlen, paged_attention
+from harness import agreeing, flash_attn_varlen, milliseconds, paged_attention, prepared
 from prefill_cases import CASES
-
-ROUNDS = 5
-# What a turn takes, about: long enough to be timed, short enough for the card to stay as warm as it was.
-TURN_SECONDS = 0.03
-PAUSE_SECONDS = 0.1
 
 
 def starts(lens):
@@ -68,83 +61,6 @@ def paged_calls(case):
     ours = paged_attention(query, kv.flatten(2, 3), *metadata, scale=case.head_dim**-0.5)
     k_pages, v_pages = kv[..., 0, :].contiguous(), kv[..., 1, :].contiguous()
     return {"ours": ours} | prepared(peers.PAGED, case, query, k_pages, v_pages)
-
-
-def prepared(table, *case):
-    """The calls of the peers of a table that are here and take the case, by name."""
-    calls = {}
-    for name, prepare in table.items():
-        try:
-            calls[name] = prepare(*case)
-        except Exception as error:
-            did_not_run(name, error)
-    return {name: call for name, call in calls.items() if call is not None}
-
-
-def did_not_run(name, error):
-    """Say what a peer has against this GPU or case."""
-    print(f"  {name} did not run: {type(error).__name__}: {str(error)[:160]}", flush=True)
-
-
-def rows_of(result, shape):
-    """What a call gives, as [tokens, heads, columns]."""
-    result = result if torch.is_tensor(result) else result[0]
-    return result.reshape(shape).float()
-
-
-def agreeing(calls, most=1e-2):
-    """The calls that run here and give the same but for `most`; if none does but ours, ours is wrong."""
-    wanted = calls["ours"]().float()
-    found, differing = {}, []
-    for name, call in calls.items():
-        try:
-            result = rows_of(call(), wanted.shape)
-        except Exception as error:
-            did_not_run(name, error)
-            continue
-        error = ((result - wanted).norm() / wanted.norm()).item()
-        if error < most:
-            found[name] = call
-        else:
-            print(f"  {name} differs from ours by {error:.1e}", flush=True)
-            differing.append(name)
-    assert len(found) > 1 or not differing, "ours differs from all"
-    return found
-
-
-def graph_of(call, seconds):
-    """A CUDA graph of calls that take about `seconds`, and how many."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        call()
-        start.record()
-        call()
-        end.record()
-    stream.synchronize()
-    count = max(3, min(200, math.ceil(seconds * 1e3 / max(start.elapsed_time(end), 1e-3))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(count):
-            call()
-    return graph, count
-
-
-def milliseconds(calls):
-    """Median time of one call of each, taken in turns."""
-    graphs = {name: graph_of(call, TURN_SECONDS) for name, call in calls.items()}
-    times = {name: [] for name in calls}
-    for _ in range(ROUNDS):
-        for name, (graph, count) in graphs.items():
-            torch.cuda.synchronize()
-            time.sleep(PAUSE_SECONDS)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) / count)
-    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def main(only=""):

@@ -1,6 +1,6 @@
 """`make bench`: our operators beside the installed peers on this GPU, from the wheel in dist/ if there is one.
 
-`make bench ARGS=decode` runs the cases of benches/paged_attention.py whose name contains the word,
+`make bench ARGS=ragged` runs the cases of benches/decode.py whose name contains the word,
 `make bench ARGS="prefill.py d128"` those of another program. Needs torch, for the peers and for CUDA graphs.
 """
 
@@ -20,9 +20,7 @@ def main() -> int:
     if importlib.util.find_spec("torch") is None:
         sys.exit("benches need torch with CUDA")
     arguments = sys.argv[1:]
-    program = (
-        arguments.pop(0).removesuffix(".py") if arguments[:1] and arguments[0].endswith(".py") else "paged_attention"
-    )
+    program = arguments.pop(0).removesuffix(".py") if arguments[:1] and arguments[0].endswith(".py") else "decode"
     code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import {program}; {program}.main(*sys.argv[1:])"
     return subprocess.run([sys.executable, "-c", code, *arguments], env=environment()).returncode
 

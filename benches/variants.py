@@ -19,6 +19,7 @@ import struct
 
 import torch
 
+import harness
 import peers
 import prefill
 from prefill_cases import CASES
@@ -152,18 +153,18 @@ def main(folder, only=""):
         launch = launch_of(ours)
         if launch is None:
             continue
-        calls = {"ours": ours} | prefill.prepared({"fa3": peers.fa3}, case, *operands)
+        calls = {"ours": ours} | harness.prepared({"fa3": peers.fa3}, case, *operands)
         for path in sorted(pathlib.Path(folder).glob(f"*__{launch[0]}.cubin")):
             tag = path.name.split("__")[0]
             beside = path.with_name(f"{tag}.json")
             calls[tag] = variant(path, json.loads(beside.read_text()) if beside.exists() else {}, launch, q, k, v)
         shape = (*q.shape[:2], case.value_dim)
-        wanted = prefill.rows_of(ours(), shape)
+        wanted = harness.rows_of(ours(), shape)
         written = launch[3] if torch.is_tensor(launch[3]) else launch[3][0]
         for tag, call in calls.items():
             written.zero_()
-            error = ((prefill.rows_of(call(), shape) - wanted).norm() / wanted.norm()).item()
+            error = ((harness.rows_of(call(), shape) - wanted).norm() / wanted.norm()).item()
             assert error < TOLERANCE, f"{case.name}: {tag} differs by {error:.1e}"
-        times = prefill.milliseconds(calls)
+        times = harness.milliseconds(calls)
         rates = {tag: case.flops() / taken / 1e9 for tag, taken in times.items()}
         print(f"{case.name:20}" + "".join(f" | {tag} {rate:.0f}" for tag, rate in rates.items()), flush=True)

@@ -1,0 +1,124 @@
+"""Decode and mixed batches beside their peers on one GPU: `make bench ARGS="decode.py word"` runs the cases whose name
+contains the word.
+
+As in prefill.py answers are compared first and the contenders take turns. GB/s counts what is seen of K and V once,
+TFLOP/s causal products once. The peers get K and V in two caches, which they like better, and FlashInfer its host plan
+before the clock starts. The last line is all of it as JSON.
+"""
+
+import json
+import random
+import time
+from dataclasses import dataclass
+
+import torch
+
+import peers
+from harness import agreeing, milliseconds, paged_attention, prepared
+
+DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@dataclass
+class Case:
+    """A ragged batch of new tokens over contexts, causal; pages are shuffled."""
+
+    name: str
+    q_lens: list[int]
+    lens: list[int]
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+    window: int = -1  # keys before a query's own position
+    cache: str = "bf16"
+
+    def kv_bytes(self):
+        """Of the keys that some query sees."""
+        seen = [k if self.window < 0 else min(k, self.window + q) for q, k in zip(self.q_lens, self.lens, strict=True)]
+        return 2 * sum(seen) * self.kv_heads * self.head_dim * (2 if self.cache == "bf16" else 1)
+
+    def flops(self):
+        """Of the pairs of a query and a key that it sees, without a window."""
+        pairs = sum(q * (k - q) + q * (q + 1) / 2 for q, k in zip(self.q_lens, self.lens, strict=True))
+        return 4 * pairs * self.q_heads * self.head_dim
+
+    def rate(self, ms):
+        """GB/s where few tokens a sequence are decoded, TFLOP/s elsewhere."""
+        if max(self.q_lens) <= 4:
+            return f"{self.kv_bytes() / ms / 1e6:.0f} GB/s"
+        return f"{self.flops() / ms / 1e9:.0f} TFLOP/s"
+
+
+def decode(name, lens, **options):
+    """One new token a sequence."""
+    return Case(name, [1] * len(lens), lens, **options)
+
+
+random.seed(0)
+RAGGED = [random.randrange(1024, 32768) for _ in range(16)]
+CASES = [
+    decode("64 x 8k", [8192] * 64),
+    decode("16 ragged 1k-32k", RAGGED),
+    decode("1 x 128k", [131072]),
+    decode("32 x 4k, 32/32", [4096] * 32, kv_heads=32),
+    decode("128 x 2k, 64/8", [2048] * 128, q_heads=64),
+    decode("8 x 512", [512] * 8),
+    Case("64 x 4 queries over 4k", [4] * 64, [4096] * 64),
+    Case("mixed 4 x 2k + 60 x 4k", [2048] * 4 + [1] * 60, [2048] * 4 + [4096] * 60),
+    Case("chunked 8 x 512 over 8k", [512] * 8, [8192] * 8),
+    *(decode(f"64 x 8k, {cache}", [8192] * 64, cache=cache) for cache in DTYPES),
+    decode("16 ragged 1k-32k, e4m3fn", RAGGED, cache="e4m3fn"),
+    *(decode(f"64 x 8k, page {size}", [8192] * 64, page_size=size) for size in (1, 64, 256)),
+    decode("64 x 16k, d64", [16384] * 64, head_dim=64),
+    decode("64 x 4k, d256", [4096] * 64, q_heads=16, head_dim=256),
+    decode("64 x 32k, window 1k", [32768] * 64, window=1023),
+    *(decode(f"batch {n} over {k}k", [1024 * k] * n) for n in (1, 4, 16, 64) for k in (1, 4, 16, 64) if n * k <= 1024),
+    *(decode(f"short {n} x 512", [512] * n) for n in (1, 2, 4, 16, 32, 64)),
+]
+
+
+def paged_calls(case):
+    """Our calls and the peers', by name."""
+    used = [-(-n // case.page_size) for n in case.lens]
+    case.tables = torch.zeros((len(used), max(used)), dtype=torch.int32)
+    for row, pages in zip(case.tables, torch.randperm(sum(used), dtype=torch.int32).split(used), strict=True):
+        row[: len(pages)] = pages
+    case.tables = case.tables.cuda()
+    case.query_start_loc = torch.tensor([0, *case.q_lens]).cumsum(0).to(torch.int32).cuda()
+    shape = (sum(used), case.page_size, case.kv_heads, 2, case.head_dim)
+    kv = torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(DTYPES.get(case.cache, torch.bfloat16))
+    query = torch.randn((sum(case.q_lens), case.q_heads, case.head_dim), device="cuda", dtype=torch.bfloat16)
+    lens = torch.tensor(case.lens, dtype=torch.int32, device="cuda")
+    count = torch.tensor([len(case.lens)], dtype=torch.int32, device="cuda")
+    operands = (query, kv.flatten(2, 3), lens, case.tables, case.query_start_loc, count)
+    options = {"scale": case.head_dim**-0.5, "sliding_window": case.window + 1 if case.window >= 0 else None}
+    ours = {
+        "ours": paged_attention(*operands, **options),
+        "ours, batch invariant": paged_attention(*operands, **options, batch_invariant=True),
+    }
+    k_pages, v_pages = kv[..., 0, :].contiguous(), kv[..., 1, :].contiguous()
+    return ours | prepared(peers.PAGED, case, query, k_pages, v_pages)
+
+
+def main(*words):
+    """Run the cases; a line for each, then the same as JSON."""
+    only = " ".join(words)
+    versions = {name: peers.versions(name) for name in peers.PACKAGES}
+    if missing := [name for name, found in versions.items() if not found]:
+        print("not installed: " + ", ".join(missing))
+    rows = []
+    for case in CASES:
+        if only not in case.name:
+            continue
+        torch.manual_seed(len(case.name))
+        times = milliseconds(agreeing(paged_calls(case), 3e-2))
+        torch.cuda.empty_cache()
+        best = min((ms for name, ms in times.items() if not name.startswith("ours")), default=None)
+        ratio = f"  ours {best / times['ours']:.3f}x the best peer" if best else ""
+        cells = "".join(f" | {name} {1e3 * ms:.1f} us {case.rate(ms)}" for name, ms in times.items())
+        print(f"{case.name:26}{cells}{ratio}", flush=True)
+        us = {name: round(1e3 * ms, 2) for name, ms in times.items()}
+        rows.append({"case": case.name, "us": us, "kv_bytes": case.kv_bytes(), "flops": case.flops()})
+    here = {"gpu": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
+    print(json.dumps({**here, "peers": versions, "rows": rows}))
