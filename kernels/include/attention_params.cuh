@@ -38,14 +38,8 @@ struct PartialResults {
   int32_t reserved;
 };
 
-/// How 8-bit floats become 16-bit ones (fp8.cuh). For f16 only `shift` counts.
-struct Fp8Format {
-  uint32_t shift;    // from a half's upper byte to its exponent
-  uint32_t carry;    // added to a code that is not finite, carries into `special`
-  uint32_t special;  // the lowest bit of the exponent that no code has
-  uint32_t spread;   // times `special`, the bits of the exponent from there on
-  uint32_t scale;    // a pair of bf16
-};
+/// What q is, where K and V are of 8 bits.
+enum class QueryType : int32_t { kF16, kBf16, kFp8 };
 
 /// Tq query rows, B sequence slots, Hq = group * Hkv query heads, P pages. Strides are in elements. What the caller
 /// leaves out is null.
@@ -73,7 +67,6 @@ struct AttentionParams {
   ScaleSource q_scale;
   ScaleSource k_scale;
   ScaleSource v_scale;
-  Fp8Format fp8;             // of K and V, and of q where it is of 8 bits
   float value_factor;        // of the output: what fp8 V's numbers have been divided by
   float softmax_scale_log2;  // softmax_scale * log2(e)
   float softcap_log2;        // softcap * log2(e); 0 is off
@@ -96,7 +89,8 @@ struct AttentionParams {
   int32_t min_queries;     // sequences with fewer or more queries than these are another launch's
   int32_t max_queries;
   int32_t clears_unowned_rows;  // whether this launch writes the rows that no sequence owns
-  int32_t q_is_fp8;             // read, as the rest, by kernels for fp8 K and V only
+  QueryType q_type;             // read, as the rest, by kernels for fp8 K and V only
+  int32_t kv_is_e5m2;           // else e4m3fn
   int32_t out_is_bf16;          // else of the type that the kernel computes in
   int32_t has_narrow_rows;      // K and V are chunks of 8 bytes, aligned to 8, else of 16
   PartialResults partial;
@@ -104,9 +98,9 @@ struct AttentionParams {
 
 // src/cuda/attention asserts the same numbers.
 static_assert(sizeof(KvSource) == 32 && sizeof(ScaleSource) == 16 && sizeof(PartialResults) == 48);
-static_assert(offsetof(AttentionParams, partial) == 368 && sizeof(AttentionParams) == 416);
+static_assert(offsetof(AttentionParams, partial) == 352 && sizeof(AttentionParams) == 400);
 static_assert(offsetof(AttentionParams, k) == 56 && offsetof(AttentionParams, cu_seqlens_q) == 136);
-static_assert(offsetof(AttentionParams, q_scale) == 208 && offsetof(AttentionParams, fp8) == 256);
-static_assert(offsetof(AttentionParams, num_tokens) == 292 && offsetof(AttentionParams, has_narrow_rows) == 364);
+static_assert(offsetof(AttentionParams, q_scale) == 208 && offsetof(AttentionParams, value_factor) == 256);
+static_assert(offsetof(AttentionParams, num_tokens) == 272 && offsetof(AttentionParams, has_narrow_rows) == 348);
 
 }  // namespace xa

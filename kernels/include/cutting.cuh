@@ -5,13 +5,18 @@
 
 namespace xa {
 
-/// Quotient of numbers that are not negative; most fit 32 bits, whose division is several times faster.
+/// Quotients of numbers that are not negative. Most 64-bit ones fit 32 bits, whose division is several times faster.
+__device__ __forceinline__ int32_t divide(int32_t x, int32_t divisor) {
+  return static_cast<int32_t>(static_cast<uint32_t>(x) / static_cast<uint32_t>(divisor));
+}
 __device__ __forceinline__ int64_t divide(int64_t x, int64_t divisor) {
   if (((x | divisor) >> 32) == 0) return static_cast<uint32_t>(x) / static_cast<uint32_t>(divisor);
   return x / divisor;
 }
-
-__device__ __forceinline__ int64_t divide_up(int64_t x, int64_t divisor) { return divide(x + divisor - 1, divisor); }
+template <typename Index>
+__device__ __forceinline__ Index divide_up(Index x, Index divisor) {
+  return divide(x + divisor - 1, divisor);
+}
 
 /// Where tiles may be cut. All in units.
 struct Cutting {
@@ -67,13 +72,13 @@ struct Cutting {
   };
   __device__ __forceinline__ Ends ends(int64_t tile_begin, int32_t units) const {
     const Inside range = inside(units);
-    return Ends{divide_up(tile_begin + range.first, per), divide(tile_begin + range.last, per)};
+    return Ends{divide_up<int64_t>(tile_begin + range.first, per), divide(tile_begin + range.last, per)};
   }
 
   /// batch_invariant: how many spans of the tile the first part folds; 0 where the tile is not cut.
   __device__ __forceinline__ int32_t spans_before_cut(int64_t tile_begin, int32_t units) const {
     const Inside range = inside(units);
-    const int64_t offset = divide_up(tile_begin + range.first, per) * per - tile_begin;
+    const int64_t offset = divide_up<int64_t>(tile_begin + range.first, per) * per - tile_begin;
     return offset > range.last ? 0 : range.place(static_cast<int32_t>(offset));
   }
   /// batch_invariant: parts of the tile that go to the workspace.

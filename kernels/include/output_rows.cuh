@@ -137,14 +137,23 @@ __device__ __forceinline__ void clear_out_row(const AttentionParams& params, int
   }
 }
 
+/// The rows [begin, end), which sequences own where their starts ascend and they use all of their rows.
+struct OwnedRows {
+  int32_t begin;
+  int32_t end;
+};
+__device__ __forceinline__ OwnedRows owned_rows(const AttentionParams& params) {
+  const int32_t num_seqs = live_sequences(params);
+  if (num_seqs == 0) return OwnedRows{0, 0};
+  return OwnedRows{start_of(params, 0), start_of(params, num_seqs)};
+}
+
 /// The rows before the first sequence and past the last, all that can be without an owner where starts ascend and
 /// sequences use all of their rows. A CTA takes a row.
 template <typename T, int kThreads>
-__device__ __forceinline__ void clear_outside(const AttentionParams& params, int32_t num_seqs, int32_t cta,
+__device__ __forceinline__ void clear_outside(const AttentionParams& params, const OwnedRows& owned, int32_t cta,
                                               int32_t num_ctas) {
-  // The owned rows are [begin, end).
-  const int32_t begin = num_seqs > 0 ? start_of(params, 0) : 0;
-  const int32_t end = num_seqs > 0 ? start_of(params, num_seqs) : 0;
+  const int32_t begin = owned.begin, end = owned.end;
   const int32_t unowned = params.num_tokens - (end - begin), num_heads = params.num_kv_heads * params.group;
   for (int64_t i = cta; i < unowned; i += num_ctas) {
     const int32_t token = static_cast<int32_t>(i) + (i < begin ? 0 : end - begin);
@@ -158,8 +167,9 @@ __device__ __forceinline__ void clear_outside(const AttentionParams& params, int
 
 /// Rows without an owner wherever they are: a lane looks for the owner of one, the warp clears those that have none.
 template <typename T, int kThreads>
-__device__ __forceinline__ void clear_anywhere(const AttentionParams& params, int32_t num_seqs, bool ascends,
-                                               int32_t cta, int32_t num_ctas) {
+__device__ __forceinline__ void clear_anywhere(const AttentionParams& params, bool ascends, int32_t cta,
+                                               int32_t num_ctas) {
+  const int32_t num_seqs = live_sequences(params);
   constexpr int kWarps = kThreads / 32;
   const int32_t thread = ptx::opaque(threadIdx.x);  // not worth a register while keys stream past
   const int32_t warp = thread / 32, lane = thread % 32, num_heads = params.num_kv_heads * params.group;
@@ -180,13 +190,12 @@ __device__ __forceinline__ void clear_anywhere(const AttentionParams& params, in
 
 /// This CTA's share of the rows that belong to no sequence: out = 0, lse = -inf. It is number `cta` of `num_ctas`.
 template <typename T, int kThreads>
-__device__ inline void clear_unowned_rows(const AttentionParams& params, Overlap overlap, int32_t cta,
-                                          int32_t num_ctas) {
-  const int32_t num_seqs = live_sequences(params);
+__device__ __forceinline__ void clear_unowned_rows(const AttentionParams& params, Overlap overlap,
+                                                   const OwnedRows& owned, int32_t cta, int32_t num_ctas) {
   if (overlap == Overlap::kNone && params.seqused_q == nullptr) {
-    clear_outside<T, kThreads>(params, num_seqs, cta, num_ctas);
+    clear_outside<T, kThreads>(params, owned, cta, num_ctas);
   } else {
-    clear_anywhere<T, kThreads>(params, num_seqs, overlap == Overlap::kNone, cta, num_ctas);
+    clear_anywhere<T, kThreads>(params, overlap == Overlap::kNone, cta, num_ctas);
   }
 }
 

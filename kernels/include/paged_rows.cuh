@@ -51,20 +51,12 @@ struct Interval {
   }
 };
 
-/// Fetches K and V rows of one KV head of one sequence, restricted to keys [begin, end): all else becomes zeros, so
-/// that whatever lies there, NaN and Inf included, never reaches a product.
-template <typename T, int kHeadDim, int kKeys, bool kReadOnce>
-class RowLoader {
-  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
-  static constexpr int kPitch = kRowBytes + 16;
-  using Grid = LaneGrid<kRowBytes>;
-  static_assert(kKeys % Grid::kRowsPerStep == 0 && kKeys <= 32);
-
+/// Where the tokens of a sequence are, kKeys neighbouring ones at a time.
+template <int kKeys>
+class PageTable {
  public:
-  __device__ __forceinline__ RowLoader(const AttentionParams& params, const Plan& plan)
-      : params_(params), plan_(plan), fits_one_page_(params.page_size % kKeys == 0) {
-    if constexpr (kReadOnce) policy_ = ptx::evict_first_policy();
-  }
+  __device__ __forceinline__ PageTable(const AttentionParams& params, const Plan& plan)
+      : params_(params), plan_(plan), fits_one_page_(params.page_size % kKeys == 0) {}
 
   /// Looks up the pages of tokens [first, first + kKeys). Where these lie in one page, every lane gets the slot of
   /// `first`, else lane i that of token first + i.
@@ -80,6 +72,25 @@ class RowLoader {
     const int32_t* const table = params_.block_table + plan_.tile.sequence * params_.block_table_stride;
     return TokenSlot{__ldg(table + index), token - static_cast<int32_t>(index) * params_.page_size};
   }
+
+ protected:
+  const AttentionParams& params_;
+  const Plan& plan_;
+  bool fits_one_page_;
+};
+
+/// Fetches K and V rows of one KV head of one sequence, restricted to keys [begin, end): all else becomes zeros, so
+/// that whatever lies there, NaN and Inf included, never reaches a product.
+template <typename T, int kHeadDim, int kKeys>
+class RowLoader : public PageTable<kKeys> {
+  using Table = PageTable<kKeys>;
+  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
+  static constexpr int kPitch = kRowBytes + 16;
+  using Grid = LaneGrid<kRowBytes>;
+  static_assert(kKeys % Grid::kRowsPerStep == 0 && kKeys <= 32);
+
+ public:
+  __device__ __forceinline__ RowLoader(const AttentionParams& params, const Plan& plan) : Table(params, plan) {}
 
   __device__ __forceinline__ void load_keys(uint32_t destination, int32_t first, const TokenSlot& slot) const {
     load(params_.k, params_.head_dim, destination, first, slot);
@@ -127,18 +138,15 @@ class RowLoader {
         ptx::cp_async_8(destination + 512 * step, source, visible && inside);
         const bool second_inside = element + 8 < dim;
         ptx::cp_async_8(destination + 512 * step + 8, source + (second_inside ? 8 : 0), visible && second_inside);
-      } else if constexpr (kReadOnce) {
-        ptx::cp_async_16(destination + 512 * step, source, visible && inside, policy_);
       } else {
         ptx::cp_async_16(destination + 512 * step, source, visible && inside);
       }
     }
   }
 
-  const AttentionParams& params_;
-  const Plan& plan_;
-  bool fits_one_page_;
-  uint64_t policy_ = 0;
+  using Table::fits_one_page_;
+  using Table::params_;
+  using Table::plan_;
 };
 
 }  // namespace xa

@@ -114,14 +114,6 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return pair;
 }
 
-/// Products of two pairs of bf16.
-__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
-  uint32_t product;
-  // There is no mul.bf16x2 before sm_90; adding -0 changes nothing.
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
-  return product;
-}
-
 /// Two f32 rounded to f16, `low` in the lower half.
 __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
   uint32_t pair;
@@ -134,6 +126,14 @@ __device__ __forceinline__ float f16_to_f32(uint16_t bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
   return value;
+}
+
+/// Four numbers of e4m3fn as f16, the first in the lower half of the first pair; from sm_89 on.
+__device__ __forceinline__ void e4m3_to_f16(uint32_t& first, uint32_t& second, uint32_t codes) {
+  asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, low;\n\t"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n\t}"
+      : "=r"(first), "=r"(second)
+      : "r"(codes));
 }
 
 /// 2^x within 2 units of the last place; 2^-inf is 0.

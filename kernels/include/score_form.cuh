@@ -12,7 +12,8 @@ namespace xa {
 struct score_plain {
   const AttentionParams& params_;
 
-  __device__ __forceinline__ explicit score_plain(const AttentionParams& params) : params_(params) {}
+  __device__ __forceinline__ explicit score_plain(const AttentionParams& params, const float* = nullptr)
+      : params_(params) {}
   /// Plan::score_factor
   static __device__ __forceinline__ float factor(const AttentionParams&, int32_t) { return 1.0f; }
   /// Logits to base 2 are `log2_unit()` times what `apply` leaves.
@@ -25,8 +26,11 @@ struct score_plain {
 /// Scores become logits to base 2, with what the call asks for, each behind a branch that is the same for the CTA.
 struct score_modified {
   const AttentionParams& params_;
+  const float* row_factors_;
 
-  __device__ __forceinline__ explicit score_modified(const AttentionParams& params) : params_(params) {}
+  /// `row_factors`, if any: what the scores of the tile's rows are multiplied by first.
+  __device__ __forceinline__ explicit score_modified(const AttentionParams& params, const float* row_factors = nullptr)
+      : params_(params), row_factors_(row_factors) {}
   static __device__ __forceinline__ float factor(const AttentionParams& params, int32_t kv_head) {
     return params.score_factor * params.q_scale.of(kv_head) * params.k_scale.of(kv_head);
   }
@@ -34,11 +38,16 @@ struct score_modified {
   template <typename T, int kKeyTiles>
   __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const Plan& plan, int32_t first_row,
                                         int32_t first_key) const {
-    const float factor = plan.score_factor;
+    float factors[2] = {plan.score_factor, plan.score_factor};
+    if (row_factors_ != nullptr) {
+      const int32_t row = first_row + threadIdx.x % 32 / 4;
+      factors[0] *= row_factors_[row];
+      factors[1] *= row_factors_[row + 8];
+    }
     if (params_.softcap_log2 > 0.0f) {
-      for_each(scores, [&](float s) { return params_.softcap_log2 * tanh_of<T>(s * factor); });
+      for_each(scores, factors, [&](float s) { return params_.softcap_log2 * tanh_of<T>(s); });
     } else {
-      for_each(scores, [&](float s) { return s * factor; });
+      for_each(scores, factors, [&](float s) { return s; });
     }
     if (params_.alibi_slopes != nullptr) add_alibi(scores, plan, first_row, first_key);
   }
@@ -54,11 +63,12 @@ struct score_modified {
   }
 
   template <int kKeyTiles, typename Function>
-  static __device__ __forceinline__ void for_each(float (&scores)[kKeyTiles][4], const Function& function) {
+  static __device__ __forceinline__ void for_each(float (&scores)[kKeyTiles][4], const float (&factors)[2],
+                                                  const Function& function) {
 #pragma unroll
     for (int block = 0; block < kKeyTiles; ++block) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[block][i] = function(scores[block][i]);
+      for (int i = 0; i < 4; ++i) scores[block][i] = function(scores[block][i] * factors[i / 2]);
     }
   }
 

@@ -11,7 +11,8 @@ namespace xa {
 /// A sequence and the work in it.
 template <int kRows, int kUnitKeys>
 struct Sequence {
-  Tile tile;  // but for the rows
+  Tile tile;     // but for the rows
+  int32_t rows;  // from its start to the next one's
   int32_t num_tiles;
   int32_t units;  // of each tile: all count the keys that any row of the sequence sees
   int32_t first_unit;
@@ -49,6 +50,7 @@ __device__ __forceinline__ bool load_sequences(const AttentionParams& params, in
   for (int i = 0; i < kCount; ++i) {
     const bool live = first + i < num_seqs;
     ascend &= !live || metadata.ascends(i);
+    sequences[i].rows = metadata.starts[i + 1] - metadata.starts[i];
     sequences[i].tile.sequence = first + i;
     sequences[i].tile.first_token = metadata.starts[i];
     sequences[i].tile.len_q = max(metadata.len_q(i), 0);

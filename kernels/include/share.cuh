@@ -5,15 +5,26 @@
 
 #include "attention_params.cuh"
 #include "cutting.cuh"
+#include "output_rows.cuh"
 #include "ptx.cuh"
 #include "sequence_work.cuh"
 #include "tile_plan.cuh"
 
 namespace xa {
 
+/// What a share leaves to be told to the merging kernel when all else is done: the tile that its beginning cuts.
+struct CutBeginning {
+  Tile tile;
+  int64_t tile_begin;
+  int64_t rows_before;
+  int32_t tile_units;  // 0 where it cuts none
+  int32_t reserved;
+};
+
 /// The share and how far the CTA has come, in shared memory.
 struct Share {
   Cutting cutting;
+  CutBeginning beginning;
   int64_t end;          // past the share's last unit, in the order of all units
   int64_t tile_begin;   // the tile's first unit
   int64_t rows_before;  // batch_invariant: partial rows of the tiles before this one
@@ -27,11 +38,12 @@ struct Share {
   int32_t partial_row;  // where row 0 of the result goes; -1 for out and lse
   int32_t folds;        // whether the part's pieces are folded before it goes anywhere
   int32_t first_units;  // of a tile of the first sequence
+  OwnedRows owned;
 
   __device__ __forceinline__ bool is_last_piece() const { return piece_end == part_end; }
 };
 
-static_assert(sizeof(Share) == 96, "what a CTA of a decode launch asks for beyond its Plan");
+static_assert(sizeof(Share) == 160, "what a CTA of a decode launch asks for beyond its Plan");
 
 /// Partial rows of the part with which share `number` of `groups` begins, if that part does not begin its tile:
 /// [groups - 1, kRows].
@@ -75,12 +87,19 @@ class ShareWalk {
     if (!is_in_share) {
       plan_.tile.num_rows = 0;
     } else if (is_in_part) {
-      begin_piece(share_.piece + 1, begin);
+      begin_piece(share_.cutting, share_.piece + 1, begin);
     } else {
-      share_.part_begin = is_in_tile ? begin : 0;
-      share_.part_end = static_cast<int32_t>(min(share_.end - share_.tile_begin, int64_t{share_.tile_units}));
-      begin_piece(0, share_.part_begin);
+      const int64_t left = share_.end - share_.tile_begin;
+      begin_part(share_.cutting, is_in_tile ? begin : 0,
+                 left < share_.tile_units ? static_cast<int32_t>(left) : share_.tile_units);
     }
+  }
+
+  /// To the current tile's units from `begin` to `end`.
+  __device__ __forceinline__ void begin_part(const Cutting& cutting, int32_t begin, int32_t end) const {
+    share_.part_begin = begin;
+    share_.part_end = end;
+    begin_piece(cutting, 0, begin);
   }
 
  private:
@@ -113,8 +132,7 @@ class ShareWalk {
   }
 
   /// Piece number `piece` of the part, from unit `begin` of the tile on.
-  __device__ __forceinline__ void begin_piece(int32_t piece, int32_t begin) const {
-    const Cutting& cutting = share_.cutting;
+  __device__ __forceinline__ void begin_piece(const Cutting& cutting, int32_t piece, int32_t begin) const {
     const int32_t units = share_.tile_units, part_begin = share_.part_begin, part_end = share_.part_end;
     const int32_t shift = cutting.max_spans > 0 ? cutting.span_shift(units) : 0;
     const int32_t end = cutting.max_spans > 0 ? min(begin + (1 << shift), part_end) : part_end;
@@ -126,12 +144,11 @@ class ShareWalk {
     share_.piece_end = end;
     share_.folds = part_begin == 0 && (piece > 0 || end < part_end);
     const bool is_whole = part_begin == 0 && part_end == units;
-    share_.partial_row = is_whole ? -1 : partial_row(begin >> shift);
+    share_.partial_row = is_whole ? -1 : partial_row(cutting, begin >> shift);
   }
 
   /// Of a part that is not a whole tile; batch_invariant: of its span `span`.
-  __device__ __forceinline__ int32_t partial_row(int32_t span) const {
-    const Cutting& cutting = share_.cutting;
+  __device__ __forceinline__ int32_t partial_row(const Cutting& cutting, int32_t span) const {
     if (cutting.max_spans == 0) {
       return share_.part_begin > 0 ? first_part_row<kRows>(blockIdx.y)
                                    : last_part_row<kRows>(cutting.groups, blockIdx.y);

@@ -34,12 +34,15 @@ struct SoftmaxState {
     }
   }
 
-  /// Takes up the scores of one 16-row tile and a block of keys, and turns them into the weights of V's rows.
+  /// Takes up the scores of one 16-row tile and a block of keys, and turns them into the weights of V's rows. Without
+  /// `both_halves`, the same for the warp, rows 8 to 15 are nobody's and what becomes of them does not matter.
   template <int kKeyTiles>
-  __device__ __forceinline__ void absorb(int tile, float (&scores)[kKeyTiles][4], float log2_unit) {
-    float rescale[2], shift[2];
+  __device__ __forceinline__ void absorb(int tile, float (&scores)[kKeyTiles][4], float log2_unit,
+                                         bool both_halves = true) {
+    float rescale[2] = {1.0f, 1.0f}, shift[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      if (half == 1 && !both_halves) break;
       float block_max = scores[0][2 * half];
 #pragma unroll
       for (int block = 0; block < kKeyTiles; ++block) {
@@ -67,6 +70,7 @@ struct SoftmaxState {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      if (half == 1 && !both_halves) break;
       const float row_max = max[tile][half];
       const float base = row_max == -INFINITY || is_large(row_max, log2_unit) ? 0.0f : row_max * log2_unit;
       float block_sum = 0.0f;

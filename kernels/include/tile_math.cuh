@@ -4,9 +4,9 @@
 // 2t + 1) and row g + 8 in c[2], c[3]. For 16-bit P the accumulators of two neighbouring blocks of 8 keys are the
 // operand A of P V as they are, once packed.
 //
-// fp8 rows stay bytes in shared memory and become 16-bit operands B in registers. A lane's word of K is columns 4t to
+// fp8 rows stay bytes in shared memory and become f16 operands B in registers. A lane's word of K is columns 4t to
 // 4t + 3 of a k-block; it serves as columns 2t, 2t + 1, 2t + 8, 2t + 9 of the instruction, so Q's columns are stored in
-// the order 4t, 4t + 2 | 4t + 1, 4t + 3 of each 16. Of V, the accumulators of two blocks of 8 columns hold the even and
+// the order 4t, 4t + 1 | 4t + 2, 4t + 3 of each 16. Of V, the accumulators of two blocks of 8 columns hold the even and
 // the odd columns of 16.
 //
 // f32 runs as three tf32 products, big*big + big*small + small*big, where x = big + small to 22 bits. A k-block of 8
@@ -70,10 +70,10 @@ class QueryFragments {
 };
 
 /// The products for kRowTiles x 16 rows of Q of type T, kKeys keys of type Stored and kHeadDim columns.
-template <typename T, typename Stored, int kRowTiles, int kKeys, int kHeadDim>
+/// K and V lie in shared memory as `Rows` (shared_rows.cuh).
+template <typename T, typename Stored, typename Rows, int kRowTiles, int kKeys, int kHeadDim>
 struct TileMath {
   static constexpr bool kIsFp8 = sizeof(Stored) == 1;
-  static constexpr int kPitch = kHeadDim * static_cast<int>(sizeof(Stored)) + 16;
   static constexpr int kSteps = kHeadDim * static_cast<int>(sizeof(T)) / 32;  // k-blocks of S: 16 halves or 8 floats
   static constexpr int kKeyTiles = kKeys / 8;
   static constexpr int kColumnTiles = kHeadDim / 8;
@@ -85,10 +85,13 @@ struct TileMath {
   template <typename Query>
   static __device__ __forceinline__ void scores(Scores& scores, const Query& query, uint32_t keys,
                                                 const AttentionParams& params) {
-    if constexpr (kIsFp8) return scores_of_fp8(scores, query, keys, params.fp8);
+    if constexpr (kIsFp8) {
+      if (params.kv_is_e5m2 != 0) return scores_of_fp8<true>(scores, query, keys);
+      return scores_of_fp8<false>(scores, query, keys);
+    }
     // ldmatrix_x4 gives, of 16 keys: the k-block's first and second half of keys 0-7, then of keys 8-15.
     const uint32_t lane = threadIdx.x % 32;
-    const uint32_t address = keys + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 16;
+    const uint32_t address = keys + Rows::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
     float corrections[kRowTiles][kKeyTiles][4];  // f32: the products of small parts, summed apart from the big ones
     clear(scores);
     if constexpr (!Element<T>::kIs16Bit) clear(corrections);
@@ -101,7 +104,7 @@ struct TileMath {
 #pragma unroll
       for (int pair = 0; pair < kKeyTiles / 2; ++pair) {
         uint32_t k[4];
-        ptx::ldmatrix_x4(k, address + pair * 16 * kPitch + step * 32);
+        ptx::ldmatrix_x4(k, Rows::moved(address, 16 * pair, 2 * step));
 #pragma unroll
         for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
@@ -123,7 +126,8 @@ struct TileMath {
   static __device__ __forceinline__ void accumulate(Output& output, const Scores& p, uint32_t values,
                                                     const AttentionParams& params) {
     if constexpr (kIsFp8) {
-      accumulate_fp8(output, p, values, params.fp8);
+      if (params.kv_is_e5m2 != 0) return accumulate_fp8<true>(output, p, values);
+      accumulate_fp8<false>(output, p, values);
     } else if constexpr (Element<T>::kIs16Bit) {
       accumulate_16_bit(output, p, values);
     } else {
@@ -170,14 +174,13 @@ struct TileMath {
     ptx::mma_tf32(big, a_big, first.big, second.big);
   }
 
-  template <typename Query>
-  static __device__ __forceinline__ void scores_of_fp8(Scores& scores, const Query& query, uint32_t keys,
-                                                       const Fp8Format& format) {
+  template <bool kIsE5m2, typename Query>
+  static __device__ __forceinline__ void scores_of_fp8(Scores& scores, const Query& query, uint32_t keys) {
     // A row of 16 bytes is a k-block; ldmatrix_x4 gives one k-block of 32 keys, or two of 16 keys where there are no
     // more.
     constexpr int kStepsAtOnce = kKeyTiles >= 4 ? 1 : 2, kTilesAtOnce = 4 / kStepsAtOnce;
     const uint32_t lane = threadIdx.x % 32, matrix = lane / 8;
-    const uint32_t address = keys + (matrix / kStepsAtOnce * 8 + lane % 8) * kPitch + matrix % kStepsAtOnce * 16;
+    const uint32_t address = keys + Rows::offset(matrix / kStepsAtOnce * 8 + lane % 8, matrix % kStepsAtOnce);
     clear(scores);
 #pragma unroll
     for (int first_step = 0; first_step < kSteps; first_step += kStepsAtOnce) {
@@ -190,13 +193,13 @@ struct TileMath {
 #pragma unroll
       for (int block = 0; block < kKeyTiles; block += kTilesAtOnce) {
         uint32_t k[4];
-        ptx::ldmatrix_x4(k, address + block * 8 * kPitch + first_step * 16);
+        ptx::ldmatrix_x4(k, Rows::moved(address, 8 * block, first_step));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const auto [even, odd] = decode_fp8<T>(format, k[i]);
+          const auto [low, high] = decode_neighbours<Stored, kIsE5m2>(k[i]);
 #pragma unroll
           for (int tile = 0; tile < kRowTiles; ++tile) {
-            Element<T>::mma(scores[tile][block + i / kStepsAtOnce], q[i % kStepsAtOnce][tile], even, odd);
+            Element<T>::mma(scores[tile][block + i / kStepsAtOnce], q[i % kStepsAtOnce][tile], low, high);
           }
         }
       }
@@ -215,12 +218,12 @@ struct TileMath {
     }
   }
 
-  static __device__ __forceinline__ void accumulate_fp8(Output& output, const Scores& p, uint32_t values,
-                                                        const Fp8Format& format) {
+  template <bool kIsE5m2>
+  static __device__ __forceinline__ void accumulate_fp8(Output& output, const Scores& p, uint32_t values) {
     // Transposing moves pairs of bytes: lane 4g + t gets columns 2g and 2g + 1 of keys 2t and 2t + 1. ldmatrix_x4_trans
     // gives, of 32 columns: keys 0-7 and 8-15 of columns 0-15, then of columns 16-31.
     const uint32_t lane = threadIdx.x % 32;
-    const uint32_t address = values + lane % 16 * kPitch + lane / 16 * 16;
+    const uint32_t address = values + Rows::offset(lane % 16, lane / 16);
 #pragma unroll
     for (int step = 0; step < kKeyTiles / 2; ++step) {
       uint32_t weights[kRowTiles][4];
@@ -228,15 +231,16 @@ struct TileMath {
 #pragma unroll
       for (int group = 0; group < kColumnTiles / 4; ++group) {
         uint32_t v[4];
-        ptx::ldmatrix_x4_trans(v, address + step * 16 * kPitch + group * 32);
+        ptx::ldmatrix_x4_trans(v, Rows::moved(address, 16 * step, 2 * group));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const PairsOfFour first = decode_fp8<T>(format, v[2 * half]), last = decode_fp8<T>(format, v[2 * half + 1]);
+          const TwoPairs first = decode_even_and_odd<Stored, kIsE5m2>(v[2 * half]);
+          const TwoPairs last = decode_even_and_odd<Stored, kIsE5m2>(v[2 * half + 1]);
           const int column = 4 * group + 2 * half;
 #pragma unroll
           for (int tile = 0; tile < kRowTiles; ++tile) {
-            Element<T>::mma(output[tile][column], weights[tile], first.even, last.even);
-            Element<T>::mma(output[tile][column + 1], weights[tile], first.odd, last.odd);
+            Element<T>::mma(output[tile][column], weights[tile], first.first, last.first);
+            Element<T>::mma(output[tile][column + 1], weights[tile], first.second, last.second);
           }
         }
       }
@@ -246,7 +250,7 @@ struct TileMath {
   static __device__ __forceinline__ void accumulate_16_bit(Output& output, const Scores& p, uint32_t values) {
     // ldmatrix_x4_trans gives, of 16 columns: keys 0-7 and 8-15 of columns 0-7, then of columns 8-15.
     const uint32_t lane = threadIdx.x % 32;
-    const uint32_t address = values + lane % 16 * kPitch + lane / 16 * 16;
+    const uint32_t address = values + Rows::offset(lane % 16, lane / 16);
 #pragma unroll
     for (int step = 0; step < kKeyTiles / 2; ++step) {
       uint32_t weights[kRowTiles][4];
@@ -254,7 +258,7 @@ struct TileMath {
 #pragma unroll
       for (int pair = 0; pair < kColumnTiles / 2; ++pair) {
         uint32_t v[4];
-        ptx::ldmatrix_x4_trans(v, address + step * 16 * kPitch + pair * 32);
+        ptx::ldmatrix_x4_trans(v, Rows::moved(address, 16 * step, 2 * pair));
 #pragma unroll
         for (int tile = 0; tile < kRowTiles; ++tile) {
           Element<T>::mma(output[tile][2 * pair], weights[tile], v[0], v[1]);
@@ -269,15 +273,15 @@ struct TileMath {
     // are the columns of the accumulator that this lane holds. Tensor cores cut sums off where f32 would round them, so
     // each block of keys is summed from zero and added with rounding.
     const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const uint32_t address = values + 2 * t * kPitch + g * 4;
+    const uint32_t even = values + Rows::offset(2 * t, g / 4) + g % 4 * 4;
+    const uint32_t odd = values + Rows::offset(2 * t + 1, g / 4) + g % 4 * 4;
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column) {
       float big[kRowTiles][4] = {}, small[kRowTiles][4] = {};
 #pragma unroll
       for (int block = 0; block < kKeyTiles; ++block) {
-        const uint32_t row = address + block * 8 * kPitch + column * 32;
-        const uint32_t v0 = __float_as_uint(ptx::load_shared_f32(row));
-        const uint32_t v1 = __float_as_uint(ptx::load_shared_f32(row + kPitch));
+        const uint32_t v0 = __float_as_uint(ptx::load_shared_f32(Rows::moved(even, 8 * block, 2 * column)));
+        const uint32_t v1 = __float_as_uint(ptx::load_shared_f32(Rows::moved(odd, 8 * block, 2 * column)));
 #pragma unroll
         for (int tile = 0; tile < kRowTiles; ++tile) {
           const float (&c)[4] = p[tile][block];

@@ -213,12 +213,13 @@ __device__ __forceinline__ KeyRange visible_keys(const AttentionParams& params, 
   return keys.begin < keys.end ? keys : KeyRange{0, 0, 0, 0};
 }
 
-__device__ __forceinline__ int64_t sum_up_to_this_lane(int64_t mine) {
+template <typename Sum>
+__device__ __forceinline__ Sum sum_up_to_this_lane(Sum mine) {
   const int lane = threadIdx.x % 32;
-  int64_t sum = mine;
+  Sum sum = mine;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
-    const int64_t other = __shfl_up_sync(~0u, sum, distance);
+    const Sum other = __shfl_up_sync(~0u, sum, distance);
     if (lane >= distance) sum += other;
   }
   return sum;
@@ -265,7 +266,7 @@ __device__ __forceinline__ void find_tile(const AttentionParams& params, Plan& p
       tiles[i] = ours ? (len_q * params.group + kRows - 1) / kRows : 0;
       mine += tiles[i];
     }
-    const int64_t inclusive = sum_up_to_this_lane(mine);
+    const int64_t inclusive = sum_up_to_this_lane(static_cast<int64_t>(mine));
     if (threadIdx.x % 32 == 31) plan.warp_totals[parity][warp] = inclusive;
     __syncthreads();
     int64_t exclusive = before + inclusive - mine;

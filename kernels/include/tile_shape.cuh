@@ -4,15 +4,16 @@
 // decode:  the warps share 16 rows and have keys of their own, every kKeyWarps-th block of 16; their results are
 // merged.
 //
-// Shared memory: the query rows, then per ring (one of the CTA, or one a warp) kStages blocks of K and as many of V. A
-// row of D elements is followed by 16 unused bytes, so that eight rows at one column lie in different banks. Last, the
-// CTA's Plan and, in decode, its Share.
+// Shared memory: the query rows, each followed by 16 unused bytes, then per ring (one of the CTA, or one a warp)
+// kStages blocks of K and as many of V (shared_rows.cuh). Last, the CTA's Plan and, in decode, its Share.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "element.cuh"
 #include "share.cuh"
+#include "shared_rows.cuh"
 #include "tile_plan.cuh"
 
 namespace xa {
@@ -27,12 +28,12 @@ struct TileChoice;
 // One row for each supported combination:
 //         shape    bytes D    row warps, key warps, 16-row tiles a warp, keys a block, stages, CTAs an SM, shared bytes
 #define XA_TILE_TABLE(ROW)                       \
-  ROW(prefill, 1, 32, 4, 1, 2, 64, 1, 2, 16512)  \
-  ROW(prefill, 1, 64, 4, 1, 2, 64, 1, 2, 28800)  \
-  ROW(prefill, 1, 96, 4, 1, 2, 64, 1, 2, 41088)  \
-  ROW(prefill, 1, 128, 4, 1, 2, 32, 2, 2, 53376) \
-  ROW(prefill, 1, 192, 4, 1, 1, 64, 1, 2, 52352) \
-  ROW(prefill, 1, 256, 4, 1, 1, 64, 1, 2, 68736) \
+  ROW(prefill, 1, 32, 4, 1, 2, 64, 1, 2, 17024)  \
+  ROW(prefill, 1, 64, 4, 1, 2, 64, 1, 2, 29312)  \
+  ROW(prefill, 1, 96, 4, 1, 2, 64, 1, 2, 41600)  \
+  ROW(prefill, 1, 128, 4, 1, 2, 32, 2, 2, 53888) \
+  ROW(prefill, 1, 192, 4, 1, 1, 64, 1, 2, 52608) \
+  ROW(prefill, 1, 256, 4, 1, 1, 64, 1, 2, 68992) \
   ROW(prefill, 2, 32, 4, 1, 2, 64, 1, 2, 20608)  \
   ROW(prefill, 2, 64, 4, 1, 2, 64, 1, 2, 36992)  \
   ROW(prefill, 2, 96, 4, 1, 2, 64, 1, 2, 53376)  \
@@ -42,21 +43,21 @@ struct TileChoice;
   ROW(prefill, 4, 64, 4, 1, 1, 32, 1, 2, 34944)  \
   ROW(prefill, 4, 128, 4, 1, 1, 32, 1, 2, 67712) \
   ROW(prefill, 4, 256, 4, 1, 1, 16, 1, 2, 99968) \
-  ROW(decode, 1, 32, 1, 4, 1, 16, 8, 2, 50656)   \
-  ROW(decode, 1, 64, 1, 4, 1, 16, 6, 2, 63968)   \
-  ROW(decode, 1, 96, 1, 4, 1, 16, 4, 2, 60896)   \
-  ROW(decode, 1, 128, 1, 4, 1, 16, 3, 2, 59872)  \
-  ROW(decode, 1, 192, 1, 4, 1, 16, 2, 2, 59872)  \
-  ROW(decode, 1, 256, 1, 4, 1, 16, 2, 2, 78304)  \
-  ROW(decode, 2, 32, 1, 4, 1, 16, 7, 2, 73184)   \
-  ROW(decode, 2, 64, 1, 4, 1, 16, 4, 2, 76256)   \
-  ROW(decode, 2, 96, 1, 4, 1, 16, 2, 2, 56800)   \
-  ROW(decode, 2, 128, 1, 4, 1, 16, 2, 2, 74208)  \
-  ROW(decode, 2, 192, 1, 4, 1, 16, 1, 2, 57824)  \
-  ROW(decode, 2, 256, 1, 4, 1, 16, 1, 2, 76256)  \
-  ROW(decode, 4, 64, 1, 4, 1, 16, 2, 2, 74208)   \
-  ROW(decode, 4, 128, 1, 4, 1, 16, 1, 2, 76256)  \
-  ROW(decode, 4, 256, 1, 2, 1, 16, 1, 2, 83424)
+  ROW(decode, 1, 32, 1, 4, 1, 32, 4, 4, 34400)   \
+  ROW(decode, 1, 64, 1, 4, 1, 32, 2, 4, 35424)   \
+  ROW(decode, 1, 96, 1, 4, 1, 32, 2, 3, 52832)   \
+  ROW(decode, 1, 128, 1, 4, 1, 32, 2, 3, 70240)  \
+  ROW(decode, 1, 192, 1, 4, 1, 16, 3, 2, 80480)  \
+  ROW(decode, 1, 256, 1, 4, 1, 16, 2, 2, 74336)  \
+  ROW(decode, 2, 32, 1, 4, 1, 16, 7, 2, 58912)   \
+  ROW(decode, 2, 64, 1, 4, 1, 16, 4, 2, 68128)   \
+  ROW(decode, 2, 96, 1, 4, 1, 16, 3, 2, 77344)   \
+  ROW(decode, 2, 128, 1, 4, 1, 16, 2, 2, 70176)  \
+  ROW(decode, 2, 192, 1, 4, 1, 16, 1, 2, 55840)  \
+  ROW(decode, 2, 256, 1, 4, 1, 16, 1, 2, 74272)  \
+  ROW(decode, 4, 64, 1, 4, 1, 16, 2, 2, 70176)   \
+  ROW(decode, 4, 128, 1, 4, 1, 16, 1, 2, 74272)  \
+  ROW(decode, 4, 256, 1, 2, 1, 16, 1, 2, 82464)
 
 #define XA_TILE_CHOICE(shape, bytes, head_dim, row_warps, key_warps, row_tiles, keys, stages, ctas, shared_bytes) \
   template <>                                                                                                     \
@@ -83,8 +84,10 @@ struct TileShape : TileChoice<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr bool kIsFp8 = sizeof(Stored) == 1;
   static constexpr int kQueryRowBytes = kHeadDim * static_cast<int>(sizeof(T));
   static constexpr int kQueryPitch = kQueryRowBytes + 16;
-  static constexpr int kPitch = kHeadDim * static_cast<int>(sizeof(Stored)) + 16;
-  static constexpr int kBlockBytes = Choice::kKeys * kPitch;
+  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Stored));
+  /// Prefill is bound by arithmetic and by registers, decode by memory.
+  using Rows = std::conditional_t<kSplitsKeys, SwizzledRows<kRowBytes>, PaddedRows<kRowBytes>>;
+  static constexpr int kBlockBytes = Choice::kKeys * Rows::kPitch;
   static constexpr int kRingBytes = 2 * Choice::kStages * kBlockBytes;
   static constexpr int kQueryBytes = kRows * kQueryPitch;
   static constexpr int kStreamBytes = kQueryBytes + kRings * kRingBytes;
@@ -96,14 +99,17 @@ struct TileShape : TileChoice<Shape, sizeof(Stored), kHeadDim_> {
 
   /// Where the CTA's Plan lies.
   static constexpr int kPlanOffset = kStreamBytes > kMergeBytes ? kStreamBytes : kMergeBytes;
-  /// Where its Share lies, and what batch_invariant asks for beyond: the folded rows (tile_result.cuh).
+  /// Where its Share lies, the factors of its rows (fp8: query_rows.cuh), and what batch_invariant asks for beyond: the
+  /// folded rows (tile_result.cuh).
   static constexpr int kShareOffset = kPlanOffset + static_cast<int>(sizeof(Plan));
-  static constexpr int kFoldOffset = kShareOffset + (kSplitsKeys ? static_cast<int>(sizeof(Share)) : 0);
+  static constexpr int kFactorsOffset = kShareOffset + (kSplitsKeys ? static_cast<int>(sizeof(Share)) : 0);
+  static constexpr int kFoldOffset = kFactorsOffset + (kIsFp8 ? 4 * kRows : 0);
   static constexpr int kFoldBytes = kSplitsKeys ? kRows * kHeadDim * 4 + 2 * kRows * 8 : 0;
 
   static_assert(Choice::kRowWarps == 1 || Choice::kKeyWarps == 1, "warps share either rows or keys");
   static_assert(Choice::kSharedBytes == kFoldOffset, "the table's last column is what the launch asks for");
   static_assert(Choice::kSharedBytes % 16 == 0, "float4 are folded there");
+  static_assert(kQueryBytes % 128 == 0, "rings begin at a multiple of 128 bytes");
   static_assert(Choice::kSharedBytes + kFoldBytes <= 99 * 1024, "sm_86, sm_89 and sm_120 give a CTA no more");
 };
 

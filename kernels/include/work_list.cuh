@@ -26,17 +26,22 @@
 
 namespace xa {
 
-/// Finds a CTA's share of the work. Every thread has one.
-template <int kThreads, int kRows, int kUnitKeys>
+/// Finds a CTA's share of the work. Every thread has one. Units are counted as `Index`; batch_invariant needs `kSpans`.
+template <int kThreads, int kRows, int kUnitKeys, typename Index, int kPerThread, bool kSpans>
 class WorkList {
-  static constexpr int kPerThread = 4, kPerRound = kThreads * kPerThread;
+  static constexpr int kPerRound = kThreads * kPerThread;
   /// A part of fewer keys costs more than it is worth; so does cutting a tile of fewer.
   static constexpr int kLeastPartKeys = 128, kLeastTileKeys = 512;
   /// batch_invariant: the fewest keys of a span. Part of what the result is.
   static constexpr int kLeastSpanKeys = 512;
+  /// Of its units.
+  static constexpr int kMinShift = kUnitKeys == 128 ? 2 : kUnitKeys == 64 ? 3 : 4;
+  static_assert(kLeastSpanKeys == kUnitKeys << kMinShift);
   /// An end of a share may move by this fraction of the share, if that keeps a tile whole.
   static constexpr int kSlack = 32;
-  static_assert(kLeastSpanKeys == 8 * kUnitKeys || kLeastSpanKeys == 16 * kUnitKeys, "Cutting::min_shift");
+  /// With 32 bits: no thread has so much work that those of a round could not be added up, or is taken to have it.
+  static constexpr Index kLimit = sizeof(Index) == 4 ? Index{1} << 23 : Index{1} << 62;
+  static_assert(sizeof(Index) == 8 || kPerRound <= 128);
   using Sequence = xa::Sequence<kRows, kUnitKeys>;
 
   /// What goes over the sequences. Planning is short beside fetching its instructions: each step is there once.
@@ -50,27 +55,33 @@ class WorkList {
   __device__ __forceinline__ WorkList(const AttentionParams& params, Plan& plan, Share& share)
       : params_(params), plan_(plan), share_(share) {}
 
-  /// Leaves the CTA before the first piece of its share.
-  __device__ __forceinline__ void share_out() {
+  /// Leaves the CTA at the first piece of its share, or before it. False where there is more work than can be counted.
+  __device__ __forceinline__ bool share_out() {
     const int32_t num_seqs = live_sequences(params_);
-    const int32_t num_rounds = max((num_seqs + int64_t{kPerRound} - 1) / kPerRound, int64_t{1});
+    // Not of the live ones, which are not known yet.
+    const int32_t num_rounds = max((params_.max_seqs + int64_t{kPerRound} - 1) / kPerRound, int64_t{1});
+    if (threadIdx.x == 0) clear();
     Pass pass = Pass::kCount;
 #pragma unroll 1
     for (bool done = false; !done;) {
-      int64_t units = 0, rows = 0;
+      Index units = 0;
+      int64_t rows = 0;
 #pragma unroll 1
       for (int32_t round = 0; round < num_rounds; ++round) {
         if (pass == Pass::kCount || num_rounds > 1) units += load_round(round, units, num_seqs);
-        if (pass == Pass::kCount) continue;
-        PrefixSum partial_rows = {};
-        if (cutting_.max_spans > 0) partial_rows = prefix_sum(partial_rows_until(INT64_MAX), true);
-        if (pass == Pass::kLocate) locate(rows + partial_rows.before);
-        rows += partial_rows.total;
+        if (units >= kLimit) return false;
+        if (pass != Pass::kCount) {
+          PrefixSum<int64_t> partial_rows = {};
+          if (kSpans && cutting_.max_spans > 0) partial_rows = prefix_sum(partial_rows_until(INT64_MAX), true);
+          if (pass == Pass::kLocate) locate(rows + partial_rows.before);
+          rows += partial_rows.total;
+        }
+        if ((round + 1) * kPerRound >= num_seqs) break;
       }
       switch (pass) {
         case Pass::kCount:
           cut(units);
-          pass = cutting_.max_spans > 0 && cutting_.uncut != Cutting::kNever ? Pass::kFit : Pass::kLocate;
+          pass = kSpans && cutting_.max_spans > 0 && cutting_.uncut != Cutting::kNever ? Pass::kFit : Pass::kLocate;
           break;
         case Pass::kFit:
           // Ever longer tiles stay whole until the parts of the others fit into the workspace.
@@ -85,52 +96,72 @@ class WorkList {
       }
     }
     if (threadIdx.x == 0) share_.cutting = cutting_;
+    return true;
   }
 
  private:
+  /// Before any thread has found anything.
+  __device__ __forceinline__ void clear() const {
+    plan_.tile.num_rows = 0;
+    share_.piece = -1;
+    share_.end = INT64_MAX;
+    share_.beginning.tile_units = 0;
+    share_.owned = OwnedRows{0, 0};
+  }
+
   /// Loads this thread's sequences of a round, `before` units before it; the round's units.
-  __device__ __forceinline__ int64_t load_round(int32_t round, int64_t before, int32_t num_seqs) {
+  __device__ __forceinline__ Index load_round(int32_t round, Index before, int32_t num_seqs) {
     const int32_t first = round * kPerRound + threadIdx.x * kPerThread;
     const bool ascend = load_sequences(params_, first, num_seqs, sequences_);
-    if (first == 0) share_.first_units = sequences_[0].num_tiles > 0 ? sequences_[0].units : 1;
     int64_t mine = 0;
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) mine += sequences_[i].work();
-    const PrefixSum sum = prefix_sum(mine, ascend);
+    for (int i = 0; i < kPerThread; ++i) {
+      const int32_t rows_begin = sequences_[i].tile.first_token;
+      if (first + i == 0) {
+        share_.first_units = sequences_[0].num_tiles > 0 ? sequences_[0].units : 1;
+        share_.owned.begin = rows_begin;
+      }
+      if (first + i == num_seqs - 1) share_.owned.end = rows_begin + sequences_[i].rows;
+      mine += sequences_[i].work();
+    }
+    const PrefixSum<Index> sum = prefix_sum(static_cast<Index>(min(mine, int64_t{kLimit})), ascend);
     units_before_ = before + sum.before;
     starts_ascend_ &= sum.all;
     return sum.total;
   }
 
+  template <typename Sum>
   struct PrefixSum {
-    int64_t before;  // of the threads before this one
-    int64_t total;
+    Sum before;  // of the threads before this one
+    Sum total;
     bool all;
   };
-  __device__ __forceinline__ PrefixSum prefix_sum(int64_t mine, bool flag) {
+  template <typename Sum>
+  __device__ __forceinline__ PrefixSum<Sum> prefix_sum(Sum mine, bool flag) {
     constexpr int kWarps = kThreads / 32;
     const int warp = threadIdx.x / 32;
-    const int64_t inclusive = sum_up_to_this_lane(mine);
+    const Sum inclusive = sum_up_to_this_lane(mine);
     int64_t* const totals = plan_.warp_totals[parity_];
     parity_ ^= 1;
     if (threadIdx.x % 32 == 31) totals[warp] = inclusive;
-    PrefixSum sum = {inclusive - mine, 0, __syncthreads_and(flag) != 0};
+    PrefixSum<Sum> sum = {inclusive - mine, 0, __syncthreads_and(flag) != 0};
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      if (w < warp) sum.before += totals[w];
-      sum.total += totals[w];
+      const Sum of_warp = static_cast<Sum>(totals[w]);
+      if (w < warp) sum.before += of_warp;
+      sum.total += of_warp;
     }
     return sum;
   }
 
   /// Decides how `total` units are shared out and which tiles may be cut.
-  __device__ __forceinline__ void cut(int64_t total) {
+  __device__ __forceinline__ void cut(Index total) {
     constexpr int32_t kLeastPart = kLeastPartKeys / kUnitKeys, kLeastTile = kLeastTileKeys / kUnitKeys;
     const PartialResults& results = params_.partial;
     const int32_t first_units = share_.first_units;
     cutting_.groups = gridDim.y;
-    cutting_.max_spans = results.max_spans;
-    cutting_.min_shift = kLeastSpanKeys / kUnitKeys == 8 ? 3 : 4;
+    cutting_.max_spans = kSpans ? results.max_spans : 0;
+    cutting_.min_shift = kMinShift;
     // Overlapping sequences are written row by row, by the first that claims it.
     bool whole = results.groups == 0 || !starts_ascend_;
     if (!whole && cutting_.max_spans == 0 && results.groups < cutting_.groups) {
@@ -138,21 +169,14 @@ class WorkList {
       whole = 2 * results.groups < cutting_.groups && int64_t{first_units} * results.groups <= total;
       if (!whole) cutting_.groups = results.groups;
     }
-    int64_t per = max(divide_up(total, cutting_.groups), int64_t{kLeastPart});
+    Index per = max(divide_up<Index>(total, cutting_.groups), Index{kLeastPart});
     // Tiles of one length stay whole where that costs little.
-    const int64_t fitted = divide_up(per, first_units) * first_units;
+    const Index fitted = divide_up<Index>(per, first_units) * first_units;
     if (fitted - per <= per / kSlack) per = fitted;
     cutting_.per = per;
-    cutting_.least = max(kLeastPart, static_cast<int32_t>(min(per / kSlack, int64_t{1} << 28)));
+    cutting_.least = max(kLeastPart, static_cast<int32_t>(min(per / kSlack, Index{1} << 28)));
     cutting_.uncut = whole ? Cutting::kNever : max(2 * cutting_.least, kLeastTile) - 1;
-    if (threadIdx.x == 0) {
-      plan_.overlap = starts_ascend_ ? Overlap::kNone : Overlap::kPossible;
-      plan_.tile.num_rows = 0;
-      share_.piece = -1;
-      share_.end = total;
-      if (per * blockIdx.y >= total) write_cut(CutTile{});
-    }
-    __syncthreads();
+    if (threadIdx.x == 0) plan_.overlap = starts_ascend_ ? Overlap::kNone : Overlap::kPossible;
   }
 
   /// batch_invariant: partial rows of those tiles of this thread's sequences that begin before `unit`.
@@ -181,72 +205,50 @@ class WorkList {
     return chosen;
   }
 
-  /// The threads that hold the tiles in which the share begins and ends write down where. There are `rows_before`
-  /// partial rows before this thread's sequences.
+  /// Finds the beginning and the end of the share, where they are in this thread's sequences. batch_invariant: there
+  /// are `rows_before` partial rows before these.
   __device__ __forceinline__ void locate(int64_t rows_before) {
-    const int64_t begin = cutting_.per * blockIdx.y, end = begin + cutting_.per;
+    if (static_cast<int32_t>(blockIdx.y) >= cutting_.groups) return;
+    const Index begin = static_cast<Index>(cutting_.per) * static_cast<Index>(blockIdx.y);
+    const Index end = begin + static_cast<Index>(cutting_.per);
     int first = -1, last = -1;
-    int64_t at = units_before_, first_at = 0, last_at = 0;
+    Index at = units_before_, first_at = 0, last_at = 0;
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const int64_t next = at + sequences_[i].work();
+      const Index next = at + static_cast<Index>(sequences_[i].work());
       if (begin >= at && begin < next) first = i, first_at = at;
       if (end >= at && end < next) last = i, last_at = at;
       at = next;
     }
-    if (first >= 0) begin_at(sequence(first), first_at, begin, rows_before);
+    if (first >= 0) begin_at(sequence(first), first_at, begin, end, rows_before);
     if (last >= 0) share_.end = end_at(sequence(last).units, last_at, end);
   }
 
   /// Where the share ends that is to end at `unit`, in a sequence of tiles of `units` that begins at unit `at`.
-  __device__ __forceinline__ int64_t end_at(int32_t units, int64_t at, int64_t unit) const {
-    const int64_t tile_begin = at + divide(unit - at, units) * units;
+  __device__ __forceinline__ int64_t end_at(int32_t units, Index at, Index unit) const {
+    const Index tile_begin = at + divide(unit - at, Index{units}) * units;
     return tile_begin + cutting_.place(static_cast<int32_t>(unit - tile_begin), units);
   }
 
-  /// The share is to begin at `unit`, in this sequence, which begins at unit `at`.
-  __device__ __forceinline__ void begin_at(const Sequence& sequence, int64_t at, int64_t unit, int64_t rows_before) {
-    const int32_t index = static_cast<int32_t>(divide(unit - at, sequence.units));
-    const int64_t tile_begin = at + static_cast<int64_t>(index) * sequence.units;
-    const int32_t part_begin = cutting_.place(static_cast<int32_t>(unit - tile_begin), sequence.units);
+  /// The share is to begin at `unit` and to end at `end`, in this sequence, which begins at unit `at`.
+  __device__ __forceinline__ void begin_at(const Sequence& sequence, Index at, Index unit, Index end,
+                                           int64_t rows_before) {
+    const int32_t units = sequence.units;
+    const int32_t index = static_cast<int32_t>(divide(unit - at, Index{units}));
+    const Index tile_begin = at + Index{index} * units;
+    const int32_t part_begin = cutting_.place(static_cast<int32_t>(unit - tile_begin), units);
     enter(params_, plan_, share_, sequence, index);
     share_.tile_begin = tile_begin;
     share_.part_begin = part_begin;
     share_.rows_before = rows_before;
-    if (cutting_.max_spans > 0) share_.rows_before += partial_rows_until(tile_begin);
-    if (!keeps_cuts()) return;
-    write_cut(part_begin > 0 && part_begin < sequence.units ? cut_tile() : CutTile{});
-  }
-
-  /// The tile that the share begins inside of.
-  __device__ __forceinline__ CutTile cut_tile() const {
-    const int32_t units = share_.tile_units;
-    const Cutting::Ends ends = cutting_.ends(share_.tile_begin, units);
-    const int32_t first = static_cast<int32_t>(ends.first);
-    CutTile cut = {};
-    cut.tile = plan_.tile;
-    cut.cuts = static_cast<int32_t>(ends.last) - first + 1;
-    cut.index = static_cast<int32_t>(blockIdx.y) - first;
-    if (cutting_.max_spans > 0) {
-      cut.parts = cutting_.parts_of_spans(share_.tile_begin, units);
-      cut.row_step = plan_.tile.num_rows;
-      cut.first_row = static_cast<int32_t>(share_.rows_before);
-      cut.next_row = cut.first_row + cut.row_step;
-    } else {
-      cut.parts = cut.cuts + 1;
-      cut.row_step = kRows;
-      cut.first_row = last_part_row<kRows>(cutting_.groups, first - 1);
-      cut.next_row = first_part_row<kRows>(first);
+    if (kSpans && cutting_.max_spans > 0) share_.rows_before += partial_rows_until(tile_begin);
+    if (part_begin > 0 && part_begin < units) {
+      share_.beginning = CutBeginning{plan_.tile, tile_begin, share_.rows_before, units, 0};
     }
-    return cut;
-  }
-
-  /// Whether this CTA tells the merging kernel, which asks one KV head for all, and not for the first share.
-  __device__ __forceinline__ bool keeps_cuts() const {
-    return plan_.kv_head == 0 && blockIdx.y > 0 && static_cast<int32_t>(blockIdx.y) < params_.partial.groups;
-  }
-  __device__ __forceinline__ void write_cut(const CutTile& cut) const {
-    if (keeps_cuts()) static_cast<CutTile*>(params_.partial.cuts)[blockIdx.y - 1] = cut;
+    const Index left = end - tile_begin;
+    const int32_t part_end = left < units ? cutting_.place(static_cast<int32_t>(left), units) : units;
+    if (part_begin < part_end)
+      ShareWalk<kRows, kUnitKeys>(params_, plan_, share_).begin_part(cutting_, part_begin, part_end);
   }
 
   const AttentionParams& params_;
@@ -254,15 +256,54 @@ class WorkList {
   Share& share_;
   Sequence sequences_[kPerThread];
   Cutting cutting_;
-  int64_t units_before_ = 0;  // of the round's sequences of this thread
+  Index units_before_ = 0;  // of the round's sequences of this thread
   int32_t parity_ = 0;
   bool starts_ascend_ = true;
 };
 
-/// Leaves the CTA before the first piece of its share, `next_piece`. Every thread calls this.
+/// Leads the CTA to the first piece of its share, if there is one: plan.tile.num_rows is 0 otherwise. Every thread
+/// calls this.
 template <int kThreads, int kRows, int kUnitKeys>
 __device__ __forceinline__ void share_out_work(const AttentionParams& params, Plan& plan, Share& share) {
-  WorkList<kThreads, kRows, kUnitKeys>(params, plan, share).share_out();
+  const bool is_done = params.partial.max_spans == 0 &&
+                       WorkList<kThreads, kRows, kUnitKeys, int32_t, 1, false>(params, plan, share).share_out();
+  if (__builtin_expect(!is_done, false)) {
+    __syncthreads();
+    WorkList<kThreads, kRows, kUnitKeys, int64_t, 4, true>(params, plan, share).share_out();
+  }
+  __syncthreads();
+  // It has not begun where there is none, or where the share begins with the next tile.
+  if (share.piece < 0) next_piece<kRows, kUnitKeys>(params, plan, share);
+}
+
+/// Tells the merging kernel about the tile that the share begins inside of. One KV head does for all, and the first
+/// share has none.
+template <int kRows>
+__device__ __forceinline__ void leave_cut(const AttentionParams& params, const Plan& plan, const Share& share) {
+  const bool leaves = plan.kv_head == 0 && blockIdx.y > 0 && static_cast<int32_t>(blockIdx.y) < params.partial.groups;
+  if (threadIdx.x != 0 || !leaves) return;
+  const CutBeginning& beginning = share.beginning;
+  const Cutting& cutting = share.cutting;
+  CutTile cut = {};
+  if (beginning.tile_units > 0) {
+    const Cutting::Ends ends = cutting.ends(beginning.tile_begin, beginning.tile_units);
+    const int32_t first = static_cast<int32_t>(ends.first);
+    cut.tile = beginning.tile;
+    cut.cuts = static_cast<int32_t>(ends.last) - first + 1;
+    cut.index = static_cast<int32_t>(blockIdx.y) - first;
+    if (cutting.max_spans > 0) {
+      cut.parts = cutting.parts_of_spans(beginning.tile_begin, beginning.tile_units);
+      cut.row_step = beginning.tile.num_rows;
+      cut.first_row = static_cast<int32_t>(beginning.rows_before);
+      cut.next_row = cut.first_row + cut.row_step;
+    } else {
+      cut.parts = cut.cuts + 1;
+      cut.row_step = kRows;
+      cut.first_row = last_part_row<kRows>(cutting.groups, first - 1);
+      cut.next_row = first_part_row<kRows>(first);
+    }
+  }
+  static_cast<CutTile*>(params.partial.cuts)[blockIdx.y - 1] = cut;
 }
 
 }  // namespace xa

@@ -5,8 +5,11 @@
 
 use crate::tensor::DType;
 
-/// CTAs for which the workspace is sized, whatever the GPU at hand: those of 132 SMs that run two each.
-const NOMINAL_CTAS: i64 = 264;
+/// CTAs for which the workspace is sized, whatever the GPU at hand: those of 132 SMs that run three each, or four where
+/// rows are short. The kernels run so many on 8-bit keys, fewer on others.
+const fn nominal_ctas(value_dim: i64) -> i64 {
+    132 * if value_dim <= 64 { 4 } else { 3 }
+}
 
 /// Packed query rows of a decode tile.
 const TILE_ROWS: i64 = 16;
@@ -57,11 +60,11 @@ impl AttentionSizes {
     /// let dtype = DType::BF16;
     /// let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant: false };
     /// let wanted = sizes.workspace();
-    /// assert_eq!((wanted.fixed, wanted.per_row, wanted.per_sequence), (4_261_952, 0, 0));
+    /// assert_eq!((wanted.fixed, wanted.per_row, wanted.per_sequence), (6_392_896, 0, 0));
     /// ```
     #[must_use]
     pub fn workspace(&self) -> WorkspaceSize {
-        let shares = if self.num_kv_heads > 0 { NOMINAL_CTAS / self.num_kv_heads } else { 0 };
+        let shares = if self.num_kv_heads > 0 { nominal_ctas(self.value_dim) / self.num_kv_heads } else { 0 };
         let fixed = if shares < 2 || self.value_dim <= 0 {
             0
         } else {

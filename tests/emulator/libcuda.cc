@@ -76,16 +76,22 @@ DRIVER_CALL cuCtxSetCurrent(void* given) { return context = given, kSuccess; }
 DRIVER_CALL cuCtxGetCurrent(void** current) { return *current = context, kSuccess; }
 DRIVER_CALL cuCtxGetDevice(int* device) { return *device = 0, kSuccess; }
 
+/// XLA_ATTENTION_EMULATOR_CAPABILITY, times ten as in sm_80; Hopper without it.
+static int capability() {
+  const char* const given = std::getenv("XLA_ATTENTION_EMULATOR_CAPABILITY");
+  return given == nullptr ? 90 : std::atoi(given);
+}
+
 DRIVER_CALL cuDeviceGetAttribute(int* value, int attribute, int) {
   switch (attribute) {
     case 16:  // multiprocessors: few, so that small cases have more work than the grid has blocks
       *value = 4;
       return kSuccess;
     case 75:  // compute capability, major
-      *value = 9;
+      *value = capability() / 10;
       return kSuccess;
     case 76:  // minor
-      *value = 0;
+      *value = capability() % 10;
       return kSuccess;
     case 81:  // shared memory of a multiprocessor
       *value = 228 * 1024;

@@ -149,14 +149,18 @@ inline uint32_t round_to_tf32(float value) {
   return std::isfinite(value) ? (bits + 0x1000) & ~0x1fffu : bits;
 }
 inline uint32_t pack_bf16(float low, float high) { return host::pack<host::Bf16>(low, high); }
-inline uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
-  const auto product = [=](int shift) {
-    const auto half = [=](uint32_t pair) { return host::Bf16::to_f32(static_cast<uint16_t>(pair >> shift)); };
-    return half(a) * half(b);
-  };
-  return host::pack<host::Bf16>(product(0), product(16));
-}
 inline uint32_t pack_f16(float low, float high) { return host::pack<host::F16>(low, high); }
+inline void e4m3_to_f16(uint32_t& first, uint32_t& second, uint32_t codes) {
+  const auto number = [=](int shift) {
+    const uint32_t code = codes >> shift & 0xff, exponent = code >> 3 & 15, fraction = code & 7;
+    if ((code & 0x7f) == 0x7f) return std::nanf("");
+    const float significand = static_cast<float>(exponent == 0 ? fraction : 8 + fraction);
+    const float x = std::ldexp(significand, std::max(static_cast<int>(exponent), 1) - 10);
+    return (code & 0x80) != 0 ? -x : x;
+  };
+  first = host::pack<host::F16>(number(0), number(8));
+  second = host::pack<host::F16>(number(16), number(24));
+}
 inline float f16_to_f32(uint16_t bits) { return host::F16::to_f32(bits); }
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }

@@ -1,7 +1,7 @@
 //! What the operator computes, against the f64 reference.
 
 use crate::support::answers::IfWrong;
-use crate::support::array::{ATTENTION_DTYPES, Array, BF16, F16, F32, U8};
+use crate::support::array::{ATTENTION_DTYPES, Array, BF16, F8E4M3FN, F16, F32, FP8_DTYPES, U8};
 use crate::support::batch::{Alibi, Dtypes, Scaled, Shape};
 use crate::support::case::Case;
 use crate::support::check::{check, check_against, check_named};
@@ -186,6 +186,27 @@ fn huge_scores_neither_overflow_nor_lose_the_softmax() {
             let mut case = Case::paged(&shape.batch(), &Storage::default());
             case.form.softmax_scale = scale;
             check_named(&format!("scale {scale}, sharpness {sharpness}"), case);
+        }
+    }
+}
+
+#[test]
+fn every_number_of_8_bits_counts_as_what_it_is() {
+    for (q, kv) in [F16, BF16].into_iter().flat_map(|q| FP8_DTYPES.map(|kv| (q, kv))) {
+        let numbers: Vec<f64> =
+            (0..=u8::MAX).map(|code| kv.decode(&[code])).map(|x| if x.is_finite() { x } else { 0.0 }).collect();
+        // Query i picks out column i of K.
+        let (dtypes, lengths) = (Dtypes::over(q, kv), vec![(1, 1); numbers.len()]);
+        let mut batch = Shape { dtypes, lengths, heads: (1, 1), head_dim: 256, ..Shape::default() }.batch();
+        for (i, sequence) in batch.sequences.iter_mut().enumerate() {
+            sequence.q = (0..numbers.len()).map(|column| f64::from(u8::from(column == i))).collect();
+            (sequence.k, sequence.v) = (numbers.clone(), numbers.clone());
+        }
+        // Logits of 57344 are past what lse is told apart by.
+        batch.form.softmax_scale = if kv == F8E4M3FN { 1.0 } else { 1.0 / 128.0 };
+        let results = check(&Case::paged(&batch, &Storage::default()));
+        for row in results[0].values().chunks(numbers.len()).take(numbers.len()) {
+            assert!(row == numbers, "{dtypes:?}: {row:?}");
         }
     }
 }

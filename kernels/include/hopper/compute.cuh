@@ -386,7 +386,8 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
   if (leads) ptx::stores_done();
   if (params.clears_unowned_rows != 0) {
     pipeline.overlap_known().wait();
-    clear_unowned_rows<T, Shape::kComputeThreads>(params, pipeline.overlap(), blockIdx.x, gridDim.x);
+    clear_unowned_rows<T, Shape::kComputeThreads>(params, pipeline.overlap(), owned_rows(params), blockIdx.x,
+                                                  gridDim.x);
   }
 }
 

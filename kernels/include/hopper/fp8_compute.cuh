@@ -231,7 +231,8 @@ __device__ __forceinline__ void compute_fp8_tiles(const PrefillParams& prefill, 
   if (lane == 0) ptx::stores_done();
   if (params.clears_unowned_rows != 0) {
     pipeline.overlap_known().wait();
-    clear_unowned_rows<F16, Shape::kComputeThreads>(params, pipeline.overlap(), blockIdx.x, gridDim.x);
+    clear_unowned_rows<F16, Shape::kComputeThreads>(params, pipeline.overlap(), owned_rows(params), blockIdx.x,
+                                                    gridDim.x);
   }
 }
 

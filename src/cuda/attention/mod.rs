@@ -3,7 +3,6 @@
 //! Lengths are known on the device alone, so a grid holds every tile that the static sizes allow; the kernels find their
 //! tiles themselves and those without one leave. `docs/kernels.md` explains the work shapes.
 
-mod fp8;
 mod hopper;
 mod params;
 mod split;
@@ -27,10 +26,6 @@ const MERGE_KERNEL: &str = "merge_parts";
 /// Threads of a CTA of [`MERGE_KERNEL`].
 const MERGE_THREADS: u32 = 256;
 
-/// With this much shared memory a CTA shares an SM of 228 KB with one other at most. Decode is bound by memory, which two
-/// CTAs keep busy; more would only make the last wave of CTAs, in which SMs run empty, longer.
-const AT_MOST_TWO_CTAS: u32 = 228 * 1024 / 3 - 1024 + 128;
-
 /// What a launch runs.
 #[derive(Clone, Copy)]
 enum Kernel {
@@ -51,9 +46,9 @@ struct Launch {
 }
 
 impl Launch {
-    fn new(problem: &Attention, kernel: Kernel, tiles: i64, queries: (i64, i64)) -> Result<Self> {
+    fn new(problem: &Attention, device: &Device, kernel: Kernel, tiles: i64, queries: (i64, i64)) -> Result<Self> {
         let variant = match kernel {
-            Kernel::Portable(tile) => tile.variant(problem)?,
+            Kernel::Portable(tile) => tile.variant(problem, device)?,
             Kernel::Hopper(prefill) => prefill.variant(problem)?,
         };
         Ok(Self { variant, kernel, tiles, min_queries: queries.0 as i32, max_queries: queries.1 as i32 })
@@ -115,7 +110,7 @@ fn shared_memory(tile: &Tile, problem: &Attention) -> u32 {
         return tile.shared_memory;
     }
     let folded = if problem.batch_invariant { tile.fold_bytes() } else { 0 };
-    (tile.shared_memory + folded).max(AT_MOST_TWO_CTAS)
+    (tile.shared_memory + folded).max(tile.least_shared_memory())
 }
 
 /// The launches of a call, in order; none where there is no row.
@@ -140,17 +135,17 @@ fn launches(problem: &Attention, device: &Device) -> Result<[Option<Launch>; 2]>
     let mostly_short = rows <= seqs || (1..=few).contains(&longest);
     if mostly_short && !problem.batch_invariant {
         let tiles = bound(rows * group, decode.rows, rows.min(seqs));
-        return Ok([Some(Launch::new(problem, Kernel::Portable(decode), tiles, (1, unlimited))?), None]);
+        return Ok([Some(Launch::new(problem, device, Kernel::Portable(decode), tiles, (1, unlimited))?), None]);
     }
     let tuned = Prefill::of(problem, device);
     if let Some(prefill) = tuned
         && hopper::takes_all(problem)
     {
         let tiles = bound(rows * prefill.pack, prefill.tile.rows, seqs.min(rows));
-        return Ok([Some(Launch::new(problem, Kernel::Hopper(prefill), tiles, (1, unlimited))?), None]);
+        return Ok([Some(Launch::new(problem, device, Kernel::Hopper(prefill), tiles, (1, unlimited))?), None]);
     }
     let decode_tiles = rows.min(seqs) * ((few * group + decode.rows - 1) / decode.rows);
-    let decoded = Launch::new(problem, Kernel::Portable(decode), decode_tiles, (1, few))?;
+    let decoded = Launch::new(problem, device, Kernel::Portable(decode), decode_tiles, (1, few))?;
     let long_sequences = seqs.min(rows / (few + 1));
     if long_sequences == 0 {
         return Ok([Some(decoded), None]);
@@ -161,7 +156,7 @@ fn launches(problem: &Attention, device: &Device) -> Result<[Option<Launch>; 2]>
         let tile = Tile::of(problem, "prefill")?;
         (Kernel::Portable(tile), bound(rows * group, tile.rows, long_sequences))
     };
-    let prefilled = Launch::new(problem, kernel, tiles, (few + 1, unlimited))?;
+    let prefilled = Launch::new(problem, device, kernel, tiles, (few + 1, unlimited))?;
     Ok([Some(prefilled), Some(decoded)])
 }
 
@@ -180,8 +175,8 @@ fn merging(problem: &Attention, split: &Split) -> Result<Option<(usize, Shape)>>
 
 /// Load the kernels that [`launch`] takes.
 pub(crate) fn prepare(problem: &Attention) -> Result {
-    Params::new(problem)?;
     let device = Device::current()?;
+    Params::new(problem, &device)?;
     for launch in launches(problem, &device)?.iter().flatten() {
         module::function(launch.variant)?;
         if let Some(split) = launch.split(problem, &device)
@@ -197,8 +192,8 @@ pub(crate) fn prepare(problem: &Attention) -> Result {
 /// The problem's views are device memory of the current context that outlives the kernels' run; `out`, `lse` and the
 /// workspace are writable.
 pub(crate) unsafe fn launch(problem: &Attention, stream: Stream) -> Result {
-    let mut params = Params::new(problem)?;
     let device = Device::current()?;
+    let mut params = Params::new(problem, &device)?;
     let launches = launches(problem, &device)?;
     // The first launch also writes the rows that no sequence owns.
     params.clears_unowned_rows = 1;

@@ -1,7 +1,8 @@
 //! The kernels' one argument, and what a call must hold to for it.
 
-use super::fp8::{Fp8, Fp8Format};
 use super::split::PartialResults;
+use super::tiles::converts_fp8;
+use crate::cuda::device::Device;
 use crate::error::{Error, Result, ensure};
 use crate::ops::attention::{Attention, KeyStorage};
 use crate::ops::{KvView, Scale};
@@ -61,7 +62,6 @@ pub(super) struct Params {
     q_scale: ScaleSource,
     k_scale: ScaleSource,
     v_scale: ScaleSource,
-    fp8: Fp8Format,
     value_factor: f32,
     softmax_scale_log2: f32,
     softcap_log2: f32,
@@ -85,7 +85,8 @@ pub(super) struct Params {
     pub(super) max_queries: i32,
     /// Set for each launch.
     pub(super) clears_unowned_rows: i32,
-    q_is_fp8: i32,
+    q_type: i32,
+    kv_is_e5m2: i32,
     out_is_bf16: i32,
     has_narrow_rows: i32,
     /// Set for each launch.
@@ -93,21 +94,19 @@ pub(super) struct Params {
 }
 
 // The header asserts the same numbers.
-const _: () = assert!(size_of::<KvSource>() == 32 && size_of::<ScaleSource>() == 16 && size_of::<Params>() == 416);
+const _: () = assert!(size_of::<KvSource>() == 32 && size_of::<ScaleSource>() == 16 && size_of::<Params>() == 400);
 const _: () = assert!(offset_of!(Params, k) == 56 && offset_of!(Params, cu_seqlens_q) == 136);
-const _: () = assert!(offset_of!(Params, q_scale) == 208 && offset_of!(Params, fp8) == 256);
-const _: () = assert!(offset_of!(Params, num_tokens) == 292 && offset_of!(Params, has_narrow_rows) == 364);
+const _: () = assert!(offset_of!(Params, q_scale) == 208 && offset_of!(Params, value_factor) == 256);
+const _: () = assert!(offset_of!(Params, num_tokens) == 272 && offset_of!(Params, has_narrow_rows) == 348);
 
 impl Params {
-    /// All but what differs between launches.
-    pub(super) fn new(problem: &Attention) -> Result<Self> {
+    /// All but what differs between launches, for `device`.
+    pub(super) fn new(problem: &Attention, device: &Device) -> Result<Self> {
         check_sizes(problem)?;
         check_alignments(problem)?;
-        let fp8 = Fp8::of(problem);
-        let divisor = fp8.map_or(1.0, |fp8| fp8.divisor);
-        let q_is_fp8 = problem.q.dtype.size() == 1;
+        let divisor = decoded_divisor(problem, device);
         // What decoding has divided q and K by.
-        let products_divisor = if q_is_fp8 { divisor * divisor } else { divisor };
+        let products_divisor = if problem.q.dtype.size() == 1 { divisor * divisor } else { divisor };
         let (queries, keys, score) = (&problem.queries, &problem.keys, &problem.score);
         let group = (problem.num_q_heads / problem.num_kv_heads) as i32;
         let (block_table, block_table_stride, num_pages, page_size) = match keys.storage {
@@ -142,7 +141,6 @@ impl Params {
             q_scale: ScaleSource::new(score.q_scale),
             k_scale: ScaleSource::new(score.k_scale),
             v_scale: ScaleSource::new(problem.v_scale),
-            fp8: fp8.map_or(Fp8Format::default(), |fp8| fp8.format),
             value_factor: divisor,
             softmax_scale_log2,
             softcap_log2: score.softcap * LOG2_E,
@@ -164,7 +162,8 @@ impl Params {
             min_queries: 1,
             max_queries: i32::MAX,
             clears_unowned_rows: 0,
-            q_is_fp8: i32::from(q_is_fp8),
+            q_type: query_type(problem.q.dtype),
+            kv_is_e5m2: i32::from(problem.kv_dtype == DType::F8E5M2),
             out_is_bf16: i32::from(problem.out.dtype == DType::BF16),
             has_narrow_rows: i32::from(!has_wide_rows(problem)),
             partial: PartialResults::NONE,
@@ -174,20 +173,6 @@ impl Params {
     /// The same with packs of `pack` query heads in the place of KV heads, `packs` in all.
     pub(super) fn with_packs(&self, pack: i64, packs: i64) -> Self {
         Self { num_kv_heads: packs as i32, group: pack as i32, group_reciprocal: 1.0 / pack as f32, ..*self }
-    }
-
-    /// The same for a kernel that takes fp8 q, K and V as they are. What decoding divides them by is `value_factor` each.
-    pub(super) fn undecoded(&self) -> Self {
-        let score_factor = self.score_factor / (self.value_factor * self.value_factor);
-        Self { score_factor, value_factor: 1.0, ..*self }
-    }
-}
-
-#[cfg(test)]
-impl Params {
-    /// What scores and the output are multiplied by.
-    pub(super) fn factors(&self) -> (f32, f32) {
-        (self.score_factor, self.value_factor)
     }
 }
 
@@ -208,6 +193,20 @@ impl ScaleSource {
             values: scale.values,
             head_stride: i64::from(scale.per_head),
         })
+    }
+}
+
+/// What the kernels for 8-bit keys have divided numbers by when they have decoded them (`kernels/include/fp8.cuh`).
+fn decoded_divisor(problem: &Attention, device: &Device) -> f32 {
+    if problem.kv_dtype == DType::F8E4M3FN && !converts_fp8(device) { 256.0 } else { 1.0 }
+}
+
+/// `QueryType` of `kernels/include/attention_params.cuh`.
+fn query_type(dtype: DType) -> i32 {
+    match dtype {
+        DType::BF16 => 1,
+        DType::F8E4M3FN => 2,
+        _ => 0,
     }
 }
 
@@ -294,29 +293,44 @@ fn check_alignment(name: &str, data: *const u8, steps: &[i64], element_bytes: us
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::problem;
+    use super::super::tests::{device, problem};
     use super::*;
     use crate::ops::attention::{Keys, PageTable, Score};
+
+    fn params(problem: &Attention) -> Result<Params> {
+        Params::new(problem, &device(true))
+    }
+
+    #[test]
+    fn what_decoding_divides_by_is_made_up_for() {
+        let plain = problem(1, 1, 2, 64);
+        let plain = Attention { q: Tensor { dtype: DType::F8E4M3FN, ..plain.q }, kv_dtype: DType::F8E4M3FN, ..plain };
+        let factors = |capability| {
+            let params = Params::new(&plain, &Device { capability, ..device(true) }).expect("it is right");
+            (params.score_factor / LOG2_E, params.value_factor)
+        };
+        assert_eq!((factors(90), factors(86)), ((1.0, 1.0), (65536.0, 256.0)));
+    }
 
     #[test]
     fn sizes_past_the_kernels_counters_are_refused_not_wrapped() {
         let plain = problem(1, 1, 2, 64);
         let table = PageTable { entries: null(), stride: 0, max_pages: 1 << 27, num_pages: 1, page_size: 16 };
         let paged = Attention { keys: Keys { storage: KeyStorage::Paged(table), ..plain.keys }, ..plain };
-        assert!(Params::new(&paged).is_err_and(|e| e.message.contains("max_pages * page_size")));
+        assert!(params(&paged).is_err_and(|e| e.message.contains("max_pages * page_size")));
         let total = i32::MAX as usize - 256;
         let long = Attention { keys: Keys { storage: KeyStorage::Contiguous { total }, ..plain.keys }, ..plain };
-        assert!(Params::new(&long).is_err_and(|e| e.message.contains("Tk")));
+        assert!(params(&long).is_err_and(|e| e.message.contains("Tk")));
         let wide = Attention { score: Score { window_left: i64::MAX, window_right: 7, ..plain.score }, ..plain };
-        assert_eq!(Params::new(&wide).map(|p| (p.window_left, p.window_right)), Ok((-1, 7)));
+        assert_eq!(params(&wide).map(|p| (p.window_left, p.window_right)), Ok((-1, 7)));
     }
 
     #[test]
     fn rows_that_the_kernels_cannot_copy_are_refused() {
         let plain = problem(2, 1, 4, 64);
         let view = |token_stride| KvView { token_stride, ..plain.k };
-        assert!(Params::new(&Attention { k: view(72), ..plain }).is_ok());
-        let odd = Params::new(&Attention { k: view(68), ..plain });
+        assert!(params(&Attention { k: view(72), ..plain }).is_ok());
+        let odd = params(&Attention { k: view(68), ..plain });
         assert!(odd.is_err_and(|e| e.message.contains("multiples of 16 bytes")));
     }
 }

@@ -1,0 +1,96 @@
+// Decode: the warps of a CTA share 16 rows and have keys of their own, every kKeyWarps-th block.
+#pragma once
+
+#include <cstdint>
+
+#include "attention_params.cuh"
+#include "ptx.cuh"
+#include "row_pairs.cuh"
+#include "softmax.cuh"
+#include "tile_math.cuh"
+#include "tile_plan.cuh"
+
+namespace xa {
+
+/// Streams the warp's keys of a piece through the ring of its own at shared address `ring`: blocks of K and V as pairs,
+/// each a group of copies.
+template <typename Shape, typename T, typename Stored>
+class DecodeLoop {
+  using Math = TileMath<T, Stored, typename Shape::Rows, 1, Shape::kKeys, Shape::kHeadDim>;
+  static constexpr int kStages = Shape::kStages, kStep = Shape::kKeys * Shape::kKeyWarps;
+  static constexpr bool kHoldsQuery = Shape::kQueryRowBytes <= 256;
+
+ public:
+  /// Page numbers are on their way after this.
+  __device__ __forceinline__ DecodeLoop(const AttentionParams& params, const Plan& plan, uint32_t rings)
+      : params_(params),
+        plan_(plan),
+        ring_(rings + threadIdx.x / 32 * Shape::kRingBytes),
+        first_key_(first_key(plan.keys)),
+        slots_(params, plan, first_key_),
+        loader_(params, plan) {}
+
+  /// Takes the keys up into `state`. The tile's query rows are on their way to `query_rows`, in the last group of
+  /// copies.
+  template <typename Score, typename State>
+  __device__ __forceinline__ void attend(State& state, uint32_t query_rows, const Score& score) {
+#pragma unroll 1
+    for (int32_t stage = 0; stage < kStages; ++stage) fetch(stage, first_key_ + stage * kStep);
+    ptx::cp_async_wait<kStages>();
+    __syncthreads();
+    QueryFragments<1, Shape::kHeadDim, sizeof(T), kHoldsQuery> query(query_rows);
+    query.fill();
+
+    int32_t stage = 0;
+#pragma unroll 1
+    for (int32_t key = first_key_; key < plan_.keys.end; key += kStep) {
+      const int32_t next = ptx::opaque(key) + kStages * kStep;
+      ptx::cp_async_wait<kStages - 1>();
+      __syncwarp();
+      float scores[1][Shape::kKeys / 8][4];
+      Math::scores(scores, query, keys(stage), params_);
+      score.template apply<T>(scores[0], plan_, 0, key);
+      const bool masked = key < plan_.keys.common_begin || key + Shape::kKeys > plan_.keys.common_end;
+      if (masked) apply_mask(scores[0], params_, plan_.tile, 0, key);
+      state.absorb(0, scores[0], score.log2_unit(), plan_.tile.num_rows > 8);
+      Math::accumulate(state.output, scores, keys(stage) + Shape::kBlockBytes, params_);
+      // The blocks are free again once all lanes have read them.
+      __syncwarp();
+      fetch(stage, next);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+    state.finish();
+  }
+
+ private:
+  /// Blocks start at multiples of kKeys of the sequence, whatever the tile sees of them; block b is that of warp
+  /// b % kKeyWarps.
+  static __device__ __forceinline__ int32_t first_key(const KeyRange& keys) {
+    const int32_t block = keys.begin / Shape::kKeys, warp = threadIdx.x / 32;
+    return (block + (warp - block % Shape::kKeyWarps + Shape::kKeyWarps) % Shape::kKeyWarps) * Shape::kKeys;
+  }
+
+  /// Shared address of a stage's block of K, which that of V follows.
+  __device__ __forceinline__ uint32_t keys(int32_t stage) const { return ring_ + stage * 2 * Shape::kBlockBytes; }
+
+  /// The next blocks, which start at `key`; none past the end.
+  __device__ __forceinline__ void fetch(int32_t stage, int32_t key) {
+#pragma unroll
+    for (int first = 0; first < Shape::kKeys; first += kGranule) {
+      const TokenSlot slot = slots_.next();
+      // Of a block that has begun, what is past the end becomes zeros.
+      if (key >= plan_.keys.end) continue;
+      loader_.load(keys(stage) + first * Shape::Rows::kPitch, key + first, slot, slots_.fits_pages());
+    }
+    ptx::cp_async_commit();
+  }
+
+  const AttentionParams& params_;
+  const Plan& plan_;
+  uint32_t ring_;
+  int32_t first_key_;
+  GranuleSlots<Shape::kKeys, kStep, (Shape::kRowBytes < 1024)> slots_;
+  PairLoader<Stored, Shape::kHeadDim, Shape::kBlockBytes> loader_;
+};
+
+}  // namespace xa

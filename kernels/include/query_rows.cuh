@@ -1,0 +1,99 @@
+// A tile's query rows on their way to shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "attention_params.cuh"
+#include "fp8.cuh"
+#include "paged_rows.cuh"
+#include "ptx.cuh"
+#include "tile_plan.cuh"
+
+namespace xa {
+
+/// Fetches the tile's query rows; rows past the last one and columns past head_dim become zeros.
+template <typename Shape, typename T>
+__device__ __forceinline__ void copy_query(const AttentionParams& params, const RowMap& map, uint32_t destination) {
+  using Grid = LaneGrid<Shape::kQueryRowBytes>;
+  constexpr int kElements = 16 / sizeof(T);
+  const int32_t warp = threadIdx.x / 32;
+  const Grid grid;
+#pragma unroll 4
+  for (int32_t row = warp * Grid::kRowsPerStep + grid.row; row < Shape::kRows;
+       row += Shape::kWarps * Grid::kRowsPerStep) {
+    const bool live = row < map.num_rows;
+    const int32_t source_row = live ? row : 0;
+    const T* const from = static_cast<const T*>(params.q) + map.token(source_row) * params.q_token_stride +
+                          map.head(source_row) * params.q_head_stride;
+#pragma unroll
+    for (int step = 0; step < Grid::kStepsPerRow; ++step) {
+      const int32_t chunk = grid.chunk + 32 * step;
+      const bool inside = chunk * kElements < params.head_dim;
+      if (!grid.has_chunk(step)) continue;
+      ptx::cp_async_16(destination + row * Shape::kQueryPitch + chunk * 16, from + (inside ? chunk * kElements : 0),
+                       live && inside);
+    }
+  }
+}
+
+/// bf16 as f16 times a power of two, the same for the columns of a row, which takes its largest number to [2^14, 2^15):
+/// what then is too small for an f16 is less than 2^-38 of that. `inverse` undoes it.
+struct QueryScale {
+  float factor;
+  float inverse;
+
+  /// `x` are eight columns of the row; each lane of the warp has others.
+  explicit __device__ __forceinline__ QueryScale(const uint4& x) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (const uint32_t pair : {x.x, x.y, x.z, x.w}) largest = max(largest, max(pair & 0x7fffu, pair >> 16 & 0x7fffu));
+    const int32_t exponent = __reduce_max_sync(~0u, static_cast<int32_t>(largest)) >> 7;
+    // Rows of zeros and subnormal numbers stay small; infinite ones stay as they are.
+    const int32_t shift = exponent == 255 ? 0 : min(127 + 14 - exponent, 126);
+    factor = __uint_as_float(static_cast<uint32_t>(127 + shift) << 23);
+    inverse = __uint_as_float(static_cast<uint32_t>(127 - shift) << 23);
+  }
+  __device__ __forceinline__ uint32_t apply(uint32_t pair) const {
+    return ptx::pack_f16(__uint_as_float(pair << 16) * factor, __uint_as_float(pair & 0xffff0000u) * factor);
+  }
+};
+
+/// As `copy_query`, as f16 in the order of columns that fp8 K asks for (tile_math.cuh). `row_factors` [kRows] are what
+/// scores of the rows have to be multiplied by. Eight columns are a lane's, a row is a warp's.
+template <typename Shape, typename Stored>
+__device__ __forceinline__ void convert_query(const AttentionParams& params, const RowMap& map, uint8_t* destination,
+                                              float* row_factors) {
+  const int32_t lane = threadIdx.x % 32, column = 8 * lane;
+  static_assert(Shape::kHeadDim <= 256);
+#pragma unroll 2
+  for (int32_t row = threadIdx.x / 32; row < Shape::kRows; row += Shape::kWarps) {
+    float factor = 1.0f;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    const bool live = row < map.num_rows && column < params.head_dim;
+    const int64_t first =
+        live ? map.token(row) * params.q_token_stride + map.head(row) * params.q_head_stride + column : 0;
+    if (params.q_type == QueryType::kFp8) {
+      if (live) {
+        const uint2 codes = __ldg(reinterpret_cast<const uint2*>(static_cast<const uint8_t*>(params.q) + first));
+        const TwoPairs low = decode_neighbours<Stored, false>(codes.x);
+        const TwoPairs high = decode_neighbours<Stored, false>(codes.y);
+        x = make_uint4(low.first, low.second, high.first, high.second);
+      }
+    } else {
+      if (live) x = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(params.q) + first));
+      if (params.q_type == QueryType::kBf16) {
+        const QueryScale scale(x);
+        x = make_uint4(scale.apply(x.x), scale.apply(x.y), scale.apply(x.z), scale.apply(x.w));
+        factor = scale.inverse;
+      }
+    }
+    if (lane == 0) row_factors[row] = factor;
+    if (column >= Shape::kHeadDim) continue;
+    // 16 columns are 32 bytes: the even pairs of their eight, then the odd ones.
+    uint8_t* const to = destination + row * Shape::kQueryPitch + lane / 2 * 32 + lane % 2 * 8;
+    *reinterpret_cast<uint2*>(to) = make_uint2(x.x, x.z);
+    *reinterpret_cast<uint2*>(to + 16) = make_uint2(x.y, x.w);
+  }
+}
+
+}  // namespace xa
