@@ -39,11 +39,12 @@ struct Share {
   int32_t folds;        // whether the part's pieces are folded before it goes anywhere
   int32_t first_units;  // of a tile of the first sequence
   OwnedRows owned;
+  int64_t warp_totals[2][8];  // of the search
 
   __device__ __forceinline__ bool is_last_piece() const { return piece_end == part_end; }
 };
 
-static_assert(sizeof(Share) == 160, "what a CTA of a decode launch asks for beyond its Plan");
+static_assert(sizeof(Share) == 288, "what a CTA of a decode launch asks for beyond its Plan");
 
 /// Partial rows of the part with which share `number` of `groups` begins, if that part does not begin its tile:
 /// [groups - 1, kRows].

@@ -1,8 +1,8 @@
 // How a CTA's work is cut up, by work shape, element type and head dimension; and its shared memory.
 //
 // prefill: the warps have rows of their own and share each block of keys.
-// decode:  the warps share 16 rows and have keys of their own, every kKeyWarps-th block of 16; their results are
-// merged.
+// decode:  the warps share 16 rows and have keys of their own, every kKeyWarps-th block; their results are merged.
+// wide:    decode with the warps of two CTAs in one, for GPUs that give a CTA 163 KB of shared memory.
 //
 // Shared memory: the query rows, each followed by 16 unused bytes, then per ring (one of the CTA, or one a warp)
 // kStages blocks of K and as many of V (shared_rows.cuh). Last, the CTA's Plan and, in decode, its Share.
@@ -20,6 +20,7 @@ namespace xa {
 
 struct shape_prefill;
 struct shape_decode;
+struct shape_wide;
 
 /// The choices; `bytes` is the size of an element of K and V.
 template <typename Shape, int kBytes, int kHeadDim>
@@ -43,21 +44,22 @@ struct TileChoice;
   ROW(prefill, 4, 64, 4, 1, 1, 32, 1, 2, 34944)  \
   ROW(prefill, 4, 128, 4, 1, 1, 32, 1, 2, 67712) \
   ROW(prefill, 4, 256, 4, 1, 1, 16, 1, 2, 99968) \
-  ROW(decode, 1, 32, 1, 4, 1, 32, 4, 4, 34400)   \
-  ROW(decode, 1, 64, 1, 4, 1, 32, 2, 4, 35424)   \
-  ROW(decode, 1, 96, 1, 4, 1, 32, 2, 3, 52832)   \
-  ROW(decode, 1, 128, 1, 4, 1, 32, 2, 3, 70240)  \
-  ROW(decode, 1, 192, 1, 4, 1, 16, 3, 2, 80480)  \
-  ROW(decode, 1, 256, 1, 4, 1, 16, 2, 2, 74336)  \
-  ROW(decode, 2, 32, 1, 4, 1, 16, 7, 2, 58912)   \
-  ROW(decode, 2, 64, 1, 4, 1, 16, 4, 2, 68128)   \
-  ROW(decode, 2, 96, 1, 4, 1, 16, 3, 2, 77344)   \
-  ROW(decode, 2, 128, 1, 4, 1, 16, 2, 2, 70176)  \
-  ROW(decode, 2, 192, 1, 4, 1, 16, 1, 2, 55840)  \
-  ROW(decode, 2, 256, 1, 4, 1, 16, 1, 2, 74272)  \
-  ROW(decode, 4, 64, 1, 4, 1, 16, 2, 2, 70176)   \
-  ROW(decode, 4, 128, 1, 4, 1, 16, 1, 2, 74272)  \
-  ROW(decode, 4, 256, 1, 2, 1, 16, 1, 2, 82464)
+  ROW(decode, 1, 32, 1, 4, 1, 32, 4, 4, 34528)   \
+  ROW(decode, 1, 64, 1, 4, 1, 32, 2, 4, 35552)   \
+  ROW(decode, 1, 96, 1, 4, 1, 32, 2, 3, 52960)   \
+  ROW(decode, 1, 128, 1, 4, 1, 32, 2, 3, 70368)  \
+  ROW(decode, 1, 192, 1, 4, 1, 16, 3, 2, 80608)  \
+  ROW(decode, 1, 256, 1, 4, 1, 16, 2, 2, 74464)  \
+  ROW(decode, 2, 32, 1, 4, 1, 16, 7, 2, 59040)   \
+  ROW(decode, 2, 64, 1, 4, 1, 16, 4, 2, 68256)   \
+  ROW(decode, 2, 96, 1, 4, 1, 16, 3, 2, 77472)   \
+  ROW(decode, 2, 128, 1, 4, 1, 16, 2, 2, 70304)  \
+  ROW(decode, 2, 192, 1, 4, 1, 16, 1, 2, 55968)  \
+  ROW(decode, 2, 256, 1, 4, 1, 16, 1, 2, 74400)  \
+  ROW(decode, 4, 64, 1, 4, 1, 16, 2, 2, 70304)   \
+  ROW(decode, 4, 128, 1, 4, 1, 16, 1, 2, 74400)  \
+  ROW(decode, 4, 256, 1, 2, 1, 16, 1, 2, 82592)  \
+  ROW(wide, 2, 128, 1, 8, 1, 16, 2, 1, 135840)
 
 #define XA_TILE_CHOICE(shape, bytes, head_dim, row_warps, key_warps, row_tiles, keys, stages, ctas, shared_bytes) \
   template <>                                                                                                     \
@@ -110,7 +112,8 @@ struct TileShape : TileChoice<Shape, sizeof(Stored), kHeadDim_> {
   static_assert(Choice::kSharedBytes == kFoldOffset, "the table's last column is what the launch asks for");
   static_assert(Choice::kSharedBytes % 16 == 0, "float4 are folded there");
   static_assert(kQueryBytes % 128 == 0, "rings begin at a multiple of 128 bytes");
-  static_assert(Choice::kSharedBytes + kFoldBytes <= 99 * 1024, "sm_86, sm_89 and sm_120 give a CTA no more");
+  static_assert(Choice::kSharedBytes + kFoldBytes <= (std::is_same_v<Shape, shape_wide> ? 163 : 99) * 1024,
+                "sm_86, sm_89 and sm_120 give a CTA 99 KB, sm_80 163");
 };
 
 }  // namespace xa

@@ -31,7 +31,7 @@ template <int kThreads, int kRows, int kUnitKeys, typename Index, int kPerThread
 class WorkList {
   static constexpr int kPerRound = kThreads * kPerThread;
   /// A part of fewer keys costs more than it is worth; so does cutting a tile of fewer.
-  static constexpr int kLeastPartKeys = 128, kLeastTileKeys = 512;
+  static constexpr int kLeastPartKeys = 128, kLeastTileKeys = 640;
   /// batch_invariant: the fewest keys of a span. Part of what the result is.
   static constexpr int kLeastSpanKeys = 512;
   /// Of its units.
@@ -40,8 +40,8 @@ class WorkList {
   /// An end of a share may move by this fraction of the share, if that keeps a tile whole.
   static constexpr int kSlack = 32;
   /// With 32 bits: no thread has so much work that those of a round could not be added up, or is taken to have it.
-  static constexpr Index kLimit = sizeof(Index) == 4 ? Index{1} << 23 : Index{1} << 62;
-  static_assert(sizeof(Index) == 8 || kPerRound <= 128);
+  static constexpr Index kLimit = sizeof(Index) == 4 ? Index{1} << 22 : Index{1} << 62;
+  static_assert(sizeof(Index) == 8 || kPerRound <= 256);
   using Sequence = xa::Sequence<kRows, kUnitKeys>;
 
   /// What goes over the sequences. Planning is short beside fetching its instructions: each step is there once.
@@ -106,7 +106,6 @@ class WorkList {
     share_.piece = -1;
     share_.end = INT64_MAX;
     share_.beginning.tile_units = 0;
-    share_.owned = OwnedRows{0, 0};
   }
 
   /// Loads this thread's sequences of a round, `before` units before it; the round's units.
@@ -120,6 +119,7 @@ class WorkList {
       if (first + i == 0) {
         share_.first_units = sequences_[0].num_tiles > 0 ? sequences_[0].units : 1;
         share_.owned.begin = rows_begin;
+        if (num_seqs == 0) share_.owned.end = rows_begin;
       }
       if (first + i == num_seqs - 1) share_.owned.end = rows_begin + sequences_[i].rows;
       mine += sequences_[i].work();
@@ -139,9 +139,10 @@ class WorkList {
   template <typename Sum>
   __device__ __forceinline__ PrefixSum<Sum> prefix_sum(Sum mine, bool flag) {
     constexpr int kWarps = kThreads / 32;
+    static_assert(kWarps <= 8, "Share::warp_totals");
     const int warp = threadIdx.x / 32;
     const Sum inclusive = sum_up_to_this_lane(mine);
-    int64_t* const totals = plan_.warp_totals[parity_];
+    int64_t* const totals = share_.warp_totals[parity_];
     parity_ ^= 1;
     if (threadIdx.x % 32 == 31) totals[warp] = inclusive;
     PrefixSum<Sum> sum = {inclusive - mine, 0, __syncthreads_and(flag) != 0};

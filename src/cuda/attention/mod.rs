@@ -127,7 +127,7 @@ fn launches(problem: &Attention, device: &Device) -> Result<[Option<Launch>; 2]>
     if rows == 0 {
         return Ok([None, None]);
     }
-    let decode = Tile::of(problem, "decode")?;
+    let decode = Tile::decode(problem, device)?;
     // The sum over sequences that have a row of ceil(packed rows / tile) is at most this.
     let bound = |packed: i64, tile: i64, sequences: i64| (packed + sequences * (tile - 1)) / tile;
     let few = (decode.rows / group).max(1);
@@ -296,14 +296,14 @@ mod tests {
 
     #[test]
     fn lengths_are_shared_out_between_the_shapes_without_gap_or_overlap() {
-        let decode = "attention_bf16_128_decode_plain";
+        let decode = "attention_bf16_128_wide_plain";
         let prefill = "attention_bf16_128_prefill_plain";
         assert_eq!(named(&problem(64, 64, 8, 104)), [(decode, 1, i32::MAX)]);
         assert_eq!(named(&problem(65, 64, 8, 104)), [(prefill, 5, i32::MAX), (decode, 1, 4)]);
         // Nobody can have more than 4 queries.
         assert_eq!(named(&problem(4, 1, 8, 104)), [(decode, 1, 4)]);
         let invariant = Attention { batch_invariant: true, ..problem(64, 64, 8, 104) };
-        assert_eq!(named(&invariant), [(prefill, 5, i32::MAX), (decode, 1, 4)]);
+        assert_eq!(named(&invariant), [(prefill, 5, i32::MAX), ("attention_bf16_128_decode_plain", 1, 4)]);
         assert!(named(&problem(0, 64, 8, 104)).is_empty());
     }
 

@@ -13,7 +13,7 @@ const CUT_BYTES: usize = 64;
 const MOST_SHARES: i64 = 65535;
 
 /// The kernels leave tiles of fewer keys whole.
-const LEAST_TILE_KEYS: i64 = 512;
+const LEAST_TILE_KEYS: i64 = 640;
 
 /// The kernels' shares and parts hold at least so many keys.
 const LEAST_PART_KEYS: i64 = 128;
@@ -65,8 +65,10 @@ impl Split {
     pub(super) fn new(problem: &Attention, tile: &Tile, tiles: i64, max_queries: i64, resident_ctas: i64) -> Self {
         let heads = problem.num_kv_heads as i64;
         let keys = longest_tile(problem, max_queries);
-        // A tile's first and last round may see one key each.
-        let may_cut = keys + 2 * tile.keys_a_round > LEAST_TILE_KEYS;
+        // The rounds of the longest tile, whose first and last may see one key each unless keys are seen from 0 on.
+        let round = tile.keys_a_round;
+        let from_0 = problem.score.window_left < 0 && problem.keys.leftpad.is_none();
+        let may_cut = if from_0 { (keys + round - 1) / round * round } else { keys + 2 * round } >= LEAST_TILE_KEYS;
         let parts = if may_cut { (keys + LEAST_PART_KEYS - 1) / LEAST_PART_KEYS } else { 1 };
         let shares = (resident_ctas / heads).clamp(1, tiles.max(1).saturating_mul(parts)).min(MOST_SHARES);
         let mut partial = PartialResults {
@@ -226,7 +228,8 @@ mod tests {
     fn only_what_can_be_long_is_cut() {
         let merging = |problem: &Attention| split(problem, 1 << 20, wanted(problem)).ends_to_merge();
         assert_eq!(merging(&decode(8, 8, 384, false)), 0);
-        assert!(merging(&decode(8, 8, 512, false)) > 0);
+        assert_eq!(merging(&decode(8, 8, 576, false)), 0);
+        assert!(merging(&decode(8, 8, 577, false)) > 0);
         let long = decode(8, 8, 1 << 17, false);
         assert!(merging(&long) > 0);
         let mut windowed = long;

@@ -11,7 +11,7 @@ use std::sync::LazyLock;
 /// What the kernels of one work shape, element size and head dimension are built for.
 #[derive(Debug)]
 pub(super) struct Tile {
-    /// Value of the axis `shape`: `prefill` or `decode`.
+    /// Value of the axis `shape`: `prefill`, `decode` or `wide`.
     shape: &'static str,
     element_bytes: usize,
     /// The head dimension up to which it serves, as a number and as the value of the axis `head_dim`.
@@ -61,6 +61,16 @@ impl Tile {
         })
     }
 
+    /// The tile of decode: the wide one where there is one, the device has room for it, and each sequence and KV head can
+    /// have an SM of its own. With more, two CTAs an SM hide where the other's tiles begin and end.
+    pub(super) fn decode(problem: &Attention, device: &Device) -> Result<&'static Self> {
+        let tile = Self::of(problem, "decode")?;
+        let is_few = problem.max_seqs.min(problem.num_rows) * problem.num_kv_heads <= device.sms as usize;
+        let fits = |wide: &&Self| wide.head_dim == tile.head_dim && wide.shared_memory <= device.shared_memory;
+        let wide = Self::of(problem, "wide").ok().filter(fits);
+        Ok(wide.filter(|_| is_few && !problem.batch_invariant).unwrap_or(tile))
+    }
+
     /// The kernel of this tile for the problem: its index in the table of variants.
     pub(super) fn variant(&self, problem: &Attention, device: &Device) -> Result<usize> {
         let score = if modifies_scores(problem) { "modified" } else { "plain" };
@@ -73,7 +83,7 @@ impl Tile {
     }
 
     pub(super) fn is_decode(&self) -> bool {
-        self.shape == "decode"
+        self.shape != "prefill"
     }
 
     /// With this much shared memory no more than `ctas` CTAs share an SM of 228 KB. Decode is bound by memory, which these
@@ -162,12 +172,28 @@ mod tests {
     }
 
     #[test]
+    fn wide_tiles_are_for_few_sequences_and_devices_with_room_for_them() {
+        let problem = super::super::tests::problem;
+        let shape = |problem: &Attention, shared_memory| {
+            let device = Device { shared_memory, ..super::super::tests::device(true) };
+            Tile::decode(problem, &device).expect("there is a tile").shape
+        };
+        let (large, few) = (227 * 1024, problem(66, 66, 8, 128));
+        assert_eq!((shape(&few, large), shape(&problem(67, 67, 8, 128), large)), ("wide", "decode"));
+        assert_eq!(shape(&few, 99 * 1024), "decode");
+        assert_eq!(shape(&Attention { batch_invariant: true, ..few }, large), "decode");
+        for dim in [64, 96, 256] {
+            assert_eq!(shape(&problem(1, 1, 8, dim), large), "decode");
+        }
+    }
+
+    #[test]
     fn every_tile_fits_the_smallest_shared_memory() {
         for tile in TILES.iter() {
             let (folded, least) =
                 if tile.is_decode() { (tile.fold_bytes(), tile.least_shared_memory()) } else { (0, 0) };
             let asked = (tile.shared_memory + folded).max(least);
-            assert!(asked <= 99 * 1024, "{tile:?}");
+            assert!(asked <= if tile.shape == "wide" { 163 } else { 99 } * 1024, "{tile:?}");
         }
     }
 }
