@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 import peers
-from harness import agreeing, milliseconds, paged_attention, prepared
+from harness import agreeing, milliseconds, paged_attention, paged_operands, prepared
 
 DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -80,18 +80,8 @@ CASES = [
 
 def paged_calls(case):
     """Our calls and the peers', by name."""
-    used = [-(-n // case.page_size) for n in case.lens]
-    case.tables = torch.zeros((len(used), max(used)), dtype=torch.int32)
-    for row, pages in zip(case.tables, torch.randperm(sum(used), dtype=torch.int32).split(used), strict=True):
-        row[: len(pages)] = pages
-    case.tables = case.tables.cuda()
-    case.query_start_loc = torch.tensor([0, *case.q_lens]).cumsum(0).to(torch.int32).cuda()
-    shape = (sum(used), case.page_size, case.kv_heads, 2, case.head_dim)
-    kv = torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(DTYPES.get(case.cache, torch.bfloat16))
-    query = torch.randn((sum(case.q_lens), case.q_heads, case.head_dim), device="cuda", dtype=torch.bfloat16)
-    lens = torch.tensor(case.lens, dtype=torch.int32, device="cuda")
-    count = torch.tensor([len(case.lens)], dtype=torch.int32, device="cuda")
-    operands = (query, kv.flatten(2, 3), lens, case.tables, case.query_start_loc, count)
+    query, kv, metadata = paged_operands(case, DTYPES.get(case.cache, torch.bfloat16))
+    operands = (query, kv.flatten(2, 3), *metadata)
     options = {"scale": case.head_dim**-0.5, "sliding_window": case.window + 1 if case.window >= 0 else None}
     ours = {
         "ours": paged_attention(*operands, **options),

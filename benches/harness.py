@@ -25,6 +25,26 @@ def flash_attn_varlen(q, k, v, cu_seqlens, **options):
     return functools.partial(xt.flash_attn_varlen, q, k, v, cu_seqlens, **options)
 
 
+def starts(lens):
+    """cu_seqlens of lengths."""
+    return torch.tensor([0, *lens]).cumsum(0).to(torch.int32).cuda()
+
+
+def paged_operands(case, cache_dtype=torch.bfloat16):
+    """query, shuffled pages [P, page_size, Hkv, 2, D] of K beside V, our index operands; `case` gets its tables."""
+    used = [-(-n // case.page_size) for n in case.lens]
+    tables = torch.zeros((len(used), max(used)), dtype=torch.int32)
+    for row, pages in zip(tables, torch.randperm(sum(used), dtype=torch.int32).split(used), strict=True):
+        row[: len(pages)] = pages
+    case.tables, case.query_start_loc = tables.cuda(), starts(case.q_lens)
+    shape = (sum(used), case.page_size, case.kv_heads, 2, case.head_dim)
+    kv = torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(cache_dtype)
+    query = torch.randn((sum(case.q_lens), case.q_heads, case.head_dim), device="cuda", dtype=torch.bfloat16)
+    lens = torch.tensor(case.lens, dtype=torch.int32, device="cuda")
+    count = torch.tensor([len(case.lens)], dtype=torch.int32, device="cuda")
+    return query, kv, (lens, case.tables, case.query_start_loc, count)
+
+
 def prepared(table, *case):
     """The calls of the peers of a table that are here and take the case, by name."""
     calls = {}

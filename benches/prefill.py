@@ -11,13 +11,8 @@ import time
 import torch
 
 import peers
-from harness import agreeing, flash_attn_varlen, milliseconds, paged_attention, prepared
+from harness import agreeing, flash_attn_varlen, milliseconds, paged_attention, paged_operands, prepared, starts
 from prefill_cases import CASES
-
-
-def starts(lens):
-    """cu_seqlens of lengths."""
-    return torch.tensor([0, *lens]).cumsum(0).to(torch.int32).cuda()
 
 
 def packed_operands(case):
@@ -46,18 +41,7 @@ def contiguous_calls(case, table=peers.PREFILL):
 
 def paged_calls(case):
     """Our call and the peers' over pages, by name."""
-    used = [-(-n // case.page_size) for n in case.lens]
-    case.tables = torch.zeros((len(used), max(used)), dtype=torch.int32)
-    order = torch.randperm(sum(used), dtype=torch.int32)
-    for row, pages in zip(case.tables, order.split(used), strict=True):
-        row[: len(pages)] = pages
-    case.tables, case.query_start_loc = case.tables.cuda(), starts(case.q_lens)
-    shape = (sum(used), case.page_size, case.kv_heads, 2, case.head_dim)
-    kv = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    query = torch.randn((sum(case.q_lens), case.q_heads, case.head_dim), device="cuda", dtype=torch.bfloat16)
-    lens = torch.tensor(case.lens, dtype=torch.int32, device="cuda")
-    count = torch.tensor([len(case.lens)], dtype=torch.int32, device="cuda")
-    metadata = (lens, case.tables, case.query_start_loc, count)
+    query, kv, metadata = paged_operands(case)
     ours = paged_attention(query, kv.flatten(2, 3), *metadata, scale=case.head_dim**-0.5)
     k_pages, v_pages = kv[..., 0, :].contiguous(), kv[..., 1, :].contiguous()
     return {"ours": ours} | prepared(peers.PAGED, case, query, k_pages, v_pages)

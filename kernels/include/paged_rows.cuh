@@ -8,6 +8,7 @@
 
 #include "attention_params.cuh"
 #include "ptx.cuh"
+#include "shared_rows.cuh"
 #include "tile_plan.cuh"
 
 namespace xa {
@@ -51,11 +52,25 @@ struct Interval {
   }
 };
 
-/// Where the tokens of a sequence are, kKeys neighbouring ones at a time.
-template <int kKeys>
-class PageTable {
+/// Where key `token` of the plan's sequence is.
+__device__ __forceinline__ TokenSlot slot_of(const AttentionParams& params, const Plan& plan, int32_t token) {
+  if (params.block_table == nullptr) return TokenSlot{0, plan.tile.start_k + token};
+  const uint32_t index = static_cast<uint32_t>(token) / static_cast<uint32_t>(params.page_size);
+  const int32_t* const table = params.block_table + plan.tile.sequence * params.block_table_stride;
+  return TokenSlot{__ldg(table + index), token - static_cast<int32_t>(index) * params.page_size};
+}
+
+/// Fetches K and V rows of one KV head of one sequence, restricted to keys [begin, end): all else becomes zeros, so
+/// that whatever lies there, NaN and Inf included, never reaches a product.
+template <typename T, int kHeadDim, int kKeys>
+class RowLoader {
+  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
+  static constexpr int kPitch = PaddedRows<kRowBytes>::kPitch;
+  using Grid = LaneGrid<kRowBytes>;
+  static_assert(kKeys % Grid::kRowsPerStep == 0 && kKeys <= 32);
+
  public:
-  __device__ __forceinline__ PageTable(const AttentionParams& params, const Plan& plan)
+  __device__ __forceinline__ RowLoader(const AttentionParams& params, const Plan& plan)
       : params_(params), plan_(plan), fits_one_page_(params.page_size % kKeys == 0) {}
 
   /// Looks up the pages of tokens [first, first + kKeys). Where these lie in one page, every lane gets the slot of
@@ -66,31 +81,8 @@ class PageTable {
     // The table is read below ceil(len_k / page_size) only, and not for pages that have slid out of the window.
     const KeyRange& keys = plan_.keys;
     const bool wanted = token < keys.end && (fits_one_page_ ? first + kKeys > keys.begin : token >= keys.begin);
-    if (!wanted) return TokenSlot{0, 0};
-    if (params_.block_table == nullptr) return TokenSlot{0, plan_.tile.start_k + token};
-    const uint32_t index = static_cast<uint32_t>(token) / static_cast<uint32_t>(params_.page_size);
-    const int32_t* const table = params_.block_table + plan_.tile.sequence * params_.block_table_stride;
-    return TokenSlot{__ldg(table + index), token - static_cast<int32_t>(index) * params_.page_size};
+    return wanted ? slot_of(params_, plan_, token) : TokenSlot{0, 0};
   }
-
- protected:
-  const AttentionParams& params_;
-  const Plan& plan_;
-  bool fits_one_page_;
-};
-
-/// Fetches K and V rows of one KV head of one sequence, restricted to keys [begin, end): all else becomes zeros, so
-/// that whatever lies there, NaN and Inf included, never reaches a product.
-template <typename T, int kHeadDim, int kKeys>
-class RowLoader : public PageTable<kKeys> {
-  using Table = PageTable<kKeys>;
-  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
-  static constexpr int kPitch = kRowBytes + 16;
-  using Grid = LaneGrid<kRowBytes>;
-  static_assert(kKeys % Grid::kRowsPerStep == 0 && kKeys <= 32);
-
- public:
-  __device__ __forceinline__ RowLoader(const AttentionParams& params, const Plan& plan) : Table(params, plan) {}
 
   __device__ __forceinline__ void load_keys(uint32_t destination, int32_t first, const TokenSlot& slot) const {
     load(params_.k, params_.head_dim, destination, first, slot);
@@ -144,9 +136,9 @@ class RowLoader : public PageTable<kKeys> {
     }
   }
 
-  using Table::fits_one_page_;
-  using Table::params_;
-  using Table::plan_;
+  const AttentionParams& params_;
+  const Plan& plan_;
+  bool fits_one_page_;
 };
 
 }  // namespace xa

@@ -58,11 +58,7 @@ class GranuleSlots {
     // The table is read below ceil(len_k / page_size) only, and not for pages that have slid out of the window.
     const KeyRange& keys = plan_.keys;
     const bool wanted = token < keys.end && token + (fits_pages_ ? kGranule - 1 : 0) >= keys.begin;
-    if (!wanted) return TokenSlot{0, 0};
-    if (params_.block_table == nullptr) return TokenSlot{0, plan_.tile.start_k + token};
-    const uint32_t index = static_cast<uint32_t>(token) / static_cast<uint32_t>(params_.page_size);
-    const int32_t* const table = params_.block_table + plan_.tile.sequence * params_.block_table_stride;
-    return TokenSlot{__ldg(table + index), token - static_cast<int32_t>(index) * params_.page_size};
+    return wanted ? slot_of(params_, plan_, token) : TokenSlot{0, 0};
   }
 
   const AttentionParams& params_;

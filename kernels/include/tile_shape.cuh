@@ -80,8 +80,8 @@ struct TileShape : TileChoice<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr int kRows = 16 * Choice::kRowTiles * Choice::kRowWarps;
   static constexpr bool kSplitsKeys = Choice::kKeyWarps > 1;
   static constexpr int kRings = kSplitsKeys ? kWarps : 1;
-  /// Keys of a block that one warp fetches.
-  static constexpr int kKeysPerLoad = kSplitsKeys ? Choice::kKeys : Choice::kKeys / kWarps;
+  /// Keys of a block that one warp of prefill fetches.
+  static constexpr int kKeysPerLoad = Choice::kKeys / kWarps;
 
   static constexpr bool kIsFp8 = sizeof(Stored) == 1;
   static constexpr int kQueryRowBytes = kHeadDim * static_cast<int>(sizeof(T));

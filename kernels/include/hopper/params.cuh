@@ -1,4 +1,4 @@
-// The one argument of the prefill kernel of sm_90a. src/cuda/attention/hopper.rs holds the same struct.
+// The one argument of the prefill kernel of sm_90a. src/cuda/attention/hopper/params.rs holds the same struct.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,7 @@ struct PrefillParams {
   int32_t page_shift;
 };
 
-// src/cuda/attention/hopper.rs asserts the same numbers.
+// src/cuda/attention/hopper/params.rs asserts the same numbers.
 static_assert(offsetof(PrefillParams, q) == 448 && offsetof(PrefillParams, next_tile) == 960);
 static_assert(sizeof(PrefillParams) == 1024 && alignof(PrefillParams) == 64);
 

@@ -1,10 +1,12 @@
-//! Prefill on Hopper: which calls its kernel takes, and its one argument.
+//! Prefill on Hopper: which calls its kernels take, and with what argument.
 //!
 //! Everything here follows from static sizes, strides and options, and never from the batch: `batch_invariant` asks that
 //! the choice of a kernel depends on nothing else.
 
+mod params;
+mod tiles;
+
 use super::params::Params;
-use super::tiles::modifies_scores;
 use crate::cuda::device::Device;
 use crate::cuda::launch::Shape;
 use crate::cuda::tensor_map::{Axis, TensorMap, can_copy};
@@ -12,10 +14,10 @@ use crate::cuda::variants;
 use crate::error::Result;
 use crate::ops::KvView;
 use crate::ops::attention::{Attention, KeyStorage};
-use crate::tensor::{DType, Tensor};
-use std::mem::offset_of;
+use crate::tensor::Tensor;
+use params::{PageDivisor, PrefillParams};
 use std::ptr::null_mut;
-use std::sync::LazyLock;
+use tiles::{TILES, Tile};
 
 const KERNEL: &str = "hopper_prefill";
 const FP8_KERNEL: &str = "hopper_prefill_fp8";
@@ -25,97 +27,6 @@ const CHUNK: i64 = 8;
 
 /// Tokens that a box of a page has in each of its groups.
 const OCTET: i64 = 8;
-
-/// What the kernels of one pair of head dimensions and score form are built for.
-#[derive(Debug)]
-pub(super) struct Tile {
-    kernel: &'static str,
-    /// Of q, K and V.
-    element_bytes: usize,
-    head_dim: usize,
-    value_dim: usize,
-    /// As the value of the axis `head_dim`: D, or `DxDv` where they differ.
-    head_dim_value: &'static str,
-    /// Of fewer rows than another one, for short sequences.
-    is_short: bool,
-    /// Value of the axis `score`.
-    score: &'static str,
-    /// Packed query rows of a tile.
-    pub(super) rows: i64,
-    /// Keys of a block.
-    keys: i64,
-    threads: u32,
-    shared_memory: u32,
-}
-
-static TILES: LazyLock<Vec<Tile>> = LazyLock::new(|| {
-    let table = include_str!("../../../kernels/include/hopper/shape.cuh").lines();
-    let fp8_table = include_str!("../../../kernels/include/hopper/fp8_shape.cuh").lines();
-    let tiles = table.filter_map(|line| tile(KERNEL, 2, line));
-    tiles.chain(fp8_table.filter_map(|line| tile(FP8_KERNEL, 1, line))).collect()
-});
-
-/// What ends the names of tiles for short sequences.
-const SHORT: &str = "_short";
-
-/// A line of the table: `ROW(dimensions, score, warpgroups, keys, stages, registers, loader's registers, shared bytes)`.
-fn tile(kernel: &'static str, element_bytes: usize, line: &'static str) -> Option<Tile> {
-    let mut fields = line.trim_start().strip_prefix("ROW(")?.split_once(')')?.0.split(',').map(str::trim);
-    let (head_dim_value, score) = (fields.next()?, fields.next()?);
-    let dims = head_dim_value.trim_end_matches(SHORT);
-    let (head_dim, value_dim) = dims.split_once('x').unwrap_or((dims, dims));
-    let numbers: Vec<u32> = fields.map_while(|field| field.parse().ok()).collect();
-    let &[warpgroups, keys, _stages, _registers, _loader_registers, shared_memory] = &numbers[..] else { return None };
-    Some(Tile {
-        kernel,
-        element_bytes,
-        head_dim: head_dim.parse().ok()?,
-        value_dim: value_dim.parse().ok()?,
-        head_dim_value,
-        is_short: head_dim_value.ends_with(SHORT),
-        score,
-        rows: 64 * i64::from(warpgroups),
-        keys: i64::from(keys),
-        threads: 128 * (warpgroups + 1),
-        shared_memory,
-    })
-}
-
-impl Tile {
-    /// Elements of `bytes` bytes in a row of a panel in shared memory: the widest panels that both dimensions are
-    /// multiples of.
-    fn panel(&self, bytes: usize) -> i64 {
-        let is_wide = ((self.head_dim | self.value_dim) * bytes).is_multiple_of(128);
-        (if is_wide { 128 } else { 64 }) / bytes as i64
-    }
-
-    fn key_panel(&self) -> i64 {
-        self.panel(self.element_bytes)
-    }
-
-    /// Whether the tensor cores take q, K and V of the call as they are, and the score form is built.
-    fn serves(&self, problem: &Attention) -> bool {
-        let (dtype, out) = (problem.q.dtype, problem.out.dtype);
-        let bytes = if [DType::F16, DType::BF16].contains(&dtype) && out == dtype {
-            2
-        } else if dtype == DType::F8E4M3FN && [DType::F16, DType::BF16].contains(&out) {
-            1
-        } else {
-            return false;
-        };
-        let score = &problem.score;
-        let form = match bytes {
-            1 if score.softcap > 0.0 || score.alibi.is_some() => "modified",
-            1 => "scaled",
-            _ if modifies_scores(problem) => "modified",
-            _ => "plain",
-        };
-        problem.kv_dtype == dtype
-            && self.element_bytes == bytes
-            && (self.head_dim, self.value_dim) == (problem.head_dim, problem.value_dim)
-            && self.score == form
-    }
-}
 
 /// Rows of a warp, which leave together.
 const WARP_ROWS: i64 = 16;
@@ -344,58 +255,13 @@ fn axis(len: i64, stride: i64, in_box: i64) -> Axis {
     Axis { len, stride: if len > 1 { stride } else { 128 }, in_box }
 }
 
-/// `PrefillParams` of `kernels/include/hopper/params.cuh`, which says what each is.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(super) struct PrefillParams {
-    attention: Params,
-    q: TensorMap,
-    k: TensorMap,
-    v: TensorMap,
-    out: TensorMap,
-    next_tile: *mut u8,
-    grows: i32,
-    packs_per_kv_head: i32,
-    box_octets: i32,
-    key_panels: i32,
-    value_panels: i32,
-    group_shift: i32,
-    stores_boxes: i32,
-    page_divisor: PageDivisor,
-}
-
-/// `key / page_size` of a key below 2^31 is `((key * reciprocal) >> 31) >> shift`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C)]
-struct PageDivisor {
-    reciprocal: u32,
-    shift: i32,
-}
-
-impl PageDivisor {
-    /// Pages are below 2^31.
-    fn of(storage: &KeyStorage) -> Self {
-        let page_size = match storage {
-            KeyStorage::Contiguous { .. } => 1,
-            KeyStorage::Paged(table) => table.page_size as u64,
-        };
-        // As far as 2^shift covers the page the reciprocal has 32 bits, and what rounding it up adds to a quotient is
-        // less than 1 / page_size.
-        let shift = page_size.next_power_of_two().trailing_zeros();
-        Self { reciprocal: (1u64 << (31 + shift)).div_ceil(page_size) as u32, shift: shift as i32 }
-    }
-}
-
-// The header asserts the same numbers.
-const _: () = assert!(offset_of!(PrefillParams, q) == 448 && offset_of!(PrefillParams, next_tile) == 960);
-const _: () = assert!(size_of::<PrefillParams>() == 1024 && align_of::<PrefillParams>() == 64);
-
 #[cfg(test)]
 mod tests {
     use super::super::tests::{device, named_on, problem};
     use super::*;
     use crate::ops::Scale;
     use crate::ops::attention::{Keys, PageTable, Queries};
+    use crate::tensor::DType;
     use std::ptr::null;
 
     /// 1000 rows of 12 heads over 2 KV heads of 2000 keys, in 7 sequences; no memory.
@@ -561,25 +427,6 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_divided_by_the_page_size() {
-        let most = (1u64 << 31) - 1;
-        for page_size in [1, 2, 3, 4, 12, 100, 641, 65_535, 65_537, 1 << 30, (1 << 30) + 1, most - 1, most] {
-            let table =
-                PageTable { entries: null(), stride: 0, max_pages: 1, num_pages: 1, page_size: page_size as usize };
-            let PageDivisor { reciprocal, shift } = PageDivisor::of(&KeyStorage::Paged(table));
-            let divide = |key: u64| ((key * u64::from(reciprocal)) >> 31) >> shift;
-            for multiple in [0, 1, 2, 3, 1000, most / page_size - 1, most / page_size] {
-                let first = multiple * page_size;
-                for key in [first.saturating_sub(1), first, first + 1, first + page_size - 1, most] {
-                    if key <= most {
-                        assert_eq!(divide(key), key / page_size, "{key} / {page_size}");
-                    }
-                }
-            }
-        }
-    }
-
-    #[test]
     fn the_counter_lies_in_the_workspace_or_nowhere() {
         let plain = ragged();
         let prefill = Prefill::of(&plain, &device(true)).expect("the kernel takes it");
@@ -603,20 +450,5 @@ mod tests {
         assert_eq!(prefilled_by(&latent), "hopper_prefill_bf16_192x128_paged_plain");
         latent.score.softcap = 30.0;
         assert_eq!(prefilled_by(&latent), "attention_bf16_192_prefill_modified");
-    }
-
-    #[test]
-    fn every_variant_has_its_tile() {
-        for variant in variants::VARIANTS.iter().filter(|variant| variant.name.starts_with(KERNEL)) {
-            let serves = |tile: &&Tile| {
-                let dtype = if tile.element_bytes == 1 { "fp8" } else { "16" };
-                let name = |storage| format!("{dtype}_{}_{storage}_{}", tile.head_dim_value, tile.score);
-                ["contiguous", "paged"].iter().any(|storage| variant.name.ends_with(&name(storage)))
-            };
-            assert_eq!(TILES.iter().filter(serves).count(), 1, "{}", variant.name);
-        }
-        for tile in TILES.iter() {
-            assert!(tile.shared_memory <= 227 * 1024, "{tile:?}");
-        }
     }
 }
