@@ -13,6 +13,7 @@
 // dynamic shared memory, in decode with batch_invariant Shape::kFoldBytes more.
 
 #include "attention_params.cuh"
+#include "decode.cuh"
 #include "decode_loop.cuh"
 #include "element.cuh"
 #include "fp8.cuh"
@@ -22,42 +23,22 @@
 #include "score_form.cuh"
 #include "softmax.cuh"
 #include "tile_plan.cuh"
-#include "tile_result.cuh"
 #include "tile_shape.cuh"
-#include "work_list.cuh"
 
 namespace xa {
 
 /// The planned tile of one KV head.
 template <typename Shape, typename T, typename Stored, typename Score>
 __device__ __forceinline__ void attend_tile(const AttentionParams& params, const Plan& plan, uint8_t* shared) {
-  const uint32_t query_rows = ptx::shared_address(shared), rings = query_rows + Shape::kQueryBytes;
+  const uint32_t query_rows = ptx::shared_address(shared), rings = query_rows + Shape::kRingsOffset;
   float* const row_factors = Shape::kIsFp8 ? reinterpret_cast<float*>(shared + Shape::kFactorsOffset) : nullptr;
-  const auto fetch_query = [&] {
-    const RowMap map(params, plan.tile, plan.kv_head);
-    if constexpr (Shape::kIsFp8) {
-      convert_query<Shape, Stored>(params, map, shared, row_factors);
-    } else {
-      copy_query<Shape, T>(params, map, query_rows);
-    }
-    ptx::cp_async_commit();
-  };
   SoftmaxState<Shape::kRowTiles, Shape::kHeadDim / 8> state;
   const Score score(params, row_factors);
-  const auto writer = [&] { return RowWriter<T, Shape::kIsFp8>(params, plan.tile, plan.kv_head, plan.overlap); };
-  if constexpr (Shape::kSplitsKeys) {
-    DecodeLoop<Shape, T, Stored> loop(params, plan, rings);
-    fetch_query();
-    loop.attend(state, query_rows, score);
-    __syncthreads();
-    deliver<Shape>(params, plan, writer(), state, shared, score.log2_unit());
-  } else {
-    fetch_query();
-    const int32_t warp_row = threadIdx.x / 32 * 16 * Shape::kRowTiles;
-    attend_with_rows<Shape, T, Stored>(state, params, plan, rings, warp_row, query_rows, score);
-    write_warp_rows<Shape, T>(params, writer(), state, warp_row, shared + warp_row * Shape::kQueryPitch,
-                              score.log2_unit());
-  }
+  fetch_query<Shape, T, Stored>(params, plan, shared, row_factors);
+  const int32_t warp_row = threadIdx.x / 32 * 16 * Shape::kRowTiles;
+  attend_with_rows<Shape, T, Stored>(state, params, plan, rings, warp_row, query_rows, score);
+  const RowWriter<T, Shape::kIsFp8> writer(params, plan.tile, plan.kv_head, plan.overlap);
+  write_warp_rows<Shape, T>(params, writer, state, warp_row, shared + warp_row * Shape::kQueryPitch, score.log2_unit());
 }
 
 }  // namespace xa
@@ -74,17 +55,14 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     XA_ENTRY(const __grid_constant__ xa::AttentionParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
   auto& plan = *reinterpret_cast<xa::Plan*>(shared + Shape::kPlanOffset);
-  xa::start_plan<Score>(params, plan);
   if constexpr (Shape::kSplitsKeys) {
-    auto& share = *reinterpret_cast<xa::Share*>(shared + Shape::kShareOffset);
-    constexpr int kUnitKeys = Shape::kKeyWarps * Shape::kKeys;
-    xa::share_out_work<Shape::kThreads, Shape::kRows, kUnitKeys>(params, plan, share);
-    while (plan.tile.num_rows != 0) {
-      xa::attend_tile<Shape, Compute, Stored, Score>(params, plan, shared);
-      xa::next_piece<Shape::kRows, kUnitKeys>(params, plan, share);
-    }
-    xa::leave_cut<Shape::kRows>(params, plan, share);
+    const xa::ShareNumber mine = {static_cast<int32_t>(blockIdx.y), static_cast<int32_t>(gridDim.y)};
+    const uint32_t rings = xa::ptx::shared_address(shared) + Shape::kRingsOffset;
+    xa::decode_share<Shape, Compute, Stored, Score, true>(params, mine, shared, [&](const xa::Plan& piece) {
+      return xa::DecodeLoop<Shape, Compute, Stored>(params, piece, rings);
+    });
   } else {
+    xa::start_plan<Score>(params, plan);
     do {
       xa::find_tile<Shape::kThreads, Shape::kRows>(params, plan);
       if (plan.tile.num_rows > 0) xa::attend_tile<Shape, Compute, Stored, Score>(params, plan, shared);

@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
         xa::hopper::transpose_blocks<Shape, 0>(params, pipeline);
         break;
       case 2:
-        xa::hopper::plan_tiles<Shape, Score>(params, pipeline);
+        xa::hopper::plan_tiles<Shape, Score>(params, pipeline, xa::hopper::TileNumbers::of_grid());
         break;
       default: {
         const xa::Overlap overlap = xa::hopper::find_overlap(params.attention);

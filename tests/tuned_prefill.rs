@@ -183,6 +183,47 @@ fn short_sequences_among_long_ones_agree_with_the_reference() {
     }
 }
 
+/// Long and short sequences in pages of whole boxes, as Hopper decodes beneath prefill.
+#[test]
+fn decode_beneath_prefill_agrees_with_the_reference() {
+    let lengths = [
+        &[(300, 500), (1, 700), (2, 90), (0, 30), (1, 1300), (1, 17), (150, 150)][..],
+        &[(1, 1), (260, 260), (1, 2000)],
+        // Nothing to prefill, and nothing to decode.
+        &[(0, 0), (1, 400), (1, 2), (0, 900), (1, 1000)],
+        &[(90, 100), (200, 300), (0, 5)],
+    ];
+    let masks = [Mask::CAUSAL, Mask { window_left: 140, ..Mask::CAUSAL }, Mask::FULL, Mask::window(300, 5)];
+    let mut seed = 0;
+    for dtypes in [Dtypes::same(BF16), Dtypes::same(F16)] {
+        for (heads, page_size) in [((8, 2), 16), ((4, 4), 48), ((12, 1), 128), ((32, 1), 16)] {
+            for (mask, lengths) in masks.into_iter().zip(lengths) {
+                seed += 1;
+                let shape = Shape {
+                    dtypes,
+                    heads,
+                    head_dim: 128,
+                    mask,
+                    lengths: lengths.to_vec(),
+                    leftpad: seed % 3 == 0,
+                    sinks: seed % 2 == 0,
+                    scales: [Scaled::No, Scaled::No, if seed % 5 == 0 { Scaled::AsAWhole } else { Scaled::No }],
+                    seed,
+                    ..Shape::default()
+                };
+                let storage = Storage {
+                    rows_around: (3, 300),
+                    seqused_q: seed % 4 == 1,
+                    workspace: Some([9_000_001, 40_000, 200][seed as usize % 3]),
+                    seed,
+                    ..Storage::paged(Layout::ALL[1 + seed as usize % 4], page_size)
+                };
+                check_named(&format!("mixed {seed}"), Case::flash(&shape.batch(), &storage));
+            }
+        }
+    }
+}
+
 #[test]
 fn the_set_holds_every_choice() {
     let rows = cover(&SIZES, &excluded, 7);
@@ -261,12 +302,29 @@ mod on_their_own_gpu {
                             .invocation()
                             .run_on_gpu(&gpu, Around::Redzones, 0)
                             .unwrap();
-                        let wanted = format!("hopper_prefill_{name}_{dims}_{keys}_{score} with");
-                        let said = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
-                        assert!(said.contains(&wanted), "{wanted}, but: {said}");
+                        assert_said(&log, &format!("hopper_prefill_{name}_{dims}_{keys}_{score} with"));
                     }
                 }
             }
         }
+        for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
+            let lengths = vec![(900, 1000), (1, 3000), (1, 200)];
+            let shape = Shape {
+                dtypes: dtype.into(),
+                heads: (8, 2),
+                head_dim: 128,
+                lengths,
+                mask: Mask::CAUSAL,
+                ..Shape::default()
+            };
+            let storage = Storage { workspace: Some(9_000_001), ..Storage::default() };
+            Case::paged(&shape.batch(), &storage).invocation().run_on_gpu(&gpu, Around::Redzones, 0).unwrap();
+            assert_said(&log, &format!("hopper_mixed_{name}_128 with"));
+        }
+    }
+
+    fn assert_said(log: &Log, wanted: &str) {
+        let said = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        assert!(said.contains(wanted), "{wanted}, but: {said}");
     }
 }

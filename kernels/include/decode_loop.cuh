@@ -12,6 +12,14 @@
 
 namespace xa {
 
+/// Blocks start at multiples of kKeys of the sequence, whatever the tile sees of them; block b is that of warp
+/// b % kKeyWarps.
+template <typename Shape>
+__device__ __forceinline__ int32_t first_block_key(const KeyRange& keys) {
+  const int32_t block = keys.begin / Shape::kKeys, warp = threadIdx.x / 32;
+  return (block + (warp - block % Shape::kKeyWarps + Shape::kKeyWarps) % Shape::kKeyWarps) * Shape::kKeys;
+}
+
 /// Streams the warp's keys of a piece through the ring of its own at shared address `ring`: blocks of K and V as pairs,
 /// each a group of copies.
 template <typename Shape, typename T, typename Stored>
@@ -26,7 +34,7 @@ class DecodeLoop {
       : params_(params),
         plan_(plan),
         ring_(rings + threadIdx.x / 32 * Shape::kRingBytes),
-        first_key_(first_key(plan.keys)),
+        first_key_(first_block_key<Shape>(plan.keys)),
         slots_(params, plan, first_key_),
         loader_(params, plan) {}
 
@@ -63,13 +71,6 @@ class DecodeLoop {
   }
 
  private:
-  /// Blocks start at multiples of kKeys of the sequence, whatever the tile sees of them; block b is that of warp
-  /// b % kKeyWarps.
-  static __device__ __forceinline__ int32_t first_key(const KeyRange& keys) {
-    const int32_t block = keys.begin / Shape::kKeys, warp = threadIdx.x / 32;
-    return (block + (warp - block % Shape::kKeyWarps + Shape::kKeyWarps) % Shape::kKeyWarps) * Shape::kKeys;
-  }
-
   /// Shared address of a stage's block of K, which that of V follows.
   __device__ __forceinline__ uint32_t keys(int32_t stage) const { return ring_ + stage * 2 * Shape::kBlockBytes; }
 

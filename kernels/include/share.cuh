@@ -12,6 +12,12 @@
 
 namespace xa {
 
+/// Which share of a KV head's keys is the CTA's, of how many there are at most.
+struct ShareNumber {
+  int32_t number;
+  int32_t count;
+};
+
 /// What a share leaves to be told to the merging kernel when all else is done: the tile that its beginning cuts.
 struct CutBeginning {
   Tile tile;
@@ -39,12 +45,12 @@ struct Share {
   int32_t folds;        // whether the part's pieces are folded before it goes anywhere
   int32_t first_units;  // of a tile of the first sequence
   OwnedRows owned;
-  int64_t warp_totals[2][8];  // of the search
+  int64_t warp_totals[2][12];  // of the search
 
   __device__ __forceinline__ bool is_last_piece() const { return piece_end == part_end; }
 };
 
-static_assert(sizeof(Share) == 288, "what a CTA of a decode launch asks for beyond its Plan");
+static_assert(sizeof(Share) == 352, "what a CTA of a decode launch asks for beyond its Plan");
 
 /// Partial rows of the part with which share `number` of `groups` begins, if that part does not begin its tile:
 /// [groups - 1, kRows].
@@ -73,8 +79,8 @@ __device__ __forceinline__ void enter(const AttentionParams& params, Plan& plan,
 template <int kRows, int kUnitKeys>
 class ShareWalk {
  public:
-  __device__ __forceinline__ ShareWalk(const AttentionParams& params, Plan& plan, Share& share)
-      : params_(params), plan_(plan), share_(share) {}
+  __device__ __forceinline__ ShareWalk(const AttentionParams& params, Plan& plan, Share& share, int32_t number)
+      : params_(params), plan_(plan), share_(share), number_(number) {}
 
   /// To the next piece, if there is one; the Plan's tile has no rows otherwise.
   __device__ __forceinline__ void next() const {
@@ -151,8 +157,7 @@ class ShareWalk {
   /// Of a part that is not a whole tile; batch_invariant: of its span `span`.
   __device__ __forceinline__ int32_t partial_row(const Cutting& cutting, int32_t span) const {
     if (cutting.max_spans == 0) {
-      return share_.part_begin > 0 ? first_part_row<kRows>(blockIdx.y)
-                                   : last_part_row<kRows>(cutting.groups, blockIdx.y);
+      return share_.part_begin > 0 ? first_part_row<kRows>(number_) : last_part_row<kRows>(cutting.groups, number_);
     }
     int32_t part = 0;
     if (share_.part_begin > 0) part = 1 + span - cutting.spans_before_cut(share_.tile_begin, share_.tile_units);
@@ -162,13 +167,14 @@ class ShareWalk {
   const AttentionParams& params_;
   Plan& plan_;
   Share& share_;
+  const int32_t number_;
 };
 
 /// Leads the CTA to its next piece, if there is one: plan.tile.num_rows is 0 otherwise. Every thread calls this.
 template <int kRows, int kUnitKeys>
-__device__ __forceinline__ void next_piece(const AttentionParams& params, Plan& plan, Share& share) {
+__device__ __forceinline__ void next_piece(const AttentionParams& params, Plan& plan, Share& share, int32_t number) {
   __syncthreads();
-  if (ptx::opaque(threadIdx.x) < 32) ShareWalk<kRows, kUnitKeys>(params, plan, share).next();
+  if (ptx::opaque(threadIdx.x) < 32) ShareWalk<kRows, kUnitKeys>(params, plan, share, number).next();
   __syncthreads();
 }
 

@@ -40,4 +40,19 @@ struct SwizzledRows {
   static_assert(kBytes % kTurnBytes == 0);
 };
 
+/// Rows as the copy engine writes boxes of groups of eight (hopper/panel.cuh): [group][panel of 128 bytes][row], the
+/// chunks of a panel's row swizzled. The first group begins at a multiple of 1024 bytes.
+template <int kBytes>
+struct PanelRows {
+  static constexpr int kPitch = kBytes;
+  static_assert(kBytes % 128 == 0);
+
+  static __device__ __forceinline__ uint32_t offset(int32_t row, int32_t chunk) {
+    return row / 8 * 8 * kPitch + chunk / 8 * 1024 + row % 8 * 128 + (chunk % 8 ^ row % 8) * 16;
+  }
+  static __device__ __forceinline__ uint32_t moved(uint32_t address, int rows, int chunks) {
+    return (address ^ chunks % 8 * 16) + chunks / 8 * 1024 + rows * kPitch;
+  }
+};
+
 }  // namespace xa

@@ -3,9 +3,11 @@
 // prefill: the warps have rows of their own and share each block of keys.
 // decode:  the warps share 16 rows and have keys of their own, every kKeyWarps-th block; their results are merged.
 // wide:    decode with the warps of two CTAs in one, for GPUs that give a CTA 163 KB of shared memory.
+// mixed:   decode in the CTAs of Hopper's prefill (hopper/mixed.cuh).
 //
-// Shared memory: the query rows, each followed by 16 unused bytes, then per ring (one of the CTA, or one a warp)
-// kStages blocks of K and as many of V (shared_rows.cuh). Last, the CTA's Plan and, in decode, its Share.
+// Shared memory: the query rows, each followed by 16 unused bytes, in mixed the barriers of boxes, then per ring (one
+// of the CTA, or one a warp) kStages blocks of K and as many of V (shared_rows.cuh). Last, the CTA's Plan and, in
+// decode, its Share.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +23,7 @@ namespace xa {
 struct shape_prefill;
 struct shape_decode;
 struct shape_wide;
+struct shape_mixed;
 
 /// The choices; `bytes` is the size of an element of K and V.
 template <typename Shape, int kBytes, int kHeadDim>
@@ -44,22 +47,23 @@ struct TileChoice;
   ROW(prefill, 4, 64, 4, 1, 1, 32, 1, 2, 34944)  \
   ROW(prefill, 4, 128, 4, 1, 1, 32, 1, 2, 67712) \
   ROW(prefill, 4, 256, 4, 1, 1, 16, 1, 2, 99968) \
-  ROW(decode, 1, 32, 1, 4, 1, 32, 4, 4, 34528)   \
-  ROW(decode, 1, 64, 1, 4, 1, 32, 2, 4, 35552)   \
-  ROW(decode, 1, 96, 1, 4, 1, 32, 2, 3, 52960)   \
-  ROW(decode, 1, 128, 1, 4, 1, 32, 2, 3, 70368)  \
-  ROW(decode, 1, 192, 1, 4, 1, 16, 3, 2, 80608)  \
-  ROW(decode, 1, 256, 1, 4, 1, 16, 2, 2, 74464)  \
-  ROW(decode, 2, 32, 1, 4, 1, 16, 7, 2, 59040)   \
-  ROW(decode, 2, 64, 1, 4, 1, 16, 4, 2, 68256)   \
-  ROW(decode, 2, 96, 1, 4, 1, 16, 3, 2, 77472)   \
-  ROW(decode, 2, 128, 1, 4, 1, 16, 2, 2, 70304)  \
-  ROW(decode, 2, 192, 1, 4, 1, 16, 1, 2, 55968)  \
-  ROW(decode, 2, 256, 1, 4, 1, 16, 1, 2, 74400)  \
-  ROW(decode, 4, 64, 1, 4, 1, 16, 2, 2, 70304)   \
-  ROW(decode, 4, 128, 1, 4, 1, 16, 1, 2, 74400)  \
-  ROW(decode, 4, 256, 1, 2, 1, 16, 1, 2, 82592)  \
-  ROW(wide, 2, 128, 1, 8, 1, 16, 2, 1, 135840)
+  ROW(decode, 1, 32, 1, 4, 1, 32, 4, 4, 34592)   \
+  ROW(decode, 1, 64, 1, 4, 1, 32, 2, 4, 35616)   \
+  ROW(decode, 1, 96, 1, 4, 1, 32, 2, 3, 53024)   \
+  ROW(decode, 1, 128, 1, 4, 1, 32, 2, 3, 70432)  \
+  ROW(decode, 1, 192, 1, 4, 1, 16, 3, 2, 80672)  \
+  ROW(decode, 1, 256, 1, 4, 1, 16, 2, 2, 74528)  \
+  ROW(decode, 2, 32, 1, 4, 1, 16, 7, 2, 59104)   \
+  ROW(decode, 2, 64, 1, 4, 1, 16, 4, 2, 68320)   \
+  ROW(decode, 2, 96, 1, 4, 1, 16, 3, 2, 77536)   \
+  ROW(decode, 2, 128, 1, 4, 1, 16, 2, 2, 70368)  \
+  ROW(decode, 2, 192, 1, 4, 1, 16, 1, 2, 56032)  \
+  ROW(decode, 2, 256, 1, 4, 1, 16, 1, 2, 74464)  \
+  ROW(decode, 4, 64, 1, 4, 1, 16, 2, 2, 70368)   \
+  ROW(decode, 4, 128, 1, 4, 1, 16, 1, 2, 74464)  \
+  ROW(decode, 4, 256, 1, 2, 1, 16, 1, 2, 82656)  \
+  ROW(wide, 2, 128, 1, 8, 1, 16, 2, 1, 135904)   \
+  ROW(mixed, 2, 128, 1, 12, 1, 16, 2, 1, 203232)
 
 #define XA_TILE_CHOICE(shape, bytes, head_dim, row_warps, key_warps, row_tiles, keys, stages, ctas, shared_bytes) \
   template <>                                                                                                     \
@@ -87,12 +91,18 @@ struct TileShape : TileChoice<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr int kQueryRowBytes = kHeadDim * static_cast<int>(sizeof(T));
   static constexpr int kQueryPitch = kQueryRowBytes + 16;
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Stored));
+  static constexpr bool kFetchesBoxes = std::is_same_v<Shape, shape_mixed>;
   /// Prefill is bound by arithmetic and by registers, decode by memory.
-  using Rows = std::conditional_t<kSplitsKeys, SwizzledRows<kRowBytes>, PaddedRows<kRowBytes>>;
+  using Rows = std::conditional_t<kFetchesBoxes, PanelRows<kRowBytes>,
+                                  std::conditional_t<kSplitsKeys, SwizzledRows<kRowBytes>, PaddedRows<kRowBytes>>>;
   static constexpr int kBlockBytes = Choice::kKeys * Rows::kPitch;
   static constexpr int kRingBytes = 2 * Choice::kStages * kBlockBytes;
   static constexpr int kQueryBytes = kRows * kQueryPitch;
-  static constexpr int kStreamBytes = kQueryBytes + kRings * kRingBytes;
+  /// Barriers of boxes, one for each stage of each ring.
+  static constexpr int kBarriersOffset = kQueryBytes;
+  static constexpr int kRingsOffset =
+      kFetchesBoxes ? (kQueryBytes + kRings * 8 * Choice::kStages + 1023) / 1024 * 1024 : kQueryBytes;
+  static constexpr int kStreamBytes = kRingsOffset + kRings * kRingBytes;
 
   /// Merging key warps: f32 rows with 4 spare columns, then (max, sum) of each row and warp. Takes the place of the
   /// above.
@@ -108,12 +118,15 @@ struct TileShape : TileChoice<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr int kFoldOffset = kFactorsOffset + (kIsFp8 ? 4 * kRows : 0);
   static constexpr int kFoldBytes = kSplitsKeys ? kRows * kHeadDim * 4 + 2 * kRows * 8 : 0;
 
+  static constexpr int kMostKilobytes =
+      std::is_same_v<Shape, shape_mixed> ? 227 : (std::is_same_v<Shape, shape_wide> ? 163 : 99);
   static_assert(Choice::kRowWarps == 1 || Choice::kKeyWarps == 1, "warps share either rows or keys");
-  static_assert(Choice::kSharedBytes == kFoldOffset, "the table's last column is what the launch asks for");
+  static_assert(Choice::kSharedBytes == kFoldOffset + (kFetchesBoxes ? 1024 : 0),
+                "the table's last column is what the launch asks for, boxes being aligned to 1024 bytes");
   static_assert(Choice::kSharedBytes % 16 == 0, "float4 are folded there");
-  static_assert(kQueryBytes % 128 == 0, "rings begin at a multiple of 128 bytes");
-  static_assert(Choice::kSharedBytes + kFoldBytes <= (std::is_same_v<Shape, shape_wide> ? 163 : 99) * 1024,
-                "sm_86, sm_89 and sm_120 give a CTA 99 KB, sm_80 163");
+  static_assert(kRingsOffset % 128 == 0, "rings begin at a multiple of 128 bytes");
+  static_assert(Choice::kSharedBytes + kFoldBytes <= kMostKilobytes * 1024,
+                "sm_86, sm_89 and sm_120 give a CTA 99 KB, sm_80 163, sm_90 227");
 };
 
 }  // namespace xa

@@ -1,8 +1,8 @@
 // How the keys of a decode launch are shared out between CTAs.
 //
 // A unit is one round of a CTA over keys: kUnitKeys of them, from a multiple of kUnitKeys on. The tiles of a KV head
-// have a fixed order, all heads alike, and so have their units. The CTAs of blockIdx.y = g, one a KV head, take as
-// their share the units from g * per to (g + 1) * per. Where an end of it falls inside of a tile it moves to a place
+// have a fixed order, all heads alike, and so have their units. The CTAs of share number g, one a KV head, take
+// the units from g * per to (g + 1) * per. Where an end of it falls inside of a tile it moves to a place
 // where the tile may be cut (cutting.cuh), if there is any, else to the nearer end of the tile. What a CTA computes of
 // a tile is a *part*. A part that is not the whole tile goes to the workspace (partial_rows.cuh), and merge_parts.cu
 // makes rows of parts.
@@ -36,12 +36,12 @@ class WorkList {
   static constexpr int kLeastSpanKeys = 512;
   /// Of its units.
   static constexpr int kMinShift = kUnitKeys == 128 ? 2 : kUnitKeys == 64 ? 3 : 4;
-  static_assert(kLeastSpanKeys == kUnitKeys << kMinShift);
+  static_assert(!kSpans || kLeastSpanKeys == kUnitKeys << kMinShift);
   /// An end of a share may move by this fraction of the share, if that keeps a tile whole.
   static constexpr int kSlack = 32;
   /// With 32 bits: no thread has so much work that those of a round could not be added up, or is taken to have it.
   static constexpr Index kLimit = sizeof(Index) == 4 ? Index{1} << 22 : Index{1} << 62;
-  static_assert(sizeof(Index) == 8 || kPerRound <= 256);
+  static_assert(sizeof(Index) == 8 || kPerRound < 512);
   using Sequence = xa::Sequence<kRows, kUnitKeys>;
 
   /// What goes over the sequences. Planning is short beside fetching its instructions: each step is there once.
@@ -52,8 +52,8 @@ class WorkList {
   };
 
  public:
-  __device__ __forceinline__ WorkList(const AttentionParams& params, Plan& plan, Share& share)
-      : params_(params), plan_(plan), share_(share) {}
+  __device__ __forceinline__ WorkList(const AttentionParams& params, Plan& plan, Share& share, const ShareNumber& mine)
+      : params_(params), plan_(plan), share_(share), mine_(mine) {}
 
   /// Leaves the CTA at the first piece of its share, or before it. False where there is more work than can be counted.
   __device__ __forceinline__ bool share_out() {
@@ -139,7 +139,7 @@ class WorkList {
   template <typename Sum>
   __device__ __forceinline__ PrefixSum<Sum> prefix_sum(Sum mine, bool flag) {
     constexpr int kWarps = kThreads / 32;
-    static_assert(kWarps <= 8, "Share::warp_totals");
+    static_assert(kWarps <= 12, "Share::warp_totals");
     const int warp = threadIdx.x / 32;
     const Sum inclusive = sum_up_to_this_lane(mine);
     int64_t* const totals = share_.warp_totals[parity_];
@@ -157,10 +157,11 @@ class WorkList {
 
   /// Decides how `total` units are shared out and which tiles may be cut.
   __device__ __forceinline__ void cut(Index total) {
-    constexpr int32_t kLeastPart = kLeastPartKeys / kUnitKeys, kLeastTile = kLeastTileKeys / kUnitKeys;
+    constexpr int32_t kLeastPart = (kLeastPartKeys + kUnitKeys - 1) / kUnitKeys,
+                      kLeastTile = kLeastTileKeys / kUnitKeys;
     const PartialResults& results = params_.partial;
     const int32_t first_units = share_.first_units;
-    cutting_.groups = gridDim.y;
+    cutting_.groups = mine_.count;
     cutting_.max_spans = kSpans ? results.max_spans : 0;
     cutting_.min_shift = kMinShift;
     // Overlapping sequences are written row by row, by the first that claims it.
@@ -209,8 +210,8 @@ class WorkList {
   /// Finds the beginning and the end of the share, where they are in this thread's sequences. batch_invariant: there
   /// are `rows_before` partial rows before these.
   __device__ __forceinline__ void locate(int64_t rows_before) {
-    if (static_cast<int32_t>(blockIdx.y) >= cutting_.groups) return;
-    const Index begin = static_cast<Index>(cutting_.per) * static_cast<Index>(blockIdx.y);
+    if (mine_.number >= cutting_.groups) return;
+    const Index begin = static_cast<Index>(cutting_.per) * static_cast<Index>(mine_.number);
     const Index end = begin + static_cast<Index>(cutting_.per);
     int first = -1, last = -1;
     Index at = units_before_, first_at = 0, last_at = 0;
@@ -248,13 +249,15 @@ class WorkList {
     }
     const Index left = end - tile_begin;
     const int32_t part_end = left < units ? cutting_.place(static_cast<int32_t>(left), units) : units;
-    if (part_begin < part_end)
-      ShareWalk<kRows, kUnitKeys>(params_, plan_, share_).begin_part(cutting_, part_begin, part_end);
+    if (part_begin < part_end) {
+      ShareWalk<kRows, kUnitKeys>(params_, plan_, share_, mine_.number).begin_part(cutting_, part_begin, part_end);
+    }
   }
 
   const AttentionParams& params_;
   Plan& plan_;
   Share& share_;
+  const ShareNumber mine_;
   Sequence sequences_[kPerThread];
   Cutting cutting_;
   Index units_before_ = 0;  // of the round's sequences of this thread
@@ -263,25 +266,27 @@ class WorkList {
 };
 
 /// Leads the CTA to the first piece of its share, if there is one: plan.tile.num_rows is 0 otherwise. Every thread
-/// calls this.
-template <int kThreads, int kRows, int kUnitKeys>
-__device__ __forceinline__ void share_out_work(const AttentionParams& params, Plan& plan, Share& share) {
+/// calls this. batch_invariant needs `kSpans`.
+template <int kThreads, int kRows, int kUnitKeys, bool kSpans>
+__device__ __forceinline__ void share_out_work(const AttentionParams& params, Plan& plan, Share& share,
+                                               const ShareNumber& mine) {
   const bool is_done = params.partial.max_spans == 0 &&
-                       WorkList<kThreads, kRows, kUnitKeys, int32_t, 1, false>(params, plan, share).share_out();
+                       WorkList<kThreads, kRows, kUnitKeys, int32_t, 1, false>(params, plan, share, mine).share_out();
   if (__builtin_expect(!is_done, false)) {
     __syncthreads();
-    WorkList<kThreads, kRows, kUnitKeys, int64_t, 4, true>(params, plan, share).share_out();
+    WorkList<kThreads, kRows, kUnitKeys, int64_t, kSpans ? 4 : 1, kSpans>(params, plan, share, mine).share_out();
   }
   __syncthreads();
   // It has not begun where there is none, or where the share begins with the next tile.
-  if (share.piece < 0) next_piece<kRows, kUnitKeys>(params, plan, share);
+  if (share.piece < 0) next_piece<kRows, kUnitKeys>(params, plan, share, mine.number);
 }
 
 /// Tells the merging kernel about the tile that the share begins inside of. One KV head does for all, and the first
 /// share has none.
 template <int kRows>
-__device__ __forceinline__ void leave_cut(const AttentionParams& params, const Plan& plan, const Share& share) {
-  const bool leaves = plan.kv_head == 0 && blockIdx.y > 0 && static_cast<int32_t>(blockIdx.y) < params.partial.groups;
+__device__ __forceinline__ void leave_cut(const AttentionParams& params, const Plan& plan, const Share& share,
+                                          int32_t number) {
+  const bool leaves = plan.kv_head == 0 && number > 0 && number < params.partial.groups;
   if (threadIdx.x != 0 || !leaves) return;
   const CutBeginning& beginning = share.beginning;
   const Cutting& cutting = share.cutting;
@@ -291,7 +296,7 @@ __device__ __forceinline__ void leave_cut(const AttentionParams& params, const P
     const int32_t first = static_cast<int32_t>(ends.first);
     cut.tile = beginning.tile;
     cut.cuts = static_cast<int32_t>(ends.last) - first + 1;
-    cut.index = static_cast<int32_t>(blockIdx.y) - first;
+    cut.index = number - first;
     if (cutting.max_spans > 0) {
       cut.parts = cutting.parts_of_spans(beginning.tile_begin, beginning.tile_units);
       cut.row_step = beginning.tile.num_rows;
@@ -304,7 +309,7 @@ __device__ __forceinline__ void leave_cut(const AttentionParams& params, const P
       cut.next_row = first_part_row<kRows>(first);
     }
   }
-  static_cast<CutTile*>(params.partial.cuts)[blockIdx.y - 1] = cut;
+  static_cast<CutTile*>(params.partial.cuts)[number - 1] = cut;
 }
 
 }  // namespace xa

@@ -97,6 +97,10 @@ inline void copy_box(uint32_t to, const TensorMap& map, uint32_t barrier, int32_
                      int32_t x3, int32_t x4) {
   host::copy_box(to, map, barrier, {x0, x1, x2, x3, x4});
 }
+inline void copy_box(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0, int32_t x1, int32_t x2,
+                     int32_t x3, int32_t x4, uint64_t) {
+  host::copy_box(to, map, barrier, {x0, x1, x2, x3, x4});
+}
 inline void store_box(uint32_t from, const TensorMap& words, int32_t x0, int32_t x1, int32_t x2, int32_t x3) {
   const auto& map = reinterpret_cast<const emulator::TensorMap&>(words);
   if (from % 128 != 0) emulator::fail("a box at an address that is no multiple of 128");

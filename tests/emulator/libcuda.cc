@@ -26,7 +26,7 @@ namespace {
 constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500;
 constexpr size_t kPage = 4096, kAlignment = 16;
 /// More than any kernel's parameter; it is read from the caller's stack, which goes on beyond the struct.
-constexpr size_t kParameterBytes = 1024, kParameterAlignment = 64;
+constexpr size_t kParameterBytes = 2048, kParameterAlignment = 64;
 
 /// Block, grid, threads, parameter: `xa_emulate` of device.cc.
 using Kernel = void (*)(unsigned, unsigned, unsigned, const void*);

@@ -1,7 +1,7 @@
 //! The operator trusts no length, start, page or count that it reads (SPEC 2.1).
 
 use crate::support::answers::{IfWrong, answers, members};
-use crate::support::array::F32;
+use crate::support::array::{BF16, F32};
 use crate::support::batch::{Dtypes, Shape};
 use crate::support::case::Case;
 use crate::support::check::check_against;
@@ -49,6 +49,21 @@ fn random_metadata_does_no_harm_to_the_sequences_whose_own_is_right() {
         }
     }
     assert!(checked[0] > 20 && checked[1] > 20, "{checked:?} sequences wrong, right");
+}
+
+/// Beneath Hopper's prefill, which decodes with boxes.
+#[test]
+fn random_metadata_does_no_harm_beneath_prefill() {
+    let lengths = vec![(150, 300), (1, 700), (2, 90), (1, 1300), (1, 17), (90, 150)];
+    for seed in 0..12 {
+        let heads = (8, 2);
+        let shape =
+            Shape { dtypes: BF16.into(), heads, head_dim: 128, lengths: lengths.clone(), seed, ..Shape::default() };
+        let storage = Storage { workspace: Some(9_000_001), seed, ..Storage::default() };
+        let mut case = Case::paged(&shape.batch(), &storage);
+        corrupt(&mut case, seed);
+        check_against(&case, IfWrong::Unspecified);
+    }
 }
 
 /// Three sequences whose lengths fill their pages and rows exactly, so that a value past the end means the end.

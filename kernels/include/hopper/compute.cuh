@@ -383,7 +383,7 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
     __syncwarp();
     release(pipeline.plan_empty(plan_turn));
   }
-  if (leads) ptx::stores_done();
+  ptx::stores_done();
   if (params.clears_unowned_rows != 0) {
     pipeline.overlap_known().wait();
     clear_unowned_rows<T, Shape::kComputeThreads>(params, pipeline.overlap(), owned_rows(params), blockIdx.x,

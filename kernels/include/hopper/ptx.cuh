@@ -59,6 +59,15 @@ __device__ __forceinline__ void copy_box(uint32_t to, const TensorMap& map, uint
       "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
       : "memory");
 }
+/// As above, with an L2 policy (../ptx.cuh).
+__device__ __forceinline__ void copy_box(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0, int32_t x1,
+                                         int32_t x2, int32_t x3, int32_t x4, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
+      "{%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "l"(policy)
+      : "memory");
+}
 /// Copies a box out of shared memory, in the background: the thread waits by `stores_read` until it has been read.
 __device__ __forceinline__ void store_box(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2,
                                           int32_t x3) {

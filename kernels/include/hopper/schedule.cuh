@@ -137,23 +137,37 @@ class TileFinder {
   int32_t num_tiles_;
 };
 
+/// The tiles that CTAs begin with: those below `dealt`, of which `first` is this CTA's.
+struct TileNumbers {
+  int32_t first;  // negative: it begins with the next one that is left
+  int32_t dealt;
+
+  /// Every CTA begins with that of its own number.
+  static __device__ __forceinline__ TileNumbers of_grid() {
+    return TileNumbers{static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(gridDim.x)};
+  }
+  /// Every CTA begins with the next one that is left.
+  static __device__ __forceinline__ TileNumbers all_left() { return TileNumbers{-1, 0}; }
+};
+
 /// Plans one tile after another, until there are no more. The work of one warp.
 template <typename Shape, typename Score>
-__device__ __forceinline__ void plan_tiles(const PrefillParams& params, const Pipeline<Shape>& pipeline) {
+__device__ __forceinline__ void plan_tiles(const PrefillParams& params, const Pipeline<Shape>& pipeline,
+                                           const TileNumbers& numbers) {
   TileFinder<Shape> finder(params);
-  int64_t number = blockIdx.x;
+  int64_t number = numbers.first;
   int32_t rows = 1;
 #pragma unroll 1
   for (int32_t count = 0; rows > 0; ++count) {
     const Turn<2> turn(count);
     pipeline.plan_empty(turn).wait_for_reuse();
-    if (count > 0) {
+    if (count > 0 || numbers.first < 0) {
       if (params.next_tile == nullptr) {
-        number += gridDim.x;
+        number += numbers.dealt;
       } else {
         uint64_t ticket = 0;
         if (threadIdx.x % 32 == 0) ticket = atomicAdd(reinterpret_cast<unsigned long long*>(params.next_tile), 1ull);
-        number = gridDim.x + static_cast<int64_t>(__shfl_sync(~0u, ticket, 0));
+        number = numbers.dealt + static_cast<int64_t>(__shfl_sync(~0u, ticket, 0));
       }
     }
     TilePlan& plan = pipeline.plan(turn);

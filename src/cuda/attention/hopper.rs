@@ -15,7 +15,8 @@ use crate::error::Result;
 use crate::ops::KvView;
 use crate::ops::attention::{Attention, KeyStorage};
 use crate::tensor::Tensor;
-use params::{PageDivisor, PrefillParams};
+use params::PageDivisor;
+pub(super) use params::PrefillParams;
 use std::ptr::null_mut;
 use tiles::{TILES, Tile};
 
@@ -117,11 +118,15 @@ impl Prefill {
     /// The place in the caller's workspace of the number of the next tile, 8 bytes that have to be 0 before the launch;
     /// null where there is no room or no CTA takes a second tile.
     pub(super) fn counter(&self, problem: &Attention, tiles: i64, device: &Device) -> *mut u8 {
+        let is_wanted = tiles * self.packs(problem) > i64::from(device.sms);
+        if is_wanted { self.counter_place(problem) } else { null_mut() }
+    }
+
+    /// The same, wanted or not.
+    pub(super) fn counter_place(&self, problem: &Attention) -> *mut u8 {
         let Some(workspace) = problem.workspace else { return null_mut() };
         let unaligned = (workspace.data as usize).next_multiple_of(8) - workspace.data as usize;
-        let fits = workspace.bytes() >= unaligned + 8;
-        let is_wanted = tiles * self.packs(problem) > i64::from(device.sms);
-        if fits && is_wanted { workspace.data.wrapping_add(unaligned) } else { null_mut() }
+        if workspace.bytes() >= unaligned + 8 { workspace.data.wrapping_add(unaligned) } else { null_mut() }
     }
 
     /// The kernel's argument, from that of the portable one.
@@ -130,9 +135,9 @@ impl Prefill {
         let Tile { head_dim, value_dim, .. } = *self.tile;
         let rows = |tensor: &Tensor, axes: &[Axis]| TensorMap::new(tensor.dtype, tensor.data, axes);
         let has_boxes = self.has_key_boxes(problem);
+        let is_paged = matches!(problem.keys.storage, KeyStorage::Paged(_));
         let keys = |view: &KvView, dim| {
-            let map = || TensorMap::new(problem.kv_dtype, view.data, &self.key_axes(problem, view, dim));
-            if has_boxes { map() } else { Ok(TensorMap::NONE) }
+            if has_boxes { self.key_map(problem, view, dim, self.keys_in_box(problem)) } else { Ok(TensorMap::NONE) }
         };
         let head_panels = |view: &KvView| (step(problem.num_kv_heads, view.head_stride) / self.tile.key_panel()) as i32;
         // A pack of more heads than a warp has rows leaves row by row.
@@ -147,7 +152,7 @@ impl Prefill {
             next_tile: counter,
             grows: i32::from(score.window_left < 0 && score.window_right >= 0),
             packs_per_kv_head: self.packs_per_kv_head as i32,
-            box_octets: if has_boxes { self.box_octets(problem) as i32 } else { 0 },
+            box_octets: if has_boxes && is_paged { (self.keys_in_box(problem) / OCTET) as i32 } else { 0 },
             key_panels: head_panels(&problem.k),
             value_panels: head_panels(&problem.v),
             group_shift: self.pack.trailing_zeros() as i32,
@@ -156,11 +161,17 @@ impl Prefill {
         })
     }
 
-    /// Octets of a box: a power of two that divides page and block, so that a box lies in one page and in one block.
-    fn box_octets(&self, problem: &Attention) -> i64 {
-        let KeyStorage::Paged(table) = problem.keys.storage else { return 0 };
+    /// K or V with `dim` columns a head, in boxes of `keys` keys.
+    pub(super) fn key_map(&self, problem: &Attention, view: &KvView, dim: usize, keys: i64) -> Result<TensorMap> {
+        TensorMap::new(problem.kv_dtype, view.data, &self.key_axes(problem, view, dim, keys))
+    }
+
+    /// Keys of a box: those of a block, of pages a power of two of octets that divides page and block, so that a box lies
+    /// in one page and in one block.
+    fn keys_in_box(&self, problem: &Attention) -> i64 {
+        let KeyStorage::Paged(table) = problem.keys.storage else { return self.tile.keys };
         let both = (table.page_size as i64 | self.tile.keys) / OCTET;
-        both & -both
+        OCTET * (both & -both)
     }
 
     fn query_axes(&self, problem: &Attention) -> [Axis; 4] {
@@ -183,16 +194,16 @@ impl Prefill {
         ]
     }
 
-    /// Of K or V with `dim` columns a head. Contiguous `[1, head, panel, token, column]`: a box is a block of keys. Paged
-    /// `[page, octet, panel of all heads, token of the octet, column]`: a box is some octets of a head.
-    fn key_axes(&self, problem: &Attention, view: &KvView, dim: usize) -> [Axis; 5] {
+    /// Of K or V with `dim` columns a head. Contiguous `[1, head, panel, token, column]`, paged
+    /// `[page, octet, panel of all heads, token of the octet, column]`. A box is `keys` keys of a head.
+    fn key_axes(&self, problem: &Attention, view: &KvView, dim: usize, keys: i64) -> [Axis; 5] {
         let (heads, columns) = (problem.num_kv_heads as i64, self.tile.key_panel());
         let panels = dim as i64 / columns;
         let element = Axis { len: columns, stride: 1, in_box: columns };
         match problem.keys.storage {
             KeyStorage::Contiguous { total } => [
                 element,
-                axis(total as i64, view.token_stride, self.tile.keys),
+                axis(total as i64, view.token_stride, keys),
                 axis(panels, columns, panels),
                 axis(heads, view.head_stride, 1),
                 axis(1, 0, 1),
@@ -204,7 +215,7 @@ impl Prefill {
                     element,
                     axis(OCTET, view.token_stride, OCTET),
                     axis(all_panels, columns, panels),
-                    axis(octets, OCTET * view.token_stride, self.box_octets(problem)),
+                    axis(octets, OCTET * view.token_stride, keys / OCTET),
                     axis(pages, view.page_stride, 1),
                 ]
             }
@@ -213,8 +224,8 @@ impl Prefill {
 
     /// Whether boxes fetch K and V: pages are whole octets of tokens, and heads lie at multiples of a panel. Rows of
     /// other pages are fetched one by one.
-    fn has_key_boxes(&self, problem: &Attention) -> bool {
-        let panel = self.tile.key_panel();
+    pub(super) fn has_key_boxes(&self, problem: &Attention) -> bool {
+        let (panel, keys) = (self.tile.key_panel(), self.keys_in_box(problem));
         [(&problem.k, self.tile.head_dim), (&problem.v, self.tile.value_dim)].into_iter().all(|(view, dim)| {
             let is_regular = match problem.keys.storage {
                 KeyStorage::Contiguous { .. } => true,
@@ -225,7 +236,7 @@ impl Prefill {
                         && step / panel * (problem.num_kv_heads as i64) < i64::from(i32::MAX)
                 }
             };
-            is_regular && can_copy(problem.kv_dtype, view.data, &self.key_axes(problem, view, dim))
+            is_regular && can_copy(problem.kv_dtype, view.data, &self.key_axes(problem, view, dim, keys))
         })
     }
 }
@@ -256,7 +267,7 @@ fn axis(len: i64, stride: i64, in_box: i64) -> Axis {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::tests::{device, named_on, problem};
     use super::*;
     use crate::ops::Scale;
@@ -265,7 +276,7 @@ mod tests {
     use std::ptr::null;
 
     /// 1000 rows of 12 heads over 2 KV heads of 2000 keys, in 7 sequences; no memory.
-    fn ragged() -> Attention<'static> {
+    pub(in crate::cuda::attention) fn ragged() -> Attention<'static> {
         let plain = problem(1000, 7, 12, 128);
         let view = KvView { token_stride: 256, head_stride: 128, ..plain.k };
         let q = Tensor::dense(DType::BF16, null_mut(), &[1000, 12, 128]);
@@ -274,7 +285,7 @@ mod tests {
     }
 
     /// The same keys in an interleaved cache.
-    fn paged(page_size: usize) -> Attention<'static> {
+    pub(in crate::cuda::attention) fn paged(page_size: usize) -> Attention<'static> {
         let plain = ragged();
         let table = PageTable { entries: null(), stride: 0, max_pages: 64, num_pages: 50, page_size };
         let view = KvView { page_stride: 512 * page_size as i64, token_stride: 512, head_stride: 256, ..plain.k };
@@ -386,10 +397,10 @@ mod tests {
 
     #[test]
     fn boxes_lie_in_one_page_and_one_block() {
-        for (page_size, octets) in [(8, 1), (16, 2), (24, 1), (48, 2), (128, 16), (1024, 16)] {
+        for (page_size, keys) in [(8, 8), (16, 16), (24, 8), (48, 16), (128, 128), (1024, 128)] {
             let problem = paged(page_size);
             let prefill = Prefill::of(&problem, &device(true)).expect("the kernel takes it");
-            assert_eq!(prefill.box_octets(&problem), octets, "pages of {page_size}");
+            assert_eq!(prefill.keys_in_box(&problem), keys, "pages of {page_size}");
         }
     }
 

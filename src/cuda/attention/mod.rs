@@ -4,6 +4,7 @@
 //! tiles themselves and those without one leave. `docs/kernels.md` explains the work shapes.
 
 mod hopper;
+mod mixed;
 mod params;
 mod split;
 mod tiles;
@@ -16,8 +17,10 @@ use crate::log;
 use crate::ops::attention::Attention;
 use crate::stream::Stream;
 use hopper::Prefill;
+use mixed::Mixed;
 use params::Params;
 use split::{PartialResults, Split};
+use std::ptr::null_mut;
 use tiles::Tile;
 
 const KERNEL: &str = "attention";
@@ -33,6 +36,8 @@ enum Kernel {
     Portable(&'static Tile),
     /// Those of [`hopper`].
     Hopper(Prefill),
+    /// That of [`mixed`], which takes sequences of any length.
+    Mixed(Mixed),
 }
 
 /// One kernel launch: the tiles of the sequences that have `min_queries` to `max_queries` queries.
@@ -50,16 +55,22 @@ impl Launch {
         let variant = match kernel {
             Kernel::Portable(tile) => tile.variant(problem, device)?,
             Kernel::Hopper(prefill) => prefill.variant(problem)?,
+            Kernel::Mixed(mixed) => mixed.variant(problem)?,
         };
         Ok(Self { variant, kernel, tiles, min_queries: queries.0 as i32, max_queries: queries.1 as i32 })
     }
 
     /// How decode shares out its keys; prefill takes whole tiles.
     fn split(&self, problem: &Attention, device: &Device) -> Option<Split> {
-        let Kernel::Portable(tile) = self.kernel else { return None };
-        let resident = device.resident_blocks(shared_memory(tile, problem), tile.ctas);
-        let queries = i64::from(self.max_queries);
-        tile.is_decode().then(|| Split::new(problem, tile, self.tiles, queries, i64::from(resident)))
+        match self.kernel {
+            Kernel::Portable(tile) if tile.is_decode() => {
+                let resident = device.resident_blocks(shared_memory(tile, problem), tile.ctas);
+                let queries = i64::from(self.max_queries);
+                Some(Split::new(problem, tile, self.tiles, queries, i64::from(resident), 0))
+            }
+            Kernel::Mixed(mixed) => Some(mixed.split(problem, device)),
+            Kernel::Portable(_) | Kernel::Hopper(_) => None,
+        }
     }
 
     /// Prefill: a CTA for each tile and KV head, fewer where the grid has no room for them; CTAs that find more tiles
@@ -68,6 +79,7 @@ impl Launch {
         let heads = problem.num_kv_heads as i64;
         match (self.kernel, split) {
             (Kernel::Hopper(prefill), _) => prefill.shape(problem, self.tiles, device),
+            (Kernel::Mixed(mixed), _) => mixed.shape(device),
             (Kernel::Portable(tile), split) => Shape {
                 grid: split.map_or_else(
                     || [(self.tiles.clamp(1, i64::from(i32::MAX) / heads) * heads) as u32, 1, 1],
@@ -89,18 +101,28 @@ impl Launch {
         stream: Stream,
         params: &Params,
     ) -> Result {
-        let Kernel::Hopper(prefill) = self.kernel else {
-            // SAFETY: this function's contract.
-            return unsafe { enqueue(KERNEL, self.variant, shape, stream, params) };
+        let counter = match self.kernel {
+            Kernel::Portable(_) => null_mut(),
+            Kernel::Hopper(prefill) => prefill.counter(problem, self.tiles, device),
+            Kernel::Mixed(mixed) => mixed.counter(problem),
         };
-        let counter = prefill.counter(problem, self.tiles, device);
-        let params = prefill.params(problem, params, counter)?;
         if !counter.is_null() {
             // SAFETY: the counter is 8 bytes of the workspace, which is writable and nobody's before this.
             unsafe { launch::fill(counter, 0, 8, stream) }?;
         }
         // SAFETY: this function's contract.
-        unsafe { enqueue(prefill.kernel(), self.variant, shape, stream, &params) }
+        unsafe {
+            match self.kernel {
+                Kernel::Portable(_) => enqueue(KERNEL, self.variant, shape, stream, params),
+                Kernel::Hopper(prefill) => {
+                    let params = prefill.params(problem, params, counter)?;
+                    enqueue(prefill.kernel(), self.variant, shape, stream, &params)
+                }
+                Kernel::Mixed(mixed) => {
+                    enqueue(mixed::KERNEL, self.variant, shape, stream, &mixed.params(problem, params)?)
+                }
+            }
+        }
     }
 }
 
@@ -149,6 +171,11 @@ fn launches(problem: &Attention, device: &Device) -> Result<[Option<Launch>; 2]>
     let long_sequences = seqs.min(rows / (few + 1));
     if long_sequences == 0 {
         return Ok([Some(decoded), None]);
+    }
+    if let Some(prefill) = tuned
+        && let Some(mixed) = Mixed::of(problem, device, prefill, decode_tiles, few)
+    {
+        return Ok([Some(Launch::new(problem, device, Kernel::Mixed(mixed), decode_tiles, (1, unlimited))?), None]);
     }
     let (kernel, tiles) = if let Some(prefill) = tuned {
         (Kernel::Hopper(prefill), bound(rows * prefill.pack, prefill.tile.rows, long_sequences))

@@ -61,8 +61,15 @@ pub(super) struct Split {
 
 impl Split {
     /// For `tiles` tiles a KV head at most, of sequences of at most `max_queries` queries, on a device that runs
-    /// `resident_ctas` at a time.
-    pub(super) fn new(problem: &Attention, tile: &Tile, tiles: i64, max_queries: i64, resident_ctas: i64) -> Self {
+    /// `resident_ctas` at a time. The first `taken` bytes of the workspace are another's.
+    pub(super) fn new(
+        problem: &Attention,
+        tile: &Tile,
+        tiles: i64,
+        max_queries: i64,
+        resident_ctas: i64,
+        taken: usize,
+    ) -> Self {
         let heads = problem.num_kv_heads as i64;
         let keys = longest_tile(problem, max_queries);
         // The rounds of the longest tile, whose first and last may see one key each unless keys are seen from 0 on.
@@ -78,7 +85,7 @@ impl Split {
             ..PartialResults::NONE
         };
         if may_cut && shares > 1 {
-            partial.find_room(problem, tile, shares);
+            partial.find_room(problem, tile, shares, taken);
         }
         Self { shares, partial }
     }
@@ -90,12 +97,17 @@ impl Split {
 }
 
 impl PartialResults {
+    #[cfg(test)]
+    pub(super) fn first_byte(&self) -> *mut u8 {
+        self.cuts
+    }
+
     /// Divides up the workspace: cuts, then states, then outputs.
-    fn find_room(&mut self, problem: &Attention, tile: &Tile, shares: i64) {
+    fn find_room(&mut self, problem: &Attention, tile: &Tile, shares: i64, taken: usize) {
         let Some(workspace) = &problem.workspace else { return };
-        let unaligned = (workspace.data as usize).next_multiple_of(CUT_BYTES) - workspace.data as usize;
-        let start = workspace.data.wrapping_add(unaligned);
-        let size = workspace.bytes() as i64 - unaligned as i64;
+        let first = (workspace.data as usize + taken).next_multiple_of(CUT_BYTES) - workspace.data as usize;
+        let start = workspace.data.wrapping_add(first);
+        let size = workspace.bytes() as i64 - first as i64;
         let row_bytes = (size_of::<[f32; 2]>() as i64 + 4 * i64::from(self.pitch)) * problem.num_kv_heads as i64;
         let (cuts, rows) = if self.max_spans > 0 {
             let cuts = shares - 1;
@@ -163,7 +175,7 @@ mod tests {
         let workspace = Tensor::dense(DType::U8, start as *mut u8, &dims);
         let tile = Tile::of(problem, "decode").expect("the sizes are allowed");
         let with_workspace = Attention { workspace: Some(workspace), ..*problem };
-        Split::new(&with_workspace, tile, problem.num_rows as i64, 1, RESIDENT)
+        Split::new(&with_workspace, tile, problem.num_rows as i64, 1, RESIDENT, 0)
     }
 
     fn wanted(problem: &Attention) -> i64 {
@@ -237,7 +249,7 @@ mod tests {
         assert_eq!(merging(&windowed), 0);
         windowed.score.window_left = 4095;
         assert!(merging(&windowed) > 0);
-        assert_eq!(Split::new(&long, Tile::of(&long, "decode").expect("bf16"), 8, 1, RESIDENT).ends_to_merge(), 0);
+        assert_eq!(Split::new(&long, Tile::of(&long, "decode").expect("bf16"), 8, 1, RESIDENT, 0).ends_to_merge(), 0);
     }
 
     #[test]

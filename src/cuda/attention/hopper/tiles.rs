@@ -15,7 +15,7 @@ pub(in crate::cuda::attention) struct Tile {
     pub(super) head_dim: usize,
     pub(super) value_dim: usize,
     /// As the value of the axis `head_dim`: D, or `DxDv` where they differ.
-    pub(super) head_dim_value: &'static str,
+    pub(in crate::cuda::attention) head_dim_value: &'static str,
     /// Of fewer rows than another one, for short sequences.
     pub(super) is_short: bool,
     /// Value of the axis `score`.
@@ -25,7 +25,7 @@ pub(in crate::cuda::attention) struct Tile {
     /// Keys of a block.
     pub(super) keys: i64,
     pub(super) threads: u32,
-    pub(super) shared_memory: u32,
+    pub(in crate::cuda::attention) shared_memory: u32,
 }
 
 pub(super) static TILES: LazyLock<Vec<Tile>> = LazyLock::new(|| {

@@ -1,0 +1,54 @@
+// Decode and prefill of one batch in one launch on Hopper: some CTAs first decode (include/decode.cuh), with all of
+// their warps, before they join the others in prefill (include/hopper/prefill.cuh). How many follows from the batch
+// (include/hopper/mixed.cuh).
+//
+// Compiled once for each combination of
+//   XA_DTYPE     f16, bf16
+//   XA_HEAD_DIM  D and Dv, exactly (include/hopper/shape.cuh)
+// Launch: any number of CTAs, at least Hkv, of kThreads threads, one an SM; the larger kSharedBytes of both shapes of
+// dynamic shared memory. Pages are of a multiple of kGranule tokens. Tiles of prefill are numbered by
+// PrefillParams::next_tile, which must be there.
+
+#include "decode.cuh"
+#include "element.cuh"
+#include "hopper/box_decode_loop.cuh"
+#include "hopper/mixed.cuh"
+#include "hopper/prefill.cuh"
+#include "hopper/schedule.cuh"
+#include "hopper/shape.cuh"
+#include "score_form.cuh"
+#include "tile_shape.cuh"
+
+namespace {
+using T = xa::XA_PASTE(dtype_, XA_DTYPE);
+using Score = xa::score_plain;
+using Shape = xa::hopper::TileShape<xa::hopper::XA_PASTE(dims_, XA_HEAD_DIM), xa::hopper::Storage::paged, Score>;
+using DecodeShape = xa::TileShape<xa::shape_mixed, T, T, XA_HEAD_DIM>;
+static_assert(Shape::kThreads == DecodeShape::kThreads);
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
+    XA_ENTRY(const __grid_constant__ xa::hopper::MixedParams params) {
+  extern __shared__ uint8_t shared[];
+  const xa::AttentionParams& decode = params.decode;
+  uint8_t* const aligned = shared + -xa::ptx::shared_address(shared) % 1024;
+  const xa::hopper::MixedWork work = xa::hopper::measure_work<Shape::kThreads, DecodeShape::kRows, Shape::kRows>(
+      params, reinterpret_cast<xa::hopper::MixedWork*>(aligned));
+  const int32_t shares = xa::hopper::decode_shares(work, decode.num_kv_heads);
+  const int32_t cta = blockIdx.x, number = cta / decode.num_kv_heads;
+  if (number < shares) {
+    const xa::hopper::KeyBoxes boxes = {params.k, params.v, params.prefill.key_panels, params.prefill.value_panels};
+    xa::hopper::BoxRing<DecodeShape>(aligned).init();
+    int32_t count = 0;
+    xa::decode_share<DecodeShape, T, T, Score, false>(
+        decode, xa::ShareNumber{number, shares}, aligned, [&](const xa::Plan& piece) {
+          return xa::hopper::BoxDecodeLoop<DecodeShape, T>(decode, piece, boxes, aligned, count);
+        });
+    // The copy engine and the barriers of prefill come where these threads have read and written.
+    xa::hopper::ptx::fence_stores_for_async();
+    __syncthreads();
+  } else {
+    xa::hopper::leave_no_cut(decode, cta - number * decode.num_kv_heads, number);
+  }
+  xa::hopper::prefill<Shape, T, Score>(params.prefill, xa::hopper::TileNumbers::all_left(), shared);
+}

@@ -1,0 +1,53 @@
+// A CTA of Hopper's prefill: the roles of its warps.
+#pragma once
+
+#include <cstdint>
+
+#include "hopper/compute.cuh"
+#include "hopper/load.cuh"
+#include "hopper/params.cuh"
+#include "hopper/pipeline.cuh"
+#include "hopper/ptx.cuh"
+#include "hopper/schedule.cuh"
+#include "tile_plan.cuh"
+
+namespace xa::hopper {
+
+/// Works on tiles until there are no more. Every thread of the CTA calls this, as the last thing: it divides the
+/// registers between the warpgroups.
+template <typename Shape, typename T, typename Score>
+__device__ __forceinline__ void prefill(const PrefillParams& params, const TileNumbers& numbers, uint8_t* shared) {
+  const Pipeline<Shape> pipeline(shared);
+  if (threadIdx.x == 0) pipeline.init();
+  if (threadIdx.x == 32) {
+    for (const auto* map : {&params.q, &params.k, &params.v, &params.out}) ptx::prefetch(*map);
+  }
+  __syncthreads();
+  const int32_t warp = uniform(threadIdx.x / 32);
+  if (warp >= Shape::kComputeWarps) {
+    ptx::give_up_registers<Shape::kLoaderRegisters>();
+    switch (warp - Shape::kComputeWarps) {
+      case 0:
+        load_blocks<Shape, Operand::keys>(params, pipeline);
+        break;
+      case 1:
+        load_blocks<Shape, Operand::values>(params, pipeline);
+        break;
+      case 2:
+        plan_tiles<Shape, Score>(params, pipeline, numbers);
+        break;
+      default: {
+        const Overlap overlap = find_overlap(params.attention);
+        if (threadIdx.x % 32 == 0) {
+          pipeline.overlap() = overlap;
+          pipeline.overlap_known().arrive();
+        }
+      }
+    }
+  } else {
+    ptx::take_registers<Shape::kRegisters>();
+    compute_tiles<Shape, T, Score>(params, pipeline);
+  }
+}
+
+}  // namespace xa::hopper
