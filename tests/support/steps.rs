@@ -41,8 +41,8 @@ impl Step {
         let case = Case::paged(batch, storage);
         let mut random = Random::new(storage.seed.wrapping_add(99));
         let slots = slots_of_rows(&case, batch, &mut random);
-        let new_rows = |random: &mut Random, scale: &Option<Vec<f32>>| new_rows(&case, &slots, dtype, scale, random);
-        let (key, value) = (new_rows(&mut random, &case.form.k_scale), new_rows(&mut random, &case.form.v_scale));
+        let [key, value] = [&case.form.k_scale, &case.form.v_scale]
+            .map(|scale| new_rows(&case, &slots, dtype, scale.as_deref(), &mut random));
         let mut before = case.kv[0].clone();
         for slot in slots.iter().filter_map(|&slot| slot_in(&case, slot)) {
             for (value, head) in (0..2).flat_map(|value| (0..case.form.kv_heads).map(move |head| (value, head))) {
@@ -189,12 +189,12 @@ fn slots_of_rows(case: &Case, batch: &Batch, random: &mut Random) -> Vec<i64> {
 }
 
 /// `[T, Hkv, D]`: about 1 after the division by their scale; NaN where nothing is stored.
-fn new_rows(case: &Case, slots: &[i64], dtype: Dtype, scale: &Option<Vec<f32>>, random: &mut Random) -> Array {
+fn new_rows(case: &Case, slots: &[i64], dtype: Dtype, scale: Option<&[f32]>, random: &mut Random) -> Array {
     let (heads, d) = (case.form.kv_heads, case.form.head_dim);
     let mut rows = poisoned(random, dtype, &[slots.len() as i64, heads as i64, d as i64]);
     for (t, _) in slots.iter().enumerate().filter(|(_, slot)| slot_in(case, **slot).is_some()) {
         for head in 0..heads {
-            let size = scale.as_ref().map_or(1.0, |scale| f64::from(scale[head % scale.len()]));
+            let size = scale.map_or(1.0, |scale| f64::from(scale[head % scale.len()]));
             let row: Vec<f64> = (0..d).map(|_| size * random.normal()).collect();
             put(&mut rows, (t * heads + head) * d, &row);
         }
