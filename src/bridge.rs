@@ -69,6 +69,7 @@ mod ffi {
         FlashAttnVarlen = 4,
         MergeAttentionStates = 5,
         RopeKvCacheUpdate = 6,
+        PagedAttentionUpdate = 7,
     }
 
     unsafe extern "C++" {

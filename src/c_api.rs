@@ -122,6 +122,9 @@ targets! {
     c"xla_gpu_rope_kv_cache_update": xa_rope_kv_cache_update_cpu => xa_rope_kv_cache_update_cpu_shim,
         xa_rope_kv_cache_update_cuda_initialize => xa_rope_kv_cache_update_cuda_initialize_shim,
         xa_rope_kv_cache_update_cuda_execute => xa_rope_kv_cache_update_cuda_execute_shim;
+    c"xla_gpu_paged_attention_update": xa_paged_attention_update_cpu => xa_paged_attention_update_cpu_shim,
+        xa_paged_attention_update_cuda_initialize => xa_paged_attention_update_cuda_initialize_shim,
+        xa_paged_attention_update_cuda_execute => xa_paged_attention_update_cuda_execute_shim;
 }
 
 /// Every target of this build, for each platform.
@@ -359,7 +362,7 @@ pub extern "C" fn GetPjrtApi() -> *const c_void {
     or_failure(std::ptr::null(), pjrt_plugin::table)
 }
 
-/// How large a workspace `xla_gpu_paged_attention` and `xla_gpu_flash_attn_varlen` want, in bytes:
+/// How large a workspace the attention targets want (`xla_gpu_paged_attention` and others), in bytes:
 /// `c[0] + c[1] * T + c[2] * B` for T query rows and B sequence slots, the same on every machine; see
 /// [`AttentionSizes::workspace`]. `dtype` is XLA's number of q's element type. A call takes a workspace of any other size
 /// too, and none; none is what all three zeros say, if the numbers cannot be made.

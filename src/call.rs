@@ -31,11 +31,13 @@ pub enum Op {
     MergeAttentionStates = 5,
     /// [`ops::rope_kv_cache_update`]
     RopeKvCacheUpdate = 6,
+    /// [`ops::paged_attention_update`]
+    PagedAttentionUpdate = 7,
 }
 
 impl Op {
     /// Every operator, by number.
-    pub const ALL: [Op; 7] = [
+    pub const ALL: [Op; 8] = [
         Op::SimpleAdd,
         Op::PagedAttention,
         Op::KvCacheUpdate,
@@ -43,6 +45,7 @@ impl Op {
         Op::FlashAttnVarlen,
         Op::MergeAttentionStates,
         Op::RopeKvCacheUpdate,
+        Op::PagedAttentionUpdate,
     ];
 
     /// The operator with this number.
@@ -62,6 +65,7 @@ impl Op {
             Op::FlashAttnVarlen => &ops::flash_attn_varlen::SIGNATURE,
             Op::MergeAttentionStates => &ops::merge_attention_states::SIGNATURE,
             Op::RopeKvCacheUpdate => &ops::rope_kv_cache_update::SIGNATURE,
+            Op::PagedAttentionUpdate => &ops::paged_attention_update::SIGNATURE,
         }
     }
 }
@@ -162,6 +166,9 @@ unsafe fn dispatch(bound: &Bound, op: Op, action: Action) -> Result {
         }
         Op::RopeKvCacheUpdate => {
             on_backend!(ops::rope_kv_cache_update::RopeKvCacheUpdate::new(bound), rope_kv_cache_update)
+        }
+        Op::PagedAttentionUpdate => {
+            on_backend!(ops::paged_attention_update::PagedAttentionUpdate::new(bound), paged_attention_update)
         }
     }
 }

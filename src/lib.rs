@@ -31,6 +31,7 @@
 //! | [`flash_attn_varlen()`] | attention of a ragged batch over packed keys or pages, every option |
 //! | [`kv_cache_update()`] | keys and values of new tokens into a paged cache |
 //! | [`rope_kv_cache_update()`] | the same after rotating queries and keys |
+//! | [`paged_attention_update()`] | the cache update and paged attention over it in one call |
 //! | [`merge_attention_states()`] | attention over two sets of keys into that over both |
 //! | [`simple_add()`] | `a + b` |
 //!
@@ -70,8 +71,9 @@ pub use fault::{Fault, plant};
 pub use functions::{
     AttentionResults, AttentionState, Device, Element, FlashAttnVarlenInputs, FlashAttnVarlenOptions, Host, Kv,
     KvCacheUpdateInputs, KvCacheUpdateOptions, MAX_RANK, Memory, On, PagedAttentionInputs, PagedAttentionOptions,
-    RopeKvCacheUpdateInputs, RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults, TensorMut, TensorRef,
-    flash_attn_varlen, kv_cache_update, merge_attention_states, paged_attention, rope_kv_cache_update, simple_add,
+    PagedAttentionUpdateInputs, RopeKvCacheUpdateInputs, RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults, TensorMut,
+    TensorRef, flash_attn_varlen, kv_cache_update, merge_attention_states, paged_attention, paged_attention_update,
+    rope_kv_cache_update, simple_add,
 };
 /// The 16-bit floats of an [`Element`].
 pub use half::{bf16, f16};

@@ -18,6 +18,7 @@ use support::machine::runs_on_cpu;
 use support::named_shapes::named_shapes;
 use support::pools::Inline;
 use support::right_calls::{self, zeros};
+use support::steps::Step;
 use support::storage::{Layout, Storage};
 
 fn checking() -> bool {
@@ -181,6 +182,40 @@ fn positions_are_refused_by_entry() {
     assert_refused(&rotate(&[0, 1, 2, 0, 0, -1]), "positions[5] is -1, expected 0 to 8, the rows of cos_sin");
 }
 
+/// As [`paged`]; the sequences' new tokens are their last keys.
+fn paged_update() -> Invocation {
+    let attention = paged();
+    let operands = attention.operands.into_iter().take(6);
+    let call =
+        operands.fold(right_calls::paged_attention_update(), |call, (name, operand)| call.with_operand(name, operand));
+    call.with_operand("slot_mapping", i32s(&[39, 0, 23, 24, 25, 26]))
+}
+
+#[test]
+fn new_tokens_are_refused_by_entry_where_the_table_has_them_elsewhere() {
+    if !checking() {
+        return;
+    }
+    run(&paged_update()).unwrap();
+    let slots = |values: &[i32]| paged_update().with_operand("slot_mapping", i32s(values));
+    // Only sequences that are there have keys.
+    run(&slots(&[39, 0, 23, -1, 4, -1]).with_operand("num_seqs", i32s(&[2]))).unwrap();
+    let place = |row: usize, slot: i32, place: i32, key: usize, b: usize| {
+        format!("slot_mapping[{row}] is {slot}, expected {place}, where block_tables has key {key} of sequence {b}")
+    };
+    assert_refused(&slots(&[38, 0, 23, 24, 25, 26]), &place(0, 38, 39, 7, 0));
+    assert_refused(&slots(&[39, 0, 23, 24, 25, -1]), &place(5, -1, 26, 2, 2));
+    assert_refused(&slots(&[39, 0, 23, 25, 24, 26]), &place(3, 25, 24, 0, 2));
+    assert_refused(&slots(&[39, 0, 39, 24, 25, 26]), "slot_mapping[2] is 39, as slot_mapping[0]");
+    let text = "slot_mapping[1] is 40, expected a slot, 0 to 39, or -1 for none";
+    assert_refused(&slots(&[39, 40, 23, 24, 25, 26]), text);
+    let table = paged_update().with_operand("block_tables", Array::i32s(&[3, 2], &[4, 0, 1, 5, 3, 0]));
+    assert_refused(&table, "block_tables[1, 1] is 5 (sequence 1), expected a page, 0 to 4");
+    // More rows than keys: the first one has none.
+    let lengths = slots(&[-1, 32, 23, 24, 25, 26]).with_operand("context_lens", i32s(&[1, 16, 3]));
+    run(&lengths).unwrap();
+}
+
 /// Calls whose metadata is right, with answers that are not all 0.
 fn attention_calls(dtypes: Dtypes) -> Vec<(&'static str, Invocation)> {
     let paged = |(name, shape, storage): (&'static str, Shape, Storage)| {
@@ -190,6 +225,11 @@ fn attention_calls(dtypes: Dtypes) -> Vec<(&'static str, Invocation)> {
     let shape = Shape { dtypes, lengths: vec![(5, 9), (1, 30), (7, 7)], value_dim: Some(24), ..Shape::default() };
     let rows = Storage { layout: Layout::Contiguous, spare_seqs: 0, ..Storage::default() };
     calls.push(("rows", Case::flash(&shape.batch(), &rows).invocation()));
+    let shape = Shape { dtypes, lengths: vec![(5, 9), (1, 30), (7, 7)], ..Shape::default() };
+    // Only what is stored: what is not may have a slot that the check refuses.
+    let step = Step::new(&shape.batch(), &Storage { rows_around: (0, 0), ..Storage::default() });
+    calls.push(("update in place", step.invocation(true)));
+    calls.push(("update of a copy", step.invocation(false)));
     calls
 }
 

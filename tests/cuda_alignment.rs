@@ -1,15 +1,19 @@
-//! What only a GPU can show: rows that are aligned to their elements alone, which go element by element.
+//! What only a GPU can show: rows that are aligned to their elements alone, which go element by element, or are refused.
 
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a failed step is a failed test; a skipped one says so")]
 
 mod support;
 
-use support::array::{ATTENTION_DTYPES, Dtype, F8E4M3FN, F8E5M2};
+use support::array::{ATTENTION_DTYPES, Dtype, F8E4M3FN, F8E5M2, F32};
+use support::batch::Shape;
 use support::cache_updates::{SPLIT, Update};
-use support::device::{Around, Gpu};
+use support::device::{Around, Gpu, Memory};
 use support::rotations::Rope;
 use support::states::{ANY_LSE, State};
+use support::steps::Step;
+use support::storage::Storage;
+use xla_attention::{Action, Attribute, Call, DType, Op, Stream, Tensor, call};
 
 fn gpu() -> Option<Gpu> {
     let gpu = Gpu::first();
@@ -61,4 +65,33 @@ fn states_merge_wherever_they_lie() {
         let (a, b) = (part(1), part(2));
         State::of(&a.merge(&b).run_on_gpu(&gpu, Around::Askew, 0).unwrap()).assert_merged_from(&a, &b);
     }
+}
+
+#[test]
+fn a_query_that_attention_cannot_read_is_refused_before_the_cache_is_written() {
+    let Some(gpu) = gpu() else { return };
+    let step = Step::new(&Shape::default().batch(), &Storage { workspace: None, ..Storage::default() });
+    let invocation = step.invocation(true);
+    let place =
+        |name: &str, array| Memory::place(&gpu, array, if name == "query" { Around::Askew } else { Around::Redzones });
+    let operands: Vec<Memory> = invocation.operands.iter().map(|(name, array)| place(name, array.clone())).collect();
+    let out = place("out", step.case.q.clone());
+    let view = |memory: &Memory, dims| Tensor::dense(DType(F32.0), memory.address() as *mut u8, dims);
+    let tensors: Vec<Tensor> = operands
+        .iter()
+        .zip(&invocation.operands)
+        .map(|(memory, (_, array))| Tensor { dtype: DType(array.dtype.0), ..view(memory, &array.dims) })
+        .collect();
+    let request = Call {
+        op: Op::PagedAttentionUpdate,
+        action: Action::LaunchCuda(Stream(gpu.stream as usize)),
+        operands: &tensors,
+        results: &[view(&out, &step.case.q.dims), tensors[1]],
+        attributes: &[Attribute::Bool(false), Attribute::F32(0.1), Attribute::I64(-1), Attribute::F32(0.0)],
+    };
+    // SAFETY: the tensors are the allocations above, which outlive `finish`.
+    let refusal = unsafe { call(&request) }.unwrap_err();
+    gpu.finish();
+    assert!(refusal.message.ends_with("expected multiples of 16 bytes for both"), "{}", refusal.message);
+    assert!(operands[1].read("kv_cache") == step.before);
 }

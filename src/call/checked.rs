@@ -17,6 +17,7 @@ use crate::cuda::launch;
 use crate::error::{Error, Result};
 use crate::ops::attention::Attention;
 use crate::ops::kv_cache_update::KvCacheUpdate;
+use crate::ops::paged_attention_update::PagedAttentionUpdate;
 use crate::ops::rope_kv_cache_update::RopeKvCacheUpdate;
 use crate::ops::{self, Bound};
 use crate::pool::Pool;
@@ -55,6 +56,7 @@ fn attention<'a>(op: Op, bound: &Bound<'a>) -> Result<Option<Attention<'a>>> {
     match op {
         Op::PagedAttention => ops::paged_attention::problem(bound).map(Some),
         Op::FlashAttnVarlen => ops::flash_attn_varlen::problem(bound).map(Some),
+        Op::PagedAttentionUpdate => PagedAttentionUpdate::new(bound).map(|problem| Some(problem.attention)),
         _ => Ok(None),
     }
 }
@@ -66,6 +68,9 @@ fn attention<'a>(op: Op, bound: &Bound<'a>) -> Result<Option<Attention<'a>>> {
 unsafe fn look_over(op: Op, bound: &Bound) -> Result<Vec<Sequence>> {
     // SAFETY: this function's contract.
     unsafe {
+        if op == Op::PagedAttentionUpdate {
+            return metadata::new_tokens(&PagedAttentionUpdate::new(bound)?).map_err(found);
+        }
         if let Some(problem) = attention(op, bound)? {
             let names = if op == Op::PagedAttention { &PAGED_ATTENTION } else { &FLASH_ATTN_VARLEN };
             return metadata::attention(&problem, names).map_err(found);
@@ -98,7 +103,11 @@ unsafe fn checked_on_cpu(bound: &Bound, call: &Call, pool: &dyn Pool) -> Result 
             return Ok(());
         }
         let memory: Vec<HostTensor> = call.results.iter().map(HostTensor::zeros).collect();
-        let expected: Vec<Tensor> = memory.iter().zip(call.results).map(|(host, result)| host.view(result)).collect();
+        // The definition attends over the cache as it was updated.
+        let updated = |name: &str| call.op == Op::PagedAttentionUpdate && name == "kv_cache";
+        let expected: Vec<Tensor> = (call.op.signature().results.iter().zip(memory.iter().zip(call.results)))
+            .map(|(name, (host, result))| if updated(name) { *result } else { host.view(result) })
+            .collect();
         let second = Bound::new(call.op.signature(), call.operands, &expected, call.attributes, true)?;
         if let Some(problem) = attention(call.op, &second)? {
             definition::attend(&problem, &sequences, pool)?;
@@ -164,11 +173,12 @@ unsafe fn compare_all(
         // Where the row is in an index, if rows can be spoiled.
         let (tolerance, row_axis) = match *name {
             "workspace" => continue,
-            "out" if call.op != Op::SimpleAdd => (Tolerance::weighted_sum(out, softcap, narrow), 0),
-            "softmax_lse" | "lse" => (Tolerance::lse(out, softcap, narrow), 1),
-            _ => (Tolerance::rounded_once(pair.0.dtype), 0),
+            "out" if call.op != Op::SimpleAdd => (Tolerance::weighted_sum(out, softcap, narrow), Some(0)),
+            "softmax_lse" | "lse" => (Tolerance::lse(out, softcap, narrow), Some(1)),
+            _ => (Tolerance::rounded_once(pair.0.dtype), None),
         };
-        let skipped = |index: &[usize]| index.get(row_axis).is_some_and(|&row| spoiled.get(row) == Some(&true));
+        let row = |index: &[usize]| row_axis.and_then(|axis: usize| index.get(axis)).copied();
+        let skipped = |index: &[usize]| row(index).is_some_and(|row| spoiled.get(row) == Some(&true));
         // SAFETY: this function's contract.
         unsafe { compare(name, pair, tolerance, skipped) }.map_err(found)?;
     }

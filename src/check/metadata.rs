@@ -6,6 +6,7 @@
 use crate::error::{Error, Result, ensure};
 use crate::ops::attention::{Attention, KeyStorage, PageTable};
 use crate::ops::kv_cache_update::KvCacheUpdate;
+use crate::ops::paged_attention_update::PagedAttentionUpdate;
 use crate::ops::rope_kv_cache_update::RopeKvCacheUpdate;
 use crate::tensor::DType;
 use std::collections::HashMap;
@@ -208,6 +209,42 @@ pub(crate) unsafe fn positions(problem: &RopeKvCacheUpdate) -> Result {
         })?;
     }
     Ok(())
+}
+
+/// [`slots`], and each new token of a sequence goes where `block_tables` has its key; the sequences.
+///
+/// # Errors
+/// As [`slots`] and [`attention`].
+///
+/// # Safety
+/// The problem's slots and the metadata of its attention are readable on the host.
+pub(crate) unsafe fn new_tokens(problem: &PagedAttentionUpdate) -> Result<Vec<Sequence>> {
+    let update = &problem.update;
+    // SAFETY: this function's contract.
+    let sequences = unsafe {
+        slots(update)?;
+        attention(&problem.attention, &PAGED_ATTENTION)?
+    };
+    let KeyStorage::Paged(table) = problem.attention.keys.storage else { return Ok(sequences) };
+    for sequence in &sequences {
+        let Sequence { index: b, first_row, len_q, len_k, .. } = *sequence;
+        for i in 0..len_q {
+            // The first of more rows than keys are no keys.
+            let Some(key) = (i + len_k).checked_sub(len_q) else { continue };
+            let entry = b as isize * table.stride as isize + (key / table.page_size) as isize;
+            // SAFETY: below `len_k`, of which `attention` has looked over the pages; a row of the sequence.
+            let (page, slot) = unsafe { (table.entries.offset(entry).read(), slot_of(update, first_row + i)) };
+            let place = i64::from(page) * table.page_size as i64 + (key % table.page_size) as i64;
+            ensure(slot == place, || {
+                let name = PAGED_ATTENTION.table;
+                format!(
+                    "slot_mapping[{}] is {slot}, expected {place}, where {name} has key {key} of sequence {b}",
+                    first_row + i
+                )
+            })?;
+        }
+    }
+    Ok(sequences)
 }
 
 /// # Safety

@@ -12,6 +12,7 @@ mod elementary;
 mod fp8_rounding;
 pub(crate) mod kv_cache_update;
 pub(crate) mod merge_attention_states;
+pub(crate) mod paged_attention_update;
 pub(crate) mod rope_kv_cache_update;
 mod simd;
 pub(crate) mod simple_add;

@@ -8,6 +8,7 @@
 pub(crate) mod attention;
 pub(crate) mod kv_cache_update;
 pub(crate) mod merge_attention_states;
+pub(crate) mod paged_attention_update;
 pub(crate) mod rope_kv_cache_update;
 pub(crate) mod simple_add;
 

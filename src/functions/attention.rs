@@ -1,4 +1,4 @@
-//! What the two attention functions share.
+//! What the attention functions share.
 
 use super::{Memory, TensorMut, TensorRef};
 

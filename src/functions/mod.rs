@@ -12,6 +12,7 @@ mod kv_cache_update;
 mod merge_attention_states;
 mod on;
 mod paged_attention;
+mod paged_attention_update;
 mod rope_kv_cache_update;
 mod simple_add;
 mod views;
@@ -22,6 +23,7 @@ pub use kv_cache_update::{KvCacheUpdateInputs, KvCacheUpdateOptions, kv_cache_up
 pub use merge_attention_states::{AttentionState, merge_attention_states};
 pub use on::On;
 pub use paged_attention::{PagedAttentionInputs, PagedAttentionOptions, paged_attention};
+pub use paged_attention_update::{PagedAttentionUpdateInputs, paged_attention_update};
 pub use rope_kv_cache_update::{
     RopeKvCacheUpdateInputs, RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults, rope_kv_cache_update,
 };

@@ -92,13 +92,18 @@ pub struct KvCacheUpdate<'a> {
 impl<'a> KvCacheUpdate<'a> {
     /// K and V in one buffer, in the layout of the attribute `kv_layout`.
     pub(crate) fn new(bound: &Bound<'a>) -> Result<Self> {
-        let (key, value) = (bound.operand("key"), bound.operand("value"));
-        check_rows("key", &key, None)?;
-        check_rows("value", &value, Some(&key))?;
         let number = bound.i64("kv_layout");
         let Some(layout) = KvLayout::from_number(number) else {
             return Err(Error::invalid(format!("kv_layout is {number}, expected 1, 2 or 3")));
         };
+        Self::in_one_buffer(bound, layout)
+    }
+
+    /// K and V in one buffer of a layout, whatever attributes the target has.
+    pub(super) fn in_one_buffer(bound: &Bound<'a>, layout: KvLayout) -> Result<Self> {
+        let (key, value) = (bound.operand("key"), bound.operand("value"));
+        check_rows("key", &key, None)?;
+        check_rows("value", &value, Some(&key))?;
         let (cache, out) = (bound.operand("kv_cache"), bound.result("kv_cache"));
         check_cache_dtype("kv_cache", &cache, &key)?;
         cache.expect_shape("kv_cache", &layout.shape(Dim::Is("Hkv", key.dims[1]), key.dims[2]))?;

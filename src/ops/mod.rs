@@ -7,6 +7,7 @@ pub mod flash_attn_varlen;
 pub mod kv_cache_update;
 pub mod merge_attention_states;
 pub mod paged_attention;
+pub mod paged_attention_update;
 pub mod rope_kv_cache_update;
 pub mod simple_add;
 pub mod workspace;

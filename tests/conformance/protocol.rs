@@ -14,7 +14,7 @@ use crate::support::storage::Storage;
 use std::collections::BTreeSet;
 use std::ffi::CStr;
 
-const NAMES: [&str; 8] = [
+const NAMES: [&str; 9] = [
     "xla_gpu_simple_add",
     "XlaGpuSimpleAdd",
     "xla_gpu_paged_attention",
@@ -23,6 +23,7 @@ const NAMES: [&str; 8] = [
     "xla_gpu_kv_cache_update_split",
     "xla_gpu_merge_attention_states",
     "xla_gpu_rope_kv_cache_update",
+    "xla_gpu_paged_attention_update",
 ];
 
 fn platforms() -> Vec<&'static str> {

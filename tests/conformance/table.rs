@@ -8,12 +8,13 @@ use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
 /// In the binary, which may run where there is no source.
-const TABLES: [&str; 7] = [
+const TABLES: [&str; 8] = [
     include_str!("tables/flash_attn_varlen.toml"),
     include_str!("tables/kv_cache_update.toml"),
     include_str!("tables/kv_cache_update_split.toml"),
     include_str!("tables/merge_attention_states.toml"),
     include_str!("tables/paged_attention.toml"),
+    include_str!("tables/paged_attention_update.toml"),
     include_str!("tables/rope_kv_cache_update.toml"),
     include_str!("tables/simple_add.toml"),
 ];

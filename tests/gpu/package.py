@@ -25,6 +25,7 @@ GPU_TESTS = (
     "fuzz",
     "attention",
     "paged_attention",
+    "paged_attention_update",
     "flash_attn_varlen",
     "tuned_prefill",
 )

@@ -215,6 +215,35 @@ def rope_kv_cache_update(cache_dtype=np.float32, *, interleaved=False):
     )
 
 
+def paged_attention_update(dtype=np.float32, kv_dtype=np.float32):
+    """The two sequences of `paged_attention`: three new tokens and one, and two rows of padding."""
+    query, cache, lens, tables, starts, count = paged_attention(dtype, kv_dtype).arguments
+    key, value = 10 * _normal(25, 6, 2, 64, dtype=dtype), _normal(26, 6, 2, 64, dtype=dtype)
+    slots = _i32(4 * 1, 4 * 1 + 1, 4 * 1 + 2, 4 * 5 + 3, -1, 24)
+    cache[1, :3], cache[5, 3] = np.nan, np.nan
+    scales = {"k_scale": np.float32([10.0, 5.0]), "v_scale": np.float32([0.25])} if kv_dtype == FP8 else {}
+    wanted = kv_cache_update_reference(cache, key, value, slots, **scales)
+    given, options = (query, cache, lens, tables, starts, count, key, value, slots), {"scale": 0.125, **scales}
+
+    def check(out, cache_out, lse):
+        assert_paged_attention(out, lse, query, wanted, lens, tables, starts, count, **options)
+        _equal(cache_out, wanted)
+
+    return Call(
+        f"paged_attention_update {np.dtype(dtype)} over {np.dtype(kv_dtype)}",
+        "xla_gpu_paged_attention_update",
+        (*given, *((None, None, None, *scales.values()) if scales else ())),
+        ((query.shape, query.dtype), (cache.shape, cache.dtype), ((4, 6), np.dtype(np.float32))),
+        "batch_invariant = false, scale = 1.25e-1 : f32, sliding_window = -1 : i64, soft_cap = 0.0 : f32",
+        check,
+        "paged_attention_update",
+        given,
+        {**options, "return_lse": True},
+        (0, 2, 1),
+        aliases=(1,),
+    )
+
+
 def merge_attention_states(dtype=np.float32):
     parts = (_normal(21, 3, 2, 8, dtype=dtype), _normal(22, 2, 3), _normal(23, 3, 2, 8, dtype=dtype), _normal(24, 2, 3))
     parts[1][0, 1] = -np.inf
@@ -254,6 +283,8 @@ def every_call():
         kv_cache_update_split(),
         rope_kv_cache_update(),
         rope_kv_cache_update(FP8, interleaved=True),
+        paged_attention_update(),
+        paged_attention_update(BF16, FP8),
         merge_attention_states(),
         merge_attention_states(BF16),
     )

@@ -69,12 +69,13 @@ def _run_donated(xj, call):
 
     def wrap(function):
         def donating(arguments, options):
-            # The caches are the first argument: one, or a tuple.
-            cache, *rest = arguments
+            # The caches are one argument: one, or a tuple.
+            at = call.aliases[0]
+            before, cache, rest = arguments[:at], arguments[at], arguments[at + 1 :]
             cache = jax.tree.map(lambda x: jax.block_until_ready(x.copy()), cache)
             addresses = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache)}
-            step = jax.jit(lambda cache, rest: function((cache, *rest), options), donate_argnums=0)
-            found = step(cache, tuple(rest))
+            step = jax.jit(lambda cache, rest: function((*rest[:at], cache, *rest[at:]), options), donate_argnums=0)
+            found = step(cache, (*before, *rest))
             assert all(x.is_deleted() for x in jax.tree.leaves(cache)), "the cache was not donated"
             assert addresses <= {x.unsafe_buffer_pointer() for x in jax.tree.leaves(found)}, "another buffer"
             return found

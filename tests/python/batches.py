@@ -115,3 +115,37 @@ def _one_buffer(k, v, kv_layout):
         both = np.stack([k, v], axis=3)  # [P, page_size, Hkv, 2, D]
         return both.reshape(*k.shape[:2], -1, k.shape[3])
     return np.stack([k, v], axis=0 if kv_layout == "stacked" else 1)
+
+
+def step(sequences, *, cache=None, rows=None, k_scale=1.0, v_scale=1.0, **options):
+    """Operands of paged_attention_update for `sequences`, a list of (new tokens, keys).
+
+    As those of `batch`, with its options, but the new tokens' keys, which are the last ones, are not in the cache yet:
+    there is NaN in their slots. Then `key`, `value` and `slot_mapping`; padding rows hold NaN and go nowhere.
+
+    Parameters
+    ----------
+    cache, rows : dtype, optional
+        Of the cache and of the new rows; both by default that of the queries.
+    k_scale, v_scale : array or float
+        What the new rows are large by, one number or one a head.
+    """
+    query, kv_cache, lens, tables, starts, count = batch(sequences, **options)
+    rng = np.random.default_rng(options.get("seed", 0) + 1)
+    numbers = np.array(kv_cache, np.float32)
+    page_size, heads, d = numbers.shape[1], numbers.shape[2] // 2, numbers.shape[3]
+    slots = np.full(query.shape[0], -1, np.int32)
+    slots[-1:] = numbers.shape[0] * page_size if options.get("spare_rows", 2) else -1
+    for b, (new, keys) in enumerate(sequences):
+        for i in range(max(0, new - keys), new):
+            page, offset = divmod(keys - new + i, page_size)
+            slots[int(starts[b]) + i] = int(tables[b, page]) * page_size + offset
+    stored = (slots >= 0) & (slots < numbers.shape[0] * page_size)
+    numbers.reshape(-1, 2 * heads, d)[slots[stored]] = np.nan
+    key, value = (np.full((len(slots), heads, d), np.nan, np.float32) for _ in range(2))
+    for new_rows, scale in ((key, k_scale), (value, v_scale)):
+        new_rows[stored] = rng.standard_normal((stored.sum(), heads, d))
+        new_rows[stored] *= np.asarray(scale, np.float32).reshape(1, -1, 1)
+    new_rows = (jnp.asarray(x, rows or query.dtype) for x in (key, value))
+    kv_cache = jnp.asarray(numbers, query.dtype).astype(cache or query.dtype)
+    return query, kv_cache, lens, tables, starts, count, *new_rows, jnp.asarray(slots)

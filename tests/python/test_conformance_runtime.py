@@ -88,6 +88,7 @@ class TestLayouts:
 
 UPDATES = [case for case in cases() if case.name == "one slot"] + [
     case_of("xla_gpu_rope_kv_cache_update", "a half turn"),
+    case_of("xla_gpu_paged_attention_update", "the new token alone"),
 ]
 
 

@@ -1,5 +1,6 @@
 """What our functions become in StableHLO and in the compiled program."""
 
+import functools
 import re
 
 import jax
@@ -7,7 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 from stablehlo import stablehlo_of
-from xla_attention.jax import kv_cache_update, paged_attention, rope_kv_cache_update, simple_add
+from xla_attention.jax import (
+    kv_cache_update,
+    paged_attention,
+    paged_attention_update,
+    rope_kv_cache_update,
+    simple_add,
+)
 
 QUERY = jax.ShapeDtypeStruct((4, 4, 64), jnp.float32)
 CACHE = jax.ShapeDtypeStruct((8, 16, 4, 64), jnp.float32)
@@ -59,6 +66,20 @@ def test_the_cache_of_a_rotating_update_aliases_its_operand():
     (alias,) = re.findall(r"#stablehlo.output_operand_alias<([^>]*)>", text)
     assert "output_tuple_indices = [0], operand_index = 0" in alias
     assert "interleaved = false, kv_layout = 1 : i64" in text
+
+
+def test_the_cache_of_an_update_with_attention_aliases_its_operand_and_a_donated_one_its_argument():
+    rows = jax.ShapeDtypeStruct((4, 2, 64), jnp.float32)
+    operands = (QUERY, CACHE, I32[2,], I32[2, 3], I32[3,], I32[1,], rows, rows, I32[4,])
+    step = functools.partial(paged_attention_update, scale=0.125, return_lse=True)
+    text = lowered(step, *operands)
+    (alias,) = re.findall(r"#stablehlo.output_operand_alias<([^>]*)>", text)
+    assert "output_tuple_indices = [1], operand_index = 1" in alias
+    compiled = jax.jit(step, donate_argnums=1).lower(*operands).compile().as_text()
+    assert "input_output_alias={ {2}: (1, {}, may-alias) }" in compiled
+    assert "output_to_operand_aliasing={{1}: (1, {})}" in compiled
+    # The cache is the third result, in its argument's own memory.
+    assert not re.search(r"= f32\[8,16,4,64\]\S* copy\(", compiled)
 
 
 def test_no_host_callback_is_left_in_the_program():

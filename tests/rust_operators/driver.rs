@@ -5,9 +5,10 @@ use crate::support::guard::{Guarded, Side};
 use crate::support::invocation::{Attr, Invocation, POISON};
 use xla_attention::{
     AttentionResults, AttentionState, DType, FlashAttnVarlenInputs, FlashAttnVarlenOptions, Host, Kv,
-    KvCacheUpdateInputs, KvCacheUpdateOptions, Memory, On, PagedAttentionInputs, PagedAttentionOptions, Result,
-    RopeKvCacheUpdateInputs, RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults, TensorMut, TensorRef,
-    flash_attn_varlen, kv_cache_update, merge_attention_states, paged_attention, rope_kv_cache_update, simple_add,
+    KvCacheUpdateInputs, KvCacheUpdateOptions, Memory, On, PagedAttentionInputs, PagedAttentionOptions,
+    PagedAttentionUpdateInputs, Result, RopeKvCacheUpdateInputs, RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults,
+    TensorMut, TensorRef, flash_attn_varlen, kv_cache_update, merge_attention_states, paged_attention,
+    paged_attention_update, rope_kv_cache_update, simple_add,
 };
 
 /// The results of a call that has to succeed, where the environment wants it run.
@@ -162,6 +163,7 @@ fn run<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
         }
         "xla_gpu_rope_kv_cache_update" => rope(of, on),
         "xla_gpu_paged_attention" => paged(of, on),
+        "xla_gpu_paged_attention_update" => paged_update(of, on),
         "xla_gpu_flash_attn_varlen" => flash(of, on),
         other => panic!("{other} has no function"),
     }
@@ -205,7 +207,25 @@ fn paged<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
         query_start_loc: of.operand("query_start_loc"),
         num_seqs: of.operand("num_seqs"),
     };
-    let options = PagedAttentionOptions {
+    paged_attention(&inputs, &paged_options(of), of.attention_results(), on)
+}
+
+fn paged_update<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
+    let inputs = PagedAttentionUpdateInputs {
+        query: of.operand("query"),
+        context_lens: of.operand("context_lens"),
+        block_tables: of.operand("block_tables"),
+        query_start_loc: of.operand("query_start_loc"),
+        num_seqs: of.operand("num_seqs"),
+        key: of.operand("key"),
+        value: of.operand("value"),
+        slot_mapping: of.operand("slot_mapping"),
+    };
+    paged_attention_update(&inputs, &paged_options(of), of.result("kv_cache"), of.attention_results(), on)
+}
+
+fn paged_options<'a, M: Memory>(of: &Tensors<'a, M>) -> PagedAttentionOptions<'a, M> {
+    PagedAttentionOptions {
         scale: Some(of.real("scale")),
         sliding_window: of.count("sliding_window"),
         soft_cap: of.real("soft_cap"),
@@ -215,8 +235,7 @@ fn paged<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
         k_scale: of.optional("k_scale"),
         v_scale: of.optional("v_scale"),
         batch_invariant: of.flag("batch_invariant"),
-    };
-    paged_attention(&inputs, &options, of.attention_results(), on)
+    }
 }
 
 fn flash<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {

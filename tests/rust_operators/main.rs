@@ -20,6 +20,7 @@ use support::invocation::Invocation;
 use support::option_pairs;
 use support::rotations::Rope;
 use support::states::{ANY_LSE, State};
+use support::steps::Step;
 
 /// Every so many of the calls that together hold every pair of options.
 const STRIDE: usize = 5;
@@ -62,6 +63,18 @@ fn queries_and_keys_are_rotated_on_their_way() {
         let positions = (0..update.slots.len() as i32).map(|token| 5 * token - 3).collect();
         let rope = Rope { update, interleaved: *interleaved, rotated: 12, positions, ..Rope::default() };
         assert!(results(&rope.invocation(true)) == rope.expected(), "{rope:?}");
+    }
+}
+
+#[test]
+fn new_rows_are_stored_and_attended_to() {
+    let calls = option_pairs::calls().into_iter().filter(|(of, ..)| *of == Target::PagedAttention);
+    for (_, shape, storage) in calls.step_by(STRIDE) {
+        let step = Step::new(&shape.batch(), &storage);
+        let found = results(&step.invocation(true));
+        let (out, lse) = (&found[0], step.case.lse.then(|| &found[2]));
+        assert!(found[1] == *step.cache(), "{}", step.case.name);
+        assert_allowed(&step.case, &answers(&step.case, IfWrong::Unspecified), out, lse);
     }
 }
 

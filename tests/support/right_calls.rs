@@ -19,6 +19,7 @@ pub fn all() -> Vec<Invocation> {
         kv_cache_update_split(),
         merge_attention_states(),
         rope_kv_cache_update(1),
+        paged_attention_update(),
     ]
 }
 
@@ -113,6 +114,26 @@ pub fn rope_kv_cache_update(layout: i64) -> Invocation {
         .result("query_out", F16, &[6, 4, 16])
         .attribute("interleaved", Attr::Bool(false))
         .attribute("kv_layout", Attr::I64(layout))
+}
+
+/// As [`paged_attention`], with the rows of the tokens that ask and their slots.
+pub fn paged_attention_update() -> Invocation {
+    let attention = paged_attention();
+    let cache = attention.operands[1].1.clone();
+    let rows = || zeros(BF16, &[6, 2, 16]);
+    let call = attention
+        .operands
+        .into_iter()
+        .fold(Invocation::new("xla_gpu_paged_attention_update"), |call, (name, operand)| call.operand(name, operand));
+    let call = call
+        .operand("key", rows())
+        .operand("value", rows())
+        .operand("slot_mapping", zeros(I32, &[6]))
+        .result("out", BF16, &[6, 4, 16])
+        .result("kv_cache", BF16, &cache.dims)
+        .result("softmax_lse", F32, &[4, 6])
+        .result("workspace", U8, &[64]);
+    attention.attributes.into_iter().fold(call, |call, (name, value)| call.attribute(name, value))
 }
 
 /// n 6, h 4, d 20.

@@ -13,6 +13,7 @@ from ._flash_attn_varlen import flash_attn_varlen
 from ._kv_cache_update import kv_cache_update
 from ._merge_attention_states import merge_attention_states
 from ._paged_attention import paged_attention, ragged_paged_attention
+from ._paged_attention_update import paged_attention_update
 from ._register import register_targets
 from ._rope_kv_cache_update import rope_kv_cache_update
 from ._simple_add import simple_add
@@ -25,6 +26,7 @@ __all__ = [
     "kv_cache_update",
     "merge_attention_states",
     "paged_attention",
+    "paged_attention_update",
     "ragged_paged_attention",
     "register_targets",
     "rope_kv_cache_update",

@@ -11,6 +11,9 @@ from .._options import refuse_window
 from ._attention import output_dtype, with_workspace
 from ._call import Array, index_operand, scale_operand, static_bool, static_f32, static_i64
 
+# In the order of `score_attributes`.
+ATTRIBUTES = ("batch_invariant", "scale", "sliding_window", "soft_cap")
+
 
 def paged_attention(
     query: Array,
@@ -109,43 +112,65 @@ def paged_attention(
     >>> out.shape
     (4, 2, 64)
     """
+    attributes = score_attributes("xla_gpu_paged_attention", batch_invariant, scale, sliding_window, soft_cap)
+    query = jnp.asarray(query)
+    operands = (query, jnp.asarray(kv_cache), *metadata(context_lens, block_tables, query_start_loc, num_seqs))
+    optional = score_operands(alibi_slopes, sinks, q_scale, k_scale, v_scale)
+    dtype = output_dtype(query.dtype, out_dtype)
+    return _paged_attention(attributes, dtype, static_bool("return_lse", return_lse), *operands, *optional)
+
+
+def score_attributes(
+    target: str, batch_invariant: bool, scale: float, sliding_window: int | None, soft_cap: float | None
+) -> tuple[np.generic, ...]:
+    """The attributes of a call of paged attention, in the order of `ATTRIBUTES`."""
     attributes = (
         static_bool("batch_invariant", batch_invariant),
         static_f32("scale", scale),
         static_i64("sliding_window", -1 if sliding_window is None else sliding_window),
         static_f32("soft_cap", 0.0 if soft_cap is None else soft_cap),
     )
-    refuse_window(sliding_window, "xla_gpu_paged_attention: ")
-    query = jnp.asarray(query)
-    operands = (
-        query,
-        jnp.asarray(kv_cache),
+    refuse_window(sliding_window, f"{target}: ")
+    return attributes
+
+
+def metadata(
+    context_lens: Array, block_tables: Array, query_start_loc: Array, num_seqs: Array | int
+) -> tuple[Array, ...]:
+    """What tells the sequences of a ragged batch, as i32."""
+    return (
         index_operand("context_lens", context_lens),
         index_operand("block_tables", block_tables),
         index_operand("query_start_loc", query_start_loc),
         index_operand("num_seqs", num_seqs),
     )
-    optional = (
-        *(None if x is None else jnp.asarray(x, jnp.float32) for x in (alibi_slopes, sinks)),
-        *(scale_operand(s) for s in (q_scale, k_scale, v_scale)),
-    )
-    dtype = output_dtype(query.dtype, out_dtype)
-    return _paged_attention(attributes, dtype, static_bool("return_lse", return_lse), *operands, *optional)
+
+
+def score_operands(
+    alibi_slopes: Array | None, sinks: Array | None, *scales: Array | float | None
+) -> tuple[Array | None, ...]:
+    """The optional operands of a call of paged attention."""
+    vectors = (None if x is None else jnp.asarray(x, jnp.float32) for x in (alibi_slopes, sinks))
+    return (*vectors, *map(scale_operand, scales))
+
+
+def lse_of(query: Array) -> jax.ShapeDtypeStruct:
+    """The log-sum-exp of queries ``[T, Hq, D]``."""
+    return jax.ShapeDtypeStruct((*query.shape[1:2], *query.shape[:1]), jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _paged_attention(
     attributes: tuple[np.generic, ...], dtype: np.dtype, return_lse: np.bool_, query: Array, *rest: Array | None
 ) -> Array | tuple[Array, Array]:
-    names = ("batch_invariant", "scale", "sliding_window", "soft_cap")
     out = jax.ShapeDtypeStruct(query.shape, dtype)
-    lse = jax.ShapeDtypeStruct((*query.shape[1:2], *query.shape[:1]), jnp.float32) if return_lse else None
+    lse = lse_of(query) if return_lse else None
     kv_cache, context_lens = rest[:2]
     found = with_workspace(
         "xla_gpu_paged_attention",
         [query, *rest],
         [out, lse],
-        dict(zip(names, attributes, strict=True)),
+        dict(zip(ATTRIBUTES, attributes, strict=True)),
         kv_heads=kv_cache.shape[2] // 2 if kv_cache.ndim == 4 else 0,
         num_seqs=context_lens.shape[0] if context_lens.ndim else 0,
     )

@@ -12,6 +12,7 @@ from ._kv_cache_update import kv_cache_update, update_cache_
 from ._merge_attention_states import merge_attention_states
 from ._paged_attention import paged_attention, ragged_paged_attention
 from ._paged_attention import paged_attention as xla_gpu_paged_attention
+from ._paged_attention_update import paged_attention_update, paged_attention_update_
 from ._rope_kv_cache_update import rope_kv_cache_update
 from ._simple_add import simple_add
 from ._xla_ops import provide_xla_ops
@@ -21,6 +22,8 @@ __all__ = [
     "kv_cache_update",
     "merge_attention_states",
     "paged_attention",
+    "paged_attention_update",
+    "paged_attention_update_",
     "provide_xla_ops",
     "ragged_paged_attention",
     "register_targets",

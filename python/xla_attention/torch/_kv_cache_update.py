@@ -91,9 +91,7 @@ def update_cache_(
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     caches = (kv_cache,) if isinstance(kv_cache, torch.Tensor) else tuple(kv_cache)
     if caches[0].device.type == "xla":
-        if torch.compiler.is_compiling():
-            for cache in caches:
-                torch.ops.xla.dynamo_set_buffer_donor_(cache, True)
+        donate(*caches)
         updated = kv_cache_update(kv_cache, key, value, slot_mapping, **scales, kv_layout=kv_layout)
         for cache, new in zip(caches, updated if len(caches) == 2 else (updated,), strict=True):
             cache.copy_(new)
@@ -105,6 +103,13 @@ def update_cache_(
     else:
         refuse_layout_of_two(kv_layout)
         ops.kv_cache_update_split_(*caches, *rows)
+
+
+def donate(*caches: torch.Tensor) -> None:
+    """Let compiled code give the buffers of XLA tensors to its results; elsewhere `copy_` alone does so."""
+    if torch.compiler.is_compiling():
+        for cache in caches:
+            torch.ops.xla.dynamo_set_buffer_donor_(cache, True)
 
 
 def slots(slot_mapping: torch.Tensor) -> torch.Tensor:

@@ -161,7 +161,7 @@ def ragged_paged_attention(
     return paged_attention(*arguments, k_scale=k_scale, v_scale=v_scale)
 
 
-def _describe(
+def describe(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     context_lens: torch.Tensor,
@@ -180,8 +180,10 @@ def _describe(
     out_dtype: torch.dtype | None = None,
     *,
     with_lse: bool,
+    target: str = "xla_gpu_paged_attention",
 ) -> Call:
-    refuse_window(sliding_window, "xla_gpu_paged_attention: ")
+    """The call of `paged_attention`, or the part that another target has in common with it."""
+    refuse_window(sliding_window, f"{target}: ")
     if not isinstance(num_seqs, torch.Tensor):
         num_seqs = torch.full((1,), num_seqs, dtype=torch.int32, device=query.device)
     dtype = output_dtype(query, out_dtype)
@@ -193,7 +195,7 @@ def _describe(
         workspace = Workspace(*heads, *dims, query.dtype, batch_invariant, *rows)
     lse = Result((*query.shape[1:2], *query.shape[:1]), torch.float32) if with_lse else None
     return Call(
-        "xla_gpu_paged_attention",
+        target,
         (
             query,
             kv_cache,
@@ -230,12 +232,12 @@ for _overload, _num_seqs in (("", "Tensor"), (".int", "int")):
     define(
         "xla_gpu::paged_attention" + _overload,
         _schema(_num_seqs, "Tensor"),
-        functools.partial(_describe, with_lse=False),
+        functools.partial(describe, with_lse=False),
         lambda results: results[0],
     )
     define(
         "xla_gpu::paged_attention_with_lse" + _overload,
         _schema(_num_seqs, "(Tensor, Tensor)"),
-        functools.partial(_describe, with_lse=True),
+        functools.partial(describe, with_lse=True),
         tuple,
     )

@@ -1,0 +1,140 @@
+"""paged_attention_update in JAX."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._attention import output_dtype, with_workspace
+from ._call import Array, index_operand, static_bool
+from ._paged_attention import ATTRIBUTES, lse_of, metadata, score_attributes, score_operands
+
+
+def paged_attention_update(
+    query: Array,
+    kv_cache: Array,
+    context_lens: Array,
+    block_tables: Array,
+    query_start_loc: Array,
+    num_seqs: Array | int,
+    key: Array,
+    value: Array,
+    slot_mapping: Array,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    q_scale: Array | float | None = None,
+    k_scale: Array | float | None = None,
+    v_scale: Array | float | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    out_dtype: Any = None,  # noqa: ANN401
+) -> tuple[Array, Array] | tuple[Array, Array, Array]:
+    """Write the keys and values of new tokens into a paged cache and attend over it, in one call.
+
+    The results are those of `kv_cache_update` and then `paged_attention`, bit for bit. The cache is updated in place
+    where it is donated (``jax.jit(..., donate_argnums=...)``) or an intermediate value; otherwise XLA copies it first.
+
+    Parameters
+    ----------
+    query : Array
+        ``[T, Hq, D]``; f16, bf16, f32 or f8e4m3fn; D a multiple of 8 up to 256.
+    kv_cache : Array
+        ``[P, page_size, 2*Hkv, D]``, K of head h at index 2h, V at 2h+1; of the query's dtype, or f8e4m3fn or f8e5m2
+        under f16 or bf16 queries. The slots of the new tokens may hold anything.
+    context_lens : Array
+        ``i32[S]``: keys of each sequence, the new tokens included.
+    block_tables : Array
+        ``i32[S, M]``: the pages of each sequence, in order.
+    query_start_loc : Array
+        ``i32[S + 1]``: first row of each sequence and, after the last, the end.
+    num_seqs : Array or int
+        ``i32[1]`` or ``i32[]``: how many of the S slots are in use. As an int it becomes a constant of the program,
+        which is compiled anew for each value.
+    key, value : Array
+        ``[T, Hkv, D]``: those of the tokens that ask. Of the cache's dtype; f16, bf16 or f32 for an 8-bit cache.
+    slot_mapping : Array
+        ``[T]`` integers: token t goes to slot ``page * page_size + offset``, where `block_tables` has its key. A slot
+        outside the cache is skipped, so -1 marks padding. A token of a sequence whose slot is another than
+        `block_tables` has gives that sequence, and any other that reads the slot, unspecified rows.
+    scale : float
+        Multiplies ``q . k``; finite and positive.
+    sliding_window, soft_cap, alibi_slopes, sinks, q_scale, batch_invariant, out_dtype
+        As for `paged_attention`.
+    k_scale, v_scale : Array or float, optional
+        ``f32[1]`` or ``f32[Hkv]``: what is stored is the row divided by it, what is read is multiplied with it.
+    return_lse : bool
+        Return the logarithm of the softmax denominators as well.
+
+    Returns
+    -------
+    out : Array
+        ``[T, Hq, D]``. Rows that see no key, and rows that belong to no sequence, are 0.
+    softmax_lse : Array
+        ``f32[Hq, T]``, natural logarithm; -inf for such rows. Only with ``return_lse=True``.
+    kv_cache : Array
+        The updated cache, always last.
+
+    Raises
+    ------
+    ValueError
+        Shapes, dtypes or options do not fit together; the text names the operand and what was expected.
+    TypeError
+        An option that has to be known at compile time is traced, or indices are no integers.
+    NotImplementedError
+        A combination of dtypes, or a head dimension, that there is no kernel for.
+
+    Examples
+    --------
+    A sequence of two keys in page 1 gets its third.
+
+    >>> import jax.numpy as jnp
+    >>> from xla_attention.jax import paged_attention_update
+    >>> cache, row = jnp.zeros((2, 4, 2, 8)), jnp.ones((1, 1, 8))
+    >>> sequence = jnp.array([3]), jnp.array([[1]]), jnp.array([0, 1]), jnp.array([1])
+    >>> out, cache = paged_attention_update(0 * row, cache, *sequence, row, 6 * row, jnp.array([4 + 2]), scale=1.0)
+    >>> round(out[0, 0, 0].item(), 4), cache[1, 2, :, 0].tolist()
+    (2.0, [1.0, 6.0])
+    """
+    attributes = score_attributes("xla_gpu_paged_attention_update", batch_invariant, scale, sliding_window, soft_cap)
+    query = jnp.asarray(query)
+    operands = (
+        query,
+        jnp.asarray(kv_cache),
+        *metadata(context_lens, block_tables, query_start_loc, num_seqs),
+        jnp.asarray(key),
+        jnp.asarray(value),
+        index_operand("slot_mapping", slot_mapping, keep=("int32", "int64")),
+    )
+    optional = score_operands(alibi_slopes, sinks, q_scale, k_scale, v_scale)
+    dtype = output_dtype(query.dtype, out_dtype)
+    return _update(attributes, dtype, static_bool("return_lse", return_lse), *operands, *optional)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _update(
+    attributes: tuple[np.generic, ...],
+    dtype: np.dtype,
+    return_lse: np.bool_,
+    query: Array,
+    kv_cache: Array,
+    context_lens: Array,
+    *rest: Array | None,
+) -> tuple[Array, ...]:
+    out = jax.ShapeDtypeStruct(query.shape, dtype)
+    updated = jax.ShapeDtypeStruct(kv_cache.shape, kv_cache.dtype)
+    out, kv_cache, *lse = with_workspace(
+        "xla_gpu_paged_attention_update",
+        [query, kv_cache, context_lens, *rest],
+        [out, updated, lse_of(query) if return_lse else None],
+        dict(zip(ATTRIBUTES, attributes, strict=True)),
+        kv_heads=kv_cache.shape[2] // 2 if kv_cache.ndim == 4 else 0,
+        num_seqs=context_lens.shape[0] if context_lens.ndim else 0,
+        aliases={1: 1},
+    )
+    return out, *lse, kv_cache

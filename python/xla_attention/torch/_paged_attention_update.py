@@ -1,0 +1,190 @@
+"""paged_attention_update in torch: functional, and in place."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from ._call import Call, Result
+from ._define import define, scale_tensor
+from ._kv_cache_update import donate, slots
+from ._paged_attention import describe
+
+_TARGET = "xla_gpu_paged_attention_update"
+
+
+def paged_attention_update(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: torch.Tensor | int,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    *,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | float | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention over a paged cache with the keys and values of new tokens in it, and that cache.
+
+    The results are those of `kv_cache_update` and then `paged_attention`, bit for bit. The cache that is given stays as
+    it is; `paged_attention_update_` writes to it.
+
+    Parameters
+    ----------
+    query, context_lens, block_tables, query_start_loc, num_seqs
+        As for `paged_attention`.
+    kv_cache : Tensor
+        ``[P, page_size, 2*Hkv, D]``, as for `paged_attention`. The slots of the new tokens may hold anything.
+    key, value : Tensor
+        ``[T, Hkv, D]``: those of the tokens that ask. Of the cache's dtype; f16, bf16 or f32 for an 8-bit cache.
+    slot_mapping : Tensor
+        ``[T]`` integers: token t goes to slot ``page * page_size + offset``, where `block_tables` has its key. A slot
+        outside the cache is skipped, so -1 marks padding. A token of a sequence whose slot is another than
+        `block_tables` has gives that sequence, and any other that reads the slot, unspecified rows.
+    scale, sliding_window, soft_cap, alibi_slopes, sinks, q_scale, batch_invariant, return_lse, out_dtype
+        As for `paged_attention`.
+    k_scale, v_scale : Tensor or float, optional
+        ``f32[1]`` or ``f32[Hkv]``: what is stored is the row divided by it, what is read is multiplied with it.
+
+    Returns
+    -------
+    out : Tensor
+        ``[T, Hq, D]``, as of `paged_attention`.
+    softmax_lse : Tensor
+        ``f32[Hq, T]``. Only with ``return_lse=True``.
+    kv_cache : Tensor
+        The updated cache, always last.
+
+    Examples
+    --------
+    A sequence of two keys in page 1 gets its third.
+
+    >>> import torch
+    >>> from xla_attention.torch import paged_attention_update
+    >>> cache, row = torch.zeros(2, 4, 2, 8), torch.ones(1, 1, 8)
+    >>> sequence = torch.tensor([3]), torch.tensor([[1]]), torch.tensor([0, 1]), torch.tensor([1])
+    >>> out, new = paged_attention_update(0 * row, cache, *sequence, row, 6 * row, torch.tensor([4 + 2]), scale=1.0)
+    >>> round(out[0, 0, 0].item(), 4), new[1, 2, :, 0].tolist(), cache.any().item()
+    (2.0, [1.0, 6.0], False)
+    """
+    ops = torch.ops.xla_gpu
+    op = ops.paged_attention_update_with_lse if return_lse else ops.paged_attention_update
+    rows = (query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs, key, value, slot_mapping)
+    scales = (scale_tensor(s, query) for s in (q_scale, k_scale, v_scale))
+    return op(*rows, scale, sliding_window, soft_cap, alibi_slopes, sinks, *scales, batch_invariant, out_dtype)
+
+
+def paged_attention_update_(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    *rest: Any,  # noqa: ANN401
+    return_lse: bool = False,
+    **options: Any,  # noqa: ANN401
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`paged_attention_update` into the cache that is given, on every device; returns ``out``, or ``out, softmax_lse``.
+
+    Takes what `paged_attention_update` takes. As with `update_cache_`, the cache is written to directly on CPU and
+    CUDA, also under ``torch.compile(backend="inductor")``, and on XLA the graph gives its buffer to the result.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from xla_attention.torch import paged_attention_update_
+    >>> cache, row = torch.zeros(2, 4, 2, 8), torch.ones(1, 1, 8)
+    >>> sequence = torch.tensor([3]), torch.tensor([[1]]), torch.tensor([0, 1]), torch.tensor([1])
+    >>> out = paged_attention_update_(0 * row, cache, *sequence, row, 6 * row, torch.tensor([4 + 2]), scale=1.0)
+    >>> round(out[0, 0, 0].item(), 4), cache[1, 2, :, 0].tolist()
+    (2.0, [1.0, 6.0])
+    """
+    if kv_cache.device.type == "xla":
+        donate(kv_cache)
+        *found, updated = paged_attention_update(query, kv_cache, *rest, return_lse=return_lse, **options)
+        kv_cache.copy_(updated)
+        return tuple(found) if return_lse else found[0]
+    ops = torch.ops.xla_gpu
+    for name in ("q_scale", "k_scale", "v_scale"):
+        options[name] = scale_tensor(options.get(name), query)
+    op = ops.paged_attention_update_with_lse_ if return_lse else ops.paged_attention_update_
+    return op(query, kv_cache, *rest, **options)
+
+
+def _describe(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: torch.Tensor | int,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *options: Any,  # noqa: ANN401
+    with_lse: bool,
+    **named: Any,  # noqa: ANN401
+) -> Call:
+    sequences = (query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs)
+    attention = describe(*sequences, *options, with_lse=with_lse, target=_TARGET, **named)
+    out, lse = attention.results
+    rows = (key, value, slots(slot_mapping))
+    return dataclasses.replace(
+        attention,
+        operands=(*attention.operands[:6], *rows, *attention.operands[6:]),
+        results=(out, Result(kv_cache.shape, kv_cache.dtype), lse),
+        # A cache that is not updated in place has to be dense.
+        strided=(0, 6, 7),
+        aliases={1: 1},
+    )
+
+
+def _schema(kv_cache: str, num_seqs: str, returns: str) -> str:
+    return (
+        f"(Tensor query, {kv_cache} kv_cache, Tensor context_lens, Tensor block_tables, Tensor query_start_loc, "
+        f"{num_seqs} num_seqs, Tensor key, Tensor value, Tensor slot_mapping, float scale, int? sliding_window=None, "
+        "float? soft_cap=None, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? q_scale=None, "
+        "Tensor? k_scale=None, Tensor? v_scale=None, bool batch_invariant=False, ScalarType? out_dtype=None) "
+        f"-> {returns}"
+    )
+
+
+_WITHOUT, _WITH_LSE = (functools.partial(_describe, with_lse=with_lse) for with_lse in (False, True))
+
+for _overload, _num_seqs in (("", "Tensor"), (".int", "int")):
+    define(
+        "xla_gpu::paged_attention_update" + _overload,
+        _schema("Tensor", _num_seqs, "(Tensor, Tensor)"),
+        _WITHOUT,
+        lambda results: (results[0], results[1]),
+    )
+    define(
+        "xla_gpu::paged_attention_update_with_lse" + _overload,
+        _schema("Tensor", _num_seqs, "(Tensor, Tensor, Tensor)"),
+        _WITH_LSE,
+        lambda results: (results[0], results[2], results[1]),
+    )
+    define(
+        "xla_gpu::paged_attention_update_" + _overload,
+        _schema("Tensor(a!)", _num_seqs, "Tensor"),
+        _WITHOUT,
+        lambda results: results[0],
+        in_place=True,
+    )
+    define(
+        "xla_gpu::paged_attention_update_with_lse_" + _overload,
+        _schema("Tensor(a!)", _num_seqs, "(Tensor, Tensor)"),
+        _WITH_LSE,
+        lambda results: (results[0], results[2]),
+        in_place=True,
+    )

@@ -1,0 +1,26 @@
+//! Cache update and attention in one call on CUDA: the launches of both on one stream.
+//!
+//! No launch here may begin before the one in front of it has ended: attention reads what the update writes.
+
+use super::{attention, kv_cache_update};
+use crate::error::Result;
+use crate::ops::paged_attention_update::PagedAttentionUpdate;
+use crate::stream::Stream;
+
+/// Load the kernels that [`launch`] takes.
+pub(crate) fn prepare(problem: &PagedAttentionUpdate) -> Result {
+    kv_cache_update::prepare(&problem.update)?;
+    attention::prepare(&problem.attention)
+}
+
+/// # Safety
+/// The problem's views are device memory of the current context that outlives the kernels' run, the results writable.
+pub(crate) unsafe fn launch(problem: &PagedAttentionUpdate, stream: Stream) -> Result {
+    // What attention refuses must not have changed the cache.
+    attention::prepare(&problem.attention)?;
+    // SAFETY: this function's contract.
+    unsafe {
+        kv_cache_update::launch(&problem.update, stream)?;
+        attention::launch(&problem.attention, stream)
+    }
+}

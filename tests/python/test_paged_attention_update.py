@@ -1,0 +1,229 @@
+"""paged_attention_update through JAX: against the oracle, and against the two functions that it is one call of."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batches import step
+from oracle import assert_paged_attention, kv_cache_update_reference
+from xla_attention.jax import kv_cache_update, paged_attention, paged_attention_update
+
+MIXED = [(33, 33), (1, 100), (5, 70), (0, 9), (3, 0), (1, 1), (9, 4)]
+
+
+def check(operands, **options):
+    """Out and lse against the oracle, the cache bit by bit; all three bit by bit against two calls."""
+    query, kv_cache, *sequences = operands[:6]
+    options = {"scale": query.shape[-1] ** -0.5, **options}
+    scales = {name: scale for name, scale in options.items() if name in ("k_scale", "v_scale")}
+    out, lse, updated = paged_attention_update(*operands, return_lse=True, **options)
+    wanted = kv_cache_update_reference(*(np.asarray(x) for x in (kv_cache, *operands[6:])), **scales)
+    assert (updated.dtype, out.dtype) == (kv_cache.dtype, query.dtype)
+    np.testing.assert_array_equal(np.asarray(updated).view(np.uint8), wanted.view(np.uint8))
+    meant = {name: value for name, value in options.items() if name != "batch_invariant"}
+    numbers = (np.asarray(x) for x in (query, updated, *sequences))
+    assert_paged_attention(np.asarray(out), np.asarray(lse), *numbers, **meant)
+    in_two = kv_cache_update(kv_cache, *operands[6:], **scales)
+    np.testing.assert_array_equal(np.asarray(in_two).view(np.uint8), wanted.view(np.uint8))
+    attended = paged_attention(query, in_two, *sequences, return_lse=True, **options)
+    for found, one in zip((out, lse), attended, strict=True):
+        np.testing.assert_array_equal(found, one)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("heads", "d", "page_size"), [((4, 1), 64, 16), ((9, 3), 40, 5), ((32, 8), 128, 64)])
+def test_mixed_prefill_and_decode_is_the_update_and_then_attention(platform, dtype, heads, d, page_size):
+    check(step(MIXED, heads=heads, d=d, page_size=page_size, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sliding_window": 7},
+        {"soft_cap": 3.0},
+        {"alibi_slopes": np.linspace(0.01, 0.5, 8, dtype=np.float32)},
+        {"sinks": np.linspace(-2.0, 3.0, 8, dtype=np.float32)},
+        {"q_scale": 0.5},
+        {"batch_invariant": True},
+    ],
+    ids=lambda options: "+".join(options),
+)
+def test_options_are_those_of_paged_attention(platform, options):
+    check(step(MIXED, dtype="bfloat16"), **options)
+
+
+@pytest.mark.parametrize("cache", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", "bfloat16"), ("float16", "float32")])
+def test_an_8_bit_cache_stores_what_attention_multiplies_by_the_same_scale(platform, cache, dtype, rows):
+    scales = {"k_scale": np.float32([0.01, 30.0]), "v_scale": 0.25}
+    check(step(MIXED, dtype=dtype, cache=cache, rows=rows, **scales), **scales)
+
+
+def test_a_cache_of_16_bits_may_be_scaled_too(platform):
+    scales = {"k_scale": 4.0, "v_scale": np.float32([0.5, 3.0])}
+    check(step(MIXED, dtype="bfloat16", **scales), **scales)
+
+
+lengths = st.integers(0, 40).flatmap(lambda keys: st.tuples(st.integers(0, keys + 2), st.just(keys)))
+
+
+@given(
+    st.lists(lengths, max_size=4),
+    st.sampled_from([(1, 1), (4, 2), (6, 1)]),
+    st.sampled_from([8, 24, 64]),
+    st.sampled_from([1, 3, 16]),
+    st.sampled_from(["float32", "bfloat16"]),
+)
+def test_any_ragged_batch(sequences, heads, d, page_size, dtype):
+    check(step(sequences, heads=heads, d=d, page_size=page_size, dtype=dtype))
+
+
+def test_tokens_one_by_one_are_the_prompt_at_once(platform):
+    """A decode loop that carries its cache, from an empty one on, has the rows of the whole prompt."""
+    query, cache, lens, tables, starts, count, key, value, slots = step([(20, 20)], spare_rows=0, page_size=3)
+    out, whole = paged_attention_update(query, cache, lens, tables, starts, count, key, value, slots, scale=0.125)
+
+    def token(cache, t):
+        now = lens.at[0].set(t + 1)
+        row = [jax.lax.dynamic_slice_in_dim(x, t, 1) for x in (query, key, value, slots)]
+        first = starts.at[:2].set(jnp.array([0, 1]))
+        new, cache = paged_attention_update(row[0], cache, now, tables, first, count, *row[1:], scale=0.125)
+        return cache, new[0]
+
+    cache, rows = jax.jit(lambda cache: jax.lax.scan(token, cache, jnp.arange(20)))(cache)
+    np.testing.assert_array_equal(cache, whole)
+    np.testing.assert_allclose(rows, out, atol=2e-5)
+
+
+def test_a_donated_cache_is_updated_in_place(platform):
+    query, cache, *rest = step(MIXED)
+    update = jax.jit(functools.partial(paged_attention_update, scale=0.125), donate_argnums=1)
+    cache = cache + 0
+    address = cache.unsafe_buffer_pointer()
+    for _ in range(3):
+        _, cache = update(query, cache, *rest)
+        assert cache.unsafe_buffer_pointer() == address
+
+
+def test_a_cache_that_is_not_donated_keeps_its_contents(platform):
+    query, cache, *rest = step(MIXED)
+    before = np.array(cache)
+    _, updated = jax.jit(functools.partial(paged_attention_update, scale=0.125))(query, cache, *rest)
+    np.testing.assert_array_equal(cache, before)
+    assert not np.array_equal(updated, before, equal_nan=True)
+
+
+def test_it_stays_in_place_inside_a_loop(platform):
+    query, cache, *rest = step([(2, 5), (3, 3)])
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def loop(cache):
+        return jax.lax.fori_loop(0, 5, lambda _, c: paged_attention_update(query, c, *rest, scale=0.1)[1], cache)
+
+    cache = cache + 0
+    address = cache.unsafe_buffer_pointer()
+    assert loop(cache).unsafe_buffer_pointer() == address
+
+
+def test_under_vmap_each_index_has_its_own_cache(platform):
+    query, cache, *rest = step([(2, 5), (3, 3)], spare_rows=0)
+    update = functools.partial(paged_attention_update, scale=0.1)
+    queries, caches = jnp.stack([query, 2 * query]), jnp.stack([cache, 3 * cache])
+    mapped = jax.vmap(lambda q, c: update(q, c, *rest))(queries, caches)
+    for index in range(2):
+        for found, wanted in zip(mapped, update(queries[index], caches[index], *rest), strict=True):
+            np.testing.assert_array_equal(found[index], wanted)
+
+
+def test_the_number_of_sequences_may_be_an_int_a_scalar_or_an_array(platform):
+    query, cache, lens, tables, starts, count, *rows = step(MIXED)
+    wanted, _ = paged_attention_update(query, cache, lens, tables, starts, count, *rows, scale=0.1)
+    for number in (len(MIXED), count[0]):
+        found, _ = paged_attention_update(query, cache, lens, tables, starts, number, *rows, scale=0.1)
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_slots_of_64_bits_are_not_cut(platform):
+    query, cache, *rest = step([(2, 5), (3, 3)])
+    with jax.enable_x64(True):
+        far = jnp.asarray(rest[-1], jnp.int64) + 2**32
+        _, updated = paged_attention_update(query, cache, *rest[:-1], far, scale=0.1)
+    np.testing.assert_array_equal(updated, cache)
+
+
+def test_a_gradient_is_refused_not_wrong():
+    query, *rest = step([(2, 5)])
+    with pytest.raises(ValueError, match="cannot be differentiated"):
+        jax.grad(lambda q: paged_attention_update(q, *rest, scale=0.1)[0].sum())(query)
+
+
+BAD = {
+    "keys of another number": (
+        {"key": (3, 4, 64)},
+        ValueError,
+        "key has shape [3, 4, 64], expected [T=4, Hkv=4, D=64]",
+    ),
+    "keys of the query's heads": (
+        {"key": (4, 8, 64)},
+        ValueError,
+        "key has shape [4, 8, 64], expected [T=4, Hkv=4, D=64]",
+    ),
+    "values of another width": (
+        {"value": (4, 4, 32)},
+        ValueError,
+        "value has shape [4, 4, 32], expected [T=4, Hkv=4, D=64]",
+    ),
+    "a slot too few": ({"slot_mapping": (3,)}, ValueError, "slot_mapping has shape [3], expected [T=4]"),
+    "a table of another height": (
+        {"block_tables": (2, 7)},
+        ValueError,
+        "block_tables has shape [2, 7], expected [num_seqs=3, max_pages]",
+    ),
+    "a head dimension that is no multiple of 8": (
+        {"query": (4, 8, 60), "kv_cache": (8, 16, 8, 60)},
+        NotImplementedError,
+        "query has head dimension 60; every multiple of 8 up to 256 works",
+    ),
+}
+SHAPES = {
+    "query": (4, 8, 64),
+    "kv_cache": (8, 16, 8, 64),
+    "context_lens": (3,),
+    "block_tables": (3, 7),
+    "query_start_loc": (4,),
+    "num_seqs": (1,),
+    "key": (4, 4, 64),
+    "value": (4, 4, 64),
+    "slot_mapping": (4,),
+}
+REAL = ("query", "kv_cache", "key", "value")
+
+
+def zeros(**shapes):
+    return [jnp.zeros(shapes.get(n, s), jnp.float32 if n in REAL else jnp.int32) for n, s in SHAPES.items()]
+
+
+@pytest.mark.parametrize(("shapes", "kind", "message"), BAD.values(), ids=BAD.keys())
+def test_operands_that_do_not_fit_are_refused_at_trace_time(shapes, kind, message):
+    with pytest.raises(kind) as caught:
+        jax.eval_shape(functools.partial(paged_attention_update, scale=1.0), *zeros(**shapes))
+    assert str(caught.value) == f"xla_gpu_paged_attention_update: {message}"
+
+
+def test_dtypes_and_options_that_do_not_fit_are_refused():
+    operands = zeros()
+    with pytest.raises(ValueError, match="^xla_gpu_paged_attention_update: key has dtype bf16, expected f32"):
+        paged_attention_update(*operands[:6], operands[6].astype(jnp.bfloat16), *operands[7:], scale=1.0)
+    with pytest.raises(TypeError, match="slot_mapping has dtype float32, expected integers"):
+        paged_attention_update(*operands[:8], jnp.zeros(4), scale=1.0)
+    with pytest.raises(
+        ValueError, match="^xla_gpu_paged_attention_update: sliding_window is 0, expected >= 1, or None$"
+    ):
+        paged_attention_update(*operands, scale=1.0, sliding_window=0)
+    with pytest.raises(TypeError, match="scale is traced"):
+        jax.jit(lambda scale: paged_attention_update(*operands, scale=scale))(1.0)

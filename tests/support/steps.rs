@@ -1,0 +1,203 @@
+//! Calls of `paged_attention_update`: a case of paged attention whose sequences end with tokens that are not in the cache
+//! yet.
+
+use super::answers::{IfWrong, answers, assert_allowed};
+use super::array::{Array, BF16, Dtype, F32, FP8_DTYPES};
+use super::batch::Batch;
+use super::case::Case;
+use super::guard::for_both_sides;
+use super::invocation::{Attr, Invocation};
+use super::oracle::kv_cache_update;
+use super::random::Random;
+use super::storage::{Storage, poisoned, put};
+
+/// A call in numbers.
+#[derive(Clone, Debug)]
+pub struct Step {
+    /// The attention; its cache is the one after the update.
+    pub case: Case,
+    /// The cache before: NaN where new tokens go.
+    pub before: Array,
+    /// `[T, Hkv, D]`
+    pub key: Array,
+    pub value: Array,
+    /// `[T]`: where the table has the row's key; for rows of no sequence anything but a slot of a sequence.
+    pub slots: Vec<i64>,
+    /// `slot_mapping` is of 64 bits.
+    pub wide_slots: bool,
+}
+
+impl Step {
+    /// `batch` as `storage` says, each sequence's last `len_q` keys taken out of the cache, which new ones replace.
+    pub fn new(batch: &Batch, storage: &Storage) -> Self {
+        let kv = batch.form.dtypes.kv;
+        // A type that an 8-bit cache takes: that of 16 or 32 bits beside it.
+        let like = if batch.form.dtypes.q.size() > 1 { batch.form.dtypes.q } else { BF16 };
+        Self::of_rows(batch, storage, if FP8_DTYPES.contains(&kv) { like } else { kv })
+    }
+
+    /// The same with keys and values of a type.
+    pub fn of_rows(batch: &Batch, storage: &Storage, dtype: Dtype) -> Self {
+        let case = Case::paged(batch, storage);
+        let mut random = Random::new(storage.seed.wrapping_add(99));
+        let slots = slots_of_rows(&case, batch, &mut random);
+        let [key, value] = [&case.form.k_scale, &case.form.v_scale]
+            .map(|scale| new_rows(&case, &slots, dtype, scale.as_deref(), &mut random));
+        let mut before = case.kv[0].clone();
+        for slot in slots.iter().filter_map(|&slot| slot_in(&case, slot)) {
+            for (value, head) in (0..2).flat_map(|value| (0..case.form.kv_heads).map(move |head| (value, head))) {
+                put(&mut before, element_of(&case, value, slot, head), &vec![f64::NAN; case.form.head_dim]);
+            }
+        }
+        let wide_slots = random.below(2) == 0;
+        let mut step = Self { case, before, key, value, slots, wide_slots };
+        step.update();
+        step
+    }
+
+    /// Make the case's cache that of the slots, which a test has changed.
+    pub fn update(&mut self) {
+        let Self { case, before, key, value, slots, .. } = self;
+        let total = case.place.num_pages * case.place.page_size;
+        let mut cache = before.clone();
+        for (kv, rows, scale) in [(0, &*key, &case.form.k_scale), (1, &*value, &case.form.v_scale)] {
+            let scale: Option<Vec<f64>> = scale.as_ref().map(|s| s.iter().map(|&x| f64::from(x)).collect());
+            let row_of = |slot, head| element_of(case, kv, slot, head);
+            cache = kv_cache_update(&cache, rows, slots, total, scale.as_deref(), row_of);
+        }
+        case.kv_values = vec![cache.values()];
+        case.kv = vec![cache];
+    }
+
+    /// The cache after the update.
+    pub fn cache(&self) -> &Array {
+        &self.case.kv[0]
+    }
+
+    fn slot_mapping(&self) -> Array {
+        let rows = [self.slots.len() as i64];
+        if self.wide_slots {
+            return Array::i64s(&rows, &self.slots);
+        }
+        Array::i32s(&rows, &self.slots.iter().map(|&slot| i32::try_from(slot).unwrap()).collect::<Vec<_>>())
+    }
+
+    /// The call, the cache in its operand's memory or in its own.
+    pub fn invocation(&self, in_place: bool) -> Invocation {
+        let attention = self.case.invocation().with_operand("kv_cache", self.before.clone());
+        let mut call = Invocation::new("xla_gpu_paged_attention_update");
+        call.what = format!("{}, slots {:?}, in place: {in_place}", attention.what, self.slots);
+        let mut operands = attention.operands.into_iter();
+        call.operands.extend(operands.by_ref().take(6));
+        call = call.operand("key", self.key.clone()).operand("value", self.value.clone());
+        call = call.operand("slot_mapping", self.slot_mapping());
+        call.operands.extend(operands);
+        let mut results = attention.results.into_iter();
+        call.results.extend(results.by_ref().take(1));
+        call = if in_place {
+            call.result_in_place("kv_cache", 1)
+        } else {
+            call.result("kv_cache", self.before.dtype, &self.before.dims)
+        };
+        call.results.extend(results);
+        call.attributes = attention.attributes;
+        call
+    }
+
+    /// The two calls that are to give the same: the update, and the attention over the cache that comes of it.
+    pub fn in_two_calls(&self) -> [Invocation; 2] {
+        let scale = |scale: &Option<Vec<f32>>| match scale {
+            Some(values) => Array::f32s(&[values.len() as i64], values),
+            None => Array::left_out(F32),
+        };
+        let update = Invocation::new("xla_gpu_kv_cache_update")
+            .operand("kv_cache", self.before.clone())
+            .operand("key", self.key.clone())
+            .operand("value", self.value.clone())
+            .operand("slot_mapping", self.slot_mapping())
+            .operand("k_scale", scale(&self.case.form.k_scale))
+            .operand("v_scale", scale(&self.case.form.v_scale))
+            .result("kv_cache", self.before.dtype, &self.before.dims)
+            .attribute("kv_layout", Attr::I64(1));
+        [update, self.case.invocation()]
+    }
+
+    /// Without the workspace, in the order of the results: out, the cache, and the log-sum-exp if it was asked for.
+    pub fn computed<'a>(&self, results: &'a [Array]) -> &'a [Array] {
+        &results[..if self.case.lse { 3 } else { 2 }]
+    }
+
+    /// Both ways, in place and into a cache of its own, and from run to run: the oracle's answers, and bit by bit those
+    /// of the two calls.
+    pub fn check(&self) {
+        let answers = answers(&self.case, IfWrong::Unspecified);
+        for_both_sides(|side| {
+            let [update, attention] = self.in_two_calls();
+            assert!(update.results(side)[0] == *self.cache(), "{}: the update alone differs", self.case.name);
+            let separate = attention.results(side);
+            for in_place in [true, false] {
+                let results = self.invocation(in_place).results(side);
+                let (out, lse) = (&results[0], self.case.lse.then(|| &results[2]));
+                let name = &self.case.name;
+                assert!(results[1] == *self.cache(), "{name}, in place: {in_place}: the cache differs");
+                assert_allowed(&self.case, &answers, out, lse);
+                assert!(*out == separate[0], "{name}, in place: {in_place}: out is not that of two calls");
+                assert!(lse.is_none_or(|lse| *lse == separate[1]), "{name}: the lse is not that of two calls");
+            }
+        });
+    }
+}
+
+/// The element of the cache at which the row of a slot begins; `value` is 0 for K, 1 for V.
+fn element_of(case: &Case, value: usize, slot: usize, head: usize) -> usize {
+    case.place.of(value, slot / case.place.page_size, slot % case.place.page_size, head).1
+}
+
+/// The slot, if the cache has it.
+fn slot_in(case: &Case, slot: i64) -> Option<usize> {
+    usize::try_from(slot).ok().filter(|&slot| slot < case.place.num_pages * case.place.page_size)
+}
+
+/// Where each row's key goes. Rows of no sequence, and those before the first key of one, go nowhere or to slots that
+/// nobody reads.
+fn slots_of_rows(case: &Case, batch: &Batch, random: &mut Random) -> Vec<i64> {
+    let page_size = case.place.page_size;
+    let table = |b: usize, j: usize| case.block_table[b * case.max_pages + j / page_size];
+    let slot = |b: usize, j: usize| i64::from(table(b, j)) * page_size as i64 + (j % page_size) as i64;
+    let lengths = || batch.sequences.iter().enumerate();
+    let mut taken = vec![false; case.place.num_pages * page_size];
+    for slot in lengths().flat_map(|(b, s)| (0..s.len_k).map(move |j| slot(b, j))) {
+        taken[slot as usize] = true;
+    }
+    let mut free: Vec<i64> = (0..taken.len()).filter(|&slot| !taken[slot]).map(|slot| slot as i64).collect();
+    random.shuffle(&mut free);
+    let outside = [-1, -1, -1, taken.len() as i64, i64::from(i32::MAX), i64::from(i32::MIN)];
+    let mut nobodys = || match random.below(3) {
+        0 => free.pop().unwrap_or(-1),
+        _ => random.one_of(&outside),
+    };
+    let mut slots: Vec<i64> = (0..case.rows()).map(|_| nobodys()).collect();
+    for (b, sequence) in lengths() {
+        let first = case.cu_seqlens_q[b] as usize;
+        for i in 0..sequence.len_q {
+            if let Some(j) = (i + sequence.len_k).checked_sub(sequence.len_q) {
+                slots[first + i] = slot(b, j);
+            }
+        }
+    }
+    slots
+}
+
+/// `[T, Hkv, D]`: about 1 after the division by their scale; NaN where nothing is stored.
+fn new_rows(case: &Case, slots: &[i64], dtype: Dtype, scale: Option<&[f32]>, random: &mut Random) -> Array {
+    let (heads, d) = (case.form.kv_heads, case.form.head_dim);
+    let mut rows = poisoned(random, dtype, &[slots.len() as i64, heads as i64, d as i64]);
+    for (t, _) in slots.iter().enumerate().filter(|(_, slot)| slot_in(case, **slot).is_some()) {
+        for head in 0..heads {
+            let size = scale.map_or(1.0, |scale| f64::from(scale[head % scale.len()]));
+            let row: Vec<f64> = (0..d).map(|_| size * random.normal()).collect();
+            put(&mut rows, (t * heads + head) * d, &row);
+        }
+    }
+    rows
+}
