@@ -4,7 +4,7 @@
 // with the same slot overwrite each other in no particular order.
 //
 // Compiled once for each XA_DTYPE of the rows: f16, bf16, f32. The cache has the same type, or fp8.
-// Launch: kThreads threads; CTA (t, 0) writes the keys of row t, CTA (t, 1) its values.
+// Launch: kThreads threads at most; a thread takes one share of a row of keys or values.
 
 #include <cstdint>
 
@@ -17,19 +17,35 @@ struct CacheUpdateParams {
   NewRows key;
   NewRows value;
   SlotMapping slot_mapping;
+  RowSharing sharing;
 };
 
 // src/cuda/kv_cache_update.rs asserts the same number.
-static_assert(sizeof(CacheUpdateParams) == 208);
+static_assert(sizeof(CacheUpdateParams) == 256);
 
-constexpr int kThreads = 128;
+template <typename T, CacheType kType>
+__device__ __forceinline__ void update(const CacheUpdateParams& params) {
+  for_share(params.sharing, [&](int32_t row, uint32_t share) {
+    const uint32_t of_keys = params.key.sharing.shares();
+    if (share < of_keys) {
+      write_share<T, kType>(params.key, params.slot_mapping, row, share);
+    } else {
+      write_share<T, kType>(params.value, params.slot_mapping, row, share - of_keys);
+    }
+  });
+}
 
 }  // namespace xa
 
 extern "C" __global__ void __launch_bounds__(xa::kThreads)
     XA_ENTRY(const __grid_constant__ xa::CacheUpdateParams params) {
   using T = xa::XA_PASTE(dtype_, XA_DTYPE);
-  const xa::CachePlace place = xa::find_place(params.slot_mapping, blockIdx.x);
-  if (!place.inside) return;
-  xa::write_heads<T, xa::kThreads>(blockIdx.y == 0 ? params.key : params.value, blockIdx.x, place);
+  switch (params.key.cache_type) {
+    case xa::CacheType::kAsRows:
+      return xa::update<T, xa::CacheType::kAsRows>(params);
+    case xa::CacheType::kF8E4M3Fn:
+      return xa::update<T, xa::CacheType::kF8E4M3Fn>(params);
+    case xa::CacheType::kF8E5M2:
+      return xa::update<T, xa::CacheType::kF8E5M2>(params);
+  }
 }

@@ -3,7 +3,7 @@
 // A part whose lse is not finite is empty: its out is not read. Where both are, out is 0 and lse -inf.
 //
 // Compiled once for each XA_DTYPE: f16, bf16, f32.
-// Launch: kThreads threads; the CTAs (row, 0), (row, 1) and so on share the heads of a row.
+// Launch: kThreads threads; a CTA takes some rows, or the CTAs (row, 0), (row, 1) and so on share a row.
 
 #include <cstdint>
 
@@ -29,13 +29,16 @@ struct MergeParams {
   int64_t num_rows;
   int32_t num_heads;
   int32_t head_dim;
-  int64_t aligned;  // whether the heads of all three outs consist of chunks of 16 bytes, aligned to 16
+  int32_t aligned;     // whether the heads of all three outs consist of chunks of 16 bytes, aligned to 16
+  int32_t cta_rows;    // rows that a CTA takes; 1 where CTAs share a row
+  Divisor row_items;   // pieces of a row: chunks, or where those are not aligned, elements
+  Divisor head_items;  // pieces of a head
 };
 
 // src/cuda/merge_attention_states.rs asserts the same number.
-static_assert(sizeof(MergeParams) == 104);
+static_assert(sizeof(MergeParams) == 120);
 
-constexpr uint32_t kThreads = 128;
+constexpr uint32_t kThreads = 256;
 
 /// What both parts hold together: shares of a and b, which add up to 1, and the log-sum-exp.
 struct Merge {
@@ -64,13 +67,17 @@ __device__ __forceinline__ Chunk<T, kCount> load(const AttentionState& state, in
   return load_chunk<T, kCount>(out + row * state.row_stride + head * state.head_stride + element);
 }
 
-/// This CTA's share of the heads of a row, kCount elements at a time.
+/// This CTA's rows, or its share of one, kCount elements at a time.
 template <typename T, int kCount>
-__device__ __forceinline__ void merge_row(const MergeParams& params, int64_t row) {
-  const uint32_t pieces = params.head_dim / kCount;
-  const uint32_t items = params.num_heads * pieces;
+__device__ __forceinline__ void merge_rows(const MergeParams& params) {
+  const uint32_t row_items = params.row_items.divisor, items = params.cta_rows * row_items;
   for (uint32_t item = blockIdx.y * kThreads + threadIdx.x; item < items; item += gridDim.y * kThreads) {
-    const int32_t head = item / pieces, element = (item - head * pieces) * kCount;
+    const uint32_t row_in_cta = params.cta_rows == 1 ? 0 : divided(item, params.row_items);
+    const uint32_t in_row = item - row_in_cta * row_items;
+    const int64_t row = int64_t{blockIdx.x} * params.cta_rows + row_in_cta;
+    if (row >= params.num_rows) return;
+    const int32_t head = divided(in_row, params.head_items);
+    const int32_t element = (in_row - head * params.head_items.divisor) * kCount;
     const int64_t sum = head * params.num_rows + row;
     const Merge merged = merge(__ldg(params.a.lse + sum), __ldg(params.b.lse + sum));
     Chunk<T, kCount> chunk = {};
@@ -78,11 +85,13 @@ __device__ __forceinline__ void merge_row(const MergeParams& params, int64_t row
     if (merged.has_b) {
       const auto of_b = load<T, kCount>(params.b, row, head, element);
       if (merged.has_a) {
+        float numbers[kCount];
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
           const float a = Element<T>::to_f32(chunk.elements[i]), b = Element<T>::to_f32(of_b.elements[i]);
-          chunk.elements[i] = rounded<T>(merged.share_a * a + merged.share_b * b);
+          numbers[i] = merged.share_a * a + merged.share_b * b;
         }
+        chunk = rounded<T>(numbers);
       } else {
         chunk = of_b;
       }
@@ -98,8 +107,8 @@ __device__ __forceinline__ void merge_row(const MergeParams& params, int64_t row
 extern "C" __global__ void __launch_bounds__(xa::kThreads) XA_ENTRY(const __grid_constant__ xa::MergeParams params) {
   using T = xa::XA_PASTE(dtype_, XA_DTYPE);
   if (params.aligned != 0) {
-    xa::merge_row<T, 16 / sizeof(T)>(params, blockIdx.x);
+    xa::merge_rows<T, 16 / sizeof(T)>(params);
   } else {
-    xa::merge_row<T, 1>(params, blockIdx.x);
+    xa::merge_rows<T, 1>(params);
   }
 }

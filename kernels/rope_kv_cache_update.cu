@@ -4,7 +4,7 @@
 // without a table rows pass unrotated. Queries of every row are written, keys and values only where their slot is.
 //
 // Compiled once for each XA_DTYPE of the rows: f16, bf16, f32. The cache has the same type, or fp8.
-// Launch: kThreads threads; CTA (t, 0) takes the queries of row t, CTA (t, 1) its keys, CTA (t, 2) its values.
+// Launch: kThreads threads at most; a thread takes one share of a row of queries, keys or values.
 
 #include <cstdint>
 
@@ -21,7 +21,8 @@ struct QueryRows {
   void* out;  // [T, Hq, D]
   int32_t num_heads;
   int32_t head_dim;
-  int64_t aligned;  // whether both consist of chunks of 16 bytes, aligned to 16
+  int64_t aligned;  // whether pieces are chunks, to which both are aligned, or single elements
+  HeadSharing sharing;
 };
 
 /// Angles by position, and which elements they turn.
@@ -31,8 +32,7 @@ struct Rotation {
   int64_t row_stride;
   int32_t max_positions;
   int32_t half;         // pairs of a head
-  int32_t interleaved;  // whether pairs are neighbours, not `half` apart
-  int32_t aligned;      // whether chunks hold whole pairs, or halves of them, and the table is aligned to 16 bytes
+  int64_t interleaved;  // whether pairs are neighbours, not `half` apart
 };
 
 /// The one argument of the kernel. src/cuda/rope_kv_cache_update.rs holds the same structs.
@@ -40,29 +40,16 @@ struct RopeParams {
   NewRows key;
   NewRows value;
   SlotMapping slot_mapping;
+  RowSharing sharing;
   QueryRows query;
   Rotation rotation;
 };
 
 // src/cuda/rope_kv_cache_update.rs asserts the same numbers.
-static_assert(sizeof(QueryRows) == 48 && sizeof(Rotation) == 40 && sizeof(RopeParams) == 296);
+static_assert(sizeof(QueryRows) == 64 && sizeof(Rotation) == 40 && sizeof(RopeParams) == 360);
 
-constexpr int kThreads = 128;
-
-/// A row's angles; no pair where there is no table.
-struct Angles {
-  const float* cos;
-  const float* sin;
-  int32_t half;
-
-  __device__ __forceinline__ Angles(const Rotation& rotation, int64_t row) : cos(nullptr), sin(nullptr), half(0) {
-    if (rotation.max_positions == 0) return;
-    const int64_t position = min(max(__ldg(rotation.positions + row), 0), rotation.max_positions - 1);
-    half = rotation.half;
-    cos = rotation.cos_sin + position * rotation.row_stride;
-    sin = cos + half;
-  }
-};
+/// CTAs that an SM is to hold: 40 registers a thread. Angles are two dependent loads away, which only threads hide.
+constexpr int kCtas = 8;
 
 /// kCount neighbouring f32, four at a time, aligned to as many.
 template <int kCount>
@@ -95,113 +82,139 @@ class QueryHead {
   }
 
   template <int kCount>
-  __device__ __forceinline__ void store(int32_t element, float (&numbers)[kCount]) const {
-    Chunk<T, kCount> chunk;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) chunk.elements[i] = rounded<T>(numbers[i]);
-    store_chunk(first_ + element, chunk);
+  __device__ __forceinline__ void store(int32_t element, const float (&numbers)[kCount]) const {
+    store_chunk(first_ + element, rounded<T>(numbers));
   }
 
  private:
   T* first_;
 };
 
-/// Turns the pairs (first + i, second + i) of a head for i < kCount, by the angles from `angle` on.
-template <int kCount, typename T, typename Head>
-__device__ __forceinline__ void turn_pairs(const T* from, const Head& to, int32_t first, int32_t second,
-                                           const Angles& angles, int32_t angle) {
-  const auto chunk_a = load_chunk<T, kCount>(from + first), chunk_b = load_chunk<T, kCount>(from + second);
-  float a[kCount], b[kCount], cos[kCount], sin[kCount];
-  load_angles(cos, angles.cos + angle);
-  load_angles(sin, angles.sin + angle);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    a[i] = Element<T>::to_f32(chunk_a.elements[i]);
-    b[i] = Element<T>::to_f32(chunk_b.elements[i]);
-    turn(a[i], b[i], cos[i], sin[i]);
+/// Where the heads of a row of rotated queries go.
+template <typename T>
+class QueryPlace {
+ public:
+  __device__ __forceinline__ QueryPlace(const QueryRows& query, int64_t row)
+      : first_(static_cast<T*>(query.out) + row * query.num_heads * query.head_dim), head_dim_(query.head_dim) {}
+
+  __device__ __forceinline__ bool inside() const { return true; }
+
+  __device__ __forceinline__ QueryHead<T> head(int32_t head) const {
+    return QueryHead<T>(first_ + int64_t{head} * head_dim_);
   }
-  to.store(first, a);
-  to.store(second, b);
-}
 
-/// Turns the pairs of neighbours in kCount elements of a head from `first` on.
-template <int kCount, typename T, typename Head>
-__device__ __forceinline__ void turn_neighbours(const T* from, const Head& to, int32_t first, const Angles& angles) {
-  const auto chunk = load_chunk<T, kCount>(from + first);
-  float numbers[kCount], cos[kCount / 2], sin[kCount / 2];
-  load_angles(cos, angles.cos + first / 2);
-  load_angles(sin, angles.sin + first / 2);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) numbers[i] = Element<T>::to_f32(chunk.elements[i]);
-#pragma unroll
-  for (int i = 0; i < kCount / 2; ++i) turn(numbers[2 * i], numbers[2 * i + 1], cos[i], sin[i]);
-  to.store(first, numbers);
-}
+ private:
+  T* first_;
+  int64_t head_dim_;
+};
 
-/// A token's heads [heads, D] at `from`, rotated, each into `head_at(head)`; kCount elements at a time.
-template <int kCount, typename T, typename HeadAt>
-__device__ __forceinline__ void rotate_heads(const T* from, int64_t head_stride, int32_t num_heads, int32_t head_dim,
-                                             const Angles& angles, bool interleaved, const HeadAt& head_at) {
-  // A piece is kCount elements, or where the elements of a pair are apart, kCount pairs.
-  const bool neighbours = interleaved && kCount > 1;
-  const int32_t turned = neighbours ? 2 * angles.half / kCount : angles.half / kCount;
-  const int32_t pieces = turned + (head_dim - 2 * angles.half) / kCount;
-  for (int32_t item = threadIdx.x; item < num_heads * pieces; item += kThreads) {
-    const int32_t head = item / pieces, piece = item - head * pieces;
-    const T* const head_from = from + head * head_stride;
-    const auto to = head_at(head);
-    if (piece >= turned) {
-      const int32_t element = 2 * angles.half + (piece - turned) * kCount;
-      to.copy(element, load_chunk<T, kCount>(head_from + element));
-    } else if (!neighbours) {
-      const int32_t first = interleaved ? 2 * piece : piece * kCount;
-      turn_pairs<kCount>(head_from, to, first, interleaved ? first + 1 : first + angles.half, angles, piece * kCount);
-    } else {
-      // One element at a time, the branch above has them all.
-      if constexpr (kCount > 1) turn_neighbours<kCount>(head_from, to, piece * kCount, angles);
+/// A share of a row [heads, D] of queries or keys at `from`, rotated, to its place, which `place_of` tells once all
+/// loads are on their way; pieces of kCount elements, or where pairs are apart, of as many pairs.
+template <int kCount, typename T, typename PlaceOf>
+__device__ __forceinline__ void rotate_share(const T* from, int64_t head_stride, const HeadSharing& sharing,
+                                             const Rotation& rotation, const RowShare& share, const PlaceOf& place_of) {
+  const int32_t half = rotation.half, turned_pieces = sharing.turned;
+  from += share.first_head * head_stride;
+  if (share.piece >= turned_pieces) {
+    const int32_t element = 2 * half + (share.piece - turned_pieces) * kCount;
+    const auto chunk = load_chunk<T, kCount>(from + element);
+    const auto place = place_of();
+    if (place.inside()) place.head(share.first_head).copy(element, chunk);
+    return;
+  }
+  const int64_t position = min(max(__ldg(rotation.positions + share.row), 0), rotation.max_positions - 1);
+  const float* const cosines = rotation.cos_sin + position * rotation.row_stride;
+  // One element at a time, pairs are taken whole.
+  if (kCount == 1 || rotation.interleaved == 0) {
+    const int32_t angle = share.piece * kCount;
+    const int32_t first = rotation.interleaved != 0 ? 2 * angle : angle;
+    const int32_t second = rotation.interleaved != 0 ? first + 1 : first + half;
+    const auto first_chunk = load_chunk<T, kCount>(from + first), second_chunk = load_chunk<T, kCount>(from + second);
+    const auto place = place_of();
+    if (!place.inside()) return;
+    float a[kCount], b[kCount], cos[kCount], sin[kCount];
+    load_angles(cos, cosines + angle);
+    load_angles(sin, cosines + half + angle);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      a[i] = Element<T>::to_f32(first_chunk.elements[i]);
+      b[i] = Element<T>::to_f32(second_chunk.elements[i]);
+      turn(a[i], b[i], cos[i], sin[i]);
     }
+    const auto head = place.head(share.first_head);
+    head.store(first, a);
+    head.store(second, b);
+  } else if constexpr (kCount > 1) {
+    const int32_t first = share.piece * kCount;
+    const auto chunk = load_chunk<T, kCount>(from + first);
+    const auto place = place_of();
+    if (!place.inside()) return;
+    float numbers[kCount], cos[kCount / 2], sin[kCount / 2];
+    load_angles(cos, cosines + first / 2);
+    load_angles(sin, cosines + half + first / 2);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) numbers[i] = Element<T>::to_f32(chunk.elements[i]);
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) turn(numbers[2 * i], numbers[2 * i + 1], cos[i], sin[i]);
+    place.head(share.first_head).store(first, numbers);
   }
 }
 
-template <typename T, int kCount>
-__device__ __forceinline__ void rotate_queries(const RopeParams& params, int64_t row) {
+template <int kCount, typename T>
+__device__ __forceinline__ void rotate_queries(const RopeParams& params, const RowShare& share) {
   const QueryRows& query = params.query;
-  const T* const from = static_cast<const T*>(query.rows) + row * query.row_token_stride;
-  T* const out = static_cast<T*>(query.out) + row * query.num_heads * query.head_dim;
-  rotate_heads<kCount>(from, query.row_head_stride, query.num_heads, query.head_dim, Angles(params.rotation, row),
-                       params.rotation.interleaved != 0,
-                       [&](int32_t head) { return QueryHead<T>(out + int64_t{head} * query.head_dim); });
+  const T* const from = static_cast<const T*>(query.rows) + share.row * query.row_token_stride;
+  rotate_share<kCount>(from, query.row_head_stride, query.sharing, params.rotation, share,
+                       [&] { return QueryPlace<T>(query, share.row); });
 }
 
-template <typename T, int kCount>
-__device__ __forceinline__ void rotate_keys(const RopeParams& params, int64_t row, const CachePlace& place) {
+template <int kCount, typename T, CacheType kType>
+__device__ __forceinline__ void rotate_keys(const RopeParams& params, const RowShare& share) {
   const NewRows& key = params.key;
-  const T* const from = static_cast<const T*>(key.rows) + row * key.row_token_stride;
-  rotate_heads<kCount>(from, key.row_head_stride, key.num_heads, key.head_dim, Angles(params.rotation, row),
-                       params.rotation.interleaved != 0, [&](int32_t head) { return CacheRow<T>(key, place, head); });
+  const T* const from = static_cast<const T*>(key.rows) + share.row * key.row_token_stride;
+  const int64_t slot = load_slot(params.slot_mapping, share.row);
+  rotate_share<kCount>(from, key.row_head_stride, key.sharing, params.rotation, share,
+                       [&] { return CachePlace<T, kType>(key, params.slot_mapping, slot); });
+}
+
+template <typename T, CacheType kType>
+__device__ __forceinline__ void update_cache(const RopeParams& params, int32_t row, uint32_t index) {
+  const uint32_t keys = params.key.sharing.shares();
+  if (index >= keys) return write_share<T, kType>(params.value, params.slot_mapping, row, index - keys);
+  const RowShare share(params.key.sharing, row, index);
+  if (params.key.aligned != 0) {
+    rotate_keys<16 / sizeof(T), T, kType>(params, share);
+  } else {
+    rotate_keys<1, T, kType>(params, share);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void update(const RopeParams& params, int32_t row, uint32_t index) {
+  const uint32_t queries = params.query.sharing.shares();
+  if (index < queries) {
+    const RowShare share(params.query.sharing, row, index);
+    if (params.query.aligned != 0) {
+      rotate_queries<16 / sizeof(T), T>(params, share);
+    } else {
+      rotate_queries<1, T>(params, share);
+    }
+    return;
+  }
+  switch (params.key.cache_type) {
+    case CacheType::kAsRows:
+      return update_cache<T, CacheType::kAsRows>(params, row, index - queries);
+    case CacheType::kF8E4M3Fn:
+      return update_cache<T, CacheType::kF8E4M3Fn>(params, row, index - queries);
+    case CacheType::kF8E5M2:
+      return update_cache<T, CacheType::kF8E5M2>(params, row, index - queries);
+  }
 }
 
 }  // namespace xa
 
-extern "C" __global__ void __launch_bounds__(xa::kThreads) XA_ENTRY(const __grid_constant__ xa::RopeParams params) {
+extern "C" __global__ void __launch_bounds__(xa::kThreads, xa::kCtas)
+    XA_ENTRY(const __grid_constant__ xa::RopeParams params) {
   using T = xa::XA_PASTE(dtype_, XA_DTYPE);
-  constexpr int kCount = 16 / sizeof(T);
-  const int64_t row = blockIdx.x;
-  if (blockIdx.y == 0) {
-    if (params.query.aligned != 0 && params.rotation.aligned != 0) {
-      xa::rotate_queries<T, kCount>(params, row);
-    } else {
-      xa::rotate_queries<T, 1>(params, row);
-    }
-    return;
-  }
-  const xa::CachePlace place = xa::find_place(params.slot_mapping, row);
-  if (!place.inside) return;
-  if (blockIdx.y == 2) {
-    xa::write_heads<T, xa::kThreads>(params.value, row, place);
-  } else if (params.key.aligned != 0 && params.rotation.aligned != 0) {
-    xa::rotate_keys<T, kCount>(params, row, place);
-  } else {
-    xa::rotate_keys<T, 1>(params, row, place);
-  }
+  xa::for_share(params.sharing, [&](int32_t row, uint32_t index) { xa::update<T>(params, row, index); });
 }

@@ -78,6 +78,27 @@ fn numbers_of_32_bits_around_every_boundary_become_their_codes() {
 }
 
 #[test]
+fn quotients_around_every_boundary_become_their_codes_whatever_the_scale() {
+    // Powers of two, others, and those whose reciprocal or remainders f32 holds badly or not at all.
+    let two = |exponent: i32| 2f64.powi(exponent);
+    let scales = [0.25, 3.0, -0.37, two(-40), 1.7 * two(-41), 1.3 * two(-99), 1.1 * two(41), 1.9 * two(126), -two(127)];
+    for fp8 in FP8_DTYPES {
+        let codes: Vec<f64> = (0..=u8::MAX).map(|code| fp8.decode(&[code])).collect();
+        for scale in scales.into_iter().chain([f64::INFINITY, 0.0]) {
+            let divisor = F32.round(scale);
+            let mut numbers: Vec<f32> = vec![f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN, f32::NAN, 0.0, -0.0];
+            for (x, next) in codes.iter().zip(&codes[1..]) {
+                let middle = ((x + next) / 2.0 * divisor) as f32;
+                numbers.extend([(x * divisor) as f32, middle.next_down(), middle, middle.next_up()]);
+            }
+            let mut random = Random::new(11);
+            numbers.resize_with(256 * 64, || f32::from_bits(random.next() as u32));
+            check(&keys_of(F32, numbers.iter().flat_map(|x| x.to_ne_bytes()).collect()), fp8, Some(scale));
+        }
+    }
+}
+
+#[test]
 fn a_code_is_what_the_formats_say() {
     let rows: &[(Dtype, f64, u8)] = &[
         (F8E4M3FN, 1.0, 0x38),

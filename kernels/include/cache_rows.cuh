@@ -12,8 +12,17 @@ namespace xa {
 /// The element type of a cache.
 enum class CacheType : int32_t { kAsRows = 0, kF8E4M3Fn = 1, kF8E5M2 = 2 };
 
+/// How the heads of a row are shared out: a share is one piece of every step-th head, neighbours take neighbouring
+/// pieces. src/cuda/cache_rows.rs holds the same structs as this file.
+struct HeadSharing {
+  Divisor pieces;  // of a head: chunks of 16 bytes, or where something is not aligned to that, elements
+  int32_t turned;  // of them, those that are rotated
+  uint32_t step;
+
+  __device__ __forceinline__ uint32_t shares() const { return pieces.divisor * step; }
+};
+
 /// New rows [T, Hkv, D] of K or V and where they go. Strides are in elements; the D elements of a head are contiguous.
-/// src/cuda/cache_rows.rs holds the same structs as this file.
 struct NewRows {
   const void* rows;
   int64_t row_token_stride;
@@ -26,54 +35,125 @@ struct NewRows {
   int64_t scale_stride;  // 0 for one scale, 1 for one a head
   CacheType cache_type;
   int32_t num_heads;
-  int32_t head_dim;
-  int32_t aligned;  // whether chunks of 16 bytes of the rows, and what a cache makes of them, are aligned to their size
+  int64_t aligned;  // whether pieces are chunks, and what a cache makes of them is aligned to its size as well
+  HeadSharing sharing;
 };
 
 /// Slot page * page_size + offset names a token of the cache.
 struct SlotMapping {
   const void* slots;  // [T], i64 if are_64_bit, else i32
   int64_t count;      // slots of the cache
-  int64_t page_size;
+  int32_t page_size;
+  int32_t page_shift;  // page_size is 2 to the power of it; -1 where it is no power of two
   int64_t are_64_bit;
 };
 
-// src/cuda/cache_rows.rs asserts the same numbers.
-static_assert(sizeof(NewRows) == 88 && sizeof(SlotMapping) == 32);
-
-/// A token of the cache; a row whose slot lies outside goes nowhere.
-struct CachePlace {
-  bool inside;
-  int64_t page;
-  int64_t offset;
+/// How rows are shared out.
+struct RowSharing {
+  int32_t num_rows;  // T
+  int32_t cta_rows;  // which a CTA takes; 1 where CTAs share a row
+  Divisor shares;    // of a row
 };
 
-__device__ __forceinline__ CachePlace find_place(const SlotMapping& mapping, int64_t row) {
-  const int64_t slot = mapping.are_64_bit != 0 ? __ldg(static_cast<const int64_t*>(mapping.slots) + row)
-                                               : __ldg(static_cast<const int32_t*>(mapping.slots) + row);
-  if (slot < 0 || slot >= mapping.count) return {false, 0, 0};
-  const int64_t page = slot / mapping.page_size;
-  return {true, page, slot - page * mapping.page_size};
+// src/cuda/cache_rows.rs asserts the same numbers.
+static_assert(sizeof(HeadSharing) == 16 && sizeof(NewRows) == 104 && sizeof(SlotMapping) == 32 &&
+              sizeof(RowSharing) == 16);
+
+__device__ __forceinline__ int64_t load_slot(const SlotMapping& mapping, int64_t row) {
+  return mapping.are_64_bit != 0 ? __ldg(static_cast<const int64_t*>(mapping.slots) + row)
+                                 : __ldg(static_cast<const int32_t*>(mapping.slots) + row);
 }
 
-/// One head of one token in a cache whose keys have the type T.
-template <typename T>
-class CacheRow {
- public:
-  __device__ __forceinline__ CacheRow(const NewRows& target, const CachePlace& place, int32_t head)
-      : type_(target.cache_type),
-        scale_(target.scale == nullptr ? 1.0f : __ldg(target.scale + head * target.scale_stride)),
-        is_scaled_(target.scale != nullptr) {
-    const int64_t element =
-        place.page * target.page_stride + place.offset * target.token_stride + head * target.head_stride;
-    const int64_t size = type_ == CacheType::kAsRows ? sizeof(T) : 1;
-    first_ = static_cast<uint8_t*>(target.cache) + element * size;
+/// Heads of K or V in a share: enough loads on their way to keep memory busy. src/cuda/cache_rows.rs knows.
+constexpr int kHeads = 2;
+/// Threads of a CTA, at most. src/cuda/cache_rows.rs knows.
+constexpr int kThreads = 192;
+
+/// One piece of every `step`-th head of a row.
+struct RowShare {
+  int32_t row;
+  int32_t piece;
+  int32_t first_head;
+  int32_t step;
+
+  __device__ __forceinline__ RowShare(const HeadSharing& sharing, int32_t row, uint32_t share)
+      : row(row), first_head(divided(share, sharing.pieces)), step(sharing.step) {
+    piece = share - first_head * sharing.pieces.divisor;
   }
+
+  __device__ __forceinline__ int32_t head(int i) const { return first_head + i * step; }
+};
+
+/// Calls `body(row, share)` for the one share of this thread. There is no loop: a compiler that keeps all that does not
+/// change in one has no registers left for what is on its way from memory.
+template <typename Body>
+__device__ __forceinline__ void for_share(const RowSharing& sharing, const Body& body) {
+  const uint32_t index = blockIdx.y * blockDim.x + threadIdx.x, shares = sharing.shares.divisor;
+  const int32_t row_in_cta = sharing.cta_rows == 1 ? 0 : divided(index, sharing.shares);
+  const uint32_t share = index - row_in_cta * shares;
+  const int64_t row = int64_t{blockIdx.x} * sharing.cta_rows + row_in_cta;
+  if (row_in_cta < sharing.cta_rows && row < sharing.num_rows && share < shares) body(static_cast<int32_t>(row), share);
+}
+
+/// What the numbers of a head are divided by before they are stored.
+class Scale {
+ public:
+  __device__ __forceinline__ explicit Scale(const float* value)
+      : is_given_(value != nullptr), value_(is_given_ ? *value : 1.0f) {}
+
+  __device__ __forceinline__ bool is_given() const { return is_given_; }
+
+  /// Quotients, rounded as f32; with kToFp8 only so that fp8 makes the same of them.
+  template <bool kToFp8, int kCount>
+  __device__ __forceinline__ void divide(float (&numbers)[kCount]) const {
+    const uint32_t bits = __float_as_uint(value_);
+    if ((bits & 0x7fffffu) == 0 && bits - (87u << 23) < 80u << 23) {
+      // A power of two, whose inverse is one as well: the product is the quotient.
+      const float inverse = __uint_as_float((254u << 23) - bits);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) numbers[i] *= inverse;
+    } else if constexpr (kToFp8) {
+      // One reciprocal for all. Two corrections make a quotient exact as far as its remainder is, so a small scale is
+      // moved away from where that would be lost.
+      const float unit = fabsf(value_) < 0x1p-40f ? 0x1p100f : 1.0f;
+      const float scale = value_ * unit, inverse = 1.0f / scale;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const float x = numbers[i] * unit, first = x * inverse;
+        const float second = fmaf(fmaf(-first, scale, x), inverse, first);
+        const float third = fmaf(fmaf(-second, scale, x), inverse, second);
+        // Infinities have no remainder, and fp8 does not tell these numbers from 0 and from its largest one.
+        numbers[i] = fabsf(first) < 0x1p-60f || fabsf(first) > 0x1p20f ? first : third;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) numbers[i] /= value_;
+    }
+  }
+
+ private:
+  bool is_given_;
+  float value_;
+};
+
+/// How a cache of 8-bit floats rounds.
+template <CacheType kType>
+struct Fp8;
+template <>
+struct Fp8<CacheType::kF8E4M3Fn> : F8E4M3Fn {};
+template <>
+struct Fp8<CacheType::kF8E5M2> : F8E5M2 {};
+
+/// The head of a token in a cache of this type, under rows of T.
+template <typename T, CacheType kType>
+class CacheHead {
+ public:
+  __device__ __forceinline__ CacheHead(uint8_t* first, const float* scale) : first_(first), scale_(scale) {}
 
   /// A chunk of the new row; bit by bit where the cache has its type and no scale.
   template <int kCount>
   __device__ __forceinline__ void copy(int32_t element, const Chunk<T, kCount>& chunk) const {
-    if (type_ == CacheType::kAsRows && !is_scaled_) {
+    if (kType == CacheType::kAsRows && !scale_.is_given()) {
       store_chunk(reinterpret_cast<T*>(first_) + element, chunk);
       return;
     }
@@ -86,52 +166,86 @@ class CacheRow {
   /// Numbers, divided by the scale and rounded.
   template <int kCount>
   __device__ __forceinline__ void store(int32_t element, float (&numbers)[kCount]) const {
-    if (is_scaled_) {
+    if (scale_.is_given()) scale_.template divide<kType != CacheType::kAsRows>(numbers);
+    if constexpr (kType == CacheType::kAsRows) {
+      store_chunk(reinterpret_cast<T*>(first_) + element, rounded<T>(numbers));
+    } else {
+      using Rounding = Fp8<kType>;
+      if constexpr (kCount == 1) {
+        first_[element] = static_cast<uint8_t>(Rounding::encode(numbers[0], 0.0f, 0.0f, 0.0f));
+      } else {
+        Chunk<uint32_t, kCount / 4> codes;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) numbers[i] /= scale_;
+        for (int i = 0; i < kCount; i += 4) {
+          codes.elements[i / 4] = Rounding::encode(numbers[i], numbers[i + 1], numbers[i + 2], numbers[i + 3]);
+        }
+        store_chunk(reinterpret_cast<uint32_t*>(first_ + element), codes);
+      }
     }
-    if (type_ == CacheType::kAsRows) {
-      Chunk<T, kCount> chunk;
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) chunk.elements[i] = rounded<T>(numbers[i]);
-      store_chunk(reinterpret_cast<T*>(first_) + element, chunk);
-      return;
-    }
-    Chunk<uint8_t, kCount> codes;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const bool is_e4m3 = type_ == CacheType::kF8E4M3Fn;
-      codes.elements[i] = static_cast<uint8_t>(is_e4m3 ? F8E4M3Fn::encode(numbers[i]) : F8E5M2::encode(numbers[i]));
-    }
-    store_chunk(first_ + element, codes);
   }
 
  private:
-  CacheType type_;
-  float scale_;
-  bool is_scaled_;
+  uint8_t* first_;
+  Scale scale_;
+};
+
+/// The place of a row in the cache; a row whose slot lies outside goes nowhere.
+template <typename T, CacheType kType>
+class CachePlace {
+ public:
+  __device__ __forceinline__ CachePlace(const NewRows& target, const SlotMapping& mapping, int64_t slot)
+      : target_(target), inside_(slot >= 0 && slot < mapping.count), first_(nullptr) {
+    // A cache without slots may have pages of no size.
+    if (!inside_) return;
+    const int64_t page = mapping.page_shift >= 0 ? slot >> mapping.page_shift : slot / mapping.page_size;
+    const int64_t offset = slot - page * mapping.page_size;
+    first_ = static_cast<uint8_t*>(target.cache) + (page * target.page_stride + offset * target.token_stride) * kSize;
+  }
+
+  __device__ __forceinline__ bool inside() const { return inside_; }
+
+  __device__ __forceinline__ CacheHead<T, kType> head(int32_t head) const {
+    const float* const scale = target_.scale == nullptr ? nullptr : target_.scale + head * target_.scale_stride;
+    return {first_ + head * target_.head_stride * kSize, scale};
+  }
+
+ private:
+  static constexpr int64_t kSize = kType == CacheType::kAsRows ? sizeof(T) : 1;
+  const NewRows& target_;
+  bool inside_;
   uint8_t* first_;
 };
 
-/// Heads of a token's new row, as they are, into its place; kCount elements at a time.
-template <typename T, int kCount, int kThreads>
-__device__ __forceinline__ void write_heads(const NewRows& target, int64_t row, const CachePlace& place) {
-  const int32_t pieces = target.head_dim / kCount;
-  const T* const from = static_cast<const T*>(target.rows) + row * target.row_token_stride;
-  for (int32_t item = threadIdx.x; item < target.num_heads * pieces; item += kThreads) {
-    const int32_t head = item / pieces, element = (item - head * pieces) * kCount;
-    const auto chunk = load_chunk<T, kCount>(from + head * target.row_head_stride + element);
-    CacheRow<T>(target, place, head).copy(element, chunk);
+/// A share of a row of K or V, as it is, into its place; pieces of kCount elements.
+template <typename T, CacheType kType, int kCount>
+__device__ __forceinline__ void write_share(const NewRows& target, const SlotMapping& mapping, const RowShare& share) {
+  // The row's numbers do not wait for its slot.
+  const int64_t slot = load_slot(mapping, share.row);
+  const int32_t element = share.piece * kCount;
+  const T* const from = static_cast<const T*>(target.rows) + share.row * target.row_token_stride + element;
+  Chunk<T, kCount> chunks[kHeads];
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    if (share.head(i) < target.num_heads) {
+      chunks[i] = load_chunk<T, kCount>(from + share.head(i) * target.row_head_stride);
+    }
+  }
+  const CachePlace<T, kType> place(target, mapping, slot);
+  if (!place.inside()) return;
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    if (share.head(i) < target.num_heads) place.head(share.head(i)).copy(element, chunks[i]);
   }
 }
 
-/// The same, 16 bytes of the row at a time where everything is aligned to that.
-template <typename T, int kThreads>
-__device__ __forceinline__ void write_heads(const NewRows& target, int64_t row, const CachePlace& place) {
+template <typename T, CacheType kType>
+__device__ __forceinline__ void write_share(const NewRows& target, const SlotMapping& mapping, int32_t row,
+                                            uint32_t index) {
+  const RowShare share(target.sharing, row, index);
   if (target.aligned != 0) {
-    write_heads<T, 16 / sizeof(T), kThreads>(target, row, place);
+    write_share<T, kType, 16 / sizeof(T)>(target, mapping, share);
   } else {
-    write_heads<T, 1, kThreads>(target, row, place);
+    write_share<T, kType, 1>(target, mapping, share);
   }
 }
 

@@ -1,4 +1,4 @@
-// A few neighbouring elements that a thread reads, computes with and writes at once.
+// A few neighbouring elements that a thread reads, computes with and writes at once, and the division that finds them.
 #pragma once
 
 #include <cstdint>
@@ -31,6 +31,38 @@ __device__ __forceinline__ T rounded(float x) {
   } else {
     return x;
   }
+}
+
+/// f32 as neighbouring elements of T, each rounded to nearest even.
+template <typename T, int kCount>
+__device__ __forceinline__ Chunk<T, kCount> rounded(const float (&numbers)[kCount]) {
+  Chunk<T, kCount> chunk;
+  if constexpr (Element<T>::kIs16Bit && kCount % 2 == 0) {
+    // In pairs: one instruction rounds two.
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      const uint32_t pair = Element<T>::pack(numbers[i], numbers[i + 1]);
+      chunk.elements[i] = T{static_cast<uint16_t>(pair)};
+      chunk.elements[i + 1] = T{static_cast<uint16_t>(pair >> 16)};
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) chunk.elements[i] = rounded<T>(numbers[i]);
+  }
+  return chunk;
+}
+
+/// A divisor that the host knows. src/cuda/chunk.rs holds the same struct.
+struct Divisor {
+  uint32_t divisor;
+  uint32_t inverse;  // 2^32 / divisor, rounded up; 0 where some dividend is too large for it
+};
+
+// src/cuda/chunk.rs asserts the same number.
+static_assert(sizeof(Divisor) == 8);
+
+__device__ __forceinline__ uint32_t divided(uint32_t n, const Divisor& by) {
+  return by.inverse != 0 ? __umulhi(n, by.inverse) : n / by.divisor;
 }
 
 }  // namespace xa

@@ -1,32 +1,53 @@
-// From f32 to 8-bit floats, in integers and one addition: the portable PTX has no instruction for it.
+// From f32 to 8-bit floats by f32 and f16 arithmetic: the portable PTX has no instruction for it.
 #pragma once
 
 #include <cstdint>
 
+#include "ptx.cuh"
+
 namespace xa {
 
-/// Of an 8-bit float. Numbers round to nearest even; what is larger than kLargest (the bits of an f32), infinities
-/// included, becomes the largest finite number; every NaN becomes 0x7f.
-template <int kMantissaBits, int kBias, uint32_t kLargest>
+/// Of an 8-bit float. Numbers round to nearest even; what is larger than kLargest, infinities included, becomes the
+/// largest finite number; every NaN becomes 0x7f.
+///
+/// With its exponent moved by kExponentShift the format's smallest normal number is that of f16, so that a rounded
+/// number is an f16 whose upper bits are the code.
+template <int kMantissaBits, int kExponentShift>
 struct Fp8Rounding {
-  static __device__ __forceinline__ uint32_t encode(float x) {
-    constexpr int kDropped = 23 - kMantissaBits;
-    constexpr uint32_t kSmallestNormal = (127u + 1u - kBias) << 23;
-    // A power of two whose last place is the distance between subnormal numbers.
-    constexpr uint32_t kCoarse = (127u + 1u - kBias - kMantissaBits + 23u) << 23;
-    const uint32_t bits = __float_as_uint(x);
-    const uint32_t magnitude = min(bits & 0x7fffffffu, kLargest);
-    // Just under half of the last kept place, and one more where that place is odd; a carry into the exponent is right.
-    const uint32_t rounded = magnitude + ((1u << (kDropped - 1)) - 1u) + ((magnitude >> kDropped) & 1u);
-    const uint32_t normal = (rounded >> kDropped) - ((127u - kBias) << kMantissaBits);
-    // The sum rounds to a multiple of that distance, and its mantissa counts them.
-    const uint32_t subnormal = __float_as_uint(__uint_as_float(magnitude) + __uint_as_float(kCoarse)) - kCoarse;
-    const uint32_t code = magnitude < kSmallestNormal ? subnormal : normal;
-    return x != x ? 0x7fu : code | (bits >> 31) << 7;
+  static_assert(kExponentShift == 0 || kExponentShift == 1, "bits of an f16's exponent that the format does not have");
+
+  /// The codes of four numbers, the first in the lowest byte.
+  static __device__ __forceinline__ uint32_t encode(float a, float b, float c, float d) {
+    return __byte_perm(pair(a, b), pair(c, d), 0x7531);
+  }
+
+ private:
+  // e4m3fn has a bit less of an exponent than f16: its bias is smaller by 8.
+  static constexpr float kScale = kExponentShift == 0 ? 1.0f : 0x1p-8f;
+  static constexpr float kLargest = kExponentShift == 0 ? 57344.0f : 448.0f * kScale;
+
+  /// The codes of two numbers, each in the upper byte of 16 bits.
+  static __device__ __forceinline__ uint32_t pair(float low, float high) {
+    const uint32_t magnitudes = ptx::pack_f16(magnitude(low), magnitude(high));
+    // Here for the signs; a NaN has none.
+    const uint32_t signs = ptx::pack_bf16(low, high);
+    return (magnitudes << kExponentShift & 0x7fff7fffu) | (signs & 0x80008000u);
+  }
+
+  /// |x|, clamped and rounded, in units that make it an f16.
+  static __device__ __forceinline__ float magnitude(float x) {
+    const float size = fabsf(x) * kScale;
+    // A NaN stays one.
+    const float clamped = size > kLargest ? kLargest : size;
+    constexpr uint32_t kSmallestNormal = (127u - 14u) << 23;
+    const float power = __uint_as_float(max(__float_as_uint(clamped) & 0x7f800000u, kSmallestNormal));
+    // The last place of the sum is that of the format, at this power of two or at the smallest normal number.
+    constexpr float kCoarse = static_cast<float>(1u << (23 - kMantissaBits));
+    return fmaf(power, -kCoarse, fmaf(power, kCoarse, clamped));
   }
 };
 
-using F8E4M3Fn = Fp8Rounding<3, 7, 0x43e00000u>;  // 448
-using F8E5M2 = Fp8Rounding<2, 15, 0x47600000u>;   // 57344
+using F8E4M3Fn = Fp8Rounding<3, 1>;
+using F8E5M2 = Fp8Rounding<2, 0>;
 
 }  // namespace xa

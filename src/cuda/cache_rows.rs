@@ -1,11 +1,26 @@
 //! What the kernels that write cache rows are told of them: `kernels/include/cache_rows.cuh`.
 
-use super::chunk::{CHUNK, aligned_to};
-use super::launch::copy;
-use crate::error::Result;
+use super::chunk::{self, CHUNK, Divisor, aligned_to};
+use super::launch::{Shape, copy};
+use crate::error::{Error, Result};
 use crate::ops::kv_cache_update::{KvCacheUpdate, NewRows};
 use crate::stream::Stream;
 use crate::tensor::DType;
+
+/// Heads of K or V in a share of a row: `kHeads` of the header.
+const HEADS: u32 = 2;
+/// Threads of a CTA, at most: `kThreads` of the header.
+const THREADS: u32 = 192;
+/// CTAs that may share a row: the limit of the grid's second dimension.
+const MOST_PARTS: u32 = 65535;
+
+/// `HeadSharing`
+#[repr(C)]
+pub(super) struct HeadSharing {
+    pieces: Divisor,
+    turned: u32,
+    step: u32,
+}
 
 /// `NewRows`
 #[repr(C)]
@@ -21,8 +36,8 @@ pub(super) struct RowParams {
     scale_stride: i64,
     cache_type: i32,
     num_heads: i32,
-    head_dim: i32,
-    pub(super) aligned: i32,
+    aligned: i64,
+    pub(super) sharing: HeadSharing,
 }
 
 /// `SlotMapping`
@@ -30,12 +45,26 @@ pub(super) struct RowParams {
 pub(super) struct SlotParams {
     slots: *const u8,
     count: i64,
-    page_size: i64,
+    page_size: i32,
+    page_shift: i32,
     are_64_bit: i64,
 }
 
+/// `RowSharing`
+#[repr(C)]
+pub(super) struct RowSharing {
+    num_rows: i32,
+    cta_rows: i32,
+    shares: Divisor,
+}
+
 // The header asserts the same numbers.
-const _: () = assert!(size_of::<RowParams>() == 88 && size_of::<SlotParams>() == 32);
+const _: () = assert!(
+    size_of::<HeadSharing>() == 16
+        && size_of::<RowParams>() == 104
+        && size_of::<SlotParams>() == 32
+        && size_of::<RowSharing>() == 16
+);
 
 /// `CacheType` of the header for a cache under rows of another or the same dtype.
 fn cache_type(rows: DType, cache: DType) -> i32 {
@@ -46,8 +75,52 @@ fn cache_type(rows: DType, cache: DType) -> i32 {
     }
 }
 
+impl HeadSharing {
+    /// Rows of heads `[num_heads, _]` of so many pieces, some of them rotated, `heads` of them in a share.
+    pub(super) fn new(pieces: u32, turned: u32, num_heads: u32, heads: u32) -> Self {
+        let step = num_heads.div_ceil(heads);
+        Self { pieces: Divisor::new(pieces, u64::from(pieces) * u64::from(step)), turned, step }
+    }
+
+    /// Of a row.
+    pub(super) fn shares(&self) -> u32 {
+        self.pieces.divisor.saturating_mul(self.step)
+    }
+}
+
+impl RowSharing {
+    /// Rows whose heads are shared out like this, and the launch that has a thread for each share.
+    pub(super) fn new(num_rows: usize, heads: &[&HeadSharing]) -> Result<(Self, Shape)> {
+        let shares = heads.iter().fold(0, |sum: u32, of| sum.saturating_add(of.shares()));
+        let cta_rows = (THREADS / shares).max(1);
+        let parts = shares.div_ceil(THREADS);
+        if parts > MOST_PARTS {
+            return Err(Error::unimplemented("rows of more than 12 million pieces are not supported on CUDA"));
+        }
+        let threads = (cta_rows * shares).div_ceil(parts).next_multiple_of(32);
+        let grid = [(num_rows as u32).div_ceil(cta_rows), parts, 1];
+        let shares = Divisor::new(shares, u64::from(threads));
+        let sharing = Self { num_rows: num_rows as i32, cta_rows: cta_rows as i32, shares };
+        Ok((sharing, Shape { grid, threads, shared_memory: 0 }))
+    }
+}
+
 impl RowParams {
+    /// Rows that are written as they are.
     pub(super) fn new(new: &NewRows, cache_dtype: DType) -> Self {
+        Self::in_pieces(new, cache_dtype, true, |aligned| {
+            let (heads, elements) = (new.rows.dims[1] as u32, new.rows.dims[2] as u32);
+            HeadSharing::new(elements / chunk::elements(new.rows.dtype, aligned), 0, heads, HEADS)
+        })
+    }
+
+    /// Rows whose heads are shared out as `sharing` says of chunks, if they `may` be, or of single elements.
+    pub(super) fn in_pieces(
+        new: &NewRows,
+        cache_dtype: DType,
+        may: bool,
+        sharing: impl FnOnce(bool) -> HeadSharing,
+    ) -> Self {
         let (rows, cache) = (&new.rows, &new.cache);
         let (size, cache_size) = (rows.dtype.size() as i64, cache_dtype.size() as i64);
         // Heads have a multiple of 8 elements, so that chunks fill them.
@@ -55,6 +128,7 @@ impl RowParams {
         let strides = [cache.page_stride, cache.token_stride, cache.head_stride].map(|stride| stride * cache_size);
         let stored_chunk = CHUNK / rows.dtype.size() * cache_dtype.size();
         let cache_aligned = aligned_to(stored_chunk, &strides) && aligned_to(stored_chunk, &[cache.data as i64]);
+        let aligned = may && rows_aligned && cache_aligned;
         Self {
             rows: rows.data,
             row_token_stride: rows.stride(0),
@@ -67,8 +141,8 @@ impl RowParams {
             scale_stride: new.scale.map_or(0, |scale| i64::from(scale.per_head)),
             cache_type: cache_type(rows.dtype, cache_dtype),
             num_heads: rows.dims[1] as i32,
-            head_dim: rows.dims[2] as i32,
-            aligned: i32::from(rows_aligned && cache_aligned),
+            aligned: i64::from(aligned),
+            sharing: sharing(aligned),
         }
     }
 }
@@ -78,7 +152,8 @@ impl SlotParams {
         Self {
             slots: problem.slot_mapping.data,
             count: problem.num_pages as i64 * problem.page_size as i64,
-            page_size: problem.page_size as i64,
+            page_size: problem.page_size as i32,
+            page_shift: if problem.page_size.is_power_of_two() { problem.page_size.ilog2() as i32 } else { -1 },
             are_64_bit: i64::from(problem.slot_mapping.dtype == DType::I64),
         }
     }

@@ -1,7 +1,7 @@
 //! Cache updates on CUDA: bring the old cache over where the result is another buffer, then write the new rows.
 
-use super::cache_rows::{RowParams, SlotParams, bring_over};
-use super::launch::{Shape, launch as launch_kernel};
+use super::cache_rows::{RowParams, RowSharing, SlotParams, bring_over};
+use super::launch::launch as launch_kernel;
 use super::{module, variants};
 use crate::error::Result;
 use crate::log;
@@ -9,7 +9,6 @@ use crate::ops::kv_cache_update::KvCacheUpdate;
 use crate::stream::Stream;
 
 const KERNEL: &str = "kv_cache_update";
-const THREADS: u32 = 128;
 
 /// `CacheUpdateParams` of `kernels/kv_cache_update.cu`.
 #[repr(C)]
@@ -17,10 +16,11 @@ struct Params {
     key: RowParams,
     value: RowParams,
     slot_mapping: SlotParams,
+    sharing: RowSharing,
 }
 
 // The kernel asserts the same number.
-const _: () = assert!(size_of::<Params>() == 208);
+const _: () = assert!(size_of::<Params>() == 256);
 
 fn variant(problem: &KvCacheUpdate) -> Result<usize> {
     variants::find(KERNEL, &[variants::dtype_value(problem.key.rows.dtype)])
@@ -42,16 +42,13 @@ pub(crate) unsafe fn launch(problem: &KvCacheUpdate, stream: Stream) -> Result {
         return Ok(());
     }
     let variant = variant(problem)?;
-    // One row a CTA, its keys and its values apart.
-    let shape = Shape { grid: [num_rows as u32, 2, 1], threads: THREADS, shared_memory: 0 };
+    let key = RowParams::new(&problem.key, problem.cache_dtype);
+    let value = RowParams::new(&problem.value, problem.cache_dtype);
+    let (sharing, shape) = RowSharing::new(num_rows, &[&key.sharing, &value.sharing])?;
     log::call(KERNEL, (variant, problem.cache_dtype, shape), || {
         format!("{} into {} with {shape:?}", variants::VARIANTS[variant].name, problem.cache_dtype)
     });
-    let params = Params {
-        key: RowParams::new(&problem.key, problem.cache_dtype),
-        value: RowParams::new(&problem.value, problem.cache_dtype),
-        slot_mapping,
-    };
+    let params = Params { key, value, slot_mapping, sharing };
     // SAFETY: `Params` is the kernel's parameter; the caller vouches for the memory.
     unsafe { launch_kernel(module::function(variant)?, shape, stream, &params) }
 }

@@ -1,6 +1,6 @@
-//! Merging attention states on CUDA: one thread for 16 bytes of the output.
+//! Merging attention states on CUDA: a thread takes 16 bytes of the output at a time.
 
-use super::chunk::{CHUNK, aligned_to};
+use super::chunk::{self, CHUNK, Divisor, aligned_to};
 use super::launch::{Shape, launch as launch_kernel};
 use super::{module, variants};
 use crate::error::Result;
@@ -10,9 +10,12 @@ use crate::stream::Stream;
 use crate::tensor::Tensor;
 
 const KERNEL: &str = "merge_attention_states";
-const THREADS: u32 = 128;
+const THREADS: u32 = 256;
+/// Pieces that a CTA takes where there are enough of them, and how many CTAs are enough.
+const CTA_ITEMS: u32 = 8 * THREADS;
+const ENOUGH_CTAS: u64 = 1024;
 /// CTAs that may share a row: the limit of the grid's second dimension.
-const MOST_SHARES: usize = 65535;
+const MOST_SHARES: u32 = 65535;
 
 /// `AttentionState` of `kernels/merge_attention_states.cu`.
 #[repr(C)]
@@ -33,11 +36,14 @@ struct Params {
     num_rows: i64,
     num_heads: i32,
     head_dim: i32,
-    aligned: i64,
+    aligned: i32,
+    cta_rows: i32,
+    row_items: Divisor,
+    head_items: Divisor,
 }
 
 // The kernel asserts the same number.
-const _: () = assert!(size_of::<Params>() == 104);
+const _: () = assert!(size_of::<Params>() == 120);
 
 fn state(state: &State) -> StateParams {
     let out = &state.out;
@@ -67,9 +73,15 @@ pub(crate) unsafe fn launch(problem: &MergeAttentionStates, stream: Stream) -> R
     }
     let variant = variant(problem)?;
     let aligned = [&problem.a.out, &problem.b.out, &problem.out].into_iter().all(is_aligned);
-    let elements = if aligned { CHUNK / problem.out.dtype.size() } else { 1 };
-    let shares = (problem.num_heads * problem.head_dim / elements).div_ceil(THREADS as usize).min(MOST_SHARES);
-    let shape = Shape { grid: [problem.num_rows as u32, shares as u32, 1], threads: THREADS, shared_memory: 0 };
+    let head_items = problem.head_dim as u32 / chunk::elements(problem.out.dtype, aligned);
+    let row_items = problem.num_heads as u32 * head_items;
+    let items = problem.num_rows as u64 * u64::from(row_items);
+    // A long CTA spends less of its time starting; short ones bring a few rows to every SM.
+    let cta_items = if items >= ENOUGH_CTAS * u64::from(CTA_ITEMS) { CTA_ITEMS } else { THREADS };
+    let cta_rows = (cta_items / row_items).max(1);
+    let shares = if cta_rows > 1 { 1 } else { row_items.div_ceil(cta_items).min(MOST_SHARES) };
+    let shape =
+        Shape { grid: [(problem.num_rows as u32).div_ceil(cta_rows), shares, 1], threads: THREADS, shared_memory: 0 };
     log::call(KERNEL, (variant, shape), || format!("{} with {shape:?}", variants::VARIANTS[variant].name));
     let params = Params {
         a: state(&problem.a),
@@ -79,7 +91,10 @@ pub(crate) unsafe fn launch(problem: &MergeAttentionStates, stream: Stream) -> R
         num_rows: problem.num_rows as i64,
         num_heads: problem.num_heads as i32,
         head_dim: problem.head_dim as i32,
-        aligned: i64::from(aligned),
+        aligned: i32::from(aligned),
+        cta_rows: cta_rows as i32,
+        row_items: Divisor::new(row_items, u64::from(cta_rows) * u64::from(row_items)),
+        head_items: Divisor::new(head_items, u64::from(row_items)),
     };
     // SAFETY: `Params` is the kernel's parameter; the caller vouches for the memory.
     unsafe { launch_kernel(module::function(variant)?, shape, stream, &params) }

@@ -1,18 +1,17 @@
 //! Rotating queries and keys into the cache on CUDA: bring the old cache over where the result is another buffer, then
 //! one launch for queries, keys and values.
 
-use super::cache_rows::{RowParams, SlotParams, bring_over};
-use super::chunk::{CHUNK, aligned_to};
-use super::launch::{Shape, launch as launch_kernel};
+use super::cache_rows::{HeadSharing, RowParams, RowSharing, SlotParams, bring_over};
+use super::chunk::{self, CHUNK, aligned_to};
+use super::launch::launch as launch_kernel;
 use super::{module, variants};
 use crate::error::Result;
 use crate::log;
 use crate::ops::rope_kv_cache_update::{RopeKvCacheUpdate, Rotation};
 use crate::stream::Stream;
-use crate::tensor::DType;
+use crate::tensor::{DType, Tensor};
 
 const KERNEL: &str = "rope_kv_cache_update";
-const THREADS: u32 = 128;
 
 /// `QueryRows` of `kernels/rope_kv_cache_update.cu`.
 #[repr(C)]
@@ -24,6 +23,7 @@ struct QueryParams {
     num_heads: i32,
     head_dim: i32,
     aligned: i64,
+    sharing: HeadSharing,
 }
 
 /// `Rotation` of `kernels/rope_kv_cache_update.cu`.
@@ -34,8 +34,7 @@ struct RotationParams {
     row_stride: i64,
     max_positions: i32,
     half: i32,
-    interleaved: i32,
-    aligned: i32,
+    interleaved: i64,
 }
 
 /// `RopeParams` of `kernels/rope_kv_cache_update.cu`.
@@ -44,19 +43,21 @@ struct Params {
     key: RowParams,
     value: RowParams,
     slot_mapping: SlotParams,
+    sharing: RowSharing,
     query: QueryParams,
     rotation: RotationParams,
 }
 
 // The kernel asserts the same numbers.
 const _: () =
-    assert!(size_of::<QueryParams>() == 48 && size_of::<RotationParams>() == 40 && size_of::<Params>() == 296);
+    assert!(size_of::<QueryParams>() == 64 && size_of::<RotationParams>() == 40 && size_of::<Params>() == 360);
 
 fn queries(problem: &RopeKvCacheUpdate) -> QueryParams {
     let (rows, out) = (&problem.query, &problem.query_out);
     let size = rows.dtype.size() as i64;
     // Heads have a multiple of 8 elements, so that chunks fill them.
     let places = [rows.data as i64, rows.stride(0) * size, rows.stride(1) * size, out.data as i64];
+    let aligned = may_take_chunks(&problem.rotation, rows.dtype) && aligned_to(CHUNK, &places);
     QueryParams {
         rows: rows.data,
         row_token_stride: rows.stride(0),
@@ -64,23 +65,42 @@ fn queries(problem: &RopeKvCacheUpdate) -> QueryParams {
         out: out.data,
         num_heads: rows.dims[1] as i32,
         head_dim: rows.dims[2] as i32,
-        aligned: i64::from(aligned_to(CHUNK, &places)),
+        aligned: i64::from(aligned),
+        sharing: sharing(rows, &problem.rotation, aligned),
     }
 }
 
-fn rotation(rotation: &Rotation, dtype: DType) -> RotationParams {
+/// Elements that are rotated: none without a table.
+fn rotated(rotation: &Rotation) -> usize {
+    if rotation.max_pos == 0 { 0 } else { rotation.rotated }
+}
+
+/// The table is aligned, and chunks hold whole pairs, or halves of them.
+fn may_take_chunks(rotation: &Rotation, dtype: DType) -> bool {
     let chunk = CHUNK / dtype.size();
-    // Neighbours turn within a chunk; else a chunk of first elements turns with one of second elements.
-    let whole = rotation.rotated.is_multiple_of(if rotation.interleaved { chunk } else { 2 * chunk });
     let table = [rotation.cos_sin as i64, rotation.row_stride * size_of::<f32>() as i64];
+    // Neighbours turn within a chunk; else a chunk of first elements turns with one of second elements.
+    rotated(rotation).is_multiple_of(if rotation.interleaved { chunk } else { 2 * chunk })
+        && (rotated(rotation) == 0 || aligned_to(CHUNK, &table))
+}
+
+/// How heads of `rows` are shared out, one a share. Where chunks do not hold whole pairs, a piece is a chunk of first
+/// elements with one of second elements.
+fn sharing(rows: &Tensor, rotation: &Rotation, chunks: bool) -> HeadSharing {
+    let (heads, head_dim, rotated) = (rows.dims[1] as u32, rows.dims[2] as u32, rotated(rotation) as u32);
+    let elements = chunk::elements(rows.dtype, chunks);
+    let turned = if rotation.interleaved && chunks { rotated / elements } else { rotated / 2 / elements };
+    HeadSharing::new(turned + (head_dim - rotated) / elements, turned, heads, 1)
+}
+
+fn rotation(rotation: &Rotation) -> RotationParams {
     RotationParams {
         positions: rotation.positions,
         cos_sin: rotation.cos_sin,
         row_stride: rotation.row_stride,
         max_positions: rotation.max_pos as i32,
-        half: (rotation.rotated / 2) as i32,
-        interleaved: i32::from(rotation.interleaved),
-        aligned: i32::from(whole && aligned_to(CHUNK, &table)),
+        half: (rotated(rotation) / 2) as i32,
+        interleaved: i64::from(rotation.interleaved),
     }
 }
 
@@ -104,18 +124,18 @@ pub(crate) unsafe fn launch(problem: &RopeKvCacheUpdate, stream: Stream) -> Resu
         return Ok(());
     }
     let variant = variant(problem)?;
-    // One row a CTA, its queries, keys and values apart.
-    let shape = Shape { grid: [num_rows as u32, 3, 1], threads: THREADS, shared_memory: 0 };
+    let query = queries(problem);
+    let may = may_take_chunks(&problem.rotation, dtype);
+    let key = RowParams::in_pieces(&update.key, update.cache_dtype, may, |chunks| {
+        sharing(&update.key.rows, &problem.rotation, chunks)
+    });
+    let value = RowParams::new(&update.value, update.cache_dtype);
+    let (sharing, shape) = RowSharing::new(num_rows, &[&query.sharing, &key.sharing, &value.sharing])?;
     log::call(KERNEL, (variant, update.cache_dtype, shape), || {
         format!("{} into {} with {shape:?}", variants::VARIANTS[variant].name, update.cache_dtype)
     });
-    let params = Params {
-        key: RowParams::new(&update.key, update.cache_dtype),
-        value: RowParams::new(&update.value, update.cache_dtype),
-        slot_mapping: SlotParams::new(update),
-        query: queries(problem),
-        rotation: rotation(&problem.rotation, dtype),
-    };
+    let slot_mapping = SlotParams::new(update);
+    let params = Params { key, value, slot_mapping, sharing, query, rotation: rotation(&problem.rotation) };
     // SAFETY: `Params` is the kernel's parameter; the caller vouches for the memory.
     unsafe { launch_kernel(module::function(variant)?, shape, stream, &params) }
 }

@@ -24,13 +24,29 @@ def run(name, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu), "xla"])
-@pytest.mark.parametrize("name", ["torch_paged_attention.py", "torch_flash_attn_varlen.py", "torch_vllm_style.py"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch_paged_attention.py",
+        "torch_flash_attn_varlen.py",
+        "torch_vllm_style.py",
+        "torch_cascade_attention.py",
+    ],
+)
 def test_the_example_says_that_all_agree(name, device):
     if device == "xla" and importlib.util.find_spec("torch_xla") is None:
         pytest.skip("torch_xla is not installed")
     printed = run(name, device)
     assert "True" in printed or "largest difference" in printed
     assert "False" not in printed
+
+
+def test_the_cascade_reads_the_prefix_once():
+    printed = run("torch_cascade_attention.py")
+    assert "both ways agree: True" in printed
+    # 6 sequences over 2048 shared tokens and 345 of their own, 1024 bytes of K and V each.
+    assert f"plain: {(6 * 2048 + 345) * 1024} bytes" in printed
+    assert f"cascade: {(2048 + 345) * 1024} bytes" in printed
 
 
 def test_a_custom_call_of_ones_own_runs(xla_device):
