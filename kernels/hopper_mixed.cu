@@ -44,6 +44,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
         decode, xa::ShareNumber{number, shares}, aligned, [&](const xa::Plan& piece) {
           return xa::hopper::BoxDecodeLoop<DecodeShape, T>(decode, piece, boxes, aligned, count);
         });
+    xa::hopper::BoxRing<DecodeShape>(aligned).end();
     // The copy engine and the barriers of prefill come where these threads have read and written.
     xa::hopper::ptx::fence_stores_for_async();
     __syncthreads();

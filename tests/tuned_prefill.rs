@@ -239,7 +239,7 @@ mod on_their_own_gpu {
     use super::{BF16, Case, Dtypes, F16, FP8_HEAD_DIMS, HEAD_DIMS, Layout, Mask, Shape, Storage};
     use crate::support::device::{Around, Gpu};
     use std::io;
-    use std::sync::{Arc, Mutex};
+    use std::sync::{Arc, LazyLock, Mutex};
 
     /// What the library logs.
     #[derive(Clone, Default)]
@@ -255,6 +255,16 @@ mod on_their_own_gpu {
         }
     }
 
+    fn log() -> &'static Log {
+        static LOG: LazyLock<Log> = LazyLock::new(|| {
+            let log = Log::default();
+            let writer = log.clone();
+            tracing_subscriber::fmt().with_max_level(tracing::Level::DEBUG).with_writer(move || writer.clone()).init();
+            log
+        });
+        &LOG
+    }
+
     /// What compute-sanitizer's slower tools run (tests/gpu/run.py): short, and a call of every kernel.
     #[test]
     fn tuned_kernels_are_chosen() {
@@ -262,9 +272,7 @@ mod on_their_own_gpu {
             println!("skipped: this machine has no GPU with tuned kernels");
             return;
         };
-        let log = Log::default();
-        let writer = log.clone();
-        tracing_subscriber::fmt().with_max_level(tracing::Level::DEBUG).with_writer(move || writer.clone()).init();
+        let log = log();
         let forms = [(0.0, "plain"), (2.5, "modified")];
         let fp8_forms = [(0.0, "scaled"), (2.5, "modified")];
         for (dtypes, name, head_dims, forms) in [
@@ -302,11 +310,20 @@ mod on_their_own_gpu {
                             .invocation()
                             .run_on_gpu(&gpu, Around::Redzones, 0)
                             .unwrap();
-                        assert_said(&log, &format!("hopper_prefill_{name}_{dims}_{keys}_{score} with"));
+                        assert_said(log, &format!("hopper_prefill_{name}_{dims}_{keys}_{score} with"));
                     }
                 }
             }
         }
+    }
+
+    #[test]
+    fn the_mixed_kernel_is_chosen() {
+        let Some(gpu) = Gpu::first().filter(|_| Gpu::runs_sm_90a()) else {
+            println!("skipped: this machine has no GPU with tuned kernels");
+            return;
+        };
+        let log = log();
         for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
             let lengths = vec![(900, 1000), (1, 3000), (1, 200)];
             let shape = Shape {
@@ -319,7 +336,7 @@ mod on_their_own_gpu {
             };
             let storage = Storage { workspace: Some(9_000_001), ..Storage::default() };
             Case::paged(&shape.batch(), &storage).invocation().run_on_gpu(&gpu, Around::Redzones, 0).unwrap();
-            assert_said(&log, &format!("hopper_mixed_{name}_128 with"));
+            assert_said(log, &format!("hopper_mixed_{name}_128 with"));
         }
     }
 

@@ -224,6 +224,11 @@ void end_if_complete(Mbarrier& barrier) {
 }
 }  // namespace
 
+void mbarrier_end(uint32_t address) {
+  mbarrier(address);
+  mbarriers.erase(address);
+}
+
 void mbarrier_arrive(uint32_t address, uint32_t expected_bytes) {
   Mbarrier& barrier = mbarrier(address);
   barrier.bytes += expected_bytes;

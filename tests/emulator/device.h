@@ -64,6 +64,7 @@ void barrier(int number, int threads);
 /// An mbarrier at an address of shared memory: phases that end when as many threads have arrived as it was made for and
 /// as many bytes have been copied as they said.
 void mbarrier_init(uint32_t address, uint32_t arrivals);
+void mbarrier_end(uint32_t address);
 void mbarrier_arrive(uint32_t address, uint32_t expected_bytes);
 void mbarrier_copied(uint32_t address, uint32_t bytes);
 /// Waits for the end of the phase of this parity.

@@ -84,6 +84,7 @@ struct StmatrixLane {
 }  // namespace host
 
 inline void barrier_init(uint32_t barrier, uint32_t arrivals) { emulator::mbarrier_init(barrier, arrivals); }
+inline void barrier_end(uint32_t barrier) { emulator::mbarrier_end(barrier); }
 inline void fence_barrier_init() {}
 inline void barrier_arrive(uint32_t barrier) { emulator::mbarrier_arrive(barrier, 0); }
 inline void barrier_expect(uint32_t barrier, uint32_t bytes) { emulator::mbarrier_arrive(barrier, bytes); }

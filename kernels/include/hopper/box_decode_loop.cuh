@@ -42,6 +42,11 @@ struct BoxRing {
     ptx::fence_barrier_init();
     ptx::fence_stores_for_async();
   }
+  /// After the last use.
+  __device__ __forceinline__ void end() const {
+    if (threadIdx.x % 32 != 0) return;
+    for (int stage = 0; stage < Shape::kStages; ++stage) ptx::barrier_end(barriers + 8 * stage);
+  }
   __device__ __forceinline__ Barrier full(Turn<Shape::kStages> turn) const {
     return Barrier{barriers + 8 * turn.slot, turn.parity};
   }

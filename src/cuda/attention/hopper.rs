@@ -119,14 +119,7 @@ impl Prefill {
     /// null where there is no room or no CTA takes a second tile.
     pub(super) fn counter(&self, problem: &Attention, tiles: i64, device: &Device) -> *mut u8 {
         let is_wanted = tiles * self.packs(problem) > i64::from(device.sms);
-        if is_wanted { self.counter_place(problem) } else { null_mut() }
-    }
-
-    /// The same, wanted or not.
-    pub(super) fn counter_place(&self, problem: &Attention) -> *mut u8 {
-        let Some(workspace) = problem.workspace else { return null_mut() };
-        let unaligned = (workspace.data as usize).next_multiple_of(8) - workspace.data as usize;
-        if workspace.bytes() >= unaligned + 8 { workspace.data.wrapping_add(unaligned) } else { null_mut() }
+        if is_wanted { counter_place(problem) } else { null_mut() }
     }
 
     /// The kernel's argument, from that of the portable one.
@@ -239,6 +232,13 @@ impl Prefill {
             is_regular && can_copy(problem.kv_dtype, view.data, &self.key_axes(problem, view, dim, keys))
         })
     }
+}
+
+/// The place of the number of the next tile, if the workspace has room for it; null otherwise.
+pub(super) fn counter_place(problem: &Attention) -> *mut u8 {
+    let Some(workspace) = problem.workspace else { return null_mut() };
+    let unaligned = (workspace.data as usize).next_multiple_of(8) - workspace.data as usize;
+    if workspace.bytes() >= unaligned + 8 { workspace.data.wrapping_add(unaligned) } else { null_mut() }
 }
 
 /// Whether K and V can be fetched row by row: rows are whole chunks, of which 32 bits are enough to number a head's.

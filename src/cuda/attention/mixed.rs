@@ -2,7 +2,7 @@
 //!
 //! As in [`hopper`](super::hopper), the choice follows from static sizes and options alone.
 
-use super::hopper::{Prefill, PrefillParams};
+use super::hopper::{Prefill, PrefillParams, counter_place};
 use super::params::Params;
 use super::split::Split;
 use super::tiles::{Tile, modifies_scores};
@@ -67,7 +67,7 @@ impl Mixed {
         let has_granules =
             matches!(problem.keys.storage, KeyStorage::Paged(table) if table.page_size as i64 % GRANULE == 0);
         let fits = decode.shared_memory <= device.shared_memory && problem.num_kv_heads <= device.sms as usize;
-        let has_counter = !prefill.counter_place(problem).is_null();
+        let has_counter = !counter_place(problem).is_null();
         let mixed = Self { prefill, decode, decode_tiles, few: few as i32 };
         let can_be = is_built && has_granules && prefill.has_key_boxes(problem) && fits && has_counter;
         (can_be && is_mixed && !problem.batch_invariant).then_some(mixed)
@@ -90,17 +90,12 @@ impl Mixed {
         Split::new(problem, self.decode, self.decode_tiles, queries, i64::from(device.sms), COUNTER_BYTES)
     }
 
-    /// The place of the number of the next tile, 8 bytes that have to be 0 before the launch.
-    pub(super) fn counter(&self, problem: &Attention) -> *mut u8 {
-        self.prefill.counter_place(problem)
-    }
-
     /// The kernel's argument, from that of the portable one for all sequences.
     pub(super) fn params(&self, problem: &Attention, attention: &Params) -> Result<MixedParams> {
         let (mut long, mut decode) = (*attention, *attention);
         long.min_queries = self.few + 1;
         (decode.max_queries, decode.clears_unowned_rows) = (self.few, 0);
-        let prefill = self.prefill.params(problem, &long, self.counter(problem))?;
+        let prefill = self.prefill.params(problem, &long, counter_place(problem))?;
         let map = |view| self.prefill.key_map(problem, view, problem.head_dim, GRANULE);
         Ok(MixedParams { prefill, k: map(&problem.k)?, v: map(&problem.v)?, decode })
     }
@@ -115,10 +110,10 @@ mod tests {
 
     const BYTES: [i64; 1] = [9_000_001];
 
-    fn with_workspace(problem: Attention<'static>) -> Attention<'static> {
+    fn with_workspace(problem: &Attention<'static>) -> Attention<'static> {
         Attention {
             workspace: Some(Tensor::dense(DType::U8, std::ptr::without_provenance_mut(1 << 20), &BYTES)),
-            ..problem
+            ..*problem
         }
     }
 
@@ -130,27 +125,27 @@ mod tests {
     fn pages_of_whole_boxes_are_decoded_beneath_prefill() {
         let mixed = [("hopper_mixed_bf16_128", 1, i32::MAX)];
         for page_size in [16, 48, 256] {
-            assert_eq!(names(&with_workspace(paged(page_size))), mixed);
+            assert_eq!(names(&with_workspace(&paged(page_size))), mixed);
         }
         let few_rows = Attention { num_rows: 2 * 2 * 7, ..paged(16) };
-        assert_eq!(names(&with_workspace(Attention { num_rows: 29, ..few_rows })), mixed);
+        assert_eq!(names(&with_workspace(&Attention { num_rows: 29, ..few_rows })), mixed);
         let mut capped = paged(16);
         capped.score.softcap = 30.0;
         let many_heads = Attention { num_kv_heads: 133, num_q_heads: 133, ..paged(16) };
         let invariant = Attention { batch_invariant: true, ..paged(16) };
         for problem in [few_rows, capped, many_heads, invariant, paged(8), paged(24), ragged()] {
-            assert_eq!(names(&with_workspace(problem)).len(), 2);
+            assert_eq!(names(&with_workspace(&problem)).len(), 2);
         }
         assert_eq!(names(&paged(16)).len(), 2);
     }
 
     #[test]
     fn parts_of_tiles_lie_past_the_counter() {
-        let problem = with_workspace(paged(16));
+        let problem = with_workspace(&paged(16));
         let prefill = Prefill::of(&problem, &device(true)).expect("the kernel takes it");
         let mixed = Mixed::of(&problem, &device(true), prefill, 7, 2).expect("it is paged");
         let split = mixed.split(&problem, &device(true));
-        assert_eq!((mixed.counter(&problem) as usize, split.shares), (1 << 20, 56));
+        assert_eq!((counter_place(&problem) as usize, split.shares), (1 << 20, 56));
         assert_eq!(split.partial.first_byte() as usize, (1 << 20) + 64);
     }
 }

@@ -104,7 +104,7 @@ impl Launch {
         let counter = match self.kernel {
             Kernel::Portable(_) => null_mut(),
             Kernel::Hopper(prefill) => prefill.counter(problem, self.tiles, device),
-            Kernel::Mixed(mixed) => mixed.counter(problem),
+            Kernel::Mixed(_) => hopper::counter_place(problem),
         };
         if !counter.is_null() {
             // SAFETY: the counter is 8 bytes of the workspace, which is writable and nobody's before this.
