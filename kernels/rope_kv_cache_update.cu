@@ -118,6 +118,7 @@ __device__ __forceinline__ void rotate_share(const T* from, int64_t head_stride,
                                              const HeadSharing& sharing, const Rotation& rotation,
                                              const RowShare& share, const PlaceOf& place_of) {
   const int32_t half = rotation.half, turned_pieces = sharing.turned;
+  from += share.first_head * head_stride;
   const auto in_row = [&](int i) { return i == 0 || share.head(i) < num_heads; };
   if (share.piece >= turned_pieces) {
     const int32_t element = 2 * half + (share.piece - turned_pieces) * kCount;
@@ -125,7 +126,7 @@ __device__ __forceinline__ void rotate_share(const T* from, int64_t head_stride,
     if (!place.inside()) return;
 #pragma unroll 1
     for (int i = 0; i < kHeads && in_row(i); ++i) {
-      const auto chunk = load_chunk<T, kCount>(from + share.head(i) * head_stride + element);
+      const auto chunk = load_chunk<T, kCount>(from + i * share.step * head_stride + element);
       place.head(share.head(i)).copy(element, chunk);
     }
     return;
@@ -137,7 +138,6 @@ __device__ __forceinline__ void rotate_share(const T* from, int64_t head_stride,
     const int32_t angle = share.piece * kCount;
     const int32_t first = rotation.interleaved != 0 ? 2 * angle : angle;
     const int32_t second = rotation.interleaved != 0 ? first + 1 : first + half;
-    from += share.first_head * head_stride;
     const auto first_chunk = load_chunk<T, kCount>(from + first), second_chunk = load_chunk<T, kCount>(from + second);
     const auto place = place_of();
     if (!place.inside()) return;
@@ -159,7 +159,7 @@ __device__ __forceinline__ void rotate_share(const T* from, int64_t head_stride,
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
       // Any head in place of one that there is not.
-      chunks[i] = load_chunk<T, kCount>(from + share.head(in_row(i) ? i : 0) * head_stride + first);
+      chunks[i] = load_chunk<T, kCount>(from + (in_row(i) ? i * share.step : 0) * head_stride + first);
     }
     const auto place = place_of();
     if (!place.inside()) return;

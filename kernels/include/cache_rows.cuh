@@ -128,9 +128,9 @@ class Scale {
       const float size = fabsf(value_);
       const float power = size < 0x1p-40f ? 0x1p100f : size > 0x1p100f ? 0x1p-100f : 1.0f;
       const float unit = copysignf(power, value_), scale = size * power;
-      const float guess = ptx::reciprocal_approx(scale), inverse = fmaf(fmaf(-guess, scale, 1.0f), guess, guess);
-      // Minus what is too much: the other way round corrections would take a zero's sign.
-      const float back = -inverse;
+      const float guess = ptx::reciprocal_approx(scale);
+      // Minus the inverse, for what is too much: the other way round corrections would take a zero's sign.
+      const float back = fmaf(fmaf(guess, scale, -1.0f), guess, -guess);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         // Each correction squares the error.
