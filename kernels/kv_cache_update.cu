@@ -23,21 +23,27 @@ struct CacheUpdateParams {
 // src/cuda/kv_cache_update.rs asserts the same number.
 static_assert(sizeof(CacheUpdateParams) == 256);
 
+/// Heads in a share: enough loads on their way to keep memory busy, also where little is written for them.
+/// src/cuda/kv_cache_update.rs knows.
+constexpr int kHeads = 4;
+/// CTAs that an SM is to hold: 56 registers a thread.
+constexpr int kCtas = 6;
+
 template <typename T, CacheType kType>
 __device__ __forceinline__ void update(const CacheUpdateParams& params) {
   for_share(params.sharing, [&](int32_t row, uint32_t share) {
     const uint32_t of_keys = params.key.sharing.shares();
     if (share < of_keys) {
-      write_share<T, kType>(params.key, params.slot_mapping, row, share);
+      write_share<T, kType, kHeads>(params.key, params.slot_mapping, row, share);
     } else {
-      write_share<T, kType>(params.value, params.slot_mapping, row, share - of_keys);
+      write_share<T, kType, kHeads>(params.value, params.slot_mapping, row, share - of_keys);
     }
   });
 }
 
 }  // namespace xa
 
-extern "C" __global__ void __launch_bounds__(xa::kThreads)
+extern "C" __global__ void __launch_bounds__(xa::kThreads, xa::kCtas)
     XA_ENTRY(const __grid_constant__ xa::CacheUpdateParams params) {
   using T = xa::XA_PASTE(dtype_, XA_DTYPE);
   switch (params.key.cache_type) {

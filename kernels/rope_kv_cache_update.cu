@@ -48,6 +48,8 @@ struct RopeParams {
 // src/cuda/rope_kv_cache_update.rs asserts the same numbers.
 static_assert(sizeof(QueryRows) == 64 && sizeof(Rotation) == 40 && sizeof(RopeParams) == 360);
 
+/// Heads of values in a share, and of queries whose pairs are neighbours. src/cuda/rope_kv_cache_update.rs knows.
+constexpr int kHeads = 2;
 /// CTAs that an SM is to hold: 40 registers a thread. Angles are two dependent loads away, which only threads hide.
 constexpr int kCtas = 8;
 
@@ -109,17 +111,24 @@ class QueryPlace {
 };
 
 /// A share of a row [heads, D] of queries or keys at `from`, rotated, to its place, which `place_of` tells once all
-/// loads are on their way; pieces of kCount elements, or where pairs are apart, of as many pairs.
-template <int kCount, typename T, typename PlaceOf>
-__device__ __forceinline__ void rotate_share(const T* from, int64_t head_stride, const HeadSharing& sharing,
-                                             const Rotation& rotation, const RowShare& share, const PlaceOf& place_of) {
+/// loads are on their way. A piece has kCount elements, of kHeads heads, or where pairs are apart, as many pairs, of
+/// one.
+template <int kHeads, int kCount, typename T, typename PlaceOf>
+__device__ __forceinline__ void rotate_share(const T* from, int64_t head_stride, int32_t num_heads,
+                                             const HeadSharing& sharing, const Rotation& rotation,
+                                             const RowShare& share, const PlaceOf& place_of) {
   const int32_t half = rotation.half, turned_pieces = sharing.turned;
   from += share.first_head * head_stride;
+  const auto in_row = [&](int i) { return i == 0 || share.head(i) < num_heads; };
   if (share.piece >= turned_pieces) {
     const int32_t element = 2 * half + (share.piece - turned_pieces) * kCount;
-    const auto chunk = load_chunk<T, kCount>(from + element);
     const auto place = place_of();
-    if (place.inside()) place.head(share.first_head).copy(element, chunk);
+    if (!place.inside()) return;
+#pragma unroll 1
+    for (int i = 0; i < kHeads && in_row(i); ++i) {
+      const auto chunk = load_chunk<T, kCount>(from + i * share.step * head_stride + element);
+      place.head(share.head(i)).copy(element, chunk);
+    }
     return;
   }
   const int64_t position = min(max(__ldg(rotation.positions + share.row), 0), rotation.max_positions - 1);
@@ -146,17 +155,27 @@ __device__ __forceinline__ void rotate_share(const T* from, int64_t head_stride,
     head.store(second, b);
   } else if constexpr (kCount > 1) {
     const int32_t first = share.piece * kCount;
-    const auto chunk = load_chunk<T, kCount>(from + first);
+    Chunk<T, kCount> chunks[kHeads];
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      // Any head in place of one that there is not.
+      chunks[i] = load_chunk<T, kCount>(from + (in_row(i) ? i * share.step : 0) * head_stride + first);
+    }
     const auto place = place_of();
     if (!place.inside()) return;
-    float numbers[kCount], cos[kCount / 2], sin[kCount / 2];
+    float cos[kCount / 2], sin[kCount / 2];
     load_angles(cos, cosines + first / 2);
     load_angles(sin, cosines + half + first / 2);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) numbers[i] = Element<T>::to_f32(chunk.elements[i]);
+    for (int i = 0; i < kHeads; ++i) {
+      if (!in_row(i)) break;
+      float numbers[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) turn(numbers[2 * i], numbers[2 * i + 1], cos[i], sin[i]);
-    place.head(share.first_head).store(first, numbers);
+      for (int j = 0; j < kCount; ++j) numbers[j] = Element<T>::to_f32(chunks[i].elements[j]);
+#pragma unroll
+      for (int j = 0; j < kCount / 2; ++j) turn(numbers[2 * j], numbers[2 * j + 1], cos[j], sin[j]);
+      place.head(share.head(i)).store(first, numbers);
+    }
   }
 }
 
@@ -164,8 +183,8 @@ template <int kCount, typename T>
 __device__ __forceinline__ void rotate_queries(const RopeParams& params, const RowShare& share) {
   const QueryRows& query = params.query;
   const T* const from = static_cast<const T*>(query.rows) + share.row * query.row_token_stride;
-  rotate_share<kCount>(from, query.row_head_stride, query.sharing, params.rotation, share,
-                       [&] { return QueryPlace<T>(query, share.row); });
+  rotate_share<kHeads, kCount>(from, query.row_head_stride, query.num_heads, query.sharing, params.rotation, share,
+                               [&] { return QueryPlace<T>(query, share.row); });
 }
 
 template <int kCount, typename T, CacheType kType>
@@ -173,14 +192,15 @@ __device__ __forceinline__ void rotate_keys(const RopeParams& params, const RowS
   const NewRows& key = params.key;
   const T* const from = static_cast<const T*>(key.rows) + share.row * key.row_token_stride;
   const int64_t slot = load_slot(params.slot_mapping, share.row);
-  rotate_share<kCount>(from, key.row_head_stride, key.sharing, params.rotation, share,
-                       [&] { return CachePlace<T, kType>(key, params.slot_mapping, slot); });
+  // One head: with another and its division, registers would not do.
+  rotate_share<1, kCount>(from, key.row_head_stride, key.num_heads, key.sharing, params.rotation, share,
+                          [&] { return CachePlace<T, kType>(key, params.slot_mapping, slot); });
 }
 
 template <typename T, CacheType kType>
 __device__ __forceinline__ void update_cache(const RopeParams& params, int32_t row, uint32_t index) {
   const uint32_t keys = params.key.sharing.shares();
-  if (index >= keys) return write_share<T, kType>(params.value, params.slot_mapping, row, index - keys);
+  if (index >= keys) return write_share<T, kType, kHeads>(params.value, params.slot_mapping, row, index - keys);
   const RowShare share(params.key.sharing, row, index);
   if (params.key.aligned != 0) {
     rotate_keys<16 / sizeof(T), T, kType>(params, share);

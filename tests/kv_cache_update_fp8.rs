@@ -51,10 +51,13 @@ fn keys_of(dtype: Dtype, bytes: Vec<u8>) -> Array {
 
 #[test]
 fn every_number_of_16_bits_becomes_its_code() {
+    let ones = f64::from(2f32.next_down());
     for dtype in [F16, BF16] {
         let keys = keys_of(dtype, (0..=u16::MAX).flat_map(u16::to_ne_bytes).collect());
         for fp8 in FP8_DTYPES {
-            for scale in [None, Some(1.0), Some(0.25), Some(0.37), Some(-3.0), Some(1e-4), Some(1e4)] {
+            for scale in
+                [None, Some(1.0), Some(0.25), Some(0.37), Some(-3.0), Some(1e-4), Some(1e4), Some(1e-13), Some(ones)]
+            {
                 check(&keys, fp8, scale);
             }
         }
@@ -79,12 +82,15 @@ fn numbers_of_32_bits_around_every_boundary_become_their_codes() {
 
 #[test]
 fn quotients_around_every_boundary_become_their_codes_whatever_the_scale() {
-    // Powers of two, others, and those whose reciprocal or remainders f32 holds badly or not at all.
+    // Powers of two, others, and those whose reciprocal or remainders f32 holds badly or not at all; one of all ones.
     let two = |exponent: i32| 2f64.powi(exponent);
-    let scales = [0.25, 3.0, -0.37, two(-40), 1.7 * two(-41), 1.3 * two(-99), 1.1 * two(41), 1.9 * two(126), -two(127)];
+    let ones = f64::from(2f32.next_down());
+    let large = [1.1 * two(41), 1.1 * two(101), 1.9 * two(126), -two(127)];
+    let small = [two(-40), 1.7 * two(-41), 1.3 * two(-99), 1.6 * two(-140)];
+    let scales = [0.25, 3.0, -0.37, ones].into_iter().chain(large).chain(small);
     for fp8 in FP8_DTYPES {
         let codes: Vec<f64> = (0..=u8::MAX).map(|code| fp8.decode(&[code])).collect();
-        for scale in scales.into_iter().chain([f64::INFINITY, 0.0]) {
+        for scale in scales.clone().chain([f64::INFINITY, 0.0]) {
             let divisor = F32.round(scale);
             let mut numbers: Vec<f32> = vec![f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN, f32::NAN, 0.0, -0.0];
             for (x, next) in codes.iter().zip(&codes[1..]) {

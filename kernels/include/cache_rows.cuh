@@ -64,8 +64,6 @@ __device__ __forceinline__ int64_t load_slot(const SlotMapping& mapping, int64_t
                                  : __ldg(static_cast<const int32_t*>(mapping.slots) + row);
 }
 
-/// Heads of K or V in a share: enough loads on their way to keep memory busy. src/cuda/cache_rows.rs knows.
-constexpr int kHeads = 2;
 /// Threads of a CTA, at most. src/cuda/cache_rows.rs knows.
 constexpr int kThreads = 192;
 
@@ -98,13 +96,15 @@ __device__ __forceinline__ void for_share(const RowSharing& sharing, const Body&
 /// What the numbers of a head are divided by before they are stored.
 class Scale {
  public:
-  __device__ __forceinline__ explicit Scale(const float* value)
-      : is_given_(value != nullptr), value_(is_given_ ? *value : 1.0f) {}
+  __device__ __forceinline__ Scale(const NewRows& target, int32_t head)
+      : is_given_(target.scale != nullptr),
+        value_(is_given_ ? __ldg(target.scale + head * target.scale_stride) : 1.0f) {}
 
   __device__ __forceinline__ bool is_given() const { return is_given_; }
 
-  /// Quotients, rounded as f32; with kToFp8 only so that fp8 makes the same of them.
-  template <bool kToFp8, int kCount>
+  /// Quotients, rounded as f32; with kToFp8 only so that fp8 makes the same of them, with kOf16Bits of numbers that f16
+  /// or bf16 holds.
+  template <bool kToFp8, bool kOf16Bits, int kCount>
   __device__ __forceinline__ void divide(float (&numbers)[kCount]) const {
     const uint32_t bits = __float_as_uint(value_);
     if ((bits & 0x7fffffu) == 0 && bits - (87u << 23) < 80u << 23) {
@@ -112,18 +112,33 @@ class Scale {
       const float inverse = __uint_as_float((254u << 23) - bits);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) numbers[i] *= inverse;
+    } else if (kToFp8 && kOf16Bits && ((bits + 1) & 0x7fffffu) != 0 && fabsf(value_) > 0x1p-40f &&
+               fabsf(value_) < 0x1p40f) {
+      // The inverse as a sum, good to 2^-43. That is enough for quotients of 11 bits by 24 to lie on their side of
+      // every number in the middle between two of fp8, but for a scale that is all ones. The first part is a bit too
+      // small, so that both have one sign, and infinities and zeros keep theirs.
+      const float guess = ptx::reciprocal_approx(value_), first = fmaf(guess, -0x1p-22f, guess);
+      const float second = fmaf(-first, value_, 1.0f) * guess;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) numbers[i] = fmaf(numbers[i], first, numbers[i] * second);
     } else if constexpr (kToFp8) {
-      // One reciprocal for all. Two corrections make a quotient exact as far as its remainder is, so a small scale is
-      // moved away from where that would be lost.
-      const float unit = fabsf(value_) < 0x1p-40f ? 0x1p100f : 1.0f;
-      const float scale = value_ * unit, inverse = 1.0f / scale;
+      // One reciprocal for all. A scale that f32 has no reciprocal or no remainders for is moved by a power of two,
+      // with the numbers: what they lose by that is past the ends of fp8. It takes its sign along, so that a zero keeps
+      // its own.
+      const float size = fabsf(value_);
+      const float power = size < 0x1p-40f ? 0x1p100f : size > 0x1p100f ? 0x1p-100f : 1.0f;
+      const float unit = copysignf(power, value_), scale = size * power;
+      const float guess = ptx::reciprocal_approx(scale);
+      // Minus the inverse, for what is too much: the other way round corrections would take a zero's sign.
+      const float back = fmaf(fmaf(guess, scale, -1.0f), guess, -guess);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        const float x = numbers[i] * unit, first = x * inverse;
-        const float second = fmaf(fmaf(-first, scale, x), inverse, first);
-        const float third = fmaf(fmaf(-second, scale, x), inverse, second);
-        // Infinities have no remainder, and fp8 does not tell these numbers from 0 and from its largest one.
-        numbers[i] = fabsf(first) < 0x1p-60f || fabsf(first) > 0x1p20f ? first : third;
+        // Each correction squares the error.
+        const float x = numbers[i] * unit, first = x * guess;
+        const float second = fmaf(fmaf(first, scale, -x), back, first);
+        const float third = fmaf(fmaf(second, scale, -x), back, second);
+        // Infinities have no remainder, and scales of 0 and infinity no inverse.
+        numbers[i] = third == third ? third : first;
       }
     } else {
 #pragma unroll
@@ -148,7 +163,7 @@ struct Fp8<CacheType::kF8E5M2> : F8E5M2 {};
 template <typename T, CacheType kType>
 class CacheHead {
  public:
-  __device__ __forceinline__ CacheHead(uint8_t* first, const float* scale) : first_(first), scale_(scale) {}
+  __device__ __forceinline__ CacheHead(uint8_t* first, const Scale& scale) : first_(first), scale_(scale) {}
 
   /// A chunk of the new row; bit by bit where the cache has its type and no scale.
   template <int kCount>
@@ -160,13 +175,13 @@ class CacheHead {
     float numbers[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) numbers[i] = Element<T>::to_f32(chunk.elements[i]);
-    store(element, numbers);
+    store<Element<T>::kIs16Bit>(element, numbers);
   }
 
-  /// Numbers, divided by the scale and rounded.
-  template <int kCount>
+  /// Numbers, divided by the scale and rounded; `kOf16Bits`: they are of f16 or bf16.
+  template <bool kOf16Bits = false, int kCount>
   __device__ __forceinline__ void store(int32_t element, float (&numbers)[kCount]) const {
-    if (scale_.is_given()) scale_.template divide<kType != CacheType::kAsRows>(numbers);
+    if (scale_.is_given()) scale_.template divide<kType != CacheType::kAsRows, kOf16Bits>(numbers);
     if constexpr (kType == CacheType::kAsRows) {
       store_chunk(reinterpret_cast<T*>(first_) + element, rounded<T>(numbers));
     } else {
@@ -205,8 +220,7 @@ class CachePlace {
   __device__ __forceinline__ bool inside() const { return inside_; }
 
   __device__ __forceinline__ CacheHead<T, kType> head(int32_t head) const {
-    const float* const scale = target_.scale == nullptr ? nullptr : target_.scale + head * target_.scale_stride;
-    return {first_ + head * target_.head_stride * kSize, scale};
+    return {first_ + head * target_.head_stride * kSize, Scale(target_, head)};
   }
 
  private:
@@ -216,36 +230,36 @@ class CachePlace {
   uint8_t* first_;
 };
 
-/// A share of a row of K or V, as it is, into its place; pieces of kCount elements.
-template <typename T, CacheType kType, int kCount>
+/// A share of a row of K or V, as it is, into its place: pieces of kCount elements of kHeads heads.
+template <typename T, CacheType kType, int kHeads, int kCount>
 __device__ __forceinline__ void write_share(const NewRows& target, const SlotMapping& mapping, const RowShare& share) {
   // The row's numbers do not wait for its slot.
   const int64_t slot = load_slot(mapping, share.row);
   const int32_t element = share.piece * kCount;
   const T* const from = static_cast<const T*>(target.rows) + share.row * target.row_token_stride + element;
+  const auto in_row = [&](int i) { return i == 0 || share.head(i) < target.num_heads; };
   Chunk<T, kCount> chunks[kHeads];
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
-    if (share.head(i) < target.num_heads) {
-      chunks[i] = load_chunk<T, kCount>(from + share.head(i) * target.row_head_stride);
-    }
+    // The first once more in place of one that there is not: so there is no branch, which takes registers.
+    chunks[i] = load_chunk<T, kCount>(from + share.head(in_row(i) ? i : 0) * target.row_head_stride);
   }
   const CachePlace<T, kType> place(target, mapping, slot);
   if (!place.inside()) return;
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
-    if (share.head(i) < target.num_heads) place.head(share.head(i)).copy(element, chunks[i]);
+    if (in_row(i)) place.head(share.head(i)).copy(element, chunks[i]);
   }
 }
 
-template <typename T, CacheType kType>
+template <typename T, CacheType kType, int kHeads>
 __device__ __forceinline__ void write_share(const NewRows& target, const SlotMapping& mapping, int32_t row,
                                             uint32_t index) {
   const RowShare share(target.sharing, row, index);
   if (target.aligned != 0) {
-    write_share<T, kType, 16 / sizeof(T)>(target, mapping, share);
+    write_share<T, kType, kHeads, 16 / sizeof(T)>(target, mapping, share);
   } else {
-    write_share<T, kType, 1>(target, mapping, share);
+    write_share<T, kType, kHeads, 1>(target, mapping, share);
   }
 }
 

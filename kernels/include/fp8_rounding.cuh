@@ -1,14 +1,32 @@
-// From f32 to 8-bit floats by f32 and f16 arithmetic: the portable PTX has no instruction for it.
+// From f32 to 8-bit floats. Numbers round to nearest even; what is larger than the largest finite number, infinities
+// included, becomes that; every NaN becomes 0x7f.
 #pragma once
 
 #include <cstdint>
 
+#include "fp8_convert.cuh"
 #include "ptx.cuh"
 
 namespace xa {
 
-/// Of an 8-bit float. Numbers round to nearest even; what is larger than kLargest, infinities included, becomes the
-/// largest finite number; every NaN becomes 0x7f.
+#if __CUDA_ARCH__ >= 890
+
+struct F8E4M3Fn {
+  /// The codes of four numbers, the first in the lowest byte.
+  static __device__ __forceinline__ uint32_t encode(float a, float b, float c, float d) {
+    return ptx::f32_to_e4m3(a, b, c, d);
+  }
+};
+
+struct F8E5M2 {
+  static __device__ __forceinline__ uint32_t encode(float a, float b, float c, float d) {
+    return ptx::f32_to_e5m2(a, b, c, d);
+  }
+};
+
+#else
+
+/// An 8-bit float by f32 and f16 arithmetic: before sm_89 there is no instruction for it.
 ///
 /// With its exponent moved by kExponentShift the format's smallest normal number is that of f16, so that a rounded
 /// number is an f16 whose upper bits are the code.
@@ -49,5 +67,7 @@ struct Fp8Rounding {
 
 using F8E4M3Fn = Fp8Rounding<3, 1>;
 using F8E5M2 = Fp8Rounding<2, 0>;
+
+#endif
 
 }  // namespace xa

@@ -1,14 +1,14 @@
 //! What the kernels that write cache rows are told of them: `kernels/include/cache_rows.cuh`.
 
 use super::chunk::{self, CHUNK, Divisor, aligned_to};
+use super::device::Device;
 use super::launch::{Shape, copy};
+use super::variants;
 use crate::error::{Error, Result};
 use crate::ops::kv_cache_update::{KvCacheUpdate, NewRows};
 use crate::stream::Stream;
 use crate::tensor::DType;
 
-/// Heads of K or V in a share of a row: `kHeads` of the header.
-const HEADS: u32 = 2;
 /// Threads of a CTA, at most: `kThreads` of the header.
 const THREADS: u32 = 192;
 /// CTAs that may share a row: the limit of the grid's second dimension.
@@ -75,6 +75,13 @@ fn cache_type(rows: DType, cache: DType) -> i32 {
     }
 }
 
+/// The variant for rows of `dtype` of the first of these kernels, which has instructions that make fp8, or where the
+/// device has none, of the second.
+pub(super) fn variant([kernel, kernel_sm80]: [&str; 2], dtype: DType) -> Result<usize> {
+    let makes_fp8 = Device::current()?.capability >= 89;
+    variants::find(if makes_fp8 { kernel } else { kernel_sm80 }, &[variants::dtype_value(dtype)])
+}
+
 impl HeadSharing {
     /// Rows of heads `[num_heads, _]` of so many pieces, some of them rotated, `heads` of them in a share.
     pub(super) fn new(pieces: u32, turned: u32, num_heads: u32, heads: u32) -> Self {
@@ -106,11 +113,11 @@ impl RowSharing {
 }
 
 impl RowParams {
-    /// Rows that are written as they are.
-    pub(super) fn new(new: &NewRows, cache_dtype: DType) -> Self {
+    /// Rows that are written as they are, `heads` of them in a share.
+    pub(super) fn new(new: &NewRows, cache_dtype: DType, heads: u32) -> Self {
         Self::in_pieces(new, cache_dtype, true, |aligned| {
-            let (heads, elements) = (new.rows.dims[1] as u32, new.rows.dims[2] as u32);
-            HeadSharing::new(elements / chunk::elements(new.rows.dtype, aligned), 0, heads, HEADS)
+            let (num_heads, elements) = (new.rows.dims[1] as u32, new.rows.dims[2] as u32);
+            HeadSharing::new(elements / chunk::elements(new.rows.dtype, aligned), 0, num_heads, heads)
         })
     }
 

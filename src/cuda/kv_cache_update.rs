@@ -1,6 +1,6 @@
 //! Cache updates on CUDA: bring the old cache over where the result is another buffer, then write the new rows.
 
-use super::cache_rows::{RowParams, RowSharing, SlotParams, bring_over};
+use super::cache_rows::{self, RowParams, RowSharing, SlotParams, bring_over};
 use super::launch::launch as launch_kernel;
 use super::{module, variants};
 use crate::error::Result;
@@ -9,6 +9,10 @@ use crate::ops::kv_cache_update::KvCacheUpdate;
 use crate::stream::Stream;
 
 const KERNEL: &str = "kv_cache_update";
+const KERNEL_SM80: &str = "kv_cache_update_sm80";
+
+/// Heads in a share of a row: `kHeads` of the kernel.
+const HEADS: u32 = 4;
 
 /// `CacheUpdateParams` of `kernels/kv_cache_update.cu`.
 #[repr(C)]
@@ -23,7 +27,7 @@ struct Params {
 const _: () = assert!(size_of::<Params>() == 256);
 
 fn variant(problem: &KvCacheUpdate) -> Result<usize> {
-    variants::find(KERNEL, &[variants::dtype_value(problem.key.rows.dtype)])
+    cache_rows::variant([KERNEL, KERNEL_SM80], problem.key.rows.dtype)
 }
 
 /// Load the kernel that [`launch`] takes.
@@ -42,8 +46,8 @@ pub(crate) unsafe fn launch(problem: &KvCacheUpdate, stream: Stream) -> Result {
         return Ok(());
     }
     let variant = variant(problem)?;
-    let key = RowParams::new(&problem.key, problem.cache_dtype);
-    let value = RowParams::new(&problem.value, problem.cache_dtype);
+    let key = RowParams::new(&problem.key, problem.cache_dtype, HEADS);
+    let value = RowParams::new(&problem.value, problem.cache_dtype, HEADS);
     let (sharing, shape) = RowSharing::new(num_rows, &[&key.sharing, &value.sharing])?;
     log::call(KERNEL, (variant, problem.cache_dtype, shape), || {
         format!("{} into {} with {shape:?}", variants::VARIANTS[variant].name, problem.cache_dtype)

@@ -1,7 +1,7 @@
 //! Rotating queries and keys into the cache on CUDA: bring the old cache over where the result is another buffer, then
 //! one launch for queries, keys and values.
 
-use super::cache_rows::{HeadSharing, RowParams, RowSharing, SlotParams, bring_over};
+use super::cache_rows::{self, HeadSharing, RowParams, RowSharing, SlotParams, bring_over};
 use super::chunk::{self, CHUNK, aligned_to};
 use super::launch::launch as launch_kernel;
 use super::{module, variants};
@@ -12,6 +12,10 @@ use crate::stream::Stream;
 use crate::tensor::{DType, Tensor};
 
 const KERNEL: &str = "rope_kv_cache_update";
+const KERNEL_SM80: &str = "rope_kv_cache_update_sm80";
+
+/// Heads of values in a share of a row, and of queries whose pairs are neighbours: `kHeads` of the kernel.
+const HEADS: u32 = 2;
 
 /// `QueryRows` of `kernels/rope_kv_cache_update.cu`.
 #[repr(C)]
@@ -66,7 +70,7 @@ fn queries(problem: &RopeKvCacheUpdate) -> QueryParams {
         num_heads: rows.dims[1] as i32,
         head_dim: rows.dims[2] as i32,
         aligned: i64::from(aligned),
-        sharing: sharing(rows, &problem.rotation, aligned),
+        sharing: sharing(rows, &problem.rotation, aligned, HEADS),
     }
 }
 
@@ -84,13 +88,14 @@ fn may_take_chunks(rotation: &Rotation, dtype: DType) -> bool {
         && (rotated(rotation) == 0 || aligned_to(CHUNK, &table))
 }
 
-/// How heads of `rows` are shared out, one a share. Where chunks do not hold whole pairs, a piece is a chunk of first
-/// elements with one of second elements.
-fn sharing(rows: &Tensor, rotation: &Rotation, chunks: bool) -> HeadSharing {
-    let (heads, head_dim, rotated) = (rows.dims[1] as u32, rows.dims[2] as u32, rotated(rotation) as u32);
+/// How heads of `rows` are shared out. Where chunks do not hold whole pairs, a piece is a chunk of first elements with one
+/// of second elements, of one head; where they do, a piece is a chunk of as many as `heads`.
+fn sharing(rows: &Tensor, rotation: &Rotation, chunks: bool, heads: u32) -> HeadSharing {
+    let (num_heads, head_dim, rotated) = (rows.dims[1] as u32, rows.dims[2] as u32, rotated(rotation) as u32);
     let elements = chunk::elements(rows.dtype, chunks);
-    let turned = if rotation.interleaved && chunks { rotated / elements } else { rotated / 2 / elements };
-    HeadSharing::new(turned + (head_dim - rotated) / elements, turned, heads, 1)
+    let (turned, heads) =
+        if rotation.interleaved && chunks { (rotated / elements, heads) } else { (rotated / 2 / elements, 1) };
+    HeadSharing::new(turned + (head_dim - rotated) / elements, turned, num_heads, heads)
 }
 
 fn rotation(rotation: &Rotation) -> RotationParams {
@@ -105,7 +110,7 @@ fn rotation(rotation: &Rotation) -> RotationParams {
 }
 
 fn variant(problem: &RopeKvCacheUpdate) -> Result<usize> {
-    variants::find(KERNEL, &[variants::dtype_value(problem.query.dtype)])
+    cache_rows::variant([KERNEL, KERNEL_SM80], problem.query.dtype)
 }
 
 /// Load the kernel that [`launch`] takes.
@@ -127,9 +132,9 @@ pub(crate) unsafe fn launch(problem: &RopeKvCacheUpdate, stream: Stream) -> Resu
     let query = queries(problem);
     let may = may_take_chunks(&problem.rotation, dtype);
     let key = RowParams::in_pieces(&update.key, update.cache_dtype, may, |chunks| {
-        sharing(&update.key.rows, &problem.rotation, chunks)
+        sharing(&update.key.rows, &problem.rotation, chunks, 1)
     });
-    let value = RowParams::new(&update.value, update.cache_dtype);
+    let value = RowParams::new(&update.value, update.cache_dtype, HEADS);
     let (sharing, shape) = RowSharing::new(num_rows, &[&query.sharing, &key.sharing, &value.sharing])?;
     log::call(KERNEL, (variant, update.cache_dtype, shape), || {
         format!("{} into {} with {shape:?}", variants::VARIANTS[variant].name, update.cache_dtype)

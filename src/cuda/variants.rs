@@ -136,9 +136,11 @@ mod tests {
 
     #[test]
     fn portable_kernels_ask_for_a_ptx_version_that_old_drivers_have() {
-        for variant in VARIANTS.iter().filter(|v| v.target == "80") {
-            // 7.4 is CUDA 11.4, of 2021.
-            assert!(["7.0", "7.4"].contains(&variant.ptx_version), "{}: {}", variant.name, variant.ptx_version);
+        // 7.4 is CUDA 11.4, of 2021; 8.1, the first with fp8 on sm_89, CUDA 12.1, of 2023.
+        for (target, versions) in [("80", ["7.0", "7.4"].as_slice()), ("89", &["7.8", "8.1"])] {
+            for variant in VARIANTS.iter().filter(|v| v.target == target) {
+                assert!(versions.contains(&variant.ptx_version), "{}: {}", variant.name, variant.ptx_version);
+            }
         }
     }
 }

@@ -18,18 +18,20 @@ import tomllib
 HERE = pathlib.Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "kernels"
 # Files of the emulator by where they go, some of them in place of the kernels' own.
-OWN = {name: name for name in ("ptx.cuh", "device.h", "device.cc", "tensor_map.h")}
+OWN = {name: name for name in ("ptx.cuh", "fp8_convert.cuh", "device.h", "device.cc", "tensor_map.h")}
 OWN |= {f"hopper_{name}": f"hopper/{name}" for name in ("ptx.cuh", "wgmma.cuh")}
 FLAGS = "-std=c++17 -O2 -g1 -w -fPIC -shared -mfma -mf16c -ffp-contract=fast -fvisibility=hidden"
 
 
 def variant(entry: str) -> tuple[str, list[str]]:
-    """The source of a kernel and the axes it is compiled for."""
+    """The source of a kernel, and the architecture and the axes it is compiled for."""
     for kernel in tomllib.loads((KERNELS / "variants.toml").read_text())["kernel"]:
         for values in itertools.product(*(axis["values"] for axis in kernel["axes"])):
             if "_".join(["xa", kernel["name"], *values]) == entry:
                 names = (axis["name"].upper() for axis in kernel["axes"])
-                return kernel["source"], [f"-DXA_{n}={v}" for n, v in zip(names, values, strict=True)]
+                architecture = f"-D__CUDA_ARCH__={int(re.sub('[a-z]', '', kernel['target'])) * 10}"
+                defines = [f"-DXA_{n}={v}" for n, v in zip(names, values, strict=True)]
+                return kernel["source"], [architecture, *defines]
     sys.exit(f"kernels/variants.toml has no {entry}")
 
 
