@@ -1,6 +1,6 @@
 // Merges attention of the same queries over two disjoint sets of keys: out [n, h, d] and lse [h, n] of both from each.
 //
-// A part whose lse is not finite is empty: its out is not read. Where both are, out is 0 and lse -inf.
+// A part whose lse is not finite is empty: what its out holds has no effect. Where both are, out is 0 and lse -inf.
 //
 // Compiled once for each XA_DTYPE: f16, bf16, f32.
 // Launch: kThreads threads; a CTA takes some rows, or the CTAs (row, 0), (row, 1) and so on share a row.
@@ -79,22 +79,23 @@ __device__ __forceinline__ void merge_rows(const MergeParams& params) {
     const int32_t head = divided(in_row, params.head_items);
     const int32_t element = (in_row - head * params.head_items.divisor) * kCount;
     const int64_t sum = head * params.num_rows + row;
+    // All at once: loads that waited for the lse would be late.
+    const auto of_a = load<T, kCount>(params.a, row, head, element);
+    const auto of_b = load<T, kCount>(params.b, row, head, element);
     const Merge merged = merge(__ldg(params.a.lse + sum), __ldg(params.b.lse + sum));
     Chunk<T, kCount> chunk = {};
-    if (merged.has_a) chunk = load<T, kCount>(params.a, row, head, element);
-    if (merged.has_b) {
-      const auto of_b = load<T, kCount>(params.b, row, head, element);
-      if (merged.has_a) {
-        float numbers[kCount];
+    if (merged.has_a && merged.has_b) {
+      float numbers[kCount];
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          const float a = Element<T>::to_f32(chunk.elements[i]), b = Element<T>::to_f32(of_b.elements[i]);
-          numbers[i] = merged.share_a * a + merged.share_b * b;
-        }
-        chunk = rounded<T>(numbers);
-      } else {
-        chunk = of_b;
+      for (int i = 0; i < kCount; ++i) {
+        const float a = Element<T>::to_f32(of_a.elements[i]), b = Element<T>::to_f32(of_b.elements[i]);
+        numbers[i] = merged.share_a * a + merged.share_b * b;
       }
+      chunk = rounded<T>(numbers);
+    } else if (merged.has_a) {
+      chunk = of_a;
+    } else if (merged.has_b) {
+      chunk = of_b;
     }
     const int64_t first = (row * params.num_heads + head) * params.head_dim + element;
     store_chunk(static_cast<T*>(params.out) + first, chunk);
