@@ -1,5 +1,5 @@
-// The PTX that makes 8-bit floats of f32, from sm_89 on. It is not in ptx.cuh because the attention kernels, which
-// include that, store none: they would all be compiled anew for a change here.
+// The PTX that makes 8-bit floats of f32, from sm_89 on. It is not in ptx.cuh because most attention kernels, which all
+// include that, make none: they would be compiled anew for a change here.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Every PTX instruction that the kernels use, one thin wrapper each. Nothing else in kernels/ holds inline assembly,
-// but for the instructions of Hopper (hopper/ptx.cuh, hopper/wgmma.cuh).
+// The PTX instructions that the kernels use, one thin wrapper each. Inline assembly is here, in fp8_convert.cuh, and
+// for the instructions of Hopper in hopper/ptx.cuh and hopper/wgmma.cuh.
 #pragma once
 
 #include <cstdint>

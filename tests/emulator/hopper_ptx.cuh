@@ -64,18 +64,6 @@ inline float e4m3_to_f32(uint8_t code) {
   const float size = exponent == 0 ? std::ldexp(float(mantissa), -9) : std::ldexp(float(8 + mantissa), exponent - 10);
   return code & 0x80 ? -size : size;
 }
-/// The nearest code, of two the even one; numbers past 448 become 448.
-inline uint8_t e4m3_from_f32(float x) {
-  if (x != x) return 0x7f;
-  const float size = std::fabs(x);
-  uint8_t best = 0;
-  for (uint8_t code = 1; code < 0x7f; ++code) {
-    const float off = std::fabs(e4m3_to_f32(code) - size), least = std::fabs(e4m3_to_f32(best) - size);
-    if (off < least || (off == least && code % 2 == 0)) best = code;
-  }
-  return best | (std::signbit(x) ? 0x80 : 0);
-}
-
 struct StmatrixLane {
   uint32_t address;
   const uint32_t* matrices;
@@ -132,11 +120,6 @@ inline int32_t max_bits(int32_t x, float y, float z) {
   return std::max(x, std::max(__float_as_int(y), __float_as_int(z)));
 }
 inline uint32_t moved(uint32_t x) { return x; }
-inline uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
-  uint32_t codes = 0;
-  for (const float x : {x3, x2, x1, x0}) codes = codes << 8 | host::e4m3_from_f32(x);
-  return codes;
-}
 inline void cp_async_4(uint32_t destination, const void* source) { emulator::cp_async(destination, source, 4, true); }
 inline void prefetch(const TensorMap&) {}
 inline void fence_stores_for_async() {}

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "element.cuh"
+#include "fp8_convert.cuh"
 #include "hopper/compute.cuh"
 #include "hopper/fp8_shape.cuh"
 #include "hopper/params.cuh"
@@ -72,7 +73,7 @@ struct Fp8RowState : RowState<kColumnTiles> {
           x[e] = xa::ptx::exp2_approx(__fmaf_rn(score, log2_unit, -base[half]));
         }
         block_sum[half] += (x[0] + x[1]) + (x[2] + x[3]);
-        weights[step][i] = ptx::pack_e4m3(x[0], x[1], x[2], x[3]);
+        weights[step][i] = xa::ptx::f32_to_e4m3(x[0], x[1], x[2], x[3]);
       }
     }
 #pragma unroll

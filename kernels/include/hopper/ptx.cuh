@@ -114,17 +114,6 @@ __device__ __forceinline__ uint32_t moved(uint32_t x) {
   asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
-/// Four f32 rounded to e4m3fn, the first in the lowest byte; too large ones become the largest.
-__device__ __forceinline__ uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
-  uint32_t codes;
-  asm("{\n.reg .b16 low, high;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-      "mov.b32 %0, {low, high};\n}"
-      : "=r"(codes)
-      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
-  return codes;
-}
 __device__ __forceinline__ void prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
