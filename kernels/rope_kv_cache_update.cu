@@ -191,7 +191,7 @@ template <int kCount, typename T, CacheType kType>
 __device__ __forceinline__ void rotate_keys(const RopeParams& params, const RowShare& share) {
   const NewRows& key = params.key;
   const T* const from = static_cast<const T*>(key.rows) + share.row * key.row_token_stride;
-  const int64_t slot = load_slot(params.slot_mapping, share.row);
+  const int64_t slot = params.slot_mapping.load(share.row);
   // One head: with another and its division, registers would not do.
   rotate_share<1, kCount>(from, key.row_head_stride, key.num_heads, key.sharing, params.rotation, share,
                           [&] { return CachePlace<T, kType>(key, params.slot_mapping, slot); });

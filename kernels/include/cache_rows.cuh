@@ -6,6 +6,7 @@
 #include "chunk.cuh"
 #include "element.cuh"
 #include "fp8_rounding.cuh"
+#include "slots.cuh"
 
 namespace xa {
 
@@ -39,15 +40,6 @@ struct NewRows {
   HeadSharing sharing;
 };
 
-/// Slot page * page_size + offset names a token of the cache.
-struct SlotMapping {
-  const void* slots;  // [T], i64 if are_64_bit, else i32
-  int64_t count;      // slots of the cache
-  int32_t page_size;
-  int32_t page_shift;  // page_size is 2 to the power of it; -1 where it is no power of two
-  int64_t are_64_bit;
-};
-
 /// How rows are shared out.
 struct RowSharing {
   int32_t num_rows;  // T
@@ -56,13 +48,7 @@ struct RowSharing {
 };
 
 // src/cuda/cache_rows.rs asserts the same numbers.
-static_assert(sizeof(HeadSharing) == 16 && sizeof(NewRows) == 104 && sizeof(SlotMapping) == 32 &&
-              sizeof(RowSharing) == 16);
-
-__device__ __forceinline__ int64_t load_slot(const SlotMapping& mapping, int64_t row) {
-  return mapping.are_64_bit != 0 ? __ldg(static_cast<const int64_t*>(mapping.slots) + row)
-                                 : __ldg(static_cast<const int32_t*>(mapping.slots) + row);
-}
+static_assert(sizeof(HeadSharing) == 16 && sizeof(NewRows) == 104 && sizeof(RowSharing) == 16);
 
 /// Threads of a CTA, at most. src/cuda/cache_rows.rs knows.
 constexpr int kThreads = 192;
@@ -209,10 +195,9 @@ template <typename T, CacheType kType>
 class CachePlace {
  public:
   __device__ __forceinline__ CachePlace(const NewRows& target, const SlotMapping& mapping, int64_t slot)
-      : target_(target), inside_(slot >= 0 && slot < mapping.count), first_(nullptr) {
-    // A cache without slots may have pages of no size.
+      : target_(target), inside_(mapping.holds(slot)), first_(nullptr) {
     if (!inside_) return;
-    const int64_t page = mapping.page_shift >= 0 ? slot >> mapping.page_shift : slot / mapping.page_size;
+    const int64_t page = mapping.page(slot);
     const int64_t offset = slot - page * mapping.page_size;
     first_ = static_cast<uint8_t*>(target.cache) + (page * target.page_stride + offset * target.token_stride) * kSize;
   }
@@ -234,7 +219,7 @@ class CachePlace {
 template <typename T, CacheType kType, int kHeads, int kCount>
 __device__ __forceinline__ void write_share(const NewRows& target, const SlotMapping& mapping, const RowShare& share) {
   // The row's numbers do not wait for its slot.
-  const int64_t slot = load_slot(mapping, share.row);
+  const int64_t slot = mapping.load(share.row);
   const int32_t element = share.piece * kCount;
   const T* const from = static_cast<const T*>(target.rows) + share.row * target.row_token_stride + element;
   const auto in_row = [&](int i) { return i == 0 || share.head(i) < target.num_heads; };

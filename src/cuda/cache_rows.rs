@@ -40,7 +40,7 @@ pub(super) struct RowParams {
     pub(super) sharing: HeadSharing,
 }
 
-/// `SlotMapping`
+/// `SlotMapping` of `kernels/include/slots.cuh`.
 #[repr(C)]
 pub(super) struct SlotParams {
     slots: *const u8,
