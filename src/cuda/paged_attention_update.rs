@@ -16,11 +16,12 @@ pub(crate) fn prepare(problem: &PagedAttentionUpdate) -> Result {
 /// # Safety
 /// The problem's views are device memory of the current context that outlives the kernels' run, the results writable.
 pub(crate) unsafe fn launch(problem: &PagedAttentionUpdate, stream: Stream) -> Result {
+    let plan = attention::Plan::new(&problem.attention)?;
     // What attention refuses must not have changed the cache.
-    attention::prepare(&problem.attention)?;
+    plan.load()?;
     // SAFETY: this function's contract.
     unsafe {
         kv_cache_update::launch(&problem.update, stream)?;
-        attention::launch(&problem.attention, stream)
+        plan.launch(stream)
     }
 }

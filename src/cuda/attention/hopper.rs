@@ -7,6 +7,7 @@ mod params;
 mod tiles;
 
 use super::params::Params;
+use super::split::room;
 use crate::cuda::device::Device;
 use crate::cuda::launch::Shape;
 use crate::cuda::tensor_map::{Axis, TensorMap, can_copy};
@@ -22,6 +23,9 @@ use tiles::{TILES, Tile};
 
 const KERNEL: &str = "hopper_prefill";
 const FP8_KERNEL: &str = "hopper_prefill_fp8";
+
+/// Of the number of the next tile.
+pub(super) const NUMBER_BYTES: usize = 8;
 
 /// Elements of 16 bytes, which a lane copies at a time.
 const CHUNK: i64 = 8;
@@ -236,9 +240,7 @@ impl Prefill {
 
 /// The place of the number of the next tile, if the workspace has room for it; null otherwise.
 pub(super) fn counter_place(problem: &Attention) -> *mut u8 {
-    let Some(workspace) = problem.workspace else { return null_mut() };
-    let unaligned = (workspace.data as usize).next_multiple_of(8) - workspace.data as usize;
-    if workspace.bytes() >= unaligned + 8 { workspace.data.wrapping_add(unaligned) } else { null_mut() }
+    room(problem, 0, NUMBER_BYTES).filter(|(_, bytes)| *bytes >= NUMBER_BYTES).map_or(null_mut(), |(place, _)| place)
 }
 
 /// Whether K and V can be fetched row by row: rows are whole chunks, of which 32 bits are enough to number a head's.

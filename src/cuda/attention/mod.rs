@@ -20,7 +20,6 @@ use hopper::Prefill;
 use mixed::Mixed;
 use params::Params;
 use split::{PartialResults, Split};
-use std::ptr::null_mut;
 use tiles::Tile;
 
 const KERNEL: &str = "attention";
@@ -48,40 +47,37 @@ struct Launch {
     tiles: i64,
     min_queries: i32,
     max_queries: i32,
+    /// How decode shares out its keys; prefill takes whole tiles.
+    split: Option<Split>,
+    /// The launch that merges the parts of cut tiles: its variant, and its shape.
+    merging: Option<(usize, Shape)>,
 }
 
 impl Launch {
     fn new(problem: &Attention, device: &Device, kernel: Kernel, tiles: i64, queries: (i64, i64)) -> Result<Self> {
-        let variant = match kernel {
-            Kernel::Portable(tile) => tile.variant(problem, device)?,
-            Kernel::Hopper(prefill) => prefill.variant(problem)?,
-            Kernel::Mixed(mixed) => mixed.variant(problem)?,
-        };
-        Ok(Self { variant, kernel, tiles, min_queries: queries.0 as i32, max_queries: queries.1 as i32 })
-    }
-
-    /// How decode shares out its keys; prefill takes whole tiles.
-    fn split(&self, problem: &Attention, device: &Device) -> Option<Split> {
-        match self.kernel {
-            Kernel::Portable(tile) if tile.is_decode() => {
+        let (variant, split) = match kernel {
+            Kernel::Portable(tile) => {
                 let resident = device.resident_blocks(shared_memory(tile, problem), tile.ctas);
-                let queries = i64::from(self.max_queries);
-                Some(Split::new(problem, tile, self.tiles, queries, i64::from(resident), 0))
+                let split = || Split::new(problem, tile, tiles, queries.1, i64::from(resident), 0);
+                (tile.variant(problem, device)?, tile.is_decode().then(split))
             }
-            Kernel::Mixed(mixed) => Some(mixed.split(problem, device)),
-            Kernel::Portable(_) | Kernel::Hopper(_) => None,
-        }
+            Kernel::Hopper(prefill) => (prefill.variant(problem)?, None),
+            Kernel::Mixed(mixed) => (mixed.variant(problem)?, Some(mixed.split(problem, device))),
+        };
+        let merging = split.map_or(Ok(None), |split| merging(problem, &split))?;
+        let (min_queries, max_queries) = (queries.0 as i32, queries.1 as i32);
+        Ok(Self { variant, kernel, tiles, min_queries, max_queries, split, merging })
     }
 
     /// Prefill: a CTA for each tile and KV head, fewer where the grid has no room for them; CTAs that find more tiles
     /// than there are CTAs take several. On Hopper one for each SM. Decode: a CTA for each share and KV head.
-    fn shape(&self, problem: &Attention, device: &Device, split: Option<&Split>) -> Shape {
+    fn shape(&self, problem: &Attention, device: &Device) -> Shape {
         let heads = problem.num_kv_heads as i64;
-        match (self.kernel, split) {
-            (Kernel::Hopper(prefill), _) => prefill.shape(problem, self.tiles, device),
-            (Kernel::Mixed(mixed), _) => mixed.shape(device),
-            (Kernel::Portable(tile), split) => Shape {
-                grid: split.map_or_else(
+        match self.kernel {
+            Kernel::Hopper(prefill) => prefill.shape(problem, self.tiles, device),
+            Kernel::Mixed(mixed) => mixed.shape(device),
+            Kernel::Portable(tile) => Shape {
+                grid: self.split.map_or_else(
                     || [(self.tiles.clamp(1, i64::from(i32::MAX) / heads) * heads) as u32, 1, 1],
                     |split| [heads as u32, split.shares as u32, 1],
                 ),
@@ -92,34 +88,27 @@ impl Launch {
     }
 
     /// # Safety
-    /// As of [`launch`]; `params` is that of this launch and `shape` its own.
-    unsafe fn enqueue(
-        &self,
-        problem: &Attention,
-        device: &Device,
-        shape: Shape,
-        stream: Stream,
-        params: &Params,
-    ) -> Result {
-        let counter = match self.kernel {
-            Kernel::Portable(_) => null_mut(),
-            Kernel::Hopper(prefill) => prefill.counter(problem, self.tiles, device),
-            Kernel::Mixed(_) => hopper::counter_place(problem),
-        };
-        if !counter.is_null() {
-            // SAFETY: the counter is 8 bytes of the workspace, which is writable and nobody's before this.
-            unsafe { launch::fill(counter, 0, 8, stream) }?;
-        }
-        // SAFETY: this function's contract.
-        unsafe {
-            match self.kernel {
-                Kernel::Portable(_) => enqueue(KERNEL, self.variant, shape, stream, params),
-                Kernel::Hopper(prefill) => {
-                    let params = prefill.params(problem, params, counter)?;
+    /// As of [`Plan::launch`]; `params` is that of this launch.
+    unsafe fn enqueue(&self, problem: &Attention, device: &Device, stream: Stream, params: &Params) -> Result {
+        let shape = self.shape(problem, device);
+        match self.kernel {
+            // SAFETY: this function's contract.
+            Kernel::Portable(_) => unsafe { enqueue(KERNEL, self.variant, shape, stream, params) },
+            Kernel::Hopper(prefill) => {
+                let counter = prefill.counter(problem, self.tiles, device);
+                let params = prefill.params(problem, params, counter)?;
+                // SAFETY: as above.
+                unsafe {
+                    clear(counter, stream)?;
                     enqueue(prefill.kernel(), self.variant, shape, stream, &params)
                 }
-                Kernel::Mixed(mixed) => {
-                    enqueue(mixed::KERNEL, self.variant, shape, stream, &mixed.params(problem, params)?)
+            }
+            Kernel::Mixed(mixed) => {
+                let params = mixed.params(problem, params)?;
+                // SAFETY: as above.
+                unsafe {
+                    clear(hopper::counter_place(problem), stream)?;
+                    enqueue(mixed::KERNEL, self.variant, shape, stream, &params)
                 }
             }
         }
@@ -187,7 +176,7 @@ fn launches(problem: &Attention, device: &Device) -> Result<[Option<Launch>; 2]>
     Ok([Some(prefilled), Some(decoded)])
 }
 
-/// The launch that merges the parts of cut tiles: its variant, and its shape.
+/// What merges the parts that a launch leaves: [`Launch::merging`].
 fn merging(problem: &Attention, split: &Split) -> Result<Option<(usize, Shape)>> {
     let ends = split.ends_to_merge();
     if ends == 0 {
@@ -200,46 +189,78 @@ fn merging(problem: &Attention, split: &Split) -> Result<Option<(usize, Shape)>>
     )))
 }
 
+/// What a call launches, chosen; nothing is enqueued yet.
+pub(crate) struct Plan<'p, 'a> {
+    problem: &'p Attention<'a>,
+    device: Device,
+    /// All but what differs between launches.
+    params: Params,
+    launches: [Option<Launch>; 2],
+}
+
+impl<'p, 'a> Plan<'p, 'a> {
+    pub(crate) fn new(problem: &'p Attention<'a>) -> Result<Self> {
+        Self::on(problem, Device::current()?)
+    }
+
+    fn on(problem: &'p Attention<'a>, device: Device) -> Result<Self> {
+        let params = Params::new(problem, &device)?;
+        let launches = launches(problem, &device)?;
+        Ok(Self { problem, device, params, launches })
+    }
+
+    /// Load the kernels that it launches.
+    pub(crate) fn load(&self) -> Result {
+        for launch in self.launches.iter().flatten() {
+            module::function(launch.variant)?;
+            if let Some((variant, _)) = launch.merging {
+                module::function(variant)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// The problem's views are device memory of the current context that outlives the kernels' run; `out`, `lse` and the
+    /// workspace are writable.
+    pub(crate) unsafe fn launch(&self, stream: Stream) -> Result {
+        let mut params = self.params;
+        // The first launch also writes the rows that no sequence owns.
+        params.clears_unowned_rows = 1;
+        for launch in self.launches.iter().flatten() {
+            (params.min_queries, params.max_queries) = (launch.min_queries, launch.max_queries);
+            params.partial = launch.split.map_or(PartialResults::NONE, |split| split.partial);
+            // SAFETY: the caller vouches for the memory.
+            unsafe { launch.enqueue(self.problem, &self.device, stream, &params) }?;
+            params.clears_unowned_rows = 0;
+            if let Some((variant, shape)) = launch.merging {
+                // SAFETY: as above.
+                unsafe { enqueue(MERGE_KERNEL, variant, shape, stream, &params) }?;
+            }
+        }
+        Ok(())
+    }
+}
+
 /// Load the kernels that [`launch`] takes.
 pub(crate) fn prepare(problem: &Attention) -> Result {
-    let device = Device::current()?;
-    Params::new(problem, &device)?;
-    for launch in launches(problem, &device)?.iter().flatten() {
-        module::function(launch.variant)?;
-        if let Some(split) = launch.split(problem, &device)
-            && let Some((variant, _)) = merging(problem, &split)?
-        {
-            module::function(variant)?;
-        }
-    }
-    Ok(())
+    Plan::new(problem)?.load()
 }
 
 /// # Safety
-/// The problem's views are device memory of the current context that outlives the kernels' run; `out`, `lse` and the
-/// workspace are writable.
+/// As of [`Plan::launch`].
 pub(crate) unsafe fn launch(problem: &Attention, stream: Stream) -> Result {
-    let device = Device::current()?;
-    let mut params = Params::new(problem, &device)?;
-    let launches = launches(problem, &device)?;
-    // The first launch also writes the rows that no sequence owns.
-    params.clears_unowned_rows = 1;
-    for launch in launches.iter().flatten() {
-        let split = launch.split(problem, &device);
-        (params.min_queries, params.max_queries) = (launch.min_queries, launch.max_queries);
-        params.partial = split.map_or(PartialResults::NONE, |split| split.partial);
-        let shape = launch.shape(problem, &device, split.as_ref());
-        // SAFETY: the caller vouches for the memory.
-        unsafe { launch.enqueue(problem, &device, shape, stream, &params) }?;
-        params.clears_unowned_rows = 0;
-        if let Some(split) = split
-            && let Some((variant, shape)) = merging(problem, &split)?
-        {
-            // SAFETY: as above.
-            unsafe { enqueue(MERGE_KERNEL, variant, shape, stream, &params) }?;
-        }
-    }
-    Ok(())
+    // SAFETY: this function's contract.
+    unsafe { Plan::new(problem)?.launch(stream) }
+}
+
+/// The number of the next tile becomes 0, if it has a place.
+///
+/// # Safety
+/// `counter` is null or [`hopper::NUMBER_BYTES`] writable bytes of device memory of the current context.
+unsafe fn clear(counter: *mut u8, stream: Stream) -> Result {
+    // SAFETY: this function's contract.
+    if counter.is_null() { Ok(()) } else { unsafe { launch::fill(counter, 0, hopper::NUMBER_BYTES, stream) } }
 }
 
 /// # Safety
@@ -316,7 +337,10 @@ mod tests {
     }
 
     pub(super) fn named_on(problem: &Attention, device: &Device) -> Vec<(&'static str, i32, i32)> {
-        let launches = launches(problem, device).expect("the sizes are allowed");
+        names(&launches(problem, device).expect("the sizes are allowed"))
+    }
+
+    fn names(launches: &[Option<Launch>]) -> Vec<(&'static str, i32, i32)> {
         let describe = |l: &Launch| (variants::VARIANTS[l.variant].name, l.min_queries, l.max_queries);
         launches.iter().flatten().map(describe).collect()
     }
@@ -367,8 +391,10 @@ mod tests {
                     left -= queries;
                 }
                 assert!(tiles <= launch.tiles, "{rows} rows, {seqs} sequences, group {group}: {tiles} tiles");
-                let shape = launch.shape(&problem, &device, None);
-                assert!(i64::from(shape.grid[0]) >= 2 * tiles.max(1) && shape.grid[0].is_multiple_of(2));
+                let shape = launch.shape(&problem, &device);
+                let ctas = shape.grid[0] * shape.grid[1];
+                assert!(launch.split.is_some() || i64::from(ctas) >= 2 * tiles.max(1));
+                assert!(ctas.is_multiple_of(2));
             }
         }
     }

@@ -104,10 +104,8 @@ impl PartialResults {
 
     /// Divides up the workspace: cuts, then states, then outputs.
     fn find_room(&mut self, problem: &Attention, tile: &Tile, shares: i64, taken: usize) {
-        let Some(workspace) = &problem.workspace else { return };
-        let first = (workspace.data as usize + taken).next_multiple_of(CUT_BYTES) - workspace.data as usize;
-        let start = workspace.data.wrapping_add(first);
-        let size = workspace.bytes() as i64 - first as i64;
+        let Some((start, size)) = room(problem, taken, CUT_BYTES) else { return };
+        let size = size as i64;
         let row_bytes = (size_of::<[f32; 2]>() as i64 + 4 * i64::from(self.pitch)) * problem.num_kv_heads as i64;
         let (cuts, rows) = if self.max_spans > 0 {
             let cuts = shares - 1;
@@ -129,6 +127,13 @@ impl PartialResults {
         self.rows_per_head = rows as i32;
         self.groups = cuts as i32 + 1;
     }
+}
+
+/// The workspace past its first `taken` bytes, from a multiple of `alignment` on, and how many bytes that leaves.
+pub(super) fn room(problem: &Attention, taken: usize, alignment: usize) -> Option<(*mut u8, usize)> {
+    let workspace = problem.workspace?;
+    let first = (workspace.data as usize + taken).next_multiple_of(alignment) - workspace.data as usize;
+    Some((workspace.data.wrapping_add(first), workspace.bytes().checked_sub(first)?))
 }
 
 /// `batch_invariant`: into how many spans a tile is cut at most. Enough for one sequence to keep a large GPU busy; part of
