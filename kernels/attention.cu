@@ -17,6 +17,7 @@
 #include "decode_loop.cuh"
 #include "element.cuh"
 #include "fp8.cuh"
+#include "new_tokens.cuh"
 #include "output_rows.cuh"
 #include "prefill_loop.cuh"
 #include "query_rows.cuh"
@@ -57,6 +58,10 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   auto& plan = *reinterpret_cast<xa::Plan*>(shared + Shape::kPlanOffset);
   if constexpr (Shape::kSplitsKeys) {
     const xa::ShareNumber mine = {static_cast<int32_t>(blockIdx.y), static_cast<int32_t>(gridDim.y)};
+    if constexpr (xa::kTakesNewTokens<Shape>) {
+      // Before the plan: beneath the first keys it would take longer, and more so at the end.
+      if (xa::has_new_tokens(params)) xa::store_new_tokens<Shape, Stored>(params, blockIdx.x, mine);
+    }
     const uint32_t rings = xa::ptx::shared_address(shared) + Shape::kRingsOffset;
     xa::decode_share<Shape, Compute, Stored, Score, true>(params, mine, shared, [&](const xa::Plan& piece) {
       return xa::DecodeLoop<Shape, Compute, Stored>(params, piece, rings);

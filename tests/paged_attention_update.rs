@@ -59,6 +59,76 @@ fn prefill_and_decode_mix_under_each_option_in_every_type() {
     }
 }
 
+/// Sequences that decode takes, on CUDA in one launch with the update: of one query, of a few, of more than keys.
+fn short(dtypes: impl Into<Dtypes>) -> Shape {
+    let lengths = vec![(1, 1), (1, 17), (1, 700), (2, 2), (1, 64), (3, 90), (1, 33), (4, 650), (5, 3), (0, 4), (1, 48)];
+    Shape { dtypes: dtypes.into(), heads: (8, 2), head_dim: 32, lengths, ..Shape::default() }
+}
+
+#[test]
+fn decode_is_the_update_and_then_attention_under_each_option() {
+    let with_room = Storage { workspace: Some(300_000), ..Storage::default() };
+    let plain = short(BF16);
+    let one_each = plain.lengths.iter().map(|&(_, len_k)| (1, len_k.max(1))).collect();
+    for shape in [
+        Shape { lengths: one_each, ..plain.clone() },
+        Shape { batch_invariant: true, ..plain.clone() },
+        Shape { mask: Mask::sliding(1), ..plain.clone() },
+        Shape { mask: Mask::sliding(3), ..plain.clone() },
+        Shape { mask: Mask::sliding(100), batch_invariant: true, ..plain.clone() },
+        Shape { softcap: 2.0, alibi: Alibi::PerHead, sinks: true, ..plain.clone() },
+        Shape { scales: [Scaled::PerHead, Scaled::No, Scaled::No], ..plain.clone() },
+        Shape { scales: [Scaled::No, Scaled::AsAWhole, Scaled::No], ..plain.clone() },
+        Shape { scales: [Scaled::No, Scaled::No, Scaled::PerHead], ..plain.clone() },
+        plain,
+    ] {
+        for wide_slots in [false, true] {
+            Step { wide_slots, ..Step::new(&shape.batch(), &with_room) }.check();
+        }
+    }
+}
+
+#[test]
+fn decode_is_the_update_and_then_attention_in_every_type_and_width() {
+    let storage = Storage { workspace: Some(300_000), ..Storage::default() };
+    for dtypes in Dtypes::ALL {
+        Step::new(&short(dtypes).batch(), &storage).check();
+    }
+    for (dtype, head_dims) in [(BF16, [8, 64, 96, 128, 192, 256]), (F32, [24, 64, 72, 128, 136, 256])] {
+        for head_dim in head_dims {
+            let lengths = vec![(1, 700), (3, 40), (1, 16), (1, 1)];
+            Step::new(&Shape { head_dim, lengths, ..short(dtype) }.batch(), &storage).check();
+        }
+    }
+}
+
+#[test]
+fn decode_stores_rows_of_no_sequence_whatever_room_there_is() {
+    let shape = Shape { head_dim: 64, ..short(F16) };
+    for page_size in [1, 2, 7, 16, 24, 64] {
+        for (workspace, rows_around) in
+            [(None, (3, 0)), (Some(0), (0, 70)), (Some(5000), (40, 40)), (Some(300_000), (1, 9))]
+        {
+            let spare_pages = 90_usize.div_ceil(page_size);
+            let storage =
+                Storage { page_size, workspace, rows_around, spare_pages, spare_seqs: 15, ..Storage::default() };
+            Step::new(&shape.batch(), &storage).check();
+        }
+    }
+}
+
+/// More rows than the warps of a KV head's CTAs, which read what others store.
+#[test]
+fn decode_of_many_sequences_is_the_update_and_then_attention() {
+    for (heads, head_dim) in [((2, 1), 32), ((8, 8), 128)] {
+        let lengths: Vec<_> = (0..300).map(|i| (1 + usize::from(i % 50 == 7), 1 + i * 37 % 90)).collect();
+        let shape = Shape { heads, head_dim, lengths, ..short(BF16) };
+        for seed in 0..3 {
+            Step::new(&shape.batch(), &Storage { workspace: Some(300_000), seed, ..Storage::default() }).check();
+        }
+    }
+}
+
 #[test]
 fn any_shape_is_the_update_and_then_attention() {
     for_all(64, (paged_shapes(), paged_storages()), |(shape, storage)| {
@@ -152,12 +222,19 @@ fn invariant(dtypes: Dtypes) -> Step {
     Step::new(&Shape { batch_invariant: true, ..mixed(dtypes) }.batch(), &Storage::default())
 }
 
+/// Likewise of one query each, which decode alone has to do with.
+fn invariant_decode(dtypes: Dtypes) -> Step {
+    let lengths = vec![(1, 40), (1, 700), (1, 1), (1, 64)];
+    Step::new(&Shape { batch_invariant: true, lengths, ..mixed(dtypes) }.batch(), &Storage::default())
+}
+
 #[test]
 fn a_row_without_a_slot_concerns_its_own_sequence_alone() {
     for dtypes in [Dtypes::same(F32), Dtypes::same(BF16), Dtypes::over(F16, F8E4M3FN)] {
-        let well = invariant(dtypes);
-        for ill in 0..3 {
-            for nowhere in [-1, i64::from(i32::MIN), i64::from(i32::MAX)] {
+        for well in [invariant(dtypes), invariant_decode(dtypes)] {
+            for (ill, nowhere) in
+                (0..3).flat_map(|ill| [-1, i64::from(i32::MIN), i64::from(i32::MAX)].map(|s| (ill, s)))
+            {
                 let mut step = well.clone();
                 let last = step.case.cu_seqlens_q[ill + 1] as usize - 1;
                 step.slots[last] = nowhere;
@@ -170,13 +247,14 @@ fn a_row_without_a_slot_concerns_its_own_sequence_alone() {
 
 #[test]
 fn slots_of_64_bits_are_not_taken_for_those_of_32() {
-    let well = invariant(F32.into());
-    let mut step = Step { wide_slots: true, ..well.clone() };
-    // Its low half is the slot of the first sequence's last key.
-    let last = step.case.cu_seqlens_q[1] as usize - 1;
-    step.slots[last] |= 1 << 32;
-    step.update();
-    assert_harmless(&step, &well, &[0]);
+    for well in [invariant(F32.into()), invariant_decode(F32.into())] {
+        let mut step = Step { wide_slots: true, ..well.clone() };
+        // Its low half is the slot of the first sequence's last key.
+        let last = step.case.cu_seqlens_q[1] as usize - 1;
+        step.slots[last] |= 1 << 32;
+        step.update();
+        assert_harmless(&step, &well, &[0]);
+    }
 }
 
 #[test]
@@ -184,7 +262,7 @@ fn metadata_out_of_range_concerns_its_own_sequence_alone() {
     for_all(64, (0..3usize, any::<u64>()), |(ill, seed)| {
         let mut random = Random::new(seed);
         let dtypes = random.one_of(&[Dtypes::same(F32), Dtypes::same(BF16), Dtypes::over(BF16, F8E4M3FN)]);
-        let well = invariant(dtypes);
+        let well = if random.below(2) == 0 { invariant(dtypes) } else { invariant_decode(dtypes) };
         let mut step = well.clone();
         let (from, to) = (ill * step.case.max_pages, (ill + 1) * step.case.max_pages);
         for entry in &mut step.case.block_table[from..to] {

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "slots.cuh"
+
 namespace xa {
 
 /// K or V, any layout: element strides between neighbouring pages, tokens of a page, heads. The elements of a token's
@@ -36,6 +38,21 @@ struct PartialResults {
   int32_t max_spans;      // batch_invariant: spans of a tile at most; else 0
   float log2_unit;        // logits to base 2 are this times the scores that `max` is one of
   int32_t reserved;
+};
+
+/// Keys or values [Tq, Hkv, D] of the query rows. Strides are in elements.
+struct NewRowSource {
+  const void* base;
+  int64_t token_stride;
+  int64_t head_stride;
+};
+
+/// Tokens that the cache does not hold yet: the last len_q keys of each sequence. Decode of more than 8 bits takes them
+/// from here and stores them in the cache (new_tokens.cuh); other kernels do not know of them.
+struct NewTokens {
+  NewRowSource key;  // without a base the cache holds all
+  NewRowSource value;
+  SlotMapping slots;  // of every row, whether it belongs to a sequence or not
 };
 
 /// What q is, where K and V are of 8 bits.
@@ -94,11 +111,13 @@ struct AttentionParams {
   int32_t out_is_bf16;          // else of the type that the kernel computes in
   int32_t has_narrow_rows;      // K and V are chunks of 8 bytes, aligned to 8, else of 16
   PartialResults partial;
+  NewTokens new_tokens;
 };
 
 // src/cuda/attention asserts the same numbers.
 static_assert(sizeof(KvSource) == 32 && sizeof(ScaleSource) == 16 && sizeof(PartialResults) == 48);
-static_assert(offsetof(AttentionParams, partial) == 352 && sizeof(AttentionParams) == 400);
+static_assert(sizeof(NewTokens) == 80 && offsetof(AttentionParams, new_tokens) == 400);
+static_assert(offsetof(AttentionParams, partial) == 352 && sizeof(AttentionParams) == 480);
 static_assert(offsetof(AttentionParams, k) == 56 && offsetof(AttentionParams, cu_seqlens_q) == 136);
 static_assert(offsetof(AttentionParams, q_scale) == 208 && offsetof(AttentionParams, value_factor) == 256);
 static_assert(offsetof(AttentionParams, num_tokens) == 272 && offsetof(AttentionParams, has_narrow_rows) == 348);

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "attention_params.cuh"
+#include "new_tokens.cuh"
 #include "ptx.cuh"
 #include "row_pairs.cuh"
 #include "softmax.cuh"
@@ -53,8 +54,7 @@ class DecodeLoop {
 #pragma unroll 1
     for (int32_t key = first_key_; key < plan_.keys.end; key += kStep) {
       const int32_t next = ptx::opaque(key) + kStages * kStep;
-      ptx::cp_async_wait<kStages - 1>();
-      __syncwarp();
+      wait_for_blocks(stage, key);
       float scores[1][Shape::kKeys / 8][4];
       Math::scores(scores, query, keys(stage), params_);
       score.template apply<T>(scores[0], plan_, 0, key);
@@ -71,6 +71,19 @@ class DecodeLoop {
   }
 
  private:
+  static __device__ __forceinline__ void wait() {
+    ptx::cp_async_wait<kStages - 1>();
+    __syncwarp();
+  }
+  /// Until the blocks of a stage are there, which begin at `key`, with new tokens in their places.
+  __device__ __forceinline__ void wait_for_blocks(int32_t stage, int32_t key) const {
+    if constexpr (kTakesNewTokens<Shape>) {
+      const bool has_some = has_new_tokens(params_) && key + Shape::kKeys > first_new_key(plan_.tile);
+      if (has_some) put_new_keys<Shape, Stored>(params_, plan_, key, keys(stage), wait);
+    }
+    wait();
+  }
+
   /// Shared address of a stage's block of K, which that of V follows.
   __device__ __forceinline__ uint32_t keys(int32_t stage) const { return ring_ + stage * 2 * Shape::kBlockBytes; }
 

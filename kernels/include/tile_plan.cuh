@@ -213,6 +213,10 @@ __device__ __forceinline__ KeyRange visible_keys(const AttentionParams& params, 
   return keys.begin < keys.end ? keys : KeyRange{0, 0, 0, 0};
 }
 
+/// Keys from here on are those of the sequence's queries; where params.new_tokens are given, the cache does not hold
+/// them.
+__device__ __forceinline__ int32_t first_new_key(const Tile& tile) { return tile.len_k - tile.len_q; }
+
 template <typename Sum>
 __device__ __forceinline__ Sum sum_up_to_this_lane(Sum mine) {
   const int lane = threadIdx.x % 32;

@@ -41,6 +41,7 @@ pub(super) struct RowParams {
 }
 
 /// `SlotMapping` of `kernels/include/slots.cuh`.
+#[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct SlotParams {
     slots: *const u8,
@@ -155,6 +156,10 @@ impl RowParams {
 }
 
 impl SlotParams {
+    /// No row has a slot.
+    pub(super) const NONE: Self =
+        Self { slots: std::ptr::null(), count: 0, page_size: 0, page_shift: -1, are_64_bit: 0 };
+
     pub(super) fn new(problem: &KvCacheUpdate) -> Self {
         Self {
             slots: problem.slot_mapping.data,

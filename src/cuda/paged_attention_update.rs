@@ -1,27 +1,36 @@
-//! Cache update and attention in one call on CUDA: the launches of both on one stream.
+//! Cache update and attention in one call on CUDA: one launch where decode stores what it decodes over, else the launches
+//! of both on one stream.
 //!
 //! No launch here may begin before the one in front of it has ended: attention reads what the update writes.
 
-use super::{attention, kv_cache_update};
+use super::{attention, cache_rows, kv_cache_update};
 use crate::error::Result;
 use crate::ops::paged_attention_update::PagedAttentionUpdate;
 use crate::stream::Stream;
 
 /// Load the kernels that [`launch`] takes.
 pub(crate) fn prepare(problem: &PagedAttentionUpdate) -> Result {
-    kv_cache_update::prepare(&problem.update)?;
-    attention::prepare(&problem.attention)
+    let mut plan = attention::Plan::new(&problem.attention)?;
+    if !plan.take_over(&problem.update) {
+        kv_cache_update::prepare(&problem.update)?;
+    }
+    plan.load()
 }
 
 /// # Safety
 /// The problem's views are device memory of the current context that outlives the kernels' run, the results writable.
 pub(crate) unsafe fn launch(problem: &PagedAttentionUpdate, stream: Stream) -> Result {
-    let plan = attention::Plan::new(&problem.attention)?;
+    let mut plan = attention::Plan::new(&problem.attention)?;
+    let stores = plan.take_over(&problem.update);
     // What attention refuses must not have changed the cache.
     plan.load()?;
     // SAFETY: this function's contract.
     unsafe {
-        kv_cache_update::launch(&problem.update, stream)?;
+        if stores {
+            cache_rows::bring_over(&problem.update, stream)?;
+        } else {
+            kv_cache_update::launch(&problem.update, stream)?;
+        }
         plan.launch(stream)
     }
 }

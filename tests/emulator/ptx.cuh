@@ -126,6 +126,7 @@ inline void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address) {
   emulator::together(host::ldmatrix<true>, &lane);
 }
 inline void clear_shared_16(uint32_t address) { std::memset(::shared + address, 0, 16); }
+inline void store_shared_16(uint32_t address, const uint4& x) { std::memcpy(::shared + address, &x, 16); }
 inline float load_shared_f32(uint32_t address) {
   float value;
   std::memcpy(&value, ::shared + address, 4);

@@ -20,7 +20,7 @@ struct MixedParams {
   AttentionParams decode;  // of the sequences that are too short for prefill; clears nothing
 };
 
-static_assert(offsetof(MixedParams, decode) == 1280 && sizeof(MixedParams) == 1728);
+static_assert(offsetof(MixedParams, decode) == 1344 && sizeof(MixedParams) == 1856);
 
 /// Time that an SM takes for a key of a tile in prefill, as a multiple of that in decode (H200, D 128: 1.6 and 1.0 us
 /// for 128 keys).

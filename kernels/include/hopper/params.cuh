@@ -32,7 +32,7 @@ struct PrefillParams {
 };
 
 // src/cuda/attention/hopper/params.rs asserts the same numbers.
-static_assert(offsetof(PrefillParams, q) == 448 && offsetof(PrefillParams, next_tile) == 960);
-static_assert(sizeof(PrefillParams) == 1024 && alignof(PrefillParams) == 64);
+static_assert(offsetof(PrefillParams, q) == 512 && offsetof(PrefillParams, next_tile) == 1024);
+static_assert(sizeof(PrefillParams) == 1088 && alignof(PrefillParams) == 64);
 
 }  // namespace xa::hopper

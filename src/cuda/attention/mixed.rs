@@ -49,7 +49,7 @@ pub(super) struct MixedParams {
 }
 
 // The header asserts the same numbers.
-const _: () = assert!(offset_of!(MixedParams, decode) == 1280 && size_of::<MixedParams>() == 1728);
+const _: () = assert!(offset_of!(MixedParams, decode) == 1344 && size_of::<MixedParams>() == 1856);
 
 impl Mixed {
     /// For sequences of at most `few` queries that are decoded, in `decode_tiles` tiles a KV head at most, and longer ones

@@ -15,10 +15,11 @@ use super::{module, variants};
 use crate::error::Result;
 use crate::log;
 use crate::ops::attention::Attention;
+use crate::ops::kv_cache_update::KvCacheUpdate;
 use crate::stream::Stream;
 use hopper::Prefill;
 use mixed::Mixed;
-use params::Params;
+use params::{NewTokens, Params};
 use split::{PartialResults, Split};
 use tiles::Tile;
 
@@ -27,6 +28,10 @@ const MERGE_KERNEL: &str = "merge_parts";
 
 /// Threads of a CTA of [`MERGE_KERNEL`].
 const MERGE_THREADS: u32 = 256;
+
+/// Rows of a KV head that a warp of decode stores at most. It stores one after the other, with everything else behind
+/// them: of more a launch of their own is quicker.
+const ROWS_A_WARP: i64 = 4;
 
 /// What a launch runs.
 #[derive(Clone, Copy)]
@@ -67,6 +72,17 @@ impl Launch {
         let merging = split.map_or(Ok(None), |split| merging(problem, &split))?;
         let (min_queries, max_queries) = (queries.0 as i32, queries.1 as i32);
         Ok(Self { variant, kernel, tiles, min_queries, max_queries, split, merging })
+    }
+
+    /// Whether it can store `rows` new tokens in the cache beside attending over them.
+    fn takes_new_tokens(&self, rows: usize) -> bool {
+        match (self.kernel, self.split) {
+            (Kernel::Portable(tile), Some(split)) => {
+                let warps = split.shares * i64::from(tile.threads / 32);
+                tile.takes_new_tokens() && rows as i64 <= ROWS_A_WARP * warps
+            }
+            _ => false,
+        }
     }
 
     /// Prefill: a CTA for each tile and KV head, fewer where the grid has no room for them; CTAs that find more tiles
@@ -209,6 +225,18 @@ impl<'p, 'a> Plan<'p, 'a> {
         Ok(Self { problem, device, params, launches })
     }
 
+    /// Takes over an update of the cache that is to be carried out first, if decode can do it: then decode comes before
+    /// prefill, has the new keys from where they come from and stores every row that has a slot.
+    pub(crate) fn take_over(&mut self, update: &KvCacheUpdate) -> bool {
+        let rows = self.problem.num_rows;
+        let can = |launch: &Option<Launch>| launch.as_ref().is_some_and(|launch| launch.takes_new_tokens(rows));
+        let Some(decode) = self.launches.iter().position(can) else { return false };
+        let Some(new_tokens) = NewTokens::of(update) else { return false };
+        self.launches.swap(0, decode);
+        self.params.new_tokens = new_tokens;
+        true
+    }
+
     /// Load the kernels that it launches.
     pub(crate) fn load(&self) -> Result {
         for launch in self.launches.iter().flatten() {
@@ -222,7 +250,8 @@ impl<'p, 'a> Plan<'p, 'a> {
 
     /// # Safety
     /// The problem's views are device memory of the current context that outlives the kernels' run; `out`, `lse` and the
-    /// workspace are writable.
+    /// workspace are writable; where the plan has taken over an update, so are the caches, and its views outlive the run
+    /// too.
     pub(crate) unsafe fn launch(&self, stream: Stream) -> Result {
         let mut params = self.params;
         // The first launch also writes the rows that no sequence owns.
@@ -274,8 +303,9 @@ unsafe fn enqueue<P>(kernel: &str, variant: usize, shape: Shape, stream: Stream,
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::KvView;
     use crate::ops::attention::{KeyStorage, Keys, Queries, Score};
+    use crate::ops::kv_cache_update::NewRows;
+    use crate::ops::{KvView, Scale};
     use crate::tensor::{DType, Tensor};
     use std::ptr::{null, null_mut};
 
@@ -368,6 +398,45 @@ mod tests {
         assert_eq!(advised(4, false), [("attention_bf16_128_decode_plain", 1, i32::MAX)]);
         assert_eq!(advised(8, false), both);
         assert_eq!(advised(4, true), both);
+    }
+
+    /// Whether the plan takes over an update with rows of these strides, and its launches.
+    fn taking_over(
+        problem: &Attention,
+        scale: Option<Scale>,
+        strides: &[i64],
+    ) -> (bool, Vec<(&'static str, i32, i32)>) {
+        let dims = [problem.num_rows, problem.num_kv_heads, problem.head_dim].map(|size| size as i64);
+        let dense = Tensor::dense(problem.kv_dtype, null_mut(), &dims);
+        let rows = NewRows { rows: Tensor { strides: Some(strides), ..dense }, cache: problem.k, scale };
+        let slot_mapping = Tensor::dense(DType::I32, null_mut(), &dims[..1]);
+        let (cache_dtype, copies) = (problem.kv_dtype, [None, None]);
+        let (num_pages, page_size) = (4, 16);
+        let update = KvCacheUpdate { key: rows, value: rows, cache_dtype, slot_mapping, copies, num_pages, page_size };
+        let mut plan = Plan::on(problem, device(false)).expect("the sizes are allowed");
+        (plan.take_over(&update), names(&plan.launches))
+    }
+
+    #[test]
+    fn decode_takes_over_updates_that_it_can_store_and_comes_first() {
+        let (decode, strides) = (problem(64, 64, 8, 128), [256, 128, 1]);
+        assert_eq!(taking_over(&decode, None, &strides), (true, vec![("attention_bf16_128_wide_plain", 1, i32::MAX)]));
+        let both = [("attention_bf16_128_decode_plain", 1, 4), ("attention_bf16_128_prefill_plain", 5, i32::MAX)];
+        let invariant = Attention { batch_invariant: true, ..decode };
+        assert_eq!(taking_over(&invariant, None, &strides), (true, both.to_vec()));
+        // Nine CTAs of four warps a KV head, for as many tiles.
+        let few = |rows| Attention { batch_invariant: true, ..problem(rows, 9, 8, 128) };
+        assert_eq!(taking_over(&few(144), None, &strides), (true, both.to_vec()));
+        let [first, second] = both;
+        assert_eq!(taking_over(&few(145), None, &strides), (false, vec![second, first]));
+        let scale = Some(Scale { values: null(), per_head: false });
+        assert!(!taking_over(&decode, scale, &strides).0);
+        assert!(!taking_over(&decode, None, &[256, 132, 1]).0);
+        let of = |dtype| Attention { q: Tensor { dtype, ..decode.q }, kv_dtype: dtype, ..decode };
+        assert!(taking_over(&of(DType::F32), None, &strides).0);
+        assert!(!taking_over(&of(DType::F8E4M3FN), None, &strides).0);
+        let wide = Attention { head_dim: 256, value_dim: 256, ..of(DType::F32) };
+        assert!(!taking_over(&wide, None, &[512, 256, 1]).0);
     }
 
     #[test]

@@ -2,9 +2,11 @@
 
 use super::split::PartialResults;
 use super::tiles::converts_fp8;
+use crate::cuda::cache_rows::SlotParams;
 use crate::cuda::device::Device;
 use crate::error::{Error, Result, ensure};
 use crate::ops::attention::{Attention, KeyStorage};
+use crate::ops::kv_cache_update::KvCacheUpdate;
 use crate::ops::{KvView, Scale};
 use crate::tensor::{DType, Tensor};
 use std::f32::consts::LOG2_E;
@@ -33,6 +35,24 @@ struct KvSource {
 struct ScaleSource {
     values: *const f32,
     head_stride: i64,
+}
+
+/// `NewRowSource` of `kernels/include/attention_params.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct NewRowSource {
+    base: *const u8,
+    token_stride: i64,
+    head_stride: i64,
+}
+
+/// `NewTokens` of `kernels/include/attention_params.cuh`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct NewTokens {
+    key: NewRowSource,
+    value: NewRowSource,
+    slots: SlotParams,
 }
 
 /// `AttentionParams` of `kernels/include/attention_params.cuh`, which says what each is.
@@ -91,10 +111,13 @@ pub(super) struct Params {
     has_narrow_rows: i32,
     /// Set for each launch.
     pub(super) partial: PartialResults,
+    /// Set where the cache is yet to be brought up to date.
+    pub(super) new_tokens: NewTokens,
 }
 
 // The header asserts the same numbers.
-const _: () = assert!(size_of::<KvSource>() == 32 && size_of::<ScaleSource>() == 16 && size_of::<Params>() == 400);
+const _: () = assert!(size_of::<KvSource>() == 32 && size_of::<ScaleSource>() == 16 && size_of::<Params>() == 480);
+const _: () = assert!(size_of::<NewTokens>() == 80 && offset_of!(Params, new_tokens) == 400);
 const _: () = assert!(offset_of!(Params, k) == 56 && offset_of!(Params, cu_seqlens_q) == 136);
 const _: () = assert!(offset_of!(Params, q_scale) == 208 && offset_of!(Params, value_factor) == 256);
 const _: () = assert!(offset_of!(Params, num_tokens) == 272 && offset_of!(Params, has_narrow_rows) == 348);
@@ -167,12 +190,37 @@ impl Params {
             out_is_bf16: i32::from(problem.out.dtype == DType::BF16),
             has_narrow_rows: i32::from(!has_wide_rows(problem)),
             partial: PartialResults::NONE,
+            new_tokens: NewTokens::NONE,
         })
     }
 
     /// The same with packs of `pack` query heads in the place of KV heads, `packs` in all.
     pub(super) fn with_packs(&self, pack: i64, packs: i64) -> Self {
         Self { num_kv_heads: packs as i32, group: pack as i32, group_reciprocal: 1.0 / pack as f32, ..*self }
+    }
+}
+
+impl NewTokens {
+    /// The cache holds all.
+    pub(super) const NONE: Self = {
+        let rows = NewRowSource { base: null(), token_stride: 0, head_stride: 0 };
+        Self { key: rows, value: rows, slots: SlotParams::NONE }
+    };
+
+    /// The rows of an update that goes into the cache bit by bit, if the kernels can copy them.
+    pub(super) fn of(update: &KvCacheUpdate) -> Option<Self> {
+        let can_copy = [&update.key, &update.value].iter().all(|new| {
+            let rows = &new.rows;
+            let is_same = rows.dtype == update.cache_dtype && new.scale.is_none();
+            is_same && is_aligned(rows.data, &row_steps(rows), rows.dtype.size(), 16)
+        });
+        let source =
+            |rows: &Tensor| NewRowSource { base: rows.data, token_stride: rows.stride(0), head_stride: rows.stride(1) };
+        can_copy.then(|| Self {
+            key: source(&update.key.rows),
+            value: source(&update.value.rows),
+            slots: SlotParams::new(update),
+        })
     }
 }
 

@@ -82,6 +82,12 @@ impl Tile {
         variants::find(kernel, &[dtype, self.head_dim_value, self.shape, score])
     }
 
+    /// Whether the kernel takes new tokens on their way into the cache: `kTakesNewTokens` of
+    /// `kernels/include/new_tokens.cuh`.
+    pub(super) fn takes_new_tokens(&self) -> bool {
+        self.is_decode() && self.element_bytes > 1 && self.head_dim * self.element_bytes < 1024
+    }
+
     pub(super) fn is_decode(&self) -> bool {
         self.shape != "prefill"
     }

@@ -48,8 +48,8 @@ impl PageDivisor {
 }
 
 // The header asserts the same numbers.
-const _: () = assert!(offset_of!(PrefillParams, q) == 448 && offset_of!(PrefillParams, next_tile) == 960);
-const _: () = assert!(size_of::<PrefillParams>() == 1024 && align_of::<PrefillParams>() == 64);
+const _: () = assert!(offset_of!(PrefillParams, q) == 512 && offset_of!(PrefillParams, next_tile) == 1024);
+const _: () = assert!(size_of::<PrefillParams>() == 1088 && align_of::<PrefillParams>() == 64);
 
 #[cfg(test)]
 mod tests {

@@ -1,0 +1,132 @@
+// Tokens that the cache does not hold yet, in decode: what attends over them takes them from where they come from, and
+// beside that they are stored.
+//
+// The two have nothing to do with each other. Every row with a slot is stored, whether a sequence claims it or not, and
+// the last len_q keys of a sequence are never read from the cache, where another CTA may be storing them.
+#pragma once
+
+#include <cstdint>
+
+#include "attention_params.cuh"
+#include "paged_rows.cuh"
+#include "ptx.cuh"
+#include "share.cuh"
+#include "shared_rows.cuh"
+#include "tile_plan.cuh"
+
+namespace xa {
+
+/// Whether decode takes new tokens: the cache has their type, and the widest rows leave no registers for it.
+/// src/cuda/attention/tiles.rs knows.
+template <typename Shape>
+constexpr bool kTakesNewTokens = !Shape::kIsFp8 && Shape::kRowBytes < 1024;
+
+__device__ __forceinline__ bool has_new_tokens(const AttentionParams& params) {
+  return params.new_tokens.key.base != nullptr;
+}
+
+/// How lanes share the new tokens of one KV head: a lane has 16 bytes of the key or of the value of a token in each of
+/// `kSteps`, an instruction `kTokens` tokens.
+template <typename T, int kHeadDim>
+class NewTokenLanes {
+  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
+  static constexpr int kChunks = kRowBytes / 16, kElements = 16 / sizeof(T);
+  using Grid = LaneGrid<2 * kRowBytes>;
+
+ public:
+  static constexpr int kSteps = Grid::kStepsPerRow, kTokens = Grid::kRowsPerStep;
+  using Chunks = uint4[kSteps];
+
+  __device__ __forceinline__ NewTokenLanes(const AttentionParams& params, int32_t kv_head)
+      : params_(params), kv_head_(kv_head) {}
+
+  /// Which of the instruction's tokens is the lane's.
+  __device__ __forceinline__ int32_t token() const { return grid_.row; }
+
+  /// The lane's chunks of row `row` of the new tokens.
+  __device__ __forceinline__ void load(Chunks& chunks, int64_t row) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const NewRowSource& source = is_value(step) ? params_.new_tokens.value : params_.new_tokens.key;
+      const T* const from = static_cast<const T*>(source.base) + row * source.token_stride +
+                            kv_head_ * source.head_stride + element(step);
+      if (is_inside(step)) chunks[step] = __ldg(reinterpret_cast<const uint4*>(from));
+    }
+  }
+  /// Into the cache.
+  __device__ __forceinline__ void store(const Chunks& chunks, int64_t page, int64_t offset) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const KvSource& cache = is_value(step) ? params_.v : params_.k;
+      T* const to = static_cast<T*>(const_cast<void*>(cache.base)) + page * cache.page_stride +
+                    offset * cache.token_stride + kv_head_ * cache.head_stride + element(step);
+      if (is_inside(step)) *reinterpret_cast<uint4*>(to) = chunks[step];
+    }
+  }
+  /// Into row `row` of a block of K in shared memory, V's kValuesOffset bytes after it.
+  template <typename Rows, int kValuesOffset>
+  __device__ __forceinline__ void put(const Chunks& chunks, uint32_t block, int32_t row) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const uint32_t rows = block + (is_value(step) ? kValuesOffset : 0);
+      if (is_inside(step)) ptx::store_shared_16(rows + Rows::offset(row, chunk(step)), chunks[step]);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ bool is_value(int step) const { return grid_.chunk + 32 * step >= kChunks; }
+  __device__ __forceinline__ int32_t chunk(int step) const {
+    return grid_.chunk + 32 * step - (is_value(step) ? kChunks : 0);
+  }
+  __device__ __forceinline__ int32_t element(int step) const { return chunk(step) * kElements; }
+  __device__ __forceinline__ bool is_inside(int step) const {
+    return grid_.has_chunk(step) && element(step) < (is_value(step) ? params_.value_dim : params_.head_dim);
+  }
+
+  const AttentionParams& params_;
+  const int32_t kv_head_;
+  const Grid grid_;
+};
+
+/// Stores this CTA's rows of its KV head, if there are any. A warp takes as many as an instruction has room for;
+/// neighbours are those of different CTAs, which are `mine.number` of `mine.count`.
+template <typename Shape, typename Stored>
+__device__ __forceinline__ void store_new_tokens(const AttentionParams& params, int32_t kv_head,
+                                                 const ShareNumber& mine) {
+  using Lanes = NewTokenLanes<Stored, Shape::kHeadDim>;
+  const SlotMapping& mapping = params.new_tokens.slots;
+  const Lanes lanes(params, kv_head);
+  const uint32_t warp = ptx::opaque(threadIdx.x) / 32, step = mine.count * (Shape::kWarps * Lanes::kTokens);
+#pragma unroll 1
+  for (uint32_t row = (warp * mine.count + mine.number) * Lanes::kTokens + lanes.token();
+       row < static_cast<uint32_t>(params.num_tokens); row += step) {
+    const int64_t slot = mapping.load(row);
+    // The row's numbers do not wait for its slot.
+    typename Lanes::Chunks chunks;
+    lanes.load(chunks, row);
+    if (!mapping.holds(slot)) continue;
+    const int64_t page = mapping.page(slot);
+    lanes.store(chunks, page, slot - page * mapping.page_size);
+  }
+}
+
+/// Puts the new tokens among the keys from `first` on into their block at shared address `block`, once what the cache
+/// has in their places is there, for which `wait` waits. A barrier of the warp must follow.
+template <typename Shape, typename Stored, typename Wait>
+__device__ __forceinline__ void put_new_keys(const AttentionParams& params, const Plan& plan, int32_t first,
+                                             uint32_t block, const Wait& wait) {
+  using Lanes = NewTokenLanes<Stored, Shape::kHeadDim>;
+  const int32_t first_new = first_new_key(plan.tile), end = min(first + Shape::kKeys, plan.keys.end);
+  const Lanes lanes(params, plan.kv_head);
+#pragma unroll 1
+  for (int32_t key = max(max(first, first_new), plan.keys.begin); key < end; key += Lanes::kTokens) {
+    const int32_t own = key + lanes.token();
+    typename Lanes::Chunks chunks;
+    if (own < end) lanes.load(chunks, plan.tile.first_token + (own - first_new));
+    // With the row on its way.
+    wait();
+    if (own < end) lanes.template put<typename Shape::Rows, Shape::kBlockBytes>(chunks, block, own - first);
+  }
+}
+
+}  // namespace xa
