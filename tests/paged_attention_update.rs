@@ -14,7 +14,7 @@ use support::pools::{HostPool, Inline, Late, NoPool, Threads};
 use support::random::Random;
 use support::spread::Spread;
 use support::steps::Step;
-use support::storage::Storage;
+use support::storage::{Storage, put};
 use support::strategies::{for_all, paged_shapes, paged_storages};
 use xla_attention::{Action, Attribute, Call, DType, Op, SingleThread, Tensor, call};
 
@@ -113,6 +113,26 @@ fn decode_stores_rows_of_no_sequence_whatever_room_there_is() {
             let storage =
                 Storage { page_size, workspace, rows_around, spare_pages, spare_seqs: 15, ..Storage::default() };
             Step::new(&shape.batch(), &storage).check();
+        }
+    }
+}
+
+#[test]
+fn a_new_token_that_is_not_a_number_goes_where_it_goes_in_two_calls() {
+    // So many that sequences of any length are decoded on CUDA; the last in tiles of one query, which sees one key.
+    let storage = Storage { spare_seqs: 15, ..Storage::default() };
+    for (mask, heads) in [(Mask::CAUSAL, (8, 2)), (Mask::sliding(2), (8, 2)), (Mask::sliding(1), (16, 1))] {
+        let shape = Shape { mask, heads, lengths: vec![(7, 30), (1, 20), (5, 5)], ..short(BF16) };
+        for row in 0..13 {
+            let mut step = Step::new(&shape.batch(), &storage);
+            let width = heads.1 * shape.head_dim;
+            put(&mut step.value, row * width, &vec![f64::NAN; width]);
+            step.update();
+            let [_, attention] = step.in_two_calls();
+            for_both_sides(|side| {
+                let (found, wanted) = (step.invocation(true).results(side), attention.results(side));
+                assert!(found[0] == wanted[0], "row {row}: out is not that of two calls");
+            });
         }
     }
 }
