@@ -1,4 +1,5 @@
-//! Attention on the CPU: GFLOP/s of prefill, GB/s of K and V read by decode, beside the memory's own read rate.
+//! Attention on the CPU: GFLOP/s of prefill and of the gradients, GB/s of K and V read by decode, beside the memory's own
+//! read rate.
 //!
 //! `cargo bench --bench cpu_attention [-- WORDS]`: only the workloads whose names have all the words. How many threads:
 //! `RAYON_NUM_THREADS`.
@@ -11,7 +12,6 @@ use std::fmt;
 use std::time::Instant;
 use xla_attention::{Action, Attribute, Call, DType, Op, RayonPool, Tensor, call};
 
-const HEAD_DIM: usize = 128;
 const PAGE_SIZE: usize = 16;
 const FEW_PAGES: usize = 4;
 
@@ -43,6 +43,14 @@ impl fmt::Display for Types {
     }
 }
 
+/// What is computed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum What {
+    Attention,
+    /// Of packed keys.
+    Gradients,
+}
+
 /// Sequences, and how they attend.
 struct Workload {
     name: &'static str,
@@ -51,11 +59,14 @@ struct Workload {
     lengths: Vec<(usize, usize)>,
     q_heads: usize,
     kv_heads: usize,
+    /// D and Dv
+    head_dim: usize,
     causal: bool,
     /// K and V in pages of one buffer, or packed in two.
     paged: bool,
     /// All pages are the same few, which stay in the cache: what the arithmetic alone takes.
     few_pages: bool,
+    what: What,
 }
 
 /// A cache line: XLA's buffers begin on one.
@@ -108,14 +119,15 @@ impl Workload {
     }
 
     fn bytes(&self) -> usize {
-        self.key_rows() * 2 * self.kv_heads * HEAD_DIM * self.types.kv.size()
+        self.key_rows() * 2 * self.kv_heads * self.head_dim * self.types.kv.size()
     }
 
-    /// Multiplications and additions of both products over the visible (query, key) pairs.
+    /// Multiplications and additions of both products, or the five of the gradients, over the visible (query, key) pairs.
     fn flops(&self) -> f64 {
         let visible = |len_q: usize, len_k: usize, i: usize| if self.causal { i + 1 + len_k - len_q } else { len_k };
         let pairs = |(len_q, len_k)| (0..len_q).map(|i| visible(len_q, len_k, i)).sum::<usize>();
-        (4 * self.q_heads * HEAD_DIM * self.lengths.iter().copied().map(pairs).sum::<usize>()) as f64
+        let products = if self.what == What::Gradients { 5 } else { 2 };
+        (2 * products * self.q_heads * self.head_dim * self.lengths.iter().copied().map(pairs).sum::<usize>()) as f64
     }
 
     /// Page ids of each sequence, in an order that is not the sequences'.
@@ -138,17 +150,22 @@ impl Workload {
 
     /// The fastest of several calls.
     fn time(&self) -> Seconds {
+        if self.what == What::Gradients { self.time_gradients() } else { self.time_attention() }
+    }
+
+    fn time_attention(&self) -> Seconds {
         let starts_q = starts(self.lengths.iter().map(|(len_q, _)| *len_q));
         let starts_k = starts(self.lengths.iter().map(|(_, len_k)| *len_k));
         let seqused_k: Vec<i32> = self.lengths.iter().map(|(_, len_k)| *len_k as i32).collect();
         let rows = *starts_q.last().unwrap() as usize;
-        let (q_dims, one) = ([rows as i64, self.q_heads as i64, HEAD_DIM as i64], [self.lengths.len() as i64]);
-        let mut query = numbers(self.types.q, rows * self.q_heads * HEAD_DIM);
-        let mut out = numbers(self.types.out(), rows * self.q_heads * HEAD_DIM);
+        let (q_dims, one) = ([rows as i64, self.q_heads as i64, self.head_dim as i64], [self.lengths.len() as i64]);
+        let mut query = numbers(self.types.q, rows * self.q_heads * self.head_dim);
+        let mut out = numbers(self.types.out(), rows * self.q_heads * self.head_dim);
         let mut lse = numbers(DType::F32, rows * self.q_heads);
-        let half = self.key_rows() * self.kv_heads * HEAD_DIM;
+        let half = self.key_rows() * self.kv_heads * self.head_dim;
         let (mut k, mut v) = (numbers(self.types.kv, half * if self.paged { 2 } else { 1 }), Vec::new());
-        let [key_rows, heads, d, page_size] = [self.key_rows(), self.kv_heads, HEAD_DIM, PAGE_SIZE].map(|x| x as i64);
+        let [key_rows, heads, d, page_size] =
+            [self.key_rows(), self.kv_heads, self.head_dim, PAGE_SIZE].map(|x| x as i64);
         let (table, table_dims) = if self.paged { self.block_table() } else { (Vec::new(), [0, 0]) };
         let (k_dims, v_dims): (Vec<i64>, Vec<i64>) = if self.paged {
             (vec![key_rows / page_size, page_size, 2 * heads, d], vec![0])
@@ -174,19 +191,58 @@ impl Workload {
             Attribute::I64(0),
             Attribute::I64(0),
             Attribute::F32(0.0),
-            Attribute::F32((HEAD_DIM as f32).powf(-0.5)),
+            Attribute::F32((self.head_dim as f32).powf(-0.5)),
             Attribute::Bool(false),
             Attribute::I64(-1),
             Attribute::I64(-1),
         ];
         let action = Action::RunOnCpu(&RayonPool);
         let (operands, results, attributes) = (&operands, &results, &attributes);
-        let this = Call { op: Op::FlashAttnVarlen, action, operands, results, attributes };
         // SAFETY: the views describe the arrays above, which live through the calls.
-        let mut once = || unsafe { call(&this) }.unwrap();
-        let warm_up = fastest(1, &mut once);
-        fastest((2.0 / warm_up.cpu).clamp(5.0, 200.0) as usize, once)
+        unsafe { time_calls(&Call { op: Op::FlashAttnVarlen, action, operands, results, attributes }) }
     }
+
+    /// Of numbers that no attention gave: they take as long. An lse above all scores keeps the weights small.
+    fn time_gradients(&self) -> Seconds {
+        let starts_q = starts(self.lengths.iter().map(|(len_q, _)| *len_q));
+        let starts_k = starts(self.lengths.iter().map(|(_, len_k)| *len_k));
+        let [rows, keys] = [&starts_q, &starts_k].map(|starts| *starts.last().unwrap() as usize);
+        let row_dims = [rows, self.q_heads, self.head_dim].map(|x| x as i64);
+        let key_dims = [keys, self.kv_heads, self.head_dim].map(|x| x as i64);
+        let (lse_dims, starts_dims) = ([row_dims[1], row_dims[0]], [starts_q.len() as i64]);
+        let dtype = self.types.q;
+        let mut of_rows = [0; 4].map(|_| numbers(dtype, rows * self.q_heads * self.head_dim));
+        let mut of_keys = [0; 4].map(|_| numbers(dtype, keys * self.kv_heads * self.head_dim));
+        let lse = vec![(keys as f32).ln() + 1.0; rows * self.q_heads];
+        let [dout, q, out, dq] = of_rows.each_mut().map(|data| tensor(dtype, data, &row_dims));
+        let [k, v, dk, dv] = of_keys.each_mut().map(|data| tensor(dtype, data, &key_dims));
+        let lse = Tensor::dense(DType::F32, lse.as_ptr().cast_mut().cast(), &lse_dims);
+        let (starts_q, starts_k) = (indices(&starts_q, &starts_dims), indices(&starts_k, &starts_dims));
+        let attributes = [
+            Attribute::Bool(self.causal),
+            Attribute::Bool(false),
+            Attribute::I64(0),
+            Attribute::I64(0),
+            Attribute::F32(0.0),
+            Attribute::F32((self.head_dim as f32).powf(-0.5)),
+            Attribute::Bool(false),
+            Attribute::I64(-1),
+            Attribute::I64(-1),
+        ];
+        let (action, op) = (Action::RunOnCpu(&RayonPool), Op::FlashAttnVarlenBwd);
+        let (operands, results) = (&[dout, q, k, v, out, lse, starts_q, starts_k], &[dq, dk, dv]);
+        // SAFETY: the views describe the arrays above, which live through the calls.
+        unsafe { time_calls(&Call { op, action, operands, results, attributes: &attributes }) }
+    }
+}
+
+/// # Safety
+/// The call's views are live arrays.
+unsafe fn time_calls(this: &Call) -> Seconds {
+    // SAFETY: the caller's word.
+    let mut once = || unsafe { call(this) }.unwrap();
+    let warm_up = fastest(1, &mut once);
+    fastest((2.0 / warm_up.cpu).clamp(5.0, 200.0) as usize, once)
 }
 
 fn gcd(a: usize, b: usize) -> usize {
@@ -237,9 +293,19 @@ fn workloads() -> Vec<Workload> {
         lengths: vec![(2048, 2048)],
         q_heads: 8,
         kv_heads: 8,
+        head_dim: 128,
         causal,
         paged: false,
         few_pages: false,
+        what: What::Attention,
+    };
+    // Gradients beside the attention of the same shape.
+    let training = |types, name, (seqs, length): (usize, usize), head_dim, what| Workload {
+        name,
+        lengths: vec![(length, length); seqs],
+        head_dim,
+        what,
+        ..prefill(true, types)
     };
     let decode = |types| Workload {
         name: "decode 8 x 2048, 32/8 heads",
@@ -247,9 +313,11 @@ fn workloads() -> Vec<Workload> {
         lengths: vec![(1, 2048); 8],
         q_heads: 32,
         kv_heads: 8,
+        head_dim: 128,
         causal: true,
         paged: true,
         few_pages: false,
+        what: What::Attention,
     };
     let cached = |types| Workload { name: "decode 8 x 2048, 32/8 heads, in cache", few_pages: true, ..decode(types) };
     let one_long =
@@ -278,8 +346,22 @@ fn workloads() -> Vec<Workload> {
     for types in two_bytes_and_four {
         workloads.extend([one_long(types), mha(types), ragged(types)]);
     }
+    for types in [Types::F32, Types::BF16] {
+        for (seqs, length, d, forward, backward) in TRAINING {
+            workloads.push(training(types, forward, (seqs, length), d, What::Attention));
+            workloads.push(training(types, backward, (seqs, length), d, What::Gradients));
+        }
+    }
     workloads
 }
+
+/// Sequences, their length, D, and what attention and gradients are called.
+const TRAINING: [(usize, usize, usize, &str, &str); 4] = [
+    (4, 512, 64, "training 4 x 512, 8 heads of 64", "gradients 4 x 512, 8 heads of 64"),
+    (2, 1024, 64, "training 2 x 1024, 8 heads of 64", "gradients 2 x 1024, 8 heads of 64"),
+    (2, 1024, 128, "training 2 x 1024, 8 heads of 128", "gradients 2 x 1024, 8 heads of 128"),
+    (1, 2048, 128, "training 1 x 2048, 8 heads of 128", "gradients 1 x 2048, 8 heads of 128"),
+];
 
 fn main() {
     let words: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with("--")).collect();

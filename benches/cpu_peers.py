@@ -62,6 +62,20 @@ def in_torch(shapes, dtype, **options):
     return call
 
 
+def gradients_in_torch(shape, dtype, **options):
+    """torch's attention on random operands, and its gradients."""
+    import torch
+
+    q, k, v = (torch.randn(shape).to(torch_dtype(dtype)).requires_grad_() for _ in range(3))
+    dout = torch.randn(shape).to(torch_dtype(dtype))
+
+    def call():
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+        torch.autograd.grad(out, (q, k, v), dout)
+
+    return call
+
+
 def random(seed, shape, dtype):
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
@@ -74,6 +88,22 @@ def prefill(dtype, causal, *, rows=2048, heads=8, d=128):
     if dtype not in FP8:
         contenders["torch SDPA"] = in_torch([(1, heads, rows, d)] * 3, dtype, is_causal=causal)
     flops = 4 * rows * rows * heads * d * (0.5 if causal else 1)
+    return contenders, lambda seconds: f"{flops / seconds / 1e9:7.0f} GFLOP/s"
+
+
+def training(dtype, *, seqs=2, rows=1024, heads=8, d=128):
+    """Causal attention forward and backward."""
+    q, k, v, dout = (random(i, (seqs * rows, heads, d), dtype) for i in range(4))
+    starts = jnp.arange(seqs + 1) * rows
+
+    def gradients(q, k, v, dout, starts):
+        return jax.vjp(lambda *qkv: flash_attn_varlen(*qkv, starts, causal=True), q, k, v)[1](dout)
+
+    contenders = {
+        "ours": in_jax(gradients, q, k, v, dout, starts),
+        "torch SDPA": gradients_in_torch((seqs, heads, rows, d), dtype, is_causal=True),
+    }
+    flops = 3.5 * 4 * seqs * rows * rows * heads * d * 0.5
     return contenders, lambda seconds: f"{flops / seconds / 1e9:7.0f} GFLOP/s"
 
 
@@ -146,6 +176,11 @@ FP8 = ("float8_e4m3fn", "float8_e5m2")
 CASES = {
     **{f"prefill 2k {d}": functools.partial(prefill, d, False) for d in ("float32", "bfloat16", "float16")},
     **{f"prefill 2k causal {d}": functools.partial(prefill, d, True) for d in ("float32", "bfloat16", "float16")},
+    **{f"training 2 x 1k {d}": functools.partial(training, d) for d in ("float32", "bfloat16")},
+    **{
+        f"training 4 x 512 d64 {d}": functools.partial(training, d, seqs=4, rows=512, d=64)
+        for d in ("float32", "bfloat16")
+    },
     **{f"decode 8 x 2k {d}": functools.partial(decode, d) for d in ("float32", "bfloat16", "float16", *FP8)},
     **{f"ragged paged {d}": functools.partial(ragged, d) for d in ("float32", "bfloat16")},
 }

@@ -70,6 +70,7 @@ mod ffi {
         MergeAttentionStates = 5,
         RopeKvCacheUpdate = 6,
         PagedAttentionUpdate = 7,
+        FlashAttnVarlenBwd = 8,
     }
 
     unsafe extern "C++" {

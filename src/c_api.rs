@@ -125,6 +125,9 @@ targets! {
     c"xla_gpu_paged_attention_update": xa_paged_attention_update_cpu => xa_paged_attention_update_cpu_shim,
         xa_paged_attention_update_cuda_initialize => xa_paged_attention_update_cuda_initialize_shim,
         xa_paged_attention_update_cuda_execute => xa_paged_attention_update_cuda_execute_shim;
+    c"xla_gpu_flash_attn_varlen_bwd": xa_flash_attn_varlen_bwd_cpu => xa_flash_attn_varlen_bwd_cpu_shim,
+        xa_flash_attn_varlen_bwd_cuda_initialize => xa_flash_attn_varlen_bwd_cuda_initialize_shim,
+        xa_flash_attn_varlen_bwd_cuda_execute => xa_flash_attn_varlen_bwd_cuda_execute_shim;
 }
 
 /// Every target of this build, for each platform.
@@ -383,6 +386,30 @@ pub unsafe extern "C" fn xa_attention_workspace(
         let dtype = DType(dtype);
         let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant };
         let wanted = sizes.workspace();
+        [wanted.fixed, wanted.per_row, wanted.per_sequence]
+    });
+    // SAFETY: this function's contract.
+    unsafe { c.write(wanted) };
+}
+
+/// How large a workspace the gradients of attention want (`xla_gpu_flash_attn_varlen_bwd`): as
+/// [`xa_attention_workspace`], of [`AttentionSizes::gradients_workspace`].
+///
+/// # Safety
+/// `c` has room for three numbers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xa_attention_gradients_workspace(
+    num_q_heads: i64,
+    num_kv_heads: i64,
+    head_dim: i64,
+    value_dim: i64,
+    dtype: i32,
+    c: *mut [i64; 3],
+) {
+    let wanted = or_failure([0; 3], || {
+        let dtype = DType(dtype);
+        let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant: false };
+        let wanted = sizes.gradients_workspace();
         [wanted.fixed, wanted.per_row, wanted.per_sequence]
     });
     // SAFETY: this function's contract.

@@ -33,11 +33,13 @@ pub enum Op {
     RopeKvCacheUpdate = 6,
     /// [`ops::paged_attention_update`]
     PagedAttentionUpdate = 7,
+    /// [`ops::flash_attn_varlen_bwd`]
+    FlashAttnVarlenBwd = 8,
 }
 
 impl Op {
     /// Every operator, by number.
-    pub const ALL: [Op; 8] = [
+    pub const ALL: [Op; 9] = [
         Op::SimpleAdd,
         Op::PagedAttention,
         Op::KvCacheUpdate,
@@ -46,6 +48,7 @@ impl Op {
         Op::MergeAttentionStates,
         Op::RopeKvCacheUpdate,
         Op::PagedAttentionUpdate,
+        Op::FlashAttnVarlenBwd,
     ];
 
     /// The operator with this number.
@@ -66,6 +69,7 @@ impl Op {
             Op::MergeAttentionStates => &ops::merge_attention_states::SIGNATURE,
             Op::RopeKvCacheUpdate => &ops::rope_kv_cache_update::SIGNATURE,
             Op::PagedAttentionUpdate => &ops::paged_attention_update::SIGNATURE,
+            Op::FlashAttnVarlenBwd => &ops::flash_attn_varlen_bwd::SIGNATURE,
         }
     }
 }
@@ -169,6 +173,9 @@ unsafe fn dispatch(bound: &Bound, op: Op, action: Action) -> Result {
         }
         Op::PagedAttentionUpdate => {
             on_backend!(ops::paged_attention_update::PagedAttentionUpdate::new(bound), paged_attention_update)
+        }
+        Op::FlashAttnVarlenBwd => {
+            on_backend!(ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd::new(bound), flash_attn_varlen_bwd)
         }
     }
 }

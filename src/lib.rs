@@ -29,6 +29,7 @@
 //! |---|---|
 //! | [`paged_attention()`] | attention of a ragged batch over a paged cache |
 //! | [`flash_attn_varlen()`] | attention of a ragged batch over packed keys or pages, every option |
+//! | [`flash_attn_varlen_bwd()`] | its gradients over packed keys |
 //! | [`kv_cache_update()`] | keys and values of new tokens into a paged cache |
 //! | [`rope_kv_cache_update()`] | the same after rotating queries and keys |
 //! | [`paged_attention_update()`] | the cache update and paged attention over it in one call |
@@ -61,19 +62,20 @@ mod tensor;
 #[cfg(feature = "cuda")]
 pub use c_api::GetPjrtApi;
 pub use c_api::{
-    Handler, Target, Targets, XaAttribute, XaCall, XaTensor, targets, xa_attention_workspace, xa_call, xa_info, xa_op,
-    xa_stand_before_pjrt_plugin, xa_targets,
+    Handler, Target, Targets, XaAttribute, XaCall, XaTensor, targets, xa_attention_gradients_workspace,
+    xa_attention_workspace, xa_call, xa_info, xa_op, xa_stand_before_pjrt_plugin, xa_targets,
 };
 pub use call::{Action, Call, Op, call};
 pub use error::{Code, Error, Result};
 #[cfg(feature = "planted_faults")]
 pub use fault::{Fault, plant};
 pub use functions::{
-    AttentionResults, AttentionState, Device, Element, FlashAttnVarlenInputs, FlashAttnVarlenOptions, Host, Kv,
-    KvCacheUpdateInputs, KvCacheUpdateOptions, MAX_RANK, Memory, On, PagedAttentionInputs, PagedAttentionOptions,
+    AttentionResults, AttentionState, Device, Element, FlashAttnVarlenBwdInputs, FlashAttnVarlenBwdOptions,
+    FlashAttnVarlenBwdResults, FlashAttnVarlenInputs, FlashAttnVarlenOptions, Host, Kv, KvCacheUpdateInputs,
+    KvCacheUpdateOptions, MAX_RANK, Memory, On, PagedAttentionInputs, PagedAttentionOptions,
     PagedAttentionUpdateInputs, RopeKvCacheUpdateInputs, RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults, TensorMut,
-    TensorRef, flash_attn_varlen, kv_cache_update, merge_attention_states, paged_attention, paged_attention_update,
-    rope_kv_cache_update, simple_add,
+    TensorRef, flash_attn_varlen, flash_attn_varlen_bwd, kv_cache_update, merge_attention_states, paged_attention,
+    paged_attention_update, rope_kv_cache_update, simple_add,
 };
 /// The 16-bit floats of an [`Element`].
 pub use half::{bf16, f16};

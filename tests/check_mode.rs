@@ -8,10 +8,11 @@
 mod support;
 
 use std::process::Command;
-use support::array::{Array, BF16, F16, F32, I32};
+use support::array::{Array, BF16, Dtype, F16, F32, I32};
 use support::batch::{Dtypes, Shape};
 use support::case::Case;
 use support::frame::{CPU, Frame, INVALID_ARGUMENT, Refusal, metadata};
+use support::gradient_case::{GradientCase, Wanted};
 use support::guard::Side;
 use support::invocation::Invocation;
 use support::machine::runs_on_cpu;
@@ -108,13 +109,28 @@ fn varlen() -> Invocation {
         .operand("leftpad_k", i32s(&[0, 2, 1]))
 }
 
+/// The same for the gradients.
+fn varlen_bwd() -> Invocation {
+    right_calls::flash_attn_varlen_bwd()
+        .with_operand("cu_seqlens_q", i32s(&[0, 2, 3, 6]))
+        .with_operand("cu_seqlens_k", i32s(&[0, 4, 7, 10]))
+        .operand("seqused_k", i32s(&[4, 2, 9]))
+        .operand("seqused_q", i32s(&[2, 0, 5]))
+        .operand("leftpad_k", i32s(&[0, 2, 1]))
+}
+
 #[test]
 fn varlen_metadata_is_refused_by_operand_entry_and_sequence() {
     if !checking() {
         return;
     }
-    run(&varlen()).unwrap();
-    let with = |name, values: &[i32]| varlen().with_operand(name, i32s(values));
+    refuses_varlen_metadata(&varlen());
+    refuses_varlen_metadata(&varlen_bwd());
+}
+
+fn refuses_varlen_metadata(right: &Invocation) {
+    run(right).unwrap();
+    let with = |name, values: &[i32]| right.clone().with_operand(name, i32s(values));
     assert_refused(
         &with("cu_seqlens_q", &[3, 2, 3, 6]),
         "cu_seqlens_q[1] is 2 (sequence 0), less than cu_seqlens_q[0], 3",
@@ -233,6 +249,20 @@ fn attention_calls(dtypes: Dtypes) -> Vec<(&'static str, Invocation)> {
     calls
 }
 
+/// The gradients of such calls.
+fn gradient_calls() -> Vec<(&'static str, Invocation)> {
+    let lengths = vec![(5, 9), (1, 30), (7, 7), (9, 4)];
+    let of = |(dtype, softcap): (Dtype, f32)| {
+        let lengths = lengths.clone();
+        let shape =
+            Shape { dtypes: dtype.into(), lengths, value_dim: Some(24), softcap, sinks: true, ..Shape::default() };
+        let rows = Storage { layout: Layout::Contiguous, spare_seqs: 0, ..Storage::default() };
+        GradientCase::store(&shape.batch(), &rows, Wanted::ALL).invocation()
+    };
+    let calls = [F32, F16, BF16].into_iter().flat_map(|dtype| [(dtype, 0.0), (dtype, 3.0)]);
+    calls.map(|call| ("gradients", of(call))).collect()
+}
+
 /// A right call of every operator that is not attention.
 fn other_calls() -> Vec<(&'static str, Invocation)> {
     let slots = |call: Invocation| call.with_operand("slot_mapping", i32s(&[0, 1, 2, 3, 4, 5]));
@@ -260,7 +290,7 @@ fn right_calls_pass() {
     for (name, call) in [F32, F16, BF16].into_iter().flat_map(|t| attention_calls(Dtypes::same(t))) {
         assert_right(name, &call);
     }
-    for (name, call) in other_calls() {
+    for (name, call) in other_calls().into_iter().chain(gradient_calls()) {
         assert_right(name, &call);
     }
 }
@@ -299,7 +329,7 @@ mod wrong_results {
         if !checking() || runs_on_cpu() {
             return;
         }
-        for (name, call) in other_calls() {
+        for (name, call) in other_calls().into_iter().chain(gradient_calls()) {
             assert_found(name, &call);
         }
     }

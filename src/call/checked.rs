@@ -8,6 +8,7 @@
 use super::{Action, Call, Op, dispatch};
 use crate::check::compare::{Tolerance, compare, spoiled_rows};
 use crate::check::definition;
+use crate::check::gradients::compare_gradients;
 use crate::check::host::HostTensor;
 use crate::check::metadata::{self, FLASH_ATTN_VARLEN, PAGED_ATTENTION, Sequence};
 #[cfg(feature = "cuda")]
@@ -16,6 +17,7 @@ use crate::cuda::host_copy;
 use crate::cuda::launch;
 use crate::error::{Error, Result};
 use crate::ops::attention::Attention;
+use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::ops::kv_cache_update::KvCacheUpdate;
 use crate::ops::paged_attention_update::PagedAttentionUpdate;
 use crate::ops::rope_kv_cache_update::RopeKvCacheUpdate;
@@ -74,6 +76,10 @@ unsafe fn look_over(op: Op, bound: &Bound) -> Result<Vec<Sequence>> {
         if let Some(problem) = attention(op, bound)? {
             let names = if op == Op::PagedAttention { &PAGED_ATTENTION } else { &FLASH_ATTN_VARLEN };
             return metadata::attention(&problem, names).map_err(found);
+        }
+        if op == Op::FlashAttnVarlenBwd {
+            let problem = FlashAttnVarlenBwd::new(bound)?;
+            return metadata::attention(&problem.forward, &FLASH_ATTN_VARLEN).map_err(found);
         }
         match op {
             Op::KvCacheUpdate => metadata::slots(&KvCacheUpdate::new(bound)?),
@@ -163,6 +169,15 @@ unsafe fn compare_all(
     results: &[Tensor],
     expected: &[Tensor],
 ) -> Result {
+    if call.op == Op::FlashAttnVarlenBwd {
+        let names = call.op.signature().results.iter().zip(results.iter().zip(expected));
+        let named: Vec<_> = names.filter(|(name, _)| **name != "workspace").map(|(n, (r, e))| (*n, r, e)).collect();
+        let dlse = second.optional_operand("dlse");
+        let cotangents: Vec<_> = [Some(second.operand("dout")), dlse].into_iter().flatten().collect();
+        let problem = FlashAttnVarlenBwd::new(second)?;
+        // SAFETY: this function's contract.
+        return unsafe { compare_gradients(&problem, sequences, &cotangents, &named) }.map_err(found);
+    }
     let problem = attention(call.op, second)?;
     // SAFETY: this function's contract.
     let spoiled = problem.as_ref().map_or(Vec::new(), |problem| unsafe { spoiled_rows(problem, sequences) });

@@ -66,6 +66,14 @@ impl Tolerance {
         Self { relative, absolute: relative, of_largest: false }
     }
 
+    /// Sums of products with gradients of scores, which in 16 bits may be rounded themselves. What cancels in them is in
+    /// units of the cotangents, of which the largest is `size`.
+    pub(crate) fn gradient(dtype: DType, softcap: bool, size: f64) -> Self {
+        let relative = if dtype == DType::F32 { 2e-4 } else { spacing(dtype) * 8.0 };
+        let capped = if softcap && dtype != DType::F32 { 0.06 } else { 0.0 };
+        Self { relative: relative + capped, absolute: 1e-4 * size, of_largest: true }
+    }
+
     fn allows(self, found: f64, expected: f64, largest: f64) -> bool {
         if !expected.is_finite() {
             return found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan();
@@ -89,10 +97,6 @@ pub(crate) unsafe fn compare(
     skipped: impl Fn(&[usize]) -> bool,
 ) -> Result {
     let dtype = found.dtype;
-    let place = |tensor: &Tensor, index: &[usize]| {
-        let offset: i64 = index.iter().enumerate().map(|(axis, &i)| i as i64 * tensor.stride(axis)).sum();
-        tensor.data.wrapping_offset(offset as isize * dtype.size() as isize).cast_const()
-    };
     // SAFETY: this function's contract; an index of the tensor.
     let number = |tensor: &Tensor, index: &[usize]| unsafe { read(dtype, place(tensor, index)) };
     // Bits are compared first, which is all that integers need.
@@ -100,13 +104,8 @@ pub(crate) unsafe fn compare(
         // SAFETY: as above.
         unsafe { std::slice::from_raw_parts(place(tensor, index), dtype.size()) }
     };
-    let mut largest = 0.0f64;
-    if tolerance.of_largest {
-        for_each_index(found.dims, |index| {
-            let x = number(expected, index).abs();
-            largest = largest.max(if x.is_finite() { x } else { 0.0 });
-        });
-    }
+    // SAFETY: this function's contract.
+    let largest = if tolerance.of_largest { unsafe { largest(expected) } } else { 0.0 };
     let (mut first, mut off) = (None, 0usize);
     for_each_index(found.dims, |index| {
         if bits(found, index) == bits(expected, index) || skipped(index) {
@@ -123,6 +122,26 @@ pub(crate) unsafe fn compare(
         "{name}{index:?} is {is}, expected {should}; {off} of {} elements are off",
         found.len()
     )))
+}
+
+/// The address of an element.
+fn place(tensor: &Tensor, index: &[usize]) -> *const u8 {
+    let offset: i64 = index.iter().enumerate().map(|(axis, &i)| i as i64 * tensor.stride(axis)).sum();
+    tensor.data.wrapping_offset(offset as isize * tensor.dtype.size() as isize).cast_const()
+}
+
+/// The magnitude of the largest number, NaN and Inf aside.
+///
+/// # Safety
+/// The tensor is readable host memory.
+pub(super) unsafe fn largest(tensor: &Tensor) -> f64 {
+    let mut largest = 0.0f64;
+    for_each_index(tensor.dims, |index| {
+        // SAFETY: this function's contract; an index of the tensor.
+        let x = unsafe { read(tensor.dtype, place(tensor, index)) }.abs();
+        largest = largest.max(if x.is_finite() { x } else { 0.0 });
+    });
+    largest
 }
 
 /// Every index of a shape, the last axis fastest.

@@ -6,6 +6,7 @@
 
 pub(crate) mod compare;
 pub(crate) mod definition;
+pub(crate) mod gradients;
 pub(crate) mod host;
 pub(crate) mod metadata;
 mod numbers;

@@ -22,3 +22,21 @@ impl Aligned {
         self.0.as_mut_ptr().cast()
     }
 }
+
+/// Memory of which every task writes a part of its own.
+pub(super) struct Shared(*mut f32);
+
+// SAFETY: see the type.
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    /// What `memory` holds, for as long as it lives.
+    pub(super) fn new(memory: &mut Aligned) -> Self {
+        Self(memory.as_mut_ptr())
+    }
+
+    /// The first element.
+    pub(super) fn address(&self) -> *mut f32 {
+        self.0
+    }
+}

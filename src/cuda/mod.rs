@@ -6,6 +6,7 @@
 //! waits, for calls that are checked.
 
 pub(crate) mod attention;
+pub(crate) mod flash_attn_varlen_bwd;
 pub(crate) mod kv_cache_update;
 pub(crate) mod merge_attention_states;
 pub(crate) mod paged_attention_update;

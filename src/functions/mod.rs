@@ -8,6 +8,7 @@
 
 mod attention;
 mod flash_attn_varlen;
+mod flash_attn_varlen_bwd;
 mod kv_cache_update;
 mod merge_attention_states;
 mod on;
@@ -19,6 +20,9 @@ mod views;
 
 pub use attention::AttentionResults;
 pub use flash_attn_varlen::{FlashAttnVarlenInputs, FlashAttnVarlenOptions, flash_attn_varlen};
+pub use flash_attn_varlen_bwd::{
+    FlashAttnVarlenBwdInputs, FlashAttnVarlenBwdOptions, FlashAttnVarlenBwdResults, flash_attn_varlen_bwd,
+};
 pub use kv_cache_update::{KvCacheUpdateInputs, KvCacheUpdateOptions, kv_cache_update};
 pub use merge_attention_states::{AttentionState, merge_attention_states};
 pub use on::On;

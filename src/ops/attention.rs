@@ -284,11 +284,17 @@ pub(super) struct ScoreAttributes {
     pub(super) top_left: bool,
 }
 
+/// The scales of q and K.
+pub(super) fn score_scales(bound: &Bound, kv_heads: i64) -> Result<[Option<Scale>; 2]> {
+    Ok([scale(bound, "q_scale", kv_heads)?, scale(bound, "k_scale", kv_heads)?])
+}
+
 /// Scales, cap, bias and sinks; `seqs` is B under the name that the target gives it.
 pub(super) fn score(
     bound: &Bound,
     attributes: &ScoreAttributes,
-    (q_heads, kv_heads): (i64, i64),
+    [q_scale, k_scale]: [Option<Scale>; 2],
+    q_heads: i64,
     (slots, seqs): (&'static str, i64),
 ) -> Result<Score> {
     let ScoreAttributes { scale: (scale_name, softmax_scale), softcap: (softcap_name, softcap), .. } = *attributes;
@@ -300,8 +306,8 @@ pub(super) fn score(
     })?;
     Ok(Score {
         softmax_scale,
-        q_scale: scale(bound, "q_scale", kv_heads)?,
-        k_scale: scale(bound, "k_scale", kv_heads)?,
+        q_scale,
+        k_scale,
         softcap,
         window_left: attributes.window_left,
         window_right: attributes.window_right,

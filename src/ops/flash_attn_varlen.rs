@@ -101,7 +101,7 @@ pub(crate) fn problem<'a>(bound: &Bound<'a>) -> Result<Attention<'a>> {
             storage: stored.storage,
             longest: lengths[1].1 as usize,
         },
-        score: attention::score(bound, &attributes, (q_heads, stored.kv_heads), slots)?,
+        score: attention::score(bound, &attributes, attention::score_scales(bound, stored.kv_heads)?, q_heads, slots)?,
         v_scale: checks::scale(bound, "v_scale", stored.kv_heads)?,
         num_rows: rows as usize,
         num_q_heads: q_heads as usize,
@@ -113,7 +113,7 @@ pub(crate) fn problem<'a>(bound: &Bound<'a>) -> Result<Attention<'a>> {
     })
 }
 
-fn score_attributes(bound: &Bound) -> Result<ScoreAttributes> {
+pub(super) fn score_attributes(bound: &Bound) -> Result<ScoreAttributes> {
     let windows = [("window_left", bound.i64("window_left")), ("window_right", bound.i64("window_right"))];
     for (name, window) in windows {
         ensure(window >= -1, || format!("{name} is {window}, expected >= 0, or -1 for unlimited"))?;
@@ -128,12 +128,12 @@ fn score_attributes(bound: &Bound) -> Result<ScoreAttributes> {
 }
 
 /// K and V as the operands hold them.
-struct StoredKeys {
-    k: KvView,
-    v: KvView,
+pub(super) struct StoredKeys {
+    pub(super) k: KvView,
+    pub(super) v: KvView,
     storage: KeyStorage,
-    kv_heads: i64,
-    value_dim: i64,
+    pub(super) kv_heads: i64,
+    pub(super) value_dim: i64,
 }
 
 fn stored_keys(
@@ -164,7 +164,7 @@ fn stored_keys(
     if v.dtype != k.dtype {
         return Err(Error::unimplemented(format!("k is {} and v is {}; they have one dtype", k.dtype, v.dtype)));
     }
-    let Some(table) = block_table else { return contiguous(k, v, (q_heads, head_dim)) };
+    let Some(table) = block_table else { return packed_keys(k, v, (q_heads, head_dim)) };
     let d = Dim::Is("D", head_dim);
     k.expect_shape("k", &[Dim::Any("num_pages"), Dim::Any("page_size"), Dim::Any("Hkv"), d])?;
     let [pages, page_size, kv_heads] = [0, 1, 2].map(|axis| k.dims[axis]);
@@ -194,8 +194,8 @@ fn paged(table: &Tensor, slots: (&'static str, i64), (pages, page_size): (i64, i
     Ok(KeyStorage::Paged(attention::page_table("block_table", table, slots, "k", (pages, page_size))?))
 }
 
-/// k `[Tk, Hkv, D]`, v `[Tk, Hkv, Dv]`
-fn contiguous(k: &Tensor, v: &Tensor, (q_heads, head_dim): (i64, i64)) -> Result<StoredKeys> {
+/// Keys one after another: k `[Tk, Hkv, D]`, v `[Tk, Hkv, Dv]`.
+pub(super) fn packed_keys(k: &Tensor, v: &Tensor, (q_heads, head_dim): (i64, i64)) -> Result<StoredKeys> {
     k.expect_shape("k", &[Dim::Any("Tk"), Dim::Any("Hkv"), Dim::Is("D", head_dim)])?;
     let (total, kv_heads) = (k.dims[0], k.dims[1]);
     v.expect_shape("v", &[Dim::Is("Tk", total), Dim::Is("Hkv", kv_heads), Dim::Any("Dv")])?;

@@ -4,6 +4,7 @@
 
 pub mod attention;
 pub mod flash_attn_varlen;
+pub mod flash_attn_varlen_bwd;
 pub mod kv_cache_update;
 pub mod merge_attention_states;
 pub mod paged_attention;

@@ -82,7 +82,7 @@ pub(crate) fn problem<'a>(bound: &Bound<'a>) -> Result<Attention<'a>> {
         workspace: attention::workspace(bound)?,
         queries: Queries { num_seqs: Some(num_seqs(bound)?), starts, used: None, longest: 0 },
         keys: Keys { starts: None, used: Some(lens), leftpad: None, storage: KeyStorage::Paged(table), longest: 0 },
-        score: attention::score(bound, &attributes, (q_heads, kv_heads), slots)?,
+        score: attention::score(bound, &attributes, attention::score_scales(bound, kv_heads)?, q_heads, slots)?,
         v_scale: checks::scale(bound, "v_scale", kv_heads)?,
         num_rows: rows as usize,
         num_q_heads: q_heads as usize,

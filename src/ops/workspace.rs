@@ -1,4 +1,4 @@
-//! How large a workspace attention wants: what front-ends allocate as the last result.
+//! How large a workspace attention and its gradients want: what front-ends allocate as the last result.
 //!
 //! The size is a function of static values alone, the same wherever a program is traced, exported and run. A call takes
 //! any size, also none: with less than this it plans with fewer or no parts of sequences, and stays right.
@@ -74,5 +74,13 @@ impl AttentionSizes {
             CUT_BYTES * (ends + 1) + rows * self.num_kv_heads * row_bytes
         };
         WorkspaceSize { fixed, per_row: 0, per_sequence: 0 }
+    }
+
+    /// What the gradients of a call want: a sum for each row of `[Hq, Tq]`, and room to align them. `batch_invariant`
+    /// has no meaning here.
+    #[must_use]
+    pub fn gradients_workspace(&self) -> WorkspaceSize {
+        let per_row = (size_of::<f32>() as i64).saturating_mul(self.num_q_heads.max(0));
+        WorkspaceSize { fixed: 16, per_row, per_sequence: 0 }
     }
 }

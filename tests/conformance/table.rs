@@ -8,8 +8,9 @@ use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
 /// In the binary, which may run where there is no source.
-const TABLES: [&str; 8] = [
+const TABLES: [&str; 9] = [
     include_str!("tables/flash_attn_varlen.toml"),
+    include_str!("tables/flash_attn_varlen_bwd.toml"),
     include_str!("tables/kv_cache_update.toml"),
     include_str!("tables/kv_cache_update_split.toml"),
     include_str!("tables/merge_attention_states.toml"),

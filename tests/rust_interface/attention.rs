@@ -3,6 +3,7 @@
 use crate::support::array::{ATTENTION_DTYPES, Array, BF16, F32, I32};
 use crate::support::batch::{Dtypes, Shape};
 use crate::support::case::Case;
+use crate::support::gradient_case::{GradientCase, Wanted};
 use crate::support::guard::{Side, for_both_sides};
 use crate::support::invocation::{Attr, Invocation, POISON};
 use crate::support::oracle::Mask;
@@ -16,6 +17,19 @@ const FLASH_ATTRIBUTES: [Attribute; 10] = [
     Attribute::Bool(false),
     Attribute::Bool(false),
     Attribute::I64(0),
+    Attribute::I64(0),
+    Attribute::I64(0),
+    Attribute::F32(0.0),
+    Attribute::F32(0.5),
+    Attribute::Bool(false),
+    Attribute::I64(-1),
+    Attribute::I64(-1),
+];
+
+/// `flash_attn_varlen_bwd` without a mask.
+const FLASH_BWD_ATTRIBUTES: [Attribute; 9] = [
+    Attribute::Bool(false),
+    Attribute::Bool(false),
     Attribute::I64(0),
     Attribute::I64(0),
     Attribute::F32(0.0),
@@ -119,7 +133,7 @@ fn run(op: Op, invocation: &Invocation, operands: &[Tensor], pool: &dyn Pool, li
     results.iter().zip(like).map(|(found, r)| Array { bytes: found.packed(), ..r.clone() }).collect()
 }
 
-/// Run with these operands; `[out, softmax_lse]` are `expected`.
+/// Run with these operands; the first results are `expected`.
 fn gives(op: Op, invocation: &Invocation, operands: &[Tensor], expected: &[Array]) {
     for pool in [&SingleThread as &dyn Pool, &RayonPool] {
         assert!(run(op, invocation, operands, pool, expected) == expected, "{}", invocation.what);
@@ -127,14 +141,13 @@ fn gives(op: Op, invocation: &Invocation, operands: &[Tensor], expected: &[Array
 }
 
 /// Spread the operands out in memory; nothing changes.
-fn follows_strides(op: Op, case: &Case, gap: impl Fn(&str) -> i64) {
-    let invocation = case.invocation();
+fn follows_strides(op: Op, invocation: &Invocation, computed: usize) {
     let expected = invocation.results(Side::EndsAtGuard);
     for_both_sides(|side| {
         let spread = |(name, array): &(&'static str, Array)| Spread::new(name, side, array, gap(name));
         let operands: Vec<Spread> = invocation.operands.iter().map(spread).collect();
         let operands: Vec<Tensor> = operands.iter().map(Spread::tensor).collect();
-        gives(op, &invocation, &operands, &expected[..2]);
+        gives(op, invocation, &operands, &expected[..computed]);
     });
 }
 
@@ -142,7 +155,8 @@ fn gap(name: &str) -> i64 {
     match name {
         "q" | "query" => 24,
         "k" | "kv_cache" => 40,
-        "v" => 16,
+        "v" | "dout" => 16,
+        "out" => 8,
         "block_table" | "block_tables" => 3,
         _ => 0,
     }
@@ -153,7 +167,7 @@ fn paged_attention_follows_the_strides_of_query_cache_and_tables() {
     for dtype in ATTENTION_DTYPES {
         let shape = Shape { dtypes: dtype.into(), lengths: vec![(1, 50), (20, 33)], ..Shape::default() };
         let case = Case::paged(&shape.batch(), &Storage { page_size: 7, ..Storage::default() });
-        follows_strides(Op::PagedAttention, &case, gap);
+        follows_strides(Op::PagedAttention, &case.invocation(), 2);
     }
 }
 
@@ -164,7 +178,56 @@ fn flash_attn_varlen_follows_the_strides_of_queries_keys_values_and_tables() {
         let lengths = vec![(1, 50), (20, 33)];
         let shape = Shape { dtypes, lengths, value_dim, mask: Mask::FULL, ..Shape::default() };
         let case = Case::flash(&shape.batch(), &Storage::paged(layout, 7));
-        follows_strides(Op::FlashAttnVarlen, &case, gap);
+        follows_strides(Op::FlashAttnVarlen, &case.invocation(), 2);
+    }
+}
+
+#[test]
+fn flash_attn_varlen_bwd_follows_the_strides_of_all_rows() {
+    for dtype in ATTENTION_DTYPES {
+        let lengths = vec![(1, 50), (20, 33)];
+        let shape = Shape { dtypes: dtype.into(), lengths, value_dim: Some(24), ..Shape::default() };
+        let case = GradientCase::store(&shape.batch(), &Storage::contiguous(), Wanted::ALL);
+        follows_strides(Op::FlashAttnVarlenBwd, &case.invocation(), 4);
+    }
+}
+
+#[test]
+fn flash_attn_varlen_bwd_refuses_strides_that_no_kernel_can_follow() {
+    let (wide, rows, keys) = (claim(BF16, &[6, 4, 24]), claim(BF16, &[6, 4, 16]), claim(BF16, &[9, 2, 16]));
+    let (values, lse, starts) = (claim(BF16, &[9, 2, 24]), claim(F32, &[4, 6]), claim(I32, &[4]));
+    let operands = [wide, rows, keys, values, wide, lse, starts, starts];
+    let results = [rows, keys, values];
+    let refuses = |operands: &[Tensor], results: &[Tensor], text: &str| {
+        let outcome = check(Op::FlashAttnVarlenBwd, operands, results, &FLASH_BWD_ATTRIBUTES);
+        refused(outcome, &format!("xla_gpu_flash_attn_varlen_bwd: {text}"));
+    };
+    check(Op::FlashAttnVarlenBwd, &operands, &results, &FLASH_BWD_ATTRIBUTES).unwrap();
+    let (apart, transposed): (&'static [i64], &'static [i64]) = (&[200, 48, 2], &[1, 8]);
+    for (index, name) in ["dout", "q", "k", "v", "out"].into_iter().enumerate() {
+        let mut operands = operands;
+        operands[index].strides = Some(apart);
+        refuses(&operands, &results, &format!("{name} has strides Some({apart:?}), expected 1 for the last dimension"));
+    }
+    let dense = |name: &str, strides: &[i64]| format!("{name} has strides Some({strides:?}), expected a dense tensor");
+    for (index, name, strides) in [(5, "softmax_lse", transposed), (6, "cu_seqlens_q", &[2]), (7, "cu_seqlens_k", &[3])]
+    {
+        let mut operands = operands;
+        operands[index].strides = Some(strides);
+        refuses(&operands, &results, &dense(name, strides));
+    }
+    let with_dlse = |dlse: Tensor<'static>| {
+        let mut operands = operands.to_vec();
+        operands.resize(13, Tensor::ABSENT);
+        operands.push(dlse);
+        operands
+    };
+    let dlse = Tensor { strides: Some(transposed), ..lse };
+    refuses(&with_dlse(dlse), &results, &dense("dlse", transposed));
+    for (index, name) in ["dq", "dk", "dv"].into_iter().enumerate() {
+        let mut results = results;
+        results[index].strides = Some(&[400, 40, 1]);
+        refuses(&operands, &results, &dense(name, &[400, 40, 1]));
     }
 }
 

@@ -4,10 +4,11 @@ use crate::support::array::Array;
 use crate::support::guard::{Guarded, Side};
 use crate::support::invocation::{Attr, Invocation, POISON};
 use xla_attention::{
-    AttentionResults, AttentionState, DType, FlashAttnVarlenInputs, FlashAttnVarlenOptions, Host, Kv,
-    KvCacheUpdateInputs, KvCacheUpdateOptions, Memory, On, PagedAttentionInputs, PagedAttentionOptions,
-    PagedAttentionUpdateInputs, Result, RopeKvCacheUpdateInputs, RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults,
-    TensorMut, TensorRef, flash_attn_varlen, kv_cache_update, merge_attention_states, paged_attention,
+    AttentionResults, AttentionState, DType, FlashAttnVarlenBwdInputs, FlashAttnVarlenBwdOptions,
+    FlashAttnVarlenBwdResults, FlashAttnVarlenInputs, FlashAttnVarlenOptions, Host, Kv, KvCacheUpdateInputs,
+    KvCacheUpdateOptions, Memory, On, PagedAttentionInputs, PagedAttentionOptions, PagedAttentionUpdateInputs, Result,
+    RopeKvCacheUpdateInputs, RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults, TensorMut, TensorRef,
+    flash_attn_varlen, flash_attn_varlen_bwd, kv_cache_update, merge_attention_states, paged_attention,
     paged_attention_update, rope_kv_cache_update, simple_add,
 };
 
@@ -165,6 +166,7 @@ fn run<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
         "xla_gpu_paged_attention" => paged(of, on),
         "xla_gpu_paged_attention_update" => paged_update(of, on),
         "xla_gpu_flash_attn_varlen" => flash(of, on),
+        "xla_gpu_flash_attn_varlen_bwd" => flash_bwd(of, on),
         other => panic!("{other} has no function"),
     }
 }
@@ -266,4 +268,37 @@ fn flash<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
         batch_invariant: of.flag("batch_invariant"),
     };
     flash_attn_varlen(&inputs, &options, of.attention_results(), on)
+}
+
+fn flash_bwd<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
+    let inputs = FlashAttnVarlenBwdInputs {
+        dout: of.operand("dout"),
+        q: of.operand("q"),
+        k: of.operand("k"),
+        v: of.operand("v"),
+        out: of.operand("out"),
+        softmax_lse: of.operand("softmax_lse"),
+        cu_seqlens_q: of.operand("cu_seqlens_q"),
+    };
+    let options = FlashAttnVarlenBwdOptions {
+        cu_seqlens_k: Some(of.operand("cu_seqlens_k")),
+        seqused_k: of.optional("seqused_k"),
+        seqused_q: of.optional("seqused_q"),
+        leftpad_k: of.optional("leftpad_k"),
+        alibi_slopes: of.optional("alibi_slopes"),
+        sinks: of.optional("sinks"),
+        dlse: of.optional("dlse"),
+        softmax_scale: Some(of.real("softmax_scale")),
+        softcap: of.real("softcap"),
+        causal: of.flag("causal"),
+        window_left: of.count("window_left"),
+        window_right: of.count("window_right"),
+        top_left: of.flag("top_left"),
+        max_seqlen_q: of.count("max_seqlen_q"),
+        max_seqlen_k: of.count("max_seqlen_k"),
+        deterministic: of.flag("deterministic"),
+    };
+    let (dsinks, workspace) = (of.optional_result("dsinks"), of.optional_result("workspace"));
+    let gradients = [of.result("dq"), of.result("dk"), of.result("dv")];
+    flash_attn_varlen_bwd(&inputs, &options, FlashAttnVarlenBwdResults { dsinks, workspace, ..gradients.into() }, on)
 }

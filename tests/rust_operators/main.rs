@@ -12,10 +12,12 @@ mod refusals;
 
 use driver::results;
 use support::answers::{IfWrong, answers, assert_allowed};
-use support::array::{Array, BF16, F8E4M3FN, F8E5M2, F16, F32, I64};
+use support::array::{ATTENTION_DTYPES, Array, BF16, F8E4M3FN, F8E5M2, F16, F32, I64};
+use support::batch::{Scaled, Shape};
 use support::cache_updates::{SPLIT, Update};
 use support::case::{Case, Target};
 use support::check::computed;
+use support::gradient_case::{GradientCase, Wanted, assert_gradients, gradient_answers};
 use support::invocation::Invocation;
 use support::option_pairs;
 use support::rotations::Rope;
@@ -37,6 +39,23 @@ fn attention_with_any_options_is_what_the_oracle_says() {
         let found = computed(&case, &found);
         assert_allowed(&case, &answers(&case, IfWrong::Unspecified), &found[0], found.get(1));
     }
+}
+
+#[test]
+fn gradients_with_any_options_are_what_the_oracle_says() {
+    let mut count = 0;
+    for (index, (target, shape, storage)) in option_pairs::calls().into_iter().enumerate() {
+        let has_gradients = ATTENTION_DTYPES.contains(&shape.dtypes.kv) && !storage.is_paged();
+        if target != Target::FlashAttnVarlen || !has_gradients {
+            continue;
+        }
+        let shape = Shape { scales: [Scaled::No; 3], batch_invariant: false, ..shape };
+        let wanted = Wanted { dlse: index % 2 == 0, dsinks: index % 3 == 0, deterministic: index % 5 == 0 };
+        let case = GradientCase::store(&shape.batch(), &storage, wanted);
+        assert_gradients(&case, &gradient_answers(&case, IfWrong::Unspecified), &results(&case.invocation()));
+        count += 1;
+    }
+    assert!(count > 1, "gradients are hardly asked for");
 }
 
 fn updates() -> Vec<Update> {

@@ -216,7 +216,7 @@ impl Case {
     }
 
     /// The optional operands that the operators share, in their order.
-    fn score_operands(&self) -> [(&'static str, Option<Array>); 5] {
+    pub(super) fn score_operands(&self) -> [(&'static str, Option<Array>); 5] {
         let slopes = |values: &Vec<f32>| {
             let (slots, heads) = (self.slots() as i64, self.form.q_heads as i64);
             let dims: &[i64] = if self.alibi == Alibi::PerSequence { &[slots, heads] } else { &[heads] };
@@ -233,12 +233,12 @@ impl Case {
     }
 }
 
-fn i32s(values: &[i32]) -> Array {
+pub(super) fn i32s(values: &[i32]) -> Array {
     Array::i32s(&[values.len() as i64], values)
 }
 
 /// Those that are there; `[0]` for one before them that is not.
-fn with_optional(call: Invocation, operands: Vec<(&'static str, Option<Array>)>) -> Invocation {
+pub(super) fn with_optional(call: Invocation, operands: Vec<(&'static str, Option<Array>)>) -> Invocation {
     let given = operands.iter().rposition(|(_, array)| array.is_some()).map_or(0, |last| last + 1);
     operands.into_iter().take(given).fold(call, |call, (name, array)| {
         let dtype = if ["seqused_k", "block_table", "seqused_q", "leftpad_k"].contains(&name) { I32 } else { F32 };

@@ -1,9 +1,9 @@
 //! What the tests of the operators stand on: numbers, memory with guard pages, hand-made call frames, references, cases.
 //!
-//! [`array`], [`batch`], [`storage`], [`case`], [`cache_updates`], [`rotations`], [`states`], [`steps`] and
-//! [`invocation`] describe calls as numbers, bytes, shapes and attributes, [`oracle`] and [`answers`] what has to come
-//! out of them; these know no machine. [`guard`], [`frame`] and [`host`] run them in host memory through the real
-//! handlers, [`device`] in memory of a GPU; [`machine`] chooses.
+//! [`array`], [`batch`], [`storage`], [`case`], [`gradient_case`], [`cache_updates`], [`rotations`], [`states`],
+//! [`steps`] and [`invocation`] describe calls as numbers, bytes, shapes and attributes, [`oracle`], [`gradients`] and
+//! [`answers`] what has to come out of them; these know no machine. [`guard`], [`frame`] and [`host`] run them in host
+//! memory through the real handlers, [`device`] in memory of a GPU; [`machine`] chooses.
 
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part of the support")]
 #![allow(
@@ -23,6 +23,8 @@ pub mod check;
 #[cfg(feature = "cuda")]
 pub mod device;
 pub mod frame;
+pub mod gradient_case;
+pub mod gradients;
 pub mod guard;
 pub mod host;
 pub mod invocation;

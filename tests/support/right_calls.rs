@@ -20,6 +20,7 @@ pub fn all() -> Vec<Invocation> {
         merge_attention_states(),
         rope_kv_cache_update(1),
         paged_attention_update(),
+        flash_attn_varlen_bwd(),
     ]
 }
 
@@ -67,6 +68,32 @@ pub fn flash_attn_varlen() -> Invocation {
         .attribute("top_left", Attr::Bool(false));
     let numbers =
         [("kv_layout", 0), ("max_seqlen_k", 0), ("max_seqlen_q", 0), ("window_left", -1), ("window_right", -1)];
+    numbers.into_iter().fold(call, |call, (name, value)| call.attribute(name, Attr::I64(value)))
+}
+
+/// As [`flash_attn_varlen`], with the gradients of both results.
+pub fn flash_attn_varlen_bwd() -> Invocation {
+    let [q, k, v] = [&[6, 4, 16], &[10, 2, 16], &[10, 2, 24]].map(|dims: &[i64; 3]| dims.as_slice());
+    let call = Invocation::new("xla_gpu_flash_attn_varlen_bwd")
+        .operand("dout", zeros(BF16, &[6, 4, 24]))
+        .operand("q", zeros(BF16, q))
+        .operand("k", zeros(BF16, k))
+        .operand("v", zeros(BF16, v))
+        .operand("out", zeros(BF16, &[6, 4, 24]))
+        .operand("softmax_lse", zeros(F32, &[4, 6]))
+        .operand("cu_seqlens_q", zeros(I32, &[4]))
+        .operand("cu_seqlens_k", zeros(I32, &[4]))
+        .result("dq", BF16, q)
+        .result("dk", BF16, k)
+        .result("dv", BF16, v)
+        .result("dsinks", F32, &[4])
+        .result("workspace", U8, &[64])
+        .attribute("causal", Attr::Bool(false))
+        .attribute("deterministic", Attr::Bool(false))
+        .attribute("softcap", Attr::F32(0.0))
+        .attribute("softmax_scale", Attr::F32(0.25))
+        .attribute("top_left", Attr::Bool(false));
+    let numbers = [("max_seqlen_k", 0), ("max_seqlen_q", 0), ("window_left", -1), ("window_right", -1)];
     numbers.into_iter().fold(call, |call, (name, value)| call.attribute(name, Attr::I64(value)))
 }
 

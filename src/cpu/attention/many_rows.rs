@@ -11,6 +11,7 @@ use super::score::Edits;
 use super::softmax::{Steps, softmax};
 use super::stage::stage;
 use super::state::PANEL;
+use crate::cpu::register_tile::{Scalars, Vectors, store_rows, tile};
 use crate::cpu::simd::{MAX_LANES, Simd};
 use std::ops::Range;
 
@@ -105,14 +106,15 @@ unsafe fn scores<S: Simd, const NV: usize, const TILE: usize>(
     (ahead, share): (&mut Ahead, usize),
     buffers: Buffers,
 ) -> [S::V; NV] {
-    let mut largest = [simd.splat(f32::NEG_INFINITY); NV];
+    let (width, mut largest) = (NV * S::LANES, [simd.splat(f32::NEG_INFINITY); NV]);
     for j in (keys.start / TILE * TILE..keys.end).step_by(TILE) {
         ahead.ask_for(share);
         // SAFETY: keys j to j + TILE of the buffers.
         unsafe {
             let scalars = Scalars { from: buffers.k.add(j * words), row: words, step: 1 };
+            let q = Vectors { from: q, step: width };
             let products = tile(simd, scalars, q, words, [[simd.splat(0.0); NV]; TILE]);
-            store_rows(simd, buffers.scores.add(j * NV * S::LANES), products);
+            store_rows(simd, buffers.scores.add(j * width), width, products);
             for row in products {
                 for (v, largest) in largest.iter_mut().enumerate() {
                     // NaN first, see `softmax`.
@@ -157,58 +159,8 @@ unsafe fn values<S: Simd, const NV: usize, const TILE: usize>(
             }
             let first = (i * BLOCK + keys.start * TILE) / S::PER_WORD;
             let scalars = Scalars { from: buffers.v.add(first), row: 1, step: TILE };
-            let p = buffers.scores.add(keys.start * width);
-            store_rows(simd, o, tile(simd, scalars, p, keys.len() / S::PER_WORD, sums));
-        }
-    }
-}
-
-/// The scalar operand of a register tile: word (row, step) is `from[row * self.row + step * self.step]`.
-#[derive(Clone, Copy)]
-struct Scalars {
-    from: *const f32,
-    row: usize,
-    step: usize,
-}
-
-/// `sums[r] += sum over steps of scalar (r, step) * vectors[step]`, with `vectors` as `[steps][NV]`.
-///
-/// # Safety
-/// All scalars and vectors are readable.
-#[inline(always)]
-unsafe fn tile<S: Simd, const NV: usize, const TILE: usize>(
-    simd: S,
-    scalars: Scalars,
-    vectors: *const f32,
-    steps: usize,
-    mut sums: [[S::V; NV]; TILE],
-) -> [[S::V; NV]; TILE] {
-    for step in 0..steps {
-        // SAFETY: step < steps, r < TILE, v < NV.
-        unsafe {
-            let mut b = [simd.splat(0.0); NV];
-            for (v, b) in b.iter_mut().enumerate() {
-                *b = simd.load(vectors.add((step * NV + v) * S::LANES));
-            }
-            for (r, row) in sums.iter_mut().enumerate() {
-                let a = simd.splat(scalars.from.add(r * scalars.row + step * scalars.step).read());
-                for (sum, b) in row.iter_mut().zip(b) {
-                    *sum = simd.dot_words(a, b, *sum);
-                }
-            }
-        }
-    }
-    sums
-}
-
-/// # Safety
-/// `to` has room for `[TILE][NV]` vectors.
-#[inline(always)]
-unsafe fn store_rows<S: Simd, const NV: usize, const TILE: usize>(simd: S, to: *mut f32, rows: [[S::V; NV]; TILE]) {
-    for (r, row) in rows.into_iter().enumerate() {
-        for (v, x) in row.into_iter().enumerate() {
-            // SAFETY: vector (r, v).
-            unsafe { simd.store(to.add((r * NV + v) * S::LANES), x) }
+            let p = Vectors { from: buffers.scores.add(keys.start * width), step: width };
+            store_rows(simd, o, width, tile(simd, scalars, p, keys.len() / S::PER_WORD, sums));
         }
     }
 }

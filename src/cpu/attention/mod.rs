@@ -17,7 +17,7 @@ mod many_rows;
 mod plan;
 mod results;
 mod score;
-mod sequences;
+pub(super) mod sequences;
 mod softmax;
 mod sources;
 mod stage;
@@ -26,7 +26,7 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-use super::aligned::Aligned;
+use super::aligned::{Aligned, Shared};
 use super::simd::Isa;
 use crate::error::Result;
 use crate::log;
@@ -37,7 +37,7 @@ use item::{Job, RunTask, Scratch};
 use plan::Plan;
 
 /// Multiplications below which a call is not worth a second thread.
-const WORTH_SHARING: u64 = 1 << 19;
+pub(super) const WORTH_SHARING: u64 = 1 << 19;
 
 /// Compute `out` and, if wanted, `softmax_lse`.
 ///
@@ -70,7 +70,7 @@ unsafe fn run_with(isa: Isa, problem: &Attention, pool: &dyn Pool) -> Result {
     let work = plan.cost * problem.head_dim as u64 + problem.out.len() as u64;
     let pool = if work < WORTH_SHARING { &SingleThread } else { pool };
     let mut partials = Aligned::zeros(plan.partials_len);
-    let shared = Shared(partials.as_mut_ptr());
+    let shared = Shared::new(&mut partials);
     let run = |scratch: &mut Scratch, job: Job| {
         // SAFETY: the caller's word; all of it was made above for this problem, and each index comes once.
         isa.run(unsafe { RunTask::new(problem, &plan, scratch, shared.address(), job) });
@@ -90,16 +90,4 @@ unsafe fn run_with(isa: Isa, problem: &Attention, pool: &dyn Pool) -> Result {
 /// l, and so the lse, is summed before.
 fn multiplies_bf16(q: DType, out: DType) -> bool {
     [DType::BF16, DType::F8E4M3FN].contains(&q) && out != DType::F16
-}
-
-/// Memory of which every task writes a part of its own.
-struct Shared(*mut f32);
-
-// SAFETY: see the type.
-unsafe impl Sync for Shared {}
-
-impl Shared {
-    fn address(&self) -> *mut f32 {
-        self.0
-    }
 }

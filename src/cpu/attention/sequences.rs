@@ -5,24 +5,34 @@ use std::ops::Range;
 
 /// One of the sequences in use.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Sequence {
-    pub(super) first_row: usize,
-    pub(super) len_q: usize,
-    pub(super) len_k: usize,
+pub(in crate::cpu) struct Sequence {
+    pub(in crate::cpu) first_row: usize,
+    pub(in crate::cpu) len_q: usize,
+    pub(in crate::cpu) len_k: usize,
     /// The first keys, at most `len_k`, which nobody sees
-    pub(super) leftpad: usize,
+    pub(in crate::cpu) leftpad: usize,
     /// Position of query 0 among the keys
-    pub(super) shift: i64,
-    pub(super) keys: StoredKeys,
+    pub(in crate::cpu) shift: i64,
+    pub(in crate::cpu) keys: StoredKeys,
 }
 
 /// Where the keys of a sequence are.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum StoredKeys {
+pub(in crate::cpu) enum StoredKeys {
     /// Neighbouring rows, from this one on
     Rows(usize),
     /// Page ids; entries below `ceil(len_k / page_size)` may be read, and are not to be trusted
     Pages(*const i32),
+}
+
+impl StoredKeys {
+    /// Of keys that are neighbouring rows.
+    pub(in crate::cpu) fn first_row(&self) -> usize {
+        match *self {
+            Self::Rows(first) => first,
+            Self::Pages(_) => 0,
+        }
+    }
 }
 
 // SAFETY: an address and numbers.
@@ -32,25 +42,25 @@ unsafe impl Sync for StoredKeys {}
 
 /// Keys visible before and after a query's own position; negative is all of them.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Window {
+pub(in crate::cpu) struct Window {
     left: i64,
     right: i64,
 }
 
 impl Window {
-    pub(super) fn of(score: &Score) -> Self {
+    pub(in crate::cpu) fn of(score: &Score) -> Self {
         Self { left: score.window_left, right: score.window_right }
     }
 }
 
 impl Sequence {
     /// Position of query `i` among the keys.
-    pub(super) fn position(&self, i: usize) -> i64 {
+    pub(in crate::cpu) fn position(&self, i: usize) -> i64 {
         i as i64 + self.shift
     }
 
     /// Keys that query `i` sees; empty ranges are `0..0`.
-    pub(super) fn visible(&self, i: usize, window: Window) -> Range<usize> {
+    pub(in crate::cpu) fn visible(&self, i: usize, window: Window) -> Range<usize> {
         let position = self.position(i);
         let low = if window.left < 0 { 0 } else { position.saturating_sub(window.left) };
         let high = if window.right < 0 { i64::MAX } else { position.saturating_add(window.right).saturating_add(1) };
@@ -60,7 +70,7 @@ impl Sequence {
 
     /// Keys that some of the queries see. Neighbouring queries see ranges that overlap or touch, so there is no gap:
     /// each of these keys is seen by one of the queries.
-    pub(super) fn visible_to_any(&self, queries: &Range<usize>, window: Window) -> Range<usize> {
+    pub(in crate::cpu) fn visible_to_any(&self, queries: &Range<usize>, window: Window) -> Range<usize> {
         // From some query on the end of the visible keys lies behind the first key; up to some query their start lies
         // before the last key.
         let first_seeing = if window.right < 0 {
@@ -86,7 +96,7 @@ impl Sequence {
 ///
 /// # Safety
 /// The problem's metadata is readable.
-pub(super) unsafe fn sequences(problem: &Attention) -> Vec<Sequence> {
+pub(in crate::cpu) unsafe fn sequences(problem: &Attention) -> Vec<Sequence> {
     let slots = problem.max_seqs;
     // SAFETY: one element.
     let count = problem.queries.num_seqs.map_or(slots, |n| index(unsafe { n.read() }).min(slots));

@@ -1,0 +1,80 @@
+//! Gradients of attention on the CPU: blocked, the weights computed anew from the lse (`FlashAttention-2`, Dao 2023).
+//!
+//! What each row needs beside its operands is summed up first (`rows`). Then the rows of a sequence that read one KV
+//! head, an item (`plan`), meet their keys, a block of keys (`block`) with a panel of rows (`panel`) at a time: two
+//! products give scores and their counterparts of V, `weights` makes p and ds of them, three more products add to dq,
+//! dk and dv (`item`). An item that is too large for one thread is cut twice, by queries for dq and by keys for dk and
+//! dv, and its scores are computed twice.
+//!
+//! Each sum has one order, that of keys or of rows, whoever adds it up: results are the same bits whatever the number
+//! of threads. Another instruction set may give other bits.
+
+mod block;
+mod item;
+mod panel;
+mod plan;
+mod rows;
+mod weights;
+
+use super::aligned::{Aligned, Shared};
+use super::attention::WORTH_SHARING;
+use super::simd::Isa;
+use crate::error::Result;
+use crate::log;
+use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
+use crate::pool::{Pool, SingleThread, parallel_for};
+use item::{RunTask, Scratch};
+use plan::Plan;
+use rows::{Chunk, SumUp};
+
+/// Compute the gradients.
+///
+/// # Errors
+/// `INTERNAL` if a task panicked.
+///
+/// # Safety
+/// The problem's views are valid host memory, the results writable and not otherwise accessed.
+pub(crate) unsafe fn run(problem: &FlashAttnVarlenBwd, pool: &dyn Pool) -> Result {
+    // SAFETY: the caller's word.
+    unsafe { run_with(Isa::best().with_single_words(), problem, pool) }
+}
+
+/// [`run`] with the instruction set chosen, one that has an f32 in a lane.
+///
+/// # Safety
+/// As [`run`].
+unsafe fn run_with(isa: Isa, problem: &FlashAttnVarlenBwd, pool: &dyn Pool) -> Result {
+    let forward = &problem.forward;
+    let (threads, dtype) = (pool.num_threads(), forward.q.dtype);
+    let sizes = [forward.num_rows, forward.num_q_heads, forward.num_kv_heads, forward.head_dim, forward.value_dim];
+    log::call("gradients of attention", (isa, dtype, sizes), || {
+        format!("{isa:?} on {threads} threads, {dtype}, [Tq, Hq, Hkv, D, Dv] = {sizes:?}")
+    });
+    // SAFETY: the caller's word.
+    let plan = unsafe { Plan::new(problem, isa.sizes().0, threads) };
+    let work = plan.cost * forward.head_dim as u64 + (problem.dq.len() + problem.dk.len() + problem.dv.len()) as u64;
+    let pool = if work < WORTH_SHARING { &SingleThread } else { pool };
+
+    let chunks = Chunk::all(forward.num_rows);
+    let (mut deltas, mut sinks) =
+        (Aligned::zeros(problem.dq.len() / forward.head_dim), Aligned::zeros(chunks.len() * forward.num_q_heads));
+    let (deltas_of_all, sinks_of_all) = (Shared::new(&mut deltas), Shared::new(&mut sinks));
+    let sum_up = |(): &mut (), index: usize| {
+        let of_chunk = sinks_of_all.address().wrapping_add(index * forward.num_q_heads);
+        // SAFETY: the caller's word; both arrays were made for this problem, and each index comes once.
+        isa.run(unsafe { SumUp::new(problem, &plan, &chunks[index], deltas_of_all.address(), of_chunk) });
+    };
+    parallel_for(pool, chunks.len(), || (), sum_up)?;
+    // SAFETY: as above; nobody works on them any more.
+    unsafe { rows::write_sinks(problem, sinks_of_all.address(), chunks.len()) };
+
+    let scratch = || Scratch::new(&plan, problem);
+    parallel_for(pool, plan.tasks.len(), scratch, |scratch, index| {
+        let deltas = deltas_of_all.address();
+        // SAFETY: the caller's word; plan, scratch and deltas were made for this problem, and each index comes once.
+        isa.run(unsafe { RunTask::new(problem, &plan, scratch, deltas, &plan.tasks[index]) });
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,174 @@
+//! What there is to do: the rows of a sequence that read one KV head, whole or cut.
+
+use crate::cpu::attention::sequences::{Sequence, Window, sequences};
+use crate::ops::attention::Attention;
+use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
+use std::ops::Range;
+
+/// Keys of a block.
+pub(super) const KEYS: usize = 128;
+/// Query rows (queries x heads of a group) of an item that is cut by queries.
+const ROWS: usize = 256;
+/// The most elements of dq that an item keeps as f32.
+const MOST_DQ: usize = 1 << 22;
+/// Keys without a gradient that one task clears.
+const CLEAR_KEYS: usize = 256;
+
+/// Which gradients an item gives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Wants {
+    All,
+    /// dq
+    Queries,
+    /// dk and dv
+    Keys,
+}
+
+impl Wants {
+    pub(super) fn queries(self) -> bool {
+        self != Self::Keys
+    }
+    pub(super) fn keys(self) -> bool {
+        self != Self::Queries
+    }
+    /// Products for each pair of a row and a key.
+    fn products(self) -> u64 {
+        match self {
+            Self::All => 5,
+            Self::Queries => 3,
+            Self::Keys => 4,
+        }
+    }
+}
+
+/// Queries of one sequence that read one KV head, and the keys that they meet. What it gives to its queries is complete if
+/// it wants that, and so for keys.
+#[derive(Clone, Debug)]
+pub(super) struct Item {
+    /// Index into [`Plan::sequences`]
+    pub(super) sequence: usize,
+    pub(super) kv_head: usize,
+    pub(super) queries: Range<usize>,
+    /// Each of them is seen by a query of the sequence.
+    pub(super) keys: Range<usize>,
+    pub(super) wants: Wants,
+}
+
+impl Item {
+    /// Query rows, each KV head being read by `group` query heads.
+    pub(super) fn rows(&self, group: usize) -> usize {
+        self.queries.len() * group
+    }
+
+    /// For ordering and balance only.
+    fn cost(&self, group: usize) -> u64 {
+        let (rows, keys) = (self.rows(group) as u64, self.keys.len() as u64);
+        self.wants.products() * (rows + 16) * (keys + 16)
+    }
+}
+
+/// One index of the parallel loop.
+#[derive(Clone, Debug)]
+pub(super) enum Task {
+    Item(Item),
+    /// Keys that no query sees.
+    Clear(Range<usize>),
+}
+
+#[derive(Debug)]
+pub(super) struct Plan {
+    pub(super) sequences: Vec<Sequence>,
+    /// `[Tq]`: the sequence that writes the row, or `u32::MAX`
+    pub(super) row_owner: Vec<u32>,
+    /// `[Tk]`: the sequence that writes the key, or `u32::MAX`
+    pub(super) key_owner: Vec<u32>,
+    /// Largest first
+    pub(super) tasks: Vec<Task>,
+    /// Elements of the largest dq that an item keeps
+    pub(super) dq_len: usize,
+    /// The sum of the items' costs
+    pub(super) cost: u64,
+}
+
+impl Plan {
+    /// For vectors of so many lanes.
+    ///
+    /// # Safety
+    /// The problem's metadata is readable.
+    pub(super) unsafe fn new(problem: &FlashAttnVarlenBwd, lanes: usize, threads: usize) -> Self {
+        let forward = &problem.forward;
+        // SAFETY: the caller's word.
+        let sequences = unsafe { sequences(forward) };
+        let window = Window::of(&forward.score);
+        let rows = sequences.iter().map(|s| s.first_row..s.first_row + s.len_q);
+        let row_owner = owners(rows, forward.num_rows);
+        let keys = sequences.iter().map(|s| {
+            let seen = s.visible_to_any(&(0..s.len_q), window);
+            let first = s.keys.first_row();
+            first + seen.start..first + seen.end
+        });
+        let key_owner = owners(keys, problem.num_keys);
+        let mut plan = Self { sequences, row_owner, key_owner, tasks: Vec::new(), dq_len: 0, cost: 0 };
+        plan.schedule(forward, lanes, threads);
+        plan
+    }
+
+    /// Fill `tasks`.
+    fn schedule(&mut self, forward: &Attention, lanes: usize, threads: usize) {
+        let group = forward.num_q_heads / forward.num_kv_heads;
+        let window = Window::of(&forward.score);
+        let whole = |index: usize, sequence: &Sequence, kv_head: usize| {
+            let queries = 0..sequence.len_q;
+            let keys = sequence.visible_to_any(&queries, window);
+            Item { sequence: index, kv_head, queries, keys, wants: Wants::All }
+        };
+        let sequences = self.sequences.iter().enumerate().filter(|(_, s)| s.len_q > 0);
+        let heads = 0..forward.num_kv_heads;
+        let items: Vec<Item> = sequences.flat_map(|(i, s)| heads.clone().map(move |h| whole(i, s, h))).collect();
+        self.cost = items.iter().map(|item| item.cost(group)).sum();
+        // With fair shares at most a quarter of a thread's work, the last task to end is not long alone.
+        let fair = self.cost / (4 * threads as u64);
+        let dq_len = |item: &Item| item.rows(group).next_multiple_of(lanes) * forward.head_dim;
+        let mut order: Vec<Item> = Vec::with_capacity(items.len());
+        for item in items {
+            if (threads == 1 || item.cost(group) <= fair) && dq_len(&item) <= MOST_DQ {
+                order.push(item);
+            } else {
+                cut(&item, &self.sequences[item.sequence], window, group, &mut order);
+            }
+        }
+        self.dq_len = order.iter().filter(|item| item.wants.queries()).map(dq_len).max().unwrap_or(0);
+        order.sort_by_key(|item| std::cmp::Reverse(item.cost(group)));
+        self.tasks = order.into_iter().map(Task::Item).collect();
+        let mut key = 0;
+        while key < self.key_owner.len() {
+            let nobodys = self.key_owner[key..].iter().take(CLEAR_KEYS).take_while(|owner| **owner == u32::MAX).count();
+            if nobodys > 0 {
+                self.tasks.push(Task::Clear(key..key + nobodys));
+            }
+            key += nobodys.max(1);
+        }
+    }
+}
+
+/// Which sequence writes each of `total` rows: where two claim one, the last of them has it.
+fn owners(claims: impl Iterator<Item = Range<usize>>, total: usize) -> Vec<u32> {
+    let mut owner = vec![u32::MAX; total];
+    for (index, claim) in claims.enumerate() {
+        owner[claim].fill(index as u32);
+    }
+    owner
+}
+
+/// Cut an item by its queries, and once more by its keys.
+fn cut(item: &Item, sequence: &Sequence, window: Window, group: usize, items: &mut Vec<Item>) {
+    for first in item.queries.clone().step_by((ROWS / group).max(1)) {
+        let queries = first..(first + (ROWS / group).max(1)).min(item.queries.end);
+        let keys = sequence.visible_to_any(&queries, window);
+        items.push(Item { queries, keys, wants: Wants::Queries, ..item.clone() });
+    }
+    for first in item.keys.clone().step_by(KEYS) {
+        let keys = first..(first + KEYS).min(item.keys.end);
+        items.push(Item { keys, wants: Wants::Keys, ..item.clone() });
+    }
+}

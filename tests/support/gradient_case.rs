@@ -1,0 +1,388 @@
+//! Complete calls for the gradients of attention, with everything that belongs to no sequence poisoned.
+//!
+//! A call is what a [`Case`] over contiguous keys computes, with the cotangents of its results. Its metadata may be
+//! changed before the cotangents are drawn, and so be hostile.
+
+use super::answers::{Allowance, IfWrong, Member, answers, members};
+use super::array::{Array, F32, U8};
+use super::batch::{Batch, Form};
+use super::case::{Case, i32s, with_optional};
+use super::gradients::{HeadGradients, OneHead, differentiate, differentiate_naively};
+use super::guard::for_both_sides;
+use super::invocation::{Attr, Invocation};
+use super::machine::runs_on_cpu;
+use super::oracle::Mask;
+use super::random::Random;
+use super::storage::{Layout, Storage, poisoned, put};
+use super::summary;
+
+/// What a call for gradients is asked for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Wanted {
+    /// `softmax_lse` has a cotangent.
+    pub dlse: bool,
+    /// `dsinks` is a result.
+    pub dsinks: bool,
+    pub deterministic: bool,
+}
+
+impl Wanted {
+    pub const ALL: Self = Self { dlse: true, dsinks: true, deterministic: true };
+    /// The gradients of `out` alone.
+    pub const LEAST: Self = Self { dlse: false, dsinks: false, deterministic: false };
+}
+
+/// A call.
+#[derive(Clone, Debug)]
+pub struct GradientCase {
+    /// The call whose gradients are wanted.
+    pub forward: Case,
+    pub wanted: Wanted,
+    /// `[Tq, Hq, Dv]`, as the reference has it.
+    pub out: Array,
+    /// `f32[Hq, Tq]`, likewise.
+    pub lse: Array,
+    /// `[Tq, Hq, Dv]`
+    pub dout: Array,
+    /// `f32[Hq, Tq]`
+    pub dlse: Option<Array>,
+}
+
+impl GradientCase {
+    /// Lay `batch` out as `storage` says, over contiguous keys.
+    pub fn store(batch: &Batch, storage: &Storage, wanted: Wanted) -> Self {
+        let storage = Storage { layout: Layout::Contiguous, ..storage.clone() };
+        Self::of(Case::flash(batch, &storage), wanted)
+    }
+
+    /// The gradients of a call. A query's cotangents are drawn from the query itself, so that they go with it wherever
+    /// it lies. Rows of no sequence are NaN in all that the call is given.
+    pub fn of(forward: Case, wanted: Wanted) -> Self {
+        let Form { q_heads: heads, head_dim, value_dim, dtypes, .. } = forward.form;
+        let rows = forward.rows();
+        let mut random = Random::new(rows as u64);
+        let wide = [rows, heads, value_dim].map(|x| x as i64);
+        let narrow = [heads, rows].map(|x| x as i64);
+        let [mut out, mut dout] = [0, 1].map(|_| poisoned(&mut random, dtypes.out, &wide));
+        let [mut lse, mut dlse] = [0, 1].map(|_| poisoned(&mut random, F32, &narrow));
+        let answers = answers(&forward, IfWrong::Clamped);
+        for row in members(&forward).iter().flat_map(|m| m.first_row..m.first_row + m.len_q) {
+            for (head, answer) in answers[row].iter().enumerate() {
+                let query = &forward.q_values[(row * heads + head) * head_dim..][..head_dim];
+                let seed = query.iter().fold(head_dim as u64, |seed, x| seed.rotate_left(7) ^ x.to_bits());
+                let mut random = Random::new(seed);
+                let cotangent: Vec<f64> = (0..value_dim).map(|_| dtypes.out.round(random.normal())).collect();
+                let forward = &answer[0].exact;
+                put(&mut dout, (row * heads + head) * value_dim, &cotangent);
+                put(&mut out, (row * heads + head) * value_dim, &forward.out);
+                put(&mut lse, head * rows + row, &[forward.lse]);
+                put(&mut dlse, head * rows + row, &[F32.round(random.normal())]);
+            }
+        }
+        Self { forward, wanted, out, lse, dout, dlse: wanted.dlse.then_some(dlse) }
+    }
+
+    /// The call.
+    pub fn invocation(&self) -> Invocation {
+        let case = &self.forward;
+        let Form { softmax_scale, mask, softcap, .. } = case.form;
+        let call = Invocation::new("xla_gpu_flash_attn_varlen_bwd")
+            .operand("dout", self.dout.clone())
+            .operand("q", case.q.clone())
+            .operand("k", case.kv[0].clone())
+            .operand("v", case.kv[1].clone())
+            .operand("out", self.out.clone())
+            .operand("softmax_lse", self.lse.clone())
+            .operand("cu_seqlens_q", i32s(&case.cu_seqlens_q))
+            .operand("cu_seqlens_k", i32s(&case.cu_seqlens_k))
+            .attribute("causal", Attr::Bool(mask.causal))
+            .attribute("deterministic", Attr::Bool(self.wanted.deterministic))
+            .attribute("max_seqlen_k", Attr::I64(case.hints.1))
+            .attribute("max_seqlen_q", Attr::I64(case.hints.0))
+            .attribute("softcap", Attr::F32(softcap))
+            .attribute("softmax_scale", Attr::F32(softmax_scale))
+            .attribute("top_left", Attr::Bool(mask.top_left))
+            .attribute("window_left", Attr::I64(mask.window_left))
+            .attribute("window_right", Attr::I64(mask.window_right));
+        let mut optional = vec![
+            ("seqused_k", case.seqused_k.as_deref().map(i32s)),
+            ("seqused_q", case.seqused_q.as_deref().map(i32s)),
+            ("leftpad_k", case.leftpad_k.as_deref().map(i32s)),
+        ];
+        let [slopes, sinks, ..] = case.score_operands();
+        optional.extend([slopes, sinks, ("dlse", self.dlse.clone())]);
+        let dtype = case.form.dtypes.q;
+        let mut call = with_optional(call, optional)
+            .result("dq", dtype, &case.q.dims)
+            .result("dk", dtype, &case.kv[0].dims)
+            .result("dv", dtype, &case.kv[1].dims);
+        if self.wanted.dsinks || case.workspace.is_some() {
+            let heads = if self.wanted.dsinks { case.form.q_heads as i64 } else { 0 };
+            call = call.result("dsinks", F32, &[heads]);
+        }
+        if let Some(bytes) = case.workspace {
+            call = call.result("workspace", U8, &[bytes as i64]);
+        }
+        call.what = format!("{:?} of {}", self.wanted, case.name);
+        call
+    }
+
+    /// The gradients among a call's results.
+    pub fn computed<'a>(&self, results: &'a [Array]) -> &'a [Array] {
+        &results[..if self.wanted.dsinks { 4 } else { 3 }]
+    }
+
+    /// What a head of a sequence adds, exactly and naively.
+    fn head_gradients(&self, values: &Values, member: &Member, head: usize) -> [HeadGradients; 2] {
+        let case = &self.forward;
+        let Form { q_heads, head_dim, value_dim, dtypes, .. } = case.form;
+        let kv_head = case.form.kv_head(head);
+        let packed = |i: usize| (member.first_row + i) * q_heads + head;
+        let score = member.score(case, head);
+        let of = OneHead {
+            len_q: member.len_q,
+            len_k: member.len_k,
+            leftpad: member.leftpad,
+            head_dim,
+            value_dim,
+            query: &|i| member.query(case, i, head),
+            key: &|j| member.stored(case, 0, j, kv_head),
+            value: &|j| member.stored(case, 1, j, kv_head),
+            out: &|i| of_row(&values.out, packed(i), value_dim),
+            dout: &|i| of_row(&values.dout, packed(i), value_dim),
+            dlse: &|i| values.dlse.as_ref().map_or(0.0, |dlse| dlse[head * case.rows() + member.first_row + i]),
+        };
+        [differentiate(&of, &score), differentiate_naively(&of, &score, dtypes.compute())]
+    }
+}
+
+/// Row `row` of rows of `d` numbers.
+fn of_row(all: &[f64], row: usize, d: usize) -> &[f64] {
+    &all[row * d..][..d]
+}
+
+/// The operands of a call as numbers.
+struct Values {
+    out: Vec<f64>,
+    dout: Vec<f64>,
+    dlse: Option<Vec<f64>>,
+}
+
+/// What may stand in one result.
+#[derive(Clone, Debug)]
+pub struct Expected {
+    pub name: &'static str,
+    /// Elements of a row.
+    row: usize,
+    /// Exactly, and as the naive formula has it.
+    pub exact: Vec<f64>,
+    naive: Vec<f64>,
+    /// Of each row.
+    rows: Vec<Say>,
+}
+
+/// What is said of a row of a result.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Say {
+    /// All of it is 0.
+    Zero,
+    /// It is what was computed, or nearly.
+    Number,
+    /// It may hold anything.
+    Nothing,
+}
+
+impl Say {
+    /// Something was added to the row.
+    fn add(&mut self) {
+        if *self == Self::Zero {
+            *self = Self::Number;
+        }
+    }
+}
+
+/// dq, dk, dv, dsinks.
+pub type GradientAnswers = [Expected; 4];
+
+/// What a call for gradients has to give.
+pub fn gradient_answers(case: &GradientCase, if_wrong: IfWrong) -> GradientAnswers {
+    let forward = &case.forward;
+    let Form { q_heads, kv_heads, head_dim, value_dim, dtypes, mask, .. } = forward.form;
+    let (rows, keys) = (forward.rows(), forward.place.num_pages);
+    let nothing = |name, count: usize, row: usize| Expected {
+        name,
+        row,
+        exact: vec![0.0; count * row],
+        naive: vec![0.0; count * row],
+        rows: vec![Say::Zero; count],
+    };
+    let mut expected = [
+        nothing("dq", rows, q_heads * head_dim),
+        nothing("dk", keys, kv_heads * head_dim),
+        nothing("dv", keys, kv_heads * value_dim),
+        nothing("dsinks", 1, q_heads),
+    ];
+    let numbers =
+        Values { out: case.out.values(), dout: case.dout.values(), dlse: case.dlse.as_ref().map(Array::values) };
+    // Sequences without a query claim no keys.
+    let members: Vec<Member> = members(forward).into_iter().filter(|m| m.len_q > 0).collect();
+    for member in &members {
+        let known = member.specified || if_wrong == IfWrong::Clamped;
+        let seen = |i: usize| mask.visible(i, member.len_q, member.len_k, member.leftpad);
+        say(&mut expected, member, known, seen);
+        if forward.form.sinks.is_some() {
+            expected[3].rows[0].add();
+        }
+        for head in (0..q_heads).filter(|_| known) {
+            let gradients = case.head_gradients(&numbers, member, head);
+            for (index, HeadGradients { dq, dk, dv, dsink }) in gradients.into_iter().enumerate() {
+                let heads = (head, forward.form.kv_head(head));
+                let parts = [
+                    (dq, member.first_row, q_heads, heads.0, head_dim),
+                    (dk, member.first_key, kv_heads, heads.1, head_dim),
+                    (dv, member.first_key, kv_heads, heads.1, value_dim),
+                    (vec![if forward.form.sinks.is_some() { dsink } else { 0.0 }], 0, q_heads, heads.0, 1),
+                ];
+                for (expected, (part, first, heads, head, d)) in expected.iter_mut().zip(parts) {
+                    let to = if index == 0 { &mut expected.exact } else { &mut expected.naive };
+                    for (i, part) in part.chunks_exact(d).enumerate() {
+                        let to = &mut to[((first + i) * heads + head) * d..][..d];
+                        to.iter_mut().zip(part).for_each(|(to, x)| *to += x);
+                    }
+                }
+            }
+        }
+    }
+    // A sum over the heads of a group is an array too.
+    for Expected { naive, .. } in &mut expected[1..3] {
+        for x in naive {
+            *x = dtypes.out.round(*x);
+        }
+    }
+    leave_open_what_two_claim(&mut expected, &members, mask);
+    expected
+}
+
+/// Which rows a sequence adds something to, or spoils.
+fn say(expected: &mut GradientAnswers, member: &Member, known: bool, seen: impl Fn(usize) -> std::ops::Range<usize>) {
+    let [dq, dk, dv, dsinks] = expected;
+    for i in 0..member.len_q {
+        let visible = seen(i);
+        if !visible.is_empty() {
+            dq.rows[member.first_row + i].add();
+        }
+        for j in visible {
+            dk.rows[member.first_key + j].add();
+            dv.rows[member.first_key + j].add();
+        }
+    }
+    if !known {
+        dq.rows[member.first_row..][..member.len_q].fill(Say::Nothing);
+        dk.rows[member.first_key..][..member.len_k].fill(Say::Nothing);
+        dv.rows[member.first_key..][..member.len_k].fill(Say::Nothing);
+        dsinks.rows[0] = Say::Nothing;
+    }
+}
+
+/// Of a row that two sequences claim nothing is said, nor of the keys that it sees; of a key that two sequences claim
+/// neither.
+fn leave_open_what_two_claim([dq, dk, dv, dsinks]: &mut GradientAnswers, members: &[Member], mask: Mask) {
+    let of_rows = |m: &Member| m.first_row..m.first_row + m.len_q;
+    let of_keys = |m: &Member| m.first_key..m.first_key + m.len_k;
+    for (index, member) in members.iter().enumerate() {
+        let others = || members.iter().enumerate().filter(|(other, _)| *other != index).map(|(_, m)| m);
+        for row in of_rows(member).filter(|row| others().any(|m| of_rows(m).contains(row))) {
+            dq.rows[row] = Say::Nothing;
+            dsinks.rows[0] = Say::Nothing;
+            let visible = mask.visible(row - member.first_row, member.len_q, member.len_k, member.leftpad);
+            for j in visible.map(|j| member.first_key + j) {
+                (dk.rows[j], dv.rows[j]) = (Say::Nothing, Say::Nothing);
+            }
+        }
+        for key in of_keys(member).filter(|key| others().any(|m| of_keys(m).contains(key))) {
+            (dk.rows[key], dv.rows[key]) = (Say::Nothing, Say::Nothing);
+        }
+    }
+}
+
+impl Expected {
+    /// The elements of rows of which something is said.
+    fn said(&self) -> impl Iterator<Item = usize> {
+        (0..self.exact.len()).filter(|i| self.rows[i / self.row] != Say::Nothing)
+    }
+
+    /// Rows that hold numbers.
+    pub fn numbers(&self) -> usize {
+        self.rows.iter().filter(|say| **say == Say::Number).count()
+    }
+
+    /// SPEC 2.1, accuracy.
+    fn allowance(&self) -> Allowance {
+        let (mut naive_error, mut size) = (0.0f64, 1.0f64);
+        for i in self.said() {
+            size = size.max(self.exact[i].abs());
+            naive_error = naive_error.max((self.exact[i] - self.naive[i]).abs());
+        }
+        Allowance { naive_error, times: 3.0, floor: 1e-4 * size }
+    }
+
+    /// `found` is what is expected; the error goes into the summary.
+    fn assert_allowed(&self, case: &Case, found: &Array) {
+        let (found, allowance, mut largest) = (found.values(), self.allowance(), 0.0f64);
+        assert_eq!(found.len(), self.exact.len(), "{}: {}", case.name, self.name);
+        for i in self.said() {
+            let (row, off) = (i / self.row, (found[i] - self.exact[i]).abs());
+            let off = if off.is_nan() { f64::INFINITY } else { off };
+            let zero = self.rows[row] == Say::Zero;
+            assert!(!zero || found[i] == 0.0, "{}: {} of row {row} is {}, not 0", case.name, self.name, found[i]);
+            assert!(
+                off <= allowance.most(),
+                "{}: {} of row {row}, element {} is {}, expected {} (allowed {:e})",
+                case.name,
+                self.name,
+                i % self.row,
+                found[i],
+                self.exact[i],
+                allowance.most()
+            );
+            largest = largest.max(off);
+        }
+        summary::record(&case.name, case.form.dtypes, largest, allowance);
+    }
+}
+
+/// A call's results are what `answers` allow.
+pub fn assert_gradients(case: &GradientCase, answers: &GradientAnswers, results: &[Array]) {
+    let found = case.computed(results).iter().zip(answers);
+    found.for_each(|(found, expected)| expected.assert_allowed(&case.forward, found));
+}
+
+/// Run against both guards; the results are what the answers allow. Gives the gradients of both.
+pub fn check_gradients_against(case: &GradientCase, if_wrong: IfWrong) -> [Vec<Array>; 2] {
+    let answers = gradient_answers(case, if_wrong);
+    let call = case.invocation();
+    let mut found = Vec::new();
+    for_both_sides(|side| {
+        let results = call.results(side);
+        assert_gradients(case, &answers, &results);
+        found.push(case.computed(&results).to_vec());
+    });
+    found.try_into().unwrap()
+}
+
+/// The same for a case whose metadata is right throughout: where it has to be so, two runs have the same bits.
+pub fn check_gradients(case: &GradientCase) -> Vec<Array> {
+    let right = members(&case.forward).iter().all(|m| m.specified || m.len_q == 0);
+    assert!(right, "{}: not everything is checked", case.forward.name);
+    let [first, second] = check_gradients_against(case, IfWrong::Unspecified);
+    if case.wanted.deterministic || runs_on_cpu() {
+        assert!(first == second, "{}: two runs differ", case.forward.name);
+    }
+    first
+}
+
+/// [`check_gradients`] of a case that has a name of its own, to be found by when it fails.
+pub fn check_gradients_named(name: &str, mut case: GradientCase) {
+    case.forward.name = format!("{name}: {}", case.forward.name);
+    check_gradients(&case);
+}
