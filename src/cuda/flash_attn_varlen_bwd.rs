@@ -1,16 +1,289 @@
-//! Gradients of attention on CUDA.
+//! Gradients of attention on CUDA: up to three kernels, each of which writes every element of its results once.
+//!
+//! `attention_bwd_dq` comes first, because it leaves for the others what it knows of each query row, where the workspace
+//! has room for that. `docs/kernels.md` explains the design.
 
+use super::attention::params::{Params as Forward, check_rows};
+use super::attention::tiles::modifies_scores;
+use super::device::Device;
+use super::launch::{Shape, launch as launch_kernel};
+use super::{module, variants};
 use crate::error::{Error, Result};
+use crate::log;
+use crate::ops::attention::Attention;
 use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::stream::Stream;
+use crate::tensor::Tensor;
+use std::mem::offset_of;
+use std::ptr::{null, null_mut};
+use std::sync::LazyLock;
+
+const SINKS_KERNEL: &str = "attention_bwd_sinks";
+
+/// Threads of a CTA of [`SINKS_KERNEL`].
+const SINKS_THREADS: u32 = 512;
+
+/// `BackwardParams` of `kernels/include/bwd/params.cuh`, which says what each is.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Params {
+    forward: Forward,
+    dout: *const u8,
+    dout_token_stride: i64,
+    dout_head_stride: i64,
+    dlse: *const f32,
+    dq: *mut u8,
+    dk: *mut u8,
+    dv: *mut u8,
+    dsinks: *mut f32,
+    delta: *mut f32,
+    softmax_scale: f32,
+    reserved: i32,
+}
+
+// The header asserts the same numbers.
+const _: () = assert!(offset_of!(Params, dout) == 480 && offset_of!(Params, dlse) == 504);
+const _: () = assert!(offset_of!(Params, softmax_scale) == 552 && size_of::<Params>() == 560);
+
+impl Params {
+    fn new(problem: &FlashAttnVarlenBwd, device: &Device) -> Result<Self> {
+        let forward = Forward::new(&problem.forward, device)?;
+        for (name, tensor) in [("dout", &problem.dout), ("dq", &problem.dq), ("dk", &problem.dk), ("dv", &problem.dv)] {
+            check_rows(name, tensor)?;
+        }
+        Ok(Self {
+            forward,
+            dout: problem.dout.data,
+            dout_token_stride: problem.dout.stride(0),
+            dout_head_stride: problem.dout.stride(1),
+            dlse: problem.dlse.unwrap_or(null()),
+            dq: problem.dq.data,
+            dk: problem.dk.data,
+            dv: problem.dv.data,
+            dsinks: problem.dsinks.unwrap_or(null_mut()),
+            delta: delta(problem),
+            softmax_scale: problem.forward.score.softmax_scale,
+            reserved: 0,
+        })
+    }
+}
+
+/// Where the workspace holds a number for each query row of each head; null where it is too small.
+fn delta(problem: &FlashAttnVarlenBwd) -> *mut f32 {
+    let Some(workspace) = &problem.workspace else { return null_mut() };
+    let lost = workspace.data.align_offset(align_of::<f32>());
+    let wanted = size_of::<f32>() * problem.forward.num_q_heads * problem.forward.num_rows;
+    let there = bytes(workspace).checked_sub(lost);
+    if there.is_some_and(|there| there >= wanted) { workspace.data.wrapping_add(lost).cast() } else { null_mut() }
+}
+
+fn bytes(workspace: &Tensor) -> usize {
+    workspace.dims.first().map_or(0, |bytes| *bytes as usize)
+}
+
+/// What the kernels of one gradient, element size and head dimension are built for.
+#[derive(Debug)]
+struct Tile {
+    /// `dq` or `dkdv`.
+    gradient: &'static str,
+    /// Value of the axis `shape`.
+    shape: &'static str,
+    element_bytes: usize,
+    /// The head dimension up to which it serves, as a number and as the value of the axis `head_dim`.
+    head_dim: usize,
+    head_dim_value: &'static str,
+    /// Rows that a CTA holds: packed query rows, or keys.
+    held: u64,
+    threads: u32,
+    /// Dynamic shared memory, in bytes.
+    shared_memory: u32,
+}
+
+static TILES: LazyLock<Vec<Tile>> =
+    LazyLock::new(|| include_str!("../../kernels/include/bwd/shape.cuh").lines().filter_map(tile).collect());
+
+/// A line of the table: `ROW(gradient, shape, bytes, D, row warps, column warps, 16-row tiles a warp, chunk, block, stages,
+/// CTAs, shared bytes)`.
+fn tile(line: &'static str) -> Option<Tile> {
+    let fields = line.trim_start().strip_prefix("ROW(")?.split_once(')')?.0;
+    let mut fields = fields.split(',').map(str::trim);
+    let (gradient, shape) = (fields.next()?, fields.next()?);
+    let (element_bytes, head_dim_value) = (fields.next()?.parse().ok()?, fields.next()?);
+    let numbers: Vec<u32> = fields.map_while(|field| field.parse().ok()).collect();
+    let &[row_warps, column_warps, row_tiles, _chunk, _block, _stages, _ctas, shared_memory] = &numbers[..] else {
+        return None;
+    };
+    Some(Tile {
+        gradient,
+        shape,
+        element_bytes,
+        head_dim: head_dim_value.parse().ok()?,
+        head_dim_value,
+        held: u64::from(16 * row_tiles * row_warps),
+        threads: 32 * row_warps * column_warps,
+        shared_memory,
+    })
+}
+
+/// The variant of `kernel` for a call and how it is cut up: of those of the least sufficient head dimension the first in
+/// the table that fits the device, and of its forms the plain one where scores are plain.
+fn variant(forward: &Attention, device: &Device, kernel: &str, gradient: &str) -> Result<(usize, &'static Tile)> {
+    let (dtype, dim) = (forward.q.dtype, forward.head_dim.max(forward.value_dim));
+    let of_gradient = TILES.iter().filter(|t| t.gradient == gradient && t.element_bytes == dtype.size());
+    let bucket = of_gradient.clone().map(|t| t.head_dim).filter(|bucket| *bucket >= dim).min();
+    let scores: &[&str] = if modifies_scores(forward) { &["modified"] } else { &["plain", "modified"] };
+    of_gradient
+        .filter(|t| Some(t.head_dim) == bucket && t.shared_memory <= device.shared_memory)
+        .flat_map(|t| scores.iter().map(move |score| (t, *score)))
+        .find_map(|(t, score)| {
+            let values = [variants::dtype_value(dtype), t.head_dim_value, t.shape, score];
+            Some((variants::find(kernel, &values).ok()?, t))
+        })
+        .ok_or_else(|| {
+            Error::unimplemented(format!("no kernel {kernel} is built for {dtype} and head dimension {dim}"))
+        })
+}
+
+/// One kernel launch.
+#[derive(Clone, Copy, Debug)]
+struct Launch {
+    kernel: &'static str,
+    variant: usize,
+    shape: Shape,
+}
+
+impl Launch {
+    /// The launch that makes a gradient of which each KV head has `rows` rows; `None` where there is none.
+    fn new(problem: &FlashAttnVarlenBwd, device: &Device, gradient: &'static str, rows: usize) -> Result<Option<Self>> {
+        let forward = &problem.forward;
+        let kernel = if gradient == "dq" { "attention_bwd_dq" } else { "attention_bwd_dkdv" };
+        let (variant, tile) = variant(forward, device, kernel, gradient)?;
+        let ctas = (rows as u64).div_ceil(tile.held) * forward.num_kv_heads as u64;
+        if ctas > i32::MAX as u64 {
+            return Err(Error::unimplemented(format!("{gradient} takes {ctas} blocks; a grid has up to 2^31 - 1")));
+        }
+        let shape = Shape { grid: [ctas as u32, 1, 1], threads: tile.threads, shared_memory: tile.shared_memory };
+        Ok((ctas > 0).then_some(Self { kernel, variant, shape }))
+    }
+
+    /// The launch that makes the sinks' gradients, if they are wanted.
+    fn sinks(problem: &FlashAttnVarlenBwd) -> Result<Option<Self>> {
+        if problem.dsinks.is_none() {
+            return Ok(None);
+        }
+        let variant = variants::find(SINKS_KERNEL, &[variants::dtype_value(problem.forward.q.dtype)])?;
+        let grid = [problem.forward.num_q_heads as u32, 1, 1];
+        Ok(Some(Self {
+            kernel: SINKS_KERNEL,
+            variant,
+            shape: Shape { grid, threads: SINKS_THREADS, shared_memory: 0 },
+        }))
+    }
+}
+
+/// The launches of a call, in order.
+fn launches(problem: &FlashAttnVarlenBwd, device: &Device) -> Result<[Option<Launch>; 3]> {
+    let forward = &problem.forward;
+    let packed_rows = forward.num_rows * (forward.num_q_heads / forward.num_kv_heads);
+    Ok([
+        Launch::new(problem, device, "dq", packed_rows)?,
+        Launch::new(problem, device, "dkdv", problem.num_keys)?,
+        Launch::sinks(problem)?,
+    ])
+}
 
 /// Load the kernels that [`launch`] takes.
-pub(crate) fn prepare(_problem: &FlashAttnVarlenBwd) -> Result {
-    Err(Error::unimplemented("gradients are not there yet"))
+pub(crate) fn prepare(problem: &FlashAttnVarlenBwd) -> Result {
+    let device = Device::current()?;
+    Params::new(problem, &device)?;
+    for launch in launches(problem, &device)?.iter().flatten() {
+        module::function(launch.variant)?;
+    }
+    Ok(())
 }
 
 /// # Safety
 /// The problem's views are device memory of the current context that outlives the kernels' run, the results writable.
-pub(crate) unsafe fn launch(problem: &FlashAttnVarlenBwd, _stream: Stream) -> Result {
-    prepare(problem)
+pub(crate) unsafe fn launch(problem: &FlashAttnVarlenBwd, stream: Stream) -> Result {
+    let device = Device::current()?;
+    let params = Params::new(problem, &device)?;
+    for Launch { kernel, variant, shape } in launches(problem, &device)?.into_iter().flatten() {
+        log::call(kernel, (variant, shape), || format!("{} with {shape:?}", variants::VARIANTS[variant].name));
+        // SAFETY: `Params` is the kernel's parameter; the caller vouches for the memory.
+        unsafe { launch_kernel(module::function(variant)?, shape, stream, &params) }?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::attention::tests::{device, problem};
+    use crate::ops::attention::Score;
+    use crate::tensor::DType;
+    use std::collections::BTreeSet;
+
+    const KERNELS: [(&str, &str); 2] = [("attention_bwd_dq", "dq"), ("attention_bwd_dkdv", "dkdv")];
+
+    #[test]
+    fn every_variant_has_its_tile_and_every_tile_its_variants() {
+        let mut used = BTreeSet::new();
+        for (kernel, gradient) in KERNELS {
+            for variant in variants::VARIANTS.iter().filter_map(|v| v.name.strip_prefix(kernel)) {
+                let fields: Vec<&str> = variant.trim_start_matches('_').split('_').collect();
+                let &[dtype, head_dim, shape, _score] = &fields[..] else { panic!("{variant}") };
+                let bytes = if dtype == "f32" { 4 } else { 2 };
+                let serves = |t: &&Tile| {
+                    (t.gradient, t.shape, t.head_dim_value, t.element_bytes) == (gradient, shape, head_dim, bytes)
+                };
+                assert_eq!(TILES.iter().filter(serves).count(), 1, "{kernel}{variant}");
+                used.insert((gradient, shape, head_dim, bytes));
+            }
+        }
+        assert_eq!(TILES.len(), used.len());
+    }
+
+    #[test]
+    fn every_head_dimension_finds_a_kernel_on_every_gpu() {
+        let plain = problem(64, 1, 8, 64);
+        for (dtype, shared_memory, capped) in [DType::F32, DType::F16, DType::BF16]
+            .iter()
+            .flat_map(|dtype| [99, 163, 227].map(|kilobytes| (*dtype, kilobytes * 1024)))
+            .flat_map(|(dtype, bytes)| [false, true].map(|capped| (dtype, bytes, capped)))
+        {
+            let device = Device { shared_memory, ..device(false) };
+            let softcap = if capped { 1.0 } else { 0.0 };
+            let of_type = Attention {
+                q: Tensor { dtype, ..plain.q },
+                kv_dtype: dtype,
+                score: Score { softcap, ..plain.score },
+                ..plain
+            };
+            for dim in (8..=256).step_by(8) {
+                for (head_dim, value_dim) in [(dim, 8), (8, dim)] {
+                    for (kernel, gradient) in KERNELS {
+                        let problem = Attention { head_dim, value_dim, ..of_type };
+                        let (found, tile) = variant(&problem, &device, kernel, gradient).expect("there is a kernel");
+                        assert!(tile.head_dim >= dim && tile.shared_memory <= shared_memory, "{tile:?}");
+                        let name = variants::VARIANTS[found].name;
+                        assert!(!capped || name.ends_with("_modified"), "{name}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_plain_form_is_taken_where_there_is_one() {
+        let named = |head_dim, kilobytes: u32, gradient| {
+            let problem = problem(64, 1, 8, head_dim);
+            let device = Device { shared_memory: kilobytes * 1024, ..device(false) };
+            let (kernel, gradient) = KERNELS[usize::from(gradient)];
+            variants::VARIANTS[variant(&problem, &device, kernel, gradient).expect("there is a kernel").0].name
+        };
+        assert_eq!(named(128, 99, false), "attention_bwd_dq_bf16_128_small_plain");
+        assert_eq!(named(64, 99, true), "attention_bwd_dkdv_bf16_64_large_plain");
+        assert_eq!(named(256, 163, true), "attention_bwd_dkdv_bf16_256_large_plain");
+        assert_eq!(named(256, 99, true), "attention_bwd_dkdv_bf16_256_small_modified");
+    }
 }

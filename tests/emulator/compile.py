@@ -20,6 +20,7 @@ KERNELS = HERE.parents[1] / "kernels"
 # Files of the emulator by where they go, some of them in place of the kernels' own.
 OWN = {name: name for name in ("ptx.cuh", "fp8_convert.cuh", "device.h", "device.cc", "tensor_map.h")}
 OWN |= {f"hopper_{name}": f"hopper/{name}" for name in ("ptx.cuh", "wgmma.cuh")}
+OWN |= {"bwd_ptx_extra.cuh": "bwd/ptx_extra.cuh"}
 FLAGS = "-std=c++17 -O2 -g1 -w -fPIC -shared -mfma -mf16c -ffp-contract=fast -fvisibility=hidden"
 
 

@@ -27,6 +27,7 @@ GPU_TESTS = (
     "paged_attention",
     "paged_attention_update",
     "flash_attn_varlen",
+    "flash_attn_varlen_bwd",
     "tuned_prefill",
 )
 

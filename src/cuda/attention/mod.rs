@@ -5,9 +5,9 @@
 
 mod hopper;
 mod mixed;
-mod params;
+pub(super) mod params;
 mod split;
-mod tiles;
+pub(super) mod tiles;
 
 use super::device::Device;
 use super::launch::{self, Shape};
@@ -301,7 +301,7 @@ unsafe fn enqueue<P>(kernel: &str, variant: usize, shape: Shape, stream: Stream,
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::ops::attention::{KeyStorage, Keys, Queries, Score};
     use crate::ops::kv_cache_update::NewRows;
@@ -310,7 +310,7 @@ mod tests {
     use std::ptr::{null, null_mut};
 
     /// A call of these sizes over contiguous bf16 keys, without options; no memory.
-    pub(super) fn problem(rows: usize, seqs: usize, q_heads: usize, head_dim: usize) -> Attention<'static> {
+    pub(in crate::cuda) fn problem(rows: usize, seqs: usize, q_heads: usize, head_dim: usize) -> Attention<'static> {
         let view = KvView { data: null_mut(), page_stride: 0, token_stride: 0, head_stride: 0 };
         let empty = Tensor::dense(DType::BF16, null_mut(), &[0, 8, 8]);
         Attention {
@@ -352,7 +352,7 @@ mod tests {
     }
 
     /// An H200; without tensor maps as under an old driver.
-    pub(super) fn device(has_tensor_maps: bool) -> Device {
+    pub(in crate::cuda) fn device(has_tensor_maps: bool) -> Device {
         Device {
             capability: 90,
             shared_memory: 227 * 1024,

@@ -58,7 +58,7 @@ pub(super) struct NewTokens {
 /// `AttentionParams` of `kernels/include/attention_params.cuh`, which says what each is.
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub(super) struct Params {
+pub(in crate::cuda) struct Params {
     q: *const u8,
     q_token_stride: i64,
     q_head_stride: i64,
@@ -124,7 +124,7 @@ const _: () = assert!(offset_of!(Params, num_tokens) == 272 && offset_of!(Params
 
 impl Params {
     /// All but what differs between launches, for `device`.
-    pub(super) fn new(problem: &Attention, device: &Device) -> Result<Self> {
+    pub(in crate::cuda) fn new(problem: &Attention, device: &Device) -> Result<Self> {
         check_sizes(problem)?;
         check_alignments(problem)?;
         let divisor = decoded_divisor(problem, device);
@@ -290,13 +290,17 @@ fn ensure_fits(name: &str, size: i64, limit: i64) -> Result {
 
 /// The kernels take 16 bytes at a time, of fp8 rows 8 where there is no other way.
 fn check_alignments(problem: &Attention) -> Result {
-    let (q, out) = (&problem.q, &problem.out);
-    check_alignment("q", q.data, &row_steps(q), q.dtype.size())?;
-    check_alignment("out", out.data, &row_steps(out), out.dtype.size())?;
+    check_rows("q", &problem.q)?;
+    check_rows("out", &problem.out)?;
     for (name, view) in [("K", &problem.k), ("V", &problem.v)] {
         check_alignment(name, view.data, &view_steps(problem, view), problem.kv_dtype.size())?;
     }
     Ok(())
+}
+
+/// That of rows `[T, H, D]`.
+pub(in crate::cuda) fn check_rows(name: &str, rows: &Tensor) -> Result {
+    check_alignment(name, rows.data, &row_steps(rows), rows.dtype.size())
 }
 
 /// K and V consist of chunks of 16 bytes, aligned to them.

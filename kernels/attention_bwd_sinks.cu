@@ -1,0 +1,61 @@
+// The gradients of sinks: dsink_h = -sum_i exp(sink_h - lse_i) delta_i over the queries of all sequences. A CTA takes a
+// head and adds up in an order of its own, so that two runs give the same bits.
+//
+// Compiled once for each XA_DTYPE: f16, bf16, f32.
+// Launch: kThreads threads, Hq CTAs.
+
+#include <cstdint>
+
+#include "bwd/params.cuh"
+#include "bwd/pass.cuh"
+#include "bwd/rows.cuh"
+#include "element.cuh"
+
+namespace xa {
+
+constexpr int kThreads = 512;
+
+/// The threads' numbers added up; thread 0 gets it.
+__device__ __forceinline__ float sum_of_all(float mine) {
+  __shared__ float warps[kThreads / 32];
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) mine += __shfl_xor_sync(~0u, mine, distance);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
+  __syncthreads();
+  float sum = 0.0f;
+  for (int warp = 0; warp < kThreads / 32; ++warp) sum += warps[warp];
+  return sum;
+}
+
+template <typename T>
+__device__ __forceinline__ void sum_rows(const BackwardParams& params) {
+  const AttentionParams& forward = params.forward;
+  const int32_t head = blockIdx.x, num_seqs = live_sequences(forward);
+  bool ascends = true;
+  for (int32_t b = threadIdx.x; b < num_seqs; b += kThreads)
+    ascends &= start_of(forward, b) <= start_of(forward, b + 1);
+  ascends = __syncthreads_and(ascends);
+  const float sink = __ldg(forward.sinks + head);
+  float sum = 0.0f;
+  for (int64_t first = threadIdx.x; first < forward.num_tokens; first += kThreads) {
+    const int32_t token = static_cast<int32_t>(first);
+    const int32_t owner = ascends ? only_owner(forward, num_seqs, token) : first_owner(forward, num_seqs, token);
+    if (owner < 0) continue;
+    const int64_t index = static_cast<int64_t>(head) * forward.num_tokens + token;
+    const float delta = params.delta != nullptr ? __ldg(params.delta + index) : delta_of<T, 1>(params, token, head);
+    // A sink of -inf takes no part, also where the row has seen nothing else.
+    if (sink != -INFINITY) sum -= expf(sink - __ldg(forward.lse + index)) * delta;
+  }
+  sum = sum_of_all(sum);
+  if (threadIdx.x == 0) params.dsinks[head] = sum;
+}
+
+}  // namespace xa
+
+extern "C" __global__ void __launch_bounds__(xa::kThreads) XA_ENTRY(const __grid_constant__ xa::BackwardParams params) {
+  if (params.forward.sinks == nullptr) {
+    if (threadIdx.x == 0) params.dsinks[blockIdx.x] = 0.0f;
+    return;
+  }
+  xa::sum_rows<xa::XA_PASTE(dtype_, XA_DTYPE)>(params);
+}

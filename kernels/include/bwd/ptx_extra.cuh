@@ -1,0 +1,20 @@
+// The PTX instructions that only the gradients' kernels use, one thin wrapper each.
+#pragma once
+
+#include <cstdint>
+
+namespace xa::ptx {
+
+/// threadIdx.x, read where it is used: no register holds it meanwhile.
+__device__ __forceinline__ int32_t thread() {
+  int32_t x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
+/// Copies 4 bytes from global to shared memory.
+__device__ __forceinline__ void cp_async_4(uint32_t destination, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
+}
+
+}  // namespace xa::ptx

@@ -1,0 +1,175 @@
+// Rows on their way to and from shared memory: of Q and dO, of K and V, and of their gradients.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "bwd/params.cuh"
+#include "bwd/pass.cuh"
+#include "bwd/ptx_extra.cuh"
+#include "chunk.cuh"
+#include "element.cuh"
+#include "ptx.cuh"
+#include "tile_plan.cuh"
+
+namespace xa {
+
+/// How kThreads threads share rows of kHeadDim elements, 16 bytes each: in step i thread t has chunk `chunk` of row
+/// `row + i * kStep`. Derived again at each use: a few instructions, where registers are dear.
+template <typename T, int kHeadDim, int kThreads>
+struct ThreadGrid {
+  static constexpr int kElements = 16 / static_cast<int>(sizeof(T)), kChunks = kHeadDim / kElements;
+  static constexpr int kStep = kThreads / kChunks;
+  static_assert(kThreads % kChunks == 0);
+
+  int32_t row;
+  int32_t chunk;
+
+  __device__ __forceinline__ ThreadGrid() {
+    const int32_t thread = ptx::thread();
+    row = thread / kChunks;
+    chunk = thread % kChunks;
+  }
+};
+
+/// Neighbouring packed query rows of one KV head: row 0 is head `rows.first_head` of token `first_token` +
+/// `rows.first_query`.
+struct QueryBlock {
+  PackedRows rows;
+  int32_t first_token;
+  int32_t head_base;
+
+  __device__ __forceinline__ QueryBlock(const AttentionParams& params, int32_t first_token, int32_t first_row,
+                                        int32_t kv_head)
+      : rows(params, first_row), first_token(first_token), head_base(kv_head * params.group) {}
+
+  __device__ __forceinline__ int32_t token(int32_t row) const { return first_token + rows.query(row); }
+  __device__ __forceinline__ int32_t head(int32_t row) const { return head_base + rows.head(row); }
+};
+
+/// Fetches `kRows` rows of Q and of dO, of which the first `count` exist; the others, and columns past D or Dv, become
+/// zeros.
+template <typename T, typename Shape, int kRows>
+__device__ __forceinline__ void fetch_queries(const BackwardParams& params, const QueryBlock& block, int32_t count,
+                                              uint32_t queries, uint32_t douts) {
+  using Grid = ThreadGrid<T, Shape::kHeadDim, Shape::kThreads>;
+  const Grid grid;
+  const int32_t element = grid.chunk * Grid::kElements;
+  const bool in_query = element < params.forward.head_dim, in_dout = element < params.forward.value_dim;
+  const T* const q = static_cast<const T*>(params.forward.q) + (in_query ? element : 0);
+  const T* const dout = static_cast<const T*>(params.dout) + (in_dout ? element : 0);
+#pragma unroll
+  for (int32_t i = 0; i < kRows; i += Grid::kStep) {
+    const int32_t row = i + grid.row;
+    if (kRows % Grid::kStep != 0 && row >= kRows) break;
+    const bool exists = row < count;
+    const int32_t from = exists ? row : 0;
+    const int32_t query = block.rows.query(from);
+    const int64_t token = block.first_token + query;
+    const int64_t head =
+        block.head_base + block.rows.first_head + from - (query - block.rows.first_query) * block.rows.group;
+    const uint32_t offset = Shape::Rows::offset(row, grid.chunk);
+    ptx::cp_async_16(queries + offset, q + token * params.forward.q_token_stride + head * params.forward.q_head_stride,
+                     exists && in_query);
+    ptx::cp_async_16(douts + offset, dout + token * params.dout_token_stride + head * params.dout_head_stride,
+                     exists && in_dout);
+  }
+}
+
+/// Likewise of K and V, the first of them row `first` of K and V.
+template <typename T, typename Shape, int kRows>
+__device__ __forceinline__ void fetch_keys(const BackwardParams& params, int32_t first, int32_t count, int32_t kv_head,
+                                           uint32_t keys, uint32_t values) {
+  using Grid = ThreadGrid<T, Shape::kHeadDim, Shape::kThreads>;
+  const Grid grid;
+  const int32_t element = grid.chunk * Grid::kElements;
+  const bool in_key = element < params.forward.head_dim, in_value = element < params.forward.value_dim;
+  const KvSource &of_k = params.forward.k, &of_v = params.forward.v;
+  const T* const k = static_cast<const T*>(of_k.base) + kv_head * of_k.head_stride + (in_key ? element : 0);
+  const T* const v = static_cast<const T*>(of_v.base) + kv_head * of_v.head_stride + (in_value ? element : 0);
+#pragma unroll
+  for (int32_t i = 0; i < kRows; i += Grid::kStep) {
+    const int32_t row = i + grid.row;
+    if (kRows % Grid::kStep != 0 && row >= kRows) break;
+    const bool exists = row < count;
+    const int64_t from = first + (exists ? row : 0);
+    const uint32_t offset = Shape::Rows::offset(row, grid.chunk);
+    ptx::cp_async_16(keys + offset, k + from * of_k.token_stride, exists && in_key);
+    ptx::cp_async_16(values + offset, v + from * of_v.token_stride, exists && in_value);
+  }
+}
+
+/// sum_c out_c dout_c - dlse of one query row, by a group of kLanes neighbouring lanes; every lane gets it.
+template <typename T, int kLanes>
+__device__ __forceinline__ float delta_of(const BackwardParams& params, int32_t token, int32_t head) {
+  constexpr int kElements = 16 / sizeof(T);
+  const AttentionParams& forward = params.forward;
+  const T* const out =
+      static_cast<const T*>(forward.out) + token * forward.out_token_stride + head * forward.out_head_stride;
+  const T* const dout =
+      static_cast<const T*>(params.dout) + token * params.dout_token_stride + head * params.dout_head_stride;
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int32_t first = threadIdx.x % kLanes * kElements; first < forward.value_dim; first += kLanes * kElements) {
+    const auto a = load_chunk<T, kElements>(out + first), b = load_chunk<T, kElements>(dout + first);
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      sum = __fmaf_rn(Element<T>::to_f32(a.elements[i]), Element<T>::to_f32(b.elements[i]), sum);
+    }
+  }
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+  if (params.dlse != nullptr) sum -= __ldg(params.dlse + static_cast<int64_t>(head) * forward.num_tokens + token);
+  return sum;
+}
+
+/// -lse to base 2; of a row that has seen nothing -inf too, so that it weighs nothing.
+__device__ __forceinline__ float negative_lse(float lse) {
+  constexpr float kLog2E = 1.44269504088896341f;
+  return lse == -INFINITY ? -INFINITY : -kLog2E * lse;
+}
+
+/// Minus the slope of a head's bias, to base 2.
+__device__ __forceinline__ float negative_slope(const AttentionParams& params, int32_t sequence, int32_t head) {
+  constexpr float kLog2E = 1.44269504088896341f;
+  if (params.alibi_slopes == nullptr) return 0.0f;
+  return -kLog2E * __ldg(params.alibi_slopes + sequence * params.alibi_stride + head);
+}
+
+/// Writes a warp's share of a gradient: of kTiles x 16 rows from `first_row` on those in [begin, end), of columns from
+/// `first_column` on those below `dim`. `row_at` tells where a row begins.
+template <typename T, int kTiles, int kColumnTiles, typename RowAt>
+__device__ __forceinline__ void write_rows(const float (&x)[kTiles][kColumnTiles][4], float factor, int32_t first_row,
+                                           int32_t begin, int32_t end, int32_t first_column, int32_t dim,
+                                           const RowAt& row_at) {
+  const int32_t lane = ptx::thread() % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = first_row + 16 * tile + 8 * half + g;
+      if (row < begin || row >= end) continue;
+      T* const to = row_at(row) + first_column + 2 * t;
+#pragma unroll
+      for (int i = 0; i < kColumnTiles; ++i) {
+        const float (&c)[4] = x[tile][i];
+        if (first_column + 8 * i >= dim) break;
+        store_columns(to + 8 * i, make_float2(c[2 * half] * factor, c[2 * half + 1] * factor));
+      }
+    }
+  }
+}
+
+/// Rows 0 to `count` - 1 of a gradient become 0.
+template <typename T, int kThreads, typename RowAt>
+__device__ __forceinline__ void clear_rows(int32_t count, int32_t dim, const RowAt& row_at) {
+  constexpr int kElements = 16 / sizeof(T);
+  const int32_t chunks = dim / kElements;
+#pragma unroll 1
+  for (int32_t item = ptx::thread(); item < count * chunks; item += kThreads) {
+    const int32_t row = item / chunks;
+    *reinterpret_cast<uint4*>(row_at(row) + (item - row * chunks) * kElements) = make_uint4(0, 0, 0, 0);
+  }
+}
+
+}  // namespace xa

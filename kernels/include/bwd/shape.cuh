@@ -1,0 +1,97 @@
+// How the gradients' kernels cut up the work, by element type and head dimension; and their shared memory.
+//
+// A CTA holds rows of two operands in shared memory (dq: Q and dO; dkdv: K and V) and streams blocks of the other two
+// past them (dq: K and V; dkdv: Q and dO). kColumnWarps warps have the same rows held and share the gradients' columns.
+// Where a block is as many chunks, they share the scores' columns too, and weights go from warp to warp through shared
+// memory; else each of them computes all scores.
+//
+// Shared memory: the rows held, the kStages blocks of the rows streamed, the exchanged weights, what is known of each
+// query row (QueryRow) and of each key held (Span), the Pass.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "bwd/pass.cuh"
+#include "element.cuh"
+#include "shared_rows.cuh"
+
+namespace xa {
+
+struct gradient_dq;
+struct gradient_dkdv;
+struct shape_large;
+struct shape_small;
+
+/// The choices; `bytes` is the size of an element.
+template <typename Gradient, typename Shape, int kBytes, int kHeadDim>
+struct BackwardChoice;
+
+// One row for each supported combination. Large shapes come first: they take more shared memory than every GPU has, or
+// more registers than the modified form leaves. A warp computes `chunk` columns of scores at a time; `block` rows are
+// fetched at a time. The columns: gradient, shape, bytes, D,
+//        row warps, column warps, 16-row tiles a warp, chunk, block, stages, CTAs an SM, shared bytes
+#define XA_BACKWARD_TABLE(ROW)                            \
+  ROW(dq, small, 2, 64, 4, 1, 2, 64, 64, 2, 2, 67680)     \
+  ROW(dq, small, 2, 128, 4, 1, 2, 32, 32, 2, 2, 100448)   \
+  ROW(dq, small, 2, 256, 4, 1, 1, 32, 32, 1, 2, 99424)    \
+  ROW(dq, small, 4, 64, 4, 1, 1, 16, 32, 2, 1, 66656)     \
+  ROW(dq, small, 4, 128, 4, 1, 1, 16, 16, 2, 1, 99424)    \
+  ROW(dq, small, 4, 256, 2, 4, 1, 16, 16, 1, 1, 98912)    \
+  ROW(dkdv, large, 2, 64, 4, 1, 2, 32, 64, 2, 2, 68704)   \
+  ROW(dkdv, small, 2, 64, 4, 1, 2, 16, 64, 2, 2, 68704)   \
+  ROW(dkdv, small, 2, 128, 2, 2, 2, 32, 64, 1, 2, 85600)  \
+  ROW(dkdv, large, 2, 256, 1, 4, 2, 16, 64, 1, 2, 108896) \
+  ROW(dkdv, small, 2, 256, 2, 2, 1, 16, 32, 1, 2, 71520)  \
+  ROW(dkdv, small, 4, 64, 4, 2, 1, 16, 16, 2, 1, 50272)   \
+  ROW(dkdv, small, 4, 128, 2, 4, 1, 16, 16, 2, 1, 66400)  \
+  ROW(dkdv, small, 4, 256, 2, 4, 1, 16, 16, 1, 1, 98912)
+
+#define XA_BACKWARD_CHOICE(gradient, shape, bytes, head_dim, row_warps, column_warps, row_tiles, chunk, block, stages, \
+                           ctas, shared_bytes)                                                                         \
+  template <>                                                                                                          \
+  struct BackwardChoice<gradient_##gradient, shape_##shape, bytes, head_dim> {                                         \
+    static constexpr int kRowWarps = row_warps, kColumnWarps = column_warps, kRowTiles = row_tiles, kChunk = chunk,    \
+                         kBlock = block, kStages = stages, kCtasPerSm = ctas, kSharedBytes = shared_bytes;             \
+  };
+XA_BACKWARD_TABLE(XA_BACKWARD_CHOICE)
+#undef XA_BACKWARD_CHOICE
+
+template <typename Gradient, typename Shape, typename T, int kHeadDim_>
+struct BackwardShape : BackwardChoice<Gradient, Shape, sizeof(T), kHeadDim_> {
+  using Choice = BackwardChoice<Gradient, Shape, sizeof(T), kHeadDim_>;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kHoldsKeys = std::is_same_v<Gradient, gradient_dkdv>;
+  static constexpr int kWarps = Choice::kRowWarps * Choice::kColumnWarps, kThreads = 32 * kWarps;
+  static constexpr int kWarpRows = 16 * Choice::kRowTiles;
+  /// Rows that the CTA holds.
+  static constexpr int kHeld = kWarpRows * Choice::kRowWarps;
+  /// Columns of the gradients that a warp computes.
+  static constexpr int kColumns = kHeadDim / Choice::kColumnWarps;
+  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
+  static constexpr bool kExchanges =
+      Choice::kColumnWarps > 1 && Choice::kBlock / Choice::kColumnWarps == Choice::kChunk;
+  /// Streamed rows that the CTA takes up at a time.
+  static constexpr int kAtOnce = kExchanges ? Choice::kBlock : Choice::kChunk;
+  using Rows = SwizzledRows<kRowBytes>;
+
+  static constexpr int kHeldBytes = kHeld * Rows::kPitch;
+  static constexpr int kBlockBytes = Choice::kBlock * Rows::kPitch;
+  /// The first of the streamed blocks: a stage is a block of Q or K and one of dO or V.
+  static constexpr int kStreamOffset = 2 * kHeldBytes;
+  static constexpr int kExchangeOffset = kStreamOffset + 2 * Choice::kStages * kBlockBytes;
+  /// Weights [kHeld, kBlock] of the operands' type: P and dS, or dS alone.
+  static constexpr int kExchangePitch = Choice::kBlock * static_cast<int>(sizeof(T)) + 16;
+  static constexpr int kExchangeMatrix = kHeld * kExchangePitch;
+  static constexpr int kExchangeBytes = kExchanges ? (kHoldsKeys ? 2 : 1) * kExchangeMatrix : 0;
+  static constexpr int kQueryRows = kHoldsKeys ? Choice::kStages * Choice::kBlock : kHeld;
+  static constexpr int kQueryRowsOffset = kExchangeOffset + kExchangeBytes;
+  static constexpr int kSpansOffset = kQueryRowsOffset + kQueryRows * static_cast<int>(sizeof(QueryRow));
+  static constexpr int kPassOffset = kSpansOffset + (kHoldsKeys ? kHeld * static_cast<int>(sizeof(Span)) : 0);
+  static constexpr int kNeededBytes = kPassOffset + static_cast<int>(sizeof(Pass));
+
+  static_assert(Choice::kBlock % Choice::kChunk == 0 && Choice::kChunk % 16 == 0);
+  static_assert(Choice::kSharedBytes == kNeededBytes, "the table's last column is what the launch asks for");
+};
+
+}  // namespace xa

@@ -1,0 +1,10 @@
+// kernels/include/bwd/ptx_extra.cuh on the host.
+#pragma once
+#include "device.h"
+
+namespace xa::ptx {
+
+inline int32_t thread() { return static_cast<int32_t>(threadIdx.x); }
+inline void cp_async_4(uint32_t destination, const void* source) { emulator::cp_async(destination, source, 4, true); }
+
+}  // namespace xa::ptx
