@@ -116,6 +116,8 @@ def library() -> ctypes.CDLL:
     sizes = [ctypes.c_int64] * 4
     lib.xa_attention_workspace.argtypes = [*sizes, ctypes.c_int32, ctypes.c_bool, ctypes.POINTER(ctypes.c_int64 * 3)]
     lib.xa_attention_workspace.restype = None
+    lib.xa_attention_gradients_workspace.argtypes = [*sizes, ctypes.c_int32, ctypes.POINTER(ctypes.c_int64 * 3)]
+    lib.xa_attention_gradients_workspace.restype = None
     size = lib.xa_targets().contents.struct_size
     if size < ctypes.sizeof(_Targets):
         raise ImportError(f"xla_attention: {path} is of another version than the Python files beside it")
@@ -245,6 +247,20 @@ def attention_workspace(
     return constant + per_row * rows + per_sequence * sequences
 
 
+def gradients_workspace(
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    dtype: Any,  # noqa: ANN401
+    rows: Any,  # noqa: ANN401
+    sequences: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """How many bytes of workspace the gradients of an attention call want, as `attention_workspace`."""
+    constant, per_row, per_sequence = _workspace_coefficients(q_heads, kv_heads, head_dim, value_dim, dtype, None)
+    return constant + per_row * rows + per_sequence * sequences
+
+
 @functools.lru_cache(maxsize=1024)
 def _workspace_coefficients(
     q_heads: int,
@@ -252,11 +268,15 @@ def _workspace_coefficients(
     head_dim: int,
     value_dim: int,
     dtype: Any,  # noqa: ANN401
-    batch_invariant: bool,
+    batch_invariant: bool | None,
 ) -> tuple[int, int, int]:
+    """Of a call of attention; of its gradients where `batch_invariant`, which they do not know, is None."""
     coefficients = (ctypes.c_int64 * 3)()
-    sizes = (q_heads, kv_heads, head_dim, value_dim)
-    library().xa_attention_workspace(*sizes, _number(dtype), batch_invariant, ctypes.byref(coefficients))
+    static = (q_heads, kv_heads, head_dim, value_dim, _number(dtype))
+    if batch_invariant is None:
+        library().xa_attention_gradients_workspace(*static, ctypes.byref(coefficients))
+    else:
+        library().xa_attention_workspace(*static, batch_invariant, ctypes.byref(coefficients))
     return tuple(coefficients)
 
 

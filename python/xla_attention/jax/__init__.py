@@ -1,7 +1,11 @@
 """The operators as JAX functions, on CUDA and CPU.
 
 Importing this module registers the custom-call targets with JAX's runtime. Every function can be used eagerly and under
-``jax.jit``, ``jax.lax.scan``, ``jax.export`` and ``jax.shard_map``; under ``jax.vmap`` it runs once for each index.
+``jax.jit``, ``jax.lax.scan``, ``jax.export`` (see `export_disabled_checks`) and ``jax.shard_map``.
+
+`flash_attn_varlen` over packed keys and `dot_product_attention` have gradients (reverse mode), stay one call under
+``jax.vmap``, and are cut up over the devices of a mesh by their heads, `dot_product_attention` also by its batch. The
+other functions have no gradients and run once for each index of ``jax.vmap``.
 
 Letters in the shapes: ``T`` packed query tokens, ``S`` or ``B`` sequence slots, ``M`` pages in a row of the block
 table, ``P`` pages of the cache, ``Hq`` query heads, ``Hkv`` key/value heads (a divisor of ``Hq``), ``D`` head
@@ -14,7 +18,7 @@ from ._kv_cache_update import kv_cache_update
 from ._merge_attention_states import merge_attention_states
 from ._paged_attention import paged_attention, ragged_paged_attention
 from ._paged_attention_update import paged_attention_update
-from ._register import register_targets
+from ._register import export_disabled_checks, register_targets
 from ._rope_kv_cache_update import rope_kv_cache_update
 from ._simple_add import simple_add
 
@@ -22,6 +26,7 @@ register_targets()
 
 __all__ = [
     "dot_product_attention",
+    "export_disabled_checks",
     "flash_attn_varlen",
     "kv_cache_update",
     "merge_attention_states",

@@ -103,7 +103,26 @@ def custom_call(
     operands = [jnp.zeros((0,), jnp.float32) if x is None else x for x in _without_trailing_none(operands)]
     results = [jax.ShapeDtypeStruct((0,), jnp.uint8) if x is None else x for x in _without_trailing_none(results)]
     call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases, vmap_method=vmap_method)
-    return call(*operands, **attributes)
+    found = call(*operands, **attributes)
+    axes = tuple(manual_axes(operands))
+    # Within shard_map, what is made of a device's own part is its own too; JAX does not conclude this by itself.
+    return [_varying(x, axes) for x in found] if axes else found
+
+
+def manual_axes(arrays: Sequence[Array]) -> frozenset[str]:
+    """The axes of a mesh along which some array is a part that differs from device to device: those of shard_map."""
+    types = map(jax.typeof, arrays) if hasattr(jax, "typeof") else ()
+    # JAX 0.7 to 0.9 keep them in the type itself.
+    return frozenset().union(
+        *(getattr(getattr(t, "manual_axis_type", None), "varying", None) or getattr(t, "vma", ()) for t in types)
+    )
+
+
+def _varying(array: Array, axes: tuple[str, ...]) -> Array:
+    """The same numbers, of which JAX is told that they differ along the axes."""
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(array, axes, to="varying")
+    return jax.lax.pvary(array, axes)
 
 
 def _without_trailing_none(values: Sequence[Any]) -> list[Any]:

@@ -4,9 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ._call import Array
-from ._flash_attn_varlen import flash_attn_varlen
+from .._options import kv_layout_number, length_advice
+from ._call import Array, index_operand, static_bool, static_f32, static_i64
+from ._flash_attn_varlen import attend
+from ._varlen_types import Operands, Options
 
 
 def dot_product_attention(
@@ -99,24 +102,34 @@ def dot_product_attention(
             local_window_size=local_window_size,
         )
         return batched[0]
-    batch, rows, keys = query.shape[0], query.shape[1], key.shape[1]
     window = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size or (-1, -1)
-    out = flash_attn_varlen(
-        query.reshape(-1, *query.shape[2:]),
-        key.reshape(-1, *key.shape[2:]),
-        value.reshape(-1, *value.shape[2:]),
-        jnp.arange(batch + 1, dtype=jnp.int32) * rows,
-        jnp.arange(batch + 1, dtype=jnp.int32) * keys,
-        max_seqlen_q=rows if isinstance(rows, int) else None,
-        max_seqlen_k=keys if isinstance(keys, int) else None,
-        softmax_scale=scale,
-        causal=is_causal,
-        window=window,
-        seqused_q=query_seq_lengths,
-        seqused_k=key_value_seq_lengths,
-        top_left=True,
+    options = Options(
+        batch_invariant=np.bool_(False),
+        causal=static_bool("is_causal", is_causal),
+        deterministic=np.bool_(False),
+        kv_layout=kv_layout_number(None),
+        max_seqlen_k=_longest(key.shape[1]),
+        max_seqlen_q=_longest(query.shape[1]),
+        softcap=np.float32(0),
+        softmax_scale=static_f32("scale", query.shape[-1] ** -0.5 if scale is None else scale),
+        top_left=np.bool_(True),
+        window_left=static_i64("local_window_size[0]", window[0]),
+        window_right=static_i64("local_window_size[1]", window[1]),
+        out_dtype=query.dtype,
+        dense=True,
     )
-    return out.reshape(*query.shape[:3], value.shape[3])
+    lengths = {
+        name: None if given is None else index_operand(argument, given)
+        for name, argument, given in (
+            ("seqused_q", "query_seq_lengths", query_seq_lengths),
+            ("seqused_k", "key_value_seq_lengths", key_value_seq_lengths),
+        )
+    }
+    return attend(options, Operands(query, key, value, **lengths), return_lse=False)
+
+
+def _longest(length: Any) -> np.int64:  # noqa: ANN401
+    return length_advice(length if isinstance(length, int) else 0)
 
 
 def _at_least_1d(lengths: Any) -> Array | None:  # noqa: ANN401

@@ -1,6 +1,7 @@
 """flash_attn_varlen in JAX."""
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -8,21 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._options import kv_layout_number, length_advice, refuse_untold_lengths, refuse_values
-from ._attention import output_dtype, with_workspace
+from ._attention import output_dtype
 from ._call import Array, index_operand, scale_operand, static_bool, static_f32, static_i64
-
-_ATTRIBUTES = (
-    "batch_invariant",
-    "causal",
-    "kv_layout",
-    "max_seqlen_k",
-    "max_seqlen_q",
-    "softcap",
-    "softmax_scale",
-    "top_left",
-    "window_left",
-    "window_right",
-)
+from ._varlen import backward, forward
+from ._varlen_types import Cotangents, Operands, Options
 
 
 def flash_attn_varlen(
@@ -147,22 +137,24 @@ def flash_attn_varlen(
     """
     layout = kv_layout_number(kv_layout)
     refuse_values(v, kv_layout, "an array")
-    static_bool("deterministic", deterministic)
     q, k = jnp.asarray(q), jnp.asarray(k)
     window_left, window_right = window
-    attributes = (
-        static_bool("batch_invariant", batch_invariant),
-        static_bool("causal", causal),
-        layout,
-        _longest("max_seqlen_k", max_seqlen_k),
-        _longest("max_seqlen_q", max_seqlen_q),
-        static_f32("softcap", softcap),
-        static_f32("softmax_scale", q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale),
-        static_bool("top_left", top_left),
-        static_i64("window[0]", window_left),
-        static_i64("window[1]", window_right),
+    options = Options(
+        batch_invariant=static_bool("batch_invariant", batch_invariant),
+        causal=static_bool("causal", causal),
+        deterministic=static_bool("deterministic", deterministic),
+        kv_layout=layout,
+        max_seqlen_k=_longest("max_seqlen_k", max_seqlen_k),
+        max_seqlen_q=_longest("max_seqlen_q", max_seqlen_q),
+        softcap=static_f32("softcap", softcap),
+        softmax_scale=static_f32("softmax_scale", q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale),
+        top_left=static_bool("top_left", top_left),
+        window_left=static_i64("window[0]", window_left),
+        window_right=static_i64("window[1]", window_right),
+        out_dtype=output_dtype(q.dtype, out_dtype),
+        dense=False,
     )
-    operands = (
+    operands = Operands(
         q,
         k,
         jnp.zeros((0,), k.dtype) if v is None else jnp.asarray(v),
@@ -175,8 +167,7 @@ def flash_attn_varlen(
         *(None if x is None else jnp.asarray(x, jnp.float32) for x in (alibi_slopes, sinks)),
         *(scale_operand(x) for x in (q_scale, k_scale, v_scale)),
     )
-    dtype = output_dtype(q.dtype, out_dtype)
-    return _flash_attn_varlen(attributes, dtype, static_bool("return_lse", return_lse), *operands)
+    return attend(options, operands, bool(static_bool("return_lse", return_lse)))
 
 
 def _longest(name: str, length: int | None) -> np.int64:
@@ -198,29 +189,48 @@ def _optional_index(name: str, value: Any) -> Array | None:  # noqa: ANN401
     return None if value is None else index_operand(name, value)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _flash_attn_varlen(
-    values: tuple[np.generic, ...],
-    dtype: np.dtype,
-    return_lse: np.bool_,
-    q: Array,
-    k: Array,
-    v: Array,
-    *rest: Array | None,
-) -> Array | tuple[Array, Array]:
-    value_dim = v.shape[-1] if v.ndim > 1 else k.shape[-1]
-    out = jax.ShapeDtypeStruct((*q.shape[:-1], value_dim), dtype)
-    lse = jax.ShapeDtypeStruct((*q.shape[1:2], *q.shape[:1]), jnp.float32)
-    cu_seqlens_q = rest[0]
-    num_seqs = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q.ndim == 1 else 0
-    attributes = dict(zip(_ATTRIBUTES, values, strict=True))
-    heads = k.shape[-2] if k.ndim > 1 else 0
-    out, lse = with_workspace(
-        "xla_gpu_flash_attn_varlen",
-        [q, k, v, *rest],
-        [out, lse],
-        attributes,
-        kv_heads=heads // 2 if attributes["kv_layout"] == kv_layout_number("interleaved") else heads,
-        num_seqs=num_seqs,
-    )
+def attend(options: Options, operands: Operands, return_lse: bool) -> Array | tuple[Array, Array]:
+    """Compiled once for each set of options and shapes, also where it is called outside of ``jax.jit``."""
+    out, lse = _attend(options, operands)
     return (out, lse) if return_lse else out
+
+
+@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(options: Options, operands: Operands) -> tuple[Array, Array]:
+    return forward(options, operands)
+
+
+def _attend_fwd(options: Options, primals: Operands) -> tuple[tuple[Array, Array], tuple]:
+    operands, perturbed = (jax.tree.map(operator.attrgetter(name), primals) for name in ("value", "perturbed"))
+    _refuse_gradients(options, operands, perturbed)
+    out, lse = forward(options, operands)
+    if not perturbed.sinks:
+        operands = operands._replace(sinks=None)  # which the log-sum-exps hold
+    return (out, lse), (operands, out, lse)
+
+
+def _attend_bwd(options: Options, residuals: tuple, gradients: tuple[Any, Any]) -> tuple[Operands]:
+    operands, out, lse = residuals
+    zero = jax.custom_derivatives.SymbolicZero
+    dout, dlse = (None if isinstance(x, zero) else x for x in gradients)
+    dout = jnp.zeros_like(out) if dout is None else dout
+    found = backward(options, operands, Cotangents(dout, out, lse, dlse))
+    return (Operands(found.dq, found.dk, found.dv, sinks=found.dsinks),)
+
+
+_attend.__wrapped__.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
+
+
+def _refuse_gradients(options: Options, operands: Operands, perturbed: Operands) -> None:
+    def refuse(what: str) -> None:
+        raise NotImplementedError(f"flash_attn_varlen: there is no gradient {what}")
+
+    if operands.block_table is not None or options.kv_layout != kv_layout_number(None):
+        refuse("through keys in pages; pass packed keys [Tk, Hkv, D]")
+    if any(x is not None for x in (operands.q_scale, operands.k_scale, operands.v_scale)):
+        refuse("of a call with q_scale, k_scale or v_scale; multiply q, k or v, or softmax_scale")
+    if jnp.dtype(operands.q.dtype).itemsize == 1:
+        refuse(f"of {operands.q.dtype}; there are gradients of f32, f16 and bf16")
+    if perturbed.alibi_slopes:
+        refuse("of alibi_slopes; pass jax.lax.stop_gradient(alibi_slopes)")

@@ -76,3 +76,23 @@ def register_targets() -> None:
     check_runtime()
     for target in _library.targets():
         jax.ffi.register_ffi_target(target.name.decode(), _handlers(target), platform=target.platform.decode())
+
+
+def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """What `jax.export.export` is to be told, so that it lets programs with our calls pass.
+
+    JAX stands in for the stability of its own custom calls only. Ours are stable (`docs/architecture.md`, "What stays
+    compatible"): a program runs in another process, on another machine and with a later version of this package, once
+    that process has imported ``xla_attention.jax``.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from xla_attention.jax import export_disabled_checks, simple_add
+    >>> one = jax.ShapeDtypeStruct((4,), jnp.float32)
+    >>> exported = jax.export.export(jax.jit(simple_add), disabled_checks=export_disabled_checks())(one, one)
+    >>> exported.call(jnp.ones(4), jnp.ones(4))
+    Array([2., 2., 2., 2.], dtype=float32)
+    """
+    names = sorted({target.name.decode() for target in _library.targets()})
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]

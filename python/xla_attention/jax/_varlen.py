@@ -1,0 +1,191 @@
+"""The calls behind flash_attn_varlen and dot_product_attention: forward and backward, batched, and cut up over devices.
+
+`forward` and `backward` take the same `Options` and `Operands`. An axis that ``jax.vmap`` adds is folded into the batch
+(`_fold`), and XLA may cut a call by heads, and where there is a batch by that (`_partition`).
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import _library
+from .._options import kv_layout_number
+from ._attention import with_workspace
+from ._call import Array, custom_call
+from ._fold import folded, folded_cotangents, is_foldable, one_by_one, unfolded, unfolded_lse
+from ._partition import Letters, partitioned
+from ._varlen_types import Cotangents, Gradients, Operands, Options
+
+
+def packed(operands: Operands) -> Operands:
+    """A dense batch as a packed one."""
+    (batch, rows), keys = operands.q.shape[:2], operands.k.shape[1]
+    starts = jnp.arange(batch + 1, dtype=jnp.int32)
+    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in operands[:3])
+    return operands._replace(q=q, k=k, v=v, cu_seqlens_q=starts * rows, cu_seqlens_k=starts * keys)
+
+
+def _run_forward(options: Options, operands: Operands) -> tuple[Array, Array]:
+    if options.dense:
+        out, lse = _run_forward(options._replace(dense=False), packed(operands))
+        shape = operands.q.shape[:2]
+        return out.reshape(*shape, *out.shape[1:]), lse.reshape(lse.shape[0], *shape)
+    q, k, v = operands[:3]
+    value_dim = v.shape[-1] if v.ndim > 1 else k.shape[-1]
+    heads = k.shape[-2] if k.ndim > 1 else 0
+    starts = operands.cu_seqlens_q
+    return tuple(
+        with_workspace(
+            "xla_gpu_flash_attn_varlen",
+            operands,
+            [
+                jax.ShapeDtypeStruct((*q.shape[:-1], value_dim), options.out_dtype),
+                jax.ShapeDtypeStruct((*q.shape[1:2], *q.shape[:1]), jnp.float32),
+            ],
+            options.attributes("deterministic"),
+            kv_heads=heads // 2 if options.kv_layout == kv_layout_number("interleaved") else heads,
+            num_seqs=starts.shape[0] - 1 if starts.ndim == 1 else 0,
+        )
+    )
+
+
+def _run_backward(options: Options, operands: Operands, cotangents: Cotangents) -> Gradients:
+    if options.dense:
+        dout, out = (x.reshape(-1, *x.shape[2:]) for x in (cotangents.dout, cotangents.out))
+        lse, dlse = (None if x is None else x.reshape(x.shape[0], -1) for x in (cotangents.lse, cotangents.dlse))
+        found = _run_backward(options._replace(dense=False), packed(operands), Cotangents(dout, out, lse, dlse))
+        shaped = (x.reshape(like.shape) for x, like in zip(found[:3], operands[:3], strict=True))
+        return Gradients(*shaped, found.dsinks)
+    q, k, v = operands[:3]
+    dout, out, lse, dlse = cotangents
+    asked = [operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_k, operands.seqused_q, operands.leftpad_k]
+    sinks = operands.sinks
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
+    results.append(None if sinks is None else jax.ShapeDtypeStruct(sinks.shape, jnp.float32))
+    size = _library.gradients_workspace(
+        q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, q.shape[0], asked[0].shape[0] - 1
+    )
+    found = custom_call(
+        "xla_gpu_flash_attn_varlen_bwd",
+        [dout, q, k, v, out, lse, *asked, operands.alibi_slopes, sinks, dlse],
+        [*results, jax.ShapeDtypeStruct((size,), jnp.uint8)],
+        options.attributes("batch_invariant", "kv_layout"),
+    )
+    return Gradients(*found[:3], None if sinks is None else found[3])
+
+
+# ---------- letters of dimensions, see _partition
+
+_PAGES = {
+    "interleaved": ("Pscd", "."),
+    "stacked": ("KPshd", "."),
+    "per_page": ("PKshd", "."),
+}
+
+
+def _words(options: Options, operands: Operands) -> list[str]:
+    """Of those operands that are there."""
+    keys = next((words for name, words in _PAGES.items() if kv_layout_number(name) == options.kv_layout), None)
+    if options.dense:
+        k, v = "bshd", "bshe"
+    elif keys is not None:
+        k, v = keys
+    else:
+        k, v = ("Pshd", "Pshe") if operands.block_table is not None else ("shd", "she")
+    of_sequences = "b" if options.dense else "."
+    words = Operands("btHd" if options.dense else "tHd", k, v, ".", ".", *[of_sequences] * 5)
+    words = words._replace(block_table=f"{of_sequences}.", sinks="H")
+    if operands.alibi_slopes is not None:
+        words = words._replace(alibi_slopes="H" if operands.alibi_slopes.ndim == 1 else f"{of_sequences}H")
+    for name in ("q_scale", "k_scale", "v_scale"):
+        scale = getattr(operands, name)
+        if scale is not None:
+            # One value for all heads, or one for each; with one head there is nothing to cut.
+            words = words._replace(**{name: "." if scale.shape == (1,) else "h"})
+    return [word for word, operand in zip(words, operands, strict=True) if operand is not None]
+
+
+def _result_words(options: Options) -> list[str]:
+    return ["btHe", "Hbt"] if options.dense else ["tHe", "Ht"]
+
+
+class _Call(NamedTuple):
+    """A call whose arrays stand in a row, as `partitioned` wants them."""
+
+    options: Options
+    places: jax.tree_util.PyTreeDef  # of the arrays among the operands, and the cotangents if there are any
+    letters: Letters
+
+
+def _letters(call: _Call) -> Letters:
+    return call.letters
+
+
+def _forward_parts(call: _Call, *parts: Array) -> tuple[Array, Array]:
+    return _run_forward(call.options, call.places.unflatten(parts))
+
+
+def _backward_parts(call: _Call, *parts: Array) -> tuple[Array, ...]:
+    return tuple(jax.tree.leaves(_run_backward(call.options, *call.places.unflatten(parts))))
+
+
+_forward_whole = partitioned(_forward_parts, _letters)
+_backward_whole = partitioned(_backward_parts, _letters)
+
+
+def _forward_once(options: Options, operands: Operands) -> tuple[Array, Array]:
+    arrays, places = jax.tree.flatten(operands)
+    letters = (tuple(_words(options, operands)), tuple(_result_words(options)))
+    return _forward_whole(_Call(options, places, letters), *arrays)
+
+
+def _backward_once(options: Options, operands: Operands, cotangents: Cotangents) -> Gradients:
+    arrays, places = jax.tree.flatten((operands, cotangents))
+    words, (out, lse) = _words(options, operands), _result_words(options)
+    of_cotangents = [out, out, lse] if cotangents.dlse is None else [out, out, lse, lse]
+    of_results = words[:3] if operands.sinks is None else [*words[:3], "H"]
+    letters = (tuple(words + of_cotangents), tuple(of_results))
+    found = _backward_whole(_Call(options, places, letters), *arrays)
+    return Gradients(*found[:3], None if operands.sinks is None else found[3])
+
+
+def forward(options: Options, operands: Operands) -> tuple[Array, Array]:
+    """`out` and `softmax_lse`."""
+
+    @jax.custom_batching.custom_vmap
+    def call(operands: Operands) -> tuple[Array, Array]:
+        return _forward_once(options, operands)
+
+    @call.def_vmap
+    def _of_many(size: int, which: list, operands: Operands) -> tuple[tuple, tuple]:
+        (batched,) = which
+        if not is_foldable(options, batched, operands):
+            return one_by_one(functools.partial(forward, options), (batched,), (operands,)), (True, True)
+        out, lse = forward(options, folded(options, size, batched, operands, shares_keys=True))
+        return (unfolded(out, size), unfolded_lse(lse, size)), (True, True)
+
+    return call(operands)
+
+
+def backward(options: Options, operands: Operands, cotangents: Cotangents) -> Gradients:
+    """The gradients of q, k, v, and of the sinks if there are sinks."""
+
+    @jax.custom_batching.custom_vmap
+    def call(operands: Operands, cotangents: Cotangents) -> Gradients:
+        return _backward_once(options, operands, cotangents)
+
+    @call.def_vmap
+    def _of_many(size: int, which: list, operands: Operands, cotangents: Cotangents) -> tuple[Gradients, Gradients]:
+        batched, of_cotangents = which
+        found_for = Gradients(True, True, True, None if operands.sinks is None else True)
+        # One call adds up the gradients of the sinks over all that it is given.
+        if operands.sinks is not None or not is_foldable(options, batched, operands):
+            one = functools.partial(backward, options)
+            return one_by_one(one, (batched, of_cotangents), (operands, cotangents)), found_for
+        together = folded(options, size, batched, operands, shares_keys=False)
+        found = backward(options, together, folded_cotangents(size, of_cotangents, cotangents))
+        return Gradients(*(unfolded(x, size) for x in found[:3]), None), found_for
+
+    return call(operands, cotangents)

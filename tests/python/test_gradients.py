@@ -1,0 +1,296 @@
+"""Gradients through JAX, against the oracle and under transformations."""
+
+import functools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from batches import varlen
+from oracle_gradients import assert_gradients
+from test_dot_product_attention import tensors
+from xla_attention.jax import dot_product_attention, export_disabled_checks, flash_attn_varlen, paged_attention
+
+MIXED = [(33, 33), (1, 50), (5, 70), (0, 9), (3, 0), (9, 4)]
+OPTIONS = {
+    "full": {},
+    "causal": {"causal": True},
+    "top left": {"causal": True, "top_left": True},
+    "window": {"window": (7, 3)},
+    "sliding window": {"window": (9, -1), "causal": True},
+    "soft cap": {"softcap": 1.5, "causal": True},
+    "scale": {"softmax_scale": 0.3},
+    "slopes": {"alibi_slopes": np.linspace(0.05, 0.4, 8, dtype=np.float32)},
+    "slopes of each sequence": {
+        "alibi_slopes": np.linspace(0, 0.4, 48, dtype=np.float32).reshape(6, 8),
+        "causal": True,
+    },
+    "padding": {"leftpad_k": np.array([3, 0, 70, 1, 0, 2], np.int32)},
+}
+
+
+def weights(shape, dtype, seed=7):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def gradients_of(operands, options, *, dlse=False, sinks=None):
+    """dq, dk, dv, and dsinks with sinks; and what the oracle is to be told besides the operands."""
+    q, k, v, *starts = operands
+    out, lse = jax.eval_shape(functools.partial(flash_attn_varlen, return_lse=True, **options), *operands)
+    owned = np.isfinite(np.float32(q)).all(axis=(1, 2))[:, None, None]
+    dout = jnp.where(owned, weights(out.shape, out.dtype), jnp.zeros((), out.dtype))
+    dlse = jnp.where(owned[:, :, 0].T, weights(lse.shape, lse.dtype, 8), 0) if dlse else None
+
+    def total(q, k, v, sinks):
+        out, lse = flash_attn_varlen(q, k, v, *starts, sinks=sinks, return_lse=True, **options)
+        # A row that sees nothing has a log-sum-exp of -inf, which 0 times would be NaN.
+        of_lse = 0 if dlse is None else jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0) * dlse)
+        return jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32)) + of_lse
+
+    found = jax.jit(jax.grad(total, range(3 if sinks is None else 4)))(q, k, v, sinks)
+    told = {"dout": np.asarray(dout), "dlse": None if dlse is None else np.asarray(dlse), "sinks": sinks}
+    return found, told
+
+
+def check(operands, options, **more):
+    found, told = gradients_of(operands, options, **more)
+    meant = {name: np.asarray(x) if isinstance(x, jax.Array) else x for name, x in options.items()}
+    meant.pop("deterministic", None)
+    assert_gradients(found, *(None if x is None else np.asarray(x) for x in operands), **meant, **told)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("unused", [(0, 0), (2, 3)], ids=["", "unused rows"])
+def test_gradients_equal_the_oracle(platform, dtype, options, unused):
+    operands, lengths = varlen(MIXED, dtype=dtype, unused=unused)
+    check(operands, {**options, **lengths})
+
+
+@pytest.mark.parametrize("heads", [(4, 1), (9, 3), (4, 4)])
+@pytest.mark.parametrize(("d", "dv"), [(8, 8), (40, 24), (64, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_any_heads_and_dimensions(platform, heads, d, dv, dtype):
+    operands, lengths = varlen([(20, 45), (1, 80)], heads=heads, d=d, dv=dv, dtype=dtype)
+    check(operands, {**lengths, "causal": True})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sinks", [None, np.linspace(-1, 3, 8, dtype=np.float32)], ids=["", "sinks"])
+def test_the_log_sum_exp_and_the_sinks_have_gradients(platform, dtype, causal, sinks):
+    operands, lengths = varlen(MIXED, dtype=dtype)
+    check(operands, {**lengths, "causal": causal}, dlse=True, sinks=sinks)
+
+
+def test_a_gradient_of_the_log_sum_exp_alone(platform):
+    operands, _ = varlen([(5, 9), (3, 3)], rows_after=0)
+    q, k, v, *starts = operands
+
+    def lse(q, k):
+        return flash_attn_varlen(q, k, v, *starts, return_lse=True)[1].sum()
+
+    check_grads(lse, (q, k), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+
+
+def test_finite_differences(platform):
+    operands, _ = varlen([(5, 9), (3, 3)], heads=(2, 1), d=8, rows_after=0)
+    q, k, v, *starts = operands
+
+    def attend(q, k, v, sinks):
+        return flash_attn_varlen(q, k, v, *starts, sinks=sinks, softcap=2.0, causal=True, return_lse=True)
+
+    check_grads(attend, (q, k, v, jnp.ones(2)), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+
+
+def test_deterministic_gradients_have_the_same_bits_in_every_run(platform):
+    operands, _ = varlen([(257, 257), (300, 300)], dtype="bfloat16", rows_after=0)
+    runs = [gradients_of(operands, {"causal": True, "deterministic": True})[0] for _ in range(3)]
+    for run in runs[1:]:
+        jax.tree.map(np.testing.assert_array_equal, run, runs[0])
+
+
+def custom_calls(function, *arguments):
+    """How often a program calls each of our targets."""
+    text = jax.jit(function).lower(*arguments).as_text()
+    return {name: text.count(f"@xla_gpu_flash_attn_varlen{name}(") for name in ("", "_bwd")}
+
+
+def gradient_call(attend, operands):
+    q, k, v, *starts = operands
+    dout = weights(jax.eval_shape(attend, *operands).shape, q.dtype)
+    return jax.grad(lambda q, k, v: jnp.sum(attend(q, k, v, *starts) * dout), (0, 1, 2)), (q, k, v)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"alibi_slopes": np.ones(8, np.float32)}], ids=str)
+def test_an_axis_of_vmap_becomes_part_of_the_batch(platform, options):
+    operands, _ = varlen([(7, 9), (3, 12), (0, 4)], rows_after=3)
+    attend = functools.partial(flash_attn_varlen, **options)
+    one, (q, k, v) = gradient_call(attend, [jnp.nan_to_num(x) for x in operands])
+    many = [jnp.stack([x, 2 * x, x[::-1]]) for x in (q, k, v)]
+    assert custom_calls(jax.vmap(one), *many) == {"": 1, "_bwd": 1}
+    wanted = [one(*(x[i] for x in many)) for i in range(3)]
+    for found, *each in zip(jax.vmap(one)(*many), *wanted, strict=True):
+        np.testing.assert_allclose(found, jnp.stack(each), atol=1e-5, rtol=1e-5)
+    # Shared keys, and the other order of the transformations.
+    shared = jax.vmap(one, in_axes=(0, None, None))(many[0], k, v)
+    for found, *each in zip(shared, *(one(x, k, v) for x in many[0]), strict=True):
+        np.testing.assert_allclose(found, jnp.stack(each), atol=1e-5, rtol=1e-5)
+    total = jax.grad(lambda q: jnp.sum(jax.vmap(lambda q: attend(q, k, v, *operands[3:]))(q)))
+    assert custom_calls(total, many[0]) == {"": 1, "_bwd": 1}
+    np.testing.assert_allclose(
+        total(many[0])[1], jax.grad(lambda q: attend(q, k, v, *operands[3:]).sum())(2 * q), atol=1e-5
+    )
+
+
+def test_every_index_of_vmap_may_have_lengths_of_its_own(platform):
+    operands, _ = varlen([(7, 9), (3, 12)], rows_after=3)
+    q, k, v, starts_q, starts_k = (jnp.nan_to_num(x) for x in operands)
+    lengths = {
+        "cu_seqlens_q": jnp.stack([starts_q, jnp.array([2, 5, 11]), jnp.array([-5, 4, 99])]),
+        "cu_seqlens_k": jnp.stack([starts_k, jnp.array([0, 20, 21]), jnp.array([3, 3, 2**31 - 1])]),
+        "seqused_k": jnp.array([[9, 12], [3, 1], [-4, 100]]),
+        "leftpad_k": jnp.array([[0, 2], [1, 0], [0, 5]]),
+        "alibi_slopes": jnp.linspace(0, 1, 48).reshape(3, 2, 8),
+    }
+
+    def attend(lengths, q):
+        return flash_attn_varlen(q, k, v, causal=True, return_lse=True, **lengths)
+
+    found = jax.vmap(attend, in_axes=(0, None))(lengths, q)
+    for i in range(3):
+        wanted = attend({name: x[i] for name, x in lengths.items()}, q)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), [x[i] for x in found], list(wanted))
+
+
+def test_sinks_of_their_own_under_vmap(platform):
+    operands, _ = varlen([(7, 9), (3, 12)], rows_after=0)
+
+    def total(sinks):
+        return jnp.sum(flash_attn_varlen(*operands, sinks=sinks) ** 2)
+
+    sinks = jnp.linspace(-1, 2, 24).reshape(3, 8)
+    found = jax.vmap(jax.grad(total))(sinks)
+    np.testing.assert_allclose(found, jnp.stack([jax.grad(total)(x) for x in sinks]), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"local_window_size": (5, 2), "scale": 0.3},
+        {"query_seq_lengths": jnp.array([17, 3, 9])},
+    ],
+    ids=str,
+)
+def test_dot_product_attention_has_the_gradients_of_jaxs(platform, options):
+    operands = tensors()
+
+    def total(attend, *operands):
+        out = attend(*operands, **options)
+        if "query_seq_lengths" in options:  # JAX gives the mean of the values to rows that are padding
+            out = jnp.where((jnp.arange(17) < options["query_seq_lengths"][:, None])[..., None, None], out, 0)
+        return jnp.sum(jnp.sin(out))
+
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.grad(functools.partial(total, jax.nn.dot_product_attention), (0, 1, 2))(*operands)
+    found = jax.grad(functools.partial(total, dot_product_attention), (0, 1, 2))(*operands)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4)
+    many = [jnp.stack([x, 2 * x]) for x in operands]
+    together = jax.vmap(lambda *x: dot_product_attention(*x, **options))(*many)
+    np.testing.assert_allclose(together[1], dot_product_attention(*(2 * x for x in operands), **options), atol=1e-5)
+
+
+def test_rematerialisation_and_scan_keep_the_gradients(platform):
+    operands, _ = varlen([(20, 45), (1, 80)], heads=(4, 4), rows_after=0)
+    q, k, v, *starts = operands
+
+    def layers(q, wrap):
+        step = wrap(lambda x, _: (flash_attn_varlen(x, k, v, *starts, causal=True), None))
+        return jnp.sum(jax.lax.scan(step, q, None, length=3)[0] ** 2)
+
+    plain, again = (
+        jax.jit(jax.grad(functools.partial(layers, wrap=wrap)))(q) for wrap in (lambda f: f, jax.checkpoint)
+    )
+    np.testing.assert_allclose(again, plain, atol=1e-6)
+
+
+LOADER = """
+import sys, jax, numpy as np
+import xla_attention.jax
+with jax.default_device(jax.devices(sys.argv[3])[0]):
+    operands = [x for _, x in sorted(np.load(sys.argv[2]).items())]
+    exported = jax.export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
+    np.savez(sys.argv[2], *exported.call(*operands))
+"""
+
+
+def test_an_exported_training_step_of_any_size_runs_in_a_fresh_process(platform, tmp_path):
+    rows, slots = jax.export.symbolic_shape("t, b")
+    floats = [jax.ShapeDtypeStruct((rows, heads, 64), jnp.float32) for heads in (4, 2, 2)]
+
+    def step(q, k, v, starts):
+        def total(q, k, v):
+            out, lse = flash_attn_varlen(q, k, v, starts, causal=True, return_lse=True)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(lse)
+
+        return jax.grad(total, (0, 1, 2))(q, k, v)
+
+    exported = jax.export.export(jax.jit(step), platforms=["cpu", "cuda"], disabled_checks=export_disabled_checks())(
+        *floats, jax.ShapeDtypeStruct((slots,), jnp.int32)
+    )
+    (q, k, v, starts, _), _ = varlen([(n, n) for n in (5, 17)], heads=(4, 2), rows_after=0)
+    program, numbers = tmp_path / "step", tmp_path / "numbers.npz"
+    program.write_bytes(exported.serialize())
+    np.savez(numbers, *map(np.asarray, (q, k, v, starts)))
+    subprocess.run([sys.executable, "-c", LOADER, program, numbers, platform], check=True, timeout=120)
+    found = np.load(numbers)
+    for name, wanted in zip(("arr_0", "arr_1", "arr_2"), step(q, k, v, starts), strict=True):
+        np.testing.assert_array_equal(found[name], wanted)
+
+
+def test_forward_mode_is_refused():
+    operands, _ = varlen([(5, 9)], rows_after=0)
+    q, *rest = operands
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda q: flash_attn_varlen(q, *rest), (q,), (q,))
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "text"),
+    [
+        ({"pages": 4}, {}, "there is no gradient through keys in pages; pass packed keys"),
+        ({"pages": 4, "kv_layout": "stacked"}, {}, "there is no gradient through keys in pages"),
+        ({}, {"v_scale": 2.0}, "of a call with q_scale, k_scale or v_scale; multiply q, k or v, or softmax_scale"),
+        ({"dtype": "float8_e4m3fn"}, {}, "there is no gradient of float8_e4m3fn; there are gradients of f32"),
+    ],
+)
+def test_what_has_no_gradient_is_refused(given, options, text):
+    operands, lengths = varlen([(5, 9)], rows_after=0, **given)
+    q, *rest = operands
+    with pytest.raises(NotImplementedError, match=f"^flash_attn_varlen: .*{text}"):
+        jax.vjp(lambda q: flash_attn_varlen(q, *rest, **lengths, **options), q)
+
+
+def test_slopes_have_no_gradient_and_may_be_constants():
+    operands, _ = varlen([(5, 9)], rows_after=0)
+
+    def total(slopes):
+        return flash_attn_varlen(*operands, alibi_slopes=slopes).sum()
+
+    with pytest.raises(NotImplementedError, match="there is no gradient of alibi_slopes"):
+        jax.grad(total)(jnp.ones(8))
+    assert (jax.grad(lambda slopes: total(jax.lax.stop_gradient(slopes)))(jnp.ones(8)) == 0).all()
+
+
+def test_paged_attention_says_that_it_has_no_gradient():
+    query = jnp.ones((1, 2, 64))
+    operands = (jnp.ones((2, 4, 2, 64)), jnp.array([3]), jnp.array([[1]]), jnp.array([0, 1]), jnp.array([1]))
+    with pytest.raises(ValueError, match="cannot be differentiated"):
+        jax.grad(lambda q: paged_attention(q, *operands, scale=1.0).sum())(query)
