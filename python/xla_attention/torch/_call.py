@@ -29,15 +29,17 @@ class Workspace:
     head_dim: int
     value_dim: int
     dtype: torch.dtype
-    batch_invariant: bool
+    batch_invariant: bool | None  # None for the call of the gradients, which do not know it
     rows: int
     sequences: int
 
     def result(self) -> Result | None:
         """The workspace wanted; None for none."""
-        sizes = (self.q_heads, self.kv_heads, self.head_dim, self.value_dim)
-        options = (_number(self.dtype), self.batch_invariant)
-        size = _library.attention_workspace(*sizes, *options, self.rows, self.sequences)
+        static = (self.q_heads, self.kv_heads, self.head_dim, self.value_dim, _number(self.dtype))
+        if self.batch_invariant is None:
+            size = _library.gradients_workspace(*static, self.rows, self.sequences)
+        else:
+            size = _library.attention_workspace(*static, self.batch_invariant, self.rows, self.sequences)
         return Result((size,), torch.uint8) if size else None
 
 

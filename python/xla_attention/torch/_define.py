@@ -37,6 +37,7 @@ def define(
     *,
     in_place: bool = False,
     backward: Callable[..., Any] | None = None,
+    remember: Callable[..., None] | None = None,
 ) -> None:
     """Define an operator for the CPU, CUDA, XLA and tracing, unless it exists.
 
@@ -55,6 +56,8 @@ def define(
     backward
         The gradients of all arguments, from the contexts and gradients that torch gives; otherwise asking for one is a
         NotImplementedError.
+    remember
+        What puts into the context, of the arguments and results, what `backward` needs.
     """
     namespace, _, operator = name.partition("::")
     base, _, overload = operator.partition(".")
@@ -82,7 +85,7 @@ def define(
     if not in_place:
         library.impl(operator, xla, "XLA")
         torch.library.register_autograd(
-            name, backward or _no_gradient(name), setup_context=_remember_device, lib=library
+            name, backward or _no_gradient(name), setup_context=remember or _remember_device, lib=library
         )
     torch.library.register_fake(name, fake, lib=library)
 

@@ -79,6 +79,8 @@ def _on(device: torch.device) -> Iterator[int | None]:
         yield None
         return
     with torch.cuda.device(device):
+        # Anything that asks the driver makes the device's context current on a thread that is new, such as autograd's.
+        torch.cuda.is_current_stream_capturing()
         yield torch.cuda.current_stream().cuda_stream
 
 

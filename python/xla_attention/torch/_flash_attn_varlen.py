@@ -6,6 +6,7 @@ import torch
 from .._options import kv_layout_number, length_advice, refuse_untold_lengths, refuse_values
 from ._call import Call, Result, Workspace, f32_operand, index_operand, output_dtype, scale_operand
 from ._define import define, scale_tensor
+from ._flash_attn_varlen_bwd import gradients, remember
 
 
 def flash_attn_varlen(
@@ -229,4 +230,6 @@ define(
     "-> (Tensor, Tensor)",
     _describe,
     tuple,
+    backward=gradients,
+    remember=remember,
 )

@@ -1,0 +1,182 @@
+"""The gradients of flash_attn_varlen in torch: an operator of its own, which autograd calls."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .._options import length_advice
+from ._call import Call, Result, Workspace, f32_operand, index_operand
+from ._define import define
+
+# The arguments of torch.ops.xla.flash_attn_varlen_op, in its order.
+_ARGUMENTS = (
+    "q",
+    "k",
+    "v",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "softmax_scale",
+    "is_causal",
+    "window_left",
+    "window_right",
+    "softcap",
+    "seqused_k",
+    "block_table",
+    "seqused_q",
+    "leftpad_k",
+    "alibi_slopes",
+    "sinks",
+    "q_scale",
+    "k_scale",
+    "v_scale",
+    "top_left",
+    "deterministic",
+    "batch_invariant",
+    "kv_layout",
+    "out_dtype",
+)
+_TENSORS = (
+    "q",
+    "k",
+    "v",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_k",
+    "seqused_q",
+    "leftpad_k",
+    "alibi_slopes",
+    "sinks",
+)
+
+
+def remember(ctx: Any, inputs: Sequence[Any], output: Sequence[torch.Tensor]) -> None:  # noqa: ANN401
+    """Put into the context what `gradients` needs."""
+    given = dict(zip(_ARGUMENTS, inputs, strict=False))
+    ctx.set_materialize_grads(False)
+    ctx.given = {name: x for name, x in given.items() if not isinstance(x, torch.Tensor)}
+    ctx.refused = _refusal(given)
+    ctx.save_for_backward(*(given.get(name) for name in _TENSORS), *output)
+
+
+def _refusal(given: dict[str, Any]) -> str | None:
+    """What of a call has no gradient."""
+    if given.get("block_table") is not None or given.get("kv_layout") is not None:
+        return "through keys in pages; pass packed keys [Tk, Hkv, D]"
+    if any(given.get(name) is not None for name in ("q_scale", "k_scale", "v_scale")):
+        return "of a call with q_scale, k_scale or v_scale; multiply q, k or v, or softmax_scale"
+    if given["q"].dtype.itemsize == 1 or given["k"].dtype.itemsize == 1:
+        return "of 8-bit floats; there are gradients of f32, f16 and bf16"
+    slopes = given.get("alibi_slopes")
+    return "of alibi_slopes; detach them" if slopes is not None and slopes.requires_grad else None
+
+
+def gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+    """The gradients of all arguments of flash_attn_varlen_op."""
+    if ctx.refused:
+        raise NotImplementedError(f"flash_attn_varlen: there is no gradient {ctx.refused}")
+    *tensors, out, lse = ctx.saved_tensors
+    saved = dict(zip(_TENSORS, tensors, strict=True))
+    at = _ARGUMENTS.index("sinks")
+    # Arguments at the end that were not given are not counted.
+    if not any(ctx.needs_input_grad[at : at + 1]):
+        saved["sinks"] = None  # the log-sum-exps hold them
+    names = ("max_seqlen_q", "max_seqlen_k", "softmax_scale", "is_causal", "window_left", "window_right", "softcap")
+    dq, dk, dv, dsinks = torch.ops.xla_gpu.flash_attn_varlen_bwd(
+        torch.zeros_like(out) if dout is None else dout,
+        *(saved[name] for name in ("q", "k", "v")),
+        out,
+        lse,
+        *(saved[name] for name in ("cu_seqlens_q", "cu_seqlens_k")),
+        *(ctx.given[name] for name in names),
+        *(saved[name] for name in ("seqused_k", "seqused_q", "leftpad_k", "alibi_slopes", "sinks")),
+        dlse,
+        ctx.given.get("top_left", False),
+        ctx.given.get("deterministic", False),
+    )
+    found: list[torch.Tensor | None] = [dq, dk, dv] + [None] * (len(_ARGUMENTS) - 3)
+    if saved["sinks"] is not None:
+        found[at] = dsinks.to(saved["sinks"].dtype)
+    return tuple(found[: len(ctx.needs_input_grad)])
+
+
+def _describe(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    seqused_k: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dlse: torch.Tensor | None = None,
+    top_left: bool = False,
+    deterministic: bool = False,
+) -> Call:
+    workspace = None
+    if q.dim() == k.dim() == v.dim() == 3 and cu_seqlens_q.dim() == 1:
+        rows = (q.shape[0], cu_seqlens_q.shape[0] - 1)
+        workspace = Workspace(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, None, *rows)
+    return Call(
+        "xla_gpu_flash_attn_varlen_bwd",
+        (
+            dout,
+            q,
+            k,
+            v,
+            out,
+            softmax_lse,
+            index_operand("cu_seqlens_q", cu_seqlens_q),
+            index_operand("cu_seqlens_k", cu_seqlens_k),
+            index_operand("seqused_k", seqused_k),
+            index_operand("seqused_q", seqused_q),
+            index_operand("leftpad_k", leftpad_k),
+            f32_operand(alibi_slopes),
+            f32_operand(sinks),
+            dlse,
+        ),
+        (
+            *(Result(tuple(x.shape), x.dtype) for x in (q, k, v)),
+            Result((0,) if sinks is None else tuple(sinks.shape), torch.float32),
+        ),
+        {
+            "causal": np.bool_(is_causal),
+            "deterministic": np.bool_(deterministic),
+            "max_seqlen_k": length_advice(max_seqlen_k),
+            "max_seqlen_q": length_advice(max_seqlen_q),
+            "softcap": np.float32(softcap),
+            "softmax_scale": np.float32(softmax_scale),
+            "top_left": np.bool_(top_left),
+            "window_left": np.int64(window_left),
+            "window_right": np.int64(window_right),
+        },
+        strided=(0, 1, 2, 3, 4),
+        workspace=workspace,
+    )
+
+
+define(
+    "xla_gpu::flash_attn_varlen_bwd",
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor cu_seqlens_q, "
+    "Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, float softmax_scale, bool is_causal, int window_left, "
+    "int window_right, float softcap, Tensor? seqused_k=None, Tensor? seqused_q=None, Tensor? leftpad_k=None, "
+    "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? dlse=None, bool top_left=False, bool deterministic=False) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _describe,
+    tuple,
+)
