@@ -1,5 +1,6 @@
 """`make plot`: docs/prefill.json and docs/decode.json, the last lines of `make bench ARGS=prefill.py` and of
-`make bench ARGS=decode.py`, as pictures beside them. A line is a library.
+`make bench ARGS=decode.py`, as pictures beside them; a line is a library. And docs/train.json, the losses that
+`examples/train.py --json docs/train.json` writes.
 """
 
 import json
@@ -79,9 +80,23 @@ def decode(measured):
     return figure
 
 
+def train(measured):
+    """The losses of examples/train.py with our attention over those with plain attention, a panel for each machine."""
+    figure, axes = pyplot.subplots(1, len(measured), figsize=(5 * len(measured), 3.6), squeeze=False)
+    for panel, (device, found) in zip(axes[0], sorted(measured.items()), strict=True):
+        for name, width, colour in (("plain", 4, "C1"), ("flash", 1.2, "C0")):
+            run = found["runs"][name]
+            label = f"{'ours' if name == 'flash' else name}, {run['ms_per_step']:.0f} ms a step"
+            panel.plot(run["losses"], linewidth=width, color=colour, label=label)
+        panel.set(title=f"{device}, {found['date']}", xlabel="step", ylabel="loss, nats a byte")
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize="small")
+    return figure
+
+
 def main():
     """Read, draw, write."""
-    for plot in (prefill, decode):
+    for plot in (prefill, decode, train):
         name = plot.__name__
         # The same bytes for the same numbers.
         matplotlib.rcParams["svg.hashsalt"] = name

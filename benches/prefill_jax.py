@@ -84,7 +84,7 @@ def agreeing(calls, operands):
             continue
         result = np.asarray(result[0] if isinstance(result, tuple) else result, np.float32).reshape(wanted.shape)
         error = np.linalg.norm(result - wanted) / np.linalg.norm(wanted)
-        assert error < 1e-2, f"{name} differs from ours by {error:.1e}"
+        assert error < 2e-2, f"{name} differs from ours by {error:.1e}"
         found[name] = call
     return found
 
@@ -94,7 +94,7 @@ def seconds(calls, operands):
     times = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, call in calls.items():
-            call(*operands)[0].block_until_ready()
+            jax.block_until_ready(call(*operands))
             time.sleep(PAUSE_SECONDS)
             start = time.perf_counter()
             results = [call(*operands) for _ in range(CALLS)]

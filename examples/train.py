@@ -1,0 +1,202 @@
+"""Train a small transformer on this repository's own documentation, with our attention and with plain attention.
+
+    python examples/train.py
+    python examples/train.py --steps 400 --dtype bfloat16 --json docs/train.json
+    python examples/train.py --platform cuda --attention flash
+
+Both runs start from the same weights and see the same batches, so that their losses have to run side by side. A batch
+is a row of tokens in which pieces of text of any length stand one behind the other: `flash_attn_varlen` is told where
+each begins; plain attention computes every pair of tokens and masks those of different pieces.
+"""
+
+import argparse
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[1]
+BYTES = 256  # a token is a byte of the text
+LAYERS, WIDTH, Q_HEADS, KV_HEADS, HEAD_DIM = 4, 192, 6, 2, 32
+LONGEST_PIECE = 384
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+Weights = dict[str, Any]
+Attention = Callable[..., jax.Array]
+
+
+def read_text() -> np.ndarray:
+    """The documentation, one byte a token."""
+    paths = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return np.frombuffer(b"\n".join(path.read_bytes() for path in paths), np.uint8)
+
+
+def batches(text: np.ndarray, tokens: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Rows of `tokens` tokens, their successors, and ``cu_seqlens``: pieces from random places, of random lengths."""
+    rng = np.random.default_rng(seed)
+    pieces = tokens // (LONGEST_PIECE // 8)
+    while True:
+        lengths = rng.integers(LONGEST_PIECE // 8, LONGEST_PIECE, pieces)
+        # Sequences after the last one that fits are empty: the shape of cu_seqlens is the same in every step.
+        ends = np.minimum(np.cumsum(lengths), tokens)
+        starts = np.concatenate([[0], ends[:-1], [tokens]])
+        places = rng.integers(0, len(text) - tokens, len(starts) - 1)
+        at = np.concatenate([p + np.arange(n) for p, n in zip(places, np.diff(starts), strict=True)])
+        yield text[at].astype(np.int32), text[at + 1].astype(np.int32), starts.astype(np.int32)
+
+
+def initial_weights(key: jax.Array) -> Weights:
+    """Of a decoder with RMSNorm, rotary positions and a gated MLP; f32."""
+    shapes = {
+        "wq": (WIDTH, Q_HEADS * HEAD_DIM),
+        "wk": (WIDTH, KV_HEADS * HEAD_DIM),
+        "wv": (WIDTH, KV_HEADS * HEAD_DIM),
+        "wo": (Q_HEADS * HEAD_DIM, WIDTH),
+        "gate": (WIDTH, 3 * WIDTH),
+        "up": (WIDTH, 3 * WIDTH),
+        "down": (3 * WIDTH, WIDTH),
+    }
+    keys = iter(jax.random.split(key, 1 + LAYERS * len(shapes)))
+
+    def layer() -> Weights:
+        matrices = {n: jax.random.normal(next(keys), shape) * shape[0] ** -0.5 for n, shape in shapes.items()}
+        return {**matrices, "attention_norm": jnp.ones(WIDTH), "mlp_norm": jnp.ones(WIDTH)}
+
+    embedding = 0.02 * jax.random.normal(next(keys), (BYTES, WIDTH))
+    return {"embedding": embedding, "layers": [layer() for _ in range(LAYERS)], "norm": jnp.ones(WIDTH)}
+
+
+def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
+    """What a program without our kernels does: scores of all pairs, and a mask."""
+    piece = jnp.searchsorted(cu_seqlens, jnp.arange(len(q)), side="right")
+    k, v = (jnp.repeat(x, Q_HEADS // KV_HEADS, 1) for x in (k, v))
+    scores = jnp.einsum("ihd,jhd->hij", q, k).astype(jnp.float32) * HEAD_DIM**-0.5
+    seen = (piece[:, None] == piece[None]) & (jnp.arange(len(q))[:, None] >= jnp.arange(len(q)))
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("hij,jhd->ihd", weights.astype(v.dtype), v)
+
+
+def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
+    """The same by our kernels, forward and backward."""
+    from xla_attention.jax import flash_attn_varlen
+
+    return flash_attn_varlen(q, k, v, cu_seqlens, causal=True, max_seqlen_q=LONGEST_PIECE, max_seqlen_k=LONGEST_PIECE)
+
+
+ATTENTIONS: dict[str, Attention] = {"flash": flash_attention, "plain": plain_attention}
+
+
+def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Rows of unit mean square, times `scale`."""
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-5) * scale.astype(x.dtype)
+
+
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotary embedding of ``[T, H, D]``, halves of a head paired."""
+    angles = positions[:, None, None] * 10_000.0 ** (-jnp.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    first, second = jnp.split(x.astype(jnp.float32), 2, -1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+
+
+def loss_of(weights: Weights, batch: tuple, attention: Attention, dtype: Any) -> jax.Array:
+    """Mean cross entropy of the next byte, in nats."""
+    tokens, successors, cu_seqlens = batch
+    piece = jnp.searchsorted(cu_seqlens, jnp.arange(len(tokens)), side="right") - 1
+    positions = jnp.arange(len(tokens)) - cu_seqlens[piece]
+    weights = jax.tree.map(lambda w: w.astype(dtype), weights)
+    x = weights["embedding"][tokens]
+    for layer in weights["layers"]:
+        h = rms_norm(x, layer["attention_norm"])
+        q, k, v = ((h @ layer[name]).reshape(len(x), -1, HEAD_DIM) for name in ("wq", "wk", "wv"))
+        attended = attention(rotate(q, positions), rotate(k, positions), v, cu_seqlens)
+        x = x + attended.reshape(len(x), -1) @ layer["wo"]
+        h = rms_norm(x, layer["mlp_norm"])
+        x = x + (jax.nn.silu(h @ layer["gate"]) * (h @ layer["up"])) @ layer["down"]
+    logits = (rms_norm(x, weights["norm"]) @ weights["embedding"].T).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, successors).mean()
+
+
+def train(name: str, text: np.ndarray, options: argparse.Namespace) -> dict[str, Any]:
+    """Losses of every step, and how long a step takes."""
+    optimizer = optax.adamw(optax.cosine_decay_schedule(options.rate, options.steps), weight_decay=0.01)
+    weights = initial_weights(jax.random.key(options.seed))
+    state = optimizer.init(weights)
+    loss = functools.partial(loss_of, attention=ATTENTIONS[name], dtype=DTYPES[options.dtype])
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(weights: Weights, state: Any, batch: tuple) -> tuple[Weights, Any, jax.Array]:
+        value, gradients = jax.value_and_grad(loss)(weights, batch)
+        updates, state = optimizer.update(gradients, state, weights)
+        return optax.apply_updates(weights, updates), state, value
+
+    losses: list[float] = []
+    stream = batches(text, options.tokens, options.seed)
+    began = time.perf_counter()
+    with tqdm(total=options.steps, desc=name, unit="step") as bar:
+        for index in range(options.steps):
+            weights, state, value = step(weights, state, next(stream))
+            losses.append(float(value))
+            if index == 0:
+                began = time.perf_counter()  # the first step compiles
+            bar.set_postfix_str(f"loss {losses[-1]:.3f}")
+            bar.update()
+    seconds = (time.perf_counter() - began) / max(options.steps - 1, 1)
+    return {"losses": losses, "ms_per_step": 1e3 * seconds}
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--attention", choices=(*ATTENTIONS, "both"), default="both")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a batch")
+    parser.add_argument("--rate", type=float, default=3e-3, help="learning rate at the start")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the products; weights are float32")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--platform", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--json", type=Path, help="add the losses to this file, for `make plot`")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Train, and say how far apart the two runs are."""
+    options = parse_arguments(arguments)
+    if options.platform != "auto":
+        jax.config.update("jax_platforms", options.platform)
+    # On a GPU, JAX's products of f32 are those of TF32 otherwise, ours are not.
+    jax.config.update("jax_default_matmul_precision", "highest")
+    text = read_text()
+    names = list(ATTENTIONS) if options.attention == "both" else [options.attention]
+    print(f"{len(text)} bytes of text, {options.steps} steps of {options.tokens} tokens, {options.dtype}, "
+          f"{jax.devices()[0].device_kind}")  # fmt: skip
+    runs = {name: train(name, text, options) for name in names}
+    for name, found in runs.items():
+        print(
+            f"{name}: loss {found['losses'][0]:.4f} to {found['losses'][-1]:.4f}, {found['ms_per_step']:.1f} ms a step"
+        )
+    if len(runs) == 2:
+        apart = np.abs(np.subtract(*(found["losses"] for found in runs.values())))
+        print(f"the losses are {apart.max():.2g} apart at most, {apart.mean():.2g} on average")
+    if options.json:
+        known = json.loads(options.json.read_text()) if options.json.exists() else {}
+        device = f"{jax.devices()[0].device_kind}, {options.dtype}"
+        known[device] = {"date": date.today().isoformat(), "tokens": options.tokens, "runs": runs}
+        options.json.write_text(json.dumps(known) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
