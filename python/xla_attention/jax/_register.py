@@ -6,6 +6,7 @@ import pathlib
 import re
 
 import jax
+import jax.export
 
 from .. import _library
 
