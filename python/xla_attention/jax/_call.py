@@ -104,8 +104,8 @@ def custom_call(
     results = [jax.ShapeDtypeStruct((0,), jnp.uint8) if x is None else x for x in _without_trailing_none(results)]
     call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases, vmap_method=vmap_method)
     found = call(*operands, **attributes)
-    axes = tuple(manual_axes(operands))
-    # Within shard_map, what is made of a device's own part is its own too; JAX does not conclude this by itself.
+    axes = manual_axes(operands)
+    # Within shard_map, what is made of a device's own part is its own too; not every JAX concludes this by itself.
     return [_varying(x, axes) for x in found] if axes else found
 
 
@@ -118,11 +118,12 @@ def manual_axes(arrays: Sequence[Array]) -> frozenset[str]:
     )
 
 
-def _varying(array: Array, axes: tuple[str, ...]) -> Array:
+def _varying(array: Array, axes: frozenset[str]) -> Array:
     """The same numbers, of which JAX is told that they differ along the axes."""
-    if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(array, axes, to="varying")
-    return jax.lax.pvary(array, axes)
+    unknown = tuple(sorted(axes - manual_axes([array])))
+    if not unknown:
+        return array
+    return jax.lax.pcast(array, unknown, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(array, unknown)
 
 
 def _without_trailing_none(values: Sequence[Any]) -> list[Any]:
