@@ -192,7 +192,12 @@ mod cuda {
             return; // not a child
         }
         // These share a kernel with a target before them, which is loaded by then.
-        let shares_its_kernel = ["XlaGpuSimpleAdd", "xla_gpu_flash_attn_varlen", "xla_gpu_kv_cache_update_split"];
+        let shares_its_kernel = [
+            "XlaGpuSimpleAdd",
+            "xla_gpu_flash_attn_varlen",
+            "xla_gpu_kv_cache_update_split",
+            "xla_gpu_paged_attention_update",
+        ];
         for call in right_calls::all() {
             let row = target(call.target, CUDA);
             for (stage, handler) in [(Stage::Initialize, row.initialize), (Stage::Execute, row.execute)] {
