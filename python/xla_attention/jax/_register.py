@@ -4,11 +4,14 @@ import ctypes
 import functools
 import pathlib
 import re
+from typing import TYPE_CHECKING
 
 import jax
-import jax.export
 
 from .. import _library
+
+if TYPE_CHECKING:
+    import jax.export
 
 
 def runtime_ffi_version() -> tuple[int, int]:
@@ -79,7 +82,7 @@ def register_targets() -> None:
         jax.ffi.register_ffi_target(target.name.decode(), _handlers(target), platform=target.platform.decode())
 
 
-def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
+def export_disabled_checks() -> "list[jax.export.DisabledSafetyCheck]":
     """What `jax.export.export` is to be told, so that it lets programs with our calls pass.
 
     JAX stands in for the stability of its own custom calls only. Ours are stable (`docs/architecture.md`, "What stays
@@ -95,5 +98,8 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     >>> exported.call(jnp.ones(4), jnp.ones(4))
     Array([2., 2., 2., 2.], dtype=float32)
     """
+    # Not every JAX brings it by itself, and some need a further package for it.
+    from jax import export
+
     names = sorted({target.name.decode() for target in _library.targets()})
-    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
+    return [export.DisabledSafetyCheck.custom_call(name) for name in names]
