@@ -92,9 +92,10 @@ def export_disabled_checks() -> "list[jax.export.DisabledSafetyCheck]":
     Examples
     --------
     >>> import jax, jax.numpy as jnp
+    >>> from jax import export
     >>> from xla_attention.jax import export_disabled_checks, simple_add
     >>> one = jax.ShapeDtypeStruct((4,), jnp.float32)
-    >>> exported = jax.export.export(jax.jit(simple_add), disabled_checks=export_disabled_checks())(one, one)
+    >>> exported = export.export(jax.jit(simple_add), disabled_checks=export_disabled_checks())(one, one)
     >>> exported.call(jnp.ones(4), jnp.ones(4))
     Array([2., 2., 2., 2.], dtype=float32)
     """
