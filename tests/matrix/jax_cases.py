@@ -94,6 +94,22 @@ def _dot_product_attention(xj):
         np.testing.assert_allclose(function(q, k, v, is_causal=True), wanted, atol=2e-5)
 
 
+def _gradients(xj):
+    """Against JAX's own, alone and of three batches at once."""
+    rng = np.random.default_rng(1)
+    operands = [jnp.asarray(rng.standard_normal((3, 2, 5, heads, 32)), jnp.float32) for heads in (4, 2, 2)]
+
+    def gradients(attend):
+        return jax.grad(lambda *x: jnp.sum(jnp.sin(attend(*x, is_causal=True))), (0, 1, 2))
+
+    wanted = jax.vmap(gradients(jax.nn.dot_product_attention))(*operands)
+    found = jax.jit(jax.vmap(gradients(xj.dot_product_attention)))(*operands)
+    alone = gradients(xj.dot_product_attention)(*(x[1] for x in operands))
+    for a, b, c in zip(found, alone, wanted, strict=True):
+        np.testing.assert_allclose(a, c, atol=1e-4)
+        np.testing.assert_allclose(b, c[1], atol=1e-4)
+
+
 def _ragged_paged_attention(xj):
     call = calls.paged_attention()
     operands = [jnp.asarray(x) for x in call.arguments]
@@ -150,6 +166,7 @@ def _from_two_threads(xj):
 
 _OTHERS = {
     "dot_product_attention, eagerly and jitted": _dot_product_attention,
+    "gradients, also under vmap": _gradients,
     "ragged_paged_attention, eagerly and jitted": _ragged_paged_attention,
     "flash_attn_varlen without lse": _without_lse,
     "an error at trace time": _error_at_trace_time,
