@@ -51,3 +51,12 @@ def refuse_untold_lengths(block_table: object, seqused_k: object) -> None:
     """Without cu_seqlens_k, pages do not tell how many keys there are."""
     if block_table is not None and seqused_k is None:
         raise ValueError("xla_gpu_flash_attn_varlen: a block_table needs seqused_k or cu_seqlens_k, which tell lengths")
+
+
+def gradient_refusal(*, in_pages: bool, is_scaled: bool) -> str | None:
+    """What of a call of flash_attn_varlen has no gradient, for "there is no gradient ..."; None for a call that has."""
+    if in_pages:
+        return "through keys in pages; pass packed keys [Tk, Hkv, D]"
+    if is_scaled:
+        return "of a call with q_scale, k_scale or v_scale; multiply q, k or v, or softmax_scale"
+    return None

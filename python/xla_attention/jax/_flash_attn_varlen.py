@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._options import kv_layout_number, length_advice, refuse_untold_lengths, refuse_values
+from .._options import gradient_refusal, kv_layout_number, length_advice, refuse_untold_lengths, refuse_values
 from ._attention import output_dtype
 from ._call import Array, index_operand, scale_operand, static_bool, static_f32, static_i64
 from ._varlen import backward, forward
-from ._varlen_types import Cotangents, Operands, Options
+from ._varlen_types import Cotangents, Operands, Options, keys_are_in_pages
 
 
 def flash_attn_varlen(
@@ -223,14 +223,13 @@ _attend.__wrapped__.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 
 
 def _refuse_gradients(options: Options, operands: Operands, perturbed: Operands) -> None:
-    def refuse(what: str) -> None:
-        raise NotImplementedError(f"flash_attn_varlen: there is no gradient {what}")
-
-    if operands.block_table is not None or options.kv_layout != kv_layout_number(None):
-        refuse("through keys in pages; pass packed keys [Tk, Hkv, D]")
-    if any(x is not None for x in (operands.q_scale, operands.k_scale, operands.v_scale)):
-        refuse("of a call with q_scale, k_scale or v_scale; multiply q, k or v, or softmax_scale")
-    if jnp.dtype(operands.q.dtype).itemsize == 1:
-        refuse(f"of {operands.q.dtype}; there are gradients of f32, f16 and bf16")
-    if perturbed.alibi_slopes:
-        refuse("of alibi_slopes; pass jax.lax.stop_gradient(alibi_slopes)")
+    refused = gradient_refusal(
+        in_pages=keys_are_in_pages(options, operands),
+        is_scaled=any(x is not None for x in (operands.q_scale, operands.k_scale, operands.v_scale)),
+    )
+    if refused is None and jnp.dtype(operands.q.dtype).itemsize == 1:
+        refused = f"of {operands.q.dtype}; there are gradients of f32, f16 and bf16"
+    if refused is None and perturbed.alibi_slopes:
+        refused = "of alibi_slopes; pass jax.lax.stop_gradient(alibi_slopes)"
+    if refused is not None:
+        raise NotImplementedError(f"flash_attn_varlen: there is no gradient {refused}")

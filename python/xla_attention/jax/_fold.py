@@ -10,9 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._options import kv_layout_number
 from ._call import Array
-from ._varlen_types import Cotangents, Operands, Options
+from ._varlen_types import Cotangents, Operands, Options, keys_are_in_pages
 
 _ALL = 2**31 - 1  # rows of a sequence, however many there are
 
@@ -20,8 +19,7 @@ _ALL = 2**31 - 1  # rows of a sequence, however many there are
 def is_foldable(options: Options, batched: Operands, operands: Operands) -> bool:
     """Keys are not in pages, and what all sequences of a call share is shared by the calls."""
     shared = ("sinks", "q_scale", "k_scale", "v_scale")
-    in_pages = operands.block_table is not None or options.kv_layout != kv_layout_number(None)
-    return not in_pages and not any(getattr(batched, name) for name in shared)
+    return not keys_are_in_pages(options, operands) and not any(getattr(batched, name) for name in shared)
 
 
 def one_by_one(function: Callable, batched: tuple, arguments: tuple) -> Any:  # noqa: ANN401

@@ -5,6 +5,7 @@
 """
 
 import functools
+import operator
 from typing import NamedTuple
 
 import jax
@@ -119,10 +120,6 @@ class _Call(NamedTuple):
     letters: Letters
 
 
-def _letters(call: _Call) -> Letters:
-    return call.letters
-
-
 def _forward_parts(call: _Call, *parts: Array) -> tuple[Array, Array]:
     return _run_forward(call.options, call.places.unflatten(parts))
 
@@ -131,8 +128,8 @@ def _backward_parts(call: _Call, *parts: Array) -> tuple[Array, ...]:
     return tuple(jax.tree.leaves(_run_backward(call.options, *call.places.unflatten(parts))))
 
 
-_forward_whole = partitioned(_forward_parts, _letters)
-_backward_whole = partitioned(_backward_parts, _letters)
+_forward_whole = partitioned(_forward_parts, operator.attrgetter("letters"))
+_backward_whole = partitioned(_backward_parts, operator.attrgetter("letters"))
 
 
 def _forward_once(options: Options, operands: Operands) -> tuple[Array, Array]:

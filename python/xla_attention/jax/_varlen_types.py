@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .._options import kv_layout_number
 from ._call import Array
 
 
@@ -47,6 +48,11 @@ class Operands(NamedTuple):
     q_scale: Array | None = None
     k_scale: Array | None = None
     v_scale: Array | None = None
+
+
+def keys_are_in_pages(options: Options, operands: Operands) -> bool:
+    """In one buffer or in two."""
+    return operands.block_table is not None or options.kv_layout != kv_layout_number(None)
 
 
 class Cotangents(NamedTuple):

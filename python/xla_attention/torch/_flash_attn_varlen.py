@@ -3,10 +3,10 @@
 import numpy as np
 import torch
 
-from .._options import kv_layout_number, length_advice, refuse_untold_lengths, refuse_values
+from .._options import kv_layout_number, refuse_untold_lengths, refuse_values
 from ._call import Call, Result, Workspace, f32_operand, index_operand, output_dtype, scale_operand
 from ._define import define, scale_tensor
-from ._flash_attn_varlen_bwd import gradients, remember
+from ._flash_attn_varlen_bwd import gradients, remember, shared_attributes
 
 
 def flash_attn_varlen(
@@ -205,15 +205,10 @@ def _describe(
         ),
         {
             "batch_invariant": np.bool_(batch_invariant),
-            "causal": np.bool_(is_causal),
             "kv_layout": kv_layout_number(kv_layout),
-            "max_seqlen_k": length_advice(max_seqlen_k),
-            "max_seqlen_q": length_advice(max_seqlen_q),
-            "softcap": np.float32(softcap),
-            "softmax_scale": np.float32(softmax_scale),
-            "top_left": np.bool_(top_left),
-            "window_left": np.int64(window_left),
-            "window_right": np.int64(window_right),
+            **shared_attributes(
+                max_seqlen_q, max_seqlen_k, softmax_scale, is_causal, window_left, window_right, softcap, top_left
+            ),
         },
         strided=(0, 1, 2),
         workspace=workspace,

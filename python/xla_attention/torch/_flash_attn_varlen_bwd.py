@@ -1,44 +1,16 @@
 """The gradients of flash_attn_varlen in torch: an operator of its own, which autograd calls."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from .._options import length_advice
+from .._options import gradient_refusal, length_advice
 from ._call import Call, Result, Workspace, f32_operand, index_operand
 from ._define import define
 
-# The arguments of torch.ops.xla.flash_attn_varlen_op, in its order.
-_ARGUMENTS = (
-    "q",
-    "k",
-    "v",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "softmax_scale",
-    "is_causal",
-    "window_left",
-    "window_right",
-    "softcap",
-    "seqused_k",
-    "block_table",
-    "seqused_q",
-    "leftpad_k",
-    "alibi_slopes",
-    "sinks",
-    "q_scale",
-    "k_scale",
-    "v_scale",
-    "top_left",
-    "deterministic",
-    "batch_invariant",
-    "kv_layout",
-    "out_dtype",
-)
 _TENSORS = (
     "q",
     "k",
@@ -53,9 +25,15 @@ _TENSORS = (
 )
 
 
+@functools.cache
+def _arguments() -> tuple[str, ...]:
+    """Of torch.ops.xla.flash_attn_varlen_op, in its order."""
+    return tuple(argument.name for argument in torch.ops.xla.flash_attn_varlen_op.default._schema.arguments)
+
+
 def remember(ctx: Any, inputs: Sequence[Any], output: Sequence[torch.Tensor]) -> None:  # noqa: ANN401
     """Put into the context what `gradients` needs."""
-    given = dict(zip(_ARGUMENTS, inputs, strict=False))
+    given = dict(zip(_arguments(), inputs, strict=False))
     ctx.set_materialize_grads(False)
     ctx.given = {name: x for name, x in given.items() if not isinstance(x, torch.Tensor)}
     ctx.refused = _refusal(given)
@@ -64,10 +42,12 @@ def remember(ctx: Any, inputs: Sequence[Any], output: Sequence[torch.Tensor]) ->
 
 def _refusal(given: dict[str, Any]) -> str | None:
     """What of a call has no gradient."""
-    if given.get("block_table") is not None or given.get("kv_layout") is not None:
-        return "through keys in pages; pass packed keys [Tk, Hkv, D]"
-    if any(given.get(name) is not None for name in ("q_scale", "k_scale", "v_scale")):
-        return "of a call with q_scale, k_scale or v_scale; multiply q, k or v, or softmax_scale"
+    refused = gradient_refusal(
+        in_pages=given.get("block_table") is not None or given.get("kv_layout") is not None,
+        is_scaled=any(given.get(name) is not None for name in ("q_scale", "k_scale", "v_scale")),
+    )
+    if refused is not None:
+        return refused
     if given["q"].dtype.itemsize == 1 or given["k"].dtype.itemsize == 1:
         return "of 8-bit floats; there are gradients of f32, f16 and bf16"
     slopes = given.get("alibi_slopes")
@@ -80,7 +60,7 @@ def gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
         raise NotImplementedError(f"flash_attn_varlen: there is no gradient {ctx.refused}")
     *tensors, out, lse = ctx.saved_tensors
     saved = dict(zip(_TENSORS, tensors, strict=True))
-    at = _ARGUMENTS.index("sinks")
+    at = _arguments().index("sinks")
     # Arguments at the end that were not given are not counted.
     if not any(ctx.needs_input_grad[at : at + 1]):
         saved["sinks"] = None  # the log-sum-exps hold them
@@ -97,10 +77,33 @@ def gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
         ctx.given.get("top_left", False),
         ctx.given.get("deterministic", False),
     )
-    found: list[torch.Tensor | None] = [dq, dk, dv] + [None] * (len(_ARGUMENTS) - 3)
+    found: list[torch.Tensor | None] = [dq, dk, dv] + [None] * (len(_arguments()) - 3)
     if saved["sinks"] is not None:
         found[at] = dsinks.to(saved["sinks"].dtype)
     return tuple(found[: len(ctx.needs_input_grad)])
+
+
+def shared_attributes(
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    top_left: bool,
+) -> dict[str, np.generic]:
+    """The attributes that the targets of the forward call and of its gradients have in common."""
+    return {
+        "causal": np.bool_(is_causal),
+        "max_seqlen_k": length_advice(max_seqlen_k),
+        "max_seqlen_q": length_advice(max_seqlen_q),
+        "softcap": np.float32(softcap),
+        "softmax_scale": np.float32(softmax_scale),
+        "top_left": np.bool_(top_left),
+        "window_left": np.int64(window_left),
+        "window_right": np.int64(window_right),
+    }
 
 
 def _describe(
@@ -155,15 +158,10 @@ def _describe(
             Result((0,) if sinks is None else tuple(sinks.shape), torch.float32),
         ),
         {
-            "causal": np.bool_(is_causal),
             "deterministic": np.bool_(deterministic),
-            "max_seqlen_k": length_advice(max_seqlen_k),
-            "max_seqlen_q": length_advice(max_seqlen_q),
-            "softcap": np.float32(softcap),
-            "softmax_scale": np.float32(softmax_scale),
-            "top_left": np.bool_(top_left),
-            "window_left": np.int64(window_left),
-            "window_right": np.int64(window_right),
+            **shared_attributes(
+                max_seqlen_q, max_seqlen_k, softmax_scale, is_causal, window_left, window_right, softcap, top_left
+            ),
         },
         strided=(0, 1, 2, 3, 4),
         workspace=workspace,

@@ -3,7 +3,7 @@
 //! How a sequence is cut depends on that sequence and on static sizes only; what the number of threads decides is
 //! whether the pieces of one item are computed by several threads or by one, which gives the same bits.
 
-use super::sequences::{Sequence, Window, sequences};
+use super::sequences::{Sequence, Window, owners, sequences};
 use crate::ops::attention::Attention;
 use std::ops::Range;
 
@@ -117,7 +117,7 @@ impl Plan {
     pub(super) unsafe fn new(problem: &Attention, vector: (usize, usize), threads: usize) -> Self {
         // SAFETY: the caller's word.
         let sequences = unsafe { sequences(problem) };
-        let owner = owners(&sequences, problem.num_rows);
+        let owner = owners(sequences.iter().map(Sequence::rows), problem.num_rows);
         let mut items = Vec::new();
         for (index, sequence) in sequences.iter().enumerate() {
             cut(problem, index, sequence, vector, &mut items);
@@ -166,15 +166,6 @@ impl Plan {
             row = end;
         }
     }
-}
-
-/// Which sequence writes each row: where starts are out of order, two may claim it, and the last one has it.
-fn owners(sequences: &[Sequence], rows: usize) -> Vec<u32> {
-    let mut owner = vec![u32::MAX; rows];
-    for (index, s) in sequences.iter().enumerate() {
-        owner[s.first_row..s.first_row + s.len_q].fill(index as u32);
-    }
-    owner
 }
 
 /// Cut a sequence into items.

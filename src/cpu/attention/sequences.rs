@@ -54,6 +54,11 @@ impl Window {
 }
 
 impl Sequence {
+    /// Its query rows.
+    pub(in crate::cpu) fn rows(&self) -> Range<usize> {
+        self.first_row..self.first_row + self.len_q
+    }
+
     /// Position of query `i` among the keys.
     pub(in crate::cpu) fn position(&self, i: usize) -> i64 {
         i as i64 + self.shift
@@ -90,6 +95,15 @@ impl Sequence {
         }
         self.visible(first as usize, window).start..self.visible(end as usize - 1, window).end
     }
+}
+
+/// Which sequence writes each of `total` rows, `u32::MAX` for none: where two claim one, the last of them has it.
+pub(in crate::cpu) fn owners(claims: impl Iterator<Item = Range<usize>>, total: usize) -> Vec<u32> {
+    let mut owner = vec![u32::MAX; total];
+    for (index, claim) in claims.enumerate() {
+        owner[claim].fill(index as u32);
+    }
+    owner
 }
 
 /// The sequences in use.

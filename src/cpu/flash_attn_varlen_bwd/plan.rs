@@ -1,6 +1,6 @@
 //! What there is to do: the rows of a sequence that read one KV head, whole or cut.
 
-use crate::cpu::attention::sequences::{Sequence, Window, sequences};
+use crate::cpu::attention::sequences::{Sequence, Window, owners, sequences};
 use crate::ops::attention::Attention;
 use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use std::ops::Range;
@@ -100,8 +100,7 @@ impl Plan {
         // SAFETY: the caller's word.
         let sequences = unsafe { sequences(forward) };
         let window = Window::of(&forward.score);
-        let rows = sequences.iter().map(|s| s.first_row..s.first_row + s.len_q);
-        let row_owner = owners(rows, forward.num_rows);
+        let row_owner = owners(sequences.iter().map(Sequence::rows), forward.num_rows);
         let keys = sequences.iter().map(|s| {
             let seen = s.visible_to_any(&(0..s.len_q), window);
             let first = s.keys.first_row();
@@ -149,15 +148,6 @@ impl Plan {
             key += nobodys.max(1);
         }
     }
-}
-
-/// Which sequence writes each of `total` rows: where two claim one, the last of them has it.
-fn owners(claims: impl Iterator<Item = Range<usize>>, total: usize) -> Vec<u32> {
-    let mut owner = vec![u32::MAX; total];
-    for (index, claim) in claims.enumerate() {
-        owner[claim].fill(index as u32);
-    }
-    owner
 }
 
 /// Cut an item by its queries, and once more by its keys.
