@@ -2,7 +2,8 @@
 //! states and every backend solves.
 //!
 //! Semantics: SPEC 2.1. The metadata (starts, lengths, page tables) is data of the device; it is never read here and
-//! never trusted by a backend, which clamps it as SPEC 2.1 defines.
+//! never trusted by a backend, which clamps it as [`Queries`] and [`Keys`] say, so that hostile metadata gives the same
+//! results everywhere and costs no more than right metadata of the same shapes.
 
 use super::checks::{Scale, contiguous_rows, dense, head_dim, optional_indices, scale};
 use super::kv_layout::KvLayout;
@@ -59,8 +60,9 @@ unsafe impl Send for Attention<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Attention<'_> {}
 
-/// Sequence b has the rows from `start = clamp(starts[b], 0, Tq)` to `clamp(starts[b+1], start, Tq)`, of which only the
-/// first `used[b]` are its own where `used` is given.
+/// Starts are read as their running maximum, so that sequences never overlap: sequence b has the rows from
+/// `max over b' <= b of clamp(starts[b'], 0, Tq)` to where sequence b+1 begins, of which only the first `used[b]` are its
+/// own where `used` is given.
 #[derive(Clone, Copy, Debug)]
 pub struct Queries {
     /// `i32[1]`: how many of the B slots are in use, clamped to `[0, B]`; all of them without it
@@ -76,9 +78,9 @@ pub struct Queries {
 /// Where the keys of a sequence are, and how many: `len_k`, before it is clamped to `[0, capacity]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Keys {
-    /// `i32[B+1]`, dense. Contiguous: always there; the keys of sequence b are rows `start = clamp(starts[b], 0, total)`
-    /// to `clamp(starts[b+1], start, total)`, and their number is the capacity. Paged: there only without `used`
-    /// and with a sequence, and `len_k` is `starts[b+1] - starts[b]`.
+    /// `i32[B+1]`, dense. Contiguous: always there, and read as those of [`Queries`]; the rows of sequence b are its
+    /// keys, and their number is the capacity. Paged: there only without `used` and with a sequence, and `len_k` is
+    /// `starts[b+1] - starts[b]`, 0 where that is negative.
     pub starts: Option<*const i32>,
     /// `i32[B]`, dense: `len_k`, if given
     pub used: Option<*const i32>,

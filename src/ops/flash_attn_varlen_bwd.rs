@@ -13,9 +13,8 @@
 //! ```
 //!
 //! j being what i sees (the method of "`FlashAttention-2`", Dao 2023, section 3.1.2, with a gradient for the lse). Rows of
-//! no sequence and keys that no query sees have gradients of 0, and nothing is read of them. What SPEC 2.1 says of
-//! metadata holds here: of a row that two sequences claim, `dq` and what it adds to its keys are unspecified, and so are
-//! `dk` and `dv` of a key that two sequences claim. A sequence without queries claims no keys.
+//! no sequence and keys that no query sees have gradients of 0, and nothing is read of them. Metadata is read as
+//! [`super::attention`] says.
 //!
 //! Paged keys and 8-bit types have no gradient.
 

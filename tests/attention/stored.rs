@@ -69,13 +69,13 @@ fn the_answers_of_a_case_are_those_of_its_batch_however_it_lies() {
                 for (i, head) in (0..sequence.len_q).flat_map(|i| (0..4).map(move |h| (i, h))) {
                     let row = case.cu_seqlens_q[index] as usize + i;
                     own.insert(row);
-                    assert_eq!(answers[row][head].len(), 1);
-                    assert_eq!(answers[row][head][0].exact, expected(&batch, sequence, i, head), "{}", case.name);
+                    let answer = answers[row][head].as_ref().unwrap();
+                    assert_eq!(answer.exact, expected(&batch, sequence, i, head), "{}", case.name);
                 }
             }
             let nobodys = (0..case.rows()).filter(|row| !own.contains(row));
             for row in nobodys {
-                assert_eq!(answers[row][0][0].exact, RowAnswer::of_nothing(batch.form.value_dim, None));
+                assert_eq!(answers[row][0].as_ref().unwrap().exact, RowAnswer::of_nothing(batch.form.value_dim, None));
             }
         }
     }
@@ -139,7 +139,7 @@ fn metadata_is_clamped_as_spec_says() {
     case.cu_seqlens_q = vec![-7, 2, 99];
     assert_eq!(lengths(&case), [(0, 2, 6, false), (2, 3, 0, false)]);
     case.cu_seqlens_q = vec![4, 1, 5];
-    assert_eq!(lengths(&case), [(4, 0, 6, false), (1, 4, 0, false)]);
+    assert_eq!(lengths(&case), [(4, 0, 6, false), (4, 1, 0, false)]);
 
     let mut case = small(Target::FlashAttnVarlen, Layout::Contiguous, false);
     case.seqused_k = Some(vec![99, 4]);

@@ -116,8 +116,8 @@ fn starts_of_contiguous_keys_are_clamped_to_the_rows() {
         ("an end of i32::MAX", [0, 32, 64, i32::MAX], [(0, 32), (32, 32), (64, 32)]),
         ("a start before the first row", [-5, 32, 64, 96], [(0, 32), (32, 32), (64, 32)]),
         ("a start of i32::MIN", [i32::MIN, 32, 64, 96], [(0, 32), (32, 32), (64, 32)]),
-        ("starts that run backwards", [0, 64, 32, 96], [(0, 64), (64, 0), (32, 64)]),
-        ("from one end of i32 to the other", [i32::MIN, i32::MAX, i32::MIN, i32::MAX], [(0, 96), (96, 0), (0, 96)]),
+        ("starts that run backwards", [0, 64, 32, 96], [(0, 64), (64, 0), (64, 32)]),
+        ("from one end of i32 to the other", [i32::MIN, i32::MAX, i32::MIN, i32::MAX], [(0, 96), (96, 0), (96, 0)]),
         ("everything after the last row", [96, 97, i32::MAX, i32::MAX], [(96, 0), (96, 0), (96, 0)]),
         ("everything before the first row", [i32::MIN, -3, -2, -1], [(0, 0), (0, 0), (0, 0)]),
     ];
@@ -178,13 +178,28 @@ fn sequences_may_share_keys() {
     }
 }
 
+/// What `cu_seqlens_q` is, and the first row and the number of queries of each sequence.
+type QueryStarts = ([i32; 4], [(usize, usize); 3]);
+
 #[test]
-fn a_bad_neighbour_may_claim_the_same_rows_and_keys() {
-    // The queries of sequence 0 are right; sequence 1 claims them too, and everybody's keys.
+fn a_start_counts_as_the_largest_up_to_it() {
+    let changes: [QueryStarts; 5] = [
+        ([0, 8, 4, 10], [(0, 8), (8, 0), (8, 2)]),
+        ([0, 10, 0, 10], [(0, 10), (10, 0), (10, 0)]),
+        ([6, 2, 8, 7], [(6, 0), (6, 2), (8, 0)]),
+        ([0, i32::MAX, i32::MIN, 10], [(0, 10), (10, 0), (10, 0)]),
+        ([10, 0, 4, 10], [(10, 0), (10, 0), (10, 0)]),
+    ];
     let shape = Shape { lengths: vec![(4, 30), (4, 20), (2, 50)], mask: Mask::FULL, ..Shape::default() };
-    let mut case = Case::flash(&shape.batch(), &Storage::contiguous().bare());
-    case.cu_seqlens_q = vec![0, 8, 4, 10];
-    case.cu_seqlens_k = vec![0, 100, 30, 100];
-    assert_eq!(members(&case).iter().map(|m| (m.first_row, m.len_q)).collect::<Vec<_>>(), [(0, 8), (8, 0), (4, 6)]);
-    check_against(&case, IfWrong::Clamped);
+    for (layout, (starts, expected)) in
+        [Layout::Contiguous, Layout::PerPage].into_iter().flat_map(|l| changes.map(|c| (l, c)))
+    {
+        let mut case = Case::flash(&shape.batch(), &Storage { seqused_k: false, ..Storage::paged(layout, 16).bare() });
+        case.cu_seqlens_q = starts.to_vec();
+        if layout == Layout::Contiguous {
+            case.cu_seqlens_k = vec![0, 60, 30, 100];
+        }
+        assert_eq!(members(&case).iter().map(|m| (m.first_row, m.len_q)).collect::<Vec<_>>(), expected[..]);
+        check_clamped(&mut case, &format!("{starts:?}"));
+    }
 }

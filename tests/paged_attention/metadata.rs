@@ -1,6 +1,6 @@
 //! The operator trusts no length, start, page or count that it reads (SPEC 2.1).
 
-use crate::support::answers::{IfWrong, answers, members};
+use crate::support::answers::{IfWrong, members};
 use crate::support::array::{BF16, F32};
 use crate::support::batch::{Dtypes, Shape};
 use crate::support::case::Case;
@@ -112,15 +112,37 @@ fn replace_page(case: &mut Case, from: i32, to: i32) {
     *case.block_table.iter_mut().find(|id| **id == from).unwrap() = to;
 }
 
+/// `query_start_loc`, and the first row and the number of queries of each sequence.
+type Starts = ([i32; 4], [(usize, usize); 3]);
+
 #[test]
-fn starts_that_run_backwards_leave_their_sequence_without_rows() {
+fn a_start_counts_as_the_largest_up_to_it() {
+    let changes: [Starts; 5] = [
+        ([0, 5, 3, 9], [(0, 5), (5, 0), (5, 4)]),
+        ([0, 9, 0, 9], [(0, 9), (9, 0), (9, 0)]),
+        ([4, 2, 7, 1], [(4, 0), (4, 3), (7, 0)]),
+        ([0, i32::MAX, i32::MIN, 9], [(0, 9), (9, 0), (9, 0)]),
+        ([9, 0, 4, 9], [(9, 0), (9, 0), (9, 0)]),
+    ];
+    for dtypes in Dtypes::ALL {
+        for (starts, expected) in changes {
+            let mut case = brimful(dtypes);
+            case.cu_seqlens_q.copy_from_slice(&starts);
+            let found: Vec<_> = members(&case).iter().map(|m| (m.first_row, m.len_q)).collect();
+            assert_eq!(found, expected, "{starts:?}");
+            case.name = format!("{starts:?}: {}", case.name);
+            check_against(&case, IfWrong::Clamped);
+        }
+    }
+}
+
+#[test]
+fn starts_past_the_sequences_in_use_are_not_read() {
     let mut case = brimful(F32.into());
-    // Sequence 0 has rows 0 to 5, sequence 1 none, sequence 2 rows 3 to 9: 3 and 4 are claimed twice.
-    case.cu_seqlens_q.copy_from_slice(&[0, 5, 3, 9]);
-    assert_eq!(members(&case).iter().map(|m| (m.first_row, m.len_q)).collect::<Vec<_>>(), [(0, 5), (5, 0), (3, 6)]);
-    let answers = answers(&case, IfWrong::Unspecified);
-    assert_eq!(answers.iter().map(|row| row[0].len()).collect::<Vec<_>>(), [1, 1, 1, 2, 2, 1, 1, 1, 1]);
-    check_against(&case, IfWrong::Unspecified);
+    case.num_seqs = 2;
+    case.cu_seqlens_q.copy_from_slice(&[0, 2, 5, i32::MAX]);
+    assert_eq!(members(&case).iter().map(|m| (m.first_row, m.len_q)).collect::<Vec<_>>(), [(0, 2), (2, 3)]);
+    check_against(&case, IfWrong::Clamped);
 }
 
 #[test]

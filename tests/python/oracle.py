@@ -29,9 +29,9 @@ class Score(NamedTuple):
 
 
 def clamped_rows(starts, index, total):
-    """Rows `start` to `end` of sequence `index`, whatever stands in `starts`."""
-    start = int(np.clip(starts[index], 0, total))
-    return start, int(np.clip(starts[index + 1], start, total))
+    """Rows `start` to `end` of sequence `index`: `starts` are read as their running maximum, within `[0, total]`."""
+    start, end = np.maximum.accumulate(np.clip(starts[: index + 2], 0, total))[-2:]
+    return int(start), int(end)
 
 
 def positions(len_q, len_k, top_left=False):

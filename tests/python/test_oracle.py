@@ -89,10 +89,11 @@ def test_a_sink_takes_weight_and_gives_nothing():
     np.testing.assert_allclose(lse, [np.log(4.0), np.log(3.0)])
 
 
-def test_starts_are_clamped_to_the_rows_that_there_are():
+def test_starts_are_read_as_their_running_maximum_within_the_rows():
     low, high = -(2**31), 2**31 - 1
     starts = [low, 4, high, 2, 5]
-    assert [clamped_rows(starts, b, 10) for b in range(4)] == [(0, 4), (4, 10), (10, 10), (2, 5)]
+    assert [clamped_rows(starts, b, 10) for b in range(4)] == [(0, 4), (4, 10), (10, 10), (10, 10)]
+    assert [clamped_rows([0, 6, 4, 8], b, 10) for b in range(3)] == [(0, 6), (6, 6), (6, 8)]
 
 
 def test_lengths_and_counts_are_clamped():

@@ -3,7 +3,7 @@
 //! A call is what a [`Case`] over contiguous keys computes, with the cotangents of its results. Its metadata may be
 //! changed before the cotangents are drawn, and so be hostile.
 
-use super::answers::{Allowance, IfWrong, Member, answers, members};
+use super::answers::{Allowance, Allowed, IfWrong, Member, answers, members};
 use super::array::{Array, F32, U8};
 use super::batch::{Batch, Form};
 use super::case::{Case, i32s, with_optional};
@@ -11,7 +11,6 @@ use super::gradients::{HeadGradients, OneHead, differentiate, differentiate_naiv
 use super::guard::for_both_sides;
 use super::invocation::{Attr, Invocation};
 use super::machine::runs_on_cpu;
-use super::oracle::Mask;
 use super::random::Random;
 use super::storage::{Layout, Storage, poisoned, put};
 use super::summary;
@@ -72,7 +71,7 @@ impl GradientCase {
                 let seed = query.iter().fold(head_dim as u64, |seed, x| seed.rotate_left(7) ^ x.to_bits());
                 let mut random = Random::new(seed);
                 let cotangent: Vec<f64> = (0..value_dim).map(|_| dtypes.out.round(random.normal())).collect();
-                let forward = &answer[0].exact;
+                let Some(Allowed { exact: forward, .. }) = answer else { continue };
                 put(&mut dout, (row * heads + head) * value_dim, &cotangent);
                 put(&mut out, (row * heads + head) * value_dim, &forward.out);
                 put(&mut lse, head * rows + row, &[forward.lse]);
@@ -224,7 +223,7 @@ pub fn gradient_answers(case: &GradientCase, if_wrong: IfWrong) -> GradientAnswe
     ];
     let numbers =
         Values { out: case.out.values(), dout: case.dout.values(), dlse: case.dlse.as_ref().map(Array::values) };
-    // Sequences without a query claim no keys.
+    // The keys of a sequence without a query have no gradient.
     let members: Vec<Member> = members(forward).into_iter().filter(|m| m.len_q > 0).collect();
     for member in &members {
         let known = member.specified || if_wrong == IfWrong::Clamped;
@@ -259,7 +258,6 @@ pub fn gradient_answers(case: &GradientCase, if_wrong: IfWrong) -> GradientAnswe
             *x = dtypes.out.round(*x);
         }
     }
-    leave_open_what_two_claim(&mut expected, &members, mask);
     expected
 }
 
@@ -281,27 +279,6 @@ fn say(expected: &mut GradientAnswers, member: &Member, known: bool, seen: impl 
         dk.rows[member.first_key..][..member.len_k].fill(Say::Nothing);
         dv.rows[member.first_key..][..member.len_k].fill(Say::Nothing);
         dsinks.rows[0] = Say::Nothing;
-    }
-}
-
-/// Of a row that two sequences claim nothing is said, nor of the keys that it sees; of a key that two sequences claim
-/// neither.
-fn leave_open_what_two_claim([dq, dk, dv, dsinks]: &mut GradientAnswers, members: &[Member], mask: Mask) {
-    let of_rows = |m: &Member| m.first_row..m.first_row + m.len_q;
-    let of_keys = |m: &Member| m.first_key..m.first_key + m.len_k;
-    for (index, member) in members.iter().enumerate() {
-        let others = || members.iter().enumerate().filter(|(other, _)| *other != index).map(|(_, m)| m);
-        for row in of_rows(member).filter(|row| others().any(|m| of_rows(m).contains(row))) {
-            dq.rows[row] = Say::Nothing;
-            dsinks.rows[0] = Say::Nothing;
-            let visible = mask.visible(row - member.first_row, member.len_q, member.len_k, member.leftpad);
-            for j in visible.map(|j| member.first_key + j) {
-                (dk.rows[j], dv.rows[j]) = (Say::Nothing, Say::Nothing);
-            }
-        }
-        for key in of_keys(member).filter(|key| others().any(|m| of_keys(m).contains(key))) {
-            (dk.rows[key], dv.rows[key]) = (Say::Nothing, Say::Nothing);
-        }
     }
 }
 

@@ -3,7 +3,7 @@
 //! How a sequence is cut depends on that sequence and on static sizes only; what the number of threads decides is
 //! whether the pieces of one item are computed by several threads or by one, which gives the same bits.
 
-use super::sequences::{Sequence, Window, owners, sequences};
+use super::sequences::{Sequence, Window, gaps, sequences};
 use crate::ops::attention::Attention;
 use std::ops::Range;
 
@@ -96,8 +96,6 @@ pub(super) struct Merge {
 #[derive(Debug)]
 pub(super) struct Plan {
     pub(super) sequences: Vec<Sequence>,
-    /// `[T]`: the sequence that writes the row, or `u32::MAX`
-    pub(super) owner: Vec<u32>,
     pub(super) items: Vec<Item>,
     /// Largest first
     pub(super) tasks: Vec<Task>,
@@ -117,14 +115,12 @@ impl Plan {
     pub(super) unsafe fn new(problem: &Attention, vector: (usize, usize), threads: usize) -> Self {
         // SAFETY: the caller's word.
         let sequences = unsafe { sequences(problem) };
-        let owner = owners(sequences.iter().map(Sequence::rows), problem.num_rows);
         let mut items = Vec::new();
         for (index, sequence) in sequences.iter().enumerate() {
             cut(problem, index, sequence, vector, &mut items);
         }
-        let mut plan =
-            Self { sequences, owner, items, tasks: Vec::new(), merges: Vec::new(), partials_len: 0, cost: 0 };
-        plan.schedule(threads);
+        let mut plan = Self { sequences, items, tasks: Vec::new(), merges: Vec::new(), partials_len: 0, cost: 0 };
+        plan.schedule(problem.num_rows, threads);
         plan
     }
 
@@ -134,8 +130,8 @@ impl Plan {
         (first + row / group, kv_head * group + row % group)
     }
 
-    /// Fill `tasks` and `merges` from `items` and `owner`.
-    fn schedule(&mut self, threads: usize) {
+    /// Fill `tasks` and `merges` from `sequences` and `items`.
+    fn schedule(&mut self, rows: usize, threads: usize) {
         self.cost = self.items.iter().map(Item::cost).sum();
         // With fair shares at most a quarter of a thread's work, the last task to end is not long alone.
         let fair = self.cost / (4 * threads as u64);
@@ -153,18 +149,7 @@ impl Plan {
         }
         order.sort_by_key(|(cost, _)| std::cmp::Reverse(*cost));
         self.tasks = order.into_iter().map(|(_, task)| task).collect();
-        let rows = self.owner.len();
-        let mut row = 0;
-        while row < rows {
-            if self.owner[row] != u32::MAX {
-                row += 1;
-                continue;
-            }
-            let last = (row + CLEAR_ROWS).min(rows);
-            let end = (row..last).find(|r| self.owner[*r] != u32::MAX).unwrap_or(last);
-            self.tasks.push(Task::Clear(row..end));
-            row = end;
-        }
+        self.tasks.extend(gaps(self.sequences.iter().map(Sequence::rows), rows, CLEAR_ROWS).map(Task::Clear));
     }
 }
 

@@ -59,7 +59,7 @@ impl<'a> Results<'a> {
         }
     }
 
-    /// The rows of an item that are its sequence's own, from the state of all its KV heads.
+    /// The rows of an item, from the state of all its KV heads.
     ///
     /// # Safety
     /// As `clear`; the problem's sinks and scales are readable, the state is the item's, complete.
@@ -74,9 +74,6 @@ impl<'a> Results<'a> {
             let v_scale = f64::from(unsafe { scale_of_head(problem.v_scale, kv_head) });
             for row in 0..item.queries.len() * group {
                 let (t, h) = plan.query_of_row(item, kv_head, row, group);
-                if plan.owner[t] != item.sequence as u32 {
-                    continue;
-                }
                 // SAFETY: sink of head < Hq; a row of the item; element (t, h, 0) of the dense [Tq, Hq, Dv].
                 unsafe {
                     let sink = problem.score.sinks.map(|sinks| sinks.add(h).read());

@@ -1,4 +1,4 @@
-//! The metadata of a call, read once and clamped as SPEC 2.1 defines, and which keys a query sees.
+//! The metadata of a call, read once and clamped as `crate::ops::attention` says, and which keys a query sees.
 
 use crate::ops::attention::{Attention, KeyStorage, Score};
 use std::ops::Range;
@@ -97,16 +97,22 @@ impl Sequence {
     }
 }
 
-/// Which sequence writes each of `total` rows, `u32::MAX` for none: where two claim one, the last of them has it.
-pub(in crate::cpu) fn owners(claims: impl Iterator<Item = Range<usize>>, total: usize) -> Vec<u32> {
-    let mut owner = vec![u32::MAX; total];
-    for (index, claim) in claims.enumerate() {
-        owner[claim].fill(index as u32);
-    }
-    owner
+/// What lies below `total` and in none of `taken`, which are in order and do not overlap, in pieces of at most `most`.
+pub(in crate::cpu) fn gaps(
+    taken: impl Iterator<Item = Range<usize>>,
+    total: usize,
+    most: usize,
+) -> impl Iterator<Item = Range<usize>> {
+    let mut free = 0;
+    let end = std::iter::once(total..total);
+    taken.filter(|taken| !taken.is_empty()).chain(end).flat_map(move |taken| {
+        let gap = free..taken.start;
+        free = taken.end;
+        gap.clone().step_by(most).map(move |first| first..(first + most).min(gap.end))
+    })
 }
 
-/// The sequences in use.
+/// The sequences in use: their rows are in order and do not overlap, nor do their contiguous keys.
 ///
 /// # Safety
 /// The problem's metadata is readable.
@@ -114,13 +120,21 @@ pub(in crate::cpu) unsafe fn sequences(problem: &Attention) -> Vec<Sequence> {
     let slots = problem.max_seqs;
     // SAFETY: one element.
     let count = problem.queries.num_seqs.map_or(slots, |n| index(unsafe { n.read() }).min(slots));
+    let mut ends = Ends::default();
     // SAFETY: below B.
-    (0..count).map(|b| unsafe { sequence(problem, b) }).collect()
+    (0..count).map(|b| unsafe { sequence(problem, b, &mut ends) }).collect()
+}
+
+/// Where the rows and the contiguous keys of the sequences so far end.
+#[derive(Default)]
+struct Ends {
+    rows: usize,
+    keys: usize,
 }
 
 /// # Safety
 /// As [`sequences`]; `b` is below B.
-unsafe fn sequence(problem: &Attention, b: usize) -> Sequence {
+unsafe fn sequence(problem: &Attention, b: usize, ends: &mut Ends) -> Sequence {
     let (queries, keys) = (&problem.queries, &problem.keys);
     // SAFETY: arrays of B, or B+1 where they hold starts.
     let (starts_q, starts_k, used_q, used_k, leftpad) = unsafe {
@@ -132,11 +146,11 @@ unsafe fn sequence(problem: &Attention, b: usize) -> Sequence {
             keys.leftpad.map_or(0, |leftpad| index(leftpad.add(b).read())),
         )
     };
-    let rows = within(starts_q, problem.num_rows);
+    let rows = next_rows(starts_q, &mut ends.rows, problem.num_rows);
     let len_q = used_q.map_or(rows.len(), |used| used.min(rows.len()));
     let (stored, len_k) = match keys.storage {
         KeyStorage::Contiguous { total } => {
-            let rows = within(starts_k.unwrap_or_default(), total);
+            let rows = next_rows(starts_k.unwrap_or_default(), &mut ends.keys, total);
             (StoredKeys::Rows(rows.start), used_k.map_or(rows.len(), |used| used.min(rows.len())))
         }
         KeyStorage::Paged(table) => {
@@ -165,15 +179,46 @@ fn index(x: i32) -> usize {
     usize::try_from(x).unwrap_or(0)
 }
 
-/// `start` clamped to `[0, total]`, `end` to `[start, total]`.
-fn within((start, end): (i32, i32), total: usize) -> Range<usize> {
-    let start = index(start).min(total);
-    start..index(end).clamp(start, total)
+/// The rows of the sequence whose starts are these: both are the running maximum of the starts up to theirs, clamped to
+/// `[0, total]`. `end` is that of the sequence before, and becomes this one's.
+fn next_rows((start, next): (i32, i32), end: &mut usize, total: usize) -> Range<usize> {
+    // Only the first sequence's start is not the end of another.
+    let first = index(start).min(total).max(*end);
+    *end = index(next).min(total).max(first);
+    first..*end
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn starts_are_read_as_their_running_maximum() {
+        const LOW: i32 = i32::MIN;
+        const HIGH: i32 = i32::MAX;
+        for (starts, expected) in [
+            (vec![0, 4, 4, 10], vec![0..4, 4..4, 4..10]),
+            (vec![2, 4, 9], vec![2..4, 4..9]),
+            (vec![LOW, 4, HIGH, 2, 5], vec![0..4, 4..10, 10..10, 10..10]),
+            (vec![0, 10, 0, 10, 0, 10], vec![0..10, 10..10, 10..10, 10..10, 10..10]),
+            (vec![0, 6, 4, 8], vec![0..6, 6..6, 6..8]),
+            (vec![5, 2, 3, LOW], vec![5..5, 5..5, 5..5]),
+            (vec![HIGH, 0, 3], vec![10..10, 10..10]),
+        ] {
+            let mut end = 0;
+            let found: Vec<_> = starts.windows(2).map(|pair| next_rows((pair[0], pair[1]), &mut end, 10)).collect();
+            assert_eq!(found, expected, "{starts:?}");
+        }
+    }
+
+    #[test]
+    fn gaps_are_what_is_not_taken() {
+        let found = |taken: &[Range<usize>]| gaps(taken.iter().cloned(), 10, 4).collect::<Vec<_>>();
+        assert_eq!(found(&[]), [0..4, 4..8, 8..10]);
+        assert_eq!(found(&[0..10]), []);
+        assert_eq!(found(&[2..3, 9..9, 3..5, 0..0, 6..10]), [0..2, 5..6]);
+        assert_eq!(found(&[0..1]), [1..5, 5..9, 9..10]);
+    }
 
     #[test]
     fn what_some_query_sees_is_the_union_of_what_each_query_sees() {

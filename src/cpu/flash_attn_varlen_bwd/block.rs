@@ -60,7 +60,7 @@ impl Block {
         }
     }
 
-    /// Write the gradients of the keys that are the sequence's own.
+    /// Write the gradients of the keys.
     ///
     /// # Safety
     /// As [`Block::load`]; nobody else accesses these keys of the KV head in dk and dv.
@@ -75,9 +75,6 @@ impl Block {
         let forward = &problem.forward;
         let first = plan.sequences[item.sequence].keys.first_row();
         for (j, key) in keys.enumerate().map(|(j, key)| (j, first + key)) {
-            if plan.key_owner[key] != item.sequence as u32 {
-                continue;
-            }
             // SAFETY: row j of the block; row `key` of the dense [Tk, Hkv, D] and [Tk, Hkv, Dv].
             unsafe {
                 let write = |result: &Tensor, from: *mut f32, d: usize, factor: f32| {

@@ -190,7 +190,7 @@ impl Work<'_> {
         }
     }
 
-    /// Write the dq of the rows that are the sequence's own.
+    /// Write the dq of the rows.
     ///
     /// # Safety
     /// As [`RunTask::new`].
@@ -201,9 +201,6 @@ impl Work<'_> {
         let mut row_of_dq = [0.0f32; MAX_HEAD_DIM as usize];
         for row in 0..item.rows(group) {
             let t = plan.sequences[item.sequence].first_row + item.queries.start + row / group;
-            if plan.row_owner[t] != item.sequence as u32 {
-                continue;
-            }
             let first = row / (2 * S::LANES) * (2 * S::LANES);
             let width = self.width::<S>(first);
             // SAFETY: lane `row - first` of the panel; row (t, h) of the dense [Tq, Hq, D].

@@ -1,6 +1,6 @@
 //! What there is to do: the rows of a sequence that read one KV head, whole or cut.
 
-use crate::cpu::attention::sequences::{Sequence, Window, owners, sequences};
+use crate::cpu::attention::sequences::{Sequence, Window, gaps, sequences};
 use crate::ops::attention::Attention;
 use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use std::ops::Range;
@@ -78,10 +78,6 @@ pub(super) enum Task {
 #[derive(Debug)]
 pub(super) struct Plan {
     pub(super) sequences: Vec<Sequence>,
-    /// `[Tq]`: the sequence that writes the row, or `u32::MAX`
-    pub(super) row_owner: Vec<u32>,
-    /// `[Tk]`: the sequence that writes the key, or `u32::MAX`
-    pub(super) key_owner: Vec<u32>,
     /// Largest first
     pub(super) tasks: Vec<Task>,
     /// Elements of the largest dq that an item keeps
@@ -99,20 +95,26 @@ impl Plan {
         let forward = &problem.forward;
         // SAFETY: the caller's word.
         let sequences = unsafe { sequences(forward) };
+        let mut plan = Self { sequences, tasks: Vec::new(), dq_len: 0, cost: 0 };
+        plan.schedule(forward, lanes, threads);
         let window = Window::of(&forward.score);
-        let row_owner = owners(sequences.iter().map(Sequence::rows), forward.num_rows);
-        let keys = sequences.iter().map(|s| {
+        let seen = plan.sequences.iter().map(|s| {
             let seen = s.visible_to_any(&(0..s.len_q), window);
             let first = s.keys.first_row();
             first + seen.start..first + seen.end
         });
-        let key_owner = owners(keys, problem.num_keys);
-        let mut plan = Self { sequences, row_owner, key_owner, tasks: Vec::new(), dq_len: 0, cost: 0 };
-        plan.schedule(forward, lanes, threads);
+        plan.tasks.extend(gaps(seen, problem.num_keys, CLEAR_KEYS).map(Task::Clear));
         plan
     }
 
-    /// Fill `tasks`.
+    /// Whether row `t` is a query of a sequence.
+    pub(super) fn is_query(&self, t: usize) -> bool {
+        // Rows are in order: of the sequences that begin at or before this row, it can only be the last one's.
+        let after = self.sequences.partition_point(|sequence| sequence.first_row <= t);
+        after > 0 && self.sequences[after - 1].rows().contains(&t)
+    }
+
+    /// Put the items into `tasks`.
     fn schedule(&mut self, forward: &Attention, lanes: usize, threads: usize) {
         let group = forward.num_q_heads / forward.num_kv_heads;
         let window = Window::of(&forward.score);
@@ -139,14 +141,6 @@ impl Plan {
         self.dq_len = order.iter().filter(|item| item.wants.queries()).map(dq_len).max().unwrap_or(0);
         order.sort_by_key(|item| std::cmp::Reverse(item.cost(group)));
         self.tasks = order.into_iter().map(Task::Item).collect();
-        let mut key = 0;
-        while key < self.key_owner.len() {
-            let nobodys = self.key_owner[key..].iter().take(CLEAR_KEYS).take_while(|owner| **owner == u32::MAX).count();
-            if nobodys > 0 {
-                self.tasks.push(Task::Clear(key..key + nobodys));
-            }
-            key += nobodys.max(1);
-        }
     }
 }
 

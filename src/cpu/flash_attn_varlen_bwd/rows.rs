@@ -62,7 +62,7 @@ impl Vectorised for SumUp<'_> {
         let (forward, heads) = (&problem.forward, problem.forward.num_q_heads);
         let mut sinks = vec![0.0f64; heads];
         for t in self.rows {
-            if plan.row_owner[t] == u32::MAX {
+            if !plan.is_query(t) {
                 let bytes = heads * forward.head_dim * problem.dq.dtype.size();
                 // SAFETY: row t of the dense [Tq, Hq, D]; zero bytes are 0.0 in every dtype.
                 unsafe { problem.dq.data.add(t * bytes).write_bytes(0, bytes) };
