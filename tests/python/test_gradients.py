@@ -13,7 +13,7 @@ from jax.test_util import check_grads
 from batches import varlen
 from oracle_gradients import assert_gradients
 from test_dot_product_attention import tensors
-from xla_attention.jax import dot_product_attention, export_disabled_checks, flash_attn_varlen, paged_attention
+from xla_attention.jax import dot_product_attention, export_disabled_checks, flash_attn_varlen
 
 MIXED = [(33, 33), (1, 50), (5, 70), (0, 9), (3, 0), (9, 4)]
 OPTIONS = {
@@ -287,10 +287,3 @@ def test_slopes_have_no_gradient_and_may_be_constants():
     with pytest.raises(NotImplementedError, match="there is no gradient of alibi_slopes"):
         jax.grad(total)(jnp.ones(8))
     assert (jax.grad(lambda slopes: total(jax.lax.stop_gradient(slopes)))(jnp.ones(8)) == 0).all()
-
-
-def test_paged_attention_says_that_it_has_no_gradient():
-    query = jnp.ones((1, 2, 64))
-    operands = (jnp.ones((2, 4, 2, 64)), jnp.array([3]), jnp.array([[1]]), jnp.array([0, 1]), jnp.array([1]))
-    with pytest.raises(ValueError, match="cannot be differentiated"):
-        jax.grad(lambda q: paged_attention(q, *operands, scale=1.0).sum())(query)

@@ -196,12 +196,6 @@ def test_a_long_jitted_chain_of_updates_and_reads_is_in_order(platform):
         np.testing.assert_array_equal(np.asarray(chain(query)), np.asarray(wanted))
 
 
-def test_a_gradient_is_refused_not_wrong():
-    operands = batch([(2, 5)])
-    with pytest.raises(ValueError, match="cannot be differentiated"):
-        jax.grad(lambda q: paged_attention(q, *operands[1:], scale=0.1).sum())(operands[0])
-
-
 BAD = {
     "query of rank 2": ({"query": (4, 64)}, ValueError, "query has shape [4, 64], expected [T, Hq, D]"),
     "heads that do not divide": (

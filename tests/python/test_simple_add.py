@@ -48,6 +48,27 @@ def test_it_works_under_the_transformations(platform):
     np.testing.assert_allclose(total, a.sum(0), rtol=1e-6)
 
 
+def test_it_can_be_differentiated_in_either_direction_and_again():
+    a, b = values((5,), "float32", 6), values((5,), "float32", 7)
+
+    def cube(add, a, b):
+        return (add(a, add(a * a, b)) ** 3).sum()
+
+    for transform in (jax.grad, jax.jacfwd, jax.hessian):
+        found, wanted = (transform(lambda a, f=f: cube(f, a, b))(a) for f in (simple_add, jnp.add))
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    one = jax.vmap(jax.grad(lambda a, b: cube(simple_add, a, b)))(a[:, None], b[:, None])
+    np.testing.assert_allclose(one[:, 0], jax.grad(lambda a: cube(jnp.add, a, b))(a), rtol=1e-5)
+
+
+def test_integers_stand_beside_a_gradient():
+    a = jnp.arange(3)
+    found = jax.grad(lambda x: (x * simple_add(a, a)).sum())(jnp.ones(3))
+    assert found.tolist() == [0, 2, 4]
+    out, tangent = jax.jvp(simple_add, (a, a), (np.zeros(3, jax.dtypes.float0),) * 2)
+    assert out.tolist() == [0, 2, 4] and tangent.dtype == jax.dtypes.float0
+
+
 @pytest.mark.parametrize(
     ("a", "b", "message"),
     [

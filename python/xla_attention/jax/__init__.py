@@ -4,8 +4,9 @@ Importing this module registers the custom-call targets with JAX's runtime. Ever
 ``jax.jit``, ``jax.lax.scan``, ``jax.export`` (see `export_disabled_checks`) and ``jax.shard_map``.
 
 `flash_attn_varlen` over packed keys and `dot_product_attention` have gradients (reverse mode), stay one call under
-``jax.vmap``, and are cut up over the devices of a mesh by their heads, `dot_product_attention` also by its batch. The
-other functions have no gradients and run once for each index of ``jax.vmap``.
+``jax.vmap``, and are cut up over the devices of a mesh by their heads, `dot_product_attention` also by its batch.
+`simple_add` is differentiable too. Asking another function for a gradient is a NotImplementedError, and each of them
+runs once for each index of ``jax.vmap``.
 
 Letters in the shapes: ``T`` packed query tokens, ``S`` or ``B`` sequence slots, ``M`` pages in a row of the block
 table, ``P`` pages of the cache, ``Hq`` query heads, ``Hkv`` key/value heads (a divisor of ``Hq``), ``D`` head

@@ -11,6 +11,7 @@ import numpy as np
 from .._options import gradient_refusal, kv_layout_number, length_advice, refuse_untold_lengths, refuse_values
 from ._attention import output_dtype
 from ._call import Array, index_operand, scale_operand, static_bool, static_f32, static_i64
+from ._no_gradient import without_gradient
 from ._varlen import backward, forward
 from ._varlen_types import Cotangents, Operands, Options, keys_are_in_pages
 
@@ -204,7 +205,8 @@ def _attend(options: Options, operands: Operands) -> tuple[Array, Array]:
 def _attend_fwd(options: Options, primals: Operands) -> tuple[tuple[Array, Array], tuple]:
     operands, perturbed = (jax.tree.map(operator.attrgetter(name), primals) for name in ("value", "perturbed"))
     _refuse_gradients(options, operands, perturbed)
-    out, lse = forward(options, operands)
+    # Under this same rule, so that it is `_backward` that refuses a second derivative.
+    out, lse = _attend.__wrapped__(options, operands)
     if not perturbed.sinks:
         operands = operands._replace(sinks=None)  # which the log-sum-exps hold
     return (out, lse), (operands, out, lse)
@@ -215,9 +217,15 @@ def _attend_bwd(options: Options, residuals: tuple, gradients: tuple[Any, Any]) 
     zero = jax.custom_derivatives.SymbolicZero
     dout, dlse = (None if isinstance(x, zero) else x for x in gradients)
     dout = jnp.zeros_like(out) if dout is None else dout
-    found = backward(options, operands, Cotangents(dout, out, lse, dlse))
+    found = _backward(options, operands, Cotangents(dout, out, lse, dlse))
     return (Operands(found.dq, found.dk, found.dv, sinks=found.dsinks),)
 
+
+_backward = without_gradient(
+    "the gradients of flash_attn_varlen and dot_product_attention",
+    'jax.nn.dot_product_attention, or ours with implementation="xla", has gradients of any order',
+    num_static=1,
+)(backward)
 
 _attend.__wrapped__.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 

@@ -8,6 +8,11 @@ import numpy as np
 
 from .._options import kv_layout_number, refuse_layout_of_two
 from ._call import Array, custom_call, index_operand, scale_operand
+from ._no_gradient import without_gradient
+
+_without_gradient = functools.partial(
+    without_gradient, "kv_cache_update", "kv_cache.at[page, offset].set(rows) has a gradient"
+)
 
 
 def kv_cache_update(
@@ -87,12 +92,14 @@ def kv_cache_update(
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@_without_gradient(num_static=1)
 def _update(kv_layout: np.int64, cache: Array, *rows: Array | None) -> Array:
     attributes = {"kv_layout": kv_layout}
     return custom_call("xla_gpu_kv_cache_update", [cache, *rows], [_like(cache)], attributes, aliases={0: 0})[0]
 
 
 @jax.jit
+@_without_gradient()
 def _update_split(k_cache: Array, v_cache: Array, *rows: Array | None) -> tuple[Array, Array]:
     operands, results = [k_cache, v_cache, *rows], [_like(k_cache), _like(v_cache)]
     k_out, v_out = custom_call("xla_gpu_kv_cache_update_split", operands, results, {}, aliases={0: 0, 1: 1})

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ._call import Array, custom_call
+from ._no_gradient import without_gradient
 
 
 def merge_attention_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
@@ -51,6 +52,7 @@ def merge_attention_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Arra
 
 
 @jax.jit
+@without_gradient("merge_attention_states", "its formula in jax.numpy, in the Notes of its documentation, has one")
 def _merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     results = [jax.ShapeDtypeStruct(out_a.shape, out_a.dtype), jax.ShapeDtypeStruct(lse_a.shape, jnp.float32)]
     out, lse = custom_call("xla_gpu_merge_attention_states", [out_a, lse_a, out_b, lse_b], results, {})

@@ -10,9 +10,13 @@ import numpy as np
 from .._options import refuse_window
 from ._attention import output_dtype, with_workspace
 from ._call import Array, index_operand, scale_operand, static_bool, static_f32, static_i64
+from ._no_gradient import without_gradient
 
 # In the order of `score_attributes`.
 ATTRIBUTES = ("batch_invariant", "scale", "sliding_window", "soft_cap")
+
+# What has a gradient where attention over pages has none.
+WITH_GRADIENT = "flash_attn_varlen over packed keys [Tk, Hkv, D] has gradients"
 
 
 def paged_attention(
@@ -160,6 +164,7 @@ def lse_of(query: Array) -> jax.ShapeDtypeStruct:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@without_gradient("paged_attention", WITH_GRADIENT, num_static=3)
 def _paged_attention(
     attributes: tuple[np.generic, ...], dtype: np.dtype, return_lse: np.bool_, query: Array, *rest: Array | None
 ) -> Array | tuple[Array, Array]:

@@ -9,7 +9,8 @@ import numpy as np
 
 from ._attention import output_dtype, with_workspace
 from ._call import Array, index_operand, static_bool
-from ._paged_attention import ATTRIBUTES, lse_of, metadata, score_attributes, score_operands
+from ._no_gradient import without_gradient
+from ._paged_attention import ATTRIBUTES, WITH_GRADIENT, lse_of, metadata, score_attributes, score_operands
 
 
 def paged_attention_update(
@@ -117,6 +118,7 @@ def paged_attention_update(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@without_gradient("paged_attention_update", WITH_GRADIENT, num_static=3)
 def _update(
     attributes: tuple[np.generic, ...],
     dtype: np.dtype,

@@ -8,6 +8,7 @@ import numpy as np
 
 from .._options import kv_layout_number
 from ._call import Array, custom_call, index_operand, scale_operand, static_bool
+from ._no_gradient import without_gradient
 
 
 def rope_kv_cache_update(
@@ -101,6 +102,11 @@ def rope_kv_cache_update(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
+@without_gradient(
+    "rope_kv_cache_update",
+    "rotate the queries and keys by jax.numpy, and kv_cache.at[page, offset].set(rows) has a gradient",
+    num_static=2,
+)
 def _rope(
     interleaved: np.bool_, kv_layout: np.int64, cache: Array, query: Array, *rest: Array | None
 ) -> tuple[Array, Array]:
