@@ -9,7 +9,7 @@ use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use std::{env, fs};
@@ -28,6 +28,9 @@ const INCLUDE: &str = "kernels/include";
 /// PTX versions to try, oldest first: an older one is understood by older drivers.
 const PTX_VERSIONS: &[&str] =
     &["7.0", "7.4", "7.8", "8.0", "8.1", "8.2", "8.3", "8.4", "8.5", "8.6", "8.7", "8.8", "9.0"];
+
+/// Levels of ptxas' register allocation to try where its own choice spills, in this order; it has 0 to 10.
+const REGISTER_USAGE_LEVELS: &[&str] = &["0", "3", "7", "10"];
 
 /// One `[[kernel]]` of the table.
 #[derive(Deserialize)]
@@ -264,7 +267,8 @@ impl Compiler {
         ))
     }
 
-    /// ptxas with the first version it takes; that version and its report.
+    /// ptxas with the first version it takes, and where the result spills, with other register allocations; that version
+    /// and its report.
     fn assemble(
         &self,
         ptx: &str,
@@ -276,17 +280,30 @@ impl Compiler {
         let mut said = String::new();
         for version in versions {
             fs::write(ptx_file, with_version(ptx, version)?)?;
-            let mut ptxas = Command::new(&self.ptxas);
-            ptxas.arg(format!("-arch=sm_{sass}")).args(["-v", "-O3"]).arg(ptx_file).arg("-o").arg(cubin);
-            let output = ptxas.output().with_context(|| format!("cannot start {ptxas:?}"))?;
+            let output = self.ptxas(sass, &[], ptx_file, cubin)?;
             said = String::from_utf8_lossy(&output.stderr).into_owned();
-            if output.status.success() {
-                // C7508 to C7519: registers not divided between warpgroups, products of wgmma one after the other.
-                ensure!(!said.contains("(C75"), "ptxas for sm_{sass} gives up what makes the kernel fast: {said}");
-                return Ok((version, said));
+            if !output.status.success() {
+                continue;
             }
+            let mut levels = REGISTER_USAGE_LEVELS.iter();
+            while spill_bytes(&said) > 0
+                && let Some(level) = levels.next()
+            {
+                let output = self.ptxas(sass, &["--register-usage-level", level], ptx_file, cubin)?;
+                said = String::from_utf8_lossy(&output.stderr).into_owned();
+                ensure!(output.status.success(), "ptxas for sm_{sass} at register usage level {level}: {said}");
+            }
+            // C7508 to C7519: registers not divided between warpgroups, products of wgmma one after the other.
+            ensure!(!said.contains("(C75"), "ptxas for sm_{sass} gives up what makes the kernel fast: {said}");
+            return Ok((version, said));
         }
         bail!("ptxas for sm_{sass} refuses every PTX version of {versions:?}: {said}")
+    }
+
+    fn ptxas(&self, sass: &str, options: &[&str], ptx_file: &Path, cubin: &Path) -> Result<Output> {
+        let mut ptxas = Command::new(&self.ptxas);
+        ptxas.arg(format!("-arch=sm_{sass}")).args(["-v", "-O3"]).args(options).arg(ptx_file).arg("-o").arg(cubin);
+        ptxas.output().with_context(|| format!("cannot start {ptxas:?}"))
     }
 }
 
@@ -360,12 +377,19 @@ fn pack(file: &Path, bytes: &[u8]) -> Result<String> {
     ))
 }
 
+/// The number that `ptxas -v` writes before `what`.
+fn number_before(said: &str, what: &str) -> Option<u32> {
+    said.find(what).and_then(|at| said[..at].split_whitespace().next_back()?.parse().ok())
+}
+
+/// Bytes of registers that the kernel stores to local memory and loads again.
+fn spill_bytes(said: &str) -> u32 {
+    [" bytes spill stores", " bytes spill loads"].iter().filter_map(|what| number_before(said, what)).sum()
+}
+
 /// What `ptxas -v` says a kernel takes.
 fn resources_of(said: &str) -> Result<String> {
-    let number_before =
-        |what: &str| said.find(what).and_then(|at| said[..at].split_whitespace().next_back()?.parse::<u32>().ok());
-    let registers = number_before(" registers").with_context(|| format!("no register count in: {said}"))?;
-    let spills = number_before(" bytes spill stores").unwrap_or(0) + number_before(" bytes spill loads").unwrap_or(0);
-    let smem = number_before(" bytes smem").unwrap_or(0);
+    let registers = number_before(said, " registers").with_context(|| format!("no register count in: {said}"))?;
+    let (spills, smem) = (spill_bytes(said), number_before(said, " bytes smem").unwrap_or(0));
     Ok(format!("Resources {{ registers: {registers}, spill_bytes: {spills}, smem_bytes: {smem} }}"))
 }

@@ -11,7 +11,7 @@ const DEVICES: usize = 64;
 /// What choosing a variant and sizing a grid ask of a device.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Device {
-    /// Compute capability times ten: 80, 90, 120.
+    /// Compute capability times ten: 80, 90, 103, 120.
     pub capability: u32,
     /// Shared memory that one block can ask for, in bytes.
     pub shared_memory: u32,

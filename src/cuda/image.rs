@@ -38,7 +38,7 @@ pub(super) fn choose(variant: &Variant, device: &Device) -> Result<Chosen> {
         }
         return Ok(Chosen { words, origin, is_file: true });
     }
-    let cubin = variant.cubins.iter().find(|(arch, _)| !ptx_only() && runs_on(arch, device.capability));
+    let cubin = if ptx_only() { None } else { machine_code(variant, device.capability) };
     let words = cubin.map_or(&variant.ptx, |(_, image)| image).unpack()?;
     let ptx = || format!("PTX {}", variant.ptx_version);
     Ok(Chosen {
@@ -60,6 +60,11 @@ fn replacement(variant: &Variant) -> Option<PathBuf> {
 fn ptx_only() -> bool {
     static PTX_ONLY: OnceLock<bool> = OnceLock::new();
     *PTX_ONLY.get_or_init(|| std::env::var_os("XLA_ATTENTION_PTX_ONLY").is_some_and(|v| v == "1"))
+}
+
+/// The variant's machine code for a GPU of this capability, with its architecture.
+fn machine_code(variant: &Variant, capability: u32) -> Option<&'static (&'static str, Image)> {
+    variant.cubins.iter().find(|(arch, _)| runs_on(arch, capability))
 }
 
 /// Machine code runs on its own architecture and on later minor versions of it; with an `a`, on its own alone.
@@ -104,6 +109,24 @@ mod tests {
     #[test]
     fn machine_code_runs_within_its_major_version() {
         assert!(runs_on("80", 80) && runs_on("80", 86) && runs_on("90a", 90));
+        assert!(runs_on("100", 103) && runs_on("120", 121) && !runs_on("100", 110) && !runs_on("100", 120));
         assert!(!runs_on("89", 86) && !runs_on("80", 90) && !runs_on("90a", 100) && !runs_on("90", 120));
+    }
+
+    #[test]
+    fn every_kernel_has_machine_code_for_each_gpu_that_chooses_it() {
+        for capability in [80, 86, 87, 89, 90, 100, 103, 120, 121] {
+            let is_chosen = |variant: &&Variant| match variant.target {
+                "90a" => capability == 90,
+                "89" => capability >= 89,
+                _ => capability < 89 || !variant.name.contains("_sm80_"),
+            };
+            let chosen: Vec<&Variant> = VARIANTS.iter().filter(is_chosen).collect();
+            // Every kernel has a form for every GPU.
+            assert!(chosen.len() > 100, "{} for sm_{capability}", chosen.len());
+            for variant in chosen {
+                assert!(machine_code(variant, capability).is_some(), "{} for sm_{capability}", variant.name);
+            }
+        }
     }
 }
