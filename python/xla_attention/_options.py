@@ -23,9 +23,9 @@ def kv_layout_number(name: str | None) -> np.int64:
 def length_advice(length: int) -> np.int64:
     """A length as ``max_seqlen_q`` or ``max_seqlen_k``: rounded up to a power of two, for few programs to compile.
 
-    0 is unknown; a negative number stays, to be refused.
+    0 is unknown; a negative number stays, to be refused. The largest that 64 bits hold is the longest there is.
     """
-    return np.int64(length if length <= 0 else 1 << (length - 1).bit_length())
+    return np.int64(length if length <= 0 else min(1 << (length - 1).bit_length(), 1 << 62))
 
 
 def refuse_layout_of_two(kv_layout: str | None) -> None:

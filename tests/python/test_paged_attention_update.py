@@ -156,12 +156,6 @@ def test_slots_of_64_bits_are_not_cut(platform):
     np.testing.assert_array_equal(updated, cache)
 
 
-def test_a_gradient_is_refused_not_wrong():
-    query, *rest = step([(2, 5)])
-    with pytest.raises(ValueError, match="cannot be differentiated"):
-        jax.grad(lambda q: paged_attention_update(q, *rest, scale=0.1)[0].sum())(query)
-
-
 BAD = {
     "keys of another number": (
         {"key": (3, 4, 64)},

@@ -8,6 +8,10 @@ Importing this module registers the custom-call targets with JAX's runtime. Ever
 `simple_add` is differentiable too. Asking another function for a gradient is a NotImplementedError, and each of them
 runs once for each index of ``jax.vmap``.
 
+Lengths, page numbers, positions and slots may be integers of any width, of NumPy, Python or JAX. One that the target's
+32 bits do not hold becomes the nearest that they do; a slot stays outside of the cache. An argument of ``jax.jit`` is
+the exception: without ``jax_enable_x64`` JAX drops the upper half of NumPy's 64 bits before our function sees them.
+
 Letters in the shapes: ``T`` packed query tokens, ``S`` or ``B`` sequence slots, ``M`` pages in a row of the block
 table, ``P`` pages of the cache, ``Hq`` query heads, ``Hkv`` key/value heads (a divisor of ``Hq``), ``D`` head
 dimension, ``Dv`` that of the values where it may be another.

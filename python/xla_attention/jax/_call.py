@@ -22,6 +22,9 @@ def static_i64(name: str, value: int) -> np.int64:
     value = _static(name, value, "an integer")
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} is {value!r}, expected an integer")
+    limits = np.iinfo(np.int64)
+    if not limits.min <= int(value) <= limits.max:
+        raise ValueError(f"{name} is {value}, which 64 bits do not hold")
     return np.int64(value)
 
 
@@ -43,21 +46,6 @@ def _static(name: str, value: Any, what: str) -> Any:  # noqa: ANN401
     if not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} is {value!r}, expected {what}")
     return value
-
-
-def index_operand(name: str, value: Any, keep: Sequence[str] = ("int32",)) -> Array:  # noqa: ANN401
-    """An integer operand as i32: other integer types are cast on the device, values that do not fit saturate."""
-    array = jnp.asarray(value)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} has dtype {array.dtype}, expected integers")
-    if array.dtype.name in keep:
-        return array
-    limits = jnp.iinfo(jnp.int32)
-    wide = jnp.iinfo(array.dtype)
-    # Only the bounds that the type can pass: comparing an unsigned type with a negative bound would wrap.
-    low = limits.min if wide.min < limits.min else None
-    high = limits.max if wide.max > limits.max else None
-    return jnp.clip(array, low, high).astype(jnp.int32)
 
 
 def scale_operand(scale: Array | float | None) -> Array | None:

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._options import kv_layout_number, length_advice
-from ._call import Array, index_operand, static_bool, static_f32, static_i64
+from ._call import Array, static_bool, static_f32, static_i64
 from ._flash_attn_varlen import attend
+from ._indices import index_operand
 from ._varlen_types import Operands, Options
 
 

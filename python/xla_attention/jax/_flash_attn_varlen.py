@@ -10,7 +10,8 @@ import numpy as np
 
 from .._options import gradient_refusal, kv_layout_number, length_advice, refuse_untold_lengths, refuse_values
 from ._attention import output_dtype
-from ._call import Array, index_operand, scale_operand, static_bool, static_f32, static_i64
+from ._call import Array, scale_operand, static_bool, static_f32, static_i64
+from ._indices import index_operand
 from ._no_gradient import without_gradient
 from ._varlen import backward, forward
 from ._varlen_types import Cotangents, Operands, Options, keys_are_in_pages
@@ -124,6 +125,8 @@ def flash_attn_varlen(
     Notes
     -----
     Lengths and page numbers stay on the device and are never trusted: they are clamped to what the buffers hold.
+    Integers of 64 bits saturate to 32; as arguments of ``jax.jit``, however, NumPy's are cut to their lower half by JAX
+    itself, unless ``jax_enable_x64`` is on.
 
     Examples
     --------

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._options import kv_layout_number, refuse_layout_of_two
-from ._call import Array, custom_call, index_operand, scale_operand
+from ._call import Array, custom_call, scale_operand
+from ._indices import slot_operand
 from ._no_gradient import without_gradient
 
 _without_gradient = functools.partial(
@@ -39,7 +40,8 @@ def kv_cache_update(
         ``[T, Hkv, D]``, ``[T, Hkv, Dv]``, f16, bf16 or f32; D and Dv multiples of 8 up to 256.
     slot_mapping : Array
         ``[T]`` integers: token t goes to slot ``page * page_size + offset``. A slot outside the cache is skipped, so -1
-        marks padding. Where two tokens have one slot, it may hold parts of both.
+        marks padding. Where two tokens have one slot, it may hold parts of both. As an argument of ``jax.jit``, NumPy's
+        int64 is cut to its lower half by JAX itself, unless ``jax_enable_x64`` is on: pass int32 there.
     k_scale, v_scale : Array or float, optional
         ``f32[1]`` or ``f32[Hkv]``: what is stored is the row divided by it. The attention functions multiply by the
         scale of the same name.
@@ -82,7 +84,7 @@ def kv_cache_update(
     >>> cache[:, :, :, 0].astype(float).sum(axis=1).tolist()
     [[4.0, 4.0], [4.0, 4.0]]
     """
-    slots = index_operand("slot_mapping", slot_mapping, keep=("int32", "int64"))
+    slots = slot_operand("slot_mapping", slot_mapping)
     rows = (jnp.asarray(key), jnp.asarray(value), slots, scale_operand(k_scale), scale_operand(v_scale))
     if isinstance(kv_cache, tuple | list):
         refuse_layout_of_two(kv_layout)

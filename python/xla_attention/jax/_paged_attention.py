@@ -9,7 +9,8 @@ import numpy as np
 
 from .._options import refuse_window
 from ._attention import output_dtype, with_workspace
-from ._call import Array, index_operand, scale_operand, static_bool, static_f32, static_i64
+from ._call import Array, scale_operand, static_bool, static_f32, static_i64
+from ._indices import index_operand
 from ._no_gradient import without_gradient
 
 # In the order of `score_attributes`.
@@ -101,7 +102,8 @@ def paged_attention(
     Notes
     -----
     The lengths and page numbers stay on the device and are never trusted: a length is clamped to what the block table
-    can hold, a page number to the cache.
+    can hold, a page number to the cache. Integers of 64 bits saturate to 32; as arguments of ``jax.jit``, however,
+    NumPy's are cut to their lower half by JAX itself, unless ``jax_enable_x64`` is on.
 
     Examples
     --------

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._attention import output_dtype, with_workspace
-from ._call import Array, index_operand, static_bool
+from ._call import Array, static_bool
+from ._indices import slot_operand
 from ._no_gradient import without_gradient
 from ._paged_attention import ATTRIBUTES, WITH_GRADIENT, lse_of, metadata, score_attributes, score_operands
 
@@ -62,7 +63,8 @@ def paged_attention_update(
     slot_mapping : Array
         ``[T]`` integers: token t goes to slot ``page * page_size + offset``, where `block_tables` has its key. A slot
         outside the cache is skipped, so -1 marks padding. A token of a sequence whose slot is another than
-        `block_tables` has gives that sequence, and any other that reads the slot, unspecified rows.
+        `block_tables` has gives that sequence, and any other that reads the slot, unspecified rows. NumPy's int64 under
+        ``jax.jit``: see `kv_cache_update`.
     scale : float
         Multiplies ``q . k``; finite and positive.
     sliding_window, soft_cap, alibi_slopes, sinks, q_scale, batch_invariant, out_dtype
@@ -110,7 +112,7 @@ def paged_attention_update(
         *metadata(context_lens, block_tables, query_start_loc, num_seqs),
         jnp.asarray(key),
         jnp.asarray(value),
-        index_operand("slot_mapping", slot_mapping, keep=("int32", "int64")),
+        slot_operand("slot_mapping", slot_mapping),
     )
     optional = score_operands(alibi_slopes, sinks, q_scale, k_scale, v_scale)
     dtype = output_dtype(query.dtype, out_dtype)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._options import kv_layout_number
-from ._call import Array, custom_call, index_operand, scale_operand, static_bool
+from ._call import Array, custom_call, scale_operand, static_bool
+from ._indices import index_operand, slot_operand
 from ._no_gradient import without_gradient
 
 
@@ -40,7 +41,8 @@ def rope_kv_cache_update(
         ``[T, Hkv, D]``, f16, bf16 or f32; D a multiple of 8 up to 256.
     slot_mapping : Array
         ``[T]`` integers: token t goes to slot ``page * page_size + offset``. A slot outside the cache is skipped, so -1
-        marks padding; the token's queries are rotated all the same.
+        marks padding; the token's queries are rotated all the same. NumPy's int64 under ``jax.jit``: see
+        `kv_cache_update`.
     positions : Array
         ``i32[T]``: each token's row of `cos_sin`, clamped to it.
     cos_sin : Array
@@ -92,7 +94,7 @@ def rope_kv_cache_update(
     """
     operands = (
         *map(jnp.asarray, (kv_cache, query, key, value)),
-        index_operand("slot_mapping", slot_mapping, keep=("int32", "int64")),
+        slot_operand("slot_mapping", slot_mapping),
         index_operand("positions", positions),
         jnp.asarray(cos_sin),
         scale_operand(k_scale),
