@@ -8,14 +8,16 @@ import torch; `xla_attention.torch` uses it.
 
 import ctypes
 import functools
+import importlib.metadata
 import importlib.util
 import mmap
 import os
 import pathlib
 import re
 import struct
+import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from . import _library
 
@@ -88,8 +90,9 @@ class _Error(ctypes.Structure):
 def register_targets() -> None:
     """Register every target of the library with torch_xla's runtime; further calls do nothing.
 
-    The operators of `xla_attention.torch` do this by themselves. It is of use before a custom call that one builds
-    oneself, with the caution that ``docs/torch.md`` gives.
+    `xla_attention.torch` does this by itself as soon as both it and torch_xla are imported, and `use_cuda_plugin` does
+    it for the plugin. It is of use for a custom call that one builds oneself, without our operators, with the caution
+    that ``docs/torch.md`` gives.
 
     Raises
     ------
@@ -103,22 +106,30 @@ def register_targets() -> None:
     >>> import xla_attention.torch_xla
     >>> xla_attention.torch_xla.register_targets()
     """
-    torch_xla = _torch_xla()
+    _torch_xla()
     from torch_xla import runtime
 
     device = runtime.device_type()
     if _plugin is not None:
-        _register_with_plugin(_plugin)
-    elif device == "CPU":
-        api = _ffi_api(torch_xla.__version__)
-        for target in _library.targets():
-            if target.platform.decode().lower() == "cpu":
-                _register(api, target)
-    else:
+        return
+    if device != "CPU":
         raise ImportError(
             f"xla_attention: torch_xla runs on {device}; there are handlers for PJRT_DEVICE=CPU, and for CUDA after "
             "xla_attention.torch.use_cuda_plugin()"
         )
+    register_with_cpu_client()
+
+
+@functools.cache
+def register_with_cpu_client() -> None:
+    """Register the CPU handlers with the XLA client inside of torch_xla's extension module, which is loaded already.
+
+    The client is not made, and torch_xla may go on to use another device. Raises what `register_targets` raises.
+    """
+    api = _ffi_api(importlib.metadata.version("torch_xla"))
+    for target in _library.targets():
+        if target.platform.decode().lower() == "cpu":
+            _register(api, target)
 
 
 def use_cuda_plugin(path: str | os.PathLike | None = None, **options: str | bool | int | float) -> None:
@@ -149,22 +160,36 @@ def use_cuda_plugin(path: str | os.PathLike | None = None, **options: str | bool
     Traceback (most recent call last):
     ImportError: xla_attention: /nowhere/xla_cuda_plugin.so is not there; pip install jax-cuda13-pjrt==0.11.2
     """
-    global _plugin
     path = _find_plugin() if path is None else pathlib.Path(path)
     if not path.is_file():
         raise ImportError(f"xla_attention: {path} is not there; pip install jax-cuda13-pjrt==0.11.2")
-    device = "CUDA" if os.environ.get("PJRT_DEVICE") == "CUDA" else "GPU"
+    before = os.environ.get("PJRT_DEVICE")
+    device = "CUDA" if before == "CUDA" else "GPU"
+    # Where none is named, importing torch_xla chooses one and warns of it.
     os.environ["PJRT_DEVICE"] = device
+    try:
+        _use_plugin(path.resolve(), device, options)
+    except BaseException:
+        if before is None and "torch_xla" not in sys.modules:
+            del os.environ["PJRT_DEVICE"]
+        else:
+            os.environ["PJRT_DEVICE"] = before or "CPU"  # which torch_xla would have chosen
+        raise
+
+
+def _use_plugin(path: pathlib.Path, device: str, options: Mapping[str, str | bool | int | float]) -> None:
+    """Put our library before the plugin, register our handlers with it, and make it torch_xla's."""
+    global _plugin
     _torch_xla()
     import _XLAC
     from torch_xla.experimental import plugins
 
     if _XLAC._xla_runtime_is_initialized():
         raise RuntimeError("xla_attention: torch_xla has made its device already; call use_cuda_plugin() before that")
-    path = path.resolve()
     message = ctypes.create_string_buffer(1024)
     if _library.library().xa_stand_before_pjrt_plugin(os.fsencode(path), message, len(message)):
         raise RuntimeError(f"xla_attention: {message.value.decode()}")
+    _register_with_plugin(path)
 
     class Plugin(plugins.DevicePlugin):
         def library_path(self) -> str:

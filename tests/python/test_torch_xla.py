@@ -1,9 +1,5 @@
 """What torch_xla makes of our calls: programs, their text, and the wrong answers that it would give by itself."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -143,18 +139,11 @@ def test_nothing_falls_back_and_steps_of_equal_shape_compile_once(operands):
     assert metrics.metric_data("CompileTime") is None
 
 
-def test_a_call_of_ones_own_finds_the_handler():
-    """Seed 002's call, by the plain name, after `register_targets`."""
-    import _XLAC
-
-    xt.register_targets()
-    a, b = torch.arange(8.0).to("xla"), torch.full((8,), 10.0).to("xla")
-    (out,) = _XLAC._xla_custom_call([a, b], "XlaGpuSimpleAdd", [[8]], [torch.float32], False, "", 4, {})
-    assert out.cpu().tolist() == (torch.arange(8.0) + 10).tolist()
-
-
 def test_registering_twice_is_fine():
-    xt.register_targets.__wrapped__()
+    from xla_attention import torch_xla as runtime
+
+    runtime.register_with_cpu_client()
+    runtime.register_with_cpu_client.__wrapped__()
     xt.register_targets()
 
 
@@ -184,101 +173,3 @@ def test_cuda_tensors_under_openxla_are_refused_with_the_ways_out(monkeypatch):
     monkeypatch.setattr(_define.Call, "device", lambda _: torch.device("cuda", 0))
     with pytest.raises(RuntimeError, match="move them there .* or use backend='inductor'"):
         compiled(lambda x: xt.simple_add(x, x))(a)
-
-
-def run_alone(code):
-    """Run a program of its own, on the CPU; its output."""
-    environment = {**os.environ, "PJRT_DEVICE": "CPU"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.strip()
-
-
-def test_other_devices_are_refused_with_the_way_out():
-    code = """
-import torch_xla.runtime
-torch_xla.runtime.device_type = lambda: "TPU"
-import xla_attention.torch_xla
-try:
-    xla_attention.torch_xla.register_targets()
-except ImportError as error:
-    print(error)
-"""
-    assert "torch_xla runs on TPU; there are handlers for PJRT_DEVICE=CPU, and for CUDA after" in run_alone(code)
-
-
-def test_a_cuda_plugin_that_cannot_be_used_is_said():
-    code = """
-import os, ctypes.util
-from xla_attention.torch import use_cuda_plugin
-for path in ("/nowhere/plugin.so", os.path.realpath(ctypes.CDLL(None) and __import__("_ctypes").__file__)):
-    try:
-        use_cuda_plugin(path)
-    except (ImportError, RuntimeError) as error:
-        print(type(error).__name__, error)
-import torch, torch_xla
-os.environ["PJRT_DEVICE"] = "CPU"
-torch.ones(2, device="xla").cpu()
-try:
-    use_cuda_plugin(__file__ if "__file__" in globals() else os.__file__)
-except RuntimeError as error:
-    print(error)
-"""
-    missing, wrong, late = run_alone(code).splitlines()
-    assert missing.startswith("ImportError xla_attention: /nowhere/plugin.so is not there; pip install jax-cuda13-pjrt")
-    assert wrong.startswith("RuntimeError") and "is no PJRT plugin" in wrong
-    assert "torch_xla has made its device already" in late
-
-
-def test_seed_002_defines_its_own_operator_beside_us():
-    """`Library("xla_gpu", "DEF")` as the seed has it; only the handlers are ours."""
-    code = """
-import torch, torch_xla, _XLAC
-import xla_attention.torch_xla
-xla_attention.torch_xla.register_targets()
-lib = torch.library.Library("xla_gpu", "DEF")
-lib.define("simple_add(Tensor a, Tensor b) -> Tensor")
-
-@torch.library.impl(lib, "simple_add", "XLA")
-def simple_add_xla(a, b):
-    return _XLAC._xla_custom_call([a, b], "XlaGpuSimpleAdd", [list(a.shape)], [a.dtype], False, "", 4, {})[0]
-
-a = torch.ones(3, device="xla")
-print(torch.ops.xla_gpu.simple_add(a, a).cpu().tolist())
-import xla_attention.torch as xt
-print(torch.ops.xla_gpu.simple_add(a, a).cpu().tolist(), xt.merge_attention_states is not None)
-"""
-    assert run_alone(code).splitlines() == ["[2.0, 2.0, 2.0]", "[2.0, 2.0, 2.0] True"]
-
-
-@pytest.mark.parametrize("first", ["torch_xla", "xla_attention.torch"])
-def test_the_order_of_imports_does_not_matter(first):
-    second = {"torch_xla": "xla_attention.torch"}.get(first, "torch_xla")
-    code = f"""
-import {first}, {second}
-import torch, torch_xla.experimental.custom_kernel
-import xla_attention.torch as xt
-xt.provide_xla_ops()
-a = torch.ones(2, device="xla")
-print(xt.simple_add(a, a).cpu().tolist(), torch.ops.xla.flash_attn_varlen_op is not None)
-"""
-    assert run_alone(code) == "[2.0, 2.0] True"
-
-
-def test_torch_xlas_operator_is_ours_on_the_cpu():
-    """Against torch_xla's own reference, which is no kernel."""
-    code = """
-import torch
-import torch_xla.experimental.custom_kernel as kernels
-import xla_attention.torch as xt
-xt.provide_xla_ops()
-torch.manual_seed(0)
-q, pages = torch.randn(20, 4, 64), torch.randn(12, 8, 4, 64)
-lens, tables = torch.tensor([20, 9, 33], dtype=torch.int32), torch.arange(15, dtype=torch.int32).reshape(3, 5) % 12
-starts, count = torch.tensor([0, 15, 16, 20], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
-arguments = (q, pages, lens, tables, starts, count)
-found = torch.ops.xla.ragged_paged_attention(*arguments, 0.125)
-wanted = kernels._ragged_paged_attention_nonkernel(*arguments, sm_scale=0.125, k_scale=None, v_scale=None)
-print((found - wanted).abs().max().item() < 1e-5)
-"""
-    assert run_alone(code).splitlines()[-1] == "True"

@@ -1,13 +1,14 @@
 """The operators for PyTorch: eager on CPU and CUDA, in torch_xla's graphs, under ``torch.compile``.
 
 Importing this module defines ``torch.ops.xla_gpu.*`` and ``torch.ops.xla.flash_attn_varlen_op``; one that somebody has
-defined before is kept, and said in the log. torch_xla is not needed and not imported; where it is used, our handlers
-are registered with its runtime at the first call.
+defined before is kept, and said in the log. torch_xla is not needed and not imported; our handlers are registered with
+its runtime as soon as it is imported, before or after this module.
 """
 
 from ..torch_xla import register_targets, use_cuda_plugin
 from . import vllm_style
 from ._flash_attn_varlen import flash_attn_varlen
+from ._import_hook import register_once_imported
 from ._kv_cache_update import kv_cache_update, update_cache_
 from ._merge_attention_states import merge_attention_states
 from ._paged_attention import paged_attention, ragged_paged_attention
@@ -34,3 +35,5 @@ __all__ = [
     "vllm_style",
     "xla_gpu_paged_attention",
 ]
+
+register_once_imported()

@@ -1,10 +1,13 @@
 """Our implementations behind torch_xla's own operators."""
 
 import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from ._define import exists, fragment
+from ._define import fragment
 from ._paged_attention import ragged_paged_attention
 
 # torch_xla 2.9's (torch_xla/experimental/custom_kernel.py).
@@ -18,11 +21,11 @@ _SCHEMA = (
 
 @functools.cache
 def provide_xla_ops() -> None:
-    """Put our implementation behind ``torch.ops.xla.ragged_paged_attention`` for CPU and CUDA tensors.
+    """Put our implementation behind ``torch.ops.xla.ragged_paged_attention``, on CPU, CUDA and XLA tensors.
 
-    torch_xla implements it for TPUs. Its definition is kept where there is one (it comes with
-    ``torch_xla.experimental.custom_kernel``); otherwise the operator is defined, with the schema of torch_xla 2.9.
-    Further calls do nothing.
+    torch_xla defines the operator when ``torch_xla.experimental.custom_kernel`` is imported, so this imports it where
+    torch_xla is installed; elsewhere the operator is defined here, with the schema of torch_xla 2.9. On TPUs the kernel
+    of torch_xla stays. Further calls do nothing.
 
     Examples
     --------
@@ -33,9 +36,25 @@ def provide_xla_ops() -> None:
     torch.Size([1, 4, 128])
     """
     library, name = fragment("xla"), "ragged_paged_attention"
-    defined = exists("xla", name)
-    if not defined:
+    try:
+        from torch_xla.experimental import custom_kernel
+    except ImportError:
+        # torch_xla is not installed, or not for this torch.
         library.define(name + _SCHEMA)
         torch.library.register_fake(f"xla::{name}", ragged_paged_attention, lib=library)
+    else:
+        on_xla = functools.partial(_on_xla, custom_kernel.ragged_paged_attention_xla)
+        with warnings.catch_warnings():
+            # torch warns of the first kernel of a process that takes another's place.
+            warnings.filterwarnings("ignore", ".*other operators may also be overridden", UserWarning)
+            library.impl(name, on_xla, "XLA", allow_override=True)
     for key in ("CPU", "CUDA"):
-        library.impl(name, ragged_paged_attention, key, allow_override=defined)
+        library.impl(name, ragged_paged_attention, key)
+
+
+def _on_xla(on_tpu: Callable[..., torch.Tensor], *arguments: Any, **options: Any) -> torch.Tensor:  # noqa: ANN401
+    """Ours, but on TPUs, for which there are no kernels of ours."""
+    from torch_xla import runtime
+
+    run = on_tpu if runtime.device_type() == "TPU" else ragged_paged_attention
+    return run(*arguments, **options)

@@ -1,0 +1,65 @@
+"""Registration with torch_xla as soon as both are imported, in either order.
+
+Importing torch_xla from here would cost every user of torch 2.6 s, and it changes the whole process: ``XLA_FLAGS``,
+``PJRT_DEVICE``, logging, and Dynamo's dynamic shapes.
+"""
+
+import importlib.abc
+import importlib.machinery
+import logging
+import sys
+import types
+from collections.abc import Sequence
+
+from ..torch_xla import register_with_cpu_client
+
+_LOG = logging.getLogger("xla_attention.torch")
+_NAME = "torch_xla"
+
+
+def register_once_imported() -> None:
+    """Register the handlers with torch_xla: now if it is imported, otherwise right after it is."""
+    if _NAME in sys.modules:
+        _register()
+    else:
+        sys.meta_path.insert(0, _Finder())
+
+
+def _register() -> None:
+    """Register; the log tells of a runtime that takes no handlers, and the first call that needs them raises."""
+    try:
+        register_with_cpu_client()
+    except (ImportError, RuntimeError) as error:
+        _LOG.warning("no handlers are registered with torch_xla: %s", error)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds torch_xla where the other finders do, with a loader that registers afterwards."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _NAME:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """Loads a module by its own loader, which the module keeps, and then registers."""
+
+    def __init__(self, loader: importlib.abc.Loader, finder: _Finder) -> None:
+        self._loader, self._finder = loader, finder
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        _register()

@@ -1,0 +1,211 @@
+"""Programs of their own: what is imported first, and what a failed call leaves behind."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("xla_device")
+
+# Seeds 001 and 002: a call of the user's own, by the plain name.
+CALL = """
+import torch, torch_xla
+a, b = torch.arange(8.0, device="xla"), torch.full((8,), 10.0, device="xla")
+out = torch_xla._XLAC._xla_custom_call([a, b], "XlaGpuSimpleAdd", [list(a.shape)], [a.dtype], False, "", 4, {})[0]
+print(out.cpu().tolist() == (torch.arange(8.0) + 10).tolist())
+"""
+# Seed 002's operator, which is ours too.
+DEFINE = """
+import torch, torch_xla
+lib = torch.library.Library("xla_gpu", "DEF")
+lib.define("simple_add(Tensor a, Tensor b) -> Tensor")
+
+@torch.library.impl(lib, "simple_add", "XLA")
+def simple_add_xla(a, b):
+    arguments = [a, b], "XlaGpuSimpleAdd", [list(a.shape)], [a.dtype], False, "", 4, {}
+    return torch_xla._XLAC._xla_custom_call(*arguments)[0]
+"""
+
+
+def run_alone(code, device="CPU"):
+    """Run a program of its own; its output."""
+    environment = {**os.environ, "PJRT_DEVICE": device}
+    if device is None:
+        del environment["PJRT_DEVICE"]
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import xla_attention.torch, torch_xla",
+        "import torch_xla, xla_attention.torch",
+        "import importlib.util, xla_attention.torch; importlib.util.find_spec('torch_xla'); import torch_xla",
+    ],
+)
+def test_a_call_of_ones_own_finds_the_handler_whichever_is_imported_first(imports):
+    assert run_alone(imports + CALL) == "True"
+
+
+def test_our_import_neither_imports_torch_xla_nor_leaves_a_trace_of_its_hook():
+    code = """
+import sys, xla_attention.torch
+print("torch_xla" in sys.modules)
+import torch_xla
+print(type(torch_xla.__loader__).__name__, type(torch_xla.__spec__.loader).__name__)
+print([finder for finder in sys.meta_path if "xla_attention" in type(finder).__module__])
+"""
+    assert run_alone(code).splitlines() == ["False", "SourceFileLoader SourceFileLoader", "[]"]
+
+
+def test_an_import_of_torch_xla_that_fails_may_be_repeated(tmp_path):
+    (tmp_path / "torch_xla.py").write_text("raise ImportError('not this one')")
+    code = f"""
+import sys, xla_attention.torch
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    import torch_xla
+except ImportError as error:
+    print(error)
+sys.path.pop(0)
+"""
+    assert run_alone(code + CALL).splitlines() == ["not this one", "True"]
+
+
+def test_a_torch_xla_that_takes_no_handlers_is_imported_all_the_same():
+    """Its operators then say why they do not work."""
+    code = """
+import xla_attention.torch as xt, xla_attention.torch_xla as runtime
+def no_ffi(version):
+    raise ImportError(f"no XLA FFI is found in torch_xla {version}")
+runtime._ffi_api = no_ffi
+import torch, torch_xla
+a = torch.ones(2)
+print((a.to("xla") + 1).cpu().tolist(), xt.simple_add(a, a).tolist())
+try:
+    xt.simple_add(a.to("xla"), a.to("xla"))
+except ImportError as error:
+    print(error)
+"""
+    assert run_alone(code).splitlines() == ["[2.0, 2.0] [2.0, 2.0]", "no XLA FFI is found in torch_xla 2.9.0"]
+
+
+def test_seed_002_defines_its_own_operator_before_us():
+    code = """
+import xla_attention.torch as xt
+a = torch.ones(3, device="xla")
+print(torch.ops.xla_gpu.simple_add(a, a).cpu().tolist(), xt.merge_attention_states is not None)
+"""
+    assert run_alone(DEFINE + code) == "[2.0, 2.0, 2.0] True"
+
+
+def test_seed_002_defines_its_own_operator_over_our_handlers_alone():
+    code = """
+import xla_attention.torch_xla
+xla_attention.torch_xla.register_targets()
+a = torch.ones(3, device="xla")
+print(torch.ops.xla_gpu.simple_add(a, a).cpu().tolist())
+"""
+    assert run_alone(DEFINE + code) == "[2.0, 2.0, 2.0]"
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "xt.provide_xla_ops(); import torch_xla.experimental.custom_kernel",
+        "import torch_xla.experimental.custom_kernel; xt.provide_xla_ops()",
+    ],
+)
+def test_torch_xlas_operator_is_ours_in_any_order_of_imports(order):
+    """Against torch_xla's own reference, which is no kernel; on XLA tensors as a custom call."""
+    code = f"""
+import torch, xla_attention.torch as xt
+{order}
+import torch_xla.experimental.custom_kernel as kernels
+torch.manual_seed(0)
+q, pages = torch.randn(20, 4, 64), torch.randn(12, 8, 4, 64)
+lens, tables = torch.tensor([20, 9, 33], dtype=torch.int32), torch.arange(15, dtype=torch.int32).reshape(3, 5) % 12
+starts, count = torch.tensor([0, 15, 16, 20], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+arguments = (q, pages, lens, tables, starts, count)
+wanted = kernels._ragged_paged_attention_nonkernel(*arguments, sm_scale=0.125, k_scale=None, v_scale=None)
+
+def attend(*arguments):
+    return torch.ops.xla.ragged_paged_attention(*arguments, 0.125)
+
+on_xla = [x.to("xla") for x in arguments]
+hlo = torch_xla._XLAC._get_xla_tensors_hlo([attend(*on_xla)])
+print('custom_call_target="xla_gpu_paged_attention"' in hlo)
+compiled = torch.compile(attend, backend="openxla", fullgraph=True)
+for found in (attend(*arguments), attend(*on_xla).cpu(), compiled(*on_xla).cpu()):
+    print((found - wanted).abs().max().item() < 1e-5)
+"""
+    assert run_alone(code).splitlines()[-4:] == ["True"] * 4
+
+
+def test_on_tpus_torch_xlas_own_operator_stays():
+    code = """
+import torch, torch_xla.runtime, torch_xla.experimental.custom_kernel as kernels
+kernels.ragged_paged_attention_xla = lambda q, *rest: q + 7
+import xla_attention.torch as xt
+xt.provide_xla_ops()
+torch_xla.runtime.device_type = lambda: "TPU"
+x = torch.zeros(1, device="xla")
+print(torch.ops.xla.ragged_paged_attention(x, x, x, x, x, x).cpu().tolist())
+"""
+    assert run_alone(code) == "[7.0]"
+
+
+def test_other_devices_are_refused_with_the_way_out():
+    code = """
+import torch_xla.runtime
+torch_xla.runtime.device_type = lambda: "TPU"
+import xla_attention.torch_xla
+try:
+    xla_attention.torch_xla.register_targets()
+except ImportError as error:
+    print(error)
+"""
+    assert "torch_xla runs on TPU; there are handlers for PJRT_DEVICE=CPU, and for CUDA after" in run_alone(code)
+
+
+@pytest.mark.parametrize("device", [None, "CUDA"])
+def test_a_cuda_plugin_that_cannot_be_used_is_said_and_changes_nothing(device):
+    """PJRT_DEVICE is what it was, or what torch_xla chooses by itself; the CPU goes on working."""
+    code = """
+import os, _ctypes
+from xla_attention.torch import use_cuda_plugin
+for path in ("/nowhere/plugin.so", os.path.realpath(_ctypes.__file__)):
+    try:
+        use_cuda_plugin(path)
+    except (ImportError, RuntimeError) as error:
+        print(os.environ.get("PJRT_DEVICE"), type(error).__name__, error)
+os.environ["PJRT_DEVICE"] = "CPU"
+import torch, torch_xla
+print((torch.ones(2, device="xla") + 1).cpu().tolist())
+try:
+    use_cuda_plugin(os.__file__)
+except RuntimeError as error:
+    print(os.environ.get("PJRT_DEVICE"), error)
+"""
+    missing, wrong, number, late = run_alone(code, device).splitlines()
+    assert missing.startswith(f"{device} ImportError xla_attention: /nowhere/plugin.so is not there; pip install jax-")
+    assert wrong.startswith(f"{device or 'CPU'} RuntimeError") and "is no PJRT plugin" in wrong
+    assert number == "[2.0, 2.0]"
+    assert late.startswith("CPU") and "torch_xla has made its device already" in late
+
+
+def test_a_cuda_plugin_without_torch_xla_leaves_no_device_behind(tmp_path):
+    (tmp_path / "torch_xla.py").write_text("raise ImportError('not this one')")
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(tmp_path)!r})
+from xla_attention.torch_xla import use_cuda_plugin
+try:
+    use_cuda_plugin(os.__file__)
+except ImportError as error:
+    print("PJRT_DEVICE" in os.environ, error)
+"""
+    assert run_alone(code, None).startswith("False xla_attention: torch_xla cannot be imported (not this one)")
