@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -161,6 +162,16 @@ class Action(enum.IntEnum):
     LAUNCH_CUDA = 3
 
 
+class _Messages(threading.local):
+    """Buffers for the texts of errors: one for each thread, and more where calls of a thread are nested."""
+
+    def __init__(self) -> None:
+        self.free: list[ctypes.Array] = []
+
+
+_MESSAGES = _Messages()
+
+
 class Request:
     """A call of an operator, described once and taken as often as wanted; by one thread at a time.
 
@@ -194,7 +205,6 @@ class Request:
             attributes=(_Attribute * len(values))(*values),
             num_attributes=len(values),
         )
-        self._message = ctypes.create_string_buffer(1024)
 
     def place(self, operands: Iterable[int], results: Iterable[int]) -> None:
         """Set the addresses, 0 for what is left out."""
@@ -215,10 +225,14 @@ class Request:
             It could not be run.
         """
         self._request.action, self._request.stream = action, stream
-        code = self._lib.xa_call(ctypes.byref(self._request), self._message, len(self._message))
+        # Taken out of the list while it is in use: a signal handler may make a call of its own meanwhile.
+        message = _MESSAGES.free.pop() if _MESSAGES.free else ctypes.create_string_buffer(1024)
+        code = self._lib.xa_call(ctypes.byref(self._request), message, len(message))
+        text = message.value.decode() if code else ""
+        _MESSAGES.free.append(message)
         if code:
             error = {_INVALID_ARGUMENT: ValueError, _UNIMPLEMENTED: NotImplementedError}.get(code, RuntimeError)
-            raise error(self._message.value.decode())
+            raise error(text)
 
 
 def check(

@@ -1,5 +1,8 @@
 """Options that every front-end gives as Python values."""
 
+import operator
+from collections.abc import Sequence
+
 import numpy as np
 
 # The attribute kv_layout of SPEC 2.6.
@@ -38,6 +41,25 @@ def refuse_window(sliding_window: int | None, target: str = "") -> None:
     """A window has room for the query's own key at least."""
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"{target}sliding_window is {sliding_window}, expected >= 1, or None")
+
+
+def window_pair(window: Sequence[int]) -> tuple[int, int]:
+    """The window of flash_attn_varlen: how many keys before and after its own position a query sees."""
+    try:
+        left, right = map(operator.index, window)
+    except (TypeError, ValueError):
+        text = f"xla_gpu_flash_attn_varlen: window is {window!r}, expected (left, right), two integers, -1 for no limit"
+        raise ValueError(text) from None
+    return left, right
+
+
+def refuse_dropout(dropout_p: float) -> None:
+    """No kernel drops weights."""
+    if dropout_p:
+        raise NotImplementedError(
+            f"xla_gpu_flash_attn_varlen: dropout_p is {dropout_p}, and no kernel drops weights; pass 0.0, and "
+            "drop elements of the output instead"
+        )
 
 
 def refuse_values(v: object, kv_layout: str | None, a_value: str) -> None:

@@ -49,6 +49,18 @@ def xla_device():
     return "xla"
 
 
+@pytest.fixture(scope="session")
+def all_torch_devices(request):
+    """torch counts devices at its first backward call, and never again."""
+    try:
+        import torch_xla  # noqa: F401
+    except ImportError:
+        return
+    import torch
+
+    torch.zeros(1, device=request.getfixturevalue("xla_device"))
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu), "xla"])
 def torch_device(request):
     """Where the tensors of a test are."""

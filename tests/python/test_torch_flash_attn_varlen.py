@@ -119,6 +119,10 @@ def test_torch_checks_the_operator():
         ({"v": None}, ValueError, "v is None, expected a tensor"),
         ({"v": None, "kv_layout": "tiled"}, ValueError, "kv_layout is 'tiled', expected 'interleaved'"),
         ({"window": (-2, 0)}, ValueError, "window_left is -2"),
+        ({"window": 4}, ValueError, r"window is 4, expected \(left, right\)"),
+        ({"window": (1, 2, 3)}, ValueError, r"window is \(1, 2, 3\), expected"),
+        ({"window": (1.5, 2)}, ValueError, r"window is \(1.5, 2\), expected \(left, right\), two integers"),
+        ({"dropout_p": 0.1}, NotImplementedError, "dropout_p is 0.1, and no kernel drops weights; pass 0.0"),
         ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q is -1"),
         ({"block_table": torch.zeros(2, 1, dtype=torch.int32)}, ValueError, "a block_table needs seqused_k"),
     ],
@@ -129,3 +133,9 @@ def test_mistakes_are_refused_before_anything_runs(changes, error, text):
     arguments = {"q": tensor(q), "k": tensor(k), "v": tensor(v), "cu_seqlens_q": tensor(starts), **changes}
     with pytest.raises(error, match=text):
         xt.flash_attn_varlen(**arguments)
+
+
+def test_no_dropout_is_taken():
+    (q, k, v, starts, _), _ = varlen([(3, 3), (4, 4)])
+    operands = [tensor(x) for x in (q, k, v, starts)]
+    assert torch.equal(xt.flash_attn_varlen(*operands, dropout_p=0.0), xt.flash_attn_varlen(*operands))

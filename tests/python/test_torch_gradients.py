@@ -9,16 +9,7 @@ from oracle_gradients import assert_gradients
 from torch_side import array, tensor, torch
 
 MIXED = [(33, 33), (1, 50), (5, 70), (0, 9), (3, 0), (9, 4)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _all_devices_are_known(request):
-    """torch counts devices at its first backward call, and never again."""
-    try:
-        import torch_xla  # noqa: F401
-    except ImportError:
-        return
-    torch.zeros(1, device=request.getfixturevalue("xla_device"))
+pytestmark = pytest.mark.usefixtures("all_torch_devices")
 
 
 def gradients(device, operands, options, *, with_lse=False):

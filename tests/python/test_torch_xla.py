@@ -161,7 +161,7 @@ def test_without_symbols_the_table_is_still_found():
 
 def test_tensors_of_several_devices_are_refused(operands):
     query, *rest = (tensor(x) for x in operands)
-    with pytest.raises(ValueError, match="expected all on one device"):
+    with pytest.raises(ValueError, match="kv_cache is on cpu, query on xla:0; expected all on one device"):
         xt.paged_attention(query.to("xla"), *rest, scale=0.125)
 
 

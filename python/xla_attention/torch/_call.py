@@ -1,7 +1,7 @@
 """A call of an operator as data, on its way from a front-end's arguments to a backend."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ class Call:
     """Operands, results and attributes in the order of the target's signature; None for what is left out."""
 
     target: str
-    operands: Sequence[torch.Tensor | None]
+    operands: Mapping[str, torch.Tensor | None]
     results: Sequence[Result | None]
     attributes: Mapping[str, np.generic]
     # The operands that may have any strides but for the last dimension's, which is 1.
@@ -59,24 +59,24 @@ class Call:
 
     def device(self) -> torch.device:
         """Where all operands are; tensors on different devices are a ValueError."""
-        tensors = [tensor for tensor in self.operands if tensor is not None]
-        for position, tensor in enumerate(tensors):
-            if tensor.device != tensors[0].device:
+        given = [(name, tensor.device) for name, tensor in self.operands.items() if tensor is not None]
+        first, device = given[0]
+        for name, other in given:
+            if other != device:
                 raise ValueError(
-                    f"{self.target}: tensor {position} of the call is on {tensor.device}, the first one on "
-                    f"{tensors[0].device}; expected all on one device"
+                    f"{self.target}: {name} is on {other}, {first} on {device}; expected all on one device"
                 )
-        return tensors[0].device
+        return device
 
     def check(self) -> None:
         """Hold the call against the operator's definition; nothing is read. Symbolic sizes are left to the run."""
-        tensors = [*self.operands, *self.results]
+        tensors = [*self.operands.values(), *self.results]
         if all(isinstance(size, int) for tensor in tensors if tensor is not None for size in tensor.shape):
-            operands, results = (_shapes(side) for side in (self.operands, self.results))
+            operands, results = (_shapes(side) for side in (self.operands.values(), self.results))
             _library.check(self.target, operands, results, self.attributes)
 
 
-def _shapes(tensors: Sequence[torch.Tensor | Result | None]) -> list[tuple[Sequence[int], int] | None]:
+def _shapes(tensors: Iterable[torch.Tensor | Result | None]) -> list[tuple[Sequence[int], int] | None]:
     return [None if tensor is None else (tensor.shape, _number(tensor.dtype)) for tensor in tensors]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import _eager, _xla
+from . import _eager, _in_place, _xla
 from ._call import Call
 
 _LOG = logging.getLogger("xla_attention.torch")
@@ -38,6 +38,7 @@ def define(
     in_place: bool = False,
     backward: Callable[..., Any] | None = None,
     remember: Callable[..., None] | None = None,
+    instead: str = "",
 ) -> None:
     """Define an operator for the CPU, CUDA, XLA and tracing, unless it exists.
 
@@ -52,12 +53,15 @@ def define(
     answer
         What the operator returns of the call's results.
     in_place
-        It changes operands, which the call's results alias. torch_xla takes no such operator outside of compiled code.
+        It changes operands, which the call's results alias. torch_xla takes no such operator outside of compiled code,
+        and torch no `backward`.
     backward
         The gradients of all arguments, from the contexts and gradients that torch gives; otherwise asking for one is a
         NotImplementedError.
     remember
         What puts into the context, of the arguments and results, what `backward` needs.
+    instead
+        What has a gradient, where this has no `backward`; the error names it.
     """
     namespace, _, operator = name.partition("::")
     base, _, overload = operator.partition(".")
@@ -82,11 +86,14 @@ def define(
 
     library.impl(operator, eager, "CPU")
     library.impl(operator, eager, "CUDA")
-    if not in_place:
+    refuse = _no_gradient(name, instead)
+    if in_place:
+        packet = getattr(getattr(torch.ops, namespace), base)
+        _in_place.refuse_gradients(library, operator, getattr(packet, overload or "default"), refuse)
+    else:
         library.impl(operator, xla, "XLA")
-        torch.library.register_autograd(
-            name, backward or _no_gradient(name), setup_context=remember or _remember_device, lib=library
-        )
+        context = remember or _remember_device
+        torch.library.register_autograd(name, backward or refuse, setup_context=context, lib=library)
     torch.library.register_fake(name, fake, lib=library)
 
 
@@ -112,11 +119,13 @@ def _remember_device(ctx: Any, inputs: Sequence[Any], output: Any) -> None:  # n
     ctx.device = next(x.device for x in inputs if isinstance(x, torch.Tensor))
 
 
-def _no_gradient(name: str) -> Callable[..., Any]:
+def _no_gradient(name: str, instead: str) -> Callable[..., Any]:
+    ways = "detach the operands, or use torch.no_grad()"
+    if instead:
+        ways = f"use {instead}, {ways}"
+
     def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: ANN401
-        raise NotImplementedError(
-            f"{name}: its gradient is not built yet on {ctx.device}; detach the operands, or use torch.no_grad()"
-        )
+        raise NotImplementedError(f"{name}: its gradient is not built yet on {ctx.device}; {ways}")
 
     return backward
 

@@ -1,24 +1,25 @@
 """Calls on torch's own tensors, on the CPU and on CUDA's current stream."""
 
+import collections
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from .._library import Action, Request, View
+from .._library import Action, Request, ShapeAndDtype, View
 from ._call import DTYPES, Call, Result
 
 _LOG = logging.getLogger("xla_attention.torch")
-_MOST_KNOWN = 4096
+_MOST_KNOWN = 256
 
 
 class _Known(threading.local):
-    """Requests by all that they describe: making one takes longer than a small kernel."""
+    """Requests by all that they describe, the last used one last: making one takes longer than a small kernel."""
 
     def __init__(self) -> None:
-        self.requests: dict[tuple, Request] = {}
+        self.requests: collections.OrderedDict[tuple, Request] = collections.OrderedDict()
 
 
 _KNOWN = _Known()
@@ -38,14 +39,25 @@ def run(call: Call, *, in_place: bool = False) -> list[torch.Tensor | None]:
     -------
     list of Tensor
         As ``call.results``; on CUDA they are ready when the current stream is.
+
+    Raises
+    ------
+    ValueError
+        As `Call.check` says; or an operand that is written to overlaps itself or another.
     """
     device = call.device()
-    kept = call.aliases.values() if in_place else ()
-    operands = [t if i in kept else _readable(call, i, t) for i, t in enumerate(call.operands)]
+    written = call.aliases.values() if in_place else ()
+    operands = [t if i in written else _readable(call, i, name, t) for i, (name, t) in enumerate(call.operands.items())]
+    if written:
+        by_name = dict(zip(call.operands, operands, strict=True))
+        for index in written:
+            _refuse_overlap(call.target, by_name, tuple(by_name)[index])
     places = [None if t is None else (t.shape, t.stride(), t.dtype) for t in operands]
     key = (call.target, device, in_place, *places, *call.results, call.workspace, *call.attributes.values())
-    request = _KNOWN.requests.get(key)
-    if request is None:
+    # Taken out while it is in use: a signal handler, a finaliser or a trace function may make the same call meanwhile.
+    request = _KNOWN.requests.pop(key, None)
+    is_new = request is None
+    if is_new:
         call.check()
     results = [
         operands[call.aliases[i]] if in_place and i in call.aliases else _new(result, device)
@@ -54,7 +66,6 @@ def run(call: Call, *, in_place: bool = False) -> list[torch.Tensor | None]:
     # The CPU uses no workspace.
     wants_workspace = call.workspace is not None and device.type == "cuda"
     outputs = [*results, _new(call.workspace.result(), device)] if wants_workspace else results
-    is_new = request is None
     if is_new:
         request = Request(call.target, _views(operands), _views(outputs), call.attributes)
     request.place(_addresses(operands), _addresses(outputs))
@@ -65,10 +76,13 @@ def run(call: Call, *, in_place: bool = False) -> list[torch.Tensor | None]:
             if is_new:
                 request.take(Action.PREPARE_CUDA)
             request.take(Action.LAUNCH_CUDA, stream)
-    if is_new:
-        if len(_KNOWN.requests) >= _MOST_KNOWN:
-            _KNOWN.requests.clear()
-        _KNOWN.requests[key] = request
+    for index in written:
+        if not operands[index].is_inference():
+            # If some gradient needs the tensor as it was, torch then says that it has been changed.
+            torch.autograd.graph.increment_version(operands[index])
+    _KNOWN.requests[key] = request
+    if len(_KNOWN.requests) > _MOST_KNOWN:
+        _KNOWN.requests.popitem(last=False)
     return results
 
 
@@ -84,26 +98,73 @@ def _on(device: torch.device) -> Iterator[int | None]:
         yield torch.cuda.current_stream().cuda_stream
 
 
-def _readable(call: Call, index: int, tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _readable(call: Call, index: int, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
     """The operand, or a dense copy where its strides are not what the operator reads."""
     if tensor is None or tensor.is_contiguous():
         return tensor
-    if index in call.strided and tensor.stride(-1) == 1 and not _overlaps(tensor):
+    if index in call.strided and tensor.stride(-1) == 1 and not _repeats(tensor):
         return tensor
-    _LOG.debug("%s: operand %d has strides %s and is copied to be dense", call.target, index, tensor.stride())
+    _LOG.debug("%s: %s has strides %s and is copied to be dense", call.target, name, tensor.stride())
     return tensor.contiguous()
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
+def _repeats(tensor: torch.Tensor) -> bool:
+    """Whether an expanded dimension has several elements in one place."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _refuse_overlap(target: str, operands: Mapping[str, torch.Tensor | None], name: str) -> None:
+    """Refuse an operand that cannot be written to in place, as torch does for its own operators.
+
+    Tensors with gaps that lie between one another's elements, such as ``kv[:, 0]`` and ``kv[:, 1]``, are allowed.
+    """
+    written = operands[name]
+    if not written.numel():
+        return
+    dense = written.is_contiguous()
+    if not dense and _repeats(written):
+        raise ValueError(
+            f"{target}: {name} is written to and has strides {written.stride()}, with several elements in one place; "
+            "expected each in its own: clone() it first"
+        )
+    first, last = _ends(written)
+    for other, tensor in operands.items():
+        if tensor is None or other == name or not tensor.numel():
+            continue
+        begin, end = _ends(tensor)
+        if end < first or last < begin:
+            continue
+        # Of two with gaps, torch does not find out either.
+        if (
+            (dense and (first <= begin or end <= last))
+            or (tensor.is_contiguous() and (begin <= first or last <= end))
+            or (begin == first or end == last)
+        ):
+            raise ValueError(f"{target}: {name} is written to and overlaps {other}; clone() one of them first")
+
+
+def _ends(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first and of the last byte, of a tensor with any."""
+    first = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return first, first + tensor.nbytes - 1
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (steps + 1) * tensor.element_size() - 1
 
 
 def _new(result: Result | None, device: torch.device) -> torch.Tensor | None:
     return None if result is None else torch.empty(result.shape, dtype=result.dtype, device=device)
 
 
-def _views(tensors: Sequence[torch.Tensor | None]) -> list[View | None]:
-    return [None if t is None else View(t.shape, DTYPES[t.dtype], t.stride()) for t in tensors]
+def _views(tensors: Sequence[torch.Tensor | None]) -> list[ShapeAndDtype | View | None]:
+    return [None if t is None else _view(t) for t in tensors]
+
+
+def _view(tensor: torch.Tensor) -> ShapeAndDtype | View:
+    """The tensor's description. Strides that torch gives a contiguous one mean nothing where there is one element."""
+    if tensor.is_contiguous():
+        return tensor.shape, DTYPES[tensor.dtype]
+    return View(tensor.shape, DTYPES[tensor.dtype], tensor.stride())
 
 
 def _addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from .._options import kv_layout_number, refuse_untold_lengths, refuse_values
+from .._options import kv_layout_number, refuse_dropout, refuse_untold_lengths, refuse_values, window_pair
 from ._call import Call, Result, Workspace, f32_operand, index_operand, output_dtype, scale_operand
 from ._define import define, scale_tensor
 from ._flash_attn_varlen_bwd import gradients, remember, shared_attributes
@@ -37,6 +37,7 @@ def flash_attn_varlen(
     batch_invariant: bool = False,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
+    dropout_p: float = 0.0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of a ragged batch of query rows over packed keys, or over the pages of a cache.
 
@@ -93,6 +94,8 @@ def flash_attn_varlen(
         bf16 (the default) or f16 with f8e4m3fn queries; otherwise q's dtype and nothing else.
         Hopper multiplies long f8e4m3fn sequences of D 128 and 256 as they are, weights included: `out` is off by some
         2 % then, a log-sum-exp by up to 5e-4.
+    dropout_p : float
+        0.0; there is no dropout.
 
     Returns
     -------
@@ -106,7 +109,7 @@ def flash_attn_varlen(
     ValueError
         Shapes, dtypes, devices or options do not fit together; the text names the operand and what was expected.
     NotImplementedError
-        A combination of dtypes, or a head dimension, that there is no kernel for.
+        A combination of dtypes, or a head dimension, that there is no kernel for; dropout.
 
     Examples
     --------
@@ -116,6 +119,7 @@ def flash_attn_varlen(
     >>> flash_attn_varlen(q, k, v, torch.tensor([0, 3, 5]), causal=True).shape
     torch.Size([5, 4, 64])
     """
+    refuse_dropout(dropout_p)
     refuse_values(v, kv_layout, "a tensor")
     if cu_seqlens_k is None:
         refuse_untold_lengths(block_table, seqused_k)
@@ -130,7 +134,7 @@ def flash_attn_varlen(
         max_seqlen_k,
         q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
         causal,
-        *window,
+        *window_pair(window),
         softcap,
         seqused_k,
         block_table,
@@ -185,20 +189,22 @@ def _describe(
         workspace = Workspace(q.shape[1], heads, *dims, q.dtype, batch_invariant, *rows)
     return Call(
         "xla_gpu_flash_attn_varlen",
-        (
-            q,
-            k,
-            v,
-            index_operand("cu_seqlens_q", cu_seqlens_q),
-            index_operand("cu_seqlens_k", cu_seqlens_k),
-            index_operand("seqused_k", seqused_k),
-            index_operand("block_table", block_table),
-            index_operand("seqused_q", seqused_q),
-            index_operand("leftpad_k", leftpad_k),
-            f32_operand(alibi_slopes),
-            f32_operand(sinks),
-            *map(scale_operand, (q_scale, k_scale, v_scale)),
-        ),
+        {
+            "q": q,
+            "k": k,
+            "v": v,
+            "cu_seqlens_q": index_operand("cu_seqlens_q", cu_seqlens_q),
+            "cu_seqlens_k": index_operand("cu_seqlens_k", cu_seqlens_k),
+            "seqused_k": index_operand("seqused_k", seqused_k),
+            "block_table": index_operand("block_table", block_table),
+            "seqused_q": index_operand("seqused_q", seqused_q),
+            "leftpad_k": index_operand("leftpad_k", leftpad_k),
+            "alibi_slopes": f32_operand(alibi_slopes),
+            "sinks": f32_operand(sinks),
+            "q_scale": scale_operand(q_scale),
+            "k_scale": scale_operand(k_scale),
+            "v_scale": scale_operand(v_scale),
+        },
         (
             Result((*q.shape[:-1], value_dim), output_dtype(q, out_dtype)),
             Result((*q.shape[1:2], *q.shape[:1]), torch.float32),

@@ -128,7 +128,7 @@ def _describe(
 ) -> Call:
     return Call(
         "xla_gpu_kv_cache_update",
-        (kv_cache, key, value, slots(slot_mapping), scale_operand(k_scale), scale_operand(v_scale)),
+        {"kv_cache": kv_cache, **_rows(key, value, slot_mapping, k_scale, v_scale)},
         (Result(kv_cache.shape, kv_cache.dtype),),
         {"kv_layout": kv_layout_number(kv_layout or "interleaved")},
         strided=(1, 2),
@@ -147,12 +147,28 @@ def _describe_split(
 ) -> Call:
     return Call(
         "xla_gpu_kv_cache_update_split",
-        (k_cache, v_cache, key, value, slots(slot_mapping), scale_operand(k_scale), scale_operand(v_scale)),
+        {"k_cache": k_cache, "v_cache": v_cache, **_rows(key, value, slot_mapping, k_scale, v_scale)},
         (Result(k_cache.shape, k_cache.dtype), Result(v_cache.shape, v_cache.dtype)),
         {},
         strided=(2, 3),
         aliases={0: 0, 1: 1},
     )
+
+
+def _rows(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> dict[str, torch.Tensor | None]:
+    return {
+        "key": key,
+        "value": value,
+        "slot_mapping": slots(slot_mapping),
+        "k_scale": scale_operand(k_scale),
+        "v_scale": scale_operand(v_scale),
+    }
 
 
 _ROWS = "Tensor key, Tensor value, Tensor slot_mapping, Tensor? k_scale=None, Tensor? v_scale=None"

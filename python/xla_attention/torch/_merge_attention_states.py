@@ -40,7 +40,8 @@ def merge_attention_states(
 
 def _describe(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> Call:
     results = (Result(out_a.shape, out_a.dtype), Result(lse_a.shape, torch.float32))
-    return Call("xla_gpu_merge_attention_states", (out_a, lse_a, out_b, lse_b), results, {})
+    operands = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    return Call("xla_gpu_merge_attention_states", operands, results, {})
 
 
 define(
@@ -48,4 +49,5 @@ define(
     "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
     _describe,
     tuple,
+    instead="one flash_attn_varlen over all keys",
 )

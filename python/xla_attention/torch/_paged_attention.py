@@ -1,6 +1,7 @@
 """paged_attention in torch."""
 
 import functools
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -8,6 +9,9 @@ import torch
 from .._options import refuse_window
 from ._call import Call, Result, Workspace, f32_operand, index_operand, output_dtype, scale_operand
 from ._define import define, scale_tensor
+
+# What has a gradient instead of this.
+PACKED = "flash_attn_varlen over packed keys"
 
 
 def paged_attention(
@@ -181,8 +185,9 @@ def describe(
     *,
     with_lse: bool,
     target: str = "xla_gpu_paged_attention",
+    new_tokens: Mapping[str, torch.Tensor] | None = None,
 ) -> Call:
-    """The call of `paged_attention`, or the part that another target has in common with it."""
+    """The call of `paged_attention`, or of a target that has further operands, `new_tokens`, after those six."""
     refuse_window(sliding_window, f"{target}: ")
     if not isinstance(num_seqs, torch.Tensor):
         num_seqs = torch.full((1,), num_seqs, dtype=torch.int32, device=query.device)
@@ -196,17 +201,20 @@ def describe(
     lse = Result((*query.shape[1:2], *query.shape[:1]), torch.float32) if with_lse else None
     return Call(
         target,
-        (
-            query,
-            kv_cache,
-            index_operand("context_lens", context_lens),
-            index_operand("block_tables", block_tables),
-            index_operand("query_start_loc", query_start_loc),
-            index_operand("num_seqs", num_seqs),
-            f32_operand(alibi_slopes),
-            f32_operand(sinks),
-            *map(scale_operand, (q_scale, k_scale, v_scale)),
-        ),
+        {
+            "query": query,
+            "kv_cache": kv_cache,
+            "context_lens": index_operand("context_lens", context_lens),
+            "block_tables": index_operand("block_tables", block_tables),
+            "query_start_loc": index_operand("query_start_loc", query_start_loc),
+            "num_seqs": index_operand("num_seqs", num_seqs),
+            **(new_tokens or {}),
+            "alibi_slopes": f32_operand(alibi_slopes),
+            "sinks": f32_operand(sinks),
+            "q_scale": scale_operand(q_scale),
+            "k_scale": scale_operand(k_scale),
+            "v_scale": scale_operand(v_scale),
+        },
         (Result(query.shape, dtype), lse),
         {
             "batch_invariant": np.bool_(batch_invariant),
@@ -234,10 +242,12 @@ for _overload, _num_seqs in (("", "Tensor"), (".int", "int")):
         _schema(_num_seqs, "Tensor"),
         functools.partial(describe, with_lse=False),
         lambda results: results[0],
+        instead=PACKED,
     )
     define(
         "xla_gpu::paged_attention_with_lse" + _overload,
         _schema(_num_seqs, "(Tensor, Tensor)"),
         functools.partial(describe, with_lse=True),
         tuple,
+        instead=PACKED,
     )

@@ -9,7 +9,7 @@ import torch
 from ._call import Call, Result
 from ._define import define, scale_tensor
 from ._kv_cache_update import donate, slots
-from ._paged_attention import describe
+from ._paged_attention import PACKED, describe
 
 _TARGET = "xla_gpu_paged_attention_update"
 
@@ -136,12 +136,11 @@ def _describe(
     **named: Any,  # noqa: ANN401
 ) -> Call:
     sequences = (query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs)
-    attention = describe(*sequences, *options, with_lse=with_lse, target=_TARGET, **named)
+    new_tokens = {"key": key, "value": value, "slot_mapping": slots(slot_mapping)}
+    attention = describe(*sequences, *options, with_lse=with_lse, target=_TARGET, new_tokens=new_tokens, **named)
     out, lse = attention.results
-    rows = (key, value, slots(slot_mapping))
     return dataclasses.replace(
         attention,
-        operands=(*attention.operands[:6], *rows, *attention.operands[6:]),
         results=(out, Result(kv_cache.shape, kv_cache.dtype), lse),
         # A cache that is not updated in place has to be dense.
         strided=(0, 6, 7),
@@ -167,12 +166,14 @@ for _overload, _num_seqs in (("", "Tensor"), (".int", "int")):
         _schema("Tensor", _num_seqs, "(Tensor, Tensor)"),
         _WITHOUT,
         lambda results: (results[0], results[1]),
+        instead=PACKED,
     )
     define(
         "xla_gpu::paged_attention_update_with_lse" + _overload,
         _schema("Tensor", _num_seqs, "(Tensor, Tensor, Tensor)"),
         _WITH_LSE,
         lambda results: (results[0], results[2], results[1]),
+        instead=PACKED,
     )
     define(
         "xla_gpu::paged_attention_update_" + _overload,
@@ -180,6 +181,7 @@ for _overload, _num_seqs in (("", "Tensor"), (".int", "int")):
         _WITHOUT,
         lambda results: results[0],
         in_place=True,
+        instead=PACKED,
     )
     define(
         "xla_gpu::paged_attention_update_with_lse_" + _overload,
@@ -187,4 +189,5 @@ for _overload, _num_seqs in (("", "Tensor"), (".int", "int")):
         _WITH_LSE,
         lambda results: (results[0], results[2]),
         in_place=True,
+        instead=PACKED,
     )

@@ -84,11 +84,19 @@ def _describe(
     v_scale: torch.Tensor | None = None,
     kv_layout: str | None = None,
 ) -> Call:
-    where = (slots(slot_mapping), index_operand("positions", positions))
-    scales = (scale_operand(k_scale), scale_operand(v_scale))
     return Call(
         "xla_gpu_rope_kv_cache_update",
-        (kv_cache, query, key, value, *where, cos_sin, *scales),
+        {
+            "kv_cache": kv_cache,
+            "query": query,
+            "key": key,
+            "value": value,
+            "slot_mapping": slots(slot_mapping),
+            "positions": index_operand("positions", positions),
+            "cos_sin": cos_sin,
+            "k_scale": scale_operand(k_scale),
+            "v_scale": scale_operand(v_scale),
+        },
         (Result(kv_cache.shape, kv_cache.dtype), Result(query.shape, query.dtype)),
         {"interleaved": np.bool_(interleaved), "kv_layout": kv_layout_number(kv_layout or "interleaved")},
         strided=(1, 2, 3),

@@ -30,7 +30,7 @@ def simple_add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _describe(a: torch.Tensor, b: torch.Tensor) -> Call:
-    return Call("xla_gpu_simple_add", (a, b), (Result(a.shape, a.dtype),), {})
+    return Call("xla_gpu_simple_add", {"a": a, "b": b}, (Result(a.shape, a.dtype),), {})
 
 
 define(

@@ -19,7 +19,7 @@ def run(call: Call) -> list[torch.Tensor | None]:
     asked = [*call.results, *([call.workspace.result()] if call.workspace else [])]
     while asked[-1] is None:
         asked.pop()
-    operands = list(call.operands)
+    operands = list(call.operands.values())
     while operands[-1] is None:
         operands.pop()
     types = tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in operands)
