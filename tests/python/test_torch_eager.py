@@ -1,5 +1,7 @@
 """Eager calls: nested in one another, many shapes, and operands that share memory."""
 
+import signal
+
 import pytest
 
 import xla_attention.torch as xt
@@ -46,6 +48,33 @@ def test_the_same_call_may_come_in_between(monkeypatch, device, known, at, is_kn
     assert xt.simple_add(ones, ones).tolist() == [2.0] * 3
     assert inner[0].tolist() == [20.0] * 3
     assert len(known) == 1
+
+
+def test_signals_may_come_at_any_moment(known):
+    """Also while the table of requests grows, is searched, and gives the oldest up."""
+    wrong, inner = [], []
+
+    def check(rows, value):
+        out = xt.simple_add(torch.full((rows,), value), torch.full((rows,), value))
+        if out.tolist() != [2 * value] * rows:
+            wrong.append((rows, value, out))
+
+    def handler(*_):
+        inner.append(len(inner))
+        check(len(inner) % (_eager._MOST_KNOWN + 50), 10.0)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 3e-4, 3e-4)
+    try:
+        for call in range(5_000):
+            check(call % (_eager._MOST_KNOWN + 50), 3.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert not wrong
+    assert len(inner) > 100
+    check(1, 3.0)
+    assert len(known) <= _eager._MOST_KNOWN
 
 
 def test_a_failing_call_in_between_keeps_its_text_to_itself(monkeypatch, known):

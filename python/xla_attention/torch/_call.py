@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,16 +13,14 @@ from .. import _library
 DTYPES = {getattr(torch, name): number for name, number in _library.DTYPES.items() if hasattr(torch, name)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """A tensor to be made; the shape may be symbolic."""
 
     shape: Sequence[int]
     dtype: torch.dtype
 
 
-@dataclasses.dataclass(frozen=True)
-class Workspace:
+class Workspace(NamedTuple):
     """The static sizes that an attention call's workspace follows from."""
 
     q_heads: int

@@ -1,6 +1,5 @@
 """Calls on torch's own tensors, on the CPU and on CUDA's current stream."""
 
-import collections
 import contextlib
 import logging
 import threading
@@ -19,7 +18,7 @@ class _Known(threading.local):
     """Requests by all that they describe, the last used one last: making one takes longer than a small kernel."""
 
     def __init__(self) -> None:
-        self.requests: collections.OrderedDict[tuple, Request] = collections.OrderedDict()
+        self.requests: dict[tuple, Request] = {}
 
 
 _KNOWN = _Known()
@@ -81,8 +80,9 @@ def run(call: Call, *, in_place: bool = False) -> list[torch.Tensor | None]:
             # If some gradient needs the tensor as it was, torch then says that it has been changed.
             torch.autograd.graph.increment_version(operands[index])
     _KNOWN.requests[key] = request
-    if len(_KNOWN.requests) > _MOST_KNOWN:
-        _KNOWN.requests.popitem(last=False)
+    while len(_KNOWN.requests) > _MOST_KNOWN:
+        # `list` is one step, into which no other call of this thread can come; an OrderedDict crashes when one does.
+        _KNOWN.requests.pop(list(_KNOWN.requests)[0], None)  # noqa: RUF015
     return results
 
 
