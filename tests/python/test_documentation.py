@@ -20,7 +20,7 @@ if importlib.util.find_spec("torch"):
 if importlib.util.find_spec("torch_xla"):
     MODULES.append("xla_attention.torch_xla")
 MODULES += [f"{package.__name__}.{m.name}" for package in PACKAGES for m in pkgutil.iter_modules(package.__path__)]
-README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -35,6 +35,7 @@ def test_every_public_function_has_shapes_and_errors_or_an_example(public):
     assert "Examples\n" in text or "Raises\n" in text
 
 
-def test_the_python_of_the_readme_runs():
-    for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL):
-        exec(compile(block, str(README), "exec"), {})
+@pytest.mark.parametrize("document", ["README.md", "docs/sharding.md"])
+def test_the_python_of_documents_runs(document):
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL):
+        exec(compile(block, document, "exec"), {})

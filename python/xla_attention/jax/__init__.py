@@ -3,10 +3,13 @@
 Importing this module registers the custom-call targets with JAX's runtime. Every function can be used eagerly and under
 ``jax.jit``, ``jax.lax.scan``, ``jax.export`` (see `export_disabled_checks`) and ``jax.shard_map``.
 
-`flash_attn_varlen` over packed keys and `dot_product_attention` have gradients (reverse mode), stay one call under
-``jax.vmap``, and are cut up over the devices of a mesh by their heads, `dot_product_attention` also by its batch.
-`simple_add` is differentiable too. Asking another function for a gradient is a NotImplementedError, and each of them
-runs once for each index of ``jax.vmap``.
+`flash_attn_varlen` over packed keys and `dot_product_attention` have gradients (reverse mode), `simple_add` is
+differentiable too; asking another function for a gradient is a NotImplementedError.
+
+Every function is cut up by XLA over the devices of a mesh: by KV heads, `dot_product_attention` also by its batch,
+`merge_attention_states` and `simple_add` by every dimension. Tokens, pages and sequences are whole on every device.
+Under ``jax.vmap`` every function stays one call, except where the indices have sinks, scales, ``cos_sin`` or stacked
+pages of their own: then it runs once for each, one after the other. ``docs/sharding.md`` has the details.
 
 Lengths, page numbers, positions and slots may be integers of any width, of NumPy, Python or JAX. One that the target's
 32 bits do not hold becomes the nearest that they do; a slot stays outside of the cache. An argument of ``jax.jit`` is

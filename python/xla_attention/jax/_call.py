@@ -60,7 +60,6 @@ def custom_call(
     attributes: Mapping[str, np.generic],
     *,
     aliases: Mapping[int, int] | None = None,
-    vmap_method: str = "sequential",
 ) -> list[Array]:
     """Check a call, then emit it.
 
@@ -76,8 +75,6 @@ def custom_call(
         one fixed type.
     aliases
         Result index by operand index, for results that share the operand's memory when it is donated.
-    vmap_method
-        As for ``jax.ffi.ffi_call``.
 
     Raises
     ------
@@ -90,11 +87,11 @@ def custom_call(
         _library.check(target, *shapes, attributes)
     operands = [jnp.zeros((0,), jnp.float32) if x is None else x for x in _without_trailing_none(operands)]
     results = [jax.ShapeDtypeStruct((0,), jnp.uint8) if x is None else x for x in _without_trailing_none(results)]
-    call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases, vmap_method=vmap_method)
+    call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
     found = call(*operands, **attributes)
     axes = manual_axes(operands)
     # Within shard_map, what is made of a device's own part is its own too; not every JAX concludes this by itself.
-    return [_varying(x, axes) for x in found] if axes else found
+    return [_varying(x, axes) for x in found]
 
 
 def manual_axes(arrays: Sequence[Array]) -> frozenset[str]:
@@ -104,6 +101,15 @@ def manual_axes(arrays: Sequence[Array]) -> frozenset[str]:
     return frozenset().union(
         *(getattr(getattr(t, "manual_axis_type", None), "varying", None) or getattr(t, "vma", ()) for t in types)
     )
+
+
+def alike_varying(operands: Any) -> Any:  # noqa: ANN401
+    """Operands that all differ along the axes of shard_map along which one does: gradients then have their types.
+
+    Of an operand that is the same on every device, JAX sums the devices' gradients up.
+    """
+    axes = manual_axes(jax.tree.leaves(operands))
+    return jax.tree.map(lambda x: _varying(x, axes), operands)
 
 
 def _varying(array: Array, axes: frozenset[str]) -> Array:

@@ -10,9 +10,10 @@ import numpy as np
 
 from .._options import gradient_refusal, kv_layout_number, length_advice, refuse_untold_lengths, refuse_values
 from ._attention import output_dtype
-from ._call import Array, scale_operand, static_bool, static_f32, static_i64
+from ._call import Array, alike_varying, scale_operand, static_bool, static_f32, static_i64
 from ._indices import index_operand
 from ._no_gradient import without_gradient
+from ._partition import placed_as
 from ._varlen import backward, forward
 from ._varlen_types import Cotangents, Operands, Options, keys_are_in_pages
 
@@ -195,7 +196,7 @@ def _optional_index(name: str, value: Any) -> Array | None:  # noqa: ANN401
 
 def attend(options: Options, operands: Operands, return_lse: bool) -> Array | tuple[Array, Array]:
     """Compiled once for each set of options and shapes, also where it is called outside of ``jax.jit``."""
-    out, lse = _attend(options, operands)
+    out, lse = _attend(options, alike_varying(operands))
     return (out, lse) if return_lse else out
 
 
@@ -221,7 +222,8 @@ def _attend_bwd(options: Options, residuals: tuple, gradients: tuple[Any, Any]) 
     dout, dlse = (None if isinstance(x, zero) else x for x in gradients)
     dout = jnp.zeros_like(out) if dout is None else dout
     found = _backward(options, operands, Cotangents(dout, out, lse, dlse))
-    return (Operands(found.dq, found.dk, found.dv, sinks=found.dsinks),)
+    dq, dk, dv = map(placed_as, found[:3], operands[:3])
+    return (Operands(dq, dk, dv, sinks=None if found.dsinks is None else placed_as(found.dsinks, operands.sinks)),)
 
 
 _backward = without_gradient(

@@ -8,8 +8,12 @@ import numpy as np
 
 from .._options import kv_layout_number, refuse_layout_of_two
 from ._call import Array, custom_call, scale_operand
+from ._fold import unfolded, with_vmap
+from ._fold_pages import folded_cache, folded_rows, folded_slots, layout_of_written, sides_of
 from ._indices import slot_operand
 from ._no_gradient import without_gradient
+from ._partition import Letters, partitioned, present
+from ._words import PAGES, of_scale
 
 _without_gradient = functools.partial(
     without_gradient, "kv_cache_update", "kv_cache.at[page, offset].set(rows) has a gradient"
@@ -95,18 +99,58 @@ def kv_cache_update(
 
 @functools.partial(jax.jit, static_argnums=0)
 @_without_gradient(num_static=1)
-def _update(kv_layout: np.int64, cache: Array, *rows: Array | None) -> Array:
-    attributes = {"kv_layout": kv_layout}
-    return custom_call("xla_gpu_kv_cache_update", [cache, *rows], [_like(cache)], attributes, aliases={0: 0})[0]
+def _update(kv_layout: np.int64, *operands: Array | None) -> Array:
+    return _updated(kv_layout, *operands)[0]
 
 
 @jax.jit
 @_without_gradient()
-def _update_split(k_cache: Array, v_cache: Array, *rows: Array | None) -> tuple[Array, Array]:
+def _update_split(*operands: Array | None) -> tuple[Array, Array]:
+    return _updated_split(None, *operands)
+
+
+def _run(kv_layout: np.int64, cache: Array, *rows: Array | None) -> tuple[Array]:
+    attributes = {"kv_layout": kv_layout}
+    return tuple(custom_call("xla_gpu_kv_cache_update", [cache, *rows], [_like(cache)], attributes, aliases={0: 0}))
+
+
+def _run_split(_: None, k_cache: Array, v_cache: Array, *rows: Array | None) -> tuple[Array, Array]:
     operands, results = [k_cache, v_cache, *rows], [_like(k_cache), _like(v_cache)]
-    k_out, v_out = custom_call("xla_gpu_kv_cache_update_split", operands, results, {}, aliases={0: 0, 1: 1})
-    return k_out, v_out
+    return tuple(custom_call("xla_gpu_kv_cache_update_split", operands, results, {}, aliases={0: 0, 1: 1}))
 
 
 def _like(array: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _letters(kv_layout: np.int64, *operands: Array | None) -> Letters:
+    cache = PAGES[kv_layout]
+    return Letters(present((cache, "thd", "thd", ".", *map(of_scale, operands[4:])), operands), (cache,))
+
+
+def _letters_split(_: None, *operands: Array | None) -> Letters:
+    caches = ("Pshd", "Pshe")
+    return Letters(present((*caches, "thd", "the", ".", *map(of_scale, operands[5:])), operands), caches)
+
+
+def _folded(kv_layout: np.int64, size: int, which: list[bool], operands: tuple[Array | None, ...]) -> tuple | None:
+    cache, key, value, slots, *scales = operands
+    slots = folded_slots(size, (which[3], which[0]), slots, cache, sides=sides_of(kv_layout))
+    if slots is None or any(which[4:]):
+        return None
+    rows = folded_rows(size, which[1:3], (key, value))
+    together = folded_cache(size, which[0], cache, kv_layout), *rows, slots, *scales
+    return layout_of_written(kv_layout), together, lambda found: (found.reshape(size, *cache.shape[int(which[0]) :]),)
+
+
+def _folded_split(_: None, size: int, which: list[bool], operands: tuple[Array | None, ...]) -> tuple | None:
+    k_cache, v_cache, key, value, slots, *scales = operands
+    slots = folded_slots(size, (which[4], which[0]), slots, k_cache)
+    if slots is None or any(which[5:]):
+        return None
+    together = *folded_rows(size, which[:4], (k_cache, v_cache, key, value)), slots, *scales
+    return None, together, lambda *found: tuple(unfolded(x, size) for x in found)
+
+
+_updated = with_vmap(partitioned(_run, _letters), _folded)
+_updated_split = with_vmap(partitioned(_run_split, _letters_split), _folded_split)

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from ._call import Array, custom_call
+from ._fold import as_columns, as_rows, each_call, unfolded, unfolded_lse, with_vmap
 from ._no_gradient import without_gradient
+from ._partition import Letters, partitioned
 
 
 def merge_attention_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
@@ -53,7 +55,24 @@ def merge_attention_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Arra
 
 @jax.jit
 @without_gradient("merge_attention_states", "its formula in jax.numpy, in the Notes of its documentation, has one")
-def _merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+def _merge(*operands: Array) -> tuple[Array, Array]:
+    return _merged(None, *operands)
+
+
+def _run(_: None, out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     results = [jax.ShapeDtypeStruct(out_a.shape, out_a.dtype), jax.ShapeDtypeStruct(lse_a.shape, jnp.float32)]
     out, lse = custom_call("xla_gpu_merge_attention_states", [out_a, lse_a, out_b, lse_b], results, {})
     return out, lse
+
+
+def _letters(*_: object) -> Letters:
+    return Letters(("tHd", "Ht") * 2, ("tHd", "Ht"), free="td")
+
+
+def _folded(_: None, size: int, which: list[bool], operands: tuple[Array, ...]) -> tuple:
+    out_a, lse_a, out_b, lse_b = (each_call(size, *pair) for pair in zip(which, operands, strict=True))
+    together = as_rows(out_a), as_columns(lse_a), as_rows(out_b), as_columns(lse_b)
+    return None, together, lambda out, lse: (unfolded(out, size), unfolded_lse(lse, size))
+
+
+_merged = with_vmap(partitioned(_run, _letters), _folded)

@@ -1,7 +1,7 @@
 """paged_attention and ragged_paged_attention in JAX."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,12 @@ import numpy as np
 from .._options import refuse_window
 from ._attention import output_dtype, with_workspace
 from ._call import Array, scale_operand, static_bool, static_f32, static_i64
+from ._fold import as_rows, each_call, unfolded, with_vmap
+from ._fold_pages import folded_cache, folded_scores, folded_sequences, unfolded_lse_of_sequences
 from ._indices import index_operand
 from ._no_gradient import without_gradient
+from ._partition import Letters, partitioned, present
+from ._words import of_scores, of_sequences
 
 # In the order of `score_attributes`.
 ATTRIBUTES = ("batch_invariant", "scale", "sliding_window", "soft_cap")
@@ -123,7 +127,7 @@ def paged_attention(
     operands = (query, jnp.asarray(kv_cache), *metadata(context_lens, block_tables, query_start_loc, num_seqs))
     optional = score_operands(alibi_slopes, sinks, q_scale, k_scale, v_scale)
     dtype = output_dtype(query.dtype, out_dtype)
-    return _paged_attention(attributes, dtype, static_bool("return_lse", return_lse), *operands, *optional)
+    return _paged_attention(Static(attributes, dtype, static_bool("return_lse", return_lse)), *operands, *optional)
 
 
 def score_attributes(
@@ -160,28 +164,66 @@ def score_operands(
     return (*vectors, *map(scale_operand, scales))
 
 
-def lse_of(query: Array) -> jax.ShapeDtypeStruct:
-    """The log-sum-exp of queries ``[T, Hq, D]``."""
-    return jax.ShapeDtypeStruct((*query.shape[1:2], *query.shape[:1]), jnp.float32)
+class Static(NamedTuple):
+    """What is known of a call of paged attention when a program is compiled."""
+
+    attributes: tuple[np.generic, ...]
+    dtype: np.dtype
+    return_lse: np.bool_
+
+    def results(self, query: Array) -> list[jax.ShapeDtypeStruct | None]:
+        """Of queries ``[T, Hq, D]``: `out`, and the log-sum-exp if it is asked for."""
+        out = jax.ShapeDtypeStruct(query.shape, self.dtype)
+        lse = jax.ShapeDtypeStruct((*query.shape[1:2], *query.shape[:1]), jnp.float32)
+        return [out, lse if self.return_lse else None]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-@without_gradient("paged_attention", WITH_GRADIENT, num_static=3)
-def _paged_attention(
-    attributes: tuple[np.generic, ...], dtype: np.dtype, return_lse: np.bool_, query: Array, *rest: Array | None
-) -> Array | tuple[Array, Array]:
-    out = jax.ShapeDtypeStruct(query.shape, dtype)
-    lse = lse_of(query) if return_lse else None
-    kv_cache, context_lens = rest[:2]
+@functools.partial(jax.jit, static_argnums=0)
+@without_gradient("paged_attention", WITH_GRADIENT, num_static=1)
+def _paged_attention(static: Static, *operands: Array | None) -> Array | tuple[Array, Array]:
+    found = _attended(static, *operands)
+    return found if static.return_lse else found[0]
+
+
+def _run(static: Static, *operands: Array | None) -> tuple[Array, ...]:
+    query, kv_cache, context_lens = operands[:3]
     found = with_workspace(
         "xla_gpu_paged_attention",
-        [query, *rest],
-        [out, lse],
-        dict(zip(ATTRIBUTES, attributes, strict=True)),
+        operands,
+        static.results(query),
+        dict(zip(ATTRIBUTES, static.attributes, strict=True)),
         kv_heads=kv_cache.shape[2] // 2 if kv_cache.ndim == 4 else 0,
         num_seqs=context_lens.shape[0] if context_lens.ndim else 0,
     )
-    return tuple(found) if return_lse else found[0]
+    return tuple(found)
+
+
+def _letters(static: Static, *operands: Array | None) -> Letters:
+    words = ("tHd", "Pscd", *of_sequences(operands[5]), *of_scores(*operands[6:]))
+    return Letters(present(words, operands), ("tHd", "Ht")[: 1 + static.return_lse])
+
+
+def _folded(static: Static, size: int, which: list[bool], operands: tuple[Array | None, ...]) -> tuple | None:
+    query, cache, *sequences = operands[:6]
+    query = each_call(size, which[0], query)
+    scores = folded_scores(size, which[6:], operands[6:], sequences[0].shape[-1])
+    if scores is None:
+        return None
+    pages = cache.shape[1] if which[1] else None
+    together = (
+        as_rows(query),
+        folded_cache(size, True, cache) if which[1] else cache,
+        *folded_sequences(size, which[2:6], sequences, query.shape[1], pages),
+        *scores,
+    )
+
+    def unfold(out: Array, *lse: Array) -> tuple[Array, ...]:
+        return unfolded(out, size), *(unfolded_lse_of_sequences(x, size, together[4]) for x in lse)
+
+    return static, together, unfold
+
+
+_attended = with_vmap(partitioned(_run, _letters), _folded)
 
 
 def ragged_paged_attention(

@@ -5,13 +5,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ._attention import output_dtype, with_workspace
 from ._call import Array, static_bool
+from ._fold import unfolded, with_vmap
+from ._fold_pages import (
+    folded_cache,
+    folded_rows,
+    folded_scores,
+    folded_sequences,
+    folded_slots,
+    unfolded_lse_of_sequences,
+)
 from ._indices import slot_operand
 from ._no_gradient import without_gradient
-from ._paged_attention import ATTRIBUTES, WITH_GRADIENT, lse_of, metadata, score_attributes, score_operands
+from ._paged_attention import ATTRIBUTES, WITH_GRADIENT, Static, metadata, score_attributes, score_operands
+from ._partition import Letters, partitioned, present
+from ._words import of_scores, of_sequences
 
 
 def paged_attention_update(
@@ -116,29 +126,51 @@ def paged_attention_update(
     )
     optional = score_operands(alibi_slopes, sinks, q_scale, k_scale, v_scale)
     dtype = output_dtype(query.dtype, out_dtype)
-    return _update(attributes, dtype, static_bool("return_lse", return_lse), *operands, *optional)
+    return _update(Static(attributes, dtype, static_bool("return_lse", return_lse)), *operands, *optional)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-@without_gradient("paged_attention_update", WITH_GRADIENT, num_static=3)
-def _update(
-    attributes: tuple[np.generic, ...],
-    dtype: np.dtype,
-    return_lse: np.bool_,
-    query: Array,
-    kv_cache: Array,
-    context_lens: Array,
-    *rest: Array | None,
-) -> tuple[Array, ...]:
-    out = jax.ShapeDtypeStruct(query.shape, dtype)
-    updated = jax.ShapeDtypeStruct(kv_cache.shape, kv_cache.dtype)
-    out, kv_cache, *lse = with_workspace(
+@functools.partial(jax.jit, static_argnums=0)
+@without_gradient("paged_attention_update", WITH_GRADIENT, num_static=1)
+def _update(static: Static, *operands: Array | None) -> tuple[Array, ...]:
+    out, kv_cache, *lse = _updated(static, *operands)
+    return out, *lse, kv_cache
+
+
+def _run(static: Static, *operands: Array | None) -> tuple[Array, ...]:
+    query, kv_cache, context_lens = operands[:3]
+    out, lse = static.results(query)
+    found = with_workspace(
         "xla_gpu_paged_attention_update",
-        [query, kv_cache, context_lens, *rest],
-        [out, updated, lse_of(query) if return_lse else None],
-        dict(zip(ATTRIBUTES, attributes, strict=True)),
+        operands,
+        [out, jax.ShapeDtypeStruct(kv_cache.shape, kv_cache.dtype), lse],
+        dict(zip(ATTRIBUTES, static.attributes, strict=True)),
         kv_heads=kv_cache.shape[2] // 2 if kv_cache.ndim == 4 else 0,
         num_seqs=context_lens.shape[0] if context_lens.ndim else 0,
         aliases={1: 1},
     )
-    return out, *lse, kv_cache
+    return tuple(found)
+
+
+def _letters(static: Static, *operands: Array | None) -> Letters:
+    words = ("tHd", "Pscd", *of_sequences(operands[5]), "thd", "thd", ".", *of_scores(*operands[9:]))
+    return Letters(present(words, operands), ("tHd", "Pscd", "Ht")[: 2 + static.return_lse])
+
+
+def _folded(static: Static, size: int, which: list[bool], operands: tuple[Array | None, ...]) -> tuple | None:
+    query, cache, *sequences = operands[:6]
+    scores = folded_scores(size, which[9:], operands[9:], sequences[0].shape[-1])
+    slots = folded_slots(size, (which[8], which[1]), operands[8], cache)
+    if scores is None or slots is None:
+        return None
+    query, key, value = folded_rows(size, (which[0], *which[6:8]), (query, *operands[6:8]))
+    cache = folded_cache(size, which[1], cache)
+    sequences = folded_sequences(size, which[2:6], sequences, query.shape[0] // size, cache.shape[0] // size)
+    starts = sequences[2]
+
+    def unfold(out: Array, cache: Array, *lse: Array) -> tuple[Array, ...]:
+        return unfolded(out, size), unfolded(cache, size), *(unfolded_lse_of_sequences(x, size, starts) for x in lse)
+
+    return static, (query, cache, *sequences, key, value, slots, *scores), unfold
+
+
+_updated = with_vmap(partitioned(_run, _letters), _folded)

@@ -8,8 +8,12 @@ import numpy as np
 
 from .._options import kv_layout_number
 from ._call import Array, custom_call, scale_operand, static_bool
+from ._fold import unfolded, with_vmap
+from ._fold_pages import folded_cache, folded_rows, folded_slots, layout_of_written, sides_of
 from ._indices import index_operand, slot_operand
 from ._no_gradient import without_gradient
+from ._partition import Letters, partitioned, present
+from ._words import PAGES, of_scale
 
 
 def rope_kv_cache_update(
@@ -109,11 +113,38 @@ def rope_kv_cache_update(
     "rotate the queries and keys by jax.numpy, and kv_cache.at[page, offset].set(rows) has a gradient",
     num_static=2,
 )
-def _rope(
-    interleaved: np.bool_, kv_layout: np.int64, cache: Array, query: Array, *rest: Array | None
-) -> tuple[Array, Array]:
-    results = [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in (cache, query)]
-    attributes = {"interleaved": interleaved, "kv_layout": kv_layout}
-    operands = [cache, query, *rest]
-    cache, query = custom_call("xla_gpu_rope_kv_cache_update", operands, results, attributes, aliases={0: 0})
+def _rope(interleaved: np.bool_, kv_layout: np.int64, *operands: Array | None) -> tuple[Array, Array]:
+    cache, query = _updated((interleaved, kv_layout), *operands)
     return query, cache
+
+
+def _run(static: tuple[np.bool_, np.int64], *operands: Array | None) -> tuple[Array, Array]:
+    results = [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in operands[:2]]
+    attributes = dict(zip(("interleaved", "kv_layout"), static, strict=True))
+    return tuple(custom_call("xla_gpu_rope_kv_cache_update", operands, results, attributes, aliases={0: 0}))
+
+
+def _letters(static: tuple[np.bool_, np.int64], *operands: Array | None) -> Letters:
+    cache = PAGES[static[1]]
+    words = (cache, "tHd", "thd", "thd", ".", ".", "..", *map(of_scale, operands[7:]))
+    return Letters(present(words, operands), (cache, "tHd"))
+
+
+def _folded(
+    static: tuple[np.bool_, np.int64], size: int, which: list[bool], operands: tuple[Array | None, ...]
+) -> tuple | None:
+    interleaved, kv_layout = static
+    cache, *rows, slots, positions = operands[:6]
+    slots = folded_slots(size, (which[4], which[0]), slots, cache, sides=sides_of(kv_layout))
+    if slots is None or any(which[6:]):
+        return None
+    query, key, value, positions = folded_rows(size, (*which[1:4], which[5]), (*rows, positions))
+    together = folded_cache(size, which[0], cache, kv_layout), query, key, value, slots, positions, *operands[6:]
+
+    def unfold(found: Array, query: Array) -> tuple[Array, Array]:
+        return found.reshape(size, *cache.shape[int(which[0]) :]), unfolded(query, size)
+
+    return (interleaved, layout_of_written(kv_layout)), together, unfold
+
+
+_updated = with_vmap(partitioned(_run, _letters), _folded)

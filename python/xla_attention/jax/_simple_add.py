@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._call import Array, custom_call
+from ._fold import each_call, with_vmap
+from ._partition import Letters, partitioned
 
 
 def simple_add(a: Array, b: Array) -> Array:
@@ -40,8 +42,7 @@ def simple_add(a: Array, b: Array) -> Array:
 @jax.jit
 @jax.custom_jvp
 def _simple_add(a: Array, b: Array) -> Array:
-    out = jax.ShapeDtypeStruct(a.shape, a.dtype)
-    return custom_call("xla_gpu_simple_add", [a, b], [out], {}, vmap_method="broadcast_all")[0]
+    return _add(None, a, b)[0]
 
 
 def _simple_add_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Any]:
@@ -53,3 +54,20 @@ def _simple_add_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> 
 
 
 _simple_add.__wrapped__.defjvp(_simple_add_jvp)
+
+
+def _run(_: None, a: Array, b: Array) -> tuple[Array]:
+    out = jax.ShapeDtypeStruct(a.shape, a.dtype)
+    return tuple(custom_call("xla_gpu_simple_add", [a, b], [out], {}))
+
+
+def _letters(_: None, a: Array, _b: Array) -> Letters:
+    word = tuple(range(a.ndim))
+    return Letters((word, word), (word,), free=word)
+
+
+def _folded(_: None, size: int, which: list[bool], operands: tuple[Array, Array]) -> tuple:
+    return None, [each_call(size, *pair) for pair in zip(which, operands, strict=True)], lambda *found: found
+
+
+_add = with_vmap(partitioned(_run, _letters), _folded)

@@ -5,8 +5,6 @@
 """
 
 import functools
-import operator
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +14,9 @@ from .._options import kv_layout_number
 from ._attention import with_workspace
 from ._call import Array, custom_call
 from ._fold import folded, folded_cotangents, is_foldable, one_by_one, unfolded, unfolded_lse
-from ._partition import Letters, partitioned
+from ._partition import Letters, partitioned, present
 from ._varlen_types import Cotangents, Gradients, Operands, Options
+from ._words import PAGES, of_scores
 
 
 def packed(operands: Operands) -> Operands:
@@ -79,72 +78,46 @@ def _run_backward(options: Options, operands: Operands, cotangents: Cotangents) 
 
 # ---------- letters of dimensions, see _partition
 
-_PAGES = {
-    "interleaved": ("Pscd", "."),
-    "stacked": ("KPshd", "."),
-    "per_page": ("PKshd", "."),
-}
 
-
-def _words(options: Options, operands: Operands) -> list[str]:
+def _words(options: Options, operands: Operands) -> tuple[str, ...]:
     """Of those operands that are there."""
-    keys = next((words for name, words in _PAGES.items() if kv_layout_number(name) == options.kv_layout), None)
     if options.dense:
         k, v = "bshd", "bshe"
-    elif keys is not None:
-        k, v = keys
+    elif options.kv_layout in PAGES:
+        k, v = PAGES[options.kv_layout], "."
     else:
         k, v = ("Pshd", "Pshe") if operands.block_table is not None else ("shd", "she")
     of_sequences = "b" if options.dense else "."
     words = Operands("btHd" if options.dense else "tHd", k, v, ".", ".", *[of_sequences] * 5)
-    words = words._replace(block_table=f"{of_sequences}.", sinks="H")
-    if operands.alibi_slopes is not None:
-        words = words._replace(alibi_slopes="H" if operands.alibi_slopes.ndim == 1 else f"{of_sequences}H")
-    for name in ("q_scale", "k_scale", "v_scale"):
-        scale = getattr(operands, name)
-        if scale is not None:
-            # One value for all heads, or one for each; with one head there is nothing to cut.
-            words = words._replace(**{name: "." if scale.shape == (1,) else "h"})
-    return [word for word, operand in zip(words, operands, strict=True) if operand is not None]
+    words = words._replace(block_table=f"{of_sequences}.")
+    return present((*words[:9], *of_scores(*operands[9:])), operands)
 
 
-def _result_words(options: Options) -> list[str]:
-    return ["btHe", "Hbt"] if options.dense else ["tHe", "Ht"]
+def _result_words(options: Options) -> tuple[str, str]:
+    return ("btHe", "Hbt") if options.dense else ("tHe", "Ht")
 
 
-class _Call(NamedTuple):
-    """A call whose arrays stand in a row, as `partitioned` wants them."""
-
-    options: Options
-    places: jax.tree_util.PyTreeDef  # of the arrays among the operands, and the cotangents if there are any
-    letters: Letters
+def _free(options: Options) -> str:
+    return "b" if options.dense else ""
 
 
-def _forward_parts(call: _Call, *parts: Array) -> tuple[Array, Array]:
-    return _run_forward(call.options, call.places.unflatten(parts))
+def _forward_letters(options: Options, operands: Operands) -> Letters:
+    return Letters(_words(options, operands), _result_words(options), _free(options))
 
 
-def _backward_parts(call: _Call, *parts: Array) -> tuple[Array, ...]:
-    return tuple(jax.tree.leaves(_run_backward(call.options, *call.places.unflatten(parts))))
+def _backward_letters(options: Options, operands: Operands, cotangents: Cotangents) -> Letters:
+    words, (out, lse) = _words(options, operands), _result_words(options)
+    of_cotangents = present((out, out, lse, lse), cotangents)
+    of_results = words[:3] if operands.sinks is None else (*words[:3], "H")
+    return Letters(words + of_cotangents, of_results, _free(options))
 
 
-_forward_whole = partitioned(_forward_parts, operator.attrgetter("letters"))
-_backward_whole = partitioned(_backward_parts, operator.attrgetter("letters"))
-
-
-def _forward_once(options: Options, operands: Operands) -> tuple[Array, Array]:
-    arrays, places = jax.tree.flatten(operands)
-    letters = (tuple(_words(options, operands)), tuple(_result_words(options)))
-    return _forward_whole(_Call(options, places, letters), *arrays)
+_forward_once = partitioned(_run_forward, _forward_letters)
+_backward_found = partitioned(lambda *x: tuple(jax.tree.leaves(_run_backward(*x))), _backward_letters)
 
 
 def _backward_once(options: Options, operands: Operands, cotangents: Cotangents) -> Gradients:
-    arrays, places = jax.tree.flatten((operands, cotangents))
-    words, (out, lse) = _words(options, operands), _result_words(options)
-    of_cotangents = [out, out, lse] if cotangents.dlse is None else [out, out, lse, lse]
-    of_results = words[:3] if operands.sinks is None else [*words[:3], "H"]
-    letters = (tuple(words + of_cotangents), tuple(of_results))
-    found = _backward_whole(_Call(options, places, letters), *arrays)
+    found = _backward_found(options, operands, cotangents)
     return Gradients(*found[:3], None if operands.sinks is None else found[3])
 
 
@@ -160,7 +133,7 @@ def forward(options: Options, operands: Operands) -> tuple[Array, Array]:
         (batched,) = which
         if not is_foldable(options, batched, operands):
             return one_by_one(functools.partial(forward, options), (batched,), (operands,)), (True, True)
-        out, lse = forward(options, folded(options, size, batched, operands, shares_keys=True))
+        out, lse = forward(options, folded(options, size, batched, operands))
         return (unfolded(out, size), unfolded_lse(lse, size)), (True, True)
 
     return call(operands)
@@ -181,7 +154,7 @@ def backward(options: Options, operands: Operands, cotangents: Cotangents) -> Gr
         if operands.sinks is not None or not is_foldable(options, batched, operands):
             one = functools.partial(backward, options)
             return one_by_one(one, (batched, of_cotangents), (operands, cotangents)), found_for
-        together = folded(options, size, batched, operands, shares_keys=False)
+        together = folded(options, size, batched, operands)
         found = backward(options, together, folded_cotangents(size, of_cotangents, cotangents))
         return Gradients(*(unfolded(x, size) for x in found[:3]), None), found_for
 

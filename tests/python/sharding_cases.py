@@ -1,0 +1,306 @@
+"""Cases for sharding_program.py: what is computed, and how its operands and results lie on a mesh of devices."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from batches import varlen
+from xla_attention.jax import (
+    dot_product_attention,
+    flash_attn_varlen,
+    kv_cache_update,
+    merge_attention_states,
+    paged_attention,
+    paged_attention_update,
+    rope_kv_cache_update,
+    simple_add,
+)
+
+HEADS = (8, 4)
+WHOLE = PartitionSpec()
+PACKED = PartitionSpec(None, "heads")  # [T, H, D]
+OF_HEADS = PartitionSpec("heads")  # [H], or [H, T]
+CACHES = {
+    "interleaved": PartitionSpec(None, None, "heads"),
+    "stacked": PartitionSpec(None, None, None, "heads"),
+    "per_page": PartitionSpec(None, None, None, "heads"),
+}
+
+
+class Case(NamedTuple):
+    """A function, and how its operands and results lie on the mesh."""
+
+    attend: Callable  # of the operands, to a tuple
+    operands: tuple
+    specs: tuple
+    out_specs: tuple
+    axes: int = 1  # of the mesh: heads, or batch and heads
+    differentiated: bool = True
+    plain: Callable | None = None  # what runs on one device, if it is not `attend`
+    donated: tuple = ()  # operands that results take the memory of
+
+
+def packed(heads=HEADS, **options):
+    """Packed sequences, heads over all devices; with them sinks and slopes."""
+    (q, k, v, *starts), _ = varlen([(7, 9), (30, 30), (3, 1)], heads=heads, d=16, rows_after=0)
+    sinks = jnp.linspace(-1, 1, heads[0])
+
+    slopes = np.linspace(0, 0.3, heads[0], dtype=np.float32)
+
+    def attend(q, k, v, sinks):
+        more = {"sinks": sinks, "alibi_slopes": slopes, **options}
+        return flash_attn_varlen(q, k, v, *starts, causal=True, return_lse=True, **more)
+
+    return Case(attend, (q, k, v, sinks), (PACKED, PACKED, PACKED, OF_HEADS), (PACKED, OF_HEADS))
+
+
+def projected(heads):
+    """q, k and v are made in the program, by matrices that are cut by columns, which may be parts of a head."""
+    starts = jnp.array([0, 5, 12])
+    shapes = [(12, 24), *((24, h * 16) for h in (heads[0], heads[1], heads[1]))]
+    operands = tuple(0.3 * jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
+
+    def attend(x, *matrices):
+        q, k, v = ((x @ matrix).reshape(12, -1, 16) for matrix in matrices)
+        return (flash_attn_varlen(q, k, v, starts, causal=True),)
+
+    return Case(attend, operands, (WHOLE, *(PartitionSpec(None, "heads"),) * 3), (PACKED,))
+
+
+def of_whole_keys(heads=HEADS):
+    """Queries are cut by heads; keys, values and sinks are not, nor are what they are made of."""
+    case = packed(heads)
+
+    def attend(q, k, v, sinks):
+        return case.attend(q, jnp.sin(k), jnp.cos(v), jnp.sin(sinks))
+
+    return case._replace(attend=attend, specs=(PACKED, WHOLE, WHOLE, WHOLE))
+
+
+def shard_map(call, mesh, in_specs, out_specs):
+    placing = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    if hasattr(jax, "shard_map"):
+        return jax.shard_map(call, **placing)
+    from jax.experimental.shard_map import shard_map
+
+    return shard_map(call, **placing, check_rep=False)  # which knows no custom call
+
+
+def mapped_rows(mesh):
+    """shard_map over rows of the queries: keys, values and sinks are the same on every device, gradients are summed."""
+    (q, k, v, *_), _ = varlen([(32, 9)], heads=HEADS, d=16, rows_after=0)
+    sinks = jnp.linspace(-1, 1, HEADS[0])
+
+    def call(q, k, v, sinks):
+        starts = (jnp.array([0, len(q)]), jnp.array([0, len(k)]))
+        return flash_attn_varlen(q, jnp.sin(k), v, *starts, sinks=sinks, return_lse=True)
+
+    specs, out_specs = (PartitionSpec("heads"), WHOLE, WHOLE, WHOLE), (PartitionSpec("heads"), PACKED)
+    return Case(shard_map(call, mesh, specs, out_specs), (q, k, v, sinks), specs, out_specs, plain=call)
+
+
+def mapped(mesh):
+    """shard_map over heads: every device makes its own call."""
+    (q, k, v, *starts), _ = varlen([(7, 9), (30, 30), (3, 1)], heads=HEADS, d=16, rows_after=0)
+    call = functools.partial(flash_attn_varlen, causal=True, return_lse=True)
+    specs = (PACKED, PACKED, PACKED, WHOLE, WHOLE)
+    on_each = shard_map(call, mesh, specs, (PACKED, OF_HEADS))
+    return Case(
+        lambda *x: on_each(*x, *starts),
+        (q, k, v),
+        specs[:3],
+        (PACKED, OF_HEADS),
+        plain=lambda *x: call(*x, *starts),
+    )
+
+
+def pages(kv_layout):
+    """Pages in one buffer, KV heads over all devices; there is no gradient."""
+    form = {"heads": HEADS, "d": 16, "pages": 4, "kv_layout": kv_layout, "rows_after": 0}
+    (q, k, _, *starts), options = varlen([(7, 9), (30, 30)], **form)
+
+    def attend(q, k):
+        return flash_attn_varlen(q, k, None, starts[0], causal=True, return_lse=True, **options)
+
+    return Case(attend, (q, k), (PACKED, CACHES[kv_layout]), (PACKED, OF_HEADS), differentiated=False)
+
+
+def dense(*spec):
+    """A dense batch [B, T, H, D], cut as `spec` says."""
+    shapes = [(4, 17, HEADS[0], 16), (4, 29, HEADS[1], 16), (4, 29, HEADS[1], 16)]
+    operands = tuple(jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
+    lengths = jnp.array([29, 1, 12, 20])
+
+    def attend(q, k, v):
+        return (dot_product_attention(q, k, v, is_causal=True, key_value_seq_lengths=lengths),)
+
+    return Case(
+        attend, operands, (PartitionSpec(*spec),) * 3, (PartitionSpec(*spec),), axes=2 if "batch" in spec else 1
+    )
+
+
+def numbers(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def empty_cache(kv_layout, heads):
+    """Pages of 4 tokens, which hold something."""
+    shapes = {
+        "interleaved": (6, 4, 2 * heads, 16),
+        "stacked": (2, 6, 4, heads, 16),
+        "per_page": (6, 2, 4, heads, 16),
+        "two buffers": (6, 4, heads, 16),
+    }
+    return numbers(1, *shapes[kv_layout])
+
+
+def step(heads):
+    """One new token of each of three sequences, by the names that the functions give them."""
+    query_heads, kv_heads = heads
+    lens, tables = jnp.array([5, 8, 3]), jnp.array([[4, 1], [0, 5], [2, 2]])
+    return {
+        "query": numbers(2, 3, query_heads, 16),
+        "key": numbers(3, 3, kv_heads, 16),
+        "value": numbers(4, 3, kv_heads, 16),
+        "slots": jnp.array([4, 23, 10]),
+        "positions": lens - 1,
+        "cos_sin": numbers(5, 8, 16),
+        "sequences": (lens, tables, jnp.arange(4), jnp.array([3])),
+        "scales": {"k_scale": jnp.linspace(0.5, 2, kv_heads), "v_scale": jnp.linspace(2, 0.5, kv_heads)},
+        "scores": {"sinks": jnp.linspace(-1, 1, query_heads), "alibi_slopes": numbers(6, 3, query_heads) ** 2},
+    }
+
+
+def updated(kv_layout, heads=HEADS, rows=PACKED):
+    """A donated cache, cut by heads; the new rows are too, or are left to XLA."""
+    new = step(heads)
+
+    def update(cache, key, value):
+        return (kv_cache_update(cache, key, value, new["slots"], kv_layout=kv_layout, **new["scales"]),)
+
+    operands, spec = (empty_cache(kv_layout, heads[1]), new["key"], new["value"]), CACHES[kv_layout]
+    return Case(update, operands, (spec, rows, rows), (spec,), differentiated=False, donated=(0,))
+
+
+def updated_pair():
+    """K and V in two donated buffers."""
+    new, cache = step(HEADS), empty_cache("two buffers", HEADS[1])
+
+    def update(k_cache, v_cache, key, value):
+        return kv_cache_update((k_cache, v_cache), key, value, new["slots"])
+
+    spec = PartitionSpec(None, None, "heads")
+    operands, specs = (cache, -cache, new["key"], new["value"]), (spec, spec, PACKED, PACKED)
+    return Case(update, operands, specs, (spec, spec), differentiated=False, donated=(0, 1))
+
+
+def rotated(kv_layout):
+    new = step(HEADS)
+
+    def rotate(cache, query, key, value):
+        where = (new["slots"], new["positions"], new["cos_sin"])
+        return rope_kv_cache_update(cache, query, key, value, *where, kv_layout=kv_layout)
+
+    operands = (empty_cache(kv_layout, HEADS[1]), new["query"], new["key"], new["value"])
+    specs, out_specs = (CACHES[kv_layout], PACKED, PACKED, PACKED), (PACKED, CACHES[kv_layout])
+    return Case(rotate, operands, specs, out_specs, differentiated=False, donated=(0,))
+
+
+def over_pages(heads=HEADS, query=PACKED):
+    """With every operand that has heads; a cache that is cut suffices."""
+    new = step(heads)
+
+    def attend(query, cache):
+        options = {"scale": 0.25, "return_lse": True, **new["scores"], **new["scales"]}
+        return paged_attention(query, cache, *new["sequences"], **options)
+
+    operands, specs = (new["query"], empty_cache("interleaved", heads[1])), (query, CACHES["interleaved"])
+    return Case(attend, operands, specs, (PACKED, OF_HEADS), differentiated=False)
+
+
+def updated_and_attended(heads=HEADS):
+    """In one call; the new rows are left to XLA."""
+    new = step(heads)
+
+    def attend(query, cache, key, value):
+        rows = (key, value, new["slots"])
+        options = {"scale": 0.25, "return_lse": True, **new["scores"], **new["scales"]}
+        return paged_attention_update(query, cache, *new["sequences"], *rows, **options)
+
+    operands = (new["query"], empty_cache("interleaved", heads[1]), new["key"], new["value"])
+    specs, out_specs = (PACKED, CACHES["interleaved"], WHOLE, WHOLE), (PACKED, OF_HEADS, CACHES["interleaved"])
+    return Case(attend, operands, specs, out_specs, differentiated=False, donated=(1,))
+
+
+def decoded(heads=HEADS):
+    """A layer's step: the operators one after the other."""
+    new = step(heads)
+
+    def attend(cache, query, key, value):
+        where = (new["slots"], new["positions"], new["cos_sin"])
+        query, cache = rope_kv_cache_update(cache, query, key, value, *where)
+        out, lse = paged_attention(query, cache, *new["sequences"], scale=0.25, return_lse=True)
+        out, lse = merge_attention_states(out, lse, 2 * out, lse)
+        return simple_add(out, query), lse, cache
+
+    cache = CACHES["interleaved"]
+    operands = (empty_cache("interleaved", heads[1]), new["query"], new["key"], new["value"])
+    specs, out_specs = (cache, PACKED, PACKED, PACKED), (PACKED, OF_HEADS, cache)
+    return Case(attend, operands, specs, out_specs, differentiated=False, donated=(0,))
+
+
+def merged(spec, of_lse):
+    """Two parts of which one is placed, and the other is left to XLA."""
+    operands = (numbers(7, 12, 8, 16), numbers(8, 8, 12), numbers(9, 12, 8, 16), numbers(10, 8, 12))
+    spec, of_lse = PartitionSpec(*spec), PartitionSpec(*of_lse)
+    merge = merge_attention_states
+    return Case(merge, operands, (spec, of_lse, WHOLE, WHOLE), (spec, of_lse), axes=2, differentiated=False)
+
+
+def added():
+    spec = PartitionSpec("batch", None, "heads")
+    operands = (numbers(11, 4, 3, 8, 2), numbers(12, 4, 3, 8, 2))
+    return Case(lambda *x: (simple_add(*x),), operands, (spec, spec), (spec,), axes=2, differentiated=False)
+
+
+CASES = {
+    "packed, by heads": lambda _: packed(),
+    "packed, deterministic, by heads": lambda _: packed(deterministic=True),
+    "packed, one KV head": lambda _: packed((8, 1))._replace(specs=(PACKED, WHOLE, WHOLE, OF_HEADS)),
+    "packed, projected": lambda _: projected(HEADS),
+    "packed, projected, two KV heads": lambda _: projected((8, 2)),
+    "packed, whole keys": lambda _: of_whole_keys(),
+    "packed, shard_map": mapped,
+    "packed, shard_map over rows": mapped_rows,
+    "interleaved pages, by heads": lambda _: pages("interleaved"),
+    "stacked pages, by heads": lambda _: pages("stacked"),
+    "dense, by batch": lambda _: dense("batch"),
+    "dense, by heads": lambda _: dense(None, None, "heads"),
+    "dense, by batch and heads": lambda _: dense("batch", None, "heads"),
+    "update, interleaved": lambda _: updated("interleaved"),
+    "update, interleaved, whole rows": lambda _: updated("interleaved", rows=WHOLE),
+    "update, stacked": lambda _: updated("stacked"),
+    "update, per_page": lambda _: updated("per_page"),
+    "update, two buffers": lambda _: updated_pair(),
+    "rope, interleaved": lambda _: rotated("interleaved"),
+    "rope, stacked": lambda _: rotated("stacked"),
+    "rope, per_page": lambda _: rotated("per_page"),
+    "paged": lambda _: over_pages(),
+    "paged, whole queries": lambda _: over_pages(query=WHOLE),
+    "paged, as many KV heads": lambda _: over_pages((4, 4)),
+    "paged, cache cut between K and V": lambda _: over_pages((8, 2)),
+    "paged update": lambda _: updated_and_attended(),
+    "paged update, 4 query heads a KV head": lambda _: updated_and_attended((16, 4)),
+    "decode step": lambda _: decoded(),
+    "merge, by heads": lambda _: merged((None, "heads"), ("heads",)),
+    "merge, by rows and elements": lambda _: merged(("batch", None, "heads"), (None, "batch")),
+    "add, by two dimensions": lambda _: added(),
+}
+
+# Their own code asks JAX for what it refuses where axes are explicit: to reshape what is cut within a head.
+AUTOMATIC = {"packed, projected, two KV heads"}
