@@ -49,8 +49,9 @@ def main() -> None:
     for step in range(4):
         if step == 1:
             metrics.clear_all()
-        paged_attention(given[0] + torch.full((1,), step).to("xla"), *given[1:], scale=0.125)
+        out = paged_attention(given[0] + torch.full((1,), step).to("xla"), *given[1:], scale=0.125)
         torch_xla.sync()
+        assert torch.isfinite(out.cpu()).all()
     fallbacks = [name for name in metrics.counter_names() if name.startswith("aten::")]
     print(
         "   fallbacks:",
