@@ -1,6 +1,11 @@
 """xla_attention.jax, where jax is one that it takes; where not, that it says so."""
 
 import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -159,6 +164,46 @@ def _mapped(xj):
     np.testing.assert_array_equal(jax.vmap(xj.simple_add)(a, b), a + b)
 
 
+def _mapped_pages(xj):
+    """Rows and sequences of all indices in one call: queries over pages that they share, and caches of their own."""
+    query, *rest = map(jnp.asarray, calls.paged_attention().arguments)
+    attend = functools.partial(xj.paged_attention, scale=0.125)
+    found = jax.jit(jax.vmap(lambda q: attend(q, *rest)))(jnp.stack([query, 2 * query]))
+    np.testing.assert_allclose(found[1], attend(2 * query, *rest), atol=1e-6)
+    cache, *rows = map(jnp.asarray, calls.kv_cache_update().arguments)
+    found = jax.jit(jax.vmap(lambda c: xj.kv_cache_update(c, *rows)))(jnp.stack([cache, 2 * cache]))
+    np.testing.assert_array_equal(found[1], xj.kv_cache_update(2 * cache, *rows))
+
+
+# Of tests/python/sharding_cases.py, and what they exchange.
+_SHARDED = {
+    "packed, by heads": [],
+    "packed, projected, two KV heads": ["all-gather", "all-reduce"],
+    "packed, shard_map over rows": ["all-reduce"],
+    "update, stacked": [],
+    "paged update": [],
+    "decode step": [],
+}
+
+
+def _sharded(_xj):
+    """Over four devices of the CPU, which a process asks for before it begins; on each kind of mesh of this jax."""
+    import sharding_cases
+
+    program = pathlib.Path(sharding_cases.__file__).with_name("sharding_program.py")
+    options = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    for form in ("shardy", "explicit") if JAX_VERSION >= (0, 7) else ("gspmd",):
+        names = [name for name in _SHARDED if form != "explicit" or name not in sharding_cases.AUTOMATIC]
+        command = [sys.executable, program, "cpu", form, *names]
+        done = subprocess.run(command, env={**os.environ, "XLA_FLAGS": options}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        rows = [json.loads(line) for line in done.stdout.splitlines()]
+        assert [row["case"] for row in rows] == names
+        for row in rows:
+            assert row["off"] < 2e-5 and row["in_place"] and not row["copies"], row
+            assert row["collectives"] == _SHARDED[row["case"]], row
+
+
 def _from_two_threads(xj):
     calls_at_once = (calls.paged_attention(), calls.rope_kv_cache_update())
     from_two_threads(*(functools.partial(_run, xj, call, jax.jit) for call in calls_at_once))
@@ -172,5 +217,7 @@ _OTHERS = {
     "an error at trace time": _error_at_trace_time,
     "kv_cache_update in a scan": _scanned,
     "simple_add under vmap": _mapped,
+    "pages under vmap": _mapped_pages,
+    "cut over four devices": _sharded,
     "two calls from two threads": _from_two_threads,
 }
