@@ -237,6 +237,16 @@ def updated_and_attended(heads=HEADS):
     return Case(attend, operands, specs, out_specs, differentiated=False, donated=(1,))
 
 
+def over_both_axes(case):
+    """What is cut by heads is cut by both axes of the mesh."""
+
+    def by_both(specs):
+        both = ("batch", "heads")
+        return tuple(PartitionSpec(*(both if axis == "heads" else axis for axis in spec)) for spec in specs)
+
+    return case._replace(specs=by_both(case.specs), out_specs=by_both(case.out_specs), axes=2)
+
+
 def decoded(heads=HEADS):
     """A layer's step: the operators one after the other."""
     new = step(heads)
@@ -296,6 +306,8 @@ CASES = {
     "paged, cache cut between K and V": lambda _: over_pages((8, 2)),
     "paged update": lambda _: updated_and_attended(),
     "paged update, 4 query heads a KV head": lambda _: updated_and_attended((16, 4)),
+    "paged update, by both axes": lambda _: over_both_axes(updated_and_attended()),
+    "paged, cache cut between K and V by an axis": lambda _: over_both_axes(over_pages((8, 2))),
     "decode step": lambda _: decoded(),
     "merge, by heads": lambda _: merged((None, "heads"), ("heads",)),
     "merge, by rows and elements": lambda _: merged(("batch", None, "heads"), (None, "batch")),

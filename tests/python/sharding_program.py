@@ -87,6 +87,7 @@ if __name__ == "__main__":
     platform, form = sys.argv[1:3]
     if form == "gspmd":
         jax.config.update("jax_use_shardy_partitioner", False)
+    jax.config.update("jax_default_matmul_precision", "highest")  # of the cases' own products, on GPUs
     axes = "explicit" if form == "explicit" else "automatic"
     devices = np.array(jax.devices(platform))
     devices = devices[: 4 if len(devices) >= 4 else 2]

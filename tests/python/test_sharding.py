@@ -25,8 +25,14 @@ EXCHANGE = {
     "packed, whole keys": {"all-gather"},
     "packed, shard_map over rows": {"all-reduce"},
     "paged, cache cut between K and V": {"all-gather"},
+    "paged, cache cut between K and V by an axis": {"all-gather"},
 }
-UNEVEN = {"packed, one KV head", "packed, projected, two KV heads", "paged, cache cut between K and V"}
+UNEVEN = {
+    "packed, one KV head",
+    "packed, projected, two KV heads",
+    "paged, cache cut between K and V",
+    "paged, cache cut between K and V by an axis",
+}
 # Custom calls of a program, where they are not one.
 CALLS = {"decode step": 4} | {name: 2 for name in CASES if name.startswith(("packed", "dense"))}
 
