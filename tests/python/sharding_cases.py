@@ -32,6 +32,11 @@ CACHES = {
 }
 
 
+def numbers(seed, *shape):
+    """Of NumPy, for which nothing is compiled."""
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
 class Case(NamedTuple):
     """A function, and how its operands and results lie on the mesh."""
 
@@ -48,7 +53,7 @@ class Case(NamedTuple):
 def packed(heads=HEADS, **options):
     """Packed sequences, heads over all devices; with them sinks and slopes."""
     (q, k, v, *starts), _ = varlen([(7, 9), (30, 30), (3, 1)], heads=heads, d=16, rows_after=0)
-    sinks = jnp.linspace(-1, 1, heads[0])
+    sinks = np.float32(np.linspace(-1, 1, heads[0]))
 
     slopes = np.linspace(0, 0.3, heads[0], dtype=np.float32)
 
@@ -61,9 +66,9 @@ def packed(heads=HEADS, **options):
 
 def projected(heads):
     """q, k and v are made in the program, by matrices that are cut by columns, which may be parts of a head."""
-    starts = jnp.array([0, 5, 12])
+    starts = np.array([0, 5, 12])
     shapes = [(12, 24), *((24, h * 16) for h in (heads[0], heads[1], heads[1]))]
-    operands = tuple(0.3 * jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
+    operands = tuple(np.float32(0.3) * numbers(i, *shape) for i, shape in enumerate(shapes))
 
     def attend(x, *matrices):
         q, k, v = ((x @ matrix).reshape(12, -1, 16) for matrix in matrices)
@@ -94,10 +99,10 @@ def shard_map(call, mesh, in_specs, out_specs):
 def mapped_rows(mesh):
     """shard_map over rows of the queries: keys, values and sinks are the same on every device, gradients are summed."""
     (q, k, v, *_), _ = varlen([(32, 9)], heads=HEADS, d=16, rows_after=0)
-    sinks = jnp.linspace(-1, 1, HEADS[0])
+    sinks = np.float32(np.linspace(-1, 1, HEADS[0]))
 
     def call(q, k, v, sinks):
-        starts = (jnp.array([0, len(q)]), jnp.array([0, len(k)]))
+        starts = (np.array([0, len(q)]), np.array([0, len(k)]))
         return flash_attn_varlen(q, jnp.sin(k), v, *starts, sinks=sinks, return_lse=True)
 
     specs, out_specs = (PartitionSpec("heads"), WHOLE, WHOLE, WHOLE), (PartitionSpec("heads"), PACKED)
@@ -133,8 +138,8 @@ def pages(kv_layout):
 def dense(*spec):
     """A dense batch [B, T, H, D], cut as `spec` says."""
     shapes = [(4, 17, HEADS[0], 16), (4, 29, HEADS[1], 16), (4, 29, HEADS[1], 16)]
-    operands = tuple(jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
-    lengths = jnp.array([29, 1, 12, 20])
+    operands = tuple(numbers(i, *shape) for i, shape in enumerate(shapes))
+    lengths = np.array([29, 1, 12, 20])
 
     def attend(q, k, v):
         return (dot_product_attention(q, k, v, is_causal=True, key_value_seq_lengths=lengths),)
@@ -142,10 +147,6 @@ def dense(*spec):
     return Case(
         attend, operands, (PartitionSpec(*spec),) * 3, (PartitionSpec(*spec),), axes=2 if "batch" in spec else 1
     )
-
-
-def numbers(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def empty_cache(kv_layout, heads):
@@ -162,17 +163,23 @@ def empty_cache(kv_layout, heads):
 def step(heads):
     """One new token of each of three sequences, by the names that the functions give them."""
     query_heads, kv_heads = heads
-    lens, tables = jnp.array([5, 8, 3]), jnp.array([[4, 1], [0, 5], [2, 2]])
+    lens, tables = np.array([5, 8, 3]), np.array([[4, 1], [0, 5], [2, 2]])
     return {
         "query": numbers(2, 3, query_heads, 16),
         "key": numbers(3, 3, kv_heads, 16),
         "value": numbers(4, 3, kv_heads, 16),
-        "slots": jnp.array([4, 23, 10]),
+        "slots": np.array([4, 23, 10]),
         "positions": lens - 1,
         "cos_sin": numbers(5, 8, 16),
-        "sequences": (lens, tables, jnp.arange(4), jnp.array([3])),
-        "scales": {"k_scale": jnp.linspace(0.5, 2, kv_heads), "v_scale": jnp.linspace(2, 0.5, kv_heads)},
-        "scores": {"sinks": jnp.linspace(-1, 1, query_heads), "alibi_slopes": numbers(6, 3, query_heads) ** 2},
+        "sequences": (lens, tables, np.arange(4), np.array([3])),
+        "scales": {
+            "k_scale": np.float32(np.linspace(0.5, 2, kv_heads)),
+            "v_scale": np.float32(np.linspace(2, 0.5, kv_heads)),
+        },
+        "scores": {
+            "sinks": np.float32(np.linspace(-1, 1, query_heads)),
+            "alibi_slopes": numbers(6, 3, query_heads) ** 2,
+        },
     }
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from sharding_cases import AUTOMATIC, CASES
+from sharding_cases import AUTOMATIC, CASES, numbers
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
@@ -46,7 +46,7 @@ def run(name, meshes):
     case = CASES[name](meshes[0])
     mesh = meshes[case.axes - 1]
     plain = case.plain or case.attend
-    cotangents = [jax.random.normal(jax.random.key(9), x.shape, x.dtype) for x in jax.eval_shape(plain, *case.operands)]
+    cotangents = [numbers(9, *x.shape) for x in jax.eval_shape(plain, *case.operands)]
     wanted = jax.jit(results_and_gradients(plain, case, cotangents))(*case.operands)
 
     def placed(specs):
@@ -57,7 +57,7 @@ def run(name, meshes):
     attend = results_and_gradients(case.attend, case, cotangents)
     program = jax.jit(attend, out_shardings=shardings, donate_argnums=case.donated)
     # Of each its own memory, for it may be given away.
-    operands = [jax.device_put(x.copy(), place) for x, place in zip(case.operands, placed(case.specs), strict=True)]
+    operands = [jax.device_put(jnp.array(x), place) for x, place in zip(case.operands, placed(case.specs), strict=True)]
     compiled = program.lower(*operands).compile()
     text = compiled.as_text()
     donated = [operands[i] for i in case.donated]
