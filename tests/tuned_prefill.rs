@@ -225,6 +225,20 @@ fn decode_beneath_prefill_agrees_with_the_reference() {
     }
 }
 
+/// So many short sequences that a CTA decodes several, one after the other, with the same barriers.
+#[test]
+fn many_decoded_sequences_beneath_prefill_agree_with_the_reference() {
+    let decoded = (0..48).map(|i| (1 + i % 2, 3 + 37 * i % 190));
+    let lengths: Vec<_> = std::iter::once((100, 3000)).chain(decoded).collect();
+    for (dtypes, heads) in [(Dtypes::same(BF16), (16, 1)), (Dtypes::same(F16), (4, 1))] {
+        let shape =
+            Shape { dtypes, heads, head_dim: 128, mask: Mask::CAUSAL, lengths: lengths.clone(), ..Shape::default() };
+        let storage =
+            Storage { rows_around: (3, 900), workspace: Some(9_000_001), ..Storage::paged(Layout::Interleaved, 16) };
+        check_named(&format!("{heads:?}"), Case::flash(&shape.batch(), &storage));
+    }
+}
+
 #[test]
 fn the_set_holds_every_choice() {
     let rows = cover(&SIZES, &excluded, 7);

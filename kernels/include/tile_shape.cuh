@@ -5,9 +5,9 @@
 // wide:    decode with the warps of two CTAs in one, for GPUs that give a CTA 163 KB of shared memory.
 // mixed:   decode in the CTAs of Hopper's prefill (hopper/mixed.cuh).
 //
-// Shared memory: the query rows, each followed by 16 unused bytes, in mixed the barriers of boxes, then per ring (one
-// of the CTA, or one a warp) kStages blocks of K and as many of V (shared_rows.cuh). Last, the CTA's Plan and, in
-// decode, its Share.
+// Shared memory: the query rows, each followed by 16 unused bytes, then per ring (one of the CTA, or one a warp)
+// kStages blocks of K and as many of V (shared_rows.cuh); when a piece is done, the results of its warps take their
+// place. Behind them what outlives a piece: the CTA's Plan, in decode its Share, in mixed the barriers of boxes.
 #pragma once
 
 #include <cstdint>
@@ -63,7 +63,7 @@ struct TileChoice;
   ROW(decode, 4, 128, 1, 4, 1, 16, 1, 2, 74464)  \
   ROW(decode, 4, 256, 1, 2, 1, 16, 1, 2, 82656)  \
   ROW(wide, 2, 128, 1, 8, 1, 16, 2, 1, 135904)   \
-  ROW(mixed, 2, 128, 1, 12, 1, 16, 2, 1, 203232)
+  ROW(mixed, 2, 128, 1, 12, 1, 16, 2, 1, 203424)
 
 #define XA_TILE_CHOICE(shape, bytes, head_dim, row_warps, key_warps, row_tiles, keys, stages, ctas, shared_bytes) \
   template <>                                                                                                     \
@@ -98,10 +98,7 @@ struct TileShape : TileChoice<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr int kBlockBytes = Choice::kKeys * Rows::kPitch;
   static constexpr int kRingBytes = 2 * Choice::kStages * kBlockBytes;
   static constexpr int kQueryBytes = kRows * kQueryPitch;
-  /// Barriers of boxes, one for each stage of each ring.
-  static constexpr int kBarriersOffset = kQueryBytes;
-  static constexpr int kRingsOffset =
-      kFetchesBoxes ? (kQueryBytes + kRings * 8 * Choice::kStages + 1023) / 1024 * 1024 : kQueryBytes;
+  static constexpr int kRingsOffset = kFetchesBoxes ? (kQueryBytes + 1023) / 1024 * 1024 : kQueryBytes;
   static constexpr int kStreamBytes = kRingsOffset + kRings * kRingBytes;
 
   /// Merging key warps: f32 rows with 4 spare columns, then (max, sum) of each row and warp. Takes the place of the
@@ -115,7 +112,9 @@ struct TileShape : TileChoice<Shape, sizeof(Stored), kHeadDim_> {
   /// folded rows (tile_result.cuh).
   static constexpr int kShareOffset = kPlanOffset + static_cast<int>(sizeof(Plan));
   static constexpr int kFactorsOffset = kShareOffset + (kSplitsKeys ? static_cast<int>(sizeof(Share)) : 0);
-  static constexpr int kFoldOffset = kFactorsOffset + (kIsFp8 ? 4 * kRows : 0);
+  /// Barriers of boxes, one for each stage of each ring.
+  static constexpr int kBarriersOffset = kFactorsOffset + (kIsFp8 ? 4 * kRows : 0);
+  static constexpr int kFoldOffset = kBarriersOffset + (kFetchesBoxes ? kRings * 8 * Choice::kStages : 0);
   static constexpr int kFoldBytes = kSplitsKeys ? kRows * kHeadDim * 4 + 2 * kRows * 8 : 0;
 
   static constexpr int kMostKilobytes =
@@ -124,6 +123,8 @@ struct TileShape : TileChoice<Shape, sizeof(Stored), kHeadDim_> {
   static_assert(Choice::kSharedBytes == kFoldOffset + (kFetchesBoxes ? 1024 : 0),
                 "the table's last column is what the launch asks for, boxes being aligned to 1024 bytes");
   static_assert(Choice::kSharedBytes % 16 == 0, "float4 are folded there");
+  static_assert(!kFetchesBoxes || (kBarriersOffset % 8 == 0 && kBarriersOffset >= kMergeBytes),
+                "barriers are 8 bytes and outlive what is merged");
   static_assert(kRingsOffset % 128 == 0, "rings begin at a multiple of 128 bytes");
   static_assert(Choice::kSharedBytes + kFoldBytes <= kMostKilobytes * 1024,
                 "sm_86, sm_89 and sm_120 give a CTA 99 KB, sm_80 163, sm_90 227");

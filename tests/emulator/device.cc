@@ -204,15 +204,22 @@ bool barrier_and(bool mine) { return wait_at(block_barrier, static_cast<int>(fib
 
 void barrier(int number, int threads) { wait_at(numbered_barriers[number], threads, true); }
 
+/// What lies in shared memory where an mbarrier is: on a GPU its state, which nothing else may overwrite.
+constexpr uint64_t kMbarrierBytes = 0x7fff'f800'001f'fffe;
+
 void mbarrier_init(uint32_t address, uint32_t arrivals) {
   if (address % 8 != 0) fail("a misaligned mbarrier");
   mbarriers[address] = Mbarrier{arrivals, arrivals};
+  std::memcpy(shared + address, &kMbarrierBytes, sizeof(kMbarrierBytes));
 }
 
 namespace {
 Mbarrier& mbarrier(uint32_t address) {
   const auto found = mbarriers.find(address);
   if (found == mbarriers.end()) fail("an mbarrier that nobody made");
+  if (std::memcmp(shared + address, &kMbarrierBytes, sizeof(kMbarrierBytes)) != 0) {
+    fail("an mbarrier in whose place something else has been stored");
+  }
   return found->second;
 }
 void end_if_complete(Mbarrier& barrier) {

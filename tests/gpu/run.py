@@ -43,9 +43,9 @@ def main() -> int:
             memcheck = (sanitizer, "--tool", "memcheck", "--error-exitcode", "7", str(binary), "--quiet")
             part(f"memcheck {name}", *memcheck, XLA_ATTENTION_TEST_DEVICE="cuda", PROPTEST_CASES="8")
         if sanitizer and name == "tuned_prefill":
-            # One call of each kernel, seconds long. docs/tests.md says why others are not among them.
-            chosen, mixed = "tuned_kernels_are_chosen", "the_mixed_kernel_is_chosen"
-            for tool, test in (("synccheck", chosen), ("initcheck", chosen), ("initcheck", mixed)):
+            # One call of each kernel, seconds long. docs/tests.md says why racecheck is not among the tools.
+            tests = ("tuned_kernels_are_chosen", "the_mixed_kernel_is_chosen", "many_decoded_sequences")
+            for tool, test in ((tool, test) for test in tests for tool in ("synccheck", "initcheck")):
                 check = (sanitizer, "--tool", tool, "--error-exitcode", "7", str(binary), "--quiet", test)
                 part(f"{tool} {test}", *check, XLA_ATTENTION_TEST_DEVICE="cuda")
     print(table(measured), flush=True)
