@@ -43,7 +43,12 @@ def _variants(variants: list[dict]) -> list[str]:
     lines = [
         f"  {v['name']} ({next((r[0] for a, r in v['sass'].items() if a.startswith('90')), '-')})" for v in variants
     ]
-    return [*lines, "machine code: " + ", ".join(f"sm_{a} {n}" for a, n in sorted(archs.items())) + "; elsewhere the driver compiles PTX"]
+    return [
+        *lines,
+        "machine code: "
+        + ", ".join(f"sm_{a} {n}" for a, n in sorted(archs.items()))
+        + "; elsewhere the driver compiles PTX",
+    ]
 
 
 def _jax() -> str:

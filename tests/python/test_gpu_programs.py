@@ -14,9 +14,7 @@ HERE = pathlib.Path(__file__).parent
 # `make` installs JAX's CUDA plugin here, beside the environment: in it, JAX would look for a GPU in every test.
 PLUGIN = pathlib.Path(sys.prefix, "xla_gpu")
 
-pytestmark = pytest.mark.skipif(
-    not PLUGIN.is_dir(), reason=f"no CUDA plugin of JAX in {PLUGIN}: `make test`"
-)
+pytestmark = pytest.mark.skipif(not PLUGIN.is_dir(), reason=f"no CUDA plugin of JAX in {PLUGIN}: `make test`")
 
 OPERATORS = (
     "simple_add",

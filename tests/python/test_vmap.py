@@ -171,3 +171,32 @@ def test_two_axes_are_one_call_too(platform, name):
     assert_each([x[0] for x in found], case)
     assert_each([x[1, ::-1] for x in found], case)
     assert jax.jit(mapped).lower(*doubled).as_text().count("custom_call @xla_gpu_") == 1
+
+
+def test_metadata_of_one_index_cannot_reach_another(platform):
+    """Starts that go down, lengths, pages and counts of nonsense: of each index alone."""
+    rng = np.random.default_rng(0)
+
+    def nonsense(*shape, below):
+        far = rng.choice([-(2**31), 2**31 - 1], shape)
+        return jnp.asarray(np.where(rng.random(shape) < 0.15, far, rng.integers(-3, below, shape)), jnp.int32)
+
+    def over_pages(query, cache, lens, tables, starts, count):
+        return paged_attention(query, cache, lens, tables, starts, count, scale=0.3, return_lse=True, sinks=sinks)
+
+    def over_rows(query, rows, lens, _, starts, more):
+        return flash_attn_varlen(query, rows, rows, starts, more, seqused_k=lens, causal=True, return_lse=True)
+
+    sinks, rows = numbers(0, 4), numbers(1, 9, 2, 16)
+    alone = [jax.jit(over_pages), jax.jit(over_rows)]
+    mapped = [jax.jit(jax.vmap(f, in_axes=(0, axis, 0, 0, 0, 0))) for f, axis in ((over_pages, 0), (over_rows, None))]
+    for seed in range(20):
+        query, cache = numbers(seed, SIZE, 6, 4, 16), numbers(seed + 1, SIZE, 5, 4, 4, 16)
+        lens, tables, starts = nonsense(SIZE, 3, below=10), nonsense(SIZE, 3, 2, below=6), nonsense(SIZE, 4, below=9)
+        last = nonsense(SIZE, 1, below=5), nonsense(SIZE, 4, below=12)
+        for one, all_of_them, keys, more in zip(alone, mapped, (cache, rows), last, strict=True):
+            found = all_of_them(query, keys, lens, tables, starts, more)
+            for i in range(SIZE):
+                wanted = one(query[i], keys[i] if keys is cache else keys, lens[i], tables[i], starts[i], more[i])
+                for part, of_one in zip(found, wanted, strict=True):
+                    np.testing.assert_allclose(part[i], of_one, atol=1e-5)

@@ -4,7 +4,7 @@
 (`_fold`), and XLA may cut a call by heads, and where there is a batch by that (`_partition`).
 """
 
-import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from .. import _library
 from .._options import kv_layout_number
 from ._attention import with_workspace
 from ._call import Array, custom_call
-from ._fold import folded, folded_cotangents, is_foldable, one_by_one, unfolded, unfolded_lse
+from ._fold import folded, folded_cotangents, is_foldable, unfolded, unfolded_lse, with_vmap
 from ._partition import Letters, partitioned, present
 from ._varlen_types import Cotangents, Gradients, Operands, Options
 from ._words import PAGES, of_scores
@@ -112,50 +112,39 @@ def _backward_letters(options: Options, operands: Operands, cotangents: Cotangen
     return Letters(words + of_cotangents, of_results, _free(options))
 
 
-_forward_once = partitioned(_run_forward, _forward_letters)
-_backward_found = partitioned(lambda *x: tuple(jax.tree.leaves(_run_backward(*x))), _backward_letters)
+def _fold_forward(options: Options, size: int, which: Sequence[Operands], operands: tuple[Operands]) -> tuple | None:
+    if not is_foldable(options, *which, *operands):
+        return None
+    together = folded(options, size, *which, *operands)
+    return options, (together,), lambda out, lse: (unfolded(out, size), unfolded_lse(lse, size))
 
 
-def _backward_once(options: Options, operands: Operands, cotangents: Cotangents) -> Gradients:
-    found = _backward_found(options, operands, cotangents)
-    return Gradients(*found[:3], None if operands.sinks is None else found[3])
+def _fold_backward(
+    options: Options,
+    size: int,
+    which: tuple[Operands, Cotangents],
+    arguments: tuple[Operands, Cotangents],
+) -> tuple | None:
+    (batched, of_cotangents), (operands, cotangents) = which, arguments
+    # One call adds up the gradients of the sinks over all that it is given.
+    if operands.sinks is not None or not is_foldable(options, batched, operands):
+        return None
+    together = folded(options, size, batched, operands), folded_cotangents(size, of_cotangents, cotangents)
+    return options, together, lambda *found: tuple(unfolded(x, size) for x in found)
+
+
+_forward = with_vmap(partitioned(_run_forward, _forward_letters), _fold_forward)
+_backward = with_vmap(
+    partitioned(lambda *x: tuple(jax.tree.leaves(_run_backward(*x))), _backward_letters), _fold_backward
+)
 
 
 def forward(options: Options, operands: Operands) -> tuple[Array, Array]:
     """`out` and `softmax_lse`."""
-
-    @jax.custom_batching.custom_vmap
-    def call(operands: Operands) -> tuple[Array, Array]:
-        return _forward_once(options, operands)
-
-    @call.def_vmap
-    def _of_many(size: int, which: list, operands: Operands) -> tuple[tuple, tuple]:
-        (batched,) = which
-        if not is_foldable(options, batched, operands):
-            return one_by_one(functools.partial(forward, options), (batched,), (operands,)), (True, True)
-        out, lse = forward(options, folded(options, size, batched, operands))
-        return (unfolded(out, size), unfolded_lse(lse, size)), (True, True)
-
-    return call(operands)
+    return _forward(options, operands)
 
 
 def backward(options: Options, operands: Operands, cotangents: Cotangents) -> Gradients:
     """The gradients of q, k, v, and of the sinks if there are sinks."""
-
-    @jax.custom_batching.custom_vmap
-    def call(operands: Operands, cotangents: Cotangents) -> Gradients:
-        return _backward_once(options, operands, cotangents)
-
-    @call.def_vmap
-    def _of_many(size: int, which: list, operands: Operands, cotangents: Cotangents) -> tuple[Gradients, Gradients]:
-        batched, of_cotangents = which
-        found_for = Gradients(True, True, True, None if operands.sinks is None else True)
-        # One call adds up the gradients of the sinks over all that it is given.
-        if operands.sinks is not None or not is_foldable(options, batched, operands):
-            one = functools.partial(backward, options)
-            return one_by_one(one, (batched, of_cotangents), (operands, cotangents)), found_for
-        together = folded(options, size, batched, operands)
-        found = backward(options, together, folded_cotangents(size, of_cotangents, cotangents))
-        return Gradients(*(unfolded(x, size) for x in found[:3]), None), found_for
-
-    return call(operands, cotangents)
+    found = _backward(options, operands, cotangents)
+    return Gradients(*found[:3], None if operands.sinks is None else found[3])
