@@ -152,7 +152,11 @@ def open_shards(path: Path) -> list[Any]:
         weight_map = read_json(index_path).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelError(f"{index_path}: weight_map is missing")
-        file_names = sorted({str(name) for name in weight_map.values()})
+        for tensor, name in weight_map.items():
+            # The index comes with the model: what it names lies beside it.
+            if not isinstance(name, str) or name in ("", ".", "..") or set(name) & {"/", "\\", ":", "\0"}:
+                raise ModelError(f"{index_path}: the file of {tensor} is {name!r}, expected a name without a folder")
+        file_names = sorted(set(weight_map.values()))
     shards = []
     for file_name in file_names:
         try:

@@ -66,11 +66,22 @@ class ChatTokenizer:
 
 def default_system_message(template: str) -> str | None:
     """The system message that a ChatML template inserts when the conversation has none; None if it inserts nothing."""
-    # In the template's string literals a line break is either itself or the two characters \n.
-    literal = re.search(
-        re.escape(TURN_START) + r"system(?:\n|\\n)([^'\"{}]+?)" + re.escape(TURN_END), template, flags=re.DOTALL
-    )
-    return literal.group(1) if literal else None
+    at, end = 0, 0
+    while (opening := _SYSTEM_TURN.search(template, at)) is not None:
+        begin = opening.end()
+        if end <= begin and (end := template.find(TURN_END, begin + 1)) < 0:
+            return None
+        if (code := _CODE.search(template, begin, end)) is None:
+            return template[begin:end]
+        # Every turn that is opened before the code has its end after it too.
+        at = code.end()
+    return None
+
+
+# In the template's string literals a line break is either itself or the two characters \n.
+_SYSTEM_TURN = re.compile(re.escape(TURN_START) + r"system(?:\n|\\n)")
+# What ends a literal, or belongs to Jinja.
+_CODE = re.compile(r"['\"{}]")
 
 
 def tokenizer_from_gguf(model: "GgufModel") -> ChatTokenizer:

@@ -2,6 +2,8 @@
 
 import functools
 import json
+import re
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from llama.checkpoint import default_model_path, load_checkpoint  # isort: skip
 from llama.config import ModelError  # isort: skip
 from llama.gguf_file import GgufModel, open_reader  # isort: skip
 from llama.hf_folder import HfModel  # isort: skip
-from llama.tokenizer import tokenizer_from_gguf  # isort: skip
+from llama.tokenizer import default_system_message, tokenizer_from_gguf  # isort: skip
 
 repeatable = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -319,3 +321,40 @@ def test_a_damaged_folder_is_refused_by_name(hf_folder, file_name, content, mess
         (hf_folder / file_name).write_bytes(content)
     with pytest.raises(ModelError, match=message):
         load(hf_folder)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", "", "a/b", "a\\b", "C:model", 3, None])
+def test_an_index_that_names_a_file_elsewhere_is_refused(hf_folder, name):
+    index = hf_folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"] | {"lm_head.weight": name}
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(
+        ModelError, match=r"index.json: the file of lm_head.weight is .*, expected a name without a folder"
+    ):
+        load(hf_folder)
+
+
+SYSTEM_TURN = re.compile(r"<\|im_start\|>system(?:\n|\\n)([^'\"{}]+?)<\|im_end\|>")
+
+
+@repeatable
+@given(st.lists(st.sampled_from(["<|im_start|>system\n", "<|im_start|>system\\n", "<|im_end|>", "'", "{", "a", "<|"])))
+def test_the_system_message_is_the_first_literal_between_its_marks(parts):
+    template = "".join(parts)
+    wanted = SYSTEM_TURN.search(template)
+    assert default_system_message(template) == (wanted[1] if wanted else None)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "<|im_start|>system\n" * 20000,
+        "<|im_start|>system\n" * 20000 + "'<|im_end|>",
+        "<|im_start|>system\n'" * 20000 + "<|im_end|>",
+    ],
+)
+def test_a_long_chat_template_takes_no_longer_than_its_length(template):
+    began = time.monotonic()
+    assert default_system_message(template) is None
+    # 0.02 s on two cores; the square of 20000 turns takes minutes.
+    assert time.monotonic() - began < 2
