@@ -1,6 +1,7 @@
 """xla_attention.jax, where jax is one that it takes; where not, that it says so."""
 
 import functools
+import inspect
 import json
 import os
 import pathlib
@@ -209,8 +210,40 @@ def _from_two_threads(xj):
     from_two_threads(*(functools.partial(_run, xj, call, jax.jit) for call in calls_at_once))
 
 
+def _arguments_of_jaxs(xj):
+    """Each of this JAX's dot_product_attention, with the same default."""
+    ours = inspect.signature(xj.dot_product_attention).parameters
+    for name, parameter in inspect.signature(jax.nn.dot_product_attention).parameters.items():
+        assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default), name
+
+
+def _no_gradient(xj):
+    """Refused where it is asked for, and nowhere else."""
+    cache, rows, _, slots = calls.kv_cache_update().arguments
+
+    def update(rows):
+        return xj.kv_cache_update(cache, rows, rows, slots)
+
+    with raises(NotImplementedError, "kv_cache_update: there is no gradient; "):
+        jax.grad(lambda rows: update(rows).sum())(jnp.asarray(rows))
+    beside, _ = jax.grad(lambda rows: (rows.sum(), update(rows)), has_aux=True)(jnp.asarray(rows))
+    np.testing.assert_array_equal(beside, np.ones_like(rows))
+    twice = jax.hessian(lambda x: (xj.simple_add(x, x) ** 2).sum())(jnp.ones(2))
+    np.testing.assert_array_equal(twice, 8 * np.eye(2))
+
+
+def _host_integers(xj):
+    """Slots that 32 bits would drop onto others."""
+    cache, key, value, slots = calls.kv_cache_update().arguments
+    for past in (np.asarray(slots, np.int64) + 2**32, (np.asarray(slots, np.int64) + 2**32).tolist()):
+        np.testing.assert_array_equal(xj.kv_cache_update(cache, key, value, past), cache)
+
+
 _OTHERS = {
     "dot_product_attention, eagerly and jitted": _dot_product_attention,
+    "dot_product_attention has the arguments of JAX's": _arguments_of_jaxs,
+    "gradients that there are not": _no_gradient,
+    "integers of the host do not wrap": _host_integers,
     "gradients, also under vmap": _gradients,
     "ragged_paged_attention, eagerly and jitted": _ragged_paged_attention,
     "flash_attn_varlen without lse": _without_lse,

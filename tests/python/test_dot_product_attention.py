@@ -1,5 +1,7 @@
 """dot_product_attention against JAX's own."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,11 +37,20 @@ def check(operands, **options):
         {"local_window_size": 4, "is_causal": True},
         {"local_window_size": (20, 15)},
         {"local_window_size": (20, 0)},
+        {"local_window_size": (np.int64(9), np.int32(15)), "is_causal": True},
+        {"local_window_size": [9, 15], "is_causal": True},
     ],
     ids=str,
 )
 def test_it_equals_jaxs(platform, dtype, options):
     check(tensors(dtype), **options)
+
+
+@pytest.mark.parametrize("size", [0, 4])
+def test_one_number_for_both_sides_may_be_of_numpy(platform, size):
+    wanted = dot_product_attention(*tensors(), local_window_size=size)
+    for same in (np.int64(size), (np.int32(size), np.int64(size)), np.array([size, size]), jnp.array([size, size])):
+        np.testing.assert_array_equal(dot_product_attention(*tensors(), local_window_size=same), wanted)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -70,11 +81,120 @@ def test_what_is_not_supported_is_said(name):
         dot_product_attention(*tensors(), **{name: jnp.ones((1, 1, 17, 29), bool)})
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_it_has_every_argument_of_jaxs_in_its_place_and_with_its_default():
+    ours = inspect.signature(dot_product_attention).parameters
+    theirs = inspect.signature(jax.nn.dot_product_attention).parameters
+    assert {name: (x.kind, x.default) for name, x in theirs.items()} == {
+        name: (x.kind, x.default) for name, x in ours.items() if name in theirs
+    }
+    positional = [name for name, x in theirs.items() if x.kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert list(ours)[: len(positional)] == positional
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": (20, 15), "is_causal": True}])
+def test_the_residual_equals_jaxs(platform, dtype, options):
+    operands = tensors(dtype)
+    for case in (operands, [x[0] for x in operands]):
+        out, residual = dot_product_attention(*case, return_residual=True, **options)
+        with jax.default_matmul_precision("highest"):
+            wanted = jax.nn.dot_product_attention(*case, return_residual=True, **options)[1]
+        assert (residual.shape, residual.dtype) == (wanted.shape, wanted.dtype)
+        tolerance = TOLERANCE[dtype]
+        np.testing.assert_allclose(np.float32(residual), np.float32(wanted), atol=tolerance, rtol=tolerance)
+        np.testing.assert_array_equal(
+            np.asarray(out, np.float32), np.asarray(dot_product_attention(*case, **options), np.float32)
+        )
+
+
+def test_the_residual_of_what_sees_no_key_is_minus_infinity_and_has_no_gradient(platform):
     q, k, v = tensors()
-    with pytest.raises(ValueError, match="value has shape"):
-        dot_product_attention(q, k, v[:, :3])
-    with pytest.raises(ValueError, match="key has a batch of 2, expected 3"):
-        dot_product_attention(q, k[:2], v[:2])
-    with pytest.raises(ValueError, match="expected .B, T, N, H. or"):
-        dot_product_attention(q[0], k, v)
+    lengths = {"query_seq_lengths": jnp.array([17, 3, 9]), "key_value_seq_lengths": jnp.array([0, 12, 29])}
+    _, residual = dot_product_attention(q, k, v, return_residual=True, **lengths)
+    sees = np.arange(17) < np.array([0, 3, 9])[:, None]
+    assert (np.isfinite(residual).all(-1) == sees).all() and np.isneginf(np.asarray(residual)[~sees]).all()
+    gradient = jax.grad(lambda q: dot_product_attention(q, k, v, return_residual=True)[1].sum())(q)
+    assert (gradient == 0).all()
+
+
+def test_jaxs_own_implementation_gives_its_residual():
+    operands = tensors(rows=4, keys=4)
+    found = dot_product_attention(*operands, return_residual=True, implementation="xla")
+    wanted = jax.nn.dot_product_attention(*operands, return_residual=True)
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_jax_without_residuals_is_told_apart(monkeypatch):
+    operands = tensors(rows=4, keys=4)
+    wanted = jax.nn.dot_product_attention(*operands)
+
+    def of_jax_0_8_0(query, key, value, bias=None, mask=None, **options):
+        assert "return_residual" not in options
+        return wanted
+
+    of_jax_0_8_0.__signature__ = inspect.Signature()
+    monkeypatch.setattr(jax.nn, "dot_product_attention", of_jax_0_8_0)
+    assert dot_product_attention(*operands, implementation="xla") is wanted
+    with pytest.raises(NotImplementedError, match="return_residual with implementation needs jax >= 0.8.1"):
+        dot_product_attention(*operands, implementation="xla", return_residual=True)
+
+
+# What is refused, as a change of the operands or as options; the text after the function's name.
+REFUSED = {
+    "lengths": (lambda q, k, v: (q, k, v[:, :3]), {}, ValueError, "value has shape"),
+    "batch": (lambda q, k, v: (q, k[:2], v[:2]), {}, ValueError, "key has a batch of 2, expected 3"),
+    "ranks": (lambda q, k, v: (q[0], k, v), {}, ValueError, "query [17, 6, 32], key [3, 29, 2, 32]"),
+    "dimension": (lambda q, k, v: (q[..., :16], k, v), {}, ValueError, "key has head dimension 32, expected 16"),
+    "heads": (lambda q, k, v: (q[:, :, :5], k, v), {}, ValueError, "key has 2 heads, expected a divisor of 5"),
+    "no KV heads": (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), {}, ValueError, "key has 0 heads"),
+    "integers": (lambda *x: [y.astype(int) for y in x], {}, NotImplementedError, "query is i32, key is i32"),
+    "two dtypes": (lambda q, k, v: (q, k, v.astype("bfloat16")), {}, NotImplementedError, "key is f32 and value is"),
+    "odd dimension": (
+        lambda *x: [y[..., :20] for y in x],
+        {},
+        NotImplementedError,
+        "query has head dimension 20; every multiple of 8 up to 256 works",
+    ),
+    "query lengths": (
+        None,
+        {"query_seq_lengths": jnp.ones(2, int)},
+        ValueError,
+        "query_seq_lengths has shape [2], expected [B=3]",
+    ),
+    "key lengths": (
+        None,
+        {"key_value_seq_lengths": jnp.ones((3, 1), int)},
+        ValueError,
+        "key_value_seq_lengths has shape [3, 1], expected [B=3]",
+    ),
+    "float lengths": (
+        None,
+        {"key_value_seq_lengths": jnp.ones(3)},
+        TypeError,
+        "key_value_seq_lengths has dtype float32, expected integers",
+    ),
+    "scale of 0": (None, {"scale": 0.0}, NotImplementedError, "scale is 0.0, expected finite and > 0; impl"),
+    "scale below 0": (None, {"scale": -1}, NotImplementedError, "scale is -1.0, expected finite and > 0"),
+    "scales": (None, {"scale": jnp.ones(2)}, TypeError, "scale has shape [2], expected a number"),
+    "is_causal": (None, {"is_causal": "yes"}, TypeError, "is_causal is 'yes', expected True or False"),
+    "window below 0": (None, {"local_window_size": -1}, ValueError, "local_window_size is -1, expected >= 0"),
+    "side below 0": (None, {"local_window_size": (4, -1)}, ValueError, "local_window_size is (4, -1), expected >= 0"),
+    "one side": (None, {"local_window_size": (3,)}, ValueError, "local_window_size is (3,), expected a number or"),
+    "half a window": (None, {"local_window_size": 1.5}, TypeError, "local_window_size[0] is 1.5, expected an integer"),
+    "return_residual": (None, {"return_residual": 1}, TypeError, "return_residual is 1, expected True or False"),
+}
+
+
+@pytest.mark.parametrize(("change", "options", "error", "text"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_refusal_speaks_of_this_function_and_its_arguments(change, options, error, text, wrap):
+    operands = tensors() if change is None else change(*tensors())
+    with pytest.raises(error) as caught:
+        wrap(lambda *operands: dot_product_attention(*operands, **options))(*operands)
+    assert str(caught.value).startswith(f"dot_product_attention: {text}")
+
+
+def test_a_traced_scale_is_refused():
+    with pytest.raises(TypeError, match="^dot_product_attention: scale is traced, expected a number"):
+        jax.jit(lambda scale: dot_product_attention(*tensors(), scale=scale))(0.5)

@@ -166,6 +166,9 @@ def test_sizes_may_be_symbolic_in_an_exported_program(platform):
 
 
 BAD = {
+    "a window of one side": ({"window": 4}, ValueError, "window is 4, expected (left, right), two integers"),
+    "a window of three": ({"window": (1, 2, 3)}, ValueError, "window is (1, 2, 3), expected (left, right)"),
+    "dropout": ({"dropout_p": 0.1}, NotImplementedError, "there is no dropout; dropout_p is 0.1, expected 0"),
     "a window of -2": ({"window": (-2, 0)}, ValueError, "window_left is -2, expected >= 0, or -1 for unlimited"),
     "a soft cap below 0": ({"softcap": -1.0}, ValueError, "softcap is -1, expected finite and >= 0"),
     "a scale of 0": ({"softmax_scale": 0.0}, ValueError, "softmax_scale is 0, expected finite and > 0"),

@@ -50,3 +50,15 @@ def test_a_runtime_that_cannot_be_asked_is_taken_at_its_word(monkeypatch):
 
     monkeypatch.delattr(xla_client._xla, "register_custom_call_target")
     _register.check_runtime()
+
+
+def test_without_jax_the_error_says_what_to_install():
+    code = """
+import sys
+sys.modules["jax"] = None
+try:
+    import xla_attention.jax
+except ImportError as error:
+    print(type(error).__name__, error)
+"""
+    assert run_alone(code) == "ImportError xla_attention.jax needs jax, which is not installed: pip install jax\n"

@@ -20,6 +20,13 @@ table, ``P`` pages of the cache, ``Hq`` query heads, ``Hkv`` key/value heads (a 
 dimension, ``Dv`` that of the values where it may be another.
 """
 
+try:
+    import jax as _jax  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "jax":
+        raise
+    raise ImportError("xla_attention.jax needs jax, which is not installed: pip install jax") from error
+
 from ._dot_product_attention import dot_product_attention
 from ._flash_attn_varlen import flash_attn_varlen
 from ._kv_cache_update import kv_cache_update

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._options import gradient_refusal, kv_layout_number, length_advice, refuse_untold_lengths, refuse_values
-from ._attention import output_dtype
+from ._attention import output_dtype, refuse_dropout
 from ._call import Array, alike_varying, scale_operand, static_bool, static_f32, static_i64
 from ._indices import index_operand
 from ._no_gradient import without_gradient
@@ -46,6 +46,7 @@ def flash_attn_varlen(
     batch_invariant: bool = False,
     return_lse: bool = False,
     out_dtype: Any = None,  # noqa: ANN401
+    dropout_p: float = 0.0,
 ) -> Array | tuple[Array, Array]:
     """Attention of a ragged batch of query rows over packed keys, or over the pages of a cache.
 
@@ -105,6 +106,8 @@ def flash_attn_varlen(
         bf16 (the default) or f16 with f8e4m3fn queries; otherwise q's dtype and nothing else.
         Hopper multiplies long f8e4m3fn sequences of D 128 and 256 as they are, weights included: `out` is off by some
         2 % then, a log-sum-exp by up to 5e-4.
+    dropout_p : float
+        0: there is no dropout. The name is that of flash-attn.
 
     Returns
     -------
@@ -121,7 +124,7 @@ def flash_attn_varlen(
     TypeError
         An option that has to be known at compile time is traced.
     NotImplementedError
-        A combination of dtypes, or a head dimension, that there is no kernel for.
+        A combination of dtypes, or a head dimension, that there is no kernel for; or dropout.
 
     Notes
     -----
@@ -140,10 +143,11 @@ def flash_attn_varlen(
     >>> out.shape
     (5, 4, 64)
     """
+    refuse_dropout("flash_attn_varlen", "dropout_p", dropout_p)
     layout = kv_layout_number(kv_layout)
     refuse_values(v, kv_layout, "an array")
     q, k = jnp.asarray(q), jnp.asarray(k)
-    window_left, window_right = window
+    window_left, window_right = _sides(window)
     options = Options(
         batch_invariant=static_bool("batch_invariant", batch_invariant),
         causal=static_bool("causal", causal),
@@ -154,8 +158,8 @@ def flash_attn_varlen(
         softcap=static_f32("softcap", softcap),
         softmax_scale=static_f32("softmax_scale", q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale),
         top_left=static_bool("top_left", top_left),
-        window_left=static_i64("window[0]", window_left),
-        window_right=static_i64("window[1]", window_right),
+        window_left=window_left,
+        window_right=window_right,
         out_dtype=output_dtype(q.dtype, out_dtype),
         dense=False,
     )
@@ -173,6 +177,14 @@ def flash_attn_varlen(
         *(scale_operand(x) for x in (q_scale, k_scale, v_scale)),
     )
     return attend(options, operands, bool(static_bool("return_lse", return_lse)))
+
+
+def _sides(window: Any) -> tuple[np.int64, np.int64]:  # noqa: ANN401
+    if not isinstance(window, tuple | list | np.ndarray) or len(window) != 2:
+        text = f"window is {window!r}, expected (left, right), two integers, -1 for no limit"
+        raise ValueError(f"xla_gpu_flash_attn_varlen: {text}")
+    left, right = (static_i64(f"window[{i}]", side) for i, side in enumerate(window))
+    return left, right
 
 
 def _longest(name: str, length: int | None) -> np.int64:

@@ -244,7 +244,7 @@ def ragged_paged_attention(
     num_queries_per_block: int | None = None,
     vmem_limit_bytes: int | None = None,
 ) -> Array:
-    """`paged_attention` under the name and signature of JAX's TPU kernel, so that code written for it runs unchanged.
+    """`paged_attention` under the name and with every argument of JAX's TPU kernel (of JAX 0.6 to 0.12).
 
     Parameters
     ----------
