@@ -47,6 +47,7 @@ mod check;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod environment;
 mod error;
 mod fault;
 mod functions;

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 /// Which modules of `src` a module may use; it may always use its own parts.
 const MAY_USE: &[(&str, &[&str])] = &[
+    ("environment", &[]),
     ("error", &[]),
     ("fault", &[]),
     ("guard", &[]),
@@ -16,8 +17,8 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("pool", &["error", "fault", "guard"]),
     ("ops", &["error", "fault", "tensor"]),
     ("cpu", &["error", "tensor", "pool", "ops", "log"]),
-    ("cuda", &["error", "fault", "guard", "tensor", "ops", "stream", "log"]),
-    ("check", &["error", "tensor", "pool", "ops"]),
+    ("cuda", &["environment", "error", "fault", "guard", "tensor", "ops", "stream", "log"]),
+    ("check", &["environment", "error", "tensor", "pool", "ops"]),
     ("call", &["error", "fault", "guard", "tensor", "pool", "ops", "stream", "log", "cpu", "cuda", "check"]),
     ("functions", &["error", "tensor", "pool", "ops", "stream", "call"]),
     ("bridge", &["error", "fault", "tensor", "pool", "ops", "stream", "call", "check"]),

@@ -11,10 +11,11 @@ pub(crate) mod host;
 pub(crate) mod metadata;
 mod numbers;
 
+use crate::environment;
 use std::sync::OnceLock;
 
 /// Whether calls are checked; read once, when the library is first used.
 pub(crate) fn on() -> bool {
     static ON: OnceLock<bool> = OnceLock::new();
-    *ON.get_or_init(|| std::env::var_os("XLA_ATTENTION_CHECK").is_some_and(|value| value == "1"))
+    *ON.get_or_init(|| environment::switch("XLA_ATTENTION_CHECK"))
 }

@@ -2,6 +2,7 @@
 
 use super::device::Device;
 use super::variants::{Image, Variant};
+use crate::environment;
 use crate::error::{Error, Result};
 use std::io::Read;
 use std::path::PathBuf;
@@ -59,7 +60,7 @@ fn replacement(variant: &Variant) -> Option<PathBuf> {
 /// `XLA_ATTENTION_PTX_ONLY=1`: the driver compiles the PTX even where machine code is at hand.
 fn ptx_only() -> bool {
     static PTX_ONLY: OnceLock<bool> = OnceLock::new();
-    *PTX_ONLY.get_or_init(|| std::env::var_os("XLA_ATTENTION_PTX_ONLY").is_some_and(|v| v == "1"))
+    *PTX_ONLY.get_or_init(|| environment::switch("XLA_ATTENTION_PTX_ONLY"))
 }
 
 /// The variant's machine code for a GPU of this capability, with its architecture.

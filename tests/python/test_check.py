@@ -74,3 +74,26 @@ def test_info_says_that_calls_are_checked():
 
 def test_no_fault_can_be_planted_in_the_library():
     assert b"planted fault" not in library_path().read_bytes()
+
+
+def said(value):
+    """Whether the library checks calls under a value of the variable, and its standard error."""
+    code = "from xla_attention import _library; print(_library.build_info()['check'])"
+    environment = {**os.environ, "XLA_ATTENTION_CHECK": value}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    return done.stdout.strip(), done.stderr
+
+
+@pytest.mark.parametrize("value", ["1", "true", "ON", "Yes"])
+def test_a_number_or_a_word_switches_it_on(value):
+    assert said(value) == ("True", "")
+
+
+@pytest.mark.parametrize("value", ["0", "False", "off", "no", ""])
+def test_a_number_or_a_word_switches_it_off(value):
+    assert said(value) == ("False", "")
+
+
+def test_what_is_neither_on_nor_off_is_off_with_a_warning():
+    warning = "XLA_ATTENTION_CHECK=maybe: expected 1, true, on or yes, or 0, false, off or no; taken for off\n"
+    assert said("maybe") == ("False", warning)
