@@ -47,7 +47,7 @@ build: $(VENV)/build.stamp
 	cargo build --release --locked
 
 # The package in .venv: rebuilt and installed again when a source has changed.
-SOURCES := $(shell find src ffi kernels build_support python xla_headers -type f -not -path '*/include/xla/*' -not -name '*.pyc') \
+SOURCES := $(shell find src ffi kernels build_support python xla_headers -type f -not -path 'xla_headers/include/*' -not -name '*.pyc') \
   build.rs Cargo.toml Cargo.lock pyproject.toml hatch_build.py README.md LICENSE
 
 wheel: $(VENV)/build.stamp

@@ -1,5 +1,7 @@
 //! Headers, kernels, C++ shims, in that order; each step skips what has not changed.
 
+#[path = "build_support/exports.rs"]
+mod exports;
 #[path = "build_support/headers.rs"]
 mod headers;
 #[cfg(feature = "cuda")]
@@ -22,9 +24,13 @@ fn main() -> Result<()> {
     for variable in ["XLA_ATTENTION_NVCC", "XLA_ATTENTION_LINE_INFO", "XLA_FFI_INCLUDE_DIR", "PYTHON"] {
         println!("cargo:rerun-if-env-changed={variable}");
     }
+    if env::var_os("XLA_ATTENTION_LINE_INFO").is_some_and(|value| !["", "0", "1"].iter().any(|known| value == *known)) {
+        println!("cargo:warning=XLA_ATTENTION_LINE_INFO: expected 0 or 1; taken for 0");
+    }
     let out = PathBuf::from(env::var_os("OUT_DIR").context("cargo sets OUT_DIR")?);
-    let include = headers::materialise()?;
+    let sets = headers::materialise()?;
     #[cfg(feature = "cuda")]
     kernels::build(&out)?;
-    shims::build(&include, &out)
+    shims::build(&sets, &out)?;
+    exports::build(&out)
 }

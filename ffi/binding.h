@@ -1,11 +1,15 @@
 // What the shims share: an operator's binding list becomes three handlers that pass everything on to Rust.
 //
-// XA_TARGET(paged_attention, xa::Op::kPagedAttention, .Arg<Any>()...) defines
-//   xa_paged_attention_cpu_shim              execute on the platform cpu
-//   xa_paged_attention_cuda_initialize_shim  load modules, before each execution, never under capture
-//   xa_paged_attention_cuda_execute_shim     launch on XLA's stream, possibly under capture
+// XA_TARGET(paged_attention, xa::Op::PagedAttention, .Arg<Any>()...) defines, for the set of handlers called `oldest`,
+//   xa_paged_attention_cpu_oldest              execute on the platform cpu
+//   xa_paged_attention_cuda_initialize_oldest  load modules, before each execution, never under capture
+//   xa_paged_attention_cuda_execute_oldest     launch on XLA's stream, possibly under capture
 // The list binds operands, results and attributes in the order of SPEC 2.6, attributes alphabetically, and ends with
 // RemainingArgs and RemainingRets, which Rust is told of as a surplus: without them XLA lets surplus operands pass.
+// Attrs in a list without attributes is there for the same: newer headers do not count them where none is bound.
+//
+// Each shim is compiled once for every set (build_support/shims.rs), which XA_SET names; ffi/xla_headers.h says why
+// everything here is in an unnamed namespace.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -18,9 +22,15 @@
 #include "pool.h"
 #include "rust/cxx.h"
 #include "xla-attention/src/bridge.rs.h"
-#include "xla/ffi/api/ffi.h"
+#include "xla_headers.h"
+
+#ifdef XA_PLANTED_FAULTS
+// src/fault.rs
+extern "C" bool xa_takes_fault(int32_t number);
+#endif
 
 namespace xa {
+namespace {
 
 namespace ffi = ::xla::ffi;
 using Any = ffi::AnyBuffer;
@@ -34,6 +44,7 @@ class Bound {
   void add(std::optional<ffi::Result<Any>> buffer) { results_[num_results_++] = buffer ? view(**buffer) : absent(); }
   void add(const ffi::RemainingArgs& rest) { surplus_.operands = rest.size(); }
   void add(const ffi::RemainingRets& rest) { surplus_.results = rest.size(); }
+  void add(const ffi::Dictionary& none) { surplus_.attributes = none.size(); }
   void add(bool value) { attributes_[num_attributes_++] = {AttributeType::Bool, value, 0.0f}; }
   void add(int64_t value) { attributes_[num_attributes_++] = {AttributeType::I64, value, 0.0f}; }
   void add(float value) { attributes_[num_attributes_++] = {AttributeType::F32, 0, value}; }
@@ -60,12 +71,10 @@ class Bound {
   std::size_t num_operands_ = 0;
   std::size_t num_results_ = 0;
   std::size_t num_attributes_ = 0;
-  Surplus surplus_{0, 0};
+  Surplus surplus_{0, 0, 0};
 };
 
 #ifdef XA_PLANTED_FAULTS
-// src/fault.rs
-extern "C" bool xa_takes_fault(int32_t number);
 inline void strike() {
   if (xa_takes_fault(0)) throw std::runtime_error("planted fault: ShimException");
   if (xa_takes_fault(1)) throw "planted fault: ShimThrow";
@@ -87,12 +96,25 @@ inline ffi::Error error(const Status& status) {
   return ffi::Error(static_cast<XLA_FFI_Error_Code>(status.code), std::string(status.message));
 }
 
+class Pool final : public XlaPool {
+ public:
+  explicit Pool(ffi::ThreadPool pool) : pool_(pool) {}
+  int64_t num_threads() const noexcept override { return pool_.num_threads(); }
+  void schedule(rust::Fn<void(std::size_t)> task, std::size_t argument) const override {
+    // Scheduling does not change the pool that a handler borrows; the header lacks the const.
+    const_cast<ffi::ThreadPool&>(pool_).Schedule([task, argument] { task(argument); });
+  }
+
+ private:
+  ffi::ThreadPool pool_;
+};
+
 template <Op kOp>
 struct RunOnCpu {
   template <typename... Values>
   ffi::Error operator()(ffi::ThreadPool pool, const Values&... values) const {
     const Bound all = bound(values...);
-    return error(run_on_cpu(kOp, XlaPool(pool), all.arguments()));
+    return error(run_on_cpu(kOp, Pool(pool), all.arguments()));
   }
 };
 
@@ -117,8 +139,7 @@ struct LaunchCuda {
 // Under XLA_ATTENTION_CHECK=1 a call waits for its end, which no command buffer can record: the answer to XLA's
 // question for metadata loses the trait that the handlers below have.
 inline void withdraw_traits(const XLA_FFI_CallFrame* frame) {
-  for (const XLA_FFI_Extension_Base* extension = frame->extension_start; extension != nullptr;
-       extension = extension->next) {
+  for (const auto* extension = frame->extension_start; extension != nullptr; extension = extension->next) {
     if (extension->type != XLA_FFI_Extension_Metadata) continue;
     reinterpret_cast<const XLA_FFI_Metadata_Extension*>(extension)->metadata->traits = 0;
   }
@@ -143,20 +164,24 @@ inline XLA_FFI_Error* guarded(const char* target, XLA_FFI_Handler* handler, XLA_
   }
 }
 
+}  // namespace
 }  // namespace xa
 
-#define XA_HANDLER(target, symbol, function, ...)                           \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol##_unguarded, function, __VA_ARGS__); \
-  extern "C" XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame) noexcept {     \
-    return xa::guarded(target, &symbol##_unguarded, frame);                 \
+#define XA_JOIN(name, stage, set) xa_##name##_##stage##_##set
+#define XA_EXPAND(name, stage, set) XA_JOIN(name, stage, set)
+#define XA_SYMBOL(name, stage) XA_EXPAND(name, stage, XA_SET)
+
+#define XA_HANDLER(name, stage, function, ...)                                             \
+  extern "C" void* XA_SYMBOL(name, stage)(void* frame) noexcept {                          \
+    XLA_FFI_DEFINE_HANDLER(handler, function, __VA_ARGS__);                                \
+    return xa::guarded("xla_gpu_" #name, handler, static_cast<XLA_FFI_CallFrame*>(frame)); \
   }
 
-#define XA_TARGET(name, op, ...)                                                        \
-  XA_HANDLER("xla_gpu_" #name, xa_##name##_cpu_shim, xa::RunOnCpu<op>{},                \
-             xa::ffi::Ffi::Bind().Ctx<xa::ffi::ThreadPool>() __VA_ARGS__)               \
-  XA_HANDLER("xla_gpu_" #name, xa_##name##_cuda_initialize_shim, xa::PrepareCuda<op>{}, \
-             xa::ffi::Ffi::Bind<xa::ffi::ExecutionStage::kInitialize>() __VA_ARGS__,    \
-             {xa::ffi::Traits::kCmdBufferCompatible})                                   \
-  XA_HANDLER("xla_gpu_" #name, xa_##name##_cuda_execute_shim, xa::LaunchCuda<op>{},     \
-             xa::ffi::Ffi::Bind().Ctx<xa::ffi::PlatformStream<void*>>() __VA_ARGS__,    \
+#define XA_TARGET(name, op, ...)                                                                         \
+  XA_HANDLER(name, cpu, xa::RunOnCpu<op>{}, xa::ffi::Ffi::Bind().Ctx<xa::ffi::ThreadPool>() __VA_ARGS__) \
+  XA_HANDLER(name, cuda_initialize, xa::PrepareCuda<op>{},                                               \
+             xa::ffi::Ffi::Bind<xa::ffi::ExecutionStage::kInitialize>() __VA_ARGS__,                     \
+             {xa::ffi::Traits::kCmdBufferCompatible})                                                    \
+  XA_HANDLER(name, cuda_execute, xa::LaunchCuda<op>{},                                                   \
+             xa::ffi::Ffi::Bind().Ctx<xa::ffi::PlatformStream<void*>>() __VA_ARGS__,                     \
              {xa::ffi::Traits::kCmdBufferCompatible})

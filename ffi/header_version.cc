@@ -1,9 +1,7 @@
-// The version of the XLA FFI that the shims were compiled against.
-#include <cstdint>
+// The version of the XLA FFI that this set of handlers was compiled against.
+#include "binding.h"
 
-#include "xla/ffi/api/c_api.h"
-
-extern "C" void xa_header_version(int32_t* major, int32_t* minor) noexcept {
+extern "C" void XA_SYMBOL(header, version)(int32_t* major, int32_t* minor) noexcept {
   *major = XLA_FFI_API_MAJOR;
   *minor = XLA_FFI_API_MINOR;
 }

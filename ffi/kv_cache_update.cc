@@ -23,4 +23,5 @@ XA_TARGET(kv_cache_update_split, xa::Op::KvCacheUpdateSplit,
               .Ret<xa::Any>()          // k_cache
               .Ret<xa::Any>()          // v_cache
               .RemainingArgs()
-              .RemainingRets())
+              .RemainingRets()
+              .Attrs())

@@ -8,4 +8,5 @@ XA_TARGET(merge_attention_states, xa::Op::MergeAttentionStates,
               .Ret<xa::Any>()  // out
               .Ret<xa::Any>()  // lse
               .RemainingArgs()
-              .RemainingRets())
+              .RemainingRets()
+              .Attrs())

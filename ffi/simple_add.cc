@@ -5,4 +5,5 @@ XA_TARGET(simple_add, xa::Op::SimpleAdd,
               .Arg<xa::Any>()  // b
               .Ret<xa::Any>()  // out
               .RemainingArgs()
-              .RemainingRets())
+              .RemainingRets()
+              .Attrs())

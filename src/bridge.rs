@@ -36,11 +36,12 @@ mod ffi {
         real: f32,
     }
 
-    /// Operands and results past the end of the binding.
+    /// Operands and results past the end of the binding; attributes where it has none.
     #[derive(Clone, Copy)]
     struct Surplus {
         operands: usize,
         results: usize,
+        attributes: usize,
     }
 
     /// What a binding decoded.
@@ -132,14 +133,12 @@ fn enter(op: ffi::Op, action: Action, arguments: Arguments) -> Result {
 fn decode_and_call(op: Op, action: Action, arguments: Arguments) -> Result {
     fault::strike(Fault::Bridge);
     let signature = op.signature();
-    let surplus = |what, count: usize, names: &[&str]| {
-        ensure(count == 0, || {
-            let at_most = names.len();
-            format!("{} {what}s given, at most {at_most} expected", at_most + count)
-        })
+    let surplus = |what, count: usize, at_most: usize| {
+        ensure(count == 0, || format!("{} {what}s given, at most {at_most} expected", at_most + count))
     };
-    surplus("operand", arguments.surplus.operands, signature.operands)?;
-    surplus("result", arguments.surplus.results, signature.results)?;
+    surplus("operand", arguments.surplus.operands, signature.operands.len())?;
+    surplus("result", arguments.surplus.results, signature.results.len())?;
+    surplus("attribute", arguments.surplus.attributes, signature.attributes.len())?;
     let (operands, results) = (tensors(arguments.operands), tensors(arguments.results));
     let mut attributes = [Attribute::Bool(false); MOST];
     for (to, from) in attributes.iter_mut().zip(arguments.attributes) {

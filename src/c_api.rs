@@ -1,4 +1,4 @@
-//! What the shared library exports: the handlers and their table for XLA, and `xa_call` for everybody else.
+//! What the shared library exports: the tables of handlers for XLA, and `xa_call` for all other callers.
 //!
 //! All of it is plain C, without a Python ABI: `ctypes`, eager torch and PJRT programs in any language use it. A panic in
 //! one of the functions is its error, or where it has none, what it gives for failure.
@@ -8,6 +8,7 @@ use crate::check;
 use crate::error::{Error, Result};
 use crate::fault::{self, Fault};
 use crate::guard::guarded;
+use crate::handlers::{self, Targets};
 use crate::log;
 use crate::ops::Attribute;
 use crate::ops::workspace::AttentionSizes;
@@ -18,123 +19,6 @@ use crate::stream::Stream;
 use crate::tensor::{DType, Tensor};
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::OnceLock;
-
-/// An XLA FFI handler: takes an `XLA_FFI_CallFrame*`, returns an `XLA_FFI_Error*` or null.
-pub type Handler = unsafe extern "C" fn(*mut c_void) -> *mut c_void;
-
-/// A target to register: handlers of typed-FFI API version 4. A stage that is null does not exist.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct Target {
-    /// The custom call's target name, terminated.
-    pub name: *const c_char,
-    /// `cpu` or `CUDA`, as JAX spells them, terminated.
-    pub platform: *const c_char,
-    /// Runs before every execution, also when a graph is replayed: loads modules. Null on the CPU.
-    pub initialize: Option<Handler>,
-    /// Computes (CPU) or enqueues (CUDA); works without `initialize` too.
-    pub execute: Option<Handler>,
-}
-
-// SAFETY: pointers to constants.
-unsafe impl Sync for Target {}
-// SAFETY: as above.
-unsafe impl Send for Target {}
-
-/// The table of targets, as [`xa_targets`] gives it out.
-#[repr(C)]
-#[derive(Debug)]
-pub struct Targets {
-    /// `sizeof` of this struct, which only grows at its end.
-    pub struct_size: usize,
-    /// XLA FFI API version of the handlers, to be compared with the runtime's before registering.
-    pub api_major: i32,
-    /// See `api_major`.
-    pub api_minor: i32,
-    /// Number of rows.
-    pub count: usize,
-    /// The rows.
-    pub rows: *const Target,
-}
-
-// SAFETY: a pointer to constants.
-unsafe impl Sync for Targets {}
-// SAFETY: as above.
-unsafe impl Send for Targets {}
-
-/// Exports forwards to the C++ handlers, whose own symbols a Rust cdylib does not export, and the rows of the table.
-macro_rules! targets {
-    ($($name:literal: $cpu:ident => $cpu_shim:ident, $init:ident => $init_shim:ident, $exec:ident => $exec_shim:ident;)*) => {
-        targets!(@forward $($cpu => $cpu_shim, $init => $init_shim, $exec => $exec_shim,)*);
-        static ROWS: &[Target] = &[$(
-            Target { name: $name.as_ptr(), platform: c"cpu".as_ptr(), initialize: None, execute: Some($cpu) },
-            #[cfg(feature = "cuda")]
-            Target { name: $name.as_ptr(), platform: c"CUDA".as_ptr(), initialize: Some($init), execute: Some($exec) },
-        )* targets!(@alias xa_simple_add_cpu, "cpu", None),
-            #[cfg(feature = "cuda")]
-            targets!(@alias xa_simple_add_cuda_execute, "CUDA", Some(xa_simple_add_cuda_initialize)),
-        ];
-    };
-    (@alias $exec:ident, $platform:literal, $init:expr) => {
-        // The name under which the user's own `_xla_custom_call` finds simple_add.
-        Target {
-            name: c"XlaGpuSimpleAdd".as_ptr(),
-            platform: concat!($platform, "\0").as_ptr().cast(),
-            initialize: $init,
-            execute: Some($exec),
-        }
-    };
-    (@forward $($export:ident => $shim:ident,)*) => { $(
-        /// An XLA FFI handler; see [`xa_targets`].
-        ///
-        /// # Safety
-        /// `frame` is an `XLA_FFI_CallFrame` made by an XLA runtime.
-        #[unsafe(no_mangle)]
-        unsafe extern "C" fn $export(frame: *mut c_void) -> *mut c_void {
-            unsafe extern "C" {
-                fn $shim(frame: *mut c_void) -> *mut c_void;
-            }
-            // SAFETY: the shim has this very signature in ffi/binding.h; it lets nothing unwind.
-            unsafe { $shim(frame) }
-        }
-    )* };
-}
-
-targets! {
-    c"xla_gpu_simple_add": xa_simple_add_cpu => xa_simple_add_cpu_shim,
-        xa_simple_add_cuda_initialize => xa_simple_add_cuda_initialize_shim,
-        xa_simple_add_cuda_execute => xa_simple_add_cuda_execute_shim;
-    c"xla_gpu_paged_attention": xa_paged_attention_cpu => xa_paged_attention_cpu_shim,
-        xa_paged_attention_cuda_initialize => xa_paged_attention_cuda_initialize_shim,
-        xa_paged_attention_cuda_execute => xa_paged_attention_cuda_execute_shim;
-    c"xla_gpu_flash_attn_varlen": xa_flash_attn_varlen_cpu => xa_flash_attn_varlen_cpu_shim,
-        xa_flash_attn_varlen_cuda_initialize => xa_flash_attn_varlen_cuda_initialize_shim,
-        xa_flash_attn_varlen_cuda_execute => xa_flash_attn_varlen_cuda_execute_shim;
-    c"xla_gpu_kv_cache_update": xa_kv_cache_update_cpu => xa_kv_cache_update_cpu_shim,
-        xa_kv_cache_update_cuda_initialize => xa_kv_cache_update_cuda_initialize_shim,
-        xa_kv_cache_update_cuda_execute => xa_kv_cache_update_cuda_execute_shim;
-    c"xla_gpu_kv_cache_update_split": xa_kv_cache_update_split_cpu => xa_kv_cache_update_split_cpu_shim,
-        xa_kv_cache_update_split_cuda_initialize => xa_kv_cache_update_split_cuda_initialize_shim,
-        xa_kv_cache_update_split_cuda_execute => xa_kv_cache_update_split_cuda_execute_shim;
-    c"xla_gpu_merge_attention_states": xa_merge_attention_states_cpu => xa_merge_attention_states_cpu_shim,
-        xa_merge_attention_states_cuda_initialize => xa_merge_attention_states_cuda_initialize_shim,
-        xa_merge_attention_states_cuda_execute => xa_merge_attention_states_cuda_execute_shim;
-    c"xla_gpu_rope_kv_cache_update": xa_rope_kv_cache_update_cpu => xa_rope_kv_cache_update_cpu_shim,
-        xa_rope_kv_cache_update_cuda_initialize => xa_rope_kv_cache_update_cuda_initialize_shim,
-        xa_rope_kv_cache_update_cuda_execute => xa_rope_kv_cache_update_cuda_execute_shim;
-    c"xla_gpu_paged_attention_update": xa_paged_attention_update_cpu => xa_paged_attention_update_cpu_shim,
-        xa_paged_attention_update_cuda_initialize => xa_paged_attention_update_cuda_initialize_shim,
-        xa_paged_attention_update_cuda_execute => xa_paged_attention_update_cuda_execute_shim;
-    c"xla_gpu_flash_attn_varlen_bwd": xa_flash_attn_varlen_bwd_cpu => xa_flash_attn_varlen_bwd_cpu_shim,
-        xa_flash_attn_varlen_bwd_cuda_initialize => xa_flash_attn_varlen_bwd_cuda_initialize_shim,
-        xa_flash_attn_varlen_bwd_cuda_execute => xa_flash_attn_varlen_bwd_cuda_execute_shim;
-}
-
-/// Every target of this build, for each platform.
-#[must_use]
-pub fn targets() -> &'static [Target] {
-    ROWS
-}
 
 /// The body of a function that C calls: what it gives, or the text of its panic.
 fn entered<T>(work: impl FnOnce() -> T) -> std::result::Result<T, String> {
@@ -154,23 +38,24 @@ fn or_error(name: &str, work: impl FnOnce() -> Result) -> Result {
     entered(work).unwrap_or_else(|text| Err(Error::internal(format!("{name}: panic: {text}"))))
 }
 
-/// The table of targets, valid for the life of the process; null if it cannot be made.
+/// The table of targets with handlers of the oldest API, valid for the life of the process; null if it cannot be made.
 #[unsafe(no_mangle)]
 pub extern "C" fn xa_targets() -> *const Targets {
-    unsafe extern "C" {
-        fn xa_header_version(major: *mut i32, minor: *mut i32);
-    }
-    static TABLE: OnceLock<Targets> = OnceLock::new();
+    xa_handler_set(0)
+}
+
+/// The same targets with handlers of another version of the API: 0 is the oldest, higher numbers are newer. Null past the
+/// last, or if it cannot be made.
+///
+/// A runtime is given one set, the newest whose version it knows (its own major version, not a later minor one): handlers
+/// of a later version write more into the answer for metadata than an older runtime has room for.
+#[unsafe(no_mangle)]
+pub extern "C" fn xa_handler_set(number: usize) -> *const Targets {
     or_failure(std::ptr::null(), || {
         log::init();
         // Read once, before a handler can be called.
         check::on();
-        TABLE.get_or_init(|| {
-            let (mut api_major, mut api_minor) = (0, 0);
-            // SAFETY: writes two integers.
-            unsafe { xa_header_version(&raw mut api_major, &raw mut api_minor) };
-            Targets { struct_size: size_of::<Targets>(), api_major, api_minor, count: ROWS.len(), rows: ROWS.as_ptr() }
-        })
+        handlers::sets().get(number).map_or(std::ptr::null(), std::ptr::from_ref)
     })
 }
 
@@ -416,7 +301,8 @@ pub unsafe extern "C" fn xa_attention_gradients_workspace(
     unsafe { c.write(wanted) };
 }
 
-/// What this build holds, as JSON: `version`, `xla_ffi`, `cuda`, `check`, `targets`, `variants` with their resources. Valid for
+/// What this build holds, as JSON: `version`, `xla_ffi` (the version of `xa_targets`), `handler_sets` (all
+/// versions, the oldest first), `cuda`, `check`, `targets`, `variants` with their resources. Valid for
 /// the life of the process; null if it cannot be made.
 #[unsafe(no_mangle)]
 pub extern "C" fn xa_info() -> *const c_char {
@@ -425,19 +311,19 @@ pub extern "C" fn xa_info() -> *const c_char {
 }
 
 fn info() -> String {
-    // SAFETY: the table is never freed.
-    let table = unsafe { &*xa_targets() };
+    let versions: Vec<String> =
+        handlers::sets().iter().map(|set| format!("[{},{}]", set.api_major, set.api_minor)).collect();
     let mut targets: Vec<String> = Vec::new();
-    for row in ROWS {
+    for row in handlers::targets() {
         // SAFETY: the rows hold terminated strings.
         let (name, platform) = unsafe { (CStr::from_ptr(row.name), CStr::from_ptr(row.platform)) };
         targets.push(format!("[{:?},{:?}]", name.to_string_lossy(), platform.to_string_lossy()));
     }
     format!(
-        "{{\"version\":{:?},\"xla_ffi\":[{},{}],\"cuda\":{},\"check\":{},\"targets\":[{}],\"variants\":[{}]}}",
+        "{{\"version\":{:?},\"xla_ffi\":{},\"handler_sets\":[{}],\"cuda\":{},\"check\":{},\"targets\":[{}],\"variants\":[{}]}}",
         env!("CARGO_PKG_VERSION"),
-        table.api_major,
-        table.api_minor,
+        versions[0],
+        versions.join(","),
         cfg!(feature = "cuda"),
         check::on(),
         targets.join(","),

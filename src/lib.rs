@@ -52,6 +52,7 @@ mod error;
 mod fault;
 mod functions;
 mod guard;
+mod handlers;
 mod log;
 pub mod ops;
 #[cfg(feature = "cuda")]
@@ -63,8 +64,8 @@ mod tensor;
 #[cfg(feature = "cuda")]
 pub use c_api::GetPjrtApi;
 pub use c_api::{
-    Handler, Target, Targets, XaAttribute, XaCall, XaTensor, targets, xa_attention_gradients_workspace,
-    xa_attention_workspace, xa_call, xa_info, xa_op, xa_stand_before_pjrt_plugin, xa_targets,
+    XaAttribute, XaCall, XaTensor, xa_attention_gradients_workspace, xa_attention_workspace, xa_call, xa_handler_set,
+    xa_info, xa_op, xa_stand_before_pjrt_plugin, xa_targets,
 };
 pub use call::{Action, Call, Op, call};
 pub use error::{Code, Error, Result};
@@ -80,6 +81,7 @@ pub use functions::{
 };
 /// The 16-bit floats of an [`Element`].
 pub use half::{bf16, f16};
+pub use handlers::{Handler, Target, Targets, targets};
 pub use ops::Attribute;
 pub use pool::{Pool, RayonPool, SingleThread, parallel_for};
 pub use stream::Stream;

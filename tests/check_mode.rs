@@ -11,7 +11,7 @@ use std::process::Command;
 use support::array::{Array, BF16, Dtype, F16, F32, I32};
 use support::batch::{Dtypes, Shape};
 use support::case::Case;
-use support::frame::{CPU, Frame, INVALID_ARGUMENT, Refusal, metadata};
+use support::frame::{CPU, Frame, INVALID_ARGUMENT, MetadataRequest, Refusal, handler_sets, request_metadata};
 use support::gradient_case::{GradientCase, Wanted};
 use support::guard::Side;
 use support::invocation::Invocation;
@@ -52,10 +52,13 @@ fn i32s(values: &[i32]) -> Array {
 
 #[test]
 fn a_checked_handler_cannot_be_recorded() {
-    for target in xla_attention::targets() {
-        for handler in [target.initialize, target.execute].into_iter().flatten() {
-            let on_cuda = target.initialize.is_some();
-            assert_eq!(metadata(handler).command_buffer_compatible, on_cuda && !checking());
+    for set in handler_sets() {
+        for target in set.rows {
+            for handler in [target.initialize, target.execute].into_iter().flatten() {
+                let on_cuda = target.initialize.is_some();
+                let said = request_metadata(handler, MetadataRequest::of(set.version)).unwrap();
+                assert_eq!(said.command_buffer_compatible, on_cuda && !checking());
+            }
         }
     }
 }

@@ -1,4 +1,4 @@
-"""Put the pinned XLA FFI headers into ``xla_headers/include`` (ignored by git).
+"""Put the pinned XLA FFI headers into ``xla_headers/include/oldest`` and ``newest`` (ignored by git).
 
 They come from an installed jaxlib if its bytes match ``pin.toml``, otherwise out of the smallest wheel of the pinned
 version, fetched with ``pip download``. Exit code 1 and one line on standard error say what went wrong.
@@ -14,72 +14,82 @@ import tempfile
 import tomllib
 import zipfile
 from collections.abc import Callable
+from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).resolve().parent
-PIN = tomllib.loads((HERE / "pin.toml").read_text())
-VERSION: str = PIN["jaxlib"]
-OUT = HERE / "include/xla/ffi/api"
-# Any platform's wheel holds the same headers; this one is the smallest (54 MB).
+# Any platform's wheel holds the same headers; this one is the smallest (54 to 58 MB).
 WHEEL = ["--python-version=3.12", "--implementation=cp", "--platform=macosx_11_0_arm64"]
 
 
-def differing(headers: dict[str, bytes]) -> list[str]:
-    """Names of the headers whose sha256 is not the pinned one."""
-    return [n for n, wanted in PIN["sha256"].items() if hashlib.sha256(headers[n]).hexdigest() != wanted]
+class Pin(NamedTuple):
+    """A table of ``pin.toml``: the version of jaxlib, and the sha256 of each header."""
 
+    jaxlib: str
+    sha256: dict[str, str]
 
-def read_all(read: Callable[[str], bytes]) -> dict[str, bytes] | None:
-    """Every pinned header through ``read``, or None where one is missing."""
-    try:
-        return {name: read(name) for name in PIN["sha256"]}
-    except (OSError, KeyError):
-        return None
+    def differing(self, headers: dict[str, bytes]) -> list[str]:
+        """Names of the headers whose sha256 is not the pinned one."""
+        return [n for n, wanted in self.sha256.items() if hashlib.sha256(headers[n]).hexdigest() != wanted]
 
+    def read_all(self, read: Callable[[str], bytes]) -> dict[str, bytes] | None:
+        """Every pinned header through ``read``, or None where one is missing."""
+        try:
+            return {name: read(name) for name in self.sha256}
+        except (OSError, KeyError):
+            return None
 
-def installed() -> dict[str, bytes] | None:
-    """The headers of an installed jaxlib, if they are the pinned ones."""
-    spec = importlib.util.find_spec("jaxlib")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    base = pathlib.Path(spec.submodule_search_locations[0]) / "include/xla/ffi/api"
-    headers = read_all(lambda name: (base / name).read_bytes())
-    return headers if headers and not differing(headers) else None
+    def installed(self) -> dict[str, bytes] | None:
+        """The headers of an installed jaxlib, if they are the pinned ones."""
+        spec = importlib.util.find_spec("jaxlib")
+        if spec is None or not spec.submodule_search_locations:
+            return None
+        base = pathlib.Path(spec.submodule_search_locations[0]) / "include/xla/ffi/api"
+        headers = self.read_all(lambda name: (base / name).read_bytes())
+        return headers if headers and not self.differing(headers) else None
 
-
-def downloaded() -> dict[str, bytes]:
-    """The headers out of the pinned jaxlib wheel."""
-    with tempfile.TemporaryDirectory() as tmp:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        result = subprocess.run(
-            [*pip, "--only-binary=:all:", *WHEEL, "--dest", tmp, f"jaxlib=={VERSION}"], stdout=subprocess.DEVNULL
-        )
-        wheels = list(pathlib.Path(tmp).glob("*.whl"))
-        if result.returncode or len(wheels) != 1:
-            sys.exit(
-                f"xla_headers: `pip download jaxlib=={VERSION}` failed; give pip a registry that has it, or point "
-                "XLA_FFI_INCLUDE_DIR at a folder that holds xla/ffi/api/{c_api,api,ffi}.h"
+    def downloaded(self) -> dict[str, bytes]:
+        """The headers out of the pinned jaxlib wheel."""
+        requirement = f"jaxlib=={self.jaxlib}"
+        with tempfile.TemporaryDirectory() as tmp:
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+            result = subprocess.run(
+                [*pip, "--only-binary=:all:", *WHEEL, "--dest", tmp, requirement], stdout=subprocess.DEVNULL
             )
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            headers = read_all(lambda name: wheel.read(f"jaxlib/include/xla/ffi/api/{name}"))
-    if headers is None:
-        sys.exit(f"xla_headers: {wheels[0].name} does not hold {', '.join(PIN['sha256'])}")
-    return headers
+            wheels = list(pathlib.Path(tmp).glob("*.whl"))
+            if result.returncode or len(wheels) != 1:
+                sys.exit(
+                    f"xla_headers: `pip download {requirement}` failed; give pip a registry that has it, or point "
+                    "XLA_FFI_INCLUDE_DIR at a folder that holds xla/ffi/api/{c_api,api,ffi}.h"
+                )
+            with zipfile.ZipFile(wheels[0]) as wheel:
+                headers = self.read_all(lambda name: wheel.read(f"jaxlib/include/xla/ffi/api/{name}"))
+        if headers is None:
+            sys.exit(f"xla_headers: {wheels[0].name} does not hold {', '.join(self.sha256)}")
+        return headers
+
+    def materialise(self, folder: pathlib.Path) -> None:
+        """Put the headers into ``folder`` unless the pinned bytes are there already."""
+        present = self.read_all(lambda name: (folder / name).read_bytes())
+        if present and not self.differing(present):
+            return
+        headers = self.installed() or self.downloaded()
+        if wrong := self.differing(headers):
+            sys.exit(
+                f"xla_headers: {', '.join(wrong)} of jaxlib {self.jaxlib}: sha256 differs from the pin in "
+                f"{HERE}/pin.toml"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in headers.items():
+            # Two cargo processes may be here at once: write aside, then rename.
+            aside = folder / f".{name}.{os.getpid()}"
+            aside.write_bytes(data)
+            aside.replace(folder / name)
 
 
 def main() -> None:
-    """Materialise the headers unless the pinned bytes are there already."""
-    present = read_all(lambda name: (OUT / name).read_bytes())
-    if present and not differing(present):
-        return
-    headers = installed() or downloaded()
-    if wrong := differing(headers):
-        sys.exit(f"xla_headers: {', '.join(wrong)} of jaxlib {VERSION}: sha256 differs from the pin in {HERE}/pin.toml")
-    OUT.mkdir(parents=True, exist_ok=True)
-    for name, data in headers.items():
-        # Two cargo processes may be here at once: write aside, then rename.
-        aside = OUT / f".{name}.{os.getpid()}"
-        aside.write_bytes(data)
-        aside.replace(OUT / name)
+    """Materialise the headers of each pin."""
+    for name, pin in tomllib.loads((HERE / "pin.toml").read_text()).items():
+        Pin(**pin).materialise(HERE / "include" / name / "xla/ffi/api")
 
 
 if __name__ == "__main__":

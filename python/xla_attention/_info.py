@@ -4,7 +4,7 @@ import importlib.metadata
 import importlib.util
 from collections import Counter
 
-from . import _library
+from . import _library, torch_xla
 
 
 def info() -> str:
@@ -22,9 +22,9 @@ def info() -> str:
     xla-attention
     """
     build = _library.build_info()
-    major, minor = build["xla_ffi"]
+    handlers = " and ".join(f"{major}.{minor}" for major, minor in build["handler_sets"])
     cuda = "with CUDA" if build["cuda"] else "without CUDA (built with --no-default-features)"
-    lines = [f"xla-attention {build['version']}, {cuda}, handlers of XLA FFI {major}.{minor} (headers of jaxlib 0.7.2)"]
+    lines = [f"xla-attention {build['version']}, {cuda}, handlers of XLA FFI {handlers}"]
     if build["check"]:
         lines.append("every call is checked and waited for: XLA_ATTENTION_CHECK=1, for debugging only")
     platforms: dict[str, list[str]] = {}
@@ -60,11 +60,14 @@ def _jax() -> str:
 
         from .jax import _register
 
-        _register.check_runtime()
+        handlers, runtime = _register.accepted(), _register.runtime_ffi_version()
         devices = ", ".join(f"{device.platform}:{device.device_kind}" for device in jax.devices())
     except (ImportError, RuntimeError) as error:
         return f"cannot run: {error}"
-    return f"ready, jax {jax.__version__}, devices {devices}"
+    return (
+        f"ready, jax {jax.__version__}, devices {devices}; handlers of XLA FFI {handlers} "
+        f"(the runtime speaks {runtime[0]}.{runtime[1]})"
+    )
 
 
 def _torch() -> str:
@@ -80,7 +83,9 @@ def _torch() -> str:
     cuda = "CUDA" if torch.cuda.is_available() else "no CUDA"
     if importlib.util.find_spec("torch_xla") is None:
         return f"ready, torch {torch.__version__} on CPU, {cuda}; torch_xla is not installed"
+    found = [f"{one} ({platform.decode()})" for platform, one in torch_xla.registered.items()]
+    handlers = f"; handlers of XLA FFI {', '.join(found)}" if found else ""
     return (
         f"ready, torch {torch.__version__} on CPU, {cuda}; torch_xla {importlib.metadata.version('torch_xla')} with "
-        "PJRT_DEVICE=CPU, or on CUDA by xla_attention.torch.use_cuda_plugin()"
+        f"PJRT_DEVICE=CPU, or on CUDA by xla_attention.torch.use_cuda_plugin(){handlers}"
     )

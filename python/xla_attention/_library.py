@@ -109,7 +109,10 @@ def library() -> ctypes.CDLL:
             "XLA_ATTENTION_LIBRARY at libxla_attention.so"
         )
     lib = ctypes.CDLL(str(path))
-    lib.xa_targets.restype = ctypes.POINTER(_Targets)
+    if not hasattr(lib, "xa_handler_set"):
+        raise ImportError(f"xla_attention: {path} is of another version than the Python files beside it")
+    lib.xa_handler_set.restype = ctypes.POINTER(_Targets)
+    lib.xa_handler_set.argtypes = [ctypes.c_size_t]
     lib.xa_info.restype = ctypes.c_char_p
     lib.xa_op.argtypes = [ctypes.c_char_p]
     lib.xa_call.argtypes = [ctypes.POINTER(_Call), ctypes.c_char_p, ctypes.c_size_t]
@@ -119,27 +122,52 @@ def library() -> ctypes.CDLL:
     lib.xa_attention_workspace.restype = None
     lib.xa_attention_gradients_workspace.argtypes = [*sizes, ctypes.c_int32, ctypes.POINTER(ctypes.c_int64 * 3)]
     lib.xa_attention_gradients_workspace.restype = None
-    size = lib.xa_targets().contents.struct_size
-    if size < ctypes.sizeof(_Targets):
-        raise ImportError(f"xla_attention: {path} is of another version than the Python files beside it")
     return lib
 
 
 def build_info() -> dict[str, Any]:
-    """What the library holds: ``version``, ``xla_ffi``, ``cuda``, ``check``, ``targets``, ``variants``."""
+    """What the library holds; `xa_info` in ``src/c_api.rs`` lists it."""
     return json.loads(library().xa_info())
 
 
+class HandlerSet(NamedTuple):
+    """Handlers of every target, for each platform, that speak one version of the XLA FFI."""
+
+    version: tuple[int, int]
+    targets: list[Target]
+
+    def __str__(self) -> str:
+        """The version."""
+        return f"{self.version[0]}.{self.version[1]}"
+
+
+def handler_sets() -> list[HandlerSet]:
+    """The library's sets of handlers, from the newest version of the FFI to the oldest."""
+    sets, number = [], 0
+    while table := library().xa_handler_set(number):
+        found = table.contents
+        sets.insert(0, HandlerSet((found.api_major, found.api_minor), found.rows[: found.count]))
+        number += 1
+    return sets
+
+
+def known_to(runtime: tuple[int, int]) -> list[HandlerSet]:
+    """The sets that may be shown to a runtime of this version, from the newest to the oldest.
+
+    A handler of a later version must not even be asked for its version: it writes more into its answer than an older
+    runtime has room for.
+    """
+    return [one for one in handler_sets() if one.version[0] == runtime[0] and one.version <= runtime]
+
+
+def versions(sets: Iterable[HandlerSet]) -> str:
+    """The versions of sets in words, the oldest first."""
+    return " and ".join(str(one) for one in sorted(sets, key=lambda one: one.version))
+
+
 def targets() -> list[Target]:
-    """Every target of the library, for each platform."""
-    table = library().xa_targets().contents
-    return table.rows[: table.count]
-
-
-def ffi_version() -> tuple[int, int]:
-    """The version of the XLA FFI that the handlers speak."""
-    table = library().xa_targets().contents
-    return table.api_major, table.api_minor
+    """Every target of the library, for each platform, with the handlers of the oldest version."""
+    return handler_sets()[-1].targets
 
 
 ShapeAndDtype = tuple[Sequence[int], Any]

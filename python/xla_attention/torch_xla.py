@@ -17,7 +17,7 @@ import re
 import struct
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from . import _library
 
@@ -127,9 +127,7 @@ def register_with_cpu_client() -> None:
     The client is not made, and torch_xla may go on to use another device. Raises what `register_targets` raises.
     """
     api = _ffi_api(importlib.metadata.version("torch_xla"))
-    for target in _library.targets():
-        if target.platform.decode().lower() == "cpu":
-            _register(api, target)
+    _register_accepted(_library.known_to(_version(api)), b"cpu", functools.partial(_register, api))
 
 
 def use_cuda_plugin(path: str | os.PathLike | None = None, **options: str | bool | int | float) -> None:
@@ -243,9 +241,8 @@ def _register_with_plugin(path: pathlib.Path) -> None:
         extension = _word(extension, 16)
     if not extension:
         raise RuntimeError(f"xla_attention: {path} takes no custom calls; pip install jax-cuda13-pjrt==0.11.2")
-    for target in _library.targets():
-        if target.platform != b"CUDA":
-            continue
+
+    def register(target: _library.Target) -> None:
         arguments = _RegisterWithPlugin(
             struct_size=ctypes.sizeof(_RegisterWithPlugin),
             name=target.name,
@@ -261,6 +258,31 @@ def _register_with_plugin(path: pathlib.Path) -> None:
             message = ctypes.string_at(text.message, text.message_size).decode()
             _function(api, 40, None)(ctypes.byref(_PluginError(struct_size=_PluginError.message.offset, error=error)))
             raise RuntimeError(f"xla_attention: {path} refuses the handler of {target.name.decode()}: {message}")
+
+    # The plugin does not tell its version, and only the oldest handlers may be shown to every runtime.
+    _register_accepted(_library.handler_sets()[::-1], b"CUDA", register)
+
+
+def _register_accepted(
+    candidates: list[_library.HandlerSet], platform: bytes, register: Callable[[_library.Target], None]
+) -> None:
+    """Register every target of the first set that the runtime takes, which is asked with the set's first target."""
+    for candidate in candidates:
+        first, *others = (target for target in candidate.targets if target.platform == platform)
+        try:
+            register(first)
+        except RuntimeError:
+            if candidate is candidates[-1]:
+                raise
+            continue
+        for target in others:
+            register(target)
+        registered[platform] = candidate
+        return
+
+
+# The set of handlers that torch_xla's runtime has for a platform.
+registered: dict[bytes, _library.HandlerSet] = {}
 
 
 def _register(api: int, target: _library.Target) -> None:
@@ -301,15 +323,18 @@ def _ffi_api(version: str) -> int:
         api = _scan(path)
     if not api:
         raise ImportError(f"xla_attention: no XLA FFI is found in torch_xla {version}; tested with {_TESTED}")
-    # struct_size, extension_start, then XLA_FFI_Api_Version: struct_size, extension_start, major, minor.
-    size, _, _, _, major, minor = struct.unpack("<4Q2i", ctypes.string_at(api, 40))
-    ours = _library.ffi_version()
-    if size < _API_SIZE or (major, minor) < ours or major != ours[0]:
+    if _word(api, 0) < _API_SIZE or not _library.known_to(_version(api)):
+        major, minor = _version(api)
         raise ImportError(
-            f"xla_attention speaks XLA FFI {ours[0]}.{ours[1]}, torch_xla {version} speaks {major}.{minor}; tested "
-            f"with {_TESTED}"
+            f"xla_attention speaks XLA FFI {_library.versions(_library.handler_sets())}, torch_xla {version} speaks "
+            f"{major}.{minor}; tested with {_TESTED}"
         )
     return api
+
+
+def _version(api: int) -> tuple[int, int]:
+    """That of an XLA_FFI_Api: struct_size, extension_start, then struct_size, extension_start, major, minor."""
+    return struct.unpack("<2i", ctypes.string_at(api + 32, 8))
 
 
 def _symbols(path: pathlib.Path, names: tuple[bytes, ...]) -> dict[bytes, int]:

@@ -1,7 +1,7 @@
 //! The handlers for the platform `CUDA`, which find the same mistakes, before they look for a driver.
 
 use crate::claimed;
-use crate::support::frame::{CUDA, Frame, Refusal, Stage, target};
+use crate::support::frame::{CUDA, Frame, HandlerSet, Refusal, Stage, handler_sets};
 use crate::support::guard::Side;
 use crate::table::{Case, cases};
 
@@ -18,8 +18,8 @@ fn at_initialize(refusal: &Refusal) -> Refusal {
     Refusal { text, ..refusal.clone() }
 }
 
-fn refusal(case: &Case, stage: Stage) -> Option<Refusal> {
-    let row = target(case.target, CUDA);
+fn refusal(set: HandlerSet, case: &Case, stage: Stage) -> Option<Refusal> {
+    let row = set.target(case.target, CUDA);
     let handler = if stage == Stage::Initialize { row.initialize } else { row.execute };
     let frame = Frame::of(handler.unwrap(), stage).stream(0);
     let outcome = match case.memory {
@@ -35,13 +35,25 @@ fn the_cuda_handlers_refuse_what_the_tables_refuse() {
     for case in cases() {
         let Some(wanted) = &case.refusal else { continue };
         ran += 1;
-        for (stage, wanted) in [(Stage::Initialize, at_initialize(wanted)), (Stage::Execute, wanted.clone())] {
-            let found = refusal(case, stage);
-            if found.as_ref() != Some(&wanted) {
-                complaints.push(format!("{}: {} {stage:?}: {found:?}, expected {wanted:?}", case.target, case.name));
+        for set in handler_sets() {
+            for (stage, wanted) in [(Stage::Initialize, at_initialize(wanted)), (Stage::Execute, wanted.clone())] {
+                let (found, wanted) = (refusal(set, case, stage), set.says(stage, &wanted));
+                if found.as_ref() != Some(&wanted) {
+                    complaints.push(format!("{}: {} {stage:?}: {found:?}, not {wanted:?}", case.target, case.name));
+                }
             }
         }
     }
     assert!(complaints.is_empty(), "{}", complaints.join("\n"));
     assert!(ran >= 500, "{ran} cases");
+}
+
+#[test]
+fn a_cuda_handler_without_a_stream_says_what_the_host_said() {
+    for set in handler_sets() {
+        let case = cases().find(|case| case.name == "the right call").unwrap();
+        let outcome = case.invocation(false).run_in(set.frame(case.target, CUDA), Side::EndsAtGuard);
+        let text = outcome.unwrap_err().text;
+        assert!(text.contains("Failed to get platform stream: XLA FFI GPU context is not available"), "{text}");
+    }
 }

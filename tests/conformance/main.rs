@@ -17,7 +17,7 @@ mod versions;
 use std::collections::BTreeSet;
 use std::ffi::CStr;
 use support::array::Array;
-use support::frame::{CPU, Frame, Refusal};
+use support::frame::{CPU, Frame, HandlerSet, Refusal, Stage, handler_sets};
 use support::guard::for_both_sides;
 use support::machine::runs_on_cpu;
 use support::pools::Inline;
@@ -25,15 +25,15 @@ use table::{Case, Typed, cases, driver, tables};
 use xla_attention::Op;
 use xla_attention::ops::AttributeKind;
 
-/// What is wrong with an outcome, if anything is.
-fn complaint(case: &Case, outcome: Result<Vec<Array>, Refusal>) -> Option<String> {
+/// What is wrong with an outcome of an execute handler, if anything is.
+fn complaint(set: HandlerSet, case: &Case, outcome: Result<Vec<Array>, Refusal>) -> Option<String> {
     let told = |what: String| Some(format!("{}: {}: {what}", case.target, case.name));
-    match (outcome, &case.refusal) {
+    match (outcome, case.refusal.as_ref().map(|refusal| set.says(Stage::Execute, refusal))) {
         (Ok(results), None) => {
             let wrong = case.results.iter().zip(&results).find(|((_, wanted), found)| !wanted.is_met_by(found));
             wrong.and_then(|((name, _), found)| told(format!("{name} is {:?}", found.values())))
         }
-        (Err(refusal), Some(wanted)) if refusal == *wanted => None,
+        (Err(refusal), Some(wanted)) if refusal == wanted => None,
         (outcome, wanted) => told(format!("{:?}, expected {wanted:?}", outcome.map(|_| "it worked"))),
     }
 }
@@ -51,25 +51,25 @@ fn claimed<'a>(frame: Frame<'a>, case: &Case) -> Frame<'a> {
 #[test]
 fn the_cpu_handlers_do_what_the_tables_say() {
     let (mut ran, mut complaints) = (0, Vec::new());
-    for case in cases() {
+    for (set, case) in handler_sets().into_iter().flat_map(|set| cases().map(move |case| (set, case))) {
         ran += 1;
         if case.memory.is_some() {
-            let outcome = claimed(Frame::new(case.target, CPU), case).run();
-            let expected = case.refusal.clone().map_or(Ok(()), Err);
+            let outcome = claimed(set.frame(case.target, CPU), case).run();
+            let expected = case.refusal.as_ref().map_or(Ok(()), |refusal| Err(set.says(Stage::Execute, refusal)));
             if outcome != expected {
                 complaints.push(format!("{}: {}: {outcome:?}, expected {expected:?}", case.target, case.name));
             }
             continue;
         }
         for_both_sides(|side| {
-            let outcome = case.invocation(false).run_on_cpu(side, &Inline(4));
-            complaints.extend(complaint(case, outcome));
+            let outcome = case.invocation(false).run_in(set.frame(case.target, CPU).pool(&Inline(4)), side);
+            complaints.extend(complaint(set, case, outcome));
         });
     }
     assert!(complaints.is_empty(), "{}", complaints.join("\n"));
     let frames = driver("frames");
     assert!(frames.cannot_express.is_empty(), "a frame expresses every case");
-    assert!(ran >= frames.at_least, "{ran} cases");
+    assert!(ran >= handler_sets().len() * frames.at_least, "{ran} cases");
 }
 
 #[test]
@@ -77,10 +77,12 @@ fn what_works_works_in_place() {
     let mut ran = BTreeSet::new();
     for case in cases().filter(|c| c.refusal.is_none() && c.memory.is_none() && !c.aliases.is_empty()) {
         ran.insert(case.target);
-        for_both_sides(|side| {
-            let outcome = case.invocation(true).run_on_cpu(side, &Inline(4));
-            assert_eq!(complaint(case, outcome), None);
-        });
+        for set in handler_sets() {
+            for_both_sides(|side| {
+                let outcome = case.invocation(true).run_in(set.frame(case.target, CPU).pool(&Inline(4)), side);
+                assert_eq!(complaint(set, case, outcome), None);
+            });
+        }
     }
     assert!(ran.len() >= 5, "{ran:?}");
 }
@@ -93,8 +95,9 @@ fn the_gpu_does_what_the_tables_say() {
         println!("skipped: XLA_ATTENTION_TEST_DEVICE does not choose a GPU");
         return;
     }
+    let oldest = handler_sets()[0];
     for case in cases().filter(|c| c.fits) {
-        for_both_sides(|side| assert_eq!(complaint(case, case.invocation(false).run(side, &Inline(4))), None));
+        for_both_sides(|side| assert_eq!(complaint(oldest, case, case.invocation(false).run(side, &Inline(4))), None));
     }
 }
 

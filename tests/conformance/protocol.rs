@@ -5,7 +5,10 @@ use crate::support::array::{Array, F32, I32};
 use crate::support::batch::Shape;
 use crate::support::c_structs::FRAME_STRUCT_SIZE;
 use crate::support::case::Case;
-use crate::support::frame::{CPU, CUDA, Frame, Handler, INVALID_ARGUMENT, Refusal, Stage, metadata, target};
+use crate::support::frame::{
+    CPU, CUDA, Frame, Handler, HandlerMetadata, INVALID_ARGUMENT, MetadataRequest, Refusal, Stage, handler_sets,
+    request_metadata,
+};
 use crate::support::guard::Side;
 use crate::support::invocation::Invocation;
 use crate::support::pools::{Inline, Late, Threads};
@@ -31,32 +34,69 @@ fn platforms() -> Vec<&'static str> {
     if cfg!(feature = "cuda") { vec![CPU, CUDA] } else { vec![CPU] }
 }
 
-/// Every handler there is: (target, platform, stage, handler).
-pub(crate) fn handlers() -> Vec<(&'static str, &'static str, Stage, Handler)> {
+/// A handler, and what it is registered for.
+#[derive(Clone, Copy)]
+pub(crate) struct Registered {
+    pub(crate) version: (i32, i32),
+    pub(crate) name: &'static str,
+    pub(crate) platform: &'static str,
+    pub(crate) stage: Stage,
+    pub(crate) handler: Handler,
+}
+
+impl Registered {
+    pub(crate) fn label(&self) -> String {
+        format!("{} on {}, {:?}, API {:?}", self.name, self.platform, self.stage, self.version)
+    }
+
+    /// What it says of itself to the oldest host that takes it.
+    pub(crate) fn metadata(&self) -> HandlerMetadata {
+        request_metadata(self.handler, MetadataRequest::of(self.version))
+            .unwrap_or_else(|e| panic!("{}: metadata call refused: {e:?}", self.label()))
+    }
+}
+
+/// Every handler there is, of every set.
+pub(crate) fn handlers() -> Vec<Registered> {
     let mut all = Vec::new();
-    for name in NAMES {
-        for platform in platforms() {
-            let row = target(name, platform);
-            let stages = [(Stage::Initialize, row.initialize), (Stage::Execute, row.execute)];
-            all.extend(stages.into_iter().filter_map(|(stage, h)| h.map(|h| (name, platform, stage, h))));
+    for set in handler_sets() {
+        for name in NAMES {
+            for platform in platforms() {
+                let row = set.target(name, platform);
+                let stages = [(Stage::Initialize, row.initialize), (Stage::Execute, row.execute)];
+                all.extend(stages.into_iter().filter_map(|(stage, handler)| {
+                    handler.map(|handler| Registered { version: set.version, name, platform, stage, handler })
+                }));
+            }
         }
     }
     all
 }
 
 #[test]
-fn the_table_holds_every_target_for_every_platform_once() {
+fn each_set_holds_every_target_for_every_platform_once() {
     // SAFETY: the table holds C strings that live as long as the library.
     let text = |p| unsafe { CStr::from_ptr(p) }.to_str().unwrap();
-    let found: Vec<(&str, &str)> = xla_attention::targets().iter().map(|t| (text(t.name), text(t.platform))).collect();
     let expected: BTreeSet<_> = NAMES.into_iter().flat_map(|n| platforms().into_iter().map(move |p| (n, p))).collect();
-    assert_eq!(found.iter().copied().collect::<BTreeSet<_>>(), expected);
-    assert_eq!(found.len(), expected.len(), "{found:?}");
-    for row in xla_attention::targets() {
-        // On the CPU XLA never calls initialize; on CUDA it must not find modules missing under capture.
-        assert_eq!(row.initialize.is_some(), text(row.platform) == CUDA, "{}", text(row.name));
-        assert!(row.execute.is_some());
+    for set in handler_sets() {
+        let found: Vec<(&str, &str)> = set.rows.iter().map(|t| (text(t.name), text(t.platform))).collect();
+        assert_eq!(found.iter().copied().collect::<BTreeSet<_>>(), expected);
+        assert_eq!(found.len(), expected.len(), "{found:?}");
+        for row in set.rows {
+            // On the CPU XLA never calls initialize; on CUDA it must not find modules missing under capture.
+            assert_eq!(row.initialize.is_some(), text(row.platform) == CUDA, "{}", text(row.name));
+            assert!(row.execute.is_some());
+        }
     }
+}
+
+#[test]
+fn the_sets_are_those_of_the_pins_and_no_handler_is_in_two() {
+    let versions: Vec<_> = handler_sets().iter().map(|set| set.version).collect();
+    assert_eq!(versions, [(0, 1), (0, 5)]);
+    let addresses: BTreeSet<usize> = handlers().iter().map(|h| h.handler as usize).collect();
+    // XlaGpuSimpleAdd has the handlers of xla_gpu_simple_add.
+    assert_eq!(addresses.len() * NAMES.len(), handlers().len() * (NAMES.len() - 1));
 }
 
 #[test]
@@ -68,19 +108,20 @@ fn the_exported_table_is_the_table_of_the_crate() {
 }
 
 #[test]
-fn every_handler_says_that_it_is_of_api_0_1() {
+fn every_handler_says_the_version_of_its_set() {
     assert!(!handlers().is_empty());
-    for (name, platform, stage, handler) in handlers() {
-        // Faults if the answer is longer than API 0.1's structure.
-        let said = metadata(handler);
-        assert_eq!((said.major, said.minor), (0, 1), "{name} {platform} {stage:?}");
+    for registered in handlers() {
+        // Faults if the answer is longer than the structure of that version.
+        let said = registered.metadata();
+        assert_eq!((said.major, said.minor), registered.version, "{}", registered.label());
     }
 }
 
 #[test]
 fn every_cuda_handler_may_be_captured_in_a_command_buffer() {
-    for (name, platform, stage, handler) in handlers() {
-        assert_eq!(metadata(handler).command_buffer_compatible, platform == CUDA, "{name} {platform} {stage:?}");
+    for registered in handlers() {
+        let said = registered.metadata();
+        assert_eq!(said.command_buffer_compatible, registered.platform == CUDA, "{}", registered.label());
     }
 }
 
@@ -91,7 +132,7 @@ fn invalid(text: impl Into<String>) -> Result<(), Refusal> {
 #[test]
 fn a_frame_of_another_size_is_refused() {
     for size in [0, FRAME_STRUCT_SIZE - 8, FRAME_STRUCT_SIZE + 8] {
-        for (_, _, stage, handler) in handlers() {
+        for Registered { stage, handler, .. } in handlers() {
             let text = format!(
                 "Unexpected XLA_FFI_CallFrame size: expected 168 got {size}. Check installed software versions."
             );
@@ -103,7 +144,7 @@ fn a_frame_of_another_size_is_refused() {
 #[test]
 fn a_handler_refuses_to_run_in_another_stage() {
     let name = |stage| format!("{stage:?}").to_lowercase();
-    for (_, _, own, handler) in handlers() {
+    for Registered { stage: own, handler, .. } in handlers() {
         for stage in [Stage::Instantiate, Stage::Prepare, Stage::Initialize, Stage::Execute] {
             if stage != own {
                 let text = format!("Wrong execution stage: expected `{}` but got `{}`", name(own), name(stage));

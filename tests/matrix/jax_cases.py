@@ -44,6 +44,10 @@ def cases():
 
     yield from stablehlo_cases.cases(xj.register_targets)
     yield Case("registration", "a refused handler is found out", _refused_handler)
+    from xla_attention.jax import _register
+
+    if _register.accepted().version != _library.handler_sets()[-1].version:
+        yield Case("registration", "the oldest handlers run too", _oldest_handlers)
     for call in calls.every_call():
         for how, wrap in (("eagerly", lambda f: f), ("jitted", jax.jit)):
             yield Case(GROUP, f"{call.name}, {how}", functools.partial(_run, xj, call, wrap))
@@ -63,7 +67,24 @@ def _refused_handler():
 
     said = _register.refusal(old_handler.TARGET)
     assert said is not None and "incompatible with the framework's API version" in said, said
-    assert all(_register.refusal(t) is None for t in _library.targets() if t.platform == b"cpu")
+    assert all(_register.refusal(t) is None for t in _register.accepted().targets if t.platform == b"cpu")
+    newest = max(one.version for one in _library.known_to(_register.runtime_ffi_version()))
+    assert _register.accepted().version == newest, _register.accepted()
+
+
+def _oldest_handlers():
+    """In a process that knows of no others."""
+    code = """
+from xla_attention import _library
+oldest = _library.handler_sets()[-1]
+_library.handler_sets = lambda: [oldest]
+import jax.numpy as jnp
+from xla_attention.jax import _register, simple_add
+assert _register.accepted() is oldest
+print(simple_add(jnp.arange(3.0), jnp.arange(3.0)).tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "[0.0, 2.0, 4.0]\n", done.stderr
 
 
 def _run(xj, call, wrap):

@@ -7,6 +7,7 @@ import sys
 
 import xla_attention
 from xla_attention import _library
+from xla_attention.jax import _register
 
 
 def python(code, **environment):
@@ -18,10 +19,12 @@ def python(code, **environment):
 def test_info_names_versions_targets_variants_and_front_ends():
     text = xla_attention.info()
     assert text.startswith(f"xla-attention {xla_attention.__version__}, ")
-    assert "handlers of XLA FFI 0.1" in text
+    assert ", handlers of XLA FFI 0.1 and 0.5\n" in text
     for target in ("xla_gpu_simple_add", "XlaGpuSimpleAdd", "xla_gpu_paged_attention", "xla_gpu_kv_cache_update_split"):
         assert f"  {target} (cpu" in text
-    assert "  jax: ready, jax " in text
+    (line,) = (line for line in text.splitlines() if line.startswith("  jax: ready, jax "))
+    theirs = ".".join(map(str, _register.runtime_ffi_version()))
+    assert f"; handlers of XLA FFI {_register.accepted()} (the runtime speaks {theirs})" in line
 
 
 def test_info_is_printed_by_the_module():
@@ -53,7 +56,7 @@ def test_an_older_runtime_is_refused_before_anything_is_registered():
     code = """
 import jax
 from xla_attention import _library
-_library.ffi_version = lambda: (0, 99)
+_library.handler_sets = lambda: [_library.HandlerSet((0, 99), [])]
 try:
     import xla_attention.jax
 except ImportError as error:
@@ -83,5 +86,6 @@ def test_an_unknown_log_level_names_the_known_ones():
     assert "XLA_ATTENTION_LOG=loud: expected off, error, warn, info, debug or trace" in done.stderr
 
 
-def test_build_info_is_json_with_the_header_version():
-    assert json.loads(_library.library().xa_info())["xla_ffi"] == [0, 1]
+def test_build_info_is_json_with_the_versions_of_the_headers():
+    info = json.loads(_library.library().xa_info())
+    assert (info["xla_ffi"], info["handler_sets"]) == ([0, 1], [[0, 1], [0, 5]])

@@ -14,6 +14,7 @@ use std::ffi::{CStr, c_char, c_void};
 use std::marker::PhantomData;
 use std::mem::{offset_of, size_of};
 use std::ptr::{null, null_mut};
+use xla_attention::{Target, Targets};
 
 /// A handler of a target for one stage.
 pub type Handler = unsafe extern "C" fn(*mut c_void) -> *mut c_void;
@@ -44,14 +45,56 @@ pub const UNAVAILABLE: i32 = 14;
 pub const CPU: &str = "cpu";
 pub const CUDA: &str = "CUDA";
 
-/// The entry of `xla_attention::targets()` with this name and platform.
-pub fn target(name: &str, platform: &str) -> &'static xla_attention::Target {
-    let text = |p: *const c_char| {
-        // SAFETY: the table holds C strings that live as long as the library.
-        unsafe { CStr::from_ptr(p) }.to_str().unwrap()
+fn text(p: *const c_char) -> &'static str {
+    // SAFETY: the tables hold C strings that live as long as the library.
+    unsafe { CStr::from_ptr(p) }.to_str().unwrap()
+}
+
+/// The handlers of one version of the FFI.
+#[derive(Clone, Copy)]
+pub struct HandlerSet {
+    /// Major and minor.
+    pub version: (i32, i32),
+    pub rows: &'static [Target],
+}
+
+impl HandlerSet {
+    /// The entry with this name and platform.
+    pub fn target(&self, name: &str, platform: &str) -> &'static Target {
+        let found = self.rows.iter().find(|t| text(t.name) == name && text(t.platform) == platform);
+        found.unwrap_or_else(|| panic!("no target {name} for {platform}"))
+    }
+
+    /// A frame for the execute handler of a target.
+    pub fn frame<'a>(&self, name: &str, platform: &str) -> Frame<'a> {
+        Frame::of(self.target(name, platform).execute.expect("every target has an execute handler"), Stage::Execute)
+    }
+
+    /// A refusal of the tables, which have the texts of API 0.1, as this set's handlers for `stage` give it: newer
+    /// headers name the stage when they have counted.
+    pub fn says(&self, stage: Stage, refusal: &Refusal) -> Refusal {
+        if self.version < (0, 2) || !refusal.text.starts_with("Wrong number of ") {
+            return refusal.clone();
+        }
+        Refusal { code: refusal.code, text: format!("[{}] {}", format!("{stage:?}").to_lowercase(), refusal.text) }
+    }
+}
+
+/// The sets of handlers of the library, from the oldest API to the newest.
+pub fn handler_sets() -> Vec<HandlerSet> {
+    // SAFETY: null, or a table that lives as long as the library.
+    let table = |number| unsafe { xla_attention::xa_handler_set(number).as_ref() };
+    let set = |table: &Targets| HandlerSet {
+        version: (table.api_major, table.api_minor),
+        // SAFETY: the table's own rows.
+        rows: unsafe { std::slice::from_raw_parts(table.rows, table.count) },
     };
-    let found = xla_attention::targets().iter().find(|t| text(t.name) == name && text(t.platform) == platform);
-    found.unwrap_or_else(|| panic!("no target {name} for {platform}"))
+    (0..).map_while(table).map(set).collect()
+}
+
+/// The entry of `xla_attention::targets()` with this name and platform.
+pub fn target(name: &str, platform: &str) -> &'static Target {
+    HandlerSet { version: (0, 1), rows: xla_attention::targets() }.target(name, platform)
 }
 
 /// Memory with an element type and a shape: what a frame's argument or result points to.
@@ -354,6 +397,17 @@ pub struct MetadataRequest {
     pub extension_size: usize,
     /// `XLA_FFI_Metadata_STRUCT_SIZE` of the host, which may have appended members to the 40 bytes of API 0.1.
     pub metadata_size: usize,
+    /// `sizeof(XLA_FFI_Metadata)` of the host, where `XLA_FFI_Metadata_STRUCT_SIZE` does not say so: from 0.2 on there is
+    /// a last member, `state_type_id`, that it does not count.
+    pub room: usize,
+}
+
+impl MetadataRequest {
+    /// As the oldest host asks that takes handlers of this version.
+    pub fn of(version: (i32, i32)) -> Self {
+        let room = if version < (0, 2) { size_of::<Metadata>() } else { size_of::<Metadata>() + size_of::<i64>() };
+        Self { room, ..Self::default() }
+    }
 }
 
 impl Default for MetadataRequest {
@@ -363,19 +417,17 @@ impl Default for MetadataRequest {
             stage: Stage::Execute,
             extension_size: size_of::<MetadataExtension>(),
             metadata_size: offset_of!(Metadata, traits) + size_of::<u32>(),
+            room: size_of::<Metadata>(),
         }
     }
 }
 
-/// The call that XLA makes when a handler is registered, as API 0.1 makes it.
-pub fn metadata(handler: Handler) -> HandlerMetadata {
-    request_metadata(handler, MetadataRequest::default()).unwrap_or_else(|e| panic!("metadata call refused: {e:?}"))
-}
-
-/// The answer lies right before a guard page, so that a handler built with headers whose structure is longer than API
-/// 0.1's 40 bytes faults.
+/// The call that XLA makes when a handler is registered.
+///
+/// The answer lies right before a guard page, so that a handler built with headers whose structure is longer than the
+/// host's faults.
 pub fn request_metadata(handler: Handler, request: MetadataRequest) -> Result<HandlerMetadata, Refusal> {
-    let room = request.metadata_size.next_multiple_of(8).max(size_of::<Metadata>());
+    let room = request.metadata_size.next_multiple_of(8).max(request.room);
     let memory = Guarded::new("XLA_FFI_Metadata", Side::EndsAtGuard, &vec![0xee; room]);
     let answer = memory.data().cast::<Metadata>();
     // SAFETY: at least 40 bytes, and a page's end is aligned to 8.
@@ -404,8 +456,8 @@ pub fn request_metadata(handler: Handler, request: MetadataRequest) -> Result<Ha
         return Err(Refusal { code: error.code, text: error.text.to_string_lossy().into_owned() });
     }
     assert!(
-        memory.bytes()[size_of::<Metadata>()..].iter().all(|&b| b == 0xee),
-        "what API 0.1 does not know was written"
+        memory.bytes()[request.room..].iter().all(|&b| b == 0xee),
+        "what the handler's API does not know was written"
     );
     memory.assert_slack_untouched();
     // SAFETY: still mapped.

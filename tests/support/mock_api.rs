@@ -6,7 +6,7 @@ use super::frame::{INVALID_ARGUMENT, UNIMPLEMENTED};
 use super::pools::{HostPool, Task};
 use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_void};
-use std::mem::size_of;
+use std::mem::{offset_of, size_of};
 use std::ptr::{null, null_mut};
 
 #[repr(C)]
@@ -17,12 +17,14 @@ struct ErrorCreateArgs {
     code: i32,
 }
 
+/// `XLA_FFI_Error_GetMessage_Args`; from a later version of the API on `XLA_FFI_Error_GetDetails_Args`, which ends with the code.
 #[repr(C)]
 struct ErrorGetMessageArgs {
     struct_size: usize,
     extension_start: *mut Extension,
     error: *mut MockError,
     message: *const c_char,
+    code: i32,
 }
 
 #[repr(C)]
@@ -102,8 +104,12 @@ unsafe extern "C" fn error_create(args: *mut c_void) -> *mut c_void {
 unsafe extern "C" fn error_get_message(args: *mut c_void) -> *mut c_void {
     // SAFETY: as in `error_create`; the error lives until it is destroyed.
     unsafe {
-        let args = &mut *args.cast::<ErrorGetMessageArgs>();
-        args.message = (*args.error).text.as_ptr();
+        let args = args.cast::<ErrorGetMessageArgs>();
+        (*args).message = (*(*args).error).text.as_ptr();
+        // An older handler has no room for it.
+        if (*args).struct_size > offset_of!(ErrorGetMessageArgs, code) {
+            (*args).code = (*(*args).error).code;
+        }
     }
     null_mut()
 }

@@ -23,25 +23,32 @@ def runtime_ffi_version() -> tuple[int, int]:
     return int(major[1]), int(minor[1])
 
 
-def check_runtime() -> None:
-    """Raise ImportError if this jaxlib would refuse our handlers, being older than they are or too new.
+@functools.cache
+def accepted() -> _library.HandlerSet:
+    """The newest set of handlers that this jaxlib takes.
 
     A refused handler waits in JAX's queue and breaks the whole backend when it starts, so this is asked before.
+
+    Raises
+    ------
+    ImportError
+        This jaxlib takes none, being older than the handlers are or too new.
     """
     if not hasattr(jax, "ffi"):
         raise ImportError(f"xla_attention needs jax >= 0.5, this is {jax.__version__}")
-    ours, theirs = _library.ffi_version(), runtime_ffi_version()
-    if ours[0] != theirs[0] or ours > theirs:
-        raise ImportError(
-            f"xla_attention speaks XLA FFI {ours[0]}.{ours[1]}, jaxlib {jax.lib.__version__} only "
-            f"{theirs[0]}.{theirs[1]}: upgrade jax"
-        )
-    target = next(target for target in _library.targets() if target.platform == b"cpu")
-    if (said := refusal(target)) is not None:
-        raise ImportError(
-            f"xla_attention speaks XLA FFI {ours[0]}.{ours[1]}, which jaxlib {jax.lib.__version__} does not take: "
-            f"install an older jax or a newer xla-attention ({said})"
-        )
+    theirs = runtime_ffi_version()
+    candidates = _library.known_to(theirs)
+    ours = f"xla_attention speaks XLA FFI {_library.versions(_library.handler_sets())}"
+    if not candidates:
+        raise ImportError(f"{ours}, jaxlib {jax.lib.__version__} only {theirs[0]}.{theirs[1]}: upgrade jax")
+    for candidate in candidates:
+        target = next(target for target in candidate.targets if target.platform == b"cpu")
+        if (said := refusal(target)) is None:
+            return candidate
+    raise ImportError(
+        f"{ours}, of which jaxlib {jax.lib.__version__} takes none: install an older jax or a newer xla-attention "
+        f"({said})"
+    )
 
 
 def refusal(target: _library.Target) -> str | None:
@@ -77,8 +84,7 @@ def register_targets() -> None:
     ImportError
         The installed jaxlib speaks another version of the FFI; nothing has been registered.
     """
-    check_runtime()
-    for target in _library.targets():
+    for target in accepted().targets:
         jax.ffi.register_ffi_target(target.name.decode(), _handlers(target), platform=target.platform.decode())
 
 

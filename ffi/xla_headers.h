@@ -1,0 +1,43 @@
+// XLA's FFI headers, of the version that this set of handlers is compiled against.
+//
+// The library holds two sets of handlers, each compiled against its own version of these headers. Both versions define
+// the same names with different meanings, and the linker would keep one definition of each inline function and template
+// for both sets. In an unnamed namespace none of them has a linkage, so each object has its own
+// (tests/handler_sets.rs).
+#pragma once
+
+// What the headers themselves include has to be declared outside of that namespace.
+#include <stddef.h>
+#include <stdint.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cassert>
+#include <complex>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <initializer_list>
+#include <iostream>
+#include <iterator>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <optional>
+#include <ostream>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace {
+#include "xla/ffi/api/ffi.h"
+}  // namespace
