@@ -10,6 +10,7 @@ to be carried to a machine without a network; there, with the tree unpacked in ~
     JAX_PLATFORMS=cpu XLA_ATTENTION_TEST_XLA=cuda python3 -m pytest tests/python/test_torch_*.py -k xla
 """
 
+import itertools
 import statistics
 import time
 
@@ -58,6 +59,39 @@ def numbers():
             ("transposed", xt.paged_attention(turned, *operands[1:], scale)),
         ):
             print(f"scale {scale}, {name}: off by {(found.cpu() - wanted).abs().max():.1e}")
+
+
+def gradients():
+    """Of flash_attn_varlen, lazily and compiled, in f32 and bf16: against the CPU's in f32."""
+    torch.manual_seed(0)
+    lengths = [700, 33, 1, 0, 290]
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    shapes = [(sum(lengths), heads, 128) for heads in (8, 2, 2, 8)]
+
+    def backward(q, k, v, dout, starts):
+        out = xt.flash_attn_varlen(q, k, v, starts, causal=True, softcap=30.0)
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    compiled = torch.compile(
+        lambda q, k, v, starts: xt.flash_attn_varlen(q, k, v, starts, causal=True, softcap=30.0), backend="openxla"
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        *host, dout = (torch.randn(shape).to(dtype) for shape in shapes)
+        # First: torch counts its devices at the first backward of a process.
+        given = [x.to("xla").requires_grad_() for x in host]
+        wanted = backward(*(x.float().requires_grad_() for x in host), dout.float(), starts)
+        lazily = backward(*given, dout.to("xla"), starts.to("xla"))
+        for x in given:
+            x.grad = None
+        compiled(*given, starts.to("xla")).backward(dout.to("xla"))
+        for name, found in (("lazily", lazily), ("openxla", [x.grad for x in given])):
+            errors = [
+                ((f.cpu().float() - w).abs().max() / w.abs().max()).item() for f, w in zip(found, wanted, strict=True)
+            ]
+            print(f"gradients, {dtype}, {name}: off by {', '.join(f'{e:.1e}' for e in errors)} of the largest")
+            assert max(errors) < (1e-4 if dtype == torch.float32 else 3e-2)
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo(list(backward(*given, dout.to("xla"), starts.to("xla"))))
+    assert 'custom_call_target="xla_gpu_flash_attn_varlen_bwd"' in hlo
 
 
 def times():
@@ -110,5 +144,6 @@ if __name__ == "__main__":
     xt.use_cuda_plugin()
     print("torch", torch.__version__, "torch_xla", torch_xla.__version__, xm.xla_device_hw("xla:0"))
     numbers()
+    gradients()
     times()
     in_place()

@@ -1,6 +1,8 @@
 """Eager calls: nested in one another, many shapes, and operands that share memory."""
 
 import signal
+import sys
+import types
 
 import pytest
 
@@ -205,6 +207,21 @@ def test_a_gradient_through_an_update_in_place_is_refused(device):
         with torch.no_grad():
             assert not run(row)[0].requires_grad
     assert not cache.requires_grad
+
+
+@pytest.mark.gpu
+def test_cuda_tensors_under_openxla_are_refused(monkeypatch):
+    """The tensors and Dynamo are real; of torch_xla, which no torch with this CUDA has, only the name is looked at."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    if "torch_xla" not in sys.modules:
+        monkeypatch.setitem(sys.modules, "torch_xla", types.ModuleType("torch_xla"))
+    a = torch.ones(3, device="cuda")
+    with pytest.raises(
+        Exception, match="its tensors are on cuda:0, and backend='openxla' .* or use backend='inductor'"
+    ):
+        torch.compile(xt.simple_add, backend="openxla", fullgraph=True)(a, a)
+    assert torch.compile(xt.simple_add, backend="aot_eager")(a, a).tolist() == [2.0] * 3
 
 
 def test_empty_tensors_may_have_any_strides(device):
