@@ -87,10 +87,10 @@ def define(
     library.impl(operator, eager, "CPU")
     library.impl(operator, eager, "CUDA")
     refuse = _no_gradient(name, instead)
-    if in_place:
+    if in_place and not schema.endswith("-> ()"):
         packet = getattr(getattr(torch.ops, namespace), base)
         _in_place.refuse_gradients(library, operator, getattr(packet, overload or "default"), refuse)
-    else:
+    elif not in_place:
         library.impl(operator, xla, "XLA")
         context = remember or _remember_device
         torch.library.register_autograd(name, backward or refuse, setup_context=context, lib=library)

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -14,11 +14,18 @@ _LOG = logging.getLogger("xla_attention.torch")
 _MOST_KNOWN = 256
 
 
+# The bytes from a tensor's first to its last, and whether all of them are its own; None where it has none.
+Extent = tuple[int, bool] | None
+
+
 class _Known(threading.local):
-    """Requests by all that they describe, the last used one last: making one takes longer than a small kernel."""
+    """Requests by all that they describe, the last used one last: making one takes longer than a small kernel.
+
+    With each the extents of its operands, if it writes to some.
+    """
 
     def __init__(self) -> None:
-        self.requests: dict[tuple, Request] = {}
+        self.requests: dict[tuple, tuple[Request, list[Extent]]] = {}
 
 
 _KNOWN = _Known()
@@ -47,17 +54,19 @@ def run(call: Call, *, in_place: bool = False) -> list[torch.Tensor | None]:
     device = call.device()
     written = call.aliases.values() if in_place else ()
     operands = [t if i in written else _readable(call, i, name, t) for i, (name, t) in enumerate(call.operands.items())]
-    if written:
-        by_name = dict(zip(call.operands, operands, strict=True))
-        for index in written:
-            _refuse_overlap(call.target, by_name, tuple(by_name)[index])
     places = [None if t is None else (t.shape, t.stride(), t.dtype) for t in operands]
     key = (call.target, device, in_place, *places, *call.results, call.workspace, *call.attributes.values())
     # Taken out while it is in use: a signal handler, a finaliser or a trace function may make the same call meanwhile.
-    request = _KNOWN.requests.pop(key, None)
+    request, extents = _KNOWN.requests.pop(key, (None, []))
     is_new = request is None
     if is_new:
         call.check()
+        extents = [_extent(t) for t in operands] if written else []
+    addresses = _addresses(operands)
+    for index in written:
+        if is_new:
+            _refuse_repeats(call, index, operands[index])
+        _refuse_overlap(call, index, addresses, extents)
     results = [
         operands[call.aliases[i]] if in_place and i in call.aliases else _new(result, device)
         for i, result in enumerate(call.results)
@@ -67,7 +76,7 @@ def run(call: Call, *, in_place: bool = False) -> list[torch.Tensor | None]:
     outputs = [*results, _new(call.workspace.result(), device)] if wants_workspace else results
     if is_new:
         request = Request(call.target, _views(operands), _views(outputs), call.attributes)
-    request.place(_addresses(operands), _addresses(outputs))
+    request.place(addresses, _addresses(outputs))
     with _on(device) as stream:
         if stream is None:
             request.take(Action.RUN_ON_CPU)
@@ -79,7 +88,7 @@ def run(call: Call, *, in_place: bool = False) -> list[torch.Tensor | None]:
         if not operands[index].is_inference():
             # If some gradient needs the tensor as it was, torch then says that it has been changed.
             torch.autograd.graph.increment_version(operands[index])
-    _KNOWN.requests[key] = request
+    _KNOWN.requests[key] = request, extents
     while len(_KNOWN.requests) > _MOST_KNOWN:
         # `list` is one step, into which no other call of this thread can come; an OrderedDict crashes when one does.
         _KNOWN.requests.pop(list(_KNOWN.requests)[0], None)  # noqa: RUF015
@@ -113,43 +122,49 @@ def _repeats(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _refuse_overlap(target: str, operands: Mapping[str, torch.Tensor | None], name: str) -> None:
-    """Refuse an operand that cannot be written to in place, as torch does for its own operators.
+def _extent(tensor: torch.Tensor | None) -> Extent:
+    if tensor is None or not tensor.numel():
+        return None
+    if tensor.is_contiguous():
+        return tensor.nbytes, True
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size(), False
+
+
+def _refuse_repeats(call: Call, index: int, written: torch.Tensor) -> None:
+    """Refuse to write to a tensor that has several elements in one place, as torch's own operators do."""
+    if written.numel() and not written.is_contiguous() and _repeats(written):
+        raise ValueError(
+            f"{call.target}: {list(call.operands)[index]} is written to and has strides {written.stride()}, with "
+            "several elements in one place; expected each in its own: clone() it first"
+        )
+
+
+def _refuse_overlap(call: Call, index: int, addresses: Sequence[int], extents: Sequence[Extent]) -> None:
+    """Refuse to write to an operand that has elements of another, as torch's own operators do.
 
     Tensors with gaps that lie between one another's elements, such as ``kv[:, 0]`` and ``kv[:, 1]``, are allowed.
     """
-    written = operands[name]
-    if not written.numel():
+    if extents[index] is None:
         return
-    dense = written.is_contiguous()
-    if not dense and _repeats(written):
-        raise ValueError(
-            f"{target}: {name} is written to and has strides {written.stride()}, with several elements in one place; "
-            "expected each in its own: clone() it first"
-        )
-    first, last = _ends(written)
-    for other, tensor in operands.items():
-        if tensor is None or other == name or not tensor.numel():
+    first, (size, is_dense) = addresses[index], extents[index]
+    end = first + size
+    for other, (begin, extent) in enumerate(zip(addresses, extents, strict=True)):
+        if extent is None or other == index:
             continue
-        begin, end = _ends(tensor)
-        if end < first or last < begin:
+        stop = begin + extent[0]
+        if stop <= first or end <= begin:
             continue
         # Of two with gaps, torch does not find out either.
         if (
-            (dense and (first <= begin or end <= last))
-            or (tensor.is_contiguous() and (begin <= first or last <= end))
-            or (begin == first or end == last)
+            (is_dense and (first <= begin or stop <= end))
+            or (extent[1] and (begin <= first or end <= stop))
+            or (begin == first or stop == end)
         ):
-            raise ValueError(f"{target}: {name} is written to and overlaps {other}; clone() one of them first")
-
-
-def _ends(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of the first and of the last byte, of a tensor with any."""
-    first = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return first, first + tensor.nbytes - 1
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first, first + (steps + 1) * tensor.element_size() - 1
+            names = list(call.operands)
+            raise ValueError(
+                f"{call.target}: {names[index]} is written to and overlaps {names[other]}; clone() one of them first"
+            )
 
 
 def _new(result: Result | None, device: torch.device) -> torch.Tensor | None:
