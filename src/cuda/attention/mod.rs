@@ -12,7 +12,7 @@ pub(super) mod tiles;
 use super::device::Device;
 use super::launch::{self, Shape};
 use super::{module, variants};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::log;
 use crate::ops::attention::Attention;
 use crate::ops::kv_cache_update::KvCacheUpdate;
@@ -62,6 +62,9 @@ impl Launch {
     fn new(problem: &Attention, device: &Device, kernel: Kernel, tiles: i64, queries: (i64, i64)) -> Result<Self> {
         let (variant, split) = match kernel {
             Kernel::Portable(tile) => {
+                if !tile.is_decode() {
+                    check_grid(problem, tiles)?;
+                }
                 let resident = device.resident_blocks(shared_memory(tile, problem), tile.ctas);
                 let split = || Split::new(problem, tile, tiles, queries.1, i64::from(resident), 0);
                 (tile.variant(problem, device)?, tile.is_decode().then(split))
@@ -85,8 +88,7 @@ impl Launch {
         }
     }
 
-    /// Prefill: a CTA for each tile and KV head, fewer where the grid has no room for them; CTAs that find more tiles
-    /// than there are CTAs take several. On Hopper one for each SM. Decode: a CTA for each share and KV head.
+    /// Prefill: a CTA for each tile and KV head. On Hopper one for each SM. Decode: a CTA for each share and KV head.
     fn shape(&self, problem: &Attention, device: &Device) -> Shape {
         let heads = problem.num_kv_heads as i64;
         match self.kernel {
@@ -94,7 +96,7 @@ impl Launch {
             Kernel::Mixed(mixed) => mixed.shape(device),
             Kernel::Portable(tile) => Shape {
                 grid: self.split.map_or_else(
-                    || [(self.tiles.clamp(1, i64::from(i32::MAX) / heads) * heads) as u32, 1, 1],
+                    || [(self.tiles.max(1) * heads) as u32, 1, 1],
                     |split| [heads as u32, split.shares as u32, 1],
                 ),
                 threads: tile.threads,
@@ -129,6 +131,15 @@ impl Launch {
             }
         }
     }
+}
+
+/// A grid holds this many tiles of every KV head.
+fn check_grid(problem: &Attention, tiles: i64) -> Result {
+    let ctas = tiles.max(1).saturating_mul(problem.num_kv_heads as i64);
+    if ctas <= i64::from(i32::MAX) {
+        return Ok(());
+    }
+    Err(Error::unimplemented(format!("prefill takes up to {ctas} blocks; a grid has up to 2^31 - 1")))
 }
 
 /// Dynamic shared memory of a launch of the portable kernel.
@@ -437,6 +448,14 @@ pub(super) mod tests {
         assert!(!taking_over(&of(DType::F8E4M3FN), None, &strides).0);
         let wide = Attention { head_dim: 256, value_dim: 256, ..of(DType::F32) };
         assert!(!taking_over(&wide, None, &[512, 256, 1]).0);
+    }
+
+    #[test]
+    fn more_tiles_than_a_grid_holds_are_refused() {
+        let prefill =
+            |seqs| launches(&Attention { num_kv_heads: 256, ..problem(1 << 27, seqs, 256, 8) }, &device(false));
+        assert!(prefill(1 << 26).is_err_and(|e| e.message.contains("a grid has up to 2^31 - 1")));
+        assert!(prefill(1 << 10).is_ok());
     }
 
     #[test]

@@ -16,6 +16,10 @@ use std::ptr::null;
 /// Positions of keys are 32-bit numbers to which a block's size can be added.
 const LONGEST_CONTEXT: usize = i32::MAX as usize - 256;
 
+/// What a packed row of a tile counts up to, `Hq / Hkv` and the rows of a tile, is exact in `divide_small` of
+/// `kernels/include/tile_plan.cuh` below 2^20.
+const LARGEST_GROUP: i64 = 1 << 19;
+
 /// The page of contiguous keys: without an end as far as the kernels look, and a multiple of their blocks.
 const ENDLESS_PAGE: i32 = 1 << 30;
 
@@ -272,8 +276,9 @@ fn window(keys: i64) -> i32 {
 }
 
 fn check_sizes(problem: &Attention) -> Result {
-    let packed_rows = problem.num_rows as i64 * (problem.num_q_heads / problem.num_kv_heads) as i64;
-    ensure_fits("Tq * Hq / Hkv", packed_rows, i64::from(i32::MAX) - 256)?;
+    let group = (problem.num_q_heads / problem.num_kv_heads) as i64;
+    ensure_fits("Hq / Hkv", group, LARGEST_GROUP)?;
+    ensure_fits("Tq * Hq / Hkv", problem.num_rows as i64 * group, i64::from(i32::MAX) - 256)?;
     let keys = match problem.keys.storage {
         KeyStorage::Contiguous { .. } => "Tk",
         KeyStorage::Paged(_) => "max_pages * page_size",
@@ -367,6 +372,9 @@ mod tests {
     #[test]
     fn sizes_past_the_kernels_counters_are_refused_not_wrapped() {
         let plain = problem(1, 1, 2, 64);
+        let groups = Attention { num_q_heads: 1 << 20, ..plain };
+        assert!(params(&groups).is_err_and(|e| e.message.contains("Hq / Hkv is 524288")));
+        assert!(params(&Attention { num_q_heads: (1 << 20) - 2, ..plain }).is_ok());
         let table = PageTable { entries: null(), stride: 0, max_pages: 1 << 27, num_pages: 1, page_size: 16 };
         let paged = Attention { keys: Keys { storage: KeyStorage::Paged(table), ..plain.keys }, ..plain };
         assert!(params(&paged).is_err_and(|e| e.message.contains("max_pages * page_size")));
