@@ -1,7 +1,7 @@
 // Attention of ragged query rows over paged or contiguous K and V, on mma.sync and cp.async: every GPU from sm_80 on.
 //
-// A CTA works on one tile (include/tile_plan.cuh) of one KV head at a time and streams the keys that the tile sees
-// through shared memory; in decode, on its share of the keys of all tiles (include/work_list.cuh). docs/kernels.md
+// A CTA works on one tile (include/tile_plan.cuh) of one KV head and streams the keys that the tile sees through shared
+// memory; in decode, on its share of the keys of all tiles (include/work_list.cuh). docs/kernels.md
 // explains the design.
 //
 // Compiled once for each combination of
@@ -9,8 +9,8 @@
 //   XA_HEAD_DIM  the bucket: head dimensions up to it run, padded with zeros in shared memory
 //   XA_SHAPE     prefill, decode, wide (include/tile_shape.cuh)
 //   XA_SCORE     plain, modified (include/score_form.cuh)
-// Launch: kThreads threads, Hkv * n CTAs for any n >= 1, in decode as a grid of Hkv by n; Shape::kSharedBytes of
-// dynamic shared memory, in decode with batch_invariant Shape::kFoldBytes more.
+// Launch: kThreads threads, Hkv * n CTAs for n >= the tiles of a KV head, in decode as a grid of Hkv by any n >= 1;
+// Shape::kSharedBytes of dynamic shared memory, in decode with batch_invariant Shape::kFoldBytes more.
 
 #include "attention_params.cuh"
 #include "decode.cuh"
@@ -38,7 +38,7 @@ __device__ __forceinline__ void attend_tile(const AttentionParams& params, const
   fetch_query<Shape, T, Stored>(params, plan, shared, row_factors);
   const int32_t warp_row = threadIdx.x / 32 * 16 * Shape::kRowTiles;
   attend_with_rows<Shape, T, Stored>(state, params, plan, rings, warp_row, query_rows, score);
-  const RowWriter<T, Shape::kIsFp8> writer(params, plan.tile, plan.kv_head, plan.overlap);
+  const RowWriter<T, Shape::kIsFp8> writer(params, plan.tile, plan.kv_head);
   write_warp_rows<Shape, T>(params, writer, state, warp_row, shared + warp_row * Shape::kQueryPitch, score.log2_unit());
 }
 
@@ -68,20 +68,18 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     });
   } else {
     xa::start_plan<Score>(params, plan);
-    do {
-      xa::find_tile<Shape::kThreads, Shape::kRows>(params, plan);
-      if (plan.tile.num_rows > 0) xa::attend_tile<Shape, Compute, Stored, Score>(params, plan, shared);
-      __syncthreads();
-      if (threadIdx.x == 0) ++plan.round;
-    } while (plan.overlap == xa::Overlap::kMoreTiles);
+    xa::find_tile<Shape::kThreads, Shape::kRows>(params, plan);
+    if (plan.tile.num_rows > 0) xa::attend_tile<Shape, Compute, Stored, Score>(params, plan, shared);
+    __syncthreads();
   }
   if (params.clears_unowned_rows == 0) return;
+  const bool ascends = xa::starts_ascend(plan.maxima);
   if constexpr (Shape::kSplitsKeys) {
     const auto& share = *reinterpret_cast<const xa::Share*>(shared + Shape::kShareOffset);
-    xa::clear_unowned_rows<Compute, Shape::kThreads>(params, plan.overlap, share.owned,
-                                                     blockIdx.y * gridDim.x + blockIdx.x, gridDim.x * gridDim.y);
+    xa::clear_unowned_rows<Compute, Shape::kThreads>(params, ascends, share.owned, blockIdx.y * gridDim.x + blockIdx.x,
+                                                     gridDim.x * gridDim.y);
   } else {
-    xa::clear_unowned_rows<Compute, Shape::kThreads>(params, plan.overlap, xa::owned_rows(params), blockIdx.x,
+    xa::clear_unowned_rows<Compute, Shape::kThreads>(params, ascends, xa::owned_rows(params, ascends), blockIdx.x,
                                                      gridDim.x);
   }
 }

@@ -42,6 +42,7 @@ class KeyGradients {
         pass_.kv_head = kv_head;
         pass_.first = first;
         pass_.clears = 1;
+        pass_.maxima = kStartsAscend;
       }
       fetch_keys<T, Shape, Shape::kHeld>(params_, first, forward.capacity - first, kv_head, base_,
                                          base_ + Shape::kHeldBytes);

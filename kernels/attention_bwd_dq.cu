@@ -43,6 +43,7 @@ class QueryGradients {
         pass_.kv_head = index - tile * forward.num_kv_heads;
         pass_.first = tile * Shape::kHeld;
         pass_.clears = 1;
+        pass_.maxima = kStartsAscend;
       }
     }
     __syncthreads();

@@ -42,10 +42,10 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
         xa::hopper::plan_tiles<Shape, Score>(params, pipeline, xa::hopper::TileNumbers::of_grid());
         break;
       default: {
-        const xa::Overlap overlap = xa::hopper::find_overlap(params.attention);
+        const bool ascend = xa::hopper::query_starts_ascend(params.attention);
         if (threadIdx.x % 32 == 0) {
-          pipeline.overlap() = overlap;
-          pipeline.overlap_known().arrive();
+          pipeline.starts_ascend() = ascend;
+          pipeline.order_known().arrive();
         }
         xa::hopper::transpose_blocks<Shape, 1>(params, pipeline);
       }

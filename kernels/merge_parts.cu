@@ -64,7 +64,7 @@ __device__ __forceinline__ void merge(const AttentionParams& params, const CutTi
   const int32_t fours = params.value_dim / 4, items = cut.tile.num_rows * fours;
   const float log2_unit = params.partial.log2_unit;
   const PartialRows partial(params.partial, kv_head);
-  const RowWriter<T, false> writer(params, cut.tile, kv_head, Overlap::kNone);
+  const RowWriter<T, false> writer(params, cut.tile, kv_head);
   for (int32_t first = cut.index * shares * 32; first < items; first += cut.cuts * shares * 32) {
     // Every warp takes part in the barriers.
     const int32_t item = first + warp / warps * 32 + lane, row = min(item, items - 1) / fours;

@@ -25,7 +25,7 @@ __device__ __forceinline__ void attend_piece(const AttentionParams& params, cons
   fetch_query<Shape, T, Stored>(params, plan, shared, row_factors);
   loop.attend(state, query_rows, score);
   __syncthreads();
-  const RowWriter<T, Shape::kIsFp8> writer(params, plan.tile, plan.kv_head, plan.overlap);
+  const RowWriter<T, Shape::kIsFp8> writer(params, plan.tile, plan.kv_head);
   deliver<Shape>(params, plan, writer, state, shared, score.log2_unit());
 }
 

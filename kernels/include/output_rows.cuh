@@ -14,22 +14,14 @@
 
 namespace xa {
 
-/// Writes finished rows of one tile, leaving out those that another sequence claims first. Rows are of type T, or of
-/// AttentionParams::out_is_bf16 where `kChoosesType`.
+/// Writes finished rows of one tile. Rows are of type T, or of AttentionParams::out_is_bf16 where `kChoosesType`.
 template <typename T, bool kChoosesType>
 class RowWriter {
  public:
-  __device__ __forceinline__ RowWriter(const AttentionParams& params, const Tile& tile, int32_t kv_head,
-                                       Overlap overlap)
-      : params_(params),
-        map_(params, tile, kv_head),
-        v_scale_(params.value_factor * params.v_scale.of(kv_head)),
-        only_if_owner_(overlap == Overlap::kNone ? -1 : tile.sequence) {}
+  __device__ __forceinline__ RowWriter(const AttentionParams& params, const Tile& tile, int32_t kv_head)
+      : params_(params), map_(params, tile, kv_head), v_scale_(params.value_factor * params.v_scale.of(kv_head)) {}
 
-  __device__ __forceinline__ bool writes(int32_t row) const {
-    return row < map_.num_rows &&
-           (only_if_owner_ < 0 || first_owner(params_, live_sequences(params_), map_.token(row)) == only_if_owner_);
-  }
+  __device__ __forceinline__ bool writes(int32_t row) const { return row < map_.num_rows; }
   __device__ __forceinline__ T* out(int32_t row) const {
     return static_cast<T*>(params_.out) + map_.token(row) * params_.out_token_stride +
            map_.head(row) * params_.out_head_stride;
@@ -64,7 +56,6 @@ class RowWriter {
   const AttentionParams& params_;
   const RowMap map_;
   float v_scale_;
-  int32_t only_if_owner_;  // -1 where no two sequences overlap
 };
 
 /// Hands over the columns that this lane holds of one row, `half` of a 16-row tile: the first column and its
@@ -137,19 +128,26 @@ __device__ __forceinline__ void clear_out_row(const AttentionParams& params, int
   }
 }
 
-/// The rows [begin, end), which sequences own where their starts ascend and they use all of their rows.
+/// The rows [begin, end), which sequences own where they use all of their rows.
 struct OwnedRows {
   int32_t begin;
   int32_t end;
 };
-__device__ __forceinline__ OwnedRows owned_rows(const AttentionParams& params) {
+/// The work of a warp.
+__device__ __forceinline__ OwnedRows owned_rows(const AttentionParams& params, bool ascends) {
   const int32_t num_seqs = live_sequences(params);
   if (num_seqs == 0) return OwnedRows{0, 0};
-  return OwnedRows{start_of(params, 0), start_of(params, num_seqs)};
+  OwnedRows owned = {start_of(params, 0), start_of(params, num_seqs)};
+  if (__builtin_expect(!ascends, false)) {
+    StartMaxima maxima = {owned.end, 0};
+    pass_over(params, 0, num_seqs, maxima);
+    owned.end = maxima.q;
+  }
+  return owned;
 }
 
-/// The rows before the first sequence and past the last, all that can be without an owner where starts ascend and
-/// sequences use all of their rows. A CTA takes a row.
+/// The rows before the first sequence and past the last, all that can be without an owner where sequences use all of
+/// their rows. A CTA takes a row.
 template <typename T, int kThreads>
 __device__ __forceinline__ void clear_outside(const AttentionParams& params, const OwnedRows& owned, int32_t cta,
                                               int32_t num_ctas) {
@@ -169,15 +167,14 @@ __device__ __forceinline__ void clear_outside(const AttentionParams& params, con
 template <typename T, int kThreads>
 __device__ __forceinline__ void clear_anywhere(const AttentionParams& params, bool ascends, int32_t cta,
                                                int32_t num_ctas) {
-  const int32_t num_seqs = live_sequences(params);
+  OwnerSearch search(params, ascends);
   constexpr int kWarps = kThreads / 32;
   const int32_t thread = ptx::opaque(threadIdx.x);  // not worth a register while keys stream past
   const int32_t warp = thread / 32, lane = thread % 32, num_heads = params.num_kv_heads * params.group;
   const int64_t step = 32 * static_cast<int64_t>(num_ctas) * kWarps;
   for (int64_t first = 32 * (static_cast<int64_t>(cta) * kWarps + warp); first < params.num_tokens; first += step) {
     const int32_t token = static_cast<int32_t>(min(first + lane, static_cast<int64_t>(params.num_tokens) - 1));
-    const int32_t owner = ascends ? only_owner(params, num_seqs, token) : first_owner(params, num_seqs, token);
-    const bool unowned = owner < 0 && first + lane < params.num_tokens;
+    const bool unowned = !search.finds_owner(token) && first + lane < params.num_tokens;
     for (uint32_t left = __ballot_sync(~0u, unowned); left != 0; left &= left - 1) {
       clear_out_row<T, 32>(params, static_cast<int32_t>(first) + __ffs(left) - 1, lane);
     }
@@ -190,12 +187,12 @@ __device__ __forceinline__ void clear_anywhere(const AttentionParams& params, bo
 
 /// This CTA's share of the rows that belong to no sequence: out = 0, lse = -inf. It is number `cta` of `num_ctas`.
 template <typename T, int kThreads>
-__device__ __forceinline__ void clear_unowned_rows(const AttentionParams& params, Overlap overlap,
-                                                   const OwnedRows& owned, int32_t cta, int32_t num_ctas) {
-  if (overlap == Overlap::kNone && params.seqused_q == nullptr) {
+__device__ __forceinline__ void clear_unowned_rows(const AttentionParams& params, bool ascends, const OwnedRows& owned,
+                                                   int32_t cta, int32_t num_ctas) {
+  if (params.seqused_q == nullptr) {
     clear_outside<T, kThreads>(params, owned, cta, num_ctas);
   } else {
-    clear_anywhere<T, kThreads>(params, overlap == Overlap::kNone, cta, num_ctas);
+    clear_anywhere<T, kThreads>(params, ascends, cta, num_ctas);
   }
 }
 

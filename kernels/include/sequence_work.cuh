@@ -11,8 +11,8 @@ namespace xa {
 /// A sequence and the work in it.
 template <int kRows, int kUnitKeys>
 struct Sequence {
-  Tile tile;     // but for the rows
-  int32_t rows;  // from its start to the next one's
+  Tile tile;        // but for the rows
+  StartMaxima end;  // where the next one starts
   int32_t num_tiles;
   int32_t units;  // of each tile: all count the keys that any row of the sequence sees
   int32_t first_unit;
@@ -39,22 +39,21 @@ struct Sequence {
   }
 };
 
-/// Loads neighbouring sequences; whether starts ascend there, as far as `num_seqs` goes.
-template <int kCount, int kRows, int kUnitKeys>
+/// Loads neighbouring sequences, from `first` on, and lets `raise` change their starts; whether these then ascend, as
+/// far as `num_seqs` goes.
+template <int kCount, int kRows, int kUnitKeys, typename Raise>
 __device__ __forceinline__ bool load_sequences(const AttentionParams& params, int32_t first, int32_t num_seqs,
-                                               Sequence<kRows, kUnitKeys> (&sequences)[kCount]) {
+                                               Sequence<kRows, kUnitKeys> (&sequences)[kCount], const Raise& raise) {
   Metadata<kCount> metadata;
   metadata.load(params, first);
+  raise(metadata);
   bool ascend = true;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const bool live = first + i < num_seqs;
-    ascend &= !live || metadata.ascends(i);
-    sequences[i].rows = metadata.starts[i + 1] - metadata.starts[i];
-    sequences[i].tile.sequence = first + i;
-    sequences[i].tile.first_token = metadata.starts[i];
-    sequences[i].tile.len_q = max(metadata.len_q(i), 0);
-    metadata.keys(i).describe(params, sequences[i].tile);
+    ascend &= !live || metadata.ascends(params, i);
+    sequences[i].tile = metadata.sequence(params, i, first + i);
+    sequences[i].end = StartMaxima{metadata.starts[i + 1], metadata.starts_k[i + 1]};
     sequences[i].measure(params, live);
   }
   return ascend;

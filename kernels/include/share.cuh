@@ -65,7 +65,7 @@ __device__ __forceinline__ int32_t last_part_row(int32_t groups, int32_t number)
   return (groups - 1 + number) * kRows;
 }
 
-/// Makes tile `index` of a sequence the current one.
+/// Makes tile `index` of a sequence the current one. Where starts descend, the caller sets Plan::maxima.
 template <int kRows, int kUnitKeys>
 __device__ __forceinline__ void enter(const AttentionParams& params, Plan& plan, Share& share,
                                       const Sequence<kRows, kUnitKeys>& sequence, int32_t index) {
@@ -127,12 +127,19 @@ class ShareWalk {
     __syncwarp();
     if (left > 0) return;
     const int32_t lane = ptx::opaque(threadIdx.x), num_seqs = live_sequences(params_);
+    StartMaxima maxima = plan_.maxima;
+    const bool raises_starts = !starts_ascend(maxima);
     for (int32_t first = sequence + 1; first < num_seqs; first += 32) {
       Sequence<kRows, kUnitKeys> candidate[1];
-      load_sequences(params_, min(first + lane, num_seqs), num_seqs, candidate);
+      load_sequences(params_, min(first + lane, num_seqs), num_seqs, candidate, [&](auto& metadata) {
+        if (__builtin_expect(raises_starts, false)) metadata.ascend(params_, maxima);
+      });
       const uint32_t found = __ballot_sync(~0u, candidate[0].num_tiles > 0);
       if (found == 0) continue;
-      if (lane == __ffs(found) - 1) enter(params_, plan_, share_, candidate[0], 0);
+      if (lane == __ffs(found) - 1) {
+        enter(params_, plan_, share_, candidate[0], 0);
+        if (raises_starts) plan_.maxima = candidate[0].end;
+      }
       break;
     }
     __syncwarp();

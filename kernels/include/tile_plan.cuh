@@ -4,8 +4,10 @@
 // up to kRows neighbouring packed rows of one sequence; tiles are numbered over sequences, the last rows of a sequence
 // first, because under a causal mask those are the longest.
 //
-// Metadata is never trusted: starts are clamped to [0, Tq], an end to [start, Tq], lengths to what is there. Where
-// starts descend, sequences can overlap; a row then belongs to the first sequence that claims it.
+// Metadata is never trusted: lengths are clamped to what is there, and starts are read as the running maximum of what
+// they are when clamped to [0, Tq], starts of contiguous keys likewise to [0, Tk]. So sequences never overlap, and the
+// grid holds every tile. Starts that ascend are their own running maximum; planning looks whether they do, and makes
+// them so where they do not (StartMaxima).
 #pragma once
 
 #include <cstdint>
@@ -34,12 +36,12 @@ struct KeyRange {
   int32_t common_end;
 };
 
-/// Whether starts descend somewhere, so that sequences can overlap. Without that the grid holds every tile.
-enum class Overlap : int32_t {
-  kNone,
-  kPossible,
-  kMoreTiles,  // and there are tiles left for a further round of the same CTAs
+/// The largest starts so far: of queries, and of keys where these are contiguous.
+struct StartMaxima {
+  int32_t q;  // negative where starts ascend, so that none has to be kept
+  int32_t k;
 };
+constexpr StartMaxima kStartsAscend = {-1, 0};
 
 /// What a CTA knows about its work, in shared memory: the loop over keys wants it now and then only, and has no
 /// registers to spare.
@@ -47,13 +49,15 @@ struct Plan {
   Tile tile;
   KeyRange keys;
   int32_t kv_head;
-  int32_t round;  // how many tiles the CTA has seen
-  Overlap overlap;
   float score_factor;         // AttentionParams::score_factor times the scales of q and K
+  StartMaxima maxima;         // decode: up to the end of the tile's sequence
   int64_t warp_totals[2][4];  // of the search
 };
 
 static_assert(sizeof(Plan) == 128, "what a CTA asks for beyond its rows");
+
+/// Whether `maxima` are those of starts that ascend.
+__device__ __forceinline__ bool starts_ascend(const StartMaxima& maxima) { return maxima.q < 0; }
 
 __device__ __forceinline__ int32_t clamp(int32_t x, int32_t low, int32_t high) { return min(max(x, low), high); }
 
@@ -61,9 +65,18 @@ __device__ __forceinline__ int32_t live_sequences(const AttentionParams& params)
   return params.num_seqs == nullptr ? params.max_seqs : clamp(__ldg(params.num_seqs), 0, params.max_seqs);
 }
 
-/// Where sequence `b` starts and `b - 1` ends; b in [0, B].
+__device__ __forceinline__ bool has_contiguous_keys(const AttentionParams& params) {
+  return params.block_table == nullptr;
+}
+
+/// Where sequence `b` starts and `b - 1` ends, if starts ascend up to there; b in [0, B].
 __device__ __forceinline__ int32_t start_of(const AttentionParams& params, int32_t b) {
   return clamp(__ldg(params.cu_seqlens_q + b), 0, params.num_tokens);
+}
+
+/// Likewise of contiguous keys.
+__device__ __forceinline__ int32_t key_start_of(const AttentionParams& params, int32_t b) {
+  return clamp(__ldg(params.cu_seqlens_k + b), 0, params.capacity);
 }
 
 /// Queries of a sequence of `rows` rows, of which it uses `used`. Negative where starts descend: it has none.
@@ -71,16 +84,16 @@ __device__ __forceinline__ int32_t query_count(int32_t rows, int32_t used) { ret
 
 /// What the metadata says of the keys of one sequence.
 struct KeyMetadata {
-  int32_t start;  // of cu_seqlens_k
+  int32_t start;  // of cu_seqlens_k; where keys are contiguous, clamped
   int32_t end;
   int32_t used;
   int32_t leftpad;
 
   /// Clamped, into `tile`.
   __device__ __forceinline__ void describe(const AttentionParams& params, Tile& tile) const {
-    const bool contiguous = params.block_table == nullptr;
-    tile.start_k = contiguous ? clamp(start, 0, params.capacity) : 0;
-    const int32_t capacity = contiguous ? clamp(end, tile.start_k, params.capacity) - tile.start_k : params.capacity;
+    const bool contiguous = has_contiguous_keys(params);
+    tile.start_k = contiguous ? start : 0;
+    const int32_t capacity = contiguous ? max(end - start, 0) : params.capacity;
     if (params.seqused_k != nullptr) {
       tile.len_k = clamp(used, 0, capacity);
     } else if (contiguous) {
@@ -113,7 +126,7 @@ template <int kCount>
 struct Metadata {
   int32_t starts[kCount + 1];  // clamped
   int32_t used[kCount];
-  int32_t starts_k[kCount + 1];
+  int32_t starts_k[kCount + 1];  // where keys are contiguous, clamped
   int32_t used_k[kCount];
   int32_t leftpads[kCount];
 
@@ -126,11 +139,82 @@ struct Metadata {
     read_entries(leftpads, params.leftpad_k, first, count, 0);
 #pragma unroll
     for (int32_t& start : starts) start = clamp(start, 0, params.num_tokens);
+    const int32_t low = has_contiguous_keys(params) ? 0 : INT32_MIN;
+    const int32_t high = has_contiguous_keys(params) ? params.capacity : INT32_MAX;
+#pragma unroll
+    for (int32_t& start : starts_k) start = clamp(start, low, high);
   }
-  __device__ __forceinline__ bool ascends(int i) const { return starts[i] <= starts[i + 1]; }
+  /// Whether sequence `i` ends where it starts or later.
+  __device__ __forceinline__ bool ascends(const AttentionParams& params, int i) const {
+    // Without a branch, in which lanes would part.
+    const int32_t least =
+        min(starts[i + 1] - starts[i], has_contiguous_keys(params) ? starts_k[i + 1] - starts_k[i] : 0);
+    return least >= 0;
+  }
   __device__ __forceinline__ int32_t len_q(int i) const { return query_count(starts[i + 1] - starts[i], used[i]); }
   __device__ __forceinline__ KeyMetadata keys(int i) const {
     return KeyMetadata{starts_k[i], starts_k[i + 1], used_k[i], leftpads[i]};
+  }
+  /// Sequence `i`, which is number `b`, but for the rows of a tile.
+  __device__ __forceinline__ Tile sequence(const AttentionParams& params, int i, int32_t b) const {
+    Tile tile = {};
+    tile.sequence = b;
+    tile.first_token = starts[i];
+    tile.len_q = max(len_q(i), 0);
+    keys(i).describe(params, tile);
+    return tile;
+  }
+
+  /// Starts become their running maximum. The work of a warp, whose lanes have neighbouring sequences; `maxima` are
+  /// those of all starts before, and then of these too.
+  __device__ __forceinline__ void ascend(const AttentionParams& params, StartMaxima& maxima) {
+    maxima.q = running_maximum(starts, maxima.q);
+    if (has_contiguous_keys(params)) maxima.k = running_maximum(starts_k, maxima.k);
+  }
+
+ private:
+  static __device__ __forceinline__ int32_t running_maximum(int32_t (&list)[kCount + 1], int32_t before) {
+    const int lane = threadIdx.x % 32;
+    int32_t largest = list[0];
+#pragma unroll
+    for (int i = 1; i <= kCount; ++i) list[i] = largest = max(largest, list[i]);
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      // A lane without one so far before it gets its own.
+      largest = max(largest, __shfl_up_sync(~0u, largest, distance));
+    }
+    const int32_t of_lanes = __shfl_up_sync(~0u, largest, 1);
+    const int32_t least = lane > 0 ? max(of_lanes, before) : before;
+#pragma unroll
+    for (int32_t& start : list) start = max(start, least);
+    return max(__shfl_sync(~0u, largest, 31), before);
+  }
+};
+
+/// `maxima` take in entries [begin, end). The work of a warp.
+__device__ __forceinline__ void pass_over(const AttentionParams& params, int32_t begin, int32_t end,
+                                          StartMaxima& maxima) {
+#pragma unroll 1
+  for (int32_t b = begin + static_cast<int32_t>(threadIdx.x % 32); b < end; b += 32) {
+    maxima.q = max(maxima.q, start_of(params, b));
+    if (has_contiguous_keys(params)) maxima.k = max(maxima.k, key_start_of(params, b));
+  }
+  maxima.q = __reduce_max_sync(~0u, maxima.q);
+  maxima.k = __reduce_max_sync(~0u, maxima.k);
+}
+
+/// As Metadata::ascend, on the way over all sequences in rounds of a CTA.
+struct StartScan {
+  StartMaxima maxima = {0, 0};
+  int32_t next = 0;  // the entries before it are in `maxima`
+
+  /// `first` is the first lane's first sequence.
+  template <int kCount>
+  __device__ __forceinline__ void ascend(const AttentionParams& params, int32_t first, Metadata<kCount>& metadata) {
+    // Past the last entry there is nothing to read, and no sequence.
+    pass_over(params, next, min(first, params.max_seqs + 1), maxima);
+    metadata.ascend(params, maxima);
+    next = first + 32 * kCount;
   }
 };
 
@@ -229,110 +313,130 @@ __device__ __forceinline__ Sum sum_up_to_this_lane(Sum mine) {
   return sum;
 }
 
-/// Number of this CTA's next tile, of those of a KV head.
-__device__ __forceinline__ int64_t next_tile(const AttentionParams& params, const Plan& plan) {
-  const int64_t tiles_a_round = gridDim.x / params.num_kv_heads;
-  return plan.round * tiles_a_round + blockIdx.x / params.num_kv_heads;
-}
-
-/// Call before the first `find_tile`.
+/// Call before the plan's tile is found.
 template <typename Score>
 __device__ __forceinline__ void start_plan(const AttentionParams& params, Plan& plan) {
   if (threadIdx.x != 0) return;
   const int32_t kv_head = blockIdx.x % params.num_kv_heads;
-  plan.round = 0;
   plan.kv_head = kv_head;
   plan.score_factor = Score::factor(params, kv_head);
 }
 
-/// Puts this CTA's next tile into `plan`. Neighbouring CTAs take one KV head each of the same tile. Every thread of the
-/// CTA calls this; `overlap` is there after the next barrier, the rest at once.
+/// Puts this CTA's tile into `plan`. Neighbouring CTAs take one KV head each of the same tile. Every thread of the CTA
+/// calls this; `maxima` are there after the next barrier, the rest at once.
 template <int kThreads, int kRows>
 __device__ __forceinline__ void find_tile(const AttentionParams& params, Plan& plan) {
   constexpr int kWarps = kThreads / 32, kPerThread = 4, kPerRound = kThreads * kPerThread;
   static_assert(kWarps <= 4, "Plan::warp_totals");
   const int warp = threadIdx.x / 32;
   const int32_t num_seqs = live_sequences(params);
-  int64_t before = 0;
-  bool ascends = true;
-  if (threadIdx.x == 0) plan.tile.num_rows = 0;
-  for (int32_t round_first = 0, parity = 0; round_first < params.max_seqs; round_first += kPerRound, parity ^= 1) {
-    const int32_t first = round_first + threadIdx.x * kPerThread;
-    Metadata<kPerThread> metadata;
-    metadata.load(params, first);
-    int32_t tiles[kPerThread], mine = 0;
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const int32_t len_q = metadata.len_q(i);
-      const bool live = first + i < num_seqs;
-      ascends &= !live || metadata.ascends(i);
-      const bool ours = live && len_q >= params.min_queries && len_q <= params.max_queries;
-      tiles[i] = ours ? (len_q * params.group + kRows - 1) / kRows : 0;
-      mine += tiles[i];
-    }
-    const int64_t inclusive = sum_up_to_this_lane(static_cast<int64_t>(mine));
-    if (threadIdx.x % 32 == 31) plan.warp_totals[parity][warp] = inclusive;
-    __syncthreads();
-    int64_t exclusive = before + inclusive - mine;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const int64_t total = plan.warp_totals[parity][w];
-      if (w < warp) exclusive += total;
-      before += total;
-    }
-    const int64_t wanted = next_tile(params, plan);
-    if (wanted >= exclusive && wanted < exclusive + mine) {
-      int32_t index = static_cast<int32_t>(wanted - exclusive);
-      KeyMetadata keys = {};
-      Tile tile = {};
+  const int64_t wanted = blockIdx.x / params.num_kv_heads;
+  bool raises_starts = false;
+#pragma unroll 1
+  for (;;) {
+    int64_t before = 0;
+    bool ascends = true;
+    StartScan scan;
+    if (threadIdx.x == 0) plan.tile.num_rows = 0;
+    for (int32_t round_first = 0, parity = 0; round_first < params.max_seqs; round_first += kPerRound, parity ^= 1) {
+      const int32_t first = round_first + threadIdx.x * kPerThread;
+      Metadata<kPerThread> metadata;
+      metadata.load(params, first);
+      if (__builtin_expect(raises_starts, false)) {
+        scan.ascend(params, round_first + warp * 32 * kPerThread, metadata);
+      }
+      int32_t tiles[kPerThread], mine = 0;
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i) {
-        if (index >= 0 && index < tiles[i]) {
-          tile.sequence = first + i;
-          tile.first_token = metadata.starts[i];
-          tile.len_q = metadata.len_q(i);
-          tile.first_row = (tiles[i] - 1 - index) * kRows;
-          keys = metadata.keys(i);
-        }
-        index -= tiles[i];
+        const int32_t len_q = metadata.len_q(i);
+        const bool live = first + i < num_seqs;
+        ascends &= !live || metadata.ascends(params, i);
+        const bool ours = live && len_q >= params.min_queries && len_q <= params.max_queries;
+        tiles[i] = ours ? (len_q * params.group + kRows - 1) / kRows : 0;
+        mine += tiles[i];
       }
-      tile.num_rows = min(kRows, tile.len_q * params.group - tile.first_row);
-      keys.describe(params, tile);
-      plan.tile = tile;
-      plan.keys = visible_keys(params, tile);
+      const int64_t inclusive = sum_up_to_this_lane(static_cast<int64_t>(mine));
+      if (threadIdx.x % 32 == 31) plan.warp_totals[parity][warp] = inclusive;
+      __syncthreads();
+      int64_t exclusive = before + inclusive - mine;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        const int64_t total = plan.warp_totals[parity][w];
+        if (w < warp) exclusive += total;
+        before += total;
+      }
+      if (wanted >= exclusive && wanted < exclusive + mine) {
+        int32_t index = static_cast<int32_t>(wanted - exclusive);
+        KeyMetadata keys = {};
+        Tile tile = {};
+#pragma unroll
+        for (int i = 0; i < kPerThread; ++i) {
+          if (index >= 0 && index < tiles[i]) {
+            tile.sequence = first + i;
+            tile.first_token = metadata.starts[i];
+            tile.len_q = metadata.len_q(i);
+            tile.first_row = (tiles[i] - 1 - index) * kRows;
+            keys = metadata.keys(i);
+          }
+          index -= tiles[i];
+        }
+        tile.num_rows = min(kRows, tile.len_q * params.group - tile.first_row);
+        keys.describe(params, tile);
+        plan.tile = tile;
+        plan.keys = visible_keys(params, tile);
+      }
+      if (round_first + kPerRound >= num_seqs) break;
     }
-    if (round_first + kPerRound >= num_seqs) break;
+    if (__syncthreads_and(ascends)) break;
+    raises_starts = true;
   }
-  const bool starts_ascend = __syncthreads_and(ascends);
-  if (threadIdx.x == 0) {
-    const bool more = next_tile(params, plan) + gridDim.x / params.num_kv_heads < before;
-    plan.overlap = starts_ascend ? Overlap::kNone : (more ? Overlap::kMoreTiles : Overlap::kPossible);
-  }
+  if (threadIdx.x == 0) plan.maxima = raises_starts ? StartMaxima{0, 0} : kStartsAscend;
 }
 
-/// Whether sequence `b` claims token row `token`.
-__device__ __forceinline__ bool claims(const AttentionParams& params, int32_t b, int32_t token) {
-  const int32_t start = start_of(params, b), rows = start_of(params, b + 1) - start;
-  const int32_t used = params.seqused_q == nullptr ? rows : __ldg(params.seqused_q + b);
-  return token >= start && token - start < query_count(rows, used);
-}
+/// Finds the sequences that rows belong to, which are asked for in ascending order.
+class OwnerSearch {
+ public:
+  __device__ __forceinline__ OwnerSearch(const AttentionParams& params, bool ascends)
+      : params_(params), num_seqs_(live_sequences(params)), ascends_(ascends) {}
 
-/// The first sequence that claims token row `token`, or -1.
-__device__ inline int32_t first_owner(const AttentionParams& params, int32_t num_seqs, int32_t token) {
-  for (int32_t b = 0; b < num_seqs; ++b) {
-    if (claims(params, b, token)) return b;
+  /// Whether token row `token` belongs to a sequence.
+  __device__ __forceinline__ bool finds_owner(int32_t token) {
+    if (ascends_) {
+      look_between(token);
+    } else {
+      look_on(token);
+    }
+    const int32_t b = next_ - 1;
+    if (b < 0 || b >= num_seqs_) return false;
+    return params_.seqused_q == nullptr || token - start_ < __ldg(params_.seqused_q + b);
   }
-  return -1;
-}
 
-/// As above, where starts ascend: only the last sequence that starts at or before the row can claim it.
-__device__ inline int32_t only_owner(const AttentionParams& params, int32_t num_seqs, int32_t token) {
-  int32_t b = -1;
-  for (int32_t end = num_seqs; end - b > 1;) {
-    const int32_t middle = b + (end - b) / 2;
-    (start_of(params, middle) <= token ? b : end) = middle;
+ private:
+  /// Only the last sequence that starts at or before the row can have it.
+  __device__ __forceinline__ void look_between(int32_t token) {
+    int32_t begin = -1, end = num_seqs_ + 1;
+    while (end - begin > 1) {
+      const int32_t middle = begin + (end - begin) / 2;
+      (start_of(params_, middle) <= token ? begin : end) = middle;
+    }
+    next_ = end;
+    if (begin >= 0) start_ = start_of(params_, begin);
   }
-  return b >= 0 && claims(params, b, token) ? b : -1;
-}
+  /// The same where starts are their running maximum: no entry is looked at twice.
+  __device__ __forceinline__ void look_on(int32_t token) {
+#pragma unroll 1
+    for (; next_ <= num_seqs_; ++next_) {
+      const int32_t start = start_of(params_, next_);
+      if (start > token) break;
+      start_ = max(start_, start);
+    }
+  }
+
+  const AttentionParams& params_;
+  const int32_t num_seqs_;
+  const bool ascends_;
+  int32_t next_ = 0;   // the first entry past the row
+  int32_t start_ = 0;  // the largest of those before
+};
 
 }  // namespace xa

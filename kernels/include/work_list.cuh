@@ -52,10 +52,13 @@ class WorkList {
   };
 
  public:
-  __device__ __forceinline__ WorkList(const AttentionParams& params, Plan& plan, Share& share, const ShareNumber& mine)
-      : params_(params), plan_(plan), share_(share), mine_(mine) {}
+  /// With `raises_starts` starts may descend.
+  __device__ __forceinline__ WorkList(const AttentionParams& params, Plan& plan, Share& share, const ShareNumber& mine,
+                                      bool raises_starts)
+      : params_(params), plan_(plan), share_(share), mine_(mine), raises_starts_(raises_starts) {}
 
-  /// Leaves the CTA at the first piece of its share, or before it. False where there is more work than can be counted.
+  /// Leaves the CTA at the first piece of its share, or before it. False where there is more work than can be counted,
+  /// or starts descend that may not.
   __device__ __forceinline__ bool share_out() {
     const int32_t num_seqs = live_sequences(params_);
     // Not of the live ones, which are not known yet.
@@ -66,10 +69,11 @@ class WorkList {
     for (bool done = false; !done;) {
       Index units = 0;
       int64_t rows = 0;
+      scan_ = StartScan();
 #pragma unroll 1
       for (int32_t round = 0; round < num_rounds; ++round) {
         if (pass == Pass::kCount || num_rounds > 1) units += load_round(round, units, num_seqs);
-        if (units >= kLimit) return false;
+        if (units >= kLimit || !starts_ascend_) return false;
         if (pass != Pass::kCount) {
           PrefixSum<int64_t> partial_rows = {};
           if (kSpans && cutting_.max_spans > 0) partial_rows = prefix_sum(partial_rows_until(INT64_MAX), true);
@@ -103,6 +107,7 @@ class WorkList {
   /// Before any thread has found anything.
   __device__ __forceinline__ void clear() const {
     plan_.tile.num_rows = 0;
+    plan_.maxima = raises_starts_ ? StartMaxima{0, 0} : kStartsAscend;
     share_.piece = -1;
     share_.end = INT64_MAX;
     share_.beginning.tile_units = 0;
@@ -111,7 +116,10 @@ class WorkList {
   /// Loads this thread's sequences of a round, `before` units before it; the round's units.
   __device__ __forceinline__ Index load_round(int32_t round, Index before, int32_t num_seqs) {
     const int32_t first = round * kPerRound + threadIdx.x * kPerThread;
-    const bool ascend = load_sequences(params_, first, num_seqs, sequences_);
+    const bool ascend = load_sequences(params_, first, num_seqs, sequences_, [&](auto& metadata) {
+      if (!raises_starts_) return;
+      scan_.ascend(params_, round * kPerRound + static_cast<int32_t>(threadIdx.x / 32 * 32) * kPerThread, metadata);
+    });
     int64_t mine = 0;
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
@@ -121,7 +129,7 @@ class WorkList {
         share_.owned.begin = rows_begin;
         if (num_seqs == 0) share_.owned.end = rows_begin;
       }
-      if (first + i == num_seqs - 1) share_.owned.end = rows_begin + sequences_[i].rows;
+      if (first + i == num_seqs - 1) share_.owned.end = sequences_[i].end.q;
       mine += sequences_[i].work();
     }
     const PrefixSum<Index> sum = prefix_sum(static_cast<Index>(min(mine, int64_t{kLimit})), ascend);
@@ -164,8 +172,7 @@ class WorkList {
     cutting_.groups = mine_.count;
     cutting_.max_spans = kSpans ? results.max_spans : 0;
     cutting_.min_shift = kMinShift;
-    // Overlapping sequences are written row by row, by the first that claims it.
-    bool whole = results.groups == 0 || !starts_ascend_;
+    bool whole = results.groups == 0;
     if (!whole && cutting_.max_spans == 0 && results.groups < cutting_.groups) {
       // Partial rows for fewer shares only: these, unless that leaves more CTAs idle than whole tiles would.
       whole = 2 * results.groups < cutting_.groups && int64_t{first_units} * results.groups <= total;
@@ -178,7 +185,6 @@ class WorkList {
     cutting_.per = per;
     cutting_.least = max(kLeastPart, static_cast<int32_t>(min(per / kSlack, Index{1} << 28)));
     cutting_.uncut = whole ? Cutting::kNever : max(2 * cutting_.least, kLeastTile) - 1;
-    if (threadIdx.x == 0) plan_.overlap = starts_ascend_ ? Overlap::kNone : Overlap::kPossible;
   }
 
   /// batch_invariant: partial rows of those tiles of this thread's sequences that begin before `unit`.
@@ -240,6 +246,7 @@ class WorkList {
     const Index tile_begin = at + Index{index} * units;
     const int32_t part_begin = cutting_.place(static_cast<int32_t>(unit - tile_begin), units);
     enter(params_, plan_, share_, sequence, index);
+    if (raises_starts_) plan_.maxima = sequence.end;
     share_.tile_begin = tile_begin;
     share_.part_begin = part_begin;
     share_.rows_before = rows_before;
@@ -258,6 +265,8 @@ class WorkList {
   Plan& plan_;
   Share& share_;
   const ShareNumber mine_;
+  const bool raises_starts_;
+  StartScan scan_;
   Sequence sequences_[kPerThread];
   Cutting cutting_;
   Index units_before_ = 0;  // of the round's sequences of this thread
@@ -270,11 +279,13 @@ class WorkList {
 template <int kThreads, int kRows, int kUnitKeys, bool kSpans>
 __device__ __forceinline__ void share_out_work(const AttentionParams& params, Plan& plan, Share& share,
                                                const ShareNumber& mine) {
-  const bool is_done = params.partial.max_spans == 0 &&
-                       WorkList<kThreads, kRows, kUnitKeys, int32_t, 1, false>(params, plan, share, mine).share_out();
-  if (__builtin_expect(!is_done, false)) {
+  using Fast = WorkList<kThreads, kRows, kUnitKeys, int32_t, 1, false>;
+  using General = WorkList<kThreads, kRows, kUnitKeys, int64_t, kSpans ? 4 : 1, kSpans>;
+  bool is_done = params.partial.max_spans == 0 && Fast(params, plan, share, mine, false).share_out();
+#pragma unroll 1
+  for (bool raises_starts = params.partial.max_spans == 0; __builtin_expect(!is_done, false); raises_starts = true) {
     __syncthreads();
-    WorkList<kThreads, kRows, kUnitKeys, int64_t, kSpans ? 4 : 1, kSpans>(params, plan, share, mine).share_out();
+    is_done = General(params, plan, share, mine, raises_starts).share_out() || raises_starts;
   }
   __syncthreads();
   // It has not begun where there is none, or where the share begins with the next tile.

@@ -1,6 +1,7 @@
 //! The operator trusts no length, start, padding or page that it reads (SPEC 2.1).
 
 use crate::support::answers::{IfWrong, members};
+use crate::support::array::{BF16, F16, F32};
 use crate::support::batch::{Alibi, Dtypes, Shape};
 use crate::support::case::Case;
 use crate::support::check::check_against;
@@ -201,5 +202,38 @@ fn a_start_counts_as_the_largest_up_to_it() {
         }
         assert_eq!(members(&case).iter().map(|m| (m.first_row, m.len_q)).collect::<Vec<_>>(), expected[..]);
         check_clamped(&mut case, &format!("{starts:?}"));
+    }
+}
+
+/// More sequences than a warp or a CTA of any kernel takes up at a time.
+#[test]
+fn all_kernels_read_the_starts_of_many_sequences_alike() {
+    let short = |b: usize| (1, 1 + b % 3);
+    let mixed = |b: usize| (if b % 10 == 3 { 20 } else { 1 + b % 4 }, 1 + b % 9);
+    let cases: [(Dtypes, usize, usize, fn(usize) -> (usize, usize), Layout); 6] = [
+        // Decode alone.
+        (F32.into(), 16, 700, short, Layout::Contiguous),
+        (F16.into(), 24, 700, short, Layout::PerPage),
+        // Portable prefill.
+        (F16.into(), 40, 600, mixed, Layout::Contiguous),
+        // Hopper's, of 16 bits and of fp8, and with decode beneath it.
+        (BF16.into(), 64, 100, mixed, Layout::Contiguous),
+        (Dtypes::narrow(BF16), 128, 100, mixed, Layout::Contiguous),
+        (BF16.into(), 128, 450, mixed, Layout::Interleaved),
+    ];
+    let mut seed = 0;
+    for ((dtypes, head_dim, count, lengths, layout), cuts_rows) in
+        cases.into_iter().flat_map(|case| [(case, false), (case, true)])
+    {
+        seed += 1;
+        let lengths = (0..count).map(lengths).collect();
+        let batch_invariant = seed % 3 == 0;
+        let shape = Shape { dtypes, heads: (16, 1), head_dim, lengths, batch_invariant, seed, ..Shape::default() };
+        let workspace = if seed % 4 == 0 { None } else { Some(9_000_001) };
+        let storage = if layout == Layout::Contiguous { Storage::contiguous() } else { Storage::paged(layout, 16) };
+        let mut case = Case::flash(&shape.batch(), &Storage { workspace, ..storage.bare() });
+        case.disorder(cuts_rows, seed);
+        assert!(members(&case).iter().filter(|m| m.len_q > 0).count() > count / 8);
+        check_against(&case, IfWrong::Clamped);
     }
 }

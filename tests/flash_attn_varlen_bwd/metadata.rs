@@ -152,3 +152,18 @@ fn a_start_counts_as_the_largest_up_to_it() {
         check_clamped(case, &format!("{queries:?}, {keys:?}"));
     }
 }
+
+/// More sequences than a CTA takes up at a time.
+#[test]
+fn all_kernels_read_the_starts_of_many_sequences_alike() {
+    for (seed, (dtype, cuts_rows)) in
+        ATTENTION_DTYPES.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]).enumerate()
+    {
+        let lengths = (0..600).map(|b| (1 + b % 3, 1 + b % 4)).collect();
+        let shape = Shape { dtypes: dtype.into(), head_dim: 24, lengths, sinks: true, ..Shape::default() };
+        let mut case = Case::flash(&shape.batch(), &Storage::contiguous().bare());
+        case.disorder(cuts_rows, seed as u64);
+        assert!(members(&case).iter().filter(|m| m.len_q > 0 && m.len_k > 0).count() > 40);
+        check_clamped(case, "many sequences");
+    }
+}

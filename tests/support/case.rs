@@ -119,6 +119,25 @@ impl Case {
         case
     }
 
+    /// Every third start of queries and of contiguous keys becomes a smaller one, and few larger ones; sequences use up
+    /// to six of their rows where `cuts_rows`.
+    pub fn disorder(&mut self, cuts_rows: bool, seed: u64) {
+        let mut random = Random::new(seed);
+        let change = |start: &mut i32, random: &mut Random| match random.below(96) {
+            0 => *start += random.below(20) as i32,
+            1..=32 => *start = random.below(*start as usize + 1) as i32,
+            _ => {}
+        };
+        self.cu_seqlens_q.iter_mut().for_each(|start| change(start, &mut random));
+        if !self.is_paged() {
+            self.cu_seqlens_k.iter_mut().for_each(|start| change(start, &mut random));
+        }
+        if cuts_rows {
+            self.seqused_q = Some((0..self.slots()).map(|_| random.below(7) as i32).collect());
+        }
+        self.name = format!("disordered {seed}: {}", self.name);
+    }
+
     /// The operator has everything that the case asks of it.
     fn suits_paged_attention(&self) -> bool {
         let mask = self.form.mask;

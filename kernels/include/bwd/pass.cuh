@@ -35,27 +35,27 @@ struct Pass {
   Span common;        // that every row held takes part in
   int32_t first_key;  // dkdv: the first row held, counted in the sequence
   int32_t kv_head;
-  int32_t first;      // row held: of K and V, or packed query row of the KV head, counted over all tokens
-  int32_t clears;     // whether rows may be left that are no sequence's
-  uint32_t found[8];  // of the search: a bit for each of the sequences looked at
+  int32_t first;   // row held: of K and V, or packed query row of the KV head, counted over all tokens
+  int32_t clears;  // whether rows may be left that are no sequence's
+  // Of the search: what comes before the sequences looked at, and a bit for each of these.
+  StartMaxima maxima;
+  uint32_t found[8];
 };
 
 __device__ __forceinline__ int32_t clamp_to(int64_t x, int32_t low, int32_t high) {
   return static_cast<int32_t>(min(max(x, static_cast<int64_t>(low)), static_cast<int64_t>(high)));
 }
 
-/// What the metadata says of sequence `b`.
-__device__ __forceinline__ Tile sequence_at(const AttentionParams& params, int32_t b) {
-  Tile tile = {};
-  const int32_t start = start_of(params, b), rows = start_of(params, b + 1) - start;
-  tile.sequence = b;
-  tile.first_token = start;
-  tile.len_q = max(query_count(rows, params.seqused_q == nullptr ? rows : __ldg(params.seqused_q + b)), 0);
-  const KeyMetadata keys = {__ldg(params.cu_seqlens_k + b), __ldg(params.cu_seqlens_k + b + 1),
-                            params.seqused_k == nullptr ? 0 : __ldg(params.seqused_k + b),
-                            params.leftpad_k == nullptr ? 0 : __ldg(params.leftpad_k + b)};
-  keys.describe(params, tile);
-  return tile;
+/// What the metadata says of this thread's of the sequences that are looked at, from `base` on. The work of a warp.
+__device__ __forceinline__ Metadata<1> load_metadata(const AttentionParams& params, const Pass& pass, int32_t base) {
+  const int32_t thread = ptx::thread();
+  Metadata<1> metadata;
+  metadata.load(params, base + thread);
+  if (__builtin_expect(!starts_ascend(pass.maxima), false)) {
+    StartScan scan = {pass.maxima, base};
+    scan.ascend(params, base + thread / 32 * 32, metadata);
+  }
+  return metadata;
 }
 
 /// The queries [begin, end) of a sequence that see some of its keys [first, last], which are keys that can be seen.
@@ -73,9 +73,8 @@ struct Seers {
 /// How kHeld packed query rows from Pass::first on take part in sequences.
 template <int kHeld>
 struct HeldQueries {
-  /// The pass of sequence `b`; without columns where there is none.
-  static __device__ __forceinline__ void describe(const AttentionParams& params, int32_t b, int32_t first, Pass& pass) {
-    Tile tile = sequence_at(params, b);
+  /// The pass of a sequence; without columns where there is none.
+  static __device__ __forceinline__ void describe(const AttentionParams& params, Tile tile, int32_t first, Pass& pass) {
     const int64_t group = params.group, start = tile.first_token * group - first;
     tile.first_row = clamp_to(start, 0, kHeld);
     tile.num_rows = clamp_to(start + tile.len_q * group, 0, kHeld) - tile.first_row;
@@ -107,8 +106,7 @@ struct HeldQueries {
 /// How kHeld rows of K and V from Pass::first on take part in sequences.
 template <int kHeld>
 struct HeldKeys {
-  static __device__ __forceinline__ void describe(const AttentionParams& params, int32_t b, int32_t first, Pass& pass) {
-    Tile tile = sequence_at(params, b);
+  static __device__ __forceinline__ void describe(const AttentionParams& params, Tile tile, int32_t first, Pass& pass) {
     Span columns = {0, 0}, common = {0, 0};
     tile.num_rows = 0;
     if (tile.len_q > 0) {
@@ -151,15 +149,28 @@ template <int kThreads, typename Held, typename Count, typename Work, typename C
 __device__ __forceinline__ void for_passes(const AttentionParams& params, Pass& pass, const Count& count,
                                            const Work& work, const Clear& clear) {
   static_assert(kThreads <= 256, "Pass::found");
-  // Nobody holds anything of this in registers while rows stream past: what is found is looked up again.
-  for (int32_t base = 0; base < live_sequences(params); base += kThreads) {
+  // No register holds any of this while rows stream past: what is found is looked up again.
+  for (int32_t base = 0; base < live_sequences(params);) {
     const int32_t thread = ptx::thread();
-    Pass looked;
-    looked.columns = {0, 0};
-    if (base + thread < live_sequences(params)) Held::describe(params, base + thread, pass.first, looked);
-    const uint32_t found = __ballot_sync(~0u, looked.columns.begin < looked.columns.end);
-    if (thread % 32 == 0) pass.found[thread / 32] = found;
-    __syncthreads();
+    const bool live = base + thread < live_sequences(params);
+    bool ascends = true;
+    {
+      const Metadata<1> metadata = load_metadata(params, pass, base);
+      Pass looked;
+      looked.columns = {0, 0};
+      if (live) {
+        ascends = metadata.ascends(params, 0);
+        Held::describe(params, metadata.sequence(params, 0, base + thread), pass.first, looked);
+      }
+      const uint32_t found = __ballot_sync(~0u, looked.columns.begin < looked.columns.end);
+      if (thread % 32 == 0) pass.found[thread / 32] = found;
+    }
+    if (__builtin_expect(!__syncthreads_and(ascends), false)) {
+      // Starts have ascended so far: those of this round are no less than any before.
+      if (thread == 0) pass.maxima = {0, 0};
+      __syncthreads();
+      continue;
+    }
 #pragma unroll 1
     for (int32_t index = 0; index < kThreads; ++index) {
       const uint32_t left = pass.found[index / 32] >> index % 32;
@@ -168,7 +179,11 @@ __device__ __forceinline__ void for_passes(const AttentionParams& params, Pass& 
         continue;
       }
       index += __ffs(left) - 1;
-      if (ptx::thread() == index) Held::describe(params, base + index, pass.first, pass);
+      if (ptx::thread() / 32 == index / 32) {
+        const Metadata<1> metadata = load_metadata(params, pass, base);
+        const Tile sequence = metadata.sequence(params, 0, base + index);
+        if (ptx::thread() == index) Held::describe(params, sequence, pass.first, pass);
+      }
       __syncthreads();
       if (pass.clears != 0) {
         if (pass.tile.num_rows < count()) clear();
@@ -181,6 +196,13 @@ __device__ __forceinline__ void for_passes(const AttentionParams& params, Pass& 
       __syncthreads();
     }
     __syncthreads();
+    if (__builtin_expect(!starts_ascend(pass.maxima), false)) {
+      StartMaxima maxima = pass.maxima;
+      if (ptx::thread() < 32) pass_over(params, base, min(base + kThreads, live_sequences(params)), maxima);
+      if (ptx::thread() == 0) pass.maxima = maxima;
+      __syncthreads();
+    }
+    base += kThreads;
   }
   if (pass.clears != 0) clear();
 }

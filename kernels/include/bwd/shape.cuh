@@ -32,20 +32,20 @@ struct BackwardChoice;
 // fetched at a time. The columns: gradient, shape, bytes, D,
 //        row warps, column warps, 16-row tiles a warp, chunk, block, stages, CTAs an SM, shared bytes
 #define XA_BACKWARD_TABLE(ROW)                            \
-  ROW(dq, small, 2, 64, 4, 1, 2, 64, 64, 2, 2, 67680)     \
-  ROW(dq, small, 2, 128, 4, 1, 2, 32, 32, 2, 2, 100448)   \
-  ROW(dq, small, 2, 256, 4, 1, 1, 32, 32, 1, 2, 99424)    \
-  ROW(dq, small, 4, 64, 4, 1, 1, 16, 32, 2, 1, 66656)     \
-  ROW(dq, small, 4, 128, 4, 1, 1, 16, 16, 2, 1, 99424)    \
-  ROW(dq, small, 4, 256, 2, 4, 1, 16, 16, 1, 1, 98912)    \
-  ROW(dkdv, large, 2, 64, 4, 1, 2, 32, 64, 2, 2, 68704)   \
-  ROW(dkdv, small, 2, 64, 4, 1, 2, 16, 64, 2, 2, 68704)   \
-  ROW(dkdv, small, 2, 128, 2, 2, 2, 32, 64, 1, 2, 85600)  \
-  ROW(dkdv, large, 2, 256, 1, 4, 2, 16, 64, 1, 2, 108896) \
-  ROW(dkdv, small, 2, 256, 2, 2, 1, 16, 32, 1, 2, 71520)  \
-  ROW(dkdv, small, 4, 64, 4, 2, 1, 16, 16, 2, 1, 50272)   \
-  ROW(dkdv, small, 4, 128, 2, 4, 1, 16, 16, 2, 1, 66400)  \
-  ROW(dkdv, small, 4, 256, 2, 4, 1, 16, 16, 1, 1, 98912)
+  ROW(dq, small, 2, 64, 4, 1, 2, 64, 64, 2, 2, 67688)     \
+  ROW(dq, small, 2, 128, 4, 1, 2, 32, 32, 2, 2, 100456)   \
+  ROW(dq, small, 2, 256, 4, 1, 1, 32, 32, 1, 2, 99432)    \
+  ROW(dq, small, 4, 64, 4, 1, 1, 16, 32, 2, 1, 66664)     \
+  ROW(dq, small, 4, 128, 4, 1, 1, 16, 16, 2, 1, 99432)    \
+  ROW(dq, small, 4, 256, 2, 4, 1, 16, 16, 1, 1, 98920)    \
+  ROW(dkdv, large, 2, 64, 4, 1, 2, 32, 64, 2, 2, 68712)   \
+  ROW(dkdv, small, 2, 64, 4, 1, 2, 16, 64, 2, 2, 68712)   \
+  ROW(dkdv, small, 2, 128, 2, 2, 2, 32, 64, 1, 2, 85608)  \
+  ROW(dkdv, large, 2, 256, 1, 4, 2, 16, 64, 1, 2, 108904) \
+  ROW(dkdv, small, 2, 256, 2, 2, 1, 16, 32, 1, 2, 71528)  \
+  ROW(dkdv, small, 4, 64, 4, 2, 1, 16, 16, 2, 1, 50280)   \
+  ROW(dkdv, small, 4, 128, 2, 4, 1, 16, 16, 2, 1, 66408)  \
+  ROW(dkdv, small, 4, 256, 2, 4, 1, 16, 16, 1, 1, 98920)
 
 #define XA_BACKWARD_CHOICE(gradient, shape, bytes, head_dim, row_warps, column_warps, row_tiles, chunk, block, stages, \
                            ctas, shared_bytes)                                                                         \

@@ -46,9 +46,8 @@ class RowStore {
 
  public:
   /// `boxed` where the tile owns all rows of the warp, and they are a box of `out`.
-  __device__ __forceinline__ RowStore(const PrefillParams& prefill, const TilePlan& plan, Overlap overlap,
-                                      int32_t first_row, bool boxed)
-      : prefill_(prefill), plan_(plan.plan), overlap_(overlap), first_row_(first_row), boxed_(boxed) {
+  __device__ __forceinline__ RowStore(const PrefillParams& prefill, const TilePlan& plan, int32_t first_row, bool boxed)
+      : prefill_(prefill), plan_(plan.plan), first_row_(first_row), boxed_(boxed) {
     factor_[0] = factor_[1] = plan.value_factor;
   }
 
@@ -95,7 +94,7 @@ class RowStore {
 
  private:
   __device__ __forceinline__ RowWriter<T, false> writer() const {
-    return RowWriter<T, false>(prefill_.attention, plan_.tile, plan_.kv_head, overlap_);
+    return RowWriter<T, false>(prefill_.attention, plan_.tile, plan_.kv_head);
   }
   /// As T, or as what AttentionParams::out_is_bf16 says.
   __device__ __forceinline__ uint32_t pack(float low, float high) const {
@@ -158,7 +157,6 @@ class RowStore {
 
   const PrefillParams& prefill_;
   const Plan& plan_;
-  const Overlap overlap_;
   const int32_t first_row_;
   const bool boxed_;
   float factor_[2];
@@ -294,11 +292,8 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
     rows = uniform(plan.plan.tile.num_rows);
     if (rows > 0) {
       const int32_t first = uniform(plan.first_block), end = uniform(plan.end_block);
-      if (count == 0) pipeline.overlap_known().wait();
-      const auto overlap = static_cast<Overlap>(uniform(static_cast<int32_t>(pipeline.overlap())));
-      const bool boxed =
-          Shape::kStagesOutput && prefill.stores_boxes != 0 && overlap == Overlap::kNone && warp_row + 16 <= rows;
-      RowStore<Shape, T> store(prefill, plan, overlap, warp_row, boxed);
+      const bool boxed = Shape::kStagesOutput && prefill.stores_boxes != 0 && warp_row + 16 <= rows;
+      RowStore<Shape, T> store(prefill, plan, warp_row, boxed);
       const auto finish_rows = [&] {
         state.finish();
         store.finish(state);
@@ -385,9 +380,9 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
   }
   ptx::stores_done();
   if (params.clears_unowned_rows != 0) {
-    pipeline.overlap_known().wait();
-    clear_unowned_rows<T, Shape::kComputeThreads>(params, pipeline.overlap(), owned_rows(params), blockIdx.x,
-                                                  gridDim.x);
+    pipeline.order_known().wait();
+    const bool ascend = pipeline.starts_ascend() != 0;
+    clear_unowned_rows<T, Shape::kComputeThreads>(params, ascend, owned_rows(params, ascend), blockIdx.x, gridDim.x);
   }
 }
 

@@ -151,11 +151,8 @@ __device__ __forceinline__ void compute_fp8_tiles(const PrefillParams& prefill, 
       const int32_t first = uniform(plan.first_block), end = uniform(plan.end_block);
       const float unit = __int_as_float(uniform(__float_as_int(Score::log2_unit(plan.plan))));
       const bool is_plain = uniform(static_cast<int32_t>(Score::leaves(plan.plan))) != 0;
-      if (count == 0) pipeline.overlap_known().wait();
-      const auto overlap = static_cast<Overlap>(uniform(static_cast<int32_t>(pipeline.overlap())));
-      const bool boxed =
-          Shape::kStagesOutput && prefill.stores_boxes != 0 && overlap == Overlap::kNone && warp_row + 16 <= rows;
-      RowStore<Shape, F16> store(prefill, plan, overlap, warp_row, boxed);
+      const bool boxed = Shape::kStagesOutput && prefill.stores_boxes != 0 && warp_row + 16 <= rows;
+      RowStore<Shape, F16> store(prefill, plan, warp_row, boxed);
       const auto finish_rows = [&] {
         state.finish();
         store.finish(state);
@@ -231,9 +228,9 @@ __device__ __forceinline__ void compute_fp8_tiles(const PrefillParams& prefill, 
   }
   if (lane == 0) ptx::stores_done();
   if (params.clears_unowned_rows != 0) {
-    pipeline.overlap_known().wait();
-    clear_unowned_rows<F16, Shape::kComputeThreads>(params, pipeline.overlap(), owned_rows(params), blockIdx.x,
-                                                    gridDim.x);
+    pipeline.order_known().wait();
+    const bool ascend = pipeline.starts_ascend() != 0;
+    clear_unowned_rows<F16, Shape::kComputeThreads>(params, ascend, owned_rows(params, ascend), blockIdx.x, gridDim.x);
   }
 }
 

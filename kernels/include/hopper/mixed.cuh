@@ -51,28 +51,38 @@ template <int kThreads, int kDecodeRows, int kPrefillRows>
 __device__ __forceinline__ MixedWork measure_work(const MixedParams& params, MixedWork* sums) {
   const AttentionParams &decode = params.decode, &prefill = params.prefill.attention;
   const int32_t num_seqs = live_sequences(decode);
-  MixedWork work = {0.0f, 0.0f};
-  for (int32_t b = threadIdx.x; b < decode.max_seqs; b += kThreads) {
-    Metadata<1> metadata;
-    metadata.load(decode, b);
-    Tile tile = {};
-    tile.len_q = max(metadata.len_q(0), 0);
-    metadata.keys(0).describe(decode, tile);
-    if (b >= num_seqs || tile.len_q == 0) continue;
-    const float keys = mean_keys(decode, tile);
-    if (tile.len_q <= decode.max_queries) {
-      work.decode += keys * decode.num_kv_heads * ((tile.len_q * decode.group + kDecodeRows - 1) / kDecodeRows);
-    } else {
-      const float tiles = static_cast<float>(tile.len_q) * prefill.group * (1.0f / kPrefillRows);
-      work.prefill += kPrefillCost * keys * prefill.num_kv_heads * tiles;
+  MixedWork work;
+  bool raises_starts = false;
+#pragma unroll 1
+  for (;;) {
+    work = {0.0f, 0.0f};
+    bool ascends = true;
+    StartScan scan;
+    for (int32_t first = threadIdx.x / 32 * 32; first < decode.max_seqs; first += kThreads) {
+      const int32_t b = first + static_cast<int32_t>(threadIdx.x % 32);
+      Metadata<1> metadata;
+      metadata.load(decode, b);
+      if (__builtin_expect(raises_starts, false)) scan.ascend(decode, first, metadata);
+      const Tile tile = metadata.sequence(decode, 0, b);
+      if (b >= num_seqs) continue;
+      ascends &= metadata.ascends(decode, 0);
+      if (tile.len_q == 0) continue;
+      const float keys = mean_keys(decode, tile);
+      if (tile.len_q <= decode.max_queries) {
+        work.decode += keys * decode.num_kv_heads * ((tile.len_q * decode.group + kDecodeRows - 1) / kDecodeRows);
+      } else {
+        const float tiles = static_cast<float>(tile.len_q) * prefill.group * (1.0f / kPrefillRows);
+        work.prefill += kPrefillCost * keys * prefill.num_kv_heads * tiles;
+      }
     }
-  }
 #pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    work.add(MixedWork{__shfl_xor_sync(~0u, work.decode, distance), __shfl_xor_sync(~0u, work.prefill, distance)});
+    for (int distance = 16; distance > 0; distance /= 2) {
+      work.add(MixedWork{__shfl_xor_sync(~0u, work.decode, distance), __shfl_xor_sync(~0u, work.prefill, distance)});
+    }
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = work;
+    if (__syncthreads_and(ascends)) break;
+    raises_starts = true;
   }
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = work;
-  __syncthreads();
   work = sums[0];
 #pragma unroll
   for (int warp = 1; warp < kThreads / 32; ++warp) work.add(sums[warp]);

@@ -46,8 +46,8 @@ class Pipeline {
     kValuesEmpty = kValuesFull + kStages,
     kPlanFull = kValuesEmpty + kStages,
     kPlanEmpty = kPlanFull + 2,
-    kOverlapKnown = kPlanEmpty + 2,
-    kFirstKeys = kOverlapKnown + 1,
+    kOrderKnown = kPlanEmpty + 2,
+    kFirstKeys = kOrderKnown + 1,
     kFetchedFull = kFirstKeys + 1,
     kFetchedEmpty = kFetchedFull + (kTransposes ? kStages : 0),
     kBarriers = kFetchedEmpty + (kTransposes ? kStages : 0),
@@ -77,7 +77,7 @@ class Pipeline {
     init(kPlanFull, 2, 1);
     // And the two warps that load, of which one transposes.
     init(kPlanEmpty, 2, Shape::kComputeWarps + 2 + (kTransposes ? Shape::kTransposers - 1 : 0));
-    init(kOverlapKnown, 1, 1);
+    init(kOrderKnown, 1, 1);
     init(kFirstKeys, 1, 1);
     if constexpr (kTransposes) {
       init(kFetchedFull, kStages, 1);
@@ -102,7 +102,8 @@ class Pipeline {
   }
   __device__ __forceinline__ Barrier plan_full(Turn<2> turn) const { return barrier(kPlanFull, turn); }
   __device__ __forceinline__ Barrier plan_empty(Turn<2> turn) const { return barrier(kPlanEmpty, turn); }
-  __device__ __forceinline__ Barrier overlap_known() const { return barrier(kOverlapKnown, 0); }
+  /// `starts_ascend` is there.
+  __device__ __forceinline__ Barrier order_known() const { return barrier(kOrderKnown, 0); }
   /// The first block of K is there.
   __device__ __forceinline__ Barrier first_keys() const { return barrier(kFirstKeys, 0); }
 
@@ -134,8 +135,9 @@ class Pipeline {
   __device__ __forceinline__ TilePlan& plan(Turn<2> turn) const {
     return reinterpret_cast<TilePlan*>(shared_ + Shape::kPlansOffset)[turn.slot];
   }
-  __device__ __forceinline__ Overlap& overlap() const {
-    return *reinterpret_cast<Overlap*>(shared_ + Shape::kBarriersOffset + 8 * kBarriers);
+  /// Of the queries.
+  __device__ __forceinline__ int32_t& starts_ascend() const {
+    return *reinterpret_cast<int32_t*>(shared_ + Shape::kBarriersOffset + 8 * kBarriers);
   }
 
  private:

@@ -37,10 +37,10 @@ __device__ __forceinline__ void prefill(const PrefillParams& params, const TileN
         plan_tiles<Shape, Score>(params, pipeline, numbers);
         break;
       default: {
-        const Overlap overlap = find_overlap(params.attention);
+        const bool ascend = query_starts_ascend(params.attention);
         if (threadIdx.x % 32 == 0) {
-          pipeline.overlap() = overlap;
-          pipeline.overlap_known().arrive();
+          pipeline.starts_ascend() = ascend;
+          pipeline.order_known().arrive();
         }
       }
     }

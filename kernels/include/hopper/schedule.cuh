@@ -59,10 +59,10 @@ class TileFinder {
     first_ = first;
     Metadata<1> metadata;
     metadata.load(params_, b);
-    tile_.sequence = b;
-    tile_.first_token = metadata.starts[0];
-    tile_.len_q = max(metadata.len_q(0), 0);
-    metadata.keys(0).describe(params_, tile_);
+    // As long as starts ascend, those of this run are larger than all before.
+    const bool ascend = __all_sync(~0u, b >= num_seqs_ || metadata.ascends(params_, 0)) != 0;
+    if (__builtin_expect(!ascend || !starts_ascend(maxima_), false)) metadata.ascend(params_, maxima_);
+    tile_ = metadata.sequence(params_, 0, b);
     const bool ours = b < num_seqs_ && tile_.len_q >= params_.min_queries && tile_.len_q <= params_.max_queries;
     num_tiles_ = ours ? (tile_.len_q * params_.group + Shape::kRows - 1) / Shape::kRows : 0;
     tiles_of_head_ = sum_of_lanes(num_tiles_);
@@ -75,7 +75,7 @@ class TileFinder {
   __device__ __forceinline__ int32_t find_sections(bool ours) const {
     constexpr float kWaves = 1.9f, kSharing = 4.0f;
     // Twice the keys of all tiles of a head; a sequence's tiles have len_k - len_q to len_k.
-    const float work = sum_of_lanes(ours ? static_cast<int64_t>(num_tiles_) * (2 * tile_.len_k - tile_.len_q) : 0);
+    const float work = sum_of_lanes(ours ? num_tiles_ * (int64_t{2} * tile_.len_k - tile_.len_q) : 0);
     const float spread = __reduce_max_sync(~0u, ours ? tile_.len_q : 0), ctas = gridDim.x;
     const float least = ceilf(__fdividef(2 * kWaves * ctas * spread, fmaxf(work, 1.0f)));
     const float levels = __reduce_max_sync(~0u, num_tiles_);
@@ -129,6 +129,7 @@ class TileFinder {
   const AttentionParams& params_;
   const bool grows_;
   const int32_t num_seqs_;
+  StartMaxima maxima_ = kStartsAscend;  // of this run and those before
   int32_t first_;
   int64_t before_ = 0;     // tiles of the runs before this one
   int64_t tiles_of_head_;  // of this run
@@ -184,15 +185,15 @@ __device__ __forceinline__ void plan_tiles(const PrefillParams& params, const Pi
   }
 }
 
-/// Whether starts descend somewhere, so that a row may have two owners. The work of one warp.
-__device__ __forceinline__ Overlap find_overlap(const AttentionParams& params) {
+/// Whether no query start is less than the one before. The work of one warp.
+__device__ __forceinline__ bool query_starts_ascend(const AttentionParams& params) {
   const int32_t num_seqs = live_sequences(params);
   bool ascends = true;
   for (int32_t first = 0; first < num_seqs; first += 32) {
     const int32_t b = min(first + static_cast<int32_t>(threadIdx.x % 32), num_seqs - 1);
     ascends &= start_of(params, b) <= start_of(params, b + 1);
   }
-  return __all_sync(~0u, ascends) != 0 ? Overlap::kNone : Overlap::kPossible;
+  return __all_sync(~0u, ascends) != 0;
 }
 
 }  // namespace xa::hopper
