@@ -290,10 +290,42 @@ enum Kind {
 }
 
 impl Isa {
-    /// The widest that this CPU has; found once.
+    /// The widest that this CPU has and `XLA_ATTENTION_CPU_ISA` allows; found once.
     pub(crate) fn best() -> Self {
         static BEST: OnceLock<Isa> = OnceLock::new();
-        *BEST.get_or_init(|| Self::available()[0])
+        *BEST.get_or_init(|| Self::up_to(std::env::var("XLA_ATTENTION_CPU_ISA").ok().as_deref()))
+    }
+
+    /// The widest that this CPU has among those up to the named one; any, if there is no such name.
+    fn up_to(name: Option<&str>) -> Self {
+        let widest = name.and_then(|name| {
+            let known = Self::NAMES.iter().position(|known| *known == name);
+            if known.is_none() {
+                eprintln!("XLA_ATTENTION_CPU_ISA={name}: expected one of {:?}; taken for the last", Self::NAMES);
+            }
+            known
+        });
+        // The portable one is always there, and is allowed by every name.
+        let allowed = |isa: &Self| widest.is_none_or(|widest| isa.rank() <= widest);
+        Self::available().into_iter().find(allowed).unwrap_or(Self(Kind::Portable))
+    }
+
+    /// What `XLA_ATTENTION_CPU_ISA` may say, narrowest first.
+    const NAMES: [&str; 4] = ["portable", "avx2", "avx512", "avx512_bf16"];
+
+    /// Its place in [`Isa::NAMES`].
+    fn rank(self) -> usize {
+        match self.0 {
+            Kind::Portable => 0,
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(_) => 1,
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(_) => 2,
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(_) => 3,
+            #[cfg(test)]
+            Kind::PortablePairs => 0,
+        }
     }
 
     /// All that this CPU has, widest first.

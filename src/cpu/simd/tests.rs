@@ -235,3 +235,15 @@ fn every_instruction_set_computes_what_scalar_code_computes() {
         isa.run(Stores);
     }
 }
+
+#[test]
+fn the_environment_narrows_the_instructions_to_what_the_cpu_has() {
+    let has = Isa::available();
+    assert_eq!(Isa::up_to(None), has[0]);
+    assert_eq!(Isa::up_to(Some("a name that there is not")), has[0]);
+    assert_eq!(Isa::up_to(Some("portable")), Isa(Kind::Portable));
+    for (rank, name) in Isa::NAMES.iter().enumerate() {
+        let widest = has.iter().find(|isa| isa.rank() <= rank);
+        assert_eq!(Some(&Isa::up_to(Some(name))), widest, "{name}");
+    }
+}
