@@ -5,13 +5,13 @@
 
 mod support;
 
-use half::{bf16, f16};
 use support::array::{Array, BF16, Dtype, F16, F32, F64, I8, I32, I64, U8, count};
 use support::guard::{Side, for_both_sides};
 use support::invocation::Invocation;
 use support::machine::runs_on_cpu;
 use support::pools::{HostPool, Inline, Late, NoPool, Threads};
 use support::random::Random;
+use support::sums::{assert_same, sum};
 
 const FLOATS: [Dtype; 4] = [F16, BF16, F32, F64];
 const INTEGERS: [Dtype; 4] = [I8, U8, I32, I64];
@@ -23,31 +23,6 @@ fn any_bits(dtype: Dtype, dims: &[i64], seed: u64) -> Array {
     Array { dtype, dims: dims.to_vec(), bytes }
 }
 
-/// Each pair of elements added by the rules of their type.
-fn sum(a: &Array, b: &Array) -> Array {
-    macro_rules! add {
-        ($t:ty, $add:expr) => {{
-            let elements = |x: &Array| -> Vec<$t> {
-                x.bytes.chunks_exact(size_of::<$t>()).map(|e| <$t>::from_ne_bytes(e.try_into().unwrap())).collect()
-            };
-            let add: fn($t, $t) -> $t = $add;
-            elements(a).into_iter().zip(elements(b)).flat_map(|(a, b)| add(a, b).to_ne_bytes()).collect()
-        }};
-    }
-    let bytes = match a.dtype {
-        I8 => add!(i8, i8::wrapping_add),
-        U8 => add!(u8, u8::wrapping_add),
-        I32 => add!(i32, i32::wrapping_add),
-        I64 => add!(i64, i64::wrapping_add),
-        // f64 holds every sum that lies near a tie of a 16-bit type, so rounding to it first changes nothing.
-        F16 => add!(f16, |a, b| f16::from_f64(a.to_f64() + b.to_f64())),
-        BF16 => add!(bf16, |a, b| bf16::from_f64(a.to_f64() + b.to_f64())),
-        F32 => add!(f32, |a, b| a + b),
-        _ => add!(f64, |a, b| a + b),
-    };
-    Array { dtype: a.dtype, dims: a.dims.clone(), bytes }
-}
-
 fn call(a: &Array, b: &Array) -> Invocation {
     let mut call = Invocation::new("xla_gpu_simple_add")
         .operand("a", a.clone())
@@ -57,21 +32,8 @@ fn call(a: &Array, b: &Array) -> Invocation {
     call
 }
 
-/// Equal bits, or both NaN: which NaN comes out of a sum of two is the processor's choice.
-fn assert_same(found: &Array, expected: &Array) {
-    assert_eq!((found.dtype, &found.dims), (expected.dtype, &expected.dims));
-    if INTEGERS.contains(&found.dtype) {
-        assert_eq!(found.bytes, expected.bytes);
-        return;
-    }
-    for (found, expected) in found.values().iter().zip(expected.values()) {
-        let same = found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan();
-        assert!(same, "{found} instead of {expected}");
-    }
-}
-
 fn adds(a: &Array, b: &Array, pool: &dyn HostPool) {
-    for_both_sides(|side| assert_same(&call(a, b).run(side, pool).unwrap()[0], &sum(a, b)));
+    for_both_sides(|side| assert_same("out", &call(a, b).run(side, pool).unwrap()[0], &sum(a, b)));
 }
 
 #[test]
@@ -141,7 +103,7 @@ fn the_result_may_be_the_memory_of_an_operand() {
                 .operand("a", a.clone())
                 .operand("b", b.clone())
                 .result_in_place("out", operand);
-            for_both_sides(|side| assert_same(&in_place.results(side)[0], &sum(&a, &b)));
+            for_both_sides(|side| assert_same("out", &in_place.results(side)[0], &sum(&a, &b)));
         }
     }
 }
@@ -159,7 +121,7 @@ fn an_array_can_be_added_to_itself_in_one_buffer() {
 fn the_alias_is_the_same_operator() {
     let (a, b) = (any_bits(F64, &[2, 9], 10), any_bits(F64, &[2, 9], 11));
     let alias = Invocation { target: "XlaGpuSimpleAdd", ..call(&a, &b) };
-    assert_same(&alias.results(Side::BeginsAtGuard)[0], &sum(&a, &b));
+    assert_same("out", &alias.results(Side::BeginsAtGuard)[0], &sum(&a, &b));
     let (a, b) = (any_bits(F32, &[2], 0), any_bits(F32, &[3], 0));
     let alias = Invocation { target: "XlaGpuSimpleAdd", ..call(&a, &b) };
     assert_eq!(alias.refusal().text, "xla_gpu_simple_add: b has shape [3], expected the shape of a, [2]");

@@ -15,6 +15,9 @@ import tempfile
 from package import GPU_TESTS, ROOT, environment
 from summary import table
 
+# Random cases under compute-sanitizer, which checks each access, at a price.
+FEWER = {"PROPTEST_CASES": "8", "XLA_ATTENTION_FUZZ_CALLS": "200"}
+
 
 def main() -> int:
     """Run everything; the number of parts that failed."""
@@ -39,9 +42,8 @@ def main() -> int:
         collecting = {"XLA_ATTENTION_TEST_SUMMARY": str(measured)}
         part(name, str(binary), "--quiet", XLA_ATTENTION_TEST_DEVICE="cuda", **collecting)
         if sanitizer:
-            # Fewer random cases: each access is checked, at a price.
             memcheck = (sanitizer, "--tool", "memcheck", "--error-exitcode", "7", str(binary), "--quiet")
-            part(f"memcheck {name}", *memcheck, XLA_ATTENTION_TEST_DEVICE="cuda", PROPTEST_CASES="8")
+            part(f"memcheck {name}", *memcheck, XLA_ATTENTION_TEST_DEVICE="cuda", **FEWER)
         if sanitizer and name == "tuned_prefill":
             # One call of each kernel, seconds long. docs/tests.md says why racecheck is not among the tools.
             tests = ("tuned_kernels_are_chosen", "the_mixed_kernel_is_chosen", "many_decoded_sequences")

@@ -22,8 +22,9 @@ pub struct Member {
     pub len_q: usize,
     pub len_k: usize,
     pub leftpad: usize,
-    /// The metadata that is read for it lies in range and all numbers that it computes with are finite. If not, its
-    /// rows may hold anything.
+    /// All numbers that it computes with are finite. If not, its rows may hold anything.
+    pub finite: bool,
+    /// They are, and the metadata that is read for it lies in range.
     pub specified: bool,
 }
 
@@ -41,9 +42,9 @@ fn member(case: &Case, b: usize) -> Member {
     let len_q = case.seqused_q.as_ref().map_or(rows, |used| rows.min(used[b].max(0) as usize));
     let (first_key, len_k, keys_in_range) = keys(case, b);
     let leftpad = case.leftpad_k.as_ref().map_or(0, |pad| (pad[b].max(0) as usize).min(len_k));
-    let member = Member { index: b, first_row, first_key, len_q, len_k, leftpad, specified: false };
-    let specified = rows_in_range && keys_in_range && computes_with_finite_numbers(case, &member);
-    Member { specified, ..member }
+    let member = Member { index: b, first_row, first_key, len_q, len_k, leftpad, finite: false, specified: false };
+    let finite = computes_with_finite_numbers(case, &member);
+    Member { finite, specified: rows_in_range && keys_in_range && finite, ..member }
 }
 
 /// Slot b of `starts` into `total` rows: its first row, its length, and whether both starts are read as they are given.
@@ -76,6 +77,16 @@ fn keys(case: &Case, b: usize) -> (usize, usize, bool) {
 }
 
 impl Member {
+    /// Something is said of its rows.
+    pub fn is_said(&self, if_wrong: IfWrong) -> bool {
+        self.specified || (if_wrong == IfWrong::Clamped && self.finite)
+    }
+
+    /// Its query rows.
+    pub fn rows(&self) -> std::ops::Range<usize> {
+        self.first_row..self.first_row + self.len_q
+    }
+
     /// (page, token) of key `j`; contiguous keys are pages of one token.
     fn position(&self, case: &Case, j: usize) -> (usize, usize) {
         if !case.is_paged() {
@@ -84,6 +95,12 @@ impl Member {
         let entry = case.block_table[self.index * case.max_pages + j / case.place.page_size];
         let page = i64::from(entry).clamp(0, case.place.num_pages as i64 - 1) as usize;
         (page, j % case.place.page_size)
+    }
+
+    /// The slot of key `j` in the cache.
+    pub fn slot(&self, case: &Case, j: usize) -> usize {
+        let (page, token) = self.position(case, j);
+        page * case.place.page_size + token
     }
 
     /// The row of K (`value` 0) or V (1) of key `j`.
@@ -149,9 +166,18 @@ fn multiplies_fp8(dtypes: Dtypes) -> bool {
     dtypes.q == F8E4M3FN && !runs_on_cpu()
 }
 
-/// All queries of a sequence, all keys and values that one of them sees, and its slopes are numbers.
+/// Numbers beyond count as infinite: their products leave the range of f32, and so of what is computed.
+pub const LARGEST: f64 = 1e4;
+
+/// None is NaN or infinite.
+pub fn are_finite(numbers: &[f64]) -> bool {
+    numbers.iter().all(|x| x.abs() <= LARGEST)
+}
+
+/// All queries of a sequence, all keys and values that one of them sees, its slopes, sinks and scales are numbers; a sink
+/// of -inf is none.
 fn computes_with_finite_numbers(case: &Case, member: &Member) -> bool {
-    let finite = |row: &[f64]| row.iter().all(|x| x.is_finite());
+    let finite = are_finite;
     let &Member { len_q, len_k, leftpad, .. } = member;
     let mut seen = vec![false; len_k];
     for i in 0..len_q {
@@ -163,7 +189,7 @@ fn computes_with_finite_numbers(case: &Case, member: &Member) -> bool {
     let mut keys = (0..len_k).filter(|&j| seen[j]);
     queries.all(|(i, h)| finite(member.query(case, i, h)))
         && keys.all(|j| (0..case.form.kv_heads).all(|h| stored(j, h)))
-        && (len_q == 0 || heads.clone().all(|h| member.slope(case, h).is_none_or(f32::is_finite)))
+        && (len_q == 0 || heads.clone().all(|h| member.score(case, h).is_finite()))
 }
 
 /// What may stand in one row of one head, exactly and as the naive formula has it.
@@ -187,13 +213,17 @@ pub type Answers = Vec<Vec<Option<Allowed>>>;
 
 /// The answers to a call.
 pub fn answers(case: &Case, if_wrong: IfWrong) -> Answers {
-    let members = members(case);
+    answers_of(case, &members(case), |member| member.is_said(if_wrong))
+}
+
+/// The answers to a call with these sequences, for those of which something is said.
+pub fn answers_of(case: &Case, members: &[Member], is_said: impl Fn(&Member) -> bool) -> Answers {
     let answer = |row: usize, head: usize| -> Option<Allowed> {
         let Some(member) = members.iter().find(|m| (m.first_row..m.first_row + m.len_q).contains(&row)) else {
             let empty = RowAnswer::of_nothing(case.form.value_dim, None);
             return Some(Allowed { exact: empty.clone(), naive: empty });
         };
-        (member.specified || if_wrong == IfWrong::Clamped).then(|| member.answer(case, row, head))
+        is_said(member).then(|| member.answer(case, row, head))
     };
     (0..case.rows()).map(|row| (0..case.form.q_heads).map(|head| answer(row, head)).collect()).collect()
 }
@@ -211,6 +241,11 @@ pub struct Allowance {
 
 impl Allowance {
     pub fn of<'a>(answers: impl Iterator<Item = &'a Allowed>) -> Self {
+        Self::with_floor(answers, 1e-5)
+    }
+
+    /// With another floor, as a share of the largest answer.
+    pub fn with_floor<'a>(answers: impl Iterator<Item = &'a Allowed>, floor: f64) -> Self {
         let (mut naive_error, mut size) = (0.0f64, 1.0f64);
         for a in answers {
             for (exact, naive) in a.exact.out.iter().zip(&a.naive.out) {
@@ -218,7 +253,7 @@ impl Allowance {
                 naive_error = naive_error.max((exact - naive).abs());
             }
         }
-        Self { naive_error, times: 2.0, floor: 1e-5 * size }
+        Self { naive_error, times: 2.0, floor: floor * size }
     }
 
     /// Largest difference that passes.
@@ -239,6 +274,13 @@ pub fn lse_tolerance(exact: f64, dtypes: Dtypes, softcap: bool) -> f64 {
 
 /// `out [Tq, Hq, Dv]`, and `lse [Hq, Tq]` if there is one, are what `answers` allow. The error goes into the summary.
 pub fn assert_allowed(case: &Case, answers: &Answers, out: &Array, lse: Option<&Array>) {
+    let allowance = Allowance::of(answers.iter().flatten().flatten());
+    let largest = assert_within(case, answers, allowance, out, lse);
+    summary::record(&case.name, case.form.dtypes, largest, allowance);
+}
+
+/// The same with another allowance; the largest error.
+pub fn assert_within(case: &Case, answers: &Answers, allowance: Allowance, out: &Array, lse: Option<&Array>) -> f64 {
     let Form { q_heads: heads, value_dim: d, dtypes, .. } = case.form;
     let rows = case.rows();
     assert_eq!((out.dtype, out.dims.as_slice()), (dtypes.out, [rows, heads, d].map(|x| x as i64).as_slice()));
@@ -247,7 +289,6 @@ pub fn assert_allowed(case: &Case, answers: &Answers, out: &Array, lse: Option<&
         assert_eq!((l.dtype, l.dims.as_slice()), (F32, [heads, rows].map(|x| x as i64).as_slice()));
         l.values()
     });
-    let allowance = Allowance::of(answers.iter().flatten().flatten());
     let mut largest = 0.0f64;
     for row in 0..rows {
         for head in 0..heads {
@@ -267,7 +308,7 @@ pub fn assert_allowed(case: &Case, answers: &Answers, out: &Array, lse: Option<&
             );
         }
     }
-    summary::record(&case.name, dtypes, largest, allowance);
+    largest
 }
 
 /// Largest error of an output row; a row that sees no key is exactly 0 or wrong.

@@ -176,6 +176,61 @@ impl Drop for Memory {
     }
 }
 
+/// One allocation for all buffers of a call and its image on the host, so that a call allocates nothing and copies twice.
+pub struct Arena {
+    gpu: Gpu,
+    device: sys::CUdeviceptr,
+    image: *mut u8,
+    size: usize,
+}
+
+impl Arena {
+    /// Of `size` bytes; never given back, as its [`Gpu`].
+    pub fn new(gpu: Gpu, size: usize) -> Self {
+        let (mut device, mut image) = (0, std::ptr::null_mut());
+        cuda!(cuMemAlloc_v2(&raw mut device, size));
+        cuda!(cuMemAllocHost_v2(&raw mut image, size));
+        Self { gpu, device, image: image.cast(), size }
+    }
+
+    /// The bytes of each buffer after `work` with their addresses. A buffer lies `askew` bytes after an alignment,
+    /// between redzones, which have not changed.
+    pub fn run(
+        &self,
+        buffers: &[(&[u8], usize)],
+        work: impl FnOnce(Stream, &[*mut u8]) -> Result<(), String>,
+    ) -> Result<Vec<Vec<u8>>, String> {
+        let mut ranges = Vec::with_capacity(buffers.len());
+        let mut end = 0usize;
+        for (bytes, askew) in buffers {
+            let start = (end + REDZONE).next_multiple_of(256) + askew;
+            end = start + bytes.len();
+            ranges.push(start..end);
+        }
+        let used = end + REDZONE;
+        assert!(used <= self.size, "a call of {used} bytes");
+        // SAFETY: `used` bytes of the image, which the device has done with: each run waits, this one twice.
+        let image = || unsafe { std::slice::from_raw_parts_mut(self.image, used) };
+        image().fill(POISON);
+        for ((bytes, _), range) in buffers.iter().zip(&ranges) {
+            image()[range.clone()].copy_from_slice(bytes);
+        }
+        cuda!(cuMemcpyHtoDAsync_v2(self.device, self.image.cast(), used, self.gpu.stream));
+        let address = |range: &std::ops::Range<usize>| (self.device as usize + range.start) as *mut u8;
+        let addresses: Vec<*mut u8> = ranges.iter().map(address).collect();
+        let outcome = work(Stream(self.gpu.stream as usize), &addresses);
+        cuda!(cuMemcpyDtoHAsync_v2(self.image.cast(), self.device, used, self.gpu.stream));
+        self.gpu.finish();
+        outcome?;
+        let (image, mut before) = (image(), 0);
+        for range in ranges.iter().cloned().chain(std::iter::once(used..used)) {
+            assert!(image[before..range.start].iter().all(|&b| b == POISON), "written outside of the buffers");
+            before = range.end;
+        }
+        Ok(ranges.into_iter().map(|range| image[range].to_vec()).collect())
+    }
+}
+
 impl Invocation {
     /// Load and launch on the GPU, `replays` times from a captured graph if that is not 0; the results.
     pub fn run_on_gpu(&self, gpu: &Gpu, around: Around, replays: usize) -> Result<Vec<Array>, Error> {

@@ -3,7 +3,7 @@
 //! A call is what a [`Case`] over contiguous keys computes, with the cotangents of its results. Its metadata may be
 //! changed before the cotangents are drawn, and so be hostile.
 
-use super::answers::{Allowance, Allowed, IfWrong, Member, answers, members};
+use super::answers::{Allowance, Allowed, IfWrong, Member, answers, are_finite, members};
 use super::array::{Array, F32, U8};
 use super::batch::{Batch, Form};
 use super::case::{Case, i32s, with_optional};
@@ -131,6 +131,16 @@ impl GradientCase {
         &results[..if self.wanted.dsinks { 4 } else { 3 }]
     }
 
+    /// All that comes back to the rows of a sequence are numbers.
+    fn has_finite_cotangents(&self, values: &Values, member: &Member) -> bool {
+        let Form { q_heads, value_dim, .. } = self.forward.form;
+        let elements = member.first_row * q_heads * value_dim..(member.first_row + member.len_q) * q_heads * value_dim;
+        let dlse = |head: usize, dlse: &[f64]| are_finite(&dlse[head * self.forward.rows()..][member.rows()]);
+        are_finite(&values.out[elements.clone()])
+            && are_finite(&values.dout[elements])
+            && values.dlse.as_ref().is_none_or(|values| (0..q_heads).all(|head| dlse(head, values)))
+    }
+
     /// What a head of a sequence adds, exactly and naively.
     fn head_gradients(&self, values: &Values, member: &Member, head: usize) -> [HeadGradients; 2] {
         let case = &self.forward;
@@ -226,7 +236,7 @@ pub fn gradient_answers(case: &GradientCase, if_wrong: IfWrong) -> GradientAnswe
     // The keys of a sequence without a query have no gradient.
     let members: Vec<Member> = members(forward).into_iter().filter(|m| m.len_q > 0).collect();
     for member in &members {
-        let known = member.specified || if_wrong == IfWrong::Clamped;
+        let known = member.is_said(if_wrong) && case.has_finite_cotangents(&numbers, member);
         let seen = |i: usize| mask.visible(i, member.len_q, member.len_k, member.leftpad);
         say(&mut expected, member, known, seen);
         if forward.form.sinks.is_some() {
@@ -293,19 +303,19 @@ impl Expected {
         self.rows.iter().filter(|say| **say == Say::Number).count()
     }
 
-    /// SPEC 2.1, accuracy.
-    fn allowance(&self) -> Allowance {
+    /// SPEC 2.1, accuracy; the floor is this share of the largest answer.
+    fn allowance(&self, floor: f64) -> Allowance {
         let (mut naive_error, mut size) = (0.0f64, 1.0f64);
         for i in self.said() {
             size = size.max(self.exact[i].abs());
             naive_error = naive_error.max((self.exact[i] - self.naive[i]).abs());
         }
-        Allowance { naive_error, times: 3.0, floor: 1e-4 * size }
+        Allowance { naive_error, times: 3.0, floor: floor * size }
     }
 
-    /// `found` is what is expected; the error goes into the summary.
-    fn assert_allowed(&self, case: &Case, found: &Array) {
-        let (found, allowance, mut largest) = (found.values(), self.allowance(), 0.0f64);
+    /// `found` is what is expected; the largest error.
+    fn assert_within(&self, case: &Case, allowance: Allowance, found: &Array) -> f64 {
+        let (found, mut largest) = (found.values(), 0.0f64);
         assert_eq!(found.len(), self.exact.len(), "{}: {}", case.name, self.name);
         for i in self.said() {
             let (row, off) = (i / self.row, (found[i] - self.exact[i]).abs());
@@ -324,14 +334,24 @@ impl Expected {
             );
             largest = largest.max(off);
         }
-        summary::record(&case.name, case.form.dtypes, largest, allowance);
+        largest
     }
 }
 
-/// A call's results are what `answers` allow.
+/// A call's results are what `answers` allow. The error goes into the summary.
 pub fn assert_gradients(case: &GradientCase, answers: &GradientAnswers, results: &[Array]) {
-    let found = case.computed(results).iter().zip(answers);
-    found.for_each(|(found, expected)| expected.assert_allowed(&case.forward, found));
+    for (found, expected) in case.computed(results).iter().zip(answers) {
+        let allowance = expected.allowance(1e-4);
+        let largest = expected.assert_within(&case.forward, allowance, found);
+        summary::record(&case.forward.name, case.forward.form.dtypes, largest, allowance);
+    }
+}
+
+/// The same with another floor, as a share of the largest answer.
+pub fn assert_gradients_within(case: &GradientCase, answers: &GradientAnswers, results: &[Array], floor: f64) {
+    for (found, expected) in case.computed(results).iter().zip(answers) {
+        expected.assert_within(&case.forward, expected.allowance(floor), found);
+    }
 }
 
 /// Run against both guards; the results are what the answers allow. Gives the gradients of both.

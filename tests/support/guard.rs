@@ -4,6 +4,8 @@
 //! page before it ([`Side::BeginsAtGuard`]). What is left of its own pages is filled with a known byte and checked.
 //! Buffers are aligned to their element only when they end at the guard, which kernels have to live with.
 
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::io::Write;
 use std::ptr::null_mut;
 use std::sync::{Mutex, Once};
@@ -48,17 +50,7 @@ impl Guarded {
         let page = page_size();
         let inner_len = bytes.len().next_multiple_of(page);
         let map_len = inner_len + 2 * page;
-        // SAFETY: a fresh private mapping, then access to its inner pages only.
-        let map = unsafe {
-            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-            let map = libc::mmap(null_mut(), map_len, libc::PROT_NONE, flags, -1, 0);
-            assert_ne!(map, libc::MAP_FAILED, "mmap of {map_len} bytes: {}", std::io::Error::last_os_error());
-            if inner_len > 0 {
-                let opened = libc::mprotect(map.byte_add(page), inner_len, libc::PROT_READ | libc::PROT_WRITE);
-                assert_eq!(opened, 0, "mprotect: {}", std::io::Error::last_os_error());
-            }
-            map.cast::<u8>()
-        };
+        let map = kept(inner_len).unwrap_or_else(|| fresh(inner_len, page));
         let offset = if side == Side::EndsAtGuard { inner_len - bytes.len() } else { 0 };
         // SAFETY: `inner_len` writable bytes begin one page into the map, `bytes.len()` of them at `offset`.
         let data = unsafe {
@@ -92,8 +84,10 @@ impl Guarded {
         // SAFETY: the inner pages are readable.
         let inner = unsafe { std::slice::from_raw_parts(self.map.add(page_size()), self.inner_len) };
         let begin = self.data as usize - inner.as_ptr() as usize;
-        let touched = (0..inner.len()).find(|&i| !(begin..begin + self.len).contains(&i) && inner[i] != SLACK);
-        if let Some(at) = touched {
+        let wrong = |bytes: &[u8]| bytes.iter().any(|&b| b != SLACK);
+        if wrong(&inner[..begin]) || wrong(&inner[begin + self.len..]) {
+            let outside = |i: &usize| !(begin..begin + self.len).contains(i) && inner[*i] != SLACK;
+            let at = (0..inner.len()).find(outside).unwrap();
             panic!("{}: byte {} of {} was written", self.name, at as i64 - begin as i64, self.len);
         }
     }
@@ -104,9 +98,54 @@ impl Drop for Guarded {
         if let Ok(mut regions) = REGIONS.lock() {
             regions.retain(|r| r.map.start != self.map as usize);
         }
-        // SAFETY: the mapping made in `new`; nothing borrows from it.
-        unsafe { libc::munmap(self.map.cast(), self.map_len) };
+        if !keep(self.inner_len, self.map) {
+            // SAFETY: the mapping made in `new`; nothing borrows from it.
+            unsafe { libc::munmap(self.map.cast(), self.map_len) };
+        }
     }
+}
+
+/// `inner_len` writable bytes between two pages that fault.
+fn fresh(inner_len: usize, page: usize) -> *mut u8 {
+    let map_len = inner_len + 2 * page;
+    // SAFETY: a fresh private mapping, then access to its inner pages only.
+    unsafe {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        let map = libc::mmap(null_mut(), map_len, libc::PROT_NONE, flags, -1, 0);
+        assert_ne!(map, libc::MAP_FAILED, "mmap of {map_len} bytes: {}", std::io::Error::last_os_error());
+        if inner_len > 0 {
+            let opened = libc::mprotect(map.byte_add(page), inner_len, libc::PROT_READ | libc::PROT_WRITE);
+            assert_eq!(opened, 0, "mprotect: {}", std::io::Error::last_os_error());
+        }
+        map.cast::<u8>()
+    }
+}
+
+/// Mappings by the length of their inner pages.
+type Mappings = HashMap<usize, Vec<*mut u8>>;
+
+thread_local! {
+    static KEPT: RefCell<Option<Mappings>> = const { RefCell::new(None) };
+}
+
+/// From now on buffers of this thread use the mappings of earlier ones, which takes a tenth of the time. An access to a
+/// buffer that is gone is then no longer found.
+pub fn keep_mappings() {
+    KEPT.with_borrow_mut(|kept| {
+        kept.get_or_insert_default();
+    });
+}
+
+fn kept(inner_len: usize) -> Option<*mut u8> {
+    KEPT.with_borrow_mut(|kept| kept.as_mut()?.get_mut(&inner_len)?.pop())
+}
+
+/// Whether the mapping is kept for another buffer.
+fn keep(inner_len: usize, map: *mut u8) -> bool {
+    let keep =
+        |kept: &mut Option<Mappings>| kept.as_mut().map(|kept| kept.entry(inner_len).or_default().push(map)).is_some();
+    // A thread that ends has no table any more.
+    KEPT.try_with(|kept| keep(&mut kept.borrow_mut())).unwrap_or(false)
 }
 
 fn page_size() -> usize {

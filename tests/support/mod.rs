@@ -47,3 +47,4 @@ pub mod steps;
 pub mod storage;
 pub mod strategies;
 pub mod summary;
+pub mod sums;

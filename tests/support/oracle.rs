@@ -72,6 +72,15 @@ pub struct Score {
     pub mask: Mask,
 }
 
+impl Score {
+    /// All its numbers are finite; a sink of -inf is no column.
+    pub fn is_finite(&self) -> bool {
+        let numbers = [self.scales[0], self.scales[1], self.scales[2], self.v_scale, self.slope.unwrap_or(0.0)];
+        let sink = self.sink.unwrap_or(0.0);
+        numbers.iter().all(|x| x.is_finite()) && (sink.is_finite() || sink == f32::NEG_INFINITY)
+    }
+}
+
 /// One query row and the keys and values of its KV head.
 pub struct Row<'a> {
     pub i: usize,

@@ -1,62 +1,101 @@
 //! Arrays that do not lie densely, as eager torch and Rust may pass them.
 
-use super::array::Array;
+use super::array::{Array, count};
 use super::guard::{Guarded, Side};
 use xla_attention::{DType, Tensor};
+
+/// What lies between the rows: NaN in every float type.
+const GAP: u8 = 0xff;
+
+/// Where the rows (of the last dimension) of an array lie in memory.
+#[derive(Clone, Debug)]
+pub struct Spacing {
+    pub dims: Vec<i64>,
+    /// In elements; the last is 1.
+    pub strides: Vec<i64>,
+    /// Bytes of an element.
+    size: usize,
+}
+
+impl Spacing {
+    /// `gaps[i]` elements after the neighbours along dimension i, for each dimension but the last.
+    pub fn new(array: &Array, gaps: &[i64]) -> Self {
+        let rank = array.dims.len();
+        let mut strides = vec![1i64; rank];
+        for axis in (0..rank.saturating_sub(1)).rev() {
+            strides[axis] = strides[axis + 1] * array.dims[axis + 1].max(1) + gaps[axis];
+        }
+        Self { dims: array.dims.clone(), strides, size: array.dtype.size() }
+    }
+
+    /// Bytes from the first element to the end of the last.
+    pub fn extent(&self) -> usize {
+        if self.dims.contains(&0) {
+            return 0;
+        }
+        let last: i64 = self.dims.iter().zip(&self.strides).map(|(d, s)| (d - 1) * s).sum();
+        (last + 1) as usize * self.size
+    }
+
+    /// The bytes of `array` with gaps between its rows.
+    pub fn spread(&self, array: &Array) -> Vec<u8> {
+        let mut bytes = vec![GAP; self.extent()];
+        self.for_each_row(|row, at, len| bytes[at..at + len].copy_from_slice(&array.bytes[row..row + len]));
+        bytes
+    }
+
+    /// The elements of `bytes`, packed; the gaps are as they were.
+    pub fn pack(&self, bytes: &[u8]) -> Vec<u8> {
+        let mut packed = vec![0; count(&self.dims) * self.size];
+        let mut gaps = bytes.to_vec();
+        self.for_each_row(|row, at, len| {
+            packed[row..row + len].copy_from_slice(&bytes[at..at + len]);
+            gaps[at..at + len].fill(GAP);
+        });
+        assert!(gaps.iter().all(|byte| *byte == GAP), "a gap was written");
+        packed
+    }
+
+    /// For each row: the byte at which it begins if all is packed, the byte at which it lies, its bytes.
+    fn for_each_row(&self, mut work: impl FnMut(usize, usize, usize)) {
+        let Some((columns, outer)) = self.dims.split_last() else { return work(0, 0, self.size) };
+        let len = *columns as usize * self.size;
+        if len == 0 {
+            return;
+        }
+        for row in 0..count(outer) {
+            let (mut rest, mut at) = (row as i64, 0);
+            for (dim, stride) in outer.iter().zip(&self.strides).rev() {
+                at += rest % dim * stride;
+                rest /= dim;
+            }
+            work(row * len, at as usize * self.size, len);
+        }
+    }
+}
 
 /// An array spread out in memory: each dimension but the last leaves `gap` elements of garbage after its neighbours.
 pub struct Spread {
     memory: Guarded,
     dtype: DType,
-    dims: Vec<i64>,
-    strides: Vec<i64>,
+    spacing: Spacing,
 }
 
 impl Spread {
     /// `array` with `gap` elements of 0xff after the neighbours along each dimension but the last.
     pub fn new(name: &str, side: Side, array: &Array, gap: i64) -> Self {
-        let rank = array.dims.len();
-        let mut strides = vec![1i64; rank];
-        for axis in (0..rank.saturating_sub(1)).rev() {
-            strides[axis] = strides[axis + 1] * array.dims[axis + 1] + gap;
-        }
-        let extent: i64 = 1 + array.dims.iter().zip(&strides).map(|(d, s)| (d - 1) * s).sum::<i64>();
-        let size = array.dtype.size();
-        let mut bytes = vec![0xffu8; extent as usize * size];
-        for index in 0..array.bytes.len() / size {
-            let at = offset(index as i64, &array.dims, &strides);
-            bytes[at * size..][..size].copy_from_slice(&array.bytes[index * size..][..size]);
-        }
-        let memory = Guarded::new(name, side, &bytes);
-        Self { memory, dtype: DType(array.dtype.0), dims: array.dims.clone(), strides }
+        let spacing = Spacing::new(array, &vec![gap; array.dims.len()]);
+        let memory = Guarded::new(name, side, &spacing.spread(array));
+        Self { memory, dtype: DType(array.dtype.0), spacing }
     }
 
     pub fn tensor(&self) -> Tensor<'_> {
-        Tensor { dtype: self.dtype, data: self.memory.data(), dims: &self.dims, strides: Some(&self.strides) }
+        let Spacing { dims, strides, .. } = &self.spacing;
+        Tensor { dtype: self.dtype, data: self.memory.data(), dims, strides: Some(strides) }
     }
 
     /// The elements, packed; everything between them is still garbage.
     pub fn packed(&self) -> Vec<u8> {
-        let (bytes, size) = (self.memory.bytes(), self.dtype.size());
-        let mut touched = vec![false; bytes.len()];
-        let count = self.dims.iter().product::<i64>();
-        let mut packed = Vec::new();
-        for index in 0..count {
-            let at = offset(index, &self.dims, &self.strides) * size;
-            packed.extend_from_slice(&bytes[at..at + size]);
-            touched[at..at + size].fill(true);
-        }
-        assert!(bytes.iter().zip(touched).all(|(byte, element)| element || *byte == 0xff), "a gap was written");
-        packed
+        self.spacing.pack(&self.memory.bytes())
     }
-}
-
-/// Where element `index` (counted row-major) of a strided tensor lies.
-fn offset(index: i64, dims: &[i64], strides: &[i64]) -> usize {
-    let (mut rest, mut at) = (index, 0);
-    for (dim, stride) in dims.iter().zip(strides).rev() {
-        at += rest % dim * stride;
-        rest /= dim;
-    }
-    at as usize
 }
