@@ -139,10 +139,9 @@ struct Metadata {
     read_entries(leftpads, params.leftpad_k, first, count, 0);
 #pragma unroll
     for (int32_t& start : starts) start = clamp(start, 0, params.num_tokens);
-    const int32_t low = has_contiguous_keys(params) ? 0 : INT32_MIN;
-    const int32_t high = has_contiguous_keys(params) ? params.capacity : INT32_MAX;
+    if (!has_contiguous_keys(params)) return;
 #pragma unroll
-    for (int32_t& start : starts_k) start = clamp(start, low, high);
+    for (int32_t& start : starts_k) start = clamp(start, 0, params.capacity);
   }
   /// Whether sequence `i` ends where it starts or later.
   __device__ __forceinline__ bool ascends(const AttentionParams& params, int i) const {
