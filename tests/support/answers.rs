@@ -166,8 +166,8 @@ fn multiplies_fp8(dtypes: Dtypes) -> bool {
     dtypes.q == F8E4M3FN && !runs_on_cpu()
 }
 
-/// Numbers beyond count as infinite: their products leave the range of f32, and so of what is computed.
-pub const LARGEST: f64 = 1e4;
+/// The largest e5m2. Numbers beyond count as infinite: sums of their products leave what f32 tells apart.
+pub const LARGEST: f64 = 57344.0;
 
 /// None is NaN or infinite.
 pub fn are_finite(numbers: &[f64]) -> bool {
