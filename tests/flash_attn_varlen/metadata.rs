@@ -205,12 +205,15 @@ fn a_start_counts_as_the_largest_up_to_it() {
     }
 }
 
+/// Types, D, how many sequences there are, the queries and keys of each, and where the keys lie.
+type Many = (Dtypes, usize, usize, fn(usize) -> (usize, usize), Layout);
+
 /// More sequences than a warp or a CTA of any kernel takes up at a time.
 #[test]
 fn all_kernels_read_the_starts_of_many_sequences_alike() {
     let short = |b: usize| (1, 1 + b % 3);
     let mixed = |b: usize| (if b % 10 == 3 { 20 } else { 1 + b % 4 }, 1 + b % 9);
-    let cases: [(Dtypes, usize, usize, fn(usize) -> (usize, usize), Layout); 6] = [
+    let cases: [Many; 6] = [
         // Decode alone.
         (F32.into(), 16, 700, short, Layout::Contiguous),
         (F16.into(), 24, 700, short, Layout::PerPage),
