@@ -26,19 +26,19 @@ const IDLE: &str = ".version 7.0\n.target sm_80\n.address_size 64\n\
                     .visible .entry xa_simple_add_f32(.param .align 8 .b8 parameter[32]) { ret; }\n";
 
 /// A folder with this file in it.
-fn folder(name: &str, file: &str, text: &str) -> PathBuf {
+fn folder(name: &str, file: &str, contents: &[u8]) -> PathBuf {
     let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
     // Where the tests were carried to, there is no build.
     let folder = if folder.exists() { folder } else { std::env::temp_dir() };
     let folder = folder.join(format!("kernels_{}_{name}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
-    std::fs::write(folder.join(file), text).unwrap();
+    std::fs::write(folder.join(file), contents).unwrap();
     folder
 }
 
-/// What the additions of the child say where `file` holds `text`: of f32, of i32, and of f32 again.
-fn outcomes(name: &str, file: &str, text: &str) -> (PathBuf, [String; 3]) {
-    let folder = folder(name, file, text);
+/// What the additions of the child say where `file` holds `contents`: of f32, of i32, and of f32 again.
+fn outcomes(name: &str, file: &str, contents: &[u8]) -> (PathBuf, [String; 3]) {
+    let folder = folder(name, file, contents);
     let mut child = stand_in::child("a_child_adds");
     child.env("XLA_ATTENTION_KERNEL_DIR", &folder);
     if runs_on_cpu() {
@@ -96,24 +96,54 @@ fn on_the_gpu(numbers: &Array) -> Result<String, Error> {
 fn a_corrupt_file_is_named_with_what_the_driver_says_and_other_kernels_work() {
     // The driver only takes for PTX, and hands to ptxas, what begins as such.
     let ptx = ".version 7.0\n.target sm_80\n.address_size 64\ncorrupt\n";
-    for (name, contents) in [("simple_add_f32.ptx", ptx), ("simple_add_f32.cubin", "corrupt\n")] {
-        let (path, said) = outcomes("corrupt", name, contents);
+    let (path, said) = outcomes("corrupt", "simple_add_f32.ptx", ptx.as_bytes());
+    assert_eq!(said[1], "done");
+    for refusal in [&said[0], &said[2]] {
+        assert!(refusal.starts_with("9: xla_gpu_simple_add: the driver (CUDA "), "{refusal}");
+        assert!(refusal.contains(&format!("refuses the kernel simple_add_f32, {},", path.display())), "{refusal}");
+        assert!(refusal.contains("cuModuleLoadDataEx: CUDA_ERROR_INVALID_"), "{refusal}");
+        assert!(refusal.ends_with("; without XLA_ATTENTION_KERNEL_DIR it is the built-in one"), "{refusal}");
+    }
+    let log = if runs_on_cpu() { "the log of the driver" } else { "ptxas" };
+    assert!(said[0].contains(log), "{}", said[0]);
+    std::fs::remove_dir_all(path.parent().unwrap()).unwrap();
+}
+
+/// The head of machine code whose sections lie at byte `sections`.
+fn elf(sections: u64) -> Vec<u8> {
+    let mut head = b"\x7fELF\x02\x01\x01\x41".to_vec();
+    head.resize(64, 0);
+    head[18..20].copy_from_slice(&190u16.to_le_bytes());
+    head[40..48].copy_from_slice(&sections.to_le_bytes());
+    head[58..62].copy_from_slice(&[64, 0, 1, 0]);
+    head
+}
+
+/// The driver believes what headers say of a file's size, so none of these may come to it.
+#[test]
+fn a_file_that_is_not_a_whole_module_is_named_and_the_driver_does_not_see_it() {
+    for (name, contents, why) in [
+        ("simple_add_f32.cubin", elf(64), "is cut short: its 64 bytes do not hold what its headers name"),
+        ("simple_add_f32.cubin", elf(u64::MAX), "is cut short"),
+        ("simple_add_f32.cubin", elf(64)[..40].to_vec(), "is cut short: its 40 bytes"),
+        ("simple_add_f32.cubin", b"corrupt\n".to_vec(), "is not machine code for NVIDIA GPUs (64-bit ELF)"),
+        ("simple_add_f32.cubin", vec![], "is not machine code"),
+        ("simple_add_f32.ptx", elf(64), "is not a PTX text"),
+    ] {
+        let (path, said) = outcomes("not_whole", name, &contents);
         assert_eq!(said[1], "done");
         for refusal in [&said[0], &said[2]] {
-            assert!(refusal.starts_with("9: xla_gpu_simple_add: the driver (CUDA "), "{refusal}");
-            assert!(refusal.contains(&format!("refuses the kernel simple_add_f32, {},", path.display())), "{refusal}");
-            assert!(refusal.contains("cuModuleLoadDataEx: CUDA_ERROR_INVALID_"), "{refusal}");
+            let start = format!("9: xla_gpu_simple_add: the kernel {} {why}", path.display());
+            assert!(refusal.starts_with(&start), "{refusal}");
             assert!(refusal.ends_with("; without XLA_ATTENTION_KERNEL_DIR it is the built-in one"), "{refusal}");
         }
-        let log = if runs_on_cpu() { "the log of the driver" } else { "ptxas" };
-        assert!(name.ends_with("cubin") || said[0].contains(log), "{}", said[0]);
         std::fs::remove_dir_all(path.parent().unwrap()).unwrap();
     }
 }
 
 #[test]
 fn a_file_takes_the_place_of_the_kernel_that_it_is_named_after() {
-    let (path, said) = outcomes("idle", "simple_add_f32.ptx", IDLE);
+    let (path, said) = outcomes("idle", "simple_add_f32.ptx", IDLE.as_bytes());
     let idle = if runs_on_cpu() { "done" } else { "untouched" };
     assert_eq!(said, [idle, "done", idle]);
     std::fs::remove_dir_all(path.parent().unwrap()).unwrap();
@@ -121,7 +151,8 @@ fn a_file_takes_the_place_of_the_kernel_that_it_is_named_after() {
 
 #[test]
 fn a_module_without_the_kernel_is_named() {
-    let (path, said) = outcomes("misnamed", "simple_add_f32.ptx", &IDLE.replace("xa_simple_add_f32", "other"));
+    let (path, said) =
+        outcomes("misnamed", "simple_add_f32.ptx", IDLE.replace("xa_simple_add_f32", "other").as_bytes());
     assert_eq!(said[1], "done");
     let expected = format!("the kernel simple_add_f32 is not in its module, {}: cuModuleGetFunction: ", path.display());
     assert!(runs_on_cpu() || said[0].contains(&expected), "{}", said[0]);

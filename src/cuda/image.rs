@@ -1,6 +1,7 @@
 //! Which image of a kernel is loaded: machine code or PTX out of the library, or a file that takes its place.
 
 use super::device::Device;
+use super::kernel_file::{fault_of_cubin, fault_of_ptx};
 use super::variants::{Image, Variant};
 use crate::environment;
 use crate::error::{Error, Result};
@@ -24,12 +25,16 @@ pub(super) struct Chosen {
 /// What to load on `device`.
 ///
 /// # Errors
-/// `FAILED_PRECONDITION` where a file that is to be taken cannot be read, `INTERNAL` where an image does not unpack.
+/// `FAILED_PRECONDITION` where a file that is to be taken cannot be read or is not a whole module, `INTERNAL` where an
+/// image does not unpack.
 pub(super) fn choose(variant: &Variant, device: &Device) -> Result<Chosen> {
-    if let Some(path) = replacement(variant) {
+    if let Some((path, fault_of)) = replacement(variant) {
         let origin = path.display().to_string();
-        let bytes = std::fs::read(&path)
-            .map_err(|error| Error::precondition(format!("the kernel {origin} cannot be read: {error}")))?;
+        let refused = |why: String| Error::precondition(format!("the kernel {origin} {why}"));
+        let bytes = std::fs::read(&path).map_err(|error| refused(format!("cannot be read: {error}")))?;
+        if let Some(fault) = fault_of(&bytes) {
+            return Err(refused(format!("{fault}; without {FOLDER} it is the built-in one")));
+        }
         // One more word, so that a text ends in a zero.
         let mut words = vec![0u64; bytes.len() / 8 + 1];
         for (word, bytes) in words.iter_mut().zip(bytes.chunks(8)) {
@@ -49,12 +54,16 @@ pub(super) fn choose(variant: &Variant, device: &Device) -> Result<Chosen> {
     })
 }
 
+/// What is wrong with a file's bytes.
+type FaultOf = fn(&[u8]) -> Option<String>;
+
 /// `XLA_ATTENTION_KERNEL_DIR`: `<kernel>.cubin`, or else `<kernel>.ptx`, of that folder instead of the built-in image.
-fn replacement(variant: &Variant) -> Option<PathBuf> {
+fn replacement(variant: &Variant) -> Option<(PathBuf, FaultOf)> {
     static GIVEN: OnceLock<Option<PathBuf>> = OnceLock::new();
     let folder = GIVEN.get_or_init(|| std::env::var_os(FOLDER).map(PathBuf::from)).as_ref()?;
-    let kinds: &[&str] = if ptx_only() { &["ptx"] } else { &["cubin", "ptx"] };
-    kinds.iter().map(|kind| folder.join(format!("{}.{kind}", variant.name))).find(|path| path.exists())
+    let kinds: [(&str, FaultOf); 2] = [("cubin", fault_of_cubin), ("ptx", fault_of_ptx)];
+    let paths = kinds.map(|(kind, fault_of)| (folder.join(format!("{}.{kind}", variant.name)), fault_of));
+    paths.into_iter().skip(usize::from(ptx_only())).find(|(path, _)| path.exists())
 }
 
 /// `XLA_ATTENTION_PTX_ONLY=1`: the driver compiles the PTX even where machine code is at hand.

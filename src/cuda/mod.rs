@@ -19,6 +19,7 @@ pub(crate) mod device;
 mod driver;
 pub(crate) mod host_copy;
 mod image;
+mod kernel_file;
 pub(crate) mod launch;
 mod module;
 #[cfg(test)]
