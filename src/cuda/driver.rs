@@ -1,7 +1,7 @@
 //! libcuda, loaded when the first CUDA call needs it; its absence is an error only then.
 
 use crate::error::{Error, Result};
-use cudarc::driver::sys::{self, CUresult};
+use cudarc::driver::sys::{self, CUcontext, CUresult};
 use std::ffi::CStr;
 use std::sync::OnceLock;
 
@@ -27,6 +27,22 @@ pub(crate) fn version() -> Result<i32> {
     // SAFETY: writes one integer.
     check(unsafe { sys::cuDriverGetVersion(&raw mut version) }, "cuDriverGetVersion")?;
     Ok(version)
+}
+
+/// What tells a context from every other one of the process, also from one that has been at its address before: the
+/// driver gives no id twice. Before CUDA 12.0 it gives none; there the address has to do, and a context that is reset
+/// cannot be told from what it was.
+#[inline]
+pub(crate) fn context_id(context: CUcontext) -> Result<u64> {
+    type ContextId = unsafe extern "C" fn(CUcontext, *mut u64) -> CUresult;
+    static CONTEXT_ID: OnceLock<Option<ContextId>> = OnceLock::new();
+    // SAFETY: libcuda is there (`context` came out of it), and this is the type of its function of this name.
+    let find = || unsafe { sys::culib().get::<ContextId>("cuCtxGetId".as_bytes()) }.ok().map(|symbol| *symbol);
+    let Some(context_id) = *CONTEXT_ID.get_or_init(find) else { return Ok(context as u64) };
+    let mut id = 0;
+    // SAFETY: a context of the driver's; the call writes one number.
+    check(unsafe { context_id(context, &raw mut id) }, "cuCtxGetId")?;
+    Ok(id)
 }
 
 /// A driver call's result as ours, with the driver's name for it and its sentence.

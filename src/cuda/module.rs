@@ -12,22 +12,28 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Contexts that can hold our modules at the same time; a process has one a device.
-const CONTEXTS: usize = 64;
-
-/// The functions of one context. A context is written after its first function, so a reader that sees the context can
-/// trust every non-null entry. Modules are never unloaded.
-struct Slot {
-    context: AtomicPtr<c_void>,
+/// The functions of one context. Modules are never unloaded, and a `Known` is never freed, because another thread may be
+/// reading it: a context that is reset or destroyed leaves its own behind, 8 bytes a variant.
+struct Known {
+    id: u64,
+    address: CUcontext,
     functions: [AtomicPtr<c_void>; VARIANTS.len()],
+    /// The next of the list that begins at [`NEWEST`].
+    next: AtomicPtr<Known>,
 }
 
-static SLOTS: [Slot; CONTEXTS] = [const {
-    Slot {
-        context: AtomicPtr::new(std::ptr::null_mut()),
-        functions: [const { AtomicPtr::new(std::ptr::null_mut()) }; VARIANTS.len()],
-    }
-}; CONTEXTS];
+/// The contexts that are known, the newest first. Only [`load`] changes the list, one thread at a time.
+static NEWEST: AtomicPtr<Known> = AtomicPtr::new(std::ptr::null_mut());
+
+/// What a link of the list points to.
+fn follow(link: &AtomicPtr<Known>) -> Option<&'static Known> {
+    // SAFETY: null, or a `Known` that `load` has leaked.
+    unsafe { link.load(Ordering::Acquire).as_ref() }
+}
+
+fn known(id: u64) -> Option<&'static Known> {
+    std::iter::successors(follow(&NEWEST), |known| follow(&known.next)).find(|known| known.id == id)
+}
 
 /// The function of a variant on the current context, loaded if it is not there yet.
 ///
@@ -35,41 +41,40 @@ static SLOTS: [Slot; CONTEXTS] = [const {
 /// Those of [`current_context`]; `FAILED_PRECONDITION` where the driver refuses the module.
 pub(crate) fn function(variant: usize) -> Result<CUfunction> {
     let context = current_context()?;
-    for slot in &SLOTS {
-        let found = slot.context.load(Ordering::Acquire);
-        if found.is_null() {
-            break;
-        }
-        if found == context.cast() {
-            let function = slot.functions[variant].load(Ordering::Acquire);
-            if !function.is_null() {
-                return Ok(function.cast());
-            }
-            break;
-        }
-    }
-    load(variant, context)
+    let id = driver::context_id(context)?;
+    let function = known(id).map_or(std::ptr::null_mut(), |known| known.functions[variant].load(Ordering::Acquire));
+    if function.is_null() { load(variant, context, id) } else { Ok(function.cast()) }
 }
 
 #[cold]
-fn load(variant: usize, context: CUcontext) -> Result<CUfunction> {
+fn load(variant: usize, context: CUcontext, id: u64) -> Result<CUfunction> {
     static LOADING: Mutex<()> = Mutex::new(());
     let _one_at_a_time = LOADING.lock().unwrap_or_else(PoisonError::into_inner);
-    let slot = SLOTS
-        .iter()
-        .find(|slot| {
-            let found = slot.context.load(Ordering::Relaxed);
-            found.is_null() || found == context.cast()
-        })
-        .ok_or_else(|| Error::precondition(format!("more than {CONTEXTS} CUDA contexts use this library")))?;
-    let known = slot.functions[variant].load(Ordering::Relaxed);
-    if !known.is_null() {
-        return Ok(known.cast());
+    let known = known(id).unwrap_or_else(|| add(context, id));
+    let there = known.functions[variant].load(Ordering::Acquire);
+    if !there.is_null() {
+        return Ok(there.cast());
     }
     let function = outside_capture(|| load_module(&VARIANTS[variant]))?;
-    slot.functions[variant].store(function.cast(), Ordering::Release);
-    slot.context.store(context.cast(), Ordering::Release);
+    known.functions[variant].store(function.cast(), Ordering::Release);
     Ok(function)
+}
+
+/// Put a context into the list, under the lock of [`load`]. Another one at its address is gone, and leaves the list.
+fn add(address: CUcontext, id: u64) -> &'static Known {
+    let mut link = &NEWEST;
+    while let Some(other) = follow(link) {
+        if other.address == address {
+            link.store(other.next.load(Ordering::Relaxed), Ordering::Release);
+        } else {
+            link = &other.next;
+        }
+    }
+    let functions = [const { AtomicPtr::new(std::ptr::null_mut()) }; VARIANTS.len()];
+    let next = AtomicPtr::new(NEWEST.load(Ordering::Relaxed));
+    let known: &'static Known = Box::leak(Box::new(Known { id, address, functions, next }));
+    NEWEST.store(std::ptr::from_ref(known).cast_mut(), Ordering::Release);
+    known
 }
 
 /// Run `load` in the capture mode in which a load does not disturb a capture that this thread may be in.

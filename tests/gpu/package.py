@@ -12,6 +12,7 @@ import tempfile
 GPU_TESTS = (
     "cuda_graphs",
     "cuda_alignment",
+    "cuda_contexts",
     "cuda_kernel_files",
     "check_mode",
     "planted_faults",

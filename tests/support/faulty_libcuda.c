@@ -2,14 +2,17 @@
 // the library uses, and computes nothing.
 
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum {
   SUCCESS = 0,
   INVALID_VALUE = 1,
+  INVALID_CONTEXT = 201,
   INVALID_PTX = 218,
   UNSUPPORTED_PTX = 222,
+  INVALID_HANDLE = 400,
   ILLEGAL_ADDRESS = 700,
   OUT_OF_RESOURCES = 701
 };
@@ -20,10 +23,34 @@ static int is(const char* fault) {
   return given && strcmp(given, fault) == 0;
 }
 
+// "context ADDRESS ID" is a driver with ids, and which context is current. Functions remember the id for which they
+// were loaded, and launch on no other.
+static uintptr_t current_address(void) {
+  unsigned address = 0x1000;
+  const char* given = getenv("FAULT");
+  if (given) sscanf(given, "context %x", &address);
+  return address;
+}
+static uintptr_t current_id(void) {
+  unsigned address, id = 0;
+  const char* given = getenv("FAULT");
+  if (given) sscanf(given, "context %x %u", &address, &id);
+  return id;
+}
+
 int cuCtxGetCurrent(void** context) {
-  *context = is("no context") ? NULL : (void*)0x1000;
+  *context = is("no context") ? NULL : (void*)current_address();
   return SUCCESS;
 }
+#ifdef HAS_CONTEXT_IDS
+int cuCtxGetId(void* context, uint64_t* id) {
+  if ((uintptr_t)context != current_address()) return INVALID_CONTEXT;
+  *id = current_id();
+  return SUCCESS;
+}
+#endif
+static int loads = 0;
+int loads_so_far(void) { return loads; }
 int cuCtxGetDevice(int* device) {
   *device = 0;
   return SUCCESS;
@@ -57,11 +84,12 @@ int cuModuleLoadDataEx(void** module, const void* image, unsigned count, const i
     return corrupt ? INVALID_PTX : UNSUPPORTED_PTX;
   }
   *module = (void*)0x2000;
+  ++loads;
   return SUCCESS;
 }
 int cuModuleGetFunction(void** function, void* module, const char* name) {
   (void)module, (void)name;
-  *function = (void*)0x3000;
+  *function = (void*)(0x3000 + 16 * current_id());
   return SUCCESS;
 }
 int cuFuncGetAttribute(int* value, int attribute, void* function) {
@@ -79,7 +107,8 @@ int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t 
 }
 int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
                    unsigned shared, void* stream, void** parameters, void** extra) {
-  (void)function, (void)x, (void)y, (void)z, (void)bx, (void)by, (void)bz, (void)shared, (void)stream;
+  if ((uintptr_t)function != 0x3000 + 16 * current_id()) return INVALID_HANDLE;
+  (void)x, (void)y, (void)z, (void)bx, (void)by, (void)bz, (void)shared, (void)stream;
   (void)parameters, (void)extra;
   return is("failed launch") ? OUT_OF_RESOURCES : is("earlier fault") ? ILLEGAL_ADDRESS : SUCCESS;
 }

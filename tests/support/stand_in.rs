@@ -7,17 +7,19 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// The folder that holds the stand-in.
-fn folder() -> &'static PathBuf {
-    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-    FOLDER.get_or_init(|| {
-        let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("faulty_libcuda_{}", std::process::id()));
+/// The folder that holds the stand-in, one for a driver that gives contexts ids and one for an older driver.
+fn folder(has_ids: bool) -> &'static PathBuf {
+    static FOLDERS: [OnceLock<PathBuf>; 2] = [const { OnceLock::new() }; 2];
+    FOLDERS[usize::from(has_ids)].get_or_init(|| {
+        let name = format!("faulty_libcuda_{}_{}", std::process::id(), u8::from(has_ids));
+        let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
         std::fs::create_dir_all(&folder).unwrap();
         let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/faulty_libcuda.c");
         let mut compiler = Command::new("cc");
         compiler
             .args(["-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o"])
             .arg(folder.join("libcuda.so.1"))
+            .args(has_ids.then_some("-DHAS_CONTEXT_IDS"))
             .arg(source);
         assert!(compiler.status().unwrap().success());
         std::fs::copy(folder.join("libcuda.so.1"), folder.join("libcuda.so")).unwrap();
@@ -41,7 +43,13 @@ pub fn outcomes(name: &str, fault: &str) -> Vec<String> {
 
 /// Put the stand-in in front of any driver that a child would load.
 pub fn in_front(child: &mut Command, fault: &str) {
-    child.env("FAULT", fault).env("LD_LIBRARY_PATH", folder());
+    child.env("FAULT", fault).env("LD_LIBRARY_PATH", folder(false));
+}
+
+/// As [`outcomes`], on a driver that gives contexts ids.
+pub fn outcomes_with_ids(name: &str, fault: &str) -> Vec<String> {
+    let mut child = child(name);
+    printed(child.env("FAULT", fault).env("LD_LIBRARY_PATH", folder(true)))
 }
 
 /// What a child prints after "outcome: "; it has to succeed.
