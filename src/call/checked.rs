@@ -6,8 +6,9 @@
 //! computed by its definition, the other operators' metadata alone is looked over.
 
 use super::{Action, Call, Op, dispatch};
+use crate::check::accuracy;
 use crate::check::compare::{Tolerance, compare, spoiled_rows};
-use crate::check::definition;
+use crate::check::definition::{self, fp8_excess};
 use crate::check::gradients::compare_gradients;
 use crate::check::host::HostTensor;
 use crate::check::metadata::{self, FLASH_ATTN_VARLEN, PAGED_ATTENTION, Sequence};
@@ -27,7 +28,8 @@ use crate::pool::Pool;
 use crate::pool::RayonPool;
 #[cfg(feature = "cuda")]
 use crate::stream::Stream;
-use crate::tensor::Tensor;
+use crate::tensor::{DType, Tensor};
+use std::cell::RefCell;
 
 /// Carry out a call and check it, if it computes something.
 ///
@@ -182,22 +184,47 @@ unsafe fn compare_all(
     // SAFETY: this function's contract.
     let spoiled = problem.as_ref().map_or(Vec::new(), |problem| unsafe { spoiled_rows(problem, sequences) });
     let softcap = problem.is_some_and(|problem| problem.score.softcap > 0.0);
-    let narrow = problem.is_some_and(|problem| problem.q.dtype == crate::tensor::DType::F8E4M3FN);
-    let out = results.first().map_or(crate::tensor::DType::ABSENT, |out| out.dtype);
+    let ran_on_gpu = !matches!(call.action, Action::RunOnCpu(_));
+    // Of the row and head that were asked for last.
+    let last: RefCell<Option<((usize, usize), (Vec<f64>, f64))>> = RefCell::new(None);
+    let excess = |row: usize, head: usize, column: Option<usize>| -> f64 {
+        let Some(problem) = problem.as_ref().filter(|problem| ran_on_gpu && may_multiply_fp8(problem)) else {
+            return 0.0;
+        };
+        let mut last = last.borrow_mut();
+        if last.as_ref().is_none_or(|(at, _)| *at != (row, head)) {
+            // SAFETY: this function's contract.
+            *last = Some(((row, head), unsafe { fp8_excess(problem, sequences, row, head) }));
+        }
+        last.as_ref().map_or(0.0, |(_, (out, lse))| column.map_or(*lse, |column| out[column]))
+    };
+    let out = results.first().map_or(DType::ABSENT, |out| out.dtype);
     for (name, pair) in call.op.signature().results.iter().zip(results.iter().zip(expected)) {
         // Where the row is in an index, if rows can be spoiled.
         let (tolerance, row_axis) = match *name {
             "workspace" => continue,
-            "out" if call.op != Op::SimpleAdd => (Tolerance::weighted_sum(out, softcap, narrow), Some(0)),
-            "softmax_lse" | "lse" => (Tolerance::lse(out, softcap, narrow), Some(1)),
+            "out" if call.op != Op::SimpleAdd => (Tolerance::weighted_sum(out, softcap), Some(0)),
+            "softmax_lse" | "lse" => (Tolerance::lse(out, softcap), Some(1)),
             _ => (Tolerance::rounded_once(pair.0.dtype), None),
         };
         let row = |index: &[usize]| row_axis.and_then(|axis: usize| index.get(axis)).copied();
         let skipped = |index: &[usize]| row(index).is_some_and(|row| spoiled.get(row) == Some(&true));
+        // out [Tq, Hq, Dv], lse [Hq, Tq]
+        let excess = |index: &[usize]| match (row_axis, index) {
+            (Some(0), &[row, head, column]) => excess(row, head, Some(column)),
+            (Some(1), &[head, row]) => excess(row, head, None),
+            _ => 0.0,
+        };
         // SAFETY: this function's contract.
-        unsafe { compare(name, pair, tolerance, skipped) }.map_err(found)?;
+        unsafe { compare(name, pair, tolerance, skipped, excess) }.map_err(found)?;
     }
     Ok(())
+}
+
+/// Hopper's prefill takes q, K and V of fp8 as they are (`src/cuda/attention/hopper.rs`).
+fn may_multiply_fp8(problem: &Attention) -> bool {
+    let dims = [problem.head_dim, problem.value_dim];
+    problem.q.dtype == DType::F8E4M3FN && accuracy::FP8_HEAD_DIMS.iter().any(|&dim| dims == [dim; 2])
 }
 
 /// Overwrite an element in the middle of the first result, if that was planted.

@@ -1,5 +1,6 @@
 //! Attention as SPEC 2.1 defines it, in f64 and without any thought of speed: what the CPU's results are held against.
 
+use super::accuracy;
 use super::metadata::Sequence;
 use super::numbers::{read, write};
 use crate::error::Result;
@@ -40,6 +41,25 @@ pub(crate) unsafe fn attend(problem: &Attention, sequences: &[Sequence], pool: &
     parallel_for(pool, problem.num_rows * heads, || (), task)
 }
 
+/// How much further off a row of a head may be where fp8 is multiplied by fp8 ([`accuracy`]): each number of `out`, and
+/// the lse.
+///
+/// # Safety
+/// As [`attend`]; the row is one of the results'.
+pub(crate) unsafe fn fp8_excess(
+    problem: &Attention,
+    sequences: &[Sequence],
+    row: usize,
+    head: usize,
+) -> (Vec<f64>, f64) {
+    let owner = sequences.iter().find(|s| (s.first_row..s.first_row + s.len_q).contains(&row));
+    owner.map_or_else(
+        || (vec![0.0; problem.value_dim], 0.0),
+        // SAFETY: this function's contract.
+        |sequence| unsafe { Row { problem, sequence, i: row - sequence.first_row, head }.fp8_excess() },
+    )
+}
+
 /// Query i of a sequence, for one head.
 struct Row<'a> {
     problem: &'a Attention<'a>,
@@ -54,32 +74,68 @@ impl Row<'_> {
     /// # Safety
     /// As [`attend`].
     unsafe fn answer(&self) -> (Vec<f64>, f64) {
-        let &Self { problem, head, .. } = self;
-        let score = &problem.score;
-        // SAFETY: `[Hq]`.
-        let sink = score.sinks.map(|sinks| f64::from(unsafe { sinks.add(head).read() }));
+        let problem = self.problem;
         let mut out = vec![0.0; problem.value_dim];
-        let visible = self.visible();
-        if visible.is_empty() {
-            return (out, sink.unwrap_or(f64::NEG_INFINITY));
-        }
-        // SAFETY: keys of the sequence.
-        let scores: Vec<f64> = visible.clone().map(|j| unsafe { self.score(j) }).collect();
-        let sink = sink.unwrap_or(f64::NEG_INFINITY);
-        let largest = scores.iter().copied().fold(sink, f64::max);
-        let sum = scores.iter().map(|s| (s - largest).exp()).sum::<f64>() + (sink - largest).exp();
+        // SAFETY: this function's contract.
+        let (weights, lse) = unsafe { self.weights() };
         // SAFETY: a scale of the problem.
         let v_scale = unsafe { self.scale(problem.v_scale) };
-        for (j, s) in visible.zip(scores) {
-            let p = v_scale * (s - largest).exp() / sum;
+        for (j, weight) in self.visible().zip(weights) {
             // SAFETY: a row of V.
             let value = unsafe { self.row(&problem.v, j) };
             for (d, o) in out.iter_mut().enumerate() {
                 // SAFETY: d < Dv.
-                *o += p * unsafe { read(problem.kv_dtype, value.add(d * problem.kv_dtype.size())) };
+                *o += v_scale * weight * unsafe { read(problem.kv_dtype, value.add(d * problem.kv_dtype.size())) };
             }
         }
-        (out, largest + sum.ln())
+        (out, lse)
+    }
+
+    /// What the visible keys' values are multiplied by, and the log-sum-exp.
+    ///
+    /// # Safety
+    /// As [`attend`].
+    unsafe fn weights(&self) -> (Vec<f64>, f64) {
+        // SAFETY: `[Hq]`.
+        let sink = self.problem.score.sinks.map(|sinks| f64::from(unsafe { sinks.add(self.head).read() }));
+        let sink = sink.unwrap_or(f64::NEG_INFINITY);
+        let visible = self.visible();
+        if visible.is_empty() {
+            return (Vec::new(), sink);
+        }
+        // SAFETY: keys of the sequence.
+        let scores: Vec<f64> = visible.map(|j| unsafe { self.score(j) }).collect();
+        let largest = scores.iter().copied().fold(sink, f64::max);
+        let sum = scores.iter().map(|s| (s - largest).exp()).sum::<f64>() + (sink - largest).exp();
+        (scores.into_iter().map(|s| (s - largest).exp() / sum).collect(), largest + sum.ln())
+    }
+
+    /// # Safety
+    /// As [`fp8_excess`].
+    unsafe fn fp8_excess(&self) -> (Vec<f64>, f64) {
+        let problem = self.problem;
+        let mut out = vec![0.0; problem.value_dim];
+        // SAFETY: this function's contract; keys of the sequence.
+        let (weights, magnitude) = unsafe {
+            let magnitudes = self.visible().map(|j| self.scaled_product(j, f64::abs).abs());
+            (self.weights().0, magnitudes.fold(0.0, f64::max))
+        };
+        let of_score = accuracy::fp8_score(problem.head_dim, magnitude);
+        let smallest = accuracy::FP8_SMALL_WEIGHT * weights.iter().copied().fold(0.0, f64::max);
+        // SAFETY: a scale of the problem.
+        let v_scale = unsafe { self.scale(problem.v_scale) }.abs();
+        for (j, weight) in self.visible().zip(weights) {
+            // A weight is off by its score's error, and so is the sum by which it is divided.
+            let by_scores = (weight * (2.0 * of_score).exp_m1()).min(1.0);
+            let off = (accuracy::FP8_WEIGHT * weight).max(smallest) + by_scores;
+            // SAFETY: a row of V.
+            let value = unsafe { self.row(&problem.v, j) };
+            for (d, o) in out.iter_mut().enumerate() {
+                // SAFETY: d < Dv.
+                *o += v_scale * off * unsafe { read(problem.kv_dtype, value.add(d * problem.kv_dtype.size())) }.abs();
+            }
+        }
+        (out, of_score)
     }
 
     /// Where the query stands among the keys.
@@ -98,9 +154,11 @@ impl Row<'_> {
         first as usize..end as usize
     }
 
+    /// The sum of what `of` makes of the products of the query and key j, by the scales.
+    ///
     /// # Safety
     /// As [`attend`]; j < `len_k`.
-    unsafe fn score(&self, j: usize) -> f64 {
+    unsafe fn scaled_product(&self, j: usize, of: impl Fn(f64) -> f64) -> f64 {
         let &Self { problem, sequence, i, head } = self;
         let (score, q, size) = (&problem.score, &problem.q, problem.kv_dtype.size());
         let query = (sequence.first_row + i) as i64 * q.stride(0) + head as i64 * q.stride(1);
@@ -109,8 +167,19 @@ impl Row<'_> {
             let query = q.data.offset(query as isize * q.dtype.size() as isize);
             let key = self.row(&problem.k, j);
             let element = |d| read(q.dtype, query.add(d * q.dtype.size())) * read(problem.kv_dtype, key.add(d * size));
-            let product: f64 = (0..problem.head_dim).map(element).sum();
-            let s = f64::from(score.softmax_scale) * self.scale(score.q_scale) * self.scale(score.k_scale) * product;
+            let product: f64 = (0..problem.head_dim).map(|d| of(element(d))).sum();
+            f64::from(score.softmax_scale) * self.scale(score.q_scale) * self.scale(score.k_scale) * product
+        }
+    }
+
+    /// # Safety
+    /// As [`attend`]; j < `len_k`.
+    unsafe fn score(&self, j: usize) -> f64 {
+        let &Self { problem, sequence, head, .. } = self;
+        let score = &problem.score;
+        // SAFETY: this function's contract.
+        unsafe {
+            let s = self.scaled_product(j, |x| x);
             let cap = f64::from(score.softcap);
             let s = if cap > 0.0 { cap * (s / cap).tanh() } else { s };
             let distance = (self.position() - j as i64).abs() as f64;

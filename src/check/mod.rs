@@ -4,6 +4,7 @@
 //! CPU needs for it. `src/call/checked.rs` is the order of the steps; this room has the parts: what is wrong with
 //! metadata, attention by its definition, tensors on the host, and comparing.
 
+pub(crate) mod accuracy;
 pub(crate) mod compare;
 pub(crate) mod definition;
 pub(crate) mod gradients;

@@ -30,6 +30,7 @@ GPU_TESTS = (
     "flash_attn_varlen",
     "flash_attn_varlen_bwd",
     "tuned_prefill",
+    "fp8_accuracy",
 )
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

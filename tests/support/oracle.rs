@@ -155,6 +155,13 @@ pub fn attend(row: &Row, score: &Score) -> RowAnswer {
     RowAnswer { out, lse: largest + denominator.ln(), sees_a_key: true }
 }
 
+/// The largest sum of the magnitudes of a visible key's products with the query, by the scales.
+pub fn largest_magnitude(row: &Row, score: &Score) -> f64 {
+    let scale: f64 = score.scales.map(f64::from).iter().product();
+    let magnitude = |j| row.query.iter().zip((row.key)(j)).map(|(a, b)| (a * b).abs()).sum::<f64>();
+    row.visible(score.mask).map(magnitude).fold(0.0, f64::max) * scale.abs()
+}
+
 /// The same formula as somebody would write it with arrays of `dtype`: products accumulated in f32, every intermediate
 /// array rounded to `dtype`, the softmax in f32. Its distance from [`attend`] is the measure of what a kernel may be
 /// off by. Where its numbers overflow it measures nothing, and the intermediate arrays are taken in f32.
