@@ -8,6 +8,8 @@ use std::fmt;
 pub enum Code {
     /// The caller's mistake: a shape, dtype or attribute that the operator's definition excludes.
     InvalidArgument = 3,
+    /// There is no memory for what the call's sizes ask for.
+    ResourceExhausted = 8,
     /// The machine is not in a state to run this: no usable driver, GPU too old, module refused.
     FailedPrecondition = 9,
     /// Allowed by the definition, not built (yet); the text names the nearest thing that works.
@@ -46,6 +48,12 @@ impl Error {
         Self { code: Code::Internal, message: message.into() }
     }
 
+    /// No memory for so many bytes.
+    #[must_use]
+    pub fn exhausted(bytes: usize) -> Self {
+        Self { code: Code::ResourceExhausted, message: format!("no memory for {bytes} bytes") }
+    }
+
     /// The machine cannot run this as it stands.
     pub fn precondition(message: impl Into<String>) -> Self {
         Self { code: Code::FailedPrecondition, message: message.into() }
@@ -78,4 +86,25 @@ impl std::error::Error for Error {}
 /// [`Code::InvalidArgument`] with the text of `message`.
 pub(crate) fn ensure(condition: bool, message: impl FnOnce() -> String) -> Result {
     if condition { Ok(()) } else { Err(Error::invalid(message())) }
+}
+
+/// An empty vector with room for `count` elements, for counts that follow from a caller's sizes: without memory the
+/// call fails, not the process.
+///
+/// # Errors
+/// [`Code::ResourceExhausted`].
+pub(crate) fn with_room<T>(count: usize) -> Result<Vec<T>> {
+    let mut items = Vec::new();
+    items.try_reserve_exact(count).map_err(|_| Error::exhausted(count.saturating_mul(size_of::<T>())))?;
+    Ok(items)
+}
+
+/// Append `item`, as [`with_room`] makes room.
+///
+/// # Errors
+/// [`Code::ResourceExhausted`].
+pub(crate) fn push<T>(items: &mut Vec<T>, item: T) -> Result {
+    items.try_reserve(1).map_err(|_| Error::exhausted((items.len() + 1).saturating_mul(size_of::<T>())))?;
+    items.push(item);
+    Ok(())
 }

@@ -1,5 +1,9 @@
 //! Memory of f32 on cache-line borders.
 
+use crate::error::{Result, with_room};
+use crate::pool::{Pool, parallel_for};
+use std::sync::OnceLock;
+
 /// One cache line, and one vector of the widest instruction set.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
@@ -13,8 +17,14 @@ pub(super) struct Aligned(Vec<Line>);
 
 impl Aligned {
     /// At least `len` zeros.
-    pub(super) fn zeros(len: usize) -> Self {
-        Self(vec![Line([0.0; LINE]); len.div_ceil(LINE)])
+    ///
+    /// # Errors
+    /// `RESOURCE_EXHAUSTED`.
+    pub(super) fn zeros(len: usize) -> Result<Self> {
+        let count = len.div_ceil(LINE);
+        let mut lines = with_room(count)?;
+        lines.resize(count, Line([0.0; LINE]));
+        Ok(Self(lines))
     }
 
     /// The first element.
@@ -39,4 +49,25 @@ impl Shared {
     pub(super) fn address(&self) -> *mut f32 {
         self.0
     }
+}
+
+/// [`parallel_for`] where a thread may find no memory for its scratch; the call fails then, its results half done.
+///
+/// # Errors
+/// Those of making a scratch, and `INTERNAL` if a task panicked.
+pub(super) fn parallel_for_with<S>(
+    pool: &dyn Pool,
+    count: usize,
+    scratch: impl Fn() -> Result<S> + Sync,
+    body: impl Fn(&mut S, usize) + Sync,
+) -> Result {
+    let failure = OnceLock::new();
+    // One failure of several is enough to tell.
+    let scratch = || scratch().map_err(|e| failure.set(e)).ok();
+    parallel_for(pool, count, scratch, |scratch, index| {
+        if let Some(scratch) = scratch {
+            body(scratch, index);
+        }
+    })?;
+    failure.into_inner().map_or(Ok(()), Err)
 }

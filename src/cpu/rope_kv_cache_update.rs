@@ -29,7 +29,8 @@ pub(crate) unsafe fn run(problem: &RopeKvCacheUpdate, pool: &dyn Pool) -> Result
     // SAFETY: the caller's word.
     unsafe { bring_over(&problem.update, pool)? };
     let query = &problem.query;
-    let tokens = (QUERY_TASK / (query.dims[1] * query.dims[2]) as usize).max(1);
+    // Without a row the other sizes may be anything.
+    let tokens = (QUERY_TASK / (query.dims[1].saturating_mul(query.dims[2]) as usize).max(1)).max(1);
     let pool = if query.bytes() < WORTH_SHARING { &SingleThread } else { pool };
     parallel_for(
         pool,

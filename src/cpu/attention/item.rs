@@ -12,6 +12,7 @@ use super::state::{RowPlace, State};
 use crate::cpu::aligned::Aligned;
 use crate::cpu::element_rows::{narrow_row, widen_row};
 use crate::cpu::simd::{MAX_LANES, Simd, Vectorised, prefetch_row};
+use crate::error::Result;
 use crate::ops::MAX_HEAD_DIM;
 use crate::ops::attention::Attention;
 use crate::tensor::DType;
@@ -64,12 +65,15 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    pub(super) fn new(plan: &Plan, problem: &Attention) -> Self {
+    /// # Errors
+    /// `RESOURCE_EXHAUSTED`.
+    pub(super) fn new(plan: &Plan, problem: &Attention) -> Result<Self> {
         let largest = |f: fn(&Item) -> usize| plan.items.iter().map(f).max().unwrap_or(0);
         let q_len = largest(|item| item.heads.len() * item.q_len);
         let state_len = largest(Item::state_len);
         let buffers = BLOCK * (MAX_PANEL + problem.head_dim + problem.value_dim.next_multiple_of(MAX_LANES));
-        Self { floats: Aligned::zeros(q_len + 2 * state_len + buffers), q_len, state_len, lanes: Lanes::default() }
+        let floats = Aligned::zeros(q_len + 2 * state_len + buffers)?;
+        Ok(Self { floats, q_len, state_len, lanes: Lanes::default() })
     }
 
     /// Behind the queries of all heads stand the states of two pieces, then the buffers.

@@ -26,12 +26,12 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-use super::aligned::{Aligned, Shared};
+use super::aligned::{Aligned, Shared, parallel_for_with};
 use super::simd::Isa;
 use crate::error::Result;
 use crate::log;
 use crate::ops::attention::Attention;
-use crate::pool::{Pool, SingleThread, parallel_for};
+use crate::pool::{Pool, SingleThread};
 use crate::tensor::DType;
 use item::{Job, RunTask, Scratch};
 use plan::Plan;
@@ -42,7 +42,7 @@ pub(super) const WORTH_SHARING: u64 = 1 << 19;
 /// Compute `out` and, if wanted, `softmax_lse`.
 ///
 /// # Errors
-/// `INTERNAL` if a task panicked.
+/// `INTERNAL` if a task panicked, `RESOURCE_EXHAUSTED` without memory for what is kept meanwhile.
 ///
 /// # Safety
 /// The problem's views are valid host memory, `out` and `lse` writable and not otherwise accessed.
@@ -66,18 +66,18 @@ unsafe fn run_with(isa: Isa, problem: &Attention, pool: &dyn Pool) -> Result {
         format!("{isa:?} on {threads} threads, {q} over {kv}, [Tq, Hq, Hkv, D, Dv] = {sizes:?}")
     });
     // SAFETY: the caller's word.
-    let plan = unsafe { Plan::new(problem, isa.sizes(), pool.num_threads()) };
+    let plan = unsafe { Plan::new(problem, isa.sizes(), pool.num_threads().max(1)) }?;
     let work = plan.cost * problem.head_dim as u64 + problem.out.len() as u64;
     let pool = if work < WORTH_SHARING { &SingleThread } else { pool };
-    let mut partials = Aligned::zeros(plan.partials_len);
+    let mut partials = Aligned::zeros(plan.partials_len)?;
     let shared = Shared::new(&mut partials);
     let run = |scratch: &mut Scratch, job: Job| {
         // SAFETY: the caller's word; all of it was made above for this problem, and each index comes once.
         isa.run(unsafe { RunTask::new(problem, &plan, scratch, shared.address(), job) });
     };
     let scratch = || Scratch::new(&plan, problem);
-    parallel_for(pool, plan.tasks.len(), scratch, |scratch, index| run(scratch, Job::Task(&plan.tasks[index])))?;
-    parallel_for(pool, plan.merges.len(), scratch, |scratch, index| run(scratch, Job::Merge(plan.merges[index])))
+    parallel_for_with(pool, plan.tasks.len(), scratch, |scratch, index| run(scratch, Job::Task(&plan.tasks[index])))?;
+    parallel_for_with(pool, plan.merges.len(), scratch, |scratch, index| run(scratch, Job::Merge(plan.merges[index])))
 }
 
 /// Products of bf16 are wanted, where the CPU has them: q, K and V are exact in bf16, and the accuracy that the output's

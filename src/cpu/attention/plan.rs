@@ -4,6 +4,7 @@
 //! whether the pieces of one item are computed by several threads or by one, which gives the same bits.
 
 use super::sequences::{Sequence, Window, gaps, sequences};
+use crate::error::{Result, push};
 use crate::ops::attention::Attention;
 use std::ops::Range;
 
@@ -75,6 +76,17 @@ impl Item {
     }
 }
 
+impl Task {
+    /// The item and the piece of it; an order in which each task has its place.
+    fn place(&self) -> (usize, usize) {
+        match *self {
+            Self::Whole { item } => (item, 0),
+            Self::Piece { item, piece, .. } => (item, piece),
+            Self::Clear(_) => (usize::MAX, 0),
+        }
+    }
+}
+
 /// One index of the parallel loop.
 #[derive(Clone, Debug)]
 pub(super) enum Task {
@@ -110,18 +122,21 @@ pub(super) struct Plan {
 impl Plan {
     /// For vectors of so many lanes, each of which holds `per_word` elements while they are multiplied.
     ///
+    /// # Errors
+    /// `RESOURCE_EXHAUSTED`.
+    ///
     /// # Safety
     /// The problem's metadata is readable.
-    pub(super) unsafe fn new(problem: &Attention, vector: (usize, usize), threads: usize) -> Self {
+    pub(super) unsafe fn new(problem: &Attention, vector: (usize, usize), threads: usize) -> Result<Self> {
         // SAFETY: the caller's word.
-        let sequences = unsafe { sequences(problem) };
+        let sequences = unsafe { sequences(problem) }?;
         let mut items = Vec::new();
         for (index, sequence) in sequences.iter().enumerate() {
-            cut(problem, index, sequence, vector, &mut items);
+            cut(problem, index, sequence, vector, &mut items)?;
         }
         let mut plan = Self { sequences, items, tasks: Vec::new(), merges: Vec::new(), partials_len: 0, cost: 0 };
-        plan.schedule(problem.num_rows, threads);
-        plan
+        plan.schedule(problem.num_rows, threads)?;
+        Ok(plan)
     }
 
     /// (row of the query, query head) of an item's row for one of its KV heads, each read by `group` query heads.
@@ -131,25 +146,33 @@ impl Plan {
     }
 
     /// Fill `tasks` and `merges` from `sequences` and `items`.
-    fn schedule(&mut self, rows: usize, threads: usize) {
+    fn schedule(&mut self, rows: usize, threads: usize) -> Result {
         self.cost = self.items.iter().map(Item::cost).sum();
         // With fair shares at most a quarter of a thread's work, the last task to end is not long alone.
         let fair = self.cost / (4 * threads as u64);
-        let mut order: Vec<(u64, Task)> = Vec::with_capacity(self.items.len());
         for (item, it) in self.items.iter().enumerate() {
             if threads == 1 || it.pieces() < 2 || it.cost() <= fair {
-                order.push((it.cost(), Task::Whole { item }));
+                push(&mut self.tasks, Task::Whole { item })?;
                 continue;
             }
-            self.merges.push(Merge { item, offset: self.partials_len });
+            push(&mut self.merges, Merge { item, offset: self.partials_len })?;
             for piece in 0..it.pieces() {
-                order.push((it.cost() / it.pieces() as u64, Task::Piece { item, piece, offset: self.partials_len }));
+                push(&mut self.tasks, Task::Piece { item, piece, offset: self.partials_len })?;
                 self.partials_len += it.state_len();
             }
         }
-        order.sort_by_key(|(cost, _)| std::cmp::Reverse(*cost));
-        self.tasks = order.into_iter().map(|(_, task)| task).collect();
-        self.tasks.extend(gaps(self.sequences.iter().map(Sequence::rows), rows, CLEAR_ROWS).map(Task::Clear));
+        let items = &self.items;
+        let cost = |task: &Task| match *task {
+            Task::Whole { item } => items[item].cost(),
+            Task::Piece { item, .. } => items[item].cost() / items[item].pieces() as u64,
+            Task::Clear(_) => 0,
+        };
+        // A stable sort would take memory.
+        self.tasks.sort_unstable_by_key(|task| (std::cmp::Reverse(cost(task)), task.place()));
+        for rows in gaps(self.sequences.iter().map(Sequence::rows), rows, CLEAR_ROWS) {
+            push(&mut self.tasks, Task::Clear(rows))?;
+        }
+        Ok(())
     }
 }
 
@@ -160,12 +183,12 @@ fn cut(
     sequence: &Sequence,
     (lanes, per_word): (usize, usize),
     items: &mut Vec<Item>,
-) {
+) -> Result {
     let (heads, d, dv) = (problem.num_kv_heads, problem.head_dim, problem.value_dim);
     let group = problem.num_q_heads / heads;
     let rows = sequence.len_q * group;
     if rows == 0 {
-        return;
+        return Ok(());
     }
     let window = Window::of(&problem.score);
     let together = if rows <= ALL_HEADS_ROWS.max(lanes / 2) { heads } else { 1 };
@@ -188,9 +211,10 @@ fn cut(
             }
         };
         let keys = sequence.visible_to_any(&queries, window);
-        let piece_len = (PIECE_ELEMENTS / (together * (d + dv))).max(keys.len().div_ceil(MAX_PIECES));
+        // At least one step, also where there is no key and a token of all heads is longer than a piece.
+        let piece_len = (PIECE_ELEMENTS / (together * (d + dv))).max(keys.len().div_ceil(MAX_PIECES)).max(1);
         for head in (0..heads).step_by(together) {
-            items.push(Item {
+            let item = Item {
                 sequence: index,
                 queries: queries.clone(),
                 heads: head..head + together,
@@ -200,7 +224,9 @@ fn cut(
                 q_len,
                 o_len,
                 piece_len: piece_len.next_multiple_of(PIECE_STEP),
-            });
+            };
+            push(items, item)?;
         }
     }
+    Ok(())
 }

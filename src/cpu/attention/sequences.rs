@@ -1,5 +1,6 @@
 //! The metadata of a call, read once and clamped as `crate::ops::attention` says, and which keys a query sees.
 
+use crate::error::{Result, with_room};
 use crate::ops::attention::{Attention, KeyStorage, Score};
 use std::ops::Range;
 
@@ -114,15 +115,20 @@ pub(in crate::cpu) fn gaps(
 
 /// The sequences in use: their rows are in order and do not overlap, nor do their contiguous keys.
 ///
+/// # Errors
+/// `RESOURCE_EXHAUSTED`.
+///
 /// # Safety
 /// The problem's metadata is readable.
-pub(in crate::cpu) unsafe fn sequences(problem: &Attention) -> Vec<Sequence> {
+pub(in crate::cpu) unsafe fn sequences(problem: &Attention) -> Result<Vec<Sequence>> {
     let slots = problem.max_seqs;
     // SAFETY: one element.
     let count = problem.queries.num_seqs.map_or(slots, |n| index(unsafe { n.read() }).min(slots));
     let mut ends = Ends::default();
+    let mut sequences = with_room(count)?;
     // SAFETY: below B.
-    (0..count).map(|b| unsafe { sequence(problem, b, &mut ends) }).collect()
+    sequences.extend((0..count).map(|b| unsafe { sequence(problem, b, &mut ends) }));
+    Ok(sequences)
 }
 
 /// Where the rows and the contiguous keys of the sequences so far end.
@@ -215,9 +221,9 @@ mod tests {
     fn gaps_are_what_is_not_taken() {
         let found = |taken: &[Range<usize>]| gaps(taken.iter().cloned(), 10, 4).collect::<Vec<_>>();
         assert_eq!(found(&[]), [0..4, 4..8, 8..10]);
-        assert_eq!(found(&[0..10]), []);
+        assert_eq!(found(&[0..10, 10..10]), []);
         assert_eq!(found(&[2..3, 9..9, 3..5, 0..0, 6..10]), [0..2, 5..6]);
-        assert_eq!(found(&[0..1]), [1..5, 5..9, 9..10]);
+        assert_eq!(found(&[0..1, 1..1]), [1..5, 5..9, 9..10]);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use crate::cpu::attention::sequences::Window;
 use crate::cpu::element_rows::narrow_row;
 use crate::cpu::register_tile::{Scalars, Vectors, load_rows, store_rows, tile};
 use crate::cpu::simd::{Simd, Vectorised};
+use crate::error::Result;
 use crate::ops::MAX_HEAD_DIM;
 use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use std::ops::Range;
@@ -20,9 +21,12 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    pub(super) fn new(plan: &Plan, problem: &FlashAttnVarlenBwd) -> Self {
+    /// # Errors
+    /// `RESOURCE_EXHAUSTED`.
+    pub(super) fn new(plan: &Plan, problem: &FlashAttnVarlenBwd) -> Result<Self> {
         let (d, dv) = (problem.forward.head_dim, problem.forward.value_dim);
-        Self { floats: Aligned::zeros(Panel::len(d, dv) + Block::len(d, dv) + 2 * KEYS * MAX_ROWS + plan.dq_len) }
+        let len = Panel::len(d, dv) + Block::len(d, dv) + 2 * KEYS * MAX_ROWS + plan.dq_len;
+        Ok(Self { floats: Aligned::zeros(len)? })
     }
 }
 

@@ -16,7 +16,7 @@ mod plan;
 mod rows;
 mod weights;
 
-use super::aligned::{Aligned, Shared};
+use super::aligned::{Aligned, Shared, parallel_for_with};
 use super::attention::WORTH_SHARING;
 use super::simd::Isa;
 use crate::error::Result;
@@ -25,12 +25,12 @@ use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::pool::{Pool, SingleThread, parallel_for};
 use item::{RunTask, Scratch};
 use plan::Plan;
-use rows::{Chunk, SumUp};
+use rows::SumUp;
 
 /// Compute the gradients.
 ///
 /// # Errors
-/// `INTERNAL` if a task panicked.
+/// `INTERNAL` if a task panicked, `RESOURCE_EXHAUSTED` without memory for what is kept meanwhile.
 ///
 /// # Safety
 /// The problem's views are valid host memory, the results writable and not otherwise accessed.
@@ -45,31 +45,31 @@ pub(crate) unsafe fn run(problem: &FlashAttnVarlenBwd, pool: &dyn Pool) -> Resul
 /// As [`run`].
 unsafe fn run_with(isa: Isa, problem: &FlashAttnVarlenBwd, pool: &dyn Pool) -> Result {
     let forward = &problem.forward;
-    let (threads, dtype) = (pool.num_threads(), forward.q.dtype);
+    let (threads, dtype) = (pool.num_threads().max(1), forward.q.dtype);
     let sizes = [forward.num_rows, forward.num_q_heads, forward.num_kv_heads, forward.head_dim, forward.value_dim];
     log::call("gradients of attention", (isa, dtype, sizes), || {
         format!("{isa:?} on {threads} threads, {dtype}, [Tq, Hq, Hkv, D, Dv] = {sizes:?}")
     });
     // SAFETY: the caller's word.
-    let plan = unsafe { Plan::new(problem, isa.sizes().0, threads) };
+    let plan = unsafe { Plan::new(problem, isa.sizes().0, threads) }?;
     let work = plan.cost * forward.head_dim as u64 + (problem.dq.len() + problem.dk.len() + problem.dv.len()) as u64;
     let pool = if work < WORTH_SHARING { &SingleThread } else { pool };
 
-    let chunks = Chunk::all(forward.num_rows);
+    let chunks = rows::chunks(forward.num_rows);
     let (mut deltas, mut sinks) =
-        (Aligned::zeros(problem.dq.len() / forward.head_dim), Aligned::zeros(chunks.len() * forward.num_q_heads));
+        (Aligned::zeros(problem.dq.len() / forward.head_dim)?, Aligned::zeros(chunks * forward.num_q_heads)?);
     let (deltas_of_all, sinks_of_all) = (Shared::new(&mut deltas), Shared::new(&mut sinks));
     let sum_up = |(): &mut (), index: usize| {
         let of_chunk = sinks_of_all.address().wrapping_add(index * forward.num_q_heads);
         // SAFETY: the caller's word; both arrays were made for this problem, and each index comes once.
-        isa.run(unsafe { SumUp::new(problem, &plan, &chunks[index], deltas_of_all.address(), of_chunk) });
+        isa.run(unsafe { SumUp::new(problem, &plan, index, deltas_of_all.address(), of_chunk) });
     };
-    parallel_for(pool, chunks.len(), || (), sum_up)?;
+    parallel_for(pool, chunks, || (), sum_up)?;
     // SAFETY: as above; nobody works on them any more.
-    unsafe { rows::write_sinks(problem, sinks_of_all.address(), chunks.len()) };
+    unsafe { rows::write_sinks(problem, sinks_of_all.address(), chunks) };
 
     let scratch = || Scratch::new(&plan, problem);
-    parallel_for(pool, plan.tasks.len(), scratch, |scratch, index| {
+    parallel_for_with(pool, plan.tasks.len(), scratch, |scratch, index| {
         let deltas = deltas_of_all.address();
         // SAFETY: the caller's word; plan, scratch and deltas were made for this problem, and each index comes once.
         isa.run(unsafe { RunTask::new(problem, &plan, scratch, deltas, &plan.tasks[index]) });

@@ -1,6 +1,7 @@
 //! What there is to do: the rows of a sequence that read one KV head, whole or cut.
 
 use crate::cpu::attention::sequences::{Sequence, Window, gaps, sequences};
+use crate::error::{Result, push, with_room};
 use crate::ops::attention::Attention;
 use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use std::ops::Range;
@@ -89,22 +90,27 @@ pub(super) struct Plan {
 impl Plan {
     /// For vectors of so many lanes.
     ///
+    /// # Errors
+    /// `RESOURCE_EXHAUSTED`.
+    ///
     /// # Safety
     /// The problem's metadata is readable.
-    pub(super) unsafe fn new(problem: &FlashAttnVarlenBwd, lanes: usize, threads: usize) -> Self {
+    pub(super) unsafe fn new(problem: &FlashAttnVarlenBwd, lanes: usize, threads: usize) -> Result<Self> {
         let forward = &problem.forward;
         // SAFETY: the caller's word.
-        let sequences = unsafe { sequences(forward) };
+        let sequences = unsafe { sequences(forward) }?;
         let mut plan = Self { sequences, tasks: Vec::new(), dq_len: 0, cost: 0 };
-        plan.schedule(forward, lanes, threads);
+        plan.schedule(forward, lanes, threads)?;
         let window = Window::of(&forward.score);
         let seen = plan.sequences.iter().map(|s| {
             let seen = s.visible_to_any(&(0..s.len_q), window);
             let first = s.keys.first_row();
             first + seen.start..first + seen.end
         });
-        plan.tasks.extend(gaps(seen, problem.num_keys, CLEAR_KEYS).map(Task::Clear));
-        plan
+        for keys in gaps(seen, problem.num_keys, CLEAR_KEYS) {
+            push(&mut plan.tasks, Task::Clear(keys))?;
+        }
+        Ok(plan)
     }
 
     /// Whether row `t` is a query of a sequence.
@@ -115,7 +121,7 @@ impl Plan {
     }
 
     /// Put the items into `tasks`.
-    fn schedule(&mut self, forward: &Attention, lanes: usize, threads: usize) {
+    fn schedule(&mut self, forward: &Attention, lanes: usize, threads: usize) -> Result {
         let group = forward.num_q_heads / forward.num_kv_heads;
         let window = Window::of(&forward.score);
         let whole = |index: usize, sequence: &Sequence, kv_head: usize| {
@@ -123,36 +129,39 @@ impl Plan {
             let keys = sequence.visible_to_any(&queries, window);
             Item { sequence: index, kv_head, queries, keys, wants: Wants::All }
         };
-        let sequences = self.sequences.iter().enumerate().filter(|(_, s)| s.len_q > 0);
-        let heads = 0..forward.num_kv_heads;
-        let items: Vec<Item> = sequences.flat_map(|(i, s)| heads.clone().map(move |h| whole(i, s, h))).collect();
-        self.cost = items.iter().map(|item| item.cost(group)).sum();
+        let sequences = || self.sequences.iter().enumerate().filter(|(_, s)| s.len_q > 0);
+        let items = || sequences().flat_map(|(i, s)| (0..forward.num_kv_heads).map(move |h| whole(i, s, h)));
+        self.cost = items().map(|item| item.cost(group)).sum();
         // With fair shares at most a quarter of a thread's work, the last task to end is not long alone.
         let fair = self.cost / (4 * threads as u64);
         let dq_len = |item: &Item| item.rows(group).next_multiple_of(lanes) * forward.head_dim;
-        let mut order: Vec<Item> = Vec::with_capacity(items.len());
-        for item in items {
+        let mut order: Vec<Item> = Vec::new();
+        for item in items() {
             if (threads == 1 || item.cost(group) <= fair) && dq_len(&item) <= MOST_DQ {
-                order.push(item);
+                push(&mut order, item)?;
             } else {
-                cut(&item, &self.sequences[item.sequence], window, group, &mut order);
+                cut(&item, &self.sequences[item.sequence], window, group, &mut order)?;
             }
         }
         self.dq_len = order.iter().filter(|item| item.wants.queries()).map(dq_len).max().unwrap_or(0);
-        order.sort_by_key(|item| std::cmp::Reverse(item.cost(group)));
-        self.tasks = order.into_iter().map(Task::Item).collect();
+        // A stable sort would take memory.
+        order.sort_unstable_by_key(|item| (std::cmp::Reverse(item.cost(group)), item.sequence, item.kv_head));
+        self.tasks = with_room(order.len())?;
+        self.tasks.extend(order.into_iter().map(Task::Item));
+        Ok(())
     }
 }
 
 /// Cut an item by its queries, and once more by its keys.
-fn cut(item: &Item, sequence: &Sequence, window: Window, group: usize, items: &mut Vec<Item>) {
+fn cut(item: &Item, sequence: &Sequence, window: Window, group: usize, items: &mut Vec<Item>) -> Result {
     for first in item.queries.clone().step_by((ROWS / group).max(1)) {
         let queries = first..(first + (ROWS / group).max(1)).min(item.queries.end);
         let keys = sequence.visible_to_any(&queries, window);
-        items.push(Item { queries, keys, wants: Wants::Queries, ..item.clone() });
+        push(items, Item { queries, keys, wants: Wants::Queries, ..item.clone() })?;
     }
     for first in item.keys.clone().step_by(KEYS) {
         let keys = first..(first + KEYS).min(item.keys.end);
-        items.push(Item { keys, wants: Wants::Keys, ..item.clone() });
+        push(items, Item { keys, wants: Wants::Keys, ..item.clone() })?;
     }
+    Ok(())
 }

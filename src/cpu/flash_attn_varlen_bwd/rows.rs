@@ -11,14 +11,9 @@ use std::ops::Range;
 /// Rows that one task sums up.
 const ROWS: usize = 64;
 
-/// Rows of a task.
-pub(super) struct Chunk(Range<usize>);
-
-impl Chunk {
-    /// All rows of a call.
-    pub(super) fn all(rows: usize) -> Vec<Self> {
-        (0..rows).step_by(ROWS).map(|first| Self(first..(first + ROWS).min(rows))).collect()
-    }
+/// How many tasks sum up so many rows.
+pub(super) fn chunks(rows: usize) -> usize {
+    rows.div_ceil(ROWS)
 }
 
 /// The address of row t of head h.
@@ -46,11 +41,12 @@ impl<'a> SumUp<'a> {
     pub(super) unsafe fn new(
         problem: &'a FlashAttnVarlenBwd<'a>,
         plan: &'a Plan,
-        chunk: &Chunk,
+        chunk: usize,
         deltas: *mut f32,
         sinks: *mut f32,
     ) -> Self {
-        Self { problem, plan, rows: chunk.0.clone(), deltas, sinks }
+        let rows = chunk * ROWS..((chunk + 1) * ROWS).min(problem.forward.num_rows);
+        Self { problem, plan, rows, deltas, sinks }
     }
 }
 

@@ -3,6 +3,7 @@
 //! Everything that belongs to no sequence is NaN: unused pages, unused slots, keys that no query sees; table entries
 //! that may not be read are hostile.
 
+use super::super::plan::Plan;
 use super::definition::Answer;
 use super::numbers::{Random, from_bytes, round, to_bytes};
 use super::shape::{Shape, Storage, Through};
@@ -187,12 +188,31 @@ impl Batch {
         row * self.shape.dv
     }
 
+    /// How many items and tasks the backend plans.
+    pub(super) fn planned(&self) -> usize {
+        let planned = std::cell::Cell::new(0);
+        self.with_problem(false, |problem| {
+            // SAFETY: the problem's arrays live for this call.
+            let plan = unsafe { Plan::new(problem, Isa::best().sizes(), 4) }.unwrap();
+            planned.set(plan.items.len() + plan.tasks.len());
+        });
+        planned.get()
+    }
+
     /// What the backend computes. Outputs are NaN before the call.
     pub(super) fn run(&self, isa: Isa, pool: &dyn Pool) -> Answer {
         self.run_as(isa, pool, false)
     }
 
     pub(super) fn run_as(&self, isa: Isa, pool: &dyn Pool, batch_invariant: bool) -> Answer {
+        self.with_problem(batch_invariant, |problem| {
+            // SAFETY: the problem's arrays live for this call.
+            unsafe { super::super::run_with(isa, problem, pool) }.unwrap();
+        })
+    }
+
+    /// The results that `call` leaves, NaN before it.
+    fn with_problem(&self, batch_invariant: bool, call: impl Fn(&Attention)) -> Answer {
         let shape = &self.shape;
         let bytes = [(shape.q_dtype, &self.query), (shape.kv_dtype, &self.k), (shape.kv_dtype, &self.v)];
         let [query, k, v] = bytes.map(|(dtype, x)| to_bytes(dtype, x));
@@ -211,10 +231,6 @@ impl Batch {
             Tensor::dense(shape.out_dtype, out.as_mut_ptr(), &out_dims),
             Tensor::dense(DType::F32, lse.as_mut_ptr().cast(), &lse_dims),
         ];
-        let call = |problem: &Attention| {
-            // SAFETY: the views are of the arrays above and in `operands`.
-            unsafe { super::super::run_with(isa, problem, pool) }.unwrap();
-        };
         match shape.through {
             Through::PagedAttention => self.paged_attention(query, k, &results, batch_invariant, call),
             Through::FlashAttnVarlen => self.flash_attn_varlen([query, k, v], &results, batch_invariant, call),

@@ -124,7 +124,7 @@ fn results_are_the_same_bits_for_any_number_of_threads() {
         let batch = Batch::new(Shape { q_heads: 8, lengths: lengths.clone(), ..Shape::default() }.of(dtype));
         for isa in Isa::available() {
             let alone = batch.run(isa, &SingleThread);
-            for threads in [2, 8, 64] {
+            for threads in [0, 2, 8, 64] {
                 assert_same(&batch.run(isa, &Threads(threads)), &alone);
             }
         }
@@ -212,6 +212,31 @@ fn rows_that_two_sequences_claim_are_those_of_the_first() {
     for isa in Isa::available() {
         assert_eq!(bad.run(isa, &Threads(2)), good.run(isa, &Threads(4)));
     }
+}
+
+#[test]
+fn what_is_planned_for_hostile_starts_is_no_more_than_for_right_ones() {
+    // Each query is an item of its own.
+    let (lengths, rows_around) = (vec![(1, 0); 600], (0, 0));
+    let shape = Shape { q_heads: 256, kv_heads: 1, lengths, rows_around, ..Shape::default() };
+    let right = Batch::new(shape.head_dims(8, 8));
+    let rows = right.rows() as i32;
+    let planned = right.planned();
+    assert!(planned >= 600, "{planned}");
+    for start in [|b: i32, rows: i32| b % 2 * rows, |b, rows| if b % 2 == 0 { b } else { rows }, |b, rows| rows - b] {
+        let mut hostile = right.clone();
+        let starts = 0..right.cu_seqlens_q.len() as i32;
+        hostile.cu_seqlens_q = starts.map(|b| start(b, rows)).collect();
+        assert!(hostile.planned() <= planned, "{} items and tasks, {planned} for right starts", hostile.planned());
+    }
+}
+
+#[test]
+fn a_row_without_keys_may_have_any_number_of_heads() {
+    // K and V of a token are longer than a piece of an item: 2^19 elements.
+    let (lengths, storage) = (vec![(1, 0), (1, 2), (0, 0)], Storage::Paged(1, 1));
+    let shape = Shape { q_heads: 1025, kv_heads: 1025, lengths, storage, ..Shape::default() };
+    check(shape.head_dims(256, 256));
 }
 
 #[test]
