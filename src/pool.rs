@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use crate::fault::{self, Fault};
 use crate::guard::guarded;
+use std::error::Error as _;
 use std::sync::atomic::{
     AtomicUsize,
     Ordering::{Acquire, Relaxed, Release},
@@ -15,22 +16,46 @@ use std::sync::{Arc, OnceLock};
 /// [`Pool::schedule`] runs `task(argument)` once or never, and does not unwind: helpers that it has started work with
 /// memory of the function that called it.
 pub unsafe trait Pool: Sync {
-    /// Threads that can work at the same time, the caller's among them or not.
+    /// Threads that can work at the same time, the caller's among them or not; 0 counts as 1.
     fn num_threads(&self) -> usize;
     /// Run `task(argument)`; may return before or after it has run.
     fn schedule(&self, task: fn(usize), argument: usize);
 }
 
 /// rayon's global pool: for the Rust API and for callers of `xa_call` without a pool.
+///
+/// It has one thread, the caller's, where rayon's threads could not be made, and in a child of the process that made
+/// them: a fork leaves the threads behind, and what is scheduled there would never run or be freed.
 pub struct RayonPool;
 
-// SAFETY: rayon runs what it spawns once. Only making its threads can panic, which `num_threads` does before.
+impl RayonPool {
+    /// Whether rayon's threads run in this process; the first call makes them.
+    fn has_threads() -> bool {
+        static MADE_IN: OnceLock<Option<u32>> = OnceLock::new();
+        let made_in = MADE_IN.get_or_init(|| {
+            let made = match rayon::ThreadPoolBuilder::new().build_global() {
+                Ok(()) => true,
+                // The system's refusal has a source. Without one a pool exists, or an attempt before ours has failed:
+                // then rayon panics.
+                Err(e) => e.source().is_none() && guarded(rayon::current_num_threads).is_ok(),
+            };
+            made.then(std::process::id)
+        });
+        *made_in == Some(std::process::id())
+    }
+}
+
+// SAFETY: rayon runs what it spawns once, and once its pool has been made, scheduling does not panic.
 unsafe impl Pool for RayonPool {
     fn num_threads(&self) -> usize {
-        rayon::current_num_threads()
+        if Self::has_threads() { rayon::current_num_threads().max(1) } else { 1 }
     }
     fn schedule(&self, task: fn(usize), argument: usize) {
-        rayon::spawn(move || task(argument));
+        if Self::has_threads() {
+            rayon::spawn(move || task(argument));
+        } else {
+            task(argument);
+        }
     }
 }
 
@@ -50,6 +75,7 @@ unsafe impl Pool for SingleThread {
 /// Shared by the caller and the helpers; a helper that arrives late finds no index left and touches nothing but this.
 struct Job {
     next: AtomicUsize,
+    /// Indices of threads that have dropped their scratch.
     done: AtomicUsize,
     panicked: AtomicUsize,
     /// The text of a panic; of one of them if there were several.
@@ -72,39 +98,62 @@ impl Job {
         let index = self.next.fetch_add(1, Relaxed);
         (index < self.count).then_some(index)
     }
+
+    /// Do `work`, and remember if it panics.
+    fn guarded(&self, work: impl FnOnce()) {
+        if let Err(text) = guarded(work) {
+            // The text of an earlier panic stays.
+            drop(self.panic.set(text));
+            self.panicked.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// Return when all indices are done: after a while of spinning, other threads get the core.
+    fn wait(&self) {
+        const SPINS: usize = 1 << 10;
+        let mut spins = 0;
+        while self.done.load(Acquire) < self.count {
+            if spins < SPINS {
+                spins += 1;
+                std::hint::spin_loop();
+            } else {
+                std::thread::yield_now();
+            }
+        }
+    }
 }
 
 /// Run `body(&mut scratch, index)` for every index below `count`, on the calling thread and the pool's.
 ///
 /// The caller takes indices too and waits only for indices that some thread has started, so this cannot deadlock even
-/// on a pool of one thread whose only worker is the caller. Each participating thread makes its own `scratch`, once.
-/// Indices are taken in order.
+/// on a pool of one thread whose only worker is the caller. Each participating thread makes its own `scratch`, once, and
+/// has dropped it when this returns. Indices are taken in order.
 ///
 /// # Errors
-/// `INTERNAL` with the text of a panic if `body` panicked for some index; the others have run all the same.
+/// `INTERNAL` with the text of a panic if `body` panicked for some index, or making or dropping a scratch did; the other
+/// indices have run all the same.
 pub fn parallel_for<S, I, F>(pool: &dyn Pool, count: usize, scratch: I, body: F) -> Result
 where
     I: Fn() -> S + Sync,
     F: Fn(&mut S, usize) + Sync,
 {
     unsafe fn run<S, I: Fn() -> S, F: Fn(&mut S, usize)>(both: *const (), job: &Job) {
-        let mut mine = None;
+        let (mut mine, mut taken) = (None, 0);
         while let Some(index) = job.take() {
-            // SAFETY: an index was taken, so the caller is still waiting and its closures are alive.
+            taken += 1;
+            // SAFETY: an index was taken and is not counted as done, so the caller is still waiting and its closures are
+            // alive.
             let (scratch, body) = unsafe { &*both.cast::<(I, F)>() };
-            let result = guarded(|| {
+            job.guarded(|| {
                 if let (0, Some(fault)) = (index, job.planted) {
                     fault::panic(fault);
                 }
                 body(mine.get_or_insert_with(scratch), index);
             });
-            if let Err(text) = result {
-                // Somebody faster has told.
-                drop(job.panic.set(text));
-                job.panicked.fetch_add(1, Relaxed);
-            }
-            job.done.fetch_add(1, Release);
         }
+        // The scratch may borrow from the caller, who waits for the indices that are counted only after it is gone.
+        job.guarded(|| drop(mine));
+        job.done.fetch_add(taken, Release);
     }
     fn help(argument: usize) {
         // SAFETY: made by `Arc::into_raw` below, once for each scheduled helper.
@@ -131,12 +180,11 @@ where
         pool.schedule(help, Arc::into_raw(Arc::clone(&job)) as usize);
     }
     if !on_worker {
-        // SAFETY: `both` lives to the end of this function, which returns only after every taken index is done.
+        // SAFETY: `both` lives to the end of this function, which waits for every taken index, also when a task, a
+        // scratch or its destructor panics.
         unsafe { run::<S, I, F>(job.body, &job) };
     }
-    while job.done.load(Acquire) < count {
-        std::hint::spin_loop();
-    }
+    job.wait();
     match job.panicked.load(Relaxed) {
         0 => Ok(()),
         n => {
@@ -206,6 +254,60 @@ mod tests {
         assert!(error.message.starts_with("1 of 10 parallel tasks panicked: "), "{error}");
         assert!(error.message.contains("planted"), "{error}");
         assert_eq!(ran.load(Relaxed), 9);
+    }
+
+    // SAFETY: as of `RayonPool`.
+    unsafe impl Pool for rayon::ThreadPool {
+        fn num_threads(&self) -> usize {
+            self.current_num_threads()
+        }
+        fn schedule(&self, task: fn(usize), argument: usize) {
+            self.spawn(move || task(argument));
+        }
+    }
+
+    /// A scratch that is slow to go, and looks at what it borrows then.
+    struct Borrowing<'a>(&'a AtomicUsize);
+
+    impl Drop for Borrowing<'_> {
+        fn drop(&mut self) {
+            std::thread::sleep(std::time::Duration::from_millis(5));
+            self.0.fetch_add(1, Relaxed);
+        }
+    }
+
+    #[test]
+    fn every_scratch_is_gone_when_the_call_returns() {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(4).build().unwrap();
+        for _ in 0..20 {
+            let (made, dropped) = (AtomicUsize::new(0), AtomicUsize::new(0));
+            let scratch = || {
+                made.fetch_add(1, Relaxed);
+                Borrowing(&dropped)
+            };
+            let nap = |_: &mut Borrowing, _| std::thread::sleep(std::time::Duration::from_micros(200));
+            parallel_for(&pool, 32, scratch, nap).unwrap();
+            assert_eq!(dropped.load(Relaxed), made.load(Relaxed));
+        }
+    }
+
+    #[test]
+    fn a_destructor_that_panics_is_an_error() {
+        struct Fails;
+        impl Drop for Fails {
+            fn drop(&mut self) {
+                panic!("planted in a destructor");
+            }
+        }
+        for pool in [&RayonPool as &dyn Pool, &SingleThread] {
+            let ran = AtomicUsize::new(0);
+            let count = |_: &mut Fails, _| {
+                ran.fetch_add(1, Relaxed);
+            };
+            let error = parallel_for(pool, 10, || Fails, count).unwrap_err();
+            assert!(error.message.contains("planted in a destructor"), "{error}");
+            assert_eq!(ran.load(Relaxed), 10);
+        }
     }
 
     #[test]

@@ -1,10 +1,12 @@
-//! Many calls with changing shapes: what the library keeps does not grow.
+//! What the library keeps does not grow over many calls, nor in a forked child; and what it does where the system refuses
+//! memory or threads.
 
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "a failed step is a failed test")]
 
 use std::fs;
-use xla_attention::{Action, Attribute, Call, DType, Op, RayonPool, Tensor, call};
+use std::process::Command;
+use xla_attention::{Action, Attribute, Call, Code, DType, Error, Op, RayonPool, Tensor, call};
 
 const CALLS: usize = 100_000;
 const MOST_ROWS: usize = 12;
@@ -88,4 +90,127 @@ fn memory_stays_flat_over_100_000_calls_on_the_cpu() {
     assert!(refused > CALLS / 20, "{refused} calls were wrong");
     // One byte a call would be 100 KB; the allocator itself moves by some pages.
     assert!(grown < 2 << 20, "{CALLS} calls left {grown} bytes behind");
+}
+
+/// Whether this is the process that [`in_a_process_of_its_own`] has started.
+fn is_own_process() -> bool {
+    std::env::var_os("XLA_ATTENTION_TEST_CHILD").is_some()
+}
+
+/// Run the test of this name where its limits and forks concern no other, with rayon's threads on any machine.
+fn in_a_process_of_its_own(test: &str) {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", test, "--nocapture"]).env("XLA_ATTENTION_TEST_CHILD", "1");
+    // One arena of the allocator: another one's reserve of addresses is outside of what a limit can refuse.
+    command.envs([("RAYON_NUM_THREADS", "8"), ("MALLOC_ARENA_MAX", "1")]);
+    let done = command.output().unwrap();
+    let text = String::from_utf8_lossy(&done.stdout);
+    assert!(done.status.success() && text.contains("1 passed"), "{text}{}", String::from_utf8_lossy(&done.stderr));
+}
+
+/// Give this process no more than so many further bytes of addresses; `None` is as many as there are.
+fn limit_memory(further: Option<usize>) {
+    let mapped = || {
+        let pages = fs::read_to_string("/proc/self/statm").unwrap();
+        pages.split_whitespace().next().unwrap().parse::<usize>().unwrap() * 4096
+    };
+    let soft = further.map_or(libc::RLIM_INFINITY, |further| (mapped() + further) as libc::rlim_t);
+    let limit = libc::rlimit { rlim_cur: soft, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: a limit of this process.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_AS, &raw const limit) }, 0);
+}
+
+/// `out = a + a` of so many elements that several threads are asked to help.
+fn add(a: &mut [f32], out: &mut [f32]) -> Result<(), Error> {
+    let dims = [a.len() as i64];
+    let a = Tensor::dense(DType::F32, a.as_mut_ptr().cast(), &dims);
+    let out = Tensor::dense(DType::F32, out.as_mut_ptr().cast(), &dims);
+    let action = Action::RunOnCpu(&RayonPool);
+    // SAFETY: the slices are as long as the tensors.
+    unsafe { call(&Call { op: Op::SimpleAdd, action, operands: &[a, a], results: &[out], attributes: &[] }) }
+}
+
+#[test]
+fn a_forked_child_keeps_nothing_of_its_calls() {
+    if !is_own_process() {
+        return in_a_process_of_its_own("a_forked_child_keeps_nothing_of_its_calls");
+    }
+    let (mut a, mut out) = (vec![1.0f32; 1 << 17], vec![0.0f32; 1 << 17]);
+    add(&mut a, &mut out).unwrap();
+    // SAFETY: the child computes and ends; glibc has its allocator ready after a fork.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let mut calls = |count| (0..count).all(|_| add(&mut a, &mut out).is_ok());
+        let right = calls(100);
+        let before = resident();
+        let right = right && calls(5_000) && out.iter().all(|x| x.to_bits() == 2.0f32.to_bits());
+        // What a scheduled task takes alone would be 1 KB a call.
+        let flat = resident().saturating_sub(before) < 1 << 20;
+        // SAFETY: the child ends here, without what the harness does at its end.
+        unsafe { libc::_exit(i32::from(!right) + 2 * i32::from(!flat)) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child, which writes a number.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(status, 0, "bit 8: a call failed, bit 9: memory grew");
+    add(&mut a, &mut out).unwrap();
+}
+
+#[test]
+fn without_threads_the_caller_computes_alone() {
+    if !is_own_process() {
+        return in_a_process_of_its_own("without_threads_the_caller_computes_alone");
+    }
+    let (mut a, mut out) = (vec![1.0f32; 1 << 17], vec![0.0f32; 1 << 17]);
+    // Less than the stack of a thread.
+    limit_memory(Some(1 << 20));
+    assert!(std::thread::Builder::new().spawn(|| ()).is_err());
+    let while_limited = add(&mut a, &mut out);
+    limit_memory(None);
+    while_limited.unwrap();
+    assert!(out.iter().all(|x| x.to_bits() == 2.0f32.to_bits()));
+    add(&mut a, &mut out).unwrap();
+}
+
+/// A call of `flash_attn_varlen` on one sequence of `rows` rows and keys.
+fn attend(rows: usize, heads: usize, d: usize) -> impl FnMut() -> Result<(), Error> {
+    let (mut q, mut out, mut lse) =
+        (vec![0.5f32; rows * heads * d], vec![0.0f32; rows * heads * d], vec![0.0f32; rows * heads]);
+    let starts = [0, rows as i32];
+    let [t, h, dim] = [rows, heads, d].map(|n| n as i64);
+    let (dims, lse_dims, starts_dims) = ([t, h, dim], [h, t], [2]);
+    move || {
+        let q = Tensor::dense(DType::F32, q.as_mut_ptr().cast(), &dims);
+        let starts = Tensor::dense(DType::I32, starts.as_ptr().cast_mut().cast(), &starts_dims);
+        let results = [
+            Tensor::dense(DType::F32, out.as_mut_ptr().cast(), &dims),
+            Tensor::dense(DType::F32, lse.as_mut_ptr().cast(), &lse_dims),
+        ];
+        let (off, zero, all) = (Attribute::Bool(false), Attribute::I64(0), Attribute::I64(-1));
+        let (cap, scale) = (Attribute::F32(0.0), Attribute::F32(0.1));
+        let attributes = [off, off, zero, zero, zero, cap, scale, off, all, all];
+        let action = Action::RunOnCpu(&RayonPool);
+        let operands = [q, q, q, starts, starts];
+        let call_ =
+            Call { op: Op::FlashAttnVarlen, action, operands: &operands, results: &results, attributes: &attributes };
+        // SAFETY: the vectors are as long as the tensors.
+        unsafe { call(&call_) }
+    }
+}
+
+#[test]
+fn a_call_without_memory_is_an_error() {
+    if !is_own_process() {
+        return in_a_process_of_its_own("a_call_without_memory_is_an_error");
+    }
+    attend(8, 1, 8)().unwrap();
+    let mut large = attend(600, 4, 256);
+    // Room for the small things that a call keeps.
+    limit_memory(Some(1 << 18));
+    let refused = large();
+    limit_memory(None);
+    let error = refused.unwrap_err();
+    assert_eq!(error.code, Code::ResourceExhausted, "{error}");
+    assert!(error.message.starts_with("xla_gpu_flash_attn_varlen: no memory for "), "{error}");
+    large().unwrap();
 }
