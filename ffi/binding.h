@@ -18,6 +18,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "pool.h"
 #include "rust/cxx.h"
@@ -38,6 +39,9 @@ using Any = ffi::AnyBuffer;
 // Everything that a binding decoded, in plain arrays.
 class Bound {
  public:
+  // As many operands, results or attributes as any target binds, with room to grow; `MOST` of src/bridge.rs.
+  static constexpr std::size_t kMost = 24;
+
   void add(const Any& buffer) { operands_[num_operands_++] = view(buffer); }
   void add(const std::optional<Any>& buffer) { operands_[num_operands_++] = buffer ? view(*buffer) : absent(); }
   void add(ffi::Result<Any> buffer) { results_[num_results_++] = view(*buffer); }
@@ -54,9 +58,6 @@ class Bound {
   }
 
  private:
-  // As many as any target binds (SPEC 2.6: 14 operands, 5 results, 10 attributes), with room to grow.
-  static constexpr std::size_t kMost = 24;
-
   static BufferView view(const Any& buffer) {
     const auto dims = buffer.dimensions();
     return {static_cast<int32_t>(buffer.element_type()),
@@ -83,8 +84,17 @@ inline void strike() {
 inline void strike() {}
 #endif
 
+template <typename T>
+inline constexpr bool kIsOperand = std::is_same_v<T, Any> || std::is_same_v<T, std::optional<Any>>;
+template <typename T>
+inline constexpr bool kIsResult =
+    std::is_same_v<T, ffi::Result<Any>> || std::is_same_v<T, std::optional<ffi::Result<Any>>>;
+
 template <typename... Values>
 Bound bound(const Values&... values) {
+  static_assert((std::size_t{0} + ... + kIsOperand<Values>) <= Bound::kMost);
+  static_assert((std::size_t{0} + ... + kIsResult<Values>) <= Bound::kMost);
+  static_assert((std::size_t{0} + ... + std::is_arithmetic_v<Values>) <= Bound::kMost);
   strike();
   Bound all;
   (all.add(values), ...);

@@ -107,6 +107,18 @@ unsafe impl Pool for XlaPool {
 /// As many operands, results or attributes as the shims' arrays hold.
 const MOST: usize = 24;
 
+/// No operator has more than the arrays hold; `ffi/binding.h` asserts the same of the lists that it binds.
+const _: () = {
+    let mut number = 0;
+    while number < Op::ALL.len() {
+        let signature = Op::ALL[number].signature();
+        assert!(
+            signature.operands.len() <= MOST && signature.results.len() <= MOST && signature.attributes.len() <= MOST
+        );
+        number += 1;
+    }
+};
+
 /// Handlers are registered for calls that wait for their end.
 fn checking() -> bool {
     check::on()

@@ -5,13 +5,13 @@
 
 use crate::call::{Action, Call, Op, call};
 use crate::check;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, ensure};
 use crate::fault::{self, Fault};
 use crate::guard::guarded;
 use crate::handlers::{self, Targets};
 use crate::log;
-use crate::ops::Attribute;
 use crate::ops::workspace::AttentionSizes;
+use crate::ops::{Attribute, AttributeKind};
 #[cfg(feature = "cuda")]
 use crate::pjrt_plugin::{self, stand_before};
 use crate::pool::RayonPool;
@@ -129,23 +129,43 @@ pub unsafe extern "C" fn xa_op(target: *const c_char) -> i32 {
 /// Check, run or launch an operator. Returns 0 or XLA's error code, with the text in `message` (terminated, cut to
 /// `capacity` bytes).
 ///
+/// A request of a later version may be longer than [`XaCall`]: what this version does not know of it has to be 0, which
+/// asks for nothing, or the request is refused. A shorter one is refused.
+///
 /// # Safety
-/// The struct and everything it points to is valid; memory as [`call()`] asks; `message` has room for `capacity` bytes.
+/// The struct, all of its `struct_size` bytes, and everything it points to is valid; memory as [`call()`] asks;
+/// `message` has room for `capacity` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn xa_call(request: *const XaCall, message: *mut c_char, capacity: usize) -> i32 {
     let result = or_error("xa_call", || {
         log::init();
         // SAFETY: this function's contract.
-        match unsafe { request.as_ref() } {
-            Some(request) if request.struct_size == size_of::<XaCall>() => {
-                // SAFETY: this function's contract.
-                unsafe { enter(request) }
-            }
-            _ => Err(Error::invalid(format!("xa_call: the request is not a struct of {} bytes", size_of::<XaCall>()))),
-        }
+        unsafe { enter(known(request)?) }
     });
     // SAFETY: this function's contract.
     unsafe { answer(result, message, capacity) }
+}
+
+/// The request, if this version knows all that it asks for.
+///
+/// # Safety
+/// As [`xa_call`].
+unsafe fn known<'a>(request: *const XaCall) -> Result<&'a XaCall> {
+    const KNOWN: usize = size_of::<XaCall>();
+    // What no struct is as long as is no size.
+    const MOST: usize = 1 << 12;
+    // SAFETY: this function's contract: not null, it points to a size at least.
+    let size = if request.is_null() { 0 } else { unsafe { (&raw const (*request).struct_size).read() } };
+    ensure((KNOWN..=MOST).contains(&size), || {
+        format!("xa_call: the request is a struct of {size} bytes, expected {KNOWN} or, of a later version, more")
+    })?;
+    // SAFETY: this function's contract: so many bytes are there.
+    let tail = unsafe { std::slice::from_raw_parts(request.cast::<u8>().add(KNOWN), size - KNOWN) };
+    ensure(tail.iter().all(|byte| *byte == 0), || {
+        format!("xa_call: the request asks for something that this version does not know, past its {KNOWN} bytes")
+    })?;
+    // SAFETY: this function's contract: the bytes of a struct.
+    Ok(unsafe { &*request })
 }
 
 /// The code of a result; the text goes to `message`.
@@ -176,14 +196,18 @@ unsafe fn enter(request: &XaCall) -> Result {
         3 => Action::LaunchCuda(Stream(request.stream as usize)),
         n => return Err(Error::invalid(format!("action is {n}, expected 0 to 3"))),
     };
-    // SAFETY: this function's contract.
-    let (operands, results, attributes) = unsafe {
-        (
-            slice(request.operands, request.num_operands).iter().map(|t| tensor(t)).collect::<Result<Vec<_>>>()?,
-            slice(request.results, request.num_results).iter().map(|t| tensor(t)).collect::<Result<Vec<_>>>()?,
-            slice(request.attributes, request.num_attributes).iter().map(attribute).collect::<Result<Vec<_>>>()?,
-        )
+    let signature = op.signature();
+    let decoded = || -> Result<_> {
+        // SAFETY: this function's contract.
+        unsafe {
+            Ok((
+                tensors(slice(request.operands, request.num_operands), "operand", signature.operands)?,
+                tensors(slice(request.results, request.num_results), "result", signature.results)?,
+                attributes(slice(request.attributes, request.num_attributes), signature.attributes)?,
+            ))
+        }
     };
+    let (operands, results, attributes) = decoded().map_err(|e| e.of(signature.target))?;
     // SAFETY: this function's contract.
     unsafe { call(&Call { op, action, operands: &operands, results: &results, attributes: &attributes }) }
 }
@@ -196,23 +220,35 @@ unsafe fn slice<'a, T>(first: *const T, count: usize) -> &'a [T] {
 }
 
 /// # Safety
-/// Sizes and strides point to `rank` values.
-unsafe fn tensor(raw: &XaTensor) -> Result<Tensor<'_>> {
-    let rank = usize::try_from(raw.rank).map_err(|_| Error::invalid(format!("a tensor has rank {}", raw.rank)))?;
-    // SAFETY: this function's contract.
-    let dims = unsafe { slice(raw.dims, rank) };
-    // SAFETY: this function's contract.
-    let strides = (!raw.strides.is_null()).then(|| unsafe { slice(raw.strides, rank) });
-    Ok(Tensor { dtype: DType(raw.dtype), data: raw.data.cast(), dims, strides })
+/// Sizes and strides of each point to `rank` values.
+unsafe fn tensors<'a>(raw: &'a [XaTensor], what: &str, names: &[&str]) -> Result<Vec<Tensor<'a>>> {
+    let tensor = |(index, raw): (usize, &'a XaTensor)| {
+        let rank = usize::try_from(raw.rank).map_err(|_| {
+            let name = names.get(index).map_or_else(|| format!("{what} {index}"), ToString::to_string);
+            Error::invalid(format!("{name} has rank {}", raw.rank))
+        })?;
+        // SAFETY: this function's contract.
+        let dims = unsafe { slice(raw.dims, rank) };
+        // SAFETY: this function's contract.
+        let strides = (!raw.strides.is_null()).then(|| unsafe { slice(raw.strides, rank) });
+        // Without an element no stride has a meaning.
+        let strides = strides.filter(|_| !dims.contains(&0));
+        Ok(Tensor { dtype: DType(raw.dtype), data: raw.data.cast(), dims, strides })
+    };
+    raw.iter().enumerate().map(tensor).collect()
 }
 
-fn attribute(raw: &XaAttribute) -> Result<Attribute> {
-    match raw.kind {
+fn attributes(raw: &[XaAttribute], names: &[(&str, AttributeKind)]) -> Result<Vec<Attribute>> {
+    let attribute = |(index, raw): (usize, &XaAttribute)| match raw.kind {
         0 => Ok(Attribute::Bool(raw.integer != 0)),
         1 => Ok(Attribute::I64(raw.integer)),
         2 => Ok(Attribute::F32(raw.real)),
-        n => Err(Error::invalid(format!("an attribute has kind {n}, expected 0 to 2"))),
-    }
+        n => {
+            let name = names.get(index).map_or_else(|| index.to_string(), |(name, _)| (*name).to_owned());
+            Err(Error::invalid(format!("attribute {name} has kind {n}, expected 0 to 2")))
+        }
+    };
+    raw.iter().enumerate().map(attribute).collect()
 }
 
 /// Put this library in front of the PJRT plugin at `path`: from now on `GetPjrtApi` gives that plugin's table, changed

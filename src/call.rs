@@ -8,6 +8,7 @@ use crate::cpu;
 use crate::cuda;
 use crate::error::{Error, Result};
 use crate::guard;
+use crate::log;
 use crate::ops::{self, Attribute, Bound, Signature};
 use crate::pool::Pool;
 use crate::stream::Stream;
@@ -59,7 +60,7 @@ impl Op {
 
     /// Names of its operands, results and attributes.
     #[must_use]
-    pub fn signature(self) -> &'static Signature {
+    pub const fn signature(self) -> &'static Signature {
         match self {
             Op::SimpleAdd => &ops::simple_add::SIGNATURE,
             Op::PagedAttention => &ops::paged_attention::SIGNATURE,
@@ -134,6 +135,16 @@ pub(crate) unsafe fn carry_out(call: &Call) -> Result {
     unsafe { if check::on() { checked::checked(&bound, call) } else { dispatch(&bound, call.op, call.action) } }
 }
 
+/// Log where a call runs and with what, once for each of its shapes.
+fn log_call(bound: &Bound, op: Op, action: Action) {
+    let place = match action {
+        Action::RunOnCpu(_) => "the CPU",
+        Action::LaunchCuda(_) => "CUDA",
+        Action::Check | Action::PrepareCuda => return,
+    };
+    log::call(op.signature().target, (place, bound), || format!("on {place}: {bound}"));
+}
+
 /// Make the operator's problem, which validates it, and hand it to the backend.
 ///
 /// # Safety
@@ -142,6 +153,7 @@ unsafe fn dispatch(bound: &Bound, op: Op, action: Action) -> Result {
     macro_rules! on_backend {
         ($problem:expr, $operator:ident) => {{
             let problem = $problem?;
+            log_call(bound, op, action);
             match action {
                 Action::Check => Ok(()),
                 _ if bound.has_empty_results() => Ok(()),

@@ -13,6 +13,7 @@ use support::frame::INVALID_ARGUMENT;
 use support::guard::{Guarded, Side, for_both_sides};
 use support::invocation::Attr;
 use support::spread::Spread;
+use xla_attention::ops::workspace::AttentionSizes;
 use xla_attention::{
     Action, Attribute, Call, DType, Error, Op, SingleThread, Tensor, XaAttribute, XaCall, XaTensor, call, xa_call,
     xa_op,
@@ -69,6 +70,24 @@ fn the_other_sizes_of_an_empty_tensor_do_not_matter() {
     let (cache, row) = (claim(F16, &[0, HUGE, 4, 16]), claim(F16, &[6, 2, 16]));
     let outcome = check(Op::KvCacheUpdate, &[cache, row, row, claim(I32, &[6])], &[cache], &[Attribute::I64(1)]);
     refused(outcome, &format!("xla_gpu_kv_cache_update: page_size is {HUGE}, expected below 2^31"));
+}
+
+#[test]
+fn a_rotation_of_no_row_may_have_any_number_of_heads() {
+    let (mut cache, mut table) = ([1.0f32; 16], [1.0f32; 8]);
+    let cache = Tensor { data: cache.as_mut_ptr().cast(), ..claim(F32, &[1, 1, 2, 8]) };
+    let table = Tensor { data: table.as_mut_ptr().cast(), ..claim(F32, &[1, 8]) };
+    let (row, token) = (claim(F32, &[0, 1, 8]), claim(I32, &[0]));
+    for heads in [1 << 28, 1 << 40, 1 << 60, 1 << 61, 1 << 62] {
+        let dims = [0, heads, 8];
+        let query = claim(F32, &dims);
+        let (operands, results) = ([cache, query, row, row, token, token, table], [cache, query]);
+        let (action, attributes) = (Action::RunOnCpu(&SingleThread), [Attribute::Bool(false), Attribute::I64(1)]);
+        let op = Op::RopeKvCacheUpdate;
+        let call_ = Call { op, action, operands: &operands, results: &results, attributes: &attributes };
+        // SAFETY: the cache and the table are the arrays above; the others have no element.
+        unsafe { call(&call_) }.unwrap();
+    }
 }
 
 #[test]
@@ -206,6 +225,27 @@ fn a_build_without_cuda_says_so() {
     }
 }
 
+#[test]
+fn sizes_that_no_call_can_have_want_no_workspace() {
+    let right = AttentionSizes {
+        num_q_heads: 8,
+        num_kv_heads: 8,
+        head_dim: 128,
+        value_dim: 128,
+        dtype: DType::BF16,
+        batch_invariant: true,
+    };
+    assert!(right.workspace().fixed > 0);
+    for absurd in [i64::MIN, -1, 0, 257, i64::MAX / 4, i64::MAX] {
+        assert_eq!(AttentionSizes { value_dim: absurd, ..right }.workspace().fixed, 0, "Dv {absurd}");
+    }
+    for absurd in [i64::MIN, -1, 0, 1 << 40, i64::MAX] {
+        assert_eq!(AttentionSizes { num_kv_heads: absurd, ..right }.workspace().fixed, 0, "Hkv {absurd}");
+        let per_row = AttentionSizes { num_q_heads: absurd, ..right }.gradients_workspace().per_row;
+        assert_eq!(per_row, absurd.max(0).saturating_mul(4), "Hq {absurd}");
+    }
+}
+
 // The C interface.
 
 /// `xa_call`, with 200 bytes for the text.
@@ -271,18 +311,94 @@ fn the_c_interface_knows_every_target_by_name() {
 
 #[test]
 fn a_request_that_is_no_request_is_refused() {
-    let text = format!("xa_call: the request is not a struct of {} bytes", size_of::<XaCall>());
-    assert_eq!(c_call(null()), (INVALID_ARGUMENT, text.clone()));
+    let text = |size: usize| {
+        format!("xa_call: the request is a struct of {size} bytes, expected 72 or, of a later version, more")
+    };
+    assert_eq!(c_call(null()), (INVALID_ARGUMENT, text(0)));
     let good = c_add(&[], &[], 0);
-    assert_eq!(c_call(&XaCall { struct_size: 8, ..good }), (INVALID_ARGUMENT, text));
+    for struct_size in [0, 8, 71, 1 << 13, usize::MAX] {
+        assert_eq!(c_call(&XaCall { struct_size, ..good }), (INVALID_ARGUMENT, text(struct_size)));
+    }
     assert_eq!(c_call(&XaCall { op: 99, ..good }), (INVALID_ARGUMENT, "no operator 99".into()));
     assert_eq!(c_call(&XaCall { op: -1, ..good }), (INVALID_ARGUMENT, "no operator -1".into()));
     assert_eq!(c_call(&XaCall { action: 4, ..good }), (INVALID_ARGUMENT, "action is 4, expected 0 to 3".into()));
     let tensor = XaTensor { data: null_mut(), dims: null(), strides: null(), rank: -1, dtype: F32.0 };
-    assert_eq!(c_call(&c_add(&[tensor], &[], 0)), (INVALID_ARGUMENT, "a tensor has rank -1".into()));
+    assert_eq!(c_call(&c_add(&[tensor], &[], 0)), (INVALID_ARGUMENT, "xla_gpu_simple_add: a has rank -1".into()));
+    let there = c_tensor(&mut [], &[0]);
+    let text = "xla_gpu_simple_add: out has rank -1";
+    assert_eq!(c_call(&c_add(&[there, there], &[tensor], 0)), (INVALID_ARGUMENT, text.into()));
+    let text = "xla_gpu_simple_add: operand 2 has rank -1";
+    assert_eq!(c_call(&c_add(&[there, there, tensor], &[there], 0)), (INVALID_ARGUMENT, text.into()));
     let attribute = XaAttribute { kind: 3, real: 0.0, integer: 0 };
     let request = XaCall { attributes: &raw const attribute, num_attributes: 1, ..good };
-    assert_eq!(c_call(&raw const request), (INVALID_ARGUMENT, "an attribute has kind 3, expected 0 to 2".into()));
+    let text = "xla_gpu_simple_add: attribute 0 has kind 3, expected 0 to 2";
+    assert_eq!(c_call(&raw const request), (INVALID_ARGUMENT, text.into()));
+    // SAFETY: a terminated string.
+    let op = unsafe { xa_op(c"xla_gpu_paged_attention".as_ptr()) };
+    let text = "xla_gpu_paged_attention: attribute batch_invariant has kind 3, expected 0 to 2";
+    assert_eq!(c_call(&XaCall { op, ..request }), (INVALID_ARGUMENT, text.into()));
+}
+
+/// A request of a later version.
+#[repr(C)]
+struct LaterCall {
+    known: XaCall,
+    unknown: [u32; 3],
+}
+
+#[test]
+fn a_request_of_a_later_version_is_one_if_it_asks_for_nothing_new() {
+    let (mut a, mut b, mut out, dims) = ([1.0f32, 2.0], [0.5f32, 0.25], [0.0f32; 2], [2i64]);
+    let operands = [c_tensor(&mut a, &dims), c_tensor(&mut b, &dims)];
+    let results = [c_tensor(&mut out, &dims)];
+    let known = XaCall { struct_size: size_of::<LaterCall>(), ..c_add(&operands, &results, 1) };
+    let later = |unknown| LaterCall { known, unknown };
+    assert_eq!(c_call((&raw const later([0; 3])).cast()), (0, String::new()));
+    assert_eq!(out.map(f32::to_bits), [1.5f32, 2.25].map(f32::to_bits));
+    let text = "xa_call: the request asks for something that this version does not know, past its 72 bytes";
+    for unknown in [[1, 0, 0], [0, 0, 1 << 31]] {
+        assert_eq!(c_call((&raw const later(unknown)).cast()), (INVALID_ARGUMENT, text.into()));
+    }
+}
+
+#[test]
+fn strides_of_nothing_may_be_anything() {
+    let (dims, strides) = ([0i64, 2, 8], [0i64; 3]);
+    let q = XaTensor { strides: strides.as_ptr(), ..c_tensor(&mut [], &dims) };
+    let (lse_dims, starts_dims) = ([2i64, 0], [1i64]);
+    let mut start = [0.0f32];
+    let starts = XaTensor { dtype: I32.0, ..c_tensor(&mut start, &starts_dims) };
+    let operands = [q, q, q, starts, starts];
+    let results = [q, XaTensor { strides: strides.as_ptr(), ..c_tensor(&mut [], &lse_dims) }];
+    let flag = XaAttribute { kind: 0, real: 0.0, integer: 0 };
+    let (number, real) = (XaAttribute { kind: 1, ..flag }, XaAttribute { kind: 2, real: 1.0, ..flag });
+    let off = XaAttribute { real: 0.0, ..real };
+    let minus = XaAttribute { integer: -1, ..number };
+    let attributes = [flag, flag, number, number, number, off, real, flag, minus, minus];
+    let request = XaCall {
+        // SAFETY: a terminated string.
+        op: unsafe { xa_op(c"xla_gpu_flash_attn_varlen".as_ptr()) },
+        attributes: attributes.as_ptr(),
+        num_attributes: attributes.len(),
+        ..c_add(&operands, &results, 1)
+    };
+    assert_eq!(c_call(&raw const request), (0, String::new()));
+    // The same through the Rust entry.
+    let q = Tensor { strides: Some(&strides), ..claim(F32, &dims) };
+    let starts = Tensor { data: start.as_mut_ptr().cast(), ..claim(I32, &starts_dims) };
+    let attributes = [
+        Attribute::Bool(false),
+        Attribute::Bool(false),
+        Attribute::I64(0),
+        Attribute::I64(0),
+        Attribute::I64(0),
+        Attribute::F32(0.0),
+        Attribute::F32(1.0),
+        Attribute::Bool(false),
+        Attribute::I64(-1),
+        Attribute::I64(-1),
+    ];
+    check(Op::FlashAttnVarlen, &[q, q, q, starts, starts], &[q, claim(F32, &lse_dims)], &attributes).unwrap();
 }
 
 #[test]

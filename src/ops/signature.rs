@@ -3,6 +3,8 @@
 use crate::error::{Result, ensure};
 use crate::fault::{self, Fault};
 use crate::tensor::{DType, Tensor, missing};
+use std::fmt;
+use std::hash::{Hash, Hasher};
 
 /// The interface of one target (SPEC 2.6). A released one grows only by trailing optional operands and results.
 #[derive(Debug)]
@@ -131,6 +133,31 @@ impl<'a> Bound<'a> {
     /// An attribute that the signature types as `i1`.
     pub(crate) fn bool(&self, name: &'static str) -> bool {
         matches!(self.attribute(name), Some(Attribute::Bool(true)))
+    }
+}
+
+/// By types and shapes.
+impl Hash for Bound<'_> {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        let shapes = |tensors: &[Tensor]| tensors.iter().map(|t| (t.dtype, t.dims.to_vec())).collect::<Vec<_>>();
+        (self.signature.target, shapes(self.operands), shapes(self.results)).hash(state);
+    }
+}
+
+/// Types and shapes of what is given, and the size of the workspace.
+impl fmt::Display for Bound<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let given = |names: &[&str], tensors: &[Tensor]| {
+            let given = names.iter().zip(tensors).filter(|(name, t)| **name != "workspace" && !t.is_left_out());
+            given.map(|(name, t)| format!("{name} {}{:?}", t.dtype, t.dims)).collect::<Vec<_>>().join(", ")
+        };
+        let (operands, results) = (self.signature.operands, self.signature.results);
+        write!(f, "{} to {}", given(operands, self.operands), given(results, self.results))?;
+        if results.contains(&"workspace") {
+            let bytes = self.optional_result("workspace").map_or(0, |workspace| workspace.bytes());
+            write!(f, ", workspace of {bytes} bytes")?;
+        }
+        Ok(())
     }
 }
 

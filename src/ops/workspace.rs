@@ -3,6 +3,7 @@
 //! The size is a function of static values alone, the same wherever a program is traced, exported and run. A call takes
 //! any size, also none: with less than this it plans with fewer or no parts of sequences, and stays right.
 
+use super::MAX_HEAD_DIM;
 use crate::tensor::DType;
 
 /// CTAs for which the workspace is sized, whatever the GPU at hand: those of 132 SMs that run three each, or four where
@@ -65,7 +66,7 @@ impl AttentionSizes {
     #[must_use]
     pub fn workspace(&self) -> WorkspaceSize {
         let shares = if self.num_kv_heads > 0 { nominal_ctas(self.value_dim) / self.num_kv_heads } else { 0 };
-        let fixed = if shares < 2 || self.value_dim <= 0 {
+        let fixed = if shares < 2 || !(1..=MAX_HEAD_DIM).contains(&self.value_dim) {
             0
         } else {
             let ends = shares - 1;

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -71,13 +72,19 @@ print(jax.numpy.ones(2).sum())
 def test_the_log_says_once_what_was_chosen_for_a_shape():
     code = """
 import jax.numpy as jnp
-from xla_attention.jax import paged_attention
+from xla_attention.jax import paged_attention, simple_add
 one, table, starts = jnp.array([1]), jnp.array([[1]]), jnp.array([0, 1])
 for _ in range(3):
+    simple_add(jnp.ones(5), jnp.ones(5))
     paged_attention(jnp.ones((1, 2, 64)), jnp.ones((2, 4, 2, 64)), one, table, starts, one, scale=1.0)
 """
     done = python(code, XLA_ATTENTION_LOG="debug", JAX_PLATFORMS="cpu")
-    assert done.stderr.count("attention: ") == 1, done.stderr
+    assert done.stderr.count(" attention: ") == 1, done.stderr
+    assert done.stderr.count("xla_gpu_simple_add: on the CPU: a f32[5], b f32[5] to out f32[5]\n") == 1, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "xla_gpu_paged_attention: on the CPU: " in line]
+    assert len(lines) == 1, done.stderr
+    assert ": query f32[1, 2, 64], kv_cache f32[2, 4, 2, 64], " in lines[0], lines
+    assert re.search(r" to out f32\[1, 2, 64\].*, workspace of \d+ bytes$", lines[0]), lines
     assert "paged_attention: " not in python(code, JAX_PLATFORMS="cpu").stderr
 
 
