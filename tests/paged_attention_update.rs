@@ -7,6 +7,7 @@ mod support;
 use proptest::prelude::*;
 use support::array::{ATTENTION_DTYPES, Array, BF16, F8E4M3FN, F16, F32, FP8_DTYPES};
 use support::batch::{Alibi, Dtypes, Scaled, Shape};
+use support::cost::{self, Sizes, hostile_starts_cost_no_more};
 use support::guard::{Side, for_both_sides};
 use support::named_shapes::named_shapes;
 use support::oracle::Mask;
@@ -395,4 +396,18 @@ fn strides_that_it_cannot_follow_are_refused() {
     elsewhere[1] = Tensor { data: std::ptr::without_provenance_mut(64), strides: Some(&[1024, 64, 16, 1]), ..cache };
     let text = text("kv_cache is strided and not updated in place; alias the result to the operand");
     assert_eq!(refusal(&elsewhere, &[query, cache]), text);
+}
+
+#[test]
+fn hostile_starts_cost_no_more_than_right_ones() {
+    hostile_starts_cost_no_more("paged_attention_update", cost::paged_attention_update, Sizes::small(), 10.0);
+}
+
+/// At sizes at which time can be told from noise: `--ignored --nocapture` prints a table.
+#[test]
+#[ignore = "a measurement: wants a machine for itself"]
+fn hostile_starts_cost_at_most_twice_as_much() {
+    for sizes in Sizes::large() {
+        hostile_starts_cost_no_more("paged_attention_update", cost::paged_attention_update, sizes, 2.0);
+    }
 }

@@ -5,6 +5,7 @@ use crate::support::array::{BF16, F16, F32};
 use crate::support::batch::{Alibi, Dtypes, Shape};
 use crate::support::case::Case;
 use crate::support::check::check_against;
+use crate::support::cost::{self, Sizes, hostile_starts_cost_no_more};
 use crate::support::oracle::Mask;
 use crate::support::random::Random;
 use crate::support::storage::{Layout, Storage};
@@ -238,5 +239,25 @@ fn all_kernels_read_the_starts_of_many_sequences_alike() {
         case.disorder(cuts_rows, seed);
         assert!(members(&case).iter().filter(|m| m.len_q > 0).count() > count / 8);
         check_against(&case, IfWrong::Clamped);
+    }
+}
+
+#[test]
+fn hostile_starts_cost_no_more_than_right_ones() {
+    hostile_starts_cost_no_more("flash_attn_varlen", cost::flash_attn_varlen, Sizes::small(), 10.0);
+}
+
+/// A query head of its own for each row that one KV head has, and no key: what is left is planning.
+#[test]
+fn planning_hostile_starts_costs_no_more_than_planning_right_ones() {
+    hostile_starts_cost_no_more("planning", cost::flash_attn_varlen_without_keys, Sizes::planned(), 10.0);
+}
+
+/// At sizes at which time can be told from noise: `--ignored --nocapture` prints a table.
+#[test]
+#[ignore = "a measurement: wants a machine for itself"]
+fn hostile_starts_cost_at_most_twice_as_much() {
+    for sizes in Sizes::large() {
+        hostile_starts_cost_no_more("flash_attn_varlen", cost::flash_attn_varlen, sizes, 2.0);
     }
 }

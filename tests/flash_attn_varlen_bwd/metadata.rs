@@ -5,6 +5,7 @@ use crate::support::answers::{IfWrong, members};
 use crate::support::array::ATTENTION_DTYPES;
 use crate::support::batch::{Alibi, Dtypes, Shape};
 use crate::support::case::Case;
+use crate::support::cost::{self, Sizes, hostile_starts_cost_no_more};
 use crate::support::gradient_case::{GradientCase, Wanted, check_gradients_against, gradient_answers};
 use crate::support::oracle::Mask;
 use crate::support::random::Random;
@@ -165,5 +166,19 @@ fn all_kernels_read_the_starts_of_many_sequences_alike() {
         case.disorder(cuts_rows, seed as u64);
         assert!(members(&case).iter().filter(|m| m.len_q > 0 && m.len_k > 0).count() > 40);
         check_clamped(case, "many sequences");
+    }
+}
+
+#[test]
+fn hostile_starts_cost_no_more_than_right_ones() {
+    hostile_starts_cost_no_more("flash_attn_varlen_bwd", cost::flash_attn_varlen_bwd, Sizes::small(), 10.0);
+}
+
+/// At sizes at which time can be told from noise: `--ignored --nocapture` prints a table.
+#[test]
+#[ignore = "a measurement: wants a machine for itself"]
+fn hostile_starts_cost_at_most_twice_as_much() {
+    for sizes in Sizes::large() {
+        hostile_starts_cost_no_more("flash_attn_varlen_bwd", cost::flash_attn_varlen_bwd, sizes, 2.0);
     }
 }

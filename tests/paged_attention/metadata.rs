@@ -5,6 +5,7 @@ use crate::support::array::{BF16, F32};
 use crate::support::batch::{Dtypes, Shape};
 use crate::support::case::Case;
 use crate::support::check::check_against;
+use crate::support::cost::{self, Sizes, hostile_starts_cost_no_more};
 use crate::support::random::Random;
 use crate::support::storage::Storage;
 use crate::support::strategies::{for_all, paged_shapes, paged_storages};
@@ -163,5 +164,19 @@ fn only_as_many_sequences_as_num_seqs_says_are_there() {
         let mut case = Case::paged(&shape.batch(), &Storage::default());
         case.num_seqs = num_seqs;
         check_against(&case, IfWrong::Unspecified);
+    }
+}
+
+#[test]
+fn hostile_starts_cost_no_more_than_right_ones() {
+    hostile_starts_cost_no_more("paged_attention", cost::paged_attention, Sizes::small(), 10.0);
+}
+
+/// At sizes at which time can be told from noise: `--ignored --nocapture` prints a table.
+#[test]
+#[ignore = "a measurement: wants a machine for itself"]
+fn hostile_starts_cost_at_most_twice_as_much() {
+    for sizes in Sizes::large() {
+        hostile_starts_cost_no_more("paged_attention", cost::paged_attention, sizes, 2.0);
     }
 }

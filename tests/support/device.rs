@@ -3,9 +3,10 @@
 use super::array::Array;
 use super::frame::Refusal;
 use super::guard::Side;
-use super::invocation::{Attr, Invocation, POISON};
+use super::invocation::{Invocation, POISON};
 use cudarc::driver::sys::{self, CUresult};
-use xla_attention::{Action, Attribute, Call, DType, Error, Op, Stream, Tensor, call};
+use std::time::Instant;
+use xla_attention::{Action, Call, DType, Error, Stream, Tensor, call};
 
 /// The driver call succeeds.
 macro_rules! cuda {
@@ -254,8 +255,7 @@ impl Invocation {
         let outputs: Vec<Tensor> = (0..own.len()).map(|i| memory(i).tensor()).collect();
         let attributes = self.sorted_attributes();
         let run = |action| {
-            let target = if self.target == "XlaGpuSimpleAdd" { "xla_gpu_simple_add" } else { self.target };
-            let op = Op::ALL.into_iter().find(|op| op.signature().target == target).unwrap();
+            let op = self.op();
             let call_ = Call { op, action, operands: &inputs, results: &outputs, attributes: &attributes };
             // SAFETY: the views are the allocations above, which outlive `finish`.
             unsafe { call(&call_) }
@@ -279,15 +279,31 @@ impl Invocation {
         Ok((0..own.len()).map(|i| memory(i).read(self.results[i].name)).collect())
     }
 
-    fn sorted_attributes(&self) -> Vec<Attribute> {
-        let mut named = self.attributes.clone();
-        named.sort_by_key(|(name, _)| *name);
-        let value = |attr: &Attr| match attr {
-            Attr::Bool(value) => Attribute::Bool(*value),
-            Attr::I64(value) => Attribute::I64(*value),
-            Attr::F32(value) => Attribute::F32(*value),
-            other => panic!("{other:?} is no attribute of an operator"),
+    /// How long the quickest of `calls` launches takes, its end included.
+    pub fn seconds_on_gpu(&self, gpu: &Gpu, calls: usize) -> f64 {
+        let place = |array: Array| Memory::place(gpu, array, Around::Nothing);
+        let operands: Vec<Memory> = self.operands.iter().map(|(_, array)| place(array.clone())).collect();
+        let own: Vec<Option<Memory>> = self
+            .results
+            .iter()
+            .map(|r| r.alias.is_none().then(|| place(Array::filled(r.dtype, &r.dims, POISON))))
+            .collect();
+        let memory = |i: usize| own[i].as_ref().unwrap_or_else(|| &operands[self.results[i].alias.unwrap()]);
+        let inputs: Vec<Tensor> = operands.iter().map(Memory::tensor).collect();
+        let outputs: Vec<Tensor> = (0..own.len()).map(|i| memory(i).tensor()).collect();
+        let action = Action::LaunchCuda(Stream(gpu.stream as usize));
+        let attributes = self.sorted_attributes();
+        let launch = Call { op: self.op(), action, operands: &inputs, results: &outputs, attributes: &attributes };
+        let once = || {
+            gpu.finish();
+            let began = Instant::now();
+            // SAFETY: the views are the allocations above, which outlive `finish`.
+            unsafe { call(&launch) }.unwrap();
+            gpu.finish();
+            began.elapsed().as_secs_f64()
         };
-        named.iter().map(|(_, attr)| value(attr)).collect()
+        // The first one loads the kernels.
+        once();
+        (0..calls).map(|_| once()).fold(f64::INFINITY, f64::min)
     }
 }

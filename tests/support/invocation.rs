@@ -1,6 +1,7 @@
 //! One call of a target, described without a machine: what goes in, what comes out, what shares memory.
 
 use super::array::{Array, Dtype};
+use xla_attention::{Attribute, Op};
 
 /// The value of an attribute.
 #[derive(Clone, PartialEq, Debug)]
@@ -64,6 +65,25 @@ impl Invocation {
     pub fn with_operand(mut self, name: &'static str, array: Array) -> Self {
         self.operands.iter_mut().find(|(n, _)| *n == name).unwrap().1 = array;
         self
+    }
+
+    /// The operator that the target is.
+    pub fn op(&self) -> Op {
+        let target = if self.target == "XlaGpuSimpleAdd" { "xla_gpu_simple_add" } else { self.target };
+        Op::ALL.into_iter().find(|op| op.signature().target == target).unwrap()
+    }
+
+    /// The attributes as `xla_attention::call` takes them.
+    pub fn sorted_attributes(&self) -> Vec<Attribute> {
+        let mut named = self.attributes.clone();
+        named.sort_by_key(|(name, _)| *name);
+        let value = |attr: &Attr| match attr {
+            Attr::Bool(value) => Attribute::Bool(*value),
+            Attr::I64(value) => Attribute::I64(*value),
+            Attr::F32(value) => Attribute::F32(*value),
+            other => panic!("{other:?} is no attribute of an operator"),
+        };
+        named.iter().map(|(_, attr)| value(attr)).collect()
     }
 
     /// Adds an attribute or gives it another value.
