@@ -7,6 +7,7 @@
 
 use anyhow::Result;
 use std::collections::BTreeSet;
+use std::fmt::Write as _;
 use std::path::Path;
 use std::{env, fs};
 
@@ -61,7 +62,7 @@ pub(crate) fn build(out: &Path) -> Result<()> {
     let mut text = String::from(".section .hidden_names,\"e\",%progbits\n");
     for name in hidden {
         // Weak: a name that is nowhere defined is no error.
-        text += &format!(".weak \"{name}\"\n.hidden \"{name}\"\n.quad \"{name}\"\n");
+        let _ = write!(text, ".weak \"{name}\"\n.hidden \"{name}\"\n.quad \"{name}\"\n");
     }
     // Or the linker makes the stack executable.
     text += ".section .note.GNU-stack,\"\",%progbits\n";

@@ -339,11 +339,11 @@ fn a_request_that_is_no_request_is_refused() {
     assert_eq!(c_call(&XaCall { op, ..request }), (INVALID_ARGUMENT, text.into()));
 }
 
-/// A request of a later version.
+/// A request of a later version, without padding.
 #[repr(C)]
 struct LaterCall {
     known: XaCall,
-    unknown: [u32; 3],
+    unknown: [u32; 4],
 }
 
 #[test]
@@ -352,12 +352,15 @@ fn a_request_of_a_later_version_is_one_if_it_asks_for_nothing_new() {
     let operands = [c_tensor(&mut a, &dims), c_tensor(&mut b, &dims)];
     let results = [c_tensor(&mut out, &dims)];
     let known = XaCall { struct_size: size_of::<LaterCall>(), ..c_add(&operands, &results, 1) };
-    let later = |unknown| LaterCall { known, unknown };
-    assert_eq!(c_call((&raw const later([0; 3])).cast()), (0, String::new()));
+    let ask = |unknown| {
+        let request = LaterCall { known, unknown };
+        c_call((&raw const request).cast())
+    };
+    assert_eq!(ask([0; 4]), (0, String::new()));
     assert_eq!(out.map(f32::to_bits), [1.5f32, 2.25].map(f32::to_bits));
     let text = "xa_call: the request asks for something that this version does not know, past its 72 bytes";
-    for unknown in [[1, 0, 0], [0, 0, 1 << 31]] {
-        assert_eq!(c_call((&raw const later(unknown)).cast()), (INVALID_ARGUMENT, text.into()));
+    for unknown in [[1, 0, 0, 0], [0, 0, 0, 1 << 31]] {
+        assert_eq!(ask(unknown), (INVALID_ARGUMENT, text.into()));
     }
 }
 

@@ -162,6 +162,9 @@ unsafe fn checked_on_cuda(bound: &Bound, call: &Call, stream: Stream) -> Result 
     }
 }
 
+/// A row and head, and how much further than usual their columns of out and their lse may be off.
+type ExcessOfRow = ((usize, usize), (Vec<f64>, f64));
+
 /// # Safety
 /// All of it is readable host memory; `second` has the results `expected`, `sequences` are those of its metadata.
 unsafe fn compare_all(
@@ -185,8 +188,7 @@ unsafe fn compare_all(
     let spoiled = problem.as_ref().map_or(Vec::new(), |problem| unsafe { spoiled_rows(problem, sequences) });
     let softcap = problem.is_some_and(|problem| problem.score.softcap > 0.0);
     let ran_on_gpu = !matches!(call.action, Action::RunOnCpu(_));
-    // Of the row and head that were asked for last.
-    let last: RefCell<Option<((usize, usize), (Vec<f64>, f64))>> = RefCell::new(None);
+    let last: RefCell<Option<ExcessOfRow>> = RefCell::new(None);
     let excess = |row: usize, head: usize, column: Option<usize>| -> f64 {
         let Some(problem) = problem.as_ref().filter(|problem| ran_on_gpu && may_multiply_fp8(problem)) else {
             return 0.0;

@@ -161,6 +161,7 @@ struct Buffer {
     name: &'static str,
     bytes: Vec<u8>,
     side: Side,
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "memory of the host ends at a page instead"))]
     askew: usize,
 }
 
