@@ -103,7 +103,7 @@ fn invocation(plan: &Plan, aliases: &[(usize, usize)], seed: u64) -> Invocation 
     })
 }
 
-/// An element that nobody has written: bits that no arithmetic on finite floats gives.
+/// An element that was never written: bits that no arithmetic on finite floats gives.
 fn unwritten(result: &Array) -> Option<usize> {
     let is_float = [F16, BF16, F32, F64].contains(&result.dtype);
     let untouched = |element: &[u8]| is_float && element.iter().all(|&b| b == POISON);

@@ -1,4 +1,4 @@
-//! Calls that nobody would make on purpose.
+//! Calls that no program makes on purpose.
 //!
 //! [`damaged`]: each case of the conformance tables, changed at random in up to three places. What is refused must be
 //! refused without a touch of memory. [`runner`]: calls that are accepted, hostile in all that they may be hostile in, and
