@@ -389,19 +389,8 @@ fn strides_of_nothing_may_be_anything() {
     // The same through the Rust entry.
     let q = Tensor { strides: Some(&strides), ..claim(F32, &dims) };
     let starts = Tensor { data: start.as_mut_ptr().cast(), ..claim(I32, &starts_dims) };
-    let attributes = [
-        Attribute::Bool(false),
-        Attribute::Bool(false),
-        Attribute::I64(0),
-        Attribute::I64(0),
-        Attribute::I64(0),
-        Attribute::F32(0.0),
-        Attribute::F32(1.0),
-        Attribute::Bool(false),
-        Attribute::I64(-1),
-        Attribute::I64(-1),
-    ];
-    check(Op::FlashAttnVarlen, &[q, q, q, starts, starts], &[q, claim(F32, &lse_dims)], &attributes).unwrap();
+    check(Op::FlashAttnVarlen, &[q, q, q, starts, starts], &[q, claim(F32, &lse_dims)], &attention::FLASH_ATTRIBUTES)
+        .unwrap();
 }
 
 #[test]

@@ -13,7 +13,7 @@ use crate::{PAGED_ATTRIBUTES, check, claim, paged_claims, refused};
 use xla_attention::{Action, Attribute, Call, Op, Pool, RayonPool, SingleThread, Tensor, call};
 
 /// `flash_attn_varlen` without a mask, of the default layout.
-const FLASH_ATTRIBUTES: [Attribute; 10] = [
+pub(crate) const FLASH_ATTRIBUTES: [Attribute; 10] = [
     Attribute::Bool(false),
     Attribute::Bool(false),
     Attribute::I64(0),
