@@ -1,7 +1,8 @@
 // Writes the K and V rows of new tokens into their slots of a paged cache, in place.
 //
-// Slot page * page_size + offset names a token of the cache; a slot outside [0, num_pages * page_size) is skipped. Rows
-// with the same slot overwrite each other in no particular order.
+// Slot page * page_size + offset names a token of the cache; a slot outside [0, num_pages * page_size) is skipped. Of
+// rows with the same slot one is stored last, in no particular order; a row is left out if one of the next has its
+// slot.
 //
 // Compiled once for each XA_DTYPE of the rows: f16, bf16, f32. The cache has the same type, or fp8.
 // Launch: kThreads threads at most; a thread takes one share of a row of keys or values.
@@ -32,11 +33,12 @@ constexpr int kCtas = 6;
 template <typename T, CacheType kType>
 __device__ __forceinline__ void update(const CacheUpdateParams& params) {
   for_share(params.sharing, [&](int32_t row, uint32_t share) {
+    const RowSlots slots(params.slot_mapping, params.sharing);
     const uint32_t of_keys = params.key.sharing.shares();
     if (share < of_keys) {
-      write_share<T, kType, kHeads>(params.key, params.slot_mapping, row, share);
+      write_share<T, kType, kHeads>(params.key, slots, row, share);
     } else {
-      write_share<T, kType, kHeads>(params.value, params.slot_mapping, row, share - of_keys);
+      write_share<T, kType, kHeads>(params.value, slots, row, share - of_keys);
     }
   });
 }

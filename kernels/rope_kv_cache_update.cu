@@ -188,24 +188,25 @@ __device__ __forceinline__ void rotate_queries(const RopeParams& params, const R
 }
 
 template <int kCount, typename T, CacheType kType>
-__device__ __forceinline__ void rotate_keys(const RopeParams& params, const RowShare& share) {
+__device__ __forceinline__ void rotate_keys(const RopeParams& params, const RowSlots& slots, const RowShare& share) {
   const NewRows& key = params.key;
   const T* const from = static_cast<const T*>(key.rows) + share.row * key.row_token_stride;
-  const int64_t slot = params.slot_mapping.load(share.row);
+  const RowSlot slot = slots.load(share.row);
   // One head: with another and its division, registers would not do.
   rotate_share<1, kCount>(from, key.row_head_stride, key.num_heads, key.sharing, params.rotation, share,
-                          [&] { return CachePlace<T, kType>(key, params.slot_mapping, slot); });
+                          [&] { return CachePlace<T, kType>(key, slots, share, slot); });
 }
 
 template <typename T, CacheType kType>
 __device__ __forceinline__ void update_cache(const RopeParams& params, int32_t row, uint32_t index) {
+  const RowSlots slots(params.slot_mapping, params.sharing);
   const uint32_t keys = params.key.sharing.shares();
-  if (index >= keys) return write_share<T, kType, kHeads>(params.value, params.slot_mapping, row, index - keys);
+  if (index >= keys) return write_share<T, kType, kHeads>(params.value, slots, row, index - keys);
   const RowShare share(params.key.sharing, row, index);
   if (params.key.aligned != 0) {
-    rotate_keys<16 / sizeof(T), T, kType>(params, share);
+    rotate_keys<16 / sizeof(T), T, kType>(params, slots, share);
   } else {
-    rotate_keys<1, T, kType>(params, share);
+    rotate_keys<1, T, kType>(params, slots, share);
   }
 }
 

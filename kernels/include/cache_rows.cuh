@@ -59,10 +59,14 @@ struct RowShare {
   int32_t piece;
   int32_t first_head;
   int32_t step;
+  uint32_t lanes;  // of the warp, which have shares of the same heads of the row: a mask
 
   __device__ __forceinline__ RowShare(const HeadSharing& sharing, int32_t row, uint32_t share)
       : row(row), first_head(divided(share, sharing.pieces)), step(sharing.step) {
     piece = share - first_head * sharing.pieces.divisor;
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t before = min(share, lane), after = min(sharing.shares() - 1 - share, 31 - lane);
+    lanes = ~0u >> (31 - before - after) << (lane - before);
   }
 
   __device__ __forceinline__ int32_t head(int i) const { return first_head + i * step; }
@@ -78,6 +82,46 @@ __device__ __forceinline__ void for_share(const RowSharing& sharing, const Body&
   const int64_t row = int64_t{blockIdx.x} * sharing.cta_rows + row_in_cta;
   if (row_in_cta < sharing.cta_rows && row < sharing.num_rows && share < shares) body(static_cast<int32_t>(row), share);
 }
+
+/// The slot of a row, and that of one of the next rows, which differs from lane to lane.
+struct RowSlot {
+  int64_t own;
+  int64_t ahead;  // -1 past the last row
+};
+
+/// The slots of a call's rows.
+class RowSlots {
+ public:
+  __device__ __forceinline__ RowSlots(const SlotMapping& mapping, const RowSharing& sharing)
+      : mapping_(mapping), num_rows_(sharing.num_rows) {}
+
+  __device__ __forceinline__ const SlotMapping& mapping() const { return mapping_; }
+
+  __device__ __forceinline__ RowSlot load(int32_t row) const {
+    return mapping_.are_64_bit != 0 ? load_from<int64_t>(row) : load_from<int32_t>(row);
+  }
+
+  /// Whether one of the next kAhead rows has the same slot, which is in the cache. Then this row need not be stored,
+  /// because one of those is: thousands of stores to one address take turns in L2 and cost seven times as much as rows
+  /// apart. The lanes that store the row look at a row each; fewer than kAhead lanes look at as many rows.
+  __device__ __forceinline__ bool is_overwritten(const RowShare& share, const RowSlot& slot) const {
+    const bool same = slot.own == slot.ahead;
+    return (__ballot_sync(__activemask(), same) & share.lanes) != 0;
+  }
+
+ private:
+  static constexpr int32_t kAhead = 8;
+
+  template <typename Index>
+  __device__ __forceinline__ RowSlot load_from(int32_t row) const {
+    const Index* const slot = static_cast<const Index*>(mapping_.slots) + row;
+    const int32_t ahead = 1 + threadIdx.x % kAhead;
+    return {__ldg(slot), row < num_rows_ - ahead ? __ldg(slot + ahead) : -1};
+  }
+
+  const SlotMapping& mapping_;
+  int32_t num_rows_;
+};
 
 /// What the numbers of a head are divided by before they are stored.
 class Scale {
@@ -190,15 +234,19 @@ class CacheHead {
   Scale scale_;
 };
 
-/// The place of a row in the cache; a row whose slot lies outside goes nowhere.
+/// The place of a row in the cache; a row whose slot lies outside, or that another overwrites, goes nowhere.
 template <typename T, CacheType kType>
 class CachePlace {
  public:
-  __device__ __forceinline__ CachePlace(const NewRows& target, const SlotMapping& mapping, int64_t slot)
-      : target_(target), inside_(mapping.holds(slot)), first_(nullptr) {
+  __device__ __forceinline__ CachePlace(const NewRows& target, const RowSlots& slots, const RowShare& share,
+                                        const RowSlot& slot)
+      : target_(target),
+        inside_(!slots.is_overwritten(share, slot) && slots.mapping().holds(slot.own)),
+        first_(nullptr) {
     if (!inside_) return;
-    const int64_t page = mapping.page(slot);
-    const int64_t offset = slot - page * mapping.page_size;
+    const SlotMapping& mapping = slots.mapping();
+    const int64_t page = mapping.page(slot.own);
+    const int64_t offset = slot.own - page * mapping.page_size;
     first_ = static_cast<uint8_t*>(target.cache) + (page * target.page_stride + offset * target.token_stride) * kSize;
   }
 
@@ -217,9 +265,9 @@ class CachePlace {
 
 /// A share of a row of K or V, as it is, into its place: pieces of kCount elements of kHeads heads.
 template <typename T, CacheType kType, int kHeads, int kCount>
-__device__ __forceinline__ void write_share(const NewRows& target, const SlotMapping& mapping, const RowShare& share) {
+__device__ __forceinline__ void write_share(const NewRows& target, const RowSlots& slots, const RowShare& share) {
   // The row's numbers do not wait for its slot.
-  const int64_t slot = mapping.load(share.row);
+  const RowSlot slot = slots.load(share.row);
   const int32_t element = share.piece * kCount;
   const T* const from = static_cast<const T*>(target.rows) + share.row * target.row_token_stride + element;
   const auto in_row = [&](int i) { return i == 0 || share.head(i) < target.num_heads; };
@@ -229,7 +277,7 @@ __device__ __forceinline__ void write_share(const NewRows& target, const SlotMap
     // The first once more in place of one that there is not: so there is no branch, which takes registers.
     chunks[i] = load_chunk<T, kCount>(from + share.head(in_row(i) ? i : 0) * target.row_head_stride);
   }
-  const CachePlace<T, kType> place(target, mapping, slot);
+  const CachePlace<T, kType> place(target, slots, share, slot);
   if (!place.inside()) return;
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
@@ -238,13 +286,12 @@ __device__ __forceinline__ void write_share(const NewRows& target, const SlotMap
 }
 
 template <typename T, CacheType kType, int kHeads>
-__device__ __forceinline__ void write_share(const NewRows& target, const SlotMapping& mapping, int32_t row,
-                                            uint32_t index) {
+__device__ __forceinline__ void write_share(const NewRows& target, const RowSlots& slots, int32_t row, uint32_t index) {
   const RowShare share(target.sharing, row, index);
   if (target.aligned != 0) {
-    write_share<T, kType, kHeads, 16 / sizeof(T)>(target, mapping, share);
+    write_share<T, kType, kHeads, 16 / sizeof(T)>(target, slots, share);
   } else {
-    write_share<T, kType, kHeads, 1>(target, mapping, share);
+    write_share<T, kType, kHeads, 1>(target, slots, share);
   }
 }
 

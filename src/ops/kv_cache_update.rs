@@ -1,8 +1,8 @@
 //! Write the K and V rows of new tokens into a paged cache, in place.
 //!
 //! Slot `page * page_size + offset` names a token of the cache; a slot outside `[0, P * page_size)` is skipped, never
-//! clamped, so -1 marks padding. The slots of a call are to be distinct: where two are equal, the token may hold parts
-//! of both rows.
+//! clamped, so -1 marks padding. The slots of a call are to be distinct: where several are equal, the token may hold
+//! parts of some of their rows.
 //!
 //! What is stored is `x / scale`, the quotient in f32, rounded to the cache's type, nearest even. Without a scale, rows
 //! go bit by bit into a cache of their own type. Into an fp8 cache, what is larger than its largest finite number (448

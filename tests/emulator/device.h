@@ -135,7 +135,9 @@ template <typename T>
 T __shfl_down_sync(unsigned, T x, int distance) {
   return emulator::exchange(x, [=](int lane) { return lane + distance < emulator::kWarp ? lane + distance : lane; });
 }
-inline unsigned __ballot_sync(unsigned, bool x) { return emulator::ballot(x); }
+/// Lanes that have taken a branch are each by themselves.
+inline unsigned __activemask() { return 1u << threadIdx.x % emulator::kWarp; }
+inline unsigned __ballot_sync(unsigned lanes, bool x) { return lanes == ~0u ? emulator::ballot(x) : x ? lanes : 0; }
 inline bool __any_sync(unsigned, bool x) { return emulator::ballot(x) != 0; }
 inline bool __all_sync(unsigned, bool x) { return emulator::ballot(x) == ~0u; }
 inline void __syncwarp() { emulator::ballot(false); }

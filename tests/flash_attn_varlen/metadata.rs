@@ -257,7 +257,9 @@ fn planning_hostile_starts_costs_no_more_than_planning_right_ones() {
 #[test]
 #[ignore = "a measurement: wants a machine for itself"]
 fn hostile_starts_cost_at_most_twice_as_much() {
-    for sizes in Sizes::large() {
+    for sizes in [Sizes::large(), Sizes::large_fp8()].concat() {
         hostile_starts_cost_no_more("flash_attn_varlen", cost::flash_attn_varlen, sizes, 2.0);
     }
+    let with_seqused_q = cost::flash_attn_varlen_with_seqused_q;
+    hostile_starts_cost_no_more("flash_attn_varlen with seqused_q", with_seqused_q, Sizes::many_slots(), 2.0);
 }

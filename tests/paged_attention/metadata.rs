@@ -176,7 +176,7 @@ fn hostile_starts_cost_no_more_than_right_ones() {
 #[test]
 #[ignore = "a measurement: wants a machine for itself"]
 fn hostile_starts_cost_at_most_twice_as_much() {
-    for sizes in Sizes::large() {
+    for sizes in [Sizes::large(), Sizes::large_fp8()].concat() {
         hostile_starts_cost_no_more("paged_attention", cost::paged_attention, sizes, 2.0);
     }
 }

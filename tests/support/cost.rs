@@ -1,8 +1,8 @@
-//! What starts that go down and up may cost: no more than right ones in a call of the same shapes.
+//! What hostile metadata may cost: no more than right metadata in a call of the same shapes.
 
 #![allow(clippy::print_stdout, reason = "a table of what was measured")]
 
-use super::array::{Array, BF16, Dtype, F16, F32, I32, U8};
+use super::array::{Array, BF16, Dtype, F8E4M3FN, F16, F32, I32, U8};
 use super::case::i32s;
 use super::guard::Side;
 use super::invocation::{Attr, Invocation};
@@ -14,7 +14,9 @@ use xla_attention::{Action, Call, DType, RayonPool, Tensor, call};
 /// The shapes of a call: as many keys as rows, and a row for each query head of [`Sizes::heads`].
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
+    /// Of queries.
     pub dtype: Dtype,
+    pub kv_dtype: Dtype,
     pub rows: usize,
     /// B
     pub slots: usize,
@@ -27,7 +29,7 @@ impl Sizes {
     /// A call that takes some milliseconds on the CPU, or some seconds on the emulator.
     pub fn small() -> Self {
         let (rows, slots) = if on_emulator() { (64, 32) } else { (512, 256) };
-        Self { dtype: F32, rows, slots, heads: (4, 2), head_dim: 32 }
+        Self { dtype: F32, kv_dtype: F32, rows, slots, heads: (4, 2), head_dim: 32 }
     }
 
     /// A row for each of 256 query heads in each of many sequences.
@@ -38,24 +40,44 @@ impl Sizes {
 
     /// Calls that take some milliseconds on the device at hand.
     pub fn large() -> Vec<Self> {
-        let large = Self { dtype: BF16, rows: 1024, slots: 1024, heads: (8, 2), head_dim: 64 };
+        let of = |dtype| Self { dtype, kv_dtype: dtype, rows: 1024, slots: 1024, heads: (8, 2), head_dim: 64 };
         if runs_on_cpu() {
-            return vec![large, Self { dtype: F32, ..large }];
+            return vec![of(BF16), of(F32)];
         }
-        let long = Self { rows: 8192, slots: 1024, head_dim: 128, ..large };
-        let many = Self { rows: 4096, slots: 4096, ..long };
-        let fp32 = Self { dtype: F32, rows: 2048, ..long };
-        vec![long, Self { dtype: F16, head_dim: 64, ..long }, many, Self { head_dim: 80, ..many }, fp32]
+        let long = |dtype| Self { rows: 8192, head_dim: 128, ..of(dtype) };
+        let many = Self { rows: 4096, slots: 4096, ..long(BF16) };
+        let fp32 = Self { rows: 2048, ..long(F32) };
+        vec![long(BF16), Self { head_dim: 64, ..long(F16) }, many, Self { head_dim: 80, ..many }, fp32]
+    }
+
+    /// Calls that take some milliseconds over 8-bit keys, with queries of 8 and of 16 bits.
+    pub fn large_fp8() -> Vec<Self> {
+        let large = Self::large()[0];
+        [F8E4M3FN, BF16].map(|dtype| Self { dtype, kv_dtype: F8E4M3FN, ..large }).to_vec()
+    }
+
+    /// More slots than a kernel holds in shared memory.
+    pub fn many_slots() -> Self {
+        let slots = if runs_on_cpu() { 1 << 14 } else { 1 << 16 };
+        Self { rows: slots / 2, slots, ..Self::large()[0] }
+    }
+
+    fn out_dtype(self) -> Dtype {
+        if self.dtype == F8E4M3FN { BF16 } else { self.dtype }
+    }
+
+    fn q(self) -> Array {
+        self.ones(self.dtype, self.rows, self.heads.0)
+    }
+
+    fn kv(self, rows: usize) -> Array {
+        self.ones(self.kv_dtype, rows, self.heads.1)
     }
 
     /// Rows for heads of a number, all elements the same.
-    fn ones(self, rows: usize, heads: usize) -> Array {
+    fn ones(self, dtype: Dtype, rows: usize, heads: usize) -> Array {
         let dims = [rows, heads, self.head_dim];
-        Array {
-            dtype: self.dtype,
-            dims: dims.map(|n| n as i64).to_vec(),
-            bytes: self.dtype.encode(1.0).repeat(dims.iter().product()),
-        }
+        Array { dtype, dims: dims.map(|n| n as i64).to_vec(), bytes: dtype.encode(1.0).repeat(dims.iter().product()) }
     }
 
     fn out_dims(self) -> [i64; 3] {
@@ -78,11 +100,10 @@ const PAGE_SIZE: usize = 16;
 pub type Operator = fn(Sizes, &[i32], &[i32]) -> Invocation;
 
 pub fn flash_attn_varlen(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
-    let kv = sizes.ones(sizes.rows, sizes.heads.1);
-    varlen(Invocation::new("xla_gpu_flash_attn_varlen"), sizes, "q", &kv, [starts_q, starts_k])
+    varlen(Invocation::new("xla_gpu_flash_attn_varlen"), sizes, [starts_q, starts_k])
         .attribute("batch_invariant", Attr::Bool(false))
         .attribute("kv_layout", Attr::I64(0))
-        .result("out", sizes.dtype, &sizes.out_dims())
+        .result("out", sizes.out_dtype(), &sizes.out_dims())
         .result("softmax_lse", F32, &sizes.lse_dims())
         .result("workspace", U8, &[1 << 24])
 }
@@ -91,15 +112,22 @@ pub fn flash_attn_varlen(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> In
 pub fn flash_attn_varlen_without_keys(sizes: Sizes, starts_q: &[i32], _: &[i32]) -> Invocation {
     let none = vec![0; starts_q.len()];
     let call = flash_attn_varlen(sizes, starts_q, &none);
-    let one = sizes.ones(1, sizes.heads.1);
+    let one = sizes.kv(1);
     call.with_operand("k", one.clone()).with_operand("v", one)
 }
 
+/// The same with a `seqused_q` that leaves every row in use.
+pub fn flash_attn_varlen_with_seqused_q(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
+    flash_attn_varlen(sizes, starts_q, starts_k)
+        .operand("seqused_k", Array::left_out(I32))
+        .operand("block_table", Array::left_out(I32))
+        .operand("seqused_q", i32s(&vec![i32::MAX; sizes.slots]))
+}
+
 pub fn flash_attn_varlen_bwd(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
-    let kv = sizes.ones(sizes.rows, sizes.heads.1);
-    let q = sizes.ones(sizes.rows, sizes.heads.0);
+    let (q, kv) = (sizes.q(), sizes.kv(sizes.rows));
     let call = Invocation::new("xla_gpu_flash_attn_varlen_bwd").operand("dout", q.clone());
-    let mut call = varlen(call, sizes, "q", &kv, [starts_q, starts_k]);
+    let mut call = varlen(call, sizes, [starts_q, starts_k]);
     let starts = call.operands.split_off(4);
     call = call.operand("out", q).operand("softmax_lse", Array::filled(F32, &sizes.lse_dims(), 0));
     call.operands.extend(starts);
@@ -112,16 +140,10 @@ pub fn flash_attn_varlen_bwd(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -
 }
 
 /// Operands and attributes of both operators over packed keys.
-fn varlen(
-    call: Invocation,
-    sizes: Sizes,
-    q: &'static str,
-    kv: &Array,
-    [starts_q, starts_k]: [&[i32]; 2],
-) -> Invocation {
-    call.operand(q, sizes.ones(sizes.rows, sizes.heads.0))
-        .operand("k", kv.clone())
-        .operand("v", kv.clone())
+fn varlen(call: Invocation, sizes: Sizes, [starts_q, starts_k]: [&[i32]; 2]) -> Invocation {
+    call.operand("q", sizes.q())
+        .operand("k", sizes.kv(sizes.rows))
+        .operand("v", sizes.kv(sizes.rows))
         .operand("cu_seqlens_q", i32s(starts_q))
         .operand("cu_seqlens_k", i32s(starts_k))
         .attribute("causal", Attr::Bool(false))
@@ -134,16 +156,21 @@ fn varlen(
         .attribute("window_right", Attr::I64(-1))
 }
 
+/// Pages for as many tokens as there are rows.
+fn cache(sizes: Sizes) -> Array {
+    let pages = sizes.rows.div_ceil(PAGE_SIZE);
+    let dims = [pages, PAGE_SIZE, 2 * sizes.heads.1, sizes.head_dim].map(|n| n as i64).to_vec();
+    Array { dims, ..sizes.ones(sizes.kv_dtype, pages * PAGE_SIZE, 2 * sizes.heads.1) }
+}
+
 /// Every sequence has all keys of the cache.
 pub fn paged_attention(sizes: Sizes, starts_q: &[i32], _: &[i32]) -> Invocation {
     let pages = sizes.rows.div_ceil(PAGE_SIZE);
     let slots = starts_q.len() - 1;
-    let cache = sizes.ones(pages * PAGE_SIZE, 2 * sizes.heads.1);
-    let dims = [pages, PAGE_SIZE, 2 * sizes.heads.1, sizes.head_dim].map(|n| n as i64);
     let table: Vec<i32> = (0..slots).flat_map(|_| 0..pages as i32).collect();
     Invocation::new("xla_gpu_paged_attention")
-        .operand("query", sizes.ones(sizes.rows, sizes.heads.0))
-        .operand("kv_cache", Array { dims: dims.to_vec(), ..cache })
+        .operand("query", sizes.q())
+        .operand("kv_cache", cache(sizes))
         .operand("context_lens", i32s(&vec![(pages * PAGE_SIZE) as i32; slots]))
         .operand("block_tables", Array::i32s(&[slots as i64, pages as i64], &table))
         .operand("query_start_loc", i32s(starts_q))
@@ -152,7 +179,7 @@ pub fn paged_attention(sizes: Sizes, starts_q: &[i32], _: &[i32]) -> Invocation 
         .attribute("scale", Attr::F32(0.125))
         .attribute("sliding_window", Attr::I64(-1))
         .attribute("soft_cap", Attr::F32(0.0))
-        .result("out", sizes.dtype, &sizes.out_dims())
+        .result("out", sizes.out_dtype(), &sizes.out_dims())
         .result("softmax_lse", F32, &sizes.lse_dims())
         .result("workspace", U8, &[1 << 24])
 }
@@ -160,7 +187,7 @@ pub fn paged_attention(sizes: Sizes, starts_q: &[i32], _: &[i32]) -> Invocation 
 /// The same, with new rows that go nowhere.
 pub fn paged_attention_update(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
     let attention = paged_attention(sizes, starts_q, starts_k);
-    let rows = sizes.ones(sizes.rows, sizes.heads.1);
+    let rows = sizes.ones(sizes.dtype, sizes.rows, sizes.heads.1);
     let mut call = Invocation { target: "xla_gpu_paged_attention_update", results: vec![], ..attention.clone() }
         .operand("key", rows.clone())
         .operand("value", rows)
@@ -169,6 +196,17 @@ pub fn paged_attention_update(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) 
         .result_in_place("kv_cache", 1);
     call.results.extend(attention.results.into_iter().skip(1));
     call
+}
+
+pub fn kv_cache_update(sizes: Sizes, slots: &[i32]) -> Invocation {
+    let rows = sizes.ones(sizes.dtype, sizes.rows, sizes.heads.1);
+    Invocation::new("xla_gpu_kv_cache_update")
+        .operand("kv_cache", cache(sizes))
+        .operand("key", rows.clone())
+        .operand("value", rows)
+        .operand("slot_mapping", i32s(slots))
+        .attribute("kv_layout", Attr::I64(1))
+        .result_in_place("kv_cache", 0)
 }
 
 /// Names and `B + 1` starts.
@@ -196,29 +234,59 @@ fn hostile_starts(rows: usize, slots: usize) -> Starts {
     ]
 }
 
-/// No hostile call takes more than `most` times as long as the slowest right one. Prints a table of all of them.
+/// No call with hostile starts takes more than `most` times as long as the slowest with right ones.
 pub fn hostile_starts_cost_no_more(what: &str, operator: Operator, sizes: Sizes, most: f64) {
     let Sizes { rows, slots, .. } = sizes;
     let (right, hostile) = (right_starts(rows, slots), hostile_starts(rows, slots));
-    let measure = |(name_q, starts_q): &(&str, Vec<i32>), (name_k, starts_k): &(&str, Vec<i32>)| {
-        (format!("queries {name_q}; keys {name_k}"), seconds(&operator(sizes, starts_q, starts_k)))
+    let call = |(name_q, starts_q): &(&str, Vec<i32>), (name_k, starts_k): &(&str, Vec<i32>)| {
+        (format!("queries {name_q}; keys {name_k}"), operator(sizes, starts_q, starts_k))
     };
     let pairs = |some: &Starts, others: &Starts| -> Vec<_> {
         some.iter().flat_map(|q| others.iter().map(move |k| (q.clone(), k.clone()))).collect()
     };
-    let times = |pairs: Vec<(_, _)>| -> Vec<(String, f64)> { pairs.iter().map(|(q, k)| measure(q, k)).collect() };
-    let allowed = times(pairs(&right, &right));
-    let slowest = allowed.iter().map(|(_, seconds)| *seconds).fold(0.0, f64::max);
     let same = hostile.iter().map(|starts| (starts.clone(), starts.clone())).collect();
-    let found = times([pairs(&hostile, &right), pairs(&right, &hostile), same].concat());
-    println!("{what}, {sizes:?}: milliseconds, times the slowest right call");
-    for (name, seconds) in allowed.iter().chain(&found) {
+    let hostile = [pairs(&hostile, &right), pairs(&right, &hostile), same].concat();
+    let calls = |pairs: Vec<(_, _)>| pairs.into_iter().map(move |(q, k)| call(&q, &k));
+    cost_no_more(&format!("{what}, {sizes:?}"), calls(pairs(&right, &right)), calls(hostile), most);
+}
+
+/// Slots that are equal, or are none, take no longer than a slot of its own for each row.
+pub fn hostile_slots_cost_no_more(sizes: Sizes, most: f64) {
+    let all = sizes.rows as i32;
+    let of = |name: &str, slot: &dyn Fn(i32) -> i32| {
+        (name.to_owned(), kv_cache_update(sizes, &(0..all).map(slot).collect::<Vec<_>>()))
+    };
+    let right = [of("ascending", &|row| row), of("far apart", &|row| row * 17 % all)];
+    let hostile = [
+        of("all equal", &|_| 3),
+        of("two", &|row| row % 2),
+        of("of one page", &|row| row % PAGE_SIZE as i32),
+        of("from one end of i32 to the other", &|row| if row % 2 == 0 { i32::MIN } else { i32::MAX }),
+    ];
+    cost_no_more(&format!("kv_cache_update, {sizes:?}"), right, hostile, most);
+}
+
+type Named = (String, Invocation);
+
+/// Prints a table of all calls.
+fn cost_no_more(
+    what: &str,
+    right: impl IntoIterator<Item = Named>,
+    hostile: impl IntoIterator<Item = Named>,
+    most: f64,
+) {
+    let time = |(name, call): Named| (name, seconds(&call));
+    let right: Vec<_> = right.into_iter().map(time).collect();
+    let hostile: Vec<_> = hostile.into_iter().map(time).collect();
+    let slowest = right.iter().map(|(_, seconds)| *seconds).fold(0.0, f64::max);
+    println!("{what}: milliseconds, times the slowest right call");
+    for (name, seconds) in right.iter().chain(&hostile) {
         println!("{:10.3} {:6.2}  {name}", 1e3 * seconds, seconds / slowest);
     }
-    for (name, seconds) in found {
+    for (name, seconds) in hostile {
         assert!(
             seconds <= most * slowest,
-            "{what}, {sizes:?}, {name}: {:.1} ms, the slowest right call takes {:.1}",
+            "{what}, {name}: {:.1} ms, the slowest right call takes {:.1}",
             1e3 * seconds,
             1e3 * slowest
         );
