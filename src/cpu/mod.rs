@@ -4,12 +4,14 @@
 
 mod aligned;
 pub(crate) mod attention;
+mod bf16_rounding;
 mod cache_rows;
 mod element;
 mod element_fp8;
 mod element_rows;
 mod elementary;
 pub(crate) mod flash_attn_varlen_bwd;
+mod fp8_decoding;
 mod fp8_rounding;
 pub(crate) mod kv_cache_update;
 pub(crate) mod merge_attention_states;

@@ -5,10 +5,10 @@
 //! two elements, neighbouring keys belong to neighbouring steps, so that p of both becomes one word: p is
 //! `[words of keys][ROWS]`. q is `[ROWS][words of D]` and o `[ROWS][Dv]`, padded to whole vectors.
 
-use super::item::{Buffers, RowKernel, Visit};
+use super::block_step::{BlockStep, Buffers, RowKernel};
 use super::keys::{Ahead, PADDING};
-use super::score::Edits;
-use super::softmax::{Steps, softmax};
+use super::score::{Edits, Steps};
+use super::softmax::softmax;
 use super::sources::Source;
 use crate::cpu::simd::{MAX_LANES, Simd};
 use std::marker::PhantomData;
@@ -22,32 +22,32 @@ impl<S: Simd, T: Source<S>, const ROWS: usize> RowKernel<S> for FewRows<T, ROWS>
     const KEYS: usize = if T::BYTES < 4 { 2 * PADDING } else { PADDING };
 
     #[inline(always)]
-    unsafe fn attend(simd: S, visit: Visit, ahead: &mut Ahead, buffers: Buffers) {
-        let Visit { rows, state, lanes, .. } = visit;
+    unsafe fn attend(simd: S, block_step: BlockStep, ahead: &mut Ahead, buffers: Buffers) {
+        let BlockStep { rows, state, lanes, .. } = block_step;
         // A word of keys for each row fills as many vectors as a word has elements.
         let keys = S::LANES / ROWS * S::PER_WORD;
         let first = rows.block.first;
         let (words, padded_len) = (rows.block.len.div_ceil(keys), rows.block.len.next_multiple_of(keys));
         let edits = Edits {
-            form: visit.form,
+            form: block_step.form,
             steps: Steps { count: words * S::PER_WORD, first: 0, alternating: S::PER_WORD, stride: keys },
             lanes,
             lane: 0,
-            head: visit.head,
+            head: block_step.head,
             first,
             masked: !lanes.seen_by_all(&(0..S::LANES), first, &(0..padded_len)),
         };
-        let source = T::new(simd, visit.kv_dtype);
+        let source = T::new(simd, block_step.kv_dtype);
         // SAFETY: the caller's word; the scores have room for whole steps.
         unsafe {
             for step in 0..edits.steps.count {
                 let key = step / S::PER_WORD * keys + step % S::PER_WORD;
-                let sums = scores::<S, T, ROWS>(simd, source, &visit, ahead, key);
+                let sums = scores::<S, T, ROWS>(simd, source, &block_step, ahead, key);
                 simd.store(buffers.scores.add(step * S::LANES), simd.sum_each(sums));
             }
             let mut keep = [0.0f32; MAX_LANES];
             softmax::<S, 1>(simd, buffers.scores, edits, (ROWS, false), (state.m, state.l), keep.as_mut_ptr());
-            values::<S, T, ROWS>(simd, source, &visit, ahead, &keep, buffers.scores);
+            values::<S, T, ROWS>(simd, source, &block_step, ahead, &keep, buffers.scores);
         }
     }
 }
@@ -61,21 +61,21 @@ impl<S: Simd, T: Source<S>, const ROWS: usize> RowKernel<S> for FewRows<T, ROWS>
 unsafe fn scores<S: Simd, T: Source<S>, const ROWS: usize>(
     simd: S,
     source: T,
-    visit: &Visit,
+    block_step: &BlockStep,
     ahead: &mut Ahead,
     first: usize,
 ) -> [S::V; MAX_LANES] {
     let keys = S::LANES / ROWS;
     let vector = S::LANES * S::PER_WORD;
-    let padded = visit.d.next_multiple_of(vector) / S::PER_WORD;
+    let padded = block_step.d.next_multiple_of(vector) / S::PER_WORD;
     let mut k = [std::ptr::null(); MAX_LANES];
     for (key, k) in k[..keys].iter_mut().enumerate() {
-        *k = visit.rows.k(first + key * S::PER_WORD);
+        *k = block_step.rows.k(first + key * S::PER_WORD);
     }
     let mut sums = [simd.splat(0.0); MAX_LANES];
-    let twice = if T::TWICE { visit.d / (2 * vector) * 2 * vector } else { 0 };
-    let whole = visit.d / vector * vector;
-    let queries = |i: usize| (visit.q.wrapping_add(i / S::PER_WORD), padded);
+    let twice = if T::TWICE { block_step.d / (2 * vector) * 2 * vector } else { 0 };
+    let whole = block_step.d / vector * vector;
+    let queries = |i: usize| (block_step.q.wrapping_add(i / S::PER_WORD), padded);
     // SAFETY: elements i to d of K rows and queries.
     unsafe {
         for i in (0..twice).step_by(2 * vector) {
@@ -93,9 +93,9 @@ unsafe fn scores<S: Simd, T: Source<S>, const ROWS: usize>(
                 add_products::<S, ROWS>(simd, x, key, queries(i), &mut sums);
             }
         }
-        if whole < visit.d {
+        if whole < block_step.d {
             for (key, row) in k[..keys].iter().enumerate() {
-                let x = source.words(simd, row.add(whole * T::BYTES), visit.d - whole);
+                let x = source.words(simd, row.add(whole * T::BYTES), block_step.d - whole);
                 add_products::<S, ROWS>(simd, x, key, queries(whole), &mut sums);
             }
         }
@@ -131,29 +131,29 @@ unsafe fn add_products<S: Simd, const ROWS: usize>(
 unsafe fn values<S: Simd, T: Source<S>, const ROWS: usize>(
     simd: S,
     source: T,
-    visit: &Visit,
+    block_step: &BlockStep,
     ahead: &mut Ahead,
     keep: &[f32; MAX_LANES],
     p: *const f32,
 ) {
     let most = S::LANES / ROWS;
-    let (dv, lanes) = (visit.dv, S::LANES);
+    let (dv, lanes) = (block_step.dv, S::LANES);
     let mut i = 0;
     while i < dv {
         let columns = (dv - i) / lanes;
         // SAFETY: columns i.. of dv; the last vector may be a part of one.
         unsafe {
             if most >= 8 && columns >= 8 {
-                value_columns::<S, T, ROWS, 8>(simd, source, visit, ahead, keep, p, (i, lanes));
+                value_columns::<S, T, ROWS, 8>(simd, source, block_step, ahead, keep, p, (i, lanes));
                 i += 8 * lanes;
             } else if most >= 4 && columns >= 4 {
-                value_columns::<S, T, ROWS, 4>(simd, source, visit, ahead, keep, p, (i, lanes));
+                value_columns::<S, T, ROWS, 4>(simd, source, block_step, ahead, keep, p, (i, lanes));
                 i += 4 * lanes;
             } else if columns >= 2 {
-                value_columns::<S, T, ROWS, 2>(simd, source, visit, ahead, keep, p, (i, lanes));
+                value_columns::<S, T, ROWS, 2>(simd, source, block_step, ahead, keep, p, (i, lanes));
                 i += 2 * lanes;
             } else {
-                value_columns::<S, T, ROWS, 1>(simd, source, visit, ahead, keep, p, (i, lanes.min(dv - i)));
+                value_columns::<S, T, ROWS, 1>(simd, source, block_step, ahead, keep, p, (i, lanes.min(dv - i)));
                 i += lanes;
             }
         }
@@ -168,14 +168,14 @@ unsafe fn values<S: Simd, T: Source<S>, const ROWS: usize>(
 unsafe fn value_columns<S: Simd, T: Source<S>, const ROWS: usize, const COLUMNS: usize>(
     simd: S,
     source: T,
-    visit: &Visit,
+    block_step: &BlockStep,
     ahead: &mut Ahead,
     keep: &[f32; MAX_LANES],
     p: *const f32,
     (i, width): (usize, usize),
 ) {
-    let padded = visit.dv.next_multiple_of(S::LANES);
-    let o = visit.state.o.wrapping_add(i);
+    let padded = block_step.dv.next_multiple_of(S::LANES);
+    let o = block_step.state.o.wrapping_add(i);
     let mut sums = [[simd.splat(0.0); COLUMNS]; ROWS];
     // SAFETY: vectors of [ROWS][padded], keys of the block, elements of V rows.
     unsafe {
@@ -185,10 +185,10 @@ unsafe fn value_columns<S: Simd, T: Source<S>, const ROWS: usize, const COLUMNS:
                 *sum = simd.mul(old, simd.splat(keep[row]));
             }
         }
-        for word in 0..visit.rows.block.len.div_ceil(S::PER_WORD) {
+        for word in 0..block_step.rows.block.len.div_ceil(S::PER_WORD) {
             // The partner of a last key without one is that key again, with a p of 0.
             let key = word * S::PER_WORD;
-            let at = |key: usize| visit.rows.v(key).wrapping_add(i * T::BYTES);
+            let at = |key: usize| block_step.rows.v(key).wrapping_add(i * T::BYTES);
             let v = (at(key), at(key + 1));
             ahead.advance(COLUMNS * S::LANES * S::PER_WORD * T::BYTES);
             let mut x = [simd.splat(0.0); COLUMNS];

@@ -1,7 +1,8 @@
 //! One item of the plan: its queries are laid out, its keys visited block by block, its results written.
 
+use super::block_step::{BlockStep, Buffers, RowKernel};
 use super::few_rows::FewRows;
-use super::keys::{Ahead, BLOCK, Cache, HeadRows, KeyBlock};
+use super::keys::{Ahead, BLOCK, Cache, KeyBlock};
 use super::lanes::Lanes;
 use super::many_rows::ManyRows;
 use super::plan::{Arrangement, Item, Merge, Plan, Task};
@@ -17,44 +18,6 @@ use crate::ops::MAX_HEAD_DIM;
 use crate::ops::attention::Attention;
 use crate::tensor::DType;
 use half::{bf16, f16};
-
-/// A block of keys meets the queries of one KV head.
-pub(super) struct Visit<'a> {
-    pub(super) rows: HeadRows<'a>,
-    /// Words.
-    pub(super) q: *const f32,
-    pub(super) state: State,
-    pub(super) lanes: &'a Lanes,
-    /// Index of the KV head among the item's.
-    pub(super) head: usize,
-    pub(super) form: ScoreForm,
-    pub(super) kv_dtype: DType,
-    /// D and Dv: multiples of 8, at most 256
-    pub(super) d: usize,
-    pub(super) dv: usize,
-}
-
-/// Where a block's intermediate results stand.
-#[derive(Clone, Copy)]
-pub(super) struct Buffers {
-    /// `[BLOCK]` steps of a panel's lanes
-    pub(super) scores: *mut f32,
-    /// Words of `[BLOCK][D]`
-    pub(super) k: *mut f32,
-    /// Words of `[BLOCK][Dv padded to whole vectors]`, in an order of the kernel's
-    pub(super) v: *mut f32,
-}
-
-/// What to do with a block of keys; a kernel belongs to one arrangement of rows.
-pub(super) trait RowKernel<S: Simd> {
-    /// Keys that it takes at a time, at most [`BLOCK`].
-    const KEYS: usize;
-    /// Bring the state up to date with a block of keys; ask for the rows of `ahead` meanwhile.
-    ///
-    /// # Safety
-    /// The rows are readable; q, state, lanes and buffers are the item's.
-    unsafe fn attend(simd: S, visit: Visit, ahead: &mut Ahead, buffers: Buffers);
-}
 
 /// A thread's memory for the whole call, sized for the largest item.
 pub(super) struct Scratch {
@@ -216,7 +179,7 @@ impl RunTask<'_> {
     #[inline(always)]
     fn attend_piece<S: Simd>(&mut self, simd: S, item: &Item, piece: usize, state: *mut f32) {
         match item.arrangement {
-            Arrangement::RowPerLane => self.visit::<S, ManyRows>(simd, item, piece, state),
+            Arrangement::RowPerLane => self.attend::<S, ManyRows>(simd, item, piece, state),
             Arrangement::VectorPerRow(1) => self.few_rows::<S, 1>(simd, item, piece, state),
             Arrangement::VectorPerRow(2) => self.few_rows::<S, 2>(simd, item, piece, state),
             Arrangement::VectorPerRow(4) => self.few_rows::<S, 4>(simd, item, piece, state),
@@ -227,17 +190,17 @@ impl RunTask<'_> {
     #[inline(always)]
     fn few_rows<S: Simd, const ROWS: usize>(&mut self, simd: S, item: &Item, piece: usize, state: *mut f32) {
         match self.problem.kv_dtype {
-            DType::BF16 if S::PER_WORD == 2 => self.visit::<S, FewRows<Bf16Pairs, ROWS>>(simd, item, piece, state),
-            _ if S::PER_WORD == 2 => self.visit::<S, FewRows<CodePairs<S>, ROWS>>(simd, item, piece, state),
-            DType::F16 => self.visit::<S, FewRows<Singles<f16>, ROWS>>(simd, item, piece, state),
-            DType::BF16 => self.visit::<S, FewRows<Singles<bf16>, ROWS>>(simd, item, piece, state),
-            DType::F32 => self.visit::<S, FewRows<Singles<f32>, ROWS>>(simd, item, piece, state),
-            _ => self.visit::<S, FewRows<SingleCodes, ROWS>>(simd, item, piece, state),
+            DType::BF16 if S::PER_WORD == 2 => self.attend::<S, FewRows<Bf16Pairs, ROWS>>(simd, item, piece, state),
+            _ if S::PER_WORD == 2 => self.attend::<S, FewRows<CodePairs<S>, ROWS>>(simd, item, piece, state),
+            DType::F16 => self.attend::<S, FewRows<Singles<f16>, ROWS>>(simd, item, piece, state),
+            DType::BF16 => self.attend::<S, FewRows<Singles<bf16>, ROWS>>(simd, item, piece, state),
+            DType::F32 => self.attend::<S, FewRows<Singles<f32>, ROWS>>(simd, item, piece, state),
+            _ => self.attend::<S, FewRows<SingleCodes, ROWS>>(simd, item, piece, state),
         }
     }
 
     #[inline(always)]
-    fn visit<S: Simd, K: RowKernel<S>>(&mut self, simd: S, item: &Item, piece: usize, state: *mut f32) {
+    fn attend<S: Simd, K: RowKernel<S>>(&mut self, simd: S, item: &Item, piece: usize, state: *mut f32) {
         let (problem, cache) = (self.problem, &self.cache);
         let sequence = &self.plan.sequences[item.sequence];
         let q = self.scratch.floats.as_mut_ptr();
@@ -257,7 +220,7 @@ impl RunTask<'_> {
                 // SAFETY: `new`'s contract: the rows are the cache's, as the problem has checked; the rest is sized for
                 // the item.
                 unsafe {
-                    let visit = Visit {
+                    let block_step = BlockStep {
                         rows: block.of_head(cache, kv_head),
                         q: q.wrapping_add(head * item.q_len),
                         state: State::of_head(item, state, head),
@@ -268,7 +231,7 @@ impl RunTask<'_> {
                         d: problem.head_dim,
                         dv: problem.value_dim,
                     };
-                    K::attend(simd, visit, &mut ahead, buffers);
+                    K::attend(simd, block_step, &mut ahead, buffers);
                 }
             }
             std::mem::swap(&mut block, &mut next);

@@ -5,10 +5,10 @@
 //! need no transposition, and the softmax needs no sum across lanes. K and V of a block are made words once for all
 //! panels (`stage`).
 
-use super::item::{Buffers, RowKernel, Visit};
+use super::block_step::{BlockStep, Buffers, RowKernel};
 use super::keys::{Ahead, BLOCK};
-use super::score::Edits;
-use super::softmax::{Steps, softmax};
+use super::score::{Edits, Steps};
+use super::softmax::softmax;
 use super::stage::stage;
 use super::state::PANEL;
 use crate::cpu::register_tile::{Scalars, Vectors, store_rows, tile};
@@ -22,23 +22,23 @@ impl<S: Simd> RowKernel<S> for ManyRows {
     const KEYS: usize = BLOCK / 2 * S::PER_WORD;
 
     #[inline(always)]
-    unsafe fn attend(simd: S, visit: Visit, ahead: &mut Ahead, buffers: Buffers) {
-        let (lanes, rows) = (visit.state.lanes, visit.rows);
+    unsafe fn attend(simd: S, block_step: BlockStep, ahead: &mut Ahead, buffers: Buffers) {
+        let (lanes, rows) = (block_step.state.lanes, block_step.rows);
         let panels = lanes.div_ceil(PANEL * S::LANES);
         // A little with each register tile, so that asking for more than the processor keeps open stops nothing.
-        let tiles = (rows.block.len + visit.dv).div_ceil(S::TILE);
+        let tiles = (rows.block.len + block_step.dv).div_ceil(S::TILE);
         let share = ahead.share(panels * tiles);
         // SAFETY: the caller's word.
         unsafe {
-            stage(simd, &visit, buffers);
+            stage(simd, &block_step, buffers);
             for panel in 0..panels {
                 let lane = panel * PANEL * S::LANES;
                 let ahead = (&mut *ahead, share);
                 match (lanes - lane > S::LANES, S::TILE) {
-                    (true, 4) => attend_panel::<S, 2, 4>(simd, &visit, lane, ahead, buffers),
-                    (true, _) => attend_panel::<S, 2, 8>(simd, &visit, lane, ahead, buffers),
-                    (false, 4) => attend_panel::<S, 1, 4>(simd, &visit, lane, ahead, buffers),
-                    (false, _) => attend_panel::<S, 1, 8>(simd, &visit, lane, ahead, buffers),
+                    (true, 4) => attend_panel::<S, 2, 4>(simd, &block_step, lane, ahead, buffers),
+                    (true, _) => attend_panel::<S, 2, 8>(simd, &block_step, lane, ahead, buffers),
+                    (false, 4) => attend_panel::<S, 1, 4>(simd, &block_step, lane, ahead, buffers),
+                    (false, _) => attend_panel::<S, 1, 8>(simd, &block_step, lane, ahead, buffers),
                 }
             }
         }
@@ -52,32 +52,32 @@ impl<S: Simd> RowKernel<S> for ManyRows {
 #[inline(always)]
 unsafe fn attend_panel<S: Simd, const NV: usize, const TILE: usize>(
     simd: S,
-    visit: &Visit,
+    block_step: &BlockStep,
     lane: usize,
     (ahead, share): (&mut Ahead, usize),
     buffers: Buffers,
 ) {
-    let Visit { rows, state, d, dv, .. } = *visit;
+    let BlockStep { rows, state, d, dv, .. } = *block_step;
     let (width, first) = (NV * S::LANES, rows.block.first);
     let lanes = lane..lane + width;
-    let seen = visit.lanes.seen_by_any(&lanes, first, rows.block.len);
+    let seen = block_step.lanes.seen_by_any(&lanes, first, rows.block.len);
     if seen.is_empty() {
         return;
     }
     // Whole words of keys.
     let keys = seen.start / S::PER_WORD * S::PER_WORD..seen.end.next_multiple_of(S::PER_WORD);
     let edits = Edits {
-        form: visit.form,
+        form: block_step.form,
         steps: Steps { count: keys.len(), first: keys.start, alternating: 1, stride: 1 },
-        lanes: visit.lanes,
+        lanes: block_step.lanes,
         lane,
-        head: visit.head,
+        head: block_step.head,
         first,
-        masked: !visit.lanes.seen_by_all(&lanes, first, &keys),
+        masked: !block_step.lanes.seen_by_all(&lanes, first, &keys),
     };
     // SAFETY: keys of the block, lanes of the panel.
     unsafe {
-        let q = visit.q.add(lane * d / S::PER_WORD);
+        let q = block_step.q.add(lane * d / S::PER_WORD);
         let largest = scores::<S, NV, TILE>(simd, q, d / S::PER_WORD, &keys, (ahead, share), buffers);
         let p = buffers.scores.add(keys.start * width);
         let mut keep = [0.0f32; PANEL * MAX_LANES];

@@ -9,6 +9,7 @@
 //! in the batch, asked for or not: how a sequence is cut, and in which order its pieces are merged, follows from its
 //! own lengths and static sizes. Another instruction set may give other bits.
 
+mod block_step;
 mod few_rows;
 mod item;
 mod keys;

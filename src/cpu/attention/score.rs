@@ -1,7 +1,6 @@
 //! From a product q·k to a score.
 
 use super::lanes::Lanes;
-use super::softmax::Steps;
 use crate::cpu::elementary::tanh;
 use crate::cpu::simd::{Simd, Vectorised};
 use crate::ops::Scale;
@@ -67,6 +66,25 @@ impl Modified {
     pub(super) fn scores<S: Simd>(self, simd: S, products: S::V) -> S::V {
         let s = simd.mul(products, simd.splat(self.scale));
         if self.cap > 0.0 { simd.mul(tanh(simd, s), simd.splat(self.cap)) } else { s }
+    }
+}
+
+/// Positions of the keys of a block, relative to the block's first; a lane's key stands a little further on, which its
+/// own numbers account for.
+#[derive(Clone, Copy)]
+pub(super) struct Steps {
+    pub(super) count: usize,
+    pub(super) first: usize,
+    /// Steps whose keys alternate: theirs begin at neighbouring positions.
+    pub(super) alternating: usize,
+    /// From a step to the next that does not alternate with it.
+    pub(super) stride: usize,
+}
+
+impl Steps {
+    #[inline(always)]
+    pub(super) fn position(&self, step: usize) -> f32 {
+        (self.first + step / self.alternating * self.stride + step % self.alternating) as f32
     }
 }
 

@@ -1,30 +1,11 @@
 //! One step of the online softmax over a block of scores.
 //!
 //! A block of scores is `[steps][NV]` vectors. A lane belongs to one query row throughout; from a step to the next the
-//! key's position grows as [`Steps`] says. All is in base 2: `m` is the largest score times log2(e).
+//! key's position grows as [`super::score::Steps`] says. All is in base 2: `m` is the largest score times log2(e).
 
 use super::score::Edits;
 use crate::cpu::elementary::exp2;
 use crate::cpu::simd::{MAX_PER_WORD, Simd, Vectorised};
-
-/// Positions of the keys of a block, relative to the block's first; a lane's key stands a little further on, which its
-/// own numbers account for.
-#[derive(Clone, Copy)]
-pub(super) struct Steps {
-    pub(super) count: usize,
-    pub(super) first: usize,
-    /// Steps whose keys alternate: theirs begin at neighbouring positions.
-    pub(super) alternating: usize,
-    /// From a step to the next that does not alternate with it.
-    pub(super) stride: usize,
-}
-
-impl Steps {
-    #[inline(always)]
-    pub(super) fn position(&self, step: usize) -> f32 {
-        (self.first + step / self.alternating * self.stride + step % self.alternating) as f32
-    }
-}
 
 /// The scores of a block become `p = 2^(s - m)` in place, with m the largest so far; m and l are brought up to date,
 /// and `keep` gets what o has to be multiplied with. There are NV vectors of m, l and keep. Where words hold two

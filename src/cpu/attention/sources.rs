@@ -1,7 +1,7 @@
 //! How elements of K and V become the words that are multiplied.
 
 use crate::cpu::element::{Stored, load_8};
-use crate::cpu::element_fp8::{CodeFormat, PairTable};
+use crate::cpu::fp8_decoding::{CodeFormat, PairTable};
 use crate::cpu::simd::{MAX_LANES, Simd};
 use crate::tensor::DType;
 use std::marker::PhantomData;

@@ -1,25 +1,25 @@
 //! K and V of a block as words, for the register tiles of `many_rows`: K as `[keys][words of D]`, V as
 //! `[Dv / TILE][words of keys][TILE]`, which is how the tiles walk.
 
-use super::item::{Buffers, Visit};
+use super::block_step::{BlockStep, Buffers};
 use super::keys::BLOCK;
 use super::sources::{Bf16Pairs, CodePairs, SingleCodes, Singles, Source};
 use crate::cpu::simd::{Simd, Vectorised};
 use crate::tensor::DType;
 use half::{bf16, f16};
 
-/// Stage the block that `visit` visits.
+/// Stage the block of `block_step`.
 ///
 /// # Safety
 /// The rows are readable, the buffers a block's.
 #[inline(always)]
-pub(super) unsafe fn stage<S: Simd>(simd: S, visit: &Visit, buffers: Buffers) {
-    simd.call(Stage { visit, buffers });
+pub(super) unsafe fn stage<S: Simd>(simd: S, block_step: &BlockStep, buffers: Buffers) {
+    simd.call(Stage { block_step, buffers });
 }
 
 /// Made by [`stage`] alone, whose contract it carries.
 struct Stage<'a> {
-    visit: &'a Visit<'a>,
+    block_step: &'a BlockStep<'a>,
     buffers: Buffers,
 }
 
@@ -27,7 +27,7 @@ impl Vectorised for Stage<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let dtype = self.visit.kv_dtype;
+        let dtype = self.block_step.kv_dtype;
         match dtype {
             DType::BF16 if S::PER_WORD == 2 => self.rows::<S, Bf16Pairs>(simd),
             _ if S::PER_WORD == 2 => self.rows::<S, CodePairs<S>>(simd),
@@ -45,7 +45,7 @@ static ZEROS: [u64; 64] = [0; 64];
 impl Stage<'_> {
     #[inline(always)]
     fn rows<S: Simd, T: Source<S>>(&self, simd: S) {
-        let Visit { rows, d, dv, kv_dtype, .. } = *self.visit;
+        let BlockStep { rows, d, dv, kv_dtype, .. } = *self.block_step;
         let Buffers { k, v, .. } = self.buffers;
         let source = T::new(simd, kv_dtype);
         let len = rows.block.len;

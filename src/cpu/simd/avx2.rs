@@ -4,7 +4,7 @@
 
 use super::x86::operations;
 use super::{MAX_LANES, ROUND, Simd, Vectorised, codes_in_scalars, from_lanes, word};
-use crate::cpu::element_fp8::{CodeFormat, PairTable};
+use crate::cpu::fp8_decoding::{CodeFormat, PairTable};
 use half::bf16;
 use std::arch::x86_64::*;
 

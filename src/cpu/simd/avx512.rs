@@ -5,7 +5,7 @@
 use super::avx2::Avx2;
 use super::x86::operations;
 use super::{MAX_LANES, Simd, Vectorised};
-use crate::cpu::element_fp8::{CodeFormat, PairTable};
+use crate::cpu::fp8_decoding::{CodeFormat, PairTable};
 use std::arch::x86_64::*;
 
 /// Proof that the CPU has AVX-512 F, BW, VL and DQ and what [`super::avx2::Avx2`] proves; with BF16 also AVX-512 BF16

@@ -15,8 +15,8 @@ mod x86;
 #[cfg(test)]
 mod tests;
 
-use super::element::Element;
-use super::element_fp8::{CodeFormat, PairTable};
+use super::bf16_rounding::round_to_bf16;
+use super::fp8_decoding::{CodeFormat, PairTable};
 use half::bf16;
 use portable::Portable;
 use std::fmt;
@@ -80,7 +80,7 @@ pub(crate) trait Simd: Copy {
     unsafe fn store_bf16(self, to: *mut u16, x: Self::V) {
         for (i, x) in array(self, x)[..Self::LANES].iter().enumerate() {
             // SAFETY: i < LANES.
-            unsafe { to.add(i).write_unaligned(<bf16 as Element>::from_f32(*x).to_bits()) }
+            unsafe { to.add(i).write_unaligned(round_to_bf16(*x).to_bits()) }
         }
     }
     /// `LANES` codes, widened; infinities and NaN stay what they are.
@@ -126,7 +126,7 @@ pub(crate) trait Simd: Copy {
     #[inline(always)]
     fn pair(self, a: Self::V, b: Self::V) -> Self::V {
         let b = array(self, b);
-        from_lanes(self, array(self, a), |a, i| word(Element::from_f32(a), Element::from_f32(b[i])))
+        from_lanes(self, array(self, a), |a, i| word(round_to_bf16(a), round_to_bf16(b[i])))
     }
     /// Words of the first `n` elements of a row of bf16, at most twice `LANES`, then zeros.
     /// # Safety

@@ -1,7 +1,7 @@
 //! Four lanes as an array, which the compiler turns into the architecture's baseline vectors (SSE2, NEON).
 
 use super::{MAX_LANES, ROUND, Simd, Vectorised, codes_in_scalars, from_lanes, word};
-use crate::cpu::element_fp8::{CodeFormat, PairTable};
+use crate::cpu::fp8_decoding::{CodeFormat, PairTable};
 use half::{bf16, f16};
 
 /// No proof needed: arrays work everywhere. `PER_WORD` is that of [`Simd`].

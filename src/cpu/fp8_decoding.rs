@@ -1,0 +1,73 @@
+//! What codes of 8-bit floats mean: as f32, and as bf16.
+
+use crate::tensor::DType;
+use half::{bf16, f16};
+
+/// How codes of an 8-bit type become f32, by way of f16, in which subnormal numbers are as good as any.
+///
+/// A code of e5m2 is the upper byte of an f16. One of e4m3fn, moved to where the exponents end alike, is an f16 that is
+/// 256 times smaller, because the exponent's bias is 8 larger; subnormal numbers agree. Only its NaN would be a number.
+#[derive(Clone, Copy)]
+pub(crate) struct CodeFormat {
+    /// By how much a code of 16 bits, with its sign extended, moves up
+    pub(super) shift: u32,
+    /// Bits of it that are the f16's
+    pub(super) bits: u16,
+    /// The code with all upper bits set that is NaN and is not by itself; 0, which no such code is, without one
+    pub(super) nan: u16,
+    /// What the f16 has to be multiplied with
+    pub(super) factor: f32,
+}
+
+impl CodeFormat {
+    pub(super) const E4M3: Self = Self { shift: 7, bits: 0xbfff, nan: 0xffff, factor: 256.0 };
+    pub(super) const E5M2: Self = Self { shift: 8, bits: 0xffff, nan: 0, factor: 1.0 };
+
+    /// Of `dtype`, f8e4m3fn or f8e5m2.
+    pub(super) fn of(dtype: DType) -> Self {
+        if dtype == DType::F8E5M2 { Self::E5M2 } else { Self::E4M3 }
+    }
+
+    pub(super) const fn decode(self, code: u8) -> f32 {
+        let extended = code as i8 as i16 as u16;
+        let mut half = extended << self.shift & self.bits;
+        if extended | 0xff80 == self.nan {
+            half |= 0x7fff;
+        }
+        f16::from_bits(half).to_f32_const() * self.factor
+    }
+}
+
+/// The bf16 of an 8-bit type's codes, which are exact: their lower and upper bytes, for codes without a sign.
+pub(crate) struct PairTable {
+    pub(super) low: [u8; 128],
+    pub(super) high: [u8; 128],
+}
+
+static E4M3_PAIRS: PairTable = PairTable::new(CodeFormat::E4M3);
+static E5M2_PAIRS: PairTable = PairTable::new(CodeFormat::E5M2);
+
+impl PairTable {
+    /// Of `dtype`, f8e4m3fn or f8e5m2.
+    pub(super) fn of(dtype: DType) -> &'static Self {
+        if dtype == DType::F8E5M2 { &E5M2_PAIRS } else { &E4M3_PAIRS }
+    }
+
+    const fn new(format: CodeFormat) -> Self {
+        let mut table = Self { low: [0; 128], high: [0; 128] };
+        let mut code = 0u8;
+        while code < 128 {
+            let bits = format.decode(code).to_bits();
+            (table.low[code as usize], table.high[code as usize]) = ((bits >> 16) as u8, (bits >> 24) as u8);
+            code += 1;
+        }
+        table
+    }
+
+    /// The number of a code.
+    #[inline(always)]
+    pub(super) fn element(&self, code: u8) -> bf16 {
+        let magnitude = usize::from(code & 0x7f);
+        bf16::from_bits(u16::from_le_bytes([self.low[magnitude], self.high[magnitude] | code & 0x80]))
+    }
+}
