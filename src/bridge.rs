@@ -1,11 +1,11 @@
 //! The crossing from the C++ shims into Rust: plain views in, a plain status out.
 #![expect(unreachable_pub, reason = "cxx makes the shared types public")]
 
-use crate::call::{Action, Call, Op, carry_out, guarded};
+use crate::call::{Action, Call, carry_out, guarded};
 use crate::check;
 use crate::error::{Error, Result, ensure};
 use crate::fault::{self, Fault};
-use crate::ops::Attribute;
+use crate::ops::{Attribute, Op};
 use crate::pool::Pool;
 use crate::stream::Stream;
 use crate::tensor::{DType, Tensor};
@@ -59,21 +59,6 @@ mod ffi {
         message: String,
     }
 
-    /// The numbers of `call::Op`.
-    #[repr(i32)]
-    #[derive(Debug)]
-    enum Op {
-        SimpleAdd = 0,
-        PagedAttention = 1,
-        KvCacheUpdate = 2,
-        KvCacheUpdateSplit = 3,
-        FlashAttnVarlen = 4,
-        MergeAttentionStates = 5,
-        RopeKvCacheUpdate = 6,
-        PagedAttentionUpdate = 7,
-        FlashAttnVarlenBwd = 8,
-    }
-
     unsafe extern "C++" {
         include!("pool.h");
         type XlaPool;
@@ -83,9 +68,9 @@ mod ffi {
 
     extern "Rust" {
         fn checking() -> bool;
-        fn run_on_cpu(op: Op, pool: &XlaPool, arguments: Arguments) -> Status;
-        fn prepare_cuda(op: Op, arguments: Arguments) -> Status;
-        fn launch_cuda(op: Op, stream: usize, arguments: Arguments) -> Status;
+        fn run_on_cpu(op: i32, pool: &XlaPool, arguments: Arguments) -> Status;
+        fn prepare_cuda(op: i32, arguments: Arguments) -> Status;
+        fn launch_cuda(op: i32, stream: usize, arguments: Arguments) -> Status;
     }
 }
 
@@ -104,40 +89,28 @@ unsafe impl Pool for XlaPool {
     }
 }
 
-/// As many operands, results or attributes as the shims' arrays hold.
+/// As many operands, results or attributes as the shims' arrays hold: `ffi/binding.h` asserts that no binding has more.
 const MOST: usize = 24;
-
-/// No operator has more than the arrays hold; `ffi/binding.h` asserts the same of the lists that it binds.
-const _: () = {
-    let mut number = 0;
-    while number < Op::ALL.len() {
-        let signature = Op::ALL[number].signature();
-        assert!(
-            signature.operands.len() <= MOST && signature.results.len() <= MOST && signature.attributes.len() <= MOST
-        );
-        number += 1;
-    }
-};
 
 /// Handlers are registered for calls that wait for their end.
 fn checking() -> bool {
     check::on()
 }
 
-fn run_on_cpu(op: ffi::Op, pool: &XlaPool, arguments: Arguments) -> Status {
+fn run_on_cpu(op: i32, pool: &XlaPool, arguments: Arguments) -> Status {
     status(enter(op, Action::RunOnCpu(pool), arguments))
 }
 
-fn prepare_cuda(op: ffi::Op, arguments: Arguments) -> Status {
+fn prepare_cuda(op: i32, arguments: Arguments) -> Status {
     status(enter(op, Action::PrepareCuda, arguments))
 }
 
-fn launch_cuda(op: ffi::Op, stream: usize, arguments: Arguments) -> Status {
+fn launch_cuda(op: i32, stream: usize, arguments: Arguments) -> Status {
     status(enter(op, Action::LaunchCuda(Stream(stream)), arguments))
 }
 
-fn enter(op: ffi::Op, action: Action, arguments: Arguments) -> Result {
-    let op = Op::from_number(op.repr).ok_or_else(|| Error::internal(format!("no operator {}", op.repr)))?;
+fn enter(op: i32, action: Action, arguments: Arguments) -> Result {
+    let op = Op::from_number(op).ok_or_else(|| Error::internal(format!("no operator {op}")))?;
     // Without a guard cxx would end the process at a panic.
     guarded(op.signature().target, || decode_and_call(op, action, arguments))
 }

@@ -3,7 +3,7 @@
 //! All of it is plain C, without a Python ABI: `ctypes`, eager torch and PJRT programs in any language use it. A panic in
 //! one of the functions is its error, or where it has none, what it gives for failure.
 
-use crate::call::{Action, Call, Op, call};
+use crate::call::{Action, Call, call};
 use crate::check;
 use crate::error::{Error, Result, ensure};
 use crate::fault::{self, Fault};
@@ -11,7 +11,7 @@ use crate::guard::guarded;
 use crate::handlers::{self, Targets};
 use crate::log;
 use crate::ops::workspace::AttentionSizes;
-use crate::ops::{Attribute, AttributeKind};
+use crate::ops::{self, Attribute, AttributeKind, Op};
 #[cfg(feature = "cuda")]
 use crate::pjrt_plugin::{self, stand_before};
 use crate::pool::RayonPool;
@@ -338,8 +338,8 @@ pub unsafe extern "C" fn xa_attention_gradients_workspace(
 }
 
 /// What this build holds, as JSON: `version`, `xla_ffi` (the version of `xa_targets`), `handler_sets` (all
-/// versions, the oldest first), `cuda`, `check`, `targets`, `variants` with their resources. Valid for
-/// the life of the process; null if it cannot be made.
+/// versions, the oldest first), `cuda`, `check`, `targets`, `operators` (what `ffi/operators.toml` declares), `variants`
+/// with their resources. Valid for the life of the process; null if it cannot be made.
 #[unsafe(no_mangle)]
 pub extern "C" fn xa_info() -> *const c_char {
     static INFO: OnceLock<String> = OnceLock::new();
@@ -356,13 +356,14 @@ fn info() -> String {
         targets.push(format!("[{:?},{:?}]", name.to_string_lossy(), platform.to_string_lossy()));
     }
     format!(
-        "{{\"version\":{:?},\"xla_ffi\":{},\"handler_sets\":[{}],\"cuda\":{},\"check\":{},\"targets\":[{}],\"variants\":[{}]}}",
+        "{{\"version\":{:?},\"xla_ffi\":{},\"handler_sets\":[{}],\"cuda\":{},\"check\":{},\"targets\":[{}],\"operators\":{},\"variants\":[{}]}}",
         env!("CARGO_PKG_VERSION"),
         versions[0],
         versions.join(","),
         cfg!(feature = "cuda"),
         check::on(),
         targets.join(","),
+        ops::OPERATORS_JSON,
         variants(),
     )
 }

@@ -9,71 +9,10 @@ use crate::cuda;
 use crate::error::{Error, Result};
 use crate::guard;
 use crate::log;
-use crate::ops::{self, Attribute, Bound, Signature};
+use crate::ops::{self, Attribute, Bound, Op};
 use crate::pool::Pool;
 use crate::stream::Stream;
 use crate::tensor::Tensor;
-
-/// The operators. Their numbers are part of the C interface and never change.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(i32)]
-pub enum Op {
-    /// [`ops::simple_add`]
-    SimpleAdd = 0,
-    /// [`ops::paged_attention`]
-    PagedAttention = 1,
-    /// [`ops::kv_cache_update`], K and V in one buffer
-    KvCacheUpdate = 2,
-    /// [`ops::kv_cache_update`], K and V in two buffers
-    KvCacheUpdateSplit = 3,
-    /// [`ops::flash_attn_varlen`]
-    FlashAttnVarlen = 4,
-    /// [`ops::merge_attention_states`]
-    MergeAttentionStates = 5,
-    /// [`ops::rope_kv_cache_update`]
-    RopeKvCacheUpdate = 6,
-    /// [`ops::paged_attention_update`]
-    PagedAttentionUpdate = 7,
-    /// [`ops::flash_attn_varlen_bwd`]
-    FlashAttnVarlenBwd = 8,
-}
-
-impl Op {
-    /// Every operator, by number.
-    pub const ALL: [Op; 9] = [
-        Op::SimpleAdd,
-        Op::PagedAttention,
-        Op::KvCacheUpdate,
-        Op::KvCacheUpdateSplit,
-        Op::FlashAttnVarlen,
-        Op::MergeAttentionStates,
-        Op::RopeKvCacheUpdate,
-        Op::PagedAttentionUpdate,
-        Op::FlashAttnVarlenBwd,
-    ];
-
-    /// The operator with this number.
-    #[must_use]
-    pub fn from_number(number: i32) -> Option<Self> {
-        Self::ALL.into_iter().find(|op| *op as i32 == number)
-    }
-
-    /// Names of its operands, results and attributes.
-    #[must_use]
-    pub const fn signature(self) -> &'static Signature {
-        match self {
-            Op::SimpleAdd => &ops::simple_add::SIGNATURE,
-            Op::PagedAttention => &ops::paged_attention::SIGNATURE,
-            Op::KvCacheUpdate => &ops::kv_cache_update::SIGNATURE,
-            Op::KvCacheUpdateSplit => &ops::kv_cache_update::SPLIT_SIGNATURE,
-            Op::FlashAttnVarlen => &ops::flash_attn_varlen::SIGNATURE,
-            Op::MergeAttentionStates => &ops::merge_attention_states::SIGNATURE,
-            Op::RopeKvCacheUpdate => &ops::rope_kv_cache_update::SIGNATURE,
-            Op::PagedAttentionUpdate => &ops::paged_attention_update::SIGNATURE,
-            Op::FlashAttnVarlenBwd => &ops::flash_attn_varlen_bwd::SIGNATURE,
-        }
-    }
-}
 
 /// What a call is to do.
 #[derive(Clone, Copy)]

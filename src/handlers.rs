@@ -4,6 +4,7 @@
 //! runtime takes only handlers of some versions of its FFI: not of later ones than its own, and some day no longer of the
 //! oldest. Each version is a set of handlers for the same targets.
 
+use crate::ops::for_each_target;
 use std::ffi::{c_char, c_void};
 use std::sync::OnceLock;
 
@@ -50,9 +51,9 @@ unsafe impl Sync for Targets {}
 // SAFETY: as above.
 unsafe impl Send for Targets {}
 
-/// The rows of one operator: its three handlers, which `XA_TARGET` in `ffi/binding.h` defines for the set named `$set`.
-macro_rules! operator {
-    ($set:literal, $operator:literal, $name:expr) => {{
+/// The rows of one target: an operator's three handlers, which `XA_TARGET` in `ffi/binding.h` defines for the set `$set`.
+macro_rules! rows {
+    ($set:literal, $operator:literal, $target:literal) => {{
         unsafe extern "C" {
             #[link_name = concat!("xa_", $operator, "_cpu_", $set)]
             fn cpu(frame: *mut c_void) -> *mut c_void;
@@ -64,7 +65,7 @@ macro_rules! operator {
             #[link_name = concat!("xa_", $operator, "_cuda_execute_", $set)]
             fn cuda_execute(frame: *mut c_void) -> *mut c_void;
         }
-        const NAME: *const c_char = concat!($name, "\0").as_ptr().cast();
+        const NAME: *const c_char = concat!($target, "\0").as_ptr().cast();
         [
             Target { name: NAME, platform: c"cpu".as_ptr(), initialize: None, execute: Some(cpu) },
             #[cfg(feature = "cuda")]
@@ -78,40 +79,9 @@ macro_rules! operator {
     }};
 }
 
-/// A static table with the rows of every target.
-macro_rules! set {
-    ($rows:ident, $set:literal; $($operator:literal),*) => {
-        static $rows: &[Target] = [
-            $(operator!($set, $operator, concat!("xla_gpu_", $operator)),)*
-            // The name under which the user's own `_xla_custom_call` finds simple_add.
-            operator!($set, "simple_add", "XlaGpuSimpleAdd"),
-        ].as_flattened();
-    };
-}
-
-macro_rules! sets {
-    ($($(#[$attribute:meta])* $rows:ident, $set:literal;)*) => { $(
-        $(#[$attribute])*
-        set! {
-            $rows, $set;
-            "simple_add",
-            "paged_attention",
-            "flash_attn_varlen",
-            "kv_cache_update",
-            "kv_cache_update_split",
-            "merge_attention_states",
-            "rope_kv_cache_update",
-            "paged_attention_update",
-            "flash_attn_varlen_bwd"
-        }
-    )* };
-}
-
-sets! {
-    OLDEST, "oldest";
-    #[cfg(newest_handlers)]
-    NEWEST, "newest";
-}
+static OLDEST: &[Target] = for_each_target!(rows, "oldest").as_flattened();
+#[cfg(newest_handlers)]
+static NEWEST: &[Target] = for_each_target!(rows, "newest").as_flattened();
 
 /// Every target of this build, for each platform, with the handlers of the oldest API.
 #[must_use]

@@ -67,7 +67,7 @@ pub use c_api::{
     XaAttribute, XaCall, XaTensor, xa_attention_gradients_workspace, xa_attention_workspace, xa_call, xa_handler_set,
     xa_info, xa_op, xa_stand_before_pjrt_plugin, xa_targets,
 };
-pub use call::{Action, Call, Op, call};
+pub use call::{Action, Call, call};
 pub use error::{Code, Error, Result};
 #[cfg(feature = "planted_faults")]
 pub use fault::{Fault, plant};
@@ -83,6 +83,7 @@ pub use functions::{
 pub use half::{bf16, f16};
 pub use handlers::{Handler, Target, Targets, targets};
 pub use ops::Attribute;
+pub use ops::Op;
 pub use pool::{Pool, RayonPool, SingleThread, parallel_for};
 pub use stream::Stream;
 pub use tensor::{DType, Dim, Tensor};

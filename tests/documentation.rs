@@ -4,7 +4,6 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use xla_attention::{Op, ops::AttributeKind};
 
 fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
@@ -66,36 +65,32 @@ fn the_scan_knows_a_path_from_other_code() {
     assert!(exists("src/l*.rs") && !exists("src/no_such_*.rs"));
 }
 
-/// What a section of `docs/ffi.md` says of one target, in the words of its first column.
-fn rows_of(section: &str) -> Vec<String> {
-    let first_columns = section.lines().filter_map(|line| line.strip_prefix("| ")?.split(" |").next());
-    first_columns.filter(|column| column.ends_with('`')).map(|column| column.replace('`', "")).collect()
+/// What the build script has generated from `ffi/operators.toml`.
+const GENERATED: &str = env!("OUT_DIR");
+
+/// `XLA_ATTENTION_WRITE_REFERENCE=1` writes the page anew (`make reference`).
+#[test]
+fn the_reference_of_the_custom_calls_is_what_is_declared() {
+    let generated = fs::read_to_string(Path::new(GENERATED).join("custom_calls.md")).unwrap();
+    let page = root().join("docs/reference/custom_calls.md");
+    if std::env::var_os("XLA_ATTENTION_WRITE_REFERENCE").is_some() {
+        fs::write(&page, &generated).unwrap();
+    }
+    assert!(fs::read_to_string(page).unwrap() == generated, "ffi/operators.toml has changed: run `make reference`");
 }
 
+/// `ffi/README.md` shows a declaration and the binding that becomes of it.
 #[test]
-fn the_custom_calls_are_described_as_the_code_has_them() {
-    let text = fs::read_to_string(root().join("docs/ffi.md")).unwrap();
-    let sections: Vec<(&str, &str)> = text.split("\n## ").skip(2).map(|s| s.split_once('\n').unwrap()).collect();
-    assert_eq!(sections.len(), Op::ALL.len());
-    for op in Op::ALL {
-        let signature = op.signature();
-        let heading = format!("`{}`", signature.target);
-        let (_, section) = sections.iter().find(|(title, _)| *title == heading).expect(signature.target);
-        let optional = |index: usize, required: usize| if index < required { "" } else { "optional " };
-        let operands = signature.operands.iter().enumerate();
-        let operands = operands.map(|(i, name)| format!("{}operand {name}", optional(i, signature.required_operands)));
-        let results = signature.results.iter().enumerate();
-        let results = results.map(|(i, name)| format!("{}result {name}", optional(i, signature.required_results)));
-        let attributes = signature.attributes.iter().map(|(name, _)| format!("attribute {name}"));
-        assert_eq!(rows_of(section), operands.chain(results).chain(attributes).collect::<Vec<_>>(), "{heading}");
-        for (name, kind) in signature.attributes {
-            let kind = match kind {
-                AttributeKind::Bool => "i1",
-                AttributeKind::I64 => "i64",
-                AttributeKind::F32 => "f32",
-            };
-            let row = section.lines().find(|line| line.starts_with(&format!("| attribute `{name}` | {kind}")));
-            assert!(row.is_some(), "{heading}: {name} is {kind}");
-        }
+fn the_binding_that_is_shown_is_what_is_generated() {
+    let text = fs::read_to_string(root().join("ffi/README.md")).unwrap();
+    let block = |language: &str| {
+        let (_, after) = text.split_once(&format!("```{language}\n")).unwrap();
+        after.split_once("```").unwrap().0.to_owned()
+    };
+    let declared = fs::read_to_string(root().join("ffi/operators.toml")).unwrap();
+    for part in block("toml").split("\n\n") {
+        assert!(declared.contains(part.trim_end()), "not in ffi/operators.toml: {part}");
     }
+    let binding = Path::new(GENERATED).join("bindings/kv_cache_update.cc");
+    assert_eq!(block("cpp"), fs::read_to_string(binding).unwrap());
 }

@@ -12,7 +12,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("error", &[]),
     ("fault", &[]),
     ("guard", &[]),
-    ("handlers", &[]),
+    ("handlers", &["ops"]),
     ("stream", &[]),
     ("log", &[]),
     ("tensor", &["error"]),

@@ -5,7 +5,7 @@
 //! launched, since a cache is updated in place. What ran on the CPU is not held against the CPU: attention is
 //! computed by its definition, the other operators' metadata alone is looked over.
 
-use super::{Action, Call, Op, dispatch};
+use super::{Action, Call, dispatch};
 use crate::check::accuracy;
 use crate::check::compare::{Tolerance, compare, spoiled_rows};
 use crate::check::definition::{self, fp8_excess};
@@ -22,7 +22,7 @@ use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::ops::kv_cache_update::KvCacheUpdate;
 use crate::ops::paged_attention_update::PagedAttentionUpdate;
 use crate::ops::rope_kv_cache_update::RopeKvCacheUpdate;
-use crate::ops::{self, Bound};
+use crate::ops::{self, Bound, Op, Operand};
 use crate::pool::Pool;
 #[cfg(feature = "cuda")]
 use crate::pool::RayonPool;
@@ -177,8 +177,8 @@ unsafe fn compare_all(
     if call.op == Op::FlashAttnVarlenBwd {
         let names = call.op.signature().results.iter().zip(results.iter().zip(expected));
         let named: Vec<_> = names.filter(|(name, _)| **name != "workspace").map(|(n, (r, e))| (*n, r, e)).collect();
-        let dlse = second.optional_operand("dlse");
-        let cotangents: Vec<_> = [Some(second.operand("dout")), dlse].into_iter().flatten().collect();
+        let dlse = second.optional_operand(Operand::Dlse);
+        let cotangents: Vec<_> = [Some(second.operand(Operand::Dout)), dlse].into_iter().flatten().collect();
         let problem = FlashAttnVarlenBwd::new(second)?;
         // SAFETY: this function's contract.
         return unsafe { compare_gradients(&problem, sequences, &cotangents, &named) }.map_err(found);

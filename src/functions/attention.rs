@@ -31,13 +31,6 @@ impl<'a, M> From<TensorMut<'a, M>> for AttentionResults<'a, M> {
     }
 }
 
-impl<'a, M> AttentionResults<'a, M> {
-    /// In the order of the signatures.
-    pub(super) fn in_order(self) -> [Option<TensorMut<'a, M>>; 3] {
-        [Some(self.out), self.softmax_lse, self.workspace]
-    }
-}
-
 /// The scale of q·k, by default `D^-0.5` of the queries `[Tq, Hq, D]`.
 pub(super) fn softmax_scale<M: Memory>(given: Option<f32>, query: TensorRef<M>) -> f32 {
     given.unwrap_or_else(|| (query.view().last_size() as f64).sqrt().recip() as f32)

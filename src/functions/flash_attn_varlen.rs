@@ -2,9 +2,9 @@
 
 use super::attention::{AttentionResults, softmax_scale, window};
 use super::{Host, Kv, Memory, On, TensorRef, number, run};
-use crate::call::Op;
 use crate::error::{Error, Result};
-use crate::ops::Attribute;
+use crate::ops::Op;
+use crate::ops::arguments::flash_attn_varlen::{Attributes, Operands, Results};
 
 /// A ragged batch for [`flash_attn_varlen`]. Letters: `Tq` query rows, `Tk` key rows, `B` sequences, `M` table entries a
 /// sequence, `P` pages, `Hq` and `Hkv` heads, `D` and `Dv` elements of a head.
@@ -128,35 +128,38 @@ pub fn flash_attn_varlen<'a, M: Memory>(
     on: On<M>,
 ) -> Result {
     let (kv_layout, k, v) = inputs.kv.parts();
-    let operands = [
-        Some(inputs.q),
-        Some(k),
+    let operands = Operands {
+        q: inputs.q,
+        k,
+        // With both in one buffer, a buffer without an element stands for the values.
         v,
-        Some(inputs.cu_seqlens_q),
-        Some(cu_seqlens_k(inputs, options)?),
-        options.seqused_k,
-        options.block_table,
-        options.seqused_q,
-        options.leftpad_k,
-        options.alibi_slopes,
-        options.sinks,
-        options.q_scale,
-        options.k_scale,
-        options.v_scale,
-    ];
-    let attributes = [
-        Attribute::Bool(options.batch_invariant),
-        Attribute::Bool(options.causal),
+        cu_seqlens_q: inputs.cu_seqlens_q,
+        cu_seqlens_k: cu_seqlens_k(inputs, options)?,
+        seqused_k: options.seqused_k,
+        block_table: options.block_table,
+        seqused_q: options.seqused_q,
+        leftpad_k: options.leftpad_k,
+        alibi_slopes: options.alibi_slopes,
+        sinks: options.sinks,
+        q_scale: options.q_scale,
+        k_scale: options.k_scale,
+        v_scale: options.v_scale,
+    };
+    let attributes = Attributes {
+        batch_invariant: options.batch_invariant,
+        causal: options.causal,
         kv_layout,
-        Attribute::I64(number(options.max_seqlen_k.unwrap_or(0))),
-        Attribute::I64(number(options.max_seqlen_q.unwrap_or(0))),
-        Attribute::F32(options.softcap),
-        Attribute::F32(softmax_scale(options.softmax_scale, inputs.q)),
-        Attribute::Bool(options.top_left),
-        Attribute::I64(window(options.window_left)),
-        Attribute::I64(window(options.window_right)),
-    ];
-    run(Op::FlashAttnVarlen, operands, results.into().in_order(), &attributes, on)
+        max_seqlen_k: number(options.max_seqlen_k.unwrap_or(0)),
+        max_seqlen_q: number(options.max_seqlen_q.unwrap_or(0)),
+        softcap: options.softcap,
+        softmax_scale: softmax_scale(options.softmax_scale, inputs.q),
+        top_left: options.top_left,
+        window_left: window(options.window_left),
+        window_right: window(options.window_right),
+    };
+    let AttentionResults { out, softmax_lse, workspace } = results.into();
+    let results = Results { out, softmax_lse, workspace };
+    run(Op::FlashAttnVarlen, operands.in_order(), results.in_order(), &attributes.in_order(), on)
 }
 
 /// Without starts of the keys, packed ones lie like the queries, and those in pages need another word of their number:

@@ -2,9 +2,9 @@
 
 use super::attention::{softmax_scale, window};
 use super::{Host, Memory, On, TensorMut, TensorRef, number, run};
-use crate::call::Op;
 use crate::error::Result;
-use crate::ops::Attribute;
+use crate::ops::Op;
+use crate::ops::arguments::flash_attn_varlen_bwd::{Attributes, Operands, Results};
 
 /// What [`flash_attn_varlen`](super::flash_attn_varlen()) took and gave, and the gradient of its output. Letters: `Tq`
 /// query rows, `Tk` key rows, `B` sequences, `Hq` and `Hkv` heads, `D` and `Dv` elements of a head.
@@ -157,32 +157,33 @@ pub fn flash_attn_varlen_bwd<'a, M: Memory>(
     on: On<M>,
 ) -> Result {
     let FlashAttnVarlenBwdResults { dq, dk, dv, dsinks, workspace } = results.into();
-    let operands = [
-        Some(inputs.dout),
-        Some(inputs.q),
-        Some(inputs.k),
-        Some(inputs.v),
-        Some(inputs.out),
-        Some(inputs.softmax_lse),
-        Some(inputs.cu_seqlens_q),
-        Some(options.cu_seqlens_k.unwrap_or(inputs.cu_seqlens_q)),
-        options.seqused_k,
-        options.seqused_q,
-        options.leftpad_k,
-        options.alibi_slopes,
-        options.sinks,
-        options.dlse,
-    ];
-    let attributes = [
-        Attribute::Bool(options.causal),
-        Attribute::Bool(options.deterministic),
-        Attribute::I64(number(options.max_seqlen_k.unwrap_or(0))),
-        Attribute::I64(number(options.max_seqlen_q.unwrap_or(0))),
-        Attribute::F32(options.softcap),
-        Attribute::F32(softmax_scale(options.softmax_scale, inputs.q)),
-        Attribute::Bool(options.top_left),
-        Attribute::I64(window(options.window_left)),
-        Attribute::I64(window(options.window_right)),
-    ];
-    run(Op::FlashAttnVarlenBwd, operands, [Some(dq), Some(dk), Some(dv), dsinks, workspace], &attributes, on)
+    let operands = Operands {
+        dout: inputs.dout,
+        q: inputs.q,
+        k: inputs.k,
+        v: inputs.v,
+        out: inputs.out,
+        softmax_lse: inputs.softmax_lse,
+        cu_seqlens_q: inputs.cu_seqlens_q,
+        cu_seqlens_k: options.cu_seqlens_k.unwrap_or(inputs.cu_seqlens_q),
+        seqused_k: options.seqused_k,
+        seqused_q: options.seqused_q,
+        leftpad_k: options.leftpad_k,
+        alibi_slopes: options.alibi_slopes,
+        sinks: options.sinks,
+        dlse: options.dlse,
+    };
+    let attributes = Attributes {
+        causal: options.causal,
+        deterministic: options.deterministic,
+        max_seqlen_k: number(options.max_seqlen_k.unwrap_or(0)),
+        max_seqlen_q: number(options.max_seqlen_q.unwrap_or(0)),
+        softcap: options.softcap,
+        softmax_scale: softmax_scale(options.softmax_scale, inputs.q),
+        top_left: options.top_left,
+        window_left: window(options.window_left),
+        window_right: window(options.window_right),
+    };
+    let results = Results { dq, dk, dv, dsinks, workspace };
+    run(Op::FlashAttnVarlenBwd, operands.in_order(), results.in_order(), &attributes.in_order(), on)
 }

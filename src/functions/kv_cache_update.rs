@@ -1,8 +1,9 @@
 //! [`kv_cache_update`]
 
 use super::{Host, Kv, Memory, On, TensorMut, TensorRef, run};
-use crate::call::Op;
 use crate::error::Result;
+use crate::ops::Op;
+use crate::ops::arguments::{kv_cache_update, kv_cache_update_split};
 
 /// New tokens for [`kv_cache_update`]. Letters: `T` tokens, `Hkv` heads, `D` and `Dv` elements of a head.
 #[derive(Clone, Copy, Debug)]
@@ -63,16 +64,22 @@ pub fn kv_cache_update<M: Memory>(
     kv_cache: Kv<TensorMut<M>>,
     on: On<M>,
 ) -> Result {
-    let [key, value, slots] = [inputs.key, inputs.value, inputs.slot_mapping].map(Some);
+    let KvCacheUpdateInputs { key, value, slot_mapping } = *inputs;
     let KvCacheUpdateOptions { k_scale, v_scale } = *options;
     match kv_cache.parts() {
-        (_, k, Some(v)) => {
-            let operands = [Some(k.as_operand()), Some(v.as_operand()), key, value, slots, k_scale, v_scale];
-            run(Op::KvCacheUpdateSplit, operands, [Some(k), Some(v)], &[], on)
+        (_, k_cache, Some(v_cache)) => {
+            let (k, v) = (k_cache.as_operand(), v_cache.as_operand());
+            let operands =
+                kv_cache_update_split::Operands { k_cache: k, v_cache: v, key, value, slot_mapping, k_scale, v_scale };
+            let results = kv_cache_update_split::Results { k_cache, v_cache };
+            run(Op::KvCacheUpdateSplit, operands.in_order(), results.in_order(), &[], on)
         }
-        (layout, both, None) => {
-            let operands = [Some(both.as_operand()), key, value, slots, k_scale, v_scale];
-            run(Op::KvCacheUpdate, operands, [Some(both)], &[layout], on)
+        (kv_layout, kv_cache, None) => {
+            let cache = kv_cache.as_operand();
+            let operands = kv_cache_update::Operands { kv_cache: cache, key, value, slot_mapping, k_scale, v_scale };
+            let results = kv_cache_update::Results { kv_cache };
+            let attributes = kv_cache_update::Attributes { kv_layout };
+            run(Op::KvCacheUpdate, operands.in_order(), results.in_order(), &attributes.in_order(), on)
         }
     }
 }

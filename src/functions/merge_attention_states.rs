@@ -1,8 +1,9 @@
 //! [`merge_attention_states`]
 
 use super::{Memory, On, TensorMut, TensorRef, run};
-use crate::call::Op;
 use crate::error::Result;
+use crate::ops::Op;
+use crate::ops::arguments::merge_attention_states::{Operands, Results};
 
 /// Attention over a set of keys, in tensors of type `T`.
 #[derive(Clone, Copy, Debug)]
@@ -46,6 +47,7 @@ pub fn merge_attention_states<M: Memory>(
     merged: AttentionState<TensorMut<M>>,
     on: On<M>,
 ) -> Result {
-    let operands = [a.out, a.lse, b.out, b.lse].map(Some);
-    run(Op::MergeAttentionStates, operands, [merged.out, merged.lse].map(Some), &[], on)
+    let operands = Operands { out_a: a.out, lse_a: a.lse, out_b: b.out, lse_b: b.lse };
+    let results = Results { out: merged.out, lse: merged.lse };
+    run(Op::MergeAttentionStates, operands.in_order(), results.in_order(), &[], on)
 }

@@ -34,9 +34,10 @@ pub use rope_kv_cache_update::{
 pub use simple_add::simple_add;
 pub use views::{Device, Element, Host, MAX_RANK, Memory, TensorMut, TensorRef};
 
-use crate::call::{Call, Op, call};
+use crate::call::{Call, call};
 use crate::error::Result;
 use crate::ops::Attribute;
+use crate::ops::Op;
 use crate::tensor::{DType, Tensor};
 use views::View;
 
@@ -63,14 +64,14 @@ pub enum Kv<T> {
 
 impl<T> Kv<T> {
     /// The attribute `kv_layout`, and the one or two tensors.
-    fn parts(self) -> (Attribute, T, Option<T>) {
+    fn parts(self) -> (i64, T, Option<T>) {
         let (number, first, second) = match self {
             Kv::Split { k, v } => (0, k, Some(v)),
             Kv::Interleaved(both) => (1, both, None),
             Kv::Stacked(both) => (2, both, None),
             Kv::PerPage(both) => (3, both, None),
         };
-        (Attribute::I64(number), first, second)
+        (number, first, second)
     }
 }
 

@@ -2,9 +2,9 @@
 
 use super::attention::{AttentionResults, softmax_scale, window};
 use super::{Host, Memory, On, TensorRef, run};
-use crate::call::Op;
 use crate::error::Result;
-use crate::ops::Attribute;
+use crate::ops::Op;
+use crate::ops::arguments::paged_attention::{Attributes, Operands, Results};
 
 /// A ragged batch for [`paged_attention`]. Letters: `T` query rows, `S` sequence slots, `M` table entries a sequence, `P`
 /// pages, `Hq` and `Hkv` heads, `D` elements of a head.
@@ -108,24 +108,26 @@ pub fn paged_attention<'a, M: Memory>(
     results: impl Into<AttentionResults<'a, M>>,
     on: On<M>,
 ) -> Result {
-    let operands = [
-        Some(inputs.query),
-        Some(inputs.kv_cache),
-        Some(inputs.context_lens),
-        Some(inputs.block_tables),
-        Some(inputs.query_start_loc),
-        Some(inputs.num_seqs),
-        options.alibi_slopes,
-        options.sinks,
-        options.q_scale,
-        options.k_scale,
-        options.v_scale,
-    ];
-    let attributes = [
-        Attribute::Bool(options.batch_invariant),
-        Attribute::F32(softmax_scale(options.scale, inputs.query)),
-        Attribute::I64(window(options.sliding_window)),
-        Attribute::F32(options.soft_cap),
-    ];
-    run(Op::PagedAttention, operands, results.into().in_order(), &attributes, on)
+    let operands = Operands {
+        query: inputs.query,
+        kv_cache: inputs.kv_cache,
+        context_lens: inputs.context_lens,
+        block_tables: inputs.block_tables,
+        query_start_loc: inputs.query_start_loc,
+        num_seqs: inputs.num_seqs,
+        alibi_slopes: options.alibi_slopes,
+        sinks: options.sinks,
+        q_scale: options.q_scale,
+        k_scale: options.k_scale,
+        v_scale: options.v_scale,
+    };
+    let attributes = Attributes {
+        batch_invariant: options.batch_invariant,
+        scale: softmax_scale(options.scale, inputs.query),
+        sliding_window: window(options.sliding_window),
+        soft_cap: options.soft_cap,
+    };
+    let AttentionResults { out, softmax_lse, workspace } = results.into();
+    let results = Results { out, softmax_lse, workspace };
+    run(Op::PagedAttention, operands.in_order(), results.in_order(), &attributes.in_order(), on)
 }

@@ -3,9 +3,9 @@
 use super::attention::{AttentionResults, softmax_scale, window};
 use super::paged_attention::PagedAttentionOptions;
 use super::{Host, Memory, On, TensorMut, TensorRef, run};
-use crate::call::Op;
 use crate::error::Result;
-use crate::ops::Attribute;
+use crate::ops::Op;
+use crate::ops::arguments::paged_attention_update::{Attributes, Operands, Results};
 
 /// A ragged batch of new tokens for [`paged_attention_update`]. Letters: `T` tokens, `S` sequence slots, `M` table entries a
 /// sequence, `Hq` and `Hkv` heads, `D` elements of a head.
@@ -79,28 +79,29 @@ pub fn paged_attention_update<'a, M: Memory>(
     results: impl Into<AttentionResults<'a, M>>,
     on: On<M>,
 ) -> Result {
-    let operands = [
-        Some(inputs.query),
-        Some(kv_cache.as_operand()),
-        Some(inputs.context_lens),
-        Some(inputs.block_tables),
-        Some(inputs.query_start_loc),
-        Some(inputs.num_seqs),
-        Some(inputs.key),
-        Some(inputs.value),
-        Some(inputs.slot_mapping),
-        options.alibi_slopes,
-        options.sinks,
-        options.q_scale,
-        options.k_scale,
-        options.v_scale,
-    ];
-    let attributes = [
-        Attribute::Bool(options.batch_invariant),
-        Attribute::F32(softmax_scale(options.scale, inputs.query)),
-        Attribute::I64(window(options.sliding_window)),
-        Attribute::F32(options.soft_cap),
-    ];
-    let [out, softmax_lse, workspace] = results.into().in_order();
-    run(Op::PagedAttentionUpdate, operands, [out, Some(kv_cache), softmax_lse, workspace], &attributes, on)
+    let operands = Operands {
+        query: inputs.query,
+        kv_cache: kv_cache.as_operand(),
+        context_lens: inputs.context_lens,
+        block_tables: inputs.block_tables,
+        query_start_loc: inputs.query_start_loc,
+        num_seqs: inputs.num_seqs,
+        key: inputs.key,
+        value: inputs.value,
+        slot_mapping: inputs.slot_mapping,
+        alibi_slopes: options.alibi_slopes,
+        sinks: options.sinks,
+        q_scale: options.q_scale,
+        k_scale: options.k_scale,
+        v_scale: options.v_scale,
+    };
+    let attributes = Attributes {
+        batch_invariant: options.batch_invariant,
+        scale: softmax_scale(options.scale, inputs.query),
+        sliding_window: window(options.sliding_window),
+        soft_cap: options.soft_cap,
+    };
+    let AttentionResults { out, softmax_lse, workspace } = results.into();
+    let results = Results { out, kv_cache, softmax_lse, workspace };
+    run(Op::PagedAttentionUpdate, operands.in_order(), results.in_order(), &attributes.in_order(), on)
 }

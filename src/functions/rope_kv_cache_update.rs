@@ -1,9 +1,9 @@
 //! [`rope_kv_cache_update`]
 
 use super::{Host, Kv, Memory, On, TensorMut, TensorRef, run};
-use crate::call::Op;
 use crate::error::{Error, Result};
-use crate::ops::Attribute;
+use crate::ops::Op;
+use crate::ops::arguments::rope_kv_cache_update::{Attributes, Operands, Results};
 
 /// New tokens for [`rope_kv_cache_update`]. Letters: `T` tokens, `Hq` and `Hkv` heads, `D` elements of a head, `rot` those
 /// of them that turn.
@@ -93,21 +93,22 @@ pub fn rope_kv_cache_update<M: Memory>(
     on: On<M>,
 ) -> Result {
     let op = Op::RopeKvCacheUpdate;
-    let (layout, cache, None) = results.kv_cache.parts() else {
+    let (kv_layout, kv_cache, None) = results.kv_cache.parts() else {
         let text = "kv_cache is two tensors; one that holds keys and values, in any layout, works";
         return Err(Error::unimplemented(text).of(op.signature().target));
     };
-    let operands = [
-        Some(cache.as_operand()),
-        Some(inputs.query),
-        Some(inputs.key),
-        Some(inputs.value),
-        Some(inputs.slot_mapping),
-        Some(inputs.positions),
-        Some(inputs.cos_sin),
-        options.k_scale,
-        options.v_scale,
-    ];
-    let attributes = [Attribute::Bool(options.interleaved), layout];
-    run(op, operands, [cache, results.query_out].map(Some), &attributes, on)
+    let operands = Operands {
+        kv_cache: kv_cache.as_operand(),
+        query: inputs.query,
+        key: inputs.key,
+        value: inputs.value,
+        slot_mapping: inputs.slot_mapping,
+        positions: inputs.positions,
+        cos_sin: inputs.cos_sin,
+        k_scale: options.k_scale,
+        v_scale: options.v_scale,
+    };
+    let attributes = Attributes { interleaved: options.interleaved, kv_layout };
+    let results = Results { kv_cache, query_out: results.query_out };
+    run(op, operands.in_order(), results.in_order(), &attributes.in_order(), on)
 }

@@ -1,8 +1,9 @@
 //! [`simple_add`]
 
 use super::{Memory, On, TensorMut, TensorRef, run};
-use crate::call::Op;
 use crate::error::Result;
+use crate::ops::Op;
+use crate::ops::arguments::simple_add::{Operands, Results};
 
 /// `out = a + b`, element by element: equal shapes, one dtype of f16, bf16, f32, f64, i8, u8, i32 and i64.
 ///
@@ -28,5 +29,5 @@ use crate::error::Result;
 /// assert_eq!(error.to_string(), "xla_gpu_simple_add: b has shape [3] of f32, which is 12 bytes, in memory of 8");
 /// ```
 pub fn simple_add<M: Memory>(a: TensorRef<M>, b: TensorRef<M>, out: TensorMut<M>, on: On<M>) -> Result {
-    run(Op::SimpleAdd, [Some(a), Some(b)], [Some(out)], &[], on)
+    run(Op::SimpleAdd, Operands { a, b }.in_order(), Results { out }.in_order(), &[], on)
 }

@@ -7,7 +7,7 @@
 
 use super::checks::{Scale, contiguous_rows, dense, head_dim, optional_indices, scale};
 use super::kv_layout::KvLayout;
-use super::{Bound, KvView};
+use super::{Bound, CallResult, KvView, Operand};
 use crate::error::{Error, Result, ensure};
 use crate::tensor::{DType, Dim, Tensor};
 
@@ -246,7 +246,7 @@ pub(super) fn page_table(
 
 /// `out [T, Hq, Dv]`, dense, of a dtype that [`check_dtypes`] has seen.
 pub(super) fn out<'a>(bound: &Bound<'a>, rows: Dim, q_heads: i64, value_dim: Dim) -> Result<Tensor<'a>> {
-    let out = bound.result("out");
+    let out = bound.result(CallResult::Out);
     out.expect_shape("out", &[rows, Dim::Is("Hq", q_heads), value_dim])?;
     dense("out", &out)?;
     Ok(out)
@@ -254,7 +254,7 @@ pub(super) fn out<'a>(bound: &Bound<'a>, rows: Dim, q_heads: i64, value_dim: Dim
 
 /// `softmax_lse f32[Hq, T]`, if wanted. An empty one is `[Hq, 0]`, not left out, yet has nothing to write.
 pub(super) fn softmax_lse(bound: &Bound, q_heads: i64, rows: Dim) -> Result<Option<*mut f32>> {
-    let lse = bound.optional_result("softmax_lse");
+    let lse = bound.optional_result(CallResult::SoftmaxLse);
     lse.map(|lse| {
         lse.expect_dtype("softmax_lse", &[DType::F32])?;
         lse.expect_shape("softmax_lse", &[Dim::Is("Hq", q_heads), rows])?;
@@ -266,7 +266,7 @@ pub(super) fn softmax_lse(bound: &Bound, q_heads: i64, rows: Dim) -> Result<Opti
 
 /// `workspace u8[N]`, if there is one.
 pub(super) fn workspace<'a>(bound: &Bound<'a>) -> Result<Option<Tensor<'a>>> {
-    let workspace = bound.optional_result("workspace");
+    let workspace = bound.optional_result(CallResult::Workspace);
     workspace
         .map(|workspace| {
             workspace.expect_dtype("workspace", &[DType::U8])?;
@@ -288,7 +288,7 @@ pub(super) struct ScoreAttributes {
 
 /// The scales of q and K.
 pub(super) fn score_scales(bound: &Bound, kv_heads: i64) -> Result<[Option<Scale>; 2]> {
-    Ok([scale(bound, "q_scale", kv_heads)?, scale(bound, "k_scale", kv_heads)?])
+    Ok([scale(bound, Operand::QScale, kv_heads)?, scale(bound, Operand::KScale, kv_heads)?])
 }
 
 /// Scales, cap, bias and sinks; `seqs` is B under the name that the target gives it.
@@ -320,7 +320,7 @@ pub(super) fn score(
 }
 
 fn alibi(bound: &Bound, q_heads: i64, (slots, seqs): (&'static str, i64)) -> Result<Option<Alibi>> {
-    let Some(slopes) = bound.optional_operand("alibi_slopes") else { return Ok(None) };
+    let Some(slopes) = bound.optional_operand(Operand::AlibiSlopes) else { return Ok(None) };
     slopes.expect_dtype("alibi_slopes", &[DType::F32])?;
     let per_sequence = slopes.dims == [seqs, q_heads];
     ensure(per_sequence || slopes.dims == [q_heads], || {
@@ -331,7 +331,7 @@ fn alibi(bound: &Bound, q_heads: i64, (slots, seqs): (&'static str, i64)) -> Res
 }
 
 fn sinks(bound: &Bound, q_heads: i64) -> Result<Option<*const f32>> {
-    let Some(sinks) = bound.optional_operand("sinks") else { return Ok(None) };
+    let Some(sinks) = bound.optional_operand(Operand::Sinks) else { return Ok(None) };
     sinks.expect_dtype("sinks", &[DType::F32])?;
     sinks.expect_shape("sinks", &[Dim::Is("Hq", q_heads)])?;
     dense("sinks", &sinks)?;
@@ -339,6 +339,6 @@ fn sinks(bound: &Bound, q_heads: i64) -> Result<Option<*const f32>> {
 }
 
 /// An optional per-sequence operand, `i32[B]`.
-pub(super) fn per_sequence(bound: &Bound, name: &'static str, seqs: (&'static str, i64)) -> Result<Option<*const i32>> {
-    optional_indices(bound, name, seqs)
+pub(super) fn per_sequence(bound: &Bound, operand: Operand, seqs: (&'static str, i64)) -> Result<Option<*const i32>> {
+    optional_indices(bound, operand, seqs)
 }

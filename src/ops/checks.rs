@@ -1,6 +1,6 @@
 //! What several operators ask of their operands.
 
-use super::Bound;
+use super::{Bound, Operand};
 use crate::error::{Error, Result, ensure};
 use crate::tensor::{DType, Dim, Tensor};
 
@@ -49,15 +49,17 @@ pub(super) fn indices(name: &str, tensor: &Tensor, shape: &[Dim]) -> Result<*con
 /// An optional operand of 32-bit indices, `i32[count]`, dense.
 pub(super) fn optional_indices(
     bound: &Bound,
-    name: &'static str,
+    operand: Operand,
     (of, count): (&'static str, i64),
 ) -> Result<Option<*const i32>> {
-    bound.optional_operand(name).map(|tensor| indices(name, &tensor, &[Dim::Is(of, count)])).transpose()
+    let tensor = bound.optional_operand(operand);
+    tensor.map(|tensor| indices(operand.name(), &tensor, &[Dim::Is(of, count)])).transpose()
 }
 
 /// `q_scale`, `k_scale` or `v_scale`: `f32[1]` or `f32[Hkv]`, dense.
-pub(super) fn scale(bound: &Bound, name: &'static str, heads: i64) -> Result<Option<Scale>> {
-    let Some(scale) = bound.optional_operand(name) else { return Ok(None) };
+pub(super) fn scale(bound: &Bound, operand: Operand, heads: i64) -> Result<Option<Scale>> {
+    let Some(scale) = bound.optional_operand(operand) else { return Ok(None) };
+    let name = operand.name();
     scale.expect_dtype(name, &[DType::F32])?;
     ensure(scale.dims == [1] || scale.dims == [heads], || {
         format!("{name} has shape {:?}, expected [1] or [Hkv={heads}]", scale.dims)

@@ -6,45 +6,9 @@ use super::attention::{
     self, Attention, KeyStorage, Keys, Queries, ScoreAttributes, check_dtypes, check_heads, per_sequence, query_sizes,
 };
 use super::kv_layout::KvLayout;
-use super::{AttributeKind, Bound, KvView, Signature, checks};
+use super::{BoolAttribute, Bound, CallResult, F32Attribute, I64Attribute, KvView, Operand, checks};
 use crate::error::{Error, Result, ensure};
 use crate::tensor::{DType, Dim, Tensor, missing};
-
-/// The interface of `xla_gpu_flash_attn_varlen`.
-pub const SIGNATURE: Signature = Signature {
-    target: "xla_gpu_flash_attn_varlen",
-    operands: &[
-        "q",
-        "k",
-        "v",
-        "cu_seqlens_q",
-        "cu_seqlens_k",
-        "seqused_k",
-        "block_table",
-        "seqused_q",
-        "leftpad_k",
-        "alibi_slopes",
-        "sinks",
-        "q_scale",
-        "k_scale",
-        "v_scale",
-    ],
-    required_operands: 5,
-    results: &["out", "softmax_lse", "workspace"],
-    required_results: 2,
-    attributes: &[
-        ("batch_invariant", AttributeKind::Bool),
-        ("causal", AttributeKind::Bool),
-        ("kv_layout", AttributeKind::I64),
-        ("max_seqlen_k", AttributeKind::I64),
-        ("max_seqlen_q", AttributeKind::I64),
-        ("softcap", AttributeKind::F32),
-        ("softmax_scale", AttributeKind::F32),
-        ("top_left", AttributeKind::Bool),
-        ("window_left", AttributeKind::I64),
-        ("window_right", AttributeKind::I64),
-    ],
-};
 
 /// The problem of a call. Letters: `Tq` query rows, `Tk` key rows, `B` sequences, `M` table entries a sequence, `P`
 /// pages.
@@ -57,24 +21,25 @@ pub const SIGNATURE: Signature = Signature {
 /// | `seqused_k`, `seqused_q`, `leftpad_k` | `i32[B]` |
 /// | `block_table` | `i32[B, M]` |
 pub(crate) fn problem<'a>(bound: &Bound<'a>) -> Result<Attention<'a>> {
-    let q = bound.operand("q");
+    let q = bound.operand(Operand::Q);
     let (rows, q_heads, head_dim) = query_sizes("q", "Tq", &q)?;
-    let (k, v) = (bound.operand("k"), bound.operand("v"));
-    check_dtypes(("q", q.dtype), ("k", k.dtype), bound.result("out").dtype)?;
+    let (k, v) = (bound.operand(Operand::K), bound.operand(Operand::V));
+    check_dtypes(("q", q.dtype), ("k", k.dtype), bound.result(CallResult::Out).dtype)?;
 
-    let cu_seqlens_q = bound.operand("cu_seqlens_q");
+    let cu_seqlens_q = bound.operand(Operand::CuSeqlensQ);
     let starts = checks::indices("cu_seqlens_q", &cu_seqlens_q, &[Dim::Any("B+1")])?;
     ensure(cu_seqlens_q.dims[0] > 0, || "cu_seqlens_q has shape [0], expected [B+1]".into())?;
     let slots = ("B", cu_seqlens_q.dims[0] - 1);
-    let seqused_k = per_sequence(bound, "seqused_k", slots)?;
+    let seqused_k = per_sequence(bound, Operand::SequsedK, slots)?;
     let stored = stored_keys(bound, (&k, &v), (q_heads, head_dim), slots)?;
 
     // Without sequences a given seqused_k looks left out, and there is no length to read anyway.
     let paged = matches!(stored.storage, KeyStorage::Paged(_));
     let reads_starts = !(paged && (seqused_k.is_some() || slots.1 == 0));
     let cu_seqlens_k =
-        || checks::indices("cu_seqlens_k", &bound.operand("cu_seqlens_k"), &[Dim::Is("B+1", slots.1 + 1)]);
-    let lengths = [("max_seqlen_q", bound.i64("max_seqlen_q")), ("max_seqlen_k", bound.i64("max_seqlen_k"))];
+        || checks::indices("cu_seqlens_k", &bound.operand(Operand::CuSeqlensK), &[Dim::Is("B+1", slots.1 + 1)]);
+    let lengths =
+        [("max_seqlen_q", bound.i64(I64Attribute::MaxSeqlenQ)), ("max_seqlen_k", bound.i64(I64Attribute::MaxSeqlenK))];
     for (name, length) in lengths {
         ensure(length >= 0, || format!("{name} is {length}, expected >= 0 (0 is unknown)"))?;
     }
@@ -91,39 +56,40 @@ pub(crate) fn problem<'a>(bound: &Bound<'a>) -> Result<Attention<'a>> {
         queries: Queries {
             num_seqs: None,
             starts,
-            used: per_sequence(bound, "seqused_q", slots)?,
+            used: per_sequence(bound, Operand::SequsedQ, slots)?,
             longest: lengths[0].1 as usize,
         },
         keys: Keys {
             starts: reads_starts.then(cu_seqlens_k).transpose()?,
             used: seqused_k,
-            leftpad: per_sequence(bound, "leftpad_k", slots)?,
+            leftpad: per_sequence(bound, Operand::LeftpadK, slots)?,
             storage: stored.storage,
             longest: lengths[1].1 as usize,
         },
         score: attention::score(bound, &attributes, attention::score_scales(bound, stored.kv_heads)?, q_heads, slots)?,
-        v_scale: checks::scale(bound, "v_scale", stored.kv_heads)?,
+        v_scale: checks::scale(bound, Operand::VScale, stored.kv_heads)?,
         num_rows: rows as usize,
         num_q_heads: q_heads as usize,
         num_kv_heads: stored.kv_heads as usize,
         head_dim: head_dim as usize,
         value_dim: stored.value_dim as usize,
         max_seqs: slots.1 as usize,
-        batch_invariant: bound.bool("batch_invariant"),
+        batch_invariant: bound.bool(BoolAttribute::BatchInvariant),
     })
 }
 
 pub(super) fn score_attributes(bound: &Bound) -> Result<ScoreAttributes> {
-    let windows = [("window_left", bound.i64("window_left")), ("window_right", bound.i64("window_right"))];
+    let windows =
+        [("window_left", bound.i64(I64Attribute::WindowLeft)), ("window_right", bound.i64(I64Attribute::WindowRight))];
     for (name, window) in windows {
         ensure(window >= -1, || format!("{name} is {window}, expected >= 0, or -1 for unlimited"))?;
     }
     Ok(ScoreAttributes {
-        scale: ("softmax_scale", bound.f32("softmax_scale")),
-        softcap: ("softcap", bound.f32("softcap")),
+        scale: ("softmax_scale", bound.f32(F32Attribute::SoftmaxScale)),
+        softcap: ("softcap", bound.f32(F32Attribute::Softcap)),
         window_left: windows[0].1,
-        window_right: if bound.bool("causal") { 0 } else { windows[1].1 },
-        top_left: bound.bool("top_left"),
+        window_right: if bound.bool(BoolAttribute::Causal) { 0 } else { windows[1].1 },
+        top_left: bound.bool(BoolAttribute::TopLeft),
     })
 }
 
@@ -142,8 +108,8 @@ fn stored_keys(
     (q_heads, head_dim): (i64, i64),
     slots: (&'static str, i64),
 ) -> Result<StoredKeys> {
-    let number = bound.i64("kv_layout");
-    let block_table = bound.optional_operand("block_table");
+    let number = bound.i64(I64Attribute::KvLayout);
+    let block_table = bound.optional_operand(Operand::BlockTable);
     if number != 0 {
         let layout = KvLayout::from_number(number)
             .ok_or_else(|| Error::invalid(format!("kv_layout is {number}, expected 0, 1, 2 or 3")))?;

@@ -21,44 +21,9 @@
 use super::attention::{Attention, KeyStorage, Keys, Queries, per_sequence, query_sizes, score};
 use super::checks::{self, contiguous_rows, dense, kernel_sizes};
 use super::flash_attn_varlen::{packed_keys, score_attributes};
-use super::{AttributeKind, Bound, Signature};
+use super::{BoolAttribute, Bound, CallResult, I64Attribute, Operand};
 use crate::error::{Error, Result, ensure};
 use crate::tensor::{DType, Dim, Tensor};
-
-/// The interface of `xla_gpu_flash_attn_varlen_bwd`.
-pub const SIGNATURE: Signature = Signature {
-    target: "xla_gpu_flash_attn_varlen_bwd",
-    operands: &[
-        "dout",
-        "q",
-        "k",
-        "v",
-        "out",
-        "softmax_lse",
-        "cu_seqlens_q",
-        "cu_seqlens_k",
-        "seqused_k",
-        "seqused_q",
-        "leftpad_k",
-        "alibi_slopes",
-        "sinks",
-        "dlse",
-    ],
-    required_operands: 8,
-    results: &["dq", "dk", "dv", "dsinks", "workspace"],
-    required_results: 3,
-    attributes: &[
-        ("causal", AttributeKind::Bool),
-        ("deterministic", AttributeKind::Bool),
-        ("max_seqlen_k", AttributeKind::I64),
-        ("max_seqlen_q", AttributeKind::I64),
-        ("softcap", AttributeKind::F32),
-        ("softmax_scale", AttributeKind::F32),
-        ("top_left", AttributeKind::Bool),
-        ("window_left", AttributeKind::I64),
-        ("window_right", AttributeKind::I64),
-    ],
-};
 
 /// Element types of q, K, V, the output and the gradients, all of which have the same.
 const DTYPES: &[DType] = &[DType::F32, DType::F16, DType::BF16];
@@ -104,7 +69,8 @@ impl<'a> FlashAttnVarlenBwd<'a> {
     /// | `cu_seqlens_q`, `cu_seqlens_k` | `i32[B+1]` |
     /// | `seqused_k`, `seqused_q`, `leftpad_k` | `i32[B]` |
     pub(crate) fn new(bound: &Bound<'a>) -> Result<Self> {
-        let [q, k, v, out, dout] = ["q", "k", "v", "out", "dout"].map(|name| bound.operand(name));
+        let [q, k, v, out, dout] =
+            [Operand::Q, Operand::K, Operand::V, Operand::Out, Operand::Dout].map(|name| bound.operand(name));
         if !DTYPES.contains(&q.dtype) {
             return Err(Error::unimplemented(format!("q is {}; there are gradients of f32, f16 and bf16", q.dtype)));
         }
@@ -121,12 +87,16 @@ impl<'a> FlashAttnVarlenBwd<'a> {
         let stored = packed_keys(&k, &v, (q_heads, head_dim))?;
         let [keys, kv_heads, value_dim] = [v.dims[0], stored.kv_heads, stored.value_dim];
 
-        let cu_seqlens_q = bound.operand("cu_seqlens_q");
+        let cu_seqlens_q = bound.operand(Operand::CuSeqlensQ);
         let starts_q = checks::indices("cu_seqlens_q", &cu_seqlens_q, &[Dim::Any("B+1")])?;
         ensure(cu_seqlens_q.dims[0] > 0, || "cu_seqlens_q has shape [0], expected [B+1]".into())?;
         let slots = ("B", cu_seqlens_q.dims[0] - 1);
-        let starts_k = checks::indices("cu_seqlens_k", &bound.operand("cu_seqlens_k"), &[Dim::Is("B+1", slots.1 + 1)])?;
-        let lengths = [("max_seqlen_q", bound.i64("max_seqlen_q")), ("max_seqlen_k", bound.i64("max_seqlen_k"))];
+        let starts_k =
+            checks::indices("cu_seqlens_k", &bound.operand(Operand::CuSeqlensK), &[Dim::Is("B+1", slots.1 + 1)])?;
+        let lengths = [
+            ("max_seqlen_q", bound.i64(I64Attribute::MaxSeqlenQ)),
+            ("max_seqlen_k", bound.i64(I64Attribute::MaxSeqlenK)),
+        ];
         for (name, length) in lengths {
             ensure(length >= 0, || format!("{name} is {length}, expected >= 0 (0 is unknown)"))?;
         }
@@ -138,16 +108,16 @@ impl<'a> FlashAttnVarlenBwd<'a> {
             tensor.expect_shape(name, &[tq, hq, dv])?;
             contiguous_rows(name, tensor)?;
         }
-        let lse = per_row("softmax_lse", &bound.operand("softmax_lse"), [hq, tq])?;
-        let dlse = bound.optional_operand("dlse").map(|dlse| per_row("dlse", &dlse, [hq, tq])).transpose()?;
-        let gradient = |name: &'static str, shape: &[Dim]| {
-            let gradient = bound.result(name);
+        let lse = per_row("softmax_lse", &bound.operand(Operand::SoftmaxLse), [hq, tq])?;
+        let dlse = bound.optional_operand(Operand::Dlse).map(|dlse| per_row("dlse", &dlse, [hq, tq])).transpose()?;
+        let gradient = |result: CallResult, shape: &[Dim]| {
+            let (name, gradient) = (result.name(), bound.result(result));
             gradient.expect_dtype(name, &[q.dtype])?;
             gradient.expect_shape(name, shape)?;
             dense(name, &gradient)?;
             Ok(gradient)
         };
-        let dsinks = bound.optional_result("dsinks").map(|dsinks| {
+        let dsinks = bound.optional_result(CallResult::Dsinks).map(|dsinks| {
             dsinks.expect_dtype("dsinks", &[DType::F32])?;
             dsinks.expect_shape("dsinks", &[hq])?;
             dense("dsinks", &dsinks)?;
@@ -165,13 +135,13 @@ impl<'a> FlashAttnVarlenBwd<'a> {
                 queries: Queries {
                     num_seqs: None,
                     starts: starts_q,
-                    used: per_sequence(bound, "seqused_q", slots)?,
+                    used: per_sequence(bound, Operand::SequsedQ, slots)?,
                     longest: lengths[0].1 as usize,
                 },
                 keys: Keys {
                     starts: Some(starts_k),
-                    used: per_sequence(bound, "seqused_k", slots)?,
-                    leftpad: per_sequence(bound, "leftpad_k", slots)?,
+                    used: per_sequence(bound, Operand::SequsedK, slots)?,
+                    leftpad: per_sequence(bound, Operand::LeftpadK, slots)?,
                     storage: KeyStorage::Contiguous { total: keys as usize },
                     longest: lengths[1].1 as usize,
                 },
@@ -187,13 +157,13 @@ impl<'a> FlashAttnVarlenBwd<'a> {
             },
             dout,
             dlse: dlse.map(<*mut f32>::cast_const),
-            dq: gradient("dq", &[tq, hq, d])?,
-            dk: gradient("dk", &[tk, hkv, d])?,
-            dv: gradient("dv", &[tk, hkv, dv])?,
+            dq: gradient(CallResult::Dq, &[tq, hq, d])?,
+            dk: gradient(CallResult::Dk, &[tk, hkv, d])?,
+            dv: gradient(CallResult::Dv, &[tk, hkv, dv])?,
             dsinks: dsinks.transpose()?,
             workspace: super::attention::workspace(bound)?,
             num_keys: keys as usize,
-            deterministic: bound.bool("deterministic"),
+            deterministic: bound.bool(BoolAttribute::Deterministic),
         })
     }
 }

@@ -12,29 +12,9 @@
 
 use super::checks::{Scale, contiguous_rows, dense, head_dim, kernel_sizes, scale};
 use super::kv_layout::KvLayout;
-use super::{AttributeKind, Bound, KvView, Signature};
+use super::{Bound, CallResult, I64Attribute, KvView, Operand};
 use crate::error::{Error, Result, ensure};
 use crate::tensor::{DType, Dim, Tensor};
-
-/// The interface of `xla_gpu_kv_cache_update`: K and V share one buffer.
-pub const SIGNATURE: Signature = Signature {
-    target: "xla_gpu_kv_cache_update",
-    operands: &["kv_cache", "key", "value", "slot_mapping", "k_scale", "v_scale"],
-    required_operands: 4,
-    results: &["kv_cache"],
-    required_results: 1,
-    attributes: &[("kv_layout", AttributeKind::I64)],
-};
-
-/// The interface of `xla_gpu_kv_cache_update_split`: K and V have a buffer each.
-pub const SPLIT_SIGNATURE: Signature = Signature {
-    target: "xla_gpu_kv_cache_update_split",
-    operands: &["k_cache", "v_cache", "key", "value", "slot_mapping", "k_scale", "v_scale"],
-    required_operands: 5,
-    results: &["k_cache", "v_cache"],
-    required_results: 2,
-    attributes: &[],
-};
 
 /// Element types of key and value. The cache has the same, or one of [`FP8_DTYPES`].
 pub const DTYPES: &[DType] = &[DType::F16, DType::BF16, DType::F32];
@@ -92,7 +72,7 @@ pub struct KvCacheUpdate<'a> {
 impl<'a> KvCacheUpdate<'a> {
     /// K and V in one buffer, in the layout of the attribute `kv_layout`.
     pub(crate) fn new(bound: &Bound<'a>) -> Result<Self> {
-        let number = bound.i64("kv_layout");
+        let number = bound.i64(I64Attribute::KvLayout);
         let Some(layout) = KvLayout::from_number(number) else {
             return Err(Error::invalid(format!("kv_layout is {number}, expected 1, 2 or 3")));
         };
@@ -101,10 +81,10 @@ impl<'a> KvCacheUpdate<'a> {
 
     /// K and V in one buffer of a layout, whatever attributes the target has.
     pub(super) fn in_one_buffer(bound: &Bound<'a>, layout: KvLayout) -> Result<Self> {
-        let (key, value) = (bound.operand("key"), bound.operand("value"));
+        let (key, value) = (bound.operand(Operand::Key), bound.operand(Operand::Value));
         check_rows("key", &key, None)?;
         check_rows("value", &value, Some(&key))?;
-        let (cache, out) = (bound.operand("kv_cache"), bound.result("kv_cache"));
+        let (cache, out) = (bound.operand(Operand::KvCache), bound.result(CallResult::KvCache));
         check_cache_dtype("kv_cache", &cache, &key)?;
         cache.expect_shape("kv_cache", &layout.shape(Dim::Is("Hkv", key.dims[1]), key.dims[2]))?;
         let copy = same_cache("kv_cache", cache, out)?;
@@ -116,13 +96,13 @@ impl<'a> KvCacheUpdate<'a> {
 
     /// K and V in buffers of their own, `[P, page_size, Hkv, D]` and `[P, page_size, Hkv, Dv]`.
     pub(crate) fn new_split(bound: &Bound<'a>) -> Result<Self> {
-        let (key, value) = (bound.operand("key"), bound.operand("value"));
+        let (key, value) = (bound.operand(Operand::Key), bound.operand(Operand::Value));
         check_rows("key", &key, None)?;
         check_rows("value", &value, None)?;
         value.expect_dtype("value", &[key.dtype])?;
         let same = [Dim::Is("T", key.dims[0]), Dim::Is("Hkv", key.dims[1]), Dim::Any("Dv")];
         value.expect_shape("value", &same)?;
-        let (k_cache, v_cache) = (bound.operand("k_cache"), bound.operand("v_cache"));
+        let (k_cache, v_cache) = (bound.operand(Operand::KCache), bound.operand(Operand::VCache));
         check_cache_dtype("k_cache", &k_cache, &key)?;
         v_cache.expect_dtype("v_cache", &[k_cache.dtype])?;
         let heads = Dim::Is("Hkv", key.dims[1]);
@@ -131,7 +111,7 @@ impl<'a> KvCacheUpdate<'a> {
         let (pages, page_size) = (k_cache.dims[0], k_cache.dims[1]);
         let shape = [Dim::Is("num_pages", pages), Dim::Is("page_size", page_size), heads, Dim::Is("Dv", value.dims[2])];
         v_cache.expect_shape("v_cache", &shape)?;
-        let (k_out, v_out) = (bound.result("k_cache"), bound.result("v_cache"));
+        let (k_out, v_out) = (bound.result(CallResult::KCache), bound.result(CallResult::VCache));
         let copies = [Some(same_cache("k_cache", k_cache, k_out)?), Some(same_cache("v_cache", v_cache, v_out)?)];
         let (k, v) = (KvView::alone(&k_out), KvView::alone(&v_out));
         Self::assemble(bound, (key, k), (value, v), (k_cache.dtype, copies), (pages, page_size))
@@ -144,12 +124,13 @@ impl<'a> KvCacheUpdate<'a> {
         (cache_dtype, copies): (DType, [Option<CacheCopy<'a>>; 2]),
         (pages, page_size): (i64, i64),
     ) -> Result<Self> {
-        let slot_mapping = bound.operand("slot_mapping");
+        let slot_mapping = bound.operand(Operand::SlotMapping);
         slot_mapping.expect_dtype("slot_mapping", &[DType::I32, DType::I64])?;
         slot_mapping.expect_shape("slot_mapping", &[Dim::Is("T", key.dims[0])])?;
         dense("slot_mapping", &slot_mapping)?;
         kernel_sizes(&[("T", key.dims[0]), ("num_pages", pages), ("page_size", page_size)])?;
-        let (k_scale, v_scale) = (scale(bound, "k_scale", key.dims[1])?, scale(bound, "v_scale", key.dims[1])?);
+        let (k_scale, v_scale) =
+            (scale(bound, Operand::KScale, key.dims[1])?, scale(bound, Operand::VScale, key.dims[1])?);
         Ok(Self {
             key: NewRows { rows: key, cache: k, scale: k_scale },
             value: NewRows { rows: value, cache: v, scale: v_scale },

@@ -6,19 +6,9 @@
 //! empty, `out` is 0 and `lse` -inf. An attention sink belongs to exactly one of the parts.
 
 use super::checks::{contiguous_rows, dense, kernel_sizes};
-use super::{Bound, Signature};
+use super::{Bound, CallResult, Operand};
 use crate::error::{Error, Result, ensure};
 use crate::tensor::{DType, Dim, Tensor};
-
-/// The interface of `xla_gpu_merge_attention_states`.
-pub const SIGNATURE: Signature = Signature {
-    target: "xla_gpu_merge_attention_states",
-    operands: &["out_a", "lse_a", "out_b", "lse_b"],
-    required_operands: 4,
-    results: &["out", "lse"],
-    required_results: 2,
-    attributes: &[],
-};
 
 /// Element types of the outputs, all three of which have the same.
 pub const DTYPES: &[DType] = &[DType::F16, DType::BF16, DType::F32];
@@ -58,7 +48,7 @@ unsafe impl Sync for MergeAttentionStates<'_> {}
 
 impl<'a> MergeAttentionStates<'a> {
     pub(crate) fn new(bound: &Bound<'a>) -> Result<Self> {
-        let first = bound.operand("out_a");
+        let first = bound.operand(Operand::OutA);
         first.expect_dtype("out_a", DTYPES)?;
         first.expect_shape("out_a", &[Dim::Any("n"), Dim::Any("h"), Dim::Any("d")])?;
         let [n, h, d] = [0, 1, 2].map(|axis| first.dims[axis]);
@@ -77,15 +67,16 @@ impl<'a> MergeAttentionStates<'a> {
             tensor.expect_shape(name, &[Dim::Is("h", h), Dim::Is("n", n)])?;
             dense(name, tensor)
         };
-        let state = |out: &'static str, lse: &'static str| {
-            let state = State { out: bound.operand(out), lse: bound.operand(lse).data.cast_const().cast() };
-            outputs(out, &state.out)?;
-            contiguous_rows(out, &state.out)?;
-            sums(lse, &bound.operand(lse))?;
-            Ok::<State, Error>(state)
+        let state = |out_name: Operand, lse_name: Operand| {
+            let (out, lse) = (bound.operand(out_name), bound.operand(lse_name));
+            outputs(out_name.name(), &out)?;
+            contiguous_rows(out_name.name(), &out)?;
+            sums(lse_name.name(), &lse)?;
+            Ok::<State, Error>(State { out, lse: lse.data.cast_const().cast() })
         };
-        let (a, b) = (state("out_a", "lse_a")?, state("out_b", "lse_b")?);
-        let (out, lse) = (bound.result("out"), bound.result("lse"));
+        let a = state(Operand::OutA, Operand::LseA)?;
+        let b = state(Operand::OutB, Operand::LseB)?;
+        let (out, lse) = (bound.result(CallResult::Out), bound.result(CallResult::Lse));
         outputs("out", &out)?;
         dense("out", &out)?;
         sums("lse", &lse)?;

@@ -15,9 +15,14 @@ pub mod workspace;
 
 mod checks;
 mod kv_layout;
+mod operators;
 mod signature;
 
 pub use checks::{MAX_HEAD_DIM, Scale};
 pub use kv_layout::KvView;
+pub use operators::Op;
+pub(crate) use operators::{
+    BoolAttribute, CallResult, F32Attribute, I64Attribute, OPERATORS_JSON, Operand, arguments, for_each_target,
+};
 pub(crate) use signature::Bound;
 pub use signature::{Attribute, AttributeKind, Signature};

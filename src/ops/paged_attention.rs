@@ -5,36 +5,9 @@
 
 use super::attention::{self, Attention, KeyStorage, Keys, Queries, ScoreAttributes, check_dtypes, query_sizes};
 use super::kv_layout::KvLayout;
-use super::{AttributeKind, Bound, Signature, checks};
+use super::{BoolAttribute, Bound, CallResult, F32Attribute, I64Attribute, Operand, checks};
 use crate::error::{Result, ensure};
 use crate::tensor::{DType, Dim};
-
-/// The interface of `xla_gpu_paged_attention`.
-pub const SIGNATURE: Signature = Signature {
-    target: "xla_gpu_paged_attention",
-    operands: &[
-        "query",
-        "kv_cache",
-        "context_lens",
-        "block_tables",
-        "query_start_loc",
-        "num_seqs",
-        "alibi_slopes",
-        "sinks",
-        "q_scale",
-        "k_scale",
-        "v_scale",
-    ],
-    required_operands: 6,
-    results: &["out", "softmax_lse", "workspace"],
-    required_results: 1,
-    attributes: &[
-        ("batch_invariant", AttributeKind::Bool),
-        ("scale", AttributeKind::F32),
-        ("sliding_window", AttributeKind::I64),
-        ("soft_cap", AttributeKind::F32),
-    ],
-};
 
 /// The problem of a call. Letters: `T` query rows, `S` sequence slots, `M` table entries a sequence, `P` pages.
 ///
@@ -47,26 +20,31 @@ pub const SIGNATURE: Signature = Signature {
 /// | `query_start_loc` | `i32[S+1]`: first row of each sequence and, last, the end |
 /// | `num_seqs` | `i32[1]` or `i32[]`: how many of the S slots are in use |
 pub(crate) fn problem<'a>(bound: &Bound<'a>) -> Result<Attention<'a>> {
-    let query = bound.operand("query");
+    let query = bound.operand(Operand::Query);
     let (rows, q_heads, head_dim) = query_sizes("query", "T", &query)?;
-    let cache = bound.operand("kv_cache");
-    check_dtypes(("query", query.dtype), ("kv_cache", cache.dtype), bound.result("out").dtype)?;
+    let cache = bound.operand(Operand::KvCache);
+    check_dtypes(("query", query.dtype), ("kv_cache", cache.dtype), bound.result(CallResult::Out).dtype)?;
     let (k, v, pages, page_size, kv_heads) =
         attention::paged_in_one_buffer("kv_cache", &cache, KvLayout::Interleaved, (q_heads, head_dim))?;
 
-    let context_lens = bound.operand("context_lens");
+    let context_lens = bound.operand(Operand::ContextLens);
     let lens = checks::indices("context_lens", &context_lens, &[Dim::Any("num_seqs")])?;
     let slots = ("num_seqs", context_lens.dims[0]);
-    let table =
-        attention::page_table("block_tables", &bound.operand("block_tables"), slots, "kv_cache", (pages, page_size))?;
+    let table = attention::page_table(
+        "block_tables",
+        &bound.operand(Operand::BlockTables),
+        slots,
+        "kv_cache",
+        (pages, page_size),
+    )?;
     let ends = [Dim::Is("num_seqs+1", slots.1 + 1)];
-    let starts = checks::indices("query_start_loc", &bound.operand("query_start_loc"), &ends)?;
+    let starts = checks::indices("query_start_loc", &bound.operand(Operand::QueryStartLoc), &ends)?;
     checks::kernel_sizes(&[("T", rows), slots, ("num_pages", pages)])?;
-    let window = bound.i64("sliding_window");
+    let window = bound.i64(I64Attribute::SlidingWindow);
     ensure(window == -1 || window >= 1, || format!("sliding_window is {window}, expected >= 1, or -1 for none"))?;
     let attributes = ScoreAttributes {
-        scale: ("scale", bound.f32("scale")),
-        softcap: ("soft_cap", bound.f32("soft_cap")),
+        scale: ("scale", bound.f32(F32Attribute::Scale)),
+        softcap: ("soft_cap", bound.f32(F32Attribute::SoftCap)),
         // A window of W keys counts the query's own.
         window_left: if window == -1 { -1 } else { window - 1 },
         window_right: 0,
@@ -83,20 +61,20 @@ pub(crate) fn problem<'a>(bound: &Bound<'a>) -> Result<Attention<'a>> {
         queries: Queries { num_seqs: Some(num_seqs(bound)?), starts, used: None, longest: 0 },
         keys: Keys { starts: None, used: Some(lens), leftpad: None, storage: KeyStorage::Paged(table), longest: 0 },
         score: attention::score(bound, &attributes, attention::score_scales(bound, kv_heads)?, q_heads, slots)?,
-        v_scale: checks::scale(bound, "v_scale", kv_heads)?,
+        v_scale: checks::scale(bound, Operand::VScale, kv_heads)?,
         num_rows: rows as usize,
         num_q_heads: q_heads as usize,
         num_kv_heads: kv_heads as usize,
         head_dim: head_dim as usize,
         value_dim: head_dim as usize,
         max_seqs: slots.1 as usize,
-        batch_invariant: bound.bool("batch_invariant"),
+        batch_invariant: bound.bool(BoolAttribute::BatchInvariant),
     })
 }
 
 /// `num_seqs i32[1]` or `i32[]`.
 fn num_seqs(bound: &Bound) -> Result<*const i32> {
-    let num_seqs = bound.operand("num_seqs");
+    let num_seqs = bound.operand(Operand::NumSeqs);
     num_seqs.expect_dtype("num_seqs", &[DType::I32])?;
     ensure(num_seqs.dims.is_empty() || num_seqs.dims == [1], || {
         format!("num_seqs has shape {:?}, expected [] or [1]", num_seqs.dims)

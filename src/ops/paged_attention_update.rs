@@ -17,39 +17,9 @@
 use super::attention::Attention;
 use super::kv_cache_update::{DTYPES, FP8_DTYPES, KvCacheUpdate};
 use super::kv_layout::KvLayout;
-use super::{AttributeKind, Bound, Signature, paged_attention};
+use super::{Bound, Operand, paged_attention};
 use crate::error::Result;
 use crate::tensor::Dim;
-
-/// The interface of `xla_gpu_paged_attention_update`.
-pub const SIGNATURE: Signature = Signature {
-    target: "xla_gpu_paged_attention_update",
-    operands: &[
-        "query",
-        "kv_cache",
-        "context_lens",
-        "block_tables",
-        "query_start_loc",
-        "num_seqs",
-        "key",
-        "value",
-        "slot_mapping",
-        "alibi_slopes",
-        "sinks",
-        "q_scale",
-        "k_scale",
-        "v_scale",
-    ],
-    required_operands: 9,
-    results: &["out", "kv_cache", "softmax_lse", "workspace"],
-    required_results: 2,
-    attributes: &[
-        ("batch_invariant", AttributeKind::Bool),
-        ("scale", AttributeKind::F32),
-        ("sliding_window", AttributeKind::I64),
-        ("soft_cap", AttributeKind::F32),
-    ],
-};
 
 /// A validated call: what to write, and the attention over what is written.
 ///
@@ -73,7 +43,7 @@ impl<'a> PagedAttentionUpdate<'a> {
         let attention = paged_attention::problem(bound)?;
         // The query and the cache agree by now, so that it is the key which has to fit.
         let stored = [attention.kv_dtype];
-        let key = bound.operand("key");
+        let key = bound.operand(Operand::Key);
         key.expect_dtype("key", if FP8_DTYPES.contains(&attention.kv_dtype) { DTYPES } else { &stored })?;
         let [rows, heads, head_dim] =
             [attention.num_rows, attention.num_kv_heads, attention.head_dim].map(|size| size as i64);

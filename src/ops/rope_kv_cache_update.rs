@@ -12,19 +12,9 @@
 
 use super::checks::{contiguous_rows, dense, indices, kernel_sizes};
 use super::kv_cache_update::KvCacheUpdate;
-use super::{AttributeKind, Bound, Signature};
+use super::{BoolAttribute, Bound, CallResult, Operand};
 use crate::error::{Result, ensure};
 use crate::tensor::{DType, Dim, Tensor};
-
-/// The interface of `xla_gpu_rope_kv_cache_update`.
-pub const SIGNATURE: Signature = Signature {
-    target: "xla_gpu_rope_kv_cache_update",
-    operands: &["kv_cache", "query", "key", "value", "slot_mapping", "positions", "cos_sin", "k_scale", "v_scale"],
-    required_operands: 7,
-    results: &["kv_cache", "query_out"],
-    required_results: 2,
-    attributes: &[("interleaved", AttributeKind::Bool), ("kv_layout", AttributeKind::I64)],
-};
 
 /// A validated call.
 #[derive(Clone, Copy, Debug)]
@@ -65,7 +55,7 @@ impl<'a> RopeKvCacheUpdate<'a> {
     pub(crate) fn new(bound: &Bound<'a>) -> Result<Self> {
         let update = KvCacheUpdate::new(bound)?;
         let key = &update.key.rows;
-        let (query, query_out) = (bound.operand("query"), bound.result("query_out"));
+        let (query, query_out) = (bound.operand(Operand::Query), bound.result(CallResult::QueryOut));
         query.expect_dtype("query", &[key.dtype])?;
         let (rows, width) = (Dim::Is("T", key.dims[0]), Dim::Is("D", key.dims[2]));
         query.expect_shape("query", &[rows, Dim::Any("Hq"), width])?;
@@ -79,8 +69,8 @@ impl<'a> RopeKvCacheUpdate<'a> {
 }
 
 fn rotation(bound: &Bound, rows: Dim, head_dim: i64) -> Result<Rotation> {
-    let positions = indices("positions", &bound.operand("positions"), &[rows])?;
-    let table = bound.operand("cos_sin");
+    let positions = indices("positions", &bound.operand(Operand::Positions), &[rows])?;
+    let table = bound.operand(Operand::CosSin);
     table.expect_dtype("cos_sin", &[DType::F32])?;
     table.expect_shape("cos_sin", &[Dim::Any("max_pos"), Dim::Any("rot")])?;
     let rotated = table.dims[1];
@@ -95,6 +85,6 @@ fn rotation(bound: &Bound, rows: Dim, head_dim: i64) -> Result<Rotation> {
         row_stride: table.stride(0),
         max_pos: table.dims[0] as usize,
         rotated: rotated as usize,
-        interleaved: bound.bool("interleaved"),
+        interleaved: bound.bool(BoolAttribute::Interleaved),
     })
 }

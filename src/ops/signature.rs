@@ -1,5 +1,6 @@
 //! What an operator is called with: names, what is required, attribute types; and a call held against it.
 
+use super::operators::{BoolAttribute, CallResult, F32Attribute, I64Attribute, Operand};
 use crate::error::{Result, ensure};
 use crate::fault::{self, Fault};
 use crate::tensor::{DType, Tensor, missing};
@@ -91,20 +92,20 @@ impl<'a> Bound<'a> {
     }
 
     /// A required operand.
-    pub(crate) fn operand(&self, name: &'static str) -> Tensor<'a> {
-        self.find(self.signature.operands, self.operands, name).unwrap_or(Tensor::ABSENT)
+    pub(crate) fn operand(&self, name: Operand) -> Tensor<'a> {
+        self.find(self.signature.operands, self.operands, name.name()).unwrap_or(Tensor::ABSENT)
     }
     /// An optional operand; `None` if left out.
-    pub(crate) fn optional_operand(&self, name: &'static str) -> Option<Tensor<'a>> {
-        self.find(self.signature.operands, self.operands, name).filter(|t| !t.is_left_out())
+    pub(crate) fn optional_operand(&self, name: Operand) -> Option<Tensor<'a>> {
+        self.find(self.signature.operands, self.operands, name.name()).filter(|t| !t.is_left_out())
     }
     /// A required result.
-    pub(crate) fn result(&self, name: &'static str) -> Tensor<'a> {
-        self.find(self.signature.results, self.results, name).unwrap_or(Tensor::ABSENT)
+    pub(crate) fn result(&self, name: CallResult) -> Tensor<'a> {
+        self.find(self.signature.results, self.results, name.name()).unwrap_or(Tensor::ABSENT)
     }
     /// An optional result; `None` if left out.
-    pub(crate) fn optional_result(&self, name: &'static str) -> Option<Tensor<'a>> {
-        self.find(self.signature.results, self.results, name).filter(|t| !t.is_left_out())
+    pub(crate) fn optional_result(&self, name: CallResult) -> Option<Tensor<'a>> {
+        self.find(self.signature.results, self.results, name.name()).filter(|t| !t.is_left_out())
     }
     /// There is nothing to compute: no result has an element, but for scratch memory. Sizes beside a 0 may be anything,
     /// so nobody should count by them.
@@ -123,16 +124,16 @@ impl<'a> Bound<'a> {
         index.and_then(|i| self.attributes.get(i)).copied()
     }
     /// An attribute that the signature types as `i64`.
-    pub(crate) fn i64(&self, name: &'static str) -> i64 {
-        if let Some(Attribute::I64(value)) = self.attribute(name) { value } else { 0 }
+    pub(crate) fn i64(&self, name: I64Attribute) -> i64 {
+        if let Some(Attribute::I64(value)) = self.attribute(name.name()) { value } else { 0 }
     }
     /// An attribute that the signature types as `f32`.
-    pub(crate) fn f32(&self, name: &'static str) -> f32 {
-        if let Some(Attribute::F32(value)) = self.attribute(name) { value } else { 0.0 }
+    pub(crate) fn f32(&self, name: F32Attribute) -> f32 {
+        if let Some(Attribute::F32(value)) = self.attribute(name.name()) { value } else { 0.0 }
     }
     /// An attribute that the signature types as `i1`.
-    pub(crate) fn bool(&self, name: &'static str) -> bool {
-        matches!(self.attribute(name), Some(Attribute::Bool(true)))
+    pub(crate) fn bool(&self, name: BoolAttribute) -> bool {
+        matches!(self.attribute(name.name()), Some(Attribute::Bool(true)))
     }
 }
 
@@ -154,7 +155,7 @@ impl fmt::Display for Bound<'_> {
         let (operands, results) = (self.signature.operands, self.signature.results);
         write!(f, "{} to {}", given(operands, self.operands), given(results, self.results))?;
         if results.contains(&"workspace") {
-            let bytes = self.optional_result("workspace").map_or(0, |workspace| workspace.bytes());
+            let bytes = self.optional_result(CallResult::Workspace).map_or(0, |workspace| workspace.bytes());
             write!(f, ", workspace of {bytes} bytes")?;
         }
         Ok(())

@@ -1,18 +1,8 @@
 //! `out = a + b`, element by element: the smallest complete operator (`docs/adding_an_operator.md`).
 
-use super::{Bound, Signature};
+use super::{Bound, CallResult, Operand};
 use crate::error::{Result, ensure};
 use crate::tensor::{DType, Tensor};
-
-/// The interface of `xla_gpu_simple_add` (also registered as `XlaGpuSimpleAdd`).
-pub const SIGNATURE: Signature = Signature {
-    target: "xla_gpu_simple_add",
-    operands: &["a", "b"],
-    required_operands: 2,
-    results: &["out"],
-    required_results: 1,
-    attributes: &[],
-};
 
 /// Element types that have a kernel on every backend.
 pub const DTYPES: &[DType] =
@@ -33,7 +23,7 @@ pub struct SimpleAdd<'a> {
 
 impl<'a> SimpleAdd<'a> {
     pub(crate) fn new(bound: &Bound<'a>) -> Result<Self> {
-        let (a, b, out) = (bound.operand("a"), bound.operand("b"), bound.result("out"));
+        let (a, b, out) = (bound.operand(Operand::A), bound.operand(Operand::B), bound.result(CallResult::Out));
         a.expect_dtype("a", DTYPES)?;
         for (name, other) in [("b", &b), ("out", &out)] {
             other.expect_dtype(name, &[a.dtype])?;

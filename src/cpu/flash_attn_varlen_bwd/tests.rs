@@ -2,7 +2,8 @@
 
 use super::run_with;
 use crate::cpu::simd::Isa;
-use crate::ops::flash_attn_varlen_bwd::{FlashAttnVarlenBwd, SIGNATURE};
+use crate::ops::Op;
+use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::ops::{Attribute, Bound};
 use crate::pool::{Pool, RayonPool, SingleThread};
 use crate::tensor::{DType, Tensor};
@@ -114,7 +115,8 @@ impl Operands {
             results.push(Tensor::dense(self.dtype, data.as_mut_ptr(), dims));
         }
         results.push(of_f32(&dsinks, &lse_dims[..1]));
-        let bound = Bound::new(&SIGNATURE, &operands, &results, &self.attributes, true).unwrap();
+        let bound =
+            Bound::new(Op::FlashAttnVarlenBwd.signature(), &operands, &results, &self.attributes, true).unwrap();
         let problem = FlashAttnVarlenBwd::new(&bound).unwrap();
         // SAFETY: the vectors above.
         unsafe { run_with(isa.with_single_words(), &problem, pool) }.unwrap();

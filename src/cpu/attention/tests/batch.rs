@@ -8,6 +8,7 @@ use super::definition::Answer;
 use super::numbers::{Random, from_bytes, round, to_bytes};
 use super::shape::{Shape, Storage, Through};
 use crate::cpu::simd::Isa;
+use crate::ops::Op;
 use crate::ops::attention::Attention;
 use crate::ops::{Attribute, Bound, flash_attn_varlen, paged_attention};
 use crate::pool::Pool;
@@ -281,7 +282,7 @@ impl Batch {
             Attribute::I64(if left < 0 { -1 } else { left.saturating_add(1) }),
             Attribute::F32(self.shape.softcap),
         ];
-        let bound = Bound::new(&paged_attention::SIGNATURE, &operands, results, &attributes, true).unwrap();
+        let bound = Bound::new(Op::PagedAttention.signature(), &operands, results, &attributes, true).unwrap();
         call(&paged_attention::problem(&bound).unwrap());
     }
 
@@ -328,7 +329,7 @@ impl Batch {
             Attribute::I64(shape.window.0),
             Attribute::I64(shape.window.1),
         ];
-        let bound = Bound::new(&flash_attn_varlen::SIGNATURE, &operands, results, &attributes, true).unwrap();
+        let bound = Bound::new(Op::FlashAttnVarlen.signature(), &operands, results, &attributes, true).unwrap();
         call(&flash_attn_varlen::problem(&bound).unwrap());
     }
 

@@ -1,0 +1,460 @@
+//! The operators: `ffi/operators.toml`, from which the lists of every layer are generated.
+//!
+//! Into `OUT_DIR`: `operators.rs` (the enum [`Op`], signatures, names, calls by field), `bindings/*.cc` (the typed C++
+//! bindings), `operators.json` (for `xa_info`) and `custom_calls.md` (the reference page, which is checked in as well).
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const DECLARATION: &str = "ffi/operators.toml";
+
+/// An operand or a result.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct Tensor {
+    #[serde(default)]
+    name: String,
+    #[serde(rename = "type")]
+    type_: String,
+    doc: String,
+    /// Of a result: the operand that it updates.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    aliases: Option<String>,
+    /// A buffer without an element may stand in its place, although others follow.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    may_be_empty: bool,
+    #[serde(skip_deserializing)]
+    optional: bool,
+}
+
+impl Tensor {
+    /// Whether a call may do without it.
+    fn may_be_left_out(&self) -> bool {
+        self.optional || self.may_be_empty
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Kind {
+    Bool,
+    I64,
+    F32,
+}
+
+impl Kind {
+    /// (MLIR, C++, Rust, the name in `AttributeKind` and `Attribute`)
+    fn names(self) -> (&'static str, &'static str, &'static str, &'static str) {
+        match self {
+            Self::Bool => ("i1", "bool", "bool", "Bool"),
+            Self::I64 => ("i64", "int64_t", "i64", "I64"),
+            Self::F32 => ("f32", "float", "f32", "F32"),
+        }
+    }
+}
+
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct Attribute {
+    #[serde(default)]
+    name: String,
+    kind: Kind,
+    doc: String,
+    /// What stands for an option that is not used.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    none: Option<toml::Value>,
+}
+
+/// What several operators share, by name, or a table of an operator's own.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Entry<T> {
+    Shared(String),
+    Own(T),
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Declared {
+    name: String,
+    number: i32,
+    summary: String,
+    also_registered_as: Option<String>,
+    operands: Vec<Entry<Tensor>>,
+    #[serde(default)]
+    optional_operands: Vec<Entry<Tensor>>,
+    results: Vec<Entry<Tensor>>,
+    #[serde(default)]
+    optional_results: Vec<Entry<Tensor>>,
+    #[serde(default)]
+    attributes: Vec<Entry<Attribute>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Declaration {
+    operands: BTreeMap<String, Tensor>,
+    results: BTreeMap<String, Tensor>,
+    attributes: BTreeMap<String, Attribute>,
+    operator: Vec<Declared>,
+}
+
+#[derive(Serialize)]
+pub(crate) struct Operator {
+    name: String,
+    target: String,
+    number: i32,
+    summary: String,
+    also_registered_as: Option<String>,
+    operands: Vec<Tensor>,
+    results: Vec<Tensor>,
+    attributes: Vec<Attribute>,
+}
+
+/// What an entry of a list can be.
+trait Item: Clone {
+    fn name(&mut self) -> &mut String;
+    fn set_optional(&mut self, _: bool) {}
+}
+
+impl Item for Tensor {
+    fn name(&mut self) -> &mut String {
+        &mut self.name
+    }
+    fn set_optional(&mut self, optional: bool) {
+        self.optional = optional;
+    }
+}
+
+impl Item for Attribute {
+    fn name(&mut self) -> &mut String {
+        &mut self.name
+    }
+}
+
+/// Read the declaration and write everything that is made of it; the bindings' files.
+pub(crate) fn build(out: &Path) -> Result<Vec<PathBuf>> {
+    let text = fs::read_to_string(DECLARATION).context(DECLARATION)?;
+    let operators = parse(&text).context(DECLARATION)?;
+    let write = |name: &str, text: String| fs::write(out.join(name), text).with_context(|| name.to_owned());
+    write("operators.rs", rust(&operators))?;
+    write("operators.json", serde_json::to_string(&operators)?)?;
+    write("custom_calls.md", reference(&operators))?;
+    let folder = out.join("bindings");
+    fs::create_dir_all(&folder)?;
+    operators
+        .iter()
+        .map(|operator| {
+            let file = folder.join(format!("{}.cc", operator.name));
+            fs::write(&file, binding(operator))?;
+            Ok(file)
+        })
+        .collect()
+}
+
+pub(crate) fn parse(text: &str) -> Result<Vec<Operator>> {
+    let Declaration { operands, results, attributes, operator } = toml::from_str(text)?;
+    let shared = (&operands, &results, &attributes);
+    let operators: Vec<Operator> = operator
+        .into_iter()
+        .map(|declared| {
+            let name = declared.name.clone();
+            resolve(declared, shared).with_context(|| format!("operator {name}"))
+        })
+        .collect::<Result<_>>()?;
+    check(&operators)?;
+    Ok(operators)
+}
+
+type Shared<'a> = (&'a BTreeMap<String, Tensor>, &'a BTreeMap<String, Tensor>, &'a BTreeMap<String, Attribute>);
+
+fn resolve(declared: Declared, (operands, results, attributes): Shared) -> Result<Operator> {
+    let mut all_operands = entries("operands", declared.operands, operands, false)?;
+    all_operands.extend(entries("optional_operands", declared.optional_operands, operands, true)?);
+    let mut all_results = entries("results", declared.results, results, false)?;
+    all_results.extend(entries("optional_results", declared.optional_results, results, true)?);
+    Ok(Operator {
+        target: format!("xla_gpu_{}", declared.name),
+        name: declared.name,
+        number: declared.number,
+        summary: declared.summary,
+        also_registered_as: declared.also_registered_as,
+        operands: all_operands,
+        results: all_results,
+        attributes: entries("attributes", declared.attributes, attributes, false)?,
+    })
+}
+
+/// The entries of a list called `list`, with those that are named looked up.
+fn entries<T: Item>(list: &str, of: Vec<Entry<T>>, shared: &BTreeMap<String, T>, optional: bool) -> Result<Vec<T>> {
+    of.into_iter()
+        .enumerate()
+        .map(|(index, entry)| {
+            let mut item = match entry {
+                Entry::Own(item) => item,
+                Entry::Shared(name) => {
+                    let mut item = shared.get(&name).cloned().with_context(|| {
+                        format!("{list}: {name:?} is not declared; expected one of {:?} or a table", shared.keys())
+                    })?;
+                    *item.name() = name;
+                    item
+                }
+            };
+            ensure!(is_name(item.name()), "{list}: entry {index} has name {:?}, expected snake_case", item.name());
+            item.set_optional(optional);
+            Ok(item)
+        })
+        .collect()
+}
+
+fn is_name(text: &str) -> bool {
+    let mut chars = text.chars();
+    chars.next().is_some_and(|c| c.is_ascii_lowercase())
+        && chars.all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
+}
+
+/// What has to hold of the declaration as a whole.
+fn check(operators: &[Operator]) -> Result<()> {
+    ensure!(!operators.is_empty(), "no operator, expected at least one");
+    let mut kinds: BTreeMap<&str, Kind> = BTreeMap::new();
+    for (index, operator) in operators.iter().enumerate() {
+        let Operator { name, number, operands, results, attributes, .. } = operator;
+        ensure!(is_name(name), "operator {index}: name {name:?}, expected snake_case");
+        ensure!(
+            *number == index as i32,
+            "operator {name}: number {number}, expected {index}: numbers are never reused"
+        );
+        for (list, names) in [
+            ("operands", operands.iter().map(|t| &t.name).collect::<Vec<_>>()),
+            ("results", results.iter().map(|t| &t.name).collect()),
+            ("attributes", attributes.iter().map(|a| &a.name).collect()),
+        ] {
+            let distinct: BTreeSet<_> = names.iter().collect();
+            ensure!(distinct.len() == names.len(), "operator {name}: a name stands twice in {list}: {names:?}");
+        }
+        ensure!(!results.is_empty(), "operator {name}: no result, expected at least one");
+        for result in results {
+            let Some(aliases) = &result.aliases else { continue };
+            let found = operands.iter().any(|operand| operand.name == *aliases);
+            ensure!(found, "operator {name}: result {} aliases {aliases:?}, expected an operand", result.name);
+        }
+        ensure!(operands.iter().all(|operand| operand.aliases.is_none()), "operator {name}: an operand has `aliases`");
+        ensure!(
+            attributes.is_sorted_by(|a, b| a.name < b.name),
+            "operator {name}: attributes {:?}, expected them in alphabetical order",
+            attributes.iter().map(|a| &a.name).collect::<Vec<_>>()
+        );
+        for attribute in attributes {
+            let kind = *kinds.entry(&attribute.name).or_insert(attribute.kind);
+            let (name_, this) = (&attribute.name, attribute.kind);
+            ensure!(kind == this, "operator {name}: attribute {name_} is {this:?}, in another operator {kind:?}");
+            match (&attribute.none, this) {
+                (None, _)
+                | (Some(toml::Value::Boolean(_)), Kind::Bool)
+                | (Some(toml::Value::Integer(_)), Kind::I64)
+                | (Some(toml::Value::Float(_)), Kind::F32) => {}
+                (Some(other), _) => bail!("operator {name}: attribute {name_} has none = {other:?}, expected {this:?}"),
+            }
+        }
+    }
+    Ok(())
+}
+
+/// `paged_attention` as `PagedAttention`.
+fn camel(name: &str) -> String {
+    let capital = |word: &str| word[..1].to_uppercase() + &word[1..];
+    name.split('_').filter(|word| !word.is_empty()).map(capital).collect()
+}
+
+/// The names of a list, as Rust's string literals.
+fn literals<'a>(names: impl Iterator<Item = &'a String>) -> String {
+    names.map(|name| format!("{name:?}")).collect::<Vec<_>>().join(", ")
+}
+
+fn rust(operators: &[Operator]) -> String {
+    let mut text = String::from("/// The operators. Their numbers are part of the C interface and never change.\n");
+    text += "#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]\n#[repr(i32)]\npub enum Op {\n";
+    for Operator { name, number, summary, .. } in operators {
+        let _ = writeln!(text, "    /// {summary}\n    {} = {number},", camel(name));
+    }
+    text += "}\n\nimpl Op {\n    /// Every operator, by number.\n";
+    let all: Vec<_> = operators.iter().map(|operator| format!("Op::{}", camel(&operator.name))).collect();
+    let _ = writeln!(text, "    pub const ALL: [Op; {}] = [{}];\n}}\n", all.len(), all.join(", "));
+    let _ = writeln!(text, "static SIGNATURES: [Signature; {}] = [", all.len());
+    for operator in operators {
+        text += &signature(operator);
+    }
+    text += "];\n\n";
+    text += &names("Operand", "operand", operators.iter().flat_map(|o| &o.operands).map(|t| &t.name));
+    text += &names("CallResult", "result", operators.iter().flat_map(|o| &o.results).map(|t| &t.name));
+    for kind in [Kind::Bool, Kind::I64, Kind::F32] {
+        let (_, _, rust, variant) = kind.names();
+        let of_kind = operators.iter().flat_map(|o| &o.attributes).filter(|a| a.kind == kind).map(|a| &a.name);
+        text += &names(&format!("{variant}Attribute"), &format!("attribute of type `{rust}`"), of_kind);
+    }
+    text += "/// Calls field by field, in the order of the signature.\npub(crate) mod arguments {\n";
+    text += "    use super::Attribute;\n";
+    for operator in operators {
+        text += &arguments(operator);
+    }
+    text += "}\n\n";
+    text += "/// `$row!($set, name, target)` for each target of a set of handlers.\n";
+    text += "macro_rules! for_each_target {\n    ($row:ident, $set:literal) => {\n        [\n";
+    for Operator { name, target, also_registered_as, .. } in operators {
+        for target in [Some(target), also_registered_as.as_ref()].into_iter().flatten() {
+            let _ = writeln!(text, "            $row!($set, {name:?}, {target:?}),");
+        }
+    }
+    text += "        ]\n    };\n}\npub(crate) use for_each_target;\n";
+    text
+}
+
+fn signature(operator: &Operator) -> String {
+    let Operator { target, operands, results, attributes, .. } = operator;
+    let required = |tensors: &[Tensor]| tensors.iter().filter(|t| !t.optional).count();
+    let attributes: Vec<_> =
+        attributes.iter().map(|a| format!("({:?}, AttributeKind::{})", a.name, a.kind.names().3)).collect();
+    format!(
+        "    Signature {{\n        target: {target:?},\n        operands: &[{}],\n        required_operands: {},\n        \
+         results: &[{}],\n        required_results: {},\n        attributes: &[{}],\n    }},\n",
+        literals(operands.iter().map(|t| &t.name)),
+        required(operands),
+        literals(results.iter().map(|t| &t.name)),
+        required(results),
+        attributes.join(", ")
+    )
+}
+
+/// An enum of the names that any operator has for one thing: a name that no operator has does not compile.
+fn names<'a>(enum_: &str, what: &str, all: impl Iterator<Item = &'a String>) -> String {
+    let distinct: BTreeSet<_> = all.collect();
+    let mut text = format!("/// The names of every {what}.\n#[derive(Clone, Copy, Debug, PartialEq, Eq)]\n");
+    let _ = writeln!(text, "pub(crate) enum {enum_} {{");
+    for name in &distinct {
+        let _ = writeln!(text, "    {},", camel(name));
+    }
+    let _ = writeln!(text, "}}\n\nimpl {enum_} {{\n    pub(crate) const fn name(self) -> &'static str {{");
+    text += "        match self {\n";
+    for name in &distinct {
+        let _ = writeln!(text, "            Self::{} => {name:?},", camel(name));
+    }
+    text += "        }\n    }\n}\n\n";
+    text
+}
+
+/// Structs whose fields are an operator's operands, results and attributes.
+fn arguments(operator: &Operator) -> String {
+    let mut text = format!("    pub(crate) mod {} {{\n", operator.name);
+    for (struct_, tensors) in [("Operands", &operator.operands), ("Results", &operator.results)] {
+        let _ = writeln!(text, "        pub(crate) struct {struct_}<T> {{");
+        for tensor in tensors {
+            let type_ = if tensor.may_be_left_out() { "Option<T>" } else { "T" };
+            let _ = writeln!(text, "            pub(crate) {}: {type_},", tensor.name);
+        }
+        let field = |tensor: &Tensor| {
+            if tensor.may_be_left_out() {
+                format!("self.{}", tensor.name)
+            } else {
+                format!("Some(self.{})", tensor.name)
+            }
+        };
+        let fields: Vec<_> = tensors.iter().map(field).collect();
+        let _ = writeln!(text, "        }}\n        impl<T> {struct_}<T> {{");
+        let _ = writeln!(text, "            pub(crate) fn in_order(self) -> [Option<T>; {}] {{", tensors.len());
+        let _ = writeln!(text, "                [{}]\n            }}\n        }}", fields.join(", "));
+    }
+    if !operator.attributes.is_empty() {
+        let rust = |kind: Kind| kind.names().2;
+        text += "        pub(crate) struct Attributes {\n";
+        for attribute in &operator.attributes {
+            let _ = writeln!(text, "            pub(crate) {}: {},", attribute.name, rust(attribute.kind));
+        }
+        let values: Vec<_> = operator
+            .attributes
+            .iter()
+            .map(|a| format!("super::Attribute::{}(self.{})", a.kind.names().3, a.name))
+            .collect();
+        let _ = writeln!(text, "        }}\n        impl Attributes {{");
+        let _ = writeln!(text, "            pub(crate) fn in_order(&self) -> [super::Attribute; {}] {{", values.len());
+        let _ = writeln!(text, "                [{}]\n            }}\n        }}", values.join(", "));
+    }
+    text += "    }\n";
+    text
+}
+
+/// The C++ binding of an operator; ffi/README.md shows one.
+fn binding(operator: &Operator) -> String {
+    let mut list: Vec<(String, &str)> = vec![];
+    for operand in &operator.operands {
+        let bind = if operand.optional { ".OptionalArg<xa::Any>()" } else { ".Arg<xa::Any>()" };
+        list.push((bind.into(), &operand.name));
+    }
+    for result in &operator.results {
+        let bind = if result.optional { ".OptionalRet<xa::Any>()" } else { ".Ret<xa::Any>()" };
+        list.push((bind.into(), &result.name));
+    }
+    list.push((".RemainingArgs()".into(), ""));
+    list.push((".RemainingRets()".into(), ""));
+    for attribute in &operator.attributes {
+        list.push((format!(".Attr<{}>({:?})", attribute.kind.names().1, attribute.name), ""));
+    }
+    if operator.attributes.is_empty() {
+        list.push((".Attrs()".into(), ""));
+    }
+    let width = list.iter().filter(|(_, name)| !name.is_empty()).map(|(bind, _)| bind.len()).max().unwrap_or(0);
+    let mut text = format!("#include \"binding.h\"\n\nXA_TARGET({}, {},\n", operator.name, operator.number);
+    let last = list.len() - 1;
+    for (index, (bind, name)) in list.iter().enumerate() {
+        let close = if index == last { ")" } else { "" };
+        let _ = match *name {
+            "" => writeln!(text, "          {bind}{close}"),
+            name => writeln!(text, "          {bind:width$}  // {name}"),
+        };
+    }
+    text
+}
+
+/// The page `docs/reference/custom_calls.md`.
+fn reference(operators: &[Operator]) -> String {
+    let mut text = String::from(
+        "# Reference of the custom calls\n\n<!-- Generated from ffi/operators.toml; `make reference` writes it anew. -->\n\n\
+         What each target takes and gives, in order. `docs/ffi.md` says what holds for all of them.\n\n\
+         Letters: `T`, `Tq`, `Tk` rows; `S`, `B` sequences; `M` pages of a row of the block table; `P` pages; `Hq` and `Hkv` \
+         heads, the\nsecond divides the first; `D` and `Dv` head dimensions, multiples of 8 up to 256. Q stands for f16, \
+         bf16, f32 or f8e4m3fn; KV\nfor the dtype of q, and also f8e4m3fn or f8e5m2 under f16 and bf16, and f8e4m3fn under \
+         f8e4m3fn.\n",
+    );
+    for operator in operators {
+        let _ = write!(text, "\n## `{}`\n\n{}\n\n", operator.target, operator.summary);
+        if let Some(name) = &operator.also_registered_as {
+            let _ = write!(text, "Also registered as `{name}`.\n\n");
+        }
+        text += "| | type | |\n| --- | --- | --- |\n";
+        for (what, tensors) in [("operand", &operator.operands), ("result", &operator.results)] {
+            for tensor in tensors {
+                let optional = if tensor.optional { "optional " } else { "" };
+                let aliased = tensor
+                    .aliases
+                    .as_ref()
+                    .and_then(|name| operator.operands.iter().position(|operand| operand.name == *name));
+                let aliases = aliased.map_or_else(String::new, |index| format!("; aliases operand {index}"));
+                let Tensor { name, type_, doc, .. } = tensor;
+                let _ = writeln!(text, "| {optional}{what} `{name}` | {type_}{aliases} | {doc} |");
+            }
+        }
+        for Attribute { name, kind, doc, none } in &operator.attributes {
+            let none = match none {
+                None => String::new(),
+                Some(toml::Value::Boolean(none)) => format!(", {none} for none"),
+                Some(toml::Value::Integer(none)) => format!(", {none} for none"),
+                Some(none) => format!(", {} for none", none.as_float().unwrap_or_default()),
+            };
+            let _ = writeln!(text, "| attribute `{name}` | {}{none} | {doc} |", kind.names().0);
+        }
+    }
+    text
+}
