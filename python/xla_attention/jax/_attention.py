@@ -32,12 +32,10 @@ def with_workspace(
     *,
     kv_heads: int,
     num_seqs: Any,  # noqa: ANN401
-    aliases: Mapping[int, int] | None = None,
 ) -> list[Array]:
     """The results asked for, of an attention call that also has a workspace of the wanted size.
 
-    ``operands[0]`` is ``[T, Hq, D]``, ``results[0]`` ``[T, Hq, Dv]``; T and `num_seqs` may be symbolic. `aliases` are
-    those of `custom_call`.
+    ``operands[0]`` is ``[T, Hq, D]``, ``results[0]`` ``[T, Hq, Dv]``; T and `num_seqs` may be symbolic.
 
     The CPU does not use the workspace, but a call is traced before its platform is known. There the memory is reserved
     and never touched, which costs neither time nor resident memory. Lowering for each platform would save it at the
@@ -50,5 +48,5 @@ def with_workspace(
         options = (query.dtype, bool(attributes["batch_invariant"]))
         size = _library.attention_workspace(*static, *options, query.shape[0], num_seqs)
     workspace = None if isinstance(size, int) and size == 0 else jax.ShapeDtypeStruct((size,), jnp.uint8)
-    found = custom_call(target, operands, [*results, workspace], attributes, aliases=aliases)
+    found = custom_call(target, operands, [*results, workspace], attributes)
     return [array for array, asked in zip(found, results, strict=False) if asked is not None]

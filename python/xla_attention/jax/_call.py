@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _library
+from .._operators import operator
 
 Array = jax.Array
 
@@ -35,6 +36,16 @@ def static_bool(name: str, value: bool) -> np.bool_:
     return np.bool_(value)
 
 
+_STATIC = {"bool": static_bool, "i64": static_i64, "f32": static_f32}
+
+
+def static_attributes(target: str, **values: Any) -> dict[str, np.generic]:  # noqa: ANN401
+    """The attributes of a target with their declared types; None is an option that is not used."""
+    declared = operator(target).attributes
+    given = {one.name: one.none if values[one.name] is None else values[one.name] for one in declared}
+    return {one.name: _STATIC[one.kind](one.name, given[one.name]) for one in declared}
+
+
 def _static(name: str, value: Any, what: str) -> Any:  # noqa: ANN401
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} is traced, expected {what} that is known when the program is compiled")
@@ -58,8 +69,6 @@ def custom_call(
     operands: Sequence[Array | None],
     results: Sequence[jax.ShapeDtypeStruct | None],
     attributes: Mapping[str, np.generic],
-    *,
-    aliases: Mapping[int, int] | None = None,
 ) -> list[Array]:
     """Check a call, then emit it.
 
@@ -69,12 +78,10 @@ def custom_call(
         The custom call's target name.
     operands, results
         In the order of the target's signature; None for one that is left out. Those at the end are dropped, others
-        become a buffer without an element.
+        become a buffer without an element. A result that updates an operand has its memory, if it is donated.
     attributes
         numpy scalars: JAX lowers a Python float as f64 and caches programs by Python equality, so each attribute has
         one fixed type.
-    aliases
-        Result index by operand index, for results that share the operand's memory when it is donated.
 
     Raises
     ------
@@ -87,7 +94,8 @@ def custom_call(
         _library.check(target, *shapes, attributes)
     operands = [jnp.zeros((0,), jnp.float32) if x is None else x for x in _without_trailing_none(operands)]
     results = [jax.ShapeDtypeStruct((0,), jnp.uint8) if x is None else x for x in _without_trailing_none(results)]
-    call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
+    aliases = {operand: result for result, operand in operator(target).aliases.items()}
+    call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases or None)
     found = call(*operands, **attributes)
     axes = manual_axes(operands)
     # Within shard_map, what is made of a device's own part is its own too; not every JAX concludes this by itself.

@@ -110,13 +110,12 @@ def _update_split(*operands: Array | None) -> tuple[Array, Array]:
 
 
 def _run(kv_layout: np.int64, cache: Array, *rows: Array | None) -> tuple[Array]:
-    attributes = {"kv_layout": kv_layout}
-    return tuple(custom_call("xla_gpu_kv_cache_update", [cache, *rows], [_like(cache)], attributes, aliases={0: 0}))
+    return tuple(custom_call("xla_gpu_kv_cache_update", [cache, *rows], [_like(cache)], {"kv_layout": kv_layout}))
 
 
 def _run_split(_: None, k_cache: Array, v_cache: Array, *rows: Array | None) -> tuple[Array, Array]:
     operands, results = [k_cache, v_cache, *rows], [_like(k_cache), _like(v_cache)]
-    return tuple(custom_call("xla_gpu_kv_cache_update_split", operands, results, {}, aliases={0: 0, 1: 1}))
+    return tuple(custom_call("xla_gpu_kv_cache_update_split", operands, results, {}))
 
 
 def _like(array: Array) -> jax.ShapeDtypeStruct:

@@ -9,16 +9,13 @@ import numpy as np
 
 from .._options import refuse_window
 from ._attention import output_dtype, with_workspace
-from ._call import Array, scale_operand, static_bool, static_f32, static_i64
+from ._call import Array, scale_operand, static_attributes, static_bool
 from ._fold import as_rows, each_call, unfolded, with_vmap
 from ._fold_pages import folded_cache, folded_scores, folded_sequences, unfolded_lse_of_sequences
 from ._indices import index_operand
 from ._no_gradient import without_gradient
 from ._partition import Letters, partitioned, present
 from ._words import of_scores, of_sequences
-
-# In the order of `score_attributes`.
-ATTRIBUTES = ("batch_invariant", "scale", "sliding_window", "soft_cap")
 
 # What has a gradient where attention over pages has none.
 WITH_GRADIENT = "flash_attn_varlen over packed keys [Tk, Hkv, D] has gradients"
@@ -127,21 +124,18 @@ def paged_attention(
     operands = (query, jnp.asarray(kv_cache), *metadata(context_lens, block_tables, query_start_loc, num_seqs))
     optional = score_operands(alibi_slopes, sinks, q_scale, k_scale, v_scale)
     dtype = output_dtype(query.dtype, out_dtype)
-    return _paged_attention(Static(attributes, dtype, static_bool("return_lse", return_lse)), *operands, *optional)
+    return _paged_attention(Static(*attributes, dtype, static_bool("return_lse", return_lse)), *operands, *optional)
 
 
 def score_attributes(
     target: str, batch_invariant: bool, scale: float, sliding_window: int | None, soft_cap: float | None
 ) -> tuple[np.generic, ...]:
-    """The attributes of a call of paged attention, in the order of `ATTRIBUTES`."""
-    attributes = (
-        static_bool("batch_invariant", batch_invariant),
-        static_f32("scale", scale),
-        static_i64("sliding_window", -1 if sliding_window is None else sliding_window),
-        static_f32("soft_cap", 0.0 if soft_cap is None else soft_cap),
+    """The attributes of a call of paged attention, as the first fields of `Static`."""
+    attributes = static_attributes(
+        target, batch_invariant=batch_invariant, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap
     )
     refuse_window(sliding_window, f"{target}: ")
-    return attributes
+    return tuple(attributes.values())
 
 
 def metadata(
@@ -167,9 +161,16 @@ def score_operands(
 class Static(NamedTuple):
     """What is known of a call of paged attention when a program is compiled."""
 
-    attributes: tuple[np.generic, ...]
+    batch_invariant: np.bool_
+    scale: np.float32
+    sliding_window: np.int64
+    soft_cap: np.float32
     dtype: np.dtype
     return_lse: np.bool_
+
+    def named_attributes(self) -> dict[str, np.generic]:
+        """Those of the target."""
+        return {name: value for name, value in self._asdict().items() if name not in ("dtype", "return_lse")}
 
     def results(self, query: Array) -> list[jax.ShapeDtypeStruct | None]:
         """Of queries ``[T, Hq, D]``: `out`, and the log-sum-exp if it is asked for."""
@@ -191,7 +192,7 @@ def _run(static: Static, *operands: Array | None) -> tuple[Array, ...]:
         "xla_gpu_paged_attention",
         operands,
         static.results(query),
-        dict(zip(ATTRIBUTES, static.attributes, strict=True)),
+        static.named_attributes(),
         kv_heads=kv_cache.shape[2] // 2 if kv_cache.ndim == 4 else 0,
         num_seqs=context_lens.shape[0] if context_lens.ndim else 0,
     )

@@ -19,7 +19,7 @@ from ._fold_pages import (
 )
 from ._indices import slot_operand
 from ._no_gradient import without_gradient
-from ._paged_attention import ATTRIBUTES, WITH_GRADIENT, Static, metadata, score_attributes, score_operands
+from ._paged_attention import WITH_GRADIENT, Static, metadata, score_attributes, score_operands
 from ._partition import Letters, partitioned, present
 from ._words import of_scores, of_sequences
 
@@ -126,7 +126,7 @@ def paged_attention_update(
     )
     optional = score_operands(alibi_slopes, sinks, q_scale, k_scale, v_scale)
     dtype = output_dtype(query.dtype, out_dtype)
-    return _update(Static(attributes, dtype, static_bool("return_lse", return_lse)), *operands, *optional)
+    return _update(Static(*attributes, dtype, static_bool("return_lse", return_lse)), *operands, *optional)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -143,10 +143,9 @@ def _run(static: Static, *operands: Array | None) -> tuple[Array, ...]:
         "xla_gpu_paged_attention_update",
         operands,
         [out, jax.ShapeDtypeStruct(kv_cache.shape, kv_cache.dtype), lse],
-        dict(zip(ATTRIBUTES, static.attributes, strict=True)),
+        static.named_attributes(),
         kv_heads=kv_cache.shape[2] // 2 if kv_cache.ndim == 4 else 0,
         num_seqs=context_lens.shape[0] if context_lens.ndim else 0,
-        aliases={1: 1},
     )
     return tuple(found)
 

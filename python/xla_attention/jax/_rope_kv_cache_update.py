@@ -121,7 +121,7 @@ def _rope(interleaved: np.bool_, kv_layout: np.int64, *operands: Array | None) -
 def _run(static: tuple[np.bool_, np.int64], *operands: Array | None) -> tuple[Array, Array]:
     results = [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in operands[:2]]
     attributes = dict(zip(("interleaved", "kv_layout"), static, strict=True))
-    return tuple(custom_call("xla_gpu_rope_kv_cache_update", operands, results, attributes, aliases={0: 0}))
+    return tuple(custom_call("xla_gpu_rope_kv_cache_update", operands, results, attributes))
 
 
 def _letters(static: tuple[np.bool_, np.int64], *operands: Array | None) -> Letters:

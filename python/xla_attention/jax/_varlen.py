@@ -44,7 +44,7 @@ def _run_forward(options: Options, operands: Operands) -> tuple[Array, Array]:
                 jax.ShapeDtypeStruct((*q.shape[:-1], value_dim), options.out_dtype),
                 jax.ShapeDtypeStruct((*q.shape[1:2], *q.shape[:1]), jnp.float32),
             ],
-            options.attributes("deterministic"),
+            options.attributes("xla_gpu_flash_attn_varlen"),
             kv_heads=heads // 2 if options.kv_layout == kv_layout_number("interleaved") else heads,
             num_seqs=starts.shape[0] - 1 if starts.ndim == 1 else 0,
         )
@@ -71,7 +71,7 @@ def _run_backward(options: Options, operands: Operands, cotangents: Cotangents) 
         "xla_gpu_flash_attn_varlen_bwd",
         [dout, q, k, v, out, lse, *asked, operands.alibi_slopes, sinks, dlse],
         [*results, jax.ShapeDtypeStruct((size,), jnp.uint8)],
-        options.attributes("batch_invariant", "kv_layout"),
+        options.attributes("xla_gpu_flash_attn_varlen_bwd"),
     )
     return Gradients(*found[:3], None if sinks is None else found[3])
 

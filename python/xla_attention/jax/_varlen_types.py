@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .._operators import operator
 from .._options import kv_layout_number
 from ._call import Array
 
@@ -25,10 +26,9 @@ class Options(NamedTuple):
     out_dtype: np.dtype
     dense: bool  # q, k and v have a batch of sequences of one length each, and there are no cu_seqlens
 
-    def attributes(self, *without: str) -> dict[str, np.generic]:
-        """Those that a target has; `without` are names that it does not have."""
-        other = {"out_dtype", "dense", *without}
-        return {name: value for name, value in self._asdict().items() if name not in other}
+    def attributes(self, target: str) -> dict[str, np.generic]:
+        """Those that a target has."""
+        return {attribute.name: getattr(self, attribute.name) for attribute in operator(target).attributes}
 
 
 class Operands(NamedTuple):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from .. import _library
+from .._operators import operator
 
 # XLA's numbers of torch's element types.
 DTYPES = {getattr(torch, name): number for name, number in _library.DTYPES.items() if hasattr(torch, name)}
@@ -52,9 +53,12 @@ class Call:
     attributes: Mapping[str, np.generic]
     # The operands that may have any strides but for the last dimension's, which is 1.
     strided: Sequence[int] = ()
-    # Operand by result: the result is the operand, updated.
-    aliases: Mapping[int, int] = dataclasses.field(default_factory=dict)
     workspace: Workspace | None = None
+
+    @property
+    def aliases(self) -> Mapping[int, int]:
+        """Operand by result: the result is the operand, updated."""
+        return operator(self.target).aliases
 
     def device(self) -> torch.device:
         """Where all operands are; tensors on different devices are a ValueError."""

@@ -1,12 +1,21 @@
 """flash_attn_varlen in torch."""
 
-import numpy as np
 import torch
 
-from .._options import kv_layout_number, refuse_dropout, refuse_untold_lengths, refuse_values, window_pair
+from .._operators import operator
+from .._options import (
+    kv_layout_number,
+    length_advice,
+    refuse_dropout,
+    refuse_untold_lengths,
+    refuse_values,
+    window_pair,
+)
 from ._call import Call, Result, Workspace, f32_operand, index_operand, output_dtype, scale_operand
 from ._define import define, scale_tensor
-from ._flash_attn_varlen_bwd import gradients, remember, shared_attributes
+from ._flash_attn_varlen_bwd import gradients, remember
+
+_OPERATOR = operator("xla_gpu_flash_attn_varlen")
 
 
 def flash_attn_varlen(
@@ -188,7 +197,7 @@ def _describe(
         rows = (q.shape[0], cu_seqlens_q.shape[0] - 1)
         workspace = Workspace(q.shape[1], heads, *dims, q.dtype, batch_invariant, *rows)
     return Call(
-        "xla_gpu_flash_attn_varlen",
+        _OPERATOR.target,
         {
             "q": q,
             "k": k,
@@ -209,13 +218,20 @@ def _describe(
             Result((*q.shape[:-1], value_dim), output_dtype(q, out_dtype)),
             Result((*q.shape[1:2], *q.shape[:1]), torch.float32),
         ),
-        {
-            "batch_invariant": np.bool_(batch_invariant),
-            "kv_layout": kv_layout_number(kv_layout),
-            **shared_attributes(
-                max_seqlen_q, max_seqlen_k, softmax_scale, is_causal, window_left, window_right, softcap, top_left
-            ),
-        },
+        _OPERATOR.typed(
+            {
+                "batch_invariant": batch_invariant,
+                "causal": is_causal,
+                "kv_layout": kv_layout_number(kv_layout),
+                "max_seqlen_k": length_advice(max_seqlen_k),
+                "max_seqlen_q": length_advice(max_seqlen_q),
+                "softcap": softcap,
+                "softmax_scale": softmax_scale,
+                "top_left": top_left,
+                "window_left": window_left,
+                "window_right": window_right,
+            }
+        ),
         strided=(0, 1, 2),
         workspace=workspace,
     )
@@ -223,10 +239,8 @@ def _describe(
 
 define(
     "xla::flash_attn_varlen_op",
-    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
-    "float softmax_scale, bool is_causal, int window_left, int window_right, float softcap, Tensor? seqused_k=None, "
-    "Tensor? block_table=None, Tensor? seqused_q=None, Tensor? leftpad_k=None, Tensor? alibi_slopes=None, "
-    "Tensor? sinks=None, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, bool top_left=False, "
+    f"({_OPERATOR.required_tensors()}, int max_seqlen_q, int max_seqlen_k, float softmax_scale, bool is_causal, "
+    f"int window_left, int window_right, float softcap, {_OPERATOR.optional_tensors()}, bool top_left=False, "
     "bool deterministic=False, bool batch_invariant=False, str? kv_layout=None, ScalarType? out_dtype=None) "
     "-> (Tensor, Tensor)",
     _describe,

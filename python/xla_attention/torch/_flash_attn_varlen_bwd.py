@@ -4,13 +4,14 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
+from .._operators import operator
 from .._options import gradient_refusal, length_advice
 from ._call import Call, Result, Workspace, f32_operand, index_operand
 from ._define import define
 
+_OPERATOR = operator("xla_gpu_flash_attn_varlen_bwd")
 _TENSORS = (
     "q",
     "k",
@@ -83,29 +84,6 @@ def gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     return tuple(found[: len(ctx.needs_input_grad)])
 
 
-def shared_attributes(
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    is_causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    top_left: bool,
-) -> dict[str, np.generic]:
-    """The attributes that the targets of the forward call and of its gradients have in common."""
-    return {
-        "causal": np.bool_(is_causal),
-        "max_seqlen_k": length_advice(max_seqlen_k),
-        "max_seqlen_q": length_advice(max_seqlen_q),
-        "softcap": np.float32(softcap),
-        "softmax_scale": np.float32(softmax_scale),
-        "top_left": np.bool_(top_left),
-        "window_left": np.int64(window_left),
-        "window_right": np.int64(window_right),
-    }
-
-
 def _describe(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -136,7 +114,7 @@ def _describe(
         rows = (q.shape[0], cu_seqlens_q.shape[0] - 1)
         workspace = Workspace(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, None, *rows)
     return Call(
-        "xla_gpu_flash_attn_varlen_bwd",
+        _OPERATOR.target,
         {
             "dout": dout,
             "q": q,
@@ -157,12 +135,19 @@ def _describe(
             *(Result(tuple(x.shape), x.dtype) for x in (q, k, v)),
             Result((0,) if sinks is None else tuple(sinks.shape), torch.float32),
         ),
-        {
-            "deterministic": np.bool_(deterministic),
-            **shared_attributes(
-                max_seqlen_q, max_seqlen_k, softmax_scale, is_causal, window_left, window_right, softcap, top_left
-            ),
-        },
+        _OPERATOR.typed(
+            {
+                "causal": is_causal,
+                "deterministic": deterministic,
+                "max_seqlen_k": length_advice(max_seqlen_k),
+                "max_seqlen_q": length_advice(max_seqlen_q),
+                "softcap": softcap,
+                "softmax_scale": softmax_scale,
+                "top_left": top_left,
+                "window_left": window_left,
+                "window_right": window_right,
+            }
+        ),
         strided=(0, 1, 2, 3, 4),
         workspace=workspace,
     )
@@ -170,10 +155,9 @@ def _describe(
 
 define(
     "xla_gpu::flash_attn_varlen_bwd",
-    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor cu_seqlens_q, "
-    "Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, float softmax_scale, bool is_causal, int window_left, "
-    "int window_right, float softcap, Tensor? seqused_k=None, Tensor? seqused_q=None, Tensor? leftpad_k=None, "
-    "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? dlse=None, bool top_left=False, bool deterministic=False) "
+    f"({_OPERATOR.required_tensors()}, int max_seqlen_q, int max_seqlen_k, float softmax_scale, bool is_causal, "
+    f"int window_left, int window_right, float softcap, {_OPERATOR.optional_tensors()}, bool top_left=False, "
+    "bool deterministic=False) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _describe,
     tuple,

@@ -2,9 +2,12 @@
 
 import torch
 
+from .._operators import operator
 from .._options import kv_layout_number, refuse_layout_of_two
 from ._call import Call, Result, index_operand, scale_operand
 from ._define import define, scale_tensor
+
+_ONE, _SPLIT = operator("xla_gpu_kv_cache_update"), operator("xla_gpu_kv_cache_update_split")
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -127,12 +130,11 @@ def _describe(
     kv_layout: str | None = None,
 ) -> Call:
     return Call(
-        "xla_gpu_kv_cache_update",
+        _ONE.target,
         {"kv_cache": kv_cache, **_rows(key, value, slot_mapping, k_scale, v_scale)},
         (Result(kv_cache.shape, kv_cache.dtype),),
         {"kv_layout": kv_layout_number(kv_layout or "interleaved")},
         strided=(1, 2),
-        aliases={0: 0},
     )
 
 
@@ -146,12 +148,11 @@ def _describe_split(
     v_scale: torch.Tensor | None = None,
 ) -> Call:
     return Call(
-        "xla_gpu_kv_cache_update_split",
+        _SPLIT.target,
         {"k_cache": k_cache, "v_cache": v_cache, **_rows(key, value, slot_mapping, k_scale, v_scale)},
         (Result(k_cache.shape, k_cache.dtype), Result(v_cache.shape, v_cache.dtype)),
         {},
         strided=(2, 3),
-        aliases={0: 0, 1: 1},
     )
 
 
@@ -171,31 +172,30 @@ def _rows(
     }
 
 
-_ROWS = "Tensor key, Tensor value, Tensor slot_mapping, Tensor? k_scale=None, Tensor? v_scale=None"
 _LAYOUT = "str? kv_layout=None"
 
 define(
     "xla_gpu::kv_cache_update",
-    f"(Tensor kv_cache, {_ROWS}, {_LAYOUT}) -> Tensor",
+    f"({_ONE.required_tensors()}, {_ONE.optional_tensors()}, {_LAYOUT}) -> Tensor",
     _describe,
     lambda results: results[0],
 )
 define(
     "xla_gpu::kv_cache_update_",
-    f"(Tensor(a!) kv_cache, {_ROWS}, {_LAYOUT}) -> ()",
+    f"({_ONE.required_tensors(in_place=True)}, {_ONE.optional_tensors()}, {_LAYOUT}) -> ()",
     _describe,
     lambda _: None,
     in_place=True,
 )
 define(
     "xla_gpu::kv_cache_update_split",
-    f"(Tensor k_cache, Tensor v_cache, {_ROWS}) -> (Tensor, Tensor)",
+    f"({_SPLIT.required_tensors()}, {_SPLIT.optional_tensors()}) -> (Tensor, Tensor)",
     _describe_split,
     tuple,
 )
 define(
     "xla_gpu::kv_cache_update_split_",
-    f"(Tensor(a!) k_cache, Tensor(b!) v_cache, {_ROWS}) -> ()",
+    f"({_SPLIT.required_tensors(in_place=True)}, {_SPLIT.optional_tensors()}) -> ()",
     _describe_split,
     lambda _: None,
     in_place=True,

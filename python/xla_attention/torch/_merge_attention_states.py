@@ -2,8 +2,11 @@
 
 import torch
 
+from .._operators import operator
 from ._call import Call, Result
 from ._define import define
+
+_OPERATOR = operator("xla_gpu_merge_attention_states")
 
 
 def merge_attention_states(
@@ -41,12 +44,12 @@ def merge_attention_states(
 def _describe(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> Call:
     results = (Result(out_a.shape, out_a.dtype), Result(lse_a.shape, torch.float32))
     operands = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    return Call("xla_gpu_merge_attention_states", operands, results, {})
+    return Call(_OPERATOR.target, operands, results, {})
 
 
 define(
     "xla_gpu::merge_attention_states",
-    "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
+    f"({_OPERATOR.required_tensors()}) -> (Tensor, Tensor)",
     _describe,
     tuple,
     instead="one flash_attn_varlen over all keys",

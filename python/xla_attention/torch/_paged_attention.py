@@ -3,13 +3,14 @@
 import functools
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 
+from .._operators import operator
 from .._options import refuse_window
 from ._call import Call, Result, Workspace, f32_operand, index_operand, output_dtype, scale_operand
 from ._define import define, scale_tensor
 
+_TARGET = "xla_gpu_paged_attention"
 # What has a gradient instead of this.
 PACKED = "flash_attn_varlen over packed keys"
 
@@ -184,7 +185,7 @@ def describe(
     out_dtype: torch.dtype | None = None,
     *,
     with_lse: bool,
-    target: str = "xla_gpu_paged_attention",
+    target: str = _TARGET,
     new_tokens: Mapping[str, torch.Tensor] | None = None,
 ) -> Call:
     """The call of `paged_attention`, or of a target that has further operands, `new_tokens`, after those six."""
@@ -216,37 +217,40 @@ def describe(
             "v_scale": scale_operand(v_scale),
         },
         (Result(query.shape, dtype), lse),
-        {
-            "batch_invariant": np.bool_(batch_invariant),
-            "scale": np.float32(scale),
-            "sliding_window": np.int64(-1 if sliding_window is None else sliding_window),
-            "soft_cap": np.float32(0.0 if soft_cap is None else soft_cap),
-        },
+        operator(target).typed(
+            {
+                "batch_invariant": batch_invariant,
+                "scale": scale,
+                "sliding_window": sliding_window,
+                "soft_cap": soft_cap,
+            }
+        ),
         strided=(0, 1),
         workspace=workspace,
     )
 
 
-def _schema(num_seqs: str, returns: str) -> str:
+def schema(target: str, num_seqs: str, returns: str, *, in_place: bool = False) -> str:
+    """What follows the name of `paged_attention`, or of a target that has more operands; `num_seqs` is its type."""
+    declared = operator(target)
+    required = declared.required_tensors(in_place=in_place).replace("Tensor num_seqs", f"{num_seqs} num_seqs")
     return (
-        "(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, Tensor query_start_loc, "
-        f"{num_seqs} num_seqs, float scale, int? sliding_window=None, float? soft_cap=None, "
-        "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? q_scale=None, Tensor? k_scale=None, "
-        f"Tensor? v_scale=None, bool batch_invariant=False, ScalarType? out_dtype=None) -> {returns}"
+        f"({required}, float scale, int? sliding_window=None, float? soft_cap=None, {declared.optional_tensors()}, "
+        f"bool batch_invariant=False, ScalarType? out_dtype=None) -> {returns}"
     )
 
 
 for _overload, _num_seqs in (("", "Tensor"), (".int", "int")):
     define(
         "xla_gpu::paged_attention" + _overload,
-        _schema(_num_seqs, "Tensor"),
+        schema(_TARGET, _num_seqs, "Tensor"),
         functools.partial(describe, with_lse=False),
         lambda results: results[0],
         instead=PACKED,
     )
     define(
         "xla_gpu::paged_attention_with_lse" + _overload,
-        _schema(_num_seqs, "(Tensor, Tensor)"),
+        schema(_TARGET, _num_seqs, "(Tensor, Tensor)"),
         functools.partial(describe, with_lse=True),
         tuple,
         instead=PACKED,

@@ -9,7 +9,7 @@ import torch
 from ._call import Call, Result
 from ._define import define, scale_tensor
 from ._kv_cache_update import donate, slots
-from ._paged_attention import PACKED, describe
+from ._paged_attention import PACKED, describe, schema
 
 _TARGET = "xla_gpu_paged_attention_update"
 
@@ -144,40 +144,30 @@ def _describe(
         results=(out, Result(kv_cache.shape, kv_cache.dtype), lse),
         # A cache that is not updated in place has to be dense.
         strided=(0, 6, 7),
-        aliases={1: 1},
     )
 
 
-def _schema(kv_cache: str, num_seqs: str, returns: str) -> str:
-    return (
-        f"(Tensor query, {kv_cache} kv_cache, Tensor context_lens, Tensor block_tables, Tensor query_start_loc, "
-        f"{num_seqs} num_seqs, Tensor key, Tensor value, Tensor slot_mapping, float scale, int? sliding_window=None, "
-        "float? soft_cap=None, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? q_scale=None, "
-        "Tensor? k_scale=None, Tensor? v_scale=None, bool batch_invariant=False, ScalarType? out_dtype=None) "
-        f"-> {returns}"
-    )
-
-
+_schema = functools.partial(schema, _TARGET)
 _WITHOUT, _WITH_LSE = (functools.partial(_describe, with_lse=with_lse) for with_lse in (False, True))
 
 for _overload, _num_seqs in (("", "Tensor"), (".int", "int")):
     define(
         "xla_gpu::paged_attention_update" + _overload,
-        _schema("Tensor", _num_seqs, "(Tensor, Tensor)"),
+        _schema(_num_seqs, "(Tensor, Tensor)"),
         _WITHOUT,
         lambda results: (results[0], results[1]),
         instead=PACKED,
     )
     define(
         "xla_gpu::paged_attention_update_with_lse" + _overload,
-        _schema("Tensor", _num_seqs, "(Tensor, Tensor, Tensor)"),
+        _schema(_num_seqs, "(Tensor, Tensor, Tensor)"),
         _WITH_LSE,
         lambda results: (results[0], results[2], results[1]),
         instead=PACKED,
     )
     define(
         "xla_gpu::paged_attention_update_" + _overload,
-        _schema("Tensor(a!)", _num_seqs, "Tensor"),
+        _schema(_num_seqs, "Tensor", in_place=True),
         _WITHOUT,
         lambda results: results[0],
         in_place=True,
@@ -185,7 +175,7 @@ for _overload, _num_seqs in (("", "Tensor"), (".int", "int")):
     )
     define(
         "xla_gpu::paged_attention_update_with_lse_" + _overload,
-        _schema("Tensor(a!)", _num_seqs, "(Tensor, Tensor)"),
+        _schema(_num_seqs, "(Tensor, Tensor)", in_place=True),
         _WITH_LSE,
         lambda results: (results[0], results[2]),
         in_place=True,

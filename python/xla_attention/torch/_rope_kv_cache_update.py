@@ -1,12 +1,14 @@
 """rope_kv_cache_update in torch."""
 
-import numpy as np
 import torch
 
+from .._operators import operator
 from .._options import kv_layout_number
 from ._call import Call, Result, index_operand, scale_operand
 from ._define import define, scale_tensor
 from ._kv_cache_update import slots
+
+_OPERATOR = operator("xla_gpu_rope_kv_cache_update")
 
 
 def rope_kv_cache_update(
@@ -85,7 +87,7 @@ def _describe(
     kv_layout: str | None = None,
 ) -> Call:
     return Call(
-        "xla_gpu_rope_kv_cache_update",
+        _OPERATOR.target,
         {
             "kv_cache": kv_cache,
             "query": query,
@@ -98,26 +100,22 @@ def _describe(
             "v_scale": scale_operand(v_scale),
         },
         (Result(kv_cache.shape, kv_cache.dtype), Result(query.shape, query.dtype)),
-        {"interleaved": np.bool_(interleaved), "kv_layout": kv_layout_number(kv_layout or "interleaved")},
+        _OPERATOR.typed({"interleaved": interleaved, "kv_layout": kv_layout_number(kv_layout or "interleaved")}),
         strided=(1, 2, 3),
-        aliases={0: 0},
     )
 
 
-_REST = (
-    "Tensor query, Tensor key, Tensor value, Tensor slot_mapping, Tensor positions, Tensor cos_sin, "
-    "bool interleaved=False, Tensor? k_scale=None, Tensor? v_scale=None, str? kv_layout=None"
-)
+_OPTIONS = f"bool interleaved=False, {_OPERATOR.optional_tensors()}, str? kv_layout=None"
 
 define(
     "xla_gpu::rope_kv_cache_update",
-    f"(Tensor kv_cache, {_REST}) -> (Tensor, Tensor)",
+    f"({_OPERATOR.required_tensors()}, {_OPTIONS}) -> (Tensor, Tensor)",
     _describe,
     lambda results: (results[1], results[0]),
 )
 define(
     "xla_gpu::rope_kv_cache_update_",
-    f"(Tensor(a!) kv_cache, {_REST}) -> Tensor",
+    f"({_OPERATOR.required_tensors(in_place=True)}, {_OPTIONS}) -> Tensor",
     _describe,
     lambda results: results[1],
     in_place=True,

@@ -2,8 +2,11 @@
 
 import torch
 
+from .._operators import operator
 from ._call import Call, Result
 from ._define import define
+
+_OPERATOR = operator("xla_gpu_simple_add")
 
 
 def simple_add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -30,12 +33,12 @@ def simple_add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _describe(a: torch.Tensor, b: torch.Tensor) -> Call:
-    return Call("xla_gpu_simple_add", {"a": a, "b": b}, (Result(a.shape, a.dtype),), {})
+    return Call(_OPERATOR.target, {"a": a, "b": b}, (Result(a.shape, a.dtype),), {})
 
 
 define(
     "xla_gpu::simple_add",
-    "(Tensor a, Tensor b) -> Tensor",
+    f"({_OPERATOR.required_tensors()}) -> Tensor",
     _describe,
     lambda results: results[0],
     backward=lambda _, gradient: (gradient, gradient),

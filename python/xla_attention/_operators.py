@@ -1,0 +1,80 @@
+"""The operators as ``ffi/operators.toml`` declares them; the shared library tells them (`xa_info`)."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _library
+
+_TYPES = {"bool": np.bool_, "i64": np.int64, "f32": np.float32}
+
+
+class Tensor(NamedTuple):
+    """An operand or a result."""
+
+    name: str
+    type: str  # dtypes and shape, in words
+    doc: str
+    optional: bool
+
+
+class Attribute(NamedTuple):
+    """An attribute; ``none`` is the value that stands for an option that is not used."""
+
+    name: str
+    kind: str  # bool, i64 or f32
+    doc: str
+    none: bool | int | float | None
+
+
+class Operator(NamedTuple):
+    """One target: operands, results and attributes in its order."""
+
+    target: str
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    attributes: tuple[Attribute, ...]
+    aliases: Mapping[int, int]  # operand by result: the result is the operand, updated
+
+    def typed(self, values: Mapping[str, Any]) -> dict[str, np.generic]:
+        """Attributes by name as numpy scalars, which have the declared types; None is an option that is not used."""
+        typed = {}
+        for name, kind, _, none in self.attributes:
+            value = values[name]
+            typed[name] = _TYPES[kind](none if value is None else value)
+        return typed
+
+    def required_tensors(self, *, in_place: bool = False) -> str:
+        """The required operands as the parameters of a torch schema; `in_place` marks those that a result updates."""
+        letters = dict(zip(self.aliases.values(), "ab", strict=False)) if in_place else {}
+        types = {index: f"Tensor({letter}!)" for index, letter in letters.items()}
+        required = [operand.name for operand in self.operands if not operand.optional]
+        return ", ".join(f"{types.get(index, 'Tensor')} {name}" for index, name in enumerate(required))
+
+    def optional_tensors(self) -> str:
+        """The optional operands as the parameters of a torch schema."""
+        return ", ".join(f"Tensor? {operand.name}=None" for operand in self.operands if operand.optional)
+
+
+@functools.cache
+def operators() -> dict[str, Operator]:
+    """Every operator, by its target name."""
+    return {one["target"]: _operator(one) for one in _library.build_info()["operators"]}
+
+
+def operator(target: str) -> Operator:
+    """The operator with this target name."""
+    return operators()[target]
+
+
+def _operator(declared: Mapping[str, Any]) -> Operator:
+    tensors = [
+        tuple(Tensor(one["name"], one["type"], one["doc"], one["optional"]) for one in declared[side])
+        for side in ("operands", "results")
+    ]
+    attributes = (Attribute(a["name"], a["kind"], a["doc"], a.get("none")) for a in declared["attributes"])
+    names = [operand.name for operand in tensors[0]]
+    aliases = {i: names.index(one["aliases"]) for i, one in enumerate(declared["results"]) if "aliases" in one}
+    return Operator(declared["target"], *tensors, tuple(attributes), aliases)

@@ -1,0 +1,99 @@
+"""Programs whose custom calls are compared with those that an earlier version made (`test_released_programs.py`).
+
+    python tests/python/released_programs.py FOLDER        # store what this version makes
+
+Only for a new operator: what is stored of the others stays as it is.
+"""
+
+import pathlib
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+import xla_attention.jax as xa
+
+F32, I32 = jnp.float32, jnp.int32
+
+
+def spec(*shape, dtype=F32):
+    """An operand."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+SEQUENCES = (spec(2, dtype=I32), spec(2, 2, dtype=I32), spec(3, dtype=I32), spec(1, dtype=I32))
+ROWS = (spec(3, 1, 8), spec(3, 1, 8), spec(3, dtype=I32))
+SLOPES, SCALE = spec(2), spec(1)
+
+
+def _paged(q, cache, *rest):
+    *sequences, slopes, sinks, scale = rest
+    options = {"sliding_window": 5, "soft_cap": 3.0, "alibi_slopes": slopes, "sinks": sinks}
+    scales = {"q_scale": scale, "k_scale": scale, "v_scale": scale}
+    return xa.paged_attention(q, cache, *sequences, scale=0.25, return_lse=True, **options, **scales)
+
+
+def _varlen(q, k, v, starts):
+    return xa.flash_attn_varlen(q, k, v, starts, causal=True, window=(4, -1), softcap=2.0, return_lse=True)
+
+
+def _gradients(q, k, v, starts):
+    return jax.grad(lambda *x: _varlen(*x, starts)[0].sum(), (0, 1, 2))(q, k, v)
+
+
+# Name of the program, which is that of its operator, and what it is made of.
+PROGRAMS = {
+    "simple_add": (xa.simple_add, (spec(4), spec(4))),
+    "paged_attention": (_paged, (spec(3, 2, 8), spec(4, 2, 2, 8), *SEQUENCES, SLOPES, SLOPES, SCALE)),
+    "kv_cache_update": (xa.kv_cache_update, (spec(4, 2, 2, 8), *ROWS)),
+    "kv_cache_update_split": (lambda k, v, *rows: xa.kv_cache_update((k, v), *rows), (spec(4, 2, 1, 8),) * 2 + ROWS),
+    "flash_attn_varlen": (_varlen, (spec(3, 2, 8), spec(3, 1, 8), spec(3, 1, 8), spec(3, dtype=I32))),
+    "merge_attention_states": (xa.merge_attention_states, (spec(3, 2, 8), spec(2, 3)) * 2),
+    "rope_kv_cache_update": (
+        lambda *x: xa.rope_kv_cache_update(*x, interleaved=True),
+        (spec(4, 2, 2, 8), spec(3, 2, 8), *ROWS, spec(3, dtype=I32), spec(6, 4)),
+    ),
+    "paged_attention_update": (
+        lambda q, cache, *rest: xa.paged_attention_update(q, cache, *rest, scale=0.25),
+        (spec(3, 2, 8), spec(4, 2, 2, 8), *SEQUENCES, *ROWS),
+    ),
+    "flash_attn_varlen_bwd": (_gradients, (spec(3, 2, 8), spec(3, 1, 8), spec(3, 1, 8), spec(3, dtype=I32))),
+}
+
+
+def custom_calls(name):
+    """The custom calls of a program in StableHLO, without the names of values and the size of the workspace, any of
+    which a call takes."""
+    function, operands = PROGRAMS[name]
+    text = jax.jit(function).lower(*operands).as_text()
+    calls = [line.strip() for line in text.splitlines() if "stablehlo.custom_call @xla_gpu" in line]
+    without_names = (re.sub(r"%\w+(:\d+)?(#\d+)?", "%", call) for call in calls)
+    return "".join(re.sub(r"tensor<\d+xui8>", "tensor<Nxui8>", call) + "\n" for call in without_names)
+
+
+def exported(name):
+    """A program as a file."""
+    function, operands = PROGRAMS[name]
+    checks = xa.export_disabled_checks()
+    return export.export(jax.jit(function), platforms=["cpu", "cuda"], disabled_checks=checks)(*operands).serialize()
+
+
+def operands_of(name):
+    """Numbers for a program: small integers as indices."""
+    random = np.random.default_rng(0)
+    given = []
+    for one in PROGRAMS[name][1]:
+        integers = jnp.issubdtype(one.dtype, jnp.integer)
+        numbers = np.sort(random.integers(0, 4, one.shape)) if integers else random.random(one.shape) + 0.5
+        given.append(jnp.asarray(numbers, one.dtype))
+    return given
+
+
+if __name__ == "__main__":
+    folder = pathlib.Path(sys.argv[1])
+    for program in PROGRAMS:
+        (folder / f"{program}.mlir").write_text(custom_calls(program))
+        (folder / f"{program}.jax").write_bytes(exported(program))
