@@ -82,7 +82,7 @@ lint: $(VENV)/test.stamp
 	cargo fmt --check
 	cargo clippy --locked --all-targets --all-features -- -D warnings
 	cargo clippy --locked --all-targets --no-default-features -- -D warnings
-	clang-format --dry-run --Werror $$(git ls-files '*.c' '*.cc' '*.h' '*.cu' '*.cuh')
+	clang-format --dry-run --Werror $$(git ls-files '*.c' '*.cc' '*.h' '*.cu' '*.cuh' ':!*/xla_attention.h')
 	ruff check .
 	ruff format --check .
 
@@ -96,7 +96,7 @@ $(DENY):
 
 format: $(VENV)/test.stamp
 	cargo fmt
-	clang-format -i $$(git ls-files '*.c' '*.cc' '*.h' '*.cu' '*.cuh')
+	clang-format -i $$(git ls-files '*.c' '*.cc' '*.h' '*.cu' '*.cuh' ':!*/xla_attention.h')
 	ruff check --fix .
 	ruff format .
 
@@ -120,9 +120,9 @@ emulate: $(VENV)/build.stamp
 	  XLA_ATTENTION_EMULATOR_CACHE=$(CURDIR)/target/emulator/kernels XLA_ATTENTION_TEST_DEVICE=cuda \
 	  cargo test $(TESTED) $(or $(ARGS),--test merge_attention_states --test kv_cache_update)
 
-# docs/reference/custom_calls.md from ffi/operators.toml.
+# The generated files that are checked in: docs/reference/custom_calls.md and the C header.
 reference: $(VENV)/build.stamp
-	XLA_ATTENTION_WRITE_REFERENCE=1 cargo test --locked --test documentation the_reference
+	XLA_ATTENTION_WRITE_REFERENCE=1 cargo test --locked --test documentation the_generated_files
 
 bench:
 	python3 benches/run.py $(ARGS)

@@ -1,5 +1,7 @@
 //! Headers, kernels, the operators' lists, C++ shims, in that order; each step skips what has not changed.
 
+#[path = "build_support/c_header.rs"]
+mod c_header;
 #[path = "build_support/exports.rs"]
 mod exports;
 #[path = "build_support/headers.rs"]
@@ -19,7 +21,16 @@ use std::env;
 use std::path::PathBuf;
 
 fn main() -> Result<()> {
-    for path in ["build.rs", "build_support", "kernels", "ffi", "src/bridge.rs", "xla_headers"] {
+    for path in [
+        "build.rs",
+        "build_support",
+        "kernels",
+        "ffi",
+        "src/bridge.rs",
+        "src/c_api.rs",
+        "src/handlers.rs",
+        "xla_headers",
+    ] {
         println!("cargo:rerun-if-changed={path}");
     }
     // PATH is not watched: pip builds in a fresh environment each time, and what is found there is part of the keys.
@@ -35,5 +46,6 @@ fn main() -> Result<()> {
     kernels::build(&out)?;
     let bindings = operators::build(&out)?;
     shims::build(&sets, &bindings, &out)?;
+    c_header::build(&out)?;
     exports::build(&out)
 }

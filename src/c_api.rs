@@ -97,11 +97,11 @@ pub struct XaCall {
     pub op: i32,
     /// 0 check the shapes, 1 run on the CPU, 2 load CUDA modules, 3 launch on `stream`.
     pub action: i32,
-    /// In the order of SPEC 2.6.
+    /// In the order of the operator's declaration.
     pub operands: *const XaTensor,
     /// Their number.
     pub num_operands: usize,
-    /// In the order of SPEC 2.6, the workspace included.
+    /// In the order of the operator's declaration, the workspace included.
     pub results: *const XaTensor,
     /// Their number.
     pub num_results: usize,
@@ -286,15 +286,17 @@ pub extern "C" fn GetPjrtApi() -> *const c_void {
     or_failure(std::ptr::null(), pjrt_plugin::table)
 }
 
-/// How large a workspace the attention targets want (`xla_gpu_paged_attention` and others), in bytes:
-/// `c[0] + c[1] * T + c[2] * B` for T query rows and B sequence slots, the same on every machine; see
-/// [`AttentionSizes::workspace`]. `dtype` is XLA's number of q's element type. A call takes a workspace of any other size
-/// too, and none; none is what all three zeros say, if the numbers cannot be made.
+/// How large a workspace an operator wants, in bytes: `c[0] + c[1] * T + c[2] * B` for T query rows and B sequences, the
+/// same on every machine. All three are 0 for an operator without a workspace and for sizes that no call has. A call takes
+/// a workspace of any other size too, and none.
+///
+/// `dtype` is XLA's number of q's element type; `batch_invariant` has no meaning for the gradients.
 ///
 /// # Safety
 /// `c` has room for three numbers.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn xa_attention_workspace(
+pub unsafe extern "C" fn xa_workspace(
+    op: i32,
     num_q_heads: i64,
     num_kv_heads: i64,
     head_dim: i64,
@@ -306,32 +308,8 @@ pub unsafe extern "C" fn xa_attention_workspace(
     let wanted = or_failure([0; 3], || {
         let dtype = DType(dtype);
         let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant };
-        let wanted = sizes.workspace();
-        [wanted.fixed, wanted.per_row, wanted.per_sequence]
-    });
-    // SAFETY: this function's contract.
-    unsafe { c.write(wanted) };
-}
-
-/// How large a workspace the gradients of attention want (`xla_gpu_flash_attn_varlen_bwd`): as
-/// [`xa_attention_workspace`], of [`AttentionSizes::gradients_workspace`].
-///
-/// # Safety
-/// `c` has room for three numbers.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn xa_attention_gradients_workspace(
-    num_q_heads: i64,
-    num_kv_heads: i64,
-    head_dim: i64,
-    value_dim: i64,
-    dtype: i32,
-    c: *mut [i64; 3],
-) {
-    let wanted = or_failure([0; 3], || {
-        let dtype = DType(dtype);
-        let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant: false };
-        let wanted = sizes.gradients_workspace();
-        [wanted.fixed, wanted.per_row, wanted.per_sequence]
+        let wanted = Op::from_number(op).and_then(|op| sizes.workspace_of(op));
+        wanted.map_or([0; 3], |wanted| [wanted.fixed, wanted.per_row, wanted.per_sequence])
     });
     // SAFETY: this function's contract.
     unsafe { c.write(wanted) };

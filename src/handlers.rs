@@ -9,7 +9,7 @@ use std::ffi::{c_char, c_void};
 use std::sync::OnceLock;
 
 /// An XLA FFI handler: takes an `XLA_FFI_CallFrame*`, returns an `XLA_FFI_Error*` or null.
-pub type Handler = unsafe extern "C" fn(*mut c_void) -> *mut c_void;
+pub type Handler = Option<unsafe extern "C" fn(frame: *mut c_void) -> *mut c_void>;
 
 /// A target to register: handlers of typed-FFI API version 4. A stage that is null does not exist.
 #[repr(C)]
@@ -20,9 +20,9 @@ pub struct Target {
     /// `cpu` or `CUDA`, as JAX spells them, terminated.
     pub platform: *const c_char,
     /// Runs before every execution, also when a graph is replayed: loads modules. Null on the CPU.
-    pub initialize: Option<Handler>,
+    pub initialize: Handler,
     /// Computes (CPU) or enqueues (CUDA); works without `initialize` too.
-    pub execute: Option<Handler>,
+    pub execute: Handler,
 }
 
 // SAFETY: pointers to constants.

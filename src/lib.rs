@@ -64,8 +64,8 @@ mod tensor;
 #[cfg(feature = "cuda")]
 pub use c_api::GetPjrtApi;
 pub use c_api::{
-    XaAttribute, XaCall, XaTensor, xa_attention_gradients_workspace, xa_attention_workspace, xa_call, xa_handler_set,
-    xa_info, xa_op, xa_stand_before_pjrt_plugin, xa_targets,
+    XaAttribute, XaCall, XaTensor, xa_call, xa_handler_set, xa_info, xa_op, xa_stand_before_pjrt_plugin, xa_targets,
+    xa_workspace,
 };
 pub use call::{Action, Call, call};
 pub use error::{Code, Error, Result};

@@ -68,15 +68,20 @@ fn the_scan_knows_a_path_from_other_code() {
 /// What the build script has generated from `ffi/operators.toml`.
 const GENERATED: &str = env!("OUT_DIR");
 
-/// `XLA_ATTENTION_WRITE_REFERENCE=1` writes the page anew (`make reference`).
+/// `XLA_ATTENTION_WRITE_REFERENCE=1` writes the files anew (`make reference`).
 #[test]
-fn the_reference_of_the_custom_calls_is_what_is_declared() {
-    let generated = fs::read_to_string(Path::new(GENERATED).join("custom_calls.md")).unwrap();
-    let page = root().join("docs/reference/custom_calls.md");
-    if std::env::var_os("XLA_ATTENTION_WRITE_REFERENCE").is_some() {
-        fs::write(&page, &generated).unwrap();
+fn the_generated_files_that_are_checked_in_are_what_is_declared() {
+    for (name, of) in [
+        ("docs/reference/custom_calls.md", "ffi/operators.toml"),
+        ("python/xla_attention/include/xla_attention.h", "src/c_api.rs"),
+    ] {
+        let file = root().join(name);
+        let generated = fs::read_to_string(Path::new(GENERATED).join(file.file_name().unwrap())).unwrap();
+        if std::env::var_os("XLA_ATTENTION_WRITE_REFERENCE").is_some() {
+            fs::write(&file, &generated).unwrap();
+        }
+        assert!(fs::read_to_string(&file).unwrap() == generated, "{of} is not that of {name}: run `make reference`");
     }
-    assert!(fs::read_to_string(page).unwrap() == generated, "ffi/operators.toml has changed: run `make reference`");
 }
 
 /// `ffi/README.md` shows a declaration and the binding that becomes of it.

@@ -147,7 +147,7 @@ fn functions_without_an_error_give_what_stands_for_failure() {
     let workspace = || {
         let mut c = [-1; 3];
         // SAFETY: three numbers.
-        unsafe { xla_attention::xa_attention_workspace(8, 2, 128, 128, 16, false, &raw mut c) };
+        unsafe { xla_attention::xa_workspace(1, 8, 2, 128, 128, 16, false, &raw mut c) };
         c
     };
     plant(Fault::Door);

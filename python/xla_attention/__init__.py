@@ -6,6 +6,6 @@ alone loads neither a framework nor CUDA.
 
 from ._info import info
 from ._library import VERSION as __version__
-from ._library import library_path
+from ._library import include_dir, library_path
 
-__all__ = ["__version__", "info", "library_path"]
+__all__ = ["__version__", "include_dir", "info", "library_path"]

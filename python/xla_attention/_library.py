@@ -99,6 +99,18 @@ def library_path() -> pathlib.Path:
     return pathlib.Path(given) if given else next(iter(sorted(here.glob("*xla_attention.*"))), here / "missing")
 
 
+def include_dir() -> pathlib.Path:
+    """The folder of ``xla_attention.h``, the C interface of the shared library.
+
+    Examples
+    --------
+    >>> import xla_attention
+    >>> (xla_attention.include_dir() / "xla_attention.h").is_file()
+    True
+    """
+    return pathlib.Path(__file__).parent / "include"
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """The library at `library_path`. Loaded once, never unloaded."""
@@ -118,10 +130,9 @@ def library() -> ctypes.CDLL:
     lib.xa_call.argtypes = [ctypes.POINTER(_Call), ctypes.c_char_p, ctypes.c_size_t]
     lib.xa_stand_before_pjrt_plugin.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
     sizes = [ctypes.c_int64] * 4
-    lib.xa_attention_workspace.argtypes = [*sizes, ctypes.c_int32, ctypes.c_bool, ctypes.POINTER(ctypes.c_int64 * 3)]
-    lib.xa_attention_workspace.restype = None
-    lib.xa_attention_gradients_workspace.argtypes = [*sizes, ctypes.c_int32, ctypes.POINTER(ctypes.c_int64 * 3)]
-    lib.xa_attention_gradients_workspace.restype = None
+    coefficients = ctypes.POINTER(ctypes.c_int64 * 3)
+    lib.xa_workspace.argtypes = [ctypes.c_int32, *sizes, ctypes.c_int32, ctypes.c_bool, coefficients]
+    lib.xa_workspace.restype = None
     return lib
 
 
@@ -273,7 +284,8 @@ def check(
     Request(target, operands, results, attributes).take(Action.CHECK)
 
 
-def attention_workspace(
+def workspace(
+    target: str,
     q_heads: int,
     kv_heads: int,
     head_dim: int,
@@ -283,42 +295,28 @@ def attention_workspace(
     rows: Any,  # noqa: ANN401
     sequences: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    """How many bytes of workspace an attention call wants; `rows` of the query and `sequences` may be symbolic."""
-    static = (q_heads, kv_heads, head_dim, value_dim, dtype, batch_invariant)
+    """How many bytes of workspace a call of attention or its gradients wants.
+
+    `rows` of the query and `sequences` may be symbolic; `batch_invariant` has no meaning for the gradients.
+    """
+    static = (target, q_heads, kv_heads, head_dim, value_dim, dtype, batch_invariant)
     constant, per_row, per_sequence = _workspace_coefficients(*static)
-    return constant + per_row * rows + per_sequence * sequences
-
-
-def gradients_workspace(
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    value_dim: int,
-    dtype: Any,  # noqa: ANN401
-    rows: Any,  # noqa: ANN401
-    sequences: Any,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
-    """How many bytes of workspace the gradients of an attention call want, as `attention_workspace`."""
-    constant, per_row, per_sequence = _workspace_coefficients(q_heads, kv_heads, head_dim, value_dim, dtype, None)
     return constant + per_row * rows + per_sequence * sequences
 
 
 @functools.lru_cache(maxsize=1024)
 def _workspace_coefficients(
+    target: str,
     q_heads: int,
     kv_heads: int,
     head_dim: int,
     value_dim: int,
     dtype: Any,  # noqa: ANN401
-    batch_invariant: bool | None,
+    batch_invariant: bool,
 ) -> tuple[int, int, int]:
-    """Of a call of attention; of its gradients where `batch_invariant`, which they do not know, is None."""
-    coefficients = (ctypes.c_int64 * 3)()
-    static = (q_heads, kv_heads, head_dim, value_dim, _number(dtype))
-    if batch_invariant is None:
-        library().xa_attention_gradients_workspace(*static, ctypes.byref(coefficients))
-    else:
-        library().xa_attention_workspace(*static, batch_invariant, ctypes.byref(coefficients))
+    coefficients, lib = (ctypes.c_int64 * 3)(), library()
+    sizes = (q_heads, kv_heads, head_dim, value_dim, _number(dtype), batch_invariant)
+    lib.xa_workspace(lib.xa_op(target.encode()), *sizes, ctypes.byref(coefficients))
     return tuple(coefficients)
 
 

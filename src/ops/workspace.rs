@@ -3,7 +3,7 @@
 //! The size is a function of static values alone, the same wherever a program is traced, exported and run. A call takes
 //! any size, also none: with less than this it plans with fewer or no parts of sequences, and stays right.
 
-use super::MAX_HEAD_DIM;
+use super::{MAX_HEAD_DIM, Op};
 use crate::tensor::DType;
 
 /// CTAs for which the workspace is sized, whatever the GPU at hand: those of 132 SMs that run three each, or four where
@@ -47,6 +47,15 @@ pub struct AttentionSizes {
 }
 
 impl AttentionSizes {
+    /// What a call of an operator wants; `None` where it has no workspace.
+    #[must_use]
+    pub fn workspace_of(&self, op: Op) -> Option<WorkspaceSize> {
+        match op {
+            Op::FlashAttnVarlenBwd => Some(self.gradients_workspace()),
+            _ => op.signature().results.contains(&"workspace").then(|| self.workspace()),
+        }
+    }
+
     /// What a call wants to run as fast as it can. Sizes that no call can have want nothing.
     ///
     /// Decode shares the keys of all sequences out between CTAs. Of a tile that several have a part of, each leaves its

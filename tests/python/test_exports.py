@@ -7,14 +7,13 @@ from xla_attention import _library
 
 C_INTERFACE = {
     "GetPjrtApi",
-    "xa_attention_gradients_workspace",
-    "xa_attention_workspace",
     "xa_call",
     "xa_handler_set",
     "xa_info",
     "xa_op",
     "xa_stand_before_pjrt_plugin",
     "xa_targets",
+    "xa_workspace",
 }
 SHT_DYNAMIC, SHT_DYNSYM = 6, 11
 DT_SYMBOLIC, DT_FLAGS, DF_SYMBOLIC = 16, 30, 2

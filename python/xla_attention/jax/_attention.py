@@ -46,7 +46,7 @@ def with_workspace(
     static = (*query.shape[1:2], kv_heads, *query.shape[2:], out.shape[-1])
     if query.ndim == 3 and all(isinstance(n, int) for n in static):
         options = (query.dtype, bool(attributes["batch_invariant"]))
-        size = _library.attention_workspace(*static, *options, query.shape[0], num_seqs)
+        size = _library.workspace(target, *static, *options, query.shape[0], num_seqs)
     workspace = None if isinstance(size, int) and size == 0 else jax.ShapeDtypeStruct((size,), jnp.uint8)
     found = custom_call(target, operands, [*results, workspace], attributes)
     return [array for array, asked in zip(found, results, strict=False) if asked is not None]

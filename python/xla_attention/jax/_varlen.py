@@ -64,14 +64,14 @@ def _run_backward(options: Options, operands: Operands, cotangents: Cotangents) 
     sinks = operands.sinks
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
     results.append(None if sinks is None else jax.ShapeDtypeStruct(sinks.shape, jnp.float32))
-    size = _library.gradients_workspace(
-        q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, q.shape[0], asked[0].shape[0] - 1
-    )
+    target = "xla_gpu_flash_attn_varlen_bwd"
+    heads, dims = (q.shape[1], k.shape[1]), (q.shape[2], v.shape[2])
+    size = _library.workspace(target, *heads, *dims, q.dtype, False, q.shape[0], asked[0].shape[0] - 1)
     found = custom_call(
-        "xla_gpu_flash_attn_varlen_bwd",
+        target,
         [dout, q, k, v, out, lse, *asked, operands.alibi_slopes, sinks, dlse],
         [*results, jax.ShapeDtypeStruct((size,), jnp.uint8)],
-        options.attributes("xla_gpu_flash_attn_varlen_bwd"),
+        options.attributes(target),
     )
     return Gradients(*found[:3], None if sinks is None else found[3])
 

@@ -29,17 +29,13 @@ class Workspace(NamedTuple):
     head_dim: int
     value_dim: int
     dtype: torch.dtype
-    batch_invariant: bool | None  # None for the call of the gradients, which do not know it
+    batch_invariant: bool  # has no meaning for the gradients
     rows: int
     sequences: int
 
-    def result(self) -> Result | None:
+    def result(self, target: str) -> Result | None:
         """The workspace wanted; None for none."""
-        static = (self.q_heads, self.kv_heads, self.head_dim, self.value_dim, _number(self.dtype))
-        if self.batch_invariant is None:
-            size = _library.gradients_workspace(*static, self.rows, self.sequences)
-        else:
-            size = _library.attention_workspace(*static, self.batch_invariant, self.rows, self.sequences)
+        size = _library.workspace(target, *self._replace(dtype=_number(self.dtype)))
         return Result((size,), torch.uint8) if size else None
 
 

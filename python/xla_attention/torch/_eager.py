@@ -73,7 +73,7 @@ def run(call: Call, *, in_place: bool = False) -> list[torch.Tensor | None]:
     ]
     # The CPU uses no workspace.
     wants_workspace = call.workspace is not None and device.type == "cuda"
-    outputs = [*results, _new(call.workspace.result(), device)] if wants_workspace else results
+    outputs = [*results, _new(call.workspace.result(call.target), device)] if wants_workspace else results
     if is_new:
         request = Request(call.target, _views(operands), _views(outputs), call.attributes)
     request.place(addresses, _addresses(outputs))

@@ -112,7 +112,7 @@ def _describe(
     workspace = None
     if q.dim() == k.dim() == v.dim() == 3 and cu_seqlens_q.dim() == 1:
         rows = (q.shape[0], cu_seqlens_q.shape[0] - 1)
-        workspace = Workspace(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, None, *rows)
+        workspace = Workspace(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, False, *rows)
     return Call(
         _OPERATOR.target,
         {

@@ -16,7 +16,7 @@ def run(call: Call) -> list[torch.Tensor | None]:
     import _XLAC
 
     call.device()
-    asked = [*call.results, *([call.workspace.result()] if call.workspace else [])]
+    asked = [*call.results, *([call.workspace.result(call.target)] if call.workspace else [])]
     while asked[-1] is None:
         asked.pop()
     operands = list(call.operands.values())

@@ -1,0 +1,156 @@
+// The C interface of libxla_attention.so: handlers for XLA's typed FFI, and xa_call for programs without XLA.
+//
+// Generated from src/c_api.rs and src/handlers.rs. docs/ffi.md says what holds for every operator.
+
+#ifndef XLA_ATTENTION_H
+#define XLA_ATTENTION_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+// An XLA FFI handler: takes an `XLA_FFI_CallFrame*`, returns an `XLA_FFI_Error*` or null.
+typedef void *(*XaHandler)(void *frame);
+
+// A target to register: handlers of typed-FFI API version 4. A stage that is null does not exist.
+typedef struct {
+  // The custom call's target name, terminated.
+  const char *name;
+  // `cpu` or `CUDA`, as JAX spells them, terminated.
+  const char *platform;
+  // Runs before every execution, also when a graph is replayed: loads modules. Null on the CPU.
+  XaHandler initialize;
+  // Computes (CPU) or enqueues (CUDA); works without `initialize` too.
+  XaHandler execute;
+} XaTarget;
+
+// A table of targets, as `xa_targets` and `xa_handler_set` give it out.
+typedef struct {
+  // `sizeof` of this struct, which only grows at its end.
+  size_t struct_size;
+  // XLA FFI API version of the handlers, to be compared with the runtime's before registering.
+  int32_t api_major;
+  // See `api_major`.
+  int32_t api_minor;
+  // Number of rows.
+  size_t count;
+  // The rows.
+  const XaTarget *rows;
+} XaTargets;
+
+// A tensor in the C interface.
+typedef struct {
+  // First element.
+  void *data;
+  // `rank` sizes.
+  const int64_t *dims;
+  // `rank` distances in elements, or null for a dense tensor.
+  const int64_t *strides;
+  // Number of dimensions.
+  int32_t rank;
+  // XLA's number of the element type; 0 for one that is left out.
+  int32_t dtype;
+} XaTensor;
+
+// An attribute in the C interface.
+typedef struct {
+  // 0 is i1, 1 is i64, 2 is f32.
+  int32_t kind;
+  // The value of an f32.
+  float real;
+  // The value of the others.
+  int64_t integer;
+} XaAttribute;
+
+// A call in the C interface.
+typedef struct {
+  // `sizeof` of this struct, which only grows at its end.
+  size_t struct_size;
+  // The operator's number, from `xa_op`.
+  int32_t op;
+  // 0 check the shapes, 1 run on the CPU, 2 load CUDA modules, 3 launch on `stream`.
+  int32_t action;
+  // In the order of the operator's declaration.
+  const XaTensor *operands;
+  // Their number.
+  size_t num_operands;
+  // In the order of the operator's declaration, the workspace included.
+  const XaTensor *results;
+  // Their number.
+  size_t num_results;
+  // In alphabetical order of their names.
+  const XaAttribute *attributes;
+  // Their number.
+  size_t num_attributes;
+  // A `CUstream` of the current context.
+  void *stream;
+} XaCall;
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+// The table of targets with handlers of the oldest API, valid for the life of the process; null if it cannot be made.
+const XaTargets *xa_targets(void);
+
+// The same targets with handlers of another version of the API: 0 is the oldest, higher numbers are newer. Null past the
+// last, or if it cannot be made.
+//
+// A runtime is given one set, the newest whose version it knows (its own major version, not a later minor one): handlers
+// of a later version write more into the answer for metadata than an older runtime has room for.
+const XaTargets *xa_handler_set(size_t number);
+
+// The number of the operator with this target name, or -1.
+//
+// # Safety
+// `target` is a terminated string.
+int32_t xa_op(const char *target);
+
+// Check, run or launch an operator. Returns 0 or XLA's error code, with the text in `message` (terminated, cut to
+// `capacity` bytes).
+//
+// A request of a later version may be longer than `XaCall`: what this version does not know of it has to be 0, which
+// asks for nothing, or the request is refused. A shorter one is refused.
+//
+// # Safety
+// The struct, all of its `struct_size` bytes, and everything it points to is valid; memory as `call()` asks;
+// `message` has room for `capacity` bytes.
+int32_t xa_call(const XaCall *request, char *message, size_t capacity);
+
+// Put this library in front of the PJRT plugin at `path`: from now on `GetPjrtApi` gives that plugin's table, changed
+// so that `torch_xla` 2.9 takes it. Returns 0 or XLA's error code, with the text in `message` as `xa_call` does.
+//
+// # Safety
+// `path` is a terminated string, `message` has room for `capacity` bytes.
+int32_t xa_stand_before_pjrt_plugin(const char *path, char *message, size_t capacity);
+
+// The entry of a PJRT plugin, see `xa_stand_before_pjrt_plugin`; null until a plugin has been chosen.
+const void *GetPjrtApi(void);
+
+// How large a workspace an operator wants, in bytes: `c[0] + c[1] * T + c[2] * B` for T query rows and B sequences, the
+// same on every machine. All three are 0 for an operator without a workspace and for sizes that no call has. A call takes
+// a workspace of any other size too, and none.
+//
+// `dtype` is XLA's number of q's element type; `batch_invariant` has no meaning for the gradients.
+//
+// # Safety
+// `c` has room for three numbers.
+void xa_workspace(int32_t op,
+                  int64_t num_q_heads,
+                  int64_t num_kv_heads,
+                  int64_t head_dim,
+                  int64_t value_dim,
+                  int32_t dtype,
+                  bool batch_invariant,
+                  int64_t (*c)[3]);
+
+// What this build holds, as JSON: `version`, `xla_ffi` (the version of `xa_targets`), `handler_sets` (all
+// versions, the oldest first), `cuda`, `check`, `targets`, `operators` (what `ffi/operators.toml` declares), `variants`
+// with their resources. Valid for the life of the process; null if it cannot be made.
+const char *xa_info(void);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* XLA_ATTENTION_H */
