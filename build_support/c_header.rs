@@ -48,7 +48,9 @@ fn without_links(text: &str) -> String {
     for part in parts {
         let (name, rest) = part.split_once("`]").unwrap_or((part, ""));
         let after = rest.strip_prefix("(crate::").and_then(|path| path.split_once(')'));
-        plain += &format!("`{name}`{}", after.map_or(rest, |(_, after)| after));
+        for piece in ["`", name, "`", after.map_or(rest, |(_, after)| after)] {
+            plain += piece;
+        }
     }
     plain
 }
