@@ -7,6 +7,9 @@ use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
+#[path = "derived.rs"]
+mod derived;
+
 /// In the binary, which may run where there is no source.
 const TABLES: [&str; 9] = [
     include_str!("tables/flash_attn_varlen.toml"),
@@ -184,7 +187,8 @@ fn read(text: &str) -> Table {
         attributes: file.attributes.iter().map(|(name, value)| (keep(name), keep(value))).collect(),
     };
     let mut all = vec![Change { name: "the right call".into(), ..Change::default() }];
-    for case in file.cases {
+    let derived = derived::derived(&file);
+    for case in file.cases.into_iter().chain(derived) {
         let start = case.from.as_ref().map(|from| all.iter().find(|c| c.name == *from).expect(from).clone());
         let start = start.unwrap_or_default();
         let merged = |base: BTreeMap<String, String>, changes| base.into_iter().chain(changes).collect();

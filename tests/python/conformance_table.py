@@ -104,7 +104,7 @@ def skipped_for(case, driver):
 
 def _read(table):
     changes = {"the right call": {}}
-    for case in table["case"]:
+    for case in (*table["case"], *_counts(table), *_attributes(table)):
         start = changes[case["from"]] if "from" in case else {}
         parts = {part: start.get(part, {}) | case.get(part, {}) for part in ("operands", "results", "attributes")}
         changes[case["name"]] = {**case, **parts}
@@ -124,6 +124,50 @@ def _read(table):
                 code=code,
                 text=case.get(code),
             )
+
+
+# What `tests/conformance/derived.rs` derives as well.
+
+
+def _counts(table):
+    """Too few operands and results, too many, and optional ones without an element."""
+    for part, in_header in (("operand", "arguments"), ("result", "results")):
+        required, optional = len(table[f"{part}s"]), len(table[f"optional_{part}s"])
+        most = required + optional
+        for n in range(required):
+            text = f"Wrong number of {in_header}: expected at least {required - 1 - optional} but got {n}"
+            yield {"name": f"{n} {part}s", f"{part}_count": n, "INVALID_ARGUMENT": text}
+        for n in range(required + 1, most + 1):
+            yield {"name": f"{n} {part}s, the optional ones without an element", f"{part}_count": n}
+        for n in (1, 3):
+            text = f"{table['names'][0]}: {most + n} {part}s given, at most {most} expected"
+            yield {"name": f"{n} {part}s too many", f"{part}_count": most + n, "INVALID_ARGUMENT": text}
+
+
+_SCALARS = {"i1": ("i32 0", "i64 1"), "i64": ("i32 1", "f32 1"), "f32": ("i64 1", "f64 0.5")}
+_IN_HEADER = {"i1": "PRED", "i32": "S32", "i64": "S64", "f32": "F32", "f64": "F64", "text": "string", "i64s": "array"}
+
+
+def _attributes(table):
+    """Each attribute missing, and of four other types."""
+    parts = ("operands", "optional_operands", "results", "optional_results")
+    # What the header decodes before the attributes: the thread pool, buffers, and those that remain of both kinds.
+    before = 1 + sum(len(table[part]) for part in parts) + 2
+    names = sorted(table["attributes"])
+    for index, name in enumerate(names):
+        others = [other for other in names if other != name]
+        named = f" with name(s): {', '.join(others)}" if others else ""
+        text = f"Wrong number of attributes: expected {len(names)} but got {len(others)}{named}"
+        yield {"name": f"{name} is missing", "attributes": {name: "absent"}, "INVALID_ARGUMENT": text}
+        kind = table["attributes"][name].split()[0]
+        for value in (*_SCALARS[kind], "text 1", "i64s 1 2"):
+            got = value.split()[0]
+            is_scalar = got not in ("text", "i64s")
+            wrong = "scalar data type" if is_scalar else "attribute type"
+            expected = _IN_HEADER[kind] if is_scalar else "scalar"
+            text = f"[execute] Failed to decode all FFI handler operands (bad operands at: {before + index})\n"
+            text += f"Diagnostics:\nWrong {wrong}: expected {expected} but got {_IN_HEADER[got]}"
+            yield {"name": f"{name} is {value}", "attributes": {name: value}, "INVALID_ARGUMENT": text}
 
 
 def _buffers(table, part, case):
