@@ -24,6 +24,11 @@ def for_driver(driver, wanted=lambda case: True):
     ]
 
 
+def is_sampled(case):
+    """What works, and every seventh refusal: the handlers are those that StableHLO text calls."""
+    return case.code is None or cases().index(case) % 7 == 0
+
+
 def hold(case, platform, run):
     """Run the case and look at what comes of it."""
     if platform == "gpu" and not case.results:
@@ -44,7 +49,7 @@ def test_a_case_as_stablehlo_text(platform, case):
     hold(case, platform, lambda: by_stablehlo(case, platform))
 
 
-@pytest.mark.parametrize("case", for_driver("ffi_call"))
+@pytest.mark.parametrize("case", for_driver("ffi_call", is_sampled))
 def test_a_case_as_ffi_call(platform, case):
     hold(case, platform, lambda: by_ffi_call(case, platform))
 
@@ -62,7 +67,8 @@ def test_what_works_works_with_results_that_alias_operands(platform, driver, cas
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_a_driver_runs_what_it_can_express(driver):
     reasons = drivers()[driver]
-    run = [case for case in cases() if skipped_for(case, driver) is None]
+    wanted = is_sampled if driver == "ffi_call" else lambda _: True
+    run = [case for case in cases() if wanted(case) and skipped_for(case, driver) is None]
     assert len(run) >= reasons["at_least"]
     for term in reasons["cannot_express"]:
         assert any(term in case.terms for case in cases()), f"no case uses {term}"
