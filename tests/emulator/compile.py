@@ -18,7 +18,7 @@ import tomllib
 HERE = pathlib.Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "kernels"
 # Files of the emulator by where they go, some of them in place of the kernels' own.
-OWN = {name: name for name in ("ptx.cuh", "fp8_convert.cuh", "device.h", "device.cc", "tensor_map.h")}
+OWN = {name: name for name in ("ptx.cuh", "dtype.cuh", "fp8_convert.cuh", "device.h", "device.cc", "tensor_map.h")}
 OWN |= {f"hopper_{name}": f"hopper/{name}" for name in ("ptx.cuh", "wgmma.cuh")}
 OWN |= {"bwd_ptx_extra.cuh": "bwd/ptx_extra.cuh"}
 FLAGS = "-std=c++17 -O2 -g1 -w -fPIC -shared -mfma -mf16c -ffp-contract=fast -fvisibility=hidden"
@@ -38,7 +38,7 @@ def variant(entry: str) -> tuple[str, list[str]]:
 
 def host_source(text: str) -> str:
     """The kernel as C++: its parameter by reference, its dynamic shared memory that of the emulator."""
-    text = re.sub(r"\(\s*const __grid_constant__ ([\w:]+) params\)", r"(const \1& params)", text)
+    text = re.sub(r"\(\s*const __grid_constant__ ([\w:]+) (\w+)\)", r"(const \1& \2)", text)
     return re.sub(r"extern __shared__ [^;]*shared\[\];", "", text)
 
 
