@@ -111,22 +111,23 @@ impl<'a> Tensor<'a> {
         self.len() * self.dtype.size()
     }
 
-    /// Elements between neighbours along `axis`.
+    /// Elements between neighbours along `axis`; that of a dense buffer where there are no neighbours.
     #[must_use]
     pub fn stride(&self, axis: usize) -> i64 {
         // Sizes beside a 0 may be anything: no element is reached through such a stride.
         let dense = || self.dims[axis + 1..].iter().fold(1i64, |n, &d| n.wrapping_mul(d));
-        self.strides.map_or_else(dense, |s| s[axis])
+        self.strides.filter(|_| self.dims[axis] != 1).map_or_else(dense, |s| s[axis])
     }
 
     /// Neighbours along every dimension lie as in a dense buffer; dimensions of size 1 may carry any stride.
     #[must_use]
     pub fn is_dense(&self) -> bool {
         let dense = Tensor { strides: None, ..*self };
-        self.is_empty() || (0..self.dims.len()).all(|i| self.dims[i] == 1 || self.stride(i) == dense.stride(i))
+        self.is_empty() || (0..self.dims.len()).all(|i| self.stride(i) == dense.stride(i))
     }
 
-    /// Sizes that cannot be: negative ones, more bytes than memory has addresses, strides of another rank.
+    /// Sizes that cannot be: negative ones, more bytes than memory has addresses, strides of another rank or past all
+    /// addresses.
     ///
     /// # Errors
     /// `INVALID_ARGUMENT`, naming the operand.
@@ -137,6 +138,18 @@ impl<'a> Tensor<'a> {
         ensure(bytes.is_some(), || format!("{name} has shape {:?}: its size overflows", self.dims))?;
         ensure(self.strides.is_none_or(|s| s.len() == self.dims.len()), || {
             format!("{name} has {} strides, expected {}", self.strides.map_or(0, <[i64]>::len), self.dims.len())
+        })?;
+        let near = |strides: &[i64]| self.is_empty() || self.reach(strides).is_some_and(|bytes| bytes < 1 << 62);
+        ensure(self.strides.is_none_or(near), || {
+            format!("{name} has shape {:?} and strides {:?}: its size overflows", self.dims, self.strides)
+        })
+    }
+
+    /// How far apart two elements can be, in bytes; there are elements.
+    fn reach(&self, strides: &[i64]) -> Option<u64> {
+        let size = self.dtype.size().max(1) as u64;
+        self.dims.iter().zip(strides).try_fold(0u64, |sum, (&dim, &stride)| {
+            sum.checked_add((dim as u64 - 1).checked_mul(stride.unsigned_abs())?.checked_mul(size)?)
         })
     }
 

@@ -146,9 +146,29 @@ fn simple_add_refuses_strides() {
 
 #[test]
 fn a_dimension_of_size_one_may_carry_any_stride() {
-    let strided = Tensor { strides: Some(&[77, 3, 1]), ..claim(F32, &[1, 2, 3]) };
-    let dense = claim(F32, &[1, 2, 3]);
-    check(Op::SimpleAdd, &[strided, dense], &[dense], &[]).unwrap();
+    for stride in [77, i64::MIN] {
+        let strided = Tensor { strides: Some(&[stride, 3, 1]), ..claim(F32, &[1, 2, 3]) };
+        let dense = claim(F32, &[1, 2, 3]);
+        check(Op::SimpleAdd, &[strided, dense], &[dense], &[]).unwrap();
+    }
+}
+
+#[test]
+fn strides_past_all_addresses_are_refused() {
+    let out = [claim(BF16, &[6, 4, 16])];
+    let paged = |strides: &[i64]| {
+        let mut operands = paged_claims();
+        operands[1].strides = Some(strides);
+        check(Op::PagedAttention, &operands, &out, &PAGED_ATTRIBUTES)
+    };
+    let dims = paged_claims()[1].dims;
+    for (axis, stride) in [(0, i64::MIN), (0, i64::MAX), (0, 1 << 59), (1, i64::MIN), (2, 1 << 62), (2, i64::MIN)] {
+        let mut strides = [512, 64, 16, 1];
+        strides[axis] = stride;
+        let text = format!("kv_cache has shape {dims:?} and strides Some({strides:?}): its size overflows");
+        refused(paged(&strides), &format!("xla_gpu_paged_attention: {text}"));
+    }
+    paged(&[-(1 << 58), 64, 16, 1]).unwrap();
 }
 
 #[test]
