@@ -7,6 +7,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a failed step is a failed test")]
 #![allow(clippy::print_stdout, reason = "says what was tried")]
 
+mod attempt;
 mod attention;
 mod cache;
 mod damaged;

@@ -1,10 +1,8 @@
 //! A call as the tables know it, and the ways in which it can be damaged.
 
-use crate::support::array::{BF16, Dtype, F8E4M3FN, F16, F32, F64, I32, I64, PRED, U8};
+use crate::support::array::Dtype;
 use crate::support::invocation::Attr;
 use crate::table::{Case, Typed};
-use proptest::prelude::*;
-use proptest::sample::{Index, select};
 
 /// A buffer without memory.
 #[derive(Clone, Debug)]
@@ -12,11 +10,24 @@ pub(crate) struct Sizes {
     pub(crate) name: &'static str,
     pub(crate) dtype: Dtype,
     pub(crate) dims: Vec<i64>,
+    /// Axes, modulo the rank, whose stride is not that of a dense buffer.
+    strides: Vec<(usize, i64)>,
 }
 
 impl Sizes {
     fn new((name, typed): &(&'static str, Typed)) -> Self {
-        Self { name, dtype: typed.dtype, dims: typed.dims.clone() }
+        Self { name, dtype: typed.dtype, dims: typed.dims.clone(), strides: Vec::new() }
+    }
+
+    /// `None` for a dense buffer, as every scalar is.
+    pub(crate) fn strides(&self) -> Option<Vec<i64>> {
+        let rank = self.dims.len();
+        let dense = |axis: usize| self.dims[axis + 1..].iter().fold(1i64, |n, &d| n.wrapping_mul(d));
+        let mut strides: Vec<i64> = (0..rank).map(dense).collect();
+        for &(axis, stride) in &self.strides {
+            *pick(&mut strides, axis)? = stride;
+        }
+        (!self.strides.is_empty()).then_some(strides)
     }
 
     /// At most this many elements, or `None` if there are more than can be counted.
@@ -62,35 +73,38 @@ pub(crate) enum Side {
     Results,
 }
 
-/// One way to damage a call; without anything to damage it does nothing.
+/// One way to damage a call; without anything to damage it does nothing. A number without a name is the index of a buffer, then
+/// that of a dimension, modulo how many there are.
 #[derive(Clone, Debug)]
 pub(crate) enum Mutation {
     /// One size of one buffer.
-    Size(Side, Index, Index, i64),
+    Size(Side, usize, usize, i64),
     /// A size wherever it occurs, which often leaves the call a right one.
-    Resize(Index, Index, i64),
+    Resize(usize, usize, i64),
+    /// The stride of one dimension of one buffer, which XLA has no way to pass.
+    Stride(Side, usize, usize, i64),
     /// One dimension more.
-    Insert(Side, Index, Index, i64),
+    Insert(Side, usize, usize, i64),
     /// One dimension less.
-    Remove(Side, Index, Index),
+    Remove(Side, usize, usize),
     /// The element type of one buffer.
-    Dtype(Side, Index, Dtype),
+    Dtype(Side, usize, Dtype),
     /// An element type wherever it occurs.
-    Retype(Index, Dtype),
+    Retype(usize, Dtype),
     /// An optional buffer left out, or a required one.
-    LeaveOut(Side, Index),
+    LeaveOut(Side, usize),
     /// The list ends early.
-    Truncate(Side, Index),
+    Truncate(Side, usize),
     /// The list goes on.
-    Append(Side, Index),
+    Append(Side, usize),
     /// Two buffers in each other's place.
-    Swap(Side, Index, Index),
+    Swap(Side, usize, usize),
     /// Another value, often of another type.
-    Attribute(Index, Attr),
+    Attribute(usize, Attr),
     /// An attribute less.
-    Forget(Index),
+    Forget(usize),
     /// An attribute under another name.
-    Rename(Index, &'static str),
+    Rename(usize, &'static str),
 }
 
 impl Mutation {
@@ -108,14 +122,19 @@ impl Mutation {
                     *dim = size;
                 }
             }
+            Self::Stride(side, buffer, axis, stride) => {
+                if let Some(buffer) = pick(plan.list(side), buffer) {
+                    buffer.strides.push((axis, stride));
+                }
+            }
             Self::Insert(side, buffer, axis, size) => {
                 if let Some(dims) = pick(plan.list(side), buffer).map(|b| &mut b.dims) {
-                    dims.insert(axis.index(dims.len() + 1), size);
+                    dims.insert(axis % (dims.len() + 1), size);
                 }
             }
             Self::Remove(side, buffer, axis) => {
                 if let Some(dims) = pick(plan.list(side), buffer).map(|b| &mut b.dims).filter(|d| !d.is_empty()) {
-                    dims.remove(axis.index(dims.len()));
+                    dims.remove(axis % dims.len());
                 }
             }
             Self::Dtype(side, buffer, dtype) => {
@@ -136,7 +155,7 @@ impl Mutation {
             }
             Self::Truncate(side, at) => {
                 let list = plan.list(side);
-                list.truncate(at.index(list.len() + 1));
+                list.truncate(at % (list.len() + 1));
             }
             Self::Append(side, buffer) => {
                 let list = plan.list(side);
@@ -148,7 +167,7 @@ impl Mutation {
                 let list = plan.list(side);
                 let count = list.len();
                 if count > 0 {
-                    list.swap(a.index(count), b.index(count));
+                    list.swap(a % count, b % count);
                 }
             }
             Self::Attribute(at, value) => {
@@ -158,7 +177,7 @@ impl Mutation {
             }
             Self::Forget(at) => {
                 if !plan.attributes.is_empty() {
-                    plan.attributes.remove(at.index(plan.attributes.len()));
+                    plan.attributes.remove(at % plan.attributes.len());
                 }
             }
             Self::Rename(at, name) => {
@@ -170,57 +189,6 @@ impl Mutation {
     }
 }
 
-fn pick<T>(list: &mut [T], at: Index) -> Option<&mut T> {
-    if list.is_empty() { None } else { Some(&mut list[at.index(list.len())]) }
-}
-
-/// What kernels, pages and heads come in, what lies beside it, and what overflows.
-fn sizes() -> impl Strategy<Value = i64> {
-    prop_oneof![
-        6 => 0..10i64,
-        3 => select(&[15i64, 16, 17, 31, 32, 33, 64, 127, 128, 129, 192, 255, 256, 257]),
-        1 => select(&[-1, i64::MIN, i64::MAX, 1 << 31, 1 << 32, (1 << 32) + 1, 1 << 40, i64::MAX / 2, i64::MAX / 4 + 1]),
-    ]
-}
-
-fn dtypes() -> impl Strategy<Value = Dtype> {
-    let known = select(&[PRED, U8, I32, I64, F16, BF16, F32, F64, F8E4M3FN]);
-    prop_oneof![8 => known, 1 => any::<u8>().prop_map(|code| Dtype(code.into()))]
-}
-
-fn attributes() -> impl Strategy<Value = Attr> {
-    let integers = prop_oneof![Just(-1), 0..10i64, select(&[i64::MIN, i64::MAX, 1 << 31, 1 << 32])];
-    let floats = prop_oneof![
-        select(&[0.0, -0.0, 1.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN_POSITIVE, 1e-45]),
-        any::<f32>(),
-    ];
-    prop_oneof![
-        4 => integers.prop_map(Attr::I64),
-        4 => floats.prop_map(Attr::F32),
-        2 => any::<bool>().prop_map(Attr::Bool),
-        1 => any::<i32>().prop_map(Attr::I32),
-        1 => any::<f64>().prop_map(Attr::F64),
-        1 => Just(Attr::I64s(vec![1, 2])),
-        1 => Just(Attr::Text("a".to_owned())),
-    ]
-}
-
-pub(crate) fn mutations() -> impl Strategy<Value = Mutation> {
-    let side = || select(&[Side::Operands, Side::Results]);
-    let index = any::<Index>;
-    prop_oneof![
-        3 => (side(), index(), index(), sizes()).prop_map(|(s, b, a, d)| Mutation::Size(s, b, a, d)),
-        16 => (index(), index(), sizes()).prop_map(|(b, a, d)| Mutation::Resize(b, a, d)),
-        1 => (side(), index(), index(), sizes()).prop_map(|(s, b, a, d)| Mutation::Insert(s, b, a, d)),
-        1 => (side(), index(), index()).prop_map(|(s, b, a)| Mutation::Remove(s, b, a)),
-        1 => (side(), index(), dtypes()).prop_map(|(s, b, d)| Mutation::Dtype(s, b, d)),
-        3 => (index(), dtypes()).prop_map(|(b, d)| Mutation::Retype(b, d)),
-        2 => (side(), index()).prop_map(|(s, b)| Mutation::LeaveOut(s, b)),
-        1 => (side(), index()).prop_map(|(s, b)| Mutation::Truncate(s, b)),
-        1 => (side(), index()).prop_map(|(s, b)| Mutation::Append(s, b)),
-        1 => (side(), index(), index()).prop_map(|(s, a, b)| Mutation::Swap(s, a, b)),
-        4 => (index(), attributes()).prop_map(|(a, v)| Mutation::Attribute(a, v)),
-        1 => index().prop_map(Mutation::Forget),
-        1 => (index(), select(&["aardvark", "scale", "softmax_scale", "zebra"])).prop_map(|(a, n)| Mutation::Rename(a, n)),
-    ]
+fn pick<T>(list: &mut [T], at: usize) -> Option<&mut T> {
+    if list.is_empty() { None } else { Some(&mut list[at % list.len()]) }
 }

@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::io::Write;
 use std::ptr::null_mut;
-use std::sync::{Mutex, Once};
+use std::sync::{Mutex, Once, OnceLock};
 
 /// Which end of a buffer touches a guard page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -167,13 +167,19 @@ pub fn announce(what: &str) {
     what.clone_into(&mut DOING.lock().unwrap());
 }
 
-/// On a fault, say which buffer was overrun and in which case, then die of it.
+const FAULTS: [i32; 2] = [libc::SIGSEGV, libc::SIGBUS];
+
+/// On a fault, say which buffer was overrun and in which case, then leave it to whatever handled faults before: Rust, which
+/// dies of it, or a fuzzer, which first writes its input to a file.
 fn report_faults() {
+    static BEFORE: [OnceLock<libc::sigaction>; FAULTS.len()] = [const { OnceLock::new() }; FAULTS.len()];
     static ONCE: Once = Once::new();
     extern "C" fn on_fault(signal: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-        // SAFETY: the kernel passes a valid siginfo; the default action returns for the second fault.
+        let before =
+            FAULTS.iter().zip(&BEFORE).find(|(fault, _)| **fault == signal).and_then(|(_, before)| before.get());
+        // SAFETY: the kernel passes a valid siginfo; the earlier action, if any, was one of this process.
         let address = unsafe {
-            libc::signal(signal, libc::SIG_DFL);
+            libc::sigaction(signal, before.map_or(std::ptr::null(), std::ptr::from_ref), null_mut());
             (*info).si_addr() as usize
         };
         let mut text = [0u8; 600];
@@ -200,7 +206,10 @@ fn report_faults() {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = on_fault as *const () as usize;
             action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
-            for signal in [libc::SIGSEGV, libc::SIGBUS] {
+            for (&signal, before) in FAULTS.iter().zip(&BEFORE) {
+                let mut known = std::mem::zeroed();
+                libc::sigaction(signal, std::ptr::null(), &raw mut known);
+                let _ = before.set(known);
                 libc::sigaction(signal, &raw const action, null_mut());
             }
         }

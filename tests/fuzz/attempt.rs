@@ -1,0 +1,189 @@
+//! A call through the C interface and the handlers of XLA, which has to be refused politely or to run within its memory.
+
+use crate::mutation::{Plan, Sizes};
+use crate::support::array::{Array, BF16, Dtype, F16, F32, F64, I32};
+use crate::support::frame::{CPU, Frame, HandlerSet, INVALID_ARGUMENT, Refusal, UNIMPLEMENTED, handler_sets};
+use crate::support::guard::{Guarded, Side};
+use crate::support::invocation::{Attr, Invocation, POISON};
+use crate::support::pools::Inline;
+use crate::support::random::Random;
+use std::collections::BTreeMap;
+use std::ffi::CStr;
+use std::ptr::{null, null_mut};
+use xla_attention::ops::AttributeKind;
+use xla_attention::{Op, XaAttribute, XaCall, XaTensor, xa_call};
+
+/// An accepted call with more elements than this in one of its buffers is not run.
+const MOST_ELEMENTS: i64 = 4096;
+
+/// What has become of a damaged call.
+pub(crate) enum Outcome {
+    NotDecoded,
+    Refused,
+    /// Accepted, and too large to be run or strided.
+    NotRun,
+    Ran,
+}
+
+fn operator(target: &str) -> Op {
+    let target = if target == "XlaGpuSimpleAdd" { "xla_gpu_simple_add" } else { target };
+    Op::ALL.into_iter().find(|op| op.signature().target == target).unwrap()
+}
+
+/// As in a frame: by name, and of two with the same name the later one.
+fn attributes(plan: &Plan) -> BTreeMap<&str, &Attr> {
+    plan.attributes.iter().map(|(name, value)| (*name, value)).collect()
+}
+
+/// Whether the list of a handler takes as many buffers, and attributes of these names and types.
+fn is_decoded(plan: &Plan) -> bool {
+    let (signature, given) = (operator(plan.target).signature(), attributes(plan));
+    let typed = |(name, kind): &(&str, AttributeKind)| {
+        matches!(
+            (kind, given.get(name)),
+            (AttributeKind::Bool, Some(Attr::Bool(_)))
+                | (AttributeKind::I64, Some(Attr::I64(_)))
+                | (AttributeKind::F32, Some(Attr::F32(_)))
+        )
+    };
+    (signature.required_operands..=signature.operands.len()).contains(&plan.operands.len())
+        && (signature.required_results..=signature.results.len()).contains(&plan.results.len())
+        && given.len() == signature.attributes.len()
+        && signature.attributes.iter().all(typed)
+}
+
+/// What the C interface says of the sizes; it takes attributes in their order and has no names for them.
+fn checked(plan: &Plan) -> Result<(), Refusal> {
+    let strides = |list: &[Sizes]| list.iter().map(Sizes::strides).collect::<Vec<_>>();
+    let (of_operands, of_results) = (strides(&plan.operands), strides(&plan.results));
+    let tensor = |(x, strides): (&Sizes, &Option<Vec<i64>>)| XaTensor {
+        data: null_mut(),
+        dims: x.dims.as_ptr(),
+        strides: strides.as_ref().map_or(null(), Vec::as_ptr),
+        rank: x.dims.len() as i32,
+        dtype: x.dtype.0,
+    };
+    let operands: Vec<XaTensor> = plan.operands.iter().zip(&of_operands).map(tensor).collect();
+    let results: Vec<XaTensor> = plan.results.iter().zip(&of_results).map(tensor).collect();
+    let attribute = |value: &&Attr| match **value {
+        Attr::Bool(v) => XaAttribute { kind: 0, real: 0.0, integer: v.into() },
+        Attr::I64(v) => XaAttribute { kind: 1, real: 0.0, integer: v },
+        Attr::F32(v) => XaAttribute { kind: 2, real: v, integer: 0 },
+        _ => XaAttribute { kind: 3, real: 0.0, integer: 0 },
+    };
+    let attributes: Vec<XaAttribute> = attributes(plan).values().map(attribute).collect();
+    let request = XaCall {
+        struct_size: size_of::<XaCall>(),
+        op: operator(plan.target) as i32,
+        action: 0,
+        operands: operands.as_ptr(),
+        num_operands: operands.len(),
+        results: results.as_ptr(),
+        num_results: results.len(),
+        attributes: attributes.as_ptr(),
+        num_attributes: attributes.len(),
+        stream: null_mut(),
+    };
+    let mut text = [0; 4096];
+    // SAFETY: a whole request; nothing is touched where sizes alone are checked.
+    let code = unsafe { xa_call(&raw const request, text.as_mut_ptr(), text.len()) };
+    // SAFETY: terminated by `xa_call` where there is an error, and zeros otherwise.
+    let text = unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned();
+    if code == 0 { Ok(()) } else { Err(Refusal { code, text }) }
+}
+
+/// What a handler says if every buffer lies at an address that faults.
+fn claimed(set: &HandlerSet, plan: &Plan) -> Result<(), Refusal> {
+    let nowhere = Guarded::new("a buffer of a refused call", Side::EndsAtGuard, &[]);
+    let frame = set.frame(plan.target, CPU).attributes(&plan.attributes);
+    // SAFETY: the call is one that has to be refused.
+    let operand = |f: Frame<'static>, x: &Sizes| unsafe { f.claimed_operand(x.dtype.0, &x.dims, nowhere.data()) };
+    // SAFETY: as above.
+    let result = |f: Frame<'static>, x: &Sizes| unsafe { f.claimed_result(x.dtype.0, &x.dims, nowhere.data()) };
+    plan.results.iter().fold(plan.operands.iter().fold(frame, operand), result).run()
+}
+
+/// Finite numbers; integers are as hostile as they can be.
+fn contents(random: &mut Random, sizes: &Sizes) -> Array {
+    let count = sizes.elements().unwrap() as usize;
+    if sizes.dtype == I32 {
+        let values: Vec<i32> = (0..count).map(|_| random.hostile_i32()).collect();
+        return Array::i32s(&sizes.dims, &values);
+    }
+    let values: Vec<f64> = (0..count).map(|_| random.normal()).collect();
+    Array::new(sizes.dtype, &sizes.dims, &values)
+}
+
+/// The call with memory; its updates in place, if they can be.
+fn invocation(plan: &Plan, aliases: &[(usize, usize)], seed: u64) -> Invocation {
+    let mut random = Random::new(seed);
+    let call = Invocation { what: format!("{plan:?} seed {seed}"), ..Invocation::new(plan.target) };
+    let call = plan.operands.iter().fold(call, |call, x| call.operand(x.name, contents(&mut random, x)));
+    let call = plan.attributes.iter().fold(call, |call, (name, value)| call.attribute(name, value.clone()));
+    let in_place = random.below(2) == 0;
+    plan.results.iter().enumerate().fold(call, |call, (index, x)| {
+        let operand = aliases.iter().find(|(operand, result)| {
+            let given = plan.operands.get(*operand);
+            in_place && *result == index && given.is_some_and(|o| (o.dtype, &o.dims) == (x.dtype, &x.dims))
+        });
+        match operand {
+            Some((operand, _)) => call.result_in_place(x.name, *operand),
+            None => call.result(x.name, x.dtype, &x.dims),
+        }
+    })
+}
+
+/// An element that was never written: bits that no arithmetic on finite floats gives.
+fn unwritten(result: &Array) -> Option<usize> {
+    let is_float = [F16, BF16, F32, F64].contains(&result.dtype);
+    let untouched = |element: &[u8]| is_float && element.iter().all(|&b| b == POISON);
+    result.bytes.chunks_exact(result.dtype.size()).position(untouched)
+}
+
+fn run(plan: &Plan, aliases: &[(usize, usize)], seed: u64) {
+    let call = invocation(plan, aliases, seed);
+    let side = if seed.is_multiple_of(2) { Side::EndsAtGuard } else { Side::BeginsAtGuard };
+    let results =
+        call.run(side, &Inline(3)).unwrap_or_else(|e| panic!("the sizes were accepted, the call was not: {e:?}"));
+    for (outcome, result) in call.results.iter().zip(&results).filter(|(outcome, _)| outcome.name != "workspace") {
+        assert_eq!(unwritten(result), None, "{} has an element that was not written", outcome.name);
+    }
+}
+
+/// A type of which [`contents`] can make numbers.
+fn is_known(dtype: Dtype) -> bool {
+    (1..=20).contains(&dtype.0) && dtype.name() != "unknown"
+}
+
+/// Make a call through the C interface and the handlers of every set: it is refused politely and alike without a touch of
+/// memory, or runs within its memory. `aliases` are those of the case; `seed` makes its numbers.
+pub(crate) fn try_call(plan: &Plan, aliases: &[(usize, usize)], seed: u64) -> Outcome {
+    let said = checked(plan);
+    if let Err(refusal) = &said {
+        assert!([INVALID_ARGUMENT, UNIMPLEMENTED].contains(&refusal.code), "{plan:?}: {refusal:?}");
+        let target = operator(plan.target).signature().target;
+        assert!(refusal.text.starts_with(&format!("{target}: ")), "{plan:?}: {refusal:?}");
+    }
+    let mut buffers = plan.operands.iter().chain(&plan.results);
+    if buffers.clone().any(|b| b.strides().is_some()) {
+        return if said.is_ok() { Outcome::NotRun } else { Outcome::Refused };
+    }
+    if !is_decoded(plan) {
+        for set in handler_sets() {
+            let refusal = claimed(&set, plan).expect_err("a frame that cannot be decoded");
+            assert_eq!(refusal.code, INVALID_ARGUMENT, "{:?}: {plan:?}: {refusal:?}", set.version);
+        }
+        return Outcome::NotDecoded;
+    }
+    if said.is_err() {
+        for set in handler_sets() {
+            assert_eq!(claimed(&set, plan), said, "{:?}: {plan:?}", set.version);
+        }
+        return Outcome::Refused;
+    }
+    if !buffers.all(|b| is_known(b.dtype) && b.elements().is_some_and(|n| n <= MOST_ELEMENTS)) {
+        return Outcome::NotRun;
+    }
+    run(plan, aliases, seed);
+    Outcome::Ran
+}
