@@ -253,32 +253,7 @@ fn the_set_holds_every_choice() {
 mod on_their_own_gpu {
     use super::{BF16, Case, Dtypes, F16, FP8_HEAD_DIMS, HEAD_DIMS, Layout, Mask, Shape, Storage};
     use crate::support::device::{Around, Gpu};
-    use std::io;
-    use std::sync::{Arc, LazyLock, Mutex};
-
-    /// What the library logs.
-    #[derive(Clone, Default)]
-    struct Log(Arc<Mutex<Vec<u8>>>);
-
-    impl io::Write for Log {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.lock().unwrap().extend_from_slice(bytes);
-            Ok(bytes.len())
-        }
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
-
-    fn log() -> &'static Log {
-        static LOG: LazyLock<Log> = LazyLock::new(|| {
-            let log = Log::default();
-            let writer = log.clone();
-            tracing_subscriber::fmt().with_max_level(tracing::Level::DEBUG).with_writer(move || writer.clone()).init();
-            log
-        });
-        &LOG
-    }
+    use crate::support::logged::{assert_logged, log};
 
     /// What compute-sanitizer's slower tools run (tests/gpu/run.py): short, and a call of every kernel.
     #[test]
@@ -325,7 +300,7 @@ mod on_their_own_gpu {
                             .invocation()
                             .run_on_gpu(&gpu, Around::Redzones, 0)
                             .unwrap();
-                        assert_said(log, &format!("hopper_prefill_{name}_{dims}_{keys}_{score} with"));
+                        assert_logged(log, &format!("hopper_prefill_{name}_{dims}_{keys}_{score} with"));
                     }
                 }
             }
@@ -351,12 +326,7 @@ mod on_their_own_gpu {
             };
             let storage = Storage { workspace: Some(9_000_001), ..Storage::default() };
             Case::paged(&shape.batch(), &storage).invocation().run_on_gpu(&gpu, Around::Redzones, 0).unwrap();
-            assert_said(log, &format!("hopper_mixed_{name}_128 with"));
+            assert_logged(log, &format!("hopper_mixed_{name}_128 with"));
         }
-    }
-
-    fn assert_said(log: &Log, wanted: &str) {
-        let said = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
-        assert!(said.contains(wanted), "{wanted}, but: {said}");
     }
 }

@@ -29,6 +29,7 @@ pub mod gradients;
 pub mod guard;
 pub mod host;
 pub mod invocation;
+pub mod logged;
 pub mod machine;
 pub mod mock_api;
 pub mod named_shapes;
