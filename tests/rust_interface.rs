@@ -261,8 +261,11 @@ fn sizes_that_no_call_can_have_want_no_workspace() {
     }
     for absurd in [i64::MIN, -1, 0, 1 << 40, i64::MAX] {
         assert_eq!(AttentionSizes { num_kv_heads: absurd, ..right }.workspace().fixed, 0, "Hkv {absurd}");
-        let per_row = AttentionSizes { num_q_heads: absurd, ..right }.gradients_workspace().per_row;
-        assert_eq!(per_row, absurd.max(0).saturating_mul(4), "Hq {absurd}");
+        // 128 columns of a sum in f32 and two numbers for each head, rounded up; of f32 one number.
+        for (dtype, bytes) in [(DType::BF16, 521), (DType::F32, 4)] {
+            let per_row = AttentionSizes { num_q_heads: absurd, dtype, ..right }.gradients_workspace().per_row;
+            assert_eq!(per_row, absurd.max(0).saturating_mul(bytes), "Hq {absurd}");
+        }
     }
 }
 

@@ -127,7 +127,7 @@ mod tests {
     fn every_kernel_has_machine_code_for_each_gpu_that_chooses_it() {
         for capability in [80, 86, 87, 89, 90, 100, 103, 120, 121] {
             let is_chosen = |variant: &&Variant| match variant.target {
-                "90a" => capability == 90,
+                "90" | "90a" => capability == 90,
                 "89" => capability >= 89,
                 _ => capability < 89 || !variant.name.contains("_sm80_"),
             };

@@ -86,11 +86,27 @@ impl AttentionSizes {
         WorkspaceSize { fixed, per_row: 0, per_sequence: 0 }
     }
 
-    /// What the gradients of a call want: a sum for each row of `[Hq, Tq]`, and room to align them. `batch_invariant`
-    /// has no meaning here.
+    /// What the gradients of a call want: a number for each row of `[Hq, Tq]`, and room to align them. In 16 bits and up
+    /// to 128 columns the kernels for Hopper add up dQ in f32, for which they want a copy of it besides, with room for 15
+    /// rows more a sequence, another number a row, and what they know of each sequence. `batch_invariant` has no meaning
+    /// here.
     #[must_use]
     pub fn gradients_workspace(&self) -> WorkspaceSize {
-        let per_row = (size_of::<f32>() as i64).saturating_mul(self.num_q_heads.max(0));
-        WorkspaceSize { fixed: 16, per_row, per_sequence: 0 }
+        /// Columns of a panel of sums; buckets of D are one or two of them.
+        const PANEL: i64 = 64;
+        /// Rows of a group of sums, which no two sequences share.
+        const GROUP: i64 = 16;
+        let heads = self.num_q_heads.max(0);
+        let number = size_of::<f32>() as i64;
+        let panels = self.head_dim.max(self.value_dim).saturating_add(PANEL - 1) / PANEL;
+        if self.dtype.size() != 2 || !(1..=2).contains(&panels) {
+            return WorkspaceSize { fixed: 16, per_row: number.saturating_mul(heads), per_sequence: 0 };
+        }
+        let row_sums = number * PANEL * panels;
+        // Two numbers a row, one a block of 64 rows or less, and where places begin.
+        let per_row = heads.saturating_mul(row_sums + 2 * number + 1);
+        let per_sequence = heads.saturating_mul((GROUP - 1) * row_sums + number).saturating_add(64);
+        let fixed = heads.saturating_mul(GROUP * row_sums + number).saturating_add(1024);
+        WorkspaceSize { fixed, per_row, per_sequence }
     }
 }

@@ -21,6 +21,7 @@ KERNELS = HERE.parents[1] / "kernels"
 OWN = {name: name for name in ("ptx.cuh", "dtype.cuh", "fp8_convert.cuh", "device.h", "device.cc", "tensor_map.h")}
 OWN |= {f"hopper_{name}": f"hopper/{name}" for name in ("ptx.cuh", "wgmma.cuh")}
 OWN |= {"bwd_ptx_extra.cuh": "bwd/ptx_extra.cuh"}
+OWN |= {f"hopper_bwd_{name}": f"hopper_bwd/{name}" for name in ("ptx.cuh", "products.cuh")}
 FLAGS = "-std=c++17 -O2 -g1 -w -fPIC -shared -mfma -mf16c -ffp-contract=fast -fvisibility=hidden"
 
 

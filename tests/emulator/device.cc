@@ -202,6 +202,10 @@ bool wait_at(Barrier& barrier, int threads, bool mine) {
 
 bool barrier_and(bool mine) { return wait_at(block_barrier, static_cast<int>(fibers.size()), mine); }
 
+void pass_turn() {
+  if (next_fiber() != current) let_others_run();
+}
+
 void barrier(int number, int threads) { wait_at(numbered_barriers[number], threads, true); }
 
 /// What lies in shared memory where an mbarrier is: on a GPU its state, which nothing else may overwrite.

@@ -25,28 +25,36 @@ void each_row(const emulator::TensorMap& map, const int32_t (&at)[emulator::kMos
   uint32_t rows = 1;
   for (int axis = 1; axis < map.axes; ++axis) rows *= map.in_box[axis];
   for (uint32_t row = 0; row < rows; ++row) {
-    uint8_t* from = map.data + at[0] * map.element_bytes;
+    // Strides may go around the address space.
+    uint64_t from = reinterpret_cast<uint64_t>(map.data) + at[0] * map.element_bytes;
     bool is_inside = true;
     uint32_t rest = row;
     for (int axis = 1; axis < map.axes; ++axis) {
       const int64_t index = int64_t{at[axis]} + rest % map.in_box[axis];
       rest /= map.in_box[axis];
       is_inside &= index >= 0 && index <= map.lens[axis];
-      from += index * static_cast<int64_t>(map.strides[axis]);
+      from += static_cast<uint64_t>(index) * map.strides[axis];
     }
-    visit(row, is_inside ? from : nullptr);
+    visit(row, is_inside ? reinterpret_cast<uint8_t*>(from) : nullptr);
   }
+}
+
+/// Bytes of a row of a box from column `first` on that are in the tensor; chunks of 16 bytes are, or are not.
+inline int bytes_left(const emulator::TensorMap& map, int32_t first) {
+  const int64_t left = (int64_t{map.lens[0]} + 1 - first) * map.element_bytes;
+  if (first < 0 || (left < map.row_bytes && left % 16 != 0)) emulator::fail("a box that cuts chunks");
+  return static_cast<int>(std::min<int64_t>(std::max<int64_t>(left, 0), map.row_bytes));
 }
 
 inline void copy_box(uint32_t to, const TensorMap& words, uint32_t barrier, const int32_t (&at)[emulator::kMostAxes]) {
   const auto& map = reinterpret_cast<const emulator::TensorMap&>(words);
   if (to % 128 != 0) emulator::fail("a box at an address that is no multiple of 128");
-  if (at[0] < 0 || at[0] + map.in_box[0] > int64_t{map.lens[0]} + 1) emulator::fail("a box that cuts rows");
+  const int row_end = bytes_left(map, at[0]);
   uint32_t bytes = 0;
   each_row(map, at, [&](uint32_t row, const uint8_t* from) {
     for (int chunk = 0; chunk < map.row_bytes; chunk += 16) {
       uint8_t* const chunk_to = ::shared + swizzled(to + row * map.row_bytes + chunk, map.row_bytes);
-      if (from == nullptr) {
+      if (from == nullptr || chunk >= row_end) {
         std::memset(chunk_to, 0, 16);
       } else {
         std::memcpy(chunk_to, from + chunk, 16);
@@ -55,6 +63,18 @@ inline void copy_box(uint32_t to, const TensorMap& words, uint32_t barrier, cons
     bytes += map.row_bytes;
   });
   emulator::mbarrier_copied(barrier, bytes);
+}
+
+inline void store_box(uint32_t from, const TensorMap& words, const int32_t (&at)[emulator::kMostAxes]) {
+  const auto& map = reinterpret_cast<const emulator::TensorMap&>(words);
+  if (from % 128 != 0) emulator::fail("a box at an address that is no multiple of 128");
+  const int row_end = bytes_left(map, at[0]);
+  each_row(map, at, [&](uint32_t row, uint8_t* to) {
+    if (to == nullptr) return;
+    for (int chunk = 0; chunk < row_end; chunk += 16) {
+      std::memcpy(to + chunk, ::shared + swizzled(from + row * map.row_bytes + chunk, map.row_bytes), 16);
+    }
+  });
 }
 
 /// Of a code without a NaN: four bits of exponent, three of mantissa.
@@ -90,15 +110,8 @@ inline void copy_box(uint32_t to, const TensorMap& map, uint32_t barrier, int32_
                      int32_t x3, int32_t x4, uint64_t) {
   host::copy_box(to, map, barrier, {x0, x1, x2, x3, x4});
 }
-inline void store_box(uint32_t from, const TensorMap& words, int32_t x0, int32_t x1, int32_t x2, int32_t x3) {
-  const auto& map = reinterpret_cast<const emulator::TensorMap&>(words);
-  if (from % 128 != 0) emulator::fail("a box at an address that is no multiple of 128");
-  host::each_row(map, {x0, x1, x2, x3, 0}, [&](uint32_t row, uint8_t* to) {
-    if (to == nullptr) return;
-    for (int chunk = 0; chunk < map.row_bytes; chunk += 16) {
-      std::memcpy(to + chunk, ::shared + host::swizzled(from + row * map.row_bytes + chunk, map.row_bytes), 16);
-    }
-  });
+inline void store_box(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2, int32_t x3) {
+  host::store_box(from, map, {x0, x1, x2, x3, 0});
 }
 inline void stores_read() {}
 inline void stores_done() {}

@@ -6,6 +6,7 @@ they came to the reference; then the Python tests marked `gpu`.
 What is not there is skipped and said. Further arguments go to pytest.
 """
 
+import itertools
 import pathlib
 import shutil
 import subprocess
@@ -17,6 +18,13 @@ from summary import table
 
 # Random cases under compute-sanitizer, which checks each access, at a price.
 FEWER = {"PROPTEST_CASES": "8", "XLA_ATTENTION_FUZZ_CALLS": "200"}
+
+# Of a test binary, those that call each tuned kernel once, seconds long. docs/tests.md says why racecheck is not among
+# their tools.
+EACH_KERNEL = {
+    "tuned_prefill": ("tuned_kernels_are_chosen", "the_mixed_kernel_is_chosen", "many_decoded_sequences"),
+    "tuned_backward": ("tuned_backward_kernels_are_chosen",),
+}
 
 
 def main() -> int:
@@ -44,10 +52,8 @@ def main() -> int:
         if sanitizer:
             memcheck = (sanitizer, "--tool", "memcheck", "--error-exitcode", "7", str(binary), "--quiet")
             part(f"memcheck {name}", *memcheck, XLA_ATTENTION_TEST_DEVICE="cuda", **FEWER)
-        if sanitizer and name == "tuned_prefill":
-            # One call of each kernel, seconds long. docs/tests.md says why racecheck is not among the tools.
-            tests = ("tuned_kernels_are_chosen", "the_mixed_kernel_is_chosen", "many_decoded_sequences")
-            for tool, test in ((tool, test) for test in tests for tool in ("synccheck", "initcheck")):
+        if sanitizer:
+            for test, tool in itertools.product(EACH_KERNEL.get(name, ()), ("synccheck", "initcheck")):
                 check = (sanitizer, "--tool", tool, "--error-exitcode", "7", str(binary), "--quiet", test)
                 part(f"{tool} {test}", *check, XLA_ATTENTION_TEST_DEVICE="cuda")
     print(table(measured), flush=True)

@@ -1,75 +1,22 @@
-//! Gradients of attention on CUDA: up to three kernels, each of which writes every element of its results once.
+//! The kernels for every GPU, type, head dimension and score: one for dQ, one for dK and dV.
 //!
 //! `attention_bwd_dq` comes first, because it leaves for the others what it knows of each query row, where the workspace
-//! has room for that. `docs/kernels.md` explains the design.
+//! has room for that.
 
-use super::attention::params::{Params as Forward, check_rows};
-use super::attention::tiles::modifies_scores;
-use super::device::Device;
-use super::launch::{Shape, launch as launch_kernel};
-use super::{module, variants};
+use super::Launch;
+use crate::cuda::attention::tiles::modifies_scores;
+use crate::cuda::device::Device;
+use crate::cuda::launch::Shape;
+use crate::cuda::variants;
 use crate::error::{Error, Result};
-use crate::log;
 use crate::ops::attention::Attention;
 use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
-use crate::stream::Stream;
 use crate::tensor::Tensor;
-use std::mem::offset_of;
-use std::ptr::{null, null_mut};
+use std::ptr::null_mut;
 use std::sync::LazyLock;
 
-const SINKS_KERNEL: &str = "attention_bwd_sinks";
-
-/// Threads of a CTA of [`SINKS_KERNEL`].
-const SINKS_THREADS: u32 = 512;
-
-/// `BackwardParams` of `kernels/include/bwd/params.cuh`, which says what each is.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Params {
-    forward: Forward,
-    dout: *const u8,
-    dout_token_stride: i64,
-    dout_head_stride: i64,
-    dlse: *const f32,
-    dq: *mut u8,
-    dk: *mut u8,
-    dv: *mut u8,
-    dsinks: *mut f32,
-    delta: *mut f32,
-    softmax_scale: f32,
-    reserved: i32,
-}
-
-// The header asserts the same numbers.
-const _: () = assert!(offset_of!(Params, dout) == 480 && offset_of!(Params, dlse) == 504);
-const _: () = assert!(offset_of!(Params, softmax_scale) == 552 && size_of::<Params>() == 560);
-
-impl Params {
-    fn new(problem: &FlashAttnVarlenBwd, device: &Device) -> Result<Self> {
-        let forward = Forward::new(&problem.forward, device)?;
-        for (name, tensor) in [("dout", &problem.dout), ("dq", &problem.dq), ("dk", &problem.dk), ("dv", &problem.dv)] {
-            check_rows(name, tensor)?;
-        }
-        Ok(Self {
-            forward,
-            dout: problem.dout.data,
-            dout_token_stride: problem.dout.stride(0),
-            dout_head_stride: problem.dout.stride(1),
-            dlse: problem.dlse.unwrap_or(null()),
-            dq: problem.dq.data,
-            dk: problem.dk.data,
-            dv: problem.dv.data,
-            dsinks: problem.dsinks.unwrap_or(null_mut()),
-            delta: delta(problem),
-            softmax_scale: problem.forward.score.softmax_scale,
-            reserved: 0,
-        })
-    }
-}
-
 /// Where the workspace holds a number for each query row of each head; null where it is too small.
-fn delta(problem: &FlashAttnVarlenBwd) -> *mut f32 {
+pub(super) fn delta(problem: &FlashAttnVarlenBwd) -> *mut f32 {
     let Some(workspace) = &problem.workspace else { return null_mut() };
     let lost = workspace.data.align_offset(align_of::<f32>());
     let wanted = size_of::<f32>() * problem.forward.num_q_heads * problem.forward.num_rows;
@@ -100,7 +47,7 @@ struct Tile {
 }
 
 static TILES: LazyLock<Vec<Tile>> =
-    LazyLock::new(|| include_str!("../../kernels/include/bwd/shape.cuh").lines().filter_map(tile).collect());
+    LazyLock::new(|| include_str!("../../../kernels/include/bwd/shape.cuh").lines().filter_map(tile).collect());
 
 /// A line of the table: `ROW(gradient, shape, bytes, D, row warps, column warps, 16-row tiles a warp, chunk, block, stages,
 /// CTAs, shared bytes)`.
@@ -144,14 +91,6 @@ fn variant(forward: &Attention, device: &Device, kernel: &str, gradient: &str) -
         })
 }
 
-/// One kernel launch.
-#[derive(Clone, Copy, Debug)]
-struct Launch {
-    kernel: &'static str,
-    variant: usize,
-    shape: Shape,
-}
-
 impl Launch {
     /// The launch that makes a gradient of which each KV head has `rows` rows; `None` where there is none.
     fn new(problem: &FlashAttnVarlenBwd, device: &Device, gradient: &'static str, rows: usize) -> Result<Option<Self>> {
@@ -165,54 +104,16 @@ impl Launch {
         let shape = Shape { grid: [ctas as u32, 1, 1], threads: tile.threads, shared_memory: tile.shared_memory };
         Ok((ctas > 0).then_some(Self { kernel, variant, shape }))
     }
-
-    /// The launch that makes the sinks' gradients, if they are wanted.
-    fn sinks(problem: &FlashAttnVarlenBwd) -> Result<Option<Self>> {
-        if problem.dsinks.is_none() {
-            return Ok(None);
-        }
-        let variant = variants::find(SINKS_KERNEL, &[variants::dtype_value(problem.forward.q.dtype)])?;
-        let grid = [problem.forward.num_q_heads as u32, 1, 1];
-        Ok(Some(Self {
-            kernel: SINKS_KERNEL,
-            variant,
-            shape: Shape { grid, threads: SINKS_THREADS, shared_memory: 0 },
-        }))
-    }
 }
 
 /// The launches of a call, in order.
-fn launches(problem: &FlashAttnVarlenBwd, device: &Device) -> Result<[Option<Launch>; 3]> {
+pub(super) fn launches(problem: &FlashAttnVarlenBwd, device: &Device) -> Result<Vec<Launch>> {
     let forward = &problem.forward;
     let packed_rows = forward.num_rows * (forward.num_q_heads / forward.num_kv_heads);
-    Ok([
-        Launch::new(problem, device, "dq", packed_rows)?,
-        Launch::new(problem, device, "dkdv", problem.num_keys)?,
-        Launch::sinks(problem)?,
-    ])
-}
-
-/// Load the kernels that [`launch`] takes.
-pub(crate) fn prepare(problem: &FlashAttnVarlenBwd) -> Result {
-    let device = Device::current()?;
-    Params::new(problem, &device)?;
-    for launch in launches(problem, &device)?.iter().flatten() {
-        module::function(launch.variant)?;
-    }
-    Ok(())
-}
-
-/// # Safety
-/// The problem's views are device memory of the current context that outlives the kernels' run, the results writable.
-pub(crate) unsafe fn launch(problem: &FlashAttnVarlenBwd, stream: Stream) -> Result {
-    let device = Device::current()?;
-    let params = Params::new(problem, &device)?;
-    for Launch { kernel, variant, shape } in launches(problem, &device)?.into_iter().flatten() {
-        log::call(kernel, (variant, shape), || format!("{} with {shape:?}", variants::VARIANTS[variant].name));
-        // SAFETY: `Params` is the kernel's parameter; the caller vouches for the memory.
-        unsafe { launch_kernel(module::function(variant)?, shape, stream, &params) }?;
-    }
-    Ok(())
+    let gradients = [("dq", packed_rows), ("dkdv", problem.num_keys)];
+    let launches: Result<Vec<_>> =
+        gradients.iter().map(|(gradient, rows)| Launch::new(problem, device, gradient, *rows)).collect();
+    Ok(launches?.into_iter().flatten().collect())
 }
 
 #[cfg(test)]

@@ -1,0 +1,49 @@
+// The gradients of attention on Hopper, on wgmma and TMA (sm_90a): dK and dV, and the sums of dQ that
+// hopper_bwd_finish.cu makes dQ of. hopper_bwd_prepare.cu comes first. docs/kernels.md explains the design.
+//
+// A CTA stays on its SM and works on one block of keys after another (include/hopper_bwd/schedule.cuh). Of its first
+// warpgroup two warps fetch (load.cuh) and two add dQ to its sums (sums.cuh); two warpgroups compute (compute.cuh).
+// Shared memory is the pipeline between them (pipeline.cuh).
+//
+// Compiled once for each combination of
+//   XA_DTYPE     f16, bf16
+//   XA_HEAD_DIM  the bucket: D and Dv up to it run, padded with zeros in shared memory
+// Launch: any number of CTAs of kThreads threads and kSharedBytes of dynamic shared memory, one an SM.
+
+#include "element.cuh"
+#include "hopper_bwd/compute.cuh"
+#include "hopper_bwd/load.cuh"
+#include "hopper_bwd/params.cuh"
+#include "hopper_bwd/pipeline.cuh"
+#include "hopper_bwd/shape.cuh"
+#include "hopper_bwd/sums.cuh"
+
+namespace {
+using T = xa::XA_PASTE(dtype_, XA_DTYPE);
+using Shape = xa::hopper::BackwardShape<XA_HEAD_DIM>;
+// src/cuda/flash_attn_varlen_bwd/hopper.rs asks for as much.
+static_assert(Shape::kSharedBytes == (Shape::kHeadDim == 128 ? 214656 : 215936));
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
+    XA_ENTRY(const __grid_constant__ xa::hopper::HopperBackwardParams params) {
+  using namespace xa::hopper;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const BackwardPipeline<Shape> pipeline(shared);
+  if (threadIdx.x == 0) pipeline.init();
+  __syncthreads();
+  const int32_t warp = uniform(threadIdx.x / 32);
+  if (warp < 4) {
+    ptx::give_up_registers<24>();
+    if (warp == 0) {
+      load_tiles<Shape, BackwardLoad::keys>(params, pipeline);
+    } else if (warp == 1) {
+      load_tiles<Shape, BackwardLoad::values>(params, pipeline);
+    } else if (threadIdx.x % 32 == 0) {
+      add_sums<Shape>(params, pipeline, warp - 2);
+    }
+  } else {
+    ptx::take_registers<240>();
+    compute_tiles<Shape, T>(params, pipeline, warp / 4 - 1);
+  }
+}

@@ -1,0 +1,83 @@
+// What hopper_bwd.cu needs before it starts: the plan of its tiles, delta and the lse to base 2 of each query row, and
+// counters that are 0.
+//
+// Compiled once for each combination of
+//   XA_DTYPE     f16, bf16
+//   XA_HEAD_DIM  the bucket of D and Dv
+// Launch: kThreads threads, 1 + ceil(Tq / kRows) * Hq CTAs.
+
+#include <cmath>
+#include <cstdint>
+
+#include "chunk.cuh"
+#include "element.cuh"
+#include "hopper_bwd/params.cuh"
+#include "hopper_bwd/plan.cuh"
+#include "hopper_bwd/shape.cuh"
+
+namespace xa::hopper {
+
+constexpr int kThreads = 256, kRows = 64;
+
+/// The numbers of a block of rows of one head, whoever's they are.
+template <typename T, typename Shape>
+__device__ __forceinline__ void describe_rows(const HopperBackwardParams& params, int32_t index) {
+  constexpr float kLog2E = 1.44269504088896341f;
+  // A row is as many lanes, of which each has one chunk.
+  constexpr int kLanes = Shape::kHeadDim / 8, kAtOnce = kThreads / kLanes, kRounds = kRows / kAtOnce;
+  const AttentionParams& forward = params.base.forward;
+  const int32_t num_heads = forward.num_kv_heads * forward.group, block = index / num_heads;
+  const int32_t head = index - block * num_heads, lane = threadIdx.x % kLanes;
+  const int32_t first_row = block * kRows + static_cast<int32_t>(threadIdx.x) / kLanes;
+  Chunk<T, 8> out[kRounds], dout[kRounds];
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int64_t token = min(first_row + round * kAtOnce, forward.num_tokens - 1);
+    const int32_t column = 8 * lane < forward.value_dim ? 8 * lane : 0;
+    out[round] = load_chunk<T, 8>(static_cast<const T*>(forward.out) + token * forward.out_token_stride +
+                                  head * forward.out_head_stride + column);
+    dout[round] = load_chunk<T, 8>(static_cast<const T*>(params.base.dout) + token * params.base.dout_token_stride +
+                                   head * params.base.dout_head_stride + column);
+  }
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int32_t row = first_row + round * kAtOnce;
+    float delta = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      delta = __fmaf_rn(Element<T>::to_f32(out[round].elements[i]), Element<T>::to_f32(dout[round].elements[i]), delta);
+    }
+    if (8 * lane >= forward.value_dim) delta = 0.0f;
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) delta += __shfl_xor_sync(~0u, delta, distance);
+    if (lane != 0 || row >= forward.num_tokens) continue;
+    const int64_t at = static_cast<int64_t>(head) * forward.num_tokens + row;
+    if (params.base.dlse != nullptr) delta -= __ldg(params.base.dlse + at);
+    const float lse = __ldg(forward.lse + at);
+    params.base.delta[at] = delta;
+    // Of a row that has seen nothing, so that it weighs nothing.
+    params.lse_log2[at] = lse == -INFINITY ? INFINITY : lse * kLog2E;
+  }
+}
+
+}  // namespace xa::hopper
+
+namespace {
+using T = xa::XA_PASTE(dtype_, XA_DTYPE);
+using Shape = xa::hopper::BackwardShape<XA_HEAD_DIM>;
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(xa::hopper::kThreads)
+    XA_ENTRY(const __grid_constant__ xa::hopper::HopperBackwardParams params) {
+  using namespace xa::hopper;
+  __shared__ PlanScratch<kThreads> scratch;
+  if (blockIdx.x == 0) {
+    plan_sequences<Shape, kThreads>(params, scratch);
+    return;
+  }
+  const xa::AttentionParams& forward = params.base.forward;
+  const int64_t counters = static_cast<int64_t>(forward.num_kv_heads) * forward.group * params.num_turns;
+  const int64_t first = static_cast<int64_t>(blockIdx.x - 1) * kThreads + threadIdx.x;
+  for (int64_t i = first; i < counters; i += static_cast<int64_t>(gridDim.x - 1) * kThreads) params.turns[i] = 0;
+  describe_rows<T, Shape>(params, static_cast<int32_t>(blockIdx.x) - 1);
+}

@@ -1,0 +1,343 @@
+// The warpgroups of a backward CTA that compute. Each has 64 keys of the block and keeps their dK and dV in registers
+// while queries stream past. Scores and their gradients are transposed, [keys, queries], so that as they leave the
+// tensor cores they are operands of dV and dK; only dS goes through shared memory, for dQ, of which each warpgroup
+// makes half out of the dS of both.
+//
+// Products of a step, in order: dP beside P; dV; dQ; dK; then S of the next step, while dK is still under way.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "element.cuh"
+#include "hopper/panel.cuh"
+#include "hopper_bwd/params.cuh"
+#include "hopper_bwd/pipeline.cuh"
+#include "hopper_bwd/products.cuh"
+#include "hopper_bwd/shape.cuh"
+
+namespace xa::hopper {
+
+/// Blocks of queries [begin, end) of a tile in which a warpgroup's keys need no mask, or whose queries see some of
+/// them.
+struct BlockRange {
+  int32_t begin;
+  int32_t end;
+
+  __device__ __forceinline__ bool holds(int32_t block) const { return block >= begin && block < end; }
+};
+
+__device__ __forceinline__ int32_t floor_div(int32_t x, int32_t y) { return x >= 0 ? x / y : -((-x + y - 1) / y); }
+
+/// Hides scores [64 keys, kQueries] of what does not see each other. Few blocks need it, so what it takes is derived
+/// again each time.
+template <typename Shape>
+__device__ __forceinline__ void hide_unseen(float (&scores)[Shape::kQueries / 8][4], const AttentionParams& forward,
+                                            const BackwardTile& tile, int32_t block) {
+  const int32_t thread = xa::ptx::opaque(threadIdx.x) - 128, lane = thread % 32;
+  const int32_t key = tile.key_block * Shape::kKeys + thread / 32 * 16 + lane / 4;
+  const int32_t first_query = block * Shape::kQueries + 2 * (lane % 4);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int32_t mine = key + 8 * half, position = mine - tile.shift - first_query;
+    // Queries that see the key, counted from this lane's first one. Keys past the last one are zeros, whose weights may
+    // be anything.
+    int32_t begin = forward.window_right < 0 ? INT32_MIN : position - forward.window_right;
+    const int32_t end = forward.window_left < 0 ? INT32_MAX : position + forward.window_left + 1;
+    if (mine >= tile.num_keys) begin = INT32_MAX;
+#pragma unroll
+    for (int column = 0; column < Shape::kQueries / 8; ++column) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int32_t query = 8 * column + i;
+        if (query < begin || query >= end) scores[column][2 * half + i] = -INFINITY;
+      }
+    }
+  }
+}
+
+/// Computes all tiles of the CTA. The work of a warpgroup, number `warpgroup` of two.
+template <typename Shape, typename T>
+__device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params,
+                                              const BackwardPipeline<Shape>& pipeline, int32_t warpgroup) {
+  using Panel = typename Shape::Panel;
+  constexpr int kQueries = Shape::kQueries, kHeadDim = Shape::kHeadDim;
+  constexpr int kQueryTiles = kQueries / 8, kColumnTiles = kHeadDim / 8;
+  constexpr int kStepsOfPanel = Panel::kColumns / 16;
+  // Where queries are 128 a step there are not the registers for scores of two steps.
+  constexpr bool kScoresAhead = kQueries == 64;
+  // A step down 16 rows of a panel, a step along 16 of its columns, in descriptors.
+  constexpr uint64_t kDown = 2 * Panel::kGroupBytes >> 4, kAlong = 2;
+  const AttentionParams& forward = params.base.forward;
+  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  const bool leads = threadIdx.x % 128 == 0;
+  const auto release = [&](const Barrier& barrier) {
+    if (lane == 0) barrier.arrive();
+  };
+  const auto descriptor = [](uint32_t address, uint32_t panel_bytes) {
+    return tile_descriptor<Panel>(address, panel_bytes, Panel::kGroupBytes);
+  };
+  const uint32_t own_rows = warpgroup * 8 * Panel::kGroupBytes;
+  const uint64_t own_keys = descriptor(pipeline.keys() + own_rows, 0);
+  const uint64_t own_values = descriptor(pipeline.values() + own_rows, 0);
+  const uint64_t queries = descriptor(pipeline.queries(0), Shape::kQueryPanelBytes);
+  const uint64_t douts = descriptor(pipeline.douts(0), Shape::kQueryPanelBytes);
+  // Of dQ: at D 128 all 64 queries and this warpgroup's panel of columns, at D 64 this warpgroup's 64 queries.
+  const uint64_t all_keys =
+      descriptor(pipeline.keys() + (Shape::kPanels == 2 ? warpgroup * Shape::kKeyPanelBytes : 0), 0);
+  const uint64_t all_scores =
+      descriptor(pipeline.scores(0) + (Shape::kPanels == 2 ? 0 : warpgroup * Shape::kKeyPanelBytes), 0);
+  // Where this lane gives stmatrix a row of its warp's 16.
+  const int32_t matrix_row = 16 * warp + lane % 16;
+  const uint32_t matrix_offset = Panel::offset(matrix_row, lane / 16);
+  const uint32_t own_scores = pipeline.scores(0) + own_rows + matrix_offset;
+  const uint32_t own_sums = pipeline.sums(warpgroup) + warp * kSumChunkBytes + lane * 16;
+
+  float dk[kColumnTiles][4], dv[kColumnTiles][4], scores[kQueryTiles][4];
+  RingPosition<Shape::kQueryStages> at;
+  int32_t step = 0;
+
+  const auto start_scores = [&](int32_t stage) {
+    const uint64_t block = queries + static_cast<uint32_t>(stage * (Shape::kQueryBytes >> 4));
+    ptx::products_fence();
+#pragma unroll
+    for (int k = 0; k < kHeadDim / 16; ++k) {
+      const uint64_t a = own_keys + (k / kStepsOfPanel * (Shape::kKeyPanelBytes >> 4) + k % kStepsOfPanel * kAlong);
+      const uint64_t b = block + (k / kStepsOfPanel * (Shape::kQueryPanelBytes >> 4) + k % kStepsOfPanel * kAlong);
+      if (k == 0) {
+        BackwardProduct<T, kQueries>::template along<false>(scores, a, b);
+      } else {
+        BackwardProduct<T, kQueries>::template along<true>(scores, a, b);
+      }
+    }
+    ptx::products_commit();
+  };
+
+#pragma unroll 1
+  for (int32_t count = 0;; ++count) {
+    const Turn<2> turn(count);
+    pipeline.tile_full(turn).wait();
+    const BackwardTile& tile = pipeline.tile(turn);
+    const int32_t key_block = uniform(tile.key_block);
+    if (key_block < 0) break;
+    const int32_t first_block = uniform(tile.first_block), num_blocks = uniform(tile.num_blocks);
+    const bool ascends = uniform(tile.ascends) != 0;
+    BlockRange plain = {INT32_MIN, INT32_MAX}, seen = plain;
+    {
+      const int32_t first_key = key_block * Shape::kKeys + 64 * warpgroup, shift = uniform(tile.shift);
+      if (forward.window_right >= 0) {
+        plain.begin = -floor_div(-(first_key + 63 - shift - forward.window_right), kQueries);
+        seen.begin = floor_div(first_key - shift - forward.window_right, kQueries);
+      }
+      if (forward.window_left >= 0) {
+        plain.end = floor_div(first_key - shift + forward.window_left + 1, kQueries);
+        seen.end = floor_div(first_key + 63 - shift + forward.window_left, kQueries) + 1;
+      }
+      if (first_key + 64 > uniform(tile.num_keys)) plain.end = INT32_MIN;
+      if (first_key >= uniform(tile.num_keys)) seen.end = INT32_MIN;
+    }
+    int32_t left = forward.group * num_blocks, block = ascends ? first_block : first_block + num_blocks - 1;
+#pragma unroll
+    for (int column = 0; column < kColumnTiles; ++column) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dk[column][i] = dv[column][i] = 0.0f;
+    }
+    pipeline.keys_full(count).wait();
+    if constexpr (kScoresAhead) {
+      pipeline.query_full(at).wait();
+      start_scores(at.slot);
+      // Under way into the loop, products would be done one after the other.
+      ptx::products_wait<0>();
+    }
+    // The gradients of the tile before have left the places of dS and of dQ.
+    if (leads) ptx::stores_read();
+    ptx::sync(1, 256);
+    pipeline.values_full(count).wait();
+    int32_t held = -1;  // the stage of Q that dK is still being made from
+    // Whether it was the tile's last one. Where the keys are `hidden` from all queries, dS is 0, and of the products
+    // only the half of dQ is left.
+    const auto take_step = [&](auto hidden) {
+      constexpr bool kHidden = decltype(hidden)::value;
+      const Turn<2> now(step);
+      float dp[kQueryTiles][4];
+      uint32_t p[kQueries / 16][4], ds[kQueries / 16][4];
+      if constexpr (kScoresAhead) {
+        ptx::products_wait<0>();  // dK of the step before, S
+        if (held >= 0) release(pipeline.query_empty({held, 0}));
+      } else {
+        pipeline.query_full(at).wait();
+        start_scores(at.slot);
+      }
+      pipeline.dout_full(now).wait();
+      if constexpr (!kHidden) {
+        ptx::products_fence();
+        const uint64_t from = douts + now.slot * (Shape::kQueryBytes >> 4);
+#pragma unroll
+        for (int k = 0; k < kHeadDim / 16; ++k) {
+          const uint64_t a =
+              own_values + (k / kStepsOfPanel * (Shape::kKeyPanelBytes >> 4) + k % kStepsOfPanel * kAlong);
+          const uint64_t b = from + (k / kStepsOfPanel * (Shape::kQueryPanelBytes >> 4) + k % kStepsOfPanel * kAlong);
+          if (k == 0) {
+            BackwardProduct<T, kQueries>::template along<false>(dp, a, b);
+          } else {
+            BackwardProduct<T, kQueries>::template along<true>(dp, a, b);
+          }
+        }
+        ptx::products_commit();
+        if constexpr (!kScoresAhead) ptx::products_wait<1>();
+        if (!plain.holds(block)) hide_unseen<Shape>(scores, forward, tile, block);
+        const uint32_t lses = pipeline.lses(at.slot) + lane % 4 * 8;
+        const float scale = forward.softmax_scale_log2;
+#pragma unroll
+        for (int column = 0; column < kQueryTiles; ++column) {
+          const float2 lse = ptx::load_shared_f32x2(lses + 32 * column);
+          float (&s)[4] = scores[column];
+          s[0] = xa::ptx::exp2_approx(__fmaf_rn(s[0], scale, -lse.x));
+          s[1] = xa::ptx::exp2_approx(__fmaf_rn(s[1], scale, -lse.y));
+          s[2] = xa::ptx::exp2_approx(__fmaf_rn(s[2], scale, -lse.x));
+          s[3] = xa::ptx::exp2_approx(__fmaf_rn(s[3], scale, -lse.y));
+          p[column / 2][column % 2 * 2] = Element<T>::pack(s[0], s[1]);
+          p[column / 2][column % 2 * 2 + 1] = Element<T>::pack(s[2], s[3]);
+        }
+      }
+      if constexpr (!kHidden) {
+        ptx::products_fence();
+        const uint64_t from = douts + now.slot * (Shape::kQueryBytes >> 4);
+#pragma unroll
+        for (int k = 0; k < kQueries / 16; ++k) BackwardProduct<T, kHeadDim>::weigh(dv, p[k], from + k * kDown);
+        ptx::products_commit();
+        ptx::products_wait<1>();  // dP
+      }
+      if (left == 1) release(pipeline.values_empty(count));
+      if constexpr (!kHidden) {
+        const uint32_t deltas = pipeline.deltas(now.slot) + lane % 4 * 8;
+#pragma unroll
+        for (int column = 0; column < kQueryTiles; ++column) {
+          const float2 delta = ptx::load_shared_f32x2(deltas + 32 * column);
+          float (&d)[4] = dp[column];
+          const float (&s)[4] = scores[column];
+          d[0] = (d[0] - delta.x) * s[0];
+          d[1] = (d[1] - delta.y) * s[1];
+          d[2] = (d[2] - delta.x) * s[2];
+          d[3] = (d[3] - delta.y) * s[3];
+          ds[column / 2][column % 2 * 2] = Element<T>::pack(d[0], d[1]);
+          ds[column / 2][column % 2 * 2 + 1] = Element<T>::pack(d[2], d[3]);
+        }
+      } else {
+#pragma unroll
+        for (auto& matrices : ds) {
+#pragma unroll
+          for (uint32_t& pair : matrices) pair = 0;
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kQueries / 16; ++k) {
+        const uint32_t panel = now.slot * Shape::kScoreBytes + k / kStepsOfPanel * Shape::kKeyPanelBytes;
+        // A chunk's place is its number within the row, by XOR.
+        ptx::stmatrix_x4((own_scores + panel) ^ (k % kStepsOfPanel * 2 << 4), ds[k]);
+      }
+      ptx::fence_stores_for_async();
+      __syncwarp();
+      release(pipeline.scores_full(now));
+
+      float dq[8][4];
+      pipeline.scores_full(now).wait();
+      ptx::products_fence();
+      {
+        const uint64_t from = all_scores + now.slot * (Shape::kScoreBytes >> 4);
+#pragma unroll
+        for (int k = 0; k < Shape::kKeys / 16; ++k) {
+          if (k == 0) {
+            BackwardProduct<T, 64>::template across<false>(dq, from, all_keys);
+          } else {
+            BackwardProduct<T, 64>::template across<true>(dq, from + k * kDown, all_keys + k * kDown);
+          }
+        }
+      }
+      ptx::products_commit();
+      if constexpr (!kHidden) {
+        const uint64_t from = queries + static_cast<uint32_t>(at.slot * (Shape::kQueryBytes >> 4));
+#pragma unroll
+        for (int k = 0; k < kQueries / 16; ++k) BackwardProduct<T, kHeadDim>::weigh(dk, ds[k], from + k * kDown);
+        ptx::products_commit();
+        ptx::products_wait<1>();  // dV, dQ
+      } else {
+        ptx::products_wait<0>();
+      }
+      release(pipeline.dout_empty(now));
+      if (left == 1) release(pipeline.keys_empty(count));
+      pipeline.sums_empty(step, warpgroup).wait_for_reuse();
+#pragma unroll
+      for (int column = 0; column < 8; ++column) {
+        xa::ptx::store_shared_16(own_sums + column * 512,
+                                 make_uint4(__float_as_uint(dq[column][0]), __float_as_uint(dq[column][1]),
+                                            __float_as_uint(dq[column][2]), __float_as_uint(dq[column][3])));
+      }
+      ptx::fence_stores_for_async();
+      __syncwarp();
+      release(pipeline.sums_full(now, warpgroup));
+      ++step;
+      held = at.slot;
+      at.advance();
+    };
+#pragma unroll 1
+    while (true) {
+      if (!kScoresAhead || seen.holds(block)) {
+        take_step(std::false_type{});
+      } else {
+        take_step(std::true_type{});
+      }
+      if (--left == 0) break;
+      block += ascends ? 1 : -1;
+      if (block < first_block) block = first_block + num_blocks - 1;
+      if (block >= first_block + num_blocks) block = first_block;
+      if constexpr (kScoresAhead) {
+        pipeline.query_full(at).wait();
+        start_scores(at.slot);
+      } else {
+        ptx::products_wait<0>();
+        release(pipeline.query_empty({held, 0}));
+      }
+    }
+    ptx::products_wait<0>();
+    release(pipeline.query_empty({held, 0}));
+    // dK and dV leave through the places of dS and dQ.
+    ptx::sync(1, 256);
+    pipeline.sums_empty(step, warpgroup).wait_for_reuse();
+    const uint32_t keys_to = pipeline.scores(0) + warpgroup * (kHeadDim * 128), values_to = pipeline.sums(warpgroup);
+    const float scale = params.base.softmax_scale;
+#pragma unroll
+    for (int column = 0; column < kColumnTiles; column += 2) {
+      uint32_t of_key[4], of_value[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&k)[4] = dk[column + i / 2];
+        const float (&v)[4] = dv[column + i / 2];
+        of_key[i] = Element<T>::pack(k[i % 2 * 2] * scale, k[i % 2 * 2 + 1] * scale);
+        of_value[i] = Element<T>::pack(v[i % 2 * 2], v[i % 2 * 2 + 1]);
+      }
+      const uint32_t panel = column / 8 * (64 * Panel::kRowBytes);
+      ptx::stmatrix_x4((keys_to + matrix_offset + panel) ^ (column % 8 << 4), of_key);
+      ptx::stmatrix_x4((values_to + matrix_offset + panel) ^ (column % 8 << 4), of_value);
+    }
+    ptx::fence_stores_for_async();
+    ptx::sync(2 + warpgroup, 128);
+    if (leads) {
+      const RaggedRows rows(tile.first_key, tile.num_keys);
+      const int32_t row = rows.base + key_block * Shape::kKeys + 64 * warpgroup;
+#pragma unroll
+      for (int panel = 0; panel < Shape::kPanels; ++panel) {
+        const uint32_t from = panel * (64 * Panel::kRowBytes);
+        ptx::store_box(keys_to + from, params.dk, panel * 64, tile.kv_head, row, rows.end, RaggedRows::kEnd);
+        ptx::store_box(values_to + from, params.dv, panel * 64, tile.kv_head, row, rows.end, RaggedRows::kEnd);
+      }
+      ptx::bulk_commit();
+    }
+    __syncwarp();
+    release(pipeline.tile_empty(turn));
+  }
+  if (leads) ptx::stores_done();
+}
+
+}  // namespace xa::hopper

@@ -1,0 +1,124 @@
+// The warps of a backward CTA that fetch: one draws tiles and fetches K, and Q with the lse of its rows, one fetches V,
+// and dO with delta. Together they would need more registers than a thread of theirs has.
+#pragma once
+
+#include <cstdint>
+
+#include "hopper_bwd/params.cuh"
+#include "hopper_bwd/pipeline.cuh"
+#include "hopper_bwd/schedule.cuh"
+#include "hopper_bwd/shape.cuh"
+
+namespace xa::hopper {
+
+/// Starts to copy a block of `kRows` rows of one head, in panels; zeros in the place of rows past the sequence's last.
+template <typename Shape, int kRows>
+__device__ __forceinline__ void load_rows(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t head,
+                                          const RaggedRows& rows, int32_t first) {
+  using Panel = typename Shape::Panel;
+#pragma unroll
+  for (int panel = 0; panel < Shape::kPanels; ++panel) {
+    ptx::copy_box(to + panel * kRows * Panel::kRowBytes, map, barrier, panel * Panel::kColumns, head, rows.base + first,
+                  rows.end, RaggedRows::kEnd);
+  }
+}
+
+/// Starts to copy the numbers of a block of queries, each lane some; zeros likewise: a row of zeros then has weights of
+/// 1 and gradients of 0, which add nothing.
+template <typename Shape>
+__device__ __forceinline__ void load_row_stats(uint32_t to, const float* from, uint32_t barrier, int32_t count) {
+#pragma unroll
+  for (int first = 0; first < Shape::kQueries; first += 32) {
+    const int32_t row = first + static_cast<int32_t>(threadIdx.x % 32);
+    ptx::cp_async_4_or_zero(to + 4 * row, row < count ? from + row : from, row < count);
+  }
+  ptx::cp_async_arrive(barrier);
+}
+
+/// What one of the two warps does once a tile and for each block of queries: K and Q, or V and dO.
+enum class BackwardLoad { keys, values };
+
+template <typename Shape, BackwardLoad kLoad>
+__device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
+                                           const BackwardPipeline<Shape>& pipeline) {
+  constexpr bool kOfKeys = kLoad == BackwardLoad::keys;
+  const AttentionParams& forward = params.base.forward;
+  const bool leads = threadIdx.x % 32 == 0;
+  RingPosition<kOfKeys ? Shape::kQueryStages : Shape::kDoutStages> at;
+#pragma unroll 1
+  for (int32_t count = 0;; ++count) {
+    const Turn<2> turn(count);
+    BackwardTile& tile = pipeline.tile(turn);
+    if constexpr (kOfKeys) {
+      unsigned long long ticket = 0;
+      if (leads) ticket = atomicAdd(&params.plan->next_tile, 1ull);
+      const int32_t number = uniform(static_cast<int32_t>(min(ticket, 0x7fffffffull)));
+      pipeline.tile_empty(turn).wait_for_reuse();
+      find_tile<Shape>(params, number, tile);
+      __syncwarp();
+      if (leads) pipeline.tile_full(turn).arrive();
+    } else {
+      pipeline.tile_full(turn).wait();
+    }
+    const int32_t key_block = uniform(tile.key_block);
+    if (key_block < 0) break;
+    const int32_t num_queries = tile.num_queries, first_query = tile.first_query;
+    int32_t block = tile.first_block, step = 1;
+    const int32_t num_blocks = tile.num_blocks;
+    int32_t head = tile.kv_head * forward.group;
+    {
+      const Barrier full = kOfKeys ? pipeline.keys_full(count) : pipeline.values_full(count);
+      const Barrier empty = kOfKeys ? pipeline.keys_empty(count) : pipeline.values_empty(count);
+      empty.wait_for_reuse();
+      if (leads) {
+        full.expect(Shape::kKeyBytes);
+        load_rows<Shape, Shape::kKeys>(kOfKeys ? pipeline.keys() : pipeline.values(), kOfKeys ? params.k : params.v,
+                                       full.address, tile.kv_head, RaggedRows(tile.first_key, tile.num_keys),
+                                       key_block * Shape::kKeys);
+      }
+    }
+    if (tile.ascends == 0) {
+      block += num_blocks - 1;
+      step = -1;
+    }
+    if constexpr (!kOfKeys) {
+      __syncwarp();
+      if (leads) pipeline.tile_empty(turn).arrive();
+    }
+    const int32_t first_row = block * Shape::kQueries;
+    const RaggedRows rows(first_query, num_queries);
+#pragma unroll 1
+    for (int32_t last_head = head + forward.group; head < last_head; ++head) {
+      const float* const stats = (kOfKeys ? params.lse_log2 : params.base.delta) +
+                                 (static_cast<int64_t>(head) * forward.num_tokens + first_query);
+      int32_t row = first_row;
+#pragma unroll 1
+      for (int32_t left = num_blocks; left > 0; --left, row += step * Shape::kQueries) {
+        Barrier full, empty;
+        if constexpr (kOfKeys) {
+          full = pipeline.query_full(at);
+          empty = pipeline.query_empty(at);
+        } else {
+          const Turn<2> place(at.slot + 2 * static_cast<int32_t>(at.parity));
+          full = pipeline.dout_full(place);
+          empty = pipeline.dout_empty(place);
+        }
+        empty.wait_for_reuse();
+        // Without the copy of this lane the phase lasts: no lane can miss it.
+        if (leads) {
+          full.expect(Shape::kQueryBytes);
+          load_rows<Shape, Shape::kQueries>(kOfKeys ? pipeline.queries(at.slot) : pipeline.douts(at.slot),
+                                            kOfKeys ? params.q : params.dout, full.address, head, rows, row);
+        }
+        __syncwarp();
+        load_row_stats<Shape>(kOfKeys ? pipeline.lses(at.slot) : pipeline.deltas(at.slot), stats + row, full.address,
+                              num_queries - row);
+        at.advance();
+      }
+    }
+  }
+  // Also of the last tile, which is none.
+  __syncwarp();
+}
+
+}  // namespace xa::hopper

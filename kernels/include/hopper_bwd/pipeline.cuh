@@ -1,0 +1,161 @@
+// What the warps of a backward CTA hand to each other: tiles, blocks of rows, dS and dQ, each between a barrier that
+// says that it is there and one that says that its place is free.
+#pragma once
+
+#include <cstdint>
+
+#include "hopper/pipeline.cuh"
+#include "hopper_bwd/ptx.cuh"
+#include "hopper_bwd/shape.cuh"
+
+namespace xa::hopper {
+
+/// A block of keys of one KV head, and the blocks of queries that see some of it.
+struct BackwardTile {
+  int32_t key_block;  // of the sequence; negative where there is no tile
+  int32_t kv_head;
+  int32_t ascends;  // whether queries are taken up from the first block, and blocks of keys from the last one
+  int32_t first_block;
+  int32_t num_blocks;
+  int32_t first_query;
+  int32_t num_queries;
+  int32_t first_key;
+  int32_t num_keys;
+  int32_t shift;
+  int32_t first_group;
+  int32_t first_turn;
+};
+static_assert(sizeof(BackwardTile) <= 64);
+
+/// A place of a ring and the parity of its barriers' phase.
+template <int kSlots>
+struct RingPosition {
+  int32_t slot = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <typename Shape>
+class BackwardPipeline {
+  enum : int {
+    kTileFull = 0,
+    kTileEmpty = 2,
+    kKeysFull = 4,
+    kKeysEmpty,
+    kValuesFull,
+    kValuesEmpty,
+    kQueryFull,
+    kQueryEmpty = kQueryFull + Shape::kQueryStages,
+    kDoutFull = kQueryEmpty + Shape::kQueryStages,
+    kDoutEmpty = kDoutFull + Shape::kDoutStages,
+    kScoresFull = kDoutEmpty + Shape::kDoutStages,
+    kSumsFull = kScoresFull + 2,  // [parity of the step][warpgroup]
+    kSumsEmpty = kSumsFull + 4,   // [warpgroup]
+    kBarriers = kSumsEmpty + 2,
+  };
+  static_assert(Shape::kBarriersOffset + 8 * kBarriers <= Shape::kSharedBytes);
+  /// TMA and the lanes that copy the rows' numbers.
+  static constexpr int kLoadArrivals = 1 + 32;
+
+ public:
+  __device__ __forceinline__ explicit BackwardPipeline(uint8_t* shared)
+      : shared_(shared), address_(xa::ptx::shared_address(shared)) {}
+
+  /// The work of one thread; a barrier of the CTA must follow.
+  __device__ __forceinline__ void init() const {
+    const auto init = [&](int first, int count, uint32_t arrivals) {
+      for (int i = 0; i < count; ++i) ptx::barrier_init(barrier(first + i, 0).address, arrivals);
+    };
+    constexpr int kWarps = Shape::kComputeWarps;
+    init(kTileFull, 2, 1);
+    init(kTileEmpty, 2, kWarps + 3);
+    init(kKeysFull, 1, 1);
+    init(kKeysEmpty, 1, kWarps);
+    init(kValuesFull, 1, 1);
+    init(kValuesEmpty, 1, kWarps);
+    init(kQueryFull, Shape::kQueryStages, kLoadArrivals);
+    init(kQueryEmpty, Shape::kQueryStages, kWarps);
+    init(kDoutFull, Shape::kDoutStages, kLoadArrivals);
+    init(kDoutEmpty, Shape::kDoutStages, kWarps);
+    init(kScoresFull, 2, kWarps);
+    init(kSumsFull, 4, kWarps / 2);
+    init(kSumsEmpty, 2, 1);
+    ptx::fence_barrier_init();
+    ptx::fence_stores_for_async();
+  }
+
+  __device__ __forceinline__ Barrier tile_full(Turn<2> turn) const {
+    return barrier(kTileFull + turn.slot, turn.parity);
+  }
+  __device__ __forceinline__ Barrier tile_empty(Turn<2> turn) const {
+    return barrier(kTileEmpty + turn.slot, turn.parity);
+  }
+  __device__ __forceinline__ Barrier keys_full(int32_t tile) const { return barrier(kKeysFull, tile & 1); }
+  __device__ __forceinline__ Barrier keys_empty(int32_t tile) const { return barrier(kKeysEmpty, tile & 1); }
+  __device__ __forceinline__ Barrier values_full(int32_t tile) const { return barrier(kValuesFull, tile & 1); }
+  __device__ __forceinline__ Barrier values_empty(int32_t tile) const { return barrier(kValuesEmpty, tile & 1); }
+  __device__ __forceinline__ Barrier query_full(RingPosition<Shape::kQueryStages> at) const {
+    return barrier(kQueryFull + at.slot, at.parity);
+  }
+  __device__ __forceinline__ Barrier query_empty(RingPosition<Shape::kQueryStages> at) const {
+    return barrier(kQueryEmpty + at.slot, at.parity);
+  }
+  __device__ __forceinline__ Barrier dout_full(Turn<2> step) const {
+    return barrier(kDoutFull + step.slot, step.parity);
+  }
+  __device__ __forceinline__ Barrier dout_empty(Turn<2> step) const {
+    return barrier(kDoutEmpty + step.slot, step.parity);
+  }
+  /// dS of a step is there, of both warpgroups.
+  __device__ __forceinline__ Barrier scores_full(Turn<2> step) const {
+    return barrier(kScoresFull + step.slot, step.parity);
+  }
+  /// A warpgroup's half of dQ of a step is there. Even and odd steps have barriers of their own: of one that it shared,
+  /// a warp that waits for every second phase could miss one, and take the next for it.
+  __device__ __forceinline__ Barrier sums_full(Turn<2> step, int32_t warpgroup) const {
+    return barrier(kSumsFull + 2 * step.slot + warpgroup, step.parity);
+  }
+  __device__ __forceinline__ Barrier sums_empty(int32_t step, int32_t warpgroup) const {
+    return barrier(kSumsEmpty + warpgroup, step & 1);
+  }
+
+  __device__ __forceinline__ uint32_t keys() const { return address_ + Shape::kKeysOffset; }
+  __device__ __forceinline__ uint32_t values() const { return address_ + Shape::kValuesOffset; }
+  __device__ __forceinline__ uint32_t queries(int32_t stage) const {
+    return address_ + Shape::kQueriesOffset + stage * Shape::kQueryBytes;
+  }
+  __device__ __forceinline__ uint32_t douts(int32_t stage) const {
+    return address_ + Shape::kDoutsOffset + stage * Shape::kQueryBytes;
+  }
+  __device__ __forceinline__ uint32_t lses(int32_t stage) const {
+    return address_ + Shape::kLsesOffset + stage * Shape::kRowStatBytes;
+  }
+  __device__ __forceinline__ uint32_t deltas(int32_t stage) const {
+    return address_ + Shape::kDeltasOffset + stage * Shape::kRowStatBytes;
+  }
+  __device__ __forceinline__ uint32_t scores(int32_t stage) const {
+    return address_ + Shape::kScoresOffset + stage * Shape::kScoreBytes;
+  }
+  __device__ __forceinline__ uint32_t sums(int32_t warpgroup) const {
+    return address_ + Shape::kSumsOffset + warpgroup * (Shape::kSumBytes / 2);
+  }
+  __device__ __forceinline__ BackwardTile& tile(Turn<2> turn) const {
+    return *reinterpret_cast<BackwardTile*>(shared_ + Shape::kTilesOffset + 64 * turn.slot);
+  }
+
+ private:
+  __device__ __forceinline__ Barrier barrier(int number, uint32_t parity) const {
+    return Barrier{address_ + Shape::kBarriersOffset + 8 * number, parity};
+  }
+
+  uint8_t* shared_;
+  uint32_t address_;
+};
+
+}  // namespace xa::hopper

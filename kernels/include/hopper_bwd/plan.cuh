@@ -1,0 +1,136 @@
+// What the metadata says, for the backward kernels of sm_90a: one list of sequences in the order of tiles, one in the
+// order of rows. Made once, by one CTA, so that the others need neither clamp nor search through starts that descend.
+#pragma once
+
+#include <cstdint>
+
+#include "attention_params.cuh"
+#include "bwd/pass.cuh"
+#include "hopper_bwd/params.cuh"
+#include "hopper_bwd/schedule.cuh"
+#include "hopper_bwd/shape.cuh"
+#include "tile_plan.cuh"
+
+namespace xa::hopper {
+
+/// What planning shares.
+template <int kThreads>
+struct PlanScratch {
+  int32_t tiles[kThreads];  // by place in the order of tiles; then also the sequences' lengths
+  int32_t warp_tiles[kThreads / 32];
+  int32_t warp_sections[kThreads / 32];
+};
+
+/// Sequence `b` without its place among the tiles.
+template <typename Shape>
+__device__ __forceinline__ SequencePlan describe(const AttentionParams& params, const Tile& tile, bool live) {
+  SequencePlan plan = {};
+  plan.first_query = tile.first_token;
+  plan.first_key = tile.start_k;
+  const Visibility visibility(params, tile);
+  if (live && tile.len_q > 0) {
+    // Queries between the first and the last that see a key see one too, and so with keys that are seen.
+    const int32_t first_key = visibility.begin(0), end_key = visibility.end(tile.len_q - 1);
+    if (first_key < end_key) {
+      const Seers seers(visibility, first_key, end_key - 1);
+      const int32_t first_query = clamp_to(seers.begin, 0, tile.len_q), end_query = clamp_to(seers.end, 0, tile.len_q);
+      if (first_query < end_query) {
+        plan.first_query += first_query;
+        plan.num_queries = end_query - first_query;
+        plan.first_key += first_key;
+        plan.num_keys = end_key - first_key;
+        plan.shift = visibility.shift + first_query - first_key;
+      }
+    }
+  }
+  // Places are rounded down to whole ones, and every sequence is given the room that this may take from it.
+  plan.first_group = static_cast<int32_t>((plan.first_query + int64_t{15} * tile.sequence) / 16);
+  plan.first_turn =
+      static_cast<int32_t>((plan.first_query + int64_t{Shape::kQueries - 1} * tile.sequence) / Shape::kQueries);
+  return plan;
+}
+
+/// Tiles and sections of all sequences before this thread's, of this round.
+template <int kThreads>
+__device__ __forceinline__ void sum_before(PlanScratch<kThreads>& scratch, int32_t tiles, int32_t sections,
+                                           int32_t& tiles_before, int32_t& all_tiles, int32_t& all_sections) {
+  const int32_t warp = threadIdx.x / 32;
+  const int32_t tiles_here = sum_up_to_this_lane(tiles), sections_here = sum_up_to_this_lane(sections);
+  __syncthreads();
+  if (threadIdx.x % 32 == 31) {
+    scratch.warp_tiles[warp] = tiles_here;
+    scratch.warp_sections[warp] = sections_here;
+  }
+  __syncthreads();
+  tiles_before = tiles_here - tiles;
+  all_tiles = all_sections = 0;
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) {
+    if (w < warp) tiles_before += scratch.warp_tiles[w];
+    all_tiles += scratch.warp_tiles[w];
+    all_sections += scratch.warp_sections[w];
+  }
+}
+
+/// Makes both lists. The work of a CTA.
+template <typename Shape, int kThreads>
+__device__ __forceinline__ void plan_sequences(const HopperBackwardParams& params, PlanScratch<kThreads>& scratch) {
+  const AttentionParams& forward = params.base.forward;
+  const int32_t num_seqs = forward.max_seqs;
+  bool ascends = true;
+  for (int32_t b = threadIdx.x; b < num_seqs; b += kThreads) {
+    Metadata<1> metadata;
+    metadata.load(forward, b);
+    ascends &= metadata.ascends(forward, 0);
+  }
+  ascends = __syncthreads_and(ascends);
+  // Long sequences first, whose tiles take longest, where one round sees all of them.
+  const bool sorts = num_seqs <= kThreads;
+  StartScan scan;
+  int32_t tiles_so_far = 0, sections_so_far = 0;
+  for (int32_t round = 0; round < num_seqs; round += kThreads) {
+    const int32_t b = round + static_cast<int32_t>(threadIdx.x);
+    Metadata<1> metadata;
+    metadata.load(forward, b);
+    if (!ascends) scan.ascend(forward, b / 32 * 32, metadata);
+    SequencePlan plan = describe<Shape>(forward, metadata.sequence(forward, 0, b), b < num_seqs);
+    int32_t tiles = 0, num_sections = 0;
+    if (plan.num_queries > 0) {
+      const Sections<Shape> sections(forward, plan.num_queries);
+      tiles = ceil_div(plan.num_keys, Shape::kKeys) * forward.num_kv_heads;
+      num_sections = sections.count;
+    }
+    int32_t place = b;
+    if (sorts) {
+      scratch.tiles[threadIdx.x] = b < num_seqs ? plan.num_queries : -1;
+      __syncthreads();
+      place = 0;
+      for (int32_t other = 0; other < num_seqs; ++other) {
+        const int32_t longer = scratch.tiles[other];
+        place += longer > plan.num_queries || (longer == plan.num_queries && other < b) ? 1 : 0;
+      }
+      __syncthreads();
+      if (b < num_seqs) scratch.tiles[place] = tiles;
+      __syncthreads();
+    }
+    int32_t before, all_tiles, all_sections;
+    sum_before<kThreads>(scratch, sorts ? (b < num_seqs ? scratch.tiles[threadIdx.x] : 0) : tiles, num_sections, before,
+                         all_tiles, all_sections);
+    if (sorts) {
+      __syncthreads();
+      scratch.tiles[threadIdx.x] = before;
+      __syncthreads();
+      if (b < num_seqs) before = scratch.tiles[place];
+    }
+    if (b < num_seqs) {
+      plan.tiles_before = tiles_so_far + before;
+      params.by_row[b] = plan;
+      params.sequences[place] = plan;
+    }
+    tiles_so_far += all_tiles;
+    sections_so_far += all_sections;
+  }
+  if (threadIdx.x == 0) *params.plan = BackwardPlan{0, tiles_so_far, sections_so_far};
+}
+
+}  // namespace xa::hopper

@@ -1,0 +1,61 @@
+// The PTX instructions that only the backward kernels of sm_90a use, one thin wrapper each; the others are in
+// hopper/ptx.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "hopper/ptx.cuh"
+
+namespace xa::hopper::ptx {
+
+/// Copies 4 bytes to shared memory, or zeros where `wanted` is false.
+__device__ __forceinline__ void cp_async_4_or_zero(uint32_t destination, const void* source, bool wanted) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(wanted ? 4 : 0)
+               : "memory");
+}
+/// Arrives at `barrier` when all cp.async of this thread so far are complete; one of the barrier's arrivals.
+__device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+/// As store_box of hopper/ptx.cuh, of five coordinates, and without the commit.
+__device__ __forceinline__ void store_box(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2,
+                                          int32_t x3, int32_t x4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%1, {%2, %3, %4, %5, %6}], [%0];" ::"r"(from),
+      "l"(&map), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+      : "memory");
+}
+/// Copies `bytes` neighbouring bytes out of shared memory.
+__device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
+/// Adds `bytes` bytes of f32 in shared memory to those in global memory.
+__device__ __forceinline__ void bulk_add_f32(void* to, uint32_t from, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
+               : "memory");
+}
+/// Makes the bulk copies of this thread since the last call a group.
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+/// Orders bulk copies against this thread's own accesses of any memory, in both directions.
+__device__ __forceinline__ void fence_all_for_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+__device__ __forceinline__ int32_t load_acquire(const int32_t* from) {
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_release(int32_t* to, int32_t value) {
+  asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ float2 load_shared_f32x2(uint32_t address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
+  return value;
+}
+
+}  // namespace xa::hopper::ptx

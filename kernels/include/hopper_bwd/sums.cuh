@@ -1,0 +1,86 @@
+// The warps of a backward CTA that add dQ to its sums in memory, one that of even steps, one that of odd ones: from
+// when a share leaves until it is known to have arrived takes longer than a step.
+#pragma once
+
+#include <cstdint>
+
+#include "hopper_bwd/params.cuh"
+#include "hopper_bwd/pipeline.cuh"
+#include "hopper_bwd/schedule.cuh"
+#include "hopper_bwd/shape.cuh"
+
+namespace xa::hopper {
+
+/// Where the sums of a group of rows and a panel of columns begin.
+template <typename Shape>
+__device__ __forceinline__ float* sum_chunk(const HopperBackwardParams& params, int32_t head, int32_t panel,
+                                            int32_t group) {
+  const int64_t groups = static_cast<int64_t>(head * Shape::kPanels + panel) * params.num_groups + group;
+  return params.dq_sums + groups * kSumChunk;
+}
+
+/// Adds the shares of all steps with the parity `kParity`. The work of one thread.
+///
+/// A counter for each head and block of queries says how many blocks of keys are in its sums; a share waits until all
+/// before it, in the order of the sums, are in. The first one is stored, so nothing has to be cleared.
+///
+/// That a bulk copy is complete does not yet mean that a bulk copy of another SM sees it: that takes the fence before
+/// the counter is raised, and the one after it has been read.
+template <typename Shape>
+__device__ __forceinline__ void add_sums(const HopperBackwardParams& params, const BackwardPipeline<Shape>& pipeline,
+                                         int32_t parity) {
+  const AttentionParams& forward = params.base.forward;
+  constexpr int kGroups = Shape::kQueries / 16, kRowHalves = 2 / Shape::kPanels;
+  int32_t step = 0;
+#pragma unroll 1
+  for (int32_t count = 0;; ++count) {
+    const Turn<2> turn(count);
+    pipeline.tile_full(turn).wait();
+    const BackwardTile tile = pipeline.tile(turn);
+    if (tile.key_block < 0) break;
+    pipeline.tile_empty(turn).arrive();
+    const Band<Shape> band = {tile.num_queries, tile.num_keys, tile.shift, forward.window_left, forward.window_right};
+#pragma unroll 1
+    for (int32_t i = 0; i < forward.group; ++i) {
+      const int32_t head = tile.kv_head * forward.group + i;
+#pragma unroll 1
+      for (int32_t done = 0; done < tile.num_blocks; ++done, ++step) {
+        if ((step & 1) != parity) continue;
+        const int32_t block = tile.first_block + (tile.ascends != 0 ? done : tile.num_blocks - 1 - done);
+        const int32_t before = tile.ascends != 0 ? band.last_key_block(block) - tile.key_block
+                                                 : tile.key_block - band.first_key_block(block);
+        int32_t* const arrived =
+            params.turns + static_cast<int64_t>(head) * params.num_turns + (tile.first_turn + block);
+        if (before > 0) {
+          while (ptx::load_acquire(arrived) < before) {
+          }
+          ptx::fence_all_for_async();
+        }
+        const int32_t groups = (tile.num_queries - block * Shape::kQueries + 15) / 16;
+#pragma unroll
+        for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
+          pipeline.sums_full(Turn<2>(step), warpgroup).wait();
+          const int32_t first = kRowHalves == 2 ? 4 * warpgroup : 0, panel = kRowHalves == 2 ? 0 : warpgroup;
+          const int32_t mine = min(groups - first, kGroups / kRowHalves);
+          if (mine <= 0) continue;
+          float* const to = sum_chunk<Shape>(params, head, panel, tile.first_group + block * kGroups + first);
+          const uint32_t bytes = mine * kSumChunkBytes;
+          if (before == 0) {
+            ptx::bulk_store(to, pipeline.sums(warpgroup), bytes);
+          } else {
+            ptx::bulk_add_f32(to, pipeline.sums(warpgroup), bytes);
+          }
+        }
+        ptx::bulk_commit();
+        ptx::stores_read();
+        pipeline.sums_empty(step, 0).arrive();
+        pipeline.sums_empty(step, 1).arrive();
+        ptx::stores_done();
+        ptx::fence_all_for_async();
+        ptx::store_release(arrived, before + 1);
+      }
+    }
+  }
+}
+
+}  // namespace xa::hopper

@@ -1,0 +1,37 @@
+// kernels/include/hopper_bwd/products.cuh on the host.
+#pragma once
+#include "hopper/wgmma.cuh"
+
+namespace xa::hopper {
+
+template <typename T, int kColumns>
+struct BackwardProduct {
+  template <bool kAdds>
+  static void along(float (&d)[kColumns / 8][4], uint64_t x, uint64_t y) {
+    Product<T, kColumns>::template scores<kAdds>(d, x, y);
+  }
+  static void weigh(float (&d)[kColumns / 8][4], const uint32_t (&x)[4], uint64_t y) {
+    Product<T, kColumns>::values(d, x, y);
+  }
+  template <bool kAdds>
+  static void across(float (&d)[kColumns / 8][4], uint64_t x, uint64_t y) {
+    if (!kAdds) std::memset(d, 0, sizeof(d));
+    host::ProductLane lane{&d[0][0], x, nullptr, y};
+    emulator::together(
+        [](void* const* lanes) {
+          const auto& first = *static_cast<host::ProductLane*>(lanes[0]);
+          const host::Tile from_a(first.a_tile), from_b(first.b_tile);
+          const int first_row = static_cast<int>(threadIdx.x) % 128 / 32 * 16;
+          float a[16][16];
+          static float b[16][kColumns];
+          for (int k = 0; k < 16; ++k) {
+            for (int row = 0; row < 16; ++row) a[row][k] = from_a.template across<T>(k, 2 * (first_row + row));
+            for (int column = 0; column < kColumns; ++column) b[k][column] = from_b.template across<T>(k, 2 * column);
+          }
+          host::multiply<kColumns, 16>(lanes, a, b);
+        },
+        &lane);
+  }
+};
+
+}  // namespace xa::hopper

@@ -1,0 +1,39 @@
+// kernels/include/hopper_bwd/ptx.cuh on the host. Copies out of shared memory are done at once too.
+#pragma once
+#include "hopper/ptx.cuh"
+
+namespace xa::hopper::ptx {
+
+inline void cp_async_4_or_zero(uint32_t destination, const void* source, bool wanted) {
+  if (destination % 4 != 0 || reinterpret_cast<uintptr_t>(source) % 4 != 0) emulator::fail("a misaligned cp.async");
+  const uint32_t zero = 0;
+  std::memcpy(::shared + destination, wanted ? source : &zero, 4);
+}
+inline void cp_async_arrive(uint32_t barrier) { emulator::mbarrier_arrive(barrier, 0); }
+inline void store_box(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2, int32_t x3, int32_t x4) {
+  host::store_box(from, map, {x0, x1, x2, x3, x4});
+}
+inline void bulk_store(void* to, uint32_t from, uint32_t bytes) {
+  if (from % 16 != 0 || bytes % 16 != 0) emulator::fail("a misaligned bulk copy");
+  std::memcpy(to, ::shared + from, bytes);
+}
+inline void bulk_add_f32(void* to, uint32_t from, uint32_t bytes) {
+  if (from % 16 != 0 || bytes % 16 != 0) emulator::fail("a misaligned bulk copy");
+  for (uint32_t i = 0; i < bytes / 4; ++i) static_cast<float*>(to)[i] += reinterpret_cast<float*>(::shared + from)[i];
+}
+inline void bulk_commit() {}
+inline void fence_all_for_async() {}
+/// Whoever looks at a number again and again lets the others go on.
+inline int32_t load_acquire(const int32_t* from) {
+  const int32_t value = *from;
+  emulator::pass_turn();
+  return value;
+}
+inline void store_release(int32_t* to, int32_t value) { *to = value; }
+inline float2 load_shared_f32x2(uint32_t address) {
+  float2 value;
+  std::memcpy(&value, ::shared + address, sizeof(value));
+  return value;
+}
+
+}  // namespace xa::hopper::ptx
