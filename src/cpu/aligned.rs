@@ -36,7 +36,7 @@ impl Aligned {
 /// Memory of which every task writes a part of its own.
 pub(super) struct Shared(*mut f32);
 
-// SAFETY: see the type.
+// SAFETY: an address alone; each task that writes there says which elements are its own.
 unsafe impl Sync for Shared {}
 
 impl Shared {

@@ -58,7 +58,7 @@ pub(super) struct Place {
 /// The problem's slots are readable, more than `token` of them.
 pub(super) unsafe fn place(problem: &KvCacheUpdate, token: usize) -> Option<Place> {
     let slots = &problem.slot_mapping;
-    // SAFETY: this function's contract; the problem has checked the dtype.
+    // SAFETY: slot `token` is readable; the problem has checked that the slots are i32 or i64.
     let slot = unsafe {
         match slots.dtype {
             DType::I32 => i64::from(slots.data.cast::<i32>().add(token).read()),
@@ -111,7 +111,7 @@ impl<T: Element> CacheRow<T> {
     #[inline(always)]
     pub(super) unsafe fn copy(&self, place: Place, first: usize, from: *const T, count: usize) {
         debug_assert!(self.copies_bits());
-        // SAFETY: this function's contract.
+        // SAFETY: elements first.. of a row of the cache, of D elements; `T` is the cache's type where bits are copied.
         unsafe {
             self.cache.data.cast::<T>().offset(self.element(place, first)).copy_from_nonoverlapping(from, count);
         }
@@ -129,7 +129,7 @@ impl<T: Element> CacheRow<T> {
             }
         }
         let element = self.element(place, first);
-        // SAFETY: this function's contract.
+        // SAFETY: elements first.. of a row of the cache, of D elements: of one byte for 8-bit floats, otherwise of type `T`.
         unsafe {
             if let Some(format) = self.fp8 {
                 let to = self.cache.data.offset(element);

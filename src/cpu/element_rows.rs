@@ -12,7 +12,8 @@ use half::{bf16, f16};
 /// `from` has `n` readable elements, `to` has `n` writable ones.
 #[inline(always)]
 pub(super) unsafe fn widen_row<S: Simd>(simd: S, dtype: DType, from: *const u8, to: *mut f32, n: usize) {
-    simd.call(WidenRow { dtype, from, to, n });
+    // SAFETY: the rows are those of this function's contract.
+    unsafe { simd.call(WidenRow { dtype, from, to, n }) };
 }
 
 /// Round a row of `n` elements to type `dtype`: f32, f16 or bf16.
@@ -21,10 +22,12 @@ pub(super) unsafe fn widen_row<S: Simd>(simd: S, dtype: DType, from: *const u8, 
 /// `from` has `n` readable elements, `to` has `n` writable ones.
 #[inline(always)]
 pub(super) unsafe fn narrow_row<S: Simd>(simd: S, dtype: DType, from: *const f32, to: *mut u8, n: usize) {
-    simd.call(NarrowRow { dtype, from, to, n });
+    // SAFETY: the rows are those of this function's contract.
+    unsafe { simd.call(NarrowRow { dtype, from, to, n }) };
 }
 
-/// Made by [`widen_row`] alone, whose contract it carries.
+/// # Safety
+/// As [`widen_row`].
 struct WidenRow {
     dtype: DType,
     from: *const u8,
@@ -35,9 +38,9 @@ struct WidenRow {
 impl Vectorised for WidenRow {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let Self { dtype, from, to, n } = self;
-        // SAFETY: see the type.
+        // SAFETY: `n` elements of type `dtype` from `from` on, and room for as many f32.
         unsafe {
             match dtype {
                 DType::F16 => widen::<S, f16>(simd, from.cast(), to, n),
@@ -50,7 +53,8 @@ impl Vectorised for WidenRow {
     }
 }
 
-/// Made by [`narrow_row`] alone, whose contract it carries.
+/// # Safety
+/// As [`narrow_row`].
 struct NarrowRow {
     dtype: DType,
     from: *const f32,
@@ -61,9 +65,9 @@ struct NarrowRow {
 impl Vectorised for NarrowRow {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let Self { dtype, from, to, n } = self;
-        // SAFETY: see the type.
+        // SAFETY: `n` f32, and room for as many elements of type `dtype` from `to` on.
         unsafe {
             match dtype {
                 DType::F16 => narrow::<S, f16>(simd, from, to.cast(), n),

@@ -56,7 +56,7 @@ mod tests {
     impl Vectorised for Apply<'_> {
         type Output = ();
         #[inline(always)]
-        fn run<S: Simd>(self, simd: S) {
+        unsafe fn run<S: Simd>(self, simd: S) {
             for chunk in self.x.chunks_exact_mut(S::LANES) {
                 // SAFETY: LANES elements.
                 unsafe {
@@ -70,7 +70,8 @@ mod tests {
     fn apply(isa: Isa, x: &[f32], tanh: bool) -> Vec<f32> {
         let mut padded = x.to_vec();
         padded.resize(x.len().next_multiple_of(MAX_LANES), 0.0);
-        isa.run(Apply { x: &mut padded, tanh });
+        // SAFETY: it requires nothing.
+        unsafe { isa.run(Apply { x: &mut padded, tanh }) };
         padded.truncate(x.len());
         padded
     }

@@ -36,7 +36,8 @@ pub(crate) unsafe fn run(problem: &KvCacheUpdate, pool: &dyn Pool) -> Result {
         || (),
         |(), task| {
             let new = if task < heads { &problem.key } else { &problem.value };
-            // SAFETY: the caller's word; the problem has checked dtypes and shapes.
+            // SAFETY: the views are valid by this function's contract, the problem has checked their dtypes and shapes, and
+            // no other task has this head of K or V.
             unsafe {
                 match new.rows.dtype {
                     DType::F16 => write_head::<f16>(problem, new, task % heads),
@@ -51,12 +52,17 @@ pub(crate) unsafe fn run(problem: &KvCacheUpdate, pool: &dyn Pool) -> Result {
 /// One head of K or V of all rows into the cache.
 ///
 /// # Safety
-/// As [`run`], with `T` the element type.
+/// As [`run`], with `T` the element type of `new`, which are the problem's keys or values, and `head` below Hkv; this
+/// head of the cache is not otherwise accessed.
 pub(super) unsafe fn write_head<T: Element>(problem: &KvCacheUpdate, new: &NewRows, head: usize) {
-    Isa::best().run(WriteHead::<T> { problem, new, head, element: PhantomData });
+    // SAFETY: `WriteHead` asks for what this function asks for.
+    unsafe { Isa::best().run(WriteHead::<T> { problem, new, head, element: PhantomData }) };
 }
 
-/// A task; made by [`write_head`] alone, whose contract it carries.
+/// A task.
+///
+/// # Safety
+/// As [`write_head`].
 struct WriteHead<'a, T> {
     problem: &'a KvCacheUpdate<'a>,
     new: &'a NewRows<'a>,
@@ -67,12 +73,12 @@ struct WriteHead<'a, T> {
 impl<T: Element> Vectorised for WriteHead<'_, T> {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let Self { problem, new, head, .. } = self;
         let rows = &new.rows;
         let head_dim = rows.dims[2] as usize;
         let mut numbers = [0.0f32; MAX_HEAD_DIM as usize];
-        // SAFETY: `write_head`'s contract; head < Hkv.
+        // SAFETY: the scales are views of the problem; head < Hkv.
         let row = unsafe { CacheRow::<T>::new(problem, new, head) };
         for token in 0..rows.dims[0] as usize {
             // SAFETY: token < T.

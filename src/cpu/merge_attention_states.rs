@@ -32,10 +32,14 @@ pub(crate) unsafe fn run(problem: &MergeAttentionStates, pool: &dyn Pool) -> Res
         |(), task| {
             let first = task * rows_of_task;
             let rows = first..(first + rows_of_task).min(problem.num_rows);
-            match problem.out.dtype {
-                DType::F16 => Isa::best().run(MergeRows::<f16> { problem, rows, element: PhantomData }),
-                DType::BF16 => Isa::best().run(MergeRows::<bf16> { problem, rows, element: PhantomData }),
-                _ => Isa::best().run(MergeRows::<f32> { problem, rows, element: PhantomData }),
+            // SAFETY: the views are valid by this function's contract, the problem has checked that all have this dtype, and
+            // no other task has these rows.
+            unsafe {
+                match problem.out.dtype {
+                    DType::F16 => Isa::best().run(MergeRows::<f16> { problem, rows, element: PhantomData }),
+                    DType::BF16 => Isa::best().run(MergeRows::<bf16> { problem, rows, element: PhantomData }),
+                    _ => Isa::best().run(MergeRows::<f32> { problem, rows, element: PhantomData }),
+                }
             }
         },
     )
@@ -67,7 +71,10 @@ fn merge(lse_a: f32, lse_b: f32) -> (Merge, f32) {
     }
 }
 
-/// A task, of a problem whose views `run`'s caller vouches for, with the dtype `T`.
+/// A task.
+///
+/// # Safety
+/// As [`run`], with `T` the element type; the rows are below n, and their results are not otherwise accessed.
 struct MergeRows<'a, T> {
     problem: &'a MergeAttentionStates<'a>,
     rows: Range<usize>,
@@ -77,7 +84,7 @@ struct MergeRows<'a, T> {
 impl<T: Element> Vectorised for MergeRows<'_, T> {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let problem = self.problem;
         let (heads, d) = (problem.num_heads, problem.head_dim);
         for (row, head) in self.rows.flat_map(|row| (0..heads).map(move |head| (row, head))) {
@@ -109,7 +116,7 @@ impl<T: Element> Vectorised for MergeRows<'_, T> {
 #[inline(always)]
 unsafe fn row_of<T>(state: &State, row: usize, head: usize) -> *const T {
     let element = row as i64 * state.out.stride(0) + head as i64 * state.out.stride(1);
-    // SAFETY: this function's contract.
+    // SAFETY: an element of the output, as its row and its head are.
     unsafe { state.out.data.cast_const().cast::<T>().offset(element as isize) }
 }
 

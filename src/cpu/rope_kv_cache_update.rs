@@ -37,7 +37,8 @@ pub(crate) unsafe fn run(problem: &RopeKvCacheUpdate, pool: &dyn Pool) -> Result
         2 * problem.update.key.rows.dims[1] as usize + (query.dims[0] as usize).div_ceil(tokens),
         || (),
         |(), task| {
-            // SAFETY: the caller's word; the problem has checked dtypes and shapes.
+            // SAFETY: the views are valid by this function's contract, the problem has checked their dtypes and shapes, and
+            // each task comes once.
             unsafe {
                 match query.dtype {
                     DType::F16 => run_task::<f16>(problem, task, tokens),
@@ -52,29 +53,39 @@ pub(crate) unsafe fn run(problem: &RopeKvCacheUpdate, pool: &dyn Pool) -> Result
 /// The heads of K, those of V, then the queries, so many `tokens` a task.
 ///
 /// # Safety
-/// As [`run`], with `T` the element type.
+/// As [`run`], with `T` the element type; each task runs once.
 unsafe fn run_task<T: Element>(problem: &RopeKvCacheUpdate, task: usize, tokens: usize) {
     let kv_heads = problem.update.key.rows.dims[1] as usize;
     if task < kv_heads {
-        Isa::best().run(RotateKeys::<T> { problem, head: task, element: PhantomData });
+        // SAFETY: this function's contract; task < Hkv, and no other task has this head of K.
+        unsafe { Isa::best().run(RotateKeys::<T> { problem, head: task, element: PhantomData }) };
     } else if task < 2 * kv_heads {
-        // SAFETY: this function's contract.
+        // SAFETY: this function's contract; values have the type of keys, and no other task has this head of V.
         unsafe { write_head::<T>(&problem.update, &problem.update.value, task - kv_heads) };
     } else {
         let first = (task - 2 * kv_heads) * tokens;
         let tokens = first..(first + tokens).min(problem.query.dims[0] as usize);
-        Isa::best().run(RotateQueries::<T> { problem, tokens, element: PhantomData });
+        // SAFETY: this function's contract; no other task has these tokens.
+        unsafe { Isa::best().run(RotateQueries::<T> { problem, tokens, element: PhantomData }) };
     }
 }
 
-/// A task; made by [`run_task`] alone, whose contract it carries.
+/// A task.
+///
+/// # Safety
+/// As [`run`], with `T` the element type; the tokens are those of the queries, and their results are not otherwise
+/// accessed.
 struct RotateQueries<'a, T> {
     problem: &'a RopeKvCacheUpdate<'a>,
     tokens: Range<usize>,
     element: PhantomData<T>,
 }
 
-/// A task; made by [`run_task`] alone, whose contract it carries.
+/// A task.
+///
+/// # Safety
+/// As [`run`], with `T` the element type; `head` is below Hkv, and this head of K is not otherwise accessed in the
+/// cache.
 struct RotateKeys<'a, T> {
     problem: &'a RopeKvCacheUpdate<'a>,
     head: usize,
@@ -84,7 +95,7 @@ struct RotateKeys<'a, T> {
 impl<T: Element> Vectorised for RotateQueries<'_, T> {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let Self { problem, tokens, .. } = self;
         let (heads, head_dim) = (problem.query.dims[1] as usize, problem.query.dims[2] as usize);
         let mut numbers = [0.0f32; MAX_HEAD_DIM as usize];
@@ -104,17 +115,18 @@ impl<T: Element> Vectorised for RotateQueries<'_, T> {
 impl<T: Element> Vectorised for RotateKeys<'_, T> {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let Self { problem, head, .. } = self;
         let key = &problem.update.key;
         let head_dim = key.rows.dims[2] as usize;
         let mut numbers = [0.0f32; MAX_HEAD_DIM as usize];
-        // SAFETY: `run_task`'s contract; head < Hkv.
+        // SAFETY: the scales are views of the problem; head < Hkv.
         let row = unsafe { CacheRow::<T>::new(&problem.update, key, head) };
         for token in 0..key.rows.dims[0] as usize {
             // SAFETY: token < T.
             let Some(place) = (unsafe { place(&problem.update, token) }) else { continue };
-            // SAFETY: as for the queries; `place` is of the cache.
+            // SAFETY: token < T, head < Hkv; the problem has checked sizes, strides and dtypes, and `place` that the slot
+            // belongs to the cache.
             unsafe {
                 let from = row_of::<T>(&key.rows, token, head);
                 let rotated = rotate_row(simd, &problem.rotation, token, from, &mut numbers);
@@ -137,7 +149,7 @@ impl<T: Element> Vectorised for RotateKeys<'_, T> {
 #[inline(always)]
 unsafe fn row_of<T>(rows: &Tensor, token: usize, head: usize) -> *const T {
     let element = token as i64 * rows.stride(0) + head as i64 * rows.stride(1);
-    // SAFETY: this function's contract.
+    // SAFETY: an element of the tensor, as its token and its head are.
     unsafe { rows.data.cast_const().cast::<T>().offset(element as isize) }
 }
 
@@ -157,7 +169,7 @@ unsafe fn rotate_row<S: Simd, T: Element>(
         return 0;
     }
     let (rotated, half) = (rotation.rotated, rotation.rotated / 2);
-    // SAFETY: this function's contract; rotated <= D <= MAX_HEAD_DIM; the position is clamped to the table's rows.
+    // SAFETY: rotated <= D <= MAX_HEAD_DIM; a token has a position, which is clamped to the rows of the table.
     let (cos, sin) = unsafe {
         widen(simd, from, numbers.as_mut_ptr(), rotated);
         let position = i64::from(rotation.positions.add(token).read()).clamp(0, rotation.max_pos as i64 - 1);

@@ -38,7 +38,8 @@ impl<S: Simd, T: Source<S>, const ROWS: usize> RowKernel<S> for FewRows<T, ROWS>
             masked: !lanes.seen_by_all(&(0..S::LANES), first, &(0..padded_len)),
         };
         let source = T::new(simd, block_step.kv_dtype);
-        // SAFETY: the caller's word; the scores have room for whole steps.
+        // SAFETY: the block has addresses for whole steps of keys, the buffer of scores room for them; m, l and `keep` are one
+        // vector each.
         unsafe {
             for step in 0..edits.steps.count {
                 let key = step / S::PER_WORD * keys + step % S::PER_WORD;
@@ -106,7 +107,7 @@ unsafe fn scores<S: Simd, T: Source<S>, const ROWS: usize>(
 /// Add the products of a vector of words of one key with those of ROWS queries, which are `padded` words apart.
 ///
 /// # Safety
-/// The queries are readable.
+/// From `q` on, each of ROWS queries has a vector.
 #[inline(always)]
 unsafe fn add_products<S: Simd, const ROWS: usize>(
     simd: S,
@@ -116,7 +117,7 @@ unsafe fn add_products<S: Simd, const ROWS: usize>(
     sums: &mut [S::V; MAX_LANES],
 ) {
     for row in 0..ROWS {
-        // SAFETY: the caller's word.
+        // SAFETY: row < ROWS.
         let query = unsafe { simd.load(q.add(row * padded)) };
         sums[key * ROWS + row] = simd.dot_words(x, query, sums[key * ROWS + row]);
     }

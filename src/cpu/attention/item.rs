@@ -53,6 +53,11 @@ const QUERIES_AHEAD: usize = 8;
 const MAX_PANEL: usize = 32;
 
 /// A task of the plan, for [`crate::cpu::simd::Isa::run`].
+///
+/// # Safety
+/// The problem's views are valid host memory, its results not accessed by others; plan and scratch were made for it, with
+/// the lanes of the instruction set that runs this; `partials` has [`Plan::partials_len`] elements. Each task runs once, a
+/// merge after its tasks.
 pub(super) struct RunTask<'a> {
     problem: &'a Attention<'a>,
     cache: Cache,
@@ -70,11 +75,7 @@ pub(super) enum Job<'a> {
 }
 
 impl<'a> RunTask<'a> {
-    /// # Safety
-    /// The problem's views are valid host memory, its results not accessed by others; plan and scratch were made for
-    /// it, with the lanes of the instruction set that will run this; `partials` has [`Plan::partials_len`] elements.
-    /// Each task runs once, a merge after its tasks.
-    pub(super) unsafe fn new(
+    pub(super) fn new(
         problem: &'a Attention<'a>,
         plan: &'a Plan,
         scratch: &'a mut Scratch,
@@ -90,9 +91,9 @@ impl Vectorised for RunTask<'_> {
 
     /// Compute the states of the pieces that are the job's, merge them in order, write the results.
     #[inline(always)]
-    fn run<S: Simd>(mut self, simd: S) {
+    unsafe fn run<S: Simd>(mut self, simd: S) {
         let (item, pieces) = match self.job {
-            // SAFETY: `new`'s contract.
+            // SAFETY: results are writable, and no sequence has these rows.
             Job::Task(Task::Clear(rows)) => return unsafe { Results::of(self.problem).clear(rows.clone()) },
             Job::Task(&Task::Whole { item }) => (item, None),
             Job::Task(&Task::Piece { item, piece, .. }) => (item, Some(piece)),
@@ -108,40 +109,47 @@ impl Vectorised for RunTask<'_> {
             Job::Task(_) => own,
         };
         let attends = matches!(self.job, Job::Task(_));
-        if attends {
-            self.place_queries(simd, item);
-        }
-        if pieces.is_empty() {
-            reset(item, total);
-        }
-        for piece in pieces.clone() {
-            let state = match piece - pieces.start {
-                0 => total,
-                _ if attends => own.wrapping_add(self.scratch.state_len),
-                further => total.wrapping_add(further * item.state_len()),
-            };
+        // SAFETY: what the type requires. The item is the plan's; each state is one of the scratch's two, or the item's own
+        // in the partial results, which no other task accesses meanwhile; `total` holds all pieces in the end, unless the
+        // task is one of them.
+        unsafe {
             if attends {
-                reset(item, state);
-                self.attend_piece(simd, item, piece, state);
+                self.place_queries(simd, item);
             }
-            if piece > pieces.start {
-                self.merge(simd, item, total, state);
+            if pieces.is_empty() {
+                reset(item, total);
             }
-        }
-        if !matches!(self.job, Job::Task(Task::Piece { .. })) {
-            // SAFETY: `new`'s contract; `total` holds all pieces.
-            unsafe { Results::of(self.problem).write(simd, self.plan, item, total) };
+            for piece in pieces.clone() {
+                let state = match piece - pieces.start {
+                    0 => total,
+                    _ if attends => own.wrapping_add(self.scratch.state_len),
+                    further => total.wrapping_add(further * item.state_len()),
+                };
+                if attends {
+                    reset(item, state);
+                    self.attend_piece(simd, item, piece, state);
+                }
+                if piece > pieces.start {
+                    self.merge(simd, item, total, state);
+                }
+            }
+            if !matches!(self.job, Job::Task(Task::Piece { .. })) {
+                Results::of(self.problem).write(simd, self.plan, item, total);
+            }
         }
     }
 }
 
 impl RunTask<'_> {
     /// The queries where the kernel wants them, and what their lanes need to know.
+    ///
+    /// # Safety
+    /// As [`RunTask`]; the item is the plan's.
     #[inline(always)]
-    fn place_queries<S: Simd>(&mut self, simd: S, item: &Item) {
+    unsafe fn place_queries<S: Simd>(&mut self, simd: S, item: &Item) {
         let (problem, d) = (self.problem, self.problem.head_dim);
         let group = problem.num_q_heads / problem.num_kv_heads;
-        // SAFETY: `new`'s contract.
+        // SAFETY: slopes are views of the problem, and the sequence is the item's.
         unsafe { self.scratch.lanes.set::<S>(problem, item, (item.sequence, &self.plan.sequences[item.sequence])) };
         let mut widened = [0.0f32; MAX_HEAD_DIM as usize];
         let mut pairs = [0.0f32; MAX_HEAD_DIM as usize / 2];
@@ -176,31 +184,44 @@ impl RunTask<'_> {
 
     /// Bring the state of all heads up to date with the keys of one piece. (Each kernel is compiled into the one place
     /// where it is named.)
+    ///
+    /// # Safety
+    /// As [`RunTask`]; the item is the plan's and has this piece, its queries are placed, and `state` is a state of it.
     #[inline(always)]
-    fn attend_piece<S: Simd>(&mut self, simd: S, item: &Item, piece: usize, state: *mut f32) {
-        match item.arrangement {
-            Arrangement::RowPerLane => self.attend::<S, ManyRows>(simd, item, piece, state),
-            Arrangement::VectorPerRow(1) => self.few_rows::<S, 1>(simd, item, piece, state),
-            Arrangement::VectorPerRow(2) => self.few_rows::<S, 2>(simd, item, piece, state),
-            Arrangement::VectorPerRow(4) => self.few_rows::<S, 4>(simd, item, piece, state),
-            Arrangement::VectorPerRow(_) => self.few_rows::<S, 8>(simd, item, piece, state),
+    unsafe fn attend_piece<S: Simd>(&mut self, simd: S, item: &Item, piece: usize, state: *mut f32) {
+        // SAFETY: this function's contract; the kernel belongs to the item's arrangement.
+        unsafe {
+            match item.arrangement {
+                Arrangement::RowPerLane => self.attend::<S, ManyRows>(simd, item, piece, state),
+                Arrangement::VectorPerRow(1) => self.few_rows::<S, 1>(simd, item, piece, state),
+                Arrangement::VectorPerRow(2) => self.few_rows::<S, 2>(simd, item, piece, state),
+                Arrangement::VectorPerRow(4) => self.few_rows::<S, 4>(simd, item, piece, state),
+                Arrangement::VectorPerRow(_) => self.few_rows::<S, 8>(simd, item, piece, state),
+            }
         }
     }
 
+    /// # Safety
+    /// As `attend_piece`; the item has ROWS padded rows.
     #[inline(always)]
-    fn few_rows<S: Simd, const ROWS: usize>(&mut self, simd: S, item: &Item, piece: usize, state: *mut f32) {
-        match self.problem.kv_dtype {
-            DType::BF16 if S::PER_WORD == 2 => self.attend::<S, FewRows<Bf16Pairs, ROWS>>(simd, item, piece, state),
-            _ if S::PER_WORD == 2 => self.attend::<S, FewRows<CodePairs<S>, ROWS>>(simd, item, piece, state),
-            DType::F16 => self.attend::<S, FewRows<Singles<f16>, ROWS>>(simd, item, piece, state),
-            DType::BF16 => self.attend::<S, FewRows<Singles<bf16>, ROWS>>(simd, item, piece, state),
-            DType::F32 => self.attend::<S, FewRows<Singles<f32>, ROWS>>(simd, item, piece, state),
-            _ => self.attend::<S, FewRows<SingleCodes, ROWS>>(simd, item, piece, state),
+    unsafe fn few_rows<S: Simd, const ROWS: usize>(&mut self, simd: S, item: &Item, piece: usize, state: *mut f32) {
+        // SAFETY: this function's contract; each source is one of rows of the cache's type.
+        unsafe {
+            match self.problem.kv_dtype {
+                DType::BF16 if S::PER_WORD == 2 => self.attend::<S, FewRows<Bf16Pairs, ROWS>>(simd, item, piece, state),
+                _ if S::PER_WORD == 2 => self.attend::<S, FewRows<CodePairs<S>, ROWS>>(simd, item, piece, state),
+                DType::F16 => self.attend::<S, FewRows<Singles<f16>, ROWS>>(simd, item, piece, state),
+                DType::BF16 => self.attend::<S, FewRows<Singles<bf16>, ROWS>>(simd, item, piece, state),
+                DType::F32 => self.attend::<S, FewRows<Singles<f32>, ROWS>>(simd, item, piece, state),
+                _ => self.attend::<S, FewRows<SingleCodes, ROWS>>(simd, item, piece, state),
+            }
         }
     }
 
+    /// # Safety
+    /// As `attend_piece`; the kernel is one for the item's arrangement and the cache's type.
     #[inline(always)]
-    fn attend<S: Simd, K: RowKernel<S>>(&mut self, simd: S, item: &Item, piece: usize, state: *mut f32) {
+    unsafe fn attend<S: Simd, K: RowKernel<S>>(&mut self, simd: S, item: &Item, piece: usize, state: *mut f32) {
         let (problem, cache) = (self.problem, &self.cache);
         let sequence = &self.plan.sequences[item.sequence];
         let q = self.scratch.floats.as_mut_ptr();
@@ -210,15 +231,15 @@ impl RunTask<'_> {
         let [block, next] = &mut blocks;
         let (mut block, mut next) = (block, next);
         let block_at = |first: usize| first.min(keys.end)..(first + K::KEYS).min(keys.end);
-        // SAFETY: keys of the sequence, at most BLOCK of them.
+        // SAFETY: keys of the sequence, at most BLOCK of them; their pages' ids are a view of the problem.
         unsafe { block.find(cache, sequence, block_at(keys.start)) };
         while block.len > 0 {
-            // SAFETY: as above.
+            // SAFETY: the keys after those, likewise of the sequence.
             unsafe { next.find(cache, sequence, block_at(block.first + K::KEYS)) };
             let mut ahead = Ahead::new(cache, next, item.heads.clone());
             for (head, kv_head) in item.heads.clone().enumerate() {
-                // SAFETY: `new`'s contract: the rows are the cache's, as the problem has checked; the rest is sized for
-                // the item.
+                // SAFETY: page ids are clamped, so that the rows are the cache's; scales are views of the problem; queries,
+                // state, lanes and buffers are sized for the item.
                 unsafe {
                     let block_step = BlockStep {
                         rows: block.of_head(cache, kv_head),
@@ -238,8 +259,10 @@ impl RunTask<'_> {
         }
     }
 
+    /// # Safety
+    /// `total` and `part` are states of the item.
     #[inline(always)]
-    fn merge<S: Simd>(&self, simd: S, item: &Item, total: *mut f32, part: *mut f32) {
+    unsafe fn merge<S: Simd>(&self, simd: S, item: &Item, total: *mut f32, part: *mut f32) {
         for head in 0..item.heads.len() {
             let (total, part) = (State::of_head(item, total, head), State::of_head(item, part, head));
             // SAFETY: both are states of this item's head.
@@ -249,9 +272,12 @@ impl RunTask<'_> {
 }
 
 /// No key seen, for any KV head.
-fn reset(item: &Item, state: *mut f32) {
+///
+/// # Safety
+/// `state` has [`Item::state_len`] writable elements.
+unsafe fn reset(item: &Item, state: *mut f32) {
     for head in 0..item.heads.len() {
-        // SAFETY: a state of the item.
+        // SAFETY: the state of one of the item's heads.
         unsafe { State::of_head(item, state, head).reset(item) };
     }
 }

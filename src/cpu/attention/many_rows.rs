@@ -28,7 +28,8 @@ impl<S: Simd> RowKernel<S> for ManyRows {
         // A little with each register tile, so that asking for more than the processor keeps open stops nothing.
         let tiles = (rows.block.len + block_step.dv).div_ceil(S::TILE);
         let share = ahead.share(panels * tiles);
-        // SAFETY: the caller's word.
+        // SAFETY: rows, state, lanes and buffers are the item's by this function's contract; panels are whole vectors of its
+        // lanes, and their block is staged.
         unsafe {
             stage(simd, &block_step, buffers);
             for panel in 0..panels {
@@ -48,7 +49,7 @@ impl<S: Simd> RowKernel<S> for ManyRows {
 /// The panel of lanes from `lane` on against the block, whose K and V stand in the buffers.
 ///
 /// # Safety
-/// As [`RowKernel::attend`].
+/// As [`RowKernel::attend`]; `lane` is the first of a panel of NV vectors.
 #[inline(always)]
 unsafe fn attend_panel<S: Simd, const NV: usize, const TILE: usize>(
     simd: S,

@@ -73,8 +73,9 @@ unsafe fn run_with(isa: Isa, problem: &Attention, pool: &dyn Pool) -> Result {
     let mut partials = Aligned::zeros(plan.partials_len)?;
     let shared = Shared::new(&mut partials);
     let run = |scratch: &mut Scratch, job: Job| {
-        // SAFETY: the caller's word; all of it was made above for this problem, and each index comes once.
-        isa.run(unsafe { RunTask::new(problem, &plan, scratch, shared.address(), job) });
+        // SAFETY: the views are valid by this function's contract; all else was made above for this problem and `isa`. Each
+        // index comes once, and the tasks have ended when the merges begin.
+        unsafe { isa.run(RunTask::new(problem, &plan, scratch, shared.address(), job)) };
     };
     let scratch = || Scratch::new(&plan, problem);
     parallel_for_with(pool, plan.tasks.len(), scratch, |scratch, index| run(scratch, Job::Task(&plan.tasks[index])))?;

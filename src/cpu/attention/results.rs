@@ -44,7 +44,7 @@ impl<'a> Results<'a> {
         unsafe { problem.out.data.add(rows.start * row_len).write_bytes(0, rows.len() * row_len) };
         for row in rows {
             for head in 0..problem.num_q_heads {
-                // SAFETY: the caller's word.
+                // SAFETY: one of the rows of this function's contract, head < Hq.
                 unsafe { self.write_lse(row, head, f32::NEG_INFINITY) };
             }
         }

@@ -118,11 +118,13 @@ impl Edits<'_> {
     /// `scores` has `steps.count * vectors` vectors of the lanes' instruction set.
     #[inline(always)]
     pub(super) unsafe fn apply<S: Simd>(self, simd: S, scores: *mut f32, vectors: usize) {
-        simd.call(EditScores { edits: self, scores, vectors });
+        // SAFETY: the scores are those of this function's contract.
+        unsafe { simd.call(EditScores { edits: self, scores, vectors }) };
     }
 }
 
-/// Made by [`Edits::apply`] alone, whose contract it carries.
+/// # Safety
+/// As [`Edits::apply`].
 struct EditScores<'a> {
     edits: Edits<'a>,
     scores: *mut f32,
@@ -132,7 +134,7 @@ struct EditScores<'a> {
 impl Vectorised for EditScores<'_> {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let Edits { form, steps, lanes, head, first, masked, .. } = self.edits;
         let hidden = simd.splat(f32::NEG_INFINITY);
         for v in 0..self.vectors {
@@ -156,7 +158,7 @@ impl Vectorised for EditScores<'_> {
                     s = simd.select_lt(j, high, s, hidden);
                     s = simd.select_lt(j, low, hidden, s);
                 }
-                // SAFETY: as above.
+                // SAFETY: the vector that was read.
                 unsafe { simd.store(at, s) };
             }
         }

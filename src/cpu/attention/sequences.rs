@@ -36,9 +36,9 @@ impl StoredKeys {
     }
 }
 
-// SAFETY: an address and numbers.
+// SAFETY: the address of page ids that belong to the call, which any thread may read.
 unsafe impl Send for StoredKeys {}
-// SAFETY: as above.
+// SAFETY: the page ids are only read, from all threads of the call.
 unsafe impl Sync for StoredKeys {}
 
 /// Keys visible before and after a query's own position; negative is all of them.

@@ -26,10 +26,12 @@ pub(super) unsafe fn softmax<S: Simd, const NV: usize>(
     (m, l): (*mut f32, *mut f32),
     keep: *mut f32,
 ) {
-    simd.call(Softmax::<NV> { scores, edits, rows, known, m, l, keep });
+    // SAFETY: the vectors are those of this function's contract.
+    unsafe { simd.call(Softmax::<NV> { scores, edits, rows, known, m, l, keep }) };
 }
 
-/// Made by [`softmax`] alone, whose contract it carries.
+/// # Safety
+/// As [`softmax`].
 struct Softmax<'a, const NV: usize> {
     scores: *mut f32,
     edits: Edits<'a>,
@@ -43,20 +45,22 @@ struct Softmax<'a, const NV: usize> {
 impl<const NV: usize> Vectorised for Softmax<'_, NV> {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let edited = !self.edits.are_none();
-        if edited {
-            // SAFETY: see the type.
-            unsafe { self.edits.apply(simd, self.scores, NV) };
-        }
-        let mut largest = if edited || !self.known { self.largest(simd) } else { self.known_largest(simd) };
-        if self.rows < S::LANES {
-            // No closure here: it would be compiled without the vector instructions.
-            for largest in &mut largest {
-                *largest = over_keys(simd, *largest, self.rows);
+        // SAFETY: `scores` has NV vectors for each step, `m`, `l` and `keep` have NV.
+        unsafe {
+            if edited {
+                self.edits.apply(simd, self.scores, NV);
             }
+            let mut largest = if edited || !self.known { self.largest(simd) } else { self.known_largest(simd) };
+            if self.rows < S::LANES {
+                // No closure here: it would be compiled without the vector instructions.
+                for largest in &mut largest {
+                    *largest = over_keys(simd, *largest, self.rows);
+                }
+            }
+            self.exponentials(simd, largest);
         }
-        self.exponentials(simd, largest);
     }
 }
 
@@ -68,12 +72,15 @@ impl<const NV: usize> Softmax<'_, NV> {
     }
 
     /// Each lane's largest score.
+    ///
+    /// # Safety
+    /// As [`softmax`].
     #[inline(always)]
-    fn largest<S: Simd>(&self, simd: S) -> [S::V; NV] {
+    unsafe fn largest<S: Simd>(&self, simd: S) -> [S::V; NV] {
         let mut largest = [simd.splat(f32::NEG_INFINITY); NV];
         for step in 0..self.edits.steps.count {
             for (v, largest) in largest.iter_mut().enumerate() {
-                // SAFETY: see the type.
+                // SAFETY: vector v < NV of step < `steps.count`.
                 let s = unsafe { simd.load(self.at(simd, step, v)) };
                 // NaN first: it must not become the largest, it reaches the result through its own exponential.
                 *largest = simd.max(s, *largest);
@@ -82,23 +89,31 @@ impl<const NV: usize> Softmax<'_, NV> {
         largest
     }
 
+    /// The same, from `keep`.
+    ///
+    /// # Safety
+    /// As [`softmax`].
     #[inline(always)]
-    fn known_largest<S: Simd>(&self, simd: S) -> [S::V; NV] {
+    unsafe fn known_largest<S: Simd>(&self, simd: S) -> [S::V; NV] {
         let mut largest = [simd.splat(0.0); NV];
         for (v, largest) in largest.iter_mut().enumerate() {
-            // SAFETY: see the type.
+            // SAFETY: vector v < NV of `keep`.
             *largest = unsafe { simd.load(self.keep.add(v * S::LANES)) };
         }
         largest
     }
 
+    /// The rest, where each lane's largest score is known.
+    ///
+    /// # Safety
+    /// As [`softmax`].
     #[inline(always)]
-    fn exponentials<S: Simd>(&self, simd: S, largest: [S::V; NV]) {
+    unsafe fn exponentials<S: Simd>(&self, simd: S, largest: [S::V; NV]) {
         let (zero, c) = (simd.splat(0.0), simd.splat(self.edits.form.to_base_2));
         let (mut minus_m, mut sums) = ([zero; NV], [zero; NV]);
         for v in 0..NV {
             let [m, l, keep] = [self.m, self.l, self.keep].map(|x| x.wrapping_add(v * S::LANES));
-            // SAFETY: see the type.
+            // SAFETY: vector v < NV of m, l and `keep`.
             unsafe {
                 let old = simd.load(m);
                 let new = simd.max(simd.mul(largest[v], c), old);
@@ -114,18 +129,18 @@ impl<const NV: usize> Softmax<'_, NV> {
             for v in 0..NV {
                 let mut p = [zero; MAX_PER_WORD];
                 for (i, p) in p[..S::PER_WORD].iter_mut().enumerate() {
-                    // SAFETY: see the type.
+                    // SAFETY: vector v < NV of one of the steps that share the word.
                     let score = unsafe { simd.load(self.at(simd, word * S::PER_WORD + i, v)) };
                     *p = exp2(simd, simd.fma(score, c, minus_m[v]));
                     sums[v] = simd.add(sums[v], *p);
                 }
                 let words = if S::PER_WORD == 1 { p[0] } else { simd.pair(p[0], p[1]) };
-                // SAFETY: see the type.
+                // SAFETY: words take no more room than the scores that they are made of, which were read.
                 unsafe { simd.store(self.at(simd, word, v), words) };
             }
         }
         for (v, sum) in sums.into_iter().enumerate() {
-            // SAFETY: see the type.
+            // SAFETY: vector v < NV of l.
             unsafe { simd.store(self.l.wrapping_add(v * S::LANES), sum) }
         }
     }

@@ -32,7 +32,7 @@ pub(super) trait Source<S: Simd>: Copy {
     #[inline(always)]
     unsafe fn words_twice(self, simd: S, row: *const u8) -> [S::V; 2] {
         let n = S::LANES * S::PER_WORD;
-        // SAFETY: the caller's word.
+        // SAFETY: the first and the second n elements of those that this function's contract names.
         unsafe { [self.words(simd, row, n), self.words(simd, row.add(n * Self::BYTES), n)] }
     }
     /// The next four vectors of columns.
@@ -44,7 +44,7 @@ pub(super) trait Source<S: Simd>: Copy {
         let mut columns = [simd.splat(0.0); 4];
         for (i, columns) in columns.iter_mut().enumerate() {
             let at = i * S::LANES * Self::BYTES;
-            // SAFETY: the caller's word.
+            // SAFETY: LANES columns, from the i-th of four such vectors on.
             *columns = unsafe { self.columns(simd, (rows.0.add(at), rows.1.wrapping_add(at)), S::LANES) };
         }
         columns
@@ -70,12 +70,12 @@ impl<S: Simd, T: Stored> Source<S> for Singles<T> {
     #[inline(always)]
     unsafe fn words(self, simd: S, row: *const u8, left: usize) -> S::V {
         let row = row.cast::<T>();
-        // SAFETY: the caller's word.
+        // SAFETY: LANES elements, or the 8 that are left where that is fewer.
         unsafe { if left >= S::LANES { T::load(simd, row) } else { load_8(simd, row) } }
     }
     #[inline(always)]
     unsafe fn columns(self, simd: S, rows: (*const u8, *const u8), left: usize) -> S::V {
-        // SAFETY: the caller's word.
+        // SAFETY: columns of the first row are its elements, which the caller vouches for.
         unsafe { self.words(simd, rows.0, left) }
     }
 }
@@ -104,7 +104,7 @@ impl<S: Simd> Source<S> for SingleCodes {
     }
     #[inline(always)]
     unsafe fn columns(self, simd: S, rows: (*const u8, *const u8), left: usize) -> S::V {
-        // SAFETY: the caller's word.
+        // SAFETY: columns of the first row are its elements, which the caller vouches for.
         unsafe { self.words(simd, rows.0, left) }
     }
 }
@@ -121,12 +121,12 @@ impl<S: Simd> Source<S> for Bf16Pairs {
     }
     #[inline(always)]
     unsafe fn words(self, simd: S, row: *const u8, left: usize) -> S::V {
-        // SAFETY: the caller's word.
+        // SAFETY: no more than what is left of the row.
         unsafe { simd.load_pairs(row.cast(), left.min(2 * S::LANES)) }
     }
     #[inline(always)]
     unsafe fn columns(self, simd: S, rows: (*const u8, *const u8), left: usize) -> S::V {
-        // SAFETY: the caller's word.
+        // SAFETY: no more than what is left of both rows.
         unsafe { simd.pair_columns(rows.0.cast(), rows.1.cast(), left.min(S::LANES)) }
     }
 }
@@ -143,12 +143,12 @@ impl<S: Simd> Source<S> for CodePairs<S> {
     }
     #[inline(always)]
     unsafe fn words(self, simd: S, row: *const u8, left: usize) -> S::V {
-        // SAFETY: the caller's word.
+        // SAFETY: no more than what is left of the row.
         unsafe { simd.load_code_pairs(self.0, row, left.min(2 * S::LANES)) }
     }
     #[inline(always)]
     unsafe fn columns(self, simd: S, rows: (*const u8, *const u8), left: usize) -> S::V {
-        // SAFETY: the caller's word.
+        // SAFETY: no more than what is left of both rows.
         unsafe { simd.pair_code_columns(self.0, rows.0, rows.1, left.min(S::LANES)) }
     }
     const TWICE: bool = true;

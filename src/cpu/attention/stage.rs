@@ -14,10 +14,12 @@ use half::{bf16, f16};
 /// The rows are readable, the buffers a block's.
 #[inline(always)]
 pub(super) unsafe fn stage<S: Simd>(simd: S, block_step: &BlockStep, buffers: Buffers) {
-    simd.call(Stage { block_step, buffers });
+    // SAFETY: rows and buffers are those of this function's contract.
+    unsafe { simd.call(Stage { block_step, buffers }) };
 }
 
-/// Made by [`stage`] alone, whose contract it carries.
+/// # Safety
+/// As [`stage`].
 struct Stage<'a> {
     block_step: &'a BlockStep<'a>,
     buffers: Buffers,
@@ -26,15 +28,18 @@ struct Stage<'a> {
 impl Vectorised for Stage<'_> {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let dtype = self.block_step.kv_dtype;
-        match dtype {
-            DType::BF16 if S::PER_WORD == 2 => self.rows::<S, Bf16Pairs>(simd),
-            _ if S::PER_WORD == 2 => self.rows::<S, CodePairs<S>>(simd),
-            DType::F16 => self.rows::<S, Singles<f16>>(simd),
-            DType::BF16 => self.rows::<S, Singles<bf16>>(simd),
-            DType::F32 => self.rows::<S, Singles<f32>>(simd),
-            _ => self.rows::<S, SingleCodes>(simd),
+        // SAFETY: each source is one of rows of `dtype`.
+        unsafe {
+            match dtype {
+                DType::BF16 if S::PER_WORD == 2 => self.rows::<S, Bf16Pairs>(simd),
+                _ if S::PER_WORD == 2 => self.rows::<S, CodePairs<S>>(simd),
+                DType::F16 => self.rows::<S, Singles<f16>>(simd),
+                DType::BF16 => self.rows::<S, Singles<bf16>>(simd),
+                DType::F32 => self.rows::<S, Singles<f32>>(simd),
+                _ => self.rows::<S, SingleCodes>(simd),
+            }
         }
     }
 }
@@ -43,8 +48,10 @@ impl Vectorised for Stage<'_> {
 static ZEROS: [u64; 64] = [0; 64];
 
 impl Stage<'_> {
+    /// # Safety
+    /// As [`stage`]; the rows are of the source's type.
     #[inline(always)]
-    fn rows<S: Simd, T: Source<S>>(&self, simd: S) {
+    unsafe fn rows<S: Simd, T: Source<S>>(&self, simd: S) {
         let BlockStep { rows, d, dv, kv_dtype, .. } = *self.block_step;
         let Buffers { k, v, .. } = self.buffers;
         let source = T::new(simd, kv_dtype);

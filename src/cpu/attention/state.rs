@@ -66,7 +66,7 @@ impl RowPlace {
     #[inline(always)]
     pub(super) unsafe fn write(self, all: *mut f32, from: *const f32, d: usize) {
         for i in 0..d {
-            // SAFETY: the caller's word.
+            // SAFETY: element i < d of the row, and its place.
             unsafe { all.add(self.first + i * self.step).write(from.add(i).read()) }
         }
     }
@@ -78,7 +78,7 @@ impl RowPlace {
     #[inline(always)]
     pub(super) unsafe fn read(self, all: *const f32, to: *mut f32, d: usize) {
         for i in 0..d {
-            // SAFETY: the caller's word.
+            // SAFETY: element i < d of the row, and its place.
             unsafe { to.add(i).write(all.add(self.first + i * self.step).read()) }
         }
     }
@@ -126,7 +126,7 @@ impl State {
             Arrangement::RowPerLane => l(row),
             Arrangement::VectorPerRow(rows) => (row..self.lanes).step_by(rows).map(l).sum(),
         };
-        // SAFETY: as above; all lanes of a row have the same m.
+        // SAFETY: the first lane of the row; all of them have the same m.
         (unsafe { self.m.add(row).read() }, sum)
     }
 

@@ -95,7 +95,7 @@ impl Block {
 #[inline(always)]
 pub(super) unsafe fn scale_row<S: Simd>(simd: S, row: *mut f32, d: usize, factor: f32) {
     for i in (0..d).step_by(S::LANES) {
-        // SAFETY: the caller's word.
+        // SAFETY: i < d; the row goes on to the end of a vector.
         unsafe { simd.store(row.add(i), simd.mul(simd.load(row.add(i)), simd.splat(factor))) };
     }
 }

@@ -31,6 +31,10 @@ impl Scratch {
 }
 
 /// A task of the plan, for [`crate::cpu::simd::Isa::run`].
+///
+/// # Safety
+/// The problem's views are valid host memory, its results not accessed by others; plan, scratch and deltas were made for
+/// it, with the lanes of the instruction set that runs this. Each task runs once.
 pub(super) struct RunTask<'a> {
     problem: &'a FlashAttnVarlenBwd<'a>,
     plan: &'a Plan,
@@ -41,10 +45,7 @@ pub(super) struct RunTask<'a> {
 }
 
 impl<'a> RunTask<'a> {
-    /// # Safety
-    /// The problem's views are valid host memory, its results not accessed by others; plan, scratch and deltas were made
-    /// for it, with the lanes of the instruction set that will run this. Each task runs once.
-    pub(super) unsafe fn new(
+    pub(super) fn new(
         problem: &'a FlashAttnVarlenBwd<'a>,
         plan: &'a Plan,
         scratch: &'a mut Scratch,
@@ -58,9 +59,9 @@ impl<'a> RunTask<'a> {
 impl Vectorised for RunTask<'_> {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let item = match self.task {
-            // SAFETY: `new`'s contract; no item has these keys.
+            // SAFETY: dk and dv are writable, and no item has these keys.
             Task::Clear(keys) => return unsafe { clear(self.problem, keys) },
             Task::Item(item) => item,
         };
@@ -82,7 +83,7 @@ impl Vectorised for RunTask<'_> {
             dq: ds.wrapping_add(KEYS * MAX_ROWS),
             form: Form::of(&forward.score),
         };
-        // SAFETY: `new`'s contract; all places lie in the scratch.
+        // SAFETY: what the type requires; panel, block, p, ds and dq lie one after the other in the scratch.
         unsafe { work.run(simd, Panel::new(memory, d, dv)) };
     }
 }
@@ -112,12 +113,13 @@ impl Work<'_> {
     }
 
     /// # Safety
-    /// As [`RunTask::new`].
+    /// As [`RunTask`].
     #[inline(always)]
     unsafe fn run<S: Simd>(&self, simd: S, mut panel: Panel) {
         let Self { problem, plan, item, block, .. } = *self;
         let (rows, wants) = (item.rows(self.group), item.wants);
-        // SAFETY: the caller's word.
+        // SAFETY: dq has room for all panels of the item; keys come in blocks of at most KEYS, rows in panels of at most two
+        // vectors, and both are loaded when they meet. Only this item writes these keys of its head, or these queries.
         unsafe {
             if wants.queries() {
                 self.dq.write_bytes(0, rows.next_multiple_of(S::LANES) * problem.forward.head_dim);
@@ -163,7 +165,7 @@ impl Work<'_> {
     /// The block, whose first key is at position `start`, meets the panel, whose first row is `first`.
     ///
     /// # Safety
-    /// As [`RunTask::new`]; block and panel are loaded.
+    /// As [`RunTask`]; block and panel are loaded.
     #[inline(always)]
     unsafe fn meet<S: Simd, const NV: usize, const TILE: usize>(
         &self,
@@ -183,7 +185,7 @@ impl Work<'_> {
             products::<S, NV, TILE>(simd, (block.k, d), panel.q_columns, &keys, p);
             products::<S, NV, TILE>(simd, (block.v, dv), panel.dout_columns, &keys, ds);
             let (lanes, form) = (&panel.lanes, self.form);
-            Weigh::<NV> { p, ds, keys: keys.clone(), first: start, lanes, form }.apply(simd);
+            simd.call(Weigh::<NV> { p, ds, keys: keys.clone(), first: start, lanes, form });
             if self.item.wants.keys() {
                 add_to_keys::<S, NV, TILE>(simd, p, (panel.dout, panel.rows), &keys, (block.dv, dv));
                 add_to_keys::<S, NV, TILE>(simd, ds, (panel.q, panel.rows), &keys, (block.dk, d));
@@ -197,7 +199,7 @@ impl Work<'_> {
     /// Write the dq of the rows.
     ///
     /// # Safety
-    /// As [`RunTask::new`].
+    /// As [`RunTask`].
     #[inline(always)]
     unsafe fn write_queries<S: Simd>(&self, simd: S) {
         let Self { problem, plan, item, group, .. } = *self;
@@ -236,7 +238,7 @@ unsafe fn products<S: Simd, const NV: usize, const TILE: usize>(
 ) {
     let (width, stride) = (NV * S::LANES, row_stride(d));
     for j in keys.clone().step_by(TILE) {
-        // SAFETY: the caller's word.
+        // SAFETY: rows j to j + TILE of the block, the `[d][NV]` columns, and as many places in `to`.
         unsafe {
             let scalars = Scalars { from: rows.add(j * stride), row: stride, step: 1 };
             let zeros = [[simd.splat(0.0); NV]; TILE];
@@ -260,7 +262,7 @@ unsafe fn add_to_queries<S: Simd, const NV: usize, const TILE: usize>(
 ) {
     let (width, stride) = (NV * S::LANES, row_stride(d));
     for c in (0..d).step_by(TILE) {
-        // SAFETY: the caller's word; TILE divides d.
+        // SAFETY: elements c to c + TILE of the keys' rows and of dq, as TILE divides d; a weight for each key.
         unsafe {
             let scalars = Scalars { from: k.add(keys.start * stride + c), row: 1, step: stride };
             let vectors = Vectors { from: ds.add(keys.start * width), step: width };
@@ -286,7 +288,7 @@ unsafe fn add_to_keys<S: Simd, const NV: usize, const TILE: usize>(
 ) {
     let (width, stride) = (NV * S::LANES, row_stride(d));
     for j in keys.clone().step_by(TILE) {
-        // SAFETY: the caller's word; whole vectors of rows are there.
+        // SAFETY: weights and rows of keys j to j + TILE, of a block of whole tiles; all rows are whole vectors long.
         unsafe {
             let scalars = Scalars { from: weights.add(j * width), row: width, step: 1 };
             let mut c = 0;

@@ -61,18 +61,20 @@ unsafe fn run_with(isa: Isa, problem: &FlashAttnVarlenBwd, pool: &dyn Pool) -> R
     let (deltas_of_all, sinks_of_all) = (Shared::new(&mut deltas), Shared::new(&mut sinks));
     let sum_up = |(): &mut (), index: usize| {
         let of_chunk = sinks_of_all.address().wrapping_add(index * forward.num_q_heads);
-        // SAFETY: the caller's word; both arrays were made for this problem, and each index comes once.
-        isa.run(unsafe { SumUp::new(problem, &plan, index, deltas_of_all.address(), of_chunk) });
+        // SAFETY: the views are valid by this function's contract; both arrays were made for this problem, and each index
+        // comes once.
+        unsafe { isa.run(SumUp::new(problem, &plan, index, deltas_of_all.address(), of_chunk)) };
     };
     parallel_for(pool, chunks, || (), sum_up)?;
-    // SAFETY: as above; nobody works on them any more.
+    // SAFETY: the array has the sums of all chunks, whose tasks have ended; dsinks are a view of the problem.
     unsafe { rows::write_sinks(problem, sinks_of_all.address(), chunks) };
 
     let scratch = || Scratch::new(&plan, problem);
     parallel_for_with(pool, plan.tasks.len(), scratch, |scratch, index| {
         let deltas = deltas_of_all.address();
-        // SAFETY: the caller's word; plan, scratch and deltas were made for this problem, and each index comes once.
-        isa.run(unsafe { RunTask::new(problem, &plan, scratch, deltas, &plan.tasks[index]) });
+        // SAFETY: the views are valid by this function's contract; plan, scratch and deltas were made for this problem, and
+        // each index comes once.
+        unsafe { isa.run(RunTask::new(problem, &plan, scratch, deltas, &plan.tasks[index])) };
     })
 }
 

@@ -175,7 +175,7 @@ impl Panel {
 /// `rows` are [`row_stride`] apart; `columns` has room for `[d][width]`.
 #[inline(always)]
 unsafe fn transpose(rows: *const f32, columns: *mut f32, d: usize, (count, width): (usize, usize)) {
-    // SAFETY: the caller's word.
+    // SAFETY: element c < d of row < count, and its place in a column of `width` lanes.
     unsafe {
         for c in 0..d {
             for row in 0..count {

@@ -24,6 +24,10 @@ pub(super) fn row_of(tensor: &Tensor, t: usize, h: usize) -> *mut u8 {
 
 /// The rows of a chunk: `delta = out . dout - dlse` for all heads, what they add to the gradients of the sinks, and 0 for
 /// the dq of those that belong to no sequence.
+///
+/// # Safety
+/// The problem's views are valid host memory; the plan was made for it, the arrays have room, and these rows of dq and of
+/// `deltas`, and `sinks`, are not otherwise accessed.
 pub(super) struct SumUp<'a> {
     problem: &'a FlashAttnVarlenBwd<'a>,
     plan: &'a Plan,
@@ -35,10 +39,7 @@ pub(super) struct SumUp<'a> {
 }
 
 impl<'a> SumUp<'a> {
-    /// # Safety
-    /// The problem's views are valid host memory; the plan was made for it, the arrays have room, and nobody else
-    /// accesses these rows of dq and of `deltas`, or `sinks`.
-    pub(super) unsafe fn new(
+    pub(super) fn new(
         problem: &'a FlashAttnVarlenBwd<'a>,
         plan: &'a Plan,
         chunk: usize,
@@ -53,7 +54,7 @@ impl<'a> SumUp<'a> {
 impl Vectorised for SumUp<'_> {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let Self { problem, plan, .. } = self;
         let (forward, heads) = (&problem.forward, problem.forward.num_q_heads);
         let mut sinks = vec![0.0f64; heads];
@@ -65,7 +66,7 @@ impl Vectorised for SumUp<'_> {
                 continue;
             }
             for (h, of_sink) in sinks.iter_mut().enumerate() {
-                // SAFETY: `new`'s contract: row t and head h are the problem's; [Hq, Tq], [Tq, Hq] and [Hq].
+                // SAFETY: row t and head h are the problem's; dlse is a dense [Hq, Tq], deltas [Tq, Hq], the logits [Hq].
                 unsafe {
                     let dlse = problem.dlse.map_or(0.0, |dlse| dlse.add(h * forward.num_rows + t).read());
                     let delta = product_of_outputs(simd, problem, t, h) - dlse;
@@ -76,14 +77,14 @@ impl Vectorised for SumUp<'_> {
             }
         }
         for (h, sum) in sinks.into_iter().enumerate() {
-            // SAFETY: `new`'s contract.
+            // SAFETY: head h < Hq of the chunk's own sums.
             unsafe { self.sinks.add(h).write(sum as f32) };
         }
     }
 }
 
 /// # Safety
-/// As [`SumUp::new`]; the row and the head are the problem's.
+/// As [`SumUp`]; the row and the head are the problem's.
 pub(super) unsafe fn lse_of(problem: &FlashAttnVarlenBwd, t: usize, h: usize) -> f32 {
     let forward = &problem.forward;
     // SAFETY: element (h, t) of the dense [Hq, Tq].
@@ -126,7 +127,7 @@ pub(super) unsafe fn write_sinks(problem: &FlashAttnVarlenBwd, sums: *const f32,
     let Some(dsinks) = problem.dsinks else { return };
     let heads = problem.forward.num_q_heads;
     for h in 0..heads {
-        // SAFETY: the caller's word.
+        // SAFETY: element (chunk, h) of the sums, element h of the result.
         unsafe {
             let of_chunk = |chunk: usize| f64::from(sums.add(chunk * heads + h).read());
             dsinks.add(h).write((0..chunks).map(of_chunk).sum::<f64>() as f32);

@@ -28,6 +28,9 @@ impl Form {
 
 /// Products `[keys][NV]` of vectors of rows become, in place, the weights p and `ds`, the gradients of the scores before
 /// `softmax_scale`; both are 0 where a row does not see a key.
+///
+/// # Safety
+/// `p` and `ds` have NV vectors for each of `keys`, as many as the lanes in use.
 pub(super) struct Weigh<'a, const NV: usize> {
     /// `q . k`, then p
     pub(super) p: *mut f32,
@@ -41,31 +44,27 @@ pub(super) struct Weigh<'a, const NV: usize> {
     pub(super) form: Form,
 }
 
-impl<const NV: usize> Weigh<'_, NV> {
-    /// # Safety
-    /// `p` and `ds` have vectors of the lanes' instruction set for all of `keys`.
-    #[inline(always)]
-    pub(super) unsafe fn apply<S: Simd>(self, simd: S) {
-        simd.call(self);
-    }
-}
-
 impl<const NV: usize> Vectorised for Weigh<'_, NV> {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let masked = !self.lanes.all_see(self.first, &self.keys);
-        match (self.form.cap > 0.0 || self.lanes.biased, masked) {
-            (false, false) => self.weigh::<S, false, false>(simd),
-            (false, true) => self.weigh::<S, false, true>(simd),
-            (true, _) => self.weigh::<S, true, true>(simd),
+        // SAFETY: what the type requires.
+        unsafe {
+            match (self.form.cap > 0.0 || self.lanes.biased, masked) {
+                (false, false) => self.weigh::<S, false, false>(simd),
+                (false, true) => self.weigh::<S, false, true>(simd),
+                (true, _) => self.weigh::<S, true, true>(simd),
+            }
         }
     }
 }
 
 impl<const NV: usize> Weigh<'_, NV> {
+    /// # Safety
+    /// As [`Weigh`].
     #[inline(always)]
-    fn weigh<S: Simd, const MODIFIED: bool, const MASKED: bool>(&self, simd: S) {
+    unsafe fn weigh<S: Simd, const MODIFIED: bool, const MASKED: bool>(&self, simd: S) {
         let (zero, one) = (simd.splat(0.0), simd.splat(1.0));
         let limit = simd.splat(LARGEST);
         let (scale, cap) = (simd.splat(self.form.scale), simd.splat(self.form.cap));
@@ -74,7 +73,7 @@ impl<const NV: usize> Weigh<'_, NV> {
             let of_lanes = self.lanes.vector(simd, v, self.first);
             for j in self.keys.clone() {
                 let at = (j * NV + v) * S::LANES;
-                // SAFETY: `apply`'s contract.
+                // SAFETY: vector v < NV of one of the keys.
                 let (mut s, dp) = unsafe { (simd.load(self.p.add(at)), simd.load(self.ds.add(at))) };
                 let position = simd.splat(j as f32);
                 let mut slope_of_cap = one;
@@ -105,7 +104,7 @@ impl<const NV: usize> Weigh<'_, NV> {
                         *x = simd.select_lt(position, of_lanes.low, zero, *x);
                     }
                 }
-                // SAFETY: as above.
+                // SAFETY: the vectors that were read.
                 unsafe {
                     simd.store(self.p.add(at), p);
                     simd.store(self.ds.add(at), ds);

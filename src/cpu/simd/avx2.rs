@@ -27,13 +27,14 @@ impl Simd for Avx2 {
     operations!(__m256: _mm256_set1_ps _mm256_loadu_ps _mm256_storeu_ps _mm256_add_ps _mm256_sub_ps _mm256_mul_ps
         _mm256_div_ps _mm256_fmadd_ps _mm256_max_ps);
 
-    fn call<K: Vectorised>(self, kernel: K) -> K::Output {
+    unsafe fn call<K: Vectorised>(self, kernel: K) -> K::Output {
         #[target_feature(enable = "avx2,fma,f16c")]
         #[inline(never)]
-        fn compiled<K: Vectorised>(simd: Avx2, kernel: K) -> K::Output {
-            kernel.run(simd)
+        unsafe fn compiled<K: Vectorised>(simd: Avx2, kernel: K) -> K::Output {
+            // SAFETY: what the kernel requires is the contract of `call`.
+            unsafe { kernel.run(simd) }
         }
-        // SAFETY: `self` proves the features.
+        // SAFETY: `self` proves the features; what the kernel requires is this function's contract.
         unsafe { compiled(self, kernel) }
     }
 

@@ -100,18 +100,20 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     operations!(__m512: _mm512_set1_ps _mm512_loadu_ps _mm512_storeu_ps _mm512_add_ps _mm512_sub_ps _mm512_mul_ps
         _mm512_div_ps _mm512_fmadd_ps _mm512_max_ps);
 
-    fn call<K: Vectorised>(self, kernel: K) -> K::Output {
+    unsafe fn call<K: Vectorised>(self, kernel: K) -> K::Output {
         #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
         #[inline(never)]
-        fn single<const BF16: bool, K: Vectorised>(simd: Avx512<BF16>, kernel: K) -> K::Output {
-            kernel.run(simd)
+        unsafe fn single<const BF16: bool, K: Vectorised>(simd: Avx512<BF16>, kernel: K) -> K::Output {
+            // SAFETY: what the kernel requires is the contract of `call`.
+            unsafe { kernel.run(simd) }
         }
         #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
         #[inline(never)]
-        fn pairs<const BF16: bool, K: Vectorised>(simd: Avx512<BF16>, kernel: K) -> K::Output {
-            kernel.run(simd)
+        unsafe fn pairs<const BF16: bool, K: Vectorised>(simd: Avx512<BF16>, kernel: K) -> K::Output {
+            // SAFETY: what the kernel requires is the contract of `call`.
+            unsafe { kernel.run(simd) }
         }
-        // SAFETY: `self` proves the features.
+        // SAFETY: `self` proves the features; what the kernel requires is this function's contract.
         unsafe { if BF16 { pairs(self, kernel) } else { single(self, kernel) } }
     }
 

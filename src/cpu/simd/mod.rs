@@ -52,7 +52,10 @@ pub(crate) trait Simd: Copy {
     const TILE: usize;
 
     /// Run `kernel` as a function of its own with these instructions: for what is long and needed in many places.
-    fn call<K: Vectorised>(self, kernel: K) -> K::Output;
+    ///
+    /// # Safety
+    /// As [`Vectorised::run`] of the kernel.
+    unsafe fn call<K: Vectorised>(self, kernel: K) -> K::Output;
     /// `x` in every lane.
     fn splat(self, x: f32) -> Self::V;
     /// # Safety
@@ -166,7 +169,7 @@ pub(crate) trait Simd: Copy {
     /// They are readable.
     #[inline(always)]
     unsafe fn load_code_pairs_twice(self, table: Self::Table, from: *const u8) -> [Self::V; 2] {
-        // SAFETY: the caller's word.
+        // SAFETY: two times `2 * LANES` of the codes.
         [0, 1].map(|i| unsafe { self.load_code_pairs(table, from.add(i * 2 * Self::LANES), 2 * Self::LANES) })
     }
     /// `pair_code_columns` of four times `LANES` columns.
@@ -176,7 +179,7 @@ pub(crate) trait Simd: Copy {
     unsafe fn pair_code_columns_4(self, table: Self::Table, first: *const u8, second: *const u8) -> [Self::V; 4] {
         [0, 1, 2, 3].map(|i| {
             let at = i * Self::LANES;
-            // SAFETY: the caller's word.
+            // SAFETY: `LANES` of the columns from `at` on, four times.
             unsafe { self.pair_code_columns(table, first.add(at), second.add(at), Self::LANES) }
         })
     }
@@ -187,7 +190,7 @@ pub(crate) trait Simd: Copy {
     unsafe fn store_parts(self, to: *mut f32, stride: usize, x: Self::V) {
         let lanes = array(self, x);
         for part in 0..Self::LANES / Self::TILE {
-            // SAFETY: the caller's word; LANES <= MAX_LANES.
+            // SAFETY: a part of the lanes, of which there are LANES <= MAX_LANES, to its place, by this function's contract.
             unsafe {
                 let from = lanes.as_ptr().add(part * Self::TILE);
                 to.add(part * stride).copy_from_nonoverlapping(from, Self::TILE);
@@ -263,11 +266,16 @@ fn word(first: bf16, second: bf16) -> f32 {
 }
 
 /// A kernel with its arguments, to be run with the instructions that the CPU has.
+///
+/// The arguments may be addresses: a type with a contract has a section on safety, which says what running it requires.
 pub(crate) trait Vectorised {
     /// What it returns.
     type Output;
     /// The kernel; `#[inline(always)]`, see the module.
-    fn run<S: Simd>(self, simd: S) -> Self::Output;
+    ///
+    /// # Safety
+    /// What the type requires.
+    unsafe fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 
 /// An instruction set that this CPU has.
@@ -364,25 +372,32 @@ impl Isa {
         impl Vectorised for Sizes {
             type Output = (usize, usize);
             #[inline(always)]
-            fn run<S: Simd>(self, _: S) -> (usize, usize) {
+            unsafe fn run<S: Simd>(self, _: S) -> (usize, usize) {
                 (S::LANES, S::PER_WORD)
             }
         }
-        self.run(Sizes)
+        // SAFETY: it requires nothing.
+        unsafe { self.run(Sizes) }
     }
 
     /// Run `kernel` compiled for this instruction set.
-    pub(crate) fn run<K: Vectorised>(self, kernel: K) -> K::Output {
-        match self.0 {
-            Kind::Portable => Portable::<1>.call(kernel),
-            #[cfg(target_arch = "x86_64")]
-            Kind::Avx2(simd) => simd.call(kernel),
-            #[cfg(target_arch = "x86_64")]
-            Kind::Avx512(simd) => simd.call(kernel),
-            #[cfg(target_arch = "x86_64")]
-            Kind::Avx512Bf16(simd) => simd.call(kernel),
-            #[cfg(test)]
-            Kind::PortablePairs => Portable::<2>.call(kernel),
+    ///
+    /// # Safety
+    /// As [`Vectorised::run`] of the kernel.
+    pub(crate) unsafe fn run<K: Vectorised>(self, kernel: K) -> K::Output {
+        // SAFETY: `call` asks for what `run` asks for, which is this function's contract.
+        unsafe {
+            match self.0 {
+                Kind::Portable => Portable::<1>.call(kernel),
+                #[cfg(target_arch = "x86_64")]
+                Kind::Avx2(simd) => simd.call(kernel),
+                #[cfg(target_arch = "x86_64")]
+                Kind::Avx512(simd) => simd.call(kernel),
+                #[cfg(target_arch = "x86_64")]
+                Kind::Avx512Bf16(simd) => simd.call(kernel),
+                #[cfg(test)]
+                Kind::PortablePairs => Portable::<2>.call(kernel),
+            }
         }
     }
 }

@@ -22,8 +22,9 @@ impl<const PER_WORD: usize> Simd for Portable<PER_WORD> {
     const PER_WORD: usize = PER_WORD;
 
     #[inline(never)]
-    fn call<K: Vectorised>(self, kernel: K) -> K::Output {
-        kernel.run(self)
+    unsafe fn call<K: Vectorised>(self, kernel: K) -> K::Output {
+        // SAFETY: what the kernel requires is this function's contract.
+        unsafe { kernel.run(self) }
     }
     #[inline(always)]
     fn splat(self, x: f32) -> V {

@@ -9,7 +9,7 @@ struct Operations;
 impl Vectorised for Operations {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let lanes = |v: S::V| {
             let mut out = [0.0f32; MAX_LANES];
             // SAFETY: LANES <= MAX_LANES.
@@ -57,7 +57,7 @@ struct Sums;
 impl Vectorised for Sums {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let data: Vec<f32> = (0..MAX_LANES * MAX_LANES).map(|i| (i * i % 37) as f32).collect();
         let mut vectors = [simd.splat(0.0); MAX_LANES];
         for (i, v) in vectors.iter_mut().enumerate() {
@@ -78,7 +78,7 @@ struct HalfConversions;
 impl Vectorised for HalfConversions {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let same = |a: f32, b: f32| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
         for first in (0..=u16::MAX).step_by(S::LANES) {
             let bits: Vec<u16> = (0..S::LANES as u16).map(|i| first + i).collect();
@@ -113,7 +113,7 @@ struct Words;
 impl Vectorised for Words {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         if S::PER_WORD == 1 {
             return;
         }
@@ -201,7 +201,7 @@ struct Stores;
 impl Vectorised for Stores {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+    unsafe fn run<S: Simd>(self, simd: S) {
         let x: Vec<f32> = (0..S::LANES).map(|i| i as f32).collect();
         let mut parts = vec![-1.0f32; 8 * S::LANES];
         // SAFETY: LANES elements; at most 4 parts of TILE lanes, 2 * TILE apart.
@@ -228,11 +228,14 @@ impl Vectorised for Stores {
 #[test]
 fn every_instruction_set_computes_what_scalar_code_computes() {
     for isa in Isa::available().into_iter().chain([Isa::portable_pairs()]) {
-        isa.run(Operations);
-        isa.run(Sums);
-        isa.run(HalfConversions);
-        isa.run(Words);
-        isa.run(Stores);
+        // SAFETY: they require nothing.
+        unsafe {
+            isa.run(Operations);
+            isa.run(Sums);
+            isa.run(HalfConversions);
+            isa.run(Words);
+            isa.run(Stores);
+        }
     }
 }
 
