@@ -13,16 +13,17 @@ pub mod rope_kv_cache_update;
 pub mod simple_add;
 pub mod workspace;
 
+mod call_arguments;
 mod checks;
 mod kv_layout;
 mod operators;
 mod signature;
 
+pub(crate) use call_arguments::Bound;
 pub use checks::{MAX_HEAD_DIM, Scale};
 pub use kv_layout::KvView;
 pub use operators::Op;
 pub(crate) use operators::{
     BoolAttribute, CallResult, F32Attribute, I64Attribute, OPERATORS_JSON, Operand, arguments, for_each_target,
 };
-pub(crate) use signature::Bound;
 pub use signature::{Attribute, AttributeKind, Signature};
