@@ -155,8 +155,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     ptx::sync(1, 256);
     pipeline.values_full(count).wait();
     int32_t held = -1;  // the stage of Q that dK is still being made from
-    // Whether it was the tile's last one. Where the keys are `hidden` from all queries, dS is 0, and of the products
-    // only the half of dQ is left.
+    // Where the keys are `hidden` from all queries, dS is 0, and of the products only the half of dQ is left.
     const auto take_step = [&](auto hidden) {
       constexpr bool kHidden = decltype(hidden)::value;
       const Turn<2> now(step);

@@ -35,9 +35,11 @@ __device__ __forceinline__ void load_row_stats(uint32_t to, const float* from, u
   ptx::cp_async_arrive(barrier);
 }
 
-/// What one of the two warps does once a tile and for each block of queries: K and Q, or V and dO.
+/// What a warp fetches: K and Q, or V and dO.
 enum class BackwardLoad { keys, values };
 
+/// Fetches the keys of each tile of the CTA, and the blocks of queries that see them, head by head. The work of a warp;
+/// that of the keys finds the tiles.
 template <typename Shape, BackwardLoad kLoad>
 __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
                                            const BackwardPipeline<Shape>& pipeline) {
@@ -117,7 +119,7 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
       }
     }
   }
-  // Also of the last tile, which is none.
+  // Where the lanes are together at the end, ptxas takes fewer registers for all of it.
   __syncwarp();
 }
 

@@ -154,10 +154,8 @@ impl Hopper {
             && fills_steps(forward, tile)
             && forward.q.dtype.size() == 2
             && !modifies_scores(forward)
-            && forward.num_rows > 0
-            && problem.num_keys > 0
             && layout.bytes <= there
-            && most_tiles(problem) <= i64::from(i32::MAX)
+            && counts_fit(problem)
             && can_copy_all();
         fits.then_some(hopper)
     }
@@ -234,6 +232,18 @@ impl Hopper {
     }
 }
 
+/// Whether 32 bits are enough for the kernels' numbers: of tiles and CTAs, and sums of a row, a key and a window.
+fn counts_fit(problem: &FlashAttnVarlenBwd) -> bool {
+    const MOST: i64 = 1 << 29;
+    let Attention { num_rows, num_q_heads, score, .. } = &problem.forward;
+    let blocks = (num_rows.div_ceil(PREPARED_ROWS) as i64).saturating_mul(*num_q_heads as i64);
+    // A window that wide and no window are the same to `AttentionParams`.
+    let is_counted = |window: i64| window < MOST || window >= i64::from(i32::MAX);
+    [*num_rows, problem.num_keys].iter().all(|rows| (1..MOST).contains(&(*rows as i64)))
+        && [score.window_left, score.window_right].into_iter().all(is_counted)
+        && blocks.max(most_tiles(problem)) < i64::from(i32::MAX)
+}
+
 /// More tiles than any batch of these sizes has.
 fn most_tiles(problem: &FlashAttnVarlenBwd) -> i64 {
     let forward = &problem.forward;
@@ -284,8 +294,73 @@ impl Boxes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::attention::tests::{device, problem};
+    use crate::ops::attention::{Alibi, Score};
     use crate::ops::workspace::AttentionSizes;
     use crate::tensor::DType;
+    use std::ptr::{null, null_mut};
+
+    /// 1000 rows of 4 heads over 2 KV heads of as many keys, in 7 sequences; no memory.
+    fn gradients(head_dim: usize) -> FlashAttnVarlenBwd<'static> {
+        let leak = |heads: usize| -> &'static [i64] { Box::leak(Box::new([1000, heads as i64, head_dim as i64])) };
+        let of_queries = Tensor::dense(DType::BF16, null_mut(), leak(4));
+        let of_keys = Tensor::dense(DType::BF16, null_mut(), leak(2));
+        let plain = problem(1000, 7, 4, head_dim);
+        let view = KvView { token_stride: 2 * head_dim as i64, head_stride: head_dim as i64, ..plain.k };
+        let forward = Attention { q: of_queries, k: view, v: view, out: of_queries, ..plain };
+        FlashAttnVarlenBwd {
+            forward,
+            dout: of_queries,
+            dlse: None,
+            dq: of_queries,
+            dk: of_keys,
+            dv: of_keys,
+            dsinks: None,
+            workspace: Some(Tensor::dense(DType::U8, null_mut(), &[4_000_000])),
+            num_keys: 1000,
+            deterministic: false,
+        }
+    }
+
+    #[test]
+    fn the_kernels_take_what_they_are_built_for() {
+        let takes = |problem: &FlashAttnVarlenBwd| Hopper::of(problem, &device(true)).is_some();
+        for head_dim in (8..=256).step_by(8) {
+            assert_eq!(takes(&gradients(head_dim)), head_dim <= 128, "{head_dim}");
+        }
+        assert!(Hopper::of(&gradients(128), &device(false)).is_none());
+        let with = |change: &dyn Fn(&mut Attention)| {
+            let mut problem = gradients(128);
+            change(&mut problem.forward);
+            takes(&problem)
+        };
+        assert!(with(&|forward| forward.score = Score { window_left: 5, window_right: 0, ..forward.score }));
+        assert!(with(&|forward| forward.score.window_left = i64::MAX));
+        assert!(!with(&|forward| forward.score.window_left = 1 << 30));
+        assert!(!with(&|forward| forward.score.softcap = 1.0));
+        assert!(!with(&|forward| forward.score.alibi = Some(Alibi { slopes: null(), per_sequence: false })));
+        assert!(!with(&|forward| forward.q.dtype = DType::F32));
+        assert!(!with(&|forward| forward.k.token_stride = 260));
+        assert!(!with(&|forward| forward.v.token_stride = 0));
+        let roomy = |bytes: &'static [i64; 1]| FlashAttnVarlenBwd {
+            workspace: Some(Tensor::dense(DType::U8, null_mut(), bytes)),
+            ..gradients(128)
+        };
+        assert!(takes(&roomy(&[4_000_000])) && !takes(&roomy(&[2_000_000])));
+        assert!(!takes(&FlashAttnVarlenBwd { workspace: None, ..gradients(128) }));
+    }
+
+    #[test]
+    fn short_sequences_of_large_groups_are_left_to_the_portable_kernels() {
+        let takes = |seqs, heads| {
+            let mut problem = gradients(128);
+            problem.workspace = Some(Tensor::dense(DType::U8, null_mut(), &[90_000_000]));
+            problem.forward = Attention { max_seqs: seqs, num_q_heads: heads, ..problem.forward };
+            Hopper::of(&problem, &device(true)).is_some()
+        };
+        // 64 queries a step: 21 rows a sequence are a third.
+        assert!(takes(46, 8) && !takes(47, 8) && takes(500, 6));
+    }
 
     #[test]
     fn what_the_front_ends_allocate_is_enough() {
