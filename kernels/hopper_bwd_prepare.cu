@@ -19,7 +19,7 @@ namespace xa::hopper {
 
 constexpr int kThreads = 256, kRows = 64;
 
-/// The numbers of a block of rows of one head, whoever's they are.
+/// The numbers of a block of rows of one head, whichever sequences they belong to.
 template <typename T, typename Shape>
 __device__ __forceinline__ void describe_rows(const HopperBackwardParams& params, int32_t index) {
   constexpr float kLog2E = 1.44269504088896341f;

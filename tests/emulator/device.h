@@ -70,7 +70,7 @@ void mbarrier_copied(uint32_t address, uint32_t bytes);
 /// Waits for the end of the phase of this parity.
 void mbarrier_wait(uint32_t address, uint32_t parity);
 [[noreturn]] void fail(const char* why);
-/// Lets other threads of the block go on, if there are any; for whoever waits for a number in memory to change.
+/// Lets other threads of the block go on, if there are any: one that waits for a number in memory to change calls it.
 void pass_turn();
 /// A copy of `bytes` bytes to shared memory that is seen after `cp_async_wait`; zeros where `wanted` is false.
 void cp_async(uint32_t destination, const void* source, int bytes, bool wanted);

@@ -23,7 +23,7 @@ inline void bulk_add_f32(void* to, uint32_t from, uint32_t bytes) {
 }
 inline void bulk_commit() {}
 inline void fence_all_for_async() {}
-/// Whoever looks at a number again and again lets the others go on.
+/// A thread that polls a number lets the others go on.
 inline int32_t load_acquire(const int32_t* from) {
   const int32_t value = *from;
   emulator::pass_turn();

@@ -52,11 +52,11 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
     const Turn<2> turn(count);
     BackwardTile& tile = pipeline.tile(turn);
     if constexpr (kOfKeys) {
-      unsigned long long ticket = 0;
-      if (leads) ticket = atomicAdd(&params.plan->next_tile, 1ull);
-      const int32_t number = uniform(static_cast<int32_t>(min(ticket, 0x7fffffffull)));
+      unsigned long long next = 0;
+      if (leads) next = atomicAdd(&params.plan->next_tile, 1ull);
+      const int32_t tile_index = uniform(static_cast<int32_t>(min(next, 0x7fffffffull)));
       pipeline.tile_empty(turn).wait_for_reuse();
-      find_tile<Shape>(params, number, tile);
+      find_tile<Shape>(params, tile_index, tile);
       __syncwarp();
       if (leads) pipeline.tile_full(turn).arrive();
     } else {

@@ -1,5 +1,5 @@
-// Which tiles a CTA of the backward works on: those of the tickets that it draws. A ticket is drawn when the CTA has
-// fetched all of its tile before, so the tile of a ticket waits in the sums of dQ only for tiles of lower tickets,
+// Which tiles a CTA of the backward works on: a counter in memory gives it one tile index after the other. It takes the
+// next when it has fetched all of its tile before, so in the sums of dQ a tile waits only for tiles of lower indices,
 // which CTAs that run have: nothing depends on the order in which CTAs start, nor on how many run.
 //
 // Tiles of a sequence are numbered over sections of KV heads, over blocks of keys, over the heads of the section. What
@@ -88,19 +88,19 @@ __device__ __forceinline__ int32_t find_sequence(const SequencePlan* sequences, 
   return first;
 }
 
-/// Puts the tile of a ticket into `to`. The work of a warp.
+/// Puts the tile with an index into `to`. The work of a warp.
 template <typename Shape>
-__device__ __forceinline__ void find_tile(const HopperBackwardParams& params, int32_t ticket, BackwardTile& to) {
+__device__ __forceinline__ void find_tile(const HopperBackwardParams& params, int32_t tile_index, BackwardTile& to) {
   const AttentionParams& forward = params.base.forward;
   const int32_t num_tiles = __ldg(&params.plan->num_tiles);
-  if (ticket >= num_tiles) {
+  if (tile_index >= num_tiles) {
     to.key_block = -1;
     return;
   }
-  const SequencePlan& sequence = params.sequences[find_sequence(params.sequences, forward.max_seqs, ticket)];
+  const SequencePlan& sequence = params.sequences[find_sequence(params.sequences, forward.max_seqs, tile_index)];
   const int32_t num_queries = sequence.num_queries, num_keys = sequence.num_keys, num_heads = forward.num_kv_heads;
   const Sections<Shape> sections(forward, num_queries);
-  const int32_t key_blocks = ceil_div(num_keys, Shape::kKeys), in_sequence = ticket - sequence.tiles_before;
+  const int32_t key_blocks = ceil_div(num_keys, Shape::kKeys), in_sequence = tile_index - sequence.tiles_before;
   // The last heads of the last sequence are a section with a tile for most SMs.
   constexpr int32_t kLastTiles = 120;
   const bool is_last = sequence.tiles_before + key_blocks * num_heads == num_tiles;
