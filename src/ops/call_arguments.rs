@@ -61,7 +61,7 @@ impl<'a> Bound<'a> {
         self.find(self.signature.results, self.results, name.name()).filter(|t| !t.is_left_out())
     }
     /// There is nothing to compute: no result has an element, but for scratch memory. Sizes beside a 0 may be anything,
-    /// so nobody should count by them.
+    /// which must not be used in arithmetic.
     pub(crate) fn has_empty_results(&self) -> bool {
         let results = self.signature.results.iter().zip(self.results).filter(|(name, _)| **name != "workspace");
         results.map(|(_, result)| result).all(|result| result.is_empty() || result.is_left_out())
