@@ -46,6 +46,10 @@ class Operator(NamedTuple):
             typed[name] = _TYPES[kind](none if value is None else value)
         return typed
 
+    def attributes_of(self, options: object) -> dict[str, Any]:
+        """The attributes by name, out of an object with a field for each, and perhaps more."""
+        return {attribute.name: getattr(options, attribute.name) for attribute in self.attributes}
+
     def required_tensors(self, *, in_place: bool = False) -> str:
         """The required operands as the parameters of a torch schema; `in_place` marks those that a result updates."""
         letters = dict(zip(self.aliases.values(), "ab", strict=False)) if in_place else {}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._operators import operator
 from .._options import refuse_window
 from ._attention import output_dtype, with_workspace
 from ._call import Array, scale_operand, static_attributes, static_bool
@@ -168,10 +169,6 @@ class Static(NamedTuple):
     dtype: np.dtype
     return_lse: np.bool_
 
-    def named_attributes(self) -> dict[str, np.generic]:
-        """Those of the target."""
-        return {name: value for name, value in self._asdict().items() if name not in ("dtype", "return_lse")}
-
     def results(self, query: Array) -> list[jax.ShapeDtypeStruct | None]:
         """Of queries ``[T, Hq, D]``: `out`, and the log-sum-exp if it is asked for."""
         out = jax.ShapeDtypeStruct(query.shape, self.dtype)
@@ -192,7 +189,7 @@ def _run(static: Static, *operands: Array | None) -> tuple[Array, ...]:
         "xla_gpu_paged_attention",
         operands,
         static.results(query),
-        static.named_attributes(),
+        operator("xla_gpu_paged_attention").attributes_of(static),
         kv_heads=kv_cache.shape[2] // 2 if kv_cache.ndim == 4 else 0,
         num_seqs=context_lens.shape[0] if context_lens.ndim else 0,
     )

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._operators import operator
 from ._attention import output_dtype, with_workspace
 from ._call import Array, static_bool
 from ._fold import unfolded, with_vmap
@@ -143,7 +144,7 @@ def _run(static: Static, *operands: Array | None) -> tuple[Array, ...]:
         "xla_gpu_paged_attention_update",
         operands,
         [out, jax.ShapeDtypeStruct(kv_cache.shape, kv_cache.dtype), lse],
-        static.named_attributes(),
+        operator("xla_gpu_paged_attention_update").attributes_of(static),
         kv_heads=kv_cache.shape[2] // 2 if kv_cache.ndim == 4 else 0,
         num_seqs=context_lens.shape[0] if context_lens.ndim else 0,
     )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _library
+from .._operators import operator
 from .._options import kv_layout_number
 from ._attention import with_workspace
 from ._call import Array, custom_call
@@ -44,7 +45,7 @@ def _run_forward(options: Options, operands: Operands) -> tuple[Array, Array]:
                 jax.ShapeDtypeStruct((*q.shape[:-1], value_dim), options.out_dtype),
                 jax.ShapeDtypeStruct((*q.shape[1:2], *q.shape[:1]), jnp.float32),
             ],
-            options.attributes("xla_gpu_flash_attn_varlen"),
+            operator("xla_gpu_flash_attn_varlen").attributes_of(options),
             kv_heads=heads // 2 if options.kv_layout == kv_layout_number("interleaved") else heads,
             num_seqs=starts.shape[0] - 1 if starts.ndim == 1 else 0,
         )
@@ -71,7 +72,7 @@ def _run_backward(options: Options, operands: Operands, cotangents: Cotangents) 
         target,
         [dout, q, k, v, out, lse, *asked, operands.alibi_slopes, sinks, dlse],
         [*results, jax.ShapeDtypeStruct((size,), jnp.uint8)],
-        options.attributes(target),
+        operator(target).attributes_of(options),
     )
     return Gradients(*found[:3], None if sinks is None else found[3])
 

@@ -4,13 +4,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._operators import operator
 from .._options import kv_layout_number
 from ._call import Array
 
 
 class Options(NamedTuple):
-    """What is known when a program is compiled; the names of the target's attributes, and more."""
+    """What is known when a program is compiled; the names of the targets' attributes, and more."""
 
     batch_invariant: np.bool_
     causal: np.bool_
@@ -25,10 +24,6 @@ class Options(NamedTuple):
     window_right: np.int64
     out_dtype: np.dtype
     dense: bool  # q, k and v have a batch of sequences of one length each, and there are no cu_seqlens
-
-    def attributes(self, target: str) -> dict[str, np.generic]:
-        """Those that a target has."""
-        return {attribute.name: getattr(self, attribute.name) for attribute in operator(target).attributes}
 
 
 class Operands(NamedTuple):
