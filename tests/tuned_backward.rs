@@ -21,15 +21,6 @@ const HEAD_DIMS: [(usize, usize); 6] = [(64, 64), (128, 128), (40, 64), (96, 96)
 
 const HEADS: [(usize, usize); 5] = [(1, 1), (4, 2), (3, 3), (5, 1), (12, 4)];
 
-const MASKS: [Mask; 6] = [
-    Mask::FULL,
-    Mask::CAUSAL,
-    Mask::window(20, -1),
-    Mask::window(-1, 130),
-    Mask::window(70, 3),
-    Mask { window_left: 140, ..Mask::CAUSAL },
-];
-
 /// Blocks that end with a sequence and before, more keys than queries and fewer, and rows that see nothing.
 const WORK: [&[(usize, usize)]; 6] = [
     &[(128, 128), (64, 256)],
@@ -41,7 +32,8 @@ const WORK: [&[(usize, usize)]; 6] = [
 ];
 
 /// The factors of the set, by their place in a row; a factor without a list is a yes or no.
-const SIZES: [usize; 11] = [DTYPES.len(), HEAD_DIMS.len(), HEADS.len(), MASKS.len(), WORK.len(), 2, 2, 2, 2, 2, 2];
+const SIZES: [usize; 11] =
+    [DTYPES.len(), HEAD_DIMS.len(), HEADS.len(), Mask::BEYOND_BLOCKS.len(), WORK.len(), 2, 2, 2, 2, 2, 2];
 
 fn case(row: &[usize], seed: u64) -> GradientCase {
     let yes = |factor: usize| row[factor] == 1;
@@ -51,7 +43,7 @@ fn case(row: &[usize], seed: u64) -> GradientCase {
         head_dim,
         value_dim: Some(value_dim),
         heads: HEADS[row[2]],
-        mask: Mask { top_left: yes(5), ..MASKS[row[3]] },
+        mask: Mask { top_left: yes(5), ..Mask::BEYOND_BLOCKS[row[3]] },
         lengths: WORK[row[4]].to_vec(),
         leftpad: yes(6),
         sinks: yes(7),

@@ -28,15 +28,6 @@ const HEADS: [(usize, usize); 6] = [(1, 1), (4, 2), (8, 1), (6, 2), (12, 1), (32
 /// 0 goes with contiguous keys. Boxes of one octet, of two, of a whole block; pages that are no octets.
 const PAGE_SIZES: [usize; 11] = [0, 8, 16, 24, 48, 128, 256, 1, 4, 12, 100];
 
-const MASKS: [Mask; 6] = [
-    Mask::FULL,
-    Mask::CAUSAL,
-    Mask::window(20, -1),
-    Mask::window(-1, 130),
-    Mask::window(70, 3),
-    Mask { window_left: 140, ..Mask::CAUSAL },
-];
-
 /// Tiles that end with a sequence and before, more keys than queries and fewer, and sequences that are decoded.
 const WORK: [&[(usize, usize)]; 5] = [
     &[(128, 128), (64, 256)],
@@ -59,7 +50,7 @@ const SIZES: [usize; 16] = [
     DTYPES.len(),
     HEAD_DIMS.len(),
     HEADS.len(),
-    MASKS.len(),
+    Mask::BEYOND_BLOCKS.len(),
     WORK.len(),
     Layout::ALL.len(),
     PAGE_SIZES.len(),
@@ -91,7 +82,7 @@ fn case(row: &[usize], seed: u64) -> Case {
         head_dim: HEAD_DIMS[row[HEAD_DIM]].0,
         value_dim: Some(HEAD_DIMS[row[HEAD_DIM]].1),
         heads: HEADS[row[2]],
-        mask: Mask { top_left: yes(10), ..MASKS[row[3]] },
+        mask: Mask { top_left: yes(10), ..Mask::BEYOND_BLOCKS[row[3]] },
         lengths: WORK[row[4]].to_vec(),
         alibi: ALIBI[row[7]],
         scales: SCALES[row[8]],

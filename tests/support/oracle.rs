@@ -21,6 +21,16 @@ pub struct Mask {
 }
 
 impl Mask {
+    /// No limit, and limits on each side that leave out whole blocks of keys and parts of them.
+    pub const BEYOND_BLOCKS: [Self; 6] = [
+        Self::FULL,
+        Self::CAUSAL,
+        Self::window(20, -1),
+        Self::window(-1, 130),
+        Self::window(70, 3),
+        Self { window_left: 140, ..Self::CAUSAL },
+    ];
+
     pub const FULL: Self = Self { causal: false, window_left: -1, window_right: -1, top_left: false };
     pub const CAUSAL: Self = Self { causal: true, ..Self::FULL };
 
