@@ -3,7 +3,7 @@
 // The library holds two sets of handlers, each compiled against its own version of these headers. Both versions define
 // the same names with different meanings, and the linker would keep one definition of each inline function and template
 // for both sets. In an unnamed namespace none of them has a linkage, so each object has its own
-// (tests/handler_sets.rs).
+// (tests/it/handler_sets.rs).
 #pragma once
 
 // What the headers themselves include has to be declared outside of that namespace.

@@ -1,4 +1,4 @@
-//! Faults planted on purpose, one in each layer: `tests/planted_faults.rs` shows what a user sees of them.
+//! Faults planted on purpose, one in each layer: `tests/subprocess/planted_faults.rs` shows what a user sees of them.
 //!
 //! Only test builds, those with the feature `planted_faults`, can plant one; in others nothing here does anything. A
 //! fault is planted on a thread for the next call from there that comes by, so tests that run side by side do not see

@@ -7,9 +7,9 @@
 use crate::attempt::{Outcome, try_call};
 use crate::mutation::{Mutation, Plan, Side};
 use crate::support::array::{BF16, Dtype, F8E4M3FN, F16, F32, F64, I32, I64, PRED, U8};
+use crate::support::conformance::{Case, cases};
 use crate::support::invocation::Attr;
 use crate::support::strategies::for_all;
-use crate::table::{Case, cases};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::{Index, select};

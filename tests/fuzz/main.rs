@@ -18,6 +18,3 @@ mod runner;
 mod settings;
 #[path = "../support/mod.rs"]
 mod support;
-#[path = "../conformance/table.rs"]
-#[allow(dead_code, reason = "the conformance suite uses the rest")]
-mod table;

@@ -1,8 +1,8 @@
 //! A call as the tables know it, and the ways in which it can be damaged.
 
 use crate::support::array::Dtype;
+use crate::support::conformance::{Case, Typed};
 use crate::support::invocation::Attr;
-use crate::table::{Case, Typed};
 
 /// A buffer without memory.
 #[derive(Clone, Debug)]

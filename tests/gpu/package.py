@@ -2,37 +2,44 @@
 
 import glob
 import importlib.util
+import itertools
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
 
-# Integration tests of the crate that run on the GPU with XLA_ATTENTION_TEST_DEVICE=cuda.
-GPU_TESTS = (
-    "cuda_graphs",
-    "cuda_alignment",
-    "cuda_contexts",
-    "cuda_kernel_files",
-    "check_mode",
-    "planted_faults",
-    "simple_add",
-    "rust_operators",
-    "kv_cache_update",
-    "kv_cache_update_fp8",
-    "rope_kv_cache_update",
-    "merge_attention_states",
-    "conformance",
-    "fuzz",
-    "attention",
-    "paged_attention",
-    "paged_attention_update",
-    "flash_attn_varlen",
-    "flash_attn_varlen_bwd",
-    "tuned_prefill",
-    "tuned_backward",
-    "fp8_accuracy",
-)
+# Test binaries of the crate that run on the GPU with XLA_ATTENTION_TEST_DEVICE=cuda, and their topics: modules, of which
+# each runs by itself.
+GPU_TESTS = {
+    "it": (
+        "cuda_graphs",
+        "cuda_alignment",
+        "simple_add",
+        "rust_operators",
+        "kv_cache_update",
+        "kv_cache_update_fp8",
+        "rope_kv_cache_update",
+        "merge_attention_states",
+        "conformance",
+        "attention_options",
+        "paged_attention",
+        "paged_attention_update",
+        "flash_attn_varlen",
+        "flash_attn_varlen_bwd",
+        "tuned_prefill",
+        "tuned_backward",
+        "fp8_accuracy",
+    ),
+    "subprocess": ("cuda_contexts", "cuda_kernel_files", "check_mode", "planted_faults"),
+    "fuzz": ("damaged", "runner"),
+}
+
+
+def selected(topic: str, topics: tuple[str, ...]) -> list[str]:
+    """A test binary's arguments that run one topic. A filter is a part of a name, so what only ends like it is skipped."""
+    longer = (other for other in topics if other != topic and other.endswith(topic))
+    return [f"{topic}::", *itertools.chain.from_iterable(("--skip", f"{other}::") for other in longer)]
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

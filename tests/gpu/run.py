@@ -13,13 +13,13 @@ import subprocess
 import sys
 import tempfile
 
-from package import GPU_TESTS, ROOT, environment
+from package import GPU_TESTS, ROOT, environment, selected
 from summary import table
 
 # Random cases under compute-sanitizer, which checks each access, at a price.
 FEWER = {"PROPTEST_CASES": "8", "XLA_ATTENTION_FUZZ_CALLS": "200"}
 
-# Of a test binary, those that call each tuned kernel once, seconds long. docs/tests.md says why racecheck is not among
+# Of a topic, those that call each tuned kernel once, seconds long. docs/tests.md says why racecheck is not among
 # their tools.
 EACH_KERNEL = {
     "tuned_prefill": ("tuned_kernels_are_chosen", "the_mixed_kernel_is_chosen", "many_decoded_sequences"),
@@ -42,19 +42,20 @@ def main() -> int:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         print("compute-sanitizer is not on PATH: memcheck, synccheck and initcheck skipped")
-    for name in GPU_TESTS:
-        binary = ROOT / "dist/gpu" / name
-        if not binary.is_file():
-            print(f"{binary} is not there (`make gpu-binaries`): skipped")
+    for binary, topics in GPU_TESTS.items():
+        program = ROOT / "dist/gpu" / binary
+        if not program.is_file():
+            print(f"{program} is not there (`make gpu-binaries`): skipped")
             continue
-        collecting = {"XLA_ATTENTION_TEST_SUMMARY": str(measured)}
-        part(name, str(binary), "--quiet", XLA_ATTENTION_TEST_DEVICE="cuda", **collecting)
-        if sanitizer:
-            memcheck = (sanitizer, "--tool", "memcheck", "--error-exitcode", "7", str(binary), "--quiet")
-            part(f"memcheck {name}", *memcheck, XLA_ATTENTION_TEST_DEVICE="cuda", **FEWER)
-        if sanitizer:
-            for test, tool in itertools.product(EACH_KERNEL.get(name, ()), ("synccheck", "initcheck")):
-                check = (sanitizer, "--tool", tool, "--error-exitcode", "7", str(binary), "--quiet", test)
+        for topic in topics:
+            run = (str(program), "--quiet", *selected(topic, topics))
+            part(topic, *run, XLA_ATTENTION_TEST_DEVICE="cuda", XLA_ATTENTION_TEST_SUMMARY=str(measured))
+            if not sanitizer:
+                continue
+            under = (sanitizer, "--error-exitcode", "7", "--tool")
+            part(f"memcheck {topic}", *under, "memcheck", *run, XLA_ATTENTION_TEST_DEVICE="cuda", **FEWER)
+            for test, tool in itertools.product(EACH_KERNEL.get(topic, ()), ("synccheck", "initcheck")):
+                check = (*under, tool, str(program), "--quiet", test)
                 part(f"{tool} {test}", *check, XLA_ATTENTION_TEST_DEVICE="cuda")
     print(table(measured), flush=True)
     part("pytest", sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *sys.argv[1:])

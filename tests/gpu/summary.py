@@ -1,7 +1,7 @@
 """What the Rust tests measured, as a table: the file that XLA_ATTENTION_TEST_SUMMARY named.
 
 `python tests/gpu/summary.py FILE` prints it in Markdown. The file has a line for each test and element types
-(`tests/support/summary.rs`); the table joins the tests of a binary.
+(`tests/support/summary.rs`); the table joins the tests of a topic.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import sys
 
 @dataclasses.dataclass
 class Row:
-    """The cases of one binary on one device in one combination of element types."""
+    """The cases of one topic on one device in one combination of element types."""
 
     cases: int = 0
     units: float | None = None
@@ -32,16 +32,16 @@ def table(path: pathlib.Path) -> str:
     rows: dict[tuple[str, str, str], Row] = {}
     total = Row()
     for line in path.read_text().splitlines():
-        binary, _test, device, dtypes, *numbers = line.split("\t")
-        for row in (rows.setdefault((device, binary, dtypes), Row()), total):
+        topic, _test, device, dtypes, *numbers = line.split("\t")
+        for row in (rows.setdefault((device, topic, dtypes), Row()), total):
             row.add(*numbers)
     lines = [
         "| device | test | q over K, V to out | cases | largest error / naive error | largest error / allowed |",
         "|---|---|---|---:|---:|---:|",
     ]
-    for (device, binary, dtypes), row in [*sorted(rows.items()), (("", "all", ""), total)]:
+    for (device, topic, dtypes), row in [*sorted(rows.items()), (("", "all", ""), total)]:
         units = "-" if row.units is None else f"{row.units:.2f}"
-        lines.append(f"| {device} | {binary} | {dtypes} | {row.cases} | {units} | {row.share:.2f} |")
+        lines.append(f"| {device} | {topic} | {dtypes} | {row.cases} | {units} | {row.share:.2f} |")
     return "\n".join(lines)
 
 

@@ -126,7 +126,7 @@ def _read(table):
             )
 
 
-# What `tests/conformance/derived.rs` derives as well.
+# What `tests/support/conformance/derived.rs` derives as well.
 
 
 def _counts(table):

@@ -20,6 +20,7 @@ pub mod c_structs;
 pub mod cache_updates;
 pub mod case;
 pub mod check;
+pub mod conformance;
 pub mod cost;
 #[cfg(feature = "cuda")]
 pub mod device;

@@ -1,7 +1,7 @@
 //! How close the results came, collected: a line for each test and element types in the file that
 //! `XLA_ATTENTION_TEST_SUMMARY` names, if it names one.
 //!
-//! The columns are: test binary, test, device, element types, cases, the largest error in units of the naive formula's
+//! The columns are: topic (the module of `tests/it`), test, device, element types, cases, the largest error in units of the naive formula's
 //! error (over cases in which that error is above SPEC's floor of 1e-5, `-` if there are none), and the largest share
 //! that an error takes of what SPEC allows.
 
@@ -54,8 +54,8 @@ impl Drop for Records {
         let mut lines = String::new();
         for (dtypes, Record { cases, units, share }) in &self.0 {
             let units = units.map_or_else(|| "-".into(), |u| format!("{u:.3}"));
-            let (binary, cases) = (binary(), cases.len());
-            let _ = writeln!(lines, "{binary}\t{test}\t{device}\t{dtypes}\t{cases}\t{units}\t{share:.3}");
+            let (topic, cases) = (test.split("::").next().unwrap_or(test), cases.len());
+            let _ = writeln!(lines, "{topic}\t{test}\t{device}\t{dtypes}\t{cases}\t{units}\t{share:.3}");
         }
         // One write, so that tests in other processes do not come between.
         let file = OpenOptions::new().create(true).append(true).open(&path);
@@ -63,15 +63,5 @@ impl Drop for Records {
         if let Err(error) = written {
             eprintln!("{}: {error}", path.display());
         }
-    }
-}
-
-/// The name of the test binary, without cargo's hash.
-fn binary() -> String {
-    let path = std::env::current_exe().unwrap_or_default();
-    let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-    match stem.rsplit_once('-') {
-        Some((name, hash)) if hash.len() == 16 => name.to_owned(),
-        _ => stem,
     }
 }

@@ -11,9 +11,6 @@ mod attempt;
 mod mutation;
 #[path = "../../support/mod.rs"]
 mod support;
-#[path = "../../conformance/table.rs"]
-#[allow(dead_code, reason = "the conformance suite uses the rest")]
-mod table;
 
 use attempt::try_call;
 use libfuzzer_sys::arbitrary::{Result, Unstructured};
@@ -22,8 +19,7 @@ use mutation::{Mutation, Plan, Side};
 use std::sync::LazyLock;
 use support::array::Dtype;
 use support::guard::keep_mappings;
-use support::invocation::Attr;
-use table::{Case, cases};
+use support::conformance::{Case, cases};
 
 static CASES: LazyLock<Vec<&'static Case>> = LazyLock::new(|| {
     keep_mappings();

@@ -1,0 +1,59 @@
+//! The handlers for the platform `CUDA`, which find the same mistakes, before they look for a driver.
+
+use super::claimed;
+use crate::support::conformance::{Case, cases};
+use crate::support::frame::{CUDA, Frame, HandlerSet, Refusal, Stage, handler_sets};
+use crate::support::guard::Side;
+
+/// A refusal as the initialize handler gives it: it names its stage, and binds no context that would count as operand.
+fn at_initialize(refusal: &Refusal) -> Refusal {
+    let Some(rest) =
+        refusal.text.strip_prefix("[execute] Failed to decode all FFI handler operands (bad operands at: ")
+    else {
+        return refusal.clone();
+    };
+    let (at, rest) = rest.split_once(')').unwrap();
+    let at: usize = at.parse().unwrap();
+    let text = format!("[initialize] Failed to decode all FFI handler operands (bad operands at: {}){rest}", at - 1);
+    Refusal { text, ..refusal.clone() }
+}
+
+fn refusal(set: HandlerSet, case: &Case, stage: Stage) -> Option<Refusal> {
+    let row = set.target(case.target, CUDA);
+    let handler = if stage == Stage::Initialize { row.initialize } else { row.execute };
+    let frame = Frame::of(handler.unwrap(), stage).stream(0);
+    let outcome = match case.memory {
+        Some(_) => claimed(frame, case).run(),
+        None => case.invocation(false).run_in(frame, Side::EndsAtGuard).map(|_| ()),
+    };
+    outcome.err()
+}
+
+#[test]
+fn the_cuda_handlers_refuse_what_the_tables_refuse() {
+    let (mut ran, mut complaints) = (0, Vec::new());
+    for case in cases() {
+        let Some(wanted) = &case.refusal else { continue };
+        ran += 1;
+        for set in handler_sets() {
+            for (stage, wanted) in [(Stage::Initialize, at_initialize(wanted)), (Stage::Execute, wanted.clone())] {
+                let (found, wanted) = (refusal(set, case, stage), set.says(stage, &wanted));
+                if found.as_ref() != Some(&wanted) {
+                    complaints.push(format!("{}: {} {stage:?}: {found:?}, not {wanted:?}", case.target, case.name));
+                }
+            }
+        }
+    }
+    assert!(complaints.is_empty(), "{}", complaints.join("\n"));
+    assert!(ran >= 500, "{ran} cases");
+}
+
+#[test]
+fn a_cuda_handler_without_a_stream_says_what_the_host_said() {
+    for set in handler_sets() {
+        let case = cases().find(|case| case.name == "the right call").unwrap();
+        let outcome = case.invocation(false).run_in(set.frame(case.target, CUDA), Side::EndsAtGuard);
+        let text = outcome.unwrap_err().text;
+        assert!(text.contains("Failed to get platform stream: XLA FFI GPU context is not available"), "{text}");
+    }
+}

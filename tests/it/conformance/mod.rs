@@ -1,0 +1,162 @@
+//! The FFI conformance suite, driven without XLA: every case of the tables (`tests/conformance/README.md`) in call
+//! frames made by hand and buffers that end at pages that fault, and what XLA and the handlers say besides.
+//!
+//! The same tables go through XLA in `tests/python/test_conformance.py`.
+
+#[cfg(feature = "cuda")]
+mod cuda;
+mod protocol;
+mod versions;
+
+use crate::support::array::Array;
+use crate::support::conformance::{Case, Typed, cases, driver, tables};
+use crate::support::frame::{CPU, Frame, HandlerSet, Refusal, Stage, handler_sets};
+use crate::support::guard::for_both_sides;
+use crate::support::machine::runs_on_cpu;
+use crate::support::pools::Inline;
+use std::collections::BTreeSet;
+use std::ffi::CStr;
+use xla_attention::Op;
+use xla_attention::ops::AttributeKind;
+
+/// What is wrong with an outcome of an execute handler, if anything is.
+fn complaint(set: HandlerSet, case: &Case, outcome: Result<Vec<Array>, Refusal>) -> Option<String> {
+    let told = |what: String| Some(format!("{}: {}: {what}", case.target, case.name));
+    match (outcome, case.refusal.as_ref().map(|refusal| set.says(Stage::Execute, refusal))) {
+        (Ok(results), None) => {
+            let wrong = case.results.iter().zip(&results).find(|((_, wanted), found)| !wanted.is_met_by(found));
+            wrong.and_then(|((name, _), found)| told(format!("{name} is {:?}", found.values())))
+        }
+        (Err(refusal), Some(wanted)) if refusal == wanted => None,
+        (outcome, wanted) => told(format!("{:?}, expected {wanted:?}", outcome.map(|_| "it worked"))),
+    }
+}
+
+/// `frame` with the buffers of a case that claims to have memory where there is none.
+fn claimed<'a>(frame: Frame<'a>, case: &Case) -> Frame<'a> {
+    let address = case.memory.unwrap().address();
+    let frame = frame.attributes(&case.attributes);
+    // SAFETY: every such case is refused for its sizes or its memory, or has no element.
+    let frame = case.operands.iter().fold(frame, |f, (_, x)| unsafe { f.claimed_operand(x.dtype.0, &x.dims, address) });
+    // SAFETY: as above.
+    case.results.iter().fold(frame, |f, (_, x)| unsafe { f.claimed_result(x.dtype.0, &x.dims, address) })
+}
+
+#[test]
+fn the_cpu_handlers_do_what_the_tables_say() {
+    let (mut ran, mut complaints) = (0, Vec::new());
+    for (set, case) in handler_sets().into_iter().flat_map(|set| cases().map(move |case| (set, case))) {
+        ran += 1;
+        if case.memory.is_some() {
+            let outcome = claimed(set.frame(case.target, CPU), case).run();
+            let expected = case.refusal.as_ref().map_or(Ok(()), |refusal| Err(set.says(Stage::Execute, refusal)));
+            if outcome != expected {
+                complaints.push(format!("{}: {}: {outcome:?}, expected {expected:?}", case.target, case.name));
+            }
+            continue;
+        }
+        for_both_sides(|side| {
+            let outcome = case.invocation(false).run_in(set.frame(case.target, CPU).pool(&Inline(4)), side);
+            complaints.extend(complaint(set, case, outcome));
+        });
+    }
+    assert!(complaints.is_empty(), "{}", complaints.join("\n"));
+    let frames = driver("frames");
+    assert!(frames.cannot_express.is_empty(), "a frame expresses every case");
+    assert!(ran >= handler_sets().len() * frames.at_least, "{ran} cases");
+}
+
+#[test]
+fn what_works_works_in_place() {
+    let mut ran = BTreeSet::new();
+    for case in cases().filter(|c| c.refusal.is_none() && c.memory.is_none() && !c.aliases.is_empty()) {
+        ran.insert(case.target);
+        for set in handler_sets() {
+            for_both_sides(|side| {
+                let outcome = case.invocation(true).run_in(set.frame(case.target, CPU).pool(&Inline(4)), side);
+                assert_eq!(complaint(set, case, outcome), None);
+            });
+        }
+    }
+    assert!(ran.len() >= 5, "{ran:?}");
+}
+
+/// With `XLA_ATTENTION_TEST_DEVICE=cuda`: in memory of the GPU, without frames, what can be asked for without them;
+/// launched, and out of a captured graph.
+#[test]
+fn the_gpu_does_what_the_tables_say() {
+    if runs_on_cpu() {
+        println!("skipped: XLA_ATTENTION_TEST_DEVICE does not choose a GPU");
+        return;
+    }
+    let oldest = handler_sets()[0];
+    for case in cases().filter(|c| c.fits) {
+        for_both_sides(|side| assert_eq!(complaint(oldest, case, case.invocation(false).run(side, &Inline(4))), None));
+    }
+}
+
+#[test]
+fn the_tables_describe_every_target_as_its_signature_does() {
+    // SAFETY: the table of targets holds C strings that live as long as the library.
+    let text = |p| unsafe { CStr::from_ptr(p) }.to_str().unwrap();
+    let registered: BTreeSet<&str> = xla_attention::targets().iter().map(|t| text(t.name)).collect();
+    let described: Vec<&str> = tables().iter().flat_map(|t| t.interface.names.clone()).collect();
+    assert_eq!(described.iter().copied().collect::<BTreeSet<_>>(), registered);
+    assert_eq!(described.len(), registered.len());
+    for op in Op::ALL {
+        let signature = op.signature();
+        let table = &tables().iter().find(|t| t.interface.names[0] == signature.target).unwrap().interface;
+        let names = |list: &[(&'static str, Typed)]| list.iter().map(|(name, _)| *name).collect::<Vec<_>>();
+        assert_eq!(names(&table.operands), signature.operands);
+        assert_eq!(names(&table.results), signature.results);
+        let required = (signature.required_operands, signature.required_results);
+        assert_eq!((table.required_operands, table.required_results), required);
+        let kinds = table.attributes.iter().map(|(name, value)| match value.split(' ').next() {
+            Some("i1") => (*name, AttributeKind::Bool),
+            Some("i64") => (*name, AttributeKind::I64),
+            _ => (*name, AttributeKind::F32),
+        });
+        assert_eq!(kinds.collect::<Vec<_>>(), signature.attributes);
+    }
+}
+
+/// For each buffer a refused element type, shape and rank, for each attribute refusals without it and of other types.
+#[test]
+fn the_tables_have_a_refusal_for_every_part_of_every_interface() {
+    let mut gaps = Vec::new();
+    for table in tables() {
+        let interface = &table.interface;
+        let target = interface.names[0];
+        let refused = || table.cases.iter().filter(|c| c.refusal.is_some() && c.memory.is_none());
+        for (results, list) in [(false, &interface.operands), (true, &interface.results)] {
+            for (name, right) in list {
+                let buffers = |case: &'static Case| if results { &case.results } else { &case.operands };
+                let given = || refused().filter_map(|c| buffers(c).iter().find(|(n, _)| n == name)).map(|(_, x)| x);
+                let rank = right.dims.len();
+                let other_size = |x: &Typed| x.dims.len() == rank && x.dims != right.dims && x.dims != [0];
+                for (what, there) in [
+                    ("dtype", given().any(|x| x.dtype != right.dtype)),
+                    // No size of a workspace is wrong.
+                    ("size", *name == "workspace" || given().any(other_size)),
+                    ("rank", given().any(|x| x.dims.len() != rank)),
+                ] {
+                    if !there {
+                        let part = if results { "result" } else { "operand" };
+                        gaps.push(format!("{target}: {part} {name}: no wrong {what}"));
+                    }
+                }
+            }
+        }
+        for name in interface.attributes.keys() {
+            let value = |case: &'static Case| case.attributes.iter().find(|(n, _)| n == name).map(|(_, value)| value);
+            let kind = std::mem::discriminant(value(&table.cases[0]).unwrap());
+            let mistyped = refused().filter_map(value).filter(|v| std::mem::discriminant(*v) != kind).count();
+            if mistyped < 4 || refused().all(|c| value(c).is_some()) {
+                gaps.push(format!("{target}: attribute {name}: {mistyped} times of another type, or never missing"));
+            }
+        }
+        let wrong = table.cases.iter().find(|c| c.refusal.is_none() && c.memory.is_none() && !c.fits);
+        gaps.extend(wrong.map(|c| format!("{target}: {} works and does not fit", c.name)));
+    }
+    assert!(gaps.is_empty(), "{}", gaps.join("\n"));
+}

@@ -1,0 +1,105 @@
+//! Hosts of another API version than the handlers: longer and shorter tables and structures, metadata asked for without a
+//! table, and which handlers a host takes.
+
+use super::complaint;
+use super::protocol::{Registered, handlers};
+use crate::support::c_structs::MetadataExtension;
+use crate::support::conformance::cases;
+use crate::support::frame::{
+    CPU, HandlerSet, INVALID_ARGUMENT, MetadataRequest, OtherApi, Refusal, Stage, handler_sets, request_metadata,
+};
+use crate::support::guard::Side;
+use std::mem::size_of;
+
+/// Entries of the host's table: jaxlib 0.5.0, the oldest that JAX's front-end takes, ends before `RunId_Get`; 0.10.2
+/// has what 0.1 has; 0.12.0 has two more, and later ones append.
+const TABLES: [((i32, i32), usize); 6] =
+    [((0, 1), 16), ((0, 2), 18), ((0, 3), 18), ((0, 4), 40), ((0, 5), 20), ((0, 6), 40)];
+
+#[test]
+fn calls_work_and_are_refused_under_older_and_newer_tables() {
+    let mut ran = 0;
+    for (version, entries) in TABLES {
+        let api = OtherApi::new(version, entries);
+        for set in handler_sets().into_iter().filter(|set| set.version <= version) {
+            for case in cases().filter(|c| c.memory.is_none() && (c.name == "the right call" || c.name == "0 operands"))
+            {
+                ran += 1;
+                let frame = set.frame(case.target, CPU).api(&api);
+                let outcome = case.invocation(false).run_in(frame, Side::EndsAtGuard);
+                let refusal = case.refusal.as_ref().map(|refusal| set.says(Stage::Execute, refusal));
+                assert_eq!(outcome.err(), refusal, "{} under API {version:?}: {}", case.target, case.name);
+            }
+        }
+    }
+    assert_eq!(ran, (TABLES.len() + 2) * 2 * 10);
+}
+
+/// What a front-end registers with a host that takes handlers of `oldest` to its own version `newest`: the last set that
+/// it may ask for, of which the host, asking for metadata as it registers, accepts each handler.
+fn registered(oldest: (i32, i32), newest: (i32, i32)) -> Option<HandlerSet> {
+    let accepts = |set: &HandlerSet| {
+        handlers().iter().filter(|h| h.version == set.version).all(|handler| {
+            let said = handler.metadata();
+            (oldest..=newest).contains(&(said.major, said.minor))
+        })
+    };
+    handler_sets().into_iter().rev().filter(|set| set.version <= newest).find(accepts)
+}
+
+#[test]
+fn a_host_that_has_dropped_0_1_takes_the_newest_set_whose_handlers_do_what_the_tables_say() {
+    let version = |oldest, newest| registered((0, oldest), (0, newest)).map(|set| set.version);
+    assert_eq!(version(1, 1), Some((0, 1)));
+    assert_eq!(version(1, 4), Some((0, 1)));
+    assert_eq!(version(1, 5), Some((0, 5)));
+    assert_eq!(version(2, 4), None);
+    let set = registered((0, 2), (0, 7)).unwrap();
+    assert_eq!(set.version, (0, 5));
+
+    let api = OtherApi::new((0, 7), 24);
+    let mut ran = 0;
+    for case in cases().filter(|case| case.memory.is_none()) {
+        ran += 1;
+        let outcome = case.invocation(false).run_in(set.frame(case.target, CPU).api(&api), Side::EndsAtGuard);
+        assert_eq!(complaint(set, case, outcome), None);
+    }
+    assert!(ran >= 500, "{ran} cases");
+}
+
+#[test]
+fn metadata_is_told_at_every_stage_and_without_a_table() {
+    for registered in handlers() {
+        let said = registered.metadata();
+        for stage in [Stage::Instantiate, Stage::Prepare, Stage::Initialize, Stage::Execute] {
+            for with_api in [true, false] {
+                let request = MetadataRequest { with_api, stage, ..MetadataRequest::of(registered.version) };
+                assert_eq!(request_metadata(registered.handler, request), Ok(said), "{} {stage:?}", registered.label());
+            }
+        }
+    }
+}
+
+#[test]
+fn metadata_is_told_to_hosts_whose_structures_are_longer_and_refused_to_shorter_ones() {
+    for registered @ Registered { version, handler, .. } in handlers() {
+        let said = registered.metadata();
+        let request = |metadata_size, extension_size| {
+            let request = MetadataRequest { extension_size, metadata_size, ..MetadataRequest::of(version) };
+            request_metadata(handler, request)
+        };
+        let extension = size_of::<MetadataExtension>();
+        // API 0.2 appends `state_type_id`, eight bytes.
+        for (metadata_size, extension_size) in [(36, extension), (44, extension), (48, extension + 8), (200, 100)] {
+            assert_eq!(request(metadata_size, extension_size), Ok(said), "{} {metadata_size}", registered.label());
+        }
+        let shorter = |what: &str, expected: usize, got: usize| {
+            let text = format!(
+                "Unexpected {what} size: expected at least {expected} got {got}. Check installed software versions."
+            );
+            Err(Refusal { code: INVALID_ARGUMENT, text })
+        };
+        assert_eq!(request(32, extension), shorter("XLA_FFI_Metadata", 36, 32));
+        assert_eq!(request(36, 24), shorter("XLA_FFI_Metadata_Extension", extension, 24));
+    }
+}

@@ -1,0 +1,36 @@
+//! The handlers for the platform `CUDA` where no GPU is needed: they decode, and miss a driver politely. What they refuse
+//! is in the tables of `tests/conformance`.
+
+use crate::support::frame::{CUDA, Frame, Stage, UNAVAILABLE, target};
+use crate::support::right_calls;
+
+#[test]
+fn the_cuda_handlers_need_a_stream_and_no_other_context() {
+    for call in right_calls::all() {
+        let refusal = call.outcome_in(Frame::new(call.target, CUDA)).unwrap_err();
+        let text = "Failed to get platform stream: XLA FFI GPU context is not available";
+        assert!(refusal.text.ends_with(text), "{}", refusal.text);
+    }
+}
+
+/// Whether the driver's library can be loaded, asked without the crate.
+fn driver_is_there() -> bool {
+    // SAFETY: loads a library by name.
+    !unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_LAZY) }.is_null()
+}
+
+#[test]
+fn the_cuda_handlers_say_that_there_is_no_driver() {
+    if driver_is_there() {
+        println!("skipped: this machine has a driver");
+        return;
+    }
+    for call in right_calls::all() {
+        let row = target(call.target, CUDA);
+        for (stage, handler) in [(Stage::Initialize, row.initialize), (Stage::Execute, row.execute)] {
+            let refusal = call.outcome_in(Frame::of(handler.unwrap(), stage).stream(0)).unwrap_err();
+            assert_eq!(refusal.code, UNAVAILABLE, "{} {stage:?}: {}", call.target, refusal.text);
+            assert!(refusal.text.contains("libcuda"), "{}", refusal.text);
+        }
+    }
+}

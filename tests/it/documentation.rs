@@ -1,0 +1,99 @@
+//! What the documents name is there.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// The words in backticks that look like a path of this repository: a known folder or file name comes first.
+fn paths(text: &str) -> Vec<String> {
+    let folders: Vec<String> =
+        fs::read_dir(root()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    let in_backticks = text.split('`').skip(1).step_by(2);
+    let is_path = |word: &str| {
+        let mut parts = word.splitn(2, '/');
+        let first = parts.next().unwrap();
+        let plain = word.chars().all(|c| c.is_alphanumeric() || "_-./*".contains(c));
+        plain && folders.iter().any(|f| f == first) && (parts.next().is_some() || first.contains('.'))
+    };
+    in_backticks.flat_map(str::split_whitespace).filter(|word| is_path(word)).map(ToOwned::to_owned).collect()
+}
+
+/// A path, or a pattern whose last part holds one `*`.
+fn exists(path: &str) -> bool {
+    let Some((before, after)) = path.split_once('*') else { return root().join(path).exists() };
+    let (folder, prefix) = before.rsplit_once('/').unwrap_or((".", before));
+    let Ok(entries) = fs::read_dir(root().join(folder)) else { return false };
+    entries.map(|e| e.unwrap().file_name().into_string().unwrap()).any(|n| n.starts_with(prefix) && n.ends_with(after))
+}
+
+fn documents() -> Vec<PathBuf> {
+    let docs = fs::read_dir(root().join("docs")).unwrap().map(|e| e.unwrap().path());
+    let mut all: Vec<PathBuf> = docs.filter(|p| p.extension().is_some_and(|e| e == "md")).collect();
+    all.push(root().join("README.md"));
+    all
+}
+
+#[test]
+fn every_path_that_a_document_names_exists() {
+    let mut named = 0;
+    for document in documents() {
+        for path in paths(&fs::read_to_string(&document).unwrap()) {
+            named += 1;
+            assert!(exists(&path), "{} names {path}, which is not there", document.display());
+        }
+    }
+    assert!(named > 10, "the documents name {named} paths: the scan misses them");
+}
+
+#[test]
+fn every_source_folder_is_in_the_architecture() {
+    let text = fs::read_to_string(root().join("docs/architecture.md")).unwrap();
+    for folder in ["src/functions", "src/ops", "src/cpu", "src/cuda", "ffi", "kernels", "python", "tests"] {
+        assert!(Path::new(&root().join(folder)).is_dir() && text.contains(folder), "{folder}");
+    }
+}
+
+#[test]
+fn the_scan_knows_a_path_from_other_code() {
+    let text = "`src/ops` and `x / y`, `ffi/binding.h`, `Cargo.toml`, `cargo test`, `tests`, `and/or`, `src/*.rs`";
+    assert_eq!(paths(text), ["src/ops", "ffi/binding.h", "Cargo.toml", "src/*.rs"]);
+    assert!(exists("src/l*.rs") && !exists("src/no_such_*.rs"));
+}
+
+/// What the build script has generated from `ffi/operators.toml`.
+const GENERATED: &str = env!("OUT_DIR");
+
+/// `XLA_ATTENTION_WRITE_REFERENCE=1` writes the files anew (`make reference`).
+#[test]
+fn the_generated_files_that_are_checked_in_are_what_is_declared() {
+    for (name, of) in [
+        ("docs/reference/custom_calls.md", "ffi/operators.toml"),
+        ("python/xla_attention/include/xla_attention.h", "src/c_api.rs"),
+    ] {
+        let file = root().join(name);
+        let generated = fs::read_to_string(Path::new(GENERATED).join(file.file_name().unwrap())).unwrap();
+        if std::env::var_os("XLA_ATTENTION_WRITE_REFERENCE").is_some() {
+            fs::write(&file, &generated).unwrap();
+        }
+        assert!(fs::read_to_string(&file).unwrap() == generated, "{of} is not that of {name}: run `make reference`");
+    }
+}
+
+/// `ffi/README.md` shows a declaration and the binding that becomes of it.
+#[test]
+fn the_binding_that_is_shown_is_what_is_generated() {
+    let text = fs::read_to_string(root().join("ffi/README.md")).unwrap();
+    let block = |language: &str| {
+        let (_, after) = text.split_once(&format!("```{language}\n")).unwrap();
+        after.split_once("```").unwrap().0.to_owned()
+    };
+    let declared = fs::read_to_string(root().join("ffi/operators.toml")).unwrap();
+    for part in block("toml").split("\n\n") {
+        assert!(declared.contains(part.trim_end()), "not in ffi/operators.toml: {part}");
+    }
+    let binding = Path::new(GENERATED).join("bindings/kv_cache_update.cc");
+    assert_eq!(block("cpp"), fs::read_to_string(binding).unwrap());
+}

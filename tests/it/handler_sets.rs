@@ -1,0 +1,55 @@
+//! The two sets of handlers are in one library, and neither uses a definition of the other's headers
+//! (`ffi/xla_headers.h`).
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+/// The names that the objects of a set define for the linker, weak ones included.
+fn definitions(set: &str) -> BTreeSet<String> {
+    let folder = Path::new(env!("OUT_DIR")).join(set);
+    let objects = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let objects: Vec<_> = objects.filter(|path| path.extension().is_some_and(|e| e == "o")).collect();
+    assert!(objects.len() >= 9, "{objects:?}");
+    let listed = Command::new("nm").args(["--format=posix", "--defined-only", "--extern-only"]).args(objects).output();
+    let listed = listed.unwrap();
+    assert!(listed.status.success(), "{}", String::from_utf8_lossy(&listed.stderr));
+    let lines = String::from_utf8(listed.stdout).unwrap();
+    lines.lines().filter_map(|line| Some(line.split_once(' ')?.0.to_owned())).collect()
+}
+
+#[test]
+fn the_sets_share_no_definition_of_their_headers() {
+    for set in ["oldest", "newest"] {
+        let names = definitions(set);
+        assert!(names.contains(&format!("xa_paged_attention_cuda_execute_{set}")), "{names:?}");
+        // Mangled names hold a namespace with its length, and a C type by its name.
+        let of_xla: Vec<_> = names.iter().filter(|name| name.contains("3xla") || name.contains("XLA_FFI")).collect();
+        assert!(of_xla.is_empty(), "{set}: {of_xla:?}");
+    }
+    let (oldest, newest) = (definitions("oldest"), definitions("newest"));
+    let common: Vec<_> = oldest.intersection(&newest).filter(|name| !of_both(name)).collect();
+    assert!(common.is_empty(), "{common:?}");
+}
+
+/// The C++ library and the bridge, which both sets include with the same meaning.
+fn of_both(name: &str) -> bool {
+    [
+        "_ZNSt",
+        "_ZNKSt",
+        "_ZSt",
+        "_ZZNSt",
+        "_ZNS",
+        "_ZNKS",
+        "_ZTI",
+        "_ZTS",
+        "_ZTV",
+        "DW.ref.",
+        "_ZN4rust",
+        "_ZNK4rust",
+        "_ZN2xa",
+    ]
+    .iter()
+    .any(|prefix| name.starts_with(prefix))
+}

@@ -1,0 +1,171 @@
+//! Cache updates into fp8 caches: which code a number becomes, in every layout and from every type.
+
+use crate::support::array::{ATTENTION_DTYPES, Array, BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, FP8_DTYPES};
+use crate::support::cache_updates::{SPLIT, Update};
+use crate::support::guard::for_both_sides;
+use crate::support::random::Random;
+
+/// The codes that an update stores for these keys `[T, Hkv, D]`: with the buffers at either guard page.
+fn stored(keys: &Array, fp8: Dtype, scale: Option<f64>) -> Vec<Vec<u8>> {
+    let (rows, heads, d) = (keys.dims[0] as usize, keys.dims[1] as usize, keys.dims[2] as usize);
+    let update = Update {
+        layout: 2,
+        dtype: keys.dtype,
+        fp8: Some(fp8),
+        num_pages: 1,
+        page_size: rows,
+        heads,
+        head_dim: d,
+        value_dim: d,
+        slots: (0..rows as i64).collect(),
+        k_scale: scale.map(|scale| vec![scale]),
+        ..Update::default()
+    };
+    let call = update.invocation(true).with_operand("key", keys.clone());
+    let mut caches = vec![];
+    // kv_cache [2, 1, rows, heads, d]: the keys are its first half.
+    for_both_sides(|side| caches.push(call.results(side)[0].bytes[..rows * heads * d].to_vec()));
+    caches
+}
+
+/// Every code of `keys` is that of the reference.
+fn check(keys: &Array, fp8: Dtype, scale: Option<f64>) {
+    let divisor = F32.round(scale.unwrap_or(1.0));
+    for codes in stored(keys, fp8, scale) {
+        for (x, code) in keys.values().iter().zip(codes) {
+            let expected = fp8.encode(F32.round(x / divisor))[0];
+            assert!(code == expected, "{x:e} / {divisor} became {code:#x}, not {expected:#x}, in {fp8:?}");
+        }
+    }
+}
+
+/// `bytes` as rows of 256 heads of 64.
+fn keys_of(dtype: Dtype, bytes: Vec<u8>) -> Array {
+    let count = bytes.len() / dtype.size();
+    Array { dtype, dims: vec![(count / (256 * 64)) as i64, 256, 64], bytes }
+}
+
+#[test]
+fn every_number_of_16_bits_becomes_its_code() {
+    let ones = f64::from(2f32.next_down());
+    for dtype in [F16, BF16] {
+        let keys = keys_of(dtype, (0..=u16::MAX).flat_map(u16::to_ne_bytes).collect());
+        for fp8 in FP8_DTYPES {
+            for scale in
+                [None, Some(1.0), Some(0.25), Some(0.37), Some(-3.0), Some(1e-4), Some(1e4), Some(1e-13), Some(ones)]
+            {
+                check(&keys, fp8, scale);
+            }
+        }
+    }
+}
+
+#[test]
+fn numbers_of_32_bits_around_every_boundary_become_their_codes() {
+    for fp8 in FP8_DTYPES {
+        let codes: Vec<f64> = (0..=u8::MAX).map(|code| fp8.decode(&[code])).collect();
+        let mut numbers: Vec<f32> =
+            vec![f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN, -f32::NAN, 464.0, 61440.0];
+        for (x, next) in codes.iter().zip(&codes[1..]) {
+            let middle = (x + next) as f32 / 2.0;
+            numbers.extend([*x as f32, middle.next_down(), middle, middle.next_up()]);
+        }
+        let mut random = Random::new(7);
+        numbers.resize_with(256 * 64, || f32::from_bits(random.next() as u32));
+        check(&keys_of(F32, numbers.iter().flat_map(|x| x.to_ne_bytes()).collect()), fp8, None);
+    }
+}
+
+#[test]
+fn quotients_around_every_boundary_become_their_codes_whatever_the_scale() {
+    // Powers of two, others, and those whose reciprocal or remainders f32 holds badly or not at all; one of all ones.
+    let two = |exponent: i32| 2f64.powi(exponent);
+    let ones = f64::from(2f32.next_down());
+    let large = [1.1 * two(41), 1.1 * two(101), 1.9 * two(126), -two(127)];
+    let small = [two(-40), 1.7 * two(-41), 1.3 * two(-99), 1.6 * two(-140)];
+    let scales = [0.25, 3.0, -0.37, ones].into_iter().chain(large).chain(small);
+    for fp8 in FP8_DTYPES {
+        let codes: Vec<f64> = (0..=u8::MAX).map(|code| fp8.decode(&[code])).collect();
+        for scale in scales.clone().chain([f64::INFINITY, 0.0]) {
+            let divisor = F32.round(scale);
+            let mut numbers: Vec<f32> = vec![f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN, f32::NAN, 0.0, -0.0];
+            for (x, next) in codes.iter().zip(&codes[1..]) {
+                let middle = ((x + next) / 2.0 * divisor) as f32;
+                numbers.extend([(x * divisor) as f32, middle.next_down(), middle, middle.next_up()]);
+            }
+            let mut random = Random::new(11);
+            numbers.resize_with(256 * 64, || f32::from_bits(random.next() as u32));
+            check(&keys_of(F32, numbers.iter().flat_map(|x| x.to_ne_bytes()).collect()), fp8, Some(scale));
+        }
+    }
+}
+
+#[test]
+fn a_code_is_what_the_formats_say() {
+    let rows: &[(Dtype, f64, u8)] = &[
+        (F8E4M3FN, 1.0, 0x38),
+        (F8E4M3FN, -1.0, 0xb8),
+        (F8E4M3FN, 448.0, 0x7e),
+        (F8E4M3FN, 449.0, 0x7e),
+        (F8E4M3FN, f64::INFINITY, 0x7e),
+        (F8E4M3FN, f64::NEG_INFINITY, 0xfe),
+        (F8E4M3FN, f64::NAN, 0x7f),
+        (F8E4M3FN, 0.001_953_125, 0x01),
+        (F8E4M3FN, 0.000_976_562_5, 0x00),
+        (F8E4M3FN, -0.0, 0x80),
+        (F8E4M3FN, 17.0, 0x58),
+        (F8E4M3FN, 19.0, 0x5a),
+        (F8E5M2, 1.0, 0x3c),
+        (F8E5M2, 57344.0, 0x7b),
+        (F8E5M2, 1e6, 0x7b),
+        (F8E5M2, f64::INFINITY, 0x7b),
+        (F8E5M2, f64::NEG_INFINITY, 0xfb),
+        (F8E5M2, f64::NAN, 0x7f),
+        (F8E5M2, 0.000_015_258_789_062_5, 0x01),
+        (F8E5M2, -0.000_007_629_394_531_25, 0x80),
+    ];
+    for &(fp8, x, code) in rows {
+        let keys = Array::new(F32, &[1, 1, 8], &[x; 8]);
+        assert_eq!(stored(&keys, fp8, None), [[code; 8], [code; 8]], "{x:e} in {fp8:?}");
+    }
+}
+
+#[test]
+fn every_layout_takes_every_type_with_and_without_scales() {
+    let scales = [None, Some(vec![0.37]), Some(vec![3.0, 0.011])];
+    for layout in [SPLIT, 1, 2, 3] {
+        for dtype in ATTENTION_DTYPES {
+            for fp8 in FP8_DTYPES {
+                for (k_scale, v_scale) in scales.iter().zip(scales.iter().cycle().skip(1)) {
+                    let (k_scale, v_scale) = (k_scale.clone(), v_scale.clone());
+                    Update { layout, dtype, fp8: Some(fp8), k_scale, v_scale, ..Update::default() }.check();
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_of_an_odd_number_of_eighths_fill_their_codes() {
+    for layout in [SPLIT, 1, 2, 3] {
+        for dtype in ATTENTION_DTYPES {
+            for eighths in [1, 3, 15, 31] {
+                let (head_dim, value_dim) = (8 * eighths, 8 * if layout == SPLIT { 32 - eighths } else { eighths });
+                let fp8 = Some(FP8_DTYPES[eighths / 2 % 2]);
+                Update { layout, dtype, fp8, heads: 3, head_dim, value_dim, ..Update::default() }.check();
+            }
+        }
+    }
+}
+
+#[test]
+fn skipped_rows_leave_an_fp8_cache_as_it_was() {
+    for layout in [SPLIT, 1, 2, 3] {
+        for fp8 in FP8_DTYPES {
+            let slots = vec![-1, 11, 12, i64::from(i32::MIN), 3];
+            Update { layout, fp8: Some(fp8), slots, ..Update::default() }.check();
+            Update { layout, fp8: Some(fp8), slots: vec![-1; 5], ..Update::default() }.check();
+            Update { layout, fp8: Some(fp8), num_pages: 0, ..Update::default() }.check();
+        }
+    }
+}

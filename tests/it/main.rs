@@ -1,0 +1,37 @@
+//! The tests that share a process. A topic is a module and runs alone by its name: `cargo test --test it tuned_prefill::`.
+//!
+//! Nothing here changes what the process has (its environment, a panic hook, the installed pool): such tests are in
+//! `tests/subprocess`, `tests/soak.rs` and `tests/fuzz`.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a failed step is a failed test")]
+#![allow(clippy::print_stdout, reason = "a skipped test says so, and some print tables")]
+
+mod attention_options;
+mod conformance;
+#[cfg(feature = "cuda")]
+mod cuda_alignment;
+#[cfg(feature = "cuda")]
+mod cuda_boundary;
+#[cfg(feature = "cuda")]
+mod cuda_graphs;
+mod declaration;
+mod documentation;
+mod flash_attn_varlen;
+mod flash_attn_varlen_bwd;
+mod fp8_accuracy;
+mod handler_sets;
+mod kv_cache_update;
+mod kv_cache_update_fp8;
+mod layering;
+mod merge_attention_states;
+mod paged_attention;
+mod paged_attention_update;
+mod rope_kv_cache_update;
+mod rows_interface;
+mod rust_interface;
+mod rust_operators;
+mod simple_add;
+#[path = "../support/mod.rs"]
+mod support;
+mod tuned_backward;
+mod tuned_prefill;

@@ -1,0 +1,409 @@
+//! `xla_gpu_paged_attention_update`: the cache that it leaves and the attention over it.
+
+use crate::support::array::{ATTENTION_DTYPES, Array, BF16, F8E4M3FN, F16, F32, FP8_DTYPES};
+use crate::support::batch::{Alibi, Dtypes, Scaled, Shape};
+use crate::support::cost::{self, Sizes, hostile_starts_cost_no_more};
+use crate::support::guard::{Side, for_both_sides};
+use crate::support::named_shapes::named_shapes;
+use crate::support::oracle::Mask;
+use crate::support::pools::{HostPool, Inline, Late, NoPool, Threads};
+use crate::support::random::Random;
+use crate::support::spread::Spread;
+use crate::support::steps::Step;
+use crate::support::storage::{Storage, put};
+use crate::support::strategies::{for_all, paged_shapes, paged_storages};
+use proptest::prelude::*;
+use xla_attention::{Action, Attribute, Call, DType, Op, SingleThread, Tensor, call};
+
+/// A first chunk, decode, a later chunk, a sequence without queries.
+fn mixed(dtypes: impl Into<Dtypes>) -> Shape {
+    Shape { dtypes: dtypes.into(), lengths: vec![(9, 9), (1, 90), (21, 64), (0, 4)], ..Shape::default() }
+}
+
+fn check(shape: &Shape) {
+    Step::new(&shape.batch(), &Storage::default()).check();
+}
+
+#[test]
+fn named_cases_in_every_type_are_the_update_and_then_attention() {
+    for dtypes in Dtypes::ALL {
+        // Two of nine types take every case.
+        let stride = if [Dtypes::same(BF16), Dtypes::over(BF16, F8E4M3FN)].contains(&dtypes) { 1 } else { 4 };
+        for (name, shape, storage) in named_shapes(dtypes).into_iter().step_by(stride) {
+            let mut step = Step::new(&shape.batch(), &storage);
+            step.case.name = format!("{name}: {}", step.case.name);
+            step.check();
+        }
+    }
+}
+
+#[test]
+fn prefill_and_decode_mix_under_each_option_in_every_type() {
+    for dtypes in Dtypes::ALL {
+        let plain = mixed(dtypes);
+        for shape in [
+            plain.clone(),
+            Shape { mask: Mask::sliding(13), ..plain.clone() },
+            Shape { softcap: 2.0, alibi: Alibi::PerSequence, ..plain.clone() },
+            Shape { sinks: true, ..plain.clone() },
+            Shape { scales: [Scaled::AsAWhole; 3], ..plain.clone() },
+            Shape { scales: [Scaled::No, Scaled::PerHead, Scaled::No], ..plain.clone() },
+            Shape { scales: [Scaled::No, Scaled::No, Scaled::PerHead], ..plain.clone() },
+            Shape { scales: [Scaled::PerHead; 3], batch_invariant: true, ..plain },
+        ] {
+            check(&shape);
+        }
+    }
+}
+
+/// Sequences that decode takes, on CUDA in one launch with the update: of one query, of a few, of more than keys.
+fn short(dtypes: impl Into<Dtypes>) -> Shape {
+    let lengths = vec![(1, 1), (1, 17), (1, 700), (2, 2), (1, 64), (3, 90), (1, 33), (4, 650), (5, 3), (0, 4), (1, 48)];
+    Shape { dtypes: dtypes.into(), heads: (8, 2), head_dim: 32, lengths, ..Shape::default() }
+}
+
+#[test]
+fn decode_is_the_update_and_then_attention_under_each_option() {
+    let with_room = Storage { workspace: Some(300_000), ..Storage::default() };
+    let plain = short(BF16);
+    let one_each = plain.lengths.iter().map(|&(_, len_k)| (1, len_k.max(1))).collect();
+    for shape in [
+        Shape { lengths: one_each, ..plain.clone() },
+        Shape { batch_invariant: true, ..plain.clone() },
+        Shape { mask: Mask::sliding(1), ..plain.clone() },
+        Shape { mask: Mask::sliding(3), ..plain.clone() },
+        Shape { mask: Mask::sliding(100), batch_invariant: true, ..plain.clone() },
+        Shape { softcap: 2.0, alibi: Alibi::PerHead, sinks: true, ..plain.clone() },
+        Shape { scales: [Scaled::PerHead, Scaled::No, Scaled::No], ..plain.clone() },
+        Shape { scales: [Scaled::No, Scaled::AsAWhole, Scaled::No], ..plain.clone() },
+        Shape { scales: [Scaled::No, Scaled::No, Scaled::PerHead], ..plain.clone() },
+        plain,
+    ] {
+        for wide_slots in [false, true] {
+            Step { wide_slots, ..Step::new(&shape.batch(), &with_room) }.check();
+        }
+    }
+}
+
+#[test]
+fn decode_is_the_update_and_then_attention_in_every_type_and_width() {
+    let storage = Storage { workspace: Some(300_000), ..Storage::default() };
+    for dtypes in Dtypes::ALL {
+        Step::new(&short(dtypes).batch(), &storage).check();
+    }
+    for (dtype, head_dims) in [(BF16, [8, 64, 96, 128, 192, 256]), (F32, [24, 64, 72, 128, 136, 256])] {
+        for head_dim in head_dims {
+            let lengths = vec![(1, 700), (3, 40), (1, 16), (1, 1)];
+            Step::new(&Shape { head_dim, lengths, ..short(dtype) }.batch(), &storage).check();
+        }
+    }
+}
+
+#[test]
+fn decode_stores_rows_of_no_sequence_whatever_room_there_is() {
+    let shape = Shape { head_dim: 64, ..short(F16) };
+    for page_size in [1, 2, 7, 16, 24, 64] {
+        for (workspace, rows_around) in
+            [(None, (3, 0)), (Some(0), (0, 70)), (Some(5000), (40, 40)), (Some(300_000), (1, 9))]
+        {
+            let spare_pages = 90_usize.div_ceil(page_size);
+            let storage =
+                Storage { page_size, workspace, rows_around, spare_pages, spare_seqs: 15, ..Storage::default() };
+            Step::new(&shape.batch(), &storage).check();
+        }
+    }
+}
+
+#[test]
+fn a_new_token_that_is_not_a_number_goes_where_it_goes_in_two_calls() {
+    // So many that sequences of any length are decoded on CUDA; the last in tiles of one query, which sees one key.
+    let storage = Storage { spare_seqs: 15, ..Storage::default() };
+    for (mask, heads) in [(Mask::CAUSAL, (8, 2)), (Mask::sliding(2), (8, 2)), (Mask::sliding(1), (16, 1))] {
+        let shape = Shape { mask, heads, lengths: vec![(7, 30), (1, 20), (5, 5)], ..short(BF16) };
+        for row in 0..13 {
+            let mut step = Step::new(&shape.batch(), &storage);
+            let width = heads.1 * shape.head_dim;
+            put(&mut step.value, row * width, &vec![f64::NAN; width]);
+            step.update();
+            let [_, attention] = step.in_two_calls();
+            for_both_sides(|side| {
+                let (found, wanted) = (step.invocation(true).results(side), attention.results(side));
+                assert!(found[0] == wanted[0], "row {row}: out is not that of two calls");
+            });
+        }
+    }
+}
+
+/// More rows than the warps of a KV head's CTAs, which read what others store.
+#[test]
+fn decode_of_many_sequences_is_the_update_and_then_attention() {
+    for (heads, head_dim) in [((2, 1), 32), ((8, 8), 128)] {
+        let lengths: Vec<_> = (0..300).map(|i| (1 + usize::from(i % 50 == 7), 1 + i * 37 % 90)).collect();
+        let shape = Shape { heads, head_dim, lengths, ..short(BF16) };
+        for seed in 0..3 {
+            Step::new(&shape.batch(), &Storage { workspace: Some(300_000), seed, ..Storage::default() }).check();
+        }
+    }
+}
+
+#[test]
+fn any_shape_is_the_update_and_then_attention() {
+    for_all(64, (paged_shapes(), paged_storages()), |(shape, storage)| {
+        Step::new(&shape.batch(), &storage).check();
+    });
+}
+
+#[test]
+fn an_8_bit_cache_takes_rows_of_every_wider_type() {
+    for (q, kv) in [F16, BF16].into_iter().flat_map(|q| FP8_DTYPES.map(|kv| (q, kv))) {
+        for rows in ATTENTION_DTYPES {
+            let shape = Shape { scales: [Scaled::No, Scaled::PerHead, Scaled::AsAWhole], ..mixed(Dtypes::over(q, kv)) };
+            Step::of_rows(&shape.batch(), &Storage::default(), rows).check();
+        }
+    }
+}
+
+#[test]
+fn out_does_not_depend_on_which_optional_results_are_asked_for() {
+    let step = Step::new(&mixed(BF16).batch(), &Storage::default());
+    let expected = step.invocation(true).results(Side::EndsAtGuard);
+    for (lse, workspace) in [(false, None), (false, Some(0)), (false, Some(100_000)), (true, None), (true, Some(0))] {
+        let asking = Step { case: step.case.asking(lse, workspace), ..step.clone() };
+        for in_place in [true, false] {
+            for_both_sides(|side| {
+                let results = asking.invocation(in_place).results(side);
+                let computed = asking.computed(&results);
+                assert!(*computed == expected[..computed.len()], "lse {lse}, workspace {workspace:?}");
+            });
+        }
+    }
+}
+
+#[test]
+fn sizes_of_zero_are_calls_like_any_other() {
+    for (rows, spare_seqs, spare_entries, spare_pages) in
+        [(0, 0, 0, 0), (3, 0, 0, 0), (3, 2, 0, 0), (3, 2, 2, 0), (3, 2, 2, 2), (0, 2, 2, 2), (3, 0, 2, 2)]
+    {
+        let storage = Storage { rows_around: (0, rows), spare_seqs, spare_entries, spare_pages, ..Storage::default() };
+        Step::new(&Shape { lengths: vec![], sinks: true, ..Shape::default() }.batch(), &storage).check();
+    }
+    // Without pages there is nothing to store and nothing to see.
+    let storage = Storage { spare_pages: 0, ..Storage::default() };
+    Step::new(&Shape { lengths: vec![(2, 0), (1, 0)], ..Shape::default() }.batch(), &storage).check();
+}
+
+#[test]
+fn every_pool_gives_the_same_bits() {
+    for dtypes in [Dtypes::same(F32), Dtypes::over(BF16, F8E4M3FN)] {
+        // More bytes of rows than one thread is thought enough for.
+        let lengths = vec![(1, 500), (300, 300), (260, 400)];
+        let step = Step::new(&Shape { lengths, ..mixed(dtypes) }.batch(), &Storage::default());
+        let expected = step.invocation(true).results(Side::EndsAtGuard);
+        assert!(expected[1] == *step.cache());
+        let late = Late::default();
+        let pools: [&dyn HostPool; 6] = [&Inline(1), &Inline(3), &Inline(64), &Threads::new(3), &late, &NoPool];
+        for pool in pools {
+            for in_place in [true, false] {
+                let results = step.invocation(in_place).run(Side::EndsAtGuard, pool).unwrap();
+                assert!(results[..3] == expected[..3]);
+            }
+        }
+        late.run_all();
+    }
+}
+
+/// The bytes of `out` that are a sequence's rows.
+fn rows_of(step: &Step, out: &Array, index: usize) -> Vec<u8> {
+    let row = step.case.form.q_heads * step.case.form.value_dim * out.dtype.size();
+    let [first, end] = [index, index + 1].map(|b| step.case.cu_seqlens_q[b] as usize * row);
+    out.bytes[first..end].to_vec()
+}
+
+/// The cache is that of the update; sequences but those `ill` have the bits that they have in `well`.
+fn assert_harmless(step: &Step, well: &Step, ill: &[usize]) {
+    let expected = well.invocation(true).results(Side::EndsAtGuard);
+    for_both_sides(|side| {
+        for in_place in [true, false] {
+            let results = step.invocation(in_place).results(side);
+            assert!(results[1] == *step.cache(), "{}: the cache differs", step.case.name);
+            for index in (0..well.case.num_seqs as usize).filter(|index| !ill.contains(index)) {
+                let [found, wanted] = [&results[0], &expected[0]].map(|out| rows_of(well, out, index));
+                assert!(found == wanted, "{}: sequence {index} has other bits", step.case.name);
+            }
+        }
+    });
+}
+
+/// Bits that do not depend on other sequences.
+fn invariant(dtypes: Dtypes) -> Step {
+    Step::new(&Shape { batch_invariant: true, ..mixed(dtypes) }.batch(), &Storage::default())
+}
+
+/// Likewise of one query each, which decode alone has to do with.
+fn invariant_decode(dtypes: Dtypes) -> Step {
+    let lengths = vec![(1, 40), (1, 700), (1, 1), (1, 64)];
+    Step::new(&Shape { batch_invariant: true, lengths, ..mixed(dtypes) }.batch(), &Storage::default())
+}
+
+#[test]
+fn a_row_without_a_slot_concerns_its_own_sequence_alone() {
+    for dtypes in [Dtypes::same(F32), Dtypes::same(BF16), Dtypes::over(F16, F8E4M3FN)] {
+        for well in [invariant(dtypes), invariant_decode(dtypes)] {
+            for (ill, nowhere) in
+                (0..3).flat_map(|ill| [-1, i64::from(i32::MIN), i64::from(i32::MAX)].map(|s| (ill, s)))
+            {
+                let mut step = well.clone();
+                let last = step.case.cu_seqlens_q[ill + 1] as usize - 1;
+                step.slots[last] = nowhere;
+                step.update();
+                assert_harmless(&step, &well, &[ill]);
+            }
+        }
+    }
+}
+
+#[test]
+fn slots_of_64_bits_are_not_taken_for_those_of_32() {
+    for well in [invariant(F32.into()), invariant_decode(F32.into())] {
+        let mut step = Step { wide_slots: true, ..well.clone() };
+        // Its low half is the slot of the first sequence's last key.
+        let last = step.case.cu_seqlens_q[1] as usize - 1;
+        step.slots[last] |= 1 << 32;
+        step.update();
+        assert_harmless(&step, &well, &[0]);
+    }
+}
+
+#[test]
+fn metadata_out_of_range_concerns_its_own_sequence_alone() {
+    for_all(64, (0..3usize, any::<u64>()), |(ill, seed)| {
+        let mut random = Random::new(seed);
+        let dtypes = random.one_of(&[Dtypes::same(F32), Dtypes::same(BF16), Dtypes::over(BF16, F8E4M3FN)]);
+        let well = if random.below(2) == 0 { invariant(dtypes) } else { invariant_decode(dtypes) };
+        let mut step = well.clone();
+        let (from, to) = (ill * step.case.max_pages, (ill + 1) * step.case.max_pages);
+        for entry in &mut step.case.block_table[from..to] {
+            *entry = random.hostile_i32();
+        }
+        step.case.seqused_k.as_mut().unwrap()[ill] = random.hostile_i32();
+        assert_harmless(&step, &well, &[ill]);
+    });
+}
+
+#[test]
+fn metadata_of_any_content_leaves_the_cache_to_the_slots() {
+    for_all(96, (paged_shapes(), paged_storages(), any::<u64>()), |(shape, storage, seed)| {
+        let mut random = Random::new(seed);
+        let mut step = Step::new(&shape.batch(), &storage);
+        let total = (step.case.place.num_pages * step.case.place.page_size) as i64;
+        // Distinct slots, so that what the cache holds is defined.
+        let mut any_slots: Vec<i64> = (-20..total + 20).collect();
+        random.shuffle(&mut any_slots);
+        any_slots.resize(step.slots.len(), -1);
+        step.slots = any_slots;
+        step.update();
+        let case = &mut step.case;
+        for value in case.cu_seqlens_q.iter_mut().chain(&mut case.block_table).chain(case.seqused_k.as_mut().unwrap()) {
+            if random.below(3) == 0 {
+                *value = random.hostile_i32();
+            }
+        }
+        if random.below(2) == 0 {
+            case.num_seqs = random.hostile_i32();
+        }
+        for_both_sides(|side| {
+            for in_place in [true, false] {
+                let results = step.invocation(in_place).results(side);
+                // NaN may be stored with other bits after a division.
+                let same = |(found, wanted): (&[f64], &[f64])| {
+                    found.iter().zip(wanted).all(|(a, b)| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan())
+                };
+                assert!(same((&results[1].values(), &step.cache().values())), "{}: the cache differs", step.case.name);
+            }
+        });
+    });
+}
+
+#[test]
+fn rows_cache_and_table_may_lie_apart_where_the_cache_is_updated_in_place() {
+    for dtypes in [Dtypes::same(F32), Dtypes::over(BF16, F8E4M3FN)] {
+        let step = Step::new(&mixed(dtypes).batch(), &Storage { workspace: None, ..Storage::default() });
+        let invocation = step.invocation(true);
+        let expected = invocation.run_on_cpu(Side::EndsAtGuard, &Inline(4)).unwrap();
+        for_both_sides(|side| {
+            let gap = |name: &str| match name {
+                "query" | "key" => 16,
+                "kv_cache" => 8,
+                "value" => 5,
+                "block_tables" => 3,
+                _ => 0,
+            };
+            let spread = |(name, array): &(&'static str, Array)| Spread::new(name, side, array, gap(name));
+            let operands: Vec<Spread> = invocation.operands.iter().map(spread).collect();
+            let dense = |index: usize| Spread::new("result", side, &expected[index], 0);
+            let (out, lse) = (dense(0), dense(2));
+            let request = Call {
+                op: Op::PagedAttentionUpdate,
+                action: Action::RunOnCpu(&SingleThread),
+                operands: &operands.iter().map(Spread::tensor).collect::<Vec<_>>(),
+                results: &[out.tensor(), operands[1].tensor(), lse.tensor()],
+                attributes: &[
+                    Attribute::Bool(false),
+                    Attribute::F32(step.case.form.softmax_scale),
+                    Attribute::I64(-1),
+                    Attribute::F32(0.0),
+                ],
+            };
+            // SAFETY: the tensors describe the memory above; the result cache and its operand are one.
+            unsafe { call(&request) }.unwrap();
+            for (index, found) in [&out, &operands[1], &lse].into_iter().enumerate() {
+                assert!(found.packed() == expected[index].bytes, "{dtypes:?}: result {index}");
+            }
+        });
+    }
+}
+
+#[test]
+fn strides_that_it_cannot_follow_are_refused() {
+    let claim = |dtype, dims| Tensor::dense(dtype, std::ptr::null_mut(), dims);
+    let (query, cache) = (claim(DType::F16, &[6, 4, 16]), claim(DType::F16, &[5, 8, 4, 16]));
+    let (row, slots) = (claim(DType::F16, &[6, 2, 16]), claim(DType::I32, &[6]));
+    let metadata = [&[3][..], &[3, 2], &[4], &[1]].map(|dims| claim(DType::I32, dims));
+    let [lens, tables, starts, count] = metadata;
+    let right = [query, cache, lens, tables, starts, count, row, row, slots];
+    let refusal = |operands: &[Tensor], results: &[Tensor]| {
+        let attributes = &[Attribute::Bool(false), Attribute::F32(0.25), Attribute::I64(-1), Attribute::F32(0.0)];
+        let (op, action) = (Op::PagedAttentionUpdate, Action::Check);
+        // SAFETY: a check touches no memory.
+        unsafe { call(&Call { op, action, operands, results, attributes }) }.unwrap_err().message
+    };
+    let of = |index: usize, strides: &'static [i64]| {
+        let mut operands = right;
+        operands[index].strides = Some(strides);
+        refusal(&operands, &[query, operands[1]])
+    };
+    let text = |rest: &str| format!("xla_gpu_paged_attention_update: {rest}");
+    let last = "expected 1 for the last dimension";
+    assert_eq!(of(6, &[64, 32, 2]), text(&format!("key has strides Some([64, 32, 2]), {last}")));
+    assert_eq!(of(7, &[64, 32, 2]), text(&format!("value has strides Some([64, 32, 2]), {last}")));
+    assert_eq!(of(8, &[2]), text("slot_mapping has strides Some([2]), expected a dense tensor"));
+    assert_eq!(of(2, &[2]), text("context_lens has strides Some([2]), expected a dense tensor"));
+    let mut elsewhere = right;
+    elsewhere[1] = Tensor { data: std::ptr::without_provenance_mut(64), strides: Some(&[1024, 64, 16, 1]), ..cache };
+    let text = text("kv_cache is strided and not updated in place; alias the result to the operand");
+    assert_eq!(refusal(&elsewhere, &[query, cache]), text);
+}
+
+#[test]
+fn hostile_starts_cost_no_more_than_right_ones() {
+    hostile_starts_cost_no_more("paged_attention_update", cost::paged_attention_update, Sizes::small(), 10.0);
+}
+
+/// At sizes at which time can be told from noise: `--ignored --nocapture` prints a table.
+#[test]
+#[ignore = "a measurement: wants a machine for itself"]
+fn hostile_starts_cost_at_most_twice_as_much() {
+    for sizes in Sizes::large() {
+        hostile_starts_cost_no_more("paged_attention_update", cost::paged_attention_update, sizes, 2.0);
+    }
+}

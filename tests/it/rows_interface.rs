@@ -1,0 +1,148 @@
+//! Rotations and merges through `xla_attention::call`: the strides that they follow, the strides and sizes that they
+//! refuse.
+
+use crate::support::array::{ATTENTION_DTYPES, Array, BF16, Dtype, F16, F32, I32};
+use crate::support::cache_updates::Update;
+use crate::support::frame::INVALID_ARGUMENT;
+use crate::support::guard::{Side, for_both_sides};
+use crate::support::invocation::POISON;
+use crate::support::rotations::Rope;
+use crate::support::spread::Spread;
+use crate::support::states::{ANY_LSE, State};
+use std::ptr::null_mut;
+use xla_attention::{Action, Attribute, Call, DType, Error, Op, SingleThread, Tensor, call};
+
+/// What a tensor claims to be; without memory.
+fn claim(dtype: Dtype, dims: &[i64]) -> Tensor<'_> {
+    Tensor::dense(DType(dtype.0), null_mut(), dims)
+}
+
+fn check(op: Op, operands: &[Tensor], results: &[Tensor], attributes: &[Attribute]) -> Result<(), Error> {
+    // SAFETY: a check touches no memory.
+    unsafe { call(&Call { op, action: Action::Check, operands, results, attributes }) }
+}
+
+fn refused(outcome: Result<(), Error>, text: &str) {
+    let error = outcome.unwrap_err();
+    assert_eq!((error.code as i32, error.message.as_str()), (INVALID_ARGUMENT, text));
+}
+
+#[test]
+fn rope_kv_cache_update_follows_the_strides_of_rows_cache_and_table() {
+    for layout in [1, 2, 3] {
+        for (dtype, interleaved) in [(F16, false), (BF16, true), (F32, true)] {
+            for gap in [3, 16] {
+                let update = Update { layout, dtype, ..Update::default() };
+                let rope = Rope { update, interleaved, ..Rope::default() };
+                let (invocation, expected) = (rope.invocation(true), rope.expected());
+                for_both_sides(|side| {
+                    let gaps = [gap, 2 * gap, gap, 5 * gap, 0, 0, gap];
+                    let operands = invocation.operands.iter().zip(gaps);
+                    let operands: Vec<Spread> =
+                        operands.map(|((name, x), gap)| Spread::new(name, side, x, gap)).collect();
+                    let poison = Array::filled(dtype, &expected[1].dims, POISON);
+                    let query_out = Spread::new("query_out", side, &poison, 0);
+                    let request = Call {
+                        op: Op::RopeKvCacheUpdate,
+                        action: Action::RunOnCpu(&SingleThread),
+                        operands: &operands.iter().map(Spread::tensor).collect::<Vec<_>>(),
+                        results: &[operands[0].tensor(), query_out.tensor()],
+                        attributes: &[Attribute::Bool(interleaved), Attribute::I64(layout)],
+                    };
+                    // SAFETY: the tensors describe the memory above; the result cache and its operand are one.
+                    unsafe { call(&request) }.unwrap();
+                    assert!(operands[0].packed() == expected[0].bytes, "layout {layout}, {dtype:?}");
+                    assert!(query_out.packed() == expected[1].bytes, "layout {layout}, {dtype:?}");
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn strides_that_no_rotation_can_follow_are_refused() {
+    let cache = claim(F16, &[5, 8, 4, 16]);
+    let (query, row) = (claim(F16, &[6, 4, 16]), claim(F16, &[6, 2, 16]));
+    let (tokens, table) = (claim(I32, &[6]), claim(F32, &[9, 16]));
+    let right = [cache, query, row, row, tokens, tokens, table];
+    let attributes = [Attribute::Bool(false), Attribute::I64(1)];
+    let rope = |index: usize, strides: &'static [i64]| {
+        let mut operands = right;
+        operands[index].strides = Some(strides);
+        check(Op::RopeKvCacheUpdate, &operands, &[cache, query], &attributes)
+    };
+    let text = |rest: &str| format!("xla_gpu_rope_kv_cache_update: {rest}");
+    let last = "expected 1 for the last dimension";
+    refused(rope(1, &[128, 32, 2]), &text(&format!("query has strides Some([128, 32, 2]), {last}")));
+    refused(rope(2, &[64, 32, 2]), &text(&format!("key has strides Some([64, 32, 2]), {last}")));
+    refused(rope(6, &[32, 2]), &text(&format!("cos_sin has strides Some([32, 2]), {last}")));
+    refused(rope(5, &[2]), &text("positions has strides Some([2]), expected a dense tensor"));
+    let out = Tensor { strides: Some(&[128, 16, 1]), ..query };
+    let outcome = check(Op::RopeKvCacheUpdate, &right, &[cache, out], &attributes);
+    refused(outcome, &text("query_out has strides Some([128, 16, 1]), expected a dense tensor"));
+}
+
+#[test]
+fn merge_attention_states_follows_the_strides_of_its_parts_and_refuses_those_it_cannot() {
+    for dtype in ATTENTION_DTYPES {
+        for (gap, d) in [(8, 64), (5, 24), (3, 7)] {
+            let (a, b) = (State::random(dtype, (5, 3, d), &ANY_LSE, 1), State::random(dtype, (5, 3, d), &ANY_LSE, 2));
+            let invocation = a.merge(&b);
+            let expected = invocation.results(Side::EndsAtGuard);
+            for_both_sides(|side| {
+                let gaps = [gap, 0, 2 * gap, 0];
+                let spread = invocation.operands.iter().zip(gaps);
+                let operands: Vec<Spread> = spread.map(|((name, x), gap)| Spread::new(name, side, x, gap)).collect();
+                let poison = |r: &Array| Array::filled(r.dtype, &r.dims, POISON);
+                let results: Vec<Spread> =
+                    expected.iter().map(|r| Spread::new("result", side, &poison(r), 0)).collect();
+                let request = Call {
+                    op: Op::MergeAttentionStates,
+                    action: Action::RunOnCpu(&SingleThread),
+                    operands: &operands.iter().map(Spread::tensor).collect::<Vec<_>>(),
+                    results: &results.iter().map(Spread::tensor).collect::<Vec<_>>(),
+                    attributes: &[],
+                };
+                // SAFETY: the tensors describe the memory above.
+                unsafe { call(&request) }.unwrap();
+                assert!(results[0].packed() == expected[0].bytes && results[1].packed() == expected[1].bytes);
+            });
+        }
+    }
+    let (out, lse) = (claim(BF16, &[6, 4, 16]), claim(F32, &[4, 6]));
+    let merge = |operands: [Tensor; 4], results: [Tensor; 2]| check(Op::MergeAttentionStates, &operands, &results, &[]);
+    let prefix = "xla_gpu_merge_attention_states:";
+    let strided = Tensor { strides: Some(&[128, 32, 2]), ..out };
+    let text = format!("{prefix} out_b has strides Some([128, 32, 2]), expected 1 for the last dimension");
+    refused(merge([out, lse, strided, lse], [out, lse]), &text);
+    let strided = Tensor { strides: Some(&[128, 16, 1]), ..out };
+    let text = format!("{prefix} out has strides Some([128, 16, 1]), expected a dense tensor");
+    refused(merge([out, lse, out, lse], [strided, lse]), &text);
+    let strided = Tensor { strides: Some(&[12, 2]), ..lse };
+    let text = format!("{prefix} lse_a has strides Some([12, 2]), expected a dense tensor");
+    refused(merge([out, strided, out, lse], [out, lse]), &text);
+    let text = format!("{prefix} lse has strides Some([12, 2]), expected a dense tensor");
+    refused(merge([out, lse, out, lse], [out, strided]), &text);
+}
+
+#[test]
+fn sizes_that_kernels_could_not_count_are_refused() {
+    const TOO_MANY: i64 = i32::MAX as i64;
+    let (cache, row, tokens) = (claim(F16, &[1, 1, 2, 8]), claim(F16, &[1, 1, 8]), claim(I32, &[1]));
+    let operands = [cache, row, row, row, tokens, tokens, claim(F32, &[TOO_MANY, 8])];
+    let attributes = [Attribute::Bool(false), Attribute::I64(1)];
+    let outcome = check(Op::RopeKvCacheUpdate, &operands, &[cache, row], &attributes);
+    refused(outcome, "xla_gpu_rope_kv_cache_update: max_pos is 2147483647, expected below 2^31");
+    let merge = |[n, h, d]: [i64; 3]| {
+        let (out, lse) = ([n, h, d], [h, n]);
+        let (out, lse) = (claim(F16, &out), claim(F32, &lse));
+        check(Op::MergeAttentionStates, &[out, lse, out, lse], &[out, lse], &[])
+    };
+    let prefix = "xla_gpu_merge_attention_states:";
+    refused(merge([TOO_MANY, 1, 1]), &format!("{prefix} n is 2147483647, expected below 2^31"));
+    refused(merge([1, TOO_MANY, 1]), &format!("{prefix} h is 2147483647, expected below 2^31"));
+    refused(merge([1, 1, TOO_MANY]), &format!("{prefix} d is 2147483647, expected below 2^31"));
+    let text = format!("{prefix} out_a has rows of 65536 x 32768 elements, expected below 2^31");
+    refused(merge([1, 1 << 16, 1 << 15]), &text);
+    merge([0, TOO_MANY - 1, 1]).unwrap();
+}

@@ -1,0 +1,120 @@
+//! What only the host's tensors show: what is left to the functions, rows that lie apart, the threads that work.
+
+use super::driver::on_cpu;
+use crate::support::batch::Shape;
+use crate::support::case::Case;
+use crate::support::check::computed;
+use crate::support::random::Random;
+use crate::support::storage::Storage;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use xla_attention::{
+    FlashAttnVarlenInputs, FlashAttnVarlenOptions, Kv, On, PagedAttentionInputs, PagedAttentionOptions, Pool,
+    RayonPool, SingleThread, TensorMut, TensorRef, flash_attn_varlen, paged_attention,
+};
+
+fn random(count: usize, seed: u64) -> Vec<f32> {
+    let mut random = Random::new(seed);
+    (0..count).map(|_| random.normal() as f32).collect()
+}
+
+/// `flash_attn_varlen` of two sequences of 3 and 2 rows of 4 heads over 2, D 16.
+fn flash(q: TensorRef, kv: &Kv<TensorRef>, options: &FlashAttnVarlenOptions) -> Vec<f32> {
+    let inputs = FlashAttnVarlenInputs { q, kv: *kv, cu_seqlens_q: TensorRef::new(&[0, 3, 5], &[3]) };
+    let mut out = vec![f32::NAN; 5 * 4 * 16];
+    flash_attn_varlen(&inputs, options, TensorMut::new(&mut out, &[5, 4, 16]), On::cpu()).unwrap();
+    out
+}
+
+#[test]
+fn the_scale_and_the_starts_of_keys_need_not_be_said() {
+    let (q, k, v) = (random(5 * 4 * 16, 1), random(5 * 2 * 16, 2), random(5 * 2 * 16, 3));
+    let kv = &Kv::Split { k: TensorRef::new(&k, &[5, 2, 16]), v: TensorRef::new(&v, &[5, 2, 16]) };
+    let q = TensorRef::new(&q, &[5, 4, 16]);
+    let cu_seqlens_k = Some(TensorRef::new(&[0, 3, 5], &[3]));
+    let said = FlashAttnVarlenOptions { softmax_scale: Some(0.25), cu_seqlens_k, ..Default::default() };
+    assert_eq!(flash(q, kv, &FlashAttnVarlenOptions::default()), flash(q, kv, &said));
+
+    // The same in pages of two tokens; sequence b's are 2b and 2b + 1.
+    let (mut k_pages, mut v_pages) = (vec![f32::NAN; 4 * 2 * 2 * 16], vec![f32::NAN; 4 * 2 * 2 * 16]);
+    for (row, slot) in [0, 1, 2, 4, 5].into_iter().enumerate() {
+        k_pages[slot * 32..][..32].copy_from_slice(&k[row * 32..][..32]);
+        v_pages[slot * 32..][..32].copy_from_slice(&v[row * 32..][..32]);
+    }
+    let [k, v] = [&k_pages, &v_pages].map(|pages| TensorRef::new(pages, &[4, 2, 2, 16]));
+    let block_table = Some(TensorRef::new(&[0, 1, 2, 3], &[2, 2]));
+    let by_length =
+        FlashAttnVarlenOptions { seqused_k: Some(TensorRef::new(&[3, 2], &[2])), block_table, ..Default::default() };
+    let by_starts = FlashAttnVarlenOptions { cu_seqlens_k, block_table, ..Default::default() };
+    let paged = &Kv::Split { k, v };
+    assert_eq!(flash(q, paged, &by_length), flash(q, kv, &said));
+    assert_eq!(flash(q, paged, &by_starts), flash(q, kv, &said));
+}
+
+#[test]
+fn rows_may_lie_amid_others() {
+    // [T, Hq + 2 * Hkv, D], and the last row ends with the memory.
+    let qkv = random(5 * 8 * 16, 4);
+    let part = |first: usize, heads: usize| {
+        let end = 4 * 128 + (first + heads) * 16;
+        TensorRef::new(&qkv[first * 16..end], &[5, heads, 16]).with_strides(&[128, 16, 1])
+    };
+    let packed = |first: usize, heads: usize| -> Vec<f32> {
+        qkv.chunks(128).flat_map(|row| row[first * 16..][..heads * 16].iter().copied()).collect()
+    };
+    let (q, k, v) = (packed(0, 4), packed(4, 2), packed(6, 2));
+    let kv = &Kv::Split { k: TensorRef::new(&k, &[5, 2, 16]), v: TensorRef::new(&v, &[5, 2, 16]) };
+    let options = FlashAttnVarlenOptions { causal: true, ..Default::default() };
+    let apart = flash(part(0, 4), &Kv::Split { k: part(4, 2), v: part(6, 2) }, &options);
+    assert_eq!(apart, flash(TensorRef::new(&q, &[5, 4, 16]), kv, &options));
+}
+
+/// Counts what it is given, and gives it to rayon.
+#[derive(Default)]
+struct Counting(AtomicUsize);
+
+// SAFETY: rayon's pool keeps the promise.
+unsafe impl Pool for Counting {
+    fn num_threads(&self) -> usize {
+        3
+    }
+    fn schedule(&self, task: fn(usize), argument: usize) {
+        self.0.fetch_add(1, Relaxed);
+        RayonPool.schedule(task, argument);
+    }
+}
+
+#[test]
+fn the_threads_that_are_given_do_the_work() {
+    let shape = Shape { lengths: vec![(40, 300), (70, 200), (33, 33)], ..Shape::default() };
+    let case = Case::paged(&shape.batch(), &Storage::default());
+    let counting = Counting::default();
+    let found = [On::pool(&counting), On::pool(&SingleThread), On::cpu()].map(|on| {
+        let results = on_cpu(&case.invocation(), on).unwrap();
+        computed(&case, &results).to_vec()
+    });
+    assert!(counting.0.load(Relaxed) > 0);
+    assert!(found[0] == found[1] && found[0] == found[2]);
+}
+
+#[test]
+fn metadata_of_any_content_reaches_nothing_outside() {
+    let (query, cache) = (random(6 * 2 * 8, 5), random(3 * 4 * 2 * 8, 6));
+    let extremes = [i32::MIN, -1, 0, 1, 5, i32::MAX];
+    let mut random = Random::new(7);
+    for _ in 0..300 {
+        let mut any = |count: usize| -> Vec<i32> { (0..count).map(|_| random.one_of(&extremes)).collect() };
+        let (lens, tables, starts, num) = (any(3), any(3 * 2), any(4), any(1));
+        let inputs = PagedAttentionInputs {
+            query: TensorRef::new(&query, &[6, 2, 8]),
+            kv_cache: TensorRef::new(&cache, &[3, 4, 2, 8]),
+            context_lens: TensorRef::new(&lens, &[3]),
+            block_tables: TensorRef::new(&tables, &[3, 2]),
+            query_start_loc: TensorRef::new(&starts, &[4]),
+            num_seqs: TensorRef::new(&num, &[]),
+        };
+        let mut out = vec![f32::NAN; 6 * 2 * 8];
+        let results = TensorMut::new(&mut out, &[6, 2, 8]);
+        paged_attention(&inputs, &PagedAttentionOptions::default(), results, On::cpu()).unwrap();
+        assert!(out.iter().all(|x| x.is_finite()));
+    }
+}

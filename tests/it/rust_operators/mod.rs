@@ -1,0 +1,114 @@
+//! The safe functions of Rust: each gives what the oracle says, on the CPU or, with `XLA_ATTENTION_TEST_DEVICE=cuda`, on
+//! the GPU; and what they refuse.
+
+mod driver;
+mod host;
+mod refusals;
+
+use crate::support::answers::{IfWrong, answers, assert_allowed};
+use crate::support::array::{ATTENTION_DTYPES, Array, BF16, F8E4M3FN, F8E5M2, F16, F32, I64};
+use crate::support::batch::{Scaled, Shape};
+use crate::support::cache_updates::{SPLIT, Update};
+use crate::support::case::{Case, Target};
+use crate::support::check::computed;
+use crate::support::gradient_case::{GradientCase, Wanted, assert_gradients, gradient_answers};
+use crate::support::invocation::Invocation;
+use crate::support::option_pairs;
+use crate::support::rotations::Rope;
+use crate::support::states::{ANY_LSE, State};
+use crate::support::steps::Step;
+use driver::results;
+
+/// Every so many of the calls that together hold every pair of options.
+const STRIDE: usize = 5;
+
+#[test]
+fn attention_with_any_options_is_what_the_oracle_says() {
+    let calls: Vec<_> = option_pairs::calls().into_iter().step_by(STRIDE).collect();
+    for target in [Target::FlashAttnVarlen, Target::PagedAttention] {
+        assert!(calls.iter().filter(|(of, ..)| *of == target).count() > 1, "{target:?} is hardly called");
+    }
+    for (target, shape, storage) in calls {
+        let case = Case::store(target, &shape.batch(), &storage);
+        let found = results(&case.invocation());
+        let found = computed(&case, &found);
+        assert_allowed(&case, &answers(&case, IfWrong::Unspecified), &found[0], found.get(1));
+    }
+}
+
+#[test]
+fn gradients_with_any_options_are_what_the_oracle_says() {
+    let mut count = 0;
+    for (index, (target, shape, storage)) in option_pairs::calls().into_iter().enumerate() {
+        let has_gradients = ATTENTION_DTYPES.contains(&shape.dtypes.kv) && !storage.is_paged();
+        if target != Target::FlashAttnVarlen || !has_gradients {
+            continue;
+        }
+        let shape = Shape { scales: [Scaled::No; 3], batch_invariant: false, ..shape };
+        let wanted = Wanted { dlse: index % 2 == 0, dsinks: index % 3 == 0, deterministic: index % 5 == 0 };
+        let case = GradientCase::store(&shape.batch(), &storage, wanted);
+        assert_gradients(&case, &gradient_answers(&case, IfWrong::Unspecified), &results(&case.invocation()));
+        count += 1;
+    }
+    assert!(count > 1, "gradients are hardly asked for");
+}
+
+fn updates() -> Vec<Update> {
+    let of = |(layout, dtype, fp8): (i64, _, _)| Update { layout, dtype, fp8, ..Update::default() };
+    let mut updates: Vec<Update> =
+        [(SPLIT, F32, None), (1, F16, None), (2, BF16, Some(F8E4M3FN)), (3, F32, Some(F8E5M2))].map(of).into();
+    let slots = vec![-1, 3, i64::MAX, 12, 11, i64::MIN];
+    updates.push(Update { slots, wide_slots: true, ..Update::default() });
+    updates.push(Update { value_dim: 24, v_scale: Some(vec![0.5, 3.0]), ..of((SPLIT, BF16, None)) });
+    updates.push(Update { k_scale: Some(vec![2.0]), v_scale: Some(vec![0.5, 3.0]), ..of((1, F32, Some(F8E4M3FN))) });
+    updates
+}
+
+#[test]
+fn caches_are_updated_in_every_layout() {
+    for update in updates() {
+        assert!(results(&update.invocation(true)) == update.expected(), "{update:?}");
+    }
+}
+
+#[test]
+fn queries_and_keys_are_rotated_on_their_way() {
+    for (update, interleaved) in updates().into_iter().filter(|u| u.layout != SPLIT).zip([false, true].iter().cycle()) {
+        let positions = (0..update.slots.len() as i32).map(|token| 5 * token - 3).collect();
+        let rope = Rope { update, interleaved: *interleaved, rotated: 12, positions, ..Rope::default() };
+        assert!(results(&rope.invocation(true)) == rope.expected(), "{rope:?}");
+    }
+}
+
+#[test]
+fn new_rows_are_stored_and_attended_to() {
+    let calls = option_pairs::calls().into_iter().filter(|(of, ..)| *of == Target::PagedAttention);
+    for (_, shape, storage) in calls.step_by(STRIDE) {
+        let step = Step::new(&shape.batch(), &storage);
+        let found = results(&step.invocation(true));
+        let (out, lse) = (&found[0], step.case.lse.then(|| &found[2]));
+        assert!(found[1] == *step.cache(), "{}", step.case.name);
+        assert_allowed(&step.case, &answers(&step.case, IfWrong::Unspecified), out, lse);
+    }
+}
+
+#[test]
+fn states_are_merged() {
+    for dtype in [F16, BF16, F32] {
+        let [a, b] = [1, 2].map(|seed| State::random(dtype, (7, 3, 40), &ANY_LSE, seed));
+        State::of(&results(&a.merge(&b))).assert_merged_from(&a, &b);
+    }
+}
+
+#[test]
+fn elements_are_added() {
+    let add = |a: Array, b: Array| {
+        let (dtype, dims) = (a.dtype, a.dims.clone());
+        results(&Invocation::new("xla_gpu_simple_add").operand("a", a).operand("b", b).result("out", dtype, &dims))
+    };
+    let sum = add(Array::f32s(&[2, 1, 2], &[1.0, 2.0, 3.0, 4.0]), Array::f32s(&[2, 1, 2], &[0.5, 0.25, 8.0, -4.0]));
+    assert_eq!(sum, [Array::f32s(&[2, 1, 2], &[1.5, 2.25, 11.0, 0.0])]);
+    assert_eq!(add(Array::i64s(&[], &[i64::MAX]), Array::i64s(&[], &[1])), [Array::i64s(&[], &[i64::MIN])]);
+    let nothing = Array::filled(I64, &[0, 3], 0);
+    assert_eq!(add(nothing.clone(), nothing.clone()), [nothing]);
+}

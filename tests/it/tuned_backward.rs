@@ -1,0 +1,209 @@
+//! Gradients of sequences long enough for several blocks of keys and of queries of the kernels that are tuned for one GPU:
+//! every pair of what those have to do with, against the reference on every device; and on their own GPU, that it is they
+//! who did it.
+
+use crate::support::array::{BF16, Dtype, F16};
+use crate::support::batch::Shape;
+use crate::support::gradient_case::{GradientCase, Wanted, check_gradients, check_gradients_named};
+use crate::support::oracle::Mask;
+use crate::support::pairwise::{Choice, cover};
+use crate::support::storage::Storage;
+use std::collections::BTreeSet;
+
+const DTYPES: [Dtype; 2] = [BF16, F16];
+
+/// D and Dv at the ends of the buckets and between.
+const HEAD_DIMS: [(usize, usize); 6] = [(64, 64), (128, 128), (40, 64), (96, 96), (64, 128), (128, 72)];
+
+const HEADS: [(usize, usize); 5] = [(1, 1), (4, 2), (3, 3), (5, 1), (12, 4)];
+
+/// Blocks that end with a sequence and before, more keys than queries and fewer, and rows that see nothing.
+const WORK: [&[(usize, usize)]; 6] = [
+    &[(128, 128), (64, 256)],
+    &[(130, 300), (1, 70), (33, 33), (77, 500)],
+    &[(200, 90), (40, 0), (17, 129)],
+    &[(600, 40)],
+    &[(0, 9), (20, 20), (19, 21), (300, 300), (18, 18)],
+    &[(127, 385), (257, 129)],
+];
+
+/// The factors of the set, by their place in a row; a factor without a list is a yes or no.
+const SIZES: [usize; 11] =
+    [DTYPES.len(), HEAD_DIMS.len(), HEADS.len(), Mask::BEYOND_BLOCKS.len(), WORK.len(), 2, 2, 2, 2, 2, 2];
+
+fn case(row: &[usize], seed: u64) -> GradientCase {
+    let yes = |factor: usize| row[factor] == 1;
+    let (head_dim, value_dim) = HEAD_DIMS[row[1]];
+    let shape = Shape {
+        dtypes: DTYPES[row[0]].into(),
+        head_dim,
+        value_dim: Some(value_dim),
+        heads: HEADS[row[2]],
+        mask: Mask { top_left: yes(5), ..Mask::BEYOND_BLOCKS[row[3]] },
+        lengths: WORK[row[4]].to_vec(),
+        leftpad: yes(6),
+        sinks: yes(7),
+        seed,
+        ..Shape::default()
+    };
+    let storage = Storage { seqused_q: yes(8), seqused_k: yes(9), seed, ..roomy() };
+    // The sum over so many rows cancels more of itself than what the naive formula is off by allows, on every device.
+    let wanted = Wanted { dlse: yes(10), dsinks: false, deterministic: true };
+    GradientCase::store(&shape.batch(), &storage, wanted)
+}
+
+/// With a workspace that is enough for all cases here.
+fn roomy() -> Storage {
+    Storage { workspace: Some(19_000_001), ..Storage::contiguous() }
+}
+
+fn rows() -> Vec<Vec<usize>> {
+    cover(&SIZES, &|_: Choice, _: Choice| false, 11)
+}
+
+#[test]
+fn every_pair_agrees_with_the_reference() {
+    for (seed, row) in rows().iter().enumerate() {
+        check_gradients_named(&format!("long {seed}"), case(row, seed as u64));
+    }
+}
+
+#[test]
+fn calls_without_options_agree_with_the_reference() {
+    for dtype in DTYPES {
+        for ((head_dim, value_dim), mask) in HEAD_DIMS.into_iter().flat_map(|d| [(d, Mask::FULL), (d, Mask::CAUSAL)]) {
+            let lengths = vec![(129, 129), (6, 77), (90, 460), (300, 270)];
+            let value_dim = Some(value_dim);
+            let shape =
+                Shape { dtypes: dtype.into(), head_dim, value_dim, heads: (4, 2), lengths, mask, ..Shape::default() };
+            check_gradients(&GradientCase::store(&shape.batch(), &roomy(), Wanted::LEAST));
+        }
+    }
+}
+
+#[test]
+fn small_weights_and_large_scores_lose_nothing() {
+    // Logits of -200 and less: a key that is not there would weigh more than all others.
+    for (dtype, sharpness, scale) in [(BF16, 30.0, 0.125), (F16, 100.0, 1.0), (BF16, 300.0, 1.0), (F16, 0.0, 1.0)] {
+        let lengths = vec![(150, 400), (60, 60), (65, 129)];
+        let shape = Shape { dtypes: dtype.into(), head_dim: 64, sharpness, lengths, ..Shape::default() };
+        let batch = shape.batch().with_form(|form| form.softmax_scale = scale);
+        let case = GradientCase::store(&batch, &roomy(), Wanted::ALL);
+        check_gradients_named(&format!("{dtype:?}, scale {scale}, sharpness {sharpness}"), case);
+    }
+}
+
+#[test]
+fn gradients_of_sinks_agree_with_the_reference() {
+    for (dtype, head_dim) in DTYPES.into_iter().zip([64, 128]) {
+        let lengths = vec![(1, 150), (30, 64), (9, 2)];
+        let shape = Shape { dtypes: dtype.into(), head_dim, lengths, sinks: true, ..Shape::default() };
+        check_gradients(&GradientCase::store(&shape.batch(), &roomy(), Wanted::ALL));
+    }
+}
+
+/// More sequences than a round of planning has threads, most of them without a row.
+#[test]
+fn many_sequences_agree_with_the_reference() {
+    let lengths: Vec<_> = (0..700).map(|i| if i % 90 == 7 { (i % 70, 150) } else { (i % 3 % 2, i % 5) }).collect();
+    let shape = Shape { dtypes: BF16.into(), heads: (2, 1), lengths, mask: Mask::CAUSAL, ..Shape::default() };
+    check_gradients(&GradientCase::store(&shape.batch(), &roomy(), Wanted::ALL));
+}
+
+#[test]
+fn no_sequence_at_all_gives_zeros() {
+    let shape = Shape { dtypes: BF16.into(), lengths: vec![], ..Shape::default() };
+    check_gradients(&GradientCase::store(&shape.batch(), &Storage { rows_around: (2, 3), ..roomy() }, Wanted::ALL));
+}
+
+#[test]
+fn the_set_holds_every_choice() {
+    let rows = rows();
+    for (factor, size) in SIZES.into_iter().enumerate() {
+        let found: BTreeSet<usize> = rows.iter().map(|row| row[factor]).collect();
+        assert_eq!(found.len(), size, "factor {factor}");
+    }
+    assert!(rows.len() < 80, "{} rows", rows.len());
+}
+
+#[cfg(feature = "cuda")]
+mod on_their_own_gpu {
+    use super::{BF16, F16, GradientCase, Mask, Shape, Storage, Wanted, roomy};
+    use crate::support::array::{Array, Dtype};
+    use crate::support::device::{Around, Gpu};
+    use crate::support::logged::{assert_logged, log};
+
+    fn gpu() -> Option<Gpu> {
+        let gpu = Gpu::first().filter(|_| Gpu::runs_sm_90a());
+        if gpu.is_none() {
+            println!("skipped: this machine has no GPU with tuned kernels");
+        }
+        gpu
+    }
+
+    /// What compute-sanitizer's slower tools run: short, and a call of every kernel.
+    #[test]
+    fn tuned_backward_kernels_are_chosen() {
+        let Some(gpu) = gpu() else { return };
+        let log = log();
+        for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
+            for head_dim in [64, 128] {
+                // More tiles than an H200 has SMs, several blocks of queries in each.
+                let lengths = vec![(900, 1000)];
+                let shape = Shape { dtypes: dtype.into(), heads: (24, 24), head_dim, lengths, ..Shape::default() };
+                run(&gpu, &shape);
+                for kernel in ["hopper_bwd_prepare", "hopper_bwd", "hopper_bwd_finish"] {
+                    assert_logged(log, &format!("{kernel}_{name}_{head_dim} with"));
+                }
+            }
+        }
+        let other = |shape: &Shape, kernel: &str| {
+            run(&gpu, shape);
+            assert_logged(log, kernel);
+        };
+        let plain = Shape { dtypes: BF16.into(), heads: (2, 1), lengths: vec![(30, 40)], ..Shape::default() };
+        other(&Shape { softcap: 2.0, head_dim: 128, ..plain.clone() }, "attention_bwd_dq_bf16_128_small_modified with");
+        other(&Shape { head_dim: 192, ..plain.clone() }, "attention_bwd_dq_bf16_256_small_plain with");
+        let short = vec![(3, 40); 40];
+        other(
+            &Shape { heads: (8, 1), lengths: short, head_dim: 64, ..plain },
+            "attention_bwd_dq_bf16_64_small_plain with",
+        );
+    }
+
+    #[test]
+    fn runs_have_the_same_bits() {
+        // On the emulator CTAs run one after the other.
+        let Some(gpu) = gpu().filter(|_| std::env::var_os("XLA_ATTENTION_EMULATOR").is_none()) else { return };
+        let lengths: [&[(usize, usize)]; 3] =
+            [&[(640, 640), (640, 640)], &[(700, 400), (130, 900), (1, 300), (500, 500)], &[(100, 100); 12]];
+        for (index, (head_dim, mask)) in [64, 128]
+            .into_iter()
+            .flat_map(|d| [Mask::FULL, Mask::CAUSAL, Mask::sliding(300)].map(|m| (d, m)))
+            .enumerate()
+        {
+            let dtype: Dtype = [BF16, F16][index % 2];
+            let heads = [(16, 16), (8, 2)][index / 2 % 2];
+            let lengths = lengths[index % 3].to_vec();
+            let shape = Shape { dtypes: dtype.into(), heads, head_dim, lengths, mask, ..Shape::default() };
+            let case = case(&shape);
+            let first = results(&gpu, &case);
+            for round in 0..20 {
+                assert!(results(&gpu, &case) == first, "{head_dim}, {mask:?}, round {round}");
+            }
+        }
+    }
+
+    fn case(shape: &Shape) -> GradientCase {
+        GradientCase::store(&shape.batch(), &Storage { workspace: Some(60_000_001), ..roomy() }, Wanted::ALL)
+    }
+
+    fn results(gpu: &Gpu, case: &GradientCase) -> Vec<Array> {
+        let results = case.invocation().run_on_gpu(gpu, Around::Redzones, 0).unwrap();
+        case.computed(&results).to_vec()
+    }
+
+    fn run(gpu: &Gpu, shape: &Shape) {
+        results(gpu, &case(shape));
+    }
+}

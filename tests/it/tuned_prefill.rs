@@ -1,0 +1,319 @@
+//! Sequences long enough for tiles and blocks of the kernels that are tuned for one GPU: every pair of what those have
+//! to do with, against the reference on every device; and on their own GPU, that it is they who did it.
+
+use crate::support::array::{BF16, F16};
+use crate::support::batch::{Alibi, Dtypes, Scaled, Shape};
+use crate::support::case::Case;
+use crate::support::check::{check, check_named};
+use crate::support::oracle::Mask;
+use crate::support::pairwise::{Choice, cover};
+use crate::support::storage::{Layout, Storage};
+use std::collections::BTreeSet;
+
+const DTYPES: [Dtypes; 4] = [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::narrow(BF16), Dtypes::narrow(F16)];
+
+/// D and Dv with tiles of their own.
+const HEAD_DIMS: [(usize, usize); 6] = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)];
+
+/// Those of the kernels that multiply fp8.
+const FP8_HEAD_DIMS: [(usize, usize); 2] = [(128, 128), (256, 256)];
+
+/// One pack of heads a KV head and several; packs of more heads than a warp has rows.
+const HEADS: [(usize, usize); 6] = [(1, 1), (4, 2), (8, 1), (6, 2), (12, 1), (32, 1)];
+
+/// 0 goes with contiguous keys. Boxes of one octet, of two, of a whole block; pages that are no octets.
+const PAGE_SIZES: [usize; 11] = [0, 8, 16, 24, 48, 128, 256, 1, 4, 12, 100];
+
+/// Tiles that end with a sequence and before, more keys than queries and fewer, and sequences that are decoded.
+const WORK: [&[(usize, usize)]; 5] = [
+    &[(128, 128), (64, 256)],
+    &[(130, 300), (1, 70), (33, 33), (77, 500)],
+    &[(200, 90), (40, 0), (17, 129)],
+    &[(40, 600)],
+    &[(20, 20), (19, 21), (18, 18), (25, 40), (300, 300)],
+];
+
+const ALIBI: [Alibi; 3] = [Alibi::Off, Alibi::PerHead, Alibi::PerSequence];
+const SCALES: [[Scaled; 3]; 3] = [[Scaled::No; 3], [Scaled::AsAWhole; 3], [Scaled::PerHead; 3]];
+const WORKSPACES: [Option<usize>; 3] = [None, Some(13), Some(9_000_001)];
+
+const HEAD_DIM: usize = 1;
+const LAYOUT: usize = 5;
+const PAGE_SIZE: usize = 6;
+
+/// How many values each factor has; a factor without a list is a yes or no.
+const SIZES: [usize; 16] = [
+    DTYPES.len(),
+    HEAD_DIMS.len(),
+    HEADS.len(),
+    Mask::BEYOND_BLOCKS.len(),
+    WORK.len(),
+    Layout::ALL.len(),
+    PAGE_SIZES.len(),
+    ALIBI.len(),
+    SCALES.len(),
+    WORKSPACES.len(),
+    2,
+    2,
+    2,
+    2,
+    2,
+    2,
+];
+
+/// Contiguous keys have no pages; K and V in one buffer are as wide as each other.
+fn excluded(a: Choice, b: Choice) -> bool {
+    let value = |factor: usize| [a, b].into_iter().find(|choice| choice.0 == factor).map(|choice| choice.1);
+    let layout = value(LAYOUT).map(|v| Layout::ALL[v]);
+    let differs =
+        |layout: Layout| value(PAGE_SIZE).is_some_and(|v| (PAGE_SIZES[v] == 0) != (layout == Layout::Contiguous));
+    let widths_differ = value(HEAD_DIM).is_some_and(|v| HEAD_DIMS[v].0 != HEAD_DIMS[v].1);
+    layout.is_some_and(|layout| differs(layout) || (widths_differ && !layout.has_two_buffers()))
+}
+
+fn case(row: &[usize], seed: u64) -> Case {
+    let yes = |factor: usize| row[factor] == 1;
+    let shape = Shape {
+        dtypes: DTYPES[row[0]],
+        head_dim: HEAD_DIMS[row[HEAD_DIM]].0,
+        value_dim: Some(HEAD_DIMS[row[HEAD_DIM]].1),
+        heads: HEADS[row[2]],
+        mask: Mask { top_left: yes(10), ..Mask::BEYOND_BLOCKS[row[3]] },
+        lengths: WORK[row[4]].to_vec(),
+        alibi: ALIBI[row[7]],
+        scales: SCALES[row[8]],
+        leftpad: yes(11),
+        softcap: if yes(12) { 2.5 } else { 0.0 },
+        sinks: yes(13),
+        seed,
+        ..Shape::default()
+    };
+    let storage = Storage {
+        layout: Layout::ALL[row[LAYOUT]],
+        page_size: PAGE_SIZES[row[PAGE_SIZE]],
+        workspace: WORKSPACES[row[9]],
+        seqused_q: yes(14),
+        seqused_k: yes(15),
+        seed,
+        ..Storage::default()
+    };
+    Case::flash(&shape.batch(), &storage)
+}
+
+#[test]
+fn every_pair_agrees_with_the_reference() {
+    for (seed, row) in cover(&SIZES, &excluded, 7).iter().enumerate() {
+        check_named(&format!("long {seed}"), case(row, seed as u64));
+    }
+}
+
+#[test]
+fn calls_without_options_agree_with_the_reference() {
+    for dtypes in DTYPES {
+        let head_dims = if dtypes.q == dtypes.out { &HEAD_DIMS[..] } else { &FP8_HEAD_DIMS[..] };
+        for (&(head_dim, value_dim), mask) in head_dims.iter().flat_map(|d| [(d, Mask::FULL), (d, Mask::CAUSAL)]) {
+            let shape = Shape {
+                dtypes,
+                head_dim,
+                value_dim: Some(value_dim),
+                heads: (8, 2),
+                // None is decoded: which kernel does that follows from the pages too.
+                lengths: vec![(129, 129), (6, 77), (90, 460), (5, 64)],
+                mask,
+                ..Shape::default()
+            };
+            let batch = shape.batch();
+            let layout = if head_dim == value_dim { Layout::Interleaved } else { Layout::Split };
+            let paged = |page_size| Storage::paged(layout, page_size);
+            let contiguous = check(&Case::flash(&batch, &Storage::contiguous()));
+            // 8-bit keys in pages that are no octets are for the portable kernel.
+            for page_size in if dtypes.q == dtypes.out { &[1, 8, 12, 128][..] } else { &[8, 128] } {
+                // Where keys are is only an address.
+                let pages = check(&Case::flash(&batch, &paged(*page_size)));
+                assert!(contiguous == pages, "{dtypes:?}, D {head_dim}, Dv {value_dim}, pages of {page_size}");
+            }
+        }
+    }
+}
+
+#[test]
+fn large_scores_lose_nothing() {
+    let (bf16, f16, fp8) = (Dtypes::same(BF16), Dtypes::same(F16), Dtypes::narrow(BF16));
+    // Products of fp8 are added with 14 bits, which very large scores show.
+    for (dtypes, head_dim, sharpness, scale) in [
+        (bf16, 64, 30.0, 0.125),
+        (bf16, 64, 1000.0, 0.125),
+        (f16, 64, 100.0, 100.0),
+        (bf16, 64, 300.0, 1.0),
+        (fp8, 128, 30.0, 0.088),
+    ] {
+        let shape = Shape { dtypes, head_dim, sharpness, lengths: vec![(150, 400), (60, 60)], ..Shape::default() };
+        let mut case = Case::flash(&shape.batch(), &Storage::contiguous());
+        case.form.softmax_scale = scale;
+        check_named(&format!("{dtypes:?}, scale {scale}, sharpness {sharpness}"), case);
+    }
+}
+
+/// Few enough for Hopper's prefill to take them too.
+#[test]
+fn short_sequences_among_long_ones_agree_with_the_reference() {
+    for ((head_dim, value_dim), mask) in HEAD_DIMS.into_iter().zip([Mask::CAUSAL, Mask::FULL].into_iter().cycle()) {
+        let shape = Shape {
+            dtypes: BF16.into(),
+            head_dim,
+            value_dim: Some(value_dim),
+            heads: (2, 1),
+            lengths: vec![(1, 40), (1500, 1400), (3, 500), (0, 7), (300, 300)],
+            mask,
+            ..Shape::default()
+        };
+        check(&Case::flash(&shape.batch(), &Storage::contiguous()));
+    }
+}
+
+/// Long and short sequences in pages of whole boxes, as Hopper decodes beneath prefill.
+#[test]
+fn decode_beneath_prefill_agrees_with_the_reference() {
+    let lengths = [
+        &[(300, 500), (1, 700), (2, 90), (0, 30), (1, 1300), (1, 17), (150, 150)][..],
+        &[(1, 1), (260, 260), (1, 2000)],
+        // Nothing to prefill, and nothing to decode.
+        &[(0, 0), (1, 400), (1, 2), (0, 900), (1, 1000)],
+        &[(90, 100), (200, 300), (0, 5)],
+    ];
+    let masks = [Mask::CAUSAL, Mask { window_left: 140, ..Mask::CAUSAL }, Mask::FULL, Mask::window(300, 5)];
+    let mut seed = 0;
+    for dtypes in [Dtypes::same(BF16), Dtypes::same(F16)] {
+        for (heads, page_size) in [((8, 2), 16), ((4, 4), 48), ((12, 1), 128), ((32, 1), 16)] {
+            for (mask, lengths) in masks.into_iter().zip(lengths) {
+                seed += 1;
+                let shape = Shape {
+                    dtypes,
+                    heads,
+                    head_dim: 128,
+                    mask,
+                    lengths: lengths.to_vec(),
+                    leftpad: seed % 3 == 0,
+                    sinks: seed % 2 == 0,
+                    scales: [Scaled::No, Scaled::No, if seed % 5 == 0 { Scaled::AsAWhole } else { Scaled::No }],
+                    seed,
+                    ..Shape::default()
+                };
+                let storage = Storage {
+                    rows_around: (3, 300),
+                    seqused_q: seed % 4 == 1,
+                    workspace: Some([9_000_001, 40_000, 200][seed as usize % 3]),
+                    seed,
+                    ..Storage::paged(Layout::ALL[1 + seed as usize % 4], page_size)
+                };
+                check_named(&format!("mixed {seed}"), Case::flash(&shape.batch(), &storage));
+            }
+        }
+    }
+}
+
+/// So many short sequences that a CTA decodes several, one after the other, with the same barriers.
+#[test]
+fn many_decoded_sequences_beneath_prefill_agree_with_the_reference() {
+    let decoded = (0..48).map(|i| (1 + i % 2, 3 + 37 * i % 190));
+    let lengths: Vec<_> = std::iter::once((100, 3000)).chain(decoded).collect();
+    for (dtypes, heads) in [(Dtypes::same(BF16), (16, 1)), (Dtypes::same(F16), (4, 1))] {
+        let shape =
+            Shape { dtypes, heads, head_dim: 128, mask: Mask::CAUSAL, lengths: lengths.clone(), ..Shape::default() };
+        let storage =
+            Storage { rows_around: (3, 900), workspace: Some(9_000_001), ..Storage::paged(Layout::Interleaved, 16) };
+        check_named(&format!("{heads:?}"), Case::flash(&shape.batch(), &storage));
+    }
+}
+
+#[test]
+fn the_set_holds_every_choice() {
+    let rows = cover(&SIZES, &excluded, 7);
+    for (factor, size) in SIZES.into_iter().enumerate() {
+        let found: BTreeSet<usize> = rows.iter().map(|row| row[factor]).collect();
+        assert_eq!(found.len(), size, "factor {factor}");
+    }
+    assert!(rows.len() < 80, "{} rows", rows.len());
+}
+
+#[cfg(feature = "cuda")]
+mod on_their_own_gpu {
+    use super::{BF16, Case, Dtypes, F16, FP8_HEAD_DIMS, HEAD_DIMS, Layout, Mask, Shape, Storage};
+    use crate::support::device::{Around, Gpu};
+    use crate::support::logged::{assert_logged, log};
+
+    /// What compute-sanitizer's slower tools run (tests/gpu/run.py): short, and a call of every kernel.
+    #[test]
+    fn tuned_kernels_are_chosen() {
+        let Some(gpu) = Gpu::first().filter(|_| Gpu::runs_sm_90a()) else {
+            println!("skipped: this machine has no GPU with tuned kernels");
+            return;
+        };
+        let log = log();
+        let forms = [(0.0, "plain"), (2.5, "modified")];
+        let fp8_forms = [(0.0, "scaled"), (2.5, "modified")];
+        for (dtypes, name, head_dims, forms) in [
+            (Dtypes::same(BF16), "bf16", &HEAD_DIMS[..], forms),
+            (Dtypes::same(F16), "f16", &HEAD_DIMS[..], forms),
+            (Dtypes::narrow(BF16), "fp8", &FP8_HEAD_DIMS[..], fp8_forms),
+            (Dtypes::narrow(F16), "fp8", &FP8_HEAD_DIMS[..], fp8_forms),
+        ] {
+            let dims = head_dims
+                .iter()
+                .map(|&(d, dv)| (d, dv, Mask::FULL, if d == dv { format!("{d}") } else { format!("{d}x{dv}") }));
+            let short = (name != "fp8").then(|| (64, 64, Mask::CAUSAL, "64_short".to_owned()));
+            for (head_dim, value_dim, mask, dims) in dims.chain(short) {
+                let layout = if head_dim == value_dim { Layout::Stacked } else { Layout::Split };
+                for (softcap, score) in forms {
+                    // Not built.
+                    if name != "fp8" && score == "modified" && !(["64", "96", "128"].contains(&dims.as_str())) {
+                        continue;
+                    }
+                    // More tiles than an H200 has SMs, several blocks of keys in each.
+                    let shape = Shape {
+                        dtypes,
+                        head_dim,
+                        value_dim: Some(value_dim),
+                        softcap,
+                        heads: (32, 1),
+                        lengths: vec![(900, 1000)],
+                        mask,
+                        ..Shape::default()
+                    };
+                    for (storage, keys) in
+                        [(Storage::contiguous(), "contiguous"), (Storage::paged(layout, 16), "paged")]
+                    {
+                        Case::flash(&shape.batch(), &storage)
+                            .invocation()
+                            .run_on_gpu(&gpu, Around::Redzones, 0)
+                            .unwrap();
+                        assert_logged(log, &format!("hopper_prefill_{name}_{dims}_{keys}_{score} with"));
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_mixed_kernel_is_chosen() {
+        let Some(gpu) = Gpu::first().filter(|_| Gpu::runs_sm_90a()) else {
+            println!("skipped: this machine has no GPU with tuned kernels");
+            return;
+        };
+        let log = log();
+        for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
+            let lengths = vec![(900, 1000), (1, 3000), (1, 200)];
+            let shape = Shape {
+                dtypes: dtype.into(),
+                heads: (8, 2),
+                head_dim: 128,
+                lengths,
+                mask: Mask::CAUSAL,
+                ..Shape::default()
+            };
+            let storage = Storage { workspace: Some(9_000_001), ..Storage::default() };
+            Case::paged(&shape.batch(), &storage).invocation().run_on_gpu(&gpu, Around::Redzones, 0).unwrap();
+            assert_logged(log, &format!("hopper_mixed_{name}_128 with"));
+        }
+    }
+}

@@ -1,0 +1,336 @@
+//! `XLA_ATTENTION_CHECK=1` finds metadata that is clamped otherwise, and a wrong result.
+//!
+//! The variable is read once, so a process of its own runs the tests of this module under it: through the CPU handlers,
+//! or with `XLA_ATTENTION_TEST_DEVICE=cuda` on a GPU.
+
+use crate::support::array::{Array, BF16, Dtype, F16, F32, I32};
+use crate::support::batch::{Dtypes, Shape};
+use crate::support::case::Case;
+use crate::support::frame::{CPU, Frame, INVALID_ARGUMENT, MetadataRequest, Refusal, handler_sets, request_metadata};
+use crate::support::gradient_case::{GradientCase, Wanted};
+use crate::support::guard::Side;
+use crate::support::invocation::Invocation;
+use crate::support::machine::runs_on_cpu;
+use crate::support::named_shapes::named_shapes;
+use crate::support::pools::Inline;
+use crate::support::right_calls::{self, zeros};
+use crate::support::steps::Step;
+use crate::support::storage::{Layout, Storage};
+use std::process::Command;
+
+fn checking() -> bool {
+    std::env::var_os("XLA_ATTENTION_CHECK").is_some_and(|value| value == "1")
+}
+
+#[test]
+fn under_the_check_all_of_this_holds() {
+    if checking() {
+        return; // a child
+    }
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.arg("check_mode::");
+    let output = child.env("XLA_ATTENTION_CHECK", "1").output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+}
+
+/// On the CPU through the handler, on a GPU launched; what a refused call has written does not matter.
+fn run(call: &Invocation) -> Result<Vec<Array>, Refusal> {
+    if runs_on_cpu() { call.outcome_in(Frame::new(call.target, CPU)) } else { call.run(Side::EndsAtGuard, &Inline(4)) }
+}
+
+fn assert_refused(call: &Invocation, text: &str) {
+    let expected = Refusal { code: INVALID_ARGUMENT, text: format!("{}: XLA_ATTENTION_CHECK: {text}", call.target) };
+    assert_eq!(run(call).unwrap_err(), expected);
+}
+
+fn i32s(values: &[i32]) -> Array {
+    Array::i32s(&[values.len() as i64], values)
+}
+
+#[test]
+fn a_checked_handler_cannot_be_recorded() {
+    for set in handler_sets() {
+        for target in set.rows {
+            for handler in [target.initialize, target.execute].into_iter().flatten() {
+                let on_cuda = target.initialize.is_some();
+                let said = request_metadata(handler, MetadataRequest::of(set.version)).unwrap();
+                assert_eq!(said.command_buffer_compatible, on_cuda && !checking());
+            }
+        }
+    }
+}
+
+/// T 6, 3 sequences of 2, 1 and 3 rows over 9, 16 and 3 keys in 5 pages of 8 tokens.
+fn paged() -> Invocation {
+    right_calls::paged_attention()
+        .with_operand("query_start_loc", i32s(&[0, 2, 3, 6]))
+        .with_operand("context_lens", i32s(&[9, 16, 3]))
+        .with_operand("block_tables", Array::i32s(&[3, 2], &[4, 0, 1, 2, 3, -7]))
+        .with_operand("num_seqs", i32s(&[3]))
+}
+
+#[test]
+fn paged_metadata_is_refused_by_operand_entry_and_sequence() {
+    if !checking() {
+        return;
+    }
+    run(&paged()).unwrap();
+    // Entries past the last key and slots past the last sequence are not read.
+    run(&paged().with_operand("num_seqs", i32s(&[1])).with_operand("query_start_loc", i32s(&[0, 2, -9, 77]))).unwrap();
+    let starts = |values: &[i32]| paged().with_operand("query_start_loc", i32s(values));
+    let lengths = |values: &[i32]| paged().with_operand("context_lens", i32s(values));
+    let table = |values: &[i32]| paged().with_operand("block_tables", Array::i32s(&[3, 2], values));
+    for number in [-1, 4] {
+        assert_refused(
+            &paged().with_operand("num_seqs", i32s(&[number])),
+            &format!("num_seqs is {number}, expected 0 to 3"),
+        );
+    }
+    assert_refused(&starts(&[0, 4, 3, 6]), "query_start_loc[2] is 3 (sequence 1), less than query_start_loc[1], 4");
+    assert_refused(&starts(&[-1, 2, 3, 6]), "query_start_loc[0] is -1 (sequence 0), expected 0 to 6 rows");
+    assert_refused(&starts(&[0, 2, 3, 7]), "query_start_loc[3] is 7 (sequence 2), expected 0 to 6 rows");
+    assert_refused(&lengths(&[9, -2, 3]), "context_lens[1] is -2 (sequence 1), expected a length");
+    assert_refused(
+        &lengths(&[9, 17, 3]),
+        "context_lens[1] is 17 (sequence 1), expected 0 to 16: 2 entries of block_tables, over 5 pages of 8 tokens",
+    );
+    assert_refused(&table(&[4, 0, 1, 5, 3, 0]), "block_tables[1, 1] is 5 (sequence 1), expected a page, 0 to 4");
+    assert_refused(&table(&[-1, 0, 1, 2, 3, 0]), "block_tables[0, 0] is -1 (sequence 0), expected a page, 0 to 4");
+}
+
+/// Tq 6, Tk 10, 3 sequences of 2, 1 and 3 rows over 4, 3 and 3 keys.
+fn varlen() -> Invocation {
+    right_calls::flash_attn_varlen()
+        .with_operand("cu_seqlens_q", i32s(&[0, 2, 3, 6]))
+        .with_operand("cu_seqlens_k", i32s(&[0, 4, 7, 10]))
+        .operand("seqused_k", i32s(&[4, 2, 9]))
+        .operand("block_table", zeros(I32, &[0]))
+        .operand("seqused_q", i32s(&[2, 0, 5]))
+        .operand("leftpad_k", i32s(&[0, 2, 1]))
+}
+
+/// The same for the gradients.
+fn varlen_bwd() -> Invocation {
+    right_calls::flash_attn_varlen_bwd()
+        .with_operand("cu_seqlens_q", i32s(&[0, 2, 3, 6]))
+        .with_operand("cu_seqlens_k", i32s(&[0, 4, 7, 10]))
+        .operand("seqused_k", i32s(&[4, 2, 9]))
+        .operand("seqused_q", i32s(&[2, 0, 5]))
+        .operand("leftpad_k", i32s(&[0, 2, 1]))
+}
+
+#[test]
+fn varlen_metadata_is_refused_by_operand_entry_and_sequence() {
+    if !checking() {
+        return;
+    }
+    refuses_varlen_metadata(&varlen());
+    refuses_varlen_metadata(&varlen_bwd());
+}
+
+fn refuses_varlen_metadata(right: &Invocation) {
+    run(right).unwrap();
+    let with = |name, values: &[i32]| right.clone().with_operand(name, i32s(values));
+    assert_refused(
+        &with("cu_seqlens_q", &[3, 2, 3, 6]),
+        "cu_seqlens_q[1] is 2 (sequence 0), less than cu_seqlens_q[0], 3",
+    );
+    assert_refused(&with("cu_seqlens_k", &[0, 4, 11, 10]), "cu_seqlens_k[2] is 11 (sequence 1), expected 0 to 10 rows");
+    assert_refused(&with("seqused_k", &[4, 2, -1]), "seqused_k[2] is -1 (sequence 2), expected a length");
+    assert_refused(&with("seqused_q", &[2, -5, 3]), "seqused_q[1] is -5 (sequence 1), expected a length");
+    assert_refused(&with("leftpad_k", &[0, 3, 0]), "leftpad_k[1] is 3 (sequence 1), expected 0 to its 2 keys");
+    assert_refused(&with("leftpad_k", &[-1, 0, 0]), "leftpad_k[0] is -1 (sequence 0), expected a length");
+}
+
+#[test]
+fn lengths_out_of_starts_are_refused_too() {
+    if !checking() {
+        return;
+    }
+    let paged = |starts: &[i32], table: &[i32]| {
+        let call = right_calls::flash_attn_varlen()
+            .with_operand("cu_seqlens_q", i32s(&[0, 2, 3, 6]))
+            .with_operand("k", zeros(BF16, &[5, 4, 2, 16]))
+            .with_operand("v", zeros(BF16, &[5, 4, 2, 24]))
+            .with_operand("cu_seqlens_k", i32s(starts));
+        call.operand("seqused_k", zeros(I32, &[0])).operand("block_table", Array::i32s(&[3, 2], table))
+    };
+    // Only differences count.
+    run(&paged(&[-7, -3, 5, 6], &[0, -1, 1, 2, 3, -1])).unwrap();
+    let text = "cu_seqlens_k[2] - cu_seqlens_k[1] is -4 (sequence 1), expected 0 to 8: 2 entries of block_table, over 5 \
+                pages of 4 tokens";
+    assert_refused(&paged(&[0, 8, 4, 4], &[0; 6]), text);
+    assert_refused(
+        &paged(&[0, 5, 6, 7], &[0, 9, 1, 1, 1, 1]),
+        "block_table[0, 1] is 9 (sequence 0), expected a page, 0 to 4",
+    );
+}
+
+#[test]
+fn slots_are_refused_by_entry() {
+    if !checking() {
+        return;
+    }
+    let update = |slots: &[i32]| right_calls::kv_cache_update(1).with_operand("slot_mapping", i32s(slots));
+    run(&update(&[39, 0, -1, 5, -1, 6])).unwrap();
+    assert_refused(&update(&[0, 1, 40, 3, 4, 5]), "slot_mapping[2] is 40, expected a slot, 0 to 39, or -1 for none");
+    assert_refused(&update(&[0, -2, 2, 3, 4, 5]), "slot_mapping[1] is -2, expected a slot, 0 to 39, or -1 for none");
+    assert_refused(&update(&[7, 1, 2, 3, 7, 5]), "slot_mapping[4] is 7, as slot_mapping[0]");
+    let slots =
+        |values: &[i64]| right_calls::kv_cache_update_split().with_operand("slot_mapping", Array::i64s(&[6], values));
+    run(&slots(&[0, 1, 2, 3, 4, 5])).unwrap();
+    let text = "slot_mapping[5] is 4294967296, expected a slot, 0 to 39, or -1 for none";
+    assert_refused(&slots(&[0, 1, 2, 3, 4, 1 << 32]), text);
+}
+
+#[test]
+fn positions_are_refused_by_entry() {
+    if !checking() {
+        return;
+    }
+    let rotate = |positions: &[i32]| {
+        right_calls::rope_kv_cache_update(1)
+            .with_operand("slot_mapping", i32s(&[0, 1, 2, -1, 4, 5]))
+            .with_operand("positions", i32s(positions))
+    };
+    run(&rotate(&[0, 8, 3, -44, 1, 1])).unwrap();
+    assert_refused(&rotate(&[0, 1, 9, 0, 0, 0]), "positions[2] is 9, expected 0 to 8, the rows of cos_sin");
+    assert_refused(&rotate(&[0, 1, 2, 0, 0, -1]), "positions[5] is -1, expected 0 to 8, the rows of cos_sin");
+}
+
+/// As [`paged`]; the sequences' new tokens are their last keys.
+fn paged_update() -> Invocation {
+    let attention = paged();
+    let operands = attention.operands.into_iter().take(6);
+    let call =
+        operands.fold(right_calls::paged_attention_update(), |call, (name, operand)| call.with_operand(name, operand));
+    call.with_operand("slot_mapping", i32s(&[39, 0, 23, 24, 25, 26]))
+}
+
+#[test]
+fn new_tokens_are_refused_by_entry_where_the_table_has_them_elsewhere() {
+    if !checking() {
+        return;
+    }
+    run(&paged_update()).unwrap();
+    let slots = |values: &[i32]| paged_update().with_operand("slot_mapping", i32s(values));
+    // Only sequences that are there have keys.
+    run(&slots(&[39, 0, 23, -1, 4, -1]).with_operand("num_seqs", i32s(&[2]))).unwrap();
+    let place = |row: usize, slot: i32, place: i32, key: usize, b: usize| {
+        format!("slot_mapping[{row}] is {slot}, expected {place}, where block_tables has key {key} of sequence {b}")
+    };
+    assert_refused(&slots(&[38, 0, 23, 24, 25, 26]), &place(0, 38, 39, 7, 0));
+    assert_refused(&slots(&[39, 0, 23, 24, 25, -1]), &place(5, -1, 26, 2, 2));
+    assert_refused(&slots(&[39, 0, 23, 25, 24, 26]), &place(3, 25, 24, 0, 2));
+    assert_refused(&slots(&[39, 0, 39, 24, 25, 26]), "slot_mapping[2] is 39, as slot_mapping[0]");
+    let text = "slot_mapping[1] is 40, expected a slot, 0 to 39, or -1 for none";
+    assert_refused(&slots(&[39, 40, 23, 24, 25, 26]), text);
+    let table = paged_update().with_operand("block_tables", Array::i32s(&[3, 2], &[4, 0, 1, 5, 3, 0]));
+    assert_refused(&table, "block_tables[1, 1] is 5 (sequence 1), expected a page, 0 to 4");
+    // More rows than keys: the first one has none.
+    let lengths = slots(&[-1, 32, 23, 24, 25, 26]).with_operand("context_lens", i32s(&[1, 16, 3]));
+    run(&lengths).unwrap();
+}
+
+/// Calls whose metadata is right, with answers that are not all 0.
+fn attention_calls(dtypes: Dtypes) -> Vec<(&'static str, Invocation)> {
+    let paged = |(name, shape, storage): (&'static str, Shape, Storage)| {
+        (name, Case::paged(&shape.batch(), &storage).invocation())
+    };
+    let mut calls: Vec<_> = named_shapes(dtypes).into_iter().map(paged).collect();
+    let shape = Shape { dtypes, lengths: vec![(5, 9), (1, 30), (7, 7)], value_dim: Some(24), ..Shape::default() };
+    let rows = Storage { layout: Layout::Contiguous, spare_seqs: 0, ..Storage::default() };
+    calls.push(("rows", Case::flash(&shape.batch(), &rows).invocation()));
+    let shape = Shape { dtypes, lengths: vec![(5, 9), (1, 30), (7, 7)], ..Shape::default() };
+    // Only what is stored: what is not may have a slot that the check refuses.
+    let step = Step::new(&shape.batch(), &Storage { rows_around: (0, 0), ..Storage::default() });
+    calls.push(("update in place", step.invocation(true)));
+    calls.push(("update of a copy", step.invocation(false)));
+    calls
+}
+
+/// The gradients of such calls.
+fn gradient_calls() -> Vec<(&'static str, Invocation)> {
+    let lengths = vec![(5, 9), (1, 30), (7, 7), (9, 4)];
+    let of = |(dtype, softcap): (Dtype, f32)| {
+        let lengths = lengths.clone();
+        let shape =
+            Shape { dtypes: dtype.into(), lengths, value_dim: Some(24), softcap, sinks: true, ..Shape::default() };
+        let rows = Storage { layout: Layout::Contiguous, spare_seqs: 0, ..Storage::default() };
+        GradientCase::store(&shape.batch(), &rows, Wanted::ALL).invocation()
+    };
+    let calls = [F32, F16, BF16].into_iter().flat_map(|dtype| [(dtype, 0.0), (dtype, 3.0)]);
+    calls.map(|call| ("gradients", of(call))).collect()
+}
+
+/// A right call of every operator that is not attention.
+fn other_calls() -> Vec<(&'static str, Invocation)> {
+    let slots = |call: Invocation| call.with_operand("slot_mapping", i32s(&[0, 1, 2, 3, 4, 5]));
+    let mut in_place = slots(right_calls::kv_cache_update(3));
+    in_place.results[0].alias = Some(0);
+    vec![
+        ("merge", right_calls::merge_attention_states()),
+        ("update", slots(right_calls::kv_cache_update(1))),
+        ("update in place", in_place),
+        ("split", slots(right_calls::kv_cache_update_split())),
+        ("rope", slots(right_calls::rope_kv_cache_update(2))),
+        ("add", right_calls::simple_add()),
+    ]
+}
+
+fn assert_right(name: &str, call: &Invocation) {
+    run(call).unwrap_or_else(|refusal| panic!("{name}: {refusal:?}"));
+}
+
+#[test]
+fn right_calls_pass() {
+    if !checking() {
+        return;
+    }
+    for (name, call) in [F32, F16, BF16].into_iter().flat_map(|t| attention_calls(Dtypes::same(t))) {
+        assert_right(name, &call);
+    }
+    for (name, call) in other_calls().into_iter().chain(gradient_calls()) {
+        assert_right(name, &call);
+    }
+}
+
+#[cfg(feature = "planted_faults")]
+mod wrong_results {
+    use super::*;
+    use crate::support::frame::INTERNAL;
+    use xla_attention::{Fault, plant};
+
+    /// One wrong number is found, and the next call is right.
+    fn assert_found(name: &str, call: &Invocation) {
+        plant(Fault::WrongResult);
+        let refusal = run(call).unwrap_err();
+        let result = &call.results[0];
+        let begins = format!("{}: XLA_ATTENTION_CHECK: {}[", call.target, result.name);
+        let ends = format!("; 1 of {} elements are off", result.dims.iter().product::<i64>());
+        let told = refusal.text.starts_with(&begins) && refusal.text.ends_with(&ends);
+        assert!(refusal.code == INTERNAL && told, "{name}: {refusal:?}");
+        assert_right(name, call);
+    }
+
+    #[test]
+    fn a_wrong_result_of_attention_is_found() {
+        if !checking() {
+            return;
+        }
+        for (name, call) in [F32, F16, BF16].into_iter().flat_map(|t| attention_calls(Dtypes::same(t))) {
+            assert_found(name, &call);
+        }
+    }
+
+    #[test]
+    fn a_wrong_result_of_another_operator_is_found_on_a_gpu() {
+        // On the CPU the results of attention alone are computed a second time.
+        if !checking() || runs_on_cpu() {
+            return;
+        }
+        for (name, call) in other_calls().into_iter().chain(gradient_calls()) {
+            assert_found(name, &call);
+        }
+    }
+}

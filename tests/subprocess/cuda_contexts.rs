@@ -1,0 +1,123 @@
+//! Functions belong to a context: what happens when contexts come and go, with a stand-in for libcuda whose functions launch
+//! on the context for which they were loaded and on no other.
+
+use crate::support::array::{Array, F32};
+use crate::support::device::{Around, Gpu};
+use crate::support::invocation::Invocation;
+use crate::support::machine::runs_on_cpu;
+use crate::support::stand_in;
+use xla_attention::{Action, Call, DType, Error, Op, Stream, Tensor, call};
+
+/// More than a process had room for when contexts were never forgotten.
+const MANY: u32 = 200;
+
+fn launch() -> Result<(), Error> {
+    let (a, b, mut out) = ([1.0f32; 8], [2.0f32; 8], [0.0f32; 8]);
+    let view = |data: *const f32| Tensor::dense(DType::F32, data.cast_mut().cast(), &[8]);
+    let (operands, results) = ([view(a.as_ptr()), view(b.as_ptr())], [view(out.as_mut_ptr())]);
+    let action = Action::LaunchCuda(Stream(0));
+    // SAFETY: the stand-in reads no memory; the arrays outlive the call anyway.
+    unsafe { call(&Call { op: Op::SimpleAdd, action, operands: &operands, results: &results, attributes: &[] }) }
+}
+
+/// Make a context current.
+fn enter(address: u32, id: u32) {
+    // SAFETY: this child runs one test, on this thread alone.
+    unsafe { std::env::set_var("FAULT", format!("context {address:x} {id}")) };
+}
+
+/// Modules that the stand-in has loaded.
+fn loads() -> i32 {
+    type LoadsSoFar = extern "C" fn() -> i32;
+    // SAFETY: the stand-in has this function, of this type.
+    let symbol = unsafe { cudarc::driver::sys::culib().get::<LoadsSoFar>("loads_so_far".as_bytes()) };
+    (*symbol.unwrap())()
+}
+
+#[test]
+fn a_child_sees_contexts_come_and_go() {
+    if std::env::var_os("FAULT").is_none() {
+        return; // not a child
+    }
+    let mut failed = vec![];
+    let mut visit = |address, id| {
+        enter(address, id);
+        failed.extend(launch().err().map(|error| format!("{address:x} {id}: {}", error.message)));
+    };
+    // Reset again and again at one address; then all at addresses of their own, twice.
+    (1..=MANY).for_each(|id| visit(0x1000, id));
+    println!("outcome: {}", loads());
+    for _ in 0..2 {
+        (1..=MANY).for_each(|id| visit(0x2000 + 16 * id, MANY + id));
+        println!("outcome: {}", loads());
+    }
+    // The newest at the address that many have had.
+    visit(0x1000, MANY);
+    println!("outcome: {}", loads());
+    println!("outcome: {failed:?}");
+}
+
+#[test]
+fn a_context_is_its_id_and_not_its_address() {
+    if !runs_on_cpu() {
+        println!("skipped: with a stand-in for libcuda alone");
+        return;
+    }
+    let said = stand_in::outcomes_with_ids("cuda_contexts::a_child_sees_contexts_come_and_go", "context 1000 1");
+    let loads = [MANY, 2 * MANY, 2 * MANY, 2 * MANY].map(|loads| loads.to_string());
+    assert_eq!(said[..4], loads);
+    assert_eq!(said[4], "[]");
+}
+
+#[test]
+fn a_driver_without_ids_has_addresses() {
+    if !runs_on_cpu() {
+        println!("skipped: with a stand-in for libcuda alone");
+        return;
+    }
+    let (name, fault) = ("cuda_contexts::a_child_enters_two_contexts", "context 1000 1");
+    assert_eq!(stand_in::outcomes(name, fault), ["2"]);
+}
+
+#[test]
+fn a_child_enters_two_contexts() {
+    if std::env::var_os("FAULT").is_none() {
+        return; // not a child
+    }
+    for (address, id) in [(0x1000, 1), (0x2000, 2), (0x1000, 1), (0x2000, 2)] {
+        enter(address, id);
+        launch().unwrap();
+    }
+    println!("outcome: {}", loads());
+}
+
+/// What a device computes before and after a reset, which takes everything with it that was loaded.
+#[test]
+fn a_device_that_was_reset_is_served_again() {
+    if runs_on_cpu() {
+        println!("skipped: XLA_ATTENTION_TEST_DEVICE=cuda chooses a GPU");
+        return;
+    }
+    let said = stand_in::printed(stand_in::child("cuda_contexts::a_child_resets_the_device").env("FAULT", "reset"));
+    assert_eq!(said, ["[2.0, 4.0, 6.0]"; 3]);
+}
+
+#[test]
+fn a_child_resets_the_device() {
+    if std::env::var_os("FAULT").is_none_or(|fault| fault != "reset") {
+        return; // not a child
+    }
+    let numbers = Array::f32s(&[3], &[1.0, 2.0, 3.0]);
+    let call = Invocation::new("xla_gpu_simple_add").operand("a", numbers.clone()).operand("b", numbers).result(
+        "out",
+        F32,
+        &[3],
+    );
+    for _ in 0..3 {
+        let results = call.run_on_gpu(&Gpu::first().unwrap(), Around::Nothing, 0).unwrap();
+        println!("outcome: {:?}", results[0].values());
+        // SAFETY: nothing of this process uses the device any more.
+        let reset = unsafe { cudarc::driver::sys::cuDevicePrimaryCtxReset_v2(0) };
+        assert_eq!(reset, cudarc::driver::sys::CUresult::CUDA_SUCCESS);
+    }
+}

@@ -1,0 +1,72 @@
+//! What a user is told when the driver or the GPU is not in a state to run: with a stand-in for libcuda that refuses.
+
+use crate::support::stand_in;
+use xla_attention::{Action, Call, Code, DType, Error, Op, Stream, Tensor, call};
+
+/// The outcomes of preparing and of launching an addition where this goes wrong: a code and a text, or nothing.
+fn outcomes(fault: &str) -> [String; 2] {
+    stand_in::outcomes("cuda_faults::a_child_prepares_and_launches", fault).try_into().unwrap()
+}
+
+#[test]
+fn a_child_prepares_and_launches() {
+    if std::env::var_os("FAULT").is_none() {
+        return; // not a child
+    }
+    let (a, b, mut out) = ([1.0f32; 8], [2.0f32; 8], [0.0f32; 8]);
+    let view = |data: *const f32| Tensor::dense(DType::F32, data.cast_mut().cast(), &[8]);
+    let (operands, results) = ([view(a.as_ptr()), view(b.as_ptr())], [view(out.as_mut_ptr())]);
+    for action in [Action::PrepareCuda, Action::LaunchCuda(Stream(0))] {
+        // SAFETY: the stand-in reads no memory; the arrays outlive the calls anyway.
+        let outcome = unsafe {
+            call(&Call { op: Op::SimpleAdd, action, operands: &operands, results: &results, attributes: &[] })
+        };
+        let text =
+            outcome.map_or_else(|Error { code, message }| format!("{code:?}: {message}"), |()| "done".to_owned());
+        println!("outcome: {text}");
+    }
+}
+
+fn assert_both(fault: &str, code: Code, parts: &[&str]) {
+    for outcome in outcomes(fault) {
+        assert!(outcome.starts_with(&format!("{code:?}: xla_gpu_simple_add: ")), "{fault}: {outcome}");
+        for part in parts {
+            assert!(outcome.contains(part), "{fault}: {outcome} does not say {part:?}");
+        }
+    }
+}
+
+#[test]
+fn the_stand_in_works_when_nothing_is_wrong() {
+    assert_eq!(outcomes("none"), ["done", "done"]);
+}
+
+#[test]
+fn without_a_context_it_says_who_makes_one() {
+    assert_both("no context", Code::FailedPrecondition, &["context"]);
+}
+
+#[test]
+fn a_gpu_that_is_too_old_is_named_with_what_is_needed() {
+    assert_both("old GPU", Code::FailedPrecondition, &["the GPU is sm_75", "sm_80 or newer"]);
+}
+
+#[test]
+fn a_refused_module_tells_the_driver_its_log_and_what_would_take_it() {
+    let parts = ["the driver (CUDA 11.4) refuses the kernel simple_add_f32 on sm_90", "the log of the driver", "PTX"];
+    assert_both("refused module", Code::FailedPrecondition, &parts);
+}
+
+#[test]
+fn a_failed_launch_has_the_drivers_words() {
+    let [prepared, launched] = outcomes("failed launch");
+    assert_eq!(prepared, "done");
+    assert!(launched.starts_with("Internal: xla_gpu_simple_add: cuLaunchKernel: "), "{launched}");
+    assert!(launched.contains("too many resources requested for launch"), "{launched}");
+}
+
+#[test]
+fn an_error_without_words_still_has_its_name() {
+    let [_, launched] = outcomes("earlier fault");
+    assert!(launched.contains("cuLaunchKernel: CUDA_ERROR_ILLEGAL_ADDRESS"), "{launched}");
+}

@@ -1,0 +1,151 @@
+//! `XLA_ATTENTION_KERNEL_DIR`: files take the place of built-in kernels, and what the driver says of one that it refuses.
+//!
+//! With a stand-in for libcuda, or with `XLA_ATTENTION_TEST_DEVICE=cuda` on a GPU; the environment is read once, so a
+//! process of its own sees each folder.
+
+use crate::support::array::{Array, F32, I32};
+use crate::support::guard::Side;
+use crate::support::invocation::{Invocation, POISON};
+use crate::support::machine::runs_on_cpu;
+use crate::support::pools::Inline;
+use crate::support::stand_in;
+use std::path::PathBuf;
+use xla_attention::{Action, Call, DType, Error, Op, Stream, Tensor, call};
+
+/// A kernel that takes the parameter of `simple_add` and does nothing.
+const IDLE: &str = ".version 7.0\n.target sm_80\n.address_size 64\n\
+                    .visible .entry xa_simple_add_f32(.param .align 8 .b8 parameter[32]) { ret; }\n";
+
+/// A folder with this file in it.
+fn folder(name: &str, file: &str, contents: &[u8]) -> PathBuf {
+    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+    // Where the tests were carried to, there is no build.
+    let folder = if folder.exists() { folder } else { std::env::temp_dir() };
+    let folder = folder.join(format!("kernels_{}_{name}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    std::fs::write(folder.join(file), contents).unwrap();
+    folder
+}
+
+/// What the additions of the child say where `file` holds `contents`: of f32, of i32, and of f32 again.
+fn outcomes(name: &str, file: &str, contents: &[u8]) -> (PathBuf, [String; 3]) {
+    let folder = folder(name, file, contents);
+    let mut child = stand_in::child("cuda_kernel_files::a_child_adds");
+    child.env("XLA_ATTENTION_KERNEL_DIR", &folder);
+    if runs_on_cpu() {
+        stand_in::in_front(&mut child, "none");
+    } else {
+        child.env("FAULT", "none");
+    }
+    (folder.join(file), stand_in::printed(&mut child).try_into().unwrap())
+}
+
+#[test]
+fn a_child_adds() {
+    if std::env::var_os("FAULT").is_none() {
+        return; // not a child
+    }
+    for dtype in [F32, I32, F32] {
+        let numbers = if dtype == F32 { Array::f32s(&[3], &[1.0, 2.0, 3.0]) } else { Array::i32s(&[3], &[1, 2, 3]) };
+        let outcome = if runs_on_cpu() { on_the_stand_in(&numbers) } else { on_the_gpu(&numbers) };
+        println!("outcome: {}", outcome.unwrap_or_else(|error| format!("{}: {}", error.code as i32, error.message)));
+    }
+}
+
+/// The stand-in computes nothing.
+fn on_the_stand_in(numbers: &Array) -> Result<String, Error> {
+    let mut out = numbers.bytes.clone();
+    let view = |data: *const u8| Tensor::dense(DType(numbers.dtype.0), data.cast_mut(), &numbers.dims);
+    let (operands, results) = ([view(numbers.bytes.as_ptr()); 2], [view(out.as_mut_ptr())]);
+    let action = Action::LaunchCuda(Stream(0));
+    // SAFETY: the stand-in reads no memory; the arrays outlive the call anyway.
+    unsafe { call(&Call { op: Op::SimpleAdd, action, operands: &operands, results: &results, attributes: &[] }) }?;
+    Ok("done".into())
+}
+
+/// "done" if the sums are right, "untouched" if there are none.
+fn on_the_gpu(numbers: &Array) -> Result<String, Error> {
+    let call = Invocation::new("xla_gpu_simple_add")
+        .operand("a", numbers.clone())
+        .operand("b", numbers.clone())
+        .result("out", numbers.dtype, &numbers.dims);
+    let code = |code| if code == 9 { xla_attention::Code::FailedPrecondition } else { xla_attention::Code::Internal };
+    let results = call
+        .run(Side::EndsAtGuard, &Inline(1))
+        .map_err(|refusal| Error { code: code(refusal.code), message: refusal.text })?;
+    let sums: Vec<f64> = numbers.values().iter().map(|x| x + x).collect();
+    Ok(if results[0].values() == sums {
+        "done".into()
+    } else if results[0].bytes.iter().all(|&b| b == POISON) {
+        "untouched".into()
+    } else {
+        format!("{:?}", results[0].values())
+    })
+}
+
+#[test]
+fn a_corrupt_file_is_named_with_what_the_driver_says_and_other_kernels_work() {
+    // The driver only takes for PTX, and hands to ptxas, what begins as such.
+    let ptx = ".version 7.0\n.target sm_80\n.address_size 64\ncorrupt\n";
+    let (path, said) = outcomes("corrupt", "simple_add_f32.ptx", ptx.as_bytes());
+    assert_eq!(said[1], "done");
+    for refusal in [&said[0], &said[2]] {
+        assert!(refusal.starts_with("9: xla_gpu_simple_add: the driver (CUDA "), "{refusal}");
+        assert!(refusal.contains(&format!("refuses the kernel simple_add_f32, {},", path.display())), "{refusal}");
+        assert!(refusal.contains("cuModuleLoadDataEx: CUDA_ERROR_INVALID_"), "{refusal}");
+        assert!(refusal.ends_with("; without XLA_ATTENTION_KERNEL_DIR it is the built-in one"), "{refusal}");
+    }
+    let log = if runs_on_cpu() { "the log of the driver" } else { "ptxas" };
+    assert!(said[0].contains(log), "{}", said[0]);
+    std::fs::remove_dir_all(path.parent().unwrap()).unwrap();
+}
+
+/// The head of machine code whose sections lie at byte `sections`.
+fn elf(sections: u64) -> Vec<u8> {
+    let mut head = b"\x7fELF\x02\x01\x01\x41".to_vec();
+    head.resize(64, 0);
+    head[18..20].copy_from_slice(&190u16.to_le_bytes());
+    head[40..48].copy_from_slice(&sections.to_le_bytes());
+    head[58..62].copy_from_slice(&[64, 0, 1, 0]);
+    head
+}
+
+/// The driver believes what headers say of a file's size, so none of these may come to it.
+#[test]
+fn a_file_that_is_not_a_whole_module_is_named_and_the_driver_does_not_see_it() {
+    for (name, contents, why) in [
+        ("simple_add_f32.cubin", elf(64), "is cut short: its 64 bytes do not hold what its headers name"),
+        ("simple_add_f32.cubin", elf(u64::MAX), "is cut short"),
+        ("simple_add_f32.cubin", elf(64)[..40].to_vec(), "is cut short: its 40 bytes"),
+        ("simple_add_f32.cubin", b"corrupt\n".to_vec(), "is not machine code for NVIDIA GPUs (64-bit ELF)"),
+        ("simple_add_f32.cubin", vec![], "is not machine code"),
+        ("simple_add_f32.ptx", elf(64), "is not a PTX text"),
+    ] {
+        let (path, said) = outcomes("not_whole", name, &contents);
+        assert_eq!(said[1], "done");
+        for refusal in [&said[0], &said[2]] {
+            let start = format!("9: xla_gpu_simple_add: the kernel {} {why}", path.display());
+            assert!(refusal.starts_with(&start), "{refusal}");
+            assert!(refusal.ends_with("; without XLA_ATTENTION_KERNEL_DIR it is the built-in one"), "{refusal}");
+        }
+        std::fs::remove_dir_all(path.parent().unwrap()).unwrap();
+    }
+}
+
+#[test]
+fn a_file_takes_the_place_of_the_kernel_that_it_is_named_after() {
+    let (path, said) = outcomes("idle", "simple_add_f32.ptx", IDLE.as_bytes());
+    let idle = if runs_on_cpu() { "done" } else { "untouched" };
+    assert_eq!(said, [idle, "done", idle]);
+    std::fs::remove_dir_all(path.parent().unwrap()).unwrap();
+}
+
+#[test]
+fn a_module_without_the_kernel_is_named() {
+    let (path, said) =
+        outcomes("misnamed", "simple_add_f32.ptx", IDLE.replace("xa_simple_add_f32", "other").as_bytes());
+    assert_eq!(said[1], "done");
+    let expected = format!("the kernel simple_add_f32 is not in its module, {}: cuModuleGetFunction: ", path.display());
+    assert!(runs_on_cpu() || said[0].contains(&expected), "{}", said[0]);
+    std::fs::remove_dir_all(path.parent().unwrap()).unwrap();
+}

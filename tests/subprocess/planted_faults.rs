@@ -1,0 +1,237 @@
+//! A fault planted in each layer comes back as an error that says what and where, and the next call is right.
+//!
+//! Faults go through the handlers, as XLA calls them, and through the C interface; those of the CUDA backend meet a
+//! stand-in for libcuda, or with `XLA_ATTENTION_TEST_DEVICE=cuda` a GPU.
+
+use crate::support::array::{Array, F32};
+use crate::support::frame::{CPU, Frame, INTERNAL, Refusal};
+use crate::support::guard::Side;
+use crate::support::invocation::Invocation;
+use crate::support::machine::runs_on_cpu;
+use crate::support::pools::{HostPool, Inline, Threads};
+use crate::support::right_calls;
+use std::ffi::{CStr, c_char};
+use std::ptr::null_mut;
+use xla_attention::{Fault, XaCall, XaTensor, plant, xa_call, xa_info, xa_op, xa_targets};
+
+/// An addition of this many elements, which the CPU backend shares out in pieces of 2^15.
+fn addition(elements: usize) -> Invocation {
+    let numbers = |first: usize| -> Vec<f32> { (0..elements).map(|i| (first + i % 1000) as f32).collect() };
+    let dims = [elements as i64];
+    Invocation::new("xla_gpu_simple_add")
+        .operand("a", Array::f32s(&dims, &numbers(3)))
+        .operand("b", Array::f32s(&dims, &numbers(40)))
+        .result("out", F32, &dims)
+}
+
+/// XLA knows `XlaGpuSimpleAdd` too; errors say what the operator is called.
+fn name(call: &Invocation) -> &str {
+    if call.target == "XlaGpuSimpleAdd" { "xla_gpu_simple_add" } else { call.target }
+}
+
+fn assert_reported(outcome: Result<Vec<Array>, Refusal>, call: &Invocation, text: &str) {
+    let expected = Refusal { code: INTERNAL, text: format!("{}: {text}", name(call)) };
+    assert_eq!(outcome.unwrap_err(), expected);
+}
+
+#[test]
+fn every_layer_of_a_cpu_handler_reports_its_fault_and_the_next_call_is_right() {
+    for call in right_calls::all() {
+        let on_cpu = || call.outcome_in(Frame::new(call.target, CPU));
+        let right = on_cpu().unwrap();
+        for (fault, text) in [
+            (Fault::ShimException, "C++ exception: planted fault: ShimException"),
+            (Fault::ShimThrow, "C++ exception: without a text"),
+            (Fault::Bridge, "panic: planted fault: Bridge"),
+            (Fault::Problem, "panic: planted fault: Problem"),
+        ] {
+            plant(fault);
+            assert_reported(on_cpu(), &call, text);
+            assert_eq!(on_cpu().unwrap(), right, "{} after {fault:?}", call.target);
+        }
+        plant(Fault::CpuCaller);
+        let refusal = on_cpu().unwrap_err();
+        assert_eq!(refusal.code, INTERNAL);
+        assert!(refusal.text.starts_with(&format!("{}: 1 of ", name(&call))), "{}", refusal.text);
+        assert!(refusal.text.ends_with(" parallel tasks panicked: planted fault: CpuCaller"), "{}", refusal.text);
+        assert_eq!(on_cpu().unwrap(), right, "{} after a panic in a task", call.target);
+    }
+}
+
+#[test]
+fn a_fault_on_a_thread_of_the_pool_is_reported_and_the_thread_goes_on() {
+    let call = addition(3 << 15);
+    let threads = Threads::new(3);
+    let on = |pool: &dyn HostPool| call.outcome_in(Frame::new(call.target, CPU).pool(pool));
+    let right = on(&Inline(1)).unwrap();
+    for _ in 0..10 {
+        plant(Fault::CpuWorker);
+        assert_reported(on(&threads), &call, "1 of 3 parallel tasks panicked: planted fault: CpuWorker");
+        assert_eq!(on(&threads).unwrap(), right);
+    }
+}
+
+/// `xa_call` of an addition on the CPU: what it says, and the sums.
+fn c_addition(a: &[f32], b: &[f32]) -> ((i32, String), Vec<f32>) {
+    let mut out = vec![0.0f32; a.len()];
+    let dims = [a.len() as i64];
+    let tensor = |data: *const f32| XaTensor {
+        data: data.cast_mut().cast(),
+        dims: dims.as_ptr(),
+        strides: std::ptr::null(),
+        rank: 1,
+        dtype: F32.0,
+    };
+    let (operands, results) = ([tensor(a.as_ptr()), tensor(b.as_ptr())], [tensor(out.as_mut_ptr())]);
+    let request = XaCall {
+        struct_size: size_of::<XaCall>(),
+        op: 0,
+        action: 1,
+        operands: operands.as_ptr(),
+        num_operands: 2,
+        results: results.as_ptr(),
+        num_results: 1,
+        attributes: std::ptr::null(),
+        num_attributes: 0,
+        stream: null_mut(),
+    };
+    let mut text = [0 as c_char; 256];
+    // SAFETY: the request and what it points to are above.
+    let code = unsafe { xa_call(&raw const request, text.as_mut_ptr(), text.len()) };
+    // SAFETY: zeroed, or terminated by the call.
+    let text = unsafe { CStr::from_ptr(text.as_ptr()) }.to_str().unwrap().to_owned();
+    ((code, text), out)
+}
+
+#[test]
+fn every_layer_below_xa_call_reports_its_fault_and_the_next_call_is_right() {
+    let numbers: Vec<f32> = (0..70_000).map(|i: i32| i as f32).collect();
+    let sums: Vec<f32> = numbers.iter().map(|x| x + x).collect();
+    let mut faults = vec![
+        (Fault::Door, "xa_call: panic: planted fault: Door"),
+        (Fault::Problem, "xla_gpu_simple_add: panic: planted fault: Problem"),
+        (Fault::CpuCaller, "xla_gpu_simple_add: 1 of 3 parallel tasks panicked: planted fault: CpuCaller"),
+    ];
+    if std::thread::available_parallelism().is_ok_and(|threads| threads.get() > 1) {
+        faults.push((Fault::CpuWorker, "xla_gpu_simple_add: 1 of 3 parallel tasks panicked: planted fault: CpuWorker"));
+    }
+    for (fault, text) in faults {
+        plant(fault);
+        assert_eq!(c_addition(&numbers, &numbers).0, (INTERNAL, text.to_owned()));
+        assert_eq!(c_addition(&numbers, &numbers), ((0, String::new()), sums.clone()), "after {fault:?}");
+    }
+}
+
+#[test]
+fn functions_without_an_error_give_what_stands_for_failure() {
+    plant(Fault::Door);
+    assert!(xa_targets().is_null());
+    assert!(!xa_targets().is_null());
+    plant(Fault::Door);
+    assert!(xa_info().is_null());
+    assert!(!xa_info().is_null());
+    // SAFETY: terminated names.
+    let number = || unsafe { xa_op(c"xla_gpu_paged_attention".as_ptr()) };
+    plant(Fault::Door);
+    assert_eq!(number(), -1);
+    assert_eq!(number(), 1);
+    let workspace = || {
+        let mut c = [-1; 3];
+        // SAFETY: three numbers.
+        unsafe { xla_attention::xa_workspace(1, 8, 2, 128, 128, 16, false, &raw mut c) };
+        c
+    };
+    plant(Fault::Door);
+    assert_eq!(workspace(), [0; 3]);
+    assert_ne!(workspace(), [0; 3]);
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn the_plugins_entries_report_a_fault_too() {
+    plant(Fault::Door);
+    assert!(xla_attention::GetPjrtApi().is_null());
+    let mut text = [0 as c_char; 256];
+    plant(Fault::Door);
+    // SAFETY: a terminated name and room for the text.
+    let code =
+        unsafe { xla_attention::xa_stand_before_pjrt_plugin(c"/nowhere".as_ptr(), text.as_mut_ptr(), text.len()) };
+    // SAFETY: terminated by the call.
+    let text = unsafe { CStr::from_ptr(text.as_ptr()) }.to_str().unwrap();
+    assert_eq!((code, text), (INTERNAL, "xa_stand_before_pjrt_plugin: panic: planted fault: Door"));
+}
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use super::*;
+    use crate::support::frame::{CUDA, Stage, target};
+    use crate::support::stand_in;
+
+    #[test]
+    fn every_layer_of_a_cuda_handler_reports_its_fault_and_the_next_call_works() {
+        if !runs_on_cpu() {
+            println!("skipped: the stand-in for libcuda is for machines without a GPU");
+            return;
+        }
+        let said = stand_in::outcomes("planted_faults::cuda::a_child_goes_through_the_cuda_handlers", "none");
+        assert_eq!(said.last().map(String::as_str), Some("done"), "{said:?}");
+    }
+
+    #[test]
+    fn a_child_goes_through_the_cuda_handlers() {
+        if std::env::var_os("FAULT").is_none() {
+            return; // not a child
+        }
+        // These share a kernel with a target before them, which is loaded by then.
+        let shares_its_kernel = [
+            "XlaGpuSimpleAdd",
+            "xla_gpu_flash_attn_varlen",
+            "xla_gpu_kv_cache_update_split",
+            "xla_gpu_paged_attention_update",
+        ];
+        for call in right_calls::all() {
+            let row = target(call.target, CUDA);
+            for (stage, handler) in [(Stage::Initialize, row.initialize), (Stage::Execute, row.execute)] {
+                let go = || call.outcome_in(Frame::of(handler.unwrap(), stage).stream(1));
+                let mut faults = vec![
+                    (Fault::ShimException, "C++ exception: planted fault: ShimException"),
+                    (Fault::ShimThrow, "C++ exception: without a text"),
+                    (Fault::Bridge, "panic: planted fault: Bridge"),
+                    (Fault::Problem, "panic: planted fault: Problem"),
+                ];
+                if stage == Stage::Execute {
+                    faults.push((Fault::CudaLaunch, "panic: planted fault: CudaLaunch"));
+                } else if !shares_its_kernel.contains(&call.target) {
+                    faults.push((Fault::CudaLoad, "panic: planted fault: CudaLoad"));
+                }
+                for (fault, text) in faults {
+                    plant(fault);
+                    assert_reported(go(), &call, text);
+                }
+                go().unwrap();
+            }
+        }
+        println!("outcome: done");
+    }
+
+    #[test]
+    fn a_fault_on_a_gpu_leaves_its_context_usable() {
+        if runs_on_cpu() {
+            println!("skipped: XLA_ATTENTION_TEST_DEVICE does not choose a GPU");
+            return;
+        }
+        let call = addition(1000);
+        let on_gpu = || call.run(Side::EndsAtGuard, &Inline(1));
+        for (fault, text) in [
+            (Fault::Problem, "panic: planted fault: Problem"),
+            (Fault::CudaLoad, "panic: planted fault: CudaLoad"),
+            (Fault::CudaLaunch, "panic: planted fault: CudaLaunch"),
+        ] {
+            plant(fault);
+            assert_reported(on_gpu(), &call, text);
+            if fault != Fault::Problem {
+                assert_eq!(on_gpu().unwrap(), call.outcome_in(Frame::new(call.target, CPU)).unwrap());
+            }
+        }
+    }
+}

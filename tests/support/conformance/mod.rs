@@ -1,0 +1,306 @@
+//! The tables as calls (`tests/conformance/README.md`).
+
+use super::array::{Array, Dtype};
+use super::frame::{INVALID_ARGUMENT, Refusal, UNIMPLEMENTED};
+use super::invocation::{Attr, Invocation};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::sync::LazyLock;
+
+mod derived;
+
+/// In the binary, which may run where there is no source.
+const TABLES: [&str; 9] = [
+    include_str!("../../conformance/tables/flash_attn_varlen.toml"),
+    include_str!("../../conformance/tables/flash_attn_varlen_bwd.toml"),
+    include_str!("../../conformance/tables/kv_cache_update.toml"),
+    include_str!("../../conformance/tables/kv_cache_update_split.toml"),
+    include_str!("../../conformance/tables/merge_attention_states.toml"),
+    include_str!("../../conformance/tables/paged_attention.toml"),
+    include_str!("../../conformance/tables/paged_attention_update.toml"),
+    include_str!("../../conformance/tables/rope_kv_cache_update.toml"),
+    include_str!("../../conformance/tables/simple_add.toml"),
+];
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    names: Vec<String>,
+    operands: Vec<String>,
+    optional_operands: Vec<String>,
+    results: Vec<String>,
+    optional_results: Vec<String>,
+    aliases: BTreeMap<String, String>,
+    attributes: BTreeMap<String, String>,
+    #[serde(rename = "case")]
+    cases: Vec<Change>,
+}
+
+#[derive(Deserialize, Clone, Default)]
+#[serde(deny_unknown_fields, default)]
+struct Change {
+    name: String,
+    from: Option<String>,
+    operands: BTreeMap<String, String>,
+    results: BTreeMap<String, String>,
+    attributes: BTreeMap<String, String>,
+    operand_count: Option<usize>,
+    result_count: Option<usize>,
+    memory: Option<Memory>,
+    #[serde(rename = "INVALID_ARGUMENT")]
+    invalid: Option<String>,
+    #[serde(rename = "UNIMPLEMENTED")]
+    unimplemented: Option<String>,
+}
+
+/// Where every buffer of a call claims to lie.
+#[derive(Deserialize, Clone, Copy, Debug)]
+#[serde(rename_all = "snake_case")]
+pub enum Memory {
+    /// At no address.
+    Null,
+    /// At an address that belongs to nobody, aligned to every element.
+    Nowhere,
+    /// The same, aligned to two bytes.
+    Odd,
+}
+
+impl Memory {
+    pub fn address(self) -> *mut u8 {
+        std::ptr::without_provenance_mut(match self {
+            Self::Null => 0,
+            Self::Nowhere => 64,
+            Self::Odd => 0x1002,
+        })
+    }
+}
+
+/// A buffer's type and values: `f32[2,3] 1 2` is 1 2 1 2 1 2, without values zeros; `any` in a result is not looked at.
+#[derive(Clone, Debug)]
+pub struct Typed {
+    pub dtype: Dtype,
+    pub dims: Vec<i64>,
+    values: Vec<&'static str>,
+}
+
+impl Typed {
+    fn new(text: &'static str) -> Self {
+        let mut words = text.split(' ');
+        let (element, sizes) = words.next().unwrap().strip_suffix(']').and_then(|t| t.split_once('[')).unwrap();
+        let dtype = Dtype::from_name(element).or_else(|| element.parse().ok().map(Dtype));
+        Self {
+            dtype: dtype.unwrap_or_else(|| panic!("{text}: no such element type")),
+            dims: sizes.split(',').filter(|s| !s.is_empty()).map(|s| s.parse().unwrap()).collect(),
+            values: words.collect(),
+        }
+    }
+
+    /// Without an element: an optional one that is left out.
+    fn left_out(&self) -> Self {
+        Self { dtype: self.dtype, dims: vec![0], values: vec![] }
+    }
+
+    fn array(&self) -> Array {
+        if self.values.is_empty() {
+            return Array::filled(self.dtype, &self.dims, 0);
+        }
+        let count = self.dims.iter().product::<i64>() as usize;
+        let values = self.values.iter().map(|v| v.parse().unwrap()).cycle().take(count);
+        Array::new(self.dtype, &self.dims, &values.collect::<Vec<f64>>())
+    }
+
+    /// `found` holds these values, in f32 up to 1e-4 of them.
+    #[allow(clippy::float_cmp, reason = "infinities are equal to themselves only")]
+    pub fn is_met_by(&self, found: &Array) -> bool {
+        if self.values == ["any"] {
+            return true;
+        }
+        let near = |(wanted, found): (f64, f64)| {
+            wanted == found || (wanted.is_finite() && (wanted - found).abs() <= 1e-4 * wanted.abs().max(1.0))
+        };
+        self.array().values().into_iter().zip(found.values()).all(near)
+    }
+}
+
+/// The interface that a table describes: buffers by name, required ones first.
+pub struct Interface {
+    pub names: Vec<&'static str>,
+    pub operands: Vec<(&'static str, Typed)>,
+    pub required_operands: usize,
+    pub results: Vec<(&'static str, Typed)>,
+    pub required_results: usize,
+    pub attributes: BTreeMap<&'static str, &'static str>,
+}
+
+/// One call and what comes of it.
+pub struct Case {
+    pub target: &'static str,
+    pub name: &'static str,
+    pub operands: Vec<(&'static str, Typed)>,
+    pub results: Vec<(&'static str, Typed)>,
+    pub attributes: Vec<(&'static str, Attr)>,
+    /// (operand, result) that may share memory
+    pub aliases: Vec<(usize, usize)>,
+    pub memory: Option<Memory>,
+    pub refusal: Option<Refusal>,
+    /// The interface of the target has room for it, whatever it means there.
+    pub fits: bool,
+}
+
+pub struct Table {
+    pub interface: Interface,
+    pub cases: Vec<Case>,
+}
+
+/// What a driver cannot express, and how many cases it runs at least.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Driver {
+    pub at_least: usize,
+    pub cannot_express: BTreeMap<String, String>,
+}
+
+/// Every table; read once.
+pub fn tables() -> &'static [Table] {
+    static READ: LazyLock<Vec<Table>> = LazyLock::new(|| TABLES.iter().map(|text| read(text)).collect());
+    &READ
+}
+
+pub fn cases() -> impl Iterator<Item = &'static Case> {
+    tables().iter().flat_map(|table| &table.cases)
+}
+
+pub fn driver(name: &str) -> Driver {
+    let mut drivers: BTreeMap<String, Driver> = toml::from_str(include_str!("../../conformance/drivers.toml")).unwrap();
+    drivers.remove(name).unwrap()
+}
+
+fn read(text: &str) -> Table {
+    let file: File = toml::from_str(text).unwrap();
+    let interface = Interface {
+        names: file.names.iter().map(|n| keep(n)).collect(),
+        operands: named(&file.operands, &file.optional_operands),
+        required_operands: file.operands.len(),
+        results: named(&file.results, &file.optional_results),
+        required_results: file.results.len(),
+        attributes: file.attributes.iter().map(|(name, value)| (keep(name), keep(value))).collect(),
+    };
+    let mut all = vec![Change { name: "the right call".into(), ..Change::default() }];
+    let derived = derived::derived(&file);
+    for case in file.cases.into_iter().chain(derived) {
+        let start = case.from.as_ref().map(|from| all.iter().find(|c| c.name == *from).expect(from).clone());
+        let start = start.unwrap_or_default();
+        let merged = |base: BTreeMap<String, String>, changes| base.into_iter().chain(changes).collect();
+        assert!(all.iter().all(|c| c.name != case.name), "{}: two cases are called {}", interface.names[0], case.name);
+        all.push(Change {
+            operands: merged(start.operands, case.operands),
+            results: merged(start.results, case.results),
+            attributes: merged(start.attributes, case.attributes),
+            ..case
+        });
+    }
+    let of_target = |name: &'static str| all.iter().map(move |c| (name, c));
+    let named_cases: Vec<_> = interface.names.iter().flat_map(|name| of_target(name)).collect();
+    let cases = named_cases.into_iter().map(|(name, change)| case(&interface, &file.aliases, name, change)).collect();
+    Table { interface, cases }
+}
+
+/// The tables live as long as the process.
+fn keep(text: &str) -> &'static str {
+    text.to_owned().leak()
+}
+
+fn named(required: &[String], optional: &[String]) -> Vec<(&'static str, Typed)> {
+    let entries = required.iter().chain(optional).map(|text| keep(text).split_once(' ').unwrap());
+    entries.map(|(name, text)| (name, Typed::new(text))).collect()
+}
+
+/// Required buffers, and optional ones up to the last that is changed; those before it are left out.
+fn buffers(
+    all: &[(&'static str, Typed)],
+    required: usize,
+    changes: &BTreeMap<String, String>,
+    count: Option<usize>,
+) -> Vec<(&'static str, Typed)> {
+    assert!(changes.keys().all(|c| all.iter().any(|(name, _)| name == c)), "no such name: {changes:?}");
+    let changed = |name: &str| changes.get(name).map(|text| Typed::new(keep(text)));
+    let given = all.iter().rposition(|(name, _)| changes.contains_key(*name)).map_or(0, |last| last + 1).max(required);
+    let mut list: Vec<_> = all
+        .iter()
+        .enumerate()
+        .map(|(index, (name, right))| {
+            let unchanged = || if index < required { right.clone() } else { right.left_out() };
+            (*name, changed(name).unwrap_or_else(unchanged))
+        })
+        .collect();
+    let count = count.unwrap_or(given);
+    while list.len() < count {
+        list.push(("surplus", Typed::new("f32[0]")));
+    }
+    list.truncate(count);
+    list
+}
+
+fn attribute(text: &'static str) -> Attr {
+    let (kind, value) = text.split_once(' ').unwrap();
+    match kind {
+        "i1" => Attr::Bool(value.parse().unwrap()),
+        "i32" => Attr::I32(value.parse().unwrap()),
+        "i64" => Attr::I64(value.parse().unwrap()),
+        "f32" => Attr::F32(value.parse().unwrap()),
+        "f64" => Attr::F64(value.parse().unwrap()),
+        "i64s" => Attr::I64s(value.split(' ').map(|v| v.parse().unwrap()).collect()),
+        "text" => Attr::Text(value.to_owned()),
+        _ => panic!("{text}: no such attribute type"),
+    }
+}
+
+fn case(interface: &Interface, aliases: &BTreeMap<String, String>, target: &'static str, change: &Change) -> Case {
+    let mut attributes = interface.attributes.clone();
+    attributes.extend(change.attributes.iter().map(|(name, value)| (keep(name), keep(value))));
+    attributes.retain(|_, value| *value != "absent");
+    let kind = |value: &&'static str| value.split(' ').next();
+    let same_kinds = attributes.len() == interface.attributes.len()
+        && attributes.iter().all(|(name, value)| interface.attributes.get(name).and_then(kind) == kind(value));
+    let operands = buffers(&interface.operands, interface.required_operands, &change.operands, change.operand_count);
+    let results = buffers(&interface.results, interface.required_results, &change.results, change.result_count);
+    let counts = (interface.required_operands..=interface.operands.len()).contains(&operands.len())
+        && (interface.required_results..=interface.results.len()).contains(&results.len());
+    let place = |list: &[(&str, Typed)], name: &str| list.iter().position(|(n, _)| *n == name).unwrap();
+    let refusal = match (&change.invalid, &change.unimplemented) {
+        (None, None) => None,
+        (Some(text), None) => Some(Refusal { code: INVALID_ARGUMENT, text: text.clone() }),
+        (None, Some(text)) => Some(Refusal { code: UNIMPLEMENTED, text: text.clone() }),
+        _ => panic!("{target} {}: two codes", change.name),
+    };
+    Case {
+        target,
+        name: keep(&change.name),
+        fits: same_kinds && counts && change.memory.is_none(),
+        operands,
+        results,
+        attributes: attributes.into_iter().map(|(name, value)| (name, attribute(value))).collect(),
+        aliases: aliases
+            .iter()
+            .map(|(result, operand)| (place(&interface.operands, operand), place(&interface.results, result)))
+            .collect(),
+        memory: change.memory,
+        refusal,
+    }
+}
+
+impl Case {
+    /// The call; results in the memory of the operands that they may alias, if `in_place`.
+    pub fn invocation(&self, in_place: bool) -> Invocation {
+        let call = Invocation { what: self.name.to_owned(), ..Invocation::new(self.target) };
+        let call = self.operands.iter().fold(call, |call, (name, typed)| call.operand(name, typed.array()));
+        let call = self.attributes.iter().fold(call, |call, (name, value)| call.attribute(name, value.clone()));
+        self.results.iter().enumerate().fold(call, |call, (index, (name, typed))| {
+            let alias = self.aliases.iter().find(|(_, result)| in_place && *result == index);
+            match alias {
+                Some((operand, _)) => call.result_in_place(name, *operand),
+                None => call.result(name, typed.dtype, &typed.dims),
+            }
+        })
+    }
+}
