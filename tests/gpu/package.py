@@ -9,8 +9,8 @@ import subprocess
 import sys
 import tempfile
 
-# Test binaries of the crate that run on the GPU with XLA_ATTENTION_TEST_DEVICE=cuda, and their topics: modules, of which
-# each runs by itself.
+# Test binaries of the crate that run on the GPU with XLA_ATTENTION_TEST_DEVICE=cuda, and their topics: modules, each of
+# which runs by itself.
 GPU_TESTS = {
     "it": (
         "cuda_graphs",
@@ -37,9 +37,10 @@ GPU_TESTS = {
 
 
 def selected(topic: str, topics: tuple[str, ...]) -> list[str]:
-    """A test binary's arguments that run one topic. A filter is a part of a name, so what only ends like it is skipped."""
+    """Arguments of a test binary that run one topic. A filter is part of a name: what only ends like it is skipped."""
     longer = (other for other in topics if other != topic and other.endswith(topic))
     return [f"{topic}::", *itertools.chain.from_iterable(("--skip", f"{other}::") for other in longer)]
+
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import pathlib
 import tomllib
 
@@ -103,13 +104,17 @@ def skipped_for(case, driver):
 
 
 def _read(table):
-    changes = {"the right call": {}}
-    for case in (*table["case"], *_counts(table), *_attributes(table)):
-        start = changes[case["from"]] if "from" in case else {}
-        parts = {part: start.get(part, {}) | case.get(part, {}) for part in ("operands", "results", "attributes")}
-        changes[case["name"]] = {**case, **parts}
+    calls = {"the right call": {}}
+    for name, changes in table["works"].items():
+        calls[name] = _changed(table, changes)
+    for code in ERRORS:
+        for changes, told in table.get(code, {}).items():
+            text = f"{table['names'][0]}: {told.replace('{types}', table.get('types', ''))}"
+            calls[changes] = {**_changed(table, changes), code: text}
+    for derived in (*_counts(table), *_attributes(table), *_expected(table)):
+        calls.setdefault(derived["name"], derived)
     for target in table["names"]:
-        for name, case in changes.items():
+        for name, case in calls.items():
             code = next((code for code in ERRORS if code in case), None)
             attributes = table["attributes"] | case.get("attributes", {})
             operands, results = (_buffers(table, part, case) for part in ("operands", "results"))
@@ -118,12 +123,32 @@ def _read(table):
                 name=name,
                 operands=operands,
                 results=results,
-                attributes={name: value for name, value in attributes.items() if value != "absent"},
+                attributes={name: value for name, value in sorted(attributes.items()) if value != "absent"},
                 aliases=_aliases(table),
                 terms=frozenset(case),
                 code=code,
                 text=case.get(code),
             )
+
+
+def _changed(table, text):
+    """`stacked pages: v bf16[0]; softcap f32 1`: the call that works by this name, or the right one, with changes."""
+    start, _, changes = text.rpartition(": ")
+    case = _changed(table, table["works"][start]) if start else {"operands": {}, "results": {}, "attributes": {}}
+    operands = {entry.split()[0] for entry in (*table["operands"], *table["optional_operands"])}
+    for change in changes.split("; "):
+        subject, what = change.split(" ", 1)
+        if subject == "memory":
+            case["memory"] = what
+        elif what in ("operands", "results"):
+            case[f"{what[:-1]}_count"] = int(subject)
+        elif subject == "result":
+            name, buffer = what.split(" ", 1)
+            case["results"][name] = buffer
+        else:
+            part = "attributes" if "[" not in what else "operands" if subject in operands else "results"
+            case[part][subject] = what
+    return case
 
 
 # What `tests/support/conformance/derived.rs` derives as well.
@@ -149,25 +174,104 @@ _IN_HEADER = {"i1": "PRED", "i32": "S32", "i64": "S64", "f32": "F32", "f64": "F6
 
 
 def _attributes(table):
-    """Each attribute missing, and of four other types."""
+    """All that is wrong with the attributes' number, names and types."""
     parts = ("operands", "optional_operands", "results", "optional_results")
     # What the header decodes before the attributes: the thread pool, buffers, and those that remain of both kinds.
     before = 1 + sum(len(table[part]) for part in parts) + 2
     names = sorted(table["attributes"])
+
+    def wrong(name, text, **attributes):
+        return {"name": name, "attributes": attributes, "INVALID_ARGUMENT": text}
+
+    def wrong_number(given):
+        named = f" with name(s): {', '.join(given)}" if given else ""
+        return f"Wrong number of attributes: expected {len(names)} but got {len(given)}{named}"
+
+    def undecoded(index, why):
+        decoded = f"[execute] Failed to decode all FFI handler operands (bad operands at: {before + index})"
+        return f"{decoded}\nDiagnostics:\n{why}"
+
+    if not names:
+        return
+    yield wrong("an attribute too many", wrong_number([*names, "zeal"]), zeal="i64 1")
+    if len(names) > 1:
+        yield wrong("no attribute", wrong_number([]), **dict.fromkeys(names, "absent"))
     for index, name in enumerate(names):
-        others = [other for other in names if other != name]
-        named = f" with name(s): {', '.join(others)}" if others else ""
-        text = f"Wrong number of attributes: expected {len(names)} but got {len(others)}{named}"
-        yield {"name": f"{name} is missing", "attributes": {name: "absent"}, "INVALID_ARGUMENT": text}
-        kind = table["attributes"][name].split()[0]
-        for value in (*_SCALARS[kind], "text 1", "i64s 1 2"):
-            got = value.split()[0]
+        missing = wrong_number([other for other in names if other != name])
+        yield wrong(f"{name} is missing", missing, **{name: "absent"})
+        value = table["attributes"][name]
+        kind = value.split()[0]
+        for other in (*_SCALARS[kind], "text 1", "i64s 1 2"):
+            got = other.split()[0]
             is_scalar = got not in ("text", "i64s")
-            wrong = "scalar data type" if is_scalar else "attribute type"
+            what = "scalar data type" if is_scalar else "attribute type"
             expected = _IN_HEADER[kind] if is_scalar else "scalar"
-            text = f"[execute] Failed to decode all FFI handler operands (bad operands at: {before + index})\n"
-            text += f"Diagnostics:\nWrong {wrong}: expected {expected} but got {_IN_HEADER[got]}"
-            yield {"name": f"{name} is {value}", "attributes": {name: value}, "INVALID_ARGUMENT": text}
+            text = undecoded(index, f"Wrong {what}: expected {expected} but got {_IN_HEADER[got]}")
+            yield wrong(f"{name} is {other}", text, **{name: other})
+        if name == names[-1]:
+            text = undecoded(index, f"Attribute name mismatch: {name}z vs {name}")
+            yield wrong(f"{name} is called {name}z", text, **{name: "absent", f"{name}z": value})
+
+
+def _expected(table):
+    """Buffers of other types, ranks and sizes, and attributes with other values; the table says what they should be."""
+    target = table["names"][0]
+    for subject, text in table["expects"].items():
+        expected, _, values = text.partition(": ")
+        if values:
+            kind = table["attributes"][subject].split()[0]
+            for value in values.split():
+                told = f"{target}: {subject} is {value}, expected {expected}"
+                change = f"{kind} {value}"
+                yield {"name": f"{subject} {change}", "attributes": {subject: change}, "INVALID_ARGUMENT": told}
+        else:
+            yield from _other_buffers(table, subject, text)
+
+
+def _other_buffers(table, subject, expected):
+    name = subject.removeprefix("result ")
+    parts = ("operands", "optional_operands", "results", "optional_results")[2 if name != subject else 0 :]
+    found = ((part, entry.split()[1]) for part in parts for entry in table[part] if entry.split()[0] == name)
+    part, right = next(found)
+    right = Buffer.read(right)
+    dtypes, bracket, shapes = expected.partition("[")
+    dtypes, shapes = dtypes.split(" or ") if dtypes else [], bracket + shapes
+
+    def wrong(element, shape, what):
+        buffer = f"{element}[{','.join(map(str, shape))}]"
+        change = {part.removeprefix("optional_"): {name: buffer}}
+        return {
+            "name": f"{subject} {buffer}",
+            **change,
+            "INVALID_ARGUMENT": f"{table['names'][0]}: {subject} has {what}",
+        }
+
+    accepted = [dtype.strip() for dtype in dtypes]
+    others = "bf16 f16 f64 f8e4m3fn f32" if "f" in right.element else "i64 u32 f32 i8"
+    others = [dtype for dtype in others.split() if accepted and dtype not in accepted]
+    for element in others[:3]:
+        yield wrong(element, right.shape, f"dtype {element}, expected {' or '.join(accepted)}")
+    for shape in sorted(_near(right.shape)):
+        if not _fits(shape, shapes) and not (part.startswith("optional") and shape == (0,)):
+            yield wrong(right.element, shape, f"shape {list(shape)}, expected {shapes}")
+
+
+def _near(shape):
+    """Shapes of other ranks, also of as many elements, of the sizes in reverse, and with one other size."""
+    sizes = ((*shape[:i], m, *shape[i + 1 :]) for i, n in enumerate(shape) for m in (n - 1, n + 1, n + 2, 2 * n))
+    ranks = ((*shape, 1), (1, *shape), (*shape[:-2], math.prod(shape[-2:])), (math.prod(shape),), shape[:-1], (), (0,))
+    return {*ranks, shape[::-1], *sizes} - {shape}
+
+
+def _fits(shape, shapes):
+    """`[1] or [Hkv=2]`: sizes are numbers, names of sizes with their number, or names of any size."""
+    if not shapes:
+        return True
+    for one in shapes.split(" or "):
+        sizes = [size.rsplit("=", 1)[-1] for size in one.strip("[]").split(", ") if size]
+        if len(sizes) == len(shape) and all(not s.isdigit() or int(s) == n for s, n in zip(sizes, shape, strict=True)):
+            return True
+    return False
 
 
 def _buffers(table, part, case):

@@ -1,4 +1,4 @@
-"""XLA_ATTENTION_CHECK=1 through JAX, eager torch and info(); what it finds is the business of tests/subprocess/check_mode.rs."""
+"""XLA_ATTENTION_CHECK=1 through JAX, eager torch and info(); what it finds: tests/subprocess/check_mode.rs."""
 
 import os
 import subprocess

@@ -33,7 +33,7 @@ def right_calls():
 
 
 ADD = case_of("xla_gpu_simple_add")
-WRONG_ADD = case_of("xla_gpu_simple_add", "b is f32[3,2]")
+WRONG_ADD = case_of("xla_gpu_simple_add", "b f32[3,2]")
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
 ZERO = np.zeros((2, 3), np.float32)
 
@@ -114,7 +114,7 @@ class TestMemory:
             assert case.results[result].is_met_by(np.asarray(results[result]))
 
     def test_a_donated_operand_whose_call_is_refused_breaks_nothing_else(self, platform):
-        case = case_of("xla_gpu_kv_cache_update", "slot_mapping is i32[5]")
+        case = case_of("xla_gpu_kv_cache_update", "slot_mapping i32[5]")
         operands = [jax.device_put(b.array(), jax.devices(platform)[0]) for b in case.operands]
         call = jax.jit(ffi_call(case, in_place=True), donate_argnums=0)
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"slot_mapping has shape \[5\]"):
@@ -258,7 +258,7 @@ platform = sys.argv[1]
 devices = jax.devices(platform)[:2]
 assert len(devices) == 2
 right = [case for case in cases() if case.name == "the right call"]
-wrong = next(case for case in cases() if case.name == "b is f32[3,2]")
+wrong = next(case for case in cases() if case.name == "b f32[3,2]")
 failures = []
 def on(device):
     with jax.enable_x64(True):

@@ -111,8 +111,11 @@ fn varlen() -> Invocation {
 
 /// The same for the gradients.
 fn varlen_bwd() -> Invocation {
-    right_calls::flash_attn_varlen_bwd()
-        .with_operand("cu_seqlens_q", i32s(&[0, 2, 3, 6]))
+    let mut call = right_calls::flash_attn_varlen_bwd()
+        .with_operand("k", zeros(BF16, &[10, 2, 16]))
+        .with_operand("v", zeros(BF16, &[10, 2, 24]));
+    (call.results[1].dims[0], call.results[2].dims[0]) = (10, 10);
+    call.with_operand("cu_seqlens_q", i32s(&[0, 2, 3, 6]))
         .with_operand("cu_seqlens_k", i32s(&[0, 4, 7, 10]))
         .operand("seqused_k", i32s(&[4, 2, 9]))
         .operand("seqused_q", i32s(&[2, 0, 5]))

@@ -185,8 +185,8 @@ mod cuda {
         // These share a kernel with a target before them, which is loaded by then.
         let shares_its_kernel = [
             "XlaGpuSimpleAdd",
-            "xla_gpu_flash_attn_varlen",
             "xla_gpu_kv_cache_update_split",
+            "xla_gpu_paged_attention",
             "xla_gpu_paged_attention_update",
         ];
         for call in right_calls::all() {

@@ -1,8 +1,8 @@
-//! Cases that follow from an interface alone: counts, and attributes that are missing or of another type. The texts are
-//! those of XLA's header, where it counts and decodes, and ours for a surplus. `tests/python/conformance_table.py` derives
-//! the same.
+//! Cases that follow from an interface: counts; attributes that are missing, of another type, too many or misnamed; and from
+//! what a table says is expected, buffers of other types, ranks and sizes and attributes with other values. The texts are
+//! those of XLA's header, where it counts and decodes, and ours. `tests/python/conformance_table.py` derives the same.
 
-use super::{Change, File};
+use super::{Change, File, INVALID_ARGUMENT, Refusal};
 use std::collections::BTreeMap;
 
 pub(super) fn derived(file: &File) -> Vec<Change> {
@@ -10,10 +10,16 @@ pub(super) fn derived(file: &File) -> Vec<Change> {
     let results = (file.results.len(), file.optional_results.len());
     let mut all = counts(file, "operand", "arguments", operands, |change, count| change.operand_count = Some(count));
     all.extend(counts(file, "result", "results", results, |change, count| change.result_count = Some(count)));
-    // What the header decodes before the attributes: the thread pool, buffers, and those that remain of both kinds.
-    let before = 1 + operands.0 + operands.1 + results.0 + results.1 + 2;
-    all.extend(file.attributes.keys().enumerate().flat_map(|(index, name)| attribute(file, name, before + index)));
+    all.extend(attributes(file));
+    all.extend(file.expects.iter().flat_map(|(subject, expected)| match expected.split_once(": ") {
+        Some((expected, values)) => other_values(file, subject, expected, values),
+        None => other_buffers(file, subject, expected),
+    }));
     all
+}
+
+fn refused(name: String, text: String) -> Change {
+    Change { name, refusal: Some(Refusal { code: INVALID_ARGUMENT, text }), ..Change::default() }
 }
 
 fn counts(
@@ -24,8 +30,7 @@ fn counts(
     set: impl Fn(&mut Change, usize),
 ) -> Vec<Change> {
     let most = required + optional;
-    let of = |name: String, count: usize, invalid: Option<String>| {
-        let mut change = Change { name, invalid, ..Change::default() };
+    let with = |mut change: Change, count: usize| {
         set(&mut change, count);
         change
     };
@@ -33,42 +38,147 @@ fn counts(
     let least = required as i64 - 1 - optional as i64;
     let too_few = (0..required).map(|count| {
         let text = format!("Wrong number of {in_header}: expected at least {least} but got {count}");
-        of(format!("{count} {what}s"), count, Some(text))
+        with(refused(format!("{count} {what}s"), text), count)
     });
-    let without_elements = (required + 1..=most)
-        .map(|count| of(format!("{count} {what}s, the optional ones without an element"), count, None));
+    let without_elements = (required + 1..=most).map(|count| {
+        let name = format!("{count} {what}s, the optional ones without an element");
+        with(Change { name, ..Change::default() }, count)
+    });
     let too_many = [1, 3].map(|surplus| {
         let count = most + surplus;
         let text = format!("{}: {count} {what}s given, at most {most} expected", file.names[0]);
-        of(format!("{surplus} {what}s too many"), count, Some(text))
+        with(refused(format!("{surplus} {what}s too many"), text), count)
     });
     too_few.chain(without_elements).chain(too_many).collect()
 }
 
-/// The attribute, at this place of what is decoded, missing and of four other types.
-fn attribute(file: &File, name: &str, place: usize) -> Vec<Change> {
-    let of = |what: String, value: &str, text: String| Change {
-        name: format!("{name} is {what}"),
-        attributes: BTreeMap::from([(name.to_owned(), value.to_owned())]),
-        invalid: Some(text),
-        ..Change::default()
+/// All that is wrong with the attributes' number, names and types.
+fn attributes(file: &File) -> Vec<Change> {
+    let names: Vec<&str> = file.attributes.keys().map(String::as_str).collect();
+    let parts = [&file.operands, &file.optional_operands, &file.results, &file.optional_results];
+    // What the header decodes before the attributes: the thread pool, buffers, and those that remain of both kinds.
+    let before = 1 + parts.iter().map(|part| part.len()).sum::<usize>() + 2;
+    let of = |name: String, values: &[(&str, &str)], text: String| Change {
+        attributes: values.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect(),
+        ..refused(name, text)
     };
-    let others: Vec<_> = file.attributes.keys().filter(|other| *other != name).map(String::as_str).collect();
-    let named = if others.is_empty() { String::new() } else { format!(" with name(s): {}", others.join(", ")) };
-    let (expected, got) = (file.attributes.len(), others.len());
-    let missing = format!("Wrong number of attributes: expected {expected} but got {got}{named}");
-    let (right, scalars) = match file.attributes[name].split(' ').next().unwrap() {
-        "i1" => ("PRED", [("i32 0", "S32"), ("i64 1", "S64")]),
-        "i64" => ("S64", [("i32 1", "S32"), ("f32 1", "F32")]),
-        _ => ("F32", [("i64 1", "S64"), ("f64 0.5", "F64")]),
+    let wrong_number = |names_given: &[&str]| {
+        let named =
+            if names_given.is_empty() { String::new() } else { format!(" with name(s): {}", names_given.join(", ")) };
+        format!("Wrong number of attributes: expected {} but got {}{named}", names.len(), names_given.len())
     };
-    let scalars = scalars.map(|(value, got)| (value, format!("scalar data type: expected {right} but got {got}")));
-    let others = [("text 1", "string"), ("i64s 1 2", "array")]
-        .map(|(value, got)| (value, format!("attribute type: expected scalar but got {got}")));
-    let undecoded = |(value, wrong): (&'static str, String)| {
-        let decoded = format!("[execute] Failed to decode all FFI handler operands (bad operands at: {place})");
-        of(value.to_owned(), value, format!("{decoded}\nDiagnostics:\nWrong {wrong}"))
+    let undecoded = |index: usize, why: String| {
+        let place = before + index;
+        format!("[execute] Failed to decode all FFI handler operands (bad operands at: {place})\nDiagnostics:\n{why}")
     };
-    let mistyped = scalars.into_iter().chain(others).map(undecoded);
-    [of("missing".into(), "absent", missing)].into_iter().chain(mistyped).collect()
+    if names.is_empty() {
+        return vec![];
+    }
+    let one_more = [names.as_slice(), &["zeal"]].concat();
+    let mut all = vec![of("an attribute too many".into(), &[("zeal", "i64 1")], wrong_number(&one_more))];
+    for (index, &name) in names.iter().enumerate() {
+        let others: Vec<&str> = names.iter().filter(|other| **other != name).copied().collect();
+        all.push(of(format!("{name} is missing"), &[(name, "absent")], wrong_number(&others)));
+        let value = file.attributes[name].as_str();
+        let (right, scalars) = match value.split(' ').next().unwrap() {
+            "i1" => ("PRED", [("i32 0", "S32"), ("i64 1", "S64")]),
+            "i64" => ("S64", [("i32 1", "S32"), ("f32 1", "F32")]),
+            _ => ("F32", [("i64 1", "S64"), ("f64 0.5", "F64")]),
+        };
+        let scalars = scalars.map(|(value, got)| (value, format!("scalar data type: expected {right} but got {got}")));
+        let others = [("text 1", "string"), ("i64s 1 2", "array")]
+            .map(|(value, got)| (value, format!("attribute type: expected scalar but got {got}")));
+        for (value, wrong) in scalars.into_iter().chain(others) {
+            let text = undecoded(index, format!("Wrong {wrong}"));
+            all.push(of(format!("{name} is {value}"), &[(name, value)], text));
+        }
+        if index + 1 == names.len() {
+            let misnamed = format!("{name}z");
+            let text = undecoded(index, format!("Attribute name mismatch: {misnamed} vs {name}"));
+            all.push(of(format!("{name} is called {misnamed}"), &[(name, "absent"), (&misnamed, value)], text));
+            let absent: Vec<_> = names.iter().map(|name| (*name, "absent")).collect();
+            all.push(of("no attribute".into(), &absent, wrong_number(&[])));
+        }
+    }
+    // With one attribute, "no attribute" is "it is missing".
+    all.retain(|change| names.len() > 1 || change.name != "no attribute");
+    all
+}
+
+/// An attribute with each of the values that the table names.
+fn other_values(file: &File, name: &str, expected: &str, values: &str) -> Vec<Change> {
+    let kind = file.attributes[name].split(' ').next().unwrap();
+    let of = |value: &str| Change {
+        attributes: BTreeMap::from([(name.to_owned(), format!("{kind} {value}"))]),
+        ..refused(
+            format!("{name} {kind} {value}"),
+            format!("{}: {name} is {value}, expected {expected}", file.names[0]),
+        )
+    };
+    values.split(' ').map(of).collect()
+}
+
+/// A buffer of two other types, where the table says which are expected, and of every other shape that is near.
+fn other_buffers(file: &File, subject: &str, expected: &str) -> Vec<Change> {
+    let name = subject.strip_prefix("result ").unwrap_or(subject);
+    let named = |list: &[String]| list.iter().find_map(|b| b.strip_prefix(&format!("{name} ")).map(ToOwned::to_owned));
+    let operand =
+        named(&file.operands).map(|right| (right, false)).or(named(&file.optional_operands).map(|right| (right, true)));
+    let result = || {
+        named(&file.results).map(|right| (right, false)).or(named(&file.optional_results).map(|right| (right, true)))
+    };
+    let is_operand = operand.is_some() && name == subject;
+    let (right, optional) = if is_operand { operand } else { result() }.expect(subject);
+    let (dtype, dims) = right.split(']').next().unwrap().split_once('[').unwrap();
+    let dims: Vec<i64> = dims.split(',').filter(|n| !n.is_empty()).map(|n| n.parse().unwrap()).collect();
+    let (dtypes, shapes) = expected.find('[').map_or((expected, ""), |at| (expected[..at].trim_end(), &expected[at..]));
+    let of = |dtype: &str, dims: &[i64], what: String| {
+        let sizes = dims.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+        let (mut operands, mut results) = (BTreeMap::new(), BTreeMap::new());
+        let list = if is_operand { &mut operands } else { &mut results };
+        list.insert(name.to_owned(), format!("{dtype}[{sizes}]"));
+        let text = format!("{}: {subject} has {what}", file.names[0]);
+        Change { operands, results, ..refused(format!("{subject} {dtype}[{sizes}]"), text) }
+    };
+    let other_dtypes = if dtype.contains('f') { "bf16 f16 f64 f8e4m3fn f32" } else { "i64 u32 f32 i8" };
+    let other_dtypes = other_dtypes
+        .split(' ')
+        .filter(|other| !dtypes.is_empty() && dtypes.split(" or ").all(|d| d != *other))
+        .take(3)
+        .map(|other| of(other, &dims, format!("dtype {other}, expected {dtypes}")));
+    let other_shapes = near(&dims)
+        .into_iter()
+        .filter(|dims| !fits(dims, shapes) && !(optional && *dims == [0]))
+        .map(|dims| of(dtype, &dims, format!("shape {dims:?}, expected {shapes}")));
+    other_dtypes.chain(other_shapes).collect()
+}
+
+/// Shapes of other ranks, also of as many elements, of the sizes in reverse, and with one other size.
+fn near(dims: &[i64]) -> Vec<Vec<i64>> {
+    let (front, back) = dims.split_at(dims.len().saturating_sub(2));
+    let merged = [front, &[back.iter().product()]].concat();
+    let ranks = [[dims, &[1]].concat(), [&[1], dims].concat(), merged, vec![dims.iter().product()], vec![], vec![0]];
+    let mut all = [ranks.as_slice(), &[dims.iter().rev().copied().collect()]].concat();
+    all.extend(dims.split_last().map(|(_, rest)| rest.to_vec()));
+    for (index, n) in dims.iter().enumerate() {
+        for size in [n - 1, n + 1, n + 2, 2 * n] {
+            let mut other = dims.to_vec();
+            other[index] = size;
+            all.push(other);
+        }
+    }
+    all.sort();
+    all.dedup();
+    all.retain(|other| other != dims);
+    all
+}
+
+/// `[1] or [Hkv=2]`: sizes are numbers, names of sizes with their number, or names of any size.
+fn fits(dims: &[i64], shapes: &str) -> bool {
+    let is = |size: &str, n: i64| size.rsplit('=').next().unwrap().parse().map_or(true, |wanted: i64| wanted == n);
+    shapes.is_empty()
+        || shapes.split(" or ").any(|shape| {
+            let sizes: Vec<&str> = shape.trim_matches(['[', ']']).split(", ").filter(|s| !s.is_empty()).collect();
+            sizes.len() == dims.len() && sizes.iter().zip(dims).all(|(size, n)| is(size, *n))
+        })
 }

@@ -4,7 +4,7 @@ use super::array::{Array, Dtype};
 use super::frame::{INVALID_ARGUMENT, Refusal, UNIMPLEMENTED};
 use super::invocation::{Attr, Invocation};
 use serde::Deserialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
 
 mod derived;
@@ -32,30 +32,31 @@ struct File {
     optional_results: Vec<String>,
     aliases: BTreeMap<String, String>,
     attributes: BTreeMap<String, String>,
-    #[serde(rename = "case")]
-    cases: Vec<Change>,
+    #[serde(default)]
+    types: String,
+    works: BTreeMap<String, String>,
+    expects: BTreeMap<String, String>,
+    #[serde(rename = "INVALID_ARGUMENT")]
+    invalid: BTreeMap<String, String>,
+    #[serde(rename = "UNIMPLEMENTED", default)]
+    unimplemented: BTreeMap<String, String>,
 }
 
-#[derive(Deserialize, Clone, Default)]
-#[serde(deny_unknown_fields, default)]
+/// How a call differs from the right one, and what becomes of it.
+#[derive(Clone, Default)]
 struct Change {
     name: String,
-    from: Option<String>,
     operands: BTreeMap<String, String>,
     results: BTreeMap<String, String>,
     attributes: BTreeMap<String, String>,
     operand_count: Option<usize>,
     result_count: Option<usize>,
     memory: Option<Memory>,
-    #[serde(rename = "INVALID_ARGUMENT")]
-    invalid: Option<String>,
-    #[serde(rename = "UNIMPLEMENTED")]
-    unimplemented: Option<String>,
+    refusal: Option<Refusal>,
 }
 
 /// Where every buffer of a call claims to lie.
-#[derive(Deserialize, Clone, Copy, Debug)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug)]
 pub enum Memory {
     /// At no address.
     Null,
@@ -66,6 +67,14 @@ pub enum Memory {
 }
 
 impl Memory {
+    fn named(name: &str) -> Self {
+        match name {
+            "null" => Self::Null,
+            "nowhere" => Self::Nowhere,
+            _ => Self::Odd,
+        }
+    }
+
     pub fn address(self) -> *mut u8 {
         std::ptr::without_provenance_mut(match self {
             Self::Null => 0,
@@ -185,24 +194,60 @@ fn read(text: &str) -> Table {
         required_results: file.results.len(),
         attributes: file.attributes.iter().map(|(name, value)| (keep(name), keep(value))).collect(),
     };
+    let refused = |list: &BTreeMap<String, String>, code| -> Vec<Change> {
+        let text = |text: &str| format!("{}: {}", file.names[0], text.replace("{types}", &file.types));
+        list.iter()
+            .map(|(changes, told)| Change {
+                refusal: Some(Refusal { code, text: text(told) }),
+                ..file.change(changes, changes)
+            })
+            .collect()
+    };
     let mut all = vec![Change { name: "the right call".into(), ..Change::default() }];
-    let derived = derived::derived(&file);
-    for case in file.cases.into_iter().chain(derived) {
-        let start = case.from.as_ref().map(|from| all.iter().find(|c| c.name == *from).expect(from).clone());
-        let start = start.unwrap_or_default();
-        let merged = |base: BTreeMap<String, String>, changes| base.into_iter().chain(changes).collect();
-        assert!(all.iter().all(|c| c.name != case.name), "{}: two cases are called {}", interface.names[0], case.name);
-        all.push(Change {
-            operands: merged(start.operands, case.operands),
-            results: merged(start.results, case.results),
-            attributes: merged(start.attributes, case.attributes),
-            ..case
-        });
-    }
+    all.extend(file.works.iter().map(|(name, changes)| file.change(name, changes)));
+    all.extend(refused(&file.invalid, INVALID_ARGUMENT));
+    all.extend(refused(&file.unimplemented, UNIMPLEMENTED));
+    let said: BTreeSet<String> = all.iter().map(|change| change.name.clone()).collect();
+    assert_eq!(said.len(), all.len(), "{}: two cases have one name", file.names[0]);
+    all.extend(derived::derived(&file).into_iter().filter(|derived| !said.contains(&derived.name)));
     let of_target = |name: &'static str| all.iter().map(move |c| (name, c));
     let named_cases: Vec<_> = interface.names.iter().flat_map(|name| of_target(name)).collect();
     let cases = named_cases.into_iter().map(|(name, change)| case(&interface, &file.aliases, name, change)).collect();
     Table { interface, cases }
+}
+
+impl File {
+    /// `stacked pages: k bf16[10,2,16]; softcap f32 1`: the call that works by this name, or the right one, with changes.
+    fn change(&self, name: &str, text: &str) -> Change {
+        let (start, changes) = match text.split_once(": ") {
+            Some((from, changes)) => (self.change(from, self.works.get(from).expect(from)), changes),
+            None => (Change::default(), text),
+        };
+        let mut all = Change { name: name.to_owned(), ..start };
+        for change in changes.split("; ") {
+            let (subject, what) = change.split_once(' ').unwrap();
+            let is_operand =
+                self.operands.iter().chain(&self.optional_operands).any(|o| o.split(' ').next() == Some(subject));
+            match (subject, what) {
+                ("memory", place) => all.memory = Some(Memory::named(place)),
+                (count, "operands") => all.operand_count = Some(count.parse().unwrap()),
+                (count, "results") => all.result_count = Some(count.parse().unwrap()),
+                ("result", what) => {
+                    let (name, buffer) = what.split_once(' ').unwrap();
+                    all.results.insert(name.to_owned(), buffer.to_owned());
+                }
+                _ => {
+                    let list = match (what.contains('['), is_operand) {
+                        (false, _) => &mut all.attributes,
+                        (true, true) => &mut all.operands,
+                        (true, false) => &mut all.results,
+                    };
+                    list.insert(subject.to_owned(), what.to_owned());
+                }
+            }
+        }
+        all
+    }
 }
 
 /// The tables live as long as the process.
@@ -267,12 +312,6 @@ fn case(interface: &Interface, aliases: &BTreeMap<String, String>, target: &'sta
     let counts = (interface.required_operands..=interface.operands.len()).contains(&operands.len())
         && (interface.required_results..=interface.results.len()).contains(&results.len());
     let place = |list: &[(&str, Typed)], name: &str| list.iter().position(|(n, _)| *n == name).unwrap();
-    let refusal = match (&change.invalid, &change.unimplemented) {
-        (None, None) => None,
-        (Some(text), None) => Some(Refusal { code: INVALID_ARGUMENT, text: text.clone() }),
-        (None, Some(text)) => Some(Refusal { code: UNIMPLEMENTED, text: text.clone() }),
-        _ => panic!("{target} {}: two codes", change.name),
-    };
     Case {
         target,
         name: keep(&change.name),
@@ -285,7 +324,7 @@ fn case(interface: &Interface, aliases: &BTreeMap<String, String>, target: &'sta
             .map(|(result, operand)| (place(&interface.operands, operand), place(&interface.results, result)))
             .collect(),
         memory: change.memory,
-        refusal,
+        refusal: change.refusal.clone(),
     }
 }
 
