@@ -20,6 +20,7 @@ mod flash_attn_varlen;
 mod flash_attn_varlen_bwd;
 mod fp8_accuracy;
 mod handler_sets;
+mod instruction_sets;
 mod kv_cache_update;
 mod kv_cache_update_fp8;
 mod layering;

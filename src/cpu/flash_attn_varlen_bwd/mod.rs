@@ -77,6 +77,3 @@ unsafe fn run_with(isa: Isa, problem: &FlashAttnVarlenBwd, pool: &dyn Pool) -> R
         unsafe { isa.run(RunTask::new(problem, &plan, scratch, deltas, &plan.tasks[index])) };
     })
 }
-
-#[cfg(test)]
-mod tests;

@@ -293,7 +293,7 @@ enum Kind {
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16(avx512::Avx512<true>),
     /// Pairs of bf16 by their definition, to test the kernels that multiply them on any CPU.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "planted_faults"))]
     PortablePairs,
 }
 
@@ -306,6 +306,10 @@ impl Isa {
 
     /// The widest that this CPU has among those up to the named one; any, if there is no such name.
     fn up_to(name: Option<&str>) -> Self {
+        #[cfg(feature = "planted_faults")]
+        if name == Some("portable_pairs") {
+            return Self(Kind::PortablePairs);
+        }
         let widest = name.and_then(|name| {
             let known = Self::NAMES.iter().position(|known| *known == name);
             if known.is_none() {
@@ -331,7 +335,7 @@ impl Isa {
             Kind::Avx512(_) => 2,
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512Bf16(_) => 3,
-            #[cfg(test)]
+            #[cfg(any(test, feature = "planted_faults"))]
             Kind::PortablePairs => 0,
         }
     }
@@ -360,7 +364,7 @@ impl Isa {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512Bf16(simd) => Self(Kind::Avx512(simd.with_single_words())),
-            #[cfg(test)]
+            #[cfg(any(test, feature = "planted_faults"))]
             Kind::PortablePairs => Self(Kind::Portable),
             _ => self,
         }
@@ -395,7 +399,7 @@ impl Isa {
                 Kind::Avx512(simd) => simd.call(kernel),
                 #[cfg(target_arch = "x86_64")]
                 Kind::Avx512Bf16(simd) => simd.call(kernel),
-                #[cfg(test)]
+                #[cfg(any(test, feature = "planted_faults"))]
                 Kind::PortablePairs => Portable::<2>.call(kernel),
             }
         }
@@ -412,7 +416,7 @@ impl fmt::Debug for Isa {
             Kind::Avx512(_) => "AVX-512",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512Bf16(_) => "AVX-512 with bf16",
-            #[cfg(test)]
+            #[cfg(any(test, feature = "planted_faults"))]
             Kind::PortablePairs => "baseline instructions, pairs of bf16",
         })
     }

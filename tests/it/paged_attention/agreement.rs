@@ -54,6 +54,24 @@ fn every_group_size_agrees_with_the_reference() {
 }
 
 #[test]
+fn a_row_without_keys_may_have_any_number_of_heads() {
+    // K and V of a token are longer than the CPU takes at a time: 2^19 elements.
+    let shape = Shape { heads: (1025, 1025), head_dim: 256, lengths: vec![(1, 0), (1, 2), (0, 0)], ..Shape::default() };
+    check(&Case::paged(&shape.batch(), &Storage { page_size: 1, ..Storage::default() }));
+}
+
+#[test]
+fn long_contexts_are_merged_from_pieces() {
+    for (dtype, heads, head_dim, mask) in
+        [(F32, (8, 4), 128, Mask::CAUSAL), (BF16, (8, 4), 64, Mask::CAUSAL), (F32, (3, 1), 256, Mask::sliding(2300))]
+    {
+        let lengths = vec![(1, 3000), (20, 2500)];
+        let shape = Shape { dtypes: dtype.into(), heads, head_dim, mask, lengths, ..Shape::default() };
+        check(&Case::paged(&shape.batch(), &Storage::default()));
+    }
+}
+
+#[test]
 fn any_shape_agrees_with_the_reference() {
     for_all(96, (paged_shapes(), paged_storages()), |(shape, storage)| {
         check(&Case::paged(&shape.batch(), &storage));
@@ -132,8 +150,11 @@ fn num_seqs_may_be_a_scalar() {
 
 #[test]
 fn every_pool_gives_the_same_bits() {
-    for dtypes in Dtypes::ALL {
-        let case = ordinary(dtypes);
+    // Work that is worth several threads, and some that is not.
+    let lengths = vec![(1, 4000), (1, 30), (7, 2000), (130, 1500)];
+    let long = [F32, BF16].map(|dtype| Shape { dtypes: dtype.into(), lengths: lengths.clone(), ..Shape::default() });
+    let long = long.map(|shape| Case::paged(&shape.batch(), &Storage::default()));
+    for case in Dtypes::ALL.map(ordinary).into_iter().chain(long) {
         let expected = check(&case);
         let late = Late::default();
         let pools: [&dyn HostPool; 6] = [&Inline(1), &Inline(3), &Inline(64), &Threads::new(3), &late, &NoPool];
