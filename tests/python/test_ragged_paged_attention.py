@@ -15,9 +15,8 @@ SEQUENCES = [(17, 17), (1, 64), (5, 40), (1, 1)]
 
 
 @pytest.mark.parametrize("options", [{}, {"sm_scale": 0.125}, {"sliding_window": 9}, {"soft_cap": 4.0}], ids=str)
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
-def test_it_equals_the_reference_of_the_tpu_kernel(platform, options, heads):
-    operands = list(batch(SEQUENCES, heads=heads, d=128, spare_rows=0, spare_slots=0, table_slack=0))
+def test_it_equals_the_reference_of_the_tpu_kernel(platform, options):
+    operands = list(batch(SEQUENCES, d=128, spare_rows=0, spare_slots=0, table_slack=0))
     # The reference multiplies masked values too: it wants finite numbers and valid pages everywhere.
     operands[1] = np.nan_to_num(operands[1])
     operands[3] = np.clip(operands[3], 0, len(operands[1]) - 1)

@@ -11,44 +11,6 @@ from torch_side import array, tensor, torch
 MIXED = [(33, 33), (1, 100), (5, 70), (0, 9), (3, 0), (9, 4)]
 
 
-def check(device, operands, options, **more):
-    """Output and lse against the oracle."""
-    options = {**options, **more}
-    given = {name: tensor(value, device) for name, value in options.items()}
-    out, lse = xt.flash_attn_varlen(*(tensor(x, device) for x in operands), return_lse=True, **given)
-    assert out.device.type == device
-    numbers = (None if x is None else np.asarray(x) for x in operands)
-    meant = {name: x if isinstance(x, (str, tuple)) else np.asarray(x) for name, x in options.items()}
-    assert_flash_attn_varlen(array(out), array(lse), *numbers, **meant)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_packed_keys_equal_the_oracle(torch_device, dtype, causal):
-    check(torch_device, *varlen(MIXED, dtype=dtype), causal=causal)
-
-
-@pytest.mark.parametrize("kv_layout", [None, "interleaved", "stacked", "per_page"])
-def test_pages_in_every_layout_equal_the_oracle(torch_device, kv_layout):
-    check(torch_device, *varlen(MIXED, dtype="bfloat16", pages=16, kv_layout=kv_layout), causal=True)
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"window": (5, 3)},
-        {"softcap": 3.0, "top_left": True},
-        {"alibi_slopes": np.linspace(0.0, 0.5, 6 * 8, dtype=np.float32).reshape(6, 8)},
-        {"sinks": np.linspace(-2.0, 3.0, 8, dtype=np.float32), "softmax_scale": 0.3},
-        {"leftpad_k": np.int32([0, 30, 70, 3, 0, 4])},
-        {"q_scale": 0.5, "k_scale": np.float32([0.5, 3.0]), "v_scale": 2.0},
-    ],
-    ids=lambda option: "+".join(option),
-)
-def test_options_equal_the_oracle(torch_device, option):
-    check(torch_device, *varlen(MIXED, dtype="bfloat16", dv=40, unused=(2, 1)), causal=True, **option)
-
-
 def test_8_bit_queries_have_the_output_that_is_asked_for(torch_device):
     operands, options = varlen(MIXED, dtype="float8_e4m3fn", pages=16)
     arguments = [tensor(x, torch_device) for x in operands]

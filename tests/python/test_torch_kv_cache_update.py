@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 import xla_attention.torch as xt
-from oracle import kv_cache_update_reference, kv_cache_update_split_reference, merge_attention_states_reference, rotated
+from oracle import kv_cache_update_reference, kv_cache_update_split_reference, rotated
 from torch_side import array, tensor, torch
 
 SLOTS = [5, 0, -1, 30, 31, 32, 100, -(2**31)]
-LAYOUTS = {"interleaved": 1, "stacked": 2, "per_page": 3}
 
 
 def rows(*shape, dtype=np.float32, seed=0):
@@ -22,29 +21,6 @@ def cache_of(kv_layout, *, pages=8, page_size=4, heads=2, d=16):
         "per_page": (pages, 2, page_size, heads, d),
     }
     return rows(*shape[kv_layout], seed=1)
-
-
-@pytest.mark.parametrize("kv_layout", LAYOUTS)
-@pytest.mark.parametrize("scales", [{}, {"k_scale": 0.5, "v_scale": np.float32([2.0, 0.25])}], ids=["plain", "scaled"])
-def test_rows_go_to_their_slots_and_the_old_cache_stays(torch_device, kv_layout, scales):
-    cache, key, value = cache_of(kv_layout), rows(8, 2, 16), rows(8, 2, 16, seed=2)
-    wanted = kv_cache_update_reference(cache, key, value, SLOTS, kv_layout=LAYOUTS[kv_layout], **scales)
-    old, *new = (tensor(x, torch_device) for x in (cache, key, value, np.int64(SLOTS)))
-    given = {name: tensor(scale, torch_device) for name, scale in scales.items()}
-    found = xt.kv_cache_update(old, *new, kv_layout=kv_layout, **given)
-    np.testing.assert_array_equal(array(found), wanted)
-    np.testing.assert_array_equal(array(old), cache)
-    xt.update_cache_(old, *new, kv_layout=kv_layout, **given)
-    np.testing.assert_array_equal(array(old), wanted)
-
-
-def test_a_cache_may_be_8_bit(torch_device):
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    cache = np.zeros((8, 4, 4, 16), ml_dtypes.float8_e4m3fn)
-    key, value = 500.0 * rows(8, 2, 16), rows(8, 2, 16, seed=2)
-    wanted = kv_cache_update_reference(cache, key, value, SLOTS, k_scale=0.5)
-    found = xt.kv_cache_update(*(tensor(x, torch_device) for x in (cache, key, value, np.int32(SLOTS))), k_scale=0.5)
-    np.testing.assert_array_equal(array(found).view(np.uint8), wanted.view(np.uint8))
 
 
 def test_keys_and_values_may_lie_apart(torch_device):
@@ -97,15 +73,6 @@ def test_queries_and_keys_are_rotated_on_the_way(torch_device, interleaved):
     if torch_device != "xla":
         assert torch.equal(torch.ops.xla_gpu.rope_kv_cache_update_(*operands, interleaved), found_query)
         assert torch.equal(operands[0], found)
-
-
-def test_states_are_merged(torch_device):
-    states = [rows(9, 4, 40), rows(4, 9), rows(9, 4, 40, seed=1), rows(4, 9, seed=1)]
-    states[1][0, :3], states[3][0, 2:5] = -np.inf, np.nan
-    states[0][:3, 0] = np.nan
-    found = xt.merge_attention_states(*(tensor(x, torch_device) for x in states))
-    for one, wanted in zip(found, merge_attention_states_reference(*states), strict=True):
-        np.testing.assert_allclose(array(one), wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int8, torch.int64])

@@ -5,67 +5,15 @@ import pytest
 
 import xla_attention.torch as xt
 from batches import step
-from oracle import assert_paged_attention, kv_cache_update_reference
 from torch_side import array, tensor, torch
 
 MIXED = [(33, 33), (1, 100), (5, 70), (0, 9), (3, 0), (1, 1)]
-
-
-def check(device, operands, **options):
-    """Functional and in place: out and lse against the oracle and, bit by bit, against two calls, and the cache."""
-    query, kv_cache, *sequences = (np.asarray(x) for x in operands[:6])
-    options = {"scale": query.shape[-1] ** -0.5, **options}
-    scales = {name: scale for name, scale in options.items() if name in ("k_scale", "v_scale")}
-    wanted = kv_cache_update_reference(kv_cache, *(np.asarray(x) for x in operands[6:]), **scales)
-    given = {name: tensor(value, device) for name, value in options.items()}
-    tensors = [tensor(x, device) for x in operands]
-    out, lse, updated = xt.paged_attention_update(*tensors, return_lse=True, **given)
-    assert {x.device.type for x in (out, lse, updated)} == {device}
-    assert_bits(updated, wanted)
-    assert_bits(tensors[1], kv_cache)
-    meant = {name: value for name, value in options.items() if name != "batch_invariant"}
-    assert_paged_attention(array(out), array(lse), query, wanted, *sequences, **meant)
-    attended = xt.paged_attention(tensors[0], updated, *tensors[2:6], return_lse=True, **given)
-    for found, one in zip((out, lse), attended, strict=True):
-        assert_bits(found, array(one))
-    assert_bits(xt.paged_attention_update(*tensors, **given)[0], array(out))
-    assert_bits(xt.paged_attention_update_(*tensors, **given), array(out))
-    assert_bits(tensors[1], wanted)
-    found = xt.paged_attention_update_(*tensors, return_lse=True, **given)
-    for one, other in zip(found, (out, lse), strict=True):
-        assert_bits(one, array(other))
 
 
 def assert_bits(found, wanted):
     found = array(found)
     assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
     np.testing.assert_array_equal(np.ascontiguousarray(found).view(np.uint8), wanted.view(np.uint8))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("heads", "d", "page_size"), [((4, 1), 64, 16), ((9, 3), 40, 5)])
-def test_mixed_batches_are_the_update_and_then_attention(torch_device, dtype, heads, d, page_size):
-    check(torch_device, step(MIXED, heads=heads, d=d, page_size=page_size, dtype=dtype))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sliding_window": 7, "soft_cap": 3.0},
-        {"alibi_slopes": np.linspace(0.01, 0.5, 8, dtype=np.float32)},
-        {"sinks": np.linspace(-2.0, 3.0, 8, dtype=np.float32)},
-        {"q_scale": 0.5, "batch_invariant": True},
-    ],
-    ids=lambda options: "+".join(options),
-)
-def test_options_are_those_of_paged_attention(torch_device, options):
-    check(torch_device, step(MIXED, dtype="bfloat16"), **options)
-
-
-@pytest.mark.parametrize("cache", ["float8_e4m3fn", "float8_e5m2"])
-def test_the_cache_may_be_8_bit(torch_device, cache):
-    scales = {"k_scale": np.float32([0.01, 30.0]), "v_scale": 0.25}
-    check(torch_device, step(MIXED, dtype="bfloat16", cache=cache, **scales), **scales)
 
 
 def test_the_number_of_sequences_may_be_a_python_int_and_indices_wide(torch_device):
