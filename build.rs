@@ -11,10 +11,16 @@ mod headers;
 mod kernels;
 #[path = "build_support/operators.rs"]
 mod operators;
+#[cfg(feature = "cuda")]
+#[path = "build_support/params.rs"]
+mod params;
 #[path = "build_support/process.rs"]
 mod process;
 #[path = "build_support/shims.rs"]
 mod shims;
+#[cfg(feature = "cuda")]
+#[path = "build_support/variants.rs"]
+mod variants;
 
 use anyhow::{Context, Result};
 use std::env;
@@ -28,6 +34,7 @@ fn main() -> Result<()> {
         "ffi",
         "src/bridge.rs",
         "src/c_api.rs",
+        "src/cuda/params",
         "src/handlers.rs",
         "xla_headers",
     ] {
@@ -43,9 +50,24 @@ fn main() -> Result<()> {
     let out = PathBuf::from(env::var_os("OUT_DIR").context("cargo sets OUT_DIR")?);
     let sets = headers::materialise()?;
     #[cfg(feature = "cuda")]
-    kernels::build(&out)?;
+    build_kernels(&out)?;
     let bindings = operators::build(&out)?;
     shims::build(&sets, &bindings, &out)?;
     c_header::build(&out)?;
     exports::build(&out)
+}
+
+/// The headers that are generated for the kernels, in `<target>/include`, where other tools find them too; the kernels.
+#[cfg(feature = "cuda")]
+fn build_kernels(out: &std::path::Path) -> Result<()> {
+    let headers = kernels::target_folder(out).join("include");
+    params::build(&headers)?;
+    use std::fs;
+    let path = "kernels/variants.toml";
+    let table = variants::parse(&fs::read_to_string(path)?).context(path)?;
+    for (name, text) in table.headers() {
+        process::write(&headers.join("tiles").join(name).with_extension("cuh"), &text)?;
+    }
+    fs::write(out.join("tiles.rs"), table.tiles())?;
+    kernels::build(&table, &headers, out)
 }

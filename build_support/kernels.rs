@@ -4,8 +4,8 @@
 //! and pip share them and only what has changed is compiled.
 
 use crate::process::{python, run};
+use crate::variants::{Table, Variant};
 use anyhow::{Context, Result, bail, ensure};
-use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ fn line_info() -> Option<&'static str> {
     env::var_os("XLA_ATTENTION_LINE_INFO").is_some_and(|value| value == "1").then_some("-lineinfo")
 }
 
-/// Where the kernels' own headers are; they are included by name in double quotes.
+/// Where the kernels' own headers are; they are included by name in double quotes, as the generated ones.
 const INCLUDE: &str = "kernels/include";
 
 /// PTX versions to try, oldest first: an older one is understood by older drivers.
@@ -32,81 +32,11 @@ const PTX_VERSIONS: &[&str] =
 /// Levels of ptxas' register allocation to try where its own choice spills, in this order; it has 0 to 10.
 const REGISTER_USAGE_LEVELS: &[&str] = &["0", "3", "7", "10"];
 
-/// One `[[kernel]]` of the table.
-#[derive(Deserialize)]
-struct Kernel {
-    name: String,
-    source: String,
-    /// Architecture of the PTX, for instance `80` or `90a`.
-    target: String,
-    /// Architectures of the machine code laid beside it.
-    sass: Vec<String>,
-    axes: Vec<Axis>,
-    /// Combinations that are not built: each maps some axes to a value.
-    #[serde(default)]
-    without: Vec<toml::Table>,
-}
-
-#[derive(Deserialize)]
-struct Axis {
-    name: String,
-    values: Vec<String>,
-}
-
-#[derive(Deserialize)]
-struct Table {
-    kernel: Vec<Kernel>,
-}
-
-/// One combination of a kernel's axis values.
-struct Variant<'a> {
-    kernel: &'a Kernel,
-    values: Vec<&'a str>,
-}
-
-impl Variant<'_> {
-    fn name(&self) -> String {
-        [&[self.kernel.name.as_str()], &self.values[..]].concat().join("_")
-    }
-    fn defines(&self) -> impl Iterator<Item = String> {
-        let pairs = self.kernel.axes.iter().zip(&self.values);
-        pairs.map(|(axis, value)| format!("-DXA_{}={value}", axis.name.to_uppercase()))
-    }
-}
-
-impl Kernel {
-    /// Every combination in order, the last axis fastest; `None` where the table leaves it out.
-    fn combinations(&self) -> Vec<Option<Vec<&str>>> {
-        let mut all = vec![vec![]];
-        for axis in &self.axes {
-            all = all
-                .iter()
-                .flat_map(|head| axis.values.iter().map(move |v| [head.as_slice(), &[v.as_str()]].concat()))
-                .collect();
-        }
-        let left_out = |values: &[&str]| {
-            self.without.iter().any(|rule| {
-                rule.iter().all(|(name, value)| {
-                    self.axes.iter().position(|a| a.name == *name).is_some_and(|i| value.as_str() == Some(values[i]))
-                })
-            })
-        };
-        all.into_iter().map(|values| (!left_out(&values)).then_some(values)).collect()
-    }
-}
-
 /// Compile what is missing and write `OUT_DIR/variants.rs`.
-pub(crate) fn build(out: &Path) -> Result<()> {
-    let path = "kernels/variants.toml";
-    let table: Table = toml::from_str(&fs::read_to_string(path)?).with_context(|| path.to_owned())?;
-    let compiler = Compiler::find(out)?;
-    let variants: Vec<Variant> = table
-        .kernel
-        .iter()
-        .flat_map(|kernel| kernel.combinations().into_iter().flatten().map(move |values| Variant { kernel, values }))
-        .collect();
-    let rows = compile_all(&compiler, &variants)?;
-    fs::write(out.join("variants.rs"), generated(&table, &rows))?;
+pub(crate) fn build(table: &Table, headers: &Path, out: &Path) -> Result<()> {
+    let compiler = Compiler::find(headers, out)?;
+    let rows = compile_all(&compiler, &table.variants())?;
+    fs::write(out.join("variants.rs"), generated(table, &rows))?;
     println!("cargo:rustc-env=XLA_ATTENTION_KERNELS={}", compiler.cache.display());
     Ok(())
 }
@@ -183,7 +113,9 @@ fn generated(table: &Table, rows: &[String]) -> String {
 }
 
 /// nvcc, ptxas and the cache folder.
-struct Compiler {
+struct Compiler<'a> {
+    /// The folder of the generated headers.
+    headers: &'a Path,
     nvcc: PathBuf,
     ptxas: PathBuf,
     cache: PathBuf,
@@ -191,8 +123,8 @@ struct Compiler {
     common: Sha256,
 }
 
-impl Compiler {
-    fn find(out: &Path) -> Result<Self> {
+impl<'a> Compiler<'a> {
+    fn find(headers: &'a Path, out: &Path) -> Result<Self> {
         let nvcc = find_nvcc()?;
         let ptxas = nvcc.with_file_name("ptxas");
         let mut common = Sha256::new();
@@ -200,17 +132,16 @@ impl Compiler {
         common.update(NVCC_FLAGS.join(" "));
         common.update(line_info().unwrap_or_default());
         common.update(include_bytes!("kernels.rs"));
-        let target = out.ancestors().find(|p| p.join("CACHEDIR.TAG").exists()).unwrap_or(out);
-        let cache = target.join("kernels");
+        let cache = target_folder(out).join("kernels");
         fs::create_dir_all(&cache)?;
-        Ok(Self { nvcc, ptxas, cache, common })
+        Ok(Self { headers, nvcc, ptxas, cache, common })
     }
 
     /// The variant's line of the generated table, and how long it took if it was not there yet.
     fn row(&self, variant: &Variant) -> Result<(String, Option<Duration>)> {
         let mut key = self.common.clone();
         let source = Path::new("kernels").join(&variant.kernel.source);
-        for file in with_headers(&source)? {
+        for file in with_headers(&source, self.headers)? {
             key.update(fs::read(file)?);
         }
         key.update(format!("{} {} {:?}", variant.name(), variant.kernel.target, variant.kernel.sass));
@@ -236,7 +167,8 @@ impl Compiler {
         nvcc.args(NVCC_FLAGS)
             .args(line_info())
             .arg(format!("-arch=compute_{}", variant.kernel.target))
-            .arg(format!("-I{INCLUDE}"));
+            .arg(format!("-I{INCLUDE}"))
+            .arg(format!("-I{}", self.headers.display()));
         nvcc.arg(format!("-DXA_ENTRY={entry}")).args(variant.defines()).arg(source).arg("-o").arg(&ptx_file);
         run(&mut nvcc).context("nvcc needs a host gcc on PATH as well")?;
         let ptx = portable(&fs::read_to_string(&ptx_file)?);
@@ -253,7 +185,6 @@ impl Compiler {
             let _ = write!(resources, "(\"{sass}\", {}), ", resources_of(&said)?);
             fs::remove_file(&cubin)?;
         }
-        ensure!(!variant.kernel.sass.is_empty(), "`sass` names no architecture");
         let version = candidates[0];
         let mut text = with_version(&ptx, version)?.into_bytes();
         text.push(0); // the driver wants a terminated string
@@ -328,15 +259,23 @@ fn find_nvcc() -> Result<PathBuf> {
     })
 }
 
-/// `source` and every header of ours that it includes, directly or not.
-fn with_headers(source: &Path) -> Result<Vec<PathBuf>> {
+/// Cargo's target folder, or what it gave this build.
+pub(crate) fn target_folder(out: &Path) -> &Path {
+    out.ancestors().find(|folder| folder.join("CACHEDIR.TAG").exists()).unwrap_or(out)
+}
+
+/// `source` and every header of ours or generated that it includes, directly or not.
+fn with_headers(source: &Path, generated: &Path) -> Result<Vec<PathBuf>> {
     let mut files = vec![source.to_owned()];
     let mut next = 0;
     while let Some(file) = files.get(next) {
         let text = fs::read_to_string(file).with_context(|| file.display().to_string())?;
         for line in text.lines() {
             let name = line.trim().strip_prefix("#include \"").and_then(|rest| rest.strip_suffix('"'));
-            let header = name.map(|name| Path::new(INCLUDE).join(name));
+            let header = name.map(|name| {
+                let ours = Path::new(INCLUDE).join(name);
+                if ours.exists() { ours } else { generated.join(name) }
+            });
             files.extend(header.filter(|header| !files.contains(header)));
         }
         next += 1;

@@ -1,4 +1,4 @@
-//! Running programs, with errors that show what they said.
+//! Running programs, with errors that show what they said, and writing files that others read.
 
 use anyhow::{Context, Result, ensure};
 use std::env;
@@ -20,4 +20,17 @@ pub(crate) fn run(command: &mut Command) -> Result<Output> {
         String::from_utf8_lossy(&output.stderr)
     );
     Ok(output)
+}
+
+/// Write a file where it is not there with this text, at once: another build may read it.
+#[cfg(feature = "cuda")]
+pub(crate) fn write(path: &std::path::Path, text: &str) -> Result<()> {
+    use std::fs;
+    if fs::read_to_string(path).is_ok_and(|there| there == text) {
+        return Ok(());
+    }
+    fs::create_dir_all(path.parent().unwrap_or(path))?;
+    let aside = path.with_added_extension(std::process::id().to_string());
+    fs::write(&aside, text)?;
+    fs::rename(&aside, path).with_context(|| path.display().to_string())
 }

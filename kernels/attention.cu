@@ -12,13 +12,13 @@
 // Launch: kThreads threads, Hkv * n CTAs for n >= the tiles of a KV head, in decode as a grid of Hkv by any n >= 1;
 // Shape::kSharedBytes of dynamic shared memory, in decode with batch_invariant Shape::kFoldBytes more.
 
-#include "attention_params.cuh"
 #include "decode.cuh"
 #include "decode_loop.cuh"
 #include "element.cuh"
 #include "fp8.cuh"
 #include "new_tokens.cuh"
 #include "output_rows.cuh"
+#include "params/attention.cuh"
 #include "prefill_loop.cuh"
 #include "query_rows.cuh"
 #include "score_form.cuh"
@@ -49,7 +49,7 @@ using Types = xa::XA_PASTE(operands_, XA_DTYPE);
 using Compute = Types::Compute;
 using Stored = Types::Stored;
 using Score = xa::XA_PASTE(score_, XA_SCORE);
-using Shape = xa::TileShape<xa::XA_PASTE(shape_, XA_SHAPE), Compute, Stored, XA_HEAD_DIM>;
+using Shape = xa::TileShape<xa::tiles::XA_PASTE(shape_, XA_SHAPE), Compute, Stored, XA_HEAD_DIM>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   auto& plan = *reinterpret_cast<xa::Plan*>(shared + Shape::kPlanOffset);
   if constexpr (Shape::kSplitsKeys) {
     const xa::ShareNumber mine = {static_cast<int32_t>(blockIdx.y), static_cast<int32_t>(gridDim.y)};
-    if constexpr (xa::kTakesNewTokens<Shape>) {
+    if constexpr (Shape::kTakesNewTokens) {
       // Before the plan: beneath the first keys it would take longer, and more so at the end.
       if (xa::has_new_tokens(params)) xa::store_new_tokens<Shape, Stored>(params, blockIdx.x, mine);
     }

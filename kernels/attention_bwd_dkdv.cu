@@ -8,7 +8,6 @@
 //   XA_SCORE     plain, modified (include/bwd/weights.cuh)
 // Launch: kThreads threads, ceil(Tk / kHeld) * Hkv CTAs, Shape::kSharedBytes of dynamic shared memory.
 
-#include "bwd/params.cuh"
 #include "bwd/pass.cuh"
 #include "bwd/products.cuh"
 #include "bwd/ptx_extra.cuh"
@@ -16,6 +15,7 @@
 #include "bwd/shape.cuh"
 #include "bwd/weights.cuh"
 #include "element.cuh"
+#include "params/attention_bwd.cuh"
 
 namespace xa {
 
@@ -211,7 +211,7 @@ class KeyGradients {
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
 using Weights = xa::XA_PASTE(weights_, XA_SCORE);
-using Shape = xa::BackwardShape<xa::gradient_dkdv, xa::XA_PASTE(shape_, XA_SHAPE), T, XA_HEAD_DIM>;
+using Shape = xa::BackwardShape<xa::tiles::gradient_dkdv, xa::tiles::XA_PASTE(shape_, XA_SHAPE), T, XA_HEAD_DIM>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)

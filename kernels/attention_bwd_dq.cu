@@ -9,7 +9,6 @@
 //   XA_SCORE     plain, modified (include/bwd/weights.cuh)
 // Launch: kThreads threads, ceil(Tq * group / kHeld) * Hkv CTAs, Shape::kSharedBytes of dynamic shared memory.
 
-#include "bwd/params.cuh"
 #include "bwd/pass.cuh"
 #include "bwd/products.cuh"
 #include "bwd/ptx_extra.cuh"
@@ -17,6 +16,7 @@
 #include "bwd/shape.cuh"
 #include "bwd/weights.cuh"
 #include "element.cuh"
+#include "params/attention_bwd.cuh"
 
 namespace xa {
 
@@ -202,7 +202,7 @@ class QueryGradients {
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
 using Weights = xa::XA_PASTE(weights_, XA_SCORE);
-using Shape = xa::BackwardShape<xa::gradient_dq, xa::XA_PASTE(shape_, XA_SHAPE), T, XA_HEAD_DIM>;
+using Shape = xa::BackwardShape<xa::tiles::gradient_dq, xa::tiles::XA_PASTE(shape_, XA_SHAPE), T, XA_HEAD_DIM>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)

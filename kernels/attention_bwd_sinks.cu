@@ -2,28 +2,28 @@
 // head and adds up in an order of its own, so that two runs give the same bits.
 //
 // Compiled once for each XA_DTYPE: f16, bf16, f32.
-// Launch: kThreads threads, Hq CTAs.
+// Launch: kSinksThreads threads, Hq CTAs.
 
 #include <cstdint>
 
-#include "bwd/params.cuh"
 #include "bwd/pass.cuh"
 #include "bwd/rows.cuh"
 #include "element.cuh"
+#include "params/attention_bwd.cuh"
+#include "params/attention_bwd_sinks.cuh"
 
 namespace xa {
 
-constexpr int kThreads = 512;
 
 /// The threads' numbers added up; thread 0 gets it.
 __device__ __forceinline__ float sum_of_all(float mine) {
-  __shared__ float warps[kThreads / 32];
+  __shared__ float warps[kSinksThreads / 32];
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) mine += __shfl_xor_sync(~0u, mine, distance);
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
   __syncthreads();
   float sum = 0.0f;
-  for (int warp = 0; warp < kThreads / 32; ++warp) sum += warps[warp];
+  for (int warp = 0; warp < kSinksThreads / 32; ++warp) sum += warps[warp];
   return sum;
 }
 
@@ -32,13 +32,13 @@ __device__ __forceinline__ void sum_rows(const BackwardParams& params) {
   const AttentionParams& forward = params.forward;
   const int32_t head = blockIdx.x, num_seqs = live_sequences(forward);
   bool ascends = true;
-  for (int32_t b = threadIdx.x; b < num_seqs; b += kThreads)
+  for (int32_t b = threadIdx.x; b < num_seqs; b += kSinksThreads)
     ascends &= start_of(forward, b) <= start_of(forward, b + 1);
   ascends = __syncthreads_and(ascends);
   OwnerSearch search(forward, ascends);
   const float sink = __ldg(forward.sinks + head);
   float sum = 0.0f;
-  for (int64_t first = threadIdx.x; first < forward.num_tokens; first += kThreads) {
+  for (int64_t first = threadIdx.x; first < forward.num_tokens; first += kSinksThreads) {
     const int32_t token = static_cast<int32_t>(first);
     if (!search.finds_owner(token)) continue;
     const int64_t index = static_cast<int64_t>(head) * forward.num_tokens + token;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void sum_rows(const BackwardParams& params) {
 
 }  // namespace xa
 
-extern "C" __global__ void __launch_bounds__(xa::kThreads) XA_ENTRY(const __grid_constant__ xa::BackwardParams params) {
+extern "C" __global__ void __launch_bounds__(xa::kSinksThreads) XA_ENTRY(const __grid_constant__ xa::BackwardParams params) {
   if (params.forward.sinks == nullptr) {
     if (threadIdx.x == 0) params.dsinks[blockIdx.x] = 0.0f;
     return;

@@ -13,10 +13,10 @@
 #include "element.cuh"
 #include "hopper_bwd/compute.cuh"
 #include "hopper_bwd/load.cuh"
-#include "hopper_bwd/params.cuh"
 #include "hopper_bwd/pipeline.cuh"
 #include "hopper_bwd/shape.cuh"
 #include "hopper_bwd/sums.cuh"
+#include "params/hopper_bwd.cuh"
 
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
@@ -26,7 +26,7 @@ static_assert(Shape::kSharedBytes == (Shape::kHeadDim == 128 ? 214656 : 215936))
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
-    XA_ENTRY(const __grid_constant__ xa::hopper::HopperBackwardParams params) {
+    XA_ENTRY(const __grid_constant__ xa::HopperBackwardParams params) {
   using namespace xa::hopper;
   extern __shared__ __align__(1024) uint8_t shared[];
   const BackwardPipeline<Shape> pipeline(shared);

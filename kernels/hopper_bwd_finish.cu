@@ -11,9 +11,9 @@
 
 #include "element.cuh"
 #include "hopper/compute.cuh"
-#include "hopper_bwd/params.cuh"
 #include "hopper_bwd/schedule.cuh"
 #include "hopper_bwd/shape.cuh"
+#include "params/hopper_bwd.cuh"
 
 namespace xa::hopper {
 
@@ -140,7 +140,7 @@ using Shape = xa::hopper::BackwardShape<XA_HEAD_DIM>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(xa::hopper::kThreads)
-    XA_ENTRY(const __grid_constant__ xa::hopper::HopperBackwardParams params) {
+    XA_ENTRY(const __grid_constant__ xa::HopperBackwardParams params) {
   using namespace xa::hopper;
   const xa::AttentionParams& forward = params.base.forward;
   const int32_t num_heads = forward.num_kv_heads * forward.group, head_blocks = ceil_div(num_heads, kHeads);

@@ -11,9 +11,9 @@
 
 #include "chunk.cuh"
 #include "element.cuh"
-#include "hopper_bwd/params.cuh"
 #include "hopper_bwd/plan.cuh"
 #include "hopper_bwd/shape.cuh"
+#include "params/hopper_bwd.cuh"
 
 namespace xa::hopper {
 
@@ -68,7 +68,7 @@ using Shape = xa::hopper::BackwardShape<XA_HEAD_DIM>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(xa::hopper::kThreads)
-    XA_ENTRY(const __grid_constant__ xa::hopper::HopperBackwardParams params) {
+    XA_ENTRY(const __grid_constant__ xa::HopperBackwardParams params) {
   using namespace xa::hopper;
   __shared__ PlanScratch<kThreads> scratch;
   if (blockIdx.x == 0) {

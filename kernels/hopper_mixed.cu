@@ -6,7 +6,7 @@
 //   XA_DTYPE     f16, bf16
 //   XA_HEAD_DIM  D and Dv, exactly (include/hopper/shape.cuh)
 // Launch: any number of CTAs, at least Hkv, of kThreads threads, one an SM; the larger kSharedBytes of both shapes of
-// dynamic shared memory. Pages are of a multiple of kGranule tokens. Tiles of prefill are numbered by
+// dynamic shared memory. Pages are of a multiple of kTokensPerLoad tokens. Tiles of prefill are numbered by
 // PrefillParams::next_tile, which must be there.
 
 #include "decode.cuh"
@@ -22,13 +22,14 @@
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
 using Score = xa::score_plain;
-using Shape = xa::hopper::TileShape<xa::hopper::XA_PASTE(dims_, XA_HEAD_DIM), xa::hopper::Storage::paged, Score>;
-using DecodeShape = xa::TileShape<xa::shape_mixed, T, T, XA_HEAD_DIM>;
+using Choice = xa::tiles::HopperPrefill<sizeof(T), xa::tiles::XA_PASTE(head_dim_, XA_HEAD_DIM), xa::tiles::score_plain>;
+using Shape = xa::hopper::TileShape<Choice, xa::hopper::Storage::paged>;
+using DecodeShape = xa::TileShape<xa::tiles::shape_mixed, T, T, XA_HEAD_DIM>;
 static_assert(Shape::kThreads == DecodeShape::kThreads);
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
-    XA_ENTRY(const __grid_constant__ xa::hopper::MixedParams params) {
+    XA_ENTRY(const __grid_constant__ xa::MixedParams params) {
   extern __shared__ uint8_t shared[];
   const xa::AttentionParams& decode = params.decode;
   uint8_t* const aligned = shared + -xa::ptx::shared_address(shared) % 1024;

@@ -12,18 +12,20 @@
 #include "hopper/fp8_score.cuh"
 #include "hopper/fp8_shape.cuh"
 #include "hopper/load.cuh"
-#include "hopper/params.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/schedule.cuh"
 #include "hopper/transpose.cuh"
+#include "params/hopper_prefill.cuh"
 
 namespace {
 using Score = xa::hopper::XA_PASTE(fp8_score_, XA_SCORE);
-using Shape = xa::hopper::Fp8TileShape<XA_HEAD_DIM, xa::hopper::Storage::XA_STORAGE, Score>;
+using Choice =
+    xa::tiles::HopperPrefill<1, xa::tiles::XA_PASTE(head_dim_, XA_HEAD_DIM), xa::tiles::XA_PASTE(score_, XA_SCORE)>;
+using Shape = xa::hopper::Fp8TileShape<Choice, xa::hopper::Storage::XA_STORAGE>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
-    XA_ENTRY(const __grid_constant__ xa::hopper::PrefillParams params) {
+    XA_ENTRY(const __grid_constant__ xa::PrefillParams params) {
   extern __shared__ uint8_t shared[];
   const xa::hopper::Pipeline<Shape> pipeline(shared);
   if (threadIdx.x == 0) pipeline.init();

@@ -5,7 +5,7 @@
 // slot.
 //
 // Compiled once for each XA_DTYPE of the rows: f16, bf16, f32. The cache has the same type, or fp8.
-// Launch: kThreads threads at most; a thread takes one share of a row of keys or values.
+// Launch: kRowThreads threads at most; a thread takes one share of a row of keys or values.
 
 #include <cstdint>
 
@@ -13,20 +13,6 @@
 
 namespace xa {
 
-/// The one argument of the kernel. src/cuda/kv_cache_update.rs holds the same struct.
-struct CacheUpdateParams {
-  NewRows key;
-  NewRows value;
-  SlotMapping slot_mapping;
-  RowSharing sharing;
-};
-
-// src/cuda/kv_cache_update.rs asserts the same number.
-static_assert(sizeof(CacheUpdateParams) == 256);
-
-/// Heads in a share: enough loads on their way to keep memory busy, also where little is written for them.
-/// src/cuda/kv_cache_update.rs knows.
-constexpr int kHeads = 4;
 /// CTAs that an SM is to hold: 56 registers a thread.
 constexpr int kCtas = 6;
 
@@ -34,26 +20,26 @@ template <typename T, CacheType kType>
 __device__ __forceinline__ void update(const CacheUpdateParams& params) {
   for_share(params.sharing, [&](int32_t row, uint32_t share) {
     const RowSlots slots(params.slot_mapping, params.sharing);
-    const uint32_t of_keys = params.key.sharing.shares();
+    const uint32_t of_keys = shares(params.key.sharing);
     if (share < of_keys) {
-      write_share<T, kType, kHeads>(params.key, slots, row, share);
+      write_share<T, kType, kUpdateHeads>(params.key, slots, row, share);
     } else {
-      write_share<T, kType, kHeads>(params.value, slots, row, share - of_keys);
+      write_share<T, kType, kUpdateHeads>(params.value, slots, row, share - of_keys);
     }
   });
 }
 
 }  // namespace xa
 
-extern "C" __global__ void __launch_bounds__(xa::kThreads, xa::kCtas)
+extern "C" __global__ void __launch_bounds__(xa::kRowThreads, xa::kCtas)
     XA_ENTRY(const __grid_constant__ xa::CacheUpdateParams params) {
   using T = xa::XA_PASTE(dtype_, XA_DTYPE);
   switch (params.key.cache_type) {
-    case xa::CacheType::kAsRows:
-      return xa::update<T, xa::CacheType::kAsRows>(params);
-    case xa::CacheType::kF8E4M3Fn:
-      return xa::update<T, xa::CacheType::kF8E4M3Fn>(params);
-    case xa::CacheType::kF8E5M2:
-      return xa::update<T, xa::CacheType::kF8E5M2>(params);
+    case xa::CacheType::AsRows:
+      return xa::update<T, xa::CacheType::AsRows>(params);
+    case xa::CacheType::F8E4M3Fn:
+      return xa::update<T, xa::CacheType::F8E4M3Fn>(params);
+    case xa::CacheType::F8E5M2:
+      return xa::update<T, xa::CacheType::F8E5M2>(params);
   }
 }

@@ -3,42 +3,15 @@
 // A part whose lse is not finite is empty: what its out holds has no effect. Where both are, out is 0 and lse -inf.
 //
 // Compiled once for each XA_DTYPE: f16, bf16, f32.
-// Launch: kThreads threads; a CTA takes some rows, or the CTAs (row, 0), (row, 1) and so on share a row.
+// Launch: kMergeStatesThreads threads; a CTA takes some rows, or the CTAs (row, 0), (row, 1) and so on share a row.
 
 #include <cstdint>
 
 #include "chunk.cuh"
 #include "element.cuh"
+#include "params/merge_attention_states.cuh"
 
 namespace xa {
-
-/// Attention over one set of keys. Strides are in elements; the d elements of a head are contiguous.
-struct AttentionState {
-  const void* out;  // [n, h, d]
-  int64_t row_stride;
-  int64_t head_stride;
-  const float* lse;  // [h, n]
-};
-
-/// The one argument of the kernel. src/cuda/merge_attention_states.rs holds the same structs.
-struct MergeParams {
-  AttentionState a;
-  AttentionState b;
-  void* out;   // [n, h, d]
-  float* lse;  // [h, n]
-  int64_t num_rows;
-  int32_t num_heads;
-  int32_t head_dim;
-  int32_t aligned;     // whether the heads of all three outs consist of chunks of 16 bytes, aligned to 16
-  int32_t cta_rows;    // rows that a CTA takes; 1 where CTAs share a row
-  Divisor row_items;   // pieces of a row: chunks, or where those are not aligned, elements
-  Divisor head_items;  // pieces of a head
-};
-
-// src/cuda/merge_attention_states.rs asserts the same number.
-static_assert(sizeof(MergeParams) == 120);
-
-constexpr uint32_t kThreads = 256;
 
 /// What both parts hold together: shares of a and b, which add up to 1, and the log-sum-exp.
 struct Merge {
@@ -71,7 +44,8 @@ __device__ __forceinline__ Chunk<T, kCount> load(const AttentionState& state, in
 template <typename T, int kCount>
 __device__ __forceinline__ void merge_rows(const MergeParams& params) {
   const uint32_t row_items = params.row_items.divisor, items = params.cta_rows * row_items;
-  for (uint32_t item = blockIdx.y * kThreads + threadIdx.x; item < items; item += gridDim.y * kThreads) {
+  for (uint32_t item = blockIdx.y * kMergeStatesThreads + threadIdx.x; item < items;
+       item += gridDim.y * kMergeStatesThreads) {
     const uint32_t row_in_cta = params.cta_rows == 1 ? 0 : divided(item, params.row_items);
     const uint32_t in_row = item - row_in_cta * row_items;
     const int64_t row = int64_t{blockIdx.x} * params.cta_rows + row_in_cta;
@@ -105,7 +79,8 @@ __device__ __forceinline__ void merge_rows(const MergeParams& params) {
 
 }  // namespace xa
 
-extern "C" __global__ void __launch_bounds__(xa::kThreads) XA_ENTRY(const __grid_constant__ xa::MergeParams params) {
+extern "C" __global__ void __launch_bounds__(xa::kMergeStatesThreads)
+    XA_ENTRY(const __grid_constant__ xa::MergeParams params) {
   using T = xa::XA_PASTE(dtype_, XA_DTYPE);
   if (params.aligned != 0) {
     xa::merge_rows<T, 16 / sizeof(T)>(params);

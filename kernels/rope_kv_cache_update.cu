@@ -4,52 +4,16 @@
 // without a table rows pass unrotated. Queries of every row are written, keys and values only where their slot is.
 //
 // Compiled once for each XA_DTYPE of the rows: f16, bf16, f32. The cache has the same type, or fp8.
-// Launch: kThreads threads at most; a thread takes one share of a row of queries, keys or values.
+// Launch: kRowThreads threads at most; a thread takes one share of a row of queries, keys or values.
 
 #include <cstdint>
 
 #include "cache_rows.cuh"
 #include "chunk.cuh"
+#include "params/rope_kv_cache_update.cuh"
 
 namespace xa {
 
-/// Queries [T, Hq, D] and where they go. Strides are in elements; the D elements of a head are contiguous.
-struct QueryRows {
-  const void* rows;
-  int64_t row_token_stride;
-  int64_t row_head_stride;
-  void* out;  // [T, Hq, D]
-  int32_t num_heads;
-  int32_t head_dim;
-  int64_t aligned;  // whether pieces are chunks, to which both are aligned, or single elements
-  HeadSharing sharing;
-};
-
-/// Angles by position, and which elements they turn.
-struct Rotation {
-  const int32_t* positions;  // [T]
-  const float* cos_sin;      // [max_positions, 2 * half]: cosines, then sines
-  int64_t row_stride;
-  int32_t max_positions;
-  int32_t half;         // pairs of a head
-  int64_t interleaved;  // whether pairs are neighbours, not `half` apart
-};
-
-/// The one argument of the kernel. src/cuda/rope_kv_cache_update.rs holds the same structs.
-struct RopeParams {
-  NewRows key;
-  NewRows value;
-  SlotMapping slot_mapping;
-  RowSharing sharing;
-  QueryRows query;
-  Rotation rotation;
-};
-
-// src/cuda/rope_kv_cache_update.rs asserts the same numbers.
-static_assert(sizeof(QueryRows) == 64 && sizeof(Rotation) == 40 && sizeof(RopeParams) == 360);
-
-/// Heads of values in a share, and of queries whose pairs are neighbours. src/cuda/rope_kv_cache_update.rs knows.
-constexpr int kHeads = 2;
 /// CTAs that an SM is to hold: 40 registers a thread. Angles are two dependent loads away, which only threads hide.
 constexpr int kCtas = 8;
 
@@ -183,8 +147,8 @@ template <int kCount, typename T>
 __device__ __forceinline__ void rotate_queries(const RopeParams& params, const RowShare& share) {
   const QueryRows& query = params.query;
   const T* const from = static_cast<const T*>(query.rows) + share.row * query.row_token_stride;
-  rotate_share<kHeads, kCount>(from, query.row_head_stride, query.num_heads, query.sharing, params.rotation, share,
-                               [&] { return QueryPlace<T>(query, share.row); });
+  rotate_share<kRopeHeads, kCount>(from, query.row_head_stride, query.num_heads, query.sharing, params.rotation, share,
+                                   [&] { return QueryPlace<T>(query, share.row); });
 }
 
 template <int kCount, typename T, CacheType kType>
@@ -200,8 +164,8 @@ __device__ __forceinline__ void rotate_keys(const RopeParams& params, const RowS
 template <typename T, CacheType kType>
 __device__ __forceinline__ void update_cache(const RopeParams& params, int32_t row, uint32_t index) {
   const RowSlots slots(params.slot_mapping, params.sharing);
-  const uint32_t keys = params.key.sharing.shares();
-  if (index >= keys) return write_share<T, kType, kHeads>(params.value, slots, row, index - keys);
+  const uint32_t keys = shares(params.key.sharing);
+  if (index >= keys) return write_share<T, kType, kRopeHeads>(params.value, slots, row, index - keys);
   const RowShare share(params.key.sharing, row, index);
   if (params.key.aligned != 0) {
     rotate_keys<16 / sizeof(T), T, kType>(params, slots, share);
@@ -212,7 +176,7 @@ __device__ __forceinline__ void update_cache(const RopeParams& params, int32_t r
 
 template <typename T>
 __device__ __forceinline__ void update(const RopeParams& params, int32_t row, uint32_t index) {
-  const uint32_t queries = params.query.sharing.shares();
+  const uint32_t queries = shares(params.query.sharing);
   if (index < queries) {
     const RowShare share(params.query.sharing, row, index);
     if (params.query.aligned != 0) {
@@ -223,18 +187,18 @@ __device__ __forceinline__ void update(const RopeParams& params, int32_t row, ui
     return;
   }
   switch (params.key.cache_type) {
-    case CacheType::kAsRows:
-      return update_cache<T, CacheType::kAsRows>(params, row, index - queries);
-    case CacheType::kF8E4M3Fn:
-      return update_cache<T, CacheType::kF8E4M3Fn>(params, row, index - queries);
-    case CacheType::kF8E5M2:
-      return update_cache<T, CacheType::kF8E5M2>(params, row, index - queries);
+    case CacheType::AsRows:
+      return update_cache<T, CacheType::AsRows>(params, row, index - queries);
+    case CacheType::F8E4M3Fn:
+      return update_cache<T, CacheType::F8E4M3Fn>(params, row, index - queries);
+    case CacheType::F8E5M2:
+      return update_cache<T, CacheType::F8E5M2>(params, row, index - queries);
   }
 }
 
 }  // namespace xa
 
-extern "C" __global__ void __launch_bounds__(xa::kThreads, xa::kCtas)
+extern "C" __global__ void __launch_bounds__(xa::kRowThreads, xa::kCtas)
     XA_ENTRY(const __grid_constant__ xa::RopeParams params) {
   using T = xa::XA_PASTE(dtype_, XA_DTYPE);
   xa::for_share(params.sharing, [&](int32_t row, uint32_t index) { xa::update<T>(params, row, index); });

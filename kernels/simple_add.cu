@@ -2,13 +2,7 @@
 #include <type_traits>
 
 #include "dtype.cuh"
-
-struct SimpleAddParams {
-  const void* a;
-  const void* b;
-  void* out;
-  int64_t n;
-};
+#include "params/simple_add.cuh"
 
 using T = xa::XA_DTYPE;
 constexpr int kPerThread = 16 / sizeof(T);
@@ -26,7 +20,7 @@ __device__ T sum(T a, T b) {
   }
 }
 
-extern "C" __global__ void XA_ENTRY(const __grid_constant__ SimpleAddParams p) {
+extern "C" __global__ void XA_ENTRY(const __grid_constant__ xa::SimpleAddParams p) {
   const T* a = static_cast<const T*>(p.a);
   const T* b = static_cast<const T*>(p.b);
   T* out = static_cast<T*>(p.out);

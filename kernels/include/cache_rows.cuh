@@ -6,52 +6,13 @@
 #include "chunk.cuh"
 #include "element.cuh"
 #include "fp8_rounding.cuh"
+#include "params/cache_rows.cuh"
 #include "slots.cuh"
 
 namespace xa {
 
-/// The element type of a cache.
-enum class CacheType : int32_t { kAsRows = 0, kF8E4M3Fn = 1, kF8E5M2 = 2 };
-
-/// How the heads of a row are shared out: a share is one piece of every step-th head, neighbours take neighbouring
-/// pieces. src/cuda/cache_rows.rs holds the same structs as this file.
-struct HeadSharing {
-  Divisor pieces;  // of a head: chunks of 16 bytes, or where something is not aligned to that, elements
-  int32_t turned;  // of them, those that are rotated
-  uint32_t step;
-
-  __device__ __forceinline__ uint32_t shares() const { return pieces.divisor * step; }
-};
-
-/// New rows [T, Hkv, D] of K or V and where they go. Strides are in elements; the D elements of a head are contiguous.
-struct NewRows {
-  const void* rows;
-  int64_t row_token_stride;
-  int64_t row_head_stride;
-  void* cache;
-  int64_t page_stride;
-  int64_t token_stride;
-  int64_t head_stride;
-  const float* scale;    // what is stored is the row divided by it; null for 1
-  int64_t scale_stride;  // 0 for one scale, 1 for one a head
-  CacheType cache_type;
-  int32_t num_heads;
-  int64_t aligned;  // whether pieces are chunks, and what a cache makes of them is aligned to its size as well
-  HeadSharing sharing;
-};
-
-/// How rows are shared out.
-struct RowSharing {
-  int32_t num_rows;  // T
-  int32_t cta_rows;  // which a CTA takes; 1 where CTAs share a row
-  Divisor shares;    // of a row
-};
-
-// src/cuda/cache_rows.rs asserts the same numbers.
-static_assert(sizeof(HeadSharing) == 16 && sizeof(NewRows) == 104 && sizeof(RowSharing) == 16);
-
-/// Threads of a CTA, at most. src/cuda/cache_rows.rs knows.
-constexpr int kThreads = 192;
+/// Shares of a row.
+__device__ __forceinline__ uint32_t shares(const HeadSharing& sharing) { return sharing.pieces.divisor * sharing.step; }
 
 /// One piece of every `step`-th head of a row.
 struct RowShare {
@@ -65,7 +26,7 @@ struct RowShare {
       : row(row), first_head(divided(share, sharing.pieces)), step(sharing.step) {
     piece = share - first_head * sharing.pieces.divisor;
     const uint32_t lane = threadIdx.x % 32;
-    const uint32_t before = min(share, lane), after = min(sharing.shares() - 1 - share, 31 - lane);
+    const uint32_t before = min(share, lane), after = min(shares(sharing) - 1 - share, 31 - lane);
     lanes = ~0u >> (31 - before - after) << (lane - before);
   }
 
@@ -76,11 +37,12 @@ struct RowShare {
 /// change in one has no registers left for what is on its way from memory.
 template <typename Body>
 __device__ __forceinline__ void for_share(const RowSharing& sharing, const Body& body) {
-  const uint32_t index = blockIdx.y * blockDim.x + threadIdx.x, shares = sharing.shares.divisor;
+  const uint32_t index = blockIdx.y * blockDim.x + threadIdx.x, num_shares = sharing.shares.divisor;
   const int32_t row_in_cta = sharing.cta_rows == 1 ? 0 : divided(index, sharing.shares);
-  const uint32_t share = index - row_in_cta * shares;
+  const uint32_t share = index - row_in_cta * num_shares;
   const int64_t row = int64_t{blockIdx.x} * sharing.cta_rows + row_in_cta;
-  if (row_in_cta < sharing.cta_rows && row < sharing.num_rows && share < shares) body(static_cast<int32_t>(row), share);
+  if (row_in_cta < sharing.cta_rows && row < sharing.num_rows && share < num_shares)
+    body(static_cast<int32_t>(row), share);
 }
 
 /// The slot of a row, and that of one of the next rows, which differs from lane to lane.
@@ -185,9 +147,9 @@ class Scale {
 template <CacheType kType>
 struct Fp8;
 template <>
-struct Fp8<CacheType::kF8E4M3Fn> : F8E4M3Fn {};
+struct Fp8<CacheType::F8E4M3Fn> : F8E4M3Fn {};
 template <>
-struct Fp8<CacheType::kF8E5M2> : F8E5M2 {};
+struct Fp8<CacheType::F8E5M2> : F8E5M2 {};
 
 /// The head of a token in a cache of this type, under rows of T.
 template <typename T, CacheType kType>
@@ -198,7 +160,7 @@ class CacheHead {
   /// A chunk of the new row; bit by bit where the cache has its type and no scale.
   template <int kCount>
   __device__ __forceinline__ void copy(int32_t element, const Chunk<T, kCount>& chunk) const {
-    if (kType == CacheType::kAsRows && !scale_.is_given()) {
+    if (kType == CacheType::AsRows && !scale_.is_given()) {
       store_chunk(reinterpret_cast<T*>(first_) + element, chunk);
       return;
     }
@@ -211,8 +173,8 @@ class CacheHead {
   /// Numbers, divided by the scale and rounded; `kOf16Bits`: they are of f16 or bf16.
   template <bool kOf16Bits = false, int kCount>
   __device__ __forceinline__ void store(int32_t element, float (&numbers)[kCount]) const {
-    if (scale_.is_given()) scale_.template divide<kType != CacheType::kAsRows, kOf16Bits>(numbers);
-    if constexpr (kType == CacheType::kAsRows) {
+    if (scale_.is_given()) scale_.template divide<kType != CacheType::AsRows, kOf16Bits>(numbers);
+    if constexpr (kType == CacheType::AsRows) {
       store_chunk(reinterpret_cast<T*>(first_) + element, rounded<T>(numbers));
     } else {
       using Rounding = Fp8<kType>;
@@ -241,11 +203,11 @@ class CachePlace {
   __device__ __forceinline__ CachePlace(const NewRows& target, const RowSlots& slots, const RowShare& share,
                                         const RowSlot& slot)
       : target_(target),
-        inside_(!slots.is_overwritten(share, slot) && slots.mapping().holds(slot.own)),
+        inside_(!slots.is_overwritten(share, slot) && holds(slots.mapping(), slot.own)),
         first_(nullptr) {
     if (!inside_) return;
     const SlotMapping& mapping = slots.mapping();
-    const int64_t page = mapping.page(slot.own);
+    const int64_t page = page_of(mapping, slot.own);
     const int64_t offset = slot.own - page * mapping.page_size;
     first_ = static_cast<uint8_t*>(target.cache) + (page * target.page_stride + offset * target.token_stride) * kSize;
   }
@@ -257,7 +219,7 @@ class CachePlace {
   }
 
  private:
-  static constexpr int64_t kSize = kType == CacheType::kAsRows ? sizeof(T) : 1;
+  static constexpr int64_t kSize = kType == CacheType::AsRows ? sizeof(T) : 1;
   const NewRows& target_;
   bool inside_;
   uint8_t* first_;

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "element.cuh"
+#include "params/divisor.cuh"
 
 namespace xa {
 
@@ -51,15 +52,6 @@ __device__ __forceinline__ Chunk<T, kCount> rounded(const float (&numbers)[kCoun
   }
   return chunk;
 }
-
-/// A divisor that the host knows. src/cuda/chunk.rs holds the same struct.
-struct Divisor {
-  uint32_t divisor;
-  uint32_t inverse;  // 2^32 / divisor, rounded up; 0 where some dividend is too large for it
-};
-
-// src/cuda/chunk.rs asserts the same number.
-static_assert(sizeof(Divisor) == 8);
 
 __device__ __forceinline__ uint32_t divided(uint32_t n, const Divisor& by) {
   return by.inverse != 0 ? __umulhi(n, by.inverse) : n / by.divisor;

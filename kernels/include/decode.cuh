@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "attention_params.cuh"
+#include "params/attention.cuh"
 #include "query_rows.cuh"
 #include "share.cuh"
 #include "softmax.cuh"

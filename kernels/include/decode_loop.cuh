@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "attention_params.cuh"
 #include "new_tokens.cuh"
+#include "params/attention.cuh"
 #include "ptx.cuh"
 #include "row_pairs.cuh"
 #include "softmax.cuh"
@@ -77,7 +77,7 @@ class DecodeLoop {
   }
   /// Until the blocks of a stage are there, which begin at `key`, with new tokens in their places.
   __device__ __forceinline__ void wait_for_blocks(int32_t stage, int32_t key) const {
-    if constexpr (kTakesNewTokens<Shape>) {
+    if constexpr (Shape::kTakesNewTokens) {
       const bool has_some = has_new_tokens(params_) && key + Shape::kKeys > first_new_key(plan_.tile);
       if (has_some) put_new_keys<Shape, Stored>(params_, plan_, key, keys(stage), wait);
     }
@@ -90,7 +90,7 @@ class DecodeLoop {
   /// The next blocks, which start at `key`; none past the end.
   __device__ __forceinline__ void fetch(int32_t stage, int32_t key) {
 #pragma unroll
-    for (int first = 0; first < Shape::kKeys; first += kGranule) {
+    for (int first = 0; first < Shape::kKeys; first += kTokensPerLoad) {
       const TokenSlot slot = slots_.next();
       // Of a block that has begun, what is past the end becomes zeros.
       if (key >= plan_.keys.end) continue;

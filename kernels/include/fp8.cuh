@@ -8,8 +8,8 @@
 
 #include <cstdint>
 
-#include "attention_params.cuh"
 #include "element.cuh"
+#include "params/attention.cuh"
 #include "ptx.cuh"
 
 namespace xa {

@@ -7,19 +7,15 @@
 
 #include <cstdint>
 
-#include "attention_params.cuh"
 #include "paged_rows.cuh"
+#include "params/attention.cuh"
 #include "ptx.cuh"
 #include "share.cuh"
 #include "shared_rows.cuh"
+#include "slots.cuh"
 #include "tile_plan.cuh"
 
 namespace xa {
-
-/// Whether decode takes new tokens: the cache has their type, and the widest rows leave no registers for it.
-/// src/cuda/attention/tiles.rs knows.
-template <typename Shape>
-constexpr bool kTakesNewTokens = !Shape::kIsFp8 && Shape::kRowBytes < 1024;
 
 __device__ __forceinline__ bool has_new_tokens(const AttentionParams& params) {
   return params.new_tokens.key.base != nullptr;
@@ -100,12 +96,12 @@ __device__ __forceinline__ void store_new_tokens(const AttentionParams& params, 
 #pragma unroll 1
   for (uint32_t row = (warp * mine.count + mine.number) * Lanes::kTokens + lanes.token();
        row < static_cast<uint32_t>(params.num_tokens); row += step) {
-    const int64_t slot = mapping.load(row);
+    const int64_t slot = load_slot(mapping, row);
     // The row's numbers do not wait for its slot.
     typename Lanes::Chunks chunks;
     lanes.load(chunks, row);
-    if (!mapping.holds(slot)) continue;
-    const int64_t page = mapping.page(slot);
+    if (!holds(mapping, slot)) continue;
+    const int64_t page = page_of(mapping, slot);
     lanes.store(chunks, page, slot - page * mapping.page_size);
   }
 }

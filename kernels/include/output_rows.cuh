@@ -4,11 +4,12 @@
 #include <cmath>
 #include <cstdint>
 
-#include "attention_params.cuh"
 #include "element.cuh"
 #include "paged_rows.cuh"
+#include "params/attention.cuh"
 #include "partial_rows.cuh"
 #include "ptx.cuh"
+#include "scales.cuh"
 #include "softmax.cuh"
 #include "tile_plan.cuh"
 
@@ -19,7 +20,9 @@ template <typename T, bool kChoosesType>
 class RowWriter {
  public:
   __device__ __forceinline__ RowWriter(const AttentionParams& params, const Tile& tile, int32_t kv_head)
-      : params_(params), map_(params, tile, kv_head), v_scale_(params.value_factor * params.v_scale.of(kv_head)) {}
+      : params_(params),
+        map_(params, tile, kv_head),
+        v_scale_(params.value_factor * scale_of(params.v_scale, kv_head)) {}
 
   __device__ __forceinline__ bool writes(int32_t row) const { return row < map_.num_rows; }
   __device__ __forceinline__ T* out(int32_t row) const {

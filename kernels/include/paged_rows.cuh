@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "attention_params.cuh"
+#include "params/attention.cuh"
 #include "ptx.cuh"
 #include "shared_rows.cuh"
 #include "tile_plan.cuh"

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "attention_params.cuh"
+#include "params/attention.cuh"
 #include "ptx.cuh"
 #include "tile_plan.cuh"
 
@@ -25,7 +25,7 @@ struct CutTile {
   int32_t reserved[2];
 };
 
-static_assert(sizeof(CutTile) == 64, "src/cuda/attention/split.rs makes room for it");
+static_assert(sizeof(CutTile) == kCutBytes, "the launch makes room for it");
 
 /// Four columns of a row's state.
 struct RowPart {

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "attention_params.cuh"
 #include "element.cuh"
 #include "paged_rows.cuh"
+#include "params/attention.cuh"
 #include "ptx.cuh"
 #include "softmax.cuh"
 #include "tile_math.cuh"

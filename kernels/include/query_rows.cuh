@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "attention_params.cuh"
 #include "fp8.cuh"
 #include "paged_rows.cuh"
+#include "params/attention.cuh"
 #include "ptx.cuh"
 #include "tile_plan.cuh"
 
@@ -72,7 +72,7 @@ __device__ __forceinline__ void convert_query(const AttentionParams& params, con
     const bool live = row < map.num_rows && column < params.head_dim;
     const int64_t first =
         live ? map.token(row) * params.q_token_stride + map.head(row) * params.q_head_stride + column : 0;
-    if (params.q_type == QueryType::kFp8) {
+    if (params.q_type == QueryType::Fp8) {
       if (live) {
         const uint2 codes = __ldg(reinterpret_cast<const uint2*>(static_cast<const uint8_t*>(params.q) + first));
         const TwoPairs low = decode_neighbours<Stored, false>(codes.x);
@@ -81,7 +81,7 @@ __device__ __forceinline__ void convert_query(const AttentionParams& params, con
       }
     } else {
       if (live) x = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(params.q) + first));
-      if (params.q_type == QueryType::kBf16) {
+      if (params.q_type == QueryType::Bf16) {
         const QueryScale scale(x);
         x = make_uint4(scale.apply(x.x), scale.apply(x.y), scale.apply(x.z), scale.apply(x.w));
         factor = scale.inverse;

@@ -4,17 +4,13 @@
 
 #include <cstdint>
 
-#include "attention_params.cuh"
 #include "paged_rows.cuh"
+#include "params/attention.cuh"
 #include "ptx.cuh"
 #include "shared_rows.cuh"
 #include "tile_plan.cuh"
 
 namespace xa {
-
-/// Keys that are looked up and fetched together. Pages of a multiple of them, as nearly all are, hold them as
-/// neighbours.
-constexpr int kGranule = 16;
 
 /// Where the keys of one warp lie, blocks of kKeys that start every kStep keys, a granule after the other. A lane looks
 /// up one token; a batch of them serves 32 granules, or two where granules may straddle pages. Where there are
@@ -22,12 +18,12 @@ constexpr int kGranule = 16;
 /// block.
 template <int kKeys, int kStep, bool kLooksAhead>
 class GranuleSlots {
-  static constexpr int kGranules = kKeys / kGranule;
-  static_assert(kKeys % kGranule == 0);
+  static constexpr int kGranules = kKeys / kTokensPerLoad;
+  static_assert(kKeys % kTokensPerLoad == 0);
 
  public:
   __device__ __forceinline__ GranuleSlots(const AttentionParams& params, const Plan& plan, int32_t first)
-      : params_(params), plan_(plan), fits_pages_(params.page_size % kGranule == 0), first_(first) {
+      : params_(params), plan_(plan), fits_pages_(params.page_size % kTokensPerLoad == 0), first_(first) {
     batch_ = look_up();
     if constexpr (kLooksAhead) next_ = look_up();
   }
@@ -35,9 +31,9 @@ class GranuleSlots {
   /// The slot of the next granule: where pages hold granules as they are, every lane gets that of the first token, else
   /// lane i that of token i.
   __device__ __forceinline__ TokenSlot next() {
-    const int32_t lane = fits_pages_ ? used_ : used_ + threadIdx.x % kGranule;
+    const int32_t lane = fits_pages_ ? used_ : used_ + threadIdx.x % kTokensPerLoad;
     const TokenSlot slot = {__shfl_sync(~0u, batch_.page, lane), __shfl_sync(~0u, batch_.offset, lane)};
-    used_ += fits_pages_ ? 1 : kGranule;
+    used_ += fits_pages_ ? 1 : kTokensPerLoad;
     if (used_ == 32) {
       used_ = 0;
       if constexpr (kLooksAhead) batch_ = next_;
@@ -51,13 +47,14 @@ class GranuleSlots {
   /// The batch whose first block begins at `first_`.
   __device__ __forceinline__ TokenSlot look_up() {
     const int32_t lane = threadIdx.x % 32;
-    const int32_t granule = fits_pages_ ? lane : lane / kGranule, in_granule = fits_pages_ ? 0 : lane % kGranule;
-    const int32_t token = first_ + granule / kGranules * kStep + granule % kGranules * kGranule + in_granule;
+    const int32_t granule = fits_pages_ ? lane : lane / kTokensPerLoad,
+                  in_granule = fits_pages_ ? 0 : lane % kTokensPerLoad;
+    const int32_t token = first_ + granule / kGranules * kStep + granule % kGranules * kTokensPerLoad + in_granule;
     // Past the end it stays there: positions do not overflow.
-    if (first_ < plan_.keys.end) first_ += (fits_pages_ ? 32 : 32 / kGranule) / kGranules * kStep;
+    if (first_ < plan_.keys.end) first_ += (fits_pages_ ? 32 : 32 / kTokensPerLoad) / kGranules * kStep;
     // The table is read below ceil(len_k / page_size) only, and not for pages that have slid out of the window.
     const KeyRange& keys = plan_.keys;
-    const bool wanted = token < keys.end && token + (fits_pages_ ? kGranule - 1 : 0) >= keys.begin;
+    const bool wanted = token < keys.end && token + (fits_pages_ ? kTokensPerLoad - 1 : 0) >= keys.begin;
     return wanted ? slot_of(params_, plan_, token) : TokenSlot{0, 0};
   }
 
@@ -80,7 +77,7 @@ class PairLoader {
   using Rows = SwizzledRows<kRowBytes>;
   using Grid = LaneGrid<2 * kRowBytes>;
   static constexpr int kSteps = Grid::kStepsPerRow;
-  static_assert(kGranule % Grid::kRowsPerStep == 0);
+  static_assert(kTokensPerLoad % Grid::kRowsPerStep == 0);
   /// The policy is worth up to 1 %, and costs as much where decoding the bytes takes as long as fetching them.
   static constexpr bool kHasPolicy = sizeof(T) > 1;
 
@@ -108,7 +105,7 @@ class PairLoader {
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) from[i] = sides[i].token(page, slot.offset + grid.row);
 #pragma unroll
-        for (int r = 0; r < kGranule; r += Grid::kRowsPerStep) {
+        for (int r = 0; r < kTokensPerLoad; r += Grid::kRowsPerStep) {
           const int32_t row = r + grid.row;
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i) {
@@ -118,7 +115,7 @@ class PairLoader {
         }
       } else {
 #pragma unroll 4
-        for (int32_t row = grid.row; row < kGranule + grid.row; row += Grid::kRowsPerStep) {
+        for (int32_t row = grid.row; row < kTokensPerLoad + grid.row; row += Grid::kRowsPerStep) {
           const int32_t page_of_row = __shfl_sync(~0u, page, row), offset = __shfl_sync(~0u, slot.offset, row);
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i) {

@@ -1,9 +1,10 @@
 // From q . k to a score: what happens before the mask and the softmax.
 #pragma once
 
-#include "attention_params.cuh"
 #include "element.cuh"
+#include "params/attention.cuh"
 #include "ptx.cuh"
+#include "scales.cuh"
 #include "tile_plan.cuh"
 
 namespace xa {
@@ -32,7 +33,7 @@ struct score_modified {
   __device__ __forceinline__ explicit score_modified(const AttentionParams& params, const float* row_factors = nullptr)
       : params_(params), row_factors_(row_factors) {}
   static __device__ __forceinline__ float factor(const AttentionParams& params, int32_t kv_head) {
-    return params.score_factor * params.q_scale.of(kv_head) * params.k_scale.of(kv_head);
+    return params.score_factor * scale_of(params.q_scale, kv_head) * scale_of(params.k_scale, kv_head);
   }
   __device__ __forceinline__ float log2_unit() const { return 1.0f; }
   template <typename T, int kKeyTiles>

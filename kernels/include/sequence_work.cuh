@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "attention_params.cuh"
+#include "params/attention.cuh"
 #include "tile_plan.cuh"
 
 namespace xa {

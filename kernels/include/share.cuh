@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "attention_params.cuh"
 #include "cutting.cuh"
 #include "output_rows.cuh"
+#include "params/attention.cuh"
 #include "ptx.cuh"
 #include "sequence_work.cuh"
 #include "tile_plan.cuh"

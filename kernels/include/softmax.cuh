@@ -8,7 +8,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "attention_params.cuh"
+#include "params/attention.cuh"
 #include "ptx.cuh"
 #include "tile_plan.cuh"
 

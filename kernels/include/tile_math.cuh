@@ -16,9 +16,9 @@
 
 #include <cstdint>
 
-#include "attention_params.cuh"
 #include "element.cuh"
 #include "fp8.cuh"
+#include "params/attention.cuh"
 #include "ptx.cuh"
 
 namespace xa {

@@ -12,7 +12,7 @@
 
 #include <cstdint>
 
-#include "attention_params.cuh"
+#include "params/attention.cuh"
 
 namespace xa {
 

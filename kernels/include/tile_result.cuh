@@ -4,9 +4,9 @@
 #include <cmath>
 #include <cstdint>
 
-#include "attention_params.cuh"
 #include "element.cuh"
 #include "output_rows.cuh"
+#include "params/attention.cuh"
 #include "partial_rows.cuh"
 #include "share.cuh"
 #include "softmax.cuh"

@@ -1,4 +1,5 @@
-// How a CTA's work is cut up, by work shape, element type and head dimension; and its shared memory.
+// How a CTA's work is cut up, by work shape, element type and head dimension (the tiles of variants.toml); and its
+// shared memory.
 //
 // prefill: the warps have rows of their own and share each block of keys.
 // decode:  the warps share 16 rows and have keys of their own, every kKeyWarps-th block; their results are merged.
@@ -17,67 +18,14 @@
 #include "share.cuh"
 #include "shared_rows.cuh"
 #include "tile_plan.cuh"
+#include "tiles/attention.cuh"
 
 namespace xa {
 
-struct shape_prefill;
-struct shape_decode;
-struct shape_wide;
-struct shape_mixed;
-
-/// The choices; `bytes` is the size of an element of K and V.
-template <typename Shape, int kBytes, int kHeadDim>
-struct TileChoice;
-
-// One row for each supported combination:
-//         shape    bytes D    row warps, key warps, 16-row tiles a warp, keys a block, stages, CTAs an SM, shared bytes
-#define XA_TILE_TABLE(ROW)                       \
-  ROW(prefill, 1, 32, 4, 1, 2, 64, 1, 2, 17024)  \
-  ROW(prefill, 1, 64, 4, 1, 2, 64, 1, 2, 29312)  \
-  ROW(prefill, 1, 96, 4, 1, 2, 64, 1, 2, 41600)  \
-  ROW(prefill, 1, 128, 4, 1, 2, 32, 2, 2, 53888) \
-  ROW(prefill, 1, 192, 4, 1, 1, 64, 1, 2, 52608) \
-  ROW(prefill, 1, 256, 4, 1, 1, 64, 1, 2, 68992) \
-  ROW(prefill, 2, 32, 4, 1, 2, 64, 1, 2, 20608)  \
-  ROW(prefill, 2, 64, 4, 1, 2, 64, 1, 2, 36992)  \
-  ROW(prefill, 2, 96, 4, 1, 2, 64, 1, 2, 53376)  \
-  ROW(prefill, 2, 128, 4, 1, 2, 64, 1, 2, 69760) \
-  ROW(prefill, 2, 192, 4, 1, 1, 64, 1, 2, 76928) \
-  ROW(prefill, 2, 256, 4, 1, 1, 32, 1, 2, 67712) \
-  ROW(prefill, 4, 64, 4, 1, 1, 32, 1, 2, 34944)  \
-  ROW(prefill, 4, 128, 4, 1, 1, 32, 1, 2, 67712) \
-  ROW(prefill, 4, 256, 4, 1, 1, 16, 1, 2, 99968) \
-  ROW(decode, 1, 32, 1, 4, 1, 32, 4, 4, 34592)   \
-  ROW(decode, 1, 64, 1, 4, 1, 32, 2, 4, 35616)   \
-  ROW(decode, 1, 96, 1, 4, 1, 32, 2, 3, 53024)   \
-  ROW(decode, 1, 128, 1, 4, 1, 32, 2, 3, 70432)  \
-  ROW(decode, 1, 192, 1, 4, 1, 16, 3, 2, 80672)  \
-  ROW(decode, 1, 256, 1, 4, 1, 16, 2, 2, 74528)  \
-  ROW(decode, 2, 32, 1, 4, 1, 16, 7, 2, 59104)   \
-  ROW(decode, 2, 64, 1, 4, 1, 16, 4, 2, 68320)   \
-  ROW(decode, 2, 96, 1, 4, 1, 16, 3, 2, 77536)   \
-  ROW(decode, 2, 128, 1, 4, 1, 16, 2, 2, 70368)  \
-  ROW(decode, 2, 192, 1, 4, 1, 16, 1, 2, 56032)  \
-  ROW(decode, 2, 256, 1, 4, 1, 16, 1, 2, 74464)  \
-  ROW(decode, 4, 64, 1, 4, 1, 16, 2, 2, 70368)   \
-  ROW(decode, 4, 128, 1, 4, 1, 16, 1, 2, 74464)  \
-  ROW(decode, 4, 256, 1, 2, 1, 16, 1, 2, 82656)  \
-  ROW(wide, 2, 128, 1, 8, 1, 16, 2, 1, 135904)   \
-  ROW(mixed, 2, 128, 1, 12, 1, 16, 2, 1, 203424)
-
-#define XA_TILE_CHOICE(shape, bytes, head_dim, row_warps, key_warps, row_tiles, keys, stages, ctas, shared_bytes) \
-  template <>                                                                                                     \
-  struct TileChoice<shape_##shape, bytes, head_dim> {                                                             \
-    static constexpr int kRowWarps = row_warps, kKeyWarps = key_warps, kRowTiles = row_tiles, kKeys = keys,       \
-                         kStages = stages, kCtasPerSm = ctas, kSharedBytes = shared_bytes;                        \
-  };
-XA_TILE_TABLE(XA_TILE_CHOICE)
-#undef XA_TILE_CHOICE
-
 /// `T` is what the kernel computes in, `Stored` what K and V are.
 template <typename Shape, typename T, typename Stored, int kHeadDim_>
-struct TileShape : TileChoice<Shape, sizeof(Stored), kHeadDim_> {
-  using Choice = TileChoice<Shape, sizeof(Stored), kHeadDim_>;
+struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
+  using Choice = tiles::Attention<Shape, sizeof(Stored), kHeadDim_>;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kWarps = Choice::kRowWarps * Choice::kKeyWarps;
   static constexpr int kThreads = 32 * kWarps;
@@ -91,7 +39,7 @@ struct TileShape : TileChoice<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr int kQueryRowBytes = kHeadDim * static_cast<int>(sizeof(T));
   static constexpr int kQueryPitch = kQueryRowBytes + 16;
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Stored));
-  static constexpr bool kFetchesBoxes = std::is_same_v<Shape, shape_mixed>;
+  static constexpr bool kFetchesBoxes = std::is_same_v<Shape, tiles::shape_mixed>;
   /// Prefill is bound by arithmetic and by registers, decode by memory.
   using Rows = std::conditional_t<kFetchesBoxes, PanelRows<kRowBytes>,
                                   std::conditional_t<kSplitsKeys, SwizzledRows<kRowBytes>, PaddedRows<kRowBytes>>>;
@@ -118,10 +66,10 @@ struct TileShape : TileChoice<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr int kFoldBytes = kSplitsKeys ? kRows * kHeadDim * 4 + 2 * kRows * 8 : 0;
 
   static constexpr int kMostKilobytes =
-      std::is_same_v<Shape, shape_mixed> ? 227 : (std::is_same_v<Shape, shape_wide> ? 163 : 99);
+      std::is_same_v<Shape, tiles::shape_mixed> ? 227 : (std::is_same_v<Shape, tiles::shape_wide> ? 163 : 99);
   static_assert(Choice::kRowWarps == 1 || Choice::kKeyWarps == 1, "warps share either rows or keys");
   static_assert(Choice::kSharedBytes == kFoldOffset + (kFetchesBoxes ? 1024 : 0),
-                "the table's last column is what the launch asks for, boxes being aligned to 1024 bytes");
+                "shared_bytes in variants.toml is what the launch asks for, boxes being aligned to 1024 bytes");
   static_assert(Choice::kSharedBytes % 16 == 0, "float4 are folded there");
   static_assert(!kFetchesBoxes || (kBarriersOffset % 8 == 0 && kBarriersOffset >= kMergeBytes),
                 "barriers are 8 bytes and outlive what is merged");

@@ -17,8 +17,8 @@
 
 #include <cstdint>
 
-#include "attention_params.cuh"
 #include "cutting.cuh"
+#include "params/attention.cuh"
 #include "partial_rows.cuh"
 #include "sequence_work.cuh"
 #include "share.cuh"
@@ -30,8 +30,6 @@ namespace xa {
 template <int kThreads, int kRows, int kUnitKeys, typename Index, int kPerThread, bool kSpans>
 class WorkList {
   static constexpr int kPerRound = kThreads * kPerThread;
-  /// A part of fewer keys costs more than it is worth; so does cutting a tile of fewer.
-  static constexpr int kLeastPartKeys = 128, kLeastTileKeys = 640;
   /// batch_invariant: the fewest keys of a span. Part of what the result is.
   static constexpr int kLeastSpanKeys = 512;
   /// Of its units.

@@ -1,78 +1,29 @@
-//! What the kernels that write cache rows are told of them: `kernels/include/cache_rows.cuh`.
+//! The parameters of the kernels that write cache rows, from the problem.
 
 use super::chunk::{self, CHUNK, Divisor, aligned_to};
 use super::device::Device;
 use super::launch::{Shape, copy};
+use super::params::cache_rows::NewRows as RowParams;
+pub(super) use super::params::cache_rows::{CacheType, HeadSharing, ROW_THREADS, RowSharing};
+use super::params::slots::SlotMapping;
 use super::variants;
 use crate::error::{Error, Result};
 use crate::ops::kv_cache_update::{KvCacheUpdate, NewRows};
 use crate::stream::Stream;
 use crate::tensor::DType;
 
-/// Threads of a CTA, at most: `kThreads` of the header.
-const THREADS: u32 = 192;
+/// Threads per CTA, at most.
+const THREADS: u32 = ROW_THREADS as u32;
+
 /// CTAs that may share a row: the limit of the grid's second dimension.
 const MOST_PARTS: u32 = 65535;
 
-/// `HeadSharing`
-#[repr(C)]
-pub(super) struct HeadSharing {
-    pieces: Divisor,
-    turned: u32,
-    step: u32,
-}
-
-/// `NewRows`
-#[repr(C)]
-pub(super) struct RowParams {
-    rows: *const u8,
-    row_token_stride: i64,
-    row_head_stride: i64,
-    cache: *mut u8,
-    page_stride: i64,
-    token_stride: i64,
-    head_stride: i64,
-    scale: *const f32,
-    scale_stride: i64,
-    cache_type: i32,
-    num_heads: i32,
-    aligned: i64,
-    pub(super) sharing: HeadSharing,
-}
-
-/// `SlotMapping` of `kernels/include/slots.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(super) struct SlotParams {
-    slots: *const u8,
-    count: i64,
-    page_size: i32,
-    page_shift: i32,
-    are_64_bit: i64,
-}
-
-/// `RowSharing`
-#[repr(C)]
-pub(super) struct RowSharing {
-    num_rows: i32,
-    cta_rows: i32,
-    shares: Divisor,
-}
-
-// The header asserts the same numbers.
-const _: () = assert!(
-    size_of::<HeadSharing>() == 16
-        && size_of::<RowParams>() == 104
-        && size_of::<SlotParams>() == 32
-        && size_of::<RowSharing>() == 16
-);
-
-/// `CacheType` of the header for a cache under rows of another or the same dtype.
-fn cache_type(rows: DType, cache: DType) -> i32 {
+/// That of a cache under rows of another or the same dtype.
+fn cache_type(rows: DType, cache: DType) -> CacheType {
     match cache {
-        same if same == rows => 0,
-        DType::F8E4M3FN => 1,
-        _ => 2,
+        same if same == rows => CacheType::AsRows,
+        DType::F8E4M3FN => CacheType::F8E4M3Fn,
+        _ => CacheType::F8E5M2,
     }
 }
 
@@ -138,10 +89,10 @@ impl RowParams {
         let cache_aligned = aligned_to(stored_chunk, &strides) && aligned_to(stored_chunk, &[cache.data as i64]);
         let aligned = may && rows_aligned && cache_aligned;
         Self {
-            rows: rows.data,
+            rows: rows.data.cast(),
             row_token_stride: rows.stride(0),
             row_head_stride: rows.stride(1),
-            cache: cache.data,
+            cache: cache.data.cast(),
             page_stride: cache.page_stride,
             token_stride: cache.token_stride,
             head_stride: cache.head_stride,
@@ -155,14 +106,14 @@ impl RowParams {
     }
 }
 
-impl SlotParams {
+impl SlotMapping {
     /// No row has a slot.
     pub(super) const NONE: Self =
         Self { slots: std::ptr::null(), count: 0, page_size: 0, page_shift: -1, are_64_bit: 0 };
 
     pub(super) fn new(problem: &KvCacheUpdate) -> Self {
         Self {
-            slots: problem.slot_mapping.data,
+            slots: problem.slot_mapping.data.cast(),
             count: problem.num_pages as i64 * problem.page_size as i64,
             page_size: problem.page_size as i32,
             page_shift: if problem.page_size.is_power_of_two() { problem.page_size.ilog2() as i32 } else { -1 },

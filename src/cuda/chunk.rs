@@ -1,5 +1,6 @@
 //! How the kernels for rows take them: a chunk of neighbouring elements a thread (`kernels/include/chunk.cuh`).
 
+pub(super) use super::params::divisor::Divisor;
 use crate::tensor::DType;
 
 /// Bytes of a chunk of rows that are aligned to it.
@@ -14,17 +15,6 @@ pub(super) fn aligned_to(bytes: usize, places: &[i64]) -> bool {
 pub(super) fn elements(dtype: DType, chunks: bool) -> u32 {
     if chunks { (CHUNK / dtype.size()) as u32 } else { 1 }
 }
-
-/// `Divisor`
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct Divisor {
-    pub(super) divisor: u32,
-    inverse: u32,
-}
-
-// The header asserts the same number.
-const _: () = assert!(size_of::<Divisor>() == 8);
 
 impl Divisor {
     /// Of dividends below `end`.

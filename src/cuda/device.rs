@@ -17,14 +17,13 @@ pub(crate) struct Device {
     pub shared_memory: u32,
     /// Shared memory of an SM, in bytes.
     pub shared_memory_per_sm: u32,
+    /// Shared memory that the driver takes for itself from an SM for each block, in bytes.
+    pub reserved_per_block: u32,
     /// Number of SMs.
     pub sms: u32,
     /// Whether kernels for sm_90a run here and the driver makes their tensor maps.
     pub has_tensor_maps: bool,
 }
-
-/// Shared memory that the driver takes for itself from an SM for each block, in bytes.
-const RESERVED_PER_BLOCK: u32 = 1024;
 
 impl Device {
     /// The device of the context that is current on this thread.
@@ -63,6 +62,7 @@ impl Device {
             capability,
             shared_memory: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
             shared_memory_per_sm: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?,
+            reserved_per_block: attribute(Attribute::CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK)?,
             sms: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
             has_tensor_maps: capability == 90 && driver::version()? >= 12000,
         })
@@ -70,7 +70,7 @@ impl Device {
 
     /// Blocks that run at a time if each takes `shared_memory` bytes and its registers let `blocks_per_sm` share an SM.
     pub(crate) fn resident_blocks(&self, shared_memory: u32, blocks_per_sm: u32) -> u32 {
-        let fit = self.shared_memory_per_sm / (shared_memory + RESERVED_PER_BLOCK);
+        let fit = self.shared_memory_per_sm / (shared_memory + self.reserved_per_block);
         self.sms * fit.clamp(1, blocks_per_sm)
     }
 }

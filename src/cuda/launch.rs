@@ -21,7 +21,7 @@ pub(crate) struct Shape {
 ///
 /// # Safety
 /// `P` is laid out as the kernel's parameter, and what it points to outlives the kernel's run.
-pub(crate) unsafe fn launch<P>(function: CUfunction, shape: Shape, stream: Stream, parameters: &P) -> Result {
+pub(crate) unsafe fn launch<P: ?Sized>(function: CUfunction, shape: Shape, stream: Stream, parameters: &P) -> Result {
     fault::strike(Fault::CudaLaunch);
     let mut pointers = [std::ptr::from_ref(parameters).cast_mut().cast::<c_void>()];
     let [x, y, z] = shape.grid;

@@ -2,6 +2,7 @@
 
 use super::chunk::{self, CHUNK, Divisor, aligned_to};
 use super::launch::{Shape, launch as launch_kernel};
+use super::params::merge_attention_states::{AttentionState, MERGE_STATES_THREADS, MergeParams};
 use super::{module, variants};
 use crate::error::Result;
 use crate::log;
@@ -10,44 +11,15 @@ use crate::stream::Stream;
 use crate::tensor::Tensor;
 
 const KERNEL: &str = "merge_attention_states";
-const THREADS: u32 = 256;
 /// Pieces that a CTA takes where there are enough of them, and how many CTAs are enough.
-const CTA_ITEMS: u32 = 8 * THREADS;
+const CTA_ITEMS: u32 = 8 * MERGE_STATES_THREADS;
 const ENOUGH_CTAS: u64 = 1024;
 /// CTAs that may share a row: the limit of the grid's second dimension.
 const MOST_SHARES: u32 = 65535;
 
-/// `AttentionState` of `kernels/merge_attention_states.cu`.
-#[repr(C)]
-struct StateParams {
-    out: *const u8,
-    row_stride: i64,
-    head_stride: i64,
-    lse: *const f32,
-}
-
-/// `MergeParams` of `kernels/merge_attention_states.cu`.
-#[repr(C)]
-struct Params {
-    a: StateParams,
-    b: StateParams,
-    out: *mut u8,
-    lse: *mut f32,
-    num_rows: i64,
-    num_heads: i32,
-    head_dim: i32,
-    aligned: i32,
-    cta_rows: i32,
-    row_items: Divisor,
-    head_items: Divisor,
-}
-
-// The kernel asserts the same number.
-const _: () = assert!(size_of::<Params>() == 120);
-
-fn state(state: &State) -> StateParams {
+fn state(state: &State) -> AttentionState {
     let out = &state.out;
-    StateParams { out: out.data, row_stride: out.stride(0), head_stride: out.stride(1), lse: state.lse }
+    AttentionState { out: out.data.cast(), row_stride: out.stride(0), head_stride: out.stride(1), lse: state.lse }
 }
 
 /// Heads of `[n, h, d]` consist of chunks and are aligned to them.
@@ -77,16 +49,19 @@ pub(crate) unsafe fn launch(problem: &MergeAttentionStates, stream: Stream) -> R
     let row_items = problem.num_heads as u32 * head_items;
     let items = problem.num_rows as u64 * u64::from(row_items);
     // A long CTA spends less of its time starting; short ones bring a few rows to every SM.
-    let cta_items = if items >= ENOUGH_CTAS * u64::from(CTA_ITEMS) { CTA_ITEMS } else { THREADS };
+    let cta_items = if items >= ENOUGH_CTAS * u64::from(CTA_ITEMS) { CTA_ITEMS } else { MERGE_STATES_THREADS };
     let cta_rows = (cta_items / row_items).max(1);
     let shares = if cta_rows > 1 { 1 } else { row_items.div_ceil(cta_items).min(MOST_SHARES) };
-    let shape =
-        Shape { grid: [(problem.num_rows as u32).div_ceil(cta_rows), shares, 1], threads: THREADS, shared_memory: 0 };
+    let shape = Shape {
+        grid: [(problem.num_rows as u32).div_ceil(cta_rows), shares, 1],
+        threads: MERGE_STATES_THREADS,
+        shared_memory: 0,
+    };
     log::call(KERNEL, (variant, shape), || format!("{} with {shape:?}", variants::VARIANTS[variant].name));
-    let params = Params {
+    let params = MergeParams {
         a: state(&problem.a),
         b: state(&problem.b),
-        out: problem.out.data,
+        out: problem.out.data.cast(),
         lse: problem.lse,
         num_rows: problem.num_rows as i64,
         num_heads: problem.num_heads as i32,
@@ -96,6 +71,6 @@ pub(crate) unsafe fn launch(problem: &MergeAttentionStates, stream: Stream) -> R
         row_items: Divisor::new(row_items, u64::from(cta_rows) * u64::from(row_items)),
         head_items: Divisor::new(head_items, u64::from(row_items)),
     };
-    // SAFETY: `Params` is the kernel's parameter; the caller vouches for the memory.
+    // SAFETY: `MergeParams` is the kernel's parameter; the caller vouches for the memory.
     unsafe { launch_kernel(module::function(variant)?, shape, stream, &params) }
 }

@@ -19,10 +19,13 @@ pub(crate) mod device;
 mod driver;
 pub(crate) mod host_copy;
 mod image;
+mod kernel;
 mod kernel_file;
 pub(crate) mod launch;
 mod module;
+pub(crate) mod params;
 #[cfg(test)]
 mod sass;
 mod tensor_map;
+mod tiles;
 pub(crate) mod variants;

@@ -10,8 +10,8 @@ use crate::stream::Stream;
 
 /// Load the kernels that [`launch`] takes.
 pub(crate) fn prepare(problem: &PagedAttentionUpdate) -> Result {
-    let mut plan = attention::Plan::new(&problem.attention)?;
-    if !plan.take_over(&problem.update) {
+    let plan = attention::Plan::with_update(&problem.attention, &problem.update)?;
+    if !plan.stores_update() {
         kv_cache_update::prepare(&problem.update)?;
     }
     plan.load()
@@ -20,13 +20,12 @@ pub(crate) fn prepare(problem: &PagedAttentionUpdate) -> Result {
 /// # Safety
 /// The problem's views are device memory of the current context that outlives the kernels' run, the results writable.
 pub(crate) unsafe fn launch(problem: &PagedAttentionUpdate, stream: Stream) -> Result {
-    let mut plan = attention::Plan::new(&problem.attention)?;
-    let stores = plan.take_over(&problem.update);
+    let plan = attention::Plan::with_update(&problem.attention, &problem.update)?;
     // What attention refuses must not have changed the cache.
     plan.load()?;
     // SAFETY: this function's contract.
     unsafe {
-        if stores {
+        if plan.stores_update() {
             cache_rows::bring_over(&problem.update, stream)?;
         } else {
             kv_cache_update::launch(&problem.update, stream)?;

@@ -1,9 +1,12 @@
 //! Rotating queries and keys into the cache on CUDA: bring the old cache over where the result is another buffer, then
 //! one launch for queries, keys and values.
 
-use super::cache_rows::{self, HeadSharing, RowParams, RowSharing, SlotParams, bring_over};
+use super::cache_rows::{self, bring_over};
 use super::chunk::{self, CHUNK, aligned_to};
 use super::launch::launch as launch_kernel;
+use super::params::cache_rows::{HeadSharing, NewRows, RowSharing};
+use super::params::rope_kv_cache_update::{self as params, QueryRows, ROPE_HEADS, RopeParams};
+use super::params::slots::SlotMapping;
 use super::{module, variants};
 use crate::error::Result;
 use crate::log;
@@ -14,63 +17,21 @@ use crate::tensor::{DType, Tensor};
 const KERNEL: &str = "rope_kv_cache_update";
 const KERNEL_SM80: &str = "rope_kv_cache_update_sm80";
 
-/// Heads of values in a share of a row, and of queries whose pairs are neighbours: `kHeads` of the kernel.
-const HEADS: u32 = 2;
-
-/// `QueryRows` of `kernels/rope_kv_cache_update.cu`.
-#[repr(C)]
-struct QueryParams {
-    rows: *const u8,
-    row_token_stride: i64,
-    row_head_stride: i64,
-    out: *mut u8,
-    num_heads: i32,
-    head_dim: i32,
-    aligned: i64,
-    sharing: HeadSharing,
-}
-
-/// `Rotation` of `kernels/rope_kv_cache_update.cu`.
-#[repr(C)]
-struct RotationParams {
-    positions: *const i32,
-    cos_sin: *const f32,
-    row_stride: i64,
-    max_positions: i32,
-    half: i32,
-    interleaved: i64,
-}
-
-/// `RopeParams` of `kernels/rope_kv_cache_update.cu`.
-#[repr(C)]
-struct Params {
-    key: RowParams,
-    value: RowParams,
-    slot_mapping: SlotParams,
-    sharing: RowSharing,
-    query: QueryParams,
-    rotation: RotationParams,
-}
-
-// The kernel asserts the same numbers.
-const _: () =
-    assert!(size_of::<QueryParams>() == 64 && size_of::<RotationParams>() == 40 && size_of::<Params>() == 360);
-
-fn queries(problem: &RopeKvCacheUpdate) -> QueryParams {
+fn queries(problem: &RopeKvCacheUpdate) -> QueryRows {
     let (rows, out) = (&problem.query, &problem.query_out);
     let size = rows.dtype.size() as i64;
     // Heads have a multiple of 8 elements, so that chunks fill them.
     let places = [rows.data as i64, rows.stride(0) * size, rows.stride(1) * size, out.data as i64];
     let aligned = may_take_chunks(&problem.rotation, rows.dtype) && aligned_to(CHUNK, &places);
-    QueryParams {
-        rows: rows.data,
+    QueryRows {
+        rows: rows.data.cast(),
         row_token_stride: rows.stride(0),
         row_head_stride: rows.stride(1),
-        out: out.data,
+        out: out.data.cast(),
         num_heads: rows.dims[1] as i32,
         head_dim: rows.dims[2] as i32,
         aligned: i64::from(aligned),
-        sharing: sharing(rows, &problem.rotation, aligned, HEADS),
+        sharing: sharing(rows, &problem.rotation, aligned, ROPE_HEADS as u32),
     }
 }
 
@@ -98,8 +59,8 @@ fn sharing(rows: &Tensor, rotation: &Rotation, chunks: bool, heads: u32) -> Head
     HeadSharing::new(turned + (head_dim - rotated) / elements, turned, num_heads, heads)
 }
 
-fn rotation(rotation: &Rotation) -> RotationParams {
-    RotationParams {
+fn rotation(rotation: &Rotation) -> params::Rotation {
+    params::Rotation {
         positions: rotation.positions,
         cos_sin: rotation.cos_sin,
         row_stride: rotation.row_stride,
@@ -131,16 +92,16 @@ pub(crate) unsafe fn launch(problem: &RopeKvCacheUpdate, stream: Stream) -> Resu
     let variant = variant(problem)?;
     let query = queries(problem);
     let may = may_take_chunks(&problem.rotation, dtype);
-    let key = RowParams::in_pieces(&update.key, update.cache_dtype, may, |chunks| {
+    let key = NewRows::in_pieces(&update.key, update.cache_dtype, may, |chunks| {
         sharing(&update.key.rows, &problem.rotation, chunks, 1)
     });
-    let value = RowParams::new(&update.value, update.cache_dtype, HEADS);
+    let value = NewRows::new(&update.value, update.cache_dtype, ROPE_HEADS as u32);
     let (sharing, shape) = RowSharing::new(num_rows, &[&query.sharing, &key.sharing, &value.sharing])?;
     log::call(KERNEL, (variant, update.cache_dtype, shape), || {
         format!("{} into {} with {shape:?}", variants::VARIANTS[variant].name, update.cache_dtype)
     });
-    let slot_mapping = SlotParams::new(update);
-    let params = Params { key, value, slot_mapping, sharing, query, rotation: rotation(&problem.rotation) };
-    // SAFETY: `Params` is the kernel's parameter; the caller vouches for the memory.
+    let slot_mapping = SlotMapping::new(update);
+    let params = RopeParams { key, value, slot_mapping, sharing, query, rotation: rotation(&problem.rotation) };
+    // SAFETY: `RopeParams` is the kernel's parameter; the caller vouches for the memory.
     unsafe { launch_kernel(module::function(variant)?, shape, stream, &params) }
 }

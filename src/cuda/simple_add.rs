@@ -1,6 +1,7 @@
 //! `out = a + b` on CUDA: one thread for 16 bytes of the output.
 
 use super::launch::{Shape, launch as launch_kernel};
+use super::params::simple_add::SimpleAddParams;
 use super::{module, variants};
 use crate::error::Result;
 use crate::log;
@@ -8,15 +9,6 @@ use crate::ops::simple_add::SimpleAdd;
 use crate::stream::Stream;
 
 const THREADS: u32 = 256;
-
-/// `SimpleAddParams` of `kernels/simple_add.cu`.
-#[repr(C)]
-struct Params {
-    a: *const u8,
-    b: *const u8,
-    out: *mut u8,
-    n: i64,
-}
 
 fn variant(problem: &SimpleAdd) -> Result<usize> {
     variants::find("simple_add", &[variants::dtype_value(problem.a.dtype)])
@@ -39,7 +31,8 @@ pub(crate) unsafe fn launch(problem: &SimpleAdd, stream: Stream) -> Result {
     // Past the limit of the grid each thread takes several pieces.
     let shape = Shape { grid: [blocks.min(i32::MAX as usize) as u32, 1, 1], threads: THREADS, shared_memory: 0 };
     log::call("simple_add", (variant, shape), || format!("{} with {shape:?}", variants::VARIANTS[variant].name));
-    let params = Params { a: problem.a.data, b: problem.b.data, out: problem.out.data, n: n as i64 };
-    // SAFETY: `Params` is the kernel's parameter; the caller vouches for the memory.
+    let (a, b, out) = (problem.a.data.cast(), problem.b.data.cast(), problem.out.data.cast());
+    let params = SimpleAddParams { a, b, out, n: n as i64 };
+    // SAFETY: `SimpleAddParams` is the kernel's parameter; the caller vouches for the memory.
     unsafe { launch_kernel(module::function(variant)?, shape, stream, &params) }
 }

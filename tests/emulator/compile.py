@@ -17,6 +17,8 @@ import tomllib
 
 HERE = pathlib.Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "kernels"
+# The headers that the build generates for kernels.
+GENERATED = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", HERE.parents[1] / "target")) / "include"
 # Files of the emulator by where they go, some of them in place of the kernels' own.
 OWN = {name: name for name in ("ptx.cuh", "dtype.cuh", "fp8_convert.cuh", "device.h", "device.cc", "tensor_map.h")}
 OWN |= {f"hopper_{name}": f"hopper/{name}" for name in ("ptx.cuh", "wgmma.cuh")}
@@ -46,7 +48,9 @@ def host_source(text: str) -> str:
 def main(entry: str, cache: str) -> None:
     """Compile unless it is there already."""
     source, defines = variant(entry)
-    files = [KERNELS / source, *sorted((KERNELS / "include").rglob("*.cuh")), *sorted(HERE.iterdir())]
+    includes = (KERNELS / "include", GENERATED)
+    headers = [header for include in includes for header in sorted(include.rglob("*.cuh"))]
+    files = [KERNELS / source, *headers, *sorted(HERE.iterdir())]
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.read_bytes() if file.is_file() else b"")
@@ -56,7 +60,8 @@ def main(entry: str, cache: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             kernel = pathlib.Path(folder) / "kernel.cc"
             kernel.write_text(host_source((KERNELS / source).read_text()))
-            shutil.copytree(KERNELS / "include", folder, dirs_exist_ok=True)
+            for include in includes:
+                shutil.copytree(include, folder, dirs_exist_ok=True)
             for name, place in OWN.items():
                 shutil.copy(HERE / name, pathlib.Path(folder) / place)
             command = ["g++", *FLAGS.split(), f"-DXA_ENTRY={entry}", *defines, "-include", "device.h"]

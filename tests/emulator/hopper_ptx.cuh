@@ -2,13 +2,10 @@
 // kernel computes is emulated, and that nobody waits for ever, not that everybody waits long enough.
 #pragma once
 #include "device.h"
+#include "params/tensor_map.cuh"
 #include "tensor_map.h"
 
 namespace xa::hopper {
-
-struct alignas(64) TensorMap {
-  uint64_t words[16];
-};
 
 namespace ptx {
 

@@ -99,6 +99,9 @@ DRIVER_CALL cuDeviceGetAttribute(int* value, int attribute, int) {
     case 97:  // shared memory of a block
       *value = 227 * 1024;
       return kSuccess;
+    case 111:  // shared memory of a block that the driver takes
+      *value = 1024;
+      return kSuccess;
     default:
       std::fprintf(stderr, "libcuda on the host: no device attribute %d\n", attribute);
       return kInvalidValue;

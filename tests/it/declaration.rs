@@ -1,25 +1,29 @@
-//! What is wrong in `ffi/operators.toml` stops the build, with the operator and what was expected.
+//! What is wrong in `ffi/operators.toml` or `kernels/variants.toml` stops the build, with the entry and what was expected.
 
 #[allow(dead_code, reason = "what the build script writes is not looked at here")]
 #[path = "../../build_support/operators.rs"]
 mod operators;
 
-const DECLARED: &str = include_str!("../../ffi/operators.toml");
+#[allow(dead_code, reason = "what the build script writes is not looked at here")]
+#[path = "../../build_support/variants.rs"]
+mod variants;
 
-/// The error of the declaration with `from` replaced by `to`.
-fn refusal(from: &str, to: &str) -> String {
-    assert!(DECLARED.contains(from), "{from}");
-    format!("{:#}", operators::parse(&DECLARED.replacen(from, to, 1)).err().unwrap())
+const OPERATORS: &str = include_str!("../../ffi/operators.toml");
+const VARIANTS: &str = include_str!("../../kernels/variants.toml");
+
+/// That `parse` takes the declaration, and refuses it with `from` replaced by `to` in words that contain `said`.
+fn refuses<T>(declared: &str, parse: impl Fn(&str) -> anyhow::Result<T>, mistakes: &[(&str, &str, &str)]) {
+    parse(declared).map(|_| ()).unwrap();
+    for (from, to, said) in mistakes {
+        assert!(declared.contains(from), "{from}");
+        let found = format!("{:#}", parse(&declared.replacen(from, to, 1)).err().unwrap());
+        assert!(found.contains(said), "{from} to {to}: {found}");
+    }
 }
 
 #[test]
-fn the_declaration_itself_is_right() {
-    operators::parse(DECLARED).unwrap();
-}
-
-#[test]
-fn mistakes_are_named_with_what_was_expected() {
-    for (from, to, said) in [
+fn mistakes_in_operators_are_named_with_what_was_expected() {
+    let mistakes = [
         ("number = 3", "number = 4", "operator kv_cache_update_split: number 4, expected 3: numbers are never reused"),
         (
             "name = \"paged_attention\"",
@@ -54,8 +58,77 @@ fn mistakes_are_named_with_what_was_expected() {
         ),
         ("kind = \"bool\"", "kind = \"i32\"", "unknown variant `i32`, expected one of `bool`, `i64`, `f32`"),
         ("results = [\"out\"]\n", "", "missing field `results`"),
-    ] {
-        let found = refusal(from, to);
-        assert!(found.contains(said), "{from} to {to}: {found}");
-    }
+    ];
+    refuses(OPERATORS, operators::parse, &mistakes);
+}
+
+#[test]
+fn mistakes_in_kernels_and_tiles_are_named_with_what_was_expected() {
+    let mistakes = [
+        ("name = \"simple_add\"", "name = \"kv_cache_update\"", "kernel kv_cache_update: the name stands twice"),
+        (
+            "source = \"simple_add.cu\"",
+            "source = \"add.cu\"",
+            "kernel simple_add: source \"add.cu\", expected a file of kernels/",
+        ),
+        (
+            "sass = [\"80\", \"90\", \"100\", \"120\"]",
+            "sass = []",
+            "kernel simple_add: sass = [], expected the architectures",
+        ),
+        (
+            "target = \"80\"",
+            "target = \"sm_80\"",
+            "kernel simple_add: architecture \"sm_80\", expected one such as \"80\"",
+        ),
+        (
+            "values = [\"f16\", \"bf16\", \"f32\", \"f64\"",
+            "values = [\"f16\", \"f16\"",
+            "axis dtype: a value stands twice",
+        ),
+        (
+            "axes = [{ name = \"dtype\"",
+            "axis = [{ name = \"dtype\"",
+            "unknown field `axis`, expected one of `name`, `source`",
+        ),
+        (
+            "{ shape = \"wide\", dtype = \"f32\" }",
+            "{ form = \"wide\" }",
+            "kernel attention: without: \"form\" is no axis of it",
+        ),
+        (
+            "{ shape = \"wide\", dtype = \"f32\" }",
+            "{ shape = \"broad\" }",
+            "kernel attention: without: shape = \"broad\", expected one of [\"prefill\", \"decode\", \"wide\"]",
+        ),
+        (
+            "tiles = [{ table = \"attention\" }]",
+            "tiles = [{ table = \"atention\" }]",
+            "kernel attention: tiles of Some(Name(\"atention\")), expected a table of [\"attention\", \"hopper_prefill\"",
+        ),
+        (
+            "tiles = [{ table = \"hopper_prefill\", bytes = 1 }]",
+            "tiles = [{ table = \"hopper_prefill\" }]",
+            "kernel hopper_prefill_fp8: tiles hopper_prefill: key bytes is neither an axis nor given beside the table",
+        ),
+        (
+            "[\"wide\", 2, 128, 1, 8,",
+            "[\"wide\", 2, 128, 8,",
+            "tiles attention: row [Name(\"wide\"), Number(2), Number(128), Number(8), ",
+        ),
+        ("[\"wide\", 2, 128, 1, 8,", "[\"wide\", 2, 128, -1, 8,", "did not match any variant of untagged enum Entry"),
+        ("[\"wide\", 2, 128, 1, 8,", "[\"wide\", 2, 128, \"1\", 8,", "row_warps = 1, expected an entry such as 4"),
+        (
+            "[\"wide\", 2, 128, 1, 8,",
+            "[\"wide\", 2, 64, 1, 8,",
+            "tiles attention: no row for attention_f16_128_wide_plain, expected one that begins (shape, bytes, head_dim) = \
+             [\"wide\", \"2\", \"128\"]",
+        ),
+        (
+            "  [\"wide\", 2, 128, 1, 8,",
+            "  [\"tall\", 2, 128, 1, 8, 1, 16, 2, 1, true, 1],\n  [\"wide\", 2, 128, 1, 8,",
+            "tiles attention: no kernel is built for row [Name(\"tall\")",
+        ),
+    ];
+    refuses(VARIANTS, variants::parse, &mistakes);
 }

@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-#include "attention_params.cuh"
 #include "bwd/ptx_extra.cuh"
+#include "params/attention.cuh"
 #include "ptx.cuh"
 #include "tile_plan.cuh"
 

@@ -4,11 +4,11 @@
 #include <cmath>
 #include <cstdint>
 
-#include "bwd/params.cuh"
 #include "bwd/pass.cuh"
 #include "bwd/ptx_extra.cuh"
 #include "chunk.cuh"
 #include "element.cuh"
+#include "params/attention_bwd.cuh"
 #include "ptx.cuh"
 #include "tile_plan.cuh"
 

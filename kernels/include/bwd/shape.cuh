@@ -15,53 +15,15 @@
 #include "bwd/pass.cuh"
 #include "element.cuh"
 #include "shared_rows.cuh"
+#include "tiles/attention_bwd.cuh"
 
 namespace xa {
 
-struct gradient_dq;
-struct gradient_dkdv;
-struct shape_large;
-struct shape_small;
-
-/// The choices; `bytes` is the size of an element.
-template <typename Gradient, typename Shape, int kBytes, int kHeadDim>
-struct BackwardChoice;
-
-// One row for each supported combination. Large shapes come first: they take more shared memory than every GPU has, or
-// more registers than the modified form leaves. A warp computes `chunk` columns of scores at a time; `block` rows are
-// fetched at a time. The columns: gradient, shape, bytes, D,
-//        row warps, column warps, 16-row tiles a warp, chunk, block, stages, CTAs an SM, shared bytes
-#define XA_BACKWARD_TABLE(ROW)                            \
-  ROW(dq, small, 2, 64, 4, 1, 2, 64, 64, 2, 2, 67688)     \
-  ROW(dq, small, 2, 128, 4, 1, 2, 32, 32, 2, 2, 100456)   \
-  ROW(dq, small, 2, 256, 4, 1, 1, 32, 32, 1, 2, 99432)    \
-  ROW(dq, small, 4, 64, 4, 1, 1, 16, 32, 2, 1, 66664)     \
-  ROW(dq, small, 4, 128, 4, 1, 1, 16, 16, 2, 1, 99432)    \
-  ROW(dq, small, 4, 256, 2, 4, 1, 16, 16, 1, 1, 98920)    \
-  ROW(dkdv, large, 2, 64, 4, 1, 2, 32, 64, 2, 2, 68712)   \
-  ROW(dkdv, small, 2, 64, 4, 1, 2, 16, 64, 2, 2, 68712)   \
-  ROW(dkdv, small, 2, 128, 2, 2, 2, 32, 64, 1, 2, 85608)  \
-  ROW(dkdv, large, 2, 256, 1, 4, 2, 16, 64, 1, 2, 108904) \
-  ROW(dkdv, small, 2, 256, 2, 2, 1, 16, 32, 1, 2, 71528)  \
-  ROW(dkdv, small, 4, 64, 4, 2, 1, 16, 16, 2, 1, 50280)   \
-  ROW(dkdv, small, 4, 128, 2, 4, 1, 16, 16, 2, 1, 66408)  \
-  ROW(dkdv, small, 4, 256, 2, 4, 1, 16, 16, 1, 1, 98920)
-
-#define XA_BACKWARD_CHOICE(gradient, shape, bytes, head_dim, row_warps, column_warps, row_tiles, chunk, block, stages, \
-                           ctas, shared_bytes)                                                                         \
-  template <>                                                                                                          \
-  struct BackwardChoice<gradient_##gradient, shape_##shape, bytes, head_dim> {                                         \
-    static constexpr int kRowWarps = row_warps, kColumnWarps = column_warps, kRowTiles = row_tiles, kChunk = chunk,    \
-                         kBlock = block, kStages = stages, kCtasPerSm = ctas, kSharedBytes = shared_bytes;             \
-  };
-XA_BACKWARD_TABLE(XA_BACKWARD_CHOICE)
-#undef XA_BACKWARD_CHOICE
-
 template <typename Gradient, typename Shape, typename T, int kHeadDim_>
-struct BackwardShape : BackwardChoice<Gradient, Shape, sizeof(T), kHeadDim_> {
-  using Choice = BackwardChoice<Gradient, Shape, sizeof(T), kHeadDim_>;
+struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_> {
+  using Choice = tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_>;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kHoldsKeys = std::is_same_v<Gradient, gradient_dkdv>;
+  static constexpr bool kHoldsKeys = std::is_same_v<Gradient, tiles::gradient_dkdv>;
   static constexpr int kWarps = Choice::kRowWarps * Choice::kColumnWarps, kThreads = 32 * kWarps;
   static constexpr int kWarpRows = 16 * Choice::kRowTiles;
   /// Rows that the CTA holds.
@@ -91,7 +53,7 @@ struct BackwardShape : BackwardChoice<Gradient, Shape, sizeof(T), kHeadDim_> {
   static constexpr int kNeededBytes = kPassOffset + static_cast<int>(sizeof(Pass));
 
   static_assert(Choice::kBlock % Choice::kChunk == 0 && Choice::kChunk % 16 == 0);
-  static_assert(Choice::kSharedBytes == kNeededBytes, "the table's last column is what the launch asks for");
+  static_assert(Choice::kSharedBytes == kNeededBytes, "shared_bytes in variants.toml is what the launch asks for");
 };
 
 }  // namespace xa

@@ -5,10 +5,10 @@
 #include <cmath>
 #include <cstdint>
 
-#include "bwd/params.cuh"
 #include "bwd/pass.cuh"
 #include "bwd/ptx_extra.cuh"
 #include "element.cuh"
+#include "params/attention_bwd.cuh"
 #include "ptx.cuh"
 
 namespace xa {

@@ -4,10 +4,10 @@
 
 #include <cstdint>
 
-#include "attention_params.cuh"
 #include "decode_loop.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/ptx.cuh"
+#include "params/attention.cuh"
 #include "ptx.cuh"
 #include "row_pairs.cuh"
 #include "softmax.cuh"
@@ -16,7 +16,7 @@
 
 namespace xa::hopper {
 
-/// K and V as boxes of kGranule tokens of a page and one KV head, and panels from one head to the next.
+/// K and V as boxes of kTokensPerLoad tokens of a page and one KV head, and panels from one head to the next.
 struct KeyBoxes {
   const TensorMap& k;
   const TensorMap& v;
@@ -61,7 +61,7 @@ template <typename Shape, typename T>
 class BoxDecodeLoop {
   using Math = TileMath<T, T, typename Shape::Rows, 1, Shape::kKeys, Shape::kHeadDim>;
   static constexpr int kStages = Shape::kStages, kStep = Shape::kKeys * Shape::kKeyWarps;
-  static_assert(Shape::kKeys == kGranule);
+  static_assert(Shape::kKeys == kTokensPerLoad);
 
  public:
   /// Page numbers are on their way after this. `count` blocks have been through the warp's ring so far, in all pieces.

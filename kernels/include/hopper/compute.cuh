@@ -9,12 +9,13 @@
 
 #include "element.cuh"
 #include "hopper/panel.cuh"
-#include "hopper/params.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/row_state.cuh"
 #include "hopper/shape.cuh"
 #include "hopper/wgmma.cuh"
 #include "output_rows.cuh"
+#include "params/hopper_prefill.cuh"
+#include "score_form.cuh"
 #include "tile_plan.cuh"
 
 namespace xa::hopper {

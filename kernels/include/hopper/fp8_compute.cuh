@@ -8,11 +8,11 @@
 #include "fp8_convert.cuh"
 #include "hopper/compute.cuh"
 #include "hopper/fp8_shape.cuh"
-#include "hopper/params.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/row_state.cuh"
 #include "hopper/wgmma.cuh"
 #include "output_rows.cuh"
+#include "params/hopper_prefill.cuh"
 #include "ptx.cuh"
 #include "tile_plan.cuh"
 

@@ -1,7 +1,7 @@
 // From products of fp8 to scores: the forms of score_form.cuh, whose scales a tile has in its plan.
 #pragma once
 
-#include "attention_params.cuh"
+#include "params/attention.cuh"
 #include "score_form.cuh"
 #include "tile_plan.cuh"
 

@@ -5,36 +5,17 @@
 
 #include <cstdint>
 
-#include "hopper/fp8_score.cuh"
 #include "hopper/panel.cuh"
 #include "hopper/shape.cuh"
 #include "tile_plan.cuh"
+#include "tiles/hopper_prefill.cuh"
 
 namespace xa::hopper {
 
-template <int kHeadDim, typename Score>
-struct Fp8TileChoice;
-
-// One row for each head dimension and score form, with the columns of the table in shape.cuh.
-#define XA_HOPPER_FP8_TILE_TABLE(ROW)            \
-  ROW(128, scaled, 3, 96, 2, 152, 56, 157440)    \
-  ROW(128, modified, 2, 128, 2, 224, 56, 149248) \
-  ROW(256, scaled, 2, 96, 2, 224, 56, 198400)    \
-  ROW(256, modified, 2, 64, 2, 224, 56, 231168)
-
-#define XA_TILE_CHOICE(head_dim, score, warpgroups, keys, stages, registers, loader_registers, shared_bytes) \
-  template <>                                                                                                \
-  struct Fp8TileChoice<head_dim, fp8_score_##score> {                                                        \
-    static constexpr int kWarpgroups = warpgroups, kKeys = keys, kStages = stages, kRegisters = registers,   \
-                         kLoaderRegisters = loader_registers, kSharedBytes = shared_bytes;                   \
-  };
-XA_HOPPER_FP8_TILE_TABLE(XA_TILE_CHOICE)
-#undef XA_TILE_CHOICE
-
-template <int kHeadDim_, Storage kStorage_, typename Score>
-struct Fp8TileShape : Fp8TileChoice<kHeadDim_, Score> {
-  using Choice = Fp8TileChoice<kHeadDim_, Score>;
-  static constexpr int kHeadDim = kHeadDim_, kValueDim = kHeadDim_;
+/// `Choice` is a row of tiles::HopperPrefill.
+template <typename Choice, Storage kStorage_>
+struct Fp8TileShape : Choice {
+  static constexpr int kHeadDim = Choice::kDim, kValueDim = Choice::kValueDim;
   static constexpr Storage kStorage = kStorage_;
   static constexpr int kRows = 64 * Choice::kWarpgroups;
   static constexpr int kComputeThreads = 128 * Choice::kWarpgroups;

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "hopper/params.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/shape.cuh"
+#include "params/hopper_prefill.cuh"
 #include "ptx.cuh"
 #include "tile_plan.cuh"
 
@@ -208,7 +208,7 @@ class RowLoader {
   }
   /// key / page_size
   __device__ __forceinline__ uint32_t page_of(uint32_t key) const {
-    return __umulhi(2 * key, params_.page_reciprocal) >> params_.page_shift;
+    return __umulhi(2 * key, params_.page_divisor.reciprocal) >> params_.page_divisor.shift;
   }
   /// Where a key's row is, in 16 bytes from the head's first; the host has seen to it that 32 bits are enough.
   __device__ __forceinline__ uint32_t place_of(uint32_t key, int32_t page) const {

@@ -4,23 +4,13 @@
 
 #include <cstdint>
 
-#include "attention_params.cuh"
-#include "hopper/params.cuh"
 #include "hopper/schedule.cuh"
+#include "params/attention.cuh"
+#include "params/hopper_prefill.cuh"
 #include "partial_rows.cuh"
 #include "tile_plan.cuh"
 
 namespace xa::hopper {
-
-/// The one argument of the mixed kernel. src/cuda/attention/hopper/params.rs holds the same struct.
-struct MixedParams {
-  PrefillParams prefill;
-  TensorMap k;  // as those of prefill, with boxes of kGranule tokens
-  TensorMap v;
-  AttentionParams decode;  // of the sequences that are too short for prefill; clears nothing
-};
-
-static_assert(offsetof(MixedParams, decode) == 1344 && sizeof(MixedParams) == 1856);
 
 /// Time that an SM takes for a key of a tile in prefill, as a multiple of that in decode (H200, D 128: 1.6 and 1.0 us
 /// for 128 keys).

@@ -5,10 +5,10 @@
 
 #include "hopper/compute.cuh"
 #include "hopper/load.cuh"
-#include "hopper/params.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/ptx.cuh"
 #include "hopper/schedule.cuh"
+#include "params/hopper_prefill.cuh"
 #include "tile_plan.cuh"
 
 namespace xa::hopper {

@@ -4,12 +4,9 @@
 
 #include <cstdint>
 
-namespace xa::hopper {
+#include "params/tensor_map.cuh"
 
-/// A tensor map (CUtensorMap): which box of which tensor a copy fetches. Made on the host, opaque here.
-struct alignas(64) TensorMap {
-  uint64_t words[16];
-};
+namespace xa::hopper {
 
 namespace ptx {
 

@@ -9,11 +9,12 @@
 
 #include <cstdint>
 
-#include "attention_params.cuh"
 #include "cutting.cuh"
-#include "hopper/params.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/shape.cuh"
+#include "params/attention.cuh"
+#include "params/hopper_prefill.cuh"
+#include "scales.cuh"
 #include "tile_plan.cuh"
 
 namespace xa::hopper {
@@ -166,9 +167,9 @@ __device__ __forceinline__ void plan_tiles(const PrefillParams& params, const Pi
       if (params.next_tile == nullptr) {
         number += numbers.dealt;
       } else {
-        uint64_t ticket = 0;
-        if (threadIdx.x % 32 == 0) ticket = atomicAdd(reinterpret_cast<unsigned long long*>(params.next_tile), 1ull);
-        number = numbers.dealt + static_cast<int64_t>(__shfl_sync(~0u, ticket, 0));
+        uint64_t next = 0;
+        if (threadIdx.x % 32 == 0) next = atomicAdd(reinterpret_cast<unsigned long long*>(params.next_tile), 1ull);
+        number = numbers.dealt + static_cast<int64_t>(__shfl_sync(~0u, next, 0));
       }
     }
     TilePlan& plan = pipeline.plan(turn);
@@ -178,7 +179,7 @@ __device__ __forceinline__ void plan_tiles(const PrefillParams& params, const Pi
     if (threadIdx.x % 32 == 0) {
       const int32_t kv_head = plan.plan.kv_head / params.packs_per_kv_head;
       plan.plan.score_factor = rows > 0 ? Score::factor(params.attention, kv_head) : 0.0f;
-      plan.value_factor = rows > 0 ? params.attention.value_factor * params.attention.v_scale.of(kv_head) : 0.0f;
+      plan.value_factor = rows > 0 ? params.attention.value_factor * scale_of(params.attention.v_scale, kv_head) : 0.0f;
       pipeline.plan_full(turn).arrive();
     }
     __syncwarp();

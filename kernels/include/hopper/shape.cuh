@@ -8,52 +8,11 @@
 #include <cstdint>
 
 #include "hopper/panel.cuh"
-#include "hopper/params.cuh"
-#include "score_form.cuh"
+#include "params/hopper_prefill.cuh"
 #include "tile_plan.cuh"
+#include "tiles/hopper_prefill.cuh"
 
 namespace xa::hopper {
-
-/// Columns of Q and K, and of V and the output.
-template <int kHeadDim_, int kValueDim_ = kHeadDim_>
-struct HeadDims {
-  static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
-};
-// As the variants table names them: D, or DxDv where they differ; with `_short`, of smaller tiles.
-using dims_64 = HeadDims<64>;
-struct dims_64_short : HeadDims<64> {};
-using dims_96 = HeadDims<96>;
-using dims_128 = HeadDims<128>;
-using dims_192 = HeadDims<192>;
-using dims_192x128 = HeadDims<192, 128>;
-using dims_256 = HeadDims<256>;
-
-template <typename Dims, typename Score>
-struct TileChoice;
-
-// One row for each pair of head dimensions and score form:
-//         dimensions, score, warpgroups that compute, keys a block, stages, registers of theirs, of the loading
-//         warpgroup, shared bytes
-#define XA_HOPPER_TILE_TABLE(ROW)                  \
-  ROW(64, plain, 3, 128, 2, 160, 32, 117248)       \
-  ROW(64_short, plain, 2, 128, 2, 232, 40, 100864) \
-  ROW(64, modified, 2, 128, 2, 232, 40, 100864)    \
-  ROW(96, plain, 3, 112, 2, 160, 32, 162304)       \
-  ROW(96, modified, 2, 128, 2, 232, 40, 150016)    \
-  ROW(128, plain, 2, 128, 2, 232, 40, 199168)      \
-  ROW(128, modified, 2, 128, 2, 232, 40, 199168)   \
-  ROW(192, plain, 2, 112, 2, 232, 40, 223744)      \
-  ROW(192x128, plain, 2, 128, 2, 232, 40, 215552)  \
-  ROW(256, plain, 2, 80, 2, 232, 40, 232192)
-
-#define XA_TILE_CHOICE(dims, score, warpgroups, keys, stages, registers, loader_registers, shared_bytes)   \
-  template <>                                                                                              \
-  struct TileChoice<dims_##dims, score_##score> {                                                          \
-    static constexpr int kWarpgroups = warpgroups, kKeys = keys, kStages = stages, kRegisters = registers, \
-                         kLoaderRegisters = loader_registers, kSharedBytes = shared_bytes;                 \
-  };
-XA_HOPPER_TILE_TABLE(XA_TILE_CHOICE)
-#undef XA_TILE_CHOICE
 
 /// Keys are rows [Tk, Hkv, D], or octets of rows in pages.
 enum class Storage { contiguous, paged };
@@ -68,10 +27,10 @@ struct TilePlan {
   float value_factor;  // AttentionParams::value_factor times the scale of V
 };
 
-template <typename Dims, Storage kStorage_, typename Score>
-struct TileShape : TileChoice<Dims, Score> {
-  using Choice = TileChoice<Dims, Score>;
-  static constexpr int kHeadDim = Dims::kHeadDim, kValueDim = Dims::kValueDim;
+/// `Choice` is a row of tiles::HopperPrefill.
+template <typename Choice, Storage kStorage_>
+struct TileShape : Choice {
+  static constexpr int kHeadDim = Choice::kDim, kValueDim = Choice::kValueDim;
   static constexpr Storage kStorage = kStorage_;
   static constexpr int kRows = 64 * Choice::kWarpgroups;
   static constexpr int kComputeThreads = 128 * Choice::kWarpgroups;

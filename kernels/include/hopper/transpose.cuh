@@ -9,8 +9,8 @@
 #include <cstdint>
 
 #include "hopper/load.cuh"
-#include "hopper/params.cuh"
 #include "hopper/pipeline.cuh"
+#include "params/hopper_prefill.cuh"
 #include "ptx.cuh"
 
 namespace xa::hopper {

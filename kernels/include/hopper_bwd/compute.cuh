@@ -12,10 +12,11 @@
 
 #include "element.cuh"
 #include "hopper/panel.cuh"
-#include "hopper_bwd/params.cuh"
 #include "hopper_bwd/pipeline.cuh"
 #include "hopper_bwd/products.cuh"
+#include "hopper_bwd/ragged_rows.cuh"
 #include "hopper_bwd/shape.cuh"
+#include "params/hopper_bwd.cuh"
 
 namespace xa::hopper {
 

@@ -4,10 +4,11 @@
 
 #include <cstdint>
 
-#include "hopper_bwd/params.cuh"
 #include "hopper_bwd/pipeline.cuh"
+#include "hopper_bwd/ragged_rows.cuh"
 #include "hopper_bwd/schedule.cuh"
 #include "hopper_bwd/shape.cuh"
+#include "params/hopper_bwd.cuh"
 
 namespace xa::hopper {
 
@@ -53,7 +54,7 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
     BackwardTile& tile = pipeline.tile(turn);
     if constexpr (kOfKeys) {
       unsigned long long next = 0;
-      if (leads) next = atomicAdd(&params.plan->next_tile, 1ull);
+      if (leads) next = atomicAdd(reinterpret_cast<unsigned long long*>(&params.plan->next_tile), 1ull);
       const int32_t tile_index = uniform(static_cast<int32_t>(min(next, 0x7fffffffull)));
       pipeline.tile_empty(turn).wait_for_reuse();
       find_tile<Shape>(params, tile_index, tile);

@@ -4,11 +4,11 @@
 
 #include <cstdint>
 
-#include "attention_params.cuh"
 #include "bwd/pass.cuh"
-#include "hopper_bwd/params.cuh"
 #include "hopper_bwd/schedule.cuh"
 #include "hopper_bwd/shape.cuh"
+#include "params/attention.cuh"
+#include "params/hopper_bwd.cuh"
 #include "tile_plan.cuh"
 
 namespace xa::hopper {

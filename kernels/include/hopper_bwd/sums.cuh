@@ -4,10 +4,10 @@
 
 #include <cstdint>
 
-#include "hopper_bwd/params.cuh"
 #include "hopper_bwd/pipeline.cuh"
 #include "hopper_bwd/schedule.cuh"
 #include "hopper_bwd/shape.cuh"
+#include "params/hopper_bwd.cuh"
 
 namespace xa::hopper {
 

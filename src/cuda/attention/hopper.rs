@@ -1,31 +1,28 @@
-//! Prefill on Hopper: which calls its kernels take, and with what argument.
-//!
-//! Everything here follows from static sizes, strides and options, and never from the batch: `batch_invariant` asks that
-//! the choice of a kernel depends on nothing else.
+//! Prefill on Hopper: which calls its kernels take, and with what parameter.
 
-mod params;
+mod page_divisor;
 mod tiles;
 
-use super::params::Params;
 use super::split::room;
+use super::{Call, Launches, UNLIMITED, decode, most_tiles};
 use crate::cuda::device::Device;
+use crate::cuda::kernel::{Launch, NEXT_TILE_BYTES};
 use crate::cuda::launch::Shape;
+use crate::cuda::params::attention::AttentionParams;
+use crate::cuda::params::hopper_prefill::{PageDivisor, PrefillParams};
 use crate::cuda::tensor_map::{Axis, TensorMap, can_copy};
+use crate::cuda::tiles::HOPPER_PREFILL;
 use crate::cuda::variants;
 use crate::error::Result;
 use crate::ops::KvView;
 use crate::ops::attention::{Attention, KeyStorage};
 use crate::tensor::Tensor;
-use params::PageDivisor;
-pub(super) use params::PrefillParams;
 use std::ptr::null_mut;
-use tiles::{TILES, Tile};
+use std::rc::Rc;
+use tiles::Tile;
 
 const KERNEL: &str = "hopper_prefill";
 const FP8_KERNEL: &str = "hopper_prefill_fp8";
-
-/// Of the number of the next tile.
-pub(super) const NUMBER_BYTES: usize = 8;
 
 /// Elements of 16 bytes, which a lane copies at a time.
 const CHUNK: i64 = 8;
@@ -53,11 +50,29 @@ const SHORT_ON_AVERAGE: i64 = 1024;
 /// Query rows a sequence slot from which on prefill takes short sequences too.
 const LONG_ON_AVERAGE: i64 = 256;
 
+/// Takes every sequence of a call whose sequences are nearly all long.
+pub(super) fn launches_for_all(call: &Call) -> Result<Option<Launches>> {
+    let Some(prefill) = takes_all(call.problem).then(|| Prefill::of(call.problem, &call.device)).flatten() else {
+        return Ok(None);
+    };
+    let tiles = most_tiles(call.rows() * prefill.pack, prefill.tile.rows(), call.seqs().min(call.rows()));
+    let params = AttentionParams { clears_unowned_rows: 1, ..call.params_for(1, UNLIMITED) };
+    let list = vec![prefill.launch(call, tiles, &params)?];
+    Ok(Some(Launches { list, store_new_tokens: false }))
+}
+
+/// Takes the long sequences, beside the launches of decode for the others.
+pub(super) fn launches(call: &Call) -> Result<Option<Launches>> {
+    let Some(prefill) = Prefill::of(call.problem, &call.device) else { return Ok(None) };
+    let tiles = most_tiles(call.rows() * prefill.pack, prefill.tile.rows(), call.long_sequences());
+    decode::beside(call, |params| prefill.launch(call, tiles, params)).map(Some)
+}
+
 /// Prefill takes the short sequences too, which saves the launches that decode. Where packed keys are hardly more than
 /// the rows and sequences are long on average, short ones are few and so are their keys; kept whole in tiles that they
 /// hardly fill, they take no longer than the others. Likewise where the page table has no room for many more keys than a
 /// sequence has rows on average.
-pub(super) fn takes_all(problem: &Attention) -> bool {
+fn takes_all(problem: &Attention) -> bool {
     let (rows, seqs) = (problem.num_rows as i64, problem.max_seqs as i64);
     let keys_are_few = match problem.keys.storage {
         KeyStorage::Contiguous { total } => total as i64 <= 2 * rows,
@@ -71,7 +86,7 @@ impl Prefill {
     pub(super) fn of(problem: &Attention, device: &Device) -> Option<Self> {
         let (rows, seqs) = (problem.num_rows as i64, problem.max_seqs as i64);
         let is_short = problem.score.window_right >= 0 && rows <= SHORT_ON_AVERAGE * seqs;
-        let mut tiles = TILES.iter().filter(|tile| tile.serves(problem));
+        let mut tiles = HOPPER_PREFILL.iter().filter(|tile| tile.serves(problem));
         let tile = tiles.clone().find(|tile| tile.is_short == is_short).or_else(|| tiles.next())?;
         let group = (problem.num_q_heads / problem.num_kv_heads) as i64;
         let pack = (group & -group).min(64);
@@ -85,33 +100,38 @@ impl Prefill {
         fits.then_some(prefill)
     }
 
+    /// The launch for sequences of `tiles` tiles per KV head at most, with the portable kernel's parameter for them.
+    fn launch(&self, call: &Call, tiles: i64, attention: &AttentionParams) -> Result<Launch> {
+        let Call { problem, device, .. } = call;
+        let next_tile = self.next_tile(problem, tiles, device);
+        let kernel = if self.is_fp8() { FP8_KERNEL } else { KERNEL };
+        let parameter = Rc::new(self.params(problem, attention, next_tile)?);
+        let launch = Launch::new(kernel, self.variant(problem)?, self.shape(problem, tiles, device), parameter);
+        Ok(Launch { next_tile, ..launch })
+    }
+
     /// The kernel: its index in the table of variants.
-    pub(super) fn variant(&self, problem: &Attention) -> Result<usize> {
+    fn variant(&self, problem: &Attention) -> Result<usize> {
         let storage = match problem.keys.storage {
             KeyStorage::Contiguous { .. } => "contiguous",
             KeyStorage::Paged(_) => "paged",
         };
-        let Tile { head_dim_value, score, .. } = self.tile;
+        let Tile { head_dim, score, .. } = self.tile;
         if self.is_fp8() {
-            return variants::find(FP8_KERNEL, &[head_dim_value, storage, score]);
+            return variants::find(FP8_KERNEL, &[head_dim, storage, score]);
         }
-        variants::find(KERNEL, &[variants::dtype_value(problem.q.dtype), head_dim_value, storage, score])
-    }
-
-    /// The name of the kernel without its variant.
-    pub(super) fn kernel(&self) -> &'static str {
-        self.tile.kernel
+        variants::find(KERNEL, &[variants::dtype_value(problem.q.dtype), head_dim, storage, score])
     }
 
     fn is_fp8(&self) -> bool {
-        self.tile.element_bytes == 1
+        self.tile.bytes == 1
     }
 
     /// A CTA for each SM, fewer where there are fewer tiles; `tiles` is for each KV head.
-    pub(super) fn shape(&self, problem: &Attention, tiles: i64, device: &Device) -> Shape {
+    fn shape(&self, problem: &Attention, tiles: i64, device: &Device) -> Shape {
         let all = tiles.max(1) * self.packs(problem);
         let ctas = all.min(i64::from(device.sms)) as u32;
-        Shape { grid: [ctas, 1, 1], threads: self.tile.threads, shared_memory: self.tile.shared_memory }
+        Shape { grid: [ctas, 1, 1], threads: self.tile.threads(), shared_memory: self.tile.shared_bytes }
     }
 
     /// Packs of all KV heads.
@@ -119,17 +139,22 @@ impl Prefill {
         problem.num_kv_heads as i64 * self.packs_per_kv_head
     }
 
-    /// The place in the caller's workspace of the number of the next tile, 8 bytes that have to be 0 before the launch;
-    /// null where there is no room or no CTA takes a second tile.
-    pub(super) fn counter(&self, problem: &Attention, tiles: i64, device: &Device) -> *mut u8 {
+    /// The place in the caller's workspace of the dynamic scheduler's tile index; null where there is no room or no CTA
+    /// takes a second tile.
+    fn next_tile(&self, problem: &Attention, tiles: i64, device: &Device) -> *mut u8 {
         let is_wanted = tiles * self.packs(problem) > i64::from(device.sms);
-        if is_wanted { counter_place(problem) } else { null_mut() }
+        if is_wanted { next_tile_place(problem) } else { null_mut() }
     }
 
-    /// The kernel's argument, from that of the portable one.
-    pub(super) fn params(&self, problem: &Attention, attention: &Params, counter: *mut u8) -> Result<PrefillParams> {
+    /// The kernel's parameter, from that of the portable one.
+    pub(super) fn params(
+        &self,
+        problem: &Attention,
+        attention: &AttentionParams,
+        next_tile: *mut u8,
+    ) -> Result<PrefillParams> {
         let score = &problem.score;
-        let Tile { head_dim, value_dim, .. } = *self.tile;
+        let [head_dim, value_dim] = [self.tile.dim, self.tile.value_dim];
         let rows = |tensor: &Tensor, axes: &[Axis]| TensorMap::new(tensor.dtype, tensor.data, axes);
         let has_boxes = self.has_key_boxes(problem);
         let is_paged = matches!(problem.keys.storage, KeyStorage::Paged(_));
@@ -146,7 +171,7 @@ impl Prefill {
             k: keys(&problem.k, head_dim)?,
             v: keys(&problem.v, value_dim)?,
             out: if stores_boxes { rows(&problem.out, &out_axes)? } else { TensorMap::NONE },
-            next_tile: counter,
+            next_tile: next_tile.cast(),
             grows: i32::from(score.window_left < 0 && score.window_right >= 0),
             packs_per_kv_head: self.packs_per_kv_head as i32,
             box_octets: if has_boxes && is_paged { (self.keys_in_box(problem) / OCTET) as i32 } else { 0 },
@@ -159,20 +184,21 @@ impl Prefill {
     }
 
     /// K or V with `dim` columns a head, in boxes of `keys` keys.
-    pub(super) fn key_map(&self, problem: &Attention, view: &KvView, dim: usize, keys: i64) -> Result<TensorMap> {
+    pub(super) fn key_map(&self, problem: &Attention, view: &KvView, dim: u32, keys: i64) -> Result<TensorMap> {
         TensorMap::new(problem.kv_dtype, view.data, &self.key_axes(problem, view, dim, keys))
     }
 
     /// Keys of a box: those of a block, of pages a power of two of octets that divides page and block, so that a box lies
     /// in one page and in one block.
     fn keys_in_box(&self, problem: &Attention) -> i64 {
-        let KeyStorage::Paged(table) = problem.keys.storage else { return self.tile.keys };
-        let both = (table.page_size as i64 | self.tile.keys) / OCTET;
+        let block = i64::from(self.tile.keys);
+        let KeyStorage::Paged(table) = problem.keys.storage else { return block };
+        let both = (table.page_size as i64 | block) / OCTET;
         OCTET * (both & -both)
     }
 
     fn query_axes(&self, problem: &Attention) -> [Axis; 4] {
-        self.row_axes(problem, &problem.q, self.tile.head_dim, self.tile.rows)
+        self.row_axes(problem, &problem.q, self.tile.dim, self.tile.rows())
     }
 
     fn out_axes(&self, problem: &Attention) -> [Axis; 4] {
@@ -180,9 +206,9 @@ impl Prefill {
     }
 
     /// `[panel, token, head, column]`, the innermost first: a box is `rows` packed rows of q or out.
-    fn row_axes(&self, problem: &Attention, tensor: &Tensor, dim: usize, rows: i64) -> [Axis; 4] {
+    fn row_axes(&self, problem: &Attention, tensor: &Tensor, dim: u32, rows: i64) -> [Axis; 4] {
         let columns = self.tile.panel(tensor.dtype.size());
-        let panels = dim as i64 / columns;
+        let panels = i64::from(dim) / columns;
         [
             Axis { len: columns, stride: 1, in_box: columns },
             axis(problem.num_q_heads as i64, tensor.stride(1), self.pack),
@@ -193,9 +219,9 @@ impl Prefill {
 
     /// Of K or V with `dim` columns a head. Contiguous `[1, head, panel, token, column]`, paged
     /// `[page, octet, panel of all heads, token of the octet, column]`. A box is `keys` keys of a head.
-    fn key_axes(&self, problem: &Attention, view: &KvView, dim: usize, keys: i64) -> [Axis; 5] {
+    fn key_axes(&self, problem: &Attention, view: &KvView, dim: u32, keys: i64) -> [Axis; 5] {
         let (heads, columns) = (problem.num_kv_heads as i64, self.tile.key_panel());
-        let panels = dim as i64 / columns;
+        let panels = i64::from(dim) / columns;
         let element = Axis { len: columns, stride: 1, in_box: columns };
         match problem.keys.storage {
             KeyStorage::Contiguous { total } => [
@@ -223,7 +249,7 @@ impl Prefill {
     /// other pages are fetched one by one.
     pub(super) fn has_key_boxes(&self, problem: &Attention) -> bool {
         let (panel, keys) = (self.tile.key_panel(), self.keys_in_box(problem));
-        [(&problem.k, self.tile.head_dim), (&problem.v, self.tile.value_dim)].into_iter().all(|(view, dim)| {
+        [(&problem.k, self.tile.dim), (&problem.v, self.tile.value_dim)].into_iter().all(|(view, dim)| {
             let is_regular = match problem.keys.storage {
                 KeyStorage::Contiguous { .. } => true,
                 KeyStorage::Paged(table) => {
@@ -238,9 +264,11 @@ impl Prefill {
     }
 }
 
-/// The place of the number of the next tile, if the workspace has room for it; null otherwise.
-pub(super) fn counter_place(problem: &Attention) -> *mut u8 {
-    room(problem, 0, NUMBER_BYTES).filter(|(_, bytes)| *bytes >= NUMBER_BYTES).map_or(null_mut(), |(place, _)| place)
+/// The place of the dynamic scheduler's tile index, if the workspace has room for it; null otherwise.
+pub(super) fn next_tile_place(problem: &Attention) -> *mut u8 {
+    room(problem, 0, NEXT_TILE_BYTES)
+        .filter(|(_, bytes)| *bytes >= NEXT_TILE_BYTES)
+        .map_or(null_mut(), |(place, _)| place)
 }
 
 /// Whether K and V can be fetched row by row: rows are whole chunks, of which 32 bits are enough to number a head's.
@@ -440,16 +468,16 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_counter_lies_in_the_workspace_or_nowhere() {
+    fn the_tile_index_lies_in_the_workspace_or_nowhere() {
         let plain = ragged();
         let prefill = Prefill::of(&plain, &device(true)).expect("the kernel takes it");
         for (start, bytes, wanted) in [(1 << 20, 8, 1 << 20), ((1 << 20) + 1, 15, (1 << 20) + 8), (1 << 20, 7, 0)] {
             let dims = [bytes];
             let workspace = Some(Tensor::dense(DType::U8, start as *mut u8, &dims));
             let problem = Attention { workspace, ..plain };
-            assert_eq!(prefill.counter(&problem, 100, &device(true)) as usize, wanted);
+            assert_eq!(prefill.next_tile(&problem, 100, &device(true)) as usize, wanted);
             // Two heads, six packs: each CTA has a tile of its own.
-            assert!(prefill.counter(&problem, 22, &device(true)).is_null());
+            assert!(prefill.next_tile(&problem, 22, &device(true)).is_null());
         }
     }
 

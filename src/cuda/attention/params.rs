@@ -1,16 +1,17 @@
-//! The kernels' one argument, and what a call must hold to for it.
+//! The parameter of the attention kernels from the problem, and what a call must hold to for it.
 
-use super::split::PartialResults;
 use super::tiles::converts_fp8;
-use crate::cuda::cache_rows::SlotParams;
 use crate::cuda::device::Device;
+use crate::cuda::params::attention::{
+    AttentionParams, KvSource, NewRowSource, NewTokens, PartialResults, QueryType, ScaleSource,
+};
+use crate::cuda::params::slots::SlotMapping;
 use crate::error::{Error, Result, ensure};
 use crate::ops::attention::{Attention, KeyStorage};
 use crate::ops::kv_cache_update::KvCacheUpdate;
 use crate::ops::{KvView, Scale};
 use crate::tensor::{DType, Tensor};
 use std::f32::consts::LOG2_E;
-use std::mem::offset_of;
 use std::ptr::null;
 
 /// Positions of keys are 32-bit numbers to which a block's size can be added.
@@ -23,110 +24,7 @@ const LARGEST_GROUP: i64 = 1 << 19;
 /// The page of contiguous keys: without an end as far as the kernels look, and a multiple of their blocks.
 const ENDLESS_PAGE: i32 = 1 << 30;
 
-/// `KvSource` of `kernels/include/attention_params.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct KvSource {
-    base: *const u8,
-    page_stride: i64,
-    token_stride: i64,
-    head_stride: i64,
-}
-
-/// `ScaleSource` of `kernels/include/attention_params.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ScaleSource {
-    values: *const f32,
-    head_stride: i64,
-}
-
-/// `NewRowSource` of `kernels/include/attention_params.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct NewRowSource {
-    base: *const u8,
-    token_stride: i64,
-    head_stride: i64,
-}
-
-/// `NewTokens` of `kernels/include/attention_params.cuh`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(super) struct NewTokens {
-    key: NewRowSource,
-    value: NewRowSource,
-    slots: SlotParams,
-}
-
-/// `AttentionParams` of `kernels/include/attention_params.cuh`, which says what each is.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(in crate::cuda) struct Params {
-    q: *const u8,
-    q_token_stride: i64,
-    q_head_stride: i64,
-    out: *mut u8,
-    out_token_stride: i64,
-    out_head_stride: i64,
-    lse: *mut f32,
-    k: KvSource,
-    v: KvSource,
-    block_table: *const i32,
-    block_table_stride: i64,
-    cu_seqlens_q: *const i32,
-    seqused_q: *const i32,
-    cu_seqlens_k: *const i32,
-    seqused_k: *const i32,
-    leftpad_k: *const i32,
-    num_seqs: *const i32,
-    alibi_slopes: *const f32,
-    alibi_stride: i64,
-    sinks: *const f32,
-    q_scale: ScaleSource,
-    k_scale: ScaleSource,
-    v_scale: ScaleSource,
-    value_factor: f32,
-    softmax_scale_log2: f32,
-    softcap_log2: f32,
-    score_factor: f32,
-    num_tokens: i32,
-    max_seqs: i32,
-    num_pages: i32,
-    page_size: i32,
-    capacity: i32,
-    num_kv_heads: i32,
-    group: i32,
-    group_reciprocal: f32,
-    head_dim: i32,
-    value_dim: i32,
-    window_left: i32,
-    window_right: i32,
-    top_left: i32,
-    /// Set for each launch.
-    pub(super) min_queries: i32,
-    /// Set for each launch.
-    pub(super) max_queries: i32,
-    /// Set for each launch.
-    pub(super) clears_unowned_rows: i32,
-    q_type: i32,
-    kv_is_e5m2: i32,
-    out_is_bf16: i32,
-    has_narrow_rows: i32,
-    /// Set for each launch.
-    pub(super) partial: PartialResults,
-    /// Set where the cache is yet to be brought up to date.
-    pub(super) new_tokens: NewTokens,
-}
-
-// The header asserts the same numbers.
-const _: () = assert!(size_of::<KvSource>() == 32 && size_of::<ScaleSource>() == 16 && size_of::<Params>() == 480);
-const _: () = assert!(size_of::<NewTokens>() == 80 && offset_of!(Params, new_tokens) == 400);
-const _: () = assert!(offset_of!(Params, k) == 56 && offset_of!(Params, cu_seqlens_q) == 136);
-const _: () = assert!(offset_of!(Params, q_scale) == 208 && offset_of!(Params, value_factor) == 256);
-const _: () = assert!(offset_of!(Params, num_tokens) == 272 && offset_of!(Params, has_narrow_rows) == 348);
-
-impl Params {
+impl AttentionParams {
     /// All but what differs between launches, for `device`.
     pub(in crate::cuda) fn new(problem: &Attention, device: &Device) -> Result<Self> {
         check_sizes(problem)?;
@@ -145,10 +43,10 @@ impl Params {
         };
         let softmax_scale_log2 = score.softmax_scale * LOG2_E;
         Ok(Self {
-            q: problem.q.data,
+            q: problem.q.data.cast(),
             q_token_stride: problem.q.stride(0),
             q_head_stride: problem.q.stride(1),
-            out: problem.out.data,
+            out: problem.out.data.cast(),
             out_token_stride: problem.out.stride(0),
             out_head_stride: problem.out.stride(1),
             lse: problem.lse.unwrap_or(std::ptr::null_mut()),
@@ -208,7 +106,7 @@ impl NewTokens {
     /// The cache holds all.
     pub(super) const NONE: Self = {
         let rows = NewRowSource { base: null(), token_stride: 0, head_stride: 0 };
-        Self { key: rows, value: rows, slots: SlotParams::NONE }
+        Self { key: rows, value: rows, slots: SlotMapping::NONE }
     };
 
     /// The rows of an update that goes into the cache bit by bit, if the kernels can copy them.
@@ -218,12 +116,15 @@ impl NewTokens {
             let is_same = rows.dtype == update.cache_dtype && new.scale.is_none();
             is_same && is_aligned(rows.data, &row_steps(rows), rows.dtype.size(), 16)
         });
-        let source =
-            |rows: &Tensor| NewRowSource { base: rows.data, token_stride: rows.stride(0), head_stride: rows.stride(1) };
+        let source = |rows: &Tensor| NewRowSource {
+            base: rows.data.cast(),
+            token_stride: rows.stride(0),
+            head_stride: rows.stride(1),
+        };
         can_copy.then(|| Self {
             key: source(&update.key.rows),
             value: source(&update.value.rows),
-            slots: SlotParams::new(update),
+            slots: SlotMapping::new(update),
         })
     }
 }
@@ -231,7 +132,7 @@ impl NewTokens {
 impl KvSource {
     fn new(view: &KvView) -> Self {
         Self {
-            base: view.data,
+            base: view.data.cast(),
             page_stride: view.page_stride,
             token_stride: view.token_stride,
             head_stride: view.head_stride,
@@ -253,12 +154,11 @@ fn decoded_divisor(problem: &Attention, device: &Device) -> f32 {
     if problem.kv_dtype == DType::F8E4M3FN && !converts_fp8(device) { 256.0 } else { 1.0 }
 }
 
-/// `QueryType` of `kernels/include/attention_params.cuh`.
-fn query_type(dtype: DType) -> i32 {
+fn query_type(dtype: DType) -> QueryType {
     match dtype {
-        DType::BF16 => 1,
-        DType::F8E4M3FN => 2,
-        _ => 0,
+        DType::BF16 => QueryType::Bf16,
+        DType::F8E4M3FN => QueryType::Fp8,
+        _ => QueryType::F16,
     }
 }
 
@@ -354,8 +254,8 @@ mod tests {
     use super::*;
     use crate::ops::attention::{Keys, PageTable, Score};
 
-    fn params(problem: &Attention) -> Result<Params> {
-        Params::new(problem, &device(true))
+    fn params(problem: &Attention) -> Result<AttentionParams> {
+        AttentionParams::new(problem, &device(true))
     }
 
     #[test]
@@ -363,7 +263,7 @@ mod tests {
         let plain = problem(1, 1, 2, 64);
         let plain = Attention { q: Tensor { dtype: DType::F8E4M3FN, ..plain.q }, kv_dtype: DType::F8E4M3FN, ..plain };
         let factors = |capability| {
-            let params = Params::new(&plain, &Device { capability, ..device(true) }).expect("it is right");
+            let params = AttentionParams::new(&plain, &Device { capability, ..device(true) }).expect("it is right");
             (params.score_factor / LOG2_E, params.value_factor)
         };
         assert_eq!((factors(90), factors(86)), ((1.0, 1.0), (65536.0, 256.0)));

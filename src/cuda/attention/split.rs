@@ -2,39 +2,12 @@
 //! of them have a part of. `kernels/include/work_list.cuh` does the sharing out.
 
 use super::tiles::Tile;
+use crate::cuda::params::attention::{CUT_BYTES, LEAST_PART_KEYS, LEAST_TILE_KEYS, PartialResults};
 use crate::ops::attention::{Attention, KeyStorage};
-use std::mem::offset_of;
 use std::ptr::null_mut;
-
-/// `CutTile` of `kernels/include/partial_rows.cuh`.
-const CUT_BYTES: usize = 64;
 
 /// The second dimension of a grid has no more.
 const MOST_SHARES: i64 = 65535;
-
-/// The kernels leave tiles of fewer keys whole.
-const LEAST_TILE_KEYS: i64 = 640;
-
-/// The kernels' shares and parts hold at least so many keys.
-const LEAST_PART_KEYS: i64 = 128;
-
-/// `PartialResults` of `kernels/include/attention_params.cuh`, which says what each is.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(super) struct PartialResults {
-    cuts: *mut u8,
-    states: *mut u8,
-    outputs: *mut u8,
-    rows_per_head: i32,
-    pitch: i32,
-    groups: i32,
-    max_spans: i32,
-    log2_unit: f32,
-    reserved: i32,
-}
-
-// The header asserts the same numbers.
-const _: () = assert!(size_of::<PartialResults>() == 48 && offset_of!(PartialResults, log2_unit) == 40);
 
 impl PartialResults {
     /// No tile is cut.
@@ -73,10 +46,11 @@ impl Split {
         let heads = problem.num_kv_heads as i64;
         let keys = longest_tile(problem, max_queries);
         // The rounds of the longest tile, whose first and last may see one key each unless keys are seen from 0 on.
-        let round = tile.keys_a_round;
+        let round = tile.keys_per_round();
         let from_0 = problem.score.window_left < 0 && problem.keys.leftpad.is_none();
-        let may_cut = if from_0 { (keys + round - 1) / round * round } else { keys + 2 * round } >= LEAST_TILE_KEYS;
-        let parts = if may_cut { (keys + LEAST_PART_KEYS - 1) / LEAST_PART_KEYS } else { 1 };
+        let may_cut =
+            if from_0 { (keys + round - 1) / round * round } else { keys + 2 * round } >= i64::from(LEAST_TILE_KEYS);
+        let parts = if may_cut { (keys as u64).div_ceil(LEAST_PART_KEYS as u64) as i64 } else { 1 };
         let shares = (resident_ctas / heads).clamp(1, tiles.max(1).saturating_mul(parts)).min(MOST_SHARES);
         let mut partial = PartialResults {
             pitch: problem.value_dim as i32,
@@ -97,23 +71,18 @@ impl Split {
 }
 
 impl PartialResults {
-    #[cfg(test)]
-    pub(super) fn first_byte(&self) -> *mut u8 {
-        self.cuts
-    }
-
     /// Divides up the workspace: cuts, then states, then outputs.
     fn find_room(&mut self, problem: &Attention, tile: &Tile, shares: i64, taken: usize) {
-        let Some((start, size)) = room(problem, taken, CUT_BYTES) else { return };
+        let Some((start, size)) = room(problem, taken, CUT_BYTES as usize) else { return };
         let size = size as i64;
         let row_bytes = (size_of::<[f32; 2]>() as i64 + 4 * i64::from(self.pitch)) * problem.num_kv_heads as i64;
         let (cuts, rows) = if self.max_spans > 0 {
             let cuts = shares - 1;
-            (cuts, (size - cuts * CUT_BYTES as i64) / row_bytes)
+            (cuts, (size - cuts * i64::from(CUT_BYTES)) / row_bytes)
         } else {
             // Both sides of the end of a share.
-            let rows = 2 * tile.rows;
-            let cuts = (size / (CUT_BYTES as i64 + rows * row_bytes)).min(shares - 1);
+            let rows = 2 * tile.rows();
+            let cuts = (size / (i64::from(CUT_BYTES) + rows * row_bytes)).min(shares - 1);
             (cuts, cuts * rows)
         };
         // An even number keeps what follows the states aligned to 16 bytes.
@@ -121,9 +90,9 @@ impl PartialResults {
         if cuts < 1 || rows < 2 {
             return;
         }
-        self.cuts = start;
-        self.states = start.wrapping_add(cuts as usize * CUT_BYTES);
-        self.outputs = self.states.wrapping_add(rows as usize * problem.num_kv_heads * size_of::<[f32; 2]>());
+        let states = start.wrapping_add(cuts as usize * CUT_BYTES as usize);
+        let outputs = states.wrapping_add(rows as usize * problem.num_kv_heads * size_of::<[f32; 2]>());
+        (self.cuts, self.states, self.outputs) = (start.cast(), states.cast(), outputs.cast());
         self.rows_per_head = rows as i32;
         self.groups = cuts as i32 + 1;
     }
@@ -232,8 +201,8 @@ mod tests {
                     }
                     let rows = rows_per_head as usize * kv_heads;
                     assert!(groups > 1 && rows_per_head < 1 << 24 && pitch == 128);
-                    assert!(cuts as usize >= start && (cuts as usize).is_multiple_of(CUT_BYTES));
-                    assert!(states as usize >= cuts as usize + CUT_BYTES * (groups as usize - 1));
+                    assert!(cuts as usize >= start && (cuts as usize).is_multiple_of(CUT_BYTES as usize));
+                    assert!(states as usize >= cuts as usize + CUT_BYTES as usize * (groups as usize - 1));
                     assert!(outputs as usize >= states as usize + 8 * rows && (outputs as usize).is_multiple_of(16));
                     assert!(outputs as usize + 4 * 128 * rows <= start + bytes as usize, "{bytes} bytes");
                 }

@@ -1,62 +1,22 @@
-//! How the kernels cut up the work: the table of their own header.
+//! How the portable kernels cut up the work: what follows from their tiles.
 
-use super::KERNEL;
 use crate::cuda::device::Device;
+use crate::cuda::tiles::ATTENTION;
+pub(super) use crate::cuda::tiles::AttentionTile as Tile;
 use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::ops::attention::Attention;
 use std::f32::consts::LOG2_E;
-use std::sync::LazyLock;
 
-/// What the kernels of one work shape, element size and head dimension are built for.
-#[derive(Debug)]
-pub(super) struct Tile {
-    /// Value of the axis `shape`: `prefill`, `decode` or `wide`; `mixed` is for [`mixed`](super::mixed) alone.
-    shape: &'static str,
-    element_bytes: usize,
-    /// The head dimension up to which it serves, as a number and as the value of the axis `head_dim`.
-    pub(super) head_dim: usize,
-    head_dim_value: &'static str,
-    /// Packed query rows of a CTA.
-    pub(super) rows: i64,
-    /// Keys that a CTA takes up in one round.
-    pub(super) keys_a_round: i64,
-    pub(super) threads: u32,
-    /// CTAs an SM for which the kernel's registers are allotted.
-    pub(super) ctas: u32,
-    /// Dynamic shared memory, in bytes.
-    pub(super) shared_memory: u32,
-}
-
-static TILES: LazyLock<Vec<Tile>> =
-    LazyLock::new(|| include_str!("../../../kernels/include/tile_shape.cuh").lines().filter_map(tile).collect());
-
-/// A line of the table: `ROW(shape, bytes, D, row warps, key warps, 16-row tiles, keys, stages, CTAs, shared bytes)`.
-fn tile(line: &'static str) -> Option<Tile> {
-    let fields = line.trim_start().strip_prefix("ROW(")?.split_once(')')?.0;
-    let mut fields = fields.split(',').map(str::trim);
-    let (shape, element_bytes, head_dim_value) = (fields.next()?, fields.next()?.parse().ok()?, fields.next()?);
-    let numbers: Vec<u32> = fields.map_while(|field| field.parse().ok()).collect();
-    let &[row_warps, key_warps, row_tiles, keys, _stages, ctas, shared_bytes] = &numbers[..] else { return None };
-    Some(Tile {
-        shape,
-        element_bytes,
-        head_dim: head_dim_value.parse().ok()?,
-        head_dim_value,
-        rows: i64::from(16 * row_tiles * row_warps),
-        keys_a_round: i64::from(keys * key_warps),
-        threads: 32 * row_warps * key_warps,
-        ctas,
-        shared_memory: shared_bytes,
-    })
-}
+pub(super) const KERNEL: &str = "attention";
 
 impl Tile {
     /// The tile of `shape` whose head dimension is the next one that holds D and Dv.
     pub(super) fn of(problem: &Attention, shape: &str) -> Result<&'static Self> {
         let (dtype, head_dim) = (problem.kv_dtype, problem.head_dim.max(problem.value_dim));
-        let serves = |t: &&Self| t.shape == shape && t.element_bytes == dtype.size() && t.head_dim >= head_dim;
-        TILES.iter().filter(serves).min_by_key(|t| t.head_dim).ok_or_else(|| {
+        let serves =
+            |t: &&Self| t.shape == shape && t.bytes as usize == dtype.size() && t.head_dim as usize >= head_dim;
+        ATTENTION.iter().filter(serves).min_by_key(|t| t.head_dim).ok_or_else(|| {
             Error::unimplemented(format!("no {shape} kernel is built for K of {dtype} and head dimension {head_dim}"))
         })
     }
@@ -66,7 +26,7 @@ impl Tile {
     pub(super) fn decode(problem: &Attention, device: &Device) -> Result<&'static Self> {
         let tile = Self::of(problem, "decode")?;
         let is_few = problem.max_seqs.min(problem.num_rows) * problem.num_kv_heads <= device.sms as usize;
-        let fits = |wide: &&Self| wide.head_dim == tile.head_dim && wide.shared_memory <= device.shared_memory;
+        let fits = |wide: &&Self| wide.head_dim == tile.head_dim && wide.shared_bytes <= device.shared_memory;
         let wide = Self::of(problem, "wide").ok().filter(fits);
         Ok(wide.filter(|_| is_few && !problem.batch_invariant).unwrap_or(tile))
     }
@@ -82,20 +42,26 @@ impl Tile {
         variants::find(kernel, &[dtype, self.head_dim_value, self.shape, score])
     }
 
-    /// Whether the kernel takes new tokens on their way into the cache: `kTakesNewTokens` of
-    /// `kernels/include/new_tokens.cuh`.
-    pub(super) fn takes_new_tokens(&self) -> bool {
-        self.is_decode() && self.element_bytes > 1 && self.head_dim * self.element_bytes < 1024
+    /// Packed query rows of a CTA.
+    pub(super) fn rows(&self) -> i64 {
+        i64::from(16 * self.row_tiles * self.row_warps)
     }
 
-    pub(super) fn is_decode(&self) -> bool {
-        self.shape != "prefill"
+    /// Keys that a CTA takes up in one round.
+    pub(super) fn keys_per_round(&self) -> i64 {
+        i64::from(self.keys * self.key_warps)
     }
 
-    /// With this much shared memory no more than `ctas` CTAs share an SM of 228 KB. Decode is bound by memory, which these
-    /// keep busy; more would only make the last wave of CTAs, in which SMs run empty, longer.
-    pub(super) fn least_shared_memory(&self) -> u32 {
-        228 * 1024 / (self.ctas + 1) - 1024 + 128
+    pub(super) fn threads(&self) -> u32 {
+        32 * self.row_warps * self.key_warps
+    }
+
+    /// Dynamic shared memory of a launch of decode: so much that no more CTAs than those of the tile share an SM. Decode is
+    /// bound by memory, which these keep busy; more would only make the last wave of CTAs, in which SMs run empty, longer.
+    pub(super) fn decode_shared_memory(&self, problem: &Attention, device: &Device) -> u32 {
+        let folded = if problem.batch_invariant { self.fold_bytes() } else { 0 };
+        let least = device.shared_memory_per_sm / (self.ctas_per_sm + 1) - device.reserved_per_block + 128;
+        (self.shared_bytes + folded).max(least)
     }
 
     /// What the kernel's scores are times to be logits to base 2: `log2_unit()` of `kernels/include/score_form.cuh`.
@@ -104,8 +70,8 @@ impl Tile {
     }
 
     /// Shared memory that decode with `batch_invariant` takes besides: `kFoldBytes` of the header.
-    pub(super) fn fold_bytes(&self) -> u32 {
-        (self.rows * (4 * self.head_dim as i64 + 16)) as u32
+    fn fold_bytes(&self) -> u32 {
+        (self.rows() * (4 * i64::from(self.head_dim) + 16)) as u32
     }
 }
 
@@ -124,33 +90,6 @@ pub(in crate::cuda) fn modifies_scores(problem: &Attention) -> bool {
 mod tests {
     use super::*;
     use crate::tensor::{DType, Tensor};
-    use std::collections::BTreeSet;
-
-    #[test]
-    fn every_variant_has_its_tile_and_every_tile_its_variants() {
-        let is_ours = |name: &str| name.starts_with(KERNEL) && !name.starts_with("attention_bwd");
-        for kernel in variants::KERNELS.iter().filter(|k| is_ours(k.name)) {
-            let axes: Vec<&str> = kernel.axes.iter().map(|axis| axis.name).collect();
-            assert_eq!(axes, ["dtype", "head_dim", "shape", "score"]);
-        }
-        let mut used = BTreeSet::new();
-        for variant in variants::VARIANTS.iter().filter(|v| is_ours(v.name)) {
-            let fields: Vec<&str> = variant.name.rsplitn(4, '_').collect();
-            let &[_score, shape, head_dim, dtype] = &fields[..] else { panic!("{}", variant.name) };
-            let bytes = match dtype {
-                "attention_f32" => 4,
-                "attention_f16" | "attention_bf16" => 2,
-                _ => 1,
-            };
-            let serves = |t: &&Tile| t.shape == shape && t.element_bytes == bytes && t.head_dim_value == head_dim;
-            assert_eq!(TILES.iter().filter(serves).count(), 1, "{}", variant.name);
-            used.insert((shape, bytes, head_dim));
-        }
-        for variant in variants::VARIANTS.iter().filter_map(|v| v.name.strip_prefix("hopper_mixed_")) {
-            used.insert(("mixed", 2, variant.rsplit_once('_').expect("two axes").1));
-        }
-        assert_eq!(TILES.len(), used.len());
-    }
 
     #[test]
     fn every_head_dimension_finds_a_kernel() {
@@ -169,7 +108,7 @@ mod tests {
                     let problem = Attention { q, kv_dtype, head_dim, value_dim, ..plain };
                     for (shape, capability) in [("prefill", 80), ("prefill", 90), ("decode", 80), ("decode", 89)] {
                         let tile = Tile::of(&problem, shape).expect("there is a tile");
-                        assert!(tile.head_dim >= dim, "{tile:?}");
+                        assert!(tile.head_dim as usize >= dim, "{tile:?}");
                         let device = Device { capability, ..super::super::tests::device(true) };
                         let variant = tile.variant(&problem, &device).expect("there is a kernel");
                         let variant = &variants::VARIANTS[variant];
@@ -199,16 +138,25 @@ mod tests {
 
     #[test]
     fn every_tile_fits_the_shared_memory_of_its_gpus() {
-        for tile in TILES.iter() {
-            let (folded, least) =
-                if tile.is_decode() { (tile.fold_bytes(), tile.least_shared_memory()) } else { (0, 0) };
-            let asked = (tile.shared_memory + folded).max(least);
-            let kilobytes = match tile.shape {
-                "mixed" => 227,
-                "wide" => 163,
-                _ => 99,
-            };
-            assert!(asked <= kilobytes * 1024, "{tile:?}");
+        for (capability, sm, block) in [(80, 164, 163), (86, 100, 99), (90, 228, 227)] {
+            let (shared_memory_per_sm, shared_memory) = (sm * 1024, block * 1024);
+            let device =
+                Device { capability, shared_memory, shared_memory_per_sm, ..super::super::tests::device(false) };
+            for tile in &ATTENTION {
+                let is_built = match tile.shape {
+                    "mixed" => block == 227,
+                    "wide" => block >= 163,
+                    _ => true,
+                };
+                for batch_invariant in [false, true] {
+                    let problem = Attention { batch_invariant, ..super::super::tests::problem(1, 1, 8, 64) };
+                    let asked = match tile.shape {
+                        "decode" | "wide" => tile.decode_shared_memory(&problem, &device),
+                        _ => tile.shared_bytes,
+                    };
+                    assert!(!is_built || asked <= shared_memory, "{tile:?}");
+                }
+            }
         }
     }
 }

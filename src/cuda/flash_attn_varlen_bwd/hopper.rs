@@ -3,10 +3,12 @@
 //! Three launches: a plan and what is known of each query row; dK, dV and the sums of dQ; dQ out of its sums. Everything
 //! here follows from static sizes, strides and options.
 
-use super::{Launch, Params};
+use super::Launch;
 use crate::cuda::attention::tiles::modifies_scores;
 use crate::cuda::device::Device;
 use crate::cuda::launch::Shape;
+use crate::cuda::params::attention_bwd::BackwardParams;
+use crate::cuda::params::hopper_bwd::{BackwardPlan, HopperBackwardParams, SequencePlan};
 use crate::cuda::tensor_map::{Axis, TensorMap, can_copy};
 use crate::cuda::variants;
 use crate::error::Result;
@@ -14,32 +16,6 @@ use crate::ops::KvView;
 use crate::ops::attention::Attention;
 use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::tensor::Tensor;
-use std::mem::offset_of;
-
-/// `HopperBackwardParams` of `kernels/include/hopper_bwd/params.cuh`, which says what each is.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-pub(super) struct HopperParams {
-    base: Params,
-    q: TensorMap,
-    k: TensorMap,
-    v: TensorMap,
-    dout: TensorMap,
-    dk: TensorMap,
-    dv: TensorMap,
-    lse_log2: *mut u8,
-    dq_sums: *mut u8,
-    turns: *mut u8,
-    sequences: *mut u8,
-    by_row: *mut u8,
-    plan: *mut u8,
-    num_groups: i32,
-    num_turns: i32,
-}
-
-// The header asserts the same numbers.
-const _: () = assert!(offset_of!(HopperParams, q) == 576 && offset_of!(HopperParams, lse_log2) == 1344);
-const _: () = assert!(size_of::<HopperParams>() == 1408 && align_of::<HopperParams>() == 64);
 
 /// What the kernels of a bucket of D and Dv work on at a time: `BackwardShape` of `kernels/include/hopper_bwd/shape.cuh`.
 #[derive(Debug)]
@@ -78,10 +54,6 @@ const FINISHED_HEADS: usize = 4;
 /// Rows of a group of sums of dQ, and bytes of one of a panel's columns.
 const GROUP: usize = 16;
 const GROUP_BYTES: usize = 4 * GROUP * PANEL as usize;
-
-/// `SequencePlan` and `BackwardPlan` of the header.
-const SEQUENCE_BYTES: usize = 32;
-const PLAN_BYTES: usize = 16;
 
 /// To what places in the workspace are aligned.
 const ALIGNMENT: usize = 128;
@@ -126,9 +98,9 @@ impl Layout {
             delta: place(of_rows),
             lse_log2: place(of_rows),
             turns: place(size_of::<i32>() * heads * num_turns),
-            plan: place(PLAN_BYTES),
-            sequences: place(SEQUENCE_BYTES * seqs),
-            by_row: place(SEQUENCE_BYTES * seqs),
+            plan: place(size_of::<BackwardPlan>()),
+            sequences: place(size_of::<SequencePlan>() * seqs),
+            by_row: place(size_of::<SequencePlan>() * seqs),
             dq_sums: place(GROUP_BYTES * panels * heads * num_groups),
             num_turns,
             num_groups,
@@ -187,11 +159,11 @@ impl Hopper {
     }
 
     /// The kernels' argument.
-    pub(super) fn params(&self, problem: &FlashAttnVarlenBwd, base: &Params) -> Result<HopperParams> {
+    pub(super) fn params(&self, problem: &FlashAttnVarlenBwd, base: &BackwardParams) -> Result<HopperBackwardParams> {
         let Layout { lse_log2, turns, plan, sequences, by_row, dq_sums, num_turns, num_groups, .. } = self.layout;
         let map = |boxes: &Boxes| TensorMap::new(problem.forward.q.dtype, boxes.data, &boxes.axes);
         let [q, k, v, dout, dk, dv] = self.boxes(problem);
-        Ok(HopperParams {
+        Ok(HopperBackwardParams {
             base: *base,
             q: map(&q)?,
             k: map(&k)?,
@@ -199,12 +171,12 @@ impl Hopper {
             dout: map(&dout)?,
             dk: map(&dk)?,
             dv: map(&dv)?,
-            lse_log2,
-            dq_sums,
-            turns,
-            sequences,
-            by_row,
-            plan,
+            lse_log2: lse_log2.cast(),
+            dq_sums: dq_sums.cast(),
+            turns: turns.cast(),
+            sequences: sequences.cast(),
+            by_row: by_row.cast(),
+            plan: plan.cast(),
             num_groups: num_groups as i32,
             num_turns: num_turns as i32,
         })
@@ -268,7 +240,7 @@ struct Boxes {
 
 impl Boxes {
     /// Boxes of `in_box` rows of one head of `[rows, heads, dim]`, clipped at the end of a sequence: `RaggedRows` of
-    /// `kernels/include/hopper_bwd/params.cuh`.
+    /// `kernels/include/hopper_bwd/ragged_rows.cuh`.
     fn new(data: *const u8, [row, head]: [i64; 2], [rows, heads, dim]: [i64; 3], in_box: i64) -> Self {
         /// Where the axis of a sequence's rows ends.
         const END: i64 = 1 << 30;

@@ -6,61 +6,38 @@
 mod hopper;
 mod portable;
 
-use super::attention::params::{Params as Forward, check_rows};
+use super::attention::params::check_rows;
 use super::device::Device;
 use super::launch::{Shape, launch as launch_kernel};
+use super::params::attention::AttentionParams;
+use super::params::attention_bwd::BackwardParams;
+use super::params::attention_bwd_sinks::SINKS_THREADS;
 use super::{module, variants};
 use crate::error::Result;
 use crate::log;
 use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::stream::Stream;
 use hopper::Hopper;
-use std::mem::offset_of;
 use std::ptr::{null, null_mut};
 
 const SINKS_KERNEL: &str = "attention_bwd_sinks";
 
-/// Threads of a CTA of [`SINKS_KERNEL`].
-const SINKS_THREADS: u32 = 512;
-
-/// `BackwardParams` of `kernels/include/bwd/params.cuh`, which says what each is.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Params {
-    forward: Forward,
-    dout: *const u8,
-    dout_token_stride: i64,
-    dout_head_stride: i64,
-    dlse: *const f32,
-    dq: *mut u8,
-    dk: *mut u8,
-    dv: *mut u8,
-    dsinks: *mut f32,
-    delta: *mut f32,
-    softmax_scale: f32,
-    reserved: i32,
-}
-
-// The header asserts the same numbers.
-const _: () = assert!(offset_of!(Params, dout) == 480 && offset_of!(Params, dlse) == 504);
-const _: () = assert!(offset_of!(Params, softmax_scale) == 552 && size_of::<Params>() == 560);
-
-impl Params {
+impl BackwardParams {
     /// With room for a number a query row of each head at `delta`, or null.
     fn new(problem: &FlashAttnVarlenBwd, device: &Device, delta: *mut f32) -> Result<Self> {
-        let forward = Forward::new(&problem.forward, device)?;
+        let forward = AttentionParams::new(&problem.forward, device)?;
         for (name, tensor) in [("dout", &problem.dout), ("dq", &problem.dq), ("dk", &problem.dk), ("dv", &problem.dv)] {
             check_rows(name, tensor)?;
         }
         Ok(Self {
             forward,
-            dout: problem.dout.data,
+            dout: problem.dout.data.cast(),
             dout_token_stride: problem.dout.stride(0),
             dout_head_stride: problem.dout.stride(1),
             dlse: problem.dlse.unwrap_or(null()),
-            dq: problem.dq.data,
-            dk: problem.dk.data,
-            dv: problem.dv.data,
+            dq: problem.dq.data.cast(),
+            dk: problem.dk.data.cast(),
+            dv: problem.dv.data.cast(),
             dsinks: problem.dsinks.unwrap_or(null_mut()),
             delta,
             softmax_scale: problem.forward.score.softmax_scale,
@@ -85,7 +62,7 @@ impl Launch {
         }
         let variant = variants::find(SINKS_KERNEL, &[variants::dtype_value(problem.forward.q.dtype)])?;
         let grid = [problem.forward.num_q_heads as u32, 1, 1];
-        let shape = Shape { grid, threads: SINKS_THREADS, shared_memory: 0 };
+        let shape = Shape { grid, threads: SINKS_THREADS as u32, shared_memory: 0 };
         Ok(Some(Self { kernel: SINKS_KERNEL, variant, shape }))
     }
 }
@@ -93,7 +70,7 @@ impl Launch {
 /// Load the kernels that [`launch`] takes.
 pub(crate) fn prepare(problem: &FlashAttnVarlenBwd) -> Result {
     let device = Device::current()?;
-    Params::new(problem, &device, null_mut())?;
+    BackwardParams::new(problem, &device, null_mut())?;
     let launches = match Hopper::of(problem, &device) {
         Some(hopper) => hopper.launches(problem, &device)?,
         None => portable::launches(problem, &device)?,
@@ -112,11 +89,11 @@ pub(crate) unsafe fn launch(problem: &FlashAttnVarlenBwd, stream: Stream) -> Res
     // vouches for the memory.
     unsafe {
         if let Some(hopper) = Hopper::of(problem, &device) {
-            let base = Params::new(problem, &device, hopper.delta())?;
+            let base = BackwardParams::new(problem, &device, hopper.delta())?;
             let params = hopper.params(problem, &base)?;
             enqueue(hopper.launches(problem, &device)?, Launch::sinks(problem)?, &params, stream)
         } else {
-            let params = Params::new(problem, &device, portable::delta(problem))?;
+            let params = BackwardParams::new(problem, &device, portable::delta(problem))?;
             enqueue(portable::launches(problem, &device)?, Launch::sinks(problem)?, &params, stream)
         }
     }

@@ -7,13 +7,13 @@ use super::Launch;
 use crate::cuda::attention::tiles::modifies_scores;
 use crate::cuda::device::Device;
 use crate::cuda::launch::Shape;
+use crate::cuda::tiles::{ATTENTION_BWD, AttentionBwdTile as Tile};
 use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::ops::attention::Attention;
 use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::tensor::Tensor;
 use std::ptr::null_mut;
-use std::sync::LazyLock;
 
 /// Where the workspace holds a number for each query row of each head; null where it is too small.
 pub(super) fn delta(problem: &FlashAttnVarlenBwd) -> *mut f32 {
@@ -28,59 +28,26 @@ fn bytes(workspace: &Tensor) -> usize {
     workspace.dims.first().map_or(0, |bytes| *bytes as usize)
 }
 
-/// What the kernels of one gradient, element size and head dimension are built for.
-#[derive(Debug)]
-struct Tile {
-    /// `dq` or `dkdv`.
-    gradient: &'static str,
-    /// Value of the axis `shape`.
-    shape: &'static str,
-    element_bytes: usize,
-    /// The head dimension up to which it serves, as a number and as the value of the axis `head_dim`.
-    head_dim: usize,
-    head_dim_value: &'static str,
+impl Tile {
     /// Rows that a CTA holds: packed query rows, or keys.
-    held: u64,
-    threads: u32,
-    /// Dynamic shared memory, in bytes.
-    shared_memory: u32,
-}
+    fn held(&self) -> u64 {
+        u64::from(16 * self.row_tiles * self.row_warps)
+    }
 
-static TILES: LazyLock<Vec<Tile>> =
-    LazyLock::new(|| include_str!("../../../kernels/include/bwd/shape.cuh").lines().filter_map(tile).collect());
-
-/// A line of the table: `ROW(gradient, shape, bytes, D, row warps, column warps, 16-row tiles a warp, chunk, block, stages,
-/// CTAs, shared bytes)`.
-fn tile(line: &'static str) -> Option<Tile> {
-    let fields = line.trim_start().strip_prefix("ROW(")?.split_once(')')?.0;
-    let mut fields = fields.split(',').map(str::trim);
-    let (gradient, shape) = (fields.next()?, fields.next()?);
-    let (element_bytes, head_dim_value) = (fields.next()?.parse().ok()?, fields.next()?);
-    let numbers: Vec<u32> = fields.map_while(|field| field.parse().ok()).collect();
-    let &[row_warps, column_warps, row_tiles, _chunk, _block, _stages, _ctas, shared_memory] = &numbers[..] else {
-        return None;
-    };
-    Some(Tile {
-        gradient,
-        shape,
-        element_bytes,
-        head_dim: head_dim_value.parse().ok()?,
-        head_dim_value,
-        held: u64::from(16 * row_tiles * row_warps),
-        threads: 32 * row_warps * column_warps,
-        shared_memory,
-    })
+    fn threads(&self) -> u32 {
+        32 * self.row_warps * self.column_warps
+    }
 }
 
 /// The variant of `kernel` for a call and how it is cut up: of those of the least sufficient head dimension the first in
 /// the table that fits the device, and of its forms the plain one where scores are plain.
 fn variant(forward: &Attention, device: &Device, kernel: &str, gradient: &str) -> Result<(usize, &'static Tile)> {
     let (dtype, dim) = (forward.q.dtype, forward.head_dim.max(forward.value_dim));
-    let of_gradient = TILES.iter().filter(|t| t.gradient == gradient && t.element_bytes == dtype.size());
-    let bucket = of_gradient.clone().map(|t| t.head_dim).filter(|bucket| *bucket >= dim).min();
+    let of_gradient = ATTENTION_BWD.iter().filter(|t| t.gradient == gradient && t.bytes as usize == dtype.size());
+    let bucket = of_gradient.clone().map(|t| t.head_dim).filter(|bucket| *bucket as usize >= dim).min();
     let scores: &[&str] = if modifies_scores(forward) { &["modified"] } else { &["plain", "modified"] };
     of_gradient
-        .filter(|t| Some(t.head_dim) == bucket && t.shared_memory <= device.shared_memory)
+        .filter(|t| Some(t.head_dim) == bucket && t.shared_bytes <= device.shared_memory)
         .flat_map(|t| scores.iter().map(move |score| (t, *score)))
         .find_map(|(t, score)| {
             let values = [variants::dtype_value(dtype), t.head_dim_value, t.shape, score];
@@ -97,11 +64,11 @@ impl Launch {
         let forward = &problem.forward;
         let kernel = if gradient == "dq" { "attention_bwd_dq" } else { "attention_bwd_dkdv" };
         let (variant, tile) = variant(forward, device, kernel, gradient)?;
-        let ctas = (rows as u64).div_ceil(tile.held) * forward.num_kv_heads as u64;
+        let ctas = (rows as u64).div_ceil(tile.held()) * forward.num_kv_heads as u64;
         if ctas > i32::MAX as u64 {
             return Err(Error::unimplemented(format!("{gradient} takes {ctas} blocks; a grid has up to 2^31 - 1")));
         }
-        let shape = Shape { grid: [ctas as u32, 1, 1], threads: tile.threads, shared_memory: tile.shared_memory };
+        let shape = Shape { grid: [ctas as u32, 1, 1], threads: tile.threads(), shared_memory: tile.shared_bytes };
         Ok((ctas > 0).then_some(Self { kernel, variant, shape }))
     }
 }
@@ -122,27 +89,8 @@ mod tests {
     use crate::cuda::attention::tests::{device, problem};
     use crate::ops::attention::Score;
     use crate::tensor::DType;
-    use std::collections::BTreeSet;
 
     const KERNELS: [(&str, &str); 2] = [("attention_bwd_dq", "dq"), ("attention_bwd_dkdv", "dkdv")];
-
-    #[test]
-    fn every_variant_has_its_tile_and_every_tile_its_variants() {
-        let mut used = BTreeSet::new();
-        for (kernel, gradient) in KERNELS {
-            for variant in variants::VARIANTS.iter().filter_map(|v| v.name.strip_prefix(kernel)) {
-                let fields: Vec<&str> = variant.trim_start_matches('_').split('_').collect();
-                let &[dtype, head_dim, shape, _score] = &fields[..] else { panic!("{variant}") };
-                let bytes = if dtype == "f32" { 4 } else { 2 };
-                let serves = |t: &&Tile| {
-                    (t.gradient, t.shape, t.head_dim_value, t.element_bytes) == (gradient, shape, head_dim, bytes)
-                };
-                assert_eq!(TILES.iter().filter(serves).count(), 1, "{kernel}{variant}");
-                used.insert((gradient, shape, head_dim, bytes));
-            }
-        }
-        assert_eq!(TILES.len(), used.len());
-    }
 
     #[test]
     fn every_head_dimension_finds_a_kernel_on_every_gpu() {
@@ -165,7 +113,7 @@ mod tests {
                     for (kernel, gradient) in KERNELS {
                         let problem = Attention { head_dim, value_dim, ..of_type };
                         let (found, tile) = variant(&problem, &device, kernel, gradient).expect("there is a kernel");
-                        assert!(tile.head_dim >= dim && tile.shared_memory <= shared_memory, "{tile:?}");
+                        assert!(tile.head_dim as usize >= dim && tile.shared_bytes <= shared_memory, "{tile:?}");
                         let name = variants::VARIANTS[found].name;
                         assert!(!capped || name.ends_with("_modified"), "{name}");
                     }

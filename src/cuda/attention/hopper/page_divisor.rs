@@ -1,37 +1,7 @@
-//! The one argument of Hopper's prefill kernels.
+//! Division of a key by the page size.
 
-use super::super::params::Params;
-use crate::cuda::tensor_map::TensorMap;
+use crate::cuda::params::hopper_prefill::PageDivisor;
 use crate::ops::attention::KeyStorage;
-use std::mem::offset_of;
-
-/// `PrefillParams` of `kernels/include/hopper/params.cuh`, which says what each is.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(in crate::cuda::attention) struct PrefillParams {
-    pub(super) attention: Params,
-    pub(super) q: TensorMap,
-    pub(super) k: TensorMap,
-    pub(super) v: TensorMap,
-    pub(super) out: TensorMap,
-    pub(super) next_tile: *mut u8,
-    pub(super) grows: i32,
-    pub(super) packs_per_kv_head: i32,
-    pub(super) box_octets: i32,
-    pub(super) key_panels: i32,
-    pub(super) value_panels: i32,
-    pub(super) group_shift: i32,
-    pub(super) stores_boxes: i32,
-    pub(super) page_divisor: PageDivisor,
-}
-
-/// `key / page_size` of a key below 2^31 is `((key * reciprocal) >> 31) >> shift`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C)]
-pub(super) struct PageDivisor {
-    reciprocal: u32,
-    shift: i32,
-}
 
 impl PageDivisor {
     /// Pages are below 2^31.
@@ -46,10 +16,6 @@ impl PageDivisor {
         Self { reciprocal: (1u64 << (31 + shift)).div_ceil(page_size) as u32, shift: shift as i32 }
     }
 }
-
-// The header asserts the same numbers.
-const _: () = assert!(offset_of!(PrefillParams, q) == 512 && offset_of!(PrefillParams, next_tile) == 1024);
-const _: () = assert!(size_of::<PrefillParams>() == 1088 && align_of::<PrefillParams>() == 64);
 
 #[cfg(test)]
 mod tests {

@@ -1,0 +1,116 @@
+//! Decode and prefill of a batch in one kernel on Hopper.
+
+use super::hopper::{Prefill, next_tile_place};
+use super::split::Split;
+use super::tiles::{Tile, modifies_scores};
+use super::{Call, Launches, UNLIMITED, decode};
+use crate::cuda::kernel::Launch;
+use crate::cuda::launch::Shape;
+use crate::cuda::params::attention::{AttentionParams, TOKENS_PER_LOAD};
+use crate::cuda::params::hopper_prefill::MixedParams;
+use crate::cuda::variants;
+use crate::error::Result;
+use crate::ops::attention::KeyStorage;
+use std::rc::Rc;
+
+const KERNEL: &str = "hopper_mixed";
+
+/// The beginning of the workspace: the tile index of prefill's scheduler, and what keeps the rest aligned.
+const TILE_INDEX_BYTES: usize = 64;
+
+/// Rows for each sequence slot, in multiples of the most that are decoded, from which on a batch is taken to have enough
+/// prefill. In one of decode alone this kernel is slower than decode's own (64 x 8k: 4 %).
+const ROWS_PER_SEQUENCE: i64 = 2;
+
+/// Takes calls with short and long sequences.
+pub(super) fn launches(call: &Call) -> Result<Option<Launches>> {
+    let Some((prefill, tile)) = tiles(call) else { return Ok(None) };
+    let Call { problem, device, .. } = call;
+    let few = call.few();
+    let split = Split::new(problem, tile, decode::most_short_tiles(call), few, i64::from(device.sms), TILE_INDEX_BYTES);
+    let with_partials = |params| AttentionParams { partial: split.partial, ..params };
+    let short = with_partials(call.params_for(1, few));
+    let long = AttentionParams { clears_unowned_rows: 1, ..with_partials(call.params_for(few + 1, UNLIMITED)) };
+    let next_tile = next_tile_place(problem);
+    let map = |view| prefill.key_map(problem, view, prefill.tile.dim, i64::from(TOKENS_PER_LOAD));
+    let parameter = MixedParams {
+        prefill: prefill.params(problem, &long, next_tile)?,
+        k: map(&problem.k)?,
+        v: map(&problem.v)?,
+        decode: short,
+    };
+    let variant = variants::find(KERNEL, &[variants::dtype_value(problem.q.dtype), prefill.tile.head_dim])?;
+    // A CTA for each SM: how many of them decode follows from the batch.
+    let shared_memory = tile.shared_bytes.max(prefill.tile.shared_bytes);
+    let shape = Shape { grid: [device.sms, 1, 1], threads: tile.threads(), shared_memory };
+    let attend = Launch { next_tile, ..Launch::new(KERNEL, variant, shape, Rc::new(parameter)) };
+    let combine = decode::combine(problem, &split, Rc::new(short))?;
+    let list = [Some(attend), combine].into_iter().flatten().collect();
+    Ok(Some(Launches { list, store_new_tokens: false }))
+}
+
+/// The tiles of prefill and decode, if the kernel takes the call.
+fn tiles(call: &Call) -> Option<(Prefill, &'static Tile)> {
+    let Call { problem, device, .. } = call;
+    let tile = Tile::of(problem, "mixed").ok()?;
+    let is_built = [problem.head_dim, problem.value_dim] == [tile.head_dim as usize; 2] && !modifies_scores(problem);
+    let is_mixed = call.rows() > ROWS_PER_SEQUENCE * call.few() * call.seqs();
+    let loads_fit = matches!(problem.keys.storage,
+        KeyStorage::Paged(table) if table.page_size.is_multiple_of(TOKENS_PER_LOAD as usize));
+    let fits = tile.shared_bytes <= device.shared_memory && problem.num_kv_heads <= device.sms as usize;
+    if problem.batch_invariant || !(is_built && is_mixed && loads_fit && fits) || next_tile_place(problem).is_null() {
+        return None;
+    }
+    let prefill = Prefill::of(problem, device).filter(|prefill| prefill.has_key_boxes(problem))?;
+    Some((prefill, tile))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Plan;
+    use super::super::hopper::tests::{paged, ragged};
+    use super::super::tests::{device, named_on};
+    use super::*;
+    use crate::ops::attention::Attention;
+    use crate::tensor::{DType, Tensor};
+
+    const BYTES: [i64; 1] = [9_000_001];
+
+    fn with_workspace(problem: &Attention<'static>) -> Attention<'static> {
+        Attention {
+            workspace: Some(Tensor::dense(DType::U8, std::ptr::without_provenance_mut(1 << 20), &BYTES)),
+            ..*problem
+        }
+    }
+
+    fn names(problem: &Attention) -> Vec<(&'static str, i32, i32)> {
+        named_on(problem, &device(true))
+    }
+
+    #[test]
+    fn pages_of_whole_boxes_are_decoded_beneath_prefill() {
+        let mixed = [("hopper_mixed_bf16_128", 1, i32::MAX)];
+        for page_size in [16, 48, 256] {
+            assert_eq!(names(&with_workspace(&paged(page_size))), mixed);
+        }
+        let few_rows = Attention { num_rows: 2 * 2 * 7, ..paged(16) };
+        assert_eq!(names(&with_workspace(&Attention { num_rows: 29, ..few_rows })), mixed);
+        let mut capped = paged(16);
+        capped.score.softcap = 30.0;
+        let many_heads = Attention { num_kv_heads: 133, num_q_heads: 133, ..paged(16) };
+        let invariant = Attention { batch_invariant: true, ..paged(16) };
+        for problem in [few_rows, capped, many_heads, invariant, paged(8), paged(24), ragged()] {
+            assert_eq!(names(&with_workspace(&problem)).len(), 2);
+        }
+        assert_eq!(names(&paged(16)).len(), 2);
+    }
+
+    #[test]
+    fn partials_lie_past_the_tile_index() {
+        let plan = Plan::on(&with_workspace(&paged(16)), None, device(true)).expect("the sizes are allowed");
+        let fused = &plan.0.list[0];
+        let MixedParams { prefill, decode, .. } = fused.parameter.downcast_ref().expect("it is fused");
+        assert_eq!((fused.next_tile as usize, prefill.next_tile as usize), (1 << 20, 1 << 20));
+        assert_eq!((decode.partial.cuts as usize, decode.partial.groups), ((1 << 20) + 64, 56));
+    }
+}

@@ -1,0 +1,22 @@
+//! Prefill on every GPU: a CTA for each tile and KV head.
+
+use super::tiles::{KERNEL, Tile};
+use super::{Call, Launches, decode, most_tiles};
+use crate::cuda::kernel::Launch;
+use crate::cuda::launch::Shape;
+use crate::error::{Error, Result};
+use std::rc::Rc;
+
+/// Takes every call: a launch for the long sequences, and those of decode for the others.
+pub(super) fn launches(call: &Call) -> Result<Option<Launches>> {
+    let Call { problem, device, .. } = call;
+    let tile = Tile::of(problem, "prefill")?;
+    let tiles = most_tiles(call.rows() * call.group(), tile.rows(), call.long_sequences()).max(1);
+    let ctas = tiles.saturating_mul(problem.num_kv_heads as i64);
+    if ctas > i64::from(i32::MAX) {
+        return Err(Error::unimplemented(format!("prefill takes up to {ctas} blocks; a grid has up to 2^31 - 1")));
+    }
+    let shape = Shape { grid: [ctas as u32, 1, 1], threads: tile.threads(), shared_memory: tile.shared_bytes };
+    let variant = tile.variant(problem, device)?;
+    decode::beside(call, |params| Ok(Launch::new(KERNEL, variant, shape, Rc::new(*params)))).map(Some)
+}

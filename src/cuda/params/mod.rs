@@ -1,0 +1,20 @@
+//! The parameters of the kernels, and the constants that host and kernels share.
+//!
+//! Each file is declared here and nowhere else: `build_support/params.rs` has cbindgen write it as the header
+//! `params/<file>.cuh` that the kernels include. A kernel takes one of these structs by value.
+
+#![allow(unreachable_pub, reason = "cbindgen exports constants that are `pub` alone")]
+
+pub(crate) mod attention;
+pub(crate) mod attention_bwd;
+pub(crate) mod attention_bwd_sinks;
+pub(crate) mod cache_rows;
+pub(crate) mod divisor;
+pub(crate) mod hopper_bwd;
+pub(crate) mod hopper_prefill;
+pub(crate) mod merge_attention_states;
+pub(crate) mod merge_parts;
+pub(crate) mod rope_kv_cache_update;
+pub(crate) mod simple_add;
+pub(crate) mod slots;
+pub(crate) mod tensor_map;
