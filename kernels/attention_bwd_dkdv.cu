@@ -13,6 +13,7 @@
 #include "bwd/ptx_extra.cuh"
 #include "bwd/rows.cuh"
 #include "bwd/shape.cuh"
+#include "bwd/stream.cuh"
 #include "bwd/weights.cuh"
 #include "element.cuh"
 #include "params/attention_bwd.cuh"
@@ -130,30 +131,15 @@ class KeyGradients {
   __device__ __forceinline__ void stream() {
     // What follows from it is worth its registers in the loop below, not around it.
     base_ = ptx::opaque(base_);
-    int32_t first = pass_.columns.begin;
-    fetch(first, 0);
-    for (int32_t row = ptx::thread(); row < Shape::kHeld; row += Shape::kThreads) {
-      spans()[row] = HeldKeys<Shape::kHeld>::span(params_.forward, pass_, row);
-    }
-    int stage = 0;
-#pragma unroll 1
-    while (first < pass_.columns.end) {
-      const int32_t next = ptx::opaque(first) + Shape::kBlock;
-      const int next_stage = Shape::kStages > 1 ? stage ^ 1 : 0;
-      settle(first, stage);
-      __syncthreads();
-      if (Shape::kStages > 1 && next < pass_.columns.end) fetch(next, next_stage);
-#pragma unroll 1
-      for (int32_t chunk = 0; chunk < Shape::kBlock; chunk += Shape::kAtOnce) {
-        take_up(first, chunk, stage);
-      }
-      if (Shape::kStages == 1) {
-        __syncthreads();
-        if (next < pass_.columns.end) fetch(next, next_stage);
-      }
-      first = next;
-      stage = next_stage;
-    }
+    stream_blocks<Shape>(
+        pass_, [&](int32_t first, int stage) { fetch(first, stage); },
+        [&] {
+          for (int32_t row = ptx::thread(); row < Shape::kHeld; row += Shape::kThreads) {
+            spans()[row] = HeldKeys<Shape::kHeld>::span(params_.forward, pass_, row);
+          }
+        },
+        [&](int32_t first, int stage) { settle(first, stage); },
+        [&](int32_t first, int32_t chunk, int stage) { take_up(first, chunk, stage); });
   }
 
   /// Takes up a chunk of the block that begins at packed row `first`.

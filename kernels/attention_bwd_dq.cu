@@ -14,6 +14,7 @@
 #include "bwd/ptx_extra.cuh"
 #include "bwd/rows.cuh"
 #include "bwd/shape.cuh"
+#include "bwd/stream.cuh"
 #include "bwd/weights.cuh"
 #include "element.cuh"
 #include "params/attention_bwd.cuh"
@@ -117,33 +118,18 @@ class QueryGradients {
   __device__ __forceinline__ void stream() {
     // What follows from it is worth its registers in the loop below, not around it.
     base_ = ptx::opaque(base_);
-    int32_t first = pass_.columns.begin;
-    fetch(first, 0);
-    for (int32_t row = ptx::thread(); row < Shape::kHeld; row += Shape::kThreads) {
-      QueryRow& to = query_rows()[row];
-      to.position = HeldQueries<Shape::kHeld>::position(params_.forward, pass_, row);
-      if (to.position == kNowhere) continue;
-      to.negative_slope = negative_slope(params_.forward, pass_.tile.sequence, held().head(row));
-    }
-    int stage = 0;
-#pragma unroll 1
-    while (first < pass_.columns.end) {
-      const int32_t next = ptx::opaque(first) + Shape::kBlock;
-      const int next_stage = Shape::kStages > 1 ? stage ^ 1 : 0;
-      ptx::cp_async_wait<0>();
-      __syncthreads();
-      if (Shape::kStages > 1 && next < pass_.columns.end) fetch(next, next_stage);
-#pragma unroll 1
-      for (int32_t chunk = 0; chunk < Shape::kBlock; chunk += Shape::kAtOnce) {
-        take_up(first, chunk, stage);
-      }
-      if (Shape::kStages == 1) {
-        __syncthreads();
-        if (next < pass_.columns.end) fetch(next, next_stage);
-      }
-      first = next;
-      stage = next_stage;
-    }
+    stream_blocks<Shape>(
+        pass_, [&](int32_t first, int stage) { fetch(first, stage); },
+        [&] {
+          for (int32_t row = ptx::thread(); row < Shape::kHeld; row += Shape::kThreads) {
+            QueryRow& to = query_rows()[row];
+            to.position = HeldQueries<Shape::kHeld>::position(params_.forward, pass_, row);
+            if (to.position == kNowhere) continue;
+            to.negative_slope = negative_slope(params_.forward, pass_.tile.sequence, held().head(row));
+          }
+        },
+        [](int32_t, int) { ptx::cp_async_wait<0>(); },
+        [&](int32_t first, int32_t chunk, int stage) { take_up(first, chunk, stage); });
   }
 
   /// Takes up a chunk of the block that begins at key `first`.

@@ -10,6 +10,7 @@
 #include "hopper/fp8_shape.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/row_state.cuh"
+#include "hopper/tile_loop.cuh"
 #include "hopper/wgmma.cuh"
 #include "output_rows.cuh"
 #include "params/hopper_prefill.cuh"
@@ -140,98 +141,64 @@ __device__ __forceinline__ void compute_fp8_tiles(const PrefillParams& prefill, 
   };
 
   int32_t turn = 0;
-  int32_t rows = 1;
-#pragma unroll 1
-  for (int32_t count = 0, tile = 0; rows > 0; ++count) {
-    const Turn<2> plan_turn(count);
-    pipeline.plan_full(plan_turn).wait();
-    const TilePlan& plan = pipeline.plan(plan_turn);
-    rows = uniform(plan.plan.tile.num_rows);
-    if (rows > 0) {
-      const int32_t first = uniform(plan.first_block), end = uniform(plan.end_block);
-      const float unit = __int_as_float(uniform(__float_as_int(Score::log2_unit(plan.plan))));
-      const bool is_plain = uniform(static_cast<int32_t>(Score::leaves(plan.plan))) != 0;
-      const bool boxed = Shape::kStagesOutput && prefill.stores_boxes != 0 && warp_row + 16 <= rows;
-      RowStore<Shape, F16> store(prefill, plan, warp_row, boxed);
-      const auto finish_rows = [&] {
-        state.finish();
-        store.finish(state);
-      };
-      state.clear();
-      if (first < end) {
-        // Blocks [common_begin, common_end) are seen whole by every row, and their scores are left as they are if any
-        // are.
-        const int32_t common_begin = uniform((plan.plan.keys.common_begin + kKeys - 1) / kKeys);
-        const int32_t common_end = is_plain ? uniform(plan.plan.keys.common_end / kKeys) : 0;
-        int32_t block = end - 1;
-        const auto weigh = [&](bool masked, uint32_t (&to)[kKeys / 32][4]) {
-          if (masked || !Score::kLeavesMost) score.template apply<F16>(scores, plan.plan, warp_row, block * kKeys);
-          if (masked) hide_unseen(scores, prefill, plan.plan, warp_row, block * kKeys);
-          state.absorb(scores, unit, to);
-        };
-        const auto step = [&](bool masked) {
-          const Keys now(turn), next(turn + 1);
-          pipeline.keys_full(next).wait();
-          start_scores(next);
-          pipeline.values_full(now).wait();
-          start_output(now);
-          ptx::products_wait<1>();
-          release(pipeline.keys_empty(next));
-          if (block == first) release(pipeline.query_empty(tile));
-          uint32_t made[kKeys / 32][4];
-          weigh(masked, made);
-          ptx::products_wait<0>();
-          release(pipeline.values_empty(now));
-          // Kept apart until here: the products under way have been reading the last ones.
+  const auto attend = [&](const TilePlan& plan, int32_t first, int32_t end, int32_t tile, const auto& finish_rows) {
+    const float unit = __int_as_float(uniform(__float_as_int(Score::log2_unit(plan.plan))));
+    const bool is_plain = uniform(static_cast<int32_t>(Score::leaves(plan.plan))) != 0;
+    // Blocks [common_begin, common_end) are seen whole by every row, and their scores are left as they are if any
+    // are.
+    const int32_t common_begin = uniform((plan.plan.keys.common_begin + kKeys - 1) / kKeys);
+    const int32_t common_end = is_plain ? uniform(plan.plan.keys.common_end / kKeys) : 0;
+    int32_t block = end - 1;
+    const auto weigh = [&](bool masked, uint32_t (&to)[kKeys / 32][4]) {
+      if (masked || !Score::kLeavesMost) score.template apply<F16>(scores, plan.plan, warp_row, block * kKeys);
+      if (masked) hide_unseen(scores, prefill, plan.plan, warp_row, block * kKeys);
+      state.absorb(scores, unit, to);
+    };
+    const auto step = [&](bool masked) {
+      const Keys now(turn), next(turn + 1);
+      pipeline.keys_full(next).wait();
+      start_scores(next);
+      pipeline.values_full(now).wait();
+      start_output(now);
+      ptx::products_wait<1>();
+      release(pipeline.keys_empty(next));
+      if (block == first) release(pipeline.query_empty(tile));
+      uint32_t made[kKeys / 32][4];
+      weigh(masked, made);
+      ptx::products_wait<0>();
+      release(pipeline.values_empty(now));
+      // Kept apart until here: the products under way have been reading the last ones.
 #pragma unroll
-          for (int i = 0; i < kKeys / 8; ++i) weights[i / 4][i % 4] = ptx::moved(made[i / 4][i % 4]);
-          // What e4m3fn rounds is more than what a large reference does: the sums are left as they are.
-          if (state.has_risen()) state.rescale_output();
-          ++turn;
-        };
+      for (int i = 0; i < kKeys / 8; ++i) weights[i / 4][i % 4] = ptx::moved(made[i / 4][i % 4]);
+      // What e4m3fn rounds is more than what a large reference does: the sums are left as they are.
+      if (state.has_risen()) state.rescale_output();
+      ++turn;
+    };
 
-        pipeline.query_full(tile).wait();
-        const Keys now(turn);
-        pipeline.keys_full(now).wait();
-        start_scores(now);
-        ptx::products_wait<0>();
-        release(pipeline.keys_empty(now));
-        if (block == first) release(pipeline.query_empty(tile));
-        if (block < common_begin || block >= common_end) {
-          weigh(true, weights);
-        } else {
-          weigh(false, weights);
-        }
-        --block;
-#pragma unroll 1
-        for (; block >= max(first, common_end); --block) step(true);
-#pragma unroll 1
-        for (; block >= max(first, common_begin); --block) step(false);
-#pragma unroll 1
-        for (; block >= first; --block) step(true);
-        const Keys last(turn);
-        pipeline.values_full(last).wait();
-        start_output(last);
-        // What needs no output is done before it is there.
-        finish_rows();
-        ptx::products_wait<0>();
-        release(pipeline.values_empty(last));
-        ++turn;
-        ++tile;
-      } else {
-        finish_rows();
-      }
-      store.store(state, pipeline.output(warp));
+    pipeline.query_full(tile).wait();
+    const Keys now(turn);
+    pipeline.keys_full(now).wait();
+    start_scores(now);
+    ptx::products_wait<0>();
+    release(pipeline.keys_empty(now));
+    if (block == first) release(pipeline.query_empty(tile));
+    if (block < common_begin || block >= common_end) {
+      weigh(true, weights);
+    } else {
+      weigh(false, weights);
     }
-    __syncwarp();
-    release(pipeline.plan_empty(plan_turn));
-  }
-  if (lane == 0) ptx::stores_done();
-  if (params.clears_unowned_rows != 0) {
-    pipeline.order_known().wait();
-    const bool ascend = pipeline.starts_ascend() != 0;
-    clear_unowned_rows<F16, Shape::kComputeThreads>(params, ascend, owned_rows(params, ascend), blockIdx.x, gridDim.x);
-  }
+    --block;
+    for_blocks(block, first, common_begin, common_end, step);
+    const Keys last(turn);
+    pipeline.values_full(last).wait();
+    start_output(last);
+    // What needs no output is done before it is there.
+    finish_rows();
+    ptx::products_wait<0>();
+    release(pipeline.values_empty(last));
+    ++turn;
+  };
+  for_tiles<Shape, F16>(prefill, pipeline, warp, state, attend);
 }
 
 }  // namespace xa::hopper

@@ -1,0 +1,160 @@
+// A warp's finished rows on their way out of the prefill kernel.
+#pragma once
+
+#include <cstdint>
+
+#include "element.cuh"
+#include "hopper/panel.cuh"
+#include "hopper/ptx.cuh"
+#include "hopper/row_state.cuh"
+#include "hopper/shape.cuh"
+#include "output_rows.cuh"
+#include "params/hopper_prefill.cuh"
+#include "tile_plan.cuh"
+
+namespace xa::hopper {
+
+/// Four neighbouring accumulators, a pair of columns a lane each, become 16 bytes of one of them: that of this lane's
+/// number in its quad.
+__device__ __forceinline__ uint4 transpose_in_quad(uint32_t (&pairs)[4]) {
+  const int32_t lane = threadIdx.x;
+#pragma unroll
+  for (int distance = 1; distance <= 2; distance *= 2) {
+    const bool upper = (lane & distance) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((i & distance) != 0) continue;
+      uint32_t& low = pairs[i];
+      uint32_t& high = pairs[i + distance];
+      const uint32_t other = __shfl_xor_sync(~0u, upper ? low : high, distance);
+      (upper ? low : high) = other;
+    }
+  }
+  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+/// What becomes of a warp's rows, `first_row` the first: their factors and lse, which need no output, then the output.
+template <typename Shape, typename T>
+class RowStore {
+  using State = RowState<Shape::kValueDim / 8>;
+  using Panel = typename Shape::Panel;
+
+ public:
+  /// `boxed` where the tile owns all rows of the warp, and they are a box of `out`.
+  __device__ __forceinline__ RowStore(const PrefillParams& prefill, const TilePlan& plan, int32_t first_row, bool boxed)
+      : prefill_(prefill), plan_(plan.plan), first_row_(first_row), boxed_(boxed) {
+    factor_[0] = factor_[1] = plan.value_factor;
+  }
+
+  /// As finish_row (softmax.cuh) for both rows at once, without a branch and with the fast functions: nothing else is
+  /// left to do until it is over.
+  __device__ __forceinline__ void finish(const State& state) {
+    constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
+    const AttentionParams& params = prefill_.attention;
+    const int32_t packed = plan_.tile.first_row + first_row_ + threadIdx.x % 32 / 4;
+    int32_t head[2];
+    float sink[2] = {-INFINITY, -INFINITY}, lse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      head[half] = plan_.kv_head * params.group + ((packed + 8 * half) & (params.group - 1));
+      if (params.sinks != nullptr) sink[half] = __ldg(params.sinks + head[half]);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sink_log2 = sink[half] * kLog2E, largest = fmaxf(state.max[half], sink_log2);
+      const float base = largest == -INFINITY ? 0.0f : largest;
+      // Exactly 1 and the sum without a sink.
+      const float weight = xa::ptx::exp2_approx(state.max[half] - base);
+      const float total = __fmaf_rn(state.sum[half], weight, xa::ptx::exp2_approx(sink_log2 - base));
+      const bool sees = state.sum[half] != 0.0f;
+      factor_[half] = sees ? factor_[half] * weight * xa::ptx::reciprocal_approx(total) : 0.0f;
+      lse[half] = sees ? (base + xa::ptx::log2_approx(total)) * kLn2 : sink[half];
+    }
+    if (params.lse == nullptr || threadIdx.x % 4 != 0) return;
+    const auto to = writer();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!boxed_ && !to.writes(row(half))) continue;
+      const int32_t token = plan_.tile.first_token + ((packed + 8 * half) >> prefill_.group_shift);
+      params.lse[static_cast<int64_t>(head[half]) * params.num_tokens + token] = lse[half];
+    }
+  }
+  __device__ __forceinline__ void store(const State& state, uint32_t staging) const {
+    if (boxed_) {
+      store_box(state, staging);
+    } else {
+      store_rows(state);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ RowWriter<T, false> writer() const {
+    return RowWriter<T, false>(prefill_.attention, plan_.tile, plan_.kv_head);
+  }
+  /// As T, or as what AttentionParams::out_is_bf16 says.
+  __device__ __forceinline__ uint32_t pack(float low, float high) const {
+    if constexpr (Shape::kChoosesOutput) {
+      return prefill_.attention.out_is_bf16 != 0 ? Element<Bf16>::pack(low, high) : Element<F16>::pack(low, high);
+    } else {
+      return Element<T>::pack(low, high);
+    }
+  }
+  /// Of this lane.
+  __device__ __forceinline__ int32_t row(int half) const {
+    return first_row_ + 8 * half + static_cast<int32_t>(threadIdx.x % 32 / 4);
+  }
+
+  __device__ __forceinline__ void store_rows(const State& state) const {
+    const auto to = writer();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool writes = to.writes(row(half));
+      T* const chunks = to.out(writes ? row(half) : 0) + threadIdx.x % 4 * 8;
+#pragma unroll
+      for (int column = 0; column < Shape::kValueDim / 8; column += 4) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* const x = &state.output[column + i][2 * half];
+          pairs[i] = pack(x[0] * factor_[half], x[1] * factor_[half]);
+        }
+        const uint4 chunk = transpose_in_quad(pairs);
+        if (writes) *reinterpret_cast<uint4*>(chunks + column * 8) = chunk;
+      }
+    }
+  }
+
+  /// As one box that goes through `staging`.
+  __device__ __forceinline__ void store_box(const State& state, uint32_t staging) const {
+    const int32_t lane = threadIdx.x % 32, group = prefill_.attention.group;
+    if (lane == 0) ptx::stores_read();
+    __syncwarp();
+    // Matrices: rows 0-7 and 8-15 of one chunk, then of the next one.
+    const int32_t row = lane % 16;
+#pragma unroll
+    for (int column = 0; column < Shape::kValueDim / 8; column += 2) {
+      uint32_t matrices[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* const x = &state.output[column + i / 2][i % 2 * 2];
+        matrices[i] = pack(x[0] * factor_[i % 2], x[1] * factor_[i % 2]);
+      }
+      const int32_t panel = column / Panel::kChunks, chunk = column % Panel::kChunks + lane / 16;
+      ptx::stmatrix_x4(staging + panel * 16 * Panel::kRowBytes + Panel::offset(row, chunk), matrices);
+    }
+    ptx::fence_stores_for_async();
+    __syncwarp();
+    if (lane != 0) return;
+    const int32_t packed = plan_.tile.first_row + first_row_;
+    ptx::store_box(staging, prefill_.out, 0, plan_.kv_head * group + (packed & (group - 1)),
+                   plan_.tile.first_token + (packed >> prefill_.group_shift), 0);
+  }
+
+  const PrefillParams& prefill_;
+  const Plan& plan_;
+  const int32_t first_row_;
+  const bool boxed_;
+  float factor_[2];
+};
+
+}  // namespace xa::hopper

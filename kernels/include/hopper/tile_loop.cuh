@@ -1,0 +1,73 @@
+// What the warpgroups that compute do with each tile, whatever the element type: wait for its plan, attend, store its
+// rows.
+#pragma once
+
+#include <cstdint>
+
+#include "hopper/pipeline.cuh"
+#include "hopper/ptx.cuh"
+#include "hopper/row_store.cuh"
+#include "hopper/shape.cuh"
+#include "output_rows.cuh"
+#include "params/hopper_prefill.cuh"
+
+namespace xa::hopper {
+
+/// Calls `attend(plan, first, end, tile, finish_rows)` for each tile of the CTA that has a block of keys: blocks
+/// [first, end) of tile number `tile`. It leaves `state` finished, by `finish_rows()`. Rows are stored as `Out`. The
+/// work of a warpgroup.
+template <typename Shape, typename Out, typename State, typename Attend>
+__device__ __forceinline__ void for_tiles(const PrefillParams& prefill, const Pipeline<Shape>& pipeline, int32_t warp,
+                                          State& state, const Attend& attend) {
+  const AttentionParams& params = prefill.attention;
+  const int32_t warp_row = 16 * warp;
+  const bool leads = threadIdx.x % 32 == 0;
+  int32_t rows = 1;
+#pragma unroll 1
+  for (int32_t count = 0, tile = 0; rows > 0; ++count) {
+    const Turn<2> turn(count);
+    pipeline.plan_full(turn).wait();
+    const TilePlan& plan = pipeline.plan(turn);
+    rows = uniform(plan.plan.tile.num_rows);
+    if (rows > 0) {
+      const int32_t first = uniform(plan.first_block), end = uniform(plan.end_block);
+      const bool boxed = Shape::kStagesOutput && prefill.stores_boxes != 0 && warp_row + 16 <= rows;
+      RowStore<Shape, Out> store(prefill, plan, warp_row, boxed);
+      const auto finish_rows = [&] {
+        state.finish();
+        store.finish(state);
+      };
+      state.clear();
+      if (first < end) {
+        attend(plan, first, end, tile, finish_rows);
+        ++tile;
+      } else {
+        finish_rows();
+      }
+      store.store(state, pipeline.output(warp));
+    }
+    __syncwarp();
+    if (leads) pipeline.plan_empty(turn).arrive();
+  }
+  ptx::stores_done();
+  if (params.clears_unowned_rows != 0) {
+    pipeline.order_known().wait();
+    const bool ascend = pipeline.starts_ascend() != 0;
+    clear_unowned_rows<Out, Shape::kComputeThreads>(params, ascend, owned_rows(params, ascend), blockIdx.x, gridDim.x);
+  }
+}
+
+/// Calls `step(masked)` for `block` and those before it down to `first`; blocks [common_begin, common_end) need no
+/// mask.
+template <typename Step>
+__device__ __forceinline__ void for_blocks(int32_t& block, int32_t first, int32_t common_begin, int32_t common_end,
+                                           const Step& step) {
+#pragma unroll 1
+  for (; block >= max(first, common_end); --block) step(true);
+#pragma unroll 1
+  for (; block >= max(first, common_begin); --block) step(false);
+#pragma unroll 1
+  for (; block >= first; --block) step(true);
+}
+
+}  // namespace xa::hopper

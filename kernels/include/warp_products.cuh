@@ -1,0 +1,184 @@
+// The products of a warp by mma.sync, on rows in shared memory, for 16-bit elements and f32.
+//
+// Fragments are those of mma.sync. In an accumulator c of 16 x 8, lane 4g + t holds row g in c[0], c[1] (columns 2t and
+// 2t + 1) and row g + 8 in c[2], c[3]. For 16-bit weights the accumulators of two adjacent blocks of 8 columns are the
+// operand A of the next product as they are, once packed.
+//
+// f32 runs as three tf32 products, big*big + big*small + small*big, where x = big + small to 22 bits. A k-block of 8
+// f32 has the bytes of one of 16 halves, so rows are read alike; rows that have to be transposed cannot be by ldmatrix
+// and are read by words. Tensor cores cut sums off where f32 would round them, so each block of weights is summed from
+// zero and added with rounding.
+#pragma once
+
+#include <cstdint>
+
+#include "element.cuh"
+#include "ptx.cuh"
+
+namespace xa {
+
+/// An f32 as the sum of two tf32.
+struct SplitTf32 {
+  uint32_t big;
+  uint32_t small;
+  __device__ __forceinline__ explicit SplitTf32(float x)
+      : big(ptx::round_to_tf32(x)), small(ptx::round_to_tf32(x - __uint_as_float(big))) {}
+};
+
+template <int kTiles, int kBlocks>
+__device__ __forceinline__ void clear(float (&x)[kTiles][kBlocks][4]) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[tile][block][i] = 0.0f;
+    }
+  }
+}
+
+__device__ __forceinline__ void split_mma(float (&big)[4], float (&small)[4], const uint32_t (&a)[4], uint32_t b0,
+                                          uint32_t b1) {
+  uint32_t a_big[4], a_small[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const SplitTf32 split(__uint_as_float(a[i]));
+    a_big[i] = split.big;
+    a_small[i] = split.small;
+  }
+  const SplitTf32 first(__uint_as_float(b0)), second(__uint_as_float(b1));
+  ptx::mma_tf32(small, a_big, first.small, second.small);
+  ptx::mma_tf32(small, a_small, first.big, second.big);
+  ptx::mma_tf32(big, a_big, first.big, second.big);
+}
+
+/// scores = A B^T, both `kSteps` k-blocks of 32 bytes wide: of kTiles x 16 rows, whose fragments `a.get` gives, and
+/// 8 kBlocks rows at shared address `b`. Long rows of f32 are unrolled less (`kUnroll`), or ptxas loads more fragments
+/// ahead than there are registers for.
+template <typename T, typename Rows, int kSteps, int kUnroll, typename Fragments, int kTiles, int kBlocks>
+__device__ __forceinline__ void multiply_rows(float (&scores)[kTiles][kBlocks][4], const Fragments& a, uint32_t b) {
+  // ldmatrix_x4 gives, of 16 rows of B: the k-block's first and second half of rows 0-7, then of rows 8-15.
+  const uint32_t lane = threadIdx.x % 32;
+  const uint32_t from_b = b + Rows::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  float corrections[kTiles][kBlocks][4];  // f32: the products of small parts, summed apart from the big ones
+  clear(scores);
+  if constexpr (!Element<T>::kIs16Bit) clear(corrections);
+#pragma unroll(kUnroll)
+  for (int step = 0; step < kSteps; ++step) {
+    uint32_t of_a[kTiles][4];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) a.get(of_a[tile], step, tile);
+#pragma unroll
+    for (int pair = 0; pair < kBlocks / 2; ++pair) {
+      uint32_t of_b[4];
+      ptx::ldmatrix_x4(of_b, Rows::moved(from_b, 16 * pair, 2 * step));
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int block = 2 * pair + half;
+          if constexpr (Element<T>::kIs16Bit) {
+            Element<T>::mma(scores[tile][block], of_a[tile], of_b[2 * half], of_b[2 * half + 1]);
+          } else {
+            split_mma(scores[tile][block], corrections[tile][block], of_a[tile], of_b[2 * half], of_b[2 * half + 1]);
+          }
+        }
+      }
+    }
+  }
+  if constexpr (!Element<T>::kIs16Bit) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[tile][block][i] += corrections[tile][block][i];
+      }
+    }
+  }
+}
+
+/// Weights of a warp's rows as operands A: where they were made.
+template <typename T, int kTiles, int kBlocks>
+struct OwnWeights {
+  const float (&weights)[kTiles][kBlocks][4];
+
+  /// Rows of B that they are for.
+  static constexpr int kRows = 8 * kBlocks;
+  /// f32: the rows of a k-block that columns t and t + 4 of A count; the sum may take them in any order, and these are
+  /// the ones that a lane's accumulators hold.
+  static constexpr int kFirst = 2, kSecond = 1;
+  /// Whether addresses may be kept from one product to the next.
+  static constexpr bool kHasRegisters = true;
+
+  __device__ __forceinline__ void get(uint32_t (&fragment)[4], int tile, int step) const {
+    if constexpr (Element<T>::kIs16Bit) {
+      const float (&left)[4] = weights[tile][2 * step], (&right)[4] = weights[tile][2 * step + 1];
+      fragment[0] = Element<T>::pack(left[0], left[1]);
+      fragment[1] = Element<T>::pack(left[2], left[3]);
+      fragment[2] = Element<T>::pack(right[0], right[1]);
+      fragment[3] = Element<T>::pack(right[2], right[3]);
+    } else {
+      const float (&c)[4] = weights[tile][step];
+      fragment[0] = __float_as_uint(c[0]);
+      fragment[1] = __float_as_uint(c[2]);
+      fragment[2] = __float_as_uint(c[1]);
+      fragment[3] = __float_as_uint(c[3]);
+    }
+  }
+};
+
+/// output += weights B: B's rows at shared address `b`, from column `first_chunk` * 16 bytes on.
+template <typename T, typename Rows, typename Weights, int kTiles, int kColumnTiles>
+__device__ __forceinline__ void accumulate(float (&output)[kTiles][kColumnTiles][4], const Weights& weights, uint32_t b,
+                                           int32_t first_chunk) {
+  const uint32_t lane = threadIdx.x % 32;
+  if constexpr (Element<T>::kIs16Bit) {
+    // ldmatrix_x4_trans gives, of 16 columns: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15.
+    const uint32_t from = b + Rows::offset(lane % 16, first_chunk + lane / 16);
+#pragma unroll
+    for (int step = 0; step < Weights::kRows / 16; ++step) {
+      uint32_t of_a[kTiles][4];
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) weights.get(of_a[tile], tile, step);
+#pragma unroll
+      for (int pair = 0; pair < kColumnTiles / 2; ++pair) {
+        uint32_t of_b[4];
+        ptx::ldmatrix_x4_trans(of_b, Rows::moved(from, 16 * step, 2 * pair));
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          Element<T>::mma(output[tile][2 * pair], of_a[tile], of_b[0], of_b[1]);
+          Element<T>::mma(output[tile][2 * pair + 1], of_a[tile], of_b[2], of_b[3]);
+        }
+      }
+    }
+  } else {
+    const uint32_t g = lane / 4, t = lane % 4;
+    const uint32_t first = b + Rows::offset(Weights::kFirst * t, first_chunk + g / 4) + g % 4 * 4;
+    const uint32_t second = b + Rows::offset(Weights::kFirst * t + Weights::kSecond, first_chunk + g / 4) + g % 4 * 4;
+#pragma unroll
+    for (int column = 0; column < kColumnTiles; ++column) {
+      float big[kTiles][1][4], small[kTiles][1][4];
+      clear(big);
+      clear(small);
+#pragma unroll
+      for (int step = 0; step < Weights::kRows / 8; ++step) {
+        const uint32_t b0 = __float_as_uint(ptx::load_shared_f32(Rows::moved(first, 8 * step, 2 * column)));
+        const uint32_t b1 = __float_as_uint(ptx::load_shared_f32(Rows::moved(second, 8 * step, 2 * column)));
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          uint32_t of_a[4];
+          weights.get(of_a, tile, step);
+          split_mma(big[tile][0], small[tile][0], of_a, b0, b1);
+        }
+      }
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) output[tile][column][i] += big[tile][0][i] + small[tile][0][i];
+      }
+    }
+  }
+}
+
+}  // namespace xa
