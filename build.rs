@@ -60,9 +60,10 @@ fn main() -> Result<()> {
 /// The headers that are generated for the kernels, in `<target>/include`, where other tools find them too; the kernels.
 #[cfg(feature = "cuda")]
 fn build_kernels(out: &std::path::Path) -> Result<()> {
+    use std::fs;
+
     let headers = kernels::target_folder(out).join("include");
     params::build(&headers)?;
-    use std::fs;
     let path = "kernels/variants.toml";
     let table = variants::parse(&fs::read_to_string(path)?).context(path)?;
     for (name, text) in table.headers() {

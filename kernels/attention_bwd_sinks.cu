@@ -14,7 +14,6 @@
 
 namespace xa {
 
-
 /// The threads' numbers added up; thread 0 gets it.
 __device__ __forceinline__ float sum_of_all(float mine) {
   __shared__ float warps[kSinksThreads / 32];
@@ -52,7 +51,8 @@ __device__ __forceinline__ void sum_rows(const BackwardParams& params) {
 
 }  // namespace xa
 
-extern "C" __global__ void __launch_bounds__(xa::kSinksThreads) XA_ENTRY(const __grid_constant__ xa::BackwardParams params) {
+extern "C" __global__ void __launch_bounds__(xa::kSinksThreads)
+    XA_ENTRY(const __grid_constant__ xa::BackwardParams params) {
   if (params.forward.sinks == nullptr) {
     if (threadIdx.x == 0) params.dsinks[blockIdx.x] = 0.0f;
     return;
