@@ -8,14 +8,9 @@ use std::process::Command;
 /// What `XLA_ATTENTION_CPU_ISA` is set to. The last one multiplies pairs of bf16 as AVX-512 does, on any CPU.
 const SETS: [&str; 4] = ["portable", "avx2", "avx512", "portable_pairs"];
 
-/// Parts of the names of the tests: every pair of options, each option in every type, head dimensions, long contexts, pools of
-/// threads, a sequence among others and alone.
-const TESTS: [&str; 4] = [
-    "every_pair_of_options_agrees",
-    "_agrees_with_the_reference_in_every_type",
-    "gives_the_same_bits",
-    "long_contexts",
-];
+/// Parts of the names of the tests: every pair of options and types, head dimensions, pools of threads, long contexts.
+const TESTS: [&str; 4] =
+    ["every_pair_of_options_agrees", "every_head_dimension_agrees", "gives_the_same_bits", "long_contexts"];
 
 #[test]
 fn every_instruction_set_agrees_with_the_reference() {
@@ -32,6 +27,6 @@ fn every_instruction_set_agrees_with_the_reference() {
         let text = String::from_utf8_lossy(&output.stdout);
         let passed = text.split("test result: ok. ").nth(1).and_then(|rest| rest.split(' ').next());
         let passed: usize = passed.unwrap_or_else(|| panic!("{set}: {text}")).parse().unwrap();
-        assert!(output.status.success() && passed >= 12, "{set}: {passed} tests passed");
+        assert!(output.status.success() && passed >= 11, "{set}: {passed} tests passed");
     }
 }

@@ -32,6 +32,7 @@ mod rows_interface;
 mod rust_interface;
 mod rust_operators;
 mod simple_add;
+mod strides;
 #[path = "../support/mod.rs"]
 mod support;
 mod tuned_backward;

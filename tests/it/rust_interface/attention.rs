@@ -1,7 +1,6 @@
-//! The attention operators over strided tensors, as eager torch and Rust pass them, and the strides that they refuse.
+//! The attention operators over strided tensors, as eager torch and Rust pass them.
 
-use super::{PAGED_ATTRIBUTES, check, claim, paged_claims, refused};
-use crate::support::array::{ATTENTION_DTYPES, Array, BF16, F32, I32};
+use crate::support::array::{ATTENTION_DTYPES, Array};
 use crate::support::batch::{Dtypes, Shape};
 use crate::support::case::Case;
 use crate::support::gradient_case::{GradientCase, Wanted};
@@ -25,91 +24,6 @@ pub(crate) const FLASH_ATTRIBUTES: [Attribute; 10] = [
     Attribute::I64(-1),
     Attribute::I64(-1),
 ];
-
-/// `flash_attn_varlen_bwd` without a mask.
-const FLASH_BWD_ATTRIBUTES: [Attribute; 9] = [
-    Attribute::Bool(false),
-    Attribute::Bool(false),
-    Attribute::I64(0),
-    Attribute::I64(0),
-    Attribute::F32(0.0),
-    Attribute::F32(0.5),
-    Attribute::Bool(false),
-    Attribute::I64(-1),
-    Attribute::I64(-1),
-];
-
-/// The five required operands of a right call of `flash_attn_varlen`, packed.
-fn flash_claims() -> [Tensor<'static>; 5] {
-    [claim(BF16, &[6, 4, 16]), claim(BF16, &[9, 2, 16]), claim(BF16, &[9, 2, 24]), claim(I32, &[4]), claim(I32, &[4])]
-}
-
-#[test]
-fn a_check_needs_no_memory() {
-    let out = [claim(BF16, &[6, 4, 24]), claim(F32, &[4, 6])];
-    check(Op::FlashAttnVarlen, &flash_claims(), &out, &FLASH_ATTRIBUTES).unwrap();
-    check(Op::PagedAttention, &paged_claims(), &[claim(BF16, &[6, 4, 16])], &PAGED_ATTRIBUTES).unwrap();
-}
-
-/// Operand `index` of a right call with these dims and strides is refused.
-fn paged_refuses(index: usize, dims: &'static [i64], strides: &'static [i64], text: &str) {
-    let mut operands = paged_claims();
-    operands[index] = Tensor { strides: Some(strides), ..claim(if dims.len() < 3 { I32 } else { BF16 }, dims) };
-    let outcome = check(Op::PagedAttention, &operands, &[claim(BF16, &[6, 4, 16])], &PAGED_ATTRIBUTES);
-    refused(outcome, &format!("xla_gpu_paged_attention: {text}"));
-}
-
-#[test]
-fn paged_attention_refuses_strides_that_no_kernel_can_follow() {
-    let last = "expected 1 for the last dimension";
-    paged_refuses(0, &[6, 4, 16], &[64, 16], "query has 2 strides, expected 3");
-    paged_refuses(0, &[6, 4, 16], &[128, 32, 2], &format!("query has strides Some([128, 32, 2]), {last}"));
-    let strides = "kv_cache has strides Some([1, 5, 40, 160])";
-    paged_refuses(1, &[5, 8, 4, 16], &[1, 5, 40, 160], &format!("{strides}, {last}"));
-    paged_refuses(3, &[3, 2], &[1, 3], &format!("block_tables has strides Some([1, 3]), {last}"));
-    paged_refuses(2, &[3], &[2], "context_lens has strides Some([2]), expected a dense tensor");
-    paged_refuses(4, &[4], &[2], "query_start_loc has strides Some([2]), expected a dense tensor");
-
-    let out = claim(BF16, &[6, 4, 16]);
-    let outs = [Tensor { strides: Some(&[128, 16, 1]), ..out }];
-    let dense = "xla_gpu_paged_attention: out has strides Some([128, 16, 1]), expected a dense tensor";
-    refused(check(Op::PagedAttention, &paged_claims(), &outs, &PAGED_ATTRIBUTES), dense);
-    let lse = [out, Tensor { strides: Some(&[12, 2]), ..claim(F32, &[4, 6]) }];
-    let dense = "xla_gpu_paged_attention: softmax_lse has strides Some([12, 2]), expected a dense tensor";
-    refused(check(Op::PagedAttention, &paged_claims(), &lse, &PAGED_ATTRIBUTES), dense);
-}
-
-#[test]
-fn flash_attn_varlen_refuses_strides_that_no_kernel_can_follow() {
-    let out = [claim(BF16, &[6, 4, 24]), claim(F32, &[4, 6])];
-    let last = "expected 1 for the last dimension";
-    let rows: [(usize, &'static [i64], String); 5] = [
-        (0, &[64, 16, 2], format!("q has strides Some([64, 16, 2]), {last}")),
-        (1, &[64, 32, 2], format!("k has strides Some([64, 32, 2]), {last}")),
-        (2, &[1, 9, 18], format!("v has strides Some([1, 9, 18]), {last}")),
-        (3, &[2], "cu_seqlens_q has strides Some([2]), expected a dense tensor".into()),
-        (4, &[3], "cu_seqlens_k has strides Some([3]), expected a dense tensor".into()),
-    ];
-    for (index, strides, text) in rows {
-        let mut operands = flash_claims();
-        operands[index].strides = Some(strides);
-        let outcome = check(Op::FlashAttnVarlen, &operands, &out, &FLASH_ATTRIBUTES);
-        refused(outcome, &format!("xla_gpu_flash_attn_varlen: {text}"));
-    }
-    // Optional operands after the five: each alone, the ones before it left out.
-    let names = ["seqused_q", "leftpad_k", "alibi_slopes", "sinks", "q_scale", "k_scale", "v_scale"];
-    let dims: [&'static [i64]; 7] = [&[3], &[3], &[3, 4], &[4], &[2], &[2], &[2]];
-    for (index, (name, dims)) in names.into_iter().zip(dims).enumerate() {
-        let strides: &[i64] = if dims.len() == 2 { &[8, 1] } else { &[2] };
-        let tensor = Tensor { strides: Some(strides), ..claim(if index < 2 { I32 } else { F32 }, dims) };
-        let mut operands = flash_claims().to_vec();
-        operands.resize(7 + index, Tensor::ABSENT);
-        operands.push(tensor);
-        let outcome = check(Op::FlashAttnVarlen, &operands, &out, &FLASH_ATTRIBUTES);
-        let text = format!("{name} has strides Some({strides:?}), expected a dense tensor");
-        refused(outcome, &format!("xla_gpu_flash_attn_varlen: {text}"));
-    }
-}
 
 fn attributes(invocation: &Invocation) -> Vec<Attribute> {
     let value = |value: &Attr| match value {
@@ -189,45 +103,6 @@ fn flash_attn_varlen_bwd_follows_the_strides_of_all_rows() {
         let shape = Shape { dtypes: dtype.into(), lengths, value_dim: Some(24), ..Shape::default() };
         let case = GradientCase::store(&shape.batch(), &Storage::contiguous(), Wanted::ALL);
         follows_strides(Op::FlashAttnVarlenBwd, &case.invocation(), 4);
-    }
-}
-
-#[test]
-fn flash_attn_varlen_bwd_refuses_strides_that_no_kernel_can_follow() {
-    let (wide, rows, keys) = (claim(BF16, &[6, 4, 24]), claim(BF16, &[6, 4, 16]), claim(BF16, &[9, 2, 16]));
-    let (values, lse, starts) = (claim(BF16, &[9, 2, 24]), claim(F32, &[4, 6]), claim(I32, &[4]));
-    let operands = [wide, rows, keys, values, wide, lse, starts, starts];
-    let results = [rows, keys, values];
-    let refuses = |operands: &[Tensor], results: &[Tensor], text: &str| {
-        let outcome = check(Op::FlashAttnVarlenBwd, operands, results, &FLASH_BWD_ATTRIBUTES);
-        refused(outcome, &format!("xla_gpu_flash_attn_varlen_bwd: {text}"));
-    };
-    check(Op::FlashAttnVarlenBwd, &operands, &results, &FLASH_BWD_ATTRIBUTES).unwrap();
-    let (apart, transposed): (&'static [i64], &'static [i64]) = (&[200, 48, 2], &[1, 8]);
-    for (index, name) in ["dout", "q", "k", "v", "out"].into_iter().enumerate() {
-        let mut operands = operands;
-        operands[index].strides = Some(apart);
-        refuses(&operands, &results, &format!("{name} has strides Some({apart:?}), expected 1 for the last dimension"));
-    }
-    let dense = |name: &str, strides: &[i64]| format!("{name} has strides Some({strides:?}), expected a dense tensor");
-    for (index, name, strides) in [(5, "softmax_lse", transposed), (6, "cu_seqlens_q", &[2]), (7, "cu_seqlens_k", &[3])]
-    {
-        let mut operands = operands;
-        operands[index].strides = Some(strides);
-        refuses(&operands, &results, &dense(name, strides));
-    }
-    let with_dlse = |dlse: Tensor<'static>| {
-        let mut operands = operands.to_vec();
-        operands.resize(13, Tensor::ABSENT);
-        operands.push(dlse);
-        operands
-    };
-    let dlse = Tensor { strides: Some(transposed), ..lse };
-    refuses(&with_dlse(dlse), &results, &dense("dlse", transposed));
-    for (index, name) in ["dq", "dk", "dv"].into_iter().enumerate() {
-        let mut results = results;
-        results[index].strides = Some(&[400, 40, 1]);
-        refuses(&operands, &results, &dense(name, &[400, 40, 1]));
     }
 }
 

@@ -2,7 +2,7 @@
 
 mod attention;
 
-use crate::support::array::{Array, BF16, F16, F32, I32, I64};
+use crate::support::array::{Array, BF16, F16, F32, I32};
 use crate::support::frame::INVALID_ARGUMENT;
 use crate::support::guard::{Guarded, Side, for_both_sides};
 use crate::support::invocation::Attr;
@@ -43,16 +43,6 @@ fn paged_claims() -> [Tensor<'static>; 6] {
         claim(I32, &[4]),
         claim(I32, &[]),
     ]
-}
-
-#[test]
-fn a_check_needs_no_memory() {
-    let rows = [claim(F16, &[6, 2, 16]), claim(F16, &[6, 2, 16]), claim(I64, &[6])];
-    let cache = claim(F16, &[5, 8, 4, 16]);
-    check(Op::SimpleAdd, &[claim(F32, &[9]); 2], &[claim(F32, &[9])], &[]).unwrap();
-    check(Op::KvCacheUpdate, &[cache, rows[0], rows[1], rows[2]], &[cache], &[Attribute::I64(1)]).unwrap();
-    let split = claim(F16, &[5, 8, 2, 16]);
-    check(Op::KvCacheUpdateSplit, &[split, split, rows[0], rows[1], rows[2]], &[split; 2], &[]).unwrap();
 }
 
 #[test]
@@ -106,38 +96,6 @@ fn wrong_counts_and_kinds_are_refused_by_name() {
     attributes = PAGED_ATTRIBUTES;
     attributes[0] = Attribute::I64(0);
     refused(paged(&attributes), "xla_gpu_paged_attention: attribute batch_invariant is I64(0), expected Bool");
-}
-
-#[test]
-fn strides_that_no_update_can_follow_are_refused() {
-    let right = [claim(F16, &[5, 8, 4, 16]), claim(F16, &[6, 2, 16]), claim(F16, &[6, 2, 16]), claim(I32, &[6])];
-    let scale = Tensor { strides: Some(&[2]), ..claim(F32, &[2]) };
-    let update = |index: usize, strides: &'static [i64]| {
-        let mut operands = right.to_vec();
-        operands[index].strides = Some(strides);
-        check(Op::KvCacheUpdate, &operands, &[operands[0]], &[Attribute::I64(1)])
-    };
-    let text = |rest: &str| format!("xla_gpu_kv_cache_update: {rest}");
-    let last = "expected 1 for the last dimension";
-    refused(update(0, &[512, 64, 16, 2]), &text(&format!("kv_cache has strides Some([512, 64, 16, 2]), {last}")));
-    refused(update(1, &[64, 32, 2]), &text(&format!("key has strides Some([64, 32, 2]), {last}")));
-    refused(update(2, &[64, 32, 0]), &text(&format!("value has strides Some([64, 32, 0]), {last}")));
-    refused(update(3, &[2]), &text("slot_mapping has strides Some([2]), expected a dense tensor"));
-    let operands = [&right[..], &[scale]].concat();
-    let outcome = check(Op::KvCacheUpdate, &operands, &right[..1], &[Attribute::I64(1)]);
-    refused(outcome, &text("k_scale has strides Some([2]), expected a dense tensor"));
-    let result = Tensor { strides: Some(&[512, 64, 16, 2]), ..right[0] };
-    let outcome = check(Op::KvCacheUpdate, &right, &[result], &[Attribute::I64(1)]);
-    refused(outcome, &text(&format!("result kv_cache has strides Some([512, 64, 16, 2]), {last}")));
-}
-
-#[test]
-fn simple_add_refuses_strides() {
-    let spread = Tensor { strides: Some(&[2]), ..claim(F32, &[5]) };
-    let (a, dense) = (claim(F32, &[5]), "has strides Some([2]), expected a dense tensor");
-    refused(check(Op::SimpleAdd, &[spread, a], &[a], &[]), &format!("xla_gpu_simple_add: a {dense}"));
-    refused(check(Op::SimpleAdd, &[a, spread], &[a], &[]), &format!("xla_gpu_simple_add: b {dense}"));
-    refused(check(Op::SimpleAdd, &[a, a], &[spread], &[]), &format!("xla_gpu_simple_add: out {dense}"));
 }
 
 #[test]
