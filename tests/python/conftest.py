@@ -2,6 +2,10 @@
 
 import os
 
+# What XLA compiles around our calls need not be fast: on the CPU without optimisations. Set before the first import.
+if not os.path.exists("/dev/nvidia0"):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".lstrip()
+
 import hypothesis
 import jax
 import pytest
