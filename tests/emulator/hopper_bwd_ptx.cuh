@@ -35,5 +35,6 @@ inline float2 load_shared_f32x2(uint32_t address) {
   std::memcpy(&value, ::shared + address, sizeof(value));
   return value;
 }
+inline float of_quad_lane(float x, int quad) { return __shfl_sync(~0u, x, 4 * quad + threadIdx.x % 4); }
 
 }  // namespace xa::hopper::ptx

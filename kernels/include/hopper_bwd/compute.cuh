@@ -3,7 +3,9 @@
 // tensor cores they are operands of dV and dK; only dS goes through shared memory, for dQ, of which each warpgroup
 // makes half out of the dS of both.
 //
-// Products of a step, in order: dP beside P; dV; dQ; dK; then S of the next step, while dK is still under way.
+// Products of a step, in order: dP, beside which P is made; dV, dQ and dK when P and dS are there, which are made
+// together: exponentials are what takes longest of both, and the rest of dS's arithmetic fits between them; then S of
+// the next step. dQ leaves while dK and S are under way.
 #pragma once
 
 #include <cmath>
@@ -58,6 +60,26 @@ __device__ __forceinline__ void hide_unseen(float (&scores)[Shape::kQueries / 8]
   }
 }
 
+/// Numbers of a block of 8 kTiles rows, of which a lane needs those of its two columns of each tile, as all lanes with
+/// its lane % 4 do. It reads an eighth of them, and gets the others from the lanes that have read them: what shared
+/// memory delivers to registers is counted by lanes, and the tensor cores need it.
+template <int kTiles>
+class RowPairs {
+ public:
+  __device__ __forceinline__ explicit RowPairs(uint32_t from) {
+#pragma unroll
+    for (int i = 0; i < kTiles / 8; ++i) own_[i] = ptx::load_shared_f32x2(from + 256 * i + threadIdx.x % 32 * 8);
+  }
+  /// Those of columns 2 (lane % 4) and the next of a tile.
+  __device__ __forceinline__ float2 of(int tile) const {
+    const float2& own = own_[tile / 8];
+    return make_float2(ptx::of_quad_lane(own.x, tile % 8), ptx::of_quad_lane(own.y, tile % 8));
+  }
+
+ private:
+  float2 own_[kTiles / 8];
+};
+
 /// Computes all tiles of the CTA. The work of a warpgroup, number `warpgroup` of two.
 template <typename Shape, typename T>
 __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params,
@@ -66,8 +88,6 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
   constexpr int kQueries = Shape::kQueries, kHeadDim = Shape::kHeadDim;
   constexpr int kQueryTiles = kQueries / 8, kColumnTiles = kHeadDim / 8;
   constexpr int kStepsOfPanel = Panel::kColumns / 16;
-  // Where queries are 128 a step there are not the registers for scores of two steps.
-  constexpr bool kScoresAhead = kQueries == 64;
   // A step down 16 rows of a panel, a step along 16 of its columns, in descriptors.
   constexpr uint64_t kDown = 2 * Panel::kGroupBytes >> 4, kAlong = 2;
   const AttentionParams& forward = params.base.forward;
@@ -145,39 +165,34 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       for (int i = 0; i < 4; ++i) dk[column][i] = dv[column][i] = 0.0f;
     }
     pipeline.keys_full(count).wait();
-    if constexpr (kScoresAhead) {
-      pipeline.query_full(at).wait();
-      start_scores(at.slot);
-      // Under way into the loop, products would be done one after the other.
-      ptx::products_wait<0>();
-    }
+    pipeline.query_full(at).wait();
+    start_scores(at.slot);
+    // Under way into the loop, products would be done one after the other.
+    ptx::products_wait<0>();
     // The gradients of the tile before have left the places of dS and of dQ.
     if (leads) ptx::stores_read();
     ptx::sync(1, 256);
     pipeline.values_full(count).wait();
     int32_t held = -1;  // the stage of Q that dK is still being made from
+    float dq[8][4];
     // Where the keys are `hidden` from all queries, dS is 0, and of the products only the half of dQ is left.
     const auto take_step = [&](auto hidden) {
       constexpr bool kHidden = decltype(hidden)::value;
       const Turn<2> now(step);
       float dp[kQueryTiles][4];
       uint32_t p[kQueries / 16][4], ds[kQueries / 16][4];
-      if constexpr (kScoresAhead) {
-        ptx::products_wait<0>();  // dK of the step before, S
-        if (held >= 0) release(pipeline.query_empty({held, 0}));
-      } else {
-        pipeline.query_full(at).wait();
-        start_scores(at.slot);
-      }
+      const uint64_t dout = douts + now.slot * (Shape::kQueryBytes >> 4);
       pipeline.dout_full(now).wait();
       if constexpr (!kHidden) {
+        const RowPairs<kQueryTiles> lses(pipeline.lses(at.slot));
+        ptx::products_wait<0>();  // dK of the step before, S
+        if (held >= 0) release(pipeline.query_empty({held, 0}));
         ptx::products_fence();
-        const uint64_t from = douts + now.slot * (Shape::kQueryBytes >> 4);
 #pragma unroll
         for (int k = 0; k < kHeadDim / 16; ++k) {
           const uint64_t a =
               own_values + (k / kStepsOfPanel * (Shape::kKeyPanelBytes >> 4) + k % kStepsOfPanel * kAlong);
-          const uint64_t b = from + (k / kStepsOfPanel * (Shape::kQueryPanelBytes >> 4) + k % kStepsOfPanel * kAlong);
+          const uint64_t b = dout + (k / kStepsOfPanel * (Shape::kQueryPanelBytes >> 4) + k % kStepsOfPanel * kAlong);
           if (k == 0) {
             BackwardProduct<T, kQueries>::template along<false>(dp, a, b);
           } else {
@@ -185,63 +200,63 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
           }
         }
         ptx::products_commit();
-        if constexpr (!kScoresAhead) ptx::products_wait<1>();
         if (!plain.holds(block)) hide_unseen<Shape>(scores, forward, tile, block);
-        const uint32_t lses = pipeline.lses(at.slot) + lane % 4 * 8;
+        const RowPairs<kQueryTiles> deltas(pipeline.deltas(now.slot));
         const float scale = forward.softmax_scale_log2;
-#pragma unroll
-        for (int column = 0; column < kQueryTiles; ++column) {
-          const float2 lse = ptx::load_shared_f32x2(lses + 32 * column);
+        const auto make_weights = [&](int column) {
+          const float2 lse = lses.of(column);
           float (&s)[4] = scores[column];
           s[0] = xa::ptx::exp2_approx(__fmaf_rn(s[0], scale, -lse.x));
           s[1] = xa::ptx::exp2_approx(__fmaf_rn(s[1], scale, -lse.y));
           s[2] = xa::ptx::exp2_approx(__fmaf_rn(s[2], scale, -lse.x));
           s[3] = xa::ptx::exp2_approx(__fmaf_rn(s[3], scale, -lse.y));
-          p[column / 2][column % 2 * 2] = Element<T>::pack(s[0], s[1]);
-          p[column / 2][column % 2 * 2 + 1] = Element<T>::pack(s[2], s[3]);
-        }
-      }
-      if constexpr (!kHidden) {
-        ptx::products_fence();
-        const uint64_t from = douts + now.slot * (Shape::kQueryBytes >> 4);
+        };
+        // While dP is under way; the others beside dS.
+        constexpr int kFirst = kQueryTiles / 2;
 #pragma unroll
-        for (int k = 0; k < kQueries / 16; ++k) BackwardProduct<T, kHeadDim>::weigh(dv, p[k], from + k * kDown);
-        ptx::products_commit();
-        ptx::products_wait<1>();  // dP
-      }
-      if (left == 1) release(pipeline.values_empty(count));
-      if constexpr (!kHidden) {
-        const uint32_t deltas = pipeline.deltas(now.slot) + lane % 4 * 8;
+        for (int column = 0; column < kFirst; ++column) make_weights(column);
+        ptx::products_wait<0>();  // dP
 #pragma unroll
         for (int column = 0; column < kQueryTiles; ++column) {
-          const float2 delta = ptx::load_shared_f32x2(deltas + 32 * column);
+          if (column + kFirst < kQueryTiles) make_weights(column + kFirst);
+          const float2 delta = deltas.of(column);
           float (&d)[4] = dp[column];
           const float (&s)[4] = scores[column];
           d[0] = (d[0] - delta.x) * s[0];
           d[1] = (d[1] - delta.y) * s[1];
           d[2] = (d[2] - delta.x) * s[2];
           d[3] = (d[3] - delta.y) * s[3];
+          p[column / 2][column % 2 * 2] = Element<T>::pack(s[0], s[1]);
+          p[column / 2][column % 2 * 2 + 1] = Element<T>::pack(s[2], s[3]);
           ds[column / 2][column % 2 * 2] = Element<T>::pack(d[0], d[1]);
           ds[column / 2][column % 2 * 2 + 1] = Element<T>::pack(d[2], d[3]);
         }
       } else {
+        ptx::products_wait<0>();
+        if (held >= 0) release(pipeline.query_empty({held, 0}));
 #pragma unroll
         for (auto& matrices : ds) {
 #pragma unroll
           for (uint32_t& pair : matrices) pair = 0;
         }
       }
+      if (left == 1) release(pipeline.values_empty(count));
 #pragma unroll
       for (int k = 0; k < kQueries / 16; ++k) {
         const uint32_t panel = now.slot * Shape::kScoreBytes + k / kStepsOfPanel * Shape::kKeyPanelBytes;
         // A chunk's place is its number within the row, by XOR.
         ptx::stmatrix_x4((own_scores + panel) ^ (k % kStepsOfPanel * 2 << 4), ds[k]);
       }
+      if constexpr (!kHidden) {
+        ptx::products_fence();
+#pragma unroll
+        for (int k = 0; k < kQueries / 16; ++k) BackwardProduct<T, kHeadDim>::weigh(dv, p[k], dout + k * kDown);
+        ptx::products_commit();
+      }
       ptx::fence_stores_for_async();
       __syncwarp();
       release(pipeline.scores_full(now));
 
-      float dq[8][4];
       pipeline.scores_full(now).wait();
       ptx::products_fence();
       {
@@ -267,6 +282,11 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       }
       release(pipeline.dout_empty(now));
       if (left == 1) release(pipeline.keys_empty(count));
+      held = at.slot;
+      at.advance();
+    };
+    // Hands the half of dQ to the warp that adds it to its sums.
+    const auto leave_sums = [&] {
       pipeline.sums_empty(step, warpgroup).wait_for_reuse();
 #pragma unroll
       for (int column = 0; column < 8; ++column) {
@@ -276,14 +296,13 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       }
       ptx::fence_stores_for_async();
       __syncwarp();
-      release(pipeline.sums_full(now, warpgroup));
+      release(pipeline.sums_full(Turn<2>(step), warpgroup));
       ++step;
-      held = at.slot;
-      at.advance();
     };
 #pragma unroll 1
     while (true) {
-      if (!kScoresAhead || seen.holds(block)) {
+      // At 128 queries a step hardly any block of them sees only one warpgroup's keys.
+      if (kQueries == 128 || seen.holds(block)) {
         take_step(std::false_type{});
       } else {
         take_step(std::true_type{});
@@ -292,14 +311,11 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       block += ascends ? 1 : -1;
       if (block < first_block) block = first_block + num_blocks - 1;
       if (block >= first_block + num_blocks) block = first_block;
-      if constexpr (kScoresAhead) {
-        pipeline.query_full(at).wait();
-        start_scores(at.slot);
-      } else {
-        ptx::products_wait<0>();
-        release(pipeline.query_empty({held, 0}));
-      }
+      pipeline.query_full(at).wait();
+      start_scores(at.slot);
+      leave_sums();
     }
+    leave_sums();
     ptx::products_wait<0>();
     release(pipeline.query_empty({held, 0}));
     // dK and dV leave through the places of dS and dQ.

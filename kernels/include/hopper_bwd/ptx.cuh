@@ -58,4 +58,12 @@ __device__ __forceinline__ float2 load_shared_f32x2(uint32_t address) {
   return value;
 }
 
+/// `x` of the lane with the same place in the quad of a number. That the place stays is the instruction's own doing, so
+/// no register holds the lane's number.
+__device__ __forceinline__ float of_quad_lane(float x, int quad) {
+  float y;
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x31f, 0xffffffff;" : "=f"(y) : "f"(x), "r"(4 * quad));
+  return y;
+}
+
 }  // namespace xa::hopper::ptx
