@@ -16,7 +16,7 @@ enum {
   ILLEGAL_ADDRESS = 700,
   OUT_OF_RESOURCES = 701
 };
-enum { MAJOR = 75, MINOR = 76, ERROR_LOG = 5 };
+enum { MAJOR = 75, MINOR = 76, RESERVED_SHARED_MEM = 111, ERROR_LOG = 5 };
 
 static int is(const char* fault) {
   const char* given = getenv("FAULT");
@@ -57,7 +57,10 @@ int cuCtxGetDevice(int* device) {
 }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   (void)device;
-  *value = attribute == MAJOR ? (is("old GPU") ? 7 : 9) : attribute == MINOR ? (is("old GPU") ? 5 : 0) : 200000;
+  *value = attribute == MAJOR                 ? (is("old GPU") ? 7 : 9)
+           : attribute == MINOR               ? (is("old GPU") ? 5 : 0)
+           : attribute == RESERVED_SHARED_MEM ? 1024
+                                              : 200000;
   return SUCCESS;
 }
 int cuDriverGetVersion(int* version) {
