@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._documentation import documented
 from .._options import gradient_refusal, kv_layout_number, length_advice, refuse_untold_lengths, refuse_values
 from ._attention import output_dtype, refuse_dropout
 from ._call import Array, alike_varying, scale_operand, static_bool, static_f32, static_i64
@@ -18,6 +19,7 @@ from ._varlen import backward, forward
 from ._varlen_types import Cotangents, Operands, Options, keys_are_in_pages
 
 
+@documented("xla_gpu_flash_attn_varlen")
 def flash_attn_varlen(
     q: Array,
     k: Array,
@@ -56,7 +58,6 @@ def flash_attn_varlen(
     Parameters
     ----------
     q : Array
-        ``[Tq, Hq, D]``; f16, bf16, f32 or f8e4m3fn; D a multiple of 8 up to 256.
     k, v : Array
         ``[Tk, Hkv, D]`` and ``[Tk, Hkv, Dv]``; with a `block_table` ``[P, page_size, Hkv, D]`` and
         ``[P, page_size, Hkv, Dv]``, or with `kv_layout` one buffer as k, and v None. Of q's dtype; f16 and bf16 queries
@@ -70,36 +71,29 @@ def flash_attn_varlen(
         Lengths of the longest sequences: advice that chooses tile sizes, rounded up to a power of two. It never decides
         which rows are computed.
     softmax_scale : float, optional
-        Multiplies ``q . k``; finite and positive. ``D ** -0.5`` by default.
+        ... ``D ** -0.5`` by default.
     causal : bool
-        No query sees a key after its own position, whatever `window` says.
     window : (int, int)
         How many keys before and after its own position a query sees; -1 is all of them.
     softcap : float
-        Scores become ``softcap * tanh(score / softcap)``; 0 is off.
-    seqused_q, seqused_k : Array, optional
-        ``i32[B]``: how many of a sequence's rows are in use; the others may hold anything.
+        ... 0 is off.
+    seqused_q : Array, optional
+    seqused_k : Array, optional
     block_table : Array, optional
-        ``i32[B, M]``: the pages of each sequence, in order.
     kv_layout : str, optional
         One buffer holds K and V: ``"interleaved"`` ``[P, page_size, 2*Hkv, D]`` with K of head h at 2h and V at 2h+1,
         ``"stacked"`` ``[2, P, page_size, Hkv, D]``, ``"per_page"`` ``[P, 2, page_size, Hkv, D]``. Needs a
         `block_table`.
     leftpad_k : Array, optional
-        ``i32[B]``: the first keys of each sequence, which no query sees. They count as keys for alignment, windows and
-        slopes.
     alibi_slopes : Array, optional
-        ``f32[Hq]`` or ``f32[B, Hq]``: ``-slope * |distance|`` is added to a score.
     sinks : Array, optional
-        ``f32[Hq]``: the logit of one more column of each row, whose value is 0.
-    q_scale, k_scale, v_scale : Array or float, optional
-        ``f32[1]`` or ``f32[Hkv]``: what the stored numbers are to be multiplied with.
+    q_scale : Array or float, optional
+    k_scale : Array or float, optional
+    v_scale : Array or float, optional
     top_left : bool
-        Query 0 stands at key 0. Otherwise the last query stands at the last key.
     deterministic : bool
         Asks for a deterministic gradient; the result itself always is.
     batch_invariant : bool
-        The bits of a sequence's rows depend on nothing but that sequence and static sizes.
     return_lse : bool
         Return the logarithm of the softmax denominators as well.
     out_dtype : dtype, optional

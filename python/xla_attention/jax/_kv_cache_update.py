@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._documentation import documented
 from .._options import kv_layout_number, refuse_layout_of_two
 from ._call import Array, custom_call, scale_operand
 from ._fold import unfolded, with_vmap
@@ -20,6 +21,7 @@ _without_gradient = functools.partial(
 )
 
 
+@documented("xla_gpu_kv_cache_update")
 def kv_cache_update(
     kv_cache: Array | tuple[Array, Array],
     key: Array,
@@ -43,12 +45,12 @@ def kv_cache_update(
     key, value : Array
         ``[T, Hkv, D]``, ``[T, Hkv, Dv]``, f16, bf16 or f32; D and Dv multiples of 8 up to 256.
     slot_mapping : Array
-        ``[T]`` integers: token t goes to slot ``page * page_size + offset``. A slot outside the cache is skipped, so -1
-        marks padding. Where two tokens have one slot, it may hold parts of both. As an argument of ``jax.jit``, NumPy's
-        int64 is cut to its lower half by JAX itself, unless ``jax_enable_x64`` is on: pass int32 there.
-    k_scale, v_scale : Array or float, optional
-        ``f32[1]`` or ``f32[Hkv]``: what is stored is the row divided by it. The attention functions multiply by the
-        scale of the same name.
+        ... As an argument of ``jax.jit``, NumPy's int64 is cut to its lower half by JAX itself, unless ``jax_enable_x64`` is
+        on: pass int32 there.
+    k_scale : Array or float, optional
+        ... The attention functions multiply by the scale of the same name.
+    v_scale : Array or float, optional
+        ... The attention functions multiply by the scale of the same name.
     kv_layout : str, optional
         Of a cache in one buffer: ``"interleaved"`` (the default), ``[P, page_size, 2*Hkv, D]`` with K of head h at
         index 2h and V at 2h+1; ``"stacked"``, ``[2, P, page_size, Hkv, D]``; ``"per_page"``,

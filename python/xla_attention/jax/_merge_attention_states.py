@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 
+from .._documentation import documented
 from ._call import Array, custom_call
 from ._fold import as_columns, as_rows, each_call, unfolded, unfolded_lse, with_vmap
 from ._no_gradient import without_gradient
 from ._partition import Letters, partitioned
 
 
+@documented("xla_gpu_merge_attention_states")
 def merge_attention_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     """Merge the attention of the same queries over two disjoint sets of keys into that over both.
 
@@ -18,11 +20,10 @@ def merge_attention_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Arra
 
     Parameters
     ----------
-    out_a, out_b : Array
-        ``[n, h, d]``, f16, bf16 or f32, both the same: outputs over each set of keys; any d.
-    lse_a, lse_b : Array
-        ``f32[h, n]``: logarithms of the softmax denominators, natural. A row of a part whose lse is not finite saw no
-        key there: that part's output is not read.
+    out_a : Array
+    out_b : Array
+    lse_a : Array
+    lse_b : Array
 
     Returns
     -------

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._documentation import documented
 from .._operators import operator
 from .._options import refuse_window
 from ._attention import output_dtype, with_workspace
@@ -22,6 +23,7 @@ from ._words import of_scores, of_sequences
 WITH_GRADIENT = "flash_attn_varlen over packed keys [Tk, Hkv, D] has gradients"
 
 
+@documented("xla_gpu_paged_attention")
 def paged_attention(
     query: Array,
     kv_cache: Array,
@@ -51,33 +53,21 @@ def paged_attention(
     Parameters
     ----------
     query : Array
-        ``[T, Hq, D]``; f16, bf16, f32 or f8e4m3fn; D a multiple of 8 up to 256.
     kv_cache : Array
-        ``[P, page_size, 2*Hkv, D]``, K of head h at index 2h, V at 2h+1; of the query's dtype, or f8e4m3fn or f8e5m2
-        under f16 or bf16 queries. Query head h reads KV head ``h // (Hq // Hkv)``.
     context_lens : Array
-        ``i32[S]``: keys of each sequence, the new tokens included.
     block_tables : Array
-        ``i32[S, M]``: the pages of each sequence, in order.
     query_start_loc : Array
-        ``i32[S + 1]``: first query row of each sequence and, after the last, the end.
     num_seqs : Array or int
-        ``i32[1]`` or ``i32[]``: how many of the S slots are in use. As an int it becomes a constant of the program,
-        which is compiled anew for each value.
+        ... As an int it becomes a constant of the program, which is compiled anew for each value.
     scale : float
-        Multiplies ``q . k``; finite and positive.
     sliding_window : int, optional
-        Each query sees only the last ``sliding_window`` keys, its own included.
     soft_cap : float, optional
-        Scores become ``soft_cap * tanh(score / soft_cap)``; 0 is off.
     alibi_slopes : Array, optional
-        ``f32[Hq]`` or ``f32[S, Hq]``: ``-slope * |distance|`` is added to a score.
     sinks : Array, optional
-        ``f32[Hq]``: the logit of one more column of each row, whose value is 0.
-    q_scale, k_scale, v_scale : Array or float, optional
-        ``f32[1]`` or ``f32[Hkv]``: what the stored numbers are to be multiplied with.
+    q_scale : Array or float, optional
+    k_scale : Array or float, optional
+    v_scale : Array or float, optional
     batch_invariant : bool
-        The bits of a sequence's rows depend on nothing but that sequence and static sizes.
     return_lse : bool
         Return the logarithm of the softmax denominators as well.
     out_dtype : dtype, optional

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._documentation import documented
 from .._operators import operator
 from ._attention import output_dtype, with_workspace
 from ._call import Array, static_bool
@@ -25,6 +26,7 @@ from ._partition import Letters, partitioned, present
 from ._words import of_scores, of_sequences
 
 
+@documented("xla_gpu_paged_attention_update")
 def paged_attention_update(
     query: Array,
     kv_cache: Array,
@@ -56,32 +58,24 @@ def paged_attention_update(
     Parameters
     ----------
     query : Array
-        ``[T, Hq, D]``; f16, bf16, f32 or f8e4m3fn; D a multiple of 8 up to 256.
     kv_cache : Array
-        ``[P, page_size, 2*Hkv, D]``, K of head h at index 2h, V at 2h+1; of the query's dtype, or f8e4m3fn or f8e5m2
-        under f16 or bf16 queries. The slots of the new tokens may hold anything.
+        ... The slots of the new tokens may hold anything.
     context_lens : Array
-        ``i32[S]``: keys of each sequence, the new tokens included.
     block_tables : Array
-        ``i32[S, M]``: the pages of each sequence, in order.
     query_start_loc : Array
-        ``i32[S + 1]``: first row of each sequence and, after the last, the end.
     num_seqs : Array or int
-        ``i32[1]`` or ``i32[]``: how many of the S slots are in use. As an int it becomes a constant of the program,
-        which is compiled anew for each value.
-    key, value : Array
-        ``[T, Hkv, D]``: those of the tokens that ask. Of the cache's dtype; f16, bf16 or f32 for an 8-bit cache.
+        ... As an int it becomes a constant of the program, which is compiled anew for each value.
+    key : Array
+    value : Array
     slot_mapping : Array
-        ``[T]`` integers: token t goes to slot ``page * page_size + offset``, where `block_tables` has its key. A slot
-        outside the cache is skipped, so -1 marks padding. A token of a sequence whose slot is another than
-        `block_tables` has gives that sequence, and any other that reads the slot, unspecified rows. NumPy's int64 under
-        ``jax.jit``: see `kv_cache_update`.
+        ... It is where `block_tables` has the token's key: with another slot, the rows of that sequence, and of any
+        other that reads the slot, are unspecified. NumPy's int64 under ``jax.jit``: see
+        `kv_cache_update`.
     scale : float
-        Multiplies ``q . k``; finite and positive.
     sliding_window, soft_cap, alibi_slopes, sinks, q_scale, batch_invariant, out_dtype
         As for `paged_attention`.
-    k_scale, v_scale : Array or float, optional
-        ``f32[1]`` or ``f32[Hkv]``: what is stored is the row divided by it, what is read is multiplied with it.
+    k_scale : Array or float, optional
+    v_scale : Array or float, optional
     return_lse : bool
         Return the logarithm of the softmax denominators as well.
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._documentation import documented
 from .._options import kv_layout_number
 from ._call import Array, custom_call, scale_operand, static_bool
 from ._fold import unfolded, with_vmap
@@ -16,6 +17,7 @@ from ._partition import Letters, partitioned, present
 from ._words import PAGES, of_scale
 
 
+@documented("xla_gpu_rope_kv_cache_update")
 def rope_kv_cache_update(
     kv_cache: Array,
     query: Array,
@@ -40,22 +42,15 @@ def rope_kv_cache_update(
     kv_cache : Array
         K and V in one buffer, see `kv_layout`. Of the dtype of `key`, or ``float8_e4m3fn`` or ``float8_e5m2``.
     query : Array
-        ``[T, Hq, D]``, of the dtype of `key`.
-    key, value : Array
-        ``[T, Hkv, D]``, f16, bf16 or f32; D a multiple of 8 up to 256.
+    key : Array
+    value : Array
     slot_mapping : Array
-        ``[T]`` integers: token t goes to slot ``page * page_size + offset``. A slot outside the cache is skipped, so -1
-        marks padding; the token's queries are rotated all the same. NumPy's int64 under ``jax.jit``: see
-        `kv_cache_update`.
+        ... The queries of such a token are rotated all the same.
     positions : Array
-        ``i32[T]``: each token's row of `cos_sin`, clamped to it.
     cos_sin : Array
-        ``f32[max_pos, rot]``: the cosines of a position's ``rot / 2`` angles, then their sines. The first `rot`
-        elements of a head are rotated, an even number; the others pass through. Without a row, everything does.
     interleaved : bool
-        Pair i of a head is elements i and ``i + rot / 2`` (GPT-NeoX, Llama); with True, ``2i`` and ``2i + 1`` (GPT-J).
-    k_scale, v_scale : Array or float, optional
-        ``f32[1]`` or ``f32[Hkv]``: what is stored is the row divided by it.
+    k_scale : Array or float, optional
+    v_scale : Array or float, optional
     kv_layout : str
         ``"interleaved"``, ``[P, page_size, 2*Hkv, D]`` with K of head h at index 2h and V at 2h+1; ``"stacked"``,
         ``[2, P, page_size, Hkv, D]``; ``"per_page"``, ``[P, 2, page_size, Hkv, D]``. Not to be confused with the pairs

@@ -2,6 +2,7 @@
 
 import torch
 
+from .._documentation import documented
 from .._operators import operator
 from .._options import (
     kv_layout_number,
@@ -18,6 +19,7 @@ from ._flash_attn_varlen_bwd import gradients, remember
 _OPERATOR = operator("xla_gpu_flash_attn_varlen")
 
 
+@documented("xla_gpu_flash_attn_varlen")
 def flash_attn_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -57,7 +59,6 @@ def flash_attn_varlen(
     Parameters
     ----------
     q : Tensor
-        ``[Tq, Hq, D]``; f16, bf16, f32 or f8e4m3fn; D a multiple of 8 up to 256.
     k, v : Tensor
         ``[Tk, Hkv, D]`` and ``[Tk, Hkv, Dv]``; with a `block_table` ``[P, page_size, Hkv, D]`` and
         ``[P, page_size, Hkv, Dv]``, or with `kv_layout` one buffer as k, and v None. Of q's dtype; f16 and bf16 queries
@@ -69,34 +70,28 @@ def flash_attn_varlen(
     max_seqlen_q, max_seqlen_k : int
         Lengths of the longest sequences, 0 for unknown: advice that chooses tile sizes, rounded up to a power of two.
     softmax_scale : float, optional
-        Multiplies ``q . k``; finite and positive. ``D ** -0.5`` by default.
+        ... ``D ** -0.5`` by default.
     causal : bool
-        No query sees a key after its own position, whatever `window` says.
     window : (int, int)
         How many keys before and after its own position a query sees; -1 is all of them.
     softcap : float
-        Scores become ``softcap * tanh(score / softcap)``; 0 is off.
-    seqused_q, seqused_k : Tensor, optional
-        ``i32[B]``: how many of a sequence's rows are in use; the others may hold anything.
+        ... 0 is off.
+    seqused_q : Tensor, optional
+    seqused_k : Tensor, optional
     block_table : Tensor, optional
-        ``i32[B, M]``: the pages of each sequence, in order.
     kv_layout : str, optional
         One buffer holds K and V: ``"interleaved"`` ``[P, page_size, 2*Hkv, D]``, ``"stacked"``
         ``[2, P, page_size, Hkv, D]``, ``"per_page"`` ``[P, 2, page_size, Hkv, D]``. Needs a `block_table`.
     leftpad_k : Tensor, optional
-        ``i32[B]``: the first keys of each sequence, which no query sees.
     alibi_slopes : Tensor, optional
-        ``f32[Hq]`` or ``f32[B, Hq]``: ``-slope * |distance|`` is added to a score.
     sinks : Tensor, optional
-        ``f32[Hq]``: the logit of one more column of each row, whose value is 0.
-    q_scale, k_scale, v_scale : Tensor or float, optional
-        ``f32[1]`` or ``f32[Hkv]``: what the stored numbers are to be multiplied with.
+    q_scale : Tensor or float, optional
+    k_scale : Tensor or float, optional
+    v_scale : Tensor or float, optional
     top_left : bool
-        Query 0 stands at key 0. Otherwise the last query stands at the last key.
     deterministic : bool
         Asks for a deterministic gradient; the result itself always is.
     batch_invariant : bool
-        The bits of a sequence's rows depend on nothing but that sequence and static sizes.
     return_lse : bool
         Return the logarithm of the softmax denominators as well.
     out_dtype : torch.dtype, optional

@@ -2,6 +2,7 @@
 
 import torch
 
+from .._documentation import documented
 from .._operators import operator
 from .._options import kv_layout_number, refuse_layout_of_two
 from ._call import Call, Result, index_operand, scale_operand
@@ -12,6 +13,7 @@ _ONE, _SPLIT = operator("xla_gpu_kv_cache_update"), operator("xla_gpu_kv_cache_u
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
+@documented("xla_gpu_kv_cache_update")
 def kv_cache_update(
     kv_cache: Cache,
     key: torch.Tensor,
@@ -34,10 +36,8 @@ def kv_cache_update(
     key, value : Tensor
         ``[T, Hkv, D]``, ``[T, Hkv, Dv]``, f16, bf16 or f32; D and Dv multiples of 8 up to 256.
     slot_mapping : Tensor
-        ``[T]`` integers: token t goes to slot ``page * page_size + offset``. A slot outside the cache is skipped, so -1
-        marks padding. Where two tokens have one slot, it may hold parts of both.
-    k_scale, v_scale : Tensor or float, optional
-        ``f32[1]`` or ``f32[Hkv]``: what is stored is the row divided by it.
+    k_scale : Tensor or float, optional
+    v_scale : Tensor or float, optional
     kv_layout : str, optional
         Of a cache in one buffer: ``"interleaved"`` (the default), ``[P, page_size, 2*Hkv, D]`` with K of head h at
         index 2h and V at 2h+1; ``"stacked"``, ``[2, P, page_size, Hkv, D]``; ``"per_page"``,

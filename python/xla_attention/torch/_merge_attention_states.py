@@ -2,6 +2,7 @@
 
 import torch
 
+from .._documentation import documented
 from .._operators import operator
 from ._call import Call, Result
 from ._define import define
@@ -9,6 +10,7 @@ from ._define import define
 _OPERATOR = operator("xla_gpu_merge_attention_states")
 
 
+@documented("xla_gpu_merge_attention_states")
 def merge_attention_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -16,11 +18,10 @@ def merge_attention_states(
 
     Parameters
     ----------
-    out_a, out_b : Tensor
-        ``[n, h, d]``, f16, bf16 or f32, both the same: outputs over each set of keys; any d.
-    lse_a, lse_b : Tensor
-        ``f32[h, n]``: logarithms of the softmax denominators, natural. A row of a part whose lse is not finite saw no
-        key there: that part's output is not read.
+    out_a : Tensor
+    out_b : Tensor
+    lse_a : Tensor
+    lse_b : Tensor
 
     Returns
     -------

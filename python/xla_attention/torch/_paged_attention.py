@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from .._documentation import documented
 from .._operators import operator
 from .._options import refuse_window
 from ._call import Call, Result, Workspace, f32_operand, index_operand, output_dtype, scale_operand
@@ -15,6 +16,7 @@ _TARGET = "xla_gpu_paged_attention"
 PACKED = "flash_attn_varlen over packed keys"
 
 
+@documented("xla_gpu_paged_attention")
 def paged_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -44,33 +46,22 @@ def paged_attention(
     Parameters
     ----------
     query : Tensor
-        ``[T, Hq, D]``; f16, bf16, f32 or f8e4m3fn; D a multiple of 8 up to 256. On CPU and CUDA rows may be apart.
+        ... On CPU and CUDA rows may be apart.
     kv_cache : Tensor
-        ``[P, page_size, 2*Hkv, D]``, K of head h at index 2h, V at 2h+1; of the query's dtype, or f8e4m3fn or f8e5m2
-        under f16 or bf16 queries. Query head h reads KV head ``h // (Hq // Hkv)``.
     context_lens : Tensor
-        ``i32[S]``: keys of each sequence, the new tokens included.
     block_tables : Tensor
-        ``i32[S, M]``: the pages of each sequence, in order.
     query_start_loc : Tensor
-        ``i32[S + 1]``: first query row of each sequence and, after the last, the end.
     num_seqs : Tensor or int
-        ``i32[1]`` or ``i32[]``: how many of the S slots are in use. An int becomes a constant of an XLA program, which
-        is compiled anew for each value.
+        ... An int becomes a constant of an XLA program, which is compiled anew for each value.
     scale : float
-        Multiplies ``q . k``; finite and positive.
     sliding_window : int, optional
-        Each query sees only the last ``sliding_window`` keys, its own included.
     soft_cap : float, optional
-        Scores become ``soft_cap * tanh(score / soft_cap)``; 0 is off.
     alibi_slopes : Tensor, optional
-        ``f32[Hq]`` or ``f32[S, Hq]``: ``-slope * |distance|`` is added to a score.
     sinks : Tensor, optional
-        ``f32[Hq]``: the logit of one more column of each row, whose value is 0.
-    q_scale, k_scale, v_scale : Tensor or float, optional
-        ``f32[1]`` or ``f32[Hkv]``: what the stored numbers are to be multiplied with.
+    q_scale : Tensor or float, optional
+    k_scale : Tensor or float, optional
+    v_scale : Tensor or float, optional
     batch_invariant : bool
-        The bits of a sequence's rows depend on nothing but that sequence and static sizes.
     return_lse : bool
         Return the logarithm of the softmax denominators as well.
     out_dtype : torch.dtype, optional

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .._documentation import documented
 from ._call import Call, Result
 from ._define import define, scale_tensor
 from ._kv_cache_update import donate, slots
@@ -14,6 +15,7 @@ from ._paged_attention import PACKED, describe, schema
 _TARGET = "xla_gpu_paged_attention_update"
 
 
+@documented("xla_gpu_paged_attention_update")
 def paged_attention_update(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -47,17 +49,16 @@ def paged_attention_update(
     query, context_lens, block_tables, query_start_loc, num_seqs
         As for `paged_attention`.
     kv_cache : Tensor
-        ``[P, page_size, 2*Hkv, D]``, as for `paged_attention`. The slots of the new tokens may hold anything.
-    key, value : Tensor
-        ``[T, Hkv, D]``: those of the tokens that ask. Of the cache's dtype; f16, bf16 or f32 for an 8-bit cache.
+        ... The slots of the new tokens may hold anything.
+    key : Tensor
+    value : Tensor
     slot_mapping : Tensor
-        ``[T]`` integers: token t goes to slot ``page * page_size + offset``, where `block_tables` has its key. A slot
-        outside the cache is skipped, so -1 marks padding. A token of a sequence whose slot is another than
-        `block_tables` has gives that sequence, and any other that reads the slot, unspecified rows.
+        ... It is where `block_tables` has the token's key: with another slot, the rows of that sequence, and of any
+        other that reads the slot, are unspecified.
     scale, sliding_window, soft_cap, alibi_slopes, sinks, q_scale, batch_invariant, return_lse, out_dtype
         As for `paged_attention`.
-    k_scale, v_scale : Tensor or float, optional
-        ``f32[1]`` or ``f32[Hkv]``: what is stored is the row divided by it, what is read is multiplied with it.
+    k_scale : Tensor or float, optional
+    v_scale : Tensor or float, optional
 
     Returns
     -------

@@ -2,6 +2,7 @@
 
 import torch
 
+from .._documentation import documented
 from .._operators import operator
 from .._options import kv_layout_number
 from ._call import Call, Result, index_operand, scale_operand
@@ -11,6 +12,7 @@ from ._kv_cache_update import slots
 _OPERATOR = operator("xla_gpu_rope_kv_cache_update")
 
 
+@documented("xla_gpu_rope_kv_cache_update")
 def rope_kv_cache_update(
     kv_cache: torch.Tensor,
     query: torch.Tensor,
@@ -35,19 +37,15 @@ def rope_kv_cache_update(
     kv_cache : Tensor
         K and V in one buffer, see `kv_layout`. Of the dtype of `key`, or ``float8_e4m3fn`` or ``float8_e5m2``.
     query : Tensor
-        ``[T, Hq, D]``, of the dtype of `key`.
-    key, value : Tensor
-        ``[T, Hkv, D]``, f16, bf16 or f32; D a multiple of 8 up to 256.
+    key : Tensor
+    value : Tensor
     slot_mapping : Tensor
-        ``[T]`` integers: token t goes to slot ``page * page_size + offset``; a slot outside the cache is skipped.
+        ... The queries of such a token are rotated all the same.
     positions : Tensor
-        ``[T]`` integers: each token's row of `cos_sin`, clamped to it.
     cos_sin : Tensor
-        ``f32[max_pos, rot]``: the cosines of a position's ``rot / 2`` angles, then their sines.
     interleaved : bool
-        Pair i of a head is elements i and ``i + rot / 2``; with True, ``2i`` and ``2i + 1``.
-    k_scale, v_scale : Tensor or float, optional
-        ``f32[1]`` or ``f32[Hkv]``: what is stored is the row divided by it.
+    k_scale : Tensor or float, optional
+    v_scale : Tensor or float, optional
     kv_layout : str
         As for `kv_cache_update`.
 
