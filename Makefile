@@ -79,7 +79,7 @@ matrix: $(VENV)/package.stamp
 	$(PYTHON) tests/matrix/run.py $(ARGS)
 
 lint: $(VENV)/test.stamp
-	cargo fmt --check
+	rustfmt --edition 2024 --check $$(git ls-files '*.rs')
 	cargo clippy --locked --all-targets --all-features -- -D warnings
 	cargo clippy --locked --all-targets --no-default-features -- -D warnings
 	clang-format --dry-run --Werror $$(git ls-files '*.c' '*.cc' '*.h' '*.cu' '*.cuh' ':!*/xla_attention.h')
@@ -95,7 +95,7 @@ $(DENY):
 	cargo install --quiet --locked --debug --no-default-features --root target/tools --version 0.20.2 cargo-deny
 
 format: $(VENV)/test.stamp
-	cargo fmt
+	rustfmt --edition 2024 $$(git ls-files '*.rs')
 	clang-format -i $$(git ls-files '*.c' '*.cc' '*.h' '*.cu' '*.cuh' ':!*/xla_attention.h')
 	ruff check --fix .
 	ruff format .

@@ -302,6 +302,12 @@ fn rust(operators: &[Operator]) -> String {
         text += &arguments(operator);
     }
     text += "}\n\n";
+    text += "/// `$each! { Op module, ... }`: the operators by number, each with the name of its modules.\n";
+    text += "macro_rules! for_each_operator {\n    ($each:ident) => {\n        $each! {\n";
+    for Operator { name, .. } in operators {
+        let _ = writeln!(text, "            {} {name},", camel(name));
+    }
+    text += "        }\n    };\n}\npub(crate) use for_each_operator;\n\n";
     text += "/// `$row!($set, name, target)` for each target of a set of handlers.\n";
     text += "macro_rules! for_each_target {\n    ($row:ident, $set:literal) => {\n        [\n";
     for Operator { name, target, also_registered_as, .. } in operators {

@@ -9,7 +9,7 @@ use crate::cuda;
 use crate::error::{Error, Result};
 use crate::guard;
 use crate::log;
-use crate::ops::{self, Attribute, Bound, Op};
+use crate::ops::{self, Attribute, Bound, Op, for_each_operator};
 use crate::pool::Pool;
 use crate::stream::Stream;
 use crate::tensor::Tensor;
@@ -110,23 +110,12 @@ unsafe fn dispatch(bound: &Bound, op: Op, action: Action) -> Result {
             }
         }};
     }
-    match op {
-        Op::SimpleAdd => on_backend!(ops::simple_add::SimpleAdd::new(bound), simple_add),
-        Op::PagedAttention => on_backend!(ops::paged_attention::problem(bound), attention),
-        Op::FlashAttnVarlen => on_backend!(ops::flash_attn_varlen::problem(bound), attention),
-        Op::KvCacheUpdate => on_backend!(ops::kv_cache_update::KvCacheUpdate::new(bound), kv_cache_update),
-        Op::KvCacheUpdateSplit => on_backend!(ops::kv_cache_update::KvCacheUpdate::new_split(bound), kv_cache_update),
-        Op::MergeAttentionStates => {
-            on_backend!(ops::merge_attention_states::MergeAttentionStates::new(bound), merge_attention_states)
-        }
-        Op::RopeKvCacheUpdate => {
-            on_backend!(ops::rope_kv_cache_update::RopeKvCacheUpdate::new(bound), rope_kv_cache_update)
-        }
-        Op::PagedAttentionUpdate => {
-            on_backend!(ops::paged_attention_update::PagedAttentionUpdate::new(bound), paged_attention_update)
-        }
-        Op::FlashAttnVarlenBwd => {
-            on_backend!(ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd::new(bound), flash_attn_varlen_bwd)
-        }
+    macro_rules! of_its_name {
+        ($($op:ident $name:ident,)*) => {
+            match op {
+                $(Op::$op => on_backend!(ops::$name::problem(bound), $name),)*
+            }
+        };
     }
+    for_each_operator!(of_its_name)
 }

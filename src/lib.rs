@@ -25,17 +25,6 @@
 //! # Ok::<(), xla_attention::Error>(())
 //! ```
 //!
-//! | function | computes |
-//! |---|---|
-//! | [`paged_attention()`] | attention of a ragged batch over a paged cache |
-//! | [`flash_attn_varlen()`] | attention of a ragged batch over packed keys or pages, every option |
-//! | [`flash_attn_varlen_bwd()`] | its gradients over packed keys |
-//! | [`kv_cache_update()`] | keys and values of new tokens into a paged cache |
-//! | [`rope_kv_cache_update()`] | the same after rotating queries and keys |
-//! | [`paged_attention_update()`] | the cache update and paged attention over it in one call |
-//! | [`merge_attention_states()`] | attention over two sets of keys into that over both |
-//! | [`simple_add()`] | `a + b` |
-//!
 //! A call walks down this list: a front-end (Python, an XLA runtime, the functions above), the bridge or the C interface,
 //! [`call()`] which knows every operator, [`ops`] which validates, and a backend which computes. `docs/architecture.md`
 //! draws it.
@@ -71,14 +60,7 @@ pub use call::{Action, Call, call};
 pub use error::{Code, Error, Result};
 #[cfg(feature = "planted_faults")]
 pub use fault::{Fault, plant};
-pub use functions::{
-    AttentionResults, AttentionState, Device, Element, FlashAttnVarlenBwdInputs, FlashAttnVarlenBwdOptions,
-    FlashAttnVarlenBwdResults, FlashAttnVarlenInputs, FlashAttnVarlenOptions, Host, Kv, KvCacheUpdateInputs,
-    KvCacheUpdateOptions, MAX_RANK, Memory, On, PagedAttentionInputs, PagedAttentionOptions,
-    PagedAttentionUpdateInputs, RopeKvCacheUpdateInputs, RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults, TensorMut,
-    TensorRef, flash_attn_varlen, flash_attn_varlen_bwd, kv_cache_update, merge_attention_states, paged_attention,
-    paged_attention_update, rope_kv_cache_update, simple_add,
-};
+pub use functions::*;
 /// The 16-bit floats of an [`Element`].
 pub use half::{bf16, f16};
 pub use handlers::{Handler, Target, Targets, targets};

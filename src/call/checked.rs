@@ -18,10 +18,6 @@ use crate::cuda::host_copy;
 use crate::cuda::launch;
 use crate::error::{Error, Result};
 use crate::ops::attention::Attention;
-use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
-use crate::ops::kv_cache_update::KvCacheUpdate;
-use crate::ops::paged_attention_update::PagedAttentionUpdate;
-use crate::ops::rope_kv_cache_update::RopeKvCacheUpdate;
 use crate::ops::{self, Bound, Op, Operand};
 use crate::pool::Pool;
 #[cfg(feature = "cuda")]
@@ -60,7 +56,7 @@ fn attention<'a>(op: Op, bound: &Bound<'a>) -> Result<Option<Attention<'a>>> {
     match op {
         Op::PagedAttention => ops::paged_attention::problem(bound).map(Some),
         Op::FlashAttnVarlen => ops::flash_attn_varlen::problem(bound).map(Some),
-        Op::PagedAttentionUpdate => PagedAttentionUpdate::new(bound).map(|problem| Some(problem.attention)),
+        Op::PagedAttentionUpdate => ops::paged_attention_update::problem(bound).map(|problem| Some(problem.attention)),
         _ => Ok(None),
     }
 }
@@ -73,20 +69,21 @@ unsafe fn look_over(op: Op, bound: &Bound) -> Result<Vec<Sequence>> {
     // SAFETY: this function's contract.
     unsafe {
         if op == Op::PagedAttentionUpdate {
-            return metadata::new_tokens(&PagedAttentionUpdate::new(bound)?).map_err(found);
+            return metadata::new_tokens(&ops::paged_attention_update::problem(bound)?).map_err(found);
         }
         if let Some(problem) = attention(op, bound)? {
             let names = if op == Op::PagedAttention { &PAGED_ATTENTION } else { &FLASH_ATTN_VARLEN };
             return metadata::attention(&problem, names).map_err(found);
         }
         if op == Op::FlashAttnVarlenBwd {
-            let problem = FlashAttnVarlenBwd::new(bound)?;
+            let problem = ops::flash_attn_varlen_bwd::problem(bound)?;
             return metadata::attention(&problem.forward, &FLASH_ATTN_VARLEN).map_err(found);
         }
         match op {
-            Op::KvCacheUpdate => metadata::slots(&KvCacheUpdate::new(bound)?),
-            Op::KvCacheUpdateSplit => metadata::slots(&KvCacheUpdate::new_split(bound)?),
-            Op::RopeKvCacheUpdate => metadata::positions(&RopeKvCacheUpdate::new(bound)?),
+            Op::KvCacheUpdate => metadata::slots(&ops::kv_cache_update::problem(bound)?),
+            Op::KvCacheUpdateSplit => metadata::slots(&ops::kv_cache_update_split::problem(bound)?),
+            Op::GatherKvCache => metadata::gathered(&ops::gather_kv_cache::problem(bound)?),
+            Op::RopeKvCacheUpdate => metadata::positions(&ops::rope_kv_cache_update::problem(bound)?),
             _ => Ok(()),
         }
     }
@@ -179,7 +176,7 @@ unsafe fn compare_all(
         let named: Vec<_> = names.filter(|(name, _)| **name != "workspace").map(|(n, (r, e))| (*n, r, e)).collect();
         let dlse = second.optional_operand(Operand::Dlse);
         let cotangents: Vec<_> = [Some(second.operand(Operand::Dout)), dlse].into_iter().flatten().collect();
-        let problem = FlashAttnVarlenBwd::new(second)?;
+        let problem = ops::flash_attn_varlen_bwd::problem(second)?;
         // SAFETY: this function's contract.
         return unsafe { compare_gradients(&problem, sequences, &cotangents, &named) }.map_err(found);
     }

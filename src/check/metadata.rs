@@ -5,6 +5,7 @@
 
 use crate::error::{Error, Result, ensure};
 use crate::ops::attention::{Attention, KeyStorage, PageTable};
+use crate::ops::gather_kv_cache::GatherKvCache;
 use crate::ops::kv_cache_update::KvCacheUpdate;
 use crate::ops::paged_attention_update::PagedAttentionUpdate;
 use crate::ops::rope_kv_cache_update::RopeKvCacheUpdate;
@@ -160,6 +161,35 @@ unsafe fn pages(table: &PageTable, name: &str, b: usize, len_k: usize) -> Result
         })?;
     }
     Ok(())
+}
+
+/// The tokens that are gathered are there, and there is room for all.
+///
+/// # Errors
+/// `INVALID_ARGUMENT`, naming the entry.
+///
+/// # Safety
+/// The problem's lengths and table are readable on the host.
+pub(crate) unsafe fn gathered(problem: &GatherKvCache) -> Result {
+    let (table, mut total) = (&problem.table, 0);
+    for b in 0..problem.num_seqs {
+        // SAFETY: below S.
+        let len = unsafe { problem.context_lens.add(b).read() };
+        ensure(usize::try_from(len).is_ok_and(|len| len <= table.capacity()), || {
+            let (longest, size) = (table.capacity(), table.page_size);
+            format!(
+                "context_lens[{b}] is {len} (sequence {b}), expected 0 to {longest}: {} entries of {}, over {} pages of \
+                 {size} tokens",
+                table.max_pages, PAGED_ATTENTION.table, table.num_pages
+            )
+        })?;
+        // SAFETY: entries of a row of the table.
+        unsafe { pages(table, PAGED_ATTENTION.table, b, len as usize) }?;
+        total += len as usize;
+    }
+    ensure(total <= problem.capacity, || {
+        format!("context_lens are {total} tokens, and the results have room for {}", problem.capacity)
+    })
 }
 
 /// The slots of an update are of the cache and distinct.

@@ -2,6 +2,16 @@
 
 #![allow(clippy::inline_always, reason = "vector code has to end up inside the function that enables its instructions")]
 
+use crate::ops::for_each_operator;
+
+/// Every operator has a module of its name, with a function `run`.
+macro_rules! modules {
+    ($($op:ident $name:ident,)*) => {
+        $(pub(crate) mod $name;)*
+    };
+}
+for_each_operator!(modules);
+
 mod aligned;
 pub(crate) mod attention;
 mod bf16_rounding;
@@ -10,13 +20,7 @@ mod element;
 mod element_fp8;
 mod element_rows;
 mod elementary;
-pub(crate) mod flash_attn_varlen_bwd;
 mod fp8_decoding;
 mod fp8_rounding;
-pub(crate) mod kv_cache_update;
-pub(crate) mod merge_attention_states;
-pub(crate) mod paged_attention_update;
 mod register_tile;
-pub(crate) mod rope_kv_cache_update;
 mod simd;
-pub(crate) mod simple_add;

@@ -5,13 +5,17 @@
 //! with the same problem could choose, and `launch`, which loads by itself what it finds missing. `host_copy` alone
 //! waits, for calls that are checked.
 
+use crate::ops::for_each_operator;
+
+/// Every operator has a module of its name, with functions `prepare` and `launch`.
+macro_rules! modules {
+    ($($op:ident $name:ident,)*) => {
+        $(pub(crate) mod $name;)*
+    };
+}
+for_each_operator!(modules);
+
 pub(crate) mod attention;
-pub(crate) mod flash_attn_varlen_bwd;
-pub(crate) mod kv_cache_update;
-pub(crate) mod merge_attention_states;
-pub(crate) mod paged_attention_update;
-pub(crate) mod rope_kv_cache_update;
-pub(crate) mod simple_add;
 
 mod cache_rows;
 mod chunk;

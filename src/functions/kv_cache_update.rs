@@ -1,9 +1,10 @@
 //! [`kv_cache_update`]
 
+use super::kv_cache_update_split::update_split;
 use super::{Host, Kv, Memory, On, TensorMut, TensorRef, run};
 use crate::error::Result;
 use crate::ops::Op;
-use crate::ops::arguments::{kv_cache_update, kv_cache_update_split};
+use crate::ops::arguments::kv_cache_update;
 
 /// New tokens for [`kv_cache_update`]. Letters: `T` tokens, `Hkv` heads, `D` and `Dv` elements of a head.
 #[derive(Clone, Copy, Debug)]
@@ -64,17 +65,11 @@ pub fn kv_cache_update<M: Memory>(
     kv_cache: Kv<TensorMut<M>>,
     on: On<M>,
 ) -> Result {
-    let KvCacheUpdateInputs { key, value, slot_mapping } = *inputs;
-    let KvCacheUpdateOptions { k_scale, v_scale } = *options;
     match kv_cache.parts() {
-        (_, k_cache, Some(v_cache)) => {
-            let (k, v) = (k_cache.as_operand(), v_cache.as_operand());
-            let operands =
-                kv_cache_update_split::Operands { k_cache: k, v_cache: v, key, value, slot_mapping, k_scale, v_scale };
-            let results = kv_cache_update_split::Results { k_cache, v_cache };
-            run(Op::KvCacheUpdateSplit, operands.in_order(), results.in_order(), &[], on)
-        }
+        (_, k_cache, Some(v_cache)) => update_split(inputs, options, [k_cache, v_cache], on),
         (kv_layout, kv_cache, None) => {
+            let KvCacheUpdateInputs { key, value, slot_mapping } = *inputs;
+            let KvCacheUpdateOptions { k_scale, v_scale } = *options;
             let cache = kv_cache.as_operand();
             let operands = kv_cache_update::Operands { kv_cache: cache, key, value, slot_mapping, k_scale, v_scale };
             let results = kv_cache_update::Results { kv_cache };

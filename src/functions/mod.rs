@@ -6,32 +6,26 @@
 //! memory lies where the call runs, and shapes are held against it before anything is computed. Lengths, pages and slots
 //! may hold any number: the operators clamp or skip them.
 
+use crate::ops::for_each_operator;
+
+/// Every operator has a module of its name, with its function and what that takes.
+macro_rules! modules {
+    ($($op:ident $name:ident,)*) => {
+        $(
+            mod $name;
+            #[allow(unused_imports, unreachable_pub, reason = "a cache in two tensors has no function of its own")]
+            pub use $name::*;
+        )*
+    };
+}
+for_each_operator!(modules);
+
 mod attention;
-mod flash_attn_varlen;
-mod flash_attn_varlen_bwd;
-mod kv_cache_update;
-mod merge_attention_states;
 mod on;
-mod paged_attention;
-mod paged_attention_update;
-mod rope_kv_cache_update;
-mod simple_add;
 mod views;
 
 pub use attention::AttentionResults;
-pub use flash_attn_varlen::{FlashAttnVarlenInputs, FlashAttnVarlenOptions, flash_attn_varlen};
-pub use flash_attn_varlen_bwd::{
-    FlashAttnVarlenBwdInputs, FlashAttnVarlenBwdOptions, FlashAttnVarlenBwdResults, flash_attn_varlen_bwd,
-};
-pub use kv_cache_update::{KvCacheUpdateInputs, KvCacheUpdateOptions, kv_cache_update};
-pub use merge_attention_states::{AttentionState, merge_attention_states};
 pub use on::On;
-pub use paged_attention::{PagedAttentionInputs, PagedAttentionOptions, paged_attention};
-pub use paged_attention_update::{PagedAttentionUpdateInputs, paged_attention_update};
-pub use rope_kv_cache_update::{
-    RopeKvCacheUpdateInputs, RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults, rope_kv_cache_update,
-};
-pub use simple_add::simple_add;
 pub use views::{Device, Element, Host, MAX_RANK, Memory, TensorMut, TensorRef};
 
 use crate::call::{Call, call};

@@ -59,113 +59,109 @@ unsafe impl Send for FlashAttnVarlenBwd<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for FlashAttnVarlenBwd<'_> {}
 
-impl<'a> FlashAttnVarlenBwd<'a> {
-    /// | operand | shape |
-    /// |---|---|
-    /// | q | `[Tq, Hq, D]` |
-    /// | k, v | `[Tk, Hkv, D]`, `[Tk, Hkv, Dv]` |
-    /// | dout, out | `[Tq, Hq, Dv]` |
-    /// | `softmax_lse`, dlse | `f32[Hq, Tq]` |
-    /// | `cu_seqlens_q`, `cu_seqlens_k` | `i32[B+1]` |
-    /// | `seqused_k`, `seqused_q`, `leftpad_k` | `i32[B]` |
-    pub(crate) fn new(bound: &Bound<'a>) -> Result<Self> {
-        let [q, k, v, out, dout] =
-            [Operand::Q, Operand::K, Operand::V, Operand::Out, Operand::Dout].map(|name| bound.operand(name));
-        if !DTYPES.contains(&q.dtype) {
-            return Err(Error::unimplemented(format!("q is {}; there are gradients of f32, f16 and bf16", q.dtype)));
-        }
-        for (name, tensor) in [("k", &k), ("v", &v), ("out", &out), ("dout", &dout)] {
-            tensor.expect_dtype(name, &[q.dtype])?;
-        }
-        let (rows, q_heads, head_dim) = query_sizes("q", "Tq", &q)?;
-        if k.dims.len() == 4 {
-            return Err(Error::unimplemented(format!(
-                "k has shape {:?}; there are gradients of packed keys [Tk, Hkv, D], not of pages",
-                k.dims
-            )));
-        }
-        let stored = packed_keys(&k, &v, (q_heads, head_dim))?;
-        let [keys, kv_heads, value_dim] = [v.dims[0], stored.kv_heads, stored.value_dim];
-
-        let cu_seqlens_q = bound.operand(Operand::CuSeqlensQ);
-        let starts_q = checks::indices("cu_seqlens_q", &cu_seqlens_q, &[Dim::Any("B+1")])?;
-        ensure(cu_seqlens_q.dims[0] > 0, || "cu_seqlens_q has shape [0], expected [B+1]".into())?;
-        let slots = ("B", cu_seqlens_q.dims[0] - 1);
-        let starts_k =
-            checks::indices("cu_seqlens_k", &bound.operand(Operand::CuSeqlensK), &[Dim::Is("B+1", slots.1 + 1)])?;
-        let lengths = [
-            ("max_seqlen_q", bound.i64(I64Attribute::MaxSeqlenQ)),
-            ("max_seqlen_k", bound.i64(I64Attribute::MaxSeqlenK)),
-        ];
-        for (name, length) in lengths {
-            ensure(length >= 0, || format!("{name} is {length}, expected >= 0 (0 is unknown)"))?;
-        }
-        kernel_sizes(&[("Tq", rows), slots])?;
-
-        let [tq, hq, hkv] = [Dim::Is("Tq", rows), Dim::Is("Hq", q_heads), Dim::Is("Hkv", kv_heads)];
-        let [tk, d, dv] = [Dim::Is("Tk", keys), Dim::Is("D", head_dim), Dim::Is("Dv", value_dim)];
-        for (name, tensor) in [("out", &out), ("dout", &dout)] {
-            tensor.expect_shape(name, &[tq, hq, dv])?;
-            contiguous_rows(name, tensor)?;
-        }
-        let lse = per_row("softmax_lse", &bound.operand(Operand::SoftmaxLse), [hq, tq])?;
-        let dlse = bound.optional_operand(Operand::Dlse).map(|dlse| per_row("dlse", &dlse, [hq, tq])).transpose()?;
-        let gradient = |result: CallResult, shape: &[Dim]| {
-            let (name, gradient) = (result.name(), bound.result(result));
-            gradient.expect_dtype(name, &[q.dtype])?;
-            gradient.expect_shape(name, shape)?;
-            dense(name, &gradient)?;
-            Ok(gradient)
-        };
-        let dsinks = bound.optional_result(CallResult::Dsinks).map(|dsinks| {
-            dsinks.expect_dtype("dsinks", &[DType::F32])?;
-            dsinks.expect_shape("dsinks", &[hq])?;
-            dense("dsinks", &dsinks)?;
-            Ok(dsinks.data.cast())
-        });
-        Ok(Self {
-            forward: Attention {
-                q,
-                kv_dtype: k.dtype,
-                k: stored.k,
-                v: stored.v,
-                out,
-                lse: Some(lse),
-                workspace: None,
-                queries: Queries {
-                    num_seqs: None,
-                    starts: starts_q,
-                    used: per_sequence(bound, Operand::SequsedQ, slots)?,
-                    longest: lengths[0].1 as usize,
-                },
-                keys: Keys {
-                    starts: Some(starts_k),
-                    used: per_sequence(bound, Operand::SequsedK, slots)?,
-                    leftpad: per_sequence(bound, Operand::LeftpadK, slots)?,
-                    storage: KeyStorage::Contiguous { total: keys as usize },
-                    longest: lengths[1].1 as usize,
-                },
-                score: score(bound, &score_attributes(bound)?, [None, None], q_heads, slots)?,
-                v_scale: None,
-                num_rows: rows as usize,
-                num_q_heads: q_heads as usize,
-                num_kv_heads: kv_heads as usize,
-                head_dim: head_dim as usize,
-                value_dim: value_dim as usize,
-                max_seqs: slots.1 as usize,
-                batch_invariant: false,
-            },
-            dout,
-            dlse: dlse.map(<*mut f32>::cast_const),
-            dq: gradient(CallResult::Dq, &[tq, hq, d])?,
-            dk: gradient(CallResult::Dk, &[tk, hkv, d])?,
-            dv: gradient(CallResult::Dv, &[tk, hkv, dv])?,
-            dsinks: dsinks.transpose()?,
-            workspace: super::attention::workspace(bound)?,
-            num_keys: keys as usize,
-            deterministic: bound.bool(BoolAttribute::Deterministic),
-        })
+/// | operand | shape |
+/// |---|---|
+/// | q | `[Tq, Hq, D]` |
+/// | k, v | `[Tk, Hkv, D]`, `[Tk, Hkv, Dv]` |
+/// | dout, out | `[Tq, Hq, Dv]` |
+/// | `softmax_lse`, dlse | `f32[Hq, Tq]` |
+/// | `cu_seqlens_q`, `cu_seqlens_k` | `i32[B+1]` |
+/// | `seqused_k`, `seqused_q`, `leftpad_k` | `i32[B]` |
+pub(crate) fn problem<'a>(bound: &Bound<'a>) -> Result<FlashAttnVarlenBwd<'a>> {
+    let [q, k, v, out, dout] =
+        [Operand::Q, Operand::K, Operand::V, Operand::Out, Operand::Dout].map(|name| bound.operand(name));
+    if !DTYPES.contains(&q.dtype) {
+        return Err(Error::unimplemented(format!("q is {}; there are gradients of f32, f16 and bf16", q.dtype)));
     }
+    for (name, tensor) in [("k", &k), ("v", &v), ("out", &out), ("dout", &dout)] {
+        tensor.expect_dtype(name, &[q.dtype])?;
+    }
+    let (rows, q_heads, head_dim) = query_sizes("q", "Tq", &q)?;
+    if k.dims.len() == 4 {
+        return Err(Error::unimplemented(format!(
+            "k has shape {:?}; there are gradients of packed keys [Tk, Hkv, D], not of pages",
+            k.dims
+        )));
+    }
+    let stored = packed_keys(&k, &v, (q_heads, head_dim))?;
+    let [keys, kv_heads, value_dim] = [v.dims[0], stored.kv_heads, stored.value_dim];
+
+    let cu_seqlens_q = bound.operand(Operand::CuSeqlensQ);
+    let starts_q = checks::indices("cu_seqlens_q", &cu_seqlens_q, &[Dim::Any("B+1")])?;
+    ensure(cu_seqlens_q.dims[0] > 0, || "cu_seqlens_q has shape [0], expected [B+1]".into())?;
+    let slots = ("B", cu_seqlens_q.dims[0] - 1);
+    let starts_k =
+        checks::indices("cu_seqlens_k", &bound.operand(Operand::CuSeqlensK), &[Dim::Is("B+1", slots.1 + 1)])?;
+    let lengths =
+        [("max_seqlen_q", bound.i64(I64Attribute::MaxSeqlenQ)), ("max_seqlen_k", bound.i64(I64Attribute::MaxSeqlenK))];
+    for (name, length) in lengths {
+        ensure(length >= 0, || format!("{name} is {length}, expected >= 0 (0 is unknown)"))?;
+    }
+    kernel_sizes(&[("Tq", rows), slots])?;
+
+    let [tq, hq, hkv] = [Dim::Is("Tq", rows), Dim::Is("Hq", q_heads), Dim::Is("Hkv", kv_heads)];
+    let [tk, d, dv] = [Dim::Is("Tk", keys), Dim::Is("D", head_dim), Dim::Is("Dv", value_dim)];
+    for (name, tensor) in [("out", &out), ("dout", &dout)] {
+        tensor.expect_shape(name, &[tq, hq, dv])?;
+        contiguous_rows(name, tensor)?;
+    }
+    let lse = per_row("softmax_lse", &bound.operand(Operand::SoftmaxLse), [hq, tq])?;
+    let dlse = bound.optional_operand(Operand::Dlse).map(|dlse| per_row("dlse", &dlse, [hq, tq])).transpose()?;
+    let gradient = |result: CallResult, shape: &[Dim]| {
+        let (name, gradient) = (result.name(), bound.result(result));
+        gradient.expect_dtype(name, &[q.dtype])?;
+        gradient.expect_shape(name, shape)?;
+        dense(name, &gradient)?;
+        Ok(gradient)
+    };
+    let dsinks = bound.optional_result(CallResult::Dsinks).map(|dsinks| {
+        dsinks.expect_dtype("dsinks", &[DType::F32])?;
+        dsinks.expect_shape("dsinks", &[hq])?;
+        dense("dsinks", &dsinks)?;
+        Ok(dsinks.data.cast())
+    });
+    Ok(FlashAttnVarlenBwd {
+        forward: Attention {
+            q,
+            kv_dtype: k.dtype,
+            k: stored.k,
+            v: stored.v,
+            out,
+            lse: Some(lse),
+            workspace: None,
+            queries: Queries {
+                num_seqs: None,
+                starts: starts_q,
+                used: per_sequence(bound, Operand::SequsedQ, slots)?,
+                longest: lengths[0].1 as usize,
+            },
+            keys: Keys {
+                starts: Some(starts_k),
+                used: per_sequence(bound, Operand::SequsedK, slots)?,
+                leftpad: per_sequence(bound, Operand::LeftpadK, slots)?,
+                storage: KeyStorage::Contiguous { total: keys as usize },
+                longest: lengths[1].1 as usize,
+            },
+            score: score(bound, &score_attributes(bound)?, [None, None], q_heads, slots)?,
+            v_scale: None,
+            num_rows: rows as usize,
+            num_q_heads: q_heads as usize,
+            num_kv_heads: kv_heads as usize,
+            head_dim: head_dim as usize,
+            value_dim: value_dim as usize,
+            max_seqs: slots.1 as usize,
+            batch_invariant: false,
+        },
+        dout,
+        dlse: dlse.map(<*mut f32>::cast_const),
+        dq: gradient(CallResult::Dq, &[tq, hq, d])?,
+        dk: gradient(CallResult::Dk, &[tk, hkv, d])?,
+        dv: gradient(CallResult::Dv, &[tk, hkv, dv])?,
+        dsinks: dsinks.transpose()?,
+        workspace: super::attention::workspace(bound)?,
+        num_keys: keys as usize,
+        deterministic: bound.bool(BoolAttribute::Deterministic),
+    })
 }
 
 /// `f32[Hq, Tq]`, dense.

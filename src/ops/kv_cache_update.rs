@@ -69,16 +69,16 @@ pub struct KvCacheUpdate<'a> {
     pub page_size: usize,
 }
 
-impl<'a> KvCacheUpdate<'a> {
-    /// K and V in one buffer, in the layout of the attribute `kv_layout`.
-    pub(crate) fn new(bound: &Bound<'a>) -> Result<Self> {
-        let number = bound.i64(I64Attribute::KvLayout);
-        let Some(layout) = KvLayout::from_number(number) else {
-            return Err(Error::invalid(format!("kv_layout is {number}, expected 1, 2 or 3")));
-        };
-        Self::in_one_buffer(bound, layout)
-    }
+/// K and V in one buffer, in the layout of the attribute `kv_layout`.
+pub(crate) fn problem<'a>(bound: &Bound<'a>) -> Result<KvCacheUpdate<'a>> {
+    let number = bound.i64(I64Attribute::KvLayout);
+    let Some(layout) = KvLayout::from_number(number) else {
+        return Err(Error::invalid(format!("kv_layout is {number}, expected 1, 2 or 3")));
+    };
+    KvCacheUpdate::in_one_buffer(bound, layout)
+}
 
+impl<'a> KvCacheUpdate<'a> {
     /// K and V in one buffer of a layout, whatever attributes the target has.
     pub(super) fn in_one_buffer(bound: &Bound<'a>, layout: KvLayout) -> Result<Self> {
         let (key, value) = (bound.operand(Operand::Key), bound.operand(Operand::Value));
@@ -95,7 +95,7 @@ impl<'a> KvCacheUpdate<'a> {
     }
 
     /// K and V in buffers of their own, `[P, page_size, Hkv, D]` and `[P, page_size, Hkv, Dv]`.
-    pub(crate) fn new_split(bound: &Bound<'a>) -> Result<Self> {
+    pub(super) fn in_two_buffers(bound: &Bound<'a>) -> Result<Self> {
         let (key, value) = (bound.operand(Operand::Key), bound.operand(Operand::Value));
         check_rows("key", &key, None)?;
         check_rows("value", &value, None)?;

@@ -46,44 +46,45 @@ unsafe impl Send for MergeAttentionStates<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for MergeAttentionStates<'_> {}
 
-impl<'a> MergeAttentionStates<'a> {
-    pub(crate) fn new(bound: &Bound<'a>) -> Result<Self> {
-        let first = bound.operand(Operand::OutA);
-        first.expect_dtype("out_a", DTYPES)?;
-        first.expect_shape("out_a", &[Dim::Any("n"), Dim::Any("h"), Dim::Any("d")])?;
-        let [n, h, d] = [0, 1, 2].map(|axis| first.dims[axis]);
-        ensure(d > 0, || format!("out_a has shape {:?}, expected d of at least 1", first.dims))?;
-        kernel_sizes(&[("n", n), ("h", h), ("d", d)])?;
-        if h * d >= i64::from(i32::MAX) {
-            return Err(Error::invalid(format!("out_a has rows of {h} x {d} elements, expected below 2^31")));
-        }
-        let rows = [Dim::Is("n", n), Dim::Is("h", h), Dim::Is("d", d)];
-        let outputs = |name: &str, tensor: &Tensor| {
-            tensor.expect_dtype(name, &[first.dtype])?;
-            tensor.expect_shape(name, &rows)
-        };
-        let sums = |name: &str, tensor: &Tensor| {
-            tensor.expect_dtype(name, &[DType::F32])?;
-            tensor.expect_shape(name, &[Dim::Is("h", h), Dim::Is("n", n)])?;
-            dense(name, tensor)
-        };
-        let state = |out_name: Operand, lse_name: Operand| {
-            let (out, lse) = (bound.operand(out_name), bound.operand(lse_name));
-            outputs(out_name.name(), &out)?;
-            contiguous_rows(out_name.name(), &out)?;
-            sums(lse_name.name(), &lse)?;
-            Ok::<State, Error>(State { out, lse: lse.data.cast_const().cast() })
-        };
-        let a = state(Operand::OutA, Operand::LseA)?;
-        let b = state(Operand::OutB, Operand::LseB)?;
-        let (out, lse) = (bound.result(CallResult::Out), bound.result(CallResult::Lse));
-        outputs("out", &out)?;
-        dense("out", &out)?;
-        sums("lse", &lse)?;
-        let lse = lse.data.cast();
-        Ok(Self { a, b, out, lse, num_rows: n as usize, num_heads: h as usize, head_dim: d as usize })
+/// The problem of a call.
+pub(crate) fn problem<'a>(bound: &Bound<'a>) -> Result<MergeAttentionStates<'a>> {
+    let first = bound.operand(Operand::OutA);
+    first.expect_dtype("out_a", DTYPES)?;
+    first.expect_shape("out_a", &[Dim::Any("n"), Dim::Any("h"), Dim::Any("d")])?;
+    let [n, h, d] = [0, 1, 2].map(|axis| first.dims[axis]);
+    ensure(d > 0, || format!("out_a has shape {:?}, expected d of at least 1", first.dims))?;
+    kernel_sizes(&[("n", n), ("h", h), ("d", d)])?;
+    if h * d >= i64::from(i32::MAX) {
+        return Err(Error::invalid(format!("out_a has rows of {h} x {d} elements, expected below 2^31")));
     }
+    let rows = [Dim::Is("n", n), Dim::Is("h", h), Dim::Is("d", d)];
+    let outputs = |name: &str, tensor: &Tensor| {
+        tensor.expect_dtype(name, &[first.dtype])?;
+        tensor.expect_shape(name, &rows)
+    };
+    let sums = |name: &str, tensor: &Tensor| {
+        tensor.expect_dtype(name, &[DType::F32])?;
+        tensor.expect_shape(name, &[Dim::Is("h", h), Dim::Is("n", n)])?;
+        dense(name, tensor)
+    };
+    let state = |out_name: Operand, lse_name: Operand| {
+        let (out, lse) = (bound.operand(out_name), bound.operand(lse_name));
+        outputs(out_name.name(), &out)?;
+        contiguous_rows(out_name.name(), &out)?;
+        sums(lse_name.name(), &lse)?;
+        Ok::<State, Error>(State { out, lse: lse.data.cast_const().cast() })
+    };
+    let a = state(Operand::OutA, Operand::LseA)?;
+    let b = state(Operand::OutB, Operand::LseB)?;
+    let (out, lse) = (bound.result(CallResult::Out), bound.result(CallResult::Lse));
+    outputs("out", &out)?;
+    dense("out", &out)?;
+    sums("lse", &lse)?;
+    let lse = lse.data.cast();
+    Ok(MergeAttentionStates { a, b, out, lse, num_rows: n as usize, num_heads: h as usize, head_dim: d as usize })
+}
 
+impl<'a> MergeAttentionStates<'a> {
     /// Nothing is to be written.
     #[must_use]
     pub fn is_empty(&self) -> bool {

@@ -2,15 +2,15 @@
 //!
 //! Nothing here knows XLA or CUDA, and nothing here reads the tensors' elements.
 
+/// Every operator has a module of its name, with a function `problem` that makes the problem of a call.
+macro_rules! modules {
+    ($($op:ident $name:ident,)*) => {
+        $(pub mod $name;)*
+    };
+}
+for_each_operator!(modules);
+
 pub mod attention;
-pub mod flash_attn_varlen;
-pub mod flash_attn_varlen_bwd;
-pub mod kv_cache_update;
-pub mod merge_attention_states;
-pub mod paged_attention;
-pub mod paged_attention_update;
-pub mod rope_kv_cache_update;
-pub mod simple_add;
 pub mod workspace;
 
 mod call_arguments;
@@ -24,6 +24,7 @@ pub use checks::{MAX_HEAD_DIM, Scale};
 pub use kv_layout::KvView;
 pub use operators::Op;
 pub(crate) use operators::{
-    BoolAttribute, CallResult, F32Attribute, I64Attribute, OPERATORS_JSON, Operand, arguments, for_each_target,
+    BoolAttribute, CallResult, F32Attribute, I64Attribute, OPERATORS_JSON, Operand, arguments, for_each_operator,
+    for_each_target,
 };
 pub use signature::{Attribute, AttributeKind, Signature};

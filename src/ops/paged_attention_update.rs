@@ -32,24 +32,22 @@ pub struct PagedAttentionUpdate<'a> {
     pub attention: Attention<'a>,
 }
 
-impl<'a> PagedAttentionUpdate<'a> {
-    /// `paged_attention`'s operands, then
-    ///
-    /// | operand | shape |
-    /// |---|---|
-    /// | key, value | `[T, Hkv, D]`, of the cache's dtype, or under an fp8 cache f16, bf16 or f32 |
-    /// | `slot_mapping` | `[T]`, i32 or i64 |
-    pub(crate) fn new(bound: &Bound<'a>) -> Result<Self> {
-        let attention = paged_attention::problem(bound)?;
-        // The query and the cache agree by now, so that it is the key which has to fit.
-        let stored = [attention.kv_dtype];
-        let key = bound.operand(Operand::Key);
-        key.expect_dtype("key", if FP8_DTYPES.contains(&attention.kv_dtype) { DTYPES } else { &stored })?;
-        let [rows, heads, head_dim] =
-            [attention.num_rows, attention.num_kv_heads, attention.head_dim].map(|size| size as i64);
-        key.expect_shape("key", &[Dim::Is("T", rows), Dim::Is("Hkv", heads), Dim::Is("D", head_dim)])?;
-        let update = KvCacheUpdate::in_one_buffer(bound, KvLayout::Interleaved)?;
-        let attention = Attention { k: update.key.cache, v: update.value.cache, ..attention };
-        Ok(Self { update, attention })
-    }
+/// `paged_attention`'s operands, then
+///
+/// | operand | shape |
+/// |---|---|
+/// | key, value | `[T, Hkv, D]`, of the cache's dtype, or under an fp8 cache f16, bf16 or f32 |
+/// | `slot_mapping` | `[T]`, i32 or i64 |
+pub(crate) fn problem<'a>(bound: &Bound<'a>) -> Result<PagedAttentionUpdate<'a>> {
+    let attention = paged_attention::problem(bound)?;
+    // The query and the cache agree by now, so that it is the key which has to fit.
+    let stored = [attention.kv_dtype];
+    let key = bound.operand(Operand::Key);
+    key.expect_dtype("key", if FP8_DTYPES.contains(&attention.kv_dtype) { DTYPES } else { &stored })?;
+    let [rows, heads, head_dim] =
+        [attention.num_rows, attention.num_kv_heads, attention.head_dim].map(|size| size as i64);
+    key.expect_shape("key", &[Dim::Is("T", rows), Dim::Is("Hkv", heads), Dim::Is("D", head_dim)])?;
+    let update = KvCacheUpdate::in_one_buffer(bound, KvLayout::Interleaved)?;
+    let attention = Attention { k: update.key.cache, v: update.value.cache, ..attention };
+    Ok(PagedAttentionUpdate { update, attention })
 }

@@ -51,21 +51,20 @@ unsafe impl Send for Rotation {}
 // SAFETY: as above.
 unsafe impl Sync for Rotation {}
 
-impl<'a> RopeKvCacheUpdate<'a> {
-    pub(crate) fn new(bound: &Bound<'a>) -> Result<Self> {
-        let update = KvCacheUpdate::new(bound)?;
-        let key = &update.key.rows;
-        let (query, query_out) = (bound.operand(Operand::Query), bound.result(CallResult::QueryOut));
-        query.expect_dtype("query", &[key.dtype])?;
-        let (rows, width) = (Dim::Is("T", key.dims[0]), Dim::Is("D", key.dims[2]));
-        query.expect_shape("query", &[rows, Dim::Any("Hq"), width])?;
-        ensure(query.dims[1] > 0, || format!("query has shape {:?}, expected at least one head", query.dims))?;
-        contiguous_rows("query", &query)?;
-        query_out.expect_dtype("query_out", &[key.dtype])?;
-        query_out.expect_shape("query_out", &[rows, Dim::Is("Hq", query.dims[1]), width])?;
-        dense("query_out", &query_out)?;
-        Ok(Self { update, query, query_out, rotation: rotation(bound, rows, key.dims[2])? })
-    }
+/// The problem of a call.
+pub(crate) fn problem<'a>(bound: &Bound<'a>) -> Result<RopeKvCacheUpdate<'a>> {
+    let update = super::kv_cache_update::problem(bound)?;
+    let key = &update.key.rows;
+    let (query, query_out) = (bound.operand(Operand::Query), bound.result(CallResult::QueryOut));
+    query.expect_dtype("query", &[key.dtype])?;
+    let (rows, width) = (Dim::Is("T", key.dims[0]), Dim::Is("D", key.dims[2]));
+    query.expect_shape("query", &[rows, Dim::Any("Hq"), width])?;
+    ensure(query.dims[1] > 0, || format!("query has shape {:?}, expected at least one head", query.dims))?;
+    contiguous_rows("query", &query)?;
+    query_out.expect_dtype("query_out", &[key.dtype])?;
+    query_out.expect_shape("query_out", &[rows, Dim::Is("Hq", query.dims[1]), width])?;
+    dense("query_out", &query_out)?;
+    Ok(RopeKvCacheUpdate { update, query, query_out, rotation: rotation(bound, rows, key.dims[2])? })
 }
 
 fn rotation(bound: &Bound, rows: Dim, head_dim: i64) -> Result<Rotation> {

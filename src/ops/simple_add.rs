@@ -1,4 +1,4 @@
-//! `out = a + b`, element by element: the smallest complete operator (`docs/adding_an_operator.md`).
+//! `out = a + b`, element by element: the smallest complete operator (`docs/dev/adding_an_operator.md`).
 
 use super::{Bound, CallResult, Operand};
 use crate::error::{Result, ensure};
@@ -21,19 +21,18 @@ pub struct SimpleAdd<'a> {
     pub out: Tensor<'a>,
 }
 
-impl<'a> SimpleAdd<'a> {
-    pub(crate) fn new(bound: &Bound<'a>) -> Result<Self> {
-        let (a, b, out) = (bound.operand(Operand::A), bound.operand(Operand::B), bound.result(CallResult::Out));
-        a.expect_dtype("a", DTYPES)?;
-        for (name, other) in [("b", &b), ("out", &out)] {
-            other.expect_dtype(name, &[a.dtype])?;
-            ensure(other.dims == a.dims, || {
-                format!("{name} has shape {:?}, expected the shape of a, {:?}", other.dims, a.dims)
-            })?;
-        }
-        for (name, tensor) in [("a", &a), ("b", &b), ("out", &out)] {
-            ensure(tensor.is_dense(), || format!("{name} has strides {:?}, expected a dense tensor", tensor.strides))?;
-        }
-        Ok(Self { a, b, out })
+/// The problem of a call.
+pub(crate) fn problem<'a>(bound: &Bound<'a>) -> Result<SimpleAdd<'a>> {
+    let (a, b, out) = (bound.operand(Operand::A), bound.operand(Operand::B), bound.result(CallResult::Out));
+    a.expect_dtype("a", DTYPES)?;
+    for (name, other) in [("b", &b), ("out", &out)] {
+        other.expect_dtype(name, &[a.dtype])?;
+        ensure(other.dims == a.dims, || {
+            format!("{name} has shape {:?}, expected the shape of a, {:?}", other.dims, a.dims)
+        })?;
     }
+    for (name, tensor) in [("a", &a), ("b", &b), ("out", &out)] {
+        ensure(tensor.is_dense(), || format!("{name} has strides {:?}, expected a dense tensor", tensor.strides))?;
+    }
+    Ok(SimpleAdd { a, b, out })
 }

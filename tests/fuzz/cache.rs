@@ -2,11 +2,15 @@
 
 use crate::draw::Draw;
 use crate::memory::Subject;
-use crate::support::array::{ATTENTION_DTYPES, Array, BF16, F8E4M3FN, F8E5M2, F16, F32, F64, I8, I32, I64, U8};
+use crate::support::array::{
+    ATTENTION_DTYPES, Array, BF16, F8E4M3FN, F8E5M2, F16, F32, F64, FP8_DTYPES, I8, I32, I64, U8,
+};
 use crate::support::cache_updates::{SPLIT, Update, any_bits};
+use crate::support::gathers::Gather;
 use crate::support::invocation::Invocation;
 use crate::support::rotations::Rope;
 use crate::support::states::{ANY_LSE, State};
+use crate::support::storage::Layout;
 use crate::support::sums::{assert_same, sum};
 
 fn update(draw: &mut Draw, layouts: &[i64]) -> Update {
@@ -80,6 +84,33 @@ pub(crate) fn rope(draw: &mut Draw) -> Subject {
         }
         assert_same("the queries", &queries, &query_out);
     })
+}
+
+/// `gather_kv_cache`.
+pub(crate) fn gather(draw: &mut Draw) -> Subject {
+    let layout = draw.one_of(&Layout::PAGED);
+    let dtype = draw.one_of(&[F16, BF16, F32, F8E4M3FN, F8E5M2]);
+    let out = if FP8_DTYPES.contains(&dtype) { draw.one_of(&[dtype, F16, BF16, F32]) } else { dtype };
+    let (heads, head_dim) = (draw.between(1, 4), draw.head_dim());
+    let (num_pages, max_pages, seqs) = (draw.between(0, 4), draw.between(0, 4), draw.between(0, 6));
+    let page_size = draw.one_of(&[1, 2, 3, 4, 8, 16, 17]);
+    let scale = |draw: &mut Draw| if FP8_DTYPES.contains(&out) { None } else { draw.scale(heads) };
+    let gather = Gather {
+        layout,
+        dtype,
+        out,
+        num_pages,
+        page_size,
+        heads,
+        dims: [head_dim, if layout.has_two_buffers() { draw.head_dim() } else { head_dim }],
+        max_pages,
+        tables: draw.lengths(seqs * max_pages, num_pages.saturating_sub(1)),
+        lens: draw.lengths(seqs, max_pages * page_size),
+        capacity: draw.between(0, 60),
+        scales: [scale(draw), scale(draw)],
+        seed: draw.random.next() >> 1,
+    };
+    Subject::new(gather.invocation(), move |found| gather.assert_found(found))
 }
 
 /// `merge_attention_states`.

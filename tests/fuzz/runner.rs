@@ -30,7 +30,7 @@ const INSTRUCTION_SETS: [&str; 4] = ["portable", "avx2", "avx512", "avx512_bf16"
 const MOST_FAILURES: usize = 10;
 
 /// One call of each kind, in about the proportion in which their code is intricate.
-const KINDS: [fn(&mut Draw) -> Subject; 19] = [
+const KINDS: [fn(&mut Draw) -> Subject; 20] = [
     flash,
     flash,
     flash,
@@ -48,6 +48,7 @@ const KINDS: [fn(&mut Draw) -> Subject; 19] = [
     cache::cache_update,
     cache::rope,
     cache::rope,
+    cache::gather,
     cache::merge,
     cache::add,
 ];

@@ -30,7 +30,7 @@ fn exists(path: &str) -> bool {
 }
 
 fn documents() -> Vec<PathBuf> {
-    let folders = ["docs", "docs/dev"].map(|folder| fs::read_dir(root().join(folder)).unwrap());
+    let folders = ["docs", "docs/dev", "docs/reference"].map(|folder| fs::read_dir(root().join(folder)).unwrap());
     let docs = folders.into_iter().flatten().map(|e| e.unwrap().path());
     let mut all: Vec<PathBuf> = docs.filter(|p| p.extension().is_some_and(|e| e == "md")).collect();
     all.push(root().join("README.md"));
@@ -55,6 +55,43 @@ fn every_source_folder_is_in_the_architecture() {
     for folder in ["src/functions", "src/ops", "src/cpu", "src/cuda", "ffi", "kernels", "python", "tests"] {
         assert!(Path::new(&root().join(folder)).is_dir() && text.contains(folder), "{folder}");
     }
+}
+
+/// Every file under a folder.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).unwrap().map(|e| e.unwrap().path());
+    entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
+}
+
+/// Operators that have nothing to do with one another.
+const UNRELATED: [&str; 3] = ["simple_add", "merge_attention_states", "gather_kv_cache"];
+
+#[test]
+fn the_places_that_list_operators_are_those_that_the_guide_names() {
+    let folders = ["benches", "build_support", "docs", "examples", "ffi", "kernels", "python", "src", "xla_headers"];
+    let all = folders.iter().flat_map(|folder| files(&root().join(folder))).chain([root().join("README.md")]);
+    let lists = |path: &PathBuf| {
+        let text = fs::read_to_string(path).unwrap_or_default();
+        UNRELATED.iter().all(|operator| text.contains(operator))
+    };
+    let mut found: Vec<String> =
+        all.filter(lists).map(|path| path.strip_prefix(root()).unwrap().to_str().unwrap().to_owned()).collect();
+    // Generated, and the guide itself.
+    found.retain(|path| !["docs/reference/custom_calls.md", "docs/dev/adding_an_operator.md"].contains(&path.as_str()));
+    found.sort();
+    assert_eq!(
+        found,
+        [
+            "README.md",
+            "ffi/operators.toml",
+            "kernels/variants.toml",
+            "python/xla_attention/jax/__init__.py",
+            "python/xla_attention/torch/__init__.py",
+            "src/cuda/params/mod.rs",
+        ]
+    );
+    let guide = fs::read_to_string(root().join("docs/dev/adding_an_operator.md")).unwrap();
+    assert!(found.iter().all(|place| guide.contains(&format!("`{place}`"))));
 }
 
 #[test]

@@ -19,6 +19,7 @@ mod documentation;
 mod flash_attn_varlen;
 mod flash_attn_varlen_bwd;
 mod fp8_accuracy;
+mod gather_kv_cache;
 mod handler_sets;
 mod instruction_sets;
 mod kv_cache_update;

@@ -16,6 +16,7 @@ fn may_be_strided(op: Op) -> &'static [&'static str] {
         Op::KvCacheUpdateSplit => &["k_cache", "v_cache", "key", "value"],
         Op::RopeKvCacheUpdate => &["kv_cache", "query", "key", "value", "cos_sin"],
         Op::MergeAttentionStates => &["out_a", "out_b"],
+        Op::GatherKvCache => &["k_cache", "v_cache", "block_tables"],
         Op::SimpleAdd => &[],
     }
 }

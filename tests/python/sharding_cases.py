@@ -13,6 +13,7 @@ from batches import varlen
 from xla_attention.jax import (
     dot_product_attention,
     flash_attn_varlen,
+    gather_kv_cache,
     kv_cache_update,
     merge_attention_states,
     paged_attention,
@@ -206,6 +207,19 @@ def updated_pair():
     return Case(update, operands, specs, (spec, spec), differentiated=False, donated=(0, 1))
 
 
+def gathered(kv_layout):
+    """A cache that is cut by heads; so are the rows."""
+    scale = np.float32(np.linspace(0.5, 2, HEADS[1]))
+    tables, lens = np.array([[3, 1], [0, 2]]), np.array([7, 4])
+
+    def gather(cache, scale):
+        return gather_kv_cache(cache, tables, lens, capacity=12, kv_layout=kv_layout, k_scale=scale)
+
+    shape = empty_cache(kv_layout, HEADS[1]).shape
+    operands, specs = (numbers(0, *shape), scale), (CACHES[kv_layout], OF_HEADS)
+    return Case(gather, operands, specs, (PACKED, PACKED, WHOLE), differentiated=False)
+
+
 def rotated(kv_layout):
     new = step(HEADS)
 
@@ -304,6 +318,7 @@ CASES = {
     "update, stacked": lambda _: updated("stacked"),
     "update, per_page": lambda _: updated("per_page"),
     "update, two buffers": lambda _: updated_pair(),
+    **{f"gather, {layout}": lambda _, layout=layout: gathered(layout) for layout in CACHES},
     "rope, interleaved": lambda _: rotated("interleaved"),
     "rope, stacked": lambda _: rotated("stacked"),
     "rope, per_page": lambda _: rotated("per_page"),

@@ -187,6 +187,26 @@ fn slots_are_refused_by_entry() {
 }
 
 #[test]
+fn tokens_that_cannot_be_gathered_are_refused_by_entry() {
+    if !checking() {
+        return;
+    }
+    let gather = |pages: &[i32; 6], lens: &[i32]| {
+        let tables = Array::i32s(&[3, 2], pages);
+        right_calls::gather_kv_cache().with_operand("block_tables", tables).with_operand("context_lens", i32s(lens))
+    };
+    run(&gather(&[4, -1, -1, -1, 0, 1], &[8, 0, 16])).unwrap();
+    let rest = "expected 0 to 16: 2 entries of block_tables, over 5 pages of 8 tokens";
+    assert_refused(&gather(&[0; 6], &[3, -1, 0]), &format!("context_lens[1] is -1 (sequence 1), {rest}"));
+    assert_refused(&gather(&[0; 6], &[17, 0, 0]), &format!("context_lens[0] is 17 (sequence 0), {rest}"));
+    assert_refused(
+        &gather(&[0, 0, 5, 0, 0, 0], &[1, 1, 1]),
+        "block_tables[1, 0] is 5 (sequence 1), expected a page, 0 to 4",
+    );
+    assert_refused(&gather(&[0; 6], &[9, 9, 9]), "context_lens are 27 tokens, and the results have room for 24");
+}
+
+#[test]
 fn positions_are_refused_by_entry() {
     if !checking() {
         return;
@@ -278,6 +298,7 @@ fn other_calls() -> Vec<(&'static str, Invocation)> {
         ("split", slots(right_calls::kv_cache_update_split())),
         ("rope", slots(right_calls::rope_kv_cache_update(2))),
         ("add", right_calls::simple_add()),
+        ("gather", right_calls::gather_kv_cache()),
     ]
 }
 

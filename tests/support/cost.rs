@@ -266,6 +266,42 @@ pub fn hostile_slots_cost_no_more(sizes: Sizes, most: f64) {
     cost_no_more(&format!("kv_cache_update, {sizes:?}"), right, hostile, most);
 }
 
+/// Room for as many rows as the cache has tokens, which each sequence may name.
+fn gather_kv_cache(sizes: Sizes, lens: &[i32], page: impl Fn(usize) -> i32) -> Invocation {
+    let (pages, slots) = (sizes.rows.div_ceil(PAGE_SIZE), lens.len());
+    let tables: Vec<i32> = (0..slots * pages).map(|entry| page(entry % pages)).collect();
+    let rows = [sizes.rows, sizes.heads.1, sizes.head_dim].map(|n| n as i64);
+    Invocation::new("xla_gpu_gather_kv_cache")
+        .operand("k_cache", cache(sizes))
+        .operand("v_cache", Array::left_out(sizes.kv_dtype))
+        .operand("block_tables", Array::i32s(&[slots as i64, pages as i64], &tables))
+        .operand("context_lens", i32s(lens))
+        .attribute("kv_layout", Attr::I64(1))
+        .result("keys", sizes.kv_dtype, &rows)
+        .result("values", sizes.kv_dtype, &rows)
+        .result("cu_seqlens", I32, &[slots as i64 + 1])
+}
+
+/// Lengths and pages of any kind take no longer to gather than right ones that fill the rows.
+pub fn hostile_gathers_cost_no_more(sizes: Sizes, most: f64) {
+    let Sizes { rows, slots, .. } = sizes;
+    let lens = |len: &dyn Fn(usize) -> i32| (0..slots).map(len).collect::<Vec<_>>();
+    let even = lens(&|_| (rows / slots) as i32);
+    let ascending = |page: usize| page as i32;
+    let of = |name: &str, lens: &[i32]| (name.to_owned(), gather_kv_cache(sizes, lens, ascending));
+    let right = [of("one sequence", &lens(&|b| if b == 0 { rows as i32 } else { 0 })), of("even sequences", &even)];
+    let hostile = [
+        of("all of any length", &vec![i32::MAX; slots]),
+        of("from one end of i32 to the other", &lens(&|b| if b % 2 == 0 { i32::MIN } else { i32::MAX })),
+        of("the last alone", &lens(&|b| if b + 1 == slots { i32::MAX } else { -1 })),
+        (
+            "pages of no cache".to_owned(),
+            gather_kv_cache(sizes, &even, |p| if p % 2 == 0 { i32::MIN } else { i32::MAX }),
+        ),
+    ];
+    cost_no_more(&format!("gather_kv_cache, {sizes:?}"), right, hostile, most);
+}
+
 type Named = (String, Invocation);
 
 /// Prints a table of all calls.
@@ -298,7 +334,7 @@ fn tensors(views: &[(DType, *mut u8, Vec<i64>)]) -> Vec<Tensor<'_>> {
 }
 
 /// How long the quickest of some calls takes.
-fn seconds(invocation: &Invocation) -> f64 {
+pub fn seconds(invocation: &Invocation) -> f64 {
     const CALLS: usize = 3;
     #[cfg(feature = "cuda")]
     if let Some(seconds) = super::device::on_chosen_gpu(|gpu| invocation.seconds_on_gpu(gpu, CALLS)) {

@@ -25,6 +25,7 @@ pub mod cost;
 #[cfg(feature = "cuda")]
 pub mod device;
 pub mod frame;
+pub mod gathers;
 pub mod gradient_case;
 pub mod gradients;
 pub mod guard;

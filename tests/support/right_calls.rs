@@ -50,6 +50,11 @@ pub fn flash_attn_varlen_bwd() -> Invocation {
     of("xla_gpu_flash_attn_varlen_bwd")
 }
 
+/// N 24, Hkv 2, D 16, Dv 24, 5 pages of 8 tokens, 3 sequences with 2 pages each.
+pub fn gather_kv_cache() -> Invocation {
+    of("xla_gpu_gather_kv_cache")
+}
+
 /// T 6, Hkv 2, D 16, 5 pages of 8 tokens.
 pub fn kv_cache_update(layout: i64) -> Invocation {
     in_layout(of("xla_gpu_kv_cache_update"), layout)

@@ -29,6 +29,7 @@ except ModuleNotFoundError as error:
 
 from ._dot_product_attention import dot_product_attention
 from ._flash_attn_varlen import flash_attn_varlen
+from ._gather_kv_cache import gather_kv_cache
 from ._kv_cache_update import kv_cache_update
 from ._merge_attention_states import merge_attention_states
 from ._paged_attention import paged_attention, ragged_paged_attention
@@ -43,6 +44,7 @@ __all__ = [
     "dot_product_attention",
     "export_disabled_checks",
     "flash_attn_varlen",
+    "gather_kv_cache",
     "kv_cache_update",
     "merge_attention_states",
     "paged_attention",

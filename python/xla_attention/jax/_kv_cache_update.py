@@ -45,8 +45,8 @@ def kv_cache_update(
     key, value : Array
         ``[T, Hkv, D]``, ``[T, Hkv, Dv]``, f16, bf16 or f32; D and Dv multiples of 8 up to 256.
     slot_mapping : Array
-        ... As an argument of ``jax.jit``, NumPy's int64 is cut to its lower half by JAX itself, unless ``jax_enable_x64`` is
-        on: pass int32 there.
+        ... As an argument of ``jax.jit``, NumPy's int64 is cut to its lower half by JAX itself, unless
+        ``jax_enable_x64`` is on: pass int32 there.
     k_scale : Array or float, optional
         ... The attention functions multiply by the scale of the same name.
     v_scale : Array or float, optional

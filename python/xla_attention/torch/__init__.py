@@ -8,6 +8,7 @@ its runtime as soon as it is imported, before or after this module.
 from ..torch_xla import register_targets, use_cuda_plugin
 from . import vllm_style
 from ._flash_attn_varlen import flash_attn_varlen
+from ._gather_kv_cache import gather_kv_cache
 from ._import_hook import register_once_imported
 from ._kv_cache_update import kv_cache_update, update_cache_
 from ._merge_attention_states import merge_attention_states
@@ -20,6 +21,7 @@ from ._xla_ops import provide_xla_ops
 
 __all__ = [
     "flash_attn_varlen",
+    "gather_kv_cache",
     "kv_cache_update",
     "merge_attention_states",
     "paged_attention",

@@ -10,6 +10,7 @@ pub(crate) mod attention_bwd;
 pub(crate) mod attention_bwd_sinks;
 pub(crate) mod cache_rows;
 pub(crate) mod divisor;
+pub(crate) mod gather_kv_cache;
 pub(crate) mod hopper_bwd;
 pub(crate) mod hopper_prefill;
 pub(crate) mod merge_attention_states;

@@ -18,8 +18,8 @@ use libfuzzer_sys::fuzz_target;
 use mutation::{Mutation, Plan, Side};
 use std::sync::LazyLock;
 use support::array::Dtype;
-use support::guard::keep_mappings;
 use support::conformance::{Case, cases};
+use support::guard::keep_mappings;
 
 static CASES: LazyLock<Vec<&'static Case>> = LazyLock::new(|| {
     keep_mappings();

@@ -17,12 +17,13 @@ use crate::support::storage::Storage;
 use std::collections::BTreeSet;
 use std::ffi::CStr;
 
-const NAMES: [&str; 10] = [
+const NAMES: [&str; 11] = [
     "xla_gpu_simple_add",
     "XlaGpuSimpleAdd",
     "xla_gpu_paged_attention",
     "xla_gpu_flash_attn_varlen",
     "xla_gpu_flash_attn_varlen_bwd",
+    "xla_gpu_gather_kv_cache",
     "xla_gpu_kv_cache_update",
     "xla_gpu_kv_cache_update_split",
     "xla_gpu_merge_attention_states",

@@ -5,11 +5,12 @@ use crate::support::guard::{Guarded, Side};
 use crate::support::invocation::{Attr, Invocation, POISON};
 use xla_attention::{
     AttentionResults, AttentionState, DType, FlashAttnVarlenBwdInputs, FlashAttnVarlenBwdOptions,
-    FlashAttnVarlenBwdResults, FlashAttnVarlenInputs, FlashAttnVarlenOptions, Host, Kv, KvCacheUpdateInputs,
-    KvCacheUpdateOptions, Memory, On, PagedAttentionInputs, PagedAttentionOptions, PagedAttentionUpdateInputs, Result,
-    RopeKvCacheUpdateInputs, RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults, TensorMut, TensorRef,
-    flash_attn_varlen, flash_attn_varlen_bwd, kv_cache_update, merge_attention_states, paged_attention,
-    paged_attention_update, rope_kv_cache_update, simple_add,
+    FlashAttnVarlenBwdResults, FlashAttnVarlenInputs, FlashAttnVarlenOptions, GatherKvCacheInputs,
+    GatherKvCacheOptions, GatherKvCacheResults, Host, Kv, KvCacheUpdateInputs, KvCacheUpdateOptions, Memory, On,
+    PagedAttentionInputs, PagedAttentionOptions, PagedAttentionUpdateInputs, Result, RopeKvCacheUpdateInputs,
+    RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults, TensorMut, TensorRef, flash_attn_varlen, flash_attn_varlen_bwd,
+    gather_kv_cache, kv_cache_update, merge_attention_states, paged_attention, paged_attention_update,
+    rope_kv_cache_update, simple_add,
 };
 
 /// The results of a call that has to succeed, where the environment wants it run.
@@ -162,6 +163,7 @@ fn run<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
         "xla_gpu_kv_cache_update_split" => {
             update(of, kv(Some(0), of.result("k_cache"), Some(of.result("v_cache"))), on)
         }
+        "xla_gpu_gather_kv_cache" => gather(of, on),
         "xla_gpu_rope_kv_cache_update" => rope(of, on),
         "xla_gpu_paged_attention" => paged(of, on),
         "xla_gpu_paged_attention_update" => paged_update(of, on),
@@ -179,6 +181,17 @@ fn update<M: Memory>(of: &Tensors<M>, cache: Kv<TensorMut<M>>, on: On<M>) -> Res
     };
     let options = KvCacheUpdateOptions { k_scale: of.optional("k_scale"), v_scale: of.optional("v_scale") };
     kv_cache_update(&inputs, &options, cache, on)
+}
+
+fn gather<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
+    let inputs = GatherKvCacheInputs {
+        kv_cache: kv(of.count("kv_layout"), of.operand("k_cache"), of.optional("v_cache")),
+        block_tables: of.operand("block_tables"),
+        context_lens: of.operand("context_lens"),
+    };
+    let options = GatherKvCacheOptions { k_scale: of.optional("k_scale"), v_scale: of.optional("v_scale") };
+    let (keys, values, cu_seqlens) = (of.result("keys"), of.result("values"), of.result("cu_seqlens"));
+    gather_kv_cache(&inputs, &options, GatherKvCacheResults { keys, values, cu_seqlens }, on)
 }
 
 fn rope<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {

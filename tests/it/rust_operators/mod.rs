@@ -11,12 +11,14 @@ use crate::support::batch::{Scaled, Shape};
 use crate::support::cache_updates::{SPLIT, Update};
 use crate::support::case::{Case, Target};
 use crate::support::check::computed;
+use crate::support::gathers::Gather;
 use crate::support::gradient_case::{GradientCase, Wanted, assert_gradients, gradient_answers};
 use crate::support::invocation::Invocation;
 use crate::support::option_pairs;
 use crate::support::rotations::Rope;
 use crate::support::states::{ANY_LSE, State};
 use crate::support::steps::Step;
+use crate::support::storage::Layout;
 use driver::results;
 
 /// Every so many of the calls that together hold every pair of options.
@@ -89,6 +91,19 @@ fn new_rows_are_stored_and_attended_to() {
         let (out, lse) = (&found[0], step.case.lse.then(|| &found[2]));
         assert!(found[1] == *step.cache(), "{}", step.case.name);
         assert_allowed(&step.case, &answers(&step.case, IfWrong::Unspecified), out, lse);
+    }
+}
+
+#[test]
+fn caches_are_gathered_from_every_layout() {
+    for layout in Layout::PAGED {
+        let scales = [None, Some(vec![0.5, 3.0])];
+        for gather in [
+            Gather { layout, ..Gather::default() },
+            Gather { layout, dtype: F8E4M3FN, out: BF16, scales, ..Gather::default() },
+        ] {
+            gather.assert_found(&results(&gather.invocation()));
+        }
     }
 }
 

@@ -10,9 +10,10 @@ use std::sync::LazyLock;
 mod derived;
 
 /// In the binary, which may run where there is no source.
-const TABLES: [&str; 9] = [
+const TABLES: [&str; 10] = [
     include_str!("../../conformance/tables/flash_attn_varlen.toml"),
     include_str!("../../conformance/tables/flash_attn_varlen_bwd.toml"),
+    include_str!("../../conformance/tables/gather_kv_cache.toml"),
     include_str!("../../conformance/tables/kv_cache_update.toml"),
     include_str!("../../conformance/tables/kv_cache_update_split.toml"),
     include_str!("../../conformance/tables/merge_attention_states.toml"),

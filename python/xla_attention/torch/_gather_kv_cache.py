@@ -1,0 +1,126 @@
+"""gather_kv_cache in torch."""
+
+import torch
+
+from .._documentation import documented
+from .._operators import operator
+from .._options import kv_layout_number, refuse_layout_of_two
+from ._call import Call, Result, index_operand, scale_operand
+from ._define import define, scale_tensor
+
+_OPERATOR = operator("xla_gpu_gather_kv_cache")
+
+
+@documented("xla_gpu_gather_kv_cache")
+def gather_kv_cache(
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    capacity: int,
+    dtype: torch.dtype | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+    kv_layout: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Copy the keys and values of sequences out of a paged cache into packed rows, those of a sequence in order.
+
+    The inverse of `kv_cache_update`: for exporting a prefix, for attention over a long context in chunks
+    (`flash_attn_varlen` over what is gathered, then `merge_attention_states`), and for looking at a cache.
+
+    Parameters
+    ----------
+    kv_cache : Tensor or pair of Tensors
+        K and V in one buffer, see `kv_layout`; or K and V apart, ``[P, page_size, Hkv, D]`` and
+        ``[P, page_size, Hkv, Dv]``. f16, bf16, f32, ``float8_e4m3fn`` or ``float8_e5m2``.
+    block_tables : Tensor
+    context_lens : Tensor
+    capacity : int
+        N, the rows of the results. Tokens for which there is no room are left out; rows that no token takes are 0.
+    dtype : torch.dtype, optional
+        Of keys and values: that of the cache, which is the default, or of an 8-bit cache f16, bf16 (the default there)
+        or f32.
+    k_scale : Tensor or float, optional
+        ... The scale of the same name of `kv_cache_update`.
+    v_scale : Tensor or float, optional
+        ... The scale of the same name of `kv_cache_update`.
+    kv_layout : str, optional
+        Of a cache in one buffer: ``"interleaved"`` (the default), ``[P, page_size, 2*Hkv, D]`` with K of head h at
+        index 2h and V at 2h+1; ``"stacked"``, ``[2, P, page_size, Hkv, D]``; ``"per_page"``,
+        ``[P, 2, page_size, Hkv, D]``.
+
+    Returns
+    -------
+    keys : Tensor
+        ``[N, Hkv, D]``
+    values : Tensor
+        ``[N, Hkv, Dv]``
+    cu_seqlens : Tensor
+        ``i32[S+1]``: the first row of each sequence and, last, the end; N at most.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from xla_attention.torch import gather_kv_cache, kv_cache_update
+    >>> rows = torch.arange(3.0)[:, None, None].expand(3, 1, 8).contiguous()
+    >>> cache = kv_cache_update(torch.zeros(2, 2, 2, 8), rows, -rows, torch.tensor([2, 3, 0]))
+    >>> keys, values, cu_seqlens = gather_kv_cache(cache, torch.tensor([[1, 0]]), torch.tensor([3]), capacity=4)
+    >>> keys[:, 0, 0].tolist(), values[:, 0, 0].tolist(), cu_seqlens.tolist()
+    ([0.0, 1.0, 2.0, 0.0], [-0.0, -1.0, -2.0, 0.0], [0, 3])
+    """
+    if isinstance(kv_cache, torch.Tensor):
+        k_cache, v_cache = kv_cache, kv_cache.new_empty(0)
+        kv_layout = kv_layout or "interleaved"
+    else:
+        k_cache, v_cache = kv_cache
+        refuse_layout_of_two(kv_layout)
+    scales = scale_tensor(k_scale, k_cache), scale_tensor(v_scale, k_cache)
+    return torch.ops.xla_gpu.gather_kv_cache(
+        k_cache, v_cache, block_tables, context_lens, capacity, *scales, kv_layout, dtype
+    )
+
+
+def _describe(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    capacity: int,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    kv_layout: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Call:
+    if isinstance(capacity, int) and capacity < 0:
+        raise ValueError(f"{_OPERATOR.target}: capacity is {capacity}, expected >= 0")
+    if dtype is None:
+        dtype = torch.bfloat16 if k_cache.dtype.itemsize == 1 else k_cache.dtype
+    heads = k_cache.shape[-2] // (2 if kv_layout == "interleaved" else 1)
+    dims = k_cache.shape[-1], (v_cache if kv_layout is None else k_cache).shape[-1]
+    return Call(
+        _OPERATOR.target,
+        {
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "block_tables": index_operand("block_tables", block_tables),
+            "context_lens": index_operand("context_lens", context_lens),
+            "k_scale": scale_operand(k_scale),
+            "v_scale": scale_operand(v_scale),
+        },
+        (
+            *(Result((capacity, heads, dim), dtype) for dim in dims),
+            Result(tuple(size + 1 for size in context_lens.shape[:1]), torch.int32),
+        ),
+        {"kv_layout": kv_layout_number(kv_layout)},
+        strided=(0, 1, 2),
+    )
+
+
+define(
+    "xla_gpu::gather_kv_cache",
+    f"({_OPERATOR.required_tensors()}, SymInt capacity, {_OPERATOR.optional_tensors()}, str? kv_layout=None, "
+    "ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
+    _describe,
+    tuple,
+    instead="the cache indexed by page and offset",
+)

@@ -1,0 +1,3 @@
+//! Attention, whatever its keys lie in: [`super::attention`].
+
+pub(crate) use super::attention::run;

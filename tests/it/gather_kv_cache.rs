@@ -1,0 +1,269 @@
+//! `xla_gpu_gather_kv_cache` through its XLA FFI handlers.
+
+use crate::support::array::{ATTENTION_DTYPES, BF16, F8E4M3FN, F8E5M2, F16, F32, FP8_DTYPES, I32};
+use crate::support::cache_updates::{SPLIT, Update};
+use crate::support::cost::{Sizes, hostile_gathers_cost_no_more, seconds};
+use crate::support::gathers::Gather;
+use crate::support::guard::Side;
+use crate::support::pools::{HostPool, Inline, Late, NoPool, Threads};
+use crate::support::random::Random;
+use crate::support::storage::Layout;
+use crate::support::strategies::for_all;
+use proptest::prelude::*;
+use proptest::sample::select;
+use std::sync::Mutex;
+use std::time::Instant;
+use xla_attention::{RayonPool, parallel_for};
+
+#[test]
+fn rows_are_copied_bit_by_bit_in_every_layout_and_dtype() {
+    for layout in Layout::PAGED {
+        for dtype in [ATTENTION_DTYPES.as_slice(), &FP8_DTYPES].concat() {
+            for head_dim in [8, 16, 24, 72] {
+                Gather { layout, dtype, out: dtype, dims: [head_dim; 2], ..Gather::default() }.check();
+            }
+        }
+    }
+}
+
+#[test]
+fn codes_of_8_bits_are_decoded_and_multiplied() {
+    let scales = [None, Some(vec![0.37]), Some(vec![3.0, 0.011])];
+    for layout in Layout::PAGED {
+        for (dtype, out) in FP8_DTYPES.into_iter().flat_map(|dtype| ATTENTION_DTYPES.map(|out| (dtype, out))) {
+            for k_scale in &scales {
+                for v_scale in &scales {
+                    let scales = [k_scale.clone(), v_scale.clone()];
+                    Gather { layout, dtype, out, scales, ..Gather::default() }.check();
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn scales_multiply_what_is_stored_in_16_or_32_bits_too() {
+    for dtype in ATTENTION_DTYPES {
+        for scales in [[Some(vec![0.37]), None], [None, Some(vec![3.0, 0.011])], [Some(vec![1e30]), Some(vec![-1.0])]] {
+            Gather { dtype, out: dtype, scales, ..Gather::default() }.check();
+        }
+    }
+}
+
+#[test]
+fn every_code_of_8_bits_has_its_value() {
+    // Random bytes: 5 * 32 * 2 * 2 * 256 of them hold every code many times.
+    for dtype in FP8_DTYPES {
+        for out in ATTENTION_DTYPES {
+            let (page_size, tables) = (32, (0..5).collect());
+            let call = Gather { page_size, tables, max_pages: 5, lens: vec![160], capacity: 160, ..Gather::default() };
+            Gather { dtype, out, dims: [256; 2], ..call }.check();
+        }
+    }
+}
+
+#[test]
+fn hostile_lengths_and_pages_are_clamped() {
+    for layout in Layout::PAGED {
+        for dtype in [F32, F8E5M2] {
+            let call = Gather { layout, dtype, out: dtype, ..Gather::default() };
+            let extremes = vec![i32::MIN, -1, i32::MAX, 5, -7, 100, i32::MAX, i32::MIN, 1];
+            Gather { tables: extremes, lens: vec![12; 3], capacity: 40, ..call.clone() }.check();
+            for lens in [vec![-1, i32::MAX, 5], vec![i32::MIN; 3], vec![i32::MAX; 3], vec![12, 13, -12]] {
+                for capacity in [0, 1, 11, 12, 13, 36, 50] {
+                    Gather { lens: lens.clone(), capacity, ..call.clone() }.check();
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn nothing_to_gather_leaves_zeros() {
+    for layout in Layout::PAGED {
+        let call = Gather { layout, ..Gather::default() };
+        Gather { lens: vec![], tables: vec![], ..call.clone() }.check();
+        Gather { lens: vec![], tables: vec![], capacity: 0, ..call.clone() }.check();
+        Gather { lens: vec![0; 3], ..call.clone() }.check();
+        Gather { num_pages: 0, ..call.clone() }.check();
+        Gather { num_pages: 0, page_size: 0, ..call.clone() }.check();
+        Gather { max_pages: 0, tables: vec![], ..call.clone() }.check();
+        Gather { capacity: 0, ..call }.check();
+    }
+}
+
+#[test]
+fn a_split_cache_may_have_values_of_another_width() {
+    for dims in [[192, 128], [8, 256], [24, 64]] {
+        for (dtype, out) in [(F32, F32), (F16, F16), (F8E4M3FN, F8E4M3FN), (F8E4M3FN, BF16)] {
+            Gather { layout: Layout::Split, dtype, out, dims, ..Gather::default() }.check();
+        }
+    }
+}
+
+#[test]
+fn sequences_may_be_many() {
+    // More than a CTA adds up at once, without a token, with one or with some.
+    for (seqs, capacity) in [(1023, 800), (1024, 5000), (1025, 1), (4100, 4000), (5000, 20000)] {
+        let mut random = Random::new(seqs as u64);
+        let lens = (0..seqs).map(|_| random.below(6) as i32 - 2).collect();
+        let tables = (0..2 * seqs).map(|_| random.below(5) as i32).collect();
+        let call = Gather { max_pages: 2, tables, lens, capacity, heads: 1, dims: [8, 8], ..Gather::default() };
+        Gather { layout: Layout::Stacked, dtype: BF16, out: BF16, ..call }.check();
+    }
+}
+
+#[test]
+fn any_shape_is_gathered() {
+    let dtypes = (
+        select(&[BF16, F16, F32, F8E4M3FN, F8E5M2]),
+        select(&[None, Some(BF16), Some(F16), Some(F32)]),
+        prop_oneof![Just(None), Just(Some(0.5f32)), Just(Some(0.3))],
+    );
+    let calls = (
+        select(&Layout::PAGED),
+        dtypes,
+        (0..5usize, 1..9usize, 1..5usize, 1..=9usize, 1..=9usize),
+        (0..12usize, 0..6usize, 0..80usize),
+        0..1000u64,
+    );
+    for_all(
+        128,
+        calls,
+        |(layout, (dtype, decoded, scale), (num_pages, page_size, heads, d, dv), (seqs, max_pages, capacity), seed)| {
+            let mut random = Random::new(seed);
+            let out = decoded.filter(|_| FP8_DTYPES.contains(&dtype)).unwrap_or(dtype);
+            let scale = scale.filter(|_| !FP8_DTYPES.contains(&out)).map(|scale| vec![scale; heads]);
+            let number = |random: &mut Random, end: usize| match random.below(4) {
+                0 => random.hostile_i32(),
+                _ => random.below(end + 1) as i32,
+            };
+            Gather {
+                layout,
+                dtype,
+                out,
+                num_pages,
+                page_size,
+                heads,
+                dims: [8 * d, 8 * if layout.has_two_buffers() { dv } else { d }],
+                max_pages,
+                tables: (0..seqs * max_pages).map(|_| number(&mut random, num_pages)).collect(),
+                lens: (0..seqs).map(|_| number(&mut random, max_pages * page_size)).collect(),
+                capacity,
+                scales: [scale.clone(), scale.filter(|_| seed % 2 == 0)],
+                seed,
+            }
+            .check();
+        },
+    );
+}
+
+#[test]
+fn what_an_update_has_written_is_gathered() {
+    let layouts = [(Layout::Split, SPLIT), (Layout::Interleaved, 1), (Layout::Stacked, 2), (Layout::PerPage, 3)];
+    for (layout, number) in layouts {
+        for dtype in ATTENTION_DTYPES {
+            // Tokens of two sequences, of which the second has its pages in descending order.
+            let (tables, lens) = (vec![0, 3, 2, 1], vec![5, 8]);
+            let slots: Vec<i64> = (0..4).chain([12]).chain(8..12).chain(4..8).collect();
+            let update = Update { layout: number, dtype, num_pages: 4, slots, ..Update::default() };
+            let caches = update.invocation(true).results(Side::EndsAtGuard);
+            let [num_pages, capacity, max_pages] = [4, 13, 2];
+            let call = Gather { layout, dtype, out: dtype, num_pages, max_pages, tables, lens, ..Gather::default() };
+            let found = Gather { capacity, ..call }.of_caches(caches).results(Side::EndsAtGuard);
+            assert!(found[..2] == update.rows(), "{layout:?} {dtype:?}");
+        }
+    }
+}
+
+#[test]
+fn every_pool_gathers_the_same() {
+    let late = Late::default();
+    let mut random = Random::new(3);
+    let tables = (0..40 * 8).map(|_| random.below(64) as i32).collect();
+    let lens = (0..40).map(|_| random.below(128) as i32).collect();
+    let call = Gather { dtype: BF16, out: BF16, num_pages: 64, page_size: 16, heads: 8, ..Gather::default() };
+    let call = Gather { dims: [64; 2], max_pages: 8, tables, lens, capacity: 2500, ..call };
+    let pools: [&dyn HostPool; 5] = [&Inline(1), &Inline(9), &Threads::new(3), &late, &NoPool];
+    for pool in pools {
+        assert!(call.invocation().run(Side::BeginsAtGuard, pool).unwrap() == call.expected());
+    }
+    late.run_all();
+}
+
+#[test]
+fn hostile_metadata_costs_no_more_than_right() {
+    hostile_gathers_cost_no_more(Sizes::small(), 10.0);
+}
+
+/// At a size at which time can be told from noise: `--ignored --nocapture` prints a table.
+#[test]
+#[ignore = "a measurement: wants a machine for itself"]
+fn hostile_metadata_costs_at_most_twice_as_much() {
+    for sizes in Sizes::large() {
+        hostile_gathers_cost_no_more(Sizes { rows: 1 << 14, ..sizes }, 2.0);
+    }
+}
+
+/// Seconds that copying so many bytes takes on all threads.
+fn copying(bytes: usize) -> f64 {
+    const CHUNK: usize = 1 << 20;
+    let (from, mut to) = (vec![1u8; bytes], vec![2u8; bytes]);
+    let chunks: Vec<_> = to.chunks_mut(CHUNK).map(Mutex::new).collect();
+    let once = || {
+        let began = Instant::now();
+        let copy = |(): &mut (), i: usize| {
+            let mut chunk = chunks[i].lock().unwrap();
+            let end = i * CHUNK + chunk.len();
+            chunk.copy_from_slice(&from[i * CHUNK..end]);
+        };
+        parallel_for(&RayonPool, chunks.len(), || (), copy).unwrap();
+        began.elapsed().as_secs_f64()
+    };
+    (0..5).map(|_| once()).fold(f64::INFINITY, f64::min)
+}
+
+/// On the CPU: `--ignored --nocapture` prints a table.
+#[test]
+#[ignore = "a measurement: wants a machine for itself"]
+fn gathering_takes_no_longer_than_copying() {
+    let (seqs, len) = (16, 1024);
+    for (dtype, out) in [(BF16, BF16), (F32, F32), (F8E4M3FN, F8E4M3FN), (F8E4M3FN, BF16), (F8E5M2, F32)] {
+        for (layout, page_size, dim) in Layout::PAGED
+            .into_iter()
+            .flat_map(|layout| [(1, 128), (16, 64), (16, 128), (256, 128)].map(|(page, dim)| (layout, page, dim)))
+        {
+            let pages = len / page_size;
+            let tables = (0..seqs * pages).map(|i| (i * 17 % (seqs * pages)) as i32).collect();
+            let sizes = Gather { layout, dtype, out, page_size, heads: 8, dims: [dim; 2], ..Gather::default() };
+            let lens = vec![len as i32; seqs];
+            let call =
+                Gather { num_pages: seqs * pages, max_pages: pages, tables, lens, capacity: seqs * len, ..sizes };
+            let bytes = 2 * seqs * len * 8 * dim * (dtype.size() + out.size()) / 2;
+            let (ours, copy) = (seconds(&call.invocation()), copying(bytes));
+            let rate = |seconds: f64| 2e-9 * bytes as f64 / seconds;
+            println!(
+                "{dtype:?} to {out:?}, {layout:?}, pages of {page_size}, D {dim}: {:.1} GB/s, a copy {:.1}: {:.2}",
+                rate(ours),
+                rate(copy),
+                copy / ours
+            );
+        }
+    }
+}
+
+#[test]
+fn results_of_another_type_are_refused_and_the_way_out_is_named() {
+    let refused = |call: Gather, text: &str| {
+        let refusal = call.invocation().run(Side::EndsAtGuard, &NoPool).unwrap_err();
+        assert_eq!(refusal.text, format!("xla_gpu_gather_kv_cache: {text}"));
+    };
+    let call = Gather { dtype: F16, out: F32, ..Gather::default() };
+    refused(call.clone(), "keys has dtype f32, expected f16");
+    let call = Gather { dtype: F8E5M2, out: F8E4M3FN, ..call };
+    refused(call.clone(), "keys has dtype f8e4m3fn, expected f8e5m2 or f16 or bf16 or f32");
+    let call = Gather { out: F8E5M2, scales: [None, Some(vec![2.0])], ..call };
+    refused(call.clone(), "v_scale is given and values has dtype f8e5m2, expected f16, bf16 or f32");
+    let call = Gather { dtype: I32, out: I32, scales: [None, None], ..call };
+    refused(call, "k_cache has dtype i32, expected f16 or bf16 or f32 or f8e4m3fn or f8e5m2");
+}

@@ -1,0 +1,163 @@
+//! Calls that gather a cache in every layout, and what they have to find.
+
+use super::array::{Array, Dtype, F32, I32};
+use super::cache_updates::any_bits;
+use super::guard::for_both_sides;
+use super::invocation::{Attr, Invocation};
+use super::storage::{Layout, Place};
+
+/// A call in numbers.
+#[derive(Clone, Debug)]
+pub struct Gather {
+    pub layout: Layout,
+    /// Of the cache.
+    pub dtype: Dtype,
+    /// Of the results.
+    pub out: Dtype,
+    pub num_pages: usize,
+    pub page_size: usize,
+    pub heads: usize,
+    /// D, Dv: one number unless the layout has two buffers.
+    pub dims: [usize; 2],
+    /// M
+    pub max_pages: usize,
+    /// `[S, M]`
+    pub tables: Vec<i32>,
+    pub lens: Vec<i32>,
+    /// N
+    pub capacity: usize,
+    /// Of keys, of values.
+    pub scales: [Option<Vec<f32>>; 2],
+    pub seed: u64,
+}
+
+impl Default for Gather {
+    fn default() -> Self {
+        Self {
+            layout: Layout::Interleaved,
+            dtype: F32,
+            out: F32,
+            num_pages: 5,
+            page_size: 4,
+            heads: 2,
+            dims: [16, 16],
+            max_pages: 3,
+            tables: vec![3, 1, 4, 0, 2, 2, 4, 4, 0],
+            lens: vec![9, 0, 6],
+            capacity: 17,
+            scales: [None, None],
+            seed: 1,
+        }
+    }
+}
+
+impl Gather {
+    fn place(&self) -> Place {
+        let Self { layout, num_pages, page_size, heads, dims, .. } = *self;
+        Place { layout, num_pages, page_size, kv_heads: heads, dims }
+    }
+
+    /// One cache, or K's and V's, full of anything.
+    pub fn caches(&self) -> Vec<Array> {
+        let shapes = self.place().shapes();
+        let dims = |shape: &[i64]| shape.iter().map(|&n| n as usize).collect::<Vec<_>>();
+        shapes.iter().zip(100..).map(|(shape, seed)| any_bits(self.dtype, &dims(shape), self.seed + seed)).collect()
+    }
+
+    fn result_dims(&self) -> [[i64; 3]; 2] {
+        self.dims.map(|d| [self.capacity, self.heads, d].map(|n| n as i64))
+    }
+
+    pub fn invocation(&self) -> Invocation {
+        self.of_caches(self.caches())
+    }
+
+    /// The call with caches of the caller's.
+    pub fn of_caches(&self, mut caches: Vec<Array>) -> Invocation {
+        let v_cache = if caches.len() == 2 { caches.remove(1) } else { Array::left_out(self.dtype) };
+        let seqs = self.lens.len() as i64;
+        let mut call = Invocation::new("xla_gpu_gather_kv_cache")
+            .operand("k_cache", caches.remove(0))
+            .operand("v_cache", v_cache)
+            .operand("block_tables", Array::i32s(&[seqs, self.max_pages as i64], &self.tables))
+            .operand("context_lens", Array::i32s(&[seqs], &self.lens));
+        if self.scales.iter().any(Option::is_some) {
+            for (name, scale) in ["k_scale", "v_scale"].into_iter().zip(&self.scales) {
+                let array = scale.as_ref().map(|values| Array::f32s(&[values.len() as i64], values));
+                call = call.operand(name, array.unwrap_or_else(|| Array::left_out(F32)));
+            }
+        }
+        let [keys, values] = self.result_dims();
+        call.what = format!("{self:?}");
+        call.result("keys", self.out, &keys)
+            .result("values", self.out, &values)
+            .result("cu_seqlens", I32, &[seqs + 1])
+            .attribute("kv_layout", Attr::I64(self.layout.kv_layout()))
+    }
+
+    /// (page, token of the page) of each row of a token, and `cu_seqlens`.
+    fn rows(&self) -> (Vec<(usize, usize)>, Vec<i32>) {
+        let longest = if self.num_pages == 0 { 0 } else { self.max_pages * self.page_size };
+        let (mut rows, mut starts) = (vec![], vec![0]);
+        for (b, &len) in self.lens.iter().enumerate() {
+            let len = usize::try_from(len).unwrap_or(0).min(longest);
+            for token in 0..len.min(self.capacity - rows.len()) {
+                let page = self.tables[b * self.max_pages + token / self.page_size];
+                rows.push((page.clamp(0, self.num_pages as i32 - 1) as usize, token % self.page_size));
+            }
+            starts.push(rows.len() as i32);
+        }
+        (rows, starts)
+    }
+
+    /// Keys, values and starts.
+    pub fn expected(&self) -> [Array; 3] {
+        let caches = self.caches();
+        let (rows, starts) = self.rows();
+        let (place, size) = (self.place(), self.dtype.size());
+        let [keys, values] = [0, 1].map(|value| {
+            let dims = self.result_dims()[value];
+            let mut result = Array::filled(self.out, &dims, 0);
+            let width = self.dims[value];
+            for (row, head) in (0..rows.len()).flat_map(|row| (0..self.heads).map(move |head| (row, head))) {
+                let (buffer, at) = place.of(value, rows[row].0, rows[row].1, head);
+                let from = &caches[buffer].bytes[at * size..][..width * size];
+                let to = &mut result.bytes[(row * self.heads + head) * width * self.out.size()..];
+                if self.out == self.dtype && self.scales[value].is_none() {
+                    to[..from.len()].copy_from_slice(from);
+                    continue;
+                }
+                let factor = self.scales[value].as_ref().map_or(1.0, |s| s[if s.len() == 1 { 0 } else { head }]);
+                for (from, to) in from.chunks_exact(size).zip(to.chunks_exact_mut(self.out.size())) {
+                    let product = self.dtype.decode(from) as f32 * factor;
+                    to.copy_from_slice(&self.out.encode(f64::from(product)));
+                }
+            }
+            result
+        });
+        [keys, values, Array::i32s(&[starts.len() as i64], &starts)]
+    }
+
+    /// The call finds what is expected.
+    pub fn check(&self) {
+        for_both_sides(|side| self.assert_found(&self.invocation().results(side)));
+    }
+
+    /// The same bits, but for those of a NaN that is computed.
+    pub fn assert_found(&self, found: &[Array]) {
+        for ((found, expected), name) in found.iter().zip(&self.expected()).zip(["keys", "values", "cu_seqlens"]) {
+            assert_eq!((found.dtype, &found.dims), (expected.dtype, &expected.dims), "{self:?}: {name}");
+            let element = first_difference(found, expected);
+            assert!(element.is_none(), "{self:?}: {name} differ in {element:02x?}");
+        }
+    }
+}
+
+/// The number of an element, its bytes and those that were expected; any NaN stands for any other.
+fn first_difference<'a>(found: &'a Array, expected: &'a Array) -> Option<(usize, &'a [u8], &'a [u8])> {
+    let (dtype, size) = (found.dtype, found.dtype.size());
+    let is_nan = |bytes: &[u8]| dtype != I32 && dtype.decode(bytes).is_nan();
+    let elements = found.bytes.chunks_exact(size).zip(expected.bytes.chunks_exact(size)).enumerate();
+    let mut different = elements.filter(|(_, (a, b))| a != b && !(is_nan(a) && is_nan(b)));
+    different.next().map(|(index, (a, b))| (index, a, b))
+}
