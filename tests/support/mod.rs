@@ -31,6 +31,7 @@ pub mod gradients;
 pub mod guard;
 pub mod host;
 pub mod invocation;
+#[cfg(feature = "cuda")]
 pub mod logged;
 pub mod machine;
 pub mod mock_api;

@@ -20,6 +20,7 @@ use std::sync::LazyLock;
 use support::array::Dtype;
 use support::conformance::{Case, cases};
 use support::guard::keep_mappings;
+use support::invocation::Attr;
 
 static CASES: LazyLock<Vec<&'static Case>> = LazyLock::new(|| {
     keep_mappings();
