@@ -3,9 +3,10 @@
 //! Three launches: a plan and what is known of each query row; dK, dV and the sums of dQ; dQ out of its sums. Everything
 //! here follows from static sizes, strides and options.
 
-use super::Launch;
+use super::sinks;
 use crate::cuda::attention::tiles::modifies_scores;
 use crate::cuda::device::Device;
+use crate::cuda::kernel::Launch;
 use crate::cuda::launch::Shape;
 use crate::cuda::params::attention_bwd::BackwardParams;
 use crate::cuda::params::hopper_bwd::{BackwardPlan, HopperBackwardParams, SequencePlan};
@@ -16,6 +17,7 @@ use crate::ops::KvView;
 use crate::ops::attention::Attention;
 use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::tensor::Tensor;
+use std::rc::Rc;
 
 /// What the kernels of a bucket of D and Dv work on at a time: `BackwardShape` of `kernels/include/hopper_bwd/shape.cuh`.
 #[derive(Debug)]
@@ -59,7 +61,7 @@ const GROUP_BYTES: usize = 4 * GROUP * PANEL as usize;
 const ALIGNMENT: usize = 128;
 
 /// How the kernels take a problem that they can take.
-pub(super) struct Hopper {
+struct Hopper {
     tile: &'static Tile,
     layout: Layout,
 }
@@ -109,9 +111,14 @@ impl Layout {
     }
 }
 
+/// Takes what the kernels are built for.
+pub(super) fn launches(problem: &FlashAttnVarlenBwd, device: &Device) -> Result<Option<Vec<Launch>>> {
+    Hopper::of(problem, device).map(|hopper| hopper.launches(problem, device)).transpose()
+}
+
 impl Hopper {
     /// `None` where the portable kernels have to do it.
-    pub(super) fn of(problem: &FlashAttnVarlenBwd, device: &Device) -> Option<Self> {
+    fn of(problem: &FlashAttnVarlenBwd, device: &Device) -> Option<Self> {
         let forward = &problem.forward;
         let dim = forward.head_dim.max(forward.value_dim);
         let tile = TILES.iter().find(|tile| tile.head_dim >= dim)?;
@@ -132,13 +139,8 @@ impl Hopper {
         fits.then_some(hopper)
     }
 
-    /// Where the kernels leave a number for each query row of each head.
-    pub(super) fn delta(&self) -> *mut f32 {
-        self.layout.delta.cast()
-    }
-
-    /// The launches of a call, in order.
-    pub(super) fn launches(&self, problem: &FlashAttnVarlenBwd, device: &Device) -> Result<Vec<Launch>> {
+    /// The launches, in order.
+    fn launches(&self, problem: &FlashAttnVarlenBwd, device: &Device) -> Result<Vec<Launch>> {
         let forward = &problem.forward;
         let prepare = 1 + forward.num_rows.div_ceil(PREPARED_ROWS) * forward.num_q_heads;
         let of_sums = self.layout.num_groups.div_ceil(FINISHED_GROUPS) * forward.num_q_heads.div_ceil(FINISHED_HEADS);
@@ -149,22 +151,24 @@ impl Hopper {
         let shared_memory = self.tile.shared_memory;
         let main = Shape { grid: [main as u32, 1, 1], threads: THREADS, shared_memory };
         let dtype = variants::dtype_value(forward.q.dtype);
+        let params = Rc::new(self.params(problem, device)?);
         [("hopper_bwd_prepare", side(prepare)), ("hopper_bwd", main), ("hopper_bwd_finish", side(finish))]
             .into_iter()
             .map(|(kernel, shape)| {
                 let variant = variants::find(kernel, &[dtype, self.tile.head_dim_value])?;
-                Ok(Launch { kernel, variant, shape })
+                Ok(Launch::new(kernel, variant, shape, params.clone()))
             })
+            .chain(sinks(problem, params.clone()).transpose())
             .collect()
     }
 
-    /// The kernels' argument.
-    pub(super) fn params(&self, problem: &FlashAttnVarlenBwd, base: &BackwardParams) -> Result<HopperBackwardParams> {
+    /// The kernels' parameter.
+    fn params(&self, problem: &FlashAttnVarlenBwd, device: &Device) -> Result<HopperBackwardParams> {
         let Layout { lse_log2, turns, plan, sequences, by_row, dq_sums, num_turns, num_groups, .. } = self.layout;
         let map = |boxes: &Boxes| TensorMap::new(problem.forward.q.dtype, boxes.data, &boxes.axes);
         let [q, k, v, dout, dk, dv] = self.boxes(problem);
         Ok(HopperBackwardParams {
-            base: *base,
+            base: BackwardParams::new(problem, device, self.layout.delta.cast())?,
             q: map(&q)?,
             k: map(&k)?,
             v: map(&v)?,

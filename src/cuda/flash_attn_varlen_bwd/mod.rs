@@ -8,17 +8,18 @@ mod portable;
 
 use super::attention::params::check_rows;
 use super::device::Device;
-use super::launch::{Shape, launch as launch_kernel};
+use super::kernel::Launch;
+use super::launch::Shape;
 use super::params::attention::AttentionParams;
 use super::params::attention_bwd::BackwardParams;
 use super::params::attention_bwd_sinks::SINKS_THREADS;
-use super::{module, variants};
+use super::variants;
 use crate::error::Result;
-use crate::log;
 use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::stream::Stream;
-use hopper::Hopper;
+use std::any::Any;
 use std::ptr::{null, null_mut};
+use std::rc::Rc;
 
 const SINKS_KERNEL: &str = "attention_bwd_sinks";
 
@@ -46,68 +47,43 @@ impl BackwardParams {
     }
 }
 
-/// One kernel launch.
-#[derive(Clone, Copy, Debug)]
-struct Launch {
-    kernel: &'static str,
-    variant: usize,
-    shape: Shape,
+/// Answers with the launches of a call, or `None` to leave it to the strategies after it; as those of
+/// [`attention`](super::attention).
+type Strategy = fn(&FlashAttnVarlenBwd, &Device) -> Result<Option<Vec<Launch>>>;
+
+/// In the order in which they are asked.
+const STRATEGIES: [Strategy; 2] = [hopper::launches, portable::launches];
+
+fn launches(problem: &FlashAttnVarlenBwd) -> Result<Vec<Launch>> {
+    let device = Device::current()?;
+    for strategy in STRATEGIES {
+        if let Some(launches) = strategy(problem, &device)? {
+            return Ok(launches);
+        }
+    }
+    unreachable!("the portable strategy takes every call")
 }
 
-impl Launch {
-    /// The launch that makes the sinks' gradients, if they are wanted.
-    fn sinks(problem: &FlashAttnVarlenBwd) -> Result<Option<Self>> {
-        if problem.dsinks.is_none() {
-            return Ok(None);
-        }
-        let variant = variants::find(SINKS_KERNEL, &[variants::dtype_value(problem.forward.q.dtype)])?;
-        let grid = [problem.forward.num_q_heads as u32, 1, 1];
-        let shape = Shape { grid, threads: SINKS_THREADS as u32, shared_memory: 0 };
-        Ok(Some(Self { kernel: SINKS_KERNEL, variant, shape }))
+/// The launch that makes the sinks' gradients, if they are wanted, after those that make the rest of this parameter, which
+/// begins with a [`BackwardParams`].
+fn sinks(problem: &FlashAttnVarlenBwd, parameter: Rc<dyn Any>) -> Result<Option<Launch>> {
+    if problem.dsinks.is_none() {
+        return Ok(None);
     }
+    let variant = variants::find(SINKS_KERNEL, &[variants::dtype_value(problem.forward.q.dtype)])?;
+    let grid = [problem.forward.num_q_heads as u32, 1, 1];
+    let shape = Shape { grid, threads: SINKS_THREADS as u32, shared_memory: 0 };
+    Ok(Some(Launch::new(SINKS_KERNEL, variant, shape, parameter)))
 }
 
 /// Load the kernels that [`launch`] takes.
 pub(crate) fn prepare(problem: &FlashAttnVarlenBwd) -> Result {
-    let device = Device::current()?;
-    BackwardParams::new(problem, &device, null_mut())?;
-    let launches = match Hopper::of(problem, &device) {
-        Some(hopper) => hopper.launches(problem, &device)?,
-        None => portable::launches(problem, &device)?,
-    };
-    for launch in launches.into_iter().chain(Launch::sinks(problem)?) {
-        module::function(launch.variant)?;
-    }
-    Ok(())
+    launches(problem)?.iter().try_for_each(Launch::load)
 }
 
 /// # Safety
 /// The problem's views are device memory of the current context that outlives the kernels' run, the results writable.
 pub(crate) unsafe fn launch(problem: &FlashAttnVarlenBwd, stream: Stream) -> Result {
-    let device = Device::current()?;
-    // SAFETY: each strategy's parameter is that of its kernels, and begins with what the sinks' kernel takes; the caller
-    // vouches for the memory.
-    unsafe {
-        if let Some(hopper) = Hopper::of(problem, &device) {
-            let base = BackwardParams::new(problem, &device, hopper.delta())?;
-            let params = hopper.params(problem, &base)?;
-            enqueue(hopper.launches(problem, &device)?, Launch::sinks(problem)?, &params, stream)
-        } else {
-            let params = BackwardParams::new(problem, &device, portable::delta(problem))?;
-            enqueue(portable::launches(problem, &device)?, Launch::sinks(problem)?, &params, stream)
-        }
-    }
-}
-
-/// Enqueue `launches`, and after them that of the sinks' gradients.
-///
-/// # Safety
-/// `params` is the parameter of all of them; as [`launch`].
-unsafe fn enqueue<P>(launches: Vec<Launch>, sinks: Option<Launch>, params: &P, stream: Stream) -> Result {
-    for Launch { kernel, variant, shape } in launches.into_iter().chain(sinks) {
-        log::call(kernel, (variant, shape), || format!("{} with {shape:?}", variants::VARIANTS[variant].name));
-        // SAFETY: this function's contract.
-        unsafe { launch_kernel(module::function(variant)?, shape, stream, params) }?;
-    }
-    Ok(())
+    // SAFETY: each strategy made the parameter of its kernels out of the problem; the caller vouches for the memory.
+    launches(problem)?.iter().try_for_each(|launch| unsafe { launch.enqueue(stream) })
 }

@@ -3,10 +3,12 @@
 //! `attention_bwd_dq` comes first, because it leaves for the others what it knows of each query row, where the workspace
 //! has room for that.
 
-use super::Launch;
+use super::sinks;
 use crate::cuda::attention::tiles::modifies_scores;
 use crate::cuda::device::Device;
+use crate::cuda::kernel::Launch;
 use crate::cuda::launch::Shape;
+use crate::cuda::params::attention_bwd::BackwardParams;
 use crate::cuda::tiles::{ATTENTION_BWD, AttentionBwdTile as Tile};
 use crate::cuda::variants;
 use crate::error::{Error, Result};
@@ -14,9 +16,10 @@ use crate::ops::attention::Attention;
 use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::tensor::Tensor;
 use std::ptr::null_mut;
+use std::rc::Rc;
 
 /// Where the workspace holds a number for each query row of each head; null where it is too small.
-pub(super) fn delta(problem: &FlashAttnVarlenBwd) -> *mut f32 {
+fn delta(problem: &FlashAttnVarlenBwd) -> *mut f32 {
     let Some(workspace) = &problem.workspace else { return null_mut() };
     let lost = workspace.data.align_offset(align_of::<f32>());
     let wanted = size_of::<f32>() * problem.forward.num_q_heads * problem.forward.num_rows;
@@ -58,29 +61,36 @@ fn variant(forward: &Attention, device: &Device, kernel: &str, gradient: &str) -
         })
 }
 
-impl Launch {
-    /// The launch that makes a gradient of which each KV head has `rows` rows; `None` where there is none.
-    fn new(problem: &FlashAttnVarlenBwd, device: &Device, gradient: &'static str, rows: usize) -> Result<Option<Self>> {
-        let forward = &problem.forward;
-        let kernel = if gradient == "dq" { "attention_bwd_dq" } else { "attention_bwd_dkdv" };
-        let (variant, tile) = variant(forward, device, kernel, gradient)?;
-        let ctas = (rows as u64).div_ceil(tile.held()) * forward.num_kv_heads as u64;
-        if ctas > i32::MAX as u64 {
-            return Err(Error::unimplemented(format!("{gradient} takes {ctas} blocks; a grid has up to 2^31 - 1")));
-        }
-        let shape = Shape { grid: [ctas as u32, 1, 1], threads: tile.threads(), shared_memory: tile.shared_bytes };
-        Ok((ctas > 0).then_some(Self { kernel, variant, shape }))
+/// The launch that makes a gradient of which each KV head has `rows` rows; `None` where there is none.
+fn of_gradient(
+    problem: &FlashAttnVarlenBwd,
+    device: &Device,
+    gradient: &'static str,
+    rows: usize,
+    params: Rc<BackwardParams>,
+) -> Result<Option<Launch>> {
+    let forward = &problem.forward;
+    let kernel = if gradient == "dq" { "attention_bwd_dq" } else { "attention_bwd_dkdv" };
+    let (variant, tile) = variant(forward, device, kernel, gradient)?;
+    let ctas = (rows as u64).div_ceil(tile.held()) * forward.num_kv_heads as u64;
+    if ctas > i32::MAX as u64 {
+        return Err(Error::unimplemented(format!("{gradient} takes {ctas} blocks; a grid has up to 2^31 - 1")));
     }
+    let shape = Shape { grid: [ctas as u32, 1, 1], threads: tile.threads(), shared_memory: tile.shared_bytes };
+    Ok((ctas > 0).then(|| Launch::new(kernel, variant, shape, params)))
 }
 
-/// The launches of a call, in order.
-pub(super) fn launches(problem: &FlashAttnVarlenBwd, device: &Device) -> Result<Vec<Launch>> {
+/// Takes every call.
+pub(super) fn launches(problem: &FlashAttnVarlenBwd, device: &Device) -> Result<Option<Vec<Launch>>> {
     let forward = &problem.forward;
+    let params = Rc::new(BackwardParams::new(problem, device, delta(problem))?);
     let packed_rows = forward.num_rows * (forward.num_q_heads / forward.num_kv_heads);
-    let gradients = [("dq", packed_rows), ("dkdv", problem.num_keys)];
-    let launches: Result<Vec<_>> =
-        gradients.iter().map(|(gradient, rows)| Launch::new(problem, device, gradient, *rows)).collect();
-    Ok(launches?.into_iter().flatten().collect())
+    let launches = [
+        of_gradient(problem, device, "dq", packed_rows, params.clone())?,
+        of_gradient(problem, device, "dkdv", problem.num_keys, params.clone())?,
+        sinks(problem, params)?,
+    ];
+    Ok(Some(launches.into_iter().flatten().collect()))
 }
 
 #[cfg(test)]
