@@ -1,7 +1,7 @@
 """`compile.py ENTRY CACHE`: a kernel of kernels/variants.toml as a library for the host; prints its path.
 
-The library holds one kernel and the emulator, and exports `xa_emulate`. It is named by the content of everything that
-it is made of.
+The library holds one kernel and the emulator, and exports `xa_emulate` and the size of the kernel's parameter. It is
+named by the content of everything that it is made of.
 """
 
 import hashlib
@@ -41,8 +41,10 @@ def variant(entry: str) -> tuple[str, list[str]]:
 
 def host_source(text: str) -> str:
     """The kernel as C++: its parameter by reference, its dynamic shared memory that of the emulator."""
-    text = re.sub(r"\(\s*const __grid_constant__ ([\w:]+) (\w+)\)", r"(const \1& \2)", text)
-    return re.sub(r"extern __shared__ [^;]*shared\[\];", "", text)
+    parameter = re.compile(r"\(\s*const __grid_constant__ ([\w:]+) (\w+)\)")
+    size = f"sizeof({parameter.search(text)[1]})"
+    text = re.sub(r"extern __shared__ [^;]*shared\[\];", "", parameter.sub(r"(const \1& \2)", text))
+    return f'{text}\nextern "C" __attribute__((visibility("default"))) const size_t xa_parameter_bytes = {size};\n'
 
 
 def main(entry: str, cache: str) -> None:

@@ -25,11 +25,14 @@ namespace {
 
 constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500;
 constexpr size_t kPage = 4096, kAlignment = 16;
-/// More than any kernel's parameter; it is read from the caller's stack, which goes on beyond the struct.
-constexpr size_t kParameterBytes = 2048, kParameterAlignment = 64;
+constexpr size_t kParameterAlignment = 64;
 
-/// Block, grid, threads, parameter: `xa_emulate` of device.cc.
-using Kernel = void (*)(unsigned, unsigned, unsigned, const void*);
+/// A compiled kernel (compile.py): what takes the grid, the threads and the parameter, and the parameter's size.
+struct Function {
+  void (*emulate)(unsigned, unsigned, unsigned, const void*);
+  size_t parameter_bytes;
+};
+using Kernel = const Function*;
 using Work = std::function<void()>;
 
 struct Stream {
@@ -190,8 +193,11 @@ DRIVER_CALL cuModuleGetFunction(Kernel* function, void*, const char* name) {
   path[std::strcspn(path, "\n")] = 0;
   void* const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return std::fprintf(stderr, "%s\n", dlerror()), kNotFound;
-  *function = reinterpret_cast<Kernel>(dlsym(library, "xa_emulate"));
-  return *function == nullptr ? kNotFound : kSuccess;
+  const auto emulate = reinterpret_cast<decltype(Function::emulate)>(dlsym(library, "xa_emulate"));
+  const auto* const bytes = static_cast<const size_t*>(dlsym(library, "xa_parameter_bytes"));
+  if (emulate == nullptr || bytes == nullptr) return kNotFound;
+  *function = new Function{emulate, *bytes};
+  return kSuccess;
 }
 DRIVER_CALL cuFuncGetAttribute(int* value, int, Kernel) { return *value = 0, kSuccess; }
 DRIVER_CALL cuFuncSetAttribute(Kernel, int, int) { return kSuccess; }
@@ -227,7 +233,8 @@ DRIVER_CALL cuLaunchKernel(Kernel kernel, unsigned grid_x, unsigned grid_y, unsi
   if (grid_x == 0 || grid_y == 0 || grid_z != 1 || threads_x == 0 || threads_y != 1 || threads_z != 1) {
     return kInvalidValue;
   }
-  const std::shared_ptr<void> parameter(std::aligned_alloc(kParameterAlignment, kParameterBytes), std::free);
-  std::memcpy(parameter.get(), parameters[0], kParameterBytes);
-  return enqueue(stream, [=] { kernel(grid_x, grid_y, threads_x, parameter.get()); });
+  const size_t bytes = kernel->parameter_bytes, room = (bytes + kParameterAlignment - 1) & -kParameterAlignment;
+  const std::shared_ptr<void> parameter(std::aligned_alloc(kParameterAlignment, room), std::free);
+  std::memcpy(parameter.get(), parameters[0], bytes);
+  return enqueue(stream, [=] { kernel->emulate(grid_x, grid_y, threads_x, parameter.get()); });
 }
