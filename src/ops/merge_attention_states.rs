@@ -84,7 +84,7 @@ pub(crate) fn problem<'a>(bound: &Bound<'a>) -> Result<MergeAttentionStates<'a>>
     Ok(MergeAttentionStates { a, b, out, lse, num_rows: n as usize, num_heads: h as usize, head_dim: d as usize })
 }
 
-impl<'a> MergeAttentionStates<'a> {
+impl MergeAttentionStates<'_> {
     /// Nothing is to be written.
     #[must_use]
     pub fn is_empty(&self) -> bool {
