@@ -18,9 +18,6 @@
 namespace xa {
 
 constexpr int kThreads = kGatherThreads;
-/// What a cache holds, if not elements of the results' type.
-enum class Codes : int32_t { kNone = kCodesNone, kF8E4M3Fn = kCodesF8e4m3fn, kF8E5M2 = kCodesF8e5m2 };
-
 /// CTAs that an SM is to hold: 64 registers a thread.
 constexpr int kCtas = 4;
 /// Sequences of a tile, and of a thread in it.
@@ -127,7 +124,7 @@ __device__ __forceinline__ void find_token(const GatherParams& params, Shared& s
 /// Codes as numbers.
 template <Codes kCodes, int kCount>
 __device__ __forceinline__ void decode(const Chunk<uint8_t, kCount>& codes, float (&numbers)[kCount]) {
-  constexpr bool kIsE5M2 = kCodes == Codes::kF8E5M2;
+  constexpr bool kIsE5M2 = kCodes == Codes::F8E5M2;
   // What decoding by shifts has divided by.
   constexpr float kFactor = kIsE5M2 ? 1.0f : 256.0f;
   const auto number = [](uint32_t bits) { return kFactor * Element<F16>::to_f32(F16{static_cast<uint16_t>(bits)}); };
@@ -150,7 +147,7 @@ __device__ __forceinline__ void decode(const Chunk<uint8_t, kCount>& codes, floa
 template <typename T, Codes kCodes, int kCount, typename Stored>
 __device__ __forceinline__ Chunk<T, kCount> converted(const Chunk<Stored, kCount>& chunk, bool has_scale, float scale) {
   float numbers[kCount];
-  if constexpr (kCodes == Codes::kNone) {
+  if constexpr (kCodes == Codes::None) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) numbers[i] = Element<T>::to_f32(chunk.elements[i]);
   } else {
@@ -168,7 +165,7 @@ __device__ __forceinline__ Chunk<T, kCount> converted(const Chunk<Stored, kCount
 template <typename T, Codes kCodes, int kCount>
 __device__ __forceinline__ void copy_rows(const GatherParams& params, const Shared& shared, int32_t first,
                                           uint32_t rows) {
-  using Stored = std::conditional_t<kCodes == Codes::kNone, T, uint8_t>;
+  using Stored = std::conditional_t<kCodes == Codes::None, T, uint8_t>;
   using Loaded = typename Words<kCount * sizeof(Stored)>::Type;
   constexpr int kBytes = kCount * sizeof(T);
   const uint32_t row_pieces = params.keys.row_pieces + params.values.row_pieces;
@@ -198,13 +195,13 @@ __device__ __forceinline__ void copy_rows(const GatherParams& params, const Shar
         uint8_t* const place = to + (row + i * at_once) * row_bytes;
         if constexpr (sizeof(T) > 1) {
           // A row of no token stays 0, which a scale could make -0 or NaN.
-          if ((kCodes != Codes::kNone || has_scale) && tokens[row + i * at_once] != kNoToken) {
+          if ((kCodes != Codes::None || has_scale) && tokens[row + i * at_once] != kNoToken) {
             const auto& chunk = reinterpret_cast<const Chunk<Stored, kCount>&>(loaded[i]);
             store_chunk(reinterpret_cast<T*>(place), converted<T, kCodes, kCount>(chunk, has_scale, scale));
             continue;
           }
         }
-        if constexpr (kCodes == Codes::kNone) {
+        if constexpr (kCodes == Codes::None) {
           *reinterpret_cast<Loaded*>(place) = loaded[i];
         } else {
           store_chunk(reinterpret_cast<T*>(place), Chunk<T, kCount>{});
@@ -266,8 +263,8 @@ extern "C" __global__ void __launch_bounds__(xa::kThreads, xa::kCtas)
   using T = xa::XA_PASTE(dtype_, XA_DTYPE);
   __shared__ xa::Shared shared;
   if constexpr (sizeof(T) > 1) {
-    if (params.codes == xa::kCodesF8e4m3fn) return xa::gather<T, xa::Codes::kF8E4M3Fn>(params, shared);
-    if (params.codes == xa::kCodesF8e5m2) return xa::gather<T, xa::Codes::kF8E5M2>(params, shared);
+    if (params.codes == xa::Codes::F8E4M3Fn) return xa::gather<T, xa::Codes::F8E4M3Fn>(params, shared);
+    if (params.codes == xa::Codes::F8E5M2) return xa::gather<T, xa::Codes::F8E5M2>(params, shared);
   }
-  xa::gather<T, xa::Codes::kNone>(params, shared);
+  xa::gather<T, xa::Codes::None>(params, shared);
 }

@@ -3,9 +3,7 @@
 use super::chunk::{CHUNK, aligned_to};
 use super::device::Device;
 use super::launch::{Shape, launch as launch_kernel};
-use super::params::gather_kv_cache::{
-    CODES_F8E4M3FN, CODES_F8E5M2, CODES_NONE, GATHER_SEQS, GATHER_THREADS, GatherParams, GatheredRows,
-};
+use super::params::gather_kv_cache::{Codes, GATHER_SEQS, GATHER_THREADS, GatherParams, GatheredRows};
 use super::{module, variants};
 use crate::error::Result;
 use crate::log;
@@ -94,9 +92,9 @@ pub(crate) unsafe fn launch(problem: &GatherKvCache, stream: Stream) -> Result {
         num_pages: table.num_pages as i32,
         cta_rows: work.cta_rows as i32,
         codes: match problem.cache_dtype {
-            _ if !converts => CODES_NONE,
-            DType::F8E4M3FN => CODES_F8E4M3FN,
-            _ => CODES_F8E5M2,
+            _ if !converts => Codes::None,
+            DType::F8E4M3FN => Codes::F8E4M3Fn,
+            _ => Codes::F8E5M2,
         },
         piece: piece as i32,
     };

@@ -6,10 +6,14 @@ pub const GATHER_THREADS: u32 = 256;
 /// Sequences whose starts a CTA finds at once.
 pub const GATHER_SEQS: u32 = 1024;
 
-/// What a cache holds, if not elements of the results' type: `GatherParams::codes`.
-pub const CODES_NONE: i32 = 0;
-pub const CODES_F8E4M3FN: i32 = 1;
-pub const CODES_F8E5M2: i32 = 2;
+/// What a cache holds, if not elements of the results' type.
+#[derive(Clone, Copy)]
+#[repr(i32)]
+pub enum Codes {
+    None,
+    F8E4M3Fn,
+    F8E5M2,
+}
 
 /// K or V: where rows lie and where they go. Strides are in bytes; the elements of a head are contiguous.
 #[derive(Clone, Copy)]
@@ -52,7 +56,7 @@ pub struct GatherParams {
     pub num_pages: i32,
     /// Rows per CTA.
     pub cta_rows: i32,
-    pub codes: i32,
+    pub codes: Codes,
     /// Elements per piece, which a thread copies at once: 16 bytes of the results, of codes 16 or 8, or 1 where something is
     /// not aligned.
     pub piece: i32,
