@@ -1,11 +1,13 @@
-//! Copies the K and V rows of sequences out of a paged cache on the CPU: tasks of neighbouring rows of the results.
+//! Copies the K and V rows of sequences out of a paged cache on the CPU: tasks of adjacent rows of the results.
 
-use super::element_rows::{narrow_row, widen_row};
+use super::element::{Element, Stored};
+use super::element_fp8::{E4m3, E5m2};
 use super::simd::{Isa, Simd, Vectorised};
 use crate::error::Result;
-use crate::ops::MAX_HEAD_DIM;
 use crate::ops::gather_kv_cache::{GatherKvCache, GatheredRows};
 use crate::pool::{Pool, parallel_for};
+use crate::tensor::DType;
+use half::{bf16, f16};
 use std::ops::Range;
 
 /// Bytes of one task: large enough to pay for handing it to another thread.
@@ -94,8 +96,9 @@ impl Vectorised for GatherRows<'_> {
                 let entry = b as isize * problem.table.stride as isize + (token / page_size) as isize;
                 let page = problem.table.entries.offset(entry).read();
                 let run = Run { page: i64::from(page).clamp(0, problem.table.num_pages as i64 - 1), ..run };
-                gather(simd, problem, &problem.keys, &run);
-                gather(simd, problem, &problem.values, &run);
+                for of in [&problem.keys, &problem.values] {
+                    simd.call(GatherRun { of, cache_dtype: problem.cache_dtype, run });
+                }
             }
             row += count;
         }
@@ -107,7 +110,8 @@ impl Vectorised for GatherRows<'_> {
     }
 }
 
-/// Neighbouring tokens of a page and the rows of the results that they go to.
+/// Adjacent tokens of a page and the rows of the results that they go to.
+#[derive(Clone, Copy)]
 struct Run {
     page: i64,
     token: usize,
@@ -115,40 +119,118 @@ struct Run {
     count: usize,
 }
 
+/// A run of one result.
+///
 /// # Safety
 /// The tokens are of the cache, and the rows are below N, writable and not otherwise accessed.
-#[inline(always)]
-unsafe fn gather<S: Simd>(simd: S, problem: &GatherKvCache, of: &GatheredRows, run: &Run) {
-    let (cache, rows) = (&of.cache, &of.rows);
-    let [heads, head_dim] = [1, 2].map(|axis| rows.dims[axis] as usize);
-    let (from_size, to_size) = (problem.cache_dtype.size(), rows.dtype.size());
-    let copies_bits = of.scale.is_none() && problem.cache_dtype == rows.dtype;
-    // What lies together in the cache as it does in the result: all of the run, the heads of a token, or one head.
-    let heads_together = copies_bits && cache.head_stride == head_dim as i64;
-    let all_together = heads_together && cache.token_stride == (heads * head_dim) as i64;
-    let tokens = if all_together { 1 } else { run.count };
-    let parts = if heads_together { 1 } else { heads };
-    let elements = head_dim * heads / parts * (run.count / tokens);
-    let mut numbers = [0.0f32; MAX_HEAD_DIM as usize];
-    for token in 0..tokens {
-        let first = run.page * cache.page_stride + (run.token + token) as i64 * cache.token_stride;
-        for head in 0..parts {
-            let from = (first + head as i64 * cache.head_stride) as isize * from_size as isize;
-            let to = ((run.row + token) * heads + head) * head_dim * to_size;
-            // SAFETY: elements of the token's rows in the cache, whose strides the problem has checked; a head has at most
-            // MAX_HEAD_DIM elements, and rows are converted head by head; there is one scale, or one for each head.
+struct GatherRun<'a> {
+    of: &'a GatheredRows<'a>,
+    cache_dtype: DType,
+    run: Run,
+}
+
+impl Vectorised for GatherRun<'_> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self, simd: S) {
+        // SAFETY: this struct's contract; the elements of cache and result are of their dtypes.
+        unsafe {
+            if self.of.scale.is_none() && self.cache_dtype == self.of.rows.dtype {
+                return self.copy();
+            }
+            match self.cache_dtype {
+                DType::F8E4M3FN => self.decode::<S, E4m3>(simd),
+                DType::F8E5M2 => self.decode::<S, E5m2>(simd),
+                DType::F16 => self.convert::<S, f16, f16>(simd),
+                DType::BF16 => self.convert::<S, bf16, bf16>(simd),
+                _ => self.convert::<S, f32, f32>(simd),
+            }
+        }
+    }
+}
+
+impl GatherRun<'_> {
+    /// Hkv and D.
+    fn heads(&self) -> [usize; 2] {
+        [1, 2].map(|axis| self.of.rows.dims[axis] as usize)
+    }
+
+    /// The element of the cache, and that of the result, with which a head of the run's token `token` begins.
+    fn places(&self, token: usize, head: usize) -> (isize, usize) {
+        let (cache, [heads, head_dim]) = (&self.of.cache, self.heads());
+        let token_in_cache = self.run.page * cache.page_stride + (self.run.token + token) as i64 * cache.token_stride;
+        let from = token_in_cache + head as i64 * cache.head_stride;
+        (from as isize, ((self.run.row + token) * heads + head) * head_dim)
+    }
+
+    /// Bit by bit.
+    ///
+    /// # Safety
+    /// As of the struct; the result has the cache's dtype.
+    #[inline(always)]
+    unsafe fn copy(&self) {
+        let (cache, [heads, head_dim]) = (&self.of.cache, self.heads());
+        let size = self.of.rows.dtype.size();
+        // What lies together in the cache as it does in the result: all of the run, the heads of a token, or one head.
+        let heads_together = cache.head_stride == head_dim as i64;
+        let all_together = heads_together && cache.token_stride == (heads * head_dim) as i64;
+        let tokens = if all_together { 1 } else { self.run.count };
+        let parts = if heads_together { 1 } else { heads };
+        let bytes = head_dim * heads / parts * (self.run.count / tokens) * size;
+        let part_step = cache.head_stride as isize * size as isize;
+        for token in 0..tokens {
+            let (from, to) = self.places(token, 0);
+            // SAFETY: elements of the token's rows in the cache, whose strides the problem has checked, and of the run's rows.
             unsafe {
-                let (from, to) = (cache.data.offset(from).cast_const(), rows.data.add(to));
-                if copies_bits {
-                    to.copy_from_nonoverlapping(from, elements * from_size);
-                    continue;
+                let from = cache.data.offset(from * size as isize).cast_const();
+                let to = self.of.rows.data.add(to * size);
+                for part in 0..parts {
+                    let from = from.offset(part as isize * part_step);
+                    to.add(part * bytes).copy_from_nonoverlapping(from, bytes);
                 }
-                widen_row(simd, problem.cache_dtype, from, numbers.as_mut_ptr(), head_dim);
-                if let Some(scale) = of.scale {
-                    let factor = scale.values.add(if scale.per_head { head } else { 0 }).read();
-                    numbers[..head_dim].iter_mut().for_each(|x| *x *= factor);
+            }
+        }
+    }
+
+    /// # Safety
+    /// As of the struct; the cache holds `F`, the result f16, bf16 or f32.
+    #[inline(always)]
+    unsafe fn decode<S: Simd, F: Stored>(&self, simd: S) {
+        // SAFETY: this function's contract.
+        unsafe {
+            match self.of.rows.dtype {
+                DType::F16 => self.convert::<S, F, f16>(simd),
+                DType::BF16 => self.convert::<S, F, bf16>(simd),
+                _ => self.convert::<S, F, f32>(simd),
+            }
+        }
+    }
+
+    /// Times the scale, if there is one.
+    ///
+    /// # Safety
+    /// As of the struct; the cache holds `F`, the result `T`.
+    #[inline(always)]
+    unsafe fn convert<S: Simd, F: Stored, T: Element>(&self, simd: S) {
+        let [heads, head_dim] = self.heads();
+        let (cache, rows) = (self.of.cache.data.cast::<F>(), self.of.rows.data.cast::<T>());
+        let whole = head_dim - head_dim % S::LANES;
+        for head in 0..heads {
+            // SAFETY: there is one scale, or one for each head.
+            let factor = self.of.scale.map_or(1.0, |s| unsafe { *s.values.add(if s.per_head { head } else { 0 }) });
+            for token in 0..self.run.count {
+                let (from, to) = self.places(token, head);
+                // SAFETY: the elements of the token's head in the cache, whose strides the problem has checked, and of its
+                // row.
+                unsafe {
+                    let (from, to) = (cache.offset(from).cast_const(), rows.add(to));
+                    for i in (0..whole).step_by(S::LANES) {
+                        T::store(simd, to.add(i), simd.mul(F::load(simd, from.add(i)), simd.splat(factor)));
+                    }
+                    for i in whole..head_dim {
+                        to.add(i).write(T::from_f32(from.add(i).read().to_f32() * factor));
+                    }
                 }
-                narrow_row(simd, rows.dtype, numbers.as_ptr(), to, head_dim);
             }
         }
     }
