@@ -13,12 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import calls
-import front_end
 import jaxlib_runtime
 import old_handler
 import stablehlo_cases
 from case import Case, Skip, from_two_threads, raises
-from oracle import flash_attn_varlen_reference, paged_attention_reference
 from xla_attention import _library
 
 GROUP = "functions"
@@ -48,11 +46,13 @@ def cases():
 
     if _register.accepted().version != _library.handler_sets()[-1].version:
         yield Case("registration", "the oldest handlers run too", _oldest_handlers)
-    for call in calls.every_call():
+    for name, call in calls.every_call().items():
+        if call.has_64_bits:  # which JAX has to be asked for
+            continue
         for how, wrap in (("eagerly", lambda f: f), ("jitted", jax.jit)):
-            yield Case(GROUP, f"{call.name}, {how}", functools.partial(_run, xj, call, wrap))
-        if call.aliases:
-            yield Case(GROUP, f"{call.name}, donated", functools.partial(_run_donated, xj, call))
+            yield Case(GROUP, f"{name}, {how}", functools.partial(_run, xj, call, wrap))
+        if call.updates:
+            yield Case(GROUP, f"{name}, donated", functools.partial(_run_donated, xj, call))
     for name, test in _OTHERS.items():
         yield Case(GROUP, name, functools.partial(test, xj))
 
@@ -88,28 +88,31 @@ print(simple_add(jnp.arange(3.0), jnp.arange(3.0)).tolist())
 
 
 def _run(xj, call, wrap):
-    front_end.run(xj, call, jnp.asarray, np.asarray, wrap)
+    arrays = {
+        name: x for name, x in call.given.items() if isinstance(x, (np.ndarray, np.generic, tuple)) and name != "window"
+    }
+    static = {name: x for name, x in call.given.items() if name not in arrays}
+    function = wrap(lambda arrays: getattr(xj, call.function)(**arrays, **static))
+    call.check(*map(np.asarray, calls.flat(function(calls.mapped(jnp.asarray, arrays)))))
 
 
 def _run_donated(xj, call):
     """Each cache stays where it is."""
 
-    def wrap(function):
-        def donating(arguments, options):
-            # The caches are one argument: one, or a tuple.
-            at = call.aliases[0]
-            before, cache, rest = arguments[:at], arguments[at], arguments[at + 1 :]
-            cache = jax.tree.map(lambda x: jax.block_until_ready(x.copy()), cache)
-            addresses = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache)}
-            step = jax.jit(lambda cache, rest: function((*rest[:at], cache, *rest[at:]), options), donate_argnums=0)
-            found = step(cache, (*before, *rest))
-            assert all(x.is_deleted() for x in jax.tree.leaves(cache)), "the cache was not donated"
+    def donating(function):
+        def run(arrays):
+            cache = jax.tree.map(lambda x: jax.block_until_ready(x.copy()), arrays.pop(call.updates))
+            caches = jax.tree.leaves(cache)
+            addresses = {x.unsafe_buffer_pointer() for x in caches}
+            step = jax.jit(lambda cache, rest: function({call.updates: cache, **rest}), donate_argnums=0)
+            found = step(cache, arrays)
+            assert all(x.is_deleted() for x in caches), "the cache was not donated"
             assert addresses <= {x.unsafe_buffer_pointer() for x in jax.tree.leaves(found)}, "another buffer"
             return found
 
-        return donating
+        return run
 
-    _run(xj, call, wrap)
+    _run(xj, call, donating)
 
 
 def _dot_product_attention(xj):
@@ -137,27 +140,32 @@ def _gradients(xj):
         np.testing.assert_allclose(b, c[1], atol=1e-4)
 
 
+def _given(name):
+    return calls.mapped(jnp.asarray, calls.plain_calls()[name].given)
+
+
 def _ragged_paged_attention(xj):
-    call = calls.paged_attention()
-    operands = [jnp.asarray(x) for x in call.arguments]
-    wanted, _ = paged_attention_reference(*call.arguments, scale=0.125)
+    given = _given("paged_attention: plain")
+    operands = [given[name] for name in calls.PAGED]
+    wanted = xj.paged_attention(*operands, scale=0.25)
     for function in (xj.ragged_paged_attention, jax.jit(xj.ragged_paged_attention, static_argnames="sm_scale")):
-        np.testing.assert_allclose(function(*operands, sm_scale=0.125), wanted, atol=2e-5)
+        np.testing.assert_allclose(function(*operands, sm_scale=0.25), wanted, atol=2e-5)
 
 
 def _without_lse(xj):
-    call = calls.flash_attn_varlen_packed()
-    wanted, _ = flash_attn_varlen_reference(*call.arguments, causal=True)
-    np.testing.assert_allclose(xj.flash_attn_varlen(*call.arguments, causal=True), wanted, atol=2e-5)
+    given = _given("flash_attn_varlen: plain")
+    wanted, _ = xj.flash_attn_varlen(**given)
+    np.testing.assert_array_equal(xj.flash_attn_varlen(**{**given, "return_lse": False}), wanted)
 
 
 def _error_at_trace_time(xj):
     """The text, before anything is compiled; the same from a jitted function."""
-    query, cache, lens, tables, starts, count = map(jnp.asarray, calls.paged_attention().arguments)
-    text = "xla_gpu_paged_attention: block_tables has shape [2, 3], expected [num_seqs=3, max_pages]"
+    given = _given("paged_attention: plain")
+    tables = given.pop("block_tables")
+    text = "xla_gpu_paged_attention: block_tables has shape [2, 4], expected [num_seqs=6, max_pages]"
 
     def step(tables):
-        return xj.paged_attention(query, cache, lens, tables, starts, count, scale=0.125)
+        return xj.paged_attention(block_tables=tables, **given)
 
     with raises(ValueError, text):
         step(tables[:2])
@@ -165,10 +173,14 @@ def _error_at_trace_time(xj):
         jax.jit(step).trace(tables[:2])
 
 
+UPDATE = "kv_cache_update: float32 interleaved plain"
+
+
 def _scanned(xj):
     """A loop that carries its cache."""
-    cache, key, value, _ = calls.kv_cache_update().arguments
-    slots = jnp.arange(12)
+    given = _given(UPDATE)
+    cache, key, value = (given[name] for name in ("kv_cache", "key", "value"))
+    slots = jnp.arange(32)
 
     @jax.jit
     def loop(cache):
@@ -177,8 +189,8 @@ def _scanned(xj):
 
         return jax.lax.scan(step, cache, slots)[0]
 
-    found = loop(jnp.asarray(cache))
-    np.testing.assert_array_equal(found[:, :, 0::2], np.broadcast_to(key[0], (3, 4, 2, 16)))
+    found = loop(cache)
+    np.testing.assert_array_equal(found[:, :, 0::2], np.broadcast_to(key[0], (8, 4, 2, 16)))
 
 
 def _mapped(xj):
@@ -188,13 +200,14 @@ def _mapped(xj):
 
 def _mapped_pages(xj):
     """Rows and sequences of all indices in one call: queries over pages that they share, and caches of their own."""
-    query, *rest = map(jnp.asarray, calls.paged_attention().arguments)
-    attend = functools.partial(xj.paged_attention, scale=0.125)
-    found = jax.jit(jax.vmap(lambda q: attend(q, *rest)))(jnp.stack([query, 2 * query]))
-    np.testing.assert_allclose(found[1], attend(2 * query, *rest), atol=1e-6)
-    cache, *rows = map(jnp.asarray, calls.kv_cache_update().arguments)
-    found = jax.jit(jax.vmap(lambda c: xj.kv_cache_update(c, *rows)))(jnp.stack([cache, 2 * cache]))
-    np.testing.assert_array_equal(found[1], xj.kv_cache_update(2 * cache, *rows))
+    for name, operand in (("paged_attention: plain", "query"), (UPDATE, "kv_cache")):
+        given = _given(name)
+        values = given.pop(operand)
+        function = functools.partial(
+            getattr(xj, name.partition(":")[0]), **{**given, "return_lse": False} if operand == "query" else given
+        )
+        found = jax.jit(jax.vmap(lambda x, f=function, o=operand: f(**{o: x})))(jnp.stack([values, 2 * values]))
+        np.testing.assert_allclose(found[1], function(**{operand: 2 * values}), atol=1e-6)
 
 
 # Of tests/python/sharding_cases.py, and what they exchange.
@@ -227,8 +240,8 @@ def _sharded(_xj):
 
 
 def _from_two_threads(xj):
-    calls_at_once = (calls.paged_attention(), calls.rope_kv_cache_update())
-    from_two_threads(*(functools.partial(_run, xj, call, jax.jit) for call in calls_at_once))
+    at_once = (calls.plain_calls()[name] for name in ("paged_attention: plain", UPDATE))
+    from_two_threads(*(functools.partial(_run, xj, call, jax.jit) for call in at_once))
 
 
 def _arguments_of_jaxs(xj):
@@ -240,14 +253,15 @@ def _arguments_of_jaxs(xj):
 
 def _no_gradient(xj):
     """Refused where it is asked for, and nowhere else."""
-    cache, rows, _, slots = calls.kv_cache_update().arguments
+    given = _given(UPDATE)
+    rows = given.pop("key")
 
     def update(rows):
-        return xj.kv_cache_update(cache, rows, rows, slots)
+        return xj.kv_cache_update(key=rows, **given)
 
     with raises(NotImplementedError, "kv_cache_update: there is no gradient; "):
-        jax.grad(lambda rows: update(rows).sum())(jnp.asarray(rows))
-    beside, _ = jax.grad(lambda rows: (rows.sum(), update(rows)), has_aux=True)(jnp.asarray(rows))
+        jax.grad(lambda rows: update(rows).sum())(rows)
+    beside, _ = jax.grad(lambda rows: (rows.sum(), update(rows)), has_aux=True)(rows)
     np.testing.assert_array_equal(beside, np.ones_like(rows))
     twice = jax.hessian(lambda x: (xj.simple_add(x, x) ** 2).sum())(jnp.ones(2))
     np.testing.assert_array_equal(twice, 8 * np.eye(2))
@@ -255,9 +269,10 @@ def _no_gradient(xj):
 
 def _host_integers(xj):
     """Slots that 32 bits would drop onto others."""
-    cache, key, value, slots = calls.kv_cache_update().arguments
-    for past in (np.asarray(slots, np.int64) + 2**32, (np.asarray(slots, np.int64) + 2**32).tolist()):
-        np.testing.assert_array_equal(xj.kv_cache_update(cache, key, value, past), cache)
+    given = _given(UPDATE)
+    past = np.asarray(given.pop("slot_mapping"), np.int64) + 2**32
+    for slots in (past, past.tolist()):
+        np.testing.assert_array_equal(xj.kv_cache_update(slot_mapping=slots, **given), given["kv_cache"])
 
 
 _OTHERS = {

@@ -1,11 +1,10 @@
-"""jaxlib 0.4.38 to today, below JAX's own lowering: its FFI version, registration, programs from text."""
+"""jaxlib 0.4.38 to today, below JAX's own lowering: its FFI version and registration."""
 
 import ctypes
 import pathlib
 import re
 
 import jax
-import numpy as np
 from jax._src import xla_bridge
 from jax._src.lib import xla_client
 
@@ -34,36 +33,3 @@ def registered_targets():
     """Names that the runtime's own registry holds for the CPU."""
     xla_bridge.get_backend("cpu")  # until there is a backend, registrations wait
     return set(xla_client.custom_call_targets("Host"))
-
-
-class Program:
-    """A compiled program on the CPU.
-
-    Examples
-    --------
-    >>> (out,) = Program(text)(np.ones(4, np.float32), np.ones(4, np.float32))
-    """
-
-    def __init__(self, text):
-        backend = xla_bridge.get_backend("cpu")
-        self._device = backend.local_devices()[0]
-        options = xla_client.CompileOptions()
-        if not hasattr(backend, "compile_and_load"):  # to 0.5
-            self._executable = backend.compile(text, options)
-            return
-        try:
-            self._executable = backend.compile_and_load(text, [self._device], options)
-        except TypeError:  # 0.6, 0.7
-            self._executable = backend.compile_and_load(text, xla_client.DeviceList((self._device,)), options)
-
-    def on_device(self, array):
-        """A buffer that the program may take over: JAX's own memory, never that of a NumPy array."""
-        return jax.block_until_ready(jax.device_put(array, self._device).copy())
-
-    def run(self, buffers):
-        """Device buffers to device buffers."""
-        results = self._executable.execute_sharded(buffers)
-        return [jax.block_until_ready(one[0]) for one in results.disassemble_into_single_device_arrays()]
-
-    def __call__(self, *arrays):
-        return [np.asarray(x) for x in self.run([self.on_device(x) for x in arrays])]

@@ -17,7 +17,7 @@ import traceback
 import numpy as np
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "python")]  # the latter for oracle.py, old_handler.py
+sys.path[:0] = [str(HERE), str(HERE.parent / "python")]  # the latter for calls.py, conformance_table.py and others
 
 
 def say(**line):

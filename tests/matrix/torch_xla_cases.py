@@ -4,13 +4,12 @@ import ctypes
 import functools
 import struct
 
-import ml_dtypes
 import numpy as np
 import torch
 import torch_xla
 
 import calls
-import front_end
+import torch_side
 import xla_attention.torch as xt
 from case import Case, Skip, from_two_threads, raises
 from xla_attention import _library
@@ -18,11 +17,6 @@ from xla_attention import torch_xla as registration
 
 GROUP = "functions"
 _XLAC = torch_xla._XLAC
-# NumPy has no such types of its own; the bits travel as integers.
-_BY_BITS = {
-    np.dtype(ml_dtypes.bfloat16): (np.int16, torch.int16, torch.bfloat16),
-    np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, torch.uint8, torch.float8_e4m3fn),
-}
 
 
 def runtime():
@@ -38,33 +32,20 @@ def cases():
     yield Case("registration", "all targets", _register)
     yield Case("registration", "again", registration.register_with_cpu_client.__wrapped__)
     yield Skip("StableHLO", "torch_xla runs no StableHLO text; its functions put the same custom calls into its graphs")
-    for call in calls.every_call():
-        yield Case(GROUP, f"{call.name}, lazily", functools.partial(_run, call))
-        yield Case(GROUP, f"{call.name}, openxla", functools.partial(_run, call, _openxla))
-    for call in (calls.kv_cache_update(), calls.kv_cache_update(calls.FP8), calls.kv_cache_update_split()):
-        yield Case(GROUP, f"{call.name}, donated", functools.partial(_run_donated, call))
+    for name, call in calls.every_call().items():
+        yield Case(GROUP, f"{name}, lazily", functools.partial(_run, call))
+    for name, call in calls.plain_calls().items():
+        yield Case(GROUP, f"{name}, openxla", functools.partial(_run, call, _openxla))
+        if call.function == "kv_cache_update":
+            yield Case(GROUP, f"{name}, donated", functools.partial(_run_donated, call))
     yield Case(GROUP, "paged_attention without lse", _without_lse)
     yield Case("refusals", "a shape", _refuse)
     yield Case("refusals", "a shape, by the handler", _refuse_by_the_handler)
     yield Case("threads", "two calls", _two_calls_from_two_threads)
 
 
-def _to_device(array):
-    bits, of_bits, dtype = _BY_BITS.get(array.dtype, (array.dtype, None, None))
-    copied = torch.from_numpy(np.array(array).view(bits))
-    return (copied if dtype is None else copied.view(of_bits).view(dtype)).to("xla")
-
-
-def _to_numpy(tensor):
-    tensor = tensor.detach().cpu()
-    for numpy, (_, of_bits, dtype) in _BY_BITS.items():
-        if tensor.dtype == dtype:
-            return tensor.contiguous().view(of_bits).numpy().view(numpy)
-    return tensor.numpy()
-
-
 def _openxla(function):
-    torch._dynamo.reset()  # else each call counts as one more recompilation of front_end.run
+    torch._dynamo.reset()  # else each call counts as one more recompilation
     return torch.compile(function, backend="openxla", fullgraph=True)
 
 
@@ -78,30 +59,34 @@ def _register():
 
 
 def _run(call, wrap=lambda function: function):
-    front_end.run(xt, call, _to_device, _to_numpy, wrap)
+    found = wrap(getattr(xt, call.function))(**torch_side.given(call, "xla"))
+    call.check(*map(torch_side.array, calls.flat(found)))
 
 
 def _run_donated(call):
     """`update_cache_` makes the cache the updated one and gives its buffer to the result."""
-    cache, *rest = front_end.moved(call.arguments, _to_device)
-    tensors = list(cache) if isinstance(cache, tuple) else [cache]
-    xt.update_cache_(cache, *rest, **front_end.moved(call.options, _to_device))
-    assert "output_to_operand_aliasing=" in _XLAC._get_xla_tensors_hlo(tensors)
-    call.check(*map(_to_numpy, tensors))
+    given = torch_side.given(call, "xla")
+    xt.update_cache_(**given)
+    caches = calls.flat(given["kv_cache"])
+    assert "output_to_operand_aliasing=" in _XLAC._get_xla_tensors_hlo(caches)
+    call.check(*map(torch_side.array, caches))
+
+
+def _paged():
+    return torch_side.given(calls.plain_calls()["paged_attention: plain"], "xla")
 
 
 def _without_lse():
-    call = calls.paged_attention()
-    both = xt.paged_attention(*map(_to_device, call.arguments), **call.options)
-    out = xt.paged_attention(*map(_to_device, call.arguments), **{**call.options, "return_lse": False})
-    np.testing.assert_array_equal(_to_numpy(out), _to_numpy(both[0]))
+    both, out = xt.paged_attention(**_paged()), xt.paged_attention(**{**_paged(), "return_lse": False})
+    np.testing.assert_array_equal(torch_side.array(out), torch_side.array(both[0]))
 
 
 def _refuse():
     """Before anything runs."""
-    query, cache, lens, tables, *rest = map(_to_device, calls.paged_attention().arguments)
-    with raises(ValueError, "xla_gpu_paged_attention: block_tables has shape [2, 3], expected [num_seqs=3, max_pages]"):
-        xt.paged_attention(query, cache, lens, tables[:2], *rest, scale=0.125)
+    given = _paged()
+    text = "xla_gpu_paged_attention: block_tables has shape [2, 4], expected [num_seqs=6, max_pages]"
+    with raises(ValueError, text):
+        xt.paged_attention(**{**given, "block_tables": given["block_tables"][:2]})
 
 
 def _refuse_by_the_handler():
@@ -114,9 +99,12 @@ def _refuse_by_the_handler():
     for tensor in (out, a + 1):
         with raises(RuntimeError, "xla_gpu_simple_add: b has shape [7], expected the shape of a, [8]"):
             tensor.cpu()
-    _run(calls.simple_add())
+    _run(calls.plain_calls()["simple_add: float32"])
 
 
 def _two_calls_from_two_threads():
-    calls_at_once = (calls.paged_attention(), calls.kv_cache_update())
-    from_two_threads(*(functools.partial(_run, call) for call in calls_at_once))
+    at_once = (
+        calls.plain_calls()[name]
+        for name in ("paged_attention: plain", "rope_kv_cache_update: float32 interleaved False")
+    )
+    from_two_threads(*(functools.partial(_run, call) for call in at_once))

@@ -1,7 +1,13 @@
-"""Ragged batches: random, with everything that belongs to no sequence poisoned."""
+"""Ragged batches: random arrays of NumPy, with everything that belongs to no sequence poisoned."""
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+
+
+def converted(numbers, dtype):
+    """Numbers in a type that NumPy has or ml_dtypes; NaN stays NaN."""
+    with np.errstate(invalid="ignore"):
+        return np.asarray(numbers).astype(getattr(ml_dtypes, str(dtype), dtype))
 
 
 def batch(
@@ -31,8 +37,8 @@ def batch(
     lens = np.full(slots, 2**31 - 1)
     lens[: len(sequences)] = [keys for _, keys in sequences]
     query_start_loc = np.concatenate([starts, np.full(spare_slots, -7)])
-    i32 = [jnp.asarray(x, jnp.int32) for x in (lens, tables, query_start_loc, [len(sequences)])]
-    return jnp.asarray(query, dtype), jnp.asarray(cache, dtype), *i32
+    i32 = [np.asarray(x, np.int32) for x in (lens, tables, query_start_loc, [len(sequences)])]
+    return converted(query, dtype), converted(cache, dtype), *i32
 
 
 def varlen(
@@ -79,9 +85,9 @@ def varlen(
     values = [rng.standard_normal((n, kv_heads, dv)) for n in lens_k]
     options = {}
     if unused[0]:
-        options["seqused_q"] = jnp.asarray(lens_q, jnp.int32)
+        options["seqused_q"] = np.int32(lens_q)
     if unused[1] or pages is not None:
-        options["seqused_k"] = jnp.asarray(lens_k, jnp.int32)
+        options["seqused_k"] = np.int32(lens_k)
     if pages is None:
         starts_k = np.cumsum([0, *(n + unused[1] for n in lens_k)])
         rows = int(starts_k[-1]) + rows_after
@@ -101,13 +107,13 @@ def varlen(
                 here = slice(page * pages, min(n, (page + 1) * pages))
                 k[table[b, page], : here.stop - here.start] = keys[b][here]
                 v[table[b, page], : here.stop - here.start] = values[b][here]
-        options["block_table"] = jnp.asarray(table)
+        options["block_table"] = table
         if kv_layout is not None:
             options["kv_layout"] = kv_layout
             k, v = _one_buffer(k, v, kv_layout), None
-    starts = [None if s is None else jnp.asarray(s, jnp.int32) for s in (starts_q, starts_k)]
-    buffers = [None if x is None else jnp.asarray(x, kv_dtype) for x in (k, v)]
-    return (jnp.asarray(q, dtype), *buffers, *starts), options
+    starts = [None if s is None else np.int32(s) for s in (starts_q, starts_k)]
+    buffers = [None if x is None else converted(x, kv_dtype) for x in (k, v)]
+    return (converted(q, dtype), *buffers, *starts), options
 
 
 def _one_buffer(k, v, kv_layout):
@@ -132,7 +138,7 @@ def step(sequences, *, cache=None, rows=None, k_scale=1.0, v_scale=1.0, **option
     """
     query, kv_cache, lens, tables, starts, count = batch(sequences, **options)
     rng = np.random.default_rng(options.get("seed", 0) + 1)
-    numbers = np.array(kv_cache, np.float32)
+    numbers = kv_cache.astype(np.float32)
     page_size, heads, d = numbers.shape[1], numbers.shape[2] // 2, numbers.shape[3]
     slots = np.full(query.shape[0], -1, np.int32)
     slots[-1:] = numbers.shape[0] * page_size if options.get("spare_rows", 2) else -1
@@ -146,6 +152,6 @@ def step(sequences, *, cache=None, rows=None, k_scale=1.0, v_scale=1.0, **option
     for new_rows, scale in ((key, k_scale), (value, v_scale)):
         new_rows[stored] = rng.standard_normal((stored.sum(), heads, d))
         new_rows[stored] *= np.asarray(scale, np.float32).reshape(1, -1, 1)
-    new_rows = (jnp.asarray(x, rows or query.dtype) for x in (key, value))
-    kv_cache = jnp.asarray(numbers, query.dtype).astype(cache or query.dtype)
-    return query, kv_cache, lens, tables, starts, count, *new_rows, jnp.asarray(slots)
+    new_rows = (converted(x, rows or query.dtype) for x in (key, value))
+    kv_cache = converted(converted(numbers, query.dtype), cache or query.dtype)
+    return query, kv_cache, lens, tables, starts, count, *new_rows, slots

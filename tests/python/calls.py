@@ -1,290 +1,376 @@
-"""Calls of every operator, for any front-end: operands, options, what the results have to be, and StableHLO text."""
+"""Small right calls of every function that the front-ends have: one for each option, type and layout, for every driver.
+
+Numbers are proven in `tests/it`; these calls show that each argument arrives where it belongs. `test_jax_calls.py` and
+`test_torch_calls.py` make them on every device, `tests/matrix` in every runtime, and other tests start from them.
+"""
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from batches import batch, converted, step, varlen
 from oracle import (
     assert_flash_attn_varlen,
     assert_paged_attention,
+    gather_kv_cache_reference,
     kv_cache_update_reference,
     kv_cache_update_split_reference,
     merge_attention_states_reference,
     rotated,
 )
 
-BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
+SEQUENCES = [(9, 9), (1, 40), (5, 30), (0, 9), (3, 0)]
+SLOPES = np.linspace(0.01, 0.5, 8, dtype=np.float32)
+SINKS = np.linspace(-2.0, 3.0, 8, dtype=np.float32)
+PER_HEAD = np.float32([0.5, 3.0])
+SLOTS = np.int32([5, 0, -1, 30, 31, 32, 100, -(2**31)])
+LAYOUTS = {"interleaved": 1, "stacked": 2, "per_page": 3}
+BF16, E4M3, E5M2 = map(np.dtype, (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
+# Half the distance of neighbouring numbers, relatively, times what is computed with them.
+TOLERANCE = {"float16": 5e-3, "bfloat16": 4e-2, "float32": 1e-5}
 
 
 class Call(NamedTuple):
-    """One call. Operands and results are in the order of the target's signature; an operand left out is None."""
+    """One call of a function by its name."""
 
+    function: str
     name: str
-    target: str
-    operands: tuple
-    results: tuple  # of (shape, dtype)
-    attributes: str  # as StableHLO has them
-    check: Callable  # takes the results as NumPy arrays, raises AssertionError
-    function: str  # of xla_attention.jax and xla_attention.torch
-    arguments: tuple  # of that function, by place ...
-    options: dict  # ... and by name
-    order: tuple = (0,)  # which result of the target each result of the function is
-    aliases: tuple = ()  # results that may share the memory of the operand of the same number
+    given: dict[str, Any]  # by the names of its parameters, arrays of NumPy
+    check: Callable[..., None]  # takes the results, raises AssertionError
+    updates: str | None = None  # the parameter whose memory the last results take
+
+    def __str__(self):
+        return f"{self.function}: {self.name}"
+
+    @property
+    def has_64_bits(self):
+        return any(x.dtype.itemsize == 8 for x in self.given.values() if isinstance(x, np.ndarray))
 
 
-def _normal(seed, *shape, dtype=np.float32):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32).astype(dtype)
+@functools.cache
+def every_call(seed: int = 0) -> dict[str, Call]:
+    """All of them by name; those of another seed have other numbers in the same shapes."""
+    makers = (_adds, _paged, _varlen, _updates, _split_updates, _rotations, _steps, _merges, _gathers)
+    calls = [call for maker in makers for call in maker(seed)]
+    named = {str(call): call for call in calls}
+    assert len(named) == len(calls), "two calls have one name"
+    return named
 
 
-def _i32(*values):
-    return np.array(values, np.int32)
+@functools.cache
+def plain_calls() -> dict[str, Call]:
+    """One call in f32 of each form: of each function, of pages and of caches apart."""
+    firsts = {}
+    for name, call in every_call().items():
+        firsts.setdefault(call.function, name)
+    apart = [name for name in every_call() if name.endswith((": apart float32", ": apart float32 plain"))]
+    return {name: every_call()[name] for name in (*firsts.values(), *apart, "flash_attn_varlen: pages interleaved")}
 
 
-def _equal(found, wanted):
-    assert found.dtype == wanted.dtype and found.shape == wanted.shape, (found.dtype, found.shape)
-    np.testing.assert_array_equal(found.astype(np.float32), wanted.astype(np.float32))
+def mapped(function, value):
+    """A function of every array in nested tuples and dictionaries."""
+    if isinstance(value, tuple):
+        return tuple(mapped(function, x) for x in value)
+    if isinstance(value, dict):
+        return {name: mapped(function, x) for name, x in value.items()}
+    return function(value) if isinstance(value, np.ndarray | np.generic) else value
 
 
-def _all_equal(wanted):
+def flat(results) -> list:
+    """The results of a function one after the other."""
+    if not isinstance(results, tuple | list):
+        return [] if results is None else [results]
+    return [x for one in results for x in flat(one)]
+
+
+def _name(*parts) -> str:
+    return " ".join("+".join(p) or "plain" if isinstance(p, dict) else str(p) for p in parts if p is not None)
+
+
+def _shapes(options) -> list:
+    return [np.shape(x) for x in options.values() if np.ndim(x) > 1]
+
+
+def _seeded(options, seed):
+    """Options of which those that are arrays differ from seed to seed."""
+    factor = np.float32(1 + seed / 4)
+    is_real = {name: getattr(x, "dtype", None) == np.float32 for name, x in options.items()}
+    return {name: x * factor if is_real[name] else x for name, x in options.items()}
+
+
+def _rows(*shape, dtype=np.float32, seed=0):
+    return converted(np.random.default_rng(seed).standard_normal(shape).astype(np.float32), dtype)
+
+
+def _same(*wanted):
+    """A check for exactly these results."""
+
     def check(*found):
         for one, other in zip(found, wanted, strict=True):
-            _equal(one, other)
+            assert (one.dtype, one.shape) == (other.dtype, other.shape)
+            one, other = (np.ascontiguousarray(x).view(np.uint8) for x in (one, other))
+            np.testing.assert_array_equal(one, other)
 
     return check
 
 
-def simple_add(dtype=np.float32, target="xla_gpu_simple_add"):
-    a, b = (np.arange(12).reshape(3, 4) * factor for factor in (1, 10))
-    a, b = a.astype(dtype), b.astype(dtype)
-    results, check = ((a.shape, a.dtype),), _all_equal([(a + b).astype(dtype)])
-    return Call(f"{target} {np.dtype(dtype)}", target, (a, b), results, "", check, "simple_add", (a, b), {})
+def _adds(seed):
+    for dtype in (np.float32, np.float16, BF16, np.int8, np.uint8, np.int32, np.float64, np.int64):
+        a, b = (np.arange(factor, 13 * factor, factor).reshape(3, 4).astype(dtype) for factor in (1 + seed, 10))
+        yield Call("simple_add", str(np.dtype(dtype)), {"a": a, "b": b}, _same(a + b))
+    for shape in ((), (2, 0, 3)):
+        a, b = _rows(*shape), _rows(*shape, seed=1)
+        yield Call("simple_add", str(shape), {"a": a, "b": b}, _same(np.asarray(a + b)))
 
 
-def paged_attention(dtype=np.float32, kv_dtype=np.float32, *, with_sinks=False, window=None):
-    """Two sequences and an empty slot; unused pages hold NaN, unused table entries nonsense."""
-    query, cache = _normal(1, 6, 4, 64, dtype=dtype), _normal(2, 6, 4, 4, 64, dtype=kv_dtype)
-    cache[0], cache[2] = np.nan, np.nan
-    lens, tables = _i32(7, 4, 99), np.array([[3, 1, -9], [5, 2**31 - 1, 77], [0, 0, 0]], np.int32)
-    starts, count = _i32(0, 3, 4, -7), _i32(2)
-    given = (query, cache, lens, tables, starts, count)
-    options = {"scale": 0.125}
-    optional = [None] * 5  # alibi_slopes, sinks, q_scale, k_scale, v_scale
-    if window is not None:
-        options["sliding_window"] = window
-    if with_sinks:
-        options |= {"sinks": _normal(3, 4), "k_scale": np.float32([0.5, 2.0]), "v_scale": np.float32([0.25])}
-        optional = [None, options["sinks"], None, options["k_scale"], options["v_scale"]]
-    attributes = (
-        f"batch_invariant = false, scale = 1.25e-1 : f32, sliding_window = {window or -1} : i64, soft_cap = 0.0 : f32"
-    )
-    return Call(
-        f"paged_attention {np.dtype(dtype)} over {np.dtype(kv_dtype)}",
-        "xla_gpu_paged_attention",
-        (*given, *optional),
-        ((query.shape, query.dtype), ((4, 6), np.dtype(np.float32))),
-        attributes,
-        lambda out, lse: assert_paged_attention(out, lse, *given, **options),
-        "paged_attention",
-        given,
-        {**options, "return_lse": True},
-        (0, 1),
-    )
-
-
-_FLASH = (
-    "batch_invariant = false, causal = true, kv_layout = {} : i64, max_seqlen_k = 0 : i64, max_seqlen_q = 0 : i64, "
-    "softcap = 0.0 : f32, softmax_scale = 1.25e-1 : f32, top_left = false, window_left = -1 : i64, "
-    "window_right = -1 : i64"
+PAGED = ("query", "kv_cache", "context_lens", "block_tables", "query_start_loc", "num_seqs")
+# Hints, and what tells how something is computed.
+_WITHOUT_NUMBERS = ("batch_invariant", "max_seqlen_q", "max_seqlen_k", "dropout_p", "out_dtype", "num_seqs")
+_SCORES = (
+    {},
+    {"sliding_window": 7},
+    {"soft_cap": 3.0},
+    {"alibi_slopes": SLOPES},
+    {"alibi_slopes": np.linspace(0.0, 0.5, 6 * 8, dtype=np.float32).reshape(6, 8)},
+    {"sinks": SINKS},
+    {"q_scale": 0.5},
+    {"k_scale": PER_HEAD},
+    {"v_scale": PER_HEAD},
+    {"batch_invariant": True},
+    {"num_seqs": 5},
 )
 
 
-def flash_attn_varlen_packed():
-    """Causal, packed keys, values of another head dimension, a slope for each head."""
-    q, k, v = _normal(4, 8, 4, 64), _normal(5, 8, 2, 64), _normal(6, 8, 2, 32)
-    starts, slopes = _i32(0, 5, 7), np.float32([0.5, 0.25, 0.125, 0.0625])
-    options = {"causal": True, "alibi_slopes": slopes}
-    return Call(
-        "flash_attn_varlen packed float32",
-        "xla_gpu_flash_attn_varlen",
-        (q, k, v, starts, starts, None, None, None, None, slopes),
-        (((8, 4, 32), q.dtype), ((4, 8), np.dtype(np.float32))),
-        _FLASH.format(0),
-        lambda out, lse: assert_flash_attn_varlen(out, lse, q, k, v, starts, **options),
-        "flash_attn_varlen",
-        (q, k, v, starts),
-        {**options, "return_lse": True},
-        (0, 1),
-    )
+def _with_numbers(options):
+    """Options that change what is computed."""
+    return {name: x for name, x in options.items() if name not in _WITHOUT_NUMBERS}
 
 
-def flash_attn_varlen_paged():
-    """Causal, K and V in the pages of one buffer, lengths by seqused_k."""
-    q, cache = _normal(7, 5, 4, 64, dtype=BF16), _normal(8, 4, 8, 4, 64, dtype=BF16)
-    starts, used, table = _i32(0, 4, 5), _i32(9, 3), np.array([[2, 0], [3, -5]], np.int32)
-    options = {"causal": True, "seqused_k": used, "block_table": table, "kv_layout": "interleaved"}
-    return Call(
-        "flash_attn_varlen paged bfloat16",
-        "xla_gpu_flash_attn_varlen",
-        (q, cache, np.zeros(0, BF16), starts, np.zeros(0, np.int32), used, table),
-        ((q.shape, q.dtype), ((4, 5), np.dtype(np.float32))),
-        _FLASH.format(1),
-        lambda out, lse: assert_flash_attn_varlen(out, lse, q, cache, None, starts, None, **options),
-        "flash_attn_varlen",
-        (q, cache, None, starts),
-        {**options, "return_lse": True},
-        (0, 1),
-    )
-
-
-_SLOTS = _i32(5, -1, 11, 100, 0)
-
-
-def kv_cache_update(cache_dtype=np.float32):
-    """With a slot of padding and one outside; an 8-bit cache with scales."""
-    cache = _normal(9, 3, 4, 4, 16, dtype=cache_dtype)
-    key, value = 100 * _normal(10, 5, 2, 16), _normal(11, 5, 2, 16)
-    scales = {"k_scale": np.float32([0.5, 3.0]), "v_scale": np.float32([0.25])} if cache_dtype == FP8 else {}
-    wanted = kv_cache_update_reference(cache, key, value, _SLOTS, **scales)
-    given = (cache, key, value, _SLOTS)
-    return Call(
-        f"kv_cache_update into {np.dtype(cache_dtype)}",
-        "xla_gpu_kv_cache_update",
-        (*given, *scales.values()),
-        ((cache.shape, cache.dtype),),
-        "kv_layout = 1 : i64",
-        _all_equal([wanted]),
-        "kv_cache_update",
-        given,
-        scales,
-        aliases=(0,),
-    )
-
-
-def kv_cache_update_split():
-    caches = tuple(_normal(12 + i, 3, 4, 2, d) for i, d in enumerate((16, 24)))
-    rows = tuple(_normal(14 + i, 5, 2, d) for i, d in enumerate((16, 24)))
-    return Call(
-        "kv_cache_update_split float32",
-        "xla_gpu_kv_cache_update_split",
-        (*caches, *rows, _SLOTS),
-        tuple((cache.shape, cache.dtype) for cache in caches),
-        "",
-        _all_equal(kv_cache_update_split_reference(*caches, *rows, _SLOTS)),
-        "kv_cache_update",
-        (caches, *rows, _SLOTS),
-        {},
-        (0, 1),
-        aliases=(0, 1),
-    )
-
-
-def rope_kv_cache_update(cache_dtype=np.float32, *, interleaved=False):
-    """The first 8 of 16 elements of a head turn."""
-    cache, query = _normal(16, 3, 4, 2, 16, dtype=cache_dtype), _normal(17, 3, 2, 16)
-    key, value, angles = _normal(18, 3, 1, 16), _normal(19, 3, 1, 16), _normal(20, 5, 4)
-    table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
-    slots, positions = _i32(6, -1, 9), _i32(4, 1, 0)
-    scales = {"k_scale": np.float32([2.0]), "v_scale": np.float32([0.25])} if cache_dtype == FP8 else {}
-    turned = rotated(key, positions, table, interleaved=interleaved).astype(np.float32)
-    wanted = kv_cache_update_reference(cache, turned, value, slots, **scales)
-
-    def check(cache_out, query_out):
-        exact = rotated(query, positions, table, interleaved=interleaved)
-        np.testing.assert_allclose(query_out, exact, atol=1e-6)
-        if cache_dtype == FP8:
-            _equal(cache_out, wanted)
-        else:
-            np.testing.assert_allclose(cache_out, wanted, atol=1e-6)
-
-    given = (cache, query, key, value, slots, positions, table)
-    return Call(
-        f"rope_kv_cache_update into {np.dtype(cache_dtype)}",
-        "xla_gpu_rope_kv_cache_update",
-        (*given, *scales.values()),
-        tuple((x.shape, x.dtype) for x in (cache, query)),
-        f"interleaved = {str(interleaved).lower()}, kv_layout = 1 : i64",
-        check,
-        "rope_kv_cache_update",
-        given,
-        {"interleaved": interleaved, **scales},
-        (1, 0),
-        aliases=(0,),
-    )
-
-
-def paged_attention_update(dtype=np.float32, kv_dtype=np.float32):
-    """The two sequences of `paged_attention`: three new tokens and one, and two rows of padding."""
-    query, cache, lens, tables, starts, count = paged_attention(dtype, kv_dtype).arguments
-    key, value = 10 * _normal(25, 6, 2, 64, dtype=dtype), _normal(26, 6, 2, 64, dtype=dtype)
-    slots = _i32(4 * 1, 4 * 1 + 1, 4 * 1 + 2, 4 * 5 + 3, -1, 24)
-    cache[1, :3], cache[5, 3] = np.nan, np.nan
-    scales = {"k_scale": np.float32([10.0, 5.0]), "v_scale": np.float32([0.25])} if kv_dtype == FP8 else {}
-    wanted = kv_cache_update_reference(cache, key, value, slots, **scales)
-    given, options = (query, cache, lens, tables, starts, count, key, value, slots), {"scale": 0.125, **scales}
-
-    def check(out, cache_out, lse):
-        assert_paged_attention(out, lse, query, wanted, lens, tables, starts, count, **options)
-        _equal(cache_out, wanted)
-
-    return Call(
-        f"paged_attention_update {np.dtype(dtype)} over {np.dtype(kv_dtype)}",
-        "xla_gpu_paged_attention_update",
-        (*given, *((None, None, None, *scales.values()) if scales else ())),
-        ((query.shape, query.dtype), (cache.shape, cache.dtype), ((4, 6), np.dtype(np.float32))),
-        "batch_invariant = false, scale = 1.25e-1 : f32, sliding_window = -1 : i64, soft_cap = 0.0 : f32",
-        check,
-        "paged_attention_update",
-        given,
-        {**options, "return_lse": True},
-        (0, 2, 1),
-        aliases=(1,),
-    )
-
-
-def merge_attention_states(dtype=np.float32):
-    parts = (_normal(21, 3, 2, 8, dtype=dtype), _normal(22, 2, 3), _normal(23, 3, 2, 8, dtype=dtype), _normal(24, 2, 3))
-    parts[1][0, 1] = -np.inf
-    exact, exact_lse = merge_attention_states_reference(*parts)
+def _paged_call(operands, options, name, seed):
+    options = {"scale": 0.125, **_seeded(options, seed)}
 
     def check(out, lse):
-        np.testing.assert_allclose(out.astype(np.float32), exact, atol=1e-6 if dtype == np.float32 else 2e-2)
-        np.testing.assert_allclose(lse, exact_lse, rtol=1e-6, atol=1e-6)
+        assert out.dtype == options.get("out_dtype", BF16 if operands[0].dtype == E4M3 else operands[0].dtype)
+        assert_paged_attention(out, lse, *operands, **_with_numbers(options))
 
-    return Call(
-        f"merge_attention_states {np.dtype(dtype)}",
-        "xla_gpu_merge_attention_states",
-        parts,
-        tuple((x.shape, x.dtype) for x in parts[:2]),
-        "",
-        check,
-        "merge_attention_states",
-        parts,
-        {},
-        (0, 1),
-    )
+    given = {**dict(zip(PAGED, operands, strict=True)), **options, "return_lse": True}
+    return Call("paged_attention", name, given, check)
 
 
-@functools.cache
-def every_call():
-    """Each operator in float32, and where it has other types, one more."""
-    return (
-        simple_add(),
-        simple_add(np.int32),
-        simple_add(BF16),
-        paged_attention(),
-        paged_attention(BF16, FP8, with_sinks=True, window=3),
-        flash_attn_varlen_packed(),
-        flash_attn_varlen_paged(),
-        kv_cache_update(),
-        kv_cache_update(FP8),
-        kv_cache_update_split(),
-        rope_kv_cache_update(),
-        rope_kv_cache_update(FP8, interleaved=True),
-        paged_attention_update(),
-        paged_attention_update(BF16, FP8),
-        merge_attention_states(),
-        merge_attention_states(BF16),
-    )
+def _paged(seed):
+    for options in _SCORES:
+        yield _paged_call(batch(SEQUENCES, seed=seed), options, _name(options, *_shapes(options)), seed)
+    yield _paged_call(batch([(0, 0)], spare_rows=0, seed=seed), {}, "nothing", seed)
+    for dtype, cache, out_dtype in (
+        ("bfloat16", None, None),
+        ("float16", None, None),
+        ("bfloat16", "float8_e4m3fn", None),
+        ("float16", "float8_e5m2", None),
+        ("float8_e4m3fn", None, None),
+        ("float8_e4m3fn", None, "float16"),
+    ):
+        query, kv_cache, *rest = batch(SEQUENCES, heads=(9, 3), d=40, page_size=5, dtype=dtype, seed=seed)
+        options = {"k_scale": 0.5, "v_scale": 2.0} if cache else {}
+        options |= {"out_dtype": np.dtype(out_dtype)} if out_dtype else {}
+        operands = query, converted(kv_cache, cache or dtype), *rest
+        yield _paged_call(operands, options, _name(dtype, cache, out_dtype), seed)
+
+
+def _varlen_call(call, options, name, seed):
+    operands, lengths = call
+    options = lengths | _seeded(options, seed)
+
+    def check(out, lse):
+        assert out.dtype == options.get("out_dtype", BF16 if operands[0].dtype == E4M3 else operands[0].dtype)
+        assert_flash_attn_varlen(out, lse, *operands, **_with_numbers(options))
+
+    given = dict(zip(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), operands, strict=True))
+    given = {name: x for name, x in given.items() if x is not None or name == "v"}
+    return Call("flash_attn_varlen", name, {**given, **options, "return_lse": True}, check)
+
+
+_VARLEN_OPTIONS = (
+    {},
+    {"causal": True},
+    {"causal": True, "top_left": True},
+    {"window": (5, 3)},
+    {"softcap": 3.0},
+    {"softmax_scale": 0.3},
+    {"alibi_slopes": SLOPES},
+    {"alibi_slopes": np.linspace(0.0, 0.5, 5 * 8, dtype=np.float32).reshape(5, 8)},
+    {"sinks": SINKS},
+    {"leftpad_k": np.int32([0, 30, 2, 3, 0])},
+    {"q_scale": 0.5},
+    {"k_scale": PER_HEAD},
+    {"v_scale": PER_HEAD},
+    {"max_seqlen_q": 1, "max_seqlen_k": 5000, "dropout_p": 0.0},
+)
+
+
+def _varlen(seed):
+    for options in _VARLEN_OPTIONS:
+        call = varlen(SEQUENCES, unused=(2, 1), dv=40, seed=seed)
+        yield _varlen_call(call, options, _name(options, *_shapes(options)), seed)
+    for kv_layout in (None, *LAYOUTS):
+        call = varlen(SEQUENCES, dtype="float32" if kv_layout else "bfloat16", pages=16, kv_layout=kv_layout, seed=seed)
+        yield _varlen_call(call, {"causal": True}, _name("pages", kv_layout), seed)
+    (*operands, _), _ = varlen([(n, n) for n, _ in SEQUENCES], seed=seed)
+    yield _varlen_call(((*operands, None), {}), {"causal": True}, "packed like the queries", seed)
+    (*operands, _), lengths = varlen(SEQUENCES, pages=8, seed=seed)
+    ends = 100 + np.cumsum([0, *lengths.pop("seqused_k")], dtype=np.int32)
+    yield _varlen_call(((*operands, ends), lengths), {"causal": True}, "pages, lengths by starts", seed)
+    for dtype, kv_dtype, out_dtype in (
+        ("bfloat16", None, None),
+        ("float16", None, None),
+        ("bfloat16", "float8_e4m3fn", None),
+        ("float16", "float8_e5m2", None),
+        ("float8_e4m3fn", None, None),
+        ("float8_e4m3fn", None, "float16"),
+    ):
+        call = varlen(SEQUENCES, heads=(9, 3), d=40, dtype=dtype, kv_dtype=kv_dtype, seed=seed)
+        options = {"k_scale": 0.5, "v_scale": 1.5} if kv_dtype or dtype == "float8_e4m3fn" else {}
+        options |= {"out_dtype": np.dtype(out_dtype)} if out_dtype else {}
+        yield _varlen_call(call, {"causal": True, **options}, _name(dtype, kv_dtype, out_dtype), seed)
+
+
+def _cache(kv_layout, dtype=np.float32, *, seed, pages=8, page_size=4, heads=2, d=16):
+    shape = {
+        "interleaved": (pages, page_size, 2 * heads, d),
+        "stacked": (2, pages, page_size, heads, d),
+        "per_page": (pages, 2, page_size, heads, d),
+    }
+    return _rows(*shape[kv_layout], dtype=dtype, seed=1 + seed)
+
+
+def _updates(seed):
+    plain, scaled = {}, {"k_scale": 0.5, "v_scale": np.float32([2.0, 0.25])}
+    for kv_layout, dtype, options in (
+        *((name, np.float32, plain) for name in LAYOUTS),
+        ("interleaved", np.float32, scaled),
+        ("interleaved", np.float32, {"k_scale": PER_HEAD}),
+        ("interleaved", np.float16, plain),
+        ("interleaved", BF16, plain),
+        ("stacked", E4M3, scaled),
+        ("per_page", E5M2, scaled),
+    ):
+        rows, scales = np.float32 if np.dtype(dtype).itemsize == 1 else dtype, _seeded(options, seed)
+        key, value = 40 * _rows(8, 2, 16, dtype=rows, seed=seed), _rows(8, 2, 16, dtype=rows, seed=2 + seed)
+        operands = _cache(kv_layout, dtype, seed=seed), key, value, np.roll(SLOTS, seed)
+        wanted = kv_cache_update_reference(*operands, kv_layout=LAYOUTS[kv_layout], **scales)
+        given = dict(zip(("kv_cache", "key", "value", "slot_mapping"), operands, strict=True))
+        name = _name(np.dtype(dtype), kv_layout, scales)
+        yield Call("kv_cache_update", name, {**given, "kv_layout": kv_layout, **scales}, _same(wanted), "kv_cache")
+
+
+def _split_updates(seed):
+    for dtype, options in ((np.float32, {}), (E5M2, {"k_scale": PER_HEAD, "v_scale": np.float32(2.0)})):
+        caches = tuple(_rows(8, 4, 2, d, dtype=dtype, seed=d + seed) for d in (16, 24))
+        rows = _rows(8, 2, 16, seed=seed), _rows(8, 2, 24, seed=2 + seed), np.roll(SLOTS, seed)
+        scales = _seeded(options, seed)
+        given = dict(zip(("kv_cache", "key", "value", "slot_mapping"), (caches, *rows), strict=True))
+        wanted = kv_cache_update_split_reference(*caches, *rows, **scales)
+        yield Call("kv_cache_update", _name("apart", np.dtype(dtype)), given | scales, _same(*wanted), "kv_cache")
+
+
+def _rotations(seed):
+    slots, positions = np.roll(SLOTS, seed), np.roll(np.int32([0, 1, 2, 3, 9, 4, 50, -1]), -seed)
+    angles = np.arange(10)[:, None] * np.float32([1.0, 0.1, 0.01]) * (1 + seed)
+    cos_sin = np.float32(np.concatenate([np.cos(angles), np.sin(angles)], axis=1))
+    for kv_layout, interleaved, dtype in (
+        *((name, False, np.float32) for name in LAYOUTS),
+        ("interleaved", True, np.float32),
+        ("interleaved", False, BF16),
+        ("interleaved", False, E4M3),
+    ):
+        fp8 = np.dtype(dtype).itemsize == 1
+        rows = np.dtype(np.float32 if fp8 else dtype)
+        scales = {"k_scale": np.float32([0.11, 3.0]), "v_scale": np.float32(0.25)} if fp8 else {}
+        cache, query = _cache(kv_layout, dtype, seed=seed), _rows(8, 6, 16, dtype=rows, seed=seed)
+        key, value = _rows(8, 2, 16, dtype=rows, seed=3 + seed), _rows(8, 2, 16, dtype=rows, seed=2 + seed)
+        turned = [rotated(x, positions, cos_sin, interleaved) for x in (query, key)]
+        number = LAYOUTS[kv_layout]
+        wanted = kv_cache_update_reference(cache, np.float32(turned[1]), value, slots, kv_layout=number, **scales)
+
+        def check(found_query, found, turned=turned[0], wanted=wanted, tolerance=TOLERANCE[rows.name]):
+            np.testing.assert_allclose(found_query.astype(np.float64), turned, rtol=0, atol=tolerance)
+            if wanted.dtype.itemsize > 1:
+                np.testing.assert_allclose(found.astype(np.float64), wanted.astype(np.float64), rtol=0, atol=tolerance)
+            else:  # The reference turns in float64: nearly halfway between two codes, the neighbour is right too.
+                codes = [x.view(np.uint8).astype(int) for x in (np.ascontiguousarray(found), wanted)]
+                assert np.abs(codes[0] - codes[1]).max() <= 1 and (codes[0] != codes[1]).mean() < 1e-3
+
+        given = {"kv_cache": cache, "query": query, "key": key, "value": value, "slot_mapping": slots}
+        given |= {"positions": positions, "cos_sin": cos_sin, "kv_layout": kv_layout, "interleaved": interleaved}
+        name = _name(np.dtype(dtype), kv_layout, interleaved)
+        yield Call("rope_kv_cache_update", name, given | scales, check, "kv_cache")
+
+
+def _steps(seed):
+    fp8 = {"k_scale": np.float32([0.01, 30.0]), "v_scale": 0.25}
+    for options, types in (
+        *((options, {}) for options in _SCORES if not options.keys() & {"k_scale", "v_scale"}),
+        ({}, {"dtype": "bfloat16"}),
+        ({"k_scale": 4.0, "v_scale": PER_HEAD}, {"dtype": "float16"}),
+        (fp8, {"dtype": "bfloat16", "cache": "float8_e4m3fn"}),
+        (fp8, {"dtype": "float16", "cache": "float8_e5m2", "rows": "float32"}),
+    ):
+        options = {"scale": 0.125, **_seeded(options, seed)}
+        scales = {name: scale for name, scale in options.items() if name in ("k_scale", "v_scale")}
+        operands = step(SEQUENCES, **types, **scales, seed=seed)
+        cache = kv_cache_update_reference(operands[1], *operands[6:], **scales)
+
+        def check(out, lse, found, operands=operands, cache=cache, options=options):
+            _same(cache)(found)
+            assert_paged_attention(out, lse, operands[0], cache, *operands[2:6], **_with_numbers(options))
+
+        given = dict(zip((*PAGED, "key", "value", "slot_mapping"), operands, strict=True))
+        named = {name: x for name, x in options.items() if name != "scale"}
+        name = _name(named, *_shapes(named), *types.values())
+        yield Call("paged_attention_update", name, {**given, **options, "return_lse": True}, check, "kv_cache")
+
+
+def _merges(seed):
+    for dtype in (np.float32, np.float16, BF16):
+        outs = [_rows(9, 4, 40, dtype=dtype, seed=i + seed) for i in range(2)]
+        lses = [_rows(4, 9, seed=i + seed) for i in range(2)]
+        lses[0][0, :3], lses[1][0, 2:5] = -np.inf, np.nan
+        outs[0][:3, 0] = np.nan
+        states = {"out_a": outs[0], "lse_a": lses[0], "out_b": outs[1], "lse_b": lses[1]}
+        wanted, near = merge_attention_states_reference(**states), TOLERANCE[np.dtype(dtype).name]
+
+        def check(out, lse, wanted=wanted, tolerance=near, dtype=dtype):
+            assert out.dtype == dtype
+            np.testing.assert_allclose(out.astype(np.float64), wanted[0], rtol=0, atol=tolerance)
+            np.testing.assert_allclose(lse, wanted[1], rtol=1e-5, atol=1e-6)
+
+        yield Call("merge_attention_states", str(np.dtype(dtype)), states, check)
+
+
+def _gathers(seed):
+    tables, lens = np.int32([[3, 1, 4], [0, 2, 2], [4, -1, 2**31 - 1]]), np.int32([9, -2, 2**31 - 1])
+    tables, lens = np.roll(tables, seed), np.roll(lens, seed)
+    scaled = {"k_scale": 0.3, "v_scale": np.float32([2.5, -0.1])}
+    for kv_layout, dtype, options in (
+        *((name, np.float32, {}) for name in LAYOUTS),
+        (None, np.float32, {}),
+        ("interleaved", BF16, {}),
+        ("interleaved", np.float16, {}),
+        ("stacked", E4M3, {"dtype": E4M3}),
+        ("per_page", E5M2, {"dtype": E5M2}),
+        ("interleaved", E4M3, {"v_scale": PER_HEAD}),
+        ("interleaved", E5M2, {"dtype": np.dtype(np.float16), **scaled}),
+        (None, E4M3, {"dtype": np.dtype(np.float32), **scaled}),
+    ):
+        options = _seeded(options, seed)
+        if kv_layout is None:
+            cache = tuple(_rows(8, 4, 2, d, dtype=dtype, seed=d + seed) for d in (16, 24))
+        else:
+            cache = _cache(kv_layout, dtype, seed=seed)
+        wanted = gather_kv_cache_reference(cache, tables, lens, 23, kv_layout=kv_layout, **options)
+        given = {"kv_cache": cache, "block_tables": tables, "context_lens": lens, "capacity": 23, **options}
+        given |= {"kv_layout": kv_layout} if kv_layout else {}
+        name = _name(kv_layout or "apart", np.dtype(dtype), options or None)
+        yield Call("gather_kv_cache", name, given, _same(*wanted))

@@ -4,9 +4,10 @@ import re
 import struct
 
 import jax
+import jax.experimental
 import numpy as np
 
-from stablehlo import run_stablehlo
+from stablehlo import Program
 
 MLIR = {"pred": "i1", "c64": "complex<f32>", "f8e4m3fn": "f8E4M3FN", "f8e5m2": "f8E5M2"}
 
@@ -45,8 +46,8 @@ def numpy_attribute(text):
     }[kind](" ".join(values))
 
 
-def stablehlo_text(case, *, in_place=False, extra=""):
-    """A program that is this call; ``extra`` are further attributes of the operation."""
+def stablehlo_text(case, *, in_place=False, donated=False, extra=""):
+    """A program that is this call, and may be given what it updates; ``extra`` are more attributes of the operation."""
     names = [f"%a{i}" for i in range(len(case.operands))]
     operands, results = ([tensor(b) for b in buffers] for buffers in (case.operands, case.results))
     attributes = ", ".join(f"{name} = {mlir_attribute(value)}" for name, value in case.attributes.items())
@@ -59,7 +60,10 @@ def stablehlo_text(case, *, in_place=False, extra=""):
     # A call without a side effect whose results have no element is never made.
     of_call = f"api_version = 4 : i32, has_side_effect = true, backend_config = {{{attributes}}}{extra}"
     of_call += f", output_operand_aliases = [{aliases}]" if aliases else ""
-    parameters = ", ".join(f"{name}: {kind}" for name, kind in zip(names, operands, strict=True))
+    given = {i: f" {{tf.aliasing_output = {result} : i32}}" for i, result in case.aliases.items() if donated}
+    parameters = ", ".join(
+        f"{name}: {kind}{given.get(i, '')}" for i, (name, kind) in enumerate(zip(names, operands, strict=True))
+    )
     call = f"stablehlo.custom_call @{case.target}({', '.join(names)}) {{{of_call}}}"
     call += f" : ({', '.join(operands)}) -> ({', '.join(results)})"
     returned = [f"%r#{i}" for i in range(len(results))] if len(results) > 1 else ["%r"] * len(results)
@@ -70,10 +74,14 @@ def stablehlo_text(case, *, in_place=False, extra=""):
     )
 
 
+def x64():
+    """With JAX's 64 bits."""
+    return jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64()
+
+
 def by_stablehlo(case, platform, *, in_place=False):
-    with jax.enable_x64(True):
-        text = stablehlo_text(case, in_place=in_place)
-        return run_stablehlo(text, *[b.array() for b in case.operands], platform=platform)
+    with x64():
+        return Program(stablehlo_text(case, in_place=in_place), platform)(*[b.array() for b in case.operands])
 
 
 def ffi_call(case, *, in_place=False):
@@ -86,7 +94,7 @@ def ffi_call(case, *, in_place=False):
 
 
 def by_ffi_call(case, platform, *, in_place=False):
-    with jax.enable_x64(True), jax.default_device(jax.devices(platform)[0]):
+    with x64(), jax.default_device(jax.devices(platform)[0]):
         operands = [b.array() for b in case.operands]
         results = jax.jit(ffi_call(case, in_place=in_place))(*operands)
         return [np.asarray(result) for result in results]

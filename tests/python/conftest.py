@@ -1,5 +1,6 @@
 """Fixtures: every operator test runs on the CPU and, where there is one, on the GPU."""
 
+import importlib.util
 import os
 
 # What XLA compiles around our calls need not be fast: on the CPU without optimisations. Set before the first import.
@@ -9,6 +10,8 @@ if not os.path.exists("/dev/nvidia0"):
 import hypothesis
 import jax
 import pytest
+
+collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["test_torch_*.py"]
 
 # torch_xla's own CPU client, whatever else the machine has; or, asked for by XLA_ATTENTION_TEST_XLA=cuda, JAX's plugin.
 XLA_ON_CUDA = os.environ.get("XLA_ATTENTION_TEST_XLA") == "cuda"

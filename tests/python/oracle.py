@@ -331,6 +331,26 @@ def _write_rows(cache, rows, slot_mapping, scale):
             cache[slot // page_size, slot % page_size] = row
 
 
+def gather_kv_cache_reference(
+    kv_cache, block_tables, context_lens, capacity, *, kv_layout=None, dtype=None, k_scale=None, v_scale=None
+):
+    """Keys and values `[capacity, Hkv, D]`, and where the rows of each sequence begin; K and V apart with no layout."""
+    sides = kv_cache if kv_layout is None else split_layout(kv_cache, kv_layout)
+    pages, page_size = sides[0].shape[:2]
+    if dtype is None:
+        dtype = ml_dtypes.bfloat16 if sides[0].dtype.itemsize == 1 else sides[0].dtype
+    lens = np.clip(context_lens, 0, block_tables.shape[1] * page_size if pages else 0)
+    rows = [(block_tables[b, j // page_size], j % page_size) for b, n in enumerate(lens) for j in range(n)][:capacity]
+    found = []
+    for side, scale in zip(sides, (k_scale, v_scale), strict=True):
+        out = np.zeros((capacity, *side.shape[2:]), dtype)
+        for i, (page, token) in enumerate(rows):
+            row = side[np.clip(page, 0, pages - 1), token]
+            out[i] = row if scale is None else row.astype(np.float32) * np.reshape(np.float32(scale), (-1, 1))
+        found.append(out)
+    return *found, np.minimum(np.cumsum([0, *lens.astype(np.int64)]), capacity).astype(np.int32)
+
+
 def _stored(rows, scale, dtype):
     """What a cache of `dtype` holds of rows `[T, Hkv, D]`: the float32 quotient, rounded; fp8 saturates."""
     if scale is not None:

@@ -5,9 +5,9 @@ import sys
 import types
 
 import pytest
+import torch
 
 import xla_attention.torch as xt
-from torch_side import torch
 from xla_attention import _library
 from xla_attention.torch import _eager
 

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 
 import xla_attention.torch as xt
 from batches import varlen
 from oracle_gradients import assert_gradients
-from torch_side import array, tensor, torch
+from torch_side import array, tensor
 
 MIXED = [(33, 33), (1, 50), (5, 70), (0, 9), (3, 0), (9, 4)]
 pytestmark = pytest.mark.usefixtures("all_torch_devices")

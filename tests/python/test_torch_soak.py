@@ -3,10 +3,11 @@
 import threading
 
 import pytest
+import torch
 
 import xla_attention.torch as xt
 from batches import batch
-from torch_side import tensor, torch
+from torch_side import tensor
 
 SHAPES = [([(1, n)] * (1 + n % 3) + [(n % 5, n)], d) for n in (3, 17, 40, 129, 300) for d in (64, 128)]
 

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 
 import xla_attention.torch as xt
 from batches import batch, varlen
 from oracle import paged_attention_reference
-from torch_side import array, tensor, torch
+from torch_side import array, tensor
 
 pytestmark = pytest.mark.usefixtures("xla_device")
 MIXED = [(33, 33), (1, 100), (5, 70)]
@@ -35,7 +36,7 @@ def test_each_configuration_is_a_program_of_its_own(operands, options):
         def call(*operands, one=one):
             return xt.paged_attention(*operands, **one)
 
-        wanted, _ = paged_attention_reference(*(np.asarray(x) for x in operands), **one)
+        wanted, _ = paged_attention_reference(*operands, **one)
         for found in both(call, *operands):
             np.testing.assert_allclose(found, wanted, atol=2e-5)
 
@@ -45,27 +46,10 @@ def test_each_output_dtype_and_shape_is_a_program_of_its_own():
     tensors = [tensor(x, "xla") for x in (q, k, v, starts)]
     for dtype in (torch.bfloat16, torch.float16):
         out = xt.flash_attn_varlen(*tensors, out_dtype=dtype)
-        assert out.cpu().dtype == dtype
-        assert torch.isfinite(out.cpu().float()).all()
+        assert out.cpu().dtype == dtype and torch.isfinite(out.cpu().float()).all()
     for rows in (5, 3):
         a = torch.ones(rows, 2, device="xla")
         assert xt.simple_add(a, a).cpu().tolist() == [[2.0, 2.0]] * rows
-
-
-def test_transposed_and_sliced_operands_are_what_they_say(operands):
-    query, *rest = operands
-    wanted, _ = paged_attention_reference(*(np.asarray(x) for x in operands), scale=0.125)
-
-    def turned(query, *rest):
-        return xt.paged_attention(query.transpose(0, 1), *rest, scale=0.125)
-
-    def sliced(query, *rest):
-        return xt.paged_attention(query[:, 1::2], *rest, scale=0.125)
-
-    for found in both(turned, np.asarray(query).transpose(1, 0, 2), *rest):
-        np.testing.assert_allclose(found, wanted, atol=2e-5)
-    for found in both(sliced, np.repeat(np.asarray(query), 2, axis=1), *rest):
-        np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
 def test_the_program_names_the_target_with_its_layouts_and_typed_attributes(operands):
@@ -81,14 +65,6 @@ def test_the_program_names_the_target_with_its_layouts_and_typed_attributes(oper
     for attribute in ("batch_invariant = false", "scale = 0x3F000000 : f32", "sliding_window = 9 : i64"):
         assert attribute in line
     assert "xla_attention::call" in _XLAC._get_xla_tensors_text([out])
-
-
-def test_a_cache_update_tells_xla_that_it_is_in_place():
-    import _XLAC
-
-    cache, rows = torch.zeros(2, 4, 2, 8, device="xla"), torch.ones(3, 1, 8, device="xla")
-    new = xt.kv_cache_update(cache, rows, rows, torch.tensor([0, 5, -1], device="xla"))
-    assert "output_to_operand_aliasing={{}: (0, {})}" in _XLAC._get_xla_tensors_hlo([new])
 
 
 def test_a_cache_that_is_copied_to_is_donated():

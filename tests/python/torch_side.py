@@ -1,10 +1,10 @@
-"""torch's tensors for arrays. A test file that uses this is skipped where torch is not installed."""
+"""torch's tensors for arrays."""
 
 import ml_dtypes
 import numpy as np
-import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
+from calls import mapped
 
 # numpy has no such types of its own; the bits travel as integers.
 _BY_BITS = {
@@ -32,3 +32,9 @@ def array(tensor):
         return tensor.numpy()
     bits, numpy = _DTYPES[tensor.dtype]
     return tensor.contiguous().view(torch.from_numpy(np.zeros(0, bits)).dtype).numpy().view(numpy)
+
+
+def given(call, device="cpu"):
+    """What a call of `calls.py` is given, in tensors and torch's dtypes."""
+    dtypes = {name: getattr(torch, x.name) for name, x in call.given.items() if isinstance(x, np.dtype)}
+    return mapped(lambda x: tensor(x, device), call.given) | dtypes

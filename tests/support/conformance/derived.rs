@@ -1,6 +1,6 @@
 //! Cases that follow from an interface: counts; attributes that are missing, of another type, too many or misnamed; and from
 //! what a table says is expected, buffers of other types, ranks and sizes and attributes with other values. The texts are
-//! those of XLA's header, where it counts and decodes, and ours. `tests/python/conformance_table.py` derives the same.
+//! those of XLA's header, where it counts and decodes, and ours.
 
 use super::{Change, File, INVALID_ARGUMENT, Refusal};
 use std::collections::BTreeMap;

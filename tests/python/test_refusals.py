@@ -1,0 +1,155 @@
+"""Mistakes are refused before anything runs, by JAX's functions and torch's: the library's texts arrive, and our own.
+
+What the library refuses, and in which words, is in tests/conformance; here a sample of it for each function.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calls import E4M3, every_call
+from jax_side import arrays_of, function_of
+
+
+def of_shape(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+def cast(dtype, *names):
+    return lambda given: {name: np.nan_to_num(given[name]).astype(dtype) for name in names}
+
+
+def cut(size, *names):
+    return lambda given: {name: given[name][..., :size] for name in names}
+
+
+UPDATE = "kv_cache_update: float32 interleaved plain"
+ROPE = "rope_kv_cache_update: float32 interleaved False"
+# A call, what is changed in it, and how that is refused.
+BY_BOTH = [
+    ("simple_add: float32", {"b": of_shape(4)}, ValueError, "b has shape [4], expected the shape of a, [3, 4]"),
+    ("simple_add: float32", cast(np.float16, "b"), ValueError, "b has dtype f16, expected f32"),
+    ("simple_add: float32", cast(bool, "a", "b"), ValueError, "a has dtype pred, expected f16 or bf16 or f32"),
+    ("paged_attention: plain", cut(40, "kv_cache"), ValueError, "kv_cache has shape"),
+    ("paged_attention: plain", cut(60, "query", "kv_cache"), NotImplementedError, "query has head dimension 60; every"),
+    ("paged_attention: plain", cast(np.float16, "kv_cache"), NotImplementedError, "there is f32 queries over f32"),
+    ("paged_attention: plain", cast(np.int32, "query"), NotImplementedError, "query is i32, kv_cache is f32"),
+    ("paged_attention: plain", cast(np.float32, "context_lens"), TypeError, "expected integers"),
+    ("paged_attention: plain", {"scale": float("nan")}, ValueError, "scale is NaN, expected finite and > 0"),
+    ("paged_attention: plain", {"sliding_window": 0}, ValueError, "sliding_window is 0, expected >= 1, or None"),
+    ("paged_attention: plain", {"sliding_window": -1}, ValueError, "sliding_window is -1, expected >= 1"),
+    ("paged_attention: plain", {"soft_cap": -2.0}, ValueError, "soft_cap is -2, expected finite and >= 0"),
+    ("paged_attention: plain", {"sinks": of_shape(4)}, ValueError, "sinks has shape [4], expected [Hq=8]"),
+    (
+        "paged_attention: plain",
+        {"out_dtype": np.dtype(np.float16)},
+        NotImplementedError,
+        "kv_cache is f32 and out is f16",
+    ),
+    (
+        "paged_attention_update: plain",
+        cut(32, "value"),
+        ValueError,
+        "value has shape [20, 2, 32], expected [T=20, Hkv=2",
+    ),
+    ("paged_attention_update: plain", cast(np.float16, "key"), ValueError, "key has dtype f16, expected f32"),
+    ("paged_attention_update: plain", cast(np.float32, "slot_mapping"), TypeError, "expected integers"),
+    ("paged_attention_update: plain", {"sliding_window": 0}, ValueError, "_update: sliding_window is 0, expected >= 1"),
+    ("flash_attn_varlen: plain", {"window": 4}, ValueError, "window is 4, expected (left, right), two integers"),
+    ("flash_attn_varlen: plain", {"window": (1, 2, 3)}, ValueError, "window is (1, 2, 3), expected (left, right)"),
+    (
+        "flash_attn_varlen: plain",
+        {"window": (-2, 0)},
+        ValueError,
+        "window_left is -2, expected >= 0, or -1 for unlimit",
+    ),
+    ("flash_attn_varlen: plain", {"dropout_p": 0.1}, NotImplementedError, "dropout_p is 0.1"),
+    ("flash_attn_varlen: plain", {"kv_layout": "stacked"}, ValueError, ", expected None"),
+    ("flash_attn_varlen: plain", {"v": None}, ValueError, "v is None, expected a"),
+    (
+        "flash_attn_varlen: plain",
+        {"v": None, "kv_layout": "tiled"},
+        ValueError,
+        "kv_layout is 'tiled', expected 'inter",
+    ),
+    ("flash_attn_varlen: plain", {"max_seqlen_q": -1}, ValueError, "max_seqlen_q is -1, expected >= 0"),
+    ("flash_attn_varlen: plain", {"seqused_k": of_shape(3, dtype=np.int32)}, ValueError, "seqused_k has shape [3]"),
+    ("flash_attn_varlen: plain", cast(E4M3, "q"), NotImplementedError, "q is f8e4m3fn, k is f32"),
+    ("flash_attn_varlen: plain", {"out_dtype": np.dtype(np.float16)}, NotImplementedError, "k is f32 and out is f16"),
+    (UPDATE, {"value": of_shape(8, 1, 16)}, ValueError, "value has shape [8, 1, 16], expected [T=8, Hkv=2, D=16]"),
+    (UPDATE, cast(np.float32, "slot_mapping"), TypeError, "slot_mapping has dtype"),
+    (UPDATE, {"kv_layout": "vllm"}, ValueError, "kv_layout is 'vllm', expected 'interleaved', 'stacked' or 'per_page'"),
+    (
+        "kv_cache_update: apart float32",
+        {"kv_layout": "stacked"},
+        ValueError,
+        "kv_layout is 'stacked', which K and V apart",
+    ),
+    (ROPE, {"cos_sin": of_shape(9, 7)}, ValueError, "expected [max_pos, rot] with rot even and at most D=16"),
+    (ROPE, cast(np.float32, "positions"), TypeError, "positions has dtype"),
+    (ROPE, {"kv_layout": "split"}, ValueError, "kv_layout is 'split', expected 'interleaved', 'stacked' or 'per_page'"),
+    ("merge_attention_states: float32", cast(np.float16, "lse_b"), ValueError, "lse_b has dtype f16, expected f32"),
+    ("gather_kv_cache: interleaved float32", {"capacity": -1}, ValueError, "capacity is -1, expected >= 0"),
+    (
+        "gather_kv_cache: interleaved float32",
+        cut(2, "context_lens"),
+        ValueError,
+        "block_tables has shape [3, 3], expecte",
+    ),
+    ("gather_kv_cache: interleaved float32", cast(np.float32, "block_tables"), TypeError, "block_tables has dtype"),
+    ("gather_kv_cache: interleaved float32", {"kv_layout": "sideways"}, ValueError, "kv_layout is 'sideways'"),
+    ("gather_kv_cache: apart float32", {"kv_layout": "stacked"}, ValueError, "which K and V apart do not have"),
+]
+# Types that torch's schemas refuse.
+BY_JAX = [
+    ("paged_attention: plain", {"sliding_window": 1.5}, TypeError, "sliding_window is 1.5, expected an integer"),
+    ("paged_attention: plain", {"sliding_window": True}, TypeError, "sliding_window is True, expected an integer"),
+    ("paged_attention: plain", {"soft_cap": "2"}, TypeError, "soft_cap is '2', expected a number"),
+    ("paged_attention: plain", {"scale": jnp.ones(2)}, TypeError, "scale has shape [2], expected a number"),
+    ("paged_attention: plain", {"return_lse": 1}, TypeError, "return_lse is 1, expected True or False"),
+    ("paged_attention: plain", {"sliding_window": np.uint64(2**64 - 1)}, ValueError, "which 64 bits do not hold"),
+    ("flash_attn_varlen: plain", {"max_seqlen_q": 2.5}, TypeError, "max_seqlen_q is 2.5, expected an integer"),
+    ("flash_attn_varlen: plain", {"causal": 1}, TypeError, "causal is 1, expected True or False"),
+    (ROPE, {"interleaved": 1}, TypeError, "interleaved is 1, expected True or False"),
+    ("gather_kv_cache: interleaved float32", {"capacity": 2.0}, TypeError, "capacity is 2.0, expected an integer"),
+]
+BY_TORCH = [
+    (
+        "flash_attn_varlen: plain",
+        {"window": (1.5, 2)},
+        ValueError,
+        "window is (1.5, 2), expected (left, right), two int",
+    ),
+    ("flash_attn_varlen: pages", {"seqused_k": None}, ValueError, "a block_table needs seqused_k"),
+]
+
+
+def changed(name, changes):
+    call = every_call()[name]
+    return call._replace(given={**call.given, **(changes(call.given) if callable(changes) else changes)})
+
+
+def ids(value):
+    return value if isinstance(value, str) else "+".join(value) if isinstance(value, dict) else ""
+
+
+@pytest.mark.parametrize(("name", "changes", "error", "text"), BY_BOTH + BY_JAX, ids=ids)
+def test_jax_refuses_while_it_traces(name, changes, error, text):
+    call = changed(name, changes)
+    arrays = arrays_of(call)
+    with pytest.raises(error) as caught:
+        jax.eval_shape(function_of(call, *arrays), *arrays.values())
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "changes", "error", "text"), BY_BOTH + BY_TORCH, ids=ids)
+def test_torch_refuses_before_anything_runs(torch_device, name, changes, error, text):
+    pytest.importorskip("torch")
+    import torch_side
+    import xla_attention.torch
+
+    call = changed(name, changes)
+    with pytest.raises(error) as caught:
+        getattr(xla_attention.torch, call.function)(**torch_side.given(call, torch_device))
+    assert text in str(caught.value)
