@@ -12,12 +12,13 @@ import pathlib
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 import xla_attention.jax as xj
+from calls import mapped, plain_calls
+from jax_side import arrays_of
 
 # One H100, as XLA's own target configurations describe it.
 TARGET = """
@@ -46,77 +47,44 @@ dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
-T, HQ, HKV, D, PAGES, PAGE = 6, 8, 4, 64, 32, 16
-STARTS, SLOTS = ((3,), jnp.int32), ((T,), jnp.int32)
-SEQUENCES = (((2,), jnp.int32), ((2, 4), jnp.int32), STARTS, ((1,), jnp.int32))
-# Heads first, as a projection may leave them: each call sees them transposed.
-QUERY, KEY = ((HQ, T, D), jnp.bfloat16), ((HKV, T, D), jnp.bfloat16)
-CACHE, HALF = ((PAGES, PAGE, 2 * HKV, D), jnp.bfloat16), ((PAGES, PAGE, HKV, D), jnp.bfloat16)
+# Operands whose heads come first here, as a projection may leave them, and others that each call sees transposed.
+BY_HEADS = ("query", "q", "k", "v", "key", "value", "a", "b", "out_a", "out_b")
+TURNED = (*BY_HEADS, "lse_a", "lse_b", "block_tables")
 
 
-def rows(x):
-    return x.transpose(1, 0, 2)
+def program(call):
+    """A function of the call's arrays, by name, in the form in which `given` has them."""
+    function = getattr(xj, call.function)
+    static = {name: x for name, x in call.given.items() if name not in arrays_of(call)}
+
+    def called(arrays):
+        return function(**{name: turned(name, x) for name, x in arrays.items()}, **static)
+
+    return called
 
 
-def simple_add(a, b):
-    return xj.simple_add(rows(a), rows(b))
+def gradients(arrays):
+    def total(numbers):
+        return program(PLAIN["flash_attn_varlen: plain"])({**arrays, **numbers})[0].sum()
+
+    return jax.grad(total)({name: arrays[name] for name in ("q", "k", "v")})
 
 
-def paged_attention(query, cache, *sequences):
-    return xj.paged_attention(rows(query), cache, *sequences, scale=0.125)
+def turned(name, array):
+    return array.swapaxes(0, 1) if name in TURNED and array.ndim < 4 else array
 
 
-def flash_attn_varlen(q, k, v, starts):
-    return xj.flash_attn_varlen(rows(q), rows(k), rows(v), starts, causal=True)
-
-
-def gradients(*operands):
-    return jax.grad(lambda *x: flash_attn_varlen(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2))(*operands)
-
-
-def kv_cache_update(cache, key, value, slots):
-    return xj.kv_cache_update(cache, rows(key), rows(value), slots)
-
-
-def kv_cache_update_split(k_cache, v_cache, key, value, slots):
-    return xj.kv_cache_update((k_cache, v_cache), rows(key), rows(value), slots)
-
-
-def rope_kv_cache_update(cache, query, key, value, slots, positions, cos_sin):
-    return xj.rope_kv_cache_update(cache, rows(query), rows(key), rows(value), slots, positions, cos_sin)
-
-
-def paged_attention_update(cache, query, lens, tables, starts, count, key, value, slots):
-    sequences = (lens, tables, starts, count)
-    return xj.paged_attention_update(rows(query), cache, *sequences, rows(key), rows(value), slots, scale=0.125)
-
-
-def merge_attention_states(out_a, lse_a, out_b, lse_b):
-    return xj.merge_attention_states(rows(out_a), lse_a.T, rows(out_b), lse_b.T)
-
-
-LSE = ((T, HQ), jnp.float32)
-UPDATE = (CACHE, QUERY, *SEQUENCES, KEY, KEY, SLOTS)
-ROPE = (CACHE, QUERY, KEY, KEY, SLOTS, SLOTS, ((128, D), jnp.float32))
-# The function, its operands, and how many of them, from the first one on, are caches.
-CASES = {
-    "simple_add": (simple_add, (QUERY, QUERY), 0),
-    "paged_attention": (paged_attention, (QUERY, CACHE, *SEQUENCES), 0),
-    "flash_attn_varlen": (flash_attn_varlen, (QUERY, KEY, KEY, STARTS), 0),
-    "gradients": (gradients, (QUERY, KEY, KEY, STARTS), 0),
-    "kv_cache_update": (kv_cache_update, (CACHE, KEY, KEY, SLOTS), 1),
-    "kv_cache_update_split": (kv_cache_update_split, (HALF, HALF, KEY, KEY, SLOTS), 2),
-    "rope_kv_cache_update": (rope_kv_cache_update, ROPE, 1),
-    "paged_attention_update": (paged_attention_update, UPDATE, 1),
-    "merge_attention_states": (merge_attention_states, (QUERY, LSE, QUERY, LSE), 0),
-}
-
-
-def heads(shape):
+def spec(name, array):
     """How an operand lies on a mesh: its heads on all devices, whatever has none on each."""
-    if shape[-1] == D and len(shape) == 3:
-        return PartitionSpec("heads")
-    return PartitionSpec(None, None, "heads") if len(shape) == 4 else PartitionSpec()
+    if array.ndim >= 4:
+        return PartitionSpec(None, None, "heads")
+    return PartitionSpec("heads") if name in BY_HEADS else PartitionSpec()
+
+
+PLAIN = plain_calls()
+# The program, and the call that it makes.
+CASES = {name: (program(call), call) for name, call in PLAIN.items()}
+CASES["gradients"] = gradients, PLAIN["flash_attn_varlen: plain"]
 
 
 def main(result, *files):
@@ -124,14 +92,18 @@ def main(result, *files):
     topology = functools.partial(topologies.get_topology_desc, "h100", "cuda", target_config=TARGET)
     one, two = (topology(topology=f"1x1x{count}").devices for count in (1, 2))
     found = {}
-    for name, (function, operands, caches) in CASES.items():
-        for way, devices, donated in (("donated", one, caches), ("kept", one, 0), ("two devices", two, caches)):
-            if way == "kept" and not caches:
-                continue
+    for name, (function, call) in CASES.items():
+        for way, devices, donates in (("donated", one, True), ("kept", one, False), ("two devices", two, True)):
             mesh = jax.sharding.Mesh(np.array(devices), ("heads",))
-            given = [jax.ShapeDtypeStruct(s, t, sharding=NamedSharding(mesh, heads(s))) for s, t in operands]
-            compiled = jax.jit(function, donate_argnums=range(donated)).lower(*given).compile()
-            found[f"{name}, {way}"] = compiled.as_text()
+
+            def described(name, x, mesh=mesh):
+                placed = NamedSharding(mesh, spec(name, x))
+                return jax.ShapeDtypeStruct(turned(name, x).shape, x.dtype, sharding=placed)
+
+            arrays = {name: mapped(functools.partial(described, name), x) for name, x in arrays_of(call).items()}
+            donated = {call.updates: arrays.pop(call.updates)} if call.updates and donates else {}
+            step = jax.jit(lambda donated, kept, f=function: f({**donated, **kept}), donate_argnums=0)
+            found[f"{name}, {way}"] = step.lower(donated, arrays).compile().as_text()
     for name, file in (x.split("=", 1) for x in files):
         found[name] = compile_text(pathlib.Path(file).read_text(), one)
     pathlib.Path(result).write_text(json.dumps(found))

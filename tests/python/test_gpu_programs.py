@@ -10,24 +10,16 @@ import sys
 
 import pytest
 
+from calls import flat, plain_calls
+
 HERE = pathlib.Path(__file__).parent
 # `make` installs JAX's CUDA plugin here, beside the environment: in it, JAX would look for a GPU in every test.
 PLUGIN = pathlib.Path(sys.prefix, "xla_gpu")
 
 pytestmark = pytest.mark.skipif(not PLUGIN.is_dir(), reason=f"no CUDA plugin of JAX in {PLUGIN}: `make test`")
 
-OPERATORS = (
-    "simple_add",
-    "paged_attention",
-    "flash_attn_varlen",
-    "gradients",
-    "kv_cache_update",
-    "kv_cache_update_split",
-    "rope_kv_cache_update",
-    "paged_attention_update",
-    "merge_attention_states",
-)
-CACHES = {"kv_cache_update": 1, "kv_cache_update_split": 2, "rope_kv_cache_update": 1, "paged_attention_update": 1}
+OPERATORS = [*plain_calls(), "gradients"]
+CACHES = {name: flat(call.given[call.updates]) for name, call in plain_calls().items() if call.updates}
 
 
 def torch_programs(folder):
@@ -116,23 +108,28 @@ def test_transposed_operands_are_row_major_where_the_call_reads_them(programs, o
 def test_a_donated_cache_is_updated_where_it_lies(programs, operator, way):
     hlo = programs[f"{operator}, {way}"]
     ((call, operands),) = our_calls(hlo)
-    caches = [line for line in operands if re.search(r"bf16\[32,16,\d+,64\]", line)]
-    assert len(caches) == CACHES[operator]
+    caches = [line for line in operands if re.search(f"= {shape_of(operator)}", line)]
+    assert len(caches) == len(CACHES[operator])
     assert all(" parameter(" in line for line in caches)
-    assert call.count("(0, {})") + call.count("(1, {})") == CACHES[operator], "output_to_operand_aliasing"
-    assert hlo.splitlines()[0].count("may-alias") + hlo.splitlines()[0].count("must-alias") == CACHES[operator]
-    assert copies(hlo) == []
+    assert call.count("(0, {})") + call.count("(1, {})") == len(caches), "output_to_operand_aliasing"
+    assert hlo.splitlines()[0].count("may-alias") + hlo.splitlines()[0].count("must-alias") == len(caches)
+    assert copies(operator, hlo) == []
 
 
 @pytest.mark.parametrize("operator", CACHES)
 def test_a_cache_that_is_kept_is_copied_once(programs, operator):
     """Without a donation the old cache stays, so that what the test above finds is no accident."""
-    assert len(copies(programs[f"{operator}, kept"])) == CACHES[operator]
+    assert len(copies(operator, programs[f"{operator}, kept"])) == len(CACHES[operator])
 
 
-def copies(hlo):
-    """Copies of a cache, or of the part of it that is on a device."""
-    return [line for line in hlo.splitlines() if re.search(r"= bf16\[32,16,\d+,64\]\S* copy\(", line)]
+def shape_of(operator):
+    """A pattern for the operator's caches, or the parts of them that are on a device."""
+    (shape,) = {(*x.shape[:2], r"\d+", r"\d+" if len(CACHES[operator]) > 1 else x.shape[3]) for x in CACHES[operator]}
+    return rf"f32\[{','.join(map(str, shape))}\]"
+
+
+def copies(operator, hlo):
+    return [line for line in hlo.splitlines() if re.search(rf"= {shape_of(operator)}\S* copy\(", line)]
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
