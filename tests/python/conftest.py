@@ -1,5 +1,6 @@
 """Fixtures: every operator test runs on the CPU and, where there is one, on the GPU."""
 
+import concurrent.futures
 import importlib.util
 import os
 
@@ -36,6 +37,27 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+    items.sort(key=lambda item: item.get_closest_marker("beside") is not None)
+
+
+# Tests marked `beside` are begun when all tests are known, one after the other in a thread, and looked at last.
+BESIDE, begun = concurrent.futures.ThreadPoolExecutor(1), {}
+
+
+def pytest_collection_finish(session):
+    for item in session.items if not session.config.option.collectonly else ():
+        if item.get_closest_marker("beside") and not item.get_closest_marker("skip"):
+            given = item.callspec.params if hasattr(item, "callspec") else {}
+            begun[item.nodeid] = BESIDE.submit(item.function, **given)
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    future = begun.get(pyfuncitem.nodeid)
+    return None if future is None else [future.result()]
+
+
+def pytest_sessionfinish():
+    BESIDE.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

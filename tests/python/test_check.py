@@ -8,6 +8,8 @@ import pytest
 
 from xla_attention import library_path
 
+pytestmark = pytest.mark.beside
+
 CALL = """
 import jax, jax.numpy as jnp
 from xla_attention.jax import paged_attention

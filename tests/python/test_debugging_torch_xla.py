@@ -1,11 +1,13 @@
 """The page on looking into torch_xla: its code runs, and what it says of the output holds."""
 
+import functools
 import importlib
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -18,14 +20,14 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory):
+@functools.cache
+def printed():
     """What the page's program prints, started in an empty folder with the variables that the page exports."""
     exported = dict(re.findall(r"export (\w+)='?(.*?)'?\n", "".join(blocks("sh"))))
     assert exported.keys() == {"PJRT_DEVICE", "XLA_FLAGS"}
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(blocks("python"))],
-        cwd=tmp_path_factory.mktemp("page"),
+        cwd=tempfile.mkdtemp(),
         env={**os.environ, **exported},
         capture_output=True,
         text=True,
@@ -35,26 +37,29 @@ def printed(tmp_path_factory):
     return done.stdout
 
 
-def numbered(printed, number):
-    return [line for line in printed.splitlines() if line.startswith(f"{number}. ")]
+def numbered(number):
+    return [line for line in printed().splitlines() if line.startswith(f"{number}. ")]
 
 
-def test_a_graph_is_shown_at_three_levels(printed):
-    (ours,), (hlo,), (stablehlo,) = (numbered(printed, number) for number in (1, 2, 3))
+@pytest.mark.beside
+def test_a_graph_is_shown_at_three_levels():
+    (ours,), (hlo,), (stablehlo,) = (numbered(number) for number in (1, 2, 3))
     assert "xla_attention::call(" in ours
     assert 'custom_call_target="xla_gpu_flash_attn_varlen"' in hlo
     assert "api_version=API_VERSION_TYPED_FFI" in hlo and "operand_layout_constraints=" in hlo
     assert "stablehlo.custom_call @xla_gpu_flash_attn_varlen(" in stablehlo and "api_version = 4 : i32" in stablehlo
 
 
-def test_dumps_have_the_call_before_and_after_optimisation(printed):
-    assert numbered(printed, 4) == ["4. before_optimizations 1", "4. after_optimizations 1"]
+@pytest.mark.beside
+def test_dumps_have_the_call_before_and_after_optimisation():
+    assert numbered(4) == ["4. before_optimizations 1", "4. after_optimizations 1"]
 
 
-def test_steps_of_one_shape_compile_once_and_nothing_falls_back(printed):
-    assert numbered(printed, 5) == ["5. None 2"]
-    assert numbered(printed, 6) == ["6. []"]
-    assert "Metric: ExecuteTime\n  TotalSamples: 2\n" in printed and "Counter: MarkStep\n  Value: 2\n" in printed
+@pytest.mark.beside
+def test_steps_of_one_shape_compile_once_and_nothing_falls_back():
+    assert numbered(5) == ["5. None 2"]
+    assert numbered(6) == ["6. []"]
+    assert "Metric: ExecuteTime\n  TotalSamples: 2\n" in printed() and "Counter: MarkStep\n  Value: 2\n" in printed()
 
 
 def test_the_names_on_the_right_are_there():

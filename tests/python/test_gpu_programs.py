@@ -1,5 +1,6 @@
 """What XLA:GPU makes of our calls: compiled without a GPU, see `gpu_compiler`."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -7,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -16,36 +18,35 @@ HERE = pathlib.Path(__file__).parent
 # `make` installs JAX's CUDA plugin here, beside the environment: in it, JAX would look for a GPU in every test.
 PLUGIN = pathlib.Path(sys.prefix, "xla_gpu")
 
-pytestmark = pytest.mark.skipif(not PLUGIN.is_dir(), reason=f"no CUDA plugin of JAX in {PLUGIN}: `make test`")
+pytestmark = [
+    pytest.mark.skipif(not PLUGIN.is_dir(), reason=f"no CUDA plugin of JAX in {PLUGIN}: `make test`"),
+    pytest.mark.beside,
+]
 
 OPERATORS = [*plain_calls(), "gradients"]
 CACHES = {name: flat(call.given[call.updates]) for name, call in plain_calls().items() if call.updates}
 
 
-def torch_programs(folder):
-    """StableHLO of torch_xla's graphs, by name: ours, and the same call through torch_xla's own custom call."""
-    try:
-        import torch_xla
-        import torch_xla.core.xla_model as xm
-    except ImportError:
-        return {}
-    import torch
+# StableHLO of torch_xla's graphs, by name: ours, and the same call through torch_xla's own custom call.
+TORCH_PROGRAMS = """
+import pathlib, sys
+import torch, torch_xla
+import torch_xla.core.xla_model as xm
+import xla_attention.torch as xt
 
-    import xla_attention.torch as xt
-
-    a, b = torch.zeros(5, 7, device="xla"), torch.zeros(7, 5, device="xla")
-    cache, rows = torch.zeros(8, 4, 2, 16, device="xla"), torch.zeros(1, 3, 16, device="xla")
-    slots = torch.zeros(3, dtype=torch.int32, device="xla")
-    torch_xla.sync()
-    raw = ([a.t(), b], "XlaGpuSimpleAdd", [[7, 5]], [torch.float32], False, "", 4, {})
-    graphs = {
-        "torch simple_add": xt.simple_add(a.t(), b),
-        "torch kv_cache_update": xt.kv_cache_update(cache, rows.transpose(0, 1), rows.transpose(0, 1), slots),
-        "torch_xla's own call": torch_xla._XLAC._xla_custom_call(*raw)[0],
-    }
-    for name, result in graphs.items():
-        (folder / name).write_text(xm.get_stablehlo([result]))
-    return graphs.keys()
+a, b = torch.zeros(5, 7, device="xla"), torch.zeros(7, 5, device="xla")
+cache, rows = torch.zeros(8, 4, 2, 16, device="xla"), torch.zeros(1, 3, 16, device="xla")
+slots = torch.zeros(3, dtype=torch.int32, device="xla")
+torch_xla.sync()
+raw = ([a.t(), b], "XlaGpuSimpleAdd", [[7, 5]], [torch.float32], False, "", 4, {})
+graphs = {
+    "torch simple_add": xt.simple_add(a.t(), b),
+    "torch kv_cache_update": xt.kv_cache_update(cache, rows.transpose(0, 1), rows.transpose(0, 1), slots),
+    "torch_xla's own call": torch_xla._XLAC._xla_custom_call(*raw)[0],
+}
+for name, result in graphs.items():
+    pathlib.Path(sys.argv[1], name).write_text(xm.get_stablehlo([result]))
+"""
 
 
 def environment():
@@ -61,11 +62,14 @@ def environment():
     }
 
 
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory):
+@functools.cache
+def programs():
     """The optimised HLO of each program."""
-    folder = tmp_path_factory.mktemp("programs")
-    files = [f"{name}={folder / name}" for name in torch_programs(folder)]
+    folder = pathlib.Path(tempfile.mkdtemp())
+    if importlib.util.find_spec("torch_xla"):
+        of_cpu = {**os.environ, "PJRT_DEVICE": "CPU"}
+        subprocess.run([sys.executable, "-c", TORCH_PROGRAMS, str(folder)], env=of_cpu, check=True, capture_output=True)
+    files = [f"{path.name}={path}" for path in folder.iterdir()]
     command = [sys.executable, str(HERE / "gpu_compiler.py"), str(folder / "hlo.json"), *files]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -95,8 +99,8 @@ def is_row_major(line):
 
 @pytest.mark.parametrize("way", ["donated", "two devices"])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_transposed_operands_are_row_major_where_the_call_reads_them(programs, operator, way):
-    for call, operands in our_calls(programs[f"{operator}, {way}"]):
+def test_transposed_operands_are_row_major_where_the_call_reads_them(operator, way):
+    for call, operands in our_calls(programs()[f"{operator}, {way}"]):
         assert "operand_layout_constraints=" in call and "api_version=API_VERSION_TYPED_FFI" in call
         assert is_row_major(call)
         assert [line for line in operands if not is_row_major(line)] == []
@@ -105,8 +109,8 @@ def test_transposed_operands_are_row_major_where_the_call_reads_them(programs, o
 
 @pytest.mark.parametrize("operator", CACHES)
 @pytest.mark.parametrize("way", ["donated", "two devices"])
-def test_a_donated_cache_is_updated_where_it_lies(programs, operator, way):
-    hlo = programs[f"{operator}, {way}"]
+def test_a_donated_cache_is_updated_where_it_lies(operator, way):
+    hlo = programs()[f"{operator}, {way}"]
     ((call, operands),) = our_calls(hlo)
     caches = [line for line in operands if re.search(f"= {shape_of(operator)}", line)]
     assert len(caches) == len(CACHES[operator])
@@ -117,9 +121,9 @@ def test_a_donated_cache_is_updated_where_it_lies(programs, operator, way):
 
 
 @pytest.mark.parametrize("operator", CACHES)
-def test_a_cache_that_is_kept_is_copied_once(programs, operator):
+def test_a_cache_that_is_kept_is_copied_once(operator):
     """Without a donation the old cache stays, so that what the test above finds is no accident."""
-    assert len(copies(operator, programs[f"{operator}, kept"])) == len(CACHES[operator])
+    assert len(copies(operator, programs()[f"{operator}, kept"])) == len(CACHES[operator])
 
 
 def shape_of(operator):
@@ -133,24 +137,24 @@ def copies(operator, hlo):
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_over_two_gpus_nothing_is_exchanged(programs, operator):
+def test_over_two_gpus_nothing_is_exchanged(operator):
     """Heads are cut up; `paged_attention` and all others compute with those of their device."""
-    hlo = programs[f"{operator}, two devices"]
+    hlo = programs()[f"{operator}, two devices"]
     assert re.findall(r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\S*\(", hlo) == []
     assert "num_partitions=2" in hlo
 
 
 @pytest.mark.usefixtures("xla_device")
 @pytest.mark.parametrize("operator", ["simple_add", "kv_cache_update"])
-def test_torch_xlas_graphs_give_row_major_operands_too(programs, operator):
-    for _, operands in our_calls(programs[f"torch {operator}"]):
+def test_torch_xlas_graphs_give_row_major_operands_too(operator):
+    for _, operands in our_calls(programs()[f"torch {operator}"]):
         assert [line for line in operands if not is_row_major(line)] == []
         assert not all("parameter(" in line for line in operands)
 
 
 @pytest.mark.usefixtures("xla_device")
-def test_torch_xlas_own_call_gets_a_transposed_operand_as_it_lies(programs):
+def test_torch_xlas_own_call_gets_a_transposed_operand_as_it_lies():
     """Which docs/torch.md warns of, and which shows that the tests of layouts can fail."""
-    ((call, operands),) = our_calls(programs["torch_xla's own call"])
+    ((call, operands),) = our_calls(programs()["torch_xla's own call"])
     assert "operand_layout_constraints=" not in call
     assert [is_row_major(line) for line in operands] == [False, True]

@@ -3,6 +3,7 @@
 On two GPUs or more the tests named `gpu` run as well.
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -47,33 +48,30 @@ def several(platform):
         return False
 
 
-@pytest.fixture(scope="module", params=["shardy", "gspmd", "explicit"])
-def form(request):
-    """What partitions, or that the mesh has explicit axes."""
-    if request.param != "gspmd" and JAX_VERSION < (0, 7):
-        pytest.skip("this JAX partitions by GSPMD")
-    return request.param
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def programs(request, form):
+@functools.cache
+def programs(platform, form):
     """What sharding_program.py says of each case, in a process of its own, which has four CPU devices."""
-    if not several(request.param):
-        pytest.skip("one GPU alone shares nothing")
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    if request.param == "cpu":
+    if platform == "cpu":
         flags += " --xla_backend_optimization_level=0"  # compiled three times as fast
-    command = [sys.executable, HERE / "sharding_program.py", request.param, form]
+    command = [sys.executable, HERE / "sharding_program.py", platform, form]
     done = subprocess.run(command, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("case", CASES)
-def test_devices_make_calls_of_their_own_and_exchange_nothing(programs, form, case):
+@pytest.mark.parametrize("form", ["shardy", "gspmd", "explicit"])  # what partitions, or that the mesh has explicit axes
+@pytest.mark.parametrize("on", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_devices_make_calls_of_their_own_and_exchange_nothing(on, form, case):
+    if form != "gspmd" and JAX_VERSION < (0, 7):
+        pytest.skip("this JAX partitions by GSPMD")
     if form == "explicit" and case in AUTOMATIC:
         pytest.skip("JAX refuses the program on a mesh with explicit axes")
-    found = programs[case]
+    if not several(on):
+        pytest.skip("one GPU alone shares nothing")
+    found = programs(on, form)[case]
     assert found["off"] < 2e-5
     assert found["calls"] == CALLS.get(case, 1)
     assert set(found["collectives"]) <= EXCHANGE.get(case, set())

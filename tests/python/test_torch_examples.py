@@ -10,7 +10,7 @@ import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
-pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = pytest.mark.beside
 
 
 def run(name, *arguments):
@@ -49,13 +49,15 @@ def test_the_cascade_reads_the_prefix_once():
     assert f"cascade: {(2048 + 345) * 1024} bytes" in printed
 
 
-def test_a_custom_call_of_ones_own_runs(xla_device):
+@pytest.mark.usefixtures("xla_device")
+def test_a_custom_call_of_ones_own_runs():
     printed = run("torch_simple_add.py")
     assert 'custom_call_target="XlaGpuSimpleAdd"' in printed
     assert "[10.0, 11.0, 12.0" in printed
 
 
-def test_the_three_ways_to_see_the_program(xla_device):
+@pytest.mark.usefixtures("xla_device")
+def test_the_three_ways_to_see_the_program():
     printed = run("torch_programs.py")
     assert "stablehlo.custom_call @xla_gpu_paged_attention" in printed
     assert "api_version=API_VERSION_TYPED_FFI" in printed

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("xla_device")
+pytestmark = [pytest.mark.usefixtures("xla_device"), pytest.mark.beside]
 
 # Seeds 001 and 002: a call of the user's own, by the plain name.
 CALL = """
@@ -61,11 +61,19 @@ print([finder for finder in sys.meta_path if "xla_attention" in type(finder).__m
     assert run_alone(code).splitlines() == ["False", "SourceFileLoader SourceFileLoader", "[]"]
 
 
-def test_an_import_of_torch_xla_that_fails_may_be_repeated(tmp_path):
-    (tmp_path / "torch_xla.py").write_text("raise ImportError('not this one')")
+# A folder with a torch_xla that cannot be imported, first on the path.
+BROKEN = """
+import pathlib, sys, tempfile
+folder = tempfile.mkdtemp()
+pathlib.Path(folder, "torch_xla.py").write_text("raise ImportError('not this one')")
+sys.path.insert(0, folder)
+"""
+
+
+def test_an_import_of_torch_xla_that_fails_may_be_repeated():
     code = f"""
-import sys, xla_attention.torch
-sys.path.insert(0, {str(tmp_path)!r})
+import xla_attention.torch
+{BROKEN}
 try:
     import torch_xla
 except ImportError as error:
@@ -197,11 +205,10 @@ except RuntimeError as error:
     assert late.startswith("CPU") and "torch_xla has made its device already" in late
 
 
-def test_a_cuda_plugin_without_torch_xla_leaves_no_device_behind(tmp_path):
-    (tmp_path / "torch_xla.py").write_text("raise ImportError('not this one')")
+def test_a_cuda_plugin_without_torch_xla_leaves_no_device_behind():
     code = f"""
-import os, sys
-sys.path.insert(0, {str(tmp_path)!r})
+import os
+{BROKEN}
 from xla_attention.torch_xla import use_cuda_plugin
 try:
     use_cuda_plugin(os.__file__)
