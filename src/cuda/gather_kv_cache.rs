@@ -2,11 +2,11 @@
 
 use super::chunk::{CHUNK, aligned_to};
 use super::device::Device;
-use super::launch::{Shape, launch as launch_kernel};
+use super::kernel::Launch;
+use super::launch::Shape;
 use super::params::gather_kv_cache::{Codes, GATHER_SEQS, GATHER_THREADS, GatherParams, GatheredRows};
-use super::{module, variants};
+use super::variants;
 use crate::error::Result;
-use crate::log;
 use crate::ops::gather_kv_cache::{self, GatherKvCache};
 use crate::ops::kv_cache_update::FP8_DTYPES;
 use crate::stream::Stream;
@@ -58,14 +58,7 @@ fn rows(of: &gather_kv_cache::GatheredRows, cache_dtype: DType, piece: usize) ->
     }
 }
 
-/// Load the kernel that [`launch`] takes.
-pub(crate) fn prepare(problem: &GatherKvCache) -> Result {
-    module::function(variant(problem)?).map(|_| ())
-}
-
-/// # Safety
-/// The problem's views are device memory of the current context that outlives the kernel's run, the results writable.
-pub(crate) unsafe fn launch(problem: &GatherKvCache, stream: Stream) -> Result {
+fn plan(problem: &GatherKvCache) -> Result<Launch<GatherParams>> {
     let variant = variant(problem)?;
     let piece = piece(problem);
     let [keys, values] = [&problem.keys, &problem.values].map(|of| rows(of, problem.cache_dtype, piece));
@@ -73,9 +66,6 @@ pub(crate) unsafe fn launch(problem: &GatherKvCache, stream: Stream) -> Result {
     let enough = ENOUGH_CTAS * Device::current()?.sms as usize;
     let work = Work::new(problem, row_pieces, enough);
     let shape = Shape { grid: [work.ctas as u32, work.shares as u32, 1], threads: GATHER_THREADS, shared_memory: 0 };
-    log::call(KERNEL, (variant, problem.cache_dtype, shape), || {
-        format!("{} out of {} with {shape:?}", variants::VARIANTS[variant].name, problem.cache_dtype)
-    });
     let converts = problem.cache_dtype != problem.keys.rows.dtype;
     let table = &problem.table;
     let params = GatherParams {
@@ -98,8 +88,19 @@ pub(crate) unsafe fn launch(problem: &GatherKvCache, stream: Stream) -> Result {
         },
         piece: piece as i32,
     };
+    Ok(Launch::new(KERNEL, variant, shape, params))
+}
+
+/// Load the kernel that [`launch`] takes.
+pub(crate) fn prepare(problem: &GatherKvCache) -> Result {
+    plan(problem)?.load()
+}
+
+/// # Safety
+/// The problem's views are device memory of the current context that outlives the kernel's run, the results writable.
+pub(crate) unsafe fn launch(problem: &GatherKvCache, stream: Stream) -> Result {
     // SAFETY: `GatherParams` is the kernel's parameter; the caller vouches for the memory.
-    unsafe { launch_kernel(module::function(variant)?, shape, stream, &params) }
+    unsafe { plan(problem)?.enqueue(stream) }
 }
 
 /// How rows are divided among CTAs.

@@ -20,10 +20,10 @@ pub(crate) struct Shape {
 /// Launch `function` with one parameter, a struct passed by value.
 ///
 /// # Safety
-/// `P` is laid out as the kernel's parameter, and what it points to outlives the kernel's run.
-pub(crate) unsafe fn launch<P: ?Sized>(function: CUfunction, shape: Shape, stream: Stream, parameters: &P) -> Result {
+/// `parameter` is a readable struct, laid out as the kernel's parameter; what it points to outlives the kernel's run.
+pub(super) unsafe fn launch(function: CUfunction, shape: Shape, stream: Stream, parameter: *const c_void) -> Result {
     fault::strike(Fault::CudaLaunch);
-    let mut pointers = [std::ptr::from_ref(parameters).cast_mut().cast::<c_void>()];
+    let mut parameters = [parameter.cast_mut()];
     let [x, y, z] = shape.grid;
     // SAFETY: the driver copies the parameter before it returns; the rest is this function's contract.
     let result = unsafe {
@@ -37,7 +37,7 @@ pub(crate) unsafe fn launch<P: ?Sized>(function: CUfunction, shape: Shape, strea
             1,
             shape.shared_memory,
             stream.0 as sys::CUstream,
-            pointers.as_mut_ptr(),
+            parameters.as_mut_ptr(),
             std::ptr::null_mut(),
         )
     };

@@ -1,11 +1,11 @@
 //! Merging attention states on CUDA: a thread takes 16 bytes of the output at a time.
 
 use super::chunk::{self, CHUNK, Divisor, aligned_to};
-use super::launch::{Shape, launch as launch_kernel};
+use super::kernel::Launch;
+use super::launch::Shape;
 use super::params::merge_attention_states::{AttentionState, MERGE_STATES_THREADS, MergeParams};
-use super::{module, variants};
+use super::variants;
 use crate::error::Result;
-use crate::log;
 use crate::ops::merge_attention_states::{MergeAttentionStates, State};
 use crate::stream::Stream;
 use crate::tensor::Tensor;
@@ -28,22 +28,12 @@ fn is_aligned(out: &Tensor) -> bool {
     aligned_to(CHUNK, &[out.data as i64, out.stride(0) * size, out.stride(1) * size, out.dims[2] * size])
 }
 
-fn variant(problem: &MergeAttentionStates) -> Result<usize> {
-    variants::find(KERNEL, &[variants::dtype_value(problem.out.dtype)])
-}
-
-/// Load the kernel that [`launch`] takes.
-pub(crate) fn prepare(problem: &MergeAttentionStates) -> Result {
-    module::function(variant(problem)?).map(|_| ())
-}
-
-/// # Safety
-/// The problem's views are device memory of the current context that outlives the kernel's run, the results writable.
-pub(crate) unsafe fn launch(problem: &MergeAttentionStates, stream: Stream) -> Result {
+/// `None` where there is no element.
+fn plan(problem: &MergeAttentionStates) -> Result<Option<Launch<MergeParams>>> {
     if problem.is_empty() {
-        return Ok(());
+        return Ok(None);
     }
-    let variant = variant(problem)?;
+    let variant = variants::find(KERNEL, &[variants::dtype_value(problem.out.dtype)])?;
     let aligned = [&problem.a.out, &problem.b.out, &problem.out].into_iter().all(is_aligned);
     let head_items = problem.head_dim as u32 / chunk::elements(problem.out.dtype, aligned);
     let row_items = problem.num_heads as u32 * head_items;
@@ -57,7 +47,6 @@ pub(crate) unsafe fn launch(problem: &MergeAttentionStates, stream: Stream) -> R
         threads: MERGE_STATES_THREADS,
         shared_memory: 0,
     };
-    log::call(KERNEL, (variant, shape), || format!("{} with {shape:?}", variants::VARIANTS[variant].name));
     let params = MergeParams {
         a: state(&problem.a),
         b: state(&problem.b),
@@ -71,6 +60,17 @@ pub(crate) unsafe fn launch(problem: &MergeAttentionStates, stream: Stream) -> R
         row_items: Divisor::new(row_items, u64::from(cta_rows) * u64::from(row_items)),
         head_items: Divisor::new(head_items, u64::from(row_items)),
     };
+    Ok(Some(Launch::new(KERNEL, variant, shape, params)))
+}
+
+/// Load the kernel that [`launch`] takes.
+pub(crate) fn prepare(problem: &MergeAttentionStates) -> Result {
+    plan(problem)?.iter().try_for_each(Launch::load)
+}
+
+/// # Safety
+/// The problem's views are device memory of the current context that outlives the kernel's run, the results writable.
+pub(crate) unsafe fn launch(problem: &MergeAttentionStates, stream: Stream) -> Result {
     // SAFETY: `MergeParams` is the kernel's parameter; the caller vouches for the memory.
-    unsafe { launch_kernel(module::function(variant)?, shape, stream, &params) }
+    plan(problem)?.iter().try_for_each(|launch| unsafe { launch.enqueue(stream) })
 }

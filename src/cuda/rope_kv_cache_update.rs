@@ -3,13 +3,11 @@
 
 use super::cache_rows::{self, bring_over};
 use super::chunk::{self, CHUNK, aligned_to};
-use super::launch::launch as launch_kernel;
+use super::kernel::Launch;
 use super::params::cache_rows::{HeadSharing, NewRows, RowSharing};
 use super::params::rope_kv_cache_update::{self as params, QueryRows, ROPE_HEADS, RopeParams};
 use super::params::slots::SlotMapping;
-use super::{module, variants};
 use crate::error::Result;
-use crate::log;
 use crate::ops::rope_kv_cache_update::{RopeKvCacheUpdate, Rotation};
 use crate::stream::Stream;
 use crate::tensor::{DType, Tensor};
@@ -70,26 +68,14 @@ fn rotation(rotation: &Rotation) -> params::Rotation {
     }
 }
 
-fn variant(problem: &RopeKvCacheUpdate) -> Result<usize> {
-    cache_rows::variant([KERNEL, KERNEL_SM80], problem.query.dtype)
-}
-
-/// Load the kernel that [`launch`] takes.
-pub(crate) fn prepare(problem: &RopeKvCacheUpdate) -> Result {
-    module::function(variant(problem)?).map(|_| ())
-}
-
-/// # Safety
-/// The problem's views are device memory of the current context that outlives the kernel's run, the results writable.
-pub(crate) unsafe fn launch(problem: &RopeKvCacheUpdate, stream: Stream) -> Result {
+/// `None` where there is no row.
+fn plan(problem: &RopeKvCacheUpdate) -> Result<Option<Launch<RopeParams>>> {
     let (update, dtype) = (&problem.update, problem.query.dtype);
-    // SAFETY: this function's contract.
-    unsafe { bring_over(update, stream) }?;
     let num_rows = update.slot_mapping.len();
     if num_rows == 0 {
-        return Ok(());
+        return Ok(None);
     }
-    let variant = variant(problem)?;
+    let variant = cache_rows::variant([KERNEL, KERNEL_SM80], dtype)?;
     let query = queries(problem);
     let may = may_take_chunks(&problem.rotation, dtype);
     let key = NewRows::in_pieces(&update.key, update.cache_dtype, may, |chunks| {
@@ -97,11 +83,22 @@ pub(crate) unsafe fn launch(problem: &RopeKvCacheUpdate, stream: Stream) -> Resu
     });
     let value = NewRows::new(&update.value, update.cache_dtype, ROPE_HEADS as u32);
     let (sharing, shape) = RowSharing::new(num_rows, &[&query.sharing, &key.sharing, &value.sharing])?;
-    log::call(KERNEL, (variant, update.cache_dtype, shape), || {
-        format!("{} into {} with {shape:?}", variants::VARIANTS[variant].name, update.cache_dtype)
-    });
     let slot_mapping = SlotMapping::new(update);
     let params = RopeParams { key, value, slot_mapping, sharing, query, rotation: rotation(&problem.rotation) };
+    Ok(Some(Launch::new(KERNEL, variant, shape, params)))
+}
+
+/// Load the kernel that [`launch`] takes.
+pub(crate) fn prepare(problem: &RopeKvCacheUpdate) -> Result {
+    plan(problem)?.iter().try_for_each(Launch::load)
+}
+
+/// # Safety
+/// The problem's views are device memory of the current context that outlives the kernel's run, the results writable.
+pub(crate) unsafe fn launch(problem: &RopeKvCacheUpdate, stream: Stream) -> Result {
+    let plan = plan(problem)?;
+    // SAFETY: this function's contract.
+    unsafe { bring_over(&problem.update, stream) }?;
     // SAFETY: `RopeParams` is the kernel's parameter; the caller vouches for the memory.
-    unsafe { launch_kernel(module::function(variant)?, shape, stream, &params) }
+    plan.iter().try_for_each(|launch| unsafe { launch.enqueue(stream) })
 }

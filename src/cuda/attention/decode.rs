@@ -3,15 +3,13 @@
 
 use super::split::Split;
 use super::tiles::KERNEL;
-use super::{Call, Launches, UNLIMITED, most_tiles};
-use crate::cuda::kernel::Launch;
+use super::{Call, Launch, Launches, Parameter, UNLIMITED, most_tiles};
 use crate::cuda::launch::Shape;
 use crate::cuda::params::attention::AttentionParams;
 use crate::cuda::params::merge_parts::MERGE_PARTS_THREADS;
 use crate::cuda::variants;
 use crate::error::Result;
 use crate::ops::attention::Attention;
-use std::rc::Rc;
 
 const MERGE_KERNEL: &str = "merge_parts";
 
@@ -21,7 +19,7 @@ const ROWS_PER_WARP: i64 = 4;
 
 /// Takes calls in which no sequence is long: the sizes leave room for one query per sequence on average, or for no long
 /// sequence at all, or the caller says so. The first and the last are guesses that must not decide with `batch_invariant`.
-pub(super) fn launches(call: &Call) -> Result<Option<Launches>> {
+pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let (rows, seqs, decode) = (call.rows(), call.seqs(), call.decode);
     let longest = call.problem.queries.longest as i64;
     let mostly_short = rows <= seqs || (1..=call.few()).contains(&longest);
@@ -43,18 +41,21 @@ pub(super) fn most_short_tiles(call: &Call) -> i64 {
 }
 
 /// The launches of a call whose long sequences have the launch that `prefill` makes of its parameter.
-pub(super) fn beside(call: &Call, prefill: impl FnOnce(&AttentionParams) -> Result<Launch>) -> Result<Launches> {
+pub(super) fn beside<'c>(
+    call: &Call,
+    prefill: impl FnOnce(AttentionParams) -> Result<Launch<'c>>,
+) -> Result<Launches<'c>> {
     let mut launches = of_sequences(call, most_short_tiles(call), call.few(), false)?;
     let decode_is_first = launches.store_new_tokens;
     let mut params = call.params_for(call.few() + 1, UNLIMITED);
     params.clears_unowned_rows = i32::from(!decode_is_first);
     let place = if decode_is_first { launches.list.len() } else { 0 };
-    launches.list.insert(place, prefill(&params)?);
+    launches.list.insert(place, prefill(params)?);
     Ok(launches)
 }
 
 /// The launches that decode sequences of up to `max_queries` queries, which have `tiles` tiles per KV head at most.
-fn of_sequences(call: &Call, tiles: i64, max_queries: i64, are_alone: bool) -> Result<Launches> {
+fn of_sequences<'c>(call: &Call, tiles: i64, max_queries: i64, are_alone: bool) -> Result<Launches<'c>> {
     let Call { problem, device, decode, .. } = call;
     let shared_memory = decode.decode_shared_memory(problem, device);
     let resident = device.resident_blocks(shared_memory, decode.ctas_per_sm);
@@ -65,16 +66,15 @@ fn of_sequences(call: &Call, tiles: i64, max_queries: i64, are_alone: bool) -> R
     params.clears_unowned_rows = i32::from(are_alone || new_tokens.is_some());
     params.partial = split.partial;
     params.new_tokens = new_tokens.unwrap_or(params.new_tokens);
-    let params = Rc::new(params);
     let grid = [problem.num_kv_heads as u32, split.shares as u32, 1];
     let shape = Shape { grid, threads: decode.threads(), shared_memory };
-    let attend = Launch::new(KERNEL, decode.variant(problem, device)?, shape, params.clone());
+    let attend = Launch::new(KERNEL, decode.variant(problem, device)?, shape, Parameter::Attention(params));
     let list = [Some(attend), combine(problem, &split, params)?].into_iter().flatten().collect();
     Ok(Launches { list, store_new_tokens: new_tokens.is_some() })
 }
 
 /// The launch that combines the partials of split tiles, where a launch with this parameter splits any.
-pub(super) fn combine(problem: &Attention, split: &Split, params: Rc<AttentionParams>) -> Result<Option<Launch>> {
+pub(super) fn combine<'c>(problem: &Attention, split: &Split, params: AttentionParams) -> Result<Option<Launch<'c>>> {
     let ends = split.ends_to_merge();
     if ends == 0 {
         return Ok(None);
@@ -82,5 +82,5 @@ pub(super) fn combine(problem: &Attention, split: &Split, params: Rc<AttentionPa
     let variant = variants::find(MERGE_KERNEL, &[variants::dtype_value(problem.out.dtype)])?;
     let grid = [problem.num_kv_heads as u32, ends, 1];
     let shape = Shape { grid, threads: MERGE_PARTS_THREADS as u32, shared_memory: 0 };
-    Ok(Some(Launch::new(MERGE_KERNEL, variant, shape, params)))
+    Ok(Some(Launch::new(MERGE_KERNEL, variant, shape, Parameter::Attention(params))))
 }

@@ -1,17 +1,15 @@
 //! Decode and prefill of a batch in one kernel on Hopper.
 
-use super::hopper::{Prefill, next_tile_place};
+use super::hopper::{Prefill, PrefillParameter, next_tile_place};
 use super::split::Split;
 use super::tiles::{Tile, modifies_scores};
-use super::{Call, Launches, UNLIMITED, decode};
-use crate::cuda::kernel::Launch;
+use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode};
 use crate::cuda::launch::Shape;
 use crate::cuda::params::attention::{AttentionParams, TOKENS_PER_LOAD};
 use crate::cuda::params::hopper_prefill::MixedParams;
 use crate::cuda::variants;
 use crate::error::Result;
 use crate::ops::attention::KeyStorage;
-use std::rc::Rc;
 
 const KERNEL: &str = "hopper_mixed";
 
@@ -23,7 +21,7 @@ const TILE_INDEX_BYTES: usize = 64;
 const ROWS_PER_SEQUENCE: i64 = 2;
 
 /// Takes calls with short and long sequences.
-pub(super) fn launches(call: &Call) -> Result<Option<Launches>> {
+pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let Some((prefill, tile)) = tiles(call) else { return Ok(None) };
     let Call { problem, device, .. } = call;
     let few = call.few();
@@ -32,21 +30,31 @@ pub(super) fn launches(call: &Call) -> Result<Option<Launches>> {
     let short = with_partials(call.params_for(1, few));
     let long = AttentionParams { clears_unowned_rows: 1, ..with_partials(call.params_for(few + 1, UNLIMITED)) };
     let next_tile = next_tile_place(problem);
-    let map = |view| prefill.key_map(problem, view, prefill.tile.dim, i64::from(TOKENS_PER_LOAD));
-    let parameter = MixedParams {
-        prefill: prefill.params(problem, &long, next_tile)?,
-        k: map(&problem.k)?,
-        v: map(&problem.v)?,
-        decode: short,
-    };
+    let prefill_parameter = PrefillParameter { prefill, problem, attention: long, next_tile };
+    let parameter = Parameter::Fused(FusedParameter { prefill: prefill_parameter, decode: short });
     let variant = variants::find(KERNEL, &[variants::dtype_value(problem.q.dtype), prefill.tile.head_dim])?;
     // A CTA for each SM: how many of them decode follows from the batch.
     let shared_memory = tile.shared_bytes.max(prefill.tile.shared_bytes);
     let shape = Shape { grid: [device.sms, 1, 1], threads: tile.threads(), shared_memory };
-    let attend = Launch { next_tile, ..Launch::new(KERNEL, variant, shape, Rc::new(parameter)) };
-    let combine = decode::combine(problem, &split, Rc::new(short))?;
+    let attend = Launch { next_tile, ..Launch::new(KERNEL, variant, shape, parameter) };
+    let combine = decode::combine(problem, &split, short)?;
     let list = [Some(attend), combine].into_iter().flatten().collect();
     Ok(Some(Launches { list, store_new_tokens: false }))
+}
+
+/// What the kernel's parameter is made of.
+pub(super) struct FusedParameter<'c> {
+    pub(super) prefill: PrefillParameter<'c>,
+    pub(super) decode: AttentionParams,
+}
+
+impl FusedParameter<'_> {
+    pub(super) fn params(&self) -> Result<MixedParams> {
+        let PrefillParameter { prefill, problem, .. } = &self.prefill;
+        let map = |view| prefill.key_map(problem, view, prefill.tile.dim, i64::from(TOKENS_PER_LOAD));
+        let [k, v] = [map(&problem.k)?, map(&problem.v)?];
+        Ok(MixedParams { prefill: self.prefill.params()?, k, v, decode: self.decode })
+    }
 }
 
 /// The tiles of prefill and decode, if the kernel takes the call.
@@ -107,9 +115,10 @@ mod tests {
 
     #[test]
     fn partials_lie_past_the_tile_index() {
-        let plan = Plan::on(&with_workspace(&paged(16)), None, device(true)).expect("the sizes are allowed");
+        let problem = with_workspace(&paged(16));
+        let plan = Plan::on(&problem, None, device(true)).expect("the sizes are allowed");
         let fused = &plan.0.list[0];
-        let MixedParams { prefill, decode, .. } = fused.parameter.downcast_ref().expect("it is fused");
+        let Parameter::Fused(FusedParameter { prefill, decode }) = &fused.parameter else { unreachable!() };
         assert_eq!((fused.next_tile as usize, prefill.next_tile as usize), (1 << 20, 1 << 20));
         assert_eq!((decode.partial.cuts as usize, decode.partial.groups), ((1 << 20) + 64, 56));
     }

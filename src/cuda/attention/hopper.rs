@@ -4,9 +4,9 @@ mod page_divisor;
 mod tiles;
 
 use super::split::room;
-use super::{Call, Launches, UNLIMITED, decode, most_tiles};
+use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode, most_tiles};
 use crate::cuda::device::Device;
-use crate::cuda::kernel::{Launch, NEXT_TILE_BYTES};
+use crate::cuda::kernel::NEXT_TILE_BYTES;
 use crate::cuda::launch::Shape;
 use crate::cuda::params::attention::AttentionParams;
 use crate::cuda::params::hopper_prefill::{PageDivisor, PrefillParams};
@@ -18,7 +18,6 @@ use crate::ops::KvView;
 use crate::ops::attention::{Attention, KeyStorage};
 use crate::tensor::Tensor;
 use std::ptr::null_mut;
-use std::rc::Rc;
 use tiles::Tile;
 
 const KERNEL: &str = "hopper_prefill";
@@ -51,18 +50,18 @@ const SHORT_ON_AVERAGE: i64 = 1024;
 const LONG_ON_AVERAGE: i64 = 256;
 
 /// Takes every sequence of a call whose sequences are nearly all long.
-pub(super) fn launches_for_all(call: &Call) -> Result<Option<Launches>> {
+pub(super) fn launches_for_all<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let Some(prefill) = takes_all(call.problem).then(|| Prefill::of(call.problem, &call.device)).flatten() else {
         return Ok(None);
     };
     let tiles = most_tiles(call.rows() * prefill.pack, prefill.tile.rows(), call.seqs().min(call.rows()));
     let params = AttentionParams { clears_unowned_rows: 1, ..call.params_for(1, UNLIMITED) };
-    let list = vec![prefill.launch(call, tiles, &params)?];
+    let list = vec![prefill.launch(call, tiles, params)?];
     Ok(Some(Launches { list, store_new_tokens: false }))
 }
 
 /// Takes the long sequences, beside the launches of decode for the others.
-pub(super) fn launches(call: &Call) -> Result<Option<Launches>> {
+pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let Some(prefill) = Prefill::of(call.problem, &call.device) else { return Ok(None) };
     let tiles = most_tiles(call.rows() * prefill.pack, prefill.tile.rows(), call.long_sequences());
     decode::beside(call, |params| prefill.launch(call, tiles, params)).map(Some)
@@ -101,11 +100,11 @@ impl Prefill {
     }
 
     /// The launch for sequences of `tiles` tiles per KV head at most, with the portable kernel's parameter for them.
-    fn launch(&self, call: &Call, tiles: i64, attention: &AttentionParams) -> Result<Launch> {
+    fn launch<'c>(&self, call: &Call<'c>, tiles: i64, attention: AttentionParams) -> Result<Launch<'c>> {
         let Call { problem, device, .. } = call;
         let next_tile = self.next_tile(problem, tiles, device);
         let kernel = if self.is_fp8() { FP8_KERNEL } else { KERNEL };
-        let parameter = Rc::new(self.params(problem, attention, next_tile)?);
+        let parameter = Parameter::Prefill(PrefillParameter { prefill: *self, problem, attention, next_tile });
         let launch = Launch::new(kernel, self.variant(problem)?, self.shape(problem, tiles, device), parameter);
         Ok(Launch { next_tile, ..launch })
     }
@@ -144,43 +143,6 @@ impl Prefill {
     fn next_tile(&self, problem: &Attention, tiles: i64, device: &Device) -> *mut u8 {
         let is_wanted = tiles * self.packs(problem) > i64::from(device.sms);
         if is_wanted { next_tile_place(problem) } else { null_mut() }
-    }
-
-    /// The kernel's parameter, from that of the portable one.
-    pub(super) fn params(
-        &self,
-        problem: &Attention,
-        attention: &AttentionParams,
-        next_tile: *mut u8,
-    ) -> Result<PrefillParams> {
-        let score = &problem.score;
-        let [head_dim, value_dim] = [self.tile.dim, self.tile.value_dim];
-        let rows = |tensor: &Tensor, axes: &[Axis]| TensorMap::new(tensor.dtype, tensor.data, axes);
-        let has_boxes = self.has_key_boxes(problem);
-        let is_paged = matches!(problem.keys.storage, KeyStorage::Paged(_));
-        let keys = |view: &KvView, dim| {
-            if has_boxes { self.key_map(problem, view, dim, self.keys_in_box(problem)) } else { Ok(TensorMap::NONE) }
-        };
-        let head_panels = |view: &KvView| (step(problem.num_kv_heads, view.head_stride) / self.tile.key_panel()) as i32;
-        // A pack of more heads than a warp has rows leaves row by row.
-        let out_axes = self.out_axes(problem);
-        let stores_boxes = self.pack <= WARP_ROWS && can_copy(problem.out.dtype, problem.out.data, &out_axes);
-        Ok(PrefillParams {
-            attention: attention.with_packs(self.pack, self.packs(problem)),
-            q: rows(&problem.q, &self.query_axes(problem))?,
-            k: keys(&problem.k, head_dim)?,
-            v: keys(&problem.v, value_dim)?,
-            out: if stores_boxes { rows(&problem.out, &out_axes)? } else { TensorMap::NONE },
-            next_tile: next_tile.cast(),
-            grows: i32::from(score.window_left < 0 && score.window_right >= 0),
-            packs_per_kv_head: self.packs_per_kv_head as i32,
-            box_octets: if has_boxes && is_paged { (self.keys_in_box(problem) / OCTET) as i32 } else { 0 },
-            key_panels: head_panels(&problem.k),
-            value_panels: head_panels(&problem.v),
-            group_shift: self.pack.trailing_zeros() as i32,
-            stores_boxes: i32::from(stores_boxes),
-            page_divisor: PageDivisor::of(&problem.keys.storage),
-        })
     }
 
     /// K or V with `dim` columns a head, in boxes of `keys` keys.
@@ -260,6 +222,55 @@ impl Prefill {
                 }
             };
             is_regular && can_copy(problem.kv_dtype, view.data, &self.key_axes(problem, view, dim, keys))
+        })
+    }
+}
+
+/// What the kernel's parameter is made of.
+pub(super) struct PrefillParameter<'c> {
+    pub(super) prefill: Prefill,
+    pub(super) problem: &'c Attention<'c>,
+    /// The portable kernel's parameter for the same sequences.
+    pub(super) attention: AttentionParams,
+    /// The place of the dynamic scheduler's tile index, or null.
+    pub(super) next_tile: *mut u8,
+}
+
+impl PrefillParameter<'_> {
+    pub(super) fn params(&self) -> Result<PrefillParams> {
+        let Self { prefill, problem, attention, next_tile } = self;
+        let score = &problem.score;
+        let [head_dim, value_dim] = [prefill.tile.dim, prefill.tile.value_dim];
+        let rows = |tensor: &Tensor, axes: &[Axis]| TensorMap::new(tensor.dtype, tensor.data, axes);
+        let has_boxes = prefill.has_key_boxes(problem);
+        let is_paged = matches!(problem.keys.storage, KeyStorage::Paged(_));
+        let keys = |view: &KvView, dim| {
+            if has_boxes {
+                prefill.key_map(problem, view, dim, prefill.keys_in_box(problem))
+            } else {
+                Ok(TensorMap::NONE)
+            }
+        };
+        let head_panels =
+            |view: &KvView| (step(problem.num_kv_heads, view.head_stride) / prefill.tile.key_panel()) as i32;
+        // A pack of more heads than a warp has rows leaves row by row.
+        let out_axes = prefill.out_axes(problem);
+        let stores_boxes = prefill.pack <= WARP_ROWS && can_copy(problem.out.dtype, problem.out.data, &out_axes);
+        Ok(PrefillParams {
+            attention: attention.with_packs(prefill.pack, prefill.packs(problem)),
+            q: rows(&problem.q, &prefill.query_axes(problem))?,
+            k: keys(&problem.k, head_dim)?,
+            v: keys(&problem.v, value_dim)?,
+            out: if stores_boxes { rows(&problem.out, &out_axes)? } else { TensorMap::NONE },
+            next_tile: next_tile.cast(),
+            grows: i32::from(score.window_left < 0 && score.window_right >= 0),
+            packs_per_kv_head: prefill.packs_per_kv_head as i32,
+            box_octets: if has_boxes && is_paged { (prefill.keys_in_box(problem) / OCTET) as i32 } else { 0 },
+            key_panels: head_panels(&problem.k),
+            value_panels: head_panels(&problem.v),
+            group_shift: prefill.pack.trailing_zeros() as i32,
+            stores_boxes: i32::from(stores_boxes),
+            page_divisor: PageDivisor::of(&problem.keys.storage),
         })
     }
 }

@@ -15,17 +15,20 @@ mod split;
 pub(super) mod tiles;
 
 use super::device::Device;
-use super::kernel::Launch;
+use super::kernel;
 use super::params::attention::{AttentionParams, NewTokens};
 use crate::error::Result;
 use crate::ops::attention::Attention;
 use crate::ops::kv_cache_update::KvCacheUpdate;
 use crate::stream::Stream;
+use fused::FusedParameter;
+use hopper::PrefillParameter;
+use std::ffi::c_void;
 use tiles::Tile;
 
 /// Answers with the launches of a call, or `None` to leave it to the strategies after it. What it decides by is static:
 /// sizes, strides and options, never the batch, and with `batch_invariant` a sequence's own length alone.
-type Strategy = fn(&Call) -> Result<Option<Launches>>;
+type Strategy = for<'c> fn(&Call<'c>) -> Result<Option<Launches<'c>>>;
 
 /// In the order in which they are asked.
 const STRATEGIES: [Strategy; 5] = [
@@ -37,8 +40,8 @@ const STRATEGIES: [Strategy; 5] = [
 ];
 
 /// What strategies decide by.
-struct Call<'c, 'a> {
-    problem: &'c Attention<'a>,
+struct Call<'c> {
+    problem: &'c Attention<'c>,
     device: Device,
     /// The kernels' parameter, all but what differs between launches.
     params: AttentionParams,
@@ -48,8 +51,8 @@ struct Call<'c, 'a> {
     decode: &'static Tile,
 }
 
-impl<'c, 'a> Call<'c, 'a> {
-    fn new(problem: &'c Attention<'a>, update: Option<&KvCacheUpdate>, device: Device) -> Result<Self> {
+impl<'c> Call<'c> {
+    fn new(problem: &'c Attention, update: Option<&KvCacheUpdate>, device: Device) -> Result<Self> {
         let params = AttentionParams::new(problem, &device)?;
         let new_tokens = update.and_then(NewTokens::of);
         Ok(Self { problem, device, params, new_tokens, decode: Tile::decode(problem, &device)? })
@@ -93,16 +96,35 @@ fn most_tiles(packed: i64, tile: i64, sequences: i64) -> i64 {
     (packed + sequences * (tile - 1)) / tile
 }
 
+/// What a launch's parameter is made of.
+enum Parameter<'c> {
+    Attention(AttentionParams),
+    Prefill(PrefillParameter<'c>),
+    Fused(FusedParameter<'c>),
+}
+
+impl kernel::Parameter for Parameter<'_> {
+    fn pass(&self, enqueue: impl FnOnce(*const c_void) -> Result) -> Result {
+        match self {
+            Self::Attention(params) => params.pass(enqueue),
+            Self::Prefill(of) => of.params()?.pass(enqueue),
+            Self::Fused(of) => of.params()?.pass(enqueue),
+        }
+    }
+}
+
+type Launch<'c> = kernel::Launch<Parameter<'c>>;
+
 /// The launches of a call, in order. The first one also writes the rows that belong to no sequence.
 #[derive(Default)]
-struct Launches {
-    list: Vec<Launch>,
+struct Launches<'c> {
+    list: Vec<Launch<'c>>,
     /// Whether they store [`Call::new_tokens`].
     store_new_tokens: bool,
 }
 
 /// None where there is no row.
-fn launches(call: &Call) -> Result<Launches> {
+fn launches<'c>(call: &Call<'c>) -> Result<Launches<'c>> {
     if call.problem.num_rows == 0 {
         return Ok(Launches::default());
     }
@@ -115,20 +137,20 @@ fn launches(call: &Call) -> Result<Launches> {
 }
 
 /// What a call launches, chosen; nothing is enqueued yet.
-pub(crate) struct Plan(Launches);
+pub(crate) struct Plan<'c>(Launches<'c>);
 
-impl Plan {
-    pub(crate) fn new(problem: &Attention) -> Result<Self> {
+impl<'c> Plan<'c> {
+    pub(crate) fn new(problem: &'c Attention) -> Result<Self> {
         Self::on(problem, None, Device::current()?)
     }
 
     /// Of attention over a cache that is to be updated first. Where decode can do that, it comes before prefill, reads the
     /// new keys from where they come from and stores every row that has a slot: [`stores_update`](Self::stores_update).
-    pub(crate) fn with_update(problem: &Attention, update: &KvCacheUpdate) -> Result<Self> {
+    pub(crate) fn with_update(problem: &'c Attention, update: &KvCacheUpdate) -> Result<Self> {
         Self::on(problem, Some(update), Device::current()?)
     }
 
-    fn on(problem: &Attention, update: Option<&KvCacheUpdate>, device: Device) -> Result<Self> {
+    fn on(problem: &'c Attention, update: Option<&KvCacheUpdate>, device: Device) -> Result<Self> {
         launches(&Call::new(problem, update, device)?).map(Self)
     }
 
@@ -138,14 +160,14 @@ impl Plan {
 
     /// Load the kernels that it launches.
     pub(crate) fn load(&self) -> Result {
-        self.0.list.iter().try_for_each(Launch::load)
+        self.0.list.iter().try_for_each(kernel::Launch::load)
     }
 
     /// # Safety
     /// The problem's views are device memory of the current context that outlives the kernels' run; `out`, `lse` and the
     /// workspace are writable; where the plan stores an update, so are the caches, and its views outlive the run too.
     pub(crate) unsafe fn launch(&self, stream: Stream) -> Result {
-        // SAFETY: each strategy made the parameter of its kernel out of the problem; the caller vouches for the memory.
+        // SAFETY: each strategy makes the parameter of its kernel out of the problem; the caller vouches for the memory.
         self.0.list.iter().try_for_each(|launch| unsafe { launch.enqueue(stream) })
     }
 }
@@ -166,13 +188,11 @@ pub(crate) unsafe fn launch(problem: &Attention, stream: Stream) -> Result {
 pub(super) mod tests {
     use super::*;
     use crate::cuda::launch::Shape;
-    use crate::cuda::params::hopper_prefill::{MixedParams, PrefillParams};
     use crate::cuda::variants;
     use crate::ops::attention::{KeyStorage, Keys, Queries, Score};
     use crate::ops::kv_cache_update::NewRows;
     use crate::ops::{KvView, Scale};
     use crate::tensor::{DType, Tensor};
-    use std::any::Any;
     use std::ptr::{null, null_mut};
 
     /// A call of these sizes over contiguous bf16 keys, without options; no memory.
@@ -242,22 +262,21 @@ pub(super) mod tests {
         let attending = plan.0.list.iter().filter(|launch| launch.kernel != "merge_parts");
         attending
             .map(|launch| {
-                let (min, max) = queries(&*launch.parameter);
+                let (min, max) = queries(&launch.parameter);
                 (variants::VARIANTS[launch.variant].name, min, max)
             })
             .collect()
     }
 
-    fn queries(parameter: &dyn Any) -> (i32, i32) {
-        if let Some(params) = parameter.downcast_ref::<AttentionParams>() {
-            return (params.min_queries, params.max_queries);
+    fn queries(parameter: &Parameter) -> (i32, i32) {
+        match parameter {
+            Parameter::Attention(params) => (params.min_queries, params.max_queries),
+            Parameter::Prefill(PrefillParameter { attention, .. }) => (attention.min_queries, attention.max_queries),
+            Parameter::Fused(FusedParameter { prefill, decode }) => {
+                assert_eq!(decode.max_queries + 1, prefill.attention.min_queries);
+                (decode.min_queries, prefill.attention.max_queries)
+            }
         }
-        if let Some(PrefillParams { attention, .. }) = parameter.downcast_ref() {
-            return (attention.min_queries, attention.max_queries);
-        }
-        let MixedParams { prefill, decode, .. } = parameter.downcast_ref().expect("there are three");
-        assert_eq!(decode.max_queries + 1, prefill.attention.min_queries);
-        (decode.min_queries, prefill.attention.max_queries)
     }
 
     #[test]
@@ -322,8 +341,10 @@ pub(super) mod tests {
 
     #[test]
     fn more_tiles_than_a_grid_holds_are_refused() {
-        let prefill =
-            |seqs| Plan::on(&Attention { num_kv_heads: 256, ..problem(1 << 27, seqs, 256, 8) }, None, device(false));
+        let prefill = |seqs| {
+            let problem = Attention { num_kv_heads: 256, ..problem(1 << 27, seqs, 256, 8) };
+            Plan::on(&problem, None, device(false)).map(|_| ())
+        };
         assert!(prefill(1 << 26).is_err_and(|e| e.message.contains("a grid has up to 2^31 - 1")));
         assert!(prefill(1 << 10).is_ok());
     }
@@ -332,10 +353,10 @@ pub(super) mod tests {
     fn the_grid_of_prefill_holds_every_tile_of_every_batch() {
         for (rows, seqs, q_heads) in [(65, 64, 8), (1000, 7, 2), (1000, 999, 6), (300, 40, 48), (5, 1, 8)] {
             let group = q_heads as i64 / 2;
-            let plan =
-                Plan::on(&problem(rows, seqs, q_heads, 128), None, device(false)).expect("the sizes are allowed");
+            let problem = problem(rows, seqs, q_heads, 128);
+            let plan = Plan::on(&problem, None, device(false)).expect("the sizes are allowed");
             let prefill = &plan.0.list[0];
-            let (smallest, largest) = queries(&*prefill.parameter);
+            let (smallest, largest) = queries(&prefill.parameter);
             let (smallest, largest) = (i64::from(smallest), i64::from(largest));
             // The most tiles come from as many sequences as possible, each just past a multiple of the tile.
             let (mut left, mut tiles) = (rows as i64, 0);

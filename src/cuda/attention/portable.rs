@@ -1,14 +1,12 @@
 //! Prefill on every GPU: a CTA for each tile and KV head.
 
 use super::tiles::{KERNEL, Tile};
-use super::{Call, Launches, decode, most_tiles};
-use crate::cuda::kernel::Launch;
+use super::{Call, Launch, Launches, Parameter, decode, most_tiles};
 use crate::cuda::launch::Shape;
 use crate::error::{Error, Result};
-use std::rc::Rc;
 
 /// Takes every call: a launch for the long sequences, and those of decode for the others.
-pub(super) fn launches(call: &Call) -> Result<Option<Launches>> {
+pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let Call { problem, device, .. } = call;
     let tile = Tile::of(problem, "prefill")?;
     let tiles = most_tiles(call.rows() * call.group(), tile.rows(), call.long_sequences()).max(1);
@@ -18,5 +16,5 @@ pub(super) fn launches(call: &Call) -> Result<Option<Launches>> {
     }
     let shape = Shape { grid: [ctas as u32, 1, 1], threads: tile.threads(), shared_memory: tile.shared_bytes };
     let variant = tile.variant(problem, device)?;
-    decode::beside(call, |params| Ok(Launch::new(KERNEL, variant, shape, Rc::new(*params)))).map(Some)
+    decode::beside(call, |params| Ok(Launch::new(KERNEL, variant, shape, Parameter::Attention(params)))).map(Some)
 }

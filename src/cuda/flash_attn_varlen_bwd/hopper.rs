@@ -3,10 +3,9 @@
 //! Three launches: a plan and what is known of each query row; dK, dV and the sums of dQ; dQ out of its sums. Everything
 //! here follows from static sizes, strides and options.
 
-use super::sinks;
+use super::{Launch, Parameter, sinks};
 use crate::cuda::attention::tiles::modifies_scores;
 use crate::cuda::device::Device;
-use crate::cuda::kernel::Launch;
 use crate::cuda::launch::Shape;
 use crate::cuda::params::attention_bwd::BackwardParams;
 use crate::cuda::params::hopper_bwd::{BackwardPlan, HopperBackwardParams, SequencePlan};
@@ -17,6 +16,7 @@ use crate::ops::KvView;
 use crate::ops::attention::Attention;
 use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::tensor::Tensor;
+use std::cell::LazyCell;
 use std::rc::Rc;
 
 /// What the kernels of a bucket of D and Dv work on at a time: `BackwardShape` of `kernels/include/hopper_bwd/shape.cuh`.
@@ -111,9 +111,13 @@ impl Layout {
     }
 }
 
+/// The kernels' parameter, which the first launch makes for all.
+pub(super) type LazyParams<'p> =
+    LazyCell<Result<HopperBackwardParams>, Box<dyn FnOnce() -> Result<HopperBackwardParams> + 'p>>;
+
 /// Takes what the kernels are built for.
-pub(super) fn launches(problem: &FlashAttnVarlenBwd, device: &Device) -> Result<Option<Vec<Launch>>> {
-    Hopper::of(problem, device).map(|hopper| hopper.launches(problem, device)).transpose()
+pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Option<Vec<Launch<'p>>>> {
+    Hopper::of(problem, &device).map(|hopper| hopper.launches(problem, device)).transpose()
 }
 
 impl Hopper {
@@ -140,7 +144,7 @@ impl Hopper {
     }
 
     /// The launches, in order.
-    fn launches(&self, problem: &FlashAttnVarlenBwd, device: &Device) -> Result<Vec<Launch>> {
+    fn launches<'p>(self, problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Vec<Launch<'p>>> {
         let forward = &problem.forward;
         let prepare = 1 + forward.num_rows.div_ceil(PREPARED_ROWS) * forward.num_q_heads;
         let of_sums = self.layout.num_groups.div_ceil(FINISHED_GROUPS) * forward.num_q_heads.div_ceil(FINISHED_HEADS);
@@ -151,14 +155,16 @@ impl Hopper {
         let shared_memory = self.tile.shared_memory;
         let main = Shape { grid: [main as u32, 1, 1], threads: THREADS, shared_memory };
         let dtype = variants::dtype_value(forward.q.dtype);
-        let params = Rc::new(self.params(problem, device)?);
+        let head_dim = self.tile.head_dim_value;
+        let params: LazyParams = LazyCell::new(Box::new(move || self.params(problem, &device)));
+        let parameter = Parameter::Hopper(Rc::new(params));
         [("hopper_bwd_prepare", side(prepare)), ("hopper_bwd", main), ("hopper_bwd_finish", side(finish))]
             .into_iter()
             .map(|(kernel, shape)| {
-                let variant = variants::find(kernel, &[dtype, self.tile.head_dim_value])?;
-                Ok(Launch::new(kernel, variant, shape, params.clone()))
+                let variant = variants::find(kernel, &[dtype, head_dim])?;
+                Ok(Launch::new(kernel, variant, shape, parameter.clone()))
             })
-            .chain(sinks(problem, params.clone()).transpose())
+            .chain(sinks(problem, parameter.clone()).transpose())
             .collect()
     }
 

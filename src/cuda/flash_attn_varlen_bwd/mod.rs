@@ -8,7 +8,7 @@ mod portable;
 
 use super::attention::params::check_rows;
 use super::device::Device;
-use super::kernel::Launch;
+use super::kernel;
 use super::launch::Shape;
 use super::params::attention::AttentionParams;
 use super::params::attention_bwd::BackwardParams;
@@ -17,7 +17,8 @@ use super::variants;
 use crate::error::Result;
 use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::stream::Stream;
-use std::any::Any;
+use hopper::LazyParams;
+use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use std::rc::Rc;
 
@@ -47,26 +48,44 @@ impl BackwardParams {
     }
 }
 
+/// What a launch's parameter is made of.
+#[derive(Clone)]
+enum Parameter<'p> {
+    Portable(Rc<BackwardParams>),
+    Hopper(Rc<LazyParams<'p>>),
+}
+
+impl kernel::Parameter for Parameter<'_> {
+    fn pass(&self, enqueue: impl FnOnce(*const c_void) -> Result) -> Result {
+        match self {
+            Self::Portable(params) => params.pass(enqueue),
+            Self::Hopper(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
+        }
+    }
+}
+
+type Launch<'p> = kernel::Launch<Parameter<'p>>;
+
 /// Answers with the launches of a call, or `None` to leave it to the strategies after it; as those of
 /// [`attention`](super::attention).
-type Strategy = fn(&FlashAttnVarlenBwd, &Device) -> Result<Option<Vec<Launch>>>;
+type Strategy = for<'p> fn(&'p FlashAttnVarlenBwd, Device) -> Result<Option<Vec<Launch<'p>>>>;
 
 /// In the order in which they are asked.
 const STRATEGIES: [Strategy; 2] = [hopper::launches, portable::launches];
 
-fn launches(problem: &FlashAttnVarlenBwd) -> Result<Vec<Launch>> {
+fn launches<'p>(problem: &'p FlashAttnVarlenBwd) -> Result<Vec<Launch<'p>>> {
     let device = Device::current()?;
     for strategy in STRATEGIES {
-        if let Some(launches) = strategy(problem, &device)? {
+        if let Some(launches) = strategy(problem, device)? {
             return Ok(launches);
         }
     }
     unreachable!("the portable strategy takes every call")
 }
 
-/// The launch that makes the sinks' gradients, if they are wanted, after those that make the rest of this parameter, which
-/// begins with a [`BackwardParams`].
-fn sinks(problem: &FlashAttnVarlenBwd, parameter: Rc<dyn Any>) -> Result<Option<Launch>> {
+/// The launch that makes the sinks' gradients, if they are wanted, after those that make the rest. Every parameter begins
+/// with a [`BackwardParams`], which its kernel takes.
+fn sinks<'p>(problem: &FlashAttnVarlenBwd, parameter: Parameter<'p>) -> Result<Option<Launch<'p>>> {
     if problem.dsinks.is_none() {
         return Ok(None);
     }
@@ -78,12 +97,12 @@ fn sinks(problem: &FlashAttnVarlenBwd, parameter: Rc<dyn Any>) -> Result<Option<
 
 /// Load the kernels that [`launch`] takes.
 pub(crate) fn prepare(problem: &FlashAttnVarlenBwd) -> Result {
-    launches(problem)?.iter().try_for_each(Launch::load)
+    launches(problem)?.iter().try_for_each(kernel::Launch::load)
 }
 
 /// # Safety
 /// The problem's views are device memory of the current context that outlives the kernels' run, the results writable.
 pub(crate) unsafe fn launch(problem: &FlashAttnVarlenBwd, stream: Stream) -> Result {
-    // SAFETY: each strategy made the parameter of its kernels out of the problem; the caller vouches for the memory.
+    // SAFETY: each strategy makes the parameter of its kernels out of the problem; the caller vouches for the memory.
     launches(problem)?.iter().try_for_each(|launch| unsafe { launch.enqueue(stream) })
 }

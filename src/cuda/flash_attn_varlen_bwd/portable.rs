@@ -3,10 +3,9 @@
 //! `attention_bwd_dq` comes first, because it leaves for the others what it knows of each query row, where the workspace
 //! has room for that.
 
-use super::sinks;
+use super::{Launch, Parameter, sinks};
 use crate::cuda::attention::tiles::modifies_scores;
 use crate::cuda::device::Device;
-use crate::cuda::kernel::Launch;
 use crate::cuda::launch::Shape;
 use crate::cuda::params::attention_bwd::BackwardParams;
 use crate::cuda::tiles::{ATTENTION_BWD, AttentionBwdTile as Tile};
@@ -62,13 +61,13 @@ fn variant(forward: &Attention, device: &Device, kernel: &str, gradient: &str) -
 }
 
 /// The launch that makes a gradient of which each KV head has `rows` rows; `None` where there is none.
-fn of_gradient(
+fn of_gradient<'p>(
     problem: &FlashAttnVarlenBwd,
     device: &Device,
     gradient: &'static str,
     rows: usize,
-    params: Rc<BackwardParams>,
-) -> Result<Option<Launch>> {
+    parameter: Parameter<'p>,
+) -> Result<Option<Launch<'p>>> {
     let forward = &problem.forward;
     let kernel = if gradient == "dq" { "attention_bwd_dq" } else { "attention_bwd_dkdv" };
     let (variant, tile) = variant(forward, device, kernel, gradient)?;
@@ -77,18 +76,18 @@ fn of_gradient(
         return Err(Error::unimplemented(format!("{gradient} takes {ctas} blocks; a grid has up to 2^31 - 1")));
     }
     let shape = Shape { grid: [ctas as u32, 1, 1], threads: tile.threads(), shared_memory: tile.shared_bytes };
-    Ok((ctas > 0).then(|| Launch::new(kernel, variant, shape, params)))
+    Ok((ctas > 0).then(|| Launch::new(kernel, variant, shape, parameter)))
 }
 
 /// Takes every call.
-pub(super) fn launches(problem: &FlashAttnVarlenBwd, device: &Device) -> Result<Option<Vec<Launch>>> {
+pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Option<Vec<Launch<'p>>>> {
     let forward = &problem.forward;
-    let params = Rc::new(BackwardParams::new(problem, device, delta(problem))?);
+    let parameter = Parameter::Portable(Rc::new(BackwardParams::new(problem, &device, delta(problem))?));
     let packed_rows = forward.num_rows * (forward.num_q_heads / forward.num_kv_heads);
     let launches = [
-        of_gradient(problem, device, "dq", packed_rows, params.clone())?,
-        of_gradient(problem, device, "dkdv", problem.num_keys, params.clone())?,
-        sinks(problem, params)?,
+        of_gradient(problem, &device, "dq", packed_rows, parameter.clone())?,
+        of_gradient(problem, &device, "dkdv", problem.num_keys, parameter.clone())?,
+        sinks(problem, parameter)?,
     ];
     Ok(Some(launches.into_iter().flatten().collect()))
 }

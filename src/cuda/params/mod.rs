@@ -19,3 +19,30 @@ pub(crate) mod rope_kv_cache_update;
 pub(crate) mod simple_add;
 pub(crate) mod slots;
 pub(crate) mod tensor_map;
+
+/// What a kernel takes.
+///
+/// # Safety
+/// The type is the struct that the kernel's own declaration names: `#[repr(C)]`, declared in a file of this folder.
+pub(crate) unsafe trait KernelParams: Copy {}
+
+macro_rules! kernel_params {
+    ($($params:ty,)*) => {
+        $(
+            // SAFETY: the struct is `#[repr(C)]`, and kernels include the header that cbindgen writes of it.
+            unsafe impl KernelParams for $params {}
+        )*
+    };
+}
+kernel_params!(
+    attention::AttentionParams,
+    attention_bwd::BackwardParams,
+    cache_rows::CacheUpdateParams,
+    gather_kv_cache::GatherParams,
+    hopper_bwd::HopperBackwardParams,
+    hopper_prefill::MixedParams,
+    hopper_prefill::PrefillParams,
+    merge_attention_states::MergeParams,
+    rope_kv_cache_update::RopeParams,
+    simple_add::SimpleAddParams,
+);
