@@ -43,20 +43,39 @@ $(VENV)/test.stamp: $(VENV)/build.stamp pyproject.toml $(addsuffix _requirements
 	$(PIP) --no-deps --require-hashes -r build_support/model_requirements.txt
 	touch $@
 
+# The CUDA kernels take minutes to compile, so `test`, `demo` and `lint` build those of the GPUs that are here; CI builds what
+# users get. Also: none, or compute capabilities as 80,90.
+CUDA_ARCHS ?= $(if $(CI),all,$(shell nvidia-smi -L >/dev/null 2>&1 && echo native || echo none))
+ifneq ($(CUDA_ARCHS),all)
+test demo lint: export XLA_ATTENTION_CUDA_ARCHS := $(CUDA_ARCHS)
+endif
+
 build: $(VENV)/build.stamp
 	cargo build --release --locked
 
 # The package in .venv: rebuilt and installed again when a source has changed.
 SOURCES := $(shell find src ffi kernels build_support python xla_headers -type f -not -path 'xla_headers/include/*' -not -name '*.pyc') \
   build.rs Cargo.toml Cargo.lock pyproject.toml hatch_build.py README.md LICENSE
+PACKAGE := $(VENV)/package-$(CUDA_ARCHS).stamp
+WHEEL := pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir
 
 wheel: $(VENV)/build.stamp
 	rm -f dist/*.whl
-	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist .
+	$(PYTHON) -m $(WHEEL) dist .
 
-$(VENV)/package.stamp: $(VENV)/test.stamp $(SOURCES)
+$(VENV)/package-all.stamp: $(VENV)/test.stamp $(SOURCES)
 	$(MAKE) wheel
 	$(PIP) --force-reinstall --no-deps dist/*.whl
+	rm -f $(VENV)/package-*.stamp
+	touch $@
+
+# Not in dist, because it is not for users. Its profile is that of the tests, which share its dependencies.
+$(VENV)/package-%.stamp: $(VENV)/test.stamp $(SOURCES)
+	@echo 'make: building CUDA kernels for: $* (CUDA_ARCHS=all builds every one)'
+	rm -rf target/package
+	XLA_ATTENTION_CARGO_PROFILE=test XLA_ATTENTION_CUDA_ARCHS=$* $(PYTHON) -m $(WHEEL) target/package .
+	$(PIP) --force-reinstall --no-deps target/package/*.whl
+	rm -f $(VENV)/package-*.stamp
 	touch $@
 
 # cargo-nextest where it is installed, cargo's own runner elsewhere.
@@ -64,7 +83,7 @@ NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
 # Tests can plant faults; what is built for users cannot.
 TESTED := --locked --features planted_faults
 
-test: $(VENV)/package.stamp
+test: $(PACKAGE)
 ifdef NEXTEST
 	cargo nextest run $(TESTED)
 else
@@ -75,7 +94,7 @@ endif
 	$(PYTHON) -m pytest $(if $(CI),,-m "not slow")
 
 # The wheel in every runtime of tests/matrix/environments.toml; the table goes to docs/compatibility.md.
-matrix: $(VENV)/package.stamp
+matrix: $(VENV)/package-all.stamp
 	$(PYTHON) tests/matrix/run.py $(ARGS)
 
 lint: $(VENV)/test.stamp
@@ -101,7 +120,7 @@ format: $(VENV)/test.stamp
 	ruff format .
 
 # Generate text with a real language model through our paged attention.
-demo: $(VENV)/package.stamp
+demo: $(PACKAGE)
 	$(PYTHON) examples/generate.py $(ARGS)
 
 # On a machine with a GPU: the same tests, from .venv or, where there is no Rust, from the wheel in dist/.

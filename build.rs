@@ -1,11 +1,17 @@
 //! Headers, kernels, the operators' lists, C++ shims, in that order; each step skips what has not changed.
 
+#[cfg(feature = "cuda")]
+#[path = "src/cuda/architecture.rs"]
+mod architecture;
 #[path = "build_support/c_header.rs"]
 mod c_header;
 #[path = "build_support/exports.rs"]
 mod exports;
 #[path = "build_support/headers.rs"]
 mod headers;
+#[cfg(feature = "cuda")]
+#[path = "build_support/kernel_table.rs"]
+mod kernel_table;
 #[cfg(feature = "cuda")]
 #[path = "build_support/kernels.rs"]
 mod kernels;
@@ -34,6 +40,7 @@ fn main() -> Result<()> {
         "ffi",
         "src/bridge.rs",
         "src/c_api.rs",
+        "src/cuda/architecture.rs",
         "src/cuda/params",
         "src/handlers.rs",
         "xla_headers",
@@ -70,5 +77,5 @@ fn build_kernels(out: &std::path::Path) -> Result<()> {
         process::write(&headers.join("tiles").join(name).with_extension("cuh"), &text)?;
     }
     fs::write(out.join("tiles.rs"), table.tiles())?;
-    kernels::build(&table, &headers, out)
+    kernel_table::build(table, &headers, out)
 }

@@ -27,8 +27,13 @@ class CargoBuildHook(BuildHookInterface):
 
 
 def build_library(root: str) -> str:
-    """Run cargo; the path of the library. ``XLA_ATTENTION_CARGO`` replaces the sub-command, e.g. ``zigbuild``."""
-    command = ["cargo", *os.environ.get("XLA_ATTENTION_CARGO", "build").split(), "--release", "--lib", "--locked"]
+    """Run cargo; the path of the library.
+
+    ``XLA_ATTENTION_CARGO`` replaces the sub-command, e.g. ``zigbuild``, ``XLA_ATTENTION_CARGO_PROFILE`` the profile.
+    """
+    subcommand = os.environ.get("XLA_ATTENTION_CARGO", "build").split()
+    profile = os.environ.get("XLA_ATTENTION_CARGO_PROFILE", "release")
+    command = ["cargo", *subcommand, "--profile", profile, "--lib", "--locked"]
     result = subprocess.run(
         [*command, "--message-format=json-render-diagnostics"], cwd=root, check=True, stdout=subprocess.PIPE, text=True
     )

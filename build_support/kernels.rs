@@ -4,7 +4,7 @@
 //! and pip share them and only what has changed is compiled.
 
 use crate::process::{python, run};
-use crate::variants::{Table, Variant};
+use crate::variants::Variant;
 use anyhow::{Context, Result, bail, ensure};
 use sha2::{Digest, Sha256};
 use std::fmt::Write as _;
@@ -32,17 +32,15 @@ const PTX_VERSIONS: &[&str] =
 /// Levels of ptxas' register allocation to try where its own choice spills, in this order; it has 0 to 10.
 const REGISTER_USAGE_LEVELS: &[&str] = &["0", "3", "7", "10"];
 
-/// Compile what is missing and write `OUT_DIR/variants.rs`.
-pub(crate) fn build(table: &Table, headers: &Path, out: &Path) -> Result<()> {
+/// The rows of all variants for the dispatcher's table; what is missing is compiled.
+pub(crate) fn rows(variants: &[&Variant], headers: &Path, out: &Path) -> Result<Vec<String>> {
     let compiler = Compiler::find(headers, out)?;
-    let rows = compile_all(&compiler, &table.variants())?;
-    fs::write(out.join("variants.rs"), generated(table, &rows))?;
     println!("cargo:rustc-env=XLA_ATTENTION_KERNELS={}", compiler.cache.display());
-    Ok(())
+    compile_all(&compiler, variants)
 }
 
 /// The rows of all variants, in order, made by as many threads as cargo gives us.
-fn compile_all(compiler: &Compiler, variants: &[Variant]) -> Result<Vec<String>> {
+fn compile_all(compiler: &Compiler, variants: &[&Variant]) -> Result<Vec<String>> {
     let threads = env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok()).unwrap_or(1usize).min(variants.len());
     let next = AtomicUsize::new(0);
     let work = || {
@@ -81,35 +79,6 @@ fn report(mut times: Vec<(Duration, String)>, of: usize) {
             times.iter().take(5).map(|(time, name)| format!("{name} {:.1} s", time.as_secs_f32())).collect();
         println!("cargo:warning={} of {of} kernels compiled, slowest: {}", times.len(), slowest.join(", "));
     }
-}
-
-/// The dispatcher's table: the kernels with their axes, the combinations that exist, the compiled images.
-fn generated(table: &Table, rows: &[String]) -> String {
-    let mut text = String::from("pub(crate) static KERNELS: &[Kernel] = &[\n");
-    let mut next = 0;
-    for kernel in &table.kernel {
-        let axes: Vec<String> = kernel
-            .axes
-            .iter()
-            .map(|axis| format!("Axis {{ name: {:?}, values: &{:?} }}", axis.name, axis.values))
-            .collect();
-        let slots: Vec<String> = kernel
-            .combinations()
-            .iter()
-            .map(|values| match values {
-                Some(_) => {
-                    next += 1;
-                    format!("Some({})", next - 1)
-                }
-                None => "None".into(),
-            })
-            .collect();
-        let (axes, slots) = (axes.join(", "), slots.join(", "));
-        let _ = writeln!(text, "    Kernel {{ name: {:?}, axes: &[{axes}], slots: &[{slots}] }},", kernel.name);
-    }
-    text += "];\n\npub(crate) static VARIANTS: [Variant; ";
-    let _ = write!(text, "{}] = [\n{}];\n", rows.len(), rows.concat());
-    text
 }
 
 /// nvcc, ptxas and the cache folder.

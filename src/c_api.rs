@@ -334,11 +334,12 @@ fn info() -> String {
         targets.push(format!("[{:?},{:?}]", name.to_string_lossy(), platform.to_string_lossy()));
     }
     format!(
-        "{{\"version\":{:?},\"xla_ffi\":{},\"handler_sets\":[{}],\"cuda\":{},\"check\":{},\"targets\":[{}],\"operators\":{},\"variants\":[{}]}}",
+        "{{\"version\":{:?},\"xla_ffi\":{},\"handler_sets\":[{}],\"cuda\":{},\"cuda_archs\":{:?},\"check\":{},\"targets\":[{}],\"operators\":{},\"variants\":[{}]}}",
         env!("CARGO_PKG_VERSION"),
         versions[0],
         versions.join(","),
         cfg!(feature = "cuda"),
+        cuda_archs(),
         check::on(),
         targets.join(","),
         ops::OPERATORS_JSON,
@@ -347,11 +348,21 @@ fn info() -> String {
 }
 
 #[cfg(feature = "cuda")]
+fn cuda_archs() -> &'static str {
+    crate::cuda::variants::ARCHITECTURES
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda_archs() -> &'static str {
+    "none"
+}
+
+#[cfg(feature = "cuda")]
 fn variants() -> String {
     use std::fmt::Write as _;
 
     let mut text = String::new();
-    for variant in &crate::cuda::variants::VARIANTS {
+    for variant in crate::cuda::variants::VARIANTS.iter().filter(|variant| variant.is_built()) {
         let comma = if text.is_empty() { "" } else { "," };
         let _ = write!(text, "{comma}{{\"name\":{:?},\"ptx\":{:?},\"sass\":{{", variant.name, variant.ptx_version);
         for (i, (arch, r)) in variant.resources.iter().enumerate() {

@@ -23,7 +23,12 @@ def info() -> str:
     """
     build = _library.build_info()
     handlers = " and ".join(f"{major}.{minor}" for major, minor in build["handler_sets"])
-    cuda = "with CUDA" if build["cuda"] else "without CUDA (built with --no-default-features)"
+    if not build["cuda"]:
+        cuda = "without CUDA (built with --no-default-features)"
+    elif build["cuda_archs"] == "all":
+        cuda = "with CUDA"
+    else:
+        cuda = f"with no CUDA kernels but those of XLA_ATTENTION_CUDA_ARCHS={build['cuda_archs']}"
     lines = [f"xla-attention {build['version']}, {cuda}, handlers of XLA FFI {handlers}"]
     if build["check"]:
         lines.append("every call is checked and waited for: XLA_ATTENTION_CHECK=1, for debugging only")

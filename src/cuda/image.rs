@@ -1,8 +1,9 @@
 //! Which image of a kernel is loaded: machine code or PTX out of the library, or a file that takes its place.
 
+use super::architecture::newest_of;
 use super::device::Device;
 use super::kernel_file::{fault_of_cubin, fault_of_ptx};
-use super::variants::{Image, Variant};
+use super::variants::{ARCHITECTURES, Image, Variant};
 use crate::environment;
 use crate::error::{Error, Result};
 use std::io::Read;
@@ -25,8 +26,8 @@ pub(super) struct Chosen {
 /// What to load on `device`.
 ///
 /// # Errors
-/// `FAILED_PRECONDITION` where a file that is to be taken cannot be read or is not a whole module, `INTERNAL` where an
-/// image does not unpack.
+/// `FAILED_PRECONDITION` where a file that is to be taken cannot be read or is not a whole module, and where the library
+/// was built without kernels; `INTERNAL` where an image does not unpack.
 pub(super) fn choose(variant: &Variant, device: &Device) -> Result<Chosen> {
     if let Some((path, fault_of)) = replacement(variant) {
         let origin = path.display().to_string();
@@ -43,6 +44,13 @@ pub(super) fn choose(variant: &Variant, device: &Device) -> Result<Chosen> {
             *word = u64::from_ne_bytes(whole);
         }
         return Ok(Chosen { words, origin, is_file: true });
+    }
+    if !variant.is_built() {
+        return Err(Error::precondition(format!(
+            "the kernel {} is not in this library, which was built with XLA_ATTENTION_CUDA_ARCHS={ARCHITECTURES}: build it \
+             for sm_{}, or with `make wheel` for every GPU",
+            variant.name, device.capability,
+        )));
     }
     let cubin = if ptx_only() { None } else { machine_code(variant, device.capability) };
     let words = cubin.map_or(&variant.ptx, |(_, image)| image).unpack()?;
@@ -74,15 +82,8 @@ fn ptx_only() -> bool {
 
 /// The variant's machine code for a GPU of this capability, with its architecture.
 fn machine_code(variant: &Variant, capability: u32) -> Option<&'static (&'static str, Image)> {
-    variant.cubins.iter().find(|(arch, _)| runs_on(arch, capability))
-}
-
-/// Machine code runs on its own architecture and on later minor versions of it; with an `a`, on its own alone.
-fn runs_on(arch: &str, capability: u32) -> bool {
-    match arch.strip_suffix('a') {
-        Some(exact) => exact.parse() == Ok(capability),
-        None => arch.parse::<u32>().is_ok_and(|a| a / 10 == capability / 10 && a <= capability),
-    }
+    let newest = newest_of(variant.cubins.iter().map(|(arch, _)| *arch), capability)?;
+    variant.cubins.iter().find(|(arch, _)| *arch == newest)
 }
 
 impl Image {
@@ -105,6 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
     fn every_image_unpacks_to_a_module() {
         for variant in &VARIANTS {
             let bytes =
@@ -117,13 +119,19 @@ mod tests {
     }
 
     #[test]
-    fn machine_code_runs_within_its_major_version() {
-        assert!(runs_on("80", 80) && runs_on("80", 86) && runs_on("90a", 90));
-        assert!(runs_on("100", 103) && runs_on("120", 121) && !runs_on("100", 110) && !runs_on("100", 120));
-        assert!(!runs_on("89", 86) && !runs_on("80", 90) && !runs_on("90a", 100) && !runs_on("90", 120));
+    fn a_kernel_that_was_left_out_is_refused_with_what_to_do() {
+        let image = Image { len: 0, zst: &[] };
+        let (name, target) = ("attention_x", "80");
+        let variant = Variant { name, entry: c"x", target, ptx_version: "", ptx: image, cubins: &[], resources: &[] };
+        let error = choose(&variant, &crate::cuda::attention::tests::device(false)).map(|chosen| chosen.origin);
+        let message = error.expect_err("there is nothing to load").message;
+        for part in ["attention_x", "XLA_ATTENTION_CUDA_ARCHS", "sm_90", "make wheel"] {
+            assert!(message.contains(part), "{message}");
+        }
     }
 
     #[test]
+    #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
     fn every_kernel_has_machine_code_for_each_gpu_that_chooses_it() {
         for capability in [80, 86, 87, 89, 90, 100, 103, 120, 121] {
             let is_chosen = |variant: &&Variant| match variant.target {

@@ -70,6 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
     fn only_whole_modules_pass() {
         for variant in VARIANTS.iter().filter(|v| v.name.contains("128") || v.name.starts_with("simple_add")) {
             let (_, image) = &variant.cubins[0];
@@ -85,6 +86,7 @@ mod tests {
 
     /// Headers of any content are refused or not, and nothing is read outside of the file.
     #[test]
+    #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
     fn damaged_headers_do_no_harm() {
         let (_, image) = &VARIANTS[0].cubins[0];
         let bytes: Vec<u8> = image.unpack().unwrap().iter().flat_map(|word| word.to_le_bytes()).collect();

@@ -17,6 +17,7 @@ for_each_operator!(modules);
 
 pub(crate) mod attention;
 
+mod architecture;
 mod cache_rows;
 mod chunk;
 pub(crate) mod device;

@@ -1,0 +1,107 @@
+//! The dispatcher's table of kernels.
+
+use crate::architecture::newest_of;
+use crate::kernels;
+use crate::process::run;
+use crate::variants::{Table, Variant};
+use anyhow::{Context, Result};
+use std::fmt::Write as _;
+use std::path::Path;
+use std::process::Command;
+use std::{env, fs};
+
+/// The GPUs whose kernels are built: `all`; `none`; `native`, those of this machine; or their compute capabilities, `80,90`.
+/// What is left out takes no time, and calls that need it are refused.
+const SETTING: &str = "XLA_ATTENTION_CUDA_ARCHS";
+
+/// Write `OUT_DIR/variants.rs`.
+pub(crate) fn build(mut table: Table, headers: &Path, out: &Path) -> Result<()> {
+    println!("cargo:rerun-if-env-changed={SETTING}");
+    println!("cargo:rustc-check-cfg=cfg(every_architecture)");
+    let setting = env::var(SETTING).ok().filter(|given| !given.is_empty()).unwrap_or_else(|| "all".into());
+    if let Some(capabilities) = capabilities(&setting)? {
+        for kernel in &mut table.kernel {
+            let wanted = |arch: &&str| capabilities.iter().any(|of| newest_of(archs(&kernel.sass), *of) == Some(*arch));
+            kernel.sass = archs(&kernel.sass).filter(wanted).map(str::to_owned).collect();
+        }
+    } else {
+        println!("cargo:rustc-cfg=every_architecture");
+    }
+    let variants = table.variants();
+    let (built, left_out): (Vec<_>, Vec<_>) = variants.iter().partition(|variant| !variant.kernel.sass.is_empty());
+    if !left_out.is_empty() {
+        println!("cargo:warning={SETTING}={setting}: {} of {} kernels are left out", left_out.len(), variants.len());
+    }
+    let mut rows = if built.is_empty() { vec![] } else { kernels::rows(&built, headers, out)? }.into_iter();
+    let rows: Vec<String> = variants
+        .iter()
+        .filter_map(|variant| if variant.kernel.sass.is_empty() { Some(without_image(variant)) } else { rows.next() })
+        .collect();
+    let text = format!("pub(crate) static ARCHITECTURES: &str = {setting:?};\n\n{}", generated(&table, &rows));
+    fs::write(out.join("variants.rs"), text)?;
+    Ok(())
+}
+
+fn archs(sass: &[String]) -> impl DoubleEndedIterator<Item = &str> {
+    sass.iter().map(String::as_str)
+}
+
+/// The compute capabilities of the GPUs; `None` for all.
+fn capabilities(setting: &str) -> Result<Option<Vec<u32>>> {
+    let list = match setting {
+        "all" => return Ok(None),
+        "none" => return Ok(Some(vec![])),
+        "native" => {
+            let mut ask = Command::new("nvidia-smi");
+            let said = run(ask.args(["--query-gpu=compute_cap", "--format=csv,noheader"]))
+                .with_context(|| format!("{SETTING}=native"))?;
+            String::from_utf8_lossy(&said.stdout).replace('.', "").trim().replace('\n', ",")
+        }
+        list => list.to_owned(),
+    };
+    list.split(',')
+        .map(|number| number.trim().parse().ok().filter(|capability| *capability >= 80))
+        .collect::<Option<_>>()
+        .map(Some)
+        .with_context(|| {
+            format!("{SETTING}={setting}: expected all, none, native or compute capabilities from 80 on, as 80,90")
+        })
+}
+
+/// The row of a variant that is not compiled.
+fn without_image(variant: &Variant) -> String {
+    let (name, target) = (variant.name(), &variant.kernel.target);
+    format!(
+        "    Variant {{ name: {name:?}, entry: c\"xa_{name}\", target: {target:?}, ptx_version: \"\", \
+         ptx: Image {{ len: 0, zst: &[] }}, cubins: &[], resources: &[] }},\n"
+    )
+}
+
+/// The kernels with their axes, the combinations that exist, the compiled images.
+fn generated(table: &Table, rows: &[String]) -> String {
+    let mut text = String::from("pub(crate) static KERNELS: &[Kernel] = &[\n");
+    let mut next = 0;
+    for kernel in &table.kernel {
+        let axes: Vec<String> = kernel
+            .axes
+            .iter()
+            .map(|axis| format!("Axis {{ name: {:?}, values: &{:?} }}", axis.name, axis.values))
+            .collect();
+        let slots: Vec<String> = kernel
+            .combinations()
+            .iter()
+            .map(|values| match values {
+                Some(_) => {
+                    next += 1;
+                    format!("Some({})", next - 1)
+                }
+                None => "None".into(),
+            })
+            .collect();
+        let (axes, slots) = (axes.join(", "), slots.join(", "));
+        let _ = writeln!(text, "    Kernel {{ name: {:?}, axes: &[{axes}], slots: &[{slots}] }},", kernel.name);
+    }
+    text += "];\n\npub(crate) static VARIANTS: [Variant; ";
+    let _ = write!(text, "{}] = [\n{}];\n", rows.len(), rows.concat());
+    text
+}

@@ -1,0 +1,23 @@
+//! Which machine code runs on which GPU; the build script asks as well.
+
+/// The newest of these architectures, the oldest first, whose machine code runs on a GPU of this compute capability.
+pub(crate) fn newest_of<'a>(archs: impl DoubleEndedIterator<Item = &'a str>, capability: u32) -> Option<&'a str> {
+    archs.rev().find(|arch| runs_on(arch, capability))
+}
+
+/// Machine code runs on its own architecture and on later minor versions of it; with an `a`, on its own alone.
+fn runs_on(arch: &str, capability: u32) -> bool {
+    match arch.strip_suffix('a') {
+        Some(exact) => exact.parse() == Ok(capability),
+        None => arch.parse::<u32>().is_ok_and(|a| a / 10 == capability / 10 && a <= capability),
+    }
+}
+
+#[test]
+fn machine_code_runs_within_its_major_version() {
+    assert!(runs_on("80", 80) && runs_on("80", 86) && runs_on("90a", 90));
+    assert!(runs_on("100", 103) && runs_on("120", 121) && !runs_on("100", 110) && !runs_on("100", 120));
+    assert!(!runs_on("89", 86) && !runs_on("80", 90) && !runs_on("90a", 100) && !runs_on("90", 120));
+    assert_eq!(newest_of(["80", "89", "90"].into_iter(), 89), Some("89"));
+    assert_eq!(newest_of(["80", "89", "90"].into_iter(), 86), Some("80"));
+}
