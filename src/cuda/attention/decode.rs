@@ -43,14 +43,14 @@ pub(super) fn most_short_tiles(call: &Call) -> i64 {
 /// The launches of a call whose long sequences have the launch that `prefill` makes of its parameter.
 pub(super) fn beside<'c>(
     call: &Call,
-    prefill: impl FnOnce(AttentionParams) -> Result<Launch<'c>>,
+    prefill: impl FnOnce(&AttentionParams) -> Result<Launch<'c>>,
 ) -> Result<Launches<'c>> {
     let mut launches = of_sequences(call, most_short_tiles(call), call.few(), false)?;
     let decode_is_first = launches.store_new_tokens;
     let mut params = call.params_for(call.few() + 1, UNLIMITED);
     params.clears_unowned_rows = i32::from(!decode_is_first);
     let place = if decode_is_first { launches.list.len() } else { 0 };
-    launches.list.insert(place, prefill(params)?);
+    launches.list.insert(place, prefill(&params)?);
     Ok(launches)
 }
 
@@ -69,12 +69,12 @@ fn of_sequences<'c>(call: &Call, tiles: i64, max_queries: i64, are_alone: bool) 
     let grid = [problem.num_kv_heads as u32, split.shares as u32, 1];
     let shape = Shape { grid, threads: decode.threads(), shared_memory };
     let attend = Launch::new(KERNEL, decode.variant(problem, device)?, shape, Parameter::Attention(params));
-    let list = [Some(attend), combine(problem, &split, params)?].into_iter().flatten().collect();
+    let list = [Some(attend), combine(problem, &split, &params)?].into_iter().flatten().collect();
     Ok(Launches { list, store_new_tokens: new_tokens.is_some() })
 }
 
 /// The launch that combines the partials of split tiles, where a launch with this parameter splits any.
-pub(super) fn combine<'c>(problem: &Attention, split: &Split, params: AttentionParams) -> Result<Option<Launch<'c>>> {
+pub(super) fn combine<'c>(problem: &Attention, split: &Split, params: &AttentionParams) -> Result<Option<Launch<'c>>> {
     let ends = split.ends_to_merge();
     if ends == 0 {
         return Ok(None);
@@ -82,5 +82,5 @@ pub(super) fn combine<'c>(problem: &Attention, split: &Split, params: AttentionP
     let variant = variants::find(MERGE_KERNEL, &[variants::dtype_value(problem.out.dtype)])?;
     let grid = [problem.num_kv_heads as u32, ends, 1];
     let shape = Shape { grid, threads: MERGE_PARTS_THREADS as u32, shared_memory: 0 };
-    Ok(Some(Launch::new(MERGE_KERNEL, variant, shape, Parameter::Attention(params))))
+    Ok(Some(Launch::new(MERGE_KERNEL, variant, shape, Parameter::Attention(*params))))
 }

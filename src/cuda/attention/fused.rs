@@ -31,13 +31,13 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let long = AttentionParams { clears_unowned_rows: 1, ..with_partials(call.params_for(few + 1, UNLIMITED)) };
     let next_tile = next_tile_place(problem);
     let prefill_parameter = PrefillParameter { prefill, problem, attention: long, next_tile };
-    let parameter = Parameter::Fused(FusedParameter { prefill: prefill_parameter, decode: short });
+    let parameter = Parameter::Fused(Box::new(FusedParameter { prefill: prefill_parameter, decode: short }));
     let variant = variants::find(KERNEL, &[variants::dtype_value(problem.q.dtype), prefill.tile.head_dim])?;
     // A CTA for each SM: how many of them decode follows from the batch.
     let shared_memory = tile.shared_bytes.max(prefill.tile.shared_bytes);
     let shape = Shape { grid: [device.sms, 1, 1], threads: tile.threads(), shared_memory };
     let attend = Launch { next_tile, ..Launch::new(KERNEL, variant, shape, parameter) };
-    let combine = decode::combine(problem, &split, short)?;
+    let combine = decode::combine(problem, &split, &short)?;
     let list = [Some(attend), combine].into_iter().flatten().collect();
     Ok(Some(Launches { list, store_new_tokens: false }))
 }
@@ -118,7 +118,8 @@ mod tests {
         let problem = with_workspace(&paged(16));
         let plan = Plan::on(&problem, None, device(true)).expect("the sizes are allowed");
         let fused = &plan.0.list[0];
-        let Parameter::Fused(FusedParameter { prefill, decode }) = &fused.parameter else { unreachable!() };
+        let Parameter::Fused(of) = &fused.parameter else { unreachable!() };
+        let FusedParameter { prefill, decode } = &**of;
         assert_eq!((fused.next_tile as usize, prefill.next_tile as usize), (1 << 20, 1 << 20));
         assert_eq!((decode.partial.cuts as usize, decode.partial.groups), ((1 << 20) + 64, 56));
     }

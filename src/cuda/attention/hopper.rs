@@ -56,7 +56,7 @@ pub(super) fn launches_for_all<'c>(call: &Call<'c>) -> Result<Option<Launches<'c
     };
     let tiles = most_tiles(call.rows() * prefill.pack, prefill.tile.rows(), call.seqs().min(call.rows()));
     let params = AttentionParams { clears_unowned_rows: 1, ..call.params_for(1, UNLIMITED) };
-    let list = vec![prefill.launch(call, tiles, params)?];
+    let list = vec![prefill.launch(call, tiles, &params)?];
     Ok(Some(Launches { list, store_new_tokens: false }))
 }
 
@@ -100,11 +100,12 @@ impl Prefill {
     }
 
     /// The launch for sequences of `tiles` tiles per KV head at most, with the portable kernel's parameter for them.
-    fn launch<'c>(&self, call: &Call<'c>, tiles: i64, attention: AttentionParams) -> Result<Launch<'c>> {
+    fn launch<'c>(&self, call: &Call<'c>, tiles: i64, attention: &AttentionParams) -> Result<Launch<'c>> {
         let Call { problem, device, .. } = call;
         let next_tile = self.next_tile(problem, tiles, device);
         let kernel = if self.is_fp8() { FP8_KERNEL } else { KERNEL };
-        let parameter = Parameter::Prefill(PrefillParameter { prefill: *self, problem, attention, next_tile });
+        let parameter =
+            Parameter::Prefill(PrefillParameter { prefill: *self, problem, attention: *attention, next_tile });
         let launch = Launch::new(kernel, self.variant(problem)?, self.shape(problem, tiles, device), parameter);
         Ok(Launch { next_tile, ..launch })
     }

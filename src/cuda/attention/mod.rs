@@ -100,7 +100,7 @@ fn most_tiles(packed: i64, tile: i64, sequences: i64) -> i64 {
 enum Parameter<'c> {
     Attention(AttentionParams),
     Prefill(PrefillParameter<'c>),
-    Fused(FusedParameter<'c>),
+    Fused(Box<FusedParameter<'c>>),
 }
 
 impl kernel::Parameter for Parameter<'_> {
@@ -272,7 +272,8 @@ pub(super) mod tests {
         match parameter {
             Parameter::Attention(params) => (params.min_queries, params.max_queries),
             Parameter::Prefill(PrefillParameter { attention, .. }) => (attention.min_queries, attention.max_queries),
-            Parameter::Fused(FusedParameter { prefill, decode }) => {
+            Parameter::Fused(of) => {
+                let FusedParameter { prefill, decode } = &**of;
                 assert_eq!(decode.max_queries + 1, prefill.attention.min_queries);
                 (decode.min_queries, prefill.attention.max_queries)
             }

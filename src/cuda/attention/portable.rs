@@ -16,5 +16,5 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     }
     let shape = Shape { grid: [ctas as u32, 1, 1], threads: tile.threads(), shared_memory: tile.shared_bytes };
     let variant = tile.variant(problem, device)?;
-    decode::beside(call, |params| Ok(Launch::new(KERNEL, variant, shape, Parameter::Attention(params)))).map(Some)
+    decode::beside(call, |params| Ok(Launch::new(KERNEL, variant, shape, Parameter::Attention(*params)))).map(Some)
 }
