@@ -1,67 +1,27 @@
 """torch's autograd through flash_attn_varlen, on every device that torch has here, against the oracle."""
 
-import numpy as np
 import pytest
 import torch
 
 import xla_attention.torch as xt
 from batches import varlen
-from oracle_gradients import assert_gradients
+from oracle_gradients import CASES, gradient_case
 from torch_side import array, tensor
 
-MIXED = [(33, 33), (1, 50), (5, 70), (0, 9), (3, 0), (9, 4)]
 pytestmark = pytest.mark.usefixtures("all_torch_devices")
 
 
-def gradients(device, operands, options, *, with_lse=False):
-    """(dq, dk, dv), and dsinks if there are sinks; and the cotangents that they are for."""
-    q, k, v, *starts = (tensor(x, device) for x in operands)
-    given = {name: tensor(value, device) for name, value in options.items()}
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    if "sinks" in given:
-        leaves.append(given["sinks"].requires_grad_())
-    out, lse = xt.flash_attn_varlen(q, k, v, *starts, return_lse=True, **given)
-    owned = np.isfinite(np.float32(operands[0])).all(axis=(1, 2))
-    rng = np.random.default_rng(3)
-    dout = np.where(owned[:, None, None], rng.standard_normal(out.shape), 0).astype(operands[0].dtype)
-    dlse = np.where(owned[None], rng.standard_normal(lse.shape), 0).astype(np.float32)
-    results, cotangents = [out, lse][: 1 + with_lse], [dout, dlse][: 1 + with_lse]
-    found = torch.autograd.grad(results, leaves, [tensor(x, device) for x in cotangents])
-    assert all(x.device.type == device for x in found)
-    return [array(x) for x in found], {"dout": dout, "dlse": dlse if with_lse else None}
-
-
-def check(device, operands, options, **more):
-    found, cotangents = gradients(device, operands, options, **more)
-    numbers = (None if x is None else np.asarray(x) for x in operands)
-    meant = {name: x if isinstance(x, (str, tuple)) else np.asarray(x) for name, x in options.items()}
-    meant.pop("deterministic", None)
-    assert_gradients(found, *numbers, **meant, **cotangents)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("unused", [(0, 0), (2, 3)], ids=["", "unused rows"])
-def test_gradients_equal_the_oracle(torch_device, dtype, causal, unused):
-    operands, options = varlen(MIXED, dtype=dtype, unused=unused)
-    check(torch_device, operands, {**options, "causal": causal})
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"window": (5, 3)},
-        {"softcap": 3.0, "top_left": True, "causal": True},
-        {"alibi_slopes": np.linspace(0.0, 0.5, 6 * 8, dtype=np.float32).reshape(6, 8)},
-        {"sinks": np.linspace(-2.0, 3.0, 8, dtype=np.float32), "softmax_scale": 0.3},
-        {"leftpad_k": np.int32([0, 30, 70, 3, 0, 4]), "deterministic": True},
-    ],
-    ids=lambda options: "+".join(options),
-)
-@pytest.mark.parametrize("with_lse", [False, True], ids=["", "of the lse too"])
-def test_options_equal_the_oracle(torch_device, options, with_lse):
-    operands, lengths = varlen(MIXED, dtype="bfloat16", dv=40)
-    check(torch_device, operands, {**options, **lengths}, with_lse=with_lse)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_equal_the_oracle(torch_device, name):
+    case = gradient_case(name)
+    q, k, v, *starts = (tensor(x, torch_device) for x in case.operands)
+    options = {name: tensor(value, torch_device) for name, value in case.options.items()}
+    leaves = [x.requires_grad_() for x in (q, k, v, *([options["sinks"]] if "sinks" in options else []))]
+    results = xt.flash_attn_varlen(q, k, v, *starts, return_lse=True, **options)
+    cotangents = [tensor(x, torch_device) for x in (case.dout, case.dlse) if x is not None]
+    found = torch.autograd.grad(results[: len(cotangents)], leaves, cotangents)
+    assert all(x.device.type == torch_device for x in found)
+    case.check([array(x) for x in found])
 
 
 def test_the_log_sum_exp_alone_has_a_gradient(torch_device):
@@ -83,7 +43,7 @@ def test_rows_that_are_apart_and_gradients_that_repeat(torch_device):
     assert torch.equal(found.cpu(), wanted.cpu())
 
 
-@pytest.mark.parametrize("backend", ["inductor", "openxla"])
+@pytest.mark.parametrize("backend", [pytest.param("inductor", marks=pytest.mark.slow), "aot_eager", "openxla"])
 def test_a_training_step_compiles(backend, request):
     device = request.getfixturevalue("xla_device") if backend == "openxla" else "cpu"
     (q, k, v, starts, _), _ = varlen([(n, n) for n in (9, 30)], rows_after=0)
