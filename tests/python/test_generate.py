@@ -50,26 +50,20 @@ def ragged_prompts(lengths, seed=0) -> list[tuple[int, ...]]:
     return [tuple(int(token) for token in rng.integers(0, vocab_size, length)) for length in lengths]
 
 
-def test_ragged_prompts_generate_what_dense_attention_generates(tiny_engine):
-    prompts = ragged_prompts([1, 5, 16, 23, 4, 9])
-    sequences = generate_with(tiny_engine, prompts, 12, num_pages=40, token_budget=16)
-    assert [tuple(sequence.generated) for sequence in sequences] == [expected(prompt, 12) for prompt in prompts]
-    assert tiny_engine.stats.decode.steps > 0
+# Lengths of prompts, new tokens, pages and budget, and what has to have happened.
+SCHEDULES = {
+    "ragged prompts": ([1, 5, 16, 23, 4, 9], 12, 40, 16, lambda engine, _: engine.stats.decode.steps > 0),
+    "chunked prefill beside decode": ([3, 31, 2, 27], 12, 40, 5, lambda engine, _: engine.stats.mixed_steps > 5),
+    "evicted and computed again": ([6, 7, 11, 5], 20, 9, 8, lambda _, found: sum(s.num_evictions for s in found) >= 2),
+}
 
 
-def test_chunked_prefill_mixed_with_decode_changes_nothing(tiny_engine):
-    prompts = ragged_prompts([3, 31, 2, 27], seed=1)
-    sequences = generate_with(tiny_engine, prompts, 12, num_pages=40, token_budget=5)
-    assert [tuple(sequence.generated) for sequence in sequences] == [expected(prompt, 12) for prompt in prompts]
-    assert tiny_engine.stats.mixed_steps > 5
-
-
-def test_evicted_sequences_are_recomputed_to_the_same_text(tiny_engine):
-    prompts = ragged_prompts([6, 7, 11, 5], seed=2)
-    sequences = generate_with(tiny_engine, prompts, 20, num_pages=9, token_budget=8)
-    assert [tuple(sequence.generated) for sequence in sequences] == [expected(prompt, 20) for prompt in prompts]
-    assert sum(sequence.num_evictions for sequence in sequences) >= 2
-    assert tiny_engine.scheduler.allocator.total_lent > 9
+@pytest.mark.parametrize(("lengths", "tokens", "pages", "budget", "happened"), SCHEDULES.values(), ids=SCHEDULES)
+def test_a_schedule_generates_what_dense_attention_generates(tiny_engine, lengths, tokens, pages, budget, happened):
+    prompts = ragged_prompts(lengths, seed=len(lengths))
+    sequences = generate_with(tiny_engine, prompts, tokens, num_pages=pages, token_budget=budget)
+    assert [tuple(sequence.generated) for sequence in sequences] == [expected(prompt, tokens) for prompt in prompts]
+    assert happened(tiny_engine, sequences)
 
 
 def test_the_caches_are_updated_in_place(tiny_engine):
@@ -88,7 +82,7 @@ def test_a_sequence_ends_with_its_stop_token(tiny_engine):
 
 
 @settings(
-    max_examples=60,
+    max_examples=30,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import re
 import time
 from pathlib import Path
 
@@ -168,16 +167,11 @@ def tiny_tokenizer(path: Path):
     return tokenizer_from_gguf(GgufModel(path))
 
 
-@settings(repeatable, max_examples=200)
-@given(text=st.text(max_size=40))
-def test_text_survives_encoding_and_decoding(tiny_gguf, text):
-    tokenizer = tiny_tokenizer(tiny_gguf)
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 def test_merges_digits_and_special_tokens_follow_the_metadata(tiny_gguf):
     tokens, _ = tiny_llama.vocabulary()
-    shown = [tokens[index] for index in tiny_tokenizer(tiny_gguf).encode("hello wow12<|im_end|>")]
+    tokenizer, text = tiny_tokenizer(tiny_gguf), "naïve café — 東京 \U0001f600\n\n\tdone  ."
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    shown = [tokens[index] for index in tokenizer.encode("hello wow12<|im_end|>")]
     # "1 2" is a merge, but digits are cut apart before merging.
     assert shown == ["hello", "Ġwo", "w", "1", "2", "<|im_end|>"]
 
@@ -206,7 +200,7 @@ def test_the_default_models_vocabulary_and_template():
 # --- bad files --------------------------------------------------------------------------------------------------------
 
 
-@settings(repeatable, max_examples=150)
+@settings(repeatable, max_examples=60)
 @given(data=st.data())
 def test_every_truncated_gguf_file_is_refused(tiny_gguf, tmp_path, data):
     whole = tiny_gguf.read_bytes()
@@ -220,7 +214,7 @@ def test_every_truncated_gguf_file_is_refused(tiny_gguf, tmp_path, data):
     assert "\n" not in str(caught.value)
 
 
-@settings(repeatable, max_examples=300)
+@settings(repeatable, max_examples=100)
 @given(data=st.data())
 def test_damage_before_the_tensors_is_refused_or_harmless(tiny_gguf, tmp_path, data):
     content = bytearray(tiny_gguf.read_bytes())
@@ -244,21 +238,16 @@ def zeros(*shape):
     ("replaced", "metadata", "error", "message"),
     [
         ({"blk.1.attn_k.weight": None}, {}, ModelError, "tensor blk.1.attn_k.weight is missing, expected 2 layers"),
-        ({"token_embd.weight": None}, {}, ModelError, "tensor token_embd.weight of shape .* is missing"),
         ({"blk.0.ffn_up.weight": zeros(48, 16)}, {}, ModelError, r"has shape \[48, 16\], expected \[48, 32\]"),
-        ({"blk.0.attn_q.weight": zeros(31, 32)}, {}, ModelError, r"has shape \[31, 32\], expected \[32, 32\]"),
         ({"output_norm.weight": np.full(32, np.nan, np.float32)}, {}, ModelError, "values that are not finite"),
         ({"blk.0.attn_q.bias": zeros(32)}, {}, NotImplementedError, "tensor blk.0.attn_q.bias does not belong"),
         ({"rope_freqs.weight": zeros(3)}, {}, ModelError, r"rope_freqs.weight has shape \[3\], expected \[4\]"),
         ({}, {"architecture": "mamba"}, NotImplementedError, "general.architecture is 'mamba', expected 'llama'"),
         ({}, {"heads": 5}, ModelError, "head_count is 5, expected a divisor of llama.embedding_length = 32"),
-        ({}, {"heads": 1}, ModelError, "num_kv_heads is 2, expected a divisor of num_heads = 1"),
         ({}, {"eps": None}, ModelError, "metadata key llama.attention.layer_norm_rms_epsilon is missing"),
         ({}, {"eps": 3.0}, ModelError, "rms_norm_eps is 3.0, expected a number between 0 and 1"),
         ({}, {"model": "llama"}, NotImplementedError, "tokenizer.ggml.model is 'llama', supported is 'gpt2'"),
-        ({}, {"pre": "tekken"}, NotImplementedError, "tokenizer.ggml.pre is 'tekken'"),
         ({}, {"merges": ["h zzz"]}, ModelError, "tokenizer.ggml.merges do not fit tokenizer.ggml.tokens"),
-        ({}, {"merges": ["hello"]}, ModelError, "tokenizer.ggml.merges do not fit tokenizer.ggml.tokens"),
     ],
 )
 def test_an_unusable_gguf_file_is_refused_by_name(write, capsys, replaced, metadata, error, message):
@@ -283,9 +272,7 @@ def test_a_missing_file_and_a_wrong_magic_are_refused_by_name(tmp_path):
     [
         ({"architectures": ["MambaForCausalLM"]}, NotImplementedError, r"expected \['LlamaForCausalLM'\]"),
         ({"hidden_act": "gelu"}, NotImplementedError, "hidden_act is 'gelu', expected 'silu'"),
-        ({"hidden_size": None}, ModelError, "hidden_size is missing"),
         ({"hidden_size": "32"}, ModelError, "hidden_size is '32', expected int"),
-        ({"num_hidden_layers": 3}, ModelError, "model.layers.2.* is missing"),
         ({"num_hidden_layers": 2**40}, ModelError, "model.layers.2.* is missing"),
         ({"num_hidden_layers": 1}, NotImplementedError, "does not belong to a Llama decoder of 1 layers"),
         ({"intermediate_size": 64}, ModelError, r"has shape \[48, 32\], expected \[64, 32\]"),
@@ -305,12 +292,9 @@ def test_an_unusable_folder_is_refused_by_name(hf_folder, changes, error, messag
     ("file_name", "content", "message"),
     [
         ("config.json", b"{", "config.json: not valid JSON"),
-        ("config.json", b"[1]", "config.json: holds a JSON list, expected an object"),
         ("config.json", None, "config.json: cannot be opened"),
-        ("tokenizer.json", b"{}", "tokenizer.json: cannot be read by tokenizers"),
         ("tokenizer.json", None, "tokenizer.json: is missing"),
         ("model-00002-of-00002.safetensors", b"12345678", "model-00002-of-00002.safetensors: cannot be read"),
-        ("model-00002-of-00002.safetensors", None, "model-00002-of-00002.safetensors: cannot be read"),
         ("model.safetensors.index.json", b"{}", "weight_map is missing"),
         ("model.safetensors.index.json", None, "model.safetensors: cannot be read"),
     ],
@@ -332,17 +316,6 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(hf_folder, name):
         ModelError, match=r"index.json: the file of lm_head.weight is .*, expected a name without a folder"
     ):
         load(hf_folder)
-
-
-SYSTEM_TURN = re.compile(r"<\|im_start\|>system(?:\n|\\n)([^'\"{}]+?)<\|im_end\|>")
-
-
-@repeatable
-@given(st.lists(st.sampled_from(["<|im_start|>system\n", "<|im_start|>system\\n", "<|im_end|>", "'", "{", "a", "<|"])))
-def test_the_system_message_is_the_first_literal_between_its_marks(parts):
-    template = "".join(parts)
-    wanted = SYSTEM_TURN.search(template)
-    assert default_system_message(template) == (wanted[1] if wanted else None)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 import tiny_llama  # noqa: F401 - makes the demo's modules importable
 
@@ -14,46 +13,11 @@ from llama.scheduler import RequestError, Scheduler  # isort: skip
 VOCABULARY = 50
 
 
-class AllocatorMachine(RuleBasedStateMachine):
-    """Random allocations and releases."""
-
-    lent = Bundle("lent")
-
-    def __init__(self):
-        super().__init__()
-        self.allocator = PageAllocator(12)
-        self.held: list[int] = []
-
-    @rule(target=lent, count=st.integers(0, 6))
-    def allocate(self, count):
-        if count > self.allocator.num_free:
-            with pytest.raises(OutOfPagesError, match=f"{count} pages were asked for"):
-                self.allocator.allocate(count)
-            return []
-        pages = self.allocator.allocate(count)
-        assert len(pages) == count
-        self.held += pages
-        return pages
-
-    @rule(pages=consumes(lent))
-    def release(self, pages):
-        self.allocator.release(pages)
-        self.held = [page for page in self.held if page not in pages]
-
-    @invariant()
-    def no_page_is_lent_twice_and_none_is_lost(self):
-        assert len(set(self.held)) == len(self.held)
-        assert set(self.held) <= set(range(12))
-        assert self.allocator.num_free == 12 - len(self.held)
-
-
-TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(max_examples=50, derandomize=True, deadline=None)
-
-
-def test_giving_a_page_back_twice_is_an_error():
+def test_pages_that_are_not_there_are_neither_lent_nor_taken_back():
     allocator = PageAllocator(3)
     pages = allocator.allocate(2)
+    with pytest.raises(OutOfPagesError, match="2 pages were asked for"):
+        allocator.allocate(2)
     allocator.release(pages)
     with pytest.raises(ValueError, match=f"page {pages[0]} is given back but not lent"):
         allocator.release(pages)
@@ -93,7 +57,7 @@ def check_step(scheduler: Scheduler, chunks: list) -> None:
         assert len(sequence.pages) <= scheduler.max_pages_per_seq
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=150, derandomize=True, deadline=None)
 @given(data=st.data())
 def test_every_schedule_finishes_every_prompt_without_sharing_a_page(data):
     page_size = data.draw(st.integers(1, 5), "page_size")
@@ -179,14 +143,6 @@ def test_the_youngest_sequence_is_evicted_and_comes_back_first():
     while scheduler.has_work:
         scheduler.complete(chunks := scheduler.schedule(), [7] * len(chunks))
     assert [sequence.generated for sequence in (first, second, third)] == [[7] * 9] * 3
-
-
-def test_a_slot_is_given_to_the_next_prompt_as_soon_as_one_finishes():
-    scheduler = scheduler_of(max_num_seqs=1)
-    first, second = scheduler.add([1], 1), scheduler.add([2], 1)
-    scheduler.complete(scheduler.schedule(), [5])
-    assert scheduler.finished == [first] and list(scheduler.waiting) == [second]
-    assert [chunk.sequence for chunk in scheduler.schedule()] == [second]
 
 
 def test_a_prompt_that_can_never_fit_names_the_pages_it_needs():
