@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a failed step is a failed test")]
 #![allow(clippy::print_stdout, reason = "a skipped test says so, and some print tables")]
 
+mod attention;
 mod attention_options;
 mod conformance;
 #[cfg(feature = "cuda")]

@@ -3,68 +3,53 @@
 //! who did it.
 
 use crate::support::array::{BF16, Dtype, F16};
-use crate::support::batch::Shape;
+use crate::support::batch::{Dtypes, Shape};
 use crate::support::gradient_case::{GradientCase, Wanted, check_gradients, check_gradients_named};
+use crate::support::option_pairs::{Options, YES_OR_NO};
 use crate::support::oracle::Mask;
-use crate::support::pairwise::{Choice, cover};
 use crate::support::storage::Storage;
-use std::collections::BTreeSet;
 
 const DTYPES: [Dtype; 2] = [BF16, F16];
 
 /// D and Dv at the ends of the buckets and between.
 const HEAD_DIMS: [(usize, usize); 6] = [(64, 64), (128, 128), (40, 64), (96, 96), (64, 128), (128, 72)];
 
-const HEADS: [(usize, usize); 5] = [(1, 1), (4, 2), (3, 3), (5, 1), (12, 4)];
-
 /// Blocks that end with a sequence and before, more keys than queries and fewer, and rows that see nothing.
-const WORK: [&[(usize, usize)]; 6] = [
-    &[(128, 128), (64, 256)],
-    &[(130, 300), (1, 70), (33, 33), (77, 500)],
-    &[(200, 90), (40, 0), (17, 129)],
-    &[(600, 40)],
-    &[(0, 9), (20, 20), (19, 21), (300, 300), (18, 18)],
-    &[(127, 385), (257, 129)],
-];
-
-/// The factors of the set, by their place in a row; a factor without a list is a yes or no.
-const SIZES: [usize; 11] =
-    [DTYPES.len(), HEAD_DIMS.len(), HEADS.len(), Mask::BEYOND_BLOCKS.len(), WORK.len(), 2, 2, 2, 2, 2, 2];
-
-fn case(row: &[usize], seed: u64) -> GradientCase {
-    let yes = |factor: usize| row[factor] == 1;
-    let (head_dim, value_dim) = HEAD_DIMS[row[1]];
-    let shape = Shape {
-        dtypes: DTYPES[row[0]].into(),
-        head_dim,
-        value_dim: Some(value_dim),
-        heads: HEADS[row[2]],
-        mask: Mask { top_left: yes(5), ..Mask::BEYOND_BLOCKS[row[3]] },
-        lengths: WORK[row[4]].to_vec(),
-        leftpad: yes(6),
-        sinks: yes(7),
-        seed,
-        ..Shape::default()
-    };
-    let storage = Storage { seqused_q: yes(8), seqused_k: yes(9), seed, ..roomy() };
+const LONG: Options = Options {
+    dtypes: &[Dtypes::same(BF16), Dtypes::same(F16)],
+    head_dims: &HEAD_DIMS,
+    heads: &[(1, 1), (4, 2), (3, 3), (5, 1), (12, 4)],
+    masks: &Mask::BEYOND_BLOCKS,
+    work: &[
+        &[(128, 128), (64, 256)],
+        &[(130, 300), (1, 70), (33, 33), (77, 500)],
+        &[(200, 90), (40, 0), (17, 129)],
+        &[(600, 40)],
+        &[(0, 9), (20, 20), (19, 21), (300, 300), (18, 18)],
+        &[(127, 385), (257, 129)],
+    ],
+    workspaces: &[Some(19_000_001)],
+    top_left: YES_OR_NO,
+    leftpad: YES_OR_NO,
+    sinks: YES_OR_NO,
+    seqused_q: YES_OR_NO,
+    seqused_k: YES_OR_NO,
+    dlse: YES_OR_NO,
     // The sum over so many rows cancels more of itself than what the naive formula is off by allows, on every device.
-    let wanted = Wanted { dlse: yes(10), dsinks: false, deterministic: true };
-    GradientCase::store(&shape.batch(), &storage, wanted)
-}
+    dsinks: &[false],
+    seed: 11,
+    ..Options::PLAIN
+};
 
 /// With a workspace that is enough for all cases here.
 fn roomy() -> Storage {
     Storage { workspace: Some(19_000_001), ..Storage::contiguous() }
 }
 
-fn rows() -> Vec<Vec<usize>> {
-    cover(&SIZES, &|_: Choice, _: Choice| false, 11)
-}
-
 #[test]
 fn every_pair_agrees_with_the_reference() {
-    for (seed, row) in rows().iter().enumerate() {
-        check_gradients_named(&format!("long {seed}"), case(row, seed as u64));
+    for (seed, (_, shape, storage, wanted)) in LONG.calls().into_iter().enumerate() {
+        check_gradients_named(&format!("long {seed}"), GradientCase::store(&shape.batch(), &storage, wanted));
     }
 }
 
@@ -114,16 +99,6 @@ fn many_sequences_agree_with_the_reference() {
 fn no_sequence_at_all_gives_zeros() {
     let shape = Shape { dtypes: BF16.into(), lengths: vec![], ..Shape::default() };
     check_gradients(&GradientCase::store(&shape.batch(), &Storage { rows_around: (2, 3), ..roomy() }, Wanted::ALL));
-}
-
-#[test]
-fn the_set_holds_every_choice() {
-    let rows = rows();
-    for (factor, size) in SIZES.into_iter().enumerate() {
-        let found: BTreeSet<usize> = rows.iter().map(|row| row[factor]).collect();
-        assert_eq!(found.len(), size, "factor {factor}");
-    }
-    assert!(rows.len() < 80, "{} rows", rows.len());
 }
 
 #[cfg(feature = "cuda")]

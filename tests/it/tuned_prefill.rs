@@ -2,13 +2,13 @@
 //! to do with, against the reference on every device; and on their own GPU, that it is they who did it.
 
 use crate::support::array::{BF16, F16};
-use crate::support::batch::{Alibi, Dtypes, Scaled, Shape};
+use crate::support::batch::{Dtypes, Scaled, Shape};
 use crate::support::case::Case;
 use crate::support::check::{check, check_named};
+use crate::support::guard::for_both_sides;
+use crate::support::option_pairs::{ALIBI, Options, YES_OR_NO};
 use crate::support::oracle::Mask;
-use crate::support::pairwise::{Choice, cover};
 use crate::support::storage::{Layout, Storage};
-use std::collections::BTreeSet;
 
 const DTYPES: [Dtypes; 4] = [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::narrow(BF16), Dtypes::narrow(F16)];
 
@@ -18,92 +18,40 @@ const HEAD_DIMS: [(usize, usize); 6] = [(64, 64), (96, 96), (128, 128), (192, 19
 /// Those of the kernels that multiply fp8.
 const FP8_HEAD_DIMS: [(usize, usize); 2] = [(128, 128), (256, 256)];
 
-/// One pack of heads a KV head and several; packs of more heads than a warp has rows.
-const HEADS: [(usize, usize); 6] = [(1, 1), (4, 2), (8, 1), (6, 2), (12, 1), (32, 1)];
-
-/// 0 goes with contiguous keys. Boxes of one octet, of two, of a whole block; pages that are no octets.
-const PAGE_SIZES: [usize; 11] = [0, 8, 16, 24, 48, 128, 256, 1, 4, 12, 100];
-
-/// Tiles that end with a sequence and before, more keys than queries and fewer, and sequences that are decoded.
-const WORK: [&[(usize, usize)]; 5] = [
-    &[(128, 128), (64, 256)],
-    &[(130, 300), (1, 70), (33, 33), (77, 500)],
-    &[(200, 90), (40, 0), (17, 129)],
-    &[(40, 600)],
-    &[(20, 20), (19, 21), (18, 18), (25, 40), (300, 300)],
-];
-
-const ALIBI: [Alibi; 3] = [Alibi::Off, Alibi::PerHead, Alibi::PerSequence];
-const SCALES: [[Scaled; 3]; 3] = [[Scaled::No; 3], [Scaled::AsAWhole; 3], [Scaled::PerHead; 3]];
-const WORKSPACES: [Option<usize>; 3] = [None, Some(13), Some(9_000_001)];
-
-const HEAD_DIM: usize = 1;
-const LAYOUT: usize = 5;
-const PAGE_SIZE: usize = 6;
-
-/// How many values each factor has; a factor without a list is a yes or no.
-const SIZES: [usize; 16] = [
-    DTYPES.len(),
-    HEAD_DIMS.len(),
-    HEADS.len(),
-    Mask::BEYOND_BLOCKS.len(),
-    WORK.len(),
-    Layout::ALL.len(),
-    PAGE_SIZES.len(),
-    ALIBI.len(),
-    SCALES.len(),
-    WORKSPACES.len(),
-    2,
-    2,
-    2,
-    2,
-    2,
-    2,
-];
-
-/// Contiguous keys have no pages; K and V in one buffer are as wide as each other.
-fn excluded(a: Choice, b: Choice) -> bool {
-    let value = |factor: usize| [a, b].into_iter().find(|choice| choice.0 == factor).map(|choice| choice.1);
-    let layout = value(LAYOUT).map(|v| Layout::ALL[v]);
-    let differs =
-        |layout: Layout| value(PAGE_SIZE).is_some_and(|v| (PAGE_SIZES[v] == 0) != (layout == Layout::Contiguous));
-    let widths_differ = value(HEAD_DIM).is_some_and(|v| HEAD_DIMS[v].0 != HEAD_DIMS[v].1);
-    layout.is_some_and(|layout| differs(layout) || (widths_differ && !layout.has_two_buffers()))
-}
-
-fn case(row: &[usize], seed: u64) -> Case {
-    let yes = |factor: usize| row[factor] == 1;
-    let shape = Shape {
-        dtypes: DTYPES[row[0]],
-        head_dim: HEAD_DIMS[row[HEAD_DIM]].0,
-        value_dim: Some(HEAD_DIMS[row[HEAD_DIM]].1),
-        heads: HEADS[row[2]],
-        mask: Mask { top_left: yes(10), ..Mask::BEYOND_BLOCKS[row[3]] },
-        lengths: WORK[row[4]].to_vec(),
-        alibi: ALIBI[row[7]],
-        scales: SCALES[row[8]],
-        leftpad: yes(11),
-        softcap: if yes(12) { 2.5 } else { 0.0 },
-        sinks: yes(13),
-        seed,
-        ..Shape::default()
-    };
-    let storage = Storage {
-        layout: Layout::ALL[row[LAYOUT]],
-        page_size: PAGE_SIZES[row[PAGE_SIZE]],
-        workspace: WORKSPACES[row[9]],
-        seqused_q: yes(14),
-        seqused_k: yes(15),
-        seed,
-        ..Storage::default()
-    };
-    Case::flash(&shape.batch(), &storage)
-}
+/// Tiles that end with a sequence and before, more keys than queries and fewer, and sequences that are decoded; one pack of
+/// heads a KV head and several, packs of more heads than a warp has rows; boxes of one octet, of two, of a whole block, and
+/// pages that are no octets.
+const LONG: Options = Options {
+    dtypes: &DTYPES,
+    head_dims: &HEAD_DIMS,
+    heads: &[(1, 1), (4, 2), (8, 1), (6, 2), (12, 1), (32, 1)],
+    masks: &Mask::BEYOND_BLOCKS,
+    work: &[
+        &[(128, 128), (64, 256)],
+        &[(130, 300), (1, 70), (33, 33), (77, 500)],
+        &[(200, 90), (40, 0), (17, 129)],
+        &[(40, 600)],
+        &[(20, 20), (19, 21), (18, 18), (25, 40), (300, 300)],
+    ],
+    layouts: &Layout::ALL,
+    page_sizes: &[0, 8, 16, 24, 48, 128, 256, 1, 4, 12, 100],
+    alibi: ALIBI,
+    scales: &[[Scaled::No; 3], [Scaled::AsAWhole; 3], [Scaled::PerHead; 3]],
+    workspaces: &[None, Some(13), Some(9_000_001)],
+    top_left: YES_OR_NO,
+    leftpad: YES_OR_NO,
+    softcap: YES_OR_NO,
+    sinks: YES_OR_NO,
+    seqused_q: YES_OR_NO,
+    seqused_k: YES_OR_NO,
+    seed: 7,
+    ..Options::PLAIN
+};
 
 #[test]
 fn every_pair_agrees_with_the_reference() {
-    for (seed, row) in cover(&SIZES, &excluded, 7).iter().enumerate() {
-        check_named(&format!("long {seed}"), case(row, seed as u64));
+    for (seed, (_, shape, storage, _)) in LONG.calls().into_iter().enumerate() {
+        check_named(&format!("long {seed}"), Case::flash(&shape.batch(), &storage));
     }
 }
 
@@ -129,8 +77,11 @@ fn calls_without_options_agree_with_the_reference() {
             // 8-bit keys in pages that are no octets are for the portable kernel.
             for page_size in if dtypes.q == dtypes.out { &[1, 8, 12, 128][..] } else { &[8, 128] } {
                 // Where keys are is only an address.
-                let pages = check(&Case::flash(&batch, &paged(*page_size)));
-                assert!(contiguous == pages, "{dtypes:?}, D {head_dim}, Dv {value_dim}, pages of {page_size}");
+                let pages = Case::flash(&batch, &paged(*page_size)).invocation();
+                for_both_sides(|side| {
+                    let same = pages.results(side)[..2] == contiguous;
+                    assert!(same, "{dtypes:?}, D {head_dim}, Dv {value_dim}, pages of {page_size}");
+                });
             }
         }
     }
@@ -224,16 +175,6 @@ fn many_decoded_sequences_beneath_prefill_agree_with_the_reference() {
             Storage { rows_around: (3, 900), workspace: Some(9_000_001), ..Storage::paged(Layout::Interleaved, 16) };
         check_named(&format!("{heads:?}"), Case::flash(&shape.batch(), &storage));
     }
-}
-
-#[test]
-fn the_set_holds_every_choice() {
-    let rows = cover(&SIZES, &excluded, 7);
-    for (factor, size) in SIZES.into_iter().enumerate() {
-        let found: BTreeSet<usize> = rows.iter().map(|row| row[factor]).collect();
-        assert_eq!(found.len(), size, "factor {factor}");
-    }
-    assert!(rows.len() < 80, "{} rows", rows.len());
 }
 
 #[cfg(feature = "cuda")]

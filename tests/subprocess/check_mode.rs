@@ -11,7 +11,7 @@ use crate::support::gradient_case::{GradientCase, Wanted};
 use crate::support::guard::Side;
 use crate::support::invocation::Invocation;
 use crate::support::machine::runs_on_cpu;
-use crate::support::named_shapes::named_shapes;
+use crate::support::named_shapes::paged_shapes;
 use crate::support::pools::Inline;
 use crate::support::right_calls::{self, zeros};
 use crate::support::steps::Step;
@@ -260,7 +260,7 @@ fn attention_calls(dtypes: Dtypes) -> Vec<(&'static str, Invocation)> {
     let paged = |(name, shape, storage): (&'static str, Shape, Storage)| {
         (name, Case::paged(&shape.batch(), &storage).invocation())
     };
-    let mut calls: Vec<_> = named_shapes(dtypes).into_iter().map(paged).collect();
+    let mut calls: Vec<_> = paged_shapes(dtypes).into_iter().map(paged).collect();
     let shape = Shape { dtypes, lengths: vec![(5, 9), (1, 30), (7, 7)], value_dim: Some(24), ..Shape::default() };
     let rows = Storage { layout: Layout::Contiguous, spare_seqs: 0, ..Storage::default() };
     calls.push(("rows", Case::flash(&shape.batch(), &rows).invocation()));

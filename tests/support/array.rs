@@ -106,7 +106,12 @@ impl Dtype {
 
     /// `value` as this type holds it.
     pub fn round(self, value: f64) -> f64 {
-        self.decode(&self.encode(value))
+        match self {
+            F16 => f16::from_f32(to_odd(value)).to_f64(),
+            BF16 => bf16::from_f32(to_odd(value)).to_f64(),
+            F32 => f64::from(value as f32),
+            _ => self.decode(&self.encode(value)),
+        }
     }
 }
 

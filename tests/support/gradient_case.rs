@@ -27,6 +27,12 @@ pub struct Wanted {
 
 impl Wanted {
     pub const ALL: Self = Self { dlse: true, dsinks: true, deterministic: true };
+
+    /// All for seed 1, any for another.
+    pub fn drawn(seed: u64) -> Self {
+        Self { dlse: seed & 2 == 0, dsinks: seed & 4 == 0, deterministic: seed & 8 == 0 }
+    }
+
     /// The gradients of `out` alone.
     pub const LEAST: Self = Self { dlse: false, dsinks: false, deterministic: false };
 }

@@ -4,7 +4,7 @@
 //! `gradient_case` applies both to whole calls.
 
 use super::array::{BF16, Dtype, F16};
-use super::oracle::Score;
+use super::oracle::{Score, dot, dot_in_f32};
 use half::{bf16, f16};
 use std::ops::Range;
 
@@ -67,10 +67,6 @@ impl OneHead<'_> {
         let distance = (score.mask.position(i, self.len_q, self.len_k) - j as i64).abs() as f64;
         score.slope.map(|slope| -f64::from(slope) * distance)
     }
-}
-
-fn dot(a: &[f64], b: &[f64]) -> f64 {
-    a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
 fn add(to: &mut [f64], factor: f64, x: &[f64]) {
@@ -139,7 +135,6 @@ fn differentiate_rounding(head: &OneHead, score: &Score, round: impl Fn(f32) -> 
     let (d, dv) = (head.head_dim, head.value_dim);
     let (scale, cap) = (score.scales.iter().product::<f32>(), score.softcap);
     let sink = score.sink.unwrap_or(f32::NEG_INFINITY);
-    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).fold(0.0f32, |sum, (a, b)| sum + *a as f32 * *b as f32);
     // Sums are f32 that stand in f64.
     let add = |to: &mut [f64], factor: f32, x: &[f64]| {
         to.iter_mut().zip(x).for_each(|(to, x)| *to = f64::from(*to as f32 + factor * *x as f32));
@@ -150,7 +145,7 @@ fn differentiate_rounding(head: &OneHead, score: &Score, round: impl Fn(f32) -> 
         let scores: Vec<(f32, f32)> = visible
             .clone()
             .map(|j| {
-                let s = round(scale * round(dot((head.query)(i), (head.key)(j))));
+                let s = round(scale * round(dot_in_f32((head.query)(i), (head.key)(j))));
                 let t = round((s / cap).tanh());
                 let (s, slope) = if cap > 0.0 { (round(cap * t), round(1.0 - t * t)) } else { (s, 1.0) };
                 (head.bias(score, i, j).map_or(s, |bias| round(s + round(bias as f32))), slope)
@@ -164,11 +159,11 @@ fn differentiate_rounding(head: &OneHead, score: &Score, round: impl Fn(f32) -> 
         let sum = scores.iter().map(|s| (s.0 - largest).exp()).sum::<f32>() + of_sink;
         // The weights come from the lse as f32 holds it, which is all that a forward pass leaves.
         let lse = largest + sum.ln();
-        let delta = dot((head.out)(i), (head.dout)(i)) - (head.dlse)(i) as f32;
+        let delta = dot_in_f32((head.out)(i), (head.dout)(i)) - (head.dlse)(i) as f32;
         gradients.dsink = f64::from(gradients.dsink as f32 - round(round((sink - lse).exp()) * delta));
         for (s, j) in scores.into_iter().zip(visible) {
             let p = round((s.0 - lse).exp());
-            let dp = round(dot((head.dout)(i), (head.value)(j)));
+            let dp = round(dot_in_f32((head.dout)(i), (head.value)(j)));
             let ds = round(round(p * (dp - delta)) * s.1);
             add(&mut gradients.dq[i * d..][..d], ds, (head.key)(j));
             add(&mut gradients.dk[j * d..][..d], ds, (head.query)(i));

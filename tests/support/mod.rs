@@ -43,7 +43,6 @@ pub mod pools;
 pub mod random;
 pub mod right_calls;
 pub mod rotations;
-pub mod rows;
 pub mod spread;
 #[cfg(feature = "cuda")]
 pub mod stand_in;

@@ -4,96 +4,54 @@ use super::batch::{Alibi, Dtypes, Scaled, Shape};
 use super::oracle::Mask;
 use super::storage::{Hints, Layout, Storage};
 
+/// A call with a name.
+pub type Named = (&'static str, Shape, Storage);
+
 /// Calls of paged attention.
-pub fn named_shapes(dtypes: Dtypes) -> Vec<(&'static str, Shape, Storage)> {
-    let storage = Storage::default();
-    let shape = Shape { dtypes, ..Shape::default() };
-    let paged = |page_size| Storage { page_size, ..storage.clone() };
+pub fn paged_shapes(dtypes: Dtypes) -> Vec<Named> {
+    let of = |heads, head_dim, lengths: &[(usize, usize)]| Shape {
+        dtypes,
+        heads,
+        head_dim,
+        lengths: lengths.to_vec(),
+        ..Shape::default()
+    };
+    let masked = |mask, lengths: &[(usize, usize)]| Shape { mask, ..of((4, 2), 64, lengths) };
+    let page = |page_size| Storage { page_size, ..Storage::default() };
+    let small = || of((4, 2), 64, &[(1, 17), (5, 5), (3, 33)]);
+    let ragged = [(0, 10), (3, 9), (0, 0), (2, 2)];
     vec![
-        ("one_head_decode", Shape { heads: (1, 1), head_dim: 8, lengths: vec![(1, 1)], ..shape.clone() }, paged(1)),
-        (
-            "smollm2_mixed",
-            Shape { heads: (9, 3), lengths: vec![(7, 7), (1, 40), (1, 97), (12, 60)], ..shape.clone() },
-            paged(16),
-        ),
-        (
-            "llama3_8b_decode",
-            Shape { heads: (32, 8), head_dim: 128, lengths: vec![(1, 1), (1, 65), (1, 128), (1, 33)], ..shape.clone() },
-            paged(16),
-        ),
-        (
-            "mqa_prefill_page_7",
-            Shape { heads: (4, 1), head_dim: 40, lengths: vec![(19, 19), (13, 50)], ..shape.clone() },
-            paged(7),
-        ),
-        (
-            "head_dim_256",
-            Shape { heads: (2, 2), head_dim: 256, lengths: vec![(9, 70), (1, 64)], ..shape.clone() },
-            paged(64),
-        ),
-        (
-            "head_dim_24_page_1",
-            Shape { heads: (8, 2), head_dim: 24, lengths: vec![(3, 9), (1, 31)], ..shape.clone() },
-            paged(1),
-        ),
-        (
-            "long_prefill",
-            Shape { heads: (2, 1), head_dim: 32, lengths: vec![(150, 150), (70, 201)], ..shape.clone() },
-            paged(16),
-        ),
-        ("long_decode", Shape { heads: (4, 1), head_dim: 16, lengths: vec![(1, 1500)], ..shape.clone() }, paged(16)),
-        (
-            "long_decode_of_wide_rows",
-            Shape { heads: (16, 8), head_dim: 256, lengths: vec![(1, 700), (2, 300), (1, 1)], ..shape.clone() },
-            paged(16),
-        ),
-        (
-            "chunk_at_the_end_of_a_long_context",
-            Shape { heads: (2, 1), head_dim: 256, lengths: vec![(30, 2300)], ..shape.clone() },
-            paged(64),
-        ),
-        (
-            "window_1_sees_only_itself",
-            Shape { mask: Mask::sliding(1), lengths: vec![(1, 20), (6, 40)], ..shape.clone() },
-            paged(7),
-        ),
-        (
-            "window_slides_over_pages",
-            Shape { mask: Mask::sliding(24), lengths: vec![(1, 200), (33, 90), (40, 40)], ..shape.clone() },
-            paged(7),
-        ),
-        ("window_wider_than_everything", Shape { mask: Mask::sliding(i64::MAX), ..shape.clone() }, paged(16)),
-        ("soft_cap", Shape { softcap: 30.0, sharpness: 8.0, ..shape.clone() }, paged(16)),
-        (
-            "soft_cap_and_window",
-            Shape { softcap: 2.5, mask: Mask::sliding(9), lengths: vec![(12, 60), (1, 45)], ..shape.clone() },
-            paged(16),
-        ),
-        ("one_key_wins", Shape { sharpness: 60.0, lengths: vec![(20, 80), (1, 300)], ..shape.clone() }, paged(16)),
-        ("more_queries_than_keys", Shape { lengths: vec![(20, 3), (9, 0), (4, 6)], ..shape.clone() }, paged(16)),
-        (
-            "sequences_without_queries",
-            Shape { lengths: vec![(0, 10), (3, 9), (0, 0), (2, 2)], ..shape.clone() },
-            paged(7),
-        ),
-        ("no_sequence", Shape { lengths: vec![], ..shape.clone() }, Storage { rows_around: (0, 5), ..paged(16) }),
-        ("rows_before_the_first_start", shape.clone(), Storage { rows_around: (4, 3), ..paged(16) }),
-        (
-            "nothing_to_spare",
-            Shape { lengths: vec![(2, 32), (1, 16)], ..shape.clone() },
-            Storage { rows_around: (0, 0), spare_seqs: 0, spare_entries: 0, spare_pages: 0, ..paged(16) },
-        ),
-        ("batch_invariant", Shape { batch_invariant: true, ..shape }, paged(16)),
+        ("one_head_decode", of((1, 1), 8, &[(1, 1)]), page(1)),
+        ("smollm2_mixed", of((9, 3), 64, &[(7, 7), (1, 40), (1, 97), (12, 60)]), page(16)),
+        ("llama3_8b_decode", of((32, 8), 128, &[(1, 1), (1, 65), (1, 128), (1, 33)]), page(16)),
+        ("mqa_prefill_page_7", of((4, 1), 40, &[(19, 19), (13, 50)]), page(7)),
+        ("head_dim_256", of((2, 2), 256, &[(9, 70), (1, 64)]), page(64)),
+        ("head_dim_24_page_1", of((8, 2), 24, &[(3, 9), (1, 31)]), page(1)),
+        ("long_prefill", of((2, 1), 32, &[(150, 150), (70, 201)]), page(16)),
+        ("long_decode", of((4, 1), 16, &[(1, 1500)]), page(16)),
+        ("long_decode_of_wide_rows", of((16, 8), 256, &[(1, 700), (2, 300), (1, 1)]), page(16)),
+        ("chunk_at_the_end_of_a_long_context", of((2, 1), 256, &[(30, 2300)]), page(64)),
+        ("window_1_sees_only_itself", masked(Mask::sliding(1), &[(1, 20), (6, 40)]), page(7)),
+        ("window_slides_over_pages", masked(Mask::sliding(24), &[(1, 200), (33, 90), (40, 40)]), page(7)),
+        ("window_wider_than_everything", masked(Mask::sliding(i64::MAX), &[(1, 17), (3, 33)]), page(16)),
+        ("soft_cap", Shape { softcap: 30.0, sharpness: 8.0, ..small() }, page(16)),
+        ("soft_cap_and_window", Shape { softcap: 2.5, ..masked(Mask::sliding(9), &[(12, 60), (1, 45)]) }, page(16)),
+        ("one_key_wins", Shape { sharpness: 60.0, ..of((4, 2), 64, &[(20, 80), (1, 300)]) }, page(16)),
+        ("more_queries_than_keys", of((4, 2), 64, &[(20, 3), (9, 0), (4, 6)]), page(16)),
+        ("sequences_without_queries", of((4, 2), 64, &ragged), page(7)),
+        ("rows_before_the_first_start", small(), Storage { rows_around: (4, 3), ..page(16) }),
+        ("nothing_to_spare", of((4, 2), 64, &[(2, 32), (1, 16)]), page(16).bare()),
+        ("batch_invariant", Shape { batch_invariant: true, ..small() }, page(16)),
     ]
 }
 
 /// Calls of `flash_attn_varlen`: what models and servers send, and the corners.
-pub fn flash_shapes(dtypes: Dtypes) -> Vec<(&'static str, Shape, Storage)> {
+pub fn flash_shapes(dtypes: Dtypes) -> Vec<Named> {
     let shape = Shape { dtypes, ..Shape::default() };
     [models(&shape), stored(&shape), long(&shape), corners(&shape)].concat()
 }
 
-fn models(shape: &Shape) -> Vec<(&'static str, Shape, Storage)> {
+fn models(shape: &Shape) -> Vec<Named> {
     let (packed, paged) = (Storage::contiguous(), |page_size| Storage::paged(Layout::Split, page_size));
     let of = |heads, head_dim, lengths: &[(usize, usize)], mask| Shape {
         heads,
@@ -128,7 +86,7 @@ fn models(shape: &Shape) -> Vec<(&'static str, Shape, Storage)> {
     ]
 }
 
-fn stored(shape: &Shape) -> Vec<(&'static str, Shape, Storage)> {
+fn stored(shape: &Shape) -> Vec<Named> {
     let packed = Storage::contiguous();
     let ragged = Shape { lengths: vec![(1, 37), (20, 20), (0, 9), (13, 64)], ..shape.clone() };
     let hidden = Storage { seqused_q: true, seqused_k: true, ..packed.clone() };
@@ -147,7 +105,7 @@ fn stored(shape: &Shape) -> Vec<(&'static str, Shape, Storage)> {
 }
 
 /// Few queries over keys that are split between workers.
-fn long(shape: &Shape) -> Vec<(&'static str, Shape, Storage)> {
+fn long(shape: &Shape) -> Vec<Named> {
     let packed = Storage::contiguous();
     let of = |heads, head_dim, lengths: &[(usize, usize)]| Shape {
         heads,
@@ -181,7 +139,7 @@ fn long(shape: &Shape) -> Vec<(&'static str, Shape, Storage)> {
     ]
 }
 
-fn corners(shape: &Shape) -> Vec<(&'static str, Shape, Storage)> {
+fn corners(shape: &Shape) -> Vec<Named> {
     let packed = Storage::contiguous();
     let of = |lengths: &[(usize, usize)], mask| Shape { lengths: lengths.to_vec(), mask, ..shape.clone() };
     let uneven = [(5, 40), (40, 5), (17, 17), (1, 3), (3, 1)];

@@ -1,22 +1,88 @@
-//! Every pair of options of the attention operators, in a set of small calls.
+//! Sets of small calls in which every pair of some options of the attention operators occurs.
 
+use super::array::{BF16, F16, F32};
 use super::batch::{Alibi, Dtypes, Scaled, Shape};
 use super::case::Target;
+use super::gradient_case::Wanted;
 use super::oracle::Mask;
 use super::pairwise::{Choice, Pair, cover, pairs};
 use super::storage::{Hints, Layout, Storage};
 
-const HEAD_DIMS: [usize; 10] = [8, 32, 40, 64, 96, 112, 128, 192, 200, 256];
+/// (`len_q`, `len_k`) of the sequences of a batch.
+type Lengths = &'static [(usize, usize)];
 
-/// Dv for a D.
-const VALUE_DIMS: [fn(usize) -> usize; 3] = [|d| d, |d| (d / 2).next_multiple_of(8), |d| (d + 56).min(256)];
+/// A set: what its calls choose from. An option that plays no part has one value.
+#[derive(Clone, Copy)]
+pub struct Options {
+    pub targets: &'static [Target],
+    pub dtypes: &'static [Dtypes],
+    /// (D, Dv)
+    pub head_dims: &'static [(usize, usize)],
+    /// Dv for that of `head_dims`; all but the first differ from it.
+    pub value_dims: &'static [fn(usize) -> usize],
+    pub heads: &'static [(usize, usize)],
+    pub work: &'static [Lengths],
+    pub masks: &'static [Mask],
+    pub alibi: &'static [Alibi],
+    pub scales: &'static [[Scaled; 3]],
+    pub layouts: &'static [Layout],
+    /// 0 goes with contiguous keys.
+    pub page_sizes: &'static [usize],
+    pub workspaces: &'static [Option<usize>],
+    pub hints: &'static [Hints],
+    pub top_left: &'static [bool],
+    pub leftpad: &'static [bool],
+    pub softcap: &'static [bool],
+    pub sinks: &'static [bool],
+    pub seqused_q: &'static [bool],
+    pub seqused_k: &'static [bool],
+    pub lse: &'static [bool],
+    pub batch_invariant: &'static [bool],
+    pub dlse: &'static [bool],
+    pub dsinks: &'static [bool],
+    pub deterministic: &'static [bool],
+    /// Decides which set it is.
+    pub seed: u64,
+}
 
-const HEADS: [(usize, usize); 7] = [(1, 1), (3, 3), (4, 2), (3, 1), (8, 2), (5, 1), (16, 1)];
+/// The options by their place in a row of choices.
+#[derive(Clone, Copy)]
+enum Factor {
+    Target,
+    Dtypes,
+    HeadDim,
+    ValueDim,
+    Heads,
+    Work,
+    Mask,
+    Alibi,
+    Scales,
+    Layout,
+    PageSize,
+    Workspace,
+    Hints,
+    TopLeft,
+    Leftpad,
+    Softcap,
+    Sinks,
+    SequsedQ,
+    SequsedK,
+    Lse,
+    BatchInvariant,
+    Dlse,
+    Dsinks,
+    Deterministic,
+}
 
-/// 0 goes with contiguous keys.
-const PAGE_SIZES: [usize; 6] = [0, 1, 7, 16, 32, 128];
+pub const YES_OR_NO: &[bool] = &[false, true];
 
-const MASKS: [Mask; 6] = [
+pub const ALIBI: &[Alibi] = &[Alibi::Off, Alibi::PerHead, Alibi::PerSequence];
+
+const HINTS: &[Hints] = &[Hints::Unknown, Hints::RoundedUp, Hints::TooSmall, Hints::Huge];
+
+const VALUE_DIMS: &[fn(usize) -> usize] = &[|d| d, |d| (d / 2).next_multiple_of(8), |d| (d + 56).min(256)];
+
+const MASKS: &[Mask] = &[
     Mask::FULL,
     Mask::CAUSAL,
     Mask::window(20, -1),
@@ -25,141 +91,226 @@ const MASKS: [Mask; 6] = [
     Mask { window_left: 24, ..Mask::CAUSAL },
 ];
 
-const SCALES: [[Scaled; 3]; 4] =
-    [[Scaled::No; 3], [Scaled::AsAWhole; 3], [Scaled::PerHead; 3], [Scaled::No, Scaled::AsAWhole, Scaled::PerHead]];
+/// Lengths that no program should send.
+const ODD: Lengths = &[(0, 9), (20, 6), (3, 0), (1, 1), (9, 33)];
 
-const WORKSPACES: [Option<usize>; 4] = [None, Some(40), Some(200_000), Some(9_000_001)];
-
-/// What a batch does: decode, prefill, both, a context long enough to be split, and lengths that nobody expects.
-const WORK: [&[(usize, usize)]; 5] = [
-    &[(1, 37), (1, 64), (1, 5), (1, 90)],
-    &[(40, 40), (23, 23)],
-    &[(1, 70), (18, 50), (1, 3), (7, 7)],
-    &[(1, 600), (3, 420)],
-    &[(0, 9), (20, 6), (3, 0), (1, 1), (9, 33)],
-];
-
-/// The factors of the set, by their place in a row.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Factor {
-    Dtypes,
-    HeadDim,
-    ValueDim,
-    Heads,
-    Target,
-    Layout,
-    PageSize,
-    SequsedQ,
-    SequsedK,
-    Leftpad,
-    Mask,
-    TopLeft,
-    Softcap,
-    Alibi,
-    Sinks,
-    Scales,
-    Lse,
-    Workspace,
-    Hints,
-    BatchInvariant,
-    Work,
-}
-
-const ALIBI: [Alibi; 3] = [Alibi::Off, Alibi::PerHead, Alibi::PerSequence];
-const HINTS: [Hints; 4] = [Hints::Unknown, Hints::RoundedUp, Hints::TooSmall, Hints::Huge];
-const TARGETS: [Target; 2] = [Target::FlashAttnVarlen, Target::PagedAttention];
-
-/// How many values each factor has. Of a pair of yes and no, 1 is yes.
-const SIZES: [usize; 21] = [
-    Dtypes::ALL.len(),
-    HEAD_DIMS.len(),
-    VALUE_DIMS.len(),
-    HEADS.len(),
-    TARGETS.len(),
-    Layout::ALL.len(),
-    PAGE_SIZES.len(),
-    2,
-    2,
-    2,
-    MASKS.len(),
-    2,
-    2,
-    ALIBI.len(),
-    2,
-    SCALES.len(),
-    2,
-    WORKSPACES.len(),
-    HINTS.len(),
-    2,
-    WORK.len(),
-];
-
-/// What SPEC rules out: `paged_attention` has not all options, contiguous keys have no pages, and values of another
-/// width need a buffer of their own.
-fn excluded(a: Choice, b: Choice) -> bool {
-    let value = |factor: Factor| [a, b].into_iter().find(|c| c.0 == factor as usize).map(|c| c.1);
-    let contiguous = value(Factor::Layout).map(|v| Layout::ALL[v] == Layout::Contiguous);
-    let no_pages = value(Factor::PageSize).map(|v| PAGE_SIZES[v] == 0);
-    let two_buffers = value(Factor::Layout).map(|v| Layout::ALL[v].has_two_buffers());
-    let other_width = value(Factor::ValueDim).is_some_and(|v| v != 0);
-    // Only paged attention can be asked not to give the lse.
-    let paged_attention = value(Factor::Target) == Some(1) || value(Factor::Lse) == Some(0);
-    let beyond_paged_attention = value(Factor::Layout).is_some_and(|v| Layout::ALL[v] != Layout::Interleaved)
-        || no_pages == Some(true)
-        || other_width
-        || value(Factor::SequsedQ) == Some(1)
-        || value(Factor::SequsedK) == Some(0)
-        || value(Factor::Leftpad) == Some(1)
-        || value(Factor::Mask).is_some_and(|v| !MASKS[v].causal)
-        || value(Factor::TopLeft) == Some(1)
-        || value(Factor::Hints).is_some_and(|v| HINTS[v] != Hints::Unknown)
-        || value(Factor::Target) == Some(0);
-    (paged_attention && beyond_paged_attention)
-        || contiguous.is_some_and(|contiguous| no_pages.is_some_and(|none| none != contiguous))
-        || (other_width && two_buffers == Some(false))
-}
-
-/// The pairs that have to occur, and the rows of the set.
-pub fn covered() -> (Vec<Pair>, Vec<Vec<usize>>) {
-    (pairs(&SIZES, &excluded), cover(&SIZES, &excluded, 20))
-}
-
-/// The set: everything that a call needs.
-pub fn calls() -> Vec<(Target, Shape, Storage)> {
-    let rows = cover(&SIZES, &excluded, 20);
-    rows.iter().enumerate().map(|(seed, row)| call(row, seed as u64)).collect()
-}
-
-fn call(row: &[usize], seed: u64) -> (Target, Shape, Storage) {
-    let value = |factor: Factor| row[factor as usize];
-    let yes = |factor: Factor| value(factor) == 1;
-    let head_dim = HEAD_DIMS[value(Factor::HeadDim)];
-    let shape = Shape {
-        dtypes: Dtypes::ALL[value(Factor::Dtypes)],
-        heads: HEADS[value(Factor::Heads)],
-        head_dim,
-        value_dim: Some(VALUE_DIMS[value(Factor::ValueDim)](head_dim)),
-        lengths: WORK[value(Factor::Work)].to_vec(),
-        leftpad: yes(Factor::Leftpad),
-        mask: Mask { top_left: yes(Factor::TopLeft), ..MASKS[value(Factor::Mask)] },
-        softcap: if yes(Factor::Softcap) { 2.5 } else { 0.0 },
-        alibi: ALIBI[value(Factor::Alibi)],
-        sinks: yes(Factor::Sinks),
-        scales: SCALES[value(Factor::Scales)],
-        sharpness: 1.0,
-        batch_invariant: yes(Factor::BatchInvariant),
-        seed,
+impl Options {
+    /// One call over contiguous keys, without an option.
+    pub const PLAIN: Self = Self {
+        targets: &[Target::FlashAttnVarlen],
+        dtypes: &[Dtypes::same(F32)],
+        head_dims: &[(64, 64)],
+        value_dims: &[|d| d],
+        heads: &[(4, 2)],
+        work: &[&[(1, 17), (5, 5)]],
+        masks: &[Mask::FULL],
+        alibi: &[Alibi::Off],
+        scales: &[[Scaled::No; 3]],
+        layouts: &[Layout::Contiguous],
+        page_sizes: &[0],
+        workspaces: &[Some(1000)],
+        hints: &[Hints::Unknown],
+        top_left: &[false],
+        leftpad: &[false],
+        softcap: &[false],
+        sinks: &[false],
+        seqused_q: &[false],
+        seqused_k: &[false],
+        lse: &[true],
+        batch_invariant: &[false],
+        dlse: &[true],
+        dsinks: &[true],
+        deterministic: &[true],
+        seed: 1,
     };
-    let storage = Storage {
-        layout: Layout::ALL[value(Factor::Layout)],
-        page_size: PAGE_SIZES[value(Factor::PageSize)],
-        seqused_q: yes(Factor::SequsedQ),
-        seqused_k: yes(Factor::SequsedK),
-        hints: HINTS[value(Factor::Hints)],
-        lse: yes(Factor::Lse),
-        workspace: WORKSPACES[value(Factor::Workspace)],
-        seed,
-        ..Storage::default()
+
+    /// Of `flash_attn_varlen` and `paged_attention`: decode, prefill, both, and a context long enough to be split.
+    pub const ATTENTION: Self = Self {
+        targets: &[Target::FlashAttnVarlen, Target::PagedAttention],
+        dtypes: &Dtypes::ALL,
+        head_dims: &[
+            (8, 8),
+            (32, 32),
+            (40, 40),
+            (64, 64),
+            (96, 96),
+            (112, 112),
+            (128, 128),
+            (192, 192),
+            (200, 200),
+            (256, 256),
+        ],
+        value_dims: VALUE_DIMS,
+        heads: &[(1, 1), (3, 3), (4, 2), (3, 1), (8, 2), (5, 1), (16, 1)],
+        work: &[
+            &[(1, 37), (1, 64), (1, 5), (1, 90)],
+            &[(40, 40), (23, 23)],
+            &[(1, 70), (18, 50), (1, 3), (7, 7)],
+            &[(1, 600), (3, 420)],
+            ODD,
+        ],
+        masks: MASKS,
+        alibi: ALIBI,
+        scales: &[
+            [Scaled::No; 3],
+            [Scaled::AsAWhole; 3],
+            [Scaled::PerHead; 3],
+            [Scaled::No, Scaled::AsAWhole, Scaled::PerHead],
+        ],
+        layouts: &Layout::ALL,
+        page_sizes: &[0, 1, 7, 16, 32, 128],
+        workspaces: &[None, Some(40), Some(200_000), Some(9_000_001)],
+        hints: HINTS,
+        top_left: YES_OR_NO,
+        leftpad: YES_OR_NO,
+        softcap: YES_OR_NO,
+        sinks: YES_OR_NO,
+        seqused_q: YES_OR_NO,
+        seqused_k: YES_OR_NO,
+        lse: YES_OR_NO,
+        batch_invariant: YES_OR_NO,
+        seed: 20,
+        ..Self::PLAIN
     };
-    (TARGETS[value(Factor::Target)], shape, storage)
+
+    /// Of `flash_attn_varlen_bwd`: decode, prefill, both, more than one block of keys or of queries.
+    pub const GRADIENTS: Self = Self {
+        dtypes: &[Dtypes::same(F32), Dtypes::same(F16), Dtypes::same(BF16)],
+        head_dims: &[(8, 8), (40, 40), (64, 64), (96, 96), (128, 128), (136, 136), (192, 192), (256, 256)],
+        heads: &[(1, 1), (3, 3), (4, 2), (3, 1), (5, 1), (16, 1)],
+        work: &[
+            &[(1, 37), (1, 64), (1, 5), (1, 90)],
+            &[(40, 40), (23, 23)],
+            &[(1, 70), (18, 50), (1, 3), (7, 7)],
+            &[(3, 420), (140, 20)],
+            ODD,
+        ],
+        workspaces: &[None, Some(0), Some(41), Some(200_000), Some(9_000_001)],
+        value_dims: VALUE_DIMS,
+        masks: MASKS,
+        alibi: ALIBI,
+        hints: HINTS,
+        top_left: YES_OR_NO,
+        leftpad: YES_OR_NO,
+        softcap: YES_OR_NO,
+        sinks: YES_OR_NO,
+        seqused_q: YES_OR_NO,
+        seqused_k: YES_OR_NO,
+        dlse: YES_OR_NO,
+        dsinks: YES_OR_NO,
+        deterministic: YES_OR_NO,
+        seed: 30,
+        ..Self::PLAIN
+    };
+
+    /// How many values each option has.
+    pub fn sizes(&self) -> [usize; 24] {
+        [
+            self.targets.len(),
+            self.dtypes.len(),
+            self.head_dims.len(),
+            self.value_dims.len(),
+            self.heads.len(),
+            self.work.len(),
+            self.masks.len(),
+            self.alibi.len(),
+            self.scales.len(),
+            self.layouts.len(),
+            self.page_sizes.len(),
+            self.workspaces.len(),
+            self.hints.len(),
+            self.top_left.len(),
+            self.leftpad.len(),
+            self.softcap.len(),
+            self.sinks.len(),
+            self.seqused_q.len(),
+            self.seqused_k.len(),
+            self.lse.len(),
+            self.batch_invariant.len(),
+            self.dlse.len(),
+            self.dsinks.len(),
+            self.deterministic.len(),
+        ]
+    }
+
+    /// What SPEC rules out: `paged_attention` has not all options, contiguous keys have no pages, and values of another
+    /// width need a buffer of their own.
+    fn excludes(&self, a: Choice, b: Choice) -> bool {
+        fn of<T: Copy>([a, b]: [Choice; 2], factor: Factor, values: &[T]) -> Option<T> {
+            [a, b].into_iter().find(|choice| choice.0 == factor as usize).map(|choice| values[choice.1])
+        }
+        let both = [a, b];
+        let layout = of(both, Factor::Layout, self.layouts);
+        let no_pages = of(both, Factor::PageSize, self.page_sizes).map(|size| size == 0);
+        let target = of(both, Factor::Target, self.targets);
+        let own_width = of(both, Factor::HeadDim, self.head_dims).is_some_and(|(d, dv)| d != dv);
+        let own_width = own_width || [a, b].iter().any(|choice| choice.0 == Factor::ValueDim as usize && choice.1 != 0);
+        // Only paged attention can be asked not to give the lse.
+        let paged_attention = target == Some(Target::PagedAttention) || of(both, Factor::Lse, self.lse) == Some(false);
+        let beyond_paged_attention = layout.is_some_and(|layout| layout != Layout::Interleaved)
+            || no_pages == Some(true)
+            || own_width
+            || of(both, Factor::SequsedQ, self.seqused_q) == Some(true)
+            || of(both, Factor::SequsedK, self.seqused_k) == Some(false)
+            || of(both, Factor::Leftpad, self.leftpad) == Some(true)
+            || of(both, Factor::Mask, self.masks).is_some_and(|mask| !mask.causal)
+            || of(both, Factor::TopLeft, self.top_left) == Some(true)
+            || of(both, Factor::Hints, self.hints).is_some_and(|hints| hints != Hints::Unknown)
+            || target == Some(Target::FlashAttnVarlen);
+        (paged_attention && beyond_paged_attention)
+            || layout.is_some_and(|layout| no_pages.is_some_and(|none| none != (layout == Layout::Contiguous)))
+            || (own_width && layout.is_some_and(|layout| !layout.has_two_buffers()))
+    }
+
+    /// The pairs that have to occur, and the rows of the set.
+    pub fn covered(&self) -> (Vec<Pair>, Vec<Vec<usize>>) {
+        let excluded = |a: Choice, b: Choice| self.excludes(a, b);
+        (pairs(&self.sizes(), &excluded), cover(&self.sizes(), &excluded, self.seed))
+    }
+
+    /// The set: everything that a call needs.
+    pub fn calls(&self) -> Vec<(Target, Shape, Storage, Wanted)> {
+        let (_, rows) = self.covered();
+        rows.iter().enumerate().map(|(seed, row)| self.call(row, seed as u64)).collect()
+    }
+
+    fn call(&self, row: &[usize], seed: u64) -> (Target, Shape, Storage, Wanted) {
+        let value = |factor: Factor| row[factor as usize];
+        let yes = |factor: Factor, of: &[bool]| of[value(factor)];
+        let (head_dim, value_dim) = self.head_dims[value(Factor::HeadDim)];
+        let top_left = yes(Factor::TopLeft, self.top_left);
+        let shape = Shape {
+            dtypes: self.dtypes[value(Factor::Dtypes)],
+            heads: self.heads[value(Factor::Heads)],
+            head_dim,
+            value_dim: Some(self.value_dims[value(Factor::ValueDim)](value_dim)),
+            lengths: self.work[value(Factor::Work)].to_vec(),
+            leftpad: yes(Factor::Leftpad, self.leftpad),
+            mask: Mask { top_left, ..self.masks[value(Factor::Mask)] },
+            softcap: if yes(Factor::Softcap, self.softcap) { 2.5 } else { 0.0 },
+            alibi: self.alibi[value(Factor::Alibi)],
+            sinks: yes(Factor::Sinks, self.sinks),
+            scales: self.scales[value(Factor::Scales)],
+            batch_invariant: yes(Factor::BatchInvariant, self.batch_invariant),
+            seed,
+            ..Shape::default()
+        };
+        let storage = Storage {
+            layout: self.layouts[value(Factor::Layout)],
+            page_size: self.page_sizes[value(Factor::PageSize)],
+            seqused_q: yes(Factor::SequsedQ, self.seqused_q),
+            seqused_k: yes(Factor::SequsedK, self.seqused_k),
+            hints: self.hints[value(Factor::Hints)],
+            lse: yes(Factor::Lse, self.lse),
+            workspace: self.workspaces[value(Factor::Workspace)],
+            seed,
+            ..Storage::default()
+        };
+        let wanted = Wanted {
+            dlse: yes(Factor::Dlse, self.dlse),
+            dsinks: yes(Factor::Dsinks, self.dsinks),
+            deterministic: yes(Factor::Deterministic, self.deterministic),
+        };
+        (self.targets[value(Factor::Target)], shape, storage, wanted)
+    }
 }

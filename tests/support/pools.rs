@@ -125,3 +125,12 @@ impl Drop for Threads {
         }
     }
 }
+
+/// Each kind of pool, at last one whose tasks run after the call has returned and its memory is gone.
+pub fn for_each_pool(mut check: impl FnMut(&dyn HostPool)) {
+    let late = Late::default();
+    for pool in [&Inline(1) as &dyn HostPool, &Inline(3), &Inline(64), &Threads::new(3), &NoPool, &late] {
+        check(pool);
+    }
+    late.run_all();
+}

@@ -128,8 +128,9 @@ impl Step {
     }
 
     /// Both ways, in place and into a cache of its own, and from run to run: the oracle's answers, and bit by bit those
-    /// of the two calls.
-    pub fn check(&self) {
+    /// of the two calls. Gives the results.
+    pub fn check(&self) -> Vec<Array> {
+        let mut found = vec![];
         let answers = answers(&self.case, IfWrong::Unspecified);
         for_both_sides(|side| {
             let [update, attention] = self.in_two_calls();
@@ -143,8 +144,10 @@ impl Step {
                 assert_allowed(&self.case, &answers, out, lse);
                 assert!(*out == separate[0], "{name}, in place: {in_place}: out is not that of two calls");
                 assert!(lse.is_none_or(|lse| *lse == separate[1]), "{name}: the lse is not that of two calls");
+                found = self.computed(&results).to_vec();
             }
         });
+        found
     }
 }
 

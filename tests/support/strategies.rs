@@ -68,13 +68,13 @@ prop_compose! {
 }
 
 prop_compose! {
-    pub fn paged_shapes()(shape in shapes(), mask in sliding()) -> Shape {
-        Shape { mask, ..shape }
+    pub fn paged_calls()(shape in shapes(), mask in sliding(), storage in paged_storages()) -> (Shape, Storage) {
+        (Shape { mask, ..shape }, storage)
     }
 }
 
 prop_compose! {
-    pub fn paged_storages()(
+    fn paged_storages()(
         page_size in select(&[1usize, 2, 5, 7, 16, 32, 64]),
         rows_around in (0..4usize, 0..4usize),
         spare_seqs in 0..3usize,

@@ -1,5 +1,6 @@
-//! What holds for both attention operators: the reference itself, and every pair of their options.
+//! What holds for all attention operators: the references themselves, and every pair of options.
 
+mod gradients;
 mod pairwise;
 mod reference;
 mod stored;

@@ -1,0 +1,519 @@
+//! What must hold between two calls of an operator, or between its results, whatever the numbers are.
+
+use super::Operator;
+use super::results::{
+    GRADIENT, Gradients, LSE, OUT, Rows, assert_close, assert_same_gradients, assert_same_rows, attend, differentiate,
+    gradients_of,
+};
+use crate::support::array::{Array, F32};
+use crate::support::batch::{Alibi, Batch, Form, Scaled, SequenceData, Shape};
+use crate::support::gradient_case::{GradientCase, Wanted};
+use crate::support::oracle::Mask;
+use crate::support::random::Random;
+use crate::support::storage::Storage;
+use crate::support::strategies::for_all;
+use proptest::prelude::*;
+
+/// f32, so that the order of sums is all that may differ between two sides of a law.
+fn f32_calls(op: Operator) -> impl Strategy<Value = (Shape, Storage)> {
+    op.calls().prop_map(|(shape, storage)| (Shape { dtypes: F32.into(), sharpness: 1.0, ..shape }, storage))
+}
+
+/// The batch with something done to each sequence.
+fn each(batch: &Batch, change: impl Fn(&mut SequenceData)) -> Batch {
+    let mut batch = batch.clone();
+    batch.sequences.iter_mut().for_each(change);
+    batch
+}
+
+/// Apply `change(head, [D] row)` to every row of `[n, heads, D]`.
+fn change_rows(rows: &mut [f64], heads: usize, d: usize, change: impl Fn(usize, &mut [f64])) {
+    for (index, row) in rows.chunks_exact_mut(d).enumerate() {
+        change(index % heads, row);
+    }
+}
+
+/// Two calls, each as the operator takes it, give the same; of gradients, when `back` has brought those of the keys and
+/// values of the first call's sequence to where the second one has them.
+fn assert_same(
+    op: Operator,
+    (changed, original): (&Batch, &Batch),
+    storage: &Storage,
+    what: &str,
+    back: impl Fn(&SequenceData, &mut Gradients),
+) {
+    if op != Operator::FlashAttnVarlenBwd {
+        return assert_same_rows(&attend(op, changed, storage), &attend(op, original, storage), what);
+    }
+    let mut found = differentiate(changed, storage);
+    found.0.iter_mut().zip(&changed.sequences).for_each(|(gradients, sequence)| back(sequence, gradients));
+    assert_same_gradients(&found, &differentiate(original, storage), what);
+}
+
+fn as_they_are(_: &SequenceData, _: &mut Gradients) {}
+
+pub(crate) fn however_keys_are_stored_the_answer_is_the_same(op: Operator) {
+    for_all(32, f32_calls(op), |(shape, storage)| {
+        let batch = Shape { value_dim: None, ..shape }.batch();
+        let expected = attend(op, &batch, &storage);
+        for layout in op.layouts() {
+            for page_size in [1, 7, 16, 128] {
+                let other = Storage { layout, page_size, ..storage.clone() };
+                let what = format!("{layout:?}, page_size {page_size}");
+                assert_same_rows(&attend(op, &batch, &other), &expected, &what);
+            }
+        }
+    });
+}
+
+pub(crate) fn a_ragged_batch_is_its_sequences_one_by_one(op: Operator) {
+    for_all(32, f32_calls(op), |(shape, storage)| {
+        let batch = Shape { batch_invariant: false, ..shape }.batch();
+        let bare = if op.is_paged() { storage.clone() } else { Storage::contiguous() };
+        let dense = Storage { seed: storage.seed + 1, ..bare.bare() };
+        if op != Operator::FlashAttnVarlenBwd {
+            for (index, rows) in attend(op, &batch, &storage).iter().enumerate() {
+                assert_same_rows(&attend(op, &batch.only(index), &dense), std::slice::from_ref(rows), "alone");
+            }
+            return;
+        }
+        let (whole, sinks) = differentiate(&batch, &storage);
+        let mut sum = vec![0.0; sinks.len()];
+        for (index, gradients) in whole.iter().enumerate() {
+            let (alone, own) = differentiate(&batch.only(index), &dense);
+            assert_same_gradients(&(alone, vec![]), &(vec![gradients.clone()], vec![]), "alone");
+            sum.iter_mut().zip(own).for_each(|(s, x)| *s += x);
+        }
+        assert_close(&sum, &sinks, GRADIENT, "sinks");
+    });
+}
+
+/// The sum over the rows of `[n, heads, d]`: `[heads, d]`.
+fn over_rows(rows: &[f64], heads: usize, d: usize) -> Vec<f64> {
+    let mut sum = vec![0.0; heads * d];
+    rows.chunks_exact(heads * d).for_each(|row| sum.iter_mut().zip(row).for_each(|(s, x)| *s += x));
+    sum
+}
+
+/// The sum over the heads of each group: `[n, Hkv, d]` of `[n, Hq, d]`.
+fn over_groups(rows: &[f64], group: usize, d: usize) -> Vec<f64> {
+    rows.chunks_exact(group * d).flat_map(|heads| over_rows(heads, 1, d)).collect()
+}
+
+pub(crate) fn grouped_heads_equal_repeated_heads(op: Operator) {
+    for_all(24, f32_calls(op), |(shape, storage)| {
+        let batch = shape.batch();
+        let Form { q_heads, kv_heads, head_dim, value_dim, .. } = batch.form;
+        let group = q_heads / kv_heads;
+        let repeat = |rows: &[f64], d: usize| -> Vec<f64> {
+            rows.chunks_exact(d).flat_map(|head| std::iter::repeat_n(head, group).flatten().copied()).collect()
+        };
+        let scale = |values: &mut Option<Vec<f32>>| {
+            if let Some(values) = values.as_mut().filter(|v| v.len() > 1) {
+                *values = values.iter().flat_map(|x| std::iter::repeat_n(*x, group)).collect();
+            }
+        };
+        let repeated = each(&batch, |s| (s.k, s.v) = (repeat(&s.k, head_dim), repeat(&s.v, value_dim)));
+        let repeated = repeated.with_form(|form| {
+            form.kv_heads = form.q_heads;
+            [&mut form.q_scale, &mut form.k_scale, &mut form.v_scale].into_iter().for_each(scale);
+        });
+        assert_same(op, (&repeated, &batch), &storage, "repeated heads", |_, gradients| {
+            gradients.dk = over_groups(&gradients.dk, group, head_dim);
+            gradients.dv = over_groups(&gradients.dv, group, value_dim);
+        });
+    });
+}
+
+pub(crate) fn keys_may_stand_in_any_order_where_no_place_counts(op: Operator) {
+    for_all(24, f32_calls(op), |(shape, storage)| {
+        let batch = Shape { mask: Mask::FULL, leftpad: false, alibi: Alibi::Off, ..shape }.batch();
+        let rows = [batch.form.head_dim, batch.form.value_dim].map(|d| batch.form.kv_heads * d);
+        let order = |len_k: usize| {
+            let mut order: Vec<usize> = (0..len_k).collect();
+            Random::new(11).shuffle(&mut order);
+            order
+        };
+        let shuffled = each(&batch, |s| {
+            let in_order =
+                |x: &[f64], row: usize| order(s.len_k).iter().flat_map(|&j| x[j * row..][..row].to_vec()).collect();
+            (s.k, s.v) = (in_order(&s.k, rows[0]), in_order(&s.v, rows[1]));
+        });
+        assert_same(op, (&shuffled, &batch), &storage, "shuffled keys", |sequence, gradients| {
+            for (x, row) in [&mut gradients.dk, &mut gradients.dv].into_iter().zip(rows) {
+                let shuffled = x.clone();
+                for (from, to) in order(sequence.len_k).into_iter().enumerate() {
+                    x[to * row..][..row].copy_from_slice(&shuffled[from * row..][..row]);
+                }
+            }
+        });
+    });
+}
+
+pub(crate) fn padding_on_the_left_equals_slicing_it_off(op: Operator) {
+    for_all(32, f32_calls(op), |(shape, storage)| {
+        // Counted from the last key, the padding has no place.
+        let mask = Mask { top_left: false, ..shape.mask };
+        let padded = Shape { leftpad: true, mask, ..shape }.batch();
+        let rows = [padded.form.head_dim, padded.form.value_dim].map(|d| padded.form.kv_heads * d);
+        let sliced = each(&padded, |s| {
+            s.len_k -= s.leftpad;
+            s.k.drain(..s.leftpad * rows[0]);
+            s.v.drain(..s.leftpad * rows[1]);
+            s.leftpad = 0;
+        });
+        let sliced = Batch { leftpad: false, ..sliced };
+        assert_same(op, (&padded, &sliced), &storage, "sliced", |sequence, gradients| {
+            for (x, row) in [&mut gradients.dk, &mut gradients.dv].into_iter().zip(rows) {
+                assert!(x.drain(..sequence.leftpad * row).all(|x| x == 0.0), "padding has a gradient");
+            }
+        });
+    });
+}
+
+pub(crate) fn masks_that_show_the_same_keys_give_the_same(op: Operator) {
+    for_all(16, f32_calls(op), |(shape, storage)| {
+        let batch = shape.batch();
+        let of = |mask| batch.with_form(|form| form.mask = mask);
+        let causal = Mask { causal: true, window_right: 0, ..shape.mask };
+        for (one, other) in [
+            (Mask::FULL, Mask::window(200, 200)),
+            (Mask::FULL, Mask::window(i64::MAX, i64::MAX)),
+            (Mask::CAUSAL, Mask { window_left: 200, ..Mask::CAUSAL }),
+            (Mask::CAUSAL.top_left(), Mask { window_left: 1 << 40, ..Mask::CAUSAL.top_left() }),
+            (Mask::CAUSAL, Mask::window(-1, 0)),
+            (causal, Mask { window_right: -1, ..causal }),
+            (causal, Mask { window_right: 5, ..causal }),
+            (causal, Mask { window_right: i64::MAX, ..causal }),
+        ] {
+            assert_same(op, (&of(other), &of(one)), &storage, &format!("{other:?}"), as_they_are);
+        }
+        // For equal lengths both alignments are one.
+        let lengths = shape.lengths.iter().map(|&(_, len_k)| (len_k.min(40), len_k.min(40))).collect();
+        let batch = Shape { lengths, mask: Mask { top_left: false, ..shape.mask }, ..shape }.batch();
+        let top_left = batch.with_form(|form| form.mask = form.mask.top_left());
+        assert_same(op, (&top_left, &batch), &storage, "top_left", as_they_are);
+    });
+}
+
+pub(crate) fn options_that_say_nothing_change_nothing(op: Operator) {
+    for_all(24, f32_calls(op), |(shape, storage)| {
+        let scales = [Scaled::No; 3];
+        let batch = Shape { leftpad: false, alibi: Alibi::Off, sinks: false, scales, ..shape }.batch();
+        let same = |other: &Batch, what| assert_same(op, (other, &batch), &storage, what, as_they_are);
+        let flat = Batch { alibi: Alibi::PerSequence, ..batch.clone() };
+        same(&each(&flat, |s| s.slopes.fill(0.0)), "slopes of 0");
+        // Their gradients are 0, as those of sinks that are not there.
+        same(&batch.with_form(|form| form.sinks = Some(vec![f32::NEG_INFINITY; form.q_heads])), "sinks of -inf");
+        if !op.is_paged() {
+            same(&Batch { leftpad: true, ..batch.clone() }, "padding of 0");
+        }
+        if op == Operator::FlashAttnVarlenBwd {
+            let [far, none] = [1e6, 0.0].map(|softcap| batch.with_form(|form| form.softcap = softcap));
+            return assert_same(op, (&far, &none), &storage, "a cap far away", as_they_are);
+        }
+        let ones = |form: &mut Form| {
+            (form.q_scale, form.v_scale) = (Some(vec![1.0]), Some(vec![1.0]));
+            form.k_scale = Some(vec![1.0; form.kv_heads]);
+        };
+        same(&batch.with_form(ones), "scales of 1");
+    });
+}
+
+pub(crate) fn slopes_repeated_for_each_sequence_are_the_slopes(op: Operator) {
+    for_all(16, f32_calls(op), |(shape, storage)| {
+        let batch = Shape { alibi: Alibi::PerHead, ..shape }.batch();
+        let repeated = Batch { alibi: Alibi::PerSequence, ..batch.clone() };
+        assert_same(op, (&repeated, &batch), &storage, "repeated slopes", as_they_are);
+    });
+}
+
+/// The scale of a KV head, if there are any.
+fn scale_of(values: Option<&Vec<f32>>, head: usize) -> f64 {
+    values.map_or(1.0, |v| f64::from(v[head % v.len()]))
+}
+
+pub(crate) fn adding_a_vector_to_every_key_moves_only_the_lse(op: Operator) {
+    for_all(24, f32_calls(op), |(shape, storage)| {
+        // The cap bends scores and a sink stays behind: the law holds without them.
+        let batch = Shape { softcap: 0.0, sinks: false, ..shape }.batch();
+        let form = &batch.form;
+        let d = form.head_dim;
+        let mut random = Random::new(7);
+        let shift: Vec<f64> = (0..form.kv_heads * d).map(|_| random.normal()).collect();
+        let shifted = each(&batch, |s| {
+            change_rows(&mut s.k, form.kv_heads, d, |head, row| {
+                row.iter_mut().zip(&shift[head * d..]).for_each(|(k, c)| *k = F32.round(*k + c));
+            });
+        });
+        let mut expected = attend(op, &batch, &storage);
+        for (rows, sequence) in expected.iter_mut().zip(&batch.sequences) {
+            for (index, q) in sequence.q.chunks_exact(d).enumerate() {
+                let (row, head) = (index / form.q_heads, index % form.q_heads);
+                let kv_head = form.kv_head(head);
+                let along: f64 = q.iter().zip(&shift[kv_head * d..]).map(|(q, c)| q * c).sum();
+                let scales = scale_of(form.q_scale.as_ref(), kv_head) * scale_of(form.k_scale.as_ref(), kv_head);
+                rows.lse[head][row] += f64::from(form.softmax_scale) * scales * along;
+            }
+        }
+        assert_same_rows(&attend(op, &shifted, &storage), &expected, "shifted keys");
+    });
+}
+
+/// Every row that sees a key moves by as much; no gradient of rows without a sink does.
+pub(crate) fn adding_a_number_to_every_value_adds_it_to_every_row_that_sees_a_key(op: Operator) {
+    for_all(24, f32_calls(op), |(shape, storage)| {
+        let batch = Shape { sinks: false, ..shape }.batch().with_form(|form| form.v_scale = None);
+        let form = &batch.form;
+        let shifted = each(&batch, |s| {
+            change_rows(&mut s.v, form.kv_heads, form.value_dim, |head, row| {
+                for v in row {
+                    *v = F32.round(*v + 1.0 + head as f64);
+                }
+            });
+        });
+        if op == Operator::FlashAttnVarlenBwd {
+            return assert_same(op, (&shifted, &batch), &storage, "shifted values", as_they_are);
+        }
+        let mut expected = attend(op, &batch, &storage);
+        for rows in &mut expected {
+            for (index, o) in rows.out.chunks_exact_mut(form.value_dim).enumerate() {
+                let (row, head) = (index / form.q_heads, index % form.q_heads);
+                if rows.lse[head][row] > f64::NEG_INFINITY {
+                    for o in o {
+                        *o += 1.0 + form.kv_head(head) as f64;
+                    }
+                }
+            }
+        }
+        assert_same_rows(&attend(op, &shifted, &storage), &expected, "shifted values");
+    });
+}
+
+pub(crate) fn out_lies_between_the_smallest_and_the_largest_value(op: Operator) {
+    for_all(24, op.calls(), |(shape, storage)| {
+        let batch = shape.batch().with_form(|form| form.v_scale = None);
+        for (rows, sequence) in attend(op, &batch, &storage).iter().zip(&batch.sequences) {
+            let least = sequence.v.iter().copied().fold(0.0, f64::min);
+            let most = sequence.v.iter().copied().fold(0.0, f64::max);
+            // Two roundings of 8 bits, of P and of the output.
+            let slack = 2f64.powi(-7) * most.max(-least);
+            assert!(rows.out.iter().all(|&o| (least - slack..=most + slack).contains(&o)));
+        }
+    });
+}
+
+pub(crate) fn a_sink_takes_its_share_of_every_row(op: Operator) {
+    for_all(32, f32_calls(op), |(shape, storage)| {
+        let batch = Shape { sinks: true, ..shape }.batch();
+        let mut expected = attend(op, &batch.with_form(|form| form.sinks = None), &storage);
+        let (heads, sinks) = (batch.form.q_heads, batch.form.sinks.clone().unwrap());
+        for rows in &mut expected {
+            for (index, o) in rows.out.chunks_exact_mut(batch.form.value_dim).enumerate() {
+                let lse = &mut rows.lse[index % heads][index / heads];
+                let sink = f64::from(sinks[index % heads]);
+                let largest = lse.max(sink);
+                let with_sink = largest + ((*lse - largest).exp() + (sink - largest).exp()).ln();
+                for o in o {
+                    *o *= (*lse - with_sink).exp();
+                }
+                *lse = with_sink;
+            }
+        }
+        assert_same_rows(&attend(op, &batch, &storage), &expected, "sinks");
+    });
+}
+
+pub(crate) fn a_sink_is_one_more_key_of_value_0(op: Operator) {
+    for_all(24, (f32_calls(op), 8..=96usize), |((shape, storage), sharp)| {
+        // One query a sequence and a KV head for each head, so that a key can be made for every logit.
+        let lengths = shape.lengths.iter().map(|&(_, len_k)| (1, len_k)).collect();
+        let heads = (shape.heads.1, shape.heads.1);
+        let shape = Shape { lengths, heads, mask: Mask::FULL, leftpad: false, alibi: Alibi::Off, ..shape };
+        let batch = Shape { sinks: true, softcap: 0.0, sharpness: sharp as f64 / 32.0, ..shape }.batch();
+        let form = &batch.form;
+        let with_key = each(&batch, |s| {
+            for (head, sink) in form.sinks.iter().flatten().enumerate() {
+                let q = &s.q[head * form.head_dim..][..form.head_dim];
+                let scales = scale_of(form.q_scale.as_ref(), head) * scale_of(form.k_scale.as_ref(), head);
+                let square: f64 = q.iter().map(|x| x * x).sum();
+                let factor = f64::from(*sink) / (f64::from(form.softmax_scale) * scales * square);
+                s.k.extend(q.iter().map(|x| F32.round(factor * x)));
+            }
+            s.v.extend(vec![0.0; form.kv_heads * form.value_dim]);
+            s.len_k += 1;
+        });
+        let with_key = with_key.with_form(|form| form.sinks = None);
+        assert_same(op, (&with_key, &batch), &storage, "one more key", as_they_are);
+    });
+}
+
+pub(crate) fn a_scale_stands_for_multiplied_numbers(op: Operator) {
+    for_all(24, f32_calls(op), |(shape, storage)| {
+        let batch = Shape { scales: [Scaled::No; 3], ..shape }.batch();
+        // Powers of two, one for each KV head: multiplying by them rounds nothing.
+        let factor = |head: usize| [0.5, 2.0, 1.0, 0.25][head % 4];
+        let (heads, form) = (batch.form.kv_heads, &batch.form);
+        let scales = || Some((0..heads).map(|h| factor(h) as f32).collect::<Vec<f32>>());
+        let scaled =
+            batch.with_form(|form| (form.q_scale, form.k_scale, form.v_scale) = (scales(), scales(), scales()));
+        let multiplied = each(&batch, |s| {
+            let times = |by: f64, row: &mut [f64]| row.iter_mut().for_each(|x| *x *= by);
+            change_rows(&mut s.q, form.q_heads, form.head_dim, |h, row| times(factor(form.kv_head(h)), row));
+            change_rows(&mut s.k, heads, form.head_dim, |h, row| times(factor(h), row));
+            change_rows(&mut s.v, heads, form.value_dim, |h, row| times(factor(h), row));
+        });
+        assert_same(op, (&scaled, &multiplied), &storage, "multiplied", as_they_are);
+    });
+}
+
+/// The keys of a sequence from `start` to `end`.
+fn keys(form: &Form, sequence: &SequenceData, start: usize, end: usize) -> SequenceData {
+    let rows = |values: &[f64], d: usize| values[start * form.kv_heads * d..end * form.kv_heads * d].to_vec();
+    let (k, v) = (rows(&sequence.k, form.head_dim), rows(&sequence.v, form.value_dim));
+    SequenceData { len_k: end - start, k, v, ..sequence.clone() }
+}
+
+/// The states of two parts of the keys of one sequence, as one; merged here, in f64.
+fn merged((a, b): (&Rows, &Rows), heads: usize) -> Rows {
+    let mut whole = a.clone();
+    let len_q = a.lse[0].len();
+    let d = a.out.len().checked_div(heads * len_q).unwrap_or(0);
+    for (i, head) in (0..len_q).flat_map(|i| (0..heads).map(move |h| (i, h))) {
+        let (la, lb) = (a.lse[head][i], b.lse[head][i]);
+        let largest = la.max(lb);
+        if largest == f64::NEG_INFINITY {
+            continue;
+        }
+        let (wa, wb) = ((la - largest).exp(), (lb - largest).exp());
+        whole.lse[head][i] = largest + (wa + wb).ln();
+        for at in (i * heads + head) * d..(i * heads + head + 1) * d {
+            whole.out[at] = (wa * a.out[at] + wb * b.out[at]) / (wa + wb);
+        }
+    }
+    whole
+}
+
+pub(crate) fn keys_that_are_split_anywhere_and_merged_by_their_lse_are_the_keys(op: Operator) {
+    for_all(32, (f32_calls(op), 0.0..=1.0f64), |((shape, storage), cut)| {
+        let at = |s: &SequenceData| (cut * s.len_k as f64).round() as usize;
+        let assert_merged = |whole: &Batch, second: &Batch| {
+            // A sink belongs to exactly one part.
+            let first = each(whole, |s| *s = keys(&whole.form, s, 0, at(s))).with_form(|form| form.sinks = None);
+            let [a, b] = [&first, second].map(|part| attend(op, part, &storage));
+            let found: Vec<Rows> = a.iter().zip(&b).map(|parts| merged(parts, whole.form.q_heads)).collect();
+            assert_same_rows(&found, &attend(op, whole, &storage), "merged");
+        };
+        // Under any mask counted from the first key, so that cutting off the last ones moves no position.
+        let whole = Shape { leftpad: false, mask: shape.mask.top_left(), ..shape.clone() }.batch();
+        assert_merged(&whole, &Batch { leftpad: true, ..each(&whole, |s| s.leftpad = at(s)) });
+        // Without a mask the parts are sequences of their own.
+        let whole = Shape { leftpad: false, mask: Mask::FULL, alibi: Alibi::Off, ..shape }.batch();
+        assert_merged(&whole, &each(&whole, |s| *s = keys(&whole.form, s, at(s), s.len_k)));
+    });
+}
+
+pub(crate) fn it_is_causal_flash_attn_varlen(op: Operator) {
+    for_all(32, op.calls(), |(shape, storage)| {
+        let of = |batch: &Batch| [op, Operator::FlashAttnVarlen].map(|op| attend(op, batch, &storage));
+        // In bits where SPEC promises bits.
+        let [paged, flash] = of(&Shape { batch_invariant: true, ..shape.clone() }.batch());
+        assert!(paged == flash, "the operators differ");
+        let shape = Shape { batch_invariant: false, dtypes: F32.into(), sharpness: 1.0, ..shape };
+        let [paged, flash] = of(&shape.batch());
+        assert_same_rows(&paged, &flash, "the operators");
+    });
+}
+
+/// The queries `start..end` of a sequence over the keys up to the last of them.
+fn chunk(form: &Form, sequence: &SequenceData, start: usize, end: usize) -> SequenceData {
+    let row = form.q_heads * form.head_dim;
+    let q = sequence.q[start * row..end * row].to_vec();
+    SequenceData { len_q: end - start, q, ..keys(form, sequence, 0, end) }
+}
+
+pub(crate) fn a_prefill_in_chunks_is_the_whole_prefill(op: Operator) {
+    for_all(24, (f32_calls(op), 1..20usize), |((shape, storage), step)| {
+        let lengths = shape.lengths.iter().map(|&(_, len_k)| (len_k, len_k)).collect();
+        let batch = Shape { lengths, ..shape }.batch();
+        for (whole, sequence) in attend(op, &batch, &storage).iter().zip(&batch.sequences) {
+            // The chunk that ends at each step, over the keys up to there; all in one ragged batch.
+            let end = |start: usize| (start + step).min(sequence.len_q);
+            let starts = (0..sequence.len_q).step_by(step);
+            let sequences = starts.map(|start| chunk(&batch.form, sequence, start, end(start))).collect();
+            let chunked = attend(op, &Batch { sequences, ..batch.clone() }, &storage);
+            let out: Vec<f64> = chunked.iter().flat_map(|rows| rows.out.clone()).collect();
+            assert_close(&out, &whole.out, OUT, "chunked prefill: out");
+            for head in 0..batch.form.q_heads {
+                let lse: Vec<f64> = chunked.iter().flat_map(|rows| rows.lse[head].clone()).collect();
+                assert_close(&lse, &whole.lse[head], LSE, "chunked prefill: lse");
+            }
+        }
+    });
+}
+
+/// The weights of a row add up to 1. So without a cap and without a sink, `sum over j of ds_ij` is what `dlse` says of row
+/// i, for adding one number to all scores of a row moves nothing but its lse; and dv adds up to the cotangents of the rows
+/// that see a key.
+pub(crate) fn gradients_of_keys_and_values_add_up_to_what_comes_back_to_the_rows(op: Operator) {
+    for_all(32, f32_calls(op), |(shape, storage)| {
+        let batch = Shape { softcap: 0.0, sinks: false, ..shape }.batch();
+        let Form { q_heads, kv_heads, head_dim, value_dim, mask, softmax_scale, .. } = batch.form;
+        let group = q_heads / kv_heads;
+        for (gradients, sequence) in differentiate(&batch, &storage).0.iter().zip(&batch.sequences) {
+            let SequenceData { len_q, len_k, leftpad, .. } = *sequence;
+            let sees = |row: usize| !mask.visible(row, len_q, len_k, leftpad).is_empty();
+            let (mut q, mut dout) = (sequence.q.clone(), gradients.dout.clone());
+            for (index, query) in q.chunks_exact_mut(head_dim).enumerate() {
+                let of_row = if sees(index / q_heads) { f64::from(softmax_scale) * gradients.dlse[index] } else { 0.0 };
+                for x in query {
+                    *x *= of_row;
+                }
+            }
+            let unseeing = dout.chunks_exact_mut(q_heads * value_dim).enumerate().filter(|(row, _)| !sees(*row));
+            unseeing.for_each(|(_, row)| row.fill(0.0));
+            let terms = (1.0 + (len_k as f64).sqrt()) * GRADIENT;
+            for (found, rows, d) in [(&gradients.dk, &q, head_dim), (&gradients.dv, &dout, value_dim)] {
+                let expected = over_rows(&over_groups(rows, group, d), kv_heads, d);
+                assert_close(&over_rows(found, kv_heads, d), &expected, terms, "sum of dk, of dv");
+            }
+        }
+    });
+}
+
+/// Both are `sum over i, j of ds_ij q_i . k_j`: doubling all queries is doubling all keys.
+pub(crate) fn queries_and_keys_have_the_same_product_with_their_gradients(op: Operator) {
+    for_all(32, f32_calls(op), |(shape, storage)| {
+        let batch = shape.batch();
+        let Form { q_heads, kv_heads, head_dim: d, .. } = batch.form;
+        for (gradients, sequence) in differentiate(&batch, &storage).0.iter().zip(&batch.sequences) {
+            let products = |x: &[f64], dx: &[f64], heads: usize| -> Vec<f64> {
+                let of_row = |(x, dx): (&[f64], &[f64])| x.iter().zip(dx).map(|(x, dx)| x * dx).sum::<f64>();
+                let of_rows: Vec<f64> = x.chunks_exact(d).zip(dx.chunks_exact(d)).map(of_row).collect();
+                over_rows(&over_groups(&of_rows, heads / kv_heads, 1), kv_heads, 1)
+            };
+            let of_queries = products(&sequence.q, &gradients.dq, q_heads);
+            let of_keys = products(&sequence.k, &gradients.dk, kv_heads);
+            let numbers = (1 + gradients.dq.len() + gradients.dk.len()) as f64;
+            let most = gradients.dq.iter().chain(&gradients.dk).fold(1.0f64, |m, x| m.max(x.abs()));
+            assert_close(&of_queries, &of_keys, GRADIENT * most * numbers.sqrt(), "q . dq and k . dk");
+        }
+    });
+}
+
+pub(crate) fn gradients_are_linear_in_the_cotangents(op: Operator) {
+    for_all(24, f32_calls(op), |(shape, storage)| {
+        let batch = shape.batch();
+        let case = GradientCase::store(&batch, &storage, Wanted::ALL);
+        let (mut expected, mut sinks) = gradients_of(&case, &batch);
+        let scaled = |array: &Array| {
+            let values: Vec<f64> = array.values().iter().map(|x| -4.0 * x).collect();
+            Array::new(array.dtype, &array.dims, &values)
+        };
+        let (dout, dlse) = (scaled(&case.dout), case.dlse.as_ref().map(scaled));
+        let of_sequences = expected.iter_mut().flat_map(|Gradients { dq, dk, dv, .. }| [dq, dk, dv]);
+        of_sequences.chain([&mut sinks]).flatten().for_each(|x| *x *= -4.0);
+        let found = gradients_of(&GradientCase { dout, dlse, ..case }, &batch);
+        assert_same_gradients(&found, &(expected, sinks), "times -4");
+    });
+}

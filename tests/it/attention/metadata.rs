@@ -1,0 +1,317 @@
+//! The operators trust no length, start, padding, page or count that they read (SPEC 2.1).
+
+use super::{Operator, right_and_wrong};
+use crate::support::answers::{IfWrong, Member, members};
+use crate::support::array::{ATTENTION_DTYPES, BF16, F16, F32};
+use crate::support::batch::{Alibi, Dtypes, Shape};
+use crate::support::case::Case;
+use crate::support::cost::{self, Sizes, hostile_starts_cost_no_more};
+use crate::support::random::Random;
+use crate::support::storage::{Layout, Storage};
+use crate::support::strategies::for_all;
+use proptest::prelude::*;
+
+/// Replace a share of the metadata by numbers that a broken program would leave there.
+pub(crate) fn corrupt(case: &mut Case, seed: u64) {
+    let mut random = Random::new(seed);
+    let share = random.one_of(&[2, 8, 30]);
+    let Case { cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, num_seqs, .. } = case;
+    let optional = [seqused_q, seqused_k, leftpad_k].into_iter().flatten();
+    for list in [cu_seqlens_q, cu_seqlens_k, block_table].into_iter().chain(optional) {
+        for value in list {
+            if random.below(share) == 0 {
+                *value = random.hostile_i32();
+            }
+        }
+    }
+    if random.below(4) == 0 {
+        *num_seqs = random.hostile_i32();
+    }
+    case.name = format!(
+        "starts {:?} and {:?}, lengths {:?} and {:?}, leftpad_k {:?}, table {:?} by {}, num_seqs {}: {}",
+        case.cu_seqlens_q,
+        case.cu_seqlens_k,
+        case.seqused_q,
+        case.seqused_k,
+        case.leftpad_k,
+        case.block_table,
+        case.max_pages,
+        case.num_seqs,
+        case.name
+    );
+}
+
+pub(crate) fn random_metadata_does_no_harm_to_the_sequences_whose_own_is_right(op: Operator) {
+    for_all(192, (op.calls(), any::<u64>()), |((shape, storage), seed)| {
+        let mut case = Case::store(op.target(), &shape.batch(), &storage);
+        corrupt(&mut case, seed);
+        op.call_of(case).check_against(IfWrong::Unspecified);
+    });
+    // The test means something only if some sequences stay right and some do not.
+    for storage in op.storages() {
+        let (mut right, mut wrong) = (0, 0);
+        for seed in 0..64 {
+            let lengths = vec![(1, 20), (5, 40), (3, 3)];
+            let batch = Shape { lengths, leftpad: !op.is_paged(), seed, ..Shape::default() }.batch();
+            let mut case = Case::store(op.target(), &batch, &storage);
+            corrupt(&mut case, seed);
+            let found = right_and_wrong(&case);
+            (right, wrong) = (right + found.0, wrong + found.1);
+        }
+        assert!(right > 20 && wrong > 20, "{right} sequences right, {wrong} wrong");
+    }
+}
+
+/// Three sequences of 2, 3 and 4 queries whose lengths fill their pages and rows exactly, so that a value past the end means
+/// the end.
+fn brimful(op: Operator, dtypes: Dtypes, layout: Layout) -> Case {
+    let gradients = op == Operator::FlashAttnVarlenBwd;
+    let alibi = if op.is_paged() { Alibi::Off } else { Alibi::PerHead };
+    let lengths = vec![(2, 32), (3, 32), (4, 32)];
+    let shape = Shape { dtypes, lengths, alibi, sinks: gradients, ..Shape::default() };
+    let storage = Storage { seqused_k: op.is_paged(), ..Storage::paged(layout, 16).bare() };
+    let mut case = Case::store(op.target(), &shape.batch(), &storage);
+    case.cu_seqlens_k = vec![0, 32, 64, 96];
+    case
+}
+
+/// What the reference makes of clamped metadata.
+fn check_clamped(op: Operator, mut case: Case, what: &str) {
+    case.name = format!("{what}: {}", case.name);
+    op.call_of(case).check_against(IfWrong::Clamped);
+}
+
+/// All types, each with the first and the last layout that the operator takes.
+fn settings(op: Operator) -> impl Iterator<Item = (Dtypes, Layout)> {
+    let mut layouts = vec![*op.layouts().first().unwrap(), *op.layouts().last().unwrap()];
+    layouts.dedup();
+    op.dtypes().into_iter().flat_map(move |dtypes| layouts.clone().into_iter().map(move |layout| (dtypes, layout)))
+}
+
+/// A change to the metadata of [`brimful`], and how it is called.
+type Change = (&'static str, fn(&mut Case));
+
+/// Every page of the pool is in a table.
+fn replace_page(case: &mut Case, from: i32, to: i32) {
+    *case.block_table.iter_mut().find(|id| **id == from).unwrap() = to;
+}
+
+const OF_ALL: [Change; 7] = [
+    ("an end past the last row", |c| c.cu_seqlens_q[3] = 10),
+    ("an end of i32::MAX", |c| c.cu_seqlens_q[3] = i32::MAX),
+    ("a start before the first row", |c| c.cu_seqlens_q[0] = -1),
+    ("a start of i32::MIN", |c| c.cu_seqlens_q[0] = i32::MIN),
+    ("more keys than there are", |c| c.seqused_k = Some(vec![32, 33, i32::MAX])),
+    ("fewer keys than none", |c| c.seqused_k = Some(vec![-1, 32, i32::MIN])),
+    ("fewer keys than stored", |c| c.seqused_k = Some(vec![0, 1, 31])),
+];
+
+const OF_VARLEN: [Change; 7] = [
+    ("more queries than there are", |c| c.seqused_q = Some(vec![3, i32::MAX, 4])),
+    ("fewer queries than none", |c| c.seqused_q = Some(vec![-1, 3, i32::MIN])),
+    ("fewer queries than rows", |c| c.seqused_q = Some(vec![1, 0, 3])),
+    ("more padding than keys", |c| c.leftpad_k = Some(vec![32, 33, i32::MAX])),
+    ("less padding than none", |c| c.leftpad_k = Some(vec![-1, 5, i32::MIN])),
+    ("padding up to the last key", |c| c.leftpad_k = Some(vec![31, 30, 28])),
+    ("padding beyond the keys in use", |c| {
+        c.seqused_k = Some(vec![4, 20, 0]);
+        c.leftpad_k = Some(vec![5, 19, 1]);
+    }),
+];
+
+const OF_PAGED: [Change; 5] = [
+    ("more sequences than slots", |c| c.num_seqs = 4),
+    ("i32::MAX sequences", |c| c.num_seqs = i32::MAX),
+    ("-1 sequences", |c| c.num_seqs = -1),
+    ("i32::MIN sequences", |c| c.num_seqs = i32::MIN),
+    ("a start past the sequences in use, which is not read", |c| (c.num_seqs, c.cu_seqlens_q[3]) = (2, i32::MAX)),
+];
+
+const OF_PAGES: [Change; 4] = [
+    ("a page past the pool", |c| replace_page(c, 5, 6)),
+    ("page i32::MAX", |c| replace_page(c, 5, i32::MAX)),
+    ("page -1", |c| replace_page(c, 0, -1)),
+    ("page i32::MIN", |c| replace_page(c, 0, i32::MIN)),
+];
+
+pub(crate) fn a_value_out_of_range_acts_as_the_nearest_one_in_range(op: Operator) {
+    let of_operator: &[Change] = if op.is_paged() { &OF_PAGED } else { &OF_VARLEN };
+    for (dtypes, layout) in settings(op) {
+        let of_layout: &[Change] = if layout == Layout::Contiguous { &[] } else { &OF_PAGES };
+        for (what, change) in OF_ALL.iter().chain(of_operator).chain(of_layout) {
+            let mut case = brimful(op, dtypes, layout);
+            assert!(layout == Layout::Contiguous || case.place.num_pages == 6);
+            change(&mut case);
+            check_clamped(op, case, what);
+        }
+    }
+}
+
+/// What starts of queries or of keys are, and the first row and the length of each sequence.
+type Starts = (&'static str, [i32; 4], [(usize, usize); 3]);
+
+/// Each of these starts in a brimful case: `range` of the sequences is what is told, and the results are those of it.
+fn check_starts(
+    op: Operator,
+    layout: Layout,
+    starts: &[Starts],
+    of: fn(&mut Case) -> &mut Vec<i32>,
+    range: fn(&Member) -> (usize, usize),
+) {
+    for dtypes in op.dtypes() {
+        for (what, starts, expected) in starts {
+            let mut case = brimful(op, dtypes, layout);
+            *of(&mut case) = starts.to_vec();
+            assert_eq!(members(&case).iter().map(range).collect::<Vec<_>>(), expected, "{what}");
+            check_clamped(op, case, what);
+        }
+    }
+}
+
+const MIN: i32 = i32::MIN;
+const MAX: i32 = i32::MAX;
+
+pub(crate) fn starts_of_keys_are_clamped_to_the_rows(op: Operator) {
+    let starts = [
+        ("an end past the last row", [0, 32, 64, 97], [(0, 32), (32, 32), (64, 32)]),
+        ("an end of i32::MAX", [0, 32, 64, MAX], [(0, 32), (32, 32), (64, 32)]),
+        ("a start before the first row", [-5, 32, 64, 96], [(0, 32), (32, 32), (64, 32)]),
+        ("a start of i32::MIN", [MIN, 32, 64, 96], [(0, 32), (32, 32), (64, 32)]),
+        ("starts that run backwards", [0, 64, 32, 96], [(0, 64), (64, 0), (64, 32)]),
+        ("from one end of i32 to the other", [MIN, MAX, MIN, MAX], [(0, 96), (96, 0), (96, 0)]),
+        ("everything after the last row", [96, 97, MAX, MAX], [(96, 0), (96, 0), (96, 0)]),
+        ("everything before the first row", [MIN, -3, -2, -1], [(0, 0), (0, 0), (0, 0)]),
+    ];
+    check_starts(op, Layout::Contiguous, &starts, |c| &mut c.cu_seqlens_k, |m| (m.first_key, m.len_k));
+}
+
+pub(crate) fn differences_of_starts_over_pages_do_not_overflow(op: Operator) {
+    let starts = [
+        ("from one end of i32 to the other", [MIN, MAX, MIN, MAX], [(0, 32), (0, 0), (0, 32)]),
+        ("far from 0", [2_000_000_000, 2_000_000_032, 2_000_000_033, 2_000_000_033], [(0, 32), (0, 1), (0, 0)]),
+        ("negative throughout", [MIN, MIN + 3, -100, -70], [(0, 3), (0, 32), (0, 30)]),
+        ("backwards", [96, 64, 32, 0], [(0, 0), (0, 0), (0, 0)]),
+        ("one more than the table holds", [0, 33, 66, 99], [(0, 32), (0, 32), (0, 32)]),
+        ("from 0 to i32::MAX", [0, MAX, 0, MAX], [(0, 32), (0, 0), (0, 32)]),
+    ];
+    for layout in Layout::PAGED {
+        check_starts(op, layout, &starts, |c| &mut c.cu_seqlens_k, |m| (m.first_key, m.len_k));
+    }
+}
+
+pub(crate) fn a_start_counts_as_the_largest_up_to_it(op: Operator) {
+    let starts = [
+        ("a step back", [0, 5, 3, 9], [(0, 5), (5, 0), (5, 4)]),
+        ("back to 0", [0, 9, 0, 9], [(0, 9), (9, 0), (9, 0)]),
+        ("up and down", [4, 2, 7, 1], [(4, 0), (4, 3), (7, 0)]),
+        ("from one end of i32 to the other", [0, MAX, MIN, 9], [(0, 9), (9, 0), (9, 0)]),
+        ("the end first", [9, 0, 4, 9], [(9, 0), (9, 0), (9, 0)]),
+    ];
+    for layout in [*op.layouts().first().unwrap(), *op.layouts().last().unwrap()] {
+        check_starts(op, layout, &starts, |c| &mut c.cu_seqlens_q, |m| (m.first_row, m.len_q));
+    }
+}
+
+pub(crate) fn sequences_may_share_keys(op: Operator) {
+    // Two requests with a common prefix, as a prefix cache lays them out.
+    let shape = Shape { lengths: vec![(1, 40), (1, 40)], ..Shape::default() };
+    for layout in op.layouts().into_iter().filter(|layout| *layout != Layout::Contiguous) {
+        let mut case = Case::store(op.target(), &shape.batch(), &Storage::paged(layout, 16));
+        let max_pages = case.max_pages;
+        let (first, second) = case.block_table.split_at_mut(max_pages);
+        second[..2].copy_from_slice(&first[..2]);
+        op.call_of(case).check_against(IfWrong::Unspecified);
+    }
+}
+
+pub(crate) fn only_as_many_sequences_as_num_seqs_says_are_there(op: Operator) {
+    let shape = Shape { lengths: vec![(2, 20), (3, 30), (4, 4)], ..Shape::default() };
+    for num_seqs in 0..=3 {
+        let mut case = Case::paged(&shape.batch(), &Storage::default());
+        case.num_seqs = num_seqs;
+        op.call_of(case).check_against(IfWrong::Unspecified);
+    }
+}
+
+/// Types, D, how many sequences there are, the queries and keys of each, and where the keys lie.
+type Many = (Dtypes, usize, usize, fn(usize) -> (usize, usize), Layout);
+
+/// More sequences than a warp or a CTA of any kernel takes up at a time.
+pub(crate) fn all_kernels_read_the_starts_of_many_sequences_alike(op: Operator) {
+    let short = |b: usize| (1, 1 + b % 3);
+    let mixed = |b: usize| (if b % 10 == 3 { 20 } else { 1 + b % 4 }, 1 + b % 9);
+    let forward: [Many; 6] = [
+        // Decode alone.
+        (F32.into(), 16, 700, short, Layout::Contiguous),
+        (F16.into(), 24, 700, short, Layout::PerPage),
+        // Portable prefill.
+        (F16.into(), 40, 600, mixed, Layout::Contiguous),
+        // Hopper's, of 16 bits and of fp8, and with decode beneath it.
+        (BF16.into(), 64, 100, mixed, Layout::Contiguous),
+        (Dtypes::narrow(BF16), 128, 100, mixed, Layout::Contiguous),
+        (BF16.into(), 128, 450, mixed, Layout::Interleaved),
+    ];
+    let few = |b: usize| (1 + b % 3, 1 + b % 4);
+    let backward = ATTENTION_DTYPES.map(|dtype| -> Many { (dtype.into(), 24, 600, few, Layout::Contiguous) });
+    let gradients = op == Operator::FlashAttnVarlenBwd;
+    let cases = if gradients { backward.to_vec() } else { forward.to_vec() };
+    let mut seed = 0;
+    for ((dtypes, head_dim, count, lengths, layout), cuts_rows) in
+        cases.into_iter().flat_map(|case| [(case, false), (case, true)])
+    {
+        seed += 1;
+        let lengths = (0..count).map(lengths).collect();
+        let heads = if gradients { (4, 2) } else { (16, 1) };
+        let shape = Shape { dtypes, heads, head_dim, lengths, sinks: gradients, seed, ..Shape::default() };
+        let shape = Shape { batch_invariant: !gradients && seed % 3 == 0, ..shape };
+        let workspace = if seed % 4 == 0 { None } else { Some(9_000_001) };
+        let storage = if layout == Layout::Contiguous { Storage::contiguous() } else { Storage::paged(layout, 16) };
+        let mut case = Case::flash(&shape.batch(), &Storage { workspace, ..storage.bare() });
+        case.disorder(cuts_rows, seed);
+        assert!(members(&case).iter().filter(|m| m.len_q > 0).count() > count / 15);
+        check_clamped(op, case, "many sequences");
+    }
+}
+
+fn cost_of(op: Operator) -> cost::Operator {
+    match op {
+        Operator::FlashAttnVarlen => cost::flash_attn_varlen,
+        Operator::FlashAttnVarlenBwd => cost::flash_attn_varlen_bwd,
+        Operator::PagedAttention => cost::paged_attention,
+        Operator::PagedAttentionUpdate => cost::paged_attention_update,
+    }
+}
+
+pub(crate) fn hostile_starts_cost_no_more_than_right_ones(op: Operator) {
+    hostile_starts_cost_no_more(&format!("{op:?}"), cost_of(op), Sizes::small(), 10.0);
+}
+
+/// At sizes at which time can be told from noise: `--ignored --nocapture` prints a table.
+pub(crate) fn hostile_starts_cost_at_most_twice_as_much(op: Operator) {
+    let fp8 = [Operator::FlashAttnVarlen, Operator::PagedAttention].contains(&op);
+    for sizes in Sizes::large().into_iter().chain(Sizes::large_fp8().into_iter().filter(|_| fp8)) {
+        hostile_starts_cost_no_more(&format!("{op:?}"), cost_of(op), sizes, 2.0);
+    }
+    if op == Operator::FlashAttnVarlen {
+        let with_seqused_q = cost::flash_attn_varlen_with_seqused_q;
+        hostile_starts_cost_no_more("flash_attn_varlen with seqused_q", with_seqused_q, Sizes::many_slots(), 2.0);
+    }
+}
+
+/// A query head of its own for each row that one KV head has, and no key: what is left is planning.
+pub(crate) fn planning_hostile_starts_costs_no_more_than_planning_right_ones(_: Operator) {
+    hostile_starts_cost_no_more("planning", cost::flash_attn_varlen_without_keys, Sizes::planned(), 10.0);
+}
+
+/// Beneath Hopper's prefill, which decodes with boxes.
+pub(crate) fn random_metadata_does_no_harm_beneath_prefill(op: Operator) {
+    let lengths = vec![(150, 300), (1, 700), (2, 90), (1, 1300), (1, 17), (90, 150)];
+    for seed in 0..12 {
+        let lengths = lengths.clone();
+        let shape = Shape { dtypes: BF16.into(), heads: (8, 2), head_dim: 128, lengths, seed, ..Shape::default() };
+        let storage = Storage { workspace: Some(9_000_001), seed, ..Storage::default() };
+        let mut case = Case::store(op.target(), &shape.batch(), &storage);
+        corrupt(&mut case, seed);
+        op.call_of(case).check_against(IfWrong::Unspecified);
+    }
+}

@@ -1,0 +1,117 @@
+//! Results cut into sequences, for laws that hold between two calls.
+
+use super::Operator;
+use crate::support::answers::distance;
+use crate::support::array::Array;
+use crate::support::batch::{Batch, SequenceData};
+use crate::support::case::Case;
+use crate::support::gradient_case::{GradientCase, Wanted};
+use crate::support::guard::Side;
+use crate::support::storage::Storage;
+
+/// The rows of one sequence.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) struct Rows {
+    /// `[len_q, Hq, Dv]`
+    pub(crate) out: Vec<f64>,
+    bits: Vec<u8>,
+    /// `[Hq][len_q]`
+    pub(crate) lse: Vec<Vec<f64>>,
+}
+
+/// Run `batch` and cut the results into sequences.
+pub(crate) fn attend(op: Operator, batch: &Batch, storage: &Storage) -> Vec<Rows> {
+    let case = Case::store(op.target(), batch, storage);
+    let results = case.invocation().results(Side::EndsAtGuard);
+    let (out, lse) = (results[0].values(), results[1].values());
+    let (row_len, size) = (case.form.q_heads * case.form.value_dim, results[0].dtype.size());
+    let of = |(index, sequence): (usize, &SequenceData)| {
+        let first = case.cu_seqlens_q[index] as usize;
+        let elements = first * row_len..(first + sequence.len_q) * row_len;
+        Rows {
+            out: out[elements.clone()].to_vec(),
+            bits: results[0].bytes[elements.start * size..elements.end * size].to_vec(),
+            lse: (0..case.form.q_heads).map(|h| lse[h * case.rows() + first..][..sequence.len_q].to_vec()).collect(),
+        }
+    };
+    batch.sequences.iter().enumerate().map(of).collect()
+}
+
+/// The gradients of one sequence.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) struct Gradients {
+    /// `[len_q, Hq, D]`
+    pub(crate) dq: Vec<f64>,
+    /// `[len_k, Hkv, D]`
+    pub(crate) dk: Vec<f64>,
+    /// `[len_k, Hkv, Dv]`
+    pub(crate) dv: Vec<f64>,
+    /// Its cotangents: `[len_q, Hq, Dv]`, `[len_q, Hq]`
+    pub(crate) dout: Vec<f64>,
+    pub(crate) dlse: Vec<f64>,
+}
+
+/// The gradients of each sequence, and `dsinks`.
+pub(crate) fn differentiate(batch: &Batch, storage: &Storage) -> (Vec<Gradients>, Vec<f64>) {
+    gradients_of(&GradientCase::store(batch, storage, Wanted::ALL), batch)
+}
+
+pub(crate) fn gradients_of(case: &GradientCase, batch: &Batch) -> (Vec<Gradients>, Vec<f64>) {
+    let results: Vec<Vec<f64>> = case.invocation().results(Side::EndsAtGuard).iter().map(Array::values).collect();
+    let form = &batch.form;
+    let (dout, dlse) = (case.dout.values(), case.dlse.as_ref().unwrap().values());
+    let forward: &Case = &case.forward;
+    let of = |(index, sequence): (usize, &SequenceData)| {
+        let (row, key) = (forward.cu_seqlens_q[index] as usize, forward.cu_seqlens_k[index] as usize);
+        let cut = |all: &[f64], first: usize, len: usize, width: usize| all[first * width..][..len * width].to_vec();
+        let (heads, kv_heads) = (form.q_heads, form.kv_heads);
+        let rows = (row..row + sequence.len_q).flat_map(|i| (0..heads).map(move |h| h * forward.rows() + i));
+        Gradients {
+            dq: cut(&results[0], row, sequence.len_q, heads * form.head_dim),
+            dk: cut(&results[1], key, sequence.len_k, kv_heads * form.head_dim),
+            dv: cut(&results[2], key, sequence.len_k, kv_heads * form.value_dim),
+            dout: cut(&dout, row, sequence.len_q, heads * form.value_dim),
+            dlse: rows.map(|at| dlse[at]).collect(),
+        }
+    };
+    (batch.sequences.iter().enumerate().map(of).collect(), results[3].clone())
+}
+
+/// Equal but for twice what SPEC 2.1 allows one f32 answer to be off by.
+pub(crate) fn assert_close(a: &[f64], b: &[f64], each_off_by: f64, what: &str) {
+    let size = a.iter().chain(b).copied().filter(|x| x.is_finite()).fold(1.0f64, |m, x| m.max(x.abs()));
+    // Equal infinities are equal.
+    let pairs: (Vec<f64>, Vec<f64>) = a.iter().zip(b).filter(|(a, b)| a.to_bits() != b.to_bits()).unzip();
+    let off = distance(&pairs.0, &pairs.1);
+    assert!(a.len() == b.len() && off <= 2.0 * each_off_by * size, "{what}: off by {off:e}");
+}
+
+/// What an output, an lse and a gradient in f32 may be off by.
+pub(crate) const OUT: f64 = 1.5e-5;
+pub(crate) const LSE: f64 = 1e-4;
+pub(crate) const GRADIENT: f64 = 1.5e-4;
+
+/// The rows of two calls agree within what their arithmetic allows. Laws are held in f32, where the order of sums is
+/// all that may differ between their two sides.
+pub(crate) fn assert_same_rows(a: &[Rows], b: &[Rows], what: &str) {
+    assert_eq!(a.len(), b.len(), "{what}");
+    for (a, b) in a.iter().zip(b) {
+        assert_close(&a.out, &b.out, OUT, &format!("{what}: out"));
+        assert_close(&a.lse.concat(), &b.lse.concat(), LSE, &format!("{what}: lse"));
+    }
+}
+
+/// Likewise of gradients.
+pub(crate) fn assert_same_gradients(
+    (a, a_sinks): &(Vec<Gradients>, Vec<f64>),
+    (b, b_sinks): &(Vec<Gradients>, Vec<f64>),
+    what: &str,
+) {
+    assert_eq!(a.len(), b.len(), "{what}");
+    for (a, b) in a.iter().zip(b) {
+        for (a, b, name) in [(&a.dq, &b.dq, "dq"), (&a.dk, &b.dk, "dk"), (&a.dv, &b.dv, "dv")] {
+            assert_close(a, b, GRADIENT, &format!("{what}: {name}"));
+        }
+    }
+    assert_close(a_sinks, b_sinks, GRADIENT, &format!("{what}: dsinks"));
+}

@@ -1,0 +1,119 @@
+//! `xla_gpu_flash_attn_varlen_bwd` through its XLA FFI handler and under guard pages, or on a GPU: against the f64
+//! reference, against hostile metadata, and against itself.
+
+use crate::attention::{Operator, tests_of};
+use crate::support::array::{ATTENTION_DTYPES, Array, F32};
+use crate::support::batch::Shape;
+use crate::support::gradient_case::{GradientCase, Wanted, check_gradients, check_gradients_named};
+use crate::support::guard::Side;
+use crate::support::option_pairs::Options;
+use crate::support::oracle::Mask;
+use crate::support::storage::Storage;
+use crate::support::strategies::for_all;
+use xla_attention::DType;
+use xla_attention::ops::workspace::AttentionSizes;
+
+tests_of! { FlashAttnVarlenBwd:
+    agreement {
+        every_head_dimension_agrees_with_the_reference_in_every_type,
+        every_group_size_agrees_with_the_reference,
+        any_call_agrees_with_the_reference,
+        huge_scores_neither_overflow_nor_lose_the_softmax,
+        a_sink_may_outweigh_everything_or_nothing,
+        long_sequences_agree_with_the_reference,
+    }
+    interface { sizes_of_zero_are_calls_like_any_other, every_pool_gives_the_same_bits }
+    containment { a_sequence_full_of_nan_changes_no_bit_of_another, a_nan_that_a_query_sees_is_not_hidden }
+    laws {
+        a_ragged_batch_is_its_sequences_one_by_one,
+        grouped_heads_equal_repeated_heads,
+        keys_may_stand_in_any_order_where_no_place_counts,
+        padding_on_the_left_equals_slicing_it_off,
+        masks_that_show_the_same_keys_give_the_same,
+        options_that_say_nothing_change_nothing,
+        adding_a_number_to_every_value_adds_it_to_every_row_that_sees_a_key,
+        gradients_of_keys_and_values_add_up_to_what_comes_back_to_the_rows,
+        queries_and_keys_have_the_same_product_with_their_gradients,
+        gradients_are_linear_in_the_cotangents,
+    }
+    metadata {
+        random_metadata_does_no_harm_to_the_sequences_whose_own_is_right,
+        a_value_out_of_range_acts_as_the_nearest_one_in_range,
+        starts_of_keys_are_clamped_to_the_rows,
+        a_start_counts_as_the_largest_up_to_it,
+        all_kernels_read_the_starts_of_many_sequences_alike,
+        hostile_starts_cost_no_more_than_right_ones,
+        #[ignore = "a measurement: wants a machine for itself"]
+        hostile_starts_cost_at_most_twice_as_much,
+    }
+}
+
+#[test]
+fn every_pair_of_options_agrees_with_the_reference() {
+    for (index, (_, shape, storage, wanted)) in Options::GRADIENTS.calls().into_iter().enumerate() {
+        check_gradients_named(&format!("pairwise {index}"), GradientCase::store(&shape.batch(), &storage, wanted));
+    }
+}
+
+#[test]
+fn lengths_around_every_size_of_a_block_agree_with_the_reference() {
+    for (index, &length) in [15, 16, 17, 31, 33, 63, 64, 65, 127, 129].iter().enumerate() {
+        let dtypes = ATTENTION_DTYPES[index % 3].into();
+        let lengths = vec![(length, length), (length, 2 * length + 1), (2 * length, 7)];
+        for mask in [Mask::CAUSAL, Mask::FULL, Mask::window(length as i64, 3)] {
+            let lengths = lengths.clone();
+            let shape = Shape { dtypes, heads: (2, 1), head_dim: 32, lengths, mask, ..Shape::default() };
+            check_gradients(&GradientCase::store(&shape.batch(), &Storage::contiguous(), Wanted::ALL));
+        }
+    }
+}
+
+/// The workspace that a call is given as a rule.
+fn wanted_workspace(case: &GradientCase) -> usize {
+    let form = &case.forward.form;
+    let [num_q_heads, num_kv_heads, head_dim, value_dim] =
+        [form.q_heads, form.kv_heads, form.head_dim, form.value_dim].map(|x| x as i64);
+    let dtype = DType(form.dtypes.q.0);
+    let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant: false };
+    let wanted = sizes.gradients_workspace();
+    let (rows, sequences) = (case.forward.rows() as i64, case.forward.slots() as i64);
+    (wanted.fixed + rows * wanted.per_row + sequences * wanted.per_sequence) as usize
+}
+
+#[test]
+fn any_workspace_serves() {
+    for dtype in ATTENTION_DTYPES {
+        for deterministic in [false, true] {
+            let lengths = vec![(1, 90), (9, 9), (0, 4), (21, 64)];
+            let batch = Shape { dtypes: dtype.into(), lengths, ..Shape::default() }.batch();
+            let mut case = GradientCase::store(&batch, &Storage::contiguous(), Wanted { deterministic, ..Wanted::ALL });
+            let right = wanted_workspace(&case);
+            let sizes = [0, 1, 4096, right / 2, right.saturating_sub(1), right, right + 1, 3_000_000];
+            for workspace in [None].into_iter().chain(sizes.map(Some)) {
+                case.forward.workspace = workspace;
+                check_gradients(&case);
+            }
+        }
+    }
+}
+
+#[test]
+fn dlse_of_0_is_none_and_dsinks_without_sinks_is_0() {
+    for_all(16, Operator::FlashAttnVarlenBwd.calls(), |(shape, storage)| {
+        let mut case = GradientCase::store(&Shape { sinks: false, ..shape }.batch(), &storage, Wanted::ALL);
+        let none = GradientCase { dlse: None, ..case.clone() };
+        case.dlse = case.dlse.map(|dlse| Array::filled(F32, &dlse.dims, 0));
+        let [zeros, none] = [case, none].map(|case| case.invocation().results(Side::EndsAtGuard)[..4].to_vec());
+        assert!(zeros == none);
+        assert!(zeros[3].values().iter().all(|&x| x == 0.0));
+    });
+}
+
+#[test]
+fn two_runs_have_the_same_bits_where_that_is_asked_for() {
+    for_all(32, Operator::FlashAttnVarlenBwd.calls(), |(shape, storage)| {
+        let case = GradientCase::store(&shape.batch(), &storage, Wanted::ALL);
+        let run = || case.invocation().results(Side::BeginsAtGuard)[..4].to_vec();
+        assert!(run() == run());
+    });
+}
