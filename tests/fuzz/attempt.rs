@@ -4,14 +4,14 @@ use crate::mutation::{Plan, Sizes};
 use crate::support::array::{Array, BF16, Dtype, F16, F32, F64, I32};
 use crate::support::frame::{CPU, Frame, HandlerSet, INVALID_ARGUMENT, Refusal, UNIMPLEMENTED, handler_sets};
 use crate::support::guard::{Guarded, Side};
-use crate::support::invocation::{Attr, Invocation, POISON};
+use crate::support::invocation::{Attr, Invocation, POISON, operator_of};
 use crate::support::pools::Inline;
 use crate::support::random::Random;
 use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::ptr::{null, null_mut};
 use xla_attention::ops::AttributeKind;
-use xla_attention::{Op, XaAttribute, XaCall, XaTensor, xa_call};
+use xla_attention::{XaAttribute, XaCall, XaTensor, xa_call};
 
 /// An accepted call with more elements than this in one of its buffers is not run.
 const MOST_ELEMENTS: i64 = 4096;
@@ -25,11 +25,6 @@ pub(crate) enum Outcome {
     Ran,
 }
 
-fn operator(target: &str) -> Op {
-    let target = if target == "XlaGpuSimpleAdd" { "xla_gpu_simple_add" } else { target };
-    Op::ALL.into_iter().find(|op| op.signature().target == target).unwrap()
-}
-
 /// As in a frame: by name, and of two with the same name the later one.
 fn attributes(plan: &Plan) -> BTreeMap<&str, &Attr> {
     plan.attributes.iter().map(|(name, value)| (*name, value)).collect()
@@ -37,7 +32,7 @@ fn attributes(plan: &Plan) -> BTreeMap<&str, &Attr> {
 
 /// Whether the list of a handler takes as many buffers, and attributes of these names and types.
 fn is_decoded(plan: &Plan) -> bool {
-    let (signature, given) = (operator(plan.target).signature(), attributes(plan));
+    let (signature, given) = (operator_of(plan.target).signature(), attributes(plan));
     let typed = |(name, kind): &(&str, AttributeKind)| {
         matches!(
             (kind, given.get(name)),
@@ -74,7 +69,7 @@ fn checked(plan: &Plan) -> Result<(), Refusal> {
     let attributes: Vec<XaAttribute> = attributes(plan).values().map(attribute).collect();
     let request = XaCall {
         struct_size: size_of::<XaCall>(),
-        op: operator(plan.target) as i32,
+        op: operator_of(plan.target) as i32,
         action: 0,
         operands: operands.as_ptr(),
         num_operands: operands.len(),
@@ -161,7 +156,7 @@ pub(crate) fn try_call(plan: &Plan, aliases: &[(usize, usize)], seed: u64) -> Ou
     let said = checked(plan);
     if let Err(refusal) = &said {
         assert!([INVALID_ARGUMENT, UNIMPLEMENTED].contains(&refusal.code), "{plan:?}: {refusal:?}");
-        let target = operator(plan.target).signature().target;
+        let target = operator_of(plan.target).signature().target;
         assert!(refusal.text.starts_with(&format!("{target}: ")), "{plan:?}: {refusal:?}");
     }
     let mut buffers = plan.operands.iter().chain(&plan.results);

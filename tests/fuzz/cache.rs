@@ -5,7 +5,7 @@ use crate::memory::Subject;
 use crate::support::array::{
     ATTENTION_DTYPES, Array, BF16, F8E4M3FN, F8E5M2, F16, F32, F64, FP8_DTYPES, I8, I32, I64, U8,
 };
-use crate::support::cache_updates::{SPLIT, Update, any_bits};
+use crate::support::cache_updates::{Update, any_bits, dims_of};
 use crate::support::gathers::Gather;
 use crate::support::invocation::Invocation;
 use crate::support::rotations::Rope;
@@ -13,14 +13,13 @@ use crate::support::states::{ANY_LSE, State};
 use crate::support::storage::Layout;
 use crate::support::sums::{assert_same, sum};
 
-fn update(draw: &mut Draw, layouts: &[i64]) -> Update {
+fn update(draw: &mut Draw, layouts: &[Layout]) -> Update {
     let layout = draw.one_of(layouts);
     let dtype = draw.one_of(&ATTENTION_DTYPES);
     let (heads, head_dim) = (draw.between(1, 4), draw.head_dim());
     let (tokens, num_pages) = (draw.between(0, 14), draw.between(0, 5));
     let page_size = draw.one_of(&[0, 1, 2, 3, 4, 8, 16, 17]);
     let wide_slots = draw.chance(50);
-    let wide = |scale: Option<Vec<f32>>| scale.map(|scale| scale.into_iter().map(f64::from).collect());
     Update {
         layout,
         dtype,
@@ -28,19 +27,17 @@ fn update(draw: &mut Draw, layouts: &[i64]) -> Update {
         num_pages: if head_dim > 128 { num_pages.min(2) } else { num_pages },
         page_size,
         heads,
-        head_dim,
-        value_dim: if layout == SPLIT { draw.head_dim() } else { head_dim },
+        dims: [head_dim, if layout == Layout::Split { draw.head_dim() } else { head_dim }],
         slots: draw.slots(tokens, num_pages * page_size, wide_slots),
         wide_slots,
-        k_scale: wide(draw.scale(heads)),
-        v_scale: wide(draw.scale(heads)),
+        scales: [draw.scale(heads), draw.scale(heads)],
         seed: draw.random.next() >> 1,
     }
 }
 
 /// `kv_cache_update` and `kv_cache_update_split`.
 pub(crate) fn cache_update(draw: &mut Draw) -> Subject {
-    let update = update(draw, &[SPLIT, SPLIT, 1, 2, 3]);
+    let update = update(draw, &[Layout::Split, Layout::Split, Layout::Interleaved, Layout::Stacked, Layout::PerPage]);
     let call = update.invocation(draw.chance(60));
     Subject::new(call, move |found| {
         for (found, expected) in found.iter().zip(update.expected()) {
@@ -51,11 +48,11 @@ pub(crate) fn cache_update(draw: &mut Draw) -> Subject {
 
 /// `rope_kv_cache_update`.
 pub(crate) fn rope(draw: &mut Draw) -> Subject {
-    let update = update(draw, &[1, 2, 3]);
+    let update = update(draw, &[Layout::Interleaved, Layout::Stacked, Layout::PerPage]);
     let max_pos = draw.between(0, 20);
     let rope = Rope {
         q_heads: draw.between(1, 8),
-        rotated: 2 * draw.between(0, update.head_dim / 2),
+        rotated: 2 * draw.between(0, update.dims[0] / 2),
         max_pos,
         positions: draw.lengths(update.slots.len(), max_pos.saturating_sub(1)),
         interleaved: draw.chance(50),
@@ -63,7 +60,7 @@ pub(crate) fn rope(draw: &mut Draw) -> Subject {
     };
     let mut call = rope.invocation(draw.chance(60));
     let mut query = rope.query();
-    let row = rope.q_heads * rope.update.head_dim * query.dtype.size();
+    let row = rope.q_heads * rope.update.dims[0] * query.dtype.size();
     // Tokens whose queries are wild may turn into anything; the others into what they always do.
     let wild: Vec<bool> = (0..rope.positions.len()).map(|_| draw.wild && draw.chance(30)).collect();
     for token in (0..wild.len()).filter(|&token| wild[token]) {
@@ -126,7 +123,7 @@ pub(crate) fn merge(draw: &mut Draw) -> Subject {
 pub(crate) fn add(draw: &mut Draw) -> Subject {
     let dtype = draw.one_of(&[F16, BF16, F32, F64, I8, U8, I32, I64]);
     let dims: Vec<usize> = (0..draw.between(0, 5)).map(|_| draw.between(0, 6)).collect();
-    let mut operand = || any_bits(dtype, &dims, draw.random.next());
+    let mut operand = || any_bits(dtype, &dims_of(&dims), draw.random.next());
     let (a, b) = (operand(), operand());
     let call = Invocation::new("xla_gpu_simple_add").operand("a", a.clone()).operand("b", b.clone());
     Subject::new(call.result("out", dtype, &a.dims), move |found| {

@@ -2,13 +2,14 @@
 
 use crate::draw::Draw;
 use crate::support::array::{Array, I32};
+use crate::support::entry::{View, may_be_strided};
 use crate::support::frame::{CPU, Frame};
 use crate::support::guard::{Guarded, Side, keep_mappings};
-use crate::support::invocation::{Attr, Invocation};
+use crate::support::invocation::Invocation;
 use crate::support::pools::Inline;
 use crate::support::spread::Spacing;
 use std::fmt::Write;
-use xla_attention::{Action, Attribute, Call, DType, Op, Pool, Tensor, call};
+use xla_attention::{Action, Pool};
 
 /// Results are full of it before a call: a number in every type of attention, so that NaN is something that was written.
 const UNWRITTEN: u8 = 0xa5;
@@ -176,20 +177,16 @@ struct Placing {
     through_handler: bool,
 }
 
-/// Operands that may have strides, beside a cache in its own memory.
-const STRIDED: [&str; 13] =
-    ["q", "k", "v", "query", "key", "value", "dout", "out", "out_a", "out_b", "block_table", "block_tables", "cos_sin"];
-
 impl Placing {
     fn draw(draw: &mut Draw, call: &Invocation, machine: &Machine) -> Self {
         let attends = call.target.contains("attention") || call.target.contains("flash");
         let attends = attends && !call.target.contains("merge");
         let apart = draw.chance(40);
         let spacings = call.operands.iter().enumerate().map(|(index, (name, array))| {
-            let updated = call.results.iter().find(|r| r.name == *name);
             // A cache that is copied is dense; one that is read alone, or updated where it is, need not be.
-            let is_cache = name.ends_with("cache") && updated.is_none_or(|result| result.alias == Some(index));
-            let may = (STRIDED.contains(name) || is_cache) && array.dims.len() > 1 && !array.dims.contains(&0);
+            let copied = call.results.iter().any(|r| r.name == *name && r.alias != Some(index));
+            let may = may_be_strided(call.op()).contains(name) && !copied;
+            let may = may && array.dims.len() > 1 && !array.dims.contains(&0);
             // What a chunk of a GPU's loads is.
             let chunk = (16 / array.dtype.size()) as i64;
             let gaps: Vec<i64> = array.dims.iter().map(|_| draw.one_of(&[0, 0, 1, 3, 5, 8])).collect();
@@ -247,33 +244,15 @@ impl Placing {
     }
 
     /// Through the entry below all front-ends.
-    fn enter(&self, of: &Invocation, action: Action, place: &[usize], addresses: &[*mut u8]) -> Result<(), String> {
-        let strides = |index: usize| self.spacings.get(index)?.as_ref().map(|spacing| &spacing.strides[..]);
-        let operands: Vec<Tensor> = of
-            .operands
-            .iter()
-            .enumerate()
-            .map(|(index, (_, array))| {
-                let (dtype, data) = (DType(array.dtype.0), addresses[index]);
-                Tensor { dtype, data, dims: &array.dims, strides: strides(index) }
-            })
-            .collect();
-        let results: Vec<Tensor> = of
-            .results
-            .iter()
-            .zip(place)
-            .map(|(result, &at)| {
-                let (dtype, data) = (DType(result.dtype.0), addresses[at]);
-                Tensor { dtype, data, dims: &result.dims, strides: strides(at) }
-            })
-            .collect();
-        let mut attributes = of.attributes.clone();
-        attributes.sort_by_key(|(name, _)| *name);
-        let attributes: Vec<Attribute> = attributes.iter().map(|(_, value)| attribute(value)).collect();
-        let op = Op::ALL.into_iter().find(|op| op.signature().target == of.target).unwrap();
-        let call_ = Call { op, action, operands: &operands, results: &results, attributes: &attributes };
+    fn enter(&self, call: &Invocation, action: Action, place: &[usize], addresses: &[*mut u8]) -> Result<(), String> {
+        let view = |at: usize| {
+            let spacing = self.spacings.get(at).and_then(Option::as_ref);
+            View { data: addresses[at], strides: spacing.map(|spacing| &spacing.strides[..]) }
+        };
+        let operands: Vec<View> = (0..call.operands.len()).map(view).collect();
+        let results: Vec<View> = place.iter().map(|&at| view(at)).collect();
         // SAFETY: the views are the buffers of `Placing::run`, which live until the call's work is done.
-        unsafe { call(&call_) }.map_err(|error| error.to_string())
+        unsafe { call.enter(action, &operands, &results) }.map_err(|error| error.to_string())
     }
 }
 
@@ -291,15 +270,6 @@ fn handle(call: &Invocation, place: &[usize], addresses: &[*mut u8]) -> Result<(
         frame.claimed_result(result.dtype.0, &result.dims, addresses[at])
     });
     frame.run().map_err(|refusal| refusal.text)
-}
-
-fn attribute(value: &Attr) -> Attribute {
-    match value {
-        Attr::Bool(value) => Attribute::Bool(*value),
-        Attr::I64(value) => Attribute::I64(*value),
-        Attr::F32(value) => Attribute::F32(*value),
-        other => panic!("{other:?} is no attribute of an operator"),
-    }
 }
 
 /// No eight bytes on a border of eight are as they were; fewer may be so by chance.

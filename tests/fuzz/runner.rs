@@ -12,11 +12,10 @@ use crate::support::case::Target;
 use crate::support::guard::announce;
 use crate::support::machine::runs_on_cpu;
 use std::cell::RefCell;
-use std::io::{BufRead, BufReader, Write};
+use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -61,18 +60,17 @@ fn paged(draw: &mut Draw) -> Subject {
     attention::forward(draw, Target::PagedAttention)
 }
 
-/// How far a shard has come.
-#[derive(Clone, Default, Debug)]
-struct Progress {
-    calls: u64,
+/// What has become of the calls of a shard.
+#[derive(Clone, Copy, Default, Debug)]
+struct Found {
+    calls: usize,
     failures: usize,
     /// Seconds and index of the call that took longest.
     slowest: (f64, u64),
-    /// The call that is being made, and since when.
-    current: Option<(u64, Instant)>,
 }
 
-type Shared = Arc<Mutex<Progress>>;
+/// The call that is being made, and since when.
+type Current = Mutex<Option<(u64, Instant)>>;
 
 thread_local! {
     /// Where the last panic of this thread was, and its text.
@@ -85,11 +83,13 @@ fn say(line: &str) {
 }
 
 /// Make the calls of a shard.
-fn work(settings: &Settings, shard: (u64, u64), progress: &Shared) {
-    let (machine, started) = (Machine::chosen(), Instant::now());
-    let goes_on = || started.elapsed() < settings.limit && progress.lock().unwrap().failures < MOST_FAILURES;
-    for index in settings.indices(shard).take_while(|_| goes_on()) {
-        progress.lock().unwrap().current = Some((index, Instant::now()));
+fn work(settings: &Settings, shard: (u64, u64), current: &Current) -> Found {
+    let (machine, started, mut found) = (Machine::chosen(), Instant::now(), Found::default());
+    for index in settings.indices(shard) {
+        if started.elapsed() >= settings.limit || found.failures >= MOST_FAILURES {
+            break;
+        }
+        *current.lock().unwrap() = Some((index, Instant::now()));
         if runs_on_cpu() {
             announce(&settings.repeat(index, TEST));
         }
@@ -99,14 +99,13 @@ fn work(settings: &Settings, shard: (u64, u64), progress: &Shared) {
             let make = draw.one_of(&KINDS);
             subject.insert(make(&mut draw)).run(&mut draw, &machine)
         }));
+        found.calls += 1;
         let time = *outcome.as_ref().unwrap_or(&0.0);
-        let mut progress = progress.lock().unwrap();
-        progress.calls += 1;
-        if time > progress.slowest.0 {
-            progress.slowest = (time, index);
+        if time > found.slowest.0 {
+            found.slowest = (time, index);
         }
         if outcome.is_err() {
-            progress.failures += 1;
+            found.failures += 1;
             let (text, what) = (PANIC.take(), subject.map_or_else(String::new, |subject| subject.describe()));
             let Draw { hostile, wild, .. } = draw;
             say(&format!("WRONG: call {index} of seed {}: {text}", settings.seed));
@@ -114,7 +113,8 @@ fn work(settings: &Settings, shard: (u64, u64), progress: &Shared) {
             say(&format!("repeat: {}", settings.repeat(index, TEST)));
         }
     }
-    progress.lock().unwrap().current = None;
+    *current.lock().unwrap() = None;
+    found
 }
 
 /// Panics of calls are kept for [`work`] to tell.
@@ -127,44 +127,42 @@ fn keep_panics() {
 }
 
 /// Ends the process when a call hangs.
-fn watch(settings: &Settings, shards: &[Shared], done: &AtomicBool) {
-    while !done.load(Relaxed) {
-        thread::sleep(Duration::from_millis(200));
-        for shard in shards {
-            let current = shard.lock().unwrap().current;
-            if let Some((index, _)) = current.filter(|(_, since)| since.elapsed() > settings.hangs_after) {
-                say(&format!(
-                    "HANGS: call {index} of seed {}; repeat: {}",
-                    settings.seed,
-                    settings.repeat(index, TEST)
-                ));
-                std::process::exit(3);
-            }
-        }
+fn end_if_one_hangs(settings: &Settings, current: &Current) {
+    let current = *current.lock().unwrap();
+    if let Some((index, _)) = current.filter(|(_, since)| since.elapsed() > settings.hangs_after) {
+        say(&format!("HANGS: call {index} of seed {}; repeat: {}", settings.seed, settings.repeat(index, TEST)));
+        std::process::exit(3);
     }
 }
 
-/// Make the calls of some shards, each on a thread; `tell` is called now and then.
-fn work_on_threads(settings: &Settings, shards: &[(u64, u64)], tell: impl Fn(&[Shared])) -> Vec<Progress> {
+/// Make the calls of some shards, each on a thread, and say what has become of them; none is wrong.
+fn work_on_threads(settings: &Settings, shards: &[(u64, u64)]) {
     keep_panics();
-    let progress: Vec<Shared> = shards.iter().map(|_| Shared::default()).collect();
-    let done = AtomicBool::new(false);
-    thread::scope(|scope| {
-        let workers: Vec<_> = shards
-            .iter()
-            .zip(&progress)
-            .map(|(&shard, progress)| scope.spawn(move || work(settings, shard, progress)))
-            .collect();
-        scope.spawn(|| watch(settings, &progress, &done));
+    let started = Instant::now();
+    let current: Vec<Current> = shards.iter().map(|_| Current::default()).collect();
+    let found: Vec<Found> = thread::scope(|scope| {
+        let start = |(&shard, current)| scope.spawn(move || work(settings, shard, current));
+        let workers: Vec<_> = shards.iter().zip(&current).map(start).collect();
         while workers.iter().any(|worker| !worker.is_finished()) {
             thread::sleep(Duration::from_millis(20));
-            tell(&progress);
+            for current in &current {
+                end_if_one_hangs(settings, current);
+            }
         }
-        done.store(true, Relaxed);
+        workers.into_iter().map(|worker| worker.join().unwrap()).collect()
     });
     drop(std::panic::take_hook());
-    tell(&progress);
-    progress.iter().map(|shard| shard.lock().unwrap().clone()).collect()
+    let [calls, failures] = [|f: &Found| f.calls, |f: &Found| f.failures].map(|of| found.iter().map(of).sum::<usize>());
+    let (time, index) = found.iter().map(|f| f.slowest).max_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or_default();
+    say(&format!(
+        "{calls} calls of seed {} in {:.0} s, {failures} wrong; call {index} took longest, {:.1} ms",
+        settings.seed,
+        started.elapsed().as_secs_f64(),
+        1e3 * time
+    ));
+    assert_eq!(failures, 0, "wrong calls, named above");
+    let all: usize = shards.iter().map(|&shard| settings.indices(shard).count()).sum();
+    assert!(calls == all || started.elapsed() > settings.limit, "not all calls were made");
 }
 
 /// A process for a shard, with the instruction set of its calls.
@@ -175,126 +173,24 @@ fn start(settings: &Settings, (k, n): (u64, u64)) -> Child {
         let isa = INSTRUCTION_SETS[((settings.first + k) % INSTRUCTION_SETS.len() as u64) as usize];
         command.env("XLA_ATTENTION_CPU_ISA", isa);
     }
-    command.stdout(Stdio::piped()).spawn().unwrap()
-}
-
-/// A line about a shard from its process to the one that has started it.
-const REPORT: &str = "fuzz-shard";
-
-fn report(progress: &Progress) {
-    let Progress { calls, failures, slowest: (time, index), .. } = progress;
-    let _ = writeln!(std::io::stdout(), "\n{REPORT} {calls} {failures} {time} {index}");
-}
-
-fn read_report(line: &str) -> Option<Progress> {
-    let numbers: Vec<&str> = line.strip_prefix(REPORT)?.split_whitespace().collect();
-    let [calls, failures, time, index] = numbers[..] else { return None };
-    let slowest = (time.parse().ok()?, index.parse().ok()?);
-    Some(Progress { calls: calls.parse().ok()?, failures: failures.parse().ok()?, slowest, current: None })
-}
-
-/// Make the calls in processes; true if all of them have ended well.
-fn work_in_processes(settings: &Settings, tell: impl Fn(&[Shared])) -> (Vec<Progress>, bool) {
-    // Each has one instruction set.
-    let processes = settings.threads.next_multiple_of(INSTRUCTION_SETS.len()) as u64;
-    let shards = processes.min(settings.calls);
-    let progress: Vec<Shared> = (0..shards).map(|_| Shared::default()).collect();
-    let ended_well = AtomicBool::new(true);
-    thread::scope(|scope| {
-        let readers: Vec<_> = (0..shards)
-            .zip(&progress)
-            .map(|(k, progress)| {
-                let ended_well = &ended_well;
-                scope.spawn(move || {
-                    let mut child = start(settings, (k, processes));
-                    for line in BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok) {
-                        if let Some(now) = read_report(&line) {
-                            *progress.lock().unwrap() = now;
-                        }
-                    }
-                    let status = child.wait().unwrap();
-                    if !status.success() {
-                        say(&format!("the process of shard {k} of {processes} ended with {status}"));
-                        ended_well.store(false, Relaxed);
-                    }
-                })
-            })
-            .collect();
-        while readers.iter().any(|reader| !reader.is_finished()) {
-            thread::sleep(Duration::from_millis(20));
-            tell(&progress);
-        }
-    });
-    let progress = progress.iter().map(|shard| shard.lock().unwrap().clone()).collect();
-    (progress, ended_well.into_inner())
-}
-
-fn sum(shards: &[Progress]) -> Progress {
-    let mut all = Progress::default();
-    for shard in shards {
-        all.calls += shard.calls;
-        all.failures += shard.failures;
-        if shard.slowest.0 > all.slowest.0 {
-            all.slowest = shard.slowest;
-        }
-    }
-    all
-}
-
-/// Something to be done at most once in a while.
-struct Rarely {
-    every: Duration,
-    last: Mutex<Instant>,
-}
-
-impl Rarely {
-    fn new(every: Duration) -> Self {
-        Self { every, last: Mutex::new(Instant::now()) }
-    }
-
-    fn do_it(&self, work: impl FnOnce()) {
-        let mut last = self.last.lock().unwrap();
-        if last.elapsed() > self.every {
-            *last = Instant::now();
-            work();
-        }
-    }
+    command.stdout(Stdio::null()).spawn().unwrap()
 }
 
 /// `CALLS` calls from `FIRST` on of `SEED`, all of them accepted.
 #[test]
 fn hostile_calls_give_what_the_definition_says() {
     let settings = Settings::read();
-    let now = |shards: &[Shared]| sum(&shards.iter().map(|s| s.lock().unwrap().clone()).collect::<Vec<_>>());
     if let Some(shard) = settings.shard {
-        let often = Rarely::new(Duration::from_millis(500));
-        let found = work_on_threads(&settings, &[shard], |shards| often.do_it(|| report(&now(shards))));
-        report(&found[0]);
-        assert_eq!(found[0].failures, 0, "wrong calls");
-        return;
+        return work_on_threads(&settings, &[shard]);
     }
-    let (started, rarely) = (Instant::now(), Rarely::new(Duration::from_secs(10)));
-    let line = |all: &Progress| {
-        let Progress { calls, failures, slowest: (time, index), .. } = all;
-        let seconds = started.elapsed().as_secs_f64();
-        let rate = *calls as f64 / seconds;
-        let Settings { calls: of, seed, .. } = settings;
-        say(&format!(
-            "{calls} of {of} calls of seed {seed} in {seconds:.0} s ({rate:.0} a second), {failures} wrong; call {index} \
-             took longest, {:.1} ms",
-            1e3 * time
-        ));
-    };
-    let tell = |shards: &[Shared]| rarely.do_it(|| line(&now(shards)));
-    let (found, ended_well) = if runs_on_cpu() {
-        work_in_processes(&settings, tell)
-    } else {
-        let threads = (settings.threads as u64).min(settings.calls);
-        let shards: Vec<(u64, u64)> = (0..threads).map(|k| (k, threads)).collect();
-        (work_on_threads(&settings, &shards, tell), true)
-    };
-    let all = sum(&found);
-    line(&all);
-    assert!(ended_well && all.failures == 0, "{} wrong calls, named above", all.failures);
-    assert!(all.calls == settings.calls || started.elapsed() > settings.limit, "not all calls were made");
+    // Each process has one instruction set.
+    let cpu = runs_on_cpu();
+    let step = if cpu { settings.threads.next_multiple_of(INSTRUCTION_SETS.len()) } else { settings.threads } as u64;
+    let shards: Vec<(u64, u64)> = (0..step.min(settings.calls)).map(|k| (k, step)).collect();
+    if !cpu {
+        return work_on_threads(&settings, &shards);
+    }
+    let processes: Vec<Child> = shards.iter().map(|&shard| start(&settings, shard)).collect();
+    let ended: Vec<_> = processes.into_iter().map(|mut process| process.wait().unwrap()).collect();
+    assert!(ended.iter().all(ExitStatus::success), "{ended:?}: what was wrong is said above");
 }

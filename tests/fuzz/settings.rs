@@ -40,7 +40,7 @@ impl Settings {
         Self {
             seed: number("SEED").unwrap_or(1),
             first: number("FIRST").unwrap_or(0),
-            calls: number("CALLS").unwrap_or(5_000),
+            calls: number("CALLS").unwrap_or(20_000),
             threads: number("THREADS").unwrap_or(if emulated { 1 } else { cores }),
             limit: Duration::from_secs(number("SECONDS").unwrap_or(u64::MAX)),
             // The emulator compiles a kernel when it is first called.

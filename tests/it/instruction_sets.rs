@@ -8,9 +8,9 @@ use std::process::Command;
 /// What `XLA_ATTENTION_CPU_ISA` is set to. The last one multiplies pairs of bf16 as AVX-512 does, on any CPU.
 const SETS: [&str; 4] = ["portable", "avx2", "avx512", "portable_pairs"];
 
-/// Parts of the names of the tests: every pair of options and types, head dimensions, pools of threads, long contexts.
+/// Parts of the names of the tests: every pair of options and types, head dimensions, pools of threads, long sequences.
 const TESTS: [&str; 4] =
-    ["every_pair_of_options_agrees", "every_head_dimension_agrees", "gives_the_same_bits", "long_contexts"];
+    ["every_pair_of_options_agrees", "every_head_dimension_agrees", "gives_the_same_bits", "long_sequences_agree"];
 
 #[test]
 fn every_instruction_set_agrees_with_the_reference() {

@@ -30,7 +30,6 @@ mod merge_attention_states;
 mod paged_attention;
 mod paged_attention_update;
 mod rope_kv_cache_update;
-mod rows_interface;
 mod rust_interface;
 mod rust_operators;
 mod simple_add;

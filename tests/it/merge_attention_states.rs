@@ -2,11 +2,9 @@
 
 use crate::support::array::{ATTENTION_DTYPES, BF16, F16, F32};
 use crate::support::guard::{Side, for_both_sides};
-use crate::support::pools::{HostPool, Inline, Late, NoPool, Threads};
+use crate::support::pools::for_each_pool;
 use crate::support::random::Random;
 use crate::support::states::{ANY_LSE, State};
-use crate::support::strategies::for_all;
-use proptest::sample::select;
 
 /// `a` and `b` merge to what they have to.
 fn check(a: &State, b: &State) {
@@ -61,23 +59,6 @@ fn the_largest_sums_neither_overflow_nor_lose_the_smaller_part() {
     }
 }
 
-#[test]
-fn no_rows_or_heads_are_nothing_to_do() {
-    for (n, h) in [(0, 3), (3, 0), (0, 0)] {
-        let part = State::random(BF16, (n, h, 16), &[1.0], 1);
-        check(&part, &part);
-    }
-}
-
-#[test]
-fn any_shape_is_merged() {
-    let cases = (select(&ATTENTION_DTYPES), 0..20usize, 0..6usize, 1..300usize, 0..1000u64);
-    for_all(96, cases, |(dtype, n, h, d, seed)| {
-        let part = |seed| State::random(dtype, (n, h, d), &ANY_LSE, seed);
-        check(&part(2 * seed), &part(2 * seed + 1));
-    });
-}
-
 /// Softmax attention of one query over scores and values `[m][d]`, as somebody would write it.
 fn attend(scores: &[f64], values: &[Vec<f64>], d: usize) -> (Vec<f64>, f64) {
     let sum: f64 = scores.iter().map(|s| s.exp()).sum();
@@ -114,13 +95,7 @@ fn keys_that_are_split_anywhere_and_merged_are_the_keys() {
 
 #[test]
 fn every_pool_merges_the_same() {
-    let late = Late::default();
-    let part = |seed| State::random(BF16, (300, 8, 128), &ANY_LSE, seed);
-    let (a, b) = (part(1), part(2));
+    let [a, b] = [1, 2].map(|seed| State::random(BF16, (300, 8, 128), &ANY_LSE, seed));
     let expected = a.merge(&b).results(Side::EndsAtGuard);
-    let pools: [&dyn HostPool; 5] = [&Inline(1), &Inline(9), &Threads::new(3), &late, &NoPool];
-    for pool in pools {
-        assert!(a.merge(&b).run(Side::BeginsAtGuard, pool).unwrap() == expected);
-    }
-    late.run_all();
+    for_each_pool(|pool| assert!(a.merge(&b).run(Side::BeginsAtGuard, pool).unwrap() == expected));
 }

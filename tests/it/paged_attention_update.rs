@@ -5,11 +5,8 @@ use crate::support::array::{ATTENTION_DTYPES, Array, BF16, F8E4M3FN, F16, F32, F
 use crate::support::batch::{Alibi, Dtypes, Scaled, Shape};
 use crate::support::guard::{Side, for_both_sides};
 use crate::support::oracle::Mask;
-use crate::support::pools::Inline;
-use crate::support::spread::Spread;
 use crate::support::steps::Step;
 use crate::support::storage::{Storage, put};
-use xla_attention::{Action, Attribute, Call, DType, Op, SingleThread, Tensor, call};
 
 // What is checked against the reference is, bit by bit, the update and then attention too.
 tests_of! { PagedAttentionUpdate:
@@ -191,74 +188,4 @@ fn slots_of_64_bits_are_not_taken_for_those_of_32() {
         step.update();
         assert_harmless(&step, &well, &[0]);
     }
-}
-
-#[test]
-fn rows_cache_and_table_may_lie_apart_where_the_cache_is_updated_in_place() {
-    for dtypes in [Dtypes::same(F32), Dtypes::over(BF16, F8E4M3FN)] {
-        let step = Step::new(&mixed(dtypes).batch(), &Storage { workspace: None, ..Storage::default() });
-        let invocation = step.invocation(true);
-        let expected = invocation.run_on_cpu(Side::EndsAtGuard, &Inline(4)).unwrap();
-        for_both_sides(|side| {
-            let gap = |name: &str| match name {
-                "query" | "key" => 16,
-                "kv_cache" => 8,
-                "value" => 5,
-                "block_tables" => 3,
-                _ => 0,
-            };
-            let spread = |(name, array): &(&'static str, Array)| Spread::new(name, side, array, gap(name));
-            let operands: Vec<Spread> = invocation.operands.iter().map(spread).collect();
-            let dense = |index: usize| Spread::new("result", side, &expected[index], 0);
-            let (out, lse) = (dense(0), dense(2));
-            let request = Call {
-                op: Op::PagedAttentionUpdate,
-                action: Action::RunOnCpu(&SingleThread),
-                operands: &operands.iter().map(Spread::tensor).collect::<Vec<_>>(),
-                results: &[out.tensor(), operands[1].tensor(), lse.tensor()],
-                attributes: &[
-                    Attribute::Bool(false),
-                    Attribute::F32(step.case.form.softmax_scale),
-                    Attribute::I64(-1),
-                    Attribute::F32(0.0),
-                ],
-            };
-            // SAFETY: the tensors describe the memory above; the result cache and its operand are one.
-            unsafe { call(&request) }.unwrap();
-            for (index, found) in [&out, &operands[1], &lse].into_iter().enumerate() {
-                assert!(found.packed() == expected[index].bytes, "{dtypes:?}: result {index}");
-            }
-        });
-    }
-}
-
-#[test]
-fn strides_that_it_cannot_follow_are_refused() {
-    let claim = |dtype, dims| Tensor::dense(dtype, std::ptr::null_mut(), dims);
-    let (query, cache) = (claim(DType::F16, &[6, 4, 16]), claim(DType::F16, &[5, 8, 4, 16]));
-    let (row, slots) = (claim(DType::F16, &[6, 2, 16]), claim(DType::I32, &[6]));
-    let metadata = [&[3][..], &[3, 2], &[4], &[1]].map(|dims| claim(DType::I32, dims));
-    let [lens, tables, starts, count] = metadata;
-    let right = [query, cache, lens, tables, starts, count, row, row, slots];
-    let refusal = |operands: &[Tensor], results: &[Tensor]| {
-        let attributes = &[Attribute::Bool(false), Attribute::F32(0.25), Attribute::I64(-1), Attribute::F32(0.0)];
-        let (op, action) = (Op::PagedAttentionUpdate, Action::Check);
-        // SAFETY: a check touches no memory.
-        unsafe { call(&Call { op, action, operands, results, attributes }) }.unwrap_err().message
-    };
-    let of = |index: usize, strides: &'static [i64]| {
-        let mut operands = right;
-        operands[index].strides = Some(strides);
-        refusal(&operands, &[query, operands[1]])
-    };
-    let text = |rest: &str| format!("xla_gpu_paged_attention_update: {rest}");
-    let last = "expected 1 for the last dimension";
-    assert_eq!(of(6, &[64, 32, 2]), text(&format!("key has strides Some([64, 32, 2]), {last}")));
-    assert_eq!(of(7, &[64, 32, 2]), text(&format!("value has strides Some([64, 32, 2]), {last}")));
-    assert_eq!(of(8, &[2]), text("slot_mapping has strides Some([2]), expected a dense tensor"));
-    assert_eq!(of(2, &[2]), text("context_lens has strides Some([2]), expected a dense tensor"));
-    let mut elsewhere = right;
-    elsewhere[1] = Tensor { data: std::ptr::without_provenance_mut(64), strides: Some(&[1024, 64, 16, 1]), ..cache };
-    let text = text("kv_cache is strided and not updated in place; alias the result to the operand");
-    assert_eq!(refusal(&elsewhere, &[query, cache]), text);
 }

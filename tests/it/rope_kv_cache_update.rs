@@ -1,55 +1,32 @@
 //! `xla_gpu_rope_kv_cache_update` through its XLA FFI handlers.
 
-use crate::support::array::{ATTENTION_DTYPES, Array, BF16, F8E4M3FN, F8E5M2, F32, FP8_DTYPES};
+use crate::support::array::{ATTENTION_DTYPES, Array, BF16, F8E4M3FN, F32};
 use crate::support::cache_updates::Update;
-use crate::support::guard::{Side, for_both_sides};
-use crate::support::pools::{HostPool, Inline, Late, NoPool, Threads};
+use crate::support::guard::Side;
+use crate::support::pools::for_each_pool;
 use crate::support::random::Random;
 use crate::support::rotations::Rope;
-use crate::support::strategies::for_all;
-use proptest::prelude::*;
-use proptest::sample::select;
+use crate::support::storage::Layout;
+
+/// Layouts of one buffer.
+const LAYOUTS: [Layout; 3] = [Layout::Interleaved, Layout::Stacked, Layout::PerPage];
 
 #[test]
-fn keys_and_queries_turn_in_every_layout_and_dtype() {
-    for layout in [1, 2, 3] {
-        for dtype in ATTENTION_DTYPES {
-            for interleaved in [false, true] {
-                for fp8 in [None, Some(F8E4M3FN), Some(F8E5M2)] {
-                    let update = Update { layout, dtype, fp8, ..Update::default() };
-                    Rope { update, interleaved, ..Rope::default() }.check();
-                }
-            }
+fn keys_and_queries_turn_in_every_layout_and_dtype_with_and_without_scales() {
+    for update in Update::each_type(&LAYOUTS) {
+        for (rotated, interleaved) in [(16, false), (16, true), (8, false)] {
+            Rope { update: update.clone(), rotated, interleaved, ..Rope::default() }.check();
         }
     }
 }
 
 #[test]
 fn any_even_number_of_elements_turns_and_the_others_pass() {
-    for dtype in ATTENTION_DTYPES {
-        for interleaved in [false, true] {
-            for (head_dim, rotations) in [(8, vec![0, 2, 4, 6, 8]), (40, vec![8, 16, 20, 32, 38, 40]), (256, vec![64])]
-            {
-                for rotated in rotations {
-                    let update = Update { dtype, head_dim, value_dim: head_dim, ..Update::default() };
-                    Rope { update, rotated, interleaved, ..Rope::default() }.check();
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn rows_are_divided_by_their_scale_after_they_have_turned() {
-    let scales = [None, Some(vec![0.37]), Some(vec![3.0, 0.011])];
-    for dtype in ATTENTION_DTYPES {
-        for fp8 in [None, Some(F8E4M3FN), Some(F8E5M2)] {
-            for (k_scale, v_scale) in scales.iter().zip(scales.iter().cycle().skip(1)) {
-                for rotated in [8, 16] {
-                    let (k_scale, v_scale) = (k_scale.clone(), v_scale.clone());
-                    let update = Update { dtype, fp8, k_scale, v_scale, ..Update::default() };
-                    Rope { update, rotated, ..Rope::default() }.check();
-                }
+    for (dtype, interleaved) in ATTENTION_DTYPES.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
+        for (d, rotations) in [(8, vec![0, 2, 4, 6, 8]), (40, vec![8, 16, 20, 32, 38, 40]), (256, vec![64])] {
+            for rotated in rotations {
+                let update = Update { dtype, dims: [d; 2], ..Update::default() };
+                Rope { update, rotated, interleaved, ..Rope::default() }.check();
             }
         }
     }
@@ -67,7 +44,7 @@ fn positions_outside_the_table_are_clamped() {
 
 #[test]
 fn without_a_table_rows_pass_as_they_are() {
-    for layout in [1, 2, 3] {
+    for layout in LAYOUTS {
         for fp8 in [None, Some(F8E4M3FN)] {
             for positions in [vec![0, 1, 2, 3], vec![-1, i32::MAX, i32::MIN, 5]] {
                 let update = Update { layout, fp8, dtype: BF16, ..Update::default() };
@@ -80,7 +57,7 @@ fn without_a_table_rows_pass_as_they_are() {
 #[test]
 fn queries_turn_where_their_keys_go_nowhere() {
     let slots = [vec![-1, 11, 12, i64::from(i32::MIN)], vec![-1; 4], vec![i64::from(i32::MAX), 3, -4, 2]];
-    for layout in [1, 2, 3] {
+    for layout in LAYOUTS {
         for slots in &slots {
             for wide_slots in [false, true] {
                 let update = Update { layout, slots: slots.clone(), wide_slots, ..Update::default() };
@@ -93,50 +70,6 @@ fn queries_turn_where_their_keys_go_nowhere() {
         Rope { update: Update { layout, num_pages: 0, ..Update::default() }, ..Rope::default() }.check();
         Rope { update: Update { layout, page_size: 0, ..Update::default() }, ..Rope::default() }.check();
     }
-}
-
-#[test]
-fn no_tokens_leave_the_cache_as_it_was() {
-    for max_pos in [0, 3] {
-        let update = Update { slots: vec![], ..Update::default() };
-        Rope { update, positions: vec![], max_pos, ..Rope::default() }.check();
-    }
-}
-
-#[test]
-fn any_shape_turns() {
-    let shapes = (
-        (select(&[1, 2, 3]), select(&ATTENTION_DTYPES), select(&[None, None, Some(F8E4M3FN), Some(F8E5M2)])),
-        (0..5usize, 1..9usize, 1..5usize, 1..=9usize),
-        (1..7usize, 0..=100usize, 0..20usize, any::<bool>()),
-        (0..40usize, any::<bool>(), 0..1000u64),
-    );
-    for_all(128, shapes, |((layout, dtype, fp8), (num_pages, page_size, heads, eighths), turning, tokens)| {
-        let (q_heads, percent, max_pos, interleaved) = turning;
-        let (tokens, wide_slots, seed) = tokens;
-        let mut random = Random::new(seed);
-        let mut free: Vec<i64> = (0..(num_pages * page_size) as i64).collect();
-        random.shuffle(&mut free);
-        let slots = (0..tokens).map(|_| if random.below(4) == 0 { -1 } else { free.pop().unwrap_or(-7) }).collect();
-        let position = |_| if random.below(4) == 0 { random.hostile_i32() } else { random.below(20) as i32 };
-        let positions = (0..tokens).map(position).collect();
-        let d = 8 * eighths;
-        let update = Update {
-            layout,
-            dtype,
-            fp8,
-            num_pages,
-            page_size,
-            heads,
-            head_dim: d,
-            value_dim: d,
-            slots,
-            wide_slots,
-            seed,
-            ..Update::default()
-        };
-        Rope { update, q_heads, rotated: d * percent / 200 * 2, max_pos, positions, interleaved }.check();
-    });
 }
 
 #[test]
@@ -153,12 +86,11 @@ fn a_query_and_a_key_meet_at_the_distance_of_their_positions() {
         // The same query and key, moved along by a token each time.
         let tokens = 20;
         let update = Update {
-            layout: 2,
+            layout: Layout::Stacked,
             num_pages: 1,
             page_size: tokens,
             heads: 1,
-            head_dim: d,
-            value_dim: d,
+            dims: [d; 2],
             slots: (0..tokens as i64).collect(),
             ..Update::default()
         };
@@ -184,53 +116,18 @@ fn a_query_and_a_key_meet_at_the_distance_of_their_positions() {
 }
 
 #[test]
-fn angles_of_zero_turn_nothing() {
-    for dtype in ATTENTION_DTYPES {
-        for fp8 in [None].into_iter().chain(FP8_DTYPES.map(Some)) {
-            let rope = Rope { update: Update { dtype, fp8, ..Update::default() }, ..Rope::default() };
-            let (turning, still) = (rope.invocation(true), Rope { max_pos: 0, ..rope.clone() }.invocation(true));
-            let table: Vec<f64> = (0..9).flat_map(|_| [[1.0; 8], [0.0; 8]].concat()).collect();
-            let rows = |name| turning.operands.iter().find(|(n, _)| *n == name).unwrap().1.clone();
-            let turning = turning.clone().with_operand("cos_sin", Array::new(F32, &[9, 16], &table));
-            let still = ["query", "key"].into_iter().fold(still, |call, name| call.with_operand(name, rows(name)));
-            for_both_sides(|side| assert!(turning.results(side) == still.results(side), "{dtype:?} into {fp8:?}"));
-        }
-    }
-}
-
-#[test]
-fn scales_without_an_element_count_as_left_out() {
-    let rope = Rope::default();
-    let call = rope.invocation(true).operand("k_scale", Array::left_out(F32));
-    assert!(call.results(Side::EndsAtGuard) == rope.expected());
-    let call = call.operand("v_scale", Array::left_out(F32));
-    assert!(call.results(Side::EndsAtGuard) == rope.expected());
-}
-
-#[test]
 fn every_pool_turns_the_same() {
-    let late = Late::default();
     let mut slots: Vec<i64> = (0..64 * 16).collect();
     Random::new(3).shuffle(&mut slots);
     slots.truncate(300);
-    let update = Update {
-        dtype: BF16,
-        num_pages: 64,
-        page_size: 16,
-        heads: 4,
-        head_dim: 64,
-        value_dim: 64,
-        slots,
-        ..Update::default()
-    };
+    let sizes = Update { num_pages: 64, page_size: 16, heads: 4, dims: [64; 2], ..Update::default() };
+    let update = Update { dtype: BF16, slots, ..sizes };
     let positions = (0..300).map(|i| i * 7 % 50).collect();
     let rope = Rope { update, q_heads: 8, rotated: 64, max_pos: 50, positions, interleaved: false };
     let expected = rope.expected();
-    let pools: [&dyn HostPool; 5] = [&Inline(1), &Inline(9), &Threads::new(3), &late, &NoPool];
-    for pool in pools {
+    for_each_pool(|pool| {
         for in_place in [true, false] {
             assert!(rope.invocation(in_place).run(Side::BeginsAtGuard, pool).unwrap() == expected);
         }
-    }
-    late.run_all();
+    });
 }

@@ -1,25 +1,24 @@
-//! The strides that each operator follows, and those that it refuses, of every operand and result (`xla_attention::call`).
+//! The strides that each operator follows, and those that it refuses, of every operand and result (`xla_attention::call`), as
+//! eager torch and Rust pass them.
 
+use crate::support::array::{ATTENTION_DTYPES, BF16, F8E4M3FN};
+use crate::support::batch::{Dtypes, Shape};
+use crate::support::cache_updates::Update;
+use crate::support::case::Case as Attention;
 use crate::support::conformance::{Case, Typed, cases};
+use crate::support::entry::may_be_strided;
 use crate::support::frame::INVALID_ARGUMENT;
-use std::ptr::null_mut;
-use xla_attention::{Action, Call, DType, Error, Op, Tensor, call};
-
-/// Operands whose rows may lie apart. Everything else is dense; a result that is an operand's memory has its strides.
-fn may_be_strided(op: Op) -> &'static [&'static str] {
-    match op {
-        Op::PagedAttention => &["query", "kv_cache", "block_tables"],
-        Op::PagedAttentionUpdate => &["query", "kv_cache", "block_tables", "key", "value"],
-        Op::FlashAttnVarlen => &["q", "k", "v", "block_table"],
-        Op::FlashAttnVarlenBwd => &["dout", "q", "k", "v", "out"],
-        Op::KvCacheUpdate => &["kv_cache", "key", "value"],
-        Op::KvCacheUpdateSplit => &["k_cache", "v_cache", "key", "value"],
-        Op::RopeKvCacheUpdate => &["kv_cache", "query", "key", "value", "cos_sin"],
-        Op::MergeAttentionStates => &["out_a", "out_b"],
-        Op::GatherKvCache => &["k_cache", "v_cache", "block_tables"],
-        Op::SimpleAdd => &[],
-    }
-}
+use crate::support::gathers::Gather;
+use crate::support::gradient_case::{GradientCase, Wanted};
+use crate::support::guard::Side;
+use crate::support::invocation::Invocation;
+use crate::support::oracle::Mask;
+use crate::support::rotations::Rope;
+use crate::support::states::{ANY_LSE, State};
+use crate::support::steps::Step;
+use crate::support::storage::{Layout, Storage};
+use std::ptr::without_provenance_mut;
+use xla_attention::{Action, Call, DType, Error, Op, Pool, RayonPool, SingleThread, Tensor, call};
 
 /// The case of this name of a target.
 fn case(op: Op, name: &str) -> Option<&'static Case> {
@@ -53,10 +52,13 @@ fn strides(dims: &[i64], last: i64, gap: i64) -> Vec<i64> {
 /// What a check says of the right call with these strides of one operand, or of one result, or of both of a cache.
 fn outcome(op: Op, of: &[(usize, usize)], strides: &[i64]) -> Result<(), Error> {
     let buffers = right(op);
+    // A result is in its operand's memory where both have the strides.
+    let in_place = of.len() > 1;
     let mut views = [vec![], vec![]];
     for (part, list) in buffers.iter().enumerate() {
         for (index, (_, buffer)) in list.iter().enumerate() {
-            let dense = Tensor::dense(DType(buffer.dtype.0), null_mut(), &buffer.dims);
+            let data = without_provenance_mut(if part == 0 || in_place { 64 } else { 0 });
+            let dense = Tensor::dense(DType(buffer.dtype.0), data, &buffer.dims);
             views[part].push(Tensor { strides: of.contains(&(part, index)).then_some(strides), ..dense });
         }
     }
@@ -97,6 +99,12 @@ fn every_buffer_follows_or_refuses_strides_as_its_operator_says() {
                 Ok(()) => assert!(is_followed || dims.len() == 1, "{target}: {shown} follows {rows:?}"),
                 Err(error) => assert!(!is_followed && error.message.ends_with("expected a dense tensor"), "{error}"),
             }
+            // A strided cache is updated in place or not at all.
+            if part == 0 && other.is_some() {
+                let text = "is strided and not updated in place; alias the result to the operand";
+                let error = outcome(op, &[(part, index)], &rows).unwrap_err();
+                assert_eq!(error.message, format!("{target}: {name} {text}"));
+            }
         }
     }
     assert!(checked >= 80, "{checked} buffers");
@@ -106,4 +114,57 @@ fn every_buffer_follows_or_refuses_strides_as_its_operator_says() {
 fn strides_are_as_many_as_sizes() {
     let error = outcome(Op::PagedAttention, &[(0, 0)], &[64, 16]).unwrap_err();
     assert_eq!(error.message, "xla_gpu_paged_attention: query has 2 strides, expected 3");
+}
+
+/// Calls of every operator, those of caches in place.
+fn calls() -> Vec<Invocation> {
+    let lengths = vec![(1, 50), (20, 33)];
+    let shape = |dtypes| Shape { dtypes, lengths: lengths.clone(), ..Shape::default() };
+    let mut all = vec![];
+    for (dtypes, layout) in Dtypes::ALL.into_iter().zip(Layout::ALL.into_iter().cycle()) {
+        let value_dim = layout.has_two_buffers().then_some(24);
+        let batch = Shape { value_dim, mask: Mask::FULL, ..shape(dtypes) }.batch();
+        all.push(Attention::flash(&batch, &Storage::paged(layout, 7)).invocation());
+        let paged = Storage { page_size: 7, workspace: None, ..Storage::default() };
+        all.push(Attention::paged(&shape(dtypes).batch(), &paged).invocation());
+        all.push(Step::new(&shape(dtypes).batch(), &paged).invocation(true));
+    }
+    for dtype in ATTENTION_DTYPES {
+        let batch = Shape { value_dim: Some(24), ..shape(dtype.into()) }.batch();
+        all.push(GradientCase::store(&batch, &Storage::contiguous(), Wanted::ALL).invocation());
+        let [a, b] = [1, 2].map(|seed| State::random(dtype, (5, 3, 24), &ANY_LSE, seed));
+        all.push(a.merge(&b));
+    }
+    for layout in Layout::PAGED {
+        for update in Update::each_type(&[layout]).into_iter().step_by(5) {
+            all.push(update.invocation(true));
+            let rope = Rope { update, ..Rope::default() };
+            all.extend((layout != Layout::Split).then(|| rope.invocation(true)));
+        }
+        all.push(Gather { layout, ..Gather::default() }.invocation());
+        all.push(Gather { layout, dtype: F8E4M3FN, out: BF16, ..Gather::default() }.invocation());
+    }
+    all
+}
+
+#[test]
+fn every_operator_follows_the_strides_that_it_takes() {
+    for call in calls() {
+        let expected = call.results(Side::EndsAtGuard);
+        let strided = may_be_strided(call.op());
+        for (side, pool) in [(Side::EndsAtGuard, &SingleThread as &dyn Pool), (Side::BeginsAtGuard, &RayonPool)] {
+            // Each operand with another gap between its rows.
+            let gap = |name: &str| strided.iter().position(|s| *s == name).map_or(0, |at| [16, 3, 8, 5, 40][at]);
+            let found = call.run_spread(side, pool, gap).unwrap();
+            for ((found, expected), result) in found.iter().zip(&expected).zip(&call.results) {
+                assert!(
+                    result.name == "workspace" || found == expected,
+                    "{} {}: {}",
+                    call.target,
+                    call.what,
+                    result.name
+                );
+            }
+        }
+    }
 }

@@ -19,7 +19,7 @@ const LONG: Options = Options {
     dtypes: &[Dtypes::same(BF16), Dtypes::same(F16)],
     head_dims: &HEAD_DIMS,
     heads: &[(1, 1), (4, 2), (3, 3), (5, 1), (12, 4)],
-    masks: &Mask::BEYOND_BLOCKS,
+    mask: &Mask::BEYOND_BLOCKS,
     work: &[
         &[(128, 128), (64, 256)],
         &[(130, 300), (1, 70), (33, 33), (77, 500)],
@@ -28,7 +28,7 @@ const LONG: Options = Options {
         &[(0, 9), (20, 20), (19, 21), (300, 300), (18, 18)],
         &[(127, 385), (257, 129)],
     ],
-    workspaces: &[Some(19_000_001)],
+    workspace: &[Some(19_000_001)],
     top_left: YES_OR_NO,
     leftpad: YES_OR_NO,
     sinks: YES_OR_NO,

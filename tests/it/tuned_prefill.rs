@@ -6,7 +6,7 @@ use crate::support::batch::{Dtypes, Scaled, Shape};
 use crate::support::case::Case;
 use crate::support::check::{check, check_named};
 use crate::support::guard::for_both_sides;
-use crate::support::option_pairs::{ALIBI, Options, YES_OR_NO};
+use crate::support::option_pairs::{ALIBI, Options, SOFTCAP, YES_OR_NO};
 use crate::support::oracle::Mask;
 use crate::support::storage::{Layout, Storage};
 
@@ -25,7 +25,7 @@ const LONG: Options = Options {
     dtypes: &DTYPES,
     head_dims: &HEAD_DIMS,
     heads: &[(1, 1), (4, 2), (8, 1), (6, 2), (12, 1), (32, 1)],
-    masks: &Mask::BEYOND_BLOCKS,
+    mask: &Mask::BEYOND_BLOCKS,
     work: &[
         &[(128, 128), (64, 256)],
         &[(130, 300), (1, 70), (33, 33), (77, 500)],
@@ -33,14 +33,14 @@ const LONG: Options = Options {
         &[(40, 600)],
         &[(20, 20), (19, 21), (18, 18), (25, 40), (300, 300)],
     ],
-    layouts: &Layout::ALL,
-    page_sizes: &[0, 8, 16, 24, 48, 128, 256, 1, 4, 12, 100],
+    layout: &Layout::ALL,
+    page_size: &[0, 8, 16, 24, 48, 128, 256, 1, 4, 12, 100],
     alibi: ALIBI,
     scales: &[[Scaled::No; 3], [Scaled::AsAWhole; 3], [Scaled::PerHead; 3]],
-    workspaces: &[None, Some(13), Some(9_000_001)],
+    workspace: &[None, Some(13), Some(9_000_001)],
     top_left: YES_OR_NO,
     leftpad: YES_OR_NO,
-    softcap: YES_OR_NO,
+    softcap: SOFTCAP,
     sinks: YES_OR_NO,
     seqused_q: YES_OR_NO,
     seqused_k: YES_OR_NO,

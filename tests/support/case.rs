@@ -241,15 +241,33 @@ impl Case {
             let dims: &[i64] = if self.alibi == Alibi::PerSequence { &[slots, heads] } else { &[heads] };
             Array::f32s(dims, values)
         };
-        let vector = |values: &Option<Vec<f32>>| values.as_ref().map(|v| Array::f32s(&[v.len() as i64], v));
         [
             ("alibi_slopes", self.alibi_slopes.as_ref().map(slopes)),
-            ("sinks", vector(&self.form.sinks)),
-            ("q_scale", vector(&self.form.q_scale)),
-            ("k_scale", vector(&self.form.k_scale)),
-            ("v_scale", vector(&self.form.v_scale)),
+            ("sinks", scale(self.form.sinks.as_ref())),
+            ("q_scale", scale(self.form.q_scale.as_ref())),
+            ("k_scale", scale(self.form.k_scale.as_ref())),
+            ("v_scale", scale(self.form.v_scale.as_ref())),
         ]
     }
+}
+
+/// `[1]` or `[H]`, if it is there.
+pub(super) fn scale(values: Option<&Vec<f32>>) -> Option<Array> {
+    values.map(|v| Array::f32s(&[v.len() as i64], v))
+}
+
+/// `call` with `k_scale` and `v_scale`, as far as they are given.
+pub(super) fn with_scales(call: Invocation, [k, v]: &[Option<Vec<f32>>; 2]) -> Invocation {
+    with_optional(call, vec![("k_scale", scale(k.as_ref())), ("v_scale", scale(v.as_ref()))])
+}
+
+/// `[T]`, of 32 bits or 64.
+pub(super) fn slot_mapping(slots: &[i64], wide: bool) -> Array {
+    let tokens = [slots.len() as i64];
+    if wide {
+        return Array::i64s(&tokens, slots);
+    }
+    Array::i32s(&tokens, &slots.iter().map(|&slot| i32::try_from(slot).unwrap()).collect::<Vec<_>>())
 }
 
 pub(super) fn i32s(values: &[i32]) -> Array {

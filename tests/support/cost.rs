@@ -4,12 +4,13 @@
 
 use super::array::{Array, BF16, Dtype, F8E4M3FN, F16, F32, I32, U8};
 use super::case::i32s;
-use super::guard::Side;
+use super::entry::View;
+use super::guard::{Guarded, Side};
 use super::invocation::{Attr, Invocation};
 use super::machine::runs_on_cpu;
 use super::random::Random;
 use std::time::Instant;
-use xla_attention::{Action, Call, DType, RayonPool, Tensor, call};
+use xla_attention::{Action, RayonPool};
 
 /// The shapes of a call: as many keys as rows, and a row for each query head of [`Sizes::heads`].
 #[derive(Clone, Copy, Debug)]
@@ -329,10 +330,6 @@ fn cost_no_more(
     }
 }
 
-fn tensors(views: &[(DType, *mut u8, Vec<i64>)]) -> Vec<Tensor<'_>> {
-    views.iter().map(|(dtype, data, dims)| Tensor::dense(*dtype, *data, dims)).collect()
-}
-
 /// How long the quickest of some calls takes.
 pub fn seconds(invocation: &Invocation) -> f64 {
     const CALLS: usize = 3;
@@ -340,22 +337,15 @@ pub fn seconds(invocation: &Invocation) -> f64 {
     if let Some(seconds) = super::device::on_chosen_gpu(|gpu| invocation.seconds_on_gpu(gpu, CALLS)) {
         return seconds;
     }
-    let side = Side::BeginsAtGuard;
-    let place = |name: &str, array: &Array| super::frame::Buffer::place(name, side, array);
+    let place = |name: &str, array: &Array| Guarded::new(name, Side::BeginsAtGuard, &array.bytes);
     let operands: Vec<_> = invocation.operands.iter().map(|(name, array)| place(name, array)).collect();
     let own: Vec<_> = invocation.results.iter().map(|r| place(r.name, &Array::filled(r.dtype, &r.dims, 0))).collect();
-    let view = |b: &super::frame::Buffer| (DType(b.dtype.0), b.memory.data(), b.dims.clone());
-    let inputs: Vec<_> = operands.iter().map(view).collect();
-    let outputs: Vec<_> =
-        invocation.results.iter().zip(&own).map(|(r, own)| view(r.alias.map_or(own, |at| &operands[at]))).collect();
-    let (operands, results) = (tensors(&inputs), tensors(&outputs));
-    let attributes = invocation.sorted_attributes();
-    let action = Action::RunOnCpu(&RayonPool);
-    let call_ = Call { op: invocation.op(), action, operands: &operands, results: &results, attributes: &attributes };
+    let [inputs, outputs] =
+        [&operands, &own].map(|list| list.iter().map(|b| View::dense(b.data())).collect::<Vec<_>>());
     let once = || {
         let began = Instant::now();
         // SAFETY: the views are of the buffers above.
-        unsafe { call(&call_) }.unwrap();
+        unsafe { invocation.enter(Action::RunOnCpu(&RayonPool), &inputs, &outputs) }.unwrap();
         began.elapsed().as_secs_f64()
     };
     (0..CALLS).map(|_| once()).fold(f64::INFINITY, f64::min)

@@ -1,12 +1,13 @@
 //! Runs invocations in memory of a GPU, one allocation an operand, without XLA.
 
 use super::array::Array;
+use super::entry::View;
 use super::frame::Refusal;
 use super::guard::Side;
 use super::invocation::{Invocation, POISON};
 use cudarc::driver::sys::{self, CUresult};
 use std::time::Instant;
-use xla_attention::{Action, Call, DType, Error, Stream, Tensor, call};
+use xla_attention::{Action, Error, Stream};
 
 /// The driver call succeeds.
 macro_rules! cuda {
@@ -154,8 +155,8 @@ impl Memory {
         self.allocation as usize + self.around
     }
 
-    fn tensor(&self) -> Tensor<'_> {
-        Tensor::dense(DType(self.array.dtype.0), self.address() as *mut u8, &self.array.dims)
+    pub fn view(&self) -> View<'_> {
+        View::dense(self.address() as *mut u8)
     }
 
     /// The bytes as they are; the redzones are as they were.
@@ -244,22 +245,10 @@ impl Invocation {
     }
 
     fn run_prepared(&self, gpu: &Gpu, around: Around, replays: usize, prepare: bool) -> Result<Vec<Array>, Error> {
-        let operands: Vec<Memory> = self.operands.iter().map(|(_, a)| Memory::place(gpu, a.clone(), around)).collect();
-        let own: Vec<Option<Memory>> = self
-            .results
-            .iter()
-            .map(|r| r.alias.is_none().then(|| Memory::place(gpu, Array::filled(r.dtype, &r.dims, POISON), around)))
-            .collect();
-        let memory = |i: usize| own[i].as_ref().unwrap_or_else(|| &operands[self.results[i].alias.unwrap()]);
-        let inputs: Vec<Tensor> = operands.iter().map(Memory::tensor).collect();
-        let outputs: Vec<Tensor> = (0..own.len()).map(|i| memory(i).tensor()).collect();
-        let attributes = self.sorted_attributes();
-        let run = |action| {
-            let op = self.op();
-            let call_ = Call { op, action, operands: &inputs, results: &outputs, attributes: &attributes };
-            // SAFETY: the views are the allocations above, which outlive `finish`.
-            unsafe { call(&call_) }
-        };
+        let (operands, own) = self.place(gpu, around);
+        let [inputs, outputs] = [&operands, &own].map(|list| list.iter().map(Memory::view).collect::<Vec<_>>());
+        // SAFETY: the views are the allocations above, which outlive `finish`.
+        let run = |action| unsafe { self.enter(action, &inputs, &outputs) };
         let launch = Action::LaunchCuda(Stream(gpu.stream as usize));
         if replays == 0 {
             // Without a preparation first: a launch loads what it finds missing.
@@ -276,29 +265,26 @@ impl Invocation {
             let is_result = self.results.iter().any(|r| r.alias == Some(index));
             assert!(is_result || now.bytes == given.bytes, "{} {}: {name} has changed", self.target, self.what);
         }
+        let memory = |i: usize| self.results[i].alias.map_or(&own[i], |at| &operands[at]);
         Ok((0..own.len()).map(|i| memory(i).read(self.results[i].name)).collect())
+    }
+
+    /// The operands, and NaN for each result.
+    fn place(&self, gpu: &Gpu, around: Around) -> (Vec<Memory>, Vec<Memory>) {
+        let place = |array: Array| Memory::place(gpu, array, around);
+        let poisoned = self.results.iter().map(|r| Array::filled(r.dtype, &r.dims, POISON));
+        (self.operands.iter().map(|(_, array)| place(array.clone())).collect(), poisoned.map(place).collect())
     }
 
     /// How long the quickest of `calls` launches takes, its end included.
     pub fn seconds_on_gpu(&self, gpu: &Gpu, calls: usize) -> f64 {
-        let place = |array: Array| Memory::place(gpu, array, Around::Nothing);
-        let operands: Vec<Memory> = self.operands.iter().map(|(_, array)| place(array.clone())).collect();
-        let own: Vec<Option<Memory>> = self
-            .results
-            .iter()
-            .map(|r| r.alias.is_none().then(|| place(Array::filled(r.dtype, &r.dims, POISON))))
-            .collect();
-        let memory = |i: usize| own[i].as_ref().unwrap_or_else(|| &operands[self.results[i].alias.unwrap()]);
-        let inputs: Vec<Tensor> = operands.iter().map(Memory::tensor).collect();
-        let outputs: Vec<Tensor> = (0..own.len()).map(|i| memory(i).tensor()).collect();
-        let action = Action::LaunchCuda(Stream(gpu.stream as usize));
-        let attributes = self.sorted_attributes();
-        let launch = Call { op: self.op(), action, operands: &inputs, results: &outputs, attributes: &attributes };
+        let (operands, own) = self.place(gpu, Around::Nothing);
+        let [inputs, outputs] = [&operands, &own].map(|list| list.iter().map(Memory::view).collect::<Vec<_>>());
         let once = || {
             gpu.finish();
             let began = Instant::now();
             // SAFETY: the views are the allocations above, which outlive `finish`.
-            unsafe { call(&launch) }.unwrap();
+            unsafe { self.enter(Action::LaunchCuda(Stream(gpu.stream as usize)), &inputs, &outputs) }.unwrap();
             gpu.finish();
             began.elapsed().as_secs_f64()
         };

@@ -1,7 +1,8 @@
 //! Calls that gather a cache in every layout, and what they have to find.
 
 use super::array::{Array, Dtype, F32, I32};
-use super::cache_updates::any_bits;
+use super::cache_updates::{caches, dims_of};
+use super::case::with_scales;
 use super::guard::for_both_sides;
 use super::invocation::{Attr, Invocation};
 use super::storage::{Layout, Place};
@@ -59,13 +60,11 @@ impl Gather {
 
     /// One cache, or K's and V's, full of anything.
     pub fn caches(&self) -> Vec<Array> {
-        let shapes = self.place().shapes();
-        let dims = |shape: &[i64]| shape.iter().map(|&n| n as usize).collect::<Vec<_>>();
-        shapes.iter().zip(100..).map(|(shape, seed)| any_bits(self.dtype, &dims(shape), self.seed + seed)).collect()
+        caches(&self.place(), self.dtype, self.seed)
     }
 
-    fn result_dims(&self) -> [[i64; 3]; 2] {
-        self.dims.map(|d| [self.capacity, self.heads, d].map(|n| n as i64))
+    fn result_dims(&self) -> [Vec<i64>; 2] {
+        self.dims.map(|d| dims_of(&[self.capacity, self.heads, d]))
     }
 
     pub fn invocation(&self) -> Invocation {
@@ -81,12 +80,7 @@ impl Gather {
             .operand("v_cache", v_cache)
             .operand("block_tables", Array::i32s(&[seqs, self.max_pages as i64], &self.tables))
             .operand("context_lens", Array::i32s(&[seqs], &self.lens));
-        if self.scales.iter().any(Option::is_some) {
-            for (name, scale) in ["k_scale", "v_scale"].into_iter().zip(&self.scales) {
-                let array = scale.as_ref().map(|values| Array::f32s(&[values.len() as i64], values));
-                call = call.operand(name, array.unwrap_or_else(|| Array::left_out(F32)));
-            }
-        }
+        call = with_scales(call, &self.scales);
         let [keys, values] = self.result_dims();
         call.what = format!("{self:?}");
         call.result("keys", self.out, &keys)
@@ -116,8 +110,7 @@ impl Gather {
         let (rows, starts) = self.rows();
         let (place, size) = (self.place(), self.dtype.size());
         let [keys, values] = [0, 1].map(|value| {
-            let dims = self.result_dims()[value];
-            let mut result = Array::filled(self.out, &dims, 0);
+            let mut result = Array::filled(self.out, &self.result_dims()[value], 0);
             let width = self.dims[value];
             for (row, head) in (0..rows.len()).flat_map(|row| (0..self.heads).map(move |head| (row, head))) {
                 let (buffer, at) = place.of(value, rows[row].0, rows[row].1, head);

@@ -39,6 +39,12 @@ pub struct Invocation {
 /// Uninitialised results hold this byte: NaN in every float type, -1 in integers.
 pub const POISON: u8 = 0xff;
 
+/// XLA knows one by a second name.
+pub fn operator_of(target: &str) -> Op {
+    let target = if target == "XlaGpuSimpleAdd" { "xla_gpu_simple_add" } else { target };
+    Op::ALL.into_iter().find(|op| op.signature().target == target).unwrap()
+}
+
 impl Invocation {
     pub fn new(target: &'static str) -> Self {
         Self { target, what: String::new(), operands: vec![], results: vec![], attributes: vec![] }
@@ -61,6 +67,13 @@ impl Invocation {
         self
     }
 
+    /// A result of the type and shape of an operand, in its memory or in its own.
+    pub fn updated(self, name: &'static str, operand: usize, in_place: bool) -> Self {
+        let mut call = self.result_in_place(name, operand);
+        call.results.last_mut().unwrap().alias = in_place.then_some(operand);
+        call
+    }
+
     /// The call with another operand of this name.
     pub fn with_operand(mut self, name: &'static str, array: Array) -> Self {
         self.operands.iter_mut().find(|(n, _)| *n == name).unwrap().1 = array;
@@ -69,8 +82,7 @@ impl Invocation {
 
     /// The operator that the target is.
     pub fn op(&self) -> Op {
-        let target = if self.target == "XlaGpuSimpleAdd" { "xla_gpu_simple_add" } else { self.target };
-        Op::ALL.into_iter().find(|op| op.signature().target == target).unwrap()
+        operator_of(self.target)
     }
 
     /// The attributes as `xla_attention::call` takes them.

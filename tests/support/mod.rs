@@ -3,7 +3,7 @@
 //! [`array`], [`batch`], [`storage`], [`case`], [`gradient_case`], [`cache_updates`], [`rotations`], [`states`],
 //! [`steps`] and [`invocation`] describe calls as numbers, bytes, shapes and attributes, [`oracle`], [`gradients`] and
 //! [`answers`] what has to come out of them; these know no machine. [`guard`], [`frame`] and [`host`] run them in host
-//! memory through the real handlers, [`device`] in memory of a GPU; [`machine`] chooses.
+//! memory through the real handlers, [`device`] in memory of a GPU, [`entry`] in any; [`machine`] chooses.
 
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part of the support")]
 #![allow(
@@ -24,6 +24,7 @@ pub mod conformance;
 pub mod cost;
 #[cfg(feature = "cuda")]
 pub mod device;
+pub mod entry;
 pub mod frame;
 pub mod gathers;
 pub mod gradient_case;

@@ -11,70 +11,75 @@ use super::storage::{Hints, Layout, Storage};
 /// (`len_q`, `len_k`) of the sequences of a batch.
 type Lengths = &'static [(usize, usize)];
 
-/// A set: what its calls choose from. An option that plays no part has one value.
-#[derive(Clone, Copy)]
-pub struct Options {
-    pub targets: &'static [Target],
-    pub dtypes: &'static [Dtypes],
-    /// (D, Dv)
-    pub head_dims: &'static [(usize, usize)],
-    /// Dv for that of `head_dims`; all but the first differ from it.
-    pub value_dims: &'static [fn(usize) -> usize],
-    pub heads: &'static [(usize, usize)],
-    pub work: &'static [Lengths],
-    pub masks: &'static [Mask],
-    pub alibi: &'static [Alibi],
-    pub scales: &'static [[Scaled; 3]],
-    pub layouts: &'static [Layout],
-    /// 0 goes with contiguous keys.
-    pub page_sizes: &'static [usize],
-    pub workspaces: &'static [Option<usize>],
-    pub hints: &'static [Hints],
-    pub top_left: &'static [bool],
-    pub leftpad: &'static [bool],
-    pub softcap: &'static [bool],
-    pub sinks: &'static [bool],
-    pub seqused_q: &'static [bool],
-    pub seqused_k: &'static [bool],
-    pub lse: &'static [bool],
-    pub batch_invariant: &'static [bool],
-    pub dlse: &'static [bool],
-    pub dsinks: &'static [bool],
-    pub deterministic: &'static [bool],
-    /// Decides which set it is.
-    pub seed: u64,
+/// The options with the value of each that plays no part in a set.
+macro_rules! options {
+    ($($(#[$doc:meta])* $name:ident: $type:ty = $value:expr,)*) => {
+        /// A set: what its calls choose from. An option that plays no part has one value.
+        #[derive(Clone, Copy)]
+        pub struct Options {
+            $($(#[$doc])* pub $name: &'static [$type],)*
+            /// Decides which set it is.
+            pub seed: u64,
+        }
+
+        /// The options by their place in a row of choices.
+        #[allow(non_camel_case_types, reason = "they are those of `Options`")]
+        #[derive(Clone, Copy)]
+        enum Factor { $($name,)* }
+
+        /// The values of the options of which one is chosen.
+        struct Chosen { $($name: Option<$type>,)* }
+
+        impl Options {
+            /// One call over contiguous keys, without an option.
+            pub const PLAIN: Self = Self { $($name: &[$value],)* seed: 1 };
+
+            /// How many values each option has.
+            pub fn sizes(&self) -> Vec<usize> {
+                vec![$(self.$name.len(),)*]
+            }
+
+            fn chosen(&self, choices: &[Choice]) -> Chosen {
+                let of = |factor: Factor| choices.iter().find(|choice| choice.0 == factor as usize);
+                Chosen { $($name: of(Factor::$name).map(|choice| self.$name[choice.1]),)* }
+            }
+        }
+    };
 }
 
-/// The options by their place in a row of choices.
-#[derive(Clone, Copy)]
-enum Factor {
-    Target,
-    Dtypes,
-    HeadDim,
-    ValueDim,
-    Heads,
-    Work,
-    Mask,
-    Alibi,
-    Scales,
-    Layout,
-    PageSize,
-    Workspace,
-    Hints,
-    TopLeft,
-    Leftpad,
-    Softcap,
-    Sinks,
-    SequsedQ,
-    SequsedK,
-    Lse,
-    BatchInvariant,
-    Dlse,
-    Dsinks,
-    Deterministic,
+options! {
+    target: Target = Target::FlashAttnVarlen,
+    dtypes: Dtypes = Dtypes::same(F32),
+    /// (D, Dv)
+    head_dims: (usize, usize) = (64, 64),
+    /// Dv for that of `head_dims`.
+    value_dim: fn(usize) -> usize = |d| d,
+    heads: (usize, usize) = (4, 2),
+    work: Lengths = &[(1, 17), (5, 5)],
+    mask: Mask = Mask::FULL,
+    alibi: Alibi = Alibi::Off,
+    scales: [Scaled; 3] = [Scaled::No; 3],
+    layout: Layout = Layout::Contiguous,
+    /// 0 goes with contiguous keys.
+    page_size: usize = 0,
+    workspace: Option<usize> = Some(1000),
+    hints: Hints = Hints::Unknown,
+    top_left: bool = false,
+    leftpad: bool = false,
+    softcap: f32 = 0.0,
+    sinks: bool = false,
+    seqused_q: bool = false,
+    seqused_k: bool = false,
+    lse: bool = true,
+    batch_invariant: bool = false,
+    dlse: bool = true,
+    dsinks: bool = true,
+    deterministic: bool = true,
 }
 
 pub const YES_OR_NO: &[bool] = &[false, true];
+
+pub const SOFTCAP: &[f32] = &[0.0, 2.5];
 
 pub const ALIBI: &[Alibi] = &[Alibi::Off, Alibi::PerHead, Alibi::PerSequence];
 
@@ -95,38 +100,9 @@ const MASKS: &[Mask] = &[
 const ODD: Lengths = &[(0, 9), (20, 6), (3, 0), (1, 1), (9, 33)];
 
 impl Options {
-    /// One call over contiguous keys, without an option.
-    pub const PLAIN: Self = Self {
-        targets: &[Target::FlashAttnVarlen],
-        dtypes: &[Dtypes::same(F32)],
-        head_dims: &[(64, 64)],
-        value_dims: &[|d| d],
-        heads: &[(4, 2)],
-        work: &[&[(1, 17), (5, 5)]],
-        masks: &[Mask::FULL],
-        alibi: &[Alibi::Off],
-        scales: &[[Scaled::No; 3]],
-        layouts: &[Layout::Contiguous],
-        page_sizes: &[0],
-        workspaces: &[Some(1000)],
-        hints: &[Hints::Unknown],
-        top_left: &[false],
-        leftpad: &[false],
-        softcap: &[false],
-        sinks: &[false],
-        seqused_q: &[false],
-        seqused_k: &[false],
-        lse: &[true],
-        batch_invariant: &[false],
-        dlse: &[true],
-        dsinks: &[true],
-        deterministic: &[true],
-        seed: 1,
-    };
-
     /// Of `flash_attn_varlen` and `paged_attention`: decode, prefill, both, and a context long enough to be split.
     pub const ATTENTION: Self = Self {
-        targets: &[Target::FlashAttnVarlen, Target::PagedAttention],
+        target: &[Target::FlashAttnVarlen, Target::PagedAttention],
         dtypes: &Dtypes::ALL,
         head_dims: &[
             (8, 8),
@@ -140,7 +116,7 @@ impl Options {
             (200, 200),
             (256, 256),
         ],
-        value_dims: VALUE_DIMS,
+        value_dim: VALUE_DIMS,
         heads: &[(1, 1), (3, 3), (4, 2), (3, 1), (8, 2), (5, 1), (16, 1)],
         work: &[
             &[(1, 37), (1, 64), (1, 5), (1, 90)],
@@ -149,7 +125,7 @@ impl Options {
             &[(1, 600), (3, 420)],
             ODD,
         ],
-        masks: MASKS,
+        mask: MASKS,
         alibi: ALIBI,
         scales: &[
             [Scaled::No; 3],
@@ -157,13 +133,13 @@ impl Options {
             [Scaled::PerHead; 3],
             [Scaled::No, Scaled::AsAWhole, Scaled::PerHead],
         ],
-        layouts: &Layout::ALL,
-        page_sizes: &[0, 1, 7, 16, 32, 128],
-        workspaces: &[None, Some(40), Some(200_000), Some(9_000_001)],
+        layout: &Layout::ALL,
+        page_size: &[0, 1, 7, 16, 32, 128],
+        workspace: &[None, Some(40), Some(200_000), Some(9_000_001)],
         hints: HINTS,
         top_left: YES_OR_NO,
         leftpad: YES_OR_NO,
-        softcap: YES_OR_NO,
+        softcap: SOFTCAP,
         sinks: YES_OR_NO,
         seqused_q: YES_OR_NO,
         seqused_k: YES_OR_NO,
@@ -185,14 +161,14 @@ impl Options {
             &[(3, 420), (140, 20)],
             ODD,
         ],
-        workspaces: &[None, Some(0), Some(41), Some(200_000), Some(9_000_001)],
-        value_dims: VALUE_DIMS,
-        masks: MASKS,
+        workspace: &[None, Some(0), Some(41), Some(200_000), Some(9_000_001)],
+        value_dim: VALUE_DIMS,
+        mask: MASKS,
         alibi: ALIBI,
         hints: HINTS,
         top_left: YES_OR_NO,
         leftpad: YES_OR_NO,
-        softcap: YES_OR_NO,
+        softcap: SOFTCAP,
         sinks: YES_OR_NO,
         seqused_q: YES_OR_NO,
         seqused_k: YES_OR_NO,
@@ -203,63 +179,27 @@ impl Options {
         ..Self::PLAIN
     };
 
-    /// How many values each option has.
-    pub fn sizes(&self) -> [usize; 24] {
-        [
-            self.targets.len(),
-            self.dtypes.len(),
-            self.head_dims.len(),
-            self.value_dims.len(),
-            self.heads.len(),
-            self.work.len(),
-            self.masks.len(),
-            self.alibi.len(),
-            self.scales.len(),
-            self.layouts.len(),
-            self.page_sizes.len(),
-            self.workspaces.len(),
-            self.hints.len(),
-            self.top_left.len(),
-            self.leftpad.len(),
-            self.softcap.len(),
-            self.sinks.len(),
-            self.seqused_q.len(),
-            self.seqused_k.len(),
-            self.lse.len(),
-            self.batch_invariant.len(),
-            self.dlse.len(),
-            self.dsinks.len(),
-            self.deterministic.len(),
-        ]
-    }
-
     /// What SPEC rules out: `paged_attention` has not all options, contiguous keys have no pages, and values of another
     /// width need a buffer of their own.
     fn excludes(&self, a: Choice, b: Choice) -> bool {
-        fn of<T: Copy>([a, b]: [Choice; 2], factor: Factor, values: &[T]) -> Option<T> {
-            [a, b].into_iter().find(|choice| choice.0 == factor as usize).map(|choice| values[choice.1])
-        }
-        let both = [a, b];
-        let layout = of(both, Factor::Layout, self.layouts);
-        let no_pages = of(both, Factor::PageSize, self.page_sizes).map(|size| size == 0);
-        let target = of(both, Factor::Target, self.targets);
-        let own_width = of(both, Factor::HeadDim, self.head_dims).is_some_and(|(d, dv)| d != dv);
-        let own_width = own_width || [a, b].iter().any(|choice| choice.0 == Factor::ValueDim as usize && choice.1 != 0);
+        let of = self.chosen(&[a, b]);
+        let no_pages = of.page_size.map(|size| size == 0);
+        let own_width = of.head_dims.is_some_and(|(d, dv)| d != dv) || of.value_dim.is_some_and(|dv| dv(64) != 64);
         // Only paged attention can be asked not to give the lse.
-        let paged_attention = target == Some(Target::PagedAttention) || of(both, Factor::Lse, self.lse) == Some(false);
-        let beyond_paged_attention = layout.is_some_and(|layout| layout != Layout::Interleaved)
+        let paged_attention = of.target == Some(Target::PagedAttention) || of.lse == Some(false);
+        let beyond_paged_attention = of.layout.is_some_and(|layout| layout != Layout::Interleaved)
             || no_pages == Some(true)
             || own_width
-            || of(both, Factor::SequsedQ, self.seqused_q) == Some(true)
-            || of(both, Factor::SequsedK, self.seqused_k) == Some(false)
-            || of(both, Factor::Leftpad, self.leftpad) == Some(true)
-            || of(both, Factor::Mask, self.masks).is_some_and(|mask| !mask.causal)
-            || of(both, Factor::TopLeft, self.top_left) == Some(true)
-            || of(both, Factor::Hints, self.hints).is_some_and(|hints| hints != Hints::Unknown)
-            || target == Some(Target::FlashAttnVarlen);
+            || of.seqused_q == Some(true)
+            || of.seqused_k == Some(false)
+            || of.leftpad == Some(true)
+            || of.mask.is_some_and(|mask| !mask.causal)
+            || of.top_left == Some(true)
+            || of.hints.is_some_and(|hints| hints != Hints::Unknown)
+            || of.target == Some(Target::FlashAttnVarlen);
         (paged_attention && beyond_paged_attention)
-            || layout.is_some_and(|layout| no_pages.is_some_and(|none| none != (layout == Layout::Contiguous)))
-            || (own_width && layout.is_some_and(|layout| !layout.has_two_buffers()))
+            || of.layout.is_some_and(|layout| no_pages.is_some_and(|none| none != (layout == Layout::Contiguous)))
+            || (own_width && of.layout.is_some_and(|layout| !layout.has_two_buffers()))
     }
 
     /// The pairs that have to occur, and the rows of the set.
@@ -271,46 +211,40 @@ impl Options {
     /// The set: everything that a call needs.
     pub fn calls(&self) -> Vec<(Target, Shape, Storage, Wanted)> {
         let (_, rows) = self.covered();
-        rows.iter().enumerate().map(|(seed, row)| self.call(row, seed as u64)).collect()
+        rows.iter().enumerate().map(|(seed, row)| self.call(row, seed as u64).unwrap()).collect()
     }
 
-    fn call(&self, row: &[usize], seed: u64) -> (Target, Shape, Storage, Wanted) {
-        let value = |factor: Factor| row[factor as usize];
-        let yes = |factor: Factor, of: &[bool]| of[value(factor)];
-        let (head_dim, value_dim) = self.head_dims[value(Factor::HeadDim)];
-        let top_left = yes(Factor::TopLeft, self.top_left);
+    fn call(&self, row: &[usize], seed: u64) -> Option<(Target, Shape, Storage, Wanted)> {
+        let of = self.chosen(&row.iter().copied().enumerate().collect::<Vec<_>>());
+        let (head_dim, value_dim) = of.head_dims?;
         let shape = Shape {
-            dtypes: self.dtypes[value(Factor::Dtypes)],
-            heads: self.heads[value(Factor::Heads)],
+            dtypes: of.dtypes?,
+            heads: of.heads?,
             head_dim,
-            value_dim: Some(self.value_dims[value(Factor::ValueDim)](value_dim)),
-            lengths: self.work[value(Factor::Work)].to_vec(),
-            leftpad: yes(Factor::Leftpad, self.leftpad),
-            mask: Mask { top_left, ..self.masks[value(Factor::Mask)] },
-            softcap: if yes(Factor::Softcap, self.softcap) { 2.5 } else { 0.0 },
-            alibi: self.alibi[value(Factor::Alibi)],
-            sinks: yes(Factor::Sinks, self.sinks),
-            scales: self.scales[value(Factor::Scales)],
-            batch_invariant: yes(Factor::BatchInvariant, self.batch_invariant),
+            value_dim: Some(of.value_dim?(value_dim)),
+            lengths: of.work?.to_vec(),
+            leftpad: of.leftpad?,
+            mask: Mask { top_left: of.top_left?, ..of.mask? },
+            softcap: of.softcap?,
+            alibi: of.alibi?,
+            sinks: of.sinks?,
+            scales: of.scales?,
+            batch_invariant: of.batch_invariant?,
             seed,
             ..Shape::default()
         };
         let storage = Storage {
-            layout: self.layouts[value(Factor::Layout)],
-            page_size: self.page_sizes[value(Factor::PageSize)],
-            seqused_q: yes(Factor::SequsedQ, self.seqused_q),
-            seqused_k: yes(Factor::SequsedK, self.seqused_k),
-            hints: self.hints[value(Factor::Hints)],
-            lse: yes(Factor::Lse, self.lse),
-            workspace: self.workspaces[value(Factor::Workspace)],
+            layout: of.layout?,
+            page_size: of.page_size?,
+            seqused_q: of.seqused_q?,
+            seqused_k: of.seqused_k?,
+            hints: of.hints?,
+            lse: of.lse?,
+            workspace: of.workspace?,
             seed,
             ..Storage::default()
         };
-        let wanted = Wanted {
-            dlse: yes(Factor::Dlse, self.dlse),
-            dsinks: yes(Factor::Dsinks, self.dsinks),
-            deterministic: yes(Factor::Deterministic, self.deterministic),
-        };
-        (self.targets[value(Factor::Target)], shape, storage, wanted)
+        let wanted = Wanted { dlse: of.dlse?, dsinks: of.dsinks?, deterministic: of.deterministic? };
+        Some((of.target?, shape, storage, wanted))
     }
 }

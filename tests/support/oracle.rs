@@ -4,6 +4,7 @@
 //! to whole calls.
 
 use super::array::{Array, BF16, Dtype, F8E4M3FN, F16, F32};
+use super::storage::Place;
 use half::{bf16, f16};
 use std::ops::Range;
 
@@ -245,37 +246,33 @@ fn attend_rounding(row: &Row, score: &Score, round: impl Fn(f32) -> f32, weigh: 
     }
 }
 
-/// A paged cache before and after new rows: `cache` is the operand's bytes, the answer the result's.
-///
-/// `row_of(slot, head)` is the element at which the row of a slot begins; rows whose slot lies outside
-/// `[0, slots)` are skipped. Rows of the cache's own type and without a scale are copied bit by bit; else what is
-/// stored is the quotient, in f32, by the scale of the head, as the cache's type holds it.
+/// A paged cache after new rows of keys and of values `[T, Hkv, D]`; those whose slot the cache has not are skipped. Rows of the
+/// cache's own type and without a scale are copied bit by bit; else what is stored is the quotient, in f32, by the scale of
+/// the head, as the cache's type holds it.
 pub fn kv_cache_update(
-    cache: &Array,
-    rows: &Array,
-    slot_mapping: &[i64],
-    slots: usize,
-    scale: Option<&[f64]>,
-    row_of: impl Fn(usize, usize) -> usize,
-) -> Array {
-    let (heads, d) = (rows.dims[1] as usize, rows.dims[2] as usize);
-    let (size, stored_size) = (rows.dtype.size(), cache.dtype.size());
-    let mut after = cache.clone();
-    for (t, &slot) in slot_mapping.iter().enumerate() {
-        if slot < 0 || slot >= slots as i64 {
-            continue;
-        }
-        for head in 0..heads {
-            // rows [T, Hkv, D]
-            let new = &rows.bytes[(t * heads + head) * d * size..][..d * size];
-            let divisor = scale.map_or(1.0, |scale| F32.round(scale[head % scale.len()]));
-            let stored: Vec<u8> = if scale.is_none() && rows.dtype == cache.dtype {
-                new.to_vec()
-            } else {
-                let quotients = new.chunks_exact(size).map(|x| F32.round(rows.dtype.decode(x) / divisor));
-                quotients.flat_map(|x| cache.dtype.encode(x)).collect()
-            };
-            after.bytes[row_of(slot as usize, head) * stored_size..][..d * stored_size].copy_from_slice(&stored);
+    caches: &[Array],
+    place: &Place,
+    rows: &[Array; 2],
+    slots: &[i64],
+    scales: &[Option<Vec<f32>>; 2],
+) -> Vec<Array> {
+    let mut after = caches.to_vec();
+    for (value, (rows, scale)) in rows.iter().zip(scales).enumerate() {
+        let (heads, row) = (place.kv_heads, place.dims[value] * rows.dtype.size());
+        for (t, slot) in slots.iter().enumerate().filter_map(|(t, &slot)| Some((t, place.slot(slot)?))) {
+            for head in 0..heads {
+                let new = &rows.bytes[(t * heads + head) * row..][..row];
+                let (buffer, at) = place.of_slot(value, slot, head);
+                let dtype = after[buffer].dtype;
+                let stored = if scale.is_none() && rows.dtype == dtype {
+                    new.to_vec()
+                } else {
+                    let divisor = scale.as_ref().map_or(1.0, |scale| f64::from(scale[head % scale.len()]));
+                    let numbers = new.chunks_exact(rows.dtype.size()).map(|x| rows.dtype.decode(x));
+                    numbers.flat_map(|x| dtype.encode(F32.round(x / divisor))).collect()
+                };
+                after[buffer].bytes[at * dtype.size()..][..stored.len()].copy_from_slice(&stored);
+            }
         }
     }
     after

@@ -1,7 +1,8 @@
 //! Calls that rotate queries and keys on their way into a cache, and what they leave behind (SPEC 2.4).
 
 use super::array::{Array, F32};
-use super::cache_updates::{Update, any_bits, numbers};
+use super::cache_updates::{Update, any_bits, dims_of, numbers};
+use super::case::with_scales;
 use super::guard::for_both_sides;
 use super::invocation::{Attr, Invocation};
 use super::oracle::kv_cache_update;
@@ -34,8 +35,8 @@ impl Default for Rope {
 }
 
 impl Rope {
-    fn dims(&self, heads: usize) -> [usize; 3] {
-        [self.update.slots.len(), heads, self.update.head_dim]
+    fn dims(&self, heads: usize) -> Vec<i64> {
+        dims_of(&[self.update.slots.len(), heads, self.update.dims[0]])
     }
 
     /// Elements of a head that are not copied: they turn, or become 8-bit or scaled numbers.
@@ -45,7 +46,7 @@ impl Rope {
 
     /// Rows of numbers in the elements that turn and of any bits past them, where those are copied.
     fn rows(&self, heads: usize, copied: bool, seed: u64) -> Array {
-        let (dtype, d) = (self.update.dtype, self.update.head_dim);
+        let (dtype, d) = (self.update.dtype, self.update.dims[0]);
         let mut rows = numbers(dtype, &self.dims(heads), seed);
         if copied {
             let (size, bits) = (dtype.size(), any_bits(dtype, &self.dims(heads), seed + 1));
@@ -62,12 +63,12 @@ impl Rope {
     }
 
     pub fn key(&self) -> Array {
-        let copied = self.update.fp8.is_none() && self.update.k_scale.is_none();
+        let copied = self.update.fp8.is_none() && self.update.scales[0].is_none();
         self.rows(self.update.heads, copied, self.update.seed + 300)
     }
 
     pub fn value(&self) -> Array {
-        let copied = self.update.fp8.is_none() && self.update.v_scale.is_none();
+        let copied = self.update.fp8.is_none() && self.update.scales[1].is_none();
         let make = if copied { any_bits } else { numbers };
         make(self.update.dtype, &self.dims(self.update.heads), self.update.seed + 400)
     }
@@ -95,33 +96,26 @@ impl Rope {
     }
 
     pub fn invocation(&self, in_place: bool) -> Invocation {
-        let cache = self.update.caches().remove(0);
-        let dims = cache.dims.clone();
-        let positions = Array::i32s(&[self.positions.len() as i64], &self.positions);
         let query = self.query();
         let mut call = Invocation::new("xla_gpu_rope_kv_cache_update")
-            .operand("kv_cache", cache)
+            .operand("kv_cache", self.update.caches().remove(0))
             .operand("query", query.clone())
             .operand("key", self.key())
             .operand("value", self.value())
             .operand("slot_mapping", self.update.slot_mapping())
-            .operand("positions", positions)
+            .operand("positions", Array::i32s(&[self.positions.len() as i64], &self.positions))
             .operand("cos_sin", self.cos_sin());
         call.what = format!("{self:?}, in place: {in_place}");
-        call = self.update.with_scales(call);
-        call = if in_place {
-            call.result_in_place("kv_cache", 0)
-        } else {
-            call.result("kv_cache", self.update.cache_dtype(), &dims)
-        };
-        call.result("query_out", query.dtype, &query.dims)
+        with_scales(call, &self.update.scales)
+            .updated("kv_cache", 0, in_place)
+            .result("query_out", query.dtype, &query.dims)
             .attribute("interleaved", Attr::Bool(self.interleaved))
-            .attribute("kv_layout", Attr::I64(self.update.layout))
+            .attribute("kv_layout", Attr::I64(self.update.layout.kv_layout()))
     }
 
     /// The numbers of `rows [T, heads, D]`, the first of each head turned, in f32.
     fn turn(&self, rows: &Array) -> Vec<f64> {
-        let (heads, d, half) = (rows.dims[1] as usize, self.update.head_dim, self.rotated / 2);
+        let (heads, d, half) = (rows.dims[1] as usize, self.update.dims[0], self.rotated / 2);
         let (mut turned, table) = (rows.values(), self.cos_sin().values());
         if self.turned() == 0 {
             return turned;
@@ -142,32 +136,24 @@ impl Rope {
     pub fn expected(&self) -> [Array; 2] {
         let (update, key, query) = (&self.update, self.key(), self.query());
         // The turned keys in f32, so that a cache rounds them once; then what passes through, bit by bit.
-        let turned = Array::new(F32, &key.dims, &self.turn(&key));
-        let slots = update.num_pages * update.page_size;
-        let write = |cache: &Array, rows: &Array, scale: &Option<Vec<f64>>, kv| {
-            kv_cache_update(cache, rows, &update.slots, slots, scale.as_deref(), update.row_of(kv))
-        };
-        let cache = write(&update.caches()[0], &turned, &update.k_scale, 0);
-        let cache = write(&cache, &self.value(), &update.v_scale, 1);
-        let cache = if update.fp8.is_none() && update.k_scale.is_none() { self.restore_copied(cache) } else { cache };
+        let rows = [Array::new(F32, &key.dims, &self.turn(&key)), self.value()];
+        let cache = kv_cache_update(&update.caches(), &update.place(), &rows, &update.slots, &update.scales).remove(0);
+        let cache = if update.fp8.is_none() && update.scales[0].is_none() { self.restore_copied(cache) } else { cache };
         let mut query_out = Array::new(query.dtype, &query.dims, &self.turn(&query));
-        restore(&mut query_out, &query, update.head_dim, self.turned());
+        restore(&mut query_out, &query, update.dims[0], self.turned());
         [cache, query_out]
     }
 
     /// `cache` with the keys' untouched elements as they were given: a NaN keeps its payload.
     fn restore_copied(&self, mut cache: Array) -> Array {
         let (update, key) = (&self.update, self.key());
-        let (size, row_of) = (key.dtype.size(), update.row_of(0));
-        for (token, &slot) in update.slots.iter().enumerate() {
-            for head in 0..update.heads {
-                if (0..(update.num_pages * update.page_size) as i64).contains(&slot) {
-                    let from = (token * update.heads + head) * update.head_dim * size;
-                    let to = row_of(slot as usize, head) * size;
-                    let past = self.turned() * size..update.head_dim * size;
-                    cache.bytes[to..][past.clone()].copy_from_slice(&key.bytes[from..][past]);
-                }
-            }
+        let (size, place) = (key.dtype.size(), update.place());
+        let stored = update.slots.iter().enumerate().filter_map(|(token, &slot)| Some((token, place.slot(slot)?)));
+        for ((token, slot), head) in stored.flat_map(|row| (0..update.heads).map(move |head| (row, head))) {
+            let from = (token * update.heads + head) * update.dims[0] * size;
+            let past = self.turned() * size..update.dims[0] * size;
+            let to = &mut cache.bytes[place.of_slot(0, slot, head).1 * size..];
+            to[past.clone()].copy_from_slice(&key.bytes[from..][past]);
         }
         cache
     }

@@ -1,8 +1,8 @@
 //! Arrays that do not lie densely, as eager torch and Rust may pass them.
 
 use super::array::{Array, count};
+use super::entry::View;
 use super::guard::{Guarded, Side};
-use xla_attention::{DType, Tensor};
 
 /// What lies between the rows: NaN in every float type.
 const GAP: u8 = 0xff;
@@ -76,8 +76,7 @@ impl Spacing {
 
 /// An array spread out in memory: each dimension but the last leaves `gap` elements of garbage after its neighbours.
 pub struct Spread {
-    memory: Guarded,
-    dtype: DType,
+    pub memory: Guarded,
     spacing: Spacing,
 }
 
@@ -86,12 +85,11 @@ impl Spread {
     pub fn new(name: &str, side: Side, array: &Array, gap: i64) -> Self {
         let spacing = Spacing::new(array, &vec![gap; array.dims.len()]);
         let memory = Guarded::new(name, side, &spacing.spread(array));
-        Self { memory, dtype: DType(array.dtype.0), spacing }
+        Self { memory, spacing }
     }
 
-    pub fn tensor(&self) -> Tensor<'_> {
-        let Spacing { dims, strides, .. } = &self.spacing;
-        Tensor { dtype: self.dtype, data: self.memory.data(), dims, strides: Some(strides) }
+    pub fn view(&self) -> View<'_> {
+        View { data: self.memory.data(), strides: Some(&self.spacing.strides) }
     }
 
     /// The elements, packed; everything between them is still garbage.

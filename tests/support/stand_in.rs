@@ -3,9 +3,12 @@
 //! libcuda is loaded once in a process, so a test that wants the stand-in is run by a process of its own: the same test
 //! binary again.
 
+use super::entry::View;
+use super::right_calls;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::OnceLock;
+use xla_attention::{Action, Error};
 
 /// The folder that holds the stand-in, one for a driver that gives contexts ids and one for an older driver.
 fn folder(has_ids: bool) -> &'static PathBuf {
@@ -27,29 +30,31 @@ fn folder(has_ids: bool) -> &'static PathBuf {
     })
 }
 
-/// The test `name` of this binary in a process of its own.
+/// The test `name` of this binary, which is ignored otherwise, in a process of its own.
 pub fn child(name: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", name, "--nocapture"]);
+    command.args(["--exact", name, "--ignored", "--nocapture"]);
     command
 }
 
-/// What the test `name` prints after "outcome: " where the driver has this fault.
-pub fn outcomes(name: &str, fault: &str) -> Vec<String> {
+/// What the test `name` prints after "outcome: " where the driver has this fault, and gives contexts ids or is older.
+pub fn outcomes(name: &str, fault: &str, has_ids: bool) -> Vec<String> {
     let mut child = child(name);
-    in_front(&mut child, fault);
-    printed(&mut child)
+    printed(child.env("FAULT", fault).env("LD_LIBRARY_PATH", folder(has_ids)))
 }
 
-/// Put the stand-in in front of any driver that a child would load.
-pub fn in_front(child: &mut Command, fault: &str) {
-    child.env("FAULT", fault).env("LD_LIBRARY_PATH", folder(false));
+/// Put a stand-in without a fault in front of any driver that a child would load.
+pub fn in_front(child: &mut Command) {
+    child.env("FAULT", "none").env("LD_LIBRARY_PATH", folder(false));
 }
 
-/// As [`outcomes`], on a driver that gives contexts ids.
-pub fn outcomes_with_ids(name: &str, fault: &str) -> Vec<String> {
-    let mut child = child(name);
-    printed(child.env("FAULT", fault).env("LD_LIBRARY_PATH", folder(true)))
+/// An addition that is prepared or launched; the stand-in reads no memory.
+pub fn add(action: Action) -> Result<(), Error> {
+    let call = right_calls::of("xla_gpu_simple_add");
+    let numbers = [0.0f32; 64];
+    let views = [View::dense(numbers.as_ptr().cast_mut().cast()); 2];
+    // SAFETY: the array outlives the call.
+    unsafe { call.enter(action, &views, &views) }
 }
 
 /// What a child prints after "outcome: "; it has to succeed.

@@ -2,9 +2,9 @@
 //! yet.
 
 use super::answers::{IfWrong, answers, assert_allowed};
-use super::array::{Array, BF16, Dtype, F32, FP8_DTYPES};
+use super::array::{Array, BF16, Dtype, FP8_DTYPES};
 use super::batch::Batch;
-use super::case::Case;
+use super::case::{Case, slot_mapping, with_scales};
 use super::guard::for_both_sides;
 use super::invocation::{Attr, Invocation};
 use super::oracle::kv_cache_update;
@@ -44,9 +44,9 @@ impl Step {
         let [key, value] = [&case.form.k_scale, &case.form.v_scale]
             .map(|scale| new_rows(&case, &slots, dtype, scale.as_deref(), &mut random));
         let mut before = case.kv[0].clone();
-        for slot in slots.iter().filter_map(|&slot| slot_in(&case, slot)) {
+        for slot in slots.iter().filter_map(|&slot| case.place.slot(slot)) {
             for (value, head) in (0..2).flat_map(|value| (0..case.form.kv_heads).map(move |head| (value, head))) {
-                put(&mut before, element_of(&case, value, slot, head), &vec![f64::NAN; case.form.head_dim]);
+                put(&mut before, case.place.of_slot(value, slot, head).1, &vec![f64::NAN; case.form.head_dim]);
             }
         }
         let wide_slots = random.below(2) == 0;
@@ -57,29 +57,19 @@ impl Step {
 
     /// Make the case's cache that of the slots, which a test has changed.
     pub fn update(&mut self) {
-        let Self { case, before, key, value, slots, .. } = self;
-        let total = case.place.num_pages * case.place.page_size;
-        let mut cache = before.clone();
-        for (kv, rows, scale) in [(0, &*key, &case.form.k_scale), (1, &*value, &case.form.v_scale)] {
-            let scale: Option<Vec<f64>> = scale.as_ref().map(|s| s.iter().map(|&x| f64::from(x)).collect());
-            let row_of = |slot, head| element_of(case, kv, slot, head);
-            cache = kv_cache_update(&cache, rows, slots, total, scale.as_deref(), row_of);
-        }
-        case.kv_values = vec![cache.values()];
-        case.kv = vec![cache];
+        let rows = [self.key.clone(), self.value.clone()];
+        let before = std::slice::from_ref(&self.before);
+        self.case.kv = kv_cache_update(before, &self.case.place, &rows, &self.slots, &self.scales());
+        self.case.kv_values = vec![self.cache().values()];
+    }
+
+    fn scales(&self) -> [Option<Vec<f32>>; 2] {
+        [self.case.form.k_scale.clone(), self.case.form.v_scale.clone()]
     }
 
     /// The cache after the update.
     pub fn cache(&self) -> &Array {
         &self.case.kv[0]
-    }
-
-    fn slot_mapping(&self) -> Array {
-        let rows = [self.slots.len() as i64];
-        if self.wide_slots {
-            return Array::i64s(&rows, &self.slots);
-        }
-        Array::i32s(&rows, &self.slots.iter().map(|&slot| i32::try_from(slot).unwrap()).collect::<Vec<_>>())
     }
 
     /// The call, the cache in its operand's memory or in its own.
@@ -90,15 +80,11 @@ impl Step {
         let mut operands = attention.operands.into_iter();
         call.operands.extend(operands.by_ref().take(6));
         call = call.operand("key", self.key.clone()).operand("value", self.value.clone());
-        call = call.operand("slot_mapping", self.slot_mapping());
+        call = call.operand("slot_mapping", slot_mapping(&self.slots, self.wide_slots));
         call.operands.extend(operands);
         let mut results = attention.results.into_iter();
         call.results.extend(results.by_ref().take(1));
-        call = if in_place {
-            call.result_in_place("kv_cache", 1)
-        } else {
-            call.result("kv_cache", self.before.dtype, &self.before.dims)
-        };
+        call = call.updated("kv_cache", 1, in_place);
         call.results.extend(results);
         call.attributes = attention.attributes;
         call
@@ -106,19 +92,13 @@ impl Step {
 
     /// The two calls that are to give the same: the update, and the attention over the cache that comes of it.
     pub fn in_two_calls(&self) -> [Invocation; 2] {
-        let scale = |scale: &Option<Vec<f32>>| match scale {
-            Some(values) => Array::f32s(&[values.len() as i64], values),
-            None => Array::left_out(F32),
-        };
         let update = Invocation::new("xla_gpu_kv_cache_update")
             .operand("kv_cache", self.before.clone())
             .operand("key", self.key.clone())
             .operand("value", self.value.clone())
-            .operand("slot_mapping", self.slot_mapping())
-            .operand("k_scale", scale(&self.case.form.k_scale))
-            .operand("v_scale", scale(&self.case.form.v_scale))
-            .result("kv_cache", self.before.dtype, &self.before.dims)
-            .attribute("kv_layout", Attr::I64(1));
+            .operand("slot_mapping", slot_mapping(&self.slots, self.wide_slots));
+        let update = with_scales(update, &self.scales()).updated("kv_cache", 0, false);
+        let update = update.attribute("kv_layout", Attr::I64(1));
         [update, self.case.invocation()]
     }
 
@@ -149,16 +129,6 @@ impl Step {
         });
         found
     }
-}
-
-/// The element of the cache at which the row of a slot begins; `value` is 0 for K, 1 for V.
-fn element_of(case: &Case, value: usize, slot: usize, head: usize) -> usize {
-    case.place.of(value, slot / case.place.page_size, slot % case.place.page_size, head).1
-}
-
-/// The slot, if the cache has it.
-fn slot_in(case: &Case, slot: i64) -> Option<usize> {
-    usize::try_from(slot).ok().filter(|&slot| slot < case.place.num_pages * case.place.page_size)
 }
 
 /// Where each row's key goes. Rows of no sequence, and those before the first key of one, go nowhere or to slots that
@@ -195,7 +165,7 @@ fn slots_of_rows(case: &Case, batch: &Batch, random: &mut Random) -> Vec<i64> {
 fn new_rows(case: &Case, slots: &[i64], dtype: Dtype, scale: Option<&[f32]>, random: &mut Random) -> Array {
     let (heads, d) = (case.form.kv_heads, case.form.head_dim);
     let mut rows = poisoned(random, dtype, &[slots.len() as i64, heads as i64, d as i64]);
-    for (t, _) in slots.iter().enumerate().filter(|(_, slot)| slot_in(case, **slot).is_some()) {
+    for (t, _) in slots.iter().enumerate().filter(|(_, slot)| case.place.slot(**slot).is_some()) {
         for head in 0..heads {
             let size = scale.map_or(1.0, |scale| f64::from(scale[head % scale.len()]));
             let row: Vec<f64> = (0..d).map(|_| size * random.normal()).collect();

@@ -65,6 +65,16 @@ impl Place {
         }
     }
 
+    /// The same for a slot, `page * page_size + token`.
+    pub fn of_slot(&self, value: usize, slot: usize, head: usize) -> (usize, usize) {
+        self.of(value, slot / self.page_size, slot % self.page_size, head)
+    }
+
+    /// The slot of this number, if there is one.
+    pub fn slot(&self, number: i64) -> Option<usize> {
+        usize::try_from(number).ok().filter(|&slot| slot < self.num_pages * self.page_size)
+    }
+
     /// The buffers' shapes.
     pub fn shapes(&self) -> Vec<Vec<i64>> {
         let [pages, tokens, heads] = [self.num_pages, self.page_size, self.kv_heads].map(|x| x as i64);

@@ -5,6 +5,7 @@ use crate::support::array::{Array, F32, I32};
 use crate::support::batch::Shape;
 use crate::support::c_structs::FRAME_STRUCT_SIZE;
 use crate::support::case::Case;
+use crate::support::conformance::tables;
 use crate::support::frame::{
     CPU, CUDA, Frame, Handler, HandlerMetadata, INVALID_ARGUMENT, MetadataRequest, Refusal, Stage, handler_sets,
     request_metadata,
@@ -17,19 +18,10 @@ use crate::support::storage::Storage;
 use std::collections::BTreeSet;
 use std::ffi::CStr;
 
-const NAMES: [&str; 11] = [
-    "xla_gpu_simple_add",
-    "XlaGpuSimpleAdd",
-    "xla_gpu_paged_attention",
-    "xla_gpu_flash_attn_varlen",
-    "xla_gpu_flash_attn_varlen_bwd",
-    "xla_gpu_gather_kv_cache",
-    "xla_gpu_kv_cache_update",
-    "xla_gpu_kv_cache_update_split",
-    "xla_gpu_merge_attention_states",
-    "xla_gpu_rope_kv_cache_update",
-    "xla_gpu_paged_attention_update",
-];
+/// What the tables say is registered.
+fn names() -> impl Iterator<Item = &'static str> {
+    tables().iter().flat_map(|table| table.interface.names.iter().copied())
+}
 
 fn platforms() -> Vec<&'static str> {
     if cfg!(feature = "cuda") { vec![CPU, CUDA] } else { vec![CPU] }
@@ -61,7 +53,7 @@ impl Registered {
 pub(crate) fn handlers() -> Vec<Registered> {
     let mut all = Vec::new();
     for set in handler_sets() {
-        for name in NAMES {
+        for name in names() {
             for platform in platforms() {
                 let row = set.target(name, platform);
                 let stages = [(Stage::Initialize, row.initialize), (Stage::Execute, row.execute)];
@@ -78,7 +70,7 @@ pub(crate) fn handlers() -> Vec<Registered> {
 fn each_set_holds_every_target_for_every_platform_once() {
     // SAFETY: the table holds C strings that live as long as the library.
     let text = |p| unsafe { CStr::from_ptr(p) }.to_str().unwrap();
-    let expected: BTreeSet<_> = NAMES.into_iter().flat_map(|n| platforms().into_iter().map(move |p| (n, p))).collect();
+    let expected: BTreeSet<_> = names().flat_map(|n| platforms().into_iter().map(move |p| (n, p))).collect();
     for set in handler_sets() {
         let found: Vec<(&str, &str)> = set.rows.iter().map(|t| (text(t.name), text(t.platform))).collect();
         assert_eq!(found.iter().copied().collect::<BTreeSet<_>>(), expected);
@@ -97,7 +89,7 @@ fn the_sets_are_those_of_the_pins_and_no_handler_is_in_two() {
     assert_eq!(versions, [(0, 1), (0, 5)]);
     let addresses: BTreeSet<usize> = handlers().iter().map(|h| h.handler as usize).collect();
     // XlaGpuSimpleAdd has the handlers of xla_gpu_simple_add.
-    assert_eq!(addresses.len() * NAMES.len(), handlers().len() * (NAMES.len() - 1));
+    assert_eq!(addresses.len() * names().count(), handlers().len() * (names().count() - 1));
 }
 
 #[test]
@@ -197,7 +189,7 @@ fn many_threads_may_call_at_once_with_one_pool() {
                     assert_allowed(&case, &answers, &results[0], Some(&results[1]));
                     assert!(results[..2] == expected[..2]);
                     assert!(add.run_on_cpu(side, &pool).unwrap()[0] == sums);
-                    right_calls::kv_cache_update(2).run_on_cpu(side, &pool).unwrap();
+                    right_calls::in_layout("xla_gpu_kv_cache_update", 2).run_on_cpu(side, &pool).unwrap();
                 }
             });
         }

@@ -6,8 +6,8 @@ mod host;
 mod refusals;
 
 use crate::support::answers::{IfWrong, answers, assert_allowed};
-use crate::support::array::{Array, BF16, F8E4M3FN, F8E5M2, F16, F32, I64};
-use crate::support::cache_updates::{SPLIT, Update};
+use crate::support::array::{Array, BF16, F8E4M3FN, F16, F32, I64};
+use crate::support::cache_updates::Update;
 use crate::support::case::{Case, Target};
 use crate::support::check::computed;
 use crate::support::gathers::Gather;
@@ -45,27 +45,21 @@ fn gradients_with_any_options_are_what_the_oracle_says() {
     }
 }
 
-fn updates() -> Vec<Update> {
-    let of = |(layout, dtype, fp8): (i64, _, _)| Update { layout, dtype, fp8, ..Update::default() };
-    let mut updates: Vec<Update> =
-        [(SPLIT, F32, None), (1, F16, None), (2, BF16, Some(F8E4M3FN)), (3, F32, Some(F8E5M2))].map(of).into();
-    let slots = vec![-1, 3, i64::MAX, 12, 11, i64::MIN];
-    updates.push(Update { slots, wide_slots: true, ..Update::default() });
-    updates.push(Update { value_dim: 24, v_scale: Some(vec![0.5, 3.0]), ..of((SPLIT, BF16, None)) });
-    updates.push(Update { k_scale: Some(vec![2.0]), v_scale: Some(vec![0.5, 3.0]), ..of((1, F32, Some(F8E4M3FN))) });
-    updates
-}
-
 #[test]
 fn caches_are_updated_in_every_layout() {
-    for update in updates() {
+    let mut updates = Update::each_type(&Layout::PAGED);
+    let slots = vec![-1, 3, i64::MAX, 12, 11, i64::MIN];
+    updates.push(Update { slots, wide_slots: true, ..Update::default() });
+    updates.push(Update { layout: Layout::Split, dims: [16, 24], ..Update::default() });
+    for update in updates {
         assert!(results(&update.invocation(true)) == update.expected(), "{update:?}");
     }
 }
 
 #[test]
 fn queries_and_keys_are_rotated_on_their_way() {
-    for (update, interleaved) in updates().into_iter().filter(|u| u.layout != SPLIT).zip([false, true].iter().cycle()) {
+    let updates = Update::each_type(&[Layout::Interleaved, Layout::Stacked, Layout::PerPage]);
+    for (update, interleaved) in updates.into_iter().zip([false, true].iter().cycle()) {
         let positions = (0..update.slots.len() as i32).map(|token| 5 * token - 3).collect();
         let rope = Rope { update, interleaved: *interleaved, rotated: 12, positions, ..Rope::default() };
         assert!(results(&rope.invocation(true)) == rope.expected(), "{rope:?}");

@@ -1,0 +1,356 @@
+//! `xla_attention::call` and its C twin `xa_call`: what they take beyond XLA's dense buffers, and what they refuse.
+
+use crate::support::array::{Array, BF16, Dtype, F16, F32, I32};
+use crate::support::batch::Shape;
+use crate::support::cache_updates::Update;
+use crate::support::case::Case;
+use crate::support::entry::View;
+use crate::support::frame::INVALID_ARGUMENT;
+use crate::support::guard::{Guarded, Side};
+use crate::support::invocation::{Attr, Invocation, POISON};
+use crate::support::right_calls;
+use crate::support::rotations::Rope;
+use crate::support::storage::{Layout, Storage};
+use std::ffi::{CStr, c_char};
+use std::ptr::{null, null_mut};
+use xla_attention::ops::workspace::AttentionSizes;
+use xla_attention::{Action, DType, Error, Op, RayonPool, XaAttribute, XaCall, XaTensor, xa_call, xa_op};
+
+/// What a buffer claims to be; without memory.
+fn claim(dtype: Dtype, dims: &[i64]) -> Array {
+    Array { dtype, dims: dims.to_vec(), bytes: vec![] }
+}
+
+fn refused(outcome: Result<(), Error>, text: &str) {
+    let error = outcome.unwrap_err();
+    assert_eq!((error.code as i32, error.message.as_str()), (INVALID_ARGUMENT, text));
+}
+
+#[test]
+fn the_other_sizes_of_an_empty_tensor_do_not_matter() {
+    const HUGE: i64 = i64::MAX / 4;
+    let mut paged = right_calls::of("xla_gpu_paged_attention")
+        .with_operand("query", claim(BF16, &[0, 4, 16]))
+        .with_operand("kv_cache", claim(BF16, &[0, HUGE, 4, 16]))
+        .with_operand("block_tables", claim(I32, &[3, 0]));
+    (paged.results[0].dims, paged.results[1].dims) = (vec![0, 4, 16], vec![4, 0]);
+    paged.check().unwrap();
+    let mut update = right_calls::of("xla_gpu_kv_cache_update").with_operand("kv_cache", claim(F16, &[0, HUGE, 4, 16]));
+    update.results[0].dims = vec![0, HUGE, 4, 16];
+    refused(update.check(), &format!("xla_gpu_kv_cache_update: page_size is {HUGE}, expected below 2^31"));
+}
+
+#[test]
+fn a_rotation_of_no_row_may_have_any_number_of_heads() {
+    for heads in [1 << 28, 1 << 40, 1 << 60, 1 << 61, 1 << 62] {
+        let rope = Rope { update: Update { slots: vec![], ..Update::default() }, positions: vec![], ..Rope::default() };
+        let mut call = rope.invocation(false).with_operand("query", claim(F32, &[0, heads, 16]));
+        call.results[1].dims = vec![0, heads, 16];
+        assert_eq!(run_with_views(&call, &call, |_| ())[0], rope.expected()[0]);
+    }
+}
+
+#[test]
+fn wrong_counts_and_kinds_are_refused_by_name() {
+    let add = |operands: usize, results: usize| {
+        let mut call = Invocation::new("xla_gpu_simple_add");
+        call.operands = vec![("", claim(F32, &[2])); operands];
+        (0..results).fold(call, |call, _| call.result("", F32, &[2])).check()
+    };
+    refused(add(0, 1), "xla_gpu_simple_add: a is missing");
+    refused(add(1, 1), "xla_gpu_simple_add: b is missing");
+    refused(add(3, 1), "xla_gpu_simple_add: 3 operands given, at most 2 expected (a, b)");
+    refused(add(2, 0), "xla_gpu_simple_add: out is missing");
+    refused(add(2, 2), "xla_gpu_simple_add: 2 results given, at most 1 expected (out)");
+    let a = claim(F32, &[2]);
+    let absent = Invocation::new("xla_gpu_simple_add").operand("a", a).operand("b", claim(Dtype(0), &[]));
+    refused(absent.result("out", F32, &[2]).check(), "xla_gpu_simple_add: b is missing");
+
+    let right = right_calls::of("xla_gpu_paged_attention");
+    let mut fewer = right.clone();
+    fewer.attributes.pop();
+    refused(fewer.check(), "xla_gpu_paged_attention: 3 attributes given, expected 4");
+    let with = |name, value| right.clone().attribute(name, Attr::I64(value)).check();
+    refused(with("scale", 1), "xla_gpu_paged_attention: attribute scale is I64(1), expected F32");
+    refused(with("batch_invariant", 0), "xla_gpu_paged_attention: attribute batch_invariant is I64(0), expected Bool");
+}
+
+/// What a check says of a call whose operands have these strides, none of them or all.
+fn with_strides(call: &Invocation, strides: &[(usize, &[i64])]) -> Result<(), Error> {
+    let mut views = vec![View::NOWHERE; call.operands.len()];
+    for (index, strides) in strides {
+        views[*index].strides = Some(strides);
+    }
+    // SAFETY: a check touches no memory.
+    unsafe { call.enter(Action::Check, &views, &vec![View::NOWHERE; call.results.len()]) }
+}
+
+#[test]
+fn a_dimension_of_size_one_may_carry_any_stride() {
+    let dims = [1, 2, 3];
+    let add = Invocation::new("xla_gpu_simple_add").operand("a", claim(F32, &dims)).operand("b", claim(F32, &dims));
+    let add = add.result("out", F32, &dims);
+    for stride in [77, i64::MIN] {
+        with_strides(&add, &[(0, &[stride, 3, 1])]).unwrap();
+    }
+}
+
+#[test]
+fn strides_past_all_addresses_are_refused() {
+    let paged = right_calls::of("xla_gpu_paged_attention");
+    let dims = &paged.operands[1].1.dims;
+    for (axis, stride) in [(0, i64::MIN), (0, i64::MAX), (0, 1 << 59), (1, i64::MIN), (2, 1 << 62), (2, i64::MIN)] {
+        let mut strides = [512, 64, 16, 1];
+        strides[axis] = stride;
+        let text = format!("kv_cache has shape {dims:?} and strides Some({strides:?}): its size overflows");
+        refused(with_strides(&paged, &[(1, &strides)]), &format!("xla_gpu_paged_attention: {text}"));
+    }
+    with_strides(&paged, &[(1, &[-(1 << 58), 64, 16, 1])]).unwrap();
+}
+
+#[test]
+fn halves_of_one_cache_serve_as_k_and_v() {
+    // torch's kv[0], kv[1] of a cache [2, P, page_size, Hkv, D].
+    let batch = Shape { lengths: vec![(1, 50), (20, 33)], ..Shape::default() }.batch();
+    let stacked = Case::flash(&batch, &Storage::paged(Layout::Stacked, 8)).invocation();
+    let expected = stacked.results(Side::EndsAtGuard);
+    let cache = &stacked.operands[1].1;
+    let half = claim(cache.dtype, &cache.dims[1..]);
+    let split = stacked.clone().with_operand("k", half.clone()).with_operand("v", half);
+    let found = run_with_views(&split.attribute("kv_layout", Attr::I64(0)), &stacked, |views| {
+        views[2].data = views[1].data.wrapping_add(cache.bytes.len() / 2);
+    });
+    assert!(found[..2] == expected[..2]);
+}
+
+#[test]
+fn one_kv_head_may_stand_for_all_with_a_stride_of_0() {
+    // torch's k.expand(-1, 4, -1): four heads in the memory of one.
+    let batch = Shape { heads: (4, 1), lengths: vec![(3, 50), (20, 33)], ..Shape::default() }.batch();
+    let case = Case::flash(&batch, &Storage::contiguous());
+    let invocation = case.invocation();
+    let expected = invocation.results(Side::EndsAtGuard);
+    let wide = claim(F32, &[case.place.num_pages as i64, 4, 64]);
+    let expanded = invocation.clone().with_operand("k", wide.clone()).with_operand("v", wide);
+    let found = run_with_views(&expanded, &invocation, |views| {
+        views[1..3].iter_mut().for_each(|view| view.strides = Some(&[64, 0, 1]));
+    });
+    for (found, expected) in found.iter().zip(&expected).take(2) {
+        for (a, b) in found.values().into_iter().zip(expected.values()) {
+            // Rows of no sequence have an lse of -inf in both.
+            let same = a.to_bits() == b.to_bits() || (a - b).abs() < 1e-5;
+            assert!(same, "expanded heads differ from grouped ones");
+        }
+    }
+}
+
+/// The results of `call` over the operands of another one, whose views are changed.
+fn run_with_views(call: &Invocation, memory: &Invocation, change: impl Fn(&mut [View])) -> Vec<Array> {
+    let place = |name: &str, array: &Array| Guarded::new(name, Side::EndsAtGuard, &array.bytes);
+    let operands: Vec<Guarded> = memory.operands.iter().map(|(name, array)| place(name, array)).collect();
+    let empty: Vec<Array> = call.results.iter().map(|r| Array::filled(r.dtype, &r.dims, POISON)).collect();
+    let own: Vec<Guarded> = empty.iter().map(|array| place("result", array)).collect();
+    let [mut inputs, outputs] =
+        [&operands, &own].map(|list| list.iter().map(|b| View::dense(b.data())).collect::<Vec<_>>());
+    change(&mut inputs);
+    // SAFETY: the views are of the buffers above, and stay in them.
+    unsafe { call.enter(Action::RunOnCpu(&RayonPool), &inputs, &outputs) }.unwrap();
+    empty.into_iter().zip(&own).map(|(array, found)| Array { bytes: found.bytes(), ..array }).collect()
+}
+
+#[test]
+#[cfg(not(feature = "cuda"))]
+fn a_build_without_cuda_says_so() {
+    let call = right_calls::of("xla_gpu_simple_add");
+    let nowhere = [View::NOWHERE; 2];
+    for action in [Action::PrepareCuda, Action::LaunchCuda(xla_attention::Stream(0))] {
+        // SAFETY: nothing is computed.
+        let error = unsafe { call.enter(action, &nowhere, &nowhere) }.unwrap_err();
+        assert_eq!(error.code as i32, crate::support::frame::UNIMPLEMENTED);
+        let text = "xla_gpu_simple_add: this build has no CUDA backend; build with the feature `cuda`";
+        assert_eq!(error.message, text);
+    }
+}
+
+#[test]
+fn sizes_that_no_call_can_have_want_no_workspace() {
+    let right = AttentionSizes {
+        num_q_heads: 8,
+        num_kv_heads: 8,
+        head_dim: 128,
+        value_dim: 128,
+        dtype: DType::BF16,
+        batch_invariant: true,
+    };
+    assert!(right.workspace().fixed > 0);
+    for absurd in [i64::MIN, -1, 0, 257, i64::MAX / 4, i64::MAX] {
+        assert_eq!(AttentionSizes { value_dim: absurd, ..right }.workspace().fixed, 0, "Dv {absurd}");
+    }
+    for absurd in [i64::MIN, -1, 0, 1 << 40, i64::MAX] {
+        assert_eq!(AttentionSizes { num_kv_heads: absurd, ..right }.workspace().fixed, 0, "Hkv {absurd}");
+        // 128 columns of a sum in f32 and two numbers for each head, rounded up; of f32 one number.
+        for (dtype, bytes) in [(DType::BF16, 521), (DType::F32, 4)] {
+            let per_row = AttentionSizes { num_q_heads: absurd, dtype, ..right }.gradients_workspace().per_row;
+            assert_eq!(per_row, absurd.max(0).saturating_mul(bytes), "Hq {absurd}");
+        }
+    }
+}
+
+// The C interface.
+
+/// `xa_call`, with 200 bytes for the text.
+fn c_call(request: *const XaCall) -> (i32, String) {
+    let mut text = [0 as c_char; 200];
+    // SAFETY: the requests of these tests describe memory that is there, and the text has room.
+    let code = unsafe { xa_call(request, text.as_mut_ptr(), text.len()) };
+    // SAFETY: terminated, or still zero.
+    (code, unsafe { CStr::from_ptr(text.as_ptr()) }.to_str().unwrap().to_owned())
+}
+
+/// A request to add `operands[0]` and `operands[1]`.
+fn c_add(operands: &[XaTensor], results: &[XaTensor], action: i32) -> XaCall {
+    XaCall {
+        struct_size: size_of::<XaCall>(),
+        // SAFETY: a terminated string.
+        op: unsafe { xa_op(c"xla_gpu_simple_add".as_ptr()) },
+        action,
+        operands: operands.as_ptr(),
+        num_operands: operands.len(),
+        results: results.as_ptr(),
+        num_results: results.len(),
+        attributes: null(),
+        num_attributes: 0,
+        stream: null_mut(),
+    }
+}
+
+fn c_tensor(values: &mut [f32], dims: &[i64]) -> XaTensor {
+    XaTensor {
+        data: values.as_mut_ptr().cast(),
+        dims: dims.as_ptr(),
+        strides: null(),
+        rank: dims.len() as i32,
+        dtype: F32.0,
+    }
+}
+
+#[test]
+fn the_c_interface_computes_and_checks() {
+    let (mut a, mut b, mut out, dims) = ([1.0f32, 2.0], [0.5f32, 0.25], [0.0f32; 2], [2i64]);
+    let operands = [c_tensor(&mut a, &dims), c_tensor(&mut b, &dims)];
+    let results = [c_tensor(&mut out, &dims)];
+    assert_eq!(c_call(&c_add(&operands, &results, 1)), (0, String::new()));
+    assert_eq!(out.map(f32::to_bits), [1.5f32, 2.25].map(f32::to_bits));
+
+    let other = [3i64];
+    let wrong = [operands[0], XaTensor { data: null_mut(), dims: other.as_ptr(), ..operands[1] }];
+    let text = "xla_gpu_simple_add: b has shape [3], expected the shape of a, [2]";
+    assert_eq!(c_call(&c_add(&wrong, &results, 0)), (INVALID_ARGUMENT, text.into()));
+}
+
+#[test]
+fn the_c_interface_knows_every_target_by_name() {
+    for (number, op) in Op::ALL.into_iter().enumerate() {
+        let name = std::ffi::CString::new(op.signature().target).unwrap();
+        // SAFETY: a terminated string.
+        assert_eq!(unsafe { xa_op(name.as_ptr()) }, number as i32);
+    }
+    // SAFETY: a terminated string.
+    assert_eq!(unsafe { xa_op(c"xla_gpu_nothing".as_ptr()) }, -1);
+}
+
+#[test]
+fn a_request_that_is_no_request_is_refused() {
+    let text = |size: usize| {
+        format!("xa_call: the request is a struct of {size} bytes, expected 72 or, of a later version, more")
+    };
+    assert_eq!(c_call(null()), (INVALID_ARGUMENT, text(0)));
+    let good = c_add(&[], &[], 0);
+    for struct_size in [0, 8, 71, 1 << 13, usize::MAX] {
+        assert_eq!(c_call(&XaCall { struct_size, ..good }), (INVALID_ARGUMENT, text(struct_size)));
+    }
+    assert_eq!(c_call(&XaCall { op: 99, ..good }), (INVALID_ARGUMENT, "no operator 99".into()));
+    assert_eq!(c_call(&XaCall { op: -1, ..good }), (INVALID_ARGUMENT, "no operator -1".into()));
+    assert_eq!(c_call(&XaCall { action: 4, ..good }), (INVALID_ARGUMENT, "action is 4, expected 0 to 3".into()));
+    let tensor = XaTensor { data: null_mut(), dims: null(), strides: null(), rank: -1, dtype: F32.0 };
+    assert_eq!(c_call(&c_add(&[tensor], &[], 0)), (INVALID_ARGUMENT, "xla_gpu_simple_add: a has rank -1".into()));
+    let there = c_tensor(&mut [], &[0]);
+    let text = "xla_gpu_simple_add: out has rank -1";
+    assert_eq!(c_call(&c_add(&[there, there], &[tensor], 0)), (INVALID_ARGUMENT, text.into()));
+    let text = "xla_gpu_simple_add: operand 2 has rank -1";
+    assert_eq!(c_call(&c_add(&[there, there, tensor], &[there], 0)), (INVALID_ARGUMENT, text.into()));
+    let attribute = XaAttribute { kind: 3, real: 0.0, integer: 0 };
+    let request = XaCall { attributes: &raw const attribute, num_attributes: 1, ..good };
+    let text = "xla_gpu_simple_add: attribute 0 has kind 3, expected 0 to 2";
+    assert_eq!(c_call(&raw const request), (INVALID_ARGUMENT, text.into()));
+    // SAFETY: a terminated string.
+    let op = unsafe { xa_op(c"xla_gpu_paged_attention".as_ptr()) };
+    let text = "xla_gpu_paged_attention: attribute batch_invariant has kind 3, expected 0 to 2";
+    assert_eq!(c_call(&XaCall { op, ..request }), (INVALID_ARGUMENT, text.into()));
+}
+
+/// A request of a later version, without padding.
+#[repr(C)]
+struct LaterCall {
+    known: XaCall,
+    unknown: [u32; 4],
+}
+
+#[test]
+fn a_request_of_a_later_version_is_one_if_it_asks_for_nothing_new() {
+    let (mut a, mut b, mut out, dims) = ([1.0f32, 2.0], [0.5f32, 0.25], [0.0f32; 2], [2i64]);
+    let operands = [c_tensor(&mut a, &dims), c_tensor(&mut b, &dims)];
+    let results = [c_tensor(&mut out, &dims)];
+    let known = XaCall { struct_size: size_of::<LaterCall>(), ..c_add(&operands, &results, 1) };
+    let ask = |unknown| {
+        let request = LaterCall { known, unknown };
+        c_call((&raw const request).cast())
+    };
+    assert_eq!(ask([0; 4]), (0, String::new()));
+    assert_eq!(out.map(f32::to_bits), [1.5f32, 2.25].map(f32::to_bits));
+    let text = "xa_call: the request asks for something that this version does not know, past its 72 bytes";
+    for unknown in [[1, 0, 0, 0], [0, 0, 0, 1 << 31]] {
+        assert_eq!(ask(unknown), (INVALID_ARGUMENT, text.into()));
+    }
+}
+
+#[test]
+fn strides_of_nothing_may_be_anything() {
+    let (dims, strides) = ([0i64, 2, 8], [0i64; 3]);
+    let q = XaTensor { strides: strides.as_ptr(), ..c_tensor(&mut [], &dims) };
+    let (lse_dims, starts_dims) = ([2i64, 0], [1i64]);
+    let mut start = [0.0f32];
+    let starts = XaTensor { dtype: I32.0, ..c_tensor(&mut start, &starts_dims) };
+    let operands = [q, q, q, starts, starts];
+    let results = [q, XaTensor { strides: strides.as_ptr(), ..c_tensor(&mut [], &lse_dims) }];
+    let flag = XaAttribute { kind: 0, real: 0.0, integer: 0 };
+    let (number, real) = (XaAttribute { kind: 1, ..flag }, XaAttribute { kind: 2, real: 1.0, ..flag });
+    let off = XaAttribute { real: 0.0, ..real };
+    let minus = XaAttribute { integer: -1, ..number };
+    let attributes = [flag, flag, number, number, number, off, real, flag, minus, minus];
+    let request = XaCall {
+        // SAFETY: a terminated string.
+        op: unsafe { xa_op(c"xla_gpu_flash_attn_varlen".as_ptr()) },
+        attributes: attributes.as_ptr(),
+        num_attributes: attributes.len(),
+        ..c_add(&operands, &results, 1)
+    };
+    assert_eq!(c_call(&raw const request), (0, String::new()));
+}
+
+#[test]
+fn a_text_is_cut_to_the_room_that_it_is_given() {
+    let request = c_add(&[], &[], 0);
+    let whole = "xla_gpu_simple_add: a is missing";
+    for capacity in [0, 1, 5, whole.len(), whole.len() + 1, 100] {
+        let memory = Guarded::new("message", Side::EndsAtGuard, &vec![0x55; capacity]);
+        // SAFETY: `capacity` bytes.
+        let code = unsafe { xa_call(&raw const request, memory.data().cast(), capacity) };
+        assert_eq!(code, INVALID_ARGUMENT);
+        if capacity > 0 {
+            let text = memory.bytes();
+            let end = text.iter().position(|&b| b == 0).expect("the text is terminated");
+            assert_eq!(std::str::from_utf8(&text[..end]).unwrap(), &whole[..whole.len().min(capacity - 1)]);
+        }
+    }
+}
