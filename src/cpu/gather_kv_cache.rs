@@ -2,6 +2,7 @@
 
 use super::element::{Element, Stored};
 use super::element_fp8::{E4m3, E5m2};
+use super::fp8_decoding::PairTable;
 use super::simd::{Isa, Simd, Vectorised};
 use crate::error::Result;
 use crate::ops::gather_kv_cache::{GatherKvCache, GatheredRows};
@@ -12,6 +13,13 @@ use std::ops::Range;
 
 /// Bytes of one task: large enough to pay for handing it to another thread.
 const TASK: usize = 1 << 18;
+
+/// Bytes of a result from which on it is stored past the caches.
+const STREAMED: usize = 1 << 25;
+
+/// In words, which may lose subnormal numbers, no product of a code and such a factor is one: codes are 0 or at least 2^-16
+/// (e5m2), numbers of bf16 subnormal below 2^-126.
+const LEAST_FACTOR_OF_WORDS: f32 = 1.0 / (1u128 << 110) as f32;
 
 /// # Errors
 /// `INTERNAL` if a task panicked.
@@ -102,6 +110,7 @@ impl Vectorised for GatherRows<'_> {
             }
             row += count;
         }
+        simd.fence();
         for of in [&problem.keys, &problem.values] {
             let bytes = row_bytes(of);
             // SAFETY: rows of the result that are the task's.
@@ -136,14 +145,14 @@ impl Vectorised for GatherRun<'_> {
         // SAFETY: this struct's contract; the elements of cache and result are of their dtypes.
         unsafe {
             if self.of.scale.is_none() && self.cache_dtype == self.of.rows.dtype {
-                return self.copy();
+                return self.copy(simd);
             }
             match self.cache_dtype {
                 DType::F8E4M3FN => self.decode::<S, E4m3>(simd),
                 DType::F8E5M2 => self.decode::<S, E5m2>(simd),
-                DType::F16 => self.convert::<S, f16, f16>(simd),
-                DType::BF16 => self.convert::<S, bf16, bf16>(simd),
-                _ => self.convert::<S, f32, f32>(simd),
+                DType::F16 => self.convert::<S, f16, f16>(simd, |_, _, _, _| 0),
+                DType::BF16 => self.convert::<S, bf16, bf16>(simd, |_, _, _, _| 0),
+                _ => self.convert::<S, f32, f32>(simd, |_, _, _, _| 0),
             }
         }
     }
@@ -163,30 +172,45 @@ impl GatherRun<'_> {
         (from as isize, ((self.run.row + token) * heads + head) * head_dim)
     }
 
+    /// What lies together in the cache as it does in the result: all of the run, the heads of a token, or, where heads are
+    /// `apart` too, one head.
+    fn pieces(&self, apart: bool) -> Pieces {
+        let (cache, [heads, head_dim]) = (&self.of.cache, self.heads());
+        let heads_together = cache.head_stride == head_dim as i64 && !apart;
+        let all_together = heads_together && cache.token_stride == (heads * head_dim) as i64;
+        let tokens = if all_together { 1 } else { self.run.count };
+        let parts = if heads_together { 1 } else { heads };
+        Pieces { tokens, parts, len: head_dim * heads / parts * (self.run.count / tokens) }
+    }
+
+    /// Whether the result, which the caches would not hold, is stored past them where it is aligned.
+    fn streams<S: Simd>(&self) -> bool {
+        S::STREAMS && self.of.rows.bytes() >= STREAMED
+    }
+
     /// Bit by bit.
     ///
     /// # Safety
     /// As of the struct; the result has the cache's dtype.
     #[inline(always)]
-    unsafe fn copy(&self) {
-        let (cache, [heads, head_dim]) = (&self.of.cache, self.heads());
-        let size = self.of.rows.dtype.size();
-        // What lies together in the cache as it does in the result: all of the run, the heads of a token, or one head.
-        let heads_together = cache.head_stride == head_dim as i64;
-        let all_together = heads_together && cache.token_stride == (heads * head_dim) as i64;
-        let tokens = if all_together { 1 } else { self.run.count };
-        let parts = if heads_together { 1 } else { heads };
-        let bytes = head_dim * heads / parts * (self.run.count / tokens) * size;
-        let part_step = cache.head_stride as isize * size as isize;
+    unsafe fn copy<S: Simd>(&self, simd: S) {
+        let (size, vector) = (self.of.rows.dtype.size(), S::LANES * size_of::<f32>());
+        let Pieces { tokens, parts, len } = self.pieces(false);
+        let (bytes, part_step) = (len * size, self.of.cache.head_stride as isize * size as isize);
+        let streamed = if self.streams::<S>() { bytes - bytes % vector } else { 0 };
         for token in 0..tokens {
             let (from, to) = self.places(token, 0);
             // SAFETY: elements of the token's rows in the cache, whose strides the problem has checked, and of the run's rows.
             unsafe {
-                let from = cache.data.offset(from * size as isize).cast_const();
+                let from = self.of.cache.data.offset(from * size as isize).cast_const();
                 let to = self.of.rows.data.add(to * size);
                 for part in 0..parts {
-                    let from = from.offset(part as isize * part_step);
-                    to.add(part * bytes).copy_from_nonoverlapping(from, bytes);
+                    let (from, to) = (from.offset(part as isize * part_step), to.add(part * bytes));
+                    let streamed = if is_aligned::<S>(to) { streamed } else { 0 };
+                    for i in (0..streamed).step_by(vector) {
+                        simd.stream(to.add(i).cast(), simd.load(from.add(i).cast()));
+                    }
+                    to.add(streamed).copy_from_nonoverlapping(from.add(streamed), bytes - streamed);
                 }
             }
         }
@@ -196,42 +220,78 @@ impl GatherRun<'_> {
     /// As of the struct; the cache holds `F`, the result f16, bf16 or f32.
     #[inline(always)]
     unsafe fn decode<S: Simd, F: Stored>(&self, simd: S) {
-        // SAFETY: this function's contract.
+        let streams = self.streams::<S>();
+        let table = (S::PER_WORD == 2).then(|| simd.table(PairTable::of(self.cache_dtype)));
+        // SAFETY: this function's contract; two `LANES` elements are `LANES` words.
         unsafe {
             match self.of.rows.dtype {
-                DType::F16 => self.convert::<S, F, f16>(simd),
-                DType::BF16 => self.convert::<S, F, bf16>(simd),
-                _ => self.convert::<S, F, f32>(simd),
+                DType::F16 => self.convert::<S, F, f16>(simd, |_, _, _, _| 0),
+                DType::BF16 => self.convert::<S, F, bf16>(simd, |from, to, len, factor| {
+                    let Some(table) = table.filter(|_| factor.abs() >= LEAST_FACTOR_OF_WORDS) else { return 0 };
+                    let (done, scale) = (len - len % (2 * S::LANES), simd.splat(factor));
+                    let streams = streams && is_aligned::<S>(to);
+                    for i in (0..done).step_by(2 * S::LANES) {
+                        let words = simd.load_code_pairs(table, from.add(i).cast(), 2 * S::LANES);
+                        let words = if self.of.scale.is_none() { words } else { simd.scale_words(words, scale) };
+                        if streams { simd.stream(to.add(i).cast(), words) } else { simd.store(to.add(i).cast(), words) }
+                    }
+                    done
+                }),
+                _ => self.convert::<S, F, f32>(simd, |from, to, len, factor| {
+                    let done = if streams && is_aligned::<S>(to) { len - len % S::LANES } else { 0 };
+                    for i in (0..done).step_by(S::LANES) {
+                        simd.stream(to.add(i), simd.mul(F::load(simd, from.add(i)), simd.splat(factor)));
+                    }
+                    done
+                }),
             }
         }
     }
 
-    /// Times the scale, if there is one.
+    /// Times the scale, if there is one. `first` converts as many elements as it likes, from the first on, times a factor.
     ///
     /// # Safety
     /// As of the struct; the cache holds `F`, the result `T`.
     #[inline(always)]
-    unsafe fn convert<S: Simd, F: Stored, T: Element>(&self, simd: S) {
-        let [heads, head_dim] = self.heads();
+    unsafe fn convert<S: Simd, F: Stored, T: Element>(
+        &self,
+        simd: S,
+        first: impl Fn(*const F, *mut T, usize, f32) -> usize,
+    ) {
+        let per_head = self.of.scale.is_some_and(|scale| scale.per_head);
+        let Pieces { tokens, parts, len } = self.pieces(per_head);
         let (cache, rows) = (self.of.cache.data.cast::<F>(), self.of.rows.data.cast::<T>());
-        let whole = head_dim - head_dim % S::LANES;
-        for head in 0..heads {
-            // SAFETY: there is one scale, or one for each head.
-            let factor = self.of.scale.map_or(1.0, |s| unsafe { *s.values.add(if s.per_head { head } else { 0 }) });
-            for token in 0..self.run.count {
-                let (from, to) = self.places(token, head);
-                // SAFETY: the elements of the token's head in the cache, whose strides the problem has checked, and of its
-                // row.
+        for token in 0..tokens {
+            let (from, to) = self.places(token, 0);
+            for part in 0..parts {
+                // SAFETY: the elements of the token's part in the cache, whose strides the problem has checked, and of its
+                // row; there is one scale, or one for each head, which are the parts then.
                 unsafe {
-                    let (from, to) = (cache.offset(from).cast_const(), rows.add(to));
-                    for i in (0..whole).step_by(S::LANES) {
+                    let factor = self.of.scale.map_or(1.0, |s| *s.values.add(if s.per_head { part } else { 0 }));
+                    let from = cache.offset(from + part as isize * self.of.cache.head_stride as isize).cast_const();
+                    let to = rows.add(to + part * len);
+                    let mut i = first(from, to, len, factor);
+                    while i + S::LANES <= len {
                         T::store(simd, to.add(i), simd.mul(F::load(simd, from.add(i)), simd.splat(factor)));
+                        i += S::LANES;
                     }
-                    for i in whole..head_dim {
+                    for i in i..len {
                         to.add(i).write(T::from_f32(from.add(i).read().to_f32() * factor));
                     }
                 }
             }
         }
     }
+}
+
+/// Whether whole vectors can be streamed to this place.
+fn is_aligned<S: Simd>(to: *const impl Sized) -> bool {
+    to.addr().is_multiple_of(S::LANES * size_of::<f32>())
+}
+
+/// Elements of a run that are taken at once: `len` of each of `parts` of each of `tokens`, in the order of the result.
+struct Pieces {
+    tokens: usize,
+    parts: usize,
+    len: usize,
 }

@@ -26,7 +26,8 @@ fn rows_are_copied_bit_by_bit_in_every_layout_and_dtype() {
 
 #[test]
 fn codes_of_8_bits_are_decoded_and_multiplied() {
-    let scales = [None, Some(vec![0.37]), Some(vec![3.0, 0.011])];
+    // The last one makes numbers that are subnormal in bf16.
+    let scales = [None, Some(vec![0.37]), Some(vec![3.0, 0.011]), Some(vec![1e-38])];
     for layout in Layout::PAGED {
         for (dtype, out) in FP8_DTYPES.into_iter().flat_map(|dtype| ATTENTION_DTYPES.map(|out| (dtype, out))) {
             for (k_scale, v_scale) in scales.iter().flat_map(|k| scales.iter().map(move |v| (k, v))) {
@@ -83,6 +84,25 @@ fn sequences_may_be_many() {
         let tables = (0..2 * seqs).map(|_| random.below(5) as i32).collect();
         let call = Gather { max_pages: 2, tables, lens, capacity, heads: 1, dims: [8, 8], ..Gather::default() };
         Gather { layout: Layout::Stacked, dtype: BF16, out: BF16, ..call }.check();
+    }
+}
+
+#[test]
+fn results_that_caches_do_not_hold_are_the_same() {
+    // From 32 MiB on; of heads of 72 not every one begins where whole vectors can be stored.
+    for (dtype, out, head_dim, layout, scale) in [
+        (BF16, BF16, 64, Layout::Split, None),
+        (F8E4M3FN, F8E4M3FN, 128, Layout::Stacked, None),
+        (F8E4M3FN, BF16, 72, Layout::Interleaved, Some(vec![0.37, 3.0])),
+        (F8E5M2, F32, 72, Layout::PerPage, None),
+    ] {
+        let (heads, len) = (2, (1 << 25) / (2 * head_dim * out.size()) / 4 + 7);
+        let mut random = Random::new(head_dim as u64);
+        let tables = (0..4 * len.div_ceil(4)).map(|_| random.below(5) as i32).collect();
+        let (lens, max_pages, capacity) = (vec![len as i32; 4], len.div_ceil(4), 4 * len + 3);
+        let (dims, scales) = ([head_dim; 2], [scale, None]);
+        Gather { layout, dtype, out, heads, dims, max_pages, tables, lens, capacity, scales, ..Gather::default() }
+            .check();
     }
 }
 
@@ -150,7 +170,9 @@ fn copying(bytes: usize) -> f64 {
 #[ignore = "a measurement: wants a machine for itself"]
 fn gathering_takes_no_longer_than_copying() {
     let (seqs, len) = (16, 1024);
-    for (dtype, out) in [(BF16, BF16), (F32, F32), (F8E4M3FN, F8E4M3FN), (F8E4M3FN, BF16), (F8E5M2, F32)] {
+    for (dtype, out) in
+        [(BF16, BF16), (F32, F32), (F8E4M3FN, F8E4M3FN), (F8E4M3FN, BF16), (F8E4M3FN, F32), (F8E5M2, F32)]
+    {
         for (layout, page_size, dim) in Layout::PAGED
             .into_iter()
             .flat_map(|layout| [(1, 128), (16, 64), (16, 128), (256, 128)].map(|(page, dim)| (layout, page, dim)))

@@ -23,6 +23,7 @@ impl Simd for Avx2 {
     const LANES: usize = 8;
     const PER_WORD: usize = 1;
     const TILE: usize = 4;
+    const STREAMS: bool = true;
     codes_in_scalars!();
     operations!(__m256: _mm256_set1_ps _mm256_loadu_ps _mm256_storeu_ps _mm256_add_ps _mm256_sub_ps _mm256_mul_ps
         _mm256_div_ps _mm256_fmadd_ps _mm256_max_ps);
@@ -38,6 +39,16 @@ impl Simd for Avx2 {
         unsafe { compiled(self, kernel) }
     }
 
+    #[inline(always)]
+    unsafe fn stream(self, to: *mut f32, x: __m256) {
+        // SAFETY: `self` proves the features; writable and aligned, by the caller's word.
+        unsafe { _mm256_stream_ps(to, x) }
+    }
+    #[inline(always)]
+    fn fence(self) {
+        // SAFETY: `self` proves the features.
+        unsafe { _mm_sfence() }
+    }
     #[inline(always)]
     unsafe fn load_f16(self, from: *const u16) -> __m256 {
         // SAFETY: `self` proves the features; readable, by the caller's word.

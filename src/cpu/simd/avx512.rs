@@ -96,6 +96,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     const LANES: usize = 16;
     const PER_WORD: usize = if BF16 { 2 } else { 1 };
     const TILE: usize = 8;
+    const STREAMS: bool = true;
     type Table = CodeTable;
     operations!(__m512: _mm512_set1_ps _mm512_loadu_ps _mm512_storeu_ps _mm512_add_ps _mm512_sub_ps _mm512_mul_ps
         _mm512_div_ps _mm512_fmadd_ps _mm512_max_ps);
@@ -117,6 +118,16 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         unsafe { if BF16 { pairs(self, kernel) } else { single(self, kernel) } }
     }
 
+    #[inline(always)]
+    unsafe fn stream(self, to: *mut f32, x: __m512) {
+        // SAFETY: `self` proves the features; writable and aligned, by the caller's word.
+        unsafe { _mm512_stream_ps(to, x) }
+    }
+    #[inline(always)]
+    fn fence(self) {
+        // SAFETY: `self` proves the features.
+        unsafe { _mm_sfence() }
+    }
     #[inline(always)]
     unsafe fn load_f16(self, from: *const u16) -> __m512 {
         // SAFETY: `self` proves the features; readable, by the caller's word.
@@ -177,6 +188,17 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
             );
             let both: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(b, a));
             _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, both))
+        }
+    }
+    #[inline(always)]
+    fn scale_words(self, words: __m512, factor: __m512) -> __m512 {
+        // SAFETY: as in `pair`; vectors of the same bits.
+        unsafe {
+            let words = _mm512_castps_si512(words);
+            let [first, others] = [_mm512_castsi512_si256(words), _mm512_extracti64x4_epi64::<1>(words)]
+                .map(|half| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(half))));
+            let both = _mm512_cvtne2ps_pbh(_mm512_mul_ps(others, factor), _mm512_mul_ps(first, factor));
+            std::mem::transmute(both)
         }
     }
     #[inline(always)]

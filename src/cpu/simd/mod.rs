@@ -50,6 +50,8 @@ pub(crate) trait Simd: Copy {
     /// Rows of a register tile: this many times two vectors of sums fit into the registers, beside what feeds them.
     /// Divides 8.
     const TILE: usize;
+    /// Whether [`stream`](Self::stream) is more than a store.
+    const STREAMS: bool = false;
 
     /// Run `kernel` as a function of its own with these instructions: for what is long and needed in many places.
     ///
@@ -64,6 +66,18 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// `to` has `LANES` writable elements; any alignment.
     unsafe fn store(self, to: *mut f32, x: Self::V);
+    /// As [`store`](Self::store), past the caches where [`STREAMS`](Self::STREAMS): what follows on other threads must come
+    /// after a [`fence`](Self::fence).
+    /// # Safety
+    /// As of `store`; `to` is aligned to the vector.
+    #[inline(always)]
+    unsafe fn stream(self, to: *mut f32, x: Self::V) {
+        // SAFETY: the caller's word.
+        unsafe { self.store(to, x) }
+    }
+    /// What this thread has streamed is stored.
+    #[inline(always)]
+    fn fence(self) {}
     /// `LANES` elements of f16, widened.
     /// # Safety
     /// `from` has `LANES` readable elements; any alignment.
@@ -130,6 +144,15 @@ pub(crate) trait Simd: Copy {
     fn pair(self, a: Self::V, b: Self::V) -> Self::V {
         let b = array(self, b);
         from_lanes(self, array(self, a), |a, i| word(round_to_bf16(a), round_to_bf16(b[i])))
+    }
+    /// Words whose elements are times `factor`, rounded to nearest even; subnormal ones may become 0.
+    #[inline(always)]
+    fn scale_words(self, words: Self::V, factor: Self::V) -> Self::V {
+        let factor = array(self, factor);
+        from_lanes(self, array(self, words), |both, i| {
+            let (first, second) = halves(both);
+            word(round_to_bf16(first * factor[i]), round_to_bf16(second * factor[i]))
+        })
     }
     /// Words of the first `n` elements of a row of bf16, at most twice `LANES`, then zeros.
     /// # Safety
