@@ -13,6 +13,7 @@
 #include "hopper/compute.cuh"
 #include "hopper_bwd/schedule.cuh"
 #include "hopper_bwd/shape.cuh"
+#include "hopper_bwd/sums.cuh"
 #include "params/hopper_bwd.cuh"
 
 namespace xa::hopper {
@@ -36,20 +37,6 @@ struct OfGroups {
     return ceil_div(__ldg(&plan.num_queries), 16);
   }
 };
-
-/// The last sequence that begins at or before a place that is the same for the warp; 0 where there is none.
-template <typename Of>
-__device__ __forceinline__ int32_t last_before(const SequencePlan* sequences, int32_t count, int32_t place) {
-  int32_t first = 0;
-  while (count > 1) {
-    const int32_t step = ceil_div(count, 32), at = static_cast<int32_t>(threadIdx.x % 32) * step;
-    const bool before = at < count && Of::first(sequences[first + at]) <= place;
-    const int32_t steps = max(__popc(__ballot_sync(~0u, before)) - 1, 0);
-    first += steps * step;
-    count = min(step, count - steps * step);
-  }
-  return first;
-}
 
 /// Whether a row, which is this lane's of 32 neighbouring ones, belongs to a sequence. The work of a warp.
 template <typename Of>
@@ -82,24 +69,23 @@ __device__ __forceinline__ void write_group(const HopperBackwardParams& params, 
   const float scale = params.base.softmax_scale;
 #pragma unroll 1
   for (int32_t head = first_head; head < min(first_head + kHeads, num_heads); ++head) {
-    const float4* from = reinterpret_cast<const float4*>(params.dq_sums) +
-                         (static_cast<int64_t>(head * Shape::kPanels) * params.num_groups + group) * (kSumChunk / 4) +
-                         lane;
     T* const to = static_cast<T*>(params.base.dq) + (token * num_heads + head) * forward.head_dim;
-    float4 sums[Shape::kPanels][8];
+    float4 sums[Shape::kHeadDim / 8];
 #pragma unroll
-    for (int panel = 0; panel < Shape::kPanels; ++panel) {
+    for (int part = 0; part < Shape::kHeadDim; part += 64) {
+      const auto* const from =
+          reinterpret_cast<const float4*>(group_sums<Shape>(params, head, part / 64, group)) + lane;
 #pragma unroll
-      for (int column = 0; column < 8; ++column) sums[panel][column] = __ldg(from + 32 * column);
-      from += static_cast<int64_t>(params.num_groups) * (kSumChunk / 4);
+      for (int column = part; column < min(part + 64, Shape::kHeadDim); column += 8) {
+        sums[column / 8] = __ldg(from + 4 * (column - part));
+      }
     }
 #pragma unroll
-    for (int i = 0; i < 2 * Shape::kPanels; ++i) {
-      const float4(&x)[8] = sums[i / 2];
+    for (int i = 0; i < Shape::kHeadDim / 32; ++i) {
       uint32_t upper[4], lower[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float4 sum = x[i % 2 * 4 + j];
+        const float4 sum = sums[4 * i + j];
         upper[j] = Element<T>::pack(sum.x * scale, sum.y * scale);
         lower[j] = Element<T>::pack(sum.z * scale, sum.w * scale);
       }
@@ -136,10 +122,10 @@ __device__ __forceinline__ void clear_unseen(const HopperBackwardParams& params,
 
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
-using Shape = xa::hopper::BackwardShape<XA_HEAD_DIM>;
+using Shape = xa::hopper::BackwardShape<XA_HEAD_DIM, xa::tiles::score_plain>;
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(xa::hopper::kThreads)
+extern "C" __global__ void __launch_bounds__(xa::hopper::kThreads, 2)
     XA_ENTRY(const __grid_constant__ xa::HopperBackwardParams params) {
   using namespace xa::hopper;
   const xa::AttentionParams& forward = params.base.forward;

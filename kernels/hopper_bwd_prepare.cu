@@ -3,7 +3,7 @@
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
-//   XA_HEAD_DIM  the bucket of D and Dv
+//   XA_HEAD_DIM  the bucket of D and Dv; 192 is that of 192x128 too
 // Launch: kThreads threads, 1 + ceil(Tq / kRows) * Hq CTAs.
 
 #include <cmath>
@@ -13,6 +13,7 @@
 #include "element.cuh"
 #include "hopper_bwd/plan.cuh"
 #include "hopper_bwd/shape.cuh"
+#include "hopper_bwd/wide_shape.cuh"
 #include "params/hopper_bwd.cuh"
 
 namespace xa::hopper {
@@ -24,7 +25,10 @@ template <typename T, typename Shape>
 __device__ __forceinline__ void describe_rows(const HopperBackwardParams& params, int32_t index) {
   constexpr float kLog2E = 1.44269504088896341f;
   // A row is as many lanes, of which each has one chunk.
-  constexpr int kLanes = Shape::kHeadDim / 8, kAtOnce = kThreads / kLanes, kRounds = kRows / kAtOnce;
+  constexpr int kLanes = Shape::kHeadDim == 64    ? 8
+                         : Shape::kHeadDim <= 128 ? 16
+                                                  : 32,
+                kAtOnce = kThreads / kLanes, kRounds = kRows / kAtOnce;
   const AttentionParams& forward = params.base.forward;
   const int32_t num_heads = forward.num_kv_heads * forward.group, block = index / num_heads;
   const int32_t head = index - block * num_heads, lane = threadIdx.x % kLanes;
@@ -64,7 +68,11 @@ __device__ __forceinline__ void describe_rows(const HopperBackwardParams& params
 
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
-using Shape = xa::hopper::BackwardShape<XA_HEAD_DIM>;
+#if XA_HEAD_DIM <= 128
+using Shape = xa::hopper::BackwardShape<XA_HEAD_DIM, xa::tiles::score_plain>;
+#else
+using Shape = xa::hopper::WidePlanShape<XA_HEAD_DIM>;
+#endif
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(xa::hopper::kThreads)

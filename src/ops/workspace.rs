@@ -86,26 +86,26 @@ impl AttentionSizes {
         WorkspaceSize { fixed, per_row: 0, per_sequence: 0 }
     }
 
-    /// What the gradients of a call want: a number for each row of `[Hq, Tq]`, and room to align them. In 16 bits and up
-    /// to 128 columns the kernels for Hopper add up dQ in f32, for which they want a copy of it besides, with room for 15
-    /// rows more a sequence, another number a row, and what they know of each sequence. `batch_invariant` has no meaning
-    /// here.
+    /// What the gradients of a call want: a number for each row of `[Hq, Tq]`, and room to align them. In 16 bits the
+    /// kernels for Hopper want another number a row, and room for what they know of each sequence; up to 128 columns they
+    /// add up dQ in f32, for which they want a copy of it besides, with room for 15 rows more a sequence.
+    /// `batch_invariant` has no meaning here.
     #[must_use]
     pub fn gradients_workspace(&self) -> WorkspaceSize {
-        /// Columns of a panel of sums; buckets of D are one or two of them.
-        const PANEL: i64 = 64;
+        /// Those of D that have sums.
+        const BUCKETS: [i64; 3] = [64, 96, 128];
         /// Rows of a group of sums, which no two sequences share.
         const GROUP: i64 = 16;
         let heads = self.num_q_heads.max(0);
         let number = size_of::<f32>() as i64;
-        let panels = self.head_dim.max(self.value_dim).saturating_add(PANEL - 1) / PANEL;
-        if self.dtype.size() != 2 || !(1..=2).contains(&panels) {
+        let columns = self.head_dim.max(self.value_dim);
+        if self.dtype.size() != 2 || !(1..=MAX_HEAD_DIM).contains(&columns) {
             return WorkspaceSize { fixed: 16, per_row: number.saturating_mul(heads), per_sequence: 0 };
         }
-        let row_sums = number * PANEL * panels;
-        // Two numbers a row, one a block of 64 rows or less, and where places begin.
-        let per_row = heads.saturating_mul(row_sums + 2 * number + 1);
-        let per_sequence = heads.saturating_mul((GROUP - 1) * row_sums + number).saturating_add(64);
+        let row_sums = number * BUCKETS.into_iter().find(|bucket| *bucket >= columns).unwrap_or(0);
+        // Two numbers a row, one a block of 64 rows or more, and where places begin.
+        let per_row = heads.saturating_mul(row_sums + 2 * number).saturating_add(heads / 16 + 1);
+        let per_sequence = heads.saturating_mul((GROUP - 1) * row_sums + number).saturating_add(72);
         let fixed = heads.saturating_mul(GROUP * row_sums + number).saturating_add(1024);
         WorkspaceSize { fixed, per_row, per_sequence }
     }

@@ -23,6 +23,11 @@ inline void bulk_add_f32(void* to, uint32_t from, uint32_t bytes) {
 }
 inline void bulk_commit() {}
 inline void fence_all_for_async() {}
+inline float4 load_shared_f32x4(uint32_t address) {
+  float4 value;
+  std::memcpy(&value, ::shared + address, sizeof(value));
+  return value;
+}
 /// A thread that polls a number lets the others go on.
 inline int32_t load_acquire(const int32_t* from) {
   const int32_t value = *from;
@@ -30,6 +35,11 @@ inline int32_t load_acquire(const int32_t* from) {
   return value;
 }
 inline void store_release(int32_t* to, int32_t value) { *to = value; }
+inline float load_shared_f32(uint32_t address) {
+  float value;
+  std::memcpy(&value, ::shared + address, sizeof(value));
+  return value;
+}
 inline float2 load_shared_f32x2(uint32_t address) {
   float2 value;
   std::memcpy(&value, ::shared + address, sizeof(value));

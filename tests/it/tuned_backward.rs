@@ -3,16 +3,28 @@
 //! who did it.
 
 use crate::support::array::{BF16, Dtype, F16};
-use crate::support::batch::{Dtypes, Shape};
+use crate::support::batch::{Alibi, Dtypes, Shape};
 use crate::support::gradient_case::{GradientCase, Wanted, check_gradients, check_gradients_named};
-use crate::support::option_pairs::{Options, YES_OR_NO};
+use crate::support::option_pairs::{Options, SOFTCAP, YES_OR_NO};
 use crate::support::oracle::Mask;
 use crate::support::storage::Storage;
 
 const DTYPES: [Dtype; 2] = [BF16, F16];
 
 /// D and Dv at the ends of the buckets and between.
-const HEAD_DIMS: [(usize, usize); 6] = [(64, 64), (128, 128), (40, 64), (96, 96), (64, 128), (128, 72)];
+const HEAD_DIMS: [(usize, usize); 11] = [
+    (64, 64),
+    (128, 128),
+    (40, 64),
+    (96, 96),
+    (128, 72),
+    (80, 88),
+    (192, 128),
+    (192, 192),
+    (256, 256),
+    (136, 40),
+    (64, 200),
+];
 
 /// Blocks that end with a sequence and before, more keys than queries and fewer, and rows that see nothing.
 const LONG: Options = Options {
@@ -35,10 +47,20 @@ const LONG: Options = Options {
     seqused_q: YES_OR_NO,
     seqused_k: YES_OR_NO,
     dlse: YES_OR_NO,
+    softcap: SOFTCAP,
     // The sum over so many rows cancels more of itself than what the naive formula is off by allows, on every device.
     dsinks: &[false],
     seed: 11,
     ..Options::PLAIN
+};
+
+/// With a bias, which the kernels that cap scores do not take.
+const BIASED: Options = Options {
+    mask: &[Mask::FULL, Mask::CAUSAL, Mask::sliding(100)],
+    work: &[&[(130, 300), (1, 70), (33, 33), (77, 500)], &[(127, 385), (257, 129)], &[(200, 90), (40, 0), (17, 129)]],
+    softcap: &[0.0],
+    alibi: &[Alibi::PerHead, Alibi::PerSequence],
+    ..LONG
 };
 
 /// With a workspace that is enough for all cases here.
@@ -48,7 +70,7 @@ fn roomy() -> Storage {
 
 #[test]
 fn every_pair_agrees_with_the_reference() {
-    for (seed, (_, shape, storage, wanted)) in LONG.calls().into_iter().enumerate() {
+    for (seed, (_, shape, storage, wanted)) in LONG.calls().into_iter().chain(BIASED.calls()).enumerate() {
         check_gradients_named(&format!("long {seed}"), GradientCase::store(&shape.batch(), &storage, wanted));
     }
 }
@@ -69,9 +91,10 @@ fn calls_without_options_agree_with_the_reference() {
 #[test]
 fn small_weights_and_large_scores_lose_nothing() {
     // Logits of -200 and less: a key that is not there would weigh more than all others.
-    for (dtype, sharpness, scale) in [(BF16, 30.0, 0.125), (F16, 100.0, 1.0), (BF16, 300.0, 1.0), (F16, 0.0, 1.0)] {
+    let numbers = [(BF16, 30.0, 0.125), (F16, 100.0, 1.0), (BF16, 300.0, 1.0), (F16, 0.0, 1.0)];
+    for ((dtype, sharpness, scale), head_dim) in numbers.into_iter().flat_map(|n| [(n, 64), (n, 192)]) {
         let lengths = vec![(150, 400), (60, 60), (65, 129)];
-        let shape = Shape { dtypes: dtype.into(), head_dim: 64, sharpness, lengths, ..Shape::default() };
+        let shape = Shape { dtypes: dtype.into(), head_dim, sharpness, lengths, ..Shape::default() };
         let batch = shape.batch().with_form(|form| form.softmax_scale = scale);
         let case = GradientCase::store(&batch, &roomy(), Wanted::ALL);
         check_gradients_named(&format!("{dtype:?}, scale {scale}, sharpness {sharpness}"), case);
@@ -80,7 +103,7 @@ fn small_weights_and_large_scores_lose_nothing() {
 
 #[test]
 fn gradients_of_sinks_agree_with_the_reference() {
-    for (dtype, head_dim) in DTYPES.into_iter().zip([64, 128]) {
+    for (dtype, head_dim) in [(BF16, 64), (F16, 128), (BF16, 256)] {
         let lengths = vec![(1, 150), (30, 64), (9, 2)];
         let shape = Shape { dtypes: dtype.into(), head_dim, lengths, sinks: true, ..Shape::default() };
         check_gradients(&GradientCase::store(&shape.batch(), &roomy(), Wanted::ALL));
@@ -91,22 +114,41 @@ fn gradients_of_sinks_agree_with_the_reference() {
 #[test]
 fn many_sequences_agree_with_the_reference() {
     let lengths: Vec<_> = (0..700).map(|i| if i % 90 == 7 { (i % 70, 150) } else { (i % 3 % 2, i % 5) }).collect();
-    let shape = Shape { dtypes: BF16.into(), heads: (2, 1), lengths, mask: Mask::CAUSAL, ..Shape::default() };
-    check_gradients(&GradientCase::store(&shape.batch(), &roomy(), Wanted::ALL));
+    for head_dim in [64, 192] {
+        let lengths = lengths.clone();
+        let shape = Shape { dtypes: BF16.into(), heads: (2, 1), head_dim, lengths, ..Shape::default() };
+        check_gradients(&GradientCase::store(&shape.batch(), &roomy(), Wanted::ALL));
+    }
 }
 
 #[test]
 fn no_sequence_at_all_gives_zeros() {
-    let shape = Shape { dtypes: BF16.into(), lengths: vec![], ..Shape::default() };
-    check_gradients(&GradientCase::store(&shape.batch(), &Storage { rows_around: (2, 3), ..roomy() }, Wanted::ALL));
+    for head_dim in [64, 192] {
+        let shape = Shape { dtypes: BF16.into(), head_dim, lengths: vec![], ..Shape::default() };
+        check_gradients(&GradientCase::store(&shape.batch(), &Storage { rows_around: (2, 3), ..roomy() }, Wanted::ALL));
+    }
 }
 
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
-    use super::{BF16, F16, GradientCase, Mask, Shape, Storage, Wanted, roomy};
+    use super::{Alibi, BF16, F16, GradientCase, Mask, Shape, Storage, Wanted, roomy};
     use crate::support::array::{Array, Dtype};
     use crate::support::device::{Around, Gpu};
     use crate::support::logged::{assert_logged, log};
+
+    /// And their kernels' names of them.
+    const HEAD_DIMS: [(usize, usize, &str); 6] = [
+        (64, 64, "64"),
+        (96, 96, "96"),
+        (128, 128, "128"),
+        (192, 128, "192x128"),
+        (192, 192, "192"),
+        (256, 256, "256"),
+    ];
+
+    /// Of scores: the kernel's name of it, and what asks for it.
+    const FORMS: [(&str, f32, Alibi); 3] =
+        [("plain", 0.0, Alibi::Off), ("capped", 2.0, Alibi::Off), ("biased", 0.0, Alibi::PerHead)];
 
     fn gpu() -> Option<Gpu> {
         let gpu = Gpu::first().filter(|_| Gpu::runs_sm_90a());
@@ -122,13 +164,28 @@ mod on_their_own_gpu {
         let Some(gpu) = gpu() else { return };
         let log = log();
         for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
-            for head_dim in [64, 128] {
-                // More tiles than an H200 has SMs, several blocks of queries in each.
-                let lengths = vec![(900, 1000)];
-                let shape = Shape { dtypes: dtype.into(), heads: (24, 24), head_dim, lengths, ..Shape::default() };
-                run(&gpu, &shape);
-                for kernel in ["hopper_bwd_prepare", "hopper_bwd", "hopper_bwd_finish"] {
-                    assert_logged(log, &format!("{kernel}_{name}_{head_dim} with"));
+            for ((head_dim, value_dim, dims), (score, softcap, alibi)) in
+                HEAD_DIMS.into_iter().flat_map(|d| FORMS.map(|form| (d, form)))
+            {
+                // Left to the portable kernels.
+                if (dims, score) == ("256", "capped") {
+                    continue;
+                }
+                // Plain: more tiles than an H200 has SMs, several blocks of queries in each.
+                let (heads, lengths) = if score == "plain" { (24, (900, 1000)) } else { (2, (200, 300)) };
+                let (dtypes, heads, lengths) = (dtype.into(), (heads, heads), vec![lengths]);
+                let value_dim = Some(value_dim);
+                run(&gpu, &Shape { dtypes, heads, head_dim, value_dim, lengths, softcap, alibi, ..Shape::default() });
+                let (mains, finish) = if head_dim <= 128 {
+                    (vec![format!("hopper_bwd_{name}_{dims}_{score}")], dims)
+                } else {
+                    let of = |gradient| format!("hopper_bwd_wide_{name}_{gradient}_{dims}_{score}");
+                    (["dkdv", "dq"].map(of).to_vec(), "64")
+                };
+                let sides =
+                    [format!("hopper_bwd_prepare_{name}_{head_dim}"), format!("hopper_bwd_finish_{name}_{finish}")];
+                for kernel in mains.iter().chain(&sides) {
+                    assert_logged(log, &format!("{kernel} with"));
                 }
             }
         }
@@ -137,8 +194,10 @@ mod on_their_own_gpu {
             assert_logged(log, kernel);
         };
         let plain = Shape { dtypes: BF16.into(), heads: (2, 1), lengths: vec![(30, 40)], ..Shape::default() };
-        other(&Shape { softcap: 2.0, head_dim: 128, ..plain.clone() }, "attention_bwd_dq_bf16_128_small_modified with");
-        other(&Shape { head_dim: 192, ..plain.clone() }, "attention_bwd_dq_bf16_256_small_plain with");
+        let both = Shape { softcap: 2.0, alibi: Alibi::PerHead, head_dim: 128, ..plain.clone() };
+        other(&both, "attention_bwd_dq_bf16_128_small_modified with");
+        let wide_capped = Shape { softcap: 2.0, head_dim: 256, ..plain.clone() };
+        other(&wide_capped, "attention_bwd_dq_bf16_256_small_modified with");
         let short = vec![(3, 40); 40];
         other(
             &Shape { heads: (8, 1), lengths: short, head_dim: 64, ..plain },
@@ -152,7 +211,7 @@ mod on_their_own_gpu {
         let Some(gpu) = gpu().filter(|_| std::env::var_os("XLA_ATTENTION_EMULATOR").is_none()) else { return };
         let lengths: [&[(usize, usize)]; 3] =
             [&[(640, 640), (640, 640)], &[(700, 400), (130, 900), (1, 300), (500, 500)], &[(100, 100); 12]];
-        for (index, (head_dim, mask)) in [64, 128]
+        for (index, (head_dim, mask)) in [64, 96, 128, 192, 256]
             .into_iter()
             .flat_map(|d| [Mask::FULL, Mask::CAUSAL, Mask::sliding(300)].map(|m| (d, m)))
             .enumerate()
@@ -160,7 +219,9 @@ mod on_their_own_gpu {
             let dtype: Dtype = [BF16, F16][index % 2];
             let heads = [(16, 16), (8, 2)][index / 2 % 2];
             let lengths = lengths[index % 3].to_vec();
-            let shape = Shape { dtypes: dtype.into(), heads, head_dim, lengths, mask, ..Shape::default() };
+            let (_, softcap, alibi) = FORMS[(index / 3 + index) % 3];
+            let shape =
+                Shape { dtypes: dtype.into(), heads, head_dim, lengths, mask, softcap, alibi, ..Shape::default() };
             let case = case(&shape);
             let first = results(&gpu, &case);
             for round in 0..20 {

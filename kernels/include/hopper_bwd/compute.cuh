@@ -14,6 +14,7 @@
 
 #include "element.cuh"
 #include "hopper/panel.cuh"
+#include "hopper_bwd/modified_weights.cuh"
 #include "hopper_bwd/pipeline.cuh"
 #include "hopper_bwd/products.cuh"
 #include "hopper_bwd/ragged_rows.cuh"
@@ -33,11 +34,11 @@ struct BlockRange {
 
 __device__ __forceinline__ int32_t floor_div(int32_t x, int32_t y) { return x >= 0 ? x / y : -((-x + y - 1) / y); }
 
-/// Hides scores [64 keys, kQueries] of what does not see each other. Few blocks need it, so what it takes is derived
-/// again each time.
-template <typename Shape>
-__device__ __forceinline__ void hide_unseen(float (&scores)[Shape::kQueries / 8][4], const AttentionParams& forward,
-                                            const BackwardTile& tile, int32_t block) {
+/// Calls `hide(column, element)` for what does not see each other of scores [64 keys, kQueries]. Few blocks need it, so
+/// what it takes is derived again each time.
+template <typename Shape, typename Hide>
+__device__ __forceinline__ void for_unseen(const AttentionParams& forward, const BackwardTile& tile, int32_t block,
+                                           const Hide& hide) {
   const int32_t thread = xa::ptx::opaque(threadIdx.x) - 128, lane = thread % 32;
   const int32_t key = tile.key_block * Shape::kKeys + thread / 32 * 16 + lane / 4;
   const int32_t first_query = block * Shape::kQueries + 2 * (lane % 4);
@@ -47,14 +48,16 @@ __device__ __forceinline__ void hide_unseen(float (&scores)[Shape::kQueries / 8]
     // Queries that see the key, counted from this lane's first one. Keys past the last one are zeros, whose weights may
     // be anything.
     int32_t begin = forward.window_right < 0 ? INT32_MIN : position - forward.window_right;
-    const int32_t end = forward.window_left < 0 ? INT32_MAX : position + forward.window_left + 1;
+    int32_t end = forward.window_left < 0 ? INT32_MAX : position + forward.window_left + 1;
     if (mine >= tile.num_keys) begin = INT32_MAX;
+    // The weight of a query past the last one is a number too, but not with every bias.
+    if constexpr (Shape::kBiased) end = min(end, tile.num_queries - first_query);
 #pragma unroll
     for (int column = 0; column < Shape::kQueries / 8; ++column) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int32_t query = 8 * column + i;
-        if (query < begin || query >= end) scores[column][2 * half + i] = -INFINITY;
+        if (query < begin || query >= end) hide(column, 2 * half + i);
       }
     }
   }
@@ -80,6 +83,29 @@ class RowPairs {
   float2 own_[kTiles / 8];
 };
 
+/// Those of a block of queries and this lane's two keys; queries are counted from its first one. `slope`: where the
+/// slope of the head is, or 0.
+template <typename Shape>
+__device__ __forceinline__ ModifiedWeights<Shape> modified_weights(const AttentionParams& forward,
+                                                                   const BackwardTile& tile, int32_t block,
+                                                                   uint32_t slope) {
+  if constexpr (!Shape::kBiased) return {forward, 0, 0.0f};
+  const int32_t thread = xa::ptx::opaque(threadIdx.x) - 128, lane = thread % 32;
+  const int32_t key = tile.key_block * Shape::kKeys + thread / 32 * 16 + lane / 4;
+  const int32_t distance = block * Shape::kQueries + 2 * (lane % 4) + tile.shift - key;
+  return {forward, distance, ptx::load_shared_f32(slope)};
+}
+
+/// The same, each lane reading all that it needs, which takes a register instead of a quarter of the tiles'.
+class ReadRowPairs {
+ public:
+  __device__ __forceinline__ explicit ReadRowPairs(uint32_t from) : own_(from + threadIdx.x % 4 * 8) {}
+  __device__ __forceinline__ float2 of(int tile) const { return ptx::load_shared_f32x2(own_ + 32 * tile); }
+
+ private:
+  uint32_t own_;
+};
+
 /// Computes all tiles of the CTA. The work of a warpgroup, number `warpgroup` of two.
 template <typename Shape, typename T>
 __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params,
@@ -87,9 +113,13 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
   using Panel = typename Shape::Panel;
   constexpr int kQueries = Shape::kQueries, kHeadDim = Shape::kHeadDim;
   constexpr int kQueryTiles = kQueries / 8, kColumnTiles = kHeadDim / 8;
+  // A cap takes registers that 128 queries a step hardly leave.
+  constexpr bool kTightlyCapped = Shape::kCapped && kQueries == 128;
+  using Numbers = std::conditional_t<kTightlyCapped, ReadRowPairs, RowPairs<kQueryTiles>>;
   constexpr int kStepsOfPanel = Panel::kColumns / 16;
+  using ScorePanel = typename Shape::ScorePanel;
   // A step down 16 rows of a panel, a step along 16 of its columns, in descriptors.
-  constexpr uint64_t kDown = 2 * Panel::kGroupBytes >> 4, kAlong = 2;
+  constexpr uint64_t kDown = 2 * Panel::kGroupBytes >> 4, kScoresDown = 2 * ScorePanel::kGroupBytes >> 4, kAlong = 2;
   const AttentionParams& forward = params.base.forward;
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   const bool leads = threadIdx.x % 128 == 0;
@@ -104,16 +134,20 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
   const uint64_t own_values = descriptor(pipeline.values() + own_rows, 0);
   const uint64_t queries = descriptor(pipeline.queries(0), Shape::kQueryPanelBytes);
   const uint64_t douts = descriptor(pipeline.douts(0), Shape::kQueryPanelBytes);
-  // Of dQ: at D 128 all 64 queries and this warpgroup's panel of columns, at D 64 this warpgroup's 64 queries.
+  // Of dQ: all 64 queries and the first or the last 64 columns, at D 64 this warpgroup's 64 queries.
+  constexpr int kSecondPanel = Shape::kPanels - 64 / Panel::kColumns;
   const uint64_t all_keys =
-      descriptor(pipeline.keys() + (Shape::kPanels == 2 ? warpgroup * Shape::kKeyPanelBytes : 0), 0);
-  const uint64_t all_scores =
-      descriptor(pipeline.scores(0) + (Shape::kPanels == 2 ? 0 : warpgroup * Shape::kKeyPanelBytes), 0);
+      descriptor(pipeline.keys() + warpgroup * (kSecondPanel * Shape::kKeyPanelBytes), Shape::kKeyPanelBytes);
+  const uint64_t all_scores = tile_descriptor<ScorePanel>(
+      pipeline.scores(0) + (Shape::kSharesColumns ? 0 : warpgroup * Shape::kScorePanelBytes), 0,
+      ScorePanel::kGroupBytes);
   // Where this lane gives stmatrix a row of its warp's 16.
   const int32_t matrix_row = 16 * warp + lane % 16;
-  const uint32_t matrix_offset = Panel::offset(matrix_row, lane / 16);
-  const uint32_t own_scores = pipeline.scores(0) + own_rows + matrix_offset;
-  const uint32_t own_sums = pipeline.sums(warpgroup) + warp * kSumChunkBytes + lane * 16;
+  const uint32_t own_scores =
+      pipeline.scores(0) + warpgroup * 8 * ScorePanel::kGroupBytes + ScorePanel::offset(matrix_row, lane / 16);
+  // dQ without the columns that the second warpgroup makes in vain.
+  const int32_t first_column = warpgroup * (Shape::kRepeatedColumns / 8);
+  const uint32_t own_sums = pipeline.sums(warpgroup) + warp * (8 - first_column) * 512 - first_column * 512 + lane * 16;
 
   float dk[kColumnTiles][4], dv[kColumnTiles][4], scores[kQueryTiles][4];
   RingPosition<Shape::kQueryStages> at;
@@ -155,6 +189,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
         plain.end = floor_div(first_key - shift + forward.window_left + 1, kQueries);
         seen.end = floor_div(first_key + 63 - shift + forward.window_left, kQueries) + 1;
       }
+      if constexpr (Shape::kBiased) plain.end = min(plain.end, uniform(tile.num_queries) / kQueries);
       if (first_key + 64 > uniform(tile.num_keys)) plain.end = INT32_MIN;
       if (first_key >= uniform(tile.num_keys)) seen.end = INT32_MIN;
     }
@@ -184,7 +219,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       const uint64_t dout = douts + now.slot * (Shape::kQueryBytes >> 4);
       pipeline.dout_full(now).wait();
       if constexpr (!kHidden) {
-        const RowPairs<kQueryTiles> lses(pipeline.lses(at.slot));
+        const Numbers lses(pipeline.lses(at.slot));
         ptx::products_wait<0>();  // dK of the step before, S
         if (held >= 0) release(pipeline.query_empty({held, 0}));
         ptx::products_fence();
@@ -200,19 +235,39 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
           }
         }
         ptx::products_commit();
-        if (!plain.holds(block)) hide_unseen<Shape>(scores, forward, tile, block);
-        const RowPairs<kQueryTiles> deltas(pipeline.deltas(now.slot));
-        const float scale = forward.softmax_scale_log2;
+        // The compiler moves nothing across a branch: exponentials ahead of the products would not be beside them, and
+        // spill.
+        if (!plain.holds(block)) {
+          for_unseen<Shape>(forward, tile, block, [&](int column, int i) { scores[column][i] = -INFINITY; });
+        }
+        const auto modified = modified_weights<Shape>(forward, tile, block, pipeline.lses(at.slot) + 4 * kQueries);
+        const Numbers deltas(pipeline.deltas(now.slot));
+        // Makes weights of the scores of a column; under a soft cap packed ones, and leaves what makes dS of dP in
+        // their place.
         const auto make_weights = [&](int column) {
           const float2 lse = lses.of(column);
           float (&s)[4] = scores[column];
-          s[0] = xa::ptx::exp2_approx(__fmaf_rn(s[0], scale, -lse.x));
-          s[1] = xa::ptx::exp2_approx(__fmaf_rn(s[1], scale, -lse.y));
-          s[2] = xa::ptx::exp2_approx(__fmaf_rn(s[2], scale, -lse.x));
-          s[3] = xa::ptx::exp2_approx(__fmaf_rn(s[3], scale, -lse.y));
+          if constexpr (Shape::kCapped) {
+            float weights[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) weights[i] = modified.bend(s[i], i % 2 == 0 ? lse.x : lse.y);
+            p[column / 2][column % 2 * 2] = Element<T>::pack(weights[0], weights[1]);
+            p[column / 2][column % 2 * 2 + 1] = Element<T>::pack(weights[2], weights[3]);
+          } else if constexpr (Shape::kBiased) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              s[i] = modified.add_bias(s[i], i % 2 == 0 ? lse.x : lse.y, 8 * column + i % 2 - i / 2 * 8);
+            }
+          } else {
+            const float scale = forward.softmax_scale_log2;
+            s[0] = xa::ptx::exp2_approx(__fmaf_rn(s[0], scale, -lse.x));
+            s[1] = xa::ptx::exp2_approx(__fmaf_rn(s[1], scale, -lse.y));
+            s[2] = xa::ptx::exp2_approx(__fmaf_rn(s[2], scale, -lse.x));
+            s[3] = xa::ptx::exp2_approx(__fmaf_rn(s[3], scale, -lse.y));
+          }
         };
         // While dP is under way; the others beside dS.
-        constexpr int kFirst = kQueryTiles / 2;
+        constexpr int kFirst = kTightlyCapped ? 6 : kQueryTiles / 2;
 #pragma unroll
         for (int column = 0; column < kFirst; ++column) make_weights(column);
         ptx::products_wait<0>();  // dP
@@ -226,10 +281,20 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
           d[1] = (d[1] - delta.y) * s[1];
           d[2] = (d[2] - delta.x) * s[2];
           d[3] = (d[3] - delta.y) * s[3];
-          p[column / 2][column % 2 * 2] = Element<T>::pack(s[0], s[1]);
-          p[column / 2][column % 2 * 2 + 1] = Element<T>::pack(s[2], s[3]);
+          if constexpr (!Shape::kCapped) {
+            p[column / 2][column % 2 * 2] = Element<T>::pack(s[0], s[1]);
+            p[column / 2][column % 2 * 2 + 1] = Element<T>::pack(s[2], s[3]);
+          }
           ds[column / 2][column % 2 * 2] = Element<T>::pack(d[0], d[1]);
           ds[column / 2][column % 2 * 2 + 1] = Element<T>::pack(d[2], d[3]);
+        }
+        if constexpr (Shape::kCapped) {
+          // A cap leaves hidden scores a weight of at most 1, but no derivative.
+          if (!plain.holds(block)) {
+            for_unseen<Shape>(forward, tile, block, [&](int column, int i) {
+              p[column / 2][column % 2 * 2 + i / 2] &= i % 2 == 0 ? 0xffff0000 : 0x0000ffff;
+            });
+          }
         }
       } else {
         ptx::products_wait<0>();
@@ -243,9 +308,9 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       if (left == 1) release(pipeline.values_empty(count));
 #pragma unroll
       for (int k = 0; k < kQueries / 16; ++k) {
-        const uint32_t panel = now.slot * Shape::kScoreBytes + k / kStepsOfPanel * Shape::kKeyPanelBytes;
+        const uint32_t panel = now.slot * Shape::kScoreBytes + k / 4 * Shape::kScorePanelBytes;
         // A chunk's place is its number within the row, by XOR.
-        ptx::stmatrix_x4((own_scores + panel) ^ (k % kStepsOfPanel * 2 << 4), ds[k]);
+        ptx::stmatrix_x4((own_scores + panel) ^ (k % 4 * 2 << 4), ds[k]);
       }
       if constexpr (!kHidden) {
         ptx::products_fence();
@@ -266,7 +331,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
           if (k == 0) {
             BackwardProduct<T, 64>::template across<false>(dq, from, all_keys);
           } else {
-            BackwardProduct<T, 64>::template across<true>(dq, from + k * kDown, all_keys + k * kDown);
+            BackwardProduct<T, 64>::template across<true>(dq, from + k * kScoresDown, all_keys + k * kDown);
           }
         }
       }
@@ -290,6 +355,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       pipeline.sums_empty(step, warpgroup).wait_for_reuse();
 #pragma unroll
       for (int column = 0; column < 8; ++column) {
+        if (column < Shape::kRepeatedColumns / 8 && warpgroup == 1) continue;
         xa::ptx::store_shared_16(own_sums + column * 512,
                                  make_uint4(__float_as_uint(dq[column][0]), __float_as_uint(dq[column][1]),
                                             __float_as_uint(dq[column][2]), __float_as_uint(dq[column][3])));
@@ -319,9 +385,12 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     ptx::products_wait<0>();
     release(pipeline.query_empty({held, 0}));
     // dK and dV leave through the places of dS and dQ.
-    ptx::sync(1, 256);
     pipeline.sums_empty(step, warpgroup).wait_for_reuse();
-    const uint32_t keys_to = pipeline.scores(0) + warpgroup * (kHeadDim * 128), values_to = pipeline.sums(warpgroup);
+    ptx::sync(1, 256);
+    constexpr uint32_t kGradientBytes = 64 * kHeadDim * 2;
+    const uint32_t keys_to = pipeline.scores(0) + warpgroup * kGradientBytes;
+    const uint32_t values_to = pipeline.sums(0) + warpgroup * kGradientBytes;
+    const uint32_t matrix_offset = Panel::offset(matrix_row, lane / 16);
     const float scale = params.base.softmax_scale;
 #pragma unroll
     for (int column = 0; column < kColumnTiles; column += 2) {
@@ -333,9 +402,9 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
         of_key[i] = Element<T>::pack(k[i % 2 * 2] * scale, k[i % 2 * 2 + 1] * scale);
         of_value[i] = Element<T>::pack(v[i % 2 * 2], v[i % 2 * 2 + 1]);
       }
-      const uint32_t panel = column / 8 * (64 * Panel::kRowBytes);
-      ptx::stmatrix_x4((keys_to + matrix_offset + panel) ^ (column % 8 << 4), of_key);
-      ptx::stmatrix_x4((values_to + matrix_offset + panel) ^ (column % 8 << 4), of_value);
+      const uint32_t panel = column / Panel::kChunks * (64 * Panel::kRowBytes);
+      ptx::stmatrix_x4((keys_to + matrix_offset + panel) ^ (column % Panel::kChunks << 4), of_key);
+      ptx::stmatrix_x4((values_to + matrix_offset + panel) ^ (column % Panel::kChunks << 4), of_value);
     }
     ptx::fence_stores_for_async();
     ptx::sync(2 + warpgroup, 128);
@@ -345,8 +414,10 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
 #pragma unroll
       for (int panel = 0; panel < Shape::kPanels; ++panel) {
         const uint32_t from = panel * (64 * Panel::kRowBytes);
-        ptx::store_box(keys_to + from, params.dk, panel * 64, tile.kv_head, row, rows.end, RaggedRows::kEnd);
-        ptx::store_box(values_to + from, params.dv, panel * 64, tile.kv_head, row, rows.end, RaggedRows::kEnd);
+        ptx::store_box(keys_to + from, params.dk, panel * Panel::kColumns, tile.kv_head, row, rows.end,
+                       RaggedRows::kEnd);
+        ptx::store_box(values_to + from, params.dv, panel * Panel::kColumns, tile.kv_head, row, rows.end,
+                       RaggedRows::kEnd);
       }
       ptx::bulk_commit();
     }

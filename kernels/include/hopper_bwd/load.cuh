@@ -24,14 +24,20 @@ __device__ __forceinline__ void load_rows(uint32_t to, const TensorMap& map, uin
   }
 }
 
-/// Starts to copy the numbers of a block of queries, each lane some; zeros likewise: a row of zeros then has weights of
-/// 1 and gradients of 0, which add nothing.
+/// Starts to copy the numbers of a block of queries, each lane some, and the slope of their head, if any; zeros
+/// likewise: a row of zeros then has finite weights and gradients of 0, which add nothing.
 template <typename Shape>
-__device__ __forceinline__ void load_row_stats(uint32_t to, const float* from, uint32_t barrier, int32_t count) {
+__device__ __forceinline__ void load_row_stats(uint32_t to, const float* from, const float* slope, uint32_t barrier,
+                                               int32_t count) {
 #pragma unroll
   for (int first = 0; first < Shape::kQueries; first += 32) {
     const int32_t row = first + static_cast<int32_t>(threadIdx.x % 32);
     ptx::cp_async_4_or_zero(to + 4 * row, row < count ? from + row : from, row < count);
+  }
+  if constexpr (Shape::kBiased) {
+    if (threadIdx.x % 32 == 0) {
+      ptx::cp_async_4_or_zero(to + 4 * Shape::kQueries, slope == nullptr ? from : slope, slope != nullptr);
+    }
   }
   ptx::cp_async_arrive(barrier);
 }
@@ -94,6 +100,10 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
     for (int32_t last_head = head + forward.group; head < last_head; ++head) {
       const float* const stats = (kOfKeys ? params.lse_log2 : params.base.delta) +
                                  (static_cast<int64_t>(head) * forward.num_tokens + first_query);
+      const float* slope = nullptr;
+      if constexpr (kOfKeys && Shape::kBiased) {
+        if (forward.alibi_slopes != nullptr) slope = forward.alibi_slopes + tile.sequence * forward.alibi_stride + head;
+      }
       int32_t row = first_row;
 #pragma unroll 1
       for (int32_t left = num_blocks; left > 0; --left, row += step * Shape::kQueries) {
@@ -114,8 +124,8 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
                                             kOfKeys ? params.q : params.dout, full.address, head, rows, row);
         }
         __syncwarp();
-        load_row_stats<Shape>(kOfKeys ? pipeline.lses(at.slot) : pipeline.deltas(at.slot), stats + row, full.address,
-                              num_queries - row);
+        load_row_stats<Shape>(kOfKeys ? pipeline.lses(at.slot) : pipeline.deltas(at.slot), stats + row, slope,
+                              full.address, num_queries - row);
         at.advance();
       }
     }

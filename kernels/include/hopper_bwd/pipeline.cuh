@@ -24,6 +24,7 @@ struct BackwardTile {
   int32_t shift;
   int32_t first_group;
   int32_t first_turn;
+  int32_t sequence;
 };
 static_assert(sizeof(BackwardTile) <= 64);
 
@@ -143,7 +144,7 @@ class BackwardPipeline {
     return address_ + Shape::kScoresOffset + stage * Shape::kScoreBytes;
   }
   __device__ __forceinline__ uint32_t sums(int32_t warpgroup) const {
-    return address_ + Shape::kSumsOffset + warpgroup * (Shape::kSumBytes / 2);
+    return address_ + Shape::kSumsOffset + warpgroup * Shape::kFirstSumBytes;
   }
   __device__ __forceinline__ BackwardTile& tile(Turn<2> turn) const {
     return *reinterpret_cast<BackwardTile*>(shared_ + Shape::kTilesOffset + 64 * turn.slot);

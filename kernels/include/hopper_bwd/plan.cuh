@@ -27,6 +27,7 @@ __device__ __forceinline__ SequencePlan describe(const AttentionParams& params, 
   SequencePlan plan = {};
   plan.first_query = tile.first_token;
   plan.first_key = tile.start_k;
+  plan.sequence = tile.sequence;
   const Visibility visibility(params, tile);
   if (live && tile.len_q > 0) {
     // Queries between the first and the last that see a key see one too, and so with keys that are seen.
@@ -130,7 +131,7 @@ __device__ __forceinline__ void plan_sequences(const HopperBackwardParams& param
     tiles_so_far += all_tiles;
     sections_so_far += all_sections;
   }
-  if (threadIdx.x == 0) *params.plan = BackwardPlan{0, tiles_so_far, sections_so_far};
+  if (threadIdx.x == 0) *params.plan = BackwardPlan{0, 0, tiles_so_far, sections_so_far};
 }
 
 }  // namespace xa::hopper

@@ -22,14 +22,23 @@ struct BackwardProduct;
   XA_OUT(c, d, j), XA_OUT(c, d, (j) + 1), XA_OUT(c, d, (j) + 2), XA_OUT(c, d, (j) + 3), XA_OUT(c, d, (j) + 4), \
       XA_OUT(c, d, (j) + 5), XA_OUT(c, d, (j) + 6), XA_OUT(c, d, (j) + 7)
 #define XA_OUT_64(c, d) XA_OUT_8(c, d, 0)
+#define XA_OUT_96(c, d) XA_OUT_8(c, d, 0), XA_OUT(c, d, 8), XA_OUT(c, d, 9), XA_OUT(c, d, 10), XA_OUT(c, d, 11)
 #define XA_OUT_128(c, d) XA_OUT_8(c, d, 0), XA_OUT_8(c, d, 8)
+#define XA_OUT_192(c, d) XA_OUT_128(c, d), XA_OUT_8(c, d, 16)
+#define XA_OUT_256(c, d) XA_OUT_128(c, d), XA_OUT_8(c, d, 16), XA_OUT_8(c, d, 24)
 #define XA_NUMBERS_64                                                                                         \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
   "%23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define XA_NUMBERS_128                                                                                          \
-  XA_NUMBERS_64                                                                                                 \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
-  "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define XA_NUMBERS_96 XA_NUMBERS_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define XA_NUMBERS_128 XA_NUMBERS_96 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define XA_NUMBERS_192                                                                                \
+  XA_NUMBERS_128                                                                                      \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, " \
+  "%83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define XA_NUMBERS_256                                                                                               \
+  XA_NUMBERS_192                                                                                                     \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, " \
+  "%115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // `c` is the accumulator's constraint; a, b and so on are the numbers of the operands after it.
 #define XA_SHARED_PRODUCT(name, c, adds, type, columns, a, b, lie)                                               \
@@ -71,13 +80,22 @@ struct BackwardProduct;
   XA_BACKWARD_PRODUCT(F16, "f16", columns, __VA_ARGS__) \
   XA_BACKWARD_PRODUCT(Bf16, "bf16", columns, __VA_ARGS__)
 XA_BACKWARD_PRODUCTS(64, 32, 33, 34, 35, 36)
+XA_BACKWARD_PRODUCTS(96, 48, 49, 50, 51, 52)
 XA_BACKWARD_PRODUCTS(128, 64, 65, 66, 67, 68)
+XA_BACKWARD_PRODUCTS(192, 96, 97, 98, 99, 100)
+XA_BACKWARD_PRODUCTS(256, 128, 129, 130, 131, 132)
 #undef XA_BACKWARD_PRODUCTS
 #undef XA_BACKWARD_PRODUCT
 #undef XA_SHARED_PRODUCT
+#undef XA_NUMBERS_256
+#undef XA_NUMBERS_192
 #undef XA_NUMBERS_128
+#undef XA_NUMBERS_96
 #undef XA_NUMBERS_64
+#undef XA_OUT_256
+#undef XA_OUT_192
 #undef XA_OUT_128
+#undef XA_OUT_96
 #undef XA_OUT_64
 #undef XA_OUT_8
 #undef XA_OUT

@@ -74,14 +74,24 @@ struct Band {
   }
 };
 
-/// The sequence of a tile: the last one of those before which there are at most `tile` tiles. The work of a warp.
-__device__ __forceinline__ int32_t find_sequence(const SequencePlan* sequences, int32_t count, int32_t tile) {
+/// What is looked for in a list of sequences: where each begins among tiles, or among a head's blocks of queries.
+struct OfTiles {
+  static __device__ __forceinline__ int32_t first(const SequencePlan& plan) { return __ldg(&plan.tiles_before); }
+};
+struct OfTurns {
+  static __device__ __forceinline__ int32_t first(const SequencePlan& plan) { return __ldg(&plan.first_turn); }
+};
+
+/// The last sequence that begins at or before a place that is the same for the warp; 0 where there is none. `Of` says
+/// where sequences begin, in the list's order. The work of a warp.
+template <typename Of>
+__device__ __forceinline__ int32_t last_before(const SequencePlan* sequences, int32_t count, int32_t place) {
   int32_t first = 0;
   // Looks at 32 of them at the same distance, as long as there are others between.
   while (count > 1) {
     const int32_t step = ceil_div(count, 32), at = static_cast<int32_t>(threadIdx.x % 32) * step;
-    const bool before = at < count && __ldg(&sequences[first + at].tiles_before) <= tile;
-    const int32_t steps = __popc(__ballot_sync(~0u, before)) - 1;
+    const bool before = at < count && Of::first(sequences[first + at]) <= place;
+    const int32_t steps = max(__popc(__ballot_sync(~0u, before)) - 1, 0);
     first += steps * step;
     count = min(step, count - steps * step);
   }
@@ -97,7 +107,7 @@ __device__ __forceinline__ void find_tile(const HopperBackwardParams& params, in
     to.key_block = -1;
     return;
   }
-  const SequencePlan& sequence = params.sequences[find_sequence(params.sequences, forward.max_seqs, tile_index)];
+  const SequencePlan& sequence = params.sequences[last_before<OfTiles>(params.sequences, forward.max_seqs, tile_index)];
   const int32_t num_queries = sequence.num_queries, num_keys = sequence.num_keys, num_heads = forward.num_kv_heads;
   const Sections<Shape> sections(forward, num_queries);
   const int32_t key_blocks = ceil_div(num_keys, Shape::kKeys), in_sequence = tile_index - sequence.tiles_before;
@@ -117,7 +127,8 @@ __device__ __forceinline__ void find_tile(const HopperBackwardParams& params, in
   to.kv_head = first_head + in_section - key_block * heads;
   // Of few sections one that goes the other way is too much.
   constexpr int32_t kFewSections = 8;
-  const bool ascends = forward.window_right >= 0 && !in_last && __ldg(&params.plan->num_sections) >= kFewSections;
+  const bool ascends =
+      Shape::kAddsSums && forward.window_right >= 0 && !in_last && __ldg(&params.plan->num_sections) >= kFewSections;
   if (ascends) key_block = key_blocks - 1 - key_block;
   const int32_t shift = sequence.shift;
   const Band<Shape> band = {num_queries, num_keys, shift, forward.window_left, forward.window_right};
@@ -133,6 +144,7 @@ __device__ __forceinline__ void find_tile(const HopperBackwardParams& params, in
   to.shift = shift;
   to.first_group = sequence.first_group;
   to.first_turn = sequence.first_turn;
+  to.sequence = sequence.sequence;
 }
 
 }  // namespace xa::hopper

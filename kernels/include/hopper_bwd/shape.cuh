@@ -2,37 +2,49 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "hopper/panel.cuh"
+#include "tiles/hopper_bwd.cuh"
 
 namespace xa::hopper {
 
-/// Sums of dQ of 16 rows (a *group*) and 64 columns: [columns / 8][lane][4], the accumulators of a warp.
-constexpr int32_t kSumChunk = 16 * 64, kSumChunkBytes = 4 * kSumChunk;
+/// Rows of a *group*, the sums of dQ of which are the accumulators of a warp: [columns / 8][lane][4].
+constexpr int32_t kSumRows = 16;
 
-/// One for each bucket of D and Dv.
-template <int kHeadDim_>
-struct BackwardShape {
+/// One for each bucket of D and Dv and each form of scores.
+template <int kHeadDim_, typename Score>
+struct BackwardShape : tiles::HopperBwd<kHeadDim_, Score> {
+  using Choice = tiles::HopperBwd<kHeadDim_, Score>;
   static constexpr int kHeadDim = kHeadDim_;
-  static_assert(kHeadDim == 64 || kHeadDim == 128);
-  /// A step: so many queries with a block of keys. Accumulators of 64 x kQueries scores and 64 x kHeadDim gradients are
-  /// as many registers at both buckets.
-  static constexpr int kQueries = kHeadDim == 128 ? 64 : 128;
-  static constexpr int kKeys = 128;
+  /// Logits go through a soft cap, or have a bias that follows from the distance of query and key.
+  static constexpr bool kCapped = std::is_same_v<Score, tiles::score_capped>;
+  static constexpr bool kBiased = std::is_same_v<Score, tiles::score_biased>;
+  /// A step: so many queries with a block of keys.
+  static constexpr int kQueries = Choice::kQueries, kKeys = 128;
   static constexpr int kQueryStages = 3, kDoutStages = 2;
+  /// dQ is a sum over CTAs, in a fixed order.
+  static constexpr bool kAddsSums = true;
   /// Two of arithmetic, one of loads and of dQ.
   static constexpr int kWarpgroups = 3, kThreads = 128 * kWarpgroups, kComputeWarps = 8;
 
-  using Panel = SwizzledPanel<64>;
+  using Panel = SwizzledPanel<Choice::kPanelColumns>;
   static constexpr int kPanels = kHeadDim / Panel::kColumns;
   static constexpr int kKeyPanelBytes = kKeys * Panel::kRowBytes, kQueryPanelBytes = kQueries * Panel::kRowBytes;
   static constexpr int kKeyBytes = kPanels * kKeyPanelBytes, kQueryBytes = kPanels * kQueryPanelBytes;
   /// dS^T [kKeys, kQueries] in panels of 64 queries.
+  using ScorePanel = SwizzledPanel<64>;
+  static constexpr int kScorePanelBytes = kKeys * ScorePanel::kRowBytes;
   static constexpr int kScoreBytes = kKeys * kQueries * 2;
-  /// dQ of a step in f32. A warpgroup makes half of it: 64 of the queries and 64 of the columns.
+  /// dQ of a step in f32. Of the queries and columns a warpgroup makes 64 each, or the columns that are left.
+  static constexpr bool kSharesColumns = kQueries == 64;
+  static_assert(kSharesColumns ? kHeadDim > 64 && kHeadDim <= 128 : kQueries == 128 && kHeadDim == 64);
   static constexpr int kSumBytes = kQueries * kHeadDim * 4;
-  static constexpr int kRowStatBytes = kQueries * 4;
-  static_assert(kSumBytes == 2 * 64 * 64 * 4);
+  static constexpr int kFirstSumBytes = 64 * 64 * 4;
+  /// The second warpgroup makes 64 columns too, the first ones of them in vain.
+  static constexpr int kRepeatedColumns = kSharesColumns ? 128 - kHeadDim : 0;
+  /// lse or delta of the queries, and the slope of their head.
+  static constexpr int kRowStatBytes = kQueries * 4 + (kBiased ? 16 : 0);
 
   static constexpr int kKeysOffset = 0;
   static constexpr int kValuesOffset = kKeysOffset + kKeyBytes;
@@ -44,7 +56,9 @@ struct BackwardShape {
   static constexpr int kDeltasOffset = kLsesOffset + kQueryStages * kRowStatBytes;
   static constexpr int kTilesOffset = kDeltasOffset + kDoutStages * kRowStatBytes;
   static constexpr int kBarriersOffset = kTilesOffset + 2 * 64;
-  static constexpr int kSharedBytes = kBarriersOffset + 32 * 8;
+  static_assert(Choice::kSharedBytes == kBarriersOffset + 32 * 8);
+  // dK and dV of a tile leave through the places of dS and of dQ.
+  static_assert(2 * kScoreBytes >= kKeyBytes && kSumBytes >= kKeyBytes);
 };
 
 }  // namespace xa::hopper

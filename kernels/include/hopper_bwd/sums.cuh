@@ -11,12 +11,19 @@
 
 namespace xa::hopper {
 
-/// Where the sums of a group of rows and a panel of columns begin.
+/// Numbers of a group in each of the two parts, of 64 columns and of the rest, in which the sums of a head lie.
 template <typename Shape>
-__device__ __forceinline__ float* sum_chunk(const HopperBackwardParams& params, int32_t head, int32_t panel,
-                                            int32_t group) {
-  const int64_t groups = static_cast<int64_t>(head * Shape::kPanels + panel) * params.num_groups + group;
-  return params.dq_sums + groups * kSumChunk;
+__device__ __forceinline__ constexpr int32_t sums_of_group(int32_t part) {
+  return kSumRows * (part == 0 ? 64 : Shape::kHeadDim - 64);
+}
+
+/// Where the sums of a group of rows begin, those of the first or of the second part of the columns.
+template <typename Shape>
+__device__ __forceinline__ float* group_sums(const HopperBackwardParams& params, int32_t head, int32_t part,
+                                             int32_t group) {
+  const int64_t of_head = static_cast<int64_t>(params.num_groups) * (kSumRows * Shape::kHeadDim);
+  const int64_t before = static_cast<int64_t>(params.num_groups) * (part * sums_of_group<Shape>(0));
+  return params.dq_sums + (head * of_head + before + static_cast<int64_t>(group) * sums_of_group<Shape>(part));
 }
 
 /// Adds the shares of all steps with the parity `kParity`. The work of one thread.
@@ -30,7 +37,7 @@ template <typename Shape>
 __device__ __forceinline__ void add_sums(const HopperBackwardParams& params, const BackwardPipeline<Shape>& pipeline,
                                          int32_t parity) {
   const AttentionParams& forward = params.base.forward;
-  constexpr int kGroups = Shape::kQueries / 16, kRowHalves = 2 / Shape::kPanels;
+  constexpr int kGroups = Shape::kQueries / kSumRows;
   int32_t step = 0;
 #pragma unroll 1
   for (int32_t count = 0;; ++count) {
@@ -56,15 +63,15 @@ __device__ __forceinline__ void add_sums(const HopperBackwardParams& params, con
           }
           ptx::fence_all_for_async();
         }
-        const int32_t groups = (tile.num_queries - block * Shape::kQueries + 15) / 16;
+        const int32_t groups = ceil_div(tile.num_queries - block * Shape::kQueries, kSumRows);
 #pragma unroll
         for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
           pipeline.sums_full(Turn<2>(step), warpgroup).wait();
-          const int32_t first = kRowHalves == 2 ? 4 * warpgroup : 0, panel = kRowHalves == 2 ? 0 : warpgroup;
-          const int32_t mine = min(groups - first, kGroups / kRowHalves);
+          const int32_t first = Shape::kSharesColumns ? 0 : 4 * warpgroup, part = Shape::kSharesColumns ? warpgroup : 0;
+          const int32_t mine = min(groups - first, 4);
           if (mine <= 0) continue;
-          float* const to = sum_chunk<Shape>(params, head, panel, tile.first_group + block * kGroups + first);
-          const uint32_t bytes = mine * kSumChunkBytes;
+          float* const to = group_sums<Shape>(params, head, part, tile.first_group + block * kGroups + first);
+          const uint32_t bytes = mine * (sums_of_group<Shape>(part) * sizeof(float));
           if (before == 0) {
             ptx::bulk_store(to, pipeline.sums(warpgroup), bytes);
           } else {

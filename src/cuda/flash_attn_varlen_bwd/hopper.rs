@@ -1,49 +1,31 @@
-//! The kernels for Hopper: which calls they take, their place in the workspace and their argument.
+//! The kernels for Hopper up to 128 columns: which calls they take, their place in the workspace and their argument; and
+//! what those past 128 columns have in common with them.
 //!
 //! Three launches: a plan and what is known of each query row; dK, dV and the sums of dQ; dQ out of its sums. Everything
 //! here follows from static sizes, strides and options.
 
 use super::{Launch, Parameter, sinks};
-use crate::cuda::attention::tiles::modifies_scores;
 use crate::cuda::device::Device;
 use crate::cuda::launch::Shape;
 use crate::cuda::params::attention_bwd::BackwardParams;
 use crate::cuda::params::hopper_bwd::{BackwardPlan, HopperBackwardParams, SequencePlan};
 use crate::cuda::tensor_map::{Axis, TensorMap, can_copy};
+use crate::cuda::tiles::{HOPPER_BWD, HopperBwdTile as Tile};
 use crate::cuda::variants;
 use crate::error::Result;
 use crate::ops::KvView;
-use crate::ops::attention::Attention;
+use crate::ops::attention::{Attention, Score};
 use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::tensor::Tensor;
 use std::cell::LazyCell;
 use std::rc::Rc;
 
-/// What the kernels of a bucket of D and Dv work on at a time: `BackwardShape` of `kernels/include/hopper_bwd/shape.cuh`.
-#[derive(Debug)]
-struct Tile {
-    head_dim: usize,
-    /// The value of the axis `head_dim`.
-    head_dim_value: &'static str,
-    /// Queries of a step.
-    queries: i64,
-    shared_memory: u32,
-}
-
-static TILES: [Tile; 2] = [
-    Tile { head_dim: 64, head_dim_value: "64", queries: 128, shared_memory: 215_936 },
-    Tile { head_dim: 128, head_dim_value: "128", queries: 64, shared_memory: 214_656 },
-];
-
 /// Keys of a tile, and those of them that a warpgroup has.
 const KEYS: i64 = 128;
 const WARPGROUP_KEYS: i64 = 64;
 
-/// Columns of a box: a panel in shared memory.
-const PANEL: i64 = 64;
-
-/// Threads of a CTA of the main kernel, and of those before and after it.
-const THREADS: u32 = 384;
+/// Threads of a CTA of the main kernels, and of those before and after them.
+pub(super) const THREADS: u32 = 384;
 const SIDE_THREADS: u32 = 256;
 
 /// Rows of a CTA of `hopper_bwd_prepare`.
@@ -53,9 +35,8 @@ const PREPARED_ROWS: usize = 64;
 const FINISHED_GROUPS: usize = 8;
 const FINISHED_HEADS: usize = 4;
 
-/// Rows of a group of sums of dQ, and bytes of one of a panel's columns.
+/// Rows of a group of sums of dQ.
 const GROUP: usize = 16;
-const GROUP_BYTES: usize = 4 * GROUP * PANEL as usize;
 
 /// To what places in the workspace are aligned.
 const ALIGNMENT: usize = 128;
@@ -68,7 +49,7 @@ struct Hopper {
 
 /// Where what lies in the workspace.
 #[derive(Clone, Copy)]
-struct Layout {
+pub(super) struct Layout {
     delta: *mut u8,
     lse_log2: *mut u8,
     turns: *mut u8,
@@ -76,18 +57,19 @@ struct Layout {
     sequences: *mut u8,
     by_row: *mut u8,
     dq_sums: *mut u8,
-    num_turns: usize,
+    pub(super) num_turns: usize,
     num_groups: usize,
     /// Bytes, from the workspace's first one.
     bytes: usize,
 }
 
 impl Layout {
-    /// From `start` on. Each sequence begins at a group and at a block of queries of its own.
-    fn new(start: *mut u8, tile: &Tile, [rows, seqs, heads]: [usize; 3]) -> Self {
-        let queries = tile.queries as usize;
+    /// From `start` on. Each sequence begins at a group and at a block of `queries` of its own; dQ is summed up in so many
+    /// `columns`, if any.
+    fn new(start: *mut u8, queries: u32, columns: u32, [rows, seqs, heads]: [usize; 3]) -> Self {
+        let queries = queries as usize;
         let num_turns = (rows + (queries - 1) * seqs) / queries + 1;
-        let num_groups = (rows + (GROUP - 1) * seqs).div_ceil(GROUP);
+        let num_groups = if columns == 0 { 0 } else { (rows + (GROUP - 1) * seqs).div_ceil(GROUP) };
         let mut bytes = start.align_offset(ALIGNMENT);
         let mut place = |wanted: usize| {
             let place = start.wrapping_add(bytes);
@@ -95,7 +77,7 @@ impl Layout {
             place
         };
         let of_rows = size_of::<f32>() * heads * rows;
-        let panels = tile.head_dim / PANEL as usize;
+        let group_bytes = size_of::<f32>() * GROUP * columns as usize;
         Self {
             delta: place(of_rows),
             lse_log2: place(of_rows),
@@ -103,84 +85,50 @@ impl Layout {
             plan: place(size_of::<BackwardPlan>()),
             sequences: place(size_of::<SequencePlan>() * seqs),
             by_row: place(size_of::<SequencePlan>() * seqs),
-            dq_sums: place(GROUP_BYTES * panels * heads * num_groups),
+            dq_sums: place(group_bytes * heads * num_groups),
             num_turns,
             num_groups,
             bytes,
         }
     }
-}
 
-/// The kernels' parameter, which the first launch makes for all.
-pub(super) type LazyParams<'p> =
-    LazyCell<Result<HopperBackwardParams>, Box<dyn FnOnce() -> Result<HopperBackwardParams> + 'p>>;
+    /// In the problem's workspace, if it has one.
+    pub(super) fn of(problem: &FlashAttnVarlenBwd, queries: u32, columns: u32) -> Option<Self> {
+        let Attention { num_rows, max_seqs, num_q_heads, .. } = problem.forward;
+        let start = problem.workspace.as_ref()?.data;
+        Some(Self::new(start, queries, columns, [num_rows, max_seqs, num_q_heads]))
+    }
 
-/// Takes what the kernels are built for.
-pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Option<Vec<Launch<'p>>>> {
-    Hopper::of(problem, &device).map(|hopper| hopper.launches(problem, device)).transpose()
-}
-
-impl Hopper {
-    /// `None` where the portable kernels have to do it.
-    fn of(problem: &FlashAttnVarlenBwd, device: &Device) -> Option<Self> {
-        let forward = &problem.forward;
-        let dim = forward.head_dim.max(forward.value_dim);
-        let tile = TILES.iter().find(|tile| tile.head_dim >= dim)?;
-        let workspace = problem.workspace.as_ref()?;
-        let sizes = [forward.num_rows, forward.max_seqs, forward.num_q_heads];
-        let layout = Layout::new(workspace.data, tile, sizes);
-        let there = workspace.dims.first().map_or(0, |bytes| *bytes as usize);
-        let hopper = Self { tile, layout };
-        let can_copy_all =
-            || hopper.boxes(problem).iter().all(|boxes| can_copy(forward.q.dtype, boxes.data, &boxes.axes));
-        let fits = device.has_tensor_maps
-            && fills_steps(forward, tile)
+    /// Whether the kernels run on this device, the workspace is large enough, rows and numbers are of the size that the
+    /// kernels count in, and the copy engine can copy all `boxes`.
+    pub(super) fn serves(&self, problem: &FlashAttnVarlenBwd, device: &Device, queries: u32, boxes: &[Boxes]) -> bool {
+        let (forward, workspace) = (&problem.forward, problem.workspace.as_ref());
+        let there = workspace.and_then(|workspace| workspace.dims.first()).map_or(0, |bytes| *bytes as usize);
+        device.has_tensor_maps
+            && fills_steps(forward, queries)
             && forward.q.dtype.size() == 2
-            && !modifies_scores(forward)
-            && layout.bytes <= there
+            && self.bytes <= there
             && counts_fit(problem)
-            && can_copy_all();
-        fits.then_some(hopper)
+            && boxes.iter().all(|boxes| can_copy(forward.q.dtype, boxes.data, &boxes.axes))
     }
 
-    /// The launches, in order.
-    fn launches<'p>(self, problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Vec<Launch<'p>>> {
-        let forward = &problem.forward;
-        let prepare = 1 + forward.num_rows.div_ceil(PREPARED_ROWS) * forward.num_q_heads;
-        let of_sums = self.layout.num_groups.div_ceil(FINISHED_GROUPS) * forward.num_q_heads.div_ceil(FINISHED_HEADS);
-        let of_rows = [forward.num_rows, problem.num_keys].map(|rows| rows.div_ceil(SIDE_THREADS as usize));
-        let finish = of_sums + of_rows[0] + of_rows[1];
-        let main = most_tiles(problem).clamp(1, i64::from(device.sms));
-        let side = |ctas| Shape { grid: [ctas as u32, 1, 1], threads: SIDE_THREADS, shared_memory: 0 };
-        let shared_memory = self.tile.shared_memory;
-        let main = Shape { grid: [main as u32, 1, 1], threads: THREADS, shared_memory };
-        let dtype = variants::dtype_value(forward.q.dtype);
-        let head_dim = self.tile.head_dim_value;
-        let params: LazyParams = LazyCell::new(Box::new(move || self.params(problem, &device)));
-        let parameter = Parameter::Hopper(Rc::new(params));
-        [("hopper_bwd_prepare", side(prepare)), ("hopper_bwd", main), ("hopper_bwd_finish", side(finish))]
-            .into_iter()
-            .map(|(kernel, shape)| {
-                let variant = variants::find(kernel, &[dtype, head_dim])?;
-                Ok(Launch::new(kernel, variant, shape, parameter.clone()))
-            })
-            .chain(sinks(problem, parameter.clone()).transpose())
-            .collect()
-    }
-
-    /// The kernels' parameter.
-    fn params(&self, problem: &FlashAttnVarlenBwd, device: &Device) -> Result<HopperBackwardParams> {
-        let Layout { lse_log2, turns, plan, sequences, by_row, dq_sums, num_turns, num_groups, .. } = self.layout;
-        let map = |boxes: &Boxes| TensorMap::new(problem.forward.q.dtype, boxes.data, &boxes.axes);
-        let [q, k, v, dout, dk, dv] = self.boxes(problem);
+    /// The kernels' parameter; boxes are those of q, k, v, dout, dk, dv.
+    pub(super) fn params(
+        &self,
+        problem: &FlashAttnVarlenBwd,
+        device: &Device,
+        [q, k, v, dout, dk, dv]: &[Boxes; 6],
+    ) -> Result<HopperBackwardParams> {
+        let Self { lse_log2, turns, plan, sequences, by_row, dq_sums, num_turns, num_groups, .. } = *self;
+        let map = |boxes: &Boxes| boxes.map(problem);
         Ok(HopperBackwardParams {
-            base: BackwardParams::new(problem, device, self.layout.delta.cast())?,
-            q: map(&q)?,
-            k: map(&k)?,
-            v: map(&v)?,
-            dout: map(&dout)?,
-            dk: map(&dk)?,
-            dv: map(&dv)?,
+            base: BackwardParams::new(problem, device, self.delta.cast())?,
+            q: map(q)?,
+            k: map(k)?,
+            v: map(v)?,
+            dout: map(dout)?,
+            dk: map(dk)?,
+            dv: map(dv)?,
             lse_log2: lse_log2.cast(),
             dq_sums: dq_sums.cast(),
             turns: turns.cast(),
@@ -192,25 +140,92 @@ impl Hopper {
         })
     }
 
-    /// Those of q, k, v, dout, dk, dv.
-    fn boxes(&self, problem: &FlashAttnVarlenBwd) -> [Boxes; 6] {
+    /// The shapes of the launches before the main ones and after them.
+    pub(super) fn sides(&self, problem: &FlashAttnVarlenBwd) -> [Shape; 2] {
         let forward = &problem.forward;
-        let of_tensor = |tensor: &Tensor, rows| {
-            let [_, heads, dim] = [0, 1, 2].map(|axis| tensor.dims[axis]);
-            Boxes::new(tensor.data, [tensor.stride(0), tensor.stride(1)], [tensor.dims[0], heads, dim], rows)
-        };
-        let of_view = |view: &KvView, dim: usize| {
-            let sizes = [problem.num_keys as i64, forward.num_kv_heads as i64, dim as i64];
-            Boxes::new(view.data, [view.token_stride, view.head_stride], sizes, KEYS)
-        };
-        [
-            of_tensor(&forward.q, self.tile.queries),
-            of_view(&forward.k, forward.head_dim),
-            of_view(&forward.v, forward.value_dim),
-            of_tensor(&problem.dout, self.tile.queries),
-            of_tensor(&problem.dk, WARPGROUP_KEYS),
-            of_tensor(&problem.dv, WARPGROUP_KEYS),
-        ]
+        let prepare = 1 + forward.num_rows.div_ceil(PREPARED_ROWS) * forward.num_q_heads;
+        let of_sums = self.num_groups.div_ceil(FINISHED_GROUPS) * forward.num_q_heads.div_ceil(FINISHED_HEADS);
+        let of_rows = [forward.num_rows, problem.num_keys].map(|rows| rows.div_ceil(SIDE_THREADS as usize));
+        [prepare, of_sums + of_rows[0] + of_rows[1]].map(|ctas| Shape {
+            grid: [ctas as u32, 1, 1],
+            threads: SIDE_THREADS,
+            shared_memory: 0,
+        })
+    }
+}
+
+/// One launch of a kernel, by the values of its axes, with a parameter that begins with a [`HopperBackwardParams`].
+pub(super) type Step<'a> = (&'static str, Shape, &'a [&'static str]);
+
+/// The launches in order, then that of the sinks.
+pub(super) fn in_order<'p>(
+    problem: &FlashAttnVarlenBwd,
+    steps: &[Step],
+    parameter: &Parameter<'p>,
+) -> Result<Vec<Launch<'p>>> {
+    let of_step = |&(kernel, shape, values): &Step| {
+        let variant = variants::find(kernel, values)?;
+        Ok(Launch::new(kernel, variant, shape, parameter.clone()))
+    };
+    steps.iter().map(of_step).chain(sinks(problem, parameter.clone()).transpose()).collect()
+}
+
+/// The kernels' parameter, which the first launch makes for all.
+pub(super) type LazyParams<'p, P> = LazyCell<Result<P>, Box<dyn FnOnce() -> Result<P> + 'p>>;
+
+/// A parameter that is made when a launch is enqueued.
+pub(super) fn lazy<'p, P>(make: impl FnOnce() -> Result<P> + 'p) -> Rc<LazyParams<'p, P>> {
+    Rc::new(LazyCell::new(Box::new(make)))
+}
+
+/// Takes what the kernels are built for.
+pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Option<Vec<Launch<'p>>>> {
+    Hopper::of(problem, &device).map(|hopper| hopper.launches(problem, device)).transpose()
+}
+
+impl Hopper {
+    /// `None` where the portable kernels have to do it.
+    fn of(problem: &FlashAttnVarlenBwd, device: &Device) -> Option<Self> {
+        let forward = &problem.forward;
+        let dim = forward.head_dim.max(forward.value_dim);
+        let score = score_form(forward)?;
+        let tile = HOPPER_BWD.iter().find(|tile| tile.head_dim as usize >= dim && tile.score == score)?;
+        let layout = Layout::of(problem, tile.queries, tile.head_dim)?;
+        let hopper = Self { tile, layout };
+        layout.serves(problem, device, tile.queries, &hopper.boxes(problem)).then_some(hopper)
+    }
+
+    /// The launches, in order.
+    fn launches<'p>(self, problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Vec<Launch<'p>>> {
+        let [prepare, finish] = self.layout.sides(problem);
+        let main = most_tiles(problem, KEYS).clamp(1, i64::from(device.sms));
+        let shared_memory = self.tile.shared_bytes;
+        let main = Shape { grid: [main as u32, 1, 1], threads: THREADS, shared_memory };
+        let dtype = variants::dtype_value(problem.forward.q.dtype);
+        let values = [dtype, self.tile.head_dim_value, self.tile.score];
+        let steps = [
+            ("hopper_bwd_prepare", prepare, &values[..2]),
+            ("hopper_bwd", main, &values[..]),
+            ("hopper_bwd_finish", finish, &values[..2]),
+        ];
+        let params = lazy(move || self.layout.params(problem, &device, &self.boxes(problem)));
+        in_order(problem, &steps, &Parameter::Hopper(params))
+    }
+
+    fn boxes(&self, problem: &FlashAttnVarlenBwd) -> [Boxes; 6] {
+        let queries = i64::from(self.tile.queries);
+        Boxes::of_problem(problem, [queries, KEYS, WARPGROUP_KEYS], i64::from(self.tile.panel_columns))
+    }
+}
+
+/// What happens to scores, as the axis `score` says it; `None` where that is more than the kernels do.
+pub(super) fn score_form(forward: &Attention) -> Option<&'static str> {
+    let Score { softcap, alibi, q_scale, k_scale, .. } = &forward.score;
+    match (*softcap > 0.0, alibi.is_some(), q_scale.is_some() || k_scale.is_some()) {
+        (false, false, false) => Some("plain"),
+        (true, false, false) => Some("capped"),
+        (false, true, false) => Some("biased"),
+        _ => None,
     }
 }
 
@@ -223,49 +238,80 @@ fn counts_fit(problem: &FlashAttnVarlenBwd) -> bool {
     let is_counted = |window: i64| window < MOST || window >= i64::from(i32::MAX);
     [*num_rows, problem.num_keys].iter().all(|rows| (1..MOST).contains(&(*rows as i64)))
         && [score.window_left, score.window_right].into_iter().all(is_counted)
-        && blocks.max(most_tiles(problem)) < i64::from(i32::MAX)
+        && blocks.max(most_tiles(problem, WARPGROUP_KEYS)) < i64::from(i32::MAX)
 }
 
-/// More tiles than any batch of these sizes has.
-fn most_tiles(problem: &FlashAttnVarlenBwd) -> i64 {
+/// More tiles of so many keys than any batch of these sizes has.
+pub(super) fn most_tiles(problem: &FlashAttnVarlenBwd, keys: i64) -> i64 {
     let forward = &problem.forward;
-    let blocks = problem.num_keys as i64 / KEYS + forward.max_seqs as i64;
+    let blocks = problem.num_keys as i64 / keys + forward.max_seqs as i64;
     blocks.saturating_mul(forward.num_kv_heads as i64)
 }
 
 /// Whether the queries of an average sequence fill a fair part of the steps that they take. A step is of one head, where
 /// the portable kernels pack the rows of a group's heads: 16 queries, D 64 and groups of 4 took 1.4 times as long here,
 /// 64 queries 0.7 times; without groups 16 queries 0.67 times.
-fn fills_steps(forward: &Attention, tile: &Tile) -> bool {
+fn fills_steps(forward: &Attention, queries: u32) -> bool {
     const SMALL_GROUP: usize = 3;
     let is_small = forward.num_q_heads <= SMALL_GROUP * forward.num_kv_heads;
-    is_small || SMALL_GROUP * forward.num_rows >= tile.queries as usize * forward.max_seqs
+    is_small || SMALL_GROUP * forward.num_rows >= queries as usize * forward.max_seqs
 }
 
 /// What a tensor map is made of.
-struct Boxes {
+pub(super) struct Boxes {
     data: *const u8,
     axes: [Axis; 5],
 }
 
 impl Boxes {
-    /// Boxes of `in_box` rows of one head of `[rows, heads, dim]`, clipped at the end of a sequence: `RaggedRows` of
-    /// `kernels/include/hopper_bwd/ragged_rows.cuh`.
-    fn new(data: *const u8, [row, head]: [i64; 2], [rows, heads, dim]: [i64; 3], in_box: i64) -> Self {
+    /// Those of q, k, v, dout, dk, dv, of so many queries, keys that are read and keys that are written.
+    pub(super) fn of_problem(
+        problem: &FlashAttnVarlenBwd,
+        [queries, keys, written]: [i64; 3],
+        columns: i64,
+    ) -> [Self; 6] {
+        let forward = &problem.forward;
+        let of_view = |view: &KvView, dim: usize| {
+            let sizes = [problem.num_keys as i64, forward.num_kv_heads as i64, dim as i64];
+            Self::new(view.data, [view.token_stride, view.head_stride], sizes, [keys, columns])
+        };
+        [
+            Self::of_tensor(&forward.q, [queries, columns]),
+            of_view(&forward.k, forward.head_dim),
+            of_view(&forward.v, forward.value_dim),
+            Self::of_tensor(&problem.dout, [queries, columns]),
+            Self::of_tensor(&problem.dk, [written, columns]),
+            Self::of_tensor(&problem.dv, [written, columns]),
+        ]
+    }
+
+    pub(super) fn of_tensor(tensor: &Tensor, in_box: [i64; 2]) -> Self {
+        let sizes = [0, 1, 2].map(|axis| tensor.dims[axis]);
+        Self::new(tensor.data, [tensor.stride(0), tensor.stride(1)], sizes, in_box)
+    }
+
+    pub(super) fn map(&self, problem: &FlashAttnVarlenBwd) -> Result<TensorMap> {
+        TensorMap::new(problem.forward.q.dtype, self.data, &self.axes)
+    }
+
+    /// Boxes of `in_box` rows and columns of one head of `[rows, heads, dim]`, clipped at the end of a sequence:
+    /// `RaggedRows` of `kernels/include/hopper_bwd/ragged_rows.cuh`.
+    fn new(data: *const u8, [row, head]: [i64; 2], [rows, heads, dim]: [i64; 3], in_box: [i64; 2]) -> Self {
         /// Where the axis of a sequence's rows ends.
         const END: i64 = 1 << 30;
         /// Elements of 16 bits from one to the next on the last axis, on which END go around the whole address space, less
         /// a row.
         const AROUND: i64 = 1 << 33;
         // Strides of axes without a second element may be anything, and must be something.
-        let row = if rows > 1 { row } else { PANEL };
-        let head = if heads > 1 { head } else { PANEL };
+        const SOME: i64 = 64;
+        let row = if rows > 1 { row } else { SOME };
+        let head = if heads > 1 { head } else { SOME };
         Self {
             data,
             axes: [
-                Axis { len: dim, stride: 1, in_box: PANEL },
+                Axis { len: dim, stride: 1, in_box: in_box[1] },
                 Axis { len: heads, stride: head, in_box: 1 },
-                Axis { len: END, stride: row, in_box },
+                Axis { len: END, stride: row, in_box: in_box[0] },
                 Axis { len: 2 * END, stride: row, in_box: 1 },
                 Axis { len: 2 * END, stride: AROUND - row, in_box: 1 },
             ],
@@ -274,16 +320,16 @@ impl Boxes {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::cuda::attention::tests::{device, problem};
-    use crate::ops::attention::{Alibi, Score};
+    use crate::ops::attention::Alibi;
     use crate::ops::workspace::AttentionSizes;
     use crate::tensor::DType;
     use std::ptr::{null, null_mut};
 
     /// 1000 rows of 4 heads over 2 KV heads of as many keys, in 7 sequences; no memory.
-    fn gradients(head_dim: usize) -> FlashAttnVarlenBwd<'static> {
+    pub(in super::super) fn gradients(head_dim: usize) -> FlashAttnVarlenBwd<'static> {
         let leak = |heads: usize| -> &'static [i64] { Box::leak(Box::new([1000, heads as i64, head_dim as i64])) };
         let of_queries = Tensor::dense(DType::BF16, null_mut(), leak(4));
         let of_keys = Tensor::dense(DType::BF16, null_mut(), leak(2));
@@ -319,8 +365,10 @@ mod tests {
         assert!(with(&|forward| forward.score = Score { window_left: 5, window_right: 0, ..forward.score }));
         assert!(with(&|forward| forward.score.window_left = i64::MAX));
         assert!(!with(&|forward| forward.score.window_left = 1 << 30));
-        assert!(!with(&|forward| forward.score.softcap = 1.0));
-        assert!(!with(&|forward| forward.score.alibi = Some(Alibi { slopes: null(), per_sequence: false })));
+        let alibi = Some(Alibi { slopes: null(), per_sequence: false });
+        assert!(with(&|forward| forward.score.softcap = 1.0));
+        assert!(with(&|forward| forward.score.alibi = alibi));
+        assert!(!with(&|forward| forward.score = Score { softcap: 1.0, alibi, ..forward.score }));
         assert!(!with(&|forward| forward.q.dtype = DType::F32));
         assert!(!with(&|forward| forward.k.token_stride = 260));
         assert!(!with(&|forward| forward.v.token_stride = 0));
@@ -346,12 +394,15 @@ mod tests {
 
     #[test]
     fn what_the_front_ends_allocate_is_enough() {
-        for tile in &TILES {
+        let plain = HOPPER_BWD.iter().filter(|tile| tile.score == "plain");
+        // Past 128 columns there are no sums.
+        let wide = [(192, 128, 0), (256, 128, 0)];
+        for (dim, queries, columns) in plain.map(|tile| (tile.head_dim, tile.queries, tile.head_dim)).chain(wide) {
             for (rows, seqs, heads) in
                 [(1, 1, 1), (17, 5, 3), (4096, 1, 16), (16384, 4, 16), (100, 4000, 2), (77, 0, 8)]
             {
                 for dtype in [DType::F16, DType::BF16] {
-                    let dim = tile.head_dim as i64;
+                    let dim = i64::from(dim);
                     let wanted = AttentionSizes {
                         num_q_heads: heads as i64,
                         num_kv_heads: 1,
@@ -363,7 +414,7 @@ mod tests {
                     .gradients_workspace();
                     let allocated = wanted.fixed + wanted.per_row * rows as i64 + wanted.per_sequence * seqs as i64;
                     for start in [0x1000, 0x1001, 0x107f] {
-                        let layout = Layout::new(start as *mut u8, tile, [rows, seqs, heads]);
+                        let layout = Layout::new(start as *mut u8, queries, columns, [rows, seqs, heads]);
                         assert!(layout.bytes as i64 <= allocated, "{rows} rows, {seqs} sequences, {heads} heads");
                         // Hardly any of it is for nothing.
                         assert!(allocated <= layout.bytes as i64 * 51 / 50 + 10_000 * heads as i64);

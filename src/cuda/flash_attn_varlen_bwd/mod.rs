@@ -4,6 +4,7 @@
 //! lengths alone: two runs give the same bits.
 
 mod hopper;
+mod hopper_wide;
 mod portable;
 
 use super::attention::params::check_rows;
@@ -13,6 +14,7 @@ use super::launch::Shape;
 use super::params::attention::AttentionParams;
 use super::params::attention_bwd::BackwardParams;
 use super::params::attention_bwd_sinks::SINKS_THREADS;
+use super::params::hopper_bwd::{HopperBackwardParams, HopperWideBackwardParams};
 use super::variants;
 use crate::error::Result;
 use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
@@ -52,7 +54,8 @@ impl BackwardParams {
 #[derive(Clone)]
 enum Parameter<'p> {
     Portable(Rc<BackwardParams>),
-    Hopper(Rc<LazyParams<'p>>),
+    Hopper(Rc<LazyParams<'p, HopperBackwardParams>>),
+    Wide(Rc<LazyParams<'p, HopperWideBackwardParams>>),
 }
 
 impl kernel::Parameter for Parameter<'_> {
@@ -60,6 +63,7 @@ impl kernel::Parameter for Parameter<'_> {
         match self {
             Self::Portable(params) => params.pass(enqueue),
             Self::Hopper(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
+            Self::Wide(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
         }
     }
 }
@@ -71,7 +75,7 @@ type Launch<'p> = kernel::Launch<Parameter<'p>>;
 type Strategy = for<'p> fn(&'p FlashAttnVarlenBwd, Device) -> Result<Option<Vec<Launch<'p>>>>;
 
 /// In the order in which they are asked.
-const STRATEGIES: [Strategy; 2] = [hopper::launches, portable::launches];
+const STRATEGIES: [Strategy; 3] = [hopper::launches, hopper_wide::launches, portable::launches];
 
 fn launches<'p>(problem: &'p FlashAttnVarlenBwd) -> Result<Vec<Launch<'p>>> {
     let device = Device::current()?;

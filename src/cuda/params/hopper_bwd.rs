@@ -22,6 +22,8 @@ pub struct SequencePlan {
     pub first_group: i32,
     /// Its first block of queries among the turns of a head.
     pub first_turn: i32,
+    /// Its number in the batch.
+    pub sequence: i32,
 }
 
 /// What `hopper_bwd_prepare` leaves for the kernels after it, besides lists.
@@ -29,6 +31,7 @@ pub struct SequencePlan {
 #[repr(C)]
 pub struct BackwardPlan {
     pub next_tile: u64,
+    pub next_query_tile: u64,
     pub num_tiles: i32,
     pub num_sections: i32,
 }
@@ -48,7 +51,8 @@ pub struct HopperBackwardParams {
     pub dv: TensorMap,
     /// `[Hq, Tq]`
     pub lse_log2: *mut f32,
-    /// `[Hq, bucket / 64, num_groups, 1024]`; see `sum_chunk()`.
+    /// Of each of Hq heads and the first 64 columns and those that are left `[num_groups, columns / 8, 32, 4]`; see
+    /// `group_sums()`.
     pub dq_sums: *mut f32,
     /// `[Hq, num_turns]`: blocks of keys whose share of dQ is in the sums.
     pub turns: *mut i32,
@@ -60,4 +64,12 @@ pub struct HopperBackwardParams {
     pub num_groups: i32,
     /// Turns per head.
     pub num_turns: i32,
+}
+
+/// Of the kernels past 128 columns.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct HopperWideBackwardParams {
+    pub common: HopperBackwardParams,
+    pub dq: TensorMap,
 }

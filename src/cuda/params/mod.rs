@@ -40,6 +40,7 @@ kernel_params!(
     cache_rows::CacheUpdateParams,
     gather_kv_cache::GatherParams,
     hopper_bwd::HopperBackwardParams,
+    hopper_bwd::HopperWideBackwardParams,
     hopper_prefill::MixedParams,
     hopper_prefill::PrefillParams,
     merge_attention_states::MergeParams,

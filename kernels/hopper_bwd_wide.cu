@@ -1,0 +1,55 @@
+// The gradients of attention on Hopper where rows are wider than 128 columns, on wgmma and TMA (sm_90a): one kernel
+// makes dK and dV, one dQ, and neither adds to what another CTA adds to. hopper_bwd_prepare.cu comes first, and
+// hopper_bwd_finish.cu writes zeros where no sequence is. docs/kernels.md explains the design.
+//
+// A CTA stays on its SM and works on one tile after the other. Of its first warpgroup two warps fetch
+// (include/hopper_bwd/wide_load.cuh); the two others compute (wide_keys.cuh, wide_queries.cuh).
+//
+// Compiled once for each combination of
+//   XA_DTYPE     f16, bf16
+//   XA_GRADIENT  dkdv, dq
+//   XA_HEAD_DIM  the bucket: D and Dv up to it run, padded with zeros in shared memory
+//   XA_SCORE     plain; capped, by a soft cap; biased, by ALiBi
+// Launch: any number of CTAs of kThreads threads and kSharedBytes of dynamic shared memory, one an SM.
+
+#include "element.cuh"
+#include "hopper_bwd/wide_keys.cuh"
+#include "hopper_bwd/wide_load.cuh"
+#include "hopper_bwd/wide_queries.cuh"
+#include "hopper_bwd/wide_shape.cuh"
+#include "params/hopper_bwd.cuh"
+
+namespace {
+using T = xa::XA_PASTE(dtype_, XA_DTYPE);
+using Shape = xa::hopper::WideShape<xa::tiles::XA_PASTE(gradient_, XA_GRADIENT),
+                                    xa::tiles::XA_PASTE(head_dim_, XA_HEAD_DIM), xa::tiles::XA_PASTE(score_, XA_SCORE)>;
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
+    XA_ENTRY(const __grid_constant__ xa::HopperWideBackwardParams params) {
+  using namespace xa::hopper;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const WidePipeline<Shape> pipeline(shared);
+  if (threadIdx.x == 0) pipeline.init();
+  __syncthreads();
+  const int32_t warp = uniform(threadIdx.x / 32);
+  if (warp < 4) {
+    ptx::give_up_registers<24>();
+    if (warp == 0) {
+      load_wide_tiles<Shape, false>(params.common, pipeline);
+    } else if (warp == 1) {
+      load_wide_tiles<Shape, true>(params.common, pipeline);
+    }
+  } else {
+    ptx::take_registers<240>();
+    if constexpr (Shape::kOfKeys) {
+      if (warp < 8) {
+        make_values_gradients<Shape, T>(params.common, pipeline);
+      } else {
+        make_keys_gradients<Shape, T>(params.common, pipeline);
+      }
+    } else {
+      make_queries_gradients<Shape, T>(params, pipeline, warp / 4 - 1);
+    }
+  }
+}
