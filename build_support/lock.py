@@ -46,6 +46,7 @@ def main() -> None:
     build = [r for r in project["build-system"]["requires"] if not r.startswith("pip>")]
     files = {
         "requirements.txt": ("what a build needs", build, ("x86_64", "aarch64")),
+        "demo_requirements.txt": ("what the demo needs", groups["demo"], ("x86_64",)),
         "test_requirements.txt": ("what the tests and the demo need", groups["test"] + groups["demo"], ("x86_64",)),
         "xla_gpu_requirements.txt": ("XLA's compiler for GPUs", groups["xla_gpu"], ("x86_64",), "--no-deps"),
         "model_requirements.txt": ("the demo's model", groups["model"], ("x86_64",), "--no-deps"),
