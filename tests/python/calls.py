@@ -33,6 +33,16 @@ BF16, E4M3, E5M2 = map(np.dtype, (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, m
 TOLERANCE = {"float16": 5e-3, "bfloat16": 4e-2, "float32": 1e-5}
 
 
+# What no number shows: (call, options, attribute in the program).
+SILENT = [
+    ("paged_attention: plain", {"batch_invariant": True}, "batch_invariant = true"),
+    ("flash_attn_varlen: plain", {"max_seqlen_q": 8}, "max_seqlen_q = 8 : i64"),
+    ("flash_attn_varlen: plain", {"max_seqlen_k": 64}, "max_seqlen_k = 64 : i64"),
+    ("flash_attn_varlen: plain", {"batch_invariant": True}, "batch_invariant = true"),
+    ("paged_attention_update: plain", {"batch_invariant": True}, "batch_invariant = true"),
+]
+
+
 class Call(NamedTuple):
     """One call of a function by its name."""
 

@@ -3,6 +3,7 @@
 Shares no code with the package. Arrays may be NumPy's or JAX's; results are NumPy float64 unless said otherwise.
 """
 
+import functools
 from typing import NamedTuple
 
 import ml_dtypes
@@ -51,54 +52,35 @@ def visible(len_q, len_k, window_left=-1, window_right=-1, *, top_left=False, le
     return seen
 
 
-def attend(q, k, v, seen, score, position):
-    """One head of one sequence, exactly: `q [n, D]`, `k [m, D]`, `v [m, Dv]`, `seen [n, m]` to `out`, `lse`.
+def attend(q, k, v, seen, score, position, dtype=None):
+    """One head of one sequence: `q [n, D]`, `k [m, D]`, `v [m, Dv]`, `seen [n, m]` to `out`, `lse`.
 
-    Keys that no query sees are not looked at: they may hold anything.
+    Exactly, or for a `dtype` as the naive formula has it: products in float32, S and P rounded to the dtype, softmax in
+    float32. Keys that no query sees are not looked at: they may hold anything.
     """
-    q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
-    out, lse = np.zeros((len(q), v.shape[1])), np.full(len(q), np.float64(score.sink))
-    used, rows = seen.any(axis=0), seen.any(axis=1)
-    if not rows.any():
-        return out, lse
-    logits = np.float64(score.scale) * (q[rows] @ k[used].T)
-    if score.softcap > 0:
-        logits = score.softcap * np.tanh(logits / score.softcap)
-    logits = logits - score.slope * np.abs(position[rows, None] - np.flatnonzero(used)[None, :])
-    logits = np.where(seen[rows][:, used], logits, -np.inf)
-    largest = np.maximum(logits.max(axis=1, keepdims=True), score.sink)
-    weights = np.exp(logits - largest)
-    denominator = weights.sum(axis=1, keepdims=True) + np.exp(score.sink - largest)
-    out[rows] = score.v_scale * ((weights / denominator) @ v[used])
-    lse[rows] = (largest + np.log(denominator))[:, 0]
-    return out, lse
-
-
-def attend_naively(q, k, v, seen, score, position, dtype=None):
-    """The same formula in `dtype` (the operands' own): products in float32, S and P rounded, softmax in float32."""
-    dtype = q.dtype if dtype is None else dtype
+    number = np.float64 if dtype is None else np.float32
 
     def rounded(x):
-        return x.astype(dtype).astype(np.float32)
+        return x if dtype is None else x.astype(dtype).astype(number)
 
-    q, k, v = (np.asarray(x).astype(np.float32) for x in (q, k, v))
+    q, k, v = (np.asarray(x).astype(number) for x in (q, k, v))
     out, lse = np.zeros((len(q), v.shape[1])), np.full(len(q), np.float64(score.sink))
     used, rows = seen.any(axis=0), seen.any(axis=1)
     if not rows.any():
         return out, lse
-    logits = rounded(np.float32(score.scale) * rounded(q[rows] @ k[used].T))
+    logits = rounded(number(score.scale) * rounded(q[rows] @ k[used].T))
     if score.softcap > 0:
-        cap = np.float32(score.softcap)
+        cap = number(score.softcap)
         logits = rounded(cap * rounded(np.tanh(logits / cap)))
     if score.slope:
-        distance = np.abs(position[rows, None] - np.flatnonzero(used)[None, :]).astype(np.float32)
-        logits = rounded(logits - np.float32(score.slope) * distance)
-    logits = np.where(seen[rows][:, used], logits, np.float32(-np.inf))
-    sink = np.float32(score.sink)
+        distance = np.abs(position[rows, None] - np.flatnonzero(used)[None, :]).astype(number)
+        logits = rounded(logits - number(score.slope) * distance)
+    logits = np.where(seen[rows][:, used], logits, number(-np.inf))
+    sink = number(score.sink)
     largest = np.maximum(logits.max(axis=1, keepdims=True), sink)
     weights = np.exp(logits - largest)
     denominator = weights.sum(axis=1, keepdims=True) + np.exp(sink - largest)
-    out[rows] = rounded(np.float32(score.v_scale) * (rounded(weights / denominator) @ v[used]))
+    out[rows] = rounded(number(score.v_scale) * (rounded(weights / denominator) @ v[used]))
     lse[rows] = (largest + np.log(denominator))[:, 0]
     return out, lse
 
@@ -294,7 +276,7 @@ def _naively(query):
     """The naive head in the dtype that products of these queries are taken in: bf16 for 8 bit."""
     dtype = np.asarray(query).dtype
     dtype = np.dtype(ml_dtypes.bfloat16) if dtype.itemsize == 1 else dtype
-    return lambda *operands: attend_naively(*operands, dtype=dtype)
+    return functools.partial(attend, dtype=dtype)
 
 
 def kv_cache_update_reference(kv_cache, key, value, slot_mapping, *, kv_layout=1, k_scale=None, v_scale=None):

@@ -30,6 +30,7 @@ CACHES = {
     "interleaved": PartitionSpec(None, None, "heads"),
     "stacked": PartitionSpec(None, None, None, "heads"),
     "per_page": PartitionSpec(None, None, None, "heads"),
+    "apart": PartitionSpec(None, None, "heads"),
 }
 
 
@@ -150,112 +151,76 @@ def dense(*spec):
     )
 
 
-def empty_cache(kv_layout, heads):
-    """Pages of 4 tokens, which hold something."""
-    shapes = {
-        "interleaved": (6, 4, 2 * heads, 16),
-        "stacked": (2, 6, 4, heads, 16),
-        "per_page": (6, 2, 4, heads, 16),
-        "two buffers": (6, 4, heads, 16),
-    }
-    return numbers(1, *shapes[kv_layout])
-
-
-def step(heads):
-    """One new token of each of three sequences, by the names that the functions give them."""
+def step(heads, kv_layout):
+    """One new token of each of three sequences and a cache of 6 pages, by the names that the functions give them."""
     query_heads, kv_heads = heads
-    lens, tables = np.array([5, 8, 3]), np.array([[4, 1], [0, 5], [2, 2]])
+    shapes = {
+        "interleaved": (6, 4, 2 * kv_heads, 16),
+        "stacked": (2, 6, 4, kv_heads, 16),
+        "per_page": (6, 2, 4, kv_heads, 16),
+        "apart": (6, 4, kv_heads, 16),
+    }
+    cache, lens = numbers(1, *shapes[kv_layout]), np.array([5, 8, 3])
     return {
+        "kv_cache": (cache, -cache) if kv_layout == "apart" else cache,
         "query": numbers(2, 3, query_heads, 16),
         "key": numbers(3, 3, kv_heads, 16),
         "value": numbers(4, 3, kv_heads, 16),
-        "slots": np.array([4, 23, 10]),
+        "slot_mapping": np.array([4, 23, 10]),
         "positions": lens - 1,
         "cos_sin": numbers(5, 8, 16),
-        "sequences": (lens, tables, np.arange(4), np.array([3])),
-        "scales": {
-            "k_scale": np.float32(np.linspace(0.5, 2, kv_heads)),
-            "v_scale": np.float32(np.linspace(2, 0.5, kv_heads)),
-        },
-        "scores": {
-            "sinks": np.float32(np.linspace(-1, 1, query_heads)),
-            "alibi_slopes": numbers(6, 3, query_heads) ** 2,
-        },
+        "context_lens": lens,
+        "block_tables": np.array([[4, 1], [0, 5], [2, 2]]),
+        "query_start_loc": np.arange(4),
+        "num_seqs": np.array([3]),
+        "k_scale": np.float32(np.linspace(0.5, 2, kv_heads)),
+        "v_scale": np.float32(np.linspace(2, 0.5, kv_heads)),
+        "sinks": np.float32(np.linspace(-1, 1, query_heads)),
+        "alibi_slopes": numbers(6, 3, query_heads) ** 2,
+        "kv_layout": None if kv_layout == "apart" else kv_layout,
+        "capacity": 12,
+        "scale": 0.25,
+        "return_lse": True,
     }
 
 
-def updated(kv_layout, heads=HEADS, rows=PACKED):
-    """A donated cache, cut by heads; the new rows are too, or are left to XLA."""
-    new = step(heads)
-
-    def update(cache, key, value):
-        return (kv_cache_update(cache, key, value, new["slots"], kv_layout=kv_layout, **new["scales"]),)
-
-    operands, spec = (empty_cache(kv_layout, heads[1]), new["key"], new["value"]), CACHES[kv_layout]
-    return Case(update, operands, (spec, rows, rows), (spec,), differentiated=False, donated=(0,))
-
-
-def updated_pair():
-    """K and V in two donated buffers."""
-    new, cache = step(HEADS), empty_cache("two buffers", HEADS[1])
-
-    def update(k_cache, v_cache, key, value):
-        return kv_cache_update((k_cache, v_cache), key, value, new["slots"])
-
-    spec = PartitionSpec(None, None, "heads")
-    operands, specs = (cache, -cache, new["key"], new["value"]), (spec, spec, PACKED, PACKED)
-    return Case(update, operands, specs, (spec, spec), differentiated=False, donated=(0, 1))
+SEQUENCES = "context_lens block_tables query_start_loc num_seqs"
+SCORES = "sinks alibi_slopes k_scale v_scale scale return_lse"
+# Of each function: the operands that are cut, everything else that it is given, and how its results lie; "cache" is as
+# the cache lies. Caches come first, and those that are updated are donated.
+FUNCTIONS = {
+    kv_cache_update: ("kv_cache key value", "slot_mapping kv_layout k_scale v_scale", ("cache",)),
+    rope_kv_cache_update: ("kv_cache query key value", "slot_mapping positions cos_sin kv_layout", (PACKED, "cache")),
+    gather_kv_cache: ("kv_cache k_scale", "block_tables context_lens capacity kv_layout", (PACKED, PACKED, WHOLE)),
+    paged_attention: ("kv_cache query", f"{SEQUENCES} {SCORES}", (PACKED, OF_HEADS)),
+    paged_attention_update: (
+        "kv_cache query key value",
+        f"{SEQUENCES} slot_mapping {SCORES}",
+        (PACKED, OF_HEADS, "cache"),
+    ),
+}
 
 
-def gathered(kv_layout):
-    """A cache that is cut by heads; so are the rows."""
-    scale = np.float32(np.linspace(0.5, 2, HEADS[1]))
-    tables, lens = np.array([[3, 1], [0, 2]]), np.array([7, 4])
+def of_step(function, kv_layout="interleaved", *, heads=HEADS, whole=()):
+    """A function of pages, of which the operands that `whole` names are left to XLA: a cache that is cut suffices."""
+    names, others, results = FUNCTIONS[function]
+    names, new = names.split(), step(heads, kv_layout)
+    constant = {name: new[name] for name in others.split()}
+    caches = 2 if kv_layout == "apart" else 1
 
-    def gather(cache, scale):
-        return gather_kv_cache(cache, tables, lens, capacity=12, kv_layout=kv_layout, k_scale=scale)
+    def call(*operands):
+        cache = operands[0] if caches == 1 else operands[:2]
+        given = dict(zip(names, (cache, *operands[caches:]), strict=True))
+        found = function(**given, **constant)
+        return found if isinstance(found, tuple) else (found,)
 
-    shape = empty_cache(kv_layout, HEADS[1]).shape
-    operands, specs = (numbers(0, *shape), scale), (CACHES[kv_layout], OF_HEADS)
-    return Case(gather, operands, specs, (PACKED, PACKED, WHOLE), differentiated=False)
-
-
-def rotated(kv_layout):
-    new = step(HEADS)
-
-    def rotate(cache, query, key, value):
-        where = (new["slots"], new["positions"], new["cos_sin"])
-        return rope_kv_cache_update(cache, query, key, value, *where, kv_layout=kv_layout)
-
-    operands = (empty_cache(kv_layout, HEADS[1]), new["query"], new["key"], new["value"])
-    specs, out_specs = (CACHES[kv_layout], PACKED, PACKED, PACKED), (PACKED, CACHES[kv_layout])
-    return Case(rotate, operands, specs, out_specs, differentiated=False, donated=(0,))
-
-
-def over_pages(heads=HEADS, query=PACKED):
-    """With every operand that has heads; a cache that is cut suffices."""
-    new = step(heads)
-
-    def attend(query, cache):
-        options = {"scale": 0.25, "return_lse": True, **new["scores"], **new["scales"]}
-        return paged_attention(query, cache, *new["sequences"], **options)
-
-    operands, specs = (new["query"], empty_cache("interleaved", heads[1])), (query, CACHES["interleaved"])
-    return Case(attend, operands, specs, (PACKED, OF_HEADS), differentiated=False)
-
-
-def updated_and_attended(heads=HEADS):
-    """In one call; the new rows are left to XLA."""
-    new = step(heads)
-
-    def attend(query, cache, key, value):
-        rows = (key, value, new["slots"])
-        options = {"scale": 0.25, "return_lse": True, **new["scores"], **new["scales"]}
-        return paged_attention_update(query, cache, *new["sequences"], *rows, **options)
-
-    operands = (new["query"], empty_cache("interleaved", heads[1]), new["key"], new["value"])
-    specs, out_specs = (PACKED, CACHES["interleaved"], WHOLE, WHOLE), (PACKED, OF_HEADS, CACHES["interleaved"])
-    return Case(attend, operands, specs, out_specs, differentiated=False, donated=(1,))
+    of_cache = (CACHES[kv_layout],) * caches
+    specs = {"k_scale": OF_HEADS} | dict.fromkeys(("query", "key", "value"), PACKED) | dict.fromkeys(whole, WHOLE)
+    operands = (*(new["kv_cache"] if caches == 2 else (new["kv_cache"],)), *(new[name] for name in names[1:]))
+    out_specs = [spec for one in results for spec in (of_cache if one == "cache" else (one,))]
+    donated = tuple(range(caches)) if "cache" in results else ()
+    specs = (*of_cache, *(specs[name] for name in names[1:]))
+    return Case(call, operands, specs, tuple(out_specs), differentiated=False, donated=donated)
 
 
 def over_both_axes(case):
@@ -270,19 +235,18 @@ def over_both_axes(case):
 
 def decoded(heads=HEADS):
     """A layer's step: the operators one after the other."""
-    new = step(heads)
+    new = step(heads, "interleaved")
+    where, sequences = (new[name] for name in ("slot_mapping", "positions", "cos_sin")), SEQUENCES.split()
+    where, sequences = tuple(where), tuple(new[name] for name in sequences)
 
     def attend(cache, query, key, value):
-        where = (new["slots"], new["positions"], new["cos_sin"])
         query, cache = rope_kv_cache_update(cache, query, key, value, *where)
-        out, lse = paged_attention(query, cache, *new["sequences"], scale=0.25, return_lse=True)
+        out, lse = paged_attention(query, cache, *sequences, scale=0.25, return_lse=True)
         out, lse = merge_attention_states(out, lse, 2 * out, lse)
         return simple_add(out, query), lse, cache
 
-    cache = CACHES["interleaved"]
-    operands = (empty_cache("interleaved", heads[1]), new["query"], new["key"], new["value"])
-    specs, out_specs = (cache, PACKED, PACKED, PACKED), (PACKED, OF_HEADS, cache)
-    return Case(attend, operands, specs, out_specs, differentiated=False, donated=(0,))
+    case = of_step(rope_kv_cache_update, heads=heads)
+    return case._replace(attend=attend, out_specs=(PACKED, OF_HEADS, CACHES["interleaved"]))
 
 
 def merged(spec, of_lse):
@@ -313,23 +277,24 @@ CASES = {
     "dense, by batch": lambda _: dense("batch"),
     "dense, by heads": lambda _: dense(None, None, "heads"),
     "dense, by batch and heads": lambda _: dense("batch", None, "heads"),
-    "update, interleaved": lambda _: updated("interleaved"),
-    "update, interleaved, whole rows": lambda _: updated("interleaved", rows=WHOLE),
-    "update, stacked": lambda _: updated("stacked"),
-    "update, per_page": lambda _: updated("per_page"),
-    "update, two buffers": lambda _: updated_pair(),
-    **{f"gather, {layout}": lambda _, layout=layout: gathered(layout) for layout in CACHES},
-    "rope, interleaved": lambda _: rotated("interleaved"),
-    "rope, stacked": lambda _: rotated("stacked"),
-    "rope, per_page": lambda _: rotated("per_page"),
-    "paged": lambda _: over_pages(),
-    "paged, whole queries": lambda _: over_pages(query=WHOLE),
-    "paged, as many KV heads": lambda _: over_pages((4, 4)),
-    "paged, cache cut between K and V": lambda _: over_pages((8, 2)),
-    "paged update": lambda _: updated_and_attended(),
-    "paged update, 4 query heads a KV head": lambda _: updated_and_attended((16, 4)),
-    "paged update, by both axes": lambda _: over_both_axes(updated_and_attended()),
-    "paged, cache cut between K and V by an axis": lambda _: over_both_axes(over_pages((8, 2))),
+    **{f"update, {layout}": lambda _, x=layout: of_step(kv_cache_update, x) for layout in CACHES},
+    "update, interleaved, whole rows": lambda _: of_step(kv_cache_update, whole=("key", "value")),
+    **{f"gather, {layout}": lambda _, x=layout: of_step(gather_kv_cache, x) for layout in CACHES},
+    **{
+        f"rope, {layout}": lambda _, x=layout: of_step(rope_kv_cache_update, x)
+        for layout in CACHES
+        if layout != "apart"
+    },
+    "paged": lambda _: of_step(paged_attention),
+    "paged, whole queries": lambda _: of_step(paged_attention, whole=("query",)),
+    "paged, as many KV heads": lambda _: of_step(paged_attention, heads=(4, 4)),
+    "paged, cache cut between K and V": lambda _: of_step(paged_attention, heads=(8, 2)),
+    "paged update": lambda _: of_step(paged_attention_update, whole=("key", "value")),
+    "paged update, 4 query heads a KV head": lambda _: of_step(
+        paged_attention_update, heads=(16, 4), whole=("key", "value")
+    ),
+    "paged update, by both axes": lambda _: over_both_axes(of_step(paged_attention_update, whole=("key", "value"))),
+    "paged, cache cut between K and V by an axis": lambda _: over_both_axes(of_step(paged_attention, heads=(8, 2))),
     "decode step": lambda _: decoded(),
     "merge, by heads": lambda _: merged((None, "heads"), ("heads",)),
     "merge, by rows and elements": lambda _: merged(("batch", None, "heads"), (None, "batch")),

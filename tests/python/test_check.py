@@ -1,11 +1,8 @@
 """XLA_ATTENTION_CHECK=1 through JAX, eager torch and info(); what it finds: tests/subprocess/check_mode.rs."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
+from alone import python
 from xla_attention import library_path
 
 pytestmark = pytest.mark.beside
@@ -41,10 +38,7 @@ for slots in ([5, 6, 7], [5, 32, 7]):
 
 
 def lines(code, check):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_ATTENTION_CHECK": check}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=True)
-    return done.stdout.splitlines()
+    return python("-c", code, JAX_PLATFORMS="cpu", XLA_ATTENTION_CHECK=check).stdout.splitlines()
 
 
 def test_a_bad_block_table_is_an_error_that_names_sequence_and_entry():
@@ -81,8 +75,7 @@ def test_no_fault_can_be_planted_in_the_library():
 def said(value):
     """Whether the library checks calls under a value of the variable, and its standard error."""
     code = "from xla_attention import _library; print(_library.build_info()['check'])"
-    environment = {**os.environ, "XLA_ATTENTION_CHECK": value}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = python("-c", code, XLA_ATTENTION_CHECK=value)
     return done.stdout.strip(), done.stderr
 
 

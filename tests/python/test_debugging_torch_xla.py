@@ -2,14 +2,13 @@
 
 import functools
 import importlib
-import os
 import pathlib
 import re
-import subprocess
-import sys
 import tempfile
 
 import pytest
+
+from alone import python
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs/debugging_torch_xla.md"
 
@@ -25,16 +24,9 @@ def printed():
     """What the page's program prints, started in an empty folder with the variables that the page exports."""
     exported = dict(re.findall(r"export (\w+)='?(.*?)'?\n", "".join(blocks("sh"))))
     assert exported.keys() == {"PJRT_DEVICE", "XLA_FLAGS"}
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks("python"))],
-        cwd=tempfile.mkdtemp(),
-        env={**os.environ, **exported},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    program = pathlib.Path(tempfile.mkdtemp(), "page.py")
+    program.write_text(f"import os\nos.chdir({str(program.parent)!r})\n" + "\n".join(blocks("python")))
+    return python(program, **exported).stdout
 
 
 def numbered(number):

@@ -1,8 +1,6 @@
 """The demo's greedy text is that of dense attention, whatever the schedule."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -13,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tiny_llama
+from alone import python
 from tiny_llama import dense_greedy, expected, tiny_weights
 
 import generate  # isort: skip
@@ -164,15 +163,7 @@ def test_unusable_options_end_in_one_line_and_exit_code_2(tiny_gguf, capsys, opt
 
 
 def test_cuda_without_a_gpu_ends_in_one_line_and_exit_code_2(tiny_gguf):
-    command = [
-        sys.executable,
-        str(tiny_llama.EXAMPLES / "generate.py"),
-        "--model",
-        str(tiny_gguf),
-        "--platform",
-        "cuda",
-    ]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    program = tiny_llama.EXAMPLES / "generate.py"
+    done = python(program, "--model", tiny_gguf, "--platform", "cuda", check=False, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: platform cuda cannot be used here")

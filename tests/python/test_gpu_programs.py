@@ -6,12 +6,12 @@ import json
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 
 import pytest
 
+from alone import python
 from calls import flat, plain_calls
 
 HERE = pathlib.Path(__file__).parent
@@ -53,7 +53,6 @@ def environment():
     """The plugin, ptxas and libdevice of the build's nvcc, and no look at a GPU or for CUDA's libraries."""
     (toolkit,) = importlib.util.find_spec("nvidia.cu13").submodule_search_locations
     return {
-        **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")])),
         "PATH": f"{toolkit}/bin:{os.environ['PATH']}",
         "XLA_FLAGS": f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={toolkit}",
@@ -67,12 +66,9 @@ def programs():
     """The optimised HLO of each program."""
     folder = pathlib.Path(tempfile.mkdtemp())
     if importlib.util.find_spec("torch_xla"):
-        of_cpu = {**os.environ, "PJRT_DEVICE": "CPU"}
-        subprocess.run([sys.executable, "-c", TORCH_PROGRAMS, str(folder)], env=of_cpu, check=True, capture_output=True)
+        python("-c", TORCH_PROGRAMS, folder, PJRT_DEVICE="CPU")
     files = [f"{path.name}={path}" for path in folder.iterdir()]
-    command = [sys.executable, str(HERE / "gpu_compiler.py"), str(folder / "hlo.json"), *files]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    python(HERE / "gpu_compiler.py", folder / "hlo.json", *files, **environment())
     return json.loads((folder / "hlo.json").read_text())
 
 

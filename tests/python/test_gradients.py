@@ -1,14 +1,13 @@
 """Gradients through JAX, against the oracle and under transformations."""
 
 import functools
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from alone import python
 from batches import varlen
 from oracle_gradients import CASES, gradient_case
 from test_dot_product_attention import tensors
@@ -163,7 +162,7 @@ def test_an_exported_training_step_of_any_size_runs_in_a_fresh_process(platform,
     program, numbers = tmp_path / "step", tmp_path / "numbers.npz"
     program.write_bytes(exported.serialize())
     np.savez(numbers, *map(np.asarray, (q, k, v, starts)))
-    subprocess.run([sys.executable, "-c", LOADER, program, numbers, platform], check=True, timeout=120)
+    python("-c", LOADER, program, numbers, platform)
     found = np.load(numbers)
     for name, wanted in zip(("arr_0", "arr_1", "arr_2"), step(q, k, v, starts), strict=True):
         np.testing.assert_array_equal(found[name], wanted)

@@ -1,22 +1,14 @@
 """Introspection, logging, and how the package behaves at import."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 import xla_attention
+from alone import python
 from xla_attention import _library
 from xla_attention.jax import _register
-
-
-def python(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
-    )
 
 
 def test_info_names_versions_targets_variants_and_front_ends():
@@ -32,14 +24,12 @@ def test_info_names_versions_targets_variants_and_front_ends():
 
 @pytest.mark.beside
 def test_info_is_printed_by_the_module():
-    done = subprocess.run([sys.executable, "-m", "xla_attention", "info"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0
-    assert done.stdout.startswith("xla-attention ")
+    assert python("-m", "xla_attention", "info").stdout.startswith("xla-attention ")
 
 
 @pytest.mark.beside
 def test_a_plain_import_loads_no_framework():
-    done = python("import sys, xla_attention; print(sorted({'jax', 'torch'} & set(sys.modules)))")
+    done = python("-c", "import sys, xla_attention; print(sorted({'jax', 'torch'} & set(sys.modules)))")
     assert done.stdout.strip() == "[]"
 
 
@@ -54,7 +44,8 @@ def test_every_variant_reports_what_it_takes():
 
 @pytest.mark.beside
 def test_a_missing_library_says_what_to_do():
-    done = python("import xla_attention._library as l; l.library()", XLA_ATTENTION_LIBRARY="/nowhere/lib.so")
+    code = "import xla_attention._library as l; l.library()"
+    done = python("-c", code, check=False, XLA_ATTENTION_LIBRARY="/nowhere/lib.so")
     assert "ImportError: xla_attention: the shared library /nowhere/lib.so is not there" in done.stderr
 
 
@@ -70,7 +61,7 @@ except ImportError as error:
     print(error)
 print(jax.numpy.ones(2).sum())
 """
-    lines = python(code, JAX_PLATFORMS="cpu").stdout.splitlines()
+    lines = python("-c", code, JAX_PLATFORMS="cpu").stdout.splitlines()
     assert lines[0].startswith("xla_attention speaks XLA FFI 0.99, jaxlib ")
     assert lines[1] == "2.0"
 
@@ -85,19 +76,19 @@ for _ in range(3):
     simple_add(jnp.ones(5), jnp.ones(5))
     paged_attention(jnp.ones((1, 2, 64)), jnp.ones((2, 4, 2, 64)), one, table, starts, one, scale=1.0)
 """
-    done = python(code, XLA_ATTENTION_LOG="debug", JAX_PLATFORMS="cpu")
+    done = python("-c", code, XLA_ATTENTION_LOG="debug", JAX_PLATFORMS="cpu")
     assert done.stderr.count(" attention: ") == 1, done.stderr
     assert done.stderr.count("xla_gpu_simple_add: on the CPU: a f32[5], b f32[5] to out f32[5]\n") == 1, done.stderr
     lines = [line for line in done.stderr.splitlines() if "xla_gpu_paged_attention: on the CPU: " in line]
     assert len(lines) == 1, done.stderr
     assert ": query f32[1, 2, 64], kv_cache f32[2, 4, 2, 64], " in lines[0], lines
     assert re.search(r" to out f32\[1, 2, 64\].*, workspace of \d+ bytes$", lines[0]), lines
-    assert "paged_attention: " not in python(code, JAX_PLATFORMS="cpu").stderr
+    assert "paged_attention: " not in python("-c", code, JAX_PLATFORMS="cpu").stderr
 
 
 @pytest.mark.beside
 def test_an_unknown_log_level_names_the_known_ones():
-    done = python("import xla_attention._library as l; l.targets()", XLA_ATTENTION_LOG="loud")
+    done = python("-c", "import xla_attention._library as l; l.targets()", XLA_ATTENTION_LOG="loud")
     assert "XLA_ATTENTION_LOG=loud: expected off, error, warn, info, debug or trace" in done.stderr
 
 

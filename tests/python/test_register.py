@@ -1,26 +1,14 @@
 """Registration with a runtime that takes some of our handlers, or none."""
 
 import ctypes
-import os
-import pathlib
 import struct
-import subprocess
-import sys
 
 import jax
 import pytest
 
+from alone import python
 from xla_attention import _library, torch_xla
 from xla_attention.jax import _register
-
-
-def run_alone(code):
-    """The output of a program that finds the modules of this folder."""
-    paths = os.pathsep.join(filter(None, [str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
 
 
 def spoken(handler):
@@ -151,7 +139,7 @@ except ImportError as error:
     print(error)
 print(jax.numpy.ones(2).sum())
 """
-    message, number = run_alone(code).splitlines()
+    message, number = python("-c", code, JAX_PLATFORMS="cpu").stdout.splitlines()
     assert message.startswith(f"xla_attention speaks XLA FFI 0.0, of which jaxlib {jax.lib.__version__} takes none: ")
     assert "install an older jax or a newer xla-attention (INVALID_ARGUMENT: " in message
     assert "API version (0.0) is incompatible with the framework's API version" in message
@@ -184,4 +172,7 @@ try:
 except ImportError as error:
     print(type(error).__name__, error)
 """
-    assert run_alone(code) == "ImportError xla_attention.jax needs jax, which is not installed: pip install jax\n"
+    assert (
+        python("-c", code, JAX_PLATFORMS="cpu").stdout
+        == "ImportError xla_attention.jax needs jax, which is not installed: pip install jax\n"
+    )

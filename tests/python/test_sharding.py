@@ -7,12 +7,11 @@ import functools
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import pytest
 
+from alone import python
 from sharding_cases import AUTOMATIC, CASES
 
 HERE = pathlib.Path(__file__).parent
@@ -54,9 +53,7 @@ def programs(platform, form):
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     if platform == "cpu":
         flags += " --xla_backend_optimization_level=0"  # compiled three times as fast
-    command = [sys.executable, HERE / "sharding_program.py", platform, form]
-    done = subprocess.run(command, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = python(HERE / "sharding_program.py", platform, form, XLA_FLAGS=flags)
     return {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
 
 

@@ -1,11 +1,8 @@
 """Many calls of changing shapes from JAX: nothing grows, with command buffers and without."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
+
+from alone import python
 
 SOAK = """
 import ctypes, sys
@@ -50,8 +47,5 @@ COMMAND_BUFFERS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("command_buffers", COMMAND_BUFFERS)
 def test_device_memory_stays_flat_over_10_000_calls(command_buffers):
-    paths = [str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "XLA_FLAGS": COMMAND_BUFFERS[command_buffers], "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-c", SOAK, "10000"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+    done = python("-c", SOAK, "10000", XLA_FLAGS=COMMAND_BUFFERS[command_buffers])
     assert done.stdout == "lost 0\n", done.stderr

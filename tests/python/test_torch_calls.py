@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import xla_attention.torch as xt
-from calls import every_call, flat, plain_calls
+from calls import SILENT, every_call, flat, plain_calls
 from torch_side import array, given
 
 PLAIN = plain_calls()
@@ -133,6 +133,14 @@ def test_the_program_names_the_target_with_its_layouts_and_what_is_in_place(name
     assert f'custom_call_target="xla_gpu_{call.function}' in line
     assert "api_version=API_VERSION_TYPED_FFI" in line and "operand_layout_constraints={" in line
     assert ("output_to_operand_aliasing=" in line) == (call.updates is not None)
+
+
+@pytest.mark.parametrize(("name", "options", "attribute"), SILENT)
+def test_what_changes_no_number_is_in_the_program(name, options, attribute, xla_device):
+    import _XLAC
+
+    call = PLAIN[name]
+    assert attribute in _XLAC._get_xla_tensors_hlo(run(call, given(call, xla_device) | options))
 
 
 def operators_of(call, operands):

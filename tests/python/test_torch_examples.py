@@ -1,12 +1,11 @@
 """The examples for torch, which are the users' own programs, run as written."""
 
 import importlib.util
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+
+from alone import python
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
@@ -15,11 +14,7 @@ pytestmark = pytest.mark.beside
 
 def run(name, *arguments):
     """What an example prints."""
-    environment = {**os.environ, "PJRT_DEVICE": "CPU"}
-    command = [sys.executable, str(EXAMPLES / name), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return python(EXAMPLES / name, *arguments, PJRT_DEVICE="CPU").stdout
 
 
 @pytest.mark.slow

@@ -1,10 +1,8 @@
 """Programs of their own: what is imported first, and what a failed call leaves behind."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from alone import python
 
 pytestmark = [pytest.mark.usefixtures("xla_device"), pytest.mark.beside]
 
@@ -29,13 +27,7 @@ def simple_add_xla(a, b):
 
 
 def run_alone(code, device="CPU"):
-    """Run a program of its own; its output."""
-    environment = {**os.environ, "PJRT_DEVICE": device}
-    if device is None:
-        del environment["PJRT_DEVICE"]
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.strip()
+    return python("-c", code, PJRT_DEVICE=device).stdout.strip()
 
 
 @pytest.mark.parametrize(
