@@ -6,7 +6,10 @@
 
 use std::fs;
 use std::process::Command;
-use xla_attention::{Action, Attribute, Call, Code, DType, Error, Op, RayonPool, Tensor, call};
+use xla_attention::{
+    Code, FlashAttnVarlenInputs, FlashAttnVarlenOptions, Kv, On, PagedAttentionInputs, PagedAttentionOptions, Result,
+    TensorMut, TensorRef, flash_attn_varlen, paged_attention, simple_add,
+};
 
 const CALLS: usize = 100_000;
 const MOST_ROWS: usize = 12;
@@ -42,31 +45,23 @@ impl Memory {
     fn call(&mut self, numbers: &mut Numbers) -> bool {
         let (kv_heads, group, d) = (1 + numbers.below(2), 1 + numbers.below(3), 8 * (1 + numbers.below(8)));
         let (rows, seqs) = (1 + numbers.below(MOST_ROWS), 1 + numbers.below(MOST_SEQS));
-        let num_seqs = [seqs as i32];
         let heads = kv_heads * group;
         let lens: Vec<i32> = (0..seqs).map(|_| numbers.below(4 * PAGE_SIZE) as i32).collect();
         let table: Vec<i32> = (0..4 * seqs).map(|_| numbers.below(PAGES) as i32).collect();
         let starts: Vec<i32> = (0..=seqs).map(|i| (i * rows / seqs) as i32).collect();
-        let wrong = numbers.below(10) == 0;
-        let [r, s, h, k, dim] = [rows, seqs, heads, kv_heads, d].map(|n| n as i64);
-        let q_dims = [r, h, if wrong { dim + 8 } else { dim }];
-        let (cache_dims, out_dims) = ([PAGES as i64, PAGE_SIZE as i64, 2 * k, dim], [r, h, dim]);
-        let (lens_dims, table_dims, starts_dims) = ([s], [s, 4], [s + 1]);
-        let view = |dtype, data: *mut u8, dims| Tensor::dense(dtype, data, dims);
-        let operands = [
-            view(DType::F32, self.query.as_mut_ptr().cast(), &q_dims),
-            view(DType::F32, self.cache.as_mut_ptr().cast(), &cache_dims),
-            view(DType::I32, lens.as_ptr().cast_mut().cast(), &lens_dims),
-            view(DType::I32, table.as_ptr().cast_mut().cast(), &table_dims),
-            view(DType::I32, starts.as_ptr().cast_mut().cast(), &starts_dims),
-            view(DType::I32, num_seqs.as_ptr().cast_mut().cast(), &[1]),
-        ];
-        let results = [view(DType::F32, self.out.as_mut_ptr().cast(), &out_dims)];
-        let attributes = [Attribute::Bool(false), Attribute::F32(0.1), Attribute::I64(-1), Attribute::F32(0.0)];
-        let (operands, results, attributes) = (&operands, &results, &attributes);
-        let action = Action::RunOnCpu(&RayonPool);
-        // SAFETY: the memory is as large as the largest shapes, and only this thread uses it.
-        let outcome = unsafe { call(&Call { op: Op::PagedAttention, action, operands, results, attributes }) };
+        let (count, wrong) = ([seqs as i32], numbers.below(10) == 0);
+        let wide = if wrong { d + 8 } else { d };
+        let cache_dims = [PAGES, PAGE_SIZE, 2 * kv_heads, d];
+        let inputs = PagedAttentionInputs {
+            query: TensorRef::new(&self.query[..rows * heads * wide], &[rows, heads, wide]),
+            kv_cache: TensorRef::new(&self.cache[..cache_dims.iter().product()], &cache_dims),
+            context_lens: TensorRef::new(&lens, &[seqs]),
+            block_tables: TensorRef::new(&table, &[seqs, 4]),
+            query_start_loc: TensorRef::new(&starts, &[seqs + 1]),
+            num_seqs: TensorRef::new(&count, &[1]),
+        };
+        let out = TensorMut::new(&mut self.out[..rows * heads * d], &[rows, heads, d]);
+        let outcome = paged_attention(&inputs, &PagedAttentionOptions::default(), out, On::cpu());
         assert_eq!(outcome.is_err(), wrong, "{outcome:?}");
         wrong
     }
@@ -121,13 +116,9 @@ fn limit_memory(further: Option<usize>) {
 }
 
 /// `out = a + a` of so many elements that several threads are asked to help.
-fn add(a: &mut [f32], out: &mut [f32]) -> Result<(), Error> {
-    let dims = [a.len() as i64];
-    let a = Tensor::dense(DType::F32, a.as_mut_ptr().cast(), &dims);
-    let out = Tensor::dense(DType::F32, out.as_mut_ptr().cast(), &dims);
-    let action = Action::RunOnCpu(&RayonPool);
-    // SAFETY: the slices are as long as the tensors.
-    unsafe { call(&Call { op: Op::SimpleAdd, action, operands: &[a, a], results: &[out], attributes: &[] }) }
+fn add(a: &[f32], out: &mut [f32]) -> Result {
+    let (dims, a) = ([a.len()], TensorRef::new(a, &[a.len()]));
+    simple_add(a, a, TensorMut::new(out, &dims), On::cpu())
 }
 
 #[test]
@@ -135,12 +126,12 @@ fn a_forked_child_keeps_nothing_of_its_calls() {
     if !is_own_process() {
         return in_a_process_of_its_own("a_forked_child_keeps_nothing_of_its_calls");
     }
-    let (mut a, mut out) = (vec![1.0f32; 1 << 17], vec![0.0f32; 1 << 17]);
-    add(&mut a, &mut out).unwrap();
+    let (a, mut out) = (vec![1.0f32; 1 << 17], vec![0.0f32; 1 << 17]);
+    add(&a, &mut out).unwrap();
     // SAFETY: the child computes and ends; glibc has its allocator ready after a fork.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        let mut calls = |count| (0..count).all(|_| add(&mut a, &mut out).is_ok());
+        let mut calls = |count| (0..count).all(|_| add(&a, &mut out).is_ok());
         let right = calls(100);
         let before = resident();
         let right = right && calls(5_000) && out.iter().all(|x| x.to_bits() == 2.0f32.to_bits());
@@ -153,7 +144,7 @@ fn a_forked_child_keeps_nothing_of_its_calls() {
     // SAFETY: waits for the child, which writes a number.
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
     assert_eq!(status, 0, "bit 8: a call failed, bit 9: memory grew");
-    add(&mut a, &mut out).unwrap();
+    add(&a, &mut out).unwrap();
 }
 
 #[test]
@@ -161,40 +152,26 @@ fn without_threads_the_caller_computes_alone() {
     if !is_own_process() {
         return in_a_process_of_its_own("without_threads_the_caller_computes_alone");
     }
-    let (mut a, mut out) = (vec![1.0f32; 1 << 17], vec![0.0f32; 1 << 17]);
+    let (a, mut out) = (vec![1.0f32; 1 << 17], vec![0.0f32; 1 << 17]);
     // Less than the stack of a thread.
     limit_memory(Some(1 << 20));
     assert!(std::thread::Builder::new().spawn(|| ()).is_err());
-    let while_limited = add(&mut a, &mut out);
+    let while_limited = add(&a, &mut out);
     limit_memory(None);
     while_limited.unwrap();
     assert!(out.iter().all(|x| x.to_bits() == 2.0f32.to_bits()));
-    add(&mut a, &mut out).unwrap();
+    add(&a, &mut out).unwrap();
 }
 
 /// A call of `flash_attn_varlen` on one sequence of `rows` rows and keys.
-fn attend(rows: usize, heads: usize, d: usize) -> impl FnMut() -> Result<(), Error> {
-    let (mut q, mut out, mut lse) =
-        (vec![0.5f32; rows * heads * d], vec![0.0f32; rows * heads * d], vec![0.0f32; rows * heads]);
-    let starts = [0, rows as i32];
-    let [t, h, dim] = [rows, heads, d].map(|n| n as i64);
-    let (dims, lse_dims, starts_dims) = ([t, h, dim], [h, t], [2]);
+fn attend(rows: usize, heads: usize, d: usize) -> impl FnMut() -> Result {
+    let (q, mut out) = (vec![0.5f32; rows * heads * d], vec![0.0f32; rows * heads * d]);
+    let (dims, starts) = ([rows, heads, d], [0, rows as i32]);
     move || {
-        let q = Tensor::dense(DType::F32, q.as_mut_ptr().cast(), &dims);
-        let starts = Tensor::dense(DType::I32, starts.as_ptr().cast_mut().cast(), &starts_dims);
-        let results = [
-            Tensor::dense(DType::F32, out.as_mut_ptr().cast(), &dims),
-            Tensor::dense(DType::F32, lse.as_mut_ptr().cast(), &lse_dims),
-        ];
-        let (off, zero, all) = (Attribute::Bool(false), Attribute::I64(0), Attribute::I64(-1));
-        let (cap, scale) = (Attribute::F32(0.0), Attribute::F32(0.1));
-        let attributes = [off, off, zero, zero, zero, cap, scale, off, all, all];
-        let action = Action::RunOnCpu(&RayonPool);
-        let operands = [q, q, q, starts, starts];
-        let call_ =
-            Call { op: Op::FlashAttnVarlen, action, operands: &operands, results: &results, attributes: &attributes };
-        // SAFETY: the vectors are as long as the tensors.
-        unsafe { call(&call_) }
+        let q = TensorRef::new(&q, &dims);
+        let kv = Kv::Split { k: q, v: q };
+        let inputs = FlashAttnVarlenInputs { q, kv, cu_seqlens_q: TensorRef::new(&starts, &[2]) };
+        flash_attn_varlen(&inputs, &FlashAttnVarlenOptions::default(), TensorMut::new(&mut out, &dims), On::cpu())
     }
 }
 

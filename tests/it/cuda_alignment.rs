@@ -10,20 +10,12 @@ use crate::support::steps::Step;
 use crate::support::storage::{Layout, Storage};
 use xla_attention::{Action, Stream};
 
-fn gpu() -> Option<Gpu> {
-    let gpu = Gpu::first();
-    if gpu.is_none() {
-        println!("skipped: this machine has no GPU");
-    }
-    gpu
-}
-
 /// Rows of three chunks.
 const DIMS: [usize; 2] = [24; 2];
 
 #[test]
 fn cache_rows_are_written_wherever_they_lie() {
-    let Some(gpu) = gpu() else { return };
+    let Some(gpu) = Gpu::or_skip() else { return };
     for update in Update::each_type(&Layout::PAGED) {
         let update = Update { dims: DIMS, ..update };
         let found = update.invocation(true).run_on_gpu(&gpu, Around::Askew, 0).unwrap();
@@ -33,7 +25,7 @@ fn cache_rows_are_written_wherever_they_lie() {
 
 #[test]
 fn rows_turn_wherever_they_lie() {
-    let Some(gpu) = gpu() else { return };
+    let Some(gpu) = Gpu::or_skip() else { return };
     for (index, update) in Update::each_type(&[Layout::Interleaved]).into_iter().enumerate() {
         let update = Update { dims: DIMS, ..update };
         let rope = Rope { update, interleaved: index % 2 == 0, ..Rope::default() };
@@ -44,7 +36,7 @@ fn rows_turn_wherever_they_lie() {
 
 #[test]
 fn states_merge_wherever_they_lie() {
-    let Some(gpu) = gpu() else { return };
+    let Some(gpu) = Gpu::or_skip() else { return };
     for dtype in ATTENTION_DTYPES {
         let part = |seed| State::random(dtype, (5, 3, 64), &ANY_LSE, seed);
         let (a, b) = (part(1), part(2));
@@ -54,7 +46,7 @@ fn states_merge_wherever_they_lie() {
 
 #[test]
 fn a_query_that_attention_cannot_read_is_refused_before_the_cache_is_written() {
-    let Some(gpu) = gpu() else { return };
+    let Some(gpu) = Gpu::or_skip() else { return };
     let step = Step::new(&Shape::default().batch(), &Storage { workspace: None, ..Storage::default() });
     let invocation = step.invocation(true);
     let place =

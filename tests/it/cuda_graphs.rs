@@ -9,17 +9,9 @@ use crate::support::oracle::Mask;
 use crate::support::right_calls;
 use crate::support::storage::{Layout, Storage};
 
-fn gpu() -> Option<Gpu> {
-    let gpu = Gpu::first();
-    if gpu.is_none() {
-        println!("skipped: this machine has no GPU");
-    }
-    gpu
-}
-
 #[test]
 fn a_graph_replayed_a_thousand_times_gives_the_bits_of_one_launch() {
-    let Some(gpu) = gpu() else { return };
+    let Some(gpu) = Gpu::or_skip() else { return };
     let lengths = vec![(1, 90), (40, 75), (0, 4), (1, 1), (1, 900)];
     for dtypes in Dtypes::ALL {
         let batch = Shape { dtypes, lengths: lengths.clone(), ..Shape::default() }.batch();
@@ -40,7 +32,7 @@ fn a_graph_replayed_a_thousand_times_gives_the_bits_of_one_launch() {
 
 #[test]
 fn every_operator_can_be_captured() {
-    let Some(gpu) = gpu() else { return };
+    let Some(gpu) = Gpu::or_skip() else { return };
     for call in right_calls::all() {
         let direct = call.run_on_gpu(&gpu, Around::Redzones, 0).unwrap();
         let captured = call.run_on_gpu(&gpu, Around::Redzones, 3).unwrap();
@@ -52,7 +44,7 @@ fn every_operator_can_be_captured() {
 
 #[test]
 fn a_call_that_finds_its_module_missing_loads_it_inside_a_capture() {
-    let Some(gpu) = gpu() else { return };
+    let Some(gpu) = Gpu::or_skip() else { return };
     // A variant that no other test of this process uses: f32, soft cap, one head dimension.
     let dtypes = F32.into();
     let shape = Shape { dtypes, head_dim: 200, softcap: 3.0, lengths: vec![(3, 9)], ..Shape::default() };

@@ -1,12 +1,12 @@
 //! The strides that each operator follows, and those that it refuses, of every operand and result (`xla_attention::call`), as
 //! eager torch and Rust pass them.
 
-use crate::support::array::{ATTENTION_DTYPES, BF16, F8E4M3FN};
+use crate::support::array::{ATTENTION_DTYPES, Array, BF16, F8E4M3FN};
 use crate::support::batch::{Dtypes, Shape};
 use crate::support::cache_updates::Update;
 use crate::support::case::Case as Attention;
-use crate::support::conformance::{Case, Typed, cases};
-use crate::support::entry::may_be_strided;
+use crate::support::conformance::{Case, cases};
+use crate::support::entry::{View, may_be_strided};
 use crate::support::frame::INVALID_ARGUMENT;
 use crate::support::gathers::Gather;
 use crate::support::gradient_case::{GradientCase, Wanted};
@@ -18,24 +18,23 @@ use crate::support::states::{ANY_LSE, State};
 use crate::support::steps::Step;
 use crate::support::storage::{Layout, Storage};
 use std::ptr::without_provenance_mut;
-use xla_attention::{Action, Call, DType, Error, Op, Pool, RayonPool, SingleThread, Tensor, call};
+use xla_attention::{Action, Error, Op, Pool, RayonPool, SingleThread};
 
 /// The case of this name of a target.
 fn case(op: Op, name: &str) -> Option<&'static Case> {
     cases().find(|case| case.target == op.signature().target && case.name == name)
 }
 
-/// Types and shapes of a right call with every operand and result that may be given. One number for all heads has no strides
-/// to speak of, so there is one a head.
-fn right(op: Op) -> [Vec<(&'static str, Typed)>; 2] {
-    let fullest = |name| case(op, name).or(case(op, "the right call")).unwrap();
-    let mut operands = fullest("every optional operand").operands.clone();
-    for (name, buffer) in &mut operands {
-        if name.ends_with("_scale") {
-            buffer.dims = vec![2];
-        }
+/// A right call with every operand and result that may be given, without memory. One number for all heads has no strides to
+/// speak of, so there is one a head.
+fn right(op: Op) -> Invocation {
+    let fullest = |name| case(op, name).or(case(op, "the right call")).unwrap().invocation(false);
+    let mut call = fullest("every optional operand");
+    for (_, operand) in call.operands.iter_mut().filter(|(name, _)| name.ends_with("_scale")) {
+        *operand = Array::filled(operand.dtype, &[2], 0);
     }
-    [operands, fullest("every optional result").results.clone()]
+    call.results = fullest("every optional result").results;
+    call
 }
 
 /// Strides of a tensor whose rows have `gap` elements between them, and whose elements lie `last` apart.
@@ -51,35 +50,30 @@ fn strides(dims: &[i64], last: i64, gap: i64) -> Vec<i64> {
 
 /// What a check says of the right call with these strides of one operand, or of one result, or of both of a cache.
 fn outcome(op: Op, of: &[(usize, usize)], strides: &[i64]) -> Result<(), Error> {
-    let buffers = right(op);
+    let call = right(op);
     // A result is in its operand's memory where both have the strides.
     let in_place = of.len() > 1;
-    let mut views = [vec![], vec![]];
-    for (part, list) in buffers.iter().enumerate() {
-        for (index, (_, buffer)) in list.iter().enumerate() {
-            let data = without_provenance_mut(if part == 0 || in_place { 64 } else { 0 });
-            let dense = Tensor::dense(DType(buffer.dtype.0), data, &buffer.dims);
-            views[part].push(Tensor { strides: of.contains(&(part, index)).then_some(strides), ..dense });
-        }
-    }
-    let invocation = case(op, "the right call").unwrap().invocation(false);
-    let attributes = invocation.sorted_attributes();
+    let views = |part: usize, count: usize| -> Vec<View> {
+        let data = without_provenance_mut(if part == 0 || in_place { 64 } else { 0 });
+        (0..count).map(|index| View { data, strides: of.contains(&(part, index)).then_some(strides) }).collect()
+    };
     // SAFETY: a check touches no memory.
-    unsafe {
-        call(&Call { op, action: Action::Check, operands: &views[0], results: &views[1], attributes: &attributes })
-    }
+    unsafe { call.enter(Action::Check, &views(0, call.operands.len()), &views(1, call.results.len())) }
 }
 
 #[test]
 fn every_buffer_follows_or_refuses_strides_as_its_operator_says() {
     let mut checked = 0;
     for op in Op::ALL {
-        let (buffers, strided, target) = (right(op), may_be_strided(op), op.signature().target);
+        let (call, strided, target) = (right(op), may_be_strided(op), op.signature().target);
+        let operands = call.operands.iter().map(|(name, array)| (*name, array.dims.clone())).collect();
+        let buffers: [Vec<(&str, Vec<i64>)>; 2] =
+            [operands, call.results.iter().map(|result| (result.name, result.dims.clone())).collect()];
         outcome(op, &[], &[]).unwrap();
         for (part, index) in
             [0, 1].into_iter().flat_map(|part| (0..buffers[part].len()).map(move |index| (part, index)))
         {
-            let (name, Typed { dims, .. }) = &buffers[part][index];
+            let (name, dims) = &buffers[part][index];
             // A size of 1 may carry any stride, and what has no element is left out.
             if dims.last().is_none_or(|size| *size < 2) {
                 continue;

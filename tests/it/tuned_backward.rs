@@ -150,18 +150,10 @@ mod on_their_own_gpu {
     const FORMS: [(&str, f32, Alibi); 3] =
         [("plain", 0.0, Alibi::Off), ("capped", 2.0, Alibi::Off), ("biased", 0.0, Alibi::PerHead)];
 
-    fn gpu() -> Option<Gpu> {
-        let gpu = Gpu::first().filter(|_| Gpu::runs_sm_90a());
-        if gpu.is_none() {
-            println!("skipped: this machine has no GPU with tuned kernels");
-        }
-        gpu
-    }
-
     /// What compute-sanitizer's slower tools run: short, and a call of every kernel.
     #[test]
     fn tuned_backward_kernels_are_chosen() {
-        let Some(gpu) = gpu() else { return };
+        let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
         let log = log();
         for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
             for ((head_dim, value_dim, dims), (score, softcap, alibi)) in
@@ -209,7 +201,8 @@ mod on_their_own_gpu {
     #[test]
     fn runs_have_the_same_bits() {
         // On the emulator CTAs run one after the other.
-        let Some(gpu) = gpu().filter(|_| std::env::var_os("XLA_ATTENTION_EMULATOR").is_none()) else { return };
+        let real = |_: &Gpu| std::env::var_os("XLA_ATTENTION_EMULATOR").is_none();
+        let Some(gpu) = Gpu::with_tuned_kernels_or_skip().filter(real) else { return };
         let lengths: [&[(usize, usize)]; 3] =
             [&[(640, 640), (640, 640)], &[(700, 400), (130, 900), (1, 300), (500, 500)], &[(100, 100); 12]];
         for (index, (head_dim, mask)) in [64, 96, 128, 192, 256]

@@ -186,10 +186,7 @@ mod on_their_own_gpu {
     /// What compute-sanitizer's slower tools run (tests/gpu/run.py): short, and a call of every kernel.
     #[test]
     fn tuned_kernels_are_chosen() {
-        let Some(gpu) = Gpu::first().filter(|_| Gpu::runs_sm_90a()) else {
-            println!("skipped: this machine has no GPU with tuned kernels");
-            return;
-        };
+        let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
         let log = log();
         let forms = [(0.0, "plain"), (2.5, "modified")];
         let fp8_forms = [(0.0, "scaled"), (2.5, "modified")];
@@ -237,10 +234,7 @@ mod on_their_own_gpu {
 
     #[test]
     fn the_mixed_kernel_is_chosen() {
-        let Some(gpu) = Gpu::first().filter(|_| Gpu::runs_sm_90a()) else {
-            println!("skipped: this machine has no GPU with tuned kernels");
-            return;
-        };
+        let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
         let log = log();
         for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
             let lengths = vec![(900, 1000), (1, 3000), (1, 200)];

@@ -2,13 +2,20 @@
 
 #![allow(clippy::print_stdout, reason = "a table of what was measured")]
 
-use super::array::{Array, BF16, Dtype, F8E4M3FN, F16, F32, I32, U8};
-use super::case::i32s;
+use super::array::{Array, BF16, Dtype, F8E4M3FN, F16, F32, count};
+use super::batch::{Dtypes, Shape};
+use super::cache_updates::{Update, dims_of};
+use super::case::{Case, Target};
 use super::entry::View;
+use super::gathers::Gather;
+use super::gradient_case::{GradientCase, Wanted};
 use super::guard::{Guarded, Side};
-use super::invocation::{Attr, Invocation};
+use super::invocation::Invocation;
 use super::machine::runs_on_cpu;
+use super::oracle::Mask;
 use super::random::Random;
+use super::steps::Step;
+use super::storage::{Layout, Place, Storage};
 use std::time::Instant;
 use xla_attention::{Action, RayonPool};
 
@@ -63,31 +70,56 @@ impl Sizes {
         Self { rows: slots / 2, slots, ..Self::large()[0] }
     }
 
-    fn out_dtype(self) -> Dtype {
-        if self.dtype == F8E4M3FN { BF16 } else { self.dtype }
+    /// Pages for as many tokens as there are rows.
+    fn pages(self) -> usize {
+        self.rows.div_ceil(PAGE_SIZE)
     }
 
-    fn q(self) -> Array {
-        self.ones(self.dtype, self.rows, self.heads.0)
+    /// A call of attention over as many keys as there are rows, of which each sequence has those of its starts, or over pages,
+    /// of which each has all.
+    fn case(self, target: Target, starts_q: &[i32], starts_k: &[i32]) -> Case {
+        let paged = target == Target::PagedAttention;
+        let (slots, pages) = (starts_q.len() - 1, self.pages());
+        let out = if self.dtype == F8E4M3FN { BF16 } else { self.dtype };
+        let place = Place {
+            layout: if paged { Layout::Interleaved } else { Layout::Contiguous },
+            num_pages: if paged { pages } else { self.rows },
+            page_size: if paged { PAGE_SIZE } else { 1 },
+            kv_heads: self.heads.1,
+            dims: [self.head_dim; 2],
+        };
+        let shape = Shape {
+            dtypes: Dtypes { q: self.dtype, kv: self.kv_dtype, out },
+            heads: self.heads,
+            head_dim: self.head_dim,
+            mask: if paged { Mask::CAUSAL } else { Mask::FULL },
+            lengths: vec![],
+            ..Shape::default()
+        };
+        let workspace = Some(1 << 24);
+        let empty = Case::store(
+            target,
+            &shape.batch(),
+            &Storage { layout: place.layout, workspace, ..Storage::default().bare() },
+        );
+        Case {
+            q: ones(self.dtype, &dims_of(&[self.rows, self.heads.0, self.head_dim])),
+            kv: place.shapes().iter().map(|dims| ones(self.kv_dtype, dims)).collect(),
+            place,
+            max_pages: pages,
+            cu_seqlens_q: starts_q.to_vec(),
+            num_seqs: slots as i32,
+            cu_seqlens_k: starts_k.to_vec(),
+            seqused_k: paged.then(|| vec![(pages * PAGE_SIZE) as i32; slots]),
+            block_table: (0..if paged { slots } else { 0 }).flat_map(|_| 0..pages as i32).collect(),
+            ..empty
+        }
     }
+}
 
-    fn kv(self, rows: usize) -> Array {
-        self.ones(self.kv_dtype, rows, self.heads.1)
-    }
-
-    /// Rows for heads of a number, all elements the same.
-    fn ones(self, dtype: Dtype, rows: usize, heads: usize) -> Array {
-        let dims = [rows, heads, self.head_dim];
-        Array { dtype, dims: dims.map(|n| n as i64).to_vec(), bytes: dtype.encode(1.0).repeat(dims.iter().product()) }
-    }
-
-    fn out_dims(self) -> [i64; 3] {
-        [self.rows, self.heads.0, self.head_dim].map(|n| n as i64)
-    }
-
-    fn lse_dims(self) -> [i64; 2] {
-        [self.heads.0, self.rows].map(|n| n as i64)
-    }
+/// All elements 1.
+fn ones(dtype: Dtype, dims: &[i64]) -> Array {
+    Array { dtype, dims: dims.to_vec(), bytes: dtype.encode(1.0).repeat(count(dims)) }
 }
 
 /// The GPU is that of `tests/emulator`.
@@ -101,113 +133,47 @@ const PAGE_SIZE: usize = 16;
 pub type Operator = fn(Sizes, &[i32], &[i32]) -> Invocation;
 
 pub fn flash_attn_varlen(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
-    varlen(Invocation::new("xla_gpu_flash_attn_varlen"), sizes, [starts_q, starts_k])
-        .attribute("batch_invariant", Attr::Bool(false))
-        .attribute("kv_layout", Attr::I64(0))
-        .result("out", sizes.out_dtype(), &sizes.out_dims())
-        .result("softmax_lse", F32, &sizes.lse_dims())
-        .result("workspace", U8, &[1 << 24])
+    sizes.case(Target::FlashAttnVarlen, starts_q, starts_k).invocation()
 }
 
 /// The same without a key: what is left is planning.
 pub fn flash_attn_varlen_without_keys(sizes: Sizes, starts_q: &[i32], _: &[i32]) -> Invocation {
-    let none = vec![0; starts_q.len()];
-    let call = flash_attn_varlen(sizes, starts_q, &none);
-    let one = sizes.kv(1);
+    let one = ones(sizes.kv_dtype, &dims_of(&[1, sizes.heads.1, sizes.head_dim]));
+    let call = flash_attn_varlen(sizes, starts_q, &vec![0; starts_q.len()]);
     call.with_operand("k", one.clone()).with_operand("v", one)
 }
 
 /// The same with a `seqused_q` that leaves every row in use.
 pub fn flash_attn_varlen_with_seqused_q(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
-    flash_attn_varlen(sizes, starts_q, starts_k)
-        .operand("seqused_k", Array::left_out(I32))
-        .operand("block_table", Array::left_out(I32))
-        .operand("seqused_q", i32s(&vec![i32::MAX; sizes.slots]))
+    let case = sizes.case(Target::FlashAttnVarlen, starts_q, starts_k);
+    Case { seqused_q: Some(vec![i32::MAX; sizes.slots]), ..case }.invocation()
 }
 
 pub fn flash_attn_varlen_bwd(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
-    let (q, kv) = (sizes.q(), sizes.kv(sizes.rows));
-    let call = Invocation::new("xla_gpu_flash_attn_varlen_bwd").operand("dout", q.clone());
-    let mut call = varlen(call, sizes, [starts_q, starts_k]);
-    let starts = call.operands.split_off(4);
-    call = call.operand("out", q).operand("softmax_lse", Array::filled(F32, &sizes.lse_dims(), 0));
-    call.operands.extend(starts);
-    call.attribute("deterministic", Attr::Bool(false))
-        .result("dq", sizes.dtype, &sizes.out_dims())
-        .result("dk", sizes.dtype, &kv.dims)
-        .result("dv", sizes.dtype, &kv.dims)
-        .result("dsinks", F32, &[0])
-        .result("workspace", U8, &[1 << 26])
+    let forward = sizes.case(Target::FlashAttnVarlen, starts_q, starts_k);
+    let lse = Array::filled(F32, &dims_of(&[sizes.heads.0, sizes.rows]), 0);
+    let (out, dout) = (forward.q.clone(), forward.q.clone());
+    let forward = Case { workspace: Some(1 << 26), ..forward };
+    GradientCase { forward, wanted: Wanted::LEAST, out, lse, dout, dlse: None }.invocation()
 }
 
-/// Operands and attributes of both operators over packed keys.
-fn varlen(call: Invocation, sizes: Sizes, [starts_q, starts_k]: [&[i32]; 2]) -> Invocation {
-    call.operand("q", sizes.q())
-        .operand("k", sizes.kv(sizes.rows))
-        .operand("v", sizes.kv(sizes.rows))
-        .operand("cu_seqlens_q", i32s(starts_q))
-        .operand("cu_seqlens_k", i32s(starts_k))
-        .attribute("causal", Attr::Bool(false))
-        .attribute("max_seqlen_k", Attr::I64(0))
-        .attribute("max_seqlen_q", Attr::I64(0))
-        .attribute("softcap", Attr::F32(0.0))
-        .attribute("softmax_scale", Attr::F32(0.125))
-        .attribute("top_left", Attr::Bool(false))
-        .attribute("window_left", Attr::I64(-1))
-        .attribute("window_right", Attr::I64(-1))
-}
-
-/// Pages for as many tokens as there are rows.
-fn cache(sizes: Sizes) -> Array {
-    let pages = sizes.rows.div_ceil(PAGE_SIZE);
-    let dims = [pages, PAGE_SIZE, 2 * sizes.heads.1, sizes.head_dim].map(|n| n as i64).to_vec();
-    Array { dims, ..sizes.ones(sizes.kv_dtype, pages * PAGE_SIZE, 2 * sizes.heads.1) }
-}
-
-/// Every sequence has all keys of the cache.
-pub fn paged_attention(sizes: Sizes, starts_q: &[i32], _: &[i32]) -> Invocation {
-    let pages = sizes.rows.div_ceil(PAGE_SIZE);
-    let slots = starts_q.len() - 1;
-    let table: Vec<i32> = (0..slots).flat_map(|_| 0..pages as i32).collect();
-    Invocation::new("xla_gpu_paged_attention")
-        .operand("query", sizes.q())
-        .operand("kv_cache", cache(sizes))
-        .operand("context_lens", i32s(&vec![(pages * PAGE_SIZE) as i32; slots]))
-        .operand("block_tables", Array::i32s(&[slots as i64, pages as i64], &table))
-        .operand("query_start_loc", i32s(starts_q))
-        .operand("num_seqs", i32s(&[slots as i32]))
-        .attribute("batch_invariant", Attr::Bool(false))
-        .attribute("scale", Attr::F32(0.125))
-        .attribute("sliding_window", Attr::I64(-1))
-        .attribute("soft_cap", Attr::F32(0.0))
-        .result("out", sizes.out_dtype(), &sizes.out_dims())
-        .result("softmax_lse", F32, &sizes.lse_dims())
-        .result("workspace", U8, &[1 << 24])
+pub fn paged_attention(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
+    sizes.case(Target::PagedAttention, starts_q, starts_k).invocation()
 }
 
 /// The same, with new rows that go nowhere.
 pub fn paged_attention_update(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
-    let attention = paged_attention(sizes, starts_q, starts_k);
-    let rows = sizes.ones(sizes.dtype, sizes.rows, sizes.heads.1);
-    let mut call = Invocation { target: "xla_gpu_paged_attention_update", results: vec![], ..attention.clone() }
-        .operand("key", rows.clone())
-        .operand("value", rows)
-        .operand("slot_mapping", Array::filled(I32, &[sizes.rows as i64], 0xff))
-        .result("out", sizes.dtype, &sizes.out_dims())
-        .result_in_place("kv_cache", 1);
-    call.results.extend(attention.results.into_iter().skip(1));
-    call
+    let case = sizes.case(Target::PagedAttention, starts_q, starts_k);
+    let row = ones(sizes.dtype, &dims_of(&[sizes.rows, sizes.heads.1, sizes.head_dim]));
+    let (before, slots) = (case.kv[0].clone(), vec![-1; sizes.rows]);
+    Step { case, before, key: row.clone(), value: row, slots, wide_slots: false }.invocation(true)
 }
 
 pub fn kv_cache_update(sizes: Sizes, slots: &[i32]) -> Invocation {
-    let rows = sizes.ones(sizes.dtype, sizes.rows, sizes.heads.1);
-    Invocation::new("xla_gpu_kv_cache_update")
-        .operand("kv_cache", cache(sizes))
-        .operand("key", rows.clone())
-        .operand("value", rows)
-        .operand("slot_mapping", i32s(slots))
-        .attribute("kv_layout", Attr::I64(1))
-        .result_in_place("kv_cache", 0)
+    let Sizes { dtype, heads: (_, heads), head_dim, .. } = sizes;
+    let slots = slots.iter().map(|&slot| slot.into()).collect();
+    let (num_pages, page_size, dims) = (sizes.pages(), PAGE_SIZE, [head_dim; 2]);
+    Update { dtype, num_pages, page_size, heads, dims, slots, ..Update::default() }.invocation(true)
 }
 
 /// Names and `B + 1` starts.
@@ -269,18 +235,12 @@ pub fn hostile_slots_cost_no_more(sizes: Sizes, most: f64) {
 
 /// Room for as many rows as the cache has tokens, which each sequence may name.
 fn gather_kv_cache(sizes: Sizes, lens: &[i32], page: impl Fn(usize) -> i32) -> Invocation {
-    let (pages, slots) = (sizes.rows.div_ceil(PAGE_SIZE), lens.len());
-    let tables: Vec<i32> = (0..slots * pages).map(|entry| page(entry % pages)).collect();
-    let rows = [sizes.rows, sizes.heads.1, sizes.head_dim].map(|n| n as i64);
-    Invocation::new("xla_gpu_gather_kv_cache")
-        .operand("k_cache", cache(sizes))
-        .operand("v_cache", Array::left_out(sizes.kv_dtype))
-        .operand("block_tables", Array::i32s(&[slots as i64, pages as i64], &tables))
-        .operand("context_lens", i32s(lens))
-        .attribute("kv_layout", Attr::I64(1))
-        .result("keys", sizes.kv_dtype, &rows)
-        .result("values", sizes.kv_dtype, &rows)
-        .result("cu_seqlens", I32, &[slots as i64 + 1])
+    let Sizes { kv_dtype: dtype, heads: (_, heads), head_dim, rows: capacity, .. } = sizes;
+    let (pages, lens) = (sizes.pages(), lens.to_vec());
+    let tables = (0..lens.len() * pages).map(|entry| page(entry % pages)).collect();
+    let (page_size, dims) = (PAGE_SIZE, [head_dim; 2]);
+    let gather = Gather { dtype, out: dtype, num_pages: pages, page_size, heads, dims, ..Gather::default() };
+    Gather { max_pages: pages, tables, lens, capacity, ..gather }.invocation()
 }
 
 /// Lengths and pages of any kind take no longer to gather than right ones that fill the rows.

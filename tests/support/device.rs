@@ -87,6 +87,26 @@ impl Gpu {
         Some(Self { stream, name: String::from_utf8_lossy(&name[..end]).into_owned() })
     }
 
+    /// As [`Gpu::first`]; that there is none is said.
+    #[allow(clippy::print_stdout, reason = "a skipped test says so")]
+    pub fn or_skip() -> Option<Self> {
+        let gpu = Self::first();
+        if gpu.is_none() {
+            println!("skipped: this machine has no GPU");
+        }
+        gpu
+    }
+
+    /// Likewise for the kernels that are tuned for one.
+    #[allow(clippy::print_stdout, reason = "a skipped test says so")]
+    pub fn with_tuned_kernels_or_skip() -> Option<Self> {
+        let gpu = Self::first().filter(|_| Self::runs_sm_90a());
+        if gpu.is_none() {
+            println!("skipped: this machine has no GPU with tuned kernels");
+        }
+        gpu
+    }
+
     /// Kernels for sm_90a run on device 0: it is a Hopper, and the driver makes tensor maps.
     pub fn runs_sm_90a() -> bool {
         let attribute = |which| {
