@@ -34,6 +34,10 @@ impl CodeFormat {
         if extended | 0xff80 == self.nan {
             half |= 0x7fff;
         }
+        if half & 0x7fff > 0x7c00 {
+            // As the CPU widens it; at compile time a product may be another NaN.
+            return f32::from_bits((half as u32 & 0x8000) << 16 | 0x7fc0_0000 | (half as u32 & 0x3ff) << 13);
+        }
         f16::from_bits(half).to_f32_const() * self.factor
     }
 }

@@ -104,7 +104,8 @@ impl AttentionSizes {
         }
         let row_sums = number * BUCKETS.into_iter().find(|bucket| *bucket >= columns).unwrap_or(0);
         // Two numbers a row, one a block of 64 rows or more, and where places begin.
-        let per_row = heads.saturating_mul(row_sums + 2 * number).saturating_add(heads / 16 + 1);
+        let of_block = heads.saturating_add(15) / 16;
+        let per_row = heads.saturating_mul(row_sums + 2 * number).saturating_add(of_block);
         let per_sequence = heads.saturating_mul((GROUP - 1) * row_sums + number).saturating_add(72);
         let fixed = heads.saturating_mul(GROUP * row_sums + number).saturating_add(1024);
         WorkspaceSize { fixed, per_row, per_sequence }

@@ -188,10 +188,11 @@ fn sizes_that_no_call_can_have_want_no_workspace() {
     }
     for absurd in [i64::MIN, -1, 0, 1 << 40, i64::MAX] {
         assert_eq!(AttentionSizes { num_kv_heads: absurd, ..right }.workspace().fixed, 0, "Hkv {absurd}");
-        // 128 columns of a sum in f32 and two numbers for each head, rounded up; of f32 one number.
-        for (dtype, bytes) in [(DType::BF16, 521), (DType::F32, 4)] {
+        let heads = absurd.max(0);
+        // 128 columns of a sum in f32 and two numbers for each head, and one a block of 64 rows; of f32 one number.
+        for (dtype, bytes, of_block) in [(DType::BF16, 520, heads.saturating_add(15) / 16), (DType::F32, 4, 0)] {
             let per_row = AttentionSizes { num_q_heads: absurd, dtype, ..right }.gradients_workspace().per_row;
-            assert_eq!(per_row, absurd.max(0).saturating_mul(bytes), "Hq {absurd}");
+            assert_eq!(per_row, heads.saturating_mul(bytes).saturating_add(of_block), "Hq {absurd}");
         }
     }
 }

@@ -287,7 +287,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
             let halves = _mm256_and_si256(moved, _mm256_set1_epi16(format.bits as i16));
             let magnitudes = _mm256_or_si256(codes, _mm256_set1_epi16(0xff80u16 as i16));
             let is_nan = _mm256_cmpeq_epi16_mask(magnitudes, _mm256_set1_epi16(format.nan as i16));
-            let halves = _mm256_mask_mov_epi16(halves, is_nan, _mm256_set1_epi16(0x7fff));
+            let halves = _mm256_or_si256(halves, _mm256_maskz_set1_epi16(is_nan, 0x7fff));
             _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(format.factor))
         }
     }
