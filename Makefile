@@ -57,6 +57,9 @@ build: $(VENV)/build.stamp
 SOURCES := $(shell find src ffi kernels build_support python xla_headers -type f -not -path 'xla_headers/include/*' -not -name '*.pyc') \
   build.rs Cargo.toml Cargo.lock pyproject.toml hatch_build.py README.md LICENSE
 PACKAGE := $(VENV)/package-$(CUDA_ARCHS).stamp
+# Tests can plant faults; what is built for users cannot.
+FEATURES := --features planted_faults
+TESTED := --locked $(FEATURES)
 WHEEL := pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir
 
 wheel: $(VENV)/build.stamp
@@ -69,20 +72,17 @@ $(VENV)/package-all.stamp: $(VENV)/demo.stamp $(SOURCES)
 	rm -f $(VENV)/package-*.stamp
 	touch $@
 
-# Not in dist, because it is not for users. Its profile is that of the tests, which share its dependencies.
+# Not in dist, because it is not for users. Its features and profile are those of the tests, which take the same library.
 $(VENV)/package-%.stamp: $(VENV)/demo.stamp $(SOURCES)
 	@echo 'make: building CUDA kernels for: $* (CUDA_ARCHS=all builds every one)'
 	rm -rf target/package
-	XLA_ATTENTION_CARGO_PROFILE=test XLA_ATTENTION_CUDA_ARCHS=$* $(PYTHON) -m $(WHEEL) target/package .
+	XLA_ATTENTION_CARGO="build $(FEATURES)" XLA_ATTENTION_CARGO_PROFILE=test XLA_ATTENTION_CUDA_ARCHS=$* $(PYTHON) -m $(WHEEL) target/package .
 	$(PIP) --force-reinstall --no-deps target/package/*.whl
 	rm -f $(VENV)/package-*.stamp
 	touch $@
 
 # cargo-nextest where it is installed, cargo's own runner elsewhere.
 NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
-# Tests can plant faults; what is built for users cannot.
-TESTED := --locked --features planted_faults
-
 test: $(VENV)/test.stamp $(PACKAGE)
 ifdef NEXTEST
 	cargo nextest run $(TESTED)
