@@ -168,6 +168,7 @@ mod cuda {
     use crate::support::stand_in;
 
     #[test]
+    #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
     fn every_layer_of_a_cuda_handler_reports_its_fault_and_the_next_call_works() {
         if !runs_on_cpu() {
             println!("skipped: the stand-in for libcuda is for machines without a GPU");
