@@ -182,7 +182,7 @@ def test_torch_checks_every_operator():
 
 
 def test_the_call_of_seed_003_over_pages(torch_device):
-    """vLLM's way: `seqused_k`, `block_table`, and starts of keys that nobody reads."""
+    """vLLM's way: `seqused_k`, `block_table`, and starts of keys that no kernel reads."""
     call = every_call()["flash_attn_varlen: pages"]
     operands = given(call, torch_device)
     dummy = torch.zeros(1, dtype=torch.int32, device=torch_device)

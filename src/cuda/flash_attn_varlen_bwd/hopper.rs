@@ -100,7 +100,7 @@ impl Layout {
     }
 
     /// Whether the kernels run on this device, the workspace is large enough, rows and numbers are of the size that the
-    /// kernels count in, and the copy engine can copy all `boxes`.
+    /// kernels count in, and TMA can copy all `boxes`.
     pub(super) fn serves(&self, problem: &FlashAttnVarlenBwd, device: &Device, queries: u32, boxes: &[Boxes]) -> bool {
         let (forward, workspace) = (&problem.forward, problem.workspace.as_ref());
         let there = workspace.and_then(|workspace| workspace.dims.first()).map_or(0, |bytes| *bytes as usize);
