@@ -164,12 +164,11 @@ impl GatherRun<'_> {
         [1, 2].map(|axis| self.of.rows.dims[axis] as usize)
     }
 
-    /// The element of the cache, and that of the result, with which a head of the run's token `token` begins.
-    fn places(&self, token: usize, head: usize) -> (isize, usize) {
+    /// The element of the cache, and that of the result, with which the run's token `token` begins.
+    fn places(&self, token: usize) -> (isize, usize) {
         let (cache, [heads, head_dim]) = (&self.of.cache, self.heads());
-        let token_in_cache = self.run.page * cache.page_stride + (self.run.token + token) as i64 * cache.token_stride;
-        let from = token_in_cache + head as i64 * cache.head_stride;
-        (from as isize, ((self.run.row + token) * heads + head) * head_dim)
+        let from = self.run.page * cache.page_stride + (self.run.token + token) as i64 * cache.token_stride;
+        (from as isize, (self.run.row + token) * heads * head_dim)
     }
 
     /// What lies together in the cache as it does in the result: all of the run, the heads of a token, or, where heads are
@@ -199,7 +198,7 @@ impl GatherRun<'_> {
         let (bytes, part_step) = (len * size, self.of.cache.head_stride as isize * size as isize);
         let streamed = if self.streams::<S>() { bytes - bytes % vector } else { 0 };
         for token in 0..tokens {
-            let (from, to) = self.places(token, 0);
+            let (from, to) = self.places(token);
             // SAFETY: elements of the token's rows in the cache, whose strides the problem has checked, and of the run's rows.
             unsafe {
                 let from = self.of.cache.data.offset(from * size as isize).cast_const();
@@ -262,7 +261,7 @@ impl GatherRun<'_> {
         let Pieces { tokens, parts, len } = self.pieces(per_head);
         let (cache, rows) = (self.of.cache.data.cast::<F>(), self.of.rows.data.cast::<T>());
         for token in 0..tokens {
-            let (from, to) = self.places(token, 0);
+            let (from, to) = self.places(token);
             for part in 0..parts {
                 // SAFETY: the elements of the token's part in the cache, whose strides the problem has checked, and of its
                 // row; there is one scale, or one for each head, which are the parts then.
