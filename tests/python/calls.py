@@ -170,18 +170,22 @@ def _paged_call(operands, options, name, seed):
     return Call("paged_attention", name, given, check)
 
 
+# Of the queries, the cache and the result, where these are not those of the queries.
+_DTYPES = (
+    ("bfloat16", None, None),
+    ("float16", None, None),
+    ("bfloat16", "float8_e4m3fn", None),
+    ("float16", "float8_e5m2", None),
+    ("float8_e4m3fn", None, None),
+    ("float8_e4m3fn", None, "float16"),
+)
+
+
 def _paged(seed):
     for options in _SCORES:
         yield _paged_call(batch(SEQUENCES, seed=seed), options, _name(options, *_shapes(options)), seed)
     yield _paged_call(batch([(0, 0)], spare_rows=0, seed=seed), {}, "nothing", seed)
-    for dtype, cache, out_dtype in (
-        ("bfloat16", None, None),
-        ("float16", None, None),
-        ("bfloat16", "float8_e4m3fn", None),
-        ("float16", "float8_e5m2", None),
-        ("float8_e4m3fn", None, None),
-        ("float8_e4m3fn", None, "float16"),
-    ):
+    for dtype, cache, out_dtype in _DTYPES:
         query, kv_cache, *rest = batch(SEQUENCES, heads=(9, 3), d=40, page_size=5, dtype=dtype, seed=seed)
         options = {"k_scale": 0.5, "v_scale": 2.0} if cache else {}
         options |= {"out_dtype": np.dtype(out_dtype)} if out_dtype else {}
@@ -232,14 +236,7 @@ def _varlen(seed):
     (*operands, _), lengths = varlen(SEQUENCES, pages=8, seed=seed)
     ends = 100 + np.cumsum([0, *lengths.pop("seqused_k")], dtype=np.int32)
     yield _varlen_call(((*operands, ends), lengths), {"causal": True}, "pages, lengths by starts", seed)
-    for dtype, kv_dtype, out_dtype in (
-        ("bfloat16", None, None),
-        ("float16", None, None),
-        ("bfloat16", "float8_e4m3fn", None),
-        ("float16", "float8_e5m2", None),
-        ("float8_e4m3fn", None, None),
-        ("float8_e4m3fn", None, "float16"),
-    ):
+    for dtype, kv_dtype, out_dtype in _DTYPES:
         call = varlen(SEQUENCES, heads=(9, 3), d=40, dtype=dtype, kv_dtype=kv_dtype, seed=seed)
         options = {"k_scale": 0.5, "v_scale": 1.5} if kv_dtype or dtype == "float8_e4m3fn" else {}
         options |= {"out_dtype": np.dtype(out_dtype)} if out_dtype else {}
