@@ -1,8 +1,8 @@
 """Programs whose custom calls are compared with those that an earlier version made (`test_released_programs.py`).
 
-    python tests/python/released_programs.py FOLDER        # store what this version makes
+    python tests/python/released_programs.py FOLDER OPERATOR        # store what this version makes of a new operator
 
-Only for a new operator: what is stored of the others stays as it is.
+What is stored of the others stays as it is.
 """
 
 import pathlib
@@ -60,6 +60,10 @@ PROGRAMS = {
         lambda q, cache, *rest: xa.paged_attention_update(q, cache, *rest, scale=0.25),
         (spec(3, 2, 8), spec(4, 2, 2, 8), *SEQUENCES, *ROWS),
     ),
+    "gather_kv_cache": (
+        lambda *x: xa.gather_kv_cache(*x[:3], capacity=6, dtype=F32, k_scale=x[3], v_scale=x[4]),
+        (spec(4, 2, 2, 8, dtype=jnp.float8_e4m3fn), spec(2, 2, dtype=I32), spec(2, dtype=I32), SCALE, SCALE),
+    ),
     "flash_attn_varlen_bwd": (_gradients, (spec(3, 2, 8), spec(3, 1, 8), spec(3, 1, 8), spec(3, dtype=I32))),
 }
 
@@ -93,7 +97,6 @@ def operands_of(name):
 
 
 if __name__ == "__main__":
-    folder = pathlib.Path(sys.argv[1])
-    for program in PROGRAMS:
-        (folder / f"{program}.mlir").write_text(custom_calls(program))
-        (folder / f"{program}.jax").write_bytes(exported(program))
+    folder, program = pathlib.Path(sys.argv[1]), sys.argv[2]
+    (folder / f"{program}.mlir").write_text(custom_calls(program))
+    (folder / f"{program}.jax").write_bytes(exported(program))

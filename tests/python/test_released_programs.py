@@ -8,8 +8,15 @@ import pytest
 from jax import export
 
 from released_programs import PROGRAMS, custom_calls, operands_of
+from xla_attention import _library
 
 RELEASED = pathlib.Path(__file__).with_name("released")
+
+
+def test_every_operator_has_a_program():
+    assert [f"xla_gpu_{name}" for name in sorted(PROGRAMS)] == sorted(
+        x["target"] for x in _library.build_info()["operators"]
+    )
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
