@@ -1,4 +1,4 @@
-"""Gradients through JAX, against the oracle and under transformations."""
+"""Gradients through JAX, and under transformations."""
 
 import functools
 
@@ -9,13 +9,13 @@ import pytest
 
 from alone import python
 from batches import varlen
-from oracle_gradients import CASES, gradient_case
+from gradients import CASES, gradient_case
 from test_dot_product_attention import tensors
 from xla_attention.jax import dot_product_attention, export_disabled_checks, flash_attn_varlen
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_equal_the_oracle(platform, name):
+def test_gradients_are_those_of_the_library(platform, name):
     case = gradient_case(name)
     q, k, v, *starts = case.operands
     constant = {name: x for name, x in case.options.items() if name != "sinks"}

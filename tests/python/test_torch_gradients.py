@@ -1,18 +1,18 @@
-"""torch's autograd through flash_attn_varlen, on every device that torch has here, against the oracle."""
+"""torch's autograd through flash_attn_varlen, on every device that torch has here."""
 
 import pytest
 import torch
 
 import xla_attention.torch as xt
 from batches import varlen
-from oracle_gradients import CASES, gradient_case
+from gradients import CASES, gradient_case
 from torch_side import array, tensor
 
 pytestmark = pytest.mark.usefixtures("all_torch_devices")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_equal_the_oracle(torch_device, name):
+def test_gradients_are_those_of_the_library(torch_device, name):
     case = gradient_case(name)
     q, k, v, *starts = (tensor(x, torch_device) for x in case.operands)
     options = {name: tensor(value, torch_device) for name, value in case.options.items()}

@@ -1,12 +1,11 @@
 """What torch_xla makes of our calls: programs, their text, and the wrong answers that it would give by itself."""
 
-import numpy as np
 import pytest
 import torch
 
 import xla_attention.torch as xt
 from batches import batch, varlen
-from oracle import paged_attention_reference
+from calls import PAGED, Call
 from torch_side import array, tensor
 
 pytestmark = pytest.mark.usefixtures("xla_device")
@@ -25,7 +24,7 @@ def operands():
 def both(function, *operands, **options):
     """The results of a function of XLA tensors, lazily and compiled."""
     tensors = [tensor(x, "xla") for x in operands]
-    return [array(run(*tensors, **options)) for run in (function, compiled(function))]
+    return [list(map(array, run(*tensors, **options))) for run in (function, compiled(function))]
 
 
 @pytest.mark.parametrize("options", [[{"scale": 0.5}, {"scale": 2.0}], [{"sliding_window": 3}, {"sliding_window": 40}]])
@@ -34,11 +33,11 @@ def test_each_configuration_is_a_program_of_its_own(operands, options):
     for one in ({"scale": 0.125, **more} for more in options):
 
         def call(*operands, one=one):
-            return xt.paged_attention(*operands, **one)
+            return xt.paged_attention(*operands, **one, return_lse=True)
 
-        wanted, _ = paged_attention_reference(*operands, **one)
+        wanted = Call("paged_attention", "", {**dict(zip(PAGED, operands, strict=True)), **one})
         for found in both(call, *operands):
-            np.testing.assert_allclose(found, wanted, atol=2e-5)
+            wanted.check(*found)
 
 
 def test_each_output_dtype_and_shape_is_a_program_of_its_own():

@@ -1,0 +1,61 @@
+"""Gradients of flash_attn_varlen over packed keys: calls for each option, and what they come out at (`direct.py`)."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from batches import varlen
+from calls import TOLERANCE
+from direct import results_of
+
+MIXED = [(33, 33), (1, 50), (5, 70), (0, 9), (3, 0), (9, 4)]
+# What a call is made of, its options, and whether the log-sum-exps have a cotangent too.
+CASES = {
+    "full": ({"dv": 40, "unused": (2, 3)}, {}, False),
+    "causal": ({"dv": 40, "unused": (2, 3)}, {"causal": True}, True),
+    "top left": ({}, {"causal": True, "top_left": True}, False),
+    "window": ({"dv": 40}, {"window": (7, 3)}, True),
+    "sliding window": ({}, {"window": (9, -1), "causal": True}, False),
+    "soft cap": ({}, {"softcap": 1.5, "causal": True}, False),
+    "scale": ({}, {"softmax_scale": 0.3, "deterministic": True}, False),
+    "slopes": ({}, {"alibi_slopes": np.linspace(0.05, 0.4, 8, dtype=np.float32)}, False),
+    "slopes of each sequence": (
+        {"dv": 40},
+        {"alibi_slopes": np.linspace(0, 0.4, 48, dtype=np.float32).reshape(6, 8), "causal": True},
+        False,
+    ),
+    "padding": ({"unused": (2, 3)}, {"leftpad_k": np.int32([3, 0, 70, 1, 0, 2])}, False),
+    "sinks": ({}, {"sinks": np.linspace(-1, 3, 8, dtype=np.float32), "causal": True}, True),
+    "bfloat16": ({"heads": (9, 3), "d": 40, "dtype": "bfloat16"}, {"causal": True}, True),
+    "float16": ({"heads": (9, 3), "d": 40, "dtype": "float16"}, {"causal": True}, True),
+}
+
+
+class GradientCase(NamedTuple):
+    """Of `CASES`: what to ask the gradients of, all in NumPy."""
+
+    operands: tuple  # q, k, v and their starts
+    options: dict
+    dout: np.ndarray
+    dlse: np.ndarray | None
+
+    def check(self, found):
+        """`found` is (dq, dk, dv), and with sinks dsinks."""
+        given = dict(zip(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), self.operands, strict=True)) | self.options
+        out, lse = results_of("flash_attn_varlen", given)
+        given |= {"out": out, "softmax_lse": lse, "dout": self.dout, "dlse": self.dlse}
+        for one, wanted in zip(map(np.asarray, found), results_of("flash_attn_varlen_bwd", given), strict=True):
+            largest = np.abs(wanted.astype(np.float64)).max()
+            near = {"rtol": TOLERANCE[wanted.dtype.name], "atol": TOLERANCE[wanted.dtype.name] * largest}
+            np.testing.assert_allclose(one.astype(np.float64), wanted.astype(np.float64), **near)
+
+
+def gradient_case(name):
+    form, options, of_lse = CASES[name]
+    operands, lengths = varlen(MIXED, **form)
+    q, _, v = operands[:3]
+    owned = np.isfinite(q.astype(np.float32)).all(axis=(1, 2))
+    rng = np.random.default_rng(3)
+    dout = np.where(owned[:, None, None], rng.standard_normal((*q.shape[:2], v.shape[2])), 0).astype(q.dtype)
+    dlse = np.where(owned[None], rng.standard_normal(q.shape[1::-1]), 0).astype(np.float32)
+    return GradientCase(operands, options | lengths, dout, dlse if of_lse else None)
