@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 
-from alone import python
+from alone import python_with_torch
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs/debugging_torch_xla.md"
 
@@ -26,7 +26,7 @@ def printed():
     assert exported.keys() == {"PJRT_DEVICE", "XLA_FLAGS"}
     program = pathlib.Path(tempfile.mkdtemp(), "page.py")
     program.write_text(f"import os\nos.chdir({str(program.parent)!r})\n" + "\n".join(blocks("python")))
-    return python(program, **exported).stdout
+    return python_with_torch(program, **exported).stdout
 
 
 def numbered(number):

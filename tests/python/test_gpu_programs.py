@@ -11,7 +11,7 @@ import tempfile
 
 import pytest
 
-from alone import python
+from alone import python, python_with_torch
 from calls import flat, plain_calls
 
 HERE = pathlib.Path(__file__).parent
@@ -66,7 +66,7 @@ def programs():
     """The optimised HLO of each program."""
     folder = pathlib.Path(tempfile.mkdtemp())
     if importlib.util.find_spec("torch_xla"):
-        python("-c", TORCH_PROGRAMS, folder, PJRT_DEVICE="CPU")
+        python_with_torch("-c", TORCH_PROGRAMS, folder, PJRT_DEVICE="CPU")
     files = [f"{path.name}={path}" for path in folder.iterdir()]
     python(HERE / "gpu_compiler.py", folder / "hlo.json", *files, **environment())
     return json.loads((folder / "hlo.json").read_text())

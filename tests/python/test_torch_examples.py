@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from alone import python
+from alone import python_with_torch
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.beside
 
 def run(name, *arguments):
     """What an example prints."""
-    return python(EXAMPLES / name, *arguments, PJRT_DEVICE="CPU").stdout
+    return python_with_torch(EXAMPLES / name, *arguments, PJRT_DEVICE="CPU").stdout
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from alone import python
+from alone import python_with_torch
 
 pytestmark = [pytest.mark.usefixtures("xla_device"), pytest.mark.beside]
 
@@ -27,7 +27,7 @@ def simple_add_xla(a, b):
 
 
 def run_alone(code, device="CPU"):
-    return python("-c", code, PJRT_DEVICE=device).stdout.strip()
+    return python_with_torch("-c", code, PJRT_DEVICE=device).stdout.strip()
 
 
 @pytest.mark.parametrize(
