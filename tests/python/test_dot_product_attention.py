@@ -18,23 +18,19 @@ def tensors(dtype="float32", *, batch=3, rows=17, keys=29, heads=(6, 2), d=32):
     return [jnp.asarray(np.random.default_rng(i).standard_normal(x, np.float32), dtype) for i, x in enumerate(shapes)]
 
 
-def assert_near(found, wanted, tolerance):
-    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-    np.testing.assert_allclose(np.float32(found), np.float32(wanted), atol=tolerance, rtol=tolerance)
-
-
 def check(operands, *, return_residual=True, **options):
     """The output, with the residual and without, and the residual."""
     # On a GPU, JAX's products of f32 are those of TF32 otherwise.
     with jax.default_matmul_precision("highest"):
         theirs = functools.partial(jax.nn.dot_product_attention, return_residual=return_residual, **options)
-        # Within jit, XLA has no products of f16 on the CPU.
-        wanted = (theirs if operands[0].dtype == jnp.float16 else jax.jit(theirs))(*operands)
+        wanted = jax.jit(theirs)(*(x.astype(jnp.float32) for x in operands))
     out = dot_product_attention(*operands, **options)
     found = dot_product_attention(*operands, return_residual=return_residual, **options)
     found, wanted = (x if return_residual else (x,) for x in (found, wanted))
+    near = TOLERANCE[out.dtype.name]
     for one, other in zip(found, wanted, strict=True):
-        assert_near(one, other, TOLERANCE[out.dtype.name])
+        assert (one.dtype, one.shape) == (operands[0].dtype, other.shape)
+        np.testing.assert_allclose(np.float32(one), other, atol=near, rtol=near)
     np.testing.assert_array_equal(np.float32(out), np.float32(found[0]))
 
 
