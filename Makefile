@@ -91,7 +91,7 @@ else
 endif
 	cargo test $(TESTED) --doc
 	cargo run $(TESTED) --quiet --profile test --example c_interface
-	$(PYTHON) -m pytest $(if $(CI),,-m "not slow")
+	$(PYTHON) tests/python/in_two_processes.py $(if $(CI),,-m "not slow")
 
 # The wheel in every runtime of tests/matrix/environments.toml; the table goes to docs/compatibility.md.
 matrix: $(VENV)/test.stamp $(VENV)/package-all.stamp

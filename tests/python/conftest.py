@@ -1,6 +1,6 @@
 """Fixtures: every operator test runs on the CPU and, where there is one, on the GPU."""
 
-import concurrent.futures
+import functools
 import importlib.util
 import os
 
@@ -24,40 +24,25 @@ hypothesis.settings.register_profile("shapes", deadline=None, max_examples=40)
 hypothesis.settings.load_profile("shapes")
 
 
-def gpus() -> list:
+@functools.cache
+def no_gpu(of_torch: bool) -> str | None:
+    """Why a test that needs a GPU cannot run."""
     try:
-        return jax.devices("gpu")
+        jax.devices("gpu")
     except RuntimeError:
-        return []
+        return "no NVIDIA GPU that JAX can use"
+    if of_torch:
+        import torch
+
+        return None if torch.cuda.is_available() else "torch sees no CUDA device"
+    return None
 
 
 def pytest_collection_modifyitems(items):
-    if not gpus():
-        skip = pytest.mark.skip(reason="no NVIDIA GPU that JAX can use")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(skip)
-    items.sort(key=lambda item: item.get_closest_marker("beside") is not None)
-
-
-# Tests marked `beside` are begun when all tests are known, one after the other in a thread, and looked at last.
-BESIDE, begun = concurrent.futures.ThreadPoolExecutor(1), {}
-
-
-def pytest_collection_finish(session):
-    for item in session.items if not session.config.option.collectonly else ():
-        if item.get_closest_marker("beside") and not item.get_closest_marker("skip"):
-            given = item.callspec.params if hasattr(item, "callspec") else {}
-            begun[item.nodeid] = BESIDE.submit(item.function, **given)
-
-
-def pytest_pyfunc_call(pyfuncitem):
-    future = begun.get(pyfuncitem.nodeid)
-    return None if future is None else [future.result()]
-
-
-def pytest_sessionfinish():
-    BESIDE.shutdown(cancel_futures=True)
+    for item in items:
+        of_torch = item.path.name.startswith("test_torch_") or "torch_device" in item.fixturenames
+        if "gpu" in item.keywords and (reason := no_gpu(of_torch)):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -95,9 +80,4 @@ def torch_device(request):
     """Where the tensors of a test are."""
     if request.param == "xla":
         return request.getfixturevalue("xla_device")
-    if request.param == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            pytest.skip("torch sees no CUDA device")
     return request.param

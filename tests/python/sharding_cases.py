@@ -301,5 +301,16 @@ CASES = {
     "add, by two dimensions": lambda _: added(),
 }
 
+# Programs in which something has to be exchanged, by what: gradients of what is the same on every device are summed,
+# and heads that come out uneven are computed by every device.
+EXCHANGE = {
+    "packed, one KV head": {"all-gather"},
+    "packed, projected": {"all-reduce"},
+    "packed, projected, two KV heads": {"all-gather", "all-reduce"},
+    "packed, whole keys": {"all-gather"},
+    "packed, shard_map over rows": {"all-reduce"},
+    "paged, cache cut between K and V": {"all-gather"},
+    "paged, cache cut between K and V by an axis": {"all-gather"},
+}
 # Their own code asks JAX for what it refuses where axes are explicit: to reshape what is cut within a head.
 AUTOMATIC = {"packed, projected, two KV heads"}

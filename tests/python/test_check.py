@@ -6,8 +6,6 @@ from alone import python, python_with_torch
 from xla_attention import library_path
 from xla_attention._library import build_info
 
-pytestmark = pytest.mark.beside
-
 CALL = """
 import jax, jax.numpy as jnp
 from xla_attention.jax import paged_attention

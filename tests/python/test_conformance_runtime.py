@@ -233,7 +233,6 @@ print("failures", failures, "calls", len(right))
 """
 
 
-@pytest.mark.beside
 def test_two_devices_are_served_at_once(platform):
     if platform == "gpu" and len(jax.devices("gpu")) < 2:
         pytest.skip("this machine has one GPU")
@@ -257,7 +256,6 @@ def test_targets_may_be_registered_again(platform):
     assert ADD.results[0].is_met_by(by_stablehlo(ADD, platform)[0])
 
 
-@pytest.mark.beside
 def test_another_handler_under_a_name_that_is_taken_is_refused():
     code = """
 import ctypes, jax

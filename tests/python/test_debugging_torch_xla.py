@@ -33,7 +33,6 @@ def numbered(number):
     return [line for line in printed().splitlines() if line.startswith(f"{number}. ")]
 
 
-@pytest.mark.beside
 def test_a_graph_is_shown_at_three_levels():
     (ours,), (hlo,), (stablehlo,) = (numbered(number) for number in (1, 2, 3))
     assert "xla_attention::call(" in ours
@@ -42,12 +41,10 @@ def test_a_graph_is_shown_at_three_levels():
     assert "stablehlo.custom_call @xla_gpu_flash_attn_varlen(" in stablehlo and "api_version = 4 : i32" in stablehlo
 
 
-@pytest.mark.beside
 def test_dumps_have_the_call_before_and_after_optimisation():
     assert numbered(4) == ["4. before_optimizations 1", "4. after_optimizations 1"]
 
 
-@pytest.mark.beside
 def test_steps_of_one_shape_compile_once_and_nothing_falls_back():
     assert numbered(5) == ["5. None 2"]
     assert numbered(6) == ["6. []"]

@@ -18,10 +18,7 @@ HERE = pathlib.Path(__file__).parent
 # `make` installs JAX's CUDA plugin here, beside the environment: in it, JAX would look for a GPU in every test.
 PLUGIN = pathlib.Path(sys.prefix, "xla_gpu")
 
-pytestmark = [
-    pytest.mark.skipif(not PLUGIN.is_dir(), reason=f"no CUDA plugin of JAX in {PLUGIN}: `make test`"),
-    pytest.mark.beside,
-]
+pytestmark = pytest.mark.skipif(not PLUGIN.is_dir(), reason=f"no CUDA plugin of JAX in {PLUGIN}: `make test`")
 
 OPERATORS = [*plain_calls(), "gradients"]
 CACHES = {name: flat(call.given[call.updates]) for name, call in plain_calls().items() if call.updates}

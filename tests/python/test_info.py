@@ -3,8 +3,6 @@
 import json
 import re
 
-import pytest
-
 import xla_attention
 from alone import python
 from xla_attention import _library
@@ -22,12 +20,10 @@ def test_info_names_versions_targets_variants_and_front_ends():
     assert f"; handlers of XLA FFI {_register.accepted()} (the runtime speaks {theirs})" in line
 
 
-@pytest.mark.beside
 def test_info_is_printed_by_the_module():
     assert python("-m", "xla_attention", "info").stdout.startswith("xla-attention ")
 
 
-@pytest.mark.beside
 def test_a_plain_import_loads_no_framework():
     done = python("-c", "import sys, xla_attention; print(sorted({'jax', 'torch'} & set(sys.modules)))")
     assert done.stdout.strip() == "[]"
@@ -42,14 +38,12 @@ def test_every_variant_reports_what_it_takes():
             assert spill_bytes == 0, (variant["name"], arch)
 
 
-@pytest.mark.beside
 def test_a_missing_library_says_what_to_do():
     code = "import xla_attention._library as l; l.library()"
     done = python("-c", code, check=False, XLA_ATTENTION_LIBRARY="/nowhere/lib.so")
     assert "ImportError: xla_attention: the shared library /nowhere/lib.so is not there" in done.stderr
 
 
-@pytest.mark.beside
 def test_an_older_runtime_is_refused_before_anything_is_registered():
     code = """
 import jax
@@ -66,7 +60,6 @@ print(jax.numpy.ones(2).sum())
     assert lines[1] == "2.0"
 
 
-@pytest.mark.beside
 def test_the_log_says_once_what_was_chosen_for_a_shape():
     code = """
 import jax.numpy as jnp
@@ -86,7 +79,6 @@ for _ in range(3):
     assert "paged_attention: " not in python("-c", code, JAX_PLATFORMS="cpu").stderr
 
 
-@pytest.mark.beside
 def test_an_unknown_log_level_names_the_known_ones():
     done = python("-c", "import xla_attention._library as l; l.targets()", XLA_ATTENTION_LOG="loud")
     assert "XLA_ATTENTION_LOG=loud: expected off, error, warn, info, debug or trace" in done.stderr

@@ -127,7 +127,6 @@ def test_a_plugin_that_refuses_both_says_so():
         torch_xla._register_accepted(_library.handler_sets()[::-1], b"CUDA", register)
 
 
-@pytest.mark.beside
 def test_a_runtime_that_has_dropped_our_versions_is_an_import_error_and_leaves_jax_as_it_was():
     code = """
 import jax, old_handler
@@ -162,7 +161,6 @@ def test_a_runtime_that_cannot_be_asked_is_taken_at_its_word(in_runtime, monkeyp
     assert _register.accepted().version == (0, 1)
 
 
-@pytest.mark.beside
 def test_without_jax_the_error_says_what_to_install():
     code = """
 import sys

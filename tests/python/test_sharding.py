@@ -12,21 +12,10 @@ import jax
 import pytest
 
 from alone import python
-from sharding_cases import AUTOMATIC, CASES
+from sharding_cases import AUTOMATIC, CASES, EXCHANGE
 
 HERE = pathlib.Path(__file__).parent
 JAX_VERSION = tuple(map(int, jax.__version__.split(".")[:2]))
-# Programs in which something has to be exchanged, by what: gradients of what is the same on every device are summed,
-# and heads that come out uneven are computed by every device.
-EXCHANGE = {
-    "packed, one KV head": {"all-gather"},
-    "packed, projected": {"all-reduce"},
-    "packed, projected, two KV heads": {"all-gather", "all-reduce"},
-    "packed, whole keys": {"all-gather"},
-    "packed, shard_map over rows": {"all-reduce"},
-    "paged, cache cut between K and V": {"all-gather"},
-    "paged, cache cut between K and V by an axis": {"all-gather"},
-}
 UNEVEN = {
     "packed, one KV head",
     "packed, projected, two KV heads",
@@ -57,7 +46,6 @@ def programs(platform, form):
     return {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
 
 
-@pytest.mark.beside
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("form", ["shardy", "gspmd", "explicit"])  # what partitions, or that the mesh has explicit axes
 @pytest.mark.parametrize("on", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -9,8 +9,6 @@ from alone import python_with_torch
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
-pytestmark = pytest.mark.beside
-
 
 def run(name, *arguments):
     """What an example prints."""

@@ -4,7 +4,7 @@ import pytest
 
 from alone import python_with_torch
 
-pytestmark = [pytest.mark.usefixtures("xla_device"), pytest.mark.beside]
+pytestmark = pytest.mark.usefixtures("xla_device")
 
 # Seeds 001 and 002: a call of the user's own, by the plain name.
 CALL = """
