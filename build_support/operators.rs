@@ -4,6 +4,7 @@
 //! bindings), `operators.json` (for `xa_info`) and `custom_calls.md` (the reference page, which is checked in as well).
 
 use anyhow::{Context, Result, bail, ensure};
+use heck::ToUpperCamelCase as _;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -264,12 +265,6 @@ fn check(operators: &[Operator]) -> Result<()> {
     Ok(())
 }
 
-/// `paged_attention` as `PagedAttention`.
-fn camel(name: &str) -> String {
-    let capital = |word: &str| word[..1].to_uppercase() + &word[1..];
-    name.split('_').filter(|word| !word.is_empty()).map(capital).collect()
-}
-
 /// The names of a list, as Rust's string literals.
 fn literals<'a>(names: impl Iterator<Item = &'a String>) -> String {
     names.map(|name| format!("{name:?}")).collect::<Vec<_>>().join(", ")
@@ -279,10 +274,10 @@ fn rust(operators: &[Operator]) -> String {
     let mut text = String::from("/// The operators. Their numbers are part of the C interface and never change.\n");
     text += "#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]\n#[repr(i32)]\npub enum Op {\n";
     for Operator { name, number, summary, .. } in operators {
-        let _ = writeln!(text, "    /// {summary}\n    {} = {number},", camel(name));
+        let _ = writeln!(text, "    /// {summary}\n    {} = {number},", name.to_upper_camel_case());
     }
     text += "}\n\nimpl Op {\n    /// Every operator, by number.\n";
-    let all: Vec<_> = operators.iter().map(|operator| format!("Op::{}", camel(&operator.name))).collect();
+    let all: Vec<_> = operators.iter().map(|operator| format!("Op::{}", operator.name.to_upper_camel_case())).collect();
     let _ = writeln!(text, "    pub const ALL: [Op; {}] = [{}];\n}}\n", all.len(), all.join(", "));
     let _ = writeln!(text, "static SIGNATURES: [Signature; {}] = [", all.len());
     for operator in operators {
@@ -305,7 +300,7 @@ fn rust(operators: &[Operator]) -> String {
     text += "/// `$each! { Op module, ... }`: the operators by number, each with the name of its modules.\n";
     text += "macro_rules! for_each_operator {\n    ($each:ident) => {\n        $each! {\n";
     for Operator { name, .. } in operators {
-        let _ = writeln!(text, "            {} {name},", camel(name));
+        let _ = writeln!(text, "            {} {name},", name.to_upper_camel_case());
     }
     text += "        }\n    };\n}\npub(crate) use for_each_operator;\n\n";
     text += "/// `$row!($set, name, target)` for each target of a set of handlers.\n";
@@ -341,12 +336,12 @@ fn names<'a>(enum_: &str, what: &str, all: impl Iterator<Item = &'a String>) -> 
     let mut text = format!("/// The names of every {what}.\n#[derive(Clone, Copy, Debug, PartialEq, Eq)]\n");
     let _ = writeln!(text, "pub(crate) enum {enum_} {{");
     for name in &distinct {
-        let _ = writeln!(text, "    {},", camel(name));
+        let _ = writeln!(text, "    {},", name.to_upper_camel_case());
     }
     let _ = writeln!(text, "}}\n\nimpl {enum_} {{\n    pub(crate) const fn name(self) -> &'static str {{");
     text += "        match self {\n";
     for name in &distinct {
-        let _ = writeln!(text, "            Self::{} => {name:?},", camel(name));
+        let _ = writeln!(text, "            Self::{} => {name:?},", name.to_upper_camel_case());
     }
     text += "        }\n    }\n}\n\n";
     text

@@ -4,6 +4,7 @@
 //! launches.
 
 use anyhow::{Context, Result, bail, ensure};
+use heck::ToUpperCamelCase as _;
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{Display, Formatter, Write as _};
@@ -253,7 +254,7 @@ impl Tiles {
     /// The header of the table: a class template of the keys, those that are names as tag types, with a specialisation per
     /// row.
     fn header(&self) -> String {
-        let name = camel(&self.name);
+        let name = self.name.to_upper_camel_case();
         let mut tags = BTreeSet::new();
         let mut rows = String::new();
         for row in &self.rows {
@@ -268,7 +269,12 @@ impl Tiles {
             );
             let _ = writeln!(rows, "template <>\nstruct {name}<{}> {{", arguments.join(", "));
             for (column, value) in self.columns.iter().zip(columns) {
-                let _ = writeln!(rows, "  static constexpr {} k{} = {value};", value.types().0, camel(column));
+                let _ = writeln!(
+                    rows,
+                    "  static constexpr {} k{} = {value};",
+                    value.types().0,
+                    column.to_upper_camel_case()
+                );
             }
             rows += "};\n";
         }
@@ -282,7 +288,7 @@ impl Tiles {
 
     /// The struct and the table for the launches; `<key>_value` is a number as the value of the axis of that name.
     fn rust(&self, axes: &BTreeSet<&str>) -> String {
-        let name = camel(&self.name) + "Tile";
+        let name = self.name.to_upper_camel_case() + "Tile";
         let line = |row: &[Entry], field: &dyn Fn(&str, &Entry, bool) -> String| -> String {
             self.names()
                 .zip(row)
@@ -308,12 +314,6 @@ impl Tiles {
              pub(crate) static {constant}: [{name}; {count}] = [\n{rows}];\n"
         )
     }
-}
-
-/// `row_warps` as `RowWarps`.
-fn camel(name: &str) -> String {
-    let word = |word: &str| word[..1].to_uppercase() + &word[1..];
-    name.split('_').filter(|part| !part.is_empty()).map(word).collect()
 }
 
 /// The declaration, `kernels/variants.toml`, checked.
