@@ -3,7 +3,7 @@
 use super::element::{Element, Stored};
 use super::element_fp8::{E4m3, E5m2};
 use super::fp8_decoding::PairTable;
-use super::simd::{Isa, Simd, Vectorised};
+use super::simd::{Isa, Simd, Vectorised, prefetch_row};
 use crate::error::Result;
 use crate::ops::gather_kv_cache::{GatherKvCache, GatheredRows};
 use crate::pool::{Pool, parallel_for};
@@ -13,6 +13,11 @@ use std::ops::Range;
 
 /// Bytes of one task: large enough to pay for handing it to another thread.
 const TASK: usize = 1 << 18;
+
+/// Bytes of a page, K and V, up to which the pages that follow are prefetched where K and V lie apart: in what lies
+/// together, the CPU looks ahead by itself.
+const SMALL_PAGE: usize = 1 << 12;
+const PAGES_AHEAD: usize = 8;
 
 /// Bytes of a result from which on it is stored past the caches.
 const STREAMED: usize = 1 << 25;
@@ -48,9 +53,16 @@ pub(crate) unsafe fn run(problem: &GatherKvCache, pool: &dyn Pool) -> Result {
     )
 }
 
+impl GatheredRows<'_> {
+    /// Hkv and D.
+    fn heads(&self) -> [usize; 2] {
+        [1, 2].map(|axis| self.rows.dims[axis] as usize)
+    }
+}
+
 /// Bytes of a row of a result, all heads of it.
 fn row_bytes(of: &GatheredRows) -> usize {
-    (of.rows.dims[1] * of.rows.dims[2]) as usize * of.rows.dtype.size()
+    of.heads().iter().product::<usize>() * of.rows.dtype.size()
 }
 
 /// `cu_seqlens`.
@@ -87,31 +99,44 @@ impl Vectorised for GatherRows<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
         let Self { problem, starts, rows } = self;
-        let end = starts[problem.num_seqs] as usize;
+        let (table, page_size) = (&problem.table, problem.table.page_size);
+        let sides = [&problem.keys, &problem.values];
+        // SAFETY: an entry of sequence b, below M.
+        let page = |b: usize, entry: usize| unsafe {
+            let listed = table.entries.offset(b as isize * table.stride as isize + entry as isize).read();
+            i64::from(listed).clamp(0, table.num_pages as i64 - 1)
+        };
+        let row_elements: usize = sides.iter().map(|of| of.heads().iter().product::<usize>()).sum();
+        let page_bytes = page_size * row_elements * problem.cache_dtype.size();
+        let [keys, values] = sides.map(|of| of.cache.data.addr());
+        let prefetches = page_bytes <= SMALL_PAGE && keys.abs_diff(values) >= page_bytes;
+        let end = rows.end.min(starts[problem.num_seqs] as usize);
         let mut row = rows.start;
         // The last sequence that begins at the row or before it: those without a token come before the one that has it.
         let mut b = starts.partition_point(|&start| start as usize <= row).saturating_sub(1);
-        while row < rows.end.min(end) {
-            if row >= starts[b + 1] as usize {
-                b += 1;
-                continue;
-            }
-            let (token, page_size) = (row - starts[b] as usize, problem.table.page_size);
-            let count = (page_size - token % page_size).min(starts[b + 1] as usize - row).min(rows.end - row);
-            let run = Run { page: 0, token: token % page_size, row, count };
-            // SAFETY: a token of the sequence, whose entry is below M; the run lies in one page, and its rows are the task's.
-            unsafe {
-                let entry = b as isize * problem.table.stride as isize + (token / page_size) as isize;
-                let page = problem.table.entries.offset(entry).read();
-                let run = Run { page: i64::from(page).clamp(0, problem.table.num_pages as i64 - 1), ..run };
-                for of in [&problem.keys, &problem.values] {
-                    simd.call(GatherRun { of, cache_dtype: problem.cache_dtype, run });
+        while row < end {
+            let (token, next) = (row - starts[b] as usize, starts[b + 1] as usize);
+            let pages = (next - starts[b] as usize).div_ceil(page_size);
+            let (mut entry, mut offset) = (token / page_size, token % page_size);
+            while row < end.min(next) {
+                let count = (page_size - offset).min(end.min(next) - row);
+                if prefetches && entry + PAGES_AHEAD < pages {
+                    let coming = Run { page: page(b, entry + PAGES_AHEAD), token: 0, row, count };
+                    for of in sides {
+                        GatherRun { of, cache_dtype: problem.cache_dtype, run: coming }.prefetch();
+                    }
                 }
+                let run = Run { page: page(b, entry), token: offset, row, count };
+                for of in sides {
+                    // SAFETY: the run lies in one page, and its rows are the task's.
+                    unsafe { simd.call(GatherRun { of, cache_dtype: problem.cache_dtype, run }) };
+                }
+                (row, entry, offset) = (row + count, entry + 1, 0);
             }
-            row += count;
+            b += 1;
         }
         simd.fence();
-        for of in [&problem.keys, &problem.values] {
+        for of in sides {
             let bytes = row_bytes(of);
             // SAFETY: rows of the result that are the task's.
             unsafe { of.rows.data.add(row * bytes).write_bytes(0, (rows.end - row) * bytes) };
@@ -159,14 +184,9 @@ impl Vectorised for GatherRun<'_> {
 }
 
 impl GatherRun<'_> {
-    /// Hkv and D.
-    fn heads(&self) -> [usize; 2] {
-        [1, 2].map(|axis| self.of.rows.dims[axis] as usize)
-    }
-
     /// The element of the cache, and that of the result, with which the run's token `token` begins.
     fn places(&self, token: usize) -> (isize, usize) {
-        let (cache, [heads, head_dim]) = (&self.of.cache, self.heads());
+        let (cache, [heads, head_dim]) = (&self.of.cache, self.of.heads());
         let from = self.run.page * cache.page_stride + (self.run.token + token) as i64 * cache.token_stride;
         (from as isize, (self.run.row + token) * heads * head_dim)
     }
@@ -174,12 +194,28 @@ impl GatherRun<'_> {
     /// What lies together in the cache as it does in the result: all of the run, the heads of a token, or, where heads are
     /// `apart` too, one head.
     fn pieces(&self, apart: bool) -> Pieces {
-        let (cache, [heads, head_dim]) = (&self.of.cache, self.heads());
+        let (cache, [heads, head_dim]) = (&self.of.cache, self.of.heads());
         let heads_together = cache.head_stride == head_dim as i64 && !apart;
         let all_together = heads_together && cache.token_stride == (heads * head_dim) as i64;
-        let tokens = if all_together { 1 } else { self.run.count };
-        let parts = if heads_together { 1 } else { heads };
-        Pieces { tokens, parts, len: head_dim * heads / parts * (self.run.count / tokens) }
+        let row = heads * head_dim;
+        match (all_together, heads_together) {
+            (true, _) => Pieces { tokens: 1, parts: 1, len: self.run.count * row },
+            (_, true) => Pieces { tokens: self.run.count, parts: 1, len: row },
+            _ => Pieces { tokens: self.run.count, parts: heads, len: head_dim },
+        }
+    }
+
+    /// Asks for what the run reads of the cache.
+    fn prefetch(&self) {
+        let Pieces { tokens, parts, len } = self.pieces(false);
+        let (cache, size) = (&self.of.cache, self.cache_dtype.size());
+        for token in 0..tokens {
+            let (from, _) = self.places(token);
+            for part in 0..parts as isize {
+                let from = (from + part * cache.head_stride as isize) * size as isize;
+                prefetch_row(cache.data.wrapping_offset(from), len * size);
+            }
+        }
     }
 
     /// Whether the result, which the caches would not hold, is stored past them where it is aligned.
