@@ -100,6 +100,20 @@ def by_ffi_call(case, platform, *, in_place=False):
         return [np.asarray(result) for result in results]
 
 
+def assert_outcome(case, platform, run):
+    """What comes of the case is what the table says, results or the text of its refusal."""
+    results, error = (), None
+    try:
+        results = run(case, platform)
+    except jax.errors.JaxRuntimeError as raised:
+        if case.code is None:
+            raise
+        error = said(raised)
+    assert error == (case.code and told_on(platform, case))
+    for wanted, found in zip(() if case.code else case.results, results, strict=True):
+        assert wanted.is_met_by(found), found
+
+
 def told_on(platform, case):
     """What the user reads. On a GPU the initialize handler refuses first: it names its stage and binds no context."""
     text = case.text
