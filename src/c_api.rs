@@ -316,7 +316,8 @@ pub unsafe extern "C" fn xa_workspace(
 }
 
 /// What this build holds, as JSON: `version`, `xla_ffi` (the version of `xa_targets`), `handler_sets` (all
-/// versions, the oldest first), `cuda`, `check`, `targets`, `operators` (what `ffi/operators.toml` declares), `variants`
+/// versions, the oldest first), `cuda`, `cuda_archs` (whose kernels it has), `planted_faults` (whether tests can make it
+/// fail; never in a library for users), `check`, `targets`, `operators` (what `ffi/operators.toml` declares), `variants`
 /// with their resources. Valid for the life of the process; null if it cannot be made.
 #[unsafe(no_mangle)]
 pub extern "C" fn xa_info() -> *const c_char {
@@ -334,12 +335,13 @@ fn info() -> String {
         targets.push(format!("[{:?},{:?}]", name.to_string_lossy(), platform.to_string_lossy()));
     }
     format!(
-        "{{\"version\":{:?},\"xla_ffi\":{},\"handler_sets\":[{}],\"cuda\":{},\"cuda_archs\":{:?},\"check\":{},\"targets\":[{}],\"operators\":{},\"variants\":[{}]}}",
+        "{{\"version\":{:?},\"xla_ffi\":{},\"handler_sets\":[{}],\"cuda\":{},\"cuda_archs\":{:?},\"planted_faults\":{},\"check\":{},\"targets\":[{}],\"operators\":{},\"variants\":[{}]}}",
         env!("CARGO_PKG_VERSION"),
         versions[0],
         versions.join(","),
         cfg!(feature = "cuda"),
         cuda_archs(),
+        cfg!(feature = "planted_faults"),
         check::on(),
         targets.join(","),
         ops::OPERATORS_JSON,
