@@ -84,7 +84,10 @@ $(VENV)/package-%.stamp: $(VENV)/demo.stamp $(SOURCES)
 
 # cargo-nextest where it is installed, cargo's own runner elsewhere.
 NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
-test: $(VENV)/test.stamp $(PACKAGE)
+# What pip installs for the tests, on one core, it installs while cargo compiles them.
+test: $(PACKAGE)
+	@$(MAKE) --no-print-directory $(VENV)/test.stamp & cargo test $(TESTED) --lib --tests --no-run; compiled=$$?; \
+	  wait $$! && exit $$compiled
 ifdef NEXTEST
 	cargo nextest run $(TESTED)
 else
