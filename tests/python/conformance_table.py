@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import pathlib
+import re
 import tomllib
 
 import ml_dtypes
@@ -87,7 +89,9 @@ class Case:
 @functools.cache
 def cases():
     """Every case for every name of its target, the right calls first."""
-    return [case for path in sorted(FOLDER.glob("tables/*.toml")) for case in _read(tomllib.loads(path.read_text()))]
+    tables = [tomllib.loads(path.read_text()) for path in sorted(FOLDER.glob("tables/*.toml"))]
+    by_name = {table["names"][0]: table for table in tables}
+    return [case for table in tables for case in _read(_with_inherited(table, by_name))]
 
 
 def in_words_of_the_headers():
@@ -139,12 +143,27 @@ def skipped_for(case, driver):
     return next((f"{term}: {reason}" for term, reason in reasons.items() if term in case.terms), None)
 
 
+def _with_inherited(table, by_name):
+    """The table with what it takes over of the one that it is like."""
+    base = by_name.get(table.get("like"), {})
+    both = {key: base[key] for key in base.keys() & table.keys() - {"names"}}
+    return base | table | {key: x + table[key] if isinstance(x, list) else x | table[key] for key, x in both.items()}
+
+
+def _refusals(changes, told):
+    """Of a line: of one refusal, or of one for each of the words that stand for {0}, {1}, ... in both."""
+    text, *each = [told, ""] if isinstance(told, str) else told
+    for words in map(str.split, each):
+        filled = re.sub(r"\{(\d)\}", lambda place, words=words: words[int(place[1])], f"{changes}\n{text}")
+        yield filled.split("\n")
+
+
 def _read(table):
     calls = {"the right call": {}}
     for name, changes in table["works"].items():
         calls[name] = _changed(table, changes)
     for code in ERRORS:
-        for changes, told in table.get(code, {}).items():
+        for changes, told in itertools.chain.from_iterable(itertools.starmap(_refusals, table.get(code, {}).items())):
             text = f"{table['names'][0]}: {told.replace('{types}', table.get('types', ''))}"
             calls[changes] = {**_changed(table, changes), code: text}
     for target in table["names"]:
@@ -188,7 +207,10 @@ def _changed(table, text):
 def _buffers(table, part, case):
     """Required ones, and optional ones up to the last that the case names; `[0]` for one before it."""
     required, optional = ([entry.split(" ", 1) for entry in table[key]] for key in (part, f"optional_{part}"))
-    changed = case.get(part, {})
+    changed = dict(case.get(part, {}))
+    for result, operand in table["aliases"].items() if part == "results" else ():
+        if operand in case.get("operands", {}):
+            changed.setdefault(result, case["operands"][operand])
     unknown = changed.keys() - {name for name, _ in required + optional}
     assert not unknown, f"{table['names'][0]} has no {part} {unknown}"
     given = [Buffer.read(changed.get(name, right)) for name, right in required]

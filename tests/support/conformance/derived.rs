@@ -132,6 +132,7 @@ fn other_buffers(file: &File, subject: &str, expected: &str) -> Vec<Change> {
     let (dtype, dims) = right.split(']').next().unwrap().split_once('[').unwrap();
     let dims: Vec<i64> = dims.split(',').filter(|n| !n.is_empty()).map(|n| n.parse().unwrap()).collect();
     let (dtypes, shapes) = expected.find('[').map_or((expected, ""), |at| (expected[..at].trim_end(), &expected[at..]));
+    let shapes: Vec<&str> = shapes.split(" then ").collect();
     let of = |dtype: &str, dims: &[i64], what: String| {
         let sizes = dims.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
         let (mut operands, mut results) = (BTreeMap::new(), BTreeMap::new());
@@ -146,10 +147,10 @@ fn other_buffers(file: &File, subject: &str, expected: &str) -> Vec<Change> {
         .filter(|other| !dtypes.is_empty() && dtypes.split(" or ").all(|d| d != *other))
         .take(3)
         .map(|other| of(other, &dims, format!("dtype {other}, expected {dtypes}")));
-    let other_shapes = near(&dims)
-        .into_iter()
-        .filter(|dims| !fits(dims, shapes) && (!optional || *dims != [0]))
-        .map(|dims| of(dtype, &dims, format!("shape {dims:?}, expected {shapes}")));
+    let other_shapes = near(&dims).into_iter().filter(|dims| !optional || *dims != [0]).filter_map(|dims| {
+        let expected = shapes.iter().find(|shapes| !fits(&dims, shapes))?;
+        Some(of(dtype, &dims, format!("shape {dims:?}, expected {expected}")))
+    });
     other_dtypes.chain(other_shapes).collect()
 }
 

@@ -6,6 +6,7 @@ use super::invocation::{Attr, Invocation};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
+use toml::Value;
 
 mod derived;
 
@@ -38,9 +39,23 @@ struct File {
     works: BTreeMap<String, String>,
     expects: BTreeMap<String, String>,
     #[serde(rename = "INVALID_ARGUMENT")]
-    invalid: BTreeMap<String, String>,
+    invalid: BTreeMap<String, Value>,
     #[serde(rename = "UNIMPLEMENTED", default)]
-    unimplemented: BTreeMap<String, String>,
+    unimplemented: BTreeMap<String, Value>,
+}
+
+/// The changes and texts of a line: of one refusal, or of one for each of the words that stand for `{0}`, `{1}`, … in both.
+fn refusals(changes: &str, told: &Value) -> Vec<(String, String)> {
+    let told = told.as_array().cloned().unwrap_or_else(|| vec![told.clone(), Value::String(String::new())]);
+    let text = |value: &Value| value.as_str().unwrap().to_owned();
+    let filled = |words: &Value| {
+        let both = (changes.to_owned(), text(&told[0]));
+        text(words).split(' ').enumerate().fold(both, |(changes, text), (i, word)| {
+            let place = format!("{{{i}}}");
+            (changes.replace(&place, word), text.replace(&place, word))
+        })
+    };
+    told[1..].iter().map(filled).collect()
 }
 
 /// How a call differs from the right one, and what becomes of it.
@@ -185,8 +200,28 @@ pub fn driver(name: &str) -> Driver {
     drivers.remove(name).unwrap()
 }
 
+/// A table with what it takes over of the one that it is like.
+fn with_inherited(text: &str) -> toml::Table {
+    let mut table: toml::Table = toml::from_str(text).unwrap();
+    let Some(like) = table.remove("like") else { return table };
+    let mut others = TABLES.iter().map(|text| toml::from_str::<toml::Table>(text).unwrap());
+    for (key, inherited) in others.find(|other| other["names"][0] == like).expect("a table of that name") {
+        match (table.get_mut(&key), inherited) {
+            (None, inherited) => drop(table.insert(key, inherited)),
+            (Some(Value::Array(own)), Value::Array(inherited)) if key != "names" => drop(own.splice(..0, inherited)),
+            (Some(Value::Table(own)), Value::Table(inherited)) => {
+                for (name, value) in inherited {
+                    own.entry(name).or_insert(value);
+                }
+            }
+            _ => {}
+        }
+    }
+    table
+}
+
 fn read(text: &str) -> Table {
-    let file: File = toml::from_str(text).unwrap();
+    let file: File = with_inherited(text).try_into().unwrap();
     let interface = Interface {
         names: file.names.iter().map(|n| keep(n)).collect(),
         operands: named(&file.operands, &file.optional_operands),
@@ -195,12 +230,13 @@ fn read(text: &str) -> Table {
         required_results: file.results.len(),
         attributes: file.attributes.iter().map(|(name, value)| (keep(name), keep(value))).collect(),
     };
-    let refused = |list: &BTreeMap<String, String>, code| -> Vec<Change> {
+    let refused = |list: &BTreeMap<String, Value>, code| -> Vec<Change> {
         let text = |text: &str| format!("{}: {}", file.names[0], text.replace("{types}", &file.types));
         list.iter()
+            .flat_map(|(changes, told)| refusals(changes, told))
             .map(|(changes, told)| Change {
-                refusal: Some(Refusal { code, text: text(told) }),
-                ..file.change(changes, changes)
+                refusal: Some(Refusal { code, text: text(&told) }),
+                ..file.change(&changes, &changes)
             })
             .collect()
     };
@@ -308,8 +344,15 @@ fn case(interface: &Interface, aliases: &BTreeMap<String, String>, target: &'sta
     let kind = |value: &&'static str| value.split(' ').next();
     let same_kinds = attributes.len() == interface.attributes.len()
         && attributes.iter().all(|(name, value)| interface.attributes.get(name).and_then(kind) == kind(value));
+    // A result that is not named is what becomes of the operand whose memory it may share.
+    let mut results = change.results.clone();
+    for (result, operand) in aliases {
+        if let Some(changed) = change.operands.get(operand) {
+            results.entry(result.clone()).or_insert_with(|| changed.clone());
+        }
+    }
     let operands = buffers(&interface.operands, interface.required_operands, &change.operands, change.operand_count);
-    let results = buffers(&interface.results, interface.required_results, &change.results, change.result_count);
+    let results = buffers(&interface.results, interface.required_results, &results, change.result_count);
     let counts = (interface.required_operands..=interface.operands.len()).contains(&operands.len())
         && (interface.required_results..=interface.results.len()).contains(&results.len());
     let place = |list: &[(&str, Typed)], name: &str| list.iter().position(|(n, _)| *n == name).unwrap();
