@@ -1,7 +1,7 @@
-"""torch_xla and its torch, made small enough to be carried to a GPU machine that has no network.
+"""torch_xla and its torch, made small enough to be carried to a GPU machine without a network.
 
-    python tests/gpu/pack_torch_xla.py FOLDER          # FOLDER/part0, part1, ...
-    cat FOLDER/part* | tar -xJ -C TREE                 # over there
+    python tests/gpu/pack_torch_xla.py TREE            # of some 600 MB
+    tar -C TREE -c . | xz -T2 --x86 --lzma2=preset=9,lc=4,pb=0 > torch_xla.tar.xz    # of 115 MiB
 
 torch_xla's own XLA is the one that computes, so all of CUDA is taken out of torch: `torch.cuda.is_available()` is False
 in the tree. What torch's Python bindings still link to, do-nothing libraries stand in for. Not for cuDNN: XLA's plugin
@@ -14,7 +14,7 @@ networkx, jinja2, fsspec, filelock, typing_extensions: they come with any torch)
     LD_LIBRARY_PATH=.../site-packages/nvidia/cudnn/lib
 
 `--cudnn-stand-in` makes a folder for that place too, to try a tree with PJRT_DEVICE=CPU where there is no cuDNN.
-Here it takes pip, gcc, GNU binutils, tar and xz, 3 GB of disk and five minutes.
+Here it takes pip, gcc and GNU binutils, 3 GB of disk and five minutes.
 """
 
 import argparse
@@ -25,22 +25,13 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Iterator
 from typing import NamedTuple
 
-TORCH = ("torch==2.9.0", "torch_xla==2.9.0")
-# What torch_xla imports, and what that imports. No torch brings these along.
-DEPENDENCIES = (
-    "absl-py==2.5.1",
-    "pyyaml==6.0.3",
-    "requests==2.34.2",
-    "certifi==2026.10.18",
-    "charset-normalizer==3.5.2",
-    "idna==3.20",
-    "urllib3==2.8.0",
-)
+# At the versions of the tests: what no torch brings along is torch_xla, what it imports, and what that imports.
+PACKAGES = ["torch", "torch-xla", "absl-py", "PyYAML", "requests", "certifi", "charset-normalizer", "idna", "urllib3"]
+LOCKED = pathlib.Path(__file__).resolve().parents[2] / "build_support/test_requirements.txt"
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
 # Not in the tree. RECORD lists hashes, which do not compress; torchax is another package in torch_xla's wheel.
@@ -68,10 +59,6 @@ SYSTEM_DEFINES = ("libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1")
 # A local symbol that `xla_attention.torch_xla` looks up in _XLAC's table of symbols.
 KEPT_SYMBOL = "_ZN3xla3ffi12GetXlaFfiApiEv"
 
-PART = 58 << 20  # bytes: a transfer takes 64 MiB, and the repository goes with each
-# Preset 6 comes to 118 MiB instead of 115, which takes a third part, and saves little time.
-XZ = ("xz", "--threads=2", "--x86", "--lzma2=preset=9,lc=4,pb=0", "--stdout")
-
 # Aligned to its own size, so that the address's low bits, which are all that a caller of a bool looks at, are zero.
 ZEROS = 1 << 16
 
@@ -88,8 +75,9 @@ def output(*command: str | pathlib.Path) -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
-def download(requirements: tuple[str, ...], python: str, folder: pathlib.Path) -> None:
+def download(python: str, folder: pathlib.Path) -> None:
     """Fetch wheels for a Python that need not be this one; those in the folder already are not fetched again."""
+    requirements = [line.split()[0] for line in LOCKED.read_text().splitlines() if line.split("==")[0] in PACKAGES]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
     target = ["--python-version", python, "--implementation", "cp", "--abi", "cp" + python.replace(".", "")]
     target += [f"--platform={platform}" for platform in PLATFORMS]
@@ -227,53 +215,25 @@ def trim(wheels: list[pathlib.Path], tree: pathlib.Path, aside: pathlib.Path) ->
     return taken
 
 
-def pack(tree: pathlib.Path, folder: pathlib.Path) -> list[pathlib.Path]:
-    """Compress a tree into part0, part1, ... of a folder."""
-    for old in folder.glob("part*"):
-        old.unlink()
-    parts = []
-    tar = ["tar", "--create", "--directory", tree, "--sort=name", "--owner=0", "--group=0", "."]
-    with (
-        subprocess.Popen(tar, stdout=subprocess.PIPE) as archive,
-        subprocess.Popen(XZ, stdin=archive.stdout, stdout=subprocess.PIPE) as compressed,
-    ):
-        archive.stdout.close()  # xz's end of it is the only one now: tar notices if xz dies
-        while chunk := compressed.stdout.read(PART):
-            parts.append(folder / f"part{len(parts)}")
-            parts[-1].write_bytes(chunk)
-    if archive.returncode or compressed.returncode:
-        sys.exit(f"tar ended with {archive.returncode}, xz with {compressed.returncode}")
-    return parts
-
-
 def main() -> None:
-    """Download, trim and pack."""
+    """Download and trim."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=pathlib.Path, help="where the parts go")
+    parser.add_argument("tree", type=pathlib.Path, help="a folder that is made anew")
     parser.add_argument("--python", default="3.12", help="of the other machine (default: %(default)s)")
-    parser.add_argument("--work", type=pathlib.Path, help="for wheels and the tree (default: FOLDER with .work behind)")
+    parser.add_argument("--work", type=pathlib.Path, help="for wheels (default: TREE with .work behind)")
     parser.add_argument("--cudnn-stand-in", type=pathlib.Path, metavar="FOLDER", help="put one into this folder")
     options = parser.parse_args()
-    work = (options.work or options.folder.with_name(options.folder.name + ".work")).absolute()
-    wheels, tree, temporary = work / f"wheels-{options.python}", work / "tree", work / "tmp"
-    for folder in (options.folder, wheels, temporary):
+    work = (options.work or options.tree.with_name(options.tree.name + ".work")).absolute()
+    wheels, temporary = work / f"wheels-{options.python}", work / "tmp"
+    for folder in (wheels, temporary):
         folder.mkdir(parents=True, exist_ok=True)
     os.environ["TMPDIR"] = str(temporary)  # pip puts a wheel of 900 MB there first
-    os.nice(10)
-    started = time.monotonic()
-
-    def report(done: str) -> None:
-        print(f"{time.monotonic() - started:4.0f} s: {done}", flush=True)
-
-    download(TORCH + DEPENDENCIES, options.python, wheels)
-    report("downloaded")
-    taken = trim(sorted(wheels.glob("*.whl")), tree, work / "aside")
-    report(f"trimmed to {sum(p.stat().st_size for p in tree.rglob('*') if p.is_file()) / 1e6:.0f} MB in {tree}")
+    download(options.python, wheels)
+    taken = trim(sorted(wheels.glob("*.whl")), options.tree, work / "aside")
+    print(f"{sum(p.stat().st_size for p in options.tree.rglob('*') if p.is_file()) / 1e6:.0f} MB in {options.tree}")
     if options.cudnn_stand_in:
         options.cudnn_stand_in.mkdir(parents=True, exist_ok=True)
         do_nothing(options.cudnn_stand_in / CUDNN, taken[CUDNN])
-    for part in pack(tree, options.folder):
-        report(f"{part}, {part.stat().st_size / (1 << 20):.1f} MiB")
 
 
 if __name__ == "__main__":
