@@ -23,6 +23,7 @@ namespace xa {
 template <typename Shape, typename T, typename Weights>
 class KeyGradients {
   using Rows = typename Shape::Rows;
+  using Columns = typename Shape::Columns;
   static constexpr int kTiles = Shape::kRowTiles, kBlocks = Shape::kChunk / 8, kColumnTiles = Shape::kColumns / 8;
   static constexpr int kSteps = Shape::kRowBytes / 32;
   using Scores = float[kTiles][kBlocks][4];
@@ -106,7 +107,7 @@ class KeyGradients {
       } else {
         row.delta = delta_of<T, 1>(params_, block.token(mine), head);
       }
-      if constexpr (Weights::kPlaces) {
+      if constexpr (Weights::kModified) {
         row.negative_slope = negative_slope(params_.forward, pass_.tile.sequence, head);
         row.position = block.rows.query(mine) + Visibility(params_.forward, pass_.tile).shift;
       }
@@ -151,16 +152,12 @@ class KeyGradients {
     Scores p, ds;
     multiply_rows<T, Rows, kSteps>(p, keys, rows);
     multiply_rows<T, Rows, kSteps>(ds, values, douts);
-    const Weights weights(params_.forward);
     const int32_t column = first + mine;
-    const QueryRow* const known = query_rows(stage) + mine;
-    const auto span_of = [&](int32_t row) { return spans()[warp_row + row]; };
-    if (column >= pass_.common.begin && column + Shape::kChunk <= pass_.common.end) {
-      weigh<T, true, false>(p, ds, weights, known, span_of, column, pass_.first_key + warp_row);
-    } else {
-      weigh<T, true, true>(p, ds, weights, known, span_of, column, pass_.first_key + warp_row);
+    weigh<T, true, Weights>(p, ds, params_.forward, query_rows(stage) + mine, pass_.first_key + warp_row);
+    if (column < pass_.common.begin || column + Shape::kChunk > pass_.common.end) {
+      hide(p, ds, [&](int32_t row) { return spans()[warp_row + row]; }, column);
     }
-    const int32_t first_chunk = column_warp() * (Shape::kColumns * static_cast<int32_t>(sizeof(T)) / 16);
+    const int32_t first_chunk = 2 * column_warp();
     if constexpr (Shape::kExchanges) {
       uint8_t* const to = shared_ + Shape::kExchangeOffset + warp_row * Shape::kExchangePitch;
       hand_over<T, Shape::kExchangePitch>(to + mine * sizeof(T), p);
@@ -168,11 +165,11 @@ class KeyGradients {
       __syncthreads();
       const uint32_t from = ptx::shared_address(to);
       using Shared = SharedWeights<Shape::kBlock, Shape::kExchangePitch>;
-      accumulate<T, Rows>(dv_, Shared(from), queries(stage) + Shape::kBlockBytes, first_chunk);
-      accumulate<T, Rows>(dk_, Shared(from + Shape::kExchangeMatrix), queries(stage), first_chunk);
+      accumulate<T, Columns>(dv_, Shared(from), queries(stage) + Shape::kBlockBytes, first_chunk);
+      accumulate<T, Columns>(dk_, Shared(from + Shape::kExchangeMatrix), queries(stage), first_chunk);
     } else {
-      accumulate<T, Rows>(dv_, OwnWeights<T, kTiles, kBlocks>{p}, douts, first_chunk);
-      accumulate<T, Rows>(dk_, OwnWeights<T, kTiles, kBlocks>{ds}, rows, first_chunk);
+      accumulate<T, Columns>(dv_, OwnWeights<T, kTiles, kBlocks>{p}, douts, first_chunk);
+      accumulate<T, Columns>(dk_, OwnWeights<T, kTiles, kBlocks>{ds}, rows, first_chunk);
     }
   }
 
@@ -180,8 +177,8 @@ class KeyGradients {
   __device__ __forceinline__ void write(void* gradient, int32_t dim, const float (&x)[kTiles][kColumnTiles][4],
                                         float factor) const {
     const int32_t begin = pass_.tile.first_row, thread = ptx::thread();
-    write_rows<T>(x, factor, row_warp(thread) * Shape::kWarpRows, begin, begin + pass_.tile.num_rows,
-                  column_warp(thread) * Shape::kColumns, dim, row_at(gradient, dim));
+    write_rows<T, Shape::kColumnWarps>(x, factor, row_warp(thread) * Shape::kWarpRows, begin,
+                                       begin + pass_.tile.num_rows, column_warp(thread), dim, row_at(gradient, dim));
   }
 
   const BackwardParams& params_;

@@ -24,6 +24,7 @@ namespace xa {
 template <typename Shape, typename T, typename Weights>
 class QueryGradients {
   using Rows = typename Shape::Rows;
+  using Columns = typename Shape::Columns;
   static constexpr int kTiles = Shape::kRowTiles, kBlocks = Shape::kChunk / 8, kColumnTiles = Shape::kColumns / 8;
   static constexpr int kSteps = Shape::kRowBytes / 32;
   using Scores = float[kTiles][kBlocks][4];
@@ -141,39 +142,38 @@ class QueryGradients {
     Scores p, ds;
     multiply_rows<T, Rows, kSteps>(p, rows, of_keys);
     multiply_rows<T, Rows, kSteps>(ds, douts, values);
-    const Weights weights(params_.forward);
     const int32_t column = first + mine;
     const QueryRow* const known = query_rows() + warp_row;
-    // What rows see is derived again where it is asked for, which is seldom, not kept.
-    const auto span_of = [&](const QueryRow& row) {
-      const Visibility visibility(params_.forward, pass_.tile);
-      const int32_t query = row.position - visibility.shift;
-      const Span seen = {visibility.begin(query), visibility.end(query)};
-      return row.position != kNowhere && seen.begin < seen.end ? seen : Span{0, 0};
-    };
-    if (column >= pass_.common.begin && column + Shape::kChunk <= pass_.common.end) {
-      weigh<T, false, false>(p, ds, weights, known, span_of, column, 0);
-    } else {
-      weigh<T, false, true>(p, ds, weights, known, span_of, column, 0);
+    weigh<T, false, Weights>(p, ds, params_.forward, known, column);
+    if (column < pass_.common.begin || column + Shape::kChunk > pass_.common.end) {
+      // What rows see is derived again here, which is seldom, not kept.
+      const auto span_of = [&](int32_t row) {
+        const Visibility visibility(params_.forward, pass_.tile);
+        const int32_t position = known[row].position, query = position - visibility.shift;
+        const Span seen = {visibility.begin(query), visibility.end(query)};
+        return position != kNowhere && seen.begin < seen.end ? seen : Span{0, 0};
+      };
+      hide(p, ds, span_of, column);
     }
-    const int32_t first_chunk = column_warp() * (Shape::kColumns * static_cast<int32_t>(sizeof(T)) / 16);
+    const int32_t first_chunk = 2 * column_warp();
     if constexpr (Shape::kExchanges) {
       uint8_t* const to = shared_ + Shape::kExchangeOffset + warp_row * Shape::kExchangePitch;
       hand_over<T, Shape::kExchangePitch>(to + mine * sizeof(T), ds);
       __syncthreads();
       const uint32_t from = ptx::shared_address(to);
       using Shared = SharedWeights<Shape::kBlock, Shape::kExchangePitch>;
-      accumulate<T, Rows>(dq_, Shared(from), keys(stage), first_chunk);
+      accumulate<T, Columns>(dq_, Shared(from), keys(stage), first_chunk);
     } else {
-      accumulate<T, Rows>(dq_, OwnWeights<T, kTiles, kBlocks>{ds}, of_keys, first_chunk);
+      accumulate<T, Columns>(dq_, OwnWeights<T, kTiles, kBlocks>{ds}, of_keys, first_chunk);
     }
   }
 
   /// The warp's share of the pass's rows.
   __device__ __forceinline__ void write() const {
     const int32_t begin = pass_.tile.first_row, thread = ptx::thread();
-    write_rows<T>(dq_, params_.softmax_scale, row_warp(thread) * Shape::kWarpRows, begin, begin + pass_.tile.num_rows,
-                  column_warp(thread) * Shape::kColumns, params_.forward.head_dim, row_at());
+    write_rows<T, Shape::kColumnWarps>(dq_, params_.softmax_scale, row_warp(thread) * Shape::kWarpRows, begin,
+                                       begin + pass_.tile.num_rows, column_warp(thread), params_.forward.head_dim,
+                                       row_at());
   }
 
   const BackwardParams& params_;

@@ -14,21 +14,23 @@
 
 namespace xa {
 
-/// How kThreads threads share rows of kHeadDim elements, 16 bytes each: in step i thread t has chunk `chunk` of row
-/// `row + i * kStep`. Derived again at each use: a few instructions, where registers are dear.
+/// How kThreads threads share rows of kHeadDim elements, 16 bytes each: in step i a thread has chunks `chunk`, `chunk`
+/// + kLanes, ... of row `row + i * kStep`. Derived again at each use: a few instructions, where registers are dear.
 template <typename T, int kHeadDim, int kThreads>
 struct ThreadGrid {
   static constexpr int kElements = 16 / static_cast<int>(sizeof(T)), kChunks = kHeadDim / kElements;
-  static constexpr int kStep = kThreads / kChunks;
-  static_assert(kThreads % kChunks == 0);
+  /// Threads that share a row: a power of two.
+  static constexpr int kLanes = kChunks & -kChunks;
+  static constexpr int kStep = kThreads / kLanes;
+  static_assert(kThreads % kLanes == 0);
 
   int32_t row;
   int32_t chunk;
 
   __device__ __forceinline__ ThreadGrid() {
     const int32_t thread = ptx::thread();
-    row = thread / kChunks;
-    chunk = thread % kChunks;
+    row = thread / kLanes;
+    chunk = thread % kLanes;
   }
 };
 
@@ -47,6 +49,18 @@ struct QueryBlock {
   __device__ __forceinline__ int32_t head(int32_t row) const { return head_base + rows.head(row); }
 };
 
+/// Fetches the thread's chunks of a row of `dim` elements to shared memory at `to`; those past its end become zeros.
+template <typename Grid, typename Rows, typename T>
+__device__ __forceinline__ void fetch_row(uint32_t to, int32_t row, const T* from, int32_t dim) {
+  const Grid grid;
+#pragma unroll
+  for (int part = 0; part < Grid::kChunks; part += Grid::kLanes) {
+    const int32_t chunk = part + grid.chunk, element = chunk * Grid::kElements;
+    const bool exists = element < dim;
+    ptx::cp_async_16(to + Rows::offset(row, chunk), from + (exists ? element : 0), exists);
+  }
+}
+
 /// Fetches `kRows` rows of Q and of dO, of which the first `count` exist; the others, and columns past D or Dv, become
 /// zeros.
 template <typename T, typename Shape, int kRows>
@@ -54,10 +68,8 @@ __device__ __forceinline__ void fetch_queries(const BackwardParams& params, cons
                                               uint32_t queries, uint32_t douts) {
   using Grid = ThreadGrid<T, Shape::kHeadDim, Shape::kThreads>;
   const Grid grid;
-  const int32_t element = grid.chunk * Grid::kElements;
-  const bool in_query = element < params.forward.head_dim, in_dout = element < params.forward.value_dim;
-  const T* const q = static_cast<const T*>(params.forward.q) + (in_query ? element : 0);
-  const T* const dout = static_cast<const T*>(params.dout) + (in_dout ? element : 0);
+  const T* const q = static_cast<const T*>(params.forward.q);
+  const T* const dout = static_cast<const T*>(params.dout);
 #pragma unroll
   for (int32_t i = 0; i < kRows; i += Grid::kStep) {
     const int32_t row = i + grid.row;
@@ -68,11 +80,10 @@ __device__ __forceinline__ void fetch_queries(const BackwardParams& params, cons
     const int64_t token = block.first_token + query;
     const int64_t head =
         block.head_base + block.rows.first_head + from - (query - block.rows.first_query) * block.rows.group;
-    const uint32_t offset = Shape::Rows::offset(row, grid.chunk);
-    ptx::cp_async_16(queries + offset, q + token * params.forward.q_token_stride + head * params.forward.q_head_stride,
-                     exists && in_query);
-    ptx::cp_async_16(douts + offset, dout + token * params.dout_token_stride + head * params.dout_head_stride,
-                     exists && in_dout);
+    const T* const of_q = q + token * params.forward.q_token_stride + head * params.forward.q_head_stride;
+    const T* const of_dout = dout + token * params.dout_token_stride + head * params.dout_head_stride;
+    fetch_row<Grid, typename Shape::Rows>(queries, row, of_q, exists ? params.forward.head_dim : 0);
+    fetch_row<Grid, typename Shape::Rows>(douts, row, of_dout, exists ? params.forward.value_dim : 0);
   }
 }
 
@@ -82,20 +93,19 @@ __device__ __forceinline__ void fetch_keys(const BackwardParams& params, int32_t
                                            uint32_t keys, uint32_t values) {
   using Grid = ThreadGrid<T, Shape::kHeadDim, Shape::kThreads>;
   const Grid grid;
-  const int32_t element = grid.chunk * Grid::kElements;
-  const bool in_key = element < params.forward.head_dim, in_value = element < params.forward.value_dim;
   const KvSource &of_k = params.forward.k, &of_v = params.forward.v;
-  const T* const k = static_cast<const T*>(of_k.base) + kv_head * of_k.head_stride + (in_key ? element : 0);
-  const T* const v = static_cast<const T*>(of_v.base) + kv_head * of_v.head_stride + (in_value ? element : 0);
+  const T* const k = static_cast<const T*>(of_k.base) + kv_head * of_k.head_stride;
+  const T* const v = static_cast<const T*>(of_v.base) + kv_head * of_v.head_stride;
 #pragma unroll
   for (int32_t i = 0; i < kRows; i += Grid::kStep) {
     const int32_t row = i + grid.row;
     if (kRows % Grid::kStep != 0 && row >= kRows) break;
     const bool exists = row < count;
     const int64_t from = first + (exists ? row : 0);
-    const uint32_t offset = Shape::Rows::offset(row, grid.chunk);
-    ptx::cp_async_16(keys + offset, k + from * of_k.token_stride, exists && in_key);
-    ptx::cp_async_16(values + offset, v + from * of_v.token_stride, exists && in_value);
+    fetch_row<Grid, typename Shape::Rows>(keys, row, k + from * of_k.token_stride,
+                                          exists ? params.forward.head_dim : 0);
+    fetch_row<Grid, typename Shape::Rows>(values, row, v + from * of_v.token_stride,
+                                          exists ? params.forward.value_dim : 0);
   }
 }
 
@@ -136,13 +146,14 @@ __device__ __forceinline__ float negative_slope(const AttentionParams& params, i
   return -kLog2E * __ldg(params.alibi_slopes + sequence * params.alibi_stride + head);
 }
 
-/// Writes a warp's share of a gradient: of kTiles x 16 rows from `first_row` on those in [begin, end), of columns from
-/// `first_column` on those below `dim`. `row_at` tells where a row begins.
-template <typename T, int kTiles, int kColumnTiles, typename RowAt>
+/// Writes a warp's share of a gradient: of kTiles x 16 rows from `first_row` on those in [begin, end), of its columns,
+/// which are those of ColumnGroups, those below `dim`. `row_at` tells where a row begins.
+template <typename T, int kColumnWarps, int kTiles, int kColumnTiles, typename RowAt>
 __device__ __forceinline__ void write_rows(const float (&x)[kTiles][kColumnTiles][4], float factor, int32_t first_row,
-                                           int32_t begin, int32_t end, int32_t first_column, int32_t dim,
+                                           int32_t begin, int32_t end, int32_t column_warp, int32_t dim,
                                            const RowAt& row_at) {
-  const int32_t lane = ptx::thread() % 32, g = lane / 4, t = lane % 4;
+  constexpr int kGroup = 32 / sizeof(T);
+  const int32_t lane = ptx::thread() % 32, g = lane / 4, t = lane % 4, first_column = column_warp * kGroup;
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -153,8 +164,9 @@ __device__ __forceinline__ void write_rows(const float (&x)[kTiles][kColumnTiles
 #pragma unroll
       for (int i = 0; i < kColumnTiles; ++i) {
         const float (&c)[4] = x[tile][i];
-        if (first_column + 8 * i >= dim) break;
-        store_columns(to + 8 * i, make_float2(c[2 * half] * factor, c[2 * half + 1] * factor));
+        const int column = 8 * i / kGroup * kGroup * kColumnWarps + 8 * i % kGroup;
+        if (first_column + column >= dim) break;
+        store_columns(to + column, make_float2(c[2 * half] * factor, c[2 * half + 1] * factor));
       }
     }
   }

@@ -19,6 +19,15 @@
 
 namespace xa {
 
+/// Rows as one of kWarps warps that share their columns has them: of kWarps neighbouring groups of 32 bytes one is its
+/// own, so that a step from group to group touches no bit that tells the warps apart, as SwizzledRows wants.
+template <typename Rows, int kWarps>
+struct ColumnGroups : Rows {
+  static __device__ __forceinline__ uint32_t moved(uint32_t address, int rows, int chunks) {
+    return Rows::moved(address, rows, chunks * kWarps);
+  }
+};
+
 template <typename Gradient, typename Shape, typename T, int kHeadDim_>
 struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_> {
   using Choice = tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_>;
@@ -36,6 +45,7 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   /// Streamed rows that the CTA takes up at a time.
   static constexpr int kAtOnce = kExchanges ? Choice::kBlock : Choice::kChunk;
   using Rows = SwizzledRows<kRowBytes>;
+  using Columns = ColumnGroups<Rows, Choice::kColumnWarps>;
 
   static constexpr int kHeldBytes = kHeld * Rows::kPitch;
   static constexpr int kBlockBytes = Choice::kBlock * Rows::kPitch;

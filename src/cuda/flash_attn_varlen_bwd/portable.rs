@@ -140,7 +140,9 @@ mod tests {
             variants::VARIANTS[variant(&problem, &device, kernel, gradient).expect("there is a kernel").0].name
         };
         assert_eq!(named(128, 99, false), "attention_bwd_dq_bf16_128_small_plain");
-        assert_eq!(named(64, 99, true), "attention_bwd_dkdv_bf16_64_large_plain");
+        assert_eq!(named(64, 99, true), "attention_bwd_dkdv_bf16_64_small_plain");
+        assert_eq!(named(96, 99, true), "attention_bwd_dkdv_bf16_96_small_plain");
+        assert_eq!(named(192, 99, false), "attention_bwd_dq_bf16_192_small_plain");
         assert_eq!(named(256, 163, true), "attention_bwd_dkdv_bf16_256_large_plain");
         assert_eq!(named(256, 99, true), "attention_bwd_dkdv_bf16_256_small_modified");
     }
