@@ -43,11 +43,19 @@ def test_rows_that_are_apart_and_gradients_that_repeat(torch_device):
     assert torch.equal(found.cpu(), wanted.cpu())
 
 
-@pytest.mark.parametrize("backend", [pytest.param("inductor", marks=pytest.mark.slow), "aot_eager", "openxla"])
-def test_a_training_step_compiles(backend, request):
-    device = request.getfixturevalue("xla_device") if backend == "openxla" else "cpu"
+@pytest.mark.parametrize(
+    ("backend", "torch_device"),
+    [
+        pytest.param("inductor", "cpu", marks=pytest.mark.slow),
+        pytest.param("inductor", "cuda", marks=pytest.mark.gpu),
+        ("aot_eager", "cpu"),
+        ("openxla", "xla"),
+    ],
+    indirect=["torch_device"],
+)
+def test_a_training_step_compiles_in_one_graph(backend, torch_device):
     (q, k, v, starts, _), _ = varlen([(n, n) for n in (9, 30)], rows_after=0)
-    q, k, v, starts = (tensor(x, device) for x in (q, k, v, starts))
+    q, k, v, starts = (tensor(x, torch_device) for x in (q, k, v, starts))
 
     def loss(q, k, v, starts):
         return torch.sin(xt.flash_attn_varlen(q, k, v, starts, causal=True)).sum()
@@ -57,7 +65,7 @@ def test_a_training_step_compiles(backend, request):
         call(*leaves, starts).backward()
         return [x.grad.cpu() for x in leaves]
 
-    for found, wanted in zip(step(torch.compile(loss, backend=backend)), step(loss), strict=True):
+    for found, wanted in zip(step(torch.compile(loss, backend=backend, fullgraph=True)), step(loss), strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
