@@ -1,17 +1,15 @@
 //! A call through the C interface and the handlers of XLA, which has to be refused politely or to run within its memory.
 
 use crate::mutation::{Plan, Sizes};
-use crate::support::array::{Array, BF16, Dtype, F16, F32, F64, I32};
-use crate::support::frame::{CPU, Frame, HandlerSet, INVALID_ARGUMENT, Refusal, UNIMPLEMENTED, handler_sets};
-use crate::support::guard::{Guarded, Side};
-use crate::support::invocation::{Attr, Invocation, POISON, operator_of};
-use crate::support::pools::Inline;
-use crate::support::random::Random;
+use crate::support::{
+    Array, Attr, BF16, CPU, Dtype, F16, F32, F64, Frame, Guarded, HandlerSet, I32, INVALID_ARGUMENT, Inline,
+    Invocation, POISON, Random, Refusal, Side, UNIMPLEMENTED, c_attribute, c_call, c_request, c_tensor, handler_sets,
+    operator_of,
+};
 use std::collections::BTreeMap;
-use std::ffi::CStr;
-use std::ptr::{null, null_mut};
+use std::ptr::null_mut;
 use xla_attention::ops::AttributeKind;
-use xla_attention::{XaAttribute, XaCall, XaTensor, xa_call};
+use xla_attention::{XaAttribute, XaCall, XaTensor};
 
 /// An accepted call with more elements than this in one of its buffers is not run.
 const MOST_ELEMENTS: i64 = 4096;
@@ -51,39 +49,13 @@ fn is_decoded(plan: &Plan) -> bool {
 fn checked(plan: &Plan) -> Result<(), Refusal> {
     let strides = |list: &[Sizes]| list.iter().map(Sizes::strides).collect::<Vec<_>>();
     let (of_operands, of_results) = (strides(&plan.operands), strides(&plan.results));
-    let tensor = |(x, strides): (&Sizes, &Option<Vec<i64>>)| XaTensor {
-        data: null_mut(),
-        dims: x.dims.as_ptr(),
-        strides: strides.as_ref().map_or(null(), Vec::as_ptr),
-        rank: x.dims.len() as i32,
-        dtype: x.dtype.0,
-    };
+    let tensor = |(x, strides): (&Sizes, &Option<Vec<i64>>)| c_tensor(x.dtype, &x.dims, strides.as_deref(), null_mut());
     let operands: Vec<XaTensor> = plan.operands.iter().zip(&of_operands).map(tensor).collect();
     let results: Vec<XaTensor> = plan.results.iter().zip(&of_results).map(tensor).collect();
-    let attribute = |value: &&Attr| match **value {
-        Attr::Bool(v) => XaAttribute { kind: 0, real: 0.0, integer: v.into() },
-        Attr::I64(v) => XaAttribute { kind: 1, real: 0.0, integer: v },
-        Attr::F32(v) => XaAttribute { kind: 2, real: v, integer: 0 },
-        _ => XaAttribute { kind: 3, real: 0.0, integer: 0 },
-    };
-    let attributes: Vec<XaAttribute> = attributes(plan).values().map(attribute).collect();
-    let request = XaCall {
-        struct_size: size_of::<XaCall>(),
-        op: operator_of(plan.target) as i32,
-        action: 0,
-        operands: operands.as_ptr(),
-        num_operands: operands.len(),
-        results: results.as_ptr(),
-        num_results: results.len(),
-        attributes: attributes.as_ptr(),
-        num_attributes: attributes.len(),
-        stream: null_mut(),
-    };
-    let mut text = [0; 4096];
-    // SAFETY: a whole request; nothing is touched where sizes alone are checked.
-    let code = unsafe { xa_call(&raw const request, text.as_mut_ptr(), text.len()) };
-    // SAFETY: terminated by `xa_call` where there is an error, and zeros otherwise.
-    let text = unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned();
+    let attributes: Vec<XaAttribute> = attributes(plan).values().copied().map(c_attribute).collect();
+    let request = c_request(operator_of(plan.target) as i32, 0, &operands, &results);
+    let (list, count) = (attributes.as_ptr(), attributes.len());
+    let (code, text) = c_call(&XaCall { attributes: list, num_attributes: count, ..request });
     if code == 0 { Ok(()) } else { Err(Refusal { code, text }) }
 }
 
@@ -92,9 +64,9 @@ fn claimed(set: &HandlerSet, plan: &Plan) -> Result<(), Refusal> {
     let nowhere = Guarded::new("a buffer of a refused call", Side::EndsAtGuard, &[]);
     let frame = set.frame(plan.target, CPU).attributes(&plan.attributes);
     // SAFETY: the call is one that has to be refused.
-    let operand = |f: Frame<'static>, x: &Sizes| unsafe { f.claimed_operand(x.dtype.0, &x.dims, nowhere.data()) };
+    let operand = |f: Frame<'static>, x: &Sizes| unsafe { f.operand(x.dtype, &x.dims, nowhere.data()) };
     // SAFETY: as above.
-    let result = |f: Frame<'static>, x: &Sizes| unsafe { f.claimed_result(x.dtype.0, &x.dims, nowhere.data()) };
+    let result = |f: Frame<'static>, x: &Sizes| unsafe { f.result(x.dtype, &x.dims, nowhere.data()) };
     plan.results.iter().fold(plan.operands.iter().fold(frame, operand), result).run()
 }
 
@@ -147,7 +119,7 @@ fn run(plan: &Plan, aliases: &[(usize, usize)], seed: u64) {
 
 /// A type of which [`contents`] can make numbers.
 fn is_known(dtype: Dtype) -> bool {
-    (1..=20).contains(&dtype.0) && dtype.name() != "unknown"
+    dtype.size() > 0
 }
 
 /// Make a call through the C interface and the handlers of every set: it is refused politely and alike without a touch of

@@ -2,18 +2,13 @@
 
 use crate::draw::Draw;
 use crate::memory::Subject;
-use crate::support::answers::{Allowance, IfWrong, LARGEST, Member, answers_of, assert_within, members};
-use crate::support::array::{ATTENTION_DTYPES, Array, BF16, F8E4M3FN, F16, F32, FP8_DTYPES};
-use crate::support::batch::{Alibi, Dtypes, Form};
-use crate::support::case::{Case, Target};
-use crate::support::gradient_case::{GradientCase, Wanted, assert_gradients_within, gradient_answers};
-use crate::support::invocation::Invocation;
-use crate::support::machine::runs_on_cpu;
-use crate::support::oracle::Mask;
-use crate::support::steps::Step;
-use crate::support::storage::{Layout, Place};
-use crate::support::sums::assert_same;
+use crate::support::{
+    ATTENTION_DTYPES, Alibi, Allowance, Array, BF16, Case, Dtypes, F8E4M3FN, F16, F32, FP8_DTYPES, Form, GradientCase,
+    IfWrong, Invocation, LARGEST, Layout, Mask, Member, Numbers, Place, Step, Wanted, answers_of, assert_gradients,
+    assert_same, assert_within, gradient_answers, members, runs_on_cpu,
+};
 use std::collections::HashSet;
+use xla_attention::Op;
 
 /// How large a call may be: multiplications of the definition, elements of an operand, rows, keys.
 struct Limits {
@@ -144,8 +139,8 @@ fn any_mask(draw: &mut Draw) -> Mask {
 }
 
 /// A call with metadata for it. Without `paged`, it has what `flash_attn_varlen` alone has.
-fn case(draw: &mut Draw, target: Target, sizes: &Sizes, stored: Stored) -> Case {
-    let paged = target == Target::PagedAttention;
+fn case(draw: &mut Draw, target: Op, sizes: &Sizes, stored: Stored) -> Case {
+    let paged = target == Op::PagedAttention;
     let (slots, capacity) = (sizes.slots, stored.capacity());
     let q = sizes.queries(draw);
     let cu_seqlens_q = draw.starts(slots + 1, sizes.rows);
@@ -214,7 +209,7 @@ fn floor(dtypes: Dtypes) -> f64 {
 fn check(case: &Case, is_said: impl Fn(&Member) -> bool, out: &Array, lse: Option<&Array>) {
     let members = members(case);
     let answers = answers_of(case, &members, is_said);
-    let allowance = Allowance::with_floor(answers.iter().flatten().flatten(), floor(case.form.dtypes));
+    let allowance = Allowance::of(answers.iter().flatten().flatten(), floor(case.form.dtypes));
     assert_within(case, &answers, allowance, out, lse);
     let row = out.bytes.len() / case.rows().max(1);
     for padding in (0..case.rows()).filter(|row| !members.iter().any(|m| m.rows().contains(row))) {
@@ -224,8 +219,8 @@ fn check(case: &Case, is_said: impl Fn(&Member) -> bool, out: &Array, lse: Optio
 }
 
 /// `flash_attn_varlen` and `paged_attention`.
-pub(crate) fn forward(draw: &mut Draw, target: Target) -> Subject {
-    let paged = target == Target::PagedAttention;
+pub(crate) fn forward(draw: &mut Draw, target: Op) -> Subject {
+    let paged = target == Op::PagedAttention;
     let (mask, layout) = if paged {
         (sliding(draw), Layout::Interleaved)
     } else {
@@ -301,7 +296,7 @@ pub(crate) fn update(draw: &mut Draw) -> Subject {
     let sizes = Sizes::draw(draw, dtypes, mask, false);
     let sizes = with_scales(draw, sizes);
     let stored = Stored::draw(draw, &sizes, Layout::Interleaved);
-    let mut case = case(draw, Target::PagedAttention, &sizes, stored);
+    let mut case = case(draw, Op::PagedAttention, &sizes, stored);
     case.lse = draw.chance(50);
     let dtype = if FP8_DTYPES.contains(&dtypes.kv) { draw.one_of(&ATTENTION_DTYPES) } else { dtypes.kv };
     let rows = [sizes.rows, sizes.form.kv_heads, sizes.form.head_dim];
@@ -373,7 +368,7 @@ pub(crate) fn backward(draw: &mut Draw) -> Subject {
     let (mask, dtype) = (any_mask(draw), draw.one_of(&[F32, F32, F16, BF16]));
     let sizes = Sizes::draw(draw, Dtypes::same(dtype), mask, true);
     let stored = Stored::draw(draw, &sizes, Layout::Contiguous);
-    let case = case(draw, Target::FlashAttnVarlen, &sizes, stored);
+    let case = case(draw, Op::FlashAttnVarlen, &sizes, stored);
     let wanted = Wanted { dlse: draw.chance(30), dsinks: draw.chance(40), deterministic: draw.chance(50) };
     let mut gradients = GradientCase::of(case, wanted);
     if draw.wild && draw.chance(30) {
@@ -386,6 +381,6 @@ pub(crate) fn backward(draw: &mut Draw) -> Subject {
         let Form { dtypes, softmax_scale, value_dim, .. } = gradients.forward.form;
         let sums = 1.0 + f64::from(softmax_scale) * (value_dim as f64).sqrt();
         let floor = (1e-4 + 2.0 * floor(dtypes)) * sums;
-        assert_gradients_within(&gradients, &answers, found, floor);
+        assert_gradients(&gradients, &answers, found, floor);
     })
 }

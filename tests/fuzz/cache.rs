@@ -2,16 +2,10 @@
 
 use crate::draw::Draw;
 use crate::memory::Subject;
-use crate::support::array::{
-    ATTENTION_DTYPES, Array, BF16, F8E4M3FN, F8E5M2, F16, F32, F64, FP8_DTYPES, I8, I32, I64, U8,
+use crate::support::{
+    ANY_LSE, ATTENTION_DTYPES, Array, BF16, F8E4M3FN, F8E5M2, F16, F32, F64, FP8_DTYPES, Gather, I8, I32, I64, Layout,
+    Rope, State, U8, Update, addition, any_bits, assert_same, dims_of, sum,
 };
-use crate::support::cache_updates::{Update, any_bits, dims_of};
-use crate::support::gathers::Gather;
-use crate::support::invocation::Invocation;
-use crate::support::rotations::Rope;
-use crate::support::states::{ANY_LSE, State};
-use crate::support::storage::Layout;
-use crate::support::sums::{assert_same, sum};
 
 fn update(draw: &mut Draw, layouts: &[Layout]) -> Update {
     let layout = draw.one_of(layouts);
@@ -125,8 +119,5 @@ pub(crate) fn add(draw: &mut Draw) -> Subject {
     let dims: Vec<usize> = (0..draw.between(0, 5)).map(|_| draw.between(0, 6)).collect();
     let mut operand = || any_bits(dtype, &dims_of(&dims), draw.random.next());
     let (a, b) = (operand(), operand());
-    let call = Invocation::new("xla_gpu_simple_add").operand("a", a.clone()).operand("b", b.clone());
-    Subject::new(call.result("out", dtype, &a.dims), move |found| {
-        assert_same("out", &found[0], &sum(&a, &b));
-    })
+    Subject::new(addition(a.clone(), b.clone()), move |found| assert_same("out", &found[0], &sum(&a, &b)))
 }

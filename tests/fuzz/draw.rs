@@ -1,7 +1,7 @@
 //! What a call is drawn from: sizes, numbers, metadata.
 
-use crate::support::array::{Array, BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, count};
-use crate::support::random::Random;
+use crate::support::{Array, BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, Random, count};
+use std::ops::{Deref, DerefMut};
 use std::sync::LazyLock;
 
 /// The stream behind one call, and how bad the call is.
@@ -28,19 +28,23 @@ static TABLES: LazyLock<Vec<(Dtype, Vec<u8>)>> = LazyLock::new(|| {
 
 /// What a wild call has among its numbers: NaN of several kinds, infinities, the largest, the smallest, zeros.
 fn specials(dtype: Dtype) -> Vec<Vec<u8>> {
+    const INF: u32 = 0x7f80_0000;
+    const SIGN: u32 = 1 << 31;
+    // -1e30
+    const LARGE: u32 = 0xf149_f2ca;
     let codes: &[u32] = match dtype {
         F32 => &[
-            0x7fc0_0000,
-            0xffc0_1234,
-            0x7f80_0001,
-            0x7f80_0000,
-            0xff80_0000,
-            0x7f7f_ffff,
-            0xf149_f2ca,
-            0x0000_0001,
-            0x8000_ad00,
-            0x0000_0000,
-            0x8000_0000,
+            INF | 1 << 22,
+            SIGN | INF | 0x40_1234,
+            INF | 1,
+            INF,
+            SIGN | INF,
+            INF - 1,
+            LARGE,
+            1,
+            SIGN | 0xad00,
+            0,
+            SIGN,
         ],
         F16 => &[0x7e00, 0xfe12, 0x7c01, 0x7c00, 0xfc00, 0x7bff, 0xfbff, 0x0001, 0x83ff, 0x0000, 0x8000],
         BF16 => &[0x7fc0, 0xffc1, 0x7f81, 0x7f80, 0xff80, 0x7f7f, 0xf149, 0x0001, 0x807f, 0x0000, 0x8000],
@@ -51,6 +55,20 @@ fn specials(dtype: Dtype) -> Vec<Vec<u8>> {
     codes.iter().map(|code| code.to_le_bytes()[..dtype.size()].to_vec()).collect()
 }
 
+impl Deref for Draw {
+    type Target = Random;
+
+    fn deref(&self) -> &Random {
+        &self.random
+    }
+}
+
+impl DerefMut for Draw {
+    fn deref_mut(&mut self) -> &mut Random {
+        &mut self.random
+    }
+}
+
 impl Draw {
     /// For call `index` of `seed`.
     pub(crate) fn new(seed: u64, index: u64) -> Self {
@@ -59,20 +77,6 @@ impl Draw {
         let mut random = Random::new(random.next());
         let (hostile, wild) = (random.below(10) < 6, random.below(20) < 7);
         Self { random, hostile, wild }
-    }
-
-    /// With this probability, of 100.
-    pub(crate) fn chance(&mut self, percent: usize) -> bool {
-        self.random.below(100) < percent
-    }
-
-    pub(crate) fn one_of<T: Copy>(&mut self, choices: &[T]) -> T {
-        self.random.one_of(choices)
-    }
-
-    /// From `least` to `most`.
-    pub(crate) fn between(&mut self, least: usize, most: usize) -> usize {
-        least + self.random.below(most - least + 1)
     }
 
     pub(crate) fn head_dim(&mut self) -> usize {

@@ -1,13 +1,9 @@
 //! A call in memory: its buffers against pages that fault, or between redzones on a GPU, dense or with rows apart.
 
 use crate::draw::Draw;
-use crate::support::array::{Array, I32};
-use crate::support::entry::{View, may_be_strided};
-use crate::support::frame::{CPU, Frame};
-use crate::support::guard::{Guarded, Side, keep_mappings};
-use crate::support::invocation::Invocation;
-use crate::support::pools::Inline;
-use crate::support::spread::Spacing;
+use crate::support::{
+    Array, CPU, Frame, Guarded, I32, Inline, Invocation, Side, Spacing, View, keep_mappings, may_be_strided,
+};
 use std::fmt::Write;
 use xla_attention::{Action, Pool};
 
@@ -82,7 +78,7 @@ impl Machine {
     /// That of the environment, for the calling thread.
     pub(crate) fn chosen() -> Self {
         #[cfg(feature = "cuda")]
-        if !crate::support::machine::runs_on_cpu() {
+        if !crate::support::runs_on_cpu() {
             use crate::support::device::{Arena, Gpu};
             let gpu = Gpu::first().expect("XLA_ATTENTION_TEST_DEVICE=cuda needs a driver and a GPU");
             let emulated = std::env::var_os("XLA_ATTENTION_EMULATOR").is_some();
@@ -128,17 +124,17 @@ impl Machine {
             }
             #[cfg(feature = "cuda")]
             Self::Emulator(gpu) => {
-                use crate::support::array::U8;
                 use crate::support::device::{Around, Memory};
+                use crate::support::{PlacedMemory as _, U8};
                 let place = |b: &Buffer| {
                     let array = Array { dtype: U8, dims: vec![b.bytes.len() as i64], bytes: b.bytes.clone() };
-                    Memory::place(gpu, array, Around::Nothing)
+                    Memory::place(gpu, &array, Around::Nothing)
                 };
                 let memory: Vec<Memory> = buffers.iter().map(place).collect();
-                let addresses: Vec<*mut u8> = memory.iter().map(|m| m.address() as *mut u8).collect();
+                let addresses: Vec<*mut u8> = memory.iter().map(Memory::data).collect();
                 work(Action::LaunchCuda(xla_attention::Stream(gpu.stream as usize)), &addresses)?;
                 gpu.finish();
-                Ok(memory.iter().zip(buffers).map(|(m, b)| m.read(b.name).bytes).collect())
+                Ok(memory.iter().zip(buffers).map(|(m, b)| m.read(b.name)).collect())
             }
         }
     }
@@ -261,14 +257,17 @@ fn handle(call: &Invocation, place: &[usize], addresses: &[*mut u8]) -> Result<(
     let pool = Inline(3);
     let frame = Frame::new(call.target, CPU).attributes(&call.attributes).pool(&pool);
     // SAFETY: the claims are true of the buffers of `Placing::run`.
-    let frame =
-        call.operands.iter().zip(addresses).fold(frame, |frame, ((_, array), &data)| unsafe {
-            frame.claimed_operand(array.dtype.0, &array.dims, data)
-        });
+    let frame = call
+        .operands
+        .iter()
+        .zip(addresses)
+        .fold(frame, |frame, ((_, array), &data)| unsafe { frame.operand(array.dtype, &array.dims, data) });
     // SAFETY: as above.
-    let frame = call.results.iter().zip(place).fold(frame, |frame, (result, &at)| unsafe {
-        frame.claimed_result(result.dtype.0, &result.dims, addresses[at])
-    });
+    let frame = call
+        .results
+        .iter()
+        .zip(place)
+        .fold(frame, |frame, (result, &at)| unsafe { frame.result(result.dtype, &result.dims, addresses[at]) });
     frame.run().map_err(|refusal| refusal.text)
 }
 

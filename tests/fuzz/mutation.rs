@@ -1,8 +1,7 @@
 //! A call as the tables know it, and the ways in which it can be damaged.
 
-use crate::support::array::Dtype;
 use crate::support::conformance::{Case, Typed};
-use crate::support::invocation::Attr;
+use crate::support::{Attr, BF16, Dtype, F8E4M3FN, F16, F32, F64, I32, I64, PRED, Random, U8};
 
 /// A buffer without memory.
 #[derive(Clone, Debug)]
@@ -25,7 +24,7 @@ impl Sizes {
         let dense = |axis: usize| self.dims[axis + 1..].iter().fold(1i64, |n, &d| n.wrapping_mul(d));
         let mut strides: Vec<i64> = (0..rank).map(dense).collect();
         for &(axis, stride) in &self.strides {
-            *pick(&mut strides, axis)? = stride;
+            *strides.get_mut(axis % rank.max(1))? = stride;
         }
         (!self.strides.is_empty()).then_some(strides)
     }
@@ -59,136 +58,115 @@ impl Plan {
         self.operands.iter_mut().chain(&mut self.results)
     }
 
-    fn list(&mut self, side: Side) -> &mut Vec<Sizes> {
-        match side {
-            Side::Operands => &mut self.operands,
-            Side::Results => &mut self.results,
+    /// The operands or the results.
+    fn list(&mut self, random: &mut Random) -> &mut Vec<Sizes> {
+        if random.chance(50) { &mut self.results } else { &mut self.operands }
+    }
+
+    fn buffer(&mut self, random: &mut Random) -> Option<&mut Sizes> {
+        any(self.list(random), random)
+    }
+
+    /// Damage the call in one way; without anything to damage it stays as it is.
+    pub(crate) fn damage(&mut self, random: &mut Random) -> Option<()> {
+        match random.below(37) {
+            // A size wherever it occurs, which often leaves the call a right one.
+            0..16 => {
+                let (old, new) = (*any(&mut any(&mut self.operands, random)?.dims, random)?, size(random));
+                self.buffers().flat_map(|b| &mut b.dims).filter(|d| **d == old).for_each(|d| *d = new);
+            }
+            // One size of one buffer.
+            16..19 => *any(&mut self.buffer(random)?.dims, random)? = size(random),
+            // An element type wherever it occurs.
+            19..22 => {
+                let (old, new) = (any(&mut self.operands, random)?.dtype, dtype(random));
+                self.buffers().filter(|b| b.dtype == old).for_each(|b| b.dtype = new);
+            }
+            // The element type of one buffer.
+            22 => self.buffer(random)?.dtype = dtype(random),
+            // Another value, often of another type.
+            23..27 => any(&mut self.attributes, random)?.1 = value(random),
+            // An optional buffer left out, or a required one.
+            27 | 28 => self.buffer(random)?.dims = vec![0],
+            // The stride of one dimension of one buffer, which XLA has no way to pass.
+            29 => self.buffer(random)?.strides.push((random.below(8), size(random))),
+            // One dimension more.
+            30 => {
+                let dims = &mut self.buffer(random)?.dims;
+                dims.insert(random.below(dims.len() + 1), size(random));
+            }
+            // One dimension less.
+            31 => drop(remove(&mut self.buffer(random)?.dims, random)),
+            // The list ends early.
+            32 => {
+                let list = self.list(random);
+                list.truncate(random.below(list.len() + 1));
+            }
+            // The list goes on.
+            33 => {
+                let list = self.list(random);
+                let copy = any(list, random)?.clone();
+                list.push(copy);
+            }
+            // Two buffers in each other's place.
+            34 => {
+                let list = self.list(random);
+                let [a, b] = [(); 2].map(|()| random.below(list.len().max(1)));
+                list.get(a.max(b))?;
+                list.swap(a, b);
+            }
+            // An attribute less.
+            35 => drop(remove(&mut self.attributes, random)),
+            // An attribute under another name.
+            _ => {
+                any(&mut self.attributes, random)?.0 = random.one_of(&["aardvark", "scale", "softmax_scale", "zebra"]);
+            }
+        }
+        Some(())
+    }
+}
+
+fn any<'a, T>(list: &'a mut [T], random: &mut Random) -> Option<&'a mut T> {
+    let count = list.len();
+    if count == 0 { None } else { list.get_mut(random.below(count)) }
+}
+
+fn remove<T>(list: &mut Vec<T>, random: &mut Random) -> Option<T> {
+    if list.is_empty() { None } else { Some(list.remove(random.below(list.len()))) }
+}
+
+/// What kernels, pages and heads come in, what lies beside it, and what overflows.
+fn size(random: &mut Random) -> i64 {
+    match random.below(10) {
+        0..6 => random.below(10) as i64,
+        6..9 => random.one_of(&[15, 16, 17, 31, 32, 33, 64, 127, 128, 129, 192, 255, 256, 257]),
+        _ => {
+            let beyond = [-1, i64::MIN, i64::MAX, 1 << 31, 1 << 32, (1 << 32) + 1, 1 << 40];
+            random.one_of(&[&beyond[..], &[i64::MAX / 2, i64::MAX / 4 + 1]].concat())
         }
     }
 }
 
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Side {
-    Operands,
-    Results,
-}
-
-/// One way to damage a call; without anything to damage it does nothing. A number without a name is the index of a buffer, then
-/// that of a dimension, modulo how many there are.
-#[derive(Clone, Debug)]
-pub(crate) enum Mutation {
-    /// One size of one buffer.
-    Size(Side, usize, usize, i64),
-    /// A size wherever it occurs, which often leaves the call a right one.
-    Resize(usize, usize, i64),
-    /// The stride of one dimension of one buffer, which XLA has no way to pass.
-    Stride(Side, usize, usize, i64),
-    /// One dimension more.
-    Insert(Side, usize, usize, i64),
-    /// One dimension less.
-    Remove(Side, usize, usize),
-    /// The element type of one buffer.
-    Dtype(Side, usize, Dtype),
-    /// An element type wherever it occurs.
-    Retype(usize, Dtype),
-    /// An optional buffer left out, or a required one.
-    LeaveOut(Side, usize),
-    /// The list ends early.
-    Truncate(Side, usize),
-    /// The list goes on.
-    Append(Side, usize),
-    /// Two buffers in each other's place.
-    Swap(Side, usize, usize),
-    /// Another value, often of another type.
-    Attribute(usize, Attr),
-    /// An attribute less.
-    Forget(usize),
-    /// An attribute under another name.
-    Rename(usize, &'static str),
-}
-
-impl Mutation {
-    pub(crate) fn damage(self, plan: &mut Plan) {
-        match self {
-            Self::Size(side, buffer, axis, size) => {
-                let dims = pick(plan.list(side), buffer).map(|b| &mut b.dims);
-                if let Some(old) = dims.and_then(|dims| pick(dims, axis)) {
-                    *old = size;
-                }
-            }
-            Self::Resize(buffer, axis, size) => {
-                let old = pick(&mut plan.operands, buffer).and_then(|b| pick(&mut b.dims, axis)).map(|d| *d);
-                for dim in plan.buffers().flat_map(|b| &mut b.dims).filter(|d| Some(**d) == old) {
-                    *dim = size;
-                }
-            }
-            Self::Stride(side, buffer, axis, stride) => {
-                if let Some(buffer) = pick(plan.list(side), buffer) {
-                    buffer.strides.push((axis, stride));
-                }
-            }
-            Self::Insert(side, buffer, axis, size) => {
-                if let Some(dims) = pick(plan.list(side), buffer).map(|b| &mut b.dims) {
-                    dims.insert(axis % (dims.len() + 1), size);
-                }
-            }
-            Self::Remove(side, buffer, axis) => {
-                if let Some(dims) = pick(plan.list(side), buffer).map(|b| &mut b.dims).filter(|d| !d.is_empty()) {
-                    dims.remove(axis % dims.len());
-                }
-            }
-            Self::Dtype(side, buffer, dtype) => {
-                if let Some(buffer) = pick(plan.list(side), buffer) {
-                    buffer.dtype = dtype;
-                }
-            }
-            Self::Retype(buffer, dtype) => {
-                let old = pick(&mut plan.operands, buffer).map(|b| b.dtype);
-                for buffer in plan.buffers().filter(|b| Some(b.dtype) == old) {
-                    buffer.dtype = dtype;
-                }
-            }
-            Self::LeaveOut(side, buffer) => {
-                if let Some(buffer) = pick(plan.list(side), buffer) {
-                    buffer.dims = vec![0];
-                }
-            }
-            Self::Truncate(side, at) => {
-                let list = plan.list(side);
-                list.truncate(at % (list.len() + 1));
-            }
-            Self::Append(side, buffer) => {
-                let list = plan.list(side);
-                if let Some(copy) = pick(list, buffer).cloned() {
-                    list.push(copy);
-                }
-            }
-            Self::Swap(side, a, b) => {
-                let list = plan.list(side);
-                let count = list.len();
-                if count > 0 {
-                    list.swap(a % count, b % count);
-                }
-            }
-            Self::Attribute(at, value) => {
-                if let Some(attribute) = pick(&mut plan.attributes, at) {
-                    attribute.1 = value;
-                }
-            }
-            Self::Forget(at) => {
-                if !plan.attributes.is_empty() {
-                    plan.attributes.remove(at % plan.attributes.len());
-                }
-            }
-            Self::Rename(at, name) => {
-                if let Some(attribute) = pick(&mut plan.attributes, at) {
-                    attribute.0 = name;
-                }
-            }
-        }
+fn dtype(random: &mut Random) -> Dtype {
+    if random.below(9) == 8 {
+        return Dtype(random.below(256) as i32);
     }
+    random.one_of(&[PRED, U8, I32, I64, F16, BF16, F32, F64, F8E4M3FN])
 }
 
-fn pick<T>(list: &mut [T], at: usize) -> Option<&mut T> {
-    if list.is_empty() { None } else { Some(&mut list[at % list.len()]) }
+fn value(random: &mut Random) -> Attr {
+    let limits = [0.0, -0.0, 1.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN_POSITIVE, 1e-45];
+    match random.below(14) {
+        0..4 => {
+            let choices = [-1, random.below(10) as i64, random.one_of(&[i64::MIN, i64::MAX, 1 << 31, 1 << 32])];
+            Attr::I64(random.one_of(&choices))
+        }
+        4 | 5 => Attr::F32(random.one_of(&limits)),
+        6 | 7 => Attr::F32(f32::from_bits((random.below(1 << 16) << 16 | random.below(1 << 16)) as u32)),
+        8 | 9 => Attr::Bool(random.chance(50)),
+        10 => Attr::I32(random.hostile_i32()),
+        11 => Attr::F64(f64::from_bits(random.next())),
+        12 => Attr::I64s(vec![1, 2]),
+        _ => Attr::Text("a".to_owned()),
+    }
 }

@@ -17,7 +17,7 @@ from package import GPU_TESTS, ROOT, environment, selected
 from summary import table
 
 # Random cases under compute-sanitizer, which checks each access, at a price.
-FEWER = {"PROPTEST_CASES": "8", "XLA_ATTENTION_FUZZ_CALLS": "200"}
+FEWER = {"XLA_ATTENTION_TEST_CASES": "8", "XLA_ATTENTION_FUZZ_CALLS": "200"}
 
 # Of a topic, those that call each tuned kernel once, seconds long. docs/tests.md says why racecheck is not among
 # their tools.

@@ -1,13 +1,7 @@
 //! What only a GPU can show: rows that are aligned to their elements alone, which go element by element, or are refused.
 
-use crate::support::array::{ATTENTION_DTYPES, Array};
-use crate::support::batch::Shape;
-use crate::support::cache_updates::Update;
 use crate::support::device::{Around, Gpu, Memory};
-use crate::support::rotations::Rope;
-use crate::support::states::{ANY_LSE, State};
-use crate::support::steps::Step;
-use crate::support::storage::{Layout, Storage};
+use crate::support::{ANY_LSE, ATTENTION_DTYPES, Layout, Placed, Rope, Shape, State, Step, Storage, Update};
 use xla_attention::{Action, Stream};
 
 /// Rows of three chunks.
@@ -49,16 +43,14 @@ fn a_query_that_attention_cannot_read_is_refused_before_the_cache_is_written() {
     let Some(gpu) = Gpu::or_skip() else { return };
     let step = Step::new(&Shape::default().batch(), &Storage { workspace: None, ..Storage::default() });
     let invocation = step.invocation(true);
-    let place =
-        |name: &str, array| Memory::place(&gpu, array, if name == "query" { Around::Askew } else { Around::Redzones });
-    let operands: Vec<Memory> = invocation.operands.iter().map(|(name, array)| place(name, array.clone())).collect();
-    let own: Vec<Memory> =
-        invocation.results.iter().map(|r| place(r.name, Array::filled(r.dtype, &r.dims, 0))).collect();
-    let [inputs, outputs] = [&operands, &own].map(|list| list.iter().map(Memory::view).collect::<Vec<_>>());
+    let placed = Placed::new(&invocation, |name, array| {
+        Memory::place(&gpu, array, if name == "query" { Around::Askew } else { Around::Redzones })
+    });
+    let [inputs, outputs] = placed.views();
     let launch = Action::LaunchCuda(Stream(gpu.stream as usize));
     // SAFETY: the views are the allocations above, which outlive `finish`.
     let refusal = unsafe { invocation.enter(launch, &inputs, &outputs) }.unwrap_err();
     gpu.finish();
     assert!(refusal.message.ends_with("expected multiples of 16 bytes for both"), "{}", refusal.message);
-    assert!(operands[1].read("kv_cache") == step.before);
+    placed.assert_untouched();
 }

@@ -1,13 +1,14 @@
 //! The handlers for the platform `CUDA` where no GPU is needed: they decode, and miss a driver politely. What they refuse
 //! is in the tables of `tests/conformance`.
 
-use crate::support::frame::{CUDA, Frame, Stage, UNAVAILABLE, target};
 use crate::support::right_calls;
+use crate::support::{CUDA, Frame, Stage, UNAVAILABLE, handler_sets, target};
 
 #[test]
 fn the_cuda_handlers_need_a_stream_and_no_other_context() {
-    for call in right_calls::all() {
-        let refusal = call.outcome_in(Frame::new(call.target, CUDA)).unwrap_err();
+    for (set, call) in handler_sets().into_iter().flat_map(|set| right_calls::all().into_iter().map(move |c| (set, c)))
+    {
+        let refusal = call.outcome_in(set.frame(call.target, CUDA)).unwrap_err();
         let text = "Failed to get platform stream: XLA FFI GPU context is not available";
         assert!(refusal.text.ends_with(text), "{}", refusal.text);
     }

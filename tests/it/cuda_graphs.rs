@@ -1,13 +1,8 @@
 //! What only a GPU can show: a captured graph replayed many times, and a first call that happens inside a capture.
 
-use crate::support::answers::{IfWrong, answers, assert_allowed};
-use crate::support::array::F32;
-use crate::support::batch::{Dtypes, Shape};
-use crate::support::case::Case;
 use crate::support::device::{Around, Gpu};
-use crate::support::oracle::Mask;
 use crate::support::right_calls;
-use crate::support::storage::{Layout, Storage};
+use crate::support::{Case, Dtypes, F32, IfWrong, Layout, Mask, Shape, Storage, answers, assert_allowed};
 
 #[test]
 fn a_graph_replayed_a_thousand_times_gives_the_bits_of_one_launch() {

@@ -2,10 +2,7 @@
 //! reference, against hostile metadata, and against itself.
 
 use crate::attention::tests_of;
-use crate::support::batch::Shape;
-use crate::support::case::Case;
-use crate::support::check::check;
-use crate::support::storage::{Layout, Storage};
+use crate::support::{Case, Checked, Layout, Shape, Storage};
 
 tests_of! { FlashAttnVarlen:
     agreement {
@@ -66,7 +63,7 @@ fn every_page_size_agrees_with_the_reference() {
     for page_size in [1, 2, 3, 5, 8, 13, 16, 24, 31, 32, 33, 48, 64, 100, 128, 256, 1000] {
         for layout in Layout::PAGED {
             let shape = Shape { head_dim: 24, lengths: vec![(1, 130), (21, 64)], ..Shape::default() };
-            check(&Case::flash(&shape.batch(), &Storage::paged(layout, page_size)));
+            Checked::check(&Case::flash(&shape.batch(), &Storage::paged(layout, page_size)));
         }
     }
 }

@@ -2,15 +2,9 @@
 //! reference, against hostile metadata, and against itself.
 
 use crate::attention::{Operator, tests_of};
-use crate::support::array::{ATTENTION_DTYPES, Array, F32};
-use crate::support::batch::Shape;
-use crate::support::gradient_case::{GradientCase, Wanted, check_gradients, check_gradients_named};
-use crate::support::guard::Side;
-use crate::support::option_pairs::Options;
-use crate::support::oracle::Mask;
-use crate::support::storage::Storage;
-use crate::support::strategies::for_all;
-use xla_attention::DType;
+use crate::support::{
+    ATTENTION_DTYPES, Array, Checked, F32, GradientCase, Mask, Options, Shape, Side, Storage, Wanted, check_named,
+};
 use xla_attention::ops::workspace::AttentionSizes;
 
 tests_of! { FlashAttnVarlenBwd:
@@ -51,7 +45,7 @@ tests_of! { FlashAttnVarlenBwd:
 #[test]
 fn every_pair_of_options_agrees_with_the_reference() {
     for (index, (_, shape, storage, wanted)) in Options::GRADIENTS.calls().into_iter().enumerate() {
-        check_gradients_named(&format!("pairwise {index}"), GradientCase::store(&shape.batch(), &storage, wanted));
+        check_named(&format!("pairwise {index}"), &mut GradientCase::store(&shape.batch(), &storage, wanted));
     }
 }
 
@@ -63,7 +57,7 @@ fn lengths_around_every_size_of_a_block_agree_with_the_reference() {
         for mask in [Mask::CAUSAL, Mask::FULL, Mask::window(length as i64, 3)] {
             let lengths = lengths.clone();
             let shape = Shape { dtypes, heads: (2, 1), head_dim: 32, lengths, mask, ..Shape::default() };
-            check_gradients(&GradientCase::store(&shape.batch(), &Storage::contiguous(), Wanted::ALL));
+            Checked::check(&GradientCase::store(&shape.batch(), &Storage::contiguous(), Wanted::ALL));
         }
     }
 }
@@ -73,7 +67,7 @@ fn wanted_workspace(case: &GradientCase) -> usize {
     let form = &case.forward.form;
     let [num_q_heads, num_kv_heads, head_dim, value_dim] =
         [form.q_heads, form.kv_heads, form.head_dim, form.value_dim].map(|x| x as i64);
-    let dtype = DType(form.dtypes.q.0);
+    let dtype = form.dtypes.q;
     let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant: false };
     let wanted = sizes.gradients_workspace();
     let (rows, sequences) = (case.forward.rows() as i64, case.forward.slots() as i64);
@@ -91,7 +85,7 @@ fn any_workspace_serves() {
             let sizes = [0, 1, 4096, right / 2, right.saturating_sub(1), right, right + 1, 3_000_000];
             for workspace in [None].into_iter().chain(sizes.map(Some)) {
                 case.forward.workspace = workspace;
-                check_gradients(&case);
+                Checked::check(&case);
             }
         }
     }
@@ -99,7 +93,7 @@ fn any_workspace_serves() {
 
 #[test]
 fn dlse_of_0_is_none_and_dsinks_without_sinks_is_0() {
-    for_all(16, Operator::FlashAttnVarlenBwd.calls(), |(shape, storage)| {
+    Operator::FlashAttnVarlenBwd.for_calls(16, |shape, storage, _| {
         let mut case = GradientCase::store(&Shape { sinks: false, ..shape }.batch(), &storage, Wanted::ALL);
         let none = GradientCase { dlse: None, ..case.clone() };
         case.dlse = case.dlse.map(|dlse| Array::filled(F32, &dlse.dims, 0));
@@ -111,7 +105,7 @@ fn dlse_of_0_is_none_and_dsinks_without_sinks_is_0() {
 
 #[test]
 fn two_runs_have_the_same_bits_where_that_is_asked_for() {
-    for_all(32, Operator::FlashAttnVarlenBwd.calls(), |(shape, storage)| {
+    Operator::FlashAttnVarlenBwd.for_calls(32, |shape, storage, _| {
         let case = GradientCase::store(&shape.batch(), &storage, Wanted::ALL);
         let run = || case.invocation().results(Side::BeginsAtGuard)[..4].to_vec();
         assert!(run() == run());

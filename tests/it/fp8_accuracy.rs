@@ -1,17 +1,13 @@
 //! How close prefill of fp8 queries, keys and values comes where it is hardest (`docs/kernels.md`, fp8): sums of one sign,
 //! of which tensor cores cut off something at each step, one key that outweighs all others, large scores, many keys.
 //!
-//! Each case prints what part of its bound it takes: `--nocapture` shows it. The batches have no spare entries, so they
-//! also pass with `XLA_ATTENTION_CHECK=1`.
+//! The summary (`tests/support/summary.rs`) has what part of its bound a case takes. The batches have no spare entries, so
+//! they also pass with `XLA_ATTENTION_CHECK=1`.
 
-use crate::support::answers::{Allowance, IfWrong, answers, assert_allowed, distance, lse_tolerance};
-use crate::support::array::{BF16, F8E4M3FN, F16};
-use crate::support::batch::{Dtypes, SequenceData, Shape};
-use crate::support::case::Case;
-use crate::support::guard::Side;
-use crate::support::machine::runs_on_cpu;
-use crate::support::oracle::Mask;
-use crate::support::storage::{Layout, Storage};
+use crate::support::{
+    BF16, Case, Dtypes, F8E4M3FN, F16, Layout, Mask, Numbers as _, SequenceData, Shape, Storage, check_named,
+    runs_on_cpu,
+};
 
 /// What becomes of the numbers that are drawn.
 #[derive(Clone, Copy, Debug)]
@@ -45,26 +41,7 @@ impl Numbers {
 fn check_close(name: &str, shape: &Shape, numbers: Numbers, storage: &Storage) {
     let mut batch = shape.batch();
     batch.sequences.iter_mut().for_each(|sequence| numbers.apply(sequence, shape.head_dim));
-    let case = Case { name: name.to_owned(), lse: true, ..Case::flash(&batch, storage) };
-    let answers = answers(&case, IfWrong::Unspecified);
-    let results = case.invocation().results(Side::EndsAtGuard);
-    let (out, lse) = (results[0].values(), results[1].values());
-    let (heads, dim, rows) = (case.form.q_heads, case.form.value_dim, case.rows());
-    let most = Allowance::of(answers.iter().flatten().flatten()).most();
-    let (mut out_share, mut lse_share, mut of_scores) = (0.0f64, 0.0f64, 0.0f64);
-    for (at, allowed) in answers.iter().flatten().enumerate() {
-        let Some(allowed) = allowed else { continue };
-        let (row, head) = (at / heads, at % heads);
-        out_share = out_share.max(distance(&out[at * dim..][..dim], &allowed.exact.out) / most);
-        if allowed.exact.lse.is_finite() {
-            let off = (lse[head * rows + row] - allowed.exact.lse).abs();
-            let tolerance = lse_tolerance(allowed.exact.lse, case.form.dtypes, case.form.softcap > 0.0);
-            lse_share = lse_share.max(off / (tolerance + allowed.score_error));
-            of_scores = of_scores.max(off / allowed.score_error);
-        }
-    }
-    println!("{name} {numbers:?}: of its bound out {out_share:.2}, lse {lse_share:.2}; of the scores' {of_scores:.3}");
-    assert_allowed(&case, &answers, &results[0], Some(&results[1]));
+    check_named(&format!("{name} {numbers:?}"), &mut Case::flash(&batch, storage));
 }
 
 const NUMBERS: [Numbers; 6] = [

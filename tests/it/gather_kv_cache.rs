@@ -1,13 +1,9 @@
 //! `xla_gpu_gather_kv_cache` through its XLA FFI handlers.
 
-use crate::support::array::{ATTENTION_DTYPES, BF16, F8E4M3FN, F8E5M2, F16, F32, FP8_DTYPES};
-use crate::support::cache_updates::Update;
 use crate::support::cost::{Sizes, hostile_gathers_cost_no_more, seconds};
-use crate::support::gathers::Gather;
-use crate::support::guard::Side;
-use crate::support::pools::for_each_pool;
-use crate::support::random::Random;
-use crate::support::storage::Layout;
+use crate::support::{
+    ATTENTION_DTYPES, BF16, F8E4M3FN, F8E5M2, F16, F32, FP8_DTYPES, Gather, Layout, Random, Side, Update, for_each_pool,
+};
 use std::sync::Mutex;
 use std::time::Instant;
 use xla_attention::{RayonPool, parallel_for};

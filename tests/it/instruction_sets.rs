@@ -2,7 +2,7 @@
 //!
 //! The set is chosen once in a process, so this binary is started again.
 
-use crate::support::machine::runs_on_cpu;
+use crate::support::runs_on_cpu;
 use std::process::Command;
 
 /// What `XLA_ATTENTION_CPU_ISA` is set to. The last one multiplies pairs of bf16 as AVX-512 does, on any CPU.

@@ -1,13 +1,10 @@
 //! `xla_gpu_kv_cache_update` and `xla_gpu_kv_cache_update_split` on the CPU, through their XLA FFI handlers. Which code a number
 //! becomes in an 8-bit cache is in `kv_cache_update_fp8`.
 
-use crate::support::array::{ATTENTION_DTYPES, Array, BF16, FP8_DTYPES};
-use crate::support::cache_updates::Update;
 use crate::support::cost::{Sizes, hostile_slots_cost_no_more};
-use crate::support::guard::{Side, for_both_sides};
-use crate::support::pools::for_each_pool;
-use crate::support::random::Random;
-use crate::support::storage::Layout;
+use crate::support::{
+    ATTENTION_DTYPES, Array, BF16, FP8_DTYPES, Layout, Random, Side, Update, for_both_sides, for_each_pool,
+};
 
 #[test]
 fn rows_go_to_their_slots_in_every_layout_and_dtype_with_and_without_scales() {

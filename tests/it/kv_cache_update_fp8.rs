@@ -1,10 +1,8 @@
 //! Cache updates into fp8 caches: which code a number becomes, in every layout and from every type.
 
-use crate::support::array::{Array, BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, FP8_DTYPES};
-use crate::support::cache_updates::Update;
-use crate::support::guard::for_both_sides;
-use crate::support::random::Random;
-use crate::support::storage::Layout;
+use crate::support::{
+    Array, BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, FP8_DTYPES, Layout, Numbers, Random, Update, for_both_sides,
+};
 
 /// The codes that an update stores for these keys `[T, Hkv, D]`: with the buffers at either guard page.
 fn stored(keys: &Array, fp8: Dtype, scale: Option<f32>) -> Vec<Vec<u8>> {

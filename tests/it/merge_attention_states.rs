@@ -1,10 +1,6 @@
 //! `xla_gpu_merge_attention_states` through its XLA FFI handlers.
 
-use crate::support::array::{ATTENTION_DTYPES, BF16, F16, F32};
-use crate::support::guard::{Side, for_both_sides};
-use crate::support::pools::for_each_pool;
-use crate::support::random::Random;
-use crate::support::states::{ANY_LSE, State};
+use crate::support::{ANY_LSE, ATTENTION_DTYPES, BF16, F16, Random, Side, State, for_both_sides, for_each_pool};
 
 /// `a` and `b` merge to what they have to.
 fn check(a: &State, b: &State) {
@@ -55,40 +51,6 @@ fn the_largest_sums_neither_overflow_nor_lose_the_smaller_part() {
             let a = State::new(dtype, (n, n, d), &out(of_a), &lse_a);
             let b = State::new(dtype, (n, n, d), &out(of_b), &lse_b);
             check(&a, &b);
-        }
-    }
-}
-
-/// Softmax attention of one query over scores and values `[m][d]`, as somebody would write it.
-fn attend(scores: &[f64], values: &[Vec<f64>], d: usize) -> (Vec<f64>, f64) {
-    let sum: f64 = scores.iter().map(|s| s.exp()).sum();
-    let column = |i: usize| scores.iter().zip(values).map(|(s, v)| s.exp() * v[i]).sum::<f64>();
-    ((0..d).map(|i| if sum > 0.0 { column(i) / sum } else { f64::NAN }).collect(), sum.ln())
-}
-
-#[test]
-fn keys_that_are_split_anywhere_and_merged_are_the_keys() {
-    let (rows, keys, d) = (6, 13, 16);
-    let mut random = Random::new(5);
-    let scores: Vec<Vec<f64>> = (0..rows).map(|_| (0..keys).map(|_| 4.0 * random.normal()).collect()).collect();
-    let values: Vec<Vec<f64>> = (0..keys).map(|_| (0..d).map(|_| random.normal()).collect()).collect();
-    let state = |range: std::ops::Range<usize>| {
-        let each = scores.iter().map(|scores| attend(&scores[range.clone()], &values[range.clone()], d));
-        let (out, lse): (Vec<Vec<f64>>, Vec<f64>) = each.unzip();
-        State::new(F32, (rows, 1, d), &out.concat(), &lse)
-    };
-    let whole = state(0..keys);
-    let assert_whole = |found: &State| {
-        let close = |a: &[f64], b: &[f64]| a.iter().zip(b).all(|(a, b)| (a - b).abs() <= 2e-6 * b.abs().max(1.0));
-        assert!(close(&found.out.values(), &whole.out.values()) && close(&found.lse.values(), &whole.lse.values()));
-    };
-    let merged = |a: &State, b: &State| State::of(&a.merge(b).results(Side::EndsAtGuard));
-    for first in 0..=keys {
-        for second in first..=keys {
-            let [a, b, c] = [state(0..first), state(first..second), state(second..keys)];
-            assert_whole(&merged(&merged(&a, &b), &c));
-            assert_whole(&merged(&a, &merged(&b, &c)));
-            assert_whole(&merged(&merged(&c, &a), &b));
         }
     }
 }

@@ -2,11 +2,7 @@
 //! against hostile metadata, and against itself.
 
 use crate::attention::tests_of;
-use crate::support::array::{BF16, F8E4M3FN, F16, FP8_DTYPES};
-use crate::support::batch::{Dtypes, Shape};
-use crate::support::case::Case;
-use crate::support::check::check;
-use crate::support::storage::Storage;
+use crate::support::{BF16, Case, Checked, Dtypes, F8E4M3FN, F16, FP8_DTYPES, Numbers, Shape, Storage};
 
 tests_of! { PagedAttention:
     agreement {
@@ -47,7 +43,7 @@ tests_of! { PagedAttention:
 fn a_row_without_keys_may_have_any_number_of_heads() {
     // K and V of a token are longer than the CPU takes at a time: 2^19 elements.
     let shape = Shape { heads: (1025, 1025), head_dim: 256, lengths: vec![(1, 0), (1, 2), (0, 0)], ..Shape::default() };
-    check(&Case::paged(&shape.batch(), &Storage { page_size: 1, ..Storage::default() }));
+    Checked::check(&Case::paged(&shape.batch(), &Storage { page_size: 1, ..Storage::default() }));
 }
 
 #[test]
@@ -64,7 +60,7 @@ fn every_number_of_8_bits_counts_as_what_it_is() {
         }
         // Logits of 57344 are past what lse is told apart by.
         batch.form.softmax_scale = if kv == F8E4M3FN { 1.0 } else { 1.0 / 128.0 };
-        let results = check(&Case::paged(&batch, &Storage::default()));
+        let results = Checked::check(&Case::paged(&batch, &Storage::default()));
         for row in results[0].values().chunks(numbers.len()).take(numbers.len()) {
             assert!(row == numbers, "{dtypes:?}: {row:?}");
         }

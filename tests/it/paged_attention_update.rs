@@ -1,12 +1,10 @@
 //! `xla_gpu_paged_attention_update`: the cache that it leaves and the attention over it.
 
 use crate::attention::tests_of;
-use crate::support::array::{ATTENTION_DTYPES, Array, BF16, F8E4M3FN, F16, F32, FP8_DTYPES};
-use crate::support::batch::{Alibi, Dtypes, Scaled, Shape};
-use crate::support::guard::{Side, for_both_sides};
-use crate::support::oracle::Mask;
-use crate::support::steps::Step;
-use crate::support::storage::{Storage, put};
+use crate::support::{
+    ATTENTION_DTYPES, Alibi, Array, BF16, Checked, Dtypes, F8E4M3FN, F16, F32, FP8_DTYPES, Mask, Scaled, Shape, Side,
+    Step, Storage, for_both_sides, put,
+};
 
 // What is checked against the reference is, bit by bit, the update and then attention too.
 tests_of! { PagedAttentionUpdate:

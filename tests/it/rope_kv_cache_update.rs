@@ -1,12 +1,6 @@
 //! `xla_gpu_rope_kv_cache_update` through its XLA FFI handlers.
 
-use crate::support::array::{ATTENTION_DTYPES, Array, BF16, F8E4M3FN, F32};
-use crate::support::cache_updates::Update;
-use crate::support::guard::Side;
-use crate::support::pools::for_each_pool;
-use crate::support::random::Random;
-use crate::support::rotations::Rope;
-use crate::support::storage::Layout;
+use crate::support::{ATTENTION_DTYPES, Array, BF16, F8E4M3FN, F32, Layout, Random, Rope, Side, Update, for_each_pool};
 
 /// Layouts of one buffer.
 const LAYOUTS: [Layout; 3] = [Layout::Interleaved, Layout::Stacked, Layout::PerPage];

@@ -1,17 +1,10 @@
 //! `xla_attention::call` and its C twin `xa_call`: what they take beyond XLA's dense buffers, and what they refuse.
 
-use crate::support::array::{Array, BF16, Dtype, F16, F32, I32};
-use crate::support::batch::Shape;
-use crate::support::cache_updates::Update;
-use crate::support::case::Case;
-use crate::support::entry::View;
-use crate::support::frame::INVALID_ARGUMENT;
-use crate::support::guard::{Guarded, Side};
-use crate::support::invocation::{Attr, Invocation, POISON};
 use crate::support::right_calls;
-use crate::support::rotations::Rope;
-use crate::support::storage::{Layout, Storage};
-use std::ffi::{CStr, c_char};
+use crate::support::{
+    Array, Attr, BF16, Case, Dtype, F16, F32, Guarded, I32, INVALID_ARGUMENT, Invocation, Layout, Rope, Shape, Side,
+    Storage, Update, View, c_attribute, c_call, c_request, c_tensor,
+};
 use std::ptr::{null, null_mut};
 use xla_attention::ops::workspace::AttentionSizes;
 use xla_attention::{Action, DType, Error, Op, RayonPool, XaAttribute, XaCall, XaTensor, xa_call, xa_op};
@@ -144,18 +137,14 @@ fn one_kv_head_may_stand_for_all_with_a_stride_of_0() {
     }
 }
 
-/// The results of `call` over the operands of another one, whose views are changed.
+/// The results of `call` in the memory of another one, which has the same results; the views of its operands are changed.
 fn run_with_views(call: &Invocation, memory: &Invocation, change: impl Fn(&mut [View])) -> Vec<Array> {
-    let place = |name: &str, array: &Array| Guarded::new(name, Side::EndsAtGuard, &array.bytes);
-    let operands: Vec<Guarded> = memory.operands.iter().map(|(name, array)| place(name, array)).collect();
-    let empty: Vec<Array> = call.results.iter().map(|r| Array::filled(r.dtype, &r.dims, POISON)).collect();
-    let own: Vec<Guarded> = empty.iter().map(|array| place("result", array)).collect();
-    let [mut inputs, outputs] =
-        [&operands, &own].map(|list| list.iter().map(|b| View::dense(b.data())).collect::<Vec<_>>());
+    let placed = memory.guarded(Side::EndsAtGuard);
+    let [mut inputs, outputs] = placed.views();
     change(&mut inputs);
     // SAFETY: the views are of the buffers above, and stay in them.
     unsafe { call.enter(Action::RunOnCpu(&RayonPool), &inputs, &outputs) }.unwrap();
-    empty.into_iter().zip(&own).map(|(array, found)| Array { bytes: found.bytes(), ..array }).collect()
+    placed.results()
 }
 
 #[test]
@@ -166,7 +155,7 @@ fn a_build_without_cuda_says_so() {
     for action in [Action::PrepareCuda, Action::LaunchCuda(xla_attention::Stream(0))] {
         // SAFETY: nothing is computed.
         let error = unsafe { call.enter(action, &nowhere, &nowhere) }.unwrap_err();
-        assert_eq!(error.code as i32, crate::support::frame::UNIMPLEMENTED);
+        assert_eq!(error.code as i32, crate::support::UNIMPLEMENTED);
         let text = "xla_gpu_simple_add: this build has no CUDA backend; build with the feature `cuda`";
         assert_eq!(error.message, text);
     }
@@ -199,47 +188,21 @@ fn sizes_that_no_call_can_have_want_no_workspace() {
 
 // The C interface.
 
-/// `xa_call`, with 200 bytes for the text.
-fn c_call(request: *const XaCall) -> (i32, String) {
-    let mut text = [0 as c_char; 200];
-    // SAFETY: the requests of these tests describe memory that is there, and the text has room.
-    let code = unsafe { xa_call(request, text.as_mut_ptr(), text.len()) };
-    // SAFETY: terminated, or still zero.
-    (code, unsafe { CStr::from_ptr(text.as_ptr()) }.to_str().unwrap().to_owned())
-}
-
 /// A request to add `operands[0]` and `operands[1]`.
 fn c_add(operands: &[XaTensor], results: &[XaTensor], action: i32) -> XaCall {
-    XaCall {
-        struct_size: size_of::<XaCall>(),
-        // SAFETY: a terminated string.
-        op: unsafe { xa_op(c"xla_gpu_simple_add".as_ptr()) },
-        action,
-        operands: operands.as_ptr(),
-        num_operands: operands.len(),
-        results: results.as_ptr(),
-        num_results: results.len(),
-        attributes: null(),
-        num_attributes: 0,
-        stream: null_mut(),
-    }
+    // SAFETY: a terminated string.
+    c_request(unsafe { xa_op(c"xla_gpu_simple_add".as_ptr()) }, action, operands, results)
 }
 
-fn c_tensor(values: &mut [f32], dims: &[i64]) -> XaTensor {
-    XaTensor {
-        data: values.as_mut_ptr().cast(),
-        dims: dims.as_ptr(),
-        strides: null(),
-        rank: dims.len() as i32,
-        dtype: F32.0,
-    }
+fn c_floats(values: &mut [f32], dims: &[i64]) -> XaTensor {
+    c_tensor(F32, dims, None, values.as_mut_ptr().cast())
 }
 
 #[test]
 fn the_c_interface_computes_and_checks() {
     let (mut a, mut b, mut out, dims) = ([1.0f32, 2.0], [0.5f32, 0.25], [0.0f32; 2], [2i64]);
-    let operands = [c_tensor(&mut a, &dims), c_tensor(&mut b, &dims)];
-    let results = [c_tensor(&mut out, &dims)];
+    let operands = [c_floats(&mut a, &dims), c_floats(&mut b, &dims)];
+    let results = [c_floats(&mut out, &dims)];
     assert_eq!(c_call(&c_add(&operands, &results, 1)), (0, String::new()));
     assert_eq!(out.map(f32::to_bits), [1.5f32, 2.25].map(f32::to_bits));
 
@@ -275,7 +238,7 @@ fn a_request_that_is_no_request_is_refused() {
     assert_eq!(c_call(&XaCall { action: 4, ..good }), (INVALID_ARGUMENT, "action is 4, expected 0 to 3".into()));
     let tensor = XaTensor { data: null_mut(), dims: null(), strides: null(), rank: -1, dtype: F32.0 };
     assert_eq!(c_call(&c_add(&[tensor], &[], 0)), (INVALID_ARGUMENT, "xla_gpu_simple_add: a has rank -1".into()));
-    let there = c_tensor(&mut [], &[0]);
+    let there = c_floats(&mut [], &[0]);
     let text = "xla_gpu_simple_add: out has rank -1";
     assert_eq!(c_call(&c_add(&[there, there], &[tensor], 0)), (INVALID_ARGUMENT, text.into()));
     let text = "xla_gpu_simple_add: operand 2 has rank -1";
@@ -300,8 +263,8 @@ struct LaterCall {
 #[test]
 fn a_request_of_a_later_version_is_one_if_it_asks_for_nothing_new() {
     let (mut a, mut b, mut out, dims) = ([1.0f32, 2.0], [0.5f32, 0.25], [0.0f32; 2], [2i64]);
-    let operands = [c_tensor(&mut a, &dims), c_tensor(&mut b, &dims)];
-    let results = [c_tensor(&mut out, &dims)];
+    let operands = [c_floats(&mut a, &dims), c_floats(&mut b, &dims)];
+    let results = [c_floats(&mut out, &dims)];
     let known = XaCall { struct_size: size_of::<LaterCall>(), ..c_add(&operands, &results, 1) };
     let ask = |unknown| {
         let request = LaterCall { known, unknown };
@@ -317,25 +280,19 @@ fn a_request_of_a_later_version_is_one_if_it_asks_for_nothing_new() {
 
 #[test]
 fn strides_of_nothing_may_be_anything() {
-    let (dims, strides) = ([0i64, 2, 8], [0i64; 3]);
-    let q = XaTensor { strides: strides.as_ptr(), ..c_tensor(&mut [], &dims) };
-    let (lse_dims, starts_dims) = ([2i64, 0], [1i64]);
-    let mut start = [0.0f32];
-    let starts = XaTensor { dtype: I32.0, ..c_tensor(&mut start, &starts_dims) };
-    let operands = [q, q, q, starts, starts];
-    let results = [q, XaTensor { strides: strides.as_ptr(), ..c_tensor(&mut [], &lse_dims) }];
-    let flag = XaAttribute { kind: 0, real: 0.0, integer: 0 };
-    let (number, real) = (XaAttribute { kind: 1, ..flag }, XaAttribute { kind: 2, real: 1.0, ..flag });
-    let off = XaAttribute { real: 0.0, ..real };
-    let minus = XaAttribute { integer: -1, ..number };
-    let attributes = [flag, flag, number, number, number, off, real, flag, minus, minus];
-    let request = XaCall {
-        // SAFETY: a terminated string.
-        op: unsafe { xa_op(c"xla_gpu_flash_attn_varlen".as_ptr()) },
-        attributes: attributes.as_ptr(),
-        num_attributes: attributes.len(),
-        ..c_add(&operands, &results, 1)
+    let storage = Storage { workspace: None, ..Storage::contiguous().bare() };
+    let call = Case::flash(&Shape { lengths: vec![], ..Shape::default() }.batch(), &storage).invocation();
+    let placed = call.guarded(Side::EndsAtGuard);
+    let tensor = |dtype, dims: &[i64], memory: &Guarded| {
+        c_tensor(dtype, dims, dims.contains(&0).then_some(&[0; 3][..dims.len()]), memory.data())
     };
+    let operands = call.operands.iter().enumerate().map(|(i, (_, x))| tensor(x.dtype, &x.dims, placed.operand(i)));
+    let results = call.results.iter().enumerate().map(|(i, x)| tensor(x.dtype, &x.dims, placed.result(i)));
+    let (operands, results): (Vec<_>, Vec<_>) = (operands.collect(), results.collect());
+    let attributes: Vec<_> = call.attributes.iter().map(|(_, value)| c_attribute(value)).collect();
+    let request = c_request(call.op() as i32, 1, &operands, &results);
+    let (list, count) = (attributes.as_ptr(), attributes.len());
+    let request = XaCall { attributes: list, num_attributes: count, ..request };
     assert_eq!(c_call(&raw const request), (0, String::new()));
 }
 

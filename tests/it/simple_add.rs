@@ -2,24 +2,16 @@
 
 #![allow(clippy::float_cmp, reason = "sums are exact or rounded as said")]
 
-use crate::support::array::{Array, BF16, Dtype, F16, F32, F64, I8, I32, I64, U8};
-use crate::support::cache_updates::any_bits;
-use crate::support::guard::{Side, for_both_sides};
-use crate::support::invocation::Invocation;
-use crate::support::machine::runs_on_cpu;
-use crate::support::pools::{HostPool, Inline, Late, for_each_pool};
-use crate::support::sums::{assert_same, sum};
+use crate::support::{
+    Array, BF16, CPU, Dtype, F16, F32, F64, Frame, Guarded, HostPool, I8, I32, I64, Inline, Invocation, Late, Side, U8,
+    addition, any_bits, assert_same, for_both_sides, for_each_pool, runs_on_cpu, sum,
+};
 
 const FLOATS: [Dtype; 4] = [F16, BF16, F32, F64];
 const INTEGERS: [Dtype; 4] = [I8, U8, I32, I64];
 
 fn call(a: &Array, b: &Array) -> Invocation {
-    let mut call = Invocation::new("xla_gpu_simple_add")
-        .operand("a", a.clone())
-        .operand("b", b.clone())
-        .result("out", a.dtype, &a.dims);
-    call.what = format!("{:?} {:?}", a.dtype, a.dims);
-    call
+    addition(a.clone(), b.clone())
 }
 
 fn adds(a: &Array, b: &Array, pool: &dyn HostPool) {
@@ -65,10 +57,8 @@ fn the_result_may_be_the_memory_of_an_operand() {
     for dtype in [F32, BF16, I8] {
         let (a, b) = (any_bits(dtype, &[1003], 7), any_bits(dtype, &[1003], 8));
         for operand in [0, 1] {
-            let in_place = Invocation::new("xla_gpu_simple_add")
-                .operand("a", a.clone())
-                .operand("b", b.clone())
-                .result_in_place("out", operand);
+            let mut in_place = call(&a, &b);
+            in_place.results[0].alias = Some(operand);
             for_both_sides(|side| assert_same("out", &in_place.results(side)[0], &sum(&a, &b)));
         }
     }
@@ -76,9 +66,12 @@ fn the_result_may_be_the_memory_of_an_operand() {
 
 #[test]
 fn an_array_can_be_added_to_itself_in_one_buffer() {
-    use crate::support::frame::{Buffer, CPU, Frame};
     let a = any_bits(I32, &[77], 9);
-    let buffer = Buffer::place("a, b and out", Side::EndsAtGuard, &a);
-    Frame::new("xla_gpu_simple_add", CPU).operand(&buffer).operand(&buffer).result(&buffer).run().unwrap();
-    assert_eq!(buffer.memory.bytes(), sum(&a, &a).bytes);
+    let memory = Guarded::new("a, b and out", Side::EndsAtGuard, &a.bytes);
+    let frame = Frame::new("xla_gpu_simple_add", CPU);
+    // SAFETY: the memory holds the array.
+    let frame = unsafe { frame.operand(I32, &a.dims, memory.data()).operand(I32, &a.dims, memory.data()) };
+    // SAFETY: as above.
+    unsafe { frame.result(I32, &a.dims, memory.data()) }.run().unwrap();
+    assert_eq!(memory.bytes(), sum(&a, &a).bytes);
 }

@@ -1,22 +1,9 @@
 //! The strides that each operator follows, and those that it refuses, of every operand and result (`xla_attention::call`), as
 //! eager torch and Rust pass them.
 
-use crate::support::array::{ATTENTION_DTYPES, Array, BF16, F8E4M3FN};
-use crate::support::batch::{Dtypes, Shape};
-use crate::support::cache_updates::Update;
-use crate::support::case::Case as Attention;
 use crate::support::conformance::{Case, cases};
-use crate::support::entry::{View, may_be_strided};
-use crate::support::frame::INVALID_ARGUMENT;
-use crate::support::gathers::Gather;
-use crate::support::gradient_case::{GradientCase, Wanted};
-use crate::support::guard::Side;
-use crate::support::invocation::Invocation;
-use crate::support::oracle::Mask;
-use crate::support::rotations::Rope;
-use crate::support::states::{ANY_LSE, State};
-use crate::support::steps::Step;
-use crate::support::storage::{Layout, Storage};
+use crate::support::right_calls;
+use crate::support::{Array, INVALID_ARGUMENT, Invocation, Side, View, may_be_strided};
 use std::ptr::without_provenance_mut;
 use xla_attention::{Action, Error, Op, Pool, RayonPool, SingleThread};
 
@@ -110,40 +97,9 @@ fn strides_are_as_many_as_sizes() {
     assert_eq!(error.message, "xla_gpu_paged_attention: query has 2 strides, expected 3");
 }
 
-/// Calls of every operator, those of caches in place.
-fn calls() -> Vec<Invocation> {
-    let lengths = vec![(1, 50), (20, 33)];
-    let shape = |dtypes| Shape { dtypes, lengths: lengths.clone(), ..Shape::default() };
-    let mut all = vec![];
-    for (dtypes, layout) in Dtypes::ALL.into_iter().zip(Layout::ALL.into_iter().cycle()) {
-        let value_dim = layout.has_two_buffers().then_some(24);
-        let batch = Shape { value_dim, mask: Mask::FULL, ..shape(dtypes) }.batch();
-        all.push(Attention::flash(&batch, &Storage::paged(layout, 7)).invocation());
-        let paged = Storage { page_size: 7, workspace: None, ..Storage::default() };
-        all.push(Attention::paged(&shape(dtypes).batch(), &paged).invocation());
-        all.push(Step::new(&shape(dtypes).batch(), &paged).invocation(true));
-    }
-    for dtype in ATTENTION_DTYPES {
-        let batch = Shape { value_dim: Some(24), ..shape(dtype.into()) }.batch();
-        all.push(GradientCase::store(&batch, &Storage::contiguous(), Wanted::ALL).invocation());
-        let [a, b] = [1, 2].map(|seed| State::random(dtype, (5, 3, 24), &ANY_LSE, seed));
-        all.push(a.merge(&b));
-    }
-    for layout in Layout::PAGED {
-        for update in Update::each_type(&[layout]).into_iter().step_by(5) {
-            all.push(update.invocation(true));
-            let rope = Rope { update, ..Rope::default() };
-            all.extend((layout != Layout::Split).then(|| rope.invocation(true)));
-        }
-        all.push(Gather { layout, ..Gather::default() }.invocation());
-        all.push(Gather { layout, dtype: F8E4M3FN, out: BF16, ..Gather::default() }.invocation());
-    }
-    all
-}
-
 #[test]
 fn every_operator_follows_the_strides_that_it_takes() {
-    for call in calls() {
+    for call in right_calls::with_numbers() {
         let expected = call.results(Side::EndsAtGuard);
         let strided = may_be_strided(call.op());
         for (side, pool) in [(Side::EndsAtGuard, &SingleThread as &dyn Pool), (Side::BeginsAtGuard, &RayonPool)] {

@@ -2,12 +2,10 @@
 //! every pair of what those have to do with, against the reference on every device; and on their own GPU, that it is they
 //! who did it.
 
-use crate::support::array::{BF16, Dtype, F16};
-use crate::support::batch::{Alibi, Dtypes, Shape};
-use crate::support::gradient_case::{GradientCase, Wanted, check_gradients, check_gradients_named};
-use crate::support::option_pairs::{Options, SOFTCAP, YES_OR_NO};
-use crate::support::oracle::Mask;
-use crate::support::storage::Storage;
+use crate::support::{
+    Alibi, BF16, Checked, Dtype, Dtypes, F16, GradientCase, Mask, Options, SOFTCAP, Shape, Storage, Wanted, YES_OR_NO,
+    check_named,
+};
 
 const DTYPES: [Dtype; 2] = [BF16, F16];
 
@@ -71,7 +69,7 @@ fn roomy() -> Storage {
 #[test]
 fn every_pair_agrees_with_the_reference() {
     for (seed, (_, shape, storage, wanted)) in LONG.calls().into_iter().chain(BIASED.calls()).enumerate() {
-        check_gradients_named(&format!("long {seed}"), GradientCase::store(&shape.batch(), &storage, wanted));
+        check_named(&format!("long {seed}"), &mut GradientCase::store(&shape.batch(), &storage, wanted));
     }
 }
 
@@ -83,7 +81,7 @@ fn calls_without_options_agree_with_the_reference() {
             let value_dim = Some(value_dim);
             let shape =
                 Shape { dtypes: dtype.into(), head_dim, value_dim, heads: (4, 2), lengths, mask, ..Shape::default() };
-            check_gradients(&GradientCase::store(&shape.batch(), &roomy(), Wanted::LEAST));
+            Checked::check(&GradientCase::store(&shape.batch(), &roomy(), Wanted::LEAST));
         }
     }
 }
@@ -96,8 +94,8 @@ fn small_weights_and_large_scores_lose_nothing() {
         let lengths = vec![(150, 400), (60, 60), (65, 129)];
         let shape = Shape { dtypes: dtype.into(), head_dim, sharpness, lengths, ..Shape::default() };
         let batch = shape.batch().with_form(|form| form.softmax_scale = scale);
-        let case = GradientCase::store(&batch, &roomy(), Wanted::ALL);
-        check_gradients_named(&format!("{dtype:?}, scale {scale}, sharpness {sharpness}"), case);
+        let mut case = GradientCase::store(&batch, &roomy(), Wanted::ALL);
+        check_named(&format!("{dtype:?}, scale {scale}, sharpness {sharpness}"), &mut case);
     }
 }
 
@@ -106,7 +104,7 @@ fn gradients_of_sinks_agree_with_the_reference() {
     for (dtype, head_dim) in [(BF16, 64), (F16, 128), (BF16, 256)] {
         let lengths = vec![(1, 150), (30, 64), (9, 2)];
         let shape = Shape { dtypes: dtype.into(), head_dim, lengths, sinks: true, ..Shape::default() };
-        check_gradients(&GradientCase::store(&shape.batch(), &roomy(), Wanted::ALL));
+        Checked::check(&GradientCase::store(&shape.batch(), &roomy(), Wanted::ALL));
     }
 }
 
@@ -117,7 +115,7 @@ fn many_sequences_agree_with_the_reference() {
     for head_dim in [64, 192] {
         let lengths = lengths.clone();
         let shape = Shape { dtypes: BF16.into(), heads: (2, 1), head_dim, lengths, ..Shape::default() };
-        check_gradients(&GradientCase::store(&shape.batch(), &roomy(), Wanted::ALL));
+        Checked::check(&GradientCase::store(&shape.batch(), &roomy(), Wanted::ALL));
     }
 }
 
@@ -125,16 +123,16 @@ fn many_sequences_agree_with_the_reference() {
 fn no_sequence_at_all_gives_zeros() {
     for head_dim in [64, 192] {
         let shape = Shape { dtypes: BF16.into(), head_dim, lengths: vec![], ..Shape::default() };
-        check_gradients(&GradientCase::store(&shape.batch(), &Storage { rows_around: (2, 3), ..roomy() }, Wanted::ALL));
+        Checked::check(&GradientCase::store(&shape.batch(), &Storage { rows_around: (2, 3), ..roomy() }, Wanted::ALL));
     }
 }
 
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
-    use super::{Alibi, BF16, F16, GradientCase, Mask, Shape, Storage, Wanted, roomy};
-    use crate::support::array::{Array, Dtype};
+    use super::{Alibi, BF16, Checked, F16, GradientCase, Mask, Shape, Storage, Wanted, roomy};
     use crate::support::device::{Around, Gpu};
     use crate::support::logged::{assert_logged, log};
+    use crate::support::{Array, Dtype};
 
     /// And their kernels' names of them.
     const HEAD_DIMS: [(usize, usize, &str); 6] = [

@@ -1,14 +1,10 @@
 //! Sequences long enough for tiles and blocks of the kernels that are tuned for one GPU: every pair of what those have
 //! to do with, against the reference on every device; and on their own GPU, that it is they who did it.
 
-use crate::support::array::{BF16, F16};
-use crate::support::batch::{Dtypes, Scaled, Shape};
-use crate::support::case::Case;
-use crate::support::check::{check, check_named};
-use crate::support::guard::for_both_sides;
-use crate::support::option_pairs::{ALIBI, Options, SOFTCAP, YES_OR_NO};
-use crate::support::oracle::Mask;
-use crate::support::storage::{Layout, Storage};
+use crate::support::{
+    ALIBI, BF16, Case, Checked, Dtypes, F16, Layout, Mask, Options, SOFTCAP, Scaled, Shape, Storage, YES_OR_NO,
+    check_named, for_both_sides,
+};
 
 const DTYPES: [Dtypes; 4] = [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::narrow(BF16), Dtypes::narrow(F16)];
 
@@ -51,7 +47,7 @@ const LONG: Options = Options {
 #[test]
 fn every_pair_agrees_with_the_reference() {
     for (seed, (_, shape, storage, _)) in LONG.calls().into_iter().enumerate() {
-        check_named(&format!("long {seed}"), Case::flash(&shape.batch(), &storage));
+        check_named(&format!("long {seed}"), &mut Case::flash(&shape.batch(), &storage));
     }
 }
 
@@ -73,7 +69,7 @@ fn calls_without_options_agree_with_the_reference() {
             let batch = shape.batch();
             let layout = if head_dim == value_dim { Layout::Interleaved } else { Layout::Split };
             let paged = |page_size| Storage::paged(layout, page_size);
-            let contiguous = check(&Case::flash(&batch, &Storage::contiguous()));
+            let contiguous = Checked::check(&Case::flash(&batch, &Storage::contiguous()));
             // 8-bit keys in pages that are no octets are for the portable kernel.
             for page_size in if dtypes.q == dtypes.out { &[1, 8, 12, 128][..] } else { &[8, 128] } {
                 // Where keys are is only an address.
@@ -101,7 +97,7 @@ fn large_scores_lose_nothing() {
         let shape = Shape { dtypes, head_dim, sharpness, lengths: vec![(150, 400), (60, 60)], ..Shape::default() };
         let mut case = Case::flash(&shape.batch(), &Storage::contiguous());
         case.form.softmax_scale = scale;
-        check_named(&format!("{dtypes:?}, scale {scale}, sharpness {sharpness}"), case);
+        check_named(&format!("{dtypes:?}, scale {scale}, sharpness {sharpness}"), &mut case);
     }
 }
 
@@ -118,7 +114,7 @@ fn short_sequences_among_long_ones_agree_with_the_reference() {
             mask,
             ..Shape::default()
         };
-        check(&Case::flash(&shape.batch(), &Storage::contiguous()));
+        Checked::check(&Case::flash(&shape.batch(), &Storage::contiguous()));
     }
 }
 
@@ -157,7 +153,7 @@ fn decode_beneath_prefill_agrees_with_the_reference() {
                     seed,
                     ..Storage::paged(Layout::ALL[1 + seed as usize % 4], page_size)
                 };
-                check_named(&format!("mixed {seed}"), Case::flash(&shape.batch(), &storage));
+                check_named(&format!("mixed {seed}"), &mut Case::flash(&shape.batch(), &storage));
             }
         }
     }
@@ -173,7 +169,7 @@ fn many_decoded_sequences_beneath_prefill_agree_with_the_reference() {
             Shape { dtypes, heads, head_dim: 128, mask: Mask::CAUSAL, lengths: lengths.clone(), ..Shape::default() };
         let storage =
             Storage { rows_around: (3, 900), workspace: Some(9_000_001), ..Storage::paged(Layout::Interleaved, 16) };
-        check_named(&format!("{heads:?}"), Case::flash(&shape.batch(), &storage));
+        check_named(&format!("{heads:?}"), &mut Case::flash(&shape.batch(), &storage));
     }
 }
 

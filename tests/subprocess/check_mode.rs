@@ -3,20 +3,13 @@
 //! The variable is read once, so a process of its own runs the tests of this module under it, which are ignored otherwise:
 //! through the CPU handlers, or with `XLA_ATTENTION_TEST_DEVICE=cuda` on a GPU.
 
-use crate::support::array::{Array, BF16, Dtype, F16, F32, I32};
-use crate::support::batch::{Dtypes, Shape};
-use crate::support::case::Case;
-use crate::support::frame::{CPU, Frame, INVALID_ARGUMENT, MetadataRequest, Refusal, handler_sets, request_metadata};
-use crate::support::gradient_case::{GradientCase, Wanted};
-use crate::support::guard::Side;
-use crate::support::invocation::{Attr, Invocation};
-use crate::support::machine::runs_on_cpu;
-use crate::support::named_shapes::paged_shapes;
-use crate::support::pools::Inline;
 use crate::support::right_calls;
-use crate::support::steps::Step;
-use crate::support::storage::{Layout, Storage};
+use crate::support::{
+    ATTENTION_DTYPES, Array, Attr, BF16, CPU, Case, Frame, I32, INVALID_ARGUMENT, Inline, Invocation, MetadataRequest,
+    Refusal, Side, handler_sets, paged_shapes, request_metadata, runs_on_cpu,
+};
 use std::process::Command;
+use xla_attention::Op;
 
 fn checking() -> bool {
     std::env::var_os("XLA_ATTENTION_CHECK").is_some_and(|value| value == "1")
@@ -249,103 +242,52 @@ fn new_tokens_are_refused_by_entry_where_the_table_has_them_elsewhere() {
     run(&lengths).unwrap();
 }
 
-/// Calls whose metadata is right, with answers that are not all 0.
-fn attention_calls(dtypes: Dtypes) -> Vec<(&'static str, Invocation)> {
-    let paged = |(name, shape, storage): (&'static str, Shape, Storage)| {
-        (name, Case::paged(&shape.batch(), &storage).invocation())
-    };
-    let mut calls: Vec<_> = paged_shapes(dtypes).into_iter().map(paged).collect();
-    let shape = Shape { dtypes, lengths: vec![(5, 9), (1, 30), (7, 7)], value_dim: Some(24), ..Shape::default() };
-    let rows = Storage { layout: Layout::Contiguous, spare_seqs: 0, ..Storage::default() };
-    calls.push(("rows", Case::flash(&shape.batch(), &rows).invocation()));
-    let shape = Shape { dtypes, lengths: vec![(5, 9), (1, 30), (7, 7)], ..Shape::default() };
-    // Only what is stored: what is not may have a slot that the check refuses.
-    let step = Step::new(&shape.batch(), &Storage { rows_around: (0, 0), ..Storage::default() });
-    calls.push(("update in place", step.invocation(true)));
-    calls.push(("update of a copy", step.invocation(false)));
-    calls
+/// Calls whose metadata is right, with answers that are not all 0; those of attention first.
+fn right() -> [Vec<Invocation>; 2] {
+    let named = ATTENTION_DTYPES.into_iter().flat_map(|dtype| paged_shapes(dtype.into()));
+    let named = named.map(|(_, shape, storage)| Case::paged(&shape.batch(), &storage).invocation());
+    let attends =
+        |call: &Invocation| [Op::FlashAttnVarlen, Op::PagedAttention, Op::PagedAttentionUpdate].contains(&call.op());
+    let (attention, others): (Vec<_>, Vec<_>) = right_calls::with_numbers().into_iter().partition(attends);
+    [named.chain(attention).collect(), others]
 }
 
-/// The gradients of such calls.
-fn gradient_calls() -> Vec<(&'static str, Invocation)> {
-    let lengths = vec![(5, 9), (1, 30), (7, 7), (9, 4)];
-    let of = |(dtype, softcap): (Dtype, f32)| {
-        let lengths = lengths.clone();
-        let shape =
-            Shape { dtypes: dtype.into(), lengths, value_dim: Some(24), softcap, sinks: true, ..Shape::default() };
-        let rows = Storage { layout: Layout::Contiguous, spare_seqs: 0, ..Storage::default() };
-        GradientCase::store(&shape.batch(), &rows, Wanted::ALL).invocation()
-    };
-    let calls = [F32, F16, BF16].into_iter().flat_map(|dtype| [(dtype, 0.0), (dtype, 3.0)]);
-    calls.map(|call| ("gradients", of(call))).collect()
-}
-
-/// A right call of every operator that is not attention.
-fn other_calls() -> Vec<(&'static str, Invocation)> {
-    let slots = |call: Invocation| call.with_operand("slot_mapping", i32s(&[0, 1, 2, 3, 4, 5]));
-    let mut in_place = slots(right_calls::in_layout("xla_gpu_kv_cache_update", 3));
-    in_place.results[0].alias = Some(0);
-    vec![
-        ("merge", right_calls::of("xla_gpu_merge_attention_states")),
-        ("update", slots(right_calls::in_layout("xla_gpu_kv_cache_update", 1))),
-        ("update in place", in_place),
-        ("split", slots(right_calls::of("xla_gpu_kv_cache_update_split"))),
-        ("rope", slots(right_calls::in_layout("xla_gpu_rope_kv_cache_update", 2))),
-        ("add", right_calls::of("xla_gpu_simple_add")),
-        ("gather", right_calls::of("xla_gpu_gather_kv_cache")),
-    ]
-}
-
-fn assert_right(name: &str, call: &Invocation) {
-    run(call).unwrap_or_else(|refusal| panic!("{name}: {refusal:?}"));
+fn assert_right(call: &Invocation) {
+    run(call).unwrap_or_else(|refusal| panic!("{} {}: {refusal:?}", call.target, call.what));
 }
 
 #[test]
 #[ignore = "under the check alone"]
 fn right_calls_pass() {
-    for (name, call) in [F32, F16, BF16].into_iter().flat_map(|t| attention_calls(Dtypes::same(t))) {
-        assert_right(name, &call);
-    }
-    for (name, call) in other_calls().into_iter().chain(gradient_calls()) {
-        assert_right(name, &call);
-    }
+    right().iter().flatten().for_each(assert_right);
 }
 
 #[cfg(feature = "planted_faults")]
 mod wrong_results {
     use super::*;
-    use crate::support::frame::INTERNAL;
+    use crate::support::INTERNAL;
     use xla_attention::{Fault, plant};
 
     /// One wrong number is found, and the next call is right.
-    fn assert_found(name: &str, call: &Invocation) {
+    fn assert_found(call: &Invocation) {
         plant(Fault::WrongResult);
         let refusal = run(call).unwrap_err();
         let result = &call.results[0];
         let begins = format!("{}: XLA_ATTENTION_CHECK: {}[", call.target, result.name);
         let ends = format!("; 1 of {} elements are off", result.dims.iter().product::<i64>());
         let told = refusal.text.starts_with(&begins) && refusal.text.ends_with(&ends);
-        assert!(refusal.code == INTERNAL && told, "{name}: {refusal:?}");
-        assert_right(name, call);
+        assert!(refusal.code == INTERNAL && told, "{} {}: {refusal:?}", call.target, call.what);
+        assert_right(call);
     }
 
     #[test]
     #[ignore = "under the check alone"]
-    fn a_wrong_result_of_attention_is_found() {
-        for (name, call) in [F32, F16, BF16].into_iter().flat_map(|t| attention_calls(Dtypes::same(t))) {
-            assert_found(name, &call);
-        }
-    }
-
-    #[test]
-    #[ignore = "under the check alone"]
-    fn a_wrong_result_of_another_operator_is_found_on_a_gpu() {
+    fn a_wrong_result_is_found() {
+        let [attention, others] = right();
+        attention.iter().for_each(assert_found);
         // On the CPU the results of attention alone are computed a second time.
-        if runs_on_cpu() {
-            return;
-        }
-        for (name, call) in other_calls().into_iter().chain(gradient_calls()) {
-            assert_found(name, &call);
+        if !runs_on_cpu() {
+            others.iter().filter(|call| !call.results[0].dims.contains(&0)).for_each(assert_found);
         }
     }
 }

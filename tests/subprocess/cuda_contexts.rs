@@ -1,11 +1,9 @@
 //! Functions belong to a context: what happens when contexts come and go, with a stand-in for libcuda whose functions launch
 //! on the context for which they were loaded and on no other.
 
-use crate::support::array::{Array, F32};
 use crate::support::device::{Around, Gpu};
-use crate::support::invocation::Invocation;
-use crate::support::machine::runs_on_cpu;
 use crate::support::stand_in;
+use crate::support::{Array, addition, runs_on_cpu};
 use xla_attention::{Action, Stream};
 
 const LAUNCH: Action = Action::LaunchCuda(Stream(0));
@@ -97,11 +95,7 @@ fn a_device_that_was_reset_is_served_again() {
 #[ignore = "for a process of its own"]
 fn a_child_resets_the_device() {
     let numbers = Array::f32s(&[3], &[1.0, 2.0, 3.0]);
-    let call = Invocation::new("xla_gpu_simple_add").operand("a", numbers.clone()).operand("b", numbers).result(
-        "out",
-        F32,
-        &[3],
-    );
+    let call = addition(numbers.clone(), numbers);
     for _ in 0..3 {
         let results = call.run_on_gpu(&Gpu::first().unwrap(), Around::Nothing, 0).unwrap();
         println!("outcome: {:?}", results[0].values());

@@ -3,13 +3,8 @@
 //! With a stand-in for libcuda, or with `XLA_ATTENTION_TEST_DEVICE=cuda` on a GPU; the environment is read once, so a
 //! process of its own sees each folder.
 
-use crate::support::array::{Array, F32, I32};
-use crate::support::entry::View;
-use crate::support::guard::Side;
-use crate::support::invocation::{Invocation, POISON};
-use crate::support::machine::runs_on_cpu;
-use crate::support::pools::Inline;
 use crate::support::stand_in;
+use crate::support::{Array, F32, I32, Inline, POISON, Side, View, addition, runs_on_cpu};
 use std::path::PathBuf;
 use xla_attention::{Action, Error, Stream};
 
@@ -53,19 +48,14 @@ fn a_child_adds() {
 fn on_the_stand_in(numbers: &Array) -> Result<String, Error> {
     let views = [View::dense(numbers.bytes.as_ptr().cast_mut()); 2];
     // SAFETY: the stand-in reads no memory; the array outlives the call anyway.
-    unsafe { addition(numbers).enter(Action::LaunchCuda(Stream(0)), &views, &views) }?;
+    unsafe { addition(numbers.clone(), numbers.clone()).enter(Action::LaunchCuda(Stream(0)), &views, &views) }?;
     Ok("done".into())
-}
-
-fn addition(numbers: &Array) -> Invocation {
-    let call = Invocation::new("xla_gpu_simple_add").operand("a", numbers.clone()).operand("b", numbers.clone());
-    call.result("out", numbers.dtype, &numbers.dims)
 }
 
 /// "done" if the sums are right, "untouched" if there are none.
 fn on_the_gpu(numbers: &Array) -> Result<String, Error> {
     let code = |code| if code == 9 { xla_attention::Code::FailedPrecondition } else { xla_attention::Code::Internal };
-    let results = addition(numbers)
+    let results = addition(numbers.clone(), numbers.clone())
         .run(Side::EndsAtGuard, &Inline(1))
         .map_err(|refusal| Error { code: code(refusal.code), message: refusal.text })?;
     let sums: Vec<f64> = numbers.values().iter().map(|x| x + x).collect();

@@ -3,25 +3,20 @@
 //! Faults go through the handlers, as XLA calls them, and through the C interface; those of the CUDA backend meet a
 //! stand-in for libcuda, or with `XLA_ATTENTION_TEST_DEVICE=cuda` a GPU.
 
-use crate::support::array::{Array, F32};
-use crate::support::frame::{CPU, Frame, INTERNAL, Refusal};
-use crate::support::guard::Side;
-use crate::support::invocation::Invocation;
-use crate::support::machine::runs_on_cpu;
-use crate::support::pools::{HostPool, Inline, Threads};
 use crate::support::right_calls;
+use crate::support::{
+    Array, CPU, F32, Frame, HostPool, INTERNAL, Inline, Invocation, Refusal, Side, Threads, addition, c_call,
+    c_request, c_tensor, runs_on_cpu,
+};
 use std::ffi::{CStr, c_char};
-use std::ptr::null_mut;
-use xla_attention::{Fault, XaCall, XaTensor, plant, xa_call, xa_info, xa_op, xa_targets};
+use xla_attention::{Fault, plant, xa_info, xa_op, xa_targets};
 
 /// An addition of this many elements, which the CPU backend shares out in pieces of 2^15.
-fn addition(elements: usize) -> Invocation {
-    let numbers = |first: usize| -> Vec<f32> { (0..elements).map(|i| (first + i % 1000) as f32).collect() };
-    let dims = [elements as i64];
-    Invocation::new("xla_gpu_simple_add")
-        .operand("a", Array::f32s(&dims, &numbers(3)))
-        .operand("b", Array::f32s(&dims, &numbers(40)))
-        .result("out", F32, &dims)
+fn long_addition(elements: usize) -> Invocation {
+    let numbers = |first: usize| {
+        Array::f32s(&[elements as i64], &(0..elements).map(|i| (first + i % 1000) as f32).collect::<Vec<_>>())
+    };
+    addition(numbers(3), numbers(40))
 }
 
 /// XLA knows `XlaGpuSimpleAdd` too; errors say what the operator is called.
@@ -34,17 +29,20 @@ fn assert_reported(outcome: Result<Vec<Array>, Refusal>, call: &Invocation, text
     assert_eq!(outcome.unwrap_err(), expected);
 }
 
+/// Those of handlers of every platform.
+const OF_HANDLERS: [(Fault, &str); 4] = [
+    (Fault::ShimException, "C++ exception: planted fault: ShimException"),
+    (Fault::ShimThrow, "C++ exception: without a text"),
+    (Fault::Bridge, "panic: planted fault: Bridge"),
+    (Fault::Problem, "panic: planted fault: Problem"),
+];
+
 #[test]
 fn every_layer_of_a_cpu_handler_reports_its_fault_and_the_next_call_is_right() {
     for call in right_calls::all() {
         let on_cpu = || call.outcome_in(Frame::new(call.target, CPU));
         let right = on_cpu().unwrap();
-        for (fault, text) in [
-            (Fault::ShimException, "C++ exception: planted fault: ShimException"),
-            (Fault::ShimThrow, "C++ exception: without a text"),
-            (Fault::Bridge, "panic: planted fault: Bridge"),
-            (Fault::Problem, "panic: planted fault: Problem"),
-        ] {
+        for (fault, text) in OF_HANDLERS {
             plant(fault);
             assert_reported(on_cpu(), &call, text);
             assert_eq!(on_cpu().unwrap(), right, "{} after {fault:?}", call.target);
@@ -60,7 +58,7 @@ fn every_layer_of_a_cpu_handler_reports_its_fault_and_the_next_call_is_right() {
 
 #[test]
 fn a_fault_on_a_thread_of_the_pool_is_reported_and_the_thread_goes_on() {
-    let call = addition(3 << 15);
+    let call = long_addition(3 << 15);
     let threads = Threads::new(3);
     let on = |pool: &dyn HostPool| call.outcome_in(Frame::new(call.target, CPU).pool(pool));
     let right = on(&Inline(1)).unwrap();
@@ -75,32 +73,9 @@ fn a_fault_on_a_thread_of_the_pool_is_reported_and_the_thread_goes_on() {
 fn c_addition(a: &[f32], b: &[f32]) -> ((i32, String), Vec<f32>) {
     let mut out = vec![0.0f32; a.len()];
     let dims = [a.len() as i64];
-    let tensor = |data: *const f32| XaTensor {
-        data: data.cast_mut().cast(),
-        dims: dims.as_ptr(),
-        strides: std::ptr::null(),
-        rank: 1,
-        dtype: F32.0,
-    };
+    let tensor = |data: *const f32| c_tensor(F32, &dims, None, data.cast_mut().cast());
     let (operands, results) = ([tensor(a.as_ptr()), tensor(b.as_ptr())], [tensor(out.as_mut_ptr())]);
-    let request = XaCall {
-        struct_size: size_of::<XaCall>(),
-        op: 0,
-        action: 1,
-        operands: operands.as_ptr(),
-        num_operands: 2,
-        results: results.as_ptr(),
-        num_results: 1,
-        attributes: std::ptr::null(),
-        num_attributes: 0,
-        stream: null_mut(),
-    };
-    let mut text = [0 as c_char; 256];
-    // SAFETY: the request and what it points to are above.
-    let code = unsafe { xa_call(&raw const request, text.as_mut_ptr(), text.len()) };
-    // SAFETY: zeroed, or terminated by the call.
-    let text = unsafe { CStr::from_ptr(text.as_ptr()) }.to_str().unwrap().to_owned();
-    ((code, text), out)
+    (c_call(&c_request(0, 1, &operands, &results)), out)
 }
 
 #[test]
@@ -164,8 +139,8 @@ fn the_plugins_entries_report_a_fault_too() {
 #[cfg(feature = "cuda")]
 mod cuda {
     use super::*;
-    use crate::support::frame::{CUDA, Stage, target};
     use crate::support::stand_in;
+    use crate::support::{CUDA, Stage, target};
 
     #[test]
     #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
@@ -192,12 +167,7 @@ mod cuda {
             let row = target(call.target, CUDA);
             for (stage, handler) in [(Stage::Initialize, row.initialize), (Stage::Execute, row.execute)] {
                 let go = || call.outcome_in(Frame::of(handler.unwrap(), stage).stream(1));
-                let mut faults = vec![
-                    (Fault::ShimException, "C++ exception: planted fault: ShimException"),
-                    (Fault::ShimThrow, "C++ exception: without a text"),
-                    (Fault::Bridge, "panic: planted fault: Bridge"),
-                    (Fault::Problem, "panic: planted fault: Problem"),
-                ];
+                let mut faults = OF_HANDLERS.to_vec();
                 if stage == Stage::Execute {
                     faults.push((Fault::CudaLaunch, "panic: planted fault: CudaLaunch"));
                 } else if !shares_its_kernel.contains(&call.target) {
@@ -219,7 +189,7 @@ mod cuda {
             println!("skipped: XLA_ATTENTION_TEST_DEVICE does not choose a GPU");
             return;
         }
-        let call = addition(1000);
+        let call = long_addition(1000);
         let on_gpu = || call.run(Side::EndsAtGuard, &Inline(1));
         for (fault, text) in [
             (Fault::Problem, "panic: planted fault: Problem"),

@@ -4,12 +4,12 @@
 //! has answers like any other.
 
 use self::accuracy::{FP8_HEAD_DIMS, LSE, LSE_CAPPED, fp8_score};
-use super::array::{Array, BF16, F8E4M3FN, F16, F32};
-use super::batch::{Alibi, Dtypes, Form};
-use super::case::{Case, Target};
-use super::machine::runs_on_cpu;
-use super::oracle::{Row, RowAnswer, Score, attend, attend_naively, attend_naively_in_fp8, largest_magnitude};
 use super::summary;
+use super::{
+    Alibi, Array, BF16, Case, Dtypes, F8E4M3FN, F16, F32, Form, Head, RowAnswer, Score, attend, attend_naively,
+    attend_naively_in_fp8, largest_magnitude, runs_on_cpu,
+};
+use xla_attention::Op;
 
 /// What the check of the library allows too.
 #[allow(dead_code, reason = "the library has uses for all of it")]
@@ -37,8 +37,8 @@ pub struct Member {
 /// The sequences of `case`.
 pub fn members(case: &Case) -> Vec<Member> {
     let in_use = match case.target {
-        Target::PagedAttention => i64::from(case.num_seqs).clamp(0, case.slots() as i64) as usize,
-        Target::FlashAttnVarlen => case.slots(),
+        Op::PagedAttention => i64::from(case.num_seqs).clamp(0, case.slots() as i64) as usize,
+        _ => case.slots(),
     };
     (0..in_use).map(|b| member(case, b)).collect()
 }
@@ -146,28 +146,30 @@ impl Member {
         }
     }
 
+    /// Of the reference.
+    pub(super) fn head<'a>(&'a self, case: &'a Case, head: usize) -> Head<'a> {
+        let (&Self { len_q, len_k, leftpad, .. }, kv_head) = (self, case.form.kv_head(head));
+        Head {
+            len_q,
+            len_k,
+            leftpad,
+            dims: [case.form.head_dim, case.form.value_dim],
+            query: Box::new(move |i| self.query(case, i, head)),
+            key: Box::new(move |j| self.stored(case, 0, j, kv_head)),
+            value: Box::new(move |j| self.stored(case, 1, j, kv_head)),
+        }
+    }
+
     fn answer(&self, case: &Case, row: usize, head: usize) -> Allowed {
-        let (i, kv_head) = (row - self.first_row, case.form.kv_head(head));
-        let key = |j| self.stored(case, 0, j, kv_head);
-        let value = |j| self.stored(case, 1, j, kv_head);
-        let row = Row {
-            i,
-            len_q: self.len_q,
-            len_k: self.len_k,
-            leftpad: self.leftpad,
-            query: self.query(case, i, head),
-            key: &key,
-            value: &value,
-            value_dim: case.form.value_dim,
-        };
+        let (i, of) = (row - self.first_row, self.head(case, head));
         let score = self.score(case, head);
         let (form, dtype) = (&case.form, case.form.dtypes.compute());
-        let exact = attend(&row, &score);
+        let exact = attend(&of, i, &score);
         if may_multiply_fp8(form) {
-            let score_error = fp8_score(form.head_dim, largest_magnitude(&row, &score));
-            Allowed { exact, naive: attend_naively_in_fp8(&row, &score, dtype), score_error }
+            let score_error = fp8_score(form.head_dim, largest_magnitude(&of, i, &score));
+            Allowed { exact, naive: attend_naively_in_fp8(&of, i, &score, dtype), score_error }
         } else {
-            Allowed { exact, naive: attend_naively(&row, &score, dtype), score_error: 0.0 }
+            Allowed { exact, naive: attend_naively(&of, i, &score, dtype), score_error: 0.0 }
         }
     }
 }
@@ -254,20 +256,18 @@ pub struct Allowance {
 }
 
 impl Allowance {
-    pub fn of<'a>(answers: impl Iterator<Item = &'a Allowed>) -> Self {
-        Self::with_floor(answers, 1e-5)
+    /// Of rows of outputs; the floor is a share of the largest one.
+    pub fn of<'a>(answers: impl Iterator<Item = &'a Allowed>, floor: f64) -> Self {
+        Self::of_numbers(answers.flat_map(|a| a.exact.out.iter().copied().zip(a.naive.out.iter().copied())), 2.0, floor)
     }
 
-    /// With another floor, as a share of the largest answer.
-    pub fn with_floor<'a>(answers: impl Iterator<Item = &'a Allowed>, floor: f64) -> Self {
-        let (mut naive_error, mut size) = (0.0f64, 1.0f64);
-        for a in answers {
-            for (exact, naive) in a.exact.out.iter().zip(&a.naive.out) {
-                size = size.max(exact.abs());
-                naive_error = naive_error.max((exact - naive).abs());
-            }
-        }
-        Self { naive_error, times: 2.0, floor: floor * size }
+    /// Of pairs of an exact number and that of the naive formula.
+    pub fn of_numbers(pairs: impl Iterator<Item = (f64, f64)>, times: f64, floor: f64) -> Self {
+        let larger = |(error, size): (f64, f64), (exact, naive): (f64, f64)| {
+            (error.max((exact - naive).abs()), size.max(exact.abs()))
+        };
+        let (naive_error, size) = pairs.fold((0.0, 1.0), larger);
+        Self { naive_error, times, floor: floor * size }
     }
 
     /// Largest difference that passes.
@@ -287,7 +287,7 @@ pub fn lse_tolerance(exact: f64, dtypes: Dtypes, softcap: bool) -> f64 {
 
 /// `out [Tq, Hq, Dv]`, and `lse [Hq, Tq]` if there is one, are what `answers` allow. The error goes into the summary.
 pub fn assert_allowed(case: &Case, answers: &Answers, out: &Array, lse: Option<&Array>) {
-    let allowance = Allowance::of(answers.iter().flatten().flatten());
+    let allowance = Allowance::of(answers.iter().flatten().flatten(), 1e-5);
     let largest = assert_within(case, answers, allowance, out, lse);
     summary::record(&case.name, case.form.dtypes, largest, allowance);
 }

@@ -1,29 +1,26 @@
 //! Arrays as bytes with a type and a shape: what an operand or a result is on any machine.
 
 use half::{bf16, f16};
-use std::fmt;
 use std::sync::LazyLock;
-
 /// Element types by XLA's numbers (`XLA_FFI_DataType` of `c_api.h`).
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Dtype(pub i32);
+pub use xla_attention::DType as Dtype;
 
-pub const PRED: Dtype = Dtype(1);
-pub const I8: Dtype = Dtype(2);
-pub const I16: Dtype = Dtype(3);
-pub const I32: Dtype = Dtype(4);
-pub const I64: Dtype = Dtype(5);
-pub const U8: Dtype = Dtype(6);
-pub const U16: Dtype = Dtype(7);
-pub const U32: Dtype = Dtype(8);
-pub const U64: Dtype = Dtype(9);
-pub const F16: Dtype = Dtype(10);
-pub const F32: Dtype = Dtype(11);
-pub const F64: Dtype = Dtype(12);
-pub const C64: Dtype = Dtype(15);
-pub const BF16: Dtype = Dtype(16);
-pub const F8E5M2: Dtype = Dtype(19);
-pub const F8E4M3FN: Dtype = Dtype(20);
+pub const PRED: Dtype = Dtype::PRED;
+pub const I8: Dtype = Dtype::I8;
+pub const I16: Dtype = Dtype::I16;
+pub const I32: Dtype = Dtype::I32;
+pub const I64: Dtype = Dtype::I64;
+pub const U8: Dtype = Dtype::U8;
+pub const U16: Dtype = Dtype::U16;
+pub const U32: Dtype = Dtype::U32;
+pub const U64: Dtype = Dtype::U64;
+pub const F16: Dtype = Dtype::F16;
+pub const F32: Dtype = Dtype::F32;
+pub const F64: Dtype = Dtype::F64;
+pub const C64: Dtype = Dtype::C64;
+pub const BF16: Dtype = Dtype::BF16;
+pub const F8E5M2: Dtype = Dtype::F8E5M2;
+pub const F8E4M3FN: Dtype = Dtype::F8E4M3FN;
 
 /// The element types of attention that are built.
 pub const ATTENTION_DTYPES: [Dtype; 3] = [F32, F16, BF16];
@@ -31,47 +28,20 @@ pub const ATTENTION_DTYPES: [Dtype; 3] = [F32, F16, BF16];
 /// The element types that a cache may have beside that of its keys.
 pub const FP8_DTYPES: [Dtype; 2] = [F8E4M3FN, F8E5M2];
 
-impl Dtype {
-    pub fn name(self) -> &'static str {
-        match self {
-            PRED => "pred",
-            I8 => "i8",
-            I16 => "i16",
-            I32 => "i32",
-            I64 => "i64",
-            U8 => "u8",
-            U16 => "u16",
-            U32 => "u32",
-            U64 => "u64",
-            F16 => "f16",
-            F32 => "f32",
-            F64 => "f64",
-            C64 => "c64",
-            BF16 => "bf16",
-            F8E5M2 => "f8e5m2",
-            F8E4M3FN => "f8e4m3fn",
-            _ => "unknown",
-        }
-    }
-
-    /// The element type that [`Dtype::name`] calls so.
-    pub fn from_name(name: &str) -> Option<Self> {
-        (1..=20).map(Self).find(|dtype| dtype.name() == name)
-    }
-
-    /// Bytes of an element.
-    pub fn size(self) -> usize {
-        match self {
-            PRED | I8 | U8 | F8E5M2 | F8E4M3FN => 1,
-            I16 | U16 | F16 | BF16 => 2,
-            I32 | U32 | F32 => 4,
-            I64 | U64 | F64 | C64 => 8,
-            _ => panic!("no size known for dtype {}", self.0),
-        }
-    }
-
+/// Numbers of an element type.
+pub trait Numbers {
     /// `value` rounded to this type, nearest even; integers wrap, 8-bit floats saturate.
-    pub fn encode(self, value: f64) -> Vec<u8> {
+    fn encode(self, value: f64) -> Vec<u8>;
+
+    /// The value of one element.
+    fn decode(self, bytes: &[u8]) -> f64;
+
+    /// `value` as this type holds it.
+    fn round(self, value: f64) -> f64;
+}
+
+impl Numbers for Dtype {
+    fn encode(self, value: f64) -> Vec<u8> {
         match self {
             I8 => (value as i64 as i8).to_ne_bytes().to_vec(),
             U8 => (value as i64 as u8).to_ne_bytes().to_vec(),
@@ -83,12 +53,11 @@ impl Dtype {
             F64 => value.to_ne_bytes().to_vec(),
             F8E4M3FN => vec![E4M3FN.encode(value)],
             F8E5M2 => vec![E5M2.encode(value)],
-            _ => panic!("no values of dtype {}", self.name()),
+            _ => panic!("no values of dtype {self}"),
         }
     }
 
-    /// The value of one element.
-    pub fn decode(self, bytes: &[u8]) -> f64 {
+    fn decode(self, bytes: &[u8]) -> f64 {
         match self {
             I8 => f64::from(i8::from_ne_bytes(bytes.try_into().unwrap())),
             U8 => f64::from(u8::from_ne_bytes(bytes.try_into().unwrap())),
@@ -100,24 +69,17 @@ impl Dtype {
             F64 => f64::from_ne_bytes(bytes.try_into().unwrap()),
             F8E4M3FN => E4M3FN.decode(bytes[0]),
             F8E5M2 => E5M2.decode(bytes[0]),
-            _ => panic!("no values of dtype {}", self.name()),
+            _ => panic!("no values of dtype {self}"),
         }
     }
 
-    /// `value` as this type holds it.
-    pub fn round(self, value: f64) -> f64 {
+    fn round(self, value: f64) -> f64 {
         match self {
             F16 => f16::from_f32(to_odd(value)).to_f64(),
             BF16 => bf16::from_f32(to_odd(value)).to_f64(),
             F32 => f64::from(value as f32),
             _ => self.decode(&self.encode(value)),
         }
-    }
-}
-
-impl fmt::Debug for Dtype {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
     }
 }
 

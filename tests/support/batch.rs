@@ -1,8 +1,6 @@
 //! Attention problems as numbers: the sequences of a batch and what they share, before they lie anywhere.
 
-use super::array::{BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32};
-use super::oracle::Mask;
-use super::random::Random;
+use super::{BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, Mask, Numbers, Random};
 use std::fmt;
 
 /// Element types of a call: queries, keys and values, output.
@@ -150,49 +148,30 @@ pub enum Scaled {
     PerHead,
 }
 
-/// What a batch looks like before its numbers are drawn.
-#[derive(Clone, Debug)]
-pub struct Shape {
-    pub dtypes: Dtypes,
-    /// (Hq, Hkv)
-    pub heads: (usize, usize),
-    pub head_dim: usize,
-    /// `None` is D.
-    pub value_dim: Option<usize>,
-    /// (`len_q`, `len_k`) of each sequence
-    pub lengths: Vec<(usize, usize)>,
-    /// Hide some of the first keys of each sequence.
-    pub leftpad: bool,
-    pub mask: Mask,
-    pub softcap: f32,
-    pub alibi: Alibi,
-    pub sinks: bool,
-    /// q, k, v
-    pub scales: [Scaled; 3],
-    /// Multiplies the queries: large values make one key win.
-    pub sharpness: f64,
-    pub batch_invariant: bool,
-    pub seed: u64,
-}
-
-impl Default for Shape {
-    fn default() -> Self {
-        Self {
-            dtypes: Dtypes::same(F32),
-            heads: (4, 2),
-            head_dim: 64,
-            value_dim: None,
-            lengths: vec![(1, 17), (5, 5), (3, 33)],
-            leftpad: false,
-            mask: Mask::CAUSAL,
-            softcap: 0.0,
-            alibi: Alibi::Off,
-            sinks: false,
-            scales: [Scaled::No; 3],
-            sharpness: 1.0,
-            batch_invariant: false,
-            seed: 1,
-        }
+with_defaults! {
+    /// What a batch looks like before its numbers are drawn.
+    #[derive(Clone, Debug)]
+    pub struct Shape {
+        pub dtypes: Dtypes = Dtypes::same(F32),
+        /// (Hq, Hkv)
+        pub heads: (usize, usize) = (4, 2),
+        pub head_dim: usize = 64,
+        /// `None` is D.
+        pub value_dim: Option<usize> = None,
+        /// (`len_q`, `len_k`) of each sequence
+        pub lengths: Vec<(usize, usize)> = vec![(1, 17), (5, 5), (3, 33)],
+        /// Hide some of the first keys of each sequence.
+        pub leftpad: bool = false,
+        pub mask: Mask = Mask::CAUSAL,
+        pub softcap: f32 = 0.0,
+        pub alibi: Alibi = Alibi::Off,
+        pub sinks: bool = false,
+        /// q, k, v
+        pub scales: [Scaled; 3] = [Scaled::No; 3],
+        /// Multiplies the queries: large values make one key win.
+        pub sharpness: f64 = 1.0,
+        pub batch_invariant: bool = false,
+        pub seed: u64 = 1,
     }
 }
 

@@ -1,49 +1,31 @@
 //! Calls of the cache updates in every layout, what they leave in the caches, and how both compare.
 
-use super::array::{ATTENTION_DTYPES, Array, Dtype, F8E4M3FN, F8E5M2, F32, count};
-use super::case::{slot_mapping, with_scales};
-use super::guard::for_both_sides;
-use super::invocation::{Attr, Invocation};
-use super::oracle::kv_cache_update;
-use super::random::Random;
-use super::storage::{Layout, Place};
+use super::{
+    ATTENTION_DTYPES, Array, Attr, Dtype, F8E4M3FN, F8E5M2, F32, Invocation, Layout, Place, Random, count, f32s,
+    for_both_sides, kv_cache_update, slot_mapping,
+};
+use xla_attention::Op;
 
-/// A call in numbers.
-#[derive(Clone, Debug)]
-pub struct Update {
-    /// [`Layout::Split`] has another target.
-    pub layout: Layout,
-    /// Of keys and values.
-    pub dtype: Dtype,
-    /// Of the caches, if it is another.
-    pub fp8: Option<Dtype>,
-    pub num_pages: usize,
-    pub page_size: usize,
-    pub heads: usize,
-    /// D, Dv: one number unless the layout has two buffers.
-    pub dims: [usize; 2],
-    pub slots: Vec<i64>,
-    pub wide_slots: bool,
-    /// Of keys, of values.
-    pub scales: [Option<Vec<f32>>; 2],
-    pub seed: u64,
-}
-
-impl Default for Update {
-    fn default() -> Self {
-        Self {
-            layout: Layout::Interleaved,
-            dtype: F32,
-            fp8: None,
-            num_pages: 3,
-            page_size: 4,
-            heads: 2,
-            dims: [16, 16],
-            slots: vec![7, 0, 11, 4],
-            wide_slots: false,
-            scales: [None, None],
-            seed: 1,
-        }
+with_defaults! {
+    /// A call in numbers.
+    #[derive(Clone, Debug)]
+    pub struct Update {
+        /// [`Layout::Split`] has another target.
+        pub layout: Layout = Layout::Interleaved,
+        /// Of keys and values.
+        pub dtype: Dtype = F32,
+        /// Of the caches, if it is another.
+        pub fp8: Option<Dtype> = None,
+        pub num_pages: usize = 3,
+        pub page_size: usize = 4,
+        pub heads: usize = 2,
+        /// D, Dv: one number unless the layout has two buffers.
+        pub dims: [usize; 2] = [16, 16],
+        pub slots: Vec<i64> = vec![7, 0, 11, 4],
+        pub wide_slots: bool = false,
+        /// Of keys, of values.
+        pub scales: [Option<Vec<f32>>; 2] = [None, None],
+        pub seed: u64 = 1,
     }
 }
 
@@ -109,25 +91,29 @@ impl Update {
         })
     }
 
-    /// `[T]`, of 32 bits or 64.
-    pub fn slot_mapping(&self) -> Array {
-        slot_mapping(&self.slots, self.wide_slots)
-    }
-
     /// The call, each result in its operand's memory or in its own.
     pub fn invocation(&self, in_place: bool) -> Invocation {
         let split = self.layout == Layout::Split;
-        let names: &[&'static str] = if split { &["k_cache", "v_cache"] } else { &["kv_cache"] };
-        let mut call = Invocation::new(if split { "xla_gpu_kv_cache_update_split" } else { "xla_gpu_kv_cache_update" });
+        let op = if split { Op::KvCacheUpdateSplit } else { Op::KvCacheUpdate };
+        let operand = |name: &str| self.operand(name);
+        let mut call = Invocation::of(op, operand, |_| Attr::I64(self.layout.kv_layout()));
         call.what = format!("{self:?}, in place: {in_place}");
-        call.operands.extend(names.iter().copied().zip(self.caches()));
-        let [key, value] = self.rows();
-        call = call.operand("key", key).operand("value", value).operand("slot_mapping", self.slot_mapping());
-        call = with_scales(call, &self.scales);
-        for (index, name) in names.iter().enumerate() {
-            call = call.updated(name, index, in_place);
+        let caches = if split { &["k_cache", "v_cache"][..] } else { &["kv_cache"] };
+        caches.iter().enumerate().fold(call, |call, (index, name)| call.updated(name, index, in_place))
+    }
+
+    /// What an update calls so, if it is there.
+    pub(super) fn operand(&self, name: &str) -> Option<Array> {
+        match name {
+            "kv_cache" | "k_cache" => Some(self.caches().remove(0)),
+            "v_cache" => self.caches().pop(),
+            "key" => Some(self.rows()[0].clone()),
+            "value" => Some(self.rows()[1].clone()),
+            "slot_mapping" => Some(slot_mapping(&self.slots, self.wide_slots)),
+            "k_scale" => f32s(self.scales[0].as_ref()),
+            "v_scale" => f32s(self.scales[1].as_ref()),
+            _ => panic!("no operand of an update is called {name}"),
         }
-        if split { call } else { call.attribute("kv_layout", Attr::I64(self.layout.kv_layout())) }
     }
 
     /// The caches after the update.

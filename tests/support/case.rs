@@ -3,24 +3,18 @@
 //! A [`Batch`] is the numbers, a [`Storage`] how they lie in the operands. A [`Case`] is one put into the other, so
 //! that laws ("another page size changes nothing") store one batch twice; its metadata may be changed before the call.
 
-use super::array::{Array, F32, I32, U8};
-use super::batch::{Alibi, Batch, Form, SequenceData};
-use super::invocation::{Attr, Invocation};
-use super::random::Random;
-use super::storage::{Hints, Layout, Place, Storage, poisoned, put};
-
-/// Which operator a case calls.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Target {
-    FlashAttnVarlen,
-    PagedAttention,
-}
+use super::{
+    Alibi, Array, Attr, Batch, F32, Form, Hints, Invocation, Layout, Place, Random, SequenceData, Storage, U8,
+    poisoned, put,
+};
+use xla_attention::Op;
 
 /// A call. Letters: B slots of the metadata, M entries of a table.
 #[derive(Clone, Debug)]
 pub struct Case {
     pub name: String,
-    pub target: Target,
+    /// `FlashAttnVarlen` or `PagedAttention`.
+    pub target: Op,
     pub form: Form,
     /// Where rows of K and V lie in `kv`.
     pub place: Place,
@@ -60,17 +54,17 @@ pub struct Case {
 impl Case {
     /// A call of `xla_gpu_flash_attn_varlen`.
     pub fn flash(batch: &Batch, storage: &Storage) -> Self {
-        Self::store(Target::FlashAttnVarlen, batch, storage)
+        Self::store(Op::FlashAttnVarlen, batch, storage)
     }
 
     /// A call of `xla_gpu_paged_attention`.
     pub fn paged(batch: &Batch, storage: &Storage) -> Self {
-        Self::store(Target::PagedAttention, batch, storage)
+        Self::store(Op::PagedAttention, batch, storage)
     }
 
     /// Lay `batch` out as `storage` says. Unused rows, slots and pages hold NaN and infinities, unused metadata hostile
     /// numbers; so do stored keys that no query of their sequence sees.
-    pub fn store(target: Target, batch: &Batch, storage: &Storage) -> Self {
+    pub fn store(target: Op, batch: &Batch, storage: &Storage) -> Self {
         let mut random = Random::new(storage.seed);
         let slots = batch.sequences.len() + storage.spare_seqs;
         let (q, cu_seqlens_q, seqused_q) = store_queries(target, batch, storage, &mut random);
@@ -112,10 +106,10 @@ impl Case {
             alibi_slopes: slopes(batch, slots),
             alibi: batch.alibi,
             hints,
-            lse: storage.lse || target == Target::FlashAttnVarlen,
+            lse: storage.lse || target == Op::FlashAttnVarlen,
             workspace: storage.workspace,
         };
-        assert!(target == Target::FlashAttnVarlen || case.suits_paged_attention(), "{}", case.name);
+        assert!(target == Op::FlashAttnVarlen || case.suits_paged_attention(), "{}", case.name);
         case
     }
 
@@ -167,13 +161,10 @@ impl Case {
 
     /// The call.
     pub fn invocation(&self) -> Invocation {
-        let call = match self.target {
-            Target::FlashAttnVarlen => self.flash_attn_varlen(),
-            Target::PagedAttention => self.paged_attention(),
-        };
+        let mut call = Invocation::of(self.target, |name| self.operand(name), |name| self.attribute(name));
         let dims = [self.rows(), self.form.q_heads, self.form.value_dim].map(|x| x as i64);
         let lse_dims: &[i64] = if self.lse { &[dims[1], dims[0]] } else { &[0] };
-        let mut call = call.result("out", self.form.dtypes.out, &dims);
+        call = call.result("out", self.form.dtypes.out, &dims);
         if self.lse || self.workspace.is_some() {
             call = call.result("softmax_lse", F32, lse_dims);
         }
@@ -184,81 +175,59 @@ impl Case {
         call
     }
 
-    fn flash_attn_varlen(&self) -> Invocation {
-        let Form { softmax_scale, mask, softcap, batch_invariant, .. } = self.form;
-        let slots = self.slots() as i64;
-        let v = || Array::left_out(self.form.dtypes.kv);
-        let call = Invocation::new("xla_gpu_flash_attn_varlen")
-            .operand("q", self.q.clone())
-            .operand("k", self.kv[0].clone())
-            .operand("v", self.kv.get(1).cloned().unwrap_or_else(v))
-            .operand("cu_seqlens_q", i32s(&self.cu_seqlens_q))
-            .operand("cu_seqlens_k", i32s(&self.cu_seqlens_k))
-            .attribute("batch_invariant", Attr::Bool(batch_invariant))
-            .attribute("causal", Attr::Bool(mask.causal))
-            .attribute("kv_layout", Attr::I64(self.place.layout.kv_layout()))
-            .attribute("max_seqlen_k", Attr::I64(self.hints.1))
-            .attribute("max_seqlen_q", Attr::I64(self.hints.0))
-            .attribute("softcap", Attr::F32(softcap))
-            .attribute("softmax_scale", Attr::F32(softmax_scale))
-            .attribute("top_left", Attr::Bool(mask.top_left))
-            .attribute("window_left", Attr::I64(mask.window_left))
-            .attribute("window_right", Attr::I64(mask.window_right));
+    /// What an operator of attention calls so, if it is there.
+    pub(super) fn operand(&self, name: &str) -> Option<Array> {
+        let (form, slots) = (&self.form, self.slots() as i64);
         let table = || Array::i32s(&[slots, self.max_pages as i64], &self.block_table);
-        let mut optional = vec![
-            ("seqused_k", self.seqused_k.as_deref().map(i32s)),
-            ("block_table", self.is_paged().then(table)),
-            ("seqused_q", self.seqused_q.as_deref().map(i32s)),
-            ("leftpad_k", self.leftpad_k.as_deref().map(i32s)),
-        ];
-        optional.extend(self.score_operands());
-        with_optional(call, optional)
-    }
-
-    fn paged_attention(&self) -> Invocation {
-        let Form { softmax_scale, mask, softcap, batch_invariant, .. } = self.form;
-        let slots = self.slots() as i64;
-        // A window of W keys counts the query's own.
-        let window = if mask.window_left < 0 { -1 } else { mask.window_left.saturating_add(1) };
-        let call = Invocation::new("xla_gpu_paged_attention")
-            .operand("query", self.q.clone())
-            .operand("kv_cache", self.kv[0].clone())
-            .operand("context_lens", i32s(self.seqused_k.as_deref().unwrap()))
-            .operand("block_tables", Array::i32s(&[slots, self.max_pages as i64], &self.block_table))
-            .operand("query_start_loc", i32s(&self.cu_seqlens_q))
-            .operand("num_seqs", Array::i32s(&[1], &[self.num_seqs]))
-            .attribute("batch_invariant", Attr::Bool(batch_invariant))
-            .attribute("scale", Attr::F32(softmax_scale))
-            .attribute("sliding_window", Attr::I64(window))
-            .attribute("soft_cap", Attr::F32(softcap));
-        with_optional(call, self.score_operands().into())
-    }
-
-    /// The optional operands that the operators share, in their order.
-    pub(super) fn score_operands(&self) -> [(&'static str, Option<Array>); 5] {
         let slopes = |values: &Vec<f32>| {
-            let (slots, heads) = (self.slots() as i64, self.form.q_heads as i64);
+            let heads = form.q_heads as i64;
             let dims: &[i64] = if self.alibi == Alibi::PerSequence { &[slots, heads] } else { &[heads] };
             Array::f32s(dims, values)
         };
-        [
-            ("alibi_slopes", self.alibi_slopes.as_ref().map(slopes)),
-            ("sinks", scale(self.form.sinks.as_ref())),
-            ("q_scale", scale(self.form.q_scale.as_ref())),
-            ("k_scale", scale(self.form.k_scale.as_ref())),
-            ("v_scale", scale(self.form.v_scale.as_ref())),
-        ]
+        match name {
+            "q" | "query" => Some(self.q.clone()),
+            "k" | "kv_cache" => Some(self.kv[0].clone()),
+            "v" => Some(self.kv.get(1).cloned().unwrap_or_else(|| Array::left_out(form.dtypes.kv))),
+            "cu_seqlens_q" | "query_start_loc" => Some(i32s(&self.cu_seqlens_q)),
+            "cu_seqlens_k" => Some(i32s(&self.cu_seqlens_k)),
+            "seqused_k" | "context_lens" => self.seqused_k.as_deref().map(i32s),
+            "block_table" | "block_tables" => self.is_paged().then(table),
+            "num_seqs" => Some(i32s(&[self.num_seqs])),
+            "seqused_q" => self.seqused_q.as_deref().map(i32s),
+            "leftpad_k" => self.leftpad_k.as_deref().map(i32s),
+            "alibi_slopes" => self.alibi_slopes.as_ref().map(slopes),
+            "sinks" => f32s(form.sinks.as_ref()),
+            "q_scale" => f32s(form.q_scale.as_ref()),
+            "k_scale" => f32s(form.k_scale.as_ref()),
+            "v_scale" => f32s(form.v_scale.as_ref()),
+            _ => panic!("no operand of attention is called {name}"),
+        }
+    }
+
+    pub(super) fn attribute(&self, name: &str) -> Attr {
+        let Form { softmax_scale, mask, softcap, batch_invariant, .. } = self.form;
+        match name {
+            "batch_invariant" => Attr::Bool(batch_invariant),
+            "causal" => Attr::Bool(mask.causal),
+            "kv_layout" => Attr::I64(self.place.layout.kv_layout()),
+            "max_seqlen_k" => Attr::I64(self.hints.1),
+            "max_seqlen_q" => Attr::I64(self.hints.0),
+            // A window of W keys counts the query's own.
+            "sliding_window" if mask.window_left >= 0 => Attr::I64(mask.window_left.saturating_add(1)),
+            "sliding_window" => Attr::I64(-1),
+            "softcap" | "soft_cap" => Attr::F32(softcap),
+            "softmax_scale" | "scale" => Attr::F32(softmax_scale),
+            "top_left" => Attr::Bool(mask.top_left),
+            "window_left" => Attr::I64(mask.window_left),
+            "window_right" => Attr::I64(mask.window_right),
+            _ => panic!("no attribute of attention is called {name}"),
+        }
     }
 }
 
-/// `[1]` or `[H]`, if it is there.
-pub(super) fn scale(values: Option<&Vec<f32>>) -> Option<Array> {
+/// `[N]`, if it is there.
+pub(super) fn f32s(values: Option<&Vec<f32>>) -> Option<Array> {
     values.map(|v| Array::f32s(&[v.len() as i64], v))
-}
-
-/// `call` with `k_scale` and `v_scale`, as far as they are given.
-pub(super) fn with_scales(call: Invocation, [k, v]: &[Option<Vec<f32>>; 2]) -> Invocation {
-    with_optional(call, vec![("k_scale", scale(k.as_ref())), ("v_scale", scale(v.as_ref()))])
 }
 
 /// `[T]`, of 32 bits or 64.
@@ -274,16 +243,7 @@ pub(super) fn i32s(values: &[i32]) -> Array {
     Array::i32s(&[values.len() as i64], values)
 }
 
-/// Those that are there; `[0]` for one before them that is not.
-pub(super) fn with_optional(call: Invocation, operands: Vec<(&'static str, Option<Array>)>) -> Invocation {
-    let given = operands.iter().rposition(|(_, array)| array.is_some()).map_or(0, |last| last + 1);
-    operands.into_iter().take(given).fold(call, |call, (name, array)| {
-        let dtype = if ["seqused_k", "block_table", "seqused_q", "leftpad_k"].contains(&name) { I32 } else { F32 };
-        call.operand(name, array.unwrap_or_else(|| Array::left_out(dtype)))
-    })
-}
-
-fn name_of(target: Target, batch: &Batch, storage: &Storage) -> String {
+fn name_of(target: Op, batch: &Batch, storage: &Storage) -> String {
     let lengths: Vec<_> = batch.sequences.iter().map(|s| (s.len_q, s.len_k, s.leftpad)).collect();
     format!("{target:?}, (len_q, len_k, leftpad) {lengths:?}, {:?}, alibi {:?}, {storage:?}", batch.form, batch.alibi)
 }
@@ -304,7 +264,7 @@ fn slopes(batch: &Batch, slots: usize) -> Option<Vec<f32>> {
 
 /// The queries, where they start, and how many of each slot's rows are used.
 fn store_queries(
-    target: Target,
+    target: Op,
     batch: &Batch,
     storage: &Storage,
     random: &mut Random,
@@ -332,11 +292,11 @@ fn store_queries(
         at += slot;
         starts.push(match target {
             // Past the last sequence nothing is read.
-            Target::PagedAttention => random.hostile_i32(),
+            Op::PagedAttention => random.hostile_i32(),
+            // Starts that run backwards: no rows.
+            _ if backwards => starts.last().unwrap().min(&random.one_of(&[0, -5, i32::MIN])).to_owned(),
             // No rows, or rows of which none is used.
-            Target::FlashAttnVarlen if !backwards => at as i32,
-            // Starts that run backwards: no rows either.
-            Target::FlashAttnVarlen => starts.last().unwrap().min(&random.one_of(&[0, -5, i32::MIN])).to_owned(),
+            _ => at as i32,
         });
         used.push(random.one_of(&[0, -1, i32::MIN]));
     }

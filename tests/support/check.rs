@@ -1,40 +1,77 @@
-//! Runs a case and holds it against its answers.
+//! Runs calls of attention and holds them against what the reference answers.
 
-use super::answers::{IfWrong, answers, assert_allowed, members};
-use super::array::Array;
-use super::case::Case;
-use super::guard::for_both_sides;
+use super::{Array, Case, IfWrong, Invocation, answers, assert_allowed, for_both_sides, members};
 
-/// `out`, and `softmax_lse` where it was asked for: what a call computes, without its workspace.
-pub fn computed<'a>(case: &Case, results: &'a [Array]) -> &'a [Array] {
-    &results[..if case.lse { 2 } else { 1 }]
+/// Asserts that results are what is allowed.
+pub type Judge<'a> = Box<dyn Fn(&[Array]) + 'a>;
+
+/// A call of attention whose results the reference knows.
+pub trait Checked {
+    /// The attention that it computes, or differentiates.
+    fn case(&self) -> &Case;
+
+    fn case_mut(&mut self) -> &mut Case;
+
+    fn call(&self) -> Invocation;
+
+    /// What a call computes, without its workspace.
+    fn computed<'a>(&self, results: &'a [Array]) -> &'a [Array];
+
+    /// What is allowed of the call's results.
+    fn judge(&self, if_wrong: IfWrong) -> Judge<'_>;
+
+    /// Two runs have the same bits.
+    fn repeats(&self) -> bool {
+        true
+    }
+
+    /// Run against both guards; the results are what is allowed. Gives the results of both.
+    fn check_against(&self, if_wrong: IfWrong) -> [Vec<Array>; 2] {
+        let (judge, call, mut found) = (self.judge(if_wrong), self.call(), Vec::new());
+        for_both_sides(|side| {
+            let results = call.results(side);
+            judge(&results);
+            found.push(self.computed(&results).to_vec());
+        });
+        found.try_into().unwrap()
+    }
+
+    /// The same of a call whose metadata is right throughout, from run to run.
+    fn check(&self) -> Vec<Array> {
+        let case = self.case();
+        assert!(members(case).iter().all(|m| m.specified || m.len_q == 0), "{}: not everything is checked", case.name);
+        let [first, second] = self.check_against(IfWrong::Unspecified);
+        assert!(!self.repeats() || first == second, "{}: two runs differ", case.name);
+        first
+    }
 }
 
-/// Run against both guards; the results are what `answers` allow. Gives the results of both.
-pub fn check_against(case: &Case, if_wrong: IfWrong) -> [Vec<Array>; 2] {
-    let answers = answers(case, if_wrong);
-    let call = case.invocation();
-    let mut found = Vec::new();
-    for_both_sides(|side| {
-        let results = call.results(side);
-        let results = computed(case, &results);
-        assert_allowed(case, &answers, &results[0], results.get(1));
-        found.push(results.to_vec());
-    });
-    found.try_into().unwrap()
+impl Checked for Case {
+    fn case(&self) -> &Case {
+        self
+    }
+
+    fn case_mut(&mut self) -> &mut Case {
+        self
+    }
+
+    fn call(&self) -> Invocation {
+        self.invocation()
+    }
+
+    /// `out`, and `softmax_lse` where it was asked for.
+    fn computed<'a>(&self, results: &'a [Array]) -> &'a [Array] {
+        &results[..if self.lse { 2 } else { 1 }]
+    }
+
+    fn judge(&self, if_wrong: IfWrong) -> Judge<'_> {
+        let answers = answers(self, if_wrong);
+        Box::new(move |found| assert_allowed(self, &answers, &found[0], self.lse.then(|| &found[1])))
+    }
 }
 
-/// The same for a case whose metadata is right throughout: two runs have the same bits. Gives `[out, softmax_lse]`, or
-/// `[out]` if that is all that was asked for.
-pub fn check(case: &Case) -> Vec<Array> {
-    assert!(members(case).iter().all(|m| m.specified || m.len_q == 0), "{}: not everything is checked", case.name);
-    let [first, second] = check_against(case, IfWrong::Unspecified);
-    assert!(first == second, "{}: two runs differ", case.name);
-    first
-}
-
-/// [`check`] of a case that has a name of its own, to be found by when it fails.
-pub fn check_named(name: &str, mut case: Case) {
-    case.name = format!("{name}: {}", case.name);
-    check(&case);
+/// Check a call under a name of its own, to be found by when it fails.
+pub fn check_named(name: &str, call: &mut dyn Checked) -> Vec<Array> {
+    call.case_mut().name = format!("{name}: {}", call.case().name);
+    call.check()
 }

@@ -2,21 +2,14 @@
 
 #![allow(clippy::print_stdout, reason = "a table of what was measured")]
 
-use super::array::{Array, BF16, Dtype, F8E4M3FN, F16, F32, count};
-use super::batch::{Dtypes, Shape};
-use super::cache_updates::{Update, dims_of};
-use super::case::{Case, Target};
-use super::entry::View;
-use super::gathers::Gather;
-use super::gradient_case::{GradientCase, Wanted};
-use super::guard::{Guarded, Side};
-use super::invocation::Invocation;
-use super::machine::runs_on_cpu;
-use super::oracle::Mask;
-use super::random::Random;
-use super::steps::Step;
-use super::storage::{Layout, Place, Storage};
+use super::{
+    Array, BF16, Case, Dtype, Dtypes, F8E4M3FN, F16, F32, Gather, GradientCase, Invocation, Layout, Mask, Numbers,
+    Place, Placed, PlacedMemory, Random, Shape, Side, Step, Storage, Update, Wanted, count, dims_of, runs_on_cpu,
+};
 use std::time::Instant;
+use xla_attention::Op;
+#[cfg(feature = "cuda")]
+use xla_attention::Stream;
 use xla_attention::{Action, RayonPool};
 
 /// The shapes of a call: as many keys as rows, and a row for each query head of [`Sizes::heads`].
@@ -77,8 +70,8 @@ impl Sizes {
 
     /// A call of attention over as many keys as there are rows, of which each sequence has those of its starts, or over pages,
     /// of which each has all.
-    fn case(self, target: Target, starts_q: &[i32], starts_k: &[i32]) -> Case {
-        let paged = target == Target::PagedAttention;
+    fn case(self, target: Op, starts_q: &[i32], starts_k: &[i32]) -> Case {
+        let paged = target == Op::PagedAttention;
         let (slots, pages) = (starts_q.len() - 1, self.pages());
         let out = if self.dtype == F8E4M3FN { BF16 } else { self.dtype };
         let place = Place {
@@ -133,7 +126,7 @@ const PAGE_SIZE: usize = 16;
 pub type Operator = fn(Sizes, &[i32], &[i32]) -> Invocation;
 
 pub fn flash_attn_varlen(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
-    sizes.case(Target::FlashAttnVarlen, starts_q, starts_k).invocation()
+    sizes.case(Op::FlashAttnVarlen, starts_q, starts_k).invocation()
 }
 
 /// The same without a key: what is left is planning.
@@ -145,12 +138,12 @@ pub fn flash_attn_varlen_without_keys(sizes: Sizes, starts_q: &[i32], _: &[i32])
 
 /// The same with a `seqused_q` that leaves every row in use.
 pub fn flash_attn_varlen_with_seqused_q(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
-    let case = sizes.case(Target::FlashAttnVarlen, starts_q, starts_k);
+    let case = sizes.case(Op::FlashAttnVarlen, starts_q, starts_k);
     Case { seqused_q: Some(vec![i32::MAX; sizes.slots]), ..case }.invocation()
 }
 
 pub fn flash_attn_varlen_bwd(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
-    let forward = sizes.case(Target::FlashAttnVarlen, starts_q, starts_k);
+    let forward = sizes.case(Op::FlashAttnVarlen, starts_q, starts_k);
     let lse = Array::filled(F32, &dims_of(&[sizes.heads.0, sizes.rows]), 0);
     let (out, dout) = (forward.q.clone(), forward.q.clone());
     let forward = Case { workspace: Some(1 << 26), ..forward };
@@ -158,12 +151,12 @@ pub fn flash_attn_varlen_bwd(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -
 }
 
 pub fn paged_attention(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
-    sizes.case(Target::PagedAttention, starts_q, starts_k).invocation()
+    sizes.case(Op::PagedAttention, starts_q, starts_k).invocation()
 }
 
 /// The same, with new rows that go nowhere.
 pub fn paged_attention_update(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
-    let case = sizes.case(Target::PagedAttention, starts_q, starts_k);
+    let case = sizes.case(Op::PagedAttention, starts_q, starts_k);
     let row = ones(sizes.dtype, &dims_of(&[sizes.rows, sizes.heads.1, sizes.head_dim]));
     let (before, slots) = (case.kv[0].clone(), vec![-1; sizes.rows]);
     Step { case, before, key: row.clone(), value: row, slots, wide_slots: false }.invocation(true)
@@ -290,23 +283,28 @@ fn cost_no_more(
     }
 }
 
-/// How long the quickest of some calls takes.
+/// How long the quickest of some calls takes, its end included.
 pub fn seconds(invocation: &Invocation) -> f64 {
-    const CALLS: usize = 3;
     #[cfg(feature = "cuda")]
-    if let Some(seconds) = super::device::on_chosen_gpu(|gpu| invocation.seconds_on_gpu(gpu, CALLS)) {
+    if let Some(seconds) = super::device::on_chosen_gpu(|gpu| {
+        let launch = Action::LaunchCuda(Stream(gpu.stream as usize));
+        seconds_of(invocation, &invocation.on_gpu(gpu, super::device::Around::Nothing), launch, || gpu.finish())
+    }) {
         return seconds;
     }
-    let place = |name: &str, array: &Array| Guarded::new(name, Side::BeginsAtGuard, &array.bytes);
-    let operands: Vec<_> = invocation.operands.iter().map(|(name, array)| place(name, array)).collect();
-    let own: Vec<_> = invocation.results.iter().map(|r| place(r.name, &Array::filled(r.dtype, &r.dims, 0))).collect();
-    let [inputs, outputs] =
-        [&operands, &own].map(|list| list.iter().map(|b| View::dense(b.data())).collect::<Vec<_>>());
+    seconds_of(invocation, &invocation.guarded(Side::BeginsAtGuard), Action::RunOnCpu(&RayonPool), || ())
+}
+
+fn seconds_of<M: PlacedMemory>(call: &Invocation, placed: &Placed<M>, action: Action, finish: impl Fn()) -> f64 {
+    let [inputs, outputs] = placed.views();
     let once = || {
         let began = Instant::now();
-        // SAFETY: the views are of the buffers above.
-        unsafe { invocation.enter(Action::RunOnCpu(&RayonPool), &inputs, &outputs) }.unwrap();
+        // SAFETY: the views are of the buffers of `placed`, which outlive the call.
+        unsafe { call.enter(action, &inputs, &outputs) }.unwrap();
+        finish();
         began.elapsed().as_secs_f64()
     };
-    (0..CALLS).map(|_| once()).fold(f64::INFINITY, f64::min)
+    // The first one loads the kernels of a GPU.
+    once();
+    (0..3).map(|_| once()).fold(f64::INFINITY, f64::min)
 }

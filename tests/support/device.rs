@@ -1,12 +1,7 @@
 //! Runs invocations in memory of a GPU, one allocation an operand, without XLA.
 
-use super::array::Array;
-use super::entry::View;
-use super::frame::Refusal;
-use super::guard::Side;
-use super::invocation::{Invocation, POISON};
+use super::{Array, Invocation, POISON, Placed, PlacedMemory, Refusal, Side};
 use cudarc::driver::sys::{self, CUresult};
-use std::time::Instant;
 use xla_attention::{Action, Error, Stream};
 
 /// The driver call succeeds.
@@ -143,52 +138,49 @@ impl Gpu {
     }
 }
 
-/// Device memory with an array in it.
+/// Device memory of a buffer.
 pub struct Memory {
     allocation: sys::CUdeviceptr,
     around: usize,
-    /// As it was before the call.
-    pub array: Array,
+    len: usize,
 }
 
 impl Memory {
     /// On the stream and waited for: a plain copy returns while the last step of a large one is still under way.
-    pub fn place(gpu: &Gpu, array: Array, around: Around) -> Self {
-        let around = match around {
-            Around::Nothing => 0,
-            Around::Redzones => REDZONE,
-            Around::Askew => REDZONE + array.dtype.size(),
+    pub fn place(gpu: &Gpu, array: &Array, around: Around) -> Self {
+        let (len, around) = match around {
+            Around::Nothing => (array.bytes.len(), 0),
+            Around::Redzones => (array.bytes.len(), REDZONE),
+            Around::Askew => (array.bytes.len(), REDZONE + array.dtype.size()),
         };
-        let mut bytes = vec![POISON; array.bytes.len() + 2 * around];
-        bytes[around..around + array.bytes.len()].copy_from_slice(&array.bytes);
+        let mut bytes = vec![POISON; len + 2 * around];
+        bytes[around..around + len].copy_from_slice(&array.bytes);
         let mut allocation = 0;
         cuda!(cuMemAlloc_v2(&raw mut allocation, bytes.len().max(1)));
         if !bytes.is_empty() {
             cuda!(cuMemcpyHtoDAsync_v2(allocation, bytes.as_ptr().cast(), bytes.len(), gpu.stream));
             gpu.finish();
         }
-        Self { allocation, around, array }
+        Self { allocation, around, len }
+    }
+}
+
+impl PlacedMemory for Memory {
+    /// On the device.
+    fn data(&self) -> *mut u8 {
+        (self.allocation as usize + self.around) as *mut u8
     }
 
-    /// Of the array's first byte.
-    pub fn address(&self) -> usize {
-        self.allocation as usize + self.around
-    }
-
-    pub fn view(&self) -> View<'_> {
-        View::dense(self.address() as *mut u8)
-    }
-
-    /// The bytes as they are; the redzones are as they were.
-    pub fn read(&self, what: &str) -> Array {
-        let mut bytes = vec![0; self.array.bytes.len() + 2 * self.around];
+    /// The redzones are as they were.
+    fn read(&self, what: &str) -> Vec<u8> {
+        let mut bytes = vec![0; self.len + 2 * self.around];
         if !bytes.is_empty() {
             cuda!(cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), self.allocation, bytes.len()));
         }
-        let after = bytes.split_off(self.around + self.array.bytes.len());
+        let after = bytes.split_off(self.around + self.len);
         let inside = bytes.split_off(self.around);
         assert!(bytes.iter().chain(&after).all(|&b| b == POISON), "{what}: written outside");
-        Array { bytes: inside, ..self.array.clone() }
+        inside
     }
 }
 
@@ -265,8 +257,8 @@ impl Invocation {
     }
 
     fn run_prepared(&self, gpu: &Gpu, around: Around, replays: usize, prepare: bool) -> Result<Vec<Array>, Error> {
-        let (operands, own) = self.place(gpu, around);
-        let [inputs, outputs] = [&operands, &own].map(|list| list.iter().map(Memory::view).collect::<Vec<_>>());
+        let placed = self.on_gpu(gpu, around);
+        let [inputs, outputs] = placed.views();
         // SAFETY: the views are the allocations above, which outlive `finish`.
         let run = |action| unsafe { self.enter(action, &inputs, &outputs) };
         let launch = Action::LaunchCuda(Stream(gpu.stream as usize));
@@ -280,36 +272,11 @@ impl Invocation {
             }
             gpu.replay(replays, || run(launch))?;
         }
-        for (index, ((name, given), placed)) in self.operands.iter().zip(&operands).enumerate() {
-            let now = placed.read(name);
-            let is_result = self.results.iter().any(|r| r.alias == Some(index));
-            assert!(is_result || now.bytes == given.bytes, "{} {}: {name} has changed", self.target, self.what);
-        }
-        let memory = |i: usize| self.results[i].alias.map_or(&own[i], |at| &operands[at]);
-        Ok((0..own.len()).map(|i| memory(i).read(self.results[i].name)).collect())
+        Ok(placed.results())
     }
 
-    /// The operands, and NaN for each result.
-    fn place(&self, gpu: &Gpu, around: Around) -> (Vec<Memory>, Vec<Memory>) {
-        let place = |array: Array| Memory::place(gpu, array, around);
-        let poisoned = self.results.iter().map(|r| Array::filled(r.dtype, &r.dims, POISON));
-        (self.operands.iter().map(|(_, array)| place(array.clone())).collect(), poisoned.map(place).collect())
-    }
-
-    /// How long the quickest of `calls` launches takes, its end included.
-    pub fn seconds_on_gpu(&self, gpu: &Gpu, calls: usize) -> f64 {
-        let (operands, own) = self.place(gpu, Around::Nothing);
-        let [inputs, outputs] = [&operands, &own].map(|list| list.iter().map(Memory::view).collect::<Vec<_>>());
-        let once = || {
-            gpu.finish();
-            let began = Instant::now();
-            // SAFETY: the views are the allocations above, which outlive `finish`.
-            unsafe { self.enter(Action::LaunchCuda(Stream(gpu.stream as usize)), &inputs, &outputs) }.unwrap();
-            gpu.finish();
-            began.elapsed().as_secs_f64()
-        };
-        // The first one loads the kernels.
-        once();
-        (0..calls).map(|_| once()).fold(f64::INFINITY, f64::min)
+    /// The buffers of the call, an allocation each.
+    pub fn on_gpu(&self, gpu: &Gpu, around: Around) -> Placed<'_, Memory> {
+        Placed::new(self, |_, array| Memory::place(gpu, array, around))
     }
 }

@@ -1,10 +1,7 @@
 //! Makes invocations through `xla_attention::call`, the entry below all front-ends: it takes any memory, and strides.
 
-use super::array::{Array, Dtype};
-use super::guard::Side;
-use super::invocation::{Invocation, Outcome, POISON};
-use super::spread::Spread;
-use xla_attention::{Action, Call, DType, Error, Op, Pool, Tensor, call};
+use super::{Array, Dtype, Invocation, Placed, Side, Spread};
+use xla_attention::{Action, Call, Error, Op, Pool, Tensor, call};
 
 /// Where a buffer lies, and what its strides are if it is not dense.
 #[derive(Clone, Copy)]
@@ -30,7 +27,7 @@ pub fn may_be_strided(op: Op) -> &'static [&'static str] {
 }
 
 fn tensor<'a>(dtype: Dtype, dims: &'a [i64], View { data, strides }: View<'a>) -> Tensor<'a> {
-    Tensor { dtype: DType(dtype.0), data, dims, strides }
+    Tensor { dtype, data, dims, strides }
 }
 
 impl View<'_> {
@@ -75,22 +72,10 @@ impl Invocation {
 
     /// The results on the CPU, where the rows of each operand lie `gap` elements apart.
     pub fn run_spread(&self, side: Side, pool: &dyn Pool, gap: impl Fn(&str) -> i64) -> Result<Vec<Array>, Error> {
-        let operands: Vec<Spread> =
-            self.operands.iter().map(|(name, array)| Spread::new(name, side, array, gap(name))).collect();
-        let poison = self.results.iter().map(|r| (r.name, Array::filled(r.dtype, &r.dims, POISON)));
-        let own: Vec<Spread> = poison.map(|(name, array)| Spread::new(name, side, &array, 0)).collect();
-        let [inputs, outputs] = [&operands, &own].map(|list| list.iter().map(Spread::view).collect::<Vec<_>>());
+        let placed = Placed::new(self, |name, array| Spread::new(name, side, array, gap(name)));
+        let [inputs, outputs] = placed.views();
         // SAFETY: the views are of the buffers above.
         unsafe { self.enter(Action::RunOnCpu(pool), &inputs, &outputs) }?;
-        for ((name, given), placed) in self.operands.iter().zip(&operands) {
-            let updated = self.results.iter().any(|r| r.name == *name);
-            assert!(updated || placed.packed() == given.bytes, "{} {}: {name} has changed", self.target, self.what);
-        }
-        let of = |(result, own): (&Outcome, &Spread)| Array {
-            dtype: result.dtype,
-            dims: result.dims.clone(),
-            bytes: result.alias.map_or(own, |at| &operands[at]).packed(),
-        };
-        Ok(self.results.iter().zip(&own).map(of).collect())
+        Ok(placed.results())
     }
 }

@@ -1,17 +1,13 @@
 //! Calls a handler as XLA would, without XLA: call frames made by hand.
 
-use super::array::{Array, Dtype};
 use super::c_structs::{
     Api, ApiVersion, Attributes, Buffers, ByteSpan, CallFrame, Extension, FRAME_STRUCT_SIZE, FfiBuffer, Metadata,
     MetadataExtension, Scalar, ScalarArray,
 };
-use super::guard::{Guarded, Side};
-use super::invocation::Attr;
 use super::mock_api::{API, Context, live_errors, take_error};
-use super::pools::{HostPool, Inline};
+use super::{Attr, Dtype, Guarded, HostPool, Inline, Side};
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_void};
-use std::marker::PhantomData;
 use std::mem::{offset_of, size_of};
 use std::ptr::{null, null_mut};
 use xla_attention::{Target, Targets};
@@ -97,20 +93,6 @@ pub fn target(name: &str, platform: &str) -> &'static Target {
     HandlerSet { version: (0, 1), rows: xla_attention::targets() }.target(name, platform)
 }
 
-/// Memory with an element type and a shape: what a frame's argument or result points to.
-pub struct Buffer {
-    pub memory: Guarded,
-    pub dtype: Dtype,
-    pub dims: Vec<i64>,
-}
-
-impl Buffer {
-    /// `array` in guarded memory.
-    pub fn place(name: &str, side: Side, array: &Array) -> Self {
-        Self { memory: Guarded::new(name, side, &array.bytes), dtype: array.dtype, dims: array.dims.clone() }
-    }
-}
-
 struct View {
     dtype: i32,
     data: *mut u8,
@@ -128,7 +110,6 @@ pub struct Frame<'a> {
     pool: &'a dyn HostPool,
     stream: Option<usize>,
     api: *const Api,
-    borrowed: PhantomData<&'a Buffer>,
 }
 
 impl<'a> Frame<'a> {
@@ -150,35 +131,24 @@ impl<'a> Frame<'a> {
             pool: &Inline(4),
             stream: None,
             api: &raw const API,
-            borrowed: PhantomData,
         }
     }
 
-    pub fn operand(mut self, buffer: &'a Buffer) -> Self {
-        self.operands.push(View { dtype: buffer.dtype.0, data: buffer.memory.data(), dims: buffer.dims.clone() });
-        self
-    }
-
-    pub fn result(mut self, buffer: &'a Buffer) -> Self {
-        self.results.push(View { dtype: buffer.dtype.0, data: buffer.memory.data(), dims: buffer.dims.clone() });
-        self
-    }
-
-    /// An operand that claims to lie at `data`.
+    /// An operand that lies at `data`.
     ///
     /// # Safety
-    /// The handler has to refuse the call, or the claim has to be true.
-    pub unsafe fn claimed_operand(mut self, dtype: i32, dims: &[i64], data: *mut u8) -> Self {
-        self.operands.push(View { dtype, data, dims: dims.to_vec() });
+    /// So it does for as long as the frame lives, or the handler has to refuse the call.
+    pub unsafe fn operand(mut self, dtype: Dtype, dims: &[i64], data: *mut u8) -> Self {
+        self.operands.push(View { dtype: dtype.0, data, dims: dims.to_vec() });
         self
     }
 
-    /// A result that claims to lie at `data`.
+    /// A result that lies at `data`.
     ///
     /// # Safety
-    /// As for [`Frame::claimed_operand`].
-    pub unsafe fn claimed_result(mut self, dtype: i32, dims: &[i64], data: *mut u8) -> Self {
-        self.results.push(View { dtype, data, dims: dims.to_vec() });
+    /// As for [`Frame::operand`].
+    pub unsafe fn result(mut self, dtype: Dtype, dims: &[i64], data: *mut u8) -> Self {
+        self.results.push(View { dtype: dtype.0, data, dims: dims.to_vec() });
         self
     }
 
@@ -236,15 +206,19 @@ impl<'a> Frame<'a> {
         // SAFETY: the frame is complete and everything it points to outlives the call.
         let error = unsafe { (self.handler)((&raw mut frame).cast()) };
         assert!(frame.future.is_null(), "the handler made a future");
-        let outcome = if error.is_null() {
-            Ok(())
-        } else {
-            let error = take_error(error.cast());
-            Err(Refusal { code: error.code, text: error.text.to_string_lossy().into_owned() })
-        };
+        let outcome = refusal(error);
         assert_eq!(live_errors(), live, "an error was made and neither returned nor destroyed");
         outcome
     }
+}
+
+/// What a handler has returned.
+fn refusal(error: *mut c_void) -> Result<(), Refusal> {
+    if error.is_null() {
+        return Ok(());
+    }
+    let error = take_error(error.cast());
+    Err(Refusal { code: error.code, text: error.text.to_string_lossy().into_owned() })
 }
 
 struct BufferList {
@@ -281,44 +255,36 @@ impl BufferList {
     }
 }
 
-/// One attribute as XLA lays it out; the boxes keep addresses fixed.
+/// One attribute as XLA lays it out.
 enum Laid {
-    Scalar(Box<Scalar>, #[expect(dead_code, reason = "keeps the value alive")] Box<[u8; 8]>),
-    Array(Box<ScalarArray>, #[expect(dead_code, reason = "keeps the values alive")] Vec<i64>),
-    Text(Box<ByteSpan>, #[expect(dead_code, reason = "keeps the text alive")] String),
+    Scalar(Scalar),
+    Array(ScalarArray),
+    Text(ByteSpan),
 }
 
 impl Laid {
+    /// Points into the value.
     fn new(value: &Attr) -> Self {
-        let scalar = |dtype: i32, bytes: &[u8]| {
-            let mut value = Box::new([0u8; 8]);
-            value[..bytes.len()].copy_from_slice(bytes);
-            Self::Scalar(Box::new(Scalar { dtype, value: value.as_ptr().cast() }), value)
-        };
+        fn scalar<T>(dtype: i32, value: &T) -> Laid {
+            Laid::Scalar(Scalar { dtype, value: (&raw const *value).cast() })
+        }
         match value {
-            Attr::Bool(v) => scalar(1, &[u8::from(*v)]),
-            Attr::I32(v) => scalar(4, &v.to_ne_bytes()),
-            Attr::I64(v) => scalar(5, &v.to_ne_bytes()),
-            Attr::F32(v) => scalar(11, &v.to_ne_bytes()),
-            Attr::F64(v) => scalar(12, &v.to_ne_bytes()),
-            Attr::I64s(v) => {
-                let values = v.clone();
-                let array = ScalarArray { dtype: 5, size: values.len(), data: values.as_ptr().cast() };
-                Self::Array(Box::new(array), values)
-            }
-            Attr::Text(v) => {
-                let text = v.clone();
-                Self::Text(Box::new(ByteSpan { data: text.as_ptr().cast(), len: text.len() }), text)
-            }
+            Attr::Bool(value) => scalar(1, value),
+            Attr::I32(value) => scalar(4, value),
+            Attr::I64(value) => scalar(5, value),
+            Attr::F32(value) => scalar(11, value),
+            Attr::F64(value) => scalar(12, value),
+            Attr::I64s(list) => Self::Array(ScalarArray { dtype: 5, size: list.len(), data: list.as_ptr().cast() }),
+            Attr::Text(text) => Self::Text(ByteSpan { data: text.as_ptr().cast(), len: text.len() }),
         }
     }
 
     /// `XLA_FFI_AttrType` and the address of its structure.
     fn raw(&self) -> (i32, *const c_void) {
         match self {
-            Self::Array(array, _) => (1, (&raw const **array).cast()),
-            Self::Scalar(scalar, _) => (3, (&raw const **scalar).cast()),
-            Self::Text(span, _) => (4, (&raw const **span).cast()),
+            Self::Array(array) => (1, (&raw const *array).cast()),
+            Self::Scalar(scalar) => (3, (&raw const *scalar).cast()),
+            Self::Text(span) => (4, (&raw const *span).cast()),
         }
     }
 }
@@ -332,17 +298,13 @@ struct AttributeList {
 }
 
 impl AttributeList {
+    /// Points into the map.
     fn new(attributes: &BTreeMap<String, Attr>) -> Self {
-        let spans: Vec<ByteSpan> =
-            attributes.keys().map(|n| ByteSpan { data: n.as_ptr().cast(), len: n.len() }).collect();
+        let span = |name: &String| ByteSpan { data: name.as_ptr().cast(), len: name.len() };
+        let spans: Vec<ByteSpan> = attributes.keys().map(span).collect();
         let laid: Vec<Laid> = attributes.values().map(Laid::new).collect();
-        Self {
-            types: laid.iter().map(|l| l.raw().0).collect(),
-            names: spans.iter().map(|s| &raw const *s).collect(),
-            values: laid.iter().map(|l| l.raw().1).collect(),
-            _spans: spans,
-            _laid: laid,
-        }
+        let (types, values) = laid.iter().map(Laid::raw).unzip();
+        Self { types, names: spans.iter().map(|s| &raw const *s).collect(), values, _spans: spans, _laid: laid }
     }
 
     fn raw(&self) -> Attributes {
@@ -388,18 +350,20 @@ impl OtherApi {
     }
 }
 
-/// How the host asks for metadata: its table, the stage that the frame names, and how long its structures are.
-#[derive(Clone, Copy)]
-pub struct MetadataRequest {
-    /// XLA itself asks without a table.
-    pub with_api: bool,
-    pub stage: Stage,
-    pub extension_size: usize,
-    /// `XLA_FFI_Metadata_STRUCT_SIZE` of the host, which may have appended members to the 40 bytes of API 0.1.
-    pub metadata_size: usize,
-    /// `sizeof(XLA_FFI_Metadata)` of the host, where `XLA_FFI_Metadata_STRUCT_SIZE` does not say so: from 0.2 on there is
-    /// a last member, `state_type_id`, that it does not count.
-    pub room: usize,
+with_defaults! {
+    /// How the host asks for metadata: its table, the stage that the frame names, and how long its structures are.
+    #[derive(Clone, Copy)]
+    pub struct MetadataRequest {
+        /// XLA itself asks without a table.
+        pub with_api: bool = true,
+        pub stage: Stage = Stage::Execute,
+        pub extension_size: usize = size_of::<MetadataExtension>(),
+        /// `XLA_FFI_Metadata_STRUCT_SIZE` of the host, which may have appended members to the 40 bytes of API 0.1.
+        pub metadata_size: usize = offset_of!(Metadata, traits) + size_of::<u32>(),
+        /// `sizeof(XLA_FFI_Metadata)` of the host, where `XLA_FFI_Metadata_STRUCT_SIZE` does not say so: from 0.2 on there is
+        /// a last member, `state_type_id`, that it does not count.
+        pub room: usize = size_of::<Metadata>(),
+    }
 }
 
 impl MetadataRequest {
@@ -407,18 +371,6 @@ impl MetadataRequest {
     pub fn of(version: (i32, i32)) -> Self {
         let room = if version < (0, 2) { size_of::<Metadata>() } else { size_of::<Metadata>() + size_of::<i64>() };
         Self { room, ..Self::default() }
-    }
-}
-
-impl Default for MetadataRequest {
-    fn default() -> Self {
-        Self {
-            with_api: true,
-            stage: Stage::Execute,
-            extension_size: size_of::<MetadataExtension>(),
-            metadata_size: offset_of!(Metadata, traits) + size_of::<u32>(),
-            room: size_of::<Metadata>(),
-        }
     }
 }
 
@@ -451,10 +403,7 @@ pub fn request_metadata(handler: Handler, request: MetadataRequest) -> Result<Ha
     };
     // SAFETY: a frame with the metadata extension asks for nothing else.
     let error = unsafe { handler((&raw mut frame).cast()) };
-    if !error.is_null() {
-        let error = take_error(error.cast());
-        return Err(Refusal { code: error.code, text: error.text.to_string_lossy().into_owned() });
-    }
+    refusal(error)?;
     assert!(
         memory.bytes()[request.room..].iter().all(|&b| b == 0xee),
         "what the handler's API does not know was written"

@@ -1,54 +1,34 @@
 //! Calls that gather a cache in every layout, and what they have to find.
 
-use super::array::{Array, Dtype, F32, I32};
-use super::cache_updates::{caches, dims_of};
-use super::case::with_scales;
-use super::guard::for_both_sides;
-use super::invocation::{Attr, Invocation};
-use super::storage::{Layout, Place};
+use super::{
+    Array, Attr, Dtype, F32, I32, Invocation, Layout, Numbers, Place, caches, dims_of, f32s, for_both_sides, i32s,
+};
+use xla_attention::Op;
 
-/// A call in numbers.
-#[derive(Clone, Debug)]
-pub struct Gather {
-    pub layout: Layout,
-    /// Of the cache.
-    pub dtype: Dtype,
-    /// Of the results.
-    pub out: Dtype,
-    pub num_pages: usize,
-    pub page_size: usize,
-    pub heads: usize,
-    /// D, Dv: one number unless the layout has two buffers.
-    pub dims: [usize; 2],
-    /// M
-    pub max_pages: usize,
-    /// `[S, M]`
-    pub tables: Vec<i32>,
-    pub lens: Vec<i32>,
-    /// N
-    pub capacity: usize,
-    /// Of keys, of values.
-    pub scales: [Option<Vec<f32>>; 2],
-    pub seed: u64,
-}
-
-impl Default for Gather {
-    fn default() -> Self {
-        Self {
-            layout: Layout::Interleaved,
-            dtype: F32,
-            out: F32,
-            num_pages: 5,
-            page_size: 4,
-            heads: 2,
-            dims: [16, 16],
-            max_pages: 3,
-            tables: vec![3, 1, 4, 0, 2, 2, 4, 4, 0],
-            lens: vec![9, 0, 6],
-            capacity: 17,
-            scales: [None, None],
-            seed: 1,
-        }
+with_defaults! {
+    /// A call in numbers.
+    #[derive(Clone, Debug)]
+    pub struct Gather {
+        pub layout: Layout = Layout::Interleaved,
+        /// Of the cache.
+        pub dtype: Dtype = F32,
+        /// Of the results.
+        pub out: Dtype = F32,
+        pub num_pages: usize = 5,
+        pub page_size: usize = 4,
+        pub heads: usize = 2,
+        /// D, Dv: one number unless the layout has two buffers.
+        pub dims: [usize; 2] = [16, 16],
+        /// M
+        pub max_pages: usize = 3,
+        /// `[S, M]`
+        pub tables: Vec<i32> = vec![3, 1, 4, 0, 2, 2, 4, 4, 0],
+        pub lens: Vec<i32> = vec![9, 0, 6],
+        /// N
+        pub capacity: usize = 17,
+        /// Of keys, of values.
+        pub scales: [Option<Vec<f32>>; 2] = [None, None],
+        pub seed: u64 = 1,
     }
 }
 
@@ -75,18 +55,18 @@ impl Gather {
     pub fn of_caches(&self, mut caches: Vec<Array>) -> Invocation {
         let v_cache = if caches.len() == 2 { caches.remove(1) } else { Array::left_out(self.dtype) };
         let seqs = self.lens.len() as i64;
-        let mut call = Invocation::new("xla_gpu_gather_kv_cache")
-            .operand("k_cache", caches.remove(0))
-            .operand("v_cache", v_cache)
-            .operand("block_tables", Array::i32s(&[seqs, self.max_pages as i64], &self.tables))
-            .operand("context_lens", Array::i32s(&[seqs], &self.lens));
-        call = with_scales(call, &self.scales);
+        let operand = |name: &str| match name {
+            "k_cache" => Some(caches[0].clone()),
+            "v_cache" => Some(v_cache.clone()),
+            "block_tables" => Some(Array::i32s(&[seqs, self.max_pages as i64], &self.tables)),
+            "context_lens" => Some(i32s(&self.lens)),
+            "k_scale" => f32s(self.scales[0].as_ref()),
+            _ => f32s(self.scales[1].as_ref()),
+        };
+        let call = Invocation::of(Op::GatherKvCache, operand, |_| Attr::I64(self.layout.kv_layout()));
         let [keys, values] = self.result_dims();
-        call.what = format!("{self:?}");
-        call.result("keys", self.out, &keys)
-            .result("values", self.out, &values)
-            .result("cu_seqlens", I32, &[seqs + 1])
-            .attribute("kv_layout", Attr::I64(self.layout.kv_layout()))
+        let call = call.result("keys", self.out, &keys).result("values", self.out, &values);
+        Invocation { what: format!("{self:?}"), ..call.result("cu_seqlens", I32, &[seqs + 1]) }
     }
 
     /// (page, token of the page) of each row of a token, and `cu_seqlens`.

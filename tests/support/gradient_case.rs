@@ -3,17 +3,13 @@
 //! A call is what a [`Case`] over contiguous keys computes, with the cotangents of its results. Its metadata may be
 //! changed before the cotangents are drawn, and so be hostile.
 
-use super::answers::{Allowance, Allowed, IfWrong, Member, answers, are_finite, members};
-use super::array::{Array, F32, U8};
-use super::batch::{Batch, Form};
-use super::case::{Case, i32s, with_optional};
-use super::gradients::{HeadGradients, OneHead, differentiate, differentiate_naively};
-use super::guard::for_both_sides;
-use super::invocation::{Attr, Invocation};
-use super::machine::runs_on_cpu;
-use super::random::Random;
-use super::storage::{Layout, Storage, poisoned, put};
 use super::summary;
+use super::{
+    Allowance, Allowed, Array, Attr, Batch, Case, Checked, F32, Form, HeadGradients, IfWrong, Invocation, Judge,
+    Layout, Member, Numbers, Random, Results, Storage, U8, answers, are_finite, differentiate, differentiate_naively,
+    members, poisoned, put, runs_on_cpu,
+};
+use xla_attention::Op;
 
 /// What a call for gradients is asked for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -90,34 +86,19 @@ impl GradientCase {
     /// The call.
     pub fn invocation(&self) -> Invocation {
         let case = &self.forward;
-        let Form { softmax_scale, mask, softcap, .. } = case.form;
-        let call = Invocation::new("xla_gpu_flash_attn_varlen_bwd")
-            .operand("dout", self.dout.clone())
-            .operand("q", case.q.clone())
-            .operand("k", case.kv[0].clone())
-            .operand("v", case.kv[1].clone())
-            .operand("out", self.out.clone())
-            .operand("softmax_lse", self.lse.clone())
-            .operand("cu_seqlens_q", i32s(&case.cu_seqlens_q))
-            .operand("cu_seqlens_k", i32s(&case.cu_seqlens_k))
-            .attribute("causal", Attr::Bool(mask.causal))
-            .attribute("deterministic", Attr::Bool(self.wanted.deterministic))
-            .attribute("max_seqlen_k", Attr::I64(case.hints.1))
-            .attribute("max_seqlen_q", Attr::I64(case.hints.0))
-            .attribute("softcap", Attr::F32(softcap))
-            .attribute("softmax_scale", Attr::F32(softmax_scale))
-            .attribute("top_left", Attr::Bool(mask.top_left))
-            .attribute("window_left", Attr::I64(mask.window_left))
-            .attribute("window_right", Attr::I64(mask.window_right));
-        let mut optional = vec![
-            ("seqused_k", case.seqused_k.as_deref().map(i32s)),
-            ("seqused_q", case.seqused_q.as_deref().map(i32s)),
-            ("leftpad_k", case.leftpad_k.as_deref().map(i32s)),
-        ];
-        let [slopes, sinks, ..] = case.score_operands();
-        optional.extend([slopes, sinks, ("dlse", self.dlse.clone())]);
+        let operand = |name: &str| match name {
+            "dout" => Some(self.dout.clone()),
+            "out" => Some(self.out.clone()),
+            "softmax_lse" => Some(self.lse.clone()),
+            "dlse" => self.dlse.clone(),
+            _ => case.operand(name),
+        };
+        let attribute = |name: &str| match name {
+            "deterministic" => Attr::Bool(self.wanted.deterministic),
+            _ => case.attribute(name),
+        };
         let dtype = case.form.dtypes.q;
-        let mut call = with_optional(call, optional)
+        let mut call = Invocation::of(Op::FlashAttnVarlenBwd, operand, attribute)
             .result("dq", dtype, &case.q.dims)
             .result("dk", dtype, &case.kv[0].dims)
             .result("dv", dtype, &case.kv[1].dims);
@@ -130,11 +111,6 @@ impl GradientCase {
         }
         call.what = format!("{:?} of {}", self.wanted, case.name);
         call
-    }
-
-    /// The gradients among a call's results.
-    pub fn computed<'a>(&self, results: &'a [Array]) -> &'a [Array] {
-        &results[..if self.wanted.dsinks { 4 } else { 3 }]
     }
 
     /// All that comes back to the rows of a sequence are numbers.
@@ -150,24 +126,16 @@ impl GradientCase {
     /// What a head of a sequence adds, exactly and naively.
     fn head_gradients(&self, values: &Values, member: &Member, head: usize) -> [HeadGradients; 2] {
         let case = &self.forward;
-        let Form { q_heads, head_dim, value_dim, dtypes, .. } = case.form;
-        let kv_head = case.form.kv_head(head);
-        let packed = |i: usize| (member.first_row + i) * q_heads + head;
-        let score = member.score(case, head);
-        let of = OneHead {
-            len_q: member.len_q,
-            len_k: member.len_k,
-            leftpad: member.leftpad,
-            head_dim,
-            value_dim,
-            query: &|i| member.query(case, i, head),
-            key: &|j| member.stored(case, 0, j, kv_head),
-            value: &|j| member.stored(case, 1, j, kv_head),
-            out: &|i| of_row(&values.out, packed(i), value_dim),
-            dout: &|i| of_row(&values.dout, packed(i), value_dim),
-            dlse: &|i| values.dlse.as_ref().map_or(0.0, |dlse| dlse[head * case.rows() + member.first_row + i]),
+        let Form { q_heads, value_dim, dtypes, .. } = case.form;
+        let packed = move |i: usize| (member.first_row + i) * q_heads + head;
+        let (score, of) = (member.score(case, head), member.head(case, head));
+        let dlse = move |i| values.dlse.as_ref().map_or(0.0, |dlse| dlse[head * case.rows() + member.first_row + i]);
+        let results = Results {
+            out: Box::new(move |i| of_row(&values.out, packed(i), value_dim)),
+            dout: Box::new(move |i| of_row(&values.dout, packed(i), value_dim)),
+            dlse: Box::new(dlse),
         };
-        [differentiate(&of, &score), differentiate_naively(&of, &score, dtypes.compute())]
+        [differentiate(&of, &results, &score), differentiate_naively(&of, &results, &score, dtypes.compute())]
     }
 }
 
@@ -311,12 +279,7 @@ impl Expected {
 
     /// SPEC 2.1, accuracy; the floor is this share of the largest answer.
     fn allowance(&self, floor: f64) -> Allowance {
-        let (mut naive_error, mut size) = (0.0f64, 1.0f64);
-        for i in self.said() {
-            size = size.max(self.exact[i].abs());
-            naive_error = naive_error.max((self.exact[i] - self.naive[i]).abs());
-        }
-        Allowance { naive_error, times: 3.0, floor: floor * size }
+        Allowance::of_numbers(self.said().map(|i| (self.exact[i], self.naive[i])), 3.0, floor)
     }
 
     /// `found` is what is expected; the largest error.
@@ -344,48 +307,38 @@ impl Expected {
     }
 }
 
-/// A call's results are what `answers` allow. The error goes into the summary.
-pub fn assert_gradients(case: &GradientCase, answers: &GradientAnswers, results: &[Array]) {
+/// A call's results are what `answers` allow, with this floor as a share of the largest one. The error goes into the summary.
+pub fn assert_gradients(case: &GradientCase, answers: &GradientAnswers, results: &[Array], floor: f64) {
     for (found, expected) in case.computed(results).iter().zip(answers) {
-        let allowance = expected.allowance(1e-4);
+        let allowance = expected.allowance(floor);
         let largest = expected.assert_within(&case.forward, allowance, found);
         summary::record(&case.forward.name, case.forward.form.dtypes, largest, allowance);
     }
 }
 
-/// The same with another floor, as a share of the largest answer.
-pub fn assert_gradients_within(case: &GradientCase, answers: &GradientAnswers, results: &[Array], floor: f64) {
-    for (found, expected) in case.computed(results).iter().zip(answers) {
-        expected.assert_within(&case.forward, expected.allowance(floor), found);
+impl Checked for GradientCase {
+    fn case(&self) -> &Case {
+        &self.forward
     }
-}
 
-/// Run against both guards; the results are what the answers allow. Gives the gradients of both.
-pub fn check_gradients_against(case: &GradientCase, if_wrong: IfWrong) -> [Vec<Array>; 2] {
-    let answers = gradient_answers(case, if_wrong);
-    let call = case.invocation();
-    let mut found = Vec::new();
-    for_both_sides(|side| {
-        let results = call.results(side);
-        assert_gradients(case, &answers, &results);
-        found.push(case.computed(&results).to_vec());
-    });
-    found.try_into().unwrap()
-}
-
-/// The same for a case whose metadata is right throughout: where it has to be so, two runs have the same bits.
-pub fn check_gradients(case: &GradientCase) -> Vec<Array> {
-    let right = members(&case.forward).iter().all(|m| m.specified || m.len_q == 0);
-    assert!(right, "{}: not everything is checked", case.forward.name);
-    let [first, second] = check_gradients_against(case, IfWrong::Unspecified);
-    if case.wanted.deterministic || runs_on_cpu() {
-        assert!(first == second, "{}: two runs differ", case.forward.name);
+    fn case_mut(&mut self) -> &mut Case {
+        &mut self.forward
     }
-    first
-}
 
-/// [`check_gradients`] of a case that has a name of its own, to be found by when it fails.
-pub fn check_gradients_named(name: &str, mut case: GradientCase) {
-    case.forward.name = format!("{name}: {}", case.forward.name);
-    check_gradients(&case);
+    fn call(&self) -> Invocation {
+        self.invocation()
+    }
+
+    fn computed<'a>(&self, results: &'a [Array]) -> &'a [Array] {
+        &results[..if self.wanted.dsinks { 4 } else { 3 }]
+    }
+
+    fn judge(&self, if_wrong: IfWrong) -> Judge<'_> {
+        let answers = gradient_answers(self, if_wrong);
+        Box::new(move |found| assert_gradients(self, &answers, found, 1e-4))
+    }
+
+    fn repeats(&self) -> bool {
+        self.wanted.deterministic || runs_on_cpu()
+    }
 }

@@ -3,31 +3,17 @@
 //! [`differentiate`] is the definition, [`differentiate_naively`] the measure of what a kernel may be off by;
 //! `gradient_case` applies both to whole calls.
 
-use super::array::{BF16, Dtype, F16};
-use super::oracle::{Score, dot, dot_in_f32};
+use super::{BF16, Dtype, F16, Head, RowOf, Score, dot, dot_in_f32};
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// Row i, or that of key i.
-pub type RowOf<'a> = &'a dyn Fn(usize) -> &'a [f64];
-
-/// One query head of one sequence with the keys and values of its KV head, and the cotangents of what came of them.
-pub struct OneHead<'a> {
-    pub len_q: usize,
-    pub len_k: usize,
-    pub leftpad: usize,
-    /// D
-    pub head_dim: usize,
-    /// Dv
-    pub value_dim: usize,
-    pub query: RowOf<'a>,
-    pub key: RowOf<'a>,
-    pub value: RowOf<'a>,
+/// What came of a query head, and the cotangents of it.
+pub struct Results<'a> {
     /// The output as its type holds it.
     pub out: RowOf<'a>,
     pub dout: RowOf<'a>,
     /// Of row i.
-    pub dlse: &'a dyn Fn(usize) -> f64,
+    pub dlse: Box<dyn Fn(usize) -> f64 + 'a>,
 }
 
 /// What one query head of one sequence adds to the gradients.
@@ -43,11 +29,11 @@ pub struct HeadGradients {
 }
 
 impl HeadGradients {
-    fn zeros(head: &OneHead) -> Self {
+    fn zeros(head: &Head) -> Self {
         Self {
-            dq: vec![0.0; head.len_q * head.head_dim],
-            dk: vec![0.0; head.len_k * head.head_dim],
-            dv: vec![0.0; head.len_k * head.value_dim],
+            dq: vec![0.0; head.len_q * head.dims[0]],
+            dk: vec![0.0; head.len_k * head.dims[0]],
+            dv: vec![0.0; head.len_k * head.dims[1]],
             dsink: 0.0,
         }
     }
@@ -57,16 +43,9 @@ impl HeadGradients {
     }
 }
 
-impl OneHead<'_> {
-    fn visible(&self, score: &Score, i: usize) -> Range<usize> {
-        score.mask.visible(i, self.len_q, self.len_k, self.leftpad)
-    }
-
-    /// What the linear bias adds to a score.
-    fn bias(&self, score: &Score, i: usize, j: usize) -> Option<f64> {
-        let distance = (score.mask.position(i, self.len_q, self.len_k) - j as i64).abs() as f64;
-        score.slope.map(|slope| -f64::from(slope) * distance)
-    }
+/// What the linear bias adds to a score.
+fn bias(head: &Head, score: &Score, i: usize, j: usize) -> Option<f64> {
+    score.slope.map(|slope| -f64::from(slope) * head.distance(score.mask, i, j))
 }
 
 fn add(to: &mut [f64], factor: f64, x: &[f64]) {
@@ -74,13 +53,13 @@ fn add(to: &mut [f64], factor: f64, x: &[f64]) {
 }
 
 /// The gradients, exactly.
-pub fn differentiate(head: &OneHead, score: &Score) -> HeadGradients {
-    let (d, dv) = (head.head_dim, head.value_dim);
+pub fn differentiate(head: &Head, of: &Results, score: &Score) -> HeadGradients {
+    let [d, dv] = head.dims;
     let (scale, cap) = (score.scales.map(f64::from).iter().product::<f64>(), f64::from(score.softcap));
     let sink = score.sink.map_or(f64::NEG_INFINITY, f64::from);
     let mut gradients = HeadGradients::zeros(head);
     for i in 0..head.len_q {
-        let visible = head.visible(score, i);
+        let visible = head.visible(score.mask, i);
         // (score, what the cap does to its gradient)
         let scores: Vec<(f64, f64)> = visible
             .clone()
@@ -88,7 +67,7 @@ pub fn differentiate(head: &OneHead, score: &Score) -> HeadGradients {
                 let s = scale * dot((head.query)(i), (head.key)(j));
                 let t = (s / cap).tanh();
                 let (s, slope) = if cap > 0.0 { (cap * t, 1.0 - t * t) } else { (s, 1.0) };
-                (s + head.bias(score, i, j).unwrap_or(0.0), slope)
+                (s + bias(head, score, i, j).unwrap_or(0.0), slope)
             })
             .collect();
         let largest = scores.iter().map(|s| s.0).fold(sink, f64::max);
@@ -98,14 +77,14 @@ pub fn differentiate(head: &OneHead, score: &Score) -> HeadGradients {
         let of_sink = (sink - largest).exp();
         let sum = scores.iter().map(|s| (s.0 - largest).exp()).sum::<f64>() + of_sink;
         let p: Vec<f64> = scores.iter().map(|s| (s.0 - largest).exp() / sum).collect();
-        let dp: Vec<f64> = visible.clone().map(|j| dot((head.dout)(i), (head.value)(j))).collect();
-        let delta = dot(&p, &dp) - (head.dlse)(i);
+        let dp: Vec<f64> = visible.clone().map(|j| dot((of.dout)(i), (head.value)(j))).collect();
+        let delta = dot(&p, &dp) - (of.dlse)(i);
         gradients.dsink -= of_sink / sum * delta;
         for (index, j) in visible.enumerate() {
             let ds = scale * p[index] * (dp[index] - delta) * scores[index].1;
             add(&mut gradients.dq[i * d..][..d], ds, (head.key)(j));
             add(&mut gradients.dk[j * d..][..d], ds, (head.query)(i));
-            add(&mut gradients.dv[j * dv..][..dv], p[index], (head.dout)(i));
+            add(&mut gradients.dv[j * dv..][..dv], p[index], (of.dout)(i));
         }
     }
     gradients
@@ -114,25 +93,25 @@ pub fn differentiate(head: &OneHead, score: &Score) -> HeadGradients {
 /// The same formula as somebody would write it with arrays of `dtype`: products accumulated in f32, every intermediate
 /// array rounded to `dtype`, the softmax in f32, delta from the output as it is stored. Where its numbers overflow it
 /// measures nothing, and the intermediate arrays are taken in f32.
-pub fn differentiate_naively(head: &OneHead, score: &Score, dtype: Dtype) -> HeadGradients {
+pub fn differentiate_naively(head: &Head, of: &Results, score: &Score, dtype: Dtype) -> HeadGradients {
     let round = |x: f32| match dtype {
         F16 => f16::from_f32(x).to_f32(),
         BF16 => bf16::from_f32(x).to_f32(),
         _ => x,
     };
-    let naive = differentiate_rounding(head, score, round);
+    let naive = differentiate_rounding(head, of, score, round);
     if naive.all().all(|x| x.is_finite()) {
         return naive;
     }
-    let mut wide = differentiate_rounding(head, score, |x| x);
+    let mut wide = differentiate_rounding(head, of, score, |x| x);
     let HeadGradients { dq, dk, dv, .. } = &mut wide;
     [dq, dk, dv].into_iter().flatten().for_each(|x| *x = f64::from(round(*x as f32)));
     wide
 }
 
 /// [`differentiate_naively`] with what becomes of an intermediate number.
-fn differentiate_rounding(head: &OneHead, score: &Score, round: impl Fn(f32) -> f32) -> HeadGradients {
-    let (d, dv) = (head.head_dim, head.value_dim);
+fn differentiate_rounding(head: &Head, of: &Results, score: &Score, round: impl Fn(f32) -> f32) -> HeadGradients {
+    let [d, dv] = head.dims;
     let (scale, cap) = (score.scales.iter().product::<f32>(), score.softcap);
     let sink = score.sink.unwrap_or(f32::NEG_INFINITY);
     // Sums are f32 that stand in f64.
@@ -141,14 +120,14 @@ fn differentiate_rounding(head: &OneHead, score: &Score, round: impl Fn(f32) -> 
     };
     let mut gradients = HeadGradients::zeros(head);
     for i in 0..head.len_q {
-        let visible = head.visible(score, i);
+        let visible = head.visible(score.mask, i);
         let scores: Vec<(f32, f32)> = visible
             .clone()
             .map(|j| {
                 let s = round(scale * round(dot_in_f32((head.query)(i), (head.key)(j))));
                 let t = round((s / cap).tanh());
                 let (s, slope) = if cap > 0.0 { (round(cap * t), round(1.0 - t * t)) } else { (s, 1.0) };
-                (head.bias(score, i, j).map_or(s, |bias| round(s + round(bias as f32))), slope)
+                (bias(head, score, i, j).map_or(s, |bias| round(s + round(bias as f32))), slope)
             })
             .collect();
         let largest = scores.iter().map(|s| s.0).fold(sink, f32::max);
@@ -159,15 +138,15 @@ fn differentiate_rounding(head: &OneHead, score: &Score, round: impl Fn(f32) -> 
         let sum = scores.iter().map(|s| (s.0 - largest).exp()).sum::<f32>() + of_sink;
         // The weights come from the lse as f32 holds it, which is all that a forward pass leaves.
         let lse = largest + sum.ln();
-        let delta = dot_in_f32((head.out)(i), (head.dout)(i)) - (head.dlse)(i) as f32;
+        let delta = dot_in_f32((of.out)(i), (of.dout)(i)) - (of.dlse)(i) as f32;
         gradients.dsink = f64::from(gradients.dsink as f32 - round(round((sink - lse).exp()) * delta));
         for (s, j) in scores.into_iter().zip(visible) {
             let p = round((s.0 - lse).exp());
-            let dp = round(dot_in_f32((head.dout)(i), (head.value)(j)));
+            let dp = round(dot_in_f32((of.dout)(i), (head.value)(j)));
             let ds = round(round(p * (dp - delta)) * s.1);
             add(&mut gradients.dq[i * d..][..d], ds, (head.key)(j));
             add(&mut gradients.dk[j * d..][..d], ds, (head.query)(i));
-            add(&mut gradients.dv[j * dv..][..dv], p, (head.dout)(i));
+            add(&mut gradients.dv[j * dv..][..dv], p, (of.dout)(i));
         }
     }
     let scaled = |x: &mut f64| *x = f64::from(round(scale * round(*x as f32)));

@@ -1,6 +1,6 @@
 //! One call of a target, described without a machine: what goes in, what comes out, what shares memory.
 
-use super::array::{Array, Dtype};
+use super::{Array, Dtype, F32, I32};
 use xla_attention::{Attribute, Op};
 
 /// The value of an attribute.
@@ -48,6 +48,24 @@ pub fn operator_of(target: &str) -> Op {
 impl Invocation {
     pub fn new(target: &'static str) -> Self {
         Self { target, what: String::new(), operands: vec![], results: vec![], attributes: vec![] }
+    }
+
+    /// A call of an operator with all operands up to the last one that is there, `[0]` for one before it that is not, and all
+    /// attributes.
+    pub fn of(op: Op, operand: impl Fn(&str) -> Option<Array>, attribute: impl Fn(&str) -> Attr) -> Self {
+        let signature = op.signature();
+        let operands: Vec<_> = signature.operands.iter().map(|name| (*name, operand(name))).collect();
+        let given = operands.iter().rposition(|(_, array)| array.is_some()).map_or(0, |last| last + 1);
+        let left_out = |name: &str| {
+            let is_metadata = ["seqused_k", "block_table", "seqused_q", "leftpad_k"].contains(&name);
+            Array::left_out(if is_metadata { I32 } else { F32 })
+        };
+        let or_left_out = |(name, array): (_, Option<Array>)| (name, array.unwrap_or_else(|| left_out(name)));
+        Self {
+            operands: operands.into_iter().take(given).map(or_left_out).collect(),
+            attributes: signature.attributes.iter().map(|(name, _)| (*name, attribute(name))).collect(),
+            ..Self::new(signature.target)
+        }
     }
 
     pub fn operand(mut self, name: &'static str, array: Array) -> Self {

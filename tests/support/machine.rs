@@ -1,10 +1,6 @@
 //! Where the operators' tests run: through the CPU handlers, or, with `XLA_ATTENTION_TEST_DEVICE=cuda`, on the GPU.
 
-use super::array::Array;
-use super::frame::Refusal;
-use super::guard::Side;
-use super::invocation::Invocation;
-use super::pools::{HostPool, Inline};
+use super::{Array, HostPool, Inline, Invocation, Refusal, Side};
 
 /// The environment does not choose the GPU.
 pub fn runs_on_cpu() -> bool {

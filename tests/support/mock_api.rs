@@ -1,62 +1,44 @@
 //! The host's half of the FFI: the API table that handlers call back into. It answers what a handler of ours may ask
 //! for (errors, thread pool, stream); any other entry aborts the process with its name.
 
-use super::c_structs::{Api, ApiVersion, Extension};
-use super::frame::{INVALID_ARGUMENT, UNIMPLEMENTED};
-use super::pools::{HostPool, Task};
+use super::c_structs::{Api, ApiVersion, Entry, Extension};
+use super::{HostPool, INVALID_ARGUMENT, Task, UNIMPLEMENTED};
 use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::mem::{offset_of, size_of};
 use std::ptr::{null, null_mut};
 
-#[repr(C)]
-struct ErrorCreateArgs {
-    struct_size: usize,
-    extension_start: *mut Extension,
-    message: *const c_char,
-    code: i32,
+/// What entries take: a header, which all of them have, and more.
+macro_rules! arguments {
+    ($($(#[$doc:meta])* struct $name:ident { $($field:ident: $type:ty),* })*) => {
+        $(#[repr(C)]
+        $(#[$doc])*
+        struct $name {
+            struct_size: usize,
+            extension_start: *mut Extension,
+            $($field: $type),*
+        })*
+    };
 }
 
-/// `XLA_FFI_Error_GetMessage_Args`; from a later version of the API on `XLA_FFI_Error_GetDetails_Args`, which ends with the code.
-#[repr(C)]
-struct ErrorGetMessageArgs {
-    struct_size: usize,
-    extension_start: *mut Extension,
-    error: *mut MockError,
-    message: *const c_char,
-    code: i32,
-}
+arguments! {
+    struct ErrorCreateArgs { message: *const c_char, code: i32 }
 
-#[repr(C)]
-struct ErrorDestroyArgs {
-    struct_size: usize,
-    extension_start: *mut Extension,
-    error: *mut MockError,
-}
+    /// `XLA_FFI_Error_GetMessage_Args`; from a later version of the API on `XLA_FFI_Error_GetDetails_Args`, which ends with the
+    /// code.
+    struct ErrorGetMessageArgs { error: *mut MockError, message: *const c_char, code: i32 }
 
-#[repr(C)]
-struct StreamGetArgs {
-    struct_size: usize,
-    extension_start: *mut Extension,
-    context: *const Context<'static>,
-    stream: *mut c_void,
-}
+    struct ErrorDestroyArgs { error: *mut MockError }
 
-#[repr(C)]
-struct ScheduleArgs {
-    struct_size: usize,
-    extension_start: *mut Extension,
-    context: *const Context<'static>,
-    task: unsafe extern "C" fn(*mut c_void),
-    data: *mut c_void,
-}
+    struct StreamGetArgs { context: *const Context<'static>, stream: *mut c_void }
 
-#[repr(C)]
-struct NumThreadsArgs {
-    struct_size: usize,
-    extension_start: *mut Extension,
-    context: *const Context<'static>,
-    num_threads: *mut i64,
+    struct ScheduleArgs {
+        context: *const Context<'static>,
+        task: unsafe extern "C" fn(*mut c_void),
+        data: *mut c_void
+    }
+
+    struct NumThreadsArgs { context: *const Context<'static>, num_threads: *mut i64 }
 }
 
 /// What stands behind `XLA_FFI_Error`.
@@ -183,30 +165,23 @@ unsafe extern "C" fn unexpected<const INDEX: usize>(_: *mut c_void) -> *mut c_vo
     std::process::abort()
 }
 
+/// Entries that are not to be called.
+macro_rules! entries {
+    ($($index:literal)*) => {
+        [$(unexpected::<$index> as Entry),*]
+    };
+}
+
 /// The table that every frame points to.
 pub static API: Api = Api {
     struct_size: size_of::<Api>(),
     extension_start: null_mut(),
     version: ApiVersion { struct_size: 24, extension_start: null_mut(), major: 0, minor: 1 },
     internal: null(),
-    entries: [
-        error_create,
-        error_get_message,
-        error_destroy,
-        unexpected::<3>,
-        stream_get,
-        unexpected::<5>,
-        unexpected::<6>,
-        unexpected::<7>,
-        unexpected::<8>,
-        unexpected::<9>,
-        unexpected::<10>,
-        pool_schedule,
-        pool_num_threads,
-        unexpected::<13>,
-        unexpected::<14>,
-        unexpected::<15>,
-        unexpected::<16>,
-        unexpected::<17>,
-    ],
+    entries: {
+        let mut entries = entries![0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17];
+        (entries[0], entries[1], entries[2]) = (error_create, error_get_message, error_destroy);
+        (entries[4], entries[11], entries[12]) = (stream_get, pool_schedule, pool_num_threads);
+        entries
+    },
 };

@@ -2,10 +2,10 @@
 //!
 //! [`array`], [`batch`], [`storage`], [`case`], [`gradient_case`], [`cache_updates`], [`rotations`], [`states`],
 //! [`steps`] and [`invocation`] describe calls as numbers, bytes, shapes and attributes, [`oracle`], [`gradients`] and
-//! [`answers`] what has to come out of them; these know no machine. [`guard`], [`frame`] and [`host`] run them in host
-//! memory through the real handlers, [`device`] in memory of a GPU, [`entry`] in any; [`machine`] chooses.
+//! [`answers`] what has to come out of them; these know no machine. [`placed`] puts calls into memory; [`guard`], [`frame`]
+//! and [`host`] run them in host memory through the real handlers, [`device`] in memory of a GPU, [`entry`] in any; [`machine`] chooses.
 
-#![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part of the support")]
+#![allow(dead_code, unreachable_pub, unused_imports, reason = "each test binary uses its own part of the support")]
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -13,43 +13,68 @@
     reason = "a failed step is a failed test"
 )]
 
-pub mod answers;
-pub mod array;
-pub mod batch;
+/// A structure and the value that each of its fields has by default.
+macro_rules! with_defaults {
+    ($(#[$meta:meta])* pub struct $name:ident {
+        $($(#[$doc:meta])* pub $field:ident: $type:ty = $value:expr,)*
+    }) => {
+        $(#[$meta])*
+        pub struct $name { $($(#[$doc])* pub $field: $type,)* }
+
+        impl Default for $name {
+            fn default() -> Self {
+                Self { $($field: $value,)* }
+            }
+        }
+    };
+}
+
+mod answers;
+mod array;
+mod batch;
+mod c_interface;
 pub mod c_structs;
-pub mod cache_updates;
-pub mod case;
-pub mod check;
+mod cache_updates;
+mod case;
+mod check;
 pub mod conformance;
 pub mod cost;
 #[cfg(feature = "cuda")]
 pub mod device;
-pub mod entry;
-pub mod frame;
-pub mod gathers;
-pub mod gradient_case;
-pub mod gradients;
-pub mod guard;
-pub mod host;
-pub mod invocation;
+mod entry;
+mod frame;
+mod gathers;
+mod gradient_case;
+mod gradients;
+mod guard;
+mod host;
+mod invocation;
 #[cfg(feature = "cuda")]
 pub mod logged;
-pub mod machine;
+mod machine;
 pub mod mock_api;
-pub mod named_shapes;
-pub mod option_pairs;
-pub mod oracle;
-pub mod pairwise;
-pub mod pools;
-pub mod random;
+mod named_shapes;
+mod option_pairs;
+mod oracle;
+mod pairwise;
+mod placed;
+mod pools;
+mod random;
 pub mod right_calls;
-pub mod rotations;
-pub mod spread;
+mod rotations;
+mod spread;
 #[cfg(feature = "cuda")]
 pub mod stand_in;
-pub mod states;
-pub mod steps;
-pub mod storage;
-pub mod strategies;
-pub mod summary;
-pub mod sums;
+mod states;
+mod steps;
+mod storage;
+mod strategies;
+mod summary;
+mod sums;
+
+pub use self::{
+    answers::*, array::*, batch::*, c_interface::*, cache_updates::*, case::*, check::*, entry::*, frame::*,
+    gathers::*, gradient_case::*, gradients::*, guard::*, host::*, invocation::*, machine::*, named_shapes::*,
+    option_pairs::*, oracle::*, pairwise::*, placed::*, pools::*, random::*, rotations::*, spread::*, states::*,
+    steps::*, storage::*, strategies::*, summary::*, sums::*,
+};

@@ -1,21 +1,21 @@
 //! Shapes with names: what servers send, and the corners.
 
-use super::batch::{Alibi, Dtypes, Scaled, Shape};
-use super::oracle::Mask;
-use super::storage::{Hints, Layout, Storage};
+use super::{Alibi, Dtypes, Hints, Layout, Mask, Scaled, Shape, Storage};
 
 /// A call with a name.
 pub type Named = (&'static str, Shape, Storage);
 
+impl Shape {
+    /// The same with other sizes.
+    fn sized(&self, heads: (usize, usize), head_dim: usize, lengths: &[(usize, usize)]) -> Self {
+        Self { heads, head_dim, lengths: lengths.to_vec(), ..self.clone() }
+    }
+}
+
 /// Calls of paged attention.
 pub fn paged_shapes(dtypes: Dtypes) -> Vec<Named> {
-    let of = |heads, head_dim, lengths: &[(usize, usize)]| Shape {
-        dtypes,
-        heads,
-        head_dim,
-        lengths: lengths.to_vec(),
-        ..Shape::default()
-    };
+    let any = Shape { dtypes, ..Shape::default() };
+    let of = |heads, head_dim, lengths: &[_]| any.sized(heads, head_dim, lengths);
     let masked = |mask, lengths: &[(usize, usize)]| Shape { mask, ..of((4, 2), 64, lengths) };
     let page = |page_size| Storage { page_size, ..Storage::default() };
     let small = || of((4, 2), 64, &[(1, 17), (5, 5), (3, 33)]);
@@ -53,13 +53,7 @@ pub fn flash_shapes(dtypes: Dtypes) -> Vec<Named> {
 
 fn models(shape: &Shape) -> Vec<Named> {
     let (packed, paged) = (Storage::contiguous(), |page_size| Storage::paged(Layout::Split, page_size));
-    let of = |heads, head_dim, lengths: &[(usize, usize)], mask| Shape {
-        heads,
-        head_dim,
-        lengths: lengths.to_vec(),
-        mask,
-        ..shape.clone()
-    };
+    let of = |heads, head_dim, lengths, mask| Shape { mask, ..shape.sized(heads, head_dim, lengths) };
     let sliding = Mask { window_left: 31, ..Mask::CAUSAL };
     let gpt_oss = Shape { sinks: true, ..of((16, 2), 64, &[(1, 90), (20, 20), (9, 70)], sliding) };
     let gemma2 = Shape { softcap: 50.0, sharpness: 4.0, ..of((4, 2), 256, &[(1, 60), (18, 33)], sliding) };
@@ -107,20 +101,18 @@ fn stored(shape: &Shape) -> Vec<Named> {
 /// Few queries over keys that are split between workers.
 fn long(shape: &Shape) -> Vec<Named> {
     let packed = Storage::contiguous();
-    let of = |heads, head_dim, lengths: &[(usize, usize)]| Shape {
-        heads,
-        head_dim,
-        lengths: lengths.to_vec(),
-        ..shape.clone()
-    };
-    let decode = of((4, 1), 64, &[(1, 1500), (2, 900)]);
-    let wide = of((8, 4), 128, &[(1, 1300), (3, 600), (1, 2)]);
+    let decode = shape.sized((4, 1), 64, &[(1, 1500), (2, 900)]);
+    let wide = shape.sized((8, 4), 128, &[(1, 1300), (3, 600), (1, 2)]);
     let room = |workspace, storage| Storage { workspace: Some(workspace), ..storage };
     vec![
         ("long_decode", decode.clone(), packed.clone()),
         ("long_decode_with_room", decode.clone(), room(5_000_001, packed.clone())),
         ("long_decode_from_stacked_pages", decode, Storage::paged(Layout::Stacked, 16)),
-        ("long_decode_of_wide_rows", of((8, 2), 256, &[(1, 700), (3, 290)]), Storage::paged(Layout::PerPage, 64)),
+        (
+            "long_decode_of_wide_rows",
+            shape.sized((8, 2), 256, &[(1, 700), (3, 290)]),
+            Storage::paged(Layout::PerPage, 64),
+        ),
         // The largest scores lie in any of the parts.
         ("one_key_of_many_wins", Shape { sharpness: 40.0, ..wide.clone() }, room(5_000_001, packed.clone())),
         ("one_of_many_sees_a_sink", Shape { sinks: true, ..wide.clone() }, room(5_000_001, packed.clone())),

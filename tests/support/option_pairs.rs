@@ -1,12 +1,9 @@
 //! Sets of small calls in which every pair of some options of the attention operators occurs.
 
-use super::array::{BF16, F16, F32};
-use super::batch::{Alibi, Dtypes, Scaled, Shape};
-use super::case::Target;
-use super::gradient_case::Wanted;
-use super::oracle::Mask;
-use super::pairwise::{Choice, Pair, cover, pairs};
-use super::storage::{Hints, Layout, Storage};
+use super::{
+    Alibi, BF16, Choice, Dtypes, F16, F32, Hints, Layout, Mask, Pair, Scaled, Shape, Storage, Wanted, cover, pairs,
+};
+use xla_attention::Op;
 
 /// (`len_q`, `len_k`) of the sequences of a batch.
 type Lengths = &'static [(usize, usize)];
@@ -48,7 +45,7 @@ macro_rules! options {
 }
 
 options! {
-    target: Target = Target::FlashAttnVarlen,
+    target: Op = Op::FlashAttnVarlen,
     dtypes: Dtypes = Dtypes::same(F32),
     /// (D, Dv)
     head_dims: (usize, usize) = (64, 64),
@@ -102,7 +99,7 @@ const ODD: Lengths = &[(0, 9), (20, 6), (3, 0), (1, 1), (9, 33)];
 impl Options {
     /// Of `flash_attn_varlen` and `paged_attention`: decode, prefill, both, and a context long enough to be split.
     pub const ATTENTION: Self = Self {
-        target: &[Target::FlashAttnVarlen, Target::PagedAttention],
+        target: &[Op::FlashAttnVarlen, Op::PagedAttention],
         dtypes: &Dtypes::ALL,
         head_dims: &[
             (8, 8),
@@ -151,6 +148,7 @@ impl Options {
 
     /// Of `flash_attn_varlen_bwd`: decode, prefill, both, more than one block of keys or of queries.
     pub const GRADIENTS: Self = Self {
+        target: Self::PLAIN.target,
         dtypes: &[Dtypes::same(F32), Dtypes::same(F16), Dtypes::same(BF16)],
         head_dims: &[(8, 8), (40, 40), (64, 64), (96, 96), (128, 128), (136, 136), (192, 192), (256, 256)],
         heads: &[(1, 1), (3, 3), (4, 2), (3, 1), (5, 1), (16, 1)],
@@ -162,21 +160,16 @@ impl Options {
             ODD,
         ],
         workspace: &[None, Some(0), Some(41), Some(200_000), Some(9_000_001)],
-        value_dim: VALUE_DIMS,
-        mask: MASKS,
-        alibi: ALIBI,
-        hints: HINTS,
-        top_left: YES_OR_NO,
-        leftpad: YES_OR_NO,
-        softcap: SOFTCAP,
-        sinks: YES_OR_NO,
-        seqused_q: YES_OR_NO,
-        seqused_k: YES_OR_NO,
+        scales: Self::PLAIN.scales,
+        layout: Self::PLAIN.layout,
+        page_size: Self::PLAIN.page_size,
+        lse: Self::PLAIN.lse,
+        batch_invariant: Self::PLAIN.batch_invariant,
         dlse: YES_OR_NO,
         dsinks: YES_OR_NO,
         deterministic: YES_OR_NO,
         seed: 30,
-        ..Self::PLAIN
+        ..Self::ATTENTION
     };
 
     /// What SPEC rules out: `paged_attention` has not all options, contiguous keys have no pages, and values of another
@@ -186,7 +179,7 @@ impl Options {
         let no_pages = of.page_size.map(|size| size == 0);
         let own_width = of.head_dims.is_some_and(|(d, dv)| d != dv) || of.value_dim.is_some_and(|dv| dv(64) != 64);
         // Only paged attention can be asked not to give the lse.
-        let paged_attention = of.target == Some(Target::PagedAttention) || of.lse == Some(false);
+        let paged_attention = of.target == Some(Op::PagedAttention) || of.lse == Some(false);
         let beyond_paged_attention = of.layout.is_some_and(|layout| layout != Layout::Interleaved)
             || no_pages == Some(true)
             || own_width
@@ -196,7 +189,7 @@ impl Options {
             || of.mask.is_some_and(|mask| !mask.causal)
             || of.top_left == Some(true)
             || of.hints.is_some_and(|hints| hints != Hints::Unknown)
-            || of.target == Some(Target::FlashAttnVarlen);
+            || of.target == Some(Op::FlashAttnVarlen);
         (paged_attention && beyond_paged_attention)
             || of.layout.is_some_and(|layout| no_pages.is_some_and(|none| none != (layout == Layout::Contiguous)))
             || (own_width && of.layout.is_some_and(|layout| !layout.has_two_buffers()))
@@ -209,12 +202,12 @@ impl Options {
     }
 
     /// The set: everything that a call needs.
-    pub fn calls(&self) -> Vec<(Target, Shape, Storage, Wanted)> {
+    pub fn calls(&self) -> Vec<(Op, Shape, Storage, Wanted)> {
         let (_, rows) = self.covered();
         rows.iter().enumerate().map(|(seed, row)| self.call(row, seed as u64).unwrap()).collect()
     }
 
-    fn call(&self, row: &[usize], seed: u64) -> Option<(Target, Shape, Storage, Wanted)> {
+    fn call(&self, row: &[usize], seed: u64) -> Option<(Op, Shape, Storage, Wanted)> {
         let of = self.chosen(&row.iter().copied().enumerate().collect::<Vec<_>>());
         let (head_dim, value_dim) = of.head_dims?;
         let shape = Shape {

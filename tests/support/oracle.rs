@@ -3,8 +3,7 @@
 //! [`attend`] is the definition, [`attend_naively`] the measure of what a kernel may be off by; `answers` applies both
 //! to whole calls.
 
-use super::array::{Array, BF16, Dtype, F8E4M3FN, F16, F32};
-use super::storage::Place;
+use super::{Array, BF16, Dtype, F8E4M3FN, F16, F32, Numbers, Place};
 use half::{bf16, f16};
 use std::ops::Range;
 
@@ -92,30 +91,32 @@ impl Score {
     }
 }
 
-/// One query row and the keys and values of its KV head.
-pub struct Row<'a> {
-    pub i: usize,
+/// Row i, or that of key i.
+pub type RowOf<'a> = Box<dyn Fn(usize) -> &'a [f64] + 'a>;
+
+/// One query head of one sequence, and the keys and values of its KV head.
+pub struct Head<'a> {
     pub len_q: usize,
     pub len_k: usize,
     pub leftpad: usize,
+    /// D, Dv
+    pub dims: [usize; 2],
     /// `[D]`
-    pub query: &'a [f64],
-    /// Key j, `[D]`.
-    pub key: &'a dyn Fn(usize) -> &'a [f64],
-    /// Value j, `[Dv]`.
-    pub value: &'a dyn Fn(usize) -> &'a [f64],
-    /// Dv
-    pub value_dim: usize,
+    pub query: RowOf<'a>,
+    /// `[D]`
+    pub key: RowOf<'a>,
+    /// `[Dv]`
+    pub value: RowOf<'a>,
 }
 
-impl Row<'_> {
-    fn visible(&self, mask: Mask) -> Range<usize> {
-        mask.visible(self.i, self.len_q, self.len_k, self.leftpad)
+impl Head<'_> {
+    pub(super) fn visible(&self, mask: Mask, i: usize) -> Range<usize> {
+        mask.visible(i, self.len_q, self.len_k, self.leftpad)
     }
 
-    /// From the query's own position to key `j`.
-    fn distance(&self, mask: Mask, j: usize) -> f64 {
-        (mask.position(self.i, self.len_q, self.len_k) - j as i64).abs() as f64
+    /// From the position of query `i` to key `j`.
+    pub(super) fn distance(&self, mask: Mask, i: usize, j: usize) -> f64 {
+        (mask.position(i, self.len_q, self.len_k) - j as i64).abs() as f64
     }
 }
 
@@ -151,28 +152,28 @@ pub(super) fn dot_in_f32(a: &[f64], b: &[f64]) -> f32 {
 }
 
 /// Attention of one query row, exactly.
-pub fn attend(row: &Row, score: &Score) -> RowAnswer {
-    let visible = row.visible(score.mask);
+pub fn attend(head: &Head, i: usize, score: &Score) -> RowAnswer {
+    let visible = head.visible(score.mask, i);
     if visible.is_empty() {
-        return RowAnswer::of_nothing(row.value_dim, score.sink);
+        return RowAnswer::of_nothing(head.dims[1], score.sink);
     }
     let scale: f64 = score.scales.map(f64::from).iter().product();
     let cap = f64::from(score.softcap);
     let scores: Vec<f64> = visible
         .clone()
         .map(|j| {
-            let s = scale * dot(row.query, (row.key)(j));
+            let s = scale * dot((head.query)(i), (head.key)(j));
             let s = if cap > 0.0 { cap * (s / cap).tanh() } else { s };
-            score.slope.map_or(s, |slope| s - f64::from(slope) * row.distance(score.mask, j))
+            score.slope.map_or(s, |slope| s - f64::from(slope) * head.distance(score.mask, i, j))
         })
         .collect();
     let sink = score.sink.map_or(f64::NEG_INFINITY, f64::from);
     let largest = scores.iter().copied().fold(sink, f64::max);
     let denominator: f64 = scores.iter().map(|s| (s - largest).exp()).sum::<f64>() + (sink - largest).exp();
-    let mut out = vec![0.0; row.value_dim];
+    let mut out = vec![0.0; head.dims[1]];
     for (j, s) in visible.zip(&scores) {
         let p = f64::from(score.v_scale) * (s - largest).exp() / denominator;
-        for (o, v) in out.iter_mut().zip((row.value)(j)) {
+        for (o, v) in out.iter_mut().zip((head.value)(j)) {
             *o += p * v;
         }
     }
@@ -180,62 +181,68 @@ pub fn attend(row: &Row, score: &Score) -> RowAnswer {
 }
 
 /// The largest sum of the magnitudes of a visible key's products with the query, by the scales.
-pub fn largest_magnitude(row: &Row, score: &Score) -> f64 {
+pub fn largest_magnitude(head: &Head, i: usize, score: &Score) -> f64 {
     let scale: f64 = score.scales.map(f64::from).iter().product();
-    let magnitude = |j| row.query.iter().zip((row.key)(j)).map(|(a, b)| (a * b).abs()).sum::<f64>();
-    row.visible(score.mask).map(magnitude).fold(0.0, f64::max) * scale.abs()
+    let magnitude = |j| (head.query)(i).iter().zip((head.key)(j)).map(|(a, b)| (a * b).abs()).sum::<f64>();
+    head.visible(score.mask, i).map(magnitude).fold(0.0, f64::max) * scale.abs()
 }
 
 /// The same formula as somebody would write it with arrays of `dtype`: products accumulated in f32, every intermediate
 /// array rounded to `dtype`, the softmax in f32. Its distance from [`attend`] is the measure of what a kernel may be
 /// off by. Where its numbers overflow it measures nothing, and the intermediate arrays are taken in f32.
-pub fn attend_naively(row: &Row, score: &Score, dtype: Dtype) -> RowAnswer {
-    attend_weighing(row, score, dtype, |x| x)
+pub fn attend_naively(head: &Head, i: usize, score: &Score, dtype: Dtype) -> RowAnswer {
+    attend_weighing(head, i, score, dtype, |x| x)
 }
 
 /// The same with products of fp8: V's rows are multiplied by weights that are fp8 too, the largest one 2^8.
-pub fn attend_naively_in_fp8(row: &Row, score: &Score, dtype: Dtype) -> RowAnswer {
-    attend_weighing(row, score, dtype, |x| F8E4M3FN.round(f64::from(256.0 * x)) as f32 / 256.0)
+pub fn attend_naively_in_fp8(head: &Head, i: usize, score: &Score, dtype: Dtype) -> RowAnswer {
+    attend_weighing(head, i, score, dtype, |x| F8E4M3FN.round(f64::from(256.0 * x)) as f32 / 256.0)
 }
 
 /// `weigh` is what becomes of a weight beside one of 1.
-fn attend_weighing(row: &Row, score: &Score, dtype: Dtype, weigh: impl Fn(f32) -> f32) -> RowAnswer {
+fn attend_weighing(head: &Head, i: usize, score: &Score, dtype: Dtype, weigh: impl Fn(f32) -> f32) -> RowAnswer {
     let round = |x: f32| match dtype {
         F16 => f16::from_f32(x).to_f32(),
         BF16 => bf16::from_f32(x).to_f32(),
         _ => x,
     };
-    let naive = attend_rounding(row, score, round, &weigh);
+    let naive = attend_rounding(head, i, score, round, &weigh);
     if naive.out.iter().all(|x| x.is_finite()) {
         return naive;
     }
-    let RowAnswer { out, lse, sees_a_key } = attend_rounding(row, score, |x| x, &weigh);
+    let RowAnswer { out, lse, sees_a_key } = attend_rounding(head, i, score, |x| x, &weigh);
     RowAnswer { out: out.into_iter().map(|x| f64::from(round(x as f32))).collect(), lse, sees_a_key }
 }
 
 /// [`attend_weighing`] with what becomes of an intermediate number.
-fn attend_rounding(row: &Row, score: &Score, round: impl Fn(f32) -> f32, weigh: &impl Fn(f32) -> f32) -> RowAnswer {
-    let visible = row.visible(score.mask);
+fn attend_rounding(
+    head: &Head,
+    i: usize,
+    score: &Score,
+    round: impl Fn(f32) -> f32,
+    weigh: &impl Fn(f32) -> f32,
+) -> RowAnswer {
+    let visible = head.visible(score.mask, i);
     if visible.is_empty() {
-        return RowAnswer::of_nothing(row.value_dim, score.sink);
+        return RowAnswer::of_nothing(head.dims[1], score.sink);
     }
     let scale: f32 = score.scales.iter().product();
     let cap = score.softcap;
     let scores: Vec<f32> = visible
         .clone()
         .map(|j| {
-            let s = round(scale * round(dot_in_f32(row.query, (row.key)(j))));
+            let s = round(scale * round(dot_in_f32((head.query)(i), (head.key)(j))));
             let s = if cap > 0.0 { round(cap * round((s / cap).tanh())) } else { s };
-            score.slope.map_or(s, |slope| round(s - round(slope * row.distance(score.mask, j) as f32)))
+            score.slope.map_or(s, |slope| round(s - round(slope * head.distance(score.mask, i, j) as f32)))
         })
         .collect();
     let sink = score.sink.unwrap_or(f32::NEG_INFINITY);
     let largest = scores.iter().copied().fold(sink, f32::max);
     let denominator: f32 = scores.iter().map(|s| (s - largest).exp()).sum::<f32>() + (sink - largest).exp();
-    let mut out = vec![0.0f32; row.value_dim];
+    let mut out = vec![0.0f32; head.dims[1]];
     for (j, s) in visible.zip(&scores) {
         let p = round(weigh((s - largest).exp()) / denominator);
-        for (o, v) in out.iter_mut().zip((row.value)(j)) {
+        for (o, v) in out.iter_mut().zip((head.value)(j)) {
             *o += p * *v as f32;
         }
     }

@@ -3,7 +3,7 @@
 //! Mistakes hide in combinations of two options far more often than in combinations of many (Kuhn, Wallace, Gallo
 //! 2004); a set that covers all pairs grows with the two largest factors, not with the product of all.
 
-use super::random::Random;
+use super::Random;
 use std::collections::BTreeSet;
 
 /// (factor, value): the value is below the factor's size.

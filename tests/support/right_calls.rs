@@ -1,9 +1,11 @@
-//! The right call of every target, out of the tables of `tests/conformance`, with zeros in it: what tests of mistakes start
-//! from.
+//! Right calls of every target: out of the tables of `tests/conformance`, with zeros in them, what tests of mistakes start
+//! from; and with numbers, in every type and layout.
 
-use super::array::Array;
 use super::conformance::{Case, cases, tables};
-use super::invocation::{Attr, Invocation};
+use super::{
+    ANY_LSE, ATTENTION_DTYPES, Array, Attr, BF16, Case as Attention, Dtypes, F8E4M3FN, Gather, GradientCase, I64,
+    Invocation, Layout, Mask, Rope, Shape, State, Step, Storage, Update, Wanted, addition,
+};
 
 /// One call of each target.
 pub fn all() -> Vec<Invocation> {
@@ -33,4 +35,42 @@ pub fn in_layout(target: &str, layout: i64) -> Invocation {
     *cache = Array::filled(cache.dtype, dims, 0);
     call.results[0].dims = dims.to_vec();
     call.attribute("kv_layout", Attr::I64(layout))
+}
+
+/// Calls of every operator with numbers and right metadata, those of caches in place.
+pub fn with_numbers() -> Vec<Invocation> {
+    let lengths = vec![(1, 50), (20, 33)];
+    let shape = |dtypes| Shape { dtypes, lengths: lengths.clone(), ..Shape::default() };
+    let mut all = vec![
+        addition(Array::f32s(&[2, 1, 2], &[1.0, 2.0, 3.0, 4.0]), Array::f32s(&[2, 1, 2], &[0.5, 0.25, 8.0, -4.0])),
+        addition(Array::i64s(&[], &[i64::MAX]), Array::i64s(&[], &[1])),
+        addition(Array::filled(I64, &[0, 3], 0), Array::filled(I64, &[0, 3], 0)),
+    ];
+    for (dtypes, layout) in Dtypes::ALL.into_iter().zip(Layout::ALL.into_iter().cycle()) {
+        let value_dim = layout.has_two_buffers().then_some(24);
+        let batch = Shape { value_dim, mask: Mask::FULL, ..shape(dtypes) }.batch();
+        all.push(Attention::flash(&batch, &Storage { spare_seqs: 0, ..Storage::paged(layout, 7) }).invocation());
+        // Only what is stored: what is not may have a slot that the debug check refuses.
+        let paged = Storage { page_size: 7, workspace: None, rows_around: (0, 0), ..Storage::default() };
+        all.push(Attention::paged(&shape(dtypes).batch(), &paged).invocation());
+        all.push(Step::new(&shape(dtypes).batch(), &paged).invocation(true));
+    }
+    for dtype in ATTENTION_DTYPES {
+        let batch = Shape { value_dim: Some(24), ..shape(dtype.into()) }.batch();
+        let storage = Storage { spare_seqs: 0, ..Storage::contiguous() };
+        all.push(GradientCase::store(&batch, &storage, Wanted::ALL).invocation());
+        let [a, b] = [1, 2].map(|seed| State::random(dtype, (5, 3, 24), &ANY_LSE, seed));
+        all.push(a.merge(&b));
+    }
+    for layout in Layout::PAGED {
+        for update in Update::each_type(&[layout]).into_iter().step_by(5) {
+            all.push(update.invocation(true));
+            let rope = Rope { update, ..Rope::default() };
+            all.extend((layout != Layout::Split).then(|| rope.invocation(true)));
+        }
+        all.push(Gather { layout, ..Gather::default() }.invocation());
+        let scales = [None, Some(vec![0.5, 3.0])];
+        all.push(Gather { layout, dtype: F8E4M3FN, out: BF16, scales, ..Gather::default() }.invocation());
+    }
+    all
 }

@@ -1,36 +1,23 @@
 //! Calls that rotate queries and keys on their way into a cache, and what they leave behind (SPEC 2.4).
 
-use super::array::{Array, F32};
-use super::cache_updates::{Update, any_bits, dims_of, numbers};
-use super::case::with_scales;
-use super::guard::for_both_sides;
-use super::invocation::{Attr, Invocation};
-use super::oracle::kv_cache_update;
-use super::random::Random;
+use super::{
+    Array, Attr, F32, Invocation, Numbers, Random, Update, any_bits, dims_of, for_both_sides, i32s, kv_cache_update,
+    numbers,
+};
+use xla_attention::Op;
 
-/// A call in numbers: an update of a cache in one buffer, and how its keys and the queries turn.
-#[derive(Clone, Debug)]
-pub struct Rope {
-    pub update: Update,
-    pub q_heads: usize,
-    /// rot: the elements of a head that turn.
-    pub rotated: usize,
-    pub max_pos: usize,
-    /// One a token.
-    pub positions: Vec<i32>,
-    pub interleaved: bool,
-}
-
-impl Default for Rope {
-    fn default() -> Self {
-        Self {
-            update: Update::default(),
-            q_heads: 4,
-            rotated: 16,
-            max_pos: 9,
-            positions: vec![3, 0, 8, 5],
-            interleaved: false,
-        }
+with_defaults! {
+    /// A call in numbers: an update of a cache in one buffer, and how its keys and the queries turn.
+    #[derive(Clone, Debug)]
+    pub struct Rope {
+        pub update: Update = Update::default(),
+        pub q_heads: usize = 4,
+        /// rot: the elements of a head that turn.
+        pub rotated: usize = 16,
+        pub max_pos: usize = 9,
+        /// One a token.
+        pub positions: Vec<i32> = vec![3, 0, 8, 5],
+        pub interleaved: bool = false,
     }
 }
 
@@ -97,20 +84,21 @@ impl Rope {
 
     pub fn invocation(&self, in_place: bool) -> Invocation {
         let query = self.query();
-        let mut call = Invocation::new("xla_gpu_rope_kv_cache_update")
-            .operand("kv_cache", self.update.caches().remove(0))
-            .operand("query", query.clone())
-            .operand("key", self.key())
-            .operand("value", self.value())
-            .operand("slot_mapping", self.update.slot_mapping())
-            .operand("positions", Array::i32s(&[self.positions.len() as i64], &self.positions))
-            .operand("cos_sin", self.cos_sin());
+        let operand = |name: &str| match name {
+            "query" => Some(query.clone()),
+            "key" => Some(self.key()),
+            "value" => Some(self.value()),
+            "positions" => Some(i32s(&self.positions)),
+            "cos_sin" => Some(self.cos_sin()),
+            _ => self.update.operand(name),
+        };
+        let attribute = |name: &str| match name {
+            "interleaved" => Attr::Bool(self.interleaved),
+            _ => Attr::I64(self.update.layout.kv_layout()),
+        };
+        let mut call = Invocation::of(Op::RopeKvCacheUpdate, operand, attribute);
         call.what = format!("{self:?}, in place: {in_place}");
-        with_scales(call, &self.update.scales)
-            .updated("kv_cache", 0, in_place)
-            .result("query_out", query.dtype, &query.dims)
-            .attribute("interleaved", Attr::Bool(self.interleaved))
-            .attribute("kv_layout", Attr::I64(self.update.layout.kv_layout()))
+        call.updated("kv_cache", 0, in_place).result("query_out", query.dtype, &query.dims)
     }
 
     /// The numbers of `rows [T, heads, D]`, the first of each head turned, in f32.

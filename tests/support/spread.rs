@@ -1,8 +1,6 @@
 //! Arrays that do not lie densely, as eager torch and Rust may pass them.
 
-use super::array::{Array, count};
-use super::entry::View;
-use super::guard::{Guarded, Side};
+use super::{Array, Guarded, PlacedMemory, Side, count};
 
 /// What lies between the rows: NaN in every float type.
 const GAP: u8 = 0xff;
@@ -76,7 +74,7 @@ impl Spacing {
 
 /// An array spread out in memory: each dimension but the last leaves `gap` elements of garbage after its neighbours.
 pub struct Spread {
-    pub memory: Guarded,
+    memory: Guarded,
     spacing: Spacing,
 }
 
@@ -87,13 +85,19 @@ impl Spread {
         let memory = Guarded::new(name, side, &spacing.spread(array));
         Self { memory, spacing }
     }
+}
 
-    pub fn view(&self) -> View<'_> {
-        View { data: self.memory.data(), strides: Some(&self.spacing.strides) }
+impl PlacedMemory for Spread {
+    fn data(&self) -> *mut u8 {
+        self.memory.data()
     }
 
     /// The elements, packed; everything between them is still garbage.
-    pub fn packed(&self) -> Vec<u8> {
-        self.spacing.pack(&self.memory.bytes())
+    fn read(&self, what: &str) -> Vec<u8> {
+        self.spacing.pack(&self.memory.read(what))
+    }
+
+    fn strides(&self) -> Option<&[i64]> {
+        Some(&self.spacing.strides)
     }
 }

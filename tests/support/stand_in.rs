@@ -3,7 +3,7 @@
 //! libcuda is loaded once in a process, so a test that wants the stand-in is run by a process of its own: the same test
 //! binary again.
 
-use super::entry::View;
+use super::View;
 use super::right_calls;
 use std::path::PathBuf;
 use std::process::Command;

@@ -1,8 +1,6 @@
 //! Attention states: outputs and log-sum-exps over a set of keys, and what two of them merge to (SPEC 2.4).
 
-use super::array::{Array, BF16, Dtype, F16, F32};
-use super::invocation::Invocation;
-use super::random::Random;
+use super::{Array, BF16, Dtype, F16, F32, Invocation, Random};
 
 /// `out [n, h, d]` and `lse [h, n]` over one set of keys.
 #[derive(Clone, Debug)]

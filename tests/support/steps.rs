@@ -1,15 +1,11 @@
 //! Calls of `paged_attention_update`: a case of paged attention whose sequences end with tokens that are not in the cache
 //! yet.
 
-use super::answers::{IfWrong, answers, assert_allowed};
-use super::array::{Array, BF16, Dtype, FP8_DTYPES};
-use super::batch::Batch;
-use super::case::{Case, slot_mapping, with_scales};
-use super::guard::for_both_sides;
-use super::invocation::{Attr, Invocation};
-use super::oracle::kv_cache_update;
-use super::random::Random;
-use super::storage::{Storage, poisoned, put};
+use super::{
+    Array, Attr, BF16, Batch, Case, Checked, Dtype, FP8_DTYPES, IfWrong, Invocation, Judge, Random, Storage, answers,
+    assert_allowed, for_both_sides, kv_cache_update, poisoned, put, slot_mapping,
+};
+use xla_attention::Op;
 
 /// A call in numbers.
 #[derive(Clone, Debug)]
@@ -74,56 +70,73 @@ impl Step {
 
     /// The call, the cache in its operand's memory or in its own.
     pub fn invocation(&self, in_place: bool) -> Invocation {
-        let attention = self.case.invocation().with_operand("kv_cache", self.before.clone());
-        let mut call = Invocation::new("xla_gpu_paged_attention_update");
-        call.what = format!("{}, slots {:?}, in place: {in_place}", attention.what, self.slots);
-        let mut operands = attention.operands.into_iter();
-        call.operands.extend(operands.by_ref().take(6));
-        call = call.operand("key", self.key.clone()).operand("value", self.value.clone());
-        call = call.operand("slot_mapping", slot_mapping(&self.slots, self.wide_slots));
-        call.operands.extend(operands);
-        let mut results = attention.results.into_iter();
+        let operand = |name: &str| self.operand(name);
+        let mut call = Invocation::of(Op::PagedAttentionUpdate, operand, |name| self.case.attribute(name));
+        call.what = format!("{}, slots {:?}, in place: {in_place}", self.case.name, self.slots);
+        let mut results = self.case.invocation().results.into_iter();
         call.results.extend(results.by_ref().take(1));
         call = call.updated("kv_cache", 1, in_place);
         call.results.extend(results);
-        call.attributes = attention.attributes;
         call
+    }
+
+    fn operand(&self, name: &str) -> Option<Array> {
+        match name {
+            "kv_cache" => Some(self.before.clone()),
+            "key" => Some(self.key.clone()),
+            "value" => Some(self.value.clone()),
+            "slot_mapping" => Some(slot_mapping(&self.slots, self.wide_slots)),
+            _ => self.case.operand(name),
+        }
     }
 
     /// The two calls that are to give the same: the update, and the attention over the cache that comes of it.
     pub fn in_two_calls(&self) -> [Invocation; 2] {
-        let update = Invocation::new("xla_gpu_kv_cache_update")
-            .operand("kv_cache", self.before.clone())
-            .operand("key", self.key.clone())
-            .operand("value", self.value.clone())
-            .operand("slot_mapping", slot_mapping(&self.slots, self.wide_slots));
-        let update = with_scales(update, &self.scales()).updated("kv_cache", 0, false);
-        let update = update.attribute("kv_layout", Attr::I64(1));
-        [update, self.case.invocation()]
+        let update = Invocation::of(Op::KvCacheUpdate, |name| self.operand(name), |_| Attr::I64(1));
+        [update.updated("kv_cache", 0, false), self.case.invocation()]
+    }
+}
+
+impl Checked for Step {
+    fn case(&self) -> &Case {
+        &self.case
     }
 
-    /// Without the workspace, in the order of the results: out, the cache, and the log-sum-exp if it was asked for.
-    pub fn computed<'a>(&self, results: &'a [Array]) -> &'a [Array] {
+    fn case_mut(&mut self) -> &mut Case {
+        &mut self.case
+    }
+
+    fn call(&self) -> Invocation {
+        self.invocation(true)
+    }
+
+    /// In the order of the results: out, the cache, and the log-sum-exp if it was asked for.
+    fn computed<'a>(&self, results: &'a [Array]) -> &'a [Array] {
         &results[..if self.case.lse { 3 } else { 2 }]
+    }
+
+    fn judge(&self, if_wrong: IfWrong) -> Judge<'_> {
+        let answers = answers(&self.case, if_wrong);
+        Box::new(move |found| {
+            assert!(found[1] == *self.cache(), "{}: the cache differs", self.case.name);
+            assert_allowed(&self.case, &answers, &found[0], self.case.lse.then(|| &found[2]));
+        })
     }
 
     /// Both ways, in place and into a cache of its own, and from run to run: the oracle's answers, and bit by bit those
     /// of the two calls. Gives the results.
-    pub fn check(&self) -> Vec<Array> {
-        let mut found = vec![];
-        let answers = answers(&self.case, IfWrong::Unspecified);
+    fn check(&self) -> Vec<Array> {
+        let (judge, name, mut found) = (self.judge(IfWrong::Unspecified), &self.case.name, vec![]);
         for_both_sides(|side| {
             let [update, attention] = self.in_two_calls();
-            assert!(update.results(side)[0] == *self.cache(), "{}: the update alone differs", self.case.name);
+            assert!(update.results(side)[0] == *self.cache(), "{name}: the update alone differs");
             let separate = attention.results(side);
             for in_place in [true, false] {
                 let results = self.invocation(in_place).results(side);
-                let (out, lse) = (&results[0], self.case.lse.then(|| &results[2]));
-                let name = &self.case.name;
-                assert!(results[1] == *self.cache(), "{name}, in place: {in_place}: the cache differs");
-                assert_allowed(&self.case, &answers, out, lse);
-                assert!(*out == separate[0], "{name}, in place: {in_place}: out is not that of two calls");
-                assert!(lse.is_none_or(|lse| *lse == separate[1]), "{name}: the lse is not that of two calls");
+                judge(&results);
+                assert!(results[0] == separate[0], "{name}, in place: {in_place}: out is not that of two calls");
+                let same = !self.case.lse || results[2] == separate[1];
+                assert!(same, "{name}: the lse is not that of two calls");
                 found = self.computed(&results).to_vec();
             }
         });

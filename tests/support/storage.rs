@@ -1,8 +1,6 @@
 //! How the numbers of a batch lie in the operands of a call, and what lies around them.
 
-use super::array::{Array, BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, count};
-use super::batch::Form;
-use super::random::Random;
+use super::{Array, BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, Form, Numbers, Random, count};
 use half::{bf16, f16};
 
 /// How keys and values share buffers (`kv_layout` of SPEC 2.6).
@@ -102,49 +100,32 @@ pub enum Hints {
     Huge,
 }
 
-/// Where the numbers lie and what lies around them.
-#[derive(Clone, Debug)]
-pub struct Storage {
-    pub layout: Layout,
-    /// Of a paged layout.
-    pub page_size: usize,
-    /// Query rows before the first sequence and after the last.
-    pub rows_around: (usize, usize),
-    /// Sequences' rows are followed by rows which they do not use.
-    pub seqused_q: bool,
-    /// The numbers of keys are given by themselves; contiguous keys are then followed by unused ones.
-    pub seqused_k: bool,
-    /// Slots of the metadata without a sequence.
-    pub spare_seqs: usize,
-    /// Entries of a table beyond the longest sequence's pages.
-    pub spare_entries: usize,
-    /// Pages, or rows of contiguous keys, that are nobody's.
-    pub spare_pages: usize,
-    pub hints: Hints,
-    /// `paged_attention` is asked for `softmax_lse`, which `flash_attn_varlen` always gives.
-    pub lse: bool,
-    /// Bytes, if there is one.
-    pub workspace: Option<usize>,
-    /// Decides the order of the pages and the poison.
-    pub seed: u64,
-}
-
-impl Default for Storage {
-    fn default() -> Self {
-        Self {
-            layout: Layout::Interleaved,
-            page_size: 16,
-            rows_around: (0, 2),
-            seqused_q: false,
-            seqused_k: true,
-            spare_seqs: 2,
-            spare_entries: 3,
-            spare_pages: 3,
-            hints: Hints::Unknown,
-            lse: true,
-            workspace: Some(1000),
-            seed: 1,
-        }
+with_defaults! {
+    /// Where the numbers lie and what lies around them.
+    #[derive(Clone, Debug)]
+    pub struct Storage {
+        pub layout: Layout = Layout::Interleaved,
+        /// Of a paged layout.
+        pub page_size: usize = 16,
+        /// Query rows before the first sequence and after the last.
+        pub rows_around: (usize, usize) = (0, 2),
+        /// Sequences' rows are followed by rows which they do not use.
+        pub seqused_q: bool = false,
+        /// The numbers of keys are given by themselves; contiguous keys are then followed by unused ones.
+        pub seqused_k: bool = true,
+        /// Slots of the metadata without a sequence.
+        pub spare_seqs: usize = 2,
+        /// Entries of a table beyond the longest sequence's pages.
+        pub spare_entries: usize = 3,
+        /// Pages, or rows of contiguous keys, that are nobody's.
+        pub spare_pages: usize = 3,
+        pub hints: Hints = Hints::Unknown,
+        /// `paged_attention` is asked for `softmax_lse`, which `flash_attn_varlen` always gives.
+        pub lse: bool = true,
+        /// Bytes, if there is one.
+        pub workspace: Option<usize> = Some(1000),
+        /// Decides the order of the pages and the poison.
+        pub seed: u64 = 1,
     }
 }
 

@@ -1,125 +1,93 @@
-//! Small attention calls as odd as the operators allow, for proptest.
+//! Small attention calls as odd as the operators allow. Of all choices the first is the plainest, so that a case that fails
+//! is shrunk to a plain one.
 
-use super::batch::{Alibi, Dtypes, Scaled, Shape};
-use super::oracle::Mask;
-use super::storage::{Hints, Layout, Storage};
-use proptest::collection::vec;
-use proptest::prelude::*;
-use proptest::sample::select;
-use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner};
+use super::{Alibi, Dtypes, Hints, Layout, Mask, Random, Scaled, Shape, Storage};
 
-/// `(len_q, len_k)` of up to five sequences: decode, prefill, chunks, more queries than keys, no query at all.
-fn lengths() -> impl Strategy<Value = Vec<(usize, usize)>> {
-    let chunk = (1..40usize, 0..60usize).prop_map(|(len_q, past)| (len_q, len_q + past));
-    vec(
-        prop_oneof![2 => (Just(1), 1..120usize), 2 => chunk, 1 => (1..30usize, 0..20usize), 1 => (Just(0), 0..20usize)],
-        0..6,
-    )
+/// `(len_q, len_k)`: decode, prefill, chunks, more queries than keys, no query at all.
+fn lengths(random: &mut Random) -> (usize, usize) {
+    match random.below(6) {
+        0 | 1 => (1, random.between(1, 119)),
+        2 | 3 => {
+            let len_q = random.between(1, 39);
+            (len_q, len_q + random.below(60))
+        }
+        4 => (random.between(1, 29), random.below(20)),
+        _ => (0, random.below(20)),
+    }
 }
 
-fn dtypes() -> impl Strategy<Value = Dtypes> {
-    select(&Dtypes::ALL)
+fn window(random: &mut Random) -> i64 {
+    match random.below(6) {
+        0 | 1 => -1,
+        2..=4 => random.below(50) as i64,
+        _ => random.one_of(&[i64::MAX, 1 << 31, 1 << 32]),
+    }
 }
 
-fn alibi() -> impl Strategy<Value = Alibi> {
-    select(&[Alibi::Off, Alibi::Off, Alibi::PerHead, Alibi::PerSequence])
+fn mask(random: &mut Random) -> Mask {
+    match random.below(5) {
+        0 => Mask::FULL,
+        1 => Mask::CAUSAL,
+        _ => Mask {
+            causal: random.chance(50),
+            window_left: window(random),
+            window_right: window(random),
+            top_left: random.chance(50),
+        },
+    }
 }
 
-fn scaled() -> impl Strategy<Value = Scaled> {
-    select(&[Scaled::No, Scaled::No, Scaled::AsAWhole, Scaled::PerHead])
-}
-
-fn sliding() -> impl Strategy<Value = Mask> {
-    prop_oneof![2 => Just(Mask::CAUSAL), 1 => (1..50i64).prop_map(Mask::sliding)]
-}
-
-fn window() -> impl Strategy<Value = i64> {
-    prop_oneof![2 => Just(-1), 3 => 0..50i64, 1 => select(&[i64::MAX, 1 << 31, 1 << 32])]
-}
-
-fn mask() -> impl Strategy<Value = Mask> {
-    let any = (any::<bool>(), window(), window(), any::<bool>())
-        .prop_map(|(causal, window_left, window_right, top_left)| Mask { causal, window_left, window_right, top_left });
-    prop_oneof![1 => Just(Mask::FULL), 1 => Just(Mask::CAUSAL), 3 => any]
-}
-
-prop_compose! {
-    /// What both operators can be asked for, but for the mask.
-    fn shapes()(
-        dtypes in dtypes(),
-        heads in select(&[(1, 1), (2, 2), (4, 1), (9, 3), (8, 2), (6, 3), (16, 2)]),
-        eighths in 1..=32usize,
-        lengths in lengths(),
-        softcap in select(&[0.0f32, 0.0, 5.0, 50.0]),
-        alibi in alibi(),
-        sinks in any::<bool>(),
-        scales in [scaled(), scaled(), scaled()],
-        sharpness in select(&[1.0, 1.0, 4.0]),
-        batch_invariant in any::<bool>(),
-        seed in 0..1000u64,
-    ) -> Shape {
+/// What all operators can be asked for, but for the mask.
+fn shape(random: &mut Random) -> Shape {
+    let heads = random.one_of(&[(1, 1), (2, 2), (4, 1), (9, 3), (8, 2), (6, 3), (16, 2)]);
+    let eighths = random.between(1, 32);
+    Shape {
+        dtypes: random.one_of(&Dtypes::ALL),
+        heads,
         // Wide heads in small numbers: the reference is slow.
-        let head_dim = 8 * if heads.0 > 4 { eighths.div_ceil(3) } else { eighths };
-        Shape {
-            dtypes, heads, head_dim, lengths, softcap, alibi, sinks, scales, sharpness, batch_invariant, seed,
-            ..Shape::default()
-        }
+        head_dim: 8 * if heads.0 > 4 { eighths.div_ceil(3) } else { eighths },
+        lengths: (0..random.below(6)).map(|_| lengths(random)).collect(),
+        softcap: random.one_of(&[0.0, 0.0, 5.0, 50.0]),
+        alibi: random.one_of(&[Alibi::Off, Alibi::Off, Alibi::PerHead, Alibi::PerSequence]),
+        sinks: random.chance(50),
+        scales: [(); 3].map(|()| random.one_of(&[Scaled::No, Scaled::No, Scaled::AsAWhole, Scaled::PerHead])),
+        sharpness: random.one_of(&[1.0, 1.0, 4.0]),
+        batch_invariant: random.chance(50),
+        seed: random.below(1000) as u64,
+        ..Shape::default()
     }
 }
 
-prop_compose! {
-    pub fn paged_calls()(shape in shapes(), mask in sliding(), storage in paged_storages()) -> (Shape, Storage) {
-        (Shape { mask, ..shape }, storage)
+fn paged_storage(random: &mut Random) -> Storage {
+    Storage {
+        page_size: random.one_of(&[1, 2, 5, 7, 16, 32, 64]),
+        rows_around: (random.below(4), random.below(4)),
+        spare_seqs: random.below(3),
+        spare_entries: random.below(3),
+        spare_pages: random.below(3),
+        workspace: random.one_of(&[None, Some(0), Some(1000), Some(300_000)]),
+        seed: random.below(1000) as u64,
+        ..Storage::default()
     }
 }
 
-prop_compose! {
-    fn paged_storages()(
-        page_size in select(&[1usize, 2, 5, 7, 16, 32, 64]),
-        rows_around in (0..4usize, 0..4usize),
-        spare_seqs in 0..3usize,
-        spare_entries in 0..3usize,
-        spare_pages in 0..3usize,
-        workspace in select(&[None, Some(0), Some(1000), Some(300_000)]),
-        seed in 0..1000u64,
-    ) -> Storage {
-        Storage {
-            page_size, rows_around, spare_seqs, spare_entries, spare_pages, workspace, seed,
-            ..Storage::default()
-        }
-    }
+/// Everything that `paged_attention` can be asked for.
+pub fn paged_call(random: &mut Random) -> (Shape, Storage) {
+    let mask = if random.below(3) < 2 { Mask::CAUSAL } else { Mask::sliding(random.between(1, 49) as i64) };
+    (Shape { mask, ..shape(random) }, paged_storage(random))
 }
 
-prop_compose! {
-    /// Everything that `flash_attn_varlen` can be asked for; a value width of its own only where values have a buffer.
-    pub fn flash_calls()(
-        shape in shapes(),
-        mask in mask(),
-        leftpad in any::<bool>(),
-        value_eighths in 1..=32usize,
-        storage in paged_storages(),
-        layout in select(&[Layout::Contiguous, Layout::Contiguous, Layout::Split, Layout::Interleaved, Layout::Stacked,
-            Layout::PerPage]),
-        (seqused_q, seqused_k) in any::<(bool, bool)>(),
-        hints in select(&[Hints::Unknown, Hints::RoundedUp, Hints::TooSmall, Hints::Huge]),
-    ) -> (Shape, Storage) {
-        let value_dim = layout.has_two_buffers().then_some(8 * value_eighths.div_ceil(shape.heads.0.div_ceil(4)));
-        (Shape { value_dim, leftpad, mask, ..shape }, Storage { layout, seqused_q, seqused_k, hints, ..storage })
-    }
-}
-
-/// Check `count` values (or `PROPTEST_CASES`) of a strategy, always the same ones; a failure is shrunk.
-pub fn for_all<S: Strategy>(count: u32, strategy: S, check: impl Fn(S::Value)) {
-    let cases = std::env::var("PROPTEST_CASES").map_or(count, |n| n.parse().unwrap());
-    let config = Config { cases, failure_persistence: None, max_shrink_iters: 200, ..Config::default() };
-    let mut runner = TestRunner::new_with_rng(config, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
-    let outcome = runner.run(&strategy, |value| {
-        check(value);
-        Ok(())
-    });
-    match outcome {
-        Ok(()) => (),
-        Err(TestError::Fail(reason, value)) => panic!("{reason}\nfor {value:?}"),
-        Err(TestError::Abort(reason)) => panic!("{reason}"),
-    }
+/// Everything that `flash_attn_varlen` can be asked for; a value width of its own only where values have a buffer.
+pub fn flash_call(random: &mut Random) -> (Shape, Storage) {
+    let layout = if random.below(6) == 0 { Layout::Contiguous } else { random.one_of(&Layout::ALL) };
+    let shape = Shape { mask: mask(random), leftpad: random.chance(50), ..shape(random) };
+    let width = 8 * random.between(1, 32).div_ceil(shape.heads.0.div_ceil(4));
+    let storage = Storage {
+        layout,
+        seqused_q: random.chance(50),
+        seqused_k: random.chance(50),
+        hints: random.one_of(&[Hints::Unknown, Hints::RoundedUp, Hints::TooSmall, Hints::Huge]),
+        ..paged_storage(random)
+    };
+    (Shape { value_dim: layout.has_two_buffers().then_some(width), ..shape }, storage)
 }

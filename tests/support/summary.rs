@@ -5,8 +5,7 @@
 //! error (over cases in which that error is above SPEC's floor of 1e-5, `-` if there are none), and the largest share
 //! that an error takes of what SPEC allows.
 
-use super::answers::Allowance;
-use super::batch::Dtypes;
+use super::{Allowance, Dtypes};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write as _;

@@ -1,7 +1,14 @@
 //! What `simple_add` gives, and arrays that are equal but for the NaN in them.
 
-use super::array::{Array, BF16, F16, F32, I8, I32, I64, U8};
+use super::{Array, BF16, F16, F32, I8, I32, I64, Invocation, U8};
 use half::{bf16, f16};
+
+/// A call of `simple_add`.
+pub fn addition(a: Array, b: Array) -> Invocation {
+    let (dtype, dims) = (a.dtype, a.dims.clone());
+    let call = Invocation { what: format!("{dtype:?} {dims:?}"), ..Invocation::new("xla_gpu_simple_add") };
+    call.operand("a", a).operand("b", b).result("out", dtype, &dims)
+}
 
 /// Each pair of elements added by the rules of their type.
 pub fn sum(a: &Array, b: &Array) -> Array {

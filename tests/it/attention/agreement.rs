@@ -1,18 +1,14 @@
 //! What the operators compute, against the f64 reference.
 
 use super::{Operator, ordinary};
-use crate::support::array::F32;
-use crate::support::batch::{Alibi, Shape};
-use crate::support::oracle::Mask;
-use crate::support::storage::Storage;
-use crate::support::strategies::for_all;
+use crate::support::{Alibi, F32, Mask, Shape, Storage, check_named};
 
 pub(crate) fn named_cases_agree_with_the_reference(op: Operator) {
     for (index, dtypes) in op.dtypes().into_iter().enumerate() {
         // Each in f32, f16 and bf16, and with one of the six pairs of types that have 8 bits.
         let (first, step) = if index < 3 { (0, 1) } else { (index - 3, 6) };
         for (name, shape, storage) in op.named_shapes(dtypes).into_iter().skip(first).step_by(step) {
-            op.call(&shape.batch(), &storage).named(name).check();
+            check_named(name, &mut *op.call(&shape.batch(), &storage));
         }
     }
 }
@@ -45,9 +41,7 @@ pub(crate) fn every_group_size_agrees_with_the_reference(op: Operator) {
 
 pub(crate) fn any_call_agrees_with_the_reference(op: Operator) {
     let count = if op == Operator::PagedAttentionUpdate { 64 } else { 160 };
-    for_all(count, op.calls(), |(shape, storage)| {
-        op.call(&shape.batch(), &storage).check();
-    });
+    op.for_calls(count, |shape, storage, _| drop(op.call(&shape.batch(), &storage).check()));
 }
 
 pub(crate) fn huge_scores_neither_overflow_nor_lose_the_softmax(op: Operator) {
@@ -62,7 +56,8 @@ pub(crate) fn huge_scores_neither_overflow_nor_lose_the_softmax(op: Operator) {
             let (lengths, mask) = (vec![(1, 70), (30, 64)], *op.masks().last().unwrap());
             let shape = Shape { dtypes, lengths, mask, sharpness, ..Shape::default() };
             let batch = shape.batch().with_form(|form| form.softmax_scale = scale);
-            op.call(&batch, &op.storages()[0]).named(&format!("scale {scale}, sharpness {sharpness}")).check();
+            let name = format!("scale {scale}, sharpness {sharpness}");
+            check_named(&name, &mut *op.call(&batch, &op.storages()[0]));
         }
     }
 }

@@ -1,13 +1,9 @@
 //! A NaN in what a query sees may spread within its sequence, and no further (SPEC 2.1).
 
 use super::{Call, Operator};
-use crate::support::array::{Array, F8E4M3FN};
-use crate::support::batch::{Batch, Dtypes, Shape};
-use crate::support::case::Case;
-use crate::support::gradient_case::{GradientCase, Wanted};
-use crate::support::guard::Side;
-use crate::support::oracle::Mask;
-use crate::support::storage::{Layout, Storage, put};
+use crate::support::{
+    Array, Batch, Case, Dtypes, F8E4M3FN, GradientCase, Layout, Mask, Numbers, Shape, Side, Storage, Wanted, put,
+};
 use std::ops::Range;
 
 /// What may be wrong with a sequence: for a gradient all of it.
@@ -104,7 +100,7 @@ pub(crate) fn a_sequence_full_of_nan_changes_no_bit_of_another(op: Operator) {
         let clean = clean(op, &batch, &storage);
         let expected = clean.check();
         for (ill, place) in (0..lengths.len()).flat_map(|ill| places(op).iter().map(move |place| (ill, place))) {
-            let results = poisoned(&clean, &batch, &storage, ill, place).invocation().results(Side::EndsAtGuard);
+            let results = poisoned(&clean, &batch, &storage, ill, place).call().results(Side::EndsAtGuard);
             assert!(
                 rows(&clean, &results, ill, false) == rows(&clean, &expected, ill, false),
                 "{dtypes:?}, {mask:?}, {:?}: {place} of sequence {ill} reached another",
@@ -119,7 +115,7 @@ pub(crate) fn a_nan_that_a_query_sees_is_not_hidden(op: Operator) {
         let batch = Shape { dtypes, lengths: vec![(3, 40)], mask, ..Shape::default() }.batch();
         let clean = clean(op, &batch, &storage);
         for place in places(op) {
-            let results = poisoned(&clean, &batch, &storage, 0, place).invocation().results(Side::EndsAtGuard);
+            let results = poisoned(&clean, &batch, &storage, 0, place).call().results(Side::EndsAtGuard);
             // An lse is made of q and k alone, dv of p and dout.
             let reached = match (op, *place) {
                 (Operator::FlashAttnVarlenBwd, "v" | "out" | "dlse") => 2,

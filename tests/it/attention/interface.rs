@@ -2,11 +2,7 @@
 //! in the tables of `tests/conformance` too.
 
 use super::{Operator, ordinary};
-use crate::support::array::ATTENTION_DTYPES;
-use crate::support::batch::Shape;
-use crate::support::guard::Side;
-use crate::support::pools::for_each_pool;
-use crate::support::storage::{Hints, Storage};
+use crate::support::{ATTENTION_DTYPES, Hints, Shape, Side, Storage, for_each_pool};
 
 pub(crate) fn any_workspace_serves(op: Operator) {
     for dtype in ATTENTION_DTYPES {
@@ -47,7 +43,7 @@ pub(crate) fn every_pool_gives_the_same_bits(op: Operator) {
                 shape.lengths.extend([(1, 2500), (300, 300), (60, 700)]);
             }
             let call = op.call(&shape.batch(), &storage);
-            let (expected, invocation) = (call.check(), call.invocation());
+            let (expected, invocation) = (call.check(), call.call());
             for_each_pool(|pool| {
                 for side in [Side::EndsAtGuard, Side::BeginsAtGuard] {
                     let results = invocation.run(side, pool).unwrap();

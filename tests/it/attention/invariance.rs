@@ -2,10 +2,7 @@
 
 use super::Operator;
 use super::results::attend;
-use crate::support::batch::{Alibi, Batch, Dtypes, Shape};
-use crate::support::oracle::Mask;
-use crate::support::storage::{Hints, Layout, Storage};
-use crate::support::strategies::for_all;
+use crate::support::{Alibi, Batch, Dtypes, Hints, Layout, Mask, Shape, Storage};
 
 /// Somewhere else: everything that is not the sequence's own is as in `other`.
 fn elsewhere(storage: &Storage, other: &Storage, batch: &Batch) -> Storage {
@@ -19,7 +16,8 @@ fn elsewhere(storage: &Storage, other: &Storage, batch: &Batch) -> Storage {
 }
 
 pub(crate) fn rows_have_the_bits_of_their_sequence_alone_wherever_it_lies(op: Operator) {
-    for_all(48, (op.calls(), op.calls()), |((shape, storage), (_, other))| {
+    op.for_calls(48, |shape, storage, random| {
+        let (_, other) = op.any_call(random);
         let batch = Shape { batch_invariant: true, ..shape }.batch();
         let elsewhere = elsewhere(&storage, &other, &batch);
         let rows = attend(op, &batch, &storage);

@@ -5,18 +5,16 @@ use super::results::{
     GRADIENT, Gradients, LSE, OUT, Rows, assert_close, assert_same_gradients, assert_same_rows, attend, differentiate,
     gradients_of,
 };
-use crate::support::array::{Array, F32};
-use crate::support::batch::{Alibi, Batch, Form, Scaled, SequenceData, Shape};
-use crate::support::gradient_case::{GradientCase, Wanted};
-use crate::support::oracle::Mask;
-use crate::support::random::Random;
-use crate::support::storage::Storage;
-use crate::support::strategies::for_all;
-use proptest::prelude::*;
+use crate::support::{
+    Alibi, Array, Batch, F32, Form, GradientCase, Mask, Numbers, Random, Scaled, SequenceData, Shape, Side, State,
+    Storage, Wanted,
+};
 
-/// f32, so that the order of sums is all that may differ between two sides of a law.
-fn f32_calls(op: Operator) -> impl Strategy<Value = (Shape, Storage)> {
-    op.calls().prop_map(|(shape, storage)| (Shape { dtypes: F32.into(), sharpness: 1.0, ..shape }, storage))
+/// A law holds for small calls in f32, so that the order of sums is all that may differ between its two sides.
+fn for_f32_calls(op: Operator, count: u64, law: impl Fn(Shape, Storage, &mut Random)) {
+    op.for_calls(count, |shape, storage, random| {
+        law(Shape { dtypes: F32.into(), sharpness: 1.0, ..shape }, storage, random);
+    });
 }
 
 /// The batch with something done to each sequence.
@@ -53,7 +51,7 @@ fn assert_same(
 fn as_they_are(_: &SequenceData, _: &mut Gradients) {}
 
 pub(crate) fn however_keys_are_stored_the_answer_is_the_same(op: Operator) {
-    for_all(32, f32_calls(op), |(shape, storage)| {
+    for_f32_calls(op, 32, |shape, storage, _| {
         let batch = Shape { value_dim: None, ..shape }.batch();
         let expected = attend(op, &batch, &storage);
         for layout in op.layouts() {
@@ -67,7 +65,7 @@ pub(crate) fn however_keys_are_stored_the_answer_is_the_same(op: Operator) {
 }
 
 pub(crate) fn a_ragged_batch_is_its_sequences_one_by_one(op: Operator) {
-    for_all(32, f32_calls(op), |(shape, storage)| {
+    for_f32_calls(op, 32, |shape, storage, _| {
         let batch = Shape { batch_invariant: false, ..shape }.batch();
         let bare = if op.is_paged() { storage.clone() } else { Storage::contiguous() };
         let dense = Storage { seed: storage.seed + 1, ..bare.bare() };
@@ -101,7 +99,7 @@ fn over_groups(rows: &[f64], group: usize, d: usize) -> Vec<f64> {
 }
 
 pub(crate) fn grouped_heads_equal_repeated_heads(op: Operator) {
-    for_all(24, f32_calls(op), |(shape, storage)| {
+    for_f32_calls(op, 24, |shape, storage, _| {
         let batch = shape.batch();
         let Form { q_heads, kv_heads, head_dim, value_dim, .. } = batch.form;
         let group = q_heads / kv_heads;
@@ -126,7 +124,7 @@ pub(crate) fn grouped_heads_equal_repeated_heads(op: Operator) {
 }
 
 pub(crate) fn keys_may_stand_in_any_order_where_no_place_counts(op: Operator) {
-    for_all(24, f32_calls(op), |(shape, storage)| {
+    for_f32_calls(op, 24, |shape, storage, _| {
         let batch = Shape { mask: Mask::FULL, leftpad: false, alibi: Alibi::Off, ..shape }.batch();
         let rows = [batch.form.head_dim, batch.form.value_dim].map(|d| batch.form.kv_heads * d);
         let order = |len_k: usize| {
@@ -151,7 +149,7 @@ pub(crate) fn keys_may_stand_in_any_order_where_no_place_counts(op: Operator) {
 }
 
 pub(crate) fn padding_on_the_left_equals_slicing_it_off(op: Operator) {
-    for_all(32, f32_calls(op), |(shape, storage)| {
+    for_f32_calls(op, 32, |shape, storage, _| {
         // Counted from the last key, the padding has no place.
         let mask = Mask { top_left: false, ..shape.mask };
         let padded = Shape { leftpad: true, mask, ..shape }.batch();
@@ -172,7 +170,7 @@ pub(crate) fn padding_on_the_left_equals_slicing_it_off(op: Operator) {
 }
 
 pub(crate) fn masks_that_show_the_same_keys_give_the_same(op: Operator) {
-    for_all(16, f32_calls(op), |(shape, storage)| {
+    for_f32_calls(op, 16, |shape, storage, _| {
         let batch = shape.batch();
         let of = |mask| batch.with_form(|form| form.mask = mask);
         let causal = Mask { causal: true, window_right: 0, ..shape.mask };
@@ -197,7 +195,7 @@ pub(crate) fn masks_that_show_the_same_keys_give_the_same(op: Operator) {
 }
 
 pub(crate) fn options_that_say_nothing_change_nothing(op: Operator) {
-    for_all(24, f32_calls(op), |(shape, storage)| {
+    for_f32_calls(op, 24, |shape, storage, _| {
         let scales = [Scaled::No; 3];
         let batch = Shape { leftpad: false, alibi: Alibi::Off, sinks: false, scales, ..shape }.batch();
         let same = |other: &Batch, what| assert_same(op, (other, &batch), &storage, what, as_they_are);
@@ -221,7 +219,7 @@ pub(crate) fn options_that_say_nothing_change_nothing(op: Operator) {
 }
 
 pub(crate) fn slopes_repeated_for_each_sequence_are_the_slopes(op: Operator) {
-    for_all(16, f32_calls(op), |(shape, storage)| {
+    for_f32_calls(op, 16, |shape, storage, _| {
         let batch = Shape { alibi: Alibi::PerHead, ..shape }.batch();
         let repeated = Batch { alibi: Alibi::PerSequence, ..batch.clone() };
         assert_same(op, (&repeated, &batch), &storage, "repeated slopes", as_they_are);
@@ -234,7 +232,7 @@ fn scale_of(values: Option<&Vec<f32>>, head: usize) -> f64 {
 }
 
 pub(crate) fn adding_a_vector_to_every_key_moves_only_the_lse(op: Operator) {
-    for_all(24, f32_calls(op), |(shape, storage)| {
+    for_f32_calls(op, 24, |shape, storage, _| {
         // The cap bends scores and a sink stays behind: the law holds without them.
         let batch = Shape { softcap: 0.0, sinks: false, ..shape }.batch();
         let form = &batch.form;
@@ -262,7 +260,7 @@ pub(crate) fn adding_a_vector_to_every_key_moves_only_the_lse(op: Operator) {
 
 /// Every row that sees a key moves by as much; no gradient of rows without a sink does.
 pub(crate) fn adding_a_number_to_every_value_adds_it_to_every_row_that_sees_a_key(op: Operator) {
-    for_all(24, f32_calls(op), |(shape, storage)| {
+    for_f32_calls(op, 24, |shape, storage, _| {
         let batch = Shape { sinks: false, ..shape }.batch().with_form(|form| form.v_scale = None);
         let form = &batch.form;
         let shifted = each(&batch, |s| {
@@ -291,7 +289,7 @@ pub(crate) fn adding_a_number_to_every_value_adds_it_to_every_row_that_sees_a_ke
 }
 
 pub(crate) fn out_lies_between_the_smallest_and_the_largest_value(op: Operator) {
-    for_all(24, op.calls(), |(shape, storage)| {
+    op.for_calls(24, |shape, storage, _| {
         let batch = shape.batch().with_form(|form| form.v_scale = None);
         for (rows, sequence) in attend(op, &batch, &storage).iter().zip(&batch.sequences) {
             let least = sequence.v.iter().copied().fold(0.0, f64::min);
@@ -304,7 +302,7 @@ pub(crate) fn out_lies_between_the_smallest_and_the_largest_value(op: Operator) 
 }
 
 pub(crate) fn a_sink_takes_its_share_of_every_row(op: Operator) {
-    for_all(32, f32_calls(op), |(shape, storage)| {
+    for_f32_calls(op, 32, |shape, storage, _| {
         let batch = Shape { sinks: true, ..shape }.batch();
         let mut expected = attend(op, &batch.with_form(|form| form.sinks = None), &storage);
         let (heads, sinks) = (batch.form.q_heads, batch.form.sinks.clone().unwrap());
@@ -325,12 +323,13 @@ pub(crate) fn a_sink_takes_its_share_of_every_row(op: Operator) {
 }
 
 pub(crate) fn a_sink_is_one_more_key_of_value_0(op: Operator) {
-    for_all(24, (f32_calls(op), 8..=96usize), |((shape, storage), sharp)| {
+    for_f32_calls(op, 24, |shape, storage, random| {
         // One query a sequence and a KV head for each head, so that a key can be made for every logit.
         let lengths = shape.lengths.iter().map(|&(_, len_k)| (1, len_k)).collect();
         let heads = (shape.heads.1, shape.heads.1);
         let shape = Shape { lengths, heads, mask: Mask::FULL, leftpad: false, alibi: Alibi::Off, ..shape };
-        let batch = Shape { sinks: true, softcap: 0.0, sharpness: sharp as f64 / 32.0, ..shape }.batch();
+        let batch =
+            Shape { sinks: true, softcap: 0.0, sharpness: random.between(8, 96) as f64 / 32.0, ..shape }.batch();
         let form = &batch.form;
         let with_key = each(&batch, |s| {
             for (head, sink) in form.sinks.iter().flatten().enumerate() {
@@ -349,7 +348,7 @@ pub(crate) fn a_sink_is_one_more_key_of_value_0(op: Operator) {
 }
 
 pub(crate) fn a_scale_stands_for_multiplied_numbers(op: Operator) {
-    for_all(24, f32_calls(op), |(shape, storage)| {
+    for_f32_calls(op, 24, |shape, storage, _| {
         let batch = Shape { scales: [Scaled::No; 3], ..shape }.batch();
         // Powers of two, one for each KV head: multiplying by them rounds nothing.
         let factor = |head: usize| [0.5, 2.0, 1.0, 0.25][head % 4];
@@ -374,34 +373,27 @@ fn keys(form: &Form, sequence: &SequenceData, start: usize, end: usize) -> Seque
     SequenceData { len_k: end - start, k, v, ..sequence.clone() }
 }
 
-/// The states of two parts of the keys of one sequence, as one; merged here, in f64.
-fn merged((a, b): (&Rows, &Rows), heads: usize) -> Rows {
-    let mut whole = a.clone();
-    let len_q = a.lse[0].len();
-    let d = a.out.len().checked_div(heads * len_q).unwrap_or(0);
-    for (i, head) in (0..len_q).flat_map(|i| (0..heads).map(move |h| (i, h))) {
-        let (la, lb) = (a.lse[head][i], b.lse[head][i]);
-        let largest = la.max(lb);
-        if largest == f64::NEG_INFINITY {
-            continue;
-        }
-        let (wa, wb) = ((la - largest).exp(), (lb - largest).exp());
-        whole.lse[head][i] = largest + (wa + wb).ln();
-        for at in (i * heads + head) * d..(i * heads + head + 1) * d {
-            whole.out[at] = (wa * a.out[at] + wb * b.out[at]) / (wa + wb);
-        }
-    }
-    whole
+/// The states of two parts of the keys of one sequence, as `merge_attention_states` makes one of them.
+fn merged((a, b): (&Rows, &Rows), form: &Form) -> Rows {
+    let state =
+        |rows: &Rows| State::new(F32, (rows.lse[0].len(), form.q_heads, form.value_dim), &rows.out, &rows.lse.concat());
+    let (a, b) = (state(a), state(b));
+    let merged = State::of(&a.merge(&b).results(Side::EndsAtGuard));
+    merged.assert_merged_from(&a, &b);
+    let (lse, rows) = (merged.lse.values(), merged.out.dims[0] as usize);
+    let lse = lse.chunks(rows.max(1)).map(<[f64]>::to_vec).collect();
+    Rows { out: merged.out.values(), bits: merged.out.bytes, lse }
 }
 
 pub(crate) fn keys_that_are_split_anywhere_and_merged_by_their_lse_are_the_keys(op: Operator) {
-    for_all(32, (f32_calls(op), 0.0..=1.0f64), |((shape, storage), cut)| {
+    for_f32_calls(op, 32, |shape, storage, random| {
+        let cut = random.below(1001) as f64 / 1000.0;
         let at = |s: &SequenceData| (cut * s.len_k as f64).round() as usize;
         let assert_merged = |whole: &Batch, second: &Batch| {
             // A sink belongs to exactly one part.
             let first = each(whole, |s| *s = keys(&whole.form, s, 0, at(s))).with_form(|form| form.sinks = None);
             let [a, b] = [&first, second].map(|part| attend(op, part, &storage));
-            let found: Vec<Rows> = a.iter().zip(&b).map(|parts| merged(parts, whole.form.q_heads)).collect();
+            let found: Vec<Rows> = a.iter().zip(&b).map(|parts| merged(parts, &whole.form)).collect();
             assert_same_rows(&found, &attend(op, whole, &storage), "merged");
         };
         // Under any mask counted from the first key, so that cutting off the last ones moves no position.
@@ -414,7 +406,7 @@ pub(crate) fn keys_that_are_split_anywhere_and_merged_by_their_lse_are_the_keys(
 }
 
 pub(crate) fn it_is_causal_flash_attn_varlen(op: Operator) {
-    for_all(32, op.calls(), |(shape, storage)| {
+    op.for_calls(32, |shape, storage, _| {
         let of = |batch: &Batch| [op, Operator::FlashAttnVarlen].map(|op| attend(op, batch, &storage));
         // In bits where SPEC promises bits.
         let [paged, flash] = of(&Shape { batch_invariant: true, ..shape.clone() }.batch());
@@ -433,7 +425,8 @@ fn chunk(form: &Form, sequence: &SequenceData, start: usize, end: usize) -> Sequ
 }
 
 pub(crate) fn a_prefill_in_chunks_is_the_whole_prefill(op: Operator) {
-    for_all(24, (f32_calls(op), 1..20usize), |((shape, storage), step)| {
+    for_f32_calls(op, 24, |shape, storage, random| {
+        let step = random.between(1, 19);
         let lengths = shape.lengths.iter().map(|&(_, len_k)| (len_k, len_k)).collect();
         let batch = Shape { lengths, ..shape }.batch();
         for (whole, sequence) in attend(op, &batch, &storage).iter().zip(&batch.sequences) {
@@ -456,7 +449,7 @@ pub(crate) fn a_prefill_in_chunks_is_the_whole_prefill(op: Operator) {
 /// i, for adding one number to all scores of a row moves nothing but its lse; and dv adds up to the cotangents of the rows
 /// that see a key.
 pub(crate) fn gradients_of_keys_and_values_add_up_to_what_comes_back_to_the_rows(op: Operator) {
-    for_all(32, f32_calls(op), |(shape, storage)| {
+    for_f32_calls(op, 32, |shape, storage, _| {
         let batch = Shape { softcap: 0.0, sinks: false, ..shape }.batch();
         let Form { q_heads, kv_heads, head_dim, value_dim, mask, softmax_scale, .. } = batch.form;
         let group = q_heads / kv_heads;
@@ -483,7 +476,7 @@ pub(crate) fn gradients_of_keys_and_values_add_up_to_what_comes_back_to_the_rows
 
 /// Both are `sum over i, j of ds_ij q_i . k_j`: doubling all queries is doubling all keys.
 pub(crate) fn queries_and_keys_have_the_same_product_with_their_gradients(op: Operator) {
-    for_all(32, f32_calls(op), |(shape, storage)| {
+    for_f32_calls(op, 32, |shape, storage, _| {
         let batch = shape.batch();
         let Form { q_heads, kv_heads, head_dim: d, .. } = batch.form;
         for (gradients, sequence) in differentiate(&batch, &storage).0.iter().zip(&batch.sequences) {
@@ -502,7 +495,7 @@ pub(crate) fn queries_and_keys_have_the_same_product_with_their_gradients(op: Op
 }
 
 pub(crate) fn gradients_are_linear_in_the_cotangents(op: Operator) {
-    for_all(24, f32_calls(op), |(shape, storage)| {
+    for_f32_calls(op, 24, |shape, storage, _| {
         let batch = shape.batch();
         let case = GradientCase::store(&batch, &storage, Wanted::ALL);
         let (mut expected, mut sinks) = gradients_of(&case, &batch);

@@ -1,15 +1,10 @@
 //! The operators trust no length, start, padding, page or count that they read (SPEC 2.1).
 
 use super::{Operator, right_and_wrong};
-use crate::support::answers::{IfWrong, Member, members};
-use crate::support::array::{ATTENTION_DTYPES, BF16, F16, F32};
-use crate::support::batch::{Alibi, Dtypes, Shape};
-use crate::support::case::Case;
 use crate::support::cost::{self, Sizes, hostile_starts_cost_no_more};
-use crate::support::random::Random;
-use crate::support::storage::{Layout, Storage};
-use crate::support::strategies::for_all;
-use proptest::prelude::*;
+use crate::support::{
+    ATTENTION_DTYPES, Alibi, BF16, Case, Dtypes, F16, F32, IfWrong, Layout, Member, Random, Shape, Storage, members,
+};
 
 /// Replace a share of the metadata by numbers that a broken program would leave there.
 pub(crate) fn corrupt(case: &mut Case, seed: u64) {
@@ -42,9 +37,9 @@ pub(crate) fn corrupt(case: &mut Case, seed: u64) {
 }
 
 pub(crate) fn random_metadata_does_no_harm_to_the_sequences_whose_own_is_right(op: Operator) {
-    for_all(192, (op.calls(), any::<u64>()), |((shape, storage), seed)| {
+    op.for_calls(192, |shape, storage, random| {
         let mut case = Case::store(op.target(), &shape.batch(), &storage);
-        corrupt(&mut case, seed);
+        corrupt(&mut case, random.next());
         op.call_of(case).check_against(IfWrong::Unspecified);
     });
     // The test means something only if some sequences stay right and some do not.

@@ -9,19 +9,10 @@ pub(crate) mod laws;
 pub(crate) mod metadata;
 mod results;
 
-use crate::support::answers::{IfWrong, members};
-use crate::support::array::{ATTENTION_DTYPES, Array};
-use crate::support::batch::{Batch, Dtypes, Scaled, Shape};
-use crate::support::case::{Case, Target};
-use crate::support::check::{check, check_against, computed};
-use crate::support::gradient_case::{GradientCase, Wanted, check_gradients, check_gradients_against};
-use crate::support::invocation::Invocation;
-use crate::support::named_shapes::{flash_shapes, paged_shapes};
-use crate::support::oracle::Mask;
-use crate::support::steps::Step;
-use crate::support::storage::{Layout, Storage};
-use crate::support::strategies;
-use proptest::prelude::*;
+use crate::support::{
+    ATTENTION_DTYPES, Batch, Case, Checked, Dtypes, GradientCase, Layout, Mask, Random, Scaled, Shape, Step, Storage,
+    Wanted, flash_call, flash_shapes, for_all, members, paged_call, paged_shapes,
+};
 
 /// Functions of these modules as tests of an operator, under their names.
 macro_rules! tests_of {
@@ -46,6 +37,8 @@ pub(crate) enum Operator {
 }
 
 use Operator::{FlashAttnVarlen, FlashAttnVarlenBwd, PagedAttention, PagedAttentionUpdate};
+use std::ops::{Deref, DerefMut};
+use xla_attention::Op;
 
 impl Operator {
     /// Its keys are pages of one layout, its mask is causal.
@@ -54,8 +47,8 @@ impl Operator {
     }
 
     /// The operator whose results it computes, or differentiates.
-    fn target(self) -> Target {
-        if self.is_paged() { Target::PagedAttention } else { Target::FlashAttnVarlen }
+    fn target(self) -> Op {
+        if self.is_paged() { Op::PagedAttention } else { Op::FlashAttnVarlen }
     }
 
     /// Those of 32 and 16 bits come first.
@@ -89,21 +82,28 @@ impl Operator {
         if self.is_paged() { paged_shapes(dtypes) } else { flash_shapes(dtypes) }
     }
 
-    /// Small calls as odd as it allows.
-    pub(crate) fn calls(self) -> BoxedStrategy<(Shape, Storage)> {
+    /// A small call as odd as it allows.
+    fn any_call(self, random: &mut Random) -> (Shape, Storage) {
         match self {
-            FlashAttnVarlen => strategies::flash_calls().boxed(),
-            PagedAttention | PagedAttentionUpdate => strategies::paged_calls().boxed(),
-            FlashAttnVarlenBwd => (strategies::flash_calls(), 8..=256usize, 0..3usize)
-                .prop_map(|((shape, storage), dv, dtype)| {
-                    // Wide values in small numbers: the reference is slow.
-                    let value_dim = Some((dv / shape.heads.0.div_ceil(4)).next_multiple_of(8));
-                    let (dtypes, scales) = (ATTENTION_DTYPES[dtype].into(), [Scaled::No; 3]);
-                    let shape = Shape { dtypes, value_dim, scales, batch_invariant: false, ..shape };
-                    (shape, Storage { layout: Layout::Contiguous, ..storage })
-                })
-                .boxed(),
+            FlashAttnVarlen => flash_call(random),
+            PagedAttention | PagedAttentionUpdate => paged_call(random),
+            FlashAttnVarlenBwd => {
+                let (shape, storage) = flash_call(random);
+                // Wide values in small numbers: the reference is slow.
+                let value_dim = (random.between(8, 256) / shape.heads.0.div_ceil(4)).next_multiple_of(8);
+                let (dtypes, scales) = (random.one_of(&ATTENTION_DTYPES).into(), [Scaled::No; 3]);
+                let shape = Shape { dtypes, value_dim: Some(value_dim), scales, batch_invariant: false, ..shape };
+                (shape, Storage { layout: Layout::Contiguous, ..storage })
+            }
         }
+    }
+
+    /// `check` holds for such calls.
+    pub(crate) fn for_calls(self, count: u64, check: impl Fn(Shape, Storage, &mut Random)) {
+        for_all(count, &|random| {
+            let (shape, storage) = self.any_call(random);
+            check(shape, storage, random);
+        });
     }
 
     /// `batch` as `storage` says; the seed of that decides which gradients are wanted.
@@ -144,59 +144,25 @@ impl From<GradientCase> for Call {
     }
 }
 
-impl Call {
-    fn case(&self) -> &Case {
+impl Deref for Call {
+    type Target = dyn Checked;
+
+    fn deref(&self) -> &Self::Target {
         match self {
-            Self::Forward(case) => case,
-            Self::Backward(gradients) => &gradients.forward,
-            Self::Update(step) => &step.case,
+            Self::Forward(case) => &**case,
+            Self::Backward(gradients) => &**gradients,
+            Self::Update(step) => &**step,
         }
     }
+}
 
-    /// With a name, to be found by when it fails.
-    pub(crate) fn named(mut self, name: &str) -> Self {
-        let case = match &mut self {
-            Self::Forward(case) => case,
-            Self::Backward(gradients) => &mut gradients.forward,
-            Self::Update(step) => &mut step.case,
-        };
-        case.name = format!("{name}: {}", case.name);
-        self
-    }
-
-    pub(crate) fn invocation(&self) -> Invocation {
+impl DerefMut for Call {
+    fn deref_mut(&mut self) -> &mut Self::Target {
         match self {
-            Self::Forward(case) => case.invocation(),
-            Self::Backward(gradients) => gradients.invocation(),
-            Self::Update(step) => step.invocation(true),
+            Self::Forward(case) => &mut **case,
+            Self::Backward(gradients) => &mut **gradients,
+            Self::Update(step) => &mut **step,
         }
-    }
-
-    /// Results without the workspace.
-    fn computed<'a>(&self, results: &'a [Array]) -> &'a [Array] {
-        match self {
-            Self::Forward(case) => computed(case, results),
-            Self::Backward(gradients) => gradients.computed(results),
-            Self::Update(step) => step.computed(results),
-        }
-    }
-
-    /// The results are what the reference allows, from run to run; gives them.
-    pub(crate) fn check(&self) -> Vec<Array> {
-        match self {
-            Self::Forward(case) => check(case),
-            Self::Backward(gradients) => check_gradients(gradients),
-            Self::Update(step) => step.check(),
-        }
-    }
-
-    /// The same for sequences whose metadata is wrong.
-    fn check_against(&self, if_wrong: IfWrong) {
-        match self {
-            Self::Forward(case) => check_against(case, if_wrong),
-            Self::Backward(gradients) => check_gradients_against(gradients, if_wrong),
-            Self::Update(_) => panic!("the rows that an update stores follow from its metadata"),
-        };
     }
 }
 

@@ -1,20 +1,14 @@
 //! Results cut into sequences, for laws that hold between two calls.
 
 use super::Operator;
-use crate::support::answers::distance;
-use crate::support::array::Array;
-use crate::support::batch::{Batch, SequenceData};
-use crate::support::case::Case;
-use crate::support::gradient_case::{GradientCase, Wanted};
-use crate::support::guard::Side;
-use crate::support::storage::Storage;
+use crate::support::{Array, Batch, Case, GradientCase, SequenceData, Side, Storage, Wanted, distance};
 
 /// The rows of one sequence.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Rows {
     /// `[len_q, Hq, Dv]`
     pub(crate) out: Vec<f64>,
-    bits: Vec<u8>,
+    pub(crate) bits: Vec<u8>,
     /// `[Hq][len_q]`
     pub(crate) lse: Vec<Vec<f64>>,
 }

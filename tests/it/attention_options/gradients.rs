@@ -1,9 +1,8 @@
 //! The reference itself: its gradients are the slopes of what the reference of the forward pass gives.
 
-use crate::support::array::{F16, F32};
-use crate::support::gradients::{OneHead, differentiate, differentiate_naively};
-use crate::support::oracle::{Mask, Row, Score, attend};
-use crate::support::random::Random;
+use crate::support::{
+    F16, F32, Head, Mask, Numbers, Random, Results, Score, attend, differentiate, differentiate_naively,
+};
 
 const LEN_Q: usize = 4;
 const LEN_K: usize = 5;
@@ -18,19 +17,28 @@ fn row(x: &[f64], part: usize, i: usize, d: usize) -> &[f64] {
     &x[PARTS[part] + i * d..][..d]
 }
 
+/// The head of these numbers.
+fn head(x: &[f64], leftpad: usize) -> Head<'_> {
+    let of = |part, d| Box::new(move |i| row(x, part, i, d));
+    let (query, key, value) = (of(0, D), of(1, D), of(2, DV));
+    Head { len_q: LEN_Q, len_k: LEN_K, leftpad, dims: [D, DV], query, key, value }
+}
+
 /// `sum out * dout + sum lse * dlse` as a function of queries, keys, values and sink.
 fn weighed(x: &[f64], score: &Score, leftpad: usize, dout: &[f64], dlse: &[f64]) -> f64 {
-    let (key, value) = (|j| row(x, 1, j, D), |j| row(x, 2, j, DV));
     let score = Score { sink: score.sink.map(|_| x[PARTS[3]] as f32), ..*score };
     let of_row = |i: usize| {
-        let query = row(x, 0, i, D);
-        let (len_q, len_k) = (LEN_Q, LEN_K);
-        let row = Row { i, len_q, len_k, leftpad, query, key: &key, value: &value, value_dim: DV };
-        let found = attend(&row, &score);
+        let found = attend(&head(x, leftpad), i, &score);
         let out: f64 = found.out.iter().zip(&dout[i * DV..]).map(|(o, d)| o * d).sum();
         out + if found.lse.is_finite() { found.lse * dlse[i] } else { 0.0 }
     };
     (0..LEN_Q).map(of_row).sum()
+}
+
+/// The rows of `out` and of their cotangents.
+fn results<'a>(out: &'a [f64], dout: &'a [f64], dlse: &'a [f64]) -> Results<'a> {
+    let rows = |all: &'a [f64]| Box::new(move |i: usize| &all[i * DV..][..DV]);
+    Results { out: rows(out), dout: rows(dout), dlse: Box::new(|i| dlse[i]) }
 }
 
 #[test]
@@ -54,22 +62,7 @@ fn gradients_are_the_slopes_of_the_forward_reference() {
         x[PARTS[3]] = f64::from(score.sink.unwrap_or(0.0));
         let dout: Vec<f64> = (0..LEN_Q * DV).map(|_| random.normal()).collect();
         let dlse: Vec<f64> = (0..LEN_Q).map(|_| random.normal()).collect();
-        let (query, key, value) = (|i| row(&x, 0, i, D), |j| row(&x, 1, j, D), |j| row(&x, 2, j, DV));
-        let (of_out, of_lse) = (|i: usize| &dout[i * DV..][..DV], |i: usize| dlse[i]);
-        let head = OneHead {
-            len_q: LEN_Q,
-            len_k: LEN_K,
-            leftpad,
-            head_dim: D,
-            value_dim: DV,
-            query: &query,
-            key: &key,
-            value: &value,
-            out: &of_out,
-            dout: &of_out,
-            dlse: &of_lse,
-        };
-        let found = differentiate(&head, score);
+        let found = differentiate(&head(&x, leftpad), &results(&dout, &dout, &dlse), score);
         let found: Vec<f64> = [found.dq, found.dk, found.dv, vec![found.dsink]].concat();
         for (at, found) in found.iter().enumerate() {
             let step = 2f64.powi(if at == PARTS[3] { -12 } else { -16 });
@@ -88,40 +81,17 @@ fn gradients_are_the_slopes_of_the_forward_reference() {
 fn the_naive_formula_is_the_same_but_for_rounding() {
     let mut random = Random::new(3);
     let mut numbers = |count: usize| -> Vec<f64> { (0..count).map(|_| F16.round(random.normal())).collect() };
-    let (q, k, v, dout, dlse) = (numbers(8), numbers(12), numbers(12), numbers(8), numbers(4));
-    let (of_q, of_k, of_v) = (|i| row_of(&q, i), |i| row_of(&k, i), |i| row_of(&v, i));
-    let mask = Mask::window(3, 1);
+    let (x, dout, dlse) = (numbers(PARTS[3]), numbers(LEN_Q * DV), numbers(LEN_Q));
+    let (head, mask) = (head(&x, 1), Mask::window(3, 1));
     let score = Score { scales: [0.5, 1.0, 1.0], softcap: 2.0, slope: Some(0.25), sink: Some(0.5), v_scale: 1.0, mask };
-    let (len_q, len_k) = (4, 6);
-    let out: Vec<f64> = (0..len_q)
-        .flat_map(|i| {
-            let row = Row { i, len_q, len_k, leftpad: 1, query: of_q(i), key: &of_k, value: &of_v, value_dim: 2 };
-            attend(&row, &score).out
-        })
-        .collect();
-    let head = OneHead {
-        len_q,
-        len_k,
-        leftpad: 1,
-        head_dim: 2,
-        value_dim: 2,
-        query: &of_q,
-        key: &of_k,
-        value: &of_v,
-        out: &|i| row_of(&out, i),
-        dout: &|i| row_of(&dout, i),
-        dlse: &|i| dlse[i],
-    };
-    let exact = differentiate(&head, &score);
+    let out: Vec<f64> = (0..LEN_Q).flat_map(|i| attend(&head, i, &score).out).collect();
+    let of = results(&out, &dout, &dlse);
+    let exact = differentiate(&head, &of, &score);
     for (dtype, most) in [(F32, 1e-5), (F16, 1e-2)] {
-        let naive = differentiate_naively(&head, &score, dtype);
+        let naive = differentiate_naively(&head, &of, &score, dtype);
         let pairs = [(&naive.dq, &exact.dq), (&naive.dk, &exact.dk), (&naive.dv, &exact.dv)];
         let off = pairs.iter().flat_map(|(a, b)| a.iter().zip(*b)).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
         let off = off.max((naive.dsink - exact.dsink).abs());
         assert!(off < most && (dtype == F32 || off > 1e-5), "{dtype:?}: off by {off:e}");
     }
-}
-
-fn row_of(x: &[f64], i: usize) -> &[f64] {
-    &x[2 * i..][..2]
 }

@@ -1,18 +1,17 @@
 //! Every pair of options that SPEC allows, against the reference.
 
-use crate::support::case::{Case, Target};
-use crate::support::check::check_named;
-use crate::support::option_pairs::Options;
-use crate::support::pairwise::{cover, holds, pairs};
-use crate::support::steps::Step;
+use crate::support::{Case, Checked, Options, Random, Step, check_named, cover, for_all, holds, pairs};
+use std::cell::Cell;
 use std::collections::BTreeSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use xla_attention::Op;
 
 #[test]
 fn every_pair_of_options_agrees_with_the_reference() {
     for (index, (target, shape, storage, _)) in Options::ATTENTION.calls().into_iter().enumerate() {
         let batch = shape.batch();
-        check_named(&format!("pairwise {index}"), Case::store(target, &batch, &storage));
-        if target == Target::PagedAttention {
+        check_named(&format!("pairwise {index}"), &mut Case::store(target, &batch, &storage));
+        if target == Op::PagedAttention {
             Step::new(&batch, &storage).check();
         }
     }
@@ -44,4 +43,18 @@ fn a_covering_set_leaves_out_what_is_excluded_and_nothing_else() {
     assert_eq!(found, pairs(&sizes, &excluded).into_iter().collect());
     assert_eq!(found.len(), 2 * 3 + 2 * 4 + 2 * 2 + 3 * 4 + 3 * 2 + 4 * 2 - 1);
     assert!((12..20).contains(&rows.len()), "{} rows", rows.len());
+}
+
+#[test]
+fn a_case_that_fails_is_shrunk_to_the_smallest_that_does() {
+    let failed = Cell::new((0, 0));
+    let property = |random: &mut Random| {
+        let choices = (random.below(1000), random.between(3, 99));
+        if choices.0 >= 7 && choices.1 > 4 {
+            failed.set(choices);
+            panic!("wrong");
+        }
+    };
+    assert!(catch_unwind(AssertUnwindSafe(|| for_all(100, &property))).is_err());
+    assert_eq!(failed.get(), (7, 5));
 }

@@ -1,9 +1,8 @@
 //! The reference against numbers worked out by hand.
 
-use crate::support::answers::{distance, lse_tolerance};
-use crate::support::array::{BF16, F16, F32};
-use crate::support::oracle::{Mask, Row, RowAnswer, Score, attend, attend_naively};
-use crate::support::random::Random;
+use crate::support::{
+    BF16, F16, F32, Head, Mask, Numbers, Random, RowAnswer, Score, attend, attend_naively, distance, lse_tolerance,
+};
 
 /// Whether each of `len_q` rows sees each of `len_k` keys.
 fn seen(mask: Mask, len_q: usize, len_k: usize, leftpad: usize) -> Vec<String> {
@@ -43,11 +42,17 @@ fn masks_show_what_spec_says() {
 
 const PLAIN: Score = Score { scales: [1.0; 3], softcap: 0.0, slope: None, sink: None, v_scale: 1.0, mask: Mask::FULL };
 
+/// So many equal queries over keys and values of as many numbers.
+fn head<'a>(len_q: usize, leftpad: usize, query: &'a [f64], k: &'a [f64], v: &'a [f64]) -> Head<'a> {
+    let d = query.len();
+    let rows = |x: &'a [f64]| Box::new(move |j: usize| &x[j * d..][..d]);
+    let query = Box::new(move |_| query);
+    Head { len_q, len_k: k.len() / d, leftpad, dims: [d; 2], query, key: rows(k), value: rows(v) }
+}
+
 /// Attention of the last of `len_q` rows over keys and values of one number each.
 fn last_of(len_q: usize, q: f64, k: &[f64], v: &[f64], score: Score) -> RowAnswer {
-    let (query, key, value) = ([q], |j: usize| &k[j..=j], |j: usize| &v[j..=j]);
-    let (i, len_k) = (len_q - 1, k.len());
-    attend(&Row { i, len_q, len_k, leftpad: 0, query: &query, key: &key, value: &value, value_dim: 1 }, &score)
+    attend(&head(len_q, 0, &[q], k, v), len_q - 1, &score)
 }
 
 fn is(found: &RowAnswer, out: f64, lse: f64) {
@@ -109,15 +114,13 @@ fn a_sink_is_a_column_of_value_0_neither_scaled_nor_capped() {
 #[test]
 fn a_row_that_sees_nothing_is_0_and_its_lse_the_sink() {
     let causal = Score { mask: Mask::CAUSAL, ..PLAIN };
-    let (query, key, value) = ([1.0], |_: usize| -> &[f64] { &[1.0] }, |_: usize| -> &[f64] { &[1.0] });
-    let row = Row { i: 0, len_q: 2, len_k: 1, leftpad: 0, query: &query, key: &key, value: &value, value_dim: 1 };
+    let (ones, padded) = (head(2, 0, &[1.0], &[1.0], &[1.0]), head(2, 1, &[1.0], &[1.0], &[1.0]));
     let nothing = RowAnswer { out: vec![0.0], lse: f64::NEG_INFINITY, sees_a_key: false };
-    assert_eq!(attend(&row, &causal), nothing);
-    assert_eq!(attend_naively(&row, &causal, F16), nothing);
+    assert_eq!(attend(&ones, 0, &causal), nothing);
+    assert_eq!(attend_naively(&ones, 0, &causal, F16), nothing);
     let sink = Score { sink: Some(2.5), ..causal };
-    assert_eq!(attend(&row, &sink), RowAnswer { lse: 2.5, ..nothing.clone() });
-    let padded = Row { i: 1, leftpad: 1, ..row };
-    assert_eq!(attend(&padded, &causal), nothing);
+    assert_eq!(attend(&ones, 0, &sink), RowAnswer { lse: 2.5, ..nothing.clone() });
+    assert_eq!(attend(&padded, 1, &causal), nothing);
 }
 
 #[test]
@@ -126,8 +129,7 @@ fn the_naive_formula_is_off_by_the_rounding_of_its_type() {
     let d = 32;
     let mut draw = |rows: usize| -> Vec<f64> { (0..rows * d).map(|_| BF16.round(random.normal())).collect() };
     let (query, k, v) = (draw(1), draw(50), draw(50));
-    let (key, value) = (|j: usize| &k[j * d..][..d], |j: usize| &v[j * d..][..d]);
-    let row = Row { i: 0, len_q: 1, len_k: 50, leftpad: 3, query: &query, key: &key, value: &value, value_dim: d };
+    let head = head(1, 3, &query, &k, &v);
     let options = Score {
         scales: [0.2, 0.5, 1.5],
         softcap: 3.0,
@@ -137,9 +139,9 @@ fn the_naive_formula_is_off_by_the_rounding_of_its_type() {
         mask: Mask::window(40, -1),
     };
     for score in [PLAIN, options] {
-        let exact = attend(&row, &score);
+        let exact = attend(&head, 0, &score);
         for (dtype, least, most) in [(F32, 0.0, 3e-6), (F16, 3e-6, 1e-2), (BF16, 3e-4, 1e-1)] {
-            let naive = attend_naively(&row, &score, dtype);
+            let naive = attend_naively(&head, 0, &score, dtype);
             let off = distance(&naive.out, &exact.out);
             assert!((least..most).contains(&off), "{dtype:?} is off by {off:e}");
             assert!((naive.lse - exact.lse).abs() < most, "{dtype:?}");
@@ -149,14 +151,12 @@ fn the_naive_formula_is_off_by_the_rounding_of_its_type() {
 
 #[test]
 fn the_naive_formula_survives_scores_that_overflow_its_type() {
-    let (query, k, v) = ([300.0], [300.0, 299.0], [1.0, 0.3]);
-    let (key, value) = (|j: usize| &k[j..=j], |j: usize| &v[j..=j]);
-    let row = Row { i: 0, len_q: 1, len_k: 2, leftpad: 0, query: &query, key: &key, value: &value, value_dim: 1 };
+    let (k, v) = ([300.0, 299.0], [1.0, 0.3]);
     // A score of 90000 is infinite in f16; its own rounding of the output is what is left.
-    let naive = attend_naively(&row, &PLAIN, F16);
+    let naive = attend_naively(&head(1, 0, &[300.0], &k, &v), 0, &PLAIN, F16);
     assert_eq!((naive.out[0], naive.lse), (1.0, 90000.0));
-    let second = Row { key: &|j| &k[1 - j..][..1], ..row };
-    assert_eq!(attend_naively(&second, &PLAIN, F16).out, [F16.round(0.3)]);
+    let second = head(1, 0, &[300.0], &[299.0, 300.0], &v);
+    assert_eq!(attend_naively(&second, 0, &PLAIN, F16).out, [F16.round(0.3)]);
 }
 
 #[test]

@@ -1,29 +1,26 @@
 //! What a case says of the batch that was stored in it: nothing is lost on the way, and nothing else comes in.
 
-use crate::support::answers::{IfWrong, answers, members};
-use crate::support::array::{Array, F32};
-use crate::support::batch::{Alibi, Batch, Dtypes, Scaled, SequenceData, Shape};
-use crate::support::case::{Case, Target};
-use crate::support::oracle::{Mask, Row, RowAnswer, Score, attend};
-use crate::support::storage::{Layout, Place, Storage};
+use crate::support::{
+    Alibi, Array, Batch, Case, Dtypes, F32, Head, IfWrong, Layout, Mask, Place, RowAnswer, Scaled, Score, SequenceData,
+    Shape, Storage, answers, attend, members,
+};
 use std::collections::BTreeSet;
+use xla_attention::Op;
 
 /// Attention straight from the batch.
 fn expected(batch: &Batch, sequence: &SequenceData, i: usize, head: usize) -> RowAnswer {
     let form = &batch.form;
     let (heads, kv_heads, d, dv) = (form.q_heads, form.kv_heads, form.head_dim, form.value_dim);
     let kv_head = head * kv_heads / heads;
-    let key = |j: usize| &sequence.k[(j * kv_heads + kv_head) * d..][..d];
-    let value = |j: usize| &sequence.v[(j * kv_heads + kv_head) * dv..][..dv];
-    let row = Row {
-        i,
-        len_q: sequence.len_q,
-        len_k: sequence.len_k,
-        leftpad: sequence.leftpad,
-        query: &sequence.q[(i * heads + head) * d..][..d],
-        key: &key,
-        value: &value,
-        value_dim: dv,
+    let &SequenceData { len_q, len_k, leftpad, .. } = sequence;
+    let of_head = Head {
+        len_q,
+        len_k,
+        leftpad,
+        dims: [d, dv],
+        query: Box::new(|i| &sequence.q[(i * heads + head) * d..][..d]),
+        key: Box::new(|j| &sequence.k[(j * kv_heads + kv_head) * d..][..d]),
+        value: Box::new(|j| &sequence.v[(j * kv_heads + kv_head) * dv..][..dv]),
     };
     let of = |scale: &Option<Vec<f32>>| match scale.as_deref() {
         None => 1.0,
@@ -38,7 +35,7 @@ fn expected(batch: &Batch, sequence: &SequenceData, i: usize, head: usize) -> Ro
         v_scale: of(&form.v_scale),
         mask: form.mask,
     };
-    attend(&row, &score)
+    attend(&of_head, i, &score)
 }
 
 #[test]
@@ -109,7 +106,7 @@ fn every_row_of_a_layout_has_a_place_of_its_own() {
 }
 
 /// A small call without any option.
-fn small(target: Target, layout: Layout, seqused_k: bool) -> Case {
+fn small(target: Op, layout: Layout, seqused_k: bool) -> Case {
     let shape = Shape { heads: (1, 1), head_dim: 8, lengths: vec![(2, 6), (3, 4)], ..Shape::default() };
     let storage = Storage { seqused_k, ..Storage::paged(layout, 2).bare() };
     Case::store(target, &shape.batch(), &storage)
@@ -122,7 +119,7 @@ fn lengths(case: &Case) -> Vec<(usize, usize, usize, bool)> {
 #[test]
 fn metadata_is_clamped_as_spec_says() {
     let right = vec![(0, 2, 6, true), (2, 3, 4, true)];
-    let mut case = small(Target::PagedAttention, Layout::Interleaved, true);
+    let mut case = small(Op::PagedAttention, Layout::Interleaved, true);
     assert_eq!(lengths(&case), right);
     for (num_seqs, sequences) in [(-3, 0), (i32::MIN, 0), (0, 0), (1, 1), (2, 2), (3, 2), (i32::MAX, 2)] {
         case.num_seqs = num_seqs;
@@ -132,7 +129,7 @@ fn metadata_is_clamped_as_spec_says() {
     case.seqused_k = Some(vec![7, -1]);
     assert_eq!(lengths(&case), [(0, 2, 6, false), (2, 3, 0, false)]);
 
-    let mut case = small(Target::FlashAttnVarlen, Layout::Split, false);
+    let mut case = small(Op::FlashAttnVarlen, Layout::Split, false);
     assert_eq!(lengths(&case), right);
     case.cu_seqlens_k = vec![i32::MIN, i32::MAX, 0];
     assert_eq!(lengths(&case), [(0, 2, 6, false), (2, 3, 0, false)]);
@@ -141,7 +138,7 @@ fn metadata_is_clamped_as_spec_says() {
     case.cu_seqlens_q = vec![4, 1, 5];
     assert_eq!(lengths(&case), [(4, 0, 6, false), (4, 1, 0, false)]);
 
-    let mut case = small(Target::FlashAttnVarlen, Layout::Contiguous, false);
+    let mut case = small(Op::FlashAttnVarlen, Layout::Contiguous, false);
     case.seqused_k = Some(vec![99, 4]);
     case.seqused_q = Some(vec![1, 99]);
     assert_eq!(lengths(&case), [(0, 1, 6, true), (2, 3, 4, true)]);

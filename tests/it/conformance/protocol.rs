@@ -1,20 +1,13 @@
 //! What XLA and the handlers say to each other beside calls: metadata, stages, threads.
 
-use crate::support::answers::{IfWrong, answers, assert_allowed};
-use crate::support::array::{Array, F32, I32};
-use crate::support::batch::Shape;
 use crate::support::c_structs::FRAME_STRUCT_SIZE;
-use crate::support::case::Case;
 use crate::support::conformance::tables;
-use crate::support::frame::{
-    CPU, CUDA, Frame, Handler, HandlerMetadata, INVALID_ARGUMENT, MetadataRequest, Refusal, Stage, handler_sets,
+use crate::support::right_calls;
+use crate::support::{
+    Array, CPU, CUDA, Case, Frame, Handler, HandlerMetadata, I32, INVALID_ARGUMENT, IfWrong, Inline, Invocation, Late,
+    MetadataRequest, Refusal, Shape, Side, Stage, Storage, Threads, addition, answers, assert_allowed, handler_sets,
     request_metadata,
 };
-use crate::support::guard::Side;
-use crate::support::invocation::Invocation;
-use crate::support::pools::{Inline, Late, Threads};
-use crate::support::right_calls;
-use crate::support::storage::Storage;
 use std::collections::BTreeSet;
 use std::ffi::CStr;
 
@@ -174,11 +167,8 @@ fn many_threads_may_call_at_once_with_one_pool() {
     let answers = answers(&case, IfWrong::Unspecified);
     let attention = case.invocation();
     let expected = on_cpu(&attention).unwrap();
-    let add = Invocation::new("xla_gpu_simple_add")
-        .operand("a", Array::new(F32, &[70_000], &vec![1.5; 70_000]))
-        .operand("b", Array::new(F32, &[70_000], &vec![2.0; 70_000]))
-        .result("out", F32, &[70_000]);
-    let sums = Array::new(F32, &[70_000], &vec![3.5; 70_000]);
+    let [a, b, sums] = [1.5, 2.0, 3.5].map(|x| Array::f32s(&[70_000], &vec![x; 70_000]));
+    let add = addition(a, b);
     let pool = Threads::new(2);
     std::thread::scope(|scope| {
         for _ in 0..8 {

@@ -5,10 +5,9 @@ use super::complaint;
 use super::protocol::{Registered, handlers};
 use crate::support::c_structs::MetadataExtension;
 use crate::support::conformance::{cases, tables};
-use crate::support::frame::{
-    CPU, HandlerSet, INVALID_ARGUMENT, MetadataRequest, OtherApi, Refusal, Stage, handler_sets, request_metadata,
+use crate::support::{
+    CPU, HandlerSet, INVALID_ARGUMENT, MetadataRequest, OtherApi, Refusal, Side, Stage, handler_sets, request_metadata,
 };
-use crate::support::guard::Side;
 use std::mem::size_of;
 
 /// Entries of the host's table: jaxlib 0.5.0, the oldest that JAX's front-end takes, ends before `RunId_Get`; 0.10.2

@@ -1,16 +1,13 @@
 //! Makes the calls of the other tests through the safe functions.
 
-use crate::support::array::Array;
-use crate::support::guard::{Guarded, Side};
-use crate::support::invocation::{Attr, Invocation, POISON};
+use crate::support::{Array, Attr, Guarded, Invocation, Placed, Side};
 use xla_attention::{
-    AttentionResults, AttentionState, DType, FlashAttnVarlenBwdInputs, FlashAttnVarlenBwdOptions,
-    FlashAttnVarlenBwdResults, FlashAttnVarlenInputs, FlashAttnVarlenOptions, GatherKvCacheInputs,
-    GatherKvCacheOptions, GatherKvCacheResults, Host, Kv, KvCacheUpdateInputs, KvCacheUpdateOptions, Memory, On,
-    PagedAttentionInputs, PagedAttentionOptions, PagedAttentionUpdateInputs, Result, RopeKvCacheUpdateInputs,
-    RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults, TensorMut, TensorRef, flash_attn_varlen, flash_attn_varlen_bwd,
-    gather_kv_cache, kv_cache_update, merge_attention_states, paged_attention, paged_attention_update,
-    rope_kv_cache_update, simple_add,
+    AttentionResults, AttentionState, FlashAttnVarlenBwdInputs, FlashAttnVarlenBwdOptions, FlashAttnVarlenBwdResults,
+    FlashAttnVarlenInputs, FlashAttnVarlenOptions, GatherKvCacheInputs, GatherKvCacheOptions, GatherKvCacheResults,
+    Host, Kv, KvCacheUpdateInputs, KvCacheUpdateOptions, Memory, On, PagedAttentionInputs, PagedAttentionOptions,
+    PagedAttentionUpdateInputs, Result, RopeKvCacheUpdateInputs, RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults,
+    TensorMut, TensorRef, flash_attn_varlen, flash_attn_varlen_bwd, gather_kv_cache, kv_cache_update,
+    merge_attention_states, paged_attention, paged_attention_update, rope_kv_cache_update, simple_add,
 };
 
 /// The results of a call that has to succeed, where the environment wants it run.
@@ -24,31 +21,19 @@ pub(crate) fn results(call: &Invocation) -> Vec<Array> {
 
 /// The results of a call on the CPU, every buffer against a guard page.
 pub(crate) fn on_cpu(call: &Invocation, on: On<Host>) -> Result<Vec<Array>> {
-    let place = |name: &str, array: &Array| Guarded::new(name, Side::EndsAtGuard, &array.bytes);
-    let operands: Vec<Guarded> = call.operands.iter().map(|(name, array)| place(name, array)).collect();
-    let own: Vec<Guarded> = empty_results(call).iter().map(|array| place("result", array)).collect();
-    let memory = |index: usize| call.results[index].alias.map_or(&own[index], |operand| &operands[operand]);
-    let operand = |index: usize| {
-        let (data, (_, array)) = (operands[index].data(), &call.operands[index]);
-        // SAFETY: so many bytes, which live as long as the buffers; those of a result are no operand of a function.
-        let bytes = unsafe { std::slice::from_raw_parts(data, array.bytes.len()) };
-        TensorRef::from_bytes(bytes, DType(array.dtype.0), &shape(&array.dims))
+    let placed: Placed<Guarded> = call.guarded(Side::EndsAtGuard);
+    // SAFETY: so many bytes, which live as long as the buffers; those of a result are no operand of a function.
+    let operand = |index: usize, array: &Array| unsafe {
+        let bytes = std::slice::from_raw_parts(placed.operand(index).data(), array.bytes.len());
+        TensorRef::from_bytes(bytes, array.dtype, &shape(&array.dims))
     };
-    let result = |index: usize| {
-        let (data, result) = (memory(index).data(), &call.results[index]);
-        // SAFETY: as above; nobody else uses them.
-        let bytes = unsafe { std::slice::from_raw_parts_mut(data, memory(index).bytes().len()) };
-        TensorMut::from_bytes(bytes, DType(result.dtype.0), &shape(&result.dims))
+    // SAFETY: as above; nobody else uses them.
+    let result = |index: usize, array: &Array| unsafe {
+        let bytes = std::slice::from_raw_parts_mut(placed.result(index).data(), array.bytes.len());
+        TensorMut::from_bytes(bytes, array.dtype, &shape(&array.dims))
     };
     run(&Tensors { call, operand: &operand, result: &result }, on)?;
-    operands.iter().chain(&own).for_each(Guarded::assert_slack_untouched);
-    let found = empty_results(call).into_iter().enumerate();
-    Ok(found.map(|(index, array)| Array { bytes: memory(index).bytes(), ..array }).collect())
-}
-
-/// The results before the call, full of NaN, as if each had memory of its own.
-fn empty_results(call: &Invocation) -> Vec<Array> {
-    call.results.iter().map(|result| Array::filled(result.dtype, &result.dims, POISON)).collect()
+    Ok(placed.results())
 }
 
 fn shape(dims: &[i64]) -> Vec<usize> {
@@ -57,95 +42,113 @@ fn shape(dims: &[i64]) -> Vec<usize> {
 
 #[cfg(feature = "cuda")]
 mod gpu {
-    use super::{DType, Invocation, On, TensorMut, TensorRef, Tensors, empty_results, run, shape};
-    use crate::support::array::Array;
-    use crate::support::device::{Around, Gpu, Memory};
+    use super::{Array, Invocation, On, TensorMut, TensorRef, Tensors, run, shape};
+    use crate::support::PlacedMemory as _;
+    use crate::support::device::{Around, Gpu};
     use xla_attention::Stream;
 
     /// The results of a call on the GPU, every buffer between redzones.
     pub(super) fn results(call: &Invocation, gpu: &Gpu) -> Vec<Array> {
-        let place = |array: &Array| Memory::place(gpu, array.clone(), Around::Redzones);
-        let operands: Vec<Memory> = call.operands.iter().map(|(_, array)| place(array)).collect();
-        let own: Vec<Memory> = empty_results(call).iter().map(place).collect();
-        let memory = |index: usize| call.results[index].alias.map_or(&own[index], |operand| &operands[operand]);
+        let placed = call.on_gpu(gpu, Around::Redzones);
+        let address = |data: *mut u8, array: &Array| (data as usize, array.bytes.len(), array.dtype);
         // SAFETY: so many bytes each, which are freed after `finish`; those of a result are no operand of a function.
-        let operand = |index: usize| unsafe {
-            let array = &operands[index].array;
-            let dtype = DType(array.dtype.0);
-            TensorRef::from_device(operands[index].address(), array.bytes.len(), dtype, &shape(&array.dims))
+        let operand = |index: usize, array: &Array| unsafe {
+            let (address, bytes, dtype) = address(placed.operand(index).data(), array);
+            TensorRef::from_device(address, bytes, dtype, &shape(&array.dims))
         };
         // SAFETY: as above; nobody else uses them.
-        let result = |index: usize| unsafe {
-            let array = &memory(index).array;
-            let dtype = DType(array.dtype.0);
-            TensorMut::from_device(memory(index).address(), array.bytes.len(), dtype, &shape(&array.dims))
+        let result = |index: usize, array: &Array| unsafe {
+            let (address, bytes, dtype) = address(placed.result(index).data(), array);
+            TensorMut::from_device(address, bytes, dtype, &shape(&array.dims))
         };
         // SAFETY: a stream of this thread's context.
         let on = unsafe { On::stream(Stream(gpu.stream as usize)) };
         run(&Tensors { call, operand: &operand, result: &result }, on).unwrap();
         gpu.finish();
-        (0..own.len()).map(|index| memory(index).read(call.results[index].name)).collect()
+        placed.results()
     }
 }
 
-/// The tensors of a call, by their place in it.
+/// The tensors of a call, made of their place in it and what they are.
 struct Tensors<'a, M> {
     call: &'a Invocation,
-    operand: &'a dyn Fn(usize) -> TensorRef<'a, M>,
-    result: &'a dyn Fn(usize) -> TensorMut<'a, M>,
+    operand: &'a dyn Fn(usize, &Array) -> TensorRef<'a, M>,
+    result: &'a dyn Fn(usize, &Array) -> TensorMut<'a, M>,
 }
 
-impl<'a, M> Tensors<'a, M> {
-    /// An operand, unless it was left out.
-    fn optional(&self, name: &str) -> Option<TensorRef<'a, M>> {
-        let index = self.call.operands.iter().position(|(of, array)| *of == name && array.dims != [0]);
-        index.map(self.operand)
-    }
+/// What a function takes under a name: of each type the part of the call that has the name.
+trait Named<'a, M>: Sized {
+    fn of(call: &Tensors<'a, M>, name: &str) -> Self;
+}
 
-    fn operand(&self, name: &str) -> TensorRef<'a, M> {
-        let index = self.call.operands.iter().position(|(of, _)| *of == name);
-        (self.operand)(index.unwrap_or_else(|| panic!("{} has no {name}", self.call.target)))
+impl<'a, M> Named<'a, M> for Option<TensorRef<'a, M>> {
+    fn of(Tensors { call, operand, .. }: &Tensors<'a, M>, name: &str) -> Self {
+        let given = call.operands.iter().position(|(of, array)| *of == name && array.dims != [0]);
+        given.map(|index| operand(index, &call.operands[index].1))
     }
+}
 
-    fn optional_result(&self, name: &str) -> Option<TensorMut<'a, M>> {
-        let index = self.call.results.iter().position(|of| of.name == name && of.dims != [0]);
-        index.map(self.result)
+impl<'a, M> Named<'a, M> for TensorRef<'a, M> {
+    /// A required one may be empty.
+    fn of(Tensors { call, operand, .. }: &Tensors<'a, M>, name: &str) -> Self {
+        let index = call.operands.iter().position(|(of, _)| *of == name);
+        let index = index.unwrap_or_else(|| panic!("{} has no {name}", call.target));
+        operand(index, &call.operands[index].1)
     }
+}
 
-    fn result(&self, name: &str) -> TensorMut<'a, M> {
-        self.optional_result(name).unwrap()
+impl<'a, M> Named<'a, M> for Option<TensorMut<'a, M>> {
+    fn of(Tensors { call, result, .. }: &Tensors<'a, M>, name: &str) -> Self {
+        let index = call.results.iter().position(|of| of.name == name && of.dims != [0])?;
+        Some(result(index, &Array::filled(call.results[index].dtype, &call.results[index].dims, 0)))
     }
+}
 
-    fn attribute(&self, name: &str) -> &Attr {
-        &self.call.attributes.iter().find(|(of, _)| *of == name).unwrap().1
+impl<'a, M> Named<'a, M> for TensorMut<'a, M> {
+    fn of(call: &Tensors<'a, M>, name: &str) -> Self {
+        Option::of(call, name).unwrap()
     }
+}
 
-    fn flag(&self, name: &str) -> bool {
-        *self.attribute(name) == Attr::Bool(true)
-    }
+/// Attributes; an integer that is negative is none.
+macro_rules! attributes {
+    ($($type:ty: $pattern:pat => $value:expr),*) => {
+        $(impl<'a, M> Named<'a, M> for $type {
+            fn of(of: &Tensors<'a, M>, name: &str) -> Self {
+                match of.call.attributes.iter().find(|(of, _)| *of == name).unwrap().1 {
+                    $pattern => $value,
+                    ref other => panic!("{name} is {other:?}"),
+                }
+            }
+        })*
+    };
+}
+attributes! {
+    bool: Attr::Bool(value) => value,
+    f32: Attr::F32(value) => value,
+    Option<f32>: Attr::F32(value) => Some(value),
+    Option<usize>: Attr::I64(value) => usize::try_from(value).ok()
+}
 
-    fn real(&self, name: &str) -> f32 {
-        if let Attr::F32(value) = self.attribute(name) { *value } else { panic!("{name} is no f32") }
-    }
-
-    /// What is not negative.
-    fn count(&self, name: &str) -> Option<usize> {
-        if let Attr::I64(value) = self.attribute(name) { usize::try_from(*value).ok() } else { panic!("{name}") }
-    }
-
-    fn attention_results(&self) -> AttentionResults<'a, M> {
-        let (softmax_lse, workspace) = (self.optional_result("softmax_lse"), self.optional_result("workspace"));
-        AttentionResults { softmax_lse, workspace, ..self.result("out").into() }
-    }
+/// A structure whose fields are what the call has under their names.
+macro_rules! named {
+    ($of:ident => $type:ident { $($field:ident),* $(,)? }) => {
+        $type { $($field: Named::of($of, stringify!($field))),* }
+    };
 }
 
 /// K and V as the attribute `kv_layout` says.
-fn kv<T>(layout: Option<usize>, first: T, second: Option<T>) -> Kv<T> {
-    match (layout, second) {
-        (Some(0), Some(v)) => Kv::Split { k: first, v },
-        (Some(1), None) => Kv::Interleaved(first),
-        (Some(2), None) => Kv::Stacked(first),
-        (Some(3), None) => Kv::PerPage(first),
+fn kv<'a, M, T>(of: &Tensors<'a, M>, first: &str, second: &str) -> Kv<T>
+where
+    T: Named<'a, M>,
+    Option<T>: Named<'a, M>,
+{
+    let only: T = Named::of(of, first);
+    match (Option::<usize>::of(of, "kv_layout"), Option::<T>::of(of, second)) {
+        (Some(0), Some(v)) => Kv::Split { k: only, v },
+        (Some(1), None) => Kv::Interleaved(only),
+        (Some(2), None) => Kv::Stacked(only),
+        (Some(3), None) => Kv::PerPage(only),
         (layout, _) => panic!("kv_layout {layout:?} with another number of tensors"),
     }
 }
@@ -153,18 +156,28 @@ fn kv<T>(layout: Option<usize>, first: T, second: Option<T>) -> Kv<T> {
 /// Call the function of the target.
 fn run<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
     match of.call.target {
-        "xla_gpu_simple_add" => simple_add(of.operand("a"), of.operand("b"), of.result("out"), on),
+        "xla_gpu_simple_add" => simple_add(Named::of(of, "a"), Named::of(of, "b"), Named::of(of, "out"), on),
         "xla_gpu_merge_attention_states" => {
-            let state = |out, lse| AttentionState { out: of.operand(out), lse: of.operand(lse) };
-            let merged = AttentionState { out: of.result("out"), lse: of.result("lse") };
+            let state = |out, lse| AttentionState { out: TensorRef::of(of, out), lse: Named::of(of, lse) };
+            let merged = named!(of => AttentionState { out, lse });
             merge_attention_states(&state("out_a", "lse_a"), &state("out_b", "lse_b"), merged, on)
         }
-        "xla_gpu_kv_cache_update" => update(of, kv(of.count("kv_layout"), of.result("kv_cache"), None), on),
+        "xla_gpu_kv_cache_update" => update(of, kv(of, "kv_cache", "none"), on),
         "xla_gpu_kv_cache_update_split" => {
-            update(of, kv(Some(0), of.result("k_cache"), Some(of.result("v_cache"))), on)
+            update(of, Kv::Split { k: Named::of(of, "k_cache"), v: Named::of(of, "v_cache") }, on)
         }
-        "xla_gpu_gather_kv_cache" => gather(of, on),
-        "xla_gpu_rope_kv_cache_update" => rope(of, on),
+        "xla_gpu_gather_kv_cache" => {
+            let (block_tables, context_lens) = (Named::of(of, "block_tables"), Named::of(of, "context_lens"));
+            let inputs = GatherKvCacheInputs { kv_cache: kv(of, "k_cache", "v_cache"), block_tables, context_lens };
+            let options = named!(of => GatherKvCacheOptions { k_scale, v_scale });
+            gather_kv_cache(&inputs, &options, named!(of => GatherKvCacheResults { keys, values, cu_seqlens }), on)
+        }
+        "xla_gpu_rope_kv_cache_update" => {
+            let inputs = named!(of => RopeKvCacheUpdateInputs { query, key, value, slot_mapping, positions, cos_sin });
+            let options = named!(of => RopeKvCacheUpdateOptions { interleaved, k_scale, v_scale });
+            let (kv_cache, query_out) = (kv(of, "kv_cache", "none"), Named::of(of, "query_out"));
+            rope_kv_cache_update(&inputs, &options, RopeKvCacheUpdateResults { kv_cache, query_out }, on)
+        }
         "xla_gpu_paged_attention" => paged(of, on),
         "xla_gpu_paged_attention_update" => paged_update(of, on),
         "xla_gpu_flash_attn_varlen" => flash(of, on),
@@ -174,144 +187,49 @@ fn run<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
 }
 
 fn update<M: Memory>(of: &Tensors<M>, cache: Kv<TensorMut<M>>, on: On<M>) -> Result {
-    let inputs = KvCacheUpdateInputs {
-        key: of.operand("key"),
-        value: of.operand("value"),
-        slot_mapping: of.operand("slot_mapping"),
-    };
-    let options = KvCacheUpdateOptions { k_scale: of.optional("k_scale"), v_scale: of.optional("v_scale") };
-    kv_cache_update(&inputs, &options, cache, on)
+    let inputs = named!(of => KvCacheUpdateInputs { key, value, slot_mapping });
+    kv_cache_update(&inputs, &named!(of => KvCacheUpdateOptions { k_scale, v_scale }), cache, on)
 }
 
-fn gather<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
-    let inputs = GatherKvCacheInputs {
-        kv_cache: kv(of.count("kv_layout"), of.operand("k_cache"), of.optional("v_cache")),
-        block_tables: of.operand("block_tables"),
-        context_lens: of.operand("context_lens"),
-    };
-    let options = GatherKvCacheOptions { k_scale: of.optional("k_scale"), v_scale: of.optional("v_scale") };
-    let (keys, values, cu_seqlens) = (of.result("keys"), of.result("values"), of.result("cu_seqlens"));
-    gather_kv_cache(&inputs, &options, GatherKvCacheResults { keys, values, cu_seqlens }, on)
-}
-
-fn rope<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
-    let inputs = RopeKvCacheUpdateInputs {
-        query: of.operand("query"),
-        key: of.operand("key"),
-        value: of.operand("value"),
-        slot_mapping: of.operand("slot_mapping"),
-        positions: of.operand("positions"),
-        cos_sin: of.operand("cos_sin"),
-    };
-    let options = RopeKvCacheUpdateOptions {
-        interleaved: of.flag("interleaved"),
-        k_scale: of.optional("k_scale"),
-        v_scale: of.optional("v_scale"),
-    };
-    let kv_cache = kv(of.count("kv_layout"), of.result("kv_cache"), None);
-    let results = RopeKvCacheUpdateResults { kv_cache, query_out: of.result("query_out") };
-    rope_kv_cache_update(&inputs, &options, results, on)
-}
-
-fn paged<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
-    let inputs = PagedAttentionInputs {
-        query: of.operand("query"),
-        kv_cache: of.operand("kv_cache"),
-        context_lens: of.operand("context_lens"),
-        block_tables: of.operand("block_tables"),
-        query_start_loc: of.operand("query_start_loc"),
-        num_seqs: of.operand("num_seqs"),
-    };
-    paged_attention(&inputs, &paged_options(of), of.attention_results(), on)
-}
-
-fn paged_update<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
-    let inputs = PagedAttentionUpdateInputs {
-        query: of.operand("query"),
-        context_lens: of.operand("context_lens"),
-        block_tables: of.operand("block_tables"),
-        query_start_loc: of.operand("query_start_loc"),
-        num_seqs: of.operand("num_seqs"),
-        key: of.operand("key"),
-        value: of.operand("value"),
-        slot_mapping: of.operand("slot_mapping"),
-    };
-    paged_attention_update(&inputs, &paged_options(of), of.result("kv_cache"), of.attention_results(), on)
+fn attention_results<'a, M>(of: &Tensors<'a, M>) -> AttentionResults<'a, M> {
+    named!(of => AttentionResults { out, softmax_lse, workspace })
 }
 
 fn paged_options<'a, M: Memory>(of: &Tensors<'a, M>) -> PagedAttentionOptions<'a, M> {
-    PagedAttentionOptions {
-        scale: Some(of.real("scale")),
-        sliding_window: of.count("sliding_window"),
-        soft_cap: of.real("soft_cap"),
-        alibi_slopes: of.optional("alibi_slopes"),
-        sinks: of.optional("sinks"),
-        q_scale: of.optional("q_scale"),
-        k_scale: of.optional("k_scale"),
-        v_scale: of.optional("v_scale"),
-        batch_invariant: of.flag("batch_invariant"),
-    }
+    named!(of => PagedAttentionOptions {
+        scale, sliding_window, soft_cap, alibi_slopes, sinks, q_scale, k_scale, v_scale, batch_invariant,
+    })
+}
+
+fn paged<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
+    let inputs = named!(of => PagedAttentionInputs {
+        query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs,
+    });
+    paged_attention(&inputs, &paged_options(of), attention_results(of), on)
+}
+
+fn paged_update<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
+    let inputs = named!(of => PagedAttentionUpdateInputs {
+        query, context_lens, block_tables, query_start_loc, num_seqs, key, value, slot_mapping,
+    });
+    paged_attention_update(&inputs, &paged_options(of), Named::of(of, "kv_cache"), attention_results(of), on)
 }
 
 fn flash<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
-    let inputs = FlashAttnVarlenInputs {
-        q: of.operand("q"),
-        kv: kv(of.count("kv_layout"), of.operand("k"), of.optional("v")),
-        cu_seqlens_q: of.operand("cu_seqlens_q"),
-    };
-    let options = FlashAttnVarlenOptions {
-        cu_seqlens_k: Some(of.operand("cu_seqlens_k")),
-        seqused_k: of.optional("seqused_k"),
-        block_table: of.optional("block_table"),
-        seqused_q: of.optional("seqused_q"),
-        leftpad_k: of.optional("leftpad_k"),
-        alibi_slopes: of.optional("alibi_slopes"),
-        sinks: of.optional("sinks"),
-        q_scale: of.optional("q_scale"),
-        k_scale: of.optional("k_scale"),
-        v_scale: of.optional("v_scale"),
-        softmax_scale: Some(of.real("softmax_scale")),
-        softcap: of.real("softcap"),
-        causal: of.flag("causal"),
-        window_left: of.count("window_left"),
-        window_right: of.count("window_right"),
-        top_left: of.flag("top_left"),
-        max_seqlen_q: of.count("max_seqlen_q"),
-        max_seqlen_k: of.count("max_seqlen_k"),
-        batch_invariant: of.flag("batch_invariant"),
-    };
-    flash_attn_varlen(&inputs, &options, of.attention_results(), on)
+    let (q, kv, cu_seqlens_q) = (Named::of(of, "q"), kv(of, "k", "v"), Named::of(of, "cu_seqlens_q"));
+    let options = named!(of => FlashAttnVarlenOptions {
+        cu_seqlens_k, seqused_k, block_table, seqused_q, leftpad_k, alibi_slopes, sinks, q_scale, k_scale, v_scale,
+        softmax_scale, softcap, causal, window_left, window_right, top_left, max_seqlen_q, max_seqlen_k, batch_invariant,
+    });
+    flash_attn_varlen(&FlashAttnVarlenInputs { q, kv, cu_seqlens_q }, &options, attention_results(of), on)
 }
 
 fn flash_bwd<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
-    let inputs = FlashAttnVarlenBwdInputs {
-        dout: of.operand("dout"),
-        q: of.operand("q"),
-        k: of.operand("k"),
-        v: of.operand("v"),
-        out: of.operand("out"),
-        softmax_lse: of.operand("softmax_lse"),
-        cu_seqlens_q: of.operand("cu_seqlens_q"),
-    };
-    let options = FlashAttnVarlenBwdOptions {
-        cu_seqlens_k: Some(of.operand("cu_seqlens_k")),
-        seqused_k: of.optional("seqused_k"),
-        seqused_q: of.optional("seqused_q"),
-        leftpad_k: of.optional("leftpad_k"),
-        alibi_slopes: of.optional("alibi_slopes"),
-        sinks: of.optional("sinks"),
-        dlse: of.optional("dlse"),
-        softmax_scale: Some(of.real("softmax_scale")),
-        softcap: of.real("softcap"),
-        causal: of.flag("causal"),
-        window_left: of.count("window_left"),
-        window_right: of.count("window_right"),
-        top_left: of.flag("top_left"),
-        max_seqlen_q: of.count("max_seqlen_q"),
-        max_seqlen_k: of.count("max_seqlen_k"),
-        deterministic: of.flag("deterministic"),
-    };
-    let (dsinks, workspace) = (of.optional_result("dsinks"), of.optional_result("workspace"));
-    let gradients = [of.result("dq"), of.result("dk"), of.result("dv")];
-    flash_attn_varlen_bwd(&inputs, &options, FlashAttnVarlenBwdResults { dsinks, workspace, ..gradients.into() }, on)
+    let inputs = named!(of => FlashAttnVarlenBwdInputs { dout, q, k, v, out, softmax_lse, cu_seqlens_q });
+    let options = named!(of => FlashAttnVarlenBwdOptions {
+        cu_seqlens_k, seqused_k, seqused_q, leftpad_k, alibi_slopes, sinks, dlse, softmax_scale, softcap, causal,
+        window_left, window_right, top_left, max_seqlen_q, max_seqlen_k, deterministic,
+    });
+    let results = named!(of => FlashAttnVarlenBwdResults { dq, dk, dv, dsinks, workspace });
+    flash_attn_varlen_bwd(&inputs, &options, results, on)
 }

@@ -1,8 +1,6 @@
 //! The tables as calls (`tests/conformance/README.md`).
 
-use super::array::{Array, Dtype};
-use super::frame::{INVALID_ARGUMENT, Refusal, UNIMPLEMENTED};
-use super::invocation::{Attr, Invocation};
+use super::{Array, Attr, Dtype, INVALID_ARGUMENT, Invocation, Refusal, UNIMPLEMENTED};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
@@ -112,7 +110,8 @@ impl Typed {
     fn new(text: &'static str) -> Self {
         let mut words = text.split(' ');
         let (element, sizes) = words.next().unwrap().strip_suffix(']').and_then(|t| t.split_once('[')).unwrap();
-        let dtype = Dtype::from_name(element).or_else(|| element.parse().ok().map(Dtype));
+        let dtype =
+            (1..=20).map(Dtype).find(|dtype| dtype.to_string() == element).or_else(|| element.parse().ok().map(Dtype));
         Self {
             dtype: dtype.unwrap_or_else(|| panic!("{text}: no such element type")),
             dims: sizes.split(',').filter(|s| !s.is_empty()).map(|s| s.parse().unwrap()).collect(),

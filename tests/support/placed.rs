@@ -1,0 +1,100 @@
+//! The buffers of an invocation in memory, of any kind.
+
+use super::{Array, Frame, Guarded, Invocation, Outcome, POISON, View};
+
+/// Where one buffer lies.
+pub trait PlacedMemory {
+    fn data(&self) -> *mut u8;
+
+    /// What it holds; nothing around it has changed.
+    fn read(&self, what: &str) -> Vec<u8>;
+
+    /// `None` is dense.
+    fn strides(&self) -> Option<&[i64]> {
+        None
+    }
+}
+
+impl PlacedMemory for Guarded {
+    fn data(&self) -> *mut u8 {
+        Self::data(self)
+    }
+
+    fn read(&self, _: &str) -> Vec<u8> {
+        self.assert_slack_untouched();
+        self.bytes()
+    }
+}
+
+/// Its operands, and for each result memory full of [`POISON`], which serves unless the result is in an operand's.
+pub struct Placed<'a, M> {
+    call: &'a Invocation,
+    operands: Vec<M>,
+    own: Vec<M>,
+}
+
+impl<'a, M: PlacedMemory> Placed<'a, M> {
+    pub fn new(call: &'a Invocation, place: impl Fn(&str, &Array) -> M) -> Self {
+        let poison = call.results.iter().map(|r| place(r.name, &Array::filled(r.dtype, &r.dims, POISON)));
+        Self { call, own: poison.collect(), operands: call.operands.iter().map(|(name, x)| place(name, x)).collect() }
+    }
+
+    pub fn operand(&self, index: usize) -> &M {
+        &self.operands[index]
+    }
+
+    /// A result's.
+    pub fn result(&self, index: usize) -> &M {
+        self.call.results[index].alias.map_or(&self.own[index], |at| &self.operands[at])
+    }
+
+    /// Of operands, of results.
+    pub fn views(&self) -> [Vec<View<'_>>; 2] {
+        fn view<M: PlacedMemory>(memory: &M) -> View<'_> {
+            View { data: memory.data(), strides: memory.strides() }
+        }
+        [&self.operands, &self.own].map(|list| list.iter().map(view).collect())
+    }
+
+    /// `frame` with these buffers and the call's attributes.
+    pub fn frame<'f>(&'f self, frame: Frame<'f>) -> Frame<'f> {
+        let frame = frame.attributes(&self.call.attributes);
+        let operands = self.call.operands.iter().zip(&self.operands);
+        // SAFETY: the memory is of this type and shape, and outlives the frame.
+        let frame = operands.fold(frame, |f, ((_, x), m)| unsafe { f.operand(x.dtype, &x.dims, m.data()) });
+        let results = self.call.results.iter().enumerate();
+        // SAFETY: as above.
+        results.fold(frame, |f, (i, x)| unsafe { f.result(x.dtype, &x.dims, self.result(i).data()) })
+    }
+
+    /// The results; no other operand has changed.
+    pub fn results(&self) -> Vec<Array> {
+        self.assert_operands_unchanged(|index| self.call.results.iter().all(|r| r.alias != Some(index)));
+        let of = |(index, result): (usize, &Outcome)| Array {
+            dtype: result.dtype,
+            dims: result.dims.clone(),
+            bytes: self.result(index).read(result.name),
+        };
+        self.call.results.iter().enumerate().map(of).collect()
+    }
+
+    /// A call that was refused has written nothing.
+    pub fn assert_untouched(&self) {
+        self.assert_operands_unchanged(|_| true);
+        for (result, memory) in self.call.results.iter().zip(&self.own) {
+            let untouched = memory.read(result.name).iter().all(|&b| b == POISON);
+            assert!(
+                untouched,
+                "{} {}: {} was written by a refused call",
+                self.call.target, self.call.what, result.name
+            );
+        }
+    }
+
+    fn assert_operands_unchanged(&self, which: impl Fn(usize) -> bool) {
+        for (index, ((name, given), memory)) in self.call.operands.iter().zip(&self.operands).enumerate() {
+            let same = memory.read(name) == given.bytes;
+            assert!(same || !which(index), "{} {}: {name} has changed", self.call.target, self.call.what);
+        }
+    }
+}
