@@ -184,18 +184,22 @@ void together(void (*operation)(void* const*), void* mine) {
 }
 
 namespace {
+/// Counts a thread in; whether it was the last of `threads`.
+bool arrive_at(Barrier& barrier, int threads, bool mine) {
+  barrier.all = (barrier.arrived == 0 || barrier.all) && mine;
+  if (++barrier.arrived < threads) return false;
+  barrier.arrived = 0;
+  barrier.result = barrier.all;
+  ++barrier.round;
+  turns_in_vain = 0;
+  return true;
+}
 /// Whether `mine` was true for all of `threads` threads.
 bool wait_at(Barrier& barrier, int threads, bool mine) {
-  barrier.all = (barrier.arrived == 0 || barrier.all) && mine;
-  if (++barrier.arrived == threads) {
-    barrier.arrived = 0;
-    barrier.result = barrier.all;
-    ++barrier.round;
-    turns_in_vain = 0;
-    return barrier.result;
-  }
   const unsigned round = barrier.round;
-  while (barrier.round == round) let_others_run();
+  if (!arrive_at(barrier, threads, mine)) {
+    while (barrier.round == round) let_others_run();
+  }
   return barrier.result;
 }
 }  // namespace
@@ -207,6 +211,7 @@ void pass_turn() {
 }
 
 void barrier(int number, int threads) { wait_at(numbered_barriers[number], threads, true); }
+void barrier_arrive(int number, int threads) { arrive_at(numbered_barriers[number], threads, true); }
 
 /// What lies in shared memory where an mbarrier is: on a GPU its state, which nothing else may overwrite.
 constexpr uint64_t kMbarrierBytes = 0x7fff'f800'001f'fffe;

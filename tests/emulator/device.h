@@ -61,6 +61,8 @@ void together(void (*operation)(void* const* lanes), void* mine);
 bool barrier_and(bool mine);
 /// Waits until `threads` threads have come to the numbered barrier.
 void barrier(int number, int threads);
+/// Comes to it without waiting.
+void barrier_arrive(int number, int threads);
 /// An mbarrier at an address of shared memory: phases that end when as many threads have arrived as it was made for and
 /// as many bytes have been copied as they said.
 void mbarrier_init(uint32_t address, uint32_t arrivals);

@@ -22,6 +22,7 @@ inline void bulk_add_f32(void* to, uint32_t from, uint32_t bytes) {
   for (uint32_t i = 0; i < bytes / 4; ++i) static_cast<float*>(to)[i] += reinterpret_cast<float*>(::shared + from)[i];
 }
 inline void bulk_commit() {}
+inline void arrive(int number, int threads) { emulator::barrier_arrive(number, threads); }
 inline void fence_all_for_async() {}
 inline float4 load_shared_f32x4(uint32_t address) {
   float4 value;

@@ -3,9 +3,11 @@
 // tensor cores they are operands of dV and dK; only dS goes through shared memory, for dQ, of which each warpgroup
 // makes half out of the dS of both.
 //
-// Products of a step, in order: dP, beside which P is made; dV, dQ and dK when P and dS are there, which are made
-// together: exponentials are what takes longest of both, and the rest of dS's arithmetic fits between them; then S of
-// the next step. dQ leaves while dK and S are under way.
+// Products of a step, in order: dP, beside which half of P is made, the other half between the columns of dS, as
+// exponentials are what takes longest; when both are there, dV, dQ of the step before, dK, and S of the next step.
+//
+// As dQ is a step behind, a warpgroup does not wait for the dS that the other one is about to make, and the two are
+// kept half a step apart: each starts its products from dV to S in its turn, while the other one makes P and dS.
 #pragma once
 
 #include <cmath>
@@ -106,6 +108,9 @@ class ReadRowPairs {
   uint32_t own_;
 };
 
+/// Of warpgroup 0; that of warpgroup 1 is the next one. Those before are of all tiles and of their gradients.
+constexpr int kTurnBarrier = 4;
+
 /// Computes all tiles of the CTA. The work of a warpgroup, number `warpgroup` of two.
 template <typename Shape, typename T>
 __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params,
@@ -153,6 +158,8 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
   RingPosition<Shape::kQueryStages> at;
   int32_t step = 0;
 
+  const auto wait_for_turn = [&] { ptx::sync(kTurnBarrier + warpgroup, 256); };
+  const auto pass_turn = [&] { ptx::arrive(kTurnBarrier + 1 - warpgroup, 256); };
   const auto start_scores = [&](int32_t stage) {
     const uint64_t block = queries + static_cast<uint32_t>(stage * (Shape::kQueryBytes >> 4));
     ptx::products_fence();
@@ -169,6 +176,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     ptx::products_commit();
   };
 
+  if (warpgroup == 1) pass_turn();
 #pragma unroll 1
   for (int32_t count = 0;; ++count) {
     const Turn<2> turn(count);
@@ -208,8 +216,46 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     if (leads) ptx::stores_read();
     ptx::sync(1, 256);
     pipeline.values_full(count).wait();
-    int32_t held = -1;  // the stage of Q that dK is still being made from
+    int32_t held = -1;     // the stage of Q that dK is still being made from
+    int32_t num_done = 0;  // steps of this tile
     float dq[8][4];
+    // Of the step before. That the first step of a tile has none is not asked: a branch around products makes all of
+    // them wait for each other. It makes dQ of any dS, and nobody takes it.
+    const auto start_dq = [&] {
+      const uint64_t from = all_scores + static_cast<uint32_t>((step + 1) % 2 * (Shape::kScoreBytes >> 4));
+      ptx::products_fence();
+#pragma unroll
+      for (int k = 0; k < Shape::kKeys / 16; ++k) {
+        if (k == 0) {
+          BackwardProduct<T, 64>::template across<false>(dq, from, all_keys);
+        } else {
+          BackwardProduct<T, 64>::template across<true>(dq, from + k * kScoresDown, all_keys + k * kDown);
+        }
+      }
+      ptx::products_commit();
+    };
+    const auto fence_stores = [&] {
+      ptx::fence_stores_for_async();
+      __syncwarp();
+    };
+    const auto store_sums = [&](int32_t of_step) {
+      pipeline.sums_empty(of_step, warpgroup).wait_for_reuse();
+#pragma unroll
+      for (int column = 0; column < 8; ++column) {
+        if (column < Shape::kRepeatedColumns / 8 && warpgroup == 1) continue;
+        xa::ptx::store_shared_16(own_sums + column * 512,
+                                 make_uint4(__float_as_uint(dq[column][0]), __float_as_uint(dq[column][1]),
+                                            __float_as_uint(dq[column][2]), __float_as_uint(dq[column][3])));
+      }
+    };
+    // Once dK of the step before is there: releases its block of Q, and hands its half of dQ, of the step before that
+    // one, to the warp that adds it to its sums. A fence behind the stores of dQ themselves would wait for them, and
+    // stores to shared memory wait for products both of whose operands come from there.
+    const auto finish_step_before = [&] {
+      if (held >= 0) release(pipeline.query_empty({held, 0}));
+      fence_stores();
+      if (num_done > 1) release(pipeline.sums_full(Turn<2>(step - 2), warpgroup));
+    };
     // Where the keys are `hidden` from all queries, dS is 0, and of the products only the half of dQ is left.
     const auto take_step = [&](auto hidden) {
       constexpr bool kHidden = decltype(hidden)::value;
@@ -221,7 +267,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       if constexpr (!kHidden) {
         const Numbers lses(pipeline.lses(at.slot));
         ptx::products_wait<0>();  // dK of the step before, S
-        if (held >= 0) release(pipeline.query_empty({held, 0}));
+        finish_step_before();
         ptx::products_fence();
 #pragma unroll
         for (int k = 0; k < kHeadDim / 16; ++k) {
@@ -298,7 +344,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
         }
       } else {
         ptx::products_wait<0>();
-        if (held >= 0) release(pipeline.query_empty({held, 0}));
+        finish_step_before();
 #pragma unroll
         for (auto& matrices : ds) {
 #pragma unroll
@@ -306,64 +352,43 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
         }
       }
       if (left == 1) release(pipeline.values_empty(count));
+      // Both have made dQ of the step before that one, whose dS lay where this one's will.
+      if (num_done > 0) pipeline.scores_full(Turn<2>(step - 1)).wait();
 #pragma unroll
       for (int k = 0; k < kQueries / 16; ++k) {
         const uint32_t panel = now.slot * Shape::kScoreBytes + k / 4 * Shape::kScorePanelBytes;
         // A chunk's place is its number within the row, by XOR.
         ptx::stmatrix_x4((own_scores + panel) ^ (k % 4 * 2 << 4), ds[k]);
       }
+      wait_for_turn();
       if constexpr (!kHidden) {
         ptx::products_fence();
 #pragma unroll
         for (int k = 0; k < kQueries / 16; ++k) BackwardProduct<T, kHeadDim>::weigh(dv, p[k], dout + k * kDown);
         ptx::products_commit();
       }
-      ptx::fence_stores_for_async();
-      __syncwarp();
-      release(pipeline.scores_full(now));
-
-      pipeline.scores_full(now).wait();
-      ptx::products_fence();
-      {
-        const uint64_t from = all_scores + now.slot * (Shape::kScoreBytes >> 4);
-#pragma unroll
-        for (int k = 0; k < Shape::kKeys / 16; ++k) {
-          if (k == 0) {
-            BackwardProduct<T, 64>::template across<false>(dq, from, all_keys);
-          } else {
-            BackwardProduct<T, 64>::template across<true>(dq, from + k * kScoresDown, all_keys + k * kDown);
-          }
-        }
-      }
-      ptx::products_commit();
+      start_dq();
       if constexpr (!kHidden) {
         const uint64_t from = queries + static_cast<uint32_t>(at.slot * (Shape::kQueryBytes >> 4));
 #pragma unroll
         for (int k = 0; k < kQueries / 16; ++k) BackwardProduct<T, kHeadDim>::weigh(dk, ds[k], from + k * kDown);
         ptx::products_commit();
+      }
+      fence_stores();
+      if constexpr (!kHidden) {
         ptx::products_wait<1>();  // dV, dQ
       } else {
         ptx::products_wait<0>();
       }
+      release(pipeline.scores_full(now));
       release(pipeline.dout_empty(now));
-      if (left == 1) release(pipeline.keys_empty(count));
       held = at.slot;
       at.advance();
     };
-    // Hands the half of dQ to the warp that adds it to its sums.
-    const auto leave_sums = [&] {
-      pipeline.sums_empty(step, warpgroup).wait_for_reuse();
-#pragma unroll
-      for (int column = 0; column < 8; ++column) {
-        if (column < Shape::kRepeatedColumns / 8 && warpgroup == 1) continue;
-        xa::ptx::store_shared_16(own_sums + column * 512,
-                                 make_uint4(__float_as_uint(dq[column][0]), __float_as_uint(dq[column][1]),
-                                            __float_as_uint(dq[column][2]), __float_as_uint(dq[column][3])));
-      }
-      ptx::fence_stores_for_async();
-      __syncwarp();
-      release(pipeline.sums_full(Turn<2>(step), warpgroup));
+    const auto end_step = [&] {
+      store_sums(num_done > 0 ? step - 1 : step);
       ++step;
+      ++num_done;
     };
 #pragma unroll 1
     while (true) {
@@ -373,17 +398,27 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       } else {
         take_step(std::true_type{});
       }
+      if constexpr (!Shape::kStoresBesideScores) end_step();
       if (--left == 0) break;
       block += ascends ? 1 : -1;
       if (block < first_block) block = first_block + num_blocks - 1;
       if (block >= first_block + num_blocks) block = first_block;
       pipeline.query_full(at).wait();
       start_scores(at.slot);
-      leave_sums();
+      pass_turn();
+      if constexpr (Shape::kStoresBesideScores) end_step();
     }
-    leave_sums();
+    if constexpr (Shape::kStoresBesideScores) end_step();
+    pass_turn();
+    ptx::products_wait<0>();  // dK
+    finish_step_before();
+    pipeline.scores_full(Turn<2>(step - 1)).wait();
+    start_dq();
     ptx::products_wait<0>();
-    release(pipeline.query_empty({held, 0}));
+    release(pipeline.keys_empty(count));
+    store_sums(step - 1);
+    fence_stores();
+    release(pipeline.sums_full(Turn<2>(step - 1), warpgroup));
     // dK and dV leave through the places of dS and dQ.
     pipeline.sums_empty(step, warpgroup).wait_for_reuse();
     ptx::sync(1, 256);
@@ -424,6 +459,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     __syncwarp();
     release(pipeline.tile_empty(turn));
   }
+  if (warpgroup == 0) wait_for_turn();
   if (leads) ptx::stores_done();
 }
 

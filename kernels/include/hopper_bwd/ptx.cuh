@@ -40,6 +40,11 @@ __device__ __forceinline__ void bulk_add_f32(void* to, uint32_t from, uint32_t b
 /// Makes the bulk copies of this thread since the last call a group.
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
+/// Arrives at a named barrier of `threads` threads, those that wait at it included.
+__device__ __forceinline__ void arrive(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 /// Orders bulk copies against this thread's own accesses of any memory, in both directions.
 __device__ __forceinline__ void fence_all_for_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 

@@ -39,6 +39,9 @@ struct BackwardShape : tiles::HopperBwd<kHeadDim_, Score> {
   /// dQ of a step in f32. Of the queries and columns a warpgroup makes 64 each, or the columns that are left.
   static constexpr bool kSharesColumns = kQueries == 64;
   static_assert(kSharesColumns ? kHeadDim > 64 && kHeadDim <= 128 : kQueries == 128 && kHeadDim == 64);
+  /// dQ is stored while S of the next step is under way, not before S starts: 7 % fewer cycles at D 128, 3 % more at
+  /// D 64.
+  static constexpr bool kStoresBesideScores = kSharesColumns;
   static constexpr int kSumBytes = kQueries * kHeadDim * 4;
   static constexpr int kFirstSumBytes = 64 * 64 * 4;
   /// The second warpgroup makes 64 columns too, the first ones of them in vain.
