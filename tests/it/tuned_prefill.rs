@@ -203,13 +203,13 @@ mod on_their_own_gpu {
                     if name != "fp8" && score == "modified" && !(["64", "96", "128"].contains(&dims.as_str())) {
                         continue;
                     }
-                    // More tiles than an H200 has SMs, several blocks of keys in each.
+                    // More tiles than SMs, several blocks of keys in each.
                     let shape = Shape {
                         dtypes,
                         head_dim,
                         value_dim: Some(value_dim),
                         softcap,
-                        heads: (32, 1),
+                        heads: (gpu.sms().div_ceil(4), 1),
                         lengths: vec![(900, 1000)],
                         mask,
                         ..Shape::default()

@@ -1,7 +1,7 @@
 //! Runs invocations in memory of a GPU, one allocation an operand, without XLA.
 
 use super::{Array, Invocation, POISON, Placed, PlacedMemory, Refusal, Side};
-use cudarc::driver::sys::{self, CUresult};
+use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUresult};
 use xla_attention::{Action, Error, Stream};
 
 /// The driver call succeeds.
@@ -50,6 +50,13 @@ pub fn run_if_chosen(call: &Invocation, side: Side) -> Option<Result<Vec<Array>,
         Side::BeginsAtGuard => call.run_on_gpu(gpu, Around::Redzones, 2),
     });
     outcome.map(|outcome| outcome.map_err(|e| Refusal { code: e.code as i32, text: e.message }))
+}
+
+/// Of device 0.
+fn attribute(which: Attribute) -> i32 {
+    let mut value = 0;
+    cuda!(cuDeviceGetAttribute(&raw mut value, which, 0));
+    value
 }
 
 /// A context and a stream on device 0; never given back, as in a program that ends.
@@ -104,16 +111,15 @@ impl Gpu {
 
     /// Kernels for sm_90a run on device 0: it is a Hopper, and the driver makes tensor maps.
     pub fn runs_sm_90a() -> bool {
-        let attribute = |which| {
-            let mut value = 0;
-            cuda!(cuDeviceGetAttribute(&raw mut value, which, 0));
-            value
-        };
         let mut version = 0;
         cuda!(cuDriverGetVersion(&raw mut version));
-        let major = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
-        let minor = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+        let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+        let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
         (major, minor) == (9, 0) && version >= 12000
+    }
+
+    pub fn sms(&self) -> usize {
+        attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT) as usize
     }
 
     pub fn finish(&self) {
