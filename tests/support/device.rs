@@ -171,6 +171,15 @@ impl Memory {
     }
 }
 
+impl Memory {
+    /// As if nothing had been written to it, in the stream's order.
+    fn poison(&self, gpu: &Gpu) {
+        if self.len != 0 {
+            cuda!(cuMemsetD8Async(self.data() as sys::CUdeviceptr, POISON, self.len, gpu.stream));
+        }
+    }
+}
+
 impl PlacedMemory for Memory {
     /// On the device.
     fn data(&self) -> *mut u8 {
@@ -279,6 +288,35 @@ impl Invocation {
             gpu.replay(replays, || run(launch))?;
         }
         Ok(placed.results())
+    }
+
+    /// Launch `launches` times, each time over poisoned results; the first `compared` of them have the same bits every
+    /// time. If there is a call `beside`, it is launched just before on another stream.
+    pub fn assert_same_bits(&self, gpu: &Gpu, launches: usize, compared: usize, beside: Option<(&Gpu, &Self)>) {
+        let own = self.on_gpu(gpu, Around::Nothing);
+        let other = beside.map(|(gpu, call)| (gpu, call, call.on_gpu(gpu, Around::Nothing)));
+        let mut first: Option<Vec<Vec<u8>>> = None;
+        for launch in 0..launches {
+            (0..self.results.len()).for_each(|index| own.result(index).poison(gpu));
+            if let Some((gpu, call, placed)) = &other {
+                call.launch_on(gpu, placed);
+            }
+            self.launch_on(gpu, &own);
+            gpu.finish();
+            let now: Vec<Vec<u8>> = (0..compared).map(|index| own.result(index).read("a result")).collect();
+            let what = format!("{} {}: launch {launch}", self.target, self.what);
+            assert!(first.get_or_insert_with(|| now.clone()) == &now, "{what} has other bits than the first one");
+        }
+        if let Some((gpu, ..)) = &other {
+            gpu.finish();
+        }
+    }
+
+    /// Over buffers that live until `finish`.
+    fn launch_on(&self, gpu: &Gpu, placed: &Placed<'_, Memory>) {
+        let [inputs, outputs] = placed.views();
+        // SAFETY: the views are the caller's allocations, which it gives back after `finish`.
+        unsafe { self.enter(Action::LaunchCuda(Stream(gpu.stream as usize)), &inputs, &outputs) }.unwrap();
     }
 
     /// The buffers of the call, an allocation each.

@@ -83,6 +83,27 @@ impl GradientCase {
         Self { forward, wanted, out, lse, dout, dlse: wanted.dlse.then_some(dlse) }
     }
 
+    /// A call with any results of the forward pass and any cotangents: for what does not compare with the reference, which
+    /// takes much longer than the call.
+    pub fn of_any_results(forward: Case, wanted: Wanted) -> Self {
+        let Form { q_heads: heads, value_dim, dtypes, .. } = forward.form;
+        let rows = forward.rows();
+        let mut random = Random::new(rows as u64);
+        let mut numbers = |dtype, dims: &[i64], least: f64| {
+            let mut array = Array::filled(dtype, dims, 0);
+            let values: Vec<f64> = (0..dims.iter().product()).map(|_| least + random.normal()).collect();
+            put(&mut array, 0, &values);
+            array
+        };
+        let wide = [rows, heads, value_dim].map(|x| x as i64);
+        let narrow = [heads, rows].map(|x| x as i64);
+        let [out, dout] = [0, 1].map(|_| numbers(dtypes.out, &wide, 0.0));
+        // Of a sum of some thousand weights.
+        let lse = numbers(F32, &narrow, 8.0);
+        let dlse = wanted.dlse.then(|| numbers(F32, &narrow, 0.0));
+        Self { forward, wanted, out, lse, dout, dlse }
+    }
+
     /// The call.
     pub fn invocation(&self) -> Invocation {
         let case = &self.forward;
