@@ -209,7 +209,7 @@ mod on_their_own_gpu {
                         head_dim,
                         value_dim: Some(value_dim),
                         softcap,
-                        heads: (gpu.sms().div_ceil(4), 1),
+                        heads: (Gpu::sms().div_ceil(4), 1),
                         lengths: vec![(900, 1000)],
                         mask,
                         ..Shape::default()

@@ -2,8 +2,8 @@
 
     python tests/python/in_two_processes.py -m "not slow"
 
-One has torch and what starts programs of its own; the other, which is shown first, has all else and imports no torch.
-Where there is a GPU it is one process: some tests look at how much of its memory is free.
+One has torch and most of what starts programs of its own; the other, which is shown first, has all else and imports no
+torch. Where there is a GPU it is one process: some tests look at how much of its memory is free.
 """
 
 import os
@@ -14,7 +14,7 @@ import tempfile
 
 HERE = pathlib.Path(__file__).parent
 TORCH = ("torch_*", "debugging_torch_xla", "documentation", "refusals")
-PROGRAMS = ("check", "gpu_programs", "info", "register", "sharding")
+PROGRAMS = ("check", "gpu_programs", "info", "register")
 
 
 def main(arguments: list[str]) -> int:

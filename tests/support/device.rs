@@ -118,7 +118,7 @@ impl Gpu {
         (major, minor) == (9, 0) && version >= 12000
     }
 
-    pub fn sms(&self) -> usize {
+    pub fn sms() -> usize {
         attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT) as usize
     }
 
