@@ -84,10 +84,11 @@ $(VENV)/package-%.stamp: $(VENV)/demo.stamp $(SOURCES)
 
 # cargo-nextest where it is installed, cargo's own runner elsewhere.
 NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
-# What pip installs for the tests, on one core, it installs while cargo compiles them.
-test: $(PACKAGE)
-	@$(MAKE) --no-print-directory $(VENV)/test.stamp & cargo test $(TESTED) --lib --tests --no-run; compiled=$$?; \
-	  wait $$! && exit $$compiled
+# $(call beside,TARGETS,COMMAND): runs COMMAND while TARGETS are made. pip and a linker take one core, of two or more.
+beside = $(MAKE) --no-print-directory $(1) & $(2); status=$$?; wait $$! && exit $$status
+
+test: $(VENV)/build.stamp
+	@$(call beside,$(VENV)/test.stamp $(PACKAGE),cargo test $(TESTED) --lib --tests --no-run)
 ifdef NEXTEST
 	cargo nextest run $(TESTED)
 else
@@ -101,9 +102,9 @@ endif
 matrix: $(VENV)/test.stamp $(VENV)/package-all.stamp
 	$(PYTHON) tests/matrix/run.py $(ARGS)
 
-lint: $(VENV)/test.stamp
+lint: $(VENV)/build.stamp
 	rustfmt --edition 2024 --check $$(git ls-files '*.rs')
-	cargo clippy --locked --all-targets --all-features -- -D warnings
+	@$(call beside,$(VENV)/test.stamp,cargo clippy --locked --all-targets --all-features -- -D warnings)
 	cargo clippy --locked --all-targets --no-default-features -- -D warnings
 	clang-format --dry-run --Werror $$(git ls-files '*.c' '*.cc' '*.h' '*.cu' '*.cuh' ':!*/xla_attention.h')
 	ruff check .

@@ -143,17 +143,20 @@ fn hostile_metadata_costs_at_most_twice_as_much() {
     }
 }
 
-/// Seconds that copying so many bytes takes on all threads.
-fn copying(bytes: usize) -> f64 {
-    const CHUNK: usize = 1 << 20;
+/// Bytes that a task of `copying` writes.
+const CHUNK: usize = 1 << 20;
+
+/// Seconds that copying so many bytes takes on all threads, in pieces out of order that divide `CHUNK`.
+fn copying(bytes: usize, piece: usize) -> f64 {
     let (from, mut to) = (vec![1u8; bytes], vec![2u8; bytes]);
+    let (count, per_chunk) = (bytes / piece, CHUNK / piece);
     let chunks: Vec<_> = to.chunks_mut(CHUNK).map(Mutex::new).collect();
     let once = || {
         let began = Instant::now();
         let copy = |(): &mut (), i: usize| {
-            let mut chunk = chunks[i].lock().unwrap();
-            let end = i * CHUNK + chunk.len();
-            chunk.copy_from_slice(&from[i * CHUNK..end]);
+            for (j, to) in chunks[i].lock().unwrap().chunks_exact_mut(piece).enumerate() {
+                to.copy_from_slice(&from[(i * per_chunk + j) * 17 % count * piece..][..piece]);
+            }
         };
         parallel_for(&RayonPool, chunks.len(), || (), copy).unwrap();
         began.elapsed().as_secs_f64()
@@ -180,13 +183,20 @@ fn gathering_takes_no_longer_than_copying() {
             let call =
                 Gather { num_pages: seqs * pages, max_pages: pages, tables, lens, capacity: seqs * len, ..sizes };
             let bytes = 2 * seqs * len * 8 * dim * (dtype.size() + out.size()) / 2;
-            let (ours, copy) = (seconds(&call.invocation()), copying(bytes));
+            // What lies together in the cache and its result, on average.
+            let heads = if layout == Layout::Interleaved { 1 } else { 8 * page_size };
+            let piece = heads * dim * (dtype.size() + out.size()) / 2;
+            let (ours, copy, pieces) =
+                (seconds(&call.invocation()), copying(bytes, CHUNK), copying(bytes, piece.next_power_of_two()));
             let rate = |seconds: f64| 2e-9 * bytes as f64 / seconds;
             println!(
-                "{dtype:?} to {out:?}, {layout:?}, pages of {page_size}, D {dim}: {:.1} GB/s, a copy {:.1}: {:.2}",
+                "{dtype:?} to {out:?}, {layout:?}, pages of {page_size}, D {dim}: {:.1} GB/s, a copy {:.1}: {:.2}, \
+                 of {piece} bytes a piece {:.1}: {:.2}",
                 rate(ours),
                 rate(copy),
-                copy / ours
+                copy / ours,
+                rate(pieces),
+                pieces / ours
             );
         }
     }

@@ -169,9 +169,7 @@ impl Memory {
         }
         Self { allocation, around, len }
     }
-}
 
-impl Memory {
     /// As if nothing had been written to it, in the stream's order.
     fn poison(&self, gpu: &Gpu) {
         if self.len != 0 {
