@@ -69,7 +69,11 @@ fn main() -> Result<()> {
 fn build_kernels(out: &std::path::Path) -> Result<()> {
     use std::fs;
 
-    let headers = kernels::target_folder(out).join("include");
+    let target = kernels::target_folder(out);
+    // Two cargo processes at work, as those of `make test`, would compile each kernel twice.
+    let lock = fs::File::create(target.join("kernels.lock"))?;
+    lock.lock()?;
+    let headers = target.join("include");
     params::build(&headers)?;
     let path = "kernels/variants.toml";
     let table = variants::parse(&fs::read_to_string(path)?).context(path)?;
