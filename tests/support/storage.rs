@@ -117,7 +117,7 @@ with_defaults! {
         pub spare_seqs: usize = 2,
         /// Entries of a table beyond the longest sequence's pages.
         pub spare_entries: usize = 3,
-        /// Pages, or rows of contiguous keys, that are nobody's.
+        /// Pages, or rows of contiguous keys, of no sequence.
         pub spare_pages: usize = 3,
         pub hints: Hints = Hints::Unknown,
         /// `paged_attention` is asked for `softmax_lse`, which `flash_attn_varlen` always gives.

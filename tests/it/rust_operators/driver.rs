@@ -27,7 +27,7 @@ pub(crate) fn on_cpu(call: &Invocation, on: On<Host>) -> Result<Vec<Array>> {
         let bytes = std::slice::from_raw_parts(placed.operand(index).data(), array.bytes.len());
         TensorRef::from_bytes(bytes, array.dtype, &shape(&array.dims))
     };
-    // SAFETY: as above; nobody else uses them.
+    // SAFETY: as above; no other code uses them.
     let result = |index: usize, array: &Array| unsafe {
         let bytes = std::slice::from_raw_parts_mut(placed.result(index).data(), array.bytes.len());
         TensorMut::from_bytes(bytes, array.dtype, &shape(&array.dims))
@@ -56,7 +56,7 @@ mod gpu {
             let (address, bytes, dtype) = address(placed.operand(index).data(), array);
             TensorRef::from_device(address, bytes, dtype, &shape(&array.dims))
         };
-        // SAFETY: as above; nobody else uses them.
+        // SAFETY: as above; no other code uses them.
         let result = |index: usize, array: &Array| unsafe {
             let (address, bytes, dtype) = address(placed.result(index).data(), array);
             TensorMut::from_device(address, bytes, dtype, &shape(&array.dims))
