@@ -8,6 +8,7 @@ import time
 import torch
 
 import xla_attention.torch as xt
+from peers import did_not_run
 
 ROUNDS = 5
 # What a turn takes, about: long enough to be timed, short enough for the card to stay as warm as it was.
@@ -54,11 +55,6 @@ def prepared(table, *case):
         except Exception as error:
             did_not_run(name, error)
     return {name: call for name, call in calls.items() if call is not None}
-
-
-def did_not_run(name, error):
-    """Say what a peer has against this GPU or case."""
-    print(f"  {name} did not run: {type(error).__name__}: {str(error)[:160]}", flush=True)
 
 
 def rows_of(result, shape):

@@ -21,6 +21,11 @@ def available(name: str) -> bool:
         return False
 
 
+def did_not_run(name, error):
+    """Say what a peer has against this GPU or case."""
+    print(f"  {name} did not run: {type(error).__name__}: {str(error)[:160]}", flush=True)
+
+
 def versions(peer: str) -> dict[str, str]:
     """The packages that a peer comes from and that are here, with their versions; torch's own peers have none."""
     found = {}

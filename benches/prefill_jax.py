@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import xla_attention.jax as xa
-from peers import available
+from peers import available, did_not_run
 from prefill_cases import CASES
 
 ROUNDS = 7
@@ -95,11 +95,6 @@ def operands_of(case):
     shapes = [(sum(case.q_lens), case.q_heads, case.head_dim), (*keys, case.head_dim), (*keys, case.value_dim)]
     sources = jax.random.split(jax.random.key(len(case.name)), len(shapes))
     return [jax.random.normal(source, shape, jnp.bfloat16) for source, shape in zip(sources, shapes, strict=True)]
-
-
-def did_not_run(name, error):
-    """Say what a peer has against this GPU or case."""
-    print(f"  {name} did not run: {type(error).__name__}: {str(error)[:160]}", flush=True)
 
 
 @jax.jit

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from peers import did_not_run
 from prefill_cases import Case
-from prefill_jax import attentions, did_not_run, first
+from prefill_jax import attentions, first
 
 LAYERS, WIDTH, HIDDEN, VOCABULARY = 16, 2048, 8192, 32768
 ROUNDS, STEPS = 3, 4
