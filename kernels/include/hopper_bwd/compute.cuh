@@ -220,7 +220,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     int32_t num_done = 0;  // steps of this tile
     float dq[8][4];
     // Of the step before. That the first step of a tile has none is not asked: a branch around products makes all of
-    // them wait for each other. It makes dQ of any dS, and nobody takes it.
+    // them wait for each other. It makes dQ of any dS, which is not used.
     const auto start_dq = [&] {
       const uint64_t from = all_scores + static_cast<uint32_t>((step + 1) % 2 * (Shape::kScoreBytes >> 4));
       ptx::products_fence();
