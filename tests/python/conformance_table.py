@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import pathlib
 import re
 import tomllib
@@ -24,6 +23,8 @@ NUMPY = {
     "f8e5m2": ml_dtypes.float8_e5m2,
 }
 ERRORS = ("INVALID_ARGUMENT", "UNIMPLEMENTED")
+# What a table that does not say so has none of.
+LEFT_OUT = {"optional_operands": [], "optional_results": [], "aliases": {}, "attributes": {}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,23 +148,27 @@ def _with_inherited(table, by_name):
     """The table with what it takes over of the one that it is like."""
     base = by_name.get(table.get("like"), {})
     both = {key: base[key] for key in base.keys() & table.keys() - {"names"}}
-    return base | table | {key: x + table[key] if isinstance(x, list) else x | table[key] for key, x in both.items()}
+    own = {key: x + table[key] if isinstance(x, list) else x | table[key] for key, x in both.items()}
+    return LEFT_OUT | base | table | own
 
 
-def _refusals(changes, told):
-    """Of a line: of one refusal, or of one for each of the words that stand for {0}, {1}, ... in both."""
-    text, *each = [told, ""] if isinstance(told, str) else told
-    for words in map(str.split, each):
-        filled = re.sub(r"\{(\d)\}", lambda place, words=words: words[int(place[1])], f"{changes}\n{text}")
-        yield filled.split("\n")
+def _filled(part):
+    """The cases of a part of a table: of a line one, or one for each of the words that stand for {0}, {1} and so on."""
+    for left, right in part.items():
+        text, *each = [right, ""] if isinstance(right, str) else right
+        for words in map(str.split, each):
+            filled = re.sub(r"\{(\d)\}", lambda place, words=words: words[int(place[1])], f"{left}\n{text}")
+            yield filled.split("\n")
 
 
 def _read(table):
-    calls = {"the right call": {}}
-    for name, changes in table["works"].items():
-        calls[name] = _changed(table, changes)
+    table["works"] = dict(_filled(table["works"]))
+    for part in ("operand", "result"):
+        if optional := table[f"optional_{part}s"]:
+            table["works"][f"every optional {part}"] = "; ".join(optional)
+    calls = {"the right call": {}} | {name: _changed(table, changes) for name, changes in table["works"].items()}
     for code in ERRORS:
-        for changes, told in itertools.chain.from_iterable(itertools.starmap(_refusals, table.get(code, {}).items())):
+        for changes, told in _filled(table.get(code, {})):
             text = f"{table['names'][0]}: {told.replace('{types}', table.get('types', ''))}"
             calls[changes] = {**_changed(table, changes), code: text}
     for target in table["names"]:

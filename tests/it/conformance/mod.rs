@@ -31,7 +31,7 @@ fn complaint(set: HandlerSet, case: &Case, outcome: Result<Vec<Array>, Refusal>)
 
 /// `frame` with the buffers of a case that claims to have memory where there is none.
 fn claimed<'a>(frame: Frame<'a>, case: &Case) -> Frame<'a> {
-    let address = case.memory.unwrap().address();
+    let address = std::ptr::without_provenance_mut(case.memory.unwrap());
     let frame = frame.attributes(&case.attributes);
     // SAFETY: every such case is refused for its sizes or its memory, or has no element.
     let frame = case.operands.iter().fold(frame, |f, (_, x)| unsafe { f.operand(x.dtype, &x.dims, address) });

@@ -72,7 +72,8 @@ fn attributes(file: &File) -> Vec<Change> {
         format!("[execute] Failed to decode all FFI handler operands (bad operands at: {place})\nDiagnostics:\n{why}")
     };
     if names.is_empty() {
-        return vec![];
+        let text = format!("{}: 1 attributes given, at most 0 expected", file.names[0]);
+        return vec![of("an attribute too many".into(), &[("zeal", "i64 1")], text)];
     }
     let one_more = [names.as_slice(), &["zeal"]].concat();
     let mut all = vec![of("an attribute too many".into(), &[("zeal", "i64 1")], wrong_number(&one_more))];
@@ -131,7 +132,8 @@ fn other_buffers(file: &File, subject: &str, expected: &str) -> Vec<Change> {
     let (right, optional) = if is_operand { operand } else { result() }.expect(subject);
     let (dtype, dims) = right.split(']').next().unwrap().split_once('[').unwrap();
     let dims: Vec<i64> = dims.split(',').filter(|n| !n.is_empty()).map(|n| n.parse().unwrap()).collect();
-    let (dtypes, shapes) = expected.find('[').map_or((expected, ""), |at| (expected[..at].trim_end(), &expected[at..]));
+    let shapes = expected.find("the ").or(expected.find('[')).map_or("", |at| &expected[at..]);
+    let dtypes = expected[..expected.len() - shapes.len()].trim_end();
     let shapes: Vec<&str> = shapes.split(" then ").collect();
     let of = |dtype: &str, dims: &[i64], what: String| {
         let sizes = dims.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
@@ -174,12 +176,13 @@ fn near(dims: &[i64]) -> Vec<Vec<i64>> {
     all
 }
 
-/// `[1] or [Hkv=2]`: sizes are numbers, names of sizes with their number, or names of any size.
+/// `[1] or [Hkv=2]`, `the shape of a, [2, 3]`: sizes are numbers, names of sizes with their number, or names of any size.
 fn fits(dims: &[i64], shapes: &str) -> bool {
     let is = |size: &str, n: i64| size.rsplit('=').next().unwrap().parse().map_or(true, |wanted: i64| wanted == n);
     shapes.is_empty()
         || shapes.split(" or ").any(|shape| {
-            let sizes: Vec<&str> = shape.trim_matches(['[', ']']).split(", ").filter(|s| !s.is_empty()).collect();
+            let (_, sizes) = shape.trim_end_matches(']').split_once('[').unwrap();
+            let sizes: Vec<&str> = sizes.split(", ").filter(|s| !s.is_empty()).collect();
             sizes.len() == dims.len() && sizes.iter().zip(dims).all(|(size, n)| is(size, *n))
         })
 }

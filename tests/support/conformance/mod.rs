@@ -22,8 +22,8 @@ const TABLES: [&str; 10] = [
     include_str!("../../conformance/tables/simple_add.toml"),
 ];
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
 struct File {
     names: Vec<String>,
     operands: Vec<String>,
@@ -32,28 +32,29 @@ struct File {
     optional_results: Vec<String>,
     aliases: BTreeMap<String, String>,
     attributes: BTreeMap<String, String>,
-    #[serde(default)]
     types: String,
-    works: BTreeMap<String, String>,
+    works: BTreeMap<String, Value>,
     expects: BTreeMap<String, String>,
     #[serde(rename = "INVALID_ARGUMENT")]
     invalid: BTreeMap<String, Value>,
-    #[serde(rename = "UNIMPLEMENTED", default)]
+    #[serde(rename = "UNIMPLEMENTED")]
     unimplemented: BTreeMap<String, Value>,
 }
 
-/// The changes and texts of a line: of one refusal, or of one for each of the words that stand for `{0}`, `{1}`, … in both.
-fn refusals(changes: &str, told: &Value) -> Vec<(String, String)> {
-    let told = told.as_array().cloned().unwrap_or_else(|| vec![told.clone(), Value::String(String::new())]);
-    let text = |value: &Value| value.as_str().unwrap().to_owned();
-    let filled = |words: &Value| {
-        let both = (changes.to_owned(), text(&told[0]));
-        text(words).split(' ').enumerate().fold(both, |(changes, text), (i, word)| {
-            let place = format!("{{{i}}}");
-            (changes.replace(&place, word), text.replace(&place, word))
-        })
-    };
-    told[1..].iter().map(filled).collect()
+/// The cases of a part of a table. A line is one, or one for each of the words that stand for `{0}`, `{1}`, … on both sides.
+fn filled(part: &BTreeMap<String, Value>) -> impl Iterator<Item = (String, String)> {
+    part.iter().flat_map(|(left, right)| {
+        let right = right.as_array().cloned().unwrap_or_else(|| vec![right.clone(), Value::String(String::new())]);
+        let text = |value: &Value| value.as_str().unwrap().to_owned();
+        let filled = |words: &Value| {
+            let both = (left.to_owned(), text(&right[0]));
+            text(words).split(' ').enumerate().fold(both, |(left, right), (i, word)| {
+                let place = format!("{{{i}}}");
+                (left.replace(&place, word), right.replace(&place, word))
+            })
+        };
+        right[1..].iter().map(filled).collect::<Vec<_>>()
+    })
 }
 
 /// How a call differs from the right one, and what becomes of it.
@@ -65,37 +66,8 @@ struct Change {
     attributes: BTreeMap<String, String>,
     operand_count: Option<usize>,
     result_count: Option<usize>,
-    memory: Option<Memory>,
+    memory: Option<usize>,
     refusal: Option<Refusal>,
-}
-
-/// Where every buffer of a call claims to lie.
-#[derive(Clone, Copy, Debug)]
-pub enum Memory {
-    /// At no address.
-    Null,
-    /// At an address that belongs to nobody, aligned to every element.
-    Nowhere,
-    /// The same, aligned to two bytes.
-    Odd,
-}
-
-impl Memory {
-    fn named(name: &str) -> Self {
-        match name {
-            "null" => Self::Null,
-            "nowhere" => Self::Nowhere,
-            _ => Self::Odd,
-        }
-    }
-
-    pub fn address(self) -> *mut u8 {
-        std::ptr::without_provenance_mut(match self {
-            Self::Null => 0,
-            Self::Nowhere => 64,
-            Self::Odd => 0x1002,
-        })
-    }
 }
 
 /// A buffer's type and values: `f32[2,3] 1 2` is 1 2 1 2 1 2, without values zeros; `any` in a result is not looked at.
@@ -165,7 +137,8 @@ pub struct Case {
     pub attributes: Vec<(&'static str, Attr)>,
     /// (operand, result) that may share memory
     pub aliases: Vec<(usize, usize)>,
-    pub memory: Option<Memory>,
+    /// The address at which every buffer claims to lie.
+    pub memory: Option<usize>,
     pub refusal: Option<Refusal>,
     /// The interface of the target has room for it, whatever it means there.
     pub fits: bool,
@@ -231,8 +204,7 @@ fn read(text: &str) -> Table {
     };
     let refused = |list: &BTreeMap<String, Value>, code| -> Vec<Change> {
         let text = |text: &str| format!("{}: {}", file.names[0], text.replace("{types}", &file.types));
-        list.iter()
-            .flat_map(|(changes, told)| refusals(changes, told))
+        filled(list)
             .map(|(changes, told)| Change {
                 refusal: Some(Refusal { code, text: text(&told) }),
                 ..file.change(&changes, &changes)
@@ -240,7 +212,10 @@ fn read(text: &str) -> Table {
             .collect()
     };
     let mut all = vec![Change { name: "the right call".into(), ..Change::default() }];
-    all.extend(file.works.iter().map(|(name, changes)| file.change(name, changes)));
+    all.extend(filled(&file.works).map(|(name, changes)| file.change(&name, &changes)));
+    let optional = [("operand", &file.optional_operands), ("result", &file.optional_results)];
+    let given = optional.into_iter().filter(|(_, list)| !list.is_empty());
+    all.extend(given.map(|(part, list)| file.change(&format!("every optional {part}"), &list.join("; "))));
     all.extend(refused(&file.invalid, INVALID_ARGUMENT));
     all.extend(refused(&file.unimplemented, UNIMPLEMENTED));
     let said: BTreeSet<String> = all.iter().map(|change| change.name.clone()).collect();
@@ -256,7 +231,10 @@ impl File {
     /// `stacked pages: k bf16[10,2,16]; softcap f32 1`: the call that works by this name, or the right one, with changes.
     fn change(&self, name: &str, text: &str) -> Change {
         let (start, changes) = match text.split_once(": ") {
-            Some((from, changes)) => (self.change(from, self.works.get(from).expect(from)), changes),
+            Some((from, changes)) => {
+                let (name, start) = filled(&self.works).find(|(name, _)| name == from).expect(from);
+                (self.change(&name, &start), changes)
+            }
             None => (Change::default(), text),
         };
         let mut all = Change { name: name.to_owned(), ..start };
@@ -265,7 +243,10 @@ impl File {
             let is_operand =
                 self.operands.iter().chain(&self.optional_operands).any(|o| o.split(' ').next() == Some(subject));
             match (subject, what) {
-                ("memory", place) => all.memory = Some(Memory::named(place)),
+                ("memory", place) => {
+                    let places = BTreeMap::from([("null", 0), ("nowhere", 64), ("odd", 0x1002)]);
+                    all.memory = Some(places[place]);
+                }
                 (count, "operands") => all.operand_count = Some(count.parse().unwrap()),
                 (count, "results") => all.result_count = Some(count.parse().unwrap()),
                 ("result", what) => {
