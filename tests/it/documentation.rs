@@ -1,11 +1,8 @@
 //! What the documents name is there.
 
+use crate::layering::{files, root};
 use std::fs;
 use std::path::{Path, PathBuf};
-
-fn root() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
-}
 
 /// The words in backticks that look like a path of this repository: a known folder or file name comes first.
 fn paths(text: &str) -> Vec<String> {
@@ -57,25 +54,17 @@ fn every_source_folder_is_in_the_architecture() {
     }
 }
 
-/// Every file under a folder.
-fn files(folder: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(folder).unwrap().map(|e| e.unwrap().path());
-    entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
-}
-
 /// Operators that have nothing to do with one another.
 const UNRELATED: [&str; 3] = ["simple_add", "merge_attention_states", "gather_kv_cache"];
 
 #[test]
 fn the_places_that_list_operators_are_those_that_the_guide_names() {
     let folders = ["benches", "build_support", "docs", "examples", "ffi", "kernels", "python", "src", "xla_headers"];
-    let all = folders.iter().flat_map(|folder| files(&root().join(folder))).chain([root().join("README.md")]);
-    let lists = |path: &PathBuf| {
-        let text = fs::read_to_string(path).unwrap_or_default();
-        UNRELATED.iter().all(|operator| text.contains(operator))
-    };
+    let readme = (root().join("README.md"), fs::read_to_string(root().join("README.md")).unwrap());
+    let all = folders.iter().flat_map(|folder| files(&root().join(folder))).chain([readme]);
+    let lists = all.filter(|(_, text)| UNRELATED.iter().all(|operator| text.contains(operator)));
     let mut found: Vec<String> =
-        all.filter(lists).map(|path| path.strip_prefix(root()).unwrap().to_str().unwrap().to_owned()).collect();
+        lists.map(|(path, _)| path.strip_prefix(root()).unwrap().to_str().unwrap().to_owned()).collect();
     // Generated, and the guide itself.
     found.retain(|path| !["docs/reference/custom_calls.md", "docs/dev/adding_an_operator.md"].contains(&path.as_str()));
     found.sort();

@@ -35,21 +35,6 @@ fn the_sets_share_no_definition_of_their_headers() {
 
 /// The C++ library and the bridge, which both sets include with the same meaning.
 fn of_both(name: &str) -> bool {
-    [
-        "_ZNSt",
-        "_ZNKSt",
-        "_ZSt",
-        "_ZZNSt",
-        "_ZNS",
-        "_ZNKS",
-        "_ZTI",
-        "_ZTS",
-        "_ZTV",
-        "DW.ref.",
-        "_ZN4rust",
-        "_ZNK4rust",
-        "_ZN2xa",
-    ]
-    .iter()
-    .any(|prefix| name.starts_with(prefix))
+    let prefixes = "_ZNSt _ZNKSt _ZSt _ZZNSt _ZNS _ZNKS _ZTI _ZTS _ZTV DW.ref. _ZN4rust _ZNK4rust _ZN2xa";
+    prefixes.split(' ').any(|prefix| name.starts_with(prefix))
 }

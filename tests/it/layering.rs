@@ -27,12 +27,12 @@ const MAY_USE: &str = "
     pjrt_plugin: error
 ";
 
-fn root() -> PathBuf {
+pub(crate) fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
 /// Every file under `folder`, with its text.
-fn files(folder: &Path) -> Vec<(PathBuf, String)> {
+pub(crate) fn files(folder: &Path) -> Vec<(PathBuf, String)> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();

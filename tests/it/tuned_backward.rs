@@ -3,7 +3,7 @@
 //! who did it.
 
 use crate::support::{
-    Alibi, BF16, Checked, Dtype, Dtypes, F16, GradientCase, Mask, Options, SOFTCAP, Shape, Storage, Wanted, YES_OR_NO,
+    Alibi, BF16, Checked, Dtype, Dtypes, F16, GradientCase, Mask, Options, Shape, Storage, Wanted, YES_OR_NO,
     check_named,
 };
 
@@ -29,7 +29,6 @@ const LONG: Options = Options {
     dtypes: &[Dtypes::same(BF16), Dtypes::same(F16)],
     head_dims: &HEAD_DIMS,
     heads: &[(1, 1), (4, 2), (3, 3), (5, 1), (12, 4)],
-    mask: &Mask::BEYOND_BLOCKS,
     work: &[
         &[(128, 128), (64, 256)],
         &[(130, 300), (1, 70), (33, 33), (77, 500)],
@@ -39,17 +38,11 @@ const LONG: Options = Options {
         &[(127, 385), (257, 129)],
     ],
     workspace: &[Some(19_000_001)],
-    top_left: YES_OR_NO,
-    leftpad: YES_OR_NO,
-    sinks: YES_OR_NO,
-    seqused_q: YES_OR_NO,
-    seqused_k: YES_OR_NO,
     dlse: YES_OR_NO,
-    softcap: SOFTCAP,
     // The sum over so many rows cancels more of itself than what the naive formula is off by allows, on every device.
     dsinks: &[false],
     seed: 11,
-    ..Options::PLAIN
+    ..Options::BEYOND_BLOCKS
 };
 
 /// With a bias, which the kernels that cap scores do not take.

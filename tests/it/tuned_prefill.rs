@@ -2,8 +2,7 @@
 //! to do with, against the reference on every device; and on their own GPU, that it is they who did it.
 
 use crate::support::{
-    ALIBI, BF16, Case, Checked, Dtypes, F16, Layout, Mask, Options, SOFTCAP, Scaled, Shape, Storage, YES_OR_NO,
-    check_named, for_both_sides,
+    ALIBI, BF16, Case, Checked, Dtypes, F16, Layout, Mask, Options, Scaled, Shape, Storage, check_named, for_both_sides,
 };
 
 const DTYPES: [Dtypes; 4] = [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::narrow(BF16), Dtypes::narrow(F16)];
@@ -21,7 +20,6 @@ const LONG: Options = Options {
     dtypes: &DTYPES,
     head_dims: &HEAD_DIMS,
     heads: &[(1, 1), (4, 2), (8, 1), (6, 2), (12, 1), (32, 1)],
-    mask: &Mask::BEYOND_BLOCKS,
     work: &[
         &[(128, 128), (64, 256)],
         &[(130, 300), (1, 70), (33, 33), (77, 500)],
@@ -34,14 +32,8 @@ const LONG: Options = Options {
     alibi: ALIBI,
     scales: &[[Scaled::No; 3], [Scaled::AsAWhole; 3], [Scaled::PerHead; 3]],
     workspace: &[None, Some(13), Some(9_000_001)],
-    top_left: YES_OR_NO,
-    leftpad: YES_OR_NO,
-    softcap: SOFTCAP,
-    sinks: YES_OR_NO,
-    seqused_q: YES_OR_NO,
-    seqused_k: YES_OR_NO,
     seed: 7,
-    ..Options::PLAIN
+    ..Options::BEYOND_BLOCKS
 };
 
 #[test]

@@ -172,6 +172,18 @@ impl Options {
         ..Self::ATTENTION
     };
 
+    /// Calls over contiguous keys with all that kernels tuned for one GPU have to do with, for lengths of several blocks.
+    pub const BEYOND_BLOCKS: Self = Self {
+        mask: &Mask::BEYOND_BLOCKS,
+        top_left: YES_OR_NO,
+        leftpad: YES_OR_NO,
+        softcap: SOFTCAP,
+        sinks: YES_OR_NO,
+        seqused_q: YES_OR_NO,
+        seqused_k: YES_OR_NO,
+        ..Self::PLAIN
+    };
+
     /// What SPEC rules out: `paged_attention` has not all options, contiguous keys have no pages, and values of another
     /// width need a buffer of their own.
     fn excludes(&self, a: Choice, b: Choice) -> bool {

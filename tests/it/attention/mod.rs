@@ -14,8 +14,29 @@ use crate::support::{
     Wanted, flash_call, flash_shapes, for_all, members, paged_call, paged_shapes,
 };
 
-/// Functions of these modules as tests of an operator, under their names.
+/// Functions of these modules as tests of an operator, under their names; with those that every operator has.
 macro_rules! tests_of {
+    ($operator:ident: $($parts:tt)*) => {
+        $crate::attention::parts_of! { $operator: $($parts)* }
+
+        mod as_every_operator {
+            $crate::attention::parts_of! { $operator:
+                agreement {
+                    every_head_dimension_agrees_with_the_reference_in_every_type,
+                    any_call_agrees_with_the_reference,
+                }
+                interface { sizes_of_zero_are_calls_like_any_other, every_pool_gives_the_same_bits }
+                metadata {
+                    hostile_starts_cost_no_more_than_right_ones,
+                    #[ignore = "a measurement: wants a machine for itself"]
+                    hostile_starts_cost_at_most_twice_as_much,
+                }
+            }
+        }
+    };
+}
+
+macro_rules! parts_of {
     ($operator:ident: $($part:ident { $($(#[$attribute:meta])* $test:ident),* $(,)? })*) => {
         $(mod $part {
             $(#[test]
@@ -26,7 +47,7 @@ macro_rules! tests_of {
         })*
     };
 }
-pub(crate) use tests_of;
+pub(crate) use {parts_of, tests_of};
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Operator {
