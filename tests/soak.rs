@@ -87,13 +87,12 @@ fn memory_stays_flat_over_100_000_calls_on_the_cpu() {
     assert!(grown < 2 << 20, "{CALLS} calls left {grown} bytes behind");
 }
 
-/// Whether this is the process that [`in_a_process_of_its_own`] has started.
-fn is_own_process() -> bool {
-    std::env::var_os("XLA_ATTENTION_TEST_CHILD").is_some()
-}
-
-/// Run the test of this name where its limits and forks concern no other, with rayon's threads on any machine.
-fn in_a_process_of_its_own(test: &str) {
+/// Run the test of this name where its limits and forks concern no other, with rayon's threads on any machine; whether this
+/// is the process that was started for it.
+fn is_own_process(test: &str) -> bool {
+    if std::env::var_os("XLA_ATTENTION_TEST_CHILD").is_some() {
+        return true;
+    }
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", test, "--nocapture"]).env("XLA_ATTENTION_TEST_CHILD", "1");
     // One arena of the allocator: another one's reserve of addresses is outside of what a limit can refuse.
@@ -101,6 +100,7 @@ fn in_a_process_of_its_own(test: &str) {
     let done = command.output().unwrap();
     let text = String::from_utf8_lossy(&done.stdout);
     assert!(done.status.success() && text.contains("1 passed"), "{text}{}", String::from_utf8_lossy(&done.stderr));
+    false
 }
 
 /// Give this process no more than so many further bytes of addresses; `None` is as many as there are.
@@ -123,9 +123,7 @@ fn add(a: &[f32], out: &mut [f32]) -> Result {
 
 #[test]
 fn a_forked_child_keeps_nothing_of_its_calls() {
-    if !is_own_process() {
-        return in_a_process_of_its_own("a_forked_child_keeps_nothing_of_its_calls");
-    }
+    let true = is_own_process("a_forked_child_keeps_nothing_of_its_calls") else { return };
     let (a, mut out) = (vec![1.0f32; 1 << 17], vec![0.0f32; 1 << 17]);
     add(&a, &mut out).unwrap();
     // SAFETY: the child computes and ends; glibc has its allocator ready after a fork.
@@ -149,9 +147,7 @@ fn a_forked_child_keeps_nothing_of_its_calls() {
 
 #[test]
 fn without_threads_the_caller_computes_alone() {
-    if !is_own_process() {
-        return in_a_process_of_its_own("without_threads_the_caller_computes_alone");
-    }
+    let true = is_own_process("without_threads_the_caller_computes_alone") else { return };
     let (a, mut out) = (vec![1.0f32; 1 << 17], vec![0.0f32; 1 << 17]);
     // Less than the stack of a thread.
     limit_memory(Some(1 << 20));
@@ -177,9 +173,7 @@ fn attend(rows: usize, heads: usize, d: usize) -> impl FnMut() -> Result {
 
 #[test]
 fn a_call_without_memory_is_an_error() {
-    if !is_own_process() {
-        return in_a_process_of_its_own("a_call_without_memory_is_an_error");
-    }
+    let true = is_own_process("a_call_without_memory_is_an_error") else { return };
     attend(8, 1, 8)().unwrap();
     let mut large = attend(600, 4, 256);
     // Room for the small things that a call keeps.

@@ -6,7 +6,7 @@
 use crate::support::right_calls;
 use crate::support::{
     ATTENTION_DTYPES, Array, Attr, BF16, CPU, Case, Frame, I32, INVALID_ARGUMENT, Inline, Invocation, MetadataRequest,
-    Refusal, Side, handler_sets, paged_shapes, request_metadata, runs_on_cpu,
+    Refusal, Side, handler_sets, i32s, paged_shapes, request_metadata, runs_on_cpu,
 };
 use std::process::Command;
 use xla_attention::Op;
@@ -35,10 +35,6 @@ fn run(call: &Invocation) -> Result<Vec<Array>, Refusal> {
 fn assert_refused(call: &Invocation, text: &str) {
     let expected = Refusal { code: INVALID_ARGUMENT, text: format!("{}: XLA_ATTENTION_CHECK: {text}", call.target) };
     assert_eq!(run(call).unwrap_err(), expected);
-}
-
-fn i32s(values: &[i32]) -> Array {
-    Array::i32s(&[values.len() as i64], values)
 }
 
 #[test]
@@ -92,34 +88,25 @@ fn paged_metadata_is_refused_by_operand_entry_and_sequence() {
 }
 
 /// Tq 6, Tk 10, 3 sequences of 2, 1 and 3 rows over 4, 3 and 3 keys.
-fn varlen() -> Invocation {
-    right_calls::of("xla_gpu_flash_attn_varlen")
+fn varlen(target: &'static str) -> Invocation {
+    let call = right_calls::of(target)
+        .with_operand("k", Array::filled(BF16, &[10, 2, 16], 0))
+        .with_operand("v", Array::filled(BF16, &[10, 2, 24], 0))
         .with_operand("cu_seqlens_q", i32s(&[0, 2, 3, 6]))
         .with_operand("cu_seqlens_k", i32s(&[0, 4, 7, 10]))
-        .operand("seqused_k", i32s(&[4, 2, 9]))
-        .operand("block_table", Array::filled(I32, &[0], 0))
-        .operand("seqused_q", i32s(&[2, 0, 5]))
-        .operand("leftpad_k", i32s(&[0, 2, 1]))
-}
-
-/// The same for the gradients.
-fn varlen_bwd() -> Invocation {
-    let mut call = right_calls::of("xla_gpu_flash_attn_varlen_bwd")
-        .with_operand("k", Array::filled(BF16, &[10, 2, 16], 0))
-        .with_operand("v", Array::filled(BF16, &[10, 2, 24], 0));
-    (call.results[1].dims[0], call.results[2].dims[0]) = (10, 10);
-    call.with_operand("cu_seqlens_q", i32s(&[0, 2, 3, 6]))
-        .with_operand("cu_seqlens_k", i32s(&[0, 4, 7, 10]))
-        .operand("seqused_k", i32s(&[4, 2, 9]))
-        .operand("seqused_q", i32s(&[2, 0, 5]))
-        .operand("leftpad_k", i32s(&[0, 2, 1]))
+        .operand("seqused_k", i32s(&[4, 2, 9]));
+    let has_pages = call.op() == Op::FlashAttnVarlen;
+    let call = if has_pages { call.operand("block_table", Array::left_out(I32)) } else { call };
+    call.operand("seqused_q", i32s(&[2, 0, 5])).operand("leftpad_k", i32s(&[0, 2, 1]))
 }
 
 #[test]
 #[ignore = "under the check alone"]
 fn varlen_metadata_is_refused_by_operand_entry_and_sequence() {
-    refuses_varlen_metadata(&varlen());
-    refuses_varlen_metadata(&varlen_bwd());
+    refuses_varlen_metadata(&varlen("xla_gpu_flash_attn_varlen"));
+    let mut gradients = varlen("xla_gpu_flash_attn_varlen_bwd");
+    (gradients.results[1].dims[0], gradients.results[2].dims[0]) = (10, 10);
+    refuses_varlen_metadata(&gradients);
 }
 
 fn refuses_varlen_metadata(right: &Invocation) {

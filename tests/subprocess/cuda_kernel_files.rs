@@ -31,7 +31,9 @@ fn outcomes(name: &str, file: &str, contents: &[u8]) -> (PathBuf, [String; 3]) {
     if runs_on_cpu() {
         stand_in::in_front(&mut child);
     }
-    (folder.join(file), stand_in::printed(&mut child).try_into().unwrap())
+    let printed = stand_in::printed(&mut child);
+    std::fs::remove_dir_all(&folder).unwrap();
+    (folder.join(file), printed.try_into().unwrap())
 }
 
 #[test]
@@ -83,7 +85,6 @@ fn a_corrupt_file_is_named_with_what_the_driver_says_and_other_kernels_work() {
     }
     let log = if runs_on_cpu() { "the log of the driver" } else { "ptxas" };
     assert!(said[0].contains(log), "{}", said[0]);
-    std::fs::remove_dir_all(path.parent().unwrap()).unwrap();
 }
 
 /// The head of machine code whose sections lie at byte `sections`.
@@ -115,17 +116,15 @@ fn a_file_that_is_not_a_whole_module_is_named_and_the_driver_does_not_see_it() {
             assert!(refusal.starts_with(&start), "{refusal}");
             assert!(refusal.ends_with("; without XLA_ATTENTION_KERNEL_DIR it is the built-in one"), "{refusal}");
         }
-        std::fs::remove_dir_all(path.parent().unwrap()).unwrap();
     }
 }
 
 #[test]
 #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
 fn a_file_takes_the_place_of_the_kernel_that_it_is_named_after() {
-    let (path, said) = outcomes("idle", "simple_add_f32.ptx", IDLE.as_bytes());
+    let (_, said) = outcomes("idle", "simple_add_f32.ptx", IDLE.as_bytes());
     let idle = if runs_on_cpu() { "done" } else { "untouched" };
     assert_eq!(said, [idle, "done", idle]);
-    std::fs::remove_dir_all(path.parent().unwrap()).unwrap();
 }
 
 #[test]
@@ -136,5 +135,4 @@ fn a_module_without_the_kernel_is_named() {
     assert_eq!(said[1], "done");
     let expected = format!("the kernel simple_add_f32 is not in its module, {}: cuModuleGetFunction: ", path.display());
     assert!(runs_on_cpu() || said[0].contains(&expected), "{}", said[0]);
-    std::fs::remove_dir_all(path.parent().unwrap()).unwrap();
 }

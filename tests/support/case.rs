@@ -239,7 +239,8 @@ pub(super) fn slot_mapping(slots: &[i64], wide: bool) -> Array {
     Array::i32s(&tokens, &slots.iter().map(|&slot| i32::try_from(slot).unwrap()).collect::<Vec<_>>())
 }
 
-pub(super) fn i32s(values: &[i32]) -> Array {
+/// `[N]`
+pub fn i32s(values: &[i32]) -> Array {
     Array::i32s(&[values.len() as i64], values)
 }
 

@@ -1,6 +1,6 @@
 //! Runs calls of attention and holds them against what the reference answers.
 
-use super::{Array, Case, IfWrong, Invocation, answers, assert_allowed, for_both_sides, members};
+use super::{Array, Case, IfWrong, Invocation, U8, answers, assert_allowed, for_both_sides, members};
 
 /// Asserts that results are what is allowed.
 pub type Judge<'a> = Box<dyn Fn(&[Array]) + 'a>;
@@ -14,8 +14,11 @@ pub trait Checked {
 
     fn call(&self) -> Invocation;
 
-    /// What a call computes, without its workspace.
-    fn computed<'a>(&self, results: &'a [Array]) -> &'a [Array];
+    /// What a call computes: the results up to one that was not asked for, or the workspace.
+    fn computed<'a>(&self, results: &'a [Array]) -> &'a [Array] {
+        let end = results.iter().position(|x| x.dtype == U8 || x.dims == [0]);
+        &results[..end.unwrap_or(results.len())]
+    }
 
     /// What is allowed of the call's results.
     fn judge(&self, if_wrong: IfWrong) -> Judge<'_>;
@@ -57,11 +60,6 @@ impl Checked for Case {
 
     fn call(&self) -> Invocation {
         self.invocation()
-    }
-
-    /// `out`, and `softmax_lse` where it was asked for.
-    fn computed<'a>(&self, results: &'a [Array]) -> &'a [Array] {
-        &results[..if self.lse { 2 } else { 1 }]
     }
 
     fn judge(&self, if_wrong: IfWrong) -> Judge<'_> {

@@ -90,23 +90,19 @@ impl Gpu {
     }
 
     /// As [`Gpu::first`]; that there is none is said.
-    #[allow(clippy::print_stdout, reason = "a skipped test says so")]
     pub fn or_skip() -> Option<Self> {
-        let gpu = Self::first();
-        if gpu.is_none() {
-            println!("skipped: this machine has no GPU");
-        }
-        gpu
+        Self::first().or_else(Self::skipped)
     }
 
-    /// Likewise for the kernels that are tuned for one.
-    #[allow(clippy::print_stdout, reason = "a skipped test says so")]
+    /// Likewise of one for which kernels are tuned.
     pub fn with_tuned_kernels_or_skip() -> Option<Self> {
-        let gpu = Self::first().filter(|_| Self::runs_sm_90a());
-        if gpu.is_none() {
-            println!("skipped: this machine has no GPU with tuned kernels");
-        }
-        gpu
+        Self::first().filter(|_| Self::runs_sm_90a()).or_else(Self::skipped)
+    }
+
+    #[allow(clippy::print_stdout, reason = "a skipped test says so")]
+    fn skipped() -> Option<Self> {
+        println!("skipped: this machine has no such GPU");
+        None
     }
 
     /// Kernels for sm_90a run on device 0: it is a Hopper, and the driver makes tensor maps.

@@ -350,10 +350,6 @@ impl Checked for GradientCase {
         self.invocation()
     }
 
-    fn computed<'a>(&self, results: &'a [Array]) -> &'a [Array] {
-        &results[..if self.wanted.dsinks { 4 } else { 3 }]
-    }
-
     fn judge(&self, if_wrong: IfWrong) -> Judge<'_> {
         let answers = gradient_answers(self, if_wrong);
         Box::new(move |found| assert_gradients(self, &answers, found, 1e-4))

@@ -103,38 +103,31 @@ fn long(shape: &Shape) -> Vec<Named> {
     let packed = Storage::contiguous();
     let decode = shape.sized((4, 1), 64, &[(1, 1500), (2, 900)]);
     let wide = shape.sized((8, 4), 128, &[(1, 1300), (3, 600), (1, 2)]);
-    let room = |workspace, storage| Storage { workspace: Some(workspace), ..storage };
+    let wide_rows = shape.sized((8, 2), 256, &[(1, 700), (3, 290)]);
+    let unseen = Shape { mask: Mask::window(40, 40).top_left(), ..wide.clone() };
+    let with_room = |storage: &Storage| Storage { workspace: Some(5_000_001), ..storage.clone() };
+    let roomy = || with_room(&packed);
+    let few_parts = Storage { workspace: Some(300_000), ..packed.clone() };
+    let padded = Shape { leftpad: true, seed: 3, ..wide.clone() };
     vec![
         ("long_decode", decode.clone(), packed.clone()),
-        ("long_decode_with_room", decode.clone(), room(5_000_001, packed.clone())),
+        ("long_decode_with_room", decode.clone(), roomy()),
         ("long_decode_from_stacked_pages", decode, Storage::paged(Layout::Stacked, 16)),
-        (
-            "long_decode_of_wide_rows",
-            shape.sized((8, 2), 256, &[(1, 700), (3, 290)]),
-            Storage::paged(Layout::PerPage, 64),
-        ),
+        ("long_decode_of_wide_rows", wide_rows, Storage::paged(Layout::PerPage, 64)),
         // The largest scores lie in any of the parts.
-        ("one_key_of_many_wins", Shape { sharpness: 40.0, ..wide.clone() }, room(5_000_001, packed.clone())),
-        ("one_of_many_sees_a_sink", Shape { sinks: true, ..wide.clone() }, room(5_000_001, packed.clone())),
-        (
-            "parts_that_nobody_sees",
-            Shape { mask: Mask::window(40, 40).top_left(), ..wide.clone() },
-            room(5_000_001, packed.clone()),
-        ),
-        (
-            "parts_in_the_padding",
-            Shape { leftpad: true, seed: 3, ..wide.clone() },
-            room(5_000_001, Storage::paged(Layout::Split, 32)),
-        ),
-        ("parts_far_from_a_bias", Shape { alibi: Alibi::PerHead, ..wide.clone() }, room(5_000_001, packed.clone())),
-        ("parts_under_a_cap", Shape { softcap: 4.0, sharpness: 9.0, ..wide }, room(300_000, packed)),
+        ("one_key_of_many_wins", Shape { sharpness: 40.0, ..wide.clone() }, roomy()),
+        ("one_of_many_sees_a_sink", Shape { sinks: true, ..wide.clone() }, roomy()),
+        ("parts_that_nobody_sees", unseen, roomy()),
+        ("parts_in_the_padding", padded, with_room(&Storage::paged(Layout::Split, 32))),
+        ("parts_far_from_a_bias", Shape { alibi: Alibi::PerHead, ..wide.clone() }, roomy()),
+        ("parts_under_a_cap", Shape { softcap: 4.0, sharpness: 9.0, ..wide }, few_parts),
     ]
 }
 
 fn corners(shape: &Shape) -> Vec<Named> {
     let packed = Storage::contiguous();
     let of = |lengths: &[(usize, usize)], mask| Shape { lengths: lengths.to_vec(), mask, ..shape.clone() };
-    let uneven = [(5, 40), (40, 5), (17, 17), (1, 3), (3, 1)];
+    let (uneven, unseeing) = ([(5, 40), (40, 5), (17, 17), (1, 3), (3, 1)], [(20, 3), (4, 0), (2, 2)]);
     vec![
         ("one_number", Shape { heads: (1, 1), head_dim: 8, ..of(&[(1, 1)], Mask::FULL) }, packed.clone().bare()),
         ("top_left_causal", of(&uneven, Mask::CAUSAL.top_left()), packed.clone()),
@@ -146,11 +139,7 @@ fn corners(shape: &Shape) -> Vec<Named> {
         ("a_window_of_2_to_the_31", of(&uneven, Mask::window(1 << 31, 1 << 32)), packed.clone()),
         ("causal_beats_the_right_window", of(&uneven, Mask { window_right: 3, ..Mask::CAUSAL }), packed.clone()),
         ("one_key_wins", Shape { sharpness: 60.0, ..of(&[(20, 80), (1, 300)], Mask::FULL) }, packed.clone()),
-        (
-            "sinks_where_nothing_is_seen",
-            Shape { sinks: true, ..of(&[(20, 3), (4, 0), (2, 2)], Mask::CAUSAL) },
-            packed.clone(),
-        ),
+        ("sinks_where_nothing_is_seen", Shape { sinks: true, ..of(&unseeing, Mask::CAUSAL) }, packed.clone()),
         ("no_key_at_all", Shape { sinks: true, ..of(&[(2, 0), (5, 0)], Mask::FULL) }, packed.clone().bare()),
         ("no_query_at_all", of(&[(0, 7), (0, 0)], Mask::FULL), packed.clone()),
         ("no_sequence", of(&[], Mask::FULL), packed),

@@ -110,11 +110,6 @@ impl Checked for Step {
         self.invocation(true)
     }
 
-    /// In the order of the results: out, the cache, and the log-sum-exp if it was asked for.
-    fn computed<'a>(&self, results: &'a [Array]) -> &'a [Array] {
-        &results[..if self.case.lse { 3 } else { 2 }]
-    }
-
     fn judge(&self, if_wrong: IfWrong) -> Judge<'_> {
         let answers = answers(&self.case, if_wrong);
         Box::new(move |found| {
