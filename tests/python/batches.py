@@ -18,27 +18,15 @@ def batch(
     Unused slots of pages, unused pages, padding rows of the query, lengths and starts of unused sequence slots and
     unused table entries hold NaN or nonsense. Pages are shuffled.
     """
-    rng = np.random.default_rng(seed)
-    q_heads, kv_heads = heads
-    used = [-(-keys // page_size) for _, keys in sequences]
-    pages, slots = sum(used) + 3, len(sequences) + spare_slots
-    cache = np.full((pages, page_size, 2 * kv_heads, d), np.nan, np.float32)
-    tables = rng.integers(-(2**31), 2**31, (slots, max([*used, 0]) + table_slack)).astype(np.int32)
-    free = rng.permutation(pages).tolist()
-    for i, (_, keys) in enumerate(sequences):
-        for page in range(used[i]):
-            tables[i, page] = free.pop()
-            tokens = min(page_size, keys - page * page_size)
-            cache[tables[i, page], :tokens] = rng.standard_normal((tokens, 2 * kv_heads, d))
-    starts = np.cumsum([0, *(new for new, _ in sequences)])
-    rows = int(starts[-1])
-    query = np.full((rows + spare_rows, q_heads, d), np.nan, np.float32)
-    query[:rows] = rng.standard_normal((rows, q_heads, d))
-    lens = np.full(slots, 2**31 - 1)
-    lens[: len(sequences)] = [keys for _, keys in sequences]
-    query_start_loc = np.concatenate([starts, np.full(spare_slots, -7)])
-    i32 = [np.asarray(x, np.int32) for x in (lens, tables, query_start_loc, [len(sequences)])]
-    return converted(query, dtype), converted(cache, dtype), *i32
+    given = {"heads": heads, "d": d, "dtype": dtype, "rows_after": spare_rows, "seed": seed}
+    (query, cache, _, starts, _), own = varlen(sequences, pages=page_size, kv_layout="interleaved", **given)
+    slots, pages = own["block_table"].shape
+    shape = slots + spare_slots, pages - 1 + table_slack
+    tables = np.random.default_rng(seed + 7).integers(-(2**31), 2**31, shape).astype(np.int32)
+    tables[:slots, : pages - 1] = own["block_table"][:, :-1]
+    lens = np.pad(own["seqused_k"], (0, spare_slots), constant_values=2**31 - 1)
+    starts = np.pad(starts, (0, spare_slots), constant_values=-7)
+    return query, cache, lens, tables, starts, np.int32([len(sequences)])
 
 
 def varlen(

@@ -132,56 +132,52 @@ def test_a_jax_without_residuals_is_told_apart(monkeypatch):
         dot_product_attention(*operands, implementation="xla", return_residual=True)
 
 
-# What is refused, as a change of the operands or as options; the text after the function's name.
+# What is refused, a change of the operands or options; the text after the function's name.
 REFUSED = {
-    "lengths": (lambda q, k, v: (q, k, v[:, :3]), {}, ValueError, "value has shape"),
-    "batch": (lambda q, k, v: (q, k[:2], v[:2]), {}, ValueError, "key has a batch of 2, expected 3"),
-    "ranks": (lambda q, k, v: (q[0], k, v), {}, ValueError, "query [17, 6, 32], key [3, 29, 2, 32]"),
-    "dimension": (lambda q, k, v: (q[..., :16], k, v), {}, ValueError, "key has head dimension 32, expected 16"),
-    "heads": (lambda q, k, v: (q[:, :, :5], k, v), {}, ValueError, "key has 2 heads, expected a divisor of 5"),
-    "no KV heads": (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), {}, ValueError, "key has 0 heads"),
-    "integers": (lambda *x: [y.astype(int) for y in x], {}, NotImplementedError, "query is i32, key is i32"),
-    "two dtypes": (lambda q, k, v: (q, k, v.astype("bfloat16")), {}, NotImplementedError, "key is f32 and value is"),
+    "lengths": (lambda q, k, v: (q, k, v[:, :3]), ValueError, "value has shape"),
+    "batch": (lambda q, k, v: (q, k[:2], v[:2]), ValueError, "key has a batch of 2, expected 3"),
+    "ranks": (lambda q, k, v: (q[0], k, v), ValueError, "query [17, 6, 32], key [3, 29, 2, 32]"),
+    "dimension": (lambda q, k, v: (q[..., :16], k, v), ValueError, "key has head dimension 32, expected 16"),
+    "heads": (lambda q, k, v: (q[:, :, :5], k, v), ValueError, "key has 2 heads, expected a divisor of 5"),
+    "no KV heads": (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), ValueError, "key has 0 heads"),
+    "integers": (lambda *x: [y.astype(int) for y in x], NotImplementedError, "query is i32, key is i32"),
+    "two dtypes": (lambda q, k, v: (q, k, v.astype("bfloat16")), NotImplementedError, "key is f32 and value is"),
     "odd dimension": (
         lambda *x: [y[..., :20] for y in x],
-        {},
         NotImplementedError,
         "query has head dimension 20; every multiple of 8 up to 256 works",
     ),
     "query lengths": (
-        None,
         {"query_seq_lengths": jnp.ones(2, int)},
         ValueError,
         "query_seq_lengths has shape [2], expected [B=3]",
     ),
     "key lengths": (
-        None,
         {"key_value_seq_lengths": jnp.ones((3, 1), int)},
         ValueError,
         "key_value_seq_lengths has shape [3, 1], expected [B=3]",
     ),
     "float lengths": (
-        None,
         {"key_value_seq_lengths": jnp.ones(3)},
         TypeError,
         "key_value_seq_lengths has dtype float32, expected integers",
     ),
-    "scale of 0": (None, {"scale": 0.0}, NotImplementedError, "scale is 0.0, expected finite and > 0; impl"),
-    "scale below 0": (None, {"scale": -1}, NotImplementedError, "scale is -1.0, expected finite and > 0"),
-    "scales": (None, {"scale": jnp.ones(2)}, TypeError, "scale has shape [2], expected a number"),
-    "is_causal": (None, {"is_causal": "yes"}, TypeError, "is_causal is 'yes', expected True or False"),
-    "window below 0": (None, {"local_window_size": -1}, ValueError, "local_window_size is -1, expected >= 0"),
-    "side below 0": (None, {"local_window_size": (4, -1)}, ValueError, "local_window_size is (4, -1), expected >= 0"),
-    "one side": (None, {"local_window_size": (3,)}, ValueError, "local_window_size is (3,), expected a number or"),
-    "half a window": (None, {"local_window_size": 1.5}, TypeError, "local_window_size[0] is 1.5, expected an integer"),
-    "return_residual": (None, {"return_residual": 1}, TypeError, "return_residual is 1, expected True or False"),
+    "scale of 0": ({"scale": 0.0}, NotImplementedError, "scale is 0.0, expected finite and > 0; impl"),
+    "scale below 0": ({"scale": -1}, NotImplementedError, "scale is -1.0, expected finite and > 0"),
+    "scales": ({"scale": jnp.ones(2)}, TypeError, "scale has shape [2], expected a number"),
+    "is_causal": ({"is_causal": "yes"}, TypeError, "is_causal is 'yes', expected True or False"),
+    "window below 0": ({"local_window_size": -1}, ValueError, "local_window_size is -1, expected >= 0"),
+    "side below 0": ({"local_window_size": (4, -1)}, ValueError, "local_window_size is (4, -1), expected >= 0"),
+    "one side": ({"local_window_size": (3,)}, ValueError, "local_window_size is (3,), expected a number or"),
+    "half a window": ({"local_window_size": 1.5}, TypeError, "local_window_size[0] is 1.5, expected an integer"),
+    "return_residual": ({"return_residual": 1}, TypeError, "return_residual is 1, expected True or False"),
 }
 
 
-@pytest.mark.parametrize(("change", "options", "error", "text"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("given", "error", "text"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_refusal_speaks_of_this_function_and_its_arguments(change, options, error, text, wrap):
-    operands = tensors() if change is None else change(*tensors())
+def test_a_refusal_speaks_of_this_function_and_its_arguments(given, error, text, wrap):
+    operands, options = (given(*tensors()), {}) if callable(given) else (tensors(), given)
     with pytest.raises(error) as caught:
         wrap(lambda *operands: dot_product_attention(*operands, **options))(*operands)
     assert str(caught.value).startswith(f"dot_product_attention: {text}")

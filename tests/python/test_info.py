@@ -45,22 +45,6 @@ def test_a_missing_library_says_what_to_do():
     assert "ImportError: xla_attention: the shared library /nowhere/lib.so is not there" in done.stderr
 
 
-def test_an_older_runtime_is_refused_before_anything_is_registered():
-    code = """
-import jax
-from xla_attention import _library
-_library.handler_sets = lambda: [_library.HandlerSet((0, 99), [])]
-try:
-    import xla_attention.jax
-except ImportError as error:
-    print(error)
-print(jax.numpy.ones(2).sum())
-"""
-    lines = python("-c", code, JAX_PLATFORMS="cpu").stdout.splitlines()
-    assert lines[0].startswith("xla_attention speaks XLA FFI 0.99, jaxlib ")
-    assert lines[1] == "2.0"
-
-
 def test_the_log_says_once_what_was_chosen_for_a_shape():
     code = """
 import jax.numpy as jnp

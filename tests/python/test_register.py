@@ -127,11 +127,12 @@ def test_a_plugin_that_refuses_both_says_so():
         torch_xla._register_accepted(_library.handler_sets()[::-1], b"CUDA", register)
 
 
-def test_a_runtime_that_has_dropped_our_versions_is_an_import_error_and_leaves_jax_as_it_was():
-    code = """
+def imported_with(handlers):
+    """What the import of our front-end says to handlers that jax does not take; jax is as it was."""
+    code = f"""
 import jax, old_handler
 from xla_attention import _library
-_library.handler_sets = lambda: [_library.HandlerSet((0, 0), [old_handler.TARGET])]
+_library.handler_sets = lambda: [_library.HandlerSet({handlers})]
 try:
     import xla_attention.jax
 except ImportError as error:
@@ -139,10 +140,19 @@ except ImportError as error:
 print(jax.numpy.ones(2).sum())
 """
     message, number = python("-c", code, JAX_PLATFORMS="cpu").stdout.splitlines()
+    assert number == "2.0"
+    return message
+
+
+def test_a_runtime_that_has_dropped_our_versions_is_an_import_error_and_leaves_jax_as_it_was():
+    message = imported_with("(0, 0), [old_handler.TARGET]")
     assert message.startswith(f"xla_attention speaks XLA FFI 0.0, of which jaxlib {jax.lib.__version__} takes none: ")
     assert "install an older jax or a newer xla-attention (INVALID_ARGUMENT: " in message
     assert "API version (0.0) is incompatible with the framework's API version" in message
-    assert number == "2.0"
+
+
+def test_an_older_runtime_is_refused_before_anything_is_registered():
+    assert imported_with("(0, 99), []").startswith("xla_attention speaks XLA FFI 0.99, jaxlib ")
 
 
 @pytest.mark.parametrize("theirs", [(0, 0), (1, 1)])
