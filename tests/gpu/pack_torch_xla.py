@@ -10,8 +10,12 @@ opens the same libcudnn.so.9 by name and would get the stand-in.
 The other machine needs a Python of the version asked for with its shared library, what torch imports (numpy, sympy,
 networkx, jinja2, fsspec, filelock, typing_extensions: they come with any torch), and in its environment
 
-    PYTHONPATH=TREE                                    # hides a torch that is installed there
+    PYTHONPATH=TREE:$PYTHONPATH                        # hides a torch that is installed there
     LD_LIBRARY_PATH=.../site-packages/nvidia/cudnn/lib
+
+There the tests of torch run with
+
+    JAX_PLATFORMS=cpu XLA_ATTENTION_TEST_XLA=cuda python3 -m pytest tests/python/test_torch_*.py -k xla
 
 `--cudnn-stand-in` makes a folder for that place too, to try a tree with PJRT_DEVICE=CPU where there is no cuDNN.
 Here it takes pip, gcc and GNU binutils, 3 GB of disk and five minutes.
