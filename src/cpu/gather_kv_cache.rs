@@ -20,7 +20,7 @@ const SMALL_PAGE: usize = 1 << 12;
 const PAGES_AHEAD: usize = 8;
 
 /// Bytes of a result from which on it is stored past the caches.
-const STREAMED: usize = 1 << 25;
+const STREAMED: usize = 1 << 24;
 
 /// In words, which may lose subnormal numbers, no product of a code and such a factor is one: codes are 0 or at least 2^-16
 /// (e5m2), numbers of bf16 subnormal below 2^-126.

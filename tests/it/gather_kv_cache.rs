@@ -85,14 +85,14 @@ fn sequences_may_be_many() {
 
 #[test]
 fn results_that_caches_do_not_hold_are_the_same() {
-    // From 32 MiB on; of heads of 72 not every one begins where whole vectors can be stored.
+    // From 16 MiB on; of heads of 72 not every one begins where whole vectors can be stored.
     for (dtype, out, head_dim, layout, scale) in [
         (BF16, BF16, 64, Layout::Split, None),
         (F8E4M3FN, F8E4M3FN, 128, Layout::Stacked, None),
         (F8E4M3FN, BF16, 72, Layout::Interleaved, Some(vec![0.37, 3.0])),
         (F8E5M2, F32, 72, Layout::PerPage, None),
     ] {
-        let (heads, len) = (2, (1 << 25) / (2 * head_dim * out.size()) / 4 + 7);
+        let (heads, len) = (2, (1 << 24) / (2 * head_dim * out.size()) / 4 + 7);
         let mut random = Random::new(head_dim as u64);
         let tables = (0..4 * len.div_ceil(4)).map(|_| random.below(5) as i32).collect();
         let (lens, max_pages, capacity) = (vec![len as i32; 4], len.div_ceil(4), 4 * len + 3);
