@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from alone import python_with_torch
+from alone import python, python_with_torch
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
@@ -44,7 +44,8 @@ def test_the_cascade_reads_the_prefix_once():
 
 @pytest.mark.usefixtures("xla_device")
 def test_a_custom_call_of_ones_own_runs():
-    printed = run("torch_simple_add.py")
+    # As a user starts it, with nothing imported beforehand.
+    printed = python(EXAMPLES / "torch_simple_add.py", PJRT_DEVICE="CPU").stdout
     assert 'custom_call_target="XlaGpuSimpleAdd"' in printed
     assert "[10.0, 11.0, 12.0" in printed
 
