@@ -109,6 +109,7 @@ lint: $(VENV)/build.stamp
 	clang-format --dry-run --Werror $$(git ls-files '*.c' '*.cc' '*.h' '*.cu' '*.cuh' ':!*/xla_attention.h')
 	ruff check .
 	ruff format --check .
+	codespell $$(git ls-files)
 
 # Licences, duplicates and origins of the crates. `ARGS=advisories` asks for known faults, for which cargo-deny fetches
 # RustSec's database from GitHub.
