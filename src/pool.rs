@@ -1,4 +1,4 @@
-//! Threads for the CPU backend: XLA's pool where XLA calls us, rayon's where nobody brings one.
+//! Threads for the CPU backend: XLA's pool where XLA calls us, rayon's elsewhere.
 
 use crate::error::{Error, Result};
 use crate::fault::{self, Fault};
@@ -93,7 +93,7 @@ unsafe impl Send for Job {}
 unsafe impl Sync for Job {}
 
 impl Job {
-    /// The next index nobody has taken.
+    /// The next index that no thread has taken.
     fn take(&self) -> Option<usize> {
         let index = self.next.fetch_add(1, Relaxed);
         (index < self.count).then_some(index)

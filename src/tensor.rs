@@ -71,7 +71,7 @@ pub struct Tensor<'a> {
     pub strides: Option<&'a [i64]>,
 }
 
-// SAFETY: a view is an address and numbers; whoever reads or writes through it states why that is allowed.
+// SAFETY: a view is an address and numbers; code that reads or writes through it states why that is allowed.
 unsafe impl Send for Tensor<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Tensor<'_> {}

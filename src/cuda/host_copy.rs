@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::stream::Stream;
 use cudarc::driver::sys::{self, CUstreamCaptureStatus};
 
-/// Nobody records what is enqueued on the stream, so that it can be waited for.
+/// The stream is not being captured, so that it can be waited for.
 ///
 /// # Errors
 /// `FAILED_PRECONDITION` under capture, `UNAVAILABLE` without a driver.

@@ -10,7 +10,7 @@ use std::{env, fs};
 struct Found {
     /// Products of a warpgroup.
     products: usize,
-    /// Boxes that the copy engine fetches.
+    /// Loads of boxes by TMA.
     boxes: usize,
     /// Loads and stores of local memory; ptxas reports spilled registers, but not arrays that are indexed at run time.
     local: usize,

@@ -1,4 +1,4 @@
-//! Tensor maps: which boxes of a tensor the copy engine of sm_90 fetches. Encoding one touches no device.
+//! Tensor maps: which boxes of a tensor TMA loads. Encoding one does not need a device.
 
 use super::driver::{self, check};
 pub(crate) use super::params::tensor_map::TensorMap;
@@ -13,7 +13,7 @@ const _: () = assert!(align_of::<TensorMap>() == align_of::<sys::CUtensorMap_st>
 /// The most dimensions of a tensor map.
 const MOST_AXES: usize = 5;
 
-/// One dimension of a tensor as the copy engine sees it.
+/// One dimension of a tensor as TMA sees it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Axis {
     /// Its elements; a box may reach past them and gets zeros from there.

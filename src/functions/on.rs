@@ -56,7 +56,7 @@ impl On<'static, Device> {
     /// /// `out = a + a`, of `n` f32 at addresses and on a stream of whatever library owns them.
     /// ///
     /// /// # Safety
-    /// /// The stream's context is current; nobody else writes `a`, or uses `out`, before the stream has come this far.
+    /// /// The stream's context is current; nothing else writes `a`, or uses `out`, before the stream has come this far.
     /// unsafe fn double(a: u64, out: u64, n: usize, stream: usize) -> Result<(), Error> {
     ///     // SAFETY: this function's contract.
     ///     let (a, out, on) = unsafe {

@@ -100,7 +100,7 @@ impl TensorRef<'_, Device> {
     /// # Safety
     /// From the time a call is given this tensor until the work which it has enqueued is done,
     /// - so many bytes at `address` are memory that the calls' stream can read, and
-    /// - nobody writes them, except in the order of that stream.
+    /// - nothing writes them, except in the order of that stream.
     #[must_use]
     pub unsafe fn from_device(address: usize, bytes: usize, dtype: DType, shape: &[usize]) -> Self {
         Self::of(View::new(address as *mut u8, bytes, dtype, shape))
@@ -156,7 +156,7 @@ impl TensorMut<'_, Device> {
     /// # Safety
     /// From the time a call is given this tensor until the work which it has enqueued is done,
     /// - so many bytes at `address` are memory that the calls' stream can read and write, and
-    /// - nobody else reads or writes them, except in the order of that stream.
+    /// - nothing else reads or writes them, except in the order of that stream.
     ///
     /// No other tensor of the same memory is given to the same call.
     #[must_use]
@@ -274,7 +274,7 @@ impl View {
                 })?;
             }
         }
-        // Without an element no stride has a meaning, and nobody should compute with one.
+        // Without an element no stride has a meaning, and no code should compute with one.
         Ok(Tensor { strides: strides.filter(|_| !tensor.is_empty()), ..tensor })
     }
 }

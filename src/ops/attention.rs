@@ -84,7 +84,7 @@ pub struct Keys {
     pub starts: Option<*const i32>,
     /// `i32[B]`, dense: `len_k`, if given
     pub used: Option<*const i32>,
-    /// `i32[B]`, dense, clamped to `[0, len_k]`: the first keys, which nobody sees
+    /// `i32[B]`, dense, clamped to `[0, len_k]`: the first keys, which no query sees
     pub leftpad: Option<*const i32>,
     /// Rows or pages.
     pub storage: KeyStorage,

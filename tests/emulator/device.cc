@@ -225,7 +225,7 @@ void mbarrier_init(uint32_t address, uint32_t arrivals) {
 namespace {
 Mbarrier& mbarrier(uint32_t address) {
   const auto found = mbarriers.find(address);
-  if (found == mbarriers.end()) fail("an mbarrier that nobody made");
+  if (found == mbarriers.end()) fail("an mbarrier that was not initialized");
   if (std::memcmp(shared + address, &kMbarrierBytes, sizeof(kMbarrierBytes)) != 0) {
     fail("an mbarrier in whose place something else has been stored");
   }

@@ -1,4 +1,4 @@
-// What the stand-ins for the driver and for the copy engine agree on: a CUtensorMap of theirs.
+// The CUtensorMap that the stand-in for the driver makes and the stand-in for TMA reads.
 #pragma once
 #include <cstdint>
 

@@ -17,7 +17,7 @@ fn rows_go_to_their_slots_in_every_layout_and_dtype_with_and_without_scales() {
 fn slots_outside_the_cache_are_skipped() {
     let last = 3 * 4 - 1;
     let narrow = vec![-1, last, last + 1, i64::from(i32::MIN), 3, i64::from(i32::MAX), -4, 2];
-    // 2^32 + 5 is slot 5 to whoever keeps only the low half.
+    // 2^32 + 5 is slot 5 where only the low half is kept.
     let wide = vec![-1, last, last + 1, i64::MIN, 3, i64::MAX, (1 << 32) + 5, 2, -(1 << 32), i64::MAX / 2];
     for (layout, fp8) in Layout::PAGED.into_iter().flat_map(|layout| [None, Some(FP8_DTYPES[0])].map(|t| (layout, t))) {
         let update = Update { layout, fp8, ..Update::default() };

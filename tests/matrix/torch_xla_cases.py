@@ -90,7 +90,7 @@ def _refuse():
 
 
 def _refuse_by_the_handler():
-    """A call of one's own, which nobody has checked, fails with our text.
+    """A call of one's own, which is not validated beforehand, fails with our text.
 
     torch_xla 2.9 raises it once more at the next sync, whatever that computes; after that all is well.
     """

@@ -36,7 +36,7 @@ impl<'a> Results<'a> {
     /// Rows of no sequence: o = 0, lse = -inf.
     ///
     /// # Safety
-    /// The problem's results are writable; nobody else writes these rows.
+    /// The problem's results are writable; no other task writes these rows.
     pub(super) unsafe fn clear(self, rows: Range<usize>) {
         let problem = self.problem;
         let row_len = problem.num_q_heads * problem.value_dim * problem.out.dtype.size();

@@ -10,7 +10,7 @@ pub(in crate::cpu) struct Sequence {
     pub(in crate::cpu) first_row: usize,
     pub(in crate::cpu) len_q: usize,
     pub(in crate::cpu) len_k: usize,
-    /// The first keys, at most `len_k`, which nobody sees
+    /// The first keys, at most `len_k`, which no query sees
     pub(in crate::cpu) leftpad: usize,
     /// Position of query 0 among the keys
     pub(in crate::cpu) shift: i64,

@@ -63,7 +63,7 @@ impl Block {
     /// Write the gradients of the keys.
     ///
     /// # Safety
-    /// As [`Block::load`]; nobody else accesses these keys of the KV head in dk and dv.
+    /// As [`Block::load`]; no other task accesses these keys of the KV head in dk and dv.
     #[inline(always)]
     pub(super) unsafe fn write<S: Simd>(
         self,
@@ -109,7 +109,7 @@ fn row_of(view: &KvView, element: usize, key: usize, head: usize) -> *const u8 {
 /// Keys that no query sees have no gradient.
 ///
 /// # Safety
-/// dk and dv are writable; nobody else accesses these keys.
+/// dk and dv are writable; no other task accesses these keys.
 pub(super) unsafe fn clear(problem: &FlashAttnVarlenBwd, keys: &Range<usize>) {
     for result in [&problem.dk, &problem.dv] {
         let bytes = (result.dims[1] * result.dims[2]) as usize * result.dtype.size();

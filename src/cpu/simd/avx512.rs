@@ -179,7 +179,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
     #[inline(always)]
     fn pair(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` proves the features where BF16 is true, and nobody pairs words where it is not.
+        // SAFETY: `self` proves the features where BF16 is true, and no caller pairs words where it is not.
         unsafe {
             // Words a0 b0 a1 b1 ... out of b15 to b0, a15 to a0.
             let order = _mm512_set_epi16(

@@ -37,7 +37,7 @@ pub(crate) const MAX_PER_WORD: usize = 2;
 /// Operations on vectors of [`Simd::LANES`] f32. Holding a value proves that this CPU has the instructions.
 ///
 /// Where an instruction set multiplies pairs of bf16, a lane may also be a word of two bf16, the first in its lower
-/// half. Operations on such words have a definition in scalars, for which nobody has to have the instructions.
+/// half. Operations on such words are also defined in scalars, for CPUs without the instructions.
 pub(crate) trait Simd: Copy {
     /// One vector.
     type V: Copy;

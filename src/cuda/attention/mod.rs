@@ -286,7 +286,7 @@ pub(super) mod tests {
         let prefill = "attention_bf16_128_prefill_plain";
         assert_eq!(named(&problem(64, 64, 8, 104)), [(decode, 1, i32::MAX)]);
         assert_eq!(named(&problem(65, 64, 8, 104)), [(prefill, 5, i32::MAX), (decode, 1, 4)]);
-        // Nobody can have more than 4 queries.
+        // No sequence can have more than 4 queries.
         assert_eq!(named(&problem(4, 1, 8, 104)), [(decode, 1, 4)]);
         let invariant = Attention { batch_invariant: true, ..problem(64, 64, 8, 104) };
         assert_eq!(named(&invariant), [(prefill, 5, i32::MAX), ("attention_bf16_128_decode_plain", 1, 4)]);

@@ -143,7 +143,7 @@ mod tests {
         Attention { keys: Keys { storage, ..plain.keys }, num_kv_heads: kv_heads, batch_invariant, ..plain }
     }
 
-    /// The split of a call with `bytes` bytes of workspace from `start` on, which is nobody's memory.
+    /// The split of a call with `bytes` bytes of workspace from `start` on, an address that is not read.
     fn split(problem: &Attention, start: usize, bytes: i64) -> Split {
         let dims = [bytes];
         let workspace = Tensor::dense(DType::U8, start as *mut u8, &dims);
