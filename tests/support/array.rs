@@ -7,17 +7,12 @@ pub use xla_attention::DType as Dtype;
 
 pub const PRED: Dtype = Dtype::PRED;
 pub const I8: Dtype = Dtype::I8;
-pub const I16: Dtype = Dtype::I16;
 pub const I32: Dtype = Dtype::I32;
 pub const I64: Dtype = Dtype::I64;
 pub const U8: Dtype = Dtype::U8;
-pub const U16: Dtype = Dtype::U16;
-pub const U32: Dtype = Dtype::U32;
-pub const U64: Dtype = Dtype::U64;
 pub const F16: Dtype = Dtype::F16;
 pub const F32: Dtype = Dtype::F32;
 pub const F64: Dtype = Dtype::F64;
-pub const C64: Dtype = Dtype::C64;
 pub const BF16: Dtype = Dtype::BF16;
 pub const F8E5M2: Dtype = Dtype::F8E5M2;
 pub const F8E4M3FN: Dtype = Dtype::F8E4M3FN;

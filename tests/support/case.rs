@@ -154,11 +154,6 @@ impl Case {
         self.place.layout != Layout::Contiguous
     }
 
-    /// The same call, asked for other results.
-    pub fn asking(&self, lse: bool, workspace: Option<usize>) -> Self {
-        Self { lse, workspace, ..self.clone() }
-    }
-
     /// The call.
     pub fn invocation(&self) -> Invocation {
         let mut call = Invocation::of(self.target, |name| self.operand(name), |name| self.attribute(name));

@@ -62,7 +62,6 @@ fn attribute(which: Attribute) -> i32 {
 /// A context and a stream on device 0; never given back, as in a program that ends.
 pub struct Gpu {
     pub stream: sys::CUstream,
-    pub name: String,
 }
 
 impl Gpu {
@@ -79,14 +78,11 @@ impl Gpu {
             }
         }
         let (mut device, mut context, mut stream) = (0, std::ptr::null_mut(), std::ptr::null_mut());
-        let mut name = [0u8; 128];
         cuda!(cuDeviceGet(&raw mut device, 0));
-        cuda!(cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, device));
         cuda!(cuDevicePrimaryCtxRetain(&raw mut context, device));
         cuda!(cuCtxSetCurrent(context));
         cuda!(cuStreamCreate(&raw mut stream, 1));
-        let end = name.iter().position(|&b| b == 0).unwrap();
-        Some(Self { stream, name: String::from_utf8_lossy(&name[..end]).into_owned() })
+        Some(Self { stream })
     }
 
     /// As [`Gpu::first`]; that there is none is said.

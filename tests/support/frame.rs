@@ -33,7 +33,6 @@ pub struct Refusal {
 }
 
 pub const INVALID_ARGUMENT: i32 = 3;
-pub const FAILED_PRECONDITION: i32 = 9;
 pub const UNIMPLEMENTED: i32 = 12;
 pub const INTERNAL: i32 = 13;
 pub const UNAVAILABLE: i32 = 14;

@@ -21,10 +21,4 @@ impl Invocation {
     pub fn results(&self, side: Side) -> Vec<Array> {
         self.run(side, &Inline(4)).unwrap_or_else(|e| panic!("{} {}: {e:?}", self.target, self.what))
     }
-
-    /// The error of a call that has to fail.
-    pub fn refusal(&self) -> Refusal {
-        let outcome = self.run(Side::EndsAtGuard, &Inline(4));
-        outcome.expect_err(&format!("{} {} was not refused", self.target, self.what))
-    }
 }
