@@ -2,10 +2,11 @@
 
 use crate::draw::Draw;
 use crate::support::{
-    Array, CPU, Frame, Guarded, I32, Inline, Invocation, Side, Spacing, View, keep_mappings, may_be_strided,
+    Array, CPU, Frame, Guarded, I32, Inline, Invocation, Placed, PlacedMemory, Random, Side, Spacing, Spread,
+    keep_mappings, may_be_strided,
 };
 use std::fmt::Write;
-use xla_attention::{Action, Pool};
+use xla_attention::Action;
 
 /// Results are full of it before a call: a number in every type of attention, so that NaN is something that was written.
 const UNWRITTEN: u8 = 0xa5;
@@ -53,11 +54,11 @@ impl Subject {
     pub(crate) fn run(&self, draw: &mut Draw, machine: &Machine) -> f64 {
         let placing = Placing::draw(draw, &self.call, machine);
         let begun = machine.seconds();
-        let found = placing.run(&self.call, machine);
+        let found = machine.run(&self.call, &placing);
         let time = machine.seconds() - begun;
         (self.check)(&found);
         if let Some((call, check)) = &self.again {
-            check(&found, &placing.run(call, machine));
+            check(&found, &machine.run(call, &placing));
         }
         time
     }
@@ -101,76 +102,46 @@ impl Machine {
         matches!(self, Self::Cpu)
     }
 
-    /// The bytes of each buffer after `work` with their addresses, or what the operator says of it. Nothing around them
-    /// has changed.
-    fn run(
-        &self,
-        buffers: &[Buffer],
-        work: impl FnOnce(Action, &[*mut u8]) -> Result<(), String>,
-    ) -> Result<Vec<Vec<u8>>, String> {
+    /// The results of a call, which is accepted, changes nothing else and writes all of them.
+    fn run(&self, call: &Invocation, how: &Placing) -> Vec<Array> {
         match self {
             Self::Cpu => {
-                let place = |b: &Buffer| Guarded::new(b.name, b.side, &b.bytes);
-                let memory: Vec<Guarded> = buffers.iter().map(place).collect();
-                let addresses: Vec<*mut u8> = memory.iter().map(Guarded::data).collect();
-                work(Action::RunOnCpu(&InlinePool(4)), &addresses)?;
-                memory.iter().for_each(Guarded::assert_slack_untouched);
-                Ok(memory.iter().map(Guarded::bytes).collect())
+                let placed = how.place(call, |name, array, side| Guarded::new(name, side, &array.bytes));
+                results(call, &placed, how.make(call, &placed, Action::RunOnCpu(&Inline(4))))
             }
             #[cfg(feature = "cuda")]
             Self::Gpu(arena) => {
-                let places: Vec<(&[u8], usize)> = buffers.iter().map(|b| (&b.bytes[..], b.askew)).collect();
-                arena.run(&places, |stream, addresses| work(Action::LaunchCuda(stream), addresses))
+                arena.clear();
+                let placed = how.place(call, |_, array, _| arena.place(array, how.askew));
+                let outcome = arena.run(|stream| how.make(call, &placed, Action::LaunchCuda(stream)));
+                results(call, &placed, outcome)
             }
             #[cfg(feature = "cuda")]
             Self::Emulator(gpu) => {
                 use crate::support::device::{Around, Memory};
-                use crate::support::{PlacedMemory as _, U8};
-                let place = |b: &Buffer| {
-                    let array = Array { dtype: U8, dims: vec![b.bytes.len() as i64], bytes: b.bytes.clone() };
-                    Memory::place(gpu, &array, Around::Nothing)
-                };
-                let memory: Vec<Memory> = buffers.iter().map(place).collect();
-                let addresses: Vec<*mut u8> = memory.iter().map(Memory::data).collect();
-                work(Action::LaunchCuda(xla_attention::Stream(gpu.stream as usize)), &addresses)?;
+                let placed = how.place(call, |_, array, _| Memory::place(gpu, array, Around::Nothing));
+                let stream = xla_attention::Stream(gpu.stream as usize);
+                let outcome = how.make(call, &placed, Action::LaunchCuda(stream));
                 gpu.finish();
-                Ok(memory.iter().zip(buffers).map(|(m, b)| m.read(b.name)).collect())
+                results(call, &placed, outcome)
             }
         }
     }
 }
 
-/// Runs each task at once on the thread that schedules it.
-struct InlinePool(usize);
-
-// SAFETY: once, and a task does not unwind.
-unsafe impl Pool for InlinePool {
-    fn num_threads(&self) -> usize {
-        self.0
-    }
-    fn schedule(&self, task: fn(usize), argument: usize) {
-        task(argument);
-    }
-}
-
-/// Bytes, and which end of them is to touch a page that faults, or how far from an alignment they are to lie.
-struct Buffer {
-    name: &'static str,
-    bytes: Vec<u8>,
-    side: Side,
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "memory of the host ends at a page instead"))]
-    askew: usize,
-}
-
 /// How a call lies in memory.
 struct Placing {
-    /// Of operands whose rows are apart.
-    spacings: Vec<Option<Spacing>>,
-    /// For each operand, then each result.
-    sides: Vec<Side>,
+    /// Rows of operands are apart.
+    apart: bool,
+    /// By multiples of so many bytes, those of a chunk of a GPU's loads; 0 for any number of elements.
+    chunk: usize,
+    /// No buffer is aligned to more than its element, where it does not end at a page instead.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "memory of the host ends at a page instead"))]
     askew: bool,
     /// Through the handler that XLA calls; otherwise through `xla_attention::call`, which takes strides.
     through_handler: bool,
+    /// Decides which rows are how far apart, and which end of a buffer touches a page that faults.
+    seed: u64,
 }
 
 impl Placing {
@@ -178,97 +149,58 @@ impl Placing {
         let attends = call.target.contains("attention") || call.target.contains("flash");
         let attends = attends && !call.target.contains("merge");
         let apart = draw.chance(40);
-        let spacings = call.operands.iter().enumerate().map(|(index, (name, array))| {
-            // A cache that is copied is dense; one that is read alone, or updated where it is, need not be.
-            let copied = call.results.iter().any(|r| r.name == *name && r.alias != Some(index));
-            let may = may_be_strided(call.op()).contains(name) && !copied;
-            let may = may && array.dims.len() > 1 && !array.dims.contains(&0);
-            // What a chunk of a GPU's loads is.
-            let chunk = (16 / array.dtype.size()) as i64;
-            let gaps: Vec<i64> = array.dims.iter().map(|_| draw.one_of(&[0, 0, 1, 3, 5, 8])).collect();
-            let many = |gap: &i64| if attends && !machine.is_cpu() { gap * chunk } else { *gap };
-            let gaps: Vec<i64> = gaps.iter().map(many).collect();
-            (draw.chance(60) && apart && may).then(|| Spacing::new(array, &gaps))
-        });
-        let spacings = spacings.collect();
-        let buffers = call.operands.len() + call.results.len();
-        let sides = (0..buffers).map(|_| draw.one_of(&[Side::BeginsAtGuard, Side::EndsAtGuard])).collect();
-        let (through_handler, askew) = (draw.chance(60), draw.chance(25) && !attends);
-        Self { spacings, sides, askew, through_handler: through_handler && !apart && machine.is_cpu() }
+        Self {
+            apart,
+            chunk: if attends && !machine.is_cpu() { 16 } else { 0 },
+            askew: draw.chance(25) && !attends,
+            through_handler: draw.chance(60) && !apart && machine.is_cpu(),
+            seed: draw.next(),
+        }
     }
 
-    /// The results of a call, which is accepted, changes no operand and writes all of its results.
-    fn run(&self, call: &Invocation, machine: &Machine) -> Vec<Array> {
-        let buffer = |index: usize, name, array: &Array, bytes| {
-            let askew = if self.askew { array.dtype.size() } else { 0 };
-            Buffer { name, bytes, side: self.sides[index], askew }
-        };
-        let operands = call.operands.iter().enumerate().map(|(index, (name, array))| {
-            let bytes = self.spacings[index].as_ref().map_or_else(|| array.bytes.clone(), |s| s.spread(array));
-            buffer(index, *name, array, bytes)
-        });
-        let mut buffers: Vec<Buffer> = operands.collect();
-        let mut place = Vec::new();
-        for (index, result) in call.results.iter().enumerate() {
-            place.push(result.alias.unwrap_or(buffers.len()));
-            if result.alias.is_none() {
-                let array = Array::filled(result.dtype, &result.dims, UNWRITTEN);
-                buffers.push(buffer(call.operands.len() + index, result.name, &array, array.bytes.clone()));
-            }
-        }
-        let outcome = machine.run(&buffers, |action, addresses| {
-            if self.through_handler {
-                handle(call, &place, addresses)
-            } else {
-                self.enter(call, action, &place, addresses)
-            }
-        });
-        let after = outcome.unwrap_or_else(|error| panic!("the call was refused: {error}"));
-        for (index, (name, _)) in call.operands.iter().enumerate() {
-            let unchanged = place.contains(&index) || after[index] == buffers[index].bytes;
-            assert!(unchanged, "operand {name} has changed");
-        }
-        let found = call.results.iter().zip(&place).map(|(result, &at)| {
-            let spacing = self.spacings.get(at).and_then(Option::as_ref);
-            let bytes = spacing.map_or_else(|| after[at].clone(), |spacing| spacing.pack(&after[at]));
-            let found = Array { dtype: result.dtype, dims: result.dims.clone(), bytes };
-            let written = result.alias.is_some() || result.name == "workspace" || is_written(&found);
-            assert!(written, "{} has elements that were not written", result.name);
-            found
-        });
-        found.collect()
+    fn spacing(&self, call: &Invocation, name: &str, array: &Array, random: &mut Random) -> Option<Spacing> {
+        // A cache that is copied is dense; one that is read alone, or updated where it is, need not be.
+        let copied = call.results.iter().any(|r| r.name == name && r.alias.is_none());
+        let may = may_be_strided(call.op()).contains(&name) && !copied;
+        let may = may && array.dims.len() > 1 && !array.dims.contains(&0);
+        let chunk = (self.chunk / array.dtype.size()).max(1) as i64;
+        let gaps: Vec<i64> = array.dims.iter().map(|_| chunk * random.one_of(&[0, 0, 1, 3, 5, 8])).collect();
+        (random.chance(60) && self.apart && may).then(|| Spacing::new(array, &gaps))
     }
 
-    /// Through the entry below all front-ends.
-    fn enter(&self, call: &Invocation, action: Action, place: &[usize], addresses: &[*mut u8]) -> Result<(), String> {
-        let view = |at: usize| {
-            let spacing = self.spacings.get(at).and_then(Option::as_ref);
-            View { data: addresses[at], strides: spacing.map(|spacing| &spacing.strides[..]) }
-        };
-        let operands: Vec<View> = (0..call.operands.len()).map(view).collect();
-        let results: Vec<View> = place.iter().map(|&at| view(at)).collect();
-        // SAFETY: the views are the buffers of `Placing::run`, which live until the call's work is done.
+    fn place<'a, M: PlacedMemory>(
+        &self,
+        call: &'a Invocation,
+        memory: impl Fn(&str, &Array, Side) -> M,
+    ) -> Placed<'a, Spread<M>> {
+        let mut random = Random::new(self.seed);
+        Placed::filled(call, UNWRITTEN, |name, array| {
+            let side = random.one_of(&[Side::BeginsAtGuard, Side::EndsAtGuard]);
+            let spacing = self.spacing(call, name, array, &mut random);
+            Spread::new(array, spacing, |array| memory(name, array, side))
+        })
+    }
+
+    /// Make the call; what is said of it if it is refused.
+    fn make<M: PlacedMemory>(&self, call: &Invocation, placed: &Placed<M>, action: Action) -> Result<(), String> {
+        if self.through_handler {
+            let frame = Frame::new(call.target, CPU).pool(&Inline(3));
+            return placed.frame(frame).run().map_err(|refusal| refusal.text);
+        }
+        let [operands, results] = placed.views();
+        // SAFETY: the views are the buffers of `placed`, which live until the call's work is done.
         unsafe { call.enter(action, &operands, &results) }.map_err(|error| error.to_string())
     }
 }
 
-/// Through the handler that XLA calls.
-fn handle(call: &Invocation, place: &[usize], addresses: &[*mut u8]) -> Result<(), String> {
-    let pool = Inline(3);
-    let frame = Frame::new(call.target, CPU).attributes(&call.attributes).pool(&pool);
-    // SAFETY: the claims are true of the buffers of `Placing::run`.
-    let frame = call
-        .operands
-        .iter()
-        .zip(addresses)
-        .fold(frame, |frame, ((_, array), &data)| unsafe { frame.operand(array.dtype, &array.dims, data) });
-    // SAFETY: as above.
-    let frame = call
-        .results
-        .iter()
-        .zip(place)
-        .fold(frame, |frame, (result, &at)| unsafe { frame.result(result.dtype, &result.dims, addresses[at]) });
-    frame.run().map_err(|refusal| refusal.text)
+fn results<M: PlacedMemory>(call: &Invocation, placed: &Placed<M>, outcome: Result<(), String>) -> Vec<Array> {
+    outcome.unwrap_or_else(|error| panic!("the call was refused: {error}"));
+    let found = placed.results();
+    for (result, found) in call.results.iter().zip(&found) {
+        let written = result.alias.is_some() || result.name == "workspace" || is_written(found);
+        assert!(written, "{} has elements that were not written", result.name);
+    }
+    found
 }
 
 /// No eight bytes on a border of eight are as they were; fewer may be so by chance.

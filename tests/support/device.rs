@@ -2,6 +2,8 @@
 
 use super::{Array, Invocation, POISON, Placed, PlacedMemory, Refusal, Side};
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUresult};
+use std::cell::RefCell;
+use std::ops::Range;
 use xla_attention::{Action, Error, Stream};
 
 /// The driver call succeeds.
@@ -201,6 +203,8 @@ pub struct Arena {
     device: sys::CUdeviceptr,
     image: *mut u8,
     size: usize,
+    /// Where the buffers of the call lie.
+    ranges: RefCell<Vec<Range<usize>>>,
 }
 
 impl Arena {
@@ -209,44 +213,70 @@ impl Arena {
         let (mut device, mut image) = (0, std::ptr::null_mut());
         cuda!(cuMemAlloc_v2(&raw mut device, size));
         cuda!(cuMemAllocHost_v2(&raw mut image, size));
-        Self { gpu, device, image: image.cast(), size }
+        Self { gpu, device, image: image.cast(), size, ranges: RefCell::default() }
     }
 
-    /// The bytes of each buffer after `work` with their addresses. A buffer lies `askew` bytes after an alignment,
-    /// between redzones, which have not changed.
-    pub fn run(
-        &self,
-        buffers: &[(&[u8], usize)],
-        work: impl FnOnce(Stream, &[*mut u8]) -> Result<(), String>,
-    ) -> Result<Vec<Vec<u8>>, String> {
-        let mut ranges = Vec::with_capacity(buffers.len());
-        let mut end = 0usize;
-        for (bytes, askew) in buffers {
-            let start = (end + REDZONE).next_multiple_of(256) + askew;
-            end = start + bytes.len();
-            ranges.push(start..end);
-        }
+    /// A part of the image; borrowed from nothing, since the device writes to it as well.
+    #[allow(clippy::mut_from_ref, reason = "one call at a time uses an arena")]
+    fn image(&self, range: Range<usize>) -> &mut [u8] {
+        assert!(range.end <= self.size, "a call of {} bytes", range.end);
+        // SAFETY: bytes of the image, which the device has done with: each run waits. No two borrows are alive at once.
+        unsafe { std::slice::from_raw_parts_mut(self.image.add(range.start), range.len()) }
+    }
+
+    /// Before the first buffer of a call.
+    pub fn clear(&self) {
+        self.ranges.take();
+    }
+
+    /// A buffer after those of the call so far, with a redzone before it.
+    pub fn place(&self, array: &Array, askew: bool) -> InArena<'_> {
+        let mut ranges = self.ranges.borrow_mut();
+        let end = ranges.last().map_or(0, |last| last.end);
+        let start = (end + REDZONE).next_multiple_of(256) + if askew { array.dtype.size() } else { 0 };
+        let range = start..start + array.bytes.len();
+        self.image(end..start).fill(POISON);
+        self.image(range.clone()).copy_from_slice(&array.bytes);
+        ranges.push(range.clone());
+        InArena { arena: self, range }
+    }
+
+    /// What becomes of `work` with the buffers on the device; they are read afterwards. The redzones have not changed.
+    pub fn run(&self, work: impl FnOnce(Stream) -> Result<(), String>) -> Result<(), String> {
+        let ranges = self.ranges.take();
+        let end = ranges.last().map_or(0, |last| last.end);
         let used = end + REDZONE;
-        assert!(used <= self.size, "a call of {used} bytes");
-        // SAFETY: `used` bytes of the image, which the device has done with: each run waits, this one twice.
-        let image = || unsafe { std::slice::from_raw_parts_mut(self.image, used) };
-        image().fill(POISON);
-        for ((bytes, _), range) in buffers.iter().zip(&ranges) {
-            image()[range.clone()].copy_from_slice(bytes);
-        }
+        self.image(end..used).fill(POISON);
         cuda!(cuMemcpyHtoDAsync_v2(self.device, self.image.cast(), used, self.gpu.stream));
-        let address = |range: &std::ops::Range<usize>| (self.device as usize + range.start) as *mut u8;
-        let addresses: Vec<*mut u8> = ranges.iter().map(address).collect();
-        let outcome = work(Stream(self.gpu.stream as usize), &addresses);
+        let outcome = work(Stream(self.gpu.stream as usize));
         cuda!(cuMemcpyDtoHAsync_v2(self.image.cast(), self.device, used, self.gpu.stream));
         self.gpu.finish();
         outcome?;
-        let (image, mut before) = (image(), 0);
-        for range in ranges.iter().cloned().chain(std::iter::once(used..used)) {
-            assert!(image[before..range.start].iter().all(|&b| b == POISON), "written outside of the buffers");
+        let mut before = 0;
+        for range in ranges.into_iter().chain(std::iter::once(used..used)) {
+            let redzone = self.image(before..range.start);
+            assert!(redzone.iter().all(|&b| b == POISON), "written outside of the buffers");
             before = range.end;
         }
-        Ok(ranges.into_iter().map(|range| image[range].to_vec()).collect())
+        Ok(())
+    }
+}
+
+/// A buffer of an [`Arena`].
+pub struct InArena<'a> {
+    arena: &'a Arena,
+    range: Range<usize>,
+}
+
+impl PlacedMemory for InArena<'_> {
+    /// On the device.
+    fn data(&self) -> *mut u8 {
+        (self.arena.device as usize + self.range.start) as *mut u8
+    }
+
+    /// After the run of the call.
+    fn read(&self, _: &str) -> Vec<u8> {
+        self.arena.image(self.range.clone()).to_vec()
     }
 }
 

@@ -1,6 +1,6 @@
 //! Makes invocations through `xla_attention::call`, the entry below all front-ends: it takes any memory, and strides.
 
-use super::{Array, Dtype, Invocation, Placed, Side, Spread};
+use super::{Array, Dtype, Guarded, Invocation, Placed, Side, Spacing, Spread};
 use xla_attention::{Action, Call, Error, Op, Pool, Tensor, call};
 
 /// Where a buffer lies, and what its strides are if it is not dense.
@@ -72,7 +72,10 @@ impl Invocation {
 
     /// The results on the CPU, where the rows of each operand lie `gap` elements apart.
     pub fn run_spread(&self, side: Side, pool: &dyn Pool, gap: impl Fn(&str) -> i64) -> Result<Vec<Array>, Error> {
-        let placed = Placed::new(self, |name, array| Spread::new(name, side, array, gap(name)));
+        let placed = Placed::new(self, |name, array| {
+            let spacing = Spacing::new(array, &vec![gap(name); array.dims.len()]);
+            Spread::new(array, Some(spacing), |array| Guarded::new(name, side, &array.bytes))
+        });
         let [inputs, outputs] = placed.views();
         // SAFETY: the views are of the buffers above.
         unsafe { self.enter(Action::RunOnCpu(pool), &inputs, &outputs) }?;

@@ -34,9 +34,14 @@ pub struct Placed<'a, M> {
 }
 
 impl<'a, M: PlacedMemory> Placed<'a, M> {
-    pub fn new(call: &'a Invocation, place: impl Fn(&str, &Array) -> M) -> Self {
-        let poison = call.results.iter().map(|r| place(r.name, &Array::filled(r.dtype, &r.dims, POISON)));
-        Self { call, own: poison.collect(), operands: call.operands.iter().map(|(name, x)| place(name, x)).collect() }
+    pub fn new(call: &'a Invocation, place: impl FnMut(&str, &Array) -> M) -> Self {
+        Self::filled(call, POISON, place)
+    }
+
+    /// With results full of another byte.
+    pub fn filled(call: &'a Invocation, byte: u8, mut place: impl FnMut(&str, &Array) -> M) -> Self {
+        let own = call.results.iter().map(|r| place(r.name, &Array::filled(r.dtype, &r.dims, byte))).collect();
+        Self { call, own, operands: call.operands.iter().map(|(name, x)| place(name, x)).collect() }
     }
 
     pub fn operand(&self, index: usize) -> &M {

@@ -46,6 +46,16 @@ impl HostPool for Inline {
     }
 }
 
+// SAFETY: each task runs once, and does not unwind.
+unsafe impl xla_attention::Pool for Inline {
+    fn num_threads(&self) -> usize {
+        self.0 as usize
+    }
+    fn schedule(&self, task: fn(usize), argument: usize) {
+        task(argument);
+    }
+}
+
 /// Keeps every task until [`Late::run_all`]: the handler has returned long before.
 #[derive(Default)]
 pub struct Late(Mutex<Vec<Task>>);

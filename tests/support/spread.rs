@@ -1,6 +1,6 @@
 //! Arrays that do not lie densely, as eager torch and Rust may pass them.
 
-use super::{Array, Guarded, PlacedMemory, Side, count};
+use super::{Array, PlacedMemory, count};
 
 /// What lies between the rows: NaN in every float type.
 const GAP: u8 = 0xff;
@@ -72,32 +72,35 @@ impl Spacing {
     }
 }
 
-/// An array spread out in memory: each dimension but the last leaves `gap` elements of garbage after its neighbours.
-pub struct Spread {
-    memory: Guarded,
-    spacing: Spacing,
+/// An array in some memory, dense or spread out.
+pub struct Spread<M> {
+    memory: M,
+    spacing: Option<Spacing>,
 }
 
-impl Spread {
-    /// `array` with `gap` elements of 0xff after the neighbours along each dimension but the last.
-    pub fn new(name: &str, side: Side, array: &Array, gap: i64) -> Self {
-        let spacing = Spacing::new(array, &vec![gap; array.dims.len()]);
-        let memory = Guarded::new(name, side, &spacing.spread(array));
+impl<M> Spread<M> {
+    /// `place` is given the bytes as they are to lie, gaps included.
+    pub fn new(array: &Array, spacing: Option<Spacing>, place: impl FnOnce(&Array) -> M) -> Self {
+        let memory = match &spacing {
+            Some(spacing) => place(&Array { bytes: spacing.spread(array), ..array.clone() }),
+            None => place(array),
+        };
         Self { memory, spacing }
     }
 }
 
-impl PlacedMemory for Spread {
+impl<M: PlacedMemory> PlacedMemory for Spread<M> {
     fn data(&self) -> *mut u8 {
         self.memory.data()
     }
 
     /// The elements, packed; everything between them is still garbage.
     fn read(&self, what: &str) -> Vec<u8> {
-        self.spacing.pack(&self.memory.read(what))
+        let bytes = self.memory.read(what);
+        self.spacing.as_ref().map_or_else(|| bytes.clone(), |spacing| spacing.pack(&bytes))
     }
 
     fn strides(&self) -> Option<&[i64]> {
-        Some(&self.spacing.strides)
+        self.spacing.as_ref().map(|spacing| &spacing.strides[..])
     }
 }
