@@ -423,7 +423,8 @@ fn binding(operator: &Operator) -> String {
 fn reference(operators: &[Operator]) -> String {
     let mut text = String::from(
         "# Reference of the custom calls\n\n<!-- Generated from ffi/operators.toml; `make reference` writes it anew. -->\n\n\
-         What each target takes and gives, in order. `docs/ffi.md` says what holds for all of them.\n\n\
+         What each target takes and gives, in order. [semantics.md](../semantics.md) says what it computes, [ffi.md](../ffi.md) \
+         how it is\ncalled.\n\n\
          Letters: `T`, `Tq`, `Tk` rows; `S`, `B` sequences; `M` pages of a row of the block table; `P` pages; `Hq` and `Hkv` \
          heads, the\nsecond divides the first; `D` and `Dv` head dimensions, multiples of 8 up to 256. Q stands for f16, \
          bf16, f32 or f8e4m3fn; KV\nfor the dtype of q, and also f8e4m3fn or f8e5m2 under f16 and bf16, and f8e4m3fn under \

@@ -27,7 +27,7 @@
 //!
 //! A call walks down this list: a front-end (Python, an XLA runtime, the functions above), the bridge or the C interface,
 //! [`call()`] which knows every operator, [`ops`] which validates, and a backend which computes. `docs/architecture.md`
-//! draws it.
+//! draws it. `docs/semantics.md` defines what the operators compute.
 
 mod bridge;
 mod c_api;

@@ -1,6 +1,7 @@
 //! What to compute. Each operator's problem is validated by being made, at trace time and at run time alike.
 //!
-//! Nothing here knows XLA or CUDA, and nothing here reads the tensors' elements.
+//! Nothing here knows XLA or CUDA, and nothing here reads the tensors' elements. `docs/semantics.md` is the definition of
+//! all operators; a module says how its operands state one.
 
 /// Every operator has a module of its name, with a function `problem` that makes the problem of a call.
 macro_rules! modules {

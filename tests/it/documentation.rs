@@ -72,6 +72,7 @@ fn the_places_that_list_operators_are_those_that_the_guide_names() {
         found,
         [
             "README.md",
+            "docs/semantics.md",
             "ffi/operators.toml",
             "kernels/variants.toml",
             "python/xla_attention/jax/__init__.py",

@@ -1,4 +1,4 @@
-"""The operators as JAX functions, on CUDA and CPU.
+"""The operators as JAX functions, on CUDA and CPU. ``docs/semantics.md`` defines what each of them computes.
 
 Importing this module registers the custom-call targets with JAX's runtime. Every function can be used eagerly and under
 ``jax.jit``, ``jax.lax.scan``, ``jax.export`` (see `export_disabled_checks`) and ``jax.shard_map``.

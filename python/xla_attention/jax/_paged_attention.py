@@ -80,7 +80,8 @@ def paged_attention(
     out : Array
         ``[T, Hq, D]``. Rows that see no key, and rows that belong to no sequence, are 0.
     softmax_lse : Array
-        ``f32[Hq, T]``, natural logarithm; -inf for such rows. Only with ``return_lse=True``.
+        ``f32[Hq, T]``, natural logarithm; -inf for such rows (the sink's logit where a row of a sequence sees only
+        that). Only with ``return_lse=True``.
 
     Raises
     ------

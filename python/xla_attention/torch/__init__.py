@@ -1,5 +1,7 @@
 """The operators for PyTorch: eager on CPU and CUDA, in torch_xla's graphs, under ``torch.compile``.
 
+``docs/semantics.md`` defines what each of them computes.
+
 Importing this module defines ``torch.ops.xla_gpu.*`` and ``torch.ops.xla.flash_attn_varlen_op``; one that somebody has
 defined before is kept, and said in the log. torch_xla is not needed and not imported; our handlers are registered with
 its runtime as soon as it is imported, before or after this module.

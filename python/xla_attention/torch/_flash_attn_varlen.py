@@ -106,7 +106,8 @@ def flash_attn_varlen(
     out : Tensor
         ``[Tq, Hq, Dv]``. Rows that see no key, and rows that belong to no sequence, are 0.
     softmax_lse : Tensor
-        ``f32[Hq, Tq]``, natural logarithm; -inf for such rows. Only with ``return_lse=True``.
+        ``f32[Hq, Tq]``, natural logarithm; -inf for such rows (the sink's logit where a row of a sequence sees only
+        that). Only with ``return_lse=True``.
 
     Raises
     ------
