@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# The attribute kv_layout of SPEC 2.6.
+# The attribute kv_layout: docs/semantics.md#kv-caches.
 _LAYOUTS = {
     None: np.int64(0),  # K and V apart
     "interleaved": np.int64(1),  # [P, page_size, 2*Hkv, D], K of head h at 2h, V at 2h+1

@@ -1,4 +1,5 @@
-//! Attention as SPEC 2.1 defines it, in f64 and without any thought of speed: what the CPU's results are held against.
+//! Attention as `docs/semantics.md#attention` defines it, in f64 and without any thought of speed: what the CPU's results
+//! are held against.
 
 use super::accuracy;
 use super::metadata::Sequence;

@@ -1,7 +1,7 @@
 //! The metadata of a call, read on the host: what normal running clamps or skips is an error here.
 //!
 //! A slot of -1 is no mistake: it says that a row is padding. Nor is a `seqused` that is longer than its sequence: the
-//! smaller one counts (SPEC 2.1, 2.2).
+//! smaller one counts (`docs/semantics.md#metadata`).
 
 use crate::error::{Error, Result, ensure};
 use crate::ops::attention::{Attention, KeyStorage, PageTable};

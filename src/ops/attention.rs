@@ -1,7 +1,7 @@
 //! Attention of packed query rows over the keys of their sequences: the one problem that every attention operator
 //! states and every backend solves.
 //!
-//! Semantics: SPEC 2.1. The metadata (starts, lengths, page tables) is data of the device; it is never read here and
+//! Semantics: `docs/semantics.md#attention`. The metadata (starts, lengths, page tables) is data of the device; it is never read here and
 //! never trusted by a backend, which clamps it as [`Queries`] and [`Keys`] say, so that hostile metadata gives the same
 //! results everywhere and costs no more than right metadata of the same shapes.
 
@@ -160,7 +160,7 @@ pub struct Alibi {
     pub per_sequence: bool,
 }
 
-/// The dtypes of SPEC 2.1, as an error tells them.
+/// The dtypes of `docs/semantics.md#dtypes`, as an error tells them.
 const DTYPE_TABLE: &str = "f32 queries over f32; f16 or bf16 queries over the same, f8e4m3fn or f8e5m2, with an output \
                            of the query's dtype; f8e4m3fn queries over f8e4m3fn, with an output of bf16 or f16";
 

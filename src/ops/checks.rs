@@ -7,7 +7,7 @@ use crate::tensor::{DType, Dim, Tensor};
 /// The largest head dimension.
 pub const MAX_HEAD_DIM: i64 = 256;
 
-/// A head dimension that SPEC 2.1 allows.
+/// The head dimension of `name` is a multiple of 8 up to [`MAX_HEAD_DIM`].
 pub(super) fn head_dim(name: &str, head_dim: i64) -> Result {
     ensure(head_dim > 0, || format!("{name} has head dimension {head_dim}, expected at least 8"))?;
     if head_dim % 8 != 0 || head_dim > MAX_HEAD_DIM {

@@ -1,7 +1,7 @@
 //! Gradients of [`super::flash_attn_varlen`] over packed keys.
 //!
-//! With the scores s, the weights `p = exp(s - lse)` and the names of SPEC 2.1, for the cotangents `dout` of `out` and
-//! `dlse` of `softmax_lse`:
+//! With the scores s, the weights `p = exp(s - lse)` and the names of `docs/semantics.md#attention`, for the cotangents
+//! `dout` of `out` and `dlse` of `softmax_lse`:
 //!
 //! ```text
 //! delta_i = sum_c out_ic dout_ic - dlse_i

@@ -22,7 +22,7 @@ unsafe impl Send for KvView {}
 // SAFETY: as above.
 unsafe impl Sync for KvView {}
 
-/// How K and V share one buffer: the attribute `kv_layout` of SPEC 2.6.
+/// How K and V share one buffer: the attribute `kv_layout` (`docs/semantics.md#kv-caches`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum KvLayout {
     /// 1: `[P, page_size, 2*Hkv, D]`, K of head h at 2h, V at 2h+1

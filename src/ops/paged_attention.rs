@@ -1,7 +1,7 @@
 //! Attention of packed query rows over a paged K/V cache: prefill chunks and decode tokens in one ragged batch, causal,
 //! the last query at the last key.
 //!
-//! Semantics: SPEC 2.1 and 2.3.
+//! Semantics: `docs/semantics.md#paged_attention`.
 
 use super::attention::{self, Attention, KeyStorage, Keys, Queries, ScoreAttributes, check_dtypes, query_sizes};
 use super::kv_layout::KvLayout;

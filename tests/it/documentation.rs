@@ -46,6 +46,79 @@ fn every_path_that_a_document_names_exists() {
     assert!(named > 10, "the documents name {named} paths: the scan misses them");
 }
 
+/// The places that `[text](place)` names.
+fn links(text: &str) -> Vec<&str> {
+    text.split("](").skip(1).filter_map(|rest| Some(rest.split_once(')')?.0)).collect()
+}
+
+/// The places of the form `docs/NAME.md#ANCHOR`, which comments cite.
+fn citations(text: &str) -> Vec<&str> {
+    let words = text.split(|c: char| !c.is_alphanumeric() && !"_-./#".contains(c));
+    let words = words.map(|word| word.trim_end_matches('.'));
+    words.filter(|word| word.starts_with("docs/") && word.contains(".md#")).collect()
+}
+
+/// The anchors of a document: its headings in lower case, without punctuation, with hyphens for spaces.
+fn anchors(text: &str) -> Vec<String> {
+    let outside_of_code = text.split("```").step_by(2).flat_map(str::lines);
+    let headings = outside_of_code.filter(|line| line.starts_with('#'));
+    let headings = headings.filter_map(|line| line.trim_start_matches('#').strip_prefix(' '));
+    let written = |c: char| match c {
+        ' ' => Some('-'),
+        _ => (c.is_alphanumeric() || "-_".contains(c)).then_some(c.to_ascii_lowercase()),
+    };
+    headings.map(|heading| heading.chars().filter_map(written).collect()).collect()
+}
+
+/// The file or folder is there, seen from `folder`, and a file has the anchor.
+fn leads_somewhere(folder: &Path, place: &str) -> bool {
+    match place.split_once('#') {
+        None => folder.join(place).exists(),
+        Some((file, anchor)) => {
+            fs::read_to_string(folder.join(file)).is_ok_and(|text| anchors(&text).iter().any(|known| known == anchor))
+        }
+    }
+}
+
+#[test]
+fn every_link_and_citation_leads_somewhere() {
+    let folders = ["benches", "build_support", "docs", "examples", "ffi", "kernels", "python", "src", "tests"];
+    let pages = ["CHANGELOG.md", "README.md", "SECURITY.md"].map(|name| root().join(name));
+    let pages = pages.map(|path| (path.clone(), fs::read_to_string(path).unwrap()));
+    let all = folders.iter().flat_map(|folder| files(&root().join(folder))).chain(pages);
+    let (mut followed, mut cited) = (0, 0);
+    // This file has examples of such as lead nowhere.
+    for (path, text) in all.filter(|(path, _)| path != &root().join(file!())) {
+        let is_document = path.extension().is_some_and(|e| e == "md");
+        let links = if is_document { links(&text) } else { vec![] };
+        for link in links.into_iter().filter(|link| !link.contains("://")) {
+            let own = path.file_name().unwrap().to_str().unwrap();
+            let place = if link.starts_with('#') { format!("{own}{link}") } else { link.to_owned() };
+            assert!(leads_somewhere(path.parent().unwrap(), &place), "{} links to {link}", path.display());
+            followed += 1;
+        }
+        for place in citations(&text) {
+            assert!(leads_somewhere(&root(), place), "{} cites {place}", path.display());
+            cited += 1;
+        }
+    }
+    assert!(followed > 40 && cited > 20, "{followed} links, {cited} citations: the scan misses them");
+}
+
+#[test]
+fn a_place_that_is_not_there_is_found() {
+    let docs = root().join("docs");
+    for place in ["semantics.md", "semantics.md#kv-caches", "../README.md#what-is-promised", "prefill.svg", "dev"] {
+        assert!(leads_somewhere(&docs, place), "{place}");
+    }
+    for place in ["semantic.md", "semantics.md#kv-cache", "semantics.md#Masks", "dev#masks"] {
+        assert!(!leads_somewhere(&docs, place), "{place}");
+    }
+    assert_eq!(links("[a](b.md), [c](#d) and f(x)"), ["b.md", "#d"]);
+    assert_eq!(citations("as `docs/a.md#b-c` and (docs/d.md#e_f). docs/g.md"), ["docs/a.md#b-c", "docs/d.md#e_f"]);
+    assert_eq!(anchors("# A b\n```\n# c\n```\n### `d_e`, F8\n#g"), ["a-b", "d_e-f8"]);
+}
+
 #[test]
 fn every_source_folder_is_in_the_architecture() {
     let text = fs::read_to_string(root().join("docs/architecture.md")).unwrap();

@@ -1,7 +1,7 @@
 //! What may stand in every row of a call's results, and whether it does.
 //!
-//! The sequences are read off the operands by the clamping rules of SPEC 2.1, so that a case whose metadata is hostile
-//! has answers like any other.
+//! The sequences are read off the operands by the clamping rules of `docs/semantics.md#metadata`, so that a case whose
+//! metadata is hostile has answers like any other.
 
 use self::accuracy::{FP8_HEAD_DIMS, LSE, LSE_CAPPED, fp8_score};
 use super::summary;
@@ -244,7 +244,7 @@ pub fn answers_of(case: &Case, members: &[Member], is_said: impl Fn(&Member) -> 
     (0..case.rows()).map(|row| (0..case.form.q_heads).map(|head| answer(row, head)).collect()).collect()
 }
 
-/// How far from the exact answers an output may be (SPEC 2.1, accuracy).
+/// How far from the exact answers an output may be (`docs/semantics.md#error-bounds`).
 #[derive(Clone, Copy, Debug)]
 pub struct Allowance {
     /// Largest error of the naive formula.

@@ -12,7 +12,7 @@ pub struct Dtypes {
 }
 
 impl Dtypes {
-    /// The table of SPEC 2.1.
+    /// The table of `docs/semantics.md#dtypes`.
     pub const ALL: [Self; 9] = [
         Self::same(F32),
         Self::same(F16),

@@ -293,7 +293,7 @@ impl Expected {
         (0..self.exact.len()).filter(|i| self.rows[i / self.row] != Say::Nothing)
     }
 
-    /// SPEC 2.1, accuracy; the floor is this share of the largest answer.
+    /// As `docs/semantics.md#error-bounds` has it; the floor is this share of the largest answer.
     fn allowance(&self, floor: f64) -> Allowance {
         Allowance::of_numbers(self.said().map(|i| (self.exact[i], self.naive[i])), 3.0, floor)
     }

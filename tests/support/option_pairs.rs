@@ -184,7 +184,7 @@ impl Options {
         ..Self::PLAIN
     };
 
-    /// What SPEC rules out: `paged_attention` has not all options, contiguous keys have no pages, and values of another
+    /// What is ruled out: `paged_attention` has not all options, contiguous keys have no pages, and values of another
     /// width need a buffer of their own.
     fn excludes(&self, a: Choice, b: Choice) -> bool {
         let of = self.chosen(&[a, b]);

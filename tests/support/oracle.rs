@@ -1,4 +1,4 @@
-//! What the operators mean (SPEC 2.1, 2.4), in f64 and without any thought of speed.
+//! What the operators mean (`docs/semantics.md`), in f64 and without any thought of speed.
 //!
 //! [`attend`] is the definition, [`attend_naively`] the measure of what a kernel may be off by; `answers` applies both
 //! to whole calls.

@@ -1,4 +1,5 @@
-//! Calls that rotate queries and keys on their way into a cache, and what they leave behind (SPEC 2.4).
+//! Calls that rotate queries and keys on their way into a cache, and what they leave behind
+//! (`docs/semantics.md#rope_kv_cache_update`).
 
 use super::{
     Array, Attr, F32, Invocation, Numbers, Random, Update, any_bits, dims_of, for_both_sides, i32s, kv_cache_update,

@@ -1,4 +1,5 @@
-//! Attention states: outputs and log-sum-exps over a set of keys, and what two of them merge to (SPEC 2.4).
+//! Attention states: outputs and log-sum-exps over a set of keys, and what two of them merge to
+//! (`docs/semantics.md#merge_attention_states`).
 
 use super::{Array, BF16, Dtype, F16, F32, Invocation, Random};
 

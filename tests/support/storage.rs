@@ -3,7 +3,7 @@
 use super::{Array, BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, Form, Numbers, Random, count};
 use half::{bf16, f16};
 
-/// How keys and values share buffers (`kv_layout` of SPEC 2.6).
+/// How keys and values share buffers (`docs/semantics.md#kv-caches`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Layout {
     /// k `[Tk, Hkv, D]`, v `[Tk, Hkv, Dv]`

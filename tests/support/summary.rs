@@ -2,8 +2,8 @@
 //! `XLA_ATTENTION_TEST_SUMMARY` names, if it names one.
 //!
 //! The columns are: topic (the module of `tests/it`), test, device, element types, cases, the largest error in units of the naive formula's
-//! error (over cases in which that error is above SPEC's floor of 1e-5, `-` if there are none), and the largest share
-//! that an error takes of what SPEC allows.
+//! error (over cases in which that error is above the floor of 1e-5, `-` if there are none), and the largest share
+//! that an error takes of what is allowed (`docs/semantics.md#error-bounds`).
 
 use super::{Allowance, Dtypes};
 use std::cell::RefCell;

@@ -1,4 +1,5 @@
-//! A NaN in what a query sees may spread within its sequence, and no further (SPEC 2.1).
+//! A NaN in what a query sees may spread within its sequence, and no further
+//! (`docs/semantics.md#isolation-of-nan`).
 
 use super::{Call, Operator};
 use crate::support::{

@@ -1,4 +1,5 @@
-//! With `batch_invariant` a sequence's bits depend on nothing but itself, the options and the page size (SPEC 2.1).
+//! With `batch_invariant` a sequence's bits depend on nothing but itself, the options and the page size
+//! (`docs/semantics.md#batch-invariance`).
 
 use super::Operator;
 use super::results::attend;

@@ -408,7 +408,7 @@ pub(crate) fn keys_that_are_split_anywhere_and_merged_by_their_lse_are_the_keys(
 pub(crate) fn it_is_causal_flash_attn_varlen(op: Operator) {
     op.for_calls(32, |shape, storage, _| {
         let of = |batch: &Batch| [op, Operator::FlashAttnVarlen].map(|op| attend(op, batch, &storage));
-        // In bits where SPEC promises bits.
+        // In bits where bits are promised.
         let [paged, flash] = of(&Shape { batch_invariant: true, ..shape.clone() }.batch());
         assert!(paged == flash, "the operators differ");
         let shape = Shape { batch_invariant: false, dtypes: F32.into(), sharpness: 1.0, ..shape };

@@ -1,4 +1,4 @@
-//! The operators trust no length, start, padding, page or count that they read (SPEC 2.1).
+//! The operators trust no length, start, padding, page or count that they read (`docs/semantics.md#metadata`).
 
 use super::{Operator, right_and_wrong};
 use crate::support::cost::{self, Sizes, hostile_starts_cost_no_more};

@@ -71,7 +71,7 @@ pub(crate) fn gradients_of(case: &GradientCase, batch: &Batch) -> (Vec<Gradients
     (batch.sequences.iter().enumerate().map(of).collect(), results[3].clone())
 }
 
-/// Equal but for twice what SPEC 2.1 allows one f32 answer to be off by.
+/// Equal but for twice what one f32 answer may be off by (`docs/semantics.md#error-bounds`).
 pub(crate) fn assert_close(a: &[f64], b: &[f64], each_off_by: f64, what: &str) {
     let size = a.iter().chain(b).copied().filter(|x| x.is_finite()).fold(1.0f64, |m, x| m.max(x.abs()));
     // Equal infinities are equal.

@@ -1,4 +1,4 @@
-//! Every pair of options that SPEC allows, against the reference.
+//! Every pair of options that go together, against the reference.
 
 use crate::support::{Case, Checked, Options, Random, Step, check_named, cover, for_all, holds, pairs};
 use std::cell::Cell;
@@ -23,7 +23,7 @@ fn the_set_holds_every_pair_of_options() {
     for pair in &pairs {
         assert!(rows.iter().any(|row| holds(row, *pair)), "{pair:?}");
     }
-    // Counted by hand: the factors with a choice have 3301 pairs of values. SPEC rules out 18 values beside paged attention,
+    // Counted by hand: the factors with a choice have 3301 pairs of values. 18 values are ruled out beside paged attention,
     // and so beside an lse that is not wanted, which nothing else allows either (37); contiguous keys with a page size or
     // pages without one (9); two widths in one buffer (6).
     pairs.retain(|(a, b)| sizes[a.0] > 1 && sizes[b.0] > 1);
