@@ -10,6 +10,16 @@ struct BackwardProduct {
   static void along(float (&d)[kColumns / 8][4], uint64_t x, uint64_t y) {
     Product<T, kColumns>::template scores<kAdds>(d, x, y);
   }
+  static void subtract_along(float (&d)[kColumns / 8][4], uint64_t x, uint64_t y) {
+    const auto negate = [&] {
+      for (auto& tile : d) {
+        for (float& element : tile) element = -element;
+      }
+    };
+    negate();
+    along<true>(d, x, y);
+    negate();
+  }
   static void weigh(float (&d)[kColumns / 8][4], const uint32_t (&x)[4], uint64_t y) {
     Product<T, kColumns>::values(d, x, y);
   }

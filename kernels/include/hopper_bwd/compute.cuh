@@ -65,24 +65,17 @@ __device__ __forceinline__ void for_unseen(const AttentionParams& forward, const
   }
 }
 
-/// Numbers of a block of 8 kTiles rows, of which a lane needs those of its two columns of each tile, as all lanes with
-/// its lane % 4 do. It reads an eighth of them, and gets the others from the lanes that have read them: what shared
-/// memory delivers to registers is counted by lanes, and the tensor cores need it.
-template <int kTiles>
-class RowPairs {
+/// Numbers of a block of rows, of which a lane needs those of its two columns of each tile, as all lanes with its lane
+/// % 4 do. Each lane reads all that it needs: lanes that read an eighth and exchange it (RowPairs of wide_keys.cuh)
+/// take two instructions where this takes one, and wait for each other.
+class ReadRowPairs {
  public:
-  __device__ __forceinline__ explicit RowPairs(uint32_t from) {
-#pragma unroll
-    for (int i = 0; i < kTiles / 8; ++i) own_[i] = ptx::load_shared_f32x2(from + 256 * i + threadIdx.x % 32 * 8);
-  }
+  __device__ __forceinline__ explicit ReadRowPairs(uint32_t from) : own_(from + threadIdx.x % 4 * 8) {}
   /// Those of columns 2 (lane % 4) and the next of a tile.
-  __device__ __forceinline__ float2 of(int tile) const {
-    const float2& own = own_[tile / 8];
-    return make_float2(ptx::of_quad_lane(own.x, tile % 8), ptx::of_quad_lane(own.y, tile % 8));
-  }
+  __device__ __forceinline__ float2 of(int tile) const { return ptx::load_shared_f32x2(own_ + 32 * tile); }
 
  private:
-  float2 own_[kTiles / 8];
+  uint32_t own_;
 };
 
 /// Those of a block of queries and this lane's two keys; queries are counted from its first one. `slope`: where the
@@ -98,16 +91,6 @@ __device__ __forceinline__ ModifiedWeights<Shape> modified_weights(const Attenti
   return {forward, distance, ptx::load_shared_f32(slope)};
 }
 
-/// The same, each lane reading all that it needs, which takes a register instead of a quarter of the tiles'.
-class ReadRowPairs {
- public:
-  __device__ __forceinline__ explicit ReadRowPairs(uint32_t from) : own_(from + threadIdx.x % 4 * 8) {}
-  __device__ __forceinline__ float2 of(int tile) const { return ptx::load_shared_f32x2(own_ + 32 * tile); }
-
- private:
-  uint32_t own_;
-};
-
 /// Of warpgroup 0; that of warpgroup 1 is the next one. Those before are of all tiles and of their gradients.
 constexpr int kTurnBarrier = 4;
 
@@ -120,7 +103,6 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
   constexpr int kQueryTiles = kQueries / 8, kColumnTiles = kHeadDim / 8;
   // A cap takes registers that 128 queries a step hardly leave.
   constexpr bool kTightlyCapped = Shape::kCapped && kQueries == 128;
-  using Numbers = std::conditional_t<kTightlyCapped, ReadRowPairs, RowPairs<kQueryTiles>>;
   constexpr int kStepsOfPanel = Panel::kColumns / 16;
   using ScorePanel = typename Shape::ScorePanel;
   // A step down 16 rows of a panel, a step along 16 of its columns, in descriptors.
@@ -201,7 +183,10 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       if (first_key + 64 > uniform(tile.num_keys)) plain.end = INT32_MIN;
       if (first_key >= uniform(tile.num_keys)) seen.end = INT32_MIN;
     }
-    int32_t left = forward.group * num_blocks, block = ascends ? first_block : first_block + num_blocks - 1;
+    int32_t block = ascends ? first_block : first_block + num_blocks - 1;
+    const int32_t last_block = ascends ? first_block + num_blocks - 1 : first_block;
+    int32_t heads_left = forward.group;  // of the block
+    const auto is_last_step = [&] { return heads_left == 1 && block == last_block; };
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column) {
 #pragma unroll
@@ -265,7 +250,15 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       const uint64_t dout = douts + now.slot * (Shape::kQueryBytes >> 4);
       pipeline.dout_full(now).wait();
       if constexpr (!kHidden) {
-        const Numbers lses(pipeline.lses(at.slot));
+        const ReadRowPairs lses(pipeline.lses(at.slot)), deltas(pipeline.deltas(now.slot));
+        if constexpr (Shape::kStartsFromDelta) {
+#pragma unroll
+          for (int column = 0; column < kQueryTiles; ++column) {
+            const float2 delta = deltas.of(column);
+            dp[column][0] = dp[column][2] = delta.x;
+            dp[column][1] = dp[column][3] = delta.y;
+          }
+        }
         ptx::products_wait<0>();  // dK of the step before, S
         finish_step_before();
         ptx::products_fence();
@@ -274,7 +267,9 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
           const uint64_t a =
               own_values + (k / kStepsOfPanel * (Shape::kKeyPanelBytes >> 4) + k % kStepsOfPanel * kAlong);
           const uint64_t b = dout + (k / kStepsOfPanel * (Shape::kQueryPanelBytes >> 4) + k % kStepsOfPanel * kAlong);
-          if (k == 0) {
+          if constexpr (Shape::kStartsFromDelta) {
+            BackwardProduct<T, kQueries>::subtract_along(dp, a, b);
+          } else if (k == 0) {
             BackwardProduct<T, kQueries>::template along<false>(dp, a, b);
           } else {
             BackwardProduct<T, kQueries>::template along<true>(dp, a, b);
@@ -287,7 +282,6 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
           for_unseen<Shape>(forward, tile, block, [&](int column, int i) { scores[column][i] = -INFINITY; });
         }
         const auto modified = modified_weights<Shape>(forward, tile, block, pipeline.lses(at.slot) + 4 * kQueries);
-        const Numbers deltas(pipeline.deltas(now.slot));
         // Makes weights of the scores of a column; under a soft cap packed ones, and leaves what makes dS of dP in
         // their place.
         const auto make_weights = [&](int column) {
@@ -295,8 +289,8 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
           float (&s)[4] = scores[column];
           if constexpr (Shape::kCapped) {
             float weights[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) weights[i] = modified.bend(s[i], i % 2 == 0 ? lse.x : lse.y);
+            modified.bend(s[0], s[2], lse.x, weights[0], weights[2]);
+            modified.bend(s[1], s[3], lse.y, weights[1], weights[3]);
             p[column / 2][column % 2 * 2] = Element<T>::pack(weights[0], weights[1]);
             p[column / 2][column % 2 * 2 + 1] = Element<T>::pack(weights[2], weights[3]);
           } else if constexpr (Shape::kBiased) {
@@ -313,20 +307,25 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
           }
         };
         // While dP is under way; the others beside dS.
-        constexpr int kFirst = kTightlyCapped ? 6 : kQueryTiles / 2;
+        constexpr int kFirst = kTightlyCapped ? 3 : kQueryTiles / 2;
 #pragma unroll
         for (int column = 0; column < kFirst; ++column) make_weights(column);
         ptx::products_wait<0>();  // dP
 #pragma unroll
         for (int column = 0; column < kQueryTiles; ++column) {
           if (column + kFirst < kQueryTiles) make_weights(column + kFirst);
-          const float2 delta = deltas.of(column);
           float (&d)[4] = dp[column];
           const float (&s)[4] = scores[column];
-          d[0] = (d[0] - delta.x) * s[0];
-          d[1] = (d[1] - delta.y) * s[1];
-          d[2] = (d[2] - delta.x) * s[2];
-          d[3] = (d[3] - delta.y) * s[3];
+          if constexpr (Shape::kStartsFromDelta) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) d[i] *= -s[i];
+          } else {
+            const float2 delta = deltas.of(column);
+            d[0] = (d[0] - delta.x) * s[0];
+            d[1] = (d[1] - delta.y) * s[1];
+            d[2] = (d[2] - delta.x) * s[2];
+            d[3] = (d[3] - delta.y) * s[3];
+          }
           if constexpr (!Shape::kCapped) {
             p[column / 2][column % 2 * 2] = Element<T>::pack(s[0], s[1]);
             p[column / 2][column % 2 * 2 + 1] = Element<T>::pack(s[2], s[3]);
@@ -351,7 +350,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
           for (uint32_t& pair : matrices) pair = 0;
         }
       }
-      if (left == 1) release(pipeline.values_empty(count));
+      if (is_last_step()) release(pipeline.values_empty(count));
       // Both have made dQ of the step before that one, whose dS lay where this one's will.
       if (num_done > 0) pipeline.scores_full(Turn<2>(step - 1)).wait();
 #pragma unroll
@@ -372,14 +371,10 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
         const uint64_t from = queries + static_cast<uint32_t>(at.slot * (Shape::kQueryBytes >> 4));
 #pragma unroll
         for (int k = 0; k < kQueries / 16; ++k) BackwardProduct<T, kHeadDim>::weigh(dk, ds[k], from + k * kDown);
-        ptx::products_commit();
       }
+      ptx::products_commit();  // without dK too, so that all steps end alike
       fence_stores();
-      if constexpr (!kHidden) {
-        ptx::products_wait<1>();  // dV, dQ
-      } else {
-        ptx::products_wait<0>();
-      }
+      ptx::products_wait<1>();  // dV, dQ
       release(pipeline.scores_full(now));
       release(pipeline.dout_empty(now));
       held = at.slot;
@@ -399,10 +394,11 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
         take_step(std::true_type{});
       }
       if constexpr (!Shape::kStoresBesideScores) end_step();
-      if (--left == 0) break;
-      block += ascends ? 1 : -1;
-      if (block < first_block) block = first_block + num_blocks - 1;
-      if (block >= first_block + num_blocks) block = first_block;
+      if (is_last_step()) break;
+      if (--heads_left == 0) {
+        heads_left = forward.group;
+        block += ascends ? 1 : -1;
+      }
       pipeline.query_full(at).wait();
       start_scores(at.slot);
       pass_turn();

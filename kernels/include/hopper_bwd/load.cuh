@@ -45,8 +45,8 @@ __device__ __forceinline__ void load_row_stats(uint32_t to, const float* from, c
 /// What a warp fetches: K and Q, or V and dO.
 enum class BackwardLoad { keys, values };
 
-/// Fetches the keys of each tile of the CTA, and the blocks of queries that see them, head by head. The work of a warp;
-/// that of the keys finds the tiles.
+/// Fetches the keys of each tile of the CTA, and the blocks of queries that see them, of each the heads of the group.
+/// The work of a warp; that of the keys finds the tiles.
 template <typename Shape, BackwardLoad kLoad>
 __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
                                            const BackwardPipeline<Shape>& pipeline) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
     const int32_t num_queries = tile.num_queries, first_query = tile.first_query;
     int32_t block = tile.first_block, step = 1;
     const int32_t num_blocks = tile.num_blocks;
-    int32_t head = tile.kv_head * forward.group;
+    const int32_t first_head = tile.kv_head * forward.group;
     {
       const Barrier full = kOfKeys ? pipeline.keys_full(count) : pipeline.values_full(count);
       const Barrier empty = kOfKeys ? pipeline.keys_empty(count) : pipeline.values_empty(count);
@@ -94,19 +94,20 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
       __syncwarp();
       if (leads) pipeline.tile_empty(turn).arrive();
     }
-    const int32_t first_row = block * Shape::kQueries;
+    int32_t row = block * Shape::kQueries;
     const RaggedRows rows(first_query, num_queries);
 #pragma unroll 1
-    for (int32_t last_head = head + forward.group; head < last_head; ++head) {
-      const float* const stats = (kOfKeys ? params.lse_log2 : params.base.delta) +
-                                 (static_cast<int64_t>(head) * forward.num_tokens + first_query);
-      const float* slope = nullptr;
-      if constexpr (kOfKeys && Shape::kBiased) {
-        if (forward.alibi_slopes != nullptr) slope = forward.alibi_slopes + tile.sequence * forward.alibi_stride + head;
-      }
-      int32_t row = first_row;
+    for (int32_t left = num_blocks; left > 0; --left, row += step * Shape::kQueries) {
 #pragma unroll 1
-      for (int32_t left = num_blocks; left > 0; --left, row += step * Shape::kQueries) {
+      for (int32_t head = first_head; head < first_head + forward.group; ++head) {
+        const float* const stats = (kOfKeys ? params.lse_log2 : params.base.delta) +
+                                   (static_cast<int64_t>(head) * forward.num_tokens + first_query);
+        const float* slope = nullptr;
+        if constexpr (kOfKeys && Shape::kBiased) {
+          if (forward.alibi_slopes != nullptr) {
+            slope = forward.alibi_slopes + tile.sequence * forward.alibi_stride + head;
+          }
+        }
         Barrier full, empty;
         if constexpr (kOfKeys) {
           full = pipeline.query_full(at);

@@ -20,17 +20,22 @@ class ModifiedWeights {
     distance_ = static_cast<float>(distance);
     slope_ = -kLog2E * slope;
   }
-  /// The weight of a score under the soft cap. In the score's place it leaves the weight times the derivative of its
-  /// logit.
-  __device__ __forceinline__ float bend(float& score, float lse) const {
-    // 1 less tanh, within 2^-22. The tanh of the hardware is not enough: weights are relative to a sum that others have
-    // computed.
-    constexpr float kTwoLog2E = 2.88539008177792681f;
-    const float raised = xa::ptx::exp2_approx(score * (factor_ * kTwoLog2E));
-    const float rest = xa::ptx::reciprocal_approx(__fmaf_rn(raised, 0.5f, 0.5f));
-    const float weight = xa::ptx::exp2_approx(__fmaf_rn(rest, -cap_, cap_ - lse));
-    score = weight * rest * (2.0f - rest);
-    return weight;
+  /// The weights under the soft cap of two scores of one query. In the scores' places it leaves the weights times the
+  /// derivatives of their logits.
+  ///
+  /// Two, as one reciprocal, that of the product, serves both: the unit that makes exponentials and reciprocals is what
+  /// takes longest. Of one query, as NaN among its scores is in the lse of all of them.
+  __device__ __forceinline__ void bend(float& first, float& second, float lse, float& first_weight,
+                                       float& second_weight) const {
+    const float a = half_raised(first), b = half_raised(second);
+    // u = 1 less tanh, within 2^-21. The tanh of the hardware is not enough: weights are relative to a sum that others
+    // have computed. The derivative is u (2 - u), and 2 - u is u exp(2 x): 0 of a score of -inf, however u is rounded.
+    const float of_both = xa::ptx::reciprocal_approx(a * b);
+    const float of_first = of_both * b, of_second = of_both * a;
+    first_weight = xa::ptx::exp2_approx(__fmaf_rn(of_first, -cap_, cap_ - lse));
+    second_weight = xa::ptx::exp2_approx(__fmaf_rn(of_second, -cap_, cap_ - lse));
+    first = first_weight * of_first * (of_first * __fmaf_rn(a, 2.0f, -1.0f));
+    second = second_weight * of_second * (of_second * __fmaf_rn(b, 2.0f, -1.0f));
   }
   /// The weight with the bias of a score whose distance is the first one's and so much.
   __device__ __forceinline__ float add_bias(float score, float lse, int further) const {
@@ -39,6 +44,13 @@ class ModifiedWeights {
   }
 
  private:
+  /// (1 + exp(2 x)) / 2 of a score's x, held down so that no product of two overflows; the tanh is then 1 but for
+  /// 2^-59.
+  __device__ __forceinline__ float half_raised(float score) const {
+    constexpr float kTwoLog2E = 2.88539008177792681f;
+    return __fmaf_rn(xa::ptx::exp2_approx(fminf(score * (factor_ * kTwoLog2E), 60.0f)), 0.5f, 0.5f);
+  }
+
   float factor_, cap_, distance_, slope_;
 };
 

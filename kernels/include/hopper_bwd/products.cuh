@@ -11,7 +11,7 @@ namespace xa::hopper {
 
 /// Products of 64 rows with kColumns columns, 16 deep. `kAdds` adds to d; without it d is written and not read, so that
 /// no register has to hold it before.
-///   along:  d (+)= a b^T, a [64, 16] and b [kColumns, 16] in shared memory
+///   along:  d (+)= a b^T, a [64, 16] and b [kColumns, 16] in shared memory; subtract_along: d -= a b^T
 ///   across: d (+)= a^T b, a [16, 64] and b [16, kColumns] in shared memory
 ///   weigh:  d += a b, a [64, 16] in registers, b [16, kColumns] in shared memory
 template <typename T, int kColumns>
@@ -41,12 +41,12 @@ struct BackwardProduct;
   "%115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // `c` is the accumulator's constraint; a, b and so on are the numbers of the operands after it.
-#define XA_SHARED_PRODUCT(name, c, adds, type, columns, a, b, lie)                                               \
+#define XA_SHARED_PRODUCT(name, c, adds, type, columns, a, b, sign, lie)                                         \
   static __device__ __forceinline__ void name(float (&d)[columns / 8][4], uint64_t x, uint64_t y) {              \
     asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds                                                  \
                  ", 0;\n"                                                                                        \
                  "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" XA_NUMBERS_##columns \
-                 "}, %" #a ", %" #b ", adds, 1, 1, " lie ";\n}"                                                  \
+                 "}, %" #a ", %" #b ", adds, " sign ", 1, " lie ";\n}"                                           \
                  : XA_OUT_##columns(c, d)                                                                        \
                  : "l"(x), "l"(y));                                                                              \
   }
@@ -69,12 +69,13 @@ struct BackwardProduct;
           : XA_OUT_##columns("+f", d)                                                                              \
           : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(y));                                                   \
     }                                                                                                              \
+    XA_SHARED_PRODUCT(subtract_along, "+f", "1", type, columns, a, a1, "-1", "0, 0")                               \
                                                                                                                    \
    private:                                                                                                        \
-    XA_SHARED_PRODUCT(along_first, "=f", "0", type, columns, a, a1, "0, 0")                                        \
-    XA_SHARED_PRODUCT(along_adds, "+f", "1", type, columns, a, a1, "0, 0")                                         \
-    XA_SHARED_PRODUCT(across_first, "=f", "0", type, columns, a, a1, "1, 1")                                       \
-    XA_SHARED_PRODUCT(across_adds, "+f", "1", type, columns, a, a1, "1, 1")                                        \
+    XA_SHARED_PRODUCT(along_first, "=f", "0", type, columns, a, a1, "1", "0, 0")                                   \
+    XA_SHARED_PRODUCT(along_adds, "+f", "1", type, columns, a, a1, "1", "0, 0")                                    \
+    XA_SHARED_PRODUCT(across_first, "=f", "0", type, columns, a, a1, "1", "1, 1")                                  \
+    XA_SHARED_PRODUCT(across_adds, "+f", "1", type, columns, a, a1, "1", "1, 1")                                   \
   };
 #define XA_BACKWARD_PRODUCTS(columns, ...)              \
   XA_BACKWARD_PRODUCT(F16, "f16", columns, __VA_ARGS__) \

@@ -9,6 +9,11 @@
 // it. Where later queries see more keys, tiles are dealt out from the last block of keys, each of which begins at its
 // first queries: then a CTA is by itself some steps behind the one before it, and does not wait. But the longest tiles
 // come last, so the last section goes the other way.
+//
+// So CTAs are spread over all queries of a section, which with a group of heads is more than L2 holds. Groups go down
+// from the last queries in all sections: CTAs follow each other through the same blocks, with all heads of a group in a
+// block before the next one. What they read and add to at a time then stays in L2, and the first waits are short beside
+// a tile, which takes as many times longer as a group has heads.
 #pragma once
 
 #include <cstdint>
@@ -28,10 +33,14 @@ struct Sections {
   int32_t count;
 
   __device__ __forceinline__ Sections(const AttentionParams& params, int32_t num_queries) {
-    // Q, dO and the sums of dQ.
+    // Q, dO and the sums of dQ. Of groups that go down together only a window is read at a time.
     constexpr float kBytes = 16.8e6f, kRowBytes = 8.0f * Shape::kHeadDim;
-    const float of_head = kRowBytes * static_cast<float>(num_queries) * static_cast<float>(params.group);
-    const int32_t wanted = static_cast<int32_t>(fminf(kBytes / fmaxf(of_head, 1.0f), 1e6f));
+    const float share = Shape::kAddsSums && params.group > 1 ? 0.5f : static_cast<float>(params.group);
+    const float of_head = kRowBytes * static_cast<float>(num_queries) * share;
+    // Without a causal mask all blocks of keys have the same queries, and the first CTAs of a head wait for each other
+    // one after the other: of two heads they are half as many.
+    const float fewest = Shape::kAddsSums && params.window_right < 0 ? 2.0f : 1.0f;
+    const int32_t wanted = static_cast<int32_t>(fminf(fmaxf(kBytes / fmaxf(of_head, 1.0f), fewest), 1e6f));
     const int32_t num_heads = params.num_kv_heads;
     count = ceil_div(num_heads, clamp(wanted, 1, num_heads));
     heads = ceil_div(num_heads, count);
@@ -127,8 +136,8 @@ __device__ __forceinline__ void find_tile(const HopperBackwardParams& params, in
   to.kv_head = first_head + in_section - key_block * heads;
   // Of few sections one that goes the other way is too much.
   constexpr int32_t kFewSections = 8;
-  const bool ascends =
-      Shape::kAddsSums && forward.window_right >= 0 && !in_last && __ldg(&params.plan->num_sections) >= kFewSections;
+  const bool ascends = Shape::kAddsSums && forward.group == 1 && forward.window_right >= 0 && !in_last &&
+                       __ldg(&params.plan->num_sections) >= kFewSections;
   if (ascends) key_block = key_blocks - 1 - key_block;
   const int32_t shift = sequence.shift;
   const Band<Shape> band = {num_queries, num_keys, shift, forward.window_left, forward.window_right};

@@ -48,14 +48,14 @@ __device__ __forceinline__ void add_sums(const HopperBackwardParams& params, con
     pipeline.tile_empty(turn).arrive();
     const Band<Shape> band = {tile.num_queries, tile.num_keys, tile.shift, forward.window_left, forward.window_right};
 #pragma unroll 1
-    for (int32_t i = 0; i < forward.group; ++i) {
-      const int32_t head = tile.kv_head * forward.group + i;
+    for (int32_t done = 0; done < tile.num_blocks; ++done) {
+      const int32_t block = tile.first_block + (tile.ascends != 0 ? done : tile.num_blocks - 1 - done);
+      const int32_t before = tile.ascends != 0 ? band.last_key_block(block) - tile.key_block
+                                               : tile.key_block - band.first_key_block(block);
 #pragma unroll 1
-      for (int32_t done = 0; done < tile.num_blocks; ++done, ++step) {
+      for (int32_t i = 0; i < forward.group; ++i, ++step) {
         if ((step & 1) != parity) continue;
-        const int32_t block = tile.first_block + (tile.ascends != 0 ? done : tile.num_blocks - 1 - done);
-        const int32_t before = tile.ascends != 0 ? band.last_key_block(block) - tile.key_block
-                                                 : tile.key_block - band.first_key_block(block);
+        const int32_t head = tile.kv_head * forward.group + i;
         int32_t* const arrived =
             params.turns + static_cast<int64_t>(head) * params.num_turns + (tile.first_turn + block);
         if (before > 0) {

@@ -17,6 +17,26 @@
 
 namespace xa::hopper {
 
+/// Numbers of a block of 8 kTiles rows, of which a lane needs those of its two columns of each tile, as all lanes with
+/// its lane % 4 do. It reads an eighth of them, and gets the others from the lanes that have read them: what shared
+/// memory delivers to registers is counted by lanes, and the tensor cores need it.
+template <int kTiles>
+class RowPairs {
+ public:
+  __device__ __forceinline__ explicit RowPairs(uint32_t from) {
+#pragma unroll
+    for (int i = 0; i < kTiles / 8; ++i) own_[i] = ptx::load_shared_f32x2(from + 256 * i + threadIdx.x % 32 * 8);
+  }
+  /// Those of columns 2 (lane % 4) and the next of a tile.
+  __device__ __forceinline__ float2 of(int tile) const {
+    const float2& own = own_[tile / 8];
+    return make_float2(ptx::of_quad_lane(own.x, tile % 8), ptx::of_quad_lane(own.y, tile % 8));
+  }
+
+ private:
+  float2 own_[kTiles / 8];
+};
+
 /// A panel of a ring as an operand.
 template <typename Shape>
 __device__ __forceinline__ uint64_t panel_descriptor(uint32_t address) {
@@ -208,15 +228,18 @@ __device__ __forceinline__ void make_values_gradients(const HopperBackwardParams
         const float2 lse = lses.of(column);
         float (&s)[4] = scores[column];
         float weights[4];
+        if constexpr (Shape::kCapped) {
+          modified.bend(s[0], s[2], lse.x, weights[0], weights[2]);
+          modified.bend(s[1], s[3], lse.y, weights[1], weights[3]);
+        } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float of_row = i % 2 == 0 ? lse.x : lse.y;
-          if constexpr (Shape::kCapped) {
-            weights[i] = modified.bend(s[i], of_row);
-          } else if constexpr (Shape::kBiased) {
-            weights[i] = s[i] = modified.add_bias(s[i], of_row, 8 * column + i % 2 - i / 2 * 8);
-          } else {
-            weights[i] = s[i] = xa::ptx::exp2_approx(__fmaf_rn(s[i], scale, -of_row));
+          for (int i = 0; i < 4; ++i) {
+            const float of_row = i % 2 == 0 ? lse.x : lse.y;
+            if constexpr (Shape::kBiased) {
+              weights[i] = s[i] = modified.add_bias(s[i], of_row, 8 * column + i % 2 - i / 2 * 8);
+            } else {
+              weights[i] = s[i] = xa::ptx::exp2_approx(__fmaf_rn(s[i], scale, -of_row));
+            }
           }
         }
         p[column / 2][column % 2 * 2] = Element<T>::pack(weights[0], weights[1]);

@@ -108,15 +108,19 @@ __device__ __forceinline__ void make_queries_gradients(const HopperWideBackwardP
       const float scale = forward.softmax_scale_log2;
 #pragma unroll
       for (int column = 0; column < 8; ++column) {
+        float (&s)[4] = scores[column];
+        if constexpr (Shape::kCapped) {
+          float unused[4];
+          modified.bend(s[0], s[1], lse[0], unused[0], unused[1]);
+          modified.bend(s[2], s[3], lse[1], unused[2], unused[3]);
+        } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& s = scores[column][i];
-          if constexpr (Shape::kCapped) {
-            modified.bend(s, lse[i / 2]);
-          } else if constexpr (Shape::kBiased) {
-            s = modified.add_bias(s, lse[i / 2], i / 2 * 8 - 8 * column - i % 2);
-          } else {
-            s = xa::ptx::exp2_approx(__fmaf_rn(s, scale, -lse[i / 2]));
+          for (int i = 0; i < 4; ++i) {
+            if constexpr (Shape::kBiased) {
+              s[i] = modified.add_bias(s[i], lse[i / 2], i / 2 * 8 - 8 * column - i % 2);
+            } else {
+              s[i] = xa::ptx::exp2_approx(__fmaf_rn(s[i], scale, -lse[i / 2]));
+            }
           }
         }
       }

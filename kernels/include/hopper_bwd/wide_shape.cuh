@@ -57,6 +57,7 @@ struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, Score> {
 template <int kHeadDim_>
 struct WidePlanShape {
   static constexpr int kHeadDim = kHeadDim_, kQueries = 128, kKeys = 64;
+  static constexpr bool kAddsSums = false;
 };
 
 /// A block of queries of one head, and the blocks of keys that it sees.
