@@ -70,11 +70,12 @@ __device__ __forceinline__ void make_queries_gradients(const HopperWideBackwardP
       }
       if (forward.window_left >= 0) plain.begin = -floor_div(-(first_position + 63 - forward.window_left), 64);
     }
-    // Rows past the last one weigh nothing.
+    // Rows past the last one weigh nothing. (Made uniform anew for each tile: a register that held the warp's rows all
+    // the time would spill under a soft cap.)
     float lse[2], delta[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int32_t row = first_row + static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16 + lane / 4 + 8 * half;
+      const int32_t row = first_row + uniform(threadIdx.x % 128 / 32 * 16) + lane / 4 + 8 * half;
       const int64_t from = static_cast<int64_t>(tile.head) * forward.num_tokens + tile.first_query + row;
       const bool is_there = row < tile.num_queries;
       lse[half] = is_there ? __ldg(params.lse_log2 + from) : INFINITY;
