@@ -21,6 +21,7 @@ GPU_TESTS = {
         "kv_cache_update_fp8",
         "rope_kv_cache_update",
         "merge_attention_states",
+        "gather_kv_cache",
         "conformance",
         "attention_options",
         "paged_attention",
