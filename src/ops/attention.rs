@@ -1,9 +1,9 @@
 //! Attention of packed query rows over the keys of their sequences: the one problem that every attention operator
 //! states and every backend solves.
 //!
-//! Semantics: `docs/semantics.md#attention`. The metadata (starts, lengths, page tables) is data of the device; it is never read here and
-//! never trusted by a backend, which clamps it as [`Queries`] and [`Keys`] say, so that hostile metadata gives the same
-//! results everywhere and costs no more than right metadata of the same shapes.
+//! Semantics: `docs/semantics.md#attention`. The metadata (starts, lengths, page tables) is data of the device; it is
+//! never read here and never trusted by a backend, which clamps it as [`Queries`] and [`Keys`] say, so that hostile
+//! metadata gives the same results everywhere and costs no more than right metadata of the same shapes.
 
 use super::checks::{Scale, contiguous_rows, dense, head_dim, optional_indices, scale};
 use super::kv_layout::KvLayout;

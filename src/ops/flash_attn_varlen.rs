@@ -1,6 +1,7 @@
 //! Attention of packed query rows over packed or paged keys, with every option of the score and the mask.
 //!
-//! Semantics: `docs/semantics.md#flash_attn_varlen`; names and meaning of the operands follow `flash_attn_varlen_func` of flash-attn.
+//! Semantics: `docs/semantics.md#flash_attn_varlen`; names and meaning of the operands follow `flash_attn_varlen_func`
+//! of flash-attn.
 
 use super::attention::{
     self, Attention, KeyStorage, Keys, Queries, ScoreAttributes, check_dtypes, check_heads, per_sequence, query_sizes,

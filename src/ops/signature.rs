@@ -1,6 +1,7 @@
 //! What an operator is called with: names, what is required, attribute types.
 
-/// The interface of one target (`docs/reference/custom_calls.md`). A released one grows only by trailing optional operands and results.
+/// The interface of one target (`docs/reference/custom_calls.md`). A released one grows only by trailing optional
+/// operands and results.
 #[derive(Debug)]
 pub struct Signature {
     /// The custom call's target name, and what every error text begins with.

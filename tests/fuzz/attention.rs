@@ -192,8 +192,9 @@ fn with_scales(draw: &mut Draw, mut sizes: Sizes) -> Sizes {
 }
 
 /// How far off an output may be where the naive formula is not off at all, as a share of the largest one.
-/// `docs/semantics.md#error-bounds` measures by the largest error of the naive formula; where a call has a row or two, that may be none by luck. So there
-/// are two roundings of the output's type for the weights and the output, and one of fp8's where weights may be fp8.
+/// `docs/semantics.md#error-bounds` measures by the largest error of the naive formula; where a call has a row or two,
+/// that may be none by luck. So there are two roundings of the output's type for the weights and the output, and one of
+/// fp8's where weights may be fp8.
 fn floor(dtypes: Dtypes) -> f64 {
     let rounding = match dtypes.out {
         F16 => 2f64.powi(-11),

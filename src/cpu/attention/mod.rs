@@ -88,8 +88,8 @@ unsafe fn run_with(isa: Isa, problem: &Attention, pool: &dyn Pool) -> Result {
 /// A dot product of pairs rounds after each of its two additions, the products themselves being exact, so that a sum in
 /// this order differs from one in f32 by nothing but the order. It takes bf16 and sums below 2^-126 for 0: an absolute
 /// error of less than D * 2^-126 * max|k| in a score, of less than `len_k` * 2^-126 in o, both far below the 1e-5 that
-/// `docs/semantics.md#error-bounds` allows. Rounding p to bf16 is an error of 2^-9 p in each term of o, as in a computation in bf16 throughout;
-/// l, and so the lse, is summed before.
+/// `docs/semantics.md#error-bounds` allows. Rounding p to bf16 is an error of 2^-9 p in each term of o, as in a
+/// computation in bf16 throughout; l, and so the lse, is summed before.
 fn multiplies_bf16(q: DType, out: DType) -> bool {
     [DType::BF16, DType::F8E4M3FN].contains(&q) && out != DType::F16
 }

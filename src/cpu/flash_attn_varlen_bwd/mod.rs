@@ -6,8 +6,8 @@
 //! dk and dv (`item`). An item that is too large for one thread is cut twice, by queries for dq and by keys for dk and
 //! dv, and its scores are computed twice.
 //!
-//! Each sum has one order, that of keys or of rows, whichever thread adds it up: results are the same bits whatever the number
-//! of threads. Another instruction set may give other bits.
+//! Each sum has one order, that of keys or of rows, whichever thread adds it up: results are the same bits whatever the
+//! number of threads. Another instruction set may give other bits.
 
 mod block;
 mod item;
