@@ -216,12 +216,20 @@ impl Arena {
         Self { gpu, device, image: image.cast(), size, ranges: RefCell::default() }
     }
 
-    /// A part of the image; borrowed from nothing, since the device writes to it as well.
-    #[allow(clippy::mut_from_ref, reason = "one call at a time uses an arena")]
-    fn image(&self, range: Range<usize>) -> &mut [u8] {
-        assert!(range.end <= self.size, "a call of {} bytes", range.end);
-        // SAFETY: bytes of the image, which the device has done with: each run waits. No two borrows are alive at once.
-        unsafe { std::slice::from_raw_parts_mut(self.image.add(range.start), range.len()) }
+    /// Where a part of the image begins, which is readable and writable. The device has done with it: each run waits.
+    fn image(&self, range: &Range<usize>) -> *mut u8 {
+        assert!(range.start <= range.end && range.end <= self.size, "a call of {} bytes", range.end);
+        self.image.wrapping_add(range.start)
+    }
+
+    fn poison(&self, range: &Range<usize>) {
+        // SAFETY: bytes of the image, to which there is no reference.
+        unsafe { self.image(range).write_bytes(POISON, range.len()) };
+    }
+
+    fn read(&self, range: &Range<usize>) -> Vec<u8> {
+        // SAFETY: bytes of the image, which nothing writes before they are copied.
+        unsafe { std::slice::from_raw_parts(self.image(range), range.len()) }.to_vec()
     }
 
     /// Before the first buffer of a call.
@@ -235,8 +243,9 @@ impl Arena {
         let end = ranges.last().map_or(0, |last| last.end);
         let start = (end + REDZONE).next_multiple_of(256) + if askew { array.dtype.size() } else { 0 };
         let range = start..start + array.bytes.len();
-        self.image(end..start).fill(POISON);
-        self.image(range.clone()).copy_from_slice(&array.bytes);
+        self.poison(&(end..start));
+        // SAFETY: as many bytes of the image.
+        unsafe { self.image(&range).copy_from_nonoverlapping(array.bytes.as_ptr(), array.bytes.len()) };
         ranges.push(range.clone());
         InArena { arena: self, range }
     }
@@ -246,7 +255,7 @@ impl Arena {
         let ranges = self.ranges.take();
         let end = ranges.last().map_or(0, |last| last.end);
         let used = end + REDZONE;
-        self.image(end..used).fill(POISON);
+        self.poison(&(end..used));
         cuda!(cuMemcpyHtoDAsync_v2(self.device, self.image.cast(), used, self.gpu.stream));
         let outcome = work(Stream(self.gpu.stream as usize));
         cuda!(cuMemcpyDtoHAsync_v2(self.image.cast(), self.device, used, self.gpu.stream));
@@ -254,7 +263,7 @@ impl Arena {
         outcome?;
         let mut before = 0;
         for range in ranges.into_iter().chain(std::iter::once(used..used)) {
-            let redzone = self.image(before..range.start);
+            let redzone = self.read(&(before..range.start));
             assert!(redzone.iter().all(|&b| b == POISON), "written outside of the buffers");
             before = range.end;
         }
@@ -276,7 +285,7 @@ impl PlacedMemory for InArena<'_> {
 
     /// After the run of the call.
     fn read(&self, _: &str) -> Vec<u8> {
-        self.arena.image(self.range.clone()).to_vec()
+        self.arena.read(&self.range)
     }
 }
 

@@ -134,16 +134,10 @@ impl Options {
         page_size: &[0, 1, 7, 16, 32, 128],
         workspace: &[None, Some(40), Some(200_000), Some(9_000_001)],
         hints: HINTS,
-        top_left: YES_OR_NO,
-        leftpad: YES_OR_NO,
-        softcap: SOFTCAP,
-        sinks: YES_OR_NO,
-        seqused_q: YES_OR_NO,
-        seqused_k: YES_OR_NO,
         lse: YES_OR_NO,
         batch_invariant: YES_OR_NO,
         seed: 20,
-        ..Self::PLAIN
+        ..Self::ROWS_AND_SCORES
     };
 
     /// Of `flash_attn_varlen_bwd`: decode, prefill, both, more than one block of keys or of queries.
@@ -172,9 +166,8 @@ impl Options {
         ..Self::ATTENTION
     };
 
-    /// Calls over contiguous keys with all that kernels tuned for one GPU have to do with, for lengths of several blocks.
-    pub const BEYOND_BLOCKS: Self = Self {
-        mask: &Mask::BEYOND_BLOCKS,
+    /// What every attention operator but `paged_attention` may be asked for beside its sizes.
+    const ROWS_AND_SCORES: Self = Self {
         top_left: YES_OR_NO,
         leftpad: YES_OR_NO,
         softcap: SOFTCAP,
@@ -183,6 +176,9 @@ impl Options {
         seqused_k: YES_OR_NO,
         ..Self::PLAIN
     };
+
+    /// Calls over contiguous keys with all that kernels tuned for one GPU have to do with, for lengths of several blocks.
+    pub const BEYOND_BLOCKS: Self = Self { mask: &Mask::BEYOND_BLOCKS, ..Self::ROWS_AND_SCORES };
 
     /// What is ruled out: `paged_attention` has not all options, contiguous keys have no pages, and values of another
     /// width need a buffer of their own.
