@@ -58,8 +58,8 @@ build: $(VENV)/build.stamp
 SOURCES := $(shell find src ffi kernels build_support python xla_headers -type f -not -path 'xla_headers/include/*' -not -name '*.pyc') \
   build.rs Cargo.toml Cargo.lock pyproject.toml hatch_build.py README.md LICENSE
 PACKAGE := $(VENV)/package-$(CUDA_ARCHS).stamp
-# Tests can plant faults; what is built for users cannot.
-FEATURES := --features planted_faults
+# Tests can arm failpoints; a library for users has none.
+FEATURES := --features failpoints
 TESTED := --locked $(FEATURES)
 WHEEL := pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir
 

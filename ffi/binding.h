@@ -27,8 +27,8 @@
 #include "xla_headers.h"
 
 #ifdef XA_PLANTED_FAULTS
-// src/fault.rs
-extern "C" bool xa_takes_fault(int32_t number);
+// src/failpoint.rs
+extern "C" bool xa_take_failpoint(int32_t number);
 #endif
 
 namespace xa {
@@ -78,8 +78,8 @@ class Bound {
 
 #ifdef XA_PLANTED_FAULTS
 inline void strike() {
-  if (xa_takes_fault(0)) throw std::runtime_error("planted fault: ShimException");
-  if (xa_takes_fault(1)) throw "planted fault: ShimThrow";
+  if (xa_take_failpoint(0)) throw std::runtime_error("failpoint: ShimException");
+  if (xa_take_failpoint(1)) throw "failpoint: ShimThrow";
 }
 #else
 inline void strike() {}

@@ -1,12 +1,12 @@
 //! The crossing from the C++ shims into Rust: plain views in, a plain status out.
 #![expect(unreachable_pub, reason = "cxx makes the shared types public")]
 
-use crate::call::{Action, Call, carry_out, guarded};
-use crate::check;
+use crate::debug_check;
+use crate::dispatch::{Action, Call, execute, in_panic_boundary};
 use crate::error::{Error, Result, ensure};
-use crate::fault::{self, Fault};
-use crate::ops::{Attribute, Op};
+use crate::failpoint::{self, Failpoint};
 use crate::pool::Pool;
+use crate::problem::{Attribute, Op};
 use crate::stream::Stream;
 use crate::tensor::{DType, Tensor};
 
@@ -94,7 +94,7 @@ const MOST: usize = 24;
 
 /// Handlers are registered for calls that wait for their end.
 fn checking() -> bool {
-    check::on()
+    debug_check::is_enabled()
 }
 
 fn run_on_cpu(op: i32, pool: &XlaPool, arguments: Arguments) -> Status {
@@ -112,11 +112,11 @@ fn launch_cuda(op: i32, stream: usize, arguments: Arguments) -> Status {
 fn enter(op: i32, action: Action, arguments: Arguments) -> Result {
     let op = Op::from_number(op).ok_or_else(|| Error::internal(format!("no operator {op}")))?;
     // Without a guard cxx would end the process at a panic.
-    guarded(op.signature().target, || decode_and_call(op, action, arguments))
+    in_panic_boundary(op.signature().target, || decode_and_call(op, action, arguments))
 }
 
 fn decode_and_call(op: Op, action: Action, arguments: Arguments) -> Result {
-    fault::strike(Fault::Bridge);
+    failpoint::trigger(Failpoint::Bridge);
     let signature = op.signature();
     let surplus = |what, count: usize, at_most: usize| {
         ensure(count == 0, || format!("{} {what}s given, at most {at_most} expected", at_most + count))
@@ -131,7 +131,7 @@ fn decode_and_call(op: Op, action: Action, arguments: Arguments) -> Result {
     }
     // SAFETY: XLA keeps the buffers of a call alive until its work is done, on the device of the current context.
     unsafe {
-        carry_out(&Call {
+        execute(&Call {
             op,
             action,
             operands: &operands[..arguments.operands.len()],

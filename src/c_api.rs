@@ -3,18 +3,18 @@
 //! All of it is plain C, without a Python ABI: `ctypes`, eager torch and PJRT programs in any language use it. A panic in
 //! one of the functions is its error, or where it has none, what it gives for failure.
 
-use crate::call::{Action, Call, call};
-use crate::check;
+use crate::debug_check;
+use crate::dispatch::{Action, Call, call};
 use crate::error::{Error, Result, ensure};
-use crate::fault::{self, Fault};
-use crate::guard::guarded;
+use crate::failpoint::{self, Failpoint};
 use crate::handlers::{self, Targets};
 use crate::log;
-use crate::ops::workspace::AttentionSizes;
-use crate::ops::{self, Attribute, AttributeKind, Op};
+use crate::panic_boundary::catch_panic;
 #[cfg(feature = "cuda")]
-use crate::pjrt_plugin::{self, stand_before};
+use crate::pjrt_proxy::{self, stand_before};
 use crate::pool::RayonPool;
+use crate::problem::workspace::AttentionSizes;
+use crate::problem::{self, Attribute, AttributeKind, Op};
 use crate::stream::Stream;
 use crate::tensor::{DType, Tensor};
 use std::ffi::{CStr, c_char, c_void};
@@ -22,8 +22,8 @@ use std::sync::OnceLock;
 
 /// The body of a function that C calls: what it gives, or the text of its panic.
 fn entered<T>(work: impl FnOnce() -> T) -> std::result::Result<T, String> {
-    guarded(|| {
-        fault::strike(Fault::Door);
+    catch_panic(|| {
+        failpoint::trigger(Failpoint::CApi);
         work()
     })
 }
@@ -54,7 +54,7 @@ pub extern "C" fn xa_handler_set(number: usize) -> *const Targets {
     or_failure(std::ptr::null(), || {
         log::init();
         // Read once, before a handler can be called.
-        check::on();
+        debug_check::is_enabled();
         handlers::sets().get(number).map_or(std::ptr::null(), std::ptr::from_ref)
     })
 }
@@ -283,7 +283,7 @@ fn stand_before(_: &str) -> Result {
 #[unsafe(no_mangle)]
 #[allow(non_snake_case, reason = "the name that PJRT asks for")]
 pub extern "C" fn GetPjrtApi() -> *const c_void {
-    or_failure(std::ptr::null(), pjrt_plugin::table)
+    or_failure(std::ptr::null(), pjrt_proxy::table)
 }
 
 /// How large a workspace an operator wants, in bytes: `c[0] + c[1] * T + c[2] * B` for T query rows and B sequences, the
@@ -316,7 +316,7 @@ pub unsafe extern "C" fn xa_workspace(
 }
 
 /// What this build holds, as JSON: `version`, `xla_ffi` (the version of `xa_targets`), `handler_sets` (all
-/// versions, the oldest first), `cuda`, `cuda_archs` (whose kernels it has), `planted_faults` (whether tests can make it
+/// versions, the oldest first), `cuda`, `cuda_archs` (whose kernels it has), `failpoints` (whether tests can make it
 /// fail; never in a library for users), `check`, `targets`, `operators` (what `ffi/operators.toml` declares), `variants`
 /// with their resources. Valid for the life of the process; null if it cannot be made.
 #[unsafe(no_mangle)]
@@ -335,16 +335,16 @@ fn info() -> String {
         targets.push(format!("[{:?},{:?}]", name.to_string_lossy(), platform.to_string_lossy()));
     }
     format!(
-        "{{\"version\":{:?},\"xla_ffi\":{},\"handler_sets\":[{}],\"cuda\":{},\"cuda_archs\":{:?},\"planted_faults\":{},\"check\":{},\"targets\":[{}],\"operators\":{},\"variants\":[{}]}}",
+        "{{\"version\":{:?},\"xla_ffi\":{},\"handler_sets\":[{}],\"cuda\":{},\"cuda_archs\":{:?},\"failpoints\":{},\"check\":{},\"targets\":[{}],\"operators\":{},\"variants\":[{}]}}",
         env!("CARGO_PKG_VERSION"),
         versions[0],
         versions.join(","),
         cfg!(feature = "cuda"),
         cuda_archs(),
-        cfg!(feature = "planted_faults"),
-        check::on(),
+        cfg!(feature = "failpoints"),
+        debug_check::is_enabled(),
         targets.join(","),
-        ops::OPERATORS_JSON,
+        problem::OPERATORS_JSON,
         variants(),
     )
 }

@@ -4,7 +4,7 @@
 //! runtime takes only handlers of some versions of its FFI: not of later ones than its own, and some day no longer of the
 //! oldest. Each version is a set of handlers for the same targets.
 
-use crate::ops::for_each_target;
+use crate::problem::for_each_target;
 use std::ffi::{c_char, c_void};
 use std::sync::OnceLock;
 

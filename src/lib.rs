@@ -26,46 +26,48 @@
 //! ```
 //!
 //! A call walks down this list: a front-end (Python, an XLA runtime, the functions above), the bridge or the C interface,
-//! [`call()`] which knows every operator, [`ops`] which validates, and a backend which computes. `docs/architecture.md`
+//! [`call()`] which knows every operator, [`ops`] which validates, and a backend which computes. `docs/dev/architecture.md`
 //! draws it. `docs/semantics.md` defines what the operators compute.
 
+mod api;
 mod bridge;
 mod c_api;
-mod call;
-mod check;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod debug_check;
+mod dispatch;
 mod environment;
 mod error;
-mod fault;
-mod functions;
-mod guard;
+mod failpoint;
 mod handlers;
 mod log;
-pub mod ops;
+mod panic_boundary;
 #[cfg(feature = "cuda")]
-mod pjrt_plugin;
+mod pjrt_proxy;
 mod pool;
+#[doc(hidden)]
+pub mod problem;
 mod stream;
 mod tensor;
 
+pub use api::*;
 #[cfg(feature = "cuda")]
 pub use c_api::GetPjrtApi;
 pub use c_api::{
     XaAttribute, XaCall, XaTensor, xa_call, xa_handler_set, xa_info, xa_op, xa_stand_before_pjrt_plugin, xa_targets,
     xa_workspace,
 };
-pub use call::{Action, Call, call};
+pub use dispatch::{Action, Call, call};
 pub use error::{Code, Error, Result};
-#[cfg(feature = "planted_faults")]
-pub use fault::{Fault, plant};
-pub use functions::*;
+#[cfg(feature = "failpoints")]
+pub use failpoint::{Failpoint, arm};
 /// The 16-bit floats of an [`Element`].
 pub use half::{bf16, f16};
 pub use handlers::{Handler, Target, Targets, targets};
-pub use ops::Attribute;
-pub use ops::Op;
 pub use pool::{Pool, RayonPool, SingleThread, parallel_for};
+#[doc(inline)]
+pub use problem as ops;
+pub use problem::{Attribute, Op};
 pub use stream::Stream;
 pub use tensor::{DType, Dim, Tensor};

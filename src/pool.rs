@@ -1,8 +1,8 @@
 //! Threads for the CPU backend: XLA's pool where XLA calls us, rayon's elsewhere.
 
 use crate::error::{Error, Result};
-use crate::fault::{self, Fault};
-use crate::guard::guarded;
+use crate::failpoint::{self, Failpoint};
+use crate::panic_boundary::catch_panic;
 use std::error::Error as _;
 use std::sync::atomic::{
     AtomicUsize,
@@ -37,7 +37,7 @@ impl RayonPool {
                 Ok(()) => true,
                 // The system's refusal has a source. Without one a pool exists, or an attempt before ours has failed:
                 // then rayon panics.
-                Err(e) => e.source().is_none() && guarded(rayon::current_num_threads).is_ok(),
+                Err(e) => e.source().is_none() && catch_panic(rayon::current_num_threads).is_ok(),
             };
             made.then(std::process::id)
         });
@@ -81,7 +81,7 @@ struct Job {
     /// The text of a panic; of one of them if there were several.
     panic: OnceLock<String>,
     /// Goes off in the first task.
-    planted: Option<Fault>,
+    failpoint: Option<Failpoint>,
     count: usize,
     body: *const (),
     run: unsafe fn(*const (), &Job),
@@ -100,8 +100,8 @@ impl Job {
     }
 
     /// Do `work`, and remember if it panics.
-    fn guarded(&self, work: impl FnOnce()) {
-        if let Err(text) = guarded(work) {
+    fn run_part(&self, work: impl FnOnce()) {
+        if let Err(text) = catch_panic(work) {
             // The text of an earlier panic stays.
             drop(self.panic.set(text));
             self.panicked.fetch_add(1, Relaxed);
@@ -144,15 +144,15 @@ where
             // SAFETY: an index was taken and is not counted as done, so the caller is still waiting and its closures are
             // alive.
             let (scratch, body) = unsafe { &*both.cast::<(I, F)>() };
-            job.guarded(|| {
-                if let (0, Some(fault)) = (index, job.planted) {
-                    fault::panic(fault);
+            job.run_part(|| {
+                if let (0, Some(failpoint)) = (index, job.failpoint) {
+                    failpoint::panic(failpoint);
                 }
                 body(mine.get_or_insert_with(scratch), index);
             });
         }
         // The scratch may borrow from the caller, who waits for the indices that are counted only after it is gone.
-        job.guarded(|| drop(mine));
+        job.run_part(|| drop(mine));
         job.done.fetch_add(taken, Release);
     }
     fn help(argument: usize) {
@@ -162,16 +162,16 @@ where
         unsafe { (job.run)(job.body, &job) };
     }
 
-    let on_caller = fault::takes(Fault::CpuCaller);
+    let on_caller = failpoint::take(Failpoint::CpuCaller);
     let helpers = if on_caller { 0 } else { pool.num_threads().min(count).saturating_sub(1) };
-    let on_worker = helpers > 0 && fault::takes(Fault::CpuWorker);
+    let on_worker = helpers > 0 && failpoint::take(Failpoint::CpuWorker);
     let both = (scratch, body);
     let job = Arc::new(Job {
         next: 0.into(),
         done: 0.into(),
         panicked: 0.into(),
         panic: OnceLock::new(),
-        planted: if on_caller { Some(Fault::CpuCaller) } else { on_worker.then_some(Fault::CpuWorker) },
+        failpoint: if on_caller { Some(Failpoint::CpuCaller) } else { on_worker.then_some(Failpoint::CpuWorker) },
         count,
         body: (&raw const both).cast(),
         run: run::<S, I, F>,

@@ -30,8 +30,8 @@ def info() -> str:
     else:
         cuda = f"with no CUDA kernels but those of XLA_ATTENTION_CUDA_ARCHS={build['cuda_archs']}"
     lines = [f"xla-attention {build['version']}, {cuda}, handlers of XLA FFI {handlers}"]
-    if build["planted_faults"]:
-        lines.append("for tests only: calls can be made to fail (built with the cargo feature planted_faults)")
+    if build["failpoints"]:
+        lines.append("for tests only: calls can be made to fail (built with the cargo feature failpoints)")
     if build["check"]:
         lines.append("every call is checked and waited for: XLA_ATTENTION_CHECK=1, for debugging only")
     platforms: dict[str, list[str]] = {}

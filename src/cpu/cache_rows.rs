@@ -4,9 +4,9 @@ use super::element::{Element, narrow};
 use super::fp8_rounding::Format;
 use super::simd::Simd;
 use crate::error::Result;
-use crate::ops::KvView;
-use crate::ops::kv_cache_update::{CacheCopy, KvCacheUpdate, NewRows};
 use crate::pool::{Pool, parallel_for};
+use crate::problem::KvView;
+use crate::problem::kv_cache_update::{CacheCopy, KvCacheUpdate, NewRows};
 use crate::tensor::DType;
 use std::marker::PhantomData;
 

@@ -3,8 +3,8 @@
 use super::element::{Element, narrow, widen};
 use super::simd::{Isa, Simd, Vectorised};
 use crate::error::Result;
-use crate::ops::merge_attention_states::{MergeAttentionStates, State};
 use crate::pool::{Pool, parallel_for};
+use crate::problem::merge_attention_states::{MergeAttentionStates, State};
 use crate::tensor::DType;
 use half::{bf16, f16};
 use std::marker::PhantomData;

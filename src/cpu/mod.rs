@@ -2,7 +2,7 @@
 
 #![allow(clippy::inline_always, reason = "vector code has to end up inside the function that enables its instructions")]
 
-use crate::ops::for_each_operator;
+use crate::problem::for_each_operator;
 
 /// Every operator has a module of its name, with a function `run`.
 macro_rules! modules {

@@ -2,8 +2,8 @@
 
 use super::{attention, kv_cache_update};
 use crate::error::Result;
-use crate::ops::paged_attention_update::PagedAttentionUpdate;
 use crate::pool::Pool;
+use crate::problem::paged_attention_update::PagedAttentionUpdate;
 
 /// Write the new rows, then attend.
 ///

@@ -1,8 +1,8 @@
 //! `out = a + b` on the CPU.
 
 use crate::error::Result;
-use crate::ops::simple_add::SimpleAdd;
 use crate::pool::{Pool, parallel_for};
+use crate::problem::simple_add::SimpleAdd;
 use crate::tensor::DType;
 use half::{bf16, f16};
 

@@ -8,7 +8,7 @@ pub(super) use super::params::cache_rows::{CacheType, HeadSharing, ROW_THREADS, 
 use super::params::slots::SlotMapping;
 use super::variants;
 use crate::error::{Error, Result};
-use crate::ops::kv_cache_update::{KvCacheUpdate, NewRows};
+use crate::problem::kv_cache_update::{KvCacheUpdate, NewRows};
 use crate::stream::Stream;
 use crate::tensor::DType;
 

@@ -7,8 +7,8 @@ use super::launch::Shape;
 use super::params::gather_kv_cache::{Codes, GATHER_SEQS, GATHER_THREADS, GatherParams, GatheredRows};
 use super::variants;
 use crate::error::Result;
-use crate::ops::gather_kv_cache::{self, GatherKvCache};
-use crate::ops::kv_cache_update::FP8_DTYPES;
+use crate::problem::gather_kv_cache::{self, GatherKvCache};
+use crate::problem::kv_cache_update::FP8_DTYPES;
 use crate::stream::Stream;
 use crate::tensor::DType;
 

@@ -5,7 +5,7 @@ use super::kernel::Launch;
 use super::params::cache_rows::{CacheUpdateParams, NewRows, RowSharing, UPDATE_HEADS};
 use super::params::slots::SlotMapping;
 use crate::error::Result;
-use crate::ops::kv_cache_update::KvCacheUpdate;
+use crate::problem::kv_cache_update::KvCacheUpdate;
 use crate::stream::Stream;
 
 const KERNEL: &str = "kv_cache_update";

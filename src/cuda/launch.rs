@@ -2,7 +2,7 @@
 
 use super::driver::{self, check};
 use crate::error::Result;
-use crate::fault::{self, Fault};
+use crate::failpoint::{self, Failpoint};
 use crate::stream::Stream;
 use cudarc::driver::sys::{self, CUfunction};
 use std::ffi::c_void;
@@ -22,7 +22,7 @@ pub(crate) struct Shape {
 /// # Safety
 /// `parameter` is a readable struct, laid out as the kernel's parameter; what it points to outlives the kernel's run.
 pub(super) unsafe fn launch(function: CUfunction, shape: Shape, stream: Stream, parameter: *const c_void) -> Result {
-    fault::strike(Fault::CudaLaunch);
+    failpoint::trigger(Failpoint::CudaLaunch);
     let mut parameters = [parameter.cast_mut()];
     let [x, y, z] = shape.grid;
     // SAFETY: the driver copies the parameter before it returns; the rest is this function's contract.

@@ -6,7 +6,7 @@ use super::launch::Shape;
 use super::params::merge_attention_states::{AttentionState, MERGE_STATES_THREADS, MergeParams};
 use super::variants;
 use crate::error::Result;
-use crate::ops::merge_attention_states::{MergeAttentionStates, State};
+use crate::problem::merge_attention_states::{MergeAttentionStates, State};
 use crate::stream::Stream;
 use crate::tensor::Tensor;
 

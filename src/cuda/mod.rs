@@ -5,7 +5,7 @@
 //! with the same problem could choose, and `launch`, which loads by itself what it finds missing. `host_copy` alone
 //! waits, for calls that are checked.
 
-use crate::ops::for_each_operator;
+use crate::problem::for_each_operator;
 
 /// Every operator has a module of its name, with functions `prepare` and `launch`.
 macro_rules! modules {

@@ -5,8 +5,8 @@ use super::driver::{self, check};
 use super::image::{self, Chosen};
 use super::variants::{VARIANTS, Variant};
 use crate::error::{Code, Error, Result};
-use crate::fault::{self, Fault};
-use crate::guard::guarded;
+use crate::failpoint::{self, Failpoint};
+use crate::panic_boundary::catch_panic;
 use cudarc::driver::sys::{self, CUcontext, CUfunction};
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -82,14 +82,14 @@ fn outside_capture<T>(load: impl FnOnce() -> Result<T>) -> Result<T> {
     let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: swaps the thread's mode with `mode`; swapped back below.
     check(unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) }, "cuThreadExchangeStreamCaptureMode")?;
-    let result = guarded(load).unwrap_or_else(|text| Err(Error::internal(format!("panic: {text}"))));
+    let result = catch_panic(load).unwrap_or_else(|text| Err(Error::internal(format!("panic: {text}"))));
     // SAFETY: `mode` holds what the thread had.
     check(unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) }, "cuThreadExchangeStreamCaptureMode")?;
     result
 }
 
 fn load_module(variant: &Variant) -> Result<CUfunction> {
-    fault::strike(Fault::CudaLoad);
+    failpoint::trigger(Failpoint::CudaLoad);
     let device = Device::current()?;
     let chosen = image::choose(variant, &device)?;
     let mut log = vec![0u8; 4096];

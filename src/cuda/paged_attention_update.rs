@@ -5,7 +5,7 @@
 
 use super::{attention, cache_rows, kv_cache_update};
 use crate::error::Result;
-use crate::ops::paged_attention_update::PagedAttentionUpdate;
+use crate::problem::paged_attention_update::PagedAttentionUpdate;
 use crate::stream::Stream;
 
 /// Load the kernels that [`launch`] takes.

@@ -8,7 +8,7 @@ use super::params::cache_rows::{HeadSharing, NewRows, RowSharing};
 use super::params::rope_kv_cache_update::{self as params, QueryRows, ROPE_HEADS, RopeParams};
 use super::params::slots::SlotMapping;
 use crate::error::Result;
-use crate::ops::rope_kv_cache_update::{RopeKvCacheUpdate, Rotation};
+use crate::problem::rope_kv_cache_update::{RopeKvCacheUpdate, Rotation};
 use crate::stream::Stream;
 use crate::tensor::{DType, Tensor};
 

@@ -5,7 +5,7 @@ use super::launch::Shape;
 use super::params::simple_add::SimpleAddParams;
 use super::variants;
 use crate::error::Result;
-use crate::ops::simple_add::SimpleAdd;
+use crate::problem::simple_add::SimpleAdd;
 use crate::stream::Stream;
 
 const THREADS: u32 = 256;

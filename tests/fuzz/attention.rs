@@ -355,7 +355,7 @@ fn taken(step: &Step) -> Vec<Option<usize>> {
 }
 
 /// Each row of the sequence writes the place of its key, and no other row writes a key of it. What is computed is
-/// unspecified otherwise (`src/ops/paged_attention_update.rs`).
+/// unspecified otherwise (`src/problem/paged_attention_update.rs`).
 fn reads_its_own(step: &Step, member: &Member, taken: &[Option<usize>]) -> bool {
     let rows = || member.rows().enumerate();
     (0..member.len_k).all(|j| {

@@ -32,7 +32,7 @@ GPU_TESTS = {
         "tuned_backward",
         "fp8_accuracy",
     ),
-    "subprocess": ("cuda_contexts", "cuda_kernel_files", "check_mode", "planted_faults"),
+    "subprocess": ("cuda_contexts", "cuda_kernel_files", "check_mode", "failpoints"),
     "fuzz": ("damaged", "runner"),
 }
 

@@ -121,8 +121,8 @@ fn a_place_that_is_not_there_is_found() {
 
 #[test]
 fn every_source_folder_is_in_the_architecture() {
-    let text = fs::read_to_string(root().join("docs/architecture.md")).unwrap();
-    for folder in ["src/functions", "src/ops", "src/cpu", "src/cuda", "ffi", "kernels", "python", "tests"] {
+    let text = fs::read_to_string(root().join("docs/dev/architecture.md")).unwrap();
+    for folder in ["src/api", "src/problem", "src/cpu", "src/cuda", "ffi", "kernels", "python", "tests"] {
         assert!(Path::new(&root().join(folder)).is_dir() && text.contains(folder), "{folder}");
     }
 }
@@ -159,8 +159,8 @@ fn the_places_that_list_operators_are_those_that_the_guide_names() {
 
 #[test]
 fn the_scan_knows_a_path_from_other_code() {
-    let text = "`src/ops` and `x / y`, `ffi/binding.h`, `Cargo.toml`, `cargo test`, `tests`, `and/or`, `src/*.rs`";
-    assert_eq!(paths(text), ["src/ops", "ffi/binding.h", "Cargo.toml", "src/*.rs"]);
+    let text = "`src/problem` and `x / y`, `ffi/binding.h`, `Cargo.toml`, `cargo test`, `tests`, `and/or`, `src/*.rs`";
+    assert_eq!(paths(text), ["src/problem", "ffi/binding.h", "Cargo.toml", "src/*.rs"]);
     assert!(exists("src/l*.rs") && !exists("src/no_such_*.rs"));
 }
 

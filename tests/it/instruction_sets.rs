@@ -19,7 +19,7 @@ fn every_instruction_set_agrees_with_the_reference() {
         return;
     }
     for set in SETS {
-        if set == "portable_pairs" && !cfg!(feature = "planted_faults") {
+        if set == "portable_pairs" && !cfg!(feature = "failpoints") {
             continue;
         }
         let mut child = Command::new(std::env::current_exe().unwrap());

@@ -1,4 +1,4 @@
-//! Dependencies point one way (`docs/architecture.md`): who may use whom, held against the sources.
+//! Dependencies point one way (`docs/dev/architecture.md`): who may use whom, held against the sources.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,22 +9,22 @@ use std::path::{Path, PathBuf};
 const MAY_USE: &str = "
     environment:
     error:
-    fault:
-    guard:
-    handlers: ops
+    failpoint:
+    panic_boundary:
+    handlers: problem
     stream:
     log:
     tensor: error
-    pool: error fault guard
-    ops: error fault tensor
-    cpu: error tensor pool ops log
-    cuda: environment error fault guard tensor ops stream log
-    check: environment error tensor pool ops
-    call: error fault guard tensor pool ops stream log cpu cuda check
-    functions: error tensor pool ops stream call
-    bridge: error fault tensor pool ops stream call check
-    c_api: error fault guard handlers tensor pool ops stream log call check cuda::variants pjrt_plugin
-    pjrt_plugin: error
+    pool: error failpoint panic_boundary
+    problem: error failpoint tensor
+    cpu: error tensor pool problem log
+    cuda: environment error failpoint panic_boundary tensor problem stream log
+    debug_check: environment error tensor pool problem
+    dispatch: error failpoint panic_boundary tensor pool problem stream log cpu cuda debug_check
+    api: error tensor pool problem stream dispatch
+    bridge: error failpoint tensor pool problem stream dispatch debug_check
+    c_api: error failpoint panic_boundary handlers tensor pool problem stream log dispatch debug_check cuda::variants pjrt_proxy
+    pjrt_proxy: error
 ";
 
 pub(crate) fn root() -> PathBuf {

@@ -40,7 +40,7 @@ def test_the_library_exports_its_c_interface_and_nothing_else():
             for name, _, _, section, _, _ in struct.iter_unpack("<IBBHQQ", symbols):
                 if section:
                     found.add(strings[name : strings.index(b"\0", name)].decode())
-    of_tests = {"xa_takes_fault"} if _library.build_info()["planted_faults"] else set()
+    of_tests = {"xa_take_failpoint"} if _library.build_info()["failpoints"] else set()
     assert found == C_INTERFACE | of_tests
 
 

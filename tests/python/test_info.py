@@ -13,7 +13,7 @@ def test_info_names_versions_targets_variants_and_front_ends():
     text = xla_attention.info()
     assert text.startswith(f"xla-attention {xla_attention.__version__}, ")
     assert ", handlers of XLA FFI 0.1 and 0.5\n" in text
-    assert ("\nfor tests only: " in text) == _library.build_info()["planted_faults"]
+    assert ("\nfor tests only: " in text) == _library.build_info()["failpoints"]
     for target in ("xla_gpu_simple_add", "XlaGpuSimpleAdd", "xla_gpu_paged_attention", "xla_gpu_kv_cache_update_split"):
         assert f"  {target} (cpu" in text
     (line,) = (line for line in text.splitlines() if line.startswith("  jax: ready, jax "))

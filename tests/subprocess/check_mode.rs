@@ -249,15 +249,15 @@ fn right_calls_pass() {
     right().iter().flatten().for_each(assert_right);
 }
 
-#[cfg(feature = "planted_faults")]
+#[cfg(feature = "failpoints")]
 mod wrong_results {
     use super::*;
     use crate::support::INTERNAL;
-    use xla_attention::{Fault, plant};
+    use xla_attention::{Failpoint, arm};
 
     /// One wrong number is found, and the next call is right.
     fn assert_found(call: &Invocation) {
-        plant(Fault::WrongResult);
+        arm(Failpoint::WrongResult);
         let refusal = run(call).unwrap_err();
         let result = &call.results[0];
         let begins = format!("{}: XLA_ATTENTION_CHECK: {}[", call.target, result.name);

@@ -14,7 +14,7 @@ mod cuda_contexts;
 mod cuda_faults;
 #[cfg(feature = "cuda")]
 mod cuda_kernel_files;
-#[cfg(feature = "planted_faults")]
-mod planted_faults;
+#[cfg(feature = "failpoints")]
+mod failpoints;
 #[path = "../support/mod.rs"]
 mod support;

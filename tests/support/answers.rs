@@ -13,7 +13,7 @@ use xla_attention::Op;
 
 /// What the check of the library allows too.
 #[allow(dead_code, reason = "the library has uses for all of it")]
-#[path = "../../src/check/accuracy.rs"]
+#[path = "../../src/debug_check/accuracy.rs"]
 mod accuracy;
 
 /// A sequence of a ragged batch after its metadata has been clamped.

@@ -1,4 +1,4 @@
-//! What the gradients of attention are (`src/ops/flash_attn_varlen_bwd.rs`), in f64 and without any thought of speed.
+//! What the gradients of attention are (`src/problem/flash_attn_varlen_bwd.rs`), in f64 and without any thought of speed.
 //!
 //! [`differentiate`] is the definition, [`differentiate_naively`] the measure of what a kernel may be off by;
 //! `gradient_case` applies both to whole calls.

@@ -46,7 +46,7 @@ mod frame;
 mod gathers;
 mod gradient_case;
 mod gradients;
-mod guard;
+mod guard_page;
 mod host;
 mod invocation;
 #[cfg(feature = "cuda")]
@@ -74,7 +74,7 @@ mod sums;
 
 pub use self::{
     answers::*, array::*, batch::*, c_interface::*, cache_updates::*, case::*, check::*, entry::*, frame::*,
-    gathers::*, gradient_case::*, gradients::*, guard::*, host::*, invocation::*, machine::*, named_shapes::*,
+    gathers::*, gradient_case::*, gradients::*, guard_page::*, host::*, invocation::*, machine::*, named_shapes::*,
     option_pairs::*, oracle::*, pairwise::*, placed::*, pools::*, random::*, rotations::*, spread::*, states::*,
     steps::*, storage::*, strategies::*, summary::*, sums::*,
 };

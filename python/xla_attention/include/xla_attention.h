@@ -145,7 +145,7 @@ void xa_workspace(int32_t op,
                   int64_t (*c)[3]);
 
 // What this build holds, as JSON: `version`, `xla_ffi` (the version of `xa_targets`), `handler_sets` (all
-// versions, the oldest first), `cuda`, `cuda_archs` (whose kernels it has), `planted_faults` (whether tests can make it
+// versions, the oldest first), `cuda`, `cuda_archs` (whose kernels it has), `failpoints` (whether tests can make it
 // fail; never in a library for users), `check`, `targets`, `operators` (what `ffi/operators.toml` declares), `variants`
 // with their resources. Valid for the life of the process; null if it cannot be made.
 const char *xa_info(void);

@@ -91,7 +91,7 @@ def register_targets() -> None:
 def export_disabled_checks() -> "list[jax.export.DisabledSafetyCheck]":
     """What `jax.export.export` is to be told, so that it lets programs with our calls pass.
 
-    JAX stands in for the stability of its own custom calls only. Ours are stable (`docs/architecture.md`, "What stays
+    JAX stands in for the stability of its own custom calls only. Ours are stable (`docs/dev/architecture.md`, "What stays
     compatible"): a program runs in another process, on another machine and with a later version of this package, once
     that process has imported ``xla_attention.jax``.
 

@@ -14,8 +14,8 @@ use crate::cpu::aligned::Aligned;
 use crate::cpu::element_rows::{narrow_row, widen_row};
 use crate::cpu::simd::{MAX_LANES, Simd, Vectorised, prefetch_row};
 use crate::error::Result;
-use crate::ops::MAX_HEAD_DIM;
-use crate::ops::attention::Attention;
+use crate::problem::MAX_HEAD_DIM;
+use crate::problem::attention::Attention;
 use crate::tensor::DType;
 use half::{bf16, f16};
 

@@ -2,8 +2,8 @@
 
 use super::sequences::{Sequence, StoredKeys};
 use crate::cpu::simd::{CACHE_LINE, prefetch_row};
-use crate::ops::KvView;
-use crate::ops::attention::{Attention, KeyStorage, PageTable};
+use crate::problem::KvView;
+use crate::problem::attention::{Attention, KeyStorage, PageTable};
 use std::ops::Range;
 
 /// The most keys of a block.

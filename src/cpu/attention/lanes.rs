@@ -4,7 +4,7 @@ use super::keys::BLOCK;
 use super::plan::Item;
 use super::sequences::{Sequence, Window};
 use crate::cpu::simd::{MAX_LANES, Simd};
-use crate::ops::attention::Attention;
+use crate::problem::attention::Attention;
 use std::ops::Range;
 
 /// Of each lane of an item, in positions of the sequence. Lanes without a row repeat the last row's.

@@ -5,7 +5,7 @@
 
 use super::sequences::{Sequence, Window, gaps, sequences};
 use crate::error::{Result, push};
-use crate::ops::attention::Attention;
+use crate::problem::attention::Attention;
 use std::ops::Range;
 
 /// Query rows (queries x heads of a group) of an item with many rows.

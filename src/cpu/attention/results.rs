@@ -5,8 +5,8 @@ use super::score::scale_of_head;
 use super::state::{RowPlace, State};
 use crate::cpu::element_rows::narrow_row;
 use crate::cpu::simd::Simd;
-use crate::ops::MAX_HEAD_DIM;
-use crate::ops::attention::Attention;
+use crate::problem::MAX_HEAD_DIM;
+use crate::problem::attention::Attention;
 use std::f64::consts::{LN_2, LOG2_E};
 use std::ops::Range;
 

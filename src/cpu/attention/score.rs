@@ -3,8 +3,8 @@
 use super::lanes::Lanes;
 use crate::cpu::elementary::tanh;
 use crate::cpu::simd::{Simd, Vectorised};
-use crate::ops::Scale;
-use crate::ops::attention::Attention;
+use crate::problem::Scale;
+use crate::problem::attention::Attention;
 use std::f32::consts::LOG2_E;
 
 /// A factor of a KV head; 1 without one.

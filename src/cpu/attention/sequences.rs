@@ -1,7 +1,7 @@
-//! The metadata of a call, read once and clamped as `crate::ops::attention` says, and which keys a query sees.
+//! The metadata of a call, read once and clamped as `crate::problem::attention` says, and which keys a query sees.
 
 use crate::error::{Result, with_room};
-use crate::ops::attention::{Attention, KeyStorage, Score};
+use crate::problem::attention::{Attention, KeyStorage, Score};
 use std::ops::Range;
 
 /// One of the sequences in use.

@@ -2,7 +2,7 @@
 
 use super::plan::Plan;
 use crate::cpu::simd::Isa;
-use crate::ops::{Attribute, Bound, Op, paged_attention};
+use crate::problem::{Attribute, CallArguments, Op, paged_attention};
 use crate::tensor::{DType, Tensor};
 
 const ROWS: i32 = 600;
@@ -26,8 +26,8 @@ fn planned(starts: &[i32]) -> usize {
     ];
     let attributes = [Attribute::Bool(false), Attribute::F32(0.5), Attribute::I64(-1), Attribute::F32(0.0)];
     let results = [query];
-    let bound = Bound::new(Op::PagedAttention.signature(), &operands, &results, &attributes, true).unwrap();
-    let problem = paged_attention::problem(&bound).unwrap();
+    let args = CallArguments::new(Op::PagedAttention.signature(), &operands, &results, &attributes, true).unwrap();
+    let problem = paged_attention::problem(&args).unwrap();
     // SAFETY: the problem's arrays are above.
     let plan = unsafe { Plan::new(&problem, Isa::best().sizes(), 4) }.unwrap();
     plan.items.len() + plan.tasks.len()

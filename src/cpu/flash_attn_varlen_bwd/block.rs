@@ -4,8 +4,8 @@ use super::panel::row_stride;
 use super::plan::{Item, KEYS, Plan};
 use crate::cpu::element_rows::{narrow_row, widen_row};
 use crate::cpu::simd::Simd;
-use crate::ops::KvView;
-use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
+use crate::problem::KvView;
+use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::tensor::Tensor;
 use std::ops::Range;
 

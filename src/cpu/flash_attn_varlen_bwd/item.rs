@@ -10,8 +10,8 @@ use crate::cpu::element_rows::narrow_row;
 use crate::cpu::register_tile::{Scalars, Vectors, load_rows, store_rows, tile};
 use crate::cpu::simd::{Simd, Vectorised};
 use crate::error::Result;
-use crate::ops::MAX_HEAD_DIM;
-use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
+use crate::problem::MAX_HEAD_DIM;
+use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use std::ops::Range;
 
 /// A thread's memory for the whole call, sized for the largest item.

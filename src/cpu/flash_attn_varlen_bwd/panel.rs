@@ -5,7 +5,7 @@ use super::rows::{lse_of, row_of};
 use crate::cpu::attention::sequences::Window;
 use crate::cpu::element_rows::widen_row;
 use crate::cpu::simd::{MAX_LANES, Simd};
-use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
+use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::tensor::Tensor;
 use std::ops::Range;
 

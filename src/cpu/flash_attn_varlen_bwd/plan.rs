@@ -2,8 +2,8 @@
 
 use crate::cpu::attention::sequences::{Sequence, Window, gaps, sequences};
 use crate::error::{Result, push, with_room};
-use crate::ops::attention::Attention;
-use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
+use crate::problem::attention::Attention;
+use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use std::ops::Range;
 
 /// Keys of a block.

@@ -3,8 +3,8 @@
 use super::plan::Plan;
 use crate::cpu::element_rows::widen_row;
 use crate::cpu::simd::{MAX_LANES, Simd, Vectorised};
-use crate::ops::MAX_HEAD_DIM;
-use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
+use crate::problem::MAX_HEAD_DIM;
+use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::tensor::Tensor;
 use std::ops::Range;
 

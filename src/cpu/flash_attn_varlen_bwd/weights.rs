@@ -3,7 +3,7 @@
 use super::panel::Lanes;
 use crate::cpu::elementary::{exp2, tanh};
 use crate::cpu::simd::{Simd, Vectorised};
-use crate::ops::attention::Score;
+use crate::problem::attention::Score;
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 

@@ -316,7 +316,7 @@ enum Kind {
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16(avx512::Avx512<true>),
     /// Pairs of bf16 by their definition, to test the kernels that multiply them on any CPU.
-    #[cfg(any(test, feature = "planted_faults"))]
+    #[cfg(any(test, feature = "failpoints"))]
     PortablePairs,
 }
 
@@ -329,7 +329,7 @@ impl Isa {
 
     /// The widest that this CPU has among those up to the named one; any, if there is no such name.
     fn up_to(name: Option<&str>) -> Self {
-        #[cfg(feature = "planted_faults")]
+        #[cfg(feature = "failpoints")]
         if name == Some("portable_pairs") {
             return Self(Kind::PortablePairs);
         }
@@ -358,7 +358,7 @@ impl Isa {
             Kind::Avx512(_) => 2,
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512Bf16(_) => 3,
-            #[cfg(any(test, feature = "planted_faults"))]
+            #[cfg(any(test, feature = "failpoints"))]
             Kind::PortablePairs => 0,
         }
     }
@@ -387,7 +387,7 @@ impl Isa {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512Bf16(simd) => Self(Kind::Avx512(simd.with_single_words())),
-            #[cfg(any(test, feature = "planted_faults"))]
+            #[cfg(any(test, feature = "failpoints"))]
             Kind::PortablePairs => Self(Kind::Portable),
             _ => self,
         }
@@ -422,7 +422,7 @@ impl Isa {
                 Kind::Avx512(simd) => simd.call(kernel),
                 #[cfg(target_arch = "x86_64")]
                 Kind::Avx512Bf16(simd) => simd.call(kernel),
-                #[cfg(any(test, feature = "planted_faults"))]
+                #[cfg(any(test, feature = "failpoints"))]
                 Kind::PortablePairs => Portable::<2>.call(kernel),
             }
         }
@@ -439,7 +439,7 @@ impl fmt::Debug for Isa {
             Kind::Avx512(_) => "AVX-512",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512Bf16(_) => "AVX-512 with bf16",
-            #[cfg(any(test, feature = "planted_faults"))]
+            #[cfg(any(test, feature = "failpoints"))]
             Kind::PortablePairs => "baseline instructions, pairs of bf16",
         })
     }

@@ -9,7 +9,7 @@ use crate::cuda::params::attention::AttentionParams;
 use crate::cuda::params::merge_parts::MERGE_PARTS_THREADS;
 use crate::cuda::variants;
 use crate::error::Result;
-use crate::ops::attention::Attention;
+use crate::problem::attention::Attention;
 
 const MERGE_KERNEL: &str = "merge_parts";
 

@@ -9,7 +9,7 @@ use crate::cuda::params::attention::{AttentionParams, TOKENS_PER_LOAD};
 use crate::cuda::params::hopper_prefill::MixedParams;
 use crate::cuda::variants;
 use crate::error::Result;
-use crate::ops::attention::KeyStorage;
+use crate::problem::attention::KeyStorage;
 
 const KERNEL: &str = "hopper_mixed";
 
@@ -79,7 +79,7 @@ mod tests {
     use super::super::hopper::tests::{paged, ragged};
     use super::super::tests::{device, named_on};
     use super::*;
-    use crate::ops::attention::Attention;
+    use crate::problem::attention::Attention;
     use crate::tensor::{DType, Tensor};
 
     const BYTES: [i64; 1] = [9_000_001];

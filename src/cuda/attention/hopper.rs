@@ -14,8 +14,8 @@ use crate::cuda::tensor_map::{Axis, TensorMap, can_copy};
 use crate::cuda::tiles::HOPPER_PREFILL;
 use crate::cuda::variants;
 use crate::error::Result;
-use crate::ops::KvView;
-use crate::ops::attention::{Attention, KeyStorage};
+use crate::problem::KvView;
+use crate::problem::attention::{Attention, KeyStorage};
 use crate::tensor::Tensor;
 use std::ptr::null_mut;
 use tiles::Tile;
@@ -312,8 +312,8 @@ fn axis(len: i64, stride: i64, in_box: i64) -> Axis {
 pub(super) mod tests {
     use super::super::tests::{device, named_on, problem};
     use super::*;
-    use crate::ops::Scale;
-    use crate::ops::attention::{Keys, PageTable, Queries};
+    use crate::problem::Scale;
+    use crate::problem::attention::{Keys, PageTable, Queries};
     use crate::tensor::DType;
     use std::ptr::null;
 

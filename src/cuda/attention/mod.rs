@@ -18,8 +18,8 @@ use super::device::Device;
 use super::kernel;
 use super::params::attention::{AttentionParams, NewTokens};
 use crate::error::Result;
-use crate::ops::attention::Attention;
-use crate::ops::kv_cache_update::KvCacheUpdate;
+use crate::problem::attention::Attention;
+use crate::problem::kv_cache_update::KvCacheUpdate;
 use crate::stream::Stream;
 use fused::FusedParameter;
 use hopper::PrefillParameter;
@@ -189,9 +189,9 @@ pub(super) mod tests {
     use super::*;
     use crate::cuda::launch::Shape;
     use crate::cuda::variants;
-    use crate::ops::attention::{KeyStorage, Keys, Queries, Score};
-    use crate::ops::kv_cache_update::NewRows;
-    use crate::ops::{KvView, Scale};
+    use crate::problem::attention::{KeyStorage, Keys, Queries, Score};
+    use crate::problem::kv_cache_update::NewRows;
+    use crate::problem::{KvView, Scale};
     use crate::tensor::{DType, Tensor};
     use std::ptr::{null, null_mut};
 

@@ -7,9 +7,9 @@ use crate::cuda::params::attention::{
 };
 use crate::cuda::params::slots::SlotMapping;
 use crate::error::{Error, Result, ensure};
-use crate::ops::attention::{Attention, KeyStorage};
-use crate::ops::kv_cache_update::KvCacheUpdate;
-use crate::ops::{KvView, Scale};
+use crate::problem::attention::{Attention, KeyStorage};
+use crate::problem::kv_cache_update::KvCacheUpdate;
+use crate::problem::{KvView, Scale};
 use crate::tensor::{DType, Tensor};
 use std::f32::consts::LOG2_E;
 use std::ptr::null;
@@ -252,7 +252,7 @@ fn check_alignment(name: &str, data: *const u8, steps: &[i64], element_bytes: us
 mod tests {
     use super::super::tests::{device, problem};
     use super::*;
-    use crate::ops::attention::{Keys, PageTable, Score};
+    use crate::problem::attention::{Keys, PageTable, Score};
 
     fn params(problem: &Attention) -> Result<AttentionParams> {
         AttentionParams::new(problem, &device(true))

@@ -3,7 +3,7 @@
 
 use super::tiles::Tile;
 use crate::cuda::params::attention::{CUT_BYTES, LEAST_PART_KEYS, LEAST_TILE_KEYS, PartialResults};
-use crate::ops::attention::{Attention, KeyStorage};
+use crate::problem::attention::{Attention, KeyStorage};
 use std::ptr::null_mut;
 
 /// The second dimension of a grid has no more.
@@ -129,8 +129,8 @@ fn longest_tile(problem: &Attention, max_queries: i64) -> i64 {
 mod tests {
     use super::super::tests::problem;
     use super::*;
-    use crate::ops::attention::Keys;
-    use crate::ops::workspace::AttentionSizes;
+    use crate::problem::attention::Keys;
+    use crate::problem::workspace::AttentionSizes;
     use crate::tensor::{DType, Tensor};
 
     /// What an SM count of 132 with two CTAs each runs at a time.

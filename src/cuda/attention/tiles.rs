@@ -5,7 +5,7 @@ use crate::cuda::tiles::ATTENTION;
 pub(super) use crate::cuda::tiles::AttentionTile as Tile;
 use crate::cuda::variants;
 use crate::error::{Error, Result};
-use crate::ops::attention::Attention;
+use crate::problem::attention::Attention;
 use std::f32::consts::LOG2_E;
 
 pub(super) const KERNEL: &str = "attention";

@@ -13,9 +13,9 @@ use crate::cuda::tensor_map::{Axis, TensorMap, can_copy};
 use crate::cuda::tiles::{HOPPER_BWD, HopperBwdTile as Tile};
 use crate::cuda::variants;
 use crate::error::Result;
-use crate::ops::KvView;
-use crate::ops::attention::{Attention, Score};
-use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
+use crate::problem::KvView;
+use crate::problem::attention::{Attention, Score};
+use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::tensor::Tensor;
 use std::cell::LazyCell;
 use std::rc::Rc;
@@ -323,8 +323,8 @@ impl Boxes {
 pub(super) mod tests {
     use super::*;
     use crate::cuda::attention::tests::{device, problem};
-    use crate::ops::attention::Alibi;
-    use crate::ops::workspace::AttentionSizes;
+    use crate::problem::attention::Alibi;
+    use crate::problem::workspace::AttentionSizes;
     use crate::tensor::DType;
     use std::ptr::{null, null_mut};
 

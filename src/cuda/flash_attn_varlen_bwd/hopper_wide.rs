@@ -11,7 +11,7 @@ use crate::cuda::params::hopper_bwd::HopperWideBackwardParams;
 use crate::cuda::tiles::{HOPPER_BWD_WIDE, HopperBwdWideTile as Tile};
 use crate::cuda::variants;
 use crate::error::Result;
-use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
+use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 
 const MAIN: &str = "hopper_bwd_wide";
 

@@ -17,7 +17,7 @@ use super::params::attention_bwd_sinks::SINKS_THREADS;
 use super::params::hopper_bwd::{HopperBackwardParams, HopperWideBackwardParams};
 use super::variants;
 use crate::error::Result;
-use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
+use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::stream::Stream;
 use hopper::LazyParams;
 use std::ffi::c_void;

@@ -11,8 +11,8 @@ use crate::cuda::params::attention_bwd::BackwardParams;
 use crate::cuda::tiles::{ATTENTION_BWD, AttentionBwdTile as Tile};
 use crate::cuda::variants;
 use crate::error::{Error, Result};
-use crate::ops::attention::Attention;
-use crate::ops::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
+use crate::problem::attention::Attention;
+use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::tensor::Tensor;
 use std::ptr::null_mut;
 use std::rc::Rc;
@@ -96,7 +96,7 @@ pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> R
 mod tests {
     use super::*;
     use crate::cuda::attention::tests::{device, problem};
-    use crate::ops::attention::Score;
+    use crate::problem::attention::Score;
     use crate::tensor::DType;
 
     const KERNELS: [(&str, &str); 2] = [("attention_bwd_dq", "dq"), ("attention_bwd_dkdv", "dkdv")];

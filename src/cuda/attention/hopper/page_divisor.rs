@@ -1,7 +1,7 @@
 //! Division of a key by the page size.
 
 use crate::cuda::params::hopper_prefill::PageDivisor;
-use crate::ops::attention::KeyStorage;
+use crate::problem::attention::KeyStorage;
 
 impl PageDivisor {
     /// Pages are below 2^31.
@@ -20,7 +20,7 @@ impl PageDivisor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::attention::PageTable;
+    use crate::problem::attention::PageTable;
     use std::ptr::null;
 
     #[test]

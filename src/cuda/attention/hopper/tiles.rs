@@ -2,7 +2,7 @@
 
 use super::super::tiles::modifies_scores;
 pub(in crate::cuda::attention) use crate::cuda::tiles::HopperPrefillTile as Tile;
-use crate::ops::attention::Attention;
+use crate::problem::attention::Attention;
 use crate::tensor::DType;
 
 impl Tile {

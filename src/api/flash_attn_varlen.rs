@@ -1,0 +1,176 @@
+//! [`flash_attn_varlen`]
+
+use super::attention::{AttentionResults, softmax_scale, window};
+use super::{Host, Kv, Memory, On, TensorRef, number, run};
+use crate::error::{Error, Result};
+use crate::problem::Op;
+use crate::problem::arguments::flash_attn_varlen::{Attributes, Operands, Results};
+
+/// A ragged batch for [`flash_attn_varlen`]. Letters: `Tq` query rows, `Tk` key rows, `B` sequences, `M` table entries a
+/// sequence, `P` pages, `Hq` and `Hkv` heads, `D` and `Dv` elements of a head.
+#[derive(Clone, Copy, Debug)]
+pub struct FlashAttnVarlenInputs<'a, M = Host> {
+    /// `[Tq, Hq, D]`; f16, bf16, f32 or f8e4m3fn. Rows may lie apart.
+    pub q: TensorRef<'a, M>,
+    /// Packed keys and values, or with a `block_table` pages of them in any layout; of q's dtype, f8e4m3fn or f8e5m2
+    /// (with f32 or f8e4m3fn queries q's dtype alone). Query head h reads KV head `h / (Hq / Hkv)`. Rows may lie apart.
+    pub kv: Kv<TensorRef<'a, M>>,
+    /// `i32[B+1]`: first query row of each sequence and, last, the end
+    pub cu_seqlens_q: TensorRef<'a, M>,
+}
+
+/// Options of [`flash_attn_varlen`].
+#[derive(Clone, Copy, Debug)]
+pub struct FlashAttnVarlenOptions<'a, M = Host> {
+    /// `i32[B+1]`: first key row of each sequence and, last, the end. `None`: packed keys lie like the queries, and
+    /// `seqused_k` tells how many there are in pages. With pages and no `seqused_k`, a sequence has
+    /// `cu_seqlens_k[b+1] - cu_seqlens_k[b]` keys.
+    pub cu_seqlens_k: Option<TensorRef<'a, M>>,
+    /// `i32[B]`: how many of a sequence's keys are in use; others may hold anything
+    pub seqused_k: Option<TensorRef<'a, M>>,
+    /// `i32[B, M]`: the pages of each sequence, in order. Rows may lie apart.
+    pub block_table: Option<TensorRef<'a, M>>,
+    /// `i32[B]`: how many of a sequence's query rows are in use
+    pub seqused_q: Option<TensorRef<'a, M>>,
+    /// `i32[B]`: the first keys of each sequence, which no query sees. They count for alignment, windows and slopes.
+    pub leftpad_k: Option<TensorRef<'a, M>>,
+    /// `f32[Hq]` or `f32[B, Hq]`: `-slope * |distance|` is added to a score.
+    pub alibi_slopes: Option<TensorRef<'a, M>>,
+    /// `f32[Hq]`: the logit of one more column of each row, whose value is 0
+    pub sinks: Option<TensorRef<'a, M>>,
+    /// `f32[1]` or `f32[Hkv]`: what the stored numbers are to be multiplied with.
+    pub q_scale: Option<TensorRef<'a, M>>,
+    /// As `q_scale`.
+    pub k_scale: Option<TensorRef<'a, M>>,
+    /// As `q_scale`.
+    pub v_scale: Option<TensorRef<'a, M>>,
+    /// Multiplies q·k; finite and positive. `None` is `D^-0.5`.
+    pub softmax_scale: Option<f32>,
+    /// Scores become `softcap * tanh(score / softcap)`; 0 is off.
+    pub softcap: f32,
+    /// No query sees a key after its own position, whatever `window_right` says.
+    pub causal: bool,
+    /// How many keys before its own position a query sees. `None` is all.
+    pub window_left: Option<usize>,
+    /// How many keys after its own position a query sees. `None` is all.
+    pub window_right: Option<usize>,
+    /// Query 0 stands at key 0. Otherwise the last query stands at the last key.
+    pub top_left: bool,
+    /// The longest sequence's query rows: advice that chooses tile sizes, never which rows are computed.
+    pub max_seqlen_q: Option<usize>,
+    /// The same for keys.
+    pub max_seqlen_k: Option<usize>,
+    /// The bits of a sequence's rows depend on nothing but that sequence and static sizes.
+    pub batch_invariant: bool,
+}
+
+impl<M> Default for FlashAttnVarlenOptions<'_, M> {
+    fn default() -> Self {
+        Self {
+            cu_seqlens_k: None,
+            seqused_k: None,
+            block_table: None,
+            seqused_q: None,
+            leftpad_k: None,
+            alibi_slopes: None,
+            sinks: None,
+            q_scale: None,
+            k_scale: None,
+            v_scale: None,
+            softmax_scale: None,
+            softcap: 0.0,
+            causal: false,
+            window_left: None,
+            window_right: None,
+            top_left: false,
+            max_seqlen_q: None,
+            max_seqlen_k: None,
+            batch_invariant: false,
+        }
+    }
+}
+
+/// Attention of a ragged batch of query rows over packed keys, or over the pages of a cache, with every option of
+/// `flash_attn_varlen_func` of flash-attn ([`crate::problem::flash_attn_varlen`]).
+///
+/// Lengths, pages and starts may hold any number: they are clamped, and the worst that wrong ones do is to give the
+/// sequence they belong to unspecified rows.
+///
+/// ```
+/// use xla_attention::{FlashAttnVarlenInputs, FlashAttnVarlenOptions, Kv, On, TensorMut, TensorRef, flash_attn_varlen};
+///
+/// // Two sequences of 2 rows and 1, one head, D = 8. All keys score the same: a row is the mean of the values it sees.
+/// let q = [1.0f32; 3 * 8];
+/// let v: Vec<f32> = [10.0, 30.0, 7.0].into_iter().flat_map(|value| [value; 8]).collect();
+/// let inputs = FlashAttnVarlenInputs {
+///     q: TensorRef::new(&q, &[3, 1, 8]),
+///     kv: Kv::Split { k: TensorRef::new(&[0.0f32; 3 * 8], &[3, 1, 8]), v: TensorRef::new(&v, &[3, 1, 8]) },
+///     cu_seqlens_q: TensorRef::new(&[0, 2, 3], &[3]),
+/// };
+/// let mut out = [0.0f32; 3 * 8];
+/// let causal = FlashAttnVarlenOptions { causal: true, ..Default::default() };
+/// flash_attn_varlen(&inputs, &causal, TensorMut::new(&mut out, &[3, 1, 8]), On::cpu())?;
+/// for (row, expected) in out.chunks(8).zip([10.0, 20.0, 7.0]) {
+///     assert!(row.iter().all(|x| (x - expected).abs() < 1e-5));
+/// }
+/// # Ok::<(), xla_attention::Error>(())
+/// ```
+///
+/// # Errors
+/// [`InvalidArgument`](crate::Code::InvalidArgument), naming the operand or option, where shapes, dtypes or numbers do
+/// not fit; [`Unimplemented`](crate::Code::Unimplemented) for dtypes or a head dimension without a kernel;
+/// [`Unavailable`](crate::Code::Unavailable) or [`FailedPrecondition`](crate::Code::FailedPrecondition) without a driver
+/// or GPU that can run it.
+pub fn flash_attn_varlen<'a, M: Memory>(
+    inputs: &FlashAttnVarlenInputs<M>,
+    options: &FlashAttnVarlenOptions<M>,
+    results: impl Into<AttentionResults<'a, M>>,
+    on: On<M>,
+) -> Result {
+    let (kv_layout, k, v) = inputs.kv.parts();
+    let operands = Operands {
+        q: inputs.q,
+        k,
+        // With both in one buffer, a buffer without an element stands for the values.
+        v,
+        cu_seqlens_q: inputs.cu_seqlens_q,
+        cu_seqlens_k: cu_seqlens_k(inputs, options)?,
+        seqused_k: options.seqused_k,
+        block_table: options.block_table,
+        seqused_q: options.seqused_q,
+        leftpad_k: options.leftpad_k,
+        alibi_slopes: options.alibi_slopes,
+        sinks: options.sinks,
+        q_scale: options.q_scale,
+        k_scale: options.k_scale,
+        v_scale: options.v_scale,
+    };
+    let attributes = Attributes {
+        batch_invariant: options.batch_invariant,
+        causal: options.causal,
+        kv_layout,
+        max_seqlen_k: number(options.max_seqlen_k.unwrap_or(0)),
+        max_seqlen_q: number(options.max_seqlen_q.unwrap_or(0)),
+        softcap: options.softcap,
+        softmax_scale: softmax_scale(options.softmax_scale, inputs.q),
+        top_left: options.top_left,
+        window_left: window(options.window_left),
+        window_right: window(options.window_right),
+    };
+    let AttentionResults { out, softmax_lse, workspace } = results.into();
+    let results = Results { out, softmax_lse, workspace };
+    run(Op::FlashAttnVarlen, operands.in_order(), results.in_order(), &attributes.in_order(), on)
+}
+
+/// Without starts of the keys, packed ones lie like the queries, and those in pages need another word of their number:
+/// with it the operand is not read.
+fn cu_seqlens_k<'a, M: Memory>(
+    inputs: &FlashAttnVarlenInputs<'a, M>,
+    options: &FlashAttnVarlenOptions<'a, M>,
+) -> Result<TensorRef<'a, M>> {
+    if options.cu_seqlens_k.is_none() && options.block_table.is_some() && options.seqused_k.is_none() {
+        let error = Error::invalid("a block_table needs seqused_k or cu_seqlens_k, which tell lengths");
+        return Err(error.of(Op::FlashAttnVarlen.signature().target));
+    }
+    Ok(options.cu_seqlens_k.unwrap_or(inputs.cu_seqlens_q))
+}

@@ -1,0 +1,189 @@
+//! [`flash_attn_varlen_bwd`]
+
+use super::attention::{softmax_scale, window};
+use super::{Host, Memory, On, TensorMut, TensorRef, number, run};
+use crate::error::Result;
+use crate::problem::Op;
+use crate::problem::arguments::flash_attn_varlen_bwd::{Attributes, Operands, Results};
+
+/// What [`flash_attn_varlen`](super::flash_attn_varlen()) took and gave, and the gradient of its output. Letters: `Tq`
+/// query rows, `Tk` key rows, `B` sequences, `Hq` and `Hkv` heads, `D` and `Dv` elements of a head.
+#[derive(Clone, Copy, Debug)]
+pub struct FlashAttnVarlenBwdInputs<'a, M = Host> {
+    /// `[Tq, Hq, Dv]`, of q's dtype: the gradient of `out`. Rows may lie apart.
+    pub dout: TensorRef<'a, M>,
+    /// `[Tq, Hq, D]`; f16, bf16 or f32. Rows may lie apart.
+    pub q: TensorRef<'a, M>,
+    /// `[Tk, Hkv, D]`, of q's dtype: packed keys. Query head h reads KV head `h / (Hq / Hkv)`. Rows may lie apart.
+    pub k: TensorRef<'a, M>,
+    /// `[Tk, Hkv, Dv]`, likewise
+    pub v: TensorRef<'a, M>,
+    /// `[Tq, Hq, Dv]`, likewise: the output
+    pub out: TensorRef<'a, M>,
+    /// `f32[Hq, Tq]`: the log-sum-exp that came with it
+    pub softmax_lse: TensorRef<'a, M>,
+    /// `i32[B+1]`: first query row of each sequence and, last, the end
+    pub cu_seqlens_q: TensorRef<'a, M>,
+}
+
+/// Options of [`flash_attn_varlen_bwd`]: those of the attention whose gradients are wanted, and some more.
+#[derive(Clone, Copy, Debug)]
+pub struct FlashAttnVarlenBwdOptions<'a, M = Host> {
+    /// `i32[B+1]`: first key row of each sequence and, last, the end. `None`: keys lie like the queries.
+    pub cu_seqlens_k: Option<TensorRef<'a, M>>,
+    /// `i32[B]`: how many of a sequence's keys are in use
+    pub seqused_k: Option<TensorRef<'a, M>>,
+    /// `i32[B]`: how many of a sequence's query rows are in use
+    pub seqused_q: Option<TensorRef<'a, M>>,
+    /// `i32[B]`: the first keys of each sequence, which no query sees
+    pub leftpad_k: Option<TensorRef<'a, M>>,
+    /// `f32[Hq]` or `f32[B, Hq]`
+    pub alibi_slopes: Option<TensorRef<'a, M>>,
+    /// `f32[Hq]`
+    pub sinks: Option<TensorRef<'a, M>>,
+    /// `f32[Hq, Tq]`: the gradient of `softmax_lse`; 0 without it
+    pub dlse: Option<TensorRef<'a, M>>,
+    /// Multiplies q·k; finite and positive. `None` is `D^-0.5`.
+    pub softmax_scale: Option<f32>,
+    /// 0 is off.
+    pub softcap: f32,
+    /// No query sees a key after its own position, whatever `window_right` says.
+    pub causal: bool,
+    /// How many keys before its own position a query sees. `None` is all.
+    pub window_left: Option<usize>,
+    /// How many keys after its own position a query sees. `None` is all.
+    pub window_right: Option<usize>,
+    /// Query 0 stands at key 0. Otherwise the last query stands at the last key.
+    pub top_left: bool,
+    /// The longest sequence's query rows: advice that chooses tile sizes, never which rows are computed.
+    pub max_seqlen_q: Option<usize>,
+    /// The same for keys.
+    pub max_seqlen_k: Option<usize>,
+    /// Two runs give the same bits. The CPU's always do.
+    pub deterministic: bool,
+}
+
+impl<M> Default for FlashAttnVarlenBwdOptions<'_, M> {
+    fn default() -> Self {
+        Self {
+            cu_seqlens_k: None,
+            seqused_k: None,
+            seqused_q: None,
+            leftpad_k: None,
+            alibi_slopes: None,
+            sinks: None,
+            dlse: None,
+            softmax_scale: None,
+            softcap: 0.0,
+            causal: false,
+            window_left: None,
+            window_right: None,
+            top_left: false,
+            max_seqlen_q: None,
+            max_seqlen_k: None,
+            deterministic: false,
+        }
+    }
+}
+
+/// What [`flash_attn_varlen_bwd`] writes: three gradients, and on request more. Made of the three by `into`.
+///
+/// Rows of no sequence and keys that no query sees have gradients of 0.
+#[derive(Debug)]
+pub struct FlashAttnVarlenBwdResults<'a, M = Host> {
+    /// `[Tq, Hq, D]`, of q's dtype
+    pub dq: TensorMut<'a, M>,
+    /// `[Tk, Hkv, D]`, of q's dtype
+    pub dk: TensorMut<'a, M>,
+    /// `[Tk, Hkv, Dv]`, of q's dtype
+    pub dv: TensorMut<'a, M>,
+    /// `f32[Hq]`
+    pub dsinks: Option<TensorMut<'a, M>>,
+    /// `u8[N]`, of any size and content;
+    /// [`AttentionSizes::gradients_workspace`](crate::problem::workspace::AttentionSizes::gradients_workspace) says how much
+    /// a GPU can use. The CPU does not.
+    pub workspace: Option<TensorMut<'a, M>>,
+}
+
+impl<'a, M> From<[TensorMut<'a, M>; 3]> for FlashAttnVarlenBwdResults<'a, M> {
+    fn from([dq, dk, dv]: [TensorMut<'a, M>; 3]) -> Self {
+        Self { dq, dk, dv, dsinks: None, workspace: None }
+    }
+}
+
+/// Gradients of [`flash_attn_varlen`](super::flash_attn_varlen()) over packed keys
+/// ([`crate::problem::flash_attn_varlen_bwd`]).
+///
+/// Lengths and starts may hold any number, as there.
+///
+/// ```
+/// use xla_attention::{
+///     FlashAttnVarlenBwdInputs, FlashAttnVarlenBwdOptions, On, TensorMut, TensorRef, flash_attn_varlen_bwd,
+/// };
+///
+/// // One query, two keys that score the same: out is the mean of two values, and each has half of its gradient.
+/// let (q, k, v) = ([1.0f32; 8], [0.0f32; 2 * 8], [10.0f32; 2 * 8]);
+/// let inputs = FlashAttnVarlenBwdInputs {
+///     dout: TensorRef::new(&[6.0f32; 8], &[1, 1, 8]),
+///     q: TensorRef::new(&q, &[1, 1, 8]),
+///     k: TensorRef::new(&k, &[2, 1, 8]),
+///     v: TensorRef::new(&v, &[2, 1, 8]),
+///     out: TensorRef::new(&[10.0f32; 8], &[1, 1, 8]),
+///     softmax_lse: TensorRef::new(&[std::f32::consts::LN_2], &[1, 1]),
+///     cu_seqlens_q: TensorRef::new(&[0, 1], &[2]),
+/// };
+/// let cu_seqlens_k = TensorRef::new(&[0, 2], &[2]);
+/// let options = FlashAttnVarlenBwdOptions { cu_seqlens_k: Some(cu_seqlens_k), ..Default::default() };
+/// let (mut dq, mut dk, mut dv) = ([0.0f32; 8], [0.0f32; 2 * 8], [0.0f32; 2 * 8]);
+/// let results = [
+///     TensorMut::new(&mut dq, &[1, 1, 8]),
+///     TensorMut::new(&mut dk, &[2, 1, 8]),
+///     TensorMut::new(&mut dv, &[2, 1, 8]),
+/// ];
+/// flash_attn_varlen_bwd(&inputs, &options, results, On::cpu())?;
+/// assert!(dv.iter().all(|x| (x - 3.0).abs() < 1e-5));
+/// // Both keys have the same value, so that it does not matter which of them the query sees.
+/// assert!(dq.iter().chain(&dk).all(|x| x.abs() < 1e-4));
+/// # Ok::<(), xla_attention::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`flash_attn_varlen`](super::flash_attn_varlen()); [`Unimplemented`](crate::Code::Unimplemented) too for pages and
+/// for 8-bit types, which have no gradients.
+pub fn flash_attn_varlen_bwd<'a, M: Memory>(
+    inputs: &FlashAttnVarlenBwdInputs<M>,
+    options: &FlashAttnVarlenBwdOptions<M>,
+    results: impl Into<FlashAttnVarlenBwdResults<'a, M>>,
+    on: On<M>,
+) -> Result {
+    let FlashAttnVarlenBwdResults { dq, dk, dv, dsinks, workspace } = results.into();
+    let operands = Operands {
+        dout: inputs.dout,
+        q: inputs.q,
+        k: inputs.k,
+        v: inputs.v,
+        out: inputs.out,
+        softmax_lse: inputs.softmax_lse,
+        cu_seqlens_q: inputs.cu_seqlens_q,
+        cu_seqlens_k: options.cu_seqlens_k.unwrap_or(inputs.cu_seqlens_q),
+        seqused_k: options.seqused_k,
+        seqused_q: options.seqused_q,
+        leftpad_k: options.leftpad_k,
+        alibi_slopes: options.alibi_slopes,
+        sinks: options.sinks,
+        dlse: options.dlse,
+    };
+    let attributes = Attributes {
+        causal: options.causal,
+        deterministic: options.deterministic,
+        max_seqlen_k: number(options.max_seqlen_k.unwrap_or(0)),
+        max_seqlen_q: number(options.max_seqlen_q.unwrap_or(0)),
+        softcap: options.softcap,
+        softmax_scale: softmax_scale(options.softmax_scale, inputs.q),
+        top_left: options.top_left,
+        window_left: window(options.window_left),
+        window_right: window(options.window_right),
+    };
+    let results = Results { dq, dk, dv, dsinks, workspace };
+    run(Op::FlashAttnVarlenBwd, operands.in_order(), results.in_order(), &attributes.in_order(), on)
+}

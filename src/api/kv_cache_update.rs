@@ -1,0 +1,80 @@
+//! [`kv_cache_update`]
+
+use super::kv_cache_update_split::update_split;
+use super::{Host, Kv, Memory, On, TensorMut, TensorRef, run};
+use crate::error::Result;
+use crate::problem::Op;
+use crate::problem::arguments::kv_cache_update;
+
+/// New tokens for [`kv_cache_update`]. Letters: `T` tokens, `Hkv` heads, `D` and `Dv` elements of a head.
+#[derive(Clone, Copy, Debug)]
+pub struct KvCacheUpdateInputs<'a, M = Host> {
+    /// `[T, Hkv, D]`; f16, bf16 or f32. Rows may lie apart.
+    pub key: TensorRef<'a, M>,
+    /// `[T, Hkv, Dv]`, of the keys' dtype; Dv is D unless the cache is [`Kv::Split`].
+    pub value: TensorRef<'a, M>,
+    /// `i32[T]` or `i64[T]`: `page * page_size + offset` of each token. A slot outside the cache is skipped, so that -1
+    /// marks padding; slots are to be distinct.
+    pub slot_mapping: TensorRef<'a, M>,
+}
+
+/// Options of [`kv_cache_update`].
+#[derive(Clone, Copy, Debug)]
+pub struct KvCacheUpdateOptions<'a, M = Host> {
+    /// `f32[1]` or `f32[Hkv]`: stored keys are divided by it.
+    pub k_scale: Option<TensorRef<'a, M>>,
+    /// The same for values.
+    pub v_scale: Option<TensorRef<'a, M>>,
+}
+
+impl<M> Default for KvCacheUpdateOptions<'_, M> {
+    fn default() -> Self {
+        Self { k_scale: None, v_scale: None }
+    }
+}
+
+/// Write the keys and values of new tokens into a paged cache, in place.
+///
+/// The cache has the dtype of the keys, or f8e4m3fn or f8e5m2, into which numbers are rounded and saturate
+/// ([`crate::problem::kv_cache_update`]).
+///
+/// ```
+/// use xla_attention::{KvCacheUpdateInputs, KvCacheUpdateOptions, Kv, On, TensorMut, TensorRef, kv_cache_update};
+///
+/// let (key, value) = ([1.0f32; 2 * 8], [2.0f32; 2 * 8]); // [T, Hkv, D] = [2, 1, 8]
+/// let inputs = KvCacheUpdateInputs {
+///     key: TensorRef::new(&key, &[2, 1, 8]),
+///     value: TensorRef::new(&value, &[2, 1, 8]),
+///     slot_mapping: TensorRef::new(&[5, -1], &[2]), // page 1, offset 1; and nowhere
+/// };
+/// let mut cache = [0.0f32; 3 * 4 * 2 * 8]; // [P, page_size, 2*Hkv, D]
+/// let kv_cache = Kv::Interleaved(TensorMut::new(&mut cache, &[3, 4, 2, 8]));
+/// kv_cache_update(&inputs, &KvCacheUpdateOptions::default(), kv_cache, On::cpu())?;
+/// let slots: Vec<&[f32]> = cache.chunks(2 * 8).collect();
+/// assert_eq!(slots[5], [key[..8].as_ref(), &value[..8]].concat());
+/// assert!(slots.iter().enumerate().all(|(slot, rows)| slot == 5 || *rows == [0.0; 16]));
+/// # Ok::<(), xla_attention::Error>(())
+/// ```
+///
+/// # Errors
+/// [`InvalidArgument`](crate::Code::InvalidArgument), naming the operand, where shapes or dtypes do not fit;
+/// [`Unimplemented`](crate::Code::Unimplemented) for a head dimension that is no multiple of 8 up to 256.
+pub fn kv_cache_update<M: Memory>(
+    inputs: &KvCacheUpdateInputs<M>,
+    options: &KvCacheUpdateOptions<M>,
+    kv_cache: Kv<TensorMut<M>>,
+    on: On<M>,
+) -> Result {
+    match kv_cache.parts() {
+        (_, k_cache, Some(v_cache)) => update_split(inputs, options, [k_cache, v_cache], on),
+        (kv_layout, kv_cache, None) => {
+            let KvCacheUpdateInputs { key, value, slot_mapping } = *inputs;
+            let KvCacheUpdateOptions { k_scale, v_scale } = *options;
+            let cache = kv_cache.as_operand();
+            let operands = kv_cache_update::Operands { kv_cache: cache, key, value, slot_mapping, k_scale, v_scale };
+            let results = kv_cache_update::Results { kv_cache };
+            let attributes = kv_cache_update::Attributes { kv_layout };
+            run(Op::KvCacheUpdate, operands.in_order(), results.in_order(), &attributes.in_order(), on)
+        }
+    }
+}

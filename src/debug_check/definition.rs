@@ -1,0 +1,223 @@
+//! Attention as `docs/semantics.md#attention` defines it, in f64 and without any thought of speed: what the CPU's results
+//! are held against.
+
+use super::accuracy;
+use super::metadata::Sequence;
+use super::numbers::{read, write};
+use crate::error::Result;
+use crate::pool::{Pool, parallel_for};
+use crate::problem::attention::{Attention, KeyStorage};
+use crate::problem::{KvView, Scale};
+use std::ops::Range;
+
+/// Compute `out` and, if wanted, `softmax_lse`.
+///
+/// # Errors
+/// `INTERNAL` if a task panicked.
+///
+/// # Safety
+/// The problem's views are valid host memory, `out` and `lse` writable; `sequences` are those of its metadata.
+pub(crate) unsafe fn attend(problem: &Attention, sequences: &[Sequence], pool: &dyn Pool) -> Result {
+    let heads = problem.num_q_heads;
+    let task = |(): &mut (), task: usize| {
+        let (row, head) = (task / heads, task % heads);
+        let owner = sequences.iter().find(|s| (s.first_row..s.first_row + s.len_q).contains(&row));
+        // SAFETY: this function's contract; each row of each head comes once.
+        unsafe {
+            let (out, lse) = owner.map_or_else(
+                || (vec![0.0; problem.value_dim], f64::NEG_INFINITY),
+                |sequence| Row { problem, sequence, i: row - sequence.first_row, head }.answer(),
+            );
+            for (d, x) in out.into_iter().enumerate() {
+                // out [Tq, Hq, Dv]
+                let at = ((row * heads + head) * problem.value_dim + d) * problem.out.dtype.size();
+                write(problem.out.dtype, problem.out.data.add(at), x);
+            }
+            if let Some(to) = problem.lse {
+                // lse [Hq, Tq]
+                to.add(head * problem.num_rows + row).write(lse as f32);
+            }
+        }
+    };
+    parallel_for(pool, problem.num_rows * heads, || (), task)
+}
+
+/// How much further off a row of a head may be where fp8 is multiplied by fp8 ([`accuracy`]): each number of `out`, and
+/// the lse.
+///
+/// # Safety
+/// As [`attend`]; the row is one of the results'.
+pub(crate) unsafe fn fp8_excess(
+    problem: &Attention,
+    sequences: &[Sequence],
+    row: usize,
+    head: usize,
+) -> (Vec<f64>, f64) {
+    let owner = sequences.iter().find(|s| (s.first_row..s.first_row + s.len_q).contains(&row));
+    owner.map_or_else(
+        || (vec![0.0; problem.value_dim], 0.0),
+        // SAFETY: this function's contract.
+        |sequence| unsafe { Row { problem, sequence, i: row - sequence.first_row, head }.fp8_excess() },
+    )
+}
+
+/// Query i of a sequence, for one head.
+struct Row<'a> {
+    problem: &'a Attention<'a>,
+    sequence: &'a Sequence,
+    i: usize,
+    head: usize,
+}
+
+impl Row<'_> {
+    /// The output and the log-sum-exp.
+    ///
+    /// # Safety
+    /// As [`attend`].
+    unsafe fn answer(&self) -> (Vec<f64>, f64) {
+        let problem = self.problem;
+        let mut out = vec![0.0; problem.value_dim];
+        // SAFETY: this function's contract.
+        let (weights, lse) = unsafe { self.weights() };
+        // SAFETY: a scale of the problem.
+        let v_scale = unsafe { self.scale(problem.v_scale) };
+        for (j, weight) in self.visible().zip(weights) {
+            // SAFETY: a row of V.
+            let value = unsafe { self.row(&problem.v, j) };
+            for (d, o) in out.iter_mut().enumerate() {
+                // SAFETY: d < Dv.
+                *o += v_scale * weight * unsafe { read(problem.kv_dtype, value.add(d * problem.kv_dtype.size())) };
+            }
+        }
+        (out, lse)
+    }
+
+    /// What the visible keys' values are multiplied by, and the log-sum-exp.
+    ///
+    /// # Safety
+    /// As [`attend`].
+    unsafe fn weights(&self) -> (Vec<f64>, f64) {
+        // SAFETY: `[Hq]`.
+        let sink = self.problem.score.sinks.map(|sinks| f64::from(unsafe { sinks.add(self.head).read() }));
+        let sink = sink.unwrap_or(f64::NEG_INFINITY);
+        let visible = self.visible();
+        if visible.is_empty() {
+            return (Vec::new(), sink);
+        }
+        // SAFETY: keys of the sequence.
+        let scores: Vec<f64> = visible.map(|j| unsafe { self.score(j) }).collect();
+        let largest = scores.iter().copied().fold(sink, f64::max);
+        let sum = scores.iter().map(|s| (s - largest).exp()).sum::<f64>() + (sink - largest).exp();
+        (scores.into_iter().map(|s| (s - largest).exp() / sum).collect(), largest + sum.ln())
+    }
+
+    /// # Safety
+    /// As [`fp8_excess`].
+    unsafe fn fp8_excess(&self) -> (Vec<f64>, f64) {
+        let problem = self.problem;
+        let mut out = vec![0.0; problem.value_dim];
+        // SAFETY: this function's contract; keys of the sequence.
+        let (weights, magnitude) = unsafe {
+            let magnitudes = self.visible().map(|j| self.scaled_product(j, f64::abs).abs());
+            (self.weights().0, magnitudes.fold(0.0, f64::max))
+        };
+        let of_score = accuracy::fp8_score(problem.head_dim, magnitude);
+        let smallest = accuracy::FP8_SMALL_WEIGHT * weights.iter().copied().fold(0.0, f64::max);
+        // SAFETY: a scale of the problem.
+        let v_scale = unsafe { self.scale(problem.v_scale) }.abs();
+        for (j, weight) in self.visible().zip(weights) {
+            // A weight is off by its score's error, and so is the sum by which it is divided.
+            let by_scores = (weight * (2.0 * of_score).exp_m1()).min(1.0);
+            let off = (accuracy::FP8_WEIGHT * weight).max(smallest) + by_scores;
+            // SAFETY: a row of V.
+            let value = unsafe { self.row(&problem.v, j) };
+            for (d, o) in out.iter_mut().enumerate() {
+                // SAFETY: d < Dv.
+                *o += v_scale * off * unsafe { read(problem.kv_dtype, value.add(d * problem.kv_dtype.size())) }.abs();
+            }
+        }
+        (out, of_score)
+    }
+
+    /// Where the query stands among the keys.
+    fn position(&self) -> i64 {
+        let shift =
+            if self.problem.score.top_left { 0 } else { self.sequence.len_k as i64 - self.sequence.len_q as i64 };
+        self.i as i64 + shift
+    }
+
+    fn visible(&self) -> Range<usize> {
+        let (score, position) = (&self.problem.score, self.position());
+        let first = if score.window_left < 0 { 0 } else { position.saturating_sub(score.window_left) };
+        let last = if score.window_right < 0 { i64::MAX } else { position.saturating_add(score.window_right) };
+        let first = first.max(self.sequence.leftpad as i64);
+        let end = last.saturating_add(1).min(self.sequence.len_k as i64).max(first);
+        first as usize..end as usize
+    }
+
+    /// The sum of what `of` makes of the products of the query and key j, by the scales.
+    ///
+    /// # Safety
+    /// As [`attend`]; j < `len_k`.
+    unsafe fn scaled_product(&self, j: usize, of: impl Fn(f64) -> f64) -> f64 {
+        let &Self { problem, sequence, i, head } = self;
+        let (score, q, size) = (&problem.score, &problem.q, problem.kv_dtype.size());
+        let query = (sequence.first_row + i) as i64 * q.stride(0) + head as i64 * q.stride(1);
+        // SAFETY: this function's contract; d < D.
+        unsafe {
+            let query = q.data.offset(query as isize * q.dtype.size() as isize);
+            let key = self.row(&problem.k, j);
+            let element = |d| read(q.dtype, query.add(d * q.dtype.size())) * read(problem.kv_dtype, key.add(d * size));
+            let product: f64 = (0..problem.head_dim).map(|d| of(element(d))).sum();
+            f64::from(score.softmax_scale) * self.scale(score.q_scale) * self.scale(score.k_scale) * product
+        }
+    }
+
+    /// # Safety
+    /// As [`attend`]; j < `len_k`.
+    unsafe fn score(&self, j: usize) -> f64 {
+        let &Self { problem, sequence, head, .. } = self;
+        let score = &problem.score;
+        // SAFETY: this function's contract.
+        unsafe {
+            let s = self.scaled_product(j, |x| x);
+            let cap = f64::from(score.softcap);
+            let s = if cap > 0.0 { cap * (s / cap).tanh() } else { s };
+            let distance = (self.position() - j as i64).abs() as f64;
+            let slope = |at: usize| score.alibi.map_or(0.0, |alibi| f64::from(alibi.slopes.add(at).read()));
+            let of_sequence = score.alibi.is_some_and(|alibi| alibi.per_sequence);
+            s - slope(head + if of_sequence { sequence.index * problem.num_q_heads } else { 0 }) * distance
+        }
+    }
+
+    fn kv_head(&self) -> usize {
+        self.head / (self.problem.num_q_heads / self.problem.num_kv_heads)
+    }
+
+    /// # Safety
+    /// The scale is readable.
+    unsafe fn scale(&self, scale: Option<Scale>) -> f64 {
+        let at = |scale: Scale| if scale.per_head { self.kv_head() } else { 0 };
+        // SAFETY: one scale, or one a KV head.
+        scale.map_or(1.0, |scale| f64::from(unsafe { scale.values.add(at(scale)).read() }))
+    }
+
+    /// Key or value j.
+    ///
+    /// # Safety
+    /// As [`attend`]; j < `len_k`.
+    unsafe fn row(&self, view: &KvView, j: usize) -> *const u8 {
+        let sequence = self.sequence;
+        let (page, token) = match self.problem.keys.storage {
+            KeyStorage::Contiguous { .. } => (0, sequence.first_key + j),
+            KeyStorage::Paged(table) => {
+                let entry = sequence.index as isize * table.stride as isize + (j / table.page_size) as isize;
+                // SAFETY: an entry that the keys reach.
+                (i64::from(unsafe { table.entries.offset(entry).read() }), j % table.page_size)
+            }
+        };
+        let at = page * view.page_stride + token as i64 * view.token_stride + self.kv_head() as i64 * view.head_stride;
+        // SAFETY: a row of the view.
+        unsafe { view.data.cast_const().offset(at as isize * self.problem.kv_dtype.size() as isize) }
+    }
+}

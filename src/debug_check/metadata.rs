@@ -1,0 +1,291 @@
+//! The metadata of a call, read on the host: what normal running clamps or skips is an error here.
+//!
+//! A slot of -1 is no mistake: it says that a row is padding. Nor is a `seqused` that is longer than its sequence: the
+//! smaller one counts (`docs/semantics.md#metadata`).
+
+use crate::error::{Error, Result, ensure};
+use crate::problem::attention::{Attention, KeyStorage, PageTable};
+use crate::problem::gather_kv_cache::GatherKvCache;
+use crate::problem::kv_cache_update::KvCacheUpdate;
+use crate::problem::paged_attention_update::PagedAttentionUpdate;
+use crate::problem::rope_kv_cache_update::RopeKvCacheUpdate;
+use crate::tensor::DType;
+use std::collections::HashMap;
+
+/// What an operator calls the metadata of attention.
+pub(crate) struct Names {
+    query_starts: &'static str,
+    query_lengths: &'static str,
+    key_starts: &'static str,
+    key_lengths: &'static str,
+    leftpad: &'static str,
+    table: &'static str,
+    num_seqs: &'static str,
+}
+
+pub(crate) const PAGED_ATTENTION: Names = Names {
+    query_starts: "query_start_loc",
+    query_lengths: "",
+    key_starts: "",
+    key_lengths: "context_lens",
+    leftpad: "",
+    table: "block_tables",
+    num_seqs: "num_seqs",
+};
+
+pub(crate) const FLASH_ATTN_VARLEN: Names = Names {
+    query_starts: "cu_seqlens_q",
+    query_lengths: "seqused_q",
+    key_starts: "cu_seqlens_k",
+    key_lengths: "seqused_k",
+    leftpad: "leftpad_k",
+    table: "block_table",
+    num_seqs: "",
+};
+
+/// A sequence whose metadata is right.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sequence {
+    /// Its place in the metadata.
+    pub(super) index: usize,
+    pub(super) first_row: usize,
+    pub(super) len_q: usize,
+    /// Contiguous keys: the first one's row.
+    pub(super) first_key: usize,
+    pub(super) len_k: usize,
+    pub(super) leftpad: usize,
+}
+
+/// The sequences of a call of attention.
+///
+/// # Errors
+/// `INVALID_ARGUMENT`, naming the operand, the entry and the sequence.
+///
+/// # Safety
+/// The problem's metadata is readable on the host.
+pub(crate) unsafe fn attention(problem: &Attention, names: &Names) -> Result<Vec<Sequence>> {
+    let slots = problem.max_seqs;
+    // SAFETY: one element.
+    let given = problem.queries.num_seqs.map(|n| unsafe { n.read() });
+    let count = given.map_or(Ok(slots), |n| {
+        let count = usize::try_from(n).ok().filter(|n| *n <= slots);
+        count.ok_or_else(|| Error::invalid(format!("{} is {n}, expected 0 to {slots}", names.num_seqs)))
+    })?;
+    // SAFETY: below B.
+    (0..count).map(|b| unsafe { sequence(problem, names, b) }).collect()
+}
+
+/// # Safety
+/// As [`attention`]; `b` is below B.
+unsafe fn sequence(problem: &Attention, names: &Names, b: usize) -> Result<Sequence> {
+    let (queries, keys) = (&problem.queries, &problem.keys);
+    // SAFETY: arrays of B.
+    let entry = |array: Option<*const i32>| array.map(|array| unsafe { array.add(b).read() });
+    // SAFETY: B+1 elements.
+    let rows = unsafe { slot(names.query_starts, queries.starts, b, problem.num_rows) }?;
+    let used = |name: &str, given: Option<i32>| {
+        ensure(given.is_none_or(|n| n >= 0), || {
+            format!("{name}[{b}] is {} (sequence {b}), expected a length", given.unwrap_or_default())
+        })?;
+        Ok::<Option<usize>, Error>(given.map(|n| n as usize))
+    };
+    let len_q = used(names.query_lengths, entry(queries.used))?.map_or(rows.1, |n| n.min(rows.1));
+    let len_used = used(names.key_lengths, entry(keys.used))?;
+    let (first_key, len_k) = match keys.storage {
+        KeyStorage::Contiguous { total } => {
+            let starts = keys.starts.unwrap_or(std::ptr::null());
+            // SAFETY: contiguous keys have B+1 starts.
+            let (first, stored) = unsafe { slot(names.key_starts, starts, b, total) }?;
+            (first, len_used.map_or(stored, |n| n.min(stored)))
+        }
+        KeyStorage::Paged(table) => {
+            let (name, length) = match (len_used, keys.starts) {
+                (Some(length), _) => (format!("{}[{b}]", names.key_lengths), i64::try_from(length).unwrap_or(i64::MAX)),
+                (None, Some(starts)) => {
+                    // SAFETY: B+1 elements.
+                    let (start, end) = unsafe { (starts.add(b).read(), starts.add(b + 1).read()) };
+                    (format!("{0}[{1}] - {0}[{b}]", names.key_starts, b + 1), i64::from(end) - i64::from(start))
+                }
+                (None, None) => (String::new(), 0),
+            };
+            ensure((0..=table.capacity() as i64).contains(&length), || {
+                let (capacity, pages) = (table.capacity(), table.num_pages);
+                format!(
+                    "{name} is {length} (sequence {b}), expected 0 to {capacity}: {} entries of {}, over {pages} pages \
+                     of {} tokens",
+                    table.max_pages, names.table, table.page_size
+                )
+            })?;
+            if len_q > 0 {
+                // SAFETY: entries of a row of the table.
+                unsafe { pages(&table, names.table, b, length as usize) }?;
+            }
+            (0, length as usize)
+        }
+    };
+    let leftpad = used(names.leftpad, entry(keys.leftpad))?.unwrap_or(0);
+    ensure(leftpad <= len_k, || {
+        format!("{}[{b}] is {leftpad} (sequence {b}), expected 0 to its {len_k} keys", names.leftpad)
+    })?;
+    Ok(Sequence { index: b, first_row: rows.0, len_q, first_key, len_k, leftpad })
+}
+
+/// The first row of sequence b, and how many there are.
+///
+/// # Safety
+/// Elements b and b+1 of `starts` are readable.
+unsafe fn slot(name: &str, starts: *const i32, b: usize, total: usize) -> Result<(usize, usize)> {
+    // SAFETY: this function's contract.
+    let (start, end) = unsafe { (starts.add(b).read(), starts.add(b + 1).read()) };
+    let within = |n: i32| usize::try_from(n).is_ok_and(|n| n <= total);
+    for (at, given) in [(b, start), (b + 1, end)] {
+        ensure(within(given), || format!("{name}[{at}] is {given} (sequence {b}), expected 0 to {total} rows"))?;
+    }
+    ensure(start <= end, || format!("{name}[{}] is {end} (sequence {b}), less than {name}[{b}], {start}", b + 1))?;
+    Ok((start as usize, (end - start) as usize))
+}
+
+/// The entries that are read are pages.
+///
+/// # Safety
+/// Row b of the table is readable as far as `len_k` keys reach.
+unsafe fn pages(table: &PageTable, name: &str, b: usize, len_k: usize) -> Result {
+    for entry in 0..len_k.div_ceil(table.page_size) {
+        // SAFETY: below max_pages.
+        let page = unsafe { table.entries.offset(b as isize * table.stride as isize).add(entry).read() };
+        ensure(usize::try_from(page).is_ok_and(|page| page < table.num_pages), || {
+            format!(
+                "{name}[{b}, {entry}] is {page} (sequence {b}), expected a page, 0 to {}",
+                table.num_pages as i64 - 1
+            )
+        })?;
+    }
+    Ok(())
+}
+
+/// The tokens that are gathered are there, and there is room for all.
+///
+/// # Errors
+/// `INVALID_ARGUMENT`, naming the entry.
+///
+/// # Safety
+/// The problem's lengths and table are readable on the host.
+pub(crate) unsafe fn gathered(problem: &GatherKvCache) -> Result {
+    let (table, mut total) = (&problem.table, 0);
+    for b in 0..problem.num_seqs {
+        // SAFETY: below S.
+        let len = unsafe { problem.context_lens.add(b).read() };
+        ensure(usize::try_from(len).is_ok_and(|len| len <= table.capacity()), || {
+            let (longest, size) = (table.capacity(), table.page_size);
+            format!(
+                "context_lens[{b}] is {len} (sequence {b}), expected 0 to {longest}: {} entries of {}, over {} pages of \
+                 {size} tokens",
+                table.max_pages, PAGED_ATTENTION.table, table.num_pages
+            )
+        })?;
+        // SAFETY: entries of a row of the table.
+        unsafe { pages(table, PAGED_ATTENTION.table, b, len as usize) }?;
+        total += len as usize;
+    }
+    ensure(total <= problem.capacity, || {
+        format!("context_lens are {total} tokens, and the results have room for {}", problem.capacity)
+    })
+}
+
+/// The slots of an update are of the cache and distinct.
+///
+/// # Errors
+/// `INVALID_ARGUMENT`, naming the entry.
+///
+/// # Safety
+/// The problem's slots are readable on the host.
+pub(crate) unsafe fn slots(problem: &KvCacheUpdate) -> Result {
+    let total = (problem.num_pages * problem.page_size) as i64;
+    let mut taken = HashMap::new();
+    for t in 0..problem.slot_mapping.len() {
+        // SAFETY: this function's contract.
+        let slot = unsafe { slot_of(problem, t) };
+        if slot == -1 {
+            continue;
+        }
+        ensure((0..total).contains(&slot), || {
+            format!("slot_mapping[{t}] is {slot}, expected a slot, 0 to {}, or -1 for none", total - 1)
+        })?;
+        if let Some(before) = taken.insert(slot, t) {
+            return Err(Error::invalid(format!("slot_mapping[{t}] is {slot}, as slot_mapping[{before}]")));
+        }
+    }
+    Ok(())
+}
+
+/// [`slots`], and the positions are in the table.
+///
+/// # Errors
+/// As [`slots`].
+///
+/// # Safety
+/// The problem's slots and positions are readable on the host.
+pub(crate) unsafe fn positions(problem: &RopeKvCacheUpdate) -> Result {
+    // SAFETY: this function's contract.
+    unsafe { slots(&problem.update) }?;
+    let rotation = &problem.rotation;
+    for t in 0..problem.update.slot_mapping.len() {
+        // SAFETY: this function's contract.
+        let (position, slot) = unsafe { (rotation.positions.add(t).read(), slot_of(&problem.update, t)) };
+        let known = usize::try_from(position).is_ok_and(|position| position < rotation.max_pos);
+        // Padding has no position, and without a table nothing is rotated.
+        ensure(known || slot == -1 || rotation.max_pos == 0, || {
+            format!("positions[{t}] is {position}, expected 0 to {}, the rows of cos_sin", rotation.max_pos - 1)
+        })?;
+    }
+    Ok(())
+}
+
+/// [`slots`], and each new token of a sequence goes where `block_tables` has its key; the sequences.
+///
+/// # Errors
+/// As [`slots`] and [`attention`].
+///
+/// # Safety
+/// The problem's slots and the metadata of its attention are readable on the host.
+pub(crate) unsafe fn new_tokens(problem: &PagedAttentionUpdate) -> Result<Vec<Sequence>> {
+    let update = &problem.update;
+    // SAFETY: this function's contract.
+    let sequences = unsafe {
+        slots(update)?;
+        attention(&problem.attention, &PAGED_ATTENTION)?
+    };
+    let KeyStorage::Paged(table) = problem.attention.keys.storage else { return Ok(sequences) };
+    for sequence in &sequences {
+        let Sequence { index: b, first_row, len_q, len_k, .. } = *sequence;
+        for i in 0..len_q {
+            // The first of more rows than keys are no keys.
+            let Some(key) = (i + len_k).checked_sub(len_q) else { continue };
+            let entry = b as isize * table.stride as isize + (key / table.page_size) as isize;
+            // SAFETY: below `len_k`, of which `attention` has looked over the pages; a row of the sequence.
+            let (page, slot) = unsafe { (table.entries.offset(entry).read(), slot_of(update, first_row + i)) };
+            let place = i64::from(page) * table.page_size as i64 + (key % table.page_size) as i64;
+            ensure(slot == place, || {
+                let name = PAGED_ATTENTION.table;
+                format!(
+                    "slot_mapping[{}] is {slot}, expected {place}, where {name} has key {key} of sequence {b}",
+                    first_row + i
+                )
+            })?;
+        }
+    }
+    Ok(sequences)
+}
+
+/// # Safety
+/// The problem's slots are readable, more than `t` of them.
+unsafe fn slot_of(problem: &KvCacheUpdate, t: usize) -> i64 {
+    let slots = &problem.slot_mapping;
+    // SAFETY: this function's contract; the problem has checked the dtype.
+    unsafe {
+        match slots.dtype {
+            DType::I32 => i64::from(slots.data.cast::<i32>().add(t).read()),
+            _ => slots.data.cast::<i64>().add(t).read(),
+        }
+    }
+}

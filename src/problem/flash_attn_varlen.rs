@@ -1,0 +1,186 @@
+//! Attention of packed query rows over packed or paged keys, with every option of the score and the mask.
+//!
+//! Semantics: `docs/semantics.md#flash_attn_varlen`; names and meaning of the operands follow `flash_attn_varlen_func`
+//! of flash-attn.
+
+use super::attention::{
+    self, Attention, KeyStorage, Keys, Queries, ScoreAttributes, check_dtypes, check_heads, per_sequence, query_sizes,
+};
+use super::kv_layout::KvLayout;
+use super::{BoolAttribute, CallArguments, CallResult, F32Attribute, I64Attribute, KvView, Operand, validate};
+use crate::error::{Error, Result, ensure};
+use crate::tensor::{DType, Dim, Tensor, missing};
+
+/// The problem of a call. Letters: `Tq` query rows, `Tk` key rows, `B` sequences, `M` table entries a sequence, `P`
+/// pages.
+///
+/// | operand | shape |
+/// |---|---|
+/// | q | `[Tq, Hq, D]` |
+/// | k, v | `[Tk, Hkv, D]`, `[Tk, Hkv, Dv]`; with a `block_table` `[P, page_size, Hkv, D]`, `[P, page_size, Hkv, Dv]`, or one buffer in k (`kv_layout`) |
+/// | `cu_seqlens_q`, `cu_seqlens_k` | `i32[B+1]`; the latter is not read, and may have any shape, where pages and `seqused_k` are given |
+/// | `seqused_k`, `seqused_q`, `leftpad_k` | `i32[B]` |
+/// | `block_table` | `i32[B, M]` |
+pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
+    let q = args.operand(Operand::Q);
+    let (rows, q_heads, head_dim) = query_sizes("q", "Tq", &q)?;
+    let (k, v) = (args.operand(Operand::K), args.operand(Operand::V));
+    check_dtypes(("q", q.dtype), ("k", k.dtype), args.result(CallResult::Out).dtype)?;
+
+    let cu_seqlens_q = args.operand(Operand::CuSeqlensQ);
+    let starts = validate::indices("cu_seqlens_q", &cu_seqlens_q, &[Dim::Any("B+1")])?;
+    ensure(cu_seqlens_q.dims[0] > 0, || "cu_seqlens_q has shape [0], expected [B+1]".into())?;
+    let slots = ("B", cu_seqlens_q.dims[0] - 1);
+    let seqused_k = per_sequence(args, Operand::SequsedK, slots)?;
+    let stored = stored_keys(args, (&k, &v), (q_heads, head_dim), slots)?;
+
+    // Without sequences a given seqused_k looks left out, and there is no length to read anyway.
+    let paged = matches!(stored.storage, KeyStorage::Paged(_));
+    let reads_starts = !(paged && (seqused_k.is_some() || slots.1 == 0));
+    let cu_seqlens_k =
+        || validate::indices("cu_seqlens_k", &args.operand(Operand::CuSeqlensK), &[Dim::Is("B+1", slots.1 + 1)]);
+    let lengths =
+        [("max_seqlen_q", args.i64(I64Attribute::MaxSeqlenQ)), ("max_seqlen_k", args.i64(I64Attribute::MaxSeqlenK))];
+    for (name, length) in lengths {
+        ensure(length >= 0, || format!("{name} is {length}, expected >= 0 (0 is unknown)"))?;
+    }
+    validate::kernel_sizes(&[("Tq", rows), slots])?;
+    let attributes = score_attributes(args)?;
+    Ok(Attention {
+        q,
+        kv_dtype: k.dtype,
+        k: stored.k,
+        v: stored.v,
+        out: attention::out(args, Dim::Is("Tq", rows), q_heads, Dim::Is("Dv", stored.value_dim))?,
+        lse: attention::softmax_lse(args, q_heads, Dim::Is("Tq", rows))?,
+        workspace: attention::workspace(args)?,
+        queries: Queries {
+            num_seqs: None,
+            starts,
+            used: per_sequence(args, Operand::SequsedQ, slots)?,
+            longest: lengths[0].1 as usize,
+        },
+        keys: Keys {
+            starts: reads_starts.then(cu_seqlens_k).transpose()?,
+            used: seqused_k,
+            leftpad: per_sequence(args, Operand::LeftpadK, slots)?,
+            storage: stored.storage,
+            longest: lengths[1].1 as usize,
+        },
+        score: attention::score(args, &attributes, attention::score_scales(args, stored.kv_heads)?, q_heads, slots)?,
+        v_scale: validate::scale(args, Operand::VScale, stored.kv_heads)?,
+        num_rows: rows as usize,
+        num_q_heads: q_heads as usize,
+        num_kv_heads: stored.kv_heads as usize,
+        head_dim: head_dim as usize,
+        value_dim: stored.value_dim as usize,
+        max_seqs: slots.1 as usize,
+        batch_invariant: args.bool(BoolAttribute::BatchInvariant),
+    })
+}
+
+pub(super) fn score_attributes(args: &CallArguments) -> Result<ScoreAttributes> {
+    let windows =
+        [("window_left", args.i64(I64Attribute::WindowLeft)), ("window_right", args.i64(I64Attribute::WindowRight))];
+    for (name, window) in windows {
+        ensure(window >= -1, || format!("{name} is {window}, expected >= 0, or -1 for unlimited"))?;
+    }
+    Ok(ScoreAttributes {
+        scale: ("softmax_scale", args.f32(F32Attribute::SoftmaxScale)),
+        softcap: ("softcap", args.f32(F32Attribute::Softcap)),
+        window_left: windows[0].1,
+        window_right: if args.bool(BoolAttribute::Causal) { 0 } else { windows[1].1 },
+        top_left: args.bool(BoolAttribute::TopLeft),
+    })
+}
+
+/// K and V as the operands hold them.
+pub(super) struct StoredKeys {
+    pub(super) k: KvView,
+    pub(super) v: KvView,
+    storage: KeyStorage,
+    pub(super) kv_heads: i64,
+    pub(super) value_dim: i64,
+}
+
+fn stored_keys(
+    args: &CallArguments,
+    (k, v): (&Tensor, &Tensor),
+    (q_heads, head_dim): (i64, i64),
+    slots: (&'static str, i64),
+) -> Result<StoredKeys> {
+    let number = args.i64(I64Attribute::KvLayout);
+    let block_table = args.optional_operand(Operand::BlockTable);
+    if number != 0 {
+        let layout = KvLayout::from_number(number)
+            .ok_or_else(|| Error::invalid(format!("kv_layout is {number}, expected 0, 1, 2 or 3")))?;
+        ensure(v.is_left_out(), || {
+            format!("v has shape {:?}, expected [0]: with kv_layout={number} k holds the values too", v.dims)
+        })?;
+        let (k, v, pages, page_size, kv_heads) = attention::paged_in_one_buffer("k", k, layout, (q_heads, head_dim))?;
+        let table = no_table_or(block_table, slots)?;
+        return Ok(StoredKeys {
+            k,
+            v,
+            storage: paged(&table, slots, (pages, page_size))?,
+            kv_heads,
+            value_dim: head_dim,
+        });
+    }
+    ensure(!v.is_left_out(), || "v has no element, expected the values (kv_layout is 0)".into())?;
+    if v.dtype != k.dtype {
+        return Err(Error::unimplemented(format!("k is {} and v is {}; they have one dtype", k.dtype, v.dtype)));
+    }
+    let Some(table) = block_table else { return packed_keys(k, v, (q_heads, head_dim)) };
+    let d = Dim::Is("D", head_dim);
+    k.expect_shape("k", &[Dim::Any("num_pages"), Dim::Any("page_size"), Dim::Any("Hkv"), d])?;
+    let [pages, page_size, kv_heads] = [0, 1, 2].map(|axis| k.dims[axis]);
+    let same = [Dim::Is("num_pages", pages), Dim::Is("page_size", page_size), Dim::Is("Hkv", kv_heads)];
+    v.expect_shape("v", &[same[0], same[1], same[2], Dim::Any("Dv")])?;
+    rows_of(k, v, (q_heads, kv_heads))?;
+    Ok(StoredKeys {
+        k: KvView::alone(k),
+        v: KvView::alone(v),
+        storage: paged(&table, slots, (pages, page_size))?,
+        kv_heads,
+        value_dim: v.dims[3],
+    })
+}
+
+/// With one buffer there has to be a table; where there is no sequence, an empty one may pass for left out.
+fn no_table_or<'a>(table: Option<Tensor<'a>>, (_, seqs): (&str, i64)) -> Result<Tensor<'a>> {
+    match table {
+        Some(table) => Ok(table),
+        None if seqs == 0 => Ok(Tensor::dense(DType::I32, std::ptr::null_mut(), &[0, 0])),
+        None => Err(missing("block_table")),
+    }
+}
+
+fn paged(table: &Tensor, slots: (&'static str, i64), (pages, page_size): (i64, i64)) -> Result<KeyStorage> {
+    validate::kernel_sizes(&[("num_pages", pages)])?;
+    Ok(KeyStorage::Paged(attention::page_table("block_table", table, slots, "k", (pages, page_size))?))
+}
+
+/// Keys one after another: k `[Tk, Hkv, D]`, v `[Tk, Hkv, Dv]`.
+pub(super) fn packed_keys(k: &Tensor, v: &Tensor, (q_heads, head_dim): (i64, i64)) -> Result<StoredKeys> {
+    k.expect_shape("k", &[Dim::Any("Tk"), Dim::Any("Hkv"), Dim::Is("D", head_dim)])?;
+    let (total, kv_heads) = (k.dims[0], k.dims[1]);
+    v.expect_shape("v", &[Dim::Is("Tk", total), Dim::Is("Hkv", kv_heads), Dim::Any("Dv")])?;
+    rows_of(k, v, (q_heads, kv_heads))?;
+    validate::kernel_sizes(&[("Tk", total)])?;
+    Ok(StoredKeys {
+        k: KvView::packed(k),
+        v: KvView::packed(v),
+        storage: KeyStorage::Contiguous { total: total as usize },
+        kv_heads,
+        value_dim: v.dims[2],
+    })
+}
+
+/// What rows in buffers of their own have to be, wherever they lie.
+fn rows_of(k: &Tensor, v: &Tensor, (q_heads, kv_heads): (i64, i64)) -> Result {
+    check_heads(q_heads, kv_heads, "Hkv", || format!("k has shape {:?}", k.dims))?;
+    validate::head_dim("v", v.dims[v.dims.len() - 1])?;
+    validate::contiguous_rows("k", k)?;
+    validate::contiguous_rows("v", v)
+}

@@ -1,0 +1,173 @@
+//! Gradients of [`super::flash_attn_varlen`] over packed keys.
+//!
+//! With the scores s, the weights `p = exp(s - lse)` and the names of `docs/semantics.md#attention`, for the cotangents
+//! `dout` of `out` and `dlse` of `softmax_lse`:
+//!
+//! ```text
+//! delta_i = sum_c out_ic dout_ic - dlse_i
+//! ds_ij   = p_ij (dout_i . v_j - delta_i) (1 - tanh^2(softmax_scale q_i . k_j / softcap) if softcap > 0)
+//! dq_i    = softmax_scale sum_j ds_ij k_j
+//! dk_j    = softmax_scale sum_i ds_ij q_i      over the queries of all heads that read the key's
+//! dv_j    = sum_i p_ij dout_i                  likewise
+//! dsink_h = -sum_i exp(sink_h - lse_i) delta_i over the queries of all sequences
+//! ```
+//!
+//! j being what i sees (the method of "`FlashAttention-2`", Dao 2023, section 3.1.2, with a gradient for the lse). Rows of
+//! no sequence and keys that no query sees have gradients of 0, and nothing is read of them. Metadata is read as
+//! [`super::attention`] says.
+//!
+//! Paged keys and 8-bit types have no gradient.
+
+use super::attention::{Attention, KeyStorage, Keys, Queries, per_sequence, query_sizes, score};
+use super::flash_attn_varlen::{packed_keys, score_attributes};
+use super::validate::{self, contiguous_rows, dense, kernel_sizes};
+use super::{BoolAttribute, CallArguments, CallResult, I64Attribute, Operand};
+use crate::error::{Error, Result, ensure};
+use crate::tensor::{DType, Dim, Tensor};
+
+/// Element types of q, K, V, the output and the gradients, all of which have the same.
+const DTYPES: &[DType] = &[DType::F32, DType::F16, DType::BF16];
+
+/// A validated call. Letters as of [`Attention`], and `Tk` key rows.
+#[derive(Clone, Copy, Debug)]
+pub struct FlashAttnVarlenBwd<'a> {
+    /// The call whose gradients are wanted, over contiguous keys and without scales of q, K and V; `out` (the last
+    /// dimension is contiguous) and `lse` are what it gave, and only read. It has no workspace.
+    pub forward: Attention<'a>,
+    /// `[Tq, Hq, Dv]`, of q's dtype; the last dimension is contiguous
+    pub dout: Tensor<'a>,
+    /// `f32[Hq, Tq]`, dense; 0 without it
+    pub dlse: Option<*const f32>,
+    /// `[Tq, Hq, D]`, dense, of q's dtype
+    pub dq: Tensor<'a>,
+    /// `[Tk, Hkv, D]`, likewise
+    pub dk: Tensor<'a>,
+    /// `[Tk, Hkv, Dv]`, likewise
+    pub dv: Tensor<'a>,
+    /// `f32[Hq]`, dense, if wanted; 0 where there are no sinks
+    pub dsinks: Option<*mut f32>,
+    /// Bytes that the call may use as it likes; arbitrary on entry.
+    pub workspace: Option<Tensor<'a>>,
+    /// Tk
+    pub num_keys: usize,
+    /// Two runs give the same bits.
+    pub deterministic: bool,
+}
+
+// SAFETY: addresses and numbers; see `Tensor`.
+unsafe impl Send for FlashAttnVarlenBwd<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for FlashAttnVarlenBwd<'_> {}
+
+/// | operand | shape |
+/// |---|---|
+/// | q | `[Tq, Hq, D]` |
+/// | k, v | `[Tk, Hkv, D]`, `[Tk, Hkv, Dv]` |
+/// | dout, out | `[Tq, Hq, Dv]` |
+/// | `softmax_lse`, dlse | `f32[Hq, Tq]` |
+/// | `cu_seqlens_q`, `cu_seqlens_k` | `i32[B+1]` |
+/// | `seqused_k`, `seqused_q`, `leftpad_k` | `i32[B]` |
+pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<FlashAttnVarlenBwd<'a>> {
+    let [q, k, v, out, dout] =
+        [Operand::Q, Operand::K, Operand::V, Operand::Out, Operand::Dout].map(|name| args.operand(name));
+    if !DTYPES.contains(&q.dtype) {
+        return Err(Error::unimplemented(format!("q is {}; there are gradients of f32, f16 and bf16", q.dtype)));
+    }
+    for (name, tensor) in [("k", &k), ("v", &v), ("out", &out), ("dout", &dout)] {
+        tensor.expect_dtype(name, &[q.dtype])?;
+    }
+    let (rows, q_heads, head_dim) = query_sizes("q", "Tq", &q)?;
+    if k.dims.len() == 4 {
+        return Err(Error::unimplemented(format!(
+            "k has shape {:?}; there are gradients of packed keys [Tk, Hkv, D], not of pages",
+            k.dims
+        )));
+    }
+    let stored = packed_keys(&k, &v, (q_heads, head_dim))?;
+    let [keys, kv_heads, value_dim] = [v.dims[0], stored.kv_heads, stored.value_dim];
+
+    let cu_seqlens_q = args.operand(Operand::CuSeqlensQ);
+    let starts_q = validate::indices("cu_seqlens_q", &cu_seqlens_q, &[Dim::Any("B+1")])?;
+    ensure(cu_seqlens_q.dims[0] > 0, || "cu_seqlens_q has shape [0], expected [B+1]".into())?;
+    let slots = ("B", cu_seqlens_q.dims[0] - 1);
+    let starts_k =
+        validate::indices("cu_seqlens_k", &args.operand(Operand::CuSeqlensK), &[Dim::Is("B+1", slots.1 + 1)])?;
+    let lengths =
+        [("max_seqlen_q", args.i64(I64Attribute::MaxSeqlenQ)), ("max_seqlen_k", args.i64(I64Attribute::MaxSeqlenK))];
+    for (name, length) in lengths {
+        ensure(length >= 0, || format!("{name} is {length}, expected >= 0 (0 is unknown)"))?;
+    }
+    kernel_sizes(&[("Tq", rows), slots])?;
+
+    let [tq, hq, hkv] = [Dim::Is("Tq", rows), Dim::Is("Hq", q_heads), Dim::Is("Hkv", kv_heads)];
+    let [tk, d, dv] = [Dim::Is("Tk", keys), Dim::Is("D", head_dim), Dim::Is("Dv", value_dim)];
+    for (name, tensor) in [("out", &out), ("dout", &dout)] {
+        tensor.expect_shape(name, &[tq, hq, dv])?;
+        contiguous_rows(name, tensor)?;
+    }
+    let lse = per_row("softmax_lse", &args.operand(Operand::SoftmaxLse), [hq, tq])?;
+    let dlse = args.optional_operand(Operand::Dlse).map(|dlse| per_row("dlse", &dlse, [hq, tq])).transpose()?;
+    let gradient = |result: CallResult, shape: &[Dim]| {
+        let (name, gradient) = (result.name(), args.result(result));
+        gradient.expect_dtype(name, &[q.dtype])?;
+        gradient.expect_shape(name, shape)?;
+        dense(name, &gradient)?;
+        Ok(gradient)
+    };
+    let dsinks = args.optional_result(CallResult::Dsinks).map(|dsinks| {
+        dsinks.expect_dtype("dsinks", &[DType::F32])?;
+        dsinks.expect_shape("dsinks", &[hq])?;
+        dense("dsinks", &dsinks)?;
+        Ok(dsinks.data.cast())
+    });
+    Ok(FlashAttnVarlenBwd {
+        forward: Attention {
+            q,
+            kv_dtype: k.dtype,
+            k: stored.k,
+            v: stored.v,
+            out,
+            lse: Some(lse),
+            workspace: None,
+            queries: Queries {
+                num_seqs: None,
+                starts: starts_q,
+                used: per_sequence(args, Operand::SequsedQ, slots)?,
+                longest: lengths[0].1 as usize,
+            },
+            keys: Keys {
+                starts: Some(starts_k),
+                used: per_sequence(args, Operand::SequsedK, slots)?,
+                leftpad: per_sequence(args, Operand::LeftpadK, slots)?,
+                storage: KeyStorage::Contiguous { total: keys as usize },
+                longest: lengths[1].1 as usize,
+            },
+            score: score(args, &score_attributes(args)?, [None, None], q_heads, slots)?,
+            v_scale: None,
+            num_rows: rows as usize,
+            num_q_heads: q_heads as usize,
+            num_kv_heads: kv_heads as usize,
+            head_dim: head_dim as usize,
+            value_dim: value_dim as usize,
+            max_seqs: slots.1 as usize,
+            batch_invariant: false,
+        },
+        dout,
+        dlse: dlse.map(<*mut f32>::cast_const),
+        dq: gradient(CallResult::Dq, &[tq, hq, d])?,
+        dk: gradient(CallResult::Dk, &[tk, hkv, d])?,
+        dv: gradient(CallResult::Dv, &[tk, hkv, dv])?,
+        dsinks: dsinks.transpose()?,
+        workspace: super::attention::workspace(args)?,
+        num_keys: keys as usize,
+        deterministic: args.bool(BoolAttribute::Deterministic),
+    })
+}
+
+/// `f32[Hq, Tq]`, dense.
+fn per_row(name: &str, tensor: &Tensor, shape: [Dim; 2]) -> Result<*mut f32> {
+    tensor.expect_dtype(name, &[DType::F32])?;
+    tensor.expect_shape(name, &shape)?;
+    dense(name, tensor)?;
+    Ok(tensor.data.cast())
+}
