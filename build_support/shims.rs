@@ -61,14 +61,14 @@ fn common(build: &mut cc::Build) {
     if env::var("PROFILE").as_deref() == Ok("release") {
         build.define("NDEBUG", None);
     }
-    if env::var_os("CARGO_FEATURE_PLANTED_FAULTS").is_some() {
-        build.define("XA_PLANTED_FAULTS", None);
+    if env::var_os("CARGO_FEATURE_FAILPOINTS").is_some() {
+        build.define("XA_FAILPOINTS", None);
     }
 }
 
 fn key(sets: &[Set], sources: &[PathBuf]) -> Result<String> {
     let mut hash = Sha256::new();
-    for variable in ["PROFILE", "TARGET", "OPT_LEVEL", "DEBUG", "CXX", "CXXFLAGS", "AR", "CARGO_FEATURE_PLANTED_FAULTS"]
+    for variable in ["PROFILE", "TARGET", "OPT_LEVEL", "DEBUG", "CXX", "CXXFLAGS", "AR", "CARGO_FEATURE_FAILPOINTS"]
     {
         hash.update(format!("{variable}={:?};", env::var_os(variable)));
     }

@@ -26,7 +26,7 @@
 #include "xla-attention/src/bridge.rs.h"
 #include "xla_headers.h"
 
-#ifdef XA_PLANTED_FAULTS
+#ifdef XA_FAILPOINTS
 // src/failpoint.rs
 extern "C" bool xa_take_failpoint(int32_t number);
 #endif
@@ -76,13 +76,13 @@ class Bound {
   Surplus surplus_{0, 0, 0};
 };
 
-#ifdef XA_PLANTED_FAULTS
-inline void strike() {
+#ifdef XA_FAILPOINTS
+inline void trigger_failpoints() {
   if (xa_take_failpoint(0)) throw std::runtime_error("failpoint: ShimException");
   if (xa_take_failpoint(1)) throw "failpoint: ShimThrow";
 }
 #else
-inline void strike() {}
+inline void trigger_failpoints() {}
 #endif
 
 template <typename T>
@@ -96,7 +96,7 @@ Bound bound(const Values&... values) {
   static_assert((std::size_t{0} + ... + kIsOperand<Values>) <= Bound::kMost);
   static_assert((std::size_t{0} + ... + kIsResult<Values>) <= Bound::kMost);
   static_assert((std::size_t{0} + ... + std::is_arithmetic_v<Values>) <= Bound::kMost);
-  strike();
+  trigger_failpoints();
   Bound all;
   (all.add(values), ...);
   return all;
@@ -166,7 +166,7 @@ inline XLA_FFI_Error* guarded(const char* target, XLA_FFI_Handler* handler, XLA_
   };
   try {
     XLA_FFI_Error* const error = handler(frame);
-    if (frame->extension_start != nullptr && checking()) withdraw_traits(frame);
+    if (frame->extension_start != nullptr && debug_check_is_enabled()) withdraw_traits(frame);
     return error;
   } catch (const std::exception& e) {
     return failure(e.what());

@@ -1,4 +1,4 @@
-//! The crossing from the C++ shims into Rust: plain views in, a plain status out.
+//! The cxx bridge through which the C++ shims call Rust: views of the call's arguments in, a status out.
 #![expect(unreachable_pub, reason = "cxx makes the shared types public")]
 
 use crate::debug_check;
@@ -12,7 +12,7 @@ use crate::tensor::{DType, Tensor};
 
 #[cxx::bridge(namespace = "xa")]
 mod ffi {
-    /// A dense buffer of XLA; dtype 0 stands for one that was left out.
+    /// A dense XLA buffer; dtype 0 means that the operand was left out.
     #[derive(Clone, Copy)]
     struct BufferView<'a> {
         dtype: i32,
@@ -28,7 +28,7 @@ mod ffi {
         F32,
     }
 
-    /// `real` holds an f32, `integer` the other two types.
+    /// `real` holds an f32; `integer` holds the other two types.
     #[derive(Clone, Copy)]
     struct AttributeView {
         kind: AttributeType,
@@ -36,7 +36,7 @@ mod ffi {
         real: f32,
     }
 
-    /// Operands and results past the end of the binding; attributes where it has none.
+    /// How many more operands, results and attributes the call has than the binding.
     #[derive(Clone, Copy)]
     struct Surplus {
         operands: usize,
@@ -44,7 +44,7 @@ mod ffi {
         attributes: usize,
     }
 
-    /// What a binding decoded.
+    /// The arguments of a call as the binding decoded them.
     #[derive(Clone, Copy)]
     struct Arguments<'a> {
         operands: &'a [BufferView<'a>],
@@ -53,7 +53,7 @@ mod ffi {
         surplus: Surplus,
     }
 
-    /// XLA's error code, 0 for success.
+    /// XLA's error code (0 for success) and the message.
     struct Status {
         code: i32,
         message: String,
@@ -67,7 +67,7 @@ mod ffi {
     }
 
     extern "Rust" {
-        fn checking() -> bool;
+        fn debug_check_is_enabled() -> bool;
         fn run_on_cpu(op: i32, pool: &XlaPool, arguments: Arguments) -> Status;
         fn prepare_cuda(op: i32, arguments: Arguments) -> Status;
         fn launch_cuda(op: i32, stream: usize, arguments: Arguments) -> Status;
@@ -76,10 +76,11 @@ mod ffi {
 
 use ffi::{Arguments, AttributeType, AttributeView, BufferView, Status, XlaPool};
 
-// SAFETY: XLA's pool may be asked from any thread; the wrapper is two pointers that the handler's frame keeps alive.
+// SAFETY: XLA's thread pool is thread-safe, and the wrapper consists of two pointers that the call frame keeps alive.
 unsafe impl Sync for XlaPool {}
 
-// SAFETY: XLA runs a scheduled task once; what C++ throws ends the process (cxx) and does not unwind.
+// SAFETY: XLA runs each scheduled task exactly once. A C++ exception in `schedule` does not unwind into Rust, because cxx
+// terminates the process.
 unsafe impl Pool for XlaPool {
     fn num_threads(&self) -> usize {
         XlaPool::num_threads(self).max(1) as usize
@@ -89,11 +90,12 @@ unsafe impl Pool for XlaPool {
     }
 }
 
-/// As many operands, results or attributes as the shims' arrays hold: `ffi/binding.h` asserts that no binding has more.
+/// Capacity of the shims' arrays of operands, results and attributes; `ffi/binding.h` asserts that no binding has more.
 const MOST: usize = 24;
 
-/// Handlers are registered for calls that wait for their end.
-fn checking() -> bool {
+/// Whether debug check mode is enabled. Its calls synchronize, so their handlers are registered without the trait that
+/// allows recording into a command buffer.
+fn debug_check_is_enabled() -> bool {
     debug_check::is_enabled()
 }
 
@@ -111,7 +113,7 @@ fn launch_cuda(op: i32, stream: usize, arguments: Arguments) -> Status {
 
 fn enter(op: i32, action: Action, arguments: Arguments) -> Result {
     let op = Op::from_number(op).ok_or_else(|| Error::internal(format!("no operator {op}")))?;
-    // Without a guard cxx would end the process at a panic.
+    // cxx would terminate the process if a panic reached it.
     in_panic_boundary(op.signature().target, || decode_and_call(op, action, arguments))
 }
 
@@ -129,7 +131,7 @@ fn decode_and_call(op: Op, action: Action, arguments: Arguments) -> Result {
     for (to, from) in attributes.iter_mut().zip(arguments.attributes) {
         *to = attribute(from);
     }
-    // SAFETY: XLA keeps the buffers of a call alive until its work is done, on the device of the current context.
+    // SAFETY: XLA keeps the buffers of a call valid until its work has finished, and they belong to the current context.
     unsafe {
         execute(&Call {
             op,

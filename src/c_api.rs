@@ -1,7 +1,8 @@
-//! What the shared library exports: the tables of handlers for XLA, and `xa_call` for all other callers.
+//! The C interface, which is all that the shared library exports: the tables of handlers for XLA, and `xa_call` for all
+//! other callers.
 //!
-//! All of it is plain C, without a Python ABI: `ctypes`, eager torch and PJRT programs in any language use it. A panic in
-//! one of the functions is its error, or where it has none, what it gives for failure.
+//! It is plain C without a Python ABI: `ctypes`, eager torch and PJRT programs in any language use it. A panic in one of
+//! the functions becomes its error, or its failure value if it returns no error.
 
 use crate::debug_check;
 use crate::dispatch::{Action, Call, call};
@@ -11,7 +12,7 @@ use crate::handlers::{self, Targets};
 use crate::log;
 use crate::panic_boundary::catch_panic;
 #[cfg(feature = "cuda")]
-use crate::pjrt_proxy::{self, stand_before};
+use crate::pjrt_proxy::{self, wrap};
 use crate::pool::RayonPool;
 use crate::problem::workspace::AttentionSizes;
 use crate::problem::{self, Attribute, AttributeKind, Op};
@@ -20,7 +21,7 @@ use crate::tensor::{DType, Tensor};
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::OnceLock;
 
-/// The body of a function that C calls: what it gives, or the text of its panic.
+/// Runs the body of an exported function. Returns its result, or the message of its panic.
 fn entered<T>(work: impl FnOnce() -> T) -> std::result::Result<T, String> {
     catch_panic(|| {
         failpoint::trigger(Failpoint::CApi);
@@ -28,12 +29,12 @@ fn entered<T>(work: impl FnOnce() -> T) -> std::result::Result<T, String> {
     })
 }
 
-/// What `work` gives; `failure` where it panics.
+/// Returns what `work` returns, or `failure` if it panics.
 fn or_failure<T>(failure: T, work: impl FnOnce() -> T) -> T {
     entered(work).unwrap_or(failure)
 }
 
-/// What `work` gives; where it panics, an error of the function called `name`.
+/// Returns what `work` returns, or an error of the exported function `name` if it panics.
 fn or_error(name: &str, work: impl FnOnce() -> Result) -> Result {
     entered(work).unwrap_or_else(|text| Err(Error::internal(format!("{name}: panic: {text}"))))
 }
@@ -53,7 +54,7 @@ pub extern "C" fn xa_targets() -> *const Targets {
 pub extern "C" fn xa_handler_set(number: usize) -> *const Targets {
     or_failure(std::ptr::null(), || {
         log::init();
-        // Read once, before a handler can be called.
+        // The environment variable is read here, before XLA can call a handler.
         debug_check::is_enabled();
         handlers::sets().get(number).map_or(std::ptr::null(), std::ptr::from_ref)
     })
@@ -120,7 +121,7 @@ pub struct XaCall {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn xa_op(target: *const c_char) -> i32 {
     or_failure(-1, || {
-        // SAFETY: this function's contract.
+        // SAFETY: the caller guarantees a terminated string.
         let name = unsafe { CStr::from_ptr(target) }.to_bytes();
         Op::ALL.into_iter().find(|op| op.signature().target.as_bytes() == name).map_or(-1, |op| op as i32)
     })
@@ -139,40 +140,40 @@ pub unsafe extern "C" fn xa_op(target: *const c_char) -> i32 {
 pub unsafe extern "C" fn xa_call(request: *const XaCall, message: *mut c_char, capacity: usize) -> i32 {
     let result = or_error("xa_call", || {
         log::init();
-        // SAFETY: this function's contract.
-        unsafe { enter(known(request)?) }
+        // SAFETY: the caller guarantees a valid struct and everything that it points to.
+        unsafe { enter(validated_request(request)?) }
     });
-    // SAFETY: this function's contract.
-    unsafe { answer(result, message, capacity) }
+    // SAFETY: the caller guarantees that `message` has room for `capacity` bytes.
+    unsafe { report(result, message, capacity) }
 }
 
-/// The request, if this version knows all that it asks for.
+/// The request, if this version supports all that it asks for.
 ///
 /// # Safety
 /// As [`xa_call`].
-unsafe fn known<'a>(request: *const XaCall) -> Result<&'a XaCall> {
+unsafe fn validated_request<'a>(request: *const XaCall) -> Result<&'a XaCall> {
     const KNOWN: usize = size_of::<XaCall>();
-    // What no struct is as long as is no size.
+    // A larger number is not the size of any version's struct, but an uninitialized field.
     const MOST: usize = 1 << 12;
-    // SAFETY: this function's contract: not null, it points to a size at least.
+    // SAFETY: the caller guarantees that a request that is not null begins with its size.
     let size = if request.is_null() { 0 } else { unsafe { (&raw const (*request).struct_size).read() } };
     ensure((KNOWN..=MOST).contains(&size), || {
         format!("xa_call: the request is a struct of {size} bytes, expected {KNOWN} or, of a later version, more")
     })?;
-    // SAFETY: this function's contract: so many bytes are there.
+    // SAFETY: the caller guarantees that `size` bytes are readable.
     let tail = unsafe { std::slice::from_raw_parts(request.cast::<u8>().add(KNOWN), size - KNOWN) };
     ensure(tail.iter().all(|byte| *byte == 0), || {
         format!("xa_call: the request asks for something that this version does not know, past its {KNOWN} bytes")
     })?;
-    // SAFETY: this function's contract: the bytes of a struct.
+    // SAFETY: the caller guarantees a valid struct, and `size` covers all fields of this version.
     Ok(unsafe { &*request })
 }
 
-/// The code of a result; the text goes to `message`.
+/// Returns the code of a result and writes the error's text to `message`.
 ///
 /// # Safety
 /// `message` has room for `capacity` bytes.
-unsafe fn answer(result: Result, message: *mut c_char, capacity: usize) -> i32 {
+unsafe fn report(result: Result, message: *mut c_char, capacity: usize) -> i32 {
     let Err(Error { code, message: text }) = result else { return 0 };
     if capacity > 0 {
         let cut = text.floor_char_boundary(capacity - 1);
@@ -198,7 +199,7 @@ unsafe fn enter(request: &XaCall) -> Result {
     };
     let signature = op.signature();
     let decoded = || -> Result<_> {
-        // SAFETY: this function's contract.
+        // SAFETY: the caller guarantees that each pointer is valid for its count.
         unsafe {
             Ok((
                 tensors(slice(request.operands, request.num_operands), "operand", signature.operands)?,
@@ -208,14 +209,14 @@ unsafe fn enter(request: &XaCall) -> Result {
         }
     };
     let (operands, results, attributes) = decoded().map_err(|e| e.of(signature.target))?;
-    // SAFETY: this function's contract.
+    // SAFETY: the caller guarantees what `call` requires of memory and stream.
     unsafe { call(&Call { op, action, operands: &operands, results: &results, attributes: &attributes }) }
 }
 
 /// # Safety
 /// `first` points to `count` values, or `count` is 0.
 unsafe fn slice<'a, T>(first: *const T, count: usize) -> &'a [T] {
-    // SAFETY: this function's contract.
+    // SAFETY: the caller guarantees that `first` points to `count` values.
     if count == 0 { &[] } else { unsafe { std::slice::from_raw_parts(first, count) } }
 }
 
@@ -227,11 +228,11 @@ unsafe fn tensors<'a>(raw: &'a [XaTensor], what: &str, names: &[&str]) -> Result
             let name = names.get(index).map_or_else(|| format!("{what} {index}"), ToString::to_string);
             Error::invalid(format!("{name} has rank {}", raw.rank))
         })?;
-        // SAFETY: this function's contract.
+        // SAFETY: the caller guarantees `rank` sizes.
         let dims = unsafe { slice(raw.dims, rank) };
-        // SAFETY: this function's contract.
+        // SAFETY: the caller guarantees that strides which are not null are `rank` values.
         let strides = (!raw.strides.is_null()).then(|| unsafe { slice(raw.strides, rank) });
-        // Without an element no stride has a meaning.
+        // The strides of an empty tensor have no meaning, so they need not be validated.
         let strides = strides.filter(|_| !dims.contains(&0));
         Ok(Tensor { dtype: DType(raw.dtype), data: raw.data.cast(), dims, strides })
     };
@@ -263,18 +264,18 @@ pub unsafe extern "C" fn xa_stand_before_pjrt_plugin(
     capacity: usize,
 ) -> i32 {
     let result = or_error("xa_stand_before_pjrt_plugin", || {
-        // SAFETY: this function's contract.
+        // SAFETY: the caller guarantees a terminated string.
         unsafe { CStr::from_ptr(path) }
             .to_str()
             .map_err(|_| Error::invalid("the plugin's path is not UTF-8"))
-            .and_then(stand_before)
+            .and_then(wrap)
     });
-    // SAFETY: this function's contract.
-    unsafe { answer(result, message, capacity) }
+    // SAFETY: the caller guarantees that `message` has room for `capacity` bytes.
+    unsafe { report(result, message, capacity) }
 }
 
 #[cfg(not(feature = "cuda"))]
-fn stand_before(_: &str) -> Result {
+fn wrap(_: &str) -> Result {
     Err(Error::unimplemented("this build has no CUDA backend; build with the feature `cuda`"))
 }
 
@@ -311,7 +312,7 @@ pub unsafe extern "C" fn xa_workspace(
         let wanted = Op::from_number(op).and_then(|op| sizes.workspace_of(op));
         wanted.map_or([0; 3], |wanted| [wanted.fixed, wanted.per_row, wanted.per_sequence])
     });
-    // SAFETY: this function's contract.
+    // SAFETY: the caller guarantees that `c` has room for three numbers.
     unsafe { c.write(wanted) };
 }
 
@@ -330,7 +331,7 @@ fn info() -> String {
         handlers::sets().iter().map(|set| format!("[{},{}]", set.api_major, set.api_minor)).collect();
     let mut targets: Vec<String> = Vec::new();
     for row in handlers::targets() {
-        // SAFETY: the rows hold terminated strings.
+        // SAFETY: each row of the table holds two terminated strings.
         let (name, platform) = unsafe { (CStr::from_ptr(row.name), CStr::from_ptr(row.platform)) };
         targets.push(format!("[{:?},{:?}]", name.to_string_lossy(), platform.to_string_lossy()));
     }

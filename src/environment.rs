@@ -1,6 +1,6 @@
-//! Switches in the environment, `XLA_ATTENTION_CHECK` and others: one rule for how they are spelled.
+//! Boolean environment variables such as `XLA_ATTENTION_CHECK`, with one rule for their values.
 
-/// Whether the variable switches something on; what is neither on nor off is off, with a warning on standard error.
+/// Whether the variable is set to a true value. Any other value is false; an unknown one warns on standard error.
 pub(crate) fn switch(variable: &str) -> bool {
     let Some(value) = std::env::var_os(variable) else { return false };
     value.to_str().and_then(parse).unwrap_or_else(|| {
@@ -12,7 +12,7 @@ pub(crate) fn switch(variable: &str) -> bool {
     })
 }
 
-/// An empty value is off.
+/// The value as a boolean; an empty value is false, an unknown one `None`.
 fn parse(value: &str) -> Option<bool> {
     match value.to_ascii_lowercase().as_str() {
         "1" | "true" | "on" | "yes" => Some(true),

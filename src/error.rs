@@ -1,4 +1,4 @@
-//! What can go wrong, and the only map from it to XLA's status codes.
+//! The crate's error type, with XLA's status codes.
 
 use std::fmt;
 
@@ -6,26 +6,26 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum Code {
-    /// The caller's mistake: a shape, dtype or attribute that the operator's definition excludes.
+    /// The call is wrong: the operator's definition excludes this shape, dtype or attribute.
     InvalidArgument = 3,
-    /// There is no memory for what the call's sizes ask for.
+    /// The memory that the call's sizes require cannot be allocated.
     ResourceExhausted = 8,
-    /// The machine is not in a state to run this: no usable driver, GPU too old, module refused.
+    /// The machine cannot run the call: the driver is unusable, the GPU is too old, or the module is refused.
     FailedPrecondition = 9,
-    /// Allowed by the definition, not built (yet); the text names the nearest thing that works.
+    /// The definition allows the call, but it is not implemented. The message names the nearest call that works.
     Unimplemented = 12,
-    /// A fault of ours or of the driver.
+    /// A bug of this library or an error of the driver.
     Internal = 13,
-    /// Something that has to be there is not, for instance libcuda.
+    /// A library or device is missing, for instance libcuda.
     Unavailable = 14,
 }
 
 /// An error with the status code under which XLA reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error {
-    /// How XLA classifies it.
+    /// The status code.
     pub code: Code,
-    /// What is wrong and what was expected; names the operand or attribute.
+    /// What is wrong and what was expected, with the name of the operand or attribute.
     pub message: String,
 }
 
@@ -33,38 +33,38 @@ pub struct Error {
 pub type Result<T = ()> = std::result::Result<T, Error>;
 
 impl Error {
-    /// The caller's mistake.
+    /// [`Code::InvalidArgument`]
     pub fn invalid(message: impl Into<String>) -> Self {
         Self { code: Code::InvalidArgument, message: message.into() }
     }
 
-    /// Right, but not built.
+    /// [`Code::Unimplemented`]
     pub fn unimplemented(message: impl Into<String>) -> Self {
         Self { code: Code::Unimplemented, message: message.into() }
     }
 
-    /// A fault of ours or of the driver.
+    /// [`Code::Internal`]
     pub fn internal(message: impl Into<String>) -> Self {
         Self { code: Code::Internal, message: message.into() }
     }
 
-    /// No memory for so many bytes.
+    /// [`Code::ResourceExhausted`] for an allocation of `bytes`.
     #[must_use]
     pub fn exhausted(bytes: usize) -> Self {
         Self { code: Code::ResourceExhausted, message: format!("no memory for {bytes} bytes") }
     }
 
-    /// The machine cannot run this as it stands.
+    /// [`Code::FailedPrecondition`]
     pub fn precondition(message: impl Into<String>) -> Self {
         Self { code: Code::FailedPrecondition, message: message.into() }
     }
 
-    /// A library or device is missing.
+    /// [`Code::Unavailable`]
     pub fn unavailable(message: impl Into<String>) -> Self {
         Self { code: Code::Unavailable, message: message.into() }
     }
 
-    /// The same error with the target's name in front of the text.
+    /// The same error with the target's name in front of the message.
     #[must_use]
     pub fn of(mut self, target: &str) -> Self {
         self.message = format!("{target}: {}", self.message);
@@ -80,16 +80,16 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// `Err(invalid)` unless `condition` holds; the text is built only then.
+/// Fails unless `condition` holds. The message is built only on failure.
 ///
 /// # Errors
-/// [`Code::InvalidArgument`] with the text of `message`.
+/// [`Code::InvalidArgument`] with `message`.
 pub(crate) fn ensure(condition: bool, message: impl FnOnce() -> String) -> Result {
     if condition { Ok(()) } else { Err(Error::invalid(message())) }
 }
 
-/// An empty vector with room for `count` elements, for counts that follow from a caller's sizes: without memory the
-/// call fails, not the process.
+/// An empty vector with capacity for `count` elements. Use it where the count follows from a caller's sizes: if the
+/// memory cannot be allocated, the call fails instead of the process.
 ///
 /// # Errors
 /// [`Code::ResourceExhausted`].
@@ -99,7 +99,7 @@ pub(crate) fn with_room<T>(count: usize) -> Result<Vec<T>> {
     Ok(items)
 }
 
-/// Append `item`, as [`with_room`] makes room.
+/// Append `item`; a failed allocation is an error as in [`with_room`].
 ///
 /// # Errors
 /// [`Code::ResourceExhausted`].

@@ -1,8 +1,8 @@
 //! The tables of custom-call targets for an XLA runtime.
 //!
-//! The C++ handlers (`ffi/`) are compiled against two versions of XLA's headers (`xla_headers/pin.toml`), because a
-//! runtime takes only handlers of some versions of its FFI: not of later ones than its own, and some day no longer of the
-//! oldest. Each version is a set of handlers for the same targets.
+//! The C++ handlers (`ffi/`) are compiled against two versions of XLA's headers (`xla_headers/pin.toml`). A runtime does
+//! not accept handlers of a later FFI version than its own, and may one day drop the oldest version. Each version is a
+//! set of handlers for the same targets.
 
 use crate::problem::for_each_target;
 use std::ffi::{c_char, c_void};
@@ -25,9 +25,9 @@ pub struct Target {
     pub execute: Handler,
 }
 
-// SAFETY: pointers to constants.
+// SAFETY: the struct holds pointers to constants.
 unsafe impl Sync for Target {}
-// SAFETY: as above.
+// SAFETY: as for `Sync`.
 unsafe impl Send for Target {}
 
 /// A table of targets, as [`xa_targets`](crate::xa_targets) and [`xa_handler_set`](crate::xa_handler_set) give it out.
@@ -46,9 +46,9 @@ pub struct Targets {
     pub rows: *const Target,
 }
 
-// SAFETY: a pointer to constants.
+// SAFETY: the struct holds a pointer to constants.
 unsafe impl Sync for Targets {}
-// SAFETY: as above.
+// SAFETY: as for `Sync`.
 unsafe impl Send for Targets {}
 
 /// The rows of one target: an operator's three handlers, which `XA_TARGET` in `ffi/binding.h` defines for the set `$set`.
@@ -106,7 +106,7 @@ pub(crate) fn sets() -> &'static [Targets] {
         ];
         let table = |&(version, rows): &(Version, &'static [Target])| {
             let (mut api_major, mut api_minor) = (0, 0);
-            // SAFETY: writes two integers.
+            // SAFETY: the function of `ffi/header_version.cc` writes these two integers.
             unsafe { version(&raw mut api_major, &raw mut api_minor) };
             Targets { struct_size: size_of::<Targets>(), api_major, api_minor, count: rows.len(), rows: rows.as_ptr() }
         };

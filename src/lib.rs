@@ -1,8 +1,8 @@
 //! Attention operators for XLA programs: paged attention and what surrounds it, as custom calls of XLA's typed FFI on
 //! CUDA and the CPU.
 //!
-//! From Rust, every operator is a safe function over slices of the host or addresses of a device. Here one sequence has
-//! two keys in page 1 of a cache, and its last token asks:
+//! From Rust, every operator is a safe function over host slices or device addresses. In this example one sequence has
+//! two keys, which lie in page 1 of a cache, and the query is its last token:
 //!
 //! ```
 //! use xla_attention::{On, PagedAttentionInputs, PagedAttentionOptions, TensorMut, TensorRef, paged_attention};
@@ -25,9 +25,9 @@
 //! # Ok::<(), xla_attention::Error>(())
 //! ```
 //!
-//! A call walks down this list: a front-end (Python, an XLA runtime, the functions above), the bridge or the C interface,
-//! [`call()`] which knows every operator, [`ops`] which validates, and a backend which computes. `docs/dev/architecture.md`
-//! draws it. `docs/semantics.md` defines what the operators compute.
+//! A call passes through these layers: a front-end (Python, an XLA runtime, or the functions of this crate), the bridge
+//! or the C interface, [`call()`], which dispatches every operator, [`ops`], which validates its arguments, and a backend,
+//! which computes. `docs/dev/architecture.md` has a drawing. `docs/semantics.md` defines what the operators compute.
 
 mod api;
 mod bridge;

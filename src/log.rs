@@ -1,4 +1,4 @@
-//! `XLA_ATTENTION_LOG=debug`: what was chosen for each call shape, once, on standard error.
+//! `XLA_ATTENTION_LOG=debug` logs the chosen kernels to standard error, once per call shape.
 
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -17,7 +17,7 @@ pub(crate) fn init() {
         match LevelFilter::from_str(&text) {
             Ok(level) => {
                 let to = tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).without_time();
-                // An error means that the program listens already.
+                // An error means that the program has installed a subscriber, which receives the events instead.
                 let _ = to.with_ansi(false).try_init();
             }
             Err(_) => eprintln!("XLA_ATTENTION_LOG={text}: expected off, error, warn, info, debug or trace"),
@@ -25,7 +25,7 @@ pub(crate) fn init() {
     });
 }
 
-/// Log what was chosen for a call, the first time that `shape` is seen for `operator`.
+/// Log `text` the first time that `shape` is seen for `operator`.
 pub(crate) fn call(operator: &str, shape: impl Hash, text: impl FnOnce() -> String) {
     static SEEN: Mutex<Option<HashSet<u64>>> = Mutex::new(None);
     if !tracing::enabled!(Level::DEBUG) {

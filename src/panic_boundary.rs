@@ -1,15 +1,15 @@
-//! Panics end here: nothing unwinds into XLA, into C or into a thread pool of somebody else.
+//! Catches panics, so that none unwinds into XLA, into C or into a foreign thread pool.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// What `work` gives, or the text of its panic.
+/// Returns what `work` returns, or the message of its panic.
 ///
-/// The caller goes on as if `work` had failed, and trusts nothing that it may have left half done.
+/// After a panic the caller must not rely on state that `work` may have left half written.
 pub(crate) fn catch_panic<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(work)).map_err(|payload| {
         let text = payload.downcast_ref::<&str>().map(ToString::to_string);
         let text = text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_default();
-        // Dropping a foreign value could panic again.
+        // The destructor of an arbitrary payload could panic again.
         std::mem::forget(payload);
         text
     })

@@ -1,11 +1,11 @@
-//! A PJRT plugin in front of another one, for `torch_xla` 2.9 over JAX's CUDA plugin.
+//! A PJRT plugin that wraps another one, so that `torch_xla` 2.9 can use JAX's CUDA plugin.
 //!
-//! `torch_xla` loads any plugin, with two faults for this one: it aborts when the client calls itself "cuda", and its
-//! execute options are shorter than those the plugin was built with, which the plugin refuses. So this library exports
-//! `GetPjrtApi` itself and answers with a copy of the other plugin's table, in which two functions are ours. Everything
-//! else goes to the other plugin directly.
+//! `torch_xla` loads any plugin, but fails with JAX's for two reasons: it aborts if the client's platform name is "cuda",
+//! and it passes shorter execute options than the plugin was built with, which the plugin refuses. This library therefore
+//! exports `GetPjrtApi` and returns a copy of the inner plugin's function table, in which two functions are replaced. All
+//! other functions are the inner plugin's.
 //!
-//! Offsets are those of `xla/pjrt/c/pjrt_c_api.h`, whose structs only grow at their ends.
+//! The offsets are those of `xla/pjrt/c/pjrt_c_api.h`, whose structs only grow at their ends.
 
 use crate::error::{Error, Result};
 use libloading::Library;
@@ -14,20 +14,20 @@ use std::path::Path;
 use std::ptr::{null, null_mut};
 use std::sync::OnceLock;
 
-/// Minor versions of the API, 0.x, of the plugins that this was tried with.
+/// Minor versions of the PJRT API (0.x) that have been tested.
 const TRIED: std::ops::RangeInclusive<i32> = 75..=116;
 
-/// Offsets in `PJRT_Api`, in words of 8 bytes.
+/// Offsets in `PJRT_Api` in units of 8 bytes.
 mod api {
     /// `PJRT_Client_PlatformName`
     pub(super) const CLIENT_PLATFORM_NAME: usize = 17;
     /// `PJRT_LoadedExecutable_Execute`
     pub(super) const LOADED_EXECUTABLE_EXECUTE: usize = 60;
-    /// What has to be there.
+    /// Minimum length of a table that has both functions.
     pub(super) const WORDS: usize = LOADED_EXECUTABLE_EXECUTE + 1;
 }
 
-/// The beginning of `PJRT_Api`.
+/// The first fields of `PJRT_Api`.
 #[repr(C)]
 struct ApiHead {
     struct_size: usize,
@@ -48,7 +48,7 @@ struct PlatformNameArgs {
     platform_name_size: usize,
 }
 
-/// The beginning of `PJRT_LoadedExecutable_Execute_Args`.
+/// The first fields of `PJRT_LoadedExecutable_Execute_Args`.
 #[repr(C)]
 struct ExecuteArgs {
     struct_size: usize,
@@ -57,7 +57,7 @@ struct ExecuteArgs {
     options: *mut PaddedOptions,
 }
 
-/// `PJRT_ExecuteOptions` of any version: its size, then its fields; what a caller does not know of is 0.
+/// `PJRT_ExecuteOptions` of any version: its size, then its fields. Fields that the caller's version lacks are 0.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct PaddedOptions {
@@ -67,39 +67,39 @@ struct PaddedOptions {
 
 type Execute = unsafe extern "C" fn(*mut ExecuteArgs) -> *mut c_void;
 
-/// The plugin behind this one.
-struct Behind {
-    /// Never unloaded: it has threads.
+/// The wrapped plugin.
+struct InnerPlugin {
+    /// Stays loaded for the life of the process, because the plugin has threads.
     _library: Library,
     path: String,
-    /// Our copy of its table.
+    /// The copy of its function table, with the two replaced functions.
     table: Vec<usize>,
     execute: Execute,
 }
 
-static BEHIND: OnceLock<Behind> = OnceLock::new();
+static INNER: OnceLock<InnerPlugin> = OnceLock::new();
 
-/// Put this library in front of the plugin at `path`, from now on.
+/// Wrap the plugin at `path`: [`table`] returns its function table from now on.
 ///
 /// # Errors
-/// `UNAVAILABLE` if it is no plugin that can be loaded, `FAILED_PRECONDITION` if its API is outside of the tried range
-/// or another plugin has been chosen before.
-pub(crate) fn stand_before(path: &str) -> Result {
-    if BEHIND.get().is_none() {
-        let behind = Behind::load(path)?;
-        // Somebody faster has chosen: below it is seen whether the same.
-        drop(BEHIND.set(behind));
+/// `UNAVAILABLE` if the plugin cannot be loaded, `FAILED_PRECONDITION` if its API version is not among the tested ones
+/// or another plugin is already wrapped.
+pub(crate) fn wrap(path: &str) -> Result {
+    if INNER.get().is_none() {
+        let inner = InnerPlugin::load(path)?;
+        // If another thread was faster, its plugin is kept, and the comparison of paths below decides.
+        drop(INNER.set(inner));
     }
-    match BEHIND.get() {
-        Some(behind) if behind.path == path => Ok(()),
-        Some(behind) => Err(Error::precondition(format!("the plugin {} is in use already", behind.path))),
+    match INNER.get() {
+        Some(inner) if inner.path == path => Ok(()),
+        Some(inner) => Err(Error::precondition(format!("the plugin {} is in use already", inner.path))),
         None => Err(Error::internal("the plugin was not kept")),
     }
 }
 
-impl Behind {
+impl InnerPlugin {
     fn load(path: &str) -> Result<Self> {
-        // SAFETY: the caller names a PJRT plugin; loading it runs its initialisers, as its own framework would.
+        // SAFETY: the caller names a PJRT plugin, whose initializers are meant to run in any process that loads it.
         let library = unsafe { Library::new(Path::new(path)) }
             .map_err(|error| Error::unavailable(format!("the PJRT plugin {path} cannot be loaded: {error}")))?;
         // SAFETY: every PJRT plugin exports this function.
@@ -107,7 +107,7 @@ impl Behind {
             let entry = library.get::<unsafe extern "C" fn() -> *const ApiHead>(c"GetPjrtApi");
             entry.map_err(|error| Error::unavailable(format!("{path} is no PJRT plugin: {error}")))?()
         };
-        // SAFETY: null or a table that lives as long as the plugin.
+        // SAFETY: a plugin returns null or a table that lives as long as the plugin.
         let Some(head) = (unsafe { table.as_ref() }) else {
             return Err(Error::unavailable(format!("the PJRT plugin {path} gives no API")));
         };
@@ -121,9 +121,9 @@ impl Behind {
                 TRIED.end(),
             )));
         }
-        // SAFETY: the struct says its size; all its fields are words but for the version, whose padding is readable.
+        // SAFETY: the table has `struct_size` bytes, of which every 8 are initialized or readable padding.
         let mut copy = unsafe { std::slice::from_raw_parts(table.cast::<usize>(), words) }.to_vec();
-        // SAFETY: this entry is this function, in every version of the API.
+        // SAFETY: in every version of the API this entry of the table is this function.
         let execute = unsafe { std::mem::transmute::<usize, Execute>(copy[api::LOADED_EXECUTABLE_EXECUTE]) };
         copy[api::CLIENT_PLATFORM_NAME] = platform_name as *const () as usize;
         copy[api::LOADED_EXECUTABLE_EXECUTE] = execute_padded as *const () as usize;
@@ -131,10 +131,10 @@ impl Behind {
     }
 }
 
-/// `PJRT_Client_PlatformName`: not "cuda", at which `torch_xla` aborts.
+/// Replaces `PJRT_Client_PlatformName`, because `torch_xla` aborts at the name "cuda".
 unsafe extern "C" fn platform_name(args: *mut PlatformNameArgs) -> *mut c_void {
     const NAME: &CStr = c"gpu";
-    // SAFETY: the caller's struct, of which the fields exist in every version.
+    // SAFETY: the caller passes a valid struct, which has these fields in every version of the API.
     unsafe {
         (*args).platform_name = NAME.as_ptr();
         (*args).platform_name_size = NAME.count_bytes();
@@ -142,29 +142,29 @@ unsafe extern "C" fn platform_name(args: *mut PlatformNameArgs) -> *mut c_void {
     null_mut()
 }
 
-/// `PJRT_LoadedExecutable_Execute` with options of at least the plugin's size.
+/// Replaces `PJRT_LoadedExecutable_Execute`: pads the options to at least the inner plugin's size.
 unsafe extern "C" fn execute_padded(args: *mut ExecuteArgs) -> *mut c_void {
-    let Some(behind) = BEHIND.get() else { return null_mut() };
-    // SAFETY: the caller's structs, each as long as it says; ours outlives the call that reads it.
+    let Some(inner) = INNER.get() else { return null_mut() };
+    // SAFETY: the caller's structs are as long as their `struct_size`, and `padded` outlives the call that reads it.
     unsafe {
         let given = (*args).options;
         if given.is_null() || (*given).struct_size >= size_of::<PaddedOptions>() {
-            return (behind.execute)(args);
+            return (inner.execute)(args);
         }
         let size = (*given).struct_size;
         let mut padded = PaddedOptions { struct_size: 0, fields: [0; 31] };
         std::ptr::copy_nonoverlapping(given.cast::<u8>(), (&raw mut padded).cast::<u8>(), size);
         padded.struct_size = size_of::<PaddedOptions>();
         (*args).options = &raw mut padded;
-        let error = (behind.execute)(args);
+        let error = (inner.execute)(args);
         (*args).options = given;
         error
     }
 }
 
-/// The table, once [`stand_before`] has chosen a plugin; null before.
+/// The function table of the wrapped plugin; null before [`wrap`].
 pub(crate) fn table() -> *const c_void {
-    BEHIND.get().map_or(null(), |behind| behind.table.as_ptr().cast())
+    INNER.get().map_or(null(), |inner| inner.table.as_ptr().cast())
 }
 
 #[cfg(test)]
@@ -172,16 +172,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_plugin_is_refused() {
-        let missing = stand_before("/nowhere/plugin.so").expect_err("there is no such file");
+    fn a_library_that_is_not_a_plugin_is_refused() {
+        let missing = wrap("/nowhere/plugin.so").expect_err("there is no such file");
         assert!(missing.message.contains("/nowhere/plugin.so cannot be loaded"), "{missing:?}");
-        let wrong = stand_before("libc.so.6").expect_err("libc is no plugin");
+        let wrong = wrap("libc.so.6").expect_err("libc is not a plugin");
         assert!(wrong.message.contains("is no PJRT plugin"), "{wrong:?}");
         assert!(table().is_null());
     }
 
     #[test]
-    fn the_platform_is_a_name_that_torch_xla_takes() {
+    fn the_platform_name_is_not_cuda() {
         let mut args = PlatformNameArgs {
             struct_size: size_of::<PlatformNameArgs>(),
             extension_start: null_mut(),
@@ -189,9 +189,9 @@ mod tests {
             platform_name: null(),
             platform_name_size: 0,
         };
-        // SAFETY: the struct is above.
+        // SAFETY: `args` is a valid struct.
         assert!(unsafe { platform_name(&raw mut args) }.is_null());
-        // SAFETY: a constant.
+        // SAFETY: the function above has set the name to a terminated constant.
         assert_eq!(unsafe { CStr::from_ptr(args.platform_name) }, c"gpu");
         assert_eq!(args.platform_name_size, 3);
     }

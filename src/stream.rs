@@ -1,4 +1,4 @@
-//! A CUDA stream by its address, so that everything above the CUDA backend can pass one on.
+//! A CUDA stream as an address, so that layers above the CUDA backend can pass it without naming CUDA's types.
 
 /// A CUDA stream of the current context (`CUstream`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,4 +1,4 @@
-//! The one view of a buffer that everything below the front-ends sees.
+//! [`Tensor`], a typed view of a buffer, which all layers below the front-ends use.
 
 use crate::error::{Error, Result, ensure};
 use std::fmt;
@@ -13,7 +13,7 @@ macro_rules! dtypes {
         impl DType {
             $(#[doc = concat!("`", $text, "`")] pub const $name: Self = Self($code);)*
 
-            /// Bytes of one element; 0 for a type that no operator here takes.
+            /// Bytes per element; 0 for a type that no operator takes.
             #[must_use]
             pub const fn size(self) -> usize {
                 match self.0 { $($code => $bytes,)* _ => 0 }
@@ -48,7 +48,7 @@ dtypes! {
 }
 
 impl DType {
-    /// The code of an operand that is not there.
+    /// The number that stands for an operand that was left out.
     pub const ABSENT: Self = Self(0);
 }
 
@@ -58,22 +58,22 @@ impl fmt::Debug for DType {
     }
 }
 
-/// A typed view of memory that somebody else owns: host memory on the CPU, device memory on CUDA.
+/// A typed view of memory that the caller owns: host memory on the CPU, device memory on CUDA.
 #[derive(Clone, Copy, Debug)]
 pub struct Tensor<'a> {
     /// Element type.
     pub dtype: DType,
-    /// First element; null only where there is no element, and while shapes alone are checked.
+    /// First element. May be null if there is no element, or if only shapes are validated.
     pub data: *mut u8,
     /// Sizes, outermost first.
     pub dims: &'a [i64],
-    /// Distance between neighbours of each dimension in elements; `None` is dense, last dimension innermost.
+    /// Stride of each dimension in elements; `None` for a dense row-major tensor.
     pub strides: Option<&'a [i64]>,
 }
 
-// SAFETY: a view is an address and numbers; code that reads or writes through it states why that is allowed.
+// SAFETY: a view consists of an address and numbers; each access through it states why it is allowed.
 unsafe impl Send for Tensor<'_> {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Tensor<'_> {}
 
 impl<'a> Tensor<'a> {
@@ -87,7 +87,7 @@ impl<'a> Tensor<'a> {
         Self { dtype, data, dims, strides: None }
     }
 
-    /// Left out, or a rank-1 buffer without an element, which means the same.
+    /// Whether the operand was left out. A rank-1 buffer without elements counts as left out too.
     #[must_use]
     pub fn is_left_out(&self) -> bool {
         self.dtype == DType::ABSENT || self.dims == [0]
@@ -99,35 +99,34 @@ impl<'a> Tensor<'a> {
         self.dims.iter().product::<i64>() as usize
     }
 
-    /// No element at all.
+    /// Whether there is no element.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.dims.contains(&0)
     }
 
-    /// Bytes of the elements.
+    /// Size of all elements in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.len() * self.dtype.size()
     }
 
-    /// Elements between neighbours along `axis`; that of a dense buffer where there are no neighbours.
+    /// Stride of `axis` in elements. A dimension of size 1 has the stride of a dense tensor, whatever is given.
     #[must_use]
     pub fn stride(&self, axis: usize) -> i64 {
-        // Sizes beside a 0 may be anything: no element is reached through such a stride.
+        // Beside a size of 0 the other sizes can be arbitrarily large. Wrapping is harmless, because no element exists.
         let dense = || self.dims[axis + 1..].iter().fold(1i64, |n, &d| n.wrapping_mul(d));
         self.strides.filter(|_| self.dims[axis] != 1).map_or_else(dense, |s| s[axis])
     }
 
-    /// Neighbours along every dimension lie as in a dense buffer; dimensions of size 1 may carry any stride.
+    /// Whether the tensor is dense and row-major. Dimensions of size 1 may have any stride.
     #[must_use]
     pub fn is_dense(&self) -> bool {
         let dense = Tensor { strides: None, ..*self };
         self.is_empty() || (0..self.dims.len()).all(|i| self.stride(i) == dense.stride(i))
     }
 
-    /// Sizes that cannot be: negative ones, more bytes than memory has addresses, strides of another rank or past all
-    /// addresses.
+    /// Refuses impossible sizes: negative sizes, sizes or strides whose byte range overflows, strides of another rank.
     ///
     /// # Errors
     /// `INVALID_ARGUMENT`, naming the operand.
@@ -145,7 +144,7 @@ impl<'a> Tensor<'a> {
         })
     }
 
-    /// How far apart two elements can be, in bytes; there are elements.
+    /// The largest distance between two elements in bytes, `None` if it overflows. The tensor must not be empty.
     fn reach(&self, strides: &[i64]) -> Option<u64> {
         let size = self.dtype.size().max(1) as u64;
         self.dims.iter().zip(strides).try_fold(0u64, |sum, (&dim, &stride)| {
@@ -153,7 +152,7 @@ impl<'a> Tensor<'a> {
         })
     }
 
-    /// There is memory where there are elements, aligned to the element.
+    /// Refuses a tensor with elements whose address is null or not aligned to its element size.
     ///
     /// # Errors
     /// `INVALID_ARGUMENT`, naming the operand.
@@ -167,7 +166,7 @@ impl<'a> Tensor<'a> {
         })
     }
 
-    /// The element type is one of `allowed`.
+    /// Refuses an element type that is not in `allowed`.
     ///
     /// # Errors
     /// `INVALID_ARGUMENT`, naming the operand and what was expected.
@@ -178,7 +177,7 @@ impl<'a> Tensor<'a> {
         })
     }
 
-    /// The shape agrees with `expected`, one [`Dim`] for each dimension.
+    /// Refuses a shape that does not match `expected`, which has one [`Dim`] per dimension.
     ///
     /// # Errors
     /// `INVALID_ARGUMENT`: `block_tables has shape [3, 7], expected [num_seqs=4, max_pages]`.
@@ -192,12 +191,12 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// What one dimension of an operand may be.
+/// The expected size of one dimension.
 #[derive(Clone, Copy, Debug)]
 pub enum Dim {
-    /// Anything; the name tells what it means.
+    /// Any size; the name appears in error messages.
     Any(&'static str),
-    /// The size that another operand has set.
+    /// The size that another operand determines, with its name.
     Is(&'static str, i64),
 }
 
@@ -216,7 +215,7 @@ impl fmt::Display for Dim {
     }
 }
 
-/// `name` has to be there although its place in the list is optional, or the list is too short.
+/// The error for a required operand `name` that is not given.
 pub(crate) fn missing(name: &str) -> Error {
     Error::invalid(format!("{name} is missing"))
 }

@@ -1,9 +1,9 @@
-//! A call under `XLA_ATTENTION_CHECK=1`: look over its metadata, carry it out, compute its results a second time,
-//! compare.
+//! A call in debug check mode (`XLA_ATTENTION_CHECK=1`): validate its metadata, execute it, compute the results a second
+//! time and compare.
 //!
-//! What ran on CUDA is computed a second time by the CPU backend, out of copies that are made before anything is
-//! launched, since a cache is updated in place. What ran on the CPU is not held against the CPU: attention is
-//! computed by its definition, the other operators' metadata alone is looked over.
+//! The CPU backend recomputes what ran on CUDA. It works on copies of the operands that are made before the launch,
+//! because a cache is updated in place. What ran on the CPU cannot be compared with the CPU backend: attention is
+//! recomputed by its definition, and of the other operators only the metadata is validated.
 
 use super::{Action, Call, run_backend};
 #[cfg(feature = "cuda")]
@@ -27,15 +27,15 @@ use crate::stream::Stream;
 use crate::tensor::{DType, Tensor};
 use std::cell::RefCell;
 
-/// Carry out a call and check it, if it computes something.
+/// Execute a call, with checks if its action computes something.
 ///
 /// # Errors
-/// `INVALID_ARGUMENT` for metadata that would be clamped, `INTERNAL` for a result that is off, and those of the call.
+/// `INVALID_ARGUMENT` for metadata that would be clamped, `INTERNAL` for a wrong result, and the errors of the call.
 ///
 /// # Safety
 /// As [`super::call()`].
 pub(super) unsafe fn checked(args: &CallArguments, call: &Call) -> Result {
-    // SAFETY: passed on.
+    // SAFETY: the caller guarantees what each of these functions requires.
     unsafe {
         match call.action {
             Action::RunOnCpu(pool) => checked_on_cpu(args, call, pool),
@@ -46,12 +46,12 @@ pub(super) unsafe fn checked(args: &CallArguments, call: &Call) -> Result {
     }
 }
 
-/// An error that there would not be without the check.
+/// Marks an error that occurs only in debug check mode.
 fn in_check_mode(Error { code, message }: Error) -> Error {
     Error { code, message: format!("XLA_ATTENTION_CHECK: {message}") }
 }
 
-/// The problem of an operator that is attention.
+/// The problem of an attention operator, `None` for the other operators.
 fn attention<'a>(op: Op, args: &CallArguments<'a>) -> Result<Option<Attention<'a>>> {
     match op {
         Op::PagedAttention => problem::paged_attention::problem(args).map(Some),
@@ -63,12 +63,12 @@ fn attention<'a>(op: Op, args: &CallArguments<'a>) -> Result<Option<Attention<'a
     }
 }
 
-/// Refuse metadata that would be clamped; the sequences of attention.
+/// Refuse metadata that would be clamped. Returns the sequences of an attention operator.
 ///
 /// # Safety
-/// The operands are readable on the host.
+/// The operands are readable host memory.
 unsafe fn validate_metadata(op: Op, args: &CallArguments) -> Result<Vec<Sequence>> {
-    // SAFETY: this function's contract.
+    // SAFETY: the caller guarantees that the operands are readable host memory, and `problem` validates their shapes.
     unsafe {
         if op == Op::PagedAttentionUpdate {
             return metadata::new_tokens(&problem::paged_attention_update::problem(args)?).map_err(in_check_mode);
@@ -96,7 +96,7 @@ unsafe fn validate_metadata(op: Op, args: &CallArguments) -> Result<Vec<Sequence
 /// # Safety
 /// As [`checked`].
 unsafe fn checked_on_cpu(args: &CallArguments, call: &Call, pool: &dyn Pool) -> Result {
-    // SAFETY: passed on; host memory.
+    // SAFETY: on the CPU the caller's buffers are host memory; `memory` outlives the views of it.
     unsafe {
         run_backend(args, call.op, Action::Check)?;
         let sequences = validate_metadata(call.op, args)?;
@@ -110,7 +110,7 @@ unsafe fn checked_on_cpu(args: &CallArguments, call: &Call, pool: &dyn Pool) -> 
             return Ok(());
         }
         let memory: Vec<HostTensor> = call.results.iter().map(HostTensor::zeros).collect();
-        // The definition attends over the cache as it was updated.
+        // The definition reads the cache after its update.
         let updated = |name: &str| call.op == Op::PagedAttentionUpdate && name == "kv_cache";
         let expected: Vec<Tensor> = (call.op.signature().results.iter().zip(memory.iter().zip(call.results)))
             .map(|(name, (host, result))| if updated(name) { *result } else { host.view(result) })
@@ -129,11 +129,11 @@ unsafe fn checked_on_cpu(args: &CallArguments, call: &Call, pool: &dyn Pool) -> 
 unsafe fn checked_on_cuda(args: &CallArguments, call: &Call, stream: Stream) -> Result {
     let fetch = |tensor: &Tensor| {
         HostTensor::of(tensor, |to, from, bytes| {
-            // SAFETY: passed on; a view of device memory.
+            // SAFETY: the caller guarantees that the tensor is valid device memory.
             unsafe { host_copy::to_host(to, from, bytes, stream) }
         })
     };
-    // SAFETY: passed on; the second computation has memory of its own.
+    // SAFETY: the caller guarantees valid buffers and stream; the second computation writes only to `given` and `memory`.
     unsafe {
         run_backend(args, call.op, Action::Check)?;
         host_copy::can_wait(stream)?;
@@ -144,7 +144,7 @@ unsafe fn checked_on_cuda(args: &CallArguments, call: &Call, stream: Stream) -> 
             .iter()
             .zip(call.results)
             .map(|(host, result)| {
-                // What is updated in place is so the second time too.
+                // A result that aliases an operand must alias its host copy in the second computation too.
                 let same = call.operands.iter().position(|o| o.data == result.data && !o.is_empty());
                 same.map_or_else(|| host.view(result), |i| Tensor { data: operands[i].data, ..*result })
             })
@@ -161,11 +161,11 @@ unsafe fn checked_on_cuda(args: &CallArguments, call: &Call, stream: Stream) -> 
     }
 }
 
-/// A row and head, and how much further than usual their columns of out and their lse may be off.
+/// A row and head, and by how much their columns of out and their lse may exceed the usual tolerance.
 type ExcessOfRow = ((usize, usize), (Vec<f64>, f64));
 
 /// # Safety
-/// All of it is readable host memory; `second` has the results `expected`, `sequences` are those of its metadata.
+/// All tensors are readable host memory. `second` has the results `expected`, and `sequences` are its sequences.
 unsafe fn compare_all(
     call: &Call,
     second: &CallArguments,
@@ -179,12 +179,12 @@ unsafe fn compare_all(
         let dlse = second.optional_operand(Operand::Dlse);
         let cotangents: Vec<_> = [Some(second.operand(Operand::Dout)), dlse].into_iter().flatten().collect();
         let problem = problem::flash_attn_varlen_bwd::problem(second)?;
-        // SAFETY: this function's contract.
+        // SAFETY: the caller guarantees that all tensors are readable host memory.
         return unsafe { compare_gradients(&problem, sequences, &cotangents, &named) }.map_err(in_check_mode);
     }
     let problem = attention(call.op, second)?;
-    // SAFETY: this function's contract.
-    let spoiled = problem.as_ref().map_or(Vec::new(), |problem| unsafe { nonfinite_rows(problem, sequences) });
+    // SAFETY: the caller guarantees that all tensors are readable host memory.
+    let nonfinite = problem.as_ref().map_or(Vec::new(), |problem| unsafe { nonfinite_rows(problem, sequences) });
     let softcap = problem.is_some_and(|problem| problem.score.softcap > 0.0);
     let ran_on_gpu = !matches!(call.action, Action::RunOnCpu(_));
     let last: RefCell<Option<ExcessOfRow>> = RefCell::new(None);
@@ -194,14 +194,14 @@ unsafe fn compare_all(
         };
         let mut last = last.borrow_mut();
         if last.as_ref().is_none_or(|(at, _)| *at != (row, head)) {
-            // SAFETY: this function's contract.
+            // SAFETY: the caller guarantees that all tensors are readable host memory.
             *last = Some(((row, head), unsafe { fp8_excess(problem, sequences, row, head) }));
         }
         last.as_ref().map_or(0.0, |(_, (out, lse))| column.map_or(*lse, |column| out[column]))
     };
     let out = results.first().map_or(DType::ABSENT, |out| out.dtype);
     for (name, pair) in call.op.signature().results.iter().zip(results.iter().zip(expected)) {
-        // Where the row is in an index, if rows can be spoiled.
+        // `row_axis` is the axis of query rows, for results whose rows can be nonfinite.
         let (tolerance, row_axis) = match *name {
             "workspace" => continue,
             "out" if call.op != Op::SimpleAdd => (Tolerance::weighted_sum(out, softcap), Some(0)),
@@ -209,26 +209,26 @@ unsafe fn compare_all(
             _ => (Tolerance::rounded_once(pair.0.dtype), None),
         };
         let row = |index: &[usize]| row_axis.and_then(|axis: usize| index.get(axis)).copied();
-        let skipped = |index: &[usize]| row(index).is_some_and(|row| spoiled.get(row) == Some(&true));
+        let skipped = |index: &[usize]| row(index).is_some_and(|row| nonfinite.get(row) == Some(&true));
         // out [Tq, Hq, Dv], lse [Hq, Tq]
         let excess = |index: &[usize]| match (row_axis, index) {
             (Some(0), &[row, head, column]) => excess(row, head, Some(column)),
             (Some(1), &[head, row]) => excess(row, head, None),
             _ => 0.0,
         };
-        // SAFETY: this function's contract.
+        // SAFETY: the caller guarantees that all tensors are readable host memory.
         unsafe { compare(name, pair, tolerance, skipped, excess) }.map_err(in_check_mode)?;
     }
     Ok(())
 }
 
-/// Hopper's prefill takes q, K and V of fp8 as they are (`src/cuda/attention/hopper.rs`).
+/// Whether Hopper's prefill may multiply fp8 q, K and V without converting them (`src/cuda/attention/hopper.rs`).
 fn may_multiply_fp8(problem: &Attention) -> bool {
     let dims = [problem.head_dim, problem.value_dim];
     problem.q.dtype == DType::F8E4M3FN && accuracy::FP8_HEAD_DIMS.iter().any(|&dim| dims == [dim; 2])
 }
 
-/// Overwrite an element in the middle of the first result, if the failpoint is armed.
+/// Overwrite an element in the middle of the first result if the failpoint is armed.
 #[cfg(feature = "failpoints")]
 fn corrupt_result(call: &Call, fill: impl FnOnce(*mut u8, u8, usize) -> Result) -> Result {
     use crate::failpoint::{Failpoint, take};
@@ -236,7 +236,7 @@ fn corrupt_result(call: &Call, fill: impl FnOnce(*mut u8, u8, usize) -> Result) 
     let result = &call.results[0];
     if !result.is_empty() && take(Failpoint::WrongResult) {
         let size = result.dtype.size();
-        // A number in every type: 3156 in f32.
+        // This byte pattern is a finite number in every dtype, for example 3156 in f32.
         return fill(result.data.wrapping_add(result.len() / 2 * size), 0x45, size);
     }
     Ok(())
