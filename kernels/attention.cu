@@ -7,7 +7,7 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32: of q, K, V and out; fp8, fp8_shifted: f16 on 8-bit K and V (include/fp8.cuh)
 //   XA_HEAD_DIM  the bucket: head dimensions up to it run, padded with zeros in shared memory
-//   XA_SHAPE     prefill, decode, wide (include/tile_shape.cuh)
+//   XA_SHAPE     prefill, decode, decode_8warps (include/tile_shape.cuh)
 //   XA_SCORE     plain, modified (include/score_form.cuh)
 // Launch: kThreads threads, Hkv * n CTAs for n >= the tiles of a KV head, in decode as a grid of Hkv by any n >= 1;
 // Shape::kSharedBytes of dynamic shared memory, in decode with batch_invariant Shape::kFoldBytes more.

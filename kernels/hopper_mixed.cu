@@ -24,7 +24,7 @@ using T = xa::XA_PASTE(dtype_, XA_DTYPE);
 using Score = xa::score_plain;
 using Choice = xa::tiles::HopperPrefill<sizeof(T), xa::tiles::XA_PASTE(head_dim_, XA_HEAD_DIM), xa::tiles::score_plain>;
 using Shape = xa::hopper::TileShape<Choice, xa::hopper::Storage::paged>;
-using DecodeShape = xa::TileShape<xa::tiles::shape_mixed, T, T, XA_HEAD_DIM>;
+using DecodeShape = xa::TileShape<xa::tiles::shape_fused, T, T, XA_HEAD_DIM>;
 static_assert(Shape::kThreads == DecodeShape::kThreads);
 }  // namespace
 

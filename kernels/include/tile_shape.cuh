@@ -3,12 +3,12 @@
 //
 // prefill: the warps have rows of their own and share each block of keys.
 // decode:  the warps share 16 rows and have keys of their own, every kKeyWarps-th block; their results are merged.
-// wide:    decode with the warps of two CTAs in one, for GPUs that give a CTA 163 KB of shared memory.
-// mixed:   decode in the CTAs of Hopper's prefill (hopper/mixed.cuh).
+// decode_8warps: decode with the warps of two CTAs in one, for GPUs that give a CTA 163 KB of shared memory.
+// fused:   decode in the CTAs of Hopper's prefill (hopper/mixed.cuh).
 //
 // Shared memory: the query rows, each followed by 16 unused bytes, then per ring (one of the CTA, or one a warp)
 // kStages blocks of K and as many of V (shared_rows.cuh); when a piece is done, the results of its warps take their
-// place. Behind them what outlives a piece: the CTA's Plan, in decode its Share, in mixed the barriers of boxes.
+// place. Behind them what outlives a piece: the CTA's Plan, in decode its Share, in fused the barriers of boxes.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,7 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr int kQueryRowBytes = kHeadDim * static_cast<int>(sizeof(T));
   static constexpr int kQueryPitch = kQueryRowBytes + 16;
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Stored));
-  static constexpr bool kFetchesBoxes = std::is_same_v<Shape, tiles::shape_mixed>;
+  static constexpr bool kFetchesBoxes = std::is_same_v<Shape, tiles::shape_fused>;
   /// Prefill is bound by arithmetic and by registers, decode by memory.
   using Rows = std::conditional_t<kFetchesBoxes, PanelRows<kRowBytes>,
                                   std::conditional_t<kSplitsKeys, SwizzledRows<kRowBytes>, PaddedRows<kRowBytes>>>;
@@ -66,7 +66,7 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr int kFoldBytes = kSplitsKeys ? kRows * kHeadDim * 4 + 2 * kRows * 8 : 0;
 
   static constexpr int kMostKilobytes =
-      std::is_same_v<Shape, tiles::shape_mixed> ? 227 : (std::is_same_v<Shape, tiles::shape_wide> ? 163 : 99);
+      std::is_same_v<Shape, tiles::shape_fused> ? 227 : (std::is_same_v<Shape, tiles::shape_decode_8warps> ? 163 : 99);
   static_assert(Choice::kRowWarps == 1 || Choice::kKeyWarps == 1, "warps share either rows or keys");
   static_assert(Choice::kSharedBytes == kFoldOffset + (kFetchesBoxes ? 1024 : 0),
                 "shared_bytes in variants.toml is what the launch asks for, boxes being aligned to 1024 bytes");

@@ -4,7 +4,7 @@
 // have a fixed order, all heads alike, and so have their units. The CTAs of share number g, one a KV head, take
 // the units from g * per to (g + 1) * per. Where an end of it falls inside of a tile it moves to a place
 // where the tile may be cut (cutting.cuh), if there is any, else to the nearer end of the tile. What a CTA computes of
-// a tile is a *part*. A part that is not the whole tile goes to the workspace (partial_rows.cuh), and merge_parts.cu
+// a tile is a *part*. A part that is not the whole tile goes to the workspace (partial_rows.cuh), and combine.cu
 // makes rows of parts.
 //
 // Every place follows from per and the tile by arithmetic, so that CTAs agree without a word: the end of a share inside

@@ -92,14 +92,14 @@ fn mistakes_in_kernels_and_tiles_are_named_with_what_was_expected() {
             "unknown field `axis`, expected one of `name`, `source`",
         ),
         (
-            "{ shape = \"wide\", dtype = \"f32\" }",
-            "{ form = \"wide\" }",
+            "{ shape = \"decode_8warps\", dtype = \"f32\" }",
+            "{ form = \"decode_8warps\" }",
             "kernel attention: without: \"form\" is no axis of it",
         ),
         (
-            "{ shape = \"wide\", dtype = \"f32\" }",
+            "{ shape = \"decode_8warps\", dtype = \"f32\" }",
             "{ shape = \"broad\" }",
-            "kernel attention: without: shape = \"broad\", expected one of [\"prefill\", \"decode\", \"wide\"]",
+            "kernel attention: without: shape = \"broad\", expected one of [\"prefill\", \"decode\", \"decode_8warps\"]",
         ),
         (
             "tiles = [{ table = \"attention\" }]",
@@ -112,21 +112,29 @@ fn mistakes_in_kernels_and_tiles_are_named_with_what_was_expected() {
             "kernel hopper_prefill_fp8: tiles hopper_prefill: key bytes is neither an axis nor given beside the table",
         ),
         (
-            "[\"wide\", 2, 128, 1, 8,",
-            "[\"wide\", 2, 128, 8,",
-            "tiles attention: row [Name(\"wide\"), Number(2), Number(128), Number(8), ",
-        ),
-        ("[\"wide\", 2, 128, 1, 8,", "[\"wide\", 2, 128, -1, 8,", "did not match any variant of untagged enum Entry"),
-        ("[\"wide\", 2, 128, 1, 8,", "[\"wide\", 2, 128, \"1\", 8,", "row_warps = 1, expected an entry such as 4"),
-        (
-            "[\"wide\", 2, 128, 1, 8,",
-            "[\"wide\", 2, 64, 1, 8,",
-            "tiles attention: no row for attention_f16_128_wide_plain, expected one that begins (shape, bytes, head_dim) = \
-             [\"wide\", \"2\", \"128\"]",
+            "[\"decode_8warps\", 2, 128, 1, 8,",
+            "[\"decode_8warps\", 2, 128, 8,",
+            "tiles attention: row [Name(\"decode_8warps\"), Number(2), Number(128), Number(8), ",
         ),
         (
-            "  [\"wide\", 2, 128, 1, 8,",
-            "  [\"tall\", 2, 128, 1, 8, 1, 16, 2, 1, true, 1],\n  [\"wide\", 2, 128, 1, 8,",
+            "[\"decode_8warps\", 2, 128, 1, 8,",
+            "[\"decode_8warps\", 2, 128, -1, 8,",
+            "did not match any variant of untagged enum Entry",
+        ),
+        (
+            "[\"decode_8warps\", 2, 128, 1, 8,",
+            "[\"decode_8warps\", 2, 128, \"1\", 8,",
+            "row_warps = 1, expected an entry such as 4",
+        ),
+        (
+            "[\"decode_8warps\", 2, 128, 1, 8,",
+            "[\"decode_8warps\", 2, 64, 1, 8,",
+            "tiles attention: no row for attention_f16_128_decode_8warps_plain, expected one that begins (shape, bytes, head_dim) = \
+             [\"decode_8warps\", \"2\", \"128\"]",
+        ),
+        (
+            "  [\"decode_8warps\", 2, 128, 1, 8,",
+            "  [\"tall\", 2, 128, 1, 8, 1, 16, 2, 1, true, 1],\n  [\"decode_8warps\", 2, 128, 1, 8,",
             "tiles attention: no kernel is built for row [Name(\"tall\")",
         ),
     ];

@@ -6,12 +6,12 @@ use super::tiles::KERNEL;
 use super::{Call, Launch, Launches, Parameter, UNLIMITED, most_tiles};
 use crate::cuda::launch::Shape;
 use crate::cuda::params::attention::AttentionParams;
-use crate::cuda::params::merge_parts::MERGE_PARTS_THREADS;
+use crate::cuda::params::combine::COMBINE_THREADS;
 use crate::cuda::variants;
 use crate::error::Result;
 use crate::problem::attention::Attention;
 
-const MERGE_KERNEL: &str = "merge_parts";
+const COMBINE_KERNEL: &str = "combine";
 
 /// Most new rows per KV head that one warp stores in the cache. Its stores are serial and delay its attention work; above
 /// this a launch of the update's own kernel is faster.
@@ -75,12 +75,12 @@ fn of_sequences<'c>(call: &Call, tiles: i64, max_queries: i64, are_alone: bool) 
 
 /// The launch that combines the partials of split tiles, where a launch with this parameter splits any.
 pub(super) fn combine<'c>(problem: &Attention, split: &Split, params: &AttentionParams) -> Result<Option<Launch<'c>>> {
-    let ends = split.ends_to_merge();
+    let ends = split.ends_to_combine();
     if ends == 0 {
         return Ok(None);
     }
-    let variant = variants::find(MERGE_KERNEL, &[variants::dtype_value(problem.out.dtype)])?;
+    let variant = variants::find(COMBINE_KERNEL, &[variants::dtype_value(problem.out.dtype)])?;
     let grid = [problem.num_kv_heads as u32, ends, 1];
-    let shape = Shape { grid, threads: MERGE_PARTS_THREADS as u32, shared_memory: 0 };
-    Ok(Some(Launch::new(MERGE_KERNEL, variant, shape, Parameter::Attention(*params))))
+    let shape = Shape { grid, threads: COMBINE_THREADS as u32, shared_memory: 0 };
+    Ok(Some(Launch::new(COMBINE_KERNEL, variant, shape, Parameter::Attention(*params))))
 }

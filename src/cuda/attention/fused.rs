@@ -60,7 +60,7 @@ impl FusedParameter<'_> {
 /// The tiles of prefill and decode, if the kernel takes the call.
 fn tiles(call: &Call) -> Option<(Prefill, &'static Tile)> {
     let Call { problem, device, .. } = call;
-    let tile = Tile::of(problem, "mixed").ok()?;
+    let tile = Tile::of(problem, "fused").ok()?;
     let is_built = [problem.head_dim, problem.value_dim] == [tile.head_dim as usize; 2] && !modifies_scores(problem);
     let is_mixed = call.rows() > ROWS_PER_SEQUENCE * call.few() * call.seqs();
     let loads_fit = matches!(problem.keys.storage,

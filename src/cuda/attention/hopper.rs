@@ -347,9 +347,9 @@ pub(super) mod tests {
         assert_eq!(prefilled_by(&capped), "hopper_prefill_bf16_128_paged_modified");
         assert_eq!(named_on(&ragged(), &device(false))[0].0, "attention_bf16_128_prefill_plain");
         // Who decodes is another matter.
-        assert_eq!(named_on(&ragged(), &device(true))[1].0, "attention_bf16_128_wide_plain");
+        assert_eq!(named_on(&ragged(), &device(true))[1].0, "attention_bf16_128_decode_8warps_plain");
         let short = Attention { queries: Queries { longest: 1, ..ragged().queries }, ..ragged() };
-        assert_eq!(prefilled_by(&short), "attention_bf16_128_wide_plain");
+        assert_eq!(prefilled_by(&short), "attention_bf16_128_decode_8warps_plain");
     }
 
     #[test]

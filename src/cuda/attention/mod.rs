@@ -259,7 +259,7 @@ pub(super) mod tests {
 
     /// The launches that attend: the variant, and how many queries its sequences have.
     fn names(plan: &Plan) -> Vec<(&'static str, i32, i32)> {
-        let attending = plan.0.list.iter().filter(|launch| launch.kernel != "merge_parts");
+        let attending = plan.0.list.iter().filter(|launch| launch.kernel != "combine");
         attending
             .map(|launch| {
                 let (min, max) = queries(&launch.parameter);
@@ -282,7 +282,7 @@ pub(super) mod tests {
 
     #[test]
     fn lengths_are_shared_out_between_the_shapes_without_gap_or_overlap() {
-        let decode = "attention_bf16_128_wide_plain";
+        let decode = "attention_bf16_128_decode_8warps_plain";
         let prefill = "attention_bf16_128_prefill_plain";
         assert_eq!(named(&problem(64, 64, 8, 104)), [(decode, 1, i32::MAX)]);
         assert_eq!(named(&problem(65, 64, 8, 104)), [(prefill, 5, i32::MAX), (decode, 1, 4)]);
@@ -321,7 +321,10 @@ pub(super) mod tests {
     #[test]
     fn decode_stores_updates_that_it_can_and_comes_first() {
         let (decode, strides) = (problem(64, 64, 8, 128), [256, 128, 1]);
-        assert_eq!(storing(&decode, None, &strides), (true, vec![("attention_bf16_128_wide_plain", 1, i32::MAX)]));
+        assert_eq!(
+            storing(&decode, None, &strides),
+            (true, vec![("attention_bf16_128_decode_8warps_plain", 1, i32::MAX)])
+        );
         let both = [("attention_bf16_128_decode_plain", 1, 4), ("attention_bf16_128_prefill_plain", 5, i32::MAX)];
         let invariant = Attention { batch_invariant: true, ..decode };
         assert_eq!(storing(&invariant, None, &strides), (true, both.to_vec()));

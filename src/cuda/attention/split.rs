@@ -65,7 +65,7 @@ impl Split {
     }
 
     /// Ends of shares at which a tile may have been cut.
-    pub(super) fn ends_to_merge(&self) -> u32 {
+    pub(super) fn ends_to_combine(&self) -> u32 {
         (self.partial.groups - 1).max(0) as u32
     }
 }
@@ -212,7 +212,7 @@ mod tests {
 
     #[test]
     fn only_what_can_be_long_is_cut() {
-        let merging = |problem: &Attention| split(problem, 1 << 20, wanted(problem)).ends_to_merge();
+        let merging = |problem: &Attention| split(problem, 1 << 20, wanted(problem)).ends_to_combine();
         assert_eq!(merging(&decode(8, 8, 384, false)), 0);
         assert_eq!(merging(&decode(8, 8, 576, false)), 0);
         assert!(merging(&decode(8, 8, 577, false)) > 0);
@@ -223,7 +223,7 @@ mod tests {
         assert_eq!(merging(&windowed), 0);
         windowed.score.window_left = 4095;
         assert!(merging(&windowed) > 0);
-        assert_eq!(Split::new(&long, Tile::of(&long, "decode").expect("bf16"), 8, 1, RESIDENT, 0).ends_to_merge(), 0);
+        assert_eq!(Split::new(&long, Tile::of(&long, "decode").expect("bf16"), 8, 1, RESIDENT, 0).ends_to_combine(), 0);
     }
 
     #[test]

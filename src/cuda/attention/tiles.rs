@@ -21,14 +21,14 @@ impl Tile {
         })
     }
 
-    /// The tile of decode: the wide one where there is one, the device has room for it, and each sequence and KV head can
-    /// have an SM of its own. With more, two CTAs an SM hide where the other's tiles begin and end.
+    /// The tile of decode: `decode_8warps` where it is built, fits the device, and there are no more sequences times KV
+    /// heads than SMs; else `decode`, of which two CTAs per SM hide the start and the end of each other's tiles.
     pub(super) fn decode(problem: &Attention, device: &Device) -> Result<&'static Self> {
         let tile = Self::of(problem, "decode")?;
         let is_few = problem.max_seqs.min(problem.num_rows) * problem.num_kv_heads <= device.sms as usize;
-        let fits = |wide: &&Self| wide.head_dim == tile.head_dim && wide.shared_bytes <= device.shared_memory;
-        let wide = Self::of(problem, "wide").ok().filter(fits);
-        Ok(wide.filter(|_| is_few && !problem.batch_invariant).unwrap_or(tile))
+        let fits = |other: &&Self| other.head_dim == tile.head_dim && other.shared_bytes <= device.shared_memory;
+        let with_8_warps = Self::of(problem, "decode_8warps").ok().filter(fits);
+        Ok(with_8_warps.filter(|_| is_few && !problem.batch_invariant).unwrap_or(tile))
     }
 
     /// The kernel of this tile for the problem: its index in the table of variants.
@@ -121,14 +121,14 @@ mod tests {
     }
 
     #[test]
-    fn wide_tiles_are_for_few_sequences_and_devices_with_room_for_them() {
+    fn eight_warps_decode_few_sequences_on_devices_with_room_for_them() {
         let problem = super::super::tests::problem;
         let shape = |problem: &Attention, shared_memory| {
             let device = Device { shared_memory, ..super::super::tests::device(true) };
             Tile::decode(problem, &device).expect("there is a tile").shape
         };
         let (large, few) = (227 * 1024, problem(66, 66, 8, 128));
-        assert_eq!((shape(&few, large), shape(&problem(67, 67, 8, 128), large)), ("wide", "decode"));
+        assert_eq!((shape(&few, large), shape(&problem(67, 67, 8, 128), large)), ("decode_8warps", "decode"));
         assert_eq!(shape(&few, 99 * 1024), "decode");
         assert_eq!(shape(&Attention { batch_invariant: true, ..few }, large), "decode");
         for dim in [64, 96, 256] {
@@ -144,14 +144,14 @@ mod tests {
                 Device { capability, shared_memory, shared_memory_per_sm, ..super::super::tests::device(false) };
             for tile in &ATTENTION {
                 let is_built = match tile.shape {
-                    "mixed" => block == 227,
-                    "wide" => block >= 163,
+                    "fused" => block == 227,
+                    "decode_8warps" => block >= 163,
                     _ => true,
                 };
                 for batch_invariant in [false, true] {
                     let problem = Attention { batch_invariant, ..super::super::tests::problem(1, 1, 8, 64) };
                     let asked = match tile.shape {
-                        "decode" | "wide" => tile.decode_shared_memory(&problem, &device),
+                        "decode" | "decode_8warps" => tile.decode_shared_memory(&problem, &device),
                         _ => tile.shared_bytes,
                     };
                     assert!(!is_built || asked <= shared_memory, "{tile:?}");

@@ -4,7 +4,7 @@
 // each; those whose ends cut the same tile share out its rows. Parts are folded in the order of their keys.
 //
 // Compiled once for each XA_DTYPE of out: f16, bf16, f32.
-// Launch: kMergePartsThreads threads, a grid of Hkv by groups - 1, no dynamic shared memory.
+// Launch: kCombineThreads threads, a grid of Hkv by groups - 1, no dynamic shared memory.
 
 #include <cmath>
 #include <cstdint>
@@ -12,12 +12,12 @@
 #include "element.cuh"
 #include "output_rows.cuh"
 #include "params/attention.cuh"
-#include "params/merge_parts.cuh"
+#include "params/combine.cuh"
 #include "partial_rows.cuh"
 
 namespace xa {
 
-constexpr int32_t kWarps = kMergePartsThreads / 32;
+constexpr int32_t kWarps = kCombineThreads / 32;
 
 /// Parts whose reads are under way together.
 constexpr int32_t kAtOnce = 12;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void merge(const AttentionParams& params, const CutTi
 
 }  // namespace xa
 
-extern "C" __global__ void __launch_bounds__(xa::kMergePartsThreads)
+extern "C" __global__ void __launch_bounds__(xa::kCombineThreads)
     XA_ENTRY(const __grid_constant__ xa::AttentionParams params) {
   const xa::CutTile cut = static_cast<const xa::CutTile*>(params.partial.cuts)[blockIdx.y];
   if (cut.parts > 0) xa::merge<xa::XA_PASTE(dtype_, XA_DTYPE)>(params, cut, blockIdx.x);
