@@ -1,5 +1,5 @@
 //! How far a result may be off from its definition (`docs/semantics.md#error-bounds`, `docs/kernels.md` for fp8), for the
-//! check and for the tests, which include this file (`tests/support/answers.rs`).
+//! check and for the tests, which include this file (`tests/support/expected_rows.rs`).
 
 /// A log-sum-exp: of its size, or of 1 where that is less.
 pub(crate) const LSE: f64 = 1e-4;

@@ -5,8 +5,8 @@
 
 use crate::attention;
 use crate::cache;
-use crate::draw::Draw;
-use crate::memory::{Machine, Subject};
+use crate::fuzz_call::{FuzzCall, FuzzDevice};
+use crate::generator::Generator;
 use crate::settings::Settings;
 use crate::support::{announce, runs_on_cpu};
 use std::cell::RefCell;
@@ -28,7 +28,7 @@ const INSTRUCTION_SETS: [&str; 4] = ["portable", "avx2", "avx512", "avx512_bf16"
 const MOST_FAILURES: usize = 10;
 
 /// Makes a call.
-type Kind = fn(&mut Draw) -> Subject;
+type Kind = fn(&mut Generator) -> FuzzCall;
 
 /// Each kind of call, and how many of 20 are of it: in about the proportion in which their code is intricate.
 const KINDS: [(usize, Kind); 9] = [
@@ -43,17 +43,17 @@ const KINDS: [(usize, Kind); 9] = [
     (1, cache::add),
 ];
 
-fn kind(draw: &mut Draw) -> Kind {
+fn kind(generator: &mut Generator) -> Kind {
     let mut kinds = KINDS.iter().flat_map(|&(count, kind)| std::iter::repeat_n(kind, count));
-    kinds.nth(draw.below(20)).unwrap()
+    kinds.nth(generator.below(20)).unwrap()
 }
 
-fn flash(draw: &mut Draw) -> Subject {
-    attention::forward(draw, Op::FlashAttnVarlen)
+fn flash(generator: &mut Generator) -> FuzzCall {
+    attention::forward(generator, Op::FlashAttnVarlen)
 }
 
-fn paged(draw: &mut Draw) -> Subject {
-    attention::forward(draw, Op::PagedAttention)
+fn paged(generator: &mut Generator) -> FuzzCall {
+    attention::forward(generator, Op::PagedAttention)
 }
 
 /// What has become of the calls of a shard.
@@ -80,7 +80,7 @@ fn say(line: &str) {
 
 /// Make the calls of a shard.
 fn work(settings: &Settings, shard: (u64, u64), current: &Current) -> Found {
-    let (machine, started, mut found) = (Machine::chosen(), Instant::now(), Found::default());
+    let (machine, started, mut found) = (FuzzDevice::chosen(), Instant::now(), Found::default());
     for index in settings.indices(shard) {
         if started.elapsed() >= settings.limit || found.failures >= MOST_FAILURES {
             break;
@@ -89,10 +89,11 @@ fn work(settings: &Settings, shard: (u64, u64), current: &Current) -> Found {
         if runs_on_cpu() {
             announce(&settings.repeat(index, TEST));
         }
-        let mut draw = Draw::new(settings.seed, index);
+        let mut generator = Generator::new(settings.seed, index);
         let mut subject = None;
-        let outcome =
-            catch_unwind(AssertUnwindSafe(|| subject.insert(kind(&mut draw)(&mut draw)).run(&mut draw, &machine)));
+        let outcome = catch_unwind(AssertUnwindSafe(|| {
+            subject.insert(kind(&mut generator)(&mut generator)).run(&mut generator, &machine)
+        }));
         found.calls += 1;
         let time = *outcome.as_ref().unwrap_or(&0.0);
         if time > found.slowest.0 {
@@ -101,9 +102,9 @@ fn work(settings: &Settings, shard: (u64, u64), current: &Current) -> Found {
         if outcome.is_err() {
             found.failures += 1;
             let (text, what) = (PANIC.take(), subject.map_or_else(String::new, |subject| subject.describe()));
-            let Draw { hostile, wild, .. } = draw;
+            let Generator { hostile, special_values, .. } = generator;
             say(&format!("WRONG: call {index} of seed {}: {text}", settings.seed));
-            say(&format!("it is {what}; hostile {hostile}, wild {wild}"));
+            say(&format!("it is {what}; hostile {hostile}, wild {special_values}"));
             say(&format!("repeat: {}", settings.repeat(index, TEST)));
         }
     }

@@ -33,7 +33,7 @@ GPU_TESTS = {
         "fp8_accuracy",
     ),
     "subprocess": ("cuda_contexts", "cuda_kernel_files", "check_mode", "failpoints"),
-    "fuzz": ("damaged", "runner"),
+    "fuzz": ("mutated_calls", "runner"),
 }
 
 

@@ -1,12 +1,12 @@
 //! The handlers for the platform `CUDA` where no GPU is needed: they decode, and miss a driver politely. What they refuse
 //! is in the tables of `tests/conformance`.
 
-use crate::support::right_calls;
+use crate::support::valid_calls;
 use crate::support::{CUDA, Frame, Stage, UNAVAILABLE, handler_sets, target};
 
 #[test]
 fn the_cuda_handlers_need_a_stream_and_no_other_context() {
-    for (set, call) in handler_sets().into_iter().flat_map(|set| right_calls::all().into_iter().map(move |c| (set, c)))
+    for (set, call) in handler_sets().into_iter().flat_map(|set| valid_calls::all().into_iter().map(move |c| (set, c)))
     {
         let refusal = call.outcome_in(set.frame(call.target, CUDA)).unwrap_err();
         let text = "Failed to get platform stream: XLA FFI GPU context is not available";
@@ -26,7 +26,7 @@ fn the_cuda_handlers_say_that_there_is_no_driver() {
         println!("skipped: this machine has a driver");
         return;
     }
-    for call in right_calls::all() {
+    for call in valid_calls::all() {
         let row = target(call.target, CUDA);
         for (stage, handler) in [(Stage::Initialize, row.initialize), (Stage::Execute, row.execute)] {
             let refusal = call.outcome_in(Frame::of(handler.unwrap(), stage).stream(0)).unwrap_err();

@@ -16,8 +16,8 @@ fn refuses<T>(declared: &str, parse: impl Fn(&str) -> anyhow::Result<T>, mistake
     parse(declared).map(|_| ()).unwrap();
     for (from, to, said) in mistakes {
         assert!(declared.contains(from), "{from}");
-        let found = format!("{:#}", parse(&declared.replacen(from, to, 1)).err().unwrap());
-        assert!(found.contains(said), "{from} to {to}: {found}");
+        let actual = format!("{:#}", parse(&declared.replacen(from, to, 1)).err().unwrap());
+        assert!(actual.contains(said), "{from} to {to}: {actual}");
     }
 }
 

@@ -2,7 +2,7 @@
 //! reference, against hostile metadata, and against itself.
 
 use crate::attention::tests_of;
-use crate::support::{Case, Checked, Layout, Shape, Storage};
+use crate::support::{AttentionCase, BatchSpec, KvLayout, MemoryLayout, ReferenceCase};
 
 tests_of! { FlashAttnVarlen:
     agreement {
@@ -13,13 +13,13 @@ tests_of! { FlashAttnVarlen:
         scales_and_slopes_may_be_0_or_negative,
     }
     interface { any_workspace_serves, hints_never_decide_which_rows_are_computed }
-    containment { a_sequence_full_of_nan_changes_no_bit_of_another, a_nan_that_a_query_sees_is_not_hidden }
-    invariance {
+    nan_isolation { a_sequence_full_of_nan_changes_no_bit_of_another, a_nan_that_a_query_sees_is_not_hidden }
+    batch_invariance {
         rows_have_the_bits_of_their_sequence_alone_wherever_it_lies,
         rows_do_not_depend_on_their_place_or_their_neighbours_number,
         a_long_sequence_does_not_depend_on_the_room_to_split_it,
     }
-    laws {
+    metamorphic {
         however_keys_are_stored_the_answer_is_the_same,
         a_ragged_batch_is_its_sequences_one_by_one,
         grouped_heads_equal_repeated_heads,
@@ -51,9 +51,12 @@ tests_of! { FlashAttnVarlen:
 #[test]
 fn every_page_size_agrees_with_the_reference() {
     for page_size in [1, 2, 3, 5, 8, 13, 16, 24, 31, 32, 33, 48, 64, 100, 128, 256, 1000] {
-        for layout in Layout::PAGED {
-            let shape = Shape { head_dim: 24, lengths: vec![(1, 130), (21, 64)], ..Shape::default() };
-            Checked::check(&Case::flash(&shape.batch(), &Storage::paged(layout, page_size)));
+        for layout in KvLayout::PAGED {
+            let spec = BatchSpec { head_dim: 24, lengths: vec![(1, 130), (21, 64)], ..BatchSpec::default() };
+            ReferenceCase::assert_matches_reference(&AttentionCase::flash(
+                &spec.batch(),
+                &MemoryLayout::paged(layout, page_size),
+            ));
         }
     }
 }

@@ -3,7 +3,8 @@
 
 use crate::attention::{Operator, tests_of};
 use crate::support::{
-    ATTENTION_DTYPES, Array, Checked, F32, GradientCase, Mask, Options, Shape, Side, Storage, Wanted, check_named,
+    ATTENTION_DTYPES, Array, BatchSpec, F32, GradientCase, GradientOptions, Mask, MemoryLayout, PairwiseOptions,
+    ReferenceCase, Side, assert_named_matches_reference,
 };
 use xla_attention::ops::workspace::AttentionSizes;
 
@@ -14,8 +15,8 @@ tests_of! { FlashAttnVarlenBwd:
         a_sink_may_outweigh_everything_or_nothing,
         long_sequences_agree_with_the_reference,
     }
-    containment { a_sequence_full_of_nan_changes_no_bit_of_another, a_nan_that_a_query_sees_is_not_hidden }
-    laws {
+    nan_isolation { a_sequence_full_of_nan_changes_no_bit_of_another, a_nan_that_a_query_sees_is_not_hidden }
+    metamorphic {
         a_ragged_batch_is_its_sequences_one_by_one,
         grouped_heads_equal_repeated_heads,
         keys_may_stand_in_any_order_where_no_place_counts,
@@ -38,8 +39,11 @@ tests_of! { FlashAttnVarlenBwd:
 
 #[test]
 fn every_pair_of_options_agrees_with_the_reference() {
-    for (index, (_, shape, storage, wanted)) in Options::GRADIENTS.calls().into_iter().enumerate() {
-        check_named(&format!("pairwise {index}"), &mut GradientCase::store(&shape.batch(), &storage, wanted));
+    for (index, (_, spec, memory_layout, options)) in PairwiseOptions::GRADIENTS.calls().into_iter().enumerate() {
+        assert_named_matches_reference(
+            &format!("pairwise {index}"),
+            &mut GradientCase::store(&spec.batch(), &memory_layout, options),
+        );
     }
 }
 
@@ -50,22 +54,26 @@ fn lengths_around_every_size_of_a_block_agree_with_the_reference() {
         let lengths = vec![(length, length), (length, 2 * length + 1), (2 * length, 7)];
         for mask in [Mask::CAUSAL, Mask::FULL, Mask::window(length as i64, 3)] {
             let lengths = lengths.clone();
-            let shape = Shape { dtypes, heads: (2, 1), head_dim: 32, lengths, mask, ..Shape::default() };
-            Checked::check(&GradientCase::store(&shape.batch(), &Storage::contiguous(), Wanted::ALL));
+            let spec = BatchSpec { dtypes, heads: (2, 1), head_dim: 32, lengths, mask, ..BatchSpec::default() };
+            ReferenceCase::assert_matches_reference(&GradientCase::store(
+                &spec.batch(),
+                &MemoryLayout::contiguous(),
+                GradientOptions::ALL,
+            ));
         }
     }
 }
 
 /// The workspace that a call is given as a rule.
 fn wanted_workspace(case: &GradientCase) -> usize {
-    let form = &case.forward.form;
+    let config = &case.forward.config;
     let [num_q_heads, num_kv_heads, head_dim, value_dim] =
-        [form.q_heads, form.kv_heads, form.head_dim, form.value_dim].map(|x| x as i64);
-    let dtype = form.dtypes.q;
+        [config.q_heads, config.kv_heads, config.head_dim, config.value_dim].map(|x| x as i64);
+    let dtype = config.dtypes.q;
     let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant: false };
-    let wanted = sizes.gradients_workspace();
+    let options = sizes.gradients_workspace();
     let (rows, sequences) = (case.forward.rows() as i64, case.forward.slots() as i64);
-    (wanted.fixed + rows * wanted.per_row + sequences * wanted.per_sequence) as usize
+    (options.fixed + rows * options.per_row + sequences * options.per_sequence) as usize
 }
 
 #[test]
@@ -73,13 +81,17 @@ fn any_workspace_serves() {
     for dtype in ATTENTION_DTYPES {
         for deterministic in [false, true] {
             let lengths = vec![(1, 90), (9, 9), (0, 4), (21, 64)];
-            let batch = Shape { dtypes: dtype.into(), lengths, ..Shape::default() }.batch();
-            let mut case = GradientCase::store(&batch, &Storage::contiguous(), Wanted { deterministic, ..Wanted::ALL });
+            let batch = BatchSpec { dtypes: dtype.into(), lengths, ..BatchSpec::default() }.batch();
+            let mut case = GradientCase::store(
+                &batch,
+                &MemoryLayout::contiguous(),
+                GradientOptions { deterministic, ..GradientOptions::ALL },
+            );
             let right = wanted_workspace(&case);
             let sizes = [0, 1, 4096, right / 2, right.saturating_sub(1), right, right + 1, 3_000_000];
             for workspace in [None].into_iter().chain(sizes.map(Some)) {
                 case.forward.workspace = workspace;
-                Checked::check(&case);
+                ReferenceCase::assert_matches_reference(&case);
             }
         }
     }
@@ -87,8 +99,9 @@ fn any_workspace_serves() {
 
 #[test]
 fn dlse_of_0_is_none_and_dsinks_without_sinks_is_0() {
-    Operator::FlashAttnVarlenBwd.for_calls(16, |shape, storage, _| {
-        let mut case = GradientCase::store(&Shape { sinks: false, ..shape }.batch(), &storage, Wanted::ALL);
+    Operator::FlashAttnVarlenBwd.for_calls(16, |spec, memory_layout, _| {
+        let mut case =
+            GradientCase::store(&BatchSpec { sinks: false, ..spec }.batch(), &memory_layout, GradientOptions::ALL);
         let none = GradientCase { dlse: None, ..case.clone() };
         case.dlse = case.dlse.map(|dlse| Array::filled(F32, &dlse.dims, 0));
         let [zeros, none] = [case, none].map(|case| case.invocation().results(Side::EndsAtGuard)[..4].to_vec());
@@ -99,8 +112,8 @@ fn dlse_of_0_is_none_and_dsinks_without_sinks_is_0() {
 
 #[test]
 fn two_runs_have_the_same_bits_where_that_is_asked_for() {
-    Operator::FlashAttnVarlenBwd.for_calls(32, |shape, storage, _| {
-        let case = GradientCase::store(&shape.batch(), &storage, Wanted::ALL);
+    Operator::FlashAttnVarlenBwd.for_calls(32, |spec, memory_layout, _| {
+        let case = GradientCase::store(&spec.batch(), &memory_layout, GradientOptions::ALL);
         let run = || case.invocation().results(Side::BeginsAtGuard)[..4].to_vec();
         assert!(run() == run());
     });

@@ -5,8 +5,8 @@
 //! they also pass with `XLA_ATTENTION_CHECK=1`.
 
 use crate::support::{
-    BF16, Case, Dtypes, F8E4M3FN, F16, Layout, Mask, Numbers as _, SequenceData, Shape, Storage, check_named,
-    runs_on_cpu,
+    AttentionCase, BF16, BatchSpec, Dtypes, F8E4M3FN, F16, KvLayout, Mask, MemoryLayout, Numbers as _, SequenceData,
+    assert_named_matches_reference, runs_on_cpu,
 };
 
 /// What becomes of the numbers that are drawn.
@@ -38,10 +38,10 @@ impl Numbers {
     }
 }
 
-fn check_close(name: &str, shape: &Shape, numbers: Numbers, storage: &Storage) {
-    let mut batch = shape.batch();
-    batch.sequences.iter_mut().for_each(|sequence| numbers.apply(sequence, shape.head_dim));
-    check_named(&format!("{name} {numbers:?}"), &mut Case::flash(&batch, storage));
+fn check_close(name: &str, spec: &BatchSpec, numbers: Numbers, memory_layout: &MemoryLayout) {
+    let mut batch = spec.batch();
+    batch.sequences.iter_mut().for_each(|sequence| numbers.apply(sequence, spec.head_dim));
+    assert_named_matches_reference(&format!("{name} {numbers:?}"), &mut AttentionCase::flash(&batch, memory_layout));
 }
 
 const NUMBERS: [Numbers; 6] = [
@@ -53,16 +53,16 @@ const NUMBERS: [Numbers; 6] = [
     Numbers::OneKey(4.0),
 ];
 
-fn fp8(head_dim: usize) -> Shape {
+fn fp8(head_dim: usize) -> BatchSpec {
     let dtypes = Dtypes::narrow(BF16);
-    Shape { dtypes, heads: (2, 1), head_dim, lengths: vec![(130, 700)], mask: Mask::FULL, ..Shape::default() }
+    BatchSpec { dtypes, heads: (2, 1), head_dim, lengths: vec![(130, 700)], mask: Mask::FULL, ..BatchSpec::default() }
 }
 
 #[test]
 fn sums_of_one_sign_and_keys_that_outweigh_all_others() {
     for head_dim in [64, 128, 256] {
         for numbers in NUMBERS {
-            check_close(&format!("D {head_dim}"), &fp8(head_dim), numbers, &Storage::contiguous().bare());
+            check_close(&format!("D {head_dim}"), &fp8(head_dim), numbers, &MemoryLayout::contiguous().bare());
         }
     }
 }
@@ -70,17 +70,17 @@ fn sums_of_one_sign_and_keys_that_outweigh_all_others() {
 #[test]
 fn options_of_the_score() {
     for head_dim in [128, 256] {
-        let storage = Storage::paged(Layout::Stacked, 16).bare();
-        for (name, shape) in [
-            ("causal, sinks", Shape { mask: Mask::CAUSAL, sinks: true, ..fp8(head_dim) }),
-            ("softcap 2.5", Shape { softcap: 2.5, ..fp8(head_dim) }),
-            ("softcap 30", Shape { softcap: 30.0, sharpness: 8.0, ..fp8(head_dim) }),
-            ("sharp 8", Shape { sharpness: 8.0, ..fp8(head_dim) }),
-            ("sharp 30, f16", Shape { sharpness: 30.0, dtypes: Dtypes::narrow(F16), ..fp8(head_dim) }),
-            ("flat", Shape { sharpness: 1.0 / 64.0, ..fp8(head_dim) }),
+        let memory_layout = MemoryLayout::paged(KvLayout::Stacked, 16).bare();
+        for (name, spec) in [
+            ("causal, sinks", BatchSpec { mask: Mask::CAUSAL, sinks: true, ..fp8(head_dim) }),
+            ("softcap 2.5", BatchSpec { softcap: 2.5, ..fp8(head_dim) }),
+            ("softcap 30", BatchSpec { softcap: 30.0, sharpness: 8.0, ..fp8(head_dim) }),
+            ("sharp 8", BatchSpec { sharpness: 8.0, ..fp8(head_dim) }),
+            ("sharp 30, f16", BatchSpec { sharpness: 30.0, dtypes: Dtypes::narrow(F16), ..fp8(head_dim) }),
+            ("flat", BatchSpec { sharpness: 1.0 / 64.0, ..fp8(head_dim) }),
         ] {
             for numbers in [Numbers::AsDrawn, Numbers::Shifted(0.5)] {
-                check_close(&format!("D {head_dim}, {name}"), &shape, numbers, &storage);
+                check_close(&format!("D {head_dim}, {name}"), &spec, numbers, &memory_layout);
             }
         }
     }
@@ -92,9 +92,9 @@ fn many_keys() {
     let lengths: &[usize] = if runs_on_cpu() { &[4096] } else { &[4096, 16384, 131_072] };
     for head_dim in [128, 256] {
         for &keys in lengths {
-            let shape = Shape { heads: (1, 1), lengths: vec![(64, keys)], ..fp8(head_dim) };
+            let spec = BatchSpec { heads: (1, 1), lengths: vec![(64, keys)], ..fp8(head_dim) };
             for numbers in [Numbers::AsDrawn, Numbers::Shifted(0.5), Numbers::OneKey(0.5)] {
-                check_close(&format!("D {head_dim}, {keys} keys"), &shape, numbers, &Storage::contiguous().bare());
+                check_close(&format!("D {head_dim}, {keys} keys"), &spec, numbers, &MemoryLayout::contiguous().bare());
             }
         }
     }

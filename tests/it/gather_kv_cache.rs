@@ -1,8 +1,9 @@
 //! `xla_gpu_gather_kv_cache` through its XLA FFI handlers.
 
-use crate::support::cost::{Sizes, hostile_gathers_cost_no_more, seconds};
+use crate::support::cost::{CostSizes, hostile_gathers_cost_no_more, seconds};
 use crate::support::{
-    ATTENTION_DTYPES, BF16, F8E4M3FN, F8E5M2, F16, F32, FP8_DTYPES, Gather, Layout, Random, Side, Update, for_each_pool,
+    ATTENTION_DTYPES, BF16, CacheUpdateCase, F8E4M3FN, F8E5M2, F16, F32, FP8_DTYPES, GatherCase, KvLayout, Random,
+    Side, for_each_pool,
 };
 use std::sync::Mutex;
 use std::time::Instant;
@@ -11,11 +12,11 @@ use xla_attention::{RayonPool, parallel_for};
 #[test]
 fn rows_are_copied_bit_by_bit_in_every_layout_and_dtype() {
     for (layout, dtype) in
-        Layout::PAGED.into_iter().flat_map(|layout| [F32, F16, BF16, F8E4M3FN, F8E5M2].map(|dtype| (layout, dtype)))
+        KvLayout::PAGED.into_iter().flat_map(|layout| [F32, F16, BF16, F8E4M3FN, F8E5M2].map(|dtype| (layout, dtype)))
     {
         for head_dim in [8, 16, 24, 72] {
-            let dims = [head_dim, if layout == Layout::Split { 96 - head_dim } else { head_dim }];
-            Gather { layout, dtype, out: dtype, dims, ..Gather::default() }.check();
+            let dims = [head_dim, if layout == KvLayout::Split { 96 - head_dim } else { head_dim }];
+            GatherCase { layout, dtype, out: dtype, dims, ..GatherCase::default() }.assert_matches_reference();
         }
     }
 }
@@ -24,11 +25,11 @@ fn rows_are_copied_bit_by_bit_in_every_layout_and_dtype() {
 fn codes_of_8_bits_are_decoded_and_multiplied() {
     // The last one makes numbers that are subnormal in bf16.
     let scales = [None, Some(vec![0.37]), Some(vec![3.0, 0.011]), Some(vec![1e-38])];
-    for layout in Layout::PAGED {
+    for layout in KvLayout::PAGED {
         for (dtype, out) in FP8_DTYPES.into_iter().flat_map(|dtype| ATTENTION_DTYPES.map(|out| (dtype, out))) {
             for (k_scale, v_scale) in scales.iter().flat_map(|k| scales.iter().map(move |v| (k, v))) {
                 let scales = [k_scale.clone(), v_scale.clone()];
-                Gather { layout, dtype, out, scales, ..Gather::default() }.check();
+                GatherCase { layout, dtype, out, scales, ..GatherCase::default() }.assert_matches_reference();
             }
         }
     }
@@ -38,7 +39,7 @@ fn codes_of_8_bits_are_decoded_and_multiplied() {
 fn scales_multiply_what_is_stored_in_16_or_32_bits_too() {
     for dtype in ATTENTION_DTYPES {
         for scales in [[Some(vec![0.37]), None], [None, Some(vec![3.0, 0.011])], [Some(vec![1e30]), Some(vec![-1.0])]] {
-            Gather { dtype, out: dtype, scales, ..Gather::default() }.check();
+            GatherCase { dtype, out: dtype, scales, ..GatherCase::default() }.assert_matches_reference();
         }
     }
 }
@@ -49,22 +50,23 @@ fn every_code_of_8_bits_has_its_value() {
     for dtype in FP8_DTYPES {
         for out in ATTENTION_DTYPES {
             let (page_size, tables) = (32, (0..5).collect());
-            let call = Gather { page_size, tables, max_pages: 5, lens: vec![160], capacity: 160, ..Gather::default() };
-            Gather { dtype, out, dims: [256; 2], ..call }.check();
+            let call =
+                GatherCase { page_size, tables, max_pages: 5, lens: vec![160], capacity: 160, ..GatherCase::default() };
+            GatherCase { dtype, out, dims: [256; 2], ..call }.assert_matches_reference();
         }
     }
 }
 
 #[test]
 fn hostile_lengths_and_pages_are_clamped() {
-    for layout in Layout::PAGED {
+    for layout in KvLayout::PAGED {
         for dtype in [F32, F8E5M2] {
-            let call = Gather { layout, dtype, out: dtype, ..Gather::default() };
+            let call = GatherCase { layout, dtype, out: dtype, ..GatherCase::default() };
             let extremes = vec![i32::MIN, -1, i32::MAX, 5, -7, 100, i32::MAX, i32::MIN, 1];
-            Gather { tables: extremes, lens: vec![12; 3], capacity: 40, ..call.clone() }.check();
+            GatherCase { tables: extremes, lens: vec![12; 3], capacity: 40, ..call.clone() }.assert_matches_reference();
             for lens in [vec![-1, i32::MAX, 5], vec![i32::MIN; 3], vec![i32::MAX; 3], vec![12, 13, -12]] {
                 for capacity in [0, 1, 11, 12, 13, 36, 50] {
-                    Gather { lens: lens.clone(), capacity, ..call.clone() }.check();
+                    GatherCase { lens: lens.clone(), capacity, ..call.clone() }.assert_matches_reference();
                 }
             }
         }
@@ -78,8 +80,8 @@ fn sequences_may_be_many() {
         let mut random = Random::new(seqs as u64);
         let lens = (0..seqs).map(|_| random.below(6) as i32 - 2).collect();
         let tables = (0..2 * seqs).map(|_| random.below(5) as i32).collect();
-        let call = Gather { max_pages: 2, tables, lens, capacity, heads: 1, dims: [8, 8], ..Gather::default() };
-        Gather { layout: Layout::Stacked, dtype: BF16, out: BF16, ..call }.check();
+        let call = GatherCase { max_pages: 2, tables, lens, capacity, heads: 1, dims: [8, 8], ..GatherCase::default() };
+        GatherCase { layout: KvLayout::Stacked, dtype: BF16, out: BF16, ..call }.assert_matches_reference();
     }
 }
 
@@ -87,34 +89,47 @@ fn sequences_may_be_many() {
 fn results_that_caches_do_not_hold_are_the_same() {
     // From 16 MiB on; of heads of 72 not every one begins where whole vectors can be stored.
     for (dtype, out, head_dim, layout, scale) in [
-        (BF16, BF16, 64, Layout::Split, None),
-        (F8E4M3FN, F8E4M3FN, 128, Layout::Stacked, None),
-        (F8E4M3FN, BF16, 72, Layout::Interleaved, Some(vec![0.37, 3.0])),
-        (F8E5M2, F32, 72, Layout::PerPage, None),
+        (BF16, BF16, 64, KvLayout::Split, None),
+        (F8E4M3FN, F8E4M3FN, 128, KvLayout::Stacked, None),
+        (F8E4M3FN, BF16, 72, KvLayout::Interleaved, Some(vec![0.37, 3.0])),
+        (F8E5M2, F32, 72, KvLayout::PerPage, None),
     ] {
         let (heads, len) = (2, (1 << 24) / (2 * head_dim * out.size()) / 4 + 7);
         let mut random = Random::new(head_dim as u64);
         let tables = (0..4 * len.div_ceil(4)).map(|_| random.below(5) as i32).collect();
         let (lens, max_pages, capacity) = (vec![len as i32; 4], len.div_ceil(4), 4 * len + 3);
         let (dims, scales) = ([head_dim; 2], [scale, None]);
-        Gather { layout, dtype, out, heads, dims, max_pages, tables, lens, capacity, scales, ..Gather::default() }
-            .check();
+        GatherCase {
+            layout,
+            dtype,
+            out,
+            heads,
+            dims,
+            max_pages,
+            tables,
+            lens,
+            capacity,
+            scales,
+            ..GatherCase::default()
+        }
+        .assert_matches_reference();
     }
 }
 
 #[test]
 fn what_an_update_has_written_is_gathered() {
-    for layout in Layout::PAGED {
+    for layout in KvLayout::PAGED {
         for dtype in ATTENTION_DTYPES {
             // Tokens of two sequences, of which the second has its pages in descending order.
             let (tables, lens) = (vec![0, 3, 2, 1], vec![5, 8]);
             let slots: Vec<i64> = (0..4).chain([12]).chain(8..12).chain(4..8).collect();
-            let update = Update { layout, dtype, num_pages: 4, slots, ..Update::default() };
+            let update = CacheUpdateCase { layout, dtype, num_pages: 4, slots, ..CacheUpdateCase::default() };
             let caches = update.invocation(true).results(Side::EndsAtGuard);
             let [num_pages, capacity, max_pages] = [4, 13, 2];
-            let call = Gather { layout, dtype, out: dtype, num_pages, max_pages, tables, lens, ..Gather::default() };
-            let found = Gather { capacity, ..call }.of_caches(caches).results(Side::EndsAtGuard);
-            assert!(found[..2] == update.rows(), "{layout:?} {dtype:?}");
+            let call =
+                GatherCase { layout, dtype, out: dtype, num_pages, max_pages, tables, lens, ..GatherCase::default() };
+            let actual = GatherCase { capacity, ..call }.of_caches(caches).results(Side::EndsAtGuard);
+            assert!(actual[..2] == update.rows(), "{layout:?} {dtype:?}");
         }
     }
 }
@@ -124,22 +139,22 @@ fn every_pool_gathers_the_same() {
     let mut random = Random::new(3);
     let tables = (0..40 * 8).map(|_| random.below(64) as i32).collect();
     let lens = (0..40).map(|_| random.below(128) as i32).collect();
-    let call = Gather { dtype: BF16, out: BF16, num_pages: 64, page_size: 16, heads: 8, ..Gather::default() };
-    let call = Gather { dims: [64; 2], max_pages: 8, tables, lens, capacity: 2500, ..call };
+    let call = GatherCase { dtype: BF16, out: BF16, num_pages: 64, page_size: 16, heads: 8, ..GatherCase::default() };
+    let call = GatherCase { dims: [64; 2], max_pages: 8, tables, lens, capacity: 2500, ..call };
     for_each_pool(|pool| assert!(call.invocation().run(Side::BeginsAtGuard, pool).unwrap() == call.expected()));
 }
 
 #[test]
 fn hostile_metadata_costs_no_more_than_right() {
-    hostile_gathers_cost_no_more(Sizes::small(), 10.0);
+    hostile_gathers_cost_no_more(CostSizes::small(), 10.0);
 }
 
 /// At a size at which time can be told from noise: `--ignored --nocapture` prints a table.
 #[test]
 #[ignore = "a measurement: wants a machine for itself"]
 fn hostile_metadata_costs_at_most_twice_as_much() {
-    for sizes in Sizes::large() {
-        hostile_gathers_cost_no_more(Sizes { rows: 1 << 14, ..sizes }, 2.0);
+    for sizes in CostSizes::large() {
+        hostile_gathers_cost_no_more(CostSizes { rows: 1 << 14, ..sizes }, 2.0);
     }
 }
 
@@ -172,19 +187,19 @@ fn gathering_takes_no_longer_than_copying() {
     for (dtype, out) in
         [(BF16, BF16), (F32, F32), (F8E4M3FN, F8E4M3FN), (F8E4M3FN, BF16), (F8E4M3FN, F32), (F8E5M2, F32)]
     {
-        for (layout, page_size, dim) in Layout::PAGED
+        for (layout, page_size, dim) in KvLayout::PAGED
             .into_iter()
             .flat_map(|layout| [(1, 128), (16, 64), (16, 128), (256, 128)].map(|(page, dim)| (layout, page, dim)))
         {
             let pages = len / page_size;
             let tables = (0..seqs * pages).map(|i| (i * 17 % (seqs * pages)) as i32).collect();
-            let sizes = Gather { layout, dtype, out, page_size, heads: 8, dims: [dim; 2], ..Gather::default() };
+            let sizes = GatherCase { layout, dtype, out, page_size, heads: 8, dims: [dim; 2], ..GatherCase::default() };
             let lens = vec![len as i32; seqs];
             let call =
-                Gather { num_pages: seqs * pages, max_pages: pages, tables, lens, capacity: seqs * len, ..sizes };
+                GatherCase { num_pages: seqs * pages, max_pages: pages, tables, lens, capacity: seqs * len, ..sizes };
             let bytes = 2 * seqs * len * 8 * dim * (dtype.size() + out.size()) / 2;
             // What lies together in the cache and its result, on average.
-            let heads = if layout == Layout::Interleaved { 1 } else { 8 * page_size };
+            let heads = if layout == KvLayout::Interleaved { 1 } else { 8 * page_size };
             let piece = heads * dim * (dtype.size() + out.size()) / 2;
             let (ours, copy, pieces) =
                 (seconds(&call.invocation()), copying(bytes, CHUNK), copying(bytes, piece.next_power_of_two()));

@@ -1,14 +1,15 @@
 //! Cache updates into fp8 caches: which code a number becomes, in every layout and from every type.
 
 use crate::support::{
-    Array, BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, FP8_DTYPES, Layout, Numbers, Random, Update, for_both_sides,
+    Array, BF16, CacheUpdateCase, Dtype, F8E4M3FN, F8E5M2, F16, F32, FP8_DTYPES, KvLayout, Numbers, Random,
+    for_both_sides,
 };
 
 /// The codes that an update stores for these keys `[T, Hkv, D]`: with the buffers at either guard page.
 fn stored(keys: &Array, fp8: Dtype, scale: Option<f32>) -> Vec<Vec<u8>> {
     let (rows, heads, d) = (keys.dims[0] as usize, keys.dims[1] as usize, keys.dims[2] as usize);
-    let update = Update {
-        layout: Layout::Stacked,
+    let update = CacheUpdateCase {
+        layout: KvLayout::Stacked,
         dtype: keys.dtype,
         fp8: Some(fp8),
         num_pages: 1,
@@ -17,7 +18,7 @@ fn stored(keys: &Array, fp8: Dtype, scale: Option<f32>) -> Vec<Vec<u8>> {
         dims: [d; 2],
         slots: (0..rows as i64).collect(),
         scales: [scale.map(|scale| vec![scale]), None],
-        ..Update::default()
+        ..CacheUpdateCase::default()
     };
     let call = update.invocation(true).with_operand("key", keys.clone());
     let mut caches = vec![];

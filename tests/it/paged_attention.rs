@@ -2,7 +2,9 @@
 //! against hostile metadata, and against itself.
 
 use crate::attention::tests_of;
-use crate::support::{BF16, Case, Checked, Dtypes, F8E4M3FN, F16, FP8_DTYPES, Numbers, Shape, Storage};
+use crate::support::{
+    AttentionCase, BF16, BatchSpec, Dtypes, F8E4M3FN, F16, FP8_DTYPES, MemoryLayout, Numbers, ReferenceCase,
+};
 
 tests_of! { PagedAttention:
     agreement {
@@ -11,13 +13,13 @@ tests_of! { PagedAttention:
         long_sequences_agree_with_the_reference,
     }
     interface { any_workspace_serves }
-    containment { a_sequence_full_of_nan_changes_no_bit_of_another }
-    invariance {
+    nan_isolation { a_sequence_full_of_nan_changes_no_bit_of_another }
+    batch_invariance {
         rows_have_the_bits_of_their_sequence_alone_wherever_it_lies,
         rows_do_not_depend_on_their_place_or_their_neighbours_number,
     }
     // Those that know nothing of pages hold because it is `flash_attn_varlen`.
-    laws {
+    metamorphic {
         it_is_causal_flash_attn_varlen,
         however_keys_are_stored_the_answer_is_the_same,
         a_ragged_batch_is_its_sequences_one_by_one,
@@ -37,8 +39,12 @@ tests_of! { PagedAttention:
 #[test]
 fn a_row_without_keys_may_have_any_number_of_heads() {
     // K and V of a token are longer than the CPU takes at a time: 2^19 elements.
-    let shape = Shape { heads: (1025, 1025), head_dim: 256, lengths: vec![(1, 0), (1, 2), (0, 0)], ..Shape::default() };
-    Checked::check(&Case::paged(&shape.batch(), &Storage { page_size: 1, ..Storage::default() }));
+    let spec =
+        BatchSpec { heads: (1025, 1025), head_dim: 256, lengths: vec![(1, 0), (1, 2), (0, 0)], ..BatchSpec::default() };
+    ReferenceCase::assert_matches_reference(&AttentionCase::paged(
+        &spec.batch(),
+        &MemoryLayout { page_size: 1, ..MemoryLayout::default() },
+    ));
 }
 
 #[test]
@@ -48,14 +54,14 @@ fn every_number_of_8_bits_counts_as_what_it_is() {
             (0..=u8::MAX).map(|code| kv.decode(&[code])).map(|x| if x.is_finite() { x } else { 0.0 }).collect();
         // Query i picks out column i of K.
         let (dtypes, lengths) = (Dtypes::over(q, kv), vec![(1, 1); numbers.len()]);
-        let mut batch = Shape { dtypes, lengths, heads: (1, 1), head_dim: 256, ..Shape::default() }.batch();
+        let mut batch = BatchSpec { dtypes, lengths, heads: (1, 1), head_dim: 256, ..BatchSpec::default() }.batch();
         for (i, sequence) in batch.sequences.iter_mut().enumerate() {
             sequence.q = (0..numbers.len()).map(|column| f64::from(u8::from(column == i))).collect();
             (sequence.k, sequence.v) = (numbers.clone(), numbers.clone());
         }
         // Logits of 57344 are past what lse is told apart by.
-        batch.form.softmax_scale = if kv == F8E4M3FN { 1.0 } else { 1.0 / 128.0 };
-        let results = Checked::check(&Case::paged(&batch, &Storage::default()));
+        batch.config.softmax_scale = if kv == F8E4M3FN { 1.0 } else { 1.0 / 128.0 };
+        let results = ReferenceCase::assert_matches_reference(&AttentionCase::paged(&batch, &MemoryLayout::default()));
         for row in results[0].values().chunks(numbers.len()).take(numbers.len()) {
             assert!(row == numbers, "{dtypes:?}: {row:?}");
         }

@@ -2,8 +2,8 @@
 
 use crate::attention::tests_of;
 use crate::support::{
-    ATTENTION_DTYPES, Alibi, Array, BF16, Checked, Dtypes, F8E4M3FN, F16, F32, FP8_DTYPES, Mask, Scaled, Shape, Side,
-    Step, Storage, for_both_sides, put,
+    ATTENTION_DTYPES, Alibi, Array, BF16, BatchSpec, Dtypes, F8E4M3FN, F16, F32, FP8_DTYPES, Mask, MemoryLayout,
+    PagedUpdateCase, ReferenceCase, ScaleKind, Side, for_both_sides, put,
 };
 
 // What is checked against the reference is, bit by bit, the update and then attention too.
@@ -13,64 +13,72 @@ tests_of! { PagedAttentionUpdate:
 }
 
 /// A first chunk, decode, a later chunk, a sequence without queries.
-fn mixed(dtypes: impl Into<Dtypes>) -> Shape {
-    Shape { dtypes: dtypes.into(), lengths: vec![(9, 9), (1, 90), (21, 64), (0, 4)], ..Shape::default() }
+fn mixed(dtypes: impl Into<Dtypes>) -> BatchSpec {
+    BatchSpec { dtypes: dtypes.into(), lengths: vec![(9, 9), (1, 90), (21, 64), (0, 4)], ..BatchSpec::default() }
 }
 
 /// Sequences that decode takes, on CUDA in one launch with the update: of one query, of a few, of more than keys.
-fn short(dtypes: impl Into<Dtypes>) -> Shape {
+fn short(dtypes: impl Into<Dtypes>) -> BatchSpec {
     let lengths = vec![(1, 1), (1, 17), (1, 700), (2, 2), (1, 64), (3, 90), (1, 33), (4, 650), (5, 3), (0, 4), (1, 48)];
-    Shape { dtypes: dtypes.into(), heads: (8, 2), head_dim: 32, lengths, ..Shape::default() }
+    BatchSpec { dtypes: dtypes.into(), heads: (8, 2), head_dim: 32, lengths, ..BatchSpec::default() }
 }
 
 #[test]
 fn decode_is_the_update_and_then_attention_under_each_option() {
-    let with_room = Storage { workspace: Some(300_000), ..Storage::default() };
+    let with_room = MemoryLayout { workspace: Some(300_000), ..MemoryLayout::default() };
     let plain = short(BF16);
     let one_each = plain.lengths.iter().map(|&(_, len_k)| (1, len_k.max(1))).collect();
-    for shape in [
-        Shape { lengths: one_each, ..plain.clone() },
-        Shape { batch_invariant: true, ..plain.clone() },
-        Shape { mask: Mask::sliding(1), ..plain.clone() },
-        Shape { mask: Mask::sliding(3), ..plain.clone() },
-        Shape { mask: Mask::sliding(100), batch_invariant: true, ..plain.clone() },
-        Shape { softcap: 2.0, alibi: Alibi::PerHead, sinks: true, ..plain.clone() },
-        Shape { scales: [Scaled::PerHead, Scaled::No, Scaled::No], ..plain.clone() },
-        Shape { scales: [Scaled::No, Scaled::AsAWhole, Scaled::No], ..plain.clone() },
-        Shape { scales: [Scaled::No, Scaled::No, Scaled::PerHead], ..plain.clone() },
+    for spec in [
+        BatchSpec { lengths: one_each, ..plain.clone() },
+        BatchSpec { batch_invariant: true, ..plain.clone() },
+        BatchSpec { mask: Mask::sliding(1), ..plain.clone() },
+        BatchSpec { mask: Mask::sliding(3), ..plain.clone() },
+        BatchSpec { mask: Mask::sliding(100), batch_invariant: true, ..plain.clone() },
+        BatchSpec { softcap: 2.0, alibi: Alibi::PerHead, sinks: true, ..plain.clone() },
+        BatchSpec { scales: [ScaleKind::PerHead, ScaleKind::None, ScaleKind::None], ..plain.clone() },
+        BatchSpec { scales: [ScaleKind::None, ScaleKind::PerTensor, ScaleKind::None], ..plain.clone() },
+        BatchSpec { scales: [ScaleKind::None, ScaleKind::None, ScaleKind::PerHead], ..plain.clone() },
         plain,
     ] {
         for wide_slots in [false, true] {
-            Step { wide_slots, ..Step::new(&shape.batch(), &with_room) }.check();
+            PagedUpdateCase { wide_slots, ..PagedUpdateCase::new(&spec.batch(), &with_room) }
+                .assert_matches_reference();
         }
     }
 }
 
 #[test]
 fn decode_is_the_update_and_then_attention_in_every_type_and_width() {
-    let storage = Storage { workspace: Some(300_000), ..Storage::default() };
+    let memory_layout = MemoryLayout { workspace: Some(300_000), ..MemoryLayout::default() };
     for dtypes in Dtypes::ALL {
-        Step::new(&short(dtypes).batch(), &storage).check();
+        PagedUpdateCase::new(&short(dtypes).batch(), &memory_layout).assert_matches_reference();
     }
     for (dtype, head_dims) in [(BF16, [8, 64, 96, 128, 192, 256]), (F32, [24, 64, 72, 128, 136, 256])] {
         for head_dim in head_dims {
             let lengths = vec![(1, 700), (3, 40), (1, 16), (1, 1)];
-            Step::new(&Shape { head_dim, lengths, ..short(dtype) }.batch(), &storage).check();
+            PagedUpdateCase::new(&BatchSpec { head_dim, lengths, ..short(dtype) }.batch(), &memory_layout)
+                .assert_matches_reference();
         }
     }
 }
 
 #[test]
 fn decode_stores_rows_of_no_sequence_whatever_room_there_is() {
-    let shape = Shape { head_dim: 64, ..short(F16) };
+    let spec = BatchSpec { head_dim: 64, ..short(F16) };
     for page_size in [1, 2, 7, 16, 24, 64] {
         for (workspace, rows_around) in
             [(None, (3, 0)), (Some(0), (0, 70)), (Some(5000), (40, 40)), (Some(300_000), (1, 9))]
         {
             let spare_pages = 90_usize.div_ceil(page_size);
-            let storage =
-                Storage { page_size, workspace, rows_around, spare_pages, spare_seqs: 15, ..Storage::default() };
-            Step::new(&shape.batch(), &storage).check();
+            let memory_layout = MemoryLayout {
+                page_size,
+                workspace,
+                rows_around,
+                spare_pages,
+                spare_seqs: 15,
+                ..MemoryLayout::default()
+            };
+            PagedUpdateCase::new(&spec.batch(), &memory_layout).assert_matches_reference();
         }
     }
 }
@@ -78,18 +86,18 @@ fn decode_stores_rows_of_no_sequence_whatever_room_there_is() {
 #[test]
 fn a_new_token_that_is_not_a_number_goes_where_it_goes_in_two_calls() {
     // So many that sequences of any length are decoded on CUDA; the last in tiles of one query, which sees one key.
-    let storage = Storage { spare_seqs: 15, ..Storage::default() };
+    let memory_layout = MemoryLayout { spare_seqs: 15, ..MemoryLayout::default() };
     for (mask, heads) in [(Mask::CAUSAL, (8, 2)), (Mask::sliding(2), (8, 2)), (Mask::sliding(1), (16, 1))] {
-        let shape = Shape { mask, heads, lengths: vec![(7, 30), (1, 20), (5, 5)], ..short(BF16) };
+        let spec = BatchSpec { mask, heads, lengths: vec![(7, 30), (1, 20), (5, 5)], ..short(BF16) };
         for row in 0..13 {
-            let mut step = Step::new(&shape.batch(), &storage);
-            let width = heads.1 * shape.head_dim;
-            put(&mut step.value, row * width, &vec![f64::NAN; width]);
-            step.update();
-            let [_, attention] = step.in_two_calls();
+            let mut update = PagedUpdateCase::new(&spec.batch(), &memory_layout);
+            let width = heads.1 * spec.head_dim;
+            put(&mut update.value, row * width, &vec![f64::NAN; width]);
+            update.recompute_cache();
+            let [_, attention] = update.in_two_calls();
             for_both_sides(|side| {
-                let (found, wanted) = (step.invocation(true).results(side), attention.results(side));
-                assert!(found[0] == wanted[0], "row {row}: out is not that of two calls");
+                let (actual, expected) = (update.invocation(true).results(side), attention.results(side));
+                assert!(actual[0] == expected[0], "row {row}: out is not that of two calls");
             });
         }
     }
@@ -100,9 +108,13 @@ fn a_new_token_that_is_not_a_number_goes_where_it_goes_in_two_calls() {
 fn decode_of_many_sequences_is_the_update_and_then_attention() {
     for (heads, head_dim) in [((2, 1), 32), ((8, 8), 128)] {
         let lengths: Vec<_> = (0..300).map(|i| (1 + usize::from(i % 50 == 7), 1 + i * 37 % 40)).collect();
-        let shape = Shape { heads, head_dim, lengths, ..short(BF16) };
+        let spec = BatchSpec { heads, head_dim, lengths, ..short(BF16) };
         for seed in 0..2 {
-            Step::new(&shape.batch(), &Storage { workspace: Some(300_000), seed, ..Storage::default() }).check();
+            PagedUpdateCase::new(
+                &spec.batch(),
+                &MemoryLayout { workspace: Some(300_000), seed, ..MemoryLayout::default() },
+            )
+            .assert_matches_reference();
         }
     }
 }
@@ -111,43 +123,49 @@ fn decode_of_many_sequences_is_the_update_and_then_attention() {
 fn an_8_bit_cache_takes_rows_of_every_wider_type() {
     for (q, kv) in [F16, BF16].into_iter().flat_map(|q| FP8_DTYPES.map(|kv| (q, kv))) {
         for rows in ATTENTION_DTYPES {
-            let shape = Shape { scales: [Scaled::No, Scaled::PerHead, Scaled::AsAWhole], ..mixed(Dtypes::over(q, kv)) };
-            Step::of_rows(&shape.batch(), &Storage::default(), rows).check();
+            let spec = BatchSpec {
+                scales: [ScaleKind::None, ScaleKind::PerHead, ScaleKind::PerTensor],
+                ..mixed(Dtypes::over(q, kv))
+            };
+            PagedUpdateCase::of_rows(&spec.batch(), &MemoryLayout::default(), rows).assert_matches_reference();
         }
     }
 }
 
 /// The bytes of `out` that are a sequence's rows.
-fn rows_of(step: &Step, out: &Array, index: usize) -> Vec<u8> {
-    let row = step.case.form.q_heads * step.case.form.value_dim * out.dtype.size();
-    let [first, end] = [index, index + 1].map(|b| step.case.cu_seqlens_q[b] as usize * row);
+fn rows_of(update: &PagedUpdateCase, out: &Array, index: usize) -> Vec<u8> {
+    let row = update.attention.config.q_heads * update.attention.config.value_dim * out.dtype.size();
+    let [first, end] = [index, index + 1].map(|b| update.attention.cu_seqlens_q[b] as usize * row);
     out.bytes[first..end].to_vec()
 }
 
 /// The cache is that of the update; sequences but those `ill` have the bits that they have in `well`.
-fn assert_harmless(step: &Step, well: &Step, ill: &[usize]) {
+fn assert_harmless(update: &PagedUpdateCase, well: &PagedUpdateCase, ill: &[usize]) {
     let expected = well.invocation(true).results(Side::EndsAtGuard);
     for_both_sides(|side| {
         for in_place in [true, false] {
-            let results = step.invocation(in_place).results(side);
-            assert!(results[1] == *step.cache(), "{}: the cache differs", step.case.name);
-            for index in (0..well.case.num_seqs as usize).filter(|index| !ill.contains(index)) {
-                let [found, wanted] = [&results[0], &expected[0]].map(|out| rows_of(well, out, index));
-                assert!(found == wanted, "{}: sequence {index} has other bits", step.case.name);
+            let results = update.invocation(in_place).results(side);
+            assert!(results[1] == *update.cache(), "{}: the cache differs", update.attention.name);
+            for index in (0..well.attention.num_seqs as usize).filter(|index| !ill.contains(index)) {
+                let [actual, expected] = [&results[0], &expected[0]].map(|out| rows_of(well, out, index));
+                assert!(actual == expected, "{}: sequence {index} has other bits", update.attention.name);
             }
         }
     });
 }
 
 /// Bits that do not depend on other sequences.
-fn invariant(dtypes: Dtypes) -> Step {
-    Step::new(&Shape { batch_invariant: true, ..mixed(dtypes) }.batch(), &Storage::default())
+fn invariant(dtypes: Dtypes) -> PagedUpdateCase {
+    PagedUpdateCase::new(&BatchSpec { batch_invariant: true, ..mixed(dtypes) }.batch(), &MemoryLayout::default())
 }
 
 /// Likewise of one query each, which decode alone has to do with.
-fn invariant_decode(dtypes: Dtypes) -> Step {
+fn invariant_decode(dtypes: Dtypes) -> PagedUpdateCase {
     let lengths = vec![(1, 40), (1, 700), (1, 1), (1, 64)];
-    Step::new(&Shape { batch_invariant: true, lengths, ..mixed(dtypes) }.batch(), &Storage::default())
+    PagedUpdateCase::new(
+        &BatchSpec { batch_invariant: true, lengths, ..mixed(dtypes) }.batch(),
+        &MemoryLayout::default(),
+    )
 }
 
 #[test]
@@ -157,11 +175,11 @@ fn a_row_without_a_slot_concerns_its_own_sequence_alone() {
             for (ill, nowhere) in
                 (0..3).flat_map(|ill| [-1, i64::from(i32::MIN), i64::from(i32::MAX)].map(|s| (ill, s)))
             {
-                let mut step = well.clone();
-                let last = step.case.cu_seqlens_q[ill + 1] as usize - 1;
-                step.slots[last] = nowhere;
-                step.update();
-                assert_harmless(&step, &well, &[ill]);
+                let mut update = well.clone();
+                let last = update.attention.cu_seqlens_q[ill + 1] as usize - 1;
+                update.slots[last] = nowhere;
+                update.recompute_cache();
+                assert_harmless(&update, &well, &[ill]);
             }
         }
     }
@@ -170,11 +188,11 @@ fn a_row_without_a_slot_concerns_its_own_sequence_alone() {
 #[test]
 fn slots_of_64_bits_are_not_taken_for_those_of_32() {
     for well in [invariant(F32.into()), invariant_decode(F32.into())] {
-        let mut step = Step { wide_slots: true, ..well.clone() };
+        let mut update = PagedUpdateCase { wide_slots: true, ..well.clone() };
         // Its low half is the slot of the first sequence's last key.
-        let last = step.case.cu_seqlens_q[1] as usize - 1;
-        step.slots[last] |= 1 << 32;
-        step.update();
-        assert_harmless(&step, &well, &[0]);
+        let last = update.attention.cu_seqlens_q[1] as usize - 1;
+        update.slots[last] |= 1 << 32;
+        update.recompute_cache();
+        assert_harmless(&update, &well, &[0]);
     }
 }

@@ -1,15 +1,17 @@
 //! `xla_gpu_rope_kv_cache_update` through its XLA FFI handlers.
 
-use crate::support::{ATTENTION_DTYPES, Array, BF16, F8E4M3FN, F32, Layout, Random, Rope, Side, Update, for_each_pool};
+use crate::support::{
+    ATTENTION_DTYPES, Array, BF16, CacheUpdateCase, F8E4M3FN, F32, KvLayout, Random, RopeCase, Side, for_each_pool,
+};
 
 /// Layouts of one buffer.
-const LAYOUTS: [Layout; 3] = [Layout::Interleaved, Layout::Stacked, Layout::PerPage];
+const LAYOUTS: [KvLayout; 3] = [KvLayout::Interleaved, KvLayout::Stacked, KvLayout::PerPage];
 
 #[test]
 fn keys_and_queries_turn_in_every_layout_and_dtype_with_and_without_scales() {
-    for update in Update::each_type(&LAYOUTS) {
+    for update in CacheUpdateCase::each_type(&LAYOUTS) {
         for (rotated, interleaved) in [(16, false), (16, true), (8, false)] {
-            Rope { update: update.clone(), rotated, interleaved, ..Rope::default() }.check();
+            RopeCase { update: update.clone(), rotated, interleaved, ..RopeCase::default() }.assert_matches_reference();
         }
     }
 }
@@ -19,8 +21,8 @@ fn any_even_number_of_elements_turns_and_the_others_pass() {
     for (dtype, interleaved) in ATTENTION_DTYPES.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
         for (d, rotations) in [(8, vec![0, 2, 4, 6, 8]), (40, vec![8, 16, 20, 32, 38, 40]), (256, vec![64])] {
             for rotated in rotations {
-                let update = Update { dtype, dims: [d; 2], ..Update::default() };
-                Rope { update, rotated, interleaved, ..Rope::default() }.check();
+                let update = CacheUpdateCase { dtype, dims: [d; 2], ..CacheUpdateCase::default() };
+                RopeCase { update, rotated, interleaved, ..RopeCase::default() }.assert_matches_reference();
             }
         }
     }
@@ -30,9 +32,9 @@ fn any_even_number_of_elements_turns_and_the_others_pass() {
 fn positions_outside_the_table_are_clamped() {
     for interleaved in [false, true] {
         for positions in [[-1, 9, i32::MIN, i32::MAX], [0, 8, -1000, 10]] {
-            Rope { positions: positions.to_vec(), interleaved, ..Rope::default() }.check();
+            RopeCase { positions: positions.to_vec(), interleaved, ..RopeCase::default() }.assert_matches_reference();
         }
-        Rope { max_pos: 1, interleaved, ..Rope::default() }.check();
+        RopeCase { max_pos: 1, interleaved, ..RopeCase::default() }.assert_matches_reference();
     }
 }
 
@@ -41,8 +43,8 @@ fn without_a_table_rows_pass_as_they_are() {
     for layout in LAYOUTS {
         for fp8 in [None, Some(F8E4M3FN)] {
             for positions in [vec![0, 1, 2, 3], vec![-1, i32::MAX, i32::MIN, 5]] {
-                let update = Update { layout, fp8, dtype: BF16, ..Update::default() };
-                Rope { update, max_pos: 0, positions, ..Rope::default() }.check();
+                let update = CacheUpdateCase { layout, fp8, dtype: BF16, ..CacheUpdateCase::default() };
+                RopeCase { update, max_pos: 0, positions, ..RopeCase::default() }.assert_matches_reference();
             }
         }
     }
@@ -54,15 +56,23 @@ fn queries_turn_where_their_keys_go_nowhere() {
     for layout in LAYOUTS {
         for slots in &slots {
             for wide_slots in [false, true] {
-                let update = Update { layout, slots: slots.clone(), wide_slots, ..Update::default() };
-                Rope { update, ..Rope::default() }.check();
+                let update = CacheUpdateCase { layout, slots: slots.clone(), wide_slots, ..CacheUpdateCase::default() };
+                RopeCase { update, ..RopeCase::default() }.assert_matches_reference();
             }
         }
         let slots = vec![i64::MIN, (1 << 32) + 5, 3, i64::MAX];
-        let update = Update { layout, slots, wide_slots: true, ..Update::default() };
-        Rope { update, ..Rope::default() }.check();
-        Rope { update: Update { layout, num_pages: 0, ..Update::default() }, ..Rope::default() }.check();
-        Rope { update: Update { layout, page_size: 0, ..Update::default() }, ..Rope::default() }.check();
+        let update = CacheUpdateCase { layout, slots, wide_slots: true, ..CacheUpdateCase::default() };
+        RopeCase { update, ..RopeCase::default() }.assert_matches_reference();
+        RopeCase {
+            update: CacheUpdateCase { layout, num_pages: 0, ..CacheUpdateCase::default() },
+            ..RopeCase::default()
+        }
+        .assert_matches_reference();
+        RopeCase {
+            update: CacheUpdateCase { layout, page_size: 0, ..CacheUpdateCase::default() },
+            ..RopeCase::default()
+        }
+        .assert_matches_reference();
     }
 }
 
@@ -79,16 +89,16 @@ fn a_query_and_a_key_meet_at_the_distance_of_their_positions() {
     for interleaved in [false, true] {
         // The same query and key, moved along by a token each time.
         let tokens = 20;
-        let update = Update {
-            layout: Layout::Stacked,
+        let update = CacheUpdateCase {
+            layout: KvLayout::Stacked,
             num_pages: 1,
             page_size: tokens,
             heads: 1,
             dims: [d; 2],
             slots: (0..tokens as i64).collect(),
-            ..Update::default()
+            ..CacheUpdateCase::default()
         };
-        let rope = Rope { update, q_heads: 1, rotated: d, interleaved, ..Rope::default() };
+        let rope = RopeCase { update, q_heads: 1, rotated: d, interleaved, ..RopeCase::default() };
         let row = Array::new(F32, &[1, 1, d as i64], &rope.query().values()[..d]);
         let rows = Array { dims: vec![tokens as i64, 1, d as i64], bytes: row.bytes.repeat(tokens), ..row };
         let scores = |distance: i32| -> Vec<f64> {
@@ -114,10 +124,10 @@ fn every_pool_turns_the_same() {
     let mut slots: Vec<i64> = (0..64 * 16).collect();
     Random::new(3).shuffle(&mut slots);
     slots.truncate(300);
-    let sizes = Update { num_pages: 64, page_size: 16, heads: 4, dims: [64; 2], ..Update::default() };
-    let update = Update { dtype: BF16, slots, ..sizes };
+    let sizes = CacheUpdateCase { num_pages: 64, page_size: 16, heads: 4, dims: [64; 2], ..CacheUpdateCase::default() };
+    let update = CacheUpdateCase { dtype: BF16, slots, ..sizes };
     let positions = (0..300).map(|i| i * 7 % 50).collect();
-    let rope = Rope { update, q_heads: 8, rotated: 64, max_pos: 50, positions, interleaved: false };
+    let rope = RopeCase { update, q_heads: 8, rotated: 64, max_pos: 50, positions, interleaved: false };
     let expected = rope.expected();
     for_each_pool(|pool| {
         for in_place in [true, false] {

@@ -1,9 +1,9 @@
 //! `xla_attention::call` and its C twin `xa_call`: what they take beyond XLA's dense buffers, and what they refuse.
 
-use crate::support::right_calls;
+use crate::support::valid_calls;
 use crate::support::{
-    Array, Attr, BF16, Case, Dtype, F16, F32, Guarded, I32, INVALID_ARGUMENT, Invocation, Layout, Rope, Shape, Side,
-    Storage, Update, View, c_attribute, c_call, c_request, c_tensor,
+    Array, AttentionCase, Attr, BF16, BatchSpec, BufferView, CacheUpdateCase, Dtype, F16, F32, GuardedBuffer, I32,
+    INVALID_ARGUMENT, Invocation, KvLayout, MemoryLayout, RopeCase, Side, c_attribute, c_call, c_request, c_tensor,
 };
 use std::ptr::{null, null_mut};
 use xla_attention::ops::workspace::AttentionSizes;
@@ -22,21 +22,25 @@ fn refused(outcome: Result<(), Error>, text: &str) {
 #[test]
 fn the_other_sizes_of_an_empty_tensor_do_not_matter() {
     const HUGE: i64 = i64::MAX / 4;
-    let mut paged = right_calls::of("xla_gpu_paged_attention")
+    let mut paged = valid_calls::of("xla_gpu_paged_attention")
         .with_operand("query", claim(BF16, &[0, 4, 16]))
         .with_operand("kv_cache", claim(BF16, &[0, HUGE, 4, 16]))
         .with_operand("block_tables", claim(I32, &[3, 0]));
     (paged.results[0].dims, paged.results[1].dims) = (vec![0, 4, 16], vec![4, 0]);
-    paged.check().unwrap();
-    let mut update = right_calls::of("xla_gpu_kv_cache_update").with_operand("kv_cache", claim(F16, &[0, HUGE, 4, 16]));
+    paged.validate().unwrap();
+    let mut update = valid_calls::of("xla_gpu_kv_cache_update").with_operand("kv_cache", claim(F16, &[0, HUGE, 4, 16]));
     update.results[0].dims = vec![0, HUGE, 4, 16];
-    refused(update.check(), &format!("xla_gpu_kv_cache_update: page_size is {HUGE}, expected below 2^31"));
+    refused(update.validate(), &format!("xla_gpu_kv_cache_update: page_size is {HUGE}, expected below 2^31"));
 }
 
 #[test]
 fn a_rotation_of_no_row_may_have_any_number_of_heads() {
     for heads in [1 << 28, 1 << 40, 1 << 60, 1 << 61, 1 << 62] {
-        let rope = Rope { update: Update { slots: vec![], ..Update::default() }, positions: vec![], ..Rope::default() };
+        let rope = RopeCase {
+            update: CacheUpdateCase { slots: vec![], ..CacheUpdateCase::default() },
+            positions: vec![],
+            ..RopeCase::default()
+        };
         let mut call = rope.invocation(false).with_operand("query", claim(F32, &[0, heads, 16]));
         call.results[1].dims = vec![0, heads, 16];
         assert_eq!(run_with_views(&call, &call, |_| ())[0], rope.expected()[0]);
@@ -48,7 +52,7 @@ fn wrong_counts_and_kinds_are_refused_by_name() {
     let add = |operands: usize, results: usize| {
         let mut call = Invocation::new("xla_gpu_simple_add");
         call.operands = vec![("", claim(F32, &[2])); operands];
-        (0..results).fold(call, |call, _| call.result("", F32, &[2])).check()
+        (0..results).fold(call, |call, _| call.result("", F32, &[2])).validate()
     };
     refused(add(0, 1), "xla_gpu_simple_add: a is missing");
     refused(add(1, 1), "xla_gpu_simple_add: b is missing");
@@ -57,25 +61,25 @@ fn wrong_counts_and_kinds_are_refused_by_name() {
     refused(add(2, 2), "xla_gpu_simple_add: 2 results given, at most 1 expected (out)");
     let a = claim(F32, &[2]);
     let absent = Invocation::new("xla_gpu_simple_add").operand("a", a).operand("b", claim(Dtype(0), &[]));
-    refused(absent.result("out", F32, &[2]).check(), "xla_gpu_simple_add: b is missing");
+    refused(absent.result("out", F32, &[2]).validate(), "xla_gpu_simple_add: b is missing");
 
-    let right = right_calls::of("xla_gpu_paged_attention");
+    let right = valid_calls::of("xla_gpu_paged_attention");
     let mut fewer = right.clone();
     fewer.attributes.pop();
-    refused(fewer.check(), "xla_gpu_paged_attention: 3 attributes given, expected 4");
-    let with = |name, value| right.clone().attribute(name, Attr::I64(value)).check();
+    refused(fewer.validate(), "xla_gpu_paged_attention: 3 attributes given, expected 4");
+    let with = |name, value| right.clone().attribute(name, Attr::I64(value)).validate();
     refused(with("scale", 1), "xla_gpu_paged_attention: attribute scale is I64(1), expected F32");
     refused(with("batch_invariant", 0), "xla_gpu_paged_attention: attribute batch_invariant is I64(0), expected Bool");
 }
 
 /// What a check says of a call whose operands have these strides, none of them or all.
 fn with_strides(call: &Invocation, strides: &[(usize, &[i64])]) -> Result<(), Error> {
-    let mut views = vec![View::NOWHERE; call.operands.len()];
+    let mut views = vec![BufferView::NOWHERE; call.operands.len()];
     for (index, strides) in strides {
         views[*index].strides = Some(strides);
     }
     // SAFETY: a check touches no memory.
-    unsafe { call.enter(Action::Check, &views, &vec![View::NOWHERE; call.results.len()]) }
+    unsafe { call.run_action(Action::Check, &views, &vec![BufferView::NOWHERE; call.results.len()]) }
 }
 
 #[test]
@@ -90,7 +94,7 @@ fn a_dimension_of_size_one_may_carry_any_stride() {
 
 #[test]
 fn strides_past_all_addresses_are_refused() {
-    let paged = right_calls::of("xla_gpu_paged_attention");
+    let paged = valid_calls::of("xla_gpu_paged_attention");
     let dims = &paged.operands[1].1.dims;
     for (axis, stride) in [(0, i64::MIN), (0, i64::MAX), (0, 1 << 59), (1, i64::MIN), (2, 1 << 62), (2, i64::MIN)] {
         let mut strides = [512, 64, 16, 1];
@@ -104,32 +108,32 @@ fn strides_past_all_addresses_are_refused() {
 #[test]
 fn halves_of_one_cache_serve_as_k_and_v() {
     // torch's kv[0], kv[1] of a cache [2, P, page_size, Hkv, D].
-    let batch = Shape { lengths: vec![(1, 50), (20, 33)], ..Shape::default() }.batch();
-    let stacked = Case::flash(&batch, &Storage::paged(Layout::Stacked, 8)).invocation();
+    let batch = BatchSpec { lengths: vec![(1, 50), (20, 33)], ..BatchSpec::default() }.batch();
+    let stacked = AttentionCase::flash(&batch, &MemoryLayout::paged(KvLayout::Stacked, 8)).invocation();
     let expected = stacked.results(Side::EndsAtGuard);
     let cache = &stacked.operands[1].1;
     let half = claim(cache.dtype, &cache.dims[1..]);
     let split = stacked.clone().with_operand("k", half.clone()).with_operand("v", half);
-    let found = run_with_views(&split.attribute("kv_layout", Attr::I64(0)), &stacked, |views| {
+    let actual = run_with_views(&split.attribute("kv_layout", Attr::I64(0)), &stacked, |views| {
         views[2].data = views[1].data.wrapping_add(cache.bytes.len() / 2);
     });
-    assert!(found[..2] == expected[..2]);
+    assert!(actual[..2] == expected[..2]);
 }
 
 #[test]
 fn one_kv_head_may_stand_for_all_with_a_stride_of_0() {
     // torch's k.expand(-1, 4, -1): four heads in the memory of one.
-    let batch = Shape { heads: (4, 1), lengths: vec![(3, 50), (20, 33)], ..Shape::default() }.batch();
-    let case = Case::flash(&batch, &Storage::contiguous());
+    let batch = BatchSpec { heads: (4, 1), lengths: vec![(3, 50), (20, 33)], ..BatchSpec::default() }.batch();
+    let case = AttentionCase::flash(&batch, &MemoryLayout::contiguous());
     let invocation = case.invocation();
     let expected = invocation.results(Side::EndsAtGuard);
-    let wide = claim(F32, &[case.place.num_pages as i64, 4, 64]);
+    let wide = claim(F32, &[case.kv_geometry.num_pages as i64, 4, 64]);
     let expanded = invocation.clone().with_operand("k", wide.clone()).with_operand("v", wide);
-    let found = run_with_views(&expanded, &invocation, |views| {
+    let actual = run_with_views(&expanded, &invocation, |views| {
         views[1..3].iter_mut().for_each(|view| view.strides = Some(&[64, 0, 1]));
     });
-    for (found, expected) in found.iter().zip(&expected).take(2) {
-        for (a, b) in found.values().into_iter().zip(expected.values()) {
+    for (actual, expected) in actual.iter().zip(&expected).take(2) {
+        for (a, b) in actual.values().into_iter().zip(expected.values()) {
             // Rows of no sequence have an lse of -inf in both.
             let same = a.to_bits() == b.to_bits() || (a - b).abs() < 1e-5;
             assert!(same, "expanded heads differ from grouped ones");
@@ -138,23 +142,23 @@ fn one_kv_head_may_stand_for_all_with_a_stride_of_0() {
 }
 
 /// The results of `call` in the memory of another one, which has the same results; the views of its operands are changed.
-fn run_with_views(call: &Invocation, memory: &Invocation, change: impl Fn(&mut [View])) -> Vec<Array> {
-    let placed = memory.guarded(Side::EndsAtGuard);
-    let [mut inputs, outputs] = placed.views();
+fn run_with_views(call: &Invocation, memory: &Invocation, change: impl Fn(&mut [BufferView])) -> Vec<Array> {
+    let buffers = memory.guarded(Side::EndsAtGuard);
+    let [mut inputs, outputs] = buffers.views();
     change(&mut inputs);
     // SAFETY: the views are of the buffers above, and stay in them.
-    unsafe { call.enter(Action::RunOnCpu(&RayonPool), &inputs, &outputs) }.unwrap();
-    placed.results()
+    unsafe { call.run_action(Action::RunOnCpu(&RayonPool), &inputs, &outputs) }.unwrap();
+    buffers.results()
 }
 
 #[test]
 #[cfg(not(feature = "cuda"))]
 fn a_build_without_cuda_says_so() {
-    let call = right_calls::of("xla_gpu_simple_add");
-    let nowhere = [View::NOWHERE; 2];
+    let call = valid_calls::of("xla_gpu_simple_add");
+    let nowhere = [BufferView::NOWHERE; 2];
     for action in [Action::PrepareCuda, Action::LaunchCuda(xla_attention::Stream(0))] {
         // SAFETY: nothing is computed.
-        let error = unsafe { call.enter(action, &nowhere, &nowhere) }.unwrap_err();
+        let error = unsafe { call.run_action(action, &nowhere, &nowhere) }.unwrap_err();
         assert_eq!(error.code as i32, crate::support::UNIMPLEMENTED);
         let text = "xla_gpu_simple_add: this build has no CUDA backend; build with the feature `cuda`";
         assert_eq!(error.message, text);
@@ -280,14 +284,15 @@ fn a_request_of_a_later_version_is_one_if_it_asks_for_nothing_new() {
 
 #[test]
 fn strides_of_nothing_may_be_anything() {
-    let storage = Storage { workspace: None, ..Storage::contiguous().bare() };
-    let call = Case::flash(&Shape { lengths: vec![], ..Shape::default() }.batch(), &storage).invocation();
-    let placed = call.guarded(Side::EndsAtGuard);
-    let tensor = |dtype, dims: &[i64], memory: &Guarded| {
+    let memory_layout = MemoryLayout { workspace: None, ..MemoryLayout::contiguous().bare() };
+    let call = AttentionCase::flash(&BatchSpec { lengths: vec![], ..BatchSpec::default() }.batch(), &memory_layout)
+        .invocation();
+    let buffers = call.guarded(Side::EndsAtGuard);
+    let tensor = |dtype, dims: &[i64], memory: &GuardedBuffer| {
         c_tensor(dtype, dims, dims.contains(&0).then_some(&[0; 3][..dims.len()]), memory.data())
     };
-    let operands = call.operands.iter().enumerate().map(|(i, (_, x))| tensor(x.dtype, &x.dims, placed.operand(i)));
-    let results = call.results.iter().enumerate().map(|(i, x)| tensor(x.dtype, &x.dims, placed.result(i)));
+    let operands = call.operands.iter().enumerate().map(|(i, (_, x))| tensor(x.dtype, &x.dims, buffers.operand(i)));
+    let results = call.results.iter().enumerate().map(|(i, x)| tensor(x.dtype, &x.dims, buffers.result(i)));
     let (operands, results): (Vec<_>, Vec<_>) = (operands.collect(), results.collect());
     let attributes: Vec<_> = call.attributes.iter().map(|(_, value)| c_attribute(value)).collect();
     let request = c_request(call.op() as i32, 1, &operands, &results);
@@ -301,7 +306,7 @@ fn a_text_is_cut_to_the_room_that_it_is_given() {
     let request = c_add(&[], &[], 0);
     let whole = "xla_gpu_simple_add: a is missing";
     for capacity in [0, 1, 5, whole.len(), whole.len() + 1, 100] {
-        let memory = Guarded::new("message", Side::EndsAtGuard, &vec![0x55; capacity]);
+        let memory = GuardedBuffer::new("message", Side::EndsAtGuard, &vec![0x55; capacity]);
         // SAFETY: `capacity` bytes.
         let code = unsafe { xa_call(&raw const request, memory.data().cast(), capacity) };
         assert_eq!(code, INVALID_ARGUMENT);

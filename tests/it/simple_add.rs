@@ -3,8 +3,8 @@
 #![allow(clippy::float_cmp, reason = "sums are exact or rounded as said")]
 
 use crate::support::{
-    Array, BF16, CPU, Dtype, F16, F32, F64, Frame, Guarded, HostPool, I8, I32, I64, Inline, Invocation, Late, Side, U8,
-    addition, any_bits, assert_same, for_both_sides, for_each_pool, runs_on_cpu, sum,
+    Array, BF16, CPU, DeferredPool, Dtype, F16, F32, F64, Frame, GuardedBuffer, HostPool, I8, I32, I64, InlinePool,
+    Invocation, Side, U8, addition, any_bits, assert_same, for_both_sides, for_each_pool, runs_on_cpu, sum,
 };
 
 const FLOATS: [Dtype; 4] = [F16, BF16, F32, F64];
@@ -22,7 +22,7 @@ fn adds(a: &Array, b: &Array, pool: &dyn HostPool) {
 fn every_dtype_is_added_element_by_element() {
     for dtype in FLOATS.into_iter().chain(INTEGERS) {
         for dims in [vec![], vec![1], vec![7], vec![3, 5], vec![2, 1, 3, 2, 2], vec![4099]] {
-            adds(&any_bits(dtype, &dims, 1), &any_bits(dtype, &dims, 2), &Inline(4));
+            adds(&any_bits(dtype, &dims, 1), &any_bits(dtype, &dims, 2), &InlinePool(4));
         }
     }
 }
@@ -46,7 +46,7 @@ fn integers_wrap_and_floats_round_to_nearest_even() {
 fn a_large_array_is_added_the_same_by_every_pool() {
     let (a, b) = (any_bits(F32, &[3, 70_001], 5), any_bits(F32, &[3, 70_001], 6));
     for_each_pool(|pool| adds(&a, &b, pool));
-    let late = Late::default();
+    let late = DeferredPool::default();
     adds(&a, &b, &late);
     // The tasks that arrive after the operands are gone find nothing left to do. A GPU uses no pool.
     assert!(late.run_all() > 0 || !runs_on_cpu(), "the pool was not used");
@@ -67,7 +67,7 @@ fn the_result_may_be_the_memory_of_an_operand() {
 #[test]
 fn an_array_can_be_added_to_itself_in_one_buffer() {
     let a = any_bits(I32, &[77], 9);
-    let memory = Guarded::new("a, b and out", Side::EndsAtGuard, &a.bytes);
+    let memory = GuardedBuffer::new("a, b and out", Side::EndsAtGuard, &a.bytes);
     let frame = Frame::new("xla_gpu_simple_add", CPU);
     // SAFETY: the memory holds the array.
     let frame = unsafe { frame.operand(I32, &a.dims, memory.data()).operand(I32, &a.dims, memory.data()) };

@@ -1,14 +1,14 @@
 //! The strides that each operator follows, and those that it refuses, of every operand and result (`xla_attention::call`), as
 //! eager torch and Rust pass them.
 
-use crate::support::conformance::{Case, cases};
-use crate::support::right_calls;
-use crate::support::{Array, INVALID_ARGUMENT, Invocation, Side, View, may_be_strided};
+use crate::support::conformance::{ConformanceCase, cases};
+use crate::support::valid_calls;
+use crate::support::{Array, BufferView, INVALID_ARGUMENT, Invocation, Side, may_be_strided};
 use std::ptr::without_provenance_mut;
 use xla_attention::{Action, Error, Op, Pool, RayonPool, SingleThread};
 
 /// The case of this name of a target.
-fn case(op: Op, name: &str) -> Option<&'static Case> {
+fn case(op: Op, name: &str) -> Option<&'static ConformanceCase> {
     cases().find(|case| case.target == op.signature().target && case.name == name)
 }
 
@@ -40,12 +40,12 @@ fn outcome(op: Op, of: &[(usize, usize)], strides: &[i64]) -> Result<(), Error> 
     let call = right(op);
     // A result is in its operand's memory where both have the strides.
     let in_place = of.len() > 1;
-    let views = |part: usize, count: usize| -> Vec<View> {
+    let views = |part: usize, count: usize| -> Vec<BufferView> {
         let data = without_provenance_mut(if part == 0 || in_place { 64 } else { 0 });
-        (0..count).map(|index| View { data, strides: of.contains(&(part, index)).then_some(strides) }).collect()
+        (0..count).map(|index| BufferView { data, strides: of.contains(&(part, index)).then_some(strides) }).collect()
     };
     // SAFETY: a check touches no memory.
-    unsafe { call.enter(Action::Check, &views(0, call.operands.len()), &views(1, call.results.len())) }
+    unsafe { call.run_action(Action::Check, &views(0, call.operands.len()), &views(1, call.results.len())) }
 }
 
 #[test]
@@ -99,16 +99,16 @@ fn strides_are_as_many_as_sizes() {
 
 #[test]
 fn every_operator_follows_the_strides_that_it_takes() {
-    for call in right_calls::with_numbers() {
+    for call in valid_calls::with_numbers() {
         let expected = call.results(Side::EndsAtGuard);
         let strided = may_be_strided(call.op());
         for (side, pool) in [(Side::EndsAtGuard, &SingleThread as &dyn Pool), (Side::BeginsAtGuard, &RayonPool)] {
             // Each operand with another gap between its rows.
             let gap = |name: &str| strided.iter().position(|s| *s == name).map_or(0, |at| [16, 3, 8, 5, 40][at]);
-            let found = call.run_spread(side, pool, gap).unwrap();
-            for ((found, expected), result) in found.iter().zip(&expected).zip(&call.results) {
+            let actual = call.run_strided(side, pool, gap).unwrap();
+            for ((actual, expected), result) in actual.iter().zip(&expected).zip(&call.results) {
                 assert!(
-                    result.name == "workspace" || found == expected,
+                    result.name == "workspace" || actual == expected,
                     "{} {}: {}",
                     call.target,
                     call.what,

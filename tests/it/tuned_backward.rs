@@ -3,8 +3,8 @@
 //! who did it.
 
 use crate::support::{
-    Alibi, BF16, Checked, Dtype, Dtypes, F16, GradientCase, Mask, Options, Shape, Storage, Wanted, YES_OR_NO,
-    check_named,
+    Alibi, BF16, BatchSpec, Dtype, Dtypes, F16, GradientCase, GradientOptions, Mask, MemoryLayout, PairwiseOptions,
+    ReferenceCase, YES_OR_NO, assert_named_matches_reference,
 };
 
 const DTYPES: [Dtype; 2] = [BF16, F16];
@@ -25,7 +25,7 @@ const HEAD_DIMS: [(usize, usize); 11] = [
 ];
 
 /// Blocks that end with a sequence and before, more keys than queries and fewer, and rows that see nothing.
-const LONG: Options = Options {
+const LONG: PairwiseOptions = PairwiseOptions {
     dtypes: &[Dtypes::same(BF16), Dtypes::same(F16)],
     head_dims: &HEAD_DIMS,
     heads: &[(1, 1), (4, 2), (3, 3), (5, 1), (12, 4)],
@@ -42,11 +42,11 @@ const LONG: Options = Options {
     // The sum over so many rows cancels more of itself than what the naive formula is off by allows, on every device.
     dsinks: &[false],
     seed: 11,
-    ..Options::BEYOND_BLOCKS
+    ..PairwiseOptions::BEYOND_BLOCKS
 };
 
 /// With a bias, which the kernels that cap scores do not take.
-const BIASED: Options = Options {
+const BIASED: PairwiseOptions = PairwiseOptions {
     mask: &[Mask::FULL, Mask::CAUSAL, Mask::sliding(100)],
     work: &[&[(130, 300), (1, 70), (33, 33), (77, 500)], &[(127, 385), (257, 129)], &[(200, 90), (40, 0), (17, 129)]],
     softcap: &[0.0],
@@ -55,14 +55,17 @@ const BIASED: Options = Options {
 };
 
 /// With a workspace that is enough for all cases here.
-fn roomy() -> Storage {
-    Storage { workspace: Some(19_000_001), ..Storage::contiguous() }
+fn roomy() -> MemoryLayout {
+    MemoryLayout { workspace: Some(19_000_001), ..MemoryLayout::contiguous() }
 }
 
 #[test]
 fn every_pair_agrees_with_the_reference() {
-    for (seed, (_, shape, storage, wanted)) in LONG.calls().into_iter().chain(BIASED.calls()).enumerate() {
-        check_named(&format!("long {seed}"), &mut GradientCase::store(&shape.batch(), &storage, wanted));
+    for (seed, (_, spec, memory_layout, options)) in LONG.calls().into_iter().chain(BIASED.calls()).enumerate() {
+        assert_named_matches_reference(
+            &format!("long {seed}"),
+            &mut GradientCase::store(&spec.batch(), &memory_layout, options),
+        );
     }
 }
 
@@ -72,9 +75,20 @@ fn calls_without_options_agree_with_the_reference() {
         for ((head_dim, value_dim), mask) in HEAD_DIMS.into_iter().flat_map(|d| [(d, Mask::FULL), (d, Mask::CAUSAL)]) {
             let lengths = vec![(129, 129), (6, 77), (90, 460), (300, 270)];
             let value_dim = Some(value_dim);
-            let shape =
-                Shape { dtypes: dtype.into(), head_dim, value_dim, heads: (4, 2), lengths, mask, ..Shape::default() };
-            Checked::check(&GradientCase::store(&shape.batch(), &roomy(), Wanted::LEAST));
+            let spec = BatchSpec {
+                dtypes: dtype.into(),
+                head_dim,
+                value_dim,
+                heads: (4, 2),
+                lengths,
+                mask,
+                ..BatchSpec::default()
+            };
+            ReferenceCase::assert_matches_reference(&GradientCase::store(
+                &spec.batch(),
+                &roomy(),
+                GradientOptions::MINIMAL,
+            ));
         }
     }
 }
@@ -85,10 +99,10 @@ fn small_weights_and_large_scores_lose_nothing() {
     let numbers = [(BF16, 30.0, 0.125), (F16, 100.0, 1.0), (BF16, 300.0, 1.0), (F16, 0.0, 1.0)];
     for ((dtype, sharpness, scale), head_dim) in numbers.into_iter().flat_map(|n| [(n, 64), (n, 192)]) {
         let lengths = vec![(150, 400), (60, 60), (65, 129)];
-        let shape = Shape { dtypes: dtype.into(), head_dim, sharpness, lengths, ..Shape::default() };
-        let batch = shape.batch().with_form(|form| form.softmax_scale = scale);
-        let mut case = GradientCase::store(&batch, &roomy(), Wanted::ALL);
-        check_named(&format!("{dtype:?}, scale {scale}, sharpness {sharpness}"), &mut case);
+        let spec = BatchSpec { dtypes: dtype.into(), head_dim, sharpness, lengths, ..BatchSpec::default() };
+        let batch = spec.batch().with_config(|config| config.softmax_scale = scale);
+        let mut case = GradientCase::store(&batch, &roomy(), GradientOptions::ALL);
+        assert_named_matches_reference(&format!("{dtype:?}, scale {scale}, sharpness {sharpness}"), &mut case);
     }
 }
 
@@ -96,8 +110,8 @@ fn small_weights_and_large_scores_lose_nothing() {
 fn gradients_of_sinks_agree_with_the_reference() {
     for (dtype, head_dim) in [(BF16, 64), (F16, 128), (BF16, 256)] {
         let lengths = vec![(1, 150), (30, 64), (9, 2)];
-        let shape = Shape { dtypes: dtype.into(), head_dim, lengths, sinks: true, ..Shape::default() };
-        Checked::check(&GradientCase::store(&shape.batch(), &roomy(), Wanted::ALL));
+        let spec = BatchSpec { dtypes: dtype.into(), head_dim, lengths, sinks: true, ..BatchSpec::default() };
+        ReferenceCase::assert_matches_reference(&GradientCase::store(&spec.batch(), &roomy(), GradientOptions::ALL));
     }
 }
 
@@ -107,25 +121,29 @@ fn many_sequences_agree_with_the_reference() {
     let lengths: Vec<_> = (0..700).map(|i| if i % 90 == 7 { (i % 70, 150) } else { (i % 3 % 2, i % 5) }).collect();
     for head_dim in [64, 192] {
         let lengths = lengths.clone();
-        let shape = Shape { dtypes: BF16.into(), heads: (2, 1), head_dim, lengths, ..Shape::default() };
-        Checked::check(&GradientCase::store(&shape.batch(), &roomy(), Wanted::ALL));
+        let spec = BatchSpec { dtypes: BF16.into(), heads: (2, 1), head_dim, lengths, ..BatchSpec::default() };
+        ReferenceCase::assert_matches_reference(&GradientCase::store(&spec.batch(), &roomy(), GradientOptions::ALL));
     }
 }
 
 #[test]
 fn no_sequence_at_all_gives_zeros() {
     for head_dim in [64, 192] {
-        let shape = Shape { dtypes: BF16.into(), head_dim, lengths: vec![], ..Shape::default() };
-        Checked::check(&GradientCase::store(&shape.batch(), &Storage { rows_around: (2, 3), ..roomy() }, Wanted::ALL));
+        let spec = BatchSpec { dtypes: BF16.into(), head_dim, lengths: vec![], ..BatchSpec::default() };
+        ReferenceCase::assert_matches_reference(&GradientCase::store(
+            &spec.batch(),
+            &MemoryLayout { rows_around: (2, 3), ..roomy() },
+            GradientOptions::ALL,
+        ));
     }
 }
 
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
-    use super::{Alibi, BF16, F16, GradientCase, Mask, Shape, Storage, Wanted, roomy};
-    use crate::support::Case;
-    use crate::support::device::{Around, Gpu};
-    use crate::support::logged::{assert_logged, log};
+    use super::{Alibi, BF16, BatchSpec, F16, GradientCase, GradientOptions, Mask, MemoryLayout, roomy};
+    use crate::support::AttentionCase;
+    use crate::support::device::{BufferPadding, Gpu};
+    use crate::support::log_capture::{assert_logged, log};
 
     /// And their kernels' names of them.
     const HEAD_DIMS: [(usize, usize, &str); 6] = [
@@ -148,7 +166,7 @@ mod on_their_own_gpu {
         let log = log();
         for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
             for ((head_dim, value_dim, dims), (score, softcap, alibi)) in
-                HEAD_DIMS.into_iter().flat_map(|d| FORMS.map(|form| (d, form)))
+                HEAD_DIMS.into_iter().flat_map(|d| FORMS.map(|config| (d, config)))
             {
                 // Left to the portable kernels.
                 if (dims, score) == ("256", "capped") {
@@ -159,7 +177,10 @@ mod on_their_own_gpu {
                 let (heads, lengths) = if is_first { (24, (900, 1000)) } else { (2, (200, 300)) };
                 let (dtypes, heads, lengths) = (dtype.into(), (heads, heads), vec![lengths]);
                 let value_dim = Some(value_dim);
-                run(&gpu, &Shape { dtypes, heads, head_dim, value_dim, lengths, softcap, alibi, ..Shape::default() });
+                run(
+                    &gpu,
+                    &BatchSpec { dtypes, heads, head_dim, value_dim, lengths, softcap, alibi, ..BatchSpec::default() },
+                );
                 let (mains, finish) = if head_dim <= 128 {
                     (vec![format!("hopper_bwd_{name}_{dims}_{score}")], dims)
                 } else {
@@ -173,18 +194,18 @@ mod on_their_own_gpu {
                 }
             }
         }
-        let other = |shape: &Shape, kernel: &str| {
-            run(&gpu, shape);
+        let other = |spec: &BatchSpec, kernel: &str| {
+            run(&gpu, spec);
             assert_logged(log, kernel);
         };
-        let plain = Shape { dtypes: BF16.into(), heads: (2, 1), lengths: vec![(30, 40)], ..Shape::default() };
-        let both = Shape { softcap: 2.0, alibi: Alibi::PerHead, head_dim: 128, ..plain.clone() };
+        let plain = BatchSpec { dtypes: BF16.into(), heads: (2, 1), lengths: vec![(30, 40)], ..BatchSpec::default() };
+        let both = BatchSpec { softcap: 2.0, alibi: Alibi::PerHead, head_dim: 128, ..plain.clone() };
         other(&both, "attention_bwd_dq_bf16_128_small_modified with");
-        let wide_capped = Shape { softcap: 2.0, head_dim: 256, ..plain.clone() };
+        let wide_capped = BatchSpec { softcap: 2.0, head_dim: 256, ..plain.clone() };
         other(&wide_capped, "attention_bwd_dq_bf16_256_small_modified with");
         let short = vec![(3, 40); 40];
         other(
-            &Shape { heads: (8, 1), lengths: short, head_dim: 64, ..plain },
+            &BatchSpec { heads: (8, 1), lengths: short, head_dim: 64, ..plain },
             "attention_bwd_dq_bf16_64_small_plain with",
         );
     }
@@ -195,8 +216,8 @@ mod on_their_own_gpu {
         let real = |_: &Gpu| std::env::var_os("XLA_ATTENTION_EMULATOR").is_none();
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip().filter(real) else { return };
         let beside = Gpu::first().unwrap();
-        let load = Shape { dtypes: BF16.into(), head_dim: 256, lengths: vec![(900, 900)], ..Shape::default() };
-        let load = any_results(&Shape { heads: (6, 6), ..load }).invocation();
+        let load = BatchSpec { dtypes: BF16.into(), head_dim: 256, lengths: vec![(900, 900)], ..BatchSpec::default() };
+        let load = any_results(&BatchSpec { heads: (6, 6), ..load }).invocation();
         let lengths: [&[(usize, usize)]; 4] = [
             &[(640, 640), (640, 640)],
             &[(700, 400), (130, 900), (1, 300), (500, 500)],
@@ -209,8 +230,8 @@ mod on_their_own_gpu {
                 let (lengths, mask) = (lengths[index % 4].to_vec(), masks[index % 3]);
                 let (_, softcap, alibi) = FORMS[[0, 0, 1, 2][index / 3]];
                 let (dtypes, heads) = ([BF16, F16][index % 2].into(), [(8, 8), (8, 2)][index / 2 % 2]);
-                let shape = Shape { dtypes, heads, head_dim, lengths, mask, softcap, alibi, ..Shape::default() };
-                let case = any_results(&shape);
+                let spec = BatchSpec { dtypes, heads, head_dim, lengths, mask, softcap, alibi, ..BatchSpec::default() };
+                let case = any_results(&spec);
                 for beside in [None, Some((&beside, &load))] {
                     case.invocation().assert_same_bits(&gpu, launches, 4, beside);
                 }
@@ -218,12 +239,12 @@ mod on_their_own_gpu {
         }
     }
 
-    fn any_results(shape: &Shape) -> GradientCase {
-        let storage = Storage { workspace: Some(60_000_001), ..roomy() };
-        GradientCase::of_any_results(Case::flash(&shape.batch(), &storage), Wanted::ALL)
+    fn any_results(spec: &BatchSpec) -> GradientCase {
+        let memory_layout = MemoryLayout { workspace: Some(60_000_001), ..roomy() };
+        GradientCase::of_any_results(AttentionCase::flash(&spec.batch(), &memory_layout), GradientOptions::ALL)
     }
 
-    fn run(gpu: &Gpu, shape: &Shape) {
-        any_results(shape).invocation().run_on_gpu(gpu, Around::Redzones, 0).unwrap();
+    fn run(gpu: &Gpu, spec: &BatchSpec) {
+        any_results(spec).invocation().run_on_gpu(gpu, BufferPadding::Redzones, 0).unwrap();
     }
 }

@@ -2,7 +2,8 @@
 //! to do with, against the reference on every device; and on their own GPU, that it is they who did it.
 
 use crate::support::{
-    ALIBI, BF16, Case, Checked, Dtypes, F16, Layout, Mask, Options, Scaled, Shape, Storage, check_named, for_both_sides,
+    ALIBI, AttentionCase, BF16, BatchSpec, Dtypes, F16, KvLayout, Mask, MemoryLayout, PairwiseOptions, ReferenceCase,
+    ScaleKind, assert_named_matches_reference, for_both_sides,
 };
 
 const DTYPES: [Dtypes; 4] = [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::narrow(BF16), Dtypes::narrow(F16)];
@@ -16,7 +17,7 @@ const FP8_HEAD_DIMS: [(usize, usize); 2] = [(128, 128), (256, 256)];
 /// Tiles that end with a sequence and before, more keys than queries and fewer, and sequences that are decoded; one pack of
 /// heads a KV head and several, packs of more heads than a warp has rows; boxes of one octet, of two, of a whole block, and
 /// pages that are no octets.
-const LONG: Options = Options {
+const LONG: PairwiseOptions = PairwiseOptions {
     dtypes: &DTYPES,
     head_dims: &HEAD_DIMS,
     heads: &[(1, 1), (4, 2), (8, 1), (6, 2), (12, 1), (32, 1)],
@@ -27,19 +28,22 @@ const LONG: Options = Options {
         &[(40, 600)],
         &[(20, 20), (19, 21), (18, 18), (25, 40), (300, 300)],
     ],
-    layout: &Layout::ALL,
+    layout: &KvLayout::ALL,
     page_size: &[0, 8, 16, 24, 48, 128, 256, 1, 4, 12, 100],
     alibi: ALIBI,
-    scales: &[[Scaled::No; 3], [Scaled::AsAWhole; 3], [Scaled::PerHead; 3]],
+    scales: &[[ScaleKind::None; 3], [ScaleKind::PerTensor; 3], [ScaleKind::PerHead; 3]],
     workspace: &[None, Some(13), Some(9_000_001)],
     seed: 7,
-    ..Options::BEYOND_BLOCKS
+    ..PairwiseOptions::BEYOND_BLOCKS
 };
 
 #[test]
 fn every_pair_agrees_with_the_reference() {
-    for (seed, (_, shape, storage, _)) in LONG.calls().into_iter().enumerate() {
-        check_named(&format!("long {seed}"), &mut Case::flash(&shape.batch(), &storage));
+    for (seed, (_, spec, memory_layout, _)) in LONG.calls().into_iter().enumerate() {
+        assert_named_matches_reference(
+            &format!("long {seed}"),
+            &mut AttentionCase::flash(&spec.batch(), &memory_layout),
+        );
     }
 }
 
@@ -48,7 +52,7 @@ fn calls_without_options_agree_with_the_reference() {
     for dtypes in DTYPES {
         let head_dims = if dtypes.q == dtypes.out { &HEAD_DIMS[..] } else { &FP8_HEAD_DIMS[..] };
         for (&(head_dim, value_dim), mask) in head_dims.iter().flat_map(|d| [(d, Mask::FULL), (d, Mask::CAUSAL)]) {
-            let shape = Shape {
+            let spec = BatchSpec {
                 dtypes,
                 head_dim,
                 value_dim: Some(value_dim),
@@ -56,16 +60,17 @@ fn calls_without_options_agree_with_the_reference() {
                 // None is decoded: which kernel does that follows from the pages too.
                 lengths: vec![(129, 129), (6, 77), (90, 460), (5, 64)],
                 mask,
-                ..Shape::default()
+                ..BatchSpec::default()
             };
-            let batch = shape.batch();
-            let layout = if head_dim == value_dim { Layout::Interleaved } else { Layout::Split };
-            let paged = |page_size| Storage::paged(layout, page_size);
-            let contiguous = Checked::check(&Case::flash(&batch, &Storage::contiguous()));
+            let batch = spec.batch();
+            let layout = if head_dim == value_dim { KvLayout::Interleaved } else { KvLayout::Split };
+            let paged = |page_size| MemoryLayout::paged(layout, page_size);
+            let contiguous =
+                ReferenceCase::assert_matches_reference(&AttentionCase::flash(&batch, &MemoryLayout::contiguous()));
             // 8-bit keys in pages that are no octets are for the portable kernel.
             for page_size in if dtypes.q == dtypes.out { &[1, 8, 12, 128][..] } else { &[8, 128] } {
                 // Where keys are is only an address.
-                let pages = Case::flash(&batch, &paged(*page_size)).invocation();
+                let pages = AttentionCase::flash(&batch, &paged(*page_size)).invocation();
                 for_both_sides(|side| {
                     let same = pages.results(side)[..2] == contiguous;
                     assert!(same, "{dtypes:?}, D {head_dim}, Dv {value_dim}, pages of {page_size}");
@@ -86,10 +91,11 @@ fn large_scores_lose_nothing() {
         (bf16, 64, 300.0, 1.0),
         (fp8, 128, 30.0, 0.088),
     ] {
-        let shape = Shape { dtypes, head_dim, sharpness, lengths: vec![(150, 400), (60, 60)], ..Shape::default() };
-        let mut case = Case::flash(&shape.batch(), &Storage::contiguous());
-        case.form.softmax_scale = scale;
-        check_named(&format!("{dtypes:?}, scale {scale}, sharpness {sharpness}"), &mut case);
+        let spec =
+            BatchSpec { dtypes, head_dim, sharpness, lengths: vec![(150, 400), (60, 60)], ..BatchSpec::default() };
+        let mut case = AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous());
+        case.config.softmax_scale = scale;
+        assert_named_matches_reference(&format!("{dtypes:?}, scale {scale}, sharpness {sharpness}"), &mut case);
     }
 }
 
@@ -97,16 +103,16 @@ fn large_scores_lose_nothing() {
 #[test]
 fn short_sequences_among_long_ones_agree_with_the_reference() {
     for ((head_dim, value_dim), mask) in HEAD_DIMS.into_iter().zip([Mask::CAUSAL, Mask::FULL].into_iter().cycle()) {
-        let shape = Shape {
+        let spec = BatchSpec {
             dtypes: BF16.into(),
             head_dim,
             value_dim: Some(value_dim),
             heads: (2, 1),
             lengths: vec![(1, 40), (1500, 1400), (3, 500), (0, 7), (300, 300)],
             mask,
-            ..Shape::default()
+            ..BatchSpec::default()
         };
-        Checked::check(&Case::flash(&shape.batch(), &Storage::contiguous()));
+        ReferenceCase::assert_matches_reference(&AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous()));
     }
 }
 
@@ -126,7 +132,7 @@ fn decode_beneath_prefill_agrees_with_the_reference() {
         for (heads, page_size) in [((8, 2), 16), ((4, 4), 48), ((12, 1), 128), ((32, 1), 16)] {
             for (mask, lengths) in masks.into_iter().zip(lengths) {
                 seed += 1;
-                let shape = Shape {
+                let spec = BatchSpec {
                     dtypes,
                     heads,
                     head_dim: 128,
@@ -134,18 +140,25 @@ fn decode_beneath_prefill_agrees_with_the_reference() {
                     lengths: lengths.to_vec(),
                     leftpad: seed % 3 == 0,
                     sinks: seed % 2 == 0,
-                    scales: [Scaled::No, Scaled::No, if seed % 5 == 0 { Scaled::AsAWhole } else { Scaled::No }],
+                    scales: [
+                        ScaleKind::None,
+                        ScaleKind::None,
+                        if seed % 5 == 0 { ScaleKind::PerTensor } else { ScaleKind::None },
+                    ],
                     seed,
-                    ..Shape::default()
+                    ..BatchSpec::default()
                 };
-                let storage = Storage {
+                let memory_layout = MemoryLayout {
                     rows_around: (3, 300),
                     seqused_q: seed % 4 == 1,
                     workspace: Some([9_000_001, 40_000, 200][seed as usize % 3]),
                     seed,
-                    ..Storage::paged(Layout::ALL[1 + seed as usize % 4], page_size)
+                    ..MemoryLayout::paged(KvLayout::ALL[1 + seed as usize % 4], page_size)
                 };
-                check_named(&format!("mixed {seed}"), &mut Case::flash(&shape.batch(), &storage));
+                assert_named_matches_reference(
+                    &format!("mixed {seed}"),
+                    &mut AttentionCase::flash(&spec.batch(), &memory_layout),
+                );
             }
         }
     }
@@ -157,19 +170,28 @@ fn many_decoded_sequences_beneath_prefill_agree_with_the_reference() {
     let decoded = (0..48).map(|i| (1 + i % 2, 3 + 37 * i % 190));
     let lengths: Vec<_> = std::iter::once((100, 3000)).chain(decoded).collect();
     for (dtypes, heads) in [(Dtypes::same(BF16), (16, 1)), (Dtypes::same(F16), (4, 1))] {
-        let shape =
-            Shape { dtypes, heads, head_dim: 128, mask: Mask::CAUSAL, lengths: lengths.clone(), ..Shape::default() };
-        let storage =
-            Storage { rows_around: (3, 900), workspace: Some(9_000_001), ..Storage::paged(Layout::Interleaved, 16) };
-        check_named(&format!("{heads:?}"), &mut Case::flash(&shape.batch(), &storage));
+        let spec = BatchSpec {
+            dtypes,
+            heads,
+            head_dim: 128,
+            mask: Mask::CAUSAL,
+            lengths: lengths.clone(),
+            ..BatchSpec::default()
+        };
+        let memory_layout = MemoryLayout {
+            rows_around: (3, 900),
+            workspace: Some(9_000_001),
+            ..MemoryLayout::paged(KvLayout::Interleaved, 16)
+        };
+        assert_named_matches_reference(&format!("{heads:?}"), &mut AttentionCase::flash(&spec.batch(), &memory_layout));
     }
 }
 
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
-    use super::{BF16, Case, Dtypes, F16, FP8_HEAD_DIMS, HEAD_DIMS, Layout, Mask, Shape, Storage};
-    use crate::support::device::{Around, Gpu};
-    use crate::support::logged::{assert_logged, log};
+    use super::{AttentionCase, BF16, BatchSpec, Dtypes, F16, FP8_HEAD_DIMS, HEAD_DIMS, KvLayout, Mask, MemoryLayout};
+    use crate::support::device::{BufferPadding, Gpu};
+    use crate::support::log_capture::{assert_logged, log};
 
     /// What compute-sanitizer's slower tools run (tests/gpu/run.py): short, and a call of every kernel.
     #[test]
@@ -189,14 +211,14 @@ mod on_their_own_gpu {
                 .map(|&(d, dv)| (d, dv, Mask::FULL, if d == dv { format!("{d}") } else { format!("{d}x{dv}") }));
             let short = (name != "fp8").then(|| (64, 64, Mask::CAUSAL, "64_short".to_owned()));
             for (head_dim, value_dim, mask, dims) in dims.chain(short) {
-                let layout = if head_dim == value_dim { Layout::Stacked } else { Layout::Split };
+                let layout = if head_dim == value_dim { KvLayout::Stacked } else { KvLayout::Split };
                 for (softcap, score) in forms {
                     // Not built.
                     if name != "fp8" && score == "modified" && !(["64", "96", "128"].contains(&dims.as_str())) {
                         continue;
                     }
                     // More tiles than SMs, several blocks of keys in each.
-                    let shape = Shape {
+                    let spec = BatchSpec {
                         dtypes,
                         head_dim,
                         value_dim: Some(value_dim),
@@ -204,14 +226,14 @@ mod on_their_own_gpu {
                         heads: (Gpu::sms().div_ceil(4), 1),
                         lengths: vec![(900, 1000)],
                         mask,
-                        ..Shape::default()
+                        ..BatchSpec::default()
                     };
-                    for (storage, keys) in
-                        [(Storage::contiguous(), "contiguous"), (Storage::paged(layout, 16), "paged")]
+                    for (memory_layout, keys) in
+                        [(MemoryLayout::contiguous(), "contiguous"), (MemoryLayout::paged(layout, 16), "paged")]
                     {
-                        Case::flash(&shape.batch(), &storage)
+                        AttentionCase::flash(&spec.batch(), &memory_layout)
                             .invocation()
-                            .run_on_gpu(&gpu, Around::Redzones, 0)
+                            .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
                             .unwrap();
                         assert_logged(log, &format!("hopper_prefill_{name}_{dims}_{keys}_{score} with"));
                     }
@@ -226,16 +248,19 @@ mod on_their_own_gpu {
         let log = log();
         for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
             let lengths = vec![(900, 1000), (1, 3000), (1, 200)];
-            let shape = Shape {
+            let spec = BatchSpec {
                 dtypes: dtype.into(),
                 heads: (8, 2),
                 head_dim: 128,
                 lengths,
                 mask: Mask::CAUSAL,
-                ..Shape::default()
+                ..BatchSpec::default()
             };
-            let storage = Storage { workspace: Some(9_000_001), ..Storage::default() };
-            Case::paged(&shape.batch(), &storage).invocation().run_on_gpu(&gpu, Around::Redzones, 0).unwrap();
+            let memory_layout = MemoryLayout { workspace: Some(9_000_001), ..MemoryLayout::default() };
+            AttentionCase::paged(&spec.batch(), &memory_layout)
+                .invocation()
+                .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
+                .unwrap();
             assert_logged(log, &format!("hopper_mixed_{name}_128 with"));
         }
     }

@@ -3,10 +3,10 @@
 //! The variable is read once, so a process of its own runs the tests of this module under it, which are ignored otherwise:
 //! through the CPU handlers, or with `XLA_ATTENTION_TEST_DEVICE=cuda` on a GPU.
 
-use crate::support::right_calls;
+use crate::support::valid_calls;
 use crate::support::{
-    ATTENTION_DTYPES, Array, Attr, BF16, CPU, Case, Frame, I32, INVALID_ARGUMENT, Inline, Invocation, MetadataRequest,
-    Refusal, Side, handler_sets, i32s, paged_shapes, request_metadata, runs_on_cpu,
+    ATTENTION_DTYPES, Array, AttentionCase, Attr, BF16, CPU, Frame, I32, INVALID_ARGUMENT, InlinePool, Invocation,
+    MetadataRequest, Refusal, Side, handler_sets, i32s, named_paged_batches, request_metadata, runs_on_cpu,
 };
 use std::process::Command;
 use xla_attention::Op;
@@ -29,7 +29,11 @@ fn under_the_check_all_of_this_holds() {
 
 /// On the CPU through the handler, on a GPU launched; what a refused call has written does not matter.
 fn run(call: &Invocation) -> Result<Vec<Array>, Refusal> {
-    if runs_on_cpu() { call.outcome_in(Frame::new(call.target, CPU)) } else { call.run(Side::EndsAtGuard, &Inline(4)) }
+    if runs_on_cpu() {
+        call.outcome_in(Frame::new(call.target, CPU))
+    } else {
+        call.run(Side::EndsAtGuard, &InlinePool(4))
+    }
 }
 
 fn assert_refused(call: &Invocation, text: &str) {
@@ -52,7 +56,7 @@ fn a_checked_handler_cannot_be_recorded() {
 
 /// T 6, 3 sequences of 2, 1 and 3 rows over 9, 16 and 3 keys in 5 pages of 8 tokens.
 fn paged() -> Invocation {
-    right_calls::of("xla_gpu_paged_attention")
+    valid_calls::of("xla_gpu_paged_attention")
         .attribute("sliding_window", Attr::I64(-1))
         .with_operand("query_start_loc", i32s(&[0, 2, 3, 6]))
         .with_operand("context_lens", i32s(&[9, 16, 3]))
@@ -89,7 +93,7 @@ fn paged_metadata_is_refused_by_operand_entry_and_sequence() {
 
 /// Tq 6, Tk 10, 3 sequences of 2, 1 and 3 rows over 4, 3 and 3 keys.
 fn varlen(target: &'static str) -> Invocation {
-    let call = right_calls::of(target)
+    let call = valid_calls::of(target)
         .with_operand("k", Array::filled(BF16, &[10, 2, 16], 0))
         .with_operand("v", Array::filled(BF16, &[10, 2, 24], 0))
         .with_operand("cu_seqlens_q", i32s(&[0, 2, 3, 6]))
@@ -127,7 +131,7 @@ fn refuses_varlen_metadata(right: &Invocation) {
 #[ignore = "under the check alone"]
 fn lengths_out_of_starts_are_refused_too() {
     let paged = |starts: &[i32], table: &[i32]| {
-        let call = right_calls::of("xla_gpu_flash_attn_varlen")
+        let call = valid_calls::of("xla_gpu_flash_attn_varlen")
             .with_operand("cu_seqlens_q", i32s(&[0, 2, 3, 6]))
             .with_operand("k", Array::filled(BF16, &[5, 4, 2, 16], 0))
             .with_operand("v", Array::filled(BF16, &[5, 4, 2, 24], 0))
@@ -149,13 +153,13 @@ fn lengths_out_of_starts_are_refused_too() {
 #[ignore = "under the check alone"]
 fn slots_are_refused_by_entry() {
     let update =
-        |slots: &[i32]| right_calls::in_layout("xla_gpu_kv_cache_update", 1).with_operand("slot_mapping", i32s(slots));
+        |slots: &[i32]| valid_calls::in_layout("xla_gpu_kv_cache_update", 1).with_operand("slot_mapping", i32s(slots));
     run(&update(&[39, 0, -1, 5, -1, 6])).unwrap();
     assert_refused(&update(&[0, 1, 40, 3, 4, 5]), "slot_mapping[2] is 40, expected a slot, 0 to 39, or -1 for none");
     assert_refused(&update(&[0, -2, 2, 3, 4, 5]), "slot_mapping[1] is -2, expected a slot, 0 to 39, or -1 for none");
     assert_refused(&update(&[7, 1, 2, 3, 7, 5]), "slot_mapping[4] is 7, as slot_mapping[0]");
     let slots = |values: &[i64]| {
-        right_calls::of("xla_gpu_kv_cache_update_split").with_operand("slot_mapping", Array::i64s(&[6], values))
+        valid_calls::of("xla_gpu_kv_cache_update_split").with_operand("slot_mapping", Array::i64s(&[6], values))
     };
     run(&slots(&[0, 1, 2, 3, 4, 5])).unwrap();
     let text = "slot_mapping[5] is 4294967296, expected a slot, 0 to 39, or -1 for none";
@@ -167,7 +171,7 @@ fn slots_are_refused_by_entry() {
 fn tokens_that_cannot_be_gathered_are_refused_by_entry() {
     let gather = |pages: &[i32; 6], lens: &[i32]| {
         let tables = Array::i32s(&[3, 2], pages);
-        right_calls::of("xla_gpu_gather_kv_cache")
+        valid_calls::of("xla_gpu_gather_kv_cache")
             .with_operand("block_tables", tables)
             .with_operand("context_lens", i32s(lens))
     };
@@ -186,7 +190,7 @@ fn tokens_that_cannot_be_gathered_are_refused_by_entry() {
 #[ignore = "under the check alone"]
 fn positions_are_refused_by_entry() {
     let rotate = |positions: &[i32]| {
-        right_calls::in_layout("xla_gpu_rope_kv_cache_update", 1)
+        valid_calls::in_layout("xla_gpu_rope_kv_cache_update", 1)
             .with_operand("slot_mapping", i32s(&[0, 1, 2, -1, 4, 5]))
             .with_operand("positions", i32s(positions))
     };
@@ -200,7 +204,7 @@ fn paged_update() -> Invocation {
     let attention = paged();
     let operands = attention.operands.into_iter().take(6);
     let call = operands.fold(
-        right_calls::of("xla_gpu_paged_attention_update").attribute("sliding_window", Attr::I64(-1)),
+        valid_calls::of("xla_gpu_paged_attention_update").attribute("sliding_window", Attr::I64(-1)),
         |call, (name, operand)| call.with_operand(name, operand),
     );
     call.with_operand("slot_mapping", i32s(&[39, 0, 23, 24, 25, 26]))
@@ -231,11 +235,11 @@ fn new_tokens_are_refused_by_entry_where_the_table_has_them_elsewhere() {
 
 /// Calls whose metadata is right, with answers that are not all 0; those of attention first.
 fn right() -> [Vec<Invocation>; 2] {
-    let named = ATTENTION_DTYPES.into_iter().flat_map(|dtype| paged_shapes(dtype.into()));
-    let named = named.map(|(_, shape, storage)| Case::paged(&shape.batch(), &storage).invocation());
+    let named = ATTENTION_DTYPES.into_iter().flat_map(|dtype| named_paged_batches(dtype.into()));
+    let named = named.map(|(_, spec, memory_layout)| AttentionCase::paged(&spec.batch(), &memory_layout).invocation());
     let attends =
         |call: &Invocation| [Op::FlashAttnVarlen, Op::PagedAttention, Op::PagedAttentionUpdate].contains(&call.op());
-    let (attention, others): (Vec<_>, Vec<_>) = right_calls::with_numbers().into_iter().partition(attends);
+    let (attention, others): (Vec<_>, Vec<_>) = valid_calls::with_numbers().into_iter().partition(attends);
     [named.chain(attention).collect(), others]
 }
 

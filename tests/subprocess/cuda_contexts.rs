@@ -1,8 +1,8 @@
 //! Functions belong to a context: what happens when contexts come and go, with a stand-in for libcuda whose functions launch
 //! on the context for which they were loaded and on no other.
 
-use crate::support::device::{Around, Gpu};
-use crate::support::stand_in;
+use crate::support::device::{BufferPadding, Gpu};
+use crate::support::fake_libcuda;
 use crate::support::{Array, addition, runs_on_cpu};
 use xla_attention::{Action, Stream};
 
@@ -14,7 +14,7 @@ const MANY: u32 = 200;
 /// Make a context current.
 fn enter(address: u32, id: u32) {
     // SAFETY: this child runs one test, on this thread alone.
-    unsafe { std::env::set_var("FAULT", format!("context {address:x} {id}")) };
+    unsafe { std::env::set_var("FAKE_LIBCUDA", format!("context {address:x} {id}")) };
 }
 
 /// Modules that the stand-in has loaded.
@@ -31,7 +31,7 @@ fn a_child_sees_contexts_come_and_go() {
     let mut failed = vec![];
     let mut visit = |address, id| {
         enter(address, id);
-        failed.extend(stand_in::add(LAUNCH).err().map(|error| format!("{address:x} {id}: {}", error.message)));
+        failed.extend(fake_libcuda::add(LAUNCH).err().map(|error| format!("{address:x} {id}: {}", error.message)));
     };
     // Reset again and again at one address; then all at addresses of their own, twice.
     (1..=MANY).for_each(|id| visit(0x1000, id));
@@ -53,7 +53,7 @@ fn a_context_is_its_id_and_not_its_address() {
         println!("skipped: with a stand-in for libcuda alone");
         return;
     }
-    let said = stand_in::outcomes("cuda_contexts::a_child_sees_contexts_come_and_go", "context 1000 1", true);
+    let said = fake_libcuda::outcomes("cuda_contexts::a_child_sees_contexts_come_and_go", "context 1000 1", true);
     let loads = [MANY, 2 * MANY, 2 * MANY, 2 * MANY].map(|loads| loads.to_string());
     assert_eq!(said[..4], loads);
     assert_eq!(said[4], "[]");
@@ -67,7 +67,7 @@ fn a_driver_without_ids_has_addresses() {
         return;
     }
     let (name, fault) = ("cuda_contexts::a_child_enters_two_contexts", "context 1000 1");
-    assert_eq!(stand_in::outcomes(name, fault, false), ["2"]);
+    assert_eq!(fake_libcuda::outcomes(name, fault, false), ["2"]);
 }
 
 #[test]
@@ -75,7 +75,7 @@ fn a_driver_without_ids_has_addresses() {
 fn a_child_enters_two_contexts() {
     for (address, id) in [(0x1000, 1), (0x2000, 2), (0x1000, 1), (0x2000, 2)] {
         enter(address, id);
-        stand_in::add(LAUNCH).unwrap();
+        fake_libcuda::add(LAUNCH).unwrap();
     }
     println!("outcome: {}", loads());
 }
@@ -87,7 +87,7 @@ fn a_device_that_was_reset_is_served_again() {
         println!("skipped: XLA_ATTENTION_TEST_DEVICE=cuda chooses a GPU");
         return;
     }
-    let said = stand_in::printed(&mut stand_in::child("cuda_contexts::a_child_resets_the_device"));
+    let said = fake_libcuda::printed_outcomes(&mut fake_libcuda::child("cuda_contexts::a_child_resets_the_device"));
     assert_eq!(said, ["[2.0, 4.0, 6.0]"; 3]);
 }
 
@@ -97,7 +97,7 @@ fn a_child_resets_the_device() {
     let numbers = Array::f32s(&[3], &[1.0, 2.0, 3.0]);
     let call = addition(numbers.clone(), numbers);
     for _ in 0..3 {
-        let results = call.run_on_gpu(&Gpu::first().unwrap(), Around::Nothing, 0).unwrap();
+        let results = call.run_on_gpu(&Gpu::first().unwrap(), BufferPadding::None, 0).unwrap();
         println!("outcome: {:?}", results[0].values());
         // SAFETY: nothing of this process uses the device any more.
         let reset = unsafe { cudarc::driver::sys::cuDevicePrimaryCtxReset_v2(0) };

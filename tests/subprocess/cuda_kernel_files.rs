@@ -3,8 +3,8 @@
 //! With a stand-in for libcuda, or with `XLA_ATTENTION_TEST_DEVICE=cuda` on a GPU; the environment is read once, so a
 //! process of its own sees each folder.
 
-use crate::support::stand_in;
-use crate::support::{Array, F32, I32, Inline, POISON, Side, View, addition, runs_on_cpu};
+use crate::support::fake_libcuda;
+use crate::support::{Array, BufferView, F32, I32, InlinePool, POISON, Side, addition, runs_on_cpu};
 use std::path::PathBuf;
 use xla_attention::{Action, Error, Stream};
 
@@ -26,12 +26,12 @@ fn folder(name: &str, file: &str, contents: &[u8]) -> PathBuf {
 /// What the additions of the child say where `file` holds `contents`: of f32, of i32, and of f32 again.
 fn outcomes(name: &str, file: &str, contents: &[u8]) -> (PathBuf, [String; 3]) {
     let folder = folder(name, file, contents);
-    let mut child = stand_in::child("cuda_kernel_files::a_child_adds");
+    let mut child = fake_libcuda::child("cuda_kernel_files::a_child_adds");
     child.env("XLA_ATTENTION_KERNEL_DIR", &folder);
     if runs_on_cpu() {
-        stand_in::in_front(&mut child);
+        fake_libcuda::preload(&mut child);
     }
-    let printed = stand_in::printed(&mut child);
+    let printed = fake_libcuda::printed_outcomes(&mut child);
     std::fs::remove_dir_all(&folder).unwrap();
     (folder.join(file), printed.try_into().unwrap())
 }
@@ -48,9 +48,9 @@ fn a_child_adds() {
 
 /// The stand-in computes nothing.
 fn on_the_stand_in(numbers: &Array) -> Result<String, Error> {
-    let views = [View::dense(numbers.bytes.as_ptr().cast_mut()); 2];
+    let views = [BufferView::dense(numbers.bytes.as_ptr().cast_mut()); 2];
     // SAFETY: the stand-in reads no memory; the array outlives the call anyway.
-    unsafe { addition(numbers.clone(), numbers.clone()).enter(Action::LaunchCuda(Stream(0)), &views, &views) }?;
+    unsafe { addition(numbers.clone(), numbers.clone()).run_action(Action::LaunchCuda(Stream(0)), &views, &views) }?;
     Ok("done".into())
 }
 
@@ -58,7 +58,7 @@ fn on_the_stand_in(numbers: &Array) -> Result<String, Error> {
 fn on_the_gpu(numbers: &Array) -> Result<String, Error> {
     let code = |code| if code == 9 { xla_attention::Code::FailedPrecondition } else { xla_attention::Code::Internal };
     let results = addition(numbers.clone(), numbers.clone())
-        .run(Side::EndsAtGuard, &Inline(1))
+        .run(Side::EndsAtGuard, &InlinePool(1))
         .map_err(|refusal| Error { code: code(refusal.code), message: refusal.text })?;
     let sums: Vec<f64> = numbers.values().iter().map(|x| x + x).collect();
     Ok(if results[0].values() == sums {

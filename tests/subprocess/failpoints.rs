@@ -3,9 +3,9 @@
 //! Faults go through the handlers, as XLA calls them, and through the C interface; those of the CUDA backend meet a
 //! stand-in for libcuda, or with `XLA_ATTENTION_TEST_DEVICE=cuda` a GPU.
 
-use crate::support::right_calls;
+use crate::support::valid_calls;
 use crate::support::{
-    Array, CPU, F32, Frame, HostPool, INTERNAL, Inline, Invocation, Refusal, Side, Threads, addition, c_call,
+    Array, CPU, F32, Frame, HostPool, INTERNAL, InlinePool, Invocation, Refusal, Side, ThreadPool, addition, c_call,
     c_request, c_tensor, runs_on_cpu,
 };
 use std::ffi::{CStr, c_char};
@@ -39,7 +39,7 @@ const OF_HANDLERS: [(Failpoint, &str); 4] = [
 
 #[test]
 fn every_layer_of_a_cpu_handler_reports_its_fault_and_the_next_call_is_right() {
-    for call in right_calls::all() {
+    for call in valid_calls::all() {
         let on_cpu = || call.outcome_in(Frame::new(call.target, CPU));
         let right = on_cpu().unwrap();
         for (fault, text) in OF_HANDLERS {
@@ -59,9 +59,9 @@ fn every_layer_of_a_cpu_handler_reports_its_fault_and_the_next_call_is_right() {
 #[test]
 fn a_fault_on_a_thread_of_the_pool_is_reported_and_the_thread_goes_on() {
     let call = long_addition(3 << 15);
-    let threads = Threads::new(3);
+    let threads = ThreadPool::new(3);
     let on = |pool: &dyn HostPool| call.outcome_in(Frame::new(call.target, CPU).pool(pool));
-    let right = on(&Inline(1)).unwrap();
+    let right = on(&InlinePool(1)).unwrap();
     for _ in 0..10 {
         arm(Failpoint::CpuWorker);
         assert_reported(on(&threads), &call, "1 of 3 parallel tasks panicked: failpoint: CpuWorker");
@@ -139,7 +139,7 @@ fn the_plugins_entries_report_a_fault_too() {
 #[cfg(feature = "cuda")]
 mod cuda {
     use super::*;
-    use crate::support::stand_in;
+    use crate::support::fake_libcuda;
     use crate::support::{CUDA, Stage, target};
 
     #[test]
@@ -149,7 +149,7 @@ mod cuda {
             println!("skipped: the stand-in for libcuda is for machines without a GPU");
             return;
         }
-        let said = stand_in::outcomes("failpoints::cuda::a_child_goes_through_the_cuda_handlers", "none", false);
+        let said = fake_libcuda::outcomes("failpoints::cuda::a_child_goes_through_the_cuda_handlers", "none", false);
         assert_eq!(said.last().map(String::as_str), Some("done"), "{said:?}");
     }
 
@@ -163,7 +163,7 @@ mod cuda {
             "xla_gpu_paged_attention",
             "xla_gpu_paged_attention_update",
         ];
-        for call in right_calls::all() {
+        for call in valid_calls::all() {
             let row = target(call.target, CUDA);
             for (stage, handler) in [(Stage::Initialize, row.initialize), (Stage::Execute, row.execute)] {
                 let go = || call.outcome_in(Frame::of(handler.unwrap(), stage).stream(1));
@@ -190,7 +190,7 @@ mod cuda {
             return;
         }
         let call = long_addition(1000);
-        let on_gpu = || call.run(Side::EndsAtGuard, &Inline(1));
+        let on_gpu = || call.run(Side::EndsAtGuard, &InlinePool(1));
         for (fault, text) in [
             (Failpoint::Problem, "panic: failpoint: Problem"),
             (Failpoint::CudaLoad, "panic: failpoint: CudaLoad"),

@@ -11,7 +11,7 @@ mod check_mode;
 #[cfg(feature = "cuda")]
 mod cuda_contexts;
 #[cfg(feature = "cuda")]
-mod cuda_faults;
+mod cuda_driver_errors;
 #[cfg(feature = "cuda")]
 mod cuda_kernel_files;
 #[cfg(feature = "failpoints")]

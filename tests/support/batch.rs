@@ -59,7 +59,7 @@ impl fmt::Debug for Dtypes {
 
 /// Sizes, element types and options: what all sequences of a call share.
 #[derive(Clone, Debug)]
-pub struct Form {
+pub struct AttentionConfig {
     pub dtypes: Dtypes,
     pub q_heads: usize,
     pub kv_heads: usize,
@@ -78,7 +78,7 @@ pub struct Form {
     pub batch_invariant: bool,
 }
 
-impl Form {
+impl AttentionConfig {
     /// The KV head that a query head reads.
     pub fn kv_head(&self, head: usize) -> usize {
         head / (self.q_heads / self.kv_heads)
@@ -110,7 +110,7 @@ pub enum Alibi {
 /// Sequences and what they share.
 #[derive(Clone, Debug)]
 pub struct Batch {
-    pub form: Form,
+    pub config: AttentionConfig,
     pub alibi: Alibi,
     /// Whether paddings are given; without them they are 0.
     pub leftpad: bool,
@@ -124,9 +124,9 @@ impl Batch {
     }
 
     /// The batch with another form.
-    pub fn with_form(&self, change: impl FnOnce(&mut Form)) -> Self {
+    pub fn with_config(&self, change: impl FnOnce(&mut AttentionConfig)) -> Self {
         let mut batch = self.clone();
-        change(&mut batch.form);
+        change(&mut batch.config);
         batch
     }
 
@@ -134,7 +134,7 @@ impl Batch {
     pub fn seen(&self, sequence: &SequenceData) -> Vec<bool> {
         let mut seen = vec![false; sequence.len_k];
         for i in 0..sequence.len_q {
-            seen[self.form.mask.visible(i, sequence.len_q, sequence.len_k, sequence.leftpad)].fill(true);
+            seen[self.config.mask.visible(i, sequence.len_q, sequence.len_k, sequence.leftpad)].fill(true);
         }
         seen
     }
@@ -142,16 +142,16 @@ impl Batch {
 
 /// How many numbers a scale is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Scaled {
-    No,
-    AsAWhole,
+pub enum ScaleKind {
+    None,
+    PerTensor,
     PerHead,
 }
 
 with_defaults! {
     /// What a batch looks like before its numbers are drawn.
     #[derive(Clone, Debug)]
-    pub struct Shape {
+    pub struct BatchSpec {
         pub dtypes: Dtypes = Dtypes::same(F32),
         /// (Hq, Hkv)
         pub heads: (usize, usize) = (4, 2),
@@ -167,7 +167,7 @@ with_defaults! {
         pub alibi: Alibi = Alibi::Off,
         pub sinks: bool = false,
         /// q, k, v
-        pub scales: [Scaled; 3] = [Scaled::No; 3],
+        pub scales: [ScaleKind; 3] = [ScaleKind::None; 3],
         /// Multiplies the queries: large values make one key win.
         pub sharpness: f64 = 1.0,
         pub batch_invariant: bool = false,
@@ -175,15 +175,15 @@ with_defaults! {
     }
 }
 
-impl Shape {
+impl BatchSpec {
     /// Draw the numbers.
     pub fn batch(&self) -> Batch {
         let mut random = Random::new(self.seed.wrapping_mul(77).wrapping_add(5));
-        let form = self.form(&mut random);
+        let config = self.config(&mut random);
         let common = slopes(&mut random, self.heads.0);
         let sequence = |(index, &(len_q, len_k)): (usize, &(usize, usize))| {
             let mut random = Random::new(self.seed.wrapping_mul(1000).wrapping_add(index as u64));
-            let SequenceData { q, k, v, .. } = draw(&form, (len_q, len_k), self.sharpness, &mut random);
+            let SequenceData { q, k, v, .. } = draw(&config, (len_q, len_k), self.sharpness, &mut random);
             let leftpad = if self.leftpad { random.one_of(&[0, 1, len_k / 3, len_k / 2, len_k]).min(len_k) } else { 0 };
             let slopes = match self.alibi {
                 Alibi::PerSequence => slopes(&mut random, self.heads.0),
@@ -192,21 +192,21 @@ impl Shape {
             SequenceData { len_q, len_k, leftpad, q, k, v, slopes }
         };
         let sequences = self.lengths.iter().enumerate().map(sequence).collect();
-        Batch { form, alibi: self.alibi, leftpad: self.leftpad, sequences }
+        Batch { config, alibi: self.alibi, leftpad: self.leftpad, sequences }
     }
 
-    fn form(&self, random: &mut Random) -> Form {
+    fn config(&self, random: &mut Random) -> AttentionConfig {
         let (q_heads, kv_heads) = self.heads;
         let sinks = (0..q_heads).map(|_| (1.0 + 2.0 * random.normal()) as f32).collect();
         let [q_scale, k_scale, v_scale] = self.scales.map(|scaled| {
             let count = match scaled {
-                Scaled::No => return None,
-                Scaled::AsAWhole => 1,
-                Scaled::PerHead => kv_heads,
+                ScaleKind::None => return None,
+                ScaleKind::PerTensor => 1,
+                ScaleKind::PerHead => kv_heads,
             };
             Some((0..count).map(|_| (0.4 + 1.2 * random.unit()) as f32).collect())
         });
-        Form {
+        AttentionConfig {
             dtypes: self.dtypes,
             q_heads,
             kv_heads,
@@ -225,7 +225,7 @@ impl Shape {
 }
 
 /// Queries, keys and values of a sequence as their types hold them.
-fn draw(form: &Form, (len_q, len_k): (usize, usize), sharpness: f64, random: &mut Random) -> SequenceData {
+fn draw(config: &AttentionConfig, (len_q, len_k): (usize, usize), sharpness: f64, random: &mut Random) -> SequenceData {
     let mut rows = |rows: usize, heads: usize, dim: usize, dtype: Dtype, size: f64| -> Vec<f64> {
         (0..rows * heads * dim).map(|_| dtype.round(size * random.normal())).collect()
     };
@@ -233,9 +233,9 @@ fn draw(form: &Form, (len_q, len_k): (usize, usize), sharpness: f64, random: &mu
         len_q,
         len_k,
         leftpad: 0,
-        q: rows(len_q, form.q_heads, form.head_dim, form.dtypes.q, sharpness),
-        k: rows(len_k, form.kv_heads, form.head_dim, form.dtypes.kv, 1.0),
-        v: rows(len_k, form.kv_heads, form.value_dim, form.dtypes.kv, 1.0),
+        q: rows(len_q, config.q_heads, config.head_dim, config.dtypes.q, sharpness),
+        k: rows(len_k, config.kv_heads, config.head_dim, config.dtypes.kv, 1.0),
+        v: rows(len_k, config.kv_heads, config.value_dim, config.dtypes.kv, 1.0),
         slopes: Vec::new(),
     }
 }

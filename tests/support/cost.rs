@@ -3,8 +3,9 @@
 #![allow(clippy::print_stdout, reason = "a table of what was measured")]
 
 use super::{
-    Array, BF16, Case, Dtype, Dtypes, F8E4M3FN, F16, F32, Gather, GradientCase, Invocation, Layout, Mask, Numbers,
-    Place, Placed, PlacedMemory, Random, Shape, Side, Step, Storage, Update, Wanted, count, dims_of, runs_on_cpu,
+    Array, AttentionCase, BF16, BatchSpec, BufferMemory, CacheUpdateCase, CallBuffers, Dtype, Dtypes, F8E4M3FN, F16,
+    F32, GatherCase, GradientCase, GradientOptions, Invocation, KvGeometry, KvLayout, Mask, MemoryLayout, Numbers,
+    PagedUpdateCase, Random, Side, count, dims_of, runs_on_cpu,
 };
 use std::time::Instant;
 use xla_attention::Op;
@@ -12,9 +13,9 @@ use xla_attention::Op;
 use xla_attention::Stream;
 use xla_attention::{Action, RayonPool};
 
-/// The shapes of a call: as many keys as rows, and a row for each query head of [`Sizes::heads`].
+/// The shapes of a call: as many keys as rows, and a row for each query head of [`CostSizes::heads`].
 #[derive(Clone, Copy, Debug)]
-pub struct Sizes {
+pub struct CostSizes {
     /// Of queries.
     pub dtype: Dtype,
     pub kv_dtype: Dtype,
@@ -26,7 +27,7 @@ pub struct Sizes {
     pub head_dim: usize,
 }
 
-impl Sizes {
+impl CostSizes {
     /// A call that takes some milliseconds on the CPU, or some seconds on the emulator.
     pub fn small() -> Self {
         let (rows, slots) = if on_emulator() { (64, 32) } else { (512, 256) };
@@ -70,35 +71,35 @@ impl Sizes {
 
     /// A call of attention over as many keys as there are rows, of which each sequence has those of its starts, or over pages,
     /// of which each has all.
-    fn case(self, target: Op, starts_q: &[i32], starts_k: &[i32]) -> Case {
+    fn case(self, target: Op, starts_q: &[i32], starts_k: &[i32]) -> AttentionCase {
         let paged = target == Op::PagedAttention;
         let (slots, pages) = (starts_q.len() - 1, self.pages());
         let out = if self.dtype == F8E4M3FN { BF16 } else { self.dtype };
-        let place = Place {
-            layout: if paged { Layout::Interleaved } else { Layout::Contiguous },
+        let kv_geometry = KvGeometry {
+            layout: if paged { KvLayout::Interleaved } else { KvLayout::Contiguous },
             num_pages: if paged { pages } else { self.rows },
             page_size: if paged { PAGE_SIZE } else { 1 },
             kv_heads: self.heads.1,
             dims: [self.head_dim; 2],
         };
-        let shape = Shape {
+        let spec = BatchSpec {
             dtypes: Dtypes { q: self.dtype, kv: self.kv_dtype, out },
             heads: self.heads,
             head_dim: self.head_dim,
             mask: if paged { Mask::CAUSAL } else { Mask::FULL },
             lengths: vec![],
-            ..Shape::default()
+            ..BatchSpec::default()
         };
         let workspace = Some(1 << 24);
-        let empty = Case::store(
+        let empty = AttentionCase::store(
             target,
-            &shape.batch(),
-            &Storage { layout: place.layout, workspace, ..Storage::default().bare() },
+            &spec.batch(),
+            &MemoryLayout { layout: kv_geometry.layout, workspace, ..MemoryLayout::default().bare() },
         );
-        Case {
+        AttentionCase {
             q: ones(self.dtype, &dims_of(&[self.rows, self.heads.0, self.head_dim])),
-            kv: place.shapes().iter().map(|dims| ones(self.kv_dtype, dims)).collect(),
-            place,
+            kv: kv_geometry.shapes().iter().map(|dims| ones(self.kv_dtype, dims)).collect(),
+            kv_geometry,
             max_pages: pages,
             cu_seqlens_q: starts_q.to_vec(),
             num_seqs: slots as i32,
@@ -123,50 +124,50 @@ fn on_emulator() -> bool {
 const PAGE_SIZE: usize = 16;
 
 /// A call of an operator for these starts of queries and keys; operators over pages have no starts of keys.
-pub type Operator = fn(Sizes, &[i32], &[i32]) -> Invocation;
+pub type BuildCall = fn(CostSizes, &[i32], &[i32]) -> Invocation;
 
-pub fn flash_attn_varlen(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
+pub fn flash_attn_varlen(sizes: CostSizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
     sizes.case(Op::FlashAttnVarlen, starts_q, starts_k).invocation()
 }
 
 /// The same without a key: what is left is planning.
-pub fn flash_attn_varlen_without_keys(sizes: Sizes, starts_q: &[i32], _: &[i32]) -> Invocation {
+pub fn flash_attn_varlen_without_keys(sizes: CostSizes, starts_q: &[i32], _: &[i32]) -> Invocation {
     let one = ones(sizes.kv_dtype, &dims_of(&[1, sizes.heads.1, sizes.head_dim]));
     let call = flash_attn_varlen(sizes, starts_q, &vec![0; starts_q.len()]);
     call.with_operand("k", one.clone()).with_operand("v", one)
 }
 
 /// The same with a `seqused_q` that leaves every row in use.
-pub fn flash_attn_varlen_with_seqused_q(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
+pub fn flash_attn_varlen_with_seqused_q(sizes: CostSizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
     let case = sizes.case(Op::FlashAttnVarlen, starts_q, starts_k);
-    Case { seqused_q: Some(vec![i32::MAX; sizes.slots]), ..case }.invocation()
+    AttentionCase { seqused_q: Some(vec![i32::MAX; sizes.slots]), ..case }.invocation()
 }
 
-pub fn flash_attn_varlen_bwd(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
+pub fn flash_attn_varlen_bwd(sizes: CostSizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
     let forward = sizes.case(Op::FlashAttnVarlen, starts_q, starts_k);
     let lse = Array::filled(F32, &dims_of(&[sizes.heads.0, sizes.rows]), 0);
     let (out, dout) = (forward.q.clone(), forward.q.clone());
-    let forward = Case { workspace: Some(1 << 26), ..forward };
-    GradientCase { forward, wanted: Wanted::LEAST, out, lse, dout, dlse: None }.invocation()
+    let forward = AttentionCase { workspace: Some(1 << 26), ..forward };
+    GradientCase { forward, options: GradientOptions::MINIMAL, out, lse, dout, dlse: None }.invocation()
 }
 
-pub fn paged_attention(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
+pub fn paged_attention(sizes: CostSizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
     sizes.case(Op::PagedAttention, starts_q, starts_k).invocation()
 }
 
 /// The same, with new rows that go nowhere.
-pub fn paged_attention_update(sizes: Sizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
+pub fn paged_attention_update(sizes: CostSizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
     let case = sizes.case(Op::PagedAttention, starts_q, starts_k);
     let row = ones(sizes.dtype, &dims_of(&[sizes.rows, sizes.heads.1, sizes.head_dim]));
     let (before, slots) = (case.kv[0].clone(), vec![-1; sizes.rows]);
-    Step { case, before, key: row.clone(), value: row, slots, wide_slots: false }.invocation(true)
+    PagedUpdateCase { attention: case, before, key: row.clone(), value: row, slots, wide_slots: false }.invocation(true)
 }
 
-pub fn kv_cache_update(sizes: Sizes, slots: &[i32]) -> Invocation {
-    let Sizes { dtype, heads: (_, heads), head_dim, .. } = sizes;
+pub fn kv_cache_update(sizes: CostSizes, slots: &[i32]) -> Invocation {
+    let CostSizes { dtype, heads: (_, heads), head_dim, .. } = sizes;
     let slots = slots.iter().map(|&slot| slot.into()).collect();
     let (num_pages, page_size, dims) = (sizes.pages(), PAGE_SIZE, [head_dim; 2]);
-    Update { dtype, num_pages, page_size, heads, dims, slots, ..Update::default() }.invocation(true)
+    CacheUpdateCase { dtype, num_pages, page_size, heads, dims, slots, ..CacheUpdateCase::default() }.invocation(true)
 }
 
 /// Names and `B + 1` starts.
@@ -195,8 +196,8 @@ fn hostile_starts(rows: usize, slots: usize) -> Starts {
 }
 
 /// No call with hostile starts takes more than `most` times as long as the slowest with right ones.
-pub fn hostile_starts_cost_no_more(what: &str, operator: Operator, sizes: Sizes, most: f64) {
-    let Sizes { rows, slots, .. } = sizes;
+pub fn hostile_starts_cost_no_more(what: &str, operator: BuildCall, sizes: CostSizes, most: f64) {
+    let CostSizes { rows, slots, .. } = sizes;
     let (right, hostile) = (right_starts(rows, slots), hostile_starts(rows, slots));
     let call = |(name_q, starts_q): &(&str, Vec<i32>), (name_k, starts_k): &(&str, Vec<i32>)| {
         (format!("queries {name_q}; keys {name_k}"), operator(sizes, starts_q, starts_k))
@@ -211,7 +212,7 @@ pub fn hostile_starts_cost_no_more(what: &str, operator: Operator, sizes: Sizes,
 }
 
 /// Slots that are equal, or are none, take no longer than a slot of its own for each row.
-pub fn hostile_slots_cost_no_more(sizes: Sizes, most: f64) {
+pub fn hostile_slots_cost_no_more(sizes: CostSizes, most: f64) {
     let all = sizes.rows as i32;
     let of = |name: &str, slot: &dyn Fn(i32) -> i32| {
         (name.to_owned(), kv_cache_update(sizes, &(0..all).map(slot).collect::<Vec<_>>()))
@@ -227,18 +228,18 @@ pub fn hostile_slots_cost_no_more(sizes: Sizes, most: f64) {
 }
 
 /// Room for as many rows as the cache has tokens, which each sequence may name.
-fn gather_kv_cache(sizes: Sizes, lens: &[i32], page: impl Fn(usize) -> i32) -> Invocation {
-    let Sizes { kv_dtype: dtype, heads: (_, heads), head_dim, rows: capacity, .. } = sizes;
+fn gather_kv_cache(sizes: CostSizes, lens: &[i32], page: impl Fn(usize) -> i32) -> Invocation {
+    let CostSizes { kv_dtype: dtype, heads: (_, heads), head_dim, rows: capacity, .. } = sizes;
     let (pages, lens) = (sizes.pages(), lens.to_vec());
     let tables = (0..lens.len() * pages).map(|entry| page(entry % pages)).collect();
     let (page_size, dims) = (PAGE_SIZE, [head_dim; 2]);
-    let gather = Gather { dtype, out: dtype, num_pages: pages, page_size, heads, dims, ..Gather::default() };
-    Gather { max_pages: pages, tables, lens, capacity, ..gather }.invocation()
+    let gather = GatherCase { dtype, out: dtype, num_pages: pages, page_size, heads, dims, ..GatherCase::default() };
+    GatherCase { max_pages: pages, tables, lens, capacity, ..gather }.invocation()
 }
 
 /// Lengths and pages of any kind take no longer to gather than right ones that fill the rows.
-pub fn hostile_gathers_cost_no_more(sizes: Sizes, most: f64) {
-    let Sizes { rows, slots, .. } = sizes;
+pub fn hostile_gathers_cost_no_more(sizes: CostSizes, most: f64) {
+    let CostSizes { rows, slots, .. } = sizes;
     let lens = |len: &dyn Fn(usize) -> i32| (0..slots).map(len).collect::<Vec<_>>();
     let even = lens(&|_| (rows / slots) as i32);
     let ascending = |page: usize| page as i32;
@@ -288,19 +289,19 @@ pub fn seconds(invocation: &Invocation) -> f64 {
     #[cfg(feature = "cuda")]
     if let Some(seconds) = super::device::on_chosen_gpu(|gpu| {
         let launch = Action::LaunchCuda(Stream(gpu.stream as usize));
-        seconds_of(invocation, &invocation.on_gpu(gpu, super::device::Around::Nothing), launch, || gpu.finish())
+        seconds_of(invocation, &invocation.on_gpu(gpu, super::device::BufferPadding::None), launch, || gpu.finish())
     }) {
         return seconds;
     }
     seconds_of(invocation, &invocation.guarded(Side::BeginsAtGuard), Action::RunOnCpu(&RayonPool), || ())
 }
 
-fn seconds_of<M: PlacedMemory>(call: &Invocation, placed: &Placed<M>, action: Action, finish: impl Fn()) -> f64 {
-    let [inputs, outputs] = placed.views();
+fn seconds_of<M: BufferMemory>(call: &Invocation, buffers: &CallBuffers<M>, action: Action, finish: impl Fn()) -> f64 {
+    let [inputs, outputs] = buffers.views();
     let once = || {
         let began = Instant::now();
         // SAFETY: the views are of the buffers of `placed`, which outlive the call.
-        unsafe { call.enter(action, &inputs, &outputs) }.unwrap();
+        unsafe { call.run_action(action, &inputs, &outputs) }.unwrap();
         finish();
         began.elapsed().as_secs_f64()
     };

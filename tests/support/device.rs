@@ -1,6 +1,6 @@
 //! Runs invocations in memory of a GPU, one allocation an operand, without XLA.
 
-use super::{Array, Invocation, POISON, Placed, PlacedMemory, Refusal, Side};
+use super::{Array, BufferMemory, CallBuffers, Invocation, POISON, Refusal, Side};
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUresult};
 use std::cell::RefCell;
 use std::ops::Range;
@@ -17,13 +17,13 @@ macro_rules! cuda {
 
 /// What lies around a buffer in its allocation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Around {
+pub enum BufferPadding {
     /// Nothing: compute-sanitizer sees every byte outside.
-    Nothing,
+    None,
     /// Bytes of NaN before and after, which must not change and whose values must not matter.
     Redzones,
     /// The same, and every buffer is aligned to its element and to nothing more.
-    Askew,
+    Misaligned,
 }
 
 const REDZONE: usize = 512;
@@ -44,12 +44,12 @@ pub fn on_chosen_gpu<T>(work: impl FnOnce(&Gpu) -> T) -> Option<T> {
 /// captured graph with redzones.
 pub fn run_if_chosen(call: &Invocation, side: Side) -> Option<Result<Vec<Array>, Refusal>> {
     let outcome = on_chosen_gpu(|gpu| match side {
-        Side::EndsAtGuard => call.run_on_gpu(gpu, Around::Nothing, 0),
+        Side::EndsAtGuard => call.run_on_gpu(gpu, BufferPadding::None, 0),
         // A second replay would start from what the first has written over an operand.
         Side::BeginsAtGuard if call.results.iter().any(|r| r.alias.is_some()) => {
-            call.run_on_gpu(gpu, Around::Redzones, 1)
+            call.run_on_gpu(gpu, BufferPadding::Redzones, 1)
         }
-        Side::BeginsAtGuard => call.run_on_gpu(gpu, Around::Redzones, 2),
+        Side::BeginsAtGuard => call.run_on_gpu(gpu, BufferPadding::Redzones, 2),
     });
     outcome.map(|outcome| outcome.map_err(|e| Refusal { code: e.code as i32, text: e.message }))
 }
@@ -147,11 +147,11 @@ pub struct Memory {
 
 impl Memory {
     /// On the stream and waited for: a plain copy returns while the last step of a large one is still under way.
-    pub fn place(gpu: &Gpu, array: &Array, around: Around) -> Self {
+    pub fn place(gpu: &Gpu, array: &Array, around: BufferPadding) -> Self {
         let (len, around) = match around {
-            Around::Nothing => (array.bytes.len(), 0),
-            Around::Redzones => (array.bytes.len(), REDZONE),
-            Around::Askew => (array.bytes.len(), REDZONE + array.dtype.size()),
+            BufferPadding::None => (array.bytes.len(), 0),
+            BufferPadding::Redzones => (array.bytes.len(), REDZONE),
+            BufferPadding::Misaligned => (array.bytes.len(), REDZONE + array.dtype.size()),
         };
         let mut bytes = vec![POISON; len + 2 * around];
         bytes[around..around + len].copy_from_slice(&array.bytes);
@@ -172,7 +172,7 @@ impl Memory {
     }
 }
 
-impl PlacedMemory for Memory {
+impl BufferMemory for Memory {
     /// On the device.
     fn data(&self) -> *mut u8 {
         (self.allocation as usize + self.around) as *mut u8
@@ -238,16 +238,16 @@ impl Arena {
     }
 
     /// A buffer after those of the call so far, with a redzone before it.
-    pub fn place(&self, array: &Array, askew: bool) -> InArena<'_> {
+    pub fn place(&self, array: &Array, misaligned: bool) -> ArenaBuffer<'_> {
         let mut ranges = self.ranges.borrow_mut();
         let end = ranges.last().map_or(0, |last| last.end);
-        let start = (end + REDZONE).next_multiple_of(256) + if askew { array.dtype.size() } else { 0 };
+        let start = (end + REDZONE).next_multiple_of(256) + if misaligned { array.dtype.size() } else { 0 };
         let range = start..start + array.bytes.len();
         self.poison(&(end..start));
         // SAFETY: as many bytes of the image.
         unsafe { self.image(&range).copy_from_nonoverlapping(array.bytes.as_ptr(), array.bytes.len()) };
         ranges.push(range.clone());
-        InArena { arena: self, range }
+        ArenaBuffer { arena: self, range }
     }
 
     /// What becomes of `work` with the buffers on the device; they are read afterwards. The redzones have not changed.
@@ -272,12 +272,12 @@ impl Arena {
 }
 
 /// A buffer of an [`Arena`].
-pub struct InArena<'a> {
+pub struct ArenaBuffer<'a> {
     arena: &'a Arena,
     range: Range<usize>,
 }
 
-impl PlacedMemory for InArena<'_> {
+impl BufferMemory for ArenaBuffer<'_> {
     /// On the device.
     fn data(&self) -> *mut u8 {
         (self.arena.device as usize + self.range.start) as *mut u8
@@ -291,20 +291,26 @@ impl PlacedMemory for InArena<'_> {
 
 impl Invocation {
     /// Load and launch on the GPU, `replays` times from a captured graph if that is not 0; the results.
-    pub fn run_on_gpu(&self, gpu: &Gpu, around: Around, replays: usize) -> Result<Vec<Array>, Error> {
+    pub fn run_on_gpu(&self, gpu: &Gpu, around: BufferPadding, replays: usize) -> Result<Vec<Array>, Error> {
         self.run_prepared(gpu, around, replays, true)
     }
 
     /// Launch inside a capture without having loaded anything; the results after one replay.
     pub fn run_unprepared(&self, gpu: &Gpu) -> Result<Vec<Array>, Error> {
-        self.run_prepared(gpu, Around::Redzones, 1, false)
+        self.run_prepared(gpu, BufferPadding::Redzones, 1, false)
     }
 
-    fn run_prepared(&self, gpu: &Gpu, around: Around, replays: usize, prepare: bool) -> Result<Vec<Array>, Error> {
-        let placed = self.on_gpu(gpu, around);
-        let [inputs, outputs] = placed.views();
+    fn run_prepared(
+        &self,
+        gpu: &Gpu,
+        around: BufferPadding,
+        replays: usize,
+        prepare: bool,
+    ) -> Result<Vec<Array>, Error> {
+        let buffers = self.on_gpu(gpu, around);
+        let [inputs, outputs] = buffers.views();
         // SAFETY: the views are the allocations above, which outlive `finish`.
-        let run = |action| unsafe { self.enter(action, &inputs, &outputs) };
+        let run = |action| unsafe { self.run_action(action, &inputs, &outputs) };
         let launch = Action::LaunchCuda(Stream(gpu.stream as usize));
         if replays == 0 {
             // Without a preparation first: a launch loads what it finds missing.
@@ -316,19 +322,19 @@ impl Invocation {
             }
             gpu.replay(replays, || run(launch))?;
         }
-        Ok(placed.results())
+        Ok(buffers.results())
     }
 
     /// Launch `launches` times, each time over poisoned results; the first `compared` of them have the same bits every
     /// time. If there is a call `beside`, it is launched just before on another stream.
     pub fn assert_same_bits(&self, gpu: &Gpu, launches: usize, compared: usize, beside: Option<(&Gpu, &Self)>) {
-        let own = self.on_gpu(gpu, Around::Nothing);
-        let other = beside.map(|(gpu, call)| (gpu, call, call.on_gpu(gpu, Around::Nothing)));
+        let own = self.on_gpu(gpu, BufferPadding::None);
+        let other = beside.map(|(gpu, call)| (gpu, call, call.on_gpu(gpu, BufferPadding::None)));
         let mut first: Option<Vec<Vec<u8>>> = None;
         for launch in 0..launches {
             (0..self.results.len()).for_each(|index| own.result(index).poison(gpu));
-            if let Some((gpu, call, placed)) = &other {
-                call.launch_on(gpu, placed);
+            if let Some((gpu, call, buffers)) = &other {
+                call.launch_on(gpu, buffers);
             }
             self.launch_on(gpu, &own);
             gpu.finish();
@@ -342,14 +348,14 @@ impl Invocation {
     }
 
     /// Over buffers that live until `finish`.
-    fn launch_on(&self, gpu: &Gpu, placed: &Placed<'_, Memory>) {
-        let [inputs, outputs] = placed.views();
+    fn launch_on(&self, gpu: &Gpu, buffers: &CallBuffers<'_, Memory>) {
+        let [inputs, outputs] = buffers.views();
         // SAFETY: the views are the caller's allocations, which it gives back after `finish`.
-        unsafe { self.enter(Action::LaunchCuda(Stream(gpu.stream as usize)), &inputs, &outputs) }.unwrap();
+        unsafe { self.run_action(Action::LaunchCuda(Stream(gpu.stream as usize)), &inputs, &outputs) }.unwrap();
     }
 
     /// The buffers of the call, an allocation each.
-    pub fn on_gpu(&self, gpu: &Gpu, around: Around) -> Placed<'_, Memory> {
-        Placed::new(self, |_, array| Memory::place(gpu, array, around))
+    pub fn on_gpu(&self, gpu: &Gpu, around: BufferPadding) -> CallBuffers<'_, Memory> {
+        CallBuffers::new(self, |_, array| Memory::place(gpu, array, around))
     }
 }

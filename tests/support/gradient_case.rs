@@ -1,19 +1,19 @@
 //! Complete calls for the gradients of attention, with everything that belongs to no sequence poisoned.
 //!
-//! A call is what a [`Case`] over contiguous keys computes, with the cotangents of its results. Its metadata may be
+//! A call is what a [`AttentionCase`] over contiguous keys computes, with the cotangents of its results. Its metadata may be
 //! changed before the cotangents are drawn, and so be hostile.
 
 use super::summary;
 use super::{
-    Allowance, Allowed, Array, Attr, Batch, Case, Checked, F32, Form, HeadGradients, IfWrong, Invocation, Judge,
-    Layout, Member, Numbers, Random, Results, Storage, U8, answers, are_finite, differentiate, differentiate_naively,
-    members, poisoned, put, runs_on_cpu,
+    Array, AttentionCase, AttentionConfig, Attr, Batch, ClampedSequence, Comparison, ErrorBound, ExpectedRow, F32,
+    ForwardResults, HeadGradients, InvalidMetadata, Invocation, KvLayout, MemoryLayout, Numbers, Random, ReferenceCase,
+    U8, are_finite, clamped_sequences, differentiate, differentiate_naively, expected_rows, poisoned, put, runs_on_cpu,
 };
 use xla_attention::Op;
 
 /// What a call for gradients is asked for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Wanted {
+pub struct GradientOptions {
     /// `softmax_lse` has a cotangent.
     pub dlse: bool,
     /// `dsinks` is a result.
@@ -21,24 +21,24 @@ pub struct Wanted {
     pub deterministic: bool,
 }
 
-impl Wanted {
+impl GradientOptions {
     pub const ALL: Self = Self { dlse: true, dsinks: true, deterministic: true };
 
     /// All for seed 1, any for another.
-    pub fn drawn(seed: u64) -> Self {
+    pub fn from_seed(seed: u64) -> Self {
         Self { dlse: seed & 2 == 0, dsinks: seed & 4 == 0, deterministic: seed & 8 == 0 }
     }
 
     /// The gradients of `out` alone.
-    pub const LEAST: Self = Self { dlse: false, dsinks: false, deterministic: false };
+    pub const MINIMAL: Self = Self { dlse: false, dsinks: false, deterministic: false };
 }
 
 /// A call.
 #[derive(Clone, Debug)]
 pub struct GradientCase {
-    /// The call whose gradients are wanted.
-    pub forward: Case,
-    pub wanted: Wanted,
+    /// The call whose gradients are options.
+    pub forward: AttentionCase,
+    pub options: GradientOptions,
     /// `[Tq, Hq, Dv]`, as the reference has it.
     pub out: Array,
     /// `f32[Hq, Tq]`, likewise.
@@ -51,42 +51,42 @@ pub struct GradientCase {
 
 impl GradientCase {
     /// Lay `batch` out as `storage` says, over contiguous keys.
-    pub fn store(batch: &Batch, storage: &Storage, wanted: Wanted) -> Self {
-        let storage = Storage { layout: Layout::Contiguous, ..storage.clone() };
-        Self::of(Case::flash(batch, &storage), wanted)
+    pub fn store(batch: &Batch, memory_layout: &MemoryLayout, options: GradientOptions) -> Self {
+        let memory_layout = MemoryLayout { layout: KvLayout::Contiguous, ..memory_layout.clone() };
+        Self::of(AttentionCase::flash(batch, &memory_layout), options)
     }
 
     /// The gradients of a call. A query's cotangents are drawn from the query itself, so that they go with it wherever
     /// it lies. Rows of no sequence are NaN in all that the call is given.
-    pub fn of(forward: Case, wanted: Wanted) -> Self {
-        let Form { q_heads: heads, head_dim, value_dim, dtypes, .. } = forward.form;
+    pub fn of(forward: AttentionCase, options: GradientOptions) -> Self {
+        let AttentionConfig { q_heads: heads, head_dim, value_dim, dtypes, .. } = forward.config;
         let rows = forward.rows();
         let mut random = Random::new(rows as u64);
         let wide = [rows, heads, value_dim].map(|x| x as i64);
         let narrow = [heads, rows].map(|x| x as i64);
         let [mut out, mut dout] = [0, 1].map(|_| poisoned(&mut random, dtypes.out, &wide));
         let [mut lse, mut dlse] = [0, 1].map(|_| poisoned(&mut random, F32, &narrow));
-        let answers = answers(&forward, IfWrong::Clamped);
-        for row in members(&forward).iter().flat_map(|m| m.first_row..m.first_row + m.len_q) {
-            for (head, answer) in answers[row].iter().enumerate() {
+        let expected_rows = expected_rows(&forward, InvalidMetadata::Clamped);
+        for row in clamped_sequences(&forward).iter().flat_map(|m| m.first_row..m.first_row + m.len_q) {
+            for (head, answer) in expected_rows[row].iter().enumerate() {
                 let query = &forward.q_values[(row * heads + head) * head_dim..][..head_dim];
                 let seed = query.iter().fold(head_dim as u64, |seed, x| seed.rotate_left(7) ^ x.to_bits());
                 let mut random = Random::new(seed);
                 let cotangent: Vec<f64> = (0..value_dim).map(|_| dtypes.out.round(random.normal())).collect();
-                let Some(Allowed { exact: forward, .. }) = answer else { continue };
+                let Some(ExpectedRow { exact: forward, .. }) = answer else { continue };
                 put(&mut dout, (row * heads + head) * value_dim, &cotangent);
                 put(&mut out, (row * heads + head) * value_dim, &forward.out);
                 put(&mut lse, head * rows + row, &[forward.lse]);
                 put(&mut dlse, head * rows + row, &[F32.round(random.normal())]);
             }
         }
-        Self { forward, wanted, out, lse, dout, dlse: wanted.dlse.then_some(dlse) }
+        Self { forward, options, out, lse, dout, dlse: options.dlse.then_some(dlse) }
     }
 
     /// A call with any results of the forward pass and any cotangents: for what does not compare with the reference, which
     /// takes much longer than the call.
-    pub fn of_any_results(forward: Case, wanted: Wanted) -> Self {
-        let Form { q_heads: heads, value_dim, dtypes, .. } = forward.form;
+    pub fn of_any_results(forward: AttentionCase, options: GradientOptions) -> Self {
+        let AttentionConfig { q_heads: heads, value_dim, dtypes, .. } = forward.config;
         let rows = forward.rows();
         let mut random = Random::new(rows as u64);
         let mut numbers = |dtype, dims: &[i64], least: f64| {
@@ -100,8 +100,8 @@ impl GradientCase {
         let [out, dout] = [0, 1].map(|_| numbers(dtypes.out, &wide, 0.0));
         // Of a sum of some thousand weights.
         let lse = numbers(F32, &narrow, 8.0);
-        let dlse = wanted.dlse.then(|| numbers(F32, &narrow, 0.0));
-        Self { forward, wanted, out, lse, dout, dlse }
+        let dlse = options.dlse.then(|| numbers(F32, &narrow, 0.0));
+        Self { forward, options, out, lse, dout, dlse }
     }
 
     /// The call.
@@ -115,43 +115,44 @@ impl GradientCase {
             _ => case.operand(name),
         };
         let attribute = |name: &str| match name {
-            "deterministic" => Attr::Bool(self.wanted.deterministic),
+            "deterministic" => Attr::Bool(self.options.deterministic),
             _ => case.attribute(name),
         };
-        let dtype = case.form.dtypes.q;
+        let dtype = case.config.dtypes.q;
         let mut call = Invocation::of(Op::FlashAttnVarlenBwd, operand, attribute)
             .result("dq", dtype, &case.q.dims)
             .result("dk", dtype, &case.kv[0].dims)
             .result("dv", dtype, &case.kv[1].dims);
-        if self.wanted.dsinks || case.workspace.is_some() {
-            let heads = if self.wanted.dsinks { case.form.q_heads as i64 } else { 0 };
+        if self.options.dsinks || case.workspace.is_some() {
+            let heads = if self.options.dsinks { case.config.q_heads as i64 } else { 0 };
             call = call.result("dsinks", F32, &[heads]);
         }
         if let Some(bytes) = case.workspace {
             call = call.result("workspace", U8, &[bytes as i64]);
         }
-        call.what = format!("{:?} of {}", self.wanted, case.name);
+        call.what = format!("{:?} of {}", self.options, case.name);
         call
     }
 
     /// All that comes back to the rows of a sequence are numbers.
-    fn has_finite_cotangents(&self, values: &Values, member: &Member) -> bool {
-        let Form { q_heads, value_dim, .. } = self.forward.form;
-        let elements = member.first_row * q_heads * value_dim..(member.first_row + member.len_q) * q_heads * value_dim;
-        let dlse = |head: usize, dlse: &[f64]| are_finite(&dlse[head * self.forward.rows()..][member.rows()]);
+    fn has_finite_cotangents(&self, values: &Values, sequence: &ClampedSequence) -> bool {
+        let AttentionConfig { q_heads, value_dim, .. } = self.forward.config;
+        let elements =
+            sequence.first_row * q_heads * value_dim..(sequence.first_row + sequence.len_q) * q_heads * value_dim;
+        let dlse = |head: usize, dlse: &[f64]| are_finite(&dlse[head * self.forward.rows()..][sequence.rows()]);
         are_finite(&values.out[elements.clone()])
             && are_finite(&values.dout[elements])
             && values.dlse.as_ref().is_none_or(|values| (0..q_heads).all(|head| dlse(head, values)))
     }
 
     /// What a head of a sequence adds, exactly and naively.
-    fn head_gradients(&self, values: &Values, member: &Member, head: usize) -> [HeadGradients; 2] {
+    fn head_gradients(&self, values: &Values, sequence: &ClampedSequence, head: usize) -> [HeadGradients; 2] {
         let case = &self.forward;
-        let Form { q_heads, value_dim, dtypes, .. } = case.form;
-        let packed = move |i: usize| (member.first_row + i) * q_heads + head;
-        let (score, of) = (member.score(case, head), member.head(case, head));
-        let dlse = move |i| values.dlse.as_ref().map_or(0.0, |dlse| dlse[head * case.rows() + member.first_row + i]);
-        let results = Results {
+        let AttentionConfig { q_heads, value_dim, dtypes, .. } = case.config;
+        let packed = move |i: usize| (sequence.first_row + i) * q_heads + head;
+        let (score, of) = (sequence.score(case, head), sequence.head(case, head));
+        let dlse = move |i| values.dlse.as_ref().map_or(0.0, |dlse| dlse[head * case.rows() + sequence.first_row + i]);
+        let results = ForwardResults {
             out: Box::new(move |i| of_row(&values.out, packed(i), value_dim)),
             dout: Box::new(move |i| of_row(&values.dout, packed(i), value_dim)),
             dlse: Box::new(dlse),
@@ -174,7 +175,7 @@ struct Values {
 
 /// What may stand in one result.
 #[derive(Clone, Debug)]
-pub struct Expected {
+pub struct ExpectedGradient {
     pub name: &'static str,
     /// Elements of a row.
     row: usize,
@@ -182,12 +183,12 @@ pub struct Expected {
     pub exact: Vec<f64>,
     naive: Vec<f64>,
     /// Of each row.
-    rows: Vec<Say>,
+    rows: Vec<RowExpectation>,
 }
 
 /// What is said of a row of a result.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Say {
+enum RowExpectation {
     /// All of it is 0.
     Zero,
     /// It is what was computed, or nearly.
@@ -196,7 +197,7 @@ enum Say {
     Nothing,
 }
 
-impl Say {
+impl RowExpectation {
     /// Something was added to the row.
     fn add(&mut self) {
         if *self == Self::Zero {
@@ -206,19 +207,19 @@ impl Say {
 }
 
 /// dq, dk, dv, dsinks.
-pub type GradientAnswers = [Expected; 4];
+pub type ExpectedGradients = [ExpectedGradient; 4];
 
 /// What a call for gradients has to give.
-pub fn gradient_answers(case: &GradientCase, if_wrong: IfWrong) -> GradientAnswers {
+pub fn expected_gradients(case: &GradientCase, invalid_metadata: InvalidMetadata) -> ExpectedGradients {
     let forward = &case.forward;
-    let Form { q_heads, kv_heads, head_dim, value_dim, dtypes, mask, .. } = forward.form;
-    let (rows, keys) = (forward.rows(), forward.place.num_pages);
-    let nothing = |name, count: usize, row: usize| Expected {
+    let AttentionConfig { q_heads, kv_heads, head_dim, value_dim, dtypes, mask, .. } = forward.config;
+    let (rows, keys) = (forward.rows(), forward.kv_geometry.num_pages);
+    let nothing = |name, count: usize, row: usize| ExpectedGradient {
         name,
         row,
         exact: vec![0.0; count * row],
         naive: vec![0.0; count * row],
-        rows: vec![Say::Zero; count],
+        rows: vec![RowExpectation::Zero; count],
     };
     let mut expected = [
         nothing("dq", rows, q_heads * head_dim),
@@ -229,23 +230,23 @@ pub fn gradient_answers(case: &GradientCase, if_wrong: IfWrong) -> GradientAnswe
     let numbers =
         Values { out: case.out.values(), dout: case.dout.values(), dlse: case.dlse.as_ref().map(Array::values) };
     // The keys of a sequence without a query have no gradient.
-    let members: Vec<Member> = members(forward).into_iter().filter(|m| m.len_q > 0).collect();
-    for member in &members {
-        let known = member.is_said(if_wrong) && case.has_finite_cotangents(&numbers, member);
-        let seen = |i: usize| mask.visible(i, member.len_q, member.len_k, member.leftpad);
-        say(&mut expected, member, known, seen);
-        if forward.form.sinks.is_some() {
+    let sequences: Vec<ClampedSequence> = clamped_sequences(forward).into_iter().filter(|m| m.len_q > 0).collect();
+    for sequence in &sequences {
+        let known = sequence.is_specified(invalid_metadata) && case.has_finite_cotangents(&numbers, sequence);
+        let seen = |i: usize| mask.visible(i, sequence.len_q, sequence.len_k, sequence.leftpad);
+        say(&mut expected, sequence, known, seen);
+        if forward.config.sinks.is_some() {
             expected[3].rows[0].add();
         }
         for head in (0..q_heads).filter(|_| known) {
-            let gradients = case.head_gradients(&numbers, member, head);
+            let gradients = case.head_gradients(&numbers, sequence, head);
             for (index, HeadGradients { dq, dk, dv, dsink }) in gradients.into_iter().enumerate() {
-                let heads = (head, forward.form.kv_head(head));
+                let heads = (head, forward.config.kv_head(head));
                 let parts = [
-                    (dq, member.first_row, q_heads, heads.0, head_dim),
-                    (dk, member.first_key, kv_heads, heads.1, head_dim),
-                    (dv, member.first_key, kv_heads, heads.1, value_dim),
-                    (vec![if forward.form.sinks.is_some() { dsink } else { 0.0 }], 0, q_heads, heads.0, 1),
+                    (dq, sequence.first_row, q_heads, heads.0, head_dim),
+                    (dk, sequence.first_key, kv_heads, heads.1, head_dim),
+                    (dv, sequence.first_key, kv_heads, heads.1, value_dim),
+                    (vec![if forward.config.sinks.is_some() { dsink } else { 0.0 }], 0, q_heads, heads.0, 1),
                 ];
                 for (expected, (part, first, heads, head, d)) in expected.iter_mut().zip(parts) {
                     let to = if index == 0 { &mut expected.exact } else { &mut expected.naive };
@@ -258,7 +259,7 @@ pub fn gradient_answers(case: &GradientCase, if_wrong: IfWrong) -> GradientAnswe
         }
     }
     // A sum over the heads of a group is an array too.
-    for Expected { naive, .. } in &mut expected[1..3] {
+    for ExpectedGradient { naive, .. } in &mut expected[1..3] {
         for x in naive {
             *x = dtypes.out.round(*x);
         }
@@ -267,55 +268,60 @@ pub fn gradient_answers(case: &GradientCase, if_wrong: IfWrong) -> GradientAnswe
 }
 
 /// Which rows a sequence adds something to, or spoils.
-fn say(expected: &mut GradientAnswers, member: &Member, known: bool, seen: impl Fn(usize) -> std::ops::Range<usize>) {
+fn say(
+    expected: &mut ExpectedGradients,
+    sequence: &ClampedSequence,
+    known: bool,
+    seen: impl Fn(usize) -> std::ops::Range<usize>,
+) {
     let [dq, dk, dv, dsinks] = expected;
-    for i in 0..member.len_q {
+    for i in 0..sequence.len_q {
         let visible = seen(i);
         if !visible.is_empty() {
-            dq.rows[member.first_row + i].add();
+            dq.rows[sequence.first_row + i].add();
         }
         for j in visible {
-            dk.rows[member.first_key + j].add();
-            dv.rows[member.first_key + j].add();
+            dk.rows[sequence.first_key + j].add();
+            dv.rows[sequence.first_key + j].add();
         }
     }
     if !known {
-        dq.rows[member.first_row..][..member.len_q].fill(Say::Nothing);
-        dk.rows[member.first_key..][..member.len_k].fill(Say::Nothing);
-        dv.rows[member.first_key..][..member.len_k].fill(Say::Nothing);
-        dsinks.rows[0] = Say::Nothing;
+        dq.rows[sequence.first_row..][..sequence.len_q].fill(RowExpectation::Nothing);
+        dk.rows[sequence.first_key..][..sequence.len_k].fill(RowExpectation::Nothing);
+        dv.rows[sequence.first_key..][..sequence.len_k].fill(RowExpectation::Nothing);
+        dsinks.rows[0] = RowExpectation::Nothing;
     }
 }
 
-impl Expected {
+impl ExpectedGradient {
     /// The elements of rows of which something is said.
     fn said(&self) -> impl Iterator<Item = usize> {
-        (0..self.exact.len()).filter(|i| self.rows[i / self.row] != Say::Nothing)
+        (0..self.exact.len()).filter(|i| self.rows[i / self.row] != RowExpectation::Nothing)
     }
 
     /// As `docs/semantics.md#error-bounds` has it; the floor is this share of the largest answer.
-    fn allowance(&self, floor: f64) -> Allowance {
-        Allowance::of_numbers(self.said().map(|i| (self.exact[i], self.naive[i])), 3.0, floor)
+    fn error_bound(&self, floor: f64) -> ErrorBound {
+        ErrorBound::of_numbers(self.said().map(|i| (self.exact[i], self.naive[i])), 3.0, floor)
     }
 
     /// `found` is what is expected; the largest error.
-    fn assert_within(&self, case: &Case, allowance: Allowance, found: &Array) -> f64 {
-        let (found, mut largest) = (found.values(), 0.0f64);
-        assert_eq!(found.len(), self.exact.len(), "{}: {}", case.name, self.name);
+    fn assert_within(&self, case: &AttentionCase, error_bound: ErrorBound, actual: &Array) -> f64 {
+        let (actual, mut largest) = (actual.values(), 0.0f64);
+        assert_eq!(actual.len(), self.exact.len(), "{}: {}", case.name, self.name);
         for i in self.said() {
-            let (row, off) = (i / self.row, (found[i] - self.exact[i]).abs());
+            let (row, off) = (i / self.row, (actual[i] - self.exact[i]).abs());
             let off = if off.is_nan() { f64::INFINITY } else { off };
-            let zero = self.rows[row] == Say::Zero;
-            assert!(!zero || found[i] == 0.0, "{}: {} of row {row} is {}, not 0", case.name, self.name, found[i]);
+            let zero = self.rows[row] == RowExpectation::Zero;
+            assert!(!zero || actual[i] == 0.0, "{}: {} of row {row} is {}, not 0", case.name, self.name, actual[i]);
             assert!(
-                off <= allowance.most(),
+                off <= error_bound.most(),
                 "{}: {} of row {row}, element {} is {}, expected {} (allowed {:e})",
                 case.name,
                 self.name,
                 i % self.row,
-                found[i],
+                actual[i],
                 self.exact[i],
-                allowance.most()
+                error_bound.most()
             );
             largest = largest.max(off);
         }
@@ -324,20 +330,20 @@ impl Expected {
 }
 
 /// A call's results are what `answers` allow, with this floor as a share of the largest one. The error goes into the summary.
-pub fn assert_gradients(case: &GradientCase, answers: &GradientAnswers, results: &[Array], floor: f64) {
-    for (found, expected) in case.computed(results).iter().zip(answers) {
-        let allowance = expected.allowance(floor);
-        let largest = expected.assert_within(&case.forward, allowance, found);
-        summary::record(&case.forward.name, case.forward.form.dtypes, largest, allowance);
+pub fn assert_gradients(case: &GradientCase, expected_rows: &ExpectedGradients, results: &[Array], floor: f64) {
+    for (actual, expected) in case.computed(results).iter().zip(expected_rows) {
+        let error_bound = expected.error_bound(floor);
+        let largest = expected.assert_within(&case.forward, error_bound, actual);
+        summary::record(&case.forward.name, case.forward.config.dtypes, largest, error_bound);
     }
 }
 
-impl Checked for GradientCase {
-    fn case(&self) -> &Case {
+impl ReferenceCase for GradientCase {
+    fn case(&self) -> &AttentionCase {
         &self.forward
     }
 
-    fn case_mut(&mut self) -> &mut Case {
+    fn case_mut(&mut self) -> &mut AttentionCase {
         &mut self.forward
     }
 
@@ -345,12 +351,12 @@ impl Checked for GradientCase {
         self.invocation()
     }
 
-    fn judge(&self, if_wrong: IfWrong) -> Judge<'_> {
-        let answers = gradient_answers(self, if_wrong);
-        Box::new(move |found| assert_gradients(self, &answers, found, 1e-4))
+    fn comparison(&self, invalid_metadata: InvalidMetadata) -> Comparison<'_> {
+        let expected_rows = expected_gradients(self, invalid_metadata);
+        Box::new(move |actual| assert_gradients(self, &expected_rows, actual, 1e-4))
     }
 
-    fn repeats(&self) -> bool {
-        self.wanted.deterministic || runs_on_cpu()
+    fn is_deterministic(&self) -> bool {
+        self.options.deterministic || runs_on_cpu()
     }
 }

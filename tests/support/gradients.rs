@@ -8,7 +8,7 @@ use half::{bf16, f16};
 use std::ops::Range;
 
 /// What came of a query head, and the cotangents of it.
-pub struct Results<'a> {
+pub struct ForwardResults<'a> {
     /// The output as its type holds it.
     pub out: RowOf<'a>,
     pub dout: RowOf<'a>,
@@ -53,7 +53,7 @@ fn add(to: &mut [f64], factor: f64, x: &[f64]) {
 }
 
 /// The gradients, exactly.
-pub fn differentiate(head: &Head, of: &Results, score: &Score) -> HeadGradients {
+pub fn differentiate(head: &Head, of: &ForwardResults, score: &Score) -> HeadGradients {
     let [d, dv] = head.dims;
     let (scale, cap) = (score.scales.map(f64::from).iter().product::<f64>(), f64::from(score.softcap));
     let sink = score.sink.map_or(f64::NEG_INFINITY, f64::from);
@@ -93,7 +93,7 @@ pub fn differentiate(head: &Head, of: &Results, score: &Score) -> HeadGradients 
 /// The same formula as somebody would write it with arrays of `dtype`: products accumulated in f32, every intermediate
 /// array rounded to `dtype`, the softmax in f32, delta from the output as it is stored. Where its numbers overflow it
 /// measures nothing, and the intermediate arrays are taken in f32.
-pub fn differentiate_naively(head: &Head, of: &Results, score: &Score, dtype: Dtype) -> HeadGradients {
+pub fn differentiate_naively(head: &Head, of: &ForwardResults, score: &Score, dtype: Dtype) -> HeadGradients {
     let round = |x: f32| match dtype {
         F16 => f16::from_f32(x).to_f32(),
         BF16 => bf16::from_f32(x).to_f32(),
@@ -110,7 +110,12 @@ pub fn differentiate_naively(head: &Head, of: &Results, score: &Score, dtype: Dt
 }
 
 /// [`differentiate_naively`] with what becomes of an intermediate number.
-fn differentiate_rounding(head: &Head, of: &Results, score: &Score, round: impl Fn(f32) -> f32) -> HeadGradients {
+fn differentiate_rounding(
+    head: &Head,
+    of: &ForwardResults,
+    score: &Score,
+    round: impl Fn(f32) -> f32,
+) -> HeadGradients {
     let [d, dv] = head.dims;
     let (scale, cap) = (score.scales.iter().product::<f32>(), score.softcap);
     let sink = score.sink.unwrap_or(f32::NEG_INFINITY);

@@ -28,8 +28,8 @@ pub fn for_both_sides(mut check: impl FnMut(Side)) {
 /// Fills the rest of a buffer's pages.
 const SLACK: u8 = 0x5a;
 
-/// A buffer between guard pages. Shared freely: handlers write through [`Guarded::data`].
-pub struct Guarded {
+/// A buffer between guard pages. Shared freely: handlers write through [`GuardedBuffer::data`].
+pub struct GuardedBuffer {
     name: String,
     map: *mut u8,
     map_len: usize,
@@ -39,11 +39,11 @@ pub struct Guarded {
 }
 
 // SAFETY: an owned mapping; concurrent access is as sound as for any raw memory that XLA hands out.
-unsafe impl Send for Guarded {}
+unsafe impl Send for GuardedBuffer {}
 // SAFETY: as above.
-unsafe impl Sync for Guarded {}
+unsafe impl Sync for GuardedBuffer {}
 
-impl Guarded {
+impl GuardedBuffer {
     /// A copy of `bytes`; `name` appears in the report of a fault.
     pub fn new(name: &str, side: Side, bytes: &[u8]) -> Self {
         report_faults();
@@ -93,7 +93,7 @@ impl Guarded {
     }
 }
 
-impl Drop for Guarded {
+impl Drop for GuardedBuffer {
     fn drop(&mut self) {
         if let Ok(mut regions) = REGIONS.lock() {
             regions.retain(|r| r.map.start != self.map as usize);

@@ -17,7 +17,7 @@ pub enum Attr {
 
 /// A result before the call.
 #[derive(Clone, Debug)]
-pub struct Outcome {
+pub struct ResultSpec {
     pub name: &'static str,
     pub dtype: Dtype,
     pub dims: Vec<i64>,
@@ -32,7 +32,7 @@ pub struct Invocation {
     /// Tells the case apart in reports.
     pub what: String,
     pub operands: Vec<(&'static str, Array)>,
-    pub results: Vec<Outcome>,
+    pub results: Vec<ResultSpec>,
     pub attributes: Vec<(&'static str, Attr)>,
 }
 
@@ -74,14 +74,14 @@ impl Invocation {
     }
 
     pub fn result(mut self, name: &'static str, dtype: Dtype, dims: &[i64]) -> Self {
-        self.results.push(Outcome { name, dtype, dims: dims.to_vec(), alias: None });
+        self.results.push(ResultSpec { name, dtype, dims: dims.to_vec(), alias: None });
         self
     }
 
     /// A result of the type and shape of an operand, in its memory.
     pub fn result_in_place(mut self, name: &'static str, operand: usize) -> Self {
         let (dtype, dims) = (self.operands[operand].1.dtype, self.operands[operand].1.dims.clone());
-        self.results.push(Outcome { name, dtype, dims, alias: Some(operand) });
+        self.results.push(ResultSpec { name, dtype, dims, alias: Some(operand) });
         self
     }
 

@@ -29,52 +29,53 @@ macro_rules! with_defaults {
     };
 }
 
-mod answers;
 mod array;
+mod attention_case;
+mod attention_states;
 mod batch;
 mod c_interface;
 pub mod c_structs;
-mod cache_updates;
-mod case;
-mod check;
+mod cache_update_case;
+mod call_buffers;
+mod call_frame;
 pub mod conformance;
 pub mod cost;
+mod covering_array;
 #[cfg(feature = "cuda")]
 pub mod device;
-mod entry;
-mod frame;
-mod gathers;
+mod expected_rows;
+#[cfg(feature = "cuda")]
+pub mod fake_libcuda;
+mod gather_case;
 mod gradient_case;
 mod gradients;
 mod guard_page;
 mod host;
 mod invocation;
+mod library_call;
 #[cfg(feature = "cuda")]
-pub mod logged;
-mod machine;
+pub mod log_capture;
+mod memory_layout;
 pub mod mock_api;
-mod named_shapes;
-mod option_pairs;
+mod named_batches;
 mod oracle;
-mod pairwise;
-mod placed;
+mod paged_update_case;
+mod pairwise_options;
 mod pools;
 mod random;
-pub mod right_calls;
-mod rotations;
-mod spread;
-#[cfg(feature = "cuda")]
-pub mod stand_in;
-mod states;
-mod steps;
-mod storage;
-mod strategies;
+mod random_calls;
+mod reference_case;
+mod rope_case;
+mod simple_add;
+mod strided;
 mod summary;
-mod sums;
+mod test_device;
+pub mod valid_calls;
 
 pub use self::{
-    answers::*, array::*, batch::*, c_interface::*, cache_updates::*, case::*, check::*, entry::*, frame::*,
-    gathers::*, gradient_case::*, gradients::*, guard_page::*, host::*, invocation::*, machine::*, named_shapes::*,
-    option_pairs::*, oracle::*, pairwise::*, placed::*, pools::*, random::*, rotations::*, spread::*, states::*,
-    steps::*, storage::*, strategies::*, summary::*, sums::*,
+    array::*, attention_case::*, attention_states::*, batch::*, c_interface::*, cache_update_case::*, call_buffers::*,
+    call_frame::*, covering_array::*, expected_rows::*, gather_case::*, gradient_case::*, gradients::*, guard_page::*,
+    host::*, invocation::*, library_call::*, memory_layout::*, named_batches::*, oracle::*, paged_update_case::*,
+    pairwise_options::*, pools::*, random::*, random_calls::*, reference_case::*, rope_case::*, simple_add::*,
+    strided::*, summary::*, test_device::*,
 };

@@ -3,7 +3,7 @@
 //! [`attend`] is the definition, [`attend_naively`] the measure of what a kernel may be off by; `answers` applies both
 //! to whole calls.
 
-use super::{Array, BF16, Dtype, F8E4M3FN, F16, F32, Numbers, Place};
+use super::{Array, BF16, Dtype, F8E4M3FN, F16, F32, KvGeometry, Numbers};
 use half::{bf16, f16};
 use std::ops::Range;
 
@@ -122,7 +122,7 @@ impl Head<'_> {
 
 /// The answer for one query row of one head.
 #[derive(Clone, PartialEq, Debug)]
-pub struct RowAnswer {
+pub struct AttentionRow {
     /// `[Dv]`
     pub out: Vec<f64>,
     pub lse: f64,
@@ -130,7 +130,7 @@ pub struct RowAnswer {
     pub sees_a_key: bool,
 }
 
-impl RowAnswer {
+impl AttentionRow {
     /// A row that sees no key, or that belongs to no sequence and so has no sink either.
     pub fn of_nothing(value_dim: usize, sink: Option<f32>) -> Self {
         Self { out: vec![0.0; value_dim], lse: sink.map_or(f64::NEG_INFINITY, f64::from), sees_a_key: false }
@@ -152,10 +152,10 @@ pub(super) fn dot_in_f32(a: &[f64], b: &[f64]) -> f32 {
 }
 
 /// Attention of one query row, exactly.
-pub fn attend(head: &Head, i: usize, score: &Score) -> RowAnswer {
+pub fn attend(head: &Head, i: usize, score: &Score) -> AttentionRow {
     let visible = head.visible(score.mask, i);
     if visible.is_empty() {
-        return RowAnswer::of_nothing(head.dims[1], score.sink);
+        return AttentionRow::of_nothing(head.dims[1], score.sink);
     }
     let scale: f64 = score.scales.map(f64::from).iter().product();
     let cap = f64::from(score.softcap);
@@ -177,7 +177,7 @@ pub fn attend(head: &Head, i: usize, score: &Score) -> RowAnswer {
             *o += p * v;
         }
     }
-    RowAnswer { out, lse: largest + denominator.ln(), sees_a_key: true }
+    AttentionRow { out, lse: largest + denominator.ln(), sees_a_key: true }
 }
 
 /// The largest sum of the magnitudes of a visible key's products with the query, by the scales.
@@ -190,17 +190,17 @@ pub fn largest_magnitude(head: &Head, i: usize, score: &Score) -> f64 {
 /// The same formula as somebody would write it with arrays of `dtype`: products accumulated in f32, every intermediate
 /// array rounded to `dtype`, the softmax in f32. Its distance from [`attend`] is the measure of what a kernel may be
 /// off by. Where its numbers overflow it measures nothing, and the intermediate arrays are taken in f32.
-pub fn attend_naively(head: &Head, i: usize, score: &Score, dtype: Dtype) -> RowAnswer {
+pub fn attend_naively(head: &Head, i: usize, score: &Score, dtype: Dtype) -> AttentionRow {
     attend_weighing(head, i, score, dtype, |x| x)
 }
 
 /// The same with products of fp8: V's rows are multiplied by weights that are fp8 too, the largest one 2^8.
-pub fn attend_naively_in_fp8(head: &Head, i: usize, score: &Score, dtype: Dtype) -> RowAnswer {
+pub fn attend_naively_in_fp8(head: &Head, i: usize, score: &Score, dtype: Dtype) -> AttentionRow {
     attend_weighing(head, i, score, dtype, |x| F8E4M3FN.round(f64::from(256.0 * x)) as f32 / 256.0)
 }
 
 /// `weigh` is what becomes of a weight beside one of 1.
-fn attend_weighing(head: &Head, i: usize, score: &Score, dtype: Dtype, weigh: impl Fn(f32) -> f32) -> RowAnswer {
+fn attend_weighing(head: &Head, i: usize, score: &Score, dtype: Dtype, weigh: impl Fn(f32) -> f32) -> AttentionRow {
     let round = |x: f32| match dtype {
         F16 => f16::from_f32(x).to_f32(),
         BF16 => bf16::from_f32(x).to_f32(),
@@ -210,8 +210,8 @@ fn attend_weighing(head: &Head, i: usize, score: &Score, dtype: Dtype, weigh: im
     if naive.out.iter().all(|x| x.is_finite()) {
         return naive;
     }
-    let RowAnswer { out, lse, sees_a_key } = attend_rounding(head, i, score, |x| x, &weigh);
-    RowAnswer { out: out.into_iter().map(|x| f64::from(round(x as f32))).collect(), lse, sees_a_key }
+    let AttentionRow { out, lse, sees_a_key } = attend_rounding(head, i, score, |x| x, &weigh);
+    AttentionRow { out: out.into_iter().map(|x| f64::from(round(x as f32))).collect(), lse, sees_a_key }
 }
 
 /// [`attend_weighing`] with what becomes of an intermediate number.
@@ -221,10 +221,10 @@ fn attend_rounding(
     score: &Score,
     round: impl Fn(f32) -> f32,
     weigh: &impl Fn(f32) -> f32,
-) -> RowAnswer {
+) -> AttentionRow {
     let visible = head.visible(score.mask, i);
     if visible.is_empty() {
-        return RowAnswer::of_nothing(head.dims[1], score.sink);
+        return AttentionRow::of_nothing(head.dims[1], score.sink);
     }
     let scale: f32 = score.scales.iter().product();
     let cap = score.softcap;
@@ -246,7 +246,7 @@ fn attend_rounding(
             *o += p * *v as f32;
         }
     }
-    RowAnswer {
+    AttentionRow {
         out: out.into_iter().map(|x| f64::from(round(score.v_scale * round(x)))).collect(),
         lse: f64::from(largest + denominator.ln()),
         sees_a_key: true,
@@ -258,18 +258,18 @@ fn attend_rounding(
 /// the head, as the cache's type holds it.
 pub fn kv_cache_update(
     caches: &[Array],
-    place: &Place,
+    kv_geometry: &KvGeometry,
     rows: &[Array; 2],
     slots: &[i64],
     scales: &[Option<Vec<f32>>; 2],
 ) -> Vec<Array> {
     let mut after = caches.to_vec();
     for (value, (rows, scale)) in rows.iter().zip(scales).enumerate() {
-        let (heads, row) = (place.kv_heads, place.dims[value] * rows.dtype.size());
-        for (t, slot) in slots.iter().enumerate().filter_map(|(t, &slot)| Some((t, place.slot(slot)?))) {
+        let (heads, row) = (kv_geometry.kv_heads, kv_geometry.dims[value] * rows.dtype.size());
+        for (t, slot) in slots.iter().enumerate().filter_map(|(t, &slot)| Some((t, kv_geometry.slot(slot)?))) {
             for head in 0..heads {
                 let new = &rows.bytes[(t * heads + head) * row..][..row];
-                let (buffer, at) = place.of_slot(value, slot, head);
+                let (buffer, at) = kv_geometry.of_slot(value, slot, head);
                 let dtype = after[buffer].dtype;
                 let stored = if scale.is_none() && rows.dtype == dtype {
                     new.to_vec()

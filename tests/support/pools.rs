@@ -34,9 +34,9 @@ pub trait HostPool: Sync {
 }
 
 /// Runs each task at once on the thread that schedules it, and claims to have this many threads.
-pub struct Inline(pub i64);
+pub struct InlinePool(pub i64);
 
-impl HostPool for Inline {
+impl HostPool for InlinePool {
     fn num_threads(&self) -> Option<i64> {
         Some(self.0)
     }
@@ -47,7 +47,7 @@ impl HostPool for Inline {
 }
 
 // SAFETY: each task runs once, and does not unwind.
-unsafe impl xla_attention::Pool for Inline {
+unsafe impl xla_attention::Pool for InlinePool {
     fn num_threads(&self) -> usize {
         self.0 as usize
     }
@@ -56,11 +56,11 @@ unsafe impl xla_attention::Pool for Inline {
     }
 }
 
-/// Keeps every task until [`Late::run_all`]: the handler has returned long before.
+/// Keeps every task until [`DeferredPool::run_all`]: the handler has returned long before.
 #[derive(Default)]
-pub struct Late(Mutex<Vec<Task>>);
+pub struct DeferredPool(Mutex<Vec<Task>>);
 
-impl Late {
+impl DeferredPool {
     /// Runs what was scheduled and tells how many tasks there were.
     pub fn run_all(&self) -> usize {
         let tasks = std::mem::take(&mut *self.0.lock().unwrap());
@@ -70,7 +70,7 @@ impl Late {
     }
 }
 
-impl HostPool for Late {
+impl HostPool for DeferredPool {
     fn num_threads(&self) -> Option<i64> {
         Some(4)
     }
@@ -93,12 +93,12 @@ impl HostPool for NoPool {
 }
 
 /// Real threads.
-pub struct Threads {
+pub struct ThreadPool {
     queue: Option<Sender<Task>>,
     workers: Vec<JoinHandle<()>>,
 }
 
-impl Threads {
+impl ThreadPool {
     pub fn new(count: usize) -> Self {
         let (queue, tasks) = channel::<Task>();
         let tasks = Arc::new(Mutex::new(tasks));
@@ -118,7 +118,7 @@ impl Threads {
     }
 }
 
-impl HostPool for Threads {
+impl HostPool for ThreadPool {
     fn num_threads(&self) -> Option<i64> {
         Some(self.workers.len() as i64)
     }
@@ -127,7 +127,7 @@ impl HostPool for Threads {
     }
 }
 
-impl Drop for Threads {
+impl Drop for ThreadPool {
     fn drop(&mut self) {
         drop(self.queue.take());
         for worker in self.workers.drain(..) {
@@ -138,8 +138,9 @@ impl Drop for Threads {
 
 /// Each kind of pool, at last one whose tasks run after the call has returned and its memory is gone.
 pub fn for_each_pool(mut check: impl FnMut(&dyn HostPool)) {
-    let late = Late::default();
-    for pool in [&Inline(1) as &dyn HostPool, &Inline(3), &Inline(64), &Threads::new(3), &NoPool, &late] {
+    let late = DeferredPool::default();
+    for pool in [&InlinePool(1) as &dyn HostPool, &InlinePool(3), &InlinePool(64), &ThreadPool::new(3), &NoPool, &late]
+    {
         check(pool);
     }
     late.run_all();

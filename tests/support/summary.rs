@@ -5,7 +5,7 @@
 //! error (over cases in which that error is above the floor of 1e-5, `-` if there are none), and the largest share
 //! that an error takes of what is allowed (`docs/semantics.md#error-bounds`).
 
-use super::{Allowance, Dtypes};
+use super::{Dtypes, ErrorBound};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write as _;
@@ -30,15 +30,15 @@ thread_local! {
 }
 
 /// A case named `name` was off by `error` at most.
-pub fn record(name: &str, dtypes: Dtypes, error: f64, allowance: Allowance) {
+pub fn record(name: &str, dtypes: Dtypes, error: f64, error_bound: ErrorBound) {
     RECORDS.with_borrow_mut(|records| {
         let record = records.0.entry(format!("{dtypes:?}")).or_default();
         let mut hasher = DefaultHasher::new();
         name.hash(&mut hasher);
         record.cases.insert(hasher.finish());
-        record.share = record.share.max(error / allowance.most());
-        if allowance.naive_error > allowance.floor {
-            let units = error / allowance.naive_error;
+        record.share = record.share.max(error / error_bound.most());
+        if error_bound.naive_error > error_bound.floor {
+            let units = error / error_bound.naive_error;
             record.units = Some(record.units.map_or(units, |most| most.max(units)));
         }
     });

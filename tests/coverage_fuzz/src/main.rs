@@ -1,4 +1,4 @@
-//! Damaged calls (tests/fuzz/damaged.rs) that libFuzzer chooses by the coverage that they give.
+//! Damaged calls (tests/fuzz/mutated_calls.rs) that libFuzzer chooses by the coverage that they give.
 //!
 //! An input is a list of choices: of a case of the conformance tables, of a seed for the numbers in its buffers, and of
 //! changes as long as it goes on.
@@ -6,21 +6,21 @@
 #![no_main]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a failed step is a finding")]
 
-#[path = "../../fuzz/attempt.rs"]
-mod attempt;
-#[path = "../../fuzz/mutation.rs"]
-mod mutation;
+#[path = "../../fuzz/try_call.rs"]
+mod try_call;
+#[path = "../../fuzz/mutated_call.rs"]
+mod mutated_call;
 #[path = "../../support/mod.rs"]
 mod support;
 
-use attempt::try_call;
+use try_call::try_call;
 use libfuzzer_sys::fuzz_target;
-use mutation::Plan;
+use mutated_call::MutatedCall;
 use std::sync::LazyLock;
-use support::conformance::{Case, cases};
+use support::conformance::{ConformanceCase, cases};
 use support::{Random, keep_mappings};
 
-static CASES: LazyLock<Vec<&'static Case>> = LazyLock::new(|| {
+static CASES: LazyLock<Vec<&'static ConformanceCase>> = LazyLock::new(|| {
     keep_mappings();
     cases().filter(|case| case.memory.is_none()).collect()
 });
@@ -29,9 +29,9 @@ fuzz_target!(|bytes: &[u8]| {
     let mut random = Random::of_bytes(bytes);
     let case = random.one_of(&CASES);
     let seed = random.below(1 << 16) as u64;
-    let mut plan = Plan::new(case);
+    let mut plan = MutatedCall::new(case);
     while random.left() > 0 {
-        plan.damage(&mut random);
+        plan.mutate(&mut random);
     }
     try_call(&plan, &case.aliases, seed);
 });

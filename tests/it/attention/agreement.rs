@@ -1,31 +1,31 @@
 //! What the operators compute, against the f64 reference.
 
 use super::{Operator, ordinary};
-use crate::support::{Alibi, F32, Mask, Shape, Storage, check_named};
+use crate::support::{Alibi, BatchSpec, F32, Mask, MemoryLayout, assert_named_matches_reference};
 
 pub(crate) fn named_cases_agree_with_the_reference(op: Operator) {
     for (index, dtypes) in op.dtypes().into_iter().enumerate() {
         // Each in f32, f16 and bf16, and with one of the six pairs of types that have 8 bits.
         let (first, step) = if index < 3 { (0, 1) } else { (index - 3, 6) };
-        for (name, shape, storage) in op.named_shapes(dtypes).into_iter().skip(first).step_by(step) {
-            check_named(name, &mut *op.call(&shape.batch(), &storage));
+        for (name, spec, memory_layout) in op.named_batches(dtypes).into_iter().skip(first).step_by(step) {
+            assert_named_matches_reference(name, &mut *op.call(&spec.batch(), &memory_layout));
         }
     }
 }
 
 pub(crate) fn every_head_dimension_agrees_with_the_reference_in_every_type(op: Operator) {
-    let (all, storages) = (op.dtypes(), op.storages());
+    let (all, memory_layouts) = (op.dtypes(), op.memory_layouts());
     for (index, head_dim) in (8..=256).step_by(8).enumerate() {
-        let storage = Storage { page_size: 7, ..storages[index % storages.len()].clone() };
-        let own_width = storage.layout.has_two_buffers();
+        let memory_layout = MemoryLayout { page_size: 7, ..memory_layouts[index % memory_layouts.len()].clone() };
+        let own_width = memory_layout.layout.has_two_buffers();
         let value_dims = if own_width { [head_dim, 8 + (head_dim * 5) % 256, 264 - head_dim] } else { [head_dim; 3] };
         // Each with three types, one of them without 8-bit floats.
         let types =
             if all.len() == 3 { [0, 1, 2].map(|i| (index + i) % 3) } else { [index % 3, 3 + index % 4, 7 + index % 2] };
         for (value_dim, dtypes) in value_dims.into_iter().zip(types.map(|i| all[i])) {
             let (value_dim, lengths) = (Some(value_dim), vec![(1, 37), (18, 25), (1, 3)]);
-            let shape = Shape { dtypes, head_dim, value_dim, heads: (2, 1), lengths, ..Shape::default() };
-            op.call(&shape.batch(), &storage).check();
+            let spec = BatchSpec { dtypes, head_dim, value_dim, heads: (2, 1), lengths, ..BatchSpec::default() };
+            op.call(&spec.batch(), &memory_layout).assert_matches_reference();
         }
     }
 }
@@ -33,15 +33,17 @@ pub(crate) fn every_head_dimension_agrees_with_the_reference_in_every_type(op: O
 pub(crate) fn every_group_size_agrees_with_the_reference(op: Operator) {
     for heads in [(1, 1), (3, 1), (5, 1), (7, 1), (8, 1), (9, 3), (12, 4), (16, 16), (17, 1), (32, 8), (64, 1)] {
         for &mask in op.masks() {
-            let shape = Shape { heads, head_dim: 16, lengths: vec![(1, 40), (6, 21)], mask, ..Shape::default() };
-            op.call(&shape.batch(), &op.storages()[0]).check();
+            let spec = BatchSpec { heads, head_dim: 16, lengths: vec![(1, 40), (6, 21)], mask, ..BatchSpec::default() };
+            op.call(&spec.batch(), &op.memory_layouts()[0]).assert_matches_reference();
         }
     }
 }
 
 pub(crate) fn any_call_agrees_with_the_reference(op: Operator) {
     let count = if op == Operator::PagedAttentionUpdate { 64 } else { 160 };
-    op.for_calls(count, |shape, storage, _| drop(op.call(&shape.batch(), &storage).check()));
+    op.for_calls(count, |spec, memory_layout, _| {
+        drop(op.call(&spec.batch(), &memory_layout).assert_matches_reference());
+    });
 }
 
 pub(crate) fn huge_scores_neither_overflow_nor_lose_the_softmax(op: Operator) {
@@ -54,10 +56,10 @@ pub(crate) fn huge_scores_neither_overflow_nor_lose_the_softmax(op: Operator) {
         };
         for (sharpness, scale) in large.into_iter().chain([(1.0, 1e-4), (0.0, 1.0)]) {
             let (lengths, mask) = (vec![(1, 70), (30, 64)], *op.masks().last().unwrap());
-            let shape = Shape { dtypes, lengths, mask, sharpness, ..Shape::default() };
-            let batch = shape.batch().with_form(|form| form.softmax_scale = scale);
+            let spec = BatchSpec { dtypes, lengths, mask, sharpness, ..BatchSpec::default() };
+            let batch = spec.batch().with_config(|config| config.softmax_scale = scale);
             let name = format!("scale {scale}, sharpness {sharpness}");
-            check_named(&name, &mut *op.call(&batch, &op.storages()[0]));
+            assert_named_matches_reference(&name, &mut *op.call(&batch, &op.memory_layouts()[0]));
         }
     }
 }
@@ -65,26 +67,27 @@ pub(crate) fn huge_scores_neither_overflow_nor_lose_the_softmax(op: Operator) {
 pub(crate) fn a_sink_may_outweigh_everything_or_nothing(op: Operator) {
     for dtypes in op.dtypes() {
         // The last sequence has rows that see nothing but the sink.
-        let shape = Shape { dtypes, lengths: vec![(1, 700), (30, 64), (9, 2)], ..Shape::default() };
+        let spec = BatchSpec { dtypes, lengths: vec![(1, 700), (30, 64), (9, 2)], ..BatchSpec::default() };
         let sinks = Some(vec![f32::NEG_INFINITY, -1e30, 200.0, 1e30]);
-        let batch = shape.batch().with_form(|form| form.sinks = sinks);
-        for storage in op.storages() {
-            op.call(&batch, &storage).check();
+        let batch = spec.batch().with_config(|config| config.sinks = sinks);
+        for memory_layout in op.memory_layouts() {
+            op.call(&batch, &memory_layout).assert_matches_reference();
         }
     }
 }
 
 pub(crate) fn scales_and_slopes_may_be_0_or_negative(op: Operator) {
     for dtypes in op.dtypes() {
-        let shape = Shape { dtypes, lengths: vec![(1, 70), (30, 64)], alibi: Alibi::PerHead, ..Shape::default() };
+        let spec =
+            BatchSpec { dtypes, lengths: vec![(1, 70), (30, 64)], alibi: Alibi::PerHead, ..BatchSpec::default() };
         for (q, k, v) in [(0.0, 1.0, 1.0), (1.0, -0.7, 0.0), (-2.0, -0.5, -1.5), (-1.0, 1.0, 2.0)] {
-            let mut batch = shape.batch().with_form(|form| {
-                form.q_scale = Some(vec![q]);
-                form.k_scale = Some(vec![k, 1.1 * k]);
-                form.v_scale = Some(vec![v]);
+            let mut batch = spec.batch().with_config(|config| {
+                config.q_scale = Some(vec![q]);
+                config.k_scale = Some(vec![k, 1.1 * k]);
+                config.v_scale = Some(vec![v]);
             });
             batch.sequences.iter_mut().for_each(|s| s.slopes = vec![-0.05, 0.0, 1.5, 0.01]);
-            op.call(&batch, &op.storages()[0]).check();
+            op.call(&batch, &op.memory_layouts()[0]).assert_matches_reference();
         }
     }
 }
@@ -98,12 +101,12 @@ pub(crate) fn long_sequences_agree_with_the_reference(op: Operator) {
     let forms = [((8, 4), 128), ((8, 4), 64), ((3, 1), 256)];
     for ((dtypes, mask), (heads, head_dim)) in op.dtypes().into_iter().zip(masks).zip(forms) {
         // Gradients of as many keys would be slow in the reference.
-        let shape = match op {
+        let spec = match op {
             Operator::FlashAttnVarlenBwd => {
-                Shape { heads: (2, 1), lengths: vec![(700, 700), (5, 300), (300, 513)], ..ordinary(dtypes) }
+                BatchSpec { heads: (2, 1), lengths: vec![(700, 700), (5, 300), (300, 513)], ..ordinary(dtypes) }
             }
-            _ => Shape { heads, head_dim, lengths: vec![(1, 3000), (20, 2500)], ..ordinary(dtypes) },
+            _ => BatchSpec { heads, head_dim, lengths: vec![(1, 3000), (20, 2500)], ..ordinary(dtypes) },
         };
-        op.call(&Shape { mask, ..shape }.batch(), &op.storages()[0]).check();
+        op.call(&BatchSpec { mask, ..spec }.batch(), &op.memory_layouts()[0]).assert_matches_reference();
     }
 }

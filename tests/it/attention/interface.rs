@@ -2,17 +2,18 @@
 //! in the tables of `tests/conformance` too.
 
 use super::{Operator, ordinary};
-use crate::support::{ATTENTION_DTYPES, Hints, Shape, Side, Storage, for_each_pool};
+use crate::support::{ATTENTION_DTYPES, BatchSpec, MaxSeqlenHints, MemoryLayout, Side, for_each_pool};
 
 pub(crate) fn any_workspace_serves(op: Operator) {
     for dtype in ATTENTION_DTYPES {
         let batch = ordinary(dtype.into()).batch();
-        for storage in op.storages() {
+        for memory_layout in op.memory_layouts() {
             for workspace in [None, Some(0), Some(1), Some(4096), Some(100_000), Some(3_000_000)] {
-                let storage = Storage { workspace, ..storage.clone() };
-                let results = op.call(&batch, &storage).check();
+                let memory_layout = MemoryLayout { workspace, ..memory_layout.clone() };
+                let results = op.call(&batch, &memory_layout).assert_matches_reference();
                 if op.is_paged() {
-                    let without = op.call(&batch, &Storage { lse: false, ..storage }).check();
+                    let without =
+                        op.call(&batch, &MemoryLayout { lse: false, ..memory_layout }).assert_matches_reference();
                     assert!(without[0] == results[0], "{workspace:?}: out depends on whether the lse is asked for");
                 }
             }
@@ -24,11 +25,15 @@ pub(crate) fn sizes_of_zero_are_calls_like_any_other(op: Operator) {
     for layout in op.layouts() {
         for lengths in [vec![], vec![(0, 0)], vec![(0, 7)], vec![(5, 0)], vec![(0, 0), (3, 0), (0, 3)]] {
             for (rows, spare, sinks) in [(0, 0, true), (3, 0, false), (0, 2, false), (3, 2, true)] {
-                let shape = Shape { lengths: lengths.clone(), sinks, ..Shape::default() };
-                let storage =
-                    Storage { rows_around: (0, rows), spare_seqs: spare, spare_pages: spare, ..Storage::default() };
-                let storage = Storage { layout, spare_entries: spare, ..storage };
-                op.call(&shape.batch(), &storage).check();
+                let spec = BatchSpec { lengths: lengths.clone(), sinks, ..BatchSpec::default() };
+                let memory_layout = MemoryLayout {
+                    rows_around: (0, rows),
+                    spare_seqs: spare,
+                    spare_pages: spare,
+                    ..MemoryLayout::default()
+                };
+                let memory_layout = MemoryLayout { layout, spare_entries: spare, ..memory_layout };
+                op.call(&spec.batch(), &memory_layout).assert_matches_reference();
             }
         }
     }
@@ -36,14 +41,14 @@ pub(crate) fn sizes_of_zero_are_calls_like_any_other(op: Operator) {
 
 pub(crate) fn every_pool_gives_the_same_bits(op: Operator) {
     for (index, dtypes) in op.dtypes().into_iter().enumerate() {
-        for storage in op.storages() {
+        for memory_layout in op.memory_layouts() {
             // Work that is worth several threads, and some that is not.
-            let mut shape = ordinary(dtypes);
+            let mut spec = ordinary(dtypes);
             if index < 3 {
-                shape.lengths.extend([(1, 2500), (300, 300), (60, 700)]);
+                spec.lengths.extend([(1, 2500), (300, 300), (60, 700)]);
             }
-            let call = op.call(&shape.batch(), &storage);
-            let (expected, invocation) = (call.check(), call.call());
+            let call = op.call(&spec.batch(), &memory_layout);
+            let (expected, invocation) = (call.assert_matches_reference(), call.call());
             for_each_pool(|pool| {
                 for side in [Side::EndsAtGuard, Side::BeginsAtGuard] {
                     let results = invocation.run(side, pool).unwrap();
@@ -56,10 +61,12 @@ pub(crate) fn every_pool_gives_the_same_bits(op: Operator) {
 
 pub(crate) fn hints_never_decide_which_rows_are_computed(op: Operator) {
     for lengths in [vec![(1, 300), (1, 20)], vec![(60, 60), (1, 200)], vec![(3, 3)]] {
-        let batch = Shape { lengths, ..Shape::default() }.batch();
-        for hints in [Hints::Unknown, Hints::RoundedUp, Hints::TooSmall, Hints::Huge] {
-            for storage in op.storages() {
-                op.call(&batch, &Storage { hints, ..storage }).check();
+        let batch = BatchSpec { lengths, ..BatchSpec::default() }.batch();
+        for hints in
+            [MaxSeqlenHints::Unknown, MaxSeqlenHints::RoundedUp, MaxSeqlenHints::TooSmall, MaxSeqlenHints::Huge]
+        {
+            for memory_layout in op.memory_layouts() {
+                op.call(&batch, &MemoryLayout { hints, ..memory_layout }).assert_matches_reference();
             }
         }
     }

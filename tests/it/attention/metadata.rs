@@ -1,16 +1,17 @@
 //! The operators trust no length, start, padding, page or count that they read (`docs/semantics.md#metadata`).
 
 use super::{Operator, right_and_wrong};
-use crate::support::cost::{self, Sizes, hostile_starts_cost_no_more};
+use crate::support::cost::{self, CostSizes, hostile_starts_cost_no_more};
 use crate::support::{
-    ATTENTION_DTYPES, Alibi, BF16, Case, Dtypes, F16, F32, IfWrong, Layout, Member, Random, Shape, Storage, members,
+    ATTENTION_DTYPES, Alibi, AttentionCase, BF16, BatchSpec, ClampedSequence, Dtypes, F16, F32, InvalidMetadata,
+    KvLayout, MemoryLayout, Random, clamped_sequences,
 };
 
 /// Replace a share of the metadata by numbers that a broken program would leave there.
-pub(crate) fn corrupt(case: &mut Case, seed: u64) {
+pub(crate) fn corrupt(case: &mut AttentionCase, seed: u64) {
     let mut random = Random::new(seed);
     let share = random.one_of(&[2, 8, 30]);
-    let Case { cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, num_seqs, .. } = case;
+    let AttentionCase { cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, num_seqs, .. } = case;
     let optional = [seqused_q, seqused_k, leftpad_k].into_iter().flatten();
     for list in [cu_seqlens_q, cu_seqlens_k, block_table].into_iter().chain(optional) {
         for value in list {
@@ -37,21 +38,21 @@ pub(crate) fn corrupt(case: &mut Case, seed: u64) {
 }
 
 pub(crate) fn random_metadata_does_no_harm_to_the_sequences_whose_own_is_right(op: Operator) {
-    op.for_calls(192, |shape, storage, random| {
-        let mut case = Case::store(op.target(), &shape.batch(), &storage);
+    op.for_calls(192, |spec, memory_layout, random| {
+        let mut case = AttentionCase::store(op.target(), &spec.batch(), &memory_layout);
         corrupt(&mut case, random.next());
-        op.call_of(case).check_against(IfWrong::Unspecified);
+        op.call_of(case).compare_with_reference(InvalidMetadata::Unspecified);
     });
     // The test means something only if some sequences stay right and some do not.
-    for storage in op.storages() {
+    for memory_layout in op.memory_layouts() {
         let (mut right, mut wrong) = (0, 0);
         for seed in 0..64 {
             let lengths = vec![(1, 20), (5, 40), (3, 3)];
-            let batch = Shape { lengths, leftpad: !op.is_paged(), seed, ..Shape::default() }.batch();
-            let mut case = Case::store(op.target(), &batch, &storage);
+            let batch = BatchSpec { lengths, leftpad: !op.is_paged(), seed, ..BatchSpec::default() }.batch();
+            let mut case = AttentionCase::store(op.target(), &batch, &memory_layout);
             corrupt(&mut case, seed);
-            let found = right_and_wrong(&case);
-            (right, wrong) = (right + found.0, wrong + found.1);
+            let counts = right_and_wrong(&case);
+            (right, wrong) = (right + counts.0, wrong + counts.1);
         }
         assert!(right > 20 && wrong > 20, "{right} sequences right, {wrong} wrong");
     }
@@ -59,35 +60,35 @@ pub(crate) fn random_metadata_does_no_harm_to_the_sequences_whose_own_is_right(o
 
 /// Three sequences of 2, 3 and 4 queries whose lengths fill their pages and rows exactly, so that a value past the end means
 /// the end.
-fn brimful(op: Operator, dtypes: Dtypes, layout: Layout) -> Case {
+fn brimful(op: Operator, dtypes: Dtypes, layout: KvLayout) -> AttentionCase {
     let gradients = op == Operator::FlashAttnVarlenBwd;
     let alibi = if op.is_paged() { Alibi::Off } else { Alibi::PerHead };
     let lengths = vec![(2, 32), (3, 32), (4, 32)];
-    let shape = Shape { dtypes, lengths, alibi, sinks: gradients, ..Shape::default() };
-    let storage = Storage { seqused_k: op.is_paged(), ..Storage::paged(layout, 16).bare() };
-    let mut case = Case::store(op.target(), &shape.batch(), &storage);
+    let spec = BatchSpec { dtypes, lengths, alibi, sinks: gradients, ..BatchSpec::default() };
+    let memory_layout = MemoryLayout { seqused_k: op.is_paged(), ..MemoryLayout::paged(layout, 16).bare() };
+    let mut case = AttentionCase::store(op.target(), &spec.batch(), &memory_layout);
     case.cu_seqlens_k = vec![0, 32, 64, 96];
     case
 }
 
 /// What the reference makes of clamped metadata.
-fn check_clamped(op: Operator, mut case: Case, what: &str) {
+fn assert_clamped(op: Operator, mut case: AttentionCase, what: &str) {
     case.name = format!("{what}: {}", case.name);
-    op.call_of(case).check_against(IfWrong::Clamped);
+    op.call_of(case).compare_with_reference(InvalidMetadata::Clamped);
 }
 
 /// All types, each with the first and the last layout that the operator takes.
-fn settings(op: Operator) -> impl Iterator<Item = (Dtypes, Layout)> {
+fn settings(op: Operator) -> impl Iterator<Item = (Dtypes, KvLayout)> {
     let mut layouts = vec![*op.layouts().first().unwrap(), *op.layouts().last().unwrap()];
     layouts.dedup();
     op.dtypes().into_iter().flat_map(move |dtypes| layouts.clone().into_iter().map(move |layout| (dtypes, layout)))
 }
 
 /// A change to the metadata of [`brimful`], and how it is called.
-type Change = (&'static str, fn(&mut Case));
+type Change = (&'static str, fn(&mut AttentionCase));
 
 /// Every page of the pool is in a table.
-fn replace_page(case: &mut Case, from: i32, to: i32) {
+fn replace_page(case: &mut AttentionCase, from: i32, to: i32) {
     *case.block_table.iter_mut().find(|id| **id == from).unwrap() = to;
 }
 
@@ -132,12 +133,12 @@ const OF_PAGES: [Change; 4] = [
 pub(crate) fn a_value_out_of_range_acts_as_the_nearest_one_in_range(op: Operator) {
     let of_operator: &[Change] = if op.is_paged() { &OF_PAGED } else { &OF_VARLEN };
     for (dtypes, layout) in settings(op) {
-        let of_layout: &[Change] = if layout == Layout::Contiguous { &[] } else { &OF_PAGES };
+        let of_layout: &[Change] = if layout == KvLayout::Contiguous { &[] } else { &OF_PAGES };
         for (what, change) in OF_ALL.iter().chain(of_operator).chain(of_layout) {
             let mut case = brimful(op, dtypes, layout);
-            assert!(layout == Layout::Contiguous || case.place.num_pages == 6);
+            assert!(layout == KvLayout::Contiguous || case.kv_geometry.num_pages == 6);
             change(&mut case);
-            check_clamped(op, case, what);
+            assert_clamped(op, case, what);
         }
     }
 }
@@ -146,19 +147,19 @@ pub(crate) fn a_value_out_of_range_acts_as_the_nearest_one_in_range(op: Operator
 type Starts = (&'static str, [i32; 4], [(usize, usize); 3]);
 
 /// Each of these starts in a brimful case: `range` of the sequences is what is told, and the results are those of it.
-fn check_starts(
+fn assert_starts_clamped(
     op: Operator,
-    layout: Layout,
+    layout: KvLayout,
     starts: &[Starts],
-    of: fn(&mut Case) -> &mut Vec<i32>,
-    range: fn(&Member) -> (usize, usize),
+    of: fn(&mut AttentionCase) -> &mut Vec<i32>,
+    range: fn(&ClampedSequence) -> (usize, usize),
 ) {
     for dtypes in op.dtypes() {
         for (what, starts, expected) in starts {
             let mut case = brimful(op, dtypes, layout);
             *of(&mut case) = starts.to_vec();
-            assert_eq!(members(&case).iter().map(range).collect::<Vec<_>>(), expected, "{what}");
-            check_clamped(op, case, what);
+            assert_eq!(clamped_sequences(&case).iter().map(range).collect::<Vec<_>>(), expected, "{what}");
+            assert_clamped(op, case, what);
         }
     }
 }
@@ -177,7 +178,7 @@ pub(crate) fn starts_of_keys_are_clamped_to_the_rows(op: Operator) {
         ("everything after the last row", [96, 97, MAX, MAX], [(96, 0), (96, 0), (96, 0)]),
         ("everything before the first row", [MIN, -3, -2, -1], [(0, 0), (0, 0), (0, 0)]),
     ];
-    check_starts(op, Layout::Contiguous, &starts, |c| &mut c.cu_seqlens_k, |m| (m.first_key, m.len_k));
+    assert_starts_clamped(op, KvLayout::Contiguous, &starts, |c| &mut c.cu_seqlens_k, |m| (m.first_key, m.len_k));
 }
 
 pub(crate) fn differences_of_starts_over_pages_do_not_overflow(op: Operator) {
@@ -189,8 +190,8 @@ pub(crate) fn differences_of_starts_over_pages_do_not_overflow(op: Operator) {
         ("one more than the table holds", [0, 33, 66, 99], [(0, 32), (0, 32), (0, 32)]),
         ("from 0 to i32::MAX", [0, MAX, 0, MAX], [(0, 32), (0, 0), (0, 32)]),
     ];
-    for layout in Layout::PAGED {
-        check_starts(op, layout, &starts, |c| &mut c.cu_seqlens_k, |m| (m.first_key, m.len_k));
+    for layout in KvLayout::PAGED {
+        assert_starts_clamped(op, layout, &starts, |c| &mut c.cu_seqlens_k, |m| (m.first_key, m.len_k));
     }
 }
 
@@ -203,33 +204,33 @@ pub(crate) fn a_start_counts_as_the_largest_up_to_it(op: Operator) {
         ("the end first", [9, 0, 4, 9], [(9, 0), (9, 0), (9, 0)]),
     ];
     for layout in [*op.layouts().first().unwrap(), *op.layouts().last().unwrap()] {
-        check_starts(op, layout, &starts, |c| &mut c.cu_seqlens_q, |m| (m.first_row, m.len_q));
+        assert_starts_clamped(op, layout, &starts, |c| &mut c.cu_seqlens_q, |m| (m.first_row, m.len_q));
     }
 }
 
 pub(crate) fn sequences_may_share_keys(op: Operator) {
     // Two requests with a common prefix, as a prefix cache lays them out.
-    let shape = Shape { lengths: vec![(1, 40), (1, 40)], ..Shape::default() };
-    for layout in op.layouts().into_iter().filter(|layout| *layout != Layout::Contiguous) {
-        let mut case = Case::store(op.target(), &shape.batch(), &Storage::paged(layout, 16));
+    let spec = BatchSpec { lengths: vec![(1, 40), (1, 40)], ..BatchSpec::default() };
+    for layout in op.layouts().into_iter().filter(|layout| *layout != KvLayout::Contiguous) {
+        let mut case = AttentionCase::store(op.target(), &spec.batch(), &MemoryLayout::paged(layout, 16));
         let max_pages = case.max_pages;
         let (first, second) = case.block_table.split_at_mut(max_pages);
         second[..2].copy_from_slice(&first[..2]);
-        op.call_of(case).check_against(IfWrong::Unspecified);
+        op.call_of(case).compare_with_reference(InvalidMetadata::Unspecified);
     }
 }
 
 pub(crate) fn only_as_many_sequences_as_num_seqs_says_are_there(op: Operator) {
-    let shape = Shape { lengths: vec![(2, 20), (3, 30), (4, 4)], ..Shape::default() };
+    let spec = BatchSpec { lengths: vec![(2, 20), (3, 30), (4, 4)], ..BatchSpec::default() };
     for num_seqs in 0..=3 {
-        let mut case = Case::paged(&shape.batch(), &Storage::default());
+        let mut case = AttentionCase::paged(&spec.batch(), &MemoryLayout::default());
         case.num_seqs = num_seqs;
-        op.call_of(case).check_against(IfWrong::Unspecified);
+        op.call_of(case).compare_with_reference(InvalidMetadata::Unspecified);
     }
 }
 
 /// Types, D, how many sequences there are, the queries and keys of each, and where the keys lie.
-type Many = (Dtypes, usize, usize, fn(usize) -> (usize, usize), Layout);
+type Many = (Dtypes, usize, usize, fn(usize) -> (usize, usize), KvLayout);
 
 /// More sequences than a warp or a CTA of any kernel takes up at a time.
 pub(crate) fn all_kernels_read_the_starts_of_many_sequences_alike(op: Operator) {
@@ -237,17 +238,17 @@ pub(crate) fn all_kernels_read_the_starts_of_many_sequences_alike(op: Operator) 
     let mixed = |b: usize| (if b % 10 == 3 { 20 } else { 1 + b % 4 }, 1 + b % 9);
     let forward: [Many; 6] = [
         // Decode alone.
-        (F32.into(), 16, 700, short, Layout::Contiguous),
-        (F16.into(), 24, 700, short, Layout::PerPage),
+        (F32.into(), 16, 700, short, KvLayout::Contiguous),
+        (F16.into(), 24, 700, short, KvLayout::PerPage),
         // Portable prefill.
-        (F16.into(), 40, 600, mixed, Layout::Contiguous),
+        (F16.into(), 40, 600, mixed, KvLayout::Contiguous),
         // Hopper's, of 16 bits and of fp8, and with decode beneath it.
-        (BF16.into(), 64, 100, mixed, Layout::Contiguous),
-        (Dtypes::narrow(BF16), 128, 100, mixed, Layout::Contiguous),
-        (BF16.into(), 128, 450, mixed, Layout::Interleaved),
+        (BF16.into(), 64, 100, mixed, KvLayout::Contiguous),
+        (Dtypes::narrow(BF16), 128, 100, mixed, KvLayout::Contiguous),
+        (BF16.into(), 128, 450, mixed, KvLayout::Interleaved),
     ];
     let few = |b: usize| (1 + b % 3, 1 + b % 4);
-    let backward = ATTENTION_DTYPES.map(|dtype| -> Many { (dtype.into(), 24, 600, few, Layout::Contiguous) });
+    let backward = ATTENTION_DTYPES.map(|dtype| -> Many { (dtype.into(), 24, 600, few, KvLayout::Contiguous) });
     let gradients = op == Operator::FlashAttnVarlenBwd;
     let cases = if gradients { backward.to_vec() } else { forward.to_vec() };
     let mut seed = 0;
@@ -257,18 +258,19 @@ pub(crate) fn all_kernels_read_the_starts_of_many_sequences_alike(op: Operator) 
         seed += 1;
         let lengths = (0..count).map(lengths).collect();
         let heads = if gradients { (4, 2) } else { (16, 1) };
-        let shape = Shape { dtypes, heads, head_dim, lengths, sinks: gradients, seed, ..Shape::default() };
-        let shape = Shape { batch_invariant: !gradients && seed % 3 == 0, ..shape };
+        let spec = BatchSpec { dtypes, heads, head_dim, lengths, sinks: gradients, seed, ..BatchSpec::default() };
+        let spec = BatchSpec { batch_invariant: !gradients && seed % 3 == 0, ..spec };
         let workspace = if seed % 4 == 0 { None } else { Some(9_000_001) };
-        let storage = if layout == Layout::Contiguous { Storage::contiguous() } else { Storage::paged(layout, 16) };
-        let mut case = Case::flash(&shape.batch(), &Storage { workspace, ..storage.bare() });
+        let memory_layout =
+            if layout == KvLayout::Contiguous { MemoryLayout::contiguous() } else { MemoryLayout::paged(layout, 16) };
+        let mut case = AttentionCase::flash(&spec.batch(), &MemoryLayout { workspace, ..memory_layout.bare() });
         case.disorder(cuts_rows, seed);
-        assert!(members(&case).iter().filter(|m| m.len_q > 0).count() > count / 15);
-        check_clamped(op, case, "many sequences");
+        assert!(clamped_sequences(&case).iter().filter(|m| m.len_q > 0).count() > count / 15);
+        assert_clamped(op, case, "many sequences");
     }
 }
 
-fn cost_of(op: Operator) -> cost::Operator {
+fn cost_of(op: Operator) -> cost::BuildCall {
     match op {
         Operator::FlashAttnVarlen => cost::flash_attn_varlen,
         Operator::FlashAttnVarlenBwd => cost::flash_attn_varlen_bwd,
@@ -278,24 +280,24 @@ fn cost_of(op: Operator) -> cost::Operator {
 }
 
 pub(crate) fn hostile_starts_cost_no_more_than_right_ones(op: Operator) {
-    hostile_starts_cost_no_more(&format!("{op:?}"), cost_of(op), Sizes::small(), 10.0);
+    hostile_starts_cost_no_more(&format!("{op:?}"), cost_of(op), CostSizes::small(), 10.0);
 }
 
 /// At sizes at which time can be told from noise: `--ignored --nocapture` prints a table.
 pub(crate) fn hostile_starts_cost_at_most_twice_as_much(op: Operator) {
     let fp8 = [Operator::FlashAttnVarlen, Operator::PagedAttention].contains(&op);
-    for sizes in Sizes::large().into_iter().chain(Sizes::large_fp8().into_iter().filter(|_| fp8)) {
+    for sizes in CostSizes::large().into_iter().chain(CostSizes::large_fp8().into_iter().filter(|_| fp8)) {
         hostile_starts_cost_no_more(&format!("{op:?}"), cost_of(op), sizes, 2.0);
     }
     if op == Operator::FlashAttnVarlen {
         let with_seqused_q = cost::flash_attn_varlen_with_seqused_q;
-        hostile_starts_cost_no_more("flash_attn_varlen with seqused_q", with_seqused_q, Sizes::many_slots(), 2.0);
+        hostile_starts_cost_no_more("flash_attn_varlen with seqused_q", with_seqused_q, CostSizes::many_slots(), 2.0);
     }
 }
 
 /// A query head of its own for each row that one KV head has, and no key: what is left is planning.
 pub(crate) fn planning_hostile_starts_costs_no_more_than_planning_right_ones(_: Operator) {
-    hostile_starts_cost_no_more("planning", cost::flash_attn_varlen_without_keys, Sizes::planned(), 10.0);
+    hostile_starts_cost_no_more("planning", cost::flash_attn_varlen_without_keys, CostSizes::planned(), 10.0);
 }
 
 /// Beneath Hopper's prefill, which decodes with boxes.
@@ -303,10 +305,11 @@ pub(crate) fn random_metadata_does_no_harm_beneath_prefill(op: Operator) {
     let lengths = vec![(150, 300), (1, 700), (2, 90), (1, 1300), (1, 17), (90, 150)];
     for seed in 0..12 {
         let lengths = lengths.clone();
-        let shape = Shape { dtypes: BF16.into(), heads: (8, 2), head_dim: 128, lengths, seed, ..Shape::default() };
-        let storage = Storage { workspace: Some(9_000_001), seed, ..Storage::default() };
-        let mut case = Case::store(op.target(), &shape.batch(), &storage);
+        let spec =
+            BatchSpec { dtypes: BF16.into(), heads: (8, 2), head_dim: 128, lengths, seed, ..BatchSpec::default() };
+        let memory_layout = MemoryLayout { workspace: Some(9_000_001), seed, ..MemoryLayout::default() };
+        let mut case = AttentionCase::store(op.target(), &spec.batch(), &memory_layout);
         corrupt(&mut case, seed);
-        op.call_of(case).check_against(IfWrong::Unspecified);
+        op.call_of(case).compare_with_reference(InvalidMetadata::Unspecified);
     }
 }

@@ -2,16 +2,17 @@
 //! topics of the operators (`flash_attn_varlen` and the others) list those that apply to each.
 
 pub(crate) mod agreement;
-pub(crate) mod containment;
+pub(crate) mod batch_invariance;
 pub(crate) mod interface;
-pub(crate) mod invariance;
-pub(crate) mod laws;
 pub(crate) mod metadata;
+pub(crate) mod metamorphic;
+pub(crate) mod nan_isolation;
 mod results;
 
 use crate::support::{
-    ATTENTION_DTYPES, Batch, Case, Checked, Dtypes, GradientCase, Layout, Mask, Random, Scaled, Shape, Step, Storage,
-    Wanted, flash_call, flash_shapes, for_all, members, paged_call, paged_shapes,
+    ATTENTION_DTYPES, AttentionCase, Batch, BatchSpec, Dtypes, GradientCase, GradientOptions, KvLayout, Mask,
+    MemoryLayout, PagedUpdateCase, Random, ReferenceCase, ScaleKind, clamped_sequences, flash_call, for_all,
+    named_flash_batches, named_paged_batches, paged_call,
 };
 
 /// Functions of these modules as tests of an operator, under their names; with those that every operator has.
@@ -77,20 +78,20 @@ impl Operator {
         if self == FlashAttnVarlenBwd { ATTENTION_DTYPES.map(Dtypes::same).into() } else { Dtypes::ALL.into() }
     }
 
-    fn layouts(self) -> Vec<Layout> {
+    fn layouts(self) -> Vec<KvLayout> {
         match self {
-            FlashAttnVarlen => Layout::ALL.into(),
-            FlashAttnVarlenBwd => vec![Layout::Contiguous],
-            PagedAttention | PagedAttentionUpdate => vec![Layout::Interleaved],
+            FlashAttnVarlen => KvLayout::ALL.into(),
+            FlashAttnVarlenBwd => vec![KvLayout::Contiguous],
+            PagedAttention | PagedAttentionUpdate => vec![KvLayout::Interleaved],
         }
     }
 
     /// One for keys that are rows and one for pages, as far as it takes them.
-    fn storages(self) -> Vec<Storage> {
+    fn memory_layouts(self) -> Vec<MemoryLayout> {
         match self {
-            FlashAttnVarlen => vec![Storage::contiguous(), Storage::paged(Layout::Split, 16)],
-            FlashAttnVarlenBwd => vec![Storage::contiguous()],
-            PagedAttention | PagedAttentionUpdate => vec![Storage::default()],
+            FlashAttnVarlen => vec![MemoryLayout::contiguous(), MemoryLayout::paged(KvLayout::Split, 16)],
+            FlashAttnVarlenBwd => vec![MemoryLayout::contiguous()],
+            PagedAttention | PagedAttentionUpdate => vec![MemoryLayout::default()],
         }
     }
 
@@ -99,47 +100,49 @@ impl Operator {
     }
 
     /// Calls with names, for which the operator is made.
-    fn named_shapes(self, dtypes: Dtypes) -> Vec<(&'static str, Shape, Storage)> {
-        if self.is_paged() { paged_shapes(dtypes) } else { flash_shapes(dtypes) }
+    fn named_batches(self, dtypes: Dtypes) -> Vec<(&'static str, BatchSpec, MemoryLayout)> {
+        if self.is_paged() { named_paged_batches(dtypes) } else { named_flash_batches(dtypes) }
     }
 
     /// A small call as odd as it allows.
-    fn any_call(self, random: &mut Random) -> (Shape, Storage) {
+    fn any_call(self, random: &mut Random) -> (BatchSpec, MemoryLayout) {
         match self {
             FlashAttnVarlen => flash_call(random),
             PagedAttention | PagedAttentionUpdate => paged_call(random),
             FlashAttnVarlenBwd => {
-                let (shape, storage) = flash_call(random);
+                let (spec, memory_layout) = flash_call(random);
                 // Wide values in small numbers: the reference is slow.
-                let value_dim = (random.between(8, 256) / shape.heads.0.div_ceil(4)).next_multiple_of(8);
-                let (dtypes, scales) = (random.one_of(&ATTENTION_DTYPES).into(), [Scaled::No; 3]);
-                let shape = Shape { dtypes, value_dim: Some(value_dim), scales, batch_invariant: false, ..shape };
-                (shape, Storage { layout: Layout::Contiguous, ..storage })
+                let value_dim = (random.between(8, 256) / spec.heads.0.div_ceil(4)).next_multiple_of(8);
+                let (dtypes, scales) = (random.one_of(&ATTENTION_DTYPES).into(), [ScaleKind::None; 3]);
+                let spec = BatchSpec { dtypes, value_dim: Some(value_dim), scales, batch_invariant: false, ..spec };
+                (spec, MemoryLayout { layout: KvLayout::Contiguous, ..memory_layout })
             }
         }
     }
 
     /// `check` holds for such calls.
-    pub(crate) fn for_calls(self, count: u64, check: impl Fn(Shape, Storage, &mut Random)) {
+    pub(crate) fn for_calls(self, count: u64, check: impl Fn(BatchSpec, MemoryLayout, &mut Random)) {
         for_all(count, &|random| {
-            let (shape, storage) = self.any_call(random);
-            check(shape, storage, random);
+            let (spec, memory_layout) = self.any_call(random);
+            check(spec, memory_layout, random);
         });
     }
 
-    /// `batch` as `storage` says; the seed of that decides which gradients are wanted.
-    pub(crate) fn call(self, batch: &Batch, storage: &Storage) -> Call {
+    /// `batch` as `storage` says; the seed of that decides which gradients are options.
+    pub(crate) fn call(self, batch: &Batch, memory_layout: &MemoryLayout) -> Call {
         match self {
-            PagedAttentionUpdate => Call::Update(Box::new(Step::new(batch, storage))),
-            FlashAttnVarlenBwd => GradientCase::store(batch, storage, Wanted::drawn(storage.seed)).into(),
-            FlashAttnVarlen | PagedAttention => Case::store(self.target(), batch, storage).into(),
+            PagedAttentionUpdate => Call::CacheUpdateCase(Box::new(PagedUpdateCase::new(batch, memory_layout))),
+            FlashAttnVarlenBwd => {
+                GradientCase::store(batch, memory_layout, GradientOptions::from_seed(memory_layout.seed)).into()
+            }
+            FlashAttnVarlen | PagedAttention => AttentionCase::store(self.target(), batch, memory_layout).into(),
         }
     }
 
     /// A case whose metadata may have been changed.
-    fn call_of(self, case: Case) -> Call {
+    fn call_of(self, case: AttentionCase) -> Call {
         match self {
-            FlashAttnVarlenBwd => GradientCase::of(case, Wanted::ALL).into(),
+            FlashAttnVarlenBwd => GradientCase::of(case, GradientOptions::ALL).into(),
             _ => case.into(),
         }
     }
@@ -148,13 +151,13 @@ impl Operator {
 /// A call of one of the operators.
 #[derive(Clone)]
 pub(crate) enum Call {
-    Forward(Box<Case>),
+    Forward(Box<AttentionCase>),
     Backward(Box<GradientCase>),
-    Update(Box<Step>),
+    CacheUpdateCase(Box<PagedUpdateCase>),
 }
 
-impl From<Case> for Call {
-    fn from(case: Case) -> Self {
+impl From<AttentionCase> for Call {
+    fn from(case: AttentionCase) -> Self {
         Self::Forward(Box::new(case))
     }
 }
@@ -166,13 +169,13 @@ impl From<GradientCase> for Call {
 }
 
 impl Deref for Call {
-    type Target = dyn Checked;
+    type Target = dyn ReferenceCase;
 
     fn deref(&self) -> &Self::Target {
         match self {
             Self::Forward(case) => &**case,
             Self::Backward(gradients) => &**gradients,
-            Self::Update(step) => &**step,
+            Self::CacheUpdateCase(step) => &**step,
         }
     }
 }
@@ -182,19 +185,19 @@ impl DerefMut for Call {
         match self {
             Self::Forward(case) => &mut **case,
             Self::Backward(gradients) => &mut **gradients,
-            Self::Update(step) => &mut **step,
+            Self::CacheUpdateCase(step) => &mut **step,
         }
     }
 }
 
 /// Decode, prefill, a sequence without queries and a chunk; none has more queries than keys.
-fn ordinary(dtypes: Dtypes) -> Shape {
-    Shape { dtypes, lengths: vec![(1, 90), (9, 9), (0, 4), (21, 64)], ..Shape::default() }
+fn ordinary(dtypes: Dtypes) -> BatchSpec {
+    BatchSpec { dtypes, lengths: vec![(1, 90), (9, 9), (0, 4), (21, 64)], ..BatchSpec::default() }
 }
 
 /// The sequences of a case that have queries and the right metadata, and those that have the wrong.
-fn right_and_wrong(case: &Case) -> (usize, usize) {
-    let with_queries = members(case).into_iter().filter(|m| m.len_q > 0);
+fn right_and_wrong(case: &AttentionCase) -> (usize, usize) {
+    let with_queries = clamped_sequences(case).into_iter().filter(|m| m.len_q > 0);
     let (right, wrong): (Vec<_>, Vec<_>) = with_queries.partition(|m| m.specified);
     (right.len(), wrong.len())
 }

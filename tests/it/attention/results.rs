@@ -1,7 +1,9 @@
 //! Results cut into sequences, for laws that hold between two calls.
 
 use super::Operator;
-use crate::support::{Array, Batch, Case, GradientCase, SequenceData, Side, Storage, Wanted, distance};
+use crate::support::{
+    Array, AttentionCase, Batch, GradientCase, GradientOptions, MemoryLayout, SequenceData, Side, distance,
+};
 
 /// The rows of one sequence.
 #[derive(Clone, PartialEq, Debug)]
@@ -14,18 +16,18 @@ pub(crate) struct Rows {
 }
 
 /// Run `batch` and cut the results into sequences.
-pub(crate) fn attend(op: Operator, batch: &Batch, storage: &Storage) -> Vec<Rows> {
-    let case = Case::store(op.target(), batch, storage);
+pub(crate) fn attend(op: Operator, batch: &Batch, memory_layout: &MemoryLayout) -> Vec<Rows> {
+    let case = AttentionCase::store(op.target(), batch, memory_layout);
     let results = case.invocation().results(Side::EndsAtGuard);
     let (out, lse) = (results[0].values(), results[1].values());
-    let (row_len, size) = (case.form.q_heads * case.form.value_dim, results[0].dtype.size());
+    let (row_len, size) = (case.config.q_heads * case.config.value_dim, results[0].dtype.size());
     let of = |(index, sequence): (usize, &SequenceData)| {
         let first = case.cu_seqlens_q[index] as usize;
         let elements = first * row_len..(first + sequence.len_q) * row_len;
         Rows {
             out: out[elements.clone()].to_vec(),
             bits: results[0].bytes[elements.start * size..elements.end * size].to_vec(),
-            lse: (0..case.form.q_heads).map(|h| lse[h * case.rows() + first..][..sequence.len_q].to_vec()).collect(),
+            lse: (0..case.config.q_heads).map(|h| lse[h * case.rows() + first..][..sequence.len_q].to_vec()).collect(),
         }
     };
     batch.sequences.iter().enumerate().map(of).collect()
@@ -46,25 +48,25 @@ pub(crate) struct Gradients {
 }
 
 /// The gradients of each sequence, and `dsinks`.
-pub(crate) fn differentiate(batch: &Batch, storage: &Storage) -> (Vec<Gradients>, Vec<f64>) {
-    gradients_of(&GradientCase::store(batch, storage, Wanted::ALL), batch)
+pub(crate) fn differentiate(batch: &Batch, memory_layout: &MemoryLayout) -> (Vec<Gradients>, Vec<f64>) {
+    gradients_of(&GradientCase::store(batch, memory_layout, GradientOptions::ALL), batch)
 }
 
 pub(crate) fn gradients_of(case: &GradientCase, batch: &Batch) -> (Vec<Gradients>, Vec<f64>) {
     let results: Vec<Vec<f64>> = case.invocation().results(Side::EndsAtGuard).iter().map(Array::values).collect();
-    let form = &batch.form;
+    let config = &batch.config;
     let (dout, dlse) = (case.dout.values(), case.dlse.as_ref().unwrap().values());
-    let forward: &Case = &case.forward;
+    let forward: &AttentionCase = &case.forward;
     let of = |(index, sequence): (usize, &SequenceData)| {
         let (row, key) = (forward.cu_seqlens_q[index] as usize, forward.cu_seqlens_k[index] as usize);
         let cut = |all: &[f64], first: usize, len: usize, width: usize| all[first * width..][..len * width].to_vec();
-        let (heads, kv_heads) = (form.q_heads, form.kv_heads);
+        let (heads, kv_heads) = (config.q_heads, config.kv_heads);
         let rows = (row..row + sequence.len_q).flat_map(|i| (0..heads).map(move |h| h * forward.rows() + i));
         Gradients {
-            dq: cut(&results[0], row, sequence.len_q, heads * form.head_dim),
-            dk: cut(&results[1], key, sequence.len_k, kv_heads * form.head_dim),
-            dv: cut(&results[2], key, sequence.len_k, kv_heads * form.value_dim),
-            dout: cut(&dout, row, sequence.len_q, heads * form.value_dim),
+            dq: cut(&results[0], row, sequence.len_q, heads * config.head_dim),
+            dk: cut(&results[1], key, sequence.len_k, kv_heads * config.head_dim),
+            dv: cut(&results[2], key, sequence.len_k, kv_heads * config.value_dim),
+            dout: cut(&dout, row, sequence.len_q, heads * config.value_dim),
             dlse: rows.map(|at| dlse[at]).collect(),
         }
     };

@@ -1,7 +1,7 @@
 //! The reference itself: its gradients are the slopes of what the reference of the forward pass gives.
 
 use crate::support::{
-    F16, F32, Head, Mask, Numbers, Random, Results, Score, attend, differentiate, differentiate_naively,
+    F16, F32, ForwardResults, Head, Mask, Numbers, Random, Score, attend, differentiate, differentiate_naively,
 };
 
 const LEN_Q: usize = 4;
@@ -28,17 +28,17 @@ fn head(x: &[f64], leftpad: usize) -> Head<'_> {
 fn weighed(x: &[f64], score: &Score, leftpad: usize, dout: &[f64], dlse: &[f64]) -> f64 {
     let score = Score { sink: score.sink.map(|_| x[PARTS[3]] as f32), ..*score };
     let of_row = |i: usize| {
-        let found = attend(&head(x, leftpad), i, &score);
-        let out: f64 = found.out.iter().zip(&dout[i * DV..]).map(|(o, d)| o * d).sum();
-        out + if found.lse.is_finite() { found.lse * dlse[i] } else { 0.0 }
+        let actual = attend(&head(x, leftpad), i, &score);
+        let out: f64 = actual.out.iter().zip(&dout[i * DV..]).map(|(o, d)| o * d).sum();
+        out + if actual.lse.is_finite() { actual.lse * dlse[i] } else { 0.0 }
     };
     (0..LEN_Q).map(of_row).sum()
 }
 
 /// The rows of `out` and of their cotangents.
-fn results<'a>(out: &'a [f64], dout: &'a [f64], dlse: &'a [f64]) -> Results<'a> {
+fn results<'a>(out: &'a [f64], dout: &'a [f64], dlse: &'a [f64]) -> ForwardResults<'a> {
     let rows = |all: &'a [f64]| Box::new(move |i: usize| &all[i * DV..][..DV]);
-    Results { out: rows(out), dout: rows(dout), dlse: Box::new(|i| dlse[i]) }
+    ForwardResults { out: rows(out), dout: rows(dout), dlse: Box::new(|i| dlse[i]) }
 }
 
 #[test]
@@ -62,9 +62,9 @@ fn gradients_are_the_slopes_of_the_forward_reference() {
         x[PARTS[3]] = f64::from(score.sink.unwrap_or(0.0));
         let dout: Vec<f64> = (0..LEN_Q * DV).map(|_| random.normal()).collect();
         let dlse: Vec<f64> = (0..LEN_Q).map(|_| random.normal()).collect();
-        let found = differentiate(&head(&x, leftpad), &results(&dout, &dout, &dlse), score);
-        let found: Vec<f64> = [found.dq, found.dk, found.dv, vec![found.dsink]].concat();
-        for (at, found) in found.iter().enumerate() {
+        let actual = differentiate(&head(&x, leftpad), &results(&dout, &dout, &dlse), score);
+        let actual: Vec<f64> = [actual.dq, actual.dk, actual.dv, vec![actual.dsink]].concat();
+        for (at, actual) in actual.iter().enumerate() {
             let step = 2f64.powi(if at == PARTS[3] { -12 } else { -16 });
             let moved = |by: f64| {
                 let mut x = x.clone();
@@ -72,7 +72,7 @@ fn gradients_are_the_slopes_of_the_forward_reference() {
                 weighed(&x, score, leftpad, &dout, &dlse)
             };
             let slope = (moved(step) - moved(-step)) / (2.0 * step);
-            assert!((found - slope).abs() < 1e-6, "{score:?}, leftpad {leftpad}: number {at}: {found}, not {slope}");
+            assert!((actual - slope).abs() < 1e-6, "{score:?}, leftpad {leftpad}: number {at}: {actual}, not {slope}");
         }
     }
 }

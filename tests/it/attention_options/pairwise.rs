@@ -1,6 +1,9 @@
 //! Every pair of options that go together, against the reference.
 
-use crate::support::{Case, Checked, Options, Random, Step, check_named, cover, for_all, holds, pairs};
+use crate::support::{
+    AttentionCase, PagedUpdateCase, PairwiseOptions, Random, ReferenceCase, assert_named_matches_reference, cover,
+    for_all, holds, pairs,
+};
 use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,18 +11,21 @@ use xla_attention::Op;
 
 #[test]
 fn every_pair_of_options_agrees_with_the_reference() {
-    for (index, (target, shape, storage, _)) in Options::ATTENTION.calls().into_iter().enumerate() {
-        let batch = shape.batch();
-        check_named(&format!("pairwise {index}"), &mut Case::store(target, &batch, &storage));
+    for (index, (target, spec, memory_layout, _)) in PairwiseOptions::ATTENTION.calls().into_iter().enumerate() {
+        let batch = spec.batch();
+        assert_named_matches_reference(
+            &format!("pairwise {index}"),
+            &mut AttentionCase::store(target, &batch, &memory_layout),
+        );
         if target == Op::PagedAttention {
-            Step::new(&batch, &storage).check();
+            PagedUpdateCase::new(&batch, &memory_layout).assert_matches_reference();
         }
     }
 }
 
 #[test]
 fn the_set_holds_every_pair_of_options() {
-    let ((mut pairs, rows), sizes) = (Options::ATTENTION.covered(), Options::ATTENTION.sizes());
+    let ((mut pairs, rows), sizes) = (PairwiseOptions::ATTENTION.covered(), PairwiseOptions::ATTENTION.sizes());
     for pair in &pairs {
         assert!(rows.iter().any(|row| holds(row, *pair)), "{pair:?}");
     }
@@ -36,12 +42,12 @@ fn a_covering_set_leaves_out_what_is_excluded_and_nothing_else() {
     let sizes = [2, 3, 4, 2];
     let excluded = |a: (usize, usize), b: (usize, usize)| a == (0, 1) && b == (2, 3);
     let rows = cover(&sizes, &excluded, 1);
-    let found: BTreeSet<_> = rows
+    let actual: BTreeSet<_> = rows
         .iter()
         .flat_map(|row| (0..4).flat_map(move |i| (i + 1..4).map(move |j| ((i, row[i]), (j, row[j])))))
         .collect();
-    assert_eq!(found, pairs(&sizes, &excluded).into_iter().collect());
-    assert_eq!(found.len(), 2 * 3 + 2 * 4 + 2 * 2 + 3 * 4 + 3 * 2 + 4 * 2 - 1);
+    assert_eq!(actual, pairs(&sizes, &excluded).into_iter().collect());
+    assert_eq!(actual.len(), 2 * 3 + 2 * 4 + 2 * 2 + 3 * 4 + 3 * 2 + 4 * 2 - 1);
     assert!((12..20).contains(&rows.len()), "{} rows", rows.len());
 }
 

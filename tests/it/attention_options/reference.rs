@@ -1,7 +1,7 @@
 //! The reference against numbers worked out by hand.
 
 use crate::support::{
-    BF16, F16, F32, Head, Mask, Numbers, Random, RowAnswer, Score, attend, attend_naively, distance, lse_tolerance,
+    AttentionRow, BF16, F16, F32, Head, Mask, Numbers, Random, Score, attend, attend_naively, distance, lse_tolerance,
 };
 
 /// Whether each of `len_q` rows sees each of `len_k` keys.
@@ -51,12 +51,12 @@ fn head<'a>(len_q: usize, leftpad: usize, query: &'a [f64], k: &'a [f64], v: &'a
 }
 
 /// Attention of the last of `len_q` rows over keys and values of one number each.
-fn last_of(len_q: usize, q: f64, k: &[f64], v: &[f64], score: Score) -> RowAnswer {
+fn last_of(len_q: usize, q: f64, k: &[f64], v: &[f64], score: Score) -> AttentionRow {
     attend(&head(len_q, 0, &[q], k, v), len_q - 1, &score)
 }
 
-fn is(found: &RowAnswer, out: f64, lse: f64) {
-    assert!((found.out[0] - out).abs() < 1e-12 && (found.lse - lse).abs() < 1e-12, "{found:?}, not {out} and {lse}");
+fn is(actual: &AttentionRow, out: f64, lse: f64) {
+    assert!((actual.out[0] - out).abs() < 1e-12 && (actual.lse - lse).abs() < 1e-12, "{actual:?}, not {out} and {lse}");
 }
 
 #[test]
@@ -115,11 +115,11 @@ fn a_sink_is_a_column_of_value_0_neither_scaled_nor_capped() {
 fn a_row_that_sees_nothing_is_0_and_its_lse_the_sink() {
     let causal = Score { mask: Mask::CAUSAL, ..PLAIN };
     let (ones, padded) = (head(2, 0, &[1.0], &[1.0], &[1.0]), head(2, 1, &[1.0], &[1.0], &[1.0]));
-    let nothing = RowAnswer { out: vec![0.0], lse: f64::NEG_INFINITY, sees_a_key: false };
+    let nothing = AttentionRow { out: vec![0.0], lse: f64::NEG_INFINITY, sees_a_key: false };
     assert_eq!(attend(&ones, 0, &causal), nothing);
     assert_eq!(attend_naively(&ones, 0, &causal, F16), nothing);
     let sink = Score { sink: Some(2.5), ..causal };
-    assert_eq!(attend(&ones, 0, &sink), RowAnswer { lse: 2.5, ..nothing.clone() });
+    assert_eq!(attend(&ones, 0, &sink), AttentionRow { lse: 2.5, ..nothing.clone() });
     assert_eq!(attend(&padded, 1, &causal), nothing);
 }
 
@@ -161,7 +161,7 @@ fn the_naive_formula_survives_scores_that_overflow_its_type() {
 
 #[test]
 fn an_lse_may_be_off_by_what_spec_says() {
-    let close = |found: f64, expected: f64| assert!((found - expected).abs() < 1e-15, "{found}, not {expected}");
+    let close = |actual: f64, expected: f64| assert!((actual - expected).abs() < 1e-15, "{actual}, not {expected}");
     close(lse_tolerance(-0.5, F32.into(), true), 1e-4);
     close(lse_tolerance(-30.0, BF16.into(), false), 3e-3);
     close(lse_tolerance(-30.0, BF16.into(), true), 0.6);

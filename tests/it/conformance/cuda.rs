@@ -1,7 +1,7 @@
 //! The handlers for the platform `CUDA`, which find the same mistakes, before they look for a driver.
 
 use super::claimed;
-use crate::support::conformance::{Case, cases};
+use crate::support::conformance::{ConformanceCase, cases};
 use crate::support::{CUDA, Frame, HandlerSet, Refusal, Side, Stage, handler_sets};
 
 /// A refusal as the initialize handler gives it: it names its stage, and binds no context that would count as operand.
@@ -17,7 +17,7 @@ fn at_initialize(refusal: &Refusal) -> Refusal {
     Refusal { text, ..refusal.clone() }
 }
 
-fn refusal(set: HandlerSet, case: &Case, stage: Stage) -> Option<Refusal> {
+fn refusal(set: HandlerSet, case: &ConformanceCase, stage: Stage) -> Option<Refusal> {
     let row = set.target(case.target, CUDA);
     let handler = if stage == Stage::Initialize { row.initialize } else { row.execute };
     let frame = Frame::of(handler.unwrap(), stage).stream(0);
@@ -32,13 +32,14 @@ fn refusal(set: HandlerSet, case: &Case, stage: Stage) -> Option<Refusal> {
 fn the_cuda_handlers_refuse_what_the_tables_refuse() {
     let (mut ran, mut complaints) = (0, Vec::new());
     for case in cases() {
-        let Some(wanted) = &case.refusal else { continue };
+        let Some(expected) = &case.refusal else { continue };
         ran += 1;
         for set in handler_sets() {
-            for (stage, wanted) in [(Stage::Initialize, at_initialize(wanted)), (Stage::Execute, wanted.clone())] {
-                let (found, wanted) = (refusal(set, case, stage), set.says(stage, &wanted));
-                if found.as_ref() != Some(&wanted) {
-                    complaints.push(format!("{}: {} {stage:?}: {found:?}, not {wanted:?}", case.target, case.name));
+            for (stage, expected) in [(Stage::Initialize, at_initialize(expected)), (Stage::Execute, expected.clone())]
+            {
+                let (actual, expected) = (refusal(set, case, stage), set.says(stage, &expected));
+                if actual.as_ref() != Some(&expected) {
+                    complaints.push(format!("{}: {} {stage:?}: {actual:?}, not {expected:?}", case.target, case.name));
                 }
             }
         }

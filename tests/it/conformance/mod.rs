@@ -8,29 +8,29 @@ mod cuda;
 mod protocol;
 mod versions;
 
-use crate::support::conformance::{Case, Typed, cases, driver, tables};
+use crate::support::conformance::{ConformanceCase, Typed, cases, driver, tables};
 use crate::support::{
-    Array, CPU, Frame, HandlerSet, Inline, Refusal, Stage, for_both_sides, handler_sets, runs_on_cpu,
+    Array, CPU, Frame, HandlerSet, InlinePool, Refusal, Stage, for_both_sides, handler_sets, runs_on_cpu,
 };
 use std::collections::BTreeSet;
 use xla_attention::Op;
 use xla_attention::ops::AttributeKind;
 
 /// What is wrong with an outcome of an execute handler, if anything is.
-fn complaint(set: HandlerSet, case: &Case, outcome: Result<Vec<Array>, Refusal>) -> Option<String> {
+fn complaint(set: HandlerSet, case: &ConformanceCase, outcome: Result<Vec<Array>, Refusal>) -> Option<String> {
     let told = |what: String| Some(format!("{}: {}: {what}", case.target, case.name));
     match (outcome, case.refusal.as_ref().map(|refusal| set.says(Stage::Execute, refusal))) {
         (Ok(results), None) => {
-            let wrong = case.results.iter().zip(&results).find(|((_, wanted), found)| !wanted.is_met_by(found));
-            wrong.and_then(|((name, _), found)| told(format!("{name} is {:?}", found.values())))
+            let wrong = case.results.iter().zip(&results).find(|((_, expected), actual)| !expected.is_met_by(actual));
+            wrong.and_then(|((name, _), actual)| told(format!("{name} is {:?}", actual.values())))
         }
-        (Err(refusal), Some(wanted)) if refusal == wanted => None,
-        (outcome, wanted) => told(format!("{:?}, expected {wanted:?}", outcome.map(|_| "it worked"))),
+        (Err(refusal), Some(expected)) if refusal == expected => None,
+        (outcome, expected) => told(format!("{:?}, expected {expected:?}", outcome.map(|_| "it worked"))),
     }
 }
 
 /// `frame` with the buffers of a case that claims to have memory where there is none.
-fn claimed<'a>(frame: Frame<'a>, case: &Case) -> Frame<'a> {
+fn claimed<'a>(frame: Frame<'a>, case: &ConformanceCase) -> Frame<'a> {
     let address = std::ptr::without_provenance_mut(case.memory.unwrap());
     let frame = frame.attributes(&case.attributes);
     // SAFETY: every such case is refused for its sizes or its memory, or has no element.
@@ -53,7 +53,7 @@ fn the_cpu_handlers_do_what_the_tables_say() {
             continue;
         }
         for_both_sides(|side| {
-            let outcome = case.invocation(false).run_in(set.frame(case.target, CPU).pool(&Inline(4)), side);
+            let outcome = case.invocation(false).run_in(set.frame(case.target, CPU).pool(&InlinePool(4)), side);
             complaints.extend(complaint(set, case, outcome));
         });
     }
@@ -70,7 +70,7 @@ fn what_works_works_in_place() {
         ran.insert(case.target);
         for set in handler_sets() {
             for_both_sides(|side| {
-                let outcome = case.invocation(true).run_in(set.frame(case.target, CPU).pool(&Inline(4)), side);
+                let outcome = case.invocation(true).run_in(set.frame(case.target, CPU).pool(&InlinePool(4)), side);
                 assert_eq!(complaint(set, case, outcome), None);
             });
         }
@@ -88,7 +88,9 @@ fn the_gpu_does_what_the_tables_say() {
     }
     let oldest = handler_sets()[0];
     for case in cases().filter(|c| c.fits) {
-        for_both_sides(|side| assert_eq!(complaint(oldest, case, case.invocation(false).run(side, &Inline(4))), None));
+        for_both_sides(|side| {
+            assert_eq!(complaint(oldest, case, case.invocation(false).run(side, &InlinePool(4))), None);
+        });
     }
 }
 
@@ -121,7 +123,7 @@ fn the_tables_have_a_refusal_for_every_part_of_every_interface() {
         let refused = || table.cases.iter().filter(|c| c.refusal.is_some() && c.memory.is_none());
         for (results, list) in [(false, &interface.operands), (true, &interface.results)] {
             for (name, right) in list {
-                let buffers = |case: &'static Case| if results { &case.results } else { &case.operands };
+                let buffers = |case: &'static ConformanceCase| if results { &case.results } else { &case.operands };
                 let given = || refused().filter_map(|c| buffers(c).iter().find(|(n, _)| n == name)).map(|(_, x)| x);
                 let rank = right.dims.len();
                 let other_size = |x: &Typed| x.dims.len() == rank && x.dims != right.dims && x.dims != [0];

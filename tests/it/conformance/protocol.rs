@@ -2,11 +2,11 @@
 
 use crate::support::c_structs::FRAME_STRUCT_SIZE;
 use crate::support::conformance::tables;
-use crate::support::right_calls;
+use crate::support::valid_calls;
 use crate::support::{
-    Array, CPU, CUDA, Case, Frame, Handler, HandlerMetadata, I32, INVALID_ARGUMENT, IfWrong, Inline, Invocation, Late,
-    MetadataRequest, Refusal, Shape, Side, Stage, Storage, Threads, addition, answers, assert_allowed, handler_sets,
-    request_metadata,
+    Array, AttentionCase, BatchSpec, CPU, CUDA, DeferredPool, Frame, Handler, HandlerMetadata, I32, INVALID_ARGUMENT,
+    InlinePool, InvalidMetadata, Invocation, MemoryLayout, MetadataRequest, Refusal, Side, Stage, ThreadPool, addition,
+    assert_matches_expected, expected_rows, handler_sets, request_metadata,
 };
 use std::collections::BTreeSet;
 use std::ffi::CStr;
@@ -65,9 +65,9 @@ fn each_set_holds_every_target_for_every_platform_once() {
     let text = |p| unsafe { CStr::from_ptr(p) }.to_str().unwrap();
     let expected: BTreeSet<_> = names().flat_map(|n| platforms().into_iter().map(move |p| (n, p))).collect();
     for set in handler_sets() {
-        let found: Vec<(&str, &str)> = set.rows.iter().map(|t| (text(t.name), text(t.platform))).collect();
-        assert_eq!(found.iter().copied().collect::<BTreeSet<_>>(), expected);
-        assert_eq!(found.len(), expected.len(), "{found:?}");
+        let actual: Vec<(&str, &str)> = set.rows.iter().map(|t| (text(t.name), text(t.platform))).collect();
+        assert_eq!(actual.iter().copied().collect::<BTreeSet<_>>(), expected);
+        assert_eq!(actual.len(), expected.len(), "{actual:?}");
         for row in set.rows {
             // On the CPU XLA never calls initialize; on CUDA it must not find modules missing under capture.
             assert_eq!(row.initialize.is_some(), text(row.platform) == CUDA, "{}", text(row.name));
@@ -141,12 +141,12 @@ fn a_handler_refuses_to_run_in_another_stage() {
 }
 
 fn on_cpu(call: &Invocation) -> Result<Vec<Array>, Refusal> {
-    call.run_on_cpu(Side::EndsAtGuard, &Inline(4))
+    call.run_on_cpu(Side::EndsAtGuard, &InlinePool(4))
 }
 
 #[test]
 fn an_error_does_not_poison_the_next_call() {
-    for call in right_calls::all() {
+    for call in valid_calls::all() {
         let expected = on_cpu(&call).unwrap();
         let mut wrong = call.clone();
         wrong.operands[0].1 = Array::filled(I32, &[1, 2, 3, 4, 5, 6], 0);
@@ -162,24 +162,24 @@ fn an_error_does_not_poison_the_next_call() {
 
 #[test]
 fn many_threads_may_call_at_once_with_one_pool() {
-    let shape = Shape { lengths: vec![(1, 60), (17, 20), (2, 9)], ..Shape::default() };
-    let case = Case::paged(&shape.batch(), &Storage::default());
-    let answers = answers(&case, IfWrong::Unspecified);
+    let spec = BatchSpec { lengths: vec![(1, 60), (17, 20), (2, 9)], ..BatchSpec::default() };
+    let case = AttentionCase::paged(&spec.batch(), &MemoryLayout::default());
+    let expected_rows = expected_rows(&case, InvalidMetadata::Unspecified);
     let attention = case.invocation();
     let expected = on_cpu(&attention).unwrap();
     let [a, b, sums] = [1.5, 2.0, 3.5].map(|x| Array::f32s(&[70_000], &vec![x; 70_000]));
     let add = addition(a, b);
-    let pool = Threads::new(2);
+    let pool = ThreadPool::new(2);
     std::thread::scope(|scope| {
         for _ in 0..8 {
             scope.spawn(|| {
                 for round in 0..12 {
                     let side = if round % 2 == 0 { Side::EndsAtGuard } else { Side::BeginsAtGuard };
                     let results = attention.run_on_cpu(side, &pool).unwrap();
-                    assert_allowed(&case, &answers, &results[0], Some(&results[1]));
+                    assert_matches_expected(&case, &expected_rows, &results[0], Some(&results[1]));
                     assert!(results[..2] == expected[..2]);
                     assert!(add.run_on_cpu(side, &pool).unwrap()[0] == sums);
-                    right_calls::in_layout("xla_gpu_kv_cache_update", 2).run_on_cpu(side, &pool).unwrap();
+                    valid_calls::in_layout("xla_gpu_kv_cache_update", 2).run_on_cpu(side, &pool).unwrap();
                 }
             });
         }
@@ -189,9 +189,9 @@ fn many_threads_may_call_at_once_with_one_pool() {
 #[test]
 fn a_handler_that_runs_on_the_only_thread_of_its_pool_does_not_wait_for_it() {
     // The pool's one worker is busy with this very call until the call returns.
-    let call = Case::paged(&Shape::default().batch(), &Storage::default()).invocation();
-    let late = Late::default();
+    let call = AttentionCase::paged(&BatchSpec::default().batch(), &MemoryLayout::default()).invocation();
+    let late = DeferredPool::default();
     call.run_on_cpu(Side::EndsAtGuard, &late).unwrap();
     late.run_all();
-    call.run_on_cpu(Side::EndsAtGuard, &Inline(1)).unwrap();
+    call.run_on_cpu(Side::EndsAtGuard, &InlinePool(1)).unwrap();
 }

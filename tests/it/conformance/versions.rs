@@ -6,7 +6,8 @@ use super::protocol::{Registered, handlers};
 use crate::support::c_structs::MetadataExtension;
 use crate::support::conformance::{cases, tables};
 use crate::support::{
-    CPU, HandlerSet, INVALID_ARGUMENT, MetadataRequest, OtherApi, Refusal, Side, Stage, handler_sets, request_metadata,
+    CPU, HandlerSet, HostApiTable, INVALID_ARGUMENT, MetadataRequest, Refusal, Side, Stage, handler_sets,
+    request_metadata,
 };
 use std::mem::size_of;
 
@@ -19,7 +20,7 @@ const TABLES: [((i32, i32), usize); 6] =
 fn calls_work_and_are_refused_under_older_and_newer_tables() {
     let mut ran = 0;
     for (version, entries) in TABLES {
-        let api = OtherApi::new(version, entries);
+        let api = HostApiTable::new(version, entries);
         for set in handler_sets().into_iter().filter(|set| set.version <= version) {
             for case in cases().filter(|c| c.memory.is_none() && (c.name == "the right call" || c.name == "0 operands"))
             {
@@ -57,7 +58,7 @@ fn a_host_that_has_dropped_0_1_takes_the_newest_set_whose_handlers_do_what_the_t
     let set = registered((0, 2), (0, 7)).unwrap();
     assert_eq!(set.version, (0, 5));
 
-    let api = OtherApi::new((0, 7), 24);
+    let api = HostApiTable::new((0, 7), 24);
     let mut ran = 0;
     for case in cases().filter(|case| case.memory.is_none()) {
         ran += 1;

@@ -1,6 +1,6 @@
 //! Makes the calls of the other tests through the safe functions.
 
-use crate::support::{Array, Attr, Guarded, Invocation, Placed, Side};
+use crate::support::{Array, Attr, CallBuffers, GuardedBuffer, Invocation, Side};
 use xla_attention::{
     AttentionResults, AttentionState, FlashAttnVarlenBwdInputs, FlashAttnVarlenBwdOptions, FlashAttnVarlenBwdResults,
     FlashAttnVarlenInputs, FlashAttnVarlenOptions, GatherKvCacheInputs, GatherKvCacheOptions, GatherKvCacheResults,
@@ -13,27 +13,27 @@ use xla_attention::{
 /// The results of a call that has to succeed, where the environment wants it run.
 pub(crate) fn results(call: &Invocation) -> Vec<Array> {
     #[cfg(feature = "cuda")]
-    if let Some(found) = crate::support::device::on_chosen_gpu(|gpu| gpu::results(call, gpu)) {
-        return found;
+    if let Some(results) = crate::support::device::on_chosen_gpu(|gpu| gpu::results(call, gpu)) {
+        return results;
     }
     on_cpu(call, On::cpu()).unwrap_or_else(|error| panic!("{} {}: {error}", call.target, call.what))
 }
 
 /// The results of a call on the CPU, every buffer against a guard page.
 pub(crate) fn on_cpu(call: &Invocation, on: On<Host>) -> Result<Vec<Array>> {
-    let placed: Placed<Guarded> = call.guarded(Side::EndsAtGuard);
+    let buffers: CallBuffers<GuardedBuffer> = call.guarded(Side::EndsAtGuard);
     // SAFETY: so many bytes, which live as long as the buffers; those of a result are no operand of a function.
     let operand = |index: usize, array: &Array| unsafe {
-        let bytes = std::slice::from_raw_parts(placed.operand(index).data(), array.bytes.len());
+        let bytes = std::slice::from_raw_parts(buffers.operand(index).data(), array.bytes.len());
         TensorRef::from_bytes(bytes, array.dtype, &shape(&array.dims))
     };
     // SAFETY: as above; no other code uses them.
     let result = |index: usize, array: &Array| unsafe {
-        let bytes = std::slice::from_raw_parts_mut(placed.result(index).data(), array.bytes.len());
+        let bytes = std::slice::from_raw_parts_mut(buffers.result(index).data(), array.bytes.len());
         TensorMut::from_bytes(bytes, array.dtype, &shape(&array.dims))
     };
     run(&Tensors { call, operand: &operand, result: &result }, on)?;
-    Ok(placed.results())
+    Ok(buffers.results())
 }
 
 fn shape(dims: &[i64]) -> Vec<usize> {
@@ -43,29 +43,29 @@ fn shape(dims: &[i64]) -> Vec<usize> {
 #[cfg(feature = "cuda")]
 mod gpu {
     use super::{Array, Invocation, On, TensorMut, TensorRef, Tensors, run, shape};
-    use crate::support::PlacedMemory as _;
-    use crate::support::device::{Around, Gpu};
+    use crate::support::BufferMemory as _;
+    use crate::support::device::{BufferPadding, Gpu};
     use xla_attention::Stream;
 
     /// The results of a call on the GPU, every buffer between redzones.
     pub(super) fn results(call: &Invocation, gpu: &Gpu) -> Vec<Array> {
-        let placed = call.on_gpu(gpu, Around::Redzones);
+        let buffers = call.on_gpu(gpu, BufferPadding::Redzones);
         let address = |data: *mut u8, array: &Array| (data as usize, array.bytes.len(), array.dtype);
         // SAFETY: so many bytes each, which are freed after `finish`; those of a result are no operand of a function.
         let operand = |index: usize, array: &Array| unsafe {
-            let (address, bytes, dtype) = address(placed.operand(index).data(), array);
+            let (address, bytes, dtype) = address(buffers.operand(index).data(), array);
             TensorRef::from_device(address, bytes, dtype, &shape(&array.dims))
         };
         // SAFETY: as above; no other code uses them.
         let result = |index: usize, array: &Array| unsafe {
-            let (address, bytes, dtype) = address(placed.result(index).data(), array);
+            let (address, bytes, dtype) = address(buffers.result(index).data(), array);
             TensorMut::from_device(address, bytes, dtype, &shape(&array.dims))
         };
         // SAFETY: a stream of this thread's context.
         let on = unsafe { On::stream(Stream(gpu.stream as usize)) };
         run(&Tensors { call, operand: &operand, result: &result }, on).unwrap();
         gpu.finish();
-        placed.results()
+        buffers.results()
     }
 }
 

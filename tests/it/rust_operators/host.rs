@@ -1,7 +1,7 @@
 //! What only the host's tensors show: what is left to the functions, rows that lie apart, the threads that work.
 
 use super::driver::on_cpu;
-use crate::support::{Case, Checked, Random, Shape, Storage};
+use crate::support::{AttentionCase, BatchSpec, MemoryLayout, Random, ReferenceCase};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use xla_attention::{
     FlashAttnVarlenInputs, FlashAttnVarlenOptions, Kv, On, Pool, RayonPool, SingleThread, TensorMut, TensorRef,
@@ -81,13 +81,13 @@ unsafe impl Pool for Counting {
 
 #[test]
 fn the_threads_that_are_given_do_the_work() {
-    let shape = Shape { lengths: vec![(40, 300), (70, 200), (33, 33)], ..Shape::default() };
-    let case = Case::paged(&shape.batch(), &Storage::default());
+    let spec = BatchSpec { lengths: vec![(40, 300), (70, 200), (33, 33)], ..BatchSpec::default() };
+    let case = AttentionCase::paged(&spec.batch(), &MemoryLayout::default());
     let counting = Counting::default();
-    let found = [On::pool(&counting), On::pool(&SingleThread), On::cpu()].map(|on| {
+    let actual = [On::pool(&counting), On::pool(&SingleThread), On::cpu()].map(|on| {
         let results = on_cpu(&case.invocation(), on).unwrap();
         case.computed(&results).to_vec()
     });
     assert!(counting.0.load(Relaxed) > 0);
-    assert!(found[0] == found[1] && found[0] == found[2]);
+    assert!(actual[0] == actual[1] && actual[0] == actual[2]);
 }

@@ -5,27 +5,33 @@ mod driver;
 mod host;
 mod refusals;
 
-use crate::support::right_calls;
-use crate::support::{Case, GradientCase, Invocation, Options, Rope, Side, Step, Update, Wanted};
+use crate::support::valid_calls;
+use crate::support::{
+    AttentionCase, CacheUpdateCase, GradientCase, GradientOptions, Invocation, PagedUpdateCase, PairwiseOptions,
+    RopeCase, Side,
+};
 use std::collections::BTreeSet;
 use xla_attention::Op;
 
 /// Calls of every operator, and of attention every fifth of those that together hold every pair of options.
 fn calls() -> Vec<Invocation> {
-    let mut all = right_calls::with_numbers();
-    for (target, shape, storage, _) in Options::ATTENTION.calls().into_iter().step_by(5) {
-        let batch = shape.batch();
-        all.push(Case::store(target, &batch, &storage).invocation());
-        all.extend((target == Op::PagedAttention).then(|| Step::new(&batch, &storage).invocation(true)));
+    let mut all = valid_calls::with_numbers();
+    for (target, spec, memory_layout, _) in PairwiseOptions::ATTENTION.calls().into_iter().step_by(5) {
+        let batch = spec.batch();
+        all.push(AttentionCase::store(target, &batch, &memory_layout).invocation());
+        all.extend(
+            (target == Op::PagedAttention).then(|| PagedUpdateCase::new(&batch, &memory_layout).invocation(true)),
+        );
     }
-    for (_, shape, storage, wanted) in Options::GRADIENTS.calls().into_iter().step_by(5) {
-        let wanted = Wanted { deterministic: true, ..wanted };
-        all.push(GradientCase::store(&shape.batch(), &storage, wanted).invocation());
+    for (_, spec, memory_layout, options) in PairwiseOptions::GRADIENTS.calls().into_iter().step_by(5) {
+        let options = GradientOptions { deterministic: true, ..options };
+        all.push(GradientCase::store(&spec.batch(), &memory_layout, options).invocation());
     }
     let slots = vec![-1, 3, i64::MAX, 12, 11, i64::MIN];
-    all.push(Update { slots, wide_slots: true, ..Update::default() }.invocation(true));
+    all.push(CacheUpdateCase { slots, wide_slots: true, ..CacheUpdateCase::default() }.invocation(true));
     all.push(
-        Rope { interleaved: true, rotated: 12, positions: vec![-3, 2, 7, 12], ..Rope::default() }.invocation(true),
+        RopeCase { interleaved: true, rotated: 12, positions: vec![-3, 2, 7, 12], ..RopeCase::default() }
+            .invocation(true),
     );
     all
 }
@@ -35,9 +41,9 @@ fn each_function_makes_the_calls_that_its_handler_makes() {
     let mut called = BTreeSet::new();
     for call in calls() {
         called.insert(call.target);
-        let (found, expected) = (driver::results(&call), call.results(Side::EndsAtGuard));
-        for ((found, expected), result) in found.iter().zip(&expected).zip(&call.results) {
-            let same = result.name == "workspace" || found == expected;
+        let (actual, expected) = (driver::results(&call), call.results(Side::EndsAtGuard));
+        for ((actual, expected), result) in actual.iter().zip(&expected).zip(&call.results) {
+            let same = result.name == "workspace" || actual == expected;
             assert!(same, "{} {}: {} differs", call.target, call.what, result.name);
         }
     }

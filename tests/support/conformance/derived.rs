@@ -178,7 +178,7 @@ fn near(dims: &[i64]) -> Vec<Vec<i64>> {
 
 /// `[1] or [Hkv=2]`, `the shape of a, [2, 3]`: sizes are numbers, names of sizes with their number, or names of any size.
 fn fits(dims: &[i64], shapes: &str) -> bool {
-    let is = |size: &str, n: i64| size.rsplit('=').next().unwrap().parse().map_or(true, |wanted: i64| wanted == n);
+    let is = |size: &str, n: i64| size.rsplit('=').next().unwrap().parse().map_or(true, |expected: i64| expected == n);
     shapes.is_empty()
         || shapes.split(" or ").any(|shape| {
             let (_, sizes) = shape.trim_end_matches(']').split_once('[').unwrap();

@@ -107,14 +107,14 @@ impl Typed {
 
     /// `found` holds these values, in f32 up to 1e-4 of them.
     #[allow(clippy::float_cmp, reason = "infinities are equal to themselves only")]
-    pub fn is_met_by(&self, found: &Array) -> bool {
+    pub fn is_met_by(&self, actual: &Array) -> bool {
         if self.values == ["any"] {
             return true;
         }
-        let near = |(wanted, found): (f64, f64)| {
-            wanted == found || (wanted.is_finite() && (wanted - found).abs() <= 1e-4 * wanted.abs().max(1.0))
+        let near = |(expected, actual): (f64, f64)| {
+            expected == actual || (expected.is_finite() && (expected - actual).abs() <= 1e-4 * expected.abs().max(1.0))
         };
-        self.array().values().into_iter().zip(found.values()).all(near)
+        self.array().values().into_iter().zip(actual.values()).all(near)
     }
 }
 
@@ -129,7 +129,7 @@ pub struct Interface {
 }
 
 /// One call and what comes of it.
-pub struct Case {
+pub struct ConformanceCase {
     pub target: &'static str,
     pub name: &'static str,
     pub operands: Vec<(&'static str, Typed)>,
@@ -146,7 +146,7 @@ pub struct Case {
 
 pub struct Table {
     pub interface: Interface,
-    pub cases: Vec<Case>,
+    pub cases: Vec<ConformanceCase>,
 }
 
 /// What a driver cannot express, and how many cases it runs at least.
@@ -163,7 +163,7 @@ pub fn tables() -> &'static [Table] {
     &READ
 }
 
-pub fn cases() -> impl Iterator<Item = &'static Case> {
+pub fn cases() -> impl Iterator<Item = &'static ConformanceCase> {
     tables().iter().flat_map(|table| &table.cases)
 }
 
@@ -317,7 +317,12 @@ fn attribute(text: &'static str) -> Attr {
     }
 }
 
-fn case(interface: &Interface, aliases: &BTreeMap<String, String>, target: &'static str, change: &Change) -> Case {
+fn case(
+    interface: &Interface,
+    aliases: &BTreeMap<String, String>,
+    target: &'static str,
+    change: &Change,
+) -> ConformanceCase {
     let mut attributes = interface.attributes.clone();
     attributes.extend(change.attributes.iter().map(|(name, value)| (keep(name), keep(value))));
     attributes.retain(|_, value| *value != "absent");
@@ -336,7 +341,7 @@ fn case(interface: &Interface, aliases: &BTreeMap<String, String>, target: &'sta
     let counts = (interface.required_operands..=interface.operands.len()).contains(&operands.len())
         && (interface.required_results..=interface.results.len()).contains(&results.len());
     let place = |list: &[(&str, Typed)], name: &str| list.iter().position(|(n, _)| *n == name).unwrap();
-    Case {
+    ConformanceCase {
         target,
         name: keep(&change.name),
         fits: same_kinds && counts && change.memory.is_none(),
@@ -352,7 +357,7 @@ fn case(interface: &Interface, aliases: &BTreeMap<String, String>, target: &'sta
     }
 }
 
-impl Case {
+impl ConformanceCase {
     /// The call; results in the memory of the operands that they may alias, if `in_place`.
     pub fn invocation(&self, in_place: bool) -> Invocation {
         let call = Invocation { what: self.name.to_owned(), ..Invocation::new(self.target) };

@@ -1,0 +1,68 @@
+//! What a user is told when the driver or the GPU is not in a state to run: with a stand-in for libcuda that refuses.
+
+use crate::support::fake_libcuda;
+use xla_attention::{Action, Code, Error, Stream};
+
+/// The outcomes of preparing and of launching an addition where this goes wrong: a code and a text, or nothing.
+fn outcomes(fault: &str) -> [String; 2] {
+    fake_libcuda::outcomes("cuda_driver_errors::a_child_prepares_and_launches", fault, false).try_into().unwrap()
+}
+
+#[test]
+#[ignore = "for a process of its own"]
+fn a_child_prepares_and_launches() {
+    for action in [Action::PrepareCuda, Action::LaunchCuda(Stream(0))] {
+        let outcome = fake_libcuda::add(action);
+        let text =
+            outcome.map_or_else(|Error { code, message }| format!("{code:?}: {message}"), |()| "done".to_owned());
+        println!("outcome: {text}");
+    }
+}
+
+fn assert_both(fault: &str, code: Code, parts: &[&str]) {
+    for outcome in outcomes(fault) {
+        assert!(outcome.starts_with(&format!("{code:?}: xla_gpu_simple_add: ")), "{fault}: {outcome}");
+        for part in parts {
+            assert!(outcome.contains(part), "{fault}: {outcome} does not say {part:?}");
+        }
+    }
+}
+
+#[test]
+#[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
+fn the_stand_in_works_when_nothing_is_wrong() {
+    assert_eq!(outcomes("none"), ["done", "done"]);
+}
+
+#[test]
+fn without_a_context_it_says_who_makes_one() {
+    assert_both("no context", Code::FailedPrecondition, &["context"]);
+}
+
+#[test]
+fn a_gpu_that_is_too_old_is_named_with_what_is_needed() {
+    assert_both("old GPU", Code::FailedPrecondition, &["the GPU is sm_75", "sm_80 or newer"]);
+}
+
+#[test]
+#[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
+fn a_refused_module_tells_the_driver_its_log_and_what_would_take_it() {
+    let parts = ["the driver (CUDA 11.4) refuses the kernel simple_add_f32 on sm_90", "the log of the driver", "PTX"];
+    assert_both("refused module", Code::FailedPrecondition, &parts);
+}
+
+#[test]
+#[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
+fn a_failed_launch_has_the_drivers_words() {
+    let [prepared, launched] = outcomes("failed launch");
+    assert_eq!(prepared, "done");
+    assert!(launched.starts_with("Internal: xla_gpu_simple_add: cuLaunchKernel: "), "{launched}");
+    assert!(launched.contains("too many resources requested for launch"), "{launched}");
+}
+
+#[test]
+#[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
+fn an_error_without_words_still_has_its_name() {
+    let [_, launched] = outcomes("earlier error");
+    assert!(launched.contains("cuLaunchKernel: CUDA_ERROR_ILLEGAL_ADDRESS"), "{launched}");
+}

@@ -1,0 +1,403 @@
+//! Complete calls of the attention operators, with everything that belongs to no sequence poisoned.
+//!
+//! A [`Batch`] is the numbers, a [`MemoryLayout`] how they lie in the operands. A [`AttentionCase`] is one put into the other, so
+//! that laws ("another page size changes nothing") store one batch twice; its metadata may be changed before the call.
+
+use super::{
+    Alibi, Array, AttentionConfig, Attr, Batch, F32, Invocation, KvGeometry, KvLayout, MaxSeqlenHints, MemoryLayout,
+    Random, SequenceData, U8, poisoned, put,
+};
+use xla_attention::Op;
+
+/// A call. Letters: B slots of the metadata, M entries of a table.
+#[derive(Clone, Debug)]
+pub struct AttentionCase {
+    pub name: String,
+    /// `FlashAttnVarlen` or `PagedAttention`.
+    pub target: Op,
+    pub config: AttentionConfig,
+    /// Where rows of K and V lie in `kv`.
+    pub kv_geometry: KvGeometry,
+    /// M
+    pub max_pages: usize,
+    /// `[Tq, Hq, D]`
+    pub q: Array,
+    /// k and v, or the one buffer
+    pub kv: Vec<Array>,
+    /// `[B+1]`: `cu_seqlens_q`, or `query_start_loc`
+    pub cu_seqlens_q: Vec<i32>,
+    /// Of paged attention.
+    pub num_seqs: i32,
+    /// `[B]`
+    pub seqused_q: Option<Vec<i32>>,
+    /// `[B+1]`, or anything where it is not read
+    pub cu_seqlens_k: Vec<i32>,
+    /// `[B]`: `seqused_k`, or `context_lens`
+    pub seqused_k: Option<Vec<i32>>,
+    /// `[B]`
+    pub leftpad_k: Option<Vec<i32>>,
+    /// `[B, M]`
+    pub block_table: Vec<i32>,
+    /// `[Hq]` or `[B, Hq]`
+    pub alibi_slopes: Option<Vec<f32>>,
+    pub alibi: Alibi,
+    /// `max_seqlen_q`, `max_seqlen_k`
+    pub hints: (i64, i64),
+    pub lse: bool,
+    pub workspace: Option<usize>,
+    /// The values of `q`.
+    pub q_values: Vec<f64>,
+    /// The values of `kv`.
+    pub kv_values: Vec<Vec<f64>>,
+}
+
+impl AttentionCase {
+    /// A call of `xla_gpu_flash_attn_varlen`.
+    pub fn flash(batch: &Batch, memory_layout: &MemoryLayout) -> Self {
+        Self::store(Op::FlashAttnVarlen, batch, memory_layout)
+    }
+
+    /// A call of `xla_gpu_paged_attention`.
+    pub fn paged(batch: &Batch, memory_layout: &MemoryLayout) -> Self {
+        Self::store(Op::PagedAttention, batch, memory_layout)
+    }
+
+    /// Lay `batch` out as `storage` says. Unused rows, slots and pages hold NaN and infinities, unused metadata hostile
+    /// numbers; so do stored keys that no query of their sequence sees.
+    pub fn store(target: Op, batch: &Batch, memory_layout: &MemoryLayout) -> Self {
+        let mut random = Random::new(memory_layout.seed);
+        let slots = batch.sequences.len() + memory_layout.spare_seqs;
+        let (q, cu_seqlens_q, seqused_q) = store_queries(target, batch, memory_layout, &mut random);
+        let keys = store_keys(batch, memory_layout, &mut random);
+        let mut per_slot = |of: &dyn Fn(&SequenceData) -> usize| -> Vec<i32> {
+            let own = batch.sequences.iter().map(|s| of(s) as i32);
+            let spare: Vec<i32> = (0..memory_layout.spare_seqs).map(|_| random.hostile_i32()).collect();
+            own.chain(spare).collect()
+        };
+        let seqused_k = memory_layout.seqused_k.then(|| per_slot(&|s| s.len_k));
+        let leftpad_k = batch.leftpad.then(|| per_slot(&|s| s.leftpad));
+        let longest = |of: fn(&SequenceData) -> usize| batch.sequences.iter().map(of).max().unwrap_or(0);
+        let hints = match memory_layout.hints {
+            MaxSeqlenHints::Unknown => (0, 0),
+            MaxSeqlenHints::RoundedUp => {
+                let rounded = |length: usize| length.next_power_of_two() as i64;
+                (rounded(longest(|s| s.len_q)), rounded(longest(|s| s.len_k)))
+            }
+            MaxSeqlenHints::TooSmall => (1, 1),
+            MaxSeqlenHints::Huge => (i64::MAX, i64::MAX),
+        };
+        let case = Self {
+            name: name_of(target, batch, memory_layout),
+            target,
+            config: batch.config.clone(),
+            kv_geometry: keys.kv_geometry,
+            max_pages: keys.max_pages,
+            q_values: q.values(),
+            kv_values: keys.kv.iter().map(Array::values).collect(),
+            q,
+            kv: keys.kv,
+            cu_seqlens_q,
+            num_seqs: batch.sequences.len() as i32,
+            seqused_q,
+            cu_seqlens_k: keys.starts,
+            seqused_k,
+            leftpad_k,
+            block_table: keys.block_table,
+            alibi_slopes: slopes(batch, slots),
+            alibi: batch.alibi,
+            hints,
+            lse: memory_layout.lse || target == Op::FlashAttnVarlen,
+            workspace: memory_layout.workspace,
+        };
+        assert!(target == Op::FlashAttnVarlen || case.suits_paged_attention(), "{}", case.name);
+        case
+    }
+
+    /// Every third start of queries and of contiguous keys becomes a smaller one, and few larger ones; sequences use up
+    /// to six of their rows where `cuts_rows`.
+    pub fn disorder(&mut self, cuts_rows: bool, seed: u64) {
+        let mut random = Random::new(seed);
+        let change = |start: &mut i32, random: &mut Random| match random.below(96) {
+            0 => *start += random.below(20) as i32,
+            1..=32 => *start = random.below(*start as usize + 1) as i32,
+            _ => {}
+        };
+        self.cu_seqlens_q.iter_mut().for_each(|start| change(start, &mut random));
+        if !self.is_paged() {
+            self.cu_seqlens_k.iter_mut().for_each(|start| change(start, &mut random));
+        }
+        if cuts_rows {
+            self.seqused_q = Some((0..self.slots()).map(|_| random.below(7) as i32).collect());
+        }
+        self.name = format!("disordered {seed}: {}", self.name);
+    }
+
+    /// The operator has everything that the case asks of it.
+    fn suits_paged_attention(&self) -> bool {
+        let mask = self.config.mask;
+        let lengths = self.seqused_k.is_some() && self.seqused_q.is_none() && self.leftpad_k.is_none();
+        lengths && self.kv_geometry.layout == KvLayout::Interleaved && mask.causal && !mask.top_left
+    }
+
+    /// Tq
+    pub fn rows(&self) -> usize {
+        self.q.dims[0] as usize
+    }
+
+    /// B
+    pub fn slots(&self) -> usize {
+        self.cu_seqlens_q.len() - 1
+    }
+
+    /// Pages, not rows.
+    pub fn is_paged(&self) -> bool {
+        self.kv_geometry.layout != KvLayout::Contiguous
+    }
+
+    /// The call.
+    pub fn invocation(&self) -> Invocation {
+        let mut call = Invocation::of(self.target, |name| self.operand(name), |name| self.attribute(name));
+        let dims = [self.rows(), self.config.q_heads, self.config.value_dim].map(|x| x as i64);
+        let lse_dims: &[i64] = if self.lse { &[dims[1], dims[0]] } else { &[0] };
+        call = call.result("out", self.config.dtypes.out, &dims);
+        if self.lse || self.workspace.is_some() {
+            call = call.result("softmax_lse", F32, lse_dims);
+        }
+        if let Some(bytes) = self.workspace {
+            call = call.result("workspace", U8, &[bytes as i64]);
+        }
+        call.what.clone_from(&self.name);
+        call
+    }
+
+    /// What an operator of attention calls so, if it is there.
+    pub(super) fn operand(&self, name: &str) -> Option<Array> {
+        let (config, slots) = (&self.config, self.slots() as i64);
+        let table = || Array::i32s(&[slots, self.max_pages as i64], &self.block_table);
+        let slopes = |values: &Vec<f32>| {
+            let heads = config.q_heads as i64;
+            let dims: &[i64] = if self.alibi == Alibi::PerSequence { &[slots, heads] } else { &[heads] };
+            Array::f32s(dims, values)
+        };
+        match name {
+            "q" | "query" => Some(self.q.clone()),
+            "k" | "kv_cache" => Some(self.kv[0].clone()),
+            "v" => Some(self.kv.get(1).cloned().unwrap_or_else(|| Array::left_out(config.dtypes.kv))),
+            "cu_seqlens_q" | "query_start_loc" => Some(i32s(&self.cu_seqlens_q)),
+            "cu_seqlens_k" => Some(i32s(&self.cu_seqlens_k)),
+            "seqused_k" | "context_lens" => self.seqused_k.as_deref().map(i32s),
+            "block_table" | "block_tables" => self.is_paged().then(table),
+            "num_seqs" => Some(i32s(&[self.num_seqs])),
+            "seqused_q" => self.seqused_q.as_deref().map(i32s),
+            "leftpad_k" => self.leftpad_k.as_deref().map(i32s),
+            "alibi_slopes" => self.alibi_slopes.as_ref().map(slopes),
+            "sinks" => f32s(config.sinks.as_ref()),
+            "q_scale" => f32s(config.q_scale.as_ref()),
+            "k_scale" => f32s(config.k_scale.as_ref()),
+            "v_scale" => f32s(config.v_scale.as_ref()),
+            _ => panic!("no operand of attention is called {name}"),
+        }
+    }
+
+    pub(super) fn attribute(&self, name: &str) -> Attr {
+        let AttentionConfig { softmax_scale, mask, softcap, batch_invariant, .. } = self.config;
+        match name {
+            "batch_invariant" => Attr::Bool(batch_invariant),
+            "causal" => Attr::Bool(mask.causal),
+            "kv_layout" => Attr::I64(self.kv_geometry.layout.kv_layout()),
+            "max_seqlen_k" => Attr::I64(self.hints.1),
+            "max_seqlen_q" => Attr::I64(self.hints.0),
+            // A window of W keys counts the query's own.
+            "sliding_window" if mask.window_left >= 0 => Attr::I64(mask.window_left.saturating_add(1)),
+            "sliding_window" => Attr::I64(-1),
+            "softcap" | "soft_cap" => Attr::F32(softcap),
+            "softmax_scale" | "scale" => Attr::F32(softmax_scale),
+            "top_left" => Attr::Bool(mask.top_left),
+            "window_left" => Attr::I64(mask.window_left),
+            "window_right" => Attr::I64(mask.window_right),
+            _ => panic!("no attribute of attention is called {name}"),
+        }
+    }
+}
+
+/// `[N]`, if it is there.
+pub(super) fn f32s(values: Option<&Vec<f32>>) -> Option<Array> {
+    values.map(|v| Array::f32s(&[v.len() as i64], v))
+}
+
+/// `[T]`, of 32 bits or 64.
+pub(super) fn slot_mapping(slots: &[i64], wide: bool) -> Array {
+    let tokens = [slots.len() as i64];
+    if wide {
+        return Array::i64s(&tokens, slots);
+    }
+    Array::i32s(&tokens, &slots.iter().map(|&slot| i32::try_from(slot).unwrap()).collect::<Vec<_>>())
+}
+
+/// `[N]`
+pub fn i32s(values: &[i32]) -> Array {
+    Array::i32s(&[values.len() as i64], values)
+}
+
+fn name_of(target: Op, batch: &Batch, memory_layout: &MemoryLayout) -> String {
+    let lengths: Vec<_> = batch.sequences.iter().map(|s| (s.len_q, s.len_k, s.leftpad)).collect();
+    format!(
+        "{target:?}, (len_q, len_k, leftpad) {lengths:?}, {:?}, alibi {:?}, {memory_layout:?}",
+        batch.config, batch.alibi
+    )
+}
+
+/// `[Hq]` or `[B, Hq]`; NaN where there is no sequence.
+fn slopes(batch: &Batch, slots: usize) -> Option<Vec<f32>> {
+    let heads = batch.config.q_heads;
+    match batch.alibi {
+        Alibi::Off => None,
+        Alibi::PerHead => Some(batch.sequences.first().map_or_else(|| vec![0.5; heads], |s| s.slopes.clone())),
+        Alibi::PerSequence => {
+            let mut slopes: Vec<f32> = batch.sequences.iter().flat_map(|s| s.slopes.iter().copied()).collect();
+            slopes.resize(slots * heads, f32::NAN);
+            Some(slopes)
+        }
+    }
+}
+
+/// The queries, where they start, and how many of each slot's rows are used.
+fn store_queries(
+    target: Op,
+    batch: &Batch,
+    memory_layout: &MemoryLayout,
+    random: &mut Random,
+) -> (Array, Vec<i32>, Option<Vec<i32>>) {
+    let spare_seqs = memory_layout.spare_seqs;
+    let mut unused_rows = || if memory_layout.seqused_q { random.below(4) } else { 0 };
+    let own: Vec<usize> = batch.sequences.iter().map(|s| s.len_q + unused_rows()).collect();
+    let spare: Vec<usize> = (0..spare_seqs).map(|_| unused_rows()).collect();
+    let (before, after) = memory_layout.rows_around;
+    let rows = before + own.iter().chain(&spare).sum::<usize>() + after;
+    let row = batch.config.q_heads * batch.config.head_dim;
+    let dims = [rows, batch.config.q_heads, batch.config.head_dim].map(|x| x as i64);
+    let mut q = poisoned(random, batch.config.dtypes.q, &dims);
+    let mut starts = vec![before as i32];
+    let mut used = Vec::new();
+    let backwards = !memory_layout.seqused_q && random.below(4) == 0;
+    let mut at = before;
+    for (sequence, slot) in batch.sequences.iter().zip(own) {
+        put(&mut q, at * row, &sequence.q);
+        at += slot;
+        starts.push(at as i32);
+        used.push(sequence.len_q as i32);
+    }
+    for slot in spare {
+        at += slot;
+        starts.push(match target {
+            // Past the last sequence nothing is read.
+            Op::PagedAttention => random.hostile_i32(),
+            // Starts that run backwards: no rows.
+            _ if backwards => starts.last().unwrap().min(&random.one_of(&[0, -5, i32::MIN])).to_owned(),
+            // No rows, or rows of which none is used.
+            _ => at as i32,
+        });
+        used.push(random.one_of(&[0, -1, i32::MIN]));
+    }
+    (q, starts, memory_layout.seqused_q.then_some(used))
+}
+
+struct StoredKeys {
+    kv_geometry: KvGeometry,
+    kv: Vec<Array>,
+    starts: Vec<i32>,
+    max_pages: usize,
+    block_table: Vec<i32>,
+}
+
+fn store_keys(batch: &Batch, memory_layout: &MemoryLayout, random: &mut Random) -> StoredKeys {
+    if memory_layout.is_paged() {
+        store_pages(batch, memory_layout, random)
+    } else {
+        store_rows(batch, memory_layout, random)
+    }
+}
+
+fn buffers(kv_geometry: &KvGeometry, config: &AttentionConfig, random: &mut Random) -> Vec<Array> {
+    kv_geometry.shapes().iter().map(|dims| poisoned(random, config.dtypes.kv, dims)).collect()
+}
+
+/// Write the keys and values that some query sees; `position(j)` is (page, token) of key j.
+fn put_sequence(
+    kv: &mut [Array],
+    kv_geometry: &KvGeometry,
+    sequence: &SequenceData,
+    seen: &[bool],
+    position: impl Fn(usize) -> (usize, usize),
+) {
+    for j in (0..sequence.len_k).filter(|&j| seen[j]) {
+        let (page, token) = position(j);
+        for head in 0..kv_geometry.kv_heads {
+            for (value, rows) in [&sequence.k, &sequence.v].into_iter().enumerate() {
+                let (buffer, at) = kv_geometry.of(value, page, token, head);
+                let d = kv_geometry.dims[value];
+                put(&mut kv[buffer], at, &rows[(j * kv_geometry.kv_heads + head) * d..][..d]);
+            }
+        }
+    }
+}
+
+fn store_rows(batch: &Batch, memory_layout: &MemoryLayout, random: &mut Random) -> StoredKeys {
+    let mut unused_rows = || if memory_layout.seqused_k { random.below(4) } else { 0 };
+    let slots: Vec<usize> = batch.sequences.iter().map(|s| s.len_k + unused_rows()).collect();
+    let before = memory_layout.spare_pages.div_ceil(2);
+    let rows = memory_layout.spare_pages + slots.iter().sum::<usize>();
+    let kv_geometry = memory_layout.kv_geometry(&batch.config, rows);
+    let mut kv = buffers(&kv_geometry, &batch.config, random);
+    let mut starts = vec![before as i32];
+    let mut at = before;
+    for (sequence, slot) in batch.sequences.iter().zip(slots) {
+        put_sequence(&mut kv, &kv_geometry, sequence, &batch.seen(sequence), |j| (at + j, 0));
+        at += slot;
+        starts.push(at as i32);
+    }
+    starts.extend((0..memory_layout.spare_seqs).map(|_| random.hostile_i32()));
+    StoredKeys { kv_geometry, kv, starts, max_pages: 0, block_table: Vec::new() }
+}
+
+fn store_pages(batch: &Batch, memory_layout: &MemoryLayout, random: &mut Random) -> StoredKeys {
+    let page_size = memory_layout.page_size;
+    let pages_of = |s: &SequenceData| s.len_k.div_ceil(page_size);
+    let max_pages = batch.sequences.iter().map(pages_of).max().unwrap_or(0) + memory_layout.spare_entries;
+    let num_pages = batch.sequences.iter().map(pages_of).sum::<usize>() + memory_layout.spare_pages;
+    let slots = batch.sequences.len() + memory_layout.spare_seqs;
+    let kv_geometry = memory_layout.kv_geometry(&batch.config, num_pages);
+    let mut kv = buffers(&kv_geometry, &batch.config, random);
+    let mut block_table: Vec<i32> = (0..slots * max_pages).map(|_| random.hostile_i32()).collect();
+    let mut free: Vec<usize> = (0..num_pages).collect();
+    random.shuffle(&mut free);
+    for (sequence, table) in batch.sequences.iter().zip(block_table.chunks_exact_mut(max_pages.max(1))) {
+        let pages: Vec<usize> = free.drain(free.len() - pages_of(sequence)..).collect();
+        let seen = batch.seen(sequence);
+        put_sequence(&mut kv, &kv_geometry, sequence, &seen, |j| (pages[j / page_size], j % page_size));
+        for (index, entry) in table.iter_mut().take(pages.len()).enumerate() {
+            let end = seen.len().min((index + 1) * page_size);
+            // A server that reuses pages which slid out of the window leaves the tables pointing at other data.
+            let wanted = free.is_empty() || seen[index * page_size..end].contains(&true);
+            *entry = if wanted { pages[index] } else { free[0] } as i32;
+        }
+    }
+    let starts =
+        if memory_layout.seqused_k { unread_starts(random) } else { differences(batch, memory_layout, random) };
+    StoredKeys { kv_geometry, kv, starts, max_pages, block_table }
+}
+
+/// `cu_seqlens_k` where nobody reads it: any length, any numbers.
+fn unread_starts(random: &mut Random) -> Vec<i32> {
+    (0..random.below(6)).map(|_| random.hostile_i32()).collect()
+}
+
+/// `cu_seqlens_k` of pages: only the differences mean something.
+fn differences(batch: &Batch, memory_layout: &MemoryLayout, random: &mut Random) -> Vec<i32> {
+    let mut starts = vec![random.one_of(&[0, 0, 7, -1_000_000, 2_000_000_000, i32::MIN])];
+    for sequence in &batch.sequences {
+        starts.push(starts.last().unwrap() + sequence.len_k as i32);
+    }
+    starts.extend((0..memory_layout.spare_seqs).map(|_| random.hostile_i32()));
+    starts
+}

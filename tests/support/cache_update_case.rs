@@ -1,0 +1,138 @@
+//! Calls of the cache updates in every layout, what they leave in the caches, and how both compare.
+
+use super::{
+    ATTENTION_DTYPES, Array, Attr, Dtype, F8E4M3FN, F8E5M2, F32, Invocation, KvGeometry, KvLayout, Random, count, f32s,
+    for_both_sides, kv_cache_update, slot_mapping,
+};
+use xla_attention::Op;
+
+with_defaults! {
+    /// A call in numbers.
+    #[derive(Clone, Debug)]
+    pub struct CacheUpdateCase {
+        /// [`KvLayout::Split`] has another target.
+        pub layout: KvLayout = KvLayout::Interleaved,
+        /// Of keys and values.
+        pub dtype: Dtype = F32,
+        /// Of the caches, if it is another.
+        pub fp8: Option<Dtype> = None,
+        pub num_pages: usize = 3,
+        pub page_size: usize = 4,
+        pub heads: usize = 2,
+        /// D, Dv: one number unless the layout has two buffers.
+        pub dims: [usize; 2] = [16, 16],
+        pub slots: Vec<i64> = vec![7, 0, 11, 4],
+        pub wide_slots: bool = false,
+        /// Of keys, of values.
+        pub scales: [Option<Vec<f32>>; 2] = [None, None],
+        pub seed: u64 = 1,
+    }
+}
+
+/// Of any element, as sizes.
+pub fn dims_of(dims: &[usize]) -> Vec<i64> {
+    dims.iter().map(|&d| d as i64).collect()
+}
+
+/// Any bit pattern: copying keeps even the payload of a NaN.
+pub fn any_bits(dtype: Dtype, dims: &[i64], seed: u64) -> Array {
+    let mut random = Random::new(seed);
+    let bytes = (0..count(dims) * dtype.size()).map(|_| random.next() as u8).collect();
+    Array { dtype, dims: dims.to_vec(), bytes }
+}
+
+pub fn numbers(dtype: Dtype, dims: &[i64], seed: u64) -> Array {
+    let mut random = Random::new(seed);
+    let values: Vec<f64> = (0..count(dims)).map(|_| 10.0 * random.normal()).collect();
+    Array::new(dtype, dims, &values)
+}
+
+impl CacheUpdateCase {
+    /// One call for each of these layouts, each type of rows and of caches, and scales that are none, one or one a head.
+    pub fn each_type(layouts: &[KvLayout]) -> Vec<Self> {
+        let scales = [None, Some(vec![0.37]), Some(vec![3.0, 0.011])];
+        let mut all = vec![];
+        for (&layout, dtype) in layouts.iter().flat_map(|layout| ATTENTION_DTYPES.map(|dtype| (layout, dtype))) {
+            for fp8 in [None, Some(F8E4M3FN), Some(F8E5M2)] {
+                for (k_scale, v_scale) in scales.iter().flat_map(|k| scales.iter().map(move |v| (k, v))) {
+                    let scales = [k_scale.clone(), v_scale.clone()];
+                    all.push(Self { layout, dtype, fp8, scales, ..Self::default() });
+                }
+            }
+        }
+        all
+    }
+
+    pub fn cache_dtype(&self) -> Dtype {
+        self.fp8.unwrap_or(self.dtype)
+    }
+
+    pub fn kv_geometry(&self) -> KvGeometry {
+        let Self { layout, num_pages, page_size, heads, dims, .. } = *self;
+        KvGeometry { layout, num_pages, page_size, kv_heads: heads, dims }
+    }
+
+    /// One cache, or K's and V's, full of anything.
+    pub fn caches(&self) -> Vec<Array> {
+        caches(&self.kv_geometry(), self.cache_dtype(), self.seed)
+    }
+
+    /// Whether rows are copied bit by bit.
+    pub fn copies(&self) -> bool {
+        self.fp8.is_none() && self.scales.iter().all(Option::is_none)
+    }
+
+    /// Keys and values: of any bits where these are copied.
+    pub fn rows(&self) -> [Array; 2] {
+        let make = if self.copies() { any_bits } else { numbers };
+        [0, 1].map(|value| {
+            let dims = dims_of(&[self.slots.len(), self.heads, self.dims[value]]);
+            make(self.dtype, &dims, self.seed + 300 + 100 * value as u64)
+        })
+    }
+
+    /// The call, each result in its operand's memory or in its own.
+    pub fn invocation(&self, in_place: bool) -> Invocation {
+        let split = self.layout == KvLayout::Split;
+        let op = if split { Op::KvCacheUpdateSplit } else { Op::KvCacheUpdate };
+        let operand = |name: &str| self.operand(name);
+        let mut call = Invocation::of(op, operand, |_| Attr::I64(self.layout.kv_layout()));
+        call.what = format!("{self:?}, in place: {in_place}");
+        let caches = if split { &["k_cache", "v_cache"][..] } else { &["kv_cache"] };
+        caches.iter().enumerate().fold(call, |call, (index, name)| call.updated(name, index, in_place))
+    }
+
+    /// What an update calls so, if it is there.
+    pub(super) fn operand(&self, name: &str) -> Option<Array> {
+        match name {
+            "kv_cache" | "k_cache" => Some(self.caches().remove(0)),
+            "v_cache" => self.caches().pop(),
+            "key" => Some(self.rows()[0].clone()),
+            "value" => Some(self.rows()[1].clone()),
+            "slot_mapping" => Some(slot_mapping(&self.slots, self.wide_slots)),
+            "k_scale" => f32s(self.scales[0].as_ref()),
+            "v_scale" => f32s(self.scales[1].as_ref()),
+            _ => panic!("no operand of an update is called {name}"),
+        }
+    }
+
+    /// The caches after the update.
+    pub fn expected(&self) -> Vec<Array> {
+        kv_cache_update(&self.caches(), &self.kv_geometry(), &self.rows(), &self.slots, &self.scales)
+    }
+
+    /// Both ways, in place and into a buffer of its own, give what is expected.
+    pub fn assert_matches_reference(&self) {
+        for in_place in [true, false] {
+            for_both_sides(|side| {
+                let actual = self.invocation(in_place).results(side);
+                assert!(actual == self.expected(), "{self:?}, in place: {in_place}: the cache differs");
+            });
+        }
+    }
+}
+
+/// The buffers of a cache, full of anything.
+pub fn caches(kv_geometry: &KvGeometry, dtype: Dtype, seed: u64) -> Vec<Array> {
+    kv_geometry.shapes().iter().zip(seed + 100..).map(|(dims, seed)| any_bits(dtype, dims, seed)).collect()
+}

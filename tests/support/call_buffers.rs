@@ -1,0 +1,105 @@
+//! The buffers of an invocation in memory, of any kind.
+
+use super::{Array, BufferView, Frame, GuardedBuffer, Invocation, POISON, ResultSpec};
+
+/// Where one buffer lies.
+pub trait BufferMemory {
+    fn data(&self) -> *mut u8;
+
+    /// What it holds; nothing around it has changed.
+    fn read(&self, what: &str) -> Vec<u8>;
+
+    /// `None` is dense.
+    fn strides(&self) -> Option<&[i64]> {
+        None
+    }
+}
+
+impl BufferMemory for GuardedBuffer {
+    fn data(&self) -> *mut u8 {
+        Self::data(self)
+    }
+
+    fn read(&self, _: &str) -> Vec<u8> {
+        self.assert_slack_untouched();
+        self.bytes()
+    }
+}
+
+/// Its operands, and for each result memory full of [`POISON`], which serves unless the result is in an operand's.
+pub struct CallBuffers<'a, M> {
+    call: &'a Invocation,
+    operands: Vec<M>,
+    own: Vec<M>,
+}
+
+impl<'a, M: BufferMemory> CallBuffers<'a, M> {
+    pub fn new(call: &'a Invocation, place: impl FnMut(&str, &Array) -> M) -> Self {
+        Self::filled(call, POISON, place)
+    }
+
+    /// With results full of another byte.
+    pub fn filled(call: &'a Invocation, byte: u8, mut place: impl FnMut(&str, &Array) -> M) -> Self {
+        let own = call.results.iter().map(|r| place(r.name, &Array::filled(r.dtype, &r.dims, byte))).collect();
+        Self { call, own, operands: call.operands.iter().map(|(name, x)| place(name, x)).collect() }
+    }
+
+    pub fn operand(&self, index: usize) -> &M {
+        &self.operands[index]
+    }
+
+    /// A result's.
+    pub fn result(&self, index: usize) -> &M {
+        self.call.results[index].alias.map_or(&self.own[index], |at| &self.operands[at])
+    }
+
+    /// Of operands, of results.
+    pub fn views(&self) -> [Vec<BufferView<'_>>; 2] {
+        fn view<M: BufferMemory>(memory: &M) -> BufferView<'_> {
+            BufferView { data: memory.data(), strides: memory.strides() }
+        }
+        [&self.operands, &self.own].map(|list| list.iter().map(view).collect())
+    }
+
+    /// `frame` with these buffers and the call's attributes.
+    pub fn frame<'f>(&'f self, frame: Frame<'f>) -> Frame<'f> {
+        let frame = frame.attributes(&self.call.attributes);
+        let operands = self.call.operands.iter().zip(&self.operands);
+        // SAFETY: the memory is of this type and shape, and outlives the frame.
+        let frame = operands.fold(frame, |f, ((_, x), m)| unsafe { f.operand(x.dtype, &x.dims, m.data()) });
+        let results = self.call.results.iter().enumerate();
+        // SAFETY: as above.
+        results.fold(frame, |f, (i, x)| unsafe { f.result(x.dtype, &x.dims, self.result(i).data()) })
+    }
+
+    /// The results; no other operand has changed.
+    pub fn results(&self) -> Vec<Array> {
+        self.assert_operands_unchanged(|index| self.call.results.iter().all(|r| r.alias != Some(index)));
+        let of = |(index, result): (usize, &ResultSpec)| Array {
+            dtype: result.dtype,
+            dims: result.dims.clone(),
+            bytes: self.result(index).read(result.name),
+        };
+        self.call.results.iter().enumerate().map(of).collect()
+    }
+
+    /// A call that was refused has written nothing.
+    pub fn assert_untouched(&self) {
+        self.assert_operands_unchanged(|_| true);
+        for (result, memory) in self.call.results.iter().zip(&self.own) {
+            let untouched = memory.read(result.name).iter().all(|&b| b == POISON);
+            assert!(
+                untouched,
+                "{} {}: {} was written by a refused call",
+                self.call.target, self.call.what, result.name
+            );
+        }
+    }
+
+    fn assert_operands_unchanged(&self, which: impl Fn(usize) -> bool) {
+        for (index, ((name, given), memory)) in self.call.operands.iter().zip(&self.operands).enumerate() {
+            let same = memory.read(name) == given.bytes;
+            assert!(same || !which(index), "{} {}: {name} has changed", self.call.target, self.call.what);
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! Calls that gather a cache in every layout, and what they have to find.
+
+use super::{
+    Array, Attr, Dtype, F32, I32, Invocation, KvGeometry, KvLayout, Numbers, caches, dims_of, f32s, for_both_sides,
+    i32s,
+};
+use xla_attention::Op;
+
+with_defaults! {
+    /// A call in numbers.
+    #[derive(Clone, Debug)]
+    pub struct GatherCase {
+        pub layout: KvLayout = KvLayout::Interleaved,
+        /// Of the cache.
+        pub dtype: Dtype = F32,
+        /// Of the results.
+        pub out: Dtype = F32,
+        pub num_pages: usize = 5,
+        pub page_size: usize = 4,
+        pub heads: usize = 2,
+        /// D, Dv: one number unless the layout has two buffers.
+        pub dims: [usize; 2] = [16, 16],
+        /// M
+        pub max_pages: usize = 3,
+        /// `[S, M]`
+        pub tables: Vec<i32> = vec![3, 1, 4, 0, 2, 2, 4, 4, 0],
+        pub lens: Vec<i32> = vec![9, 0, 6],
+        /// N
+        pub capacity: usize = 17,
+        /// Of keys, of values.
+        pub scales: [Option<Vec<f32>>; 2] = [None, None],
+        pub seed: u64 = 1,
+    }
+}
+
+impl GatherCase {
+    fn kv_geometry(&self) -> KvGeometry {
+        let Self { layout, num_pages, page_size, heads, dims, .. } = *self;
+        KvGeometry { layout, num_pages, page_size, kv_heads: heads, dims }
+    }
+
+    /// One cache, or K's and V's, full of anything.
+    pub fn caches(&self) -> Vec<Array> {
+        caches(&self.kv_geometry(), self.dtype, self.seed)
+    }
+
+    fn result_dims(&self) -> [Vec<i64>; 2] {
+        self.dims.map(|d| dims_of(&[self.capacity, self.heads, d]))
+    }
+
+    pub fn invocation(&self) -> Invocation {
+        self.of_caches(self.caches())
+    }
+
+    /// The call with caches of the caller's.
+    pub fn of_caches(&self, mut caches: Vec<Array>) -> Invocation {
+        let v_cache = if caches.len() == 2 { caches.remove(1) } else { Array::left_out(self.dtype) };
+        let seqs = self.lens.len() as i64;
+        let operand = |name: &str| match name {
+            "k_cache" => Some(caches[0].clone()),
+            "v_cache" => Some(v_cache.clone()),
+            "block_tables" => Some(Array::i32s(&[seqs, self.max_pages as i64], &self.tables)),
+            "context_lens" => Some(i32s(&self.lens)),
+            "k_scale" => f32s(self.scales[0].as_ref()),
+            _ => f32s(self.scales[1].as_ref()),
+        };
+        let call = Invocation::of(Op::GatherKvCache, operand, |_| Attr::I64(self.layout.kv_layout()));
+        let [keys, values] = self.result_dims();
+        let call = call.result("keys", self.out, &keys).result("values", self.out, &values);
+        Invocation { what: format!("{self:?}"), ..call.result("cu_seqlens", I32, &[seqs + 1]) }
+    }
+
+    /// (page, token of the page) of each row of a token, and `cu_seqlens`.
+    fn rows(&self) -> (Vec<(usize, usize)>, Vec<i32>) {
+        let longest = if self.num_pages == 0 { 0 } else { self.max_pages * self.page_size };
+        let (mut rows, mut starts) = (vec![], vec![0]);
+        for (b, &len) in self.lens.iter().enumerate() {
+            let len = usize::try_from(len).unwrap_or(0).min(longest);
+            for token in 0..len.min(self.capacity - rows.len()) {
+                let page = self.tables[b * self.max_pages + token / self.page_size];
+                rows.push((page.clamp(0, self.num_pages as i32 - 1) as usize, token % self.page_size));
+            }
+            starts.push(rows.len() as i32);
+        }
+        (rows, starts)
+    }
+
+    /// Keys, values and starts.
+    pub fn expected(&self) -> [Array; 3] {
+        let caches = self.caches();
+        let (rows, starts) = self.rows();
+        let (kv_geometry, size) = (self.kv_geometry(), self.dtype.size());
+        let [keys, values] = [0, 1].map(|value| {
+            let mut result = Array::filled(self.out, &self.result_dims()[value], 0);
+            let width = self.dims[value];
+            for (row, head) in (0..rows.len()).flat_map(|row| (0..self.heads).map(move |head| (row, head))) {
+                let (buffer, at) = kv_geometry.of(value, rows[row].0, rows[row].1, head);
+                let from = &caches[buffer].bytes[at * size..][..width * size];
+                let to = &mut result.bytes[(row * self.heads + head) * width * self.out.size()..];
+                if self.out == self.dtype && self.scales[value].is_none() {
+                    to[..from.len()].copy_from_slice(from);
+                    continue;
+                }
+                let factor = self.scales[value].as_ref().map_or(1.0, |s| s[if s.len() == 1 { 0 } else { head }]);
+                for (from, to) in from.chunks_exact(size).zip(to.chunks_exact_mut(self.out.size())) {
+                    let product = self.dtype.decode(from) as f32 * factor;
+                    to.copy_from_slice(&self.out.encode(f64::from(product)));
+                }
+            }
+            result
+        });
+        [keys, values, Array::i32s(&[starts.len() as i64], &starts)]
+    }
+
+    /// The call finds what is expected.
+    pub fn assert_matches_reference(&self) {
+        for_both_sides(|side| self.assert_results(&self.invocation().results(side)));
+    }
+
+    /// The same bits, but for those of a NaN that is computed.
+    pub fn assert_results(&self, actual: &[Array]) {
+        for ((actual, expected), name) in actual.iter().zip(&self.expected()).zip(["keys", "values", "cu_seqlens"]) {
+            assert_eq!((actual.dtype, &actual.dims), (expected.dtype, &expected.dims), "{self:?}: {name}");
+            let element = first_difference(actual, expected);
+            assert!(element.is_none(), "{self:?}: {name} differ in {element:02x?}");
+        }
+    }
+}
+
+/// The number of an element, its bytes and those that were expected; any NaN stands for any other.
+fn first_difference<'a>(actual: &'a Array, expected: &'a Array) -> Option<(usize, &'a [u8], &'a [u8])> {
+    let (dtype, size) = (actual.dtype, actual.dtype.size());
+    let is_nan = |bytes: &[u8]| dtype != I32 && dtype.decode(bytes).is_nan();
+    let elements = actual.bytes.chunks_exact(size).zip(expected.bytes.chunks_exact(size)).enumerate();
+    let mut different = elements.filter(|(_, (a, b))| a != b && !(is_nan(a) && is_nan(b)));
+    different.next().map(|(index, (a, b))| (index, a, b))
+}

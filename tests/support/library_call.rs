@@ -1,0 +1,89 @@
+//! Makes invocations through `xla_attention::call`, the entry below all front-ends: it takes any memory, and strides.
+
+use super::{Array, CallBuffers, Dtype, GuardedBuffer, Invocation, Side, Strided, StridedLayout};
+use xla_attention::{Action, Call, Error, Op, Pool, Tensor, call};
+
+/// Where a buffer lies, and what its strides are if it is not dense.
+#[derive(Clone, Copy)]
+pub struct BufferView<'a> {
+    pub data: *mut u8,
+    pub strides: Option<&'a [i64]>,
+}
+
+/// Operands whose rows may lie apart. Everything else is dense; a result that is an operand's memory has its strides.
+pub fn may_be_strided(op: Op) -> &'static [&'static str] {
+    match op {
+        Op::PagedAttention => &["query", "kv_cache", "block_tables"],
+        Op::PagedAttentionUpdate => &["query", "kv_cache", "block_tables", "key", "value"],
+        Op::FlashAttnVarlen => &["q", "k", "v", "block_table"],
+        Op::FlashAttnVarlenBwd => &["dout", "q", "k", "v", "out"],
+        Op::KvCacheUpdate => &["kv_cache", "key", "value"],
+        Op::KvCacheUpdateSplit => &["k_cache", "v_cache", "key", "value"],
+        Op::RopeKvCacheUpdate => &["kv_cache", "query", "key", "value", "cos_sin"],
+        Op::MergeAttentionStates => &["out_a", "out_b"],
+        Op::GatherKvCache => &["k_cache", "v_cache", "block_tables"],
+        Op::SimpleAdd => &[],
+    }
+}
+
+fn tensor<'a>(dtype: Dtype, dims: &'a [i64], BufferView { data, strides }: BufferView<'a>) -> Tensor<'a> {
+    Tensor { dtype, data, dims, strides }
+}
+
+impl BufferView<'_> {
+    /// No memory, which is enough for a check.
+    pub const NOWHERE: Self = Self { data: std::ptr::null_mut(), strides: None };
+
+    pub fn dense(data: *mut u8) -> Self {
+        Self { data, strides: None }
+    }
+}
+
+impl Invocation {
+    /// Make the call. A result in an operand's memory lies as that does, whatever is said of it.
+    ///
+    /// # Safety
+    /// The views are of memory of the call's types and shapes, or the action touches none.
+    pub unsafe fn run_action(
+        &self,
+        action: Action,
+        operands: &[BufferView],
+        results: &[BufferView],
+    ) -> Result<(), Error> {
+        let inputs: Vec<Tensor> = self
+            .operands
+            .iter()
+            .zip(operands)
+            .map(|((_, array), view)| tensor(array.dtype, &array.dims, *view))
+            .collect();
+        let outputs: Vec<Tensor> = self
+            .results
+            .iter()
+            .zip(results)
+            .map(|(result, own)| tensor(result.dtype, &result.dims, result.alias.map_or(*own, |at| operands[at])))
+            .collect();
+        let attributes = self.sorted_attributes();
+        let request = Call { op: self.op(), action, operands: &inputs, results: &outputs, attributes: &attributes };
+        // SAFETY: what this function asks for.
+        unsafe { call(&request) }
+    }
+
+    /// What a check says of the call.
+    pub fn validate(&self) -> Result<(), Error> {
+        let nowhere = vec![BufferView::NOWHERE; self.operands.len().max(self.results.len())];
+        // SAFETY: a check touches no memory.
+        unsafe { self.run_action(Action::Check, &nowhere, &nowhere) }
+    }
+
+    /// The results on the CPU, where the rows of each operand lie `gap` elements apart.
+    pub fn run_strided(&self, side: Side, pool: &dyn Pool, gap: impl Fn(&str) -> i64) -> Result<Vec<Array>, Error> {
+        let buffers = CallBuffers::new(self, |name, array| {
+            let strided_layout = StridedLayout::new(array, &vec![gap(name); array.dims.len()]);
+            Strided::new(array, Some(strided_layout), |array| GuardedBuffer::new(name, side, &array.bytes))
+        });
+        let [inputs, outputs] = buffers.views();
+        // SAFETY: the views are of the buffers above.
+        unsafe { self.run_action(Action::RunOnCpu(pool), &inputs, &outputs) }?;
+        Ok(buffers.results())
+    }
+}

@@ -1,0 +1,191 @@
+//! Calls of `paged_attention_update`: a case of paged attention whose sequences end with tokens that are not in the cache
+//! yet.
+
+use super::{
+    Array, AttentionCase, Attr, BF16, Batch, Comparison, Dtype, FP8_DTYPES, InvalidMetadata, Invocation, MemoryLayout,
+    Random, ReferenceCase, assert_matches_expected, expected_rows, for_both_sides, kv_cache_update, poisoned, put,
+    slot_mapping,
+};
+use xla_attention::Op;
+
+/// A call in numbers.
+#[derive(Clone, Debug)]
+pub struct PagedUpdateCase {
+    /// The attention; its cache is the one after the update.
+    pub attention: AttentionCase,
+    /// The cache before: NaN where new tokens go.
+    pub before: Array,
+    /// `[T, Hkv, D]`
+    pub key: Array,
+    pub value: Array,
+    /// `[T]`: where the table has the row's key; for rows of no sequence anything but a slot of a sequence.
+    pub slots: Vec<i64>,
+    /// `slot_mapping` is of 64 bits.
+    pub wide_slots: bool,
+}
+
+impl PagedUpdateCase {
+    /// `batch` as `storage` says, each sequence's last `len_q` keys taken out of the cache, which new ones replace.
+    pub fn new(batch: &Batch, memory_layout: &MemoryLayout) -> Self {
+        let kv = batch.config.dtypes.kv;
+        // A type that an 8-bit cache takes: that of 16 or 32 bits beside it.
+        let like = if batch.config.dtypes.q.size() > 1 { batch.config.dtypes.q } else { BF16 };
+        Self::of_rows(batch, memory_layout, if FP8_DTYPES.contains(&kv) { like } else { kv })
+    }
+
+    /// The same with keys and values of a type.
+    pub fn of_rows(batch: &Batch, memory_layout: &MemoryLayout, dtype: Dtype) -> Self {
+        let case = AttentionCase::paged(batch, memory_layout);
+        let mut random = Random::new(memory_layout.seed.wrapping_add(99));
+        let slots = slots_of_rows(&case, batch, &mut random);
+        let [key, value] = [&case.config.k_scale, &case.config.v_scale]
+            .map(|scale| new_rows(&case, &slots, dtype, scale.as_deref(), &mut random));
+        let mut before = case.kv[0].clone();
+        for slot in slots.iter().filter_map(|&slot| case.kv_geometry.slot(slot)) {
+            for (value, head) in (0..2).flat_map(|value| (0..case.config.kv_heads).map(move |head| (value, head))) {
+                put(&mut before, case.kv_geometry.of_slot(value, slot, head).1, &vec![f64::NAN; case.config.head_dim]);
+            }
+        }
+        let wide_slots = random.below(2) == 0;
+        let mut update = Self { attention: case, before, key, value, slots, wide_slots };
+        update.recompute_cache();
+        update
+    }
+
+    /// Make the case's cache that of the slots, which a test has changed.
+    pub fn recompute_cache(&mut self) {
+        let rows = [self.key.clone(), self.value.clone()];
+        let before = std::slice::from_ref(&self.before);
+        self.attention.kv = kv_cache_update(before, &self.attention.kv_geometry, &rows, &self.slots, &self.scales());
+        self.attention.kv_values = vec![self.cache().values()];
+    }
+
+    fn scales(&self) -> [Option<Vec<f32>>; 2] {
+        [self.attention.config.k_scale.clone(), self.attention.config.v_scale.clone()]
+    }
+
+    /// The cache after the update.
+    pub fn cache(&self) -> &Array {
+        &self.attention.kv[0]
+    }
+
+    /// The call, the cache in its operand's memory or in its own.
+    pub fn invocation(&self, in_place: bool) -> Invocation {
+        let operand = |name: &str| self.operand(name);
+        let mut call = Invocation::of(Op::PagedAttentionUpdate, operand, |name| self.attention.attribute(name));
+        call.what = format!("{}, slots {:?}, in place: {in_place}", self.attention.name, self.slots);
+        let mut results = self.attention.invocation().results.into_iter();
+        call.results.extend(results.by_ref().take(1));
+        call = call.updated("kv_cache", 1, in_place);
+        call.results.extend(results);
+        call
+    }
+
+    fn operand(&self, name: &str) -> Option<Array> {
+        match name {
+            "kv_cache" => Some(self.before.clone()),
+            "key" => Some(self.key.clone()),
+            "value" => Some(self.value.clone()),
+            "slot_mapping" => Some(slot_mapping(&self.slots, self.wide_slots)),
+            _ => self.attention.operand(name),
+        }
+    }
+
+    /// The two calls that are to give the same: the update, and the attention over the cache that comes of it.
+    pub fn in_two_calls(&self) -> [Invocation; 2] {
+        let update = Invocation::of(Op::KvCacheUpdate, |name| self.operand(name), |_| Attr::I64(1));
+        [update.updated("kv_cache", 0, false), self.attention.invocation()]
+    }
+}
+
+impl ReferenceCase for PagedUpdateCase {
+    fn case(&self) -> &AttentionCase {
+        &self.attention
+    }
+
+    fn case_mut(&mut self) -> &mut AttentionCase {
+        &mut self.attention
+    }
+
+    fn call(&self) -> Invocation {
+        self.invocation(true)
+    }
+
+    fn comparison(&self, invalid_metadata: InvalidMetadata) -> Comparison<'_> {
+        let expected_rows = expected_rows(&self.attention, invalid_metadata);
+        Box::new(move |results| {
+            assert!(results[1] == *self.cache(), "{}: the cache differs", self.attention.name);
+            assert_matches_expected(
+                &self.attention,
+                &expected_rows,
+                &results[0],
+                self.attention.lse.then(|| &results[2]),
+            );
+        })
+    }
+
+    /// Both ways, in place and into a cache of its own, and from run to run: the oracle's answers, and bit by bit those
+    /// of the two calls. Gives the results.
+    fn assert_matches_reference(&self) -> Vec<Array> {
+        let (comparison, name, mut actual) =
+            (self.comparison(InvalidMetadata::Unspecified), &self.attention.name, vec![]);
+        for_both_sides(|side| {
+            let [update, attention] = self.in_two_calls();
+            assert!(update.results(side)[0] == *self.cache(), "{name}: the update alone differs");
+            let separate = attention.results(side);
+            for in_place in [true, false] {
+                let results = self.invocation(in_place).results(side);
+                comparison(&results);
+                assert!(results[0] == separate[0], "{name}, in place: {in_place}: out is not that of two calls");
+                let same = !self.attention.lse || results[2] == separate[1];
+                assert!(same, "{name}: the lse is not that of two calls");
+                actual = self.computed(&results).to_vec();
+            }
+        });
+        actual
+    }
+}
+
+/// Where each row's key goes. Rows of no sequence, and those before the first key of one, go nowhere or to slots that
+/// nobody reads.
+fn slots_of_rows(case: &AttentionCase, batch: &Batch, random: &mut Random) -> Vec<i64> {
+    let page_size = case.kv_geometry.page_size;
+    let table = |b: usize, j: usize| case.block_table[b * case.max_pages + j / page_size];
+    let slot = |b: usize, j: usize| i64::from(table(b, j)) * page_size as i64 + (j % page_size) as i64;
+    let lengths = || batch.sequences.iter().enumerate();
+    let mut taken = vec![false; case.kv_geometry.num_pages * page_size];
+    for slot in lengths().flat_map(|(b, s)| (0..s.len_k).map(move |j| slot(b, j))) {
+        taken[slot as usize] = true;
+    }
+    let mut free: Vec<i64> = (0..taken.len()).filter(|&slot| !taken[slot]).map(|slot| slot as i64).collect();
+    random.shuffle(&mut free);
+    let outside = [-1, -1, -1, taken.len() as i64, i64::from(i32::MAX), i64::from(i32::MIN)];
+    let mut nobodys = || match random.below(3) {
+        0 => free.pop().unwrap_or(-1),
+        _ => random.one_of(&outside),
+    };
+    let mut slots: Vec<i64> = (0..case.rows()).map(|_| nobodys()).collect();
+    for (b, sequence) in lengths() {
+        let first = case.cu_seqlens_q[b] as usize;
+        for i in 0..sequence.len_q {
+            if let Some(j) = (i + sequence.len_k).checked_sub(sequence.len_q) {
+                slots[first + i] = slot(b, j);
+            }
+        }
+    }
+    slots
+}
+
+/// `[T, Hkv, D]`: about 1 after the division by their scale; NaN where nothing is stored.
+fn new_rows(case: &AttentionCase, slots: &[i64], dtype: Dtype, scale: Option<&[f32]>, random: &mut Random) -> Array {
+    let (heads, d) = (case.config.kv_heads, case.config.head_dim);
+    let mut rows = poisoned(random, dtype, &[slots.len() as i64, heads as i64, d as i64]);
+    for (t, _) in slots.iter().enumerate().filter(|(_, slot)| case.kv_geometry.slot(**slot).is_some()) {
+        for head in 0..heads {
+            let size = scale.map_or(1.0, |scale| f64::from(scale[head % scale.len()]));
+            let row: Vec<f64> = (0..d).map(|_| size * random.normal()).collect();
+            put(&mut rows, (t * heads + head) * d, &row);
+        }
+    }
+    rows
+}

@@ -1,0 +1,99 @@
+//! Small attention calls as odd as the operators allow. Of all choices the first is the plainest, so that a case that fails
+//! is shrunk to a plain one.
+
+use super::{Alibi, BatchSpec, Dtypes, KvLayout, Mask, MaxSeqlenHints, MemoryLayout, Random, ScaleKind};
+
+/// `(len_q, len_k)`: decode, prefill, chunks, more queries than keys, no query at all.
+fn lengths(random: &mut Random) -> (usize, usize) {
+    match random.below(6) {
+        0 | 1 => (1, random.between(1, 119)),
+        2 | 3 => {
+            let len_q = random.between(1, 39);
+            (len_q, len_q + random.below(60))
+        }
+        4 => (random.between(1, 29), random.below(20)),
+        _ => (0, random.below(20)),
+    }
+}
+
+fn window(random: &mut Random) -> i64 {
+    match random.below(6) {
+        0 | 1 => -1,
+        2..=4 => random.below(50) as i64,
+        _ => random.one_of(&[i64::MAX, 1 << 31, 1 << 32]),
+    }
+}
+
+fn mask(random: &mut Random) -> Mask {
+    match random.below(5) {
+        0 => Mask::FULL,
+        1 => Mask::CAUSAL,
+        _ => Mask {
+            causal: random.chance(50),
+            window_left: window(random),
+            window_right: window(random),
+            top_left: random.chance(50),
+        },
+    }
+}
+
+/// What all operators can be asked for, but for the mask.
+fn spec(random: &mut Random) -> BatchSpec {
+    let heads = random.one_of(&[(1, 1), (2, 2), (4, 1), (9, 3), (8, 2), (6, 3), (16, 2)]);
+    let eighths = random.between(1, 32);
+    BatchSpec {
+        dtypes: random.one_of(&Dtypes::ALL),
+        heads,
+        // Wide heads in small numbers: the reference is slow.
+        head_dim: 8 * if heads.0 > 4 { eighths.div_ceil(3) } else { eighths },
+        lengths: (0..random.below(6)).map(|_| lengths(random)).collect(),
+        softcap: random.one_of(&[0.0, 0.0, 5.0, 50.0]),
+        alibi: random.one_of(&[Alibi::Off, Alibi::Off, Alibi::PerHead, Alibi::PerSequence]),
+        sinks: random.chance(50),
+        scales: [(); 3]
+            .map(|()| random.one_of(&[ScaleKind::None, ScaleKind::None, ScaleKind::PerTensor, ScaleKind::PerHead])),
+        sharpness: random.one_of(&[1.0, 1.0, 4.0]),
+        batch_invariant: random.chance(50),
+        seed: random.below(1000) as u64,
+        ..BatchSpec::default()
+    }
+}
+
+fn paged_storage(random: &mut Random) -> MemoryLayout {
+    MemoryLayout {
+        page_size: random.one_of(&[1, 2, 5, 7, 16, 32, 64]),
+        rows_around: (random.below(4), random.below(4)),
+        spare_seqs: random.below(3),
+        spare_entries: random.below(3),
+        spare_pages: random.below(3),
+        workspace: random.one_of(&[None, Some(0), Some(1000), Some(300_000)]),
+        seed: random.below(1000) as u64,
+        ..MemoryLayout::default()
+    }
+}
+
+/// Everything that `paged_attention` can be asked for.
+pub fn paged_call(random: &mut Random) -> (BatchSpec, MemoryLayout) {
+    let mask = if random.below(3) < 2 { Mask::CAUSAL } else { Mask::sliding(random.between(1, 49) as i64) };
+    (BatchSpec { mask, ..spec(random) }, paged_storage(random))
+}
+
+/// Everything that `flash_attn_varlen` can be asked for; a value width of its own only where values have a buffer.
+pub fn flash_call(random: &mut Random) -> (BatchSpec, MemoryLayout) {
+    let layout = if random.below(6) == 0 { KvLayout::Contiguous } else { random.one_of(&KvLayout::ALL) };
+    let spec = BatchSpec { mask: mask(random), leftpad: random.chance(50), ..spec(random) };
+    let width = 8 * random.between(1, 32).div_ceil(spec.heads.0.div_ceil(4));
+    let memory_layout = MemoryLayout {
+        layout,
+        seqused_q: random.chance(50),
+        seqused_k: random.chance(50),
+        hints: random.one_of(&[
+            MaxSeqlenHints::Unknown,
+            MaxSeqlenHints::RoundedUp,
+            MaxSeqlenHints::TooSmall,
+            MaxSeqlenHints::Huge,
+        ]),
+        ..paged_storage(random)
+    };
+    (BatchSpec { value_dim: layout.has_two_buffers().then_some(width), ..spec }, memory_layout)
+}

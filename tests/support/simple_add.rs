@@ -1,0 +1,48 @@
+//! What `simple_add` gives, and arrays that are equal but for the NaN in them.
+
+use super::{Array, BF16, F16, F32, I8, I32, I64, Invocation, U8};
+use half::{bf16, f16};
+
+/// A call of `simple_add`.
+pub fn addition(a: Array, b: Array) -> Invocation {
+    let (dtype, dims) = (a.dtype, a.dims.clone());
+    let call = Invocation { what: format!("{dtype:?} {dims:?}"), ..Invocation::new("xla_gpu_simple_add") };
+    call.operand("a", a).operand("b", b).result("out", dtype, &dims)
+}
+
+/// Each pair of elements added by the rules of their type.
+pub fn sum(a: &Array, b: &Array) -> Array {
+    macro_rules! add {
+        ($t:ty, $add:expr) => {{
+            let elements = |x: &Array| -> Vec<$t> {
+                x.bytes.chunks_exact(size_of::<$t>()).map(|e| <$t>::from_ne_bytes(e.try_into().unwrap())).collect()
+            };
+            let add: fn($t, $t) -> $t = $add;
+            elements(a).into_iter().zip(elements(b)).flat_map(|(a, b)| add(a, b).to_ne_bytes()).collect()
+        }};
+    }
+    let bytes = match a.dtype {
+        I8 => add!(i8, i8::wrapping_add),
+        U8 => add!(u8, u8::wrapping_add),
+        I32 => add!(i32, i32::wrapping_add),
+        I64 => add!(i64, i64::wrapping_add),
+        // f64 holds every sum that lies near a tie of a 16-bit type, so rounding to it first changes nothing.
+        F16 => add!(f16, |a, b| f16::from_f64(a.to_f64() + b.to_f64())),
+        BF16 => add!(bf16, |a, b| bf16::from_f64(a.to_f64() + b.to_f64())),
+        F32 => add!(f32, |a, b| a + b),
+        _ => add!(f64, |a, b| a + b),
+    };
+    Array { dtype: a.dtype, dims: a.dims.clone(), bytes }
+}
+
+/// Equal bits, or both NaN: which NaN comes out of arithmetic is the processor's choice.
+pub fn assert_same(what: &str, actual: &Array, expected: &Array) {
+    assert_eq!((actual.dtype, &actual.dims), (expected.dtype, &expected.dims), "{what}");
+    if actual.bytes == expected.bytes {
+        return;
+    }
+    for (i, (actual, expected)) in actual.values().iter().zip(expected.values()).enumerate() {
+        let same = actual.to_bits() == expected.to_bits() || (actual.is_nan() && expected.is_nan());
+        assert!(same, "{what}: element {i} is {actual:e}, expected {expected:e}");
+    }
+}
