@@ -13,9 +13,9 @@ struct Line([f32; 16]);
 pub(super) const LINE: usize = 16;
 
 /// A zeroed buffer that begins on a cache line.
-pub(super) struct Aligned(Vec<Line>);
+pub(super) struct AlignedBuffer(Vec<Line>);
 
-impl Aligned {
+impl AlignedBuffer {
     /// At least `len` zeros.
     ///
     /// # Errors
@@ -34,19 +34,19 @@ impl Aligned {
 }
 
 /// Memory of which every task writes a part of its own.
-pub(super) struct Shared(*mut f32);
+pub(super) struct SharedBuffer(*mut f32);
 
 // SAFETY: an address alone; each task that writes there says which elements are its own.
-unsafe impl Sync for Shared {}
+unsafe impl Sync for SharedBuffer {}
 
-impl Shared {
+impl SharedBuffer {
     /// What `memory` holds, for as long as it lives.
-    pub(super) fn new(memory: &mut Aligned) -> Self {
+    pub(super) fn new(memory: &mut AlignedBuffer) -> Self {
         Self(memory.as_mut_ptr())
     }
 
     /// The first element.
-    pub(super) fn address(&self) -> *mut f32 {
+    pub(super) fn as_mut_ptr(&self) -> *mut f32 {
         self.0
     }
 }
@@ -55,7 +55,7 @@ impl Shared {
 ///
 /// # Errors
 /// Those of making a scratch, and `INTERNAL` if a task panicked.
-pub(super) fn parallel_for_with<S>(
+pub(super) fn try_parallel_for<S>(
     pool: &dyn Pool,
     count: usize,
     scratch: impl Fn() -> Result<S> + Sync,

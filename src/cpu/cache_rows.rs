@@ -1,7 +1,7 @@
 //! Rows of K and V on their way into a paged cache: which slot a token has, and what a cache makes of a number.
 
 use super::element::{Element, narrow};
-use super::fp8_rounding::Format;
+use super::fp8_encoding::Fp8Encoding;
 use super::simd::Simd;
 use crate::error::Result;
 use crate::pool::{Pool, parallel_for};
@@ -20,7 +20,7 @@ const COPY_CHUNK: usize = 1 << 20;
 ///
 /// # Safety
 /// The problem's caches are valid host memory, the results writable and not otherwise accessed.
-pub(super) unsafe fn bring_over(problem: &KvCacheUpdate, pool: &dyn Pool) -> Result {
+pub(super) unsafe fn copy_unaliased_caches(problem: &KvCacheUpdate, pool: &dyn Pool) -> Result {
     for copy in problem.copies.iter().flatten().filter(|copy| copy.is_needed()) {
         // SAFETY: the caller's word; operand and result are different buffers of one size.
         unsafe { copy_cache(copy, pool)? };
@@ -76,7 +76,7 @@ pub(super) struct CacheRow<T> {
     /// What is stored is divided by it.
     scale: Option<f32>,
     /// `None` where the cache has the type `T`.
-    fp8: Option<Format>,
+    fp8: Option<Fp8Encoding>,
     element: PhantomData<T>,
 }
 
@@ -87,7 +87,7 @@ impl<T: Element> CacheRow<T> {
     pub(super) unsafe fn new(problem: &KvCacheUpdate, new: &NewRows, head: usize) -> Self {
         // SAFETY: there is one scale, or one for each head.
         let scale = new.scale.map(|scale| unsafe { scale.values.add(if scale.per_head { head } else { 0 }).read() });
-        Self { cache: new.cache, head, scale, fp8: Format::of(problem.cache_dtype), element: PhantomData }
+        Self { cache: new.cache, head, scale, fp8: Fp8Encoding::of(problem.cache_dtype), element: PhantomData }
     }
 
     /// Rows go into the cache bit by bit.

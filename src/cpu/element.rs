@@ -5,7 +5,7 @@ use super::simd::{MAX_LANES, Simd};
 use half::{bf16, f16};
 
 /// An element that is read.
-pub(super) trait Stored: Copy + Send + Sync + 'static {
+pub(super) trait LoadElement: Copy + Send + Sync + 'static {
     /// One element, widened.
     fn to_f32(self) -> f32;
     /// `LANES` elements, widened.
@@ -15,7 +15,7 @@ pub(super) trait Stored: Copy + Send + Sync + 'static {
 }
 
 /// An element that is read and written.
-pub(super) trait Element: Stored {
+pub(super) trait Element: LoadElement {
     /// Rounded to nearest even.
     fn from_f32(x: f32) -> Self;
     /// `LANES` elements, rounded to nearest even.
@@ -24,7 +24,7 @@ pub(super) trait Element: Stored {
     unsafe fn store<S: Simd>(simd: S, to: *mut Self, x: S::V);
 }
 
-impl Stored for f32 {
+impl LoadElement for f32 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
         self
@@ -48,7 +48,7 @@ impl Element for f32 {
     }
 }
 
-impl Stored for f16 {
+impl LoadElement for f16 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
         self.to_f32_const()
@@ -72,7 +72,7 @@ impl Element for f16 {
     }
 }
 
-impl Stored for bf16 {
+impl LoadElement for bf16 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
@@ -101,7 +101,7 @@ impl Element for bf16 {
 /// # Safety
 /// `from` has 8 readable elements; nothing beyond is read.
 #[inline(always)]
-pub(super) unsafe fn load_8<S: Simd, T: Stored>(simd: S, from: *const T) -> S::V {
+pub(super) unsafe fn load_8<S: Simd, T: LoadElement>(simd: S, from: *const T) -> S::V {
     #[repr(align(64))]
     struct Padded([u8; MAX_LANES * size_of::<f32>()]);
     let mut padded = Padded([0; MAX_LANES * size_of::<f32>()]);
@@ -117,7 +117,7 @@ pub(super) unsafe fn load_8<S: Simd, T: Stored>(simd: S, from: *const T) -> S::V
 /// # Safety
 /// `from` has `n` readable elements, `to` has `n` writable ones.
 #[inline(always)]
-pub(super) unsafe fn widen<S: Simd, T: Stored>(simd: S, from: *const T, to: *mut f32, n: usize) {
+pub(super) unsafe fn widen<S: Simd, T: LoadElement>(simd: S, from: *const T, to: *mut f32, n: usize) {
     let whole = n - n % S::LANES;
     for i in (0..whole).step_by(S::LANES) {
         // SAFETY: i + LANES <= n.

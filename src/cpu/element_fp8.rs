@@ -1,7 +1,7 @@
 //! 8-bit floats, which are only read: every code is exact in f32.
 
-use super::element::Stored;
-use super::fp8_decoding::CodeFormat;
+use super::element::LoadElement;
+use super::fp8_decoding::Fp8Decoding;
 use super::simd::Simd;
 
 /// A sign, 4 bits of exponent with bias 7, 3 of mantissa; 0x7f and 0xff are NaN, and there is no infinity.
@@ -14,34 +14,34 @@ pub(super) struct E4m3(pub(super) u8);
 #[repr(transparent)]
 pub(super) struct E5m2(pub(super) u8);
 
-impl Stored for E4m3 {
+impl LoadElement for E4m3 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
-        CodeFormat::E4M3.decode(self.0)
+        Fp8Decoding::E4M3.decode(self.0)
     }
     #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::V {
         // SAFETY: the caller's word.
-        unsafe { simd.load_codes(CodeFormat::E4M3, from.cast()) }
+        unsafe { simd.load_fp8(Fp8Decoding::E4M3, from.cast()) }
     }
 }
 
-impl Stored for E5m2 {
+impl LoadElement for E5m2 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
-        CodeFormat::E5M2.decode(self.0)
+        Fp8Decoding::E5M2.decode(self.0)
     }
     #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::V {
         // SAFETY: the caller's word.
-        unsafe { simd.load_codes(CodeFormat::E5M2, from.cast()) }
+        unsafe { simd.load_fp8(Fp8Decoding::E5M2, from.cast()) }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::fp8_decoding::PairTable;
-    use super::super::simd::{Isa, MAX_LANES, Vectorised};
+    use super::super::fp8_decoding::Fp8ToBf16Table;
+    use super::super::simd::{Isa, MAX_LANES, SimdKernel};
     use super::*;
     use crate::tensor::DType;
 
@@ -61,7 +61,7 @@ mod tests {
     }
 
     struct AllCodes;
-    impl Vectorised for AllCodes {
+    impl SimdKernel for AllCodes {
         type Output = ();
         #[inline(always)]
         unsafe fn run<S: Simd>(self, simd: S) {
@@ -81,7 +81,7 @@ mod tests {
                     };
                     same(e4m3[i], E4m3(code).to_f32(), value(code, 3, 7, false));
                     same(e5m2[i], E5m2(code).to_f32(), value(code, 2, 15, true));
-                    let paired = |dtype| PairTable::of(dtype).element(code).to_f32();
+                    let paired = |dtype| Fp8ToBf16Table::of(dtype).to_bf16(code).to_f32();
                     same(paired(DType::F8E4M3FN), paired(DType::F8E4M3FN), value(code, 3, 7, false));
                     same(paired(DType::F8E5M2), paired(DType::F8E5M2), value(code, 2, 15, true));
                 }
@@ -93,7 +93,7 @@ mod tests {
     fn every_code_has_the_value_that_its_format_defines() {
         for isa in Isa::available() {
             // SAFETY: it requires nothing.
-            unsafe { isa.run(AllCodes) };
+            unsafe { isa.dispatch(AllCodes) };
         }
     }
 }

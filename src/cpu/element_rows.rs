@@ -2,7 +2,7 @@
 
 use super::element::{narrow, widen};
 use super::element_fp8::{E4m3, E5m2};
-use super::simd::{Simd, Vectorised};
+use super::simd::{Simd, SimdKernel};
 use crate::tensor::DType;
 use half::{bf16, f16};
 
@@ -13,7 +13,7 @@ use half::{bf16, f16};
 #[inline(always)]
 pub(super) unsafe fn widen_row<S: Simd>(simd: S, dtype: DType, from: *const u8, to: *mut f32, n: usize) {
     // SAFETY: the rows are those of this function's contract.
-    unsafe { simd.call(WidenRow { dtype, from, to, n }) };
+    unsafe { simd.vectorize(WidenRow { dtype, from, to, n }) };
 }
 
 /// Round a row of `n` elements to type `dtype`: f32, f16 or bf16.
@@ -23,7 +23,7 @@ pub(super) unsafe fn widen_row<S: Simd>(simd: S, dtype: DType, from: *const u8, 
 #[inline(always)]
 pub(super) unsafe fn narrow_row<S: Simd>(simd: S, dtype: DType, from: *const f32, to: *mut u8, n: usize) {
     // SAFETY: the rows are those of this function's contract.
-    unsafe { simd.call(NarrowRow { dtype, from, to, n }) };
+    unsafe { simd.vectorize(NarrowRow { dtype, from, to, n }) };
 }
 
 /// # Safety
@@ -35,7 +35,7 @@ struct WidenRow {
     n: usize,
 }
 
-impl Vectorised for WidenRow {
+impl SimdKernel for WidenRow {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
@@ -62,7 +62,7 @@ struct NarrowRow {
     n: usize,
 }
 
-impl Vectorised for NarrowRow {
+impl SimdKernel for NarrowRow {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {

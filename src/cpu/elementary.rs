@@ -14,12 +14,12 @@ const TANH: [f32; 5] = [-0.333_332_84, 0.133_314_9, -0.053_743_497, 0.020_650_58
 /// the caller's to avoid.
 #[inline(always)]
 pub(super) fn exp2<S: Simd>(simd: S, x: S::V) -> S::V {
-    let (f, n) = simd.split(x);
+    let (f, n) = simd.split_fraction(x);
     let mut p = simd.splat(EXP2[5]);
     for i in (0..5).rev() {
         p = simd.fma(p, f, simd.splat(EXP2[i]));
     }
-    simd.times_power_of_2(simd.fma(p, f, simd.splat(1.0)), n)
+    simd.scale_by_power_of_2(simd.fma(p, f, simd.splat(1.0)), n)
 }
 
 /// `tanh x` within 3e-7 relatively; NaN stays NaN.
@@ -45,7 +45,7 @@ pub(super) fn tanh<S: Simd>(simd: S, x: S::V) -> S::V {
 
 #[cfg(test)]
 mod tests {
-    use super::super::simd::{Isa, MAX_LANES, Vectorised};
+    use super::super::simd::{Isa, MAX_LANES, SimdKernel};
     use super::*;
 
     /// Applies `exp2` or `tanh` to all of `x`, in place.
@@ -53,7 +53,7 @@ mod tests {
         x: &'a mut [f32],
         tanh: bool,
     }
-    impl Vectorised for Apply<'_> {
+    impl SimdKernel for Apply<'_> {
         type Output = ();
         #[inline(always)]
         unsafe fn run<S: Simd>(self, simd: S) {
@@ -71,7 +71,7 @@ mod tests {
         let mut padded = x.to_vec();
         padded.resize(x.len().next_multiple_of(MAX_LANES), 0.0);
         // SAFETY: it requires nothing.
-        unsafe { isa.run(Apply { x: &mut padded, tanh }) };
+        unsafe { isa.dispatch(Apply { x: &mut padded, tanh }) };
         padded.truncate(x.len());
         padded
     }

@@ -8,7 +8,7 @@ use half::{bf16, f16};
 /// A code of e5m2 is the upper byte of an f16. One of e4m3fn, moved to where the exponents end alike, is an f16 that is
 /// 256 times smaller, because the exponent's bias is 8 larger; subnormal numbers agree. Only its NaN would be a number.
 #[derive(Clone, Copy)]
-pub(crate) struct CodeFormat {
+pub(crate) struct Fp8Decoding {
     /// By how much a code of 16 bits, with its sign extended, moves up
     pub(super) shift: u32,
     /// Bits of it that are the f16's
@@ -19,7 +19,7 @@ pub(crate) struct CodeFormat {
     pub(super) factor: f32,
 }
 
-impl CodeFormat {
+impl Fp8Decoding {
     pub(super) const E4M3: Self = Self { shift: 7, bits: 0xbfff, nan: 0xffff, factor: 256.0 };
     pub(super) const E5M2: Self = Self { shift: 8, bits: 0xffff, nan: 0, factor: 1.0 };
 
@@ -43,21 +43,21 @@ impl CodeFormat {
 }
 
 /// The bf16 of an 8-bit type's codes, which are exact: their lower and upper bytes, for codes without a sign.
-pub(crate) struct PairTable {
+pub(crate) struct Fp8ToBf16Table {
     pub(super) low: [u8; 128],
     pub(super) high: [u8; 128],
 }
 
-static E4M3_PAIRS: PairTable = PairTable::new(CodeFormat::E4M3);
-static E5M2_PAIRS: PairTable = PairTable::new(CodeFormat::E5M2);
+static E4M3_PAIRS: Fp8ToBf16Table = Fp8ToBf16Table::new(Fp8Decoding::E4M3);
+static E5M2_PAIRS: Fp8ToBf16Table = Fp8ToBf16Table::new(Fp8Decoding::E5M2);
 
-impl PairTable {
+impl Fp8ToBf16Table {
     /// Of `dtype`, f8e4m3fn or f8e5m2.
     pub(super) fn of(dtype: DType) -> &'static Self {
         if dtype == DType::F8E5M2 { &E5M2_PAIRS } else { &E4M3_PAIRS }
     }
 
-    const fn new(format: CodeFormat) -> Self {
+    const fn new(format: Fp8Decoding) -> Self {
         let mut table = Self { low: [0; 128], high: [0; 128] };
         let mut code = 0u8;
         while code < 128 {
@@ -70,7 +70,7 @@ impl PairTable {
 
     /// The number of a code.
     #[inline(always)]
-    pub(super) fn element(&self, code: u8) -> bf16 {
+    pub(super) fn to_bf16(&self, code: u8) -> bf16 {
         let magnitude = usize::from(code & 0x7f);
         bf16::from_bits(u16::from_le_bytes([self.low[magnitude], self.high[magnitude] | code & 0x80]))
     }

@@ -1,9 +1,9 @@
 //! Copies the K and V rows of sequences out of a paged cache on the CPU: tasks of adjacent rows of the results.
 
-use super::element::{Element, Stored};
+use super::element::{Element, LoadElement};
 use super::element_fp8::{E4m3, E5m2};
-use super::fp8_decoding::PairTable;
-use super::simd::{Isa, Simd, Vectorised, prefetch_row};
+use super::fp8_decoding::Fp8ToBf16Table;
+use super::simd::{Isa, Simd, SimdKernel, prefetch_row};
 use crate::error::Result;
 use crate::pool::{Pool, parallel_for};
 use crate::problem::gather_kv_cache::{GatherKvCache, GatheredRows};
@@ -48,7 +48,7 @@ pub(crate) unsafe fn run(problem: &GatherKvCache, pool: &dyn Pool) -> Result {
             let rows = first..(first + rows_of_task).min(problem.capacity);
             // SAFETY: the views are valid by this function's contract, the problem has checked their dtypes and shapes, and
             // no other task has these rows.
-            unsafe { Isa::best().run(GatherRows { problem, starts, rows }) };
+            unsafe { Isa::best().dispatch(GatherRows { problem, starts, rows }) };
         },
     )
 }
@@ -94,7 +94,7 @@ struct GatherRows<'a> {
     rows: Range<usize>,
 }
 
-impl Vectorised for GatherRows<'_> {
+impl SimdKernel for GatherRows<'_> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
@@ -129,13 +129,13 @@ impl Vectorised for GatherRows<'_> {
                 let run = Run { page: page(b, entry), token: offset, row, count };
                 for of in sides {
                     // SAFETY: the run lies in one page, and its rows are the task's.
-                    unsafe { simd.call(GatherRun { of, cache_dtype: problem.cache_dtype, run }) };
+                    unsafe { simd.vectorize(GatherRun { of, cache_dtype: problem.cache_dtype, run }) };
                 }
                 (row, entry, offset) = (row + count, entry + 1, 0);
             }
             b += 1;
         }
-        simd.fence();
+        simd.store_fence();
         for of in sides {
             let bytes = row_bytes(of);
             // SAFETY: rows of the result that are the task's.
@@ -163,7 +163,7 @@ struct GatherRun<'a> {
     run: Run,
 }
 
-impl Vectorised for GatherRun<'_> {
+impl SimdKernel for GatherRun<'_> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
@@ -220,7 +220,7 @@ impl GatherRun<'_> {
 
     /// Whether the result, which the caches would not hold, is stored past them where it is aligned.
     fn streams<S: Simd>(&self) -> bool {
-        S::STREAMS && self.of.rows.bytes() >= STREAMED
+        S::HAS_NONTEMPORAL_STORES && self.of.rows.bytes() >= STREAMED
     }
 
     /// Bit by bit.
@@ -243,7 +243,7 @@ impl GatherRun<'_> {
                     let (from, to) = (from.offset(part as isize * part_step), to.add(part * bytes));
                     let streamed = if is_aligned::<S>(to) { streamed } else { 0 };
                     for i in (0..streamed).step_by(vector) {
-                        simd.stream(to.add(i).cast(), simd.load(from.add(i).cast()));
+                        simd.store_nontemporal(to.add(i).cast(), simd.load(from.add(i).cast()));
                     }
                     to.add(streamed).copy_from_nonoverlapping(from.add(streamed), bytes - streamed);
                 }
@@ -254,9 +254,9 @@ impl GatherRun<'_> {
     /// # Safety
     /// As of the struct; the cache holds `F`, the result f16, bf16 or f32.
     #[inline(always)]
-    unsafe fn decode<S: Simd, F: Stored>(&self, simd: S) {
+    unsafe fn decode<S: Simd, F: LoadElement>(&self, simd: S) {
         let streams = self.streams::<S>();
-        let table = (S::PER_WORD == 2).then(|| simd.table(PairTable::of(self.cache_dtype)));
+        let table = (S::ELEMENTS_PER_LANE == 2).then(|| simd.fp8_table(Fp8ToBf16Table::of(self.cache_dtype)));
         // SAFETY: this function's contract; two `LANES` elements are `LANES` words.
         unsafe {
             match self.of.rows.dtype {
@@ -266,16 +266,16 @@ impl GatherRun<'_> {
                     let (done, scale) = (len - len % (2 * S::LANES), simd.splat(factor));
                     let streams = streams && is_aligned::<S>(to);
                     for i in (0..done).step_by(2 * S::LANES) {
-                        let words = simd.load_code_pairs(table, from.add(i).cast(), 2 * S::LANES);
-                        let words = if self.of.scale.is_none() { words } else { simd.scale_words(words, scale) };
-                        if streams { simd.stream(to.add(i).cast(), words) } else { simd.store(to.add(i).cast(), words) }
+                        let words = simd.load_fp8_pairs(table, from.add(i).cast(), 2 * S::LANES);
+                        let words = if self.of.scale.is_none() { words } else { simd.scale_pairs(words, scale) };
+                        if streams { simd.store_nontemporal(to.add(i).cast(), words) } else { simd.store(to.add(i).cast(), words) }
                     }
                     done
                 }),
                 _ => self.convert::<S, F, f32>(simd, |from, to, len, factor| {
                     let done = if streams && is_aligned::<S>(to) { len - len % S::LANES } else { 0 };
                     for i in (0..done).step_by(S::LANES) {
-                        simd.stream(to.add(i), simd.mul(F::load(simd, from.add(i)), simd.splat(factor)));
+                        simd.store_nontemporal(to.add(i), simd.mul(F::load(simd, from.add(i)), simd.splat(factor)));
                     }
                     done
                 }),
@@ -288,7 +288,7 @@ impl GatherRun<'_> {
     /// # Safety
     /// As of the struct; the cache holds `F`, the result `T`.
     #[inline(always)]
-    unsafe fn convert<S: Simd, F: Stored, T: Element>(
+    unsafe fn convert<S: Simd, F: LoadElement, T: Element>(
         &self,
         simd: S,
         first: impl Fn(*const F, *mut T, usize, f32) -> usize,

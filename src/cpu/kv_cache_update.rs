@@ -3,9 +3,9 @@
 //! A task takes one KV head of K or V through all rows, in order: no two threads write the same memory, and where slots
 //! are equal the last row stays, whole.
 
-use super::cache_rows::{CacheRow, bring_over, place};
+use super::cache_rows::{CacheRow, copy_unaliased_caches, place};
 use super::element::{Element, widen};
-use super::simd::{Isa, Simd, Vectorised};
+use super::simd::{Isa, Simd, SimdKernel};
 use crate::error::Result;
 use crate::pool::{Pool, SingleThread, parallel_for};
 use crate::problem::MAX_HEAD_DIM;
@@ -15,7 +15,7 @@ use half::{bf16, f16};
 use std::marker::PhantomData;
 
 /// Bytes below which a call is not worth a second thread.
-pub(super) const WORTH_SHARING: usize = 1 << 17;
+pub(super) const MIN_PARALLEL_BYTES: usize = 1 << 17;
 
 /// Copy the caches that are not updated in place, then write the rows.
 ///
@@ -26,10 +26,10 @@ pub(super) const WORTH_SHARING: usize = 1 << 17;
 /// The problem's views are valid host memory, the result caches writable and not otherwise accessed.
 pub(crate) unsafe fn run(problem: &KvCacheUpdate, pool: &dyn Pool) -> Result {
     // SAFETY: the caller's word.
-    unsafe { bring_over(problem, pool)? };
+    unsafe { copy_unaliased_caches(problem, pool)? };
     let rows = &problem.key.rows;
     let heads = rows.dims[1] as usize;
-    let pool = if rows.bytes() < WORTH_SHARING { &SingleThread } else { pool };
+    let pool = if rows.bytes() < MIN_PARALLEL_BYTES { &SingleThread } else { pool };
     parallel_for(
         pool,
         2 * heads,
@@ -56,7 +56,7 @@ pub(crate) unsafe fn run(problem: &KvCacheUpdate, pool: &dyn Pool) -> Result {
 /// head of the cache is not otherwise accessed.
 pub(super) unsafe fn write_head<T: Element>(problem: &KvCacheUpdate, new: &NewRows, head: usize) {
     // SAFETY: `WriteHead` asks for what this function asks for.
-    unsafe { Isa::best().run(WriteHead::<T> { problem, new, head, element: PhantomData }) };
+    unsafe { Isa::best().dispatch(WriteHead::<T> { problem, new, head, element: PhantomData }) };
 }
 
 /// A task.
@@ -70,7 +70,7 @@ struct WriteHead<'a, T> {
     element: PhantomData<T>,
 }
 
-impl<T: Element> Vectorised for WriteHead<'_, T> {
+impl<T: Element> SimdKernel for WriteHead<'_, T> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {

@@ -1,7 +1,7 @@
 //! Merges attention states on the CPU: tasks of neighbouring rows.
 
 use super::element::{Element, narrow, widen};
-use super::simd::{Isa, Simd, Vectorised};
+use super::simd::{Isa, Simd, SimdKernel};
 use crate::error::Result;
 use crate::pool::{Pool, parallel_for};
 use crate::problem::merge_attention_states::{MergeAttentionStates, State};
@@ -36,9 +36,9 @@ pub(crate) unsafe fn run(problem: &MergeAttentionStates, pool: &dyn Pool) -> Res
             // no other task has these rows.
             unsafe {
                 match problem.out.dtype {
-                    DType::F16 => Isa::best().run(MergeRows::<f16> { problem, rows, element: PhantomData }),
-                    DType::BF16 => Isa::best().run(MergeRows::<bf16> { problem, rows, element: PhantomData }),
-                    _ => Isa::best().run(MergeRows::<f32> { problem, rows, element: PhantomData }),
+                    DType::F16 => Isa::best().dispatch(MergeRows::<f16> { problem, rows, element: PhantomData }),
+                    DType::BF16 => Isa::best().dispatch(MergeRows::<bf16> { problem, rows, element: PhantomData }),
+                    _ => Isa::best().dispatch(MergeRows::<f32> { problem, rows, element: PhantomData }),
                 }
             }
         },
@@ -81,7 +81,7 @@ struct MergeRows<'a, T> {
     element: PhantomData<T>,
 }
 
-impl<T: Element> Vectorised for MergeRows<'_, T> {
+impl<T: Element> SimdKernel for MergeRows<'_, T> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {

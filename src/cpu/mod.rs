@@ -21,6 +21,6 @@ mod element_fp8;
 mod element_rows;
 mod elementary;
 mod fp8_decoding;
-mod fp8_rounding;
-mod register_tile;
+mod fp8_encoding;
+mod micro_kernel;
 mod simd;

@@ -2,10 +2,10 @@
 //!
 //! A task takes one KV head of K or V through all rows, in order, or all heads of neighbouring query rows.
 
-use super::cache_rows::{CacheRow, bring_over, place};
+use super::cache_rows::{CacheRow, copy_unaliased_caches, place};
 use super::element::{Element, narrow, widen};
-use super::kv_cache_update::{WORTH_SHARING, write_head};
-use super::simd::{Isa, Simd, Vectorised};
+use super::kv_cache_update::{MIN_PARALLEL_BYTES, write_head};
+use super::simd::{Isa, Simd, SimdKernel};
 use crate::error::Result;
 use crate::pool::{Pool, SingleThread, parallel_for};
 use crate::problem::MAX_HEAD_DIM;
@@ -27,11 +27,11 @@ const QUERY_TASK: usize = 1 << 15;
 /// The problem's views are valid host memory, the results writable and not otherwise accessed.
 pub(crate) unsafe fn run(problem: &RopeKvCacheUpdate, pool: &dyn Pool) -> Result {
     // SAFETY: the caller's word.
-    unsafe { bring_over(&problem.update, pool)? };
+    unsafe { copy_unaliased_caches(&problem.update, pool)? };
     let query = &problem.query;
     // Without a row the other sizes may be anything.
     let tokens = (QUERY_TASK / (query.dims[1].saturating_mul(query.dims[2]) as usize).max(1)).max(1);
-    let pool = if query.bytes() < WORTH_SHARING { &SingleThread } else { pool };
+    let pool = if query.bytes() < MIN_PARALLEL_BYTES { &SingleThread } else { pool };
     parallel_for(
         pool,
         2 * problem.update.key.rows.dims[1] as usize + (query.dims[0] as usize).div_ceil(tokens),
@@ -58,7 +58,7 @@ unsafe fn run_task<T: Element>(problem: &RopeKvCacheUpdate, task: usize, tokens:
     let kv_heads = problem.update.key.rows.dims[1] as usize;
     if task < kv_heads {
         // SAFETY: this function's contract; task < Hkv, and no other task has this head of K.
-        unsafe { Isa::best().run(RotateKeys::<T> { problem, head: task, element: PhantomData }) };
+        unsafe { Isa::best().dispatch(RotateKeys::<T> { problem, head: task, element: PhantomData }) };
     } else if task < 2 * kv_heads {
         // SAFETY: this function's contract; values have the type of keys, and no other task has this head of V.
         unsafe { write_head::<T>(&problem.update, &problem.update.value, task - kv_heads) };
@@ -66,7 +66,7 @@ unsafe fn run_task<T: Element>(problem: &RopeKvCacheUpdate, task: usize, tokens:
         let first = (task - 2 * kv_heads) * tokens;
         let tokens = first..(first + tokens).min(problem.query.dims[0] as usize);
         // SAFETY: this function's contract; no other task has these tokens.
-        unsafe { Isa::best().run(RotateQueries::<T> { problem, tokens, element: PhantomData }) };
+        unsafe { Isa::best().dispatch(RotateQueries::<T> { problem, tokens, element: PhantomData }) };
     }
 }
 
@@ -92,7 +92,7 @@ struct RotateKeys<'a, T> {
     element: PhantomData<T>,
 }
 
-impl<T: Element> Vectorised for RotateQueries<'_, T> {
+impl<T: Element> SimdKernel for RotateQueries<'_, T> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
@@ -112,7 +112,7 @@ impl<T: Element> Vectorised for RotateQueries<'_, T> {
     }
 }
 
-impl<T: Element> Vectorised for RotateKeys<'_, T> {
+impl<T: Element> SimdKernel for RotateKeys<'_, T> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {

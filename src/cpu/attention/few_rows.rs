@@ -25,12 +25,17 @@ impl<S: Simd, T: Source<S>, const ROWS: usize> RowKernel<S> for FewRows<T, ROWS>
     unsafe fn attend(simd: S, block_step: BlockStep, ahead: &mut Ahead, buffers: Buffers) {
         let BlockStep { rows, state, lanes, .. } = block_step;
         // A word of keys for each row fills as many vectors as a word has elements.
-        let keys = S::LANES / ROWS * S::PER_WORD;
+        let keys = S::LANES / ROWS * S::ELEMENTS_PER_LANE;
         let first = rows.block.first;
         let (words, padded_len) = (rows.block.len.div_ceil(keys), rows.block.len.next_multiple_of(keys));
         let edits = Edits {
             form: block_step.form,
-            steps: Steps { count: words * S::PER_WORD, first: 0, alternating: S::PER_WORD, stride: keys },
+            steps: Steps {
+                count: words * S::ELEMENTS_PER_LANE,
+                first: 0,
+                alternating: S::ELEMENTS_PER_LANE,
+                stride: keys,
+            },
             lanes,
             lane: 0,
             head: block_step.head,
@@ -42,9 +47,9 @@ impl<S: Simd, T: Source<S>, const ROWS: usize> RowKernel<S> for FewRows<T, ROWS>
         // vector each.
         unsafe {
             for step in 0..edits.steps.count {
-                let key = step / S::PER_WORD * keys + step % S::PER_WORD;
+                let key = step / S::ELEMENTS_PER_LANE * keys + step % S::ELEMENTS_PER_LANE;
                 let sums = scores::<S, T, ROWS>(simd, source, &block_step, ahead, key);
-                simd.store(buffers.scores.add(step * S::LANES), simd.sum_each(sums));
+                simd.store(buffers.scores.add(step * S::LANES), simd.horizontal_sums(sums));
             }
             let mut keep = [0.0f32; MAX_LANES];
             softmax::<S, 1>(simd, buffers.scores, edits, (ROWS, false), (state.m, state.l), keep.as_mut_ptr());
@@ -53,7 +58,7 @@ impl<S: Simd, T: Source<S>, const ROWS: usize> RowKernel<S> for FewRows<T, ROWS>
     }
 }
 
-/// Products of `LANES / ROWS` keys, from `first` on and `PER_WORD` apart, with ROWS queries, not yet summed over lanes; index
+/// Products of `LANES / ROWS` keys, from `first` on and `ELEMENTS_PER_LANE` apart, with ROWS queries, not yet summed over lanes; index
 /// `key * ROWS + row`.
 ///
 /// # Safety
@@ -67,16 +72,16 @@ unsafe fn scores<S: Simd, T: Source<S>, const ROWS: usize>(
     first: usize,
 ) -> [S::V; MAX_LANES] {
     let keys = S::LANES / ROWS;
-    let vector = S::LANES * S::PER_WORD;
-    let padded = block_step.d.next_multiple_of(vector) / S::PER_WORD;
+    let vector = S::LANES * S::ELEMENTS_PER_LANE;
+    let padded = block_step.d.next_multiple_of(vector) / S::ELEMENTS_PER_LANE;
     let mut k = [std::ptr::null(); MAX_LANES];
     for (key, k) in k[..keys].iter_mut().enumerate() {
-        *k = block_step.rows.k(first + key * S::PER_WORD);
+        *k = block_step.rows.k(first + key * S::ELEMENTS_PER_LANE);
     }
     let mut sums = [simd.splat(0.0); MAX_LANES];
     let twice = if T::TWICE { block_step.d / (2 * vector) * 2 * vector } else { 0 };
     let whole = block_step.d / vector * vector;
-    let queries = |i: usize| (block_step.q.wrapping_add(i / S::PER_WORD), padded);
+    let queries = |i: usize| (block_step.q.wrapping_add(i / S::ELEMENTS_PER_LANE), padded);
     // SAFETY: elements i to d of K rows and queries.
     unsafe {
         for i in (0..twice).step_by(2 * vector) {
@@ -119,7 +124,7 @@ unsafe fn add_products<S: Simd, const ROWS: usize>(
     for row in 0..ROWS {
         // SAFETY: row < ROWS.
         let query = unsafe { simd.load(q.add(row * padded)) };
-        sums[key * ROWS + row] = simd.dot_words(x, query, sums[key * ROWS + row]);
+        sums[key * ROWS + row] = simd.dot(x, query, sums[key * ROWS + row]);
     }
 }
 
@@ -186,12 +191,12 @@ unsafe fn value_columns<S: Simd, T: Source<S>, const ROWS: usize, const COLUMNS:
                 *sum = simd.mul(old, simd.splat(keep[row]));
             }
         }
-        for word in 0..block_step.rows.block.len.div_ceil(S::PER_WORD) {
+        for word in 0..block_step.rows.block.len.div_ceil(S::ELEMENTS_PER_LANE) {
             // The partner of a last key without one is that key again, with a p of 0.
-            let key = word * S::PER_WORD;
+            let key = word * S::ELEMENTS_PER_LANE;
             let at = |key: usize| block_step.rows.v(key).wrapping_add(i * T::BYTES);
             let v = (at(key), at(key + 1));
-            ahead.advance(COLUMNS * S::LANES * S::PER_WORD * T::BYTES);
+            ahead.advance(COLUMNS * S::LANES * S::ELEMENTS_PER_LANE * T::BYTES);
             let mut x = [simd.splat(0.0); COLUMNS];
             for column in (0..COLUMNS).step_by(if COLUMNS.is_multiple_of(4) { 4 } else { 1 }) {
                 let at = column * S::LANES * T::BYTES;
@@ -205,7 +210,7 @@ unsafe fn value_columns<S: Simd, T: Source<S>, const ROWS: usize, const COLUMNS:
             for (row, sums) in sums.iter_mut().enumerate() {
                 let weight = simd.splat(p.add(word * ROWS + row).read());
                 for (sum, x) in sums.iter_mut().zip(x) {
-                    *sum = simd.dot_words(x, weight, *sum);
+                    *sum = simd.dot(x, weight, *sum);
                 }
             }
         }

@@ -10,9 +10,9 @@ use super::results::Results;
 use super::score::ScoreForm;
 use super::sources::{Bf16Pairs, CodePairs, SingleCodes, Singles};
 use super::state::{RowPlace, State};
-use crate::cpu::aligned::Aligned;
+use crate::cpu::aligned::AlignedBuffer;
 use crate::cpu::element_rows::{narrow_row, widen_row};
-use crate::cpu::simd::{MAX_LANES, Simd, Vectorised, prefetch_row};
+use crate::cpu::simd::{MAX_LANES, Simd, SimdKernel, prefetch_row};
 use crate::error::Result;
 use crate::problem::MAX_HEAD_DIM;
 use crate::problem::attention::Attention;
@@ -21,7 +21,7 @@ use half::{bf16, f16};
 
 /// A thread's memory for the whole call, sized for the largest item.
 pub(super) struct Scratch {
-    floats: Aligned,
+    floats: AlignedBuffer,
     q_len: usize,
     state_len: usize,
     lanes: Lanes,
@@ -35,7 +35,7 @@ impl Scratch {
         let q_len = largest(|item| item.heads.len() * item.q_len);
         let state_len = largest(Item::state_len);
         let buffers = BLOCK * (MAX_PANEL + problem.head_dim + problem.value_dim.next_multiple_of(MAX_LANES));
-        let floats = Aligned::zeros(q_len + 2 * state_len + buffers)?;
+        let floats = AlignedBuffer::zeros(q_len + 2 * state_len + buffers)?;
         Ok(Self { floats, q_len, state_len, lanes: Lanes::default() })
     }
 
@@ -52,7 +52,7 @@ const QUERIES_AHEAD: usize = 8;
 /// The most lanes of a panel.
 const MAX_PANEL: usize = 32;
 
-/// A task of the plan, for [`crate::cpu::simd::Isa::run`].
+/// A task of the plan, for [`crate::cpu::simd::Isa::dispatch`].
 ///
 /// # Safety
 /// The problem's views are valid host memory, its results not accessed by others; plan and scratch were made for it, with
@@ -86,7 +86,7 @@ impl<'a> RunTask<'a> {
     }
 }
 
-impl Vectorised for RunTask<'_> {
+impl SimdKernel for RunTask<'_> {
     type Output = ();
 
     /// Compute the states of the pieces that are the job's, merge them in order, write the results.
@@ -170,13 +170,13 @@ impl RunTask<'_> {
                     prefetch_row(row_at((row + QUERIES_AHEAD).min(rows - 1)), d * query.dtype.size());
                     let from = row_at(row);
                     widen_row(simd, query.dtype, from, widened.as_mut_ptr(), d);
-                    if S::PER_WORD == 2 {
+                    if S::ELEMENTS_PER_LANE == 2 {
                         // Exact, see `multiplies_bf16`.
                         narrow_row(simd, DType::BF16, widened.as_ptr(), pairs.as_mut_ptr().cast(), d);
                     }
-                    let words = if S::PER_WORD == 2 { pairs.as_ptr() } else { widened.as_ptr() };
-                    let place = RowPlace::new::<S>(item.arrangement, item.lanes, d / S::PER_WORD, row);
-                    place.write(q, words, d / S::PER_WORD);
+                    let words = if S::ELEMENTS_PER_LANE == 2 { pairs.as_ptr() } else { widened.as_ptr() };
+                    let place = RowPlace::new::<S>(item.arrangement, item.lanes, d / S::ELEMENTS_PER_LANE, row);
+                    place.write(q, words, d / S::ELEMENTS_PER_LANE);
                 }
             }
         }
@@ -208,8 +208,12 @@ impl RunTask<'_> {
         // SAFETY: this function's contract; each source is one of rows of the cache's type.
         unsafe {
             match self.problem.kv_dtype {
-                DType::BF16 if S::PER_WORD == 2 => self.attend::<S, FewRows<Bf16Pairs, ROWS>>(simd, item, piece, state),
-                _ if S::PER_WORD == 2 => self.attend::<S, FewRows<CodePairs<S>, ROWS>>(simd, item, piece, state),
+                DType::BF16 if S::ELEMENTS_PER_LANE == 2 => {
+                    self.attend::<S, FewRows<Bf16Pairs, ROWS>>(simd, item, piece, state);
+                }
+                _ if S::ELEMENTS_PER_LANE == 2 => {
+                    self.attend::<S, FewRows<CodePairs<S>, ROWS>>(simd, item, piece, state);
+                }
                 DType::F16 => self.attend::<S, FewRows<Singles<f16>, ROWS>>(simd, item, piece, state),
                 DType::BF16 => self.attend::<S, FewRows<Singles<bf16>, ROWS>>(simd, item, piece, state),
                 DType::F32 => self.attend::<S, FewRows<Singles<f32>, ROWS>>(simd, item, piece, state),

@@ -42,7 +42,7 @@ impl Lanes {
         for lane in 0..item.lanes {
             let query = item.queries.start + row_of_lane(lane) / group;
             let visible = sequence.visible(query, window);
-            let key = item.arrangement.key_of_lane(lane, S::PER_WORD) as i32;
+            let key = item.arrangement.key_of_lane(lane, S::ELEMENTS_PER_LANE) as i32;
             self.low.push(visible.start as i32 - key);
             self.high.push(visible.end as i32 - key);
             self.position.push(sequence.position(query) as i32 - key);

@@ -27,7 +27,7 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-use super::aligned::{Aligned, Shared, parallel_for_with};
+use super::aligned::{AlignedBuffer, SharedBuffer, try_parallel_for};
 use super::simd::Isa;
 use crate::error::Result;
 use crate::log;
@@ -38,7 +38,7 @@ use item::{Job, RunTask, Scratch};
 use plan::Plan;
 
 /// Multiplications below which a call is not worth a second thread.
-pub(super) const WORTH_SHARING: u64 = 1 << 19;
+pub(super) const MIN_PARALLEL_WORK: u64 = 1 << 19;
 
 /// Compute `out` and, if wanted, `softmax_lse`.
 ///
@@ -60,26 +60,26 @@ unsafe fn run_with(isa: Isa, problem: &Attention, pool: &dyn Pool) -> Result {
     if problem.num_rows == 0 {
         return Ok(());
     }
-    let isa = if multiplies_bf16(problem.q.dtype, problem.out.dtype) { isa } else { isa.with_single_words() };
+    let isa = if multiplies_bf16(problem.q.dtype, problem.out.dtype) { isa } else { isa.without_bf16_pairs() };
     let sizes = [problem.num_rows, problem.num_q_heads, problem.num_kv_heads, problem.head_dim, problem.value_dim];
     log::call("attention", (isa, problem.q.dtype, problem.kv_dtype, sizes), || {
         let (threads, q, kv) = (pool.num_threads(), problem.q.dtype, problem.kv_dtype);
         format!("{isa:?} on {threads} threads, {q} over {kv}, [Tq, Hq, Hkv, D, Dv] = {sizes:?}")
     });
     // SAFETY: the caller's word.
-    let plan = unsafe { Plan::new(problem, isa.sizes(), pool.num_threads().max(1)) }?;
+    let plan = unsafe { Plan::new(problem, isa.vector_shape(), pool.num_threads().max(1)) }?;
     let work = plan.cost * problem.head_dim as u64 + problem.out.len() as u64;
-    let pool = if work < WORTH_SHARING { &SingleThread } else { pool };
-    let mut partials = Aligned::zeros(plan.partials_len)?;
-    let shared = Shared::new(&mut partials);
+    let pool = if work < MIN_PARALLEL_WORK { &SingleThread } else { pool };
+    let mut partials = AlignedBuffer::zeros(plan.partials_len)?;
+    let shared = SharedBuffer::new(&mut partials);
     let run = |scratch: &mut Scratch, job: Job| {
         // SAFETY: the views are valid by this function's contract; all else was made above for this problem and `isa`. Each
         // index comes once, and the tasks have ended when the merges begin.
-        unsafe { isa.run(RunTask::new(problem, &plan, scratch, shared.address(), job)) };
+        unsafe { isa.dispatch(RunTask::new(problem, &plan, scratch, shared.as_mut_ptr(), job)) };
     };
     let scratch = || Scratch::new(&plan, problem);
-    parallel_for_with(pool, plan.tasks.len(), scratch, |scratch, index| run(scratch, Job::Task(&plan.tasks[index])))?;
-    parallel_for_with(pool, plan.merges.len(), scratch, |scratch, index| run(scratch, Job::Merge(plan.merges[index])))
+    try_parallel_for(pool, plan.tasks.len(), scratch, |scratch, index| run(scratch, Job::Task(&plan.tasks[index])))?;
+    try_parallel_for(pool, plan.merges.len(), scratch, |scratch, index| run(scratch, Job::Merge(plan.merges[index])))
 }
 
 /// Products of bf16 are wanted, where the CPU has them: q, K and V are exact in bf16, and the accuracy that the output's

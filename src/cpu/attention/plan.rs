@@ -120,7 +120,7 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// For vectors of so many lanes, each of which holds `per_word` elements while they are multiplied.
+    /// For vectors of so many lanes, each of which holds `elements_per_lane` elements while they are multiplied.
     ///
     /// # Errors
     /// `RESOURCE_EXHAUSTED`.
@@ -181,7 +181,7 @@ fn cut(
     problem: &Attention,
     index: usize,
     sequence: &Sequence,
-    (lanes, per_word): (usize, usize),
+    (lanes, elements_per_lane): (usize, usize),
     items: &mut Vec<Item>,
 ) -> Result {
     let (heads, d, dv) = (problem.num_kv_heads, problem.head_dim, problem.value_dim);
@@ -204,10 +204,10 @@ fn cut(
         let (item_lanes, q_len, o_len) = match arrangement {
             Arrangement::RowPerLane => {
                 let padded = rows.next_multiple_of(lanes);
-                (padded, padded * d / per_word, padded * dv)
+                (padded, padded * d / elements_per_lane, padded * dv)
             }
             Arrangement::VectorPerRow(padded) => {
-                (lanes, padded * (d / per_word).next_multiple_of(lanes), padded * dv.next_multiple_of(lanes))
+                (lanes, padded * (d / elements_per_lane).next_multiple_of(lanes), padded * dv.next_multiple_of(lanes))
             }
         };
         let keys = sequence.visible_to_any(&queries, window);

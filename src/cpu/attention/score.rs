@@ -2,7 +2,7 @@
 
 use super::lanes::Lanes;
 use crate::cpu::elementary::tanh;
-use crate::cpu::simd::{Simd, Vectorised};
+use crate::cpu::simd::{Simd, SimdKernel};
 use crate::problem::Scale;
 use crate::problem::attention::Attention;
 use std::f32::consts::LOG2_E;
@@ -119,7 +119,7 @@ impl Edits<'_> {
     #[inline(always)]
     pub(super) unsafe fn apply<S: Simd>(self, simd: S, scores: *mut f32, vectors: usize) {
         // SAFETY: the scores are those of this function's contract.
-        unsafe { simd.call(EditScores { edits: self, scores, vectors }) };
+        unsafe { simd.vectorize(EditScores { edits: self, scores, vectors }) };
     }
 }
 
@@ -131,7 +131,7 @@ struct EditScores<'a> {
     vectors: usize,
 }
 
-impl Vectorised for EditScores<'_> {
+impl SimdKernel for EditScores<'_> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {

@@ -5,7 +5,7 @@
 
 use super::score::Edits;
 use crate::cpu::elementary::exp2;
-use crate::cpu::simd::{MAX_PER_WORD, Simd, Vectorised};
+use crate::cpu::simd::{MAX_ELEMENTS_PER_LANE, Simd, SimdKernel};
 
 /// The scores of a block become `p = 2^(s - m)` in place, with m the largest so far; m and l are brought up to date,
 /// and `keep` gets what o has to be multiplied with. There are NV vectors of m, l and keep. Where words hold two
@@ -27,7 +27,7 @@ pub(super) unsafe fn softmax<S: Simd, const NV: usize>(
     keep: *mut f32,
 ) {
     // SAFETY: the vectors are those of this function's contract.
-    unsafe { simd.call(Softmax::<NV> { scores, edits, rows, known, m, l, keep }) };
+    unsafe { simd.vectorize(Softmax::<NV> { scores, edits, rows, known, m, l, keep }) };
 }
 
 /// # Safety
@@ -42,7 +42,7 @@ struct Softmax<'a, const NV: usize> {
     keep: *mut f32,
 }
 
-impl<const NV: usize> Vectorised for Softmax<'_, NV> {
+impl<const NV: usize> SimdKernel for Softmax<'_, NV> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
@@ -125,16 +125,16 @@ impl<const NV: usize> Softmax<'_, NV> {
                 simd.store(keep, kept);
             }
         }
-        for word in 0..self.edits.steps.count / S::PER_WORD {
+        for word in 0..self.edits.steps.count / S::ELEMENTS_PER_LANE {
             for v in 0..NV {
-                let mut p = [zero; MAX_PER_WORD];
-                for (i, p) in p[..S::PER_WORD].iter_mut().enumerate() {
+                let mut p = [zero; MAX_ELEMENTS_PER_LANE];
+                for (i, p) in p[..S::ELEMENTS_PER_LANE].iter_mut().enumerate() {
                     // SAFETY: vector v < NV of one of the steps that share the word.
-                    let score = unsafe { simd.load(self.at(simd, word * S::PER_WORD + i, v)) };
+                    let score = unsafe { simd.load(self.at(simd, word * S::ELEMENTS_PER_LANE + i, v)) };
                     *p = exp2(simd, simd.fma(score, c, minus_m[v]));
                     sums[v] = simd.add(sums[v], *p);
                 }
-                let words = if S::PER_WORD == 1 { p[0] } else { simd.pair(p[0], p[1]) };
+                let words = if S::ELEMENTS_PER_LANE == 1 { p[0] } else { simd.pack_pairs(p[0], p[1]) };
                 // SAFETY: words take no more room than the scores that they are made of, which were read.
                 unsafe { simd.store(self.at(simd, word, v), words) };
             }

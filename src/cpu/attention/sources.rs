@@ -1,7 +1,7 @@
 //! How elements of K and V become the words that are multiplied.
 
-use crate::cpu::element::{Stored, load_8};
-use crate::cpu::fp8_decoding::{CodeFormat, PairTable};
+use crate::cpu::element::{LoadElement, load_8};
+use crate::cpu::fp8_decoding::{Fp8Decoding, Fp8ToBf16Table};
 use crate::cpu::simd::{MAX_LANES, Simd};
 use crate::tensor::DType;
 use std::marker::PhantomData;
@@ -31,7 +31,7 @@ pub(super) trait Source<S: Simd>: Copy {
     /// They are readable.
     #[inline(always)]
     unsafe fn words_twice(self, simd: S, row: *const u8) -> [S::V; 2] {
-        let n = S::LANES * S::PER_WORD;
+        let n = S::LANES * S::ELEMENTS_PER_LANE;
         // SAFETY: the first and the second n elements of those that this function's contract names.
         unsafe { [self.words(simd, row, n), self.words(simd, row.add(n * Self::BYTES), n)] }
     }
@@ -61,7 +61,7 @@ impl<T> Clone for Singles<T> {
 }
 impl<T> Copy for Singles<T> {}
 
-impl<S: Simd, T: Stored> Source<S> for Singles<T> {
+impl<S: Simd, T: LoadElement> Source<S> for Singles<T> {
     const BYTES: usize = size_of::<T>();
     #[inline(always)]
     fn new(_: S, _: DType) -> Self {
@@ -82,13 +82,13 @@ impl<S: Simd, T: Stored> Source<S> for Singles<T> {
 
 /// 8-bit floats that become f32, one to a word.
 #[derive(Clone, Copy)]
-pub(super) struct SingleCodes(CodeFormat);
+pub(super) struct SingleCodes(Fp8Decoding);
 
 impl<S: Simd> Source<S> for SingleCodes {
     const BYTES: usize = 1;
     #[inline(always)]
     fn new(_: S, dtype: DType) -> Self {
-        Self(CodeFormat::of(dtype))
+        Self(Fp8Decoding::of(dtype))
     }
     #[inline(always)]
     unsafe fn words(self, simd: S, row: *const u8, left: usize) -> S::V {
@@ -100,7 +100,7 @@ impl<S: Simd> Source<S> for SingleCodes {
             from = padded.as_ptr();
         }
         // SAFETY: LANES codes.
-        unsafe { simd.load_codes(self.0, from) }
+        unsafe { simd.load_fp8(self.0, from) }
     }
     #[inline(always)]
     unsafe fn columns(self, simd: S, rows: (*const u8, *const u8), left: usize) -> S::V {
@@ -122,44 +122,44 @@ impl<S: Simd> Source<S> for Bf16Pairs {
     #[inline(always)]
     unsafe fn words(self, simd: S, row: *const u8, left: usize) -> S::V {
         // SAFETY: no more than what is left of the row.
-        unsafe { simd.load_pairs(row.cast(), left.min(2 * S::LANES)) }
+        unsafe { simd.load_bf16_pairs(row.cast(), left.min(2 * S::LANES)) }
     }
     #[inline(always)]
     unsafe fn columns(self, simd: S, rows: (*const u8, *const u8), left: usize) -> S::V {
         // SAFETY: no more than what is left of both rows.
-        unsafe { simd.pair_columns(rows.0.cast(), rows.1.cast(), left.min(S::LANES)) }
+        unsafe { simd.interleave_bf16(rows.0.cast(), rows.1.cast(), left.min(S::LANES)) }
     }
 }
 
 /// 8-bit floats that become bf16, two to a word.
 #[derive(Clone, Copy)]
-pub(super) struct CodePairs<S: Simd>(S::Table);
+pub(super) struct CodePairs<S: Simd>(S::Fp8Table);
 
 impl<S: Simd> Source<S> for CodePairs<S> {
     const BYTES: usize = 1;
     #[inline(always)]
     fn new(simd: S, dtype: DType) -> Self {
-        Self(simd.table(PairTable::of(dtype)))
+        Self(simd.fp8_table(Fp8ToBf16Table::of(dtype)))
     }
     #[inline(always)]
     unsafe fn words(self, simd: S, row: *const u8, left: usize) -> S::V {
         // SAFETY: no more than what is left of the row.
-        unsafe { simd.load_code_pairs(self.0, row, left.min(2 * S::LANES)) }
+        unsafe { simd.load_fp8_pairs(self.0, row, left.min(2 * S::LANES)) }
     }
     #[inline(always)]
     unsafe fn columns(self, simd: S, rows: (*const u8, *const u8), left: usize) -> S::V {
         // SAFETY: no more than what is left of both rows.
-        unsafe { simd.pair_code_columns(self.0, rows.0, rows.1, left.min(S::LANES)) }
+        unsafe { simd.interleave_fp8(self.0, rows.0, rows.1, left.min(S::LANES)) }
     }
     const TWICE: bool = true;
     #[inline(always)]
     unsafe fn words_twice(self, simd: S, row: *const u8) -> [S::V; 2] {
         // SAFETY: the caller's word.
-        unsafe { simd.load_code_pairs_twice(self.0, row) }
+        unsafe { simd.load_fp8_pairs_2(self.0, row) }
     }
     #[inline(always)]
     unsafe fn columns_4(self, simd: S, rows: (*const u8, *const u8)) -> [S::V; 4] {
         // SAFETY: the caller's word.
-        unsafe { simd.pair_code_columns_4(self.0, rows.0, rows.1) }
+        unsafe { simd.interleave_fp8_4(self.0, rows.0, rows.1) }
     }
 }

@@ -1,10 +1,10 @@
 //! K and V of a block as words, for the register tiles of `many_rows`: K as `[keys][words of D]`, V as
-//! `[Dv / TILE][words of keys][TILE]`, which is how the tiles walk.
+//! `[Dv / MR][words of keys][MR]`, which is how the tiles walk.
 
 use super::block_step::{BlockStep, Buffers};
 use super::keys::BLOCK;
 use super::sources::{Bf16Pairs, CodePairs, SingleCodes, Singles, Source};
-use crate::cpu::simd::{Simd, Vectorised};
+use crate::cpu::simd::{Simd, SimdKernel};
 use crate::tensor::DType;
 use half::{bf16, f16};
 
@@ -15,7 +15,7 @@ use half::{bf16, f16};
 #[inline(always)]
 pub(super) unsafe fn stage<S: Simd>(simd: S, block_step: &BlockStep, buffers: Buffers) {
     // SAFETY: rows and buffers are those of this function's contract.
-    unsafe { simd.call(Stage { block_step, buffers }) };
+    unsafe { simd.vectorize(Stage { block_step, buffers }) };
 }
 
 /// # Safety
@@ -25,7 +25,7 @@ struct Stage<'a> {
     buffers: Buffers,
 }
 
-impl Vectorised for Stage<'_> {
+impl SimdKernel for Stage<'_> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
@@ -33,8 +33,8 @@ impl Vectorised for Stage<'_> {
         // SAFETY: each source is one of rows of `dtype`.
         unsafe {
             match dtype {
-                DType::BF16 if S::PER_WORD == 2 => self.rows::<S, Bf16Pairs>(simd),
-                _ if S::PER_WORD == 2 => self.rows::<S, CodePairs<S>>(simd),
+                DType::BF16 if S::ELEMENTS_PER_LANE == 2 => self.rows::<S, Bf16Pairs>(simd),
+                _ if S::ELEMENTS_PER_LANE == 2 => self.rows::<S, CodePairs<S>>(simd),
                 DType::F16 => self.rows::<S, Singles<f16>>(simd),
                 DType::BF16 => self.rows::<S, Singles<bf16>>(simd),
                 DType::F32 => self.rows::<S, Singles<f32>>(simd),
@@ -58,13 +58,13 @@ impl Stage<'_> {
         let len = rows.block.len;
         for j in 0..len {
             // SAFETY: K row j; the buffer has room for its words.
-            unsafe { stage_key(simd, source, rows.k(j), k.add(j * d / S::PER_WORD), d) };
+            unsafe { stage_key(simd, source, rows.k(j), k.add(j * d / S::ELEMENTS_PER_LANE), d) };
         }
-        for j in (0..len).step_by(S::PER_WORD) {
+        for j in (0..len).step_by(S::ELEMENTS_PER_LANE) {
             // The partner of a last key without one has to be 0 as well as its p.
             let second = if j + 1 < len { rows.v(j + 1) } else { ZEROS.as_ptr().cast() };
             // SAFETY: V rows j and j + 1; the buffer has room for whole vectors of tiles.
-            unsafe { stage_values(simd, source, (rows.v(j), second), v.add(j * S::TILE / S::PER_WORD), dv) };
+            unsafe { stage_values(simd, source, (rows.v(j), second), v.add(j * S::MR / S::ELEMENTS_PER_LANE), dv) };
         }
     }
 }
@@ -75,15 +75,15 @@ impl Stage<'_> {
 /// The row is readable, `to` has room for its words and a vector behind them.
 #[inline(always)]
 unsafe fn stage_key<S: Simd, T: Source<S>>(simd: S, source: T, row: *const u8, to: *mut f32, d: usize) {
-    let vector = S::LANES * S::PER_WORD;
+    let vector = S::LANES * S::ELEMENTS_PER_LANE;
     let whole = d / vector * vector;
     // SAFETY: elements i on of the row.
     unsafe {
         for i in (0..whole).step_by(vector) {
-            simd.store(to.add(i / S::PER_WORD), source.words(simd, row.add(i * T::BYTES), vector));
+            simd.store(to.add(i / S::ELEMENTS_PER_LANE), source.words(simd, row.add(i * T::BYTES), vector));
         }
         if whole < d {
-            simd.store(to.add(whole / S::PER_WORD), source.words(simd, row.add(whole * T::BYTES), d - whole));
+            simd.store(to.add(whole / S::ELEMENTS_PER_LANE), source.words(simd, row.add(whole * T::BYTES), d - whole));
         }
     }
 }
@@ -101,17 +101,17 @@ unsafe fn stage_values<S: Simd, T: Source<S>>(
     dv: usize,
 ) {
     let whole = dv / S::LANES * S::LANES;
-    let tile_stride = BLOCK / S::PER_WORD * S::TILE;
-    // SAFETY: columns i on of both rows; column i stands in tile i / TILE.
+    let tile_stride = BLOCK / S::ELEMENTS_PER_LANE * S::MR;
+    // SAFETY: columns i on of both rows; column i stands in tile i / MR.
     unsafe {
         for i in (0..whole).step_by(S::LANES) {
             let x = source.columns(simd, (rows.0.add(i * T::BYTES), rows.1.add(i * T::BYTES)), S::LANES);
-            simd.store_parts(to.add(i / S::TILE * tile_stride), tile_stride, x);
+            simd.store_groups(to.add(i / S::MR * tile_stride), tile_stride, x);
         }
         if whole < dv {
             let at = whole * T::BYTES;
             let x = source.columns(simd, (rows.0.add(at), rows.1.add(at)), dv - whole);
-            simd.store_parts(to.add(whole / S::TILE * tile_stride), tile_stride, x);
+            simd.store_groups(to.add(whole / S::MR * tile_stride), tile_stride, x);
         }
     }
 }

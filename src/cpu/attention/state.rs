@@ -30,11 +30,11 @@ impl Arrangement {
     }
 
     /// How much further on than the key of a step's first lane that of this lane is.
-    pub(super) fn key_of_lane(self, lane: usize, per_word: usize) -> usize {
+    pub(super) fn key_of_lane(self, lane: usize, elements_per_lane: usize) -> usize {
         match self {
             Self::RowPerLane => 0,
             // The keys between are those of the next step, with which this one shares words.
-            Self::VectorPerRow(rows) => lane / rows * per_word,
+            Self::VectorPerRow(rows) => lane / rows * elements_per_lane,
         }
     }
 }

@@ -29,7 +29,7 @@ fn planned(starts: &[i32]) -> usize {
     let args = CallArguments::new(Op::PagedAttention.signature(), &operands, &results, &attributes, true).unwrap();
     let problem = paged_attention::problem(&args).unwrap();
     // SAFETY: the problem's arrays are above.
-    let plan = unsafe { Plan::new(&problem, Isa::best().sizes(), 4) }.unwrap();
+    let plan = unsafe { Plan::new(&problem, Isa::best().vector_shape(), 4) }.unwrap();
     plan.items.len() + plan.tasks.len()
 }
 

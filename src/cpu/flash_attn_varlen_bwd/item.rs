@@ -4,11 +4,11 @@ use super::block::{Block, clear, scale_row};
 use super::panel::{MAX_ROWS, Panel, row_stride};
 use super::plan::{Item, KEYS, Plan, Task};
 use super::weights::{Form, Weigh};
-use crate::cpu::aligned::Aligned;
+use crate::cpu::aligned::AlignedBuffer;
 use crate::cpu::attention::sequences::Window;
 use crate::cpu::element_rows::narrow_row;
-use crate::cpu::register_tile::{Scalars, Vectors, load_rows, store_rows, tile};
-use crate::cpu::simd::{Simd, Vectorised};
+use crate::cpu::micro_kernel::{Scalars, Vectors, load_rows, store_rows, tile};
+use crate::cpu::simd::{Simd, SimdKernel};
 use crate::error::Result;
 use crate::problem::MAX_HEAD_DIM;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
@@ -17,7 +17,7 @@ use std::ops::Range;
 /// A thread's memory for the whole call, sized for the largest item.
 pub(super) struct Scratch {
     /// A panel, a block, two arrays `[KEYS][lanes]`, then dq
-    floats: Aligned,
+    floats: AlignedBuffer,
 }
 
 impl Scratch {
@@ -26,11 +26,11 @@ impl Scratch {
     pub(super) fn new(plan: &Plan, problem: &FlashAttnVarlenBwd) -> Result<Self> {
         let (d, dv) = (problem.forward.head_dim, problem.forward.value_dim);
         let len = Panel::len(d, dv) + Block::len(d, dv) + 2 * KEYS * MAX_ROWS + plan.dq_len;
-        Ok(Self { floats: Aligned::zeros(len)? })
+        Ok(Self { floats: AlignedBuffer::zeros(len)? })
     }
 }
 
-/// A task of the plan, for [`crate::cpu::simd::Isa::run`].
+/// A task of the plan, for [`crate::cpu::simd::Isa::dispatch`].
 ///
 /// # Safety
 /// The problem's views are valid host memory, its results not accessed by others; plan, scratch and deltas were made for
@@ -56,7 +56,7 @@ impl<'a> RunTask<'a> {
     }
 }
 
-impl Vectorised for RunTask<'_> {
+impl SimdKernel for RunTask<'_> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
@@ -134,7 +134,7 @@ impl Work<'_> {
                         continue;
                     }
                     panel.load(simd, problem, (plan, item), self.deltas, (first, width));
-                    match (width > S::LANES, S::TILE) {
+                    match (width > S::LANES, S::MR) {
                         (true, 4) => self.meet::<S, 2, 4>(simd, &panel, first, start, seen),
                         (true, _) => self.meet::<S, 2, 8>(simd, &panel, first, start, seen),
                         (false, 4) => self.meet::<S, 1, 4>(simd, &panel, first, start, seen),
@@ -167,7 +167,7 @@ impl Work<'_> {
     /// # Safety
     /// As [`RunTask`]; block and panel are loaded.
     #[inline(always)]
-    unsafe fn meet<S: Simd, const NV: usize, const TILE: usize>(
+    unsafe fn meet<S: Simd, const NV: usize, const MR: usize>(
         &self,
         simd: S,
         panel: &Panel,
@@ -179,19 +179,19 @@ impl Work<'_> {
         let Self { block, p, ds, .. } = *self;
         let (d, dv) = (forward.head_dim, forward.value_dim);
         // Whole tiles; what is not seen gets weights of 0.
-        let keys = seen.start / TILE * TILE..seen.end.next_multiple_of(TILE);
-        // SAFETY: KEYS is a multiple of TILE; what follows stays within block, panel and the panel's dq.
+        let keys = seen.start / MR * MR..seen.end.next_multiple_of(MR);
+        // SAFETY: KEYS is a multiple of MR; what follows stays within block, panel and the panel's dq.
         unsafe {
-            products::<S, NV, TILE>(simd, (block.k, d), panel.q_columns, &keys, p);
-            products::<S, NV, TILE>(simd, (block.v, dv), panel.dout_columns, &keys, ds);
+            products::<S, NV, MR>(simd, (block.k, d), panel.q_columns, &keys, p);
+            products::<S, NV, MR>(simd, (block.v, dv), panel.dout_columns, &keys, ds);
             let (lanes, form) = (&panel.lanes, self.form);
-            simd.call(Weigh::<NV> { p, ds, keys: keys.clone(), first: start, lanes, form });
+            simd.vectorize(Weigh::<NV> { p, ds, keys: keys.clone(), first: start, lanes, form });
             if self.item.wants.keys() {
-                add_to_keys::<S, NV, TILE>(simd, p, (panel.dout, panel.rows), &keys, (block.dv, dv));
-                add_to_keys::<S, NV, TILE>(simd, ds, (panel.q, panel.rows), &keys, (block.dk, d));
+                add_to_keys::<S, NV, MR>(simd, p, (panel.dout, panel.rows), &keys, (block.dv, dv));
+                add_to_keys::<S, NV, MR>(simd, ds, (panel.q, panel.rows), &keys, (block.dk, d));
             }
             if self.item.wants.queries() {
-                add_to_queries::<S, NV, TILE>(simd, (block.k, d), ds, &seen, self.dq.add(first * d));
+                add_to_queries::<S, NV, MR>(simd, (block.k, d), ds, &seen, self.dq.add(first * d));
             }
         }
     }
@@ -229,7 +229,7 @@ impl Work<'_> {
 /// # Safety
 /// `rows` are those of a block, of `d` elements; `columns` is `[d][NV]` vectors, `to` has room for all keys.
 #[inline(always)]
-unsafe fn products<S: Simd, const NV: usize, const TILE: usize>(
+unsafe fn products<S: Simd, const NV: usize, const MR: usize>(
     simd: S,
     (rows, d): (*const f32, usize),
     columns: *const f32,
@@ -237,12 +237,12 @@ unsafe fn products<S: Simd, const NV: usize, const TILE: usize>(
     to: *mut f32,
 ) {
     let (width, stride) = (NV * S::LANES, row_stride(d));
-    for j in keys.clone().step_by(TILE) {
-        // SAFETY: rows j to j + TILE of the block, the `[d][NV]` columns, and as many places in `to`.
+    for j in keys.clone().step_by(MR) {
+        // SAFETY: rows j to j + MR of the block, the `[d][NV]` columns, and as many places in `to`.
         unsafe {
             let scalars = Scalars { from: rows.add(j * stride), row: stride, step: 1 };
-            let zeros = [[simd.splat(0.0); NV]; TILE];
-            let sums = tile::<S, NV, TILE>(simd, scalars, Vectors { from: columns, step: width }, d, zeros);
+            let zeros = [[simd.splat(0.0); NV]; MR];
+            let sums = tile::<S, NV, MR>(simd, scalars, Vectors { from: columns, step: width }, d, zeros);
             store_rows(simd, to.add(j * width), width, sums);
         }
     }
@@ -253,7 +253,7 @@ unsafe fn products<S: Simd, const NV: usize, const TILE: usize>(
 /// # Safety
 /// `k` are a block's rows of `d` elements, `ds` has NV vectors for each key, `dq` is `[d][NV]` vectors.
 #[inline(always)]
-unsafe fn add_to_queries<S: Simd, const NV: usize, const TILE: usize>(
+unsafe fn add_to_queries<S: Simd, const NV: usize, const MR: usize>(
     simd: S,
     (k, d): (*const f32, usize),
     ds: *const f32,
@@ -261,13 +261,13 @@ unsafe fn add_to_queries<S: Simd, const NV: usize, const TILE: usize>(
     dq: *mut f32,
 ) {
     let (width, stride) = (NV * S::LANES, row_stride(d));
-    for c in (0..d).step_by(TILE) {
-        // SAFETY: elements c to c + TILE of the keys' rows and of dq, as TILE divides d; a weight for each key.
+    for c in (0..d).step_by(MR) {
+        // SAFETY: elements c to c + MR of the keys' rows and of dq, as MR divides d; a weight for each key.
         unsafe {
             let scalars = Scalars { from: k.add(keys.start * stride + c), row: 1, step: stride };
             let vectors = Vectors { from: ds.add(keys.start * width), step: width };
             let dq = dq.add(c * width);
-            let sums = load_rows::<S, NV, TILE>(simd, dq, width);
+            let sums = load_rows::<S, NV, MR>(simd, dq, width);
             store_rows(simd, dq, width, tile(simd, scalars, vectors, keys.len(), sums));
         }
     }
@@ -279,7 +279,7 @@ unsafe fn add_to_queries<S: Simd, const NV: usize, const TILE: usize>(
 /// # Safety
 /// `weights` has all keys; `rows` are `count` rows of a panel, of `d` elements, `to` those of a block.
 #[inline(always)]
-unsafe fn add_to_keys<S: Simd, const NV: usize, const TILE: usize>(
+unsafe fn add_to_keys<S: Simd, const NV: usize, const MR: usize>(
     simd: S,
     weights: *const f32,
     (rows, count): (*const f32, usize),
@@ -287,18 +287,18 @@ unsafe fn add_to_keys<S: Simd, const NV: usize, const TILE: usize>(
     (to, d): (*mut f32, usize),
 ) {
     let (width, stride) = (NV * S::LANES, row_stride(d));
-    for j in keys.clone().step_by(TILE) {
-        // SAFETY: weights and rows of keys j to j + TILE, of a block of whole tiles; all rows are whole vectors long.
+    for j in keys.clone().step_by(MR) {
+        // SAFETY: weights and rows of keys j to j + MR, of a block of whole tiles; all rows are whole vectors long.
         unsafe {
             let scalars = Scalars { from: weights.add(j * width), row: width, step: 1 };
             let mut c = 0;
             while c < d {
                 let (vectors, to) = (Vectors { from: rows.add(c), step: stride }, to.add(j * stride + c));
                 if d - c > S::LANES {
-                    let sums = load_rows::<S, 2, TILE>(simd, to, stride);
+                    let sums = load_rows::<S, 2, MR>(simd, to, stride);
                     store_rows(simd, to, stride, tile(simd, scalars, vectors, count, sums));
                 } else {
-                    let sums = load_rows::<S, 1, TILE>(simd, to, stride);
+                    let sums = load_rows::<S, 1, MR>(simd, to, stride);
                     store_rows(simd, to, stride, tile(simd, scalars, vectors, count, sums));
                 }
                 c += 2 * S::LANES;

@@ -16,8 +16,8 @@ mod plan;
 mod rows;
 mod weights;
 
-use super::aligned::{Aligned, Shared, parallel_for_with};
-use super::attention::WORTH_SHARING;
+use super::aligned::{AlignedBuffer, SharedBuffer, try_parallel_for};
+use super::attention::MIN_PARALLEL_WORK;
 use super::simd::Isa;
 use crate::error::Result;
 use crate::log;
@@ -36,7 +36,7 @@ use rows::SumUp;
 /// The problem's views are valid host memory, the results writable and not otherwise accessed.
 pub(crate) unsafe fn run(problem: &FlashAttnVarlenBwd, pool: &dyn Pool) -> Result {
     // SAFETY: the caller's word.
-    unsafe { run_with(Isa::best().with_single_words(), problem, pool) }
+    unsafe { run_with(Isa::best().without_bf16_pairs(), problem, pool) }
 }
 
 /// [`run`] with the instruction set chosen, one that has an f32 in a lane.
@@ -51,29 +51,29 @@ unsafe fn run_with(isa: Isa, problem: &FlashAttnVarlenBwd, pool: &dyn Pool) -> R
         format!("{isa:?} on {threads} threads, {dtype}, [Tq, Hq, Hkv, D, Dv] = {sizes:?}")
     });
     // SAFETY: the caller's word.
-    let plan = unsafe { Plan::new(problem, isa.sizes().0, threads) }?;
+    let plan = unsafe { Plan::new(problem, isa.vector_shape().0, threads) }?;
     let work = plan.cost * forward.head_dim as u64 + (problem.dq.len() + problem.dk.len() + problem.dv.len()) as u64;
-    let pool = if work < WORTH_SHARING { &SingleThread } else { pool };
+    let pool = if work < MIN_PARALLEL_WORK { &SingleThread } else { pool };
 
     let chunks = rows::chunks(forward.num_rows);
     let (mut deltas, mut sinks) =
-        (Aligned::zeros(problem.dq.len() / forward.head_dim)?, Aligned::zeros(chunks * forward.num_q_heads)?);
-    let (deltas_of_all, sinks_of_all) = (Shared::new(&mut deltas), Shared::new(&mut sinks));
+        (AlignedBuffer::zeros(problem.dq.len() / forward.head_dim)?, AlignedBuffer::zeros(chunks * forward.num_q_heads)?);
+    let (deltas_of_all, sinks_of_all) = (SharedBuffer::new(&mut deltas), SharedBuffer::new(&mut sinks));
     let sum_up = |(): &mut (), index: usize| {
-        let of_chunk = sinks_of_all.address().wrapping_add(index * forward.num_q_heads);
+        let of_chunk = sinks_of_all.as_mut_ptr().wrapping_add(index * forward.num_q_heads);
         // SAFETY: the views are valid by this function's contract; both arrays were made for this problem, and each index
         // comes once.
-        unsafe { isa.run(SumUp::new(problem, &plan, index, deltas_of_all.address(), of_chunk)) };
+        unsafe { isa.dispatch(SumUp::new(problem, &plan, index, deltas_of_all.as_mut_ptr(), of_chunk)) };
     };
     parallel_for(pool, chunks, || (), sum_up)?;
     // SAFETY: the array has the sums of all chunks, whose tasks have ended; dsinks are a view of the problem.
-    unsafe { rows::write_sinks(problem, sinks_of_all.address(), chunks) };
+    unsafe { rows::write_sinks(problem, sinks_of_all.as_mut_ptr(), chunks) };
 
     let scratch = || Scratch::new(&plan, problem);
-    parallel_for_with(pool, plan.tasks.len(), scratch, |scratch, index| {
-        let deltas = deltas_of_all.address();
+    try_parallel_for(pool, plan.tasks.len(), scratch, |scratch, index| {
+        let deltas = deltas_of_all.as_mut_ptr();
         // SAFETY: the views are valid by this function's contract; plan, scratch and deltas were made for this problem, and
         // each index comes once.
-        unsafe { isa.run(RunTask::new(problem, &plan, scratch, deltas, &plan.tasks[index])) };
+        unsafe { isa.dispatch(RunTask::new(problem, &plan, scratch, deltas, &plan.tasks[index])) };
     })
 }

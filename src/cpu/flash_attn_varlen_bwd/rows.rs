@@ -2,7 +2,7 @@
 
 use super::plan::Plan;
 use crate::cpu::element_rows::widen_row;
-use crate::cpu::simd::{MAX_LANES, Simd, Vectorised};
+use crate::cpu::simd::{MAX_LANES, Simd, SimdKernel};
 use crate::problem::MAX_HEAD_DIM;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::tensor::Tensor;
@@ -51,7 +51,7 @@ impl<'a> SumUp<'a> {
     }
 }
 
-impl Vectorised for SumUp<'_> {
+impl SimdKernel for SumUp<'_> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {

@@ -2,7 +2,7 @@
 
 use super::panel::Lanes;
 use crate::cpu::elementary::{exp2, tanh};
-use crate::cpu::simd::{Simd, Vectorised};
+use crate::cpu::simd::{Simd, SimdKernel};
 use crate::problem::attention::Score;
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
@@ -44,7 +44,7 @@ pub(super) struct Weigh<'a, const NV: usize> {
     pub(super) form: Form,
 }
 
-impl<const NV: usize> Vectorised for Weigh<'_, NV> {
+impl<const NV: usize> SimdKernel for Weigh<'_, NV> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {

@@ -3,8 +3,8 @@
 #![allow(clippy::wildcard_imports, reason = "the intrinsics' own prefix tells where they come from")]
 
 use super::x86::operations;
-use super::{MAX_LANES, ROUND, Simd, Vectorised, codes_in_scalars, from_lanes, word};
-use crate::cpu::fp8_decoding::{CodeFormat, PairTable};
+use super::{MAX_LANES, ROUND, Simd, SimdKernel, from_lanes, pack_pair, scalar_fp8_operations};
+use crate::cpu::fp8_decoding::{Fp8Decoding, Fp8ToBf16Table};
 use half::bf16;
 use std::arch::x86_64::*;
 
@@ -21,17 +21,17 @@ impl Avx2 {
 
 impl Simd for Avx2 {
     const LANES: usize = 8;
-    const PER_WORD: usize = 1;
-    const TILE: usize = 4;
-    const STREAMS: bool = true;
-    codes_in_scalars!();
+    const ELEMENTS_PER_LANE: usize = 1;
+    const MR: usize = 4;
+    const HAS_NONTEMPORAL_STORES: bool = true;
+    scalar_fp8_operations!();
     operations!(__m256: _mm256_set1_ps _mm256_loadu_ps _mm256_storeu_ps _mm256_add_ps _mm256_sub_ps _mm256_mul_ps
         _mm256_div_ps _mm256_fmadd_ps _mm256_max_ps);
 
-    unsafe fn call<K: Vectorised>(self, kernel: K) -> K::Output {
+    unsafe fn vectorize<K: SimdKernel>(self, kernel: K) -> K::Output {
         #[target_feature(enable = "avx2,fma,f16c")]
         #[inline(never)]
-        unsafe fn compiled<K: Vectorised>(simd: Avx2, kernel: K) -> K::Output {
+        unsafe fn compiled<K: SimdKernel>(simd: Avx2, kernel: K) -> K::Output {
             // SAFETY: what the kernel requires is the contract of `call`.
             unsafe { kernel.run(simd) }
         }
@@ -40,12 +40,12 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn stream(self, to: *mut f32, x: __m256) {
+    unsafe fn store_nontemporal(self, to: *mut f32, x: __m256) {
         // SAFETY: `self` proves the features; writable and aligned, by the caller's word.
         unsafe { _mm256_stream_ps(to, x) }
     }
     #[inline(always)]
-    fn fence(self) {
+    fn store_fence(self) {
         // SAFETY: `self` proves the features.
         unsafe { _mm_sfence() }
     }
@@ -84,7 +84,7 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    unsafe fn store_parts(self, to: *mut f32, stride: usize, x: __m256) {
+    unsafe fn store_groups(self, to: *mut f32, stride: usize, x: __m256) {
         // SAFETY: `self` proves the features; writable, by the caller's word.
         unsafe {
             _mm_storeu_ps(to, _mm256_castps256_ps128(x));
@@ -92,10 +92,10 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    unsafe fn load_codes(self, format: CodeFormat, from: *const u8) -> __m256 {
+    unsafe fn load_fp8(self, format: Fp8Decoding, from: *const u8) -> __m256 {
         // SAFETY: `self` proves the features; readable, by the caller's word.
         unsafe {
-            // As `CodeFormat::decode`, in 16-bit lanes.
+            // As `Fp8Decoding::decode`, in 16-bit lanes.
             let codes = _mm_cvtepi8_epi16(_mm_loadl_epi64(from.cast()));
             let moved = _mm_sll_epi16(codes, _mm_cvtsi32_si128(format.shift as i32));
             let halves = _mm_and_si128(moved, _mm_set1_epi16(format.bits as i16));
@@ -120,14 +120,14 @@ impl Simd for Avx2 {
         unsafe { _mm256_blendv_ps(no, yes, _mm256_cmp_ps::<_CMP_LT_OQ>(a, b)) }
     }
     #[inline(always)]
-    fn split(self, x: __m256) -> (__m256, __m256) {
+    fn split_fraction(self, x: __m256) -> (__m256, __m256) {
         // The constant stands first: `max` gives its second operand where one is NaN.
         let x = self.max(self.splat(-127.0), x);
         let rounded = self.add(x, self.splat(ROUND));
         (self.sub(x, self.sub(rounded, self.splat(ROUND))), rounded)
     }
     #[inline(always)]
-    fn times_power_of_2(self, p: __m256, n: __m256) -> __m256 {
+    fn scale_by_power_of_2(self, p: __m256, n: __m256) -> __m256 {
         // SAFETY: `self` proves the features.
         unsafe {
             // Bits of the sum: n in two's complement below bit 22; shifted out of the mantissa it becomes the exponent.
@@ -137,7 +137,7 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    fn sum_each(self, sums: [__m256; MAX_LANES]) -> __m256 {
+    fn horizontal_sums(self, sums: [__m256; MAX_LANES]) -> __m256 {
         // SAFETY: `self` proves the features.
         unsafe {
             // Each `hadd` halves the addends of a vector; after two, a 128-bit half holds four vectors' half sums.

@@ -4,8 +4,8 @@
 
 use super::avx2::Avx2;
 use super::x86::operations;
-use super::{MAX_LANES, Simd, Vectorised};
-use crate::cpu::fp8_decoding::{CodeFormat, PairTable};
+use super::{MAX_LANES, Simd, SimdKernel};
+use crate::cpu::fp8_decoding::{Fp8Decoding, Fp8ToBf16Table};
 use std::arch::x86_64::*;
 
 /// Proof that the CPU has AVX-512 F, BW, VL and DQ and what [`super::avx2::Avx2`] proves; with BF16 also AVX-512 BF16
@@ -32,7 +32,7 @@ impl Avx512<true> {
         .then_some(Self(()))
     }
 
-    pub(crate) fn with_single_words(self) -> Avx512<false> {
+    pub(crate) fn without_bf16_pairs(self) -> Avx512<false> {
         let Self(proof) = self;
         Avx512(proof)
     }
@@ -40,9 +40,9 @@ impl Avx512<true> {
 
 /// Of 8-bit codes without their sign: the lower bytes of their bf16, then the upper ones, 64 codes in each.
 #[derive(Clone, Copy)]
-pub(crate) struct CodeTable([__m512i; 4]);
+pub(crate) struct Fp8LookupTable([__m512i; 4]);
 
-impl CodeTable {
+impl Fp8LookupTable {
     /// Words of bf16 for codes of which each stands twice, in both bytes of its bf16.
     ///
     /// # Safety
@@ -94,23 +94,23 @@ static TWICE_IN_COLUMNS: [u8; 64] = byte_indices(true);
 
 impl<const BF16: bool> Simd for Avx512<BF16> {
     const LANES: usize = 16;
-    const PER_WORD: usize = if BF16 { 2 } else { 1 };
-    const TILE: usize = 8;
-    const STREAMS: bool = true;
-    type Table = CodeTable;
+    const ELEMENTS_PER_LANE: usize = if BF16 { 2 } else { 1 };
+    const MR: usize = 8;
+    const HAS_NONTEMPORAL_STORES: bool = true;
+    type Fp8Table = Fp8LookupTable;
     operations!(__m512: _mm512_set1_ps _mm512_loadu_ps _mm512_storeu_ps _mm512_add_ps _mm512_sub_ps _mm512_mul_ps
         _mm512_div_ps _mm512_fmadd_ps _mm512_max_ps);
 
-    unsafe fn call<K: Vectorised>(self, kernel: K) -> K::Output {
+    unsafe fn vectorize<K: SimdKernel>(self, kernel: K) -> K::Output {
         #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
         #[inline(never)]
-        unsafe fn single<const BF16: bool, K: Vectorised>(simd: Avx512<BF16>, kernel: K) -> K::Output {
+        unsafe fn single<const BF16: bool, K: SimdKernel>(simd: Avx512<BF16>, kernel: K) -> K::Output {
             // SAFETY: what the kernel requires is the contract of `call`.
             unsafe { kernel.run(simd) }
         }
         #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
         #[inline(never)]
-        unsafe fn pairs<const BF16: bool, K: Vectorised>(simd: Avx512<BF16>, kernel: K) -> K::Output {
+        unsafe fn pairs<const BF16: bool, K: SimdKernel>(simd: Avx512<BF16>, kernel: K) -> K::Output {
             // SAFETY: what the kernel requires is the contract of `call`.
             unsafe { kernel.run(simd) }
         }
@@ -119,12 +119,12 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
-    unsafe fn stream(self, to: *mut f32, x: __m512) {
+    unsafe fn store_nontemporal(self, to: *mut f32, x: __m512) {
         // SAFETY: `self` proves the features; writable and aligned, by the caller's word.
         unsafe { _mm512_stream_ps(to, x) }
     }
     #[inline(always)]
-    fn fence(self) {
+    fn store_fence(self) {
         // SAFETY: `self` proves the features.
         unsafe { _mm_sfence() }
     }
@@ -161,7 +161,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
-    unsafe fn store_parts(self, to: *mut f32, stride: usize, x: __m512) {
+    unsafe fn store_groups(self, to: *mut f32, stride: usize, x: __m512) {
         // SAFETY: `self` proves the features; writable, by the caller's word.
         unsafe {
             _mm256_storeu_ps(to, _mm512_castps512_ps256(x));
@@ -169,16 +169,16 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
-    fn dot_words(self, a: __m512, b: __m512, sum: __m512) -> __m512 {
+    fn dot(self, a: __m512, b: __m512, sum: __m512) -> __m512 {
         if BF16 {
             // SAFETY: `self` proves the features; vectors of the same bits.
-            unsafe { _mm512_dpbf16_ps(sum, as_pairs(a), as_pairs(b)) }
+            unsafe { _mm512_dpbf16_ps(sum, as_bf16_vector(a), as_bf16_vector(b)) }
         } else {
             self.fma(a, b, sum)
         }
     }
     #[inline(always)]
-    fn pair(self, a: __m512, b: __m512) -> __m512 {
+    fn pack_pairs(self, a: __m512, b: __m512) -> __m512 {
         // SAFETY: `self` proves the features where BF16 is true, and no caller pairs words where it is not.
         unsafe {
             // Words a0 b0 a1 b1 ... out of b15 to b0, a15 to a0.
@@ -191,8 +191,8 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
-    fn scale_words(self, words: __m512, factor: __m512) -> __m512 {
-        // SAFETY: as in `pair`; vectors of the same bits.
+    fn scale_pairs(self, words: __m512, factor: __m512) -> __m512 {
+        // SAFETY: as in `pack_pairs`; vectors of the same bits.
         unsafe {
             let words = _mm512_castps_si512(words);
             let [first, others] = [_mm512_castsi512_si256(words), _mm512_extracti64x4_epi64::<1>(words)]
@@ -202,29 +202,29 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
-    unsafe fn load_pairs(self, from: *const u16, n: usize) -> __m512 {
+    unsafe fn load_bf16_pairs(self, from: *const u16, n: usize) -> __m512 {
         // SAFETY: `self` proves the features; masked-out elements are not touched, the others are readable.
         unsafe {
             if n >= 32 {
                 return _mm512_loadu_ps(from.cast());
             }
-            _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(first_of(n) as u32, from.cast()))
+            _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask_of_first(n) as u32, from.cast()))
         }
     }
     #[inline(always)]
-    unsafe fn pair_columns(self, first: *const u16, second: *const u16, n: usize) -> __m512 {
-        // SAFETY: as in `load_pairs`.
+    unsafe fn interleave_bf16(self, first: *const u16, second: *const u16, n: usize) -> __m512 {
+        // SAFETY: as in `load_bf16_pairs`.
         unsafe {
-            let (first, second) = (words_of_16(first, n), words_of_16(second, n));
+            let (first, second) = (load_16_bf16(first, n), load_16_bf16(second, n));
             _mm512_castsi512_ps(_mm512_or_si512(first, _mm512_slli_epi32::<16>(second)))
         }
     }
     #[inline(always)]
-    fn table(self, table: &'static PairTable) -> CodeTable {
+    fn fp8_table(self, table: &'static Fp8ToBf16Table) -> Fp8LookupTable {
         // SAFETY: `self` proves the features; 64 bytes of 128 each.
         unsafe {
             let [low, high] = [table.low.as_ptr(), table.high.as_ptr()];
-            CodeTable([
+            Fp8LookupTable([
                 _mm512_loadu_si512(low.cast()),
                 _mm512_loadu_si512(low.add(64).cast()),
                 _mm512_loadu_si512(high.cast()),
@@ -233,31 +233,31 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
-    unsafe fn load_code_pairs(self, table: CodeTable, from: *const u8, n: usize) -> __m512 {
-        // SAFETY: as in `pair`; masked-out codes are not touched, the others are readable.
+    unsafe fn load_fp8_pairs(self, table: Fp8LookupTable, from: *const u8, n: usize) -> __m512 {
+        // SAFETY: as in `pack_pairs`; masked-out codes are not touched, the others are readable.
         unsafe {
             let codes = if n >= 32 {
                 _mm256_loadu_si256(from.cast())
             } else {
-                _mm256_maskz_loadu_epi8(first_of(n) as u32, from.cast())
+                _mm256_maskz_loadu_epi8(mask_of_first(n) as u32, from.cast())
             };
             let codes = _mm512_castsi256_si512(codes);
             table.look_up(_mm512_permutexvar_epi8(_mm512_loadu_si512(TWICE.as_ptr().cast()), codes))
         }
     }
     #[inline(always)]
-    unsafe fn pair_code_columns(self, table: CodeTable, first: *const u8, second: *const u8, n: usize) -> __m512 {
-        // SAFETY: as in `load_code_pairs`.
+    unsafe fn interleave_fp8(self, table: Fp8LookupTable, first: *const u8, second: *const u8, n: usize) -> __m512 {
+        // SAFETY: as in `load_fp8_pairs`.
         unsafe {
-            let (first, second) = (codes_of_16(first, n), codes_of_16(second, n));
+            let (first, second) = (load_16_fp8(first, n), load_16_fp8(second, n));
             let both = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(first), second);
             let order = _mm512_loadu_si512(TWICE_IN_COLUMNS.as_ptr().cast());
             table.look_up(_mm512_permutexvar_epi8(order, _mm512_castsi256_si512(both)))
         }
     }
     #[inline(always)]
-    unsafe fn load_code_pairs_twice(self, table: CodeTable, from: *const u8) -> [__m512; 2] {
-        // SAFETY: as in `load_code_pairs`.
+    unsafe fn load_fp8_pairs_2(self, table: Fp8LookupTable, from: *const u8) -> [__m512; 2] {
+        // SAFETY: as in `load_fp8_pairs`.
         unsafe {
             // Quarters of the first half of the codes to the lower halves of blocks, of the second half to the upper.
             let order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
@@ -265,8 +265,8 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
-    unsafe fn pair_code_columns_4(self, table: CodeTable, first: *const u8, second: *const u8) -> [__m512; 4] {
-        // SAFETY: as in `load_code_pairs`.
+    unsafe fn interleave_fp8_4(self, table: Fp8LookupTable, first: *const u8, second: *const u8) -> [__m512; 4] {
+        // SAFETY: as in `load_fp8_pairs`.
         unsafe {
             // Four columns each, transposed: both interleavings that follow leave the first of a block in the block.
             let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -278,10 +278,10 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
-    unsafe fn load_codes(self, format: CodeFormat, from: *const u8) -> __m512 {
+    unsafe fn load_fp8(self, format: Fp8Decoding, from: *const u8) -> __m512 {
         // SAFETY: `self` proves the features; readable, by the caller's word.
         unsafe {
-            // As `CodeFormat::decode`, in 16-bit lanes.
+            // As `Fp8Decoding::decode`, in 16-bit lanes.
             let codes = _mm256_cvtepi8_epi16(_mm_loadu_si128(from.cast()));
             let moved = _mm256_sll_epi16(codes, _mm_cvtsi32_si128(format.shift as i32));
             let halves = _mm256_and_si256(moved, _mm256_set1_epi16(format.bits as i16));
@@ -306,19 +306,19 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         unsafe { _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b), no, yes) }
     }
     #[inline(always)]
-    fn split(self, x: __m512) -> (__m512, __m512) {
+    fn split_fraction(self, x: __m512) -> (__m512, __m512) {
         // SAFETY: `self` proves the features.
         unsafe {
             (_mm512_reduce_ps::<_MM_FROUND_TO_NEAREST_INT>(x), _mm512_roundscale_ps::<_MM_FROUND_TO_NEAREST_INT>(x))
         }
     }
     #[inline(always)]
-    fn times_power_of_2(self, p: __m512, n: __m512) -> __m512 {
+    fn scale_by_power_of_2(self, p: __m512, n: __m512) -> __m512 {
         // SAFETY: `self` proves the features.
         unsafe { _mm512_scalef_ps(p, n) }
     }
     #[inline(always)]
-    fn sum_each(self, sums: [__m512; MAX_LANES]) -> __m512 {
+    fn horizontal_sums(self, sums: [__m512; MAX_LANES]) -> __m512 {
         // A transposition that adds as it goes: each step halves the vectors and doubles how many sums one holds.
         // SAFETY: `self` proves the features.
         unsafe {
@@ -345,13 +345,13 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
 /// # Safety
 /// The CPU has AVX-512 BW and VL; `n` elements are readable.
 #[inline(always)]
-unsafe fn words_of_16(from: *const u16, n: usize) -> __m512i {
+unsafe fn load_16_bf16(from: *const u16, n: usize) -> __m512i {
     // SAFETY: the caller's word; masked-out elements are not touched.
     unsafe {
         _mm512_cvtepu16_epi32(if n >= 16 {
             _mm256_loadu_si256(from.cast())
         } else {
-            _mm256_maskz_loadu_epi16(first_of(n) as u16, from.cast())
+            _mm256_maskz_loadu_epi16(mask_of_first(n) as u16, from.cast())
         })
     }
 }
@@ -359,24 +359,24 @@ unsafe fn words_of_16(from: *const u16, n: usize) -> __m512i {
 /// The first `n` of 16 codes, then zeros.
 ///
 /// # Safety
-/// As `words_of_16`.
+/// As `load_16_bf16`.
 #[inline(always)]
-unsafe fn codes_of_16(from: *const u8, n: usize) -> __m128i {
+unsafe fn load_16_fp8(from: *const u8, n: usize) -> __m128i {
     // SAFETY: the caller's word; masked-out codes are not touched.
     unsafe {
-        if n >= 16 { _mm_loadu_si128(from.cast()) } else { _mm_maskz_loadu_epi8(first_of(n) as u16, from.cast()) }
+        if n >= 16 { _mm_loadu_si128(from.cast()) } else { _mm_maskz_loadu_epi8(mask_of_first(n) as u16, from.cast()) }
     }
 }
 
 /// A mask of the first `n`, less than 32.
 #[inline(always)]
-fn first_of(n: usize) -> u64 {
+fn mask_of_first(n: usize) -> u64 {
     (1 << n) - 1
 }
 
 /// The same bits.
 #[inline(always)]
-fn as_pairs(x: __m512) -> __m512bh {
+fn as_bf16_vector(x: __m512) -> __m512bh {
     // SAFETY: both are 512 bits without a meaning of their own.
     unsafe { std::mem::transmute(x) }
 }

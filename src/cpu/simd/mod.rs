@@ -1,6 +1,6 @@
 //! Vectors of f32 behind one trait, for the instruction sets that kernels are compiled for.
 //!
-//! A kernel is generic over [`Simd`] and runs through [`Isa::run`], which compiles it once for each instruction set.
+//! A kernel is generic over [`Simd`] and runs through [`Isa::dispatch`], which compiles it once for each instruction set.
 //! Whatever it calls must be `#[inline(always)]`: only then do the vector operations end up inside the function that
 //! may use the instructions.
 
@@ -16,7 +16,7 @@ mod x86;
 mod tests;
 
 use super::bf16_rounding::round_to_bf16;
-use super::fp8_decoding::{CodeFormat, PairTable};
+use super::fp8_decoding::{Fp8Decoding, Fp8ToBf16Table};
 use half::bf16;
 use portable::Portable;
 use std::fmt;
@@ -32,7 +32,7 @@ pub(crate) const CACHE_LINE: usize = 64;
 const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
 
 /// The most elements in a lane.
-pub(crate) const MAX_PER_WORD: usize = 2;
+pub(crate) const MAX_ELEMENTS_PER_LANE: usize = 2;
 
 /// Operations on vectors of [`Simd::LANES`] f32. Holding a value proves that this CPU has the instructions.
 ///
@@ -42,22 +42,22 @@ pub(crate) trait Simd: Copy {
     /// One vector.
     type V: Copy;
     /// A table of 8-bit codes where it is at hand.
-    type Table: Copy;
+    type Fp8Table: Copy;
     /// f32 in a vector: 4, 8 or 16.
     const LANES: usize;
     /// Elements that lie in a lane while they are multiplied: 1, f32, or 2, bf16, where that is faster.
-    const PER_WORD: usize;
+    const ELEMENTS_PER_LANE: usize;
     /// Rows of a register tile: this many times two vectors of sums fit into the registers, beside what feeds them.
     /// Divides 8.
-    const TILE: usize;
+    const MR: usize;
     /// Whether [`stream`](Self::stream) is more than a store.
-    const STREAMS: bool = false;
+    const HAS_NONTEMPORAL_STORES: bool = false;
 
     /// Run `kernel` as a function of its own with these instructions: for what is long and needed in many places.
     ///
     /// # Safety
-    /// As [`Vectorised::run`] of the kernel.
-    unsafe fn call<K: Vectorised>(self, kernel: K) -> K::Output;
+    /// As [`SimdKernel::run`] of the kernel.
+    unsafe fn vectorize<K: SimdKernel>(self, kernel: K) -> K::Output;
     /// `x` in every lane.
     fn splat(self, x: f32) -> Self::V;
     /// # Safety
@@ -66,18 +66,18 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// `to` has `LANES` writable elements; any alignment.
     unsafe fn store(self, to: *mut f32, x: Self::V);
-    /// As [`store`](Self::store), past the caches where [`STREAMS`](Self::STREAMS): what follows on other threads must come
+    /// As [`store`](Self::store), past the caches where [`HAS_NONTEMPORAL_STORES`](Self::HAS_NONTEMPORAL_STORES): what follows on other threads must come
     /// after a [`fence`](Self::fence).
     /// # Safety
     /// As of `store`; `to` is aligned to the vector.
     #[inline(always)]
-    unsafe fn stream(self, to: *mut f32, x: Self::V) {
+    unsafe fn store_nontemporal(self, to: *mut f32, x: Self::V) {
         // SAFETY: the caller's word.
         unsafe { self.store(to, x) }
     }
     /// What this thread has streamed is stored.
     #[inline(always)]
-    fn fence(self) {}
+    fn store_fence(self) {}
     /// `LANES` elements of f16, widened.
     /// # Safety
     /// `from` has `LANES` readable elements; any alignment.
@@ -95,7 +95,7 @@ pub(crate) trait Simd: Copy {
     /// `to` has `LANES` writable elements; any alignment.
     #[inline(always)]
     unsafe fn store_bf16(self, to: *mut u16, x: Self::V) {
-        for (i, x) in array(self, x)[..Self::LANES].iter().enumerate() {
+        for (i, x) in to_array(self, x)[..Self::LANES].iter().enumerate() {
             // SAFETY: i < LANES.
             unsafe { to.add(i).write_unaligned(round_to_bf16(*x).to_bits()) }
         }
@@ -103,7 +103,7 @@ pub(crate) trait Simd: Copy {
     /// `LANES` codes, widened; infinities and NaN stay what they are.
     /// # Safety
     /// `from` has `LANES` readable elements.
-    unsafe fn load_codes(self, format: CodeFormat, from: *const u8) -> Self::V;
+    unsafe fn load_fp8(self, format: Fp8Decoding, from: *const u8) -> Self::V;
 
     /// `a + b`
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
@@ -119,55 +119,55 @@ pub(crate) trait Simd: Copy {
     fn max(self, a: Self::V, b: Self::V) -> Self::V;
     /// `yes` where `a < b`, otherwise `no`, also where one of them is NaN.
     fn select_lt(self, a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V;
-    /// x as a fraction, at most 1/2 in magnitude, and an integer in a form that [`Self::times_power_of_2`] takes; x is
+    /// x as a fraction, at most 1/2 in magnitude, and an integer in a form that [`Self::scale_by_power_of_2`] takes; x is
     /// less than 127.5. -inf may have any fraction.
-    fn split(self, x: Self::V) -> (Self::V, Self::V);
+    fn split_fraction(self, x: Self::V) -> (Self::V, Self::V);
     /// `p * 2^n` for p between 1/2 and 2; not above 2^-126 for n below -126, 0 where n came from -inf.
-    fn times_power_of_2(self, p: Self::V, n: Self::V) -> Self::V;
+    fn scale_by_power_of_2(self, p: Self::V, n: Self::V) -> Self::V;
     /// Lane i of the result is lane `(i + by) % LANES`.
     fn rotate(self, x: Self::V, by: usize) -> Self::V;
     /// Lane i is the sum of the lanes of `sums[i]`; vectors beyond `LANES` are not read.
-    fn sum_each(self, sums: [Self::V; MAX_LANES]) -> Self::V;
+    fn horizontal_sums(self, sums: [Self::V; MAX_LANES]) -> Self::V;
 
     /// `sum + a * b` with lanes of f32, `sum + a.1 * b.1 + a.0 * b.0` with lanes of two bf16, where numbers that are
     /// subnormal in f32 may count as 0.
     #[inline(always)]
-    fn dot_words(self, a: Self::V, b: Self::V, sum: Self::V) -> Self::V {
-        if Self::PER_WORD == 1 {
+    fn dot(self, a: Self::V, b: Self::V, sum: Self::V) -> Self::V {
+        if Self::ELEMENTS_PER_LANE == 1 {
             return self.fma(a, b, sum);
         }
-        let (a, b) = (array(self, a).map(halves), array(self, b).map(halves));
-        from_lanes(self, array(self, sum), |sum, i| sum + a[i].1 * b[i].1 + a[i].0 * b[i].0)
+        let (a, b) = (to_array(self, a).map(unpack_pair), to_array(self, b).map(unpack_pair));
+        from_lanes(self, to_array(self, sum), |sum, i| sum + a[i].1 * b[i].1 + a[i].0 * b[i].0)
     }
     /// Words (a, b) of the numbers rounded to nearest even; subnormal ones may become 0.
     #[inline(always)]
-    fn pair(self, a: Self::V, b: Self::V) -> Self::V {
-        let b = array(self, b);
-        from_lanes(self, array(self, a), |a, i| word(round_to_bf16(a), round_to_bf16(b[i])))
+    fn pack_pairs(self, a: Self::V, b: Self::V) -> Self::V {
+        let b = to_array(self, b);
+        from_lanes(self, to_array(self, a), |a, i| pack_pair(round_to_bf16(a), round_to_bf16(b[i])))
     }
     /// Words whose elements are times `factor`, rounded to nearest even; subnormal ones may become 0.
     #[inline(always)]
-    fn scale_words(self, words: Self::V, factor: Self::V) -> Self::V {
-        let factor = array(self, factor);
-        from_lanes(self, array(self, words), |both, i| {
-            let (first, second) = halves(both);
-            word(round_to_bf16(first * factor[i]), round_to_bf16(second * factor[i]))
+    fn scale_pairs(self, words: Self::V, factor: Self::V) -> Self::V {
+        let factor = to_array(self, factor);
+        from_lanes(self, to_array(self, words), |both, i| {
+            let (first, second) = unpack_pair(both);
+            pack_pair(round_to_bf16(first * factor[i]), round_to_bf16(second * factor[i]))
         })
     }
     /// Words of the first `n` elements of a row of bf16, at most twice `LANES`, then zeros.
     /// # Safety
     /// `from` has `n` readable elements; any alignment.
     #[inline(always)]
-    unsafe fn load_pairs(self, from: *const u16, n: usize) -> Self::V {
+    unsafe fn load_bf16_pairs(self, from: *const u16, n: usize) -> Self::V {
         // SAFETY: i < n.
         let element = |i| bf16::from_bits(if i < n { unsafe { from.add(i).read_unaligned() } } else { 0 });
-        from_lanes(self, [0.0; MAX_LANES], |_, i| word(element(2 * i), element(2 * i + 1)))
+        from_lanes(self, [0.0; MAX_LANES], |_, i| pack_pair(element(2 * i), element(2 * i + 1)))
     }
     /// Words (first\[i\], second\[i\]) of two rows of bf16, i below `n`, at most `LANES`, then zeros.
     /// # Safety
     /// Both have `n` readable elements; any alignment.
     #[inline(always)]
-    unsafe fn pair_columns(self, first: *const u16, second: *const u16, n: usize) -> Self::V {
+    unsafe fn interleave_bf16(self, first: *const u16, second: *const u16, n: usize) -> Self::V {
         let element = |from: *const u16, i| {
             if i >= n {
                 return bf16::ZERO;
@@ -175,71 +175,71 @@ pub(crate) trait Simd: Copy {
             // SAFETY: i < n.
             bf16::from_bits(unsafe { from.add(i).read_unaligned() })
         };
-        from_lanes(self, [0.0; MAX_LANES], |_, i| word(element(first, i), element(second, i)))
+        from_lanes(self, [0.0; MAX_LANES], |_, i| pack_pair(element(first, i), element(second, i)))
     }
     /// A table for the following two.
-    fn table(self, table: &'static PairTable) -> Self::Table;
-    /// As `load_pairs`, from codes.
+    fn fp8_table(self, table: &'static Fp8ToBf16Table) -> Self::Fp8Table;
+    /// As `load_bf16_pairs`, from codes.
     /// # Safety
-    /// As `load_pairs`.
-    unsafe fn load_code_pairs(self, table: Self::Table, from: *const u8, n: usize) -> Self::V;
-    /// As `pair_columns`, from codes.
+    /// As `load_bf16_pairs`.
+    unsafe fn load_fp8_pairs(self, table: Self::Fp8Table, from: *const u8, n: usize) -> Self::V;
+    /// As `interleave_bf16`, from codes.
     /// # Safety
-    /// As `pair_columns`.
-    unsafe fn pair_code_columns(self, table: Self::Table, first: *const u8, second: *const u8, n: usize) -> Self::V;
-    /// `load_code_pairs` of four times `LANES` codes.
+    /// As `interleave_bf16`.
+    unsafe fn interleave_fp8(self, table: Self::Fp8Table, first: *const u8, second: *const u8, n: usize) -> Self::V;
+    /// `load_fp8_pairs` of four times `LANES` codes.
     /// # Safety
     /// They are readable.
     #[inline(always)]
-    unsafe fn load_code_pairs_twice(self, table: Self::Table, from: *const u8) -> [Self::V; 2] {
+    unsafe fn load_fp8_pairs_2(self, table: Self::Fp8Table, from: *const u8) -> [Self::V; 2] {
         // SAFETY: two times `2 * LANES` of the codes.
-        [0, 1].map(|i| unsafe { self.load_code_pairs(table, from.add(i * 2 * Self::LANES), 2 * Self::LANES) })
+        [0, 1].map(|i| unsafe { self.load_fp8_pairs(table, from.add(i * 2 * Self::LANES), 2 * Self::LANES) })
     }
-    /// `pair_code_columns` of four times `LANES` columns.
+    /// `interleave_fp8` of four times `LANES` columns.
     /// # Safety
     /// They are readable.
     #[inline(always)]
-    unsafe fn pair_code_columns_4(self, table: Self::Table, first: *const u8, second: *const u8) -> [Self::V; 4] {
+    unsafe fn interleave_fp8_4(self, table: Self::Fp8Table, first: *const u8, second: *const u8) -> [Self::V; 4] {
         [0, 1, 2, 3].map(|i| {
             let at = i * Self::LANES;
             // SAFETY: `LANES` of the columns from `at` on, four times.
-            unsafe { self.pair_code_columns(table, first.add(at), second.add(at), Self::LANES) }
+            unsafe { self.interleave_fp8(table, first.add(at), second.add(at), Self::LANES) }
         })
     }
-    /// Parts of `TILE` lanes, each `stride` after the one before.
+    /// Parts of `MR` lanes, each `stride` after the one before.
     /// # Safety
-    /// All of it is writable; `TILE` divides `LANES`.
+    /// All of it is writable; `MR` divides `LANES`.
     #[inline(always)]
-    unsafe fn store_parts(self, to: *mut f32, stride: usize, x: Self::V) {
-        let lanes = array(self, x);
-        for part in 0..Self::LANES / Self::TILE {
+    unsafe fn store_groups(self, to: *mut f32, stride: usize, x: Self::V) {
+        let lanes = to_array(self, x);
+        for part in 0..Self::LANES / Self::MR {
             // SAFETY: a part of the lanes, of which there are LANES <= MAX_LANES, to its place, by this function's contract.
             unsafe {
-                let from = lanes.as_ptr().add(part * Self::TILE);
-                to.add(part * stride).copy_from_nonoverlapping(from, Self::TILE);
+                let from = lanes.as_ptr().add(part * Self::MR);
+                to.add(part * stride).copy_from_nonoverlapping(from, Self::MR);
             }
         }
     }
 }
 
 /// What [`Simd`] says of codes, by its definition.
-macro_rules! codes_in_scalars {
+macro_rules! scalar_fp8_operations {
     () => {
-        type Table = &'static PairTable;
+        type Fp8Table = &'static Fp8ToBf16Table;
         #[inline(always)]
-        fn table(self, table: &'static PairTable) -> Self::Table {
+        fn fp8_table(self, table: &'static Fp8ToBf16Table) -> Self::Fp8Table {
             table
         }
         #[inline(always)]
-        unsafe fn load_code_pairs(self, table: Self::Table, from: *const u8, n: usize) -> Self::V {
+        unsafe fn load_fp8_pairs(self, table: Self::Fp8Table, from: *const u8, n: usize) -> Self::V {
             // SAFETY: i < n.
-            let element = |i| if i < n { table.element(unsafe { from.add(i).read() }) } else { bf16::ZERO };
-            from_lanes(self, [0.0; MAX_LANES], |_, i| word(element(2 * i), element(2 * i + 1)))
+            let element = |i| if i < n { table.to_bf16(unsafe { from.add(i).read() }) } else { bf16::ZERO };
+            from_lanes(self, [0.0; MAX_LANES], |_, i| pack_pair(element(2 * i), element(2 * i + 1)))
         }
         #[inline(always)]
-        unsafe fn pair_code_columns(
+        unsafe fn interleave_fp8(
             self,
-            table: Self::Table,
+            table: Self::Fp8Table,
             first: *const u8,
             second: *const u8,
             n: usize,
@@ -249,17 +249,17 @@ macro_rules! codes_in_scalars {
                     return bf16::ZERO;
                 }
                 // SAFETY: i < n.
-                table.element(unsafe { from.add(i).read() })
+                table.to_bf16(unsafe { from.add(i).read() })
             };
-            from_lanes(self, [0.0; MAX_LANES], |_, i| word(element(first, i), element(second, i)))
+            from_lanes(self, [0.0; MAX_LANES], |_, i| pack_pair(element(first, i), element(second, i)))
         }
     };
 }
-use codes_in_scalars;
+use scalar_fp8_operations;
 
 /// The lanes of a vector, then zeros.
 #[inline(always)]
-fn array<S: Simd>(simd: S, x: S::V) -> [f32; MAX_LANES] {
+fn to_array<S: Simd>(simd: S, x: S::V) -> [f32; MAX_LANES] {
     let mut lanes = [0.0; MAX_LANES];
     // SAFETY: LANES <= MAX_LANES.
     unsafe { simd.store(lanes.as_mut_ptr(), x) };
@@ -278,20 +278,20 @@ fn from_lanes<S: Simd>(simd: S, mut lanes: [f32; MAX_LANES], f: impl Fn(f32, usi
 
 /// The two bf16 of a word, widened.
 #[inline(always)]
-fn halves(word: f32) -> (f32, f32) {
+fn unpack_pair(word: f32) -> (f32, f32) {
     (f32::from_bits(word.to_bits() << 16), f32::from_bits(word.to_bits() & 0xffff_0000))
 }
 
 /// Two bf16 as a word.
 #[inline(always)]
-fn word(first: bf16, second: bf16) -> f32 {
+fn pack_pair(first: bf16, second: bf16) -> f32 {
     f32::from_bits(u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16)
 }
 
 /// A kernel with its arguments, to be run with the instructions that the CPU has.
 ///
 /// The arguments may be addresses: a type with a contract has a section on safety, which says what running it requires.
-pub(crate) trait Vectorised {
+pub(crate) trait SimdKernel {
     /// What it returns.
     type Output;
     /// The kernel; `#[inline(always)]`, see the module.
@@ -383,10 +383,10 @@ impl Isa {
     }
 
     /// The same without multiplying pairs of bf16.
-    pub(crate) fn with_single_words(self) -> Self {
+    pub(crate) fn without_bf16_pairs(self) -> Self {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512Bf16(simd) => Self(Kind::Avx512(simd.with_single_words())),
+            Kind::Avx512Bf16(simd) => Self(Kind::Avx512(simd.without_bf16_pairs())),
             #[cfg(any(test, feature = "failpoints"))]
             Kind::PortablePairs => Self(Kind::Portable),
             _ => self,
@@ -394,36 +394,36 @@ impl Isa {
     }
 
     /// Lanes of a vector, and elements in a lane while they are multiplied.
-    pub(crate) fn sizes(self) -> (usize, usize) {
-        struct Sizes;
-        impl Vectorised for Sizes {
+    pub(crate) fn vector_shape(self) -> (usize, usize) {
+        struct Shape;
+        impl SimdKernel for Shape {
             type Output = (usize, usize);
             #[inline(always)]
             unsafe fn run<S: Simd>(self, _: S) -> (usize, usize) {
-                (S::LANES, S::PER_WORD)
+                (S::LANES, S::ELEMENTS_PER_LANE)
             }
         }
         // SAFETY: it requires nothing.
-        unsafe { self.run(Sizes) }
+        unsafe { self.dispatch(Shape) }
     }
 
     /// Run `kernel` compiled for this instruction set.
     ///
     /// # Safety
-    /// As [`Vectorised::run`] of the kernel.
-    pub(crate) unsafe fn run<K: Vectorised>(self, kernel: K) -> K::Output {
+    /// As [`SimdKernel::run`] of the kernel.
+    pub(crate) unsafe fn dispatch<K: SimdKernel>(self, kernel: K) -> K::Output {
         // SAFETY: `call` asks for what `run` asks for, which is this function's contract.
         unsafe {
             match self.0 {
-                Kind::Portable => Portable::<1>.call(kernel),
+                Kind::Portable => Portable::<1>.vectorize(kernel),
                 #[cfg(target_arch = "x86_64")]
-                Kind::Avx2(simd) => simd.call(kernel),
+                Kind::Avx2(simd) => simd.vectorize(kernel),
                 #[cfg(target_arch = "x86_64")]
-                Kind::Avx512(simd) => simd.call(kernel),
+                Kind::Avx512(simd) => simd.vectorize(kernel),
                 #[cfg(target_arch = "x86_64")]
-                Kind::Avx512Bf16(simd) => simd.call(kernel),
+                Kind::Avx512Bf16(simd) => simd.vectorize(kernel),
                 #[cfg(any(test, feature = "failpoints"))]
-                Kind::PortablePairs => Portable::<2>.call(kernel),
+                Kind::PortablePairs => Portable::<2>.vectorize(kernel),
             }
         }
     }

@@ -1,12 +1,12 @@
 //! Four lanes as an array, which the compiler turns into the architecture's baseline vectors (SSE2, NEON).
 
-use super::{MAX_LANES, ROUND, Simd, Vectorised, codes_in_scalars, from_lanes, word};
-use crate::cpu::fp8_decoding::{CodeFormat, PairTable};
+use super::{MAX_LANES, ROUND, Simd, SimdKernel, from_lanes, pack_pair, scalar_fp8_operations};
+use crate::cpu::fp8_decoding::{Fp8Decoding, Fp8ToBf16Table};
 use half::{bf16, f16};
 
-/// No proof needed: arrays work everywhere. `PER_WORD` is that of [`Simd`].
+/// No proof needed: arrays work everywhere. `ELEMENTS_PER_LANE` is that of [`Simd`].
 #[derive(Clone, Copy)]
-pub(crate) struct Portable<const PER_WORD: usize>;
+pub(crate) struct Portable<const ELEMENTS_PER_LANE: usize>;
 
 type V = [f32; 4];
 
@@ -15,14 +15,14 @@ fn map2(a: V, b: V, f: impl Fn(f32, f32) -> f32) -> V {
     [f(a[0], b[0]), f(a[1], b[1]), f(a[2], b[2]), f(a[3], b[3])]
 }
 
-impl<const PER_WORD: usize> Simd for Portable<PER_WORD> {
+impl<const ELEMENTS_PER_LANE: usize> Simd for Portable<ELEMENTS_PER_LANE> {
     type V = V;
     const LANES: usize = 4;
-    const TILE: usize = 4;
-    const PER_WORD: usize = PER_WORD;
+    const MR: usize = 4;
+    const ELEMENTS_PER_LANE: usize = ELEMENTS_PER_LANE;
 
     #[inline(never)]
-    unsafe fn call<K: Vectorised>(self, kernel: K) -> K::Output {
+    unsafe fn vectorize<K: SimdKernel>(self, kernel: K) -> K::Output {
         // SAFETY: what the kernel requires is this function's contract.
         unsafe { kernel.run(self) }
     }
@@ -57,7 +57,7 @@ impl<const PER_WORD: usize> Simd for Portable<PER_WORD> {
         unsafe { from.cast::<[u16; 4]>().read_unaligned() }.map(|bits| f32::from_bits(u32::from(bits) << 16))
     }
     #[inline(always)]
-    unsafe fn load_codes(self, format: CodeFormat, from: *const u8) -> V {
+    unsafe fn load_fp8(self, format: Fp8Decoding, from: *const u8) -> V {
         // SAFETY: four readable elements, by the caller's word.
         unsafe { from.cast::<[u8; 4]>().read() }.map(|code| format.decode(code))
     }
@@ -100,14 +100,14 @@ impl<const PER_WORD: usize> Simd for Portable<PER_WORD> {
         [pick(0), pick(1), pick(2), pick(3)]
     }
     #[inline(always)]
-    fn split(self, x: V) -> (V, V) {
+    fn split_fraction(self, x: V) -> (V, V) {
         // The constant stands first: `max` gives its second operand where one is NaN.
         let x = self.max(self.splat(-127.0), x);
         let rounded = self.add(x, self.splat(ROUND));
         (self.sub(x, self.sub(rounded, self.splat(ROUND))), rounded)
     }
     #[inline(always)]
-    fn times_power_of_2(self, p: V, n: V) -> V {
+    fn scale_by_power_of_2(self, p: V, n: V) -> V {
         // Bits of the sum: n in two's complement below bit 22; shifted out of the mantissa it becomes the exponent.
         map2(p, n, |p, n| p * f32::from_bits((n.to_bits() << 23).wrapping_add(127 << 23)))
     }
@@ -115,9 +115,9 @@ impl<const PER_WORD: usize> Simd for Portable<PER_WORD> {
     fn rotate(self, x: V, by: usize) -> V {
         [x[by % 4], x[(by + 1) % 4], x[(by + 2) % 4], x[(by + 3) % 4]]
     }
-    codes_in_scalars!();
+    scalar_fp8_operations!();
     #[inline(always)]
-    fn sum_each(self, sums: [V; MAX_LANES]) -> V {
+    fn horizontal_sums(self, sums: [V; MAX_LANES]) -> V {
         let lane = |i: usize| (sums[i][0] + sums[i][2]) + (sums[i][1] + sums[i][3]);
         [lane(0), lane(1), lane(2), lane(3)]
     }

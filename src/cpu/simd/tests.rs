@@ -6,7 +6,7 @@ use half::{bf16, f16};
 
 /// What every operation gives for a few awkward vectors, compared with scalar arithmetic.
 struct Operations;
-impl Vectorised for Operations {
+impl SimdKernel for Operations {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
@@ -38,23 +38,23 @@ impl Vectorised for Operations {
         same(simd.select_lt(va, vb, va, simd.splat(0.5)), &|a, b| if a < b { a } else { 0.5 });
         for n in -126i16..=127 {
             for fraction in [0.0, 0.25, -0.4375] {
-                let (f, n_again) = simd.split(simd.splat(f32::from(n) + fraction));
+                let (f, n_again) = simd.split_fraction(simd.splat(f32::from(n) + fraction));
                 same(f, &|_, _| fraction);
-                same(simd.times_power_of_2(simd.splat(1.5), n_again), &|_, _| 1.5 * f32::from(n).exp2());
+                same(simd.scale_by_power_of_2(simd.splat(1.5), n_again), &|_, _| 1.5 * f32::from(n).exp2());
             }
         }
         for by in [1, 2, S::LANES / 2, S::LANES - 1] {
             let rotated = lanes(simd.rotate(va, by));
             assert!((0..S::LANES).all(|i| rotated[i] == a[(i + by) % S::LANES]), "{by}: {rotated:?}");
         }
-        let (_, n) = simd.split(simd.splat(f32::NEG_INFINITY));
-        same(simd.times_power_of_2(simd.splat(1.5), n), &|_, _| 0.0);
+        let (_, n) = simd.split_fraction(simd.splat(f32::NEG_INFINITY));
+        same(simd.scale_by_power_of_2(simd.splat(1.5), n), &|_, _| 0.0);
     }
 }
 
 /// Lane i of the reduction belongs to vector i.
 struct Sums;
-impl Vectorised for Sums {
+impl SimdKernel for Sums {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
@@ -66,7 +66,7 @@ impl Vectorised for Sums {
         }
         let mut out = [0.0f32; MAX_LANES];
         // SAFETY: LANES <= MAX_LANES.
-        unsafe { simd.store(out.as_mut_ptr(), simd.sum_each(vectors)) };
+        unsafe { simd.store(out.as_mut_ptr(), simd.horizontal_sums(vectors)) };
         for (i, sum) in out[..S::LANES].iter().enumerate() {
             assert_eq!(*sum, data[i * MAX_LANES..][..S::LANES].iter().sum::<f32>(), "vector {i} of {}", S::LANES);
         }
@@ -75,7 +75,7 @@ impl Vectorised for Sums {
 
 /// Every 16-bit pattern widens as the `half` crate says, and f32 rounds to f16 as it says.
 struct HalfConversions;
-impl Vectorised for HalfConversions {
+impl SimdKernel for HalfConversions {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
@@ -110,11 +110,11 @@ impl Vectorised for HalfConversions {
 
 /// Words of bf16 and of 8-bit codes, where an instruction set has them: what they hold, and their products.
 struct Words;
-impl Vectorised for Words {
+impl SimdKernel for Words {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
-        if S::PER_WORD == 1 {
+        if S::ELEMENTS_PER_LANE == 1 {
             return;
         }
         let elements = |v: S::V| -> Vec<f32> {
@@ -133,28 +133,31 @@ impl Vectorised for Words {
         let at = |row: &[bf16], i: usize, n: usize| if i < n { row[i].to_f32() } else { 0.0 };
         for n in (8..=2 * lanes).step_by(8) {
             // SAFETY: n elements.
-            let found = elements(unsafe { simd.load_pairs(row.as_ptr().cast(), n) });
+            let found = elements(unsafe { simd.load_bf16_pairs(row.as_ptr().cast(), n) });
             assert_eq!(found, (0..2 * lanes).map(|i| at(&row, i, n)).collect::<Vec<_>>());
             let n = n.min(lanes);
             // SAFETY: n elements of each.
-            let found = elements(unsafe { simd.pair_columns(row.as_ptr().cast(), other.as_ptr().cast(), n) });
+            let found = elements(unsafe { simd.interleave_bf16(row.as_ptr().cast(), other.as_ptr().cast(), n) });
             assert_eq!(found, (0..lanes).flat_map(|i| [at(&row, i, n), at(&other, i, n)]).collect::<Vec<_>>());
         }
         codes(simd, &elements);
         // SAFETY: twice LANES elements of both.
         let (a, b) = unsafe {
-            (simd.load_pairs(row.as_ptr().cast(), 2 * lanes), simd.load_pairs(other.as_ptr().cast(), 2 * lanes))
+            (
+                simd.load_bf16_pairs(row.as_ptr().cast(), 2 * lanes),
+                simd.load_bf16_pairs(other.as_ptr().cast(), 2 * lanes),
+            )
         };
         let mut sums = [0.0f32; MAX_LANES];
         // SAFETY: LANES <= MAX_LANES.
-        unsafe { simd.store(sums.as_mut_ptr(), simd.dot_words(a, b, simd.splat(0.5))) };
+        unsafe { simd.store(sums.as_mut_ptr(), simd.dot(a, b, simd.splat(0.5))) };
         for (i, sum) in sums[..lanes].iter().enumerate() {
             let product = |i: usize| row[i].to_f32() * other[i].to_f32();
             assert_eq!(*sum, 0.5 + product(2 * i + 1) + product(2 * i));
         }
         // Halfway cases and both neighbours; infinities; NaN.
         for x in [1.0f32, 1.003_906_3, 1.011_718_8, 1.003_9, 1.004, -3.3e38, f32::MAX, f32::INFINITY, f32::NAN] {
-            let found = elements(simd.pair(simd.splat(x), simd.splat(-2.0)));
+            let found = elements(simd.pack_pairs(simd.splat(x), simd.splat(-2.0)));
             let same = |a: f32, b: f32| a == b || (a.is_nan() && b.is_nan());
             assert!(same(found[0], bf16::from_f32(x).to_f32()) && found[1] == -2.0, "{x}: {found:?}");
         }
@@ -165,14 +168,14 @@ impl Vectorised for Words {
 fn codes<S: Simd>(simd: S, elements: &dyn Fn(S::V) -> Vec<f32>) {
     let codes: Vec<u8> = (0..=u8::MAX).collect();
     for dtype in [DType::F8E4M3FN, DType::F8E5M2] {
-        let value = |code: u8| PairTable::of(dtype).element(code).to_f32().to_bits();
-        let table = simd.table(PairTable::of(dtype));
+        let value = |code: u8| Fp8ToBf16Table::of(dtype).to_bf16(code).to_f32().to_bits();
+        let table = simd.fp8_table(Fp8ToBf16Table::of(dtype));
         let bits = |v: S::V| elements(v).into_iter().map(f32::to_bits).collect::<Vec<_>>();
         for first in (0..=256 - 4 * S::LANES).step_by(4 * S::LANES) {
             let (from, second) = (codes[first..].as_ptr(), codes[256 - 4 * S::LANES - first..].as_ptr());
             // SAFETY: four times LANES codes of each.
             let (words, columns) =
-                unsafe { (simd.load_code_pairs_twice(table, from), simd.pair_code_columns_4(table, from, second)) };
+                unsafe { (simd.load_fp8_pairs_2(table, from), simd.interleave_fp8_4(table, from, second)) };
             let found: Vec<u32> = words.into_iter().flat_map(bits).collect();
             assert_eq!(found, codes[first..][..4 * S::LANES].iter().map(|c| value(*c)).collect::<Vec<_>>());
             let found: Vec<u32> = columns.into_iter().flat_map(bits).collect();
@@ -184,11 +187,11 @@ fn codes<S: Simd>(simd: S, elements: &dyn Fn(S::V) -> Vec<f32>) {
                 let at = |i: usize, n: usize| if i < n { value(codes[first + i]) } else { 0 };
                 let from = codes[first..].as_ptr();
                 // SAFETY: n codes.
-                let found = bits(unsafe { simd.load_code_pairs(table, from, n) });
+                let found = bits(unsafe { simd.load_fp8_pairs(table, from, n) });
                 assert_eq!(found, (0..2 * S::LANES).map(|i| at(i, n)).collect::<Vec<_>>());
                 let n = n.min(S::LANES);
                 // SAFETY: n codes of each, LANES apart.
-                let found = bits(unsafe { simd.pair_code_columns(table, from, from.add(S::LANES), n) });
+                let found = bits(unsafe { simd.interleave_fp8(table, from, from.add(S::LANES), n) });
                 let second = |i: usize| if i < n { value(codes[first + S::LANES + i]) } else { 0 };
                 assert_eq!(found, (0..S::LANES).flat_map(|i| [at(i, n), second(i)]).collect::<Vec<_>>());
             }
@@ -198,16 +201,16 @@ fn codes<S: Simd>(simd: S, elements: &dyn Fn(S::V) -> Vec<f32>) {
 
 /// Parts of a tile's lanes, a distance apart, and bf16 rounded as scalar code does.
 struct Stores;
-impl Vectorised for Stores {
+impl SimdKernel for Stores {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
         let x: Vec<f32> = (0..S::LANES).map(|i| i as f32).collect();
         let mut parts = vec![-1.0f32; 8 * S::LANES];
-        // SAFETY: LANES elements; at most 4 parts of TILE lanes, 2 * TILE apart.
-        unsafe { simd.store_parts(parts.as_mut_ptr(), 2 * S::TILE, simd.load(x.as_ptr())) };
-        for (part, expected) in parts.chunks(2 * S::TILE).zip(x.chunks(S::TILE)) {
-            assert_eq!((&part[..S::TILE], part[S::TILE]), (expected, -1.0));
+        // SAFETY: LANES elements; at most 4 parts of MR lanes, 2 * MR apart.
+        unsafe { simd.store_groups(parts.as_mut_ptr(), 2 * S::MR, simd.load(x.as_ptr())) };
+        for (part, expected) in parts.chunks(2 * S::MR).zip(x.chunks(S::MR)) {
+            assert_eq!((&part[..S::MR], part[S::MR]), (expected, -1.0));
         }
         for high in (0..=u16::MAX).step_by(S::LANES) {
             for low in [0u32, 0x7fff, 0x8000, 0x8001] {
@@ -230,11 +233,11 @@ fn every_instruction_set_computes_what_scalar_code_computes() {
     for isa in Isa::available().into_iter().chain([Isa::portable_pairs()]) {
         // SAFETY: they require nothing.
         unsafe {
-            isa.run(Operations);
-            isa.run(Sums);
-            isa.run(HalfConversions);
-            isa.run(Words);
-            isa.run(Stores);
+            isa.dispatch(Operations);
+            isa.dispatch(Sums);
+            isa.dispatch(HalfConversions);
+            isa.dispatch(Words);
+            isa.dispatch(Stores);
         }
     }
 }

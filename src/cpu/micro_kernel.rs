@@ -22,15 +22,15 @@ pub(super) struct Vectors {
 /// # Safety
 /// All scalars and vectors are readable.
 #[inline(always)]
-pub(super) unsafe fn tile<S: Simd, const NV: usize, const TILE: usize>(
+pub(super) unsafe fn tile<S: Simd, const NV: usize, const MR: usize>(
     simd: S,
     scalars: Scalars,
     vectors: Vectors,
     steps: usize,
-    mut sums: [[S::V; NV]; TILE],
-) -> [[S::V; NV]; TILE] {
+    mut sums: [[S::V; NV]; MR],
+) -> [[S::V; NV]; MR] {
     for step in 0..steps {
-        // SAFETY: step < steps, r < TILE, v < NV.
+        // SAFETY: step < steps, r < MR, v < NV.
         unsafe {
             let mut b = [simd.splat(0.0); NV];
             for (v, b) in b.iter_mut().enumerate() {
@@ -39,7 +39,7 @@ pub(super) unsafe fn tile<S: Simd, const NV: usize, const TILE: usize>(
             for (r, row) in sums.iter_mut().enumerate() {
                 let a = simd.splat(scalars.from.add(r * scalars.row + step * scalars.step).read());
                 for (sum, b) in row.iter_mut().zip(b) {
-                    *sum = simd.dot_words(a, b, *sum);
+                    *sum = simd.dot(a, b, *sum);
                 }
             }
         }
@@ -52,12 +52,12 @@ pub(super) unsafe fn tile<S: Simd, const NV: usize, const TILE: usize>(
 /// # Safety
 /// They are readable.
 #[inline(always)]
-pub(super) unsafe fn load_rows<S: Simd, const NV: usize, const TILE: usize>(
+pub(super) unsafe fn load_rows<S: Simd, const NV: usize, const MR: usize>(
     simd: S,
     from: *const f32,
     stride: usize,
-) -> [[S::V; NV]; TILE] {
-    let mut rows = [[simd.splat(0.0); NV]; TILE];
+) -> [[S::V; NV]; MR] {
+    let mut rows = [[simd.splat(0.0); NV]; MR];
     for (r, row) in rows.iter_mut().enumerate() {
         for (v, x) in row.iter_mut().enumerate() {
             // SAFETY: vector (r, v).
@@ -72,11 +72,11 @@ pub(super) unsafe fn load_rows<S: Simd, const NV: usize, const TILE: usize>(
 /// # Safety
 /// They are writable.
 #[inline(always)]
-pub(super) unsafe fn store_rows<S: Simd, const NV: usize, const TILE: usize>(
+pub(super) unsafe fn store_rows<S: Simd, const NV: usize, const MR: usize>(
     simd: S,
     to: *mut f32,
     stride: usize,
-    rows: [[S::V; NV]; TILE],
+    rows: [[S::V; NV]; MR],
 ) {
     for (r, row) in rows.into_iter().enumerate() {
         for (v, x) in row.into_iter().enumerate() {

@@ -4,14 +4,14 @@ use crate::tensor::DType;
 
 /// An 8-bit float.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Format {
+pub(super) struct Fp8Encoding {
     mantissa_bits: u32,
     bias: u32,
     /// The largest finite number.
     largest: f32,
 }
 
-impl Format {
+impl Fp8Encoding {
     const E4M3FN: Self = Self { mantissa_bits: 3, bias: 7, largest: 448.0 };
     const E5M2: Self = Self { mantissa_bits: 2, bias: 15, largest: 57344.0 };
 
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     /// The magnitude of a code below 0x7f by the format's definition.
-    fn magnitude(format: Format, code: u32) -> f64 {
+    fn magnitude(format: Fp8Encoding, code: u32) -> f64 {
         let (exponent, mantissa) = (code >> format.mantissa_bits, code % (1 << format.mantissa_bits));
         let implied = if exponent == 0 { 0 } else { 1 << format.mantissa_bits };
         let exponent = exponent.max(1) as i32 - format.bias as i32 - format.mantissa_bits as i32;
@@ -61,7 +61,7 @@ mod tests {
 
     #[test]
     fn every_number_between_two_codes_goes_to_the_nearer_one_and_halfway_to_the_even_one() {
-        for (format, last) in [(Format::E4M3FN, 0x7e), (Format::E5M2, 0x7b)] {
+        for (format, last) in [(Fp8Encoding::E4M3FN, 0x7e), (Fp8Encoding::E5M2, 0x7b)] {
             assert_eq!(magnitude(format, last), f64::from(format.largest));
             for code in 0..last {
                 let (low, high) = (magnitude(format, code) as f32, magnitude(format, code + 1) as f32);
