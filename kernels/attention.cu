@@ -8,7 +8,7 @@
 //   XA_DTYPE     f16, bf16, f32: of q, K, V and out; fp8, fp8_shifted: f16 on 8-bit K and V (include/fp8.cuh)
 //   XA_HEAD_DIM  the bucket: head dimensions up to it run, padded with zeros in shared memory
 //   XA_SHAPE     prefill, decode, decode_8warps (include/tile_shape.cuh)
-//   XA_SCORE     plain, modified (include/score_form.cuh)
+//   XA_LOGITS    none, softcap_alibi (include/logits_transform.cuh)
 // Launch: kThreads threads, Hkv * n CTAs for n >= the tiles of a KV head, in decode as a grid of Hkv by any n >= 1;
 // Shape::kSharedBytes of dynamic shared memory, in decode with batch_invariant Shape::kFoldBytes more.
 
@@ -16,12 +16,12 @@
 #include "decode_loop.cuh"
 #include "element.cuh"
 #include "fp8.cuh"
+#include "logits_transform.cuh"
 #include "new_tokens.cuh"
 #include "output_rows.cuh"
 #include "params/attention.cuh"
 #include "prefill_loop.cuh"
 #include "query_rows.cuh"
-#include "score_form.cuh"
 #include "softmax.cuh"
 #include "tile_plan.cuh"
 #include "tile_shape.cuh"
@@ -29,17 +29,18 @@
 namespace xa {
 
 /// The planned tile of one KV head.
-template <typename Shape, typename T, typename Stored, typename Score>
+template <typename Shape, typename T, typename Stored, typename LogitsTransform>
 __device__ __forceinline__ void attend_tile(const AttentionParams& params, const Plan& plan, uint8_t* shared) {
   const uint32_t query_rows = ptx::shared_address(shared), rings = query_rows + Shape::kRingsOffset;
   float* const row_factors = Shape::kIsFp8 ? reinterpret_cast<float*>(shared + Shape::kFactorsOffset) : nullptr;
   SoftmaxState<Shape::kRowTiles, Shape::kHeadDim / 8> state;
-  const Score score(params, row_factors);
+  const LogitsTransform transform(params, row_factors);
   fetch_query<Shape, T, Stored>(params, plan, shared, row_factors);
   const int32_t warp_row = threadIdx.x / 32 * 16 * Shape::kRowTiles;
-  attend_with_rows<Shape, T, Stored>(state, params, plan, rings, warp_row, query_rows, score);
+  attend_with_rows<Shape, T, Stored>(state, params, plan, rings, warp_row, query_rows, transform);
   const RowWriter<T, Shape::kIsFp8> writer(params, plan.tile, plan.kv_head);
-  write_warp_rows<Shape, T>(params, writer, state, warp_row, shared + warp_row * Shape::kQueryPitch, score.log2_unit());
+  write_warp_rows<Shape, T>(params, writer, state, warp_row, shared + warp_row * Shape::kQueryPitch,
+                            transform.log2_unit());
 }
 
 }  // namespace xa
@@ -48,7 +49,7 @@ namespace {
 using Types = xa::XA_PASTE(operands_, XA_DTYPE);
 using Compute = Types::Compute;
 using Stored = Types::Stored;
-using Score = xa::XA_PASTE(score_, XA_SCORE);
+using LogitsTransform = xa::XA_PASTE(logits_, XA_LOGITS);
 using Shape = xa::TileShape<xa::tiles::XA_PASTE(shape_, XA_SHAPE), Compute, Stored, XA_HEAD_DIM>;
 }  // namespace
 
@@ -63,13 +64,13 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
       if (xa::has_new_tokens(params)) xa::store_new_tokens<Shape, Stored>(params, blockIdx.x, mine);
     }
     const uint32_t rings = xa::ptx::shared_address(shared) + Shape::kRingsOffset;
-    xa::decode_share<Shape, Compute, Stored, Score, true>(params, mine, shared, [&](const xa::Plan& piece) {
+    xa::decode_share<Shape, Compute, Stored, LogitsTransform, true>(params, mine, shared, [&](const xa::Plan& piece) {
       return xa::DecodeLoop<Shape, Compute, Stored>(params, piece, rings);
     });
   } else {
-    xa::start_plan<Score>(params, plan);
+    xa::start_plan<LogitsTransform>(params, plan);
     xa::find_tile<Shape::kThreads, Shape::kRows>(params, plan);
-    if (plan.tile.num_rows > 0) xa::attend_tile<Shape, Compute, Stored, Score>(params, plan, shared);
+    if (plan.tile.num_rows > 0) xa::attend_tile<Shape, Compute, Stored, LogitsTransform>(params, plan, shared);
     __syncthreads();
   }
   if (params.clears_unowned_rows == 0) return;

@@ -6,16 +6,16 @@
 //   XA_DTYPE     f16, bf16, f32
 //   XA_HEAD_DIM  the bucket: D and Dv up to it run, padded with zeros in shared memory
 //   XA_SHAPE     large, small (include/bwd/shape.cuh)
-//   XA_SCORE     plain, modified (include/bwd/weights.cuh)
+//   XA_LOGITS    none, softcap_alibi (include/bwd/probabilities.cuh)
 // Launch: kThreads threads, ceil(Tq * group / kHeld) * Hkv CTAs, Shape::kSharedBytes of dynamic shared memory.
 
-#include "bwd/pass.cuh"
+#include "bwd/probabilities.cuh"
 #include "bwd/products.cuh"
 #include "bwd/ptx_extra.cuh"
 #include "bwd/rows.cuh"
+#include "bwd/sequence_segment.cuh"
 #include "bwd/shape.cuh"
 #include "bwd/stream.cuh"
-#include "bwd/weights.cuh"
 #include "element.cuh"
 #include "params/attention_bwd.cuh"
 
@@ -187,7 +187,7 @@ class QueryGradients {
 
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
-using Weights = xa::XA_PASTE(weights_, XA_SCORE);
+using Weights = xa::XA_PASTE(bwd_logits_, XA_LOGITS);
 using Shape = xa::BackwardShape<xa::tiles::gradient_dq, xa::tiles::XA_PASTE(shape_, XA_SHAPE), T, XA_HEAD_DIM>;
 }  // namespace
 

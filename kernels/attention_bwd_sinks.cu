@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-#include "bwd/pass.cuh"
 #include "bwd/rows.cuh"
+#include "bwd/sequence_segment.cuh"
 #include "element.cuh"
 #include "params/attention_bwd.cuh"
 #include "params/attention_bwd_sinks.cuh"

@@ -122,7 +122,7 @@ __device__ __forceinline__ void clear_unseen(const HopperBackwardParams& params,
 
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
-using Shape = xa::hopper::BackwardShape<XA_HEAD_DIM, xa::tiles::score_plain>;
+using Shape = xa::hopper::BackwardShape<XA_HEAD_DIM, xa::tiles::logits_none>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(xa::hopper::kThreads, 2)

@@ -69,7 +69,7 @@ __device__ __forceinline__ void describe_rows(const HopperBackwardParams& params
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
 #if XA_HEAD_DIM <= 128
-using Shape = xa::hopper::BackwardShape<XA_HEAD_DIM, xa::tiles::score_plain>;
+using Shape = xa::hopper::BackwardShape<XA_HEAD_DIM, xa::tiles::logits_none>;
 #else
 using Shape = xa::hopper::WidePlanShape<XA_HEAD_DIM>;
 #endif

@@ -9,7 +9,7 @@
 //   XA_DTYPE     f16, bf16
 //   XA_GRADIENT  dkdv, dq
 //   XA_HEAD_DIM  the bucket: D and Dv up to it run, padded with zeros in shared memory
-//   XA_SCORE     plain; capped, by a soft cap; biased, by ALiBi
+//   XA_LOGITS    none, softcap, alibi
 // Launch: any number of CTAs of kThreads threads and kSharedBytes of dynamic shared memory, one an SM.
 
 #include "element.cuh"
@@ -21,8 +21,9 @@
 
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
-using Shape = xa::hopper::WideShape<xa::tiles::XA_PASTE(gradient_, XA_GRADIENT),
-                                    xa::tiles::XA_PASTE(head_dim_, XA_HEAD_DIM), xa::tiles::XA_PASTE(score_, XA_SCORE)>;
+using Shape =
+    xa::hopper::WideShape<xa::tiles::XA_PASTE(gradient_, XA_GRADIENT), xa::tiles::XA_PASTE(head_dim_, XA_HEAD_DIM),
+                          xa::tiles::XA_PASTE(logits_, XA_LOGITS)>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)

@@ -16,13 +16,13 @@
 #include "hopper/prefill.cuh"
 #include "hopper/schedule.cuh"
 #include "hopper/shape.cuh"
-#include "score_form.cuh"
+#include "logits_transform.cuh"
 #include "tile_shape.cuh"
 
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
-using Score = xa::score_plain;
-using Choice = xa::tiles::HopperPrefill<sizeof(T), xa::tiles::XA_PASTE(head_dim_, XA_HEAD_DIM), xa::tiles::score_plain>;
+using LogitsTransform = xa::logits_none;
+using Choice = xa::tiles::HopperPrefill<sizeof(T), xa::tiles::XA_PASTE(head_dim_, XA_HEAD_DIM), xa::tiles::logits_none>;
 using Shape = xa::hopper::TileShape<Choice, xa::hopper::Storage::paged>;
 using DecodeShape = xa::TileShape<xa::tiles::shape_fused, T, T, XA_HEAD_DIM>;
 static_assert(Shape::kThreads == DecodeShape::kThreads);
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     const xa::hopper::KeyBoxes boxes = {params.k, params.v, params.prefill.key_panels, params.prefill.value_panels};
     xa::hopper::BoxRing<DecodeShape>(aligned).init();
     int32_t count = 0;
-    xa::decode_share<DecodeShape, T, T, Score, false>(
+    xa::decode_share<DecodeShape, T, T, LogitsTransform, false>(
         decode, xa::ShareNumber{number, shares}, aligned, [&](const xa::Plan& piece) {
           return xa::hopper::BoxDecodeLoop<DecodeShape, T>(decode, piece, boxes, aligned, count);
         });
@@ -52,5 +52,5 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   } else {
     xa::hopper::leave_no_cut(decode, cta - number * decode.num_kv_heads, number);
   }
-  xa::hopper::prefill<Shape, T, Score>(params.prefill, xa::hopper::TileNumbers::all_left(), shared);
+  xa::hopper::prefill<Shape, T, LogitsTransform>(params.prefill, xa::hopper::TileNumbers::all_left(), shared);
 }

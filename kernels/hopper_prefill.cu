@@ -8,26 +8,26 @@
 //   XA_DTYPE     f16, bf16
 //   XA_HEAD_DIM  D and Dv, exactly (include/hopper/shape.cuh)
 //   XA_STORAGE   contiguous, paged
-//   XA_SCORE     plain, modified (include/score_form.cuh)
+//   XA_LOGITS    none, softcap_alibi (include/logits_transform.cuh)
 // Launch: any number of CTAs of kThreads threads and kSharedBytes of dynamic shared memory, one an SM.
 
 #include "element.cuh"
 #include "hopper/prefill.cuh"
 #include "hopper/schedule.cuh"
 #include "hopper/shape.cuh"
+#include "logits_transform.cuh"
 #include "params/hopper_prefill.cuh"
-#include "score_form.cuh"
 
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
-using Score = xa::XA_PASTE(score_, XA_SCORE);
+using LogitsTransform = xa::XA_PASTE(logits_, XA_LOGITS);
 using Choice = xa::tiles::HopperPrefill<sizeof(T), xa::tiles::XA_PASTE(head_dim_, XA_HEAD_DIM),
-                                        xa::tiles::XA_PASTE(score_, XA_SCORE)>;
+                                        xa::tiles::XA_PASTE(logits_, XA_LOGITS)>;
 using Shape = xa::hopper::TileShape<Choice, xa::hopper::Storage::XA_STORAGE>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     XA_ENTRY(const __grid_constant__ xa::PrefillParams params) {
   extern __shared__ uint8_t shared[];
-  xa::hopper::prefill<Shape, T, Score>(params, xa::hopper::TileNumbers::of_grid(), shared);
+  xa::hopper::prefill<Shape, T, LogitsTransform>(params, xa::hopper::TileNumbers::of_grid(), shared);
 }

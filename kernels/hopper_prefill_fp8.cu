@@ -4,7 +4,7 @@
 // Compiled once for each combination of
 //   XA_HEAD_DIM  D and Dv, exactly
 //   XA_STORAGE   contiguous, paged
-//   XA_SCORE     scaled, modified (include/hopper/fp8_score.cuh)
+//   XA_LOGITS    scaled, softcap_alibi (include/hopper/fp8_score.cuh)
 // Launch: any number of CTAs of kThreads threads and kSharedBytes of dynamic shared memory, one an SM.
 
 #include "element.cuh"
@@ -18,9 +18,9 @@
 #include "params/hopper_prefill.cuh"
 
 namespace {
-using Score = xa::hopper::XA_PASTE(fp8_score_, XA_SCORE);
+using LogitsTransform = xa::hopper::XA_PASTE(fp8_logits_, XA_LOGITS);
 using Choice =
-    xa::tiles::HopperPrefill<1, xa::tiles::XA_PASTE(head_dim_, XA_HEAD_DIM), xa::tiles::XA_PASTE(score_, XA_SCORE)>;
+    xa::tiles::HopperPrefill<1, xa::tiles::XA_PASTE(head_dim_, XA_HEAD_DIM), xa::tiles::XA_PASTE(logits_, XA_LOGITS)>;
 using Shape = xa::hopper::Fp8TileShape<Choice, xa::hopper::Storage::XA_STORAGE>;
 }  // namespace
 
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
         xa::hopper::transpose_blocks<Shape, 0>(params, pipeline);
         break;
       case 2:
-        xa::hopper::plan_tiles<Shape, Score>(params, pipeline, xa::hopper::TileNumbers::of_grid());
+        xa::hopper::plan_tiles<Shape, LogitsTransform>(params, pipeline, xa::hopper::TileNumbers::of_grid());
         break;
       default: {
         const bool ascend = xa::hopper::query_starts_ascend(params.attention);
@@ -54,6 +54,6 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
   } else {
     xa::hopper::ptx::take_registers<Shape::kRegisters>();
-    xa::hopper::compute_fp8_tiles<Shape, Score>(params, pipeline);
+    xa::hopper::compute_fp8_tiles<Shape, LogitsTransform>(params, pipeline);
   }
 }

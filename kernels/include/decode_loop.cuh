@@ -41,8 +41,8 @@ class DecodeLoop {
 
   /// Takes the keys up into `state`. The tile's query rows are on their way to `query_rows`, in the last group of
   /// copies.
-  template <typename Score, typename State>
-  __device__ __forceinline__ void attend(State& state, uint32_t query_rows, const Score& score) {
+  template <typename LogitsTransform, typename State>
+  __device__ __forceinline__ void attend(State& state, uint32_t query_rows, const LogitsTransform& transform) {
 #pragma unroll 1
     for (int32_t stage = 0; stage < kStages; ++stage) fetch(stage, first_key_ + stage * kStep);
     ptx::cp_async_wait<kStages>();
@@ -57,10 +57,10 @@ class DecodeLoop {
       wait_for_blocks(stage, key);
       float scores[1][Shape::kKeys / 8][4];
       Math::scores(scores, query, keys(stage), params_);
-      score.template apply<T>(scores[0], plan_, 0, key);
+      transform.template apply<T>(scores[0], plan_, 0, key);
       const bool masked = key < plan_.keys.common_begin || key + Shape::kKeys > plan_.keys.common_end;
       if (masked) apply_mask(scores[0], params_, plan_.tile, 0, key);
-      state.absorb(0, scores[0], score.log2_unit(), plan_.tile.num_rows > 8);
+      state.absorb(0, scores[0], transform.log2_unit(), plan_.tile.num_rows > 8);
       Math::accumulate(state.output, scores, keys(stage) + Shape::kBlockBytes, params_);
       // The blocks are free again once all lanes have read them.
       __syncwarp();

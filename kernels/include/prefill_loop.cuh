@@ -16,10 +16,10 @@ namespace xa {
 /// Streams the keys of the tile through the CTA's ring, of which each warp fetches as many rows, and takes them
 /// up into `state`. The warp's rows are those from row `warp_row` of the tile; the tile's are on their way to
 /// `query_rows`, as the first group of copies.
-template <typename Shape, typename T, typename Stored, typename Score, typename State>
+template <typename Shape, typename T, typename Stored, typename LogitsTransform, typename State>
 __device__ __forceinline__ void attend_with_rows(State& state, const AttentionParams& params, const Plan& plan,
                                                  uint32_t ring, int32_t warp_row, uint32_t query_rows,
-                                                 const Score& score) {
+                                                 const LogitsTransform& transform) {
   using Math = TileMath<T, Stored, typename Shape::Rows, Shape::kRowTiles, Shape::kKeys, Shape::kHeadDim>;
   constexpr int kStages = Shape::kStages;
   constexpr bool kHoldsQuery = Shape::kRowTiles == 1 && Shape::kQueryRowBytes <= 256;
@@ -73,9 +73,9 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
     const bool masked = first_key < plan.keys.common_begin || first_key + Shape::kKeys > plan.keys.common_end;
 #pragma unroll
     for (int tile = 0; tile < Shape::kRowTiles; ++tile) {
-      score.template apply<T>(scores[tile], plan, warp_row + 16 * tile, first_key);
+      transform.template apply<T>(scores[tile], plan, warp_row + 16 * tile, first_key);
       if (masked) apply_mask(scores[tile], params, plan.tile, warp_row + 16 * tile, first_key);
-      state.absorb(tile, scores[tile], score.log2_unit());
+      state.absorb(tile, scores[tile], transform.log2_unit());
     }
     if constexpr (!kRefillsEarly) refill_keys();
     Math::accumulate(state.output, scores, values(stage), params);

@@ -313,12 +313,12 @@ __device__ __forceinline__ Sum sum_up_to_this_lane(Sum mine) {
 }
 
 /// Call before the plan's tile is found.
-template <typename Score>
+template <typename LogitsTransform>
 __device__ __forceinline__ void start_plan(const AttentionParams& params, Plan& plan) {
   if (threadIdx.x != 0) return;
   const int32_t kv_head = blockIdx.x % params.num_kv_heads;
   plan.kv_head = kv_head;
-  plan.score_factor = Score::factor(params, kv_head);
+  plan.score_factor = LogitsTransform::factor(params, kv_head);
 }
 
 /// Puts this CTA's tile into `plan`. Neighbouring CTAs take one KV head each of the same tile. Every thread of the CTA

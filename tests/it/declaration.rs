@@ -129,7 +129,7 @@ fn mistakes_in_kernels_and_tiles_are_named_with_what_was_expected() {
         (
             "[\"decode_8warps\", 2, 128, 1, 8,",
             "[\"decode_8warps\", 2, 64, 1, 8,",
-            "tiles attention: no row for attention_f16_128_decode_8warps_plain, expected one that begins (shape, bytes, head_dim) = \
+            "tiles attention: no row for attention_f16_128_decode_8warps_none, expected one that begins (shape, bytes, head_dim) = \
              [\"decode_8warps\", \"2\", \"128\"]",
         ),
         (

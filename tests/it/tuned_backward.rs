@@ -157,7 +157,7 @@ mod on_their_own_gpu {
 
     /// Of scores: the kernel's name of it, and what asks for it.
     const FORMS: [(&str, f32, Alibi); 3] =
-        [("plain", 0.0, Alibi::Off), ("capped", 2.0, Alibi::Off), ("biased", 0.0, Alibi::PerHead)];
+        [("none", 0.0, Alibi::Off), ("softcap", 2.0, Alibi::Off), ("alibi", 0.0, Alibi::PerHead)];
 
     /// What compute-sanitizer's slower tools run: short, and a call of every kernel.
     #[test]
@@ -165,15 +165,15 @@ mod on_their_own_gpu {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
         let log = log();
         for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
-            for ((head_dim, value_dim, dims), (score, softcap, alibi)) in
+            for ((head_dim, value_dim, dims), (logits, softcap, alibi)) in
                 HEAD_DIMS.into_iter().flat_map(|d| FORMS.map(|config| (d, config)))
             {
                 // Left to the portable kernels.
-                if (dims, score) == ("256", "capped") {
+                if (dims, logits) == ("256", "softcap") {
                     continue;
                 }
                 // The first of a head dimension: more tiles than an H200 has SMs, several blocks of queries in each.
-                let is_first = (dtype, score) == (BF16, "plain");
+                let is_first = (dtype, logits) == (BF16, "none");
                 let (heads, lengths) = if is_first { (24, (900, 1000)) } else { (2, (200, 300)) };
                 let (dtypes, heads, lengths) = (dtype.into(), (heads, heads), vec![lengths]);
                 let value_dim = Some(value_dim);
@@ -182,9 +182,9 @@ mod on_their_own_gpu {
                     &BatchSpec { dtypes, heads, head_dim, value_dim, lengths, softcap, alibi, ..BatchSpec::default() },
                 );
                 let (mains, finish) = if head_dim <= 128 {
-                    (vec![format!("hopper_bwd_{name}_{dims}_{score}")], dims)
+                    (vec![format!("hopper_bwd_{name}_{dims}_{logits}")], dims)
                 } else {
-                    let of = |gradient| format!("hopper_bwd_wide_{name}_{gradient}_{dims}_{score}");
+                    let of = |gradient| format!("hopper_bwd_wide_{name}_{gradient}_{dims}_{logits}");
                     (["dkdv", "dq"].map(of).to_vec(), "64")
                 };
                 let sides =
@@ -200,13 +200,13 @@ mod on_their_own_gpu {
         };
         let plain = BatchSpec { dtypes: BF16.into(), heads: (2, 1), lengths: vec![(30, 40)], ..BatchSpec::default() };
         let both = BatchSpec { softcap: 2.0, alibi: Alibi::PerHead, head_dim: 128, ..plain.clone() };
-        other(&both, "attention_bwd_dq_bf16_128_small_modified with");
+        other(&both, "attention_bwd_dq_bf16_128_small_softcap_alibi with");
         let wide_capped = BatchSpec { softcap: 2.0, head_dim: 256, ..plain.clone() };
-        other(&wide_capped, "attention_bwd_dq_bf16_256_small_modified with");
+        other(&wide_capped, "attention_bwd_dq_bf16_256_small_softcap_alibi with");
         let short = vec![(3, 40); 40];
         other(
             &BatchSpec { heads: (8, 1), lengths: short, head_dim: 64, ..plain },
-            "attention_bwd_dq_bf16_64_small_plain with",
+            "attention_bwd_dq_bf16_64_small_none with",
         );
     }
 

@@ -198,8 +198,8 @@ mod on_their_own_gpu {
     fn tuned_kernels_are_chosen() {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
         let log = log();
-        let forms = [(0.0, "plain"), (2.5, "modified")];
-        let fp8_forms = [(0.0, "scaled"), (2.5, "modified")];
+        let forms = [(0.0, "none"), (2.5, "softcap_alibi")];
+        let fp8_forms = [(0.0, "scaled"), (2.5, "softcap_alibi")];
         for (dtypes, name, head_dims, forms) in [
             (Dtypes::same(BF16), "bf16", &HEAD_DIMS[..], forms),
             (Dtypes::same(F16), "f16", &HEAD_DIMS[..], forms),
@@ -212,9 +212,9 @@ mod on_their_own_gpu {
             let short = (name != "fp8").then(|| (64, 64, Mask::CAUSAL, "64_short".to_owned()));
             for (head_dim, value_dim, mask, dims) in dims.chain(short) {
                 let layout = if head_dim == value_dim { KvLayout::Stacked } else { KvLayout::Split };
-                for (softcap, score) in forms {
+                for (softcap, logits) in forms {
                     // Not built.
-                    if name != "fp8" && score == "modified" && !(["64", "96", "128"].contains(&dims.as_str())) {
+                    if name != "fp8" && logits == "softcap_alibi" && !(["64", "96", "128"].contains(&dims.as_str())) {
                         continue;
                     }
                     // More tiles than SMs, several blocks of keys in each.
@@ -235,7 +235,7 @@ mod on_their_own_gpu {
                             .invocation()
                             .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
                             .unwrap();
-                        assert_logged(log, &format!("hopper_prefill_{name}_{dims}_{keys}_{score} with"));
+                        assert_logged(log, &format!("hopper_prefill_{name}_{dims}_{keys}_{logits} with"));
                     }
                 }
             }

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <cstdint>
 
-#include "bwd/pass.cuh"
 #include "bwd/ptx_extra.cuh"
+#include "bwd/sequence_segment.cuh"
 #include "chunk.cuh"
 #include "element.cuh"
 #include "params/attention_bwd.cuh"

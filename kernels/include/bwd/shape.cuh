@@ -12,7 +12,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "bwd/pass.cuh"
+#include "bwd/sequence_segment.cuh"
 #include "element.cuh"
 #include "shared_rows.cuh"
 #include "tiles/attention_bwd.cuh"

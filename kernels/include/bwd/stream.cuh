@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "bwd/pass.cuh"
 #include "bwd/ptx_extra.cuh"
+#include "bwd/sequence_segment.cuh"
 
 namespace xa {
 

@@ -77,8 +77,8 @@ class BoxDecodeLoop {
 
   /// Takes the keys up into `state`. The tile's query rows are on their way to `query_rows`, in the last group of
   /// copies.
-  template <typename Score, typename State>
-  __device__ __forceinline__ void attend(State& state, uint32_t query_rows, const Score& score) {
+  template <typename LogitsTransform, typename State>
+  __device__ __forceinline__ void attend(State& state, uint32_t query_rows, const LogitsTransform& transform) {
     int32_t fetched = count_;
 #pragma unroll 1
     for (int32_t stage = 0; stage < kStages; ++stage) fetch(fetched++, first_key_ + stage * kStep);
@@ -95,12 +95,12 @@ class BoxDecodeLoop {
       ring_.full(turn).wait();
       float scores[1][Shape::kKeys / 8][4];
       Math::scores(scores, query, keys, params_);
-      score.template apply<T>(scores[0], plan_, 0, key);
+      transform.template apply<T>(scores[0], plan_, 0, key);
       if (key < plan_.keys.common_begin || key + Shape::kKeys > plan_.keys.common_end) {
         apply_mask(scores[0], params_, plan_.tile, 0, key);
         clear_unseen(keys + Shape::kBlockBytes, key);
       }
-      state.absorb(0, scores[0], score.log2_unit(), plan_.tile.num_rows > 8);
+      state.absorb(0, scores[0], transform.log2_unit(), plan_.tile.num_rows > 8);
       Math::accumulate(state.output, scores, keys + Shape::kBlockBytes, params_);
       // The blocks are free again once all lanes have read them.
       __syncwarp();

@@ -14,9 +14,9 @@
 #include "hopper/shape.cuh"
 #include "hopper/tile_loop.cuh"
 #include "hopper/wgmma.cuh"
+#include "logits_transform.cuh"
 #include "output_rows.cuh"
 #include "params/hopper_prefill.cuh"
-#include "score_form.cuh"
 #include "tile_plan.cuh"
 
 namespace xa::hopper {
@@ -75,12 +75,12 @@ __device__ __forceinline__ void clear_unseen(uint8_t* values, const TilePlan& pl
 }
 
 /// Computes all tiles of the CTA. The work of a warpgroup.
-template <typename Shape, typename T, typename Score>
+template <typename Shape, typename T, typename LogitsTransform>
 __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, const Pipeline<Shape>& pipeline) {
   constexpr int kKeys = Shape::kKeys;
   using Keys = Turn<Shape::kStages>;
-  // The modified form's scores are logits to base 2 as they are.
-  constexpr bool kRounds = std::is_same_v<Score, score_plain>;
+  // With softcap_alibi the scores are already logits to base 2.
+  constexpr bool kRounds = std::is_same_v<LogitsTransform, logits_none>;
   using Panel = typename Shape::Panel;
   using KeyBlock = typename Shape::KeyBlock;
   using ValueBlock = typename Shape::ValueBlock;
@@ -92,8 +92,8 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
     if (leads) barrier.arrive();
   };
 
-  const Score score(params);
-  const float unit = kRounds ? ptx::opaque(score.log2_unit()) : 1.0f;
+  const LogitsTransform transform(params);
+  const float unit = kRounds ? ptx::opaque(transform.log2_unit()) : 1.0f;
   const uint64_t query =
       tile_descriptor<Panel>(pipeline.query() + warpgroup * 8 * Panel::kGroupBytes, 0, Panel::kGroupBytes);
   const uint64_t keys = tile_descriptor<Panel>(pipeline.keys(0), 0, KeyBlock::kGroupDistance);
@@ -148,7 +148,7 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
     const int32_t common_end = uniform(plan.plan.keys.common_end / kKeys);
     int32_t block = end - 1;
     const auto weigh = [&](bool masked) {
-      score.template apply<T>(scores, plan.plan, warp_row, block * kKeys);
+      transform.template apply<T>(scores, plan.plan, warp_row, block * kKeys);
       if (masked) hide_unseen(scores, prefill, plan.plan, warp_row, block * kKeys);
       state.absorb(scores, unit);
     };

@@ -87,7 +87,7 @@ struct Fp8RowState : RowState<kColumnTiles> {
 };
 
 /// Computes all tiles of the CTA. The work of a warpgroup.
-template <typename Shape, typename Score>
+template <typename Shape, typename LogitsTransform>
 __device__ __forceinline__ void compute_fp8_tiles(const PrefillParams& prefill, const Pipeline<Shape>& pipeline) {
   constexpr int kKeys = Shape::kKeys, kSteps = Shape::kHeadDim / 32;
   using Keys = Turn<Shape::kStages>;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void compute_fp8_tiles(const PrefillParams& prefill, 
     if (lane == 0) barrier.arrive();
   };
 
-  const Score score(params);
+  const LogitsTransform transform(params);
   const uint64_t query =
       tile_descriptor<Panel>(pipeline.query() + warpgroup * 8 * Panel::kGroupBytes, 0, Panel::kGroupBytes);
   const uint64_t keys = tile_descriptor<Panel>(pipeline.keys(0), 0, KeyBlock::kGroupDistance);
@@ -142,15 +142,16 @@ __device__ __forceinline__ void compute_fp8_tiles(const PrefillParams& prefill, 
 
   int32_t turn = 0;
   const auto attend = [&](const TilePlan& plan, int32_t first, int32_t end, int32_t tile, const auto& finish_rows) {
-    const float unit = __int_as_float(uniform(__float_as_int(Score::log2_unit(plan.plan))));
-    const bool is_plain = uniform(static_cast<int32_t>(Score::leaves(plan.plan))) != 0;
+    const float unit = __int_as_float(uniform(__float_as_int(LogitsTransform::log2_unit(plan.plan))));
+    const bool is_plain = uniform(static_cast<int32_t>(LogitsTransform::leaves(plan.plan))) != 0;
     // Blocks [common_begin, common_end) are seen whole by every row, and their scores are left as they are if any
     // are.
     const int32_t common_begin = uniform((plan.plan.keys.common_begin + kKeys - 1) / kKeys);
     const int32_t common_end = is_plain ? uniform(plan.plan.keys.common_end / kKeys) : 0;
     int32_t block = end - 1;
     const auto weigh = [&](bool masked, uint32_t (&to)[kKeys / 32][4]) {
-      if (masked || !Score::kLeavesMost) score.template apply<F16>(scores, plan.plan, warp_row, block * kKeys);
+      if (masked || !LogitsTransform::kLeavesMost)
+        transform.template apply<F16>(scores, plan.plan, warp_row, block * kKeys);
       if (masked) hide_unseen(scores, prefill, plan.plan, warp_row, block * kKeys);
       state.absorb(scores, unit, to);
     };

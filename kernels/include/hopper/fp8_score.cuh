@@ -1,20 +1,20 @@
-// From products of fp8 to scores: the forms of score_form.cuh, whose scales a tile has in its plan.
+// From products of fp8 to scores: the forms of logits_transform.cuh, whose scales a tile has in its plan.
 #pragma once
 
+#include "logits_transform.cuh"
 #include "params/attention.cuh"
-#include "score_form.cuh"
 #include "tile_plan.cuh"
 
 namespace xa::hopper {
 
 /// Scores stay q . k; what they are multiplied by is part of the exponential.
-struct fp8_score_scaled {
+struct fp8_logits_scaled {
   /// Whether most tiles' scores stay as they are.
   static constexpr bool kLeavesMost = true;
 
-  __device__ __forceinline__ explicit fp8_score_scaled(const AttentionParams&) {}
+  __device__ __forceinline__ explicit fp8_logits_scaled(const AttentionParams&) {}
   static __device__ __forceinline__ float factor(const AttentionParams& params, int32_t kv_head) {
-    return score_modified::factor(params, kv_head);
+    return logits_softcap_alibi::factor(params, kv_head);
   }
   /// Whether `apply` leaves this tile's alone: the largest score is the largest logit only where the factor is
   /// positive.
@@ -35,10 +35,10 @@ struct fp8_score_scaled {
 };
 
 /// Soft cap and ALiBi.
-struct fp8_score_modified : score_modified {
+struct fp8_logits_softcap_alibi : logits_softcap_alibi {
   static constexpr bool kLeavesMost = false;
 
-  using score_modified::score_modified;
+  using logits_softcap_alibi::logits_softcap_alibi;
   static __device__ __forceinline__ bool leaves(const Plan&) { return true; }
   static __device__ __forceinline__ float log2_unit(const Plan&) { return 1.0f; }
 };

@@ -15,7 +15,7 @@ namespace xa::hopper {
 
 /// Works on tiles until there are no more. Every thread of the CTA calls this, as the last thing: it divides the
 /// registers between the warpgroups.
-template <typename Shape, typename T, typename Score>
+template <typename Shape, typename T, typename LogitsTransform>
 __device__ __forceinline__ void prefill(const PrefillParams& params, const TileNumbers& numbers, uint8_t* shared) {
   const Pipeline<Shape> pipeline(shared);
   if (threadIdx.x == 0) pipeline.init();
@@ -34,7 +34,7 @@ __device__ __forceinline__ void prefill(const PrefillParams& params, const TileN
         load_blocks<Shape, Operand::values>(params, pipeline);
         break;
       case 2:
-        plan_tiles<Shape, Score>(params, pipeline, numbers);
+        plan_tiles<Shape, LogitsTransform>(params, pipeline, numbers);
         break;
       default: {
         const bool ascend = query_starts_ascend(params.attention);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void prefill(const PrefillParams& params, const TileN
     }
   } else {
     ptx::take_registers<Shape::kRegisters>();
-    compute_tiles<Shape, T, Score>(params, pipeline);
+    compute_tiles<Shape, T, LogitsTransform>(params, pipeline);
   }
 }
 

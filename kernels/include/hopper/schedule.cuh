@@ -153,7 +153,7 @@ struct TileNumbers {
 };
 
 /// Plans one tile after another, until there are no more. The work of one warp.
-template <typename Shape, typename Score>
+template <typename Shape, typename LogitsTransform>
 __device__ __forceinline__ void plan_tiles(const PrefillParams& params, const Pipeline<Shape>& pipeline,
                                            const TileNumbers& numbers) {
   TileFinder<Shape> finder(params);
@@ -178,7 +178,7 @@ __device__ __forceinline__ void plan_tiles(const PrefillParams& params, const Pi
     rows = plan.plan.tile.num_rows;
     if (threadIdx.x % 32 == 0) {
       const int32_t kv_head = plan.plan.kv_head / params.packs_per_kv_head;
-      plan.plan.score_factor = rows > 0 ? Score::factor(params.attention, kv_head) : 0.0f;
+      plan.plan.score_factor = rows > 0 ? LogitsTransform::factor(params.attention, kv_head) : 0.0f;
       plan.value_factor = rows > 0 ? params.attention.value_factor * scale_of(params.attention.v_scale, kv_head) : 0.0f;
       pipeline.plan_full(turn).arrive();
     }

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "bwd/pass.cuh"
+#include "bwd/sequence_segment.cuh"
 #include "hopper_bwd/schedule.cuh"
 #include "hopper_bwd/shape.cuh"
 #include "params/attention.cuh"

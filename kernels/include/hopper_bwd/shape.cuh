@@ -13,13 +13,13 @@ namespace xa::hopper {
 constexpr int32_t kSumRows = 16;
 
 /// One for each bucket of D and Dv and each form of scores.
-template <int kHeadDim_, typename Score>
-struct BackwardShape : tiles::HopperBwd<kHeadDim_, Score> {
-  using Choice = tiles::HopperBwd<kHeadDim_, Score>;
+template <int kHeadDim_, typename LogitsTransform>
+struct BackwardShape : tiles::HopperBwd<kHeadDim_, LogitsTransform> {
+  using Choice = tiles::HopperBwd<kHeadDim_, LogitsTransform>;
   static constexpr int kHeadDim = kHeadDim_;
   /// Logits go through a soft cap, or have a bias that follows from the distance of query and key.
-  static constexpr bool kCapped = std::is_same_v<Score, tiles::score_capped>;
-  static constexpr bool kBiased = std::is_same_v<Score, tiles::score_biased>;
+  static constexpr bool kCapped = std::is_same_v<LogitsTransform, tiles::logits_softcap>;
+  static constexpr bool kBiased = std::is_same_v<LogitsTransform, tiles::logits_alibi>;
   /// A step: so many queries with a block of keys.
   static constexpr int kQueries = Choice::kQueries, kKeys = 128;
   static constexpr int kQueryStages = 3, kDoutStages = 2;

@@ -16,12 +16,12 @@ namespace xa::hopper {
 
 /// A row of tiles::HopperBwdWide. Of `dkdv` 64 keys of a KV head stay and blocks of 64 queries stream past, of `dq` it
 /// is 128 queries of a head and blocks of 64 keys.
-template <typename Gradient, typename HeadDim, typename Score>
-struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, Score> {
-  using Choice = tiles::HopperBwdWide<Gradient, HeadDim, Score>;
+template <typename Gradient, typename HeadDim, typename LogitsTransform>
+struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform> {
+  using Choice = tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform>;
   static constexpr bool kOfKeys = std::is_same_v<Gradient, tiles::gradient_dkdv>;
-  static constexpr bool kCapped = std::is_same_v<Score, tiles::score_capped>;
-  static constexpr bool kBiased = std::is_same_v<Score, tiles::score_biased>;
+  static constexpr bool kCapped = std::is_same_v<LogitsTransform, tiles::logits_softcap>;
+  static constexpr bool kBiased = std::is_same_v<LogitsTransform, tiles::logits_alibi>;
   static constexpr int kHeadDim = Choice::kDim;
   static constexpr int kQueries = kOfKeys ? 64 : 128, kKeys = 64;
   /// Nothing is added up across CTAs.

@@ -2,7 +2,7 @@
 
 use super::hopper::{Prefill, PrefillParameter, next_tile_place};
 use super::split::Split;
-use super::tiles::{Tile, modifies_scores};
+use super::tiles::{Tile, transforms_logits};
 use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode};
 use crate::cuda::launch::Shape;
 use crate::cuda::params::attention::{AttentionParams, TOKENS_PER_LOAD};
@@ -61,7 +61,7 @@ impl FusedParameter<'_> {
 fn tiles(call: &Call) -> Option<(Prefill, &'static Tile)> {
     let Call { problem, device, .. } = call;
     let tile = Tile::of(problem, "fused").ok()?;
-    let is_built = [problem.head_dim, problem.value_dim] == [tile.head_dim as usize; 2] && !modifies_scores(problem);
+    let is_built = [problem.head_dim, problem.value_dim] == [tile.head_dim as usize; 2] && !transforms_logits(problem);
     let is_mixed = call.rows() > ROWS_PER_SEQUENCE * call.few() * call.seqs();
     let loads_fit = matches!(problem.keys.storage,
         KeyStorage::Paged(table) if table.page_size.is_multiple_of(TOKENS_PER_LOAD as usize));

@@ -116,11 +116,11 @@ impl Prefill {
             KeyStorage::Contiguous { .. } => "contiguous",
             KeyStorage::Paged(_) => "paged",
         };
-        let Tile { head_dim, score, .. } = self.tile;
+        let Tile { head_dim, logits, .. } = self.tile;
         if self.is_fp8() {
-            return variants::find(FP8_KERNEL, &[head_dim, storage, score]);
+            return variants::find(FP8_KERNEL, &[head_dim, storage, logits]);
         }
-        variants::find(KERNEL, &[variants::dtype_value(problem.q.dtype), head_dim, storage, score])
+        variants::find(KERNEL, &[variants::dtype_value(problem.q.dtype), head_dim, storage, logits])
     }
 
     fn is_fp8(&self) -> bool {
@@ -340,22 +340,22 @@ pub(super) mod tests {
 
     #[test]
     fn the_kernel_prefills_what_it_is_built_for() {
-        assert_eq!(prefilled_by(&ragged()), "hopper_prefill_bf16_128_contiguous_plain");
-        assert_eq!(prefilled_by(&paged(16)), "hopper_prefill_bf16_128_paged_plain");
+        assert_eq!(prefilled_by(&ragged()), "hopper_prefill_bf16_128_contiguous_none");
+        assert_eq!(prefilled_by(&paged(16)), "hopper_prefill_bf16_128_paged_none");
         let mut capped = paged(8);
         capped.score.softcap = 30.0;
-        assert_eq!(prefilled_by(&capped), "hopper_prefill_bf16_128_paged_modified");
-        assert_eq!(named_on(&ragged(), &device(false))[0].0, "attention_bf16_128_prefill_plain");
+        assert_eq!(prefilled_by(&capped), "hopper_prefill_bf16_128_paged_softcap_alibi");
+        assert_eq!(named_on(&ragged(), &device(false))[0].0, "attention_bf16_128_prefill_none");
         // Who decodes is another matter.
-        assert_eq!(named_on(&ragged(), &device(true))[1].0, "attention_bf16_128_decode_8warps_plain");
+        assert_eq!(named_on(&ragged(), &device(true))[1].0, "attention_bf16_128_decode_8warps_none");
         let short = Attention { queries: Queries { longest: 1, ..ragged().queries }, ..ragged() };
-        assert_eq!(prefilled_by(&short), "attention_bf16_128_decode_8warps_plain");
+        assert_eq!(prefilled_by(&short), "attention_bf16_128_decode_8warps_none");
     }
 
     #[test]
     fn short_causal_sequences_have_tiles_of_their_own() {
-        let tall = "hopper_prefill_bf16_64_contiguous_plain";
-        let short = "hopper_prefill_bf16_64_short_contiguous_plain";
+        let tall = "hopper_prefill_bf16_64_contiguous_none";
+        let short = "hopper_prefill_bf16_64_short_contiguous_none";
         let named = |head_dim: usize, rows: usize, window_right| {
             let plain = ragged();
             let q = Tensor::dense(DType::BF16, null_mut(), &[1000, 12, 64]);
@@ -366,7 +366,7 @@ pub(super) mod tests {
         assert_eq!(named(64, 7 * 1024, 0), short);
         assert_eq!(named(64, 7 * 1024 + 1, 0), tall);
         assert_eq!(named(64, 7 * 1024, -1), tall);
-        assert_eq!(named(128, 7 * 1024, 0), "hopper_prefill_bf16_128_contiguous_plain");
+        assert_eq!(named(128, 7 * 1024, 0), "hopper_prefill_bf16_128_contiguous_none");
     }
 
     #[test]
@@ -379,25 +379,25 @@ pub(super) mod tests {
         assert_eq!(prefilled_by(&codes(ragged())), "hopper_prefill_fp8_128_contiguous_scaled");
         let mut capped = codes(paged(16));
         capped.score.softcap = 30.0;
-        assert_eq!(prefilled_by(&capped), "hopper_prefill_fp8_128_paged_modified");
+        assert_eq!(prefilled_by(&capped), "hopper_prefill_fp8_128_paged_softcap_alibi");
         let plain = codes(ragged());
         let q = Tensor { dtype: DType::BF16, ..plain.q };
-        assert_eq!(prefilled_by(&Attention { q, ..plain }), "attention_fp8_fp8_128_prefill_modified");
+        assert_eq!(prefilled_by(&Attention { q, ..plain }), "attention_fp8_fp8_128_prefill_softcap_alibi");
         // Rows of 8-byte chunks.
         let view = KvView { token_stride: 264, ..plain.k };
-        assert_eq!(prefilled_by(&Attention { k: view, ..plain }), "attention_fp8_fp8_128_prefill_modified");
+        assert_eq!(prefilled_by(&Attention { k: view, ..plain }), "attention_fp8_fp8_128_prefill_softcap_alibi");
         let misplaced = KvView { data: std::ptr::without_provenance_mut(8), ..plain.k };
-        assert_eq!(prefilled_by(&Attention { v: misplaced, ..plain }), "attention_fp8_fp8_128_prefill_modified");
+        assert_eq!(prefilled_by(&Attention { v: misplaced, ..plain }), "attention_fp8_fp8_128_prefill_softcap_alibi");
     }
 
     #[test]
     fn short_sequences_among_long_ones_are_prefilled() {
         let names = |problem: &Attention| named_on(problem, &device(true));
-        let all = [("hopper_prefill_bf16_128_contiguous_plain", 1, i32::MAX)];
+        let all = [("hopper_prefill_bf16_128_contiguous_none", 1, i32::MAX)];
         let few = Attention { max_seqs: 3, ..ragged() };
         assert_eq!(names(&few), all);
         let pages = Attention { max_seqs: 3, ..paged(16) };
-        assert_eq!(names(&pages), [("hopper_prefill_bf16_128_paged_plain", 1, i32::MAX)]);
+        assert_eq!(names(&pages), [("hopper_prefill_bf16_128_paged_none", 1, i32::MAX)]);
         let many_keys = KeyStorage::Contiguous { total: 2001 };
         for problem in [
             ragged(),
@@ -412,7 +412,7 @@ pub(super) mod tests {
 
     #[test]
     fn what_boxes_cannot_fetch_is_left_to_the_portable_kernel() {
-        let portable = "attention_bf16_128_prefill_plain";
+        let portable = "attention_bf16_128_prefill_none";
         let plain = ragged();
         let narrow = Attention { value_dim: 64, ..plain };
         let broadcast = Attention { k: KvView { token_stride: 0, ..plain.k }, ..plain };
@@ -500,8 +500,8 @@ pub(super) mod tests {
         let v = KvView { page_stride: 256 * 16, token_stride: 256, head_stride: 128, ..plain.k };
         let q = Tensor::dense(DType::BF16, null_mut(), &[1000, 12, 192]);
         let mut latent = Attention { q, k, v, head_dim: 192, ..plain };
-        assert_eq!(prefilled_by(&latent), "hopper_prefill_bf16_192x128_paged_plain");
+        assert_eq!(prefilled_by(&latent), "hopper_prefill_bf16_192x128_paged_none");
         latent.score.softcap = 30.0;
-        assert_eq!(prefilled_by(&latent), "attention_bf16_192_prefill_modified");
+        assert_eq!(prefilled_by(&latent), "attention_bf16_192_prefill_softcap_alibi");
     }
 }

@@ -282,14 +282,14 @@ pub(super) mod tests {
 
     #[test]
     fn lengths_are_shared_out_between_the_shapes_without_gap_or_overlap() {
-        let decode = "attention_bf16_128_decode_8warps_plain";
-        let prefill = "attention_bf16_128_prefill_plain";
+        let decode = "attention_bf16_128_decode_8warps_none";
+        let prefill = "attention_bf16_128_prefill_none";
         assert_eq!(named(&problem(64, 64, 8, 104)), [(decode, 1, i32::MAX)]);
         assert_eq!(named(&problem(65, 64, 8, 104)), [(prefill, 5, i32::MAX), (decode, 1, 4)]);
         // No sequence can have more than 4 queries.
         assert_eq!(named(&problem(4, 1, 8, 104)), [(decode, 1, 4)]);
         let invariant = Attention { batch_invariant: true, ..problem(64, 64, 8, 104) };
-        assert_eq!(named(&invariant), [(prefill, 5, i32::MAX), ("attention_bf16_128_decode_plain", 1, 4)]);
+        assert_eq!(named(&invariant), [(prefill, 5, i32::MAX), ("attention_bf16_128_decode_none", 1, 4)]);
         assert!(named(&problem(0, 64, 8, 104)).is_empty());
     }
 
@@ -299,8 +299,8 @@ pub(super) mod tests {
             let plain = problem(640, 160, 8, 128);
             named(&Attention { queries: Queries { longest, ..plain.queries }, batch_invariant, ..plain })
         };
-        let both = [("attention_bf16_128_prefill_plain", 5, i32::MAX), ("attention_bf16_128_decode_plain", 1, 4)];
-        assert_eq!(advised(4, false), [("attention_bf16_128_decode_plain", 1, i32::MAX)]);
+        let both = [("attention_bf16_128_prefill_none", 5, i32::MAX), ("attention_bf16_128_decode_none", 1, 4)];
+        assert_eq!(advised(4, false), [("attention_bf16_128_decode_none", 1, i32::MAX)]);
         assert_eq!(advised(8, false), both);
         assert_eq!(advised(4, true), both);
     }
@@ -323,9 +323,9 @@ pub(super) mod tests {
         let (decode, strides) = (problem(64, 64, 8, 128), [256, 128, 1]);
         assert_eq!(
             storing(&decode, None, &strides),
-            (true, vec![("attention_bf16_128_decode_8warps_plain", 1, i32::MAX)])
+            (true, vec![("attention_bf16_128_decode_8warps_none", 1, i32::MAX)])
         );
-        let both = [("attention_bf16_128_decode_plain", 1, 4), ("attention_bf16_128_prefill_plain", 5, i32::MAX)];
+        let both = [("attention_bf16_128_decode_none", 1, 4), ("attention_bf16_128_prefill_none", 5, i32::MAX)];
         let invariant = Attention { batch_invariant: true, ..decode };
         assert_eq!(storing(&invariant, None, &strides), (true, both.to_vec()));
         // Nine CTAs of four warps a KV head, for as many tiles.

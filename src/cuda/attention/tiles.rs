@@ -33,13 +33,13 @@ impl Tile {
 
     /// The kernel of this tile for the problem: its index in the table of variants.
     pub(super) fn variant(&self, problem: &Attention, device: &Device) -> Result<usize> {
-        let score = if modifies_scores(problem) { "modified" } else { "plain" };
+        let logits = if transforms_logits(problem) { "softcap_alibi" } else { "none" };
         let (kernel, dtype) = match (problem.kv_dtype.size() == 1, converts_fp8(device)) {
             (false, _) => (KERNEL, variants::dtype_value(problem.kv_dtype)),
             (true, true) => ("attention_fp8", "fp8"),
             (true, false) => ("attention_fp8_sm80", "fp8_shifted"),
         };
-        variants::find(kernel, &[dtype, self.head_dim_value, self.shape, score])
+        variants::find(kernel, &[dtype, self.head_dim_value, self.shape, logits])
     }
 
     /// Packed query rows of a CTA.
@@ -64,9 +64,9 @@ impl Tile {
         (self.shared_bytes + folded).max(least)
     }
 
-    /// What the kernel's scores are times to be logits to base 2: `log2_unit()` of `kernels/include/score_form.cuh`.
+    /// Factor from the kernel's scores to logits in base 2: `log2_unit()` of `kernels/include/logits_transform.cuh`.
     pub(super) fn log2_unit(problem: &Attention) -> f32 {
-        if modifies_scores(problem) { 1.0 } else { problem.score.softmax_scale * LOG2_E }
+        if transforms_logits(problem) { 1.0 } else { problem.score.softmax_scale * LOG2_E }
     }
 
     /// Shared memory that decode with `batch_invariant` takes besides: `kFoldBytes` of the header.
@@ -80,8 +80,9 @@ pub(super) fn converts_fp8(device: &Device) -> bool {
     device.capability >= 89
 }
 
-/// Whether something besides `softmax_scale` happens to scores.
-pub(in crate::cuda) fn modifies_scores(problem: &Attention) -> bool {
+/// Whether the call needs a logits transform: anything between q . k and the softmax besides `softmax_scale`. The kernels
+/// for 8-bit K and V always have one.
+pub(in crate::cuda) fn transforms_logits(problem: &Attention) -> bool {
     let (score, is_fp8) = (&problem.score, problem.kv_dtype.size() == 1);
     is_fp8 || score.softcap > 0.0 || score.q_scale.is_some() || score.k_scale.is_some() || score.alibi.is_some()
 }

@@ -188,8 +188,8 @@ impl Hopper {
     fn of(problem: &FlashAttnVarlenBwd, device: &Device) -> Option<Self> {
         let forward = &problem.forward;
         let dim = forward.head_dim.max(forward.value_dim);
-        let score = score_form(forward)?;
-        let tile = HOPPER_BWD.iter().find(|tile| tile.head_dim as usize >= dim && tile.score == score)?;
+        let logits = logits_transform(forward)?;
+        let tile = HOPPER_BWD.iter().find(|tile| tile.head_dim as usize >= dim && tile.logits == logits)?;
         let layout = Layout::of(problem, tile.queries, tile.head_dim)?;
         let hopper = Self { tile, layout };
         layout.serves(problem, device, tile.queries, &hopper.boxes(problem)).then_some(hopper)
@@ -202,7 +202,7 @@ impl Hopper {
         let shared_memory = self.tile.shared_bytes;
         let main = Shape { grid: [main as u32, 1, 1], threads: THREADS, shared_memory };
         let dtype = variants::dtype_value(problem.forward.q.dtype);
-        let values = [dtype, self.tile.head_dim_value, self.tile.score];
+        let values = [dtype, self.tile.head_dim_value, self.tile.logits];
         let steps = [
             ("hopper_bwd_prepare", prepare, &values[..2]),
             ("hopper_bwd", main, &values[..]),
@@ -218,13 +218,13 @@ impl Hopper {
     }
 }
 
-/// What happens to scores, as the axis `score` says it; `None` where that is more than the kernels do.
-pub(super) fn score_form(forward: &Attention) -> Option<&'static str> {
+/// The logits transform of the call, a value of the axis `logits`; `None` if the kernels have no such transform.
+pub(super) fn logits_transform(forward: &Attention) -> Option<&'static str> {
     let Score { softcap, alibi, q_scale, k_scale, .. } = &forward.score;
     match (*softcap > 0.0, alibi.is_some(), q_scale.is_some() || k_scale.is_some()) {
-        (false, false, false) => Some("plain"),
-        (true, false, false) => Some("capped"),
-        (false, true, false) => Some("biased"),
+        (false, false, false) => Some("none"),
+        (true, false, false) => Some("softcap"),
+        (false, true, false) => Some("alibi"),
         _ => None,
     }
 }
@@ -394,7 +394,7 @@ pub(super) mod tests {
 
     #[test]
     fn what_the_front_ends_allocate_is_enough() {
-        let plain = HOPPER_BWD.iter().filter(|tile| tile.score == "plain");
+        let plain = HOPPER_BWD.iter().filter(|tile| tile.logits == "none");
         // Past 128 columns there are no sums.
         let wide = [(192, 128, 0), (256, 128, 0)];
         for (dim, queries, columns) in plain.map(|tile| (tile.head_dim, tile.queries, tile.head_dim)).chain(wide) {

@@ -3,7 +3,7 @@
 //! Four launches: a plan and what is known of each query row; dK and dV; dQ; zeros where no sequence is. Each element of
 //! the gradients is the sum of one CTA, so the workspace has no sums.
 
-use super::hopper::{Boxes, Layout, THREADS, in_order, lazy, most_tiles, score_form};
+use super::hopper::{Boxes, Layout, THREADS, in_order, lazy, logits_transform, most_tiles};
 use super::{Launch, Parameter};
 use crate::cuda::device::Device;
 use crate::cuda::launch::Shape;
@@ -44,11 +44,11 @@ impl Wide {
         if forward.head_dim.max(forward.value_dim) <= NARROW {
             return None;
         }
-        let score = score_form(forward)?;
+        let logits = logits_transform(forward)?;
         let tile_of = |gradient| {
             HOPPER_BWD_WIDE.iter().find(|tile| {
                 let fits = tile.dim as usize >= forward.head_dim && tile.value_dim as usize >= forward.value_dim;
-                tile.gradient == gradient && tile.score == score && fits
+                tile.gradient == gradient && tile.logits == logits && fits
             })
         };
         let layout = Layout::of(problem, QUERIES, 0)?;
@@ -68,7 +68,7 @@ impl Wide {
             let grid = [ctas.clamp(1, i64::from(device.sms)) as u32, 1, 1];
             Shape { grid, threads: THREADS, shared_memory: tile.shared_bytes }
         };
-        let of_main = self.tiles.map(|tile| [dtype, tile.gradient, tile.head_dim, tile.score]);
+        let of_main = self.tiles.map(|tile| [dtype, tile.gradient, tile.head_dim, tile.logits]);
         let [keys, queries] = self.tiles;
         let blocks = self.layout.num_turns * problem.forward.num_q_heads;
         // What comes after knows nothing of columns where there are no sums.

@@ -4,7 +4,7 @@
 //! has room for that.
 
 use super::{Launch, Parameter, sinks};
-use crate::cuda::attention::tiles::modifies_scores;
+use crate::cuda::attention::tiles::transforms_logits;
 use crate::cuda::device::Device;
 use crate::cuda::launch::Shape;
 use crate::cuda::params::attention_bwd::BackwardParams;
@@ -47,12 +47,12 @@ fn variant(forward: &Attention, device: &Device, kernel: &str, gradient: &str) -
     let (dtype, dim) = (forward.q.dtype, forward.head_dim.max(forward.value_dim));
     let of_gradient = ATTENTION_BWD.iter().filter(|t| t.gradient == gradient && t.bytes as usize == dtype.size());
     let bucket = of_gradient.clone().map(|t| t.head_dim).filter(|bucket| *bucket as usize >= dim).min();
-    let scores: &[&str] = if modifies_scores(forward) { &["modified"] } else { &["plain", "modified"] };
+    let transforms: &[&str] = if transforms_logits(forward) { &["softcap_alibi"] } else { &["none", "softcap_alibi"] };
     of_gradient
         .filter(|t| Some(t.head_dim) == bucket && t.shared_bytes <= device.shared_memory)
-        .flat_map(|t| scores.iter().map(move |score| (t, *score)))
-        .find_map(|(t, score)| {
-            let values = [variants::dtype_value(dtype), t.head_dim_value, t.shape, score];
+        .flat_map(|t| transforms.iter().map(move |logits| (t, *logits)))
+        .find_map(|(t, logits)| {
+            let values = [variants::dtype_value(dtype), t.head_dim_value, t.shape, logits];
             Some((variants::find(kernel, &values).ok()?, t))
         })
         .ok_or_else(|| {
@@ -124,7 +124,7 @@ mod tests {
                         let (found, tile) = variant(&problem, &device, kernel, gradient).expect("there is a kernel");
                         assert!(tile.head_dim as usize >= dim && tile.shared_bytes <= shared_memory, "{tile:?}");
                         let name = variants::VARIANTS[found].name;
-                        assert!(!capped || name.ends_with("_modified"), "{name}");
+                        assert!(!capped || name.ends_with("_softcap_alibi"), "{name}");
                     }
                 }
             }
@@ -132,18 +132,18 @@ mod tests {
     }
 
     #[test]
-    fn the_plain_form_is_taken_where_there_is_one() {
+    fn the_kernel_without_a_logits_transform_is_preferred() {
         let named = |head_dim, kilobytes: u32, gradient| {
             let problem = problem(64, 1, 8, head_dim);
             let device = Device { shared_memory: kilobytes * 1024, ..device(false) };
             let (kernel, gradient) = KERNELS[usize::from(gradient)];
             variants::VARIANTS[variant(&problem, &device, kernel, gradient).expect("there is a kernel").0].name
         };
-        assert_eq!(named(128, 99, false), "attention_bwd_dq_bf16_128_small_plain");
-        assert_eq!(named(64, 99, true), "attention_bwd_dkdv_bf16_64_small_plain");
-        assert_eq!(named(96, 99, true), "attention_bwd_dkdv_bf16_96_small_plain");
-        assert_eq!(named(192, 99, false), "attention_bwd_dq_bf16_192_small_plain");
-        assert_eq!(named(256, 163, true), "attention_bwd_dkdv_bf16_256_large_plain");
-        assert_eq!(named(256, 99, true), "attention_bwd_dkdv_bf16_256_small_modified");
+        assert_eq!(named(128, 99, false), "attention_bwd_dq_bf16_128_small_none");
+        assert_eq!(named(64, 99, true), "attention_bwd_dkdv_bf16_64_small_none");
+        assert_eq!(named(96, 99, true), "attention_bwd_dkdv_bf16_96_small_none");
+        assert_eq!(named(192, 99, false), "attention_bwd_dq_bf16_192_small_none");
+        assert_eq!(named(256, 163, true), "attention_bwd_dkdv_bf16_256_large_none");
+        assert_eq!(named(256, 99, true), "attention_bwd_dkdv_bf16_256_small_softcap_alibi");
     }
 }

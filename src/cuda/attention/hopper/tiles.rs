@@ -1,6 +1,6 @@
 //! How Hopper's prefill kernels cut up the work: what follows from their tiles.
 
-use super::super::tiles::modifies_scores;
+use super::super::tiles::transforms_logits;
 pub(in crate::cuda::attention) use crate::cuda::tiles::HopperPrefillTile as Tile;
 use crate::problem::attention::Attention;
 use crate::tensor::DType;
@@ -26,7 +26,7 @@ impl Tile {
         self.panel(self.bytes as usize)
     }
 
-    /// Whether the tensor cores take q, K and V of the call as they are, and the score form is built.
+    /// Whether the tensor cores take q, K and V of the call as they are, and the logits transform is built.
     pub(super) fn serves(&self, problem: &Attention) -> bool {
         let (dtype, out) = (problem.q.dtype, problem.out.dtype);
         let bytes = if [DType::F16, DType::BF16].contains(&dtype) && out == dtype {
@@ -37,15 +37,15 @@ impl Tile {
             return false;
         };
         let score = &problem.score;
-        let form = match bytes {
-            1 if score.softcap > 0.0 || score.alibi.is_some() => "modified",
+        let logits = match bytes {
+            1 if score.softcap > 0.0 || score.alibi.is_some() => "softcap_alibi",
             1 => "scaled",
-            _ if modifies_scores(problem) => "modified",
-            _ => "plain",
+            _ if transforms_logits(problem) => "softcap_alibi",
+            _ => "none",
         };
         problem.kv_dtype == dtype
             && self.bytes == bytes
             && [self.dim as usize, self.value_dim as usize] == [problem.head_dim, problem.value_dim]
-            && self.score == form
+            && self.logits == logits
     }
 }

@@ -5,8 +5,8 @@
 #include <cmath>
 #include <cstdint>
 
-#include "bwd/pass.cuh"
 #include "bwd/ptx_extra.cuh"
+#include "bwd/sequence_segment.cuh"
 #include "element.cuh"
 #include "params/attention_bwd.cuh"
 #include "ptx.cuh"
@@ -14,12 +14,12 @@
 namespace xa {
 
 /// Scores are q . k but for the scale.
-struct weights_plain {
+struct bwd_logits_none {
   static constexpr bool kModified = false;  // whether rows' positions and slopes are wanted
 };
 
 /// With a soft cap, a bias or both, each behind a branch that is the same for the CTA, around all scores of a warp.
-struct weights_modified {
+struct bwd_logits_softcap_alibi {
   static constexpr bool kModified = true;
 };
 

@@ -10,10 +10,10 @@
 namespace xa {
 
 /// Scores stay q . k; the scale is part of the exponential.
-struct score_plain {
+struct logits_none {
   const AttentionParams& params_;
 
-  __device__ __forceinline__ explicit score_plain(const AttentionParams& params, const float* = nullptr)
+  __device__ __forceinline__ explicit logits_none(const AttentionParams& params, const float* = nullptr)
       : params_(params) {}
   /// Plan::score_factor
   static __device__ __forceinline__ float factor(const AttentionParams&, int32_t) { return 1.0f; }
@@ -25,12 +25,13 @@ struct score_plain {
 };
 
 /// Scores become logits to base 2, with what the call asks for, each behind a branch that is the same for the CTA.
-struct score_modified {
+struct logits_softcap_alibi {
   const AttentionParams& params_;
   const float* row_factors_;
 
   /// `row_factors`, if any: what the scores of the tile's rows are multiplied by first.
-  __device__ __forceinline__ explicit score_modified(const AttentionParams& params, const float* row_factors = nullptr)
+  __device__ __forceinline__ explicit logits_softcap_alibi(const AttentionParams& params,
+                                                           const float* row_factors = nullptr)
       : params_(params), row_factors_(row_factors) {}
   static __device__ __forceinline__ float factor(const AttentionParams& params, int32_t kv_head) {
     return params.score_factor * scale_of(params.q_scale, kv_head) * scale_of(params.k_scale, kv_head);
