@@ -38,3 +38,4 @@ mod strides;
 mod support;
 mod tuned_backward;
 mod tuned_prefill;
+mod vocabulary;

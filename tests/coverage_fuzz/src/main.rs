@@ -6,19 +6,19 @@
 #![no_main]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a failed step is a finding")]
 
-#[path = "../../fuzz/try_call.rs"]
-mod try_call;
 #[path = "../../fuzz/mutated_call.rs"]
 mod mutated_call;
 #[path = "../../support/mod.rs"]
 mod support;
+#[path = "../../fuzz/try_call.rs"]
+mod try_call;
 
-use try_call::try_call;
 use libfuzzer_sys::fuzz_target;
 use mutated_call::MutatedCall;
 use std::sync::LazyLock;
 use support::conformance::{ConformanceCase, cases};
 use support::{Random, keep_mappings};
+use try_call::try_call;
 
 static CASES: LazyLock<Vec<&'static ConformanceCase>> = LazyLock::new(|| {
     keep_mappings();
