@@ -1,8 +1,8 @@
-//! What the attention functions share.
+//! Results and defaults that the attention functions share.
 
 use super::{Memory, TensorMut, TensorRef};
 
-/// What attention writes: `out`, and on request more. Made of `out` alone by `into`.
+/// The results of attention: `out`, and optionally more. `out.into()` makes the results without options.
 ///
 /// ```
 /// use xla_attention::{AttentionResults, TensorMut};
@@ -13,15 +13,15 @@ use super::{Memory, TensorMut, TensorRef};
 /// ```
 #[derive(Debug)]
 pub struct AttentionResults<'a, M = super::Host> {
-    /// `[Tq, Hq, Dv]`, of the queries' dtype; bf16 or f16 where these are f8e4m3fn. Rows that see no key and rows of no
-    /// sequence become 0.
+    /// `[Tq, Hq, Dv]`, of the queries' dtype, or bf16 or f16 for f8e4m3fn queries. Padding rows and rows that see no
+    /// key are 0.
     pub out: TensorMut<'a, M>,
-    /// `f32[Hq, Tq]`: natural logarithm of the softmax denominators, -inf for such rows (the sink's logit where a row of
-    /// a sequence sees only that)
+    /// `f32[Hq, Tq]`: log-sum-exp of the scores (natural logarithm). -inf for padding rows and for rows that see no
+    /// key; the sink's logit for a row that sees only a sink
     pub softmax_lse: Option<TensorMut<'a, M>>,
-    /// `u8[N]`, of any size and content: lets a GPU split long sequences;
-    /// [`AttentionSizes::workspace`](crate::problem::workspace::AttentionSizes::workspace) says how much it can use. The CPU
-    /// does not.
+    /// `u8[N]`, of any size, uninitialized: scratch memory with which a GPU splits long sequences.
+    /// [`AttentionSizes::workspace`](crate::ops::workspace::AttentionSizes::workspace) returns the useful size. The CPU
+    /// ignores it.
     pub workspace: Option<TensorMut<'a, M>>,
 }
 
@@ -31,12 +31,12 @@ impl<'a, M> From<TensorMut<'a, M>> for AttentionResults<'a, M> {
     }
 }
 
-/// The scale of q·k, by default `D^-0.5` of the queries `[Tq, Hq, D]`.
+/// The softmax scale, by default `D^-0.5` for queries `[Tq, Hq, D]`.
 pub(super) fn softmax_scale<M: Memory>(given: Option<f32>, query: TensorRef<M>) -> f32 {
     given.unwrap_or_else(|| (query.view().last_size() as f64).sqrt().recip() as f32)
 }
 
-/// Keys on one side of a query's own, as an attribute.
+/// `window_left` or `window_right` as an attribute, -1 for unlimited.
 pub(super) fn window(keys: Option<usize>) -> i64 {
     keys.map_or(-1, super::number)
 }

@@ -6,61 +6,62 @@ use crate::error::{Error, Result};
 use crate::problem::Op;
 use crate::problem::arguments::flash_attn_varlen::{Attributes, Operands, Results};
 
-/// A ragged batch for [`flash_attn_varlen`]. Letters: `Tq` query rows, `Tk` key rows, `B` sequences, `M` table entries a
-/// sequence, `P` pages, `Hq` and `Hkv` heads, `D` and `Dv` elements of a head.
+/// A ragged batch for [`flash_attn_varlen`]. Dimensions: `Tq` query rows, `Tk` key rows, `B` sequences, `M` table
+/// entries a sequence, `P` pages, `Hq` and `Hkv` heads, `D` and `Dv` elements per head.
 #[derive(Clone, Copy, Debug)]
 pub struct FlashAttnVarlenInputs<'a, M = Host> {
-    /// `[Tq, Hq, D]`; f16, bf16, f32 or f8e4m3fn. Rows may lie apart.
+    /// `[Tq, Hq, D]`; f16, bf16, f32 or f8e4m3fn. Rows may be strided.
     pub q: TensorRef<'a, M>,
-    /// Packed keys and values, or with a `block_table` pages of them in any layout; of q's dtype, f8e4m3fn or f8e5m2
-    /// (with f32 or f8e4m3fn queries q's dtype alone). Query head h reads KV head `h / (Hq / Hkv)`. Rows may lie apart.
+    /// Packed keys and values, or with a `block_table` a paged cache in any layout. Their dtype is q's, f8e4m3fn or
+    /// f8e5m2; with f32 or f8e4m3fn queries only q's. Query head h reads KV head `h / (Hq / Hkv)`. Rows may be strided.
     pub kv: Kv<TensorRef<'a, M>>,
-    /// `i32[B+1]`: first query row of each sequence and, last, the end
+    /// `i32[B+1]`: first query row of each sequence, and the end of the last
     pub cu_seqlens_q: TensorRef<'a, M>,
 }
 
 /// Options of [`flash_attn_varlen`].
 #[derive(Clone, Copy, Debug)]
 pub struct FlashAttnVarlenOptions<'a, M = Host> {
-    /// `i32[B+1]`: first key row of each sequence and, last, the end. `None`: packed keys lie like the queries, and
-    /// `seqused_k` tells how many there are in pages. With pages and no `seqused_k`, a sequence has
-    /// `cu_seqlens_k[b+1] - cu_seqlens_k[b]` keys.
+    /// `i32[B+1]`: first key row of each sequence, and the end of the last. `None` means `cu_seqlens_q` for packed
+    /// keys; paged keys then need `seqused_k`. Paged keys without `seqused_k` number `cu_seqlens_k[b+1] -
+    /// cu_seqlens_k[b]`.
     pub cu_seqlens_k: Option<TensorRef<'a, M>>,
-    /// `i32[B]`: how many of a sequence's keys are in use; others may hold anything
+    /// `i32[B]`: number of keys of each sequence; the keys after these are not read
     pub seqused_k: Option<TensorRef<'a, M>>,
-    /// `i32[B, M]`: the pages of each sequence, in order. Rows may lie apart.
+    /// `i32[B, M]`: the pages of each sequence, in order. Rows may be strided.
     pub block_table: Option<TensorRef<'a, M>>,
-    /// `i32[B]`: how many of a sequence's query rows are in use
+    /// `i32[B]`: number of query rows of each sequence; the rows after these are padding
     pub seqused_q: Option<TensorRef<'a, M>>,
-    /// `i32[B]`: the first keys of each sequence, which no query sees. They count for alignment, windows and slopes.
+    /// `i32[B]`: number of first keys of each sequence that are masked. They still count in alignment, windows and
+    /// `ALiBi`.
     pub leftpad_k: Option<TensorRef<'a, M>>,
     /// `f32[Hq]` or `f32[B, Hq]`: `-slope * |distance|` is added to a score.
     pub alibi_slopes: Option<TensorRef<'a, M>>,
-    /// `f32[Hq]`: the logit of one more column of each row, whose value is 0
+    /// `f32[Hq]`: the logit of an additional key whose value is 0
     pub sinks: Option<TensorRef<'a, M>>,
-    /// `f32[1]` or `f32[Hkv]`: what the stored numbers are to be multiplied with.
+    /// `f32[1]` or `f32[Hkv]`: dequantization scale of q
     pub q_scale: Option<TensorRef<'a, M>>,
-    /// As `q_scale`.
+    /// `f32[1]` or `f32[Hkv]`: dequantization scale of K
     pub k_scale: Option<TensorRef<'a, M>>,
-    /// As `q_scale`.
+    /// `f32[1]` or `f32[Hkv]`: dequantization scale of V
     pub v_scale: Option<TensorRef<'a, M>>,
     /// Multiplies q·k; finite and positive. `None` is `D^-0.5`.
     pub softmax_scale: Option<f32>,
     /// Scores become `softcap * tanh(score / softcap)`; 0 is off.
     pub softcap: f32,
-    /// No query sees a key after its own position, whatever `window_right` says.
+    /// No query sees a key after its own position. Overrides `window_right`.
     pub causal: bool,
-    /// How many keys before its own position a query sees. `None` is all.
+    /// Number of keys before its own position that a query sees; `None` for all.
     pub window_left: Option<usize>,
-    /// How many keys after its own position a query sees. `None` is all.
+    /// Number of keys after its own position that a query sees; `None` for all.
     pub window_right: Option<usize>,
-    /// Query 0 stands at key 0. Otherwise the last query stands at the last key.
+    /// Top-left alignment: query 0 is at key 0. Otherwise bottom-right: the last query is at the last key.
     pub top_left: bool,
-    /// The longest sequence's query rows: advice that chooses tile sizes, never which rows are computed.
+    /// Upper bound of the query rows per sequence. A hint for tile sizes, which never changes which rows are computed.
     pub max_seqlen_q: Option<usize>,
-    /// The same for keys.
+    /// Upper bound of the keys per sequence, a hint as `max_seqlen_q`.
     pub max_seqlen_k: Option<usize>,
-    /// The bits of a sequence's rows depend on nothing but that sequence and static sizes.
+    /// The bits of a sequence's rows depend only on that sequence and static sizes.
     pub batch_invariant: bool,
 }
 
@@ -90,11 +91,11 @@ impl<M> Default for FlashAttnVarlenOptions<'_, M> {
     }
 }
 
-/// Attention of a ragged batch of query rows over packed keys, or over the pages of a cache, with every option of
-/// `flash_attn_varlen_func` of flash-attn ([`crate::problem::flash_attn_varlen`]).
+/// Attention of a ragged batch of query rows over packed keys or a paged cache, with the options of
+/// `flash_attn_varlen_func` of flash-attn (`docs/semantics.md#flash_attn_varlen`).
 ///
-/// Lengths, pages and starts may hold any number: they are clamped, and the worst that wrong ones do is to give the
-/// sequence they belong to unspecified rows.
+/// Lengths, pages and starts may be any numbers. They are clamped, so that invalid ones give unspecified rows of their
+/// own sequence at worst.
 ///
 /// ```
 /// use xla_attention::{FlashAttnVarlenInputs, FlashAttnVarlenOptions, Kv, On, TensorMut, TensorRef, flash_attn_varlen};
@@ -119,8 +120,8 @@ impl<M> Default for FlashAttnVarlenOptions<'_, M> {
 /// # Errors
 /// [`InvalidArgument`](crate::Code::InvalidArgument), naming the operand or option, where shapes, dtypes or numbers do
 /// not fit; [`Unimplemented`](crate::Code::Unimplemented) for dtypes or a head dimension without a kernel;
-/// [`Unavailable`](crate::Code::Unavailable) or [`FailedPrecondition`](crate::Code::FailedPrecondition) without a driver
-/// or GPU that can run it.
+/// [`Unavailable`](crate::Code::Unavailable) or [`FailedPrecondition`](crate::Code::FailedPrecondition) without a
+/// driver or GPU that can run it.
 pub fn flash_attn_varlen<'a, M: Memory>(
     inputs: &FlashAttnVarlenInputs<M>,
     options: &FlashAttnVarlenOptions<M>,

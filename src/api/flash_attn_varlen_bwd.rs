@@ -6,60 +6,60 @@ use crate::error::Result;
 use crate::problem::Op;
 use crate::problem::arguments::flash_attn_varlen_bwd::{Attributes, Operands, Results};
 
-/// What [`flash_attn_varlen`](super::flash_attn_varlen()) took and gave, and the gradient of its output. Letters: `Tq`
-/// query rows, `Tk` key rows, `B` sequences, `Hq` and `Hkv` heads, `D` and `Dv` elements of a head.
+/// Inputs and results of [`flash_attn_varlen`](super::flash_attn_varlen()), and the gradient of its output. Dimensions:
+/// `Tq` query rows, `Tk` key rows, `B` sequences, `Hq` and `Hkv` heads, `D` and `Dv` elements per head.
 #[derive(Clone, Copy, Debug)]
 pub struct FlashAttnVarlenBwdInputs<'a, M = Host> {
-    /// `[Tq, Hq, Dv]`, of q's dtype: the gradient of `out`. Rows may lie apart.
+    /// `[Tq, Hq, Dv]`, of q's dtype: the gradient of `out`. Rows may be strided.
     pub dout: TensorRef<'a, M>,
-    /// `[Tq, Hq, D]`; f16, bf16 or f32. Rows may lie apart.
+    /// `[Tq, Hq, D]`; f16, bf16 or f32. Rows may be strided.
     pub q: TensorRef<'a, M>,
-    /// `[Tk, Hkv, D]`, of q's dtype: packed keys. Query head h reads KV head `h / (Hq / Hkv)`. Rows may lie apart.
+    /// `[Tk, Hkv, D]`, of q's dtype: packed keys. Query head h reads KV head `h / (Hq / Hkv)`. Rows may be strided.
     pub k: TensorRef<'a, M>,
-    /// `[Tk, Hkv, Dv]`, likewise
+    /// `[Tk, Hkv, Dv]`, of q's dtype. Rows may be strided.
     pub v: TensorRef<'a, M>,
-    /// `[Tq, Hq, Dv]`, likewise: the output
+    /// `[Tq, Hq, Dv]`, of q's dtype: the output of the forward call. Rows may be strided.
     pub out: TensorRef<'a, M>,
-    /// `f32[Hq, Tq]`: the log-sum-exp that came with it
+    /// `f32[Hq, Tq]`: the log-sum-exp of the forward call
     pub softmax_lse: TensorRef<'a, M>,
-    /// `i32[B+1]`: first query row of each sequence and, last, the end
+    /// `i32[B+1]`: first query row of each sequence, and the end of the last
     pub cu_seqlens_q: TensorRef<'a, M>,
 }
 
-/// Options of [`flash_attn_varlen_bwd`]: those of the attention whose gradients are wanted, and some more.
+/// Options of [`flash_attn_varlen_bwd`]: those of the forward call, `dlse` and `deterministic`.
 #[derive(Clone, Copy, Debug)]
 pub struct FlashAttnVarlenBwdOptions<'a, M = Host> {
-    /// `i32[B+1]`: first key row of each sequence and, last, the end. `None`: keys lie like the queries.
+    /// `i32[B+1]`: first key row of each sequence, and the end of the last. `None` means `cu_seqlens_q`.
     pub cu_seqlens_k: Option<TensorRef<'a, M>>,
-    /// `i32[B]`: how many of a sequence's keys are in use
+    /// `i32[B]`: number of keys of each sequence
     pub seqused_k: Option<TensorRef<'a, M>>,
-    /// `i32[B]`: how many of a sequence's query rows are in use
+    /// `i32[B]`: number of query rows of each sequence
     pub seqused_q: Option<TensorRef<'a, M>>,
-    /// `i32[B]`: the first keys of each sequence, which no query sees
+    /// `i32[B]`: number of first keys of each sequence that are masked
     pub leftpad_k: Option<TensorRef<'a, M>>,
     /// `f32[Hq]` or `f32[B, Hq]`
     pub alibi_slopes: Option<TensorRef<'a, M>>,
     /// `f32[Hq]`
     pub sinks: Option<TensorRef<'a, M>>,
-    /// `f32[Hq, Tq]`: the gradient of `softmax_lse`; 0 without it
+    /// `f32[Hq, Tq]`: the gradient of `softmax_lse`; `None` is 0
     pub dlse: Option<TensorRef<'a, M>>,
     /// Multiplies q·k; finite and positive. `None` is `D^-0.5`.
     pub softmax_scale: Option<f32>,
-    /// 0 is off.
+    /// The softcap of the scores; 0 disables it.
     pub softcap: f32,
-    /// No query sees a key after its own position, whatever `window_right` says.
+    /// No query sees a key after its own position. Overrides `window_right`.
     pub causal: bool,
-    /// How many keys before its own position a query sees. `None` is all.
+    /// Number of keys before its own position that a query sees; `None` for all.
     pub window_left: Option<usize>,
-    /// How many keys after its own position a query sees. `None` is all.
+    /// Number of keys after its own position that a query sees; `None` for all.
     pub window_right: Option<usize>,
-    /// Query 0 stands at key 0. Otherwise the last query stands at the last key.
+    /// Top-left alignment: query 0 is at key 0. Otherwise bottom-right: the last query is at the last key.
     pub top_left: bool,
-    /// The longest sequence's query rows: advice that chooses tile sizes, never which rows are computed.
+    /// Upper bound of the query rows per sequence. A hint for tile sizes, which never changes which rows are computed.
     pub max_seqlen_q: Option<usize>,
-    /// The same for keys.
+    /// Upper bound of the keys per sequence, a hint as `max_seqlen_q`.
     pub max_seqlen_k: Option<usize>,
-    /// Two runs give the same bits. The CPU's always do.
+    /// Two runs must give the same bits. All kernels do, whether this is set or not.
     pub deterministic: bool,
 }
 
@@ -86,9 +86,10 @@ impl<M> Default for FlashAttnVarlenBwdOptions<'_, M> {
     }
 }
 
-/// What [`flash_attn_varlen_bwd`] writes: three gradients, and on request more. Made of the three by `into`.
+/// Results of [`flash_attn_varlen_bwd`]: three gradients, and optionally more. `[dq, dk, dv].into()` makes the results
+/// without options.
 ///
-/// Rows of no sequence and keys that no query sees have gradients of 0.
+/// Padding rows and keys that no query sees have gradients of 0.
 #[derive(Debug)]
 pub struct FlashAttnVarlenBwdResults<'a, M = Host> {
     /// `[Tq, Hq, D]`, of q's dtype
@@ -99,9 +100,9 @@ pub struct FlashAttnVarlenBwdResults<'a, M = Host> {
     pub dv: TensorMut<'a, M>,
     /// `f32[Hq]`
     pub dsinks: Option<TensorMut<'a, M>>,
-    /// `u8[N]`, of any size and content;
-    /// [`AttentionSizes::gradients_workspace`](crate::problem::workspace::AttentionSizes::gradients_workspace) says how much
-    /// a GPU can use. The CPU does not.
+    /// `u8[N]`, of any size, uninitialized: scratch memory.
+    /// [`AttentionSizes::gradients_workspace`](crate::ops::workspace::AttentionSizes::gradients_workspace) returns the
+    /// size that the GPU's fastest kernels need. The CPU ignores it.
     pub workspace: Option<TensorMut<'a, M>>,
 }
 
@@ -112,16 +113,16 @@ impl<'a, M> From<[TensorMut<'a, M>; 3]> for FlashAttnVarlenBwdResults<'a, M> {
 }
 
 /// Gradients of [`flash_attn_varlen`](super::flash_attn_varlen()) over packed keys
-/// ([`crate::problem::flash_attn_varlen_bwd`]).
+/// (`docs/semantics.md#flash_attn_varlen_bwd`).
 ///
-/// Lengths and starts may hold any number, as there.
+/// Lengths and starts may be any numbers, as in the forward call.
 ///
 /// ```
 /// use xla_attention::{
 ///     FlashAttnVarlenBwdInputs, FlashAttnVarlenBwdOptions, On, TensorMut, TensorRef, flash_attn_varlen_bwd,
 /// };
 ///
-/// // One query, two keys that score the same: out is the mean of two values, and each has half of its gradient.
+/// // One query and two keys with equal scores: out is the mean of two values, and each value gets half of its gradient.
 /// let (q, k, v) = ([1.0f32; 8], [0.0f32; 2 * 8], [10.0f32; 2 * 8]);
 /// let inputs = FlashAttnVarlenBwdInputs {
 ///     dout: TensorRef::new(&[6.0f32; 8], &[1, 1, 8]),
@@ -142,14 +143,14 @@ impl<'a, M> From<[TensorMut<'a, M>; 3]> for FlashAttnVarlenBwdResults<'a, M> {
 /// ];
 /// flash_attn_varlen_bwd(&inputs, &options, results, On::cpu())?;
 /// assert!(dv.iter().all(|x| (x - 3.0).abs() < 1e-5));
-/// // Both keys have the same value, so that it does not matter which of them the query sees.
+/// // Both values are equal, so the weights have no effect on out, and dq and dk are 0.
 /// assert!(dq.iter().chain(&dk).all(|x| x.abs() < 1e-4));
 /// # Ok::<(), xla_attention::Error>(())
 /// ```
 ///
 /// # Errors
-/// As [`flash_attn_varlen`](super::flash_attn_varlen()); [`Unimplemented`](crate::Code::Unimplemented) too for pages and
-/// for 8-bit types, which have no gradients.
+/// As [`flash_attn_varlen`](super::flash_attn_varlen()); also [`Unimplemented`](crate::Code::Unimplemented) for paged
+/// keys and 8-bit dtypes, which have no gradients.
 pub fn flash_attn_varlen_bwd<'a, M: Memory>(
     inputs: &FlashAttnVarlenBwdInputs<M>,
     options: &FlashAttnVarlenBwdOptions<M>,

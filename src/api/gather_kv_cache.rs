@@ -5,10 +5,10 @@ use crate::error::Result;
 use crate::problem::Op;
 use crate::problem::arguments::gather_kv_cache::{Attributes, Operands, Results};
 
-/// What [`gather_kv_cache`] reads. Letters: `S` sequences, `M` pages of a row of the table.
+/// Inputs of [`gather_kv_cache`]. Dimensions: `S` sequences, `M` table entries per sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct GatherKvCacheInputs<'a, M = Host> {
-    /// The cache: f16, bf16, f32, f8e4m3fn or f8e5m2. Rows may lie apart.
+    /// The cache: f16, bf16, f32, f8e4m3fn or f8e5m2. Rows may be strided.
     pub kv_cache: Kv<TensorRef<'a, M>>,
     /// `i32[S, M]`: the pages of each sequence, in order.
     pub block_tables: TensorRef<'a, M>,
@@ -19,9 +19,9 @@ pub struct GatherKvCacheInputs<'a, M = Host> {
 /// Options of [`gather_kv_cache`].
 #[derive(Clone, Copy, Debug)]
 pub struct GatherKvCacheOptions<'a, M = Host> {
-    /// `f32[1]` or `f32[Hkv]`: keys are multiplied by it.
+    /// `f32[1]` or `f32[Hkv]`: dequantization scale of the keys
     pub k_scale: Option<TensorRef<'a, M>>,
-    /// The same for values.
+    /// `f32[1]` or `f32[Hkv]`: dequantization scale of the values
     pub v_scale: Option<TensorRef<'a, M>>,
 }
 
@@ -31,27 +31,27 @@ impl<M> Default for GatherKvCacheOptions<'_, M> {
     }
 }
 
-/// What [`gather_kv_cache`] writes. Letters: `N` rows, as many as there is to be room for.
+/// Results of [`gather_kv_cache`]. Dimensions: `N` rows, the maximum number of tokens.
 #[derive(Debug)]
 pub struct GatherKvCacheResults<'a, M = Host> {
-    /// `[N, Hkv, D]`, of the cache's dtype; of an 8-bit cache also f16, bf16 or f32.
+    /// `[N, Hkv, D]`, of the cache's dtype, or for an 8-bit cache also f16, bf16 or f32.
     pub keys: TensorMut<'a, M>,
     /// `[N, Hkv, Dv]`, of the keys' dtype.
     pub values: TensorMut<'a, M>,
-    /// `i32[S+1]`: the first row of each sequence and, last, the end.
+    /// `i32[S+1]`: the first row of each sequence, and the end of the last.
     pub cu_seqlens: TensorMut<'a, M>,
 }
 
-/// Copy the keys and values of sequences out of a paged cache into packed rows, those of a sequence in order.
+/// Copies the keys and values of sequences out of a paged cache into packed rows, in the order of the tokens.
 ///
-/// What the rows have no room for is left out, and rows that no token takes are 0 ([`crate::problem::gather_kv_cache`]).
+/// Tokens beyond N rows are left out, and rows without a token are 0 (`docs/semantics.md#gather_kv_cache`).
 ///
 /// ```
 /// use xla_attention::{
 ///     GatherKvCacheInputs, GatherKvCacheOptions, GatherKvCacheResults, Kv, On, TensorMut, TensorRef, gather_kv_cache,
 /// };
 ///
-/// // [P, page_size, 2*Hkv, D] = [3, 2, 2, 8]: the number of the slot is every element of its row.
+/// // [P, page_size, 2*Hkv, D] = [3, 2, 2, 8]: every element of a row is the number of its slot.
 /// let cache: Vec<f32> = (0..3 * 2 * 2 * 8).map(|i| (i / 16) as f32).collect();
 /// let inputs = GatherKvCacheInputs {
 ///     kv_cache: Kv::Interleaved(TensorRef::new(&cache, &[3, 2, 2, 8])),
@@ -66,7 +66,7 @@ pub struct GatherKvCacheResults<'a, M = Host> {
 /// };
 /// gather_kv_cache(&inputs, &GatherKvCacheOptions::default(), results, On::cpu())?;
 /// let slots: Vec<f32> = keys.chunks(8).map(|row| row[0]).collect();
-/// assert_eq!(slots, [4.0, 5.0, 0.0, 2.0, 0.0]); // page 2, page 0; page 1; and a row of no token
+/// assert_eq!(slots, [4.0, 5.0, 0.0, 2.0, 0.0]); // pages 2 and 0; page 1; and a row without a token
 /// assert_eq!(cu_seqlens, [0, 3, 4]);
 /// # Ok::<(), xla_attention::Error>(())
 /// ```

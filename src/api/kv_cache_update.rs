@@ -6,24 +6,24 @@ use crate::error::Result;
 use crate::problem::Op;
 use crate::problem::arguments::kv_cache_update;
 
-/// New tokens for [`kv_cache_update`]. Letters: `T` tokens, `Hkv` heads, `D` and `Dv` elements of a head.
+/// New tokens for [`kv_cache_update`]. Dimensions: `T` tokens, `Hkv` heads, `D` and `Dv` elements per head.
 #[derive(Clone, Copy, Debug)]
 pub struct KvCacheUpdateInputs<'a, M = Host> {
-    /// `[T, Hkv, D]`; f16, bf16 or f32. Rows may lie apart.
+    /// `[T, Hkv, D]`; f16, bf16 or f32. Rows may be strided.
     pub key: TensorRef<'a, M>,
     /// `[T, Hkv, Dv]`, of the keys' dtype; Dv is D unless the cache is [`Kv::Split`].
     pub value: TensorRef<'a, M>,
-    /// `i32[T]` or `i64[T]`: `page * page_size + offset` of each token. A slot outside the cache is skipped, so that -1
-    /// marks padding; slots are to be distinct.
+    /// `i32[T]` or `i64[T]`: `page * page_size + offset` of each token. Slots outside the cache are skipped, so -1
+    /// marks padding. The other slots must be distinct.
     pub slot_mapping: TensorRef<'a, M>,
 }
 
 /// Options of [`kv_cache_update`].
 #[derive(Clone, Copy, Debug)]
 pub struct KvCacheUpdateOptions<'a, M = Host> {
-    /// `f32[1]` or `f32[Hkv]`: stored keys are divided by it.
+    /// `f32[1]` or `f32[Hkv]`: quantization scale, which divides the keys
     pub k_scale: Option<TensorRef<'a, M>>,
-    /// The same for values.
+    /// `f32[1]` or `f32[Hkv]`: quantization scale, which divides the values
     pub v_scale: Option<TensorRef<'a, M>>,
 }
 
@@ -33,10 +33,10 @@ impl<M> Default for KvCacheUpdateOptions<'_, M> {
     }
 }
 
-/// Write the keys and values of new tokens into a paged cache, in place.
+/// Writes the keys and values of new tokens into a paged cache in place.
 ///
-/// The cache has the dtype of the keys, or f8e4m3fn or f8e5m2, into which numbers are rounded and saturate
-/// ([`crate::problem::kv_cache_update`]).
+/// The cache has the dtype of the keys, or f8e4m3fn or f8e5m2, to which conversion rounds and saturates
+/// (`docs/semantics.md#kv_cache_update`).
 ///
 /// ```
 /// use xla_attention::{KvCacheUpdateInputs, KvCacheUpdateOptions, Kv, On, TensorMut, TensorRef, kv_cache_update};

@@ -1,4 +1,4 @@
-//! [`super::kv_cache_update()`] of a cache in two tensors.
+//! [`super::kv_cache_update()`] for a cache with K and V in two tensors.
 
 use super::{KvCacheUpdateInputs, KvCacheUpdateOptions, Memory, On, TensorMut, run};
 use crate::error::Result;

@@ -5,25 +5,26 @@ use crate::error::Result;
 use crate::problem::Op;
 use crate::problem::arguments::merge_attention_states::{Operands, Results};
 
-/// Attention over a set of keys, in tensors of type `T`.
+/// The result of attention over a set of keys, in tensors of type `T`.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionState<T> {
-    /// `[n, h, d]`: n query rows, h heads; f16, bf16 or f32. Rows that are read may lie apart.
+    /// `[n, h, d]`: n query rows, h heads; f16, bf16 or f32. Rows of inputs may be strided.
     pub out: T,
-    /// `f32[h, n]`: natural logarithm of the softmax denominators, -inf where a row saw no key.
+    /// `f32[h, n]`: log-sum-exp of the scores (natural logarithm), -inf if the row saw no key
     pub lse: T,
 }
 
-/// Merge the attention of the same queries over two disjoint sets of keys into that over both.
+/// Merges attention of the same queries over two disjoint sets of keys into attention over their union.
 ///
-/// The outputs are weighted by `exp(lse)`, so that keys may be attended to in parts: a shared prefix once for all
-/// requests, a long context piece by piece. A part whose lse is not finite is empty, and its output not read; where both
-/// are, `out` is 0 and `lse` -inf ([`crate::problem::merge_attention_states`]).
+/// The outputs are weighted by `exp(lse)`. Attention can thus be computed over parts of the keys, for instance once for
+/// all requests over a shared prefix, or chunk by chunk over a long context. A state whose lse is not finite is empty,
+/// and its output is not read; two empty states give `out` 0 and `lse` -inf
+/// (`docs/semantics.md#merge_attention_states`).
 ///
 /// ```
 /// use xla_attention::{AttentionState, On, TensorMut, TensorRef, merge_attention_states};
 ///
-/// // One row of one head, d = 2. The first part has seen three times the weight of the second.
+/// // One row of one head, d = 2. The first state has three times the weight of the second.
 /// let (out_a, lse_a) = ([4.0f32, 8.0], [3f32.ln()]);
 /// let (out_b, lse_b) = ([0.0f32, 0.0], [0.0f32]);
 /// let (mut out, mut lse) = ([0.0f32; 2], [0.0f32]);

@@ -1,14 +1,14 @@
-//! The operators as safe functions over tensors of the host or of a device.
+//! The public Rust API: one safe function per operator, re-exported from the crate root.
 //!
-//! Every function takes operands, options with a `Default`, results, and where to run. Names and meaning are those of the
-//! operators' definitions in [`crate::problem`], and so are the errors, with the target's name in front. What
-//! [`crate::call()`] asks of its caller follows from the types: operands are borrowed and results borrowed mutably, the
-//! memory lies where the call runs, and shapes are held against it before anything is computed. Lengths, pages and slots
-//! may hold any number: the operators clamp or skip them.
+//! Every function takes operands, options with a `Default`, results, and where to run ([`On`]). Operands and options
+//! are those of `docs/semantics.md`, and an error's message begins with the target's name. The types guarantee what
+//! [`crate::call()`] requires of its caller: operands are borrowed and results are borrowed mutably, the memory belongs
+//! to the place where the call runs, and every shape is validated against its memory. Lengths, pages and slots may be
+//! any numbers, because the operators clamp or skip invalid ones.
 
 use crate::problem::for_each_operator;
 
-/// Every operator has a module of its name, with its function and what that takes.
+/// Declares one module per operator, with its function and the types of its arguments.
 macro_rules! modules {
     ($($op:ident $name:ident,)*) => {
         $(
@@ -35,12 +35,12 @@ use crate::problem::Op;
 use crate::tensor::{DType, Tensor};
 use views::View;
 
-/// Keys and values in tensors of type `T`: in one each, or both in one.
+/// Keys and values in tensors of type `T`: in two tensors, or both in one.
 ///
-/// Letters: `P` pages of `page_size` tokens, `Hkv` heads, `D` and `Dv` elements of a head's keys and values.
+/// Dimensions: `P` pages of `page_size` tokens, `Hkv` heads, `D` and `Dv` elements per head's keys and values.
 #[derive(Clone, Copy, Debug)]
 pub enum Kv<T> {
-    /// Keys `[P, page_size, Hkv, D]` and values `[P, page_size, Hkv, Dv]`; packed, without pages, `[Tk, Hkv, D]` and
+    /// Keys `[P, page_size, Hkv, D]` and values `[P, page_size, Hkv, Dv]`, or packed without pages `[Tk, Hkv, D]` and
     /// `[Tk, Hkv, Dv]`.
     Split {
         /// The keys.
@@ -69,7 +69,7 @@ impl<T> Kv<T> {
     }
 }
 
-/// Call an operator with operands, results and attributes in the order of its signature; `None` is left out.
+/// Calls an operator. Operands, results and attributes are in the order of its signature; `None` means left out.
 fn run<M: Memory, const N: usize, const R: usize>(
     op: Op,
     operands: [Option<TensorRef<M>>; N],
@@ -83,16 +83,16 @@ fn run<M: Memory, const N: usize, const R: usize>(
     let operands = tensors(signature.operands, &operands).map_err(|error| error.of(signature.target))?;
     let results = tensors(signature.results, &results).map_err(|error| error.of(signature.target))?;
     let call_ = Call { op, action: on.action, operands: &operands, results: &results, attributes };
-    // SAFETY: `tensors` has held the shapes against the memory. On the host that is slices, borrowed for longer than this
-    // function runs, mutably for the results; an operand is a result's memory only as the cache that is updated in place.
-    // On a device, those who made the tensors and `on` have promised the same until the work is done.
+    // SAFETY: `tensors` has validated each shape against its memory. On the host the memory is borrowed for longer than
+    // this call, and mutably for results; only the cache that is updated in place is operand and result. On a device,
+    // the callers of `from_device` and `On::stream` guarantee the same until the work has finished.
     unsafe { call(&call_) }
 }
 
-/// Stands for an operand or a result that was left out, as an empty buffer of XLA's does.
+/// An operand or result that was left out, represented as XLA's empty buffer.
 const LEFT_OUT: Tensor<'static> = Tensor { dtype: DType::U8, data: std::ptr::null_mut(), dims: &[0], strides: None };
 
-/// The tensors of `views`, each of which lies in its memory.
+/// The tensors of `views`, each validated against its memory.
 fn tensors<'a, const N: usize>(names: &[&str], views: &'a [Option<View>; N]) -> Result<[Tensor<'a>; N]> {
     let mut tensors = [LEFT_OUT; N];
     for ((name, view), tensor) in names.iter().zip(views).zip(&mut tensors) {
@@ -103,7 +103,7 @@ fn tensors<'a, const N: usize>(names: &[&str], views: &'a [Option<View>; N]) -> 
     Ok(tensors)
 }
 
-/// A count as an attribute.
+/// A count as the value of an attribute.
 fn number(count: usize) -> i64 {
     i64::try_from(count).unwrap_or(i64::MAX)
 }

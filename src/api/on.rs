@@ -6,9 +6,9 @@ use crate::pool::{Pool, RayonPool};
 use crate::stream::Stream;
 use std::marker::PhantomData;
 
-/// Where a call runs, and so where its tensors have to lie: `M` is [`Host`] or [`Device`].
+/// Where a call runs, and therefore where its tensors must be: `M` is [`Host`] or [`Device`].
 ///
-/// Tensors of the one in a call on the other do not compile:
+/// A call on the device with tensors of the host does not compile:
 ///
 /// ```compile_fail,E0308
 /// use xla_attention::{Device, On, TensorMut, TensorRef, simple_add};
@@ -25,7 +25,7 @@ pub struct On<'a, M> {
 }
 
 impl On<'static, Host> {
-    /// The CPU, with rayon's global thread pool. The call returns when the results are there.
+    /// The CPU with rayon's global thread pool. The call returns when the results are written.
     #[must_use]
     pub fn cpu() -> Self {
         On::pool(&RayonPool)
@@ -33,7 +33,7 @@ impl On<'static, Host> {
 }
 
 impl<'a> On<'a, Host> {
-    /// The CPU, with these threads and the calling one.
+    /// The CPU with the threads of `pool` and the calling thread.
     ///
     /// ```
     /// use xla_attention::{On, SingleThread};
@@ -47,16 +47,16 @@ impl<'a> On<'a, Host> {
 }
 
 impl On<'static, Device> {
-    /// A CUDA stream. The call enqueues its work and returns; it neither waits nor allocates, and may be captured into a
-    /// graph. The first call of a kind loads its kernel.
+    /// A CUDA stream. The call enqueues its work and returns. It neither synchronizes nor allocates, so it can be
+    /// captured into a CUDA graph. The first call of an operator loads its kernels.
     ///
     /// ```no_run
     /// use xla_attention::{DType, Error, On, Stream, TensorMut, TensorRef, simple_add};
     ///
-    /// /// `out = a + a`, of `n` f32 at addresses and on a stream of whatever library owns them.
+    /// /// `out = a + a` for `n` f32 in device memory, on a stream that another library owns.
     /// ///
     /// /// # Safety
-    /// /// The stream's context is current; nothing else writes `a`, or uses `out`, before the stream has come this far.
+    /// /// The stream's context is current. Until the stream has finished this work, nothing else writes `a` or uses `out`.
     /// unsafe fn double(a: u64, out: u64, n: usize, stream: usize) -> Result<(), Error> {
     ///     // SAFETY: this function's contract.
     ///     let (a, out, on) = unsafe {
@@ -71,7 +71,7 @@ impl On<'static, Device> {
     /// ```
     ///
     /// # Safety
-    /// Whenever a call runs here, the stream is there, and its context is current on the calling thread.
+    /// During each call the stream exists, and its context is current on the calling thread.
     #[must_use]
     pub unsafe fn stream(stream: Stream) -> Self {
         Self { action: Action::LaunchCuda(stream), memory: PhantomData }

@@ -6,22 +6,22 @@ use crate::error::Result;
 use crate::problem::Op;
 use crate::problem::arguments::paged_attention::{Attributes, Operands, Results};
 
-/// A ragged batch for [`paged_attention`]. Letters: `T` query rows, `S` sequence slots, `M` table entries a sequence, `P`
-/// pages, `Hq` and `Hkv` heads, `D` elements of a head.
+/// A ragged batch for [`paged_attention`]. Dimensions: `T` query rows, `S` sequence slots, `M` table entries per
+/// sequence, `P` pages, `Hq` and `Hkv` heads, `D` elements per head.
 #[derive(Clone, Copy, Debug)]
 pub struct PagedAttentionInputs<'a, M = Host> {
-    /// `[T, Hq, D]`; f16, bf16, f32 or f8e4m3fn. Rows may lie apart.
+    /// `[T, Hq, D]`; f16, bf16, f32 or f8e4m3fn. Rows may be strided.
     pub query: TensorRef<'a, M>,
-    /// `[P, page_size, 2*Hkv, D]`, K of head h at 2h, V at 2h+1; of the query's dtype, f8e4m3fn or f8e5m2 (with f32 or
-    /// f8e4m3fn queries the query's dtype alone). Query head h reads KV head `h / (Hq / Hkv)`. Rows may lie apart.
+    /// `[P, page_size, 2*Hkv, D]`, K of head h at 2h, V at 2h+1. The dtype is the query's, f8e4m3fn or f8e5m2; with f32
+    /// or f8e4m3fn queries only the query's. Query head h reads KV head `h / (Hq / Hkv)`. Rows may be strided.
     pub kv_cache: TensorRef<'a, M>,
-    /// `i32[S]`: keys of each sequence, those of the new tokens included, which are already in the cache
+    /// `i32[S]`: number of keys of each sequence, including those of the new tokens, which are already in the cache
     pub context_lens: TensorRef<'a, M>,
-    /// `i32[S, M]`: the pages of each sequence, in order. Rows may lie apart.
+    /// `i32[S, M]`: the pages of each sequence, in order. Rows may be strided.
     pub block_tables: TensorRef<'a, M>,
-    /// `i32[S+1]`: first query row of each sequence and, last, the end
+    /// `i32[S+1]`: first query row of each sequence, and the end of the last
     pub query_start_loc: TensorRef<'a, M>,
-    /// `i32[1]` or `i32[]`: how many of the slots are in use
+    /// `i32[1]` or `i32[]`: number of sequences, at most S
     pub num_seqs: TensorRef<'a, M>,
 }
 
@@ -30,21 +30,21 @@ pub struct PagedAttentionInputs<'a, M = Host> {
 pub struct PagedAttentionOptions<'a, M = Host> {
     /// Multiplies q·k; finite and positive. `None` is `D^-0.5`.
     pub scale: Option<f32>,
-    /// How many of the last keys a query sees, its own included; at least 1. `None` is all.
+    /// Number of last keys that a query sees, including its own; at least 1. `None` for all.
     pub sliding_window: Option<usize>,
-    /// Scores become `soft_cap * tanh(score / soft_cap)`; 0 is off.
+    /// Scores become `soft_cap * tanh(score / soft_cap)`; 0 disables it.
     pub soft_cap: f32,
     /// `f32[Hq]` or `f32[S, Hq]`: `-slope * |distance|` is added to a score.
     pub alibi_slopes: Option<TensorRef<'a, M>>,
-    /// `f32[Hq]`: the logit of one more column of each row, whose value is 0
+    /// `f32[Hq]`: the logit of an additional key whose value is 0
     pub sinks: Option<TensorRef<'a, M>>,
-    /// `f32[1]` or `f32[Hkv]`: what the stored numbers are to be multiplied with.
+    /// `f32[1]` or `f32[Hkv]`: dequantization scale of q
     pub q_scale: Option<TensorRef<'a, M>>,
-    /// As `q_scale`.
+    /// `f32[1]` or `f32[Hkv]`: dequantization scale of K
     pub k_scale: Option<TensorRef<'a, M>>,
-    /// As `q_scale`.
+    /// `f32[1]` or `f32[Hkv]`: dequantization scale of V
     pub v_scale: Option<TensorRef<'a, M>>,
-    /// The bits of a sequence's rows depend on nothing but that sequence and static sizes.
+    /// The bits of a sequence's rows depend only on that sequence and static sizes.
     pub batch_invariant: bool,
 }
 
@@ -64,19 +64,19 @@ impl<M> Default for PagedAttentionOptions<'_, M> {
     }
 }
 
-/// Attention of a ragged batch, prefill chunks and decode tokens mixed, over a paged cache: causal, the last query at the
-/// last key ([`crate::problem::paged_attention`]).
+/// Causal attention over a paged cache for a ragged batch of prefill chunks and decode tokens
+/// (`docs/semantics.md#paged_attention`).
 ///
-/// Lengths, pages and starts may hold any number: they are clamped, and the worst that wrong ones do is to give the
-/// sequence they belong to unspecified rows.
+/// Lengths, pages and starts may be any numbers. They are clamped, so that invalid ones give unspecified rows of their
+/// own sequence at worst.
 ///
 /// ```
 /// use xla_attention::{On, PagedAttentionInputs, PagedAttentionOptions, TensorMut, TensorRef, paged_attention};
 ///
 /// // One sequence of two keys in page 1, and its last token as the query: one head, D = 8.
-/// let mut cache = [f32::NAN; 2 * 4 * 2 * 8]; // [P, page_size, 2*Hkv, D]; what is not the sequence's has no effect
+/// let mut cache = [f32::NAN; 2 * 4 * 2 * 8]; // [P, page_size, 2*Hkv, D]; slots outside the sequence have no effect
 /// for (slot, value) in [(4, 10.0), (5, 30.0)] {
-///     cache[slot * 16..][..8].fill(0.0); // K: both keys score the same
+///     cache[slot * 16..][..8].fill(0.0); // K: both keys have the same score
 ///     cache[slot * 16 + 8..][..8].fill(value);
 /// }
 /// let inputs = PagedAttentionInputs {
@@ -100,8 +100,8 @@ impl<M> Default for PagedAttentionOptions<'_, M> {
 /// # Errors
 /// [`InvalidArgument`](crate::Code::InvalidArgument), naming the operand or option, where shapes, dtypes or numbers do
 /// not fit; [`Unimplemented`](crate::Code::Unimplemented) for dtypes or a head dimension without a kernel;
-/// [`Unavailable`](crate::Code::Unavailable) or [`FailedPrecondition`](crate::Code::FailedPrecondition) without a driver
-/// or GPU that can run it.
+/// [`Unavailable`](crate::Code::Unavailable) or [`FailedPrecondition`](crate::Code::FailedPrecondition) without a
+/// driver or GPU that can run it.
 pub fn paged_attention<'a, M: Memory>(
     inputs: &PagedAttentionInputs<M>,
     options: &PagedAttentionOptions<M>,

@@ -7,36 +7,36 @@ use crate::error::Result;
 use crate::problem::Op;
 use crate::problem::arguments::paged_attention_update::{Attributes, Operands, Results};
 
-/// A ragged batch of new tokens for [`paged_attention_update`]. Letters: `T` tokens, `S` sequence slots, `M` table entries a
-/// sequence, `Hq` and `Hkv` heads, `D` elements of a head.
+/// A ragged batch of new tokens for [`paged_attention_update`]. Dimensions: `T` tokens, `S` sequence slots, `M` table
+/// entries a sequence, `Hq` and `Hkv` heads, `D` elements per head.
 #[derive(Clone, Copy, Debug)]
 pub struct PagedAttentionUpdateInputs<'a, M = Host> {
-    /// `[T, Hq, D]`; f16, bf16, f32 or f8e4m3fn. Rows may lie apart.
+    /// `[T, Hq, D]`; f16, bf16, f32 or f8e4m3fn. Rows may be strided.
     pub query: TensorRef<'a, M>,
-    /// `i32[S]`: keys of each sequence, those of the new tokens included
+    /// `i32[S]`: number of keys of each sequence, including those of the new tokens
     pub context_lens: TensorRef<'a, M>,
-    /// `i32[S, M]`: the pages of each sequence, in order. Rows may lie apart.
+    /// `i32[S, M]`: the pages of each sequence, in order. Rows may be strided.
     pub block_tables: TensorRef<'a, M>,
-    /// `i32[S+1]`: first row of each sequence and, last, the end
+    /// `i32[S+1]`: first row of each sequence, and the end of the last
     pub query_start_loc: TensorRef<'a, M>,
-    /// `i32[1]` or `i32[]`: how many of the slots are in use
+    /// `i32[1]` or `i32[]`: number of sequences, at most S
     pub num_seqs: TensorRef<'a, M>,
-    /// `[T, Hkv, D]`: the keys of the tokens that ask; of the cache's dtype, or f16, bf16 or f32 for an fp8 cache. Rows
-    /// may lie apart.
+    /// `[T, Hkv, D]`: the keys of the new tokens, of the cache's dtype, or f16, bf16 or f32 for an fp8 cache. Rows may
+    /// be strided.
     pub key: TensorRef<'a, M>,
-    /// As `key`.
+    /// `[T, Hkv, D]`: the values of the new tokens, of the keys' dtype. Rows may be strided.
     pub value: TensorRef<'a, M>,
-    /// `i32[T]` or `i64[T]`: `page * page_size + offset` of each token, where `block_tables` has its key. A slot outside
-    /// the cache is skipped, so that -1 marks padding.
+    /// `i32[T]` or `i64[T]`: `page * page_size + offset` of each token, the same place that `block_tables` gives for
+    /// its key. Slots outside the cache are skipped, so -1 marks padding.
     pub slot_mapping: TensorRef<'a, M>,
 }
 
-/// Write the keys and values of new tokens into a paged cache, in place, and attend over it: what
-/// [`kv_cache_update`](super::kv_cache_update) and then [`paged_attention`](super::paged_attention) do, in one call
-/// ([`crate::problem::paged_attention_update`]).
+/// Writes the keys and values of new tokens into a paged cache in place and computes attention over it:
+/// [`kv_cache_update`](super::kv_cache_update), then [`paged_attention`](super::paged_attention), in one call
+/// (`docs/semantics.md#paged_attention_update`).
 ///
-/// `kv_cache` is `[P, page_size, 2*Hkv, D]`, K of head h at 2h, V at 2h+1. Where `k_scale` or `v_scale` is given, rows are
-/// divided by it when they are stored and multiplied by it when they are read.
+/// `kv_cache` is `[P, page_size, 2*Hkv, D]`, K of head h at 2h, V at 2h+1. `k_scale` and `v_scale` divide rows when
+/// they are stored and multiply them when they are read.
 ///
 /// ```
 /// use xla_attention::{

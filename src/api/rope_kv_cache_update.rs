@@ -5,33 +5,33 @@ use crate::error::{Error, Result};
 use crate::problem::Op;
 use crate::problem::arguments::rope_kv_cache_update::{Attributes, Operands, Results};
 
-/// New tokens for [`rope_kv_cache_update`]. Letters: `T` tokens, `Hq` and `Hkv` heads, `D` elements of a head, `rot` those
-/// of them that turn.
+/// New tokens for [`rope_kv_cache_update`]. Dimensions: `T` tokens, `Hq` and `Hkv` heads, `D` elements per head, `rot`
+/// those of them that turn.
 #[derive(Clone, Copy, Debug)]
 pub struct RopeKvCacheUpdateInputs<'a, M = Host> {
-    /// `[T, Hq, D]`, of the keys' dtype. Rows may lie apart.
+    /// `[T, Hq, D]`, of the keys' dtype. Rows may be strided.
     pub query: TensorRef<'a, M>,
-    /// `[T, Hkv, D]`; f16, bf16 or f32. Rows may lie apart.
+    /// `[T, Hkv, D]`; f16, bf16 or f32. Rows may be strided.
     pub key: TensorRef<'a, M>,
-    /// The same; values do not turn.
+    /// `[T, Hkv, D]`, of the keys' dtype; values are not rotated. Rows may be strided.
     pub value: TensorRef<'a, M>,
     /// `i32[T]` or `i64[T]`, as in [`KvCacheUpdateInputs`](super::KvCacheUpdateInputs)
     pub slot_mapping: TensorRef<'a, M>,
-    /// `i32[T]`: a row of `cos_sin` for each token, clamped to those that there are
+    /// `i32[T]`: the row of `cos_sin` for each token, clamped to `[0, max_pos)`
     pub positions: TensorRef<'a, M>,
     /// `f32[max_pos, rot]`: the cosines of a position's `rot / 2` angles, then their sines; rot is even, at most D.
-    /// Rows may lie apart.
+    /// Rows may be strided.
     pub cos_sin: TensorRef<'a, M>,
 }
 
 /// Options of [`rope_kv_cache_update`].
 #[derive(Clone, Copy, Debug)]
 pub struct RopeKvCacheUpdateOptions<'a, M = Host> {
-    /// Pairs that turn are neighbours (GPT-J), not half of `rot` apart (GPT-NeoX, Llama).
+    /// Whether a pair is elements `2i` and `2i + 1` (GPT-J). Otherwise it is `i` and `i + rot / 2` (GPT-NeoX, Llama).
     pub interleaved: bool,
-    /// `f32[1]` or `f32[Hkv]`: stored keys are divided by it.
+    /// `f32[1]` or `f32[Hkv]`: quantization scale, which divides the keys
     pub k_scale: Option<TensorRef<'a, M>>,
-    /// The same for values.
+    /// `f32[1]` or `f32[Hkv]`: quantization scale, which divides the values
     pub v_scale: Option<TensorRef<'a, M>>,
 }
 
@@ -41,19 +41,20 @@ impl<M> Default for RopeKvCacheUpdateOptions<'_, M> {
     }
 }
 
-/// What [`rope_kv_cache_update`] writes.
+/// Results of [`rope_kv_cache_update`].
 #[derive(Debug)]
 pub struct RopeKvCacheUpdateResults<'a, M = Host> {
-    /// Updated in place: any layout with keys and values in one tensor.
+    /// The cache, updated in place, in any layout that holds keys and values in one tensor.
     pub kv_cache: Kv<TensorMut<'a, M>>,
     /// `[T, Hq, D]`: the rotated queries
     pub query_out: TensorMut<'a, M>,
 }
 
-/// Rotate the queries and keys of new tokens by their positions, and write keys and values into a paged cache in place.
+/// Rotates the queries and keys of new tokens by their positions (`RoPE`), and writes keys and values into a paged
+/// cache in place.
 ///
-/// A pair (a, b) becomes `(a cos - b sin, b cos + a sin)`; elements from `rot` on pass through
-/// ([`crate::problem::rope_kv_cache_update`]).
+/// A pair (a, b) becomes `(a cos - b sin, b cos + a sin)`; elements from `rot` on are unchanged
+/// (`docs/semantics.md#rope_kv_cache_update`).
 ///
 /// ```
 /// use xla_attention::{
@@ -84,8 +85,8 @@ pub struct RopeKvCacheUpdateResults<'a, M = Host> {
 /// ```
 ///
 /// # Errors
-/// As [`kv_cache_update`](super::kv_cache_update); also [`Unimplemented`](crate::Code::Unimplemented) for a cache that is
-/// [`Kv::Split`].
+/// As [`kv_cache_update`](super::kv_cache_update); also [`Unimplemented`](crate::Code::Unimplemented) for a cache that
+/// is [`Kv::Split`].
 pub fn rope_kv_cache_update<M: Memory>(
     inputs: &RopeKvCacheUpdateInputs<M>,
     options: &RopeKvCacheUpdateOptions<M>,

@@ -5,9 +5,9 @@ use crate::error::Result;
 use crate::problem::Op;
 use crate::problem::arguments::simple_add::{Operands, Results};
 
-/// `out = a + b`, element by element: equal shapes, one dtype of f16, bf16, f32, f64, i8, u8, i32 and i64.
+/// `out = a + b`, elementwise, for equal shapes and one dtype of f16, bf16, f32, f64, i8, u8, i32 and i64.
 ///
-/// Floats round to nearest even, integers wrap ([`crate::problem::simple_add`]).
+/// Floats round to nearest even, integers wrap (`docs/semantics.md#simple_add`).
 ///
 /// ```
 /// use xla_attention::{On, TensorMut, TensorRef, simple_add};

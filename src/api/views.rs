@@ -1,31 +1,31 @@
-//! Tensors as the safe functions take them: memory with a type and a shape, read or written, of the host or a device.
+//! Tensors of the safe API: memory of the host or a device with a dtype and a shape, borrowed to be read or written.
 
 use crate::error::{Result, ensure};
 use crate::tensor::{DType, Tensor};
 use half::{bf16, f16};
 use std::marker::PhantomData;
 
-/// The most dimensions that a tensor of these functions may have.
+/// Maximum rank of a tensor.
 pub const MAX_RANK: usize = 8;
 
-/// Memory of the host: tensors are made of slices, calls run on the CPU.
+/// Host memory: tensors borrow slices, and calls run on the CPU.
 #[derive(Clone, Copy, Debug)]
 pub enum Host {}
 
-/// Memory of a CUDA device: tensors are made of addresses, calls are enqueued on a stream.
+/// CUDA device memory: tensors hold addresses, and calls are enqueued on a stream.
 #[derive(Clone, Copy, Debug)]
 pub enum Device {}
 
-/// Where the memory of tensors is: [`Host`] or [`Device`].
+/// The memory that a tensor is in: [`Host`] or [`Device`].
 pub trait Memory: Copy + sealed::Sealed {}
 impl Memory for Host {}
 impl Memory for Device {}
 
 /// A Rust type that is the element type of a tensor.
 ///
-/// The 8-bit floats have no type in Rust; their tensors are made of bytes ([`TensorRef::from_bytes`]).
+/// Rust has no 8-bit floats; their tensors are made from bytes ([`TensorRef::from_bytes`]).
 pub trait Element: Copy + sealed::Sealed {
-    /// The type by XLA's number.
+    /// XLA's number of the element type.
     const DTYPE: DType;
 }
 
@@ -43,10 +43,10 @@ macro_rules! elements {
 }
 elements!(f16 = F16, bf16 = BF16, f32 = F32, f64 = F64, i8 = I8, u8 = U8, i32 = I32, i64 = I64);
 
-/// A tensor that a function reads, in memory that stays unchanged for `'a`.
+/// A tensor that a function reads. Its memory does not change during `'a`.
 ///
-/// Making one checks nothing. The function that it is given to holds the shape against the memory and, if they do not
-/// fit, returns an error with the operand's name.
+/// The constructor validates nothing. The function that receives the tensor returns an error with the operand's name if
+/// the shape does not fit the memory.
 ///
 /// ```
 /// use xla_attention::TensorRef;
@@ -61,9 +61,9 @@ pub struct TensorRef<'a, M = Host> {
     memory: PhantomData<(&'a (), M)>,
 }
 
-/// A tensor that a function writes, in memory that nothing else uses for `'a`.
+/// A tensor that a function writes. Nothing else uses its memory during `'a`.
 ///
-/// While it lives its memory cannot be read, nor be an operand of the same call:
+/// While it exists, its memory cannot be read, and cannot be an operand of the same call:
 ///
 /// ```compile_fail,E0502
 /// use xla_attention::{On, TensorMut, TensorRef, simple_add};
@@ -80,14 +80,14 @@ pub struct TensorMut<'a, M = Host> {
 }
 
 impl<'a> TensorRef<'a, Host> {
-    /// A dense tensor of this shape, the last dimension innermost.
+    /// A dense row-major tensor of this shape.
     #[must_use]
     pub fn new<T: Element>(elements: &'a [T], shape: &[usize]) -> Self {
         Self::of(View::new(elements.as_ptr().cast_mut().cast(), size_of_val(elements), T::DTYPE, shape))
     }
 
-    /// The same of bytes in the machine's order, for types that Rust does not have (8-bit floats) or that are known only
-    /// at run time. Where there are elements, the bytes are to be aligned to them.
+    /// A dense row-major tensor made from bytes in native byte order, for dtypes that Rust does not have (8-bit floats)
+    /// or that are known only at run time. The bytes must be aligned to the element size.
     #[must_use]
     pub fn from_bytes(bytes: &'a [u8], dtype: DType, shape: &[usize]) -> Self {
         Self::of(View::new(bytes.as_ptr().cast_mut(), bytes.len(), dtype, shape))
@@ -95,12 +95,12 @@ impl<'a> TensorRef<'a, Host> {
 }
 
 impl TensorRef<'_, Device> {
-    /// A dense tensor in `bytes` bytes of device memory, the last dimension innermost. Its lifetime is the caller's choice.
+    /// A dense row-major tensor in `bytes` bytes of device memory. The caller chooses its lifetime.
     ///
     /// # Safety
-    /// From the time a call is given this tensor until the work which it has enqueued is done,
-    /// - so many bytes at `address` are memory that the calls' stream can read, and
-    /// - nothing writes them, except in the order of that stream.
+    /// From the start of a call with this tensor until the work that it has enqueued has finished,
+    /// - the `bytes` bytes at `address` are memory that the call's stream can read, and
+    /// - nothing writes them, except work that is ordered by that stream.
     #[must_use]
     pub unsafe fn from_device(address: usize, bytes: usize, dtype: DType, shape: &[usize]) -> Self {
         Self::of(View::new(address as *mut u8, bytes, dtype, shape))
@@ -112,11 +112,11 @@ impl<M> TensorRef<'_, M> {
         Self { view, memory: PhantomData }
     }
 
-    /// The tensor with so many elements between neighbours along each dimension, for rows that lie amid others, as
-    /// queries in the product of one matrix for q, k and v do.
+    /// The tensor with these strides in elements, for rows in a larger buffer, such as the queries in the output of a
+    /// fused q, k and v projection.
     ///
-    /// The elements of a row are neighbours always, and its rows may lie apart in the operands of which that is said:
-    /// queries, keys and values wherever they are stored, tables, outputs to be merged. The others are dense.
+    /// The last dimension must be contiguous. Only operands whose documentation says "Rows may be strided" accept other
+    /// strides than dense ones: queries, keys and values, page tables, and states to be merged.
     ///
     /// ```
     /// # use xla_attention::TensorRef;
@@ -137,13 +137,13 @@ impl<M> TensorRef<'_, M> {
 }
 
 impl<'a> TensorMut<'a, Host> {
-    /// A dense tensor of this shape, the last dimension innermost.
+    /// A dense row-major tensor of this shape.
     #[must_use]
     pub fn new<T: Element>(elements: &'a mut [T], shape: &[usize]) -> Self {
         Self::of(View::new(elements.as_mut_ptr().cast(), size_of_val(elements), T::DTYPE, shape))
     }
 
-    /// The same of bytes in the machine's order, as [`TensorRef::from_bytes`].
+    /// A dense row-major tensor made from bytes in native byte order, as [`TensorRef::from_bytes`].
     #[must_use]
     pub fn from_bytes(bytes: &'a mut [u8], dtype: DType, shape: &[usize]) -> Self {
         Self::of(View::new(bytes.as_mut_ptr(), bytes.len(), dtype, shape))
@@ -151,14 +151,14 @@ impl<'a> TensorMut<'a, Host> {
 }
 
 impl TensorMut<'_, Device> {
-    /// A dense tensor in `bytes` bytes of device memory, the last dimension innermost. Its lifetime is the caller's choice.
+    /// A dense row-major tensor in `bytes` bytes of device memory. The caller chooses its lifetime.
     ///
     /// # Safety
-    /// From the time a call is given this tensor until the work which it has enqueued is done,
-    /// - so many bytes at `address` are memory that the calls' stream can read and write, and
-    /// - nothing else reads or writes them, except in the order of that stream.
+    /// From the start of a call with this tensor until the work that it has enqueued has finished,
+    /// - the `bytes` bytes at `address` are memory that the call's stream can read and write, and
+    /// - nothing else reads or writes them, except work that is ordered by that stream.
     ///
-    /// No other tensor of the same memory is given to the same call.
+    /// The same call has no other tensor in the same memory.
     #[must_use]
     pub unsafe fn from_device(address: usize, bytes: usize, dtype: DType, shape: &[usize]) -> Self {
         Self::of(View::new(address as *mut u8, bytes, dtype, shape))
@@ -170,7 +170,7 @@ impl<'a, M> TensorMut<'a, M> {
         Self { view, memory: PhantomData }
     }
 
-    /// The same tensor for a while: what a function takes is gone, and this one can be used again after it.
+    /// Borrows the tensor for a call, so that it can be used again afterwards.
     ///
     /// ```
     /// use xla_attention::{On, TensorMut, TensorRef, simple_add};
@@ -187,13 +187,13 @@ impl<'a, M> TensorMut<'a, M> {
         TensorMut::of(self.view)
     }
 
-    /// The same tensor to be read: a cache, after it was updated.
+    /// Borrows the tensor to be read, for instance a cache after its update.
     #[must_use]
     pub fn shared(&self) -> TensorRef<'_, M> {
         self.as_operand()
     }
 
-    /// The operand whose update in place is this result, for the same call.
+    /// The operand that aliases this result in the same call.
     pub(super) fn as_operand(&self) -> TensorRef<'a, M> {
         TensorRef::of(self.view)
     }
@@ -203,16 +203,16 @@ impl<'a, M> TensorMut<'a, M> {
     }
 }
 
-/// A number for each dimension.
+/// One number per dimension.
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
-    /// How many there are, also if that is more than the array holds.
+    /// The number of dimensions, which may exceed the capacity of `numbers`.
     rank: usize,
     numbers: [i64; MAX_RANK],
 }
 
 impl Sizes {
-    /// What no i64 holds becomes the largest one, of which no memory has so many elements either.
+    /// A size that does not fit into i64 becomes `i64::MAX`, which validation refuses as well.
     fn new(sizes: &[usize]) -> Self {
         let mut numbers = [0; MAX_RANK];
         for (number, &size) in numbers.iter_mut().zip(sizes) {
@@ -226,7 +226,7 @@ impl Sizes {
     }
 }
 
-/// Memory, its type and its shape, of which nothing has been checked.
+/// Memory with a dtype and a shape, none of which is validated yet.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct View {
     data: *mut u8,
@@ -236,9 +236,10 @@ pub(super) struct View {
     strides: Option<Sizes>,
 }
 
-// SAFETY: an address and numbers. The tensors around it are references to elements, which are plain numbers.
+// SAFETY: the struct consists of an address and numbers. `TensorRef` and `TensorMut` borrow plain numbers, which are
+// `Send` and `Sync`.
 unsafe impl Send for View {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for View {}
 
 impl View {
@@ -246,12 +247,12 @@ impl View {
         Self { data, bytes, dtype, shape: Sizes::new(shape), strides: None }
     }
 
-    /// The size of the last dimension, 0 without one.
+    /// The size of the last dimension; 0 for rank 0.
     pub(super) fn last_size(&self) -> i64 {
         self.shape.as_slice().last().copied().unwrap_or(0)
     }
 
-    /// The tensor, after all of its elements were found to lie in the memory.
+    /// The tensor, after validating that all of its elements lie in the memory.
     pub(super) fn tensor(&self, name: &str) -> Result<Tensor<'_>> {
         let (dims, strides) = (self.shape.as_slice(), self.strides.as_ref().map(Sizes::as_slice));
         let rank = self.shape.rank.max(self.strides.map_or(0, |strides| strides.rank));
@@ -274,12 +275,12 @@ impl View {
                 })?;
             }
         }
-        // Without an element no stride has a meaning, and no code should compute with one.
+        // The strides of an empty tensor have no meaning and could overflow in arithmetic, so they are dropped.
         Ok(Tensor { strides: strides.filter(|_| !tensor.is_empty()), ..tensor })
     }
 }
 
-/// Elements from the first to the last; `None` if that is more than can be counted.
+/// The number of elements from the first to the last one in memory; `None` if it overflows.
 fn extent(dims: &[i64], strides: &[i64]) -> Option<i64> {
     if dims.contains(&0) {
         return Some(0);

@@ -1,4 +1,4 @@
-//! Results held against what was computed a second time.
+//! Compares results with a second computation.
 
 use super::accuracy;
 use super::metadata::Sequence;
@@ -7,16 +7,16 @@ use crate::error::{Error, Result};
 use crate::problem::attention::Attention;
 use crate::tensor::{DType, Tensor};
 
-/// How far a number may be off.
+/// The largest error that a number may have.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tolerance {
-    /// In units of the number, or of the largest one of the result.
+    /// Relative to the number, or with `of_largest` to the largest magnitude in the result.
     relative: f64,
     absolute: f64,
     of_largest: bool,
 }
 
-/// The distance of neighbouring numbers around 1.
+/// The spacing of the numbers of a dtype around 1.
 fn spacing(dtype: DType) -> f64 {
     let mantissa_bits = match dtype {
         DType::F8E5M2 => 2,
@@ -25,14 +25,14 @@ fn spacing(dtype: DType) -> f64 {
         DType::F16 => 10,
         DType::F32 => 23,
         DType::F64 => 52,
-        // Integers are exact.
+        // The results of integer operators are exact.
         _ => return 0.0,
     };
     f64::from(-mantissa_bits).exp2()
 }
 
 impl Tolerance {
-    /// Numbers that are rounded once: the neighbour on either side. What is smaller than normal may be taken for 0.
+    /// For numbers that are rounded once: one unit in the last place. Subnormal numbers may be flushed to 0.
     pub(crate) fn rounded_once(dtype: DType) -> Self {
         let absolute = match dtype {
             DType::F8E5M2 => (-14f64).exp2(),
@@ -44,28 +44,29 @@ impl Tolerance {
         Self { relative: 1.01 * spacing(dtype), absolute, of_largest: false }
     }
 
-    /// Sums of products with weights that sum to 1. Several roundings, and in 16 bits a hyperbolic tangent of 11 bits.
+    /// For weighted sums with weights that add up to 1: several roundings, and with softcap in f16 or bf16 a hyperbolic
+    /// tangent of 11 bits.
     pub(crate) fn weighted_sum(dtype: DType, softcap: bool) -> Self {
         let relative = if dtype == DType::F32 { 1e-4 } else { spacing(dtype) * 4.0 };
         let capped = if softcap && dtype != DType::F32 { 0.06 } else { 0.0 };
         Self { relative: relative + capped, absolute: 1e-5, of_largest: true }
     }
 
-    /// A log-sum-exp.
+    /// For an lse.
     pub(crate) fn lse(dtype: DType, softcap: bool) -> Self {
         let relative = if softcap && dtype != DType::F32 { accuracy::LSE_CAPPED } else { accuracy::LSE };
         Self { relative, absolute: relative, of_largest: false }
     }
 
-    /// Sums of products with gradients of scores, which in 16 bits may be rounded themselves. What cancels in them is in
-    /// units of the cotangents, of which the largest is `size`.
+    /// For dq, dk and dv, which are sums over gradients of scores. In f16 and bf16 these gradients may themselves be
+    /// rounded. Terms that cancel have the magnitude of the cotangents, of which `size` is the largest.
     pub(crate) fn gradient(dtype: DType, softcap: bool, size: f64) -> Self {
         let relative = if dtype == DType::F32 { 2e-4 } else { spacing(dtype) * 8.0 };
         let capped = if softcap && dtype != DType::F32 { 0.06 } else { 0.0 };
         Self { relative: relative + capped, absolute: 1e-4 * size, of_largest: true }
     }
 
-    /// `excess` says how much further off the number may be.
+    /// Whether the error is at most this tolerance plus `excess`.
     fn allows(self, found: f64, expected: f64, largest: f64, excess: impl FnOnce() -> f64) -> bool {
         if !expected.is_finite() {
             return found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan();
@@ -76,14 +77,14 @@ impl Tolerance {
     }
 }
 
-/// A result as it is and as it was computed a second time; `skipped` indices may hold anything, others may be off by
-/// their `excess` more than the tolerance says.
+/// Compares a result with the expected one. Indices for which `skipped` holds are not compared; at the others the error
+/// may exceed the tolerance by `excess`.
 ///
 /// # Errors
-/// `INTERNAL`, naming the result, the first index that is off, and both numbers.
+/// `INTERNAL`, with the name of the result, the first wrong index and both numbers.
 ///
 /// # Safety
-/// Both are readable host memory, of one dtype and shape.
+/// Both tensors are readable host memory and have the same dtype and shape.
 pub(crate) unsafe fn compare(
     name: &str,
     (found, expected): (&Tensor, &Tensor),
@@ -92,14 +93,14 @@ pub(crate) unsafe fn compare(
     excess: impl Fn(&[usize]) -> f64,
 ) -> Result {
     let dtype = found.dtype;
-    // SAFETY: this function's contract; an index of the tensor.
+    // SAFETY: the caller guarantees readable host memory, and `index` is an index of the tensor.
     let number = |tensor: &Tensor, index: &[usize]| unsafe { read(dtype, place(tensor, index)) };
-    // Bits are compared first, which is all that integers need.
+    // Equal bits are compared first. For integers this is the whole comparison.
     let bits = |tensor: &Tensor, index: &[usize]| {
-        // SAFETY: as above.
+        // SAFETY: as for `number`; an element has `dtype.size()` bytes.
         unsafe { std::slice::from_raw_parts(place(tensor, index), dtype.size()) }
     };
-    // SAFETY: this function's contract.
+    // SAFETY: the caller guarantees readable host memory.
     let largest = if tolerance.of_largest { unsafe { largest(expected) } } else { 0.0 };
     let (mut first, mut off) = (None, 0usize);
     for_each_index(found.dims, |index| {
@@ -119,27 +120,27 @@ pub(crate) unsafe fn compare(
     )))
 }
 
-/// The address of an element.
+/// The address of the element at `index`.
 fn place(tensor: &Tensor, index: &[usize]) -> *const u8 {
     let offset: i64 = index.iter().enumerate().map(|(axis, &i)| i as i64 * tensor.stride(axis)).sum();
     tensor.data.wrapping_offset(offset as isize * tensor.dtype.size() as isize).cast_const()
 }
 
-/// The magnitude of the largest number, NaN and Inf aside.
+/// The largest finite magnitude of a tensor.
 ///
 /// # Safety
 /// The tensor is readable host memory.
 pub(super) unsafe fn largest(tensor: &Tensor) -> f64 {
     let mut largest = 0.0f64;
     for_each_index(tensor.dims, |index| {
-        // SAFETY: this function's contract; an index of the tensor.
+        // SAFETY: the caller guarantees readable host memory, and `index` is an index of the tensor.
         let x = unsafe { read(tensor.dtype, place(tensor, index)) }.abs();
         largest = largest.max(if x.is_finite() { x } else { 0.0 });
     });
     largest
 }
 
-/// Every index of a shape, the last axis fastest.
+/// Calls `visit` with every index of a shape in row-major order.
 fn for_each_index(dims: &[i64], mut visit: impl FnMut(&[usize])) {
     let mut index = vec![0usize; dims.len()];
     if dims.contains(&0) {
@@ -153,21 +154,22 @@ fn for_each_index(dims: &[i64], mut visit: impl FnMut(&[usize])) {
     }
 }
 
-/// The rows of sequences that compute with NaN or Inf, by row: where within the sequence it spreads is not said.
+/// Per row, whether its sequence has NaN or Inf anywhere in `out`. The definition does not say how these spread within
+/// a sequence, so such rows cannot be compared.
 ///
 /// # Safety
-/// The problem's results are readable host memory; `sequences` are those of its metadata.
+/// The problem's results are readable host memory, and `sequences` are the sequences of its metadata.
 pub(crate) unsafe fn nonfinite_rows(problem: &Attention, sequences: &[Sequence]) -> Vec<bool> {
     let (width, size) = (problem.num_q_heads * problem.value_dim, problem.out.dtype.size());
-    let mut spoiled = vec![false; problem.num_rows];
+    let mut nonfinite = vec![false; problem.num_rows];
     for sequence in sequences {
         let rows = sequence.first_row..sequence.first_row + sequence.len_q;
         let elements = rows.start * width..rows.end * width;
-        // SAFETY: rows of the dense [Tq, Hq, Dv].
+        // SAFETY: `at` is an element of the sequence's rows in the dense `out [Tq, Hq, Dv]`.
         let number = |at: usize| unsafe { read(problem.out.dtype, problem.out.data.add(at * size)) };
         if !elements.clone().all(|at| number(at).is_finite()) {
-            spoiled[rows].fill(true);
+            nonfinite[rows].fill(true);
         }
     }
-    spoiled
+    nonfinite
 }

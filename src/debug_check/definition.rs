@@ -1,5 +1,5 @@
-//! Attention as `docs/semantics.md#attention` defines it, in f64 and without any thought of speed: what the CPU's results
-//! are held against.
+//! Attention by its definition (`docs/semantics.md#attention`) in f64, one row and key at a time. Results of the CPU
+//! backend are compared with it.
 
 use super::accuracy;
 use super::metadata::Sequence;
@@ -10,23 +10,24 @@ use crate::problem::attention::{Attention, KeyStorage};
 use crate::problem::{KvView, Scale};
 use std::ops::Range;
 
-/// Compute `out` and, if wanted, `softmax_lse`.
+/// Computes `out`, and `softmax_lse` if the problem has it.
 ///
 /// # Errors
 /// `INTERNAL` if a task panicked.
 ///
 /// # Safety
-/// The problem's views are valid host memory, `out` and `lse` writable; `sequences` are those of its metadata.
+/// The problem's views are valid host memory, `out` and `lse` are writable, and `sequences` are the sequences of its
+/// metadata.
 pub(crate) unsafe fn attend(problem: &Attention, sequences: &[Sequence], pool: &dyn Pool) -> Result {
     let heads = problem.num_q_heads;
     let task = |(): &mut (), task: usize| {
         let (row, head) = (task / heads, task % heads);
         let owner = sequences.iter().find(|s| (s.first_row..s.first_row + s.len_q).contains(&row));
-        // SAFETY: this function's contract; each row of each head comes once.
+        // SAFETY: the caller guarantees valid memory; each task writes another row and head.
         unsafe {
             let (out, lse) = owner.map_or_else(
                 || (vec![0.0; problem.value_dim], f64::NEG_INFINITY),
-                |sequence| Row { problem, sequence, i: row - sequence.first_row, head }.answer(),
+                |sequence| Row { problem, sequence, i: row - sequence.first_row, head }.attend(),
             );
             for (d, x) in out.into_iter().enumerate() {
                 // out [Tq, Hq, Dv]
@@ -42,11 +43,11 @@ pub(crate) unsafe fn attend(problem: &Attention, sequences: &[Sequence], pool: &
     parallel_for(pool, problem.num_rows * heads, || (), task)
 }
 
-/// How much further off a row of a head may be where fp8 is multiplied by fp8 ([`accuracy`]): each number of `out`, and
-/// the lse.
+/// The additional error of a row and head if tensor cores multiply fp8 by fp8 ([`accuracy`]): of each element of `out`,
+/// and of the lse.
 ///
 /// # Safety
-/// As [`attend`]; the row is one of the results'.
+/// As [`attend`], and `row` is below Tq.
 pub(crate) unsafe fn fp8_excess(
     problem: &Attention,
     sequences: &[Sequence],
@@ -56,12 +57,12 @@ pub(crate) unsafe fn fp8_excess(
     let owner = sequences.iter().find(|s| (s.first_row..s.first_row + s.len_q).contains(&row));
     owner.map_or_else(
         || (vec![0.0; problem.value_dim], 0.0),
-        // SAFETY: this function's contract.
+        // SAFETY: the caller guarantees valid memory and a row of the results.
         |sequence| unsafe { Row { problem, sequence, i: row - sequence.first_row, head }.fp8_excess() },
     )
 }
 
-/// Query i of a sequence, for one head.
+/// Query i of a sequence and one of its heads.
 struct Row<'a> {
     problem: &'a Attention<'a>,
     sequence: &'a Sequence,
@@ -70,41 +71,41 @@ struct Row<'a> {
 }
 
 impl Row<'_> {
-    /// The output and the log-sum-exp.
+    /// The output row and its lse.
     ///
     /// # Safety
     /// As [`attend`].
-    unsafe fn answer(&self) -> (Vec<f64>, f64) {
+    unsafe fn attend(&self) -> (Vec<f64>, f64) {
         let problem = self.problem;
         let mut out = vec![0.0; problem.value_dim];
-        // SAFETY: this function's contract.
+        // SAFETY: the caller guarantees valid memory.
         let (weights, lse) = unsafe { self.weights() };
-        // SAFETY: a scale of the problem.
+        // SAFETY: the caller guarantees that the problem's scales are readable.
         let v_scale = unsafe { self.scale(problem.v_scale) };
         for (j, weight) in self.visible().zip(weights) {
-            // SAFETY: a row of V.
+            // SAFETY: visible keys are below `len_k`.
             let value = unsafe { self.row(&problem.v, j) };
             for (d, o) in out.iter_mut().enumerate() {
-                // SAFETY: d < Dv.
+                // SAFETY: d is below Dv, the length of a row of V.
                 *o += v_scale * weight * unsafe { read(problem.kv_dtype, value.add(d * problem.kv_dtype.size())) };
             }
         }
         (out, lse)
     }
 
-    /// What the visible keys' values are multiplied by, and the log-sum-exp.
+    /// The softmax weights of the visible keys, and the lse.
     ///
     /// # Safety
     /// As [`attend`].
     unsafe fn weights(&self) -> (Vec<f64>, f64) {
-        // SAFETY: `[Hq]`.
+        // SAFETY: `sinks` is `[Hq]`.
         let sink = self.problem.score.sinks.map(|sinks| f64::from(unsafe { sinks.add(self.head).read() }));
         let sink = sink.unwrap_or(f64::NEG_INFINITY);
         let visible = self.visible();
         if visible.is_empty() {
             return (Vec::new(), sink);
         }
-        // SAFETY: keys of the sequence.
+        // SAFETY: visible keys are below `len_k`.
         let scores: Vec<f64> = visible.map(|j| unsafe { self.score(j) }).collect();
         let largest = scores.iter().copied().fold(sink, f64::max);
         let sum = scores.iter().map(|s| (s - largest).exp()).sum::<f64>() + (sink - largest).exp();
@@ -116,30 +117,30 @@ impl Row<'_> {
     unsafe fn fp8_excess(&self) -> (Vec<f64>, f64) {
         let problem = self.problem;
         let mut out = vec![0.0; problem.value_dim];
-        // SAFETY: this function's contract; keys of the sequence.
+        // SAFETY: the caller guarantees valid memory, and visible keys are below `len_k`.
         let (weights, magnitude) = unsafe {
             let magnitudes = self.visible().map(|j| self.scaled_product(j, f64::abs).abs());
             (self.weights().0, magnitudes.fold(0.0, f64::max))
         };
         let of_score = accuracy::fp8_score(problem.head_dim, magnitude);
         let smallest = accuracy::FP8_SMALL_WEIGHT * weights.iter().copied().fold(0.0, f64::max);
-        // SAFETY: a scale of the problem.
+        // SAFETY: the caller guarantees that the problem's scales are readable.
         let v_scale = unsafe { self.scale(problem.v_scale) }.abs();
         for (j, weight) in self.visible().zip(weights) {
-            // A weight is off by its score's error, and so is the sum by which it is divided.
+            // The score's error affects the weight and the sum that divides it.
             let by_scores = (weight * (2.0 * of_score).exp_m1()).min(1.0);
             let off = (accuracy::FP8_WEIGHT * weight).max(smallest) + by_scores;
-            // SAFETY: a row of V.
+            // SAFETY: visible keys are below `len_k`.
             let value = unsafe { self.row(&problem.v, j) };
             for (d, o) in out.iter_mut().enumerate() {
-                // SAFETY: d < Dv.
+                // SAFETY: d is below Dv, the length of a row of V.
                 *o += v_scale * off * unsafe { read(problem.kv_dtype, value.add(d * problem.kv_dtype.size())) }.abs();
             }
         }
         (out, of_score)
     }
 
-    /// Where the query stands among the keys.
+    /// The key position that the query is aligned with (bottom-right or top-left).
     fn position(&self) -> i64 {
         let shift =
             if self.problem.score.top_left { 0 } else { self.sequence.len_k as i64 - self.sequence.len_q as i64 };
@@ -155,15 +156,15 @@ impl Row<'_> {
         first as usize..end as usize
     }
 
-    /// The sum of what `of` makes of the products of the query and key j, by the scales.
+    /// The scaled sum of `of(q_d * k_d)` over the products of the query and key j.
     ///
     /// # Safety
-    /// As [`attend`]; j < `len_k`.
+    /// As [`attend`], and j is below `len_k`.
     unsafe fn scaled_product(&self, j: usize, of: impl Fn(f64) -> f64) -> f64 {
         let &Self { problem, sequence, i, head } = self;
         let (score, q, size) = (&problem.score, &problem.q, problem.kv_dtype.size());
         let query = (sequence.first_row + i) as i64 * q.stride(0) + head as i64 * q.stride(1);
-        // SAFETY: this function's contract; d < D.
+        // SAFETY: the caller guarantees valid memory and a key of the sequence; d is below D.
         unsafe {
             let query = q.data.offset(query as isize * q.dtype.size() as isize);
             let key = self.row(&problem.k, j);
@@ -173,12 +174,14 @@ impl Row<'_> {
         }
     }
 
+    /// The score of key j, with softcap and `ALiBi` bias.
+    ///
     /// # Safety
-    /// As [`attend`]; j < `len_k`.
+    /// As [`attend`], and j is below `len_k`.
     unsafe fn score(&self, j: usize) -> f64 {
         let &Self { problem, sequence, head, .. } = self;
         let score = &problem.score;
-        // SAFETY: this function's contract.
+        // SAFETY: the caller guarantees valid memory and a key of the sequence; slopes are `[Hq]` or `[B, Hq]`.
         unsafe {
             let s = self.scaled_product(j, |x| x);
             let cap = f64::from(score.softcap);
@@ -198,26 +201,26 @@ impl Row<'_> {
     /// The scale is readable.
     unsafe fn scale(&self, scale: Option<Scale>) -> f64 {
         let at = |scale: Scale| if scale.per_head { self.kv_head() } else { 0 };
-        // SAFETY: one scale, or one a KV head.
+        // SAFETY: `values` has one element, or with `per_head` one per KV head.
         scale.map_or(1.0, |scale| f64::from(unsafe { scale.values.add(at(scale)).read() }))
     }
 
-    /// Key or value j.
+    /// The address of row j of K or V.
     ///
     /// # Safety
-    /// As [`attend`]; j < `len_k`.
+    /// As [`attend`], and j is below `len_k`.
     unsafe fn row(&self, view: &KvView, j: usize) -> *const u8 {
         let sequence = self.sequence;
         let (page, token) = match self.problem.keys.storage {
             KeyStorage::Contiguous { .. } => (0, sequence.first_key + j),
             KeyStorage::Paged(table) => {
                 let entry = sequence.index as isize * table.stride as isize + (j / table.page_size) as isize;
-                // SAFETY: an entry that the keys reach.
+                // SAFETY: the entry is below `ceil(len_k / page_size)`.
                 (i64::from(unsafe { table.entries.offset(entry).read() }), j % table.page_size)
             }
         };
         let at = page * view.page_stride + token as i64 * view.token_stride + self.kv_head() as i64 * view.head_stride;
-        // SAFETY: a row of the view.
+        // SAFETY: page, token and head are within the view.
         unsafe { view.data.cast_const().offset(at as isize * self.problem.kv_dtype.size() as isize) }
     }
 }

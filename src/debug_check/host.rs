@@ -1,24 +1,24 @@
-//! Tensors in host memory of our own.
+//! Host copies of tensors.
 
 #[cfg(feature = "cuda")]
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// A tensor's elements, and whatever lies between them, as far apart as in the tensor.
+/// A host buffer with the strides of a tensor: its elements and the bytes between them.
 pub(crate) struct HostTensor {
     words: Vec<u64>,
-    /// Bytes before the first element, which is not the lowest where a stride is negative.
+    /// Bytes before the first element; not 0 if a stride is negative.
     before: usize,
 }
 
 impl HostTensor {
-    /// Zeros in the form of `tensor`.
+    /// Zeros with the shape and strides of `tensor`.
     pub(crate) fn zeros(tensor: &Tensor) -> Self {
         let (before, after) = reach(tensor);
         Self { words: vec![0; (before + after).div_ceil(8)], before }
     }
 
-    /// What `copy(to, from, bytes)` brings from the memory of `tensor`.
+    /// A copy of `tensor`, made by `copy(to, from, bytes)`.
     ///
     /// # Errors
     /// Those of `copy`.
@@ -32,7 +32,7 @@ impl HostTensor {
         Ok(host)
     }
 
-    /// `tensor` with its elements here.
+    /// A view of this buffer with the dtype, shape and strides of `tensor`.
     pub(crate) fn view<'a>(&self, tensor: &Tensor<'a>) -> Tensor<'a> {
         if tensor.is_empty() || tensor.data.is_null() {
             return *tensor;
@@ -41,7 +41,7 @@ impl HostTensor {
     }
 }
 
-/// Bytes that lie before the first element, and those from it on.
+/// The number of bytes before the first element, and from it to the end.
 fn reach(tensor: &Tensor) -> (usize, usize) {
     if tensor.is_empty() || tensor.data.is_null() {
         return (0, 0);
@@ -68,14 +68,14 @@ mod tests {
         let first = memory[7..].as_mut_ptr().cast();
         let tensor = Tensor { dtype: DType::I32, data: first, dims: &[2, 3], strides: Some(&[-5, 4]) };
         let copy = HostTensor::of(&tensor, |to, from, bytes| {
-            // SAFETY: elements 2 to 15 of `memory`.
+            // SAFETY: the tensor spans elements 2 to 15 of `memory`.
             unsafe { to.copy_from_nonoverlapping(from, bytes) };
             Ok(())
         });
         let copy = copy.unwrap();
         let view = copy.view(&tensor);
         for (offset, expected) in [(0, 7), (4, 11), (8, 15), (-5, 2), (3, 10)] {
-            // SAFETY: within the copy.
+            // SAFETY: the offset is one of the tensor's elements.
             assert_eq!(unsafe { view.data.cast::<i32>().offset(offset).read() }, expected);
         }
         assert!(HostTensor::zeros(&Tensor::ABSENT).view(&Tensor::ABSENT).data.is_null());

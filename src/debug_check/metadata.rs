@@ -1,7 +1,7 @@
-//! The metadata of a call, read on the host: what normal running clamps or skips is an error here.
+//! Validates the metadata of a call on the host: values that a normal call clamps or skips are errors here.
 //!
-//! A slot of -1 is no mistake: it says that a row is padding. Nor is a `seqused` that is longer than its sequence: the
-//! smaller one counts (`docs/semantics.md#metadata`).
+//! A slot of -1 is valid, because it marks a padding row. A `seqused` that is longer than its sequence is valid too,
+//! because the smaller of the two counts (`docs/semantics.md#metadata`).
 
 use crate::error::{Error, Result, ensure};
 use crate::problem::attention::{Attention, KeyStorage, PageTable};
@@ -12,7 +12,7 @@ use crate::problem::rope_kv_cache_update::RopeKvCacheUpdate;
 use crate::tensor::DType;
 use std::collections::HashMap;
 
-/// What an operator calls the metadata of attention.
+/// The operands that hold the metadata of attention, by the names of an operator.
 pub(crate) struct Names {
     query_starts: &'static str,
     query_lengths: &'static str,
@@ -43,45 +43,47 @@ pub(crate) const FLASH_ATTN_VARLEN: Names = Names {
     num_seqs: "",
 };
 
-/// A sequence whose metadata is right.
+/// A sequence with valid metadata.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sequence {
-    /// Its place in the metadata.
+    /// Its index in the metadata.
     pub(super) index: usize,
     pub(super) first_row: usize,
     pub(super) len_q: usize,
-    /// Contiguous keys: the first one's row.
+    /// The row of its first key, for contiguous keys.
     pub(super) first_key: usize,
     pub(super) len_k: usize,
     pub(super) leftpad: usize,
 }
 
-/// The sequences of a call of attention.
+/// Validates the metadata of an attention call and returns its sequences.
 ///
 /// # Errors
-/// `INVALID_ARGUMENT`, naming the operand, the entry and the sequence.
+/// `INVALID_ARGUMENT`, with the operand, the entry and the sequence.
 ///
 /// # Safety
-/// The problem's metadata is readable on the host.
+/// The problem's metadata is readable host memory.
 pub(crate) unsafe fn attention(problem: &Attention, names: &Names) -> Result<Vec<Sequence>> {
     let slots = problem.max_seqs;
-    // SAFETY: one element.
+    // SAFETY: `num_seqs` has one element.
     let given = problem.queries.num_seqs.map(|n| unsafe { n.read() });
     let count = given.map_or(Ok(slots), |n| {
         let count = usize::try_from(n).ok().filter(|n| *n <= slots);
         count.ok_or_else(|| Error::invalid(format!("{} is {n}, expected 0 to {slots}", names.num_seqs)))
     })?;
-    // SAFETY: below B.
+    // SAFETY: `count` is at most B.
     (0..count).map(|b| unsafe { sequence(problem, names, b) }).collect()
 }
 
+/// Validates the metadata of sequence `b`.
+///
 /// # Safety
-/// As [`attention`]; `b` is below B.
+/// As [`attention`], and `b` is below B.
 unsafe fn sequence(problem: &Attention, names: &Names, b: usize) -> Result<Sequence> {
     let (queries, keys) = (&problem.queries, &problem.keys);
-    // SAFETY: arrays of B.
+    // SAFETY: the optional arrays have B elements.
     let entry = |array: Option<*const i32>| array.map(|array| unsafe { array.add(b).read() });
-    // SAFETY: B+1 elements.
+    // SAFETY: the starts have B+1 elements.
     let rows = unsafe { slot(names.query_starts, queries.starts, b, problem.num_rows) }?;
     let used = |name: &str, given: Option<i32>| {
         ensure(given.is_none_or(|n| n >= 0), || {
@@ -94,7 +96,7 @@ unsafe fn sequence(problem: &Attention, names: &Names, b: usize) -> Result<Seque
     let (first_key, len_k) = match keys.storage {
         KeyStorage::Contiguous { total } => {
             let starts = keys.starts.unwrap_or(std::ptr::null());
-            // SAFETY: contiguous keys have B+1 starts.
+            // SAFETY: contiguous keys always have B+1 starts.
             let (first, stored) = unsafe { slot(names.key_starts, starts, b, total) }?;
             (first, len_used.map_or(stored, |n| n.min(stored)))
         }
@@ -102,7 +104,7 @@ unsafe fn sequence(problem: &Attention, names: &Names, b: usize) -> Result<Seque
             let (name, length) = match (len_used, keys.starts) {
                 (Some(length), _) => (format!("{}[{b}]", names.key_lengths), i64::try_from(length).unwrap_or(i64::MAX)),
                 (None, Some(starts)) => {
-                    // SAFETY: B+1 elements.
+                    // SAFETY: the starts have B+1 elements.
                     let (start, end) = unsafe { (starts.add(b).read(), starts.add(b + 1).read()) };
                     (format!("{0}[{1}] - {0}[{b}]", names.key_starts, b + 1), i64::from(end) - i64::from(start))
                 }
@@ -117,7 +119,7 @@ unsafe fn sequence(problem: &Attention, names: &Names, b: usize) -> Result<Seque
                 )
             })?;
             if len_q > 0 {
-                // SAFETY: entries of a row of the table.
+                // SAFETY: `length` is at most the capacity of a row of the table.
                 unsafe { pages(&table, names.table, b, length as usize) }?;
             }
             (0, length as usize)
@@ -130,12 +132,12 @@ unsafe fn sequence(problem: &Attention, names: &Names, b: usize) -> Result<Seque
     Ok(Sequence { index: b, first_row: rows.0, len_q, first_key, len_k, leftpad })
 }
 
-/// The first row of sequence b, and how many there are.
+/// Validates the start and end of sequence b; returns its first row and its number of rows.
 ///
 /// # Safety
 /// Elements b and b+1 of `starts` are readable.
 unsafe fn slot(name: &str, starts: *const i32, b: usize, total: usize) -> Result<(usize, usize)> {
-    // SAFETY: this function's contract.
+    // SAFETY: the caller guarantees elements b and b+1.
     let (start, end) = unsafe { (starts.add(b).read(), starts.add(b + 1).read()) };
     let within = |n: i32| usize::try_from(n).is_ok_and(|n| n <= total);
     for (at, given) in [(b, start), (b + 1, end)] {
@@ -145,13 +147,13 @@ unsafe fn slot(name: &str, starts: *const i32, b: usize, total: usize) -> Result
     Ok((start as usize, (end - start) as usize))
 }
 
-/// The entries that are read are pages.
+/// Validates the entries of row b that a sequence of `len_k` keys reads.
 ///
 /// # Safety
 /// Row b of the table is readable as far as `len_k` keys reach.
 unsafe fn pages(table: &PageTable, name: &str, b: usize, len_k: usize) -> Result {
     for entry in 0..len_k.div_ceil(table.page_size) {
-        // SAFETY: below max_pages.
+        // SAFETY: the caller guarantees the entries that `len_k` keys need.
         let page = unsafe { table.entries.offset(b as isize * table.stride as isize).add(entry).read() };
         ensure(usize::try_from(page).is_ok_and(|page| page < table.num_pages), || {
             format!(
@@ -163,17 +165,17 @@ unsafe fn pages(table: &PageTable, name: &str, b: usize, len_k: usize) -> Result
     Ok(())
 }
 
-/// The tokens that are gathered are there, and there is room for all.
+/// Validates the lengths and pages of `gather_kv_cache`, and that the results hold all tokens.
 ///
 /// # Errors
-/// `INVALID_ARGUMENT`, naming the entry.
+/// `INVALID_ARGUMENT`, with the entry.
 ///
 /// # Safety
-/// The problem's lengths and table are readable on the host.
+/// The problem's lengths and table are readable host memory.
 pub(crate) unsafe fn gathered(problem: &GatherKvCache) -> Result {
     let (table, mut total) = (&problem.table, 0);
     for b in 0..problem.num_seqs {
-        // SAFETY: below S.
+        // SAFETY: `context_lens` has S elements.
         let len = unsafe { problem.context_lens.add(b).read() };
         ensure(usize::try_from(len).is_ok_and(|len| len <= table.capacity()), || {
             let (longest, size) = (table.capacity(), table.page_size);
@@ -183,7 +185,7 @@ pub(crate) unsafe fn gathered(problem: &GatherKvCache) -> Result {
                 table.max_pages, PAGED_ATTENTION.table, table.num_pages
             )
         })?;
-        // SAFETY: entries of a row of the table.
+        // SAFETY: `len` is at most the capacity of a row of the table.
         unsafe { pages(table, PAGED_ATTENTION.table, b, len as usize) }?;
         total += len as usize;
     }
@@ -192,18 +194,18 @@ pub(crate) unsafe fn gathered(problem: &GatherKvCache) -> Result {
     })
 }
 
-/// The slots of an update are of the cache and distinct.
+/// Validates that the slots of an update lie in the cache and are distinct.
 ///
 /// # Errors
-/// `INVALID_ARGUMENT`, naming the entry.
+/// `INVALID_ARGUMENT`, with the entry.
 ///
 /// # Safety
-/// The problem's slots are readable on the host.
+/// The problem's slots are readable host memory.
 pub(crate) unsafe fn slots(problem: &KvCacheUpdate) -> Result {
     let total = (problem.num_pages * problem.page_size) as i64;
     let mut taken = HashMap::new();
     for t in 0..problem.slot_mapping.len() {
-        // SAFETY: this function's contract.
+        // SAFETY: the caller guarantees readable slots, and t is below their number.
         let slot = unsafe { slot_of(problem, t) };
         if slot == -1 {
             continue;
@@ -218,22 +220,22 @@ pub(crate) unsafe fn slots(problem: &KvCacheUpdate) -> Result {
     Ok(())
 }
 
-/// [`slots`], and the positions are in the table.
+/// Validates the slots ([`slots`]) and that the positions are rows of `cos_sin`.
 ///
 /// # Errors
 /// As [`slots`].
 ///
 /// # Safety
-/// The problem's slots and positions are readable on the host.
+/// The problem's slots and positions are readable host memory.
 pub(crate) unsafe fn positions(problem: &RopeKvCacheUpdate) -> Result {
-    // SAFETY: this function's contract.
+    // SAFETY: the caller guarantees readable slots.
     unsafe { slots(&problem.update) }?;
     let rotation = &problem.rotation;
     for t in 0..problem.update.slot_mapping.len() {
-        // SAFETY: this function's contract.
+        // SAFETY: the caller guarantees readable slots and positions, and t is below their number.
         let (position, slot) = unsafe { (rotation.positions.add(t).read(), slot_of(&problem.update, t)) };
         let known = usize::try_from(position).is_ok_and(|position| position < rotation.max_pos);
-        // Padding has no position, and without a table nothing is rotated.
+        // A padding row has no position, and an empty table rotates nothing.
         ensure(known || slot == -1 || rotation.max_pos == 0, || {
             format!("positions[{t}] is {position}, expected 0 to {}, the rows of cos_sin", rotation.max_pos - 1)
         })?;
@@ -241,16 +243,17 @@ pub(crate) unsafe fn positions(problem: &RopeKvCacheUpdate) -> Result {
     Ok(())
 }
 
-/// [`slots`], and each new token of a sequence goes where `block_tables` has its key; the sequences.
+/// Validates slots and metadata, and that each new token's slot is the place that `block_tables` gives for its key.
+/// Returns the sequences.
 ///
 /// # Errors
 /// As [`slots`] and [`attention`].
 ///
 /// # Safety
-/// The problem's slots and the metadata of its attention are readable on the host.
+/// The problem's slots and the metadata of its attention are readable host memory.
 pub(crate) unsafe fn new_tokens(problem: &PagedAttentionUpdate) -> Result<Vec<Sequence>> {
     let update = &problem.update;
-    // SAFETY: this function's contract.
+    // SAFETY: the caller guarantees readable slots and metadata.
     let sequences = unsafe {
         slots(update)?;
         attention(&problem.attention, &PAGED_ATTENTION)?
@@ -259,10 +262,10 @@ pub(crate) unsafe fn new_tokens(problem: &PagedAttentionUpdate) -> Result<Vec<Se
     for sequence in &sequences {
         let Sequence { index: b, first_row, len_q, len_k, .. } = *sequence;
         for i in 0..len_q {
-            // The first of more rows than keys are no keys.
+            // If a sequence has more rows than keys, its first rows have no key.
             let Some(key) = (i + len_k).checked_sub(len_q) else { continue };
             let entry = b as isize * table.stride as isize + (key / table.page_size) as isize;
-            // SAFETY: below `len_k`, of which `attention` has looked over the pages; a row of the sequence.
+            // SAFETY: the key is below `len_k`, whose pages `attention` has validated, and the row is the sequence's.
             let (page, slot) = unsafe { (table.entries.offset(entry).read(), slot_of(update, first_row + i)) };
             let place = i64::from(page) * table.page_size as i64 + (key % table.page_size) as i64;
             ensure(slot == place, || {
@@ -277,11 +280,13 @@ pub(crate) unsafe fn new_tokens(problem: &PagedAttentionUpdate) -> Result<Vec<Se
     Ok(sequences)
 }
 
+/// Slot `t` of an update.
+///
 /// # Safety
-/// The problem's slots are readable, more than `t` of them.
+/// The problem's slots are readable host memory, and `t` is below their number.
 unsafe fn slot_of(problem: &KvCacheUpdate, t: usize) -> i64 {
     let slots = &problem.slot_mapping;
-    // SAFETY: this function's contract; the problem has checked the dtype.
+    // SAFETY: the caller guarantees a readable slot; `problem` has validated that the dtype is i32 or i64.
     unsafe {
         match slots.dtype {
             DType::I32 => i64::from(slots.data.cast::<i32>().add(t).read()),

@@ -1,8 +1,9 @@
-//! `XLA_ATTENTION_CHECK=1`: every call is looked over, and its results are held against a second computation.
+//! Debug check mode (`XLA_ATTENTION_CHECK=1`): the metadata of every call is validated, and its results are compared
+//! with a second computation.
 //!
-//! For debugging only: a checked call waits for its end, copies what it was given to the host, and takes as long as the
-//! CPU needs for it. `src/dispatch/checked.rs` is the order of the steps; this room has the parts: what is wrong with
-//! metadata, attention by its definition, tensors on the host, and comparing.
+//! A checked call synchronizes, copies its operands to the host and recomputes its results on the CPU, so it is slow.
+//! `src/dispatch/checked.rs` runs the steps. This module has the parts: validation of metadata, attention by its
+//! definition, host copies of tensors, and comparison.
 
 pub(crate) mod accuracy;
 pub(crate) mod compare;
@@ -15,7 +16,7 @@ mod numbers;
 use crate::environment;
 use std::sync::OnceLock;
 
-/// Whether calls are checked; read once, when the library is first used.
+/// Whether debug check mode is enabled. The environment is read once, when the library is first used.
 pub(crate) fn is_enabled() -> bool {
     static ON: OnceLock<bool> = OnceLock::new();
     *ON.get_or_init(|| environment::switch("XLA_ATTENTION_CHECK"))

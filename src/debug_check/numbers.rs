@@ -1,14 +1,15 @@
-//! Elements of any type as f64, and those of the float types back.
+//! Reads elements of any dtype as f64, and writes f64 as a float dtype.
 
 use crate::tensor::DType;
 use half::{bf16, f16};
 
-/// An element.
+/// Reads the element at `at` as f64.
 ///
 /// # Safety
-/// `at` has a readable element of this type.
+/// `at` points to a readable element of this dtype.
 pub(super) unsafe fn read(dtype: DType, at: *const u8) -> f64 {
-    // SAFETY: this function's contract; buffers are aligned to their element (`Tensor::check_data`).
+    // SAFETY: the caller guarantees a readable element, and buffers are aligned to their element
+    // (`Tensor::check_data`).
     unsafe {
         match dtype {
             DType::F16 => at.cast::<f16>().read().to_f64(),
@@ -18,7 +19,7 @@ pub(super) unsafe fn read(dtype: DType, at: *const u8) -> f64 {
             DType::I8 => f64::from(at.cast::<i8>().read()),
             DType::I32 => f64::from(at.cast::<i32>().read()),
             DType::I64 => at.cast::<i64>().read() as f64,
-            // The upper byte of an f16.
+            // An e5m2 number is the upper byte of an f16.
             DType::F8E5M2 => f16::from_bits(u16::from(at.read()) << 8).to_f64(),
             DType::F8E4M3FN => e4m3fn(at.read()),
             _ => f64::from(at.read()),
@@ -36,12 +37,12 @@ fn e4m3fn(code: u8) -> f64 {
     if code & 0x80 == 0 { magnitude } else { -magnitude }
 }
 
-/// Write a number, rounded to the nearest of its type.
+/// Writes `x`, rounded to nearest.
 ///
 /// # Safety
-/// `at` has a writable element of this type, f16, bf16 or f32.
+/// `at` points to a writable element of this dtype, which is f16, bf16 or f32.
 pub(super) unsafe fn write(dtype: DType, at: *mut u8, x: f64) {
-    // SAFETY: as for `read`.
+    // SAFETY: the caller guarantees a writable element, and buffers are aligned to their element.
     unsafe {
         match dtype {
             DType::F16 => at.cast::<f16>().write(f16::from_f64(x)),
@@ -61,7 +62,7 @@ mod tests {
     fn the_numbers_of_8_bits_are_those_of_their_definition() {
         let numbers = |dtype, codes: [u8; 5]| {
             codes.map(|code| {
-                // SAFETY: a byte.
+                // SAFETY: `code` is an element of one byte.
                 unsafe { read(dtype, &raw const code) }
             })
         };

@@ -1,9 +1,8 @@
-//! Attention of packed query rows over the keys of their sequences: the one problem that every attention operator
-//! states and every backend solves.
+//! Attention of packed query rows over the keys of their sequences: the problem that all attention operators share.
 //!
-//! Semantics: `docs/semantics.md#attention`. The metadata (starts, lengths, page tables) is data of the device; it is
-//! never read here and never trusted by a backend, which clamps it as [`Queries`] and [`Keys`] say, so that hostile
-//! metadata gives the same results everywhere and costs no more than right metadata of the same shapes.
+//! `docs/semantics.md#attention` defines it. The metadata (`cu_seqlens`, lengths, page tables) lies on the device. It
+//! is not read here, and backends do not trust it: they clamp it as [`Queries`] and [`Keys`] describe. Invalid metadata
+//! therefore gives the same results on every backend and costs no more than valid metadata of the same shapes.
 
 use super::kv_layout::KvLayout;
 use super::validate::{Scale, contiguous_rows, dense, head_dim, optional_indices, scale};
@@ -11,7 +10,7 @@ use super::{CallArguments, CallResult, KvView, Operand};
 use crate::error::{Error, Result, ensure};
 use crate::tensor::{DType, Dim, Tensor};
 
-/// A validated call. Letters: `Tq` query rows, `Hq` query heads, `Hkv` KV heads, `D` and `Dv` the head dimensions of
+/// A validated call. Dimensions: `Tq` query rows, `Hq` query heads, `Hkv` KV heads, `D` and `Dv` the head dimensions of
 /// keys and values, `B` sequence slots.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a> {
@@ -28,15 +27,15 @@ pub struct Attention<'a> {
     pub out: Tensor<'a>,
     /// `f32[Hq, Tq]`, dense: natural logarithm of the softmax denominator, if wanted
     pub lse: Option<*mut f32>,
-    /// Bytes that the call may use as it likes; arbitrary on entry.
+    /// Scratch memory of the call; uninitialized on entry.
     pub workspace: Option<Tensor<'a>>,
-    /// Which rows belong to which sequence.
+    /// The query rows of each sequence.
     pub queries: Queries,
-    /// Which keys belong to which sequence.
+    /// The keys of each sequence.
     pub keys: Keys,
-    /// From q·k to the softmax.
+    /// Scale, softcap, mask, bias and sinks.
     pub score: Score,
-    /// Multiplies the output.
+    /// Scale of V, which multiplies the output.
     pub v_scale: Option<Scale>,
     /// Tq
     pub num_rows: usize,
@@ -50,121 +49,125 @@ pub struct Attention<'a> {
     pub value_dim: usize,
     /// B
     pub max_seqs: usize,
-    /// The bits of a sequence's rows must not depend on anything but that sequence, the options, D, Dv, Hq, Hkv, dtypes
-    /// and the page size.
+    /// The bits of a sequence's rows must depend only on that sequence, the options, D, Dv, Hq, Hkv, dtypes and the
+    /// page size.
     pub batch_invariant: bool,
 }
 
-// SAFETY: addresses and numbers; see `Tensor`.
+// SAFETY: the struct consists of addresses and numbers; each access through it states why it is allowed (see `Tensor`).
 unsafe impl Send for Attention<'_> {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Attention<'_> {}
 
-/// Starts are read as their running maximum, so that sequences never overlap: sequence b has the rows from
-/// `max over b' <= b of clamp(starts[b'], 0, Tq)` to where sequence b+1 begins, of which only the first `used[b]` are its
-/// own where `used` is given.
+/// The query rows of each sequence, as metadata on the device.
+///
+/// `starts` is read as its running maximum, so that sequences never overlap: the rows of sequence b begin at
+/// `max over b' <= b of clamp(starts[b'], 0, Tq)` and end where sequence b+1 begins. With `used`, only the first
+/// `used[b]` of them belong to the sequence; the others are padding rows.
 #[derive(Clone, Copy, Debug)]
 pub struct Queries {
-    /// `i32[1]`: how many of the B slots are in use, clamped to `[0, B]`; all of them without it
+    /// `i32[1]`: number of sequences, clamped to `[0, B]`; B if `None`
     pub num_seqs: Option<*const i32>,
     /// `i32[B+1]`, dense
     pub starts: *const i32,
     /// `i32[B]`, dense
     pub used: Option<*const i32>,
-    /// The longest sequence as the caller knows it, 0 for unknown: advice, never to be relied on.
+    /// The caller's upper bound of the sequence lengths (`max_seqlen_q`), 0 if unknown. It is a hint that affects only
+    /// speed, because it may be wrong.
     pub longest: usize,
 }
 
-/// Where the keys of a sequence are, and how many: `len_k`, before it is clamped to `[0, capacity]`.
+/// The place and the number of each sequence's keys, as metadata on the device. The number, `len_k`, is clamped to
+/// `[0, capacity]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Keys {
-    /// `i32[B+1]`, dense. Contiguous: always there, and read as those of [`Queries`]; the rows of sequence b are its
-    /// keys, and their number is the capacity. Paged: there only without `used` and with a sequence, and `len_k` is
-    /// `starts[b+1] - starts[b]`, 0 where that is negative.
+    /// `i32[B+1]`, dense. Contiguous keys always have it: it is read like [`Queries::starts`], the rows of sequence b
+    /// are its keys, and their number is the capacity. Paged keys have it only without `used` and if B is not 0:
+    /// `len_k` is then `max(0, starts[b+1] - starts[b])`.
     pub starts: Option<*const i32>,
     /// `i32[B]`, dense: `len_k`, if given
     pub used: Option<*const i32>,
-    /// `i32[B]`, dense, clamped to `[0, len_k]`: the first keys, which no query sees
+    /// `i32[B]`, dense, clamped to `[0, len_k]`: the number of first keys that are masked for all queries
     pub leftpad: Option<*const i32>,
-    /// Rows or pages.
+    /// Contiguous or paged.
     pub storage: KeyStorage,
-    /// The longest sequence as the caller knows it, 0 for unknown: advice, never to be relied on.
+    /// The caller's upper bound of the sequence lengths (`max_seqlen_k`), 0 if unknown; a hint as in [`Queries`].
     pub longest: usize,
 }
 
-/// How a position in a sequence becomes a row of K and V.
+/// How key j of a sequence maps to a row of K and V.
 #[derive(Clone, Copy, Debug)]
 pub enum KeyStorage {
-    /// Key j of sequence b is row `starts[b] + j`, `token_stride` apart; the views' `page_stride` has no meaning.
+    /// Key j of sequence b is row `starts[b] + j`. Rows are `token_stride` apart, and `page_stride` is not used.
     Contiguous {
-        /// Rows of K and V.
+        /// Number of rows of K and V.
         total: usize,
     },
-    /// Key j of sequence b is token `j % page_size` of page `table[b][j / page_size]`, the page clamped to
-    /// `[0, num_pages)`; the capacity is `max_pages * page_size`, 0 without pages.
+    /// Key j of sequence b is token `j % page_size` of page `table[b][j / page_size]`, where the page is clamped to
+    /// `[0, num_pages)`. The capacity is `max_pages * page_size`, or 0 if there are no pages.
     Paged(PageTable),
 }
 
-/// The pages of each sequence.
+/// The pages of each sequence (`block_table`).
 #[derive(Clone, Copy, Debug)]
 pub struct PageTable {
     /// `i32[B, max_pages]`: rows are `stride` apart; only entries below `ceil(len_k / page_size)` are read
     pub entries: *const i32,
-    /// Elements from a row to the next.
+    /// Stride of the rows in elements.
     pub stride: i64,
     /// M
     pub max_pages: usize,
     /// P
     pub num_pages: usize,
-    /// Tokens of a page, at least 1 where there are pages.
+    /// Tokens per page; at least 1 if there are pages.
     pub page_size: usize,
 }
 
 impl PageTable {
-    /// The longest context that a row of the table can name.
+    /// The maximum number of keys of a sequence.
     #[must_use]
     pub fn capacity(&self) -> usize {
         if self.num_pages == 0 { 0 } else { self.max_pages * self.page_size }
     }
 }
 
-/// From q·k to the softmax: scale, cap, bias, mask, sink.
+/// How q·k becomes a softmax weight: scale, softcap, bias, mask and sinks.
 #[derive(Clone, Copy, Debug)]
 pub struct Score {
     /// Multiplies q·k; finite, positive
     pub softmax_scale: f32,
-    /// Multiply q·k too.
+    /// Dequantization scale of q; multiplies q·k.
     pub q_scale: Option<Scale>,
-    /// As `q_scale`.
+    /// Dequantization scale of K; multiplies q·k.
     pub k_scale: Option<Scale>,
-    /// `softcap * tanh(s / softcap)`; 0 is off
+    /// Scores become `softcap * tanh(s / softcap)`; 0 disables it
     pub softcap: f32,
     /// Keys visible before the query's own position; -1 is all of them
     pub window_left: i64,
     /// Keys visible after it; 0 is causal, -1 is all of them
     pub window_right: i64,
-    /// Query 0 stands at key 0, not the last query at the last key.
+    /// Top-left alignment: query 0 is at key 0. Otherwise bottom-right: the last query is at the last key.
     pub top_left: bool,
     /// `-slope * |distance|` is added to a score
     pub alibi: Option<Alibi>,
-    /// `f32[Hq]`, dense: the logit of one more column, whose value is 0
+    /// `f32[Hq]`, dense: the logit of an additional key whose value is 0
     pub sinks: Option<*const f32>,
 }
 
-/// Slopes of the linear bias.
+/// `ALiBi` slopes.
 #[derive(Clone, Copy, Debug)]
 pub struct Alibi {
     /// `f32[Hq]`, or `f32[B, Hq]`; dense
     pub slopes: *const f32,
-    /// Whether each sequence has its own.
+    /// Whether each sequence has its own slopes.
     pub per_sequence: bool,
 }
 
-/// The dtypes of `docs/semantics.md#dtypes`, as an error tells them.
+/// The supported dtypes (`docs/semantics.md#dtypes`) for error messages.
 const DTYPE_TABLE: &str = "f32 queries over f32; f16 or bf16 queries over the same, f8e4m3fn or f8e5m2, with an output \
                            of the query's dtype; f8e4m3fn queries over f8e4m3fn, with an output of bf16 or f16";
 
-/// q's dtype, that of K and V, and that of the output stand in the table.
+/// Refuses a combination of dtypes of q, K/V and output that is not supported.
 pub(super) fn check_dtypes(q: (&str, DType), kv: (&str, DType), out: DType) -> Result {
     let kv_fits = match q.1 {
         DType::F32 => kv.1 == DType::F32,
@@ -182,7 +185,7 @@ pub(super) fn check_dtypes(q: (&str, DType), kv: (&str, DType), out: DType) -> R
     )))
 }
 
-/// Query rows `[T, Hq, D]` named `name`, T called `rows`: the sizes.
+/// Validates query rows `[T, Hq, D]`, the operand `name` whose T is called `rows`, and returns the sizes.
 pub(super) fn query_sizes(name: &str, rows: &'static str, q: &Tensor) -> Result<(i64, i64, i64)> {
     q.expect_shape(name, &[Dim::Any(rows), Dim::Any("Hq"), Dim::Any("D")])?;
     ensure(q.dims[1] > 0, || format!("{name} has shape {:?}, expected at least one head", q.dims))?;
@@ -191,14 +194,15 @@ pub(super) fn query_sizes(name: &str, rows: &'static str, q: &Tensor) -> Result<
     Ok((q.dims[0], q.dims[1], q.dims[2]))
 }
 
-/// Hkv, which `has` tells of and which is called `heads` there, divides Hq.
+/// Refuses a number of KV heads that does not divide Hq. The message begins with `has`, and `heads` is the expected
+/// size.
 pub(super) fn check_heads(q_heads: i64, kv_heads: i64, heads: &str, has: impl FnOnce() -> String) -> Result {
     ensure(kv_heads > 0 && q_heads % kv_heads == 0, || {
         format!("{}, expected {heads} heads with Hkv a divisor of Hq={q_heads}", has())
     })
 }
 
-/// K and V in one buffer of a layout: the views, P, `page_size`, Hkv.
+/// Validates a buffer that holds K and V in `layout`; returns both views, P, `page_size` and Hkv.
 pub(super) fn paged_in_one_buffer(
     name: &str,
     cache: &Tensor,
@@ -208,7 +212,7 @@ pub(super) fn paged_in_one_buffer(
     cache.expect_shape(name, &layout.shape(Dim::Any("Hkv"), head_dim))?;
     let (pages, tokens) = layout.axes();
     let heads = if layout == KvLayout::Interleaved { "2*Hkv" } else { "Hkv" };
-    // Heads that are no pairs are no number of KV heads.
+    // An odd number of interleaved heads becomes Hkv = 0, which `check_heads` refuses.
     let kv_heads = layout.kv_heads(cache).unwrap_or(0);
     check_heads(q_heads, kv_heads, heads, || format!("{name} has shape {:?}", cache.dims))?;
     contiguous_rows(name, cache)?;
@@ -216,7 +220,7 @@ pub(super) fn paged_in_one_buffer(
     Ok((k, v, cache.dims[pages], cache.dims[tokens], kv_heads))
 }
 
-/// `block_table i32[B, M]` over pages of a cache named `cache`.
+/// Validates a page table `i32[B, M]` for the cache named `cache`.
 pub(super) fn page_table(
     name: &str,
     table: &Tensor,
@@ -244,7 +248,7 @@ pub(super) fn page_table(
     })
 }
 
-/// `out [T, Hq, Dv]`, dense, of a dtype that [`check_dtypes`] has seen.
+/// Validates `out [T, Hq, Dv]`, dense. [`check_dtypes`] has validated its dtype.
 pub(super) fn out<'a>(args: &CallArguments<'a>, rows: Dim, q_heads: i64, value_dim: Dim) -> Result<Tensor<'a>> {
     let out = args.result(CallResult::Out);
     out.expect_shape("out", &[rows, Dim::Is("Hq", q_heads), value_dim])?;
@@ -252,7 +256,7 @@ pub(super) fn out<'a>(args: &CallArguments<'a>, rows: Dim, q_heads: i64, value_d
     Ok(out)
 }
 
-/// `softmax_lse f32[Hq, T]`, if wanted. An empty one is `[Hq, 0]`, not left out, yet has nothing to write.
+/// Validates the optional result `softmax_lse f32[Hq, T]`. With T = 0 its shape is `[Hq, 0]`, which is not left out.
 pub(super) fn softmax_lse(args: &CallArguments, q_heads: i64, rows: Dim) -> Result<Option<*mut f32>> {
     let lse = args.optional_result(CallResult::SoftmaxLse);
     lse.map(|lse| {
@@ -264,7 +268,7 @@ pub(super) fn softmax_lse(args: &CallArguments, q_heads: i64, rows: Dim) -> Resu
     .transpose()
 }
 
-/// `workspace u8[N]`, if there is one.
+/// Validates the optional result `workspace u8[N]`.
 pub(super) fn workspace<'a>(args: &CallArguments<'a>) -> Result<Option<Tensor<'a>>> {
     let workspace = args.optional_result(CallResult::Workspace);
     workspace
@@ -277,7 +281,7 @@ pub(super) fn workspace<'a>(args: &CallArguments<'a>) -> Result<Option<Tensor<'a
         .transpose()
 }
 
-/// The attributes of a score by the names that a target gives them, and its optional operands.
+/// The attributes of a [`Score`]; scale and softcap with the names that the target gives them.
 pub(super) struct ScoreAttributes {
     pub(super) scale: (&'static str, f32),
     pub(super) softcap: (&'static str, f32),
@@ -286,12 +290,12 @@ pub(super) struct ScoreAttributes {
     pub(super) top_left: bool,
 }
 
-/// The scales of q and K.
+/// Validates the optional scales of q and K.
 pub(super) fn score_scales(args: &CallArguments, kv_heads: i64) -> Result<[Option<Scale>; 2]> {
     Ok([scale(args, Operand::QScale, kv_heads)?, scale(args, Operand::KScale, kv_heads)?])
 }
 
-/// Scales, cap, bias and sinks; `seqs` is B under the name that the target gives it.
+/// Validates the attributes and optional operands of a [`Score`]. `slots` is the target's name of B, `seqs` its value.
 pub(super) fn score(
     args: &CallArguments,
     attributes: &ScoreAttributes,
@@ -338,7 +342,7 @@ fn sinks(args: &CallArguments, q_heads: i64) -> Result<Option<*const f32>> {
     Ok(Some(sinks.data.cast_const().cast()))
 }
 
-/// An optional per-sequence operand, `i32[B]`.
+/// Validates an optional operand `i32[B]`.
 pub(super) fn per_sequence(
     args: &CallArguments,
     operand: Operand,

@@ -1,4 +1,4 @@
-//! The arguments of a call, held against its operator's signature.
+//! The arguments of a call, validated against its operator's signature.
 
 use super::operators::{BoolAttribute, CallResult, F32Attribute, I64Attribute, Operand};
 use super::signature::{Attribute, Signature};
@@ -8,7 +8,7 @@ use crate::tensor::{DType, Tensor, missing};
 use std::fmt;
 use std::hash::{Hash, Hasher};
 
-/// The operands, results and attributes of a call after [`Signature`] has had its say; access is by name.
+/// The operands, results and attributes of a call. Their number and types match the [`Signature`]; access is by name.
 pub(crate) struct CallArguments<'a> {
     signature: &'static Signature,
     operands: &'a [Tensor<'a>],
@@ -17,8 +17,8 @@ pub(crate) struct CallArguments<'a> {
 }
 
 impl<'a> CallArguments<'a> {
-    /// Counts, kinds and sizes: everything that can be wrong whatever the operator means. `in_memory` asks for data
-    /// where there are elements.
+    /// Validates what does not depend on the operator: counts, attribute types and sizes. With `in_memory`, a tensor
+    /// with elements must also have an aligned address.
     pub(crate) fn new(
         signature: &'static Signature,
         operands: &'a [Tensor<'a>],
@@ -60,8 +60,8 @@ impl<'a> CallArguments<'a> {
     pub(crate) fn optional_result(&self, name: CallResult) -> Option<Tensor<'a>> {
         self.find(self.signature.results, self.results, name.name()).filter(|t| !t.is_left_out())
     }
-    /// There is nothing to compute: no result has an element, but for scratch memory. Sizes beside a 0 may be anything,
-    /// which must not be used in arithmetic.
+    /// Whether no result, apart from the workspace, has an element, so that there is nothing to compute. Beside a size
+    /// of 0 the other sizes can be arbitrarily large, so they must not be used in arithmetic.
     pub(crate) fn has_empty_results(&self) -> bool {
         let results = self.signature.results.iter().zip(self.results).filter(|(name, _)| **name != "workspace");
         results.map(|(_, result)| result).all(|result| result.is_empty() || result.is_left_out())
@@ -90,7 +90,7 @@ impl<'a> CallArguments<'a> {
     }
 }
 
-/// By types and shapes.
+/// Hashes target, dtypes and shapes.
 impl Hash for CallArguments<'_> {
     fn hash<H: Hasher>(&self, state: &mut H) {
         let shapes = |tensors: &[Tensor]| tensors.iter().map(|t| (t.dtype, t.dims.to_vec())).collect::<Vec<_>>();
@@ -98,7 +98,7 @@ impl Hash for CallArguments<'_> {
     }
 }
 
-/// Types and shapes of what is given, and the size of the workspace.
+/// Shows dtypes and shapes of the given operands and results, and the size of the workspace.
 impl fmt::Display for CallArguments<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let given = |names: &[&str], tensors: &[Tensor]| {

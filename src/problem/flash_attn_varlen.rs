@@ -1,7 +1,5 @@
-//! Attention of packed query rows over packed or paged keys, with every option of the score and the mask.
-//!
-//! Semantics: `docs/semantics.md#flash_attn_varlen`; names and meaning of the operands follow `flash_attn_varlen_func`
-//! of flash-attn.
+//! Attention of packed query rows over packed or paged keys, with all options of scores and masks
+//! (`docs/semantics.md#flash_attn_varlen`). The operands follow `flash_attn_varlen_func` of flash-attn.
 
 use super::attention::{
     self, Attention, KeyStorage, Keys, Queries, ScoreAttributes, check_dtypes, check_heads, per_sequence, query_sizes,
@@ -11,14 +9,14 @@ use super::{BoolAttribute, CallArguments, CallResult, F32Attribute, I64Attribute
 use crate::error::{Error, Result, ensure};
 use crate::tensor::{DType, Dim, Tensor, missing};
 
-/// The problem of a call. Letters: `Tq` query rows, `Tk` key rows, `B` sequences, `M` table entries a sequence, `P`
-/// pages.
+/// Validates a call and returns its problem. Dimensions: `Tq` query rows, `Tk` key rows, `B` sequences, `M` table
+/// entries per sequence, `P` pages.
 ///
 /// | operand | shape |
 /// |---|---|
 /// | q | `[Tq, Hq, D]` |
 /// | k, v | `[Tk, Hkv, D]`, `[Tk, Hkv, Dv]`; with a `block_table` `[P, page_size, Hkv, D]`, `[P, page_size, Hkv, Dv]`, or one buffer in k (`kv_layout`) |
-/// | `cu_seqlens_q`, `cu_seqlens_k` | `i32[B+1]`; the latter is not read, and may have any shape, where pages and `seqused_k` are given |
+/// | `cu_seqlens_q`, `cu_seqlens_k` | `i32[B+1]`; with pages and `seqused_k` the latter is not read and may have any shape |
 /// | `seqused_k`, `seqused_q`, `leftpad_k` | `i32[B]` |
 /// | `block_table` | `i32[B, M]` |
 pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
@@ -34,7 +32,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
     let seqused_k = per_sequence(args, Operand::SequsedK, slots)?;
     let stored = stored_keys(args, (&k, &v), (q_heads, head_dim), slots)?;
 
-    // Without sequences a given seqused_k looks left out, and there is no length to read anyway.
+    // If B is 0, `seqused_k` has shape [0], which counts as left out. No length is read then.
     let paged = matches!(stored.storage, KeyStorage::Paged(_));
     let reads_starts = !(paged && (seqused_k.is_some() || slots.1 == 0));
     let cu_seqlens_k =
@@ -94,7 +92,7 @@ pub(super) fn score_attributes(args: &CallArguments) -> Result<ScoreAttributes> 
     })
 }
 
-/// K and V as the operands hold them.
+/// K and V, and how a sequence's keys are stored.
 pub(super) struct StoredKeys {
     pub(super) k: KvView,
     pub(super) v: KvView,
@@ -147,7 +145,7 @@ fn stored_keys(
     })
 }
 
-/// With one buffer there has to be a table; where there is no sequence, an empty one may pass for left out.
+/// The page table, which is required if K and V share a buffer. If B is 0 an empty table counts as left out.
 fn no_table_or<'a>(table: Option<Tensor<'a>>, (_, seqs): (&str, i64)) -> Result<Tensor<'a>> {
     match table {
         Some(table) => Ok(table),
@@ -161,7 +159,7 @@ fn paged(table: &Tensor, slots: (&'static str, i64), (pages, page_size): (i64, i
     Ok(KeyStorage::Paged(attention::page_table("block_table", table, slots, "k", (pages, page_size))?))
 }
 
-/// Keys one after another: k `[Tk, Hkv, D]`, v `[Tk, Hkv, Dv]`.
+/// Validates packed keys and values, k `[Tk, Hkv, D]` and v `[Tk, Hkv, Dv]`.
 pub(super) fn packed_keys(k: &Tensor, v: &Tensor, (q_heads, head_dim): (i64, i64)) -> Result<StoredKeys> {
     k.expect_shape("k", &[Dim::Any("Tk"), Dim::Any("Hkv"), Dim::Is("D", head_dim)])?;
     let (total, kv_heads) = (k.dims[0], k.dims[1]);
@@ -177,7 +175,7 @@ pub(super) fn packed_keys(k: &Tensor, v: &Tensor, (q_heads, head_dim): (i64, i64
     })
 }
 
-/// What rows in buffers of their own have to be, wherever they lie.
+/// Validates heads, head dimensions and contiguous rows of K and V in separate buffers, packed or paged.
 fn rows_of(k: &Tensor, v: &Tensor, (q_heads, kv_heads): (i64, i64)) -> Result {
     check_heads(q_heads, kv_heads, "Hkv", || format!("k has shape {:?}", k.dims))?;
     validate::head_dim("v", v.dims[v.dims.len() - 1])?;

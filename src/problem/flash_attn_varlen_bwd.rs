@@ -1,22 +1,8 @@
 //! Gradients of [`super::flash_attn_varlen`] over packed keys.
 //!
-//! With the scores s, the weights `p = exp(s - lse)` and the names of `docs/semantics.md#attention`, for the cotangents
-//! `dout` of `out` and `dlse` of `softmax_lse`:
-//!
-//! ```text
-//! delta_i = sum_c out_ic dout_ic - dlse_i
-//! ds_ij   = p_ij (dout_i . v_j - delta_i) (1 - tanh^2(softmax_scale q_i . k_j / softcap) if softcap > 0)
-//! dq_i    = softmax_scale sum_j ds_ij k_j
-//! dk_j    = softmax_scale sum_i ds_ij q_i      over the queries of all heads that read the key's
-//! dv_j    = sum_i p_ij dout_i                  likewise
-//! dsink_h = -sum_i exp(sink_h - lse_i) delta_i over the queries of all sequences
-//! ```
-//!
-//! j being what i sees (the method of "`FlashAttention-2`", Dao 2023, section 3.1.2, with a gradient for the lse). Rows of
-//! no sequence and keys that no query sees have gradients of 0, and nothing is read of them. Metadata is read as
-//! [`super::attention`] says.
-//!
-//! Paged keys and 8-bit types have no gradient.
+//! `docs/semantics.md#flash_attn_varlen_bwd` has the formulas, which are those of `FlashAttention-2` (Dao 2023, section
+//! 3.1.2) with a gradient of the lse. Metadata is clamped as in [`super::attention`]. Paged keys and 8-bit dtypes have
+//! no gradient.
 
 use super::attention::{Attention, KeyStorage, Keys, Queries, per_sequence, query_sizes, score};
 use super::flash_attn_varlen::{packed_keys, score_attributes};
@@ -25,40 +11,42 @@ use super::{BoolAttribute, CallArguments, CallResult, I64Attribute, Operand};
 use crate::error::{Error, Result, ensure};
 use crate::tensor::{DType, Dim, Tensor};
 
-/// Element types of q, K, V, the output and the gradients, all of which have the same.
+/// Element types of q, which K, V, the output and the gradients share.
 const DTYPES: &[DType] = &[DType::F32, DType::F16, DType::BF16];
 
-/// A validated call. Letters as of [`Attention`], and `Tk` key rows.
+/// A validated call. Dimensions as of [`Attention`], and `Tk` key rows.
 #[derive(Clone, Copy, Debug)]
 pub struct FlashAttnVarlenBwd<'a> {
-    /// The call whose gradients are wanted, over contiguous keys and without scales of q, K and V; `out` (the last
-    /// dimension is contiguous) and `lse` are what it gave, and only read. It has no workspace.
+    /// The forward call, over contiguous keys and without scales of q, K and V. Its results `out` (whose last dimension
+    /// is contiguous) and `lse` are inputs here. It has no workspace.
     pub forward: Attention<'a>,
     /// `[Tq, Hq, Dv]`, of q's dtype; the last dimension is contiguous
     pub dout: Tensor<'a>,
-    /// `f32[Hq, Tq]`, dense; 0 without it
+    /// `f32[Hq, Tq]`, dense; `None` is 0
     pub dlse: Option<*const f32>,
     /// `[Tq, Hq, D]`, dense, of q's dtype
     pub dq: Tensor<'a>,
-    /// `[Tk, Hkv, D]`, likewise
+    /// `[Tk, Hkv, D]`, dense, of q's dtype
     pub dk: Tensor<'a>,
-    /// `[Tk, Hkv, Dv]`, likewise
+    /// `[Tk, Hkv, Dv]`, dense, of q's dtype
     pub dv: Tensor<'a>,
-    /// `f32[Hq]`, dense, if wanted; 0 where there are no sinks
+    /// `f32[Hq]`, dense, optional; 0 if the forward call has no sinks
     pub dsinks: Option<*mut f32>,
-    /// Bytes that the call may use as it likes; arbitrary on entry.
+    /// Scratch memory of the call; uninitialized on entry.
     pub workspace: Option<Tensor<'a>>,
     /// Tk
     pub num_keys: usize,
-    /// Two runs give the same bits.
+    /// Whether two runs must give the same bits.
     pub deterministic: bool,
 }
 
-// SAFETY: addresses and numbers; see `Tensor`.
+// SAFETY: the struct consists of addresses and numbers; each access through it states why it is allowed (see `Tensor`).
 unsafe impl Send for FlashAttnVarlenBwd<'_> {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for FlashAttnVarlenBwd<'_> {}
 
+/// Validates a call and returns its problem.
+///
 /// | operand | shape |
 /// |---|---|
 /// | q | `[Tq, Hq, D]` |
@@ -164,7 +152,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<FlashAttnVarlenBwd
     })
 }
 
-/// `f32[Hq, Tq]`, dense.
+/// Validates a dense `f32[Hq, Tq]`.
 fn per_row(name: &str, tensor: &Tensor, shape: [Dim; 2]) -> Result<*mut f32> {
     tensor.expect_dtype(name, &[DType::F32])?;
     tensor.expect_shape(name, &shape)?;

@@ -1,14 +1,4 @@
-//! Copy the K and V rows of sequences out of a paged cache into packed rows.
-//!
-//! Sequence b has `len = clamp(context_lens[b], 0, M * page_size)` tokens, none where there are no pages; token j is token
-//! `j % page_size` of page `block_tables[b][j / page_size]`, the page clamped to `[0, P)`. The tokens of all sequences
-//! follow one another in the N rows of the results, as far as there is room: `cu_seqlens[b]` is
-//! `min(N, sum of the lengths before b)`, so that the first row that has no room and all that follow are left out. Rows
-//! that no token takes are 0.
-//!
-//! Rows of the cache's dtype are copied bit by bit. An 8-bit cache may also be decoded into f16, bf16 or f32: exactly, and
-//! with a scale `x * scale`, the product in f32, rounded to nearest even. A scale multiplies other rows in the same way;
-//! codes that stay codes have none.
+//! Copies the K and V rows of sequences out of a paged cache into packed rows (`docs/semantics.md#gather_kv_cache`).
 
 use super::attention::{PageTable, page_table};
 use super::kv_cache_update::{DTYPES, FP8_DTYPES};
@@ -18,28 +8,28 @@ use super::{CallArguments, CallResult, I64Attribute, KvView, Operand};
 use crate::error::{Error, Result, ensure};
 use crate::tensor::{DType, Dim, Tensor};
 
-/// The most heads of a row.
+/// Maximum Hkv. With it the kernels can count a row's elements, K and V, in 32 bits.
 const MAX_HEADS: i64 = 1 << 22;
 
-/// K or V: where the rows lie and where they go.
+/// K or V: the rows in the cache, and the packed rows they are copied to.
 #[derive(Clone, Copy, Debug)]
 pub struct GatheredRows<'a> {
-    /// Rows in pages.
+    /// The rows of the cache.
     pub cache: KvView,
     /// `[N, Hkv, D]`, dense
     pub rows: Tensor<'a>,
-    /// Multiplies what is copied.
+    /// Dequantization scale, which multiplies the rows.
     pub scale: Option<Scale>,
 }
 
-/// A validated call. Letters: N rows of the results, S sequences, `Hkv` heads.
+/// A validated call. Dimensions: N rows of the results, S sequences, `Hkv` heads.
 #[derive(Clone, Copy, Debug)]
 pub struct GatherKvCache<'a> {
     /// K.
     pub keys: GatheredRows<'a>,
-    /// V; its head dimension may differ from the keys' where the cache is split.
+    /// V. If K and V are in two buffers, its head dimension may differ from the keys'.
     pub values: GatheredRows<'a>,
-    /// Element type of the cache; the results have the same, or it is one of [`FP8_DTYPES`] and theirs one of [`DTYPES`].
+    /// Element type of the cache. The results have the same one, or for one of [`FP8_DTYPES`] one of [`DTYPES`].
     pub cache_dtype: DType,
     /// The pages of each sequence.
     pub table: PageTable,
@@ -55,12 +45,12 @@ pub struct GatherKvCache<'a> {
     pub num_heads: usize,
 }
 
-// SAFETY: addresses and numbers; see `Tensor`.
+// SAFETY: the struct consists of addresses and numbers; each access through it states why it is allowed (see `Tensor`).
 unsafe impl Send for GatherKvCache<'_> {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for GatherKvCache<'_> {}
 
-/// K and V in a cache: views, P, `page_size`, Hkv, D, Dv.
+/// Views of K and V in a cache, and its sizes P, `page_size`, Hkv, `[D, Dv]`.
 struct Cache {
     views: [KvView; 2],
     pages: i64,
@@ -69,7 +59,7 @@ struct Cache {
     dims: [i64; 2],
 }
 
-/// The problem of a call.
+/// Validates a call and returns its problem.
 pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<GatherKvCache<'a>> {
     let (k, v) = (args.operand(Operand::KCache), args.operand(Operand::VCache));
     k.expect_dtype("k_cache", &[DTYPES, &FP8_DTYPES].concat())?;
@@ -82,7 +72,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<GatherKvCache<'a>>
     for (name, dim) in [("k_cache", cache.dims[0]), ("v_cache", cache.dims[1])] {
         head_dim(name, dim)?;
     }
-    // Rows of both fit into 32 bits whatever the head dimensions are.
+    // With this bound the number of elements of a row, K and V, is below 2^31 for every head dimension.
     if cache.heads > MAX_HEADS {
         return Err(Error::invalid(format!("Hkv is {}, expected at most {MAX_HEADS}", cache.heads)));
     }
@@ -109,7 +99,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<GatherKvCache<'a>>
     })
 }
 
-/// K `[P, page_size, Hkv, D]` and V `[P, page_size, Hkv, Dv]`.
+/// Validates K `[P, page_size, Hkv, D]` and V `[P, page_size, Hkv, Dv]`.
 fn in_two_buffers(k: &Tensor, v: &Tensor) -> Result<Cache> {
     ensure(!v.is_left_out(), || "v_cache has no element, expected the values (kv_layout is 0)".into())?;
     v.expect_dtype("v_cache", &[k.dtype])?;
@@ -122,7 +112,7 @@ fn in_two_buffers(k: &Tensor, v: &Tensor) -> Result<Cache> {
     Ok(Cache { views, pages, page_size, heads, dims: [k.dims[3], v.dims[3]] })
 }
 
-/// K and V in the buffer `k` of a layout.
+/// Validates a buffer `k` that holds K and V in the layout with this number.
 fn in_one_buffer(k: &Tensor, v: &Tensor, number: i64) -> Result<Cache> {
     let layout = KvLayout::from_number(number)
         .ok_or_else(|| Error::invalid(format!("kv_layout is {number}, expected 0, 1, 2 or 3")))?;
@@ -144,14 +134,15 @@ fn in_one_buffer(k: &Tensor, v: &Tensor, number: i64) -> Result<Cache> {
     })
 }
 
-/// Which of the two.
+/// K or V.
 #[derive(Clone, Copy)]
 enum Side {
     Keys,
     Values,
 }
 
-/// The result of a side, N `rows` of what decodes the dtype of `like`.
+/// Validates the result of K or V: `rows` rows of the dtype of `like` or, for keys of an fp8 cache, of a dtype that it
+/// can be decoded to.
 fn gathered<'a>(
     args: &CallArguments<'a>,
     cache: &Cache,

@@ -1,14 +1,4 @@
-//! Write the K and V rows of new tokens into a paged cache, in place.
-//!
-//! Slot `page * page_size + offset` names a token of the cache; a slot outside `[0, P * page_size)` is skipped, never
-//! clamped, so -1 marks padding. The slots of a call are to be distinct: where several are equal, the token may hold
-//! parts of some of their rows.
-//!
-//! What is stored is `x / scale`, the quotient in f32, rounded to the cache's type, nearest even. Without a scale, rows
-//! go bit by bit into a cache of their own type. Into an fp8 cache, what is larger than its largest finite number (448
-//! for f8e4m3fn, 57344 for f8e5m2) becomes that number, infinities too, although f8e5m2 has them; every NaN becomes
-//! 0x7f, which is a NaN. The CPU and CUDA store the same fp8 bits for scales of 2^-100 and more; under smaller ones the
-//! CPU takes f32 numbers for 0 that are subnormal, if its caller has set it to (XLA does).
+//! Writes the K and V rows of new tokens into a paged cache in place (`docs/semantics.md#kv_cache_update`).
 
 use super::kv_layout::KvLayout;
 use super::validate::{Scale, contiguous_rows, dense, head_dim, kernel_sizes, scale};
@@ -16,23 +6,23 @@ use super::{CallArguments, CallResult, I64Attribute, KvView, Operand};
 use crate::error::{Error, Result, ensure};
 use crate::tensor::{DType, Dim, Tensor};
 
-/// Element types of key and value. The cache has the same, or one of [`FP8_DTYPES`].
+/// Element types of key and value. The cache has the same one, or one of [`FP8_DTYPES`].
 pub const DTYPES: &[DType] = &[DType::F16, DType::BF16, DType::F32];
 
-/// Element types that a cache may have under keys and values of any type.
+/// Element types of a quantized cache, which stores keys and values of each of [`DTYPES`].
 pub const FP8_DTYPES: [DType; 2] = [DType::F8E4M3FN, DType::F8E5M2];
 
-/// One buffer that has to hold the old cache before rows are written: `to` is the result, `from` the operand.
+/// The operand and the result of one cache buffer. Unless they alias, the old cache is copied before rows are written.
 #[derive(Clone, Copy, Debug)]
 pub struct CacheCopy<'a> {
     /// The operand.
     pub from: Tensor<'a>,
-    /// The result; with aliasing the same memory, and nothing is to be copied.
+    /// The result.
     pub to: Tensor<'a>,
 }
 
 impl CacheCopy<'_> {
-    /// The result is another buffer than the operand.
+    /// Whether the result does not alias the operand.
     #[must_use]
     pub fn is_needed(&self) -> bool {
         self.from.data != self.to.data && !self.from.is_empty()
@@ -46,7 +36,7 @@ pub struct NewRows<'a> {
     pub rows: Tensor<'a>,
     /// The result cache.
     pub cache: KvView,
-    /// What is stored is the row divided by it.
+    /// Quantization scale, which divides the rows.
     pub scale: Option<Scale>,
 }
 
@@ -55,21 +45,21 @@ pub struct NewRows<'a> {
 pub struct KvCacheUpdate<'a> {
     /// New keys.
     pub key: NewRows<'a>,
-    /// New values; their D may differ from the keys' where the cache is split.
+    /// New values. If K and V are in two buffers, their D may differ from the keys'.
     pub value: NewRows<'a>,
     /// Element type of the caches: that of key and value, or one of [`FP8_DTYPES`]
     pub cache_dtype: DType,
     /// `[T]`, i32 or i64, dense
     pub slot_mapping: Tensor<'a>,
-    /// The caches to bring over first: one buffer, or K's and V's.
+    /// The cache buffers: one for K and V together, or one for each.
     pub copies: [Option<CacheCopy<'a>>; 2],
     /// P
     pub num_pages: usize,
-    /// Tokens of a page.
+    /// Tokens per page.
     pub page_size: usize,
 }
 
-/// K and V in one buffer, in the layout of the attribute `kv_layout`.
+/// Validates a call for a cache in one buffer, in the layout of the attribute `kv_layout`.
 pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<KvCacheUpdate<'a>> {
     let number = args.i64(I64Attribute::KvLayout);
     let Some(layout) = KvLayout::from_number(number) else {
@@ -79,7 +69,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<KvCacheUpdate<'a>>
 }
 
 impl<'a> KvCacheUpdate<'a> {
-    /// K and V in one buffer of a layout, whatever attributes the target has.
+    /// The problem for a cache in one buffer of this layout, also for targets without the attribute `kv_layout`.
     pub(super) fn in_one_buffer(args: &CallArguments<'a>, layout: KvLayout) -> Result<Self> {
         let (key, value) = (args.operand(Operand::Key), args.operand(Operand::Value));
         check_rows("key", &key, None)?;
@@ -94,7 +84,7 @@ impl<'a> KvCacheUpdate<'a> {
         Self::assemble(args, (key, k), (value, v), (cache.dtype, [Some(copy), None]), sizes)
     }
 
-    /// K and V in buffers of their own, `[P, page_size, Hkv, D]` and `[P, page_size, Hkv, Dv]`.
+    /// The problem for K `[P, page_size, Hkv, D]` and V `[P, page_size, Hkv, Dv]` in two buffers.
     pub(super) fn in_two_buffers(args: &CallArguments<'a>) -> Result<Self> {
         let (key, value) = (args.operand(Operand::Key), args.operand(Operand::Value));
         check_rows("key", &key, None)?;
@@ -143,7 +133,7 @@ impl<'a> KvCacheUpdate<'a> {
     }
 }
 
-/// `key` or `value` `[T, Hkv, D]`, of the shape and dtype of `like` if given.
+/// Validates `key` or `value`, `[T, Hkv, D]`, with the shape and dtype of `like` if that is given.
 fn check_rows(name: &'static str, rows: &Tensor, like: Option<&Tensor>) -> Result {
     rows.expect_dtype(name, DTYPES)?;
     rows.expect_shape(name, &[Dim::Any("T"), Dim::Any("Hkv"), Dim::Any("D")])?;
@@ -161,7 +151,7 @@ fn check_cache_dtype(name: &str, cache: &Tensor, key: &Tensor) -> Result {
     cache.expect_dtype(name, &[key.dtype, FP8_DTYPES[0], FP8_DTYPES[1]])
 }
 
-/// Operand and result of one cache agree.
+/// Validates that operand and result of a cache have the same shape and dtype, and can be copied unless they alias.
 fn same_cache<'a>(name: &str, from: Tensor<'a>, to: Tensor<'a>) -> Result<CacheCopy<'a>> {
     let result = format!("result {name}");
     to.expect_dtype(&result, &[from.dtype])?;

@@ -1,28 +1,29 @@
-//! Where the K or V rows of a paged cache lie. A layout is a base address and three distances, whatever its name.
+//! Layouts of a paged K/V cache. Every layout reduces to an address and three strides for K, and the same for V.
 
 use crate::tensor::{Dim, Tensor};
 
-/// K or V of a paged cache: row `(page, token, head)` begins at
-/// `data + (page * page_stride + token * token_stride + head * head_stride) * element size`; its elements are
-/// neighbours.
+/// K or V of a paged cache. Row `(page, token, head)` starts at
+/// `data + (page * page_stride + token * token_stride + head * head_stride) * element size`, and its elements are
+/// contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvView {
     /// Row (0, 0, 0).
     pub data: *mut u8,
-    /// Elements from a page to the next.
+    /// Stride of the pages in elements.
     pub page_stride: i64,
-    /// Elements from a token to the next of its page.
+    /// Stride of the tokens of a page in elements.
     pub token_stride: i64,
-    /// Elements from a KV head to the next.
+    /// Stride of the KV heads in elements.
     pub head_stride: i64,
 }
 
-// SAFETY: an address and numbers; see `Tensor`.
+// SAFETY: the struct consists of an address and numbers; each access through it states why it is allowed (see
+// `Tensor`).
 unsafe impl Send for KvView {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for KvView {}
 
-/// How K and V share one buffer: the attribute `kv_layout` (`docs/semantics.md#kv-caches`).
+/// The layout of a buffer that holds K and V: the attribute `kv_layout` (`docs/semantics.md#kv-caches`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum KvLayout {
     /// 1: `[P, page_size, 2*Hkv, D]`, K of head h at 2h, V at 2h+1
@@ -43,7 +44,7 @@ impl KvLayout {
         }
     }
 
-    /// The shape a cache of this layout has; `heads` is what is known of Hkv, `head_dim` is set by another operand.
+    /// The expected shape of a cache. `heads` is Hkv if another operand determines it, `head_dim` is D.
     pub(crate) fn shape(self, heads: Dim, head_dim: i64) -> Vec<Dim> {
         let (pages, page_size) = (Dim::Any("num_pages"), Dim::Any("page_size"));
         let (two, d) = (Dim::Is("K and V", 2), Dim::Is("D", head_dim));
@@ -58,7 +59,7 @@ impl KvLayout {
         }
     }
 
-    /// Hkv of a cache of this layout; `None` where its heads are no pairs.
+    /// Hkv of a cache; `None` for an interleaved cache with an odd number of heads.
     pub(crate) fn kv_heads(self, cache: &Tensor) -> Option<i64> {
         let heads = cache.dims[self.axes().1 + 1];
         match self {
@@ -67,7 +68,7 @@ impl KvLayout {
         }
     }
 
-    /// (axis of the pages, axis of the tokens) in a cache of this layout.
+    /// The axes of pages and of tokens.
     pub(crate) fn axes(self) -> (usize, usize) {
         match self {
             Self::Interleaved => (0, 1),
@@ -80,7 +81,7 @@ impl KvLayout {
     pub(crate) fn views(self, cache: &Tensor) -> (KvView, KvView) {
         let (pages, tokens) = self.axes();
         let heads = tokens + 1;
-        // K to V, and head to head, in elements.
+        // Distances in elements from K to V of the same row, and from one KV head to the next.
         let (to_v, head_stride) = match self {
             Self::Interleaved => (cache.stride(heads), 2 * cache.stride(heads)),
             Self::Stacked => (cache.stride(0), cache.stride(heads)),
@@ -97,12 +98,12 @@ impl KvLayout {
 }
 
 impl KvView {
-    /// The view of packed rows `[Tk, Hkv, D]` of K or V.
+    /// The view of packed K or V, `[Tk, Hkv, D]`.
     pub(crate) fn packed(rows: &Tensor) -> Self {
         Self { data: rows.data, page_stride: 0, token_stride: rows.stride(0), head_stride: rows.stride(1) }
     }
 
-    /// The view of a buffer `[P, page_size, Hkv, D]` that holds K or V alone.
+    /// The view of a cache `[P, page_size, Hkv, D]` that holds only K or only V.
     pub(crate) fn alone(cache: &Tensor) -> Self {
         Self {
             data: cache.data,

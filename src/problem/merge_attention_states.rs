@@ -1,19 +1,15 @@
-//! Merge the attention of the same queries over two disjoint sets of keys into that over both.
-//!
-//! With `w_a = exp(lse_a)`, `w_b = exp(lse_b)`: `out = (w_a * out_a + w_b * out_b) / (w_a + w_b)` and
-//! `lse = log(w_a + w_b)`, natural logarithm, in f32 without overflow. A part whose lse is not finite (-inf where a row
-//! saw no key, +inf, NaN) is empty: its `out` is not read, and the other part passes through bit by bit. Where both are
-//! empty, `out` is 0 and `lse` -inf. An attention sink belongs to exactly one of the parts.
+//! Merges attention of the same queries over two disjoint sets of keys into attention over their union
+//! (`docs/semantics.md#merge_attention_states`).
 
 use super::validate::{contiguous_rows, dense, kernel_sizes};
 use super::{CallArguments, CallResult, Operand};
 use crate::error::{Error, Result, ensure};
 use crate::tensor::{DType, Dim, Tensor};
 
-/// Element types of the outputs, all three of which have the same.
+/// Element types of `out_a`, which `out_b` and `out` share.
 pub const DTYPES: &[DType] = &[DType::F16, DType::BF16, DType::F32];
 
-/// Attention over one of the sets of keys.
+/// Attention over one set of keys.
 #[derive(Clone, Copy, Debug)]
 pub struct State<'a> {
     /// `[n, h, d]`; the last dimension is contiguous
@@ -22,12 +18,12 @@ pub struct State<'a> {
     pub lse: *const f32,
 }
 
-/// A validated call. Letters: n query rows, h query heads, d elements of an output row, at least 1.
+/// A validated call. Dimensions: n query rows, h query heads, d elements of an output row, at least 1.
 #[derive(Clone, Copy, Debug)]
 pub struct MergeAttentionStates<'a> {
-    /// Over one set of keys.
+    /// Attention over the first set of keys.
     pub a: State<'a>,
-    /// Over another.
+    /// Attention over the second set of keys.
     pub b: State<'a>,
     /// `[n, h, d]`, dense, of the states' dtype
     pub out: Tensor<'a>,
@@ -41,12 +37,12 @@ pub struct MergeAttentionStates<'a> {
     pub head_dim: usize,
 }
 
-// SAFETY: addresses and numbers; see `Tensor`.
+// SAFETY: the struct consists of addresses and numbers; each access through it states why it is allowed (see `Tensor`).
 unsafe impl Send for MergeAttentionStates<'_> {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for MergeAttentionStates<'_> {}
 
-/// The problem of a call.
+/// Validates a call and returns its problem.
 pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<MergeAttentionStates<'a>> {
     let first = args.operand(Operand::OutA);
     first.expect_dtype("out_a", DTYPES)?;
@@ -85,7 +81,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<MergeAttentionStat
 }
 
 impl MergeAttentionStates<'_> {
-    /// Nothing is to be written.
+    /// Whether the results have no element.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.num_rows == 0 || self.num_heads == 0

@@ -1,9 +1,10 @@
-//! What to compute. Each operator's problem is validated by being made, at trace time and at run time alike.
+//! The operators' problems: for each operator a struct that holds the validated arguments of a call.
 //!
-//! Nothing here knows XLA or CUDA, and nothing here reads the tensors' elements. `docs/semantics.md` is the definition of
-//! all operators; a module says how its operands state one.
+//! An operator's module has a function `problem`, which validates dtypes, shapes, strides and attributes, at trace time
+//! and at run time alike. This layer knows neither XLA nor CUDA and never reads an element of a tensor.
+//! `docs/semantics.md` defines what the operators compute.
 
-/// Every operator has a module of its name, with a function `problem` that makes the problem of a call.
+/// Declares one module per operator, each with a function `problem`.
 macro_rules! modules {
     ($($op:ident $name:ident,)*) => {
         $(pub mod $name;)*

@@ -1,10 +1,10 @@
-//! The operators as `ffi/operators.toml` declares them: `build_support/operators.rs` generates all that is included here.
+//! The operators as `ffi/operators.toml` declares them. `build_support/operators.rs` generates the included code.
 
 use super::signature::{Attribute, AttributeKind, Signature};
 
 include!(concat!(env!("OUT_DIR"), "/operators.rs"));
 
-/// All of it as JSON.
+/// The declarations as JSON, for `xa_info`.
 pub(crate) const OPERATORS_JSON: &str = include_str!(concat!(env!("OUT_DIR"), "/operators.json"));
 
 impl Op {
@@ -14,7 +14,7 @@ impl Op {
         Self::ALL.into_iter().find(|op| *op as i32 == number)
     }
 
-    /// The names of its operands, results and attributes.
+    /// The operator's signature.
     #[must_use]
     pub fn signature(self) -> &'static Signature {
         &SIGNATURES[self as usize]

@@ -1,7 +1,5 @@
-//! Attention of packed query rows over a paged K/V cache: prefill chunks and decode tokens in one ragged batch, causal,
-//! the last query at the last key.
-//!
-//! Semantics: `docs/semantics.md#paged_attention`.
+//! Causal attention of packed query rows over a paged K/V cache, with prefill chunks and decode tokens in one ragged
+//! batch (`docs/semantics.md#paged_attention`).
 
 use super::attention::{self, Attention, KeyStorage, Keys, Queries, ScoreAttributes, check_dtypes, query_sizes};
 use super::kv_layout::KvLayout;
@@ -9,7 +7,8 @@ use super::{BoolAttribute, CallArguments, CallResult, F32Attribute, I64Attribute
 use crate::error::{Result, ensure};
 use crate::tensor::{DType, Dim};
 
-/// The problem of a call. Letters: `T` query rows, `S` sequence slots, `M` table entries a sequence, `P` pages.
+/// Validates a call and returns its problem. Dimensions: `T` query rows, `S` sequence slots, `M` table entries per
+/// sequence, `P` pages.
 ///
 /// | operand | shape |
 /// |---|---|
@@ -17,8 +16,8 @@ use crate::tensor::{DType, Dim};
 /// | `kv_cache` | `[P, page_size, 2*Hkv, D]`, K of head h at 2h, V at 2h+1 |
 /// | `context_lens` | `i32[S]`: keys of each sequence, the new tokens included |
 /// | `block_tables` | `i32[S, M]` |
-/// | `query_start_loc` | `i32[S+1]`: first row of each sequence and, last, the end |
-/// | `num_seqs` | `i32[1]` or `i32[]`: how many of the S slots are in use |
+/// | `query_start_loc` | `i32[S+1]`: first query row of each sequence, and the end of the last |
+/// | `num_seqs` | `i32[1]` or `i32[]`: number of sequences, at most S |
 pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
     let query = args.operand(Operand::Query);
     let (rows, q_heads, head_dim) = query_sizes("query", "T", &query)?;
@@ -45,7 +44,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
     let attributes = ScoreAttributes {
         scale: ("scale", args.f32(F32Attribute::Scale)),
         softcap: ("soft_cap", args.f32(F32Attribute::SoftCap)),
-        // A window of W keys counts the query's own.
+        // `sliding_window` counts the query's own position, `window_left` does not.
         window_left: if window == -1 { -1 } else { window - 1 },
         window_right: 0,
         top_left: false,
@@ -72,7 +71,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
     })
 }
 
-/// `num_seqs i32[1]` or `i32[]`.
+/// Validates `num_seqs`, `i32[1]` or `i32[]`.
 fn num_seqs(args: &CallArguments) -> Result<*const i32> {
     let num_seqs = args.operand(Operand::NumSeqs);
     num_seqs.expect_dtype("num_seqs", &[DType::I32])?;

@@ -1,14 +1,5 @@
-//! Rotate the queries and keys of new tokens by their positions and write K and V into a paged cache, in place.
-//!
-//! Row `p` of `cos_sin` holds the cosines of position p's `rot / 2` angles, then their sines. Pair i of a head, (a, b),
-//! becomes `(a cos_i - b sin_i, b cos_i + a sin_i)`; it is elements i and `i + rot / 2` (GPT-NeoX, Llama), or with
-//! `interleaved` elements `2i` and `2i + 1` (GPT-J). Elements from `rot` on pass through. The arithmetic is f32: one
-//! product, then one fused multiply-add with the other; turned numbers are rounded once, to the query's dtype or, after
-//! the division by the scale, to the cache's.
-//!
-//! A position outside `[0, max_pos)` is clamped; where `max_pos` is 0, rows pass unrotated. Queries of every row are
-//! written, also where the row's slot lies outside the cache and its key and value go nowhere. All else about the cache
-//! is as in [`super::kv_cache_update`].
+//! Rotates the queries and keys of new tokens by their positions (`RoPE`) and writes K and V into a paged cache in
+//! place (`docs/semantics.md#rope_kv_cache_update`).
 
 use super::kv_cache_update::KvCacheUpdate;
 use super::validate::{contiguous_rows, dense, indices, kernel_sizes};
@@ -19,39 +10,39 @@ use crate::tensor::{DType, Dim, Tensor};
 /// A validated call.
 #[derive(Clone, Copy, Debug)]
 pub struct RopeKvCacheUpdate<'a> {
-    /// The keys before their rotation, the values, and where both go.
+    /// The cache update, with keys that are not rotated yet.
     pub update: KvCacheUpdate<'a>,
     /// `[T, Hq, D]`, of the keys' dtype; the last dimension is contiguous
     pub query: Tensor<'a>,
     /// `[T, Hq, D]`, dense
     pub query_out: Tensor<'a>,
-    /// How queries and keys are rotated.
+    /// The rotation of queries and keys.
     pub rotation: Rotation,
 }
 
-/// Angles by position, and which elements they turn.
+/// The angles of each position, and the elements that they rotate.
 #[derive(Clone, Copy, Debug)]
 pub struct Rotation {
     /// `i32[T]`, dense; clamped to `[0, max_pos)`
     pub positions: *const i32,
-    /// `f32[max_pos, rot]`: rows are `row_stride` apart, first the cosines, then the sines
+    /// `f32[max_pos, rot]` with rows `row_stride` apart: `rot / 2` cosines, then `rot / 2` sines
     pub cos_sin: *const f32,
-    /// Elements from a row to the next.
+    /// Stride of the rows in elements.
     pub row_stride: i64,
-    /// Rows of the table; without any, nothing is rotated.
+    /// Number of rows of `cos_sin`. If it is 0, nothing is rotated.
     pub max_pos: usize,
-    /// rot: the first elements of a head, which are rotated; even, at most D
+    /// rot: number of rotated elements per head, counted from the first; even, at most D
     pub rotated: usize,
-    /// Pairs are neighbours, not half of `rotated` apart.
+    /// Whether a pair is elements `2i` and `2i + 1` (GPT-J). Otherwise it is `i` and `i + rot / 2` (GPT-NeoX, Llama).
     pub interleaved: bool,
 }
 
-// SAFETY: addresses and numbers; see `Tensor`.
+// SAFETY: the struct consists of addresses and numbers; each access through it states why it is allowed (see `Tensor`).
 unsafe impl Send for Rotation {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Rotation {}
 
-/// The problem of a call.
+/// Validates a call and returns its problem.
 pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<RopeKvCacheUpdate<'a>> {
     let update = super::kv_cache_update::problem(args)?;
     let key = &update.key.rows;

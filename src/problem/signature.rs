@@ -1,18 +1,18 @@
-//! What an operator is called with: names, what is required, attribute types.
+//! An operator's signature: names of operands, results and attributes, which are required, and attribute types.
 
-/// The interface of one target (`docs/reference/custom_calls.md`). A released one grows only by trailing optional
+/// The signature of one target (`docs/reference/custom_calls.md`). A released signature grows only by trailing optional
 /// operands and results.
 #[derive(Debug)]
 pub struct Signature {
-    /// The custom call's target name, and what every error text begins with.
+    /// The custom call's target name, with which every error message begins.
     pub target: &'static str,
     /// Names of the operands, the required ones first.
     pub operands: &'static [&'static str],
-    /// How many of them are required.
+    /// Number of required operands.
     pub required_operands: usize,
     /// Names of the results, the required ones first.
     pub results: &'static [&'static str],
-    /// How many of them are required.
+    /// Number of required results.
     pub required_results: usize,
     /// Names and types of the attributes, in alphabetical order; all are required.
     pub attributes: &'static [(&'static str, AttributeKind)],
@@ -38,7 +38,7 @@ impl AttributeKind {
     }
 }
 
-/// A typed attribute; a call's attributes stand in alphabetical order of their names.
+/// The value of an attribute. A call lists its attributes in alphabetical order of their names.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Attribute {
     /// MLIR `i1`

@@ -1,16 +1,17 @@
-//! `out = a + b`, element by element: the smallest complete operator (`docs/dev/adding_an_operator.md`).
+//! `out = a + b`, elementwise: the smallest complete operator, an example for `docs/dev/adding_an_operator.md`.
 
 use super::{CallArguments, CallResult, Operand};
 use crate::error::{Result, ensure};
 use crate::tensor::{DType, Tensor};
 
-/// Element types that have a kernel on every backend.
+/// Supported element types.
 pub const DTYPES: &[DType] =
     &[DType::F16, DType::BF16, DType::F32, DType::F64, DType::I8, DType::U8, DType::I32, DType::I64];
 
-/// `a`, `b` and `out` of one shape (any rank, any size, also empty) and one dtype of [`DTYPES`].
+/// A validated call: `a`, `b` and `out` have the same shape (any rank, possibly empty) and the same dtype of
+/// [`DTYPES`].
 ///
-/// Floats round to nearest even, integers wrap. `out` may be the memory of `a` or `b`.
+/// Floats round to nearest even, integers wrap. `out` may alias `a` or `b`.
 #[derive(Clone, Copy, Debug)]
 pub struct SimpleAdd<'a> {
     /// First summand.
@@ -21,7 +22,7 @@ pub struct SimpleAdd<'a> {
     pub out: Tensor<'a>,
 }
 
-/// The problem of a call.
+/// Validates a call and returns its problem.
 pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<SimpleAdd<'a>> {
     let (a, b, out) = (args.operand(Operand::A), args.operand(Operand::B), args.result(CallResult::Out));
     a.expect_dtype("a", DTYPES)?;

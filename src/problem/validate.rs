@@ -1,4 +1,4 @@
-//! What several operators ask of their operands.
+//! Validation of operands that several operators share.
 
 use super::{CallArguments, Operand};
 use crate::error::{Error, Result, ensure};
@@ -7,7 +7,7 @@ use crate::tensor::{DType, Dim, Tensor};
 /// The largest head dimension.
 pub const MAX_HEAD_DIM: i64 = 256;
 
-/// The head dimension of `name` is a multiple of 8 up to [`MAX_HEAD_DIM`].
+/// Refuses a head dimension that is not a multiple of 8 up to [`MAX_HEAD_DIM`].
 pub(super) fn head_dim(name: &str, head_dim: i64) -> Result {
     ensure(head_dim > 0, || format!("{name} has head dimension {head_dim}, expected at least 8"))?;
     if head_dim % 8 != 0 || head_dim > MAX_HEAD_DIM {
@@ -18,7 +18,7 @@ pub(super) fn head_dim(name: &str, head_dim: i64) -> Result {
     Ok(())
 }
 
-/// Sizes that the kernels hold in 32 bits.
+/// Refuses sizes from 2^31 on, because the kernels hold them in 32 bits.
 pub(super) fn kernel_sizes(sizes: &[(&str, i64)]) -> Result {
     for (name, size) in sizes {
         ensure(*size < i64::from(i32::MAX), || format!("{name} is {size}, expected below 2^31"))?;
@@ -26,11 +26,12 @@ pub(super) fn kernel_sizes(sizes: &[(&str, i64)]) -> Result {
     Ok(())
 }
 
+/// Refuses a tensor that is not dense.
 pub(super) fn dense(name: &str, tensor: &Tensor) -> Result {
     ensure(tensor.is_dense(), || format!("{name} has strides {:?}, expected a dense tensor", tensor.strides))
 }
 
-/// The last dimension is contiguous, whatever the other strides.
+/// Refuses a tensor whose last dimension is not contiguous. The other strides are arbitrary.
 pub(super) fn contiguous_rows(name: &str, tensor: &Tensor) -> Result {
     let last = tensor.dims.len() - 1;
     ensure(tensor.is_empty() || tensor.stride(last) == 1, || {
@@ -38,7 +39,7 @@ pub(super) fn contiguous_rows(name: &str, tensor: &Tensor) -> Result {
     })
 }
 
-/// An operand of 32-bit indices with this shape, dense.
+/// Validates a dense `i32` operand of this shape and returns its address.
 pub(super) fn indices(name: &str, tensor: &Tensor, shape: &[Dim]) -> Result<*const i32> {
     tensor.expect_dtype(name, &[DType::I32])?;
     tensor.expect_shape(name, shape)?;
@@ -46,7 +47,7 @@ pub(super) fn indices(name: &str, tensor: &Tensor, shape: &[Dim]) -> Result<*con
     Ok(tensor.data.cast_const().cast())
 }
 
-/// An optional operand of 32-bit indices, `i32[count]`, dense.
+/// Validates an optional dense operand `i32[count]` and returns its address.
 pub(super) fn optional_indices(
     args: &CallArguments,
     operand: Operand,
@@ -56,7 +57,7 @@ pub(super) fn optional_indices(
     tensor.map(|tensor| indices(operand.name(), &tensor, &[Dim::Is(of, count)])).transpose()
 }
 
-/// `q_scale`, `k_scale` or `v_scale`: `f32[1]` or `f32[Hkv]`, dense.
+/// Validates `q_scale`, `k_scale` or `v_scale`, which is a dense `f32[1]` or `f32[Hkv]`.
 pub(super) fn scale(args: &CallArguments, operand: Operand, heads: i64) -> Result<Option<Scale>> {
     let Some(scale) = args.optional_operand(operand) else { return Ok(None) };
     let name = operand.name();
@@ -68,16 +69,16 @@ pub(super) fn scale(args: &CallArguments, operand: Operand, heads: i64) -> Resul
     Ok(Some(Scale { values: scale.data.cast_const().cast(), per_head: scale.dims != [1] }))
 }
 
-/// Factors of q, K or V: one, or one a KV head.
+/// Dequantization scales of q, K or V.
 #[derive(Clone, Copy, Debug)]
 pub struct Scale {
     /// `f32[1]` or `f32[Hkv]`
     pub values: *const f32,
-    /// Whether there is one a KV head.
+    /// Whether there is one per KV head.
     pub per_head: bool,
 }
 
-// SAFETY: an address and a flag; see `Tensor`.
+// SAFETY: the struct consists of an address and a flag; each access through it states why it is allowed (see `Tensor`).
 unsafe impl Send for Scale {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Scale {}
