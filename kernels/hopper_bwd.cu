@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   __syncthreads();
   const int32_t warp = uniform(threadIdx.x / 32);
   if (warp < 4) {
-    ptx::give_up_registers<24>();
+    ptx::warpgroup_reg_dealloc<24>();
     if (warp == 0) {
       load_tiles<Shape, BackwardLoad::keys>(params, pipeline);
     } else if (warp == 1) {
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
       add_sums<Shape>(params, pipeline, warp - 2);
     }
   } else {
-    ptx::take_registers<240>();
+    ptx::warpgroup_reg_alloc<240>();
     compute_tiles<Shape, T>(params, pipeline, warp / 4 - 1);
   }
 }

@@ -35,14 +35,14 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   __syncthreads();
   const int32_t warp = uniform(threadIdx.x / 32);
   if (warp < 4) {
-    ptx::give_up_registers<24>();
+    ptx::warpgroup_reg_dealloc<24>();
     if (warp == 0) {
       load_wide_tiles<Shape, false>(params.common, pipeline);
     } else if (warp == 1) {
       load_wide_tiles<Shape, true>(params.common, pipeline);
     }
   } else {
-    ptx::take_registers<240>();
+    ptx::warpgroup_reg_alloc<240>();
     if constexpr (Shape::kOfKeys) {
       if (warp < 8) {
         make_values_gradients<Shape, T>(params.common, pipeline);

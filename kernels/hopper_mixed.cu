@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
         });
     xa::hopper::BoxRing<DecodeShape>(aligned).end();
     // The copy engine and the barriers of prefill come where these threads have read and written.
-    xa::hopper::ptx::fence_stores_for_async();
+    xa::hopper::ptx::fence_proxy_async_shared();
     __syncthreads();
   } else {
     xa::hopper::leave_no_cut(decode, cta - number * decode.num_kv_heads, number);

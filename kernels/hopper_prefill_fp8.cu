@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   __syncthreads();
   const int32_t warp = xa::hopper::uniform(threadIdx.x / 32);
   if (warp >= Shape::kComputeWarps) {
-    xa::hopper::ptx::give_up_registers<Shape::kLoaderRegisters>();
+    xa::hopper::ptx::warpgroup_reg_dealloc<Shape::kLoaderRegisters>();
     switch (warp - Shape::kComputeWarps) {
       case 0:
         xa::hopper::load_blocks<Shape, xa::hopper::Operand::keys>(params, pipeline);
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
       }
     }
   } else {
-    xa::hopper::ptx::take_registers<Shape::kRegisters>();
+    xa::hopper::ptx::warpgroup_reg_alloc<Shape::kRegisters>();
     xa::hopper::compute_fp8_tiles<Shape, LogitsTransform>(params, pipeline);
   }
 }

@@ -40,7 +40,7 @@ struct SwizzledRows {
   static_assert(kBytes % kTurnBytes == 0);
 };
 
-/// Rows as the copy engine writes boxes of groups of eight (hopper/panel.cuh): [group][panel of 128 bytes][row], the
+/// Rows as the copy engine writes boxes of groups of eight (hopper/swizzle_atom.cuh): [group][panel of 128 bytes][row], the
 /// chunks of a panel's row swizzled. The first group begins at a multiple of 1024 bytes.
 template <int kBytes>
 struct PanelRows {

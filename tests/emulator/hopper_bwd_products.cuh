@@ -8,7 +8,7 @@ template <typename T, int kColumns>
 struct BackwardProduct {
   template <bool kAdds>
   static void along(float (&d)[kColumns / 8][4], uint64_t x, uint64_t y) {
-    Product<T, kColumns>::template scores<kAdds>(d, x, y);
+    Wgmma<T, kColumns>::template ss<kAdds>(d, x, y);
   }
   static void subtract_along(float (&d)[kColumns / 8][4], uint64_t x, uint64_t y) {
     const auto negate = [&] {
@@ -21,7 +21,7 @@ struct BackwardProduct {
     negate();
   }
   static void weigh(float (&d)[kColumns / 8][4], const uint32_t (&x)[4], uint64_t y) {
-    Product<T, kColumns>::values(d, x, y);
+    Wgmma<T, kColumns>::rs(d, x, y);
   }
   template <bool kAdds>
   static void across(float (&d)[kColumns / 8][4], uint64_t x, uint64_t y) {

@@ -10,8 +10,8 @@ inline void cp_async_4_or_zero(uint32_t destination, const void* source, bool wa
   std::memcpy(::shared + destination, wanted ? source : &zero, 4);
 }
 inline void cp_async_arrive(uint32_t barrier) { emulator::mbarrier_arrive(barrier, 0); }
-inline void store_box(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2, int32_t x3, int32_t x4) {
-  host::store_box(from, map, {x0, x1, x2, x3, x4});
+inline void tma_store(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2, int32_t x3, int32_t x4) {
+  host::tma_store(from, map, {x0, x1, x2, x3, x4});
 }
 inline void bulk_store(void* to, uint32_t from, uint32_t bytes) {
   if (from % 16 != 0 || bytes % 16 != 0) emulator::fail("a misaligned bulk copy");

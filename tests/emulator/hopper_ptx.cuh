@@ -43,7 +43,7 @@ inline int bytes_left(const emulator::TensorMap& map, int32_t first) {
   return static_cast<int>(std::min<int64_t>(std::max<int64_t>(left, 0), map.row_bytes));
 }
 
-inline void copy_box(uint32_t to, const TensorMap& words, uint32_t barrier, const int32_t (&at)[emulator::kMostAxes]) {
+inline void tma_load(uint32_t to, const TensorMap& words, uint32_t barrier, const int32_t (&at)[emulator::kMostAxes]) {
   const auto& map = reinterpret_cast<const emulator::TensorMap&>(words);
   if (to % 128 != 0) emulator::fail("a box at an address that is no multiple of 128");
   const int row_end = bytes_left(map, at[0]);
@@ -62,7 +62,7 @@ inline void copy_box(uint32_t to, const TensorMap& words, uint32_t barrier, cons
   emulator::mbarrier_copied(barrier, bytes);
 }
 
-inline void store_box(uint32_t from, const TensorMap& words, const int32_t (&at)[emulator::kMostAxes]) {
+inline void tma_store(uint32_t from, const TensorMap& words, const int32_t (&at)[emulator::kMostAxes]) {
   const auto& map = reinterpret_cast<const emulator::TensorMap&>(words);
   if (from % 128 != 0) emulator::fail("a box at an address that is no multiple of 128");
   const int row_end = bytes_left(map, at[0]);
@@ -88,30 +88,30 @@ struct StmatrixLane {
 
 }  // namespace host
 
-inline void barrier_init(uint32_t barrier, uint32_t arrivals) { emulator::mbarrier_init(barrier, arrivals); }
-inline void barrier_end(uint32_t barrier) { emulator::mbarrier_end(barrier); }
-inline void fence_barrier_init() {}
-inline void barrier_arrive(uint32_t barrier) { emulator::mbarrier_arrive(barrier, 0); }
-inline void barrier_expect(uint32_t barrier, uint32_t bytes) { emulator::mbarrier_arrive(barrier, bytes); }
-inline void barrier_wait(uint32_t barrier, uint32_t parity) { emulator::mbarrier_wait(barrier, parity); }
+inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) { emulator::mbarrier_init(barrier, arrivals); }
+inline void mbarrier_inval(uint32_t barrier) { emulator::mbarrier_end(barrier); }
+inline void fence_mbarrier_init() {}
+inline void mbarrier_arrive(uint32_t barrier) { emulator::mbarrier_arrive(barrier, 0); }
+inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) { emulator::mbarrier_arrive(barrier, bytes); }
+inline void mbarrier_wait(uint32_t barrier, uint32_t parity) { emulator::mbarrier_wait(barrier, parity); }
 
-inline void copy_box(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0, int32_t x1, int32_t x2,
+inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0, int32_t x1, int32_t x2,
                      int32_t x3) {
-  host::copy_box(to, map, barrier, {x0, x1, x2, x3, 0});
+  host::tma_load(to, map, barrier, {x0, x1, x2, x3, 0});
 }
-inline void copy_box(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0, int32_t x1, int32_t x2,
+inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0, int32_t x1, int32_t x2,
                      int32_t x3, int32_t x4) {
-  host::copy_box(to, map, barrier, {x0, x1, x2, x3, x4});
+  host::tma_load(to, map, barrier, {x0, x1, x2, x3, x4});
 }
-inline void copy_box(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0, int32_t x1, int32_t x2,
+inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0, int32_t x1, int32_t x2,
                      int32_t x3, int32_t x4, uint64_t) {
-  host::copy_box(to, map, barrier, {x0, x1, x2, x3, x4});
+  host::tma_load(to, map, barrier, {x0, x1, x2, x3, x4});
 }
-inline void store_box(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2, int32_t x3) {
-  host::store_box(from, map, {x0, x1, x2, x3, 0});
+inline void tma_store(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2, int32_t x3) {
+  host::tma_store(from, map, {x0, x1, x2, x3, 0});
 }
-inline void stores_read() {}
-inline void stores_done() {}
+inline void bulk_wait_group_read() {}
+inline void bulk_wait_group() {}
 /// A lane has columns 2 (lane % 4) and the next one of row lane / 4 of each matrix.
 inline void stmatrix_x4(uint32_t address, const uint32_t (&matrices)[4]) {
   host::StmatrixLane lane{address, matrices};
@@ -126,19 +126,19 @@ inline void stmatrix_x4(uint32_t address, const uint32_t (&matrices)[4]) {
       },
       &lane);
 }
-inline int32_t max_bits(int32_t x, float y, float z) {
+inline int32_t max3_as_int(int32_t x, float y, float z) {
   return std::max(x, std::max(__float_as_int(y), __float_as_int(z)));
 }
-inline uint32_t moved(uint32_t x) { return x; }
+inline uint32_t mov_volatile(uint32_t x) { return x; }
 inline void cp_async_4(uint32_t destination, const void* source) { emulator::cp_async(destination, source, 4, true); }
-inline void prefetch(const TensorMap&) {}
-inline void fence_stores_for_async() {}
-inline void sync(int number, int threads) { emulator::barrier(number, threads); }
+inline void prefetch_tensormap(const TensorMap&) {}
+inline void fence_proxy_async_shared() {}
+inline void named_barrier_sync(int id, int threads) { emulator::barrier(id, threads); }
 inline float opaque(float x) { return x; }
 template <int kCount>
-void give_up_registers() {}
+void warpgroup_reg_dealloc() {}
 template <int kCount>
-void take_registers() {}
+void warpgroup_reg_alloc() {}
 
 }  // namespace ptx
 

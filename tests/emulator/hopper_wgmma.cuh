@@ -14,10 +14,10 @@ struct E4m3 {
 
 namespace ptx {
 
-inline void products_fence() {}
-inline void products_commit() {}
+inline void wgmma_fence() {}
+inline void wgmma_commit_group() {}
 template <int kPending>
-void products_wait() {}
+void wgmma_wait_group() {}
 
 }  // namespace ptx
 
@@ -92,12 +92,12 @@ void multiply(void* const* lanes, const float (&a)[16][kDepth], const float (&b)
 }  // namespace host
 
 template <typename T, int kColumns>
-struct Product {
+struct Wgmma {
   static constexpr int kDepth = 32 / sizeof(T);
 
-  template <bool kAdds>
-  static void scores(float (&d)[kColumns / 8][4], uint64_t x, uint64_t y) {
-    if (!kAdds) {
+  template <bool kAccumulate>
+  static void ss(float (&d)[kColumns / 8][4], uint64_t x, uint64_t y) {
+    if (!kAccumulate) {
       for (auto& tile : d) {
         for (float& number : tile) number = 0.0f;
       }
@@ -120,7 +120,7 @@ struct Product {
         &lane);
   }
 
-  static void values(float (&d)[kColumns / 8][4], const uint32_t (&x)[4], uint64_t y) {
+  static void rs(float (&d)[kColumns / 8][4], const uint32_t (&x)[4], uint64_t y) {
     host::ProductLane lane{&d[0][0], 0, x, y};
     emulator::together(
         [](void* const* lanes) {

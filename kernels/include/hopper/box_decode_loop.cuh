@@ -38,21 +38,21 @@ struct BoxRing {
   /// Before the first use; a barrier of the CTA must follow.
   __device__ __forceinline__ void init() const {
     if (threadIdx.x % 32 != 0) return;
-    for (int stage = 0; stage < Shape::kStages; ++stage) ptx::barrier_init(barriers + 8 * stage, 1);
-    ptx::fence_barrier_init();
-    ptx::fence_stores_for_async();
+    for (int stage = 0; stage < Shape::kStages; ++stage) ptx::mbarrier_init(barriers + 8 * stage, 1);
+    ptx::fence_mbarrier_init();
+    ptx::fence_proxy_async_shared();
   }
   /// After the last use.
   __device__ __forceinline__ void end() const {
     if (threadIdx.x % 32 != 0) return;
-    for (int stage = 0; stage < Shape::kStages; ++stage) ptx::barrier_end(barriers + 8 * stage);
+    for (int stage = 0; stage < Shape::kStages; ++stage) ptx::mbarrier_inval(barriers + 8 * stage);
   }
-  __device__ __forceinline__ Barrier full(Turn<Shape::kStages> turn) const {
-    return Barrier{barriers + 8 * turn.slot, turn.parity};
+  __device__ __forceinline__ Barrier full(PipelineState<Shape::kStages> turn) const {
+    return Barrier{barriers + 8 * turn.stage, turn.phase};
   }
   /// Shared address of a block of K, which that of V follows.
-  __device__ __forceinline__ uint32_t keys(Turn<Shape::kStages> turn) const {
-    return blocks + turn.slot * 2 * Shape::kBlockBytes;
+  __device__ __forceinline__ uint32_t keys(PipelineState<Shape::kStages> turn) const {
+    return blocks + turn.stage * 2 * Shape::kBlockBytes;
   }
 };
 
@@ -90,7 +90,7 @@ class BoxDecodeLoop {
     int32_t count = count_;
 #pragma unroll 1
     for (int32_t key = first_key_; key < plan_.keys.end; key += kStep) {
-      const Turn<kStages> turn(count);
+      const PipelineState<kStages> turn(count);
       const uint32_t keys = ring_.keys(turn);
       ring_.full(turn).wait();
       float scores[1][Shape::kKeys / 8][4];
@@ -116,15 +116,15 @@ class BoxDecodeLoop {
   __device__ __forceinline__ void fetch(int32_t turn_number, int32_t key) {
     const TokenSlot slot = slots_.next();
     if (key >= plan_.keys.end) return;
-    const Turn<kStages> turn(turn_number);
+    const PipelineState<kStages> turn(turn_number);
     const Barrier full = ring_.full(turn);
     const uint32_t to = ring_.keys(turn);
     if (threadIdx.x % 32 != 0) return;
     const int32_t page = clamp(slot.page, 0, params_.num_pages - 1), octet = slot.offset / 8;
     const uint64_t policy = xa::ptx::evict_first_policy();
     full.expect(2 * Shape::kBlockBytes);
-    ptx::copy_box(to, boxes_.k, full.address, 0, 0, plan_.kv_head * boxes_.key_panels, octet, page, policy);
-    ptx::copy_box(to + Shape::kBlockBytes, boxes_.v, full.address, 0, 0, plan_.kv_head * boxes_.value_panels, octet,
+    ptx::tma_load(to, boxes_.k, full.address, 0, 0, plan_.kv_head * boxes_.key_panels, octet, page, policy);
+    ptx::tma_load(to + Shape::kBlockBytes, boxes_.v, full.address, 0, 0, plan_.kv_head * boxes_.value_panels, octet,
                   page, policy);
   }
 
@@ -139,7 +139,7 @@ class BoxDecodeLoop {
           xa::ptx::clear_shared_16(values + Shape::Rows::offset(row, item % kChunks));
         }
       }
-      ptx::fence_stores_for_async();
+      ptx::fence_proxy_async_shared();
       __syncwarp();
     }
   }

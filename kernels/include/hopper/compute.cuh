@@ -8,10 +8,10 @@
 #include <type_traits>
 
 #include "element.cuh"
-#include "hopper/panel.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/row_state.cuh"
 #include "hopper/shape.cuh"
+#include "hopper/swizzle_atom.cuh"
 #include "hopper/tile_loop.cuh"
 #include "hopper/wgmma.cuh"
 #include "logits_transform.cuh"
@@ -71,14 +71,14 @@ __device__ __forceinline__ void clear_unseen(uint8_t* values, const TilePlan& pl
                         row % 8 * Panel::kRowBytes + chunk % Panel::kChunks * 16;
     *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
   }
-  ptx::fence_stores_for_async();
+  ptx::fence_proxy_async_shared();
 }
 
 /// Computes all tiles of the CTA. The work of a warpgroup.
 template <typename Shape, typename T, typename LogitsTransform>
 __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, const Pipeline<Shape>& pipeline) {
   constexpr int kKeys = Shape::kKeys;
-  using Keys = Turn<Shape::kStages>;
+  using Keys = PipelineState<Shape::kStages>;
   // With softcap_alibi the scores are already logits to base 2.
   constexpr bool kRounds = std::is_same_v<LogitsTransform, logits_none>;
   using Panel = typename Shape::Panel;
@@ -87,18 +87,17 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
   const AttentionParams& params = prefill.attention;
   const int32_t warp = uniform(threadIdx.x / 32), warpgroup = warp / 4, warp_row = 16 * warp;
   const bool leads = threadIdx.x % 32 == 0;
-  const auto sync_own = [&] { ptx::sync(1 + warpgroup, 128); };
+  const auto sync_own = [&] { ptx::named_barrier_sync(1 + warpgroup, 128); };
   const auto release = [&](const Barrier& barrier) {
     if (leads) barrier.arrive();
   };
 
   const LogitsTransform transform(params);
   const float unit = kRounds ? ptx::opaque(transform.log2_unit()) : 1.0f;
-  const uint64_t query =
-      tile_descriptor<Panel>(pipeline.query() + warpgroup * 8 * Panel::kGroupBytes, 0, Panel::kGroupBytes);
-  const uint64_t keys = tile_descriptor<Panel>(pipeline.keys(0), 0, KeyBlock::kGroupDistance);
+  const uint64_t query = matrix_descriptor<Panel>(pipeline.query() + warpgroup * 8 * Panel::kBytes, 0, Panel::kBytes);
+  const uint64_t keys = matrix_descriptor<Panel>(pipeline.keys(0), 0, KeyBlock::kGroupDistance);
   const uint64_t values =
-      tile_descriptor<Panel>(pipeline.values(0), ValueBlock::kPanelDistance, ValueBlock::kGroupDistance);
+      matrix_descriptor<Panel>(pipeline.values(0), ValueBlock::kPanelDistance, ValueBlock::kGroupDistance);
 
   float scores[kKeys / 8][4];
   uint32_t weights[kKeys / 16][4];
@@ -106,29 +105,28 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
 
   const auto start_scores = [&](const Keys& turn) {
     constexpr int kSteps = Panel::kColumns / 16;  // of a panel
-    const uint64_t block = keys + turn.slot * (KeyBlock::kBytes >> 4);
-    ptx::products_fence();
+    const uint64_t block = keys + turn.stage * (KeyBlock::kBytes >> 4);
+    ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Shape::kHeadDim / 16; ++step) {
       const uint64_t a = query + (step / kSteps * (Shape::kQueryPanelBytes >> 4) + step % kSteps * 2);
       const uint64_t b = block + (step / kSteps * (KeyBlock::kPanelDistance >> 4) + step % kSteps * 2);
       if (step == 0) {
-        Product<T, kKeys>::template scores<false>(scores, a, b);
+        Wgmma<T, kKeys>::template ss<false>(scores, a, b);
       } else {
-        Product<T, kKeys>::template scores<true>(scores, a, b);
+        Wgmma<T, kKeys>::template ss<true>(scores, a, b);
       }
     }
-    ptx::products_commit();
+    ptx::wgmma_commit_group();
   };
   const auto start_output = [&](const Keys& turn) {
-    const uint64_t block = values + turn.slot * (ValueBlock::kBytes >> 4);
-    ptx::products_fence();
+    const uint64_t block = values + turn.stage * (ValueBlock::kBytes >> 4);
+    ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
-      Product<T, Shape::kValueDim>::values(state.output, weights[step],
-                                           block + step * (2 * ValueBlock::kGroupDistance >> 4));
+      Wgmma<T, Shape::kValueDim>::rs(state.output, weights[step], block + step * (2 * ValueBlock::kGroupDistance >> 4));
     }
-    ptx::products_commit();
+    ptx::wgmma_commit_group();
   };
   const auto pack_weights = [&] {
 #pragma unroll
@@ -158,7 +156,7 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
       if (first_key >= plan.seen_begin && first_key + kKeys <= plan.seen_end) return;
       const Keys now(turn);
       pipeline.values_full(now).wait();
-      clear_unseen<Shape>(pipeline.value_bytes(now.slot), plan, first_key);
+      clear_unseen<Shape>(pipeline.value_bytes(now.stage), plan, first_key);
       sync_own();
     };
     const auto step = [&](bool masked) {
@@ -167,11 +165,11 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
       start_scores(next);
       pipeline.values_full(now).wait();
       start_output(now);
-      ptx::products_wait<1>();
+      ptx::wgmma_wait_group<1>();
       release(pipeline.keys_empty(next));
       if (block == first) release(pipeline.query_empty(tile));
       weigh(masked);
-      ptx::products_wait<0>();
+      ptx::wgmma_wait_group<0>();
       pack_weights();
       release(pipeline.values_empty(now));
       if (state.has_risen()) {
@@ -186,7 +184,7 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
     const Keys now(turn);
     pipeline.keys_full(now).wait();
     start_scores(now);
-    ptx::products_wait<0>();
+    ptx::wgmma_wait_group<0>();
     release(pipeline.keys_empty(now));
     if (block == first) release(pipeline.query_empty(tile));
     if (block < common_begin || block >= common_end) {
@@ -204,7 +202,7 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
     start_output(last);
     // What needs no output is done before it is there.
     finish_rows();
-    ptx::products_wait<0>();
+    ptx::wgmma_wait_group<0>();
     release(pipeline.values_empty(last));
     ++turn;
   };

@@ -41,7 +41,7 @@ struct Fp8RowState : RowState<kColumnTiles> {
     for (int block = 0; block < kKeyTiles; ++block) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        largest[half] = ptx::max_bits(largest[half], scores[block][2 * half], scores[block][2 * half + 1]);
+        largest[half] = ptx::max3_as_int(largest[half], scores[block][2 * half], scores[block][2 * half + 1]);
       }
     }
     const bool are_ordered = __all_sync(~0u, largest[0] >= 0 && largest[1] >= 0) != 0;
@@ -90,7 +90,7 @@ struct Fp8RowState : RowState<kColumnTiles> {
 template <typename Shape, typename LogitsTransform>
 __device__ __forceinline__ void compute_fp8_tiles(const PrefillParams& prefill, const Pipeline<Shape>& pipeline) {
   constexpr int kKeys = Shape::kKeys, kSteps = Shape::kHeadDim / 32;
-  using Keys = Turn<Shape::kStages>;
+  using Keys = PipelineState<Shape::kStages>;
   using Panel = typename Shape::FetchedPanel;
   using KeyBlock = typename Shape::KeyBlock;
   using ValueBlock = typename Shape::ValueBlock;
@@ -104,40 +104,39 @@ __device__ __forceinline__ void compute_fp8_tiles(const PrefillParams& prefill, 
   };
 
   const LogitsTransform transform(params);
-  const uint64_t query =
-      tile_descriptor<Panel>(pipeline.query() + warpgroup * 8 * Panel::kGroupBytes, 0, Panel::kGroupBytes);
-  const uint64_t keys = tile_descriptor<Panel>(pipeline.keys(0), 0, KeyBlock::kGroupDistance);
-  const uint64_t values = tile_descriptor<Panel>(pipeline.values(0), 0, Panel::kGroupBytes);
+  const uint64_t query = matrix_descriptor<Panel>(pipeline.query() + warpgroup * 8 * Panel::kBytes, 0, Panel::kBytes);
+  const uint64_t keys = matrix_descriptor<Panel>(pipeline.keys(0), 0, KeyBlock::kGroupDistance);
+  const uint64_t values = matrix_descriptor<Panel>(pipeline.values(0), 0, Panel::kBytes);
 
   float scores[kKeys / 8][4];
   uint32_t weights[kKeys / 32][4];
   Fp8RowState<Shape::kValueDim / 8, Shape::kWeightLog2> state;
 
   const auto start_scores = [&](const Keys& turn) {
-    const uint64_t block = keys + turn.slot * (KeyBlock::kBytes >> 4);
-    ptx::products_fence();
+    const uint64_t block = keys + turn.stage * (KeyBlock::kBytes >> 4);
+    ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const uint64_t a = query + (step / kPanelSteps * (Shape::kQueryPanelBytes >> 4) + step % kPanelSteps * 2);
       const uint64_t b = block + (step / kPanelSteps * (KeyBlock::kPanelDistance >> 4) + step % kPanelSteps * 2);
       if (step == 0) {
-        Product<E4m3, kKeys>::template scores<false>(scores, a, b);
+        Wgmma<E4m3, kKeys>::template ss<false>(scores, a, b);
       } else {
-        Product<E4m3, kKeys>::template scores<true>(scores, a, b);
+        Wgmma<E4m3, kKeys>::template ss<true>(scores, a, b);
       }
     }
-    ptx::products_commit();
+    ptx::wgmma_commit_group();
   };
   const auto start_output = [&](const Keys& turn) {
-    const uint64_t block = values + turn.slot * (ValueBlock::kBytes >> 4);
-    ptx::products_fence();
+    const uint64_t block = values + turn.stage * (ValueBlock::kBytes >> 4);
+    ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kKeys / 32; ++step) {
-      Product<E4m3, Shape::kValueDim>::values(
+      Wgmma<E4m3, Shape::kValueDim>::rs(
           state.output, weights[step],
           block + (step / kPanelSteps * (ValueBlock::kPanelDistance >> 4) + step % kPanelSteps * 2));
     }
-    ptx::products_commit();
+    ptx::wgmma_commit_group();
   };
 
   int32_t turn = 0;
@@ -161,16 +160,16 @@ __device__ __forceinline__ void compute_fp8_tiles(const PrefillParams& prefill, 
       start_scores(next);
       pipeline.values_full(now).wait();
       start_output(now);
-      ptx::products_wait<1>();
+      ptx::wgmma_wait_group<1>();
       release(pipeline.keys_empty(next));
       if (block == first) release(pipeline.query_empty(tile));
       uint32_t made[kKeys / 32][4];
       weigh(masked, made);
-      ptx::products_wait<0>();
+      ptx::wgmma_wait_group<0>();
       release(pipeline.values_empty(now));
       // Kept apart until here: the products under way have been reading the last ones.
 #pragma unroll
-      for (int i = 0; i < kKeys / 8; ++i) weights[i / 4][i % 4] = ptx::moved(made[i / 4][i % 4]);
+      for (int i = 0; i < kKeys / 8; ++i) weights[i / 4][i % 4] = ptx::mov_volatile(made[i / 4][i % 4]);
       // What e4m3fn rounds is more than what a large reference does: the sums are left as they are.
       if (state.has_risen()) state.rescale_output();
       ++turn;
@@ -180,7 +179,7 @@ __device__ __forceinline__ void compute_fp8_tiles(const PrefillParams& prefill, 
     const Keys now(turn);
     pipeline.keys_full(now).wait();
     start_scores(now);
-    ptx::products_wait<0>();
+    ptx::wgmma_wait_group<0>();
     release(pipeline.keys_empty(now));
     if (block == first) release(pipeline.query_empty(tile));
     if (block < common_begin || block >= common_end) {
@@ -195,7 +194,7 @@ __device__ __forceinline__ void compute_fp8_tiles(const PrefillParams& prefill, 
     start_output(last);
     // What needs no output is done before it is there.
     finish_rows();
-    ptx::products_wait<0>();
+    ptx::wgmma_wait_group<0>();
     release(pipeline.values_empty(last));
     ++turn;
   };

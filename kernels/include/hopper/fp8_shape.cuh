@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "hopper/panel.cuh"
 #include "hopper/shape.cuh"
+#include "hopper/swizzle_atom.cuh"
 #include "tile_plan.cuh"
 #include "tiles/hopper_prefill.cuh"
 
@@ -30,9 +30,9 @@ struct Fp8TileShape : Choice {
 
   /// Of the output.
   static constexpr bool kFetchesRows = false;
-  using Panel = SwizzledPanel<64>;
+  using Panel = SwizzleAtom<64>;
   /// Of Q, K and V: 128 elements.
-  using FetchedPanel = SwizzledPanel<64>;
+  using FetchedPanel = SwizzleAtom<64>;
   static constexpr int kQueryPanels = kHeadDim / FetchedPanel::kRowBytes;
   static constexpr int kQueryPanelBytes = kRows * FetchedPanel::kRowBytes;
   static constexpr int kQueryBytes = kQueryPanels * kQueryPanelBytes;
@@ -41,9 +41,9 @@ struct Fp8TileShape : Choice {
     static constexpr int kPanels = kQueryPanels;
     static constexpr int kBytes = kPanels * Choice::kKeys * FetchedPanel::kRowBytes;
     static constexpr int kPanelDistance =
-        kStorage == Storage::paged ? FetchedPanel::kGroupBytes : Choice::kKeys * FetchedPanel::kRowBytes;
+        kStorage == Storage::paged ? FetchedPanel::kBytes : Choice::kKeys * FetchedPanel::kRowBytes;
     static constexpr int kGroupDistance =
-        kStorage == Storage::paged ? kPanels * FetchedPanel::kGroupBytes : FetchedPanel::kGroupBytes;
+        kStorage == Storage::paged ? kPanels * FetchedPanel::kBytes : FetchedPanel::kBytes;
   };
   using KeyBlock = FetchedBlock;
   /// V transposed: panels of 128 keys, [panel][column][key].

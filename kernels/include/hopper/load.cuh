@@ -46,12 +46,12 @@ class BoxLoader {
 
   /// Starts the copy of `block`, as the turn-th of the CTA; blocks come one after the other, from the tile's last one.
   __device__ __forceinline__ void load(int32_t block, int32_t turn_number) {
-    const Turn<Shape::kStages> turn(turn_number);
+    const PipelineState<Shape::kStages> turn(turn_number);
     const Place place = place_;
     place_ = find(block - 1);
     const Barrier full = kOfKeys ? pipeline_.keys_full(turn) : pipeline_.fetched_full(turn);
     const Barrier empty = kOfKeys ? pipeline_.keys_empty(turn) : pipeline_.fetched_empty(turn);
-    const uint32_t to = kOfKeys ? pipeline_.keys(turn.slot) : pipeline_.fetched_values(turn.slot);
+    const uint32_t to = kOfKeys ? pipeline_.keys(turn.stage) : pipeline_.fetched_values(turn.stage);
     const TensorMap& map = kOfKeys ? params_.k : params_.v;
     empty.wait_for_reuse();
     // Without the copy the phase lasts: no lane can miss it.
@@ -62,11 +62,11 @@ class BoxLoader {
       if (lane_ == 0) full.expect(__popc(seen) * box_bytes);
       __syncwarp();
       if (place.octet >= 0) {
-        ptx::copy_box(to + lane_ * box_bytes, map, full.address, 0, 0, first_panel_, place.octet, place.page);
+        ptx::tma_load(to + lane_ * box_bytes, map, full.address, 0, 0, first_panel_, place.octet, place.page);
       }
     } else if (lane_ == 0) {
       full.expect(Block::kBytes);
-      ptx::copy_box(to, map, full.address, 0, start_ + block * Shape::kKeys, 0, head_, 0);
+      ptx::tma_load(to, map, full.address, 0, start_ + block * Shape::kKeys, 0, head_, 0);
     }
   }
   /// The copy engine says itself when a block is there.
@@ -136,7 +136,7 @@ class RowLoader {
 
   /// Starts the copy of `block`, as the turn-th of the CTA; `finish` must follow.
   __device__ __forceinline__ void load(int32_t block, int32_t turn_number) const {
-    const Turn<Shape::kStages> turn(turn_number);
+    const PipelineState<Shape::kStages> turn(turn_number);
     uint32_t* const words = row_words();
     uint32_t mine[kRounds];
 #pragma unroll
@@ -149,7 +149,7 @@ class RowLoader {
     uint32_t to[8 / kRowsAtOnce];
 #pragma unroll
     for (int i = 0; i < 8 / kRowsAtOnce; ++i) {
-      to[i] = (kOfKeys ? pipeline_.keys(turn.slot) : pipeline_.values(turn.slot)) +
+      to[i] = (kOfKeys ? pipeline_.keys(turn.stage) : pipeline_.values(turn.stage)) +
               Panel::offset(i * kRowsAtOnce + lane() / kLanes, lane() % kLanes);
     }
 #pragma unroll
@@ -175,10 +175,10 @@ class RowLoader {
   }
   /// The lanes themselves wait for what they copy, and for the pages that they have asked for.
   __device__ __forceinline__ void finish(int32_t turn_number) const {
-    const Turn<Shape::kStages> turn(turn_number);
+    const PipelineState<Shape::kStages> turn(turn_number);
     xa::ptx::cp_async_commit();
     xa::ptx::cp_async_wait<0>();
-    ptx::fence_stores_for_async();
+    ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane() == 0) (kOfKeys ? pipeline_.keys_full(turn) : pipeline_.values_full(turn)).arrive();
   }
@@ -232,14 +232,14 @@ __device__ __forceinline__ void load_query(const PrefillParams& params, const Pi
   pipeline.query_empty(tile).wait_for_reuse();
   full.expect(Shape::kQueryBytes);
   const int32_t token = plan.plan.tile.first_token + plan.plan.tile.first_row / params.attention.group;
-  ptx::copy_box(pipeline.query(), params.q, full.address, 0, plan.plan.kv_head * params.attention.group, token, 0);
+  ptx::tma_load(pipeline.query(), params.q, full.address, 0, plan.plan.kv_head * params.attention.group, token, 0);
 }
 
 /// All CTAs start at once, and memory is slow to give each of them all that it asks for: first what is needed first.
 /// This warp alone may wait for these barriers, because it is what starts their next phase.
 template <typename Shape>
 __device__ __forceinline__ void wait_for_first(const Pipeline<Shape>& pipeline) {
-  pipeline.keys_full(Turn<Shape::kStages>(0)).wait();
+  pipeline.keys_full(PipelineState<Shape::kStages>(0)).wait();
   if (threadIdx.x % 32 == 0) pipeline.first_keys().arrive();
   pipeline.query_full(0).wait();
 }
@@ -252,7 +252,7 @@ __device__ __forceinline__ void load_blocks_by(Loader loader, const PrefillParam
   bool goes_on = true;
 #pragma unroll 1
   for (int32_t count = 0, tile = 0; goes_on; ++count) {
-    const Turn<2> plan_turn(count);
+    const PipelineState<2> plan_turn(count);
     pipeline.plan_full(plan_turn).wait();
     const TilePlan& plan = pipeline.plan(plan_turn);
     int32_t block = plan.end_block - 1;

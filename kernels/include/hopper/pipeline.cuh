@@ -10,26 +10,26 @@
 
 namespace xa::hopper {
 
-/// The n-th use of one of kSlots places: which place, and the parity of the barrier's phase.
-template <int kSlots>
-struct Turn {
-  static_assert((kSlots & (kSlots - 1)) == 0);
-  uint32_t slot;
-  uint32_t parity;
-  __device__ __forceinline__ explicit Turn(int32_t n) : slot(n & (kSlots - 1)), parity(n / kSlots & 1) {}
+/// The n-th use of one of kStages places: which place, and the parity of the barrier's phase.
+template <int kStages>
+struct PipelineState {
+  static_assert((kStages & (kStages - 1)) == 0);
+  uint32_t stage;
+  uint32_t phase;
+  __device__ __forceinline__ explicit PipelineState(int32_t n) : stage(n & (kStages - 1)), phase(n / kStages & 1) {}
 };
 
 /// The barrier of a turn. Who waits for a phase must not be able to miss the next one, whose end looks the same as the
 /// phase not being over: without the waiter, the next phase must not end.
 struct Barrier {
   uint32_t address;
-  uint32_t parity;
+  uint32_t phase;
 
-  __device__ __forceinline__ void wait() const { ptx::barrier_wait(address, parity); }
+  __device__ __forceinline__ void wait() const { ptx::mbarrier_wait(address, phase); }
   /// Of what is used again: the first turn of each place does not wait.
-  __device__ __forceinline__ void wait_for_reuse() const { ptx::barrier_wait(address, parity ^ 1); }
-  __device__ __forceinline__ void arrive() const { ptx::barrier_arrive(address); }
-  __device__ __forceinline__ void expect(uint32_t bytes) const { ptx::barrier_expect(address, bytes); }
+  __device__ __forceinline__ void wait_for_reuse() const { ptx::mbarrier_wait(address, phase ^ 1); }
+  __device__ __forceinline__ void arrive() const { ptx::mbarrier_arrive(address); }
+  __device__ __forceinline__ void expect(uint32_t bytes) const { ptx::mbarrier_arrive_expect_tx(address, bytes); }
 };
 
 template <typename Shape>
@@ -66,7 +66,7 @@ class Pipeline {
   /// The work of one thread; a barrier of the CTA must follow.
   __device__ __forceinline__ void init() const {
     const auto init = [&](int first, int count, uint32_t arrivals) {
-      for (int i = 0; i < count; ++i) ptx::barrier_init(barrier(first + i, 0).address, arrivals);
+      for (int i = 0; i < count; ++i) ptx::mbarrier_init(barrier(first + i, 0).address, arrivals);
     };
     init(kQueryFull, 1, 1);
     init(kQueryEmpty, 1, Shape::kComputeWarps);
@@ -83,25 +83,29 @@ class Pipeline {
       init(kFetchedFull, kStages, 1);
       init(kFetchedEmpty, kStages, Shape::kTransposers);
     }
-    ptx::fence_barrier_init();
-    ptx::fence_stores_for_async();
+    ptx::fence_mbarrier_init();
+    ptx::fence_proxy_async_shared();
   }
 
   __device__ __forceinline__ Barrier query_full(int32_t tile) const { return barrier(kQueryFull, tile & 1); }
   __device__ __forceinline__ Barrier query_empty(int32_t tile) const { return barrier(kQueryEmpty, tile & 1); }
-  __device__ __forceinline__ Barrier keys_full(Turn<kStages> turn) const { return barrier(kKeysFull, turn); }
-  __device__ __forceinline__ Barrier keys_empty(Turn<kStages> turn) const { return barrier(kKeysEmpty, turn); }
-  __device__ __forceinline__ Barrier values_full(Turn<kStages> turn) const { return barrier(kValuesFull, turn); }
-  __device__ __forceinline__ Barrier values_empty(Turn<kStages> turn) const { return barrier(kValuesEmpty, turn); }
+  __device__ __forceinline__ Barrier keys_full(PipelineState<kStages> turn) const { return barrier(kKeysFull, turn); }
+  __device__ __forceinline__ Barrier keys_empty(PipelineState<kStages> turn) const { return barrier(kKeysEmpty, turn); }
+  __device__ __forceinline__ Barrier values_full(PipelineState<kStages> turn) const {
+    return barrier(kValuesFull, turn);
+  }
+  __device__ __forceinline__ Barrier values_empty(PipelineState<kStages> turn) const {
+    return barrier(kValuesEmpty, turn);
+  }
   /// V as it has been fetched: to be transposed, or what the warpgroups get.
-  __device__ __forceinline__ Barrier fetched_full(Turn<kStages> turn) const {
+  __device__ __forceinline__ Barrier fetched_full(PipelineState<kStages> turn) const {
     return kTransposes ? barrier(kFetchedFull, turn) : values_full(turn);
   }
-  __device__ __forceinline__ Barrier fetched_empty(Turn<kStages> turn) const {
+  __device__ __forceinline__ Barrier fetched_empty(PipelineState<kStages> turn) const {
     return kTransposes ? barrier(kFetchedEmpty, turn) : values_empty(turn);
   }
-  __device__ __forceinline__ Barrier plan_full(Turn<2> turn) const { return barrier(kPlanFull, turn); }
-  __device__ __forceinline__ Barrier plan_empty(Turn<2> turn) const { return barrier(kPlanEmpty, turn); }
+  __device__ __forceinline__ Barrier plan_full(PipelineState<2> turn) const { return barrier(kPlanFull, turn); }
+  __device__ __forceinline__ Barrier plan_empty(PipelineState<2> turn) const { return barrier(kPlanEmpty, turn); }
   /// `starts_ascend` is there.
   __device__ __forceinline__ Barrier order_known() const { return barrier(kOrderKnown, 0); }
   /// The first block of K is there.
@@ -132,8 +136,8 @@ class Pipeline {
   __device__ __forceinline__ uint32_t* row_words(int operand) const {
     return reinterpret_cast<uint32_t*>(shared_ + Shape::kRowWordsOffset) + operand * Shape::kRowWords;
   }
-  __device__ __forceinline__ TilePlan& plan(Turn<2> turn) const {
-    return reinterpret_cast<TilePlan*>(shared_ + Shape::kPlansOffset)[turn.slot];
+  __device__ __forceinline__ TilePlan& plan(PipelineState<2> turn) const {
+    return reinterpret_cast<TilePlan*>(shared_ + Shape::kPlansOffset)[turn.stage];
   }
   /// Of the queries.
   __device__ __forceinline__ int32_t& starts_ascend() const {
@@ -141,12 +145,12 @@ class Pipeline {
   }
 
  private:
-  __device__ __forceinline__ Barrier barrier(int number, uint32_t parity) const {
-    return Barrier{address_ + Shape::kBarriersOffset + 8 * number, parity};
+  __device__ __forceinline__ Barrier barrier(int number, uint32_t phase) const {
+    return Barrier{address_ + Shape::kBarriersOffset + 8 * number, phase};
   }
-  template <int kSlots>
-  __device__ __forceinline__ Barrier barrier(int first, Turn<kSlots> turn) const {
-    return Barrier{address_ + Shape::kBarriersOffset + 8 * first + 8 * turn.slot, turn.parity};
+  template <int kCount>
+  __device__ __forceinline__ Barrier barrier(int first, PipelineState<kCount> turn) const {
+    return Barrier{address_ + Shape::kBarriersOffset + 8 * first + 8 * turn.stage, turn.phase};
   }
 
   uint8_t* shared_;

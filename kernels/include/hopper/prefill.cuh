@@ -20,12 +20,12 @@ __device__ __forceinline__ void prefill(const PrefillParams& params, const TileN
   const Pipeline<Shape> pipeline(shared);
   if (threadIdx.x == 0) pipeline.init();
   if (threadIdx.x == 32) {
-    for (const auto* map : {&params.q, &params.k, &params.v, &params.out}) ptx::prefetch(*map);
+    for (const auto* map : {&params.q, &params.k, &params.v, &params.out}) ptx::prefetch_tensormap(*map);
   }
   __syncthreads();
   const int32_t warp = uniform(threadIdx.x / 32);
   if (warp >= Shape::kComputeWarps) {
-    ptx::give_up_registers<Shape::kLoaderRegisters>();
+    ptx::warpgroup_reg_dealloc<Shape::kLoaderRegisters>();
     switch (warp - Shape::kComputeWarps) {
       case 0:
         load_blocks<Shape, Operand::keys>(params, pipeline);
@@ -45,7 +45,7 @@ __device__ __forceinline__ void prefill(const PrefillParams& params, const TileN
       }
     }
   } else {
-    ptx::take_registers<Shape::kRegisters>();
+    ptx::warpgroup_reg_alloc<Shape::kRegisters>();
     compute_tiles<Shape, T, LogitsTransform>(params, pipeline);
   }
 }

@@ -4,10 +4,10 @@
 #include <cstdint>
 
 #include "element.cuh"
-#include "hopper/panel.cuh"
 #include "hopper/ptx.cuh"
 #include "hopper/row_state.cuh"
 #include "hopper/shape.cuh"
+#include "hopper/swizzle_atom.cuh"
 #include "output_rows.cuh"
 #include "params/hopper_prefill.cuh"
 #include "tile_plan.cuh"
@@ -81,7 +81,7 @@ class RowStore {
   }
   __device__ __forceinline__ void store(const State& state, uint32_t staging) const {
     if (boxed_) {
-      store_box(state, staging);
+      store_by_tma(state, staging);
     } else {
       store_rows(state);
     }
@@ -125,9 +125,9 @@ class RowStore {
   }
 
   /// As one box that goes through `staging`.
-  __device__ __forceinline__ void store_box(const State& state, uint32_t staging) const {
+  __device__ __forceinline__ void store_by_tma(const State& state, uint32_t staging) const {
     const int32_t lane = threadIdx.x % 32, group = prefill_.attention.group;
-    if (lane == 0) ptx::stores_read();
+    if (lane == 0) ptx::bulk_wait_group_read();
     __syncwarp();
     // Matrices: rows 0-7 and 8-15 of one chunk, then of the next one.
     const int32_t row = lane % 16;
@@ -142,11 +142,11 @@ class RowStore {
       const int32_t panel = column / Panel::kChunks, chunk = column % Panel::kChunks + lane / 16;
       ptx::stmatrix_x4(staging + panel * 16 * Panel::kRowBytes + Panel::offset(row, chunk), matrices);
     }
-    ptx::fence_stores_for_async();
+    ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane != 0) return;
     const int32_t packed = plan_.tile.first_row + first_row_;
-    ptx::store_box(staging, prefill_.out, 0, plan_.kv_head * group + (packed & (group - 1)),
+    ptx::tma_store(staging, prefill_.out, 0, plan_.kv_head * group + (packed & (group - 1)),
                    plan_.tile.first_token + (packed >> prefill_.group_shift), 0);
   }
 

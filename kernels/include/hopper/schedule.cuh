@@ -161,7 +161,7 @@ __device__ __forceinline__ void plan_tiles(const PrefillParams& params, const Pi
   int32_t rows = 1;
 #pragma unroll 1
   for (int32_t count = 0; rows > 0; ++count) {
-    const Turn<2> turn(count);
+    const PipelineState<2> turn(count);
     pipeline.plan_empty(turn).wait_for_reuse();
     if (count > 0 || numbers.first < 0) {
       if (params.next_tile == nullptr) {

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "hopper/panel.cuh"
+#include "hopper/swizzle_atom.cuh"
 #include "params/hopper_prefill.cuh"
 #include "tile_plan.cuh"
 #include "tiles/hopper_prefill.cuh"
@@ -38,7 +38,7 @@ struct TileShape : Choice {
   static constexpr int kThreads = kComputeThreads + 128;
 
   /// The widest panels that both dimensions are multiples of.
-  using Panel = SwizzledPanel<kHeadDim % 64 == 0 && kValueDim % 64 == 0 ? 64 : 32>;
+  using Panel = SwizzleAtom<kHeadDim % 64 == 0 && kValueDim % 64 == 0 ? 64 : 32>;
   static constexpr int kQueryPanels = kHeadDim / Panel::kColumns;
   static constexpr int kQueryPanelBytes = kRows * Panel::kRowBytes;
   static constexpr int kQueryBytes = kQueryPanels * kQueryPanelBytes;
@@ -49,10 +49,8 @@ struct TileShape : Choice {
   struct Block {
     static constexpr int kPanels = kColumns / Panel::kColumns;
     static constexpr int kBytes = kPanels * Choice::kKeys * Panel::kRowBytes;
-    static constexpr int kPanelDistance =
-        kStorage == Storage::paged ? Panel::kGroupBytes : Choice::kKeys * Panel::kRowBytes;
-    static constexpr int kGroupDistance =
-        kStorage == Storage::paged ? kPanels * Panel::kGroupBytes : Panel::kGroupBytes;
+    static constexpr int kPanelDistance = kStorage == Storage::paged ? Panel::kBytes : Choice::kKeys * Panel::kRowBytes;
+    static constexpr int kGroupDistance = kStorage == Storage::paged ? kPanels * Panel::kBytes : Panel::kBytes;
   };
   using KeyBlock = Block<kHeadDim>;
   using ValueBlock = Block<kValueDim>;

@@ -25,7 +25,7 @@ __device__ __forceinline__ void for_tiles(const PrefillParams& prefill, const Pi
   int32_t rows = 1;
 #pragma unroll 1
   for (int32_t count = 0, tile = 0; rows > 0; ++count) {
-    const Turn<2> turn(count);
+    const PipelineState<2> turn(count);
     pipeline.plan_full(turn).wait();
     const TilePlan& plan = pipeline.plan(turn);
     rows = uniform(plan.plan.tile.num_rows);
@@ -49,7 +49,7 @@ __device__ __forceinline__ void for_tiles(const PrefillParams& prefill, const Pi
     __syncwarp();
     if (leads) pipeline.plan_empty(turn).arrive();
   }
-  ptx::stores_done();
+  ptx::bulk_wait_group();
   if (params.clears_unowned_rows != 0) {
     pipeline.order_known().wait();
     const bool ascend = pipeline.starts_ascend() != 0;

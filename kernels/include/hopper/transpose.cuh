@@ -41,11 +41,11 @@ class Transposer {
   /// The turn-th block of the CTA, `block` of the tile. Keys that no row of the sequence sees become 0: what lies there
   /// may be NaN.
   __device__ __forceinline__ void run(int32_t block, int32_t turn_number, const TilePlan& plan) const {
-    const Turn<Shape::kStages> turn(turn_number);
+    const PipelineState<Shape::kStages> turn(turn_number);
     const int32_t first_key = block * Shape::kKeys;
     pipeline_.fetched_full(turn).wait();
     pipeline_.values_empty(turn).wait_for_reuse();
-    const uint32_t from = pipeline_.fetched_values(turn.slot), to = pipeline_.values(turn.slot);
+    const uint32_t from = pipeline_.fetched_values(turn.stage), to = pipeline_.values(turn.stage);
     if (first_key >= plan.seen_begin && first_key + Shape::kKeys <= plan.seen_end) {
       move(from, to, [](int, uint32_t pairs) { return pairs; });
     } else {
@@ -57,7 +57,7 @@ class Transposer {
         return pairs & (low | high);
       });
     }
-    ptx::fence_stores_for_async();
+    ptx::fence_proxy_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
       pipeline_.fetched_empty(turn).arrive();
@@ -105,7 +105,7 @@ __device__ __forceinline__ void transpose_blocks(const PrefillParams& params, co
   int32_t turn = 0, rows = 1;
 #pragma unroll 1
   for (int32_t count = 0; rows > 0; ++count) {
-    const Turn<2> plan_turn(count);
+    const PipelineState<2> plan_turn(count);
     pipeline.plan_full(plan_turn).wait();
     const TilePlan& plan = pipeline.plan(plan_turn);
     rows = plan.plan.tile.num_rows;

@@ -14,12 +14,12 @@ namespace xa::hopper {
 namespace ptx {
 
 /// Before products are started: registers they use have been written.
-__device__ __forceinline__ void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 /// Makes the products started since the last call a group.
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 /// Waits until at most the `kPending` newest groups are under way.
 template <int kPending>
-__device__ __forceinline__ void products_wait() {
+__device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
@@ -31,11 +31,11 @@ struct E4m3 {
 };
 
 /// Products of 64 rows with kColumns columns, 32 bytes deep.
-///   scores: d = a b^T (+ d where kAdds), a [64, 16] and b [kColumns, 16] in shared memory
+///   scores: d = a b^T (+ d where kAccumulate), a [64, 16] and b [kColumns, 16] in shared memory
 ///   values: d += a b, a [64, 16] in registers, b [16, kColumns] in shared memory; of 8-bit tiles b^T [kColumns, 32],
 ///           there is no other way
 template <typename T, int kColumns>
-struct Product;
+struct Wgmma;
 
 // Operands are numbered: `a` is the number of the first one after the accumulator's.
 #define XA_TILE(d, j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
@@ -71,17 +71,17 @@ struct Product;
 #define XA_PRODUCT(T, type, depth, scores_lie, values_lie, columns, numbers, a, b, scale, a1, a2, a3, values_b,       \
                    values_scale)                                                                                      \
   template <>                                                                                                         \
-  struct Product<T, columns> {                                                                                        \
-    template <bool kAdds>                                                                                             \
-    static __device__ __forceinline__ void scores(float (&d)[columns / 8][4], uint64_t x, uint64_t y) {               \
+  struct Wgmma<T, columns> {                                                                                          \
+    template <bool kAccumulate>                                                                                       \
+    static __device__ __forceinline__ void ss(float (&d)[columns / 8][4], uint64_t x, uint64_t y) {                   \
       asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #scale                                                  \
                    ", 0;\n"                                                                                           \
                    "wgmma.mma_async.sync.aligned.m64n" #columns depth ".f32." type "." type " {" XA_NUMBERS_##numbers \
                    "}, %" #a ", %" #b ", adds, 1, 1" scores_lie ";\n}"                                                \
                    : XA_TILES_##columns(d)                                                                            \
-                   : "l"(x), "l"(y), "n"(kAdds ? 1 : 0));                                                             \
+                   : "l"(x), "l"(y), "n"(kAccumulate ? 1 : 0));                                                       \
     }                                                                                                                 \
-    static __device__ __forceinline__ void values(float (&d)[columns / 8][4], const uint32_t (&x)[4], uint64_t y) {   \
+    static __device__ __forceinline__ void rs(float (&d)[columns / 8][4], const uint32_t (&x)[4], uint64_t y) {       \
       asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #values_scale                                           \
                    ", 0;\n"                                                                                           \
                    "wgmma.mma_async.sync.aligned.m64n" #columns depth ".f32." type "." type " {" XA_NUMBERS_##numbers \

@@ -15,7 +15,7 @@
 #include <type_traits>
 
 #include "element.cuh"
-#include "hopper/panel.cuh"
+#include "hopper/swizzle_atom.cuh"
 #include "hopper_bwd/modified_weights.cuh"
 #include "hopper_bwd/pipeline.cuh"
 #include "hopper_bwd/products.cuh"
@@ -106,7 +106,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
   constexpr int kStepsOfPanel = Panel::kColumns / 16;
   using ScorePanel = typename Shape::ScorePanel;
   // A step down 16 rows of a panel, a step along 16 of its columns, in descriptors.
-  constexpr uint64_t kDown = 2 * Panel::kGroupBytes >> 4, kScoresDown = 2 * ScorePanel::kGroupBytes >> 4, kAlong = 2;
+  constexpr uint64_t kDown = 2 * Panel::kBytes >> 4, kScoresDown = 2 * ScorePanel::kBytes >> 4, kAlong = 2;
   const AttentionParams& forward = params.base.forward;
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   const bool leads = threadIdx.x % 128 == 0;
@@ -114,9 +114,9 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     if (lane == 0) barrier.arrive();
   };
   const auto descriptor = [](uint32_t address, uint32_t panel_bytes) {
-    return tile_descriptor<Panel>(address, panel_bytes, Panel::kGroupBytes);
+    return matrix_descriptor<Panel>(address, panel_bytes, Panel::kBytes);
   };
-  const uint32_t own_rows = warpgroup * 8 * Panel::kGroupBytes;
+  const uint32_t own_rows = warpgroup * 8 * Panel::kBytes;
   const uint64_t own_keys = descriptor(pipeline.keys() + own_rows, 0);
   const uint64_t own_values = descriptor(pipeline.values() + own_rows, 0);
   const uint64_t queries = descriptor(pipeline.queries(0), Shape::kQueryPanelBytes);
@@ -125,13 +125,12 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
   constexpr int kSecondPanel = Shape::kPanels - 64 / Panel::kColumns;
   const uint64_t all_keys =
       descriptor(pipeline.keys() + warpgroup * (kSecondPanel * Shape::kKeyPanelBytes), Shape::kKeyPanelBytes);
-  const uint64_t all_scores = tile_descriptor<ScorePanel>(
-      pipeline.scores(0) + (Shape::kSharesColumns ? 0 : warpgroup * Shape::kScorePanelBytes), 0,
-      ScorePanel::kGroupBytes);
+  const uint64_t all_scores = matrix_descriptor<ScorePanel>(
+      pipeline.scores(0) + (Shape::kSharesColumns ? 0 : warpgroup * Shape::kScorePanelBytes), 0, ScorePanel::kBytes);
   // Where this lane gives stmatrix a row of its warp's 16.
   const int32_t matrix_row = 16 * warp + lane % 16;
   const uint32_t own_scores =
-      pipeline.scores(0) + warpgroup * 8 * ScorePanel::kGroupBytes + ScorePanel::offset(matrix_row, lane / 16);
+      pipeline.scores(0) + warpgroup * 8 * ScorePanel::kBytes + ScorePanel::offset(matrix_row, lane / 16);
   // dQ without the columns that the second warpgroup makes in vain.
   const int32_t first_column = warpgroup * (Shape::kRepeatedColumns / 8);
   const uint32_t own_sums = pipeline.sums(warpgroup) + warp * (8 - first_column) * 512 - first_column * 512 + lane * 16;
@@ -140,11 +139,11 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
   RingPosition<Shape::kQueryStages> at;
   int32_t step = 0;
 
-  const auto wait_for_turn = [&] { ptx::sync(kTurnBarrier + warpgroup, 256); };
+  const auto wait_for_turn = [&] { ptx::named_barrier_sync(kTurnBarrier + warpgroup, 256); };
   const auto pass_turn = [&] { ptx::arrive(kTurnBarrier + 1 - warpgroup, 256); };
   const auto start_scores = [&](int32_t stage) {
     const uint64_t block = queries + static_cast<uint32_t>(stage * (Shape::kQueryBytes >> 4));
-    ptx::products_fence();
+    ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k) {
       const uint64_t a = own_keys + (k / kStepsOfPanel * (Shape::kKeyPanelBytes >> 4) + k % kStepsOfPanel * kAlong);
@@ -155,13 +154,13 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
         BackwardProduct<T, kQueries>::template along<true>(scores, a, b);
       }
     }
-    ptx::products_commit();
+    ptx::wgmma_commit_group();
   };
 
   if (warpgroup == 1) pass_turn();
 #pragma unroll 1
   for (int32_t count = 0;; ++count) {
-    const Turn<2> turn(count);
+    const PipelineState<2> turn(count);
     pipeline.tile_full(turn).wait();
     const BackwardTile& tile = pipeline.tile(turn);
     const int32_t key_block = uniform(tile.key_block);
@@ -194,12 +193,12 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     }
     pipeline.keys_full(count).wait();
     pipeline.query_full(at).wait();
-    start_scores(at.slot);
+    start_scores(at.stage);
     // Under way into the loop, products would be done one after the other.
-    ptx::products_wait<0>();
+    ptx::wgmma_wait_group<0>();
     // The gradients of the tile before have left the places of dS and of dQ.
-    if (leads) ptx::stores_read();
-    ptx::sync(1, 256);
+    if (leads) ptx::bulk_wait_group_read();
+    ptx::named_barrier_sync(1, 256);
     pipeline.values_full(count).wait();
     int32_t held = -1;     // the stage of Q that dK is still being made from
     int32_t num_done = 0;  // steps of this tile
@@ -208,7 +207,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     // them wait for each other. It makes dQ of any dS, which is not used.
     const auto start_dq = [&] {
       const uint64_t from = all_scores + static_cast<uint32_t>((step + 1) % 2 * (Shape::kScoreBytes >> 4));
-      ptx::products_fence();
+      ptx::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < Shape::kKeys / 16; ++k) {
         if (k == 0) {
@@ -217,10 +216,10 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
           BackwardProduct<T, 64>::template across<true>(dq, from + k * kScoresDown, all_keys + k * kDown);
         }
       }
-      ptx::products_commit();
+      ptx::wgmma_commit_group();
     };
     const auto fence_stores = [&] {
-      ptx::fence_stores_for_async();
+      ptx::fence_proxy_async_shared();
       __syncwarp();
     };
     const auto store_sums = [&](int32_t of_step) {
@@ -239,18 +238,18 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     const auto finish_step_before = [&] {
       if (held >= 0) release(pipeline.query_empty({held, 0}));
       fence_stores();
-      if (num_done > 1) release(pipeline.sums_full(Turn<2>(step - 2), warpgroup));
+      if (num_done > 1) release(pipeline.sums_full(PipelineState<2>(step - 2), warpgroup));
     };
     // Where the keys are `hidden` from all queries, dS is 0, and of the products only the half of dQ is left.
     const auto take_step = [&](auto hidden) {
       constexpr bool kHidden = decltype(hidden)::value;
-      const Turn<2> now(step);
+      const PipelineState<2> now(step);
       float dp[kQueryTiles][4];
       uint32_t p[kQueries / 16][4], ds[kQueries / 16][4];
-      const uint64_t dout = douts + now.slot * (Shape::kQueryBytes >> 4);
+      const uint64_t dout = douts + now.stage * (Shape::kQueryBytes >> 4);
       pipeline.dout_full(now).wait();
       if constexpr (!kHidden) {
-        const ReadRowPairs lses(pipeline.lses(at.slot)), deltas(pipeline.deltas(now.slot));
+        const ReadRowPairs lses(pipeline.lses(at.stage)), deltas(pipeline.deltas(now.stage));
         if constexpr (Shape::kStartsFromDelta) {
 #pragma unroll
           for (int column = 0; column < kQueryTiles; ++column) {
@@ -259,9 +258,9 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
             dp[column][1] = dp[column][3] = delta.y;
           }
         }
-        ptx::products_wait<0>();  // dK of the step before, S
+        ptx::wgmma_wait_group<0>();  // dK of the step before, S
         finish_step_before();
-        ptx::products_fence();
+        ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kHeadDim / 16; ++k) {
           const uint64_t a =
@@ -275,13 +274,13 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
             BackwardProduct<T, kQueries>::template along<true>(dp, a, b);
           }
         }
-        ptx::products_commit();
+        ptx::wgmma_commit_group();
         // The compiler moves nothing across a branch: exponentials ahead of the products would not be beside them, and
         // spill.
         if (!plain.holds(block)) {
           for_unseen<Shape>(forward, tile, block, [&](int column, int i) { scores[column][i] = -INFINITY; });
         }
-        const auto modified = modified_weights<Shape>(forward, tile, block, pipeline.lses(at.slot) + 4 * kQueries);
+        const auto modified = modified_weights<Shape>(forward, tile, block, pipeline.lses(at.stage) + 4 * kQueries);
         // Makes weights of the scores of a column; under a soft cap packed ones, and leaves what makes dS of dP in
         // their place.
         const auto make_weights = [&](int column) {
@@ -310,7 +309,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
         constexpr int kFirst = kTightlyCapped ? 3 : kQueryTiles / 2;
 #pragma unroll
         for (int column = 0; column < kFirst; ++column) make_weights(column);
-        ptx::products_wait<0>();  // dP
+        ptx::wgmma_wait_group<0>();  // dP
 #pragma unroll
         for (int column = 0; column < kQueryTiles; ++column) {
           if (column + kFirst < kQueryTiles) make_weights(column + kFirst);
@@ -342,7 +341,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
           }
         }
       } else {
-        ptx::products_wait<0>();
+        ptx::wgmma_wait_group<0>();
         finish_step_before();
 #pragma unroll
         for (auto& matrices : ds) {
@@ -352,32 +351,32 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       }
       if (is_last_step()) release(pipeline.values_empty(count));
       // Both have made dQ of the step before that one, whose dS lay where this one's will.
-      if (num_done > 0) pipeline.scores_full(Turn<2>(step - 1)).wait();
+      if (num_done > 0) pipeline.scores_full(PipelineState<2>(step - 1)).wait();
 #pragma unroll
       for (int k = 0; k < kQueries / 16; ++k) {
-        const uint32_t panel = now.slot * Shape::kScoreBytes + k / 4 * Shape::kScorePanelBytes;
+        const uint32_t panel = now.stage * Shape::kScoreBytes + k / 4 * Shape::kScorePanelBytes;
         // A chunk's place is its number within the row, by XOR.
         ptx::stmatrix_x4((own_scores + panel) ^ (k % 4 * 2 << 4), ds[k]);
       }
       wait_for_turn();
       if constexpr (!kHidden) {
-        ptx::products_fence();
+        ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kQueries / 16; ++k) BackwardProduct<T, kHeadDim>::weigh(dv, p[k], dout + k * kDown);
-        ptx::products_commit();
+        ptx::wgmma_commit_group();
       }
       start_dq();
       if constexpr (!kHidden) {
-        const uint64_t from = queries + static_cast<uint32_t>(at.slot * (Shape::kQueryBytes >> 4));
+        const uint64_t from = queries + static_cast<uint32_t>(at.stage * (Shape::kQueryBytes >> 4));
 #pragma unroll
         for (int k = 0; k < kQueries / 16; ++k) BackwardProduct<T, kHeadDim>::weigh(dk, ds[k], from + k * kDown);
       }
-      ptx::products_commit();  // without dK too, so that all steps end alike
+      ptx::wgmma_commit_group();  // without dK too, so that all steps end alike
       fence_stores();
-      ptx::products_wait<1>();  // dV, dQ
+      ptx::wgmma_wait_group<1>();  // dV, dQ
       release(pipeline.scores_full(now));
       release(pipeline.dout_empty(now));
-      held = at.slot;
+      held = at.stage;
       at.advance();
     };
     const auto end_step = [&] {
@@ -400,24 +399,24 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
         block += ascends ? 1 : -1;
       }
       pipeline.query_full(at).wait();
-      start_scores(at.slot);
+      start_scores(at.stage);
       pass_turn();
       if constexpr (Shape::kStoresBesideScores) end_step();
     }
     if constexpr (Shape::kStoresBesideScores) end_step();
     pass_turn();
-    ptx::products_wait<0>();  // dK
+    ptx::wgmma_wait_group<0>();  // dK
     finish_step_before();
-    pipeline.scores_full(Turn<2>(step - 1)).wait();
+    pipeline.scores_full(PipelineState<2>(step - 1)).wait();
     start_dq();
-    ptx::products_wait<0>();
+    ptx::wgmma_wait_group<0>();
     release(pipeline.keys_empty(count));
     store_sums(step - 1);
     fence_stores();
-    release(pipeline.sums_full(Turn<2>(step - 1), warpgroup));
+    release(pipeline.sums_full(PipelineState<2>(step - 1), warpgroup));
     // dK and dV leave through the places of dS and dQ.
     pipeline.sums_empty(step, warpgroup).wait_for_reuse();
-    ptx::sync(1, 256);
+    ptx::named_barrier_sync(1, 256);
     constexpr uint32_t kGradientBytes = 64 * kHeadDim * 2;
     const uint32_t keys_to = pipeline.scores(0) + warpgroup * kGradientBytes;
     const uint32_t values_to = pipeline.sums(0) + warpgroup * kGradientBytes;
@@ -437,17 +436,17 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       ptx::stmatrix_x4((keys_to + matrix_offset + panel) ^ (column % Panel::kChunks << 4), of_key);
       ptx::stmatrix_x4((values_to + matrix_offset + panel) ^ (column % Panel::kChunks << 4), of_value);
     }
-    ptx::fence_stores_for_async();
-    ptx::sync(2 + warpgroup, 128);
+    ptx::fence_proxy_async_shared();
+    ptx::named_barrier_sync(2 + warpgroup, 128);
     if (leads) {
       const RaggedRows rows(tile.first_key, tile.num_keys);
       const int32_t row = rows.base + key_block * Shape::kKeys + 64 * warpgroup;
 #pragma unroll
       for (int panel = 0; panel < Shape::kPanels; ++panel) {
         const uint32_t from = panel * (64 * Panel::kRowBytes);
-        ptx::store_box(keys_to + from, params.dk, panel * Panel::kColumns, tile.kv_head, row, rows.end,
+        ptx::tma_store(keys_to + from, params.dk, panel * Panel::kColumns, tile.kv_head, row, rows.end,
                        RaggedRows::kEnd);
-        ptx::store_box(values_to + from, params.dv, panel * Panel::kColumns, tile.kv_head, row, rows.end,
+        ptx::tma_store(values_to + from, params.dv, panel * Panel::kColumns, tile.kv_head, row, rows.end,
                        RaggedRows::kEnd);
       }
       ptx::bulk_commit();
@@ -456,7 +455,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     release(pipeline.tile_empty(turn));
   }
   if (warpgroup == 0) wait_for_turn();
-  if (leads) ptx::stores_done();
+  if (leads) ptx::bulk_wait_group();
 }
 
 }  // namespace xa::hopper

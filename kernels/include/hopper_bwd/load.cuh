@@ -19,7 +19,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, const TensorMap& map, uin
   using Panel = typename Shape::Panel;
 #pragma unroll
   for (int panel = 0; panel < Shape::kPanels; ++panel) {
-    ptx::copy_box(to + panel * kRows * Panel::kRowBytes, map, barrier, panel * Panel::kColumns, head, rows.base + first,
+    ptx::tma_load(to + panel * kRows * Panel::kRowBytes, map, barrier, panel * Panel::kColumns, head, rows.base + first,
                   rows.end, RaggedRows::kEnd);
   }
 }
@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
   RingPosition<kOfKeys ? Shape::kQueryStages : Shape::kDoutStages> at;
 #pragma unroll 1
   for (int32_t count = 0;; ++count) {
-    const Turn<2> turn(count);
+    const PipelineState<2> turn(count);
     BackwardTile& tile = pipeline.tile(turn);
     if constexpr (kOfKeys) {
       unsigned long long next = 0;
@@ -113,7 +113,7 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
           full = pipeline.query_full(at);
           empty = pipeline.query_empty(at);
         } else {
-          const Turn<2> place(at.slot + 2 * static_cast<int32_t>(at.parity));
+          const PipelineState<2> place(at.stage + 2 * static_cast<int32_t>(at.phase));
           full = pipeline.dout_full(place);
           empty = pipeline.dout_empty(place);
         }
@@ -121,11 +121,11 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
         // Without the copy of this lane the phase lasts: no lane can miss it.
         if (leads) {
           full.expect(Shape::kQueryBytes);
-          load_rows<Shape, Shape::kQueries>(kOfKeys ? pipeline.queries(at.slot) : pipeline.douts(at.slot),
+          load_rows<Shape, Shape::kQueries>(kOfKeys ? pipeline.queries(at.stage) : pipeline.douts(at.stage),
                                             kOfKeys ? params.q : params.dout, full.address, head, rows, row);
         }
         __syncwarp();
-        load_row_stats<Shape>(kOfKeys ? pipeline.lses(at.slot) : pipeline.deltas(at.slot), stats + row, slope,
+        load_row_stats<Shape>(kOfKeys ? pipeline.lses(at.stage) : pipeline.deltas(at.stage), stats + row, slope,
                               full.address, num_queries - row);
         at.advance();
       }

@@ -29,15 +29,15 @@ struct BackwardTile {
 static_assert(sizeof(BackwardTile) <= 64);
 
 /// A place of a ring and the parity of its barriers' phase.
-template <int kSlots>
+template <int kStages>
 struct RingPosition {
-  int32_t slot = 0;
-  uint32_t parity = 0;
+  int32_t stage = 0;
+  uint32_t phase = 0;
 
   __device__ __forceinline__ void advance() {
-    if (++slot == kSlots) {
-      slot = 0;
-      parity ^= 1;
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
     }
   }
 };
@@ -71,7 +71,7 @@ class BackwardPipeline {
   /// The work of one thread; a barrier of the CTA must follow.
   __device__ __forceinline__ void init() const {
     const auto init = [&](int first, int count, uint32_t arrivals) {
-      for (int i = 0; i < count; ++i) ptx::barrier_init(barrier(first + i, 0).address, arrivals);
+      for (int i = 0; i < count; ++i) ptx::mbarrier_init(barrier(first + i, 0).address, arrivals);
     };
     constexpr int kWarps = Shape::kComputeWarps;
     init(kTileFull, 2, 1);
@@ -87,40 +87,40 @@ class BackwardPipeline {
     init(kScoresFull, 2, kWarps);
     init(kSumsFull, 4, kWarps / 2);
     init(kSumsEmpty, 2, 1);
-    ptx::fence_barrier_init();
-    ptx::fence_stores_for_async();
+    ptx::fence_mbarrier_init();
+    ptx::fence_proxy_async_shared();
   }
 
-  __device__ __forceinline__ Barrier tile_full(Turn<2> turn) const {
-    return barrier(kTileFull + turn.slot, turn.parity);
+  __device__ __forceinline__ Barrier tile_full(PipelineState<2> turn) const {
+    return barrier(kTileFull + turn.stage, turn.phase);
   }
-  __device__ __forceinline__ Barrier tile_empty(Turn<2> turn) const {
-    return barrier(kTileEmpty + turn.slot, turn.parity);
+  __device__ __forceinline__ Barrier tile_empty(PipelineState<2> turn) const {
+    return barrier(kTileEmpty + turn.stage, turn.phase);
   }
   __device__ __forceinline__ Barrier keys_full(int32_t tile) const { return barrier(kKeysFull, tile & 1); }
   __device__ __forceinline__ Barrier keys_empty(int32_t tile) const { return barrier(kKeysEmpty, tile & 1); }
   __device__ __forceinline__ Barrier values_full(int32_t tile) const { return barrier(kValuesFull, tile & 1); }
   __device__ __forceinline__ Barrier values_empty(int32_t tile) const { return barrier(kValuesEmpty, tile & 1); }
   __device__ __forceinline__ Barrier query_full(RingPosition<Shape::kQueryStages> at) const {
-    return barrier(kQueryFull + at.slot, at.parity);
+    return barrier(kQueryFull + at.stage, at.phase);
   }
   __device__ __forceinline__ Barrier query_empty(RingPosition<Shape::kQueryStages> at) const {
-    return barrier(kQueryEmpty + at.slot, at.parity);
+    return barrier(kQueryEmpty + at.stage, at.phase);
   }
-  __device__ __forceinline__ Barrier dout_full(Turn<2> step) const {
-    return barrier(kDoutFull + step.slot, step.parity);
+  __device__ __forceinline__ Barrier dout_full(PipelineState<2> step) const {
+    return barrier(kDoutFull + step.stage, step.phase);
   }
-  __device__ __forceinline__ Barrier dout_empty(Turn<2> step) const {
-    return barrier(kDoutEmpty + step.slot, step.parity);
+  __device__ __forceinline__ Barrier dout_empty(PipelineState<2> step) const {
+    return barrier(kDoutEmpty + step.stage, step.phase);
   }
   /// dS of a step is there, of both warpgroups.
-  __device__ __forceinline__ Barrier scores_full(Turn<2> step) const {
-    return barrier(kScoresFull + step.slot, step.parity);
+  __device__ __forceinline__ Barrier scores_full(PipelineState<2> step) const {
+    return barrier(kScoresFull + step.stage, step.phase);
   }
   /// A warpgroup's half of dQ of a step is there. Even and odd steps have barriers of their own: of one that it shared,
   /// a warp that waits for every second phase could miss one, and take the next for it.
-  __device__ __forceinline__ Barrier sums_full(Turn<2> step, int32_t warpgroup) const {
-    return barrier(kSumsFull + 2 * step.slot + warpgroup, step.parity);
+  __device__ __forceinline__ Barrier sums_full(PipelineState<2> step, int32_t warpgroup) const {
+    return barrier(kSumsFull + 2 * step.stage + warpgroup, step.phase);
   }
   __device__ __forceinline__ Barrier sums_empty(int32_t step, int32_t warpgroup) const {
     return barrier(kSumsEmpty + warpgroup, step & 1);
@@ -146,8 +146,8 @@ class BackwardPipeline {
   __device__ __forceinline__ uint32_t sums(int32_t warpgroup) const {
     return address_ + Shape::kSumsOffset + warpgroup * Shape::kFirstSumBytes;
   }
-  __device__ __forceinline__ BackwardTile& tile(Turn<2> turn) const {
-    return *reinterpret_cast<BackwardTile*>(shared_ + Shape::kTilesOffset + 64 * turn.slot);
+  __device__ __forceinline__ BackwardTile& tile(PipelineState<2> turn) const {
+    return *reinterpret_cast<BackwardTile*>(shared_ + Shape::kTilesOffset + 64 * turn.stage);
   }
 
  private:

@@ -18,8 +18,8 @@ __device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-/// As store_box of hopper/ptx.cuh, of five coordinates, and without the commit.
-__device__ __forceinline__ void store_box(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2,
+/// As tma_store of hopper/ptx.cuh, of five coordinates, and without the commit.
+__device__ __forceinline__ void tma_store(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2,
                                           int32_t x3, int32_t x4) {
   asm volatile(
       "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%1, {%2, %3, %4, %5, %6}], [%0];" ::"r"(from),

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "hopper/panel.cuh"
+#include "hopper/swizzle_atom.cuh"
 #include "tiles/hopper_bwd.cuh"
 
 namespace xa::hopper {
@@ -28,12 +28,12 @@ struct BackwardShape : tiles::HopperBwd<kHeadDim_, LogitsTransform> {
   /// Two of arithmetic, one of loads and of dQ.
   static constexpr int kWarpgroups = 3, kThreads = 128 * kWarpgroups, kComputeWarps = 8;
 
-  using Panel = SwizzledPanel<Choice::kPanelColumns>;
+  using Panel = SwizzleAtom<Choice::kPanelColumns>;
   static constexpr int kPanels = kHeadDim / Panel::kColumns;
   static constexpr int kKeyPanelBytes = kKeys * Panel::kRowBytes, kQueryPanelBytes = kQueries * Panel::kRowBytes;
   static constexpr int kKeyBytes = kPanels * kKeyPanelBytes, kQueryBytes = kPanels * kQueryPanelBytes;
   /// dS^T [kKeys, kQueries] in panels of 64 queries.
-  using ScorePanel = SwizzledPanel<64>;
+  using ScorePanel = SwizzleAtom<64>;
   static constexpr int kScorePanelBytes = kKeys * ScorePanel::kRowBytes;
   static constexpr int kScoreBytes = kKeys * kQueries * 2;
   /// dQ of a step in f32. Of the queries and columns a warpgroup makes 64 each, or the columns that are left.

@@ -41,7 +41,7 @@ __device__ __forceinline__ void add_sums(const HopperBackwardParams& params, con
   int32_t step = 0;
 #pragma unroll 1
   for (int32_t count = 0;; ++count) {
-    const Turn<2> turn(count);
+    const PipelineState<2> turn(count);
     pipeline.tile_full(turn).wait();
     const BackwardTile tile = pipeline.tile(turn);
     if (tile.key_block < 0) break;
@@ -66,7 +66,7 @@ __device__ __forceinline__ void add_sums(const HopperBackwardParams& params, con
         const int32_t groups = ceil_div(tile.num_queries - block * Shape::kQueries, kSumRows);
 #pragma unroll
         for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
-          pipeline.sums_full(Turn<2>(step), warpgroup).wait();
+          pipeline.sums_full(PipelineState<2>(step), warpgroup).wait();
           const int32_t first = Shape::kSharesColumns ? 0 : 4 * warpgroup, part = Shape::kSharesColumns ? warpgroup : 0;
           const int32_t mine = min(groups - first, 4);
           if (mine <= 0) continue;
@@ -79,10 +79,10 @@ __device__ __forceinline__ void add_sums(const HopperBackwardParams& params, con
           }
         }
         ptx::bulk_commit();
-        ptx::stores_read();
+        ptx::bulk_wait_group_read();
         pipeline.sums_empty(step, 0).arrive();
         pipeline.sums_empty(step, 1).arrive();
-        ptx::stores_done();
+        ptx::bulk_wait_group();
         ptx::fence_all_for_async();
         ptx::store_release(arrived, before + 1);
       }

@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "element.cuh"
-#include "hopper/panel.cuh"
+#include "hopper/swizzle_atom.cuh"
 #include "hopper_bwd/compute.cuh"
 #include "hopper_bwd/products.cuh"
 #include "hopper_bwd/ragged_rows.cuh"
@@ -41,7 +41,7 @@ class RowPairs {
 template <typename Shape>
 __device__ __forceinline__ uint64_t panel_descriptor(uint32_t address) {
   using Panel = typename Shape::Panel;
-  return tile_descriptor<Panel>(address, 0, Panel::kGroupBytes);
+  return matrix_descriptor<Panel>(address, 0, Panel::kBytes);
 }
 
 /// Waits for the panels of a block and goes on to the next block.
@@ -64,7 +64,7 @@ __device__ __forceinline__ void release_panels(At& at, const EmptyOf& empty_of) 
 template <typename T, typename Shape, int kPanels, typename At, typename PanelOf>
 __device__ __forceinline__ void start_scores_of(float (&d)[8][4], uint32_t rows, At at, const PanelOf& panel_of) {
   constexpr uint64_t kAlong = 2;
-  ptx::products_fence();
+  ptx::wgmma_fence();
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel, at.advance()) {
     const uint64_t a = panel_descriptor<Shape>(rows + panel * Shape::kHeldPanelBytes);
@@ -78,7 +78,7 @@ __device__ __forceinline__ void start_scores_of(float (&d)[8][4], uint32_t rows,
       }
     }
   }
-  ptx::products_commit();
+  ptx::wgmma_commit_group();
 }
 
 /// A gradient of 64 rows: accumulators of `kPanels` panels, of which products take kAtOnce. Rings hold a whole number
@@ -109,18 +109,18 @@ template <typename T, typename Shape, int kPanels, typename At, typename PanelOf
 __device__ __forceinline__ void start_gradient(WideGradient<kPanels>& d, const uint32_t (&a)[4][4], At at,
                                                const PanelOf& panel_of) {
   using Panel = typename Shape::Panel;
-  constexpr uint64_t kDown = 2 * Panel::kGroupBytes >> 4;
+  constexpr uint64_t kDown = 2 * Panel::kBytes >> 4;
   constexpr int kAtOnce = WideGradient<kPanels>::kAtOnce;
-  ptx::products_fence();
+  ptx::wgmma_fence();
 #pragma unroll
   for (int some = 0; some < kPanels / kAtOnce; ++some) {
-    const uint64_t b = tile_descriptor<Panel>(panel_of(at), Shape::kPanelBytes, Panel::kGroupBytes);
+    const uint64_t b = matrix_descriptor<Panel>(panel_of(at), Shape::kPanelBytes, Panel::kBytes);
 #pragma unroll
     for (int k = 0; k < 4; ++k) BackwardProduct<T, 64 * kAtOnce>::weigh(d.sums[some], a[k], b + k * kDown);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) at.advance();
   }
-  ptx::products_commit();
+  ptx::wgmma_commit_group();
 }
 
 /// Writes a gradient of 64 rows to shared memory in panels [64][64], each `panel_bytes` after the one before.
@@ -150,17 +150,17 @@ __device__ __forceinline__ void store_of_keys(uint32_t from, const TensorMap& ma
                                               int32_t key_block, const WideGradient<kPanels>& d, float scale,
                                               int32_t warpgroup, const Barrier& empty) {
   stage_gradient<T, typename Shape::Panel, kPanels>(from, Shape::kHeldPanelBytes, d, scale);
-  ptx::fence_stores_for_async();
-  ptx::sync(2 + warpgroup, 128);
+  ptx::fence_proxy_async_shared();
+  ptx::named_barrier_sync(2 + warpgroup, 128);
   if (threadIdx.x % 128 == 0) {
     const RaggedRows rows(tile.first_key, tile.num_keys);
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
-      ptx::store_box(from + panel * Shape::kHeldPanelBytes, map, panel * 64, tile.kv_head,
+      ptx::tma_store(from + panel * Shape::kHeldPanelBytes, map, panel * 64, tile.kv_head,
                      rows.base + key_block * Shape::kKeys, rows.end, RaggedRows::kEnd);
     }
     ptx::bulk_commit();
-    ptx::stores_read();
+    ptx::bulk_wait_group_read();
     empty.arrive();
   }
   __syncwarp();
@@ -186,7 +186,7 @@ __device__ __forceinline__ void make_values_gradients(const HopperBackwardParams
   int32_t step = 0;
 #pragma unroll 1
   for (int32_t count = 0;; ++count) {
-    const Turn<2> turn(count);
+    const PipelineState<2> turn(count);
     pipeline.tile_full(turn).wait();
     const BackwardTile& tile = pipeline.tile(turn);
     const int32_t key_block = uniform(tile.key_block);
@@ -210,17 +210,17 @@ __device__ __forceinline__ void make_values_gradients(const HopperBackwardParams
     };
     pipeline.held_full(count).wait();
     start_scores();
-    ptx::products_wait<0>();
+    ptx::wgmma_wait_group<0>();
 #pragma unroll 1
     while (true) {
-      const Turn<2> now(step);
+      const PipelineState<2> now(step);
       release_panels<Shape::kPanels>(done_at, empty);
       pipeline.lses_full(now).wait();
-      const RowPairs<8> lses(pipeline.lses(now.slot));
+      const RowPairs<8> lses(pipeline.lses(now.stage));
       if (!plain.holds(block)) {
         for_unseen<Shape>(forward, tile, block, [&](int column, int i) { scores[column][i] = -INFINITY; });
       }
-      const auto modified = modified_weights<Shape>(forward, tile, block, pipeline.lses(now.slot) + 4 * 64);
+      const auto modified = modified_weights<Shape>(forward, tile, block, pipeline.lses(now.stage) + 4 * 64);
       uint32_t p[4][4];
       const float scale = forward.softmax_scale_log2;
 #pragma unroll
@@ -269,19 +269,19 @@ __device__ __forceinline__ void make_values_gradients(const HopperBackwardParams
       if (--left == 0) break;
       if (++block == first_block + num_blocks) block = first_block;
       start_scores();
-      ptx::products_wait<1>();  // dV
+      ptx::wgmma_wait_group<1>();  // dV
       release_panels<Shape::kValuePanels>(value_at, empty_values);
-      ptx::products_wait<0>();
+      ptx::wgmma_wait_group<0>();
     }
-    ptx::products_wait<0>();
+    ptx::wgmma_wait_group<0>();
     release_panels<Shape::kValuePanels>(value_at, empty_values);
     // Both warpgroups are done with K and with V, through whose places the gradients leave.
-    ptx::sync(1, 256);
+    ptx::named_barrier_sync(1, 256);
     store_of_keys<T, Shape>(pipeline.held_values(), params.dv, tile, key_block, dv, 1.0f, 0,
                             pipeline.held_values_empty(count));
     if (lane == 0) pipeline.tile_empty(turn).arrive();
   }
-  if (threadIdx.x % 128 == 0) ptx::stores_done();
+  if (threadIdx.x % 128 == 0) ptx::bulk_wait_group();
 }
 
 template <typename Shape, typename T>
@@ -301,7 +301,7 @@ __device__ __forceinline__ void make_keys_gradients(const HopperBackwardParams& 
   int32_t step = 0;
 #pragma unroll 1
   for (int32_t count = 0;; ++count) {
-    const Turn<2> turn(count);
+    const PipelineState<2> turn(count);
     pipeline.tile_full(turn).wait();
     const BackwardTile& tile = pipeline.tile(turn);
     const int32_t key_block = uniform(tile.key_block);
@@ -316,13 +316,13 @@ __device__ __forceinline__ void make_keys_gradients(const HopperBackwardParams& 
     };
     pipeline.held_values_full(count).wait();
     start_dp();
-    ptx::products_wait<0>();
+    ptx::wgmma_wait_group<0>();
 #pragma unroll 1
     while (true) {
-      const Turn<2> now(step);
+      const PipelineState<2> now(step);
       release_panels<Shape::kValuePanels>(done_value_at, empty_values);
       pipeline.deltas_full(now).wait();
-      const RowPairs<8> deltas(pipeline.deltas(now.slot));
+      const RowPairs<8> deltas(pipeline.deltas(now.stage));
       pipeline.weights_full(step).wait();
       uint32_t ds[4][4];
 #pragma unroll
@@ -343,18 +343,18 @@ __device__ __forceinline__ void make_keys_gradients(const HopperBackwardParams& 
       start_gradient<T, Shape>(dk, ds, at, panel);
       if (--left == 0) break;
       start_dp();
-      ptx::products_wait<1>();  // dK
+      ptx::wgmma_wait_group<1>();  // dK
       release_panels<Shape::kPanels>(at, empty);
-      ptx::products_wait<0>();
+      ptx::wgmma_wait_group<0>();
     }
-    ptx::products_wait<0>();
+    ptx::wgmma_wait_group<0>();
     release_panels<Shape::kPanels>(at, empty);
-    ptx::sync(1, 256);
+    ptx::named_barrier_sync(1, 256);
     store_of_keys<T, Shape>(pipeline.held(), params.dk, tile, key_block, dk, params.base.softmax_scale, 1,
                             pipeline.held_empty(count));
     if (lane == 0) pipeline.tile_empty(turn).arrive();
   }
-  if (threadIdx.x % 128 == 0) ptx::stores_done();
+  if (threadIdx.x % 128 == 0) ptx::bulk_wait_group();
 }
 
 }  // namespace xa::hopper

@@ -21,7 +21,7 @@ __device__ __forceinline__ void load_held(uint32_t to, const TensorMap& map, con
   for (int panel = 0; panel < kPanels; ++panel) {
 #pragma unroll
     for (int row = 0; row < Shape::kHeldRows; row += 64) {
-      ptx::copy_box(to + panel * Shape::kHeldPanelBytes + row * Shape::Panel::kRowBytes, map, full.address, panel * 64,
+      ptx::tma_load(to + panel * Shape::kHeldPanelBytes + row * Shape::Panel::kRowBytes, map, full.address, panel * 64,
                     head, rows.base + first + row, rows.end, RaggedRows::kEnd);
     }
   }
@@ -98,14 +98,14 @@ __device__ __forceinline__ void load_wide_tiles(const HopperBackwardParams& para
       empty.wait_for_reuse();
       if (leads) {
         full.expect(Shape::kPanelBytes);
-        ptx::copy_box(to, map, full.address, panel * 64, head, rows.base + first, rows.end, RaggedRows::kEnd);
+        ptx::tma_load(to, map, full.address, panel * 64, head, rows.base + first, rows.end, RaggedRows::kEnd);
       }
       __syncwarp();
     }
   };
 #pragma unroll 1
   for (int32_t count = 0;; ++count) {
-    const Turn<2> turn(count);
+    const PipelineState<2> turn(count);
     auto& tile = pipeline.tile(turn);
     if constexpr (!kOfValues) {
       pipeline.tile_empty(turn).wait_for_reuse();
@@ -156,11 +156,11 @@ __device__ __forceinline__ void load_wide_tiles(const HopperBackwardParams& para
         }
 #pragma unroll 1
         for (int32_t block = first_block; block < first_block + num_blocks; ++block, ++step) {
-          const Turn<2> now(step);
+          const PipelineState<2> now(step);
           const Barrier empty = kOfValues ? pipeline.deltas_empty(now) : pipeline.lses_empty(now);
           empty.wait_for_reuse();
           const Barrier full = kOfValues ? pipeline.deltas_full(now) : pipeline.lses_full(now);
-          load_row_stats<Shape>(kOfValues ? pipeline.deltas(now.slot) : pipeline.lses(now.slot),
+          load_row_stats<Shape>(kOfValues ? pipeline.deltas(now.stage) : pipeline.lses(now.stage),
                                 stats + block * Shape::kQueries, slope, full.address,
                                 num_queries - block * Shape::kQueries);
           load_block(kOfValues ? params.dout : params.q, head, queries, block * Shape::kQueries);

@@ -55,7 +55,7 @@ __device__ __forceinline__ void make_queries_gradients(const HopperWideBackwardP
   WideGradient<Shape::kPanels> dq;
 #pragma unroll 1
   for (int32_t count = 0;; ++count) {
-    const Turn<2> turn(count);
+    const PipelineState<2> turn(count);
     pipeline.tile_full(turn).wait();
     const QueryTile& tile = pipeline.tile(turn);
     const int32_t query_block = uniform(tile.block);
@@ -94,7 +94,7 @@ __device__ __forceinline__ void make_queries_gradients(const HopperWideBackwardP
     };
     pipeline.held_full(count).wait();
     start_scores();
-    ptx::products_wait<0>();
+    ptx::wgmma_wait_group<0>();
     pipeline.held_values_full(count).wait();
 #pragma unroll 1
     while (true) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void make_queries_gradients(const HopperWideBackwardP
           }
         }
       }
-      ptx::products_wait<0>();  // dP
+      ptx::wgmma_wait_group<0>();  // dP
       release_panels<Shape::kValuePanels>(value_at, empty_values);
       uint32_t ds[4][4];
 #pragma unroll
@@ -139,33 +139,33 @@ __device__ __forceinline__ void make_queries_gradients(const HopperWideBackwardP
       if (--left == 0) break;
       ++block;
       start_scores();
-      ptx::products_wait<1>();  // dQ
+      ptx::wgmma_wait_group<1>();  // dQ
       release_panels<Shape::kPanels>(done_at, empty);
-      ptx::products_wait<0>();
+      ptx::wgmma_wait_group<0>();
     }
     if (lane == 0) pipeline.held_values_empty(count).arrive();
-    ptx::products_wait<0>();
+    ptx::wgmma_wait_group<0>();
     release_panels<Shape::kPanels>(done_at, empty);
     // dQ leaves through the place of this warpgroup's rows of q, which are its own.
     const uint32_t from = pipeline.held() + own_rows;
     stage_gradient<T, typename Shape::Panel>(from, Shape::kHeldPanelBytes, dq, params.base.softmax_scale);
-    ptx::fence_stores_for_async();
-    ptx::sync(2 + warpgroup, 128);
+    ptx::fence_proxy_async_shared();
+    ptx::named_barrier_sync(2 + warpgroup, 128);
     if (threadIdx.x % 128 == 0) {
       const RaggedRows rows(tile.first_query, tile.num_queries);
 #pragma unroll
       for (int i = 0; i < Shape::kPanels; ++i) {
-        ptx::store_box(from + i * Shape::kHeldPanelBytes, wide_params.dq, i * 64, tile.head, rows.base + first_row,
+        ptx::tma_store(from + i * Shape::kHeldPanelBytes, wide_params.dq, i * 64, tile.head, rows.base + first_row,
                        rows.end, RaggedRows::kEnd);
       }
       ptx::bulk_commit();
-      ptx::stores_read();
+      ptx::bulk_wait_group_read();
       pipeline.held_empty(count).arrive();
     }
     __syncwarp();
     if (lane == 0) pipeline.tile_empty(turn).arrive();
   }
-  if (threadIdx.x % 128 == 0) ptx::stores_done();
+  if (threadIdx.x % 128 == 0) ptx::bulk_wait_group();
 }
 
 }  // namespace xa::hopper

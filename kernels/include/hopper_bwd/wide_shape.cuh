@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "hopper/panel.cuh"
+#include "hopper/swizzle_atom.cuh"
 #include "hopper_bwd/pipeline.cuh"
 #include "tiles/hopper_bwd_wide.cuh"
 
@@ -29,7 +29,7 @@ struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform> {
   /// Two of arithmetic, one of loads.
   static constexpr int kThreads = 384, kComputeWarps = 8;
 
-  using Panel = SwizzledPanel<64>;
+  using Panel = SwizzleAtom<64>;
   /// Of q and K, and of dout and V.
   static constexpr int kPanels = Choice::kDim / 64, kValuePanels = Choice::kValueDim / 64;
   static constexpr int kHeldRows = kOfKeys ? kKeys : kQueries;
@@ -108,7 +108,7 @@ class WidePipeline {
   /// The work of one thread; a barrier of the CTA must follow.
   __device__ __forceinline__ void init() const {
     const auto init = [&](int first, int count, uint32_t arrivals) {
-      for (int i = 0; i < count; ++i) ptx::barrier_init(barrier(first + i, 0).address, arrivals);
+      for (int i = 0; i < count; ++i) ptx::mbarrier_init(barrier(first + i, 0).address, arrivals);
     };
     constexpr int kWarps = Shape::kComputeWarps;
     init(kTileFull, 2, 1);
@@ -126,15 +126,15 @@ class WidePipeline {
     init(kRingEmpty, Shape::kRing, kWarps);
     init(kValueRingFull, Shape::kValueRing, 1);
     init(kValueRingEmpty, Shape::kValueRing, kWarps);
-    ptx::fence_barrier_init();
-    ptx::fence_stores_for_async();
+    ptx::fence_mbarrier_init();
+    ptx::fence_proxy_async_shared();
   }
 
-  __device__ __forceinline__ Barrier tile_full(Turn<2> turn) const {
-    return barrier(kTileFull + turn.slot, turn.parity);
+  __device__ __forceinline__ Barrier tile_full(PipelineState<2> turn) const {
+    return barrier(kTileFull + turn.stage, turn.phase);
   }
-  __device__ __forceinline__ Barrier tile_empty(Turn<2> turn) const {
-    return barrier(kTileEmpty + turn.slot, turn.parity);
+  __device__ __forceinline__ Barrier tile_empty(PipelineState<2> turn) const {
+    return barrier(kTileEmpty + turn.stage, turn.phase);
   }
   /// K or q of a tile.
   __device__ __forceinline__ Barrier held_full(int32_t tile) const { return barrier(kHeldFull, tile & 1); }
@@ -144,35 +144,35 @@ class WidePipeline {
   __device__ __forceinline__ Barrier held_values_empty(int32_t tile) const {
     return barrier(kHeldValuesEmpty, tile & 1);
   }
-  __device__ __forceinline__ Barrier lses_full(Turn<2> step) const {
-    return barrier(kLsesFull + step.slot, step.parity);
+  __device__ __forceinline__ Barrier lses_full(PipelineState<2> step) const {
+    return barrier(kLsesFull + step.stage, step.phase);
   }
-  __device__ __forceinline__ Barrier lses_empty(Turn<2> step) const {
-    return barrier(kLsesEmpty + step.slot, step.parity);
+  __device__ __forceinline__ Barrier lses_empty(PipelineState<2> step) const {
+    return barrier(kLsesEmpty + step.stage, step.phase);
   }
-  __device__ __forceinline__ Barrier deltas_full(Turn<2> step) const {
-    return barrier(kDeltasFull + step.slot, step.parity);
+  __device__ __forceinline__ Barrier deltas_full(PipelineState<2> step) const {
+    return barrier(kDeltasFull + step.stage, step.phase);
   }
-  __device__ __forceinline__ Barrier deltas_empty(Turn<2> step) const {
-    return barrier(kDeltasEmpty + step.slot, step.parity);
+  __device__ __forceinline__ Barrier deltas_empty(PipelineState<2> step) const {
+    return barrier(kDeltasEmpty + step.stage, step.phase);
   }
   __device__ __forceinline__ Barrier weights_full(int32_t step) const { return barrier(kWeightsFull, step & 1); }
   __device__ __forceinline__ Barrier weights_empty(int32_t step) const { return barrier(kWeightsEmpty, step & 1); }
   /// A panel of what streams past: of q or K,
-  __device__ __forceinline__ Barrier full(At at) const { return barrier(kRingFull + at.slot, at.parity); }
-  __device__ __forceinline__ Barrier empty(At at) const { return barrier(kRingEmpty + at.slot, at.parity); }
+  __device__ __forceinline__ Barrier full(At at) const { return barrier(kRingFull + at.stage, at.phase); }
+  __device__ __forceinline__ Barrier empty(At at) const { return barrier(kRingEmpty + at.stage, at.phase); }
   __device__ __forceinline__ uint32_t panel(At at) const {
-    return address_ + Shape::kRingOffset + at.slot * Shape::kPanelBytes;
+    return address_ + Shape::kRingOffset + at.stage * Shape::kPanelBytes;
   }
   /// and of dout or V.
   __device__ __forceinline__ Barrier full_values(ValueAt at) const {
-    return barrier(kValueRingFull + at.slot, at.parity);
+    return barrier(kValueRingFull + at.stage, at.phase);
   }
   __device__ __forceinline__ Barrier empty_values(ValueAt at) const {
-    return barrier(kValueRingEmpty + at.slot, at.parity);
+    return barrier(kValueRingEmpty + at.stage, at.phase);
   }
   __device__ __forceinline__ uint32_t value_panel(ValueAt at) const {
-    return address_ + Shape::kValueRingOffset + at.slot * Shape::kPanelBytes;
+    return address_ + Shape::kValueRingOffset + at.stage * Shape::kPanelBytes;
   }
 
   __device__ __forceinline__ uint32_t held() const { return address_ + Shape::kHeldOffset; }
@@ -184,8 +184,8 @@ class WidePipeline {
   __device__ __forceinline__ uint32_t deltas(int32_t slot) const {
     return address_ + Shape::kDeltasOffset + slot * Shape::kRowStatBytes;
   }
-  __device__ __forceinline__ Tile& tile(Turn<2> turn) const {
-    return *reinterpret_cast<Tile*>(shared_ + Shape::kTilesOffset + 64 * turn.slot);
+  __device__ __forceinline__ Tile& tile(PipelineState<2> turn) const {
+    return *reinterpret_cast<Tile*>(shared_ + Shape::kTilesOffset + 64 * turn.stage);
   }
 
  private:

@@ -8,13 +8,13 @@
 
 namespace xa::hopper {
 
-/// How panels are swizzled, which the address of a tile decides: panels begin at multiples of kGroupBytes.
+/// How panels are swizzled, which the address of a tile decides: panels begin at multiples of kBytes.
 template <int kColumns_>
-struct SwizzledPanel {
+struct SwizzleAtom {
   static constexpr int kColumns = kColumns_;
   static_assert(kColumns == 64 || kColumns == 32);
   static constexpr int kRowBytes = 2 * kColumns;
-  static constexpr int kGroupBytes = 8 * kRowBytes;
+  static constexpr int kBytes = 8 * kRowBytes;
   static constexpr int kChunks = kRowBytes / 16;
 
   /// Where chunk `chunk` of row `row` is.
@@ -28,8 +28,8 @@ struct SwizzledPanel {
 /// Where a tile of such panels lies, as the instruction wants it: address, distance of panels, distance of groups, all
 /// in 16 bytes, and the kind of swizzle.
 template <typename Panel>
-__device__ __forceinline__ uint64_t tile_descriptor(uint32_t address, uint32_t panel_distance,
-                                                    uint32_t group_distance) {
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t panel_distance,
+                                                      uint32_t group_distance) {
   return static_cast<uint64_t>(address >> 4 & 0x3fff) | static_cast<uint64_t>(panel_distance >> 4) << 16 |
          static_cast<uint64_t>(group_distance >> 4) << 32 | Panel::kSwizzle << 62;
 }
