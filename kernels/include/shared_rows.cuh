@@ -40,8 +40,8 @@ struct SwizzledRows {
   static_assert(kBytes % kTurnBytes == 0);
 };
 
-/// Rows as the copy engine writes boxes of groups of eight (hopper/swizzle_atom.cuh): [group][panel of 128 bytes][row], the
-/// chunks of a panel's row swizzled. The first group begins at a multiple of 1024 bytes.
+/// Rows as TMA writes boxes of 8-row groups (hopper/swizzle_atom.cuh): [group][swizzle atom][row], with the 16-byte
+/// chunks of a 128-byte row swizzled. The first group begins at a multiple of 1024 bytes.
 template <int kBytes>
 struct PanelRows {
   static constexpr int kPitch = kBytes;

@@ -122,7 +122,7 @@ class BoxDecodeLoop {
     if (threadIdx.x % 32 != 0) return;
     const int32_t page = clamp(slot.page, 0, params_.num_pages - 1), octet = slot.offset / 8;
     const uint64_t policy = xa::ptx::evict_first_policy();
-    full.expect(2 * Shape::kBlockBytes);
+    full.arrive_expect_tx(2 * Shape::kBlockBytes);
     ptx::tma_load(to, boxes_.k, full.address, 0, 0, plan_.kv_head * boxes_.key_panels, octet, page, policy);
     ptx::tma_load(to + Shape::kBlockBytes, boxes_.v, full.address, 0, 0, plan_.kv_head * boxes_.value_panels, octet,
                   page, policy);

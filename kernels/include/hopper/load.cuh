@@ -53,19 +53,19 @@ class BoxLoader {
     const Barrier empty = kOfKeys ? pipeline_.keys_empty(turn) : pipeline_.fetched_empty(turn);
     const uint32_t to = kOfKeys ? pipeline_.keys(turn.stage) : pipeline_.fetched_values(turn.stage);
     const TensorMap& map = kOfKeys ? params_.k : params_.v;
-    empty.wait_for_reuse();
+    empty.producer_wait();
     // Without the copy the phase lasts: no lane can miss it.
     __syncwarp();
     if constexpr (kPaged) {
       const uint32_t box_bytes = octets_ * Block::kGroupDistance;
       const uint32_t seen = __ballot_sync(~0u, place.octet >= 0);
-      if (lane_ == 0) full.expect(__popc(seen) * box_bytes);
+      if (lane_ == 0) full.arrive_expect_tx(__popc(seen) * box_bytes);
       __syncwarp();
       if (place.octet >= 0) {
         ptx::tma_load(to + lane_ * box_bytes, map, full.address, 0, 0, first_panel_, place.octet, place.page);
       }
     } else if (lane_ == 0) {
-      full.expect(Block::kBytes);
+      full.arrive_expect_tx(Block::kBytes);
       ptx::tma_load(to, map, full.address, 0, start_ + block * Shape::kKeys, 0, head_, 0);
     }
   }
@@ -144,7 +144,7 @@ class RowLoader {
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) words[32 * round + lane()] = mine[round];
     __syncwarp();
-    (kOfKeys ? pipeline_.keys_empty(turn) : pipeline_.values_empty(turn)).wait_for_reuse();
+    (kOfKeys ? pipeline_.keys_empty(turn) : pipeline_.values_empty(turn)).producer_wait();
     // Of a lane's rows in each octet, where its chunk goes.
     uint32_t to[8 / kRowsAtOnce];
 #pragma unroll
@@ -229,8 +229,8 @@ __device__ __forceinline__ void load_query(const PrefillParams& params, const Pi
                                            const TilePlan& plan, int32_t tile) {
   if (threadIdx.x % 32 != 0) return;
   const Barrier full = pipeline.query_full(tile);
-  pipeline.query_empty(tile).wait_for_reuse();
-  full.expect(Shape::kQueryBytes);
+  pipeline.query_empty(tile).producer_wait();
+  full.arrive_expect_tx(Shape::kQueryBytes);
   const int32_t token = plan.plan.tile.first_token + plan.plan.tile.first_row / params.attention.group;
   ptx::tma_load(pipeline.query(), params.q, full.address, 0, plan.plan.kv_head * params.attention.group, token, 0);
 }

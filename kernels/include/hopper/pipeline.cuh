@@ -27,9 +27,11 @@ struct Barrier {
 
   __device__ __forceinline__ void wait() const { ptx::mbarrier_wait(address, phase); }
   /// Of what is used again: the first turn of each place does not wait.
-  __device__ __forceinline__ void wait_for_reuse() const { ptx::mbarrier_wait(address, phase ^ 1); }
+  __device__ __forceinline__ void producer_wait() const { ptx::mbarrier_wait(address, phase ^ 1); }
   __device__ __forceinline__ void arrive() const { ptx::mbarrier_arrive(address); }
-  __device__ __forceinline__ void expect(uint32_t bytes) const { ptx::mbarrier_arrive_expect_tx(address, bytes); }
+  __device__ __forceinline__ void arrive_expect_tx(uint32_t bytes) const {
+    ptx::mbarrier_arrive_expect_tx(address, bytes);
+  }
 };
 
 template <typename Shape>

@@ -162,7 +162,7 @@ __device__ __forceinline__ void plan_tiles(const PrefillParams& params, const Pi
 #pragma unroll 1
   for (int32_t count = 0; rows > 0; ++count) {
     const PipelineState<2> turn(count);
-    pipeline.plan_empty(turn).wait_for_reuse();
+    pipeline.plan_empty(turn).producer_wait();
     if (count > 0 || numbers.first < 0) {
       if (params.next_tile == nullptr) {
         number += numbers.dealt;

@@ -44,7 +44,7 @@ class Transposer {
     const PipelineState<Shape::kStages> turn(turn_number);
     const int32_t first_key = block * Shape::kKeys;
     pipeline_.fetched_full(turn).wait();
-    pipeline_.values_empty(turn).wait_for_reuse();
+    pipeline_.values_empty(turn).producer_wait();
     const uint32_t from = pipeline_.fetched_values(turn.stage), to = pipeline_.values(turn.stage);
     if (first_key >= plan.seen_begin && first_key + Shape::kKeys <= plan.seen_end) {
       move(from, to, [](int, uint32_t pairs) { return pairs; });

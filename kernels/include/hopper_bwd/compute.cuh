@@ -223,7 +223,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       __syncwarp();
     };
     const auto store_sums = [&](int32_t of_step) {
-      pipeline.sums_empty(of_step, warpgroup).wait_for_reuse();
+      pipeline.sums_empty(of_step, warpgroup).producer_wait();
 #pragma unroll
       for (int column = 0; column < 8; ++column) {
         if (column < Shape::kRepeatedColumns / 8 && warpgroup == 1) continue;
@@ -415,7 +415,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     fence_stores();
     release(pipeline.sums_full(PipelineState<2>(step - 1), warpgroup));
     // dK and dV leave through the places of dS and dQ.
-    pipeline.sums_empty(step, warpgroup).wait_for_reuse();
+    pipeline.sums_empty(step, warpgroup).producer_wait();
     ptx::named_barrier_sync(1, 256);
     constexpr uint32_t kGradientBytes = 64 * kHeadDim * 2;
     const uint32_t keys_to = pipeline.scores(0) + warpgroup * kGradientBytes;

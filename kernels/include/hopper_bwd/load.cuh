@@ -62,7 +62,7 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
       unsigned long long next = 0;
       if (leads) next = atomicAdd(reinterpret_cast<unsigned long long*>(&params.plan->next_tile), 1ull);
       const int32_t tile_index = uniform(static_cast<int32_t>(min(next, 0x7fffffffull)));
-      pipeline.tile_empty(turn).wait_for_reuse();
+      pipeline.tile_empty(turn).producer_wait();
       find_tile<Shape>(params, tile_index, tile);
       __syncwarp();
       if (leads) pipeline.tile_full(turn).arrive();
@@ -78,9 +78,9 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
     {
       const Barrier full = kOfKeys ? pipeline.keys_full(count) : pipeline.values_full(count);
       const Barrier empty = kOfKeys ? pipeline.keys_empty(count) : pipeline.values_empty(count);
-      empty.wait_for_reuse();
+      empty.producer_wait();
       if (leads) {
-        full.expect(Shape::kKeyBytes);
+        full.arrive_expect_tx(Shape::kKeyBytes);
         load_rows<Shape, Shape::kKeys>(kOfKeys ? pipeline.keys() : pipeline.values(), kOfKeys ? params.k : params.v,
                                        full.address, tile.kv_head, RaggedRows(tile.first_key, tile.num_keys),
                                        key_block * Shape::kKeys);
@@ -117,10 +117,10 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
           full = pipeline.dout_full(place);
           empty = pipeline.dout_empty(place);
         }
-        empty.wait_for_reuse();
+        empty.producer_wait();
         // Without the copy of this lane the phase lasts: no lane can miss it.
         if (leads) {
-          full.expect(Shape::kQueryBytes);
+          full.arrive_expect_tx(Shape::kQueryBytes);
           load_rows<Shape, Shape::kQueries>(kOfKeys ? pipeline.queries(at.stage) : pipeline.douts(at.stage),
                                             kOfKeys ? params.q : params.dout, full.address, head, rows, row);
         }

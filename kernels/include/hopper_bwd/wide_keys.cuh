@@ -254,7 +254,7 @@ __device__ __forceinline__ void make_values_gradients(const HopperBackwardParams
       }
       __syncwarp();
       if (lane == 0) pipeline.lses_empty(now).arrive();
-      pipeline.weights_empty(step).wait_for_reuse();
+      pipeline.weights_empty(step).producer_wait();
 #pragma unroll
       for (int column = 0; column < 8; ++column) {
         const float (&s)[4] = scores[column];

@@ -16,7 +16,7 @@ namespace xa::hopper {
 template <typename Shape, int kPanels>
 __device__ __forceinline__ void load_held(uint32_t to, const TensorMap& map, const Barrier& full, int32_t head,
                                           const RaggedRows& rows, int32_t first) {
-  full.expect(kPanels * Shape::kHeldPanelBytes);
+  full.arrive_expect_tx(kPanels * Shape::kHeldPanelBytes);
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel) {
 #pragma unroll
@@ -95,9 +95,9 @@ __device__ __forceinline__ void load_wide_tiles(const HopperBackwardParams& para
         empty = pipeline.empty(at);
         to = pipeline.panel(at);
       }
-      empty.wait_for_reuse();
+      empty.producer_wait();
       if (leads) {
-        full.expect(Shape::kPanelBytes);
+        full.arrive_expect_tx(Shape::kPanelBytes);
         ptx::tma_load(to, map, full.address, panel * 64, head, rows.base + first, rows.end, RaggedRows::kEnd);
       }
       __syncwarp();
@@ -108,7 +108,7 @@ __device__ __forceinline__ void load_wide_tiles(const HopperBackwardParams& para
     const PipelineState<2> turn(count);
     auto& tile = pipeline.tile(turn);
     if constexpr (!kOfValues) {
-      pipeline.tile_empty(turn).wait_for_reuse();
+      pipeline.tile_empty(turn).producer_wait();
       draw_tile<Shape>(params, tile);
       __syncwarp();
       if (leads) pipeline.tile_full(turn).arrive();
@@ -128,7 +128,7 @@ __device__ __forceinline__ void load_wide_tiles(const HopperBackwardParams& para
     const int32_t num_queries = tile.num_queries, first_query = tile.first_query, num_blocks = tile.num_blocks;
     const int32_t first_block = tile.first_block, sequence = tile.sequence;
     const Barrier held_empty = kOfValues ? pipeline.held_values_empty(count) : pipeline.held_empty(count);
-    held_empty.wait_for_reuse();
+    held_empty.producer_wait();
     if (leads) {
       const Barrier full = kOfValues ? pipeline.held_values_full(count) : pipeline.held_full(count);
       const uint32_t to = kOfValues ? pipeline.held_values() : pipeline.held();
@@ -158,7 +158,7 @@ __device__ __forceinline__ void load_wide_tiles(const HopperBackwardParams& para
         for (int32_t block = first_block; block < first_block + num_blocks; ++block, ++step) {
           const PipelineState<2> now(step);
           const Barrier empty = kOfValues ? pipeline.deltas_empty(now) : pipeline.lses_empty(now);
-          empty.wait_for_reuse();
+          empty.producer_wait();
           const Barrier full = kOfValues ? pipeline.deltas_full(now) : pipeline.lses_full(now);
           load_row_stats<Shape>(kOfValues ? pipeline.deltas(now.stage) : pipeline.lses(now.stage),
                                 stats + block * Shape::kQueries, slope, full.address,
