@@ -1,7 +1,7 @@
 // Attention of ragged query rows over paged or contiguous K and V, on mma.sync and cp.async: every GPU from sm_80 on.
 //
-// A CTA works on one tile (include/tile_plan.cuh) of one KV head and streams the keys that the tile sees through shared
-// memory; in decode, on its share of the keys of all tiles (include/work_list.cuh). docs/kernels.md
+// A CTA works on one tile (include/work_tile.cuh) of one KV head and streams the keys that the tile sees through shared
+// memory; in decode, on its share of the keys of all tiles (include/work_partition.cuh). docs/kernels.md
 // explains the design.
 //
 // Compiled once for each combination of
@@ -23,22 +23,22 @@
 #include "prefill_loop.cuh"
 #include "query_rows.cuh"
 #include "softmax.cuh"
-#include "tile_plan.cuh"
 #include "tile_shape.cuh"
+#include "work_tile.cuh"
 
 namespace xa {
 
 /// The planned tile of one KV head.
 template <typename Shape, typename T, typename Stored, typename LogitsTransform>
-__device__ __forceinline__ void attend_tile(const AttentionParams& params, const Plan& plan, uint8_t* shared) {
+__device__ __forceinline__ void attend_tile(const AttentionParams& params, const WorkTile& work, uint8_t* shared) {
   const uint32_t query_rows = ptx::shared_address(shared), rings = query_rows + Shape::kRingsOffset;
   float* const row_factors = Shape::kIsFp8 ? reinterpret_cast<float*>(shared + Shape::kFactorsOffset) : nullptr;
   SoftmaxState<Shape::kRowTiles, Shape::kHeadDim / 8> state;
   const LogitsTransform transform(params, row_factors);
-  fetch_query<Shape, T, Stored>(params, plan, shared, row_factors);
+  fetch_query<Shape, T, Stored>(params, work, shared, row_factors);
   const int32_t warp_row = threadIdx.x / 32 * 16 * Shape::kRowTiles;
-  attend_with_rows<Shape, T, Stored>(state, params, plan, rings, warp_row, query_rows, transform);
-  const RowWriter<T, Shape::kIsFp8> writer(params, plan.tile, plan.kv_head);
+  attend_with_rows<Shape, T, Stored>(state, params, work, rings, warp_row, query_rows, transform);
+  const RowWriter<T, Shape::kIsFp8> writer(params, work.tile, work.kv_head);
   write_warp_rows<Shape, T>(params, writer, state, warp_row, shared + warp_row * Shape::kQueryPitch,
                             transform.log2_unit());
 }
@@ -56,31 +56,32 @@ using Shape = xa::TileShape<xa::tiles::XA_PASTE(shape_, XA_SHAPE), Compute, Stor
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     XA_ENTRY(const __grid_constant__ xa::AttentionParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
-  auto& plan = *reinterpret_cast<xa::Plan*>(shared + Shape::kPlanOffset);
+  auto& work = *reinterpret_cast<xa::WorkTile*>(shared + Shape::kWorkTileOffset);
   if constexpr (Shape::kSplitsKeys) {
-    const xa::ShareNumber mine = {static_cast<int32_t>(blockIdx.y), static_cast<int32_t>(gridDim.y)};
-    if constexpr (Shape::kTakesNewTokens) {
+    const xa::WorkRangeIndex index = {static_cast<int32_t>(blockIdx.y), static_cast<int32_t>(gridDim.y)};
+    if constexpr (Shape::kAppendsKv) {
       // Before the plan: beneath the first keys it would take longer, and more so at the end.
-      if (xa::has_new_tokens(params)) xa::store_new_tokens<Shape, Stored>(params, blockIdx.x, mine);
+      if (xa::has_new_tokens(params)) xa::store_new_tokens<Shape, Stored>(params, blockIdx.x, index);
     }
     const uint32_t rings = xa::ptx::shared_address(shared) + Shape::kRingsOffset;
-    xa::decode_share<Shape, Compute, Stored, LogitsTransform, true>(params, mine, shared, [&](const xa::Plan& piece) {
-      return xa::DecodeLoop<Shape, Compute, Stored>(params, piece, rings);
-    });
+    xa::decode_work_range<Shape, Compute, Stored, LogitsTransform, true>(
+        params, index, shared, [&](const xa::WorkTile& work_tile) {
+          return xa::DecodeLoop<Shape, Compute, Stored>(params, work_tile, rings);
+        });
   } else {
-    xa::start_plan<LogitsTransform>(params, plan);
-    xa::find_tile<Shape::kThreads, Shape::kRows>(params, plan);
-    if (plan.tile.num_rows > 0) xa::attend_tile<Shape, Compute, Stored, LogitsTransform>(params, plan, shared);
+    xa::init_work_tile<LogitsTransform>(params, work);
+    xa::find_tile<Shape::kThreads, Shape::kRows>(params, work);
+    if (work.tile.num_rows > 0) xa::attend_tile<Shape, Compute, Stored, LogitsTransform>(params, work, shared);
     __syncthreads();
   }
-  if (params.clears_unowned_rows == 0) return;
-  const bool ascends = xa::starts_ascend(plan.maxima);
+  if (params.clears_padding_rows == 0) return;
+  const bool ascends = xa::starts_ascend(work.maxima);
   if constexpr (Shape::kSplitsKeys) {
-    const auto& share = *reinterpret_cast<const xa::Share*>(shared + Shape::kShareOffset);
-    xa::clear_unowned_rows<Compute, Shape::kThreads>(params, ascends, share.owned, blockIdx.y * gridDim.x + blockIdx.x,
+    const auto& range = *reinterpret_cast<const xa::WorkRange*>(shared + Shape::kWorkRangeOffset);
+    xa::clear_padding_rows<Compute, Shape::kThreads>(params, ascends, range.live, blockIdx.y * gridDim.x + blockIdx.x,
                                                      gridDim.x * gridDim.y);
   } else {
-    xa::clear_unowned_rows<Compute, Shape::kThreads>(params, ascends, xa::owned_rows(params, ascends), blockIdx.x,
+    xa::clear_padding_rows<Compute, Shape::kThreads>(params, ascends, xa::live_rows(params, ascends), blockIdx.x,
                                                      gridDim.x);
   }
 }

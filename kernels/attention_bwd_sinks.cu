@@ -34,12 +34,12 @@ __device__ __forceinline__ void sum_rows(const BackwardParams& params) {
   for (int32_t b = threadIdx.x; b < num_seqs; b += kSinksThreads)
     ascends &= start_of(forward, b) <= start_of(forward, b + 1);
   ascends = __syncthreads_and(ascends);
-  OwnerSearch search(forward, ascends);
+  SequenceSearch search(forward, ascends);
   const float sink = __ldg(forward.sinks + head);
   float sum = 0.0f;
   for (int64_t first = threadIdx.x; first < forward.num_tokens; first += kSinksThreads) {
     const int32_t token = static_cast<int32_t>(first);
-    if (!search.finds_owner(token)) continue;
+    if (!search.finds_sequence(token)) continue;
     const int64_t index = static_cast<int64_t>(head) * forward.num_tokens + token;
     const float delta = params.delta != nullptr ? __ldg(params.delta + index) : delta_of<T, 1>(params, token, head);
     // A sink of -inf takes no part, also where the row has seen nothing else.

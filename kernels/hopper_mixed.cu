@@ -35,22 +35,22 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   uint8_t* const aligned = shared + -xa::ptx::shared_address(shared) % 1024;
   const xa::hopper::MixedWork work = xa::hopper::measure_work<Shape::kThreads, DecodeShape::kRows, Shape::kRows>(
       params, reinterpret_cast<xa::hopper::MixedWork*>(aligned));
-  const int32_t shares = xa::hopper::decode_shares(work, decode.num_kv_heads);
+  const int32_t ranges = xa::hopper::decode_ranges(work, decode.num_kv_heads);
   const int32_t cta = blockIdx.x, number = cta / decode.num_kv_heads;
-  if (number < shares) {
+  if (number < ranges) {
     const xa::hopper::KeyBoxes boxes = {params.k, params.v, params.prefill.key_panels, params.prefill.value_panels};
     xa::hopper::BoxRing<DecodeShape>(aligned).init();
     int32_t count = 0;
-    xa::decode_share<DecodeShape, T, T, LogitsTransform, false>(
-        decode, xa::ShareNumber{number, shares}, aligned, [&](const xa::Plan& piece) {
-          return xa::hopper::BoxDecodeLoop<DecodeShape, T>(decode, piece, boxes, aligned, count);
+    xa::decode_work_range<DecodeShape, T, T, LogitsTransform, false>(
+        decode, xa::WorkRangeIndex{number, ranges}, aligned, [&](const xa::WorkTile& work_tile) {
+          return xa::hopper::BoxDecodeLoop<DecodeShape, T>(decode, work_tile, boxes, aligned, count);
         });
     xa::hopper::BoxRing<DecodeShape>(aligned).end();
     // The copy engine and the barriers of prefill come where these threads have read and written.
     xa::hopper::ptx::fence_proxy_async_shared();
     __syncthreads();
   } else {
-    xa::hopper::leave_no_cut(decode, cta - number * decode.num_kv_heads, number);
+    xa::hopper::store_empty_split_record(decode, cta - number * decode.num_kv_heads, number);
   }
   xa::hopper::prefill<Shape, T, LogitsTransform>(params.prefill, xa::hopper::TileNumbers::all_left(), shared);
 }

@@ -9,7 +9,7 @@
 #include "row_pairs.cuh"
 #include "softmax.cuh"
 #include "tile_math.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa {
 
@@ -31,13 +31,13 @@ class DecodeLoop {
 
  public:
   /// Page numbers are on their way after this.
-  __device__ __forceinline__ DecodeLoop(const AttentionParams& params, const Plan& plan, uint32_t rings)
+  __device__ __forceinline__ DecodeLoop(const AttentionParams& params, const WorkTile& work, uint32_t rings)
       : params_(params),
-        plan_(plan),
+        work_(work),
         ring_(rings + threadIdx.x / 32 * Shape::kRingBytes),
-        first_key_(first_block_key<Shape>(plan.keys)),
-        slots_(params, plan, first_key_),
-        loader_(params, plan) {}
+        first_key_(first_block_key<Shape>(work.keys)),
+        slots_(params, work, first_key_),
+        loader_(params, work) {}
 
   /// Takes the keys up into `state`. The tile's query rows are on their way to `query_rows`, in the last group of
   /// copies.
@@ -52,15 +52,15 @@ class DecodeLoop {
 
     int32_t stage = 0;
 #pragma unroll 1
-    for (int32_t key = first_key_; key < plan_.keys.end; key += kStep) {
+    for (int32_t key = first_key_; key < work_.keys.end; key += kStep) {
       const int32_t next = ptx::opaque(key) + kStages * kStep;
       wait_for_blocks(stage, key);
       float scores[1][Shape::kKeys / 8][4];
       Math::scores(scores, query, keys(stage), params_);
-      transform.template apply<T>(scores[0], plan_, 0, key);
-      const bool masked = key < plan_.keys.common_begin || key + Shape::kKeys > plan_.keys.common_end;
-      if (masked) apply_mask(scores[0], params_, plan_.tile, 0, key);
-      state.absorb(0, scores[0], transform.log2_unit(), plan_.tile.num_rows > 8);
+      transform.template apply<T>(scores[0], work_, 0, key);
+      const bool masked = key < work_.keys.common_begin || key + Shape::kKeys > work_.keys.common_end;
+      if (masked) apply_mask(scores[0], params_, work_.tile, 0, key);
+      state.absorb(0, scores[0], transform.log2_unit(), work_.tile.num_rows > 8);
       Math::accumulate(state.output, scores, keys(stage) + Shape::kBlockBytes, params_);
       // The blocks are free again once all lanes have read them.
       __syncwarp();
@@ -77,9 +77,9 @@ class DecodeLoop {
   }
   /// Until the blocks of a stage are there, which begin at `key`, with new tokens in their places.
   __device__ __forceinline__ void wait_for_blocks(int32_t stage, int32_t key) const {
-    if constexpr (Shape::kTakesNewTokens) {
-      const bool has_some = has_new_tokens(params_) && key + Shape::kKeys > first_new_key(plan_.tile);
-      if (has_some) put_new_keys<Shape, Stored>(params_, plan_, key, keys(stage), wait);
+    if constexpr (Shape::kAppendsKv) {
+      const bool has_some = has_new_tokens(params_) && key + Shape::kKeys > first_new_key(work_.tile);
+      if (has_some) put_new_keys<Shape, Stored>(params_, work_, key, keys(stage), wait);
     }
     wait();
   }
@@ -93,14 +93,14 @@ class DecodeLoop {
     for (int first = 0; first < Shape::kKeys; first += kTokensPerLoad) {
       const TokenSlot slot = slots_.next();
       // Of a block that has begun, what is past the end becomes zeros.
-      if (key >= plan_.keys.end) continue;
+      if (key >= work_.keys.end) continue;
       loader_.load(keys(stage) + first * Shape::Rows::kPitch, key + first, slot, slots_.fits_pages());
     }
     ptx::cp_async_commit();
   }
 
   const AttentionParams& params_;
-  const Plan& plan_;
+  const WorkTile& work_;
   uint32_t ring_;
   int32_t first_key_;
   GranuleSlots<Shape::kKeys, kStep, (Shape::kRowBytes < 1024)> slots_;

@@ -5,7 +5,7 @@
 #include "params/attention.cuh"
 #include "ptx.cuh"
 #include "scales.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa {
 
@@ -15,13 +15,13 @@ struct logits_none {
 
   __device__ __forceinline__ explicit logits_none(const AttentionParams& params, const float* = nullptr)
       : params_(params) {}
-  /// Plan::score_factor
+  /// WorkTile::score_factor
   static __device__ __forceinline__ float factor(const AttentionParams&, int32_t) { return 1.0f; }
   /// Logits to base 2 are `log2_unit()` times what `apply` leaves.
   __device__ __forceinline__ float log2_unit() const { return params_.softmax_scale_log2; }
   /// To a 16-row tile that starts at row `first_row` of the plan's tile, and a block of keys from `first_key` on.
   template <typename T, int kKeyTiles>
-  __device__ __forceinline__ void apply(float (&)[kKeyTiles][4], const Plan&, int32_t, int32_t) const {}
+  __device__ __forceinline__ void apply(float (&)[kKeyTiles][4], const WorkTile&, int32_t, int32_t) const {}
 };
 
 /// Scores become logits to base 2, with what the call asks for, each behind a branch that is the same for the CTA.
@@ -38,7 +38,7 @@ struct logits_softcap_alibi {
   }
   __device__ __forceinline__ float log2_unit() const { return 1.0f; }
   template <typename T, int kKeyTiles>
-  __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const Plan& plan, int32_t first_row,
+  __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const WorkTile& plan, int32_t first_row,
                                         int32_t first_key) const {
     float factors[2] = {plan.score_factor, plan.score_factor};
     if (row_factors_ != nullptr) {
@@ -76,7 +76,7 @@ struct logits_softcap_alibi {
 
   /// -slope * |query's position - key|, the slope that of the row's head.
   template <int kKeyTiles>
-  __device__ __forceinline__ void add_alibi(float (&scores)[kKeyTiles][4], const Plan& plan, int32_t first_row,
+  __device__ __forceinline__ void add_alibi(float (&scores)[kKeyTiles][4], const WorkTile& plan, int32_t first_row,
                                             int32_t first_key) const {
     constexpr float kLog2E = 1.44269504088896341f;
     // As for the mask, derived again in each block, not kept in registers.

@@ -10,10 +10,10 @@
 #include "paged_rows.cuh"
 #include "params/attention.cuh"
 #include "ptx.cuh"
-#include "share.cuh"
 #include "shared_rows.cuh"
 #include "slots.cuh"
-#include "tile_plan.cuh"
+#include "work_range.cuh"
+#include "work_tile.cuh"
 
 namespace xa {
 
@@ -88,13 +88,13 @@ class NewTokenLanes {
 /// neighbours are those of different CTAs, which are `mine.number` of `mine.count`.
 template <typename Shape, typename Stored>
 __device__ __forceinline__ void store_new_tokens(const AttentionParams& params, int32_t kv_head,
-                                                 const ShareNumber& mine) {
+                                                 const WorkRangeIndex& index) {
   using Lanes = NewTokenLanes<Stored, Shape::kHeadDim>;
   const SlotMapping& mapping = params.new_tokens.slots;
   const Lanes lanes(params, kv_head);
-  const uint32_t warp = ptx::opaque(threadIdx.x) / 32, step = mine.count * (Shape::kWarps * Lanes::kTokens);
+  const uint32_t warp = ptx::opaque(threadIdx.x) / 32, step = index.count * (Shape::kWarps * Lanes::kTokens);
 #pragma unroll 1
-  for (uint32_t row = (warp * mine.count + mine.number) * Lanes::kTokens + lanes.token();
+  for (uint32_t row = (warp * index.count + index.number) * Lanes::kTokens + lanes.token();
        row < static_cast<uint32_t>(params.num_tokens); row += step) {
     const int64_t slot = load_slot(mapping, row);
     // The row's numbers do not wait for its slot.
@@ -109,16 +109,16 @@ __device__ __forceinline__ void store_new_tokens(const AttentionParams& params, 
 /// Puts the new tokens among the keys from `first` on into their block at shared address `block`, once what the cache
 /// has in their places is there, for which `wait` waits. A barrier of the warp must follow.
 template <typename Shape, typename Stored, typename Wait>
-__device__ __forceinline__ void put_new_keys(const AttentionParams& params, const Plan& plan, int32_t first,
+__device__ __forceinline__ void put_new_keys(const AttentionParams& params, const WorkTile& work, int32_t first,
                                              uint32_t block, const Wait& wait) {
   using Lanes = NewTokenLanes<Stored, Shape::kHeadDim>;
-  const int32_t first_new = first_new_key(plan.tile), end = min(first + Shape::kKeys, plan.keys.end);
-  const Lanes lanes(params, plan.kv_head);
+  const int32_t first_new = first_new_key(work.tile), end = min(first + Shape::kKeys, work.keys.end);
+  const Lanes lanes(params, work.kv_head);
 #pragma unroll 1
-  for (int32_t key = max(max(first, first_new), plan.keys.begin); key < end; key += Lanes::kTokens) {
+  for (int32_t key = max(max(first, first_new), work.keys.begin); key < end; key += Lanes::kTokens) {
     const int32_t own = key + lanes.token();
     typename Lanes::Chunks chunks;
-    if (own < end) lanes.load(chunks, plan.tile.first_token + (own - first_new));
+    if (own < end) lanes.load(chunks, work.tile.first_token + (own - first_new));
     // With the row on its way.
     wait();
     if (own < end) lanes.template put<typename Shape::Rows, Shape::kBlockBytes>(chunks, block, own - first);

@@ -11,7 +11,7 @@
 #include "ptx.cuh"
 #include "scales.cuh"
 #include "softmax.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa {
 
@@ -19,7 +19,7 @@ namespace xa {
 template <typename T, bool kChoosesType>
 class RowWriter {
  public:
-  __device__ __forceinline__ RowWriter(const AttentionParams& params, const Tile& tile, int32_t kv_head)
+  __device__ __forceinline__ RowWriter(const AttentionParams& params, const QoTile& tile, int32_t kv_head)
       : params_(params),
         map_(params, tile, kv_head),
         v_scale_(params.value_factor * scale_of(params.v_scale, kv_head)) {}
@@ -44,7 +44,7 @@ class RowWriter {
     return finish_row(max, sum, log2_unit, sink, v_scale_);
   }
   /// Columns `column` to `column` + 3 of a row whose state is `part`, and with the first ones its lse.
-  __device__ __forceinline__ void write(int32_t row, int32_t column, const RowPart& part, float log2_unit) const {
+  __device__ __forceinline__ void write(int32_t row, int32_t column, const PartialState& part, float log2_unit) const {
     if (!writes(row)) return;
     const auto [factor, lse] = finish(row, part.max, part.sum, log2_unit);
     store(out(row) + column, scaled(part.output, factor));
@@ -132,31 +132,31 @@ __device__ __forceinline__ void clear_out_row(const AttentionParams& params, int
 }
 
 /// The rows [begin, end), which sequences own where they use all of their rows.
-struct OwnedRows {
+struct LiveRows {
   int32_t begin;
   int32_t end;
 };
 /// The work of a warp.
-__device__ __forceinline__ OwnedRows owned_rows(const AttentionParams& params, bool ascends) {
+__device__ __forceinline__ LiveRows live_rows(const AttentionParams& params, bool ascends) {
   const int32_t num_seqs = live_sequences(params);
-  if (num_seqs == 0) return OwnedRows{0, 0};
-  OwnedRows owned = {start_of(params, 0), start_of(params, num_seqs)};
+  if (num_seqs == 0) return LiveRows{0, 0};
+  LiveRows live = {start_of(params, 0), start_of(params, num_seqs)};
   if (__builtin_expect(!ascends, false)) {
-    StartMaxima maxima = {owned.end, 0};
-    pass_over(params, 0, num_seqs, maxima);
-    owned.end = maxima.q;
+    StartMaxima maxima = {live.end, 0};
+    raise_maxima(params, 0, num_seqs, maxima);
+    live.end = maxima.q;
   }
-  return owned;
+  return live;
 }
 
 /// The rows before the first sequence and past the last, all that can be without an owner where sequences use all of
 /// their rows. A CTA takes a row.
 template <typename T, int kThreads>
-__device__ __forceinline__ void clear_outside(const AttentionParams& params, const OwnedRows& owned, int32_t cta,
-                                              int32_t num_ctas) {
-  const int32_t begin = owned.begin, end = owned.end;
-  const int32_t unowned = params.num_tokens - (end - begin), num_heads = params.num_kv_heads * params.group;
-  for (int64_t i = cta; i < unowned; i += num_ctas) {
+__device__ __forceinline__ void clear_outer_padding_rows(const AttentionParams& params, const LiveRows& live,
+                                                         int32_t cta, int32_t num_ctas) {
+  const int32_t begin = live.begin, end = live.end;
+  const int32_t is_padding = params.num_tokens - (end - begin), num_heads = params.num_kv_heads * params.group;
+  for (int64_t i = cta; i < is_padding; i += num_ctas) {
     const int32_t token = static_cast<int32_t>(i) + (i < begin ? 0 : end - begin);
     clear_out_row<T, kThreads>(params, token, threadIdx.x);
     if (params.lse == nullptr) continue;
@@ -168,20 +168,20 @@ __device__ __forceinline__ void clear_outside(const AttentionParams& params, con
 
 /// Rows without an owner wherever they are: a lane looks for the owner of one, the warp clears those that have none.
 template <typename T, int kThreads>
-__device__ __forceinline__ void clear_anywhere(const AttentionParams& params, bool ascends, int32_t cta,
-                                               int32_t num_ctas) {
-  OwnerSearch search(params, ascends);
+__device__ __forceinline__ void clear_all_padding_rows(const AttentionParams& params, bool ascends, int32_t cta,
+                                                       int32_t num_ctas) {
+  SequenceSearch search(params, ascends);
   constexpr int kWarps = kThreads / 32;
   const int32_t thread = ptx::opaque(threadIdx.x);  // not worth a register while keys stream past
   const int32_t warp = thread / 32, lane = thread % 32, num_heads = params.num_kv_heads * params.group;
   const int64_t step = 32 * static_cast<int64_t>(num_ctas) * kWarps;
   for (int64_t first = 32 * (static_cast<int64_t>(cta) * kWarps + warp); first < params.num_tokens; first += step) {
     const int32_t token = static_cast<int32_t>(min(first + lane, static_cast<int64_t>(params.num_tokens) - 1));
-    const bool unowned = !search.finds_owner(token) && first + lane < params.num_tokens;
-    for (uint32_t left = __ballot_sync(~0u, unowned); left != 0; left &= left - 1) {
+    const bool is_padding = !search.finds_sequence(token) && first + lane < params.num_tokens;
+    for (uint32_t left = __ballot_sync(~0u, is_padding); left != 0; left &= left - 1) {
       clear_out_row<T, 32>(params, static_cast<int32_t>(first) + __ffs(left) - 1, lane);
     }
-    if (!unowned || params.lse == nullptr) continue;
+    if (!is_padding || params.lse == nullptr) continue;
     for (int32_t head = 0; head < num_heads; ++head) {
       params.lse[static_cast<int64_t>(head) * params.num_tokens + token] = -INFINITY;
     }
@@ -190,12 +190,12 @@ __device__ __forceinline__ void clear_anywhere(const AttentionParams& params, bo
 
 /// This CTA's share of the rows that belong to no sequence: out = 0, lse = -inf. It is number `cta` of `num_ctas`.
 template <typename T, int kThreads>
-__device__ __forceinline__ void clear_unowned_rows(const AttentionParams& params, bool ascends, const OwnedRows& owned,
+__device__ __forceinline__ void clear_padding_rows(const AttentionParams& params, bool ascends, const LiveRows& live,
                                                    int32_t cta, int32_t num_ctas) {
   if (params.seqused_q == nullptr) {
-    clear_outside<T, kThreads>(params, owned, cta, num_ctas);
+    clear_outer_padding_rows<T, kThreads>(params, live, cta, num_ctas);
   } else {
-    clear_anywhere<T, kThreads>(params, ascends, cta, num_ctas);
+    clear_all_padding_rows<T, kThreads>(params, ascends, cta, num_ctas);
   }
 }
 

@@ -9,7 +9,7 @@
 #include "params/attention.cuh"
 #include "ptx.cuh"
 #include "shared_rows.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa {
 
@@ -53,7 +53,7 @@ struct Interval {
 };
 
 /// Where key `token` of the plan's sequence is.
-__device__ __forceinline__ TokenSlot slot_of(const AttentionParams& params, const Plan& plan, int32_t token) {
+__device__ __forceinline__ TokenSlot slot_of(const AttentionParams& params, const WorkTile& plan, int32_t token) {
   if (params.block_table == nullptr) return TokenSlot{0, plan.tile.start_k + token};
   const uint32_t index = static_cast<uint32_t>(token) / static_cast<uint32_t>(params.page_size);
   const int32_t* const table = params.block_table + plan.tile.sequence * params.block_table_stride;
@@ -70,7 +70,7 @@ class RowLoader {
   static_assert(kKeys % Grid::kRowsPerStep == 0 && kKeys <= 32);
 
  public:
-  __device__ __forceinline__ RowLoader(const AttentionParams& params, const Plan& plan)
+  __device__ __forceinline__ RowLoader(const AttentionParams& params, const WorkTile& plan)
       : params_(params), plan_(plan), fits_one_page_(params.page_size % kKeys == 0) {}
 
   /// Looks up the pages of tokens [first, first + kKeys). Where these lie in one page, every lane gets the slot of
@@ -137,7 +137,7 @@ class RowLoader {
   }
 
   const AttentionParams& params_;
-  const Plan& plan_;
+  const WorkTile& plan_;
   bool fits_one_page_;
 };
 

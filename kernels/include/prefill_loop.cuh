@@ -9,7 +9,7 @@
 #include "ptx.cuh"
 #include "softmax.cuh"
 #include "tile_math.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa {
 
@@ -17,7 +17,7 @@ namespace xa {
 /// up into `state`. The warp's rows are those from row `warp_row` of the tile; the tile's are on their way to
 /// `query_rows`, as the first group of copies.
 template <typename Shape, typename T, typename Stored, typename LogitsTransform, typename State>
-__device__ __forceinline__ void attend_with_rows(State& state, const AttentionParams& params, const Plan& plan,
+__device__ __forceinline__ void attend_with_rows(State& state, const AttentionParams& params, const WorkTile& plan,
                                                  uint32_t ring, int32_t warp_row, uint32_t query_rows,
                                                  const LogitsTransform& transform) {
   using Math = TileMath<T, Stored, typename Shape::Rows, Shape::kRowTiles, Shape::kKeys, Shape::kHeadDim>;

@@ -7,7 +7,7 @@
 #include "paged_rows.cuh"
 #include "params/attention.cuh"
 #include "ptx.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa {
 
@@ -98,9 +98,9 @@ __device__ __forceinline__ void convert_query(const AttentionParams& params, con
 
 /// Starts to fetch the plan's query rows to the beginning of `shared`, as a group of copies of its own.
 template <typename Shape, typename T, typename Stored>
-__device__ __forceinline__ void fetch_query(const AttentionParams& params, const Plan& plan, uint8_t* shared,
+__device__ __forceinline__ void fetch_query(const AttentionParams& params, const WorkTile& work, uint8_t* shared,
                                             float* row_factors) {
-  const RowMap map(params, plan.tile, plan.kv_head);
+  const RowMap map(params, work.tile, work.kv_head);
   if constexpr (Shape::kIsFp8) {
     convert_query<Shape, Stored>(params, map, shared, row_factors);
   } else {

@@ -8,7 +8,7 @@
 #include "params/attention.cuh"
 #include "ptx.cuh"
 #include "shared_rows.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa {
 
@@ -22,7 +22,7 @@ class GranuleSlots {
   static_assert(kKeys % kTokensPerLoad == 0);
 
  public:
-  __device__ __forceinline__ GranuleSlots(const AttentionParams& params, const Plan& plan, int32_t first)
+  __device__ __forceinline__ GranuleSlots(const AttentionParams& params, const WorkTile& plan, int32_t first)
       : params_(params), plan_(plan), fits_pages_(params.page_size % kTokensPerLoad == 0), first_(first) {
     batch_ = look_up();
     if constexpr (kLooksAhead) next_ = look_up();
@@ -59,7 +59,7 @@ class GranuleSlots {
   }
 
   const AttentionParams& params_;
-  const Plan& plan_;
+  const WorkTile& plan_;
   bool fits_pages_;
   int32_t first_;
   int32_t used_ = 0;  // lanes of the batch
@@ -82,7 +82,7 @@ class PairLoader {
   static constexpr bool kHasPolicy = sizeof(T) > 1;
 
  public:
-  __device__ __forceinline__ PairLoader(const AttentionParams& params, const Plan& plan)
+  __device__ __forceinline__ PairLoader(const AttentionParams& params, const WorkTile& plan)
       : params_(params), plan_(plan) {
     if constexpr (kHasPolicy) policy_ = ptx::evict_first_policy();
   }
@@ -168,7 +168,7 @@ class PairLoader {
   }
 
   const AttentionParams& params_;
-  const Plan& plan_;
+  const WorkTile& plan_;
   uint64_t policy_ = 0;
 };
 

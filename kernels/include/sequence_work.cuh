@@ -1,29 +1,29 @@
-// Sequences as the planning of decode sees them: how many tiles, of how many units each (work_list.cuh).
+// Sequences as the planning of decode sees them: how many tiles, of how many units each (work_partition.cuh).
 #pragma once
 
 #include <cstdint>
 
 #include "params/attention.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa {
 
 /// A sequence and the work in it.
-template <int kRows, int kUnitKeys>
+template <int kRows, int kKvChunkKeys>
 struct Sequence {
-  Tile tile;        // but for the rows
+  QoTile tile;      // but for the rows
   StartMaxima end;  // where the next one starts
   int32_t num_tiles;
-  int32_t units;  // of each tile: all count the keys that any row of the sequence sees
-  int32_t first_unit;
+  int32_t chunks;  // of each tile: all count the keys that any row of the sequence sees
+  int32_t first_chunk;
 
-  __device__ __forceinline__ int64_t work() const { return static_cast<int64_t>(num_tiles) * units; }
+  __device__ __forceinline__ int64_t work() const { return static_cast<int64_t>(num_tiles) * chunks; }
   /// Packed rows of tile `index`: the last rows of the sequence come first.
   __device__ __forceinline__ int32_t num_rows(int32_t index, int32_t group) const {
     return index > 0 ? kRows : tile.len_q * group - (num_tiles - 1) * kRows;
   }
-  __device__ __forceinline__ Tile tile_at(int32_t index, int32_t group) const {
-    Tile found = tile;
+  __device__ __forceinline__ QoTile tile_at(int32_t index, int32_t group) const {
+    QoTile found = tile;
     found.first_row = (num_tiles - 1 - index) * kRows;
     found.num_rows = num_rows(index, group);
     return found;
@@ -34,16 +34,16 @@ struct Sequence {
     num_tiles = ours ? (tile.len_q * params.group + kRows - 1) / kRows : 0;
     const Visibility visibility(params, tile);
     const int32_t begin = visibility.begin(0), end = visibility.end(tile.len_q - 1);
-    first_unit = begin < end ? begin / kUnitKeys : 0;
-    units = begin < end ? (end + kUnitKeys - 1) / kUnitKeys - first_unit : 1;
+    first_chunk = begin < end ? begin / kKvChunkKeys : 0;
+    chunks = begin < end ? (end + kKvChunkKeys - 1) / kKvChunkKeys - first_chunk : 1;
   }
 };
 
 /// Loads neighbouring sequences, from `first` on, and lets `raise` change their starts; whether these then ascend, as
 /// far as `num_seqs` goes.
-template <int kCount, int kRows, int kUnitKeys, typename Raise>
+template <int kCount, int kRows, int kKvChunkKeys, typename Raise>
 __device__ __forceinline__ bool load_sequences(const AttentionParams& params, int32_t first, int32_t num_seqs,
-                                               Sequence<kRows, kUnitKeys> (&sequences)[kCount], const Raise& raise) {
+                                               Sequence<kRows, kKvChunkKeys> (&sequences)[kCount], const Raise& raise) {
   Metadata<kCount> metadata;
   metadata.load(params, first);
   raise(metadata);

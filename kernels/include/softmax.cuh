@@ -10,7 +10,7 @@
 
 #include "params/attention.cuh"
 #include "ptx.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa {
 
@@ -137,7 +137,7 @@ __device__ __forceinline__ RowResult finish_row(float max, float sum, float log2
 /// 16-row tile starts at row `first_row` of `tile`.
 template <int kKeyTiles>
 __device__ __forceinline__ void apply_mask(float (&scores)[kKeyTiles][4], const AttentionParams& params,
-                                           const Tile& tile, int32_t first_row, int32_t first_key) {
+                                           const QoTile& tile, int32_t first_row, int32_t first_key) {
   // Few blocks need a mask: what each row sees is derived here again, not kept in registers for all of them.
   const Visibility visibility(params, tile);
   const PackedRows rows(params, tile.first_row);

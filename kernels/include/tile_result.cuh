@@ -8,16 +8,16 @@
 #include "output_rows.cuh"
 #include "params/attention.cuh"
 #include "partial_rows.cuh"
-#include "share.cuh"
 #include "softmax.cuh"
-#include "tile_plan.cuh"
+#include "work_range.cuh"
+#include "work_tile.cuh"
 
 namespace xa {
 
 /// The states of a CTA's warps in shared memory, and their sum in the order of the warps.
 template <typename Shape>
 class WarpStates {
-  static constexpr int kWarps = Shape::kKeyWarps, kRows = Shape::kRows, kPitch = Shape::kMergePitch;
+  static constexpr int kWarps = Shape::kKeyWarps, kRows = Shape::kRows, kPitch = Shape::kWarpStatesPitch;
   float* outputs_;  // [kWarps, kRows, kPitch]
   float2* states_;  // [kWarps, kRows] (max, sum)
 
@@ -41,14 +41,14 @@ class WarpStates {
   }
 
   /// Call after a barrier.
-  __device__ __forceinline__ RowPart merged(int32_t row, int32_t column, float log2_unit) const {
-    RowPart part = {-INFINITY, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+  __device__ __forceinline__ PartialState merged(int32_t row, int32_t column, float log2_unit) const {
+    PartialState part = {-INFINITY, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) part.max = fmaxf(part.max, states_[warp * kRows + row].x);
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
       const int32_t index = warp * kRows + row;
-      const float weight = part_weight(states_[index].x, part.max, log2_unit);
+      const float weight = merge_weight(states_[index].x, part.max, log2_unit);
       const float4 o = *reinterpret_cast<const float4*>(outputs_ + index * kPitch + column);
       part.output.x = __fmaf_rn(weight, o.x, part.output.x);
       part.output.y = __fmaf_rn(weight, o.y, part.output.y);
@@ -63,54 +63,55 @@ class WarpStates {
 /// The rows of a part whose spans are folded one after another, in shared memory. A thread has the same columns of the
 /// same rows each time; what a row's threads share, max and sum, is kept twice, so that none is overwritten too soon.
 template <typename Shape>
-class FoldedRows {
+class MergedRows {
   float4* outputs_;  // [kRows, kHeadDim / 4]
   float2* states_;   // [2, kRows] (max, sum)
   int32_t parity_;
 
  public:
   /// `shared` is `Shape::kFoldBytes` long; `piece` counts the part's pieces.
-  __device__ __forceinline__ FoldedRows(uint8_t* shared, int32_t piece)
+  __device__ __forceinline__ MergedRows(uint8_t* shared, int32_t work_tile)
       : outputs_(reinterpret_cast<float4*>(shared)),
         states_(reinterpret_cast<float2*>(shared + Shape::kRows * Shape::kHeadDim * 4)),
-        parity_(piece % 2) {}
+        parity_(work_tile % 2) {}
 
   /// What is there with `next` folded into it.
-  __device__ __forceinline__ RowPart with(const RowPart& next, int32_t row, int32_t column, float log2_unit) const {
+  __device__ __forceinline__ PartialState with(const PartialState& next, int32_t row, int32_t column,
+                                               float log2_unit) const {
     const float2 state = states_[(parity_ ^ 1) * Shape::kRows + row];
-    RowPart part = {state.x, state.y, outputs_[(row * Shape::kHeadDim + column) / 4]};
-    fold(part, next, log2_unit);
+    PartialState part = {state.x, state.y, outputs_[(row * Shape::kHeadDim + column) / 4]};
+    merge(part, next, log2_unit);
     return part;
   }
-  __device__ __forceinline__ void store(const RowPart& part, int32_t row, int32_t column) const {
+  __device__ __forceinline__ void store(const PartialState& part, int32_t row, int32_t column) const {
     outputs_[(row * Shape::kHeadDim + column) / 4] = part.output;
     if (column == 0) states_[parity_ * Shape::kRows + row] = make_float2(part.max, part.sum);
   }
 };
 
-/// Merges the warps' states of a piece, and takes the result to where the Share says: the folded rows, the workspace,
-/// or out and lse. Every thread of the CTA calls this; `shared` is free up to the Plan.
+/// Merges the warps' states of a piece, and takes the result to where the WorkRange says: the folded rows, the
+/// workspace, or out and lse. Every thread of the CTA calls this; `shared` is free up to the WorkTile.
 template <typename Shape, typename Writer, typename State>
-__device__ __forceinline__ void deliver(const AttentionParams& params, const Plan& plan, const Writer& writer,
-                                        const State& state, uint8_t* shared, float log2_unit) {
+__device__ __forceinline__ void store_result(const AttentionParams& params, const WorkTile& plan, const Writer& writer,
+                                             const State& state, uint8_t* shared, float log2_unit) {
   constexpr int kFours = Shape::kHeadDim / 4;
   const WarpStates<Shape> warps(shared);
   warps.store(state);
   __syncthreads();
-  const Share& share = *reinterpret_cast<const Share*>(shared + Shape::kShareOffset);
-  const FoldedRows<Shape> folded(shared + Shape::kFoldOffset, share.piece);
+  const WorkRange& range = *reinterpret_cast<const WorkRange*>(shared + Shape::kWorkRangeOffset);
+  const MergedRows<Shape> folded(shared + Shape::kMergedRowsOffset, range.work_tile);
   const PartialRows partial(params.partial, plan.kv_head);
-  const bool folds_into = share.folds != 0 && share.piece > 0;
-  const bool stays = share.folds != 0 && !share.is_last_piece();
+  const bool merges_into = range.merges != 0 && range.work_tile > 0;
+  const bool stays = range.merges != 0 && !range.is_last_work_tile();
   for (int32_t item = threadIdx.x; item < plan.tile.num_rows * kFours; item += Shape::kThreads) {
     const int32_t row = item / kFours, column = item % kFours * 4;
     if (column >= params.value_dim) continue;
-    RowPart part = warps.merged(row, column, log2_unit);
-    if (folds_into) part = folded.with(part, row, column, log2_unit);
+    PartialState part = warps.merged(row, column, log2_unit);
+    if (merges_into) part = folded.with(part, row, column, log2_unit);
     if (stays) {
       folded.store(part, row, column);
-    } else if (share.partial_row >= 0) {
-      partial.store(share.partial_row + row, column, part);
+    } else if (range.partial_row >= 0) {
+      partial.store(range.partial_row + row, column, part);
     } else {
       writer.write(row, column, part, log2_unit);
     }

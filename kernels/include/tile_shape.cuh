@@ -8,17 +8,18 @@
 //
 // Shared memory: the query rows, each followed by 16 unused bytes, then per ring (one of the CTA, or one a warp)
 // kStages blocks of K and as many of V (shared_rows.cuh); when a piece is done, the results of its warps take their
-// place. Behind them what outlives a piece: the CTA's Plan, in decode its Share, in fused the barriers of boxes.
+// place. Behind them what outlives a piece: the CTA's WorkTile, in decode its WorkRange, in fused the barriers of
+// boxes.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
 #include "element.cuh"
-#include "share.cuh"
 #include "shared_rows.cuh"
-#include "tile_plan.cuh"
 #include "tiles/attention.cuh"
+#include "work_range.cuh"
+#include "work_tile.cuh"
 
 namespace xa {
 
@@ -51,30 +52,30 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
 
   /// Merging key warps: f32 rows with 4 spare columns, then (max, sum) of each row and warp. Takes the place of the
   /// above.
-  static constexpr int kMergePitch = kHeadDim + 4;
-  static constexpr int kMergeBytes = kSplitsKeys ? Choice::kKeyWarps * kRows * (kMergePitch + 2) * 4 : 0;
+  static constexpr int kWarpStatesPitch = kHeadDim + 4;
+  static constexpr int kWarpStatesBytes = kSplitsKeys ? Choice::kKeyWarps * kRows * (kWarpStatesPitch + 2) * 4 : 0;
 
-  /// Where the CTA's Plan lies.
-  static constexpr int kPlanOffset = kStreamBytes > kMergeBytes ? kStreamBytes : kMergeBytes;
-  /// Where its Share lies, the factors of its rows (fp8: query_rows.cuh), and what batch_invariant asks for beyond: the
-  /// folded rows (tile_result.cuh).
-  static constexpr int kShareOffset = kPlanOffset + static_cast<int>(sizeof(Plan));
-  static constexpr int kFactorsOffset = kShareOffset + (kSplitsKeys ? static_cast<int>(sizeof(Share)) : 0);
+  /// Where the CTA's WorkTile lies.
+  static constexpr int kWorkTileOffset = kStreamBytes > kWarpStatesBytes ? kStreamBytes : kWarpStatesBytes;
+  /// Where its WorkRange lies, the factors of its rows (fp8: query_rows.cuh), and what batch_invariant asks for beyond:
+  /// the folded rows (tile_result.cuh).
+  static constexpr int kWorkRangeOffset = kWorkTileOffset + static_cast<int>(sizeof(WorkTile));
+  static constexpr int kFactorsOffset = kWorkRangeOffset + (kSplitsKeys ? static_cast<int>(sizeof(WorkRange)) : 0);
   /// Barriers of boxes, one for each stage of each ring.
   static constexpr int kBarriersOffset = kFactorsOffset + (kIsFp8 ? 4 * kRows : 0);
-  static constexpr int kFoldOffset = kBarriersOffset + (kFetchesBoxes ? kRings * 8 * Choice::kStages : 0);
-  static constexpr int kFoldBytes = kSplitsKeys ? kRows * kHeadDim * 4 + 2 * kRows * 8 : 0;
+  static constexpr int kMergedRowsOffset = kBarriersOffset + (kFetchesBoxes ? kRings * 8 * Choice::kStages : 0);
+  static constexpr int kMergedRowsBytes = kSplitsKeys ? kRows * kHeadDim * 4 + 2 * kRows * 8 : 0;
 
   static constexpr int kMostKilobytes =
       std::is_same_v<Shape, tiles::shape_fused> ? 227 : (std::is_same_v<Shape, tiles::shape_decode_8warps> ? 163 : 99);
-  static_assert(Choice::kRowWarps == 1 || Choice::kKeyWarps == 1, "warps share either rows or keys");
-  static_assert(Choice::kSharedBytes == kFoldOffset + (kFetchesBoxes ? 1024 : 0),
+  static_assert(Choice::kRowWarps == 1 || Choice::kKeyWarps == 1, "warps range either rows or keys");
+  static_assert(Choice::kSharedBytes == kMergedRowsOffset + (kFetchesBoxes ? 1024 : 0),
                 "shared_bytes in variants.toml is what the launch asks for, boxes being aligned to 1024 bytes");
   static_assert(Choice::kSharedBytes % 16 == 0, "float4 are folded there");
-  static_assert(!kFetchesBoxes || (kBarriersOffset % 8 == 0 && kBarriersOffset >= kMergeBytes),
+  static_assert(!kFetchesBoxes || (kBarriersOffset % 8 == 0 && kBarriersOffset >= kWarpStatesBytes),
                 "barriers are 8 bytes and outlive what is merged");
   static_assert(kRingsOffset % 128 == 0, "rings begin at a multiple of 128 bytes");
-  static_assert(Choice::kSharedBytes + kFoldBytes <= kMostKilobytes * 1024,
+  static_assert(Choice::kSharedBytes + kMergedRowsBytes <= kMostKilobytes * 1024,
                 "sm_86, sm_89 and sm_120 give a CTA 99 KB, sm_80 163, sm_90 227");
 };
 

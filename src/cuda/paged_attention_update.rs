@@ -10,7 +10,7 @@ use crate::stream::Stream;
 
 /// Load the kernels that [`launch`] takes.
 pub(crate) fn prepare(problem: &PagedAttentionUpdate) -> Result {
-    let plan = attention::Plan::with_update(&problem.attention, &problem.update)?;
+    let plan = attention::LaunchPlan::with_update(&problem.attention, &problem.update)?;
     if !plan.stores_update() {
         kv_cache_update::prepare(&problem.update)?;
     }
@@ -20,7 +20,7 @@ pub(crate) fn prepare(problem: &PagedAttentionUpdate) -> Result {
 /// # Safety
 /// The problem's views are device memory of the current context that outlives the kernels' run, the results writable.
 pub(crate) unsafe fn launch(problem: &PagedAttentionUpdate, stream: Stream) -> Result {
-    let plan = attention::Plan::with_update(&problem.attention, &problem.update)?;
+    let plan = attention::LaunchPlan::with_update(&problem.attention, &problem.update)?;
     // What attention refuses must not have changed the cache.
     plan.load()?;
     // SAFETY: this function's contract.

@@ -10,7 +10,7 @@
 #include "element.cuh"
 #include "params/attention_bwd.cuh"
 #include "ptx.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa {
 

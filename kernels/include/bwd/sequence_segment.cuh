@@ -9,7 +9,7 @@
 #include "bwd/ptx_extra.cuh"
 #include "params/attention.cuh"
 #include "ptx.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa {
 
@@ -30,7 +30,7 @@ struct Span {
 
 /// One sequence, and what of it is streamed.
 struct Pass {
-  Tile tile;          // first_row and num_rows: the rows held that are the sequence's, counted in the CTA
+  QoTile tile;        // first_row and num_rows: the rows held that are the sequence's, counted in the CTA
   Span columns;       // that some row held takes part in: keys of the sequence, or its packed query rows
   Span common;        // that every row held takes part in
   int32_t first_key;  // dkdv: the first row held, counted in the sequence
@@ -74,7 +74,8 @@ struct Seers {
 template <int kHeld>
 struct HeldQueries {
   /// The pass of a sequence; without columns where there is none.
-  static __device__ __forceinline__ void describe(const AttentionParams& params, Tile tile, int32_t first, Pass& pass) {
+  static __device__ __forceinline__ void describe(const AttentionParams& params, QoTile tile, int32_t first,
+                                                  Pass& pass) {
     const int64_t group = params.group, start = tile.first_token * group - first;
     tile.first_row = clamp_to(start, 0, kHeld);
     tile.num_rows = clamp_to(start + tile.len_q * group, 0, kHeld) - tile.first_row;
@@ -98,7 +99,7 @@ struct HeldQueries {
 
  private:
   /// Query, counted in the sequence, of a packed row, counted over all tokens.
-  static __device__ __forceinline__ int32_t query(const AttentionParams& params, const Tile& tile, int32_t row) {
+  static __device__ __forceinline__ int32_t query(const AttentionParams& params, const QoTile& tile, int32_t row) {
     return row / params.group - tile.first_token;
   }
 };
@@ -106,7 +107,8 @@ struct HeldQueries {
 /// How kHeld rows of K and V from Pass::first on take part in sequences.
 template <int kHeld>
 struct HeldKeys {
-  static __device__ __forceinline__ void describe(const AttentionParams& params, Tile tile, int32_t first, Pass& pass) {
+  static __device__ __forceinline__ void describe(const AttentionParams& params, QoTile tile, int32_t first,
+                                                  Pass& pass) {
     Span columns = {0, 0}, common = {0, 0};
     tile.num_rows = 0;
     if (tile.len_q > 0) {
@@ -136,7 +138,7 @@ struct HeldKeys {
   }
 
  private:
-  static __device__ __forceinline__ Span packed(const AttentionParams& params, const Tile& tile, int64_t begin,
+  static __device__ __forceinline__ Span packed(const AttentionParams& params, const QoTile& tile, int64_t begin,
                                                 int64_t end) {
     const Span span = {clamp_to(begin, 0, tile.len_q) * params.group, clamp_to(end, 0, tile.len_q) * params.group};
     return span.begin < span.end ? span : Span{0, 0};
@@ -181,7 +183,7 @@ __device__ __forceinline__ void for_passes(const AttentionParams& params, Pass& 
       index += __ffs(left) - 1;
       if (ptx::thread() / 32 == index / 32) {
         const Metadata<1> metadata = load_metadata(params, pass, base);
-        const Tile sequence = metadata.sequence(params, 0, base + index);
+        const QoTile sequence = metadata.sequence(params, 0, base + index);
         if (ptx::thread() == index) Held::describe(params, sequence, pass.first, pass);
       }
       __syncthreads();
@@ -198,7 +200,7 @@ __device__ __forceinline__ void for_passes(const AttentionParams& params, Pass& 
     __syncthreads();
     if (__builtin_expect(!starts_ascend(pass.maxima), false)) {
       StartMaxima maxima = pass.maxima;
-      if (ptx::thread() < 32) pass_over(params, base, min(base + kThreads, live_sequences(params)), maxima);
+      if (ptx::thread() < 32) raise_maxima(params, base, min(base + kThreads, live_sequences(params)), maxima);
       if (ptx::thread() == 0) pass.maxima = maxima;
       __syncthreads();
     }

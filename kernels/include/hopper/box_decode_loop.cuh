@@ -12,7 +12,7 @@
 #include "row_pairs.cuh"
 #include "softmax.cuh"
 #include "tile_math.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa::hopper {
 
@@ -65,7 +65,7 @@ class BoxDecodeLoop {
 
  public:
   /// Page numbers are on their way after this. `count` blocks have been through the warp's ring so far, in all pieces.
-  __device__ __forceinline__ BoxDecodeLoop(const AttentionParams& params, const Plan& plan, const KeyBoxes& boxes,
+  __device__ __forceinline__ BoxDecodeLoop(const AttentionParams& params, const WorkTile& plan, const KeyBoxes& boxes,
                                            const uint8_t* shared, int32_t& count)
       : params_(params),
         plan_(plan),
@@ -145,7 +145,7 @@ class BoxDecodeLoop {
   }
 
   const AttentionParams& params_;
-  const Plan& plan_;
+  const WorkTile& plan_;
   const KeyBoxes& boxes_;
   const BoxRing<Shape> ring_;
   int32_t& count_;

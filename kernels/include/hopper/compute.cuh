@@ -17,7 +17,7 @@
 #include "logits_transform.cuh"
 #include "output_rows.cuh"
 #include "params/hopper_prefill.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa::hopper {
 
@@ -25,7 +25,7 @@ namespace xa::hopper {
 /// some row sees in them, and hardly one has both ends.
 template <int kKeyTiles>
 __device__ __forceinline__ void hide_unseen(float (&scores)[kKeyTiles][4], const PrefillParams& prefill,
-                                            const Plan& plan, int32_t first_row, int32_t first_key) {
+                                            const WorkTile& plan, int32_t first_row, int32_t first_key) {
   const Visibility visibility(prefill.attention, plan.tile);
   const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
   const auto query = [&](int half) {

@@ -15,7 +15,7 @@
 #include "output_rows.cuh"
 #include "params/hopper_prefill.cuh"
 #include "ptx.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa::hopper {
 

@@ -3,7 +3,7 @@
 
 #include "logits_transform.cuh"
 #include "params/attention.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa::hopper {
 
@@ -18,13 +18,13 @@ struct fp8_logits_scaled {
   }
   /// Whether `apply` leaves this tile's alone: the largest score is the largest logit only where the factor is
   /// positive.
-  static __device__ __forceinline__ bool leaves(const Plan& plan) { return plan.score_factor > 0.0f; }
+  static __device__ __forceinline__ bool leaves(const WorkTile& plan) { return plan.score_factor > 0.0f; }
   /// Logits to base 2 are this times what `apply` leaves.
-  static __device__ __forceinline__ float log2_unit(const Plan& plan) {
+  static __device__ __forceinline__ float log2_unit(const WorkTile& plan) {
     return leaves(plan) ? plan.score_factor : 1.0f;
   }
   template <typename T, int kKeyTiles>
-  __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const Plan& plan, int32_t, int32_t) const {
+  __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const WorkTile& plan, int32_t, int32_t) const {
     if (leaves(plan)) return;
 #pragma unroll
     for (int block = 0; block < kKeyTiles; ++block) {
@@ -39,8 +39,8 @@ struct fp8_logits_softcap_alibi : logits_softcap_alibi {
   static constexpr bool kLeavesMost = false;
 
   using logits_softcap_alibi::logits_softcap_alibi;
-  static __device__ __forceinline__ bool leaves(const Plan&) { return true; }
-  static __device__ __forceinline__ float log2_unit(const Plan&) { return 1.0f; }
+  static __device__ __forceinline__ bool leaves(const WorkTile&) { return true; }
+  static __device__ __forceinline__ float log2_unit(const WorkTile&) { return 1.0f; }
 };
 
 }  // namespace xa::hopper

@@ -7,8 +7,8 @@
 
 #include "hopper/shape.cuh"
 #include "hopper/swizzle_atom.cuh"
-#include "tile_plan.cuh"
 #include "tiles/hopper_prefill.cuh"
+#include "work_tile.cuh"
 
 namespace xa::hopper {
 

@@ -9,7 +9,7 @@
 #include "hopper/shape.cuh"
 #include "params/hopper_prefill.cuh"
 #include "ptx.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa::hopper {
 

@@ -8,7 +8,7 @@
 #include "params/attention.cuh"
 #include "params/hopper_prefill.cuh"
 #include "partial_rows.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa::hopper {
 
@@ -28,7 +28,7 @@ struct MixedWork {
 };
 
 /// Keys that the first and the last query of a tile's sequence see, on average.
-__device__ __forceinline__ float mean_keys(const AttentionParams& params, const Tile& tile) {
+__device__ __forceinline__ float mean_keys(const AttentionParams& params, const QoTile& tile) {
   const Visibility visibility(params, tile);
   const int32_t last = tile.len_q - 1;
   const float of_first = max(visibility.end(0) - visibility.begin(0), 0);
@@ -53,7 +53,7 @@ __device__ __forceinline__ MixedWork measure_work(const MixedParams& params, Mix
       Metadata<1> metadata;
       metadata.load(decode, b);
       if (__builtin_expect(raises_starts, false)) scan.ascend(decode, first, metadata);
-      const Tile tile = metadata.sequence(decode, 0, b);
+      const QoTile tile = metadata.sequence(decode, 0, b);
       if (b >= num_seqs) continue;
       ascends &= metadata.ascends(decode, 0);
       if (tile.len_q == 0) continue;
@@ -82,7 +82,7 @@ __device__ __forceinline__ MixedWork measure_work(const MixedParams& params, Mix
 
 /// CTAs a KV head that decode: as many as are done when all is done, rather one too many. What decode needs of an SM's
 /// time hardly depends on how many SMs share it.
-__device__ __forceinline__ int32_t decode_shares(const MixedWork& work, int32_t num_kv_heads) {
+__device__ __forceinline__ int32_t decode_ranges(const MixedWork& work, int32_t num_kv_heads) {
   if (work.decode == 0.0f) return 0;
   const int32_t most = static_cast<int32_t>(gridDim.x) / num_kv_heads;
   const float ctas = static_cast<float>(gridDim.x) * __fdividef(work.decode, work.decode + work.prefill);
@@ -90,9 +90,10 @@ __device__ __forceinline__ int32_t decode_shares(const MixedWork& work, int32_t 
 }
 
 /// Tells the merging kernel that no tile is cut where share `number` would begin.
-__device__ __forceinline__ void leave_no_cut(const AttentionParams& params, int32_t kv_head, int32_t number) {
-  if (threadIdx.x != 0 || kv_head != 0 || number == 0 || number >= params.partial.groups) return;
-  static_cast<CutTile*>(params.partial.cuts)[number - 1] = CutTile{};
+__device__ __forceinline__ void store_empty_split_record(const AttentionParams& params, int32_t kv_head,
+                                                         int32_t number) {
+  if (threadIdx.x != 0 || kv_head != 0 || number == 0 || number >= params.partial.num_ranges) return;
+  static_cast<SplitRecord*>(params.partial.split_records)[number - 1] = SplitRecord{};
 }
 
 }  // namespace xa::hopper

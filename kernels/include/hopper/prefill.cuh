@@ -9,7 +9,7 @@
 #include "hopper/ptx.cuh"
 #include "hopper/schedule.cuh"
 #include "params/hopper_prefill.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa::hopper {
 

@@ -10,7 +10,7 @@
 #include "hopper/swizzle_atom.cuh"
 #include "output_rows.cuh"
 #include "params/hopper_prefill.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa::hopper {
 
@@ -151,7 +151,7 @@ class RowStore {
   }
 
   const PrefillParams& prefill_;
-  const Plan& plan_;
+  const WorkTile& plan_;
   const int32_t first_row_;
   const bool boxed_;
   float factor_[2];

@@ -9,13 +9,13 @@
 
 #include <cstdint>
 
-#include "cutting.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/shape.cuh"
 #include "params/attention.cuh"
 #include "params/hopper_prefill.cuh"
 #include "scales.cuh"
-#include "tile_plan.cuh"
+#include "split_kv.cuh"
+#include "work_tile.cuh"
 
 namespace xa::hopper {
 
@@ -113,7 +113,7 @@ class TileFinder {
   }
 
   __device__ __forceinline__ void write(int32_t index, int32_t head, int32_t packs_per_kv_head, TilePlan& to) const {
-    Tile tile = tile_;
+    QoTile tile = tile_;
     tile.first_row = index * Shape::kRows;
     tile.num_rows = min(Shape::kRows, tile.len_q * params_.group - tile.first_row);
     const KeyRange keys = visible_keys(params_, tile);
@@ -135,7 +135,7 @@ class TileFinder {
   int64_t before_ = 0;     // tiles of the runs before this one
   int64_t tiles_of_head_;  // of this run
   int32_t sections_;
-  Tile tile_;  // but for the rows
+  QoTile tile_;  // but for the rows
   int32_t num_tiles_;
 };
 

@@ -9,8 +9,8 @@
 
 #include "hopper/swizzle_atom.cuh"
 #include "params/hopper_prefill.cuh"
-#include "tile_plan.cuh"
 #include "tiles/hopper_prefill.cuh"
+#include "work_tile.cuh"
 
 namespace xa::hopper {
 
@@ -19,7 +19,7 @@ enum class Storage { contiguous, paged };
 
 /// What a CTA knows of a tile.
 struct TilePlan {
-  Plan plan;
+  WorkTile plan;
   int32_t seen_begin;  // keys that any row of the sequence sees; what lies outside may be anything
   int32_t seen_end;
   int32_t first_block;  // blocks [first_block, end_block) are those that some row of the tile sees

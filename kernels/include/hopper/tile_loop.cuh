@@ -50,10 +50,10 @@ __device__ __forceinline__ void for_tiles(const PrefillParams& prefill, const Pi
     if (leads) pipeline.plan_empty(turn).arrive();
   }
   ptx::bulk_wait_group();
-  if (params.clears_unowned_rows != 0) {
+  if (params.clears_padding_rows != 0) {
     pipeline.order_known().wait();
     const bool ascend = pipeline.starts_ascend() != 0;
-    clear_unowned_rows<Out, Shape::kComputeThreads>(params, ascend, owned_rows(params, ascend), blockIdx.x, gridDim.x);
+    clear_padding_rows<Out, Shape::kComputeThreads>(params, ascend, live_rows(params, ascend), blockIdx.x, gridDim.x);
   }
 }
 

@@ -9,7 +9,7 @@
 #include "hopper_bwd/shape.cuh"
 #include "params/attention.cuh"
 #include "params/hopper_bwd.cuh"
-#include "tile_plan.cuh"
+#include "work_tile.cuh"
 
 namespace xa::hopper {
 
@@ -23,7 +23,7 @@ struct PlanScratch {
 
 /// Sequence `b` without its place among the tiles.
 template <typename Shape>
-__device__ __forceinline__ SequencePlan describe(const AttentionParams& params, const Tile& tile, bool live) {
+__device__ __forceinline__ SequencePlan describe(const AttentionParams& params, const QoTile& tile, bool live) {
   SequencePlan plan = {};
   plan.first_query = tile.first_token;
   plan.first_key = tile.start_k;

@@ -1,7 +1,7 @@
 //! Decode: the kernels for sequences whose packed rows fill no more than one tile. CTAs share out the keys (split-KV); a
 //! combine kernel merges what several CTAs computed of a tile.
 
-use super::split::Split;
+use super::split::KvSplit;
 use super::tiles::KERNEL;
 use super::{Call, Launch, Launches, Parameter, UNLIMITED, most_tiles};
 use crate::cuda::launch::Shape;
@@ -48,7 +48,7 @@ pub(super) fn beside<'c>(
     let mut launches = of_sequences(call, most_short_tiles(call), call.few(), false)?;
     let decode_is_first = launches.store_new_tokens;
     let mut params = call.params_for(call.few() + 1, UNLIMITED);
-    params.clears_unowned_rows = i32::from(!decode_is_first);
+    params.clears_padding_rows = i32::from(!decode_is_first);
     let place = if decode_is_first { launches.list.len() } else { 0 };
     launches.list.insert(place, prefill(&params)?);
     Ok(launches)
@@ -59,14 +59,14 @@ fn of_sequences<'c>(call: &Call, tiles: i64, max_queries: i64, are_alone: bool) 
     let Call { problem, device, decode, .. } = call;
     let shared_memory = decode.decode_shared_memory(problem, device);
     let resident = device.resident_blocks(shared_memory, decode.ctas_per_sm);
-    let split = Split::new(problem, decode, tiles, max_queries, i64::from(resident), 0);
-    let warps = split.shares * i64::from(decode.threads() / 32);
-    let new_tokens = call.new_tokens.filter(|_| decode.takes_new_tokens && call.rows() <= ROWS_PER_WARP * warps);
+    let split = KvSplit::new(problem, decode, tiles, max_queries, i64::from(resident), 0);
+    let warps = split.ranges * i64::from(decode.threads() / 32);
+    let new_tokens = call.new_tokens.filter(|_| decode.appends_kv && call.rows() <= ROWS_PER_WARP * warps);
     let mut params = call.params_for(1, max_queries);
-    params.clears_unowned_rows = i32::from(are_alone || new_tokens.is_some());
+    params.clears_padding_rows = i32::from(are_alone || new_tokens.is_some());
     params.partial = split.partial;
     params.new_tokens = new_tokens.unwrap_or(params.new_tokens);
-    let grid = [problem.num_kv_heads as u32, split.shares as u32, 1];
+    let grid = [problem.num_kv_heads as u32, split.ranges as u32, 1];
     let shape = Shape { grid, threads: decode.threads(), shared_memory };
     let attend = Launch::new(KERNEL, decode.variant(problem, device)?, shape, Parameter::Attention(params));
     let list = [Some(attend), combine(problem, &split, &params)?].into_iter().flatten().collect();
@@ -74,8 +74,12 @@ fn of_sequences<'c>(call: &Call, tiles: i64, max_queries: i64, are_alone: bool) 
 }
 
 /// The launch that combines the partials of split tiles, where a launch with this parameter splits any.
-pub(super) fn combine<'c>(problem: &Attention, split: &Split, params: &AttentionParams) -> Result<Option<Launch<'c>>> {
-    let ends = split.ends_to_combine();
+pub(super) fn combine<'c>(
+    problem: &Attention,
+    split: &KvSplit,
+    params: &AttentionParams,
+) -> Result<Option<Launch<'c>>> {
+    let ends = split.num_split_records();
     if ends == 0 {
         return Ok(None);
     }

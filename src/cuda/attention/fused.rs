@@ -1,8 +1,8 @@
 //! Decode and prefill of a batch in one kernel on Hopper.
 
 use super::hopper::{Prefill, PrefillParameter, next_tile_place};
-use super::split::Split;
-use super::tiles::{Tile, transforms_logits};
+use super::split::KvSplit;
+use super::tiles::{AttentionTile, transforms_logits};
 use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode};
 use crate::cuda::launch::Shape;
 use crate::cuda::params::attention::{AttentionParams, TOKENS_PER_LOAD};
@@ -25,10 +25,11 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let Some((prefill, tile)) = tiles(call) else { return Ok(None) };
     let Call { problem, device, .. } = call;
     let few = call.few();
-    let split = Split::new(problem, tile, decode::most_short_tiles(call), few, i64::from(device.sms), TILE_INDEX_BYTES);
+    let split =
+        KvSplit::new(problem, tile, decode::most_short_tiles(call), few, i64::from(device.sms), TILE_INDEX_BYTES);
     let with_partials = |params| AttentionParams { partial: split.partial, ..params };
     let short = with_partials(call.params_for(1, few));
-    let long = AttentionParams { clears_unowned_rows: 1, ..with_partials(call.params_for(few + 1, UNLIMITED)) };
+    let long = AttentionParams { clears_padding_rows: 1, ..with_partials(call.params_for(few + 1, UNLIMITED)) };
     let next_tile = next_tile_place(problem);
     let prefill_parameter = PrefillParameter { prefill, problem, attention: long, next_tile };
     let parameter = Parameter::Fused(Box::new(FusedParameter { prefill: prefill_parameter, decode: short }));
@@ -58,9 +59,9 @@ impl FusedParameter<'_> {
 }
 
 /// The tiles of prefill and decode, if the kernel takes the call.
-fn tiles(call: &Call) -> Option<(Prefill, &'static Tile)> {
+fn tiles(call: &Call) -> Option<(Prefill, &'static AttentionTile)> {
     let Call { problem, device, .. } = call;
-    let tile = Tile::of(problem, "fused").ok()?;
+    let tile = AttentionTile::of(problem, "fused").ok()?;
     let is_built = [problem.head_dim, problem.value_dim] == [tile.head_dim as usize; 2] && !transforms_logits(problem);
     let is_mixed = call.rows() > ROWS_PER_SEQUENCE * call.few() * call.seqs();
     let loads_fit = matches!(problem.keys.storage,
@@ -75,7 +76,7 @@ fn tiles(call: &Call) -> Option<(Prefill, &'static Tile)> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Plan;
+    use super::super::LaunchPlan;
     use super::super::hopper::tests::{paged, ragged};
     use super::super::tests::{device, named_on};
     use super::*;
@@ -116,11 +117,11 @@ mod tests {
     #[test]
     fn partials_lie_past_the_tile_index() {
         let problem = with_workspace(&paged(16));
-        let plan = Plan::on(&problem, None, device(true)).expect("the sizes are allowed");
+        let plan = LaunchPlan::on(&problem, None, device(true)).expect("the sizes are allowed");
         let fused = &plan.0.list[0];
         let Parameter::Fused(of) = &fused.parameter else { unreachable!() };
         let FusedParameter { prefill, decode } = &**of;
         assert_eq!((fused.next_tile as usize, prefill.next_tile as usize), (1 << 20, 1 << 20));
-        assert_eq!((decode.partial.cuts as usize, decode.partial.groups), ((1 << 20) + 64, 56));
+        assert_eq!((decode.partial.split_records as usize, decode.partial.num_ranges), ((1 << 20) + 64, 56));
     }
 }

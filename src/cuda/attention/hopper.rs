@@ -55,7 +55,7 @@ pub(super) fn launches_for_all<'c>(call: &Call<'c>) -> Result<Option<Launches<'c
         return Ok(None);
     };
     let tiles = most_tiles(call.rows() * prefill.pack, prefill.tile.rows(), call.seqs().min(call.rows()));
-    let params = AttentionParams { clears_unowned_rows: 1, ..call.params_for(1, UNLIMITED) };
+    let params = AttentionParams { clears_padding_rows: 1, ..call.params_for(1, UNLIMITED) };
     let list = vec![prefill.launch(call, tiles, &params)?];
     Ok(Some(Launches { list, store_new_tokens: false }))
 }

@@ -24,7 +24,7 @@ use crate::stream::Stream;
 use fused::FusedParameter;
 use hopper::PrefillParameter;
 use std::ffi::c_void;
-use tiles::Tile;
+use tiles::AttentionTile;
 
 /// Answers with the launches of a call, or `None` to leave it to the strategies after it. What it decides by is static:
 /// sizes, strides and options, never the batch, and with `batch_invariant` a sequence's own length alone.
@@ -48,14 +48,14 @@ struct Call<'c> {
     /// What the cache is to be updated with, if decode can do it.
     new_tokens: Option<NewTokens>,
     /// The tile of decode.
-    decode: &'static Tile,
+    decode: &'static AttentionTile,
 }
 
 impl<'c> Call<'c> {
     fn new(problem: &'c Attention, update: Option<&KvCacheUpdate>, device: Device) -> Result<Self> {
         let params = AttentionParams::new(problem, &device)?;
         let new_tokens = update.and_then(NewTokens::of);
-        Ok(Self { problem, device, params, new_tokens, decode: Tile::decode(problem, &device)? })
+        Ok(Self { problem, device, params, new_tokens, decode: AttentionTile::decode(problem, &device)? })
     }
 
     fn rows(&self) -> i64 {
@@ -137,9 +137,9 @@ fn launches<'c>(call: &Call<'c>) -> Result<Launches<'c>> {
 }
 
 /// What a call launches, chosen; nothing is enqueued yet.
-pub(crate) struct Plan<'c>(Launches<'c>);
+pub(crate) struct LaunchPlan<'c>(Launches<'c>);
 
-impl<'c> Plan<'c> {
+impl<'c> LaunchPlan<'c> {
     pub(crate) fn new(problem: &'c Attention) -> Result<Self> {
         Self::on(problem, None, Device::current()?)
     }
@@ -174,14 +174,14 @@ impl<'c> Plan<'c> {
 
 /// Load the kernels that [`launch`] takes.
 pub(crate) fn prepare(problem: &Attention) -> Result {
-    Plan::new(problem)?.load()
+    LaunchPlan::new(problem)?.load()
 }
 
 /// # Safety
-/// As of [`Plan::launch`].
+/// As of [`LaunchPlan::launch`].
 pub(crate) unsafe fn launch(problem: &Attention, stream: Stream) -> Result {
     // SAFETY: this function's contract.
-    unsafe { Plan::new(problem)?.launch(stream) }
+    unsafe { LaunchPlan::new(problem)?.launch(stream) }
 }
 
 #[cfg(test)]
@@ -254,11 +254,11 @@ pub(super) mod tests {
     }
 
     pub(super) fn named_on(problem: &Attention, device: &Device) -> Vec<(&'static str, i32, i32)> {
-        names(&Plan::on(problem, None, *device).expect("the sizes are allowed"))
+        names(&LaunchPlan::on(problem, None, *device).expect("the sizes are allowed"))
     }
 
     /// The launches that attend: the variant, and how many queries its sequences have.
-    fn names(plan: &Plan) -> Vec<(&'static str, i32, i32)> {
+    fn names(plan: &LaunchPlan) -> Vec<(&'static str, i32, i32)> {
         let attending = plan.0.list.iter().filter(|launch| launch.kernel != "combine");
         attending
             .map(|launch| {
@@ -314,7 +314,7 @@ pub(super) mod tests {
         let (cache_dtype, copies) = (problem.kv_dtype, [None, None]);
         let (num_pages, page_size) = (4, 16);
         let update = KvCacheUpdate { key: rows, value: rows, cache_dtype, slot_mapping, copies, num_pages, page_size };
-        let plan = Plan::on(problem, Some(&update), device(false)).expect("the sizes are allowed");
+        let plan = LaunchPlan::on(problem, Some(&update), device(false)).expect("the sizes are allowed");
         (plan.stores_update(), names(&plan))
     }
 
@@ -347,7 +347,7 @@ pub(super) mod tests {
     fn more_tiles_than_a_grid_holds_are_refused() {
         let prefill = |seqs| {
             let problem = Attention { num_kv_heads: 256, ..problem(1 << 27, seqs, 256, 8) };
-            Plan::on(&problem, None, device(false)).map(|_| ())
+            LaunchPlan::on(&problem, None, device(false)).map(|_| ())
         };
         assert!(prefill(1 << 26).is_err_and(|e| e.message.contains("a grid has up to 2^31 - 1")));
         assert!(prefill(1 << 10).is_ok());
@@ -358,7 +358,7 @@ pub(super) mod tests {
         for (rows, seqs, q_heads) in [(65, 64, 8), (1000, 7, 2), (1000, 999, 6), (300, 40, 48), (5, 1, 8)] {
             let group = q_heads as i64 / 2;
             let problem = problem(rows, seqs, q_heads, 128);
-            let plan = Plan::on(&problem, None, device(false)).expect("the sizes are allowed");
+            let plan = LaunchPlan::on(&problem, None, device(false)).expect("the sizes are allowed");
             let prefill = &plan.0.list[0];
             let (smallest, largest) = queries(&prefill.parameter);
             let (smallest, largest) = (i64::from(smallest), i64::from(largest));

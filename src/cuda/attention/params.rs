@@ -18,7 +18,7 @@ use std::ptr::null;
 const LONGEST_CONTEXT: usize = i32::MAX as usize - 256;
 
 /// What a packed row of a tile counts up to, `Hq / Hkv` and the rows of a tile, is exact in `divide_small` of
-/// `kernels/include/tile_plan.cuh` below 2^20.
+/// `kernels/include/work_tile.cuh` below 2^20.
 const LARGEST_GROUP: i64 = 1 << 19;
 
 /// The page of contiguous keys: without an end as far as the kernels look, and a multiple of their blocks.
@@ -86,7 +86,7 @@ impl AttentionParams {
             top_left: i32::from(score.top_left),
             min_queries: 1,
             max_queries: i32::MAX,
-            clears_unowned_rows: 0,
+            clears_padding_rows: 0,
             q_type: query_type(problem.q.dtype),
             kv_is_e5m2: i32::from(problem.kv_dtype == DType::F8E5M2),
             out_is_bf16: i32::from(problem.out.dtype == DType::BF16),
@@ -272,8 +272,8 @@ mod tests {
     #[test]
     fn sizes_past_the_kernels_counters_are_refused_not_wrapped() {
         let plain = problem(1, 1, 2, 64);
-        let groups = Attention { num_q_heads: 1 << 20, ..plain };
-        assert!(params(&groups).is_err_and(|e| e.message.contains("Hq / Hkv is 524288")));
+        let num_ranges = Attention { num_q_heads: 1 << 20, ..plain };
+        assert!(params(&num_ranges).is_err_and(|e| e.message.contains("Hq / Hkv is 524288")));
         assert!(params(&Attention { num_q_heads: (1 << 20) - 2, ..plain }).is_ok());
         let table = PageTable { entries: null(), stride: 0, max_pages: 1 << 27, num_pages: 1, page_size: 16 };
         let paged = Attention { keys: Keys { storage: KeyStorage::Paged(table), ..plain.keys }, ..plain };

@@ -1,6 +1,6 @@
 //! Prefill on every GPU: a CTA for each tile and KV head.
 
-use super::tiles::{KERNEL, Tile};
+use super::tiles::{AttentionTile, KERNEL};
 use super::{Call, Launch, Launches, Parameter, decode, most_tiles};
 use crate::cuda::launch::Shape;
 use crate::error::{Error, Result};
@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 /// Takes every call: a launch for the long sequences, and those of decode for the others.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let Call { problem, device, .. } = call;
-    let tile = Tile::of(problem, "prefill")?;
+    let tile = AttentionTile::of(problem, "prefill")?;
     let tiles = most_tiles(call.rows() * call.group(), tile.rows(), call.long_sequences()).max(1);
     let ctas = tiles.saturating_mul(problem.num_kv_heads as i64);
     if ctas > i64::from(i32::MAX) {

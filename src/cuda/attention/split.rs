@@ -1,24 +1,24 @@
 //! How many CTAs share out the keys of a decode launch, and where they leave what they computed of a tile that several
-//! of them have a part of. `kernels/include/work_list.cuh` does the sharing out.
+//! of them have a part of. `kernels/include/work_partition.cuh` does the sharing out.
 
-use super::tiles::Tile;
-use crate::cuda::params::attention::{CUT_BYTES, LEAST_PART_KEYS, LEAST_TILE_KEYS, PartialResults};
+use super::tiles::AttentionTile;
+use crate::cuda::params::attention::{MIN_SPLIT_KEYS, MIN_SPLIT_TILE_KEYS, PartialResults, SPLIT_RECORD_BYTES};
 use crate::problem::attention::{Attention, KeyStorage};
 use std::ptr::null_mut;
 
 /// The second dimension of a grid has no more.
-const MOST_SHARES: i64 = 65535;
+const MAX_RANGES: i64 = 65535;
 
 impl PartialResults {
     /// No tile is cut.
     pub(super) const NONE: Self = Self {
-        cuts: null_mut(),
+        split_records: null_mut(),
         states: null_mut(),
         outputs: null_mut(),
         rows_per_head: 0,
         pitch: 0,
-        groups: 0,
-        max_spans: 0,
+        num_ranges: 0,
+        max_fixed_splits: 0,
         log2_unit: 0.0,
         reserved: 0,
     };
@@ -26,18 +26,18 @@ impl PartialResults {
 
 /// How a decode launch shares out its keys.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Split {
+pub(super) struct KvSplit {
     /// CTAs for each KV head.
-    pub(super) shares: i64,
+    pub(super) ranges: i64,
     pub(super) partial: PartialResults,
 }
 
-impl Split {
+impl KvSplit {
     /// For `tiles` tiles a KV head at most, of sequences of at most `max_queries` queries, on a device that runs
     /// `resident_ctas` at a time. The first `taken` bytes of the workspace are another's.
     pub(super) fn new(
         problem: &Attention,
-        tile: &Tile,
+        tile: &AttentionTile,
         tiles: i64,
         max_queries: i64,
         resident_ctas: i64,
@@ -48,53 +48,53 @@ impl Split {
         // The rounds of the longest tile, whose first and last may see one key each unless keys are seen from 0 on.
         let round = tile.keys_per_round();
         let from_0 = problem.score.window_left < 0 && problem.keys.leftpad.is_none();
-        let may_cut =
-            if from_0 { (keys + round - 1) / round * round } else { keys + 2 * round } >= i64::from(LEAST_TILE_KEYS);
-        let parts = if may_cut { (keys as u64).div_ceil(LEAST_PART_KEYS as u64) as i64 } else { 1 };
-        let shares = (resident_ctas / heads).clamp(1, tiles.max(1).saturating_mul(parts)).min(MOST_SHARES);
+        let may_cut = if from_0 { (keys + round - 1) / round * round } else { keys + 2 * round }
+            >= i64::from(MIN_SPLIT_TILE_KEYS);
+        let parts = if may_cut { (keys as u64).div_ceil(MIN_SPLIT_KEYS as u64) as i64 } else { 1 };
+        let ranges = (resident_ctas / heads).clamp(1, tiles.max(1).saturating_mul(parts)).min(MAX_RANGES);
         let mut partial = PartialResults {
             pitch: problem.value_dim as i32,
-            max_spans: if problem.batch_invariant { max_spans(heads) } else { 0 },
-            log2_unit: Tile::log2_unit(problem),
+            max_fixed_splits: if problem.batch_invariant { max_fixed_splits(heads) } else { 0 },
+            log2_unit: AttentionTile::log2_unit(problem),
             ..PartialResults::NONE
         };
-        if may_cut && shares > 1 {
-            partial.find_room(problem, tile, shares, taken);
+        if may_cut && ranges > 1 {
+            partial.allocate(problem, tile, ranges, taken);
         }
-        Self { shares, partial }
+        Self { ranges, partial }
     }
 
     /// Ends of shares at which a tile may have been cut.
-    pub(super) fn ends_to_combine(&self) -> u32 {
-        (self.partial.groups - 1).max(0) as u32
+    pub(super) fn num_split_records(&self) -> u32 {
+        (self.partial.num_ranges - 1).max(0) as u32
     }
 }
 
 impl PartialResults {
     /// Divides up the workspace: cuts, then states, then outputs.
-    fn find_room(&mut self, problem: &Attention, tile: &Tile, shares: i64, taken: usize) {
-        let Some((start, size)) = room(problem, taken, CUT_BYTES as usize) else { return };
+    fn allocate(&mut self, problem: &Attention, tile: &AttentionTile, ranges: i64, taken: usize) {
+        let Some((start, size)) = room(problem, taken, SPLIT_RECORD_BYTES as usize) else { return };
         let size = size as i64;
         let row_bytes = (size_of::<[f32; 2]>() as i64 + 4 * i64::from(self.pitch)) * problem.num_kv_heads as i64;
-        let (cuts, rows) = if self.max_spans > 0 {
-            let cuts = shares - 1;
-            (cuts, (size - cuts * i64::from(CUT_BYTES)) / row_bytes)
+        let (split_records, rows) = if self.max_fixed_splits > 0 {
+            let split_records = ranges - 1;
+            (split_records, (size - split_records * i64::from(SPLIT_RECORD_BYTES)) / row_bytes)
         } else {
             // Both sides of the end of a share.
             let rows = 2 * tile.rows();
-            let cuts = (size / (i64::from(CUT_BYTES) + rows * row_bytes)).min(shares - 1);
-            (cuts, cuts * rows)
+            let split_records = (size / (i64::from(SPLIT_RECORD_BYTES) + rows * row_bytes)).min(ranges - 1);
+            (split_records, split_records * rows)
         };
         // An even number keeps what follows the states aligned to 16 bytes.
         let rows = rows.min(1 << 23) / 2 * 2;
-        if cuts < 1 || rows < 2 {
+        if split_records < 1 || rows < 2 {
             return;
         }
-        let states = start.wrapping_add(cuts as usize * CUT_BYTES as usize);
+        let states = start.wrapping_add(split_records as usize * SPLIT_RECORD_BYTES as usize);
         let outputs = states.wrapping_add(rows as usize * problem.num_kv_heads * size_of::<[f32; 2]>());
-        (self.cuts, self.states, self.outputs) = (start.cast(), states.cast(), outputs.cast());
+        (self.split_records, self.states, self.outputs) = (start.cast(), states.cast(), outputs.cast());
         self.rows_per_head = rows as i32;
-        self.groups = cuts as i32 + 1;
+        self.num_ranges = split_records as i32 + 1;
     }
 }
 
@@ -107,7 +107,7 @@ pub(super) fn room(problem: &Attention, taken: usize, alignment: usize) -> Optio
 
 /// `batch_invariant`: into how many spans a tile is cut at most. Enough for one sequence to keep a large GPU busy; part of
 /// what the result is, so it must not depend on the device.
-fn max_spans(num_kv_heads: i64) -> i32 {
+fn max_fixed_splits(num_kv_heads: i64) -> i32 {
     (256 / num_kv_heads).clamp(8, 128) as i32
 }
 
@@ -144,12 +144,12 @@ mod tests {
     }
 
     /// The split of a call with `bytes` bytes of workspace from `start` on, an address that is not read.
-    fn split(problem: &Attention, start: usize, bytes: i64) -> Split {
+    fn split(problem: &Attention, start: usize, bytes: i64) -> KvSplit {
         let dims = [bytes];
         let workspace = Tensor::dense(DType::U8, start as *mut u8, &dims);
-        let tile = Tile::of(problem, "decode").expect("the sizes are allowed");
+        let tile = AttentionTile::of(problem, "decode").expect("the sizes are allowed");
         let with_workspace = Attention { workspace: Some(workspace), ..*problem };
-        Split::new(&with_workspace, tile, problem.num_rows as i64, 1, RESIDENT, 0)
+        KvSplit::new(&with_workspace, tile, problem.num_rows as i64, 1, RESIDENT, 0)
     }
 
     fn wanted(problem: &Attention) -> i64 {
@@ -171,15 +171,15 @@ mod tests {
                 let problem = decode(64, kv_heads, 1 << 17, batch_invariant);
                 for start in [1 << 20, (1 << 20) + 1, (1 << 20) + 63] {
                     let split = split(&problem, start, wanted(&problem));
-                    let shares = RESIDENT / kv_heads as i64;
-                    assert_eq!(split.shares, shares);
+                    let ranges = RESIDENT / kv_heads as i64;
+                    assert_eq!(split.ranges, ranges);
                     assert_eq!(
-                        i64::from(split.partial.groups),
-                        if shares > 1 { shares } else { 0 },
+                        i64::from(split.partial.num_ranges),
+                        if ranges > 1 { ranges } else { 0 },
                         "{kv_heads} heads"
                     );
                     // Two parts of a full tile for every share.
-                    let rows = if shares > 1 { 2 * 16 * (shares - 1) } else { 0 };
+                    let rows = if ranges > 1 { 2 * 16 * (ranges - 1) } else { 0 };
                     assert!(i64::from(split.partial.rows_per_head) >= rows, "{kv_heads} heads");
                 }
             }
@@ -193,16 +193,22 @@ mod tests {
             let all = wanted(&problem);
             for bytes in [0, 1, 63, 64, 200, 20_000, 40_000, all / 3, all - 1, all, 2 * all, 1 << 40] {
                 for start in [1 << 20, (1 << 20) + 17] {
-                    let PartialResults { cuts, states, outputs, rows_per_head, groups, pitch, .. } =
+                    let PartialResults { split_records, states, outputs, rows_per_head, num_ranges, pitch, .. } =
                         split(&problem, start, bytes).partial;
-                    if groups == 0 {
-                        assert!(cuts.is_null() && bytes < all, "{bytes} bytes");
+                    if num_ranges == 0 {
+                        assert!(split_records.is_null() && bytes < all, "{bytes} bytes");
                         continue;
                     }
                     let rows = rows_per_head as usize * kv_heads;
-                    assert!(groups > 1 && rows_per_head < 1 << 24 && pitch == 128);
-                    assert!(cuts as usize >= start && (cuts as usize).is_multiple_of(CUT_BYTES as usize));
-                    assert!(states as usize >= cuts as usize + CUT_BYTES as usize * (groups as usize - 1));
+                    assert!(num_ranges > 1 && rows_per_head < 1 << 24 && pitch == 128);
+                    assert!(
+                        split_records as usize >= start
+                            && (split_records as usize).is_multiple_of(SPLIT_RECORD_BYTES as usize)
+                    );
+                    assert!(
+                        states as usize
+                            >= split_records as usize + SPLIT_RECORD_BYTES as usize * (num_ranges as usize - 1)
+                    );
                     assert!(outputs as usize >= states as usize + 8 * rows && (outputs as usize).is_multiple_of(16));
                     assert!(outputs as usize + 4 * 128 * rows <= start + bytes as usize, "{bytes} bytes");
                 }
@@ -212,7 +218,7 @@ mod tests {
 
     #[test]
     fn only_what_can_be_long_is_cut() {
-        let merging = |problem: &Attention| split(problem, 1 << 20, wanted(problem)).ends_to_combine();
+        let merging = |problem: &Attention| split(problem, 1 << 20, wanted(problem)).num_split_records();
         assert_eq!(merging(&decode(8, 8, 384, false)), 0);
         assert_eq!(merging(&decode(8, 8, 576, false)), 0);
         assert!(merging(&decode(8, 8, 577, false)) > 0);
@@ -223,14 +229,18 @@ mod tests {
         assert_eq!(merging(&windowed), 0);
         windowed.score.window_left = 4095;
         assert!(merging(&windowed) > 0);
-        assert_eq!(Split::new(&long, Tile::of(&long, "decode").expect("bf16"), 8, 1, RESIDENT, 0).ends_to_combine(), 0);
+        assert_eq!(
+            KvSplit::new(&long, AttentionTile::of(&long, "decode").expect("bf16"), 8, 1, RESIDENT, 0)
+                .num_split_records(),
+            0
+        );
     }
 
     #[test]
     fn a_small_call_asks_for_no_more_ctas_than_it_can_use() {
-        assert_eq!(split(&decode(1, 8, 100, false), 1 << 20, 0).shares, 1);
-        assert_eq!(split(&decode(2, 8, 384, false), 1 << 20, 0).shares, 2);
-        assert_eq!(split(&decode(1, 8, 1024, false), 1 << 20, 0).shares, 8);
-        assert_eq!(split(&decode(1, 300, 1024, false), 1 << 20, 0).shares, 1);
+        assert_eq!(split(&decode(1, 8, 100, false), 1 << 20, 0).ranges, 1);
+        assert_eq!(split(&decode(2, 8, 384, false), 1 << 20, 0).ranges, 2);
+        assert_eq!(split(&decode(1, 8, 1024, false), 1 << 20, 0).ranges, 8);
+        assert_eq!(split(&decode(1, 300, 1024, false), 1 << 20, 0).ranges, 1);
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::cuda::device::Device;
 use crate::cuda::tiles::ATTENTION;
-pub(super) use crate::cuda::tiles::AttentionTile as Tile;
+pub(super) use crate::cuda::tiles::AttentionTile;
 use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::problem::attention::Attention;
@@ -10,7 +10,7 @@ use std::f32::consts::LOG2_E;
 
 pub(super) const KERNEL: &str = "attention";
 
-impl Tile {
+impl AttentionTile {
     /// The tile of `shape` whose head dimension is the next one that holds D and Dv.
     pub(super) fn of(problem: &Attention, shape: &str) -> Result<&'static Self> {
         let (dtype, head_dim) = (problem.kv_dtype, problem.head_dim.max(problem.value_dim));
@@ -59,7 +59,7 @@ impl Tile {
     /// Dynamic shared memory of a launch of decode: so much that no more CTAs than those of the tile share an SM. Decode is
     /// bound by memory, which these keep busy; more would only make the last wave of CTAs, in which SMs run empty, longer.
     pub(super) fn decode_shared_memory(&self, problem: &Attention, device: &Device) -> u32 {
-        let folded = if problem.batch_invariant { self.fold_bytes() } else { 0 };
+        let folded = if problem.batch_invariant { self.merged_rows_bytes() } else { 0 };
         let least = device.shared_memory_per_sm / (self.ctas_per_sm + 1) - device.reserved_per_block + 128;
         (self.shared_bytes + folded).max(least)
     }
@@ -70,7 +70,7 @@ impl Tile {
     }
 
     /// Shared memory that decode with `batch_invariant` takes besides: `kFoldBytes` of the header.
-    fn fold_bytes(&self) -> u32 {
+    fn merged_rows_bytes(&self) -> u32 {
         (self.rows() * (4 * i64::from(self.head_dim) + 16)) as u32
     }
 }
@@ -108,7 +108,7 @@ mod tests {
                 for (head_dim, value_dim) in [(dim, 8), (8, dim)] {
                     let problem = Attention { q, kv_dtype, head_dim, value_dim, ..plain };
                     for (shape, capability) in [("prefill", 80), ("prefill", 90), ("decode", 80), ("decode", 89)] {
-                        let tile = Tile::of(&problem, shape).expect("there is a tile");
+                        let tile = AttentionTile::of(&problem, shape).expect("there is a tile");
                         assert!(tile.head_dim as usize >= dim, "{tile:?}");
                         let device = Device { capability, ..super::super::tests::device(true) };
                         let variant = tile.variant(&problem, &device).expect("there is a kernel");
@@ -126,7 +126,7 @@ mod tests {
         let problem = super::super::tests::problem;
         let shape = |problem: &Attention, shared_memory| {
             let device = Device { shared_memory, ..super::super::tests::device(true) };
-            Tile::decode(problem, &device).expect("there is a tile").shape
+            AttentionTile::decode(problem, &device).expect("there is a tile").shape
         };
         let (large, few) = (227 * 1024, problem(66, 66, 8, 128));
         assert_eq!((shape(&few, large), shape(&problem(67, 67, 8, 128), large)), ("decode_8warps", "decode"));

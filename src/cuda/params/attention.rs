@@ -6,14 +6,14 @@ use std::ffi::c_void;
 /// Keys that decode looks up and loads together. In pages of a multiple of them, as nearly all are, they are adjacent.
 pub const TOKENS_PER_LOAD: i32 = 16;
 
-/// Bytes of a split record (`CutTile`) in the workspace.
-pub const CUT_BYTES: i32 = 64;
+/// Bytes of a split record (`SplitRecord`) in the workspace.
+pub const SPLIT_RECORD_BYTES: i32 = 64;
 
 /// A tile of fewer keys is left whole: splitting it costs more than it is worth.
-pub const LEAST_TILE_KEYS: i32 = 640;
+pub const MIN_SPLIT_TILE_KEYS: i32 = 640;
 
 /// Keys of a part of a split tile, and of a CTA's work range, at least.
-pub const LEAST_PART_KEYS: i32 = 128;
+pub const MIN_SPLIT_KEYS: i32 = 128;
 
 /// K or V in any layout: element strides between adjacent pages, tokens of a page, heads. The elements of a token's head
 /// are contiguous. Contiguous keys are one page without an end.
@@ -38,8 +38,8 @@ pub struct ScaleSource {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct PartialResults {
-    /// `CutTile [groups - 1]`: those of the work ranges after the first.
-    pub cuts: *mut c_void,
+    /// `SplitRecord [groups - 1]`: those of the work ranges after the first.
+    pub split_records: *mut c_void,
     /// `float2 [Hkv, rows_per_head]`: max and sum.
     pub states: *mut c_void,
     /// `float [Hkv, rows_per_head, pitch]`
@@ -49,9 +49,9 @@ pub struct PartialResults {
     /// Columns of an output: Dv.
     pub pitch: i32,
     /// Work ranges that have room for their partials; 0 where no tile may be split.
-    pub groups: i32,
+    pub num_ranges: i32,
     /// `batch_invariant`: spans per tile at most; else 0.
-    pub max_spans: i32,
+    pub max_fixed_splits: i32,
     /// Logits to base 2 are this times the scores that `max` is one of.
     pub log2_unit: f32,
     pub reserved: i32,
@@ -166,7 +166,7 @@ pub struct AttentionParams {
     /// Sequences with more queries are another launch's. Set for each launch.
     pub max_queries: i32,
     /// Whether this launch writes the rows that belong to no sequence. Set for each launch.
-    pub clears_unowned_rows: i32,
+    pub clears_padding_rows: i32,
     /// Read, as the rest, by kernels for fp8 K and V only.
     pub q_type: QueryType,
     /// Else e4m3fn.

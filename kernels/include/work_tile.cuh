@@ -17,7 +17,7 @@
 namespace xa {
 
 /// Neighbouring packed rows of one sequence. `num_rows` is 0 where there is no such tile.
-struct Tile {
+struct QoTile {
   int32_t sequence;
   int32_t first_token;  // of the sequence, in [0, Tq]
   int32_t len_q;
@@ -45,8 +45,8 @@ constexpr StartMaxima kStartsAscend = {-1, 0};
 
 /// What a CTA knows about its work, in shared memory: the loop over keys wants it now and then only, and has no
 /// registers to spare.
-struct Plan {
-  Tile tile;
+struct WorkTile {
+  QoTile tile;
   KeyRange keys;
   int32_t kv_head;
   float score_factor;         // AttentionParams::score_factor times the scales of q and K
@@ -54,7 +54,7 @@ struct Plan {
   int64_t warp_totals[2][4];  // of the search
 };
 
-static_assert(sizeof(Plan) == 128, "what a CTA asks for beyond its rows");
+static_assert(sizeof(WorkTile) == 128, "what a CTA asks for beyond its rows");
 
 /// Whether `maxima` are those of starts that ascend.
 __device__ __forceinline__ bool starts_ascend(const StartMaxima& maxima) { return maxima.q < 0; }
@@ -90,7 +90,7 @@ struct KeyMetadata {
   int32_t leftpad;
 
   /// Clamped, into `tile`.
-  __device__ __forceinline__ void describe(const AttentionParams& params, Tile& tile) const {
+  __device__ __forceinline__ void describe(const AttentionParams& params, QoTile& tile) const {
     const bool contiguous = has_contiguous_keys(params);
     tile.start_k = contiguous ? start : 0;
     const int32_t capacity = contiguous ? max(end - start, 0) : params.capacity;
@@ -155,8 +155,8 @@ struct Metadata {
     return KeyMetadata{starts_k[i], starts_k[i + 1], used_k[i], leftpads[i]};
   }
   /// Sequence `i`, which is number `b`, but for the rows of a tile.
-  __device__ __forceinline__ Tile sequence(const AttentionParams& params, int i, int32_t b) const {
-    Tile tile = {};
+  __device__ __forceinline__ QoTile sequence(const AttentionParams& params, int i, int32_t b) const {
+    QoTile tile = {};
     tile.sequence = b;
     tile.first_token = starts[i];
     tile.len_q = max(len_q(i), 0);
@@ -191,8 +191,8 @@ struct Metadata {
 };
 
 /// `maxima` take in entries [begin, end). The work of a warp.
-__device__ __forceinline__ void pass_over(const AttentionParams& params, int32_t begin, int32_t end,
-                                          StartMaxima& maxima) {
+__device__ __forceinline__ void raise_maxima(const AttentionParams& params, int32_t begin, int32_t end,
+                                             StartMaxima& maxima) {
 #pragma unroll 1
   for (int32_t b = begin + static_cast<int32_t>(threadIdx.x % 32); b < end; b += 32) {
     maxima.q = max(maxima.q, start_of(params, b));
@@ -211,7 +211,7 @@ struct StartScan {
   template <int kCount>
   __device__ __forceinline__ void ascend(const AttentionParams& params, int32_t first, Metadata<kCount>& metadata) {
     // Past the last entry there is nothing to read, and no sequence.
-    pass_over(params, next, min(first, params.max_seqs + 1), maxima);
+    raise_maxima(params, next, min(first, params.max_seqs + 1), maxima);
     metadata.ascend(params, maxima);
     next = first + 32 * kCount;
   }
@@ -253,7 +253,7 @@ struct RowMap {
   int32_t first_token;
   int32_t head_base;  // query head 0 of the group
 
-  __device__ __forceinline__ RowMap(const AttentionParams& params, const Tile& tile, int32_t kv_head)
+  __device__ __forceinline__ RowMap(const AttentionParams& params, const QoTile& tile, int32_t kv_head)
       : rows(params, tile.first_row),
         num_rows(tile.num_rows),
         first_token(tile.first_token),
@@ -271,7 +271,7 @@ struct Visibility {
   int32_t window_left;
   int32_t window_right;
 
-  __device__ __forceinline__ Visibility(const AttentionParams& params, const Tile& tile)
+  __device__ __forceinline__ Visibility(const AttentionParams& params, const QoTile& tile)
       : shift(params.top_left != 0 ? 0 : tile.len_k - tile.len_q),
         leftpad_k(tile.leftpad_k),
         len_k(tile.len_k),
@@ -288,7 +288,7 @@ struct Visibility {
   }
 };
 
-__device__ __forceinline__ KeyRange visible_keys(const AttentionParams& params, const Tile& tile) {
+__device__ __forceinline__ KeyRange visible_keys(const AttentionParams& params, const QoTile& tile) {
   const Visibility visibility(params, tile);
   const PackedRows rows(params, tile.first_row);
   const int32_t first = rows.query(0), last = rows.query(tile.num_rows - 1);
@@ -298,7 +298,7 @@ __device__ __forceinline__ KeyRange visible_keys(const AttentionParams& params, 
 
 /// Keys from here on are those of the sequence's queries; where params.new_tokens are given, the cache does not hold
 /// them.
-__device__ __forceinline__ int32_t first_new_key(const Tile& tile) { return tile.len_k - tile.len_q; }
+__device__ __forceinline__ int32_t first_new_key(const QoTile& tile) { return tile.len_k - tile.len_q; }
 
 template <typename Sum>
 __device__ __forceinline__ Sum sum_up_to_this_lane(Sum mine) {
@@ -314,19 +314,19 @@ __device__ __forceinline__ Sum sum_up_to_this_lane(Sum mine) {
 
 /// Call before the plan's tile is found.
 template <typename LogitsTransform>
-__device__ __forceinline__ void start_plan(const AttentionParams& params, Plan& plan) {
+__device__ __forceinline__ void init_work_tile(const AttentionParams& params, WorkTile& work) {
   if (threadIdx.x != 0) return;
   const int32_t kv_head = blockIdx.x % params.num_kv_heads;
-  plan.kv_head = kv_head;
-  plan.score_factor = LogitsTransform::factor(params, kv_head);
+  work.kv_head = kv_head;
+  work.score_factor = LogitsTransform::factor(params, kv_head);
 }
 
 /// Puts this CTA's tile into `plan`. Neighbouring CTAs take one KV head each of the same tile. Every thread of the CTA
 /// calls this; `maxima` are there after the next barrier, the rest at once.
 template <int kThreads, int kRows>
-__device__ __forceinline__ void find_tile(const AttentionParams& params, Plan& plan) {
+__device__ __forceinline__ void find_tile(const AttentionParams& params, WorkTile& work) {
   constexpr int kWarps = kThreads / 32, kPerThread = 4, kPerRound = kThreads * kPerThread;
-  static_assert(kWarps <= 4, "Plan::warp_totals");
+  static_assert(kWarps <= 4, "WorkTile::warp_totals");
   const int warp = threadIdx.x / 32;
   const int32_t num_seqs = live_sequences(params);
   const int64_t wanted = blockIdx.x / params.num_kv_heads;
@@ -336,7 +336,7 @@ __device__ __forceinline__ void find_tile(const AttentionParams& params, Plan& p
     int64_t before = 0;
     bool ascends = true;
     StartScan scan;
-    if (threadIdx.x == 0) plan.tile.num_rows = 0;
+    if (threadIdx.x == 0) work.tile.num_rows = 0;
     for (int32_t round_first = 0, parity = 0; round_first < params.max_seqs; round_first += kPerRound, parity ^= 1) {
       const int32_t first = round_first + threadIdx.x * kPerThread;
       Metadata<kPerThread> metadata;
@@ -355,19 +355,19 @@ __device__ __forceinline__ void find_tile(const AttentionParams& params, Plan& p
         mine += tiles[i];
       }
       const int64_t inclusive = sum_up_to_this_lane(static_cast<int64_t>(mine));
-      if (threadIdx.x % 32 == 31) plan.warp_totals[parity][warp] = inclusive;
+      if (threadIdx.x % 32 == 31) work.warp_totals[parity][warp] = inclusive;
       __syncthreads();
       int64_t exclusive = before + inclusive - mine;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
-        const int64_t total = plan.warp_totals[parity][w];
+        const int64_t total = work.warp_totals[parity][w];
         if (w < warp) exclusive += total;
         before += total;
       }
       if (wanted >= exclusive && wanted < exclusive + mine) {
         int32_t index = static_cast<int32_t>(wanted - exclusive);
         KeyMetadata keys = {};
-        Tile tile = {};
+        QoTile tile = {};
 #pragma unroll
         for (int i = 0; i < kPerThread; ++i) {
           if (index >= 0 && index < tiles[i]) {
@@ -381,29 +381,29 @@ __device__ __forceinline__ void find_tile(const AttentionParams& params, Plan& p
         }
         tile.num_rows = min(kRows, tile.len_q * params.group - tile.first_row);
         keys.describe(params, tile);
-        plan.tile = tile;
-        plan.keys = visible_keys(params, tile);
+        work.tile = tile;
+        work.keys = visible_keys(params, tile);
       }
       if (round_first + kPerRound >= num_seqs) break;
     }
     if (__syncthreads_and(ascends)) break;
     raises_starts = true;
   }
-  if (threadIdx.x == 0) plan.maxima = raises_starts ? StartMaxima{0, 0} : kStartsAscend;
+  if (threadIdx.x == 0) work.maxima = raises_starts ? StartMaxima{0, 0} : kStartsAscend;
 }
 
 /// Finds the sequences that rows belong to, which are asked for in ascending order.
-class OwnerSearch {
+class SequenceSearch {
  public:
-  __device__ __forceinline__ OwnerSearch(const AttentionParams& params, bool ascends)
+  __device__ __forceinline__ SequenceSearch(const AttentionParams& params, bool ascends)
       : params_(params), num_seqs_(live_sequences(params)), ascends_(ascends) {}
 
   /// Whether token row `token` belongs to a sequence.
-  __device__ __forceinline__ bool finds_owner(int32_t token) {
+  __device__ __forceinline__ bool finds_sequence(int32_t token) {
     if (ascends_) {
-      look_between(token);
+      bisect(token);
     } else {
-      look_on(token);
+      scan_on(token);
     }
     const int32_t b = next_ - 1;
     if (b < 0 || b >= num_seqs_) return false;
@@ -412,7 +412,7 @@ class OwnerSearch {
 
  private:
   /// Only the last sequence that starts at or before the row can have it.
-  __device__ __forceinline__ void look_between(int32_t token) {
+  __device__ __forceinline__ void bisect(int32_t token) {
     int32_t begin = -1, end = num_seqs_ + 1;
     while (end - begin > 1) {
       const int32_t middle = begin + (end - begin) / 2;
@@ -422,7 +422,7 @@ class OwnerSearch {
     if (begin >= 0) start_ = start_of(params_, begin);
   }
   /// The same where starts are their running maximum: no entry is looked at twice.
-  __device__ __forceinline__ void look_on(int32_t token) {
+  __device__ __forceinline__ void scan_on(int32_t token) {
 #pragma unroll 1
     for (; next_ <= num_seqs_; ++next_) {
       const int32_t start = start_of(params_, next_);
