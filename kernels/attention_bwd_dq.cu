@@ -1,6 +1,6 @@
-// dQ of attention: a CTA holds some packed rows of Q and dO of one KV head and streams the keys that they see past. It
-// also leaves delta, the sum that the gradients of a row's scores are relative to, for the kernels after it.
-// docs/kernels.md explains the design.
+// dQ of attention. A CTA holds a block of packed query rows of Q and dO of one KV head and streams the K and V rows
+// that they attend to. It also stores delta of its rows in the workspace, for the kernels that follow. The design is
+// explained in docs/kernels.md.
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32
@@ -21,7 +21,7 @@
 
 namespace xa {
 
-template <typename Shape, typename T, typename Weights>
+template <typename Shape, typename T, typename LogitsTransform>
 class QueryGradients {
   using Rows = typename Shape::Rows;
   using Columns = typename Shape::Columns;
@@ -33,30 +33,30 @@ class QueryGradients {
   __device__ __forceinline__ QueryGradients(const BackwardParams& params, uint8_t* shared)
       : params_(params),
         shared_(shared),
-        pass_(*reinterpret_cast<Pass*>(shared + Shape::kPassOffset)),
+        segment_(*reinterpret_cast<SequenceSegment*>(shared + Shape::kSegmentOffset)),
         base_(ptx::shared_address(shared)) {}
 
   __device__ __forceinline__ void run() {
     const AttentionParams& forward = params_.forward;
     {
-      // Under a causal mask the last rows have most to do.
+      // The last rows come first: under a causal mask they attend to the most keys.
       const int32_t index = gridDim.x - 1 - blockIdx.x, tile = index / forward.num_kv_heads;
       if (threadIdx.x == 0) {
-        pass_.kv_head = index - tile * forward.num_kv_heads;
-        pass_.first = tile * Shape::kHeld;
-        pass_.clears = 1;
-        pass_.maxima = kStartsAscend;
+        segment_.kv_head = index - tile * forward.num_kv_heads;
+        segment_.first = tile * Shape::kHeld;
+        segment_.clears_padding = 1;
+        segment_.maxima = kStartsAscend;
       }
     }
     __syncthreads();
     fetch_queries<T, Shape, Shape::kHeld>(params_, held(), count(), base_, base_ + Shape::kHeldBytes);
-    describe_rows();
-    for_passes<Shape::kThreads, HeldQueries<Shape::kHeld>>(
-        forward, pass_, [&] { return count(); },
+    store_row_stats();
+    for_segments<Shape::kThreads, HeldQueries<Shape::kHeld>>(
+        forward, segment_, [&] { return count(); },
         [&] {
           clear(dq_);
           stream();
-          write();
+          store_gradient();
         },
         [&] { clear_rows<T, Shape::kThreads>(count(), params_.forward.head_dim, row_at()); });
   }
@@ -69,17 +69,17 @@ class QueryGradients {
     return thread / 32 % Shape::kColumnWarps;
   }
 
-  __device__ __forceinline__ QueryRow* query_rows() const {
-    return reinterpret_cast<QueryRow*>(shared_ + Shape::kQueryRowsOffset);
+  __device__ __forceinline__ QueryRowStats* row_stats() const {
+    return reinterpret_cast<QueryRowStats*>(shared_ + Shape::kQueryRowsOffset);
   }
-  /// The rows held, and how many of them there are.
+  /// The rows of the block, and how many of them exist.
   __device__ __forceinline__ QueryBlock held() const {
-    return QueryBlock(params_.forward, 0, pass_.first, pass_.kv_head);
+    return QueryBlock(params_.forward, 0, segment_.first, segment_.kv_head);
   }
   __device__ __forceinline__ int32_t count() const {
-    return min(params_.forward.num_tokens * params_.forward.group - pass_.first, Shape::kHeld);
+    return min(params_.forward.num_tokens * params_.forward.group - segment_.first, Shape::kHeld);
   }
-  /// Where they begin in dq `[Tq, Hq, D]`. Unsigned numbers need no register to be widened.
+  /// The address of a row in dq `[Tq, Hq, D]`. Unsigned numbers are widened to 64 bits without a register for the sign.
   __device__ __forceinline__ auto row_at() const {
     const QueryBlock block = held();
     const uint32_t dim = params_.forward.head_dim, num_heads = params_.forward.num_kv_heads * params_.forward.group;
@@ -93,8 +93,9 @@ class QueryGradients {
     return base_ + Shape::kStreamOffset + 2 * stage * Shape::kBlockBytes;
   }
 
-  /// What is known of the rows held, whoever's they are; delta goes to the workspace too.
-  __device__ __forceinline__ void describe_rows() const {
+  /// Computes the statistics of all rows of the block, padding rows included, but for what depends on the segment.
+  /// Delta goes to the workspace too.
+  __device__ __forceinline__ void store_row_stats() const {
     const QueryBlock block = held();
     constexpr int kLanes = 8, kAtOnce = Shape::kThreads / kLanes;
 #pragma unroll 4
@@ -103,82 +104,82 @@ class QueryGradients {
       const float delta = delta_of<T, kLanes>(params_, token, head);
       if (threadIdx.x % kLanes != 0) continue;
       const int64_t index = static_cast<int64_t>(head) * params_.forward.num_tokens + token;
-      query_rows()[row] = {negative_lse(__ldg(params_.forward.lse + index)), delta, 0.0f, kNowhere};
+      row_stats()[row] = {negative_lse(__ldg(params_.forward.lse + index)), delta, 0.0f, kNoPosition};
       if (params_.delta != nullptr && row < count()) params_.delta[index] = delta;
     }
   }
 
-  /// The keys of a pass, from `first` on.
+  /// Starts the copies of a block of K and V, from key `first` of the sequence on.
   __device__ __forceinline__ void fetch(int32_t first, int stage) const {
-    fetch_keys<T, Shape, Shape::kBlock>(params_, pass_.tile.start_k + first, pass_.columns.end - first, pass_.kv_head,
-                                        keys(stage), keys(stage) + Shape::kBlockBytes);
+    fetch_keys<T, Shape, Shape::kBlock>(params_, segment_.tile.start_k + first, segment_.columns.end - first,
+                                        segment_.kv_head, keys(stage), keys(stage) + Shape::kBlockBytes);
     ptx::cp_async_commit();
   }
 
-  /// One pass.
+  /// Adds up dQ over the keys of the segment.
   __device__ __forceinline__ void stream() {
-    // What follows from it is worth its registers in the loop below, not around it.
+    // Addresses derived from it are worth registers within the loop, but not across segments.
     base_ = ptx::opaque(base_);
     stream_blocks<Shape>(
-        pass_, [&](int32_t first, int stage) { fetch(first, stage); },
+        segment_, [&](int32_t first, int stage) { fetch(first, stage); },
         [&] {
           for (int32_t row = ptx::thread(); row < Shape::kHeld; row += Shape::kThreads) {
-            QueryRow& to = query_rows()[row];
-            to.position = HeldQueries<Shape::kHeld>::position(params_.forward, pass_, row);
-            if (to.position == kNowhere) continue;
-            to.negative_slope = negative_slope(params_.forward, pass_.tile.sequence, held().head(row));
+            QueryRowStats& to = row_stats()[row];
+            to.position = HeldQueries<Shape::kHeld>::position(params_.forward, segment_, row);
+            if (to.position == kNoPosition) continue;
+            to.negative_slope = negative_slope(params_.forward, segment_.tile.sequence, held().head(row));
           }
         },
         [](int32_t, int) { ptx::cp_async_wait<0>(); },
-        [&](int32_t first, int32_t chunk, int stage) { take_up(first, chunk, stage); });
+        [&](int32_t first, int32_t chunk, int stage) { process_chunk(first, chunk, stage); });
   }
 
-  /// Takes up a chunk of the block that begins at key `first`.
-  __device__ __forceinline__ void take_up(int32_t first, int32_t chunk, int stage) {
+  /// Adds keys `chunk` to `chunk + kAtOnce - 1` of the block that begins at key `first` to dQ.
+  __device__ __forceinline__ void process_chunk(int32_t first, int32_t chunk, int stage) {
     const int32_t warp_row = row_warp() * Shape::kWarpRows;
-    const int32_t mine = chunk + (Shape::kExchanges ? column_warp() * Shape::kChunk : 0);
+    const int32_t own_chunk = chunk + (Shape::kExchanges ? column_warp() * Shape::kChunk : 0);
     const uint32_t rows = base_ + warp_row * Rows::kPitch, douts = rows + Shape::kHeldBytes;
-    const uint32_t of_keys = keys(stage) + mine * Rows::kPitch, values = of_keys + Shape::kBlockBytes;
+    const uint32_t of_keys = keys(stage) + own_chunk * Rows::kPitch, values = of_keys + Shape::kBlockBytes;
     Scores p, ds;
     multiply_rows<T, Rows, kSteps>(p, rows, of_keys);
     multiply_rows<T, Rows, kSteps>(ds, douts, values);
-    const int32_t column = first + mine;
-    const QueryRow* const known = query_rows() + warp_row;
-    weigh<T, false, Weights>(p, ds, params_.forward, known, column);
-    if (column < pass_.common.begin || column + Shape::kChunk > pass_.common.end) {
-      // What rows see is derived again here, which is seldom, not kept.
-      const auto span_of = [&](int32_t row) {
-        const Visibility visibility(params_.forward, pass_.tile);
-        const int32_t position = known[row].position, query = position - visibility.shift;
-        const Span seen = {visibility.begin(query), visibility.end(query)};
-        return position != kNowhere && seen.begin < seen.end ? seen : Span{0, 0};
+    const int32_t column = first + own_chunk;
+    const QueryRowStats* const stats = row_stats() + warp_row;
+    p_and_ds<T, false, LogitsTransform>(p, ds, params_.forward, stats, column);
+    if (column < segment_.common.begin || column + Shape::kChunk > segment_.common.end) {
+      // A row's visible keys are computed again here instead of being kept: few chunks need the mask.
+      const auto columns_of = [&](int32_t row) {
+        const Visibility visibility(params_.forward, segment_.tile);
+        const int32_t position = stats[row].position, query = position - visibility.shift;
+        const ColumnRange seen = {visibility.begin(query), visibility.end(query)};
+        return position != kNoPosition && seen.begin < seen.end ? seen : ColumnRange{0, 0};
       };
-      hide(p, ds, span_of, column);
+      mask(p, ds, columns_of, column);
     }
     const int32_t first_chunk = 2 * column_warp();
     if constexpr (Shape::kExchanges) {
       uint8_t* const to = shared_ + Shape::kExchangeOffset + warp_row * Shape::kExchangePitch;
-      hand_over<T, Shape::kExchangePitch>(to + mine * sizeof(T), ds);
+      store_operand<T, Shape::kExchangePitch>(to + own_chunk * sizeof(T), ds);
       __syncthreads();
       const uint32_t from = ptx::shared_address(to);
-      using Shared = SharedWeights<Shape::kBlock, Shape::kExchangePitch>;
+      using Shared = SharedOperand<Shape::kBlock, Shape::kExchangePitch>;
       accumulate<T, Columns>(dq_, Shared(from), keys(stage), first_chunk);
     } else {
-      accumulate<T, Columns>(dq_, OwnWeights<T, kTiles, kBlocks>{ds}, of_keys, first_chunk);
+      accumulate<T, Columns>(dq_, RegisterOperand<T, kTiles, kBlocks>{ds}, of_keys, first_chunk);
     }
   }
 
-  /// The warp's share of the pass's rows.
-  __device__ __forceinline__ void write() const {
-    const int32_t begin = pass_.tile.first_row, thread = ptx::thread();
+  /// Stores the warp's part of the segment's rows of dQ.
+  __device__ __forceinline__ void store_gradient() const {
+    const int32_t begin = segment_.tile.first_row, thread = ptx::thread();
     write_rows<T, Shape::kColumnWarps>(dq_, params_.softmax_scale, row_warp(thread) * Shape::kWarpRows, begin,
-                                       begin + pass_.tile.num_rows, column_warp(thread), params_.forward.head_dim,
+                                       begin + segment_.tile.num_rows, column_warp(thread), params_.forward.head_dim,
                                        row_at());
   }
 
   const BackwardParams& params_;
   uint8_t* const shared_;
-  Pass& pass_;
+  SequenceSegment& segment_;
   uint32_t base_;
   float dq_[kTiles][kColumnTiles][4];
 };
@@ -187,12 +188,12 @@ class QueryGradients {
 
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
-using Weights = xa::XA_PASTE(bwd_logits_, XA_LOGITS);
+using LogitsTransform = xa::XA_PASTE(bwd_logits_, XA_LOGITS);
 using Shape = xa::BackwardShape<xa::tiles::gradient_dq, xa::tiles::XA_PASTE(shape_, XA_SHAPE), T, XA_HEAD_DIM>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     XA_ENTRY(const __grid_constant__ xa::BackwardParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
-  xa::QueryGradients<Shape, T, Weights>(params, shared).run();
+  xa::QueryGradients<Shape, T, LogitsTransform>(params, shared).run();
 }

@@ -1,5 +1,5 @@
-// The gradients of sinks: dsink_h = -sum_i exp(sink_h - lse_i) delta_i over the queries of all sequences. A CTA takes a
-// head and adds up in an order of its own, so that two runs give the same bits.
+// Gradients of the sinks: dsink_h = -sum_i exp(sink_h - lse_i) delta_i over the queries of all sequences. One CTA
+// computes the sum of one head in a fixed order, so two runs give the same bits.
 //
 // Compiled once for each XA_DTYPE: f16, bf16, f32.
 // Launch: kSinksThreads threads, Hq CTAs.
@@ -14,7 +14,7 @@
 
 namespace xa {
 
-/// The threads' numbers added up; thread 0 gets it.
+/// The sum of `mine` over the CTA.
 __device__ __forceinline__ float sum_of_all(float mine) {
   __shared__ float warps[kSinksThreads / 32];
 #pragma unroll
@@ -42,7 +42,7 @@ __device__ __forceinline__ void sum_rows(const BackwardParams& params) {
     if (!search.finds_sequence(token)) continue;
     const int64_t index = static_cast<int64_t>(head) * forward.num_tokens + token;
     const float delta = params.delta != nullptr ? __ldg(params.delta + index) : delta_of<T, 1>(params, token, head);
-    // A sink of -inf takes no part, also where the row has seen nothing else.
+    // A sink of -inf has no gradient. Where the row attends to no key its lse is -inf too, and the difference a NaN.
     if (sink != -INFINITY) sum -= expf(sink - __ldg(forward.lse + index)) * delta;
   }
   sum = sum_of_all(sum);

@@ -84,7 +84,7 @@ struct TileMath {
       if (params.kv_is_e5m2 != 0) return accumulate_fp8<true>(output, p, values);
       accumulate_fp8<false>(output, p, values);
     } else {
-      xa::accumulate<T, Rows>(output, OwnWeights<T, kRowTiles, kKeyTiles>{p}, values, 0);
+      xa::accumulate<T, Rows>(output, RegisterOperand<T, kRowTiles, kKeyTiles>{p}, values, 0);
     }
   }
 
@@ -132,7 +132,7 @@ struct TileMath {
       uint32_t weights[kRowTiles][4];
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
-        OwnWeights<T, kRowTiles, kKeyTiles>{p}.get(weights[tile], tile, step);
+        RegisterOperand<T, kRowTiles, kKeyTiles>{p}.get(weights[tile], tile, step);
       }
 #pragma unroll
       for (int group = 0; group < kColumnTiles / 4; ++group) {

@@ -100,7 +100,7 @@ __device__ __forceinline__ void multiply_rows(float (&scores)[kTiles][kBlocks][4
 
 /// Weights of a warp's rows as operands A: where they were made.
 template <typename T, int kTiles, int kBlocks>
-struct OwnWeights {
+struct RegisterOperand {
   const float (&weights)[kTiles][kBlocks][4];
 
   /// Rows of B that they are for.

@@ -1,4 +1,4 @@
-// The gradients' products (warp_products.cuh) whose operands A lie in shared memory.
+// Products of the backward kernels whose operand A lies in shared memory; the others are in warp_products.cuh.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 
 namespace xa {
 
-/// scores = A B^T, both `kSteps` k-blocks of 32 bytes wide: of kTiles x 16 rows at shared address `a` and 8 kBlocks
-/// rows at `b`. As the function in warp_products.cuh, which takes A's fragments from an object: with that ptxas allots
-/// registers in another way here, and one variant spills.
+/// scores = A B^T with kTiles x 16 rows of A at shared address `a` and 8 kBlocks rows of B at `b`, each `kSteps`
+/// k-blocks of 32 bytes wide. The function of that name in warp_products.cuh takes A's fragments from an object; used
+/// here, it makes ptxas allocate registers differently, and one variant spills.
 template <typename T, typename Rows, int kSteps, int kTiles, int kBlocks>
 __device__ __forceinline__ void multiply_rows(float (&scores)[kTiles][kBlocks][4], uint32_t a, uint32_t b) {
   // ldmatrix_x4 gives, of 16 rows of B: the k-block's first and second half of rows 0-7, then of rows 8-15.
@@ -21,7 +21,7 @@ __device__ __forceinline__ void multiply_rows(float (&scores)[kTiles][kBlocks][4
   float corrections[kTiles][kBlocks][4];
   clear(scores);
   if constexpr (!Element<T>::kIs16Bit) clear(corrections);
-  // Long rows of f32 are unrolled less, or ptxas fetches more fragments ahead than there are registers for.
+  // f32 is unrolled less, because ptxas would otherwise load more fragments ahead than there are registers for.
 #pragma unroll(Element<T>::kIs16Bit ? 16 : 2)
   for (int step = 0; step < kSteps; ++step) {
     uint32_t of_a[kTiles][4];
@@ -57,26 +57,27 @@ __device__ __forceinline__ void multiply_rows(float (&scores)[kTiles][kBlocks][4
   }
 }
 
-/// Weights of a warp's rows as operands A out of shared memory, where the warps that share the rows have put them.
+/// Operand A of `accumulate` (P or dS) in shared memory, where the warps that share its rows have stored their columns
+/// with `store_operand`: rows of kColumns elements, kPitch bytes apart.
 template <int kColumns, int kPitch>
-struct SharedWeights {
+struct SharedOperand {
   uint32_t address;
 
   static constexpr int kRows = kColumns;
   static constexpr int kFirst = 1, kSecond = 4;
-  static constexpr bool kHasRegisters = false;
 
   /// `rows` is the shared address of the warp's first row.
-  __device__ __forceinline__ explicit SharedWeights(uint32_t rows)
+  __device__ __forceinline__ explicit SharedOperand(uint32_t rows)
       : address(rows + threadIdx.x % 16 * kPitch + threadIdx.x % 32 / 16 * 16) {}
   __device__ __forceinline__ void get(uint32_t (&fragment)[4], int tile, int step) const {
     ptx::ldmatrix_x4(fragment, address + 16 * tile * kPitch + 32 * step);
   }
 };
 
-/// Puts a warp's weights where the warps that share its rows find them: `to` is the warp's first row and column.
+/// Stores a warp's block of P or dS as T to shared memory for the warps that share its rows: `to` is the address of the
+/// block's first row and column.
 template <typename T, int kPitch, int kTiles, int kBlocks>
-__device__ __forceinline__ void hand_over(uint8_t* to, const float (&weights)[kTiles][kBlocks][4]) {
+__device__ __forceinline__ void store_operand(uint8_t* to, const float (&block)[kTiles][kBlocks][4]) {
   const int32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
@@ -84,9 +85,9 @@ __device__ __forceinline__ void hand_over(uint8_t* to, const float (&weights)[kT
     for (int half = 0; half < 2; ++half) {
       T* const row = reinterpret_cast<T*>(to + (16 * tile + 8 * half + g) * kPitch);
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        const float (&x)[4] = weights[tile][block];
-        store_columns(row + 8 * block + 2 * t, make_float2(x[2 * half], x[2 * half + 1]));
+      for (int column = 0; column < kBlocks; ++column) {
+        const float (&x)[4] = block[tile][column];
+        store_columns(row + 8 * column + 2 * t, make_float2(x[2 * half], x[2 * half + 1]));
       }
     }
   }

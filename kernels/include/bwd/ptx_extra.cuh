@@ -1,11 +1,11 @@
-// The PTX instructions that only the gradients' kernels use, one thin wrapper each.
+// PTX instructions that only the portable backward kernels use, one thin wrapper each.
 #pragma once
 
 #include <cstdint>
 
 namespace xa::ptx {
 
-/// threadIdx.x, read where it is used: no register holds it meanwhile.
+/// threadIdx.x, read from its special register at each use, so that no general register is kept for it.
 __device__ __forceinline__ int32_t thread() {
   int32_t x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));

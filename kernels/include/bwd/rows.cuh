@@ -1,4 +1,4 @@
-// Rows on their way to and from shared memory: of Q and dO, of K and V, and of their gradients.
+// Loads of Q, dO, K and V to shared memory, the row statistics delta and lse, and stores of the gradients.
 #pragma once
 
 #include <cmath>
@@ -14,8 +14,9 @@
 
 namespace xa {
 
-/// How kThreads threads share rows of kHeadDim elements, 16 bytes each: in step i a thread has chunks `chunk`, `chunk`
-/// + kLanes, ... of row `row + i * kStep`. Derived again at each use: a few instructions, where registers are dear.
+/// Assigns chunks of 16 bytes of rows of kHeadDim elements to kThreads threads: in step i a thread has chunks `chunk`,
+/// `chunk + kLanes`, ... of row `row + i * kStep`. Constructed again at each use, which costs a few instructions and
+/// saves registers.
 template <typename T, int kHeadDim, int kThreads>
 struct ThreadGrid {
   static constexpr int kElements = 16 / static_cast<int>(sizeof(T)), kChunks = kHeadDim / kElements;
@@ -34,12 +35,12 @@ struct ThreadGrid {
   }
 };
 
-/// Neighbouring packed query rows of one KV head: row 0 is head `rows.first_head` of token `first_token` +
-/// `rows.first_query`.
+/// Consecutive packed query rows of one KV head: row 0 is head `rows.first_head` of the group at token `first_token +
+/// rows.first_query`.
 struct QueryBlock {
   PackedRows rows;
   int32_t first_token;
-  int32_t head_base;
+  int32_t head_base;  // query head 0 of the group
 
   __device__ __forceinline__ QueryBlock(const AttentionParams& params, int32_t first_token, int32_t first_row,
                                         int32_t kv_head)
@@ -49,7 +50,7 @@ struct QueryBlock {
   __device__ __forceinline__ int32_t head(int32_t row) const { return head_base + rows.head(row); }
 };
 
-/// Fetches the thread's chunks of a row of `dim` elements to shared memory at `to`; those past its end become zeros.
+/// Copies the thread's chunks of a row of `dim` elements to shared memory at `to`; chunks past `dim` become zeros.
 template <typename Grid, typename Rows, typename T>
 __device__ __forceinline__ void fetch_row(uint32_t to, int32_t row, const T* from, int32_t dim) {
   const Grid grid;
@@ -61,8 +62,8 @@ __device__ __forceinline__ void fetch_row(uint32_t to, int32_t row, const T* fro
   }
 }
 
-/// Fetches `kRows` rows of Q and of dO, of which the first `count` exist; the others, and columns past D or Dv, become
-/// zeros.
+/// Copies `kRows` rows of Q and of dO to shared addresses `queries` and `douts`. Rows from `count` on, and columns from
+/// D or Dv on, become zeros.
 template <typename T, typename Shape, int kRows>
 __device__ __forceinline__ void fetch_queries(const BackwardParams& params, const QueryBlock& block, int32_t count,
                                               uint32_t queries, uint32_t douts) {
@@ -87,7 +88,7 @@ __device__ __forceinline__ void fetch_queries(const BackwardParams& params, cons
   }
 }
 
-/// Likewise of K and V, the first of them row `first` of K and V.
+/// As `fetch_queries`, for `kRows` rows of K and V from row `first` of these tensors on.
 template <typename T, typename Shape, int kRows>
 __device__ __forceinline__ void fetch_keys(const BackwardParams& params, int32_t first, int32_t count, int32_t kv_head,
                                            uint32_t keys, uint32_t values) {
@@ -109,7 +110,8 @@ __device__ __forceinline__ void fetch_keys(const BackwardParams& params, int32_t
   }
 }
 
-/// sum_c out_c dout_c - dlse of one query row, by a group of kLanes neighbouring lanes; every lane gets it.
+/// delta = sum_c out_c dout_c - dlse of one query row (FlashAttention's dPsum), computed by kLanes adjacent lanes, each
+/// of which gets the result.
 template <typename T, int kLanes>
 __device__ __forceinline__ float delta_of(const BackwardParams& params, int32_t token, int32_t head) {
   constexpr int kElements = 16 / sizeof(T);
@@ -133,21 +135,22 @@ __device__ __forceinline__ float delta_of(const BackwardParams& params, int32_t 
   return sum;
 }
 
-/// -lse to base 2; of a row that has seen nothing -inf too, so that it weighs nothing.
+/// -lse in base 2. A row that attends to no key has an lse of -inf and gets -inf too, so that its probabilities are 0.
 __device__ __forceinline__ float negative_lse(float lse) {
   constexpr float kLog2E = 1.44269504088896341f;
   return lse == -INFINITY ? -INFINITY : -kLog2E * lse;
 }
 
-/// Minus the slope of a head's bias, to base 2.
+/// Minus the ALiBi slope of a head, in base 2; 0 without ALiBi.
 __device__ __forceinline__ float negative_slope(const AttentionParams& params, int32_t sequence, int32_t head) {
   constexpr float kLog2E = 1.44269504088896341f;
   if (params.alibi_slopes == nullptr) return 0.0f;
   return -kLog2E * __ldg(params.alibi_slopes + sequence * params.alibi_stride + head);
 }
 
-/// Writes a warp's share of a gradient: of kTiles x 16 rows from `first_row` on those in [begin, end), of its columns,
-/// which are those of ColumnGroups, those below `dim`. `row_at` tells where a row begins.
+/// Stores the rows of [begin, end) among a warp's kTiles x 16 rows from `first_row` on, times `factor`. The warp has
+/// the columns that ColumnGroups (shape.cuh) gives warp `column_warp`; those from `dim` on do not exist. `row_at(row)`
+/// is the address of a row.
 template <typename T, int kColumnWarps, int kTiles, int kColumnTiles, typename RowAt>
 __device__ __forceinline__ void write_rows(const float (&x)[kTiles][kColumnTiles][4], float factor, int32_t first_row,
                                            int32_t begin, int32_t end, int32_t column_warp, int32_t dim,
@@ -172,7 +175,7 @@ __device__ __forceinline__ void write_rows(const float (&x)[kTiles][kColumnTiles
   }
 }
 
-/// Rows 0 to `count` - 1 of a gradient become 0.
+/// Stores zeros to rows 0 to `count` - 1 of a gradient.
 template <typename T, int kThreads, typename RowAt>
 __device__ __forceinline__ void clear_rows(int32_t count, int32_t dim, const RowAt& row_at) {
   constexpr int kElements = 16 / sizeof(T);
