@@ -1,4 +1,4 @@
-"""``python -m xla_attention info`` prints what this installation holds and what can run here."""
+"""``python -m xla_attention info`` prints what this installation contains and which front-ends can run."""
 
 import argparse
 

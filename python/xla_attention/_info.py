@@ -1,4 +1,4 @@
-"""What this installation holds and what can run here, in words."""
+"""A report of what this installation contains and which front-ends can run."""
 
 import importlib.metadata
 import importlib.util
@@ -8,12 +8,12 @@ from . import _library, torch_xla
 
 
 def info() -> str:
-    """Versions, targets, kernel variants, devices, and whether each front-end can run here and if not why.
+    """Versions, targets, kernel variants, devices, and for each front-end whether it can run, or why not.
 
     Returns
     -------
     str
-        Several lines of text, for people; also printed by ``python -m xla_attention info``.
+        Several lines of text for a reader, not to be parsed; ``python -m xla_attention info`` prints them.
 
     Examples
     --------
@@ -37,7 +37,7 @@ def info() -> str:
     platforms: dict[str, list[str]] = {}
     for name, platform in build["targets"]:
         platforms.setdefault(name, []).append(platform)
-    lines += ["targets:", *(f"  {name} ({', '.join(where)})" for name, where in platforms.items())]
+    lines += ["targets:", *(f"  {name} ({', '.join(names)})" for name, names in platforms.items())]
     lines += ["kernel variants (registers on sm_90):", *_variants(build["variants"])]
     lines += ["front-ends:", f"  jax: {_jax()}", f"  torch: {_torch()}"]
     return "\n".join(lines)
@@ -59,7 +59,7 @@ def _variants(variants: list[dict]) -> list[str]:
 
 
 def _jax() -> str:
-    """Whether JAX can use us, its version and devices."""
+    """Whether JAX can use the library, its version and devices."""
     if importlib.util.find_spec("jax") is None:
         return "not installed (pip install jax)"
     try:
@@ -78,7 +78,7 @@ def _jax() -> str:
 
 
 def _torch() -> str:
-    """Whether torch can use us: its version, devices, and torch_xla's."""
+    """Whether torch and torch_xla can use the library, and their versions."""
     if importlib.util.find_spec("torch") is None:
         return "not installed (pip install torch)"
     try:
@@ -90,8 +90,8 @@ def _torch() -> str:
     cuda = "CUDA" if torch.cuda.is_available() else "no CUDA"
     if importlib.util.find_spec("torch_xla") is None:
         return f"ready, torch {torch.__version__} on CPU, {cuda}; torch_xla is not installed"
-    found = [f"{one} ({platform.decode()})" for platform, one in torch_xla.registered.items()]
-    handlers = f"; handlers of XLA FFI {', '.join(found)}" if found else ""
+    registered = [f"{handler_set} ({platform.decode()})" for platform, handler_set in torch_xla.registered.items()]
+    handlers = f"; handlers of XLA FFI {', '.join(registered)}" if registered else ""
     return (
         f"ready, torch {torch.__version__} on CPU, {cuda}; torch_xla {importlib.metadata.version('torch_xla')} with "
         f"PJRT_DEVICE=CPU, or on CUDA by xla_attention.torch.use_cuda_plugin(){handlers}"

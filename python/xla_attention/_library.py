@@ -1,4 +1,4 @@
-"""The shared library through ctypes: its tables, and the shape check that every front-end makes at trace time."""
+"""The shared library, loaded through ctypes: handler tables, validation of calls, and calls without XLA."""
 
 import ctypes
 import enum
@@ -15,7 +15,7 @@ import numpy as np
 
 VERSION = importlib.metadata.version("xla-attention")
 
-# XLA's numbers of the element types (xla_data.proto PrimitiveType), by numpy's names for them.
+# XLA's numbers of the element types (xla_data.proto PrimitiveType) by their numpy names.
 DTYPES = {
     "bool": 1,
     "int8": 2,
@@ -35,15 +35,15 @@ DTYPES = {
     "float8_e5m2": 19,
     "float8_e4m3fn": 20,
 }
-# An element type that XLA has and no operator takes; the check then names it by number.
+# Stands for element types that no operator takes.
 _OTHER_DTYPE = -1
 
 _INVALID_ARGUMENT, _UNIMPLEMENTED = 3, 12
-_KINDS = {np.bool_: 0, np.int64: 1, np.float32: 2}
+_ATTRIBUTE_KINDS = {np.bool_: 0, np.int64: 1, np.float32: 2}
 
 
 class Target(ctypes.Structure):
-    """A row of the library's table of targets; a stage that is None does not exist."""
+    """A row of the library's handler table; a stage without a handler is None."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),
@@ -93,14 +93,14 @@ class _Call(ctypes.Structure):
 
 
 def library_path() -> pathlib.Path:
-    """The file of the shared library: the one beside this file, or the one that ``XLA_ATTENTION_LIBRARY`` names."""
+    """The path of the shared library: ``XLA_ATTENTION_LIBRARY`` if it is set, otherwise the file in this package."""
     given = os.environ.get("XLA_ATTENTION_LIBRARY")
     here = pathlib.Path(__file__).parent
     return pathlib.Path(given) if given else next(iter(sorted(here.glob("*xla_attention.*"))), here / "missing")
 
 
 def include_dir() -> pathlib.Path:
-    """The folder of ``xla_attention.h``, the C interface of the shared library.
+    """The folder that contains ``xla_attention.h``, the C interface of the shared library.
 
     Examples
     --------
@@ -113,7 +113,7 @@ def include_dir() -> pathlib.Path:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The library at `library_path`. Loaded once, never unloaded."""
+    """The library at `library_path`, loaded once and never unloaded; ImportError if it is missing or does not fit."""
     path = library_path()
     if not path.is_file():
         raise ImportError(
@@ -137,12 +137,12 @@ def library() -> ctypes.CDLL:
 
 
 def build_info() -> dict[str, Any]:
-    """What the library holds; `xa_info` in ``src/c_api.rs`` lists it."""
+    """The library's description of itself as JSON; `xa_info` in ``src/c_api.rs`` lists the keys."""
     return json.loads(library().xa_info())
 
 
 class HandlerSet(NamedTuple):
-    """Handlers of every target, for each platform, that speak one version of the XLA FFI."""
+    """The handlers of every target on every platform, compiled for one version of the XLA FFI."""
 
     version: tuple[int, int]
     targets: list[Target]
@@ -156,28 +156,28 @@ def handler_sets() -> list[HandlerSet]:
     """The library's sets of handlers, from the newest version of the FFI to the oldest."""
     sets, number = [], 0
     while table := library().xa_handler_set(number):
-        found = table.contents
-        sets.insert(0, HandlerSet((found.api_major, found.api_minor), found.rows[: found.count]))
+        contents = table.contents
+        sets.insert(0, HandlerSet((contents.api_major, contents.api_minor), contents.rows[: contents.count]))
         number += 1
     return sets
 
 
-def known_to(runtime: tuple[int, int]) -> list[HandlerSet]:
-    """The sets that may be shown to a runtime of this version, from the newest to the oldest.
+def compatible_sets(runtime: tuple[int, int]) -> list[HandlerSet]:
+    """The sets that a runtime of this FFI version can register, from the newest to the oldest.
 
-    A handler of a later version must not even be asked for its version: it writes more into its answer than an older
-    runtime has room for.
+    Later versions must not be tried: when the runtime queries the metadata of such a handler, the handler writes more
+    than the runtime's struct has room for.
     """
-    return [one for one in handler_sets() if one.version[0] == runtime[0] and one.version <= runtime]
+    return [x for x in handler_sets() if x.version[0] == runtime[0] and x.version <= runtime]
 
 
-def versions(sets: Iterable[HandlerSet]) -> str:
-    """The versions of sets in words, the oldest first."""
-    return " and ".join(str(one) for one in sorted(sets, key=lambda one: one.version))
+def join_versions(sets: Iterable[HandlerSet]) -> str:
+    """The versions of sets for an error text, the oldest first."""
+    return " and ".join(str(x) for x in sorted(sets, key=lambda x: x.version))
 
 
 def targets() -> list[Target]:
-    """Every target of the library, for each platform, with the handlers of the oldest version."""
+    """Every target of the library on every platform, with the handlers of the oldest FFI version."""
     return handler_sets()[-1].targets
 
 
@@ -185,15 +185,15 @@ ShapeAndDtype = tuple[Sequence[int], Any]
 
 
 class View(NamedTuple):
-    """A tensor in memory that is given later: rows may be apart."""
+    """A strided tensor whose address `Request.set_addresses` gives."""
 
     shape: Sequence[int]
-    dtype: Any  # numpy's, or XLA's number of it
+    dtype: Any  # a numpy dtype, or XLA's number
     strides: Sequence[int]  # in elements
 
 
 class Action(enum.IntEnum):
-    """What a call of the library is to do."""
+    """What `xa_call` does with a call."""
 
     CHECK = 0
     RUN_ON_CPU = 1
@@ -201,18 +201,18 @@ class Action(enum.IntEnum):
     LAUNCH_CUDA = 3
 
 
-class _Messages(threading.local):
-    """Buffers for the texts of errors: one for each thread, and more where calls of a thread are nested."""
+class _ErrorBuffers(threading.local):
+    """Free buffers for error texts: one per thread, and more where calls of a thread are nested."""
 
     def __init__(self) -> None:
         self.free: list[ctypes.Array] = []
 
 
-_MESSAGES = _Messages()
+_ERROR_BUFFERS = _ErrorBuffers()
 
 
 class Request:
-    """A call of an operator, described once and taken as often as wanted; by one thread at a time.
+    """A call of an operator, described once and run any number of times, by one thread at a time.
 
     Parameters
     ----------
@@ -245,30 +245,30 @@ class Request:
             num_attributes=len(values),
         )
 
-    def place(self, operands: Iterable[int], results: Iterable[int]) -> None:
-        """Set the addresses, 0 for what is left out."""
+    def set_addresses(self, operands: Iterable[int], results: Iterable[int]) -> None:
+        """Set the addresses of all tensors, 0 for those that are left out."""
         for tensors, addresses in ((self._operands, operands), (self._results, results)):
             for tensor, address in zip(tensors, addresses, strict=True):
                 tensor.data = address
 
-    def take(self, action: Action, stream: int = 0) -> None:
-        """Do something; running on the CPU waits for the end, launching on CUDA does not.
+    def run(self, action: Action, stream: int = 0) -> None:
+        """Take an action. `RUN_ON_CPU` returns when the results are written, `LAUNCH_CUDA` when the work is enqueued.
 
         Raises
         ------
         ValueError
-            Something is wrong; the text names the operand, what it is and what was expected.
+            The call is invalid; the text names the operand, what it is and what was expected.
         NotImplementedError
-            Allowed by the definition, but not built.
+            The call is valid, but there is no kernel for it.
         RuntimeError
-            It could not be run.
+            The call is valid, but running it failed.
         """
         self._request.action, self._request.stream = action, stream
-        # Taken out of the list while it is in use: a signal handler may make a call of its own meanwhile.
-        message = _MESSAGES.free.pop() if _MESSAGES.free else ctypes.create_string_buffer(1024)
+        # The buffer leaves the list while it is in use, because a signal handler may make another call meanwhile.
+        message = _ERROR_BUFFERS.free.pop() if _ERROR_BUFFERS.free else ctypes.create_string_buffer(1024)
         code = self._lib.xa_call(ctypes.byref(self._request), message, len(message))
         text = message.value.decode() if code else ""
-        _MESSAGES.free.append(message)
+        _ERROR_BUFFERS.free.append(message)
         if code:
             error = {_INVALID_ARGUMENT: ValueError, _UNIMPLEMENTED: NotImplementedError}.get(code, RuntimeError)
             raise error(text)
@@ -280,8 +280,8 @@ def check(
     results: Sequence[ShapeAndDtype | None],
     attributes: Mapping[str, Any],
 ) -> None:
-    """Hold shapes, dtypes and attributes against the operator's definition, without any data; see `Request`."""
-    Request(target, operands, results, attributes).take(Action.CHECK)
+    """Validate shapes, dtypes and attributes against the operator's definition, without data; see `Request`."""
+    Request(target, operands, results, attributes).run(Action.CHECK)
 
 
 def workspace(
@@ -295,9 +295,9 @@ def workspace(
     rows: Any,  # noqa: ANN401
     sequences: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    """How many bytes of workspace a call of attention or its gradients wants.
+    """The workspace size of an attention call or its gradients, in bytes.
 
-    `rows` of the query and `sequences` may be symbolic; `batch_invariant` has no meaning for the gradients.
+    `rows` of the query and `sequences` may be symbolic; `batch_invariant` is ignored for the gradients.
     """
     static = (target, q_heads, kv_heads, head_dim, value_dim, dtype, batch_invariant)
     constant, per_row, per_sequence = _workspace_coefficients(*static)
@@ -315,7 +315,7 @@ def _workspace_coefficients(
     batch_invariant: bool,
 ) -> tuple[int, int, int]:
     coefficients, lib = (ctypes.c_int64 * 3)(), library()
-    sizes = (q_heads, kv_heads, head_dim, value_dim, _number(dtype), batch_invariant)
+    sizes = (q_heads, kv_heads, head_dim, value_dim, _dtype_number(dtype), batch_invariant)
     lib.xa_workspace(lib.xa_op(target.encode()), *sizes, ctypes.byref(coefficients))
     return tuple(coefficients)
 
@@ -329,13 +329,13 @@ def _tensor(tensor: ShapeAndDtype | View | None) -> _Tensor:
         return _Tensor()
     shape, dtype, *strides = tensor
     sizes = ctypes.c_int64 * len(shape)
-    return _Tensor(None, sizes(*shape), sizes(*strides[0]) if strides else None, len(shape), _number(dtype))
+    return _Tensor(None, sizes(*shape), sizes(*strides[0]) if strides else None, len(shape), _dtype_number(dtype))
 
 
-def _number(dtype: Any) -> int:  # noqa: ANN401
+def _dtype_number(dtype: Any) -> int:  # noqa: ANN401
     return dtype if isinstance(dtype, int) else DTYPES.get(np.dtype(dtype).name, _OTHER_DTYPE)
 
 
 def _attribute(value: Any) -> _Attribute:  # noqa: ANN401
-    kind = _KINDS[type(value)]
+    kind = _ATTRIBUTE_KINDS[type(value)]
     return _Attribute(kind=kind, real=float(value) if kind == 2 else 0.0, integer=0 if kind == 2 else int(value))

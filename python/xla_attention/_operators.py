@@ -1,4 +1,4 @@
-"""The operators as ``ffi/operators.toml`` declares them; the shared library tells them (`xa_info`)."""
+"""The operators as ``ffi/operators.toml`` declares them, read from the shared library (`xa_info`)."""
 
 import functools
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class Tensor(NamedTuple):
 
 
 class Attribute(NamedTuple):
-    """An attribute; ``none`` is the value that stands for an option that is not used."""
+    """An attribute; ``none`` is its value where the option is off, None if it has to be given."""
 
     name: str
     kind: str  # bool, i64 or f32
@@ -30,16 +30,16 @@ class Attribute(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """One target: operands, results and attributes in its order."""
+    """One target: its operands, results and attributes, in order."""
 
     target: str
     operands: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
     attributes: tuple[Attribute, ...]
-    aliases: Mapping[int, int]  # operand by result: the result is the operand, updated
+    aliases: Mapping[int, int]  # from the index of a result to that of the operand that it updates
 
     def typed(self, values: Mapping[str, Any]) -> dict[str, np.generic]:
-        """Attributes by name as numpy scalars, which have the declared types; None is an option that is not used."""
+        """Attributes by name as numpy scalars of the declared types; None switches an option off."""
         typed = {}
         for name, kind, _, none in self.attributes:
             value = values[name]
@@ -47,15 +47,15 @@ class Operator(NamedTuple):
         return typed
 
     def attributes_of(self, options: object) -> dict[str, Any]:
-        """The attributes by name, out of an object with a field for each, and perhaps more."""
+        """The attributes by name, from an object that has a field for each."""
         return {attribute.name: getattr(options, attribute.name) for attribute in self.attributes}
 
     def required_tensors(self, *, in_place: bool = False) -> str:
-        """The required operands as the parameters of a torch schema; `in_place` marks those that a result updates."""
-        letters = dict(zip(self.aliases.values(), "ab", strict=False)) if in_place else {}
-        types = {index: f"Tensor({letter}!)" for index, letter in letters.items()}
+        """The required operands as the parameters of a torch schema; `in_place` marks those that are mutated."""
+        alias_sets = dict(zip(self.aliases.values(), "ab", strict=False)) if in_place else {}
+        types = {i: f"Tensor({letter}!)" for i, letter in alias_sets.items()}
         required = [operand.name for operand in self.operands if not operand.optional]
-        return ", ".join(f"{types.get(index, 'Tensor')} {name}" for index, name in enumerate(required))
+        return ", ".join(f"{types.get(i, 'Tensor')} {name}" for i, name in enumerate(required))
 
     def optional_tensors(self) -> str:
         """The optional operands as the parameters of a torch schema."""
@@ -65,7 +65,7 @@ class Operator(NamedTuple):
 @functools.cache
 def operators() -> dict[str, Operator]:
     """Every operator, by its target name."""
-    return {one["target"]: _operator(one) for one in _library.build_info()["operators"]}
+    return {declared["target"]: _operator(declared) for declared in _library.build_info()["operators"]}
 
 
 def operator(target: str) -> Operator:
@@ -75,10 +75,10 @@ def operator(target: str) -> Operator:
 
 def _operator(declared: Mapping[str, Any]) -> Operator:
     tensors = [
-        tuple(Tensor(one["name"], one["type"], one["doc"], one["optional"]) for one in declared[side])
+        tuple(Tensor(t["name"], t["type"], t["doc"], t["optional"]) for t in declared[side])
         for side in ("operands", "results")
     ]
     attributes = (Attribute(a["name"], a["kind"], a["doc"], a.get("none")) for a in declared["attributes"])
     names = [operand.name for operand in tensors[0]]
-    aliases = {i: names.index(one["aliases"]) for i, one in enumerate(declared["results"]) if "aliases" in one}
+    aliases = {i: names.index(r["aliases"]) for i, r in enumerate(declared["results"]) if "aliases" in r}
     return Operator(declared["target"], *tensors, tuple(attributes), aliases)

@@ -1,4 +1,4 @@
-"""Options that every front-end gives as Python values."""
+"""Validation and conversion of options that are Python values in every front-end."""
 
 import operator
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import numpy as np
 
 # The attribute kv_layout: docs/semantics.md#kv-caches.
 _LAYOUTS = {
-    None: np.int64(0),  # K and V apart
+    None: np.int64(0),  # K and V in two buffers
     "interleaved": np.int64(1),  # [P, page_size, 2*Hkv, D], K of head h at 2h, V at 2h+1
     "stacked": np.int64(2),  # [2, P, page_size, Hkv, D], as vLLM has it
     "per_page": np.int64(3),  # [P, 2, page_size, Hkv, D], as FlashInfer has it
@@ -15,7 +15,7 @@ _LAYOUTS = {
 
 
 def kv_layout_number(name: str | None) -> np.int64:
-    """The attribute ``kv_layout``; None where K and V are apart."""
+    """The attribute ``kv_layout``; None where K and V are in two buffers."""
     if name not in _LAYOUTS:
         raise ValueError(
             f"kv_layout is {name!r}, expected 'interleaved', 'stacked' or 'per_page', or None for K and V apart"
@@ -24,27 +24,27 @@ def kv_layout_number(name: str | None) -> np.int64:
 
 
 def length_advice(length: int) -> np.int64:
-    """A length as ``max_seqlen_q`` or ``max_seqlen_k``: rounded up to a power of two, for few programs to compile.
+    """The attribute ``max_seqlen_q`` or ``max_seqlen_k``: rounded up to a power of two, so that few programs differ.
 
-    0 is unknown; a negative number stays, to be refused. The largest that 64 bits hold is the longest there is.
+    0 stands for unknown. A negative number is kept, and the library rejects it. The result is at most 2^62.
     """
     return np.int64(length if length <= 0 else min(1 << (length - 1).bit_length(), 1 << 62))
 
 
-def refuse_layout_of_two(kv_layout: str | None) -> None:
-    """A cache of two buffers has no layout of one."""
+def reject_kv_layout(kv_layout: str | None) -> None:
+    """Raise ValueError for a `kv_layout` beside a cache in two buffers."""
     if kv_layout is not None:
         raise ValueError(f"kv_layout is {kv_layout!r}, which K and V apart do not have")
 
 
-def refuse_window(sliding_window: int | None, target: str = "") -> None:
-    """A window has room for the query's own key at least."""
+def validate_sliding_window(sliding_window: int | None, target: str = "") -> None:
+    """Raise ValueError for a window that is too small for the query's own key."""
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"{target}sliding_window is {sliding_window}, expected >= 1, or None")
 
 
 def window_pair(window: Sequence[int]) -> tuple[int, int]:
-    """The window of flash_attn_varlen: how many keys before and after its own position a query sees."""
+    """The window of flash_attn_varlen as (left, right); anything else is a ValueError."""
     try:
         left, right = map(operator.index, window)
     except (TypeError, ValueError):
@@ -53,8 +53,8 @@ def window_pair(window: Sequence[int]) -> tuple[int, int]:
     return left, right
 
 
-def refuse_dropout(dropout_p: float) -> None:
-    """No kernel drops weights."""
+def reject_dropout(dropout_p: float) -> None:
+    """Raise NotImplementedError for a dropout probability other than 0."""
     if dropout_p:
         raise NotImplementedError(
             f"xla_gpu_flash_attn_varlen: dropout_p is {dropout_p}, and no kernel drops weights; pass 0.0, and "
@@ -62,21 +62,21 @@ def refuse_dropout(dropout_p: float) -> None:
         )
 
 
-def refuse_values(v: object, kv_layout: str | None, a_value: str) -> None:
-    """Values of flash_attn_varlen are there, or in the one buffer; `a_value` is what the framework calls them."""
+def validate_values(v: object, kv_layout: str | None, a_value: str) -> None:
+    """Raise ValueError unless exactly one of `v` and `kv_layout` is given; `a_value` describes a `v` in the error."""
     if (v is None) == (kv_layout is None):
         expected = a_value if v is None else "None: with kv_layout k holds the values too"
         raise ValueError(f"xla_gpu_flash_attn_varlen: v is {'None' if v is None else a_value}, expected {expected}")
 
 
-def refuse_untold_lengths(block_table: object, seqused_k: object) -> None:
-    """Without cu_seqlens_k, pages do not tell how many keys there are."""
+def require_key_lengths(block_table: object, seqused_k: object) -> None:
+    """Raise ValueError for paged keys without `seqused_k`, in a call without `cu_seqlens_k`."""
     if block_table is not None and seqused_k is None:
         raise ValueError("xla_gpu_flash_attn_varlen: a block_table needs seqused_k or cu_seqlens_k, which tell lengths")
 
 
-def gradient_refusal(*, in_pages: bool, is_scaled: bool) -> str | None:
-    """What of a call of flash_attn_varlen has no gradient, for "there is no gradient ..."; None for a call that has."""
+def unsupported_gradient(*, in_pages: bool, is_scaled: bool) -> str | None:
+    """Why a call of flash_attn_varlen has no gradient, to follow "there is no gradient"; None if it has one."""
     if in_pages:
         return "through keys in pages; pass packed keys [Tk, Hkv, D]"
     if is_scaled:

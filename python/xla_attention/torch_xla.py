@@ -1,9 +1,8 @@
-"""Our handlers in torch_xla's runtime, at run time and without a patch; and CUDA for torch_xla, through JAX's plugin.
+"""Registration of the handlers with torch_xla's runtime, and CUDA for torch_xla through JAX's PJRT plugin.
 
-torch_xla has no interface for typed handlers, but the runtimes below it have: the XLA client inside of torch_xla's own
-extension module, for ``PJRT_DEVICE=CPU``, keeps a table of the FFI's functions, a local symbol of the wheel; a PJRT
-plugin offers registration as an extension of its interface. Importing this module defines no operator and does not
-import torch; `xla_attention.torch` uses it.
+torch_xla has no interface for typed handlers, but the runtimes below it have. The XLA client in torch_xla's extension
+module (``PJRT_DEVICE=CPU``) has the FFI's function table, which a local symbol of the wheel returns; a PJRT plugin has
+an extension for registration. Importing this module defines no operator and does not import torch.
 """
 
 import ctypes
@@ -25,7 +24,7 @@ _TESTED = "2.9"
 _SYMBOL = b"_ZN3xla3ffi12GetXlaFfiApiEv"  # const XLA_FFI_Api* xla::ffi::GetXlaFfiApi()
 _INIT = b"PyInit__XLAC"
 _API_SIZE = 192  # of XLA_FFI_Api, version 0.1
-_GET_MESSAGE, _DESTROY, _REGISTER = 56, 64, 72  # where its functions are
+_GET_MESSAGE, _DESTROY, _REGISTER = 56, 64, 72  # offsets of its function pointers
 
 
 class _Span(ctypes.Structure):
@@ -64,7 +63,7 @@ class _RegisterWithPlugin(ctypes.Structure):
 
 
 class _PluginError(ctypes.Structure):
-    """PJRT_Error_Message_Args, of which PJRT_Error_Destroy_Args is the beginning."""
+    """PJRT_Error_Message_Args, which begins with the fields of PJRT_Error_Destroy_Args."""
 
     _fields_ = (
         ("struct_size", ctypes.c_size_t),
@@ -76,7 +75,7 @@ class _PluginError(ctypes.Structure):
 
 
 class _Error(ctypes.Structure):
-    """XLA_FFI_Error_GetMessage_Args, of which XLA_FFI_Error_Destroy_Args is the beginning."""
+    """XLA_FFI_Error_GetMessage_Args, which begins with the fields of XLA_FFI_Error_Destroy_Args."""
 
     _fields_ = (
         ("struct_size", ctypes.c_size_t),
@@ -90,16 +89,15 @@ class _Error(ctypes.Structure):
 def register_targets() -> None:
     """Register every target of the library with torch_xla's runtime; further calls do nothing.
 
-    `xla_attention.torch` does this by itself as soon as both it and torch_xla are imported, and `use_cuda_plugin` does
-    it for the plugin. It is of use for a custom call that one builds oneself, without our operators, with the caution
-    that ``docs/torch.md`` gives.
+    `xla_attention.torch` does this when both it and torch_xla are imported, and `use_cuda_plugin` for the plugin. Call
+    it to use the targets in custom calls that you build without our operators; ``docs/torch.md`` has the caveats.
 
     Raises
     ------
     ImportError
-        torch_xla is not installed, or its runtime is not one that this can register with.
+        torch_xla is not installed, or its runtime does not support registration.
     RuntimeError
-        The runtime refused a handler.
+        The runtime rejected a handler.
 
     Examples
     --------
@@ -122,34 +120,35 @@ def register_targets() -> None:
 
 @functools.cache
 def register_with_cpu_client() -> None:
-    """Register the CPU handlers with the XLA client inside of torch_xla's extension module, which is loaded already.
+    """Register the CPU handlers with the XLA client in torch_xla's extension module, which has to be loaded.
 
-    The client is not made, and torch_xla may go on to use another device. Raises what `register_targets` raises.
+    This does not create the client, so that torch_xla may still use another device. Raises as `register_targets` does.
     """
     api = _ffi_api(importlib.metadata.version("torch_xla"))
-    _register_accepted(_library.known_to(_version(api)), b"cpu", functools.partial(_register, api))
+    _register_accepted(_library.compatible_sets(_version(api)), b"cpu", functools.partial(_register, api))
 
 
 def use_cuda_plugin(path: str | os.PathLike | None = None, **options: str | bool | int | float) -> None:
-    """Run torch_xla on NVIDIA GPUs, through the PJRT plugin that JAX uses; before the first XLA tensor.
+    """Run torch_xla on NVIDIA GPUs, through the PJRT plugin that JAX uses. Call it before the first XLA tensor.
 
-    torch_xla 2.9 has no CUDA of its own. Our library stands before the plugin, because torch_xla aborts at a client
-    that calls itself "cuda", and is too old for the plugin's execute options. ``PJRT_DEVICE`` becomes ``GPU``, or stays
-    ``CUDA`` where it is that. Tried: torch_xla 2.9.0 with jax-cuda13-pjrt 0.11.2.
+    torch_xla 2.9 does not support CUDA itself. Our library is loaded as a proxy of the plugin, because torch_xla aborts
+    when a client's platform is named "cuda", and passes execute options of an older version. ``PJRT_DEVICE`` becomes
+    ``GPU``, unless it is ``CUDA``. Tested with torch_xla 2.9.0 and jax-cuda13-pjrt 0.11.2.
 
     Parameters
     ----------
     path
         The plugin's ``xla_cuda_plugin.so``; by default that of the installed jax-cuda13-pjrt or jax-cuda12-pjrt.
     options
-        For the client, over ``preallocate=False`` and ``allocator="default"``; see JAX's documentation.
+        Options of the PJRT client, see JAX's documentation. The defaults are ``preallocate=False`` and
+        ``allocator="default"``.
 
     Raises
     ------
     ImportError
         torch_xla or the plugin is not installed.
     RuntimeError
-        The plugin cannot be used, or torch_xla has made its device already.
+        The plugin cannot be used, or torch_xla has initialised its runtime already.
 
     Examples
     --------
@@ -163,7 +162,7 @@ def use_cuda_plugin(path: str | os.PathLike | None = None, **options: str | bool
         raise ImportError(f"xla_attention: {path} is not there; pip install jax-cuda13-pjrt==0.11.2")
     before = os.environ.get("PJRT_DEVICE")
     device = "CUDA" if before == "CUDA" else "GPU"
-    # Where none is named, importing torch_xla chooses one and warns of it.
+    # Set before torch_xla is imported, which otherwise chooses a device and warns.
     os.environ["PJRT_DEVICE"] = device
     try:
         _use_plugin(path.resolve(), device, options)
@@ -176,7 +175,7 @@ def use_cuda_plugin(path: str | os.PathLike | None = None, **options: str | bool
 
 
 def _use_plugin(path: pathlib.Path, device: str, options: Mapping[str, str | bool | int | float]) -> None:
-    """Put our library before the plugin, register our handlers with it, and make it torch_xla's."""
+    """Load our library as a proxy of the plugin, register the handlers, and make the proxy torch_xla's plugin."""
     global _plugin
     _torch_xla()
     import _XLAC
@@ -204,7 +203,7 @@ def _use_plugin(path: pathlib.Path, device: str, options: Mapping[str, str | boo
     _plugin = path
 
 
-# What use_cuda_plugin has chosen.
+# The plugin of a successful use_cuda_plugin.
 _plugin: pathlib.Path | None = None
 
 
@@ -218,7 +217,7 @@ def _torch_xla() -> types.ModuleType:
 
 
 def _find_plugin() -> pathlib.Path:
-    """The CUDA plugin of the installed JAX."""
+    """The CUDA plugin of the installed jax-cuda13-pjrt or jax-cuda12-pjrt."""
     for name in ("xla_cuda13", "xla_cuda12"):
         try:
             spec = importlib.util.find_spec(f"jax_plugins.{name}")
@@ -232,13 +231,13 @@ def _find_plugin() -> pathlib.Path:
 
 def _register_with_plugin(path: pathlib.Path) -> None:
     """Register every CUDA target through the plugin's extension for custom calls."""
-    plugin = ctypes.CDLL(str(path))  # the copy that is loaded already
+    plugin = ctypes.CDLL(str(path))  # loaded already, by the proxy
     plugin.GetPjrtApi.restype = ctypes.c_void_p
     api = plugin.GetPjrtApi()
-    extension = _word(api, 8)
-    # Extensions begin with their size, type and successor; type 0 is PJRT_Gpu_Custom_Call.
+    extension = _pointer(api, 8)
+    # An extension begins with its size, its type and the next extension; type 0 is PJRT_Gpu_Custom_Call.
     while extension and ctypes.c_int.from_address(extension + 8).value != 0:
-        extension = _word(extension, 16)
+        extension = _pointer(extension, 16)
     if not extension:
         raise RuntimeError(f"xla_attention: {path} takes no custom calls; pip install jax-cuda13-pjrt==0.11.2")
 
@@ -259,14 +258,14 @@ def _register_with_plugin(path: pathlib.Path) -> None:
             _function(api, 40, None)(ctypes.byref(_PluginError(struct_size=_PluginError.message.offset, error=error)))
             raise RuntimeError(f"xla_attention: {path} refuses the handler of {target.name.decode()}: {message}")
 
-    # The plugin does not tell its version, and only the oldest handlers may be shown to every runtime.
+    # The plugin does not report its FFI version, and only the oldest handlers are safe to try in every runtime.
     _register_accepted(_library.handler_sets()[::-1], b"CUDA", register)
 
 
 def _register_accepted(
     candidates: list[_library.HandlerSet], platform: bytes, register: Callable[[_library.Target], None]
 ) -> None:
-    """Register every target of the first set that the runtime takes, which is asked with the set's first target."""
+    """Register every target of the first set that the runtime accepts; the first target of each set probes it."""
     for candidate in candidates:
         first, *others = (target for target in candidate.targets if target.platform == platform)
         try:
@@ -281,7 +280,7 @@ def _register_accepted(
         return
 
 
-# The set of handlers that torch_xla's runtime has for a platform.
+# The set of handlers that is registered with torch_xla's runtime, by platform.
 registered: dict[bytes, _library.HandlerSet] = {}
 
 
@@ -302,11 +301,12 @@ def _register(api: int, target: _library.Target) -> None:
         raise RuntimeError(f"xla_attention: torch_xla refuses the handler of {target.name.decode()}: {message}")
 
 
-def _function(api: int, offset: int, returns: type | None) -> ctypes._CFuncPtr:
-    return ctypes.CFUNCTYPE(returns, ctypes.c_void_p)(_word(api, offset))
+def _function(table: int, offset: int, returns: type | None) -> ctypes._CFuncPtr:
+    """The function at an offset of a table, which takes a pointer to its arguments."""
+    return ctypes.CFUNCTYPE(returns, ctypes.c_void_p)(_pointer(table, offset))
 
 
-def _word(address: int, offset: int) -> int:
+def _pointer(address: int, offset: int) -> int:
     return ctypes.c_size_t.from_address(address + offset).value
 
 
@@ -320,58 +320,59 @@ def _ffi_api(version: str) -> int:
         base = ctypes.cast(ctypes.CDLL(str(path)).PyInit__XLAC, ctypes.c_void_p).value - values[_INIT]
         api = ctypes.CFUNCTYPE(ctypes.c_void_p)(base + values[_SYMBOL])()
     else:
-        api = _scan(path)
+        api = _scan_memory(path)
     if not api:
         raise ImportError(f"xla_attention: no XLA FFI is found in torch_xla {version}; tested with {_TESTED}")
-    if _word(api, 0) < _API_SIZE or not _library.known_to(_version(api)):
+    if _pointer(api, 0) < _API_SIZE or not _library.compatible_sets(_version(api)):
         major, minor = _version(api)
+        supported = _library.join_versions(_library.handler_sets())
         raise ImportError(
-            f"xla_attention speaks XLA FFI {_library.versions(_library.handler_sets())}, torch_xla {version} speaks "
-            f"{major}.{minor}; tested with {_TESTED}"
+            f"xla_attention speaks XLA FFI {supported}, torch_xla {version} speaks {major}.{minor}; "
+            f"tested with {_TESTED}"
         )
     return api
 
 
 def _version(api: int) -> tuple[int, int]:
-    """That of an XLA_FFI_Api: struct_size, extension_start, then struct_size, extension_start, major, minor."""
+    """The version of an XLA_FFI_Api, whose fields are size, extension, and then size, extension, major, minor."""
     return struct.unpack("<2i", ctypes.string_at(api + 32, 8))
 
 
 def _symbols(path: pathlib.Path, names: tuple[bytes, ...]) -> dict[bytes, int]:
-    """Values of symbols of an ELF file, local ones included; those that are there."""
-    found: dict[bytes, int] = {}
+    """The values of those symbols that an ELF file has, local ones included."""
+    values: dict[bytes, int] = {}
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as elf:
         if elf[:6] != b"\x7fELF\x02\x01":  # 64 bits, little-endian
-            return found
+            return values
         (table,), (size, count) = struct.unpack_from("<Q", elf, 0x28), struct.unpack_from("<HH", elf, 0x3A)
         sections = [struct.unpack_from("<IIQQQQIIQQ", elf, table + i * size) for i in range(count)]
         for _, kind, _, _, offset, length, link, *_ in sections:
             if kind not in (2, 11):  # SHT_SYMTAB, SHT_DYNSYM
                 continue
             strings, strings_len = sections[link][4], sections[link][5]
-            places = {
+            name_offsets = {
                 elf.find(b"\0" + name + b"\0", strings, strings + strings_len) + 1 - strings: name for name in names
             }
             for name, _, _, section, value, _ in struct.iter_unpack("<IBBHQQ", elf[offset : offset + length]):
-                if name in places and section and value:
-                    found.setdefault(places[name], value)
-    return found
+                if name in name_offsets and section and value:
+                    values.setdefault(name_offsets[name], value)
+    return values
 
 
-def _scan(path: pathlib.Path) -> int | None:
-    """The table in a module without symbols: a static object, found by its first words if just one place has them."""
+def _scan_memory(path: pathlib.Path) -> int | None:
+    """The XLA_FFI_Api in a module without symbols: the only static object that begins with its header."""
     header = struct.pack("<4Q2i", _API_SIZE, 0, 24, 0, 0, 1)
     hits = []
-    for start, end in _writable(path):
+    for start, end in _writable_mappings(path):
         memory = ctypes.string_at(start, end - start)
         hits += [start + m.start() for m in re.finditer(re.escape(header), memory) if m.start() % 8 == 0]
     return hits[0] if len(hits) == 1 else None
 
 
-def _writable(path: pathlib.Path) -> Iterator[tuple[int, int]]:
-    """The writable mappings of a loaded file."""
+def _writable_mappings(path: pathlib.Path) -> Iterator[tuple[int, int]]:
+    """The start and end of each writable mapping of a loaded file."""
     for line in pathlib.Path("/proc/self/maps").read_text().splitlines():
-        words = line.split(None, 5)
-        if len(words) == 6 and "w" in words[1] and os.path.realpath(words[5]) == str(path):
-            start, end = words[0].split("-")
+        fields = line.split(None, 5)
+        if len(fields) == 6 and "w" in fields[1] and os.path.realpath(fields[5]) == str(path):
+            start, end = fields[0].split("-")
             yield int(start, 16), int(end, 16)

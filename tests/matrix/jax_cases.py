@@ -65,10 +65,10 @@ def _import_is_refused():
 def _refused_handler():
     from xla_attention.jax import _register
 
-    said = _register.refusal(old_handler.TARGET)
+    said = _register.rejection(old_handler.TARGET)
     assert said is not None and "incompatible with the framework's API version" in said, said
-    assert all(_register.refusal(t) is None for t in _register.accepted().targets if t.platform == b"cpu")
-    newest = max(one.version for one in _library.known_to(_register.runtime_ffi_version()))
+    assert all(_register.rejection(t) is None for t in _register.accepted().targets if t.platform == b"cpu")
+    newest = max(one.version for one in _library.compatible_sets(_register.runtime_ffi_version()))
     assert _register.accepted().version == newest, _register.accepted()
 
 

@@ -23,8 +23,8 @@ def results_of(function, given):
     results = [np.zeros(shape, dtype) for shape, dtype in _RESULTS[name](**given)]
     views = ([None if x is None else (x.shape, x.dtype.name) for x in side] for side in (operands, results))
     request = _library.Request(declared.target, *views, declared.typed(attributes))
-    request.place(*([0 if x is None else x.ctypes.data for x in side] for side in (operands, results)))
-    request.take(_library.Action.RUN_ON_CPU)
+    request.set_addresses(*([0 if x is None else x.ctypes.data for x in side] for side in (operands, results)))
+    request.run(_library.Action.RUN_ON_CPU)
     return [x for i, x in enumerate(results) if i not in declared.aliases] + [results[i] for i in declared.aliases]
 
 

@@ -20,8 +20,8 @@ def device(request):
 @pytest.fixture
 def known():
     """This thread's requests, none of them at first."""
-    _eager._KNOWN.requests.clear()
-    return _eager._KNOWN.requests
+    _eager._CACHE.requests.clear()
+    return _eager._CACHE.requests
 
 
 def interrupt(monkeypatch, at, call):
@@ -36,7 +36,7 @@ def interrupt(monkeypatch, at, call):
     monkeypatch.setattr(_library.Request, at, interrupted)
 
 
-@pytest.mark.parametrize("at", ["place", "take"])
+@pytest.mark.parametrize("at", ["set_addresses", "run"])
 @pytest.mark.parametrize("is_known", [False, True])
 def test_the_same_call_may_come_in_between(monkeypatch, device, known, at, is_known):
     """The request of the outer call kept the addresses of the inner one: wrong numbers, and writes to freed memory."""
@@ -61,7 +61,7 @@ def test_signals_may_come_at_any_moment(known):
 
     def handler(*_):
         inner.append(len(inner))
-        check(len(inner) % (_eager._MOST_KNOWN + 50), 10.0)
+        check(len(inner) % (_eager._CACHE_SIZE + 50), 10.0)
 
     before, armed = signal.signal(signal.SIGALRM, handler), -1
     try:
@@ -71,14 +71,14 @@ def test_signals_may_come_at_any_moment(known):
             if armed < len(inner):  # once for each signal, so that handlers do not pile up on a slow machine
                 armed = len(inner)
                 signal.setitimer(signal.ITIMER_REAL, 2e-5 + 1.3e-5 * (call % 11))
-            check(call % (_eager._MOST_KNOWN + 50), 3.0)
+            check(call % (_eager._CACHE_SIZE + 50), 3.0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert not wrong
     assert len(inner) > 20
     check(1, 3.0)
-    assert len(known) <= _eager._MOST_KNOWN
+    assert len(known) <= _eager._CACHE_SIZE
 
 
 def test_a_failing_call_in_between_keeps_its_text_to_itself(monkeypatch, known):
@@ -105,13 +105,13 @@ def test_a_failing_call_in_between_keeps_its_text_to_itself(monkeypatch, known):
 
 
 def test_requests_are_few_and_the_oldest_goes_first(known):
-    for rows in range(2 * _eager._MOST_KNOWN):
+    for rows in range(2 * _eager._CACHE_SIZE):
         xt.simple_add(torch.ones(rows), torch.ones(rows))
         xt.simple_add(torch.ones(1), torch.ones(1))
-    assert len(known) == _eager._MOST_KNOWN
+    assert len(known) == _eager._CACHE_SIZE
     shapes = [key[3][0][0] for key in known]
     assert shapes[-1] == 1
-    assert shapes[:-1] == list(range(_eager._MOST_KNOWN + 1, 2 * _eager._MOST_KNOWN))
+    assert shapes[:-1] == list(range(_eager._CACHE_SIZE + 1, 2 * _eager._CACHE_SIZE))
 
 
 def test_a_call_that_fails_leaves_no_request(known):

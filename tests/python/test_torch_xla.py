@@ -131,7 +131,7 @@ def test_without_symbols_the_table_is_still_found():
     from xla_attention import torch_xla as runtime
 
     runtime.register_targets()
-    assert runtime._scan(pathlib.Path(_XLAC.__file__).resolve()) == runtime._ffi_api("this one")
+    assert runtime._scan_memory(pathlib.Path(_XLAC.__file__).resolve()) == runtime._ffi_api("this one")
 
 
 def test_tensors_of_several_devices_are_refused(operands):

@@ -1,23 +1,23 @@
 """The operators as JAX functions, on CUDA and CPU. ``docs/semantics.md`` defines what each of them computes.
 
-Importing this module registers the custom-call targets with JAX's runtime. Every function can be used eagerly and under
+Importing this module registers the custom-call targets with JAX's runtime. Every function works eagerly and under
 ``jax.jit``, ``jax.lax.scan``, ``jax.export`` (see `export_disabled_checks`) and ``jax.shard_map``.
 
-`flash_attn_varlen` over packed keys and `dot_product_attention` have gradients (reverse mode), `simple_add` is
-differentiable too; asking another function for a gradient is a NotImplementedError.
+`flash_attn_varlen` over packed keys and `dot_product_attention` have gradients (reverse mode), and `simple_add` is
+differentiable. Differentiating any other function raises NotImplementedError.
 
-Every function is cut up by XLA over the devices of a mesh: by KV heads, `dot_product_attention` also by its batch,
-`merge_attention_states` and `simple_add` by every dimension. Tokens, pages and sequences are whole on every device.
-Under ``jax.vmap`` every function stays one call, except where the indices have sinks, scales, ``cos_sin`` or stacked
-pages of their own: then it runs once for each, one after the other. ``docs/sharding.md`` has the details.
+XLA partitions every function over the devices of a mesh: by KV heads, `dot_product_attention` also by its batch,
+`merge_attention_states` and `simple_add` by every dimension. Tokens, pages and sequences are replicated. Under
+``jax.vmap`` every function stays one call, unless sinks, scales, ``cos_sin`` or stacked pages are batched: then the
+calls run one after the other. ``docs/sharding.md`` has the details.
 
-Lengths, page numbers, positions and slots may be integers of any width, of NumPy, Python or JAX. One that the target's
-32 bits do not hold becomes the nearest that they do; a slot stays outside of the cache. An argument of ``jax.jit`` is
-the exception: without ``jax_enable_x64`` JAX drops the upper half of NumPy's 64 bits before our function sees them.
+Lengths, page numbers, positions and slots may be NumPy, Python or JAX integers of any width. The targets read 32 bits:
+a larger or smaller number saturates, and a slot that does not fit stays outside the cache. Arguments of ``jax.jit`` are
+the exception: without ``jax_enable_x64`` JAX truncates NumPy's 64 bits before our function sees them.
 
 Letters in the shapes: ``T`` packed query tokens, ``S`` or ``B`` sequence slots, ``M`` pages in a row of the block
 table, ``P`` pages of the cache, ``Hq`` query heads, ``Hkv`` key/value heads (a divisor of ``Hq``), ``D`` head
-dimension, ``Dv`` that of the values where it may be another.
+dimension, ``Dv`` head dimension of the values where it may differ.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""What the attention functions share: the output's dtype and the workspace."""
+"""The output dtype, the dropout check and the workspace of attention calls."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,15 +11,15 @@ from .. import _library
 from ._call import Array, custom_call
 
 
-def output_dtype(query: Any, asked: Any) -> np.dtype:  # noqa: ANN401
-    """The dtype of `out`: the query's, and bf16 for fp8 queries, unless the caller asks for another."""
-    if asked is not None:
-        return jnp.dtype(asked)
+def output_dtype(query: Any, out_dtype: Any) -> np.dtype:  # noqa: ANN401
+    """The dtype of `out`: `out_dtype` if it is given, otherwise the query's, and bf16 for fp8 queries."""
+    if out_dtype is not None:
+        return jnp.dtype(out_dtype)
     return jnp.dtype(jnp.bfloat16) if jnp.dtype(query).itemsize == 1 else jnp.dtype(query)
 
 
-def refuse_dropout(function: str, name: str, rate: Any) -> None:  # noqa: ANN401
-    """No kernel drops weights out; a rate of 0 does not ask for it."""
+def reject_dropout(function: str, name: str, rate: Any) -> None:  # noqa: ANN401
+    """Raise NotImplementedError for a dropout rate other than 0."""
     if isinstance(rate, jax.core.Tracer) or rate != 0:
         raise NotImplementedError(f"{function}: there is no dropout; {name} is {rate}, expected 0")
 
@@ -33,13 +33,13 @@ def with_workspace(
     kv_heads: int,
     num_seqs: Any,  # noqa: ANN401
 ) -> list[Array]:
-    """The results asked for, of an attention call that also has a workspace of the wanted size.
+    """Emit an attention call with a workspace after its results; returns the results that are not None.
 
     ``operands[0]`` is ``[T, Hq, D]``, ``results[0]`` ``[T, Hq, Dv]``; T and `num_seqs` may be symbolic.
 
-    The CPU does not use the workspace, but a call is traced before its platform is known. There the memory is reserved
-    and never touched, which costs neither time nor resident memory. Lowering for each platform would save it at the
-    price of a ``case`` around every call in StableHLO, in JAX 0.5 with the calls of all platforms.
+    The CPU does not use the workspace, but a call is traced before its platform is known. There XLA reserves the memory
+    and nothing touches it, which costs neither time nor resident memory. Platform-dependent lowering would avoid it,
+    but puts a ``case`` around every call in StableHLO, in JAX 0.5 with the calls of all platforms.
     """
     size = 0
     query, out = operands[0], results[0]
@@ -48,5 +48,5 @@ def with_workspace(
         options = (query.dtype, bool(attributes["batch_invariant"]))
         size = _library.workspace(target, *static, *options, query.shape[0], num_seqs)
     workspace = None if isinstance(size, int) and size == 0 else jax.ShapeDtypeStruct((size,), jnp.uint8)
-    found = custom_call(target, operands, [*results, workspace], attributes)
-    return [array for array, asked in zip(found, results, strict=False) if asked is not None]
+    arrays = custom_call(target, operands, [*results, workspace], attributes)
+    return [array for array, result in zip(arrays, results, strict=False) if result is not None]

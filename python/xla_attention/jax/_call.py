@@ -1,4 +1,4 @@
-"""The one place where a JAX function becomes a custom call: attribute types, the trace-time check, the call itself."""
+"""Custom calls in JAX: typed attributes, the trace-time validation, and the call itself."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ def static_i64(name: str, value: int) -> np.int64:
 
 
 def static_bool(name: str, value: bool) -> np.bool_:
-    """A Python bool as the i1 attribute ``name``."""
+    """A Python bool as the i1 attribute ``name``; anything else is a TypeError."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} is {value!r}, expected True or False")
     return np.bool_(value)
@@ -40,27 +40,27 @@ _STATIC = {"bool": static_bool, "i64": static_i64, "f32": static_f32}
 
 
 def static_attributes(target: str, **values: Any) -> dict[str, np.generic]:  # noqa: ANN401
-    """The attributes of a target with their declared types; None is an option that is not used."""
+    """The attributes of a target with their declared types; None stands for an option that is off."""
     declared = operator(target).attributes
-    given = {one.name: one.none if values[one.name] is None else values[one.name] for one in declared}
-    return {one.name: _STATIC[one.kind](one.name, given[one.name]) for one in declared}
+    given = {x.name: x.none if values[x.name] is None else values[x.name] for x in declared}
+    return {x.name: _STATIC[x.kind](x.name, given[x.name]) for x in declared}
 
 
-def _static(name: str, value: Any, what: str) -> Any:  # noqa: ANN401
+def _static(name: str, value: Any, expected: str) -> Any:  # noqa: ANN401
     if isinstance(value, jax.core.Tracer):
-        raise TypeError(f"{name} is traced, expected {what} that is known when the program is compiled")
+        raise TypeError(f"{name} is traced, expected {expected} that is known when the program is compiled")
     if isinstance(value, jax.Array | np.ndarray):
         value = np.asarray(value)
         if value.ndim:
-            raise TypeError(f"{name} has shape {list(value.shape)}, expected {what}")
+            raise TypeError(f"{name} has shape {list(value.shape)}, expected {expected}")
         value = value.item()
     if not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{name} is {value!r}, expected {what}")
+        raise TypeError(f"{name} is {value!r}, expected {expected}")
     return value
 
 
 def scale_operand(scale: Array | float | None) -> Array | None:
-    """A scale of q, K or V as ``f32[1]`` or ``f32[Hkv]``; a Python number is one value for all heads."""
+    """A scale of q, K or V as ``f32[1]`` or ``f32[Hkv]``; a Python number is one value that all heads share."""
     return None if scale is None else jnp.atleast_1d(jnp.asarray(scale, jnp.float32))
 
 
@@ -70,18 +70,23 @@ def custom_call(
     results: Sequence[jax.ShapeDtypeStruct | None],
     attributes: Mapping[str, np.generic],
 ) -> list[Array]:
-    """Check a call, then emit it.
+    """Validate a call and emit it.
 
     Parameters
     ----------
     target
         The custom call's target name.
     operands, results
-        In the order of the target's signature; None for one that is left out. Those at the end are dropped, others
-        become a buffer without an element. A result that updates an operand has its memory, if it is donated.
+        In the order of the target's signature; None for one that is left out. Trailing ones are dropped, others become
+        a buffer without an element. A result that updates a donated operand takes over its memory.
     attributes
         numpy scalars: JAX lowers a Python float as f64 and caches programs by Python equality, so each attribute has
         one fixed type.
+
+    Returns
+    -------
+    list of Array
+        One per result, up to the last that is not None.
 
     Raises
     ------
@@ -90,42 +95,41 @@ def custom_call(
     """
     shapes = [[None if t is None else (t.shape, t.dtype) for t in tensors] for tensors in (operands, results)]
     if all(isinstance(size, int) for tensors in shapes for t in tensors if t for size in t[0]):
-        # Symbolic sizes (jax.export) are checked when the program runs.
+        # The handler validates symbolic sizes (jax.export) when the program runs.
         _library.check(target, *shapes, attributes)
     operands = [jnp.zeros((0,), jnp.float32) if x is None else x for x in _without_trailing_none(operands)]
     results = [jax.ShapeDtypeStruct((0,), jnp.uint8) if x is None else x for x in _without_trailing_none(results)]
     aliases = {operand: result for result, operand in operator(target).aliases.items()}
     call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases or None)
-    found = call(*operands, **attributes)
+    # Within shard_map, results vary along the same mesh axes as the operands; not every JAX infers this.
     axes = manual_axes(operands)
-    # Within shard_map, what is made of a device's own part is its own too; not every JAX concludes this by itself.
-    return [_varying(x, axes) for x in found]
+    return [_pvary(x, axes) for x in call(*operands, **attributes)]
 
 
 def manual_axes(arrays: Sequence[Array]) -> frozenset[str]:
-    """The axes of a mesh along which some array is a part that differs from device to device: those of shard_map."""
+    """The axes of an enclosing shard_map along which some array varies from device to device."""
     types = map(jax.typeof, arrays) if hasattr(jax, "typeof") else ()
-    # JAX 0.7 to 0.9 keep them in the type itself.
+    # JAX 0.7 to 0.9 keep them as `vma` of the type.
     return frozenset().union(
         *(getattr(getattr(t, "manual_axis_type", None), "varying", None) or getattr(t, "vma", ()) for t in types)
     )
 
 
-def alike_varying(operands: Any) -> Any:  # noqa: ANN401
-    """Operands that all differ along the axes of shard_map along which one does: gradients then have their types.
+def pvary_all(operands: Any) -> Any:  # noqa: ANN401
+    """Mark all operands as varying along each shard_map axis along which one does, so that gradients have their types.
 
-    Of an operand that is the same on every device, JAX sums the devices' gradients up.
+    JAX sums the devices' gradients of an operand that was replicated before.
     """
     axes = manual_axes(jax.tree.leaves(operands))
-    return jax.tree.map(lambda x: _varying(x, axes), operands)
+    return jax.tree.map(lambda x: _pvary(x, axes), operands)
 
 
-def _varying(array: Array, axes: frozenset[str]) -> Array:
-    """The same numbers, of which JAX is told that they differ along the axes."""
-    unknown = tuple(sorted(axes - manual_axes([array])))
-    if not unknown:
+def _pvary(array: Array, axes: frozenset[str]) -> Array:
+    """The array with a type that varies along the axes; the values stay."""
+    missing = tuple(sorted(axes - manual_axes([array])))
+    if not missing:
         return array
-    return jax.lax.pcast(array, unknown, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(array, unknown)
+    return jax.lax.pcast(array, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(array, missing)
 
 
 def _without_trailing_none(values: Sequence[Any]) -> list[Any]:

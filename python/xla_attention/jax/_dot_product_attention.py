@@ -1,4 +1,4 @@
-"""dot_product_attention in JAX: dense batches, computed by the kernels of flash_attn_varlen."""
+"""dot_product_attention in JAX: flash_attn_varlen over a dense batch."""
 
 import inspect
 import re
@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._options import kv_layout_number, length_advice
-from ._attention import refuse_dropout
+from ._attention import reject_dropout
 from ._call import Array, static_bool, static_f32, static_i64
 from ._flash_attn_varlen import attend
 from ._indices import index_operand
 from ._varlen_types import Operands, Options
 
 _NAME = "dot_product_attention"
-_WAY_OUT = 'implementation="xla" takes everything that jax.nn.dot_product_attention does'
+_ALTERNATIVE = 'implementation="xla" takes everything that jax.nn.dot_product_attention does'
 
 
 def dot_product_attention(
@@ -46,8 +46,9 @@ def dot_product_attention(
 ) -> Array | tuple[Array, Array]:
     """`jax.nn.dot_product_attention`, computed by the kernels of `flash_attn_varlen`.
 
-    It has every argument of JAX's function, and those that Flax gives to the ``attention_fn`` of its modules. What the
-    kernels do not compute is refused by name and never left out; ``implementation="xla"`` passes the call on to JAX.
+    It has every argument of JAX's function, and those that Flax passes to the ``attention_fn`` of its modules. An
+    argument that the kernels do not support raises an error that names it, and is never ignored;
+    ``implementation="xla"`` passes the call to JAX. ``docs/semantics.md#flash_attn_varlen`` defines the results.
 
     Parameters
     ----------
@@ -58,43 +59,43 @@ def dot_product_attention(
     bias, mask
         Not supported.
     scale : float, optional
-        Multiplies ``q . k``; ``H ** -0.5`` by default. Finite, positive, and known when the program is compiled.
+        Multiplies ``q . k``; ``H ** -0.5`` by default. Finite, positive, and a compile-time constant.
     is_causal : bool
-        Query t sees keys up to t: aligned at the first key, also where T and S differ.
+        Query t sees keys up to t, also where T and S differ (top-left alignment).
     query_seq_lengths, key_value_seq_lengths : Array, optional
         ``i32[B]``: rows and keys past these lengths are padding. Padding rows of the result are 0.
     local_window_size : int or (int, int), optional
         Query t sees keys ``t - left`` to ``t + right``; neither is negative.
     implementation : str, optional
-        ``"xla"`` or ``"cudnn"`` passes the call on to `jax.nn.dot_product_attention`.
+        ``"xla"`` or ``"cudnn"`` passes the call to `jax.nn.dot_product_attention`.
     return_residual : bool
-        Return the logarithm of the softmax denominators as well. With `implementation` since JAX 0.8.1.
+        Whether to return `residual` too; together with `implementation` only from JAX 0.8.1 on.
     dropout_rate, dropout_rng, broadcast_dropout, deterministic
-        There is no dropout: a `dropout_rate` other than 0 is refused, unless `deterministic` is True, which switches
-        dropout off as in Flax.
+        There is no dropout: `dropout_rate` has to be 0, unless `deterministic` is True, which switches dropout off as
+        in Flax.
     dtype : dtype, optional
-        That of the query and nothing else.
+        Has to be the query's dtype.
     precision, force_fp32_for_softmax
-        Accepted: products are summed up, and the softmax is computed, in f32.
+        Ignored: products are accumulated in f32, and the softmax is computed in f32.
     module, qk_attn_weights_einsum, attn_weights_value_einsum
-        Not supported: no matrix of weights is ever there to be stored or multiplied.
+        Not supported: the matrix of weights is never materialised.
 
     Returns
     -------
     out : Array
-        Of the query's shape (with the value's last dimension) and dtype. A query that sees no key gives 0;
-        `jax.nn.dot_product_attention` gives the mean of all values.
+        ``[B, T, N, H]`` or ``[T, N, H]`` with the value's H, of the query's dtype. A query that sees no key gives 0,
+        where `jax.nn.dot_product_attention` gives the mean of all values.
     residual : Array
-        ``[B, T, N]`` or ``[T, N]``, of the key's dtype, natural logarithm; -inf for a query that sees no key, where JAX
-        has a large negative number. Without a gradient, as in JAX; `flash_attn_varlen` returns one that is f32 and has
-        a gradient. Only with ``return_residual=True``.
+        ``[B, T, N]`` or ``[T, N]``, of the key's dtype: natural logarithm of the softmax denominators; -inf for a query
+        that sees no key, where JAX has a large negative number. As in JAX it has no gradient; `softmax_lse` of
+        `flash_attn_varlen` has one, and is f32. Only with ``return_residual=True``.
 
     Raises
     ------
     ValueError
         Shapes or options do not fit together.
     TypeError
-        An option that has to be known at compile time is traced.
+        An option that is a compile-time constant is traced.
     NotImplementedError
         A bias, a mask, dropout, or a dtype or head dimension that there is no kernel for.
 
@@ -109,7 +110,7 @@ def dot_product_attention(
     del dropout_rng, broadcast_dropout, precision, force_fp32_for_softmax
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     if isinstance(deterministic, jax.core.Tracer) or not deterministic:
-        refuse_dropout(_NAME, "dropout_rate", dropout_rate)
+        reject_dropout(_NAME, "dropout_rate", dropout_rate)
     if dtype is not None and jnp.dtype(dtype) != query.dtype:
         raise NotImplementedError(
             f"{_NAME}: dtype is {jnp.dtype(dtype)} and query is {query.dtype}; cast query, key and value before"
@@ -142,7 +143,7 @@ def dot_product_attention(
     for name, given in (("bias", bias), ("mask", mask)):
         if given is not None:
             raise NotImplementedError(
-                f"{_NAME}: {name} is not supported; is_causal, local_window_size and lengths are, and {_WAY_OUT}"
+                f"{_NAME}: {name} is not supported; is_causal, local_window_size and lengths are, and {_ALTERNATIVE}"
             )
     _check_shapes(query, key, value)
     is_batched = query.ndim == 4
@@ -162,8 +163,8 @@ def dot_product_attention(
         causal=static_bool(f"{_NAME}: is_causal", is_causal),
         deterministic=np.bool_(False),
         kv_layout=kv_layout_number(None),
-        max_seqlen_k=_longest(key.shape[1]),
-        max_seqlen_q=_longest(query.shape[1]),
+        max_seqlen_k=_length_advice(key.shape[1]),
+        max_seqlen_q=_length_advice(query.shape[1]),
         softcap=np.float32(0),
         softmax_scale=_scale(query.shape[-1] ** -0.5 if scale is None else scale),
         top_left=np.bool_(True),
@@ -177,7 +178,7 @@ def dot_product_attention(
     except (ValueError, NotImplementedError) as error:
         if not str(error).startswith(_TARGET):
             raise
-        raise type(error)(_in_our_words(str(error))) from None
+        raise type(error)(_translate(str(error))) from None
     if not return_residual:
         return out if is_batched else out[0]
     residual = jax.lax.stop_gradient(jnp.transpose(lse, (1, 2, 0)).astype(key.dtype))
@@ -188,19 +189,20 @@ def _jax_returns_residuals() -> bool:
     return "return_residual" in inspect.signature(jax.nn.dot_product_attention).parameters
 
 
-def _longest(length: Any) -> np.int64:  # noqa: ANN401
+def _length_advice(length: Any) -> np.int64:  # noqa: ANN401
+    """The advice for a dense dimension; a symbolic one (jax.export) is unknown."""
     return length_advice(length if isinstance(length, int) else 0)
 
 
 def _scale(scale: float) -> np.float32:
     scale = static_f32(f"{_NAME}: scale", scale)
     if not (np.isfinite(scale) and scale > 0):
-        raise NotImplementedError(f"{_NAME}: scale is {scale}, expected finite and > 0; {_WAY_OUT}")
+        raise NotImplementedError(f"{_NAME}: scale is {scale}, expected finite and > 0; {_ALTERNATIVE}")
     return scale
 
 
 def _window(size: Any) -> tuple[np.int64, np.int64]:  # noqa: ANN401
-    """How many keys before and after its own position a query sees; -1 is all of them."""
+    """How many keys before and after its own position a query sees; -1 for no limit."""
     if size is None:
         return np.int64(-1), np.int64(-1)
     try:
@@ -215,7 +217,7 @@ def _window(size: Any) -> tuple[np.int64, np.int64]:  # noqa: ANN401
     return left, right
 
 
-# What the definition of the kernels calls the operands.
+# This function's arguments by the operands of flash_attn_varlen.
 _TARGET = "xla_gpu_flash_attn_varlen: "
 _OPERANDS = {
     "q": "query",
@@ -226,13 +228,14 @@ _OPERANDS = {
 }
 
 
-def _in_our_words(text: str) -> str:
+def _translate(text: str) -> str:
+    """An error of flash_attn_varlen with the names of this function's arguments."""
     text = re.sub(rf"\b({'|'.join(_OPERANDS)})\b", lambda word: _OPERANDS[word[0]], text.removeprefix(_TARGET))
     return f"{_NAME}: {text}"
 
 
 def _check_shapes(query: Array, key: Array, value: Array) -> None:
-    """What the packed form cannot tell apart, the batch and lengths, or has in other shapes than these."""
+    """Validate what the packed form merges (batch and lengths) or would name by other shapes."""
     if query.ndim not in (3, 4) or key.ndim != query.ndim or value.ndim != query.ndim:
         shapes = ", ".join(f"{n} {list(x.shape)}" for n, x in (("query", query), ("key", key), ("value", value)))
         raise ValueError(f"{_NAME}: {shapes}, expected [B, T, N, H] or [T, N, H] for all three")

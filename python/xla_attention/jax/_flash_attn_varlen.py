@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._documentation import documented
-from .._options import gradient_refusal, kv_layout_number, length_advice, refuse_untold_lengths, refuse_values
-from ._attention import output_dtype, refuse_dropout
-from ._call import Array, alike_varying, scale_operand, static_bool, static_f32, static_i64
+from .._options import kv_layout_number, length_advice, require_key_lengths, unsupported_gradient, validate_values
+from ._attention import output_dtype, reject_dropout
+from ._call import Array, pvary_all, scale_operand, static_bool, static_f32, static_i64
 from ._indices import index_operand
 from ._no_gradient import without_gradient
-from ._partition import placed_as
+from ._sharding import reshard_like
 from ._varlen import backward, forward
 from ._varlen_types import Cotangents, Operands, Options, keys_are_in_pages
 
@@ -53,37 +53,38 @@ def flash_attn_varlen(
     """Attention of a ragged batch of query rows over packed keys, or over the pages of a cache.
 
     Sequence b has the query rows ``cu_seqlens_q[b] : cu_seqlens_q[b + 1]`` and, with packed keys, the key rows
-    ``cu_seqlens_k[b] : cu_seqlens_k[b + 1]``. Names and meaning follow ``flash_attn_varlen_func`` of flash-attn.
+    ``cu_seqlens_k[b] : cu_seqlens_k[b + 1]``. Names and meaning follow ``flash_attn_varlen_func`` of flash-attn;
+    ``docs/semantics.md#flash_attn_varlen`` defines the results, and ``docs/semantics.md#flash_attn_varlen_bwd`` the
+    gradients.
 
     Parameters
     ----------
     q : Array
     k, v : Array
         ``[Tk, Hkv, D]`` and ``[Tk, Hkv, Dv]``; with a `block_table` ``[P, page_size, Hkv, D]`` and
-        ``[P, page_size, Hkv, Dv]``, or with `kv_layout` one buffer as k, and v None. Of q's dtype; f16 and bf16 queries
-        may also have f8e4m3fn or f8e5m2 keys and values, f8e4m3fn queries have f8e4m3fn ones. Query head h reads KV
-        head ``h // (Hq // Hkv)``.
+        ``[P, page_size, Hkv, Dv]``, or with `kv_layout` the one buffer as k, and None as v. Their dtype is that of q;
+        for f16 and bf16 queries it may also be f8e4m3fn or f8e5m2. Query head h reads KV head ``h // (Hq // Hkv)``.
     cu_seqlens_q, cu_seqlens_k : Array
-        ``i32[B + 1]``: where each sequence starts and, last, the end. Without `cu_seqlens_k`, keys are packed like the
-        queries, or, with a `block_table`, `seqused_k` tells how many there are. With a `block_table` and no
-        `seqused_k`, a sequence has ``cu_seqlens_k[b + 1] - cu_seqlens_k[b]`` keys.
+        ``i32[B + 1]``: the first row of each sequence and, last, the end. `cu_seqlens_k` defaults to `cu_seqlens_q`
+        for packed keys. With a `block_table`, `seqused_k` has the number of keys per sequence; without `seqused_k` it
+        is ``cu_seqlens_k[b + 1] - cu_seqlens_k[b]``.
     max_seqlen_q, max_seqlen_k : int, optional
-        Lengths of the longest sequences: advice that chooses tile sizes, rounded up to a power of two. It never decides
-        which rows are computed.
+        Lengths of the longest sequences, rounded up to a power of two. They only choose kernels and tile sizes: results
+        do not depend on them.
     softmax_scale : float, optional
         ... ``D ** -0.5`` by default.
     causal : bool
     window : (int, int)
-        How many keys before and after its own position a query sees; -1 is all of them.
+        How many keys before and after its own position a query sees; -1 for no limit.
     softcap : float
-        ... 0 is off.
+        ... 0 switches it off.
     seqused_q : Array, optional
     seqused_k : Array, optional
     block_table : Array, optional
     kv_layout : str, optional
-        One buffer holds K and V: ``"interleaved"`` ``[P, page_size, 2*Hkv, D]`` with K of head h at 2h and V at 2h+1,
-        ``"stacked"`` ``[2, P, page_size, Hkv, D]``, ``"per_page"`` ``[P, 2, page_size, Hkv, D]``. Needs a
-        `block_table`.
+        The layout of a cache with K and V in one buffer: ``"interleaved"`` ``[P, page_size, 2*Hkv, D]`` with
+        K of head h at 2h and V at 2h+1, ``"stacked"`` ``[2, P, page_size, Hkv, D]``, ``"per_page"``
+        ``[P, 2, page_size, Hkv, D]``. Needs a `block_table`.
     leftpad_k : Array, optional
     alibi_slopes : Array, optional
     sinks : Array, optional
@@ -92,39 +93,39 @@ def flash_attn_varlen(
     v_scale : Array or float, optional
     top_left : bool
     deterministic : bool
-        Asks for a deterministic gradient; the result itself always is.
+        Whether the gradients have to be deterministic; the results always are.
     batch_invariant : bool
     return_lse : bool
-        Return the logarithm of the softmax denominators as well.
+        Whether to return `softmax_lse` too.
     out_dtype : dtype, optional
-        bf16 (the default) or f16 with f8e4m3fn queries; otherwise q's dtype and nothing else.
-        Hopper multiplies long f8e4m3fn sequences of D 128 and 256 as they are, weights included: `out` is off by some
-        2 % then, a log-sum-exp by up to 5e-4.
+        bf16 (the default) or f16 for f8e4m3fn queries; otherwise only q's dtype. For long f8e4m3fn sequences with D
+        128 or 256, Hopper multiplies 8-bit numbers on tensor cores: the error of `out` is then about 2 %, that of
+        `softmax_lse` up to 5e-4 (``docs/semantics.md#fp8-queries``).
     dropout_p : float
-        0: there is no dropout. The name is that of flash-attn.
+        Has to be 0, there is no dropout; flash-attn has this argument.
 
     Returns
     -------
     out : Array
         ``[Tq, Hq, Dv]``. Rows that see no key, and rows that belong to no sequence, are 0.
     softmax_lse : Array
-        ``f32[Hq, Tq]``, natural logarithm; -inf for such rows (the sink's logit where a row of a sequence sees only
-        that). Only with ``return_lse=True``.
+        ``f32[Hq, Tq]``: natural logarithm of the softmax denominators, sinks included; -inf for rows that see neither a
+        key nor a sink. Only with ``return_lse=True``.
 
     Raises
     ------
     ValueError
         Shapes or options do not fit together; the text names the operand and what was expected.
     TypeError
-        An option that has to be known at compile time is traced.
+        An option that is a compile-time constant is traced.
     NotImplementedError
         A combination of dtypes, or a head dimension, that there is no kernel for; or dropout.
 
     Notes
     -----
-    Lengths and page numbers stay on the device and are never trusted: they are clamped to what the buffers hold.
-    Integers of 64 bits saturate to 32; as arguments of ``jax.jit``, however, NumPy's are cut to their lower half by JAX
-    itself, unless ``jax_enable_x64`` is on.
+    Lengths and page numbers stay on the device and are clamped there to the sizes of the buffers. 64-bit integers
+    saturate to 32 bits; without ``jax_enable_x64``, however, JAX truncates NumPy's where they are arguments of
+    ``jax.jit``.
 
     Examples
     --------
@@ -137,18 +138,18 @@ def flash_attn_varlen(
     >>> out.shape
     (5, 4, 64)
     """
-    refuse_dropout("flash_attn_varlen", "dropout_p", dropout_p)
+    reject_dropout("flash_attn_varlen", "dropout_p", dropout_p)
     layout = kv_layout_number(kv_layout)
-    refuse_values(v, kv_layout, "an array")
+    validate_values(v, kv_layout, "an array")
     q, k = jnp.asarray(q), jnp.asarray(k)
-    window_left, window_right = _sides(window)
+    window_left, window_right = _window(window)
     options = Options(
         batch_invariant=static_bool("batch_invariant", batch_invariant),
         causal=static_bool("causal", causal),
         deterministic=static_bool("deterministic", deterministic),
         kv_layout=layout,
-        max_seqlen_k=_longest("max_seqlen_k", max_seqlen_k),
-        max_seqlen_q=_longest("max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=_length_advice("max_seqlen_k", max_seqlen_k),
+        max_seqlen_q=_length_advice("max_seqlen_q", max_seqlen_q),
         softcap=static_f32("softcap", softcap),
         softmax_scale=static_f32("softmax_scale", q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale),
         top_left=static_bool("top_left", top_left),
@@ -173,7 +174,7 @@ def flash_attn_varlen(
     return attend(options, operands, bool(static_bool("return_lse", return_lse)))
 
 
-def _sides(window: Any) -> tuple[np.int64, np.int64]:  # noqa: ANN401
+def _window(window: Any) -> tuple[np.int64, np.int64]:  # noqa: ANN401
     if not isinstance(window, tuple | list | np.ndarray) or len(window) != 2:
         text = f"window is {window!r}, expected (left, right), two integers, -1 for no limit"
         raise ValueError(f"xla_gpu_flash_attn_varlen: {text}")
@@ -181,7 +182,7 @@ def _sides(window: Any) -> tuple[np.int64, np.int64]:  # noqa: ANN401
     return left, right
 
 
-def _longest(name: str, length: int | None) -> np.int64:
+def _length_advice(name: str, length: int | None) -> np.int64:
     return length_advice(0 if length is None else int(static_i64(name, length)))
 
 
@@ -192,7 +193,7 @@ def _cu_seqlens_k(
         return index_operand("cu_seqlens_k", cu_seqlens_k)
     if block_table is None:
         return index_operand("cu_seqlens_q", cu_seqlens_q)
-    refuse_untold_lengths(block_table, seqused_k)
+    require_key_lengths(block_table, seqused_k)
     return jnp.zeros((0,), jnp.int32)
 
 
@@ -201,8 +202,8 @@ def _optional_index(name: str, value: Any) -> Array | None:  # noqa: ANN401
 
 
 def attend(options: Options, operands: Operands, return_lse: bool) -> Array | tuple[Array, Array]:
-    """Compiled once for each set of options and shapes, also where it is called outside of ``jax.jit``."""
-    out, lse = _attend(options, alike_varying(operands))
+    """Attention of packed, paged or dense operands, jitted: eager calls are compiled per set of options and shapes."""
+    out, lse = _attend(options, pvary_all(operands))
     return (out, lse) if return_lse else out
 
 
@@ -214,22 +215,22 @@ def _attend(options: Options, operands: Operands) -> tuple[Array, Array]:
 
 def _attend_fwd(options: Options, primals: Operands) -> tuple[tuple[Array, Array], tuple]:
     operands, perturbed = (jax.tree.map(operator.attrgetter(name), primals) for name in ("value", "perturbed"))
-    _refuse_gradients(options, operands, perturbed)
-    # Under this same rule, so that it is `_backward` that refuses a second derivative.
+    _reject_gradients(options, operands, perturbed)
+    # Not `forward`: with the custom_vjp, a second derivative reaches `_backward`, which rejects it by name.
     out, lse = _attend.__wrapped__(options, operands)
     if not perturbed.sinks:
-        operands = operands._replace(sinks=None)  # which the log-sum-exps hold
+        operands = operands._replace(sinks=None)  # the log-sum-exps include them
     return (out, lse), (operands, out, lse)
 
 
-def _attend_bwd(options: Options, residuals: tuple, gradients: tuple[Any, Any]) -> tuple[Operands]:
+def _attend_bwd(options: Options, residuals: tuple, cotangents: tuple[Any, Any]) -> tuple[Operands]:
     operands, out, lse = residuals
     zero = jax.custom_derivatives.SymbolicZero
-    dout, dlse = (None if isinstance(x, zero) else x for x in gradients)
+    dout, dlse = (None if isinstance(x, zero) else x for x in cotangents)
     dout = jnp.zeros_like(out) if dout is None else dout
-    found = _backward(options, operands, Cotangents(dout, out, lse, dlse))
-    dq, dk, dv = map(placed_as, found[:3], operands[:3])
-    return (Operands(dq, dk, dv, sinks=None if found.dsinks is None else placed_as(found.dsinks, operands.sinks)),)
+    grads = _backward(options, operands, Cotangents(dout, out, lse, dlse))
+    dq, dk, dv = map(reshard_like, grads[:3], operands[:3])
+    return (Operands(dq, dk, dv, sinks=None if grads.dsinks is None else reshard_like(grads.dsinks, operands.sinks)),)
 
 
 _backward = without_gradient(
@@ -241,14 +242,14 @@ _backward = without_gradient(
 _attend.__wrapped__.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 
 
-def _refuse_gradients(options: Options, operands: Operands, perturbed: Operands) -> None:
-    refused = gradient_refusal(
+def _reject_gradients(options: Options, operands: Operands, perturbed: Operands) -> None:
+    unsupported = unsupported_gradient(
         in_pages=keys_are_in_pages(options, operands),
         is_scaled=any(x is not None for x in (operands.q_scale, operands.k_scale, operands.v_scale)),
     )
-    if refused is None and jnp.dtype(operands.q.dtype).itemsize == 1:
-        refused = f"of {operands.q.dtype}; there are gradients of f32, f16 and bf16"
-    if refused is None and perturbed.alibi_slopes:
-        refused = "of alibi_slopes; pass jax.lax.stop_gradient(alibi_slopes)"
-    if refused is not None:
-        raise NotImplementedError(f"flash_attn_varlen: there is no gradient {refused}")
+    if unsupported is None and jnp.dtype(operands.q.dtype).itemsize == 1:
+        unsupported = f"of {operands.q.dtype}; there are gradients of f32, f16 and bf16"
+    if unsupported is None and perturbed.alibi_slopes:
+        unsupported = "of alibi_slopes; pass jax.lax.stop_gradient(alibi_slopes)"
+    if unsupported is not None:
+        raise NotImplementedError(f"flash_attn_varlen: there is no gradient {unsupported}")

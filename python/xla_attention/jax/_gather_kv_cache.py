@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._documentation import documented
-from .._options import kv_layout_number, refuse_layout_of_two
+from .._options import kv_layout_number, reject_kv_layout
+from ._batching import batch_at_front, concat_block_tables, concat_rows, with_batching
 from ._call import Array, custom_call, scale_operand, static_i64
-from ._fold import as_rows, each_call, table_of_calls, with_vmap
 from ._indices import index_operand
 from ._no_gradient import without_gradient
-from ._partition import Letters, partitioned, present
-from ._words import PAGES, of_scale
+from ._sharding import ShardingRule, drop_absent, partitioned
+from ._sharding_dims import CACHE_DIMS, scale_dims
 
 _STACKED, _PER_PAGE = map(kv_layout_number, ("stacked", "per_page"))
 
@@ -40,25 +40,26 @@ def gather_kv_cache(
     """Copy the keys and values of sequences out of a paged cache into packed rows, those of a sequence in order.
 
     The inverse of `kv_cache_update`: for exporting a prefix, for attention over a long context in chunks
-    (`flash_attn_varlen` over what is gathered, then `merge_attention_states`), and for looking at a cache.
+    (`flash_attn_varlen` over the gathered rows, then `merge_attention_states`), and for inspecting a cache.
+    ``docs/semantics.md#gather_kv_cache`` defines the result.
 
     Parameters
     ----------
     kv_cache : Array or pair of Arrays
-        K and V in one buffer, see `kv_layout`; or K and V apart, ``[P, page_size, Hkv, D]`` and
+        K and V in one buffer, see `kv_layout`; or in two, ``[P, page_size, Hkv, D]`` and
         ``[P, page_size, Hkv, Dv]``. f16, bf16, f32, ``float8_e4m3fn`` or ``float8_e5m2``.
     block_tables : Array
     context_lens : Array
     capacity : int
-        N, the rows of the results, a Python integer. Tokens for which there is no room are left out; rows that no token
-        takes are 0.
+        N, the number of rows of the results, a Python integer. Tokens beyond it are dropped; rows after the last token
+        are 0.
     dtype : dtype, optional
-        Of keys and values: that of the cache, which is the default, or of an 8-bit cache f16, bf16 (the default there)
-        or f32.
+        The dtype of keys and values: by default that of the cache, or bf16 for an 8-bit cache, whose keys and values
+        may also be f16 or f32.
     k_scale : Array or float, optional
-        ... The scale of the same name of `kv_cache_update`.
+        ... The scale that `kv_cache_update` was given.
     v_scale : Array or float, optional
-        ... The scale of the same name of `kv_cache_update`.
+        ... The scale that `kv_cache_update` was given.
     kv_layout : str, optional
         Of a cache in one buffer: ``"interleaved"`` (the default), ``[P, page_size, 2*Hkv, D]`` with K of head h at
         index 2h and V at 2h+1; ``"stacked"``, ``[2, P, page_size, Hkv, D]``; ``"per_page"``,
@@ -71,18 +72,18 @@ def gather_kv_cache(
     values : Array
         ``[N, Hkv, Dv]``
     cu_seqlens : Array
-        ``i32[S+1]``: the first row of each sequence and, last, the end; N at most.
+        ``i32[S+1]``: the first row of each sequence and, last, the end; at most N.
 
     Raises
     ------
     ValueError
         Shapes or dtypes do not fit together; the text names the operand.
     NotImplementedError
-        A head dimension that is not built.
+        A head dimension that there is no kernel for.
 
     Notes
     -----
-    Elements of the cache's own dtype are copied bit by bit. 8-bit floats are exact in the other dtypes; products with a
+    Results of the cache's dtype are bitwise copies. The other dtypes represent 8-bit floats exactly; products with a
     scale are rounded to nearest even.
 
     Examples
@@ -96,7 +97,7 @@ def gather_kv_cache(
     ([0.0, 1.0, 2.0, 0.0], [-0.0, -1.0, -2.0, 0.0], [0, 3])
     """
     if isinstance(kv_cache, tuple | list):
-        refuse_layout_of_two(kv_layout)
+        reject_kv_layout(kv_layout)
         k_cache, v_cache = map(jnp.asarray, kv_cache)
         layout = kv_layout_number(None)
     else:
@@ -115,10 +116,10 @@ def gather_kv_cache(
 @functools.partial(jax.jit, static_argnums=0)
 @without_gradient("gather_kv_cache", "kv_cache[page, offset] has a gradient", num_static=1)
 def _gather(static: _Static, *operands: Array | None) -> tuple[Array, Array, Array]:
-    return _gathered(static, *operands)
+    return _gather_call(static, *operands)
 
 
-def _run(static: _Static, *operands: Array | None) -> tuple[Array, Array, Array]:
+def _ffi_call(static: _Static, *operands: Array | None) -> tuple[Array, Array, Array]:
     k_cache, v_cache, _, lens, *_ = operands
     heads = k_cache.shape[-2] // (2 if static.kv_layout == kv_layout_number("interleaved") else 1)
     dims = k_cache.shape[-1], (k_cache if static.kv_layout else v_cache).shape[-1]
@@ -128,44 +129,48 @@ def _run(static: _Static, *operands: Array | None) -> tuple[Array, Array, Array]
     return tuple(custom_call("xla_gpu_gather_kv_cache", operands, [*results, starts], attributes))
 
 
-def _letters(static: _Static, *operands: Array | None) -> Letters:
-    caches = (PAGES[static.kv_layout], ".") if static.kv_layout else ("Pshd", "Pshe")
-    words = (*caches, "..", ".", *map(of_scale, operands[4:]))
-    return Letters(present(words, operands), ("nhd", "nhe", "."))
+def _sharding_rule(static: _Static, *operands: Array | None) -> ShardingRule:
+    caches = (CACHE_DIMS[static.kv_layout], ".") if static.kv_layout else ("Pshd", "Pshe")
+    dims = (*caches, "..", ".", *map(scale_dims, operands[4:]))
+    return ShardingRule(drop_absent(dims, operands), ("nhd", "nhe", "."))
 
 
-def _folded(static: _Static, size: int, which: list, operands: tuple[Array | None, ...]) -> tuple | None:
-    """One call packs the rows of all; each call's part of them is then copied to where its results begin."""
+def _batching_rule(
+    static: _Static, axis_size: int, in_batched: list, operands: tuple[Array | None, ...]
+) -> tuple | None:
+    """One call packs the rows of all calls densely; each call's rows are then copied to the start of its results."""
     k_cache, v_cache, tables, lens, *scales = operands
-    of_caches, capacity = any(which[:2]), static.capacity
-    if any(which[4:]) or (of_caches and static.kv_layout == _STACKED) or size * capacity > np.iinfo(np.int32).max:
+    has_caches, capacity = any(in_batched[:2]), static.capacity
+    if any(in_batched[4:]) or (has_caches and static.kv_layout == _STACKED):
         return None
-    shape = k_cache.shape[int(which[0]) :]
-    pages, page_size = (shape[at] for at in {_STACKED: (1, 2), _PER_PAGE: (0, 2)}.get(static.kv_layout, (0, 1)))
-    if of_caches:
-        k_cache = as_rows(each_call(size, which[0], k_cache))
+    if axis_size * capacity > np.iinfo(np.int32).max:
+        return None
+    shape = k_cache.shape[int(in_batched[0]) :]
+    pages, page_size = (shape[i] for i in {_STACKED: (1, 2), _PER_PAGE: (0, 2)}.get(static.kv_layout, (0, 1)))
+    if has_caches:
+        k_cache = concat_rows(batch_at_front(axis_size, in_batched[0], k_cache))
         if not static.kv_layout:
-            v_cache = as_rows(each_call(size, which[1], v_cache))
-    tables, lens = (each_call(size, *pair) for pair in zip(which[2:4], (tables, lens), strict=True))
+            v_cache = concat_rows(batch_at_front(axis_size, in_batched[1], v_cache))
+    tables, lens = (batch_at_front(axis_size, *pair) for pair in zip(in_batched[2:4], (tables, lens), strict=True))
     longest = min(tables.shape[2] * page_size if pages else 0, capacity)
-    starts = _starts(jnp.clip(lens, 0, longest), capacity)
-    if of_caches:
-        tables = table_of_calls(tables, pages)
-    together = k_cache, v_cache, as_rows(tables), jnp.diff(starts).reshape(-1), *scales
+    starts = _cu_seqlens(jnp.clip(lens, 0, longest), capacity)
+    if has_caches:
+        tables = concat_block_tables(tables, pages)
+    operands = k_cache, v_cache, concat_rows(tables), jnp.diff(starts).reshape(-1), *scales
 
-    def unfold(keys: Array, values: Array, _: Array) -> tuple[Array, Array, Array]:
+    def split_results(keys: Array, values: Array, _: Array) -> tuple[Array, Array, Array]:
         total = starts[:, -1]
         row, first = jnp.arange(capacity), jnp.cumsum(total) - total
-        index = jnp.minimum(first[:, None] + row, size * capacity - 1)
+        index = jnp.minimum(first[:, None] + row, axis_size * capacity - 1)
         is_token = (row < total[:, None])[:, :, None, None]
         keys, values = (jnp.where(is_token, rows[index], jnp.zeros((), rows.dtype)) for rows in (keys, values))
         return keys, values, starts
 
-    return static._replace(capacity=size * capacity), together, unfold
+    return static._replace(capacity=axis_size * capacity), operands, split_results
 
 
-def _starts(lens: Array, capacity: int) -> Array:
-    """``cu_seqlens [n, S+1]`` of lengths up to `capacity`, without a sum that 32 bits do not hold."""
+def _cu_seqlens(lens: Array, capacity: int) -> Array:
+    """``cu_seqlens [n, S+1]`` of lengths up to `capacity`: the sums saturate at it, so that they do not overflow."""
 
     def add(a: Array, b: Array) -> Array:
         return jnp.minimum(a + b, np.uint32(capacity))
@@ -176,4 +181,4 @@ def _starts(lens: Array, capacity: int) -> Array:
     return jnp.concatenate([jnp.zeros_like(ends, shape=(lens.shape[0], 1)), ends], 1).astype(jnp.int32)
 
 
-_gathered = with_vmap(partitioned(_run, _letters), _folded)
+_gather_call = with_batching(partitioned(_ffi_call, _sharding_rule), _batching_rule)

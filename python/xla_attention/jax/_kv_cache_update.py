@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._documentation import documented
-from .._options import kv_layout_number, refuse_layout_of_two
+from .._options import kv_layout_number, reject_kv_layout
+from ._batching import split_rows, with_batching
+from ._batching_pages import concat_batches, concat_caches, concat_slot_mapping, kv_dim_of, layout_of_concat
 from ._call import Array, custom_call, scale_operand
-from ._fold import unfolded, with_vmap
-from ._fold_pages import folded_cache, folded_rows, folded_slots, layout_of_written, sides_of
 from ._indices import slot_operand
 from ._no_gradient import without_gradient
-from ._partition import Letters, partitioned, present
-from ._words import PAGES, of_scale
+from ._sharding import ShardingRule, drop_absent, partitioned
+from ._sharding_dims import CACHE_DIMS, scale_dims
 
 _without_gradient = functools.partial(
     without_gradient, "kv_cache_update", "kv_cache.at[page, offset].set(rows) has a gradient"
@@ -40,13 +40,13 @@ def kv_cache_update(
     Parameters
     ----------
     kv_cache : Array or pair of Arrays
-        K and V in one buffer, see `kv_layout`; or K and V apart, ``[P, page_size, Hkv, D]`` and
+        K and V in one buffer, see `kv_layout`; or in two, ``[P, page_size, Hkv, D]`` and
         ``[P, page_size, Hkv, Dv]``. Of the dtype of `key`, or ``float8_e4m3fn`` or ``float8_e5m2``.
     key, value : Array
         ``[T, Hkv, D]``, ``[T, Hkv, Dv]``, f16, bf16 or f32; D and Dv multiples of 8 up to 256.
     slot_mapping : Array
-        ... As an argument of ``jax.jit``, NumPy's int64 is cut to its lower half by JAX itself, unless
-        ``jax_enable_x64`` is on: pass int32 there.
+        ... Without ``jax_enable_x64``, JAX truncates a NumPy int64 that is an argument of ``jax.jit``: pass int32
+        there.
     k_scale : Array or float, optional
         ... The attention functions multiply by the scale of the same name.
     v_scale : Array or float, optional
@@ -59,19 +59,19 @@ def kv_cache_update(
     Returns
     -------
     Array or pair of Arrays
-        The updated cache, in the form it was given.
+        The updated cache, in the form of `kv_cache`.
 
     Raises
     ------
     ValueError
         Shapes or dtypes do not fit together; the text names the operand.
     NotImplementedError
-        A head dimension that is not built.
+        A head dimension that there is no kernel for.
 
     Notes
     -----
-    Numbers round to nearest even. An fp8 cache saturates: what is larger than its largest finite number (448 or 57344)
-    becomes that number, infinities too; NaN stays NaN.
+    Numbers round to nearest even. An fp8 cache saturates: larger magnitudes than its largest finite number (448 or
+    57344) become that number, infinities too; NaN stays NaN. ``docs/semantics.md#kv_cache_update`` defines every bit.
 
     Examples
     --------
@@ -83,7 +83,7 @@ def kv_cache_update(
     >>> cache[:, :, :, 0].sum(axis=1).tolist()
     [[1.0, 2.0], [1.0, 2.0]]
 
-    The same into 8 bits, with one scale for K and one a head for V:
+    The same into 8 bits, with one scale for K and one per head for V:
 
     >>> cache = jnp.zeros((2, 4, 2, 8), jnp.float8_e4m3fn)
     >>> cache = kv_cache_update(cache, rows, 2 * rows, jnp.array([0, 5, -1]), k_scale=0.25, v_scale=jnp.array([0.5]))
@@ -93,7 +93,7 @@ def kv_cache_update(
     slots = slot_operand("slot_mapping", slot_mapping)
     rows = (jnp.asarray(key), jnp.asarray(value), slots, scale_operand(k_scale), scale_operand(v_scale))
     if isinstance(kv_cache, tuple | list):
-        refuse_layout_of_two(kv_layout)
+        reject_kv_layout(kv_layout)
         k_cache, v_cache = kv_cache
         return _update_split(jnp.asarray(k_cache), jnp.asarray(v_cache), *rows)
     return _update(kv_layout_number(kv_layout or "interleaved"), jnp.asarray(kv_cache), *rows)
@@ -102,20 +102,20 @@ def kv_cache_update(
 @functools.partial(jax.jit, static_argnums=0)
 @_without_gradient(num_static=1)
 def _update(kv_layout: np.int64, *operands: Array | None) -> Array:
-    return _updated(kv_layout, *operands)[0]
+    return _update_call(kv_layout, *operands)[0]
 
 
 @jax.jit
 @_without_gradient()
 def _update_split(*operands: Array | None) -> tuple[Array, Array]:
-    return _updated_split(None, *operands)
+    return _update_split_call(None, *operands)
 
 
-def _run(kv_layout: np.int64, cache: Array, *rows: Array | None) -> tuple[Array]:
+def _ffi_call(kv_layout: np.int64, cache: Array, *rows: Array | None) -> tuple[Array]:
     return tuple(custom_call("xla_gpu_kv_cache_update", [cache, *rows], [_like(cache)], {"kv_layout": kv_layout}))
 
 
-def _run_split(_: None, k_cache: Array, v_cache: Array, *rows: Array | None) -> tuple[Array, Array]:
+def _ffi_call_split(_: None, k_cache: Array, v_cache: Array, *rows: Array | None) -> tuple[Array, Array]:
     operands, results = [k_cache, v_cache, *rows], [_like(k_cache), _like(v_cache)]
     return tuple(custom_call("xla_gpu_kv_cache_update_split", operands, results, {}))
 
@@ -124,34 +124,40 @@ def _like(array: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-def _letters(kv_layout: np.int64, *operands: Array | None) -> Letters:
-    cache = PAGES[kv_layout]
-    return Letters(present((cache, "thd", "thd", ".", *map(of_scale, operands[4:])), operands), (cache,))
+def _sharding_rule(kv_layout: np.int64, *operands: Array | None) -> ShardingRule:
+    cache = CACHE_DIMS[kv_layout]
+    return ShardingRule(drop_absent((cache, "thd", "thd", ".", *map(scale_dims, operands[4:])), operands), (cache,))
 
 
-def _letters_split(_: None, *operands: Array | None) -> Letters:
+def _sharding_rule_split(_: None, *operands: Array | None) -> ShardingRule:
     caches = ("Pshd", "Pshe")
-    return Letters(present((*caches, "thd", "the", ".", *map(of_scale, operands[5:])), operands), caches)
+    return ShardingRule(drop_absent((*caches, "thd", "the", ".", *map(scale_dims, operands[5:])), operands), caches)
 
 
-def _folded(kv_layout: np.int64, size: int, which: list[bool], operands: tuple[Array | None, ...]) -> tuple | None:
+def _batching_rule(
+    kv_layout: np.int64, axis_size: int, in_batched: list[bool], operands: tuple[Array | None, ...]
+) -> tuple | None:
     cache, key, value, slots, *scales = operands
-    slots = folded_slots(size, (which[3], which[0]), slots, cache, sides=sides_of(kv_layout))
-    if slots is None or any(which[4:]):
+    kv_dim = kv_dim_of(kv_layout)
+    slots = concat_slot_mapping(axis_size, (in_batched[3], in_batched[0]), slots, cache, kv_dim=kv_dim)
+    if slots is None or any(in_batched[4:]):
         return None
-    rows = folded_rows(size, which[1:3], (key, value))
-    together = folded_cache(size, which[0], cache, kv_layout), *rows, slots, *scales
-    return layout_of_written(kv_layout), together, lambda found: (found.reshape(size, *cache.shape[int(which[0]) :]),)
+    rows = concat_batches(axis_size, in_batched[1:3], (key, value))
+    operands = concat_caches(axis_size, in_batched[0], cache, kv_layout), *rows, slots, *scales
+    shape = (axis_size, *cache.shape[int(in_batched[0]) :])
+    return layout_of_concat(kv_layout), operands, lambda cache: (cache.reshape(shape),)
 
 
-def _folded_split(_: None, size: int, which: list[bool], operands: tuple[Array | None, ...]) -> tuple | None:
+def _batching_rule_split(
+    _: None, axis_size: int, in_batched: list[bool], operands: tuple[Array | None, ...]
+) -> tuple | None:
     k_cache, v_cache, key, value, slots, *scales = operands
-    slots = folded_slots(size, (which[4], which[0]), slots, k_cache)
-    if slots is None or any(which[5:]):
+    slots = concat_slot_mapping(axis_size, (in_batched[4], in_batched[0]), slots, k_cache)
+    if slots is None or any(in_batched[5:]):
         return None
-    together = *folded_rows(size, which[:4], (k_cache, v_cache, key, value)), slots, *scales
-    return None, together, lambda *found: tuple(unfolded(x, size) for x in found)
+    operands = *concat_batches(axis_size, in_batched[:4], (k_cache, v_cache, key, value)), slots, *scales
+    return None, operands, lambda *caches: tuple(split_rows(x, axis_size) for x in caches)
 
 
-_updated = with_vmap(partitioned(_run, _letters), _folded)
-_updated_split = with_vmap(partitioned(_run_split, _letters_split), _folded_split)
+_update_call = with_batching(partitioned(_ffi_call, _sharding_rule), _batching_rule)
+_update_split_call = with_batching(partitioned(_ffi_call_split, _sharding_rule_split), _batching_rule_split)

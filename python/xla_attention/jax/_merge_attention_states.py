@@ -4,19 +4,20 @@ import jax
 import jax.numpy as jnp
 
 from .._documentation import documented
+from ._batching import batch_at_front, concat_lse, concat_rows, split_lse, split_rows, with_batching
 from ._call import Array, custom_call
-from ._fold import as_columns, as_rows, each_call, unfolded, unfolded_lse, with_vmap
 from ._no_gradient import without_gradient
-from ._partition import Letters, partitioned
+from ._sharding import ShardingRule, partitioned
 
 
 @documented("xla_gpu_merge_attention_states")
 def merge_attention_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     """Merge the attention of the same queries over two disjoint sets of keys into that over both.
 
-    Attention over a long context can be computed in parts, on several devices or with a part that many requests share:
-    each part gives an output and the logarithm of its softmax denominators, and merging these gives what attention over
-    all keys would. More than two parts are merged one after the other, in any order.
+    Attention over a long context can be computed in parts, on several devices or with a prefix that many requests
+    share. Each part gives an output and the log-sum-exp of its scores; merging them gives attention over all keys. More
+    than two parts are merged one after the other, in any order. ``docs/semantics.md#merge_attention_states`` defines
+    the result.
 
     Parameters
     ----------
@@ -57,23 +58,23 @@ def merge_attention_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Arra
 @jax.jit
 @without_gradient("merge_attention_states", "its formula in jax.numpy, in the Notes of its documentation, has one")
 def _merge(*operands: Array) -> tuple[Array, Array]:
-    return _merged(None, *operands)
+    return _merge_call(None, *operands)
 
 
-def _run(_: None, out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+def _ffi_call(_: None, out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     results = [jax.ShapeDtypeStruct(out_a.shape, out_a.dtype), jax.ShapeDtypeStruct(lse_a.shape, jnp.float32)]
     out, lse = custom_call("xla_gpu_merge_attention_states", [out_a, lse_a, out_b, lse_b], results, {})
     return out, lse
 
 
-def _letters(*_: object) -> Letters:
-    return Letters(("tHd", "Ht") * 2, ("tHd", "Ht"), free="td")
+def _sharding_rule(*_: object) -> ShardingRule:
+    return ShardingRule(("tHd", "Ht") * 2, ("tHd", "Ht"), free="td")
 
 
-def _folded(_: None, size: int, which: list[bool], operands: tuple[Array, ...]) -> tuple:
-    out_a, lse_a, out_b, lse_b = (each_call(size, *pair) for pair in zip(which, operands, strict=True))
-    together = as_rows(out_a), as_columns(lse_a), as_rows(out_b), as_columns(lse_b)
-    return None, together, lambda out, lse: (unfolded(out, size), unfolded_lse(lse, size))
+def _batching_rule(_: None, axis_size: int, in_batched: list[bool], operands: tuple[Array, ...]) -> tuple:
+    out_a, lse_a, out_b, lse_b = (batch_at_front(axis_size, *pair) for pair in zip(in_batched, operands, strict=True))
+    operands = concat_rows(out_a), concat_lse(lse_a), concat_rows(out_b), concat_lse(lse_b)
+    return None, operands, lambda out, lse: (split_rows(out, axis_size), split_lse(lse, axis_size))
 
 
-_merged = with_vmap(partitioned(_run, _letters), _folded)
+_merge_call = with_batching(partitioned(_ffi_call, _sharding_rule), _batching_rule)

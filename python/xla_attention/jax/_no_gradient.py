@@ -1,4 +1,4 @@
-"""Operators without gradients: asking for one is an error that names the way out."""
+"""Operators without gradients: differentiating one raises an error that names the alternative."""
 
 import functools
 import operator
@@ -10,17 +10,17 @@ import jax
 _STOP = "jax.lax.stop_gradient around the operands keeps the call in a function whose other parts are differentiated"
 
 
-def without_gradient(name: str, way_out: str, *, num_static: int = 0) -> Callable[[Callable], Callable]:
+def without_gradient(name: str, alternative: str, *, num_static: int = 0) -> Callable[[Callable], Callable]:
     """Make reverse-mode differentiation of a function a NotImplementedError.
 
-    Only a gradient that something asks for is refused. A result that the differentiated value does not depend on, such
-    as an updated cache beside a loss, may come from perturbed operands.
+    Only a cotangent that is not a symbolic zero raises it: a result that the loss does not depend on, such as an
+    updated cache, may come from differentiated operands.
 
     Parameters
     ----------
     name
-        The public function that the error speaks of.
-    way_out
+        The public function, which the error names.
+    alternative
         What has a gradient instead.
     num_static
         How many leading arguments are hashable Python values; the others are arrays, tuples of them, or None.
@@ -33,15 +33,15 @@ def without_gradient(name: str, way_out: str, *, num_static: int = 0) -> Callabl
         def forward(*arguments: Any) -> tuple[Any, tuple[None, ...]]:  # noqa: ANN401
             operands = arguments[num_static:]
             values = jax.tree.map(operator.attrgetter("value"), operands)
-            # None for each operand is at once what has to be kept and the gradient of a result that no one uses.
+            # None per operand: there are no residuals, and `backward` returns it as a zero gradient.
             return function(*arguments[:num_static], *values), (None,) * len(operands)
 
         def backward(*arguments: Any) -> tuple[None, ...]:  # noqa: ANN401
-            nothing, cotangents = arguments[num_static:]
+            no_gradients, cotangents = arguments[num_static:]
             zero = jax.custom_derivatives.SymbolicZero
             if not all(isinstance(cotangent, zero) for cotangent in jax.tree.leaves(cotangents)):
-                raise NotImplementedError(f"{name}: there is no gradient; {way_out}; {_STOP}")
-            return nothing
+                raise NotImplementedError(f"{name}: there is no gradient; {alternative}; {_STOP}")
+            return no_gradients
 
         wrapped.defvjp(forward, backward, symbolic_zeros=True)
         return wrapped

@@ -9,17 +9,17 @@ import numpy as np
 
 from .._documentation import documented
 from .._operators import operator
-from .._options import refuse_window
+from .._options import validate_sliding_window
 from ._attention import output_dtype, with_workspace
+from ._batching import batch_at_front, concat_rows, split_rows, with_batching
+from ._batching_pages import concat_caches, concat_score_operands, concat_sequences, split_lse_of_sequences
 from ._call import Array, scale_operand, static_attributes, static_bool
-from ._fold import as_rows, each_call, unfolded, with_vmap
-from ._fold_pages import folded_cache, folded_scores, folded_sequences, unfolded_lse_of_sequences
 from ._indices import index_operand
 from ._no_gradient import without_gradient
-from ._partition import Letters, partitioned, present
-from ._words import of_scores, of_sequences
+from ._sharding import ShardingRule, drop_absent, partitioned
+from ._sharding_dims import score_dims, sequence_dims
 
-# What has a gradient where attention over pages has none.
+# The alternative that has a gradient, for the error of attention over pages.
 WITH_GRADIENT = "flash_attn_varlen over packed keys [Tk, Hkv, D] has gradients"
 
 
@@ -47,8 +47,9 @@ def paged_attention(
     """Causal attention of a ragged batch of query tokens over a paged key/value cache.
 
     Prefill chunks and decode tokens may be mixed: sequence b has the query rows
-    ``query_start_loc[b] : query_start_loc[b + 1]``, which are the last ones of its ``context_lens[b]`` keys. The keys
-    and values of the new tokens must already be in the cache (`kv_cache_update`).
+    ``query_start_loc[b] : query_start_loc[b + 1]``, which are the last tokens of its ``context_lens[b]`` keys. The keys
+    and values of the new tokens must already be in the cache (`kv_cache_update`). ``docs/semantics.md#paged_attention``
+    defines the result.
 
     Parameters
     ----------
@@ -58,7 +59,7 @@ def paged_attention(
     block_tables : Array
     query_start_loc : Array
     num_seqs : Array or int
-        ... As an int it becomes a constant of the program, which is compiled anew for each value.
+        ... An int becomes a constant of the program, which is recompiled for each value.
     scale : float
     sliding_window : int, optional
     soft_cap : float, optional
@@ -69,34 +70,34 @@ def paged_attention(
     v_scale : Array or float, optional
     batch_invariant : bool
     return_lse : bool
-        Return the logarithm of the softmax denominators as well.
+        Whether to return `softmax_lse` too.
     out_dtype : dtype, optional
-        bf16 (the default) or f16 with f8e4m3fn queries; otherwise the query's dtype and nothing else.
-        Hopper multiplies long f8e4m3fn sequences of D 128 and 256 as they are, weights included: `out` is off by some
-        2 % then, a log-sum-exp by up to 5e-4.
+        bf16 (the default) or f16 for f8e4m3fn queries; otherwise only the query's dtype. For long f8e4m3fn sequences
+        with D 128 or 256, Hopper multiplies 8-bit numbers on tensor cores: the error of `out` is then about 2 %, that
+        of `softmax_lse` up to 5e-4 (``docs/semantics.md#fp8-queries``).
 
     Returns
     -------
     out : Array
         ``[T, Hq, D]``. Rows that see no key, and rows that belong to no sequence, are 0.
     softmax_lse : Array
-        ``f32[Hq, T]``, natural logarithm; -inf for such rows (the sink's logit where a row of a sequence sees only
-        that). Only with ``return_lse=True``.
+        ``f32[Hq, T]``: natural logarithm of the softmax denominators, sinks included; -inf for rows that see neither a
+        key nor a sink. Only with ``return_lse=True``.
 
     Raises
     ------
     ValueError
         Shapes, dtypes or options do not fit together; the text names the operand and what was expected.
     TypeError
-        An option that has to be known at compile time is traced.
+        An option that is a compile-time constant is traced.
     NotImplementedError
         A combination of dtypes, or a head dimension, that there is no kernel for.
 
     Notes
     -----
-    The lengths and page numbers stay on the device and are never trusted: a length is clamped to what the block table
-    can hold, a page number to the cache. Integers of 64 bits saturate to 32; as arguments of ``jax.jit``, however,
-    NumPy's are cut to their lower half by JAX itself, unless ``jax_enable_x64`` is on.
+    Lengths and page numbers stay on the device and are clamped there: a length to the pages of its row of the block
+    table, a page number to the cache. 64-bit integers saturate to 32 bits; without ``jax_enable_x64``, however, JAX
+    truncates NumPy's where they are arguments of ``jax.jit``.
 
     Examples
     --------
@@ -122,18 +123,18 @@ def paged_attention(
 def score_attributes(
     target: str, batch_invariant: bool, scale: float, sliding_window: int | None, soft_cap: float | None
 ) -> tuple[np.generic, ...]:
-    """The attributes of a call of paged attention, as the first fields of `Static`."""
+    """The attributes of a paged attention call, in the order of the first fields of `Static`."""
     attributes = static_attributes(
         target, batch_invariant=batch_invariant, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap
     )
-    refuse_window(sliding_window, f"{target}: ")
+    validate_sliding_window(sliding_window, f"{target}: ")
     return tuple(attributes.values())
 
 
 def metadata(
     context_lens: Array, block_tables: Array, query_start_loc: Array, num_seqs: Array | int
 ) -> tuple[Array, ...]:
-    """What tells the sequences of a ragged batch, as i32."""
+    """The operands that describe the sequences of a ragged batch, as i32."""
     return (
         index_operand("context_lens", context_lens),
         index_operand("block_tables", block_tables),
@@ -145,13 +146,13 @@ def metadata(
 def score_operands(
     alibi_slopes: Array | None, sinks: Array | None, *scales: Array | float | None
 ) -> tuple[Array | None, ...]:
-    """The optional operands of a call of paged attention."""
+    """The optional operands of a paged attention call."""
     vectors = (None if x is None else jnp.asarray(x, jnp.float32) for x in (alibi_slopes, sinks))
     return (*vectors, *map(scale_operand, scales))
 
 
 class Static(NamedTuple):
-    """What is known of a call of paged attention when a program is compiled."""
+    """The compile-time constants of a paged attention call: its attributes, then what its results are."""
 
     batch_invariant: np.bool_
     scale: np.float32
@@ -161,7 +162,7 @@ class Static(NamedTuple):
     return_lse: np.bool_
 
     def results(self, query: Array) -> list[jax.ShapeDtypeStruct | None]:
-        """Of queries ``[T, Hq, D]``: `out`, and the log-sum-exp if it is asked for."""
+        """`out` and `softmax_lse` for queries ``[T, Hq, D]``; None for a log-sum-exp that is not returned."""
         out = jax.ShapeDtypeStruct(query.shape, self.dtype)
         lse = jax.ShapeDtypeStruct((*query.shape[1:2], *query.shape[:1]), jnp.float32)
         return [out, lse if self.return_lse else None]
@@ -170,13 +171,13 @@ class Static(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0)
 @without_gradient("paged_attention", WITH_GRADIENT, num_static=1)
 def _paged_attention(static: Static, *operands: Array | None) -> Array | tuple[Array, Array]:
-    found = _attended(static, *operands)
-    return found if static.return_lse else found[0]
+    results = _attention_call(static, *operands)
+    return results if static.return_lse else results[0]
 
 
-def _run(static: Static, *operands: Array | None) -> tuple[Array, ...]:
+def _ffi_call(static: Static, *operands: Array | None) -> tuple[Array, ...]:
     query, kv_cache, context_lens = operands[:3]
-    found = with_workspace(
+    results = with_workspace(
         "xla_gpu_paged_attention",
         operands,
         static.results(query),
@@ -184,35 +185,34 @@ def _run(static: Static, *operands: Array | None) -> tuple[Array, ...]:
         kv_heads=kv_cache.shape[2] // 2 if kv_cache.ndim == 4 else 0,
         num_seqs=context_lens.shape[0] if context_lens.ndim else 0,
     )
-    return tuple(found)
+    return tuple(results)
 
 
-def _letters(static: Static, *operands: Array | None) -> Letters:
-    words = ("tHd", "Pscd", *of_sequences(operands[5]), *of_scores(*operands[6:]))
-    return Letters(present(words, operands), ("tHd", "Ht")[: 1 + static.return_lse])
+def _sharding_rule(static: Static, *operands: Array | None) -> ShardingRule:
+    dims = ("tHd", "Pscd", *sequence_dims(operands[5]), *score_dims(*operands[6:]))
+    return ShardingRule(drop_absent(dims, operands), ("tHd", "Ht")[: 1 + static.return_lse])
 
 
-def _folded(static: Static, size: int, which: list[bool], operands: tuple[Array | None, ...]) -> tuple | None:
+def _batching_rule(
+    static: Static, axis_size: int, in_batched: list[bool], operands: tuple[Array | None, ...]
+) -> tuple | None:
     query, cache, *sequences = operands[:6]
-    query = each_call(size, which[0], query)
-    scores = folded_scores(size, which[6:], operands[6:], sequences[0].shape[-1])
+    query = batch_at_front(axis_size, in_batched[0], query)
+    scores = concat_score_operands(axis_size, in_batched[6:], operands[6:], sequences[0].shape[-1])
     if scores is None:
         return None
-    pages = cache.shape[1] if which[1] else None
-    together = (
-        as_rows(query),
-        folded_cache(size, True, cache) if which[1] else cache,
-        *folded_sequences(size, which[2:6], sequences, query.shape[1], pages),
-        *scores,
-    )
+    pages = cache.shape[1] if in_batched[1] else None
+    cache = concat_caches(axis_size, True, cache) if in_batched[1] else cache
+    sequences = concat_sequences(axis_size, in_batched[2:6], sequences, query.shape[1], pages)
+    starts = sequences[2]
 
-    def unfold(out: Array, *lse: Array) -> tuple[Array, ...]:
-        return unfolded(out, size), *(unfolded_lse_of_sequences(x, size, together[4]) for x in lse)
+    def split_results(out: Array, *lse: Array) -> tuple[Array, ...]:
+        return split_rows(out, axis_size), *(split_lse_of_sequences(x, axis_size, starts) for x in lse)
 
-    return static, together, unfold
+    return static, (concat_rows(query), cache, *sequences, *scores), split_results
 
 
-_attended = with_vmap(partitioned(_run, _letters), _folded)
+_attention_call = with_batching(partitioned(_ffi_call, _sharding_rule), _batching_rule)
 
 
 def ragged_paged_attention(
@@ -233,7 +233,9 @@ def ragged_paged_attention(
     num_queries_per_block: int | None = None,
     vmem_limit_bytes: int | None = None,
 ) -> Array:
-    """`paged_attention` under the name and with every argument of JAX's TPU kernel (of JAX 0.6 to 0.12).
+    """`paged_attention` with the name and the arguments of JAX's TPU kernel (of JAX 0.6 to 0.12).
+
+    ``docs/semantics.md#paged_attention`` defines the result.
 
     Parameters
     ----------
@@ -242,19 +244,19 @@ def ragged_paged_attention(
     kv_pages : Array
         ``[P, page_size, 2*Hkv, D]``, K and V of a head side by side.
     kv_lens : Array
-        ``i32[S]``: keys of each sequence, the new tokens included.
+        ``i32[S]``: keys per sequence, the new tokens included.
     page_indices : Array
-        ``i32[S, M]``.
+        ``i32[S, M]``: the pages of each sequence, in order.
     cu_q_lens : Array
-        ``i32[S + 1]``.
+        ``i32[S + 1]``: the first query row of each sequence and, last, the end.
     num_seqs : Array
-        ``i32[1]``.
+        ``i32[1]``: how many of the S sequences are in use.
     sm_scale : float
         Multiplies ``q . k``.
     sliding_window, soft_cap, k_scale, v_scale
         As for `paged_attention`.
     mask_value, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes
-        Tuning of the TPU kernel; accepted and ignored.
+        Tuning parameters of the TPU kernel; accepted and ignored.
 
     Returns
     -------

@@ -9,21 +9,21 @@ import jax.numpy as jnp
 from .._documentation import documented
 from .._operators import operator
 from ._attention import output_dtype, with_workspace
-from ._call import Array, static_bool
-from ._fold import unfolded, with_vmap
-from ._fold_pages import (
-    folded_cache,
-    folded_rows,
-    folded_scores,
-    folded_sequences,
-    folded_slots,
-    unfolded_lse_of_sequences,
+from ._batching import split_rows, with_batching
+from ._batching_pages import (
+    concat_batches,
+    concat_caches,
+    concat_score_operands,
+    concat_sequences,
+    concat_slot_mapping,
+    split_lse_of_sequences,
 )
+from ._call import Array, static_bool
 from ._indices import slot_operand
 from ._no_gradient import without_gradient
 from ._paged_attention import WITH_GRADIENT, Static, metadata, score_attributes, score_operands
-from ._partition import Letters, partitioned, present
-from ._words import of_scores, of_sequences
+from ._sharding import ShardingRule, drop_absent, partitioned
+from ._sharding_dims import score_dims, sequence_dims
 
 
 @documented("xla_gpu_paged_attention_update")
@@ -54,6 +54,7 @@ def paged_attention_update(
 
     The results are those of `kv_cache_update` and then `paged_attention`, bit for bit. The cache is updated in place
     where it is donated (``jax.jit(..., donate_argnums=...)``) or an intermediate value; otherwise XLA copies it first.
+    ``docs/semantics.md#paged_attention_update`` defines the result.
 
     Parameters
     ----------
@@ -64,28 +65,27 @@ def paged_attention_update(
     block_tables : Array
     query_start_loc : Array
     num_seqs : Array or int
-        ... As an int it becomes a constant of the program, which is compiled anew for each value.
+        ... An int becomes a constant of the program, which is recompiled for each value.
     key : Array
     value : Array
     slot_mapping : Array
-        ... It is where `block_tables` has the token's key: with another slot, the rows of that sequence, and of any
-        other that reads the slot, are unspecified. NumPy's int64 under ``jax.jit``: see
-        `kv_cache_update`.
+        ... It has to be the slot where `block_tables` has the token's key: otherwise the rows of that sequence, and of
+        any other that reads the slot, are unspecified. For NumPy's int64 under ``jax.jit`` see `kv_cache_update`.
     scale : float
     sliding_window, soft_cap, alibi_slopes, sinks, q_scale, batch_invariant, out_dtype
         As for `paged_attention`.
     k_scale : Array or float, optional
     v_scale : Array or float, optional
     return_lse : bool
-        Return the logarithm of the softmax denominators as well.
+        Whether to return `softmax_lse` too.
 
     Returns
     -------
     out : Array
         ``[T, Hq, D]``. Rows that see no key, and rows that belong to no sequence, are 0.
     softmax_lse : Array
-        ``f32[Hq, T]``, natural logarithm; -inf for such rows (the sink's logit where a row of a sequence sees only
-        that). Only with ``return_lse=True``.
+        ``f32[Hq, T]``: natural logarithm of the softmax denominators, sinks included; -inf for rows that see neither a
+        key nor a sink. Only with ``return_lse=True``.
     kv_cache : Array
         The updated cache, always last.
 
@@ -94,7 +94,7 @@ def paged_attention_update(
     ValueError
         Shapes, dtypes or options do not fit together; the text names the operand and what was expected.
     TypeError
-        An option that has to be known at compile time is traced, or indices are no integers.
+        An option that is a compile-time constant is traced, or indices are not integers.
     NotImplementedError
         A combination of dtypes, or a head dimension, that there is no kernel for.
 
@@ -128,14 +128,14 @@ def paged_attention_update(
 @functools.partial(jax.jit, static_argnums=0)
 @without_gradient("paged_attention_update", WITH_GRADIENT, num_static=1)
 def _update(static: Static, *operands: Array | None) -> tuple[Array, ...]:
-    out, kv_cache, *lse = _updated(static, *operands)
+    out, kv_cache, *lse = _update_call(static, *operands)
     return out, *lse, kv_cache
 
 
-def _run(static: Static, *operands: Array | None) -> tuple[Array, ...]:
+def _ffi_call(static: Static, *operands: Array | None) -> tuple[Array, ...]:
     query, kv_cache, context_lens = operands[:3]
     out, lse = static.results(query)
-    found = with_workspace(
+    results = with_workspace(
         "xla_gpu_paged_attention_update",
         operands,
         [out, jax.ShapeDtypeStruct(kv_cache.shape, kv_cache.dtype), lse],
@@ -143,29 +143,33 @@ def _run(static: Static, *operands: Array | None) -> tuple[Array, ...]:
         kv_heads=kv_cache.shape[2] // 2 if kv_cache.ndim == 4 else 0,
         num_seqs=context_lens.shape[0] if context_lens.ndim else 0,
     )
-    return tuple(found)
+    return tuple(results)
 
 
-def _letters(static: Static, *operands: Array | None) -> Letters:
-    words = ("tHd", "Pscd", *of_sequences(operands[5]), "thd", "thd", ".", *of_scores(*operands[9:]))
-    return Letters(present(words, operands), ("tHd", "Pscd", "Ht")[: 2 + static.return_lse])
+def _sharding_rule(static: Static, *operands: Array | None) -> ShardingRule:
+    dims = ("tHd", "Pscd", *sequence_dims(operands[5]), "thd", "thd", ".", *score_dims(*operands[9:]))
+    return ShardingRule(drop_absent(dims, operands), ("tHd", "Pscd", "Ht")[: 2 + static.return_lse])
 
 
-def _folded(static: Static, size: int, which: list[bool], operands: tuple[Array | None, ...]) -> tuple | None:
+def _batching_rule(
+    static: Static, axis_size: int, in_batched: list[bool], operands: tuple[Array | None, ...]
+) -> tuple | None:
     query, cache, *sequences = operands[:6]
-    scores = folded_scores(size, which[9:], operands[9:], sequences[0].shape[-1])
-    slots = folded_slots(size, (which[8], which[1]), operands[8], cache)
+    scores = concat_score_operands(axis_size, in_batched[9:], operands[9:], sequences[0].shape[-1])
+    slots = concat_slot_mapping(axis_size, (in_batched[8], in_batched[1]), operands[8], cache)
     if scores is None or slots is None:
         return None
-    query, key, value = folded_rows(size, (which[0], *which[6:8]), (query, *operands[6:8]))
-    cache = folded_cache(size, which[1], cache)
-    sequences = folded_sequences(size, which[2:6], sequences, query.shape[0] // size, cache.shape[0] // size)
+    query, key, value = concat_batches(axis_size, (in_batched[0], *in_batched[6:8]), (query, *operands[6:8]))
+    cache = concat_caches(axis_size, in_batched[1], cache)
+    rows, pages = query.shape[0] // axis_size, cache.shape[0] // axis_size
+    sequences = concat_sequences(axis_size, in_batched[2:6], sequences, rows, pages)
     starts = sequences[2]
 
-    def unfold(out: Array, cache: Array, *lse: Array) -> tuple[Array, ...]:
-        return unfolded(out, size), unfolded(cache, size), *(unfolded_lse_of_sequences(x, size, starts) for x in lse)
+    def split_results(out: Array, cache: Array, *lse: Array) -> tuple[Array, ...]:
+        lse = (split_lse_of_sequences(x, axis_size, starts) for x in lse)
+        return split_rows(out, axis_size), split_rows(cache, axis_size), *lse
 
-    return static, (query, cache, *sequences, key, value, slots, *scores), unfold
+    return static, (query, cache, *sequences, key, value, slots, *scores), split_results
 
 
-_updated = with_vmap(partitioned(_run, _letters), _folded)
+_update_call = with_batching(partitioned(_ffi_call, _sharding_rule), _batching_rule)

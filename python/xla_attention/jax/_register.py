@@ -1,4 +1,4 @@
-"""Registration of the targets with JAX's runtime."""
+"""Registration of the custom-call targets with JAX's runtime."""
 
 import ctypes
 import functools
@@ -25,37 +25,38 @@ def runtime_ffi_version() -> tuple[int, int]:
 
 @functools.cache
 def accepted() -> _library.HandlerSet:
-    """The newest set of handlers that this jaxlib takes.
+    """The newest set of handlers that this jaxlib accepts.
 
-    A refused handler waits in JAX's queue and breaks the whole backend when it starts, so this is asked before.
+    JAX queues handlers until the backend starts, and one that the backend rejects then breaks it. Each set is therefore
+    probed with one of its handlers first.
 
     Raises
     ------
     ImportError
-        This jaxlib takes none, being older than the handlers are or too new.
+        This jaxlib accepts none: it is older than all handlers, or too new.
     """
     if not hasattr(jax, "ffi"):
         raise ImportError(f"xla_attention needs jax >= 0.5, this is {jax.__version__}")
-    theirs = runtime_ffi_version()
-    candidates = _library.known_to(theirs)
-    ours = f"xla_attention speaks XLA FFI {_library.versions(_library.handler_sets())}"
+    runtime = runtime_ffi_version()
+    candidates = _library.compatible_sets(runtime)
+    ours = f"xla_attention speaks XLA FFI {_library.join_versions(_library.handler_sets())}"
     if not candidates:
-        raise ImportError(f"{ours}, jaxlib {jax.lib.__version__} only {theirs[0]}.{theirs[1]}: upgrade jax")
+        raise ImportError(f"{ours}, jaxlib {jax.lib.__version__} only {runtime[0]}.{runtime[1]}: upgrade jax")
     for candidate in candidates:
         target = next(target for target in candidate.targets if target.platform == b"cpu")
-        if (said := refusal(target)) is None:
+        if (error := rejection(target)) is None:
             return candidate
     raise ImportError(
         f"{ours}, of which jaxlib {jax.lib.__version__} takes none: install an older jax or a newer xla-attention "
-        f"({said})"
+        f"({error})"
     )
 
 
-def refusal(target: _library.Target) -> str | None:
-    """What the runtime has against a CPU handler, asked at once; None where it takes it, or cannot be asked.
+def rejection(target: _library.Target) -> str | None:
+    """The error with which the runtime rejects a CPU handler; None where it accepts it, or cannot be asked.
 
-    ``jax.ffi.register_ffi_target`` only queues a handler until the backend starts. The function of jaxlib behind it is
-    not public, so nothing but its own refusal is an answer.
+    ``jax.ffi.register_ffi_target`` only queues a handler. The jaxlib function below it registers at once, but is not
+    public: an error of another type says that it has changed, and nothing about the handler.
     """
     try:
         from jaxlib import xla_client
@@ -70,7 +71,7 @@ def refusal(target: _library.Target) -> str | None:
 
 
 def _handlers(target: _library.Target) -> dict[str, object]:
-    """The stages of a target as JAX takes them."""
+    """The handlers of a target by stage, as `jax.ffi.register_ffi_target` takes them."""
     stages = {"initialize": target.initialize, "execute": target.execute}
     return {name: jax.ffi.pycapsule(ctypes.c_void_p(address)) for name, address in stages.items() if address}
 
@@ -82,18 +83,18 @@ def register_targets() -> None:
     Raises
     ------
     ImportError
-        The installed jaxlib speaks another version of the FFI; nothing has been registered.
+        The installed jaxlib has another version of the FFI; nothing has been registered.
     """
     for target in accepted().targets:
         jax.ffi.register_ffi_target(target.name.decode(), _handlers(target), platform=target.platform.decode())
 
 
 def export_disabled_checks() -> "list[jax.export.DisabledSafetyCheck]":
-    """What `jax.export.export` is to be told, so that it lets programs with our calls pass.
+    """The `disabled_checks` with which `jax.export.export` accepts programs with our custom calls.
 
-    JAX stands in for the stability of its own custom calls only. Ours are stable (`docs/dev/architecture.md`, "What stays
-    compatible"): a program runs in another process, on another machine and with a later version of this package, once
-    that process has imported ``xla_attention.jax``.
+    JAX guarantees compatibility of its own custom calls only. Ours are stable (`docs/dev/architecture.md`, "What stays
+    compatible"): an exported program runs in another process, on another machine and with a later version of this
+    package, once that process has imported ``xla_attention.jax``.
 
     Examples
     --------
@@ -105,7 +106,7 @@ def export_disabled_checks() -> "list[jax.export.DisabledSafetyCheck]":
     >>> exported.call(jnp.ones(4), jnp.ones(4))
     Array([2., 2., 2., 2.], dtype=float32)
     """
-    # Not every JAX brings it by itself, and some need a further package for it.
+    # `import jax` does not import it in every version, and some versions need a further package for it.
     from jax import export
 
     names = sorted({target.name.decode() for target in _library.targets()})

@@ -8,13 +8,13 @@ import numpy as np
 
 from .._documentation import documented
 from .._options import kv_layout_number
+from ._batching import split_rows, with_batching
+from ._batching_pages import concat_batches, concat_caches, concat_slot_mapping, kv_dim_of, layout_of_concat
 from ._call import Array, custom_call, scale_operand, static_bool
-from ._fold import unfolded, with_vmap
-from ._fold_pages import folded_cache, folded_rows, folded_slots, layout_of_written, sides_of
 from ._indices import index_operand, slot_operand
 from ._no_gradient import without_gradient
-from ._partition import Letters, partitioned, present
-from ._words import PAGES, of_scale
+from ._sharding import ShardingRule, drop_absent, partitioned
+from ._sharding_dims import CACHE_DIMS, scale_dims
 
 
 @documented("xla_gpu_rope_kv_cache_update")
@@ -35,7 +35,7 @@ def rope_kv_cache_update(
     """Rotate the queries and keys of new tokens by their positions and write keys and values into a paged cache.
 
     The rotary embedding and `kv_cache_update` in one pass over the rows. The cache is updated in place where it is
-    donated or an intermediate value.
+    donated or an intermediate value. ``docs/semantics.md#rope_kv_cache_update`` defines every bit.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def rope_kv_cache_update(
     key : Array
     value : Array
     slot_mapping : Array
-        ... The queries of such a token are rotated all the same.
+        ... The queries of a skipped token are rotated too.
     positions : Array
     cos_sin : Array
     interleaved : bool
@@ -53,8 +53,8 @@ def rope_kv_cache_update(
     v_scale : Array or float, optional
     kv_layout : str
         ``"interleaved"``, ``[P, page_size, 2*Hkv, D]`` with K of head h at index 2h and V at 2h+1; ``"stacked"``,
-        ``[2, P, page_size, Hkv, D]``; ``"per_page"``, ``[P, 2, page_size, Hkv, D]``. Not to be confused with the pairs
-        of `interleaved`.
+        ``[2, P, page_size, Hkv, D]``; ``"per_page"``, ``[P, 2, page_size, Hkv, D]``. Unrelated to the pairs of
+        `interleaved`.
 
     Returns
     -------
@@ -68,9 +68,9 @@ def rope_kv_cache_update(
     ValueError
         Shapes or dtypes do not fit together; the text names the operand.
     TypeError
-        `interleaved` is no bool, or `positions` or `slot_mapping` are no integers.
+        `interleaved` is not a bool, or `positions` or `slot_mapping` are not integers.
     NotImplementedError
-        A head dimension that is not built.
+        A head dimension that there is no kernel for.
 
     Notes
     -----
@@ -79,7 +79,7 @@ def rope_kv_cache_update(
 
     Examples
     --------
-    Two tokens, at positions 0 and 1, into slots 0 and 5; the second turns by a right angle.
+    Two tokens, at positions 0 and 1, into slots 0 and 5; the second is rotated by 90 degrees.
 
     >>> import jax.numpy as jnp
     >>> from xla_attention.jax import rope_kv_cache_update
@@ -109,37 +109,39 @@ def rope_kv_cache_update(
     num_static=2,
 )
 def _rope(interleaved: np.bool_, kv_layout: np.int64, *operands: Array | None) -> tuple[Array, Array]:
-    cache, query = _updated((interleaved, kv_layout), *operands)
+    cache, query = _update_call((interleaved, kv_layout), *operands)
     return query, cache
 
 
-def _run(static: tuple[np.bool_, np.int64], *operands: Array | None) -> tuple[Array, Array]:
+def _ffi_call(static: tuple[np.bool_, np.int64], *operands: Array | None) -> tuple[Array, Array]:
     results = [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in operands[:2]]
     attributes = dict(zip(("interleaved", "kv_layout"), static, strict=True))
     return tuple(custom_call("xla_gpu_rope_kv_cache_update", operands, results, attributes))
 
 
-def _letters(static: tuple[np.bool_, np.int64], *operands: Array | None) -> Letters:
-    cache = PAGES[static[1]]
-    words = (cache, "tHd", "thd", "thd", ".", ".", "..", *map(of_scale, operands[7:]))
-    return Letters(present(words, operands), (cache, "tHd"))
+def _sharding_rule(static: tuple[np.bool_, np.int64], *operands: Array | None) -> ShardingRule:
+    cache = CACHE_DIMS[static[1]]
+    dims = (cache, "tHd", "thd", "thd", ".", ".", "..", *map(scale_dims, operands[7:]))
+    return ShardingRule(drop_absent(dims, operands), (cache, "tHd"))
 
 
-def _folded(
-    static: tuple[np.bool_, np.int64], size: int, which: list[bool], operands: tuple[Array | None, ...]
+def _batching_rule(
+    static: tuple[np.bool_, np.int64], axis_size: int, in_batched: list[bool], operands: tuple[Array | None, ...]
 ) -> tuple | None:
     interleaved, kv_layout = static
     cache, *rows, slots, positions = operands[:6]
-    slots = folded_slots(size, (which[4], which[0]), slots, cache, sides=sides_of(kv_layout))
-    if slots is None or any(which[6:]):
+    kv_dim = kv_dim_of(kv_layout)
+    slots = concat_slot_mapping(axis_size, (in_batched[4], in_batched[0]), slots, cache, kv_dim=kv_dim)
+    if slots is None or any(in_batched[6:]):
         return None
-    query, key, value, positions = folded_rows(size, (*which[1:4], which[5]), (*rows, positions))
-    together = folded_cache(size, which[0], cache, kv_layout), query, key, value, slots, positions, *operands[6:]
+    rows = concat_batches(axis_size, (*in_batched[1:4], in_batched[5]), (*rows, positions))
+    concat_cache = concat_caches(axis_size, in_batched[0], cache, kv_layout)
+    concat_operands = concat_cache, *rows[:3], slots, rows[3], *operands[6:]
 
-    def unfold(found: Array, query: Array) -> tuple[Array, Array]:
-        return found.reshape(size, *cache.shape[int(which[0]) :]), unfolded(query, size)
+    def split_results(updated: Array, query: Array) -> tuple[Array, Array]:
+        return updated.reshape(axis_size, *cache.shape[int(in_batched[0]) :]), split_rows(query, axis_size)
 
-    return (interleaved, layout_of_written(kv_layout)), together, unfold
+    return (interleaved, layout_of_concat(kv_layout)), concat_operands, split_results
 
 
-_updated = with_vmap(partitioned(_run, _letters), _folded)
+_update_call = with_batching(partitioned(_ffi_call, _sharding_rule), _batching_rule)

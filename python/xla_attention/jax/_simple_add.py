@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._batching import batch_at_front, with_batching
 from ._call import Array, custom_call
-from ._fold import each_call, with_vmap
-from ._partition import Letters, partitioned
+from ._sharding import ShardingRule, partitioned
 
 
 def simple_add(a: Array, b: Array) -> Array:
     """Add two arrays of equal shape and dtype, without broadcasting; differentiable any number of times.
+
+    ``docs/semantics.md#simple_add`` defines the result.
 
     Parameters
     ----------
@@ -27,7 +29,7 @@ def simple_add(a: Array, b: Array) -> Array:
     Raises
     ------
     ValueError
-        Shapes or dtypes differ, or no kernel takes the dtype.
+        Shapes or dtypes differ, or there is no kernel for the dtype.
 
     Examples
     --------
@@ -42,32 +44,33 @@ def simple_add(a: Array, b: Array) -> Array:
 @jax.jit
 @jax.custom_jvp
 def _simple_add(a: Array, b: Array) -> Array:
-    return _add(None, a, b)[0]
+    return _add_call(None, a, b)[0]
 
 
 def _simple_add_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Any]:
     out = _simple_add(*primals)
     if not jnp.issubdtype(out.dtype, jnp.inexact):
         return out, np.zeros(out.shape, jax.dtypes.float0)
-    # jax.numpy's addition, of which JAX knows the transpose.
+    # jnp.add, because JAX knows its transpose.
     return out, jnp.add(*tangents)
 
 
 _simple_add.__wrapped__.defjvp(_simple_add_jvp)
 
 
-def _run(_: None, a: Array, b: Array) -> tuple[Array]:
+def _ffi_call(_: None, a: Array, b: Array) -> tuple[Array]:
     out = jax.ShapeDtypeStruct(a.shape, a.dtype)
     return tuple(custom_call("xla_gpu_simple_add", [a, b], [out], {}))
 
 
-def _letters(_: None, a: Array, _b: Array) -> Letters:
-    word = tuple(range(a.ndim))
-    return Letters((word, word), (word,), free=word)
+def _sharding_rule(_: None, a: Array, _b: Array) -> ShardingRule:
+    dims = tuple(range(a.ndim))
+    return ShardingRule((dims, dims), (dims,), free=dims)
 
 
-def _folded(_: None, size: int, which: list[bool], operands: tuple[Array, Array]) -> tuple:
-    return None, [each_call(size, *pair) for pair in zip(which, operands, strict=True)], lambda *found: found
+def _batching_rule(_: None, axis_size: int, in_batched: list[bool], operands: tuple[Array, Array]) -> tuple:
+    operands = [batch_at_front(axis_size, *pair) for pair in zip(in_batched, operands, strict=True)]
+    return None, operands, lambda out: (out,)
 
 
-_add = with_vmap(partitioned(_run, _letters), _folded)
+_add_call = with_batching(partitioned(_ffi_call, _sharding_rule), _batching_rule)

@@ -1,7 +1,7 @@
-"""The calls behind flash_attn_varlen and dot_product_attention: forward and backward, batched, and cut up over devices.
+"""The custom calls of flash_attn_varlen and dot_product_attention, forward and backward.
 
-`forward` and `backward` take the same `Options` and `Operands`. An axis that ``jax.vmap`` adds is folded into the batch
-(`_fold`), and XLA may cut a call by heads, and where there is a batch by that (`_partition`).
+`forward` and `backward` take the same `Options` and `Operands`. An axis of ``jax.vmap`` becomes more sequences
+(`_batching`), and XLA may partition a call by heads, and a dense one also by its batch (`_sharding`).
 """
 
 from collections.abc import Sequence
@@ -13,24 +13,24 @@ from .. import _library
 from .._operators import operator
 from .._options import kv_layout_number
 from ._attention import with_workspace
+from ._batching import can_concat, concat_cotangents, concat_operands, split_lse, split_rows, with_batching
 from ._call import Array, custom_call
-from ._fold import folded, folded_cotangents, is_foldable, unfolded, unfolded_lse, with_vmap
-from ._partition import Letters, partitioned, present
+from ._sharding import ShardingRule, drop_absent, partitioned
+from ._sharding_dims import CACHE_DIMS, score_dims
 from ._varlen_types import Cotangents, Gradients, Operands, Options
-from ._words import PAGES, of_scores
 
 
 def packed(operands: Operands) -> Operands:
-    """A dense batch as a packed one."""
+    """A dense batch as packed sequences."""
     (batch, rows), keys = operands.q.shape[:2], operands.k.shape[1]
     starts = jnp.arange(batch + 1, dtype=jnp.int32)
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in operands[:3])
     return operands._replace(q=q, k=k, v=v, cu_seqlens_q=starts * rows, cu_seqlens_k=starts * keys)
 
 
-def _run_forward(options: Options, operands: Operands) -> tuple[Array, Array]:
+def _forward_ffi_call(options: Options, operands: Operands) -> tuple[Array, Array]:
     if options.dense:
-        out, lse = _run_forward(options._replace(dense=False), packed(operands))
+        out, lse = _forward_ffi_call(options._replace(dense=False), packed(operands))
         shape = operands.q.shape[:2]
         return out.reshape(*shape, *out.shape[1:]), lse.reshape(lse.shape[0], *shape)
     q, k, v = operands[:3]
@@ -52,91 +52,99 @@ def _run_forward(options: Options, operands: Operands) -> tuple[Array, Array]:
     )
 
 
-def _run_backward(options: Options, operands: Operands, cotangents: Cotangents) -> Gradients:
+def _backward_ffi_call(options: Options, operands: Operands, cotangents: Cotangents) -> Gradients:
     if options.dense:
         dout, out = (x.reshape(-1, *x.shape[2:]) for x in (cotangents.dout, cotangents.out))
         lse, dlse = (None if x is None else x.reshape(x.shape[0], -1) for x in (cotangents.lse, cotangents.dlse))
-        found = _run_backward(options._replace(dense=False), packed(operands), Cotangents(dout, out, lse, dlse))
-        shaped = (x.reshape(like.shape) for x, like in zip(found[:3], operands[:3], strict=True))
-        return Gradients(*shaped, found.dsinks)
+        grads = _backward_ffi_call(options._replace(dense=False), packed(operands), Cotangents(dout, out, lse, dlse))
+        dense = (x.reshape(like.shape) for x, like in zip(grads[:3], operands[:3], strict=True))
+        return Gradients(*dense, grads.dsinks)
     q, k, v = operands[:3]
     dout, out, lse, dlse = cotangents
-    asked = [operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_k, operands.seqused_q, operands.leftpad_k]
+    starts = operands.cu_seqlens_q
+    sequences = [starts, operands.cu_seqlens_k, operands.seqused_k, operands.seqused_q, operands.leftpad_k]
     sinks = operands.sinks
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
     results.append(None if sinks is None else jax.ShapeDtypeStruct(sinks.shape, jnp.float32))
     target = "xla_gpu_flash_attn_varlen_bwd"
     heads, dims = (q.shape[1], k.shape[1]), (q.shape[2], v.shape[2])
-    size = _library.workspace(target, *heads, *dims, q.dtype, False, q.shape[0], asked[0].shape[0] - 1)
-    found = custom_call(
+    size = _library.workspace(target, *heads, *dims, q.dtype, False, q.shape[0], starts.shape[0] - 1)
+    grads = custom_call(
         target,
-        [dout, q, k, v, out, lse, *asked, operands.alibi_slopes, sinks, dlse],
+        [dout, q, k, v, out, lse, *sequences, operands.alibi_slopes, sinks, dlse],
         [*results, jax.ShapeDtypeStruct((size,), jnp.uint8)],
         operator(target).attributes_of(options),
     )
-    return Gradients(*found[:3], None if sinks is None else found[3])
+    return Gradients(*grads[:3], None if sinks is None else grads[3])
 
 
-# ---------- letters of dimensions, see _partition
+# ---------- sharding rules
 
 
-def _words(options: Options, operands: Operands) -> tuple[str, ...]:
-    """Of those operands that are there."""
+def _operand_dims(options: Options, operands: Operands) -> tuple[str, ...]:
+    """The dims of those operands that are not None."""
     if options.dense:
         k, v = "bshd", "bshe"
-    elif options.kv_layout in PAGES:
-        k, v = PAGES[options.kv_layout], "."
+    elif options.kv_layout in CACHE_DIMS:
+        k, v = CACHE_DIMS[options.kv_layout], "."
     else:
         k, v = ("Pshd", "Pshe") if operands.block_table is not None else ("shd", "she")
-    of_sequences = "b" if options.dense else "."
-    words = Operands("btHd" if options.dense else "tHd", k, v, ".", ".", *[of_sequences] * 5)
-    words = words._replace(block_table=f"{of_sequences}.")
-    return present((*words[:9], *of_scores(*operands[9:])), operands)
+    per_sequence = "b" if options.dense else "."
+    dims = Operands("btHd" if options.dense else "tHd", k, v, ".", ".", *[per_sequence] * 5)
+    dims = dims._replace(block_table=f"{per_sequence}.")
+    return drop_absent((*dims[:9], *score_dims(*operands[9:])), operands)
 
 
-def _result_words(options: Options) -> tuple[str, str]:
+def _result_dims(options: Options) -> tuple[str, str]:
     return ("btHe", "Hbt") if options.dense else ("tHe", "Ht")
 
 
-def _free(options: Options) -> str:
+def _free_dims(options: Options) -> str:
     return "b" if options.dense else ""
 
 
-def _forward_letters(options: Options, operands: Operands) -> Letters:
-    return Letters(_words(options, operands), _result_words(options), _free(options))
+def _forward_sharding_rule(options: Options, operands: Operands) -> ShardingRule:
+    return ShardingRule(_operand_dims(options, operands), _result_dims(options), _free_dims(options))
 
 
-def _backward_letters(options: Options, operands: Operands, cotangents: Cotangents) -> Letters:
-    words, (out, lse) = _words(options, operands), _result_words(options)
-    of_cotangents = present((out, out, lse, lse), cotangents)
-    of_results = words[:3] if operands.sinks is None else (*words[:3], "H")
-    return Letters(words + of_cotangents, of_results, _free(options))
+def _backward_sharding_rule(options: Options, operands: Operands, cotangents: Cotangents) -> ShardingRule:
+    dims, (out, lse) = _operand_dims(options, operands), _result_dims(options)
+    cotangent_dims = drop_absent((out, out, lse, lse), cotangents)
+    grad_dims = dims[:3] if operands.sinks is None else (*dims[:3], "H")
+    return ShardingRule(dims + cotangent_dims, grad_dims, _free_dims(options))
 
 
-def _fold_forward(options: Options, size: int, which: Sequence[Operands], operands: tuple[Operands]) -> tuple | None:
-    if not is_foldable(options, *which, *operands):
+# ---------- batching rules
+
+
+def _forward_batching_rule(
+    options: Options, axis_size: int, in_batched: Sequence[Operands], operands: tuple[Operands]
+) -> tuple | None:
+    if not can_concat(options, *in_batched, *operands):
         return None
-    together = folded(options, size, *which, *operands)
-    return options, (together,), lambda out, lse: (unfolded(out, size), unfolded_lse(lse, size))
+    concat = concat_operands(options, axis_size, *in_batched, *operands)
+    return options, (concat,), lambda out, lse: (split_rows(out, axis_size), split_lse(lse, axis_size))
 
 
-def _fold_backward(
+def _backward_batching_rule(
     options: Options,
-    size: int,
-    which: tuple[Operands, Cotangents],
+    axis_size: int,
+    in_batched: tuple[Operands, Cotangents],
     arguments: tuple[Operands, Cotangents],
 ) -> tuple | None:
-    (batched, of_cotangents), (operands, cotangents) = which, arguments
-    # One call adds up the gradients of the sinks over all that it is given.
-    if operands.sinks is not None or not is_foldable(options, batched, operands):
+    (operands_batched, cotangents_batched), (operands, cotangents) = in_batched, arguments
+    # One call would sum the gradients of the sinks over the sequences of all calls.
+    if operands.sinks is not None or not can_concat(options, operands_batched, operands):
         return None
-    together = folded(options, size, batched, operands), folded_cotangents(size, of_cotangents, cotangents)
-    return options, together, lambda *found: tuple(unfolded(x, size) for x in found)
+    concat = concat_operands(options, axis_size, operands_batched, operands)
+    concat = concat, concat_cotangents(axis_size, cotangents_batched, cotangents)
+    return options, concat, lambda *grads: tuple(split_rows(x, axis_size) for x in grads)
 
 
-_forward = with_vmap(partitioned(_run_forward, _forward_letters), _fold_forward)
-_backward = with_vmap(
-    partitioned(lambda *x: tuple(jax.tree.leaves(_run_backward(*x))), _backward_letters), _fold_backward
+_forward = with_batching(partitioned(_forward_ffi_call, _forward_sharding_rule), _forward_batching_rule)
+_backward = with_batching(
+    partitioned(lambda *x: tuple(jax.tree.leaves(_backward_ffi_call(*x))), _backward_sharding_rule),
+    _backward_batching_rule,
 )
 
 
@@ -146,6 +154,6 @@ def forward(options: Options, operands: Operands) -> tuple[Array, Array]:
 
 
 def backward(options: Options, operands: Operands, cotangents: Cotangents) -> Gradients:
-    """The gradients of q, k, v, and of the sinks if there are sinks."""
-    found = _backward(options, operands, cotangents)
-    return Gradients(*found[:3], None if operands.sinks is None else found[3])
+    """The gradients of q, k, v, and of the sinks where there are sinks."""
+    grads = _backward(options, operands, cotangents)
+    return Gradients(*grads[:3], None if operands.sinks is None else grads[3])

@@ -1,4 +1,4 @@
-"""What a call of flash_attn_varlen or dot_product_attention consists of."""
+"""Options, operands, cotangents and gradients of flash_attn_varlen and dot_product_attention."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from ._call import Array
 
 
 class Options(NamedTuple):
-    """What is known when a program is compiled; the names of the targets' attributes, and more."""
+    """The compile-time constants: the attributes of the forward and backward targets, by name, and two more."""
 
     batch_invariant: np.bool_
     causal: np.bool_
@@ -23,11 +23,11 @@ class Options(NamedTuple):
     window_left: np.int64
     window_right: np.int64
     out_dtype: np.dtype
-    dense: bool  # q, k and v have a batch of sequences of one length each, and there are no cu_seqlens
+    dense: bool  # q, k and v have a batch dimension, and there are no cu_seqlens
 
 
 class Operands(NamedTuple):
-    """Of the forward call, in its order; None is left out."""
+    """The operands of the forward target, in its order; None for one that is left out."""
 
     q: Array  # [Tq, Hq, D]; dense: [B, Tq, Hq, D]
     k: Array  # [Tk, Hkv, D], or pages; dense: [B, Tk, Hkv, D]
@@ -46,21 +46,21 @@ class Operands(NamedTuple):
 
 
 def keys_are_in_pages(options: Options, operands: Operands) -> bool:
-    """In one buffer or in two."""
+    """Whether the keys are paged, in one buffer or in two."""
     return operands.block_table is not None or options.kv_layout != kv_layout_number(None)
 
 
 class Cotangents(NamedTuple):
-    """What `backward` needs beside the operands: the results of `forward`, and their gradients."""
+    """What `backward` needs beside the operands: the results of `forward` and their cotangents."""
 
-    dout: Array  # as out
+    dout: Array  # shape of out
     out: Array  # [Tq, Hq, Dv]; dense: [B, Tq, Hq, Dv]
     lse: Array  # [Hq, Tq]; dense: [Hq, B, Tq]
-    dlse: Array | None  # as lse
+    dlse: Array | None  # shape of lse; None for zeros
 
 
 class Gradients(NamedTuple):
-    """Of q, k, v and the sinks, if there are sinks."""
+    """The gradients of q, k, v, and of the sinks where there are sinks."""
 
     dq: Array
     dk: Array

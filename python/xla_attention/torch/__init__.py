@@ -2,9 +2,9 @@
 
 ``docs/semantics.md`` defines what each of them computes.
 
-Importing this module defines ``torch.ops.xla_gpu.*`` and ``torch.ops.xla.flash_attn_varlen_op``; one that somebody has
-defined before is kept, and said in the log. torch_xla is not needed and not imported; our handlers are registered with
-its runtime as soon as it is imported, before or after this module.
+Importing this module defines ``torch.ops.xla_gpu.*`` and ``torch.ops.xla.flash_attn_varlen_op``. An operator that is
+already defined is kept, and the log reports it. torch_xla is neither needed nor imported; when it is imported, before
+or after this module, our handlers are registered with its runtime.
 """
 
 from ..torch_xla import register_targets, use_cuda_plugin

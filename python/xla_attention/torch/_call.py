@@ -1,4 +1,4 @@
-"""A call of an operator as data, on its way from a front-end's arguments to a backend."""
+"""`Call`, an operator call with its operands, results and attributes, and conversions of its operands."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,49 +15,49 @@ DTYPES = {getattr(torch, name): number for name, number in _library.DTYPES.items
 
 
 class Result(NamedTuple):
-    """A tensor to be made; the shape may be symbolic."""
+    """Shape and dtype of a result; the shape may be symbolic."""
 
     shape: Sequence[int]
     dtype: torch.dtype
 
 
 class Workspace(NamedTuple):
-    """The static sizes that an attention call's workspace follows from."""
+    """The sizes that determine the workspace of an attention call; `rows` and `sequences` may be symbolic."""
 
     q_heads: int
     kv_heads: int
     head_dim: int
     value_dim: int
     dtype: torch.dtype
-    batch_invariant: bool  # has no meaning for the gradients
+    batch_invariant: bool  # ignored for the gradients
     rows: int
     sequences: int
 
     def result(self, target: str) -> Result | None:
-        """The workspace wanted; None for none."""
+        """The workspace as a result; None where the target needs none."""
         size = _library.workspace(target, *self._replace(dtype=_number(self.dtype)))
         return Result((size,), torch.uint8) if size else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Operands, results and attributes in the order of the target's signature; None for what is left out."""
+    """A call: operands, results and attributes in the order of the target's signature; None for those left out."""
 
     target: str
     operands: Mapping[str, torch.Tensor | None]
     results: Sequence[Result | None]
     attributes: Mapping[str, np.generic]
-    # The operands that may have any strides but for the last dimension's, which is 1.
+    # Indices of the operands that may have any strides, except in the last dimension, where the stride is 1.
     strided: Sequence[int] = ()
     workspace: Workspace | None = None
 
     @property
     def aliases(self) -> Mapping[int, int]:
-        """Operand by result: the result is the operand, updated."""
+        """From the index of a result to that of the operand that it updates."""
         return operator(self.target).aliases
 
     def device(self) -> torch.device:
-        """Where all operands are; tensors on different devices are a ValueError."""
+        """The device of all operands; ValueError if they are on different devices."""
         given = [(name, tensor.device) for name, tensor in self.operands.items() if tensor is not None]
         first, device = given[0]
         for name, other in given:
@@ -67,8 +67,8 @@ class Call:
                 )
         return device
 
-    def check(self) -> None:
-        """Hold the call against the operator's definition; nothing is read. Symbolic sizes are left to the run."""
+    def validate(self) -> None:
+        """Validate the call against the operator's definition, without data; symbolic sizes only when it runs."""
         tensors = [*self.operands.values(), *self.results]
         if all(isinstance(size, int) for tensor in tensors if tensor is not None for size in tensor.shape):
             operands, results = (_shapes(side) for side in (self.operands.values(), self.results))
@@ -80,14 +80,14 @@ def _shapes(tensors: Iterable[torch.Tensor | Result | None]) -> list[tuple[Seque
 
 
 def _number(dtype: torch.dtype) -> int:
-    """XLA's number of the element type; one that no operator takes is -1."""
+    """XLA's number of the element type; -1 for one that no operator takes."""
     return DTYPES.get(dtype, -1)
 
 
 def index_operand(
     name: str, value: torch.Tensor | None, keep: Sequence[torch.dtype] = (torch.int32,)
 ) -> torch.Tensor | None:
-    """An integer operand as i32: other integer types are cast on the device, values that do not fit saturate."""
+    """An integer operand as i32, or unchanged where its dtype is in `keep`; values saturate, on the device."""
     if value is None or value.dtype in keep:
         return value
     if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
@@ -104,12 +104,12 @@ def scale_operand(scale: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def f32_operand(values: torch.Tensor | None) -> torch.Tensor | None:
-    """Slopes or sinks as f32."""
+    """ALiBi slopes or sinks as f32."""
     return None if values is None else values.to(torch.float32)
 
 
-def output_dtype(query: torch.Tensor, asked: torch.dtype | None) -> torch.dtype:
-    """The dtype of `out`: the query's, and bf16 for fp8 queries, unless the caller asks for another."""
-    if asked is not None:
-        return asked
+def output_dtype(query: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of `out`: `out_dtype` if it is given, otherwise the query's, and bf16 for fp8 queries."""
+    if out_dtype is not None:
+        return out_dtype
     return torch.bfloat16 if query.dtype.itemsize == 1 else query.dtype

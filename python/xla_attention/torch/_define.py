@@ -1,4 +1,4 @@
-"""Operators of torch.library, out of a schema and a function that describes the call."""
+"""Definition of torch.library operators from a schema and a lowering to a `Call`."""
 
 import functools
 import logging
@@ -13,18 +13,18 @@ from ._call import Call
 
 _LOG = logging.getLogger("xla_attention.torch")
 
-Describe = Callable[..., Call]
+Lowering = Callable[..., Call]
 Tensors = Sequence[torch.Tensor | None]
 
 
 @functools.cache
 def fragment(namespace: str) -> torch.library.Library:
-    """Our part of a namespace, which others may add to."""
+    """Our fragment of a namespace; other libraries may define operators in it too."""
     return torch.library.Library(namespace, "FRAGMENT")
 
 
 def exists(namespace: str, name: str, overload: str = "default") -> bool:
-    """Whether somebody has defined the operator."""
+    """Whether the operator is defined already."""
     packet = getattr(getattr(torch.ops, namespace), name, None)
     return packet is not None and overload in packet.overloads()
 
@@ -32,36 +32,36 @@ def exists(namespace: str, name: str, overload: str = "default") -> bool:
 def define(
     name: str,
     schema: str,
-    describe: Describe,
-    answer: Callable[[Tensors], Any],
+    lower: Lowering,
+    wrap_results: Callable[[Tensors], Any],
     *,
     in_place: bool = False,
     backward: Callable[..., Any] | None = None,
-    remember: Callable[..., None] | None = None,
-    instead: str = "",
+    setup_context: Callable[..., None] | None = None,
+    alternative: str = "",
 ) -> None:
-    """Define an operator for the CPU, CUDA, XLA and tracing, unless it exists.
+    """Define an operator for the CPU, CUDA, XLA and tracing, unless it is defined already.
 
     Parameters
     ----------
     name
         ``namespace::operator`` or ``namespace::operator.overload``.
     schema
-        What follows the name.
-    describe
-        The call that the operator's arguments stand for.
-    answer
-        What the operator returns of the call's results.
+        The arguments and results, which follow the name.
+    lower
+        The `Call` of the operator's arguments.
+    wrap_results
+        What the operator returns, from the call's results.
     in_place
-        It changes operands, which the call's results alias. torch_xla takes no such operator outside of compiled code,
-        and torch no `backward`.
+        Whether it mutates the operands that results alias. torch_xla supports no such operator outside compiled code,
+        and torch.library no `backward` of one.
     backward
-        The gradients of all arguments, from the contexts and gradients that torch gives; otherwise asking for one is a
+        The gradients of all arguments, see torch.library.register_autograd; without it, backward raises
         NotImplementedError.
-    remember
-        What puts into the context, of the arguments and results, what `backward` needs.
-    instead
-        What has a gradient, where this has no `backward`; the error names it.
+    setup_context
+        Saves in the context what `backward` needs.
+    alternative
+        An operator that has a gradient, for the error of one without `backward`.
     """
     namespace, _, operator = name.partition("::")
     base, _, overload = operator.partition(".")
@@ -72,33 +72,34 @@ def define(
     library.define(operator + schema)
 
     def eager(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
-        return answer(_eager.run(describe(*arguments, **options), in_place=in_place))
+        return wrap_results(_eager.run(lower(*arguments, **options), in_place=in_place))
 
     def xla(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
-        return answer(_xla.run(describe(*arguments, **options)))
+        return wrap_results(_xla.run(lower(*arguments, **options)))
 
     def fake(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
-        call = describe(*arguments, **options)
+        call = lower(*arguments, **options)
         device = call.device()
-        _refuse_openxla(call.target, device)
-        call.check()
-        return answer([None if r is None else torch.empty(r.shape, dtype=r.dtype, device=device) for r in call.results])
+        _reject_openxla(call.target, device)
+        call.validate()
+        results = [None if r is None else torch.empty(r.shape, dtype=r.dtype, device=device) for r in call.results]
+        return wrap_results(results)
 
     library.impl(operator, eager, "CPU")
     library.impl(operator, eager, "CUDA")
-    refuse = _no_gradient(name, instead)
+    no_gradient = _no_gradient(name, alternative)
     if in_place and not schema.endswith("-> ()"):
         packet = getattr(getattr(torch.ops, namespace), base)
-        _in_place.refuse_gradients(library, operator, getattr(packet, overload or "default"), refuse)
+        _in_place.reject_gradients(library, operator, getattr(packet, overload or "default"), no_gradient)
     elif not in_place:
         library.impl(operator, xla, "XLA")
-        context = remember or _remember_device
-        torch.library.register_autograd(name, backward or refuse, setup_context=context, lib=library)
+        setup_context = setup_context or _save_device
+        torch.library.register_autograd(name, backward or no_gradient, setup_context=setup_context, lib=library)
     torch.library.register_fake(name, fake, lib=library)
 
 
-def _refuse_openxla(target: str, device: torch.device) -> None:
-    """CUDA tensors under ``backend="openxla"``: torch_xla would compile nothing, and only warn."""
+def _reject_openxla(target: str, device: torch.device) -> None:
+    """Raise ValueError for CUDA tensors under ``backend="openxla"``: torch_xla would warn and compile nothing."""
     if device.type != "cuda" or "torch_xla" not in sys.modules:
         return
     from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -106,7 +107,7 @@ def _refuse_openxla(target: str, device: torch.device) -> None:
     try:
         backend = InstructionTranslator.current_tx().output.compiler_fn
     except AttributeError:
-        # Nothing is traced by Dynamo now.
+        # Dynamo is not tracing.
         return
     if getattr(backend, "_compiler_name", None) == "openxla":
         raise ValueError(
@@ -115,23 +116,24 @@ def _refuse_openxla(target: str, device: torch.device) -> None:
         )
 
 
-def _remember_device(ctx: Any, inputs: Sequence[Any], output: Any) -> None:  # noqa: ANN401
+def _save_device(ctx: Any, inputs: Sequence[Any], output: Any) -> None:  # noqa: ANN401
     ctx.device = next(x.device for x in inputs if isinstance(x, torch.Tensor))
 
 
-def _no_gradient(name: str, instead: str) -> Callable[..., Any]:
-    ways = "detach the operands, or use torch.no_grad()"
-    if instead:
-        ways = f"use {instead}, {ways}"
+def _no_gradient(name: str, alternative: str) -> Callable[..., Any]:
+    """A backward function that raises NotImplementedError."""
+    advice = "detach the operands, or use torch.no_grad()"
+    if alternative:
+        advice = f"use {alternative}, {advice}"
 
     def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: ANN401
-        raise NotImplementedError(f"{name}: its gradient is not built yet on {ctx.device}; {ways}")
+        raise NotImplementedError(f"{name}: its gradient is not built yet on {ctx.device}; {advice}")
 
     return backward
 
 
 def scale_tensor(scale: torch.Tensor | float | None, like: torch.Tensor) -> torch.Tensor | None:
-    """A scale as a tensor beside `like`."""
+    """A scale as a tensor on the device of `like`."""
     if scale is None or isinstance(scale, torch.Tensor):
         return scale
     return torch.full((1,), scale, dtype=torch.float32, device=like.device)

@@ -1,4 +1,4 @@
-"""Calls on torch's own tensors, on the CPU and on CUDA's current stream."""
+"""Eager calls, on the CPU or on the current stream of a CUDA device."""
 
 import contextlib
 import logging
@@ -11,114 +11,114 @@ from .._library import Action, Request, ShapeAndDtype, View
 from ._call import DTYPES, Call, Result
 
 _LOG = logging.getLogger("xla_attention.torch")
-_MOST_KNOWN = 256
+_CACHE_SIZE = 256
 
 
-# The bytes from a tensor's first to its last, and whether all of them are its own; None where it has none.
+# The distance in bytes from a tensor's first to its last, and whether it is dense; None for a tensor without elements.
 Extent = tuple[int, bool] | None
 
 
-class _Known(threading.local):
-    """Requests by all that they describe, the last used one last: making one takes longer than a small kernel.
+class _RequestCache(threading.local):
+    """Requests, keyed by all that they describe, most recently used last. Making one takes longer than a small kernel.
 
-    With each the extents of its operands, if it writes to some.
+    Each comes with the extents of its operands, if it writes to some.
     """
 
     def __init__(self) -> None:
         self.requests: dict[tuple, tuple[Request, list[Extent]]] = {}
 
 
-_KNOWN = _Known()
+_CACHE = _RequestCache()
 
 
 def run(call: Call, *, in_place: bool = False) -> list[torch.Tensor | None]:
-    """Carry a call out.
+    """Run a call.
 
     Parameters
     ----------
     call
-        What to compute.
+        The call.
     in_place
-        Results that alias an operand are written to the operand's own memory; otherwise to new memory.
+        Whether results that alias an operand are written to the operand's memory, or to new memory.
 
     Returns
     -------
     list of Tensor
-        As ``call.results``; on CUDA they are ready when the current stream is.
+        One per ``call.results``; on CUDA, the work is enqueued on the current stream.
 
     Raises
     ------
     ValueError
-        As `Call.check` says; or an operand that is written to overlaps itself or another.
+        The call is invalid, or an operand that is written overlaps itself or another.
     """
     device = call.device()
     written = call.aliases.values() if in_place else ()
     operands = [t if i in written else _readable(call, i, name, t) for i, (name, t) in enumerate(call.operands.items())]
-    places = [None if t is None else (t.shape, t.stride(), t.dtype) for t in operands]
-    key = (call.target, device, in_place, *places, *call.results, call.workspace, *call.attributes.values())
-    # Taken out while it is in use: a signal handler, a finaliser or a trace function may make the same call meanwhile.
-    request, extents = _KNOWN.requests.pop(key, (None, []))
+    layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in operands]
+    key = (call.target, device, in_place, *layouts, *call.results, call.workspace, *call.attributes.values())
+    # It leaves the cache while in use: a signal handler, finaliser or trace function may make the same call meanwhile.
+    request, extents = _CACHE.requests.pop(key, (None, []))
     is_new = request is None
     if is_new:
-        call.check()
+        call.validate()
         extents = [_extent(t) for t in operands] if written else []
     addresses = _addresses(operands)
     for index in written:
         if is_new:
-            _refuse_repeats(call, index, operands[index])
-        _refuse_overlap(call, index, addresses, extents)
+            _reject_internal_overlap(call, index, operands[index])
+        _reject_overlap(call, index, addresses, extents)
     results = [
         operands[call.aliases[i]] if in_place and i in call.aliases else _new(result, device)
         for i, result in enumerate(call.results)
     ]
-    # The CPU uses no workspace.
-    wants_workspace = call.workspace is not None and device.type == "cuda"
-    outputs = [*results, _new(call.workspace.result(call.target), device)] if wants_workspace else results
+    # The CPU ignores the workspace.
+    has_workspace = call.workspace is not None and device.type == "cuda"
+    outputs = [*results, _new(call.workspace.result(call.target), device)] if has_workspace else results
     if is_new:
         request = Request(call.target, _views(operands), _views(outputs), call.attributes)
-    request.place(addresses, _addresses(outputs))
-    with _on(device) as stream:
+    request.set_addresses(addresses, _addresses(outputs))
+    with _current_stream(device) as stream:
         if stream is None:
-            request.take(Action.RUN_ON_CPU)
+            request.run(Action.RUN_ON_CPU)
         else:
             if is_new:
-                request.take(Action.PREPARE_CUDA)
-            request.take(Action.LAUNCH_CUDA, stream)
+                request.run(Action.PREPARE_CUDA)
+            request.run(Action.LAUNCH_CUDA, stream)
     for index in written:
         if not operands[index].is_inference():
-            # If some gradient needs the tensor as it was, torch then says that it has been changed.
+            # Autograd then detects that a tensor which it saved for the backward pass has been modified.
             torch.autograd.graph.increment_version(operands[index])
-    _KNOWN.requests[key] = request, extents
-    while len(_KNOWN.requests) > _MOST_KNOWN:
-        # `list` is one step, into which no other call of this thread can come; an OrderedDict crashes when one does.
-        _KNOWN.requests.pop(list(_KNOWN.requests)[0], None)  # noqa: RUF015
+    _CACHE.requests[key] = request, extents
+    while len(_CACHE.requests) > _CACHE_SIZE:
+        # A call of a signal handler cannot interrupt `list(dict)`. It can interrupt an OrderedDict, which then crashes.
+        _CACHE.requests.pop(list(_CACHE.requests)[0], None)  # noqa: RUF015
     return results
 
 
 @contextlib.contextmanager
-def _on(device: torch.device) -> Iterator[int | None]:
-    """On CUDA, make the device current; gives its current stream."""
+def _current_stream(device: torch.device) -> Iterator[int | None]:
+    """Make a CUDA device current; yields its current stream, None on the CPU."""
     if device.type != "cuda":
         yield None
         return
     with torch.cuda.device(device):
-        # Anything that asks the driver makes the device's context current on a thread that is new, such as autograd's.
+        # Any query of the driver makes the context current, which it is not on a new thread such as autograd's.
         torch.cuda.is_current_stream_capturing()
         yield torch.cuda.current_stream().cuda_stream
 
 
 def _readable(call: Call, index: int, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The operand, or a dense copy where its strides are not what the operator reads."""
+    """The operand, or a dense copy where the operator does not support its strides."""
     if tensor is None or tensor.is_contiguous():
         return tensor
-    if index in call.strided and tensor.stride(-1) == 1 and not _repeats(tensor):
+    if index in call.strided and tensor.stride(-1) == 1 and not _has_internal_overlap(tensor):
         return tensor
     _LOG.debug("%s: %s has strides %s and is copied to be dense", call.target, name, tensor.stride())
     return tensor.contiguous()
 
 
-def _repeats(tensor: torch.Tensor) -> bool:
-    """Whether an expanded dimension has several elements in one place."""
+def _has_internal_overlap(tensor: torch.Tensor) -> bool:
+    """Whether an expanded dimension gives several elements one address."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -131,19 +131,19 @@ def _extent(tensor: torch.Tensor | None) -> Extent:
     return (steps + 1) * tensor.element_size(), False
 
 
-def _refuse_repeats(call: Call, index: int, written: torch.Tensor) -> None:
-    """Refuse to write to a tensor that has several elements in one place, as torch's own operators do."""
-    if written.numel() and not written.is_contiguous() and _repeats(written):
+def _reject_internal_overlap(call: Call, index: int, written: torch.Tensor) -> None:
+    """Raise ValueError for a written tensor in which several elements share an address, as torch's operators do."""
+    if written.numel() and not written.is_contiguous() and _has_internal_overlap(written):
         raise ValueError(
             f"{call.target}: {list(call.operands)[index]} is written to and has strides {written.stride()}, with "
             "several elements in one place; expected each in its own: clone() it first"
         )
 
 
-def _refuse_overlap(call: Call, index: int, addresses: Sequence[int], extents: Sequence[Extent]) -> None:
-    """Refuse to write to an operand that has elements of another, as torch's own operators do.
+def _reject_overlap(call: Call, index: int, addresses: Sequence[int], extents: Sequence[Extent]) -> None:
+    """Raise ValueError for a written operand that shares memory with another, as torch's operators do.
 
-    Tensors with gaps that lie between one another's elements, such as ``kv[:, 0]`` and ``kv[:, 1]``, are allowed.
+    Strided tensors may interleave, such as ``kv[:, 0]`` and ``kv[:, 1]``.
     """
     if extents[index] is None:
         return
@@ -155,7 +155,7 @@ def _refuse_overlap(call: Call, index: int, addresses: Sequence[int], extents: S
         stop = begin + extent[0]
         if stop <= first or end <= begin:
             continue
-        # Of two with gaps, torch does not find out either.
+        # As in torch, an overlap of two strided tensors is found only where they begin or end at one address.
         if (
             (is_dense and (first <= begin or stop <= end))
             or (extent[1] and (begin <= first or end <= stop))
@@ -176,7 +176,7 @@ def _views(tensors: Sequence[torch.Tensor | None]) -> list[ShapeAndDtype | View 
 
 
 def _view(tensor: torch.Tensor) -> ShapeAndDtype | View:
-    """The tensor's description. Strides that torch gives a contiguous one mean nothing where there is one element."""
+    """The tensor without its address. A contiguous one has no strides, since those of size 1 may be anything."""
     if tensor.is_contiguous():
         return tensor.shape, DTYPES[tensor.dtype]
     return View(tensor.shape, DTYPES[tensor.dtype], tensor.stride())

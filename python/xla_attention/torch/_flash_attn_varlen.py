@@ -7,14 +7,14 @@ from .._operators import operator
 from .._options import (
     kv_layout_number,
     length_advice,
-    refuse_dropout,
-    refuse_untold_lengths,
-    refuse_values,
+    reject_dropout,
+    require_key_lengths,
+    validate_values,
     window_pair,
 )
 from ._call import Call, Result, Workspace, f32_operand, index_operand, output_dtype, scale_operand
 from ._define import define, scale_tensor
-from ._flash_attn_varlen_bwd import gradients, remember
+from ._flash_attn_varlen_bwd import backward, setup_context
 
 _OPERATOR = operator("xla_gpu_flash_attn_varlen")
 
@@ -53,35 +53,39 @@ def flash_attn_varlen(
     """Attention of a ragged batch of query rows over packed keys, or over the pages of a cache.
 
     Sequence b has the query rows ``cu_seqlens_q[b] : cu_seqlens_q[b + 1]`` and, with packed keys, the key rows
-    ``cu_seqlens_k[b] : cu_seqlens_k[b + 1]``. Names and meaning follow ``flash_attn_varlen_func`` of flash-attn. The
-    operator is ``torch.ops.xla.flash_attn_varlen_op``, which also returns the lse.
+    ``cu_seqlens_k[b] : cu_seqlens_k[b + 1]``. Names and meaning follow ``flash_attn_varlen_func`` of flash-attn;
+    ``docs/semantics.md#flash_attn_varlen`` defines the results, and ``docs/semantics.md#flash_attn_varlen_bwd`` the
+    gradients. The operator is ``torch.ops.xla.flash_attn_varlen_op``, which always returns `softmax_lse` too.
 
     Parameters
     ----------
     q : Tensor
     k, v : Tensor
         ``[Tk, Hkv, D]`` and ``[Tk, Hkv, Dv]``; with a `block_table` ``[P, page_size, Hkv, D]`` and
-        ``[P, page_size, Hkv, Dv]``, or with `kv_layout` one buffer as k, and v None. Of q's dtype; f16 and bf16 queries
-        may also have f8e4m3fn or f8e5m2 keys and values, f8e4m3fn queries have f8e4m3fn ones. On CPU and CUDA pages,
-        rows and heads may be apart, so that ``kv[0], kv[1]`` of one buffer are not copied.
+        ``[P, page_size, Hkv, Dv]``, or with `kv_layout` the one buffer as k, and None as v. Their dtype is that of q;
+        for f16 and bf16 queries it may also be f8e4m3fn or f8e5m2. On CPU and CUDA they may be strided, so that
+        ``kv[0], kv[1]`` of one buffer are not copied.
     cu_seqlens_q, cu_seqlens_k : Tensor
-        ``i32[B + 1]``: where each sequence starts and, last, the end. Without `cu_seqlens_k`, keys are packed like the
-        queries, or, with a `block_table`, `seqused_k` tells how many there are. With both, it is not read.
+        ``i32[B + 1]``: the first row of each sequence and, last, the end. `cu_seqlens_k` defaults to `cu_seqlens_q`
+        for packed keys. With a `block_table`, `seqused_k` has the number of keys per sequence; without `seqused_k` it
+        is ``cu_seqlens_k[b + 1] - cu_seqlens_k[b]``.
     max_seqlen_q, max_seqlen_k : int
-        Lengths of the longest sequences, 0 for unknown: advice that chooses tile sizes, rounded up to a power of two.
+        Lengths of the longest sequences, 0 for unknown, rounded up to a power of two. They only choose kernels and tile
+        sizes: results do not depend on them.
     softmax_scale : float, optional
         ... ``D ** -0.5`` by default.
     causal : bool
     window : (int, int)
-        How many keys before and after its own position a query sees; -1 is all of them.
+        How many keys before and after its own position a query sees; -1 for no limit.
     softcap : float
-        ... 0 is off.
+        ... 0 switches it off.
     seqused_q : Tensor, optional
     seqused_k : Tensor, optional
     block_table : Tensor, optional
     kv_layout : str, optional
-        One buffer holds K and V: ``"interleaved"`` ``[P, page_size, 2*Hkv, D]``, ``"stacked"``
-        ``[2, P, page_size, Hkv, D]``, ``"per_page"`` ``[P, 2, page_size, Hkv, D]``. Needs a `block_table`.
+        The layout of a cache with K and V in one buffer: ``"interleaved"`` ``[P, page_size, 2*Hkv, D]`` with K of head
+        h at 2h and V at 2h+1, ``"stacked"`` ``[2, P, page_size, Hkv, D]``, ``"per_page"``
+        ``[P, 2, page_size, Hkv, D]``. Needs a `block_table`.
     leftpad_k : Tensor, optional
     alibi_slopes : Tensor, optional
     sinks : Tensor, optional
@@ -90,24 +94,24 @@ def flash_attn_varlen(
     v_scale : Tensor or float, optional
     top_left : bool
     deterministic : bool
-        Asks for a deterministic gradient; the result itself always is.
+        Whether the gradients have to be deterministic; the results always are.
     batch_invariant : bool
     return_lse : bool
-        Return the logarithm of the softmax denominators as well.
+        Whether to return `softmax_lse` too.
     out_dtype : torch.dtype, optional
-        bf16 (the default) or f16 with f8e4m3fn queries; otherwise q's dtype and nothing else.
-        Hopper multiplies long f8e4m3fn sequences of D 128 and 256 as they are, weights included: `out` is off by some
-        2 % then, a log-sum-exp by up to 5e-4.
+        bf16 (the default) or f16 for f8e4m3fn queries; otherwise only q's dtype. For long f8e4m3fn sequences
+        with D 128 or 256, Hopper multiplies 8-bit numbers on tensor cores: the error of `out` is then about 2 %, that
+        of `softmax_lse` up to 5e-4 (``docs/semantics.md#fp8-queries``).
     dropout_p : float
-        0.0; there is no dropout.
+        Has to be 0, there is no dropout; flash-attn has this argument.
 
     Returns
     -------
     out : Tensor
         ``[Tq, Hq, Dv]``. Rows that see no key, and rows that belong to no sequence, are 0.
     softmax_lse : Tensor
-        ``f32[Hq, Tq]``, natural logarithm; -inf for such rows (the sink's logit where a row of a sequence sees only
-        that). Only with ``return_lse=True``.
+        ``f32[Hq, Tq]``: natural logarithm of the softmax denominators, sinks included; -inf for rows that see neither a
+        key nor a sink. Only with ``return_lse=True``.
 
     Raises
     ------
@@ -124,10 +128,10 @@ def flash_attn_varlen(
     >>> flash_attn_varlen(q, k, v, torch.tensor([0, 3, 5]), causal=True).shape
     torch.Size([5, 4, 64])
     """
-    refuse_dropout(dropout_p)
-    refuse_values(v, kv_layout, "a tensor")
+    reject_dropout(dropout_p)
+    validate_values(v, kv_layout, "a tensor")
     if cu_seqlens_k is None:
-        refuse_untold_lengths(block_table, seqused_k)
+        require_key_lengths(block_table, seqused_k)
         cu_seqlens_k = cu_seqlens_q if block_table is None else cu_seqlens_q.new_empty(0)
     out, lse = torch.ops.xla.flash_attn_varlen_op(
         q,
@@ -157,7 +161,7 @@ def flash_attn_varlen(
     return (out, lse) if return_lse else out
 
 
-def _describe(
+def _lower(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -239,8 +243,8 @@ define(
     f"int window_left, int window_right, float softcap, {_OPERATOR.optional_tensors()}, bool top_left=False, "
     "bool deterministic=False, bool batch_invariant=False, str? kv_layout=None, ScalarType? out_dtype=None) "
     "-> (Tensor, Tensor)",
-    _describe,
+    _lower,
     tuple,
-    backward=gradients,
-    remember=remember,
+    backward=backward,
+    setup_context=setup_context,
 )

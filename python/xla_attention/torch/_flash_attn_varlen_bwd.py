@@ -1,4 +1,4 @@
-"""The gradients of flash_attn_varlen in torch: an operator of its own, which autograd calls."""
+"""The gradients of flash_attn_varlen in torch: the backward operator, and the autograd rule that calls it."""
 
 import functools
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .._operators import operator
-from .._options import gradient_refusal, length_advice
+from .._options import length_advice, unsupported_gradient
 from ._call import Call, Result, Workspace, f32_operand, index_operand
 from ._define import define
 
@@ -28,43 +28,43 @@ _TENSORS = (
 
 @functools.cache
 def _arguments() -> tuple[str, ...]:
-    """Of torch.ops.xla.flash_attn_varlen_op, in its order."""
+    """The argument names of torch.ops.xla.flash_attn_varlen_op, in order."""
     return tuple(argument.name for argument in torch.ops.xla.flash_attn_varlen_op.default._schema.arguments)
 
 
-def remember(ctx: Any, inputs: Sequence[Any], output: Sequence[torch.Tensor]) -> None:  # noqa: ANN401
-    """Put into the context what `gradients` needs."""
-    given = dict(zip(_arguments(), inputs, strict=False))
+def setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[torch.Tensor]) -> None:  # noqa: ANN401
+    """Save in the context what `backward` needs."""
+    arguments = dict(zip(_arguments(), inputs, strict=False))
     ctx.set_materialize_grads(False)
-    ctx.given = {name: x for name, x in given.items() if not isinstance(x, torch.Tensor)}
-    ctx.refused = _refusal(given)
-    ctx.save_for_backward(*(given.get(name) for name in _TENSORS), *output)
+    ctx.options = {name: x for name, x in arguments.items() if not isinstance(x, torch.Tensor)}
+    ctx.unsupported = _unsupported_gradient(arguments)
+    ctx.save_for_backward(*(arguments.get(name) for name in _TENSORS), *output)
 
 
-def _refusal(given: dict[str, Any]) -> str | None:
-    """What of a call has no gradient."""
-    refused = gradient_refusal(
-        in_pages=given.get("block_table") is not None or given.get("kv_layout") is not None,
-        is_scaled=any(given.get(name) is not None for name in ("q_scale", "k_scale", "v_scale")),
+def _unsupported_gradient(arguments: dict[str, Any]) -> str | None:
+    """Why the call has no gradient, see `unsupported_gradient`."""
+    unsupported = unsupported_gradient(
+        in_pages=arguments.get("block_table") is not None or arguments.get("kv_layout") is not None,
+        is_scaled=any(arguments.get(name) is not None for name in ("q_scale", "k_scale", "v_scale")),
     )
-    if refused is not None:
-        return refused
-    if given["q"].dtype.itemsize == 1 or given["k"].dtype.itemsize == 1:
+    if unsupported is not None:
+        return unsupported
+    if arguments["q"].dtype.itemsize == 1 or arguments["k"].dtype.itemsize == 1:
         return "of 8-bit floats; there are gradients of f32, f16 and bf16"
-    slopes = given.get("alibi_slopes")
+    slopes = arguments.get("alibi_slopes")
     return "of alibi_slopes; detach them" if slopes is not None and slopes.requires_grad else None
 
 
-def gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
     """The gradients of all arguments of flash_attn_varlen_op."""
-    if ctx.refused:
-        raise NotImplementedError(f"flash_attn_varlen: there is no gradient {ctx.refused}")
+    if ctx.unsupported:
+        raise NotImplementedError(f"flash_attn_varlen: there is no gradient {ctx.unsupported}")
     *tensors, out, lse = ctx.saved_tensors
     saved = dict(zip(_TENSORS, tensors, strict=True))
-    at = _arguments().index("sinks")
-    # Arguments at the end that were not given are not counted.
-    if not any(ctx.needs_input_grad[at : at + 1]):
-        saved["sinks"] = None  # the log-sum-exps hold them
+    sinks = _arguments().index("sinks")
+    # `needs_input_grad` ends with the last argument that was given.
+    if not any(ctx.needs_input_grad[sinks : sinks + 1]):
+        saved["sinks"] = None  # the log-sum-exps include them
     names = ("max_seqlen_q", "max_seqlen_k", "softmax_scale", "is_causal", "window_left", "window_right", "softcap")
     dq, dk, dv, dsinks = torch.ops.xla_gpu.flash_attn_varlen_bwd(
         torch.zeros_like(out) if dout is None else dout,
@@ -72,19 +72,19 @@ def gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
         out,
         lse,
         *(saved[name] for name in ("cu_seqlens_q", "cu_seqlens_k")),
-        *(ctx.given[name] for name in names),
+        *(ctx.options[name] for name in names),
         *(saved[name] for name in ("seqused_k", "seqused_q", "leftpad_k", "alibi_slopes", "sinks")),
         dlse,
-        ctx.given.get("top_left", False),
-        ctx.given.get("deterministic", False),
+        ctx.options.get("top_left", False),
+        ctx.options.get("deterministic", False),
     )
-    found: list[torch.Tensor | None] = [dq, dk, dv] + [None] * (len(_arguments()) - 3)
+    grads: list[torch.Tensor | None] = [dq, dk, dv] + [None] * (len(_arguments()) - 3)
     if saved["sinks"] is not None:
-        found[at] = dsinks.to(saved["sinks"].dtype)
-    return tuple(found[: len(ctx.needs_input_grad)])
+        grads[sinks] = dsinks.to(saved["sinks"].dtype)
+    return tuple(grads[: len(ctx.needs_input_grad)])
 
 
-def _describe(
+def _lower(
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -159,6 +159,6 @@ define(
     f"int window_left, int window_right, float softcap, {_OPERATOR.optional_tensors()}, bool top_left=False, "
     "bool deterministic=False) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    _describe,
+    _lower,
     tuple,
 )

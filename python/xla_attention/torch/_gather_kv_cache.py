@@ -4,7 +4,7 @@ import torch
 
 from .._documentation import documented
 from .._operators import operator
-from .._options import kv_layout_number, refuse_layout_of_two
+from .._options import kv_layout_number, reject_kv_layout
 from ._call import Call, Result, index_operand, scale_operand
 from ._define import define, scale_tensor
 
@@ -26,24 +26,25 @@ def gather_kv_cache(
     """Copy the keys and values of sequences out of a paged cache into packed rows, those of a sequence in order.
 
     The inverse of `kv_cache_update`: for exporting a prefix, for attention over a long context in chunks
-    (`flash_attn_varlen` over what is gathered, then `merge_attention_states`), and for looking at a cache.
+    (`flash_attn_varlen` over the gathered rows, then `merge_attention_states`), and for inspecting a cache.
+    ``docs/semantics.md#gather_kv_cache`` defines the result.
 
     Parameters
     ----------
     kv_cache : Tensor or pair of Tensors
-        K and V in one buffer, see `kv_layout`; or K and V apart, ``[P, page_size, Hkv, D]`` and
+        K and V in one buffer, see `kv_layout`; or in two, ``[P, page_size, Hkv, D]`` and
         ``[P, page_size, Hkv, Dv]``. f16, bf16, f32, ``float8_e4m3fn`` or ``float8_e5m2``.
     block_tables : Tensor
     context_lens : Tensor
     capacity : int
-        N, the rows of the results. Tokens for which there is no room are left out; rows that no token takes are 0.
+        N, the number of rows of the results. Tokens beyond it are dropped; rows after the last token are 0.
     dtype : torch.dtype, optional
-        Of keys and values: that of the cache, which is the default, or of an 8-bit cache f16, bf16 (the default there)
-        or f32.
+        The dtype of keys and values: by default that of the cache, or bf16 for an 8-bit cache, whose keys and values
+        may also be f16 or f32.
     k_scale : Tensor or float, optional
-        ... The scale of the same name of `kv_cache_update`.
+        ... The scale that `kv_cache_update` was given.
     v_scale : Tensor or float, optional
-        ... The scale of the same name of `kv_cache_update`.
+        ... The scale that `kv_cache_update` was given.
     kv_layout : str, optional
         Of a cache in one buffer: ``"interleaved"`` (the default), ``[P, page_size, 2*Hkv, D]`` with K of head h at
         index 2h and V at 2h+1; ``"stacked"``, ``[2, P, page_size, Hkv, D]``; ``"per_page"``,
@@ -56,7 +57,14 @@ def gather_kv_cache(
     values : Tensor
         ``[N, Hkv, Dv]``
     cu_seqlens : Tensor
-        ``i32[S+1]``: the first row of each sequence and, last, the end; N at most.
+        ``i32[S+1]``: the first row of each sequence and, last, the end; at most N.
+
+    Raises
+    ------
+    ValueError
+        Shapes, dtypes or devices do not fit together; the text names the operand.
+    NotImplementedError
+        A head dimension that there is no kernel for.
 
     Examples
     --------
@@ -73,14 +81,14 @@ def gather_kv_cache(
         kv_layout = kv_layout or "interleaved"
     else:
         k_cache, v_cache = kv_cache
-        refuse_layout_of_two(kv_layout)
+        reject_kv_layout(kv_layout)
     scales = scale_tensor(k_scale, k_cache), scale_tensor(v_scale, k_cache)
     return torch.ops.xla_gpu.gather_kv_cache(
         k_cache, v_cache, block_tables, context_lens, capacity, *scales, kv_layout, dtype
     )
 
 
-def _describe(
+def _lower(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_tables: torch.Tensor,
@@ -120,7 +128,7 @@ define(
     "xla_gpu::gather_kv_cache",
     f"({_OPERATOR.required_tensors()}, SymInt capacity, {_OPERATOR.optional_tensors()}, str? kv_layout=None, "
     "ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
-    _describe,
+    _lower,
     tuple,
-    instead="the cache indexed by page and offset",
+    alternative="the cache indexed by page and offset",
 )

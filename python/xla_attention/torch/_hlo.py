@@ -1,8 +1,8 @@
-"""A typed custom call as an XLA computation, encoded by hand.
+"""A serialised HLO module whose entry is one typed custom call.
 
-torch_xla's own `_xla_custom_call` leaves the attributes and the results out of its graph hash, so that a second
-configuration runs the first one's program, and tells XLA no layouts, so that a GPU hands a transposed operand over as
-it lies. A computation is hashed as a whole, and this one fixes row-major layouts, as JAX does.
+It replaces torch_xla's `_xla_custom_call`, which has two faults. Its graph hash omits attributes and results, so that a
+call with other attributes runs the program of the first; and it sets no layouts, so that on GPUs a transposed operand
+arrives transposed. torch_xla hashes a computation as a whole, and this one has row-major layouts, as JAX's calls have.
 
 Field numbers are those of xla/service/hlo.proto and xla/xla_data.proto.
 """
@@ -19,8 +19,8 @@ Type = tuple[tuple[int, ...], torch.dtype]
 _EMPTY: Type = ((0,), torch.float32)
 
 
-def dictionary(attributes: Mapping[str, np.generic]) -> str:
-    """Attributes as the text of an MLIR dictionary; f32 by their bits, which are exact and always parse."""
+def mlir_dictionary(attributes: Mapping[str, np.generic]) -> str:
+    """Attributes as the text of an MLIR dictionary; f32 in hexadecimal, which is exact and parses for every value."""
     return "{" + ", ".join(f"{name} = {_value(value)}" for name, value in sorted(attributes.items())) + "}"
 
 
@@ -39,36 +39,38 @@ def module(
     config: str,
     aliases: Mapping[int, int],
 ) -> bytes:
-    """An HloModuleProto whose entry takes the operands that are there, **last one first**, and calls the target.
+    """An HloModuleProto whose entry calls the target; its parameters are the operands that are not None, **reversed**.
 
-    torch_xla numbers a graph's parameters from the last operand, and XLA pairs donated buffers with results of the same
-    size in order; numbered backwards, each cache meets its own result.
+    torch_xla numbers a graph's parameters from the last operand, and XLA pairs donated buffers with results of equal
+    size in order. With reversed parameters, a cache is paired with its own result.
 
     Parameters
     ----------
     target
         The custom call's target name.
     operands
-        Shape and dtype of each, None for one that is left out: a constant without an element.
+        Shape and dtype of each; one that is None becomes a constant without elements.
     results
         Shape and dtype of each.
     config
-        The attributes, see `dictionary`.
+        The attributes, see `mlir_dictionary`.
     aliases
-        Operand by result, for results that are the operand, updated.
+        From the index of a result to that of the operand that it updates.
     """
     shapes = [_array(*(operand or _EMPTY)) for operand in operands]
-    given = [index for index, operand in enumerate(operands) if operand is not None]
+    parameters = [index for index, operand in enumerate(operands) if operand is not None]
     outputs = [_array(*result) for result in results]
     root_shape = outputs[0] if len(outputs) == 1 else _number(2, _TUPLE) + b"".join(_bytes(4, s) for s in outputs)
     instructions = []
     for index, shape in enumerate(shapes):
-        # XlaBuilder wants names that end in the instruction's number.
+        # XlaBuilder needs names that end in the instruction's id.
         head = _bytes(1, f"operand.{index + 1}") + _bytes(3, shape) + _number(35, index + 1)
         if operands[index] is None:
             instructions.append(head + _bytes(2, "constant") + _bytes(8, _bytes(1, shape)))
         else:
-            instructions.append(head + _bytes(2, "parameter") + _number(9, len(given) - 1 - given.index(index)))
+            instructions.append(
+                head + _bytes(2, "parameter") + _number(9, len(parameters) - 1 - parameters.index(index))
+            )
     root = len(shapes) + 1
     call = _bytes(1, f"call.{root}") + _bytes(2, "custom-call") + _bytes(3, root_shape) + _bytes(28, target)
     call += _number(35, root) + _packed(36, range(1, root)) + _bytes(43, config)
@@ -76,9 +78,8 @@ def module(
     for result, operand in aliases.items():
         call += _bytes(74, (_packed(1, [result]) if len(outputs) > 1 else b"") + _number(2, operand))
     instructions.append(call + _number(77, _TYPED_FFI))
-    parameters = b"".join(_bytes(1, shapes[index]) for index in reversed(given))
-    names = b"".join(_bytes(3, f"p{index}") for index in range(len(given)))
-    program = parameters + _bytes(2, root_shape) + names
+    program = b"".join(_bytes(1, shapes[index]) for index in reversed(parameters)) + _bytes(2, root_shape)
+    program += b"".join(_bytes(3, f"p{index}") for index in range(len(parameters)))
     name = f"xla_attention.{root + 1}"
     body = b"".join(_bytes(2, instruction) for instruction in instructions)
     computation = _bytes(1, name) + body + _bytes(4, program) + _number(5, root + 1) + _number(6, root)

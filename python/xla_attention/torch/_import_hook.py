@@ -1,6 +1,6 @@
-"""Registration with torch_xla as soon as both are imported, in either order.
+"""An import hook that registers the handlers with torch_xla when it is imported.
 
-Importing torch_xla from here would cost every user of torch 2.6 s, and it changes the whole process: ``XLA_FLAGS``,
+Importing torch_xla from here would cost every user of torch 2.6 s, and changes the whole process: ``XLA_FLAGS``,
 ``PJRT_DEVICE``, logging, and Dynamo's dynamic shapes.
 """
 
@@ -18,7 +18,7 @@ _NAME = "torch_xla"
 
 
 def register_once_imported() -> None:
-    """Register the handlers with torch_xla: now if it is imported, otherwise right after it is."""
+    """Register the handlers with torch_xla: now if it is imported already, otherwise right after its import."""
     if _NAME in sys.modules:
         _register()
     else:
@@ -26,7 +26,7 @@ def register_once_imported() -> None:
 
 
 def _register() -> None:
-    """Register; the log tells of a runtime that takes no handlers, and the first call that needs them raises."""
+    """Register, and log an error instead of raising it: the first call on an XLA tensor raises."""
     try:
         register_with_cpu_client()
     except (ImportError, RuntimeError) as error:
@@ -34,7 +34,7 @@ def _register() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds torch_xla where the other finders do, with a loader that registers afterwards."""
+    """Finds torch_xla through the other finders, and wraps its loader."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -49,7 +49,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads a module by its own loader, which the module keeps, and then registers."""
+    """Loads the module with the wrapped loader, which becomes the module's loader, and then registers the handlers."""
 
     def __init__(self, loader: importlib.abc.Loader, finder: _Finder) -> None:
         self._loader, self._finder = loader, finder

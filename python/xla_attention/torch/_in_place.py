@@ -1,4 +1,4 @@
-"""What autograd has to know of an operator that writes to operands; torch.library offers nothing for such operators."""
+"""Autograd of operators that mutate operands, for which torch.library has no registration."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,12 @@ import torch
 Backward = Callable[..., Any]
 
 
-def refuse_gradients(
-    library: torch.library.Library, operator: str, op: torch._ops.OpOverload, refuse: Backward
+def reject_gradients(
+    library: torch.library.Library, operator: str, op: torch._ops.OpOverload, no_gradient: Backward
 ) -> None:
-    """Let `refuse` raise where a gradient is asked for through the results.
+    """Register an autograd kernel whose results call `no_gradient`, which raises, in the backward pass.
 
-    What is written carries no gradient: after the call the operand requires one if it did before.
+    A mutated operand has no gradient of the call: it requires a gradient afterwards if it did before.
     """
 
     def autograd(keyset: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
@@ -23,19 +23,19 @@ def refuse_gradients(
         if results is None or not torch.is_grad_enabled() or not torch._C._any_requires_grad(*arguments):
             return results
         operand = next(x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad)
-        return _Refusing.apply(refuse, operand, *(results if isinstance(results, tuple) else (results,)))
+        return _NoGradient.apply(no_gradient, operand, *(results if isinstance(results, tuple) else (results,)))
 
     library.impl(operator, autograd, "Autograd", with_keyset=True)
 
 
-class _Refusing(torch.autograd.Function):
-    """The results, whose gradient is that of `refuse`."""
+class _NoGradient(torch.autograd.Function):
+    """The identity of the results, whose backward function is `no_gradient`."""
 
     @staticmethod
-    def forward(ctx: Any, refuse: Backward, operand: torch.Tensor, *results: torch.Tensor) -> Any:  # noqa: ANN401
-        ctx.device, ctx.refuse = operand.device, refuse
+    def forward(ctx: Any, no_gradient: Backward, operand: torch.Tensor, *results: torch.Tensor) -> Any:  # noqa: ANN401
+        ctx.device, ctx.no_gradient = operand.device, no_gradient
         return results if len(results) > 1 else results[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # noqa: ANN401
-        return ctx.refuse(ctx, *gradients)
+        return ctx.no_gradient(ctx, *gradients)

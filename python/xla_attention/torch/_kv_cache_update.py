@@ -1,14 +1,14 @@
-"""kv_cache_update in torch: functional, and in place."""
+"""kv_cache_update in torch, functional and in place."""
 
 import torch
 
 from .._documentation import documented
 from .._operators import operator
-from .._options import kv_layout_number, refuse_layout_of_two
+from .._options import kv_layout_number, reject_kv_layout
 from ._call import Call, Result, index_operand, scale_operand
 from ._define import define, scale_tensor
 
-_ONE, _SPLIT = operator("xla_gpu_kv_cache_update"), operator("xla_gpu_kv_cache_update_split")
+_OPERATOR, _SPLIT = operator("xla_gpu_kv_cache_update"), operator("xla_gpu_kv_cache_update_split")
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -24,14 +24,15 @@ def kv_cache_update(
     v_scale: torch.Tensor | float | None = None,
     kv_layout: str | None = None,
 ) -> Cache:
-    """A paged cache with the keys and values of new tokens; the cache that is given stays as it is.
+    """Add the keys and values of new tokens to a paged cache, and return the new cache.
 
-    See `update_cache_` for an update in place.
+    The given cache is not modified; `update_cache_` updates in place. ``docs/semantics.md#kv_cache_update`` defines
+    every bit.
 
     Parameters
     ----------
     kv_cache : Tensor or pair of Tensors
-        K and V in one buffer, see `kv_layout`; or K and V apart, ``[P, page_size, Hkv, D]`` and
+        K and V in one buffer, see `kv_layout`; or in two, ``[P, page_size, Hkv, D]`` and
         ``[P, page_size, Hkv, Dv]``. Of the dtype of `key`, or ``float8_e4m3fn`` or ``float8_e5m2``.
     key, value : Tensor
         ``[T, Hkv, D]``, ``[T, Hkv, Dv]``, f16, bf16 or f32; D and Dv multiples of 8 up to 256.
@@ -46,7 +47,14 @@ def kv_cache_update(
     Returns
     -------
     Tensor or pair of Tensors
-        The updated cache, in the form it was given.
+        The updated cache, in the form of `kv_cache`.
+
+    Raises
+    ------
+    ValueError
+        Shapes, dtypes or devices do not fit together; the text names the operand.
+    NotImplementedError
+        A head dimension that there is no kernel for.
 
     Examples
     --------
@@ -61,7 +69,7 @@ def kv_cache_update(
     rows = (key, value, slot_mapping, scale_tensor(k_scale, key), scale_tensor(v_scale, key))
     if isinstance(kv_cache, torch.Tensor):
         return ops.kv_cache_update(kv_cache, *rows, kv_layout)
-    refuse_layout_of_two(kv_layout)
+    reject_kv_layout(kv_layout)
     return ops.kv_cache_update_split(*kv_cache, *rows)
 
 
@@ -77,10 +85,10 @@ def update_cache_(
 ) -> None:
     """Write the keys and values of new tokens into a paged cache, in place on every device.
 
-    Takes what `kv_cache_update` takes. On CPU and CUDA the cache is written to directly, also under
-    ``torch.compile(backend="inductor")``. On XLA the graph gives its buffer to the result, so that no copy of the cache
-    is made: ``cache.copy_`` of the updated cache, and under ``torch.compile(backend="openxla")`` the cache is marked as
-    a donor as well.
+    Arguments and errors are those of `kv_cache_update`. On CPU and CUDA the kernel writes to the cache, also under
+    ``torch.compile(backend="inductor")``. On XLA it is ``cache.copy_`` of the updated cache, which takes over the
+    cache's buffer, so that nothing is copied; under ``torch.compile(backend="openxla")`` the cache is therefore marked
+    as a buffer donor.
 
     Examples
     --------
@@ -104,23 +112,23 @@ def update_cache_(
     if len(caches) == 1:
         ops.kv_cache_update_(*caches, *rows, kv_layout)
     else:
-        refuse_layout_of_two(kv_layout)
+        reject_kv_layout(kv_layout)
         ops.kv_cache_update_split_(*caches, *rows)
 
 
 def donate(*caches: torch.Tensor) -> None:
-    """Let compiled code give the buffers of XLA tensors to its results; elsewhere `copy_` alone does so."""
+    """Mark XLA tensors as buffer donors in compiled code; elsewhere, `copy_` into a tensor donates its buffer."""
     if torch.compiler.is_compiling():
         for cache in caches:
             torch.ops.xla.dynamo_set_buffer_donor_(cache, True)
 
 
 def slots(slot_mapping: torch.Tensor) -> torch.Tensor:
-    """Slots as the library reads them: i32 or i64."""
+    """Slots as i32 or i64, which the target takes."""
     return index_operand("slot_mapping", slot_mapping, keep=(torch.int32, torch.int64))
 
 
-def _describe(
+def _lower(
     kv_cache: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -130,7 +138,7 @@ def _describe(
     kv_layout: str | None = None,
 ) -> Call:
     return Call(
-        _ONE.target,
+        _OPERATOR.target,
         {"kv_cache": kv_cache, **_rows(key, value, slot_mapping, k_scale, v_scale)},
         (Result(kv_cache.shape, kv_cache.dtype),),
         {"kv_layout": kv_layout_number(kv_layout or "interleaved")},
@@ -138,7 +146,7 @@ def _describe(
     )
 
 
-def _describe_split(
+def _lower_split(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     key: torch.Tensor,
@@ -176,27 +184,27 @@ _LAYOUT = "str? kv_layout=None"
 
 define(
     "xla_gpu::kv_cache_update",
-    f"({_ONE.required_tensors()}, {_ONE.optional_tensors()}, {_LAYOUT}) -> Tensor",
-    _describe,
+    f"({_OPERATOR.required_tensors()}, {_OPERATOR.optional_tensors()}, {_LAYOUT}) -> Tensor",
+    _lower,
     lambda results: results[0],
 )
 define(
     "xla_gpu::kv_cache_update_",
-    f"({_ONE.required_tensors(in_place=True)}, {_ONE.optional_tensors()}, {_LAYOUT}) -> ()",
-    _describe,
+    f"({_OPERATOR.required_tensors(in_place=True)}, {_OPERATOR.optional_tensors()}, {_LAYOUT}) -> ()",
+    _lower,
     lambda _: None,
     in_place=True,
 )
 define(
     "xla_gpu::kv_cache_update_split",
     f"({_SPLIT.required_tensors()}, {_SPLIT.optional_tensors()}) -> (Tensor, Tensor)",
-    _describe_split,
+    _lower_split,
     tuple,
 )
 define(
     "xla_gpu::kv_cache_update_split_",
     f"({_SPLIT.required_tensors(in_place=True)}, {_SPLIT.optional_tensors()}) -> ()",
-    _describe_split,
+    _lower_split,
     lambda _: None,
     in_place=True,
 )

@@ -16,6 +16,8 @@ def merge_attention_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge the attention of the same queries over two disjoint sets of keys into that over both.
 
+    ``docs/semantics.md#merge_attention_states`` defines the result.
+
     Parameters
     ----------
     out_a : Tensor
@@ -30,6 +32,11 @@ def merge_attention_states(
     lse : Tensor
         ``f32[h, n]``; -inf where neither part saw a key.
 
+    Raises
+    ------
+    ValueError
+        Shapes, dtypes or devices do not fit together; the text names the operand.
+
     Examples
     --------
     >>> import torch
@@ -42,7 +49,7 @@ def merge_attention_states(
     return torch.ops.xla_gpu.merge_attention_states(out_a, lse_a, out_b, lse_b)
 
 
-def _describe(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> Call:
+def _lower(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> Call:
     results = (Result(out_a.shape, out_a.dtype), Result(lse_a.shape, torch.float32))
     operands = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     return Call(_OPERATOR.target, operands, results, {})
@@ -51,7 +58,7 @@ def _describe(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse
 define(
     "xla_gpu::merge_attention_states",
     f"({_OPERATOR.required_tensors()}) -> (Tensor, Tensor)",
-    _describe,
+    _lower,
     tuple,
-    instead="one flash_attn_varlen over all keys",
+    alternative="one flash_attn_varlen over all keys",
 )

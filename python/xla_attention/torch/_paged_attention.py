@@ -7,12 +7,12 @@ import torch
 
 from .._documentation import documented
 from .._operators import operator
-from .._options import refuse_window
+from .._options import validate_sliding_window
 from ._call import Call, Result, Workspace, f32_operand, index_operand, output_dtype, scale_operand
 from ._define import define, scale_tensor
 
 _TARGET = "xla_gpu_paged_attention"
-# What has a gradient instead of this.
+# The alternative that has a gradient.
 PACKED = "flash_attn_varlen over packed keys"
 
 
@@ -40,19 +40,20 @@ def paged_attention(
     """Causal attention of a ragged batch of query tokens over a paged key/value cache.
 
     Prefill chunks and decode tokens may be mixed: sequence b has the query rows
-    ``query_start_loc[b] : query_start_loc[b + 1]``, which are the last ones of its ``context_lens[b]`` keys. The keys
-    and values of the new tokens must already be in the cache (`update_cache_`).
+    ``query_start_loc[b] : query_start_loc[b + 1]``, which are the last tokens of its ``context_lens[b]`` keys. The keys
+    and values of the new tokens must already be in the cache (`update_cache_`). ``docs/semantics.md#paged_attention``
+    defines the result.
 
     Parameters
     ----------
     query : Tensor
-        ... On CPU and CUDA rows may be apart.
+        ... On CPU and CUDA it may be strided.
     kv_cache : Tensor
     context_lens : Tensor
     block_tables : Tensor
     query_start_loc : Tensor
     num_seqs : Tensor or int
-        ... An int becomes a constant of an XLA program, which is compiled anew for each value.
+        ... An int becomes a constant of an XLA program, which is recompiled for each value.
     scale : float
     sliding_window : int, optional
     soft_cap : float, optional
@@ -63,19 +64,19 @@ def paged_attention(
     v_scale : Tensor or float, optional
     batch_invariant : bool
     return_lse : bool
-        Return the logarithm of the softmax denominators as well.
+        Whether to return `softmax_lse` too.
     out_dtype : torch.dtype, optional
-        bf16 (the default) or f16 with f8e4m3fn queries; otherwise the query's dtype and nothing else.
-        Hopper multiplies long f8e4m3fn sequences of D 128 and 256 as they are, weights included: `out` is off by some
-        2 % then, a log-sum-exp by up to 5e-4.
+        bf16 (the default) or f16 for f8e4m3fn queries; otherwise only the query's dtype. For long f8e4m3fn sequences
+        with D 128 or 256, Hopper multiplies 8-bit numbers on tensor cores: the error of `out` is then about 2 %, that
+        of `softmax_lse` up to 5e-4 (``docs/semantics.md#fp8-queries``).
 
     Returns
     -------
     out : Tensor
         ``[T, Hq, D]``. Rows that see no key, and rows that belong to no sequence, are 0.
     softmax_lse : Tensor
-        ``f32[Hq, T]``, natural logarithm; -inf for such rows (the sink's logit where a row of a sequence sees only
-        that). Only with ``return_lse=True``.
+        ``f32[Hq, T]``: natural logarithm of the softmax denominators, sinks included; -inf for rows that see neither a
+        key nor a sink. Only with ``return_lse=True``.
 
     Raises
     ------
@@ -132,12 +133,15 @@ def ragged_paged_attention(
 ) -> torch.Tensor:
     """`paged_attention` with the signature of torch_xla 2.9's ``torch.ops.xla.ragged_paged_attention``.
 
+    ``docs/semantics.md#paged_attention`` defines the result.
+
     Parameters
     ----------
     q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sm_scale, sliding_window, soft_cap, k_scale, v_scale
-        As `paged_attention`'s query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs, scale and so on.
+        As query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs, scale and so on of
+        `paged_attention`.
     mask_value, use_kernel, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes
-        Tuning of the TPU kernel; accepted and ignored.
+        Tuning parameters of the TPU kernel; accepted and ignored.
 
     Returns
     -------
@@ -158,7 +162,7 @@ def ragged_paged_attention(
     return paged_attention(*arguments, k_scale=k_scale, v_scale=v_scale)
 
 
-def describe(
+def lower(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     context_lens: torch.Tensor,
@@ -180,8 +184,8 @@ def describe(
     target: str = _TARGET,
     new_tokens: Mapping[str, torch.Tensor] | None = None,
 ) -> Call:
-    """The call of `paged_attention`, or of a target that has further operands, `new_tokens`, after those six."""
-    refuse_window(sliding_window, f"{target}: ")
+    """The call of `paged_attention`, or of `target`, which has the operands `new_tokens` after the first six."""
+    validate_sliding_window(sliding_window, f"{target}: ")
     if not isinstance(num_seqs, torch.Tensor):
         num_seqs = torch.full((1,), num_seqs, dtype=torch.int32, device=query.device)
     dtype = output_dtype(query, out_dtype)
@@ -223,7 +227,7 @@ def describe(
 
 
 def schema(target: str, num_seqs: str, returns: str, *, in_place: bool = False) -> str:
-    """What follows the name of `paged_attention`, or of a target that has more operands; `num_seqs` is its type."""
+    """The arguments and results of `paged_attention`, or of `target`, as a torch schema; `num_seqs` is a type."""
     declared = operator(target)
     required = declared.required_tensors(in_place=in_place).replace("Tensor num_seqs", f"{num_seqs} num_seqs")
     return (
@@ -236,14 +240,14 @@ for _overload, _num_seqs in (("", "Tensor"), (".int", "int")):
     define(
         "xla_gpu::paged_attention" + _overload,
         schema(_TARGET, _num_seqs, "Tensor"),
-        functools.partial(describe, with_lse=False),
+        functools.partial(lower, with_lse=False),
         lambda results: results[0],
-        instead=PACKED,
+        alternative=PACKED,
     )
     define(
         "xla_gpu::paged_attention_with_lse" + _overload,
         schema(_TARGET, _num_seqs, "(Tensor, Tensor)"),
-        functools.partial(describe, with_lse=True),
+        functools.partial(lower, with_lse=True),
         tuple,
-        instead=PACKED,
+        alternative=PACKED,
     )

@@ -1,4 +1,4 @@
-"""paged_attention_update in torch: functional, and in place."""
+"""paged_attention_update in torch, functional and in place."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from .._documentation import documented
 from ._call import Call, Result
 from ._define import define, scale_tensor
 from ._kv_cache_update import donate, slots
-from ._paged_attention import PACKED, describe, schema
+from ._paged_attention import PACKED, lower, schema
 
 _TARGET = "xla_gpu_paged_attention_update"
 
@@ -39,10 +39,10 @@ def paged_attention_update(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention over a paged cache with the keys and values of new tokens in it, and that cache.
+    """Add the keys and values of new tokens to a paged cache and attend over it, in one call.
 
-    The results are those of `kv_cache_update` and then `paged_attention`, bit for bit. The cache that is given stays as
-    it is; `paged_attention_update_` writes to it.
+    The results are those of `kv_cache_update` and then `paged_attention`, bit for bit. The given cache is not modified;
+    `paged_attention_update_` writes to it. ``docs/semantics.md#paged_attention_update`` defines the result.
 
     Parameters
     ----------
@@ -53,8 +53,8 @@ def paged_attention_update(
     key : Tensor
     value : Tensor
     slot_mapping : Tensor
-        ... It is where `block_tables` has the token's key: with another slot, the rows of that sequence, and of any
-        other that reads the slot, are unspecified.
+        ... It has to be the slot where `block_tables` has the token's key: otherwise the rows of that sequence, and of
+        any other that reads the slot, are unspecified.
     scale, sliding_window, soft_cap, alibi_slopes, sinks, q_scale, batch_invariant, return_lse, out_dtype
         As for `paged_attention`.
     k_scale : Tensor or float, optional
@@ -63,11 +63,16 @@ def paged_attention_update(
     Returns
     -------
     out : Tensor
-        ``[T, Hq, D]``, as of `paged_attention`.
+        ``[T, Hq, D]``, see `paged_attention`.
     softmax_lse : Tensor
-        ``f32[Hq, T]``. Only with ``return_lse=True``.
+        ``f32[Hq, T]``, see `paged_attention`. Only with ``return_lse=True``.
     kv_cache : Tensor
         The updated cache, always last.
+
+    Raises
+    ------
+    ValueError, NotImplementedError
+        As for `paged_attention`.
 
     Examples
     --------
@@ -95,10 +100,10 @@ def paged_attention_update_(
     return_lse: bool = False,
     **options: Any,  # noqa: ANN401
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`paged_attention_update` into the cache that is given, on every device; returns ``out``, or ``out, softmax_lse``.
+    """`paged_attention_update` in place on every device; returns ``out``, or ``out, softmax_lse``.
 
-    Takes what `paged_attention_update` takes. As with `update_cache_`, the cache is written to directly on CPU and
-    CUDA, also under ``torch.compile(backend="inductor")``, and on XLA the graph gives its buffer to the result.
+    Arguments and errors are those of `paged_attention_update`. As with `update_cache_`, the kernel writes to the cache
+    on CPU and CUDA, also under ``torch.compile(backend="inductor")``, and on XLA the cache's buffer is donated.
 
     Examples
     --------
@@ -112,9 +117,9 @@ def paged_attention_update_(
     """
     if kv_cache.device.type == "xla":
         donate(kv_cache)
-        *found, updated = paged_attention_update(query, kv_cache, *rest, return_lse=return_lse, **options)
+        *results, updated = paged_attention_update(query, kv_cache, *rest, return_lse=return_lse, **options)
         kv_cache.copy_(updated)
-        return tuple(found) if return_lse else found[0]
+        return tuple(results) if return_lse else results[0]
     ops = torch.ops.xla_gpu
     for name in ("q_scale", "k_scale", "v_scale"):
         options[name] = scale_tensor(options.get(name), query)
@@ -122,7 +127,7 @@ def paged_attention_update_(
     return op(query, kv_cache, *rest, **options)
 
 
-def _describe(
+def _lower(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     context_lens: torch.Tensor,
@@ -138,47 +143,47 @@ def _describe(
 ) -> Call:
     sequences = (query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs)
     new_tokens = {"key": key, "value": value, "slot_mapping": slots(slot_mapping)}
-    attention = describe(*sequences, *options, with_lse=with_lse, target=_TARGET, new_tokens=new_tokens, **named)
+    attention = lower(*sequences, *options, with_lse=with_lse, target=_TARGET, new_tokens=new_tokens, **named)
     out, lse = attention.results
     return dataclasses.replace(
         attention,
         results=(out, Result(kv_cache.shape, kv_cache.dtype), lse),
-        # A cache that is not updated in place has to be dense.
+        # Not the cache: one that is copied first, because it is not updated in place, has to be dense.
         strided=(0, 6, 7),
     )
 
 
 _schema = functools.partial(schema, _TARGET)
-_WITHOUT, _WITH_LSE = (functools.partial(_describe, with_lse=with_lse) for with_lse in (False, True))
+_lower_out, _lower_with_lse = (functools.partial(_lower, with_lse=with_lse) for with_lse in (False, True))
 
 for _overload, _num_seqs in (("", "Tensor"), (".int", "int")):
     define(
         "xla_gpu::paged_attention_update" + _overload,
         _schema(_num_seqs, "(Tensor, Tensor)"),
-        _WITHOUT,
+        _lower_out,
         lambda results: (results[0], results[1]),
-        instead=PACKED,
+        alternative=PACKED,
     )
     define(
         "xla_gpu::paged_attention_update_with_lse" + _overload,
         _schema(_num_seqs, "(Tensor, Tensor, Tensor)"),
-        _WITH_LSE,
+        _lower_with_lse,
         lambda results: (results[0], results[2], results[1]),
-        instead=PACKED,
+        alternative=PACKED,
     )
     define(
         "xla_gpu::paged_attention_update_" + _overload,
         _schema(_num_seqs, "Tensor", in_place=True),
-        _WITHOUT,
+        _lower_out,
         lambda results: results[0],
         in_place=True,
-        instead=PACKED,
+        alternative=PACKED,
     )
     define(
         "xla_gpu::paged_attention_update_with_lse_" + _overload,
         _schema(_num_seqs, "(Tensor, Tensor)", in_place=True),
-        _WITH_LSE,
+        _lower_with_lse,
         lambda results: (results[0], results[2]),
         in_place=True,
-        instead=PACKED,
+        alternative=PACKED,
     )

@@ -27,10 +27,11 @@ def rope_kv_cache_update(
     v_scale: torch.Tensor | float | None = None,
     kv_layout: str = "interleaved",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate the queries and keys of new tokens by their positions, and a paged cache with keys and values in it.
+    """Rotate the queries and keys of new tokens by their positions and add keys and values to a paged cache.
 
-    The rotary embedding and `kv_cache_update` in one pass over the rows. The cache that is given stays as it is;
-    ``torch.ops.xla_gpu.rope_kv_cache_update_`` writes to it, on CPU and CUDA, and returns the queries alone.
+    The rotary embedding and `kv_cache_update` in one pass over the rows. The given cache is not modified;
+    ``torch.ops.xla_gpu.rope_kv_cache_update_`` writes to it, on CPU and CUDA, and returns only the queries.
+    ``docs/semantics.md#rope_kv_cache_update`` defines every bit.
 
     Parameters
     ----------
@@ -40,7 +41,7 @@ def rope_kv_cache_update(
     key : Tensor
     value : Tensor
     slot_mapping : Tensor
-        ... The queries of such a token are rotated all the same.
+        ... The queries of a skipped token are rotated too.
     positions : Tensor
     cos_sin : Tensor
     interleaved : bool
@@ -55,6 +56,13 @@ def rope_kv_cache_update(
         ``[T, Hq, D]``, rotated.
     kv_cache : Tensor
         The updated cache.
+
+    Raises
+    ------
+    ValueError
+        Shapes, dtypes or devices do not fit together; the text names the operand.
+    NotImplementedError
+        A head dimension that there is no kernel for.
 
     Examples
     --------
@@ -71,7 +79,7 @@ def rope_kv_cache_update(
     return torch.ops.xla_gpu.rope_kv_cache_update(*rows, interleaved, *scales, kv_layout)
 
 
-def _describe(
+def _lower(
     kv_cache: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -108,13 +116,13 @@ _OPTIONS = f"bool interleaved=False, {_OPERATOR.optional_tensors()}, str? kv_lay
 define(
     "xla_gpu::rope_kv_cache_update",
     f"({_OPERATOR.required_tensors()}, {_OPTIONS}) -> (Tensor, Tensor)",
-    _describe,
+    _lower,
     lambda results: (results[1], results[0]),
 )
 define(
     "xla_gpu::rope_kv_cache_update_",
     f"({_OPERATOR.required_tensors(in_place=True)}, {_OPTIONS}) -> Tensor",
-    _describe,
+    _lower,
     lambda results: results[1],
     in_place=True,
 )

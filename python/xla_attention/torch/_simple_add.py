@@ -1,4 +1,4 @@
-"""simple_add in torch: the example of an operator."""
+"""simple_add in torch, the smallest example of an operator."""
 
 import torch
 
@@ -12,6 +12,8 @@ _OPERATOR = operator("xla_gpu_simple_add")
 def simple_add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``a + b`` of two tensors of one shape and dtype, without broadcasting.
 
+    ``docs/semantics.md#simple_add`` defines the result.
+
     Parameters
     ----------
     a, b : Tensor
@@ -20,7 +22,12 @@ def simple_add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     Returns
     -------
     Tensor
-        Of the same shape and dtype; integers wrap.
+        The sum, of the same shape and dtype; integers wrap.
+
+    Raises
+    ------
+    ValueError
+        Shapes, dtypes or devices differ, or there is no kernel for the dtype.
 
     Examples
     --------
@@ -32,14 +39,14 @@ def simple_add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.ops.xla_gpu.simple_add(a, b)
 
 
-def _describe(a: torch.Tensor, b: torch.Tensor) -> Call:
+def _lower(a: torch.Tensor, b: torch.Tensor) -> Call:
     return Call(_OPERATOR.target, {"a": a, "b": b}, (Result(a.shape, a.dtype),), {})
 
 
 define(
     "xla_gpu::simple_add",
     f"({_OPERATOR.required_tensors()}) -> Tensor",
-    _describe,
+    _lower,
     lambda results: results[0],
     backward=lambda _, gradient: (gradient, gradient),
 )

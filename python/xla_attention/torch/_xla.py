@@ -1,39 +1,39 @@
-"""Calls on torch_xla's tensors: a computation with the custom call becomes part of the graph."""
+"""Calls on XLA tensors: a computation that consists of the custom call is added to torch_xla's graph."""
 
 import torch
 
 from .. import torch_xla as runtime
 from ._call import Call
-from ._hlo import dictionary, module
+from ._hlo import mlir_dictionary, module
 
-# Computations by all that they depend on.
-_KNOWN: dict[tuple, object] = {}
-_MOST_KNOWN = 4096
+# Computations, keyed by all that they depend on.
+_COMPUTATIONS: dict[tuple, object] = {}
+_CACHE_SIZE = 4096
 
 
 def run(call: Call) -> list[torch.Tensor | None]:
-    """Add the call to the graph; the results, as ``call.results``, are computed with it."""
+    """Add the call to the graph; returns one lazy tensor per result."""
     import _XLAC
 
     call.device()
-    asked = [*call.results, *([call.workspace.result(call.target)] if call.workspace else [])]
-    while asked[-1] is None:
-        asked.pop()
+    wanted = [*call.results, *([call.workspace.result(call.target)] if call.workspace else [])]
+    while wanted[-1] is None:
+        wanted.pop()
     operands = list(call.operands.values())
     while operands[-1] is None:
         operands.pop()
     types = tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in operands)
-    results = tuple(((0,), torch.uint8) if one is None else (one.shape, one.dtype) for one in asked)
+    results = tuple(((0,), torch.uint8) if result is None else (result.shape, result.dtype) for result in wanted)
     key = (call.target, types, results, *call.attributes.values())
-    computation = _KNOWN.get(key)
+    computation = _COMPUTATIONS.get(key)
     if computation is None:
-        call.check()
+        call.validate()
         runtime.register_targets()
-        encoded = module(call.target, types, results, dictionary(call.attributes), call.aliases)
-        if len(_KNOWN) >= _MOST_KNOWN:
-            _KNOWN.clear()
-        computation = _KNOWN[key] = _XLAC._xla_op_computation_from_module_proto("xla_attention", encoded)
-    # Last one first, see `module`.
-    given = [tensor for tensor in reversed(operands) if tensor is not None]
-    found = _XLAC._xla_user_computation("xla_attention::call", given, computation)
-    return [None if result is None else tensor for result, tensor in zip(call.results, found, strict=False)]
+        encoded = module(call.target, types, results, mlir_dictionary(call.attributes), call.aliases)
+        if len(_COMPUTATIONS) >= _CACHE_SIZE:
+            _COMPUTATIONS.clear()
+        computation = _COMPUTATIONS[key] = _XLAC._xla_op_computation_from_module_proto("xla_attention", encoded)
+    # In reverse order, see `module`.
+    parameters = [tensor for tensor in reversed(operands) if tensor is not None]
+    outputs = _XLAC._xla_user_computation("xla_attention::call", parameters, computation)
+    return [None if result is None else tensor for result, tensor in zip(call.results, outputs, strict=False)]

@@ -1,4 +1,4 @@
-"""Our implementations behind torch_xla's own operators."""
+"""`provide_xla_ops`, which implements torch_xla's ragged paged attention operator."""
 
 import functools
 import warnings
@@ -21,11 +21,11 @@ _SCHEMA = (
 
 @functools.cache
 def provide_xla_ops() -> None:
-    """Put our implementation behind ``torch.ops.xla.ragged_paged_attention``, on CPU, CUDA and XLA tensors.
+    """Implement ``torch.ops.xla.ragged_paged_attention`` by `paged_attention`, on CPU, CUDA and XLA tensors.
 
     torch_xla defines the operator when ``torch_xla.experimental.custom_kernel`` is imported, so this imports it where
-    torch_xla is installed; elsewhere the operator is defined here, with the schema of torch_xla 2.9. On TPUs the kernel
-    of torch_xla stays. Further calls do nothing.
+    torch_xla is installed; otherwise this defines the operator, with the schema of torch_xla 2.9. On TPUs torch_xla's
+    kernel stays. Further calls do nothing.
 
     Examples
     --------
@@ -45,7 +45,7 @@ def provide_xla_ops() -> None:
     else:
         on_xla = functools.partial(_on_xla, custom_kernel.ragged_paged_attention_xla)
         with warnings.catch_warnings():
-            # torch warns of the first kernel of a process that takes another's place.
+            # torch warns when a process first overrides a kernel.
             warnings.filterwarnings("ignore", ".*other operators may also be overridden", UserWarning)
             library.impl(name, on_xla, "XLA", allow_override=True)
     for key in ("CPU", "CUDA"):
@@ -53,7 +53,7 @@ def provide_xla_ops() -> None:
 
 
 def _on_xla(on_tpu: Callable[..., torch.Tensor], *arguments: Any, **options: Any) -> torch.Tensor:  # noqa: ANN401
-    """Ours, but on TPUs, for which there are no kernels of ours."""
+    """Our implementation, or `on_tpu` where the XLA device is a TPU."""
     from torch_xla import runtime
 
     run = on_tpu if runtime.device_type() == "TPU" else ragged_paged_attention

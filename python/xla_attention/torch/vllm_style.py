@@ -1,12 +1,12 @@
-"""Attention in the terms of a vLLM attention backend: what one layer holds at one step.
+"""Attention with the arguments of a vLLM attention backend.
 
-A backend's ``forward`` has the step's query, key and value, the layer's cache, and metadata: where new tokens go, the
-pages, the lengths. One call writes the new tokens and attends.
+The ``forward`` of a backend gets one step's query, key and value, the layer's cache, and metadata: slots of the new
+tokens, block tables and lengths. One call here writes the new tokens and attends.
 """
 
 import torch
 
-from .._options import refuse_window
+from .._options import validate_sliding_window
 from ._flash_attn_varlen import flash_attn_varlen
 from ._kv_cache_update import update_cache_
 
@@ -34,6 +34,8 @@ def attention(
 ) -> torch.Tensor:
     """Write the step's keys and values into the cache, in place, and attend causally over the pages.
 
+    ``docs/semantics.md#kv_cache_update`` and ``docs/semantics.md#flash_attn_varlen`` define the two steps.
+
     Parameters
     ----------
     query : Tensor
@@ -43,26 +45,31 @@ def attention(
     kv_cache : Tensor
         vLLM's ``[2, P, page_size, Hkv, D]``, or another `kv_layout` of `update_cache_`.
     slot_mapping : Tensor
-        ``[T]``: where each token goes, ``page * page_size + offset``; -1 for padding.
+        ``i32[T]`` or ``i64[T]``: the slot of each token, ``page * page_size + offset``; -1 for padding.
     block_table : Tensor
-        ``i32[B, M]``: the pages of each sequence.
+        ``i32[B, M]``: the pages of each sequence, in order.
     seq_lens : Tensor
-        ``i32[B]``: keys of each sequence, the step's included.
+        ``i32[B]``: keys per sequence, the new tokens included.
     query_start_loc : Tensor
-        ``i32[B + 1]``: first row of each sequence, and the end.
+        ``i32[B + 1]``: the first query row of each sequence and, last, the end.
     scale : float
         Multiplies ``q . k``.
     max_query_len, max_seq_len : int
-        Advice, 0 for unknown.
+        Lengths of the longest sequences, 0 for unknown; see `max_seqlen_q` of `flash_attn_varlen`.
     sliding_window : int, optional
-        Each query sees only the last ``sliding_window`` keys, its own included.
+        The number of keys that a query sees, its own included.
     logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale
-        As for `flash_attn_varlen`; the scales also divide what is stored.
+        As for `flash_attn_varlen`; the scales also divide the keys and values that are stored.
 
     Returns
     -------
     Tensor
-        ``[T, Hq, D]``; 0 for padding.
+        ``[T, Hq, D]``; 0 in rows of padding.
+
+    Raises
+    ------
+    ValueError, NotImplementedError
+        As for `update_cache_` and `flash_attn_varlen`.
 
     Examples
     --------
@@ -77,7 +84,7 @@ def attention(
     >>> vllm_style.attention(q, k, v, cache, slots, table, lens, starts, scale=0.125).shape
     torch.Size([4, 8, 64])
     """
-    refuse_window(sliding_window)
+    validate_sliding_window(sliding_window)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     update_cache_(kv_cache, key, value, slot_mapping, **scales, kv_layout=kv_layout)
     return flash_attn_varlen(
