@@ -112,14 +112,14 @@ impl FuzzDevice {
             #[cfg(feature = "cuda")]
             Self::Gpu(arena) => {
                 arena.clear();
-                let buffers = how.place(call, |_, array, _| arena.place(array, how.misaligned));
+                let buffers = how.place(call, |_, array, _| arena.add(array, how.misaligned));
                 let outcome = arena.run(|stream| how.make(call, &buffers, Action::LaunchCuda(stream)));
                 results(call, &buffers, outcome)
             }
             #[cfg(feature = "cuda")]
             Self::Emulator(gpu) => {
-                use crate::support::device::{BufferPadding, Memory};
-                let buffers = how.place(call, |_, array, _| Memory::place(gpu, array, BufferPadding::None));
+                use crate::support::device::{BufferPadding, DeviceBuffer};
+                let buffers = how.place(call, |_, array, _| DeviceBuffer::upload(gpu, array, BufferPadding::None));
                 let stream = xla_attention::Stream(gpu.stream as usize);
                 let outcome = how.make(call, &buffers, Action::LaunchCuda(stream));
                 gpu.finish();

@@ -1,6 +1,6 @@
 //! What only a GPU can show: rows that are aligned to their elements alone, which go element by element, or are refused.
 
-use crate::support::device::{BufferPadding, Gpu, Memory};
+use crate::support::device::{BufferPadding, DeviceBuffer, Gpu};
 use crate::support::{
     ANY_LSE, ATTENTION_DTYPES, BatchSpec, CacheUpdateCase, CallBuffers, KvLayout, MemoryLayout, PagedUpdateCase,
     RopeCase, State,
@@ -50,7 +50,11 @@ fn a_query_that_attention_cannot_read_is_refused_before_the_cache_is_written() {
     );
     let invocation = update.invocation(true);
     let buffers = CallBuffers::new(&invocation, |name, array| {
-        Memory::place(&gpu, array, if name == "query" { BufferPadding::Misaligned } else { BufferPadding::Redzones })
+        DeviceBuffer::upload(
+            &gpu,
+            array,
+            if name == "query" { BufferPadding::Misaligned } else { BufferPadding::Redzones },
+        )
     });
     let [inputs, outputs] = buffers.views();
     let launch = Action::LaunchCuda(Stream(gpu.stream as usize));

@@ -1,8 +1,8 @@
-//! Arrays as bytes with a type and a shape: what an operand or a result is on any machine.
+//! Dense arrays: bytes with a dtype and a shape, on any device.
 
 use half::{bf16, f16};
 use std::sync::LazyLock;
-/// Element types by XLA's numbers (`XLA_FFI_DataType` of `c_api.h`).
+/// Dtypes by their numbers in XLA (`XLA_FFI_DataType` of `c_api.h`).
 pub use xla_attention::DType as Dtype;
 
 pub const PRED: Dtype = Dtype::PRED;
@@ -17,21 +17,21 @@ pub const BF16: Dtype = Dtype::BF16;
 pub const F8E5M2: Dtype = Dtype::F8E5M2;
 pub const F8E4M3FN: Dtype = Dtype::F8E4M3FN;
 
-/// The element types of attention that are built.
+/// Dtypes of queries for which attention kernels are built, besides fp8.
 pub const ATTENTION_DTYPES: [Dtype; 3] = [F32, F16, BF16];
 
-/// The element types that a cache may have beside that of its keys.
+/// Dtypes of a quantized cache.
 pub const FP8_DTYPES: [Dtype; 2] = [F8E4M3FN, F8E5M2];
 
-/// Numbers of an element type.
+/// Conversion between f64 and the elements of a dtype.
 pub trait Numbers {
-    /// `value` rounded to this type, nearest even; integers wrap, 8-bit floats saturate.
+    /// The bytes of `value` in this dtype, rounded to nearest even. Integers wrap, fp8 saturates.
     fn encode(self, value: f64) -> Vec<u8>;
 
-    /// The value of one element.
+    /// The value of the bytes of one element.
     fn decode(self, bytes: &[u8]) -> f64;
 
-    /// `value` as this type holds it.
+    /// `value` rounded to this dtype.
     fn round(self, value: f64) -> f64;
 }
 
@@ -78,8 +78,8 @@ impl Numbers for Dtype {
     }
 }
 
-/// `value` as f32, the last bit 1 where it is not exact: rounding that to fewer bits gives what rounding `value` gives
-/// (`f16::from_f64` does not look at its last 32 bits).
+/// `value` as f32 in rounding to odd: the last bit is 1 if the conversion is inexact. A second rounding to fewer bits
+/// then gives the same number as rounding `value` once. (`f16::from_f64` ignores the last 32 bits of its argument.)
 #[allow(clippy::float_cmp, reason = "exactly equal is meant")]
 fn to_odd(value: f64) -> f32 {
     let nearest = value as f32;
@@ -91,13 +91,13 @@ fn to_odd(value: f64) -> f32 {
     f32::from_bits((nearest.to_bits() - away_from_zero) | 1)
 }
 
-/// An 8-bit float: a sign, an exponent with this bias, a mantissa.
+/// An 8-bit float format.
 struct Fp8 {
     mantissa_bits: i32,
     bias: i32,
-    /// Magnitudes by their code, 0 to the largest finite number.
+    /// Non-negative finite numbers, by their code.
     finite: LazyLock<Vec<f64>>,
-    /// The code after the largest finite number, if it is infinity.
+    /// The code of infinity, if the format has one.
     infinity: Option<u8>,
 }
 
@@ -117,7 +117,8 @@ impl Fp8 {
         (0..=largest).map(magnitude).collect()
     }
 
-    /// Nearest even, too large numbers and infinities to the largest finite one; NaN is 0x7f.
+    /// Rounds to nearest even. Numbers beyond the range, infinities included, become the largest finite number; NaN
+    /// becomes 0x7f.
     #[allow(clippy::float_cmp, reason = "exactly halfway is meant")]
     fn encode(&self, value: f64) -> u8 {
         if value.is_nan() {
@@ -149,13 +150,13 @@ pub struct Array {
     pub bytes: Vec<u8>,
 }
 
-/// Elements of a shape.
+/// Number of elements of a shape.
 pub fn count(dims: &[i64]) -> usize {
     dims.iter().product::<i64>() as usize
 }
 
 impl Array {
-    /// `values` rounded to `dtype`.
+    /// An array of `values` rounded to `dtype`.
     pub fn new(dtype: Dtype, dims: &[i64], values: &[f64]) -> Self {
         assert_eq!(values.len(), count(dims), "{dims:?}");
         Self { dtype, dims: dims.to_vec(), bytes: values.iter().flat_map(|&v| dtype.encode(v)).collect() }
@@ -176,17 +177,17 @@ impl Array {
         Self { dtype: I64, dims: dims.to_vec(), bytes: values.iter().flat_map(|v| v.to_ne_bytes()).collect() }
     }
 
-    /// Every byte is `byte`; 0xff is NaN in every float type.
+    /// An array whose bytes are all `byte`; 0xff is NaN in every float dtype.
     pub fn filled(dtype: Dtype, dims: &[i64], byte: u8) -> Self {
         Self { dtype, dims: dims.to_vec(), bytes: vec![byte; count(dims) * dtype.size()] }
     }
 
-    /// `[0]`: stands for an optional operand or result that was left out.
+    /// An array of shape `[0]`, which stands for an optional operand or result that is left out.
     pub fn left_out(dtype: Dtype) -> Self {
         Self::filled(dtype, &[0], 0)
     }
 
-    /// All elements.
+    /// All elements as f64.
     pub fn values(&self) -> Vec<f64> {
         self.bytes.chunks_exact(self.dtype.size()).map(|b| self.dtype.decode(b)).collect()
     }

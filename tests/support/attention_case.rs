@@ -1,7 +1,8 @@
-//! Complete calls of the attention operators, with everything that belongs to no sequence poisoned.
+//! Complete calls of the attention operators. Everything that belongs to no sequence holds NaN or infinities.
 //!
-//! A [`Batch`] is the numbers, a [`MemoryLayout`] how they lie in the operands. A [`AttentionCase`] is one put into the other, so
-//! that laws ("another page size changes nothing") store one batch twice; its metadata may be changed before the call.
+//! A [`Batch`] holds the numbers and a [`MemoryLayout`] says how they lie in the operands. An [`AttentionCase`] is a
+//! batch in a memory layout. A metamorphic test ("another page size gives the same result") stores one batch in two
+//! layouts. A test may change the metadata of a case before the call.
 
 use super::{
     Alibi, Array, AttentionConfig, Attr, Batch, F32, Invocation, KvGeometry, KvLayout, MaxSeqlenHints, MemoryLayout,
@@ -9,45 +10,46 @@ use super::{
 };
 use xla_attention::Op;
 
-/// A call. Letters: B slots of the metadata, M entries of a table.
+/// A call of an attention operator. B is the number of sequence slots in the metadata, M the number of entries of a
+/// block table row.
 #[derive(Clone, Debug)]
 pub struct AttentionCase {
     pub name: String,
     /// `FlashAttnVarlen` or `PagedAttention`.
     pub target: Op,
     pub config: AttentionConfig,
-    /// Where rows of K and V lie in `kv`.
+    /// The element of `kv` at which each row of K and V begins.
     pub kv_geometry: KvGeometry,
     /// M
     pub max_pages: usize,
-    /// `[Tq, Hq, D]`
+    /// Queries, `[Tq, Hq, D]`.
     pub q: Array,
-    /// k and v, or the one buffer
+    /// K and V, or the one buffer that holds both.
     pub kv: Vec<Array>,
-    /// `[B+1]`: `cu_seqlens_q`, or `query_start_loc`
+    /// `cu_seqlens_q` or `query_start_loc`, `[B+1]`.
     pub cu_seqlens_q: Vec<i32>,
-    /// Of paged attention.
+    /// `num_seqs` of paged attention.
     pub num_seqs: i32,
     /// `[B]`
     pub seqused_q: Option<Vec<i32>>,
-    /// `[B+1]`, or anything where it is not read
+    /// `cu_seqlens_k`, `[B+1]`; of any length with any contents where the operator does not read it.
     pub cu_seqlens_k: Vec<i32>,
-    /// `[B]`: `seqused_k`, or `context_lens`
+    /// `seqused_k` or `context_lens`, `[B]`.
     pub seqused_k: Option<Vec<i32>>,
     /// `[B]`
     pub leftpad_k: Option<Vec<i32>>,
     /// `[B, M]`
     pub block_table: Vec<i32>,
-    /// `[Hq]` or `[B, Hq]`
+    /// `[Hq]` or `[B, Hq]`.
     pub alibi_slopes: Option<Vec<f32>>,
     pub alibi: Alibi,
-    /// `max_seqlen_q`, `max_seqlen_k`
+    /// `max_seqlen_q` and `max_seqlen_k`.
     pub hints: (i64, i64),
     pub lse: bool,
     pub workspace: Option<usize>,
-    /// The values of `q`.
+    /// `q` as f64.
     pub q_values: Vec<f64>,
-    /// The values of `kv`.
+    /// `kv` as f64.
     pub kv_values: Vec<Vec<f64>>,
 }
 
@@ -62,8 +64,8 @@ impl AttentionCase {
         Self::store(Op::PagedAttention, batch, memory_layout)
     }
 
-    /// Lay `batch` out as `storage` says. Unused rows, slots and pages hold NaN and infinities, unused metadata hostile
-    /// numbers; so do stored keys that no query of their sequence sees.
+    /// Stores `batch` as `memory_layout` says. Rows, slots and pages that no sequence uses hold NaN and infinities, as
+    /// do stored keys that no query of their sequence sees. Unused metadata holds hostile numbers.
     pub fn store(target: Op, batch: &Batch, memory_layout: &MemoryLayout) -> Self {
         let mut random = Random::new(memory_layout.seed);
         let slots = batch.sequences.len() + memory_layout.spare_seqs;
@@ -113,9 +115,9 @@ impl AttentionCase {
         case
     }
 
-    /// Every third start of queries and of contiguous keys becomes a smaller one, and few larger ones; sequences use up
-    /// to six of their rows where `cuts_rows`.
-    pub fn disorder(&mut self, cuts_rows: bool, seed: u64) {
+    /// Makes the starts of queries and of contiguous keys unordered: one in three becomes smaller, one in a hundred
+    /// larger. With `limit_rows`, `seqused_q` leaves each sequence at most six rows.
+    pub fn disorder(&mut self, limit_rows: bool, seed: u64) {
         let mut random = Random::new(seed);
         let change = |start: &mut i32, random: &mut Random| match random.below(96) {
             0 => *start += random.below(20) as i32,
@@ -126,35 +128,34 @@ impl AttentionCase {
         if !self.is_paged() {
             self.cu_seqlens_k.iter_mut().for_each(|start| change(start, &mut random));
         }
-        if cuts_rows {
+        if limit_rows {
             self.seqused_q = Some((0..self.slots()).map(|_| random.below(7) as i32).collect());
         }
         self.name = format!("disordered {seed}: {}", self.name);
     }
 
-    /// The operator has everything that the case asks of it.
+    /// Whether the operator has every option that the case uses.
     fn suits_paged_attention(&self) -> bool {
         let mask = self.config.mask;
         let lengths = self.seqused_k.is_some() && self.seqused_q.is_none() && self.leftpad_k.is_none();
         lengths && self.kv_geometry.layout == KvLayout::Interleaved && mask.causal && !mask.top_left
     }
 
-    /// Tq
+    /// Tq.
     pub fn rows(&self) -> usize {
         self.q.dims[0] as usize
     }
 
-    /// B
+    /// B.
     pub fn slots(&self) -> usize {
         self.cu_seqlens_q.len() - 1
     }
 
-    /// Pages, not rows.
+    /// Whether the keys lie in pages.
     pub fn is_paged(&self) -> bool {
         self.kv_geometry.layout != KvLayout::Contiguous
     }
 
-    /// The call.
     pub fn invocation(&self) -> Invocation {
         let mut call = Invocation::of(self.target, |name| self.operand(name), |name| self.attribute(name));
         let dims = [self.rows(), self.config.q_heads, self.config.value_dim].map(|x| x as i64);
@@ -170,7 +171,7 @@ impl AttentionCase {
         call
     }
 
-    /// What an operator of attention calls so, if it is there.
+    /// The operand of this name; `None` if the case leaves it out.
     pub(super) fn operand(&self, name: &str) -> Option<Array> {
         let (config, slots) = (&self.config, self.slots() as i64);
         let table = || Array::i32s(&[slots, self.max_pages as i64], &self.block_table);
@@ -207,7 +208,7 @@ impl AttentionCase {
             "kv_layout" => Attr::I64(self.kv_geometry.layout.kv_layout()),
             "max_seqlen_k" => Attr::I64(self.hints.1),
             "max_seqlen_q" => Attr::I64(self.hints.0),
-            // A window of W keys counts the query's own.
+            // `sliding_window` counts the query's own position, `window_left` does not.
             "sliding_window" if mask.window_left >= 0 => Attr::I64(mask.window_left.saturating_add(1)),
             "sliding_window" => Attr::I64(-1),
             "softcap" | "soft_cap" => Attr::F32(softcap),
@@ -220,12 +221,12 @@ impl AttentionCase {
     }
 }
 
-/// `[N]`, if it is there.
+/// `[N]`; `None` without values.
 pub(super) fn f32s(values: Option<&Vec<f32>>) -> Option<Array> {
     values.map(|v| Array::f32s(&[v.len() as i64], v))
 }
 
-/// `[T]`, of 32 bits or 64.
+/// `slot_mapping [T]` in i64 or i32.
 pub(super) fn slot_mapping(slots: &[i64], wide: bool) -> Array {
     let tokens = [slots.len() as i64];
     if wide {
@@ -234,7 +235,7 @@ pub(super) fn slot_mapping(slots: &[i64], wide: bool) -> Array {
     Array::i32s(&tokens, &slots.iter().map(|&slot| i32::try_from(slot).unwrap()).collect::<Vec<_>>())
 }
 
-/// `[N]`
+/// `[N]`.
 pub fn i32s(values: &[i32]) -> Array {
     Array::i32s(&[values.len() as i64], values)
 }
@@ -247,7 +248,7 @@ fn name_of(target: Op, batch: &Batch, memory_layout: &MemoryLayout) -> String {
     )
 }
 
-/// `[Hq]` or `[B, Hq]`; NaN where there is no sequence.
+/// `[Hq]` or `[B, Hq]`; slots without a sequence have NaN.
 fn slopes(batch: &Batch, slots: usize) -> Option<Vec<f32>> {
     let heads = batch.config.q_heads;
     match batch.alibi {
@@ -261,7 +262,7 @@ fn slopes(batch: &Batch, slots: usize) -> Option<Vec<f32>> {
     }
 }
 
-/// The queries, where they start, and how many of each slot's rows are used.
+/// The queries, their starts, and `seqused_q`.
 fn store_queries(
     target: Op,
     batch: &Batch,
@@ -290,11 +291,11 @@ fn store_queries(
     for slot in spare {
         at += slot;
         starts.push(match target {
-            // Past the last sequence nothing is read.
+            // The operator does not read the starts after those of the last sequence.
             Op::PagedAttention => random.hostile_i32(),
-            // Starts that run backwards: no rows.
+            // A start below an earlier one gives the slot no rows.
             _ if backwards => starts.last().unwrap().min(&random.one_of(&[0, -5, i32::MIN])).to_owned(),
-            // No rows, or rows of which none is used.
+            // The slot has no rows, or `seqused_q` uses none of them.
             _ => at as i32,
         });
         used.push(random.one_of(&[0, -1, i32::MIN]));
@@ -322,7 +323,7 @@ fn buffers(kv_geometry: &KvGeometry, config: &AttentionConfig, random: &mut Rand
     kv_geometry.shapes().iter().map(|dims| poisoned(random, config.dtypes.kv, dims)).collect()
 }
 
-/// Write the keys and values that some query sees; `position(j)` is (page, token) of key j.
+/// Writes the keys and values that a query sees. `position(j)` is (page, token) of key j.
 fn put_sequence(
     kv: &mut [Array],
     kv_geometry: &KvGeometry,
@@ -334,7 +335,7 @@ fn put_sequence(
         let (page, token) = position(j);
         for head in 0..kv_geometry.kv_heads {
             for (value, rows) in [&sequence.k, &sequence.v].into_iter().enumerate() {
-                let (buffer, at) = kv_geometry.of(value, page, token, head);
+                let (buffer, at) = kv_geometry.element(value, page, token, head);
                 let d = kv_geometry.dims[value];
                 put(&mut kv[buffer], at, &rows[(j * kv_geometry.kv_heads + head) * d..][..d]);
             }
@@ -377,7 +378,8 @@ fn store_pages(batch: &Batch, memory_layout: &MemoryLayout, random: &mut Random)
         put_sequence(&mut kv, &kv_geometry, sequence, &seen, |j| (pages[j / page_size], j % page_size));
         for (index, entry) in table.iter_mut().take(pages.len()).enumerate() {
             let end = seen.len().min((index + 1) * page_size);
-            // A server that reuses pages which slid out of the window leaves the tables pointing at other data.
+            // A server that reuses pages behind the sliding window leaves table entries that point at data of another
+            // sequence.
             let wanted = free.is_empty() || seen[index * page_size..end].contains(&true);
             *entry = if wanted { pages[index] } else { free[0] } as i32;
         }
@@ -387,12 +389,12 @@ fn store_pages(batch: &Batch, memory_layout: &MemoryLayout, random: &mut Random)
     StoredKeys { kv_geometry, kv, starts, max_pages, block_table }
 }
 
-/// `cu_seqlens_k` where nobody reads it: any length, any numbers.
+/// `cu_seqlens_k` where the operator does not read it: any length and any numbers.
 fn unread_starts(random: &mut Random) -> Vec<i32> {
     (0..random.below(6)).map(|_| random.hostile_i32()).collect()
 }
 
-/// `cu_seqlens_k` of pages: only the differences mean something.
+/// `cu_seqlens_k` of a paged cache, of which only the differences matter.
 fn differences(batch: &Batch, memory_layout: &MemoryLayout, random: &mut Random) -> Vec<i32> {
     let mut starts = vec![random.one_of(&[0, 0, 7, -1_000_000, 2_000_000_000, i32::MIN])];
     for sequence in &batch.sequences {

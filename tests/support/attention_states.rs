@@ -1,4 +1,4 @@
-//! Attention states: outputs and log-sum-exps over a set of keys, and what two of them merge to
+//! Attention states (an output and its log-sum-exp over a set of keys), and the reference for merging two of them
 //! (`docs/semantics.md#merge_attention_states`).
 
 use super::{Array, BF16, Dtype, F16, F32, Invocation, Random};
@@ -10,17 +10,17 @@ pub struct State {
     pub lse: Array,
 }
 
-/// Kinds of log-sum-exp that a case draws from.
+/// Scales of the log-sum-exps of a random state; those that are not finite are used as they are.
 pub const ANY_LSE: [f64; 8] = [0.0, 1.0, 5.0, 60.0, 1000.0, f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
 
 impl State {
-    /// Random numbers; each lse is one of `spreads` times a bell-shaped number, or just it where it is not finite. The
-    /// out of such a row is garbage.
-    pub fn random(dtype: Dtype, (n, h, d): (usize, usize, usize), spreads: &[f64], seed: u64) -> Self {
+    /// Random numbers. Each lse is a normal number times one of `lse_scales`, or the scale itself if that is not
+    /// finite. The output of a row whose lse is not finite is garbage.
+    pub fn random(dtype: Dtype, (n, h, d): (usize, usize, usize), lse_scales: &[f64], seed: u64) -> Self {
         let mut random = Random::new(seed);
         let lse: Vec<f64> = (0..h * n)
-            .map(|_| match random.one_of(spreads) {
-                spread if spread.is_finite() => spread * random.normal(),
+            .map(|_| match random.one_of(lse_scales) {
+                scale if scale.is_finite() => scale * random.normal(),
                 other => other,
             })
             .collect();
@@ -58,7 +58,8 @@ impl State {
         (self.out.dims[0] as usize, self.out.dims[1] as usize, self.out.dims[2] as usize)
     }
 
-    /// It is what `a` and `b` merge to: a lone part bit by bit, two within rounding.
+    /// Asserts that this state is `a` merged with `b`: bit by bit where only one of them has a finite lse, otherwise
+    /// within rounding.
     #[allow(clippy::float_cmp, reason = "exactly the part that is there is meant")]
     pub fn assert_merged_from(&self, a: &Self, b: &Self) {
         assert_eq!((self.sizes(), self.out.dtype), (a.sizes(), a.out.dtype));
@@ -92,7 +93,7 @@ fn assert_weighted(dtype: Dtype, a: (f64, &[f64]), b: (f64, &[f64]), actual: (f6
     let sum = share_a + share_b;
     let lse = largest + sum.ln();
     assert!((actual.0 - lse).abs() <= 1e-6 * lse.abs().max(1.0), "{at}: lse is {}, expected {lse}", actual.0);
-    // Half the distance of neighbouring numbers, relatively; the distance of the smallest ones.
+    // The largest relative error of rounding to nearest, and the distance of the smallest numbers of the type.
     let (relative, smallest) = match dtype {
         F16 => (2f64.powi(-11), 2f64.powi(-24)),
         BF16 => (2f64.powi(-8), 2f64.powi(-133)),
@@ -102,7 +103,8 @@ fn assert_weighted(dtype: Dtype, a: (f64, &[f64]), b: (f64, &[f64]), actual: (f6
     for ((a, b), actual) in a.1.iter().zip(b.1).zip(actual.1) {
         let (part_a, part_b) = (share_a / sum * a, share_b / sum * b);
         let exact = part_a + part_b;
-        // The difference of the logarithms is rounded to f32, and again on its way to base 2, before it is raised.
+        // The difference of the log-sum-exps is rounded to f32 twice before the exponential: once as such, once times
+        // log2(e).
         let of_parts = 1e-6 + (a_lse - b_lse).abs() * 2f64.powi(-23);
         let allowed = relative * exact.abs() + of_parts * (part_a.abs() + part_b.abs()) + smallest;
         assert!((actual - exact).abs() <= allowed, "{at}: {actual:e} instead of {exact:e}");

@@ -1,9 +1,9 @@
-//! Attention problems as numbers: the sequences of a batch and what they share, before they lie anywhere.
+//! Attention problems as numbers: the sequences of a batch, their sizes and options, independent of a memory layout.
 
 use super::{BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, Mask, Numbers, Random};
 use std::fmt;
 
-/// Element types of a call: queries, keys and values, output.
+/// Dtypes of the queries, of keys and values, and of the output.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Dtypes {
     pub q: Dtype,
@@ -29,17 +29,17 @@ impl Dtypes {
         Self { q: dtype, kv: dtype, out: dtype }
     }
 
-    /// Queries of one type over a cache of another.
+    /// Queries in one dtype over a cache in another.
     pub const fn over(q: Dtype, kv: Dtype) -> Self {
         Self { q, kv, out: q }
     }
 
-    /// All operands f8e4m3fn.
+    /// Queries, keys and values in f8e4m3fn.
     pub const fn narrow(out: Dtype) -> Self {
         Self { q: F8E4M3FN, kv: F8E4M3FN, out }
     }
 
-    /// What a program without thought of fp8 would compute in: the type of the output.
+    /// The dtype in which the naive formula computes: that of the output.
     pub fn compute(self) -> Dtype {
         self.out
     }
@@ -57,7 +57,7 @@ impl fmt::Debug for Dtypes {
     }
 }
 
-/// Sizes, element types and options: what all sequences of a call share.
+/// Sizes, dtypes and options that all sequences of a call share.
 #[derive(Clone, Debug)]
 pub struct AttentionConfig {
     pub dtypes: Dtypes,
@@ -67,11 +67,11 @@ pub struct AttentionConfig {
     pub value_dim: usize,
     pub softmax_scale: f32,
     pub mask: Mask,
-    /// 0 is off.
+    /// 0 means no soft cap.
     pub softcap: f32,
-    /// `[Hq]`
+    /// `[Hq]`.
     pub sinks: Option<Vec<f32>>,
-    /// `[1]` or `[Hkv]`, as the next two
+    /// `[1]` or `[Hkv]`, as are the other two scales.
     pub q_scale: Option<Vec<f32>>,
     pub k_scale: Option<Vec<f32>>,
     pub v_scale: Option<Vec<f32>>,
@@ -79,7 +79,7 @@ pub struct AttentionConfig {
 }
 
 impl AttentionConfig {
-    /// The KV head that a query head reads.
+    /// The KV head that a query head attends to.
     pub fn kv_head(&self, head: usize) -> usize {
         head / (self.q_heads / self.kv_heads)
     }
@@ -90,16 +90,16 @@ impl AttentionConfig {
 pub struct SequenceData {
     pub len_q: usize,
     pub len_k: usize,
-    /// How many of the first keys nobody sees.
+    /// Number of keys at the beginning that are padding.
     pub leftpad: usize,
     pub q: Vec<f64>,
     pub k: Vec<f64>,
     pub v: Vec<f64>,
-    /// `[Hq]`: slopes of the linear bias, if the batch has one; the same in each sequence if it is one a head
+    /// ALiBi slopes, `[Hq]`. With [`Alibi::PerHead`] all sequences have the same ones.
     pub slopes: Vec<f32>,
 }
 
-/// Whether there is a linear bias, and whose its slopes are.
+/// ALiBi: off, with one slope per head, or with slopes per sequence and head.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Alibi {
     Off,
@@ -107,30 +107,30 @@ pub enum Alibi {
     PerSequence,
 }
 
-/// Sequences and what they share.
+/// The sequences of a call, and what they share.
 #[derive(Clone, Debug)]
 pub struct Batch {
     pub config: AttentionConfig,
     pub alibi: Alibi,
-    /// Whether paddings are given; without them they are 0.
+    /// Whether `leftpad_k` is given; without it no sequence has padding.
     pub leftpad: bool,
     pub sequences: Vec<SequenceData>,
 }
 
 impl Batch {
-    /// The batch with only this sequence in it.
+    /// The batch with only the sequence `index`.
     pub fn only(&self, index: usize) -> Self {
         Self { sequences: vec![self.sequences[index].clone()], ..self.clone() }
     }
 
-    /// The batch with another form.
+    /// The batch with a changed configuration.
     pub fn with_config(&self, change: impl FnOnce(&mut AttentionConfig)) -> Self {
         let mut batch = self.clone();
         change(&mut batch.config);
         batch
     }
 
-    /// For each key of a sequence, whether one of its queries sees it.
+    /// Whether a query of `sequence` sees key j, for each j.
     pub fn seen(&self, sequence: &SequenceData) -> Vec<bool> {
         let mut seen = vec![false; sequence.len_k];
         for i in 0..sequence.len_q {
@@ -140,7 +140,7 @@ impl Batch {
     }
 }
 
-/// How many numbers a scale is.
+/// Whether a scale is given, and for which heads.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ScaleKind {
     None,
@@ -149,26 +149,26 @@ pub enum ScaleKind {
 }
 
 with_defaults! {
-    /// What a batch looks like before its numbers are drawn.
+    /// Describes a batch before its numbers are drawn.
     #[derive(Clone, Debug)]
     pub struct BatchSpec {
         pub dtypes: Dtypes = Dtypes::same(F32),
-        /// (Hq, Hkv)
+        /// (Hq, Hkv).
         pub heads: (usize, usize) = (4, 2),
         pub head_dim: usize = 64,
-        /// `None` is D.
+        /// Dv; `None` means D.
         pub value_dim: Option<usize> = None,
-        /// (`len_q`, `len_k`) of each sequence
+        /// (`len_q`, `len_k`) of each sequence.
         pub lengths: Vec<(usize, usize)> = vec![(1, 17), (5, 5), (3, 33)],
-        /// Hide some of the first keys of each sequence.
+        /// Whether some of the first keys of each sequence are padding.
         pub leftpad: bool = false,
         pub mask: Mask = Mask::CAUSAL,
         pub softcap: f32 = 0.0,
         pub alibi: Alibi = Alibi::Off,
         pub sinks: bool = false,
-        /// q, k, v
+        /// Scales of q, k and v.
         pub scales: [ScaleKind; 3] = [ScaleKind::None; 3],
-        /// Multiplies the queries: large values make one key win.
+        /// Factor of the queries. A large one makes the softmax pick one key.
         pub sharpness: f64 = 1.0,
         pub batch_invariant: bool = false,
         pub seed: u64 = 1,
@@ -176,7 +176,7 @@ with_defaults! {
 }
 
 impl BatchSpec {
-    /// Draw the numbers.
+    /// Draws the numbers.
     pub fn batch(&self) -> Batch {
         let mut random = Random::new(self.seed.wrapping_mul(77).wrapping_add(5));
         let config = self.config(&mut random);
@@ -224,7 +224,7 @@ impl BatchSpec {
     }
 }
 
-/// Queries, keys and values of a sequence as their types hold them.
+/// Random queries, keys and values of one sequence, rounded to their dtypes.
 fn draw(config: &AttentionConfig, (len_q, len_k): (usize, usize), sharpness: f64, random: &mut Random) -> SequenceData {
     let mut rows = |rows: usize, heads: usize, dim: usize, dtype: Dtype, size: f64| -> Vec<f64> {
         (0..rows * heads * dim).map(|_| dtype.round(size * random.normal())).collect()
@@ -240,7 +240,7 @@ fn draw(config: &AttentionConfig, (len_q, len_k): (usize, usize), sharpness: f64
     }
 }
 
-/// `[Hq]`: what models use, and what a formula allows beyond it.
+/// `[Hq]`: slopes that models use, and others that the formula allows.
 fn slopes(random: &mut Random, heads: usize) -> Vec<f32> {
     (0..heads).map(|_| random.one_of(&[0.5f32, 0.25, 0.0625, 0.0039, 0.7, 1.0, 0.0, -0.0313])).collect()
 }

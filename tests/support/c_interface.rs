@@ -5,7 +5,7 @@ use std::ffi::{CStr, c_char};
 use std::ptr::{null, null_mut};
 use xla_attention::{XaAttribute, XaCall, XaTensor, xa_call};
 
-/// The kind that no attribute has.
+/// A number of an attribute kind that does not exist.
 const UNKNOWN: i32 = 3;
 
 pub fn c_tensor(dtype: Dtype, dims: &[i64], strides: Option<&[i64]>, data: *mut u8) -> XaTensor {
@@ -22,7 +22,7 @@ pub fn c_attribute(value: &Attr) -> XaAttribute {
     }
 }
 
-/// A request without attributes and a stream, which points into the lists.
+/// A request without attributes and without a stream. It points into `operands` and `results`.
 pub fn c_request(op: i32, action: i32, operands: &[XaTensor], results: &[XaTensor]) -> XaCall {
     XaCall {
         struct_size: size_of::<XaCall>(),
@@ -38,11 +38,11 @@ pub fn c_request(op: i32, action: i32, operands: &[XaTensor], results: &[XaTenso
     }
 }
 
-/// What `xa_call` gives: a code and a text.
+/// Calls `xa_call`; returns its code and its text.
 pub fn c_call(request: *const XaCall) -> (i32, String) {
     let mut text = [0 as c_char; 4096];
-    // SAFETY: the requests of these tests describe memory that is there, and the text has room.
+    // SAFETY: each request of these tests describes existing memory, and `text` has the given length.
     let code = unsafe { xa_call(request, text.as_mut_ptr(), text.len()) };
-    // SAFETY: terminated by the call, or still zero.
+    // SAFETY: `xa_call` terminates the text; without a text the buffer is still zero.
     (code, unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
 }

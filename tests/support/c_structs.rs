@@ -1,4 +1,4 @@
-//! The structures of XLA's `c_api.h`, FFI API 0.1, as far as a call needs them.
+//! The structures of XLA's `c_api.h` (FFI API 0.1) that a call needs.
 
 use std::ffi::{c_char, c_void};
 use std::mem::{offset_of, size_of};
@@ -30,7 +30,7 @@ pub struct Api {
     pub entries: [Entry; 18],
 }
 
-// SAFETY: constants and function pointers.
+// SAFETY: the table holds constants and function pointers only.
 unsafe impl Sync for Api {}
 
 #[repr(C)]
@@ -43,7 +43,7 @@ pub struct FfiBuffer {
     pub dims: *const i64,
 }
 
-/// `XLA_FFI_Args` and `XLA_FFI_Rets`
+/// `XLA_FFI_Args` and `XLA_FFI_Rets`.
 #[repr(C)]
 pub struct Buffers {
     pub struct_size: usize,
@@ -108,7 +108,7 @@ pub struct MetadataExtension {
     pub metadata: *mut Metadata,
 }
 
-/// `XLA_FFI_CallFrame_STRUCT_SIZE` ends before `future`.
+/// The value of `XLA_FFI_CallFrame_STRUCT_SIZE`, which does not count `future`.
 pub const FRAME_STRUCT_SIZE: usize = offset_of!(CallFrame, future);
 
 const _: () = {

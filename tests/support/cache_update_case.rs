@@ -1,4 +1,4 @@
-//! Calls of the cache updates in every layout, what they leave in the caches, and how both compare.
+//! Calls of `kv_cache_update` and `kv_cache_update_split`, and the caches that they must leave.
 
 use super::{
     ATTENTION_DTYPES, Array, Attr, Dtype, F8E4M3FN, F8E5M2, F32, Invocation, KvGeometry, KvLayout, Random, count, f32s,
@@ -7,34 +7,34 @@ use super::{
 use xla_attention::Op;
 
 with_defaults! {
-    /// A call in numbers.
+    /// A cache update in numbers.
     #[derive(Clone, Debug)]
     pub struct CacheUpdateCase {
-        /// [`KvLayout::Split`] has another target.
+        /// [`KvLayout::Split`] selects `kv_cache_update_split`.
         pub layout: KvLayout = KvLayout::Interleaved,
-        /// Of keys and values.
+        /// Dtype of the new keys and values.
         pub dtype: Dtype = F32,
-        /// Of the caches, if it is another.
+        /// Dtype of the caches, if they are quantized.
         pub fp8: Option<Dtype> = None,
         pub num_pages: usize = 3,
         pub page_size: usize = 4,
         pub heads: usize = 2,
-        /// D, Dv: one number unless the layout has two buffers.
+        /// D and Dv, which differ only where K and V have separate buffers.
         pub dims: [usize; 2] = [16, 16],
         pub slots: Vec<i64> = vec![7, 0, 11, 4],
         pub wide_slots: bool = false,
-        /// Of keys, of values.
+        /// `k_scale` and `v_scale`.
         pub scales: [Option<Vec<f32>>; 2] = [None, None],
         pub seed: u64 = 1,
     }
 }
 
-/// Of any element, as sizes.
+/// Sizes as dimensions of an array.
 pub fn dims_of(dims: &[usize]) -> Vec<i64> {
     dims.iter().map(|&d| d as i64).collect()
 }
 
-/// Any bit pattern: copying keeps even the payload of a NaN.
+/// Random bits. A copy must keep even the payload of a NaN.
 pub fn any_bits(dtype: Dtype, dims: &[i64], seed: u64) -> Array {
     let mut random = Random::new(seed);
     let bytes = (0..count(dims) * dtype.size()).map(|_| random.next() as u8).collect();
@@ -48,7 +48,8 @@ pub fn numbers(dtype: Dtype, dims: &[i64], seed: u64) -> Array {
 }
 
 impl CacheUpdateCase {
-    /// One call for each of these layouts, each type of rows and of caches, and scales that are none, one or one a head.
+    /// One call for each of these layouts, each dtype of rows and of caches, and each combination of no scale, one
+    /// scale and one scale per head for keys and values.
     pub fn each_type(layouts: &[KvLayout]) -> Vec<Self> {
         let scales = [None, Some(vec![0.37]), Some(vec![3.0, 0.011])];
         let mut all = vec![];
@@ -72,17 +73,17 @@ impl CacheUpdateCase {
         KvGeometry { layout, num_pages, page_size, kv_heads: heads, dims }
     }
 
-    /// One cache, or K's and V's, full of anything.
+    /// The cache, or the caches of keys and of values, with random contents.
     pub fn caches(&self) -> Vec<Array> {
         caches(&self.kv_geometry(), self.cache_dtype(), self.seed)
     }
 
-    /// Whether rows are copied bit by bit.
+    /// Whether the update copies the rows bit by bit.
     pub fn copies(&self) -> bool {
         self.fp8.is_none() && self.scales.iter().all(Option::is_none)
     }
 
-    /// Keys and values: of any bits where these are copied.
+    /// The new keys and values: random bits if they are copied, random numbers otherwise.
     pub fn rows(&self) -> [Array; 2] {
         let make = if self.copies() { any_bits } else { numbers };
         [0, 1].map(|value| {
@@ -91,7 +92,7 @@ impl CacheUpdateCase {
         })
     }
 
-    /// The call, each result in its operand's memory or in its own.
+    /// The call. Each result shares its operand's memory if `in_place`.
     pub fn invocation(&self, in_place: bool) -> Invocation {
         let split = self.layout == KvLayout::Split;
         let op = if split { Op::KvCacheUpdateSplit } else { Op::KvCacheUpdate };
@@ -102,7 +103,7 @@ impl CacheUpdateCase {
         caches.iter().enumerate().fold(call, |call, (index, name)| call.updated(name, index, in_place))
     }
 
-    /// What an update calls so, if it is there.
+    /// The operand of this name; `None` if the case leaves it out.
     pub(super) fn operand(&self, name: &str) -> Option<Array> {
         match name {
             "kv_cache" | "k_cache" => Some(self.caches().remove(0)),
@@ -121,7 +122,7 @@ impl CacheUpdateCase {
         kv_cache_update(&self.caches(), &self.kv_geometry(), &self.rows(), &self.slots, &self.scales)
     }
 
-    /// Both ways, in place and into a buffer of its own, give what is expected.
+    /// Asserts that the update leaves the expected caches, in place and into separate results.
     pub fn assert_matches_reference(&self) {
         for in_place in [true, false] {
             for_both_sides(|side| {
@@ -132,7 +133,7 @@ impl CacheUpdateCase {
     }
 }
 
-/// The buffers of a cache, full of anything.
+/// The buffers of a cache with random contents.
 pub fn caches(kv_geometry: &KvGeometry, dtype: Dtype, seed: u64) -> Vec<Array> {
     kv_geometry.shapes().iter().zip(seed + 100..).map(|(dims, seed)| any_bits(dtype, dims, seed)).collect()
 }

@@ -1,15 +1,15 @@
-//! The buffers of an invocation in memory, of any kind.
+//! The buffers of an invocation in host or device memory.
 
 use super::{Array, BufferView, Frame, GuardedBuffer, Invocation, POISON, ResultSpec};
 
-/// Where one buffer lies.
+/// One buffer in memory.
 pub trait BufferMemory {
     fn data(&self) -> *mut u8;
 
-    /// What it holds; nothing around it has changed.
+    /// Reads the contents. Asserts that nothing around the buffer has changed.
     fn read(&self, what: &str) -> Vec<u8>;
 
-    /// `None` is dense.
+    /// Strides in elements; `None` for a dense buffer.
     fn strides(&self) -> Option<&[i64]> {
         None
     }
@@ -26,7 +26,8 @@ impl BufferMemory for GuardedBuffer {
     }
 }
 
-/// Its operands, and for each result memory full of [`POISON`], which serves unless the result is in an operand's.
+/// The buffers of a call's operands, and one per result. The latter holds [`POISON`] before the call and is unused if
+/// the result shares the memory of an operand.
 pub struct CallBuffers<'a, M> {
     call: &'a Invocation,
     operands: Vec<M>,
@@ -38,7 +39,7 @@ impl<'a, M: BufferMemory> CallBuffers<'a, M> {
         Self::filled(call, POISON, place)
     }
 
-    /// With results full of another byte.
+    /// As [`CallBuffers::new`], with results that hold another byte.
     pub fn filled(call: &'a Invocation, byte: u8, mut place: impl FnMut(&str, &Array) -> M) -> Self {
         let own = call.results.iter().map(|r| place(r.name, &Array::filled(r.dtype, &r.dims, byte))).collect();
         Self { call, own, operands: call.operands.iter().map(|(name, x)| place(name, x)).collect() }
@@ -48,12 +49,12 @@ impl<'a, M: BufferMemory> CallBuffers<'a, M> {
         &self.operands[index]
     }
 
-    /// A result's.
+    /// The buffer of a result, which is an operand's if they share memory.
     pub fn result(&self, index: usize) -> &M {
         self.call.results[index].alias.map_or(&self.own[index], |at| &self.operands[at])
     }
 
-    /// Of operands, of results.
+    /// Views of the operands and of the results.
     pub fn views(&self) -> [Vec<BufferView<'_>>; 2] {
         fn view<M: BufferMemory>(memory: &M) -> BufferView<'_> {
             BufferView { data: memory.data(), strides: memory.strides() }
@@ -61,18 +62,18 @@ impl<'a, M: BufferMemory> CallBuffers<'a, M> {
         [&self.operands, &self.own].map(|list| list.iter().map(view).collect())
     }
 
-    /// `frame` with these buffers and the call's attributes.
+    /// Adds these buffers and the call's attributes to `frame`.
     pub fn frame<'f>(&'f self, frame: Frame<'f>) -> Frame<'f> {
         let frame = frame.attributes(&self.call.attributes);
         let operands = self.call.operands.iter().zip(&self.operands);
-        // SAFETY: the memory is of this type and shape, and outlives the frame.
+        // SAFETY: the buffer has this dtype and shape, and `self` outlives the frame.
         let frame = operands.fold(frame, |f, ((_, x), m)| unsafe { f.operand(x.dtype, &x.dims, m.data()) });
         let results = self.call.results.iter().enumerate();
-        // SAFETY: as above.
+        // SAFETY: the buffer has this dtype and shape, and `self` outlives the frame.
         results.fold(frame, |f, (i, x)| unsafe { f.result(x.dtype, &x.dims, self.result(i).data()) })
     }
 
-    /// The results; no other operand has changed.
+    /// Reads the results. Asserts that the call has changed no other operand.
     pub fn results(&self) -> Vec<Array> {
         self.assert_operands_unchanged(|index| self.call.results.iter().all(|r| r.alias != Some(index)));
         let of = |(index, result): (usize, &ResultSpec)| Array {
@@ -83,7 +84,7 @@ impl<'a, M: BufferMemory> CallBuffers<'a, M> {
         self.call.results.iter().enumerate().map(of).collect()
     }
 
-    /// A call that was refused has written nothing.
+    /// Asserts that a refused call has written nothing.
     pub fn assert_untouched(&self) {
         self.assert_operands_unchanged(|_| true);
         for (result, memory) in self.call.results.iter().zip(&self.own) {

@@ -1,4 +1,4 @@
-//! Calls a handler as XLA would, without XLA: call frames made by hand.
+//! Calls a handler as XLA does, with hand-made `XLA_FFI_CallFrame`s. XLA itself is not in the process.
 
 use super::c_structs::{
     Api, ApiVersion, Attributes, Buffers, ByteSpan, CallFrame, Extension, FRAME_STRUCT_SIZE, FfiBuffer, Metadata,
@@ -12,10 +12,10 @@ use std::mem::{offset_of, size_of};
 use std::ptr::{null, null_mut};
 use xla_attention::{Target, Targets};
 
-/// A handler of a target for one stage.
+/// The handler of a target for one stage.
 pub type Handler = unsafe extern "C" fn(*mut c_void) -> *mut c_void;
 
-/// `XLA_FFI_ExecutionStage`
+/// `XLA_FFI_ExecutionStage`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(i32)]
 pub enum Stage {
@@ -25,7 +25,7 @@ pub enum Stage {
     Execute = 3,
 }
 
-/// An error that a handler has returned: `XLA_FFI_Error_Code` and text.
+/// An error that a handler has returned: its `XLA_FFI_Error_Code` and its text.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Refusal {
     pub code: i32,
@@ -45,10 +45,10 @@ fn text(p: *const c_char) -> &'static str {
     unsafe { CStr::from_ptr(p) }.to_str().unwrap()
 }
 
-/// The handlers of one version of the FFI.
+/// The handlers that are built for one version of the FFI.
 #[derive(Clone, Copy)]
 pub struct HandlerSet {
-    /// Major and minor.
+    /// (major, minor).
     pub version: (i32, i32),
     pub rows: &'static [Target],
 }
@@ -65,9 +65,9 @@ impl HandlerSet {
         Frame::of(self.target(name, platform).execute.expect("every target has an execute handler"), Stage::Execute)
     }
 
-    /// A refusal of the tables, which have the texts of API 0.1, as this set's handlers for `stage` give it: newer
-    /// headers name the stage when they have counted.
-    pub fn says(&self, stage: Stage, refusal: &Refusal) -> Refusal {
+    /// Converts an expected refusal to what this set's handlers return in `stage`. The conformance tables have the
+    /// texts of API 0.1; newer headers put the stage before the text of a wrong count.
+    pub fn expected_refusal(&self, stage: Stage, refusal: &Refusal) -> Refusal {
         if self.version < (0, 2) || !refusal.text.starts_with("Wrong number of ") {
             return refusal.clone();
         }
@@ -75,13 +75,13 @@ impl HandlerSet {
     }
 }
 
-/// The sets of handlers of the library, from the oldest API to the newest.
+/// The handler sets of the library, ordered from the oldest API version to the newest.
 pub fn handler_sets() -> Vec<HandlerSet> {
-    // SAFETY: null, or a table that lives as long as the library.
+    // SAFETY: `xa_handler_set` returns null or a table that lives as long as the library.
     let table = |number| unsafe { xla_attention::xa_handler_set(number).as_ref() };
     let set = |table: &Targets| HandlerSet {
         version: (table.api_major, table.api_minor),
-        // SAFETY: the table's own rows.
+        // SAFETY: the table has `count` rows at `rows`.
         rows: unsafe { std::slice::from_raw_parts(table.rows, table.count) },
     };
     (0..).map_while(table).map(set).collect()
@@ -98,7 +98,7 @@ struct View {
     dims: Vec<i64>,
 }
 
-/// A call frame under construction; borrows its buffers and its pool.
+/// A call frame under construction. It borrows its buffers and its thread pool.
 pub struct Frame<'a> {
     handler: Handler,
     stage: Stage,
@@ -112,13 +112,13 @@ pub struct Frame<'a> {
 }
 
 impl<'a> Frame<'a> {
-    /// For the execute handler of a target on a platform, [`CPU`] or [`CUDA`].
+    /// A frame for the execute handler of a target on a platform, [`CPU`] or [`CUDA`].
     pub fn new(name: &str, platform: &str) -> Self {
         let handler = target(name, platform).execute.expect("every target has an execute handler");
         Self::of(handler, Stage::Execute)
     }
 
-    /// For any handler, called as if in `stage`.
+    /// A frame for any handler, with this stage in it.
     pub fn of(handler: Handler, stage: Stage) -> Self {
         Self {
             handler,
@@ -133,18 +133,20 @@ impl<'a> Frame<'a> {
         }
     }
 
-    /// An operand that lies at `data`.
+    /// Adds an operand at address `data`.
     ///
     /// # Safety
-    /// So it does for as long as the frame lives, or the handler has to refuse the call.
+    ///
+    /// The memory at `data` has this dtype and shape and outlives the frame, or the handler refuses the call.
     pub unsafe fn operand(mut self, dtype: Dtype, dims: &[i64], data: *mut u8) -> Self {
         self.operands.push(View { dtype: dtype.0, data, dims: dims.to_vec() });
         self
     }
 
-    /// A result that lies at `data`.
+    /// Adds a result at address `data`.
     ///
     /// # Safety
+    ///
     /// As for [`Frame::operand`].
     pub unsafe fn result(mut self, dtype: Dtype, dims: &[i64], data: *mut u8) -> Self {
         self.results.push(View { dtype: dtype.0, data, dims: dims.to_vec() });
@@ -165,29 +167,29 @@ impl<'a> Frame<'a> {
         self
     }
 
-    /// What `XLA_FFI_Stream_Get` answers; without it the context is a CPU's and has no stream.
+    /// The stream that `XLA_FFI_Stream_Get` returns. Without one the execution context is that of a CPU.
     pub fn stream(mut self, stream: usize) -> Self {
         self.stream = Some(stream);
         self
     }
 
-    /// The host's table of another version, which outlives the frame.
+    /// The API table of a host with another API version.
     pub fn api(mut self, api: &'a HostApiTable) -> Self {
         self.api = api.0.data().cast();
         self
     }
 
-    /// A frame of another size than API 0.1 has.
+    /// The `struct_size` of the frame, if it is not that of API 0.1.
     pub fn struct_size(mut self, bytes: usize) -> Self {
         self.struct_size = bytes;
         self
     }
 
-    /// Call the handler.
+    /// Calls the handler.
     pub fn run(&self) -> Result<(), Refusal> {
         let arguments = BufferList::new(&self.operands);
         let results = BufferList::new(&self.results);
-        // A map iterates in the order of its keys, which is how XLA passes attributes.
+        // XLA passes attributes in the order of their names, and so does a `BTreeMap`.
         let attributes = AttributeList::new(&self.attributes);
         let context = Context { pool: self.pool, stream: self.stream };
         let mut frame = CallFrame {
@@ -202,7 +204,7 @@ impl<'a> Frame<'a> {
             future: null_mut(),
         };
         let live = live_errors();
-        // SAFETY: the frame is complete and everything it points to outlives the call.
+        // SAFETY: the frame is complete, and everything that it points to outlives the call.
         let error = unsafe { (self.handler)((&raw mut frame).cast()) };
         assert!(frame.future.is_null(), "the handler made a future");
         let outcome = refusal(error);
@@ -211,7 +213,7 @@ impl<'a> Frame<'a> {
     }
 }
 
-/// What a handler has returned.
+/// Converts what a handler has returned.
 fn refusal(error: *mut c_void) -> Result<(), Refusal> {
     if error.is_null() {
         return Ok(());
@@ -254,7 +256,7 @@ impl BufferList {
     }
 }
 
-/// One attribute as XLA lays it out.
+/// An attribute in XLA's representation.
 enum EncodedAttribute {
     Scalar(Scalar),
     Array(ScalarArray),
@@ -262,7 +264,7 @@ enum EncodedAttribute {
 }
 
 impl EncodedAttribute {
-    /// Points into the value.
+    /// The result points into `value`.
     fn new(value: &Attr) -> Self {
         fn scalar<T>(dtype: i32, value: &T) -> EncodedAttribute {
             EncodedAttribute::Scalar(Scalar { dtype, value: (&raw const *value).cast() })
@@ -278,7 +280,7 @@ impl EncodedAttribute {
         }
     }
 
-    /// `XLA_FFI_AttrType` and the address of its structure.
+    /// `XLA_FFI_AttrType`, and the address of the structure.
     fn raw(&self) -> (i32, *const c_void) {
         match self {
             Self::Array(array) => (1, (&raw const *array).cast()),
@@ -297,7 +299,7 @@ struct AttributeList {
 }
 
 impl AttributeList {
-    /// Points into the map.
+    /// The result points into `attributes`.
     fn new(attributes: &BTreeMap<String, Attr>) -> Self {
         let span = |name: &String| ByteSpan { data: name.as_ptr().cast(), len: name.len() };
         let spans: Vec<ByteSpan> = attributes.keys().map(span).collect();
@@ -318,26 +320,28 @@ impl AttributeList {
     }
 }
 
-/// What a handler says of itself.
+/// The metadata of a handler.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HandlerMetadata {
     pub major: i32,
     pub minor: i32,
-    /// `XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE`
+    /// `XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE`.
     pub command_buffer_compatible: bool,
 }
 
-/// The host's table as a runtime has it whose API is older or newer; it ends at a page that faults.
+/// The API table of a runtime with an older or newer API. It ends at a guard page.
 pub struct HostApiTable(GuardedBuffer);
 
 impl HostApiTable {
-    /// The first `entries` of ours; further ones, which a newer API adds at the end, are never to be called.
+    /// A table with `entries` entries. The first ones are those of [`API`]; handlers must not call the further ones,
+    /// which a newer API appends.
     pub fn new((major, minor): (i32, i32), entries: usize) -> Self {
         let header = offset_of!(Api, entries);
         let bytes = header + entries * size_of::<usize>();
         let memory = GuardedBuffer::new("XLA_FFI_Api", Side::EndsAtGuard, &vec![0; bytes]);
         let table = memory.data();
-        // SAFETY: `bytes` bytes that end at a page and so are aligned to 8; our own table is read within its size.
+        // SAFETY: the memory has `bytes` bytes. It ends at a page and is therefore aligned to 8. Of `API`, at most its
+        // size is read.
         unsafe {
             table.copy_from_nonoverlapping((&raw const API).cast(), bytes.min(size_of::<Api>()));
             table.cast::<usize>().write(bytes);
@@ -350,38 +354,37 @@ impl HostApiTable {
 }
 
 with_defaults! {
-    /// How the host asks for metadata: its table, the stage that the frame names, and how long its structures are.
+    /// How a host asks a handler for its metadata.
     #[derive(Clone, Copy)]
     pub struct MetadataRequest {
-        /// XLA itself asks without a table.
+        /// Whether the frame has an API table. XLA passes none.
         pub with_api: bool = true,
         pub stage: Stage = Stage::Execute,
         pub extension_size: usize = size_of::<MetadataExtension>(),
-        /// `XLA_FFI_Metadata_STRUCT_SIZE` of the host, which may have appended members to the 40 bytes of API 0.1.
+        /// `XLA_FFI_Metadata_STRUCT_SIZE` of the host. A newer API may append members to the 40 bytes of API 0.1.
         pub metadata_size: usize = offset_of!(Metadata, traits) + size_of::<u32>(),
-        /// `sizeof(XLA_FFI_Metadata)` of the host, where `XLA_FFI_Metadata_STRUCT_SIZE` does not say so: from 0.2 on there is
-        /// a last member, `state_type_id`, that it does not count.
+        /// `sizeof(XLA_FFI_Metadata)` of the host. From API 0.2 on it has a last member, `state_type_id`, which
+        /// `XLA_FFI_Metadata_STRUCT_SIZE` does not count.
         pub room: usize = size_of::<Metadata>(),
     }
 }
 
 impl MetadataRequest {
-    /// As the oldest host asks that takes handlers of this version.
+    /// The request of the oldest host that accepts handlers of this version.
     pub fn of(version: (i32, i32)) -> Self {
         let room = if version < (0, 2) { size_of::<Metadata>() } else { size_of::<Metadata>() + size_of::<i64>() };
         Self { room, ..Self::default() }
     }
 }
 
-/// The call that XLA makes when a handler is registered.
+/// Makes the call with which XLA reads a handler's metadata at registration.
 ///
-/// The answer lies right before a guard page, so that a handler built with headers whose structure is longer than the
-/// host's faults.
+/// The metadata structure ends at a guard page, so that a handler that was built with a longer structure faults.
 pub fn request_metadata(handler: Handler, request: MetadataRequest) -> Result<HandlerMetadata, Refusal> {
     let room = request.metadata_size.next_multiple_of(8).max(request.room);
     let memory = GuardedBuffer::new("XLA_FFI_Metadata", Side::EndsAtGuard, &vec![0xee; room]);
     let answer = memory.data().cast::<Metadata>();
-    // SAFETY: at least 40 bytes, and a page's end is aligned to 8.
+    // SAFETY: the memory has at least 40 bytes and ends at a page, so it is aligned to 8.
     unsafe { (*answer).struct_size = request.metadata_size };
     let mut extension = MetadataExtension {
         base: Extension { struct_size: request.extension_size, kind: 1, next: null_mut() },
@@ -400,7 +403,7 @@ pub fn request_metadata(handler: Handler, request: MetadataRequest) -> Result<Ha
         attributes: no_attributes.raw(),
         future: null_mut(),
     };
-    // SAFETY: a frame with the metadata extension asks for nothing else.
+    // SAFETY: a handler reads nothing else of a frame with the metadata extension.
     let error = unsafe { handler((&raw mut frame).cast()) };
     refusal(error)?;
     assert!(
@@ -408,7 +411,7 @@ pub fn request_metadata(handler: Handler, request: MetadataRequest) -> Result<Ha
         "what the handler's API does not know was written"
     );
     memory.assert_slack_untouched();
-    // SAFETY: still mapped.
+    // SAFETY: `memory` is alive and holds the structure.
     let answer = unsafe { &*answer };
     assert_eq!(answer.version.struct_size, 24);
     Ok(HandlerMetadata {

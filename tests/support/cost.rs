@@ -1,4 +1,5 @@
-//! What hostile metadata may cost: no more than right metadata in a call of the same shapes.
+//! Tests of what hostile metadata costs: a call with it must not take longer than a call of the same shapes with valid
+//! metadata.
 
 #![allow(clippy::print_stdout, reason = "a table of what was measured")]
 
@@ -13,34 +14,34 @@ use xla_attention::Op;
 use xla_attention::Stream;
 use xla_attention::{Action, RayonPool};
 
-/// The shapes of a call: as many keys as rows, and a row for each query head of [`CostSizes::heads`].
+/// The sizes of a call. It has as many keys as query rows.
 #[derive(Clone, Copy, Debug)]
 pub struct CostSizes {
-    /// Of queries.
+    /// Dtype of the queries.
     pub dtype: Dtype,
     pub kv_dtype: Dtype,
     pub rows: usize,
-    /// B
+    /// B, the number of sequence slots.
     pub slots: usize,
-    /// (Hq, Hkv)
+    /// (Hq, Hkv).
     pub heads: (usize, usize),
     pub head_dim: usize,
 }
 
 impl CostSizes {
-    /// A call that takes some milliseconds on the CPU, or some seconds on the emulator.
+    /// Sizes of a call that takes some milliseconds on the CPU and some seconds on the emulator.
     pub fn small() -> Self {
         let (rows, slots) = if on_emulator() { (64, 32) } else { (512, 256) };
         Self { dtype: F32, kv_dtype: F32, rows, slots, heads: (4, 2), head_dim: 32 }
     }
 
-    /// A row for each of 256 query heads in each of many sequences.
+    /// Many sequences of one row each with 256 query heads, which make planning the work expensive.
     pub fn planned() -> Self {
         let rows = if on_emulator() { 32 } else { 1000 };
         Self { rows, slots: rows, heads: (256, 1), head_dim: 8, ..Self::small() }
     }
 
-    /// Calls that take some milliseconds on the device at hand.
+    /// Sizes of calls that take some milliseconds on the tested device.
     pub fn large() -> Vec<Self> {
         let of = |dtype| Self { dtype, kv_dtype: dtype, rows: 1024, slots: 1024, heads: (8, 2), head_dim: 64 };
         if runs_on_cpu() {
@@ -52,25 +53,25 @@ impl CostSizes {
         vec![long(BF16), Self { head_dim: 64, ..long(F16) }, many, Self { head_dim: 80, ..many }, fp32]
     }
 
-    /// Calls that take some milliseconds over 8-bit keys, with queries of 8 and of 16 bits.
+    /// Sizes of calls over fp8 keys, with fp8 and with bf16 queries.
     pub fn large_fp8() -> Vec<Self> {
         let large = Self::large()[0];
         [F8E4M3FN, BF16].map(|dtype| Self { dtype, kv_dtype: F8E4M3FN, ..large }).to_vec()
     }
 
-    /// More slots than a kernel holds in shared memory.
+    /// More sequence slots than a kernel can keep in shared memory.
     pub fn many_slots() -> Self {
         let slots = if runs_on_cpu() { 1 << 14 } else { 1 << 16 };
         Self { rows: slots / 2, slots, ..Self::large()[0] }
     }
 
-    /// Pages for as many tokens as there are rows.
+    /// Number of pages for as many tokens as there are rows.
     fn pages(self) -> usize {
         self.rows.div_ceil(PAGE_SIZE)
     }
 
-    /// A call of attention over as many keys as there are rows, of which each sequence has those of its starts, or over pages,
-    /// of which each has all.
+    /// A call of attention with these starts. Contiguous keys are as many as the rows, and each sequence has those that
+    /// its starts give it. Of a paged cache every sequence has all pages.
     fn case(self, target: Op, starts_q: &[i32], starts_k: &[i32]) -> AttentionCase {
         let paged = target == Op::PagedAttention;
         let (slots, pages) = (starts_q.len() - 1, self.pages());
@@ -111,33 +112,33 @@ impl CostSizes {
     }
 }
 
-/// All elements 1.
+/// An array of ones.
 fn ones(dtype: Dtype, dims: &[i64]) -> Array {
     Array { dtype, dims: dims.to_vec(), bytes: dtype.encode(1.0).repeat(count(dims)) }
 }
 
-/// The GPU is that of `tests/emulator`.
+/// Whether the tests run on the emulator (`tests/emulator`).
 fn on_emulator() -> bool {
     !runs_on_cpu() && std::env::var_os("XLA_ATTENTION_EMULATOR").is_some()
 }
 
 const PAGE_SIZE: usize = 16;
 
-/// A call of an operator for these starts of queries and keys; operators over pages have no starts of keys.
+/// Makes a call with these starts of queries and of keys. Operators over a paged cache ignore the starts of keys.
 pub type BuildCall = fn(CostSizes, &[i32], &[i32]) -> Invocation;
 
 pub fn flash_attn_varlen(sizes: CostSizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
     sizes.case(Op::FlashAttnVarlen, starts_q, starts_k).invocation()
 }
 
-/// The same without a key: what is left is planning.
+/// `flash_attn_varlen` without any key, so that planning takes most of the time.
 pub fn flash_attn_varlen_without_keys(sizes: CostSizes, starts_q: &[i32], _: &[i32]) -> Invocation {
     let one = ones(sizes.kv_dtype, &dims_of(&[1, sizes.heads.1, sizes.head_dim]));
     let call = flash_attn_varlen(sizes, starts_q, &vec![0; starts_q.len()]);
     call.with_operand("k", one.clone()).with_operand("v", one)
 }
 
-/// The same with a `seqused_q` that leaves every row in use.
+/// `flash_attn_varlen` with a `seqused_q` that uses every row.
 pub fn flash_attn_varlen_with_seqused_q(sizes: CostSizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
     let case = sizes.case(Op::FlashAttnVarlen, starts_q, starts_k);
     AttentionCase { seqused_q: Some(vec![i32::MAX; sizes.slots]), ..case }.invocation()
@@ -155,7 +156,7 @@ pub fn paged_attention(sizes: CostSizes, starts_q: &[i32], starts_k: &[i32]) -> 
     sizes.case(Op::PagedAttention, starts_q, starts_k).invocation()
 }
 
-/// The same, with new rows that go nowhere.
+/// `paged_attention_update` whose new rows have no slot.
 pub fn paged_attention_update(sizes: CostSizes, starts_q: &[i32], starts_k: &[i32]) -> Invocation {
     let case = sizes.case(Op::PagedAttention, starts_q, starts_k);
     let row = ones(sizes.dtype, &dims_of(&[sizes.rows, sizes.heads.1, sizes.head_dim]));
@@ -170,7 +171,7 @@ pub fn kv_cache_update(sizes: CostSizes, slots: &[i32]) -> Invocation {
     CacheUpdateCase { dtype, num_pages, page_size, heads, dims, slots, ..CacheUpdateCase::default() }.invocation(true)
 }
 
-/// Names and `B + 1` starts.
+/// Names and lists of `B + 1` starts.
 type Starts = Vec<(&'static str, Vec<i32>)>;
 
 fn right_starts(rows: usize, slots: usize) -> Starts {
@@ -195,7 +196,7 @@ fn hostile_starts(rows: usize, slots: usize) -> Starts {
     ]
 }
 
-/// No call with hostile starts takes more than `most` times as long as the slowest with right ones.
+/// Asserts that no call with hostile starts takes more than `most` times as long as the slowest with valid starts.
 pub fn hostile_starts_cost_no_more(what: &str, operator: BuildCall, sizes: CostSizes, most: f64) {
     let CostSizes { rows, slots, .. } = sizes;
     let (right, hostile) = (right_starts(rows, slots), hostile_starts(rows, slots));
@@ -211,7 +212,7 @@ pub fn hostile_starts_cost_no_more(what: &str, operator: BuildCall, sizes: CostS
     cost_no_more(&format!("{what}, {sizes:?}"), calls(pairs(&right, &right)), calls(hostile), most);
 }
 
-/// Slots that are equal, or are none, take no longer than a slot of its own for each row.
+/// Asserts the same of cache updates whose rows share a slot or have none, compared with a slot per row.
 pub fn hostile_slots_cost_no_more(sizes: CostSizes, most: f64) {
     let all = sizes.rows as i32;
     let of = |name: &str, slot: &dyn Fn(i32) -> i32| {
@@ -227,7 +228,7 @@ pub fn hostile_slots_cost_no_more(sizes: CostSizes, most: f64) {
     cost_no_more(&format!("kv_cache_update, {sizes:?}"), right, hostile, most);
 }
 
-/// Room for as many rows as the cache has tokens, which each sequence may name.
+/// A gather whose results have room for as many rows as the cache has tokens; every block table row names all pages.
 fn gather_kv_cache(sizes: CostSizes, lens: &[i32], page: impl Fn(usize) -> i32) -> Invocation {
     let CostSizes { kv_dtype: dtype, heads: (_, heads), head_dim, rows: capacity, .. } = sizes;
     let (pages, lens) = (sizes.pages(), lens.to_vec());
@@ -237,7 +238,7 @@ fn gather_kv_cache(sizes: CostSizes, lens: &[i32], page: impl Fn(usize) -> i32) 
     GatherCase { max_pages: pages, tables, lens, capacity, ..gather }.invocation()
 }
 
-/// Lengths and pages of any kind take no longer to gather than right ones that fill the rows.
+/// Asserts the same of gathers with hostile lengths and pages, compared with valid ones that fill the results.
 pub fn hostile_gathers_cost_no_more(sizes: CostSizes, most: f64) {
     let CostSizes { rows, slots, .. } = sizes;
     let lens = |len: &dyn Fn(usize) -> i32| (0..slots).map(len).collect::<Vec<_>>();
@@ -259,7 +260,7 @@ pub fn hostile_gathers_cost_no_more(sizes: CostSizes, most: f64) {
 
 type Named = (String, Invocation);
 
-/// Prints a table of all calls.
+/// Prints a table of all times and compares them.
 fn cost_no_more(
     what: &str,
     right: impl IntoIterator<Item = Named>,
@@ -284,7 +285,7 @@ fn cost_no_more(
     }
 }
 
-/// How long the quickest of some calls takes, its end included.
+/// Seconds that a call takes until it is complete: the least of three.
 pub fn seconds(invocation: &Invocation) -> f64 {
     #[cfg(feature = "cuda")]
     if let Some(seconds) = super::device::on_chosen_gpu(|gpu| {
@@ -300,12 +301,12 @@ fn seconds_of<M: BufferMemory>(call: &Invocation, buffers: &CallBuffers<M>, acti
     let [inputs, outputs] = buffers.views();
     let once = || {
         let began = Instant::now();
-        // SAFETY: the views are of the buffers of `placed`, which outlive the call.
+        // SAFETY: the views are of `buffers`, which outlive the call.
         unsafe { call.run_action(action, &inputs, &outputs) }.unwrap();
         finish();
         began.elapsed().as_secs_f64()
     };
-    // The first one loads the kernels of a GPU.
+    // On a GPU the first call loads the kernels.
     once();
     (0..3).map(|_| once()).fold(f64::INFINITY, f64::min)
 }

@@ -1,22 +1,23 @@
-//! Covering sets: rows of choices, one of each factor, in which every pair of choices occurs together at least once.
+//! Covering arrays of strength two: rows that choose one value per factor, such that every pair of values of two
+//! factors occurs in a row.
 //!
-//! Mistakes hide in combinations of two options far more often than in combinations of many (Kuhn, Wallace, Gallo
-//! 2004); a set that covers all pairs grows with the two largest factors, not with the product of all.
+//! Most mistakes that depend on several options depend on two of them (Kuhn, Wallace, Gallo 2004). The number of rows
+//! grows with the product of the two largest factors only.
 
 use super::Random;
 use std::collections::BTreeSet;
 
-/// (factor, value): the value is below the factor's size.
+/// (factor, value). The value is below the factor's size.
 pub type Choice = (usize, usize);
 
-/// Two choices, that of the earlier factor first.
+/// Two choices; that of the earlier factor comes first.
 pub type Pair = (Choice, Choice);
 
-/// How many rows are tried for each that is taken.
+/// Number of random rows from which the next one is chosen.
 const CANDIDATES: usize = 40;
 
-/// Rows that cover every pair of choices which `excluded` does not rule out. The exclusions have to be closed: a pair
-/// that is not excluded has a row without an excluded pair.
+/// Rows that cover every pair of choices except those that `excluded` rules out. Every other pair must be part of a row
+/// without an excluded pair.
 pub fn cover(sizes: &[usize], excluded: &dyn Fn(Choice, Choice) -> bool, seed: u64) -> Vec<Vec<usize>> {
     let mut random = Random::new(seed);
     let mut open: BTreeSet<Pair> = pairs(sizes, excluded).into_iter().collect();
@@ -33,7 +34,7 @@ pub fn cover(sizes: &[usize], excluded: &dyn Fn(Choice, Choice) -> bool, seed: u
     rows
 }
 
-/// All pairs of choices of different factors that are not excluded.
+/// All pairs of choices of different factors, except the excluded ones.
 pub fn pairs(sizes: &[usize], excluded: &dyn Fn(Choice, Choice) -> bool) -> Vec<Pair> {
     let choices: Vec<Choice> = (0..sizes.len()).flat_map(|f| (0..sizes[f]).map(move |v| (f, v))).collect();
     let later = |a: Choice| choices.iter().filter(move |b| a.0 < b.0).map(move |b| (a, *b));
@@ -44,7 +45,8 @@ pub fn holds(row: &[usize], (a, b): Pair) -> bool {
     row[a.0] == a.1 && row[b.0] == b.1
 }
 
-/// A row around an open pair, greedily filled with whatever covers most of the others; `None` in a dead end.
+/// A row that contains an open pair. Its other values are chosen greedily to cover most further pairs. `None` if the
+/// exclusions leave no value for a factor.
 fn complete(
     sizes: &[usize],
     excluded: &dyn Fn(Choice, Choice) -> bool,

@@ -1,4 +1,4 @@
-//! Runs invocations in memory of a GPU, one allocation an operand, without XLA.
+//! Runs invocations on a GPU without XLA, with one allocation per buffer.
 
 use super::{Array, BufferMemory, CallBuffers, Invocation, POISON, Refusal, Side};
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUresult};
@@ -6,29 +6,29 @@ use std::cell::RefCell;
 use std::ops::Range;
 use xla_attention::{Action, Error, Stream};
 
-/// The driver call succeeds.
+/// Calls the driver and asserts success.
 macro_rules! cuda {
     ($function:ident($($argument:expr),* $(,)?)) => {{
-        // SAFETY: arguments are live handles, or addresses of locals that the call writes.
+        // SAFETY: the arguments are valid handles or addresses of locals that the call writes.
         let result = unsafe { sys::$function($($argument),*) };
         assert_eq!(result, CUresult::CUDA_SUCCESS, stringify!($function));
     }};
 }
 
-/// What lies around a buffer in its allocation.
+/// What surrounds a buffer in its allocation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum BufferPadding {
-    /// Nothing: compute-sanitizer sees every byte outside.
+    /// The allocation is the buffer, so that compute-sanitizer sees every access outside.
     None,
-    /// Bytes of NaN before and after, which must not change and whose values must not matter.
+    /// Redzones of NaN before and after. They must not change, and their contents must not affect the result.
     Redzones,
-    /// The same, and every buffer is aligned to its element and to nothing more.
+    /// Redzones, and an address that is aligned to the element size only.
     Misaligned,
 }
 
 const REDZONE: usize = 512;
 
-/// What `work` gives on the GPU, if the environment chooses it.
+/// Calls `work` with the GPU if `XLA_ATTENTION_TEST_DEVICE=cuda`.
 pub fn on_chosen_gpu<T>(work: impl FnOnce(&Gpu) -> T) -> Option<T> {
     thread_local! {
         static GPU: Option<Gpu> = match std::env::var("XLA_ATTENTION_TEST_DEVICE").as_deref() {
@@ -40,12 +40,12 @@ pub fn on_chosen_gpu<T>(work: impl FnOnce(&Gpu) -> T) -> Option<T> {
     GPU.with(|gpu| gpu.as_ref().map(work))
 }
 
-/// The outcome on the GPU, if the environment chooses it: launched directly with nothing around the buffers, then out of a
-/// captured graph with redzones.
+/// Runs the call on the GPU if `XLA_ATTENTION_TEST_DEVICE=cuda`: launched directly in exact allocations for one side, and
+/// from a captured graph between redzones for the other.
 pub fn run_if_chosen(call: &Invocation, side: Side) -> Option<Result<Vec<Array>, Refusal>> {
     let outcome = on_chosen_gpu(|gpu| match side {
         Side::EndsAtGuard => call.run_on_gpu(gpu, BufferPadding::None, 0),
-        // A second replay would start from what the first has written over an operand.
+        // The second replay would read an operand that the first one has overwritten.
         Side::BeginsAtGuard if call.results.iter().any(|r| r.alias.is_some()) => {
             call.run_on_gpu(gpu, BufferPadding::Redzones, 1)
         }
@@ -54,22 +54,22 @@ pub fn run_if_chosen(call: &Invocation, side: Side) -> Option<Result<Vec<Array>,
     outcome.map(|outcome| outcome.map_err(|e| Refusal { code: e.code as i32, text: e.message }))
 }
 
-/// Of device 0.
+/// An attribute of device 0.
 fn attribute(which: Attribute) -> i32 {
     let mut value = 0;
     cuda!(cuDeviceGetAttribute(&raw mut value, which, 0));
     value
 }
 
-/// A context and a stream on device 0; never given back, as in a program that ends.
+/// A context and a stream on device 0. They live until the process ends.
 pub struct Gpu {
     pub stream: sys::CUstream,
 }
 
 impl Gpu {
-    /// `None` where there is no driver or no device.
+    /// `None` without a driver or a device.
     pub fn first() -> Option<Self> {
-        // SAFETY: loads libcuda by name; initialises it; counts devices.
+        // SAFETY: loads libcuda by name, initialises it and counts devices.
         unsafe {
             let mut count = 0;
             let there = sys::is_culib_present()
@@ -87,12 +87,12 @@ impl Gpu {
         Some(Self { stream })
     }
 
-    /// As [`Gpu::first`]; that there is none is said.
+    /// As [`Gpu::first`]; prints that the test is skipped if there is none.
     pub fn or_skip() -> Option<Self> {
         Self::first().or_else(Self::skipped)
     }
 
-    /// Likewise of one for which kernels are tuned.
+    /// As [`Gpu::or_skip`], for a GPU that the tuned kernels support.
     pub fn with_tuned_kernels_or_skip() -> Option<Self> {
         Self::first().filter(|_| Self::runs_sm_90a()).or_else(Self::skipped)
     }
@@ -103,7 +103,7 @@ impl Gpu {
         None
     }
 
-    /// Kernels for sm_90a run on device 0: it is a Hopper, and the driver makes tensor maps.
+    /// Whether device 0 can run kernels for sm_90a, and its driver can make tensor maps.
     pub fn runs_sm_90a() -> bool {
         let mut version = 0;
         cuda!(cuDriverGetVersion(&raw mut version));
@@ -120,7 +120,7 @@ impl Gpu {
         cuda!(cuStreamSynchronize(self.stream));
     }
 
-    /// Record `work` on the stream, replay it `times` times and wait.
+    /// Captures `work` into a graph, replays it `times` times and waits.
     pub fn replay(&self, times: usize, work: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
         let (mut graph, mut executable) = (std::ptr::null_mut(), std::ptr::null_mut());
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
@@ -138,33 +138,34 @@ impl Gpu {
     }
 }
 
-/// Device memory of a buffer.
-pub struct Memory {
+/// A buffer in device memory.
+pub struct DeviceBuffer {
     allocation: sys::CUdeviceptr,
-    around: usize,
+    padding: usize,
     len: usize,
 }
 
-impl Memory {
-    /// On the stream and waited for: a plain copy returns while the last step of a large one is still under way.
-    pub fn place(gpu: &Gpu, array: &Array, around: BufferPadding) -> Self {
-        let (len, around) = match around {
+impl DeviceBuffer {
+    /// Uploads `array` on the stream and waits. (A synchronous copy from pageable memory may return before its last
+    /// part has arrived.)
+    pub fn upload(gpu: &Gpu, array: &Array, padding: BufferPadding) -> Self {
+        let (len, padding) = match padding {
             BufferPadding::None => (array.bytes.len(), 0),
             BufferPadding::Redzones => (array.bytes.len(), REDZONE),
             BufferPadding::Misaligned => (array.bytes.len(), REDZONE + array.dtype.size()),
         };
-        let mut bytes = vec![POISON; len + 2 * around];
-        bytes[around..around + len].copy_from_slice(&array.bytes);
+        let mut bytes = vec![POISON; len + 2 * padding];
+        bytes[padding..padding + len].copy_from_slice(&array.bytes);
         let mut allocation = 0;
         cuda!(cuMemAlloc_v2(&raw mut allocation, bytes.len().max(1)));
         if !bytes.is_empty() {
             cuda!(cuMemcpyHtoDAsync_v2(allocation, bytes.as_ptr().cast(), bytes.len(), gpu.stream));
             gpu.finish();
         }
-        Self { allocation, around, len }
+        Self { allocation, padding, len }
     }
 
-    /// As if nothing had been written to it, in the stream's order.
+    /// Fills the buffer with [`POISON`] on the stream.
     fn poison(&self, gpu: &Gpu) {
         if self.len != 0 {
             cuda!(cuMemsetD8Async(self.data() as sys::CUdeviceptr, POISON, self.len, gpu.stream));
@@ -172,43 +173,44 @@ impl Memory {
     }
 }
 
-impl BufferMemory for Memory {
-    /// On the device.
+impl BufferMemory for DeviceBuffer {
+    /// A device address.
     fn data(&self) -> *mut u8 {
-        (self.allocation as usize + self.around) as *mut u8
+        (self.allocation as usize + self.padding) as *mut u8
     }
 
-    /// The redzones are as they were.
+    /// Asserts that the redzones have not changed.
     fn read(&self, what: &str) -> Vec<u8> {
-        let mut bytes = vec![0; self.len + 2 * self.around];
+        let mut bytes = vec![0; self.len + 2 * self.padding];
         if !bytes.is_empty() {
             cuda!(cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), self.allocation, bytes.len()));
         }
-        let after = bytes.split_off(self.around + self.len);
-        let inside = bytes.split_off(self.around);
+        let after = bytes.split_off(self.padding + self.len);
+        let inside = bytes.split_off(self.padding);
         assert!(bytes.iter().chain(&after).all(|&b| b == POISON), "{what}: written outside");
         inside
     }
 }
 
-impl Drop for Memory {
+impl Drop for DeviceBuffer {
     fn drop(&mut self) {
         cuda!(cuMemFree_v2(self.allocation));
     }
 }
 
-/// One allocation for all buffers of a call and its image on the host, so that a call allocates nothing and copies twice.
+/// One device allocation for all buffers of a call, and a host image of it. A call then needs no allocation and two
+/// copies.
 pub struct Arena {
     gpu: Gpu,
     device: sys::CUdeviceptr,
     image: *mut u8,
     size: usize,
-    /// Where the buffers of the call lie.
+    /// Offsets of the buffers of the current call.
     ranges: RefCell<Vec<Range<usize>>>,
 }
 
 impl Arena {
-    /// Of `size` bytes; never given back, as its [`Gpu`].
+    /// An arena of `size` bytes, which live until the process ends.
     pub fn new(gpu: Gpu, size: usize) -> Self {
         let (mut device, mut image) = (0, std::ptr::null_mut());
         cuda!(cuMemAlloc_v2(&raw mut device, size));
@@ -216,41 +218,41 @@ impl Arena {
         Self { gpu, device, image: image.cast(), size, ranges: RefCell::default() }
     }
 
-    /// Where a part of the image begins, which is readable and writable. The device has done with it: each run waits.
+    /// Address of a part of the host image. No device copy accesses it, because each run waits for its copies.
     fn image(&self, range: &Range<usize>) -> *mut u8 {
         assert!(range.start <= range.end && range.end <= self.size, "a call of {} bytes", range.end);
         self.image.wrapping_add(range.start)
     }
 
     fn poison(&self, range: &Range<usize>) {
-        // SAFETY: bytes of the image, to which there is no reference.
+        // SAFETY: these bytes belong to the image, and no reference to them exists.
         unsafe { self.image(range).write_bytes(POISON, range.len()) };
     }
 
     fn read(&self, range: &Range<usize>) -> Vec<u8> {
-        // SAFETY: bytes of the image, which nothing writes before they are copied.
+        // SAFETY: these bytes belong to the image, and are not written before `to_vec` has copied them.
         unsafe { std::slice::from_raw_parts(self.image(range), range.len()) }.to_vec()
     }
 
-    /// Before the first buffer of a call.
+    /// Removes the buffers of the previous call.
     pub fn clear(&self) {
         self.ranges.take();
     }
 
-    /// A buffer after those of the call so far, with a redzone before it.
-    pub fn place(&self, array: &Array, misaligned: bool) -> ArenaBuffer<'_> {
+    /// Adds a buffer to the current call, after a redzone.
+    pub fn add(&self, array: &Array, misaligned: bool) -> ArenaBuffer<'_> {
         let mut ranges = self.ranges.borrow_mut();
         let end = ranges.last().map_or(0, |last| last.end);
         let start = (end + REDZONE).next_multiple_of(256) + if misaligned { array.dtype.size() } else { 0 };
         let range = start..start + array.bytes.len();
         self.poison(&(end..start));
-        // SAFETY: as many bytes of the image.
+        // SAFETY: the image has `array.bytes.len()` bytes at `range`, and does not overlap with the array.
         unsafe { self.image(&range).copy_from_nonoverlapping(array.bytes.as_ptr(), array.bytes.len()) };
         ranges.push(range.clone());
         ArenaBuffer { arena: self, range }
     }
 
-    /// What becomes of `work` with the buffers on the device; they are read afterwards. The redzones have not changed.
+    /// Copies the buffers to the device, runs `work` and copies them back. Asserts that the redzones have not changed.
     pub fn run(&self, work: impl FnOnce(Stream) -> Result<(), String>) -> Result<(), String> {
         let ranges = self.ranges.take();
         let end = ranges.last().map_or(0, |last| last.end);
@@ -271,31 +273,31 @@ impl Arena {
     }
 }
 
-/// A buffer of an [`Arena`].
+/// A buffer in an [`Arena`].
 pub struct ArenaBuffer<'a> {
     arena: &'a Arena,
     range: Range<usize>,
 }
 
 impl BufferMemory for ArenaBuffer<'_> {
-    /// On the device.
+    /// A device address.
     fn data(&self) -> *mut u8 {
         (self.arena.device as usize + self.range.start) as *mut u8
     }
 
-    /// After the run of the call.
+    /// The contents after [`Arena::run`].
     fn read(&self, _: &str) -> Vec<u8> {
         self.arena.read(&self.range)
     }
 }
 
 impl Invocation {
-    /// Load and launch on the GPU, `replays` times from a captured graph if that is not 0; the results.
-    pub fn run_on_gpu(&self, gpu: &Gpu, around: BufferPadding, replays: usize) -> Result<Vec<Array>, Error> {
-        self.run_prepared(gpu, around, replays, true)
+    /// Runs the call on the GPU: `replays` times from a captured graph, or launched directly if `replays` is 0.
+    pub fn run_on_gpu(&self, gpu: &Gpu, padding: BufferPadding, replays: usize) -> Result<Vec<Array>, Error> {
+        self.run_prepared(gpu, padding, replays, true)
     }
 
-    /// Launch inside a capture without having loaded anything; the results after one replay.
+    /// Captures the call before its kernels are loaded, and replays it once.
     pub fn run_unprepared(&self, gpu: &Gpu) -> Result<Vec<Array>, Error> {
         self.run_prepared(gpu, BufferPadding::Redzones, 1, false)
     }
@@ -303,17 +305,17 @@ impl Invocation {
     fn run_prepared(
         &self,
         gpu: &Gpu,
-        around: BufferPadding,
+        padding: BufferPadding,
         replays: usize,
         prepare: bool,
     ) -> Result<Vec<Array>, Error> {
-        let buffers = self.on_gpu(gpu, around);
+        let buffers = self.on_gpu(gpu, padding);
         let [inputs, outputs] = buffers.views();
-        // SAFETY: the views are the allocations above, which outlive `finish`.
+        // SAFETY: the views are of `buffers`, which live until the stream has finished.
         let run = |action| unsafe { self.run_action(action, &inputs, &outputs) };
         let launch = Action::LaunchCuda(Stream(gpu.stream as usize));
         if replays == 0 {
-            // Without a preparation first: a launch loads what it finds missing.
+            // Nothing is prepared, so that the launch loads the kernels.
             run(launch)?;
             gpu.finish();
         } else {
@@ -325,20 +327,20 @@ impl Invocation {
         Ok(buffers.results())
     }
 
-    /// Launch `launches` times, each time over poisoned results; the first `compared` of them have the same bits every
-    /// time. If there is a call `beside`, it is launched just before on another stream.
+    /// Launches the call `launches` times, each time with poisoned results. Asserts that the first `compared` results
+    /// have the same bits each time. A call `beside` is launched on another stream just before each launch.
     pub fn assert_same_bits(&self, gpu: &Gpu, launches: usize, compared: usize, beside: Option<(&Gpu, &Self)>) {
-        let own = self.on_gpu(gpu, BufferPadding::None);
+        let buffers = self.on_gpu(gpu, BufferPadding::None);
         let other = beside.map(|(gpu, call)| (gpu, call, call.on_gpu(gpu, BufferPadding::None)));
         let mut first: Option<Vec<Vec<u8>>> = None;
         for launch in 0..launches {
-            (0..self.results.len()).for_each(|index| own.result(index).poison(gpu));
+            (0..self.results.len()).for_each(|index| buffers.result(index).poison(gpu));
             if let Some((gpu, call, buffers)) = &other {
                 call.launch_on(gpu, buffers);
             }
-            self.launch_on(gpu, &own);
+            self.launch_on(gpu, &buffers);
             gpu.finish();
-            let now: Vec<Vec<u8>> = (0..compared).map(|index| own.result(index).read("a result")).collect();
+            let now: Vec<Vec<u8>> = (0..compared).map(|index| buffers.result(index).read("a result")).collect();
             let what = format!("{} {}: launch {launch}", self.target, self.what);
             assert!(first.get_or_insert_with(|| now.clone()) == &now, "{what} has other bits than the first one");
         }
@@ -347,15 +349,15 @@ impl Invocation {
         }
     }
 
-    /// Over buffers that live until `finish`.
-    fn launch_on(&self, gpu: &Gpu, buffers: &CallBuffers<'_, Memory>) {
+    /// Launches on buffers that the caller keeps until the stream has finished.
+    fn launch_on(&self, gpu: &Gpu, buffers: &CallBuffers<'_, DeviceBuffer>) {
         let [inputs, outputs] = buffers.views();
-        // SAFETY: the views are the caller's allocations, which it gives back after `finish`.
+        // SAFETY: the views are of the caller's buffers, which live until the stream has finished.
         unsafe { self.run_action(Action::LaunchCuda(Stream(gpu.stream as usize)), &inputs, &outputs) }.unwrap();
     }
 
-    /// The buffers of the call, an allocation each.
-    pub fn on_gpu(&self, gpu: &Gpu, around: BufferPadding) -> CallBuffers<'_, Memory> {
-        CallBuffers::new(self, |_, array| Memory::place(gpu, array, around))
+    /// Uploads the call's buffers.
+    pub fn on_gpu(&self, gpu: &Gpu, padding: BufferPadding) -> CallBuffers<'_, DeviceBuffer> {
+        CallBuffers::new(self, |_, array| DeviceBuffer::upload(gpu, array, padding))
     }
 }

@@ -1,7 +1,7 @@
-//! What may stand in every row of a call's results, and whether it does.
+//! The expected results of a call of attention, and the comparison with actual ones.
 //!
-//! The sequences are read off the operands by the clamping rules of `docs/semantics.md#metadata`, so that a case whose
-//! metadata is hostile has answers like any other.
+//! The sequences are derived from the operands by the clamping rules of `docs/semantics.md#metadata`, so that a call
+//! with hostile metadata has expected results too.
 
 use self::accuracy::{FP8_HEAD_DIMS, LSE, LSE_CAPPED, fp8_score};
 use super::summary;
@@ -11,15 +11,15 @@ use super::{
 };
 use xla_attention::Op;
 
-/// What the check of the library allows too.
+/// The error bounds of the debug check mode, which apply to the tests as well.
 #[allow(dead_code, reason = "the library has uses for all of it")]
 #[path = "../../src/debug_check/accuracy.rs"]
 mod accuracy;
 
-/// A sequence of a ragged batch after its metadata has been clamped.
+/// A sequence of a ragged batch, after its metadata has been clamped.
 #[derive(Clone, Copy, Debug)]
 pub struct ClampedSequence {
-    /// Which slot of the metadata it is.
+    /// Its slot in the metadata.
     pub index: usize,
     /// Its first row of the packed queries.
     pub first_row: usize,
@@ -28,13 +28,13 @@ pub struct ClampedSequence {
     pub len_q: usize,
     pub len_k: usize,
     pub leftpad: usize,
-    /// All numbers that it computes with are finite. If not, its rows may hold anything.
+    /// All numbers that its rows depend on are finite. Otherwise its rows may hold anything.
     pub finite: bool,
-    /// They are, and the metadata that is read for it lies in range.
+    /// `finite`, and all metadata that the operator reads for it is in range.
     pub specified: bool,
 }
 
-/// The sequences of `case`.
+/// The sequences of `case`, clamped.
 pub fn clamped_sequences(case: &AttentionCase) -> Vec<ClampedSequence> {
     let in_use = match case.target {
         Op::PagedAttention => i64::from(case.num_seqs).clamp(0, case.slots() as i64) as usize,
@@ -54,8 +54,8 @@ fn clamped_sequence(case: &AttentionCase, b: usize) -> ClampedSequence {
     ClampedSequence { finite, specified: rows_in_range && keys_in_range && finite, ..sequence }
 }
 
-/// Slot b of `starts` into `total` rows: its first row, its length, and whether both starts are read as they are given.
-/// Each counts as the largest up to it.
+/// The first row and the length of slot b of `starts` into `total` rows, and whether both starts are used unchanged. A
+/// start counts as the largest one up to it.
 fn slot(starts: &[i32], b: usize, total: usize) -> (usize, usize, bool) {
     let clamped = |start: &i32| i64::from(*start).clamp(0, total as i64);
     let largest = |starts: &[i32]| starts.iter().map(clamped).fold(0, i64::max);
@@ -63,12 +63,12 @@ fn slot(starts: &[i32], b: usize, total: usize) -> (usize, usize, bool) {
     (start as usize, (end - start) as usize, (i64::from(starts[b]), i64::from(starts[b + 1])) == (start, end))
 }
 
-/// The first row of contiguous keys, the number of keys, and whether all metadata behind them lies in range.
+/// The first row of contiguous keys, the number of keys, and whether all metadata of the keys is in range.
 fn keys(case: &AttentionCase, b: usize) -> (usize, usize, bool) {
     let used = case.seqused_k.as_ref().map(|used| i64::from(used[b]));
     if !case.is_paged() {
         let (start, length, in_range) = slot(&case.cu_seqlens_k, b, case.kv_geometry.num_pages);
-        // More than the slot has is no mistake.
+        // A `seqused_k` above the slot's length is valid and is limited to it.
         let len_k = used.map_or(length, |used| used.clamp(0, length as i64) as usize);
         return (start, len_k, in_range && used.is_none_or(|used| used >= 0));
     }
@@ -84,7 +84,7 @@ fn keys(case: &AttentionCase, b: usize) -> (usize, usize, bool) {
 }
 
 impl ClampedSequence {
-    /// Something is said of its rows.
+    /// Whether its rows are compared.
     pub fn is_specified(&self, invalid_metadata: InvalidMetadata) -> bool {
         self.specified || (invalid_metadata == InvalidMetadata::Clamped && self.finite)
     }
@@ -94,7 +94,7 @@ impl ClampedSequence {
         self.first_row..self.first_row + self.len_q
     }
 
-    /// (page, token) of key `j`; contiguous keys are pages of one token.
+    /// (page, token) of key `j`. Contiguous keys count as pages of one token.
     fn position(&self, case: &AttentionCase, j: usize) -> (usize, usize) {
         if !case.is_paged() {
             return (self.first_key + j, 0);
@@ -110,17 +110,17 @@ impl ClampedSequence {
         page * case.kv_geometry.page_size + token
     }
 
-    /// The row of K (`value` 0) or V (1) of key `j`.
+    /// Key (`value` 0) or value (1) number `j`.
     pub(super) fn stored<'a>(&self, case: &'a AttentionCase, value: usize, j: usize, head: usize) -> &'a [f64] {
         let (page, token) = self.position(case, j);
-        let (buffer, at) = case.kv_geometry.of(value, page, token, head);
+        let (buffer, at) = case.kv_geometry.element(value, page, token, head);
         &case.kv_values[buffer][at..][..case.kv_geometry.dims[value]]
     }
 
-    /// Query row `i` of a head.
+    /// Query `i` of a head.
     pub(super) fn query<'a>(&self, case: &'a AttentionCase, i: usize, head: usize) -> &'a [f64] {
         let AttentionConfig { q_heads, head_dim, .. } = case.config;
-        // q [Tq, Hq, D]
+        // q is [Tq, Hq, D].
         &case.q_values[((self.first_row + i) * q_heads + head) * head_dim..][..head_dim]
     }
 
@@ -135,7 +135,7 @@ impl ClampedSequence {
 
     pub(super) fn score(&self, case: &AttentionCase, head: usize) -> Score {
         let config = &case.config;
-        // One for all KV heads, or one each.
+        // A scale has one element for all KV heads, or one per KV head.
         let scale = |values: &Option<Vec<f32>>| values.as_ref().map_or(1.0, |v| v[config.kv_head(head) % v.len()]);
         Score {
             scales: [config.softmax_scale, scale(&config.q_scale), scale(&config.k_scale)],
@@ -147,7 +147,7 @@ impl ClampedSequence {
         }
     }
 
-    /// Of the reference.
+    /// The inputs of the reference.
     pub(super) fn head<'a>(&'a self, case: &'a AttentionCase, head: usize) -> Head<'a> {
         let (&Self { len_q, len_k, leftpad, .. }, kv_head) = (self, case.config.kv_head(head));
         Head {
@@ -175,22 +175,23 @@ impl ClampedSequence {
     }
 }
 
-/// The GPU at hand may multiply fp8 by fp8, weights included.
+/// Whether the tested GPU may multiply fp8 by fp8, with softmax weights rounded to fp8.
 fn may_multiply_fp8(config: &AttentionConfig) -> bool {
     let dims = [config.head_dim, config.value_dim];
     config.dtypes.q == F8E4M3FN && FP8_HEAD_DIMS.iter().any(|&dim| dims == [dim; 2]) && !runs_on_cpu()
 }
 
-/// The largest e5m2. Numbers beyond count as infinite: sums of their products leave what f32 tells apart.
+/// The largest e5m2 number. Larger numbers count as infinite, because sums of their products exceed the precision of
+/// f32.
 pub const LARGEST: f64 = 57344.0;
 
-/// None is NaN or infinite.
+/// Whether no number is NaN or counts as infinite.
 pub fn are_finite(numbers: &[f64]) -> bool {
     numbers.iter().all(|x| x.abs() <= LARGEST)
 }
 
-/// All queries of a sequence, all keys and values that one of them sees, its slopes, sinks and scales are numbers; a sink
-/// of -inf is none.
+/// Whether all queries of a sequence, all keys and values that one of them sees, and its slopes, sinks and scales are
+/// finite. A sink of -inf is valid and has no effect.
 fn computes_with_finite_numbers(case: &AttentionCase, sequence: &ClampedSequence) -> bool {
     let finite = are_finite;
     let &ClampedSequence { len_q, len_k, leftpad, .. } = sequence;
@@ -207,33 +208,33 @@ fn computes_with_finite_numbers(case: &AttentionCase, sequence: &ClampedSequence
         && (len_q == 0 || heads.clone().all(|h| sequence.score(case, h).is_finite()))
 }
 
-/// What may stand in one row of one head, exactly and as the naive formula has it.
+/// The expected result of one row and one head.
 #[derive(Clone, Debug)]
 pub struct ExpectedRow {
     pub exact: AttentionRow,
     pub naive: AttentionRow,
-    /// How far off its scores may be.
+    /// Allowed error of the scores.
     pub score_error: f64,
 }
 
-/// What is expected of a sequence whose own metadata is wrong.
+/// What is expected of a sequence whose metadata is invalid.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum InvalidMetadata {
     /// Its rows may hold anything.
     Unspecified,
-    /// Its rows hold what the clamped metadata gives.
+    /// Its rows are those of the clamped metadata.
     Clamped,
 }
 
-/// `[Tq][Hq]`: what may stand in a row of a head; `None` if nothing is said of it.
+/// Expected rows, `[Tq][Hq]`; `None` where the row may hold anything.
 pub type ExpectedRows = Vec<Vec<Option<ExpectedRow>>>;
 
-/// The answers to a call.
+/// The expected rows of a call.
 pub fn expected_rows(case: &AttentionCase, invalid_metadata: InvalidMetadata) -> ExpectedRows {
     expected_rows_of(case, &clamped_sequences(case), |sequence| sequence.is_specified(invalid_metadata))
 }
 
-/// The answers to a call with these sequences, for those of which something is said.
+/// The expected rows of a call with these sequences, `None` for rows of a sequence for which `is_specified` is false.
 pub fn expected_rows_of(
     case: &AttentionCase,
     sequences: &[ClampedSequence],
@@ -249,19 +250,19 @@ pub fn expected_rows_of(
     (0..case.rows()).map(|row| (0..case.config.q_heads).map(|head| answer(row, head)).collect()).collect()
 }
 
-/// How far from the exact answers an output may be (`docs/semantics.md#error-bounds`).
+/// The allowed error of an output (`docs/semantics.md#error-bounds`).
 #[derive(Clone, Copy, Debug)]
 pub struct ErrorBound {
-    /// Largest error of the naive formula.
+    /// The largest error of the naive formula.
     pub naive_error: f64,
-    /// How many times that is allowed.
+    /// Multiple of it that is allowed.
     pub times: f64,
-    /// What is allowed whatever the naive formula does.
+    /// Error that is allowed in addition.
     pub floor: f64,
 }
 
 impl ErrorBound {
-    /// Of rows of outputs; the floor is a share of the largest one.
+    /// The bound for rows of outputs. `floor` is relative to the largest one.
     pub fn of<'a>(expected_rows: impl Iterator<Item = &'a ExpectedRow>, floor: f64) -> Self {
         Self::of_numbers(
             expected_rows.flat_map(|a| a.exact.out.iter().copied().zip(a.naive.out.iter().copied())),
@@ -270,7 +271,7 @@ impl ErrorBound {
         )
     }
 
-    /// Of pairs of an exact number and that of the naive formula.
+    /// The bound for pairs of an exact number and that of the naive formula.
     pub fn of_numbers(pairs: impl Iterator<Item = (f64, f64)>, times: f64, floor: f64) -> Self {
         let larger = |(error, size): (f64, f64), (exact, naive): (f64, f64)| {
             (error.max((exact - naive).abs()), size.max(exact.abs()))
@@ -279,13 +280,13 @@ impl ErrorBound {
         Self { naive_error, times, floor: floor * size }
     }
 
-    /// Largest difference that passes.
+    /// The largest allowed error.
     pub fn most(self) -> f64 {
         self.times * self.naive_error + self.floor
     }
 }
 
-/// Largest difference that passes, of one log-sum-exp whose scores are exact.
+/// The largest allowed error of a log-sum-exp whose scores are exact.
 pub fn lse_tolerance(exact: f64, dtypes: Dtypes, softcap: bool) -> f64 {
     let relative = match dtypes.compute() {
         F16 | BF16 if softcap => LSE_CAPPED,
@@ -294,14 +295,14 @@ pub fn lse_tolerance(exact: f64, dtypes: Dtypes, softcap: bool) -> f64 {
     relative * exact.abs().max(1.0)
 }
 
-/// `out [Tq, Hq, Dv]`, and `lse [Hq, Tq]` if there is one, are what `answers` allow. The error goes into the summary.
+/// Asserts that `out [Tq, Hq, Dv]`, and `lse [Hq, Tq]` if there is one, match. The error goes into the summary.
 pub fn assert_matches_expected(case: &AttentionCase, expected_rows: &ExpectedRows, out: &Array, lse: Option<&Array>) {
     let error_bound = ErrorBound::of(expected_rows.iter().flatten().flatten(), 1e-5);
     let largest = assert_within(case, expected_rows, error_bound, out, lse);
     summary::record(&case.name, case.config.dtypes, largest, error_bound);
 }
 
-/// The same with another allowance; the largest error.
+/// The same with another error bound. Returns the largest error.
 pub fn assert_within(
     case: &AttentionCase,
     expected_rows: &ExpectedRows,
@@ -339,7 +340,7 @@ pub fn assert_within(
     largest
 }
 
-/// Largest error of an output row; a row that sees no key is exactly 0 or wrong.
+/// The largest error of an output row. A row that sees no key must be exactly 0.
 fn error(actual: &[f64], exact: &AttentionRow) -> f64 {
     let zero = || actual.iter().all(|&o| o == 0.0);
     if exact.sees_a_key || zero() { distance(actual, &exact.out) } else { f64::INFINITY }
@@ -352,7 +353,7 @@ fn lse_fits(case: &AttentionCase, allowed: &ExpectedRow, actual: Option<f64>) ->
     actual.is_none_or(|actual| if exact.is_finite() { (actual - exact).abs() <= tolerance() } else { same(actual) })
 }
 
-/// Largest difference; NaN counts as infinitely far.
+/// The largest difference. NaN counts as infinity.
 pub fn distance(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());
     a.iter()

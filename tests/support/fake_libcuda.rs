@@ -54,7 +54,7 @@ pub fn add(action: Action) -> Result<(), Error> {
     let call = valid_calls::of("xla_gpu_simple_add");
     let numbers = [0.0f32; 64];
     let views = [BufferView::dense(numbers.as_ptr().cast_mut().cast()); 2];
-    // SAFETY: the array outlives the call.
+    // SAFETY: `numbers` outlives the call.
     unsafe { call.run_action(action, &views, &views) }
 }
 

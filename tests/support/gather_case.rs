@@ -1,4 +1,4 @@
-//! Calls that gather a cache in every layout, and what they have to find.
+//! Calls of `gather_kv_cache`, and the results that they must have.
 
 use super::{
     Array, Attr, Dtype, F32, I32, Invocation, KvGeometry, KvLayout, Numbers, caches, dims_of, f32s, for_both_sides,
@@ -7,27 +7,27 @@ use super::{
 use xla_attention::Op;
 
 with_defaults! {
-    /// A call in numbers.
+    /// A gather in numbers.
     #[derive(Clone, Debug)]
     pub struct GatherCase {
         pub layout: KvLayout = KvLayout::Interleaved,
-        /// Of the cache.
+        /// Dtype of the cache.
         pub dtype: Dtype = F32,
-        /// Of the results.
+        /// Dtype of the gathered keys and values.
         pub out: Dtype = F32,
         pub num_pages: usize = 5,
         pub page_size: usize = 4,
         pub heads: usize = 2,
-        /// D, Dv: one number unless the layout has two buffers.
+        /// D and Dv, which differ only where K and V have separate buffers.
         pub dims: [usize; 2] = [16, 16],
-        /// M
+        /// M.
         pub max_pages: usize = 3,
-        /// `[S, M]`
+        /// Block tables, `[S, M]`.
         pub tables: Vec<i32> = vec![3, 1, 4, 0, 2, 2, 4, 4, 0],
         pub lens: Vec<i32> = vec![9, 0, 6],
-        /// N
+        /// N, the rows of the results.
         pub capacity: usize = 17,
-        /// Of keys, of values.
+        /// `k_scale` and `v_scale`.
         pub scales: [Option<Vec<f32>>; 2] = [None, None],
         pub seed: u64 = 1,
     }
@@ -39,7 +39,7 @@ impl GatherCase {
         KvGeometry { layout, num_pages, page_size, kv_heads: heads, dims }
     }
 
-    /// One cache, or K's and V's, full of anything.
+    /// The cache, or the caches of keys and of values, with random contents.
     pub fn caches(&self) -> Vec<Array> {
         caches(&self.kv_geometry(), self.dtype, self.seed)
     }
@@ -52,7 +52,7 @@ impl GatherCase {
         self.of_caches(self.caches())
     }
 
-    /// The call with caches of the caller's.
+    /// The call with other caches.
     pub fn of_caches(&self, mut caches: Vec<Array>) -> Invocation {
         let v_cache = if caches.len() == 2 { caches.remove(1) } else { Array::left_out(self.dtype) };
         let seqs = self.lens.len() as i64;
@@ -70,7 +70,7 @@ impl GatherCase {
         Invocation { what: format!("{self:?}"), ..call.result("cu_seqlens", I32, &[seqs + 1]) }
     }
 
-    /// (page, token of the page) of each row of a token, and `cu_seqlens`.
+    /// (page, token in the page) of each row that is gathered, and `cu_seqlens`.
     fn rows(&self) -> (Vec<(usize, usize)>, Vec<i32>) {
         let longest = if self.num_pages == 0 { 0 } else { self.max_pages * self.page_size };
         let (mut rows, mut starts) = (vec![], vec![0]);
@@ -85,7 +85,7 @@ impl GatherCase {
         (rows, starts)
     }
 
-    /// Keys, values and starts.
+    /// Keys, values and `cu_seqlens`.
     pub fn expected(&self) -> [Array; 3] {
         let caches = self.caches();
         let (rows, starts) = self.rows();
@@ -94,7 +94,7 @@ impl GatherCase {
             let mut result = Array::filled(self.out, &self.result_dims()[value], 0);
             let width = self.dims[value];
             for (row, head) in (0..rows.len()).flat_map(|row| (0..self.heads).map(move |head| (row, head))) {
-                let (buffer, at) = kv_geometry.of(value, rows[row].0, rows[row].1, head);
+                let (buffer, at) = kv_geometry.element(value, rows[row].0, rows[row].1, head);
                 let from = &caches[buffer].bytes[at * size..][..width * size];
                 let to = &mut result.bytes[(row * self.heads + head) * width * self.out.size()..];
                 if self.out == self.dtype && self.scales[value].is_none() {
@@ -112,12 +112,12 @@ impl GatherCase {
         [keys, values, Array::i32s(&[starts.len() as i64], &starts)]
     }
 
-    /// The call finds what is expected.
+    /// Asserts that the call has the expected results.
     pub fn assert_matches_reference(&self) {
         for_both_sides(|side| self.assert_results(&self.invocation().results(side)));
     }
 
-    /// The same bits, but for those of a NaN that is computed.
+    /// Asserts that these are the expected results. A computed NaN may be any NaN.
     pub fn assert_results(&self, actual: &[Array]) {
         for ((actual, expected), name) in actual.iter().zip(&self.expected()).zip(["keys", "values", "cu_seqlens"]) {
             assert_eq!((actual.dtype, &actual.dims), (expected.dtype, &expected.dims), "{self:?}: {name}");
@@ -127,7 +127,7 @@ impl GatherCase {
     }
 }
 
-/// The number of an element, its bytes and those that were expected; any NaN stands for any other.
+/// Index, bytes and expected bytes of the first element that differs. All NaN count as equal.
 fn first_difference<'a>(actual: &'a Array, expected: &'a Array) -> Option<(usize, &'a [u8], &'a [u8])> {
     let (dtype, size) = (actual.dtype, actual.dtype.size());
     let is_nan = |bytes: &[u8]| dtype != I32 && dtype.decode(bytes).is_nan();

@@ -1,7 +1,7 @@
-//! Complete calls for the gradients of attention, with everything that belongs to no sequence poisoned.
+//! Complete calls of `flash_attn_varlen_bwd`. Everything that belongs to no sequence holds NaN or infinities.
 //!
-//! A call is what a [`AttentionCase`] over contiguous keys computes, with the cotangents of its results. Its metadata may be
-//! changed before the cotangents are drawn, and so be hostile.
+//! A [`GradientCase`] is an [`AttentionCase`] over contiguous keys with the cotangents of its results. A test may
+//! change the metadata of the forward case before the cotangents are drawn.
 
 use super::summary;
 use super::{
@@ -11,12 +11,12 @@ use super::{
 };
 use xla_attention::Op;
 
-/// What a call for gradients is asked for.
+/// Which cotangents and gradients a call has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct GradientOptions {
-    /// `softmax_lse` has a cotangent.
+    /// Whether `softmax_lse` has a cotangent.
     pub dlse: bool,
-    /// `dsinks` is a result.
+    /// Whether `dsinks` is a result.
     pub dsinks: bool,
     pub deterministic: bool,
 }
@@ -24,40 +24,40 @@ pub struct GradientOptions {
 impl GradientOptions {
     pub const ALL: Self = Self { dlse: true, dsinks: true, deterministic: true };
 
-    /// All for seed 1, any for another.
+    /// All options for seed 1, a combination of them for other seeds.
     pub fn from_seed(seed: u64) -> Self {
         Self { dlse: seed & 2 == 0, dsinks: seed & 4 == 0, deterministic: seed & 8 == 0 }
     }
 
-    /// The gradients of `out` alone.
+    /// The gradients of `out` only.
     pub const MINIMAL: Self = Self { dlse: false, dsinks: false, deterministic: false };
 }
 
-/// A call.
+/// A call of `flash_attn_varlen_bwd`.
 #[derive(Clone, Debug)]
 pub struct GradientCase {
-    /// The call whose gradients are options.
+    /// The forward call that is differentiated.
     pub forward: AttentionCase,
     pub options: GradientOptions,
-    /// `[Tq, Hq, Dv]`, as the reference has it.
+    /// The reference's output, `[Tq, Hq, Dv]`.
     pub out: Array,
-    /// `f32[Hq, Tq]`, likewise.
+    /// The reference's log-sum-exp, `f32[Hq, Tq]`.
     pub lse: Array,
-    /// `[Tq, Hq, Dv]`
+    /// `[Tq, Hq, Dv]`.
     pub dout: Array,
-    /// `f32[Hq, Tq]`
+    /// `f32[Hq, Tq]`.
     pub dlse: Option<Array>,
 }
 
 impl GradientCase {
-    /// Lay `batch` out as `storage` says, over contiguous keys.
+    /// The gradients of `batch` in this memory layout with contiguous keys.
     pub fn store(batch: &Batch, memory_layout: &MemoryLayout, options: GradientOptions) -> Self {
         let memory_layout = MemoryLayout { layout: KvLayout::Contiguous, ..memory_layout.clone() };
         Self::of(AttentionCase::flash(batch, &memory_layout), options)
     }
 
-    /// The gradients of a call. A query's cotangents are drawn from the query itself, so that they go with it wherever
-    /// it lies. Rows of no sequence are NaN in all that the call is given.
+    /// The gradients of a forward call. A query's cotangents are a function of the query, so that they do not depend on
+    /// its row. Operands have NaN in rows of no sequence.
     pub fn of(forward: AttentionCase, options: GradientOptions) -> Self {
         let AttentionConfig { q_heads: heads, head_dim, value_dim, dtypes, .. } = forward.config;
         let rows = forward.rows();
@@ -83,8 +83,8 @@ impl GradientCase {
         Self { forward, options, out, lse, dout, dlse: options.dlse.then_some(dlse) }
     }
 
-    /// A call with any results of the forward pass and any cotangents: for what does not compare with the reference, which
-    /// takes much longer than the call.
+    /// A call with random forward results and cotangents, for tests that do not compare with the reference, which takes
+    /// much longer than the call.
     pub fn of_any_results(forward: AttentionCase, options: GradientOptions) -> Self {
         let AttentionConfig { q_heads: heads, value_dim, dtypes, .. } = forward.config;
         let rows = forward.rows();
@@ -98,13 +98,12 @@ impl GradientCase {
         let wide = [rows, heads, value_dim].map(|x| x as i64);
         let narrow = [heads, rows].map(|x| x as i64);
         let [out, dout] = [0, 1].map(|_| numbers(dtypes.out, &wide, 0.0));
-        // Of a sum of some thousand weights.
+        // A plausible log-sum-exp of some thousand keys.
         let lse = numbers(F32, &narrow, 8.0);
         let dlse = options.dlse.then(|| numbers(F32, &narrow, 0.0));
         Self { forward, options, out, lse, dout, dlse }
     }
 
-    /// The call.
     pub fn invocation(&self) -> Invocation {
         let case = &self.forward;
         let operand = |name: &str| match name {
@@ -134,7 +133,7 @@ impl GradientCase {
         call
     }
 
-    /// All that comes back to the rows of a sequence are numbers.
+    /// Whether the output and the cotangents of all rows of a sequence are finite.
     fn has_finite_cotangents(&self, values: &Values, sequence: &ClampedSequence) -> bool {
         let AttentionConfig { q_heads, value_dim, .. } = self.forward.config;
         let elements =
@@ -145,7 +144,7 @@ impl GradientCase {
             && values.dlse.as_ref().is_none_or(|values| (0..q_heads).all(|head| dlse(head, values)))
     }
 
-    /// What a head of a sequence adds, exactly and naively.
+    /// The contribution of one head of a sequence to the gradients, exact and naive.
     fn head_gradients(&self, values: &Values, sequence: &ClampedSequence, head: usize) -> [HeadGradients; 2] {
         let case = &self.forward;
         let AttentionConfig { q_heads, value_dim, dtypes, .. } = case.config;
@@ -161,55 +160,55 @@ impl GradientCase {
     }
 }
 
-/// Row `row` of rows of `d` numbers.
+/// Row `row` of rows of `d` elements.
 fn of_row(all: &[f64], row: usize, d: usize) -> &[f64] {
     &all[row * d..][..d]
 }
 
-/// The operands of a call as numbers.
+/// Operands as f64.
 struct Values {
     out: Vec<f64>,
     dout: Vec<f64>,
     dlse: Option<Vec<f64>>,
 }
 
-/// What may stand in one result.
+/// The expected values of one gradient.
 #[derive(Clone, Debug)]
 pub struct ExpectedGradient {
     pub name: &'static str,
-    /// Elements of a row.
+    /// Elements per row.
     row: usize,
-    /// Exactly, and as the naive formula has it.
+    /// The values of the definition and of the naive formula.
     pub exact: Vec<f64>,
     naive: Vec<f64>,
-    /// Of each row.
+    /// What is expected of each row.
     rows: Vec<RowExpectation>,
 }
 
-/// What is said of a row of a result.
+/// What is expected of one row of a gradient.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum RowExpectation {
-    /// All of it is 0.
+    /// All elements are 0.
     Zero,
-    /// It is what was computed, or nearly.
-    Number,
-    /// It may hold anything.
-    Nothing,
+    /// The elements are the computed numbers, within the error bound.
+    Computed,
+    /// The row may hold anything.
+    Any,
 }
 
 impl RowExpectation {
-    /// Something was added to the row.
+    /// A sequence contributes to the row.
     fn add(&mut self) {
         if *self == Self::Zero {
-            *self = Self::Number;
+            *self = Self::Computed;
         }
     }
 }
 
-/// dq, dk, dv, dsinks.
+/// The expected dq, dk, dv and dsinks.
 pub type ExpectedGradients = [ExpectedGradient; 4];
 
-/// What a call for gradients has to give.
+/// The expected gradients of a call.
 pub fn expected_gradients(case: &GradientCase, invalid_metadata: InvalidMetadata) -> ExpectedGradients {
     let forward = &case.forward;
     let AttentionConfig { q_heads, kv_heads, head_dim, value_dim, dtypes, mask, .. } = forward.config;
@@ -229,12 +228,12 @@ pub fn expected_gradients(case: &GradientCase, invalid_metadata: InvalidMetadata
     ];
     let numbers =
         Values { out: case.out.values(), dout: case.dout.values(), dlse: case.dlse.as_ref().map(Array::values) };
-    // The keys of a sequence without a query have no gradient.
+    // Keys of a sequence without queries have no gradient.
     let sequences: Vec<ClampedSequence> = clamped_sequences(forward).into_iter().filter(|m| m.len_q > 0).collect();
     for sequence in &sequences {
         let known = sequence.is_specified(invalid_metadata) && case.has_finite_cotangents(&numbers, sequence);
         let seen = |i: usize| mask.visible(i, sequence.len_q, sequence.len_k, sequence.leftpad);
-        say(&mut expected, sequence, known, seen);
+        record_contributions(&mut expected, sequence, known, seen);
         if forward.config.sinks.is_some() {
             expected[3].rows[0].add();
         }
@@ -258,7 +257,7 @@ pub fn expected_gradients(case: &GradientCase, invalid_metadata: InvalidMetadata
             }
         }
     }
-    // A sum over the heads of a group is an array too.
+    // The naive formula would store the sum over the heads of a group in an array, too.
     for ExpectedGradient { naive, .. } in &mut expected[1..3] {
         for x in naive {
             *x = dtypes.out.round(*x);
@@ -267,8 +266,8 @@ pub fn expected_gradients(case: &GradientCase, invalid_metadata: InvalidMetadata
     expected
 }
 
-/// Which rows a sequence adds something to, or spoils.
-fn say(
+/// Records to which rows a sequence contributes, and that they may hold anything if it is not `known`.
+fn record_contributions(
     expected: &mut ExpectedGradients,
     sequence: &ClampedSequence,
     known: bool,
@@ -286,29 +285,29 @@ fn say(
         }
     }
     if !known {
-        dq.rows[sequence.first_row..][..sequence.len_q].fill(RowExpectation::Nothing);
-        dk.rows[sequence.first_key..][..sequence.len_k].fill(RowExpectation::Nothing);
-        dv.rows[sequence.first_key..][..sequence.len_k].fill(RowExpectation::Nothing);
-        dsinks.rows[0] = RowExpectation::Nothing;
+        dq.rows[sequence.first_row..][..sequence.len_q].fill(RowExpectation::Any);
+        dk.rows[sequence.first_key..][..sequence.len_k].fill(RowExpectation::Any);
+        dv.rows[sequence.first_key..][..sequence.len_k].fill(RowExpectation::Any);
+        dsinks.rows[0] = RowExpectation::Any;
     }
 }
 
 impl ExpectedGradient {
-    /// The elements of rows of which something is said.
-    fn said(&self) -> impl Iterator<Item = usize> {
-        (0..self.exact.len()).filter(|i| self.rows[i / self.row] != RowExpectation::Nothing)
+    /// The elements of rows with an expected value.
+    fn specified(&self) -> impl Iterator<Item = usize> {
+        (0..self.exact.len()).filter(|i| self.rows[i / self.row] != RowExpectation::Any)
     }
 
-    /// As `docs/semantics.md#error-bounds` has it; the floor is this share of the largest answer.
+    /// The bound of `docs/semantics.md#error-bounds`. `floor` is relative to the largest expected value.
     fn error_bound(&self, floor: f64) -> ErrorBound {
-        ErrorBound::of_numbers(self.said().map(|i| (self.exact[i], self.naive[i])), 3.0, floor)
+        ErrorBound::of_numbers(self.specified().map(|i| (self.exact[i], self.naive[i])), 3.0, floor)
     }
 
-    /// `found` is what is expected; the largest error.
+    /// Asserts that `actual` matches. Returns the largest error.
     fn assert_within(&self, case: &AttentionCase, error_bound: ErrorBound, actual: &Array) -> f64 {
         let (actual, mut largest) = (actual.values(), 0.0f64);
         assert_eq!(actual.len(), self.exact.len(), "{}: {}", case.name, self.name);
-        for i in self.said() {
+        for i in self.specified() {
             let (row, off) = (i / self.row, (actual[i] - self.exact[i]).abs());
             let off = if off.is_nan() { f64::INFINITY } else { off };
             let zero = self.rows[row] == RowExpectation::Zero;
@@ -329,7 +328,8 @@ impl ExpectedGradient {
     }
 }
 
-/// A call's results are what `answers` allow, with this floor as a share of the largest one. The error goes into the summary.
+/// Asserts that the results of a call match. `floor` is relative to the largest expected value of each gradient. The
+/// error goes into the summary.
 pub fn assert_gradients(case: &GradientCase, expected_rows: &ExpectedGradients, results: &[Array], floor: f64) {
     for (actual, expected) in case.computed(results).iter().zip(expected_rows) {
         let error_bound = expected.error_bound(floor);

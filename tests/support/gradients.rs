@@ -1,29 +1,29 @@
-//! What the gradients of attention are (`src/problem/flash_attn_varlen_bwd.rs`), in f64 and without any thought of speed.
+//! The reference for the gradients of attention (`src/problem/flash_attn_varlen_bwd.rs`), in f64.
 //!
-//! [`differentiate`] is the definition, [`differentiate_naively`] the measure of what a kernel may be off by;
+//! [`differentiate`] is the definition. The error of [`differentiate_naively`] is the unit of the allowed error.
 //! `gradient_case` applies both to whole calls.
 
 use super::{BF16, Dtype, F16, Head, RowOf, Score, dot, dot_in_f32};
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// What came of a query head, and the cotangents of it.
+/// The results of the forward pass of one query head, and their cotangents.
 pub struct ForwardResults<'a> {
-    /// The output as its type holds it.
+    /// The output, rounded to its dtype.
     pub out: RowOf<'a>,
     pub dout: RowOf<'a>,
-    /// Of row i.
+    /// Cotangent of the log-sum-exp of row i.
     pub dlse: Box<dyn Fn(usize) -> f64 + 'a>,
 }
 
-/// What one query head of one sequence adds to the gradients.
+/// The contribution of one query head of one sequence to the gradients.
 #[derive(Clone, Debug)]
 pub struct HeadGradients {
-    /// `[len_q, D]`
+    /// `[len_q, D]`.
     pub dq: Vec<f64>,
-    /// `[len_k, D]`
+    /// `[len_k, D]`.
     pub dk: Vec<f64>,
-    /// `[len_k, Dv]`
+    /// `[len_k, Dv]`.
     pub dv: Vec<f64>,
     pub dsink: f64,
 }
@@ -43,7 +43,7 @@ impl HeadGradients {
     }
 }
 
-/// What the linear bias adds to a score.
+/// The ALiBi bias of a score.
 fn bias(head: &Head, score: &Score, i: usize, j: usize) -> Option<f64> {
     score.slope.map(|slope| -f64::from(slope) * head.distance(score.mask, i, j))
 }
@@ -52,7 +52,7 @@ fn add(to: &mut [f64], factor: f64, x: &[f64]) {
     to.iter_mut().zip(x).for_each(|(to, x)| *to += factor * x);
 }
 
-/// The gradients, exactly.
+/// The exact gradients.
 pub fn differentiate(head: &Head, of: &ForwardResults, score: &Score) -> HeadGradients {
     let [d, dv] = head.dims;
     let (scale, cap) = (score.scales.map(f64::from).iter().product::<f64>(), f64::from(score.softcap));
@@ -60,7 +60,7 @@ pub fn differentiate(head: &Head, of: &ForwardResults, score: &Score) -> HeadGra
     let mut gradients = HeadGradients::zeros(head);
     for i in 0..head.len_q {
         let visible = head.visible(score.mask, i);
-        // (score, what the cap does to its gradient)
+        // (score, derivative of the soft cap)
         let scores: Vec<(f64, f64)> = visible
             .clone()
             .map(|j| {
@@ -90,9 +90,9 @@ pub fn differentiate(head: &Head, of: &ForwardResults, score: &Score) -> HeadGra
     gradients
 }
 
-/// The same formula as somebody would write it with arrays of `dtype`: products accumulated in f32, every intermediate
-/// array rounded to `dtype`, the softmax in f32, delta from the output as it is stored. Where its numbers overflow it
-/// measures nothing, and the intermediate arrays are taken in f32.
+/// The formula in arrays of `dtype`: products accumulate in f32, each intermediate array is rounded to `dtype`, the
+/// softmax is in f32, and delta is computed from the stored output. If a number overflows, the intermediate arrays are
+/// f32 instead.
 pub fn differentiate_naively(head: &Head, of: &ForwardResults, score: &Score, dtype: Dtype) -> HeadGradients {
     let round = |x: f32| match dtype {
         F16 => f16::from_f32(x).to_f32(),
@@ -109,7 +109,7 @@ pub fn differentiate_naively(head: &Head, of: &ForwardResults, score: &Score, dt
     wide
 }
 
-/// [`differentiate_naively`] with what becomes of an intermediate number.
+/// [`differentiate_naively`] with a rounding function for intermediate numbers.
 fn differentiate_rounding(
     head: &Head,
     of: &ForwardResults,
@@ -119,7 +119,7 @@ fn differentiate_rounding(
     let [d, dv] = head.dims;
     let (scale, cap) = (score.scales.iter().product::<f32>(), score.softcap);
     let sink = score.sink.unwrap_or(f32::NEG_INFINITY);
-    // Sums are f32 that stand in f64.
+    // Sums are f32 numbers that are stored as f64.
     let add = |to: &mut [f64], factor: f32, x: &[f64]| {
         to.iter_mut().zip(x).for_each(|(to, x)| *to = f64::from(*to as f32 + factor * *x as f32));
     };
@@ -141,7 +141,7 @@ fn differentiate_rounding(
         }
         let of_sink = (sink - largest).exp();
         let sum = scores.iter().map(|s| (s.0 - largest).exp()).sum::<f32>() + of_sink;
-        // The weights come from the lse as f32 holds it, which is all that a forward pass leaves.
+        // The probabilities are computed from the lse in f32, because a forward pass stores nothing else.
         let lse = largest + sum.ln();
         let delta = dot_in_f32((of.out)(i), (of.dout)(i)) - (of.dlse)(i) as f32;
         gradients.dsink = f64::from(gradients.dsink as f32 - round(round((sink - lse).exp()) * delta));

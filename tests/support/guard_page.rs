@@ -1,8 +1,8 @@
-//! Memory that faults one byte outside a buffer.
+//! Buffers between guard pages, so that an access one byte outside faults.
 //!
-//! A buffer lies between two `PROT_NONE` pages and touches one of them: the page after it ([`Side::EndsAtGuard`]) or the
-//! page before it ([`Side::BeginsAtGuard`]). What is left of its own pages is filled with a known byte and checked.
-//! Buffers are aligned to their element only when they end at the guard, which kernels have to live with.
+//! A buffer lies between two `PROT_NONE` pages and touches one of them: the page after it ([`Side::EndsAtGuard`]) or
+//! the page before it ([`Side::BeginsAtGuard`]). The rest of its own pages is filled with a known byte and compared
+//! afterwards. A buffer that ends at the guard page is aligned to its element size only.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -19,16 +19,16 @@ pub enum Side {
     BeginsAtGuard,
 }
 
-/// Run `check` with buffers that touch the guard at their end, then at their beginning.
-pub fn for_both_sides(mut check: impl FnMut(Side)) {
-    check(Side::EndsAtGuard);
-    check(Side::BeginsAtGuard);
+/// Calls `work` for buffers that end at the guard page, then for buffers that begin at one.
+pub fn for_both_sides(mut work: impl FnMut(Side)) {
+    work(Side::EndsAtGuard);
+    work(Side::BeginsAtGuard);
 }
 
-/// Fills the rest of a buffer's pages.
+/// The byte in the unused part of a buffer's pages.
 const SLACK: u8 = 0x5a;
 
-/// A buffer between guard pages. Shared freely: handlers write through [`GuardedBuffer::data`].
+/// A buffer between guard pages. Handlers may write to it through [`GuardedBuffer::data`].
 pub struct GuardedBuffer {
     name: String,
     map: *mut u8,
@@ -38,21 +38,22 @@ pub struct GuardedBuffer {
     len: usize,
 }
 
-// SAFETY: an owned mapping; concurrent access is as sound as for any raw memory that XLA hands out.
+// SAFETY: the buffer owns its mapping. Concurrent access is as sound as for any memory that XLA passes to a handler.
 unsafe impl Send for GuardedBuffer {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for GuardedBuffer {}
 
 impl GuardedBuffer {
-    /// A copy of `bytes`; `name` appears in the report of a fault.
+    /// A copy of `bytes`. `name` appears in the report of a page fault.
     pub fn new(name: &str, side: Side, bytes: &[u8]) -> Self {
-        report_faults();
+        report_page_faults();
         let page = page_size();
         let inner_len = bytes.len().next_multiple_of(page);
         let map_len = inner_len + 2 * page;
-        let map = kept(inner_len).unwrap_or_else(|| fresh(inner_len, page));
+        let map = take_kept(inner_len).unwrap_or_else(|| map_guarded(inner_len, page));
         let offset = if side == Side::EndsAtGuard { inner_len - bytes.len() } else { 0 };
-        // SAFETY: `inner_len` writable bytes begin one page into the map, `bytes.len()` of them at `offset`.
+        // SAFETY: the map has `inner_len` writable bytes after its first page, and the buffer lies within them at
+        // `offset`.
         let data = unsafe {
             let inner = map.add(page);
             inner.write_bytes(SLACK, inner_len);
@@ -68,18 +69,18 @@ impl GuardedBuffer {
         buffer
     }
 
-    /// First byte; points into a guard page if the buffer is empty.
+    /// The address of the first byte. The address of an empty buffer is in a guard page.
     pub fn data(&self) -> *mut u8 {
         self.data
     }
 
-    /// What the buffer holds.
+    /// The contents.
     pub fn bytes(&self) -> Vec<u8> {
-        // SAFETY: `len` readable bytes; a handler that still writes has broken its contract.
+        // SAFETY: the buffer has `len` readable bytes, and handlers have stopped to write when they return.
         unsafe { std::slice::from_raw_parts(self.data, self.len) }.to_vec()
     }
 
-    /// No byte of the buffer's pages outside the buffer has changed.
+    /// Asserts that no byte around the buffer has changed.
     pub fn assert_slack_untouched(&self) {
         // SAFETY: the inner pages are readable.
         let inner = unsafe { std::slice::from_raw_parts(self.map.add(page_size()), self.inner_len) };
@@ -99,16 +100,16 @@ impl Drop for GuardedBuffer {
             regions.retain(|r| r.map.start != self.map as usize);
         }
         if !keep(self.inner_len, self.map) {
-            // SAFETY: the mapping made in `new`; nothing borrows from it.
+            // SAFETY: this is the mapping of `new`, and nothing borrows from it.
             unsafe { libc::munmap(self.map.cast(), self.map_len) };
         }
     }
 }
 
-/// `inner_len` writable bytes between two pages that fault.
-fn fresh(inner_len: usize, page: usize) -> *mut u8 {
+/// Maps `inner_len` writable bytes between two guard pages.
+fn map_guarded(inner_len: usize, page: usize) -> *mut u8 {
     let map_len = inner_len + 2 * page;
-    // SAFETY: a fresh private mapping, then access to its inner pages only.
+    // SAFETY: a new private mapping, of which only the inner pages become accessible.
     unsafe {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         let map = libc::mmap(null_mut(), map_len, libc::PROT_NONE, flags, -1, 0);
@@ -121,35 +122,35 @@ fn fresh(inner_len: usize, page: usize) -> *mut u8 {
     }
 }
 
-/// Mappings by the length of their inner pages.
+/// Mappings, by the length of their inner pages.
 type Mappings = HashMap<usize, Vec<*mut u8>>;
 
 thread_local! {
     static KEPT: RefCell<Option<Mappings>> = const { RefCell::new(None) };
 }
 
-/// From now on buffers of this thread use the mappings of earlier ones, which takes a tenth of the time. An access to a
-/// buffer that is gone is then no longer found.
+/// Lets later buffers of this thread reuse mappings, which takes a tenth of the time. Accesses to a dropped buffer are
+/// then no longer detected.
 pub fn keep_mappings() {
     KEPT.with_borrow_mut(|kept| {
         kept.get_or_insert_default();
     });
 }
 
-fn kept(inner_len: usize) -> Option<*mut u8> {
+fn take_kept(inner_len: usize) -> Option<*mut u8> {
     KEPT.with_borrow_mut(|kept| kept.as_mut()?.get_mut(&inner_len)?.pop())
 }
 
-/// Whether the mapping is kept for another buffer.
+/// Keeps the mapping for another buffer, if this thread reuses mappings.
 fn keep(inner_len: usize, map: *mut u8) -> bool {
     let keep =
         |kept: &mut Option<Mappings>| kept.as_mut().map(|kept| kept.entry(inner_len).or_default().push(map)).is_some();
-    // A thread that ends has no table any more.
+    // The table of a thread that ends is already gone.
     KEPT.try_with(|kept| keep(&mut kept.borrow_mut())).unwrap_or(false)
 }
 
 fn page_size() -> usize {
-    // SAFETY: a query without arguments in memory.
+    // SAFETY: `sysconf` with this name accesses no memory of ours.
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
 }
 
@@ -160,31 +161,35 @@ struct Region {
 }
 
 static REGIONS: Mutex<Vec<Region>> = Mutex::new(Vec::new());
-static DOING: Mutex<String> = Mutex::new(String::new());
+static RUNNING: Mutex<String> = Mutex::new(String::new());
 
-/// Says what runs next, for the report of a fault.
+/// Sets what the report of a page fault names as the running call.
 pub fn announce(what: &str) {
-    what.clone_into(&mut DOING.lock().unwrap());
+    what.clone_into(&mut RUNNING.lock().unwrap());
 }
 
-const FAULTS: [i32; 2] = [libc::SIGSEGV, libc::SIGBUS];
+const PAGE_FAULT_SIGNALS: [i32; 2] = [libc::SIGSEGV, libc::SIGBUS];
 
-/// On a fault, say which buffer was overrun and in which case, then leave it to whatever handled faults before: Rust, which
-/// dies of it, or a fuzzer, which first writes its input to a file.
-fn report_faults() {
-    static BEFORE: [OnceLock<libc::sigaction>; FAULTS.len()] = [const { OnceLock::new() }; FAULTS.len()];
+/// Installs a handler of page faults that reports the buffer and the running call, and then leaves the fault to the
+/// earlier handler: Rust's, which ends the process, or a fuzzer's, which first stores its input.
+fn report_page_faults() {
+    static BEFORE: [OnceLock<libc::sigaction>; PAGE_FAULT_SIGNALS.len()] =
+        [const { OnceLock::new() }; PAGE_FAULT_SIGNALS.len()];
     static ONCE: Once = Once::new();
-    extern "C" fn on_fault(signal: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-        let before =
-            FAULTS.iter().zip(&BEFORE).find(|(fault, _)| **fault == signal).and_then(|(_, before)| before.get());
-        // SAFETY: the kernel passes a valid siginfo; the earlier action, if any, was one of this process.
+    extern "C" fn on_page_fault(signal: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+        let before = PAGE_FAULT_SIGNALS
+            .iter()
+            .zip(&BEFORE)
+            .find(|(fault, _)| **fault == signal)
+            .and_then(|(_, before)| before.get());
+        // SAFETY: the kernel passes a valid siginfo, and the earlier action was one of this process.
         let address = unsafe {
             libc::sigaction(signal, before.map_or(std::ptr::null(), std::ptr::from_ref), null_mut());
             (*info).si_addr() as usize
         };
         let mut text = [0u8; 600];
         let mut rest = &mut text[..];
-        // No allocation and no waiting here: the fault may have come from anywhere.
+        // A signal handler must not allocate or block, since the fault may have occurred anywhere.
         if let Ok(regions) = REGIONS.try_lock() {
             if let Some(r) = regions.iter().find(|r| r.map.contains(&address)) {
                 let (offset, len) = (address as i64 - r.data.start as i64, r.data.len());
@@ -193,20 +198,20 @@ fn report_faults() {
                 let _ = writeln!(rest, "access to {address:#x}, in no buffer of the test");
             }
         }
-        if let Ok(doing) = DOING.try_lock() {
-            let _ = writeln!(rest, "while running {doing}");
+        if let Ok(running) = RUNNING.try_lock() {
+            let _ = writeln!(rest, "while running {running}");
         }
         let unused = rest.len();
         // SAFETY: `text` outlives the call.
         unsafe { libc::write(2, text.as_ptr().cast(), text.len() - unused) };
     }
     ONCE.call_once(|| {
-        // SAFETY: a zeroed sigaction is an empty mask; the handler has the SA_SIGINFO signature.
+        // SAFETY: a zeroed sigaction has an empty mask, and the handler has the signature that SA_SIGINFO requires.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
-            action.sa_sigaction = on_fault as *const () as usize;
+            action.sa_sigaction = on_page_fault as *const () as usize;
             action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
-            for (&signal, before) in FAULTS.iter().zip(&BEFORE) {
+            for (&signal, before) in PAGE_FAULT_SIGNALS.iter().zip(&BEFORE) {
                 let mut known = std::mem::zeroed();
                 libc::sigaction(signal, std::ptr::null(), &raw mut known);
                 let _ = before.set(known);

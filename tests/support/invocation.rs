@@ -1,4 +1,5 @@
-//! One call of a target, described without a machine: what goes in, what comes out, what shares memory.
+//! A call of a target, independent of the device: operands, results, attributes, and which results share memory with an
+//! operand.
 
 use super::{Array, Dtype, F32, I32};
 use xla_attention::{Attribute, Op};
@@ -21,25 +22,25 @@ pub struct ResultSpec {
     pub name: &'static str,
     pub dtype: Dtype,
     pub dims: Vec<i64>,
-    /// The operand whose memory it shares; otherwise its memory is full of NaN.
+    /// The operand whose memory the result shares. Otherwise the result has its own memory, filled with NaN.
     pub alias: Option<usize>,
 }
 
-/// Operands by name, results, attributes.
+/// The operands, results and attributes of a call.
 #[derive(Clone, Debug)]
 pub struct Invocation {
     pub target: &'static str,
-    /// Tells the case apart in reports.
+    /// Describes the call in messages.
     pub what: String,
     pub operands: Vec<(&'static str, Array)>,
     pub results: Vec<ResultSpec>,
     pub attributes: Vec<(&'static str, Attr)>,
 }
 
-/// Uninitialised results hold this byte: NaN in every float type, -1 in integers.
+/// The byte in results before the call: NaN in every float dtype, -1 in integers.
 pub const POISON: u8 = 0xff;
 
-/// XLA knows one by a second name.
+/// The operator of a target. `simple_add` has two targets.
 pub fn operator_of(target: &str) -> Op {
     let target = if target == "XlaGpuSimpleAdd" { "xla_gpu_simple_add" } else { target };
     Op::ALL.into_iter().find(|op| op.signature().target == target).unwrap()
@@ -50,8 +51,8 @@ impl Invocation {
         Self { target, what: String::new(), operands: vec![], results: vec![], attributes: vec![] }
     }
 
-    /// A call of an operator with all operands up to the last one that is there, `[0]` for one before it that is not, and all
-    /// attributes.
+    /// A call of `op` with all attributes and all operands up to the last one that `operand` gives. Operands before it
+    /// that are not given have shape `[0]`.
     pub fn of(op: Op, operand: impl Fn(&str) -> Option<Array>, attribute: impl Fn(&str) -> Attr) -> Self {
         let signature = op.signature();
         let operands: Vec<_> = signature.operands.iter().map(|name| (*name, operand(name))).collect();
@@ -78,32 +79,32 @@ impl Invocation {
         self
     }
 
-    /// A result of the type and shape of an operand, in its memory.
+    /// Adds a result with dtype, shape and memory of an operand.
     pub fn result_in_place(mut self, name: &'static str, operand: usize) -> Self {
         let (dtype, dims) = (self.operands[operand].1.dtype, self.operands[operand].1.dims.clone());
         self.results.push(ResultSpec { name, dtype, dims, alias: Some(operand) });
         self
     }
 
-    /// A result of the type and shape of an operand, in its memory or in its own.
+    /// Adds a result with dtype and shape of an operand, and with its memory if `in_place`.
     pub fn updated(self, name: &'static str, operand: usize, in_place: bool) -> Self {
         let mut call = self.result_in_place(name, operand);
         call.results.last_mut().unwrap().alias = in_place.then_some(operand);
         call
     }
 
-    /// The call with another operand of this name.
+    /// Replaces the operand of this name.
     pub fn with_operand(mut self, name: &'static str, array: Array) -> Self {
         self.operands.iter_mut().find(|(n, _)| *n == name).unwrap().1 = array;
         self
     }
 
-    /// The operator that the target is.
+    /// The operator of the target.
     pub fn op(&self) -> Op {
         operator_of(self.target)
     }
 
-    /// The attributes as `xla_attention::call` takes them.
+    /// The attributes in alphabetical order, as `xla_attention::call` takes them.
     pub fn sorted_attributes(&self) -> Vec<Attribute> {
         let mut named = self.attributes.clone();
         named.sort_by_key(|(name, _)| *name);
@@ -116,7 +117,7 @@ impl Invocation {
         named.iter().map(|(_, attr)| value(attr)).collect()
     }
 
-    /// Adds an attribute or gives it another value.
+    /// Adds an attribute or replaces its value.
     pub fn attribute(mut self, name: &'static str, value: Attr) -> Self {
         self.attributes.retain(|(n, _)| *n != name);
         self.attributes.push((name, value));

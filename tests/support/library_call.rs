@@ -1,16 +1,17 @@
-//! Makes invocations through `xla_attention::call`, the entry below all front-ends: it takes any memory, and strides.
+//! Makes invocations through `xla_attention::call`, the function below all front-ends, which accepts any memory and
+//! strides.
 
 use super::{Array, CallBuffers, Dtype, GuardedBuffer, Invocation, Side, Strided, StridedLayout};
 use xla_attention::{Action, Call, Error, Op, Pool, Tensor, call};
 
-/// Where a buffer lies, and what its strides are if it is not dense.
+/// The address of a buffer, and its strides unless it is dense.
 #[derive(Clone, Copy)]
 pub struct BufferView<'a> {
     pub data: *mut u8,
     pub strides: Option<&'a [i64]>,
 }
 
-/// Operands whose rows may lie apart. Everything else is dense; a result that is an operand's memory has its strides.
+/// Operands that may be strided. All other operands must be dense; a result in an operand's memory has its strides.
 pub fn may_be_strided(op: Op) -> &'static [&'static str] {
     match op {
         Op::PagedAttention => &["query", "kv_cache", "block_tables"],
@@ -31,7 +32,7 @@ fn tensor<'a>(dtype: Dtype, dims: &'a [i64], BufferView { data, strides }: Buffe
 }
 
 impl BufferView<'_> {
-    /// No memory, which is enough for a check.
+    /// No memory, for calls that are only validated.
     pub const NOWHERE: Self = Self { data: std::ptr::null_mut(), strides: None };
 
     pub fn dense(data: *mut u8) -> Self {
@@ -40,10 +41,11 @@ impl BufferView<'_> {
 }
 
 impl Invocation {
-    /// Make the call. A result in an operand's memory lies as that does, whatever is said of it.
+    /// Makes the call. A result that shares an operand's memory uses the operand's view instead of its own.
     ///
     /// # Safety
-    /// The views are of memory of the call's types and shapes, or the action touches none.
+    ///
+    /// The views are of memory with the call's dtypes and shapes, or the action accesses no memory.
     pub unsafe fn run_action(
         &self,
         action: Action,
@@ -64,25 +66,25 @@ impl Invocation {
             .collect();
         let attributes = self.sorted_attributes();
         let request = Call { op: self.op(), action, operands: &inputs, results: &outputs, attributes: &attributes };
-        // SAFETY: what this function asks for.
+        // SAFETY: the caller passes valid views.
         unsafe { call(&request) }
     }
 
-    /// What a check says of the call.
+    /// Validates dtypes, shapes and attributes without a call ([`Action::Check`]).
     pub fn validate(&self) -> Result<(), Error> {
         let nowhere = vec![BufferView::NOWHERE; self.operands.len().max(self.results.len())];
-        // SAFETY: a check touches no memory.
+        // SAFETY: this action accesses no memory.
         unsafe { self.run_action(Action::Check, &nowhere, &nowhere) }
     }
 
-    /// The results on the CPU, where the rows of each operand lie `gap` elements apart.
+    /// Runs the call on the CPU with strided operands: `gap(name)` elements lie between the rows of each operand.
     pub fn run_strided(&self, side: Side, pool: &dyn Pool, gap: impl Fn(&str) -> i64) -> Result<Vec<Array>, Error> {
         let buffers = CallBuffers::new(self, |name, array| {
             let strided_layout = StridedLayout::new(array, &vec![gap(name); array.dims.len()]);
             Strided::new(array, Some(strided_layout), |array| GuardedBuffer::new(name, side, &array.bytes))
         });
         let [inputs, outputs] = buffers.views();
-        // SAFETY: the views are of the buffers above.
+        // SAFETY: the views are of `buffers`, which outlive the call.
         unsafe { self.run_action(Action::RunOnCpu(pool), &inputs, &outputs) }?;
         Ok(buffers.results())
     }

@@ -1,9 +1,9 @@
-//! What the library logs while a test runs.
+//! Captures what the library logs while a test runs.
 
 use std::io;
 use std::sync::{Arc, LazyLock, Mutex};
 
-/// The lines so far.
+/// The captured text.
 #[derive(Clone, Default)]
 pub struct Log(Arc<Mutex<Vec<u8>>>);
 
@@ -17,7 +17,7 @@ impl io::Write for Log {
     }
 }
 
-/// The log of this process, from the first call on.
+/// The log of this process since the first call of this function.
 pub fn log() -> &'static Log {
     static LOG: LazyLock<Log> = LazyLock::new(|| {
         let log = Log::default();
@@ -28,7 +28,7 @@ pub fn log() -> &'static Log {
     &LOG
 }
 
-/// Something has been logged that contains `expected`.
+/// Asserts that the log contains `expected`.
 pub fn assert_logged(log: &Log, expected: &str) {
     let said = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
     assert!(said.contains(expected), "{expected}, but: {said}");

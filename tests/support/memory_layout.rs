@@ -1,20 +1,20 @@
-//! How the numbers of a batch lie in the operands of a call, and what lies around them.
+//! How the numbers of a batch lie in the operands of a call, and what surrounds them.
 
 use super::{Array, AttentionConfig, BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, Numbers, Random, count};
 use half::{bf16, f16};
 
-/// How keys and values share buffers (`docs/semantics.md#kv-caches`).
+/// Layouts of keys and values (`docs/semantics.md#kv-caches`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum KvLayout {
-    /// k `[Tk, Hkv, D]`, v `[Tk, Hkv, Dv]`
+    /// k `[Tk, Hkv, D]`, v `[Tk, Hkv, Dv]`.
     Contiguous,
-    /// k `[P, page_size, Hkv, D]`, v `[P, page_size, Hkv, Dv]`
+    /// k `[P, page_size, Hkv, D]`, v `[P, page_size, Hkv, Dv]`.
     Split,
-    /// `[P, page_size, 2*Hkv, D]`, K of head h at 2h, V at 2h+1
+    /// `[P, page_size, 2*Hkv, D]`: K of head h is at 2h, V at 2h+1.
     Interleaved,
-    /// `[2, P, page_size, Hkv, D]`
+    /// `[2, P, page_size, Hkv, D]`.
     Stacked,
-    /// `[P, 2, page_size, Hkv, D]`
+    /// `[P, 2, page_size, Hkv, D]`.
     PerPage,
 }
 
@@ -22,7 +22,7 @@ impl KvLayout {
     pub const PAGED: [Self; 4] = [Self::Split, Self::Interleaved, Self::Stacked, Self::PerPage];
     pub const ALL: [Self; 5] = [Self::Contiguous, Self::Split, Self::Interleaved, Self::Stacked, Self::PerPage];
 
-    /// The attribute.
+    /// The value of the attribute `kv_layout`.
     pub fn kv_layout(self) -> i64 {
         match self {
             Self::Contiguous | Self::Split => 0,
@@ -32,27 +32,27 @@ impl KvLayout {
         }
     }
 
-    /// Keys and values lie in two buffers, so that their rows may differ in width.
+    /// Whether K and V have separate buffers, so that Dv may differ from D.
     pub fn has_two_buffers(self) -> bool {
         self.kv_layout() == 0
     }
 }
 
-/// The element at which a row of K or V begins: (buffer, index). A contiguous buffer is pages of one token.
+/// Sizes of the buffers of keys and values. Contiguous keys count as pages of one token.
 #[derive(Clone, Copy, Debug)]
 pub struct KvGeometry {
     pub layout: KvLayout,
-    /// P, or Tk
+    /// P, or Tk of contiguous keys.
     pub num_pages: usize,
     pub page_size: usize,
     pub kv_heads: usize,
-    /// D, Dv
+    /// D and Dv.
     pub dims: [usize; 2],
 }
 
 impl KvGeometry {
-    /// `value` is 0 for K, 1 for V.
-    pub fn of(&self, value: usize, page: usize, token: usize, head: usize) -> (usize, usize) {
+    /// (buffer, element) at which a row of K (`value` 0) or V (1) begins.
+    pub fn element(&self, value: usize, page: usize, token: usize, head: usize) -> (usize, usize) {
         let Self { layout, num_pages, page_size, kv_heads, dims } = *self;
         let d = dims[value];
         match layout {
@@ -63,17 +63,17 @@ impl KvGeometry {
         }
     }
 
-    /// The same for a slot, `page * page_size + token`.
-    pub fn of_slot(&self, value: usize, slot: usize, head: usize) -> (usize, usize) {
-        self.of(value, slot / self.page_size, slot % self.page_size, head)
+    /// The same for a slot, which is `page * page_size + token`.
+    pub fn slot_element(&self, value: usize, slot: usize, head: usize) -> (usize, usize) {
+        self.element(value, slot / self.page_size, slot % self.page_size, head)
     }
 
-    /// The slot of this number, if there is one.
-    pub fn slot(&self, number: i64) -> Option<usize> {
+    /// `number` as a slot; `None` if the cache has no such slot.
+    pub fn valid_slot(&self, number: i64) -> Option<usize> {
         usize::try_from(number).ok().filter(|&slot| slot < self.num_pages * self.page_size)
     }
 
-    /// The buffers' shapes.
+    /// The shapes of the buffers.
     pub fn shapes(&self) -> Vec<Vec<i64>> {
         let [pages, tokens, heads] = [self.num_pages, self.page_size, self.kv_heads].map(|x| x as i64);
         let [d, dv] = self.dims.map(|x| x as i64);
@@ -87,60 +87,60 @@ impl KvGeometry {
     }
 }
 
-/// What a call tells of its longest sequences.
+/// The values of `max_seqlen_q` and `max_seqlen_k`, relative to the longest sequence.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum MaxSeqlenHints {
-    /// 0
+    /// 0, which means unknown.
     Unknown,
     /// The next power of two, as front-ends pass it.
     RoundedUp,
-    /// Far too small.
+    /// 1.
     TooSmall,
-    /// The largest number there is.
+    /// `i64::MAX`.
     Huge,
 }
 
 with_defaults! {
-    /// Where the numbers lie and what lies around them.
+    /// How the numbers of a batch lie in memory, and what surrounds them.
     #[derive(Clone, Debug)]
     pub struct MemoryLayout {
         pub layout: KvLayout = KvLayout::Interleaved,
-        /// Of a paged layout.
+        /// Tokens per page of a paged layout.
         pub page_size: usize = 16,
         /// Query rows before the first sequence and after the last.
         pub rows_around: (usize, usize) = (0, 2),
-        /// Sequences' rows are followed by rows which they do not use.
+        /// Whether `seqused_q` is given; sequences then have further rows that they do not use.
         pub seqused_q: bool = false,
-        /// The numbers of keys are given by themselves; contiguous keys are then followed by unused ones.
+        /// Whether `seqused_k` is given; contiguous keys of a sequence are then followed by unused ones.
         pub seqused_k: bool = true,
         /// Slots of the metadata without a sequence.
         pub spare_seqs: usize = 2,
-        /// Entries of a table beyond the longest sequence's pages.
+        /// Entries of a block table row beyond the pages of the longest sequence.
         pub spare_entries: usize = 3,
-        /// Pages, or rows of contiguous keys, of no sequence.
+        /// Pages, or rows of contiguous keys, that belong to no sequence.
         pub spare_pages: usize = 3,
         pub hints: MaxSeqlenHints = MaxSeqlenHints::Unknown,
-        /// `paged_attention` is asked for `softmax_lse`, which `flash_attn_varlen` always gives.
+        /// Whether `paged_attention` returns `softmax_lse`; `flash_attn_varlen` always does.
         pub lse: bool = true,
-        /// Bytes, if there is one.
+        /// Bytes of the workspace; `None` without one.
         pub workspace: Option<usize> = Some(1000),
-        /// Decides the order of the pages and the poison.
+        /// Determines the order of the pages, and the contents of everything that belongs to no sequence.
         pub seed: u64 = 1,
     }
 }
 
 impl MemoryLayout {
-    /// Packed rows whose starts say everything.
+    /// Packed keys whose starts give all lengths.
     pub fn contiguous() -> Self {
         Self { layout: KvLayout::Contiguous, seqused_k: false, ..Self::default() }
     }
 
-    /// Pages of a layout.
+    /// A paged layout.
     pub fn paged(layout: KvLayout, page_size: usize) -> Self {
         Self { layout, page_size, ..Self::default() }
     }
 
-    /// Nothing but the sequences.
+    /// The same with nothing but the sequences: no further rows, slots, entries or pages.
     pub fn bare(self) -> Self {
         Self { rows_around: (0, 0), spare_seqs: 0, spare_entries: 0, spare_pages: 0, ..self }
     }
@@ -160,7 +160,7 @@ impl MemoryLayout {
     }
 }
 
-/// Bit patterns, low byte first, of numbers that must have no effect.
+/// Bit patterns of NaN and infinities, low byte first.
 fn poisons(dtype: Dtype) -> &'static [&'static [u8]] {
     match dtype {
         F32 => &[&[0, 0, 0xc0, 0x7f], &[0xff; 4], &[1, 0, 0x80, 0x7f], &[0, 0, 0x80, 0x7f], &[0, 0, 0x80, 0xff]],
@@ -172,18 +172,18 @@ fn poisons(dtype: Dtype) -> &'static [&'static [u8]] {
     }
 }
 
-/// An array of NaN and, where the type has them, infinities.
+/// An array of NaN and, where the dtype has them, infinities.
 pub fn poisoned(random: &mut Random, dtype: Dtype, dims: &[i64]) -> Array {
     let patterns = poisons(dtype);
     let bytes = (0..count(dims)).flat_map(|_| random.one_of(patterns).iter().copied()).collect();
     Array { dtype, dims: dims.to_vec(), bytes }
 }
 
-/// Write `values` from element `at` on.
+/// Writes `values` from element `at` on.
 pub fn put(array: &mut Array, at: usize, values: &[f64]) {
     let size = array.dtype.size();
     let places = array.bytes[at * size..].chunks_exact_mut(size).zip(values);
-    // The common types without a vector for each number.
+    // The common dtypes do not need an allocation per element.
     match array.dtype {
         F32 => places.for_each(|(to, x)| to.copy_from_slice(&(*x as f32).to_ne_bytes())),
         F16 => places.for_each(|(to, x)| to.copy_from_slice(&f16::from_f64(*x).to_ne_bytes())),

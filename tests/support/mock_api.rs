@@ -1,5 +1,5 @@
-//! The host's half of the FFI: the API table that handlers call back into. It answers what a handler of ours may ask
-//! for (errors, thread pool, stream); any other entry aborts the process with its name.
+//! The host's side of the FFI: the API table that handlers call. It implements errors, the thread pool and the stream.
+//! Any other entry aborts the process with its name.
 
 use super::c_structs::{Api, ApiVersion, Entry, Extension};
 use super::{HostPool, INVALID_ARGUMENT, Task, UNIMPLEMENTED};
@@ -8,7 +8,7 @@ use std::ffi::{CStr, CString, c_char, c_void};
 use std::mem::{offset_of, size_of};
 use std::ptr::{null, null_mut};
 
-/// What entries take: a header, which all of them have, and more.
+/// Argument structures of the entries. All of them begin with the same two members.
 macro_rules! arguments {
     ($($(#[$doc:meta])* struct $name:ident { $($field:ident: $type:ty),* })*) => {
         $(#[repr(C)]
@@ -24,8 +24,8 @@ macro_rules! arguments {
 arguments! {
     struct ErrorCreateArgs { message: *const c_char, code: i32 }
 
-    /// `XLA_FFI_Error_GetMessage_Args`; from a later version of the API on `XLA_FFI_Error_GetDetails_Args`, which ends with the
-    /// code.
+    /// `XLA_FFI_Error_GetMessage_Args`. In a later version of the API this is `XLA_FFI_Error_GetDetails_Args`, which
+    /// ends with the code.
     struct ErrorGetMessageArgs { error: *mut MockError, message: *const c_char, code: i32 }
 
     struct ErrorDestroyArgs { error: *mut MockError }
@@ -41,24 +41,24 @@ arguments! {
     struct NumThreadsArgs { context: *const Context<'static>, num_threads: *mut i64 }
 }
 
-/// What stands behind `XLA_FFI_Error`.
+/// The type behind `XLA_FFI_Error`.
 pub struct MockError {
     pub code: i32,
     pub text: CString,
 }
 
-/// What stands behind `XLA_FFI_ExecutionContext`.
+/// The type behind `XLA_FFI_ExecutionContext`.
 pub struct Context<'a> {
     pub pool: &'a dyn HostPool,
     pub stream: Option<usize>,
 }
 
 thread_local! {
-    /// Errors made on this thread and not yet given back or destroyed.
+    /// Errors that this thread has created and not destroyed.
     static LIVE_ERRORS: Cell<isize> = const { Cell::new(0) };
 }
 
-/// Errors made on this thread that live.
+/// Number of errors that this thread has created and not destroyed.
 pub fn live_errors() -> isize {
     LIVE_ERRORS.get()
 }
@@ -68,15 +68,15 @@ fn new_error(code: i32, text: &CStr) -> *mut c_void {
     Box::into_raw(Box::new(MockError { code, text: text.to_owned() })).cast()
 }
 
-/// Take over an error that a handler has returned.
+/// Takes ownership of an error that a handler has returned.
 pub fn take_error(error: *mut MockError) -> MockError {
     LIVE_ERRORS.set(LIVE_ERRORS.get() - 1);
-    // SAFETY: made by `new_error`, and whoever passes it here gives it up.
+    // SAFETY: `new_error` has made the pointer, and the caller does not use it again.
     *unsafe { Box::from_raw(error) }
 }
 
 unsafe extern "C" fn error_create(args: *mut c_void) -> *mut c_void {
-    // SAFETY: the handler passes the structure that this entry takes; the same holds for the entries below.
+    // SAFETY: a handler passes each entry the argument structure of that entry.
     let args = unsafe { &*args.cast::<ErrorCreateArgs>() };
     assert_eq!(args.struct_size, 28, "XLA_FFI_Error_Create_Args_STRUCT_SIZE");
     // SAFETY: the message is a C string.
@@ -88,7 +88,7 @@ unsafe extern "C" fn error_get_message(args: *mut c_void) -> *mut c_void {
     unsafe {
         let args = args.cast::<ErrorGetMessageArgs>();
         (*args).message = (*(*args).error).text.as_ptr();
-        // An older handler has no room for it.
+        // The structure of an older handler ends before `code`.
         if (*args).struct_size > offset_of!(ErrorGetMessageArgs, code) {
             (*args).code = (*(*args).error).code;
         }
@@ -128,10 +128,10 @@ unsafe extern "C" fn pool_schedule(args: *mut c_void) -> *mut c_void {
 unsafe extern "C" fn pool_num_threads(args: *mut c_void) -> *mut c_void {
     // SAFETY: as in `error_create`.
     let args = unsafe { &*args.cast::<NumThreadsArgs>() };
-    // SAFETY: the context outlives the call, and the handler gives room for the answer.
+    // SAFETY: the context outlives the call.
     match unsafe { (*args.context).pool }.num_threads() {
         Some(count) => {
-            // SAFETY: as above.
+            // SAFETY: `num_threads` points to an i64 of the handler.
             unsafe { *args.num_threads = count };
             null_mut()
         }
@@ -139,7 +139,7 @@ unsafe extern "C" fn pool_num_threads(args: *mut c_void) -> *mut c_void {
     }
 }
 
-/// In their order.
+/// Names of the entries, in the order of the table.
 const ENTRY_NAMES: &str = "Error_Create Error_GetMessage Error_Destroy Handler_Register Stream_Get TypeId_Register \
     ExecutionContext_Get State_Set State_Get DeviceMemory_Allocate DeviceMemory_Free ThreadPool_Schedule \
     ThreadPool_NumThreads Future_Create Future_SetAvailable Future_SetError RunId_Get DeviceOrdinal_Get";
@@ -150,14 +150,14 @@ unsafe extern "C" fn unexpected<const INDEX: usize>(_: *mut c_void) -> *mut c_vo
     std::process::abort()
 }
 
-/// Entries that are not to be called.
+/// Entries that abort the process.
 macro_rules! entries {
     ($($index:literal)*) => {
         [$(unexpected::<$index> as Entry),*]
     };
 }
 
-/// The table that every frame points to.
+/// The API table of every frame.
 pub static API: Api = Api {
     struct_size: size_of::<Api>(),
     extension_start: null_mut(),

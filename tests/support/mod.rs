@@ -1,9 +1,13 @@
-//! What the tests of the operators stand on: numbers, memory with guard pages, hand-made call frames, references, cases.
+//! What the tests share.
 //!
-//! [`array`], [`batch`], [`storage`], [`case`], [`gradient_case`], [`cache_updates`], [`rotations`], [`states`],
-//! [`steps`] and [`invocation`] describe calls as numbers, bytes, shapes and attributes, [`oracle`], [`gradients`] and
-//! [`answers`] what has to come out of them; these know no machine. [`placed`] puts calls into memory; [`guard`], [`frame`]
-//! and [`host`] run them in host memory through the real handlers, [`device`] in memory of a GPU, [`entry`] in any; [`machine`] chooses.
+//! Calls as numbers, bytes, shapes and attributes, independent of a device: [`array`], [`batch`], [`memory_layout`],
+//! [`invocation`], and for the operators [`attention_case`], [`gradient_case`], [`paged_update_case`],
+//! [`cache_update_case`], [`rope_case`], [`gather_case`], [`attention_states`] and [`simple_add`]. The reference is in
+//! [`oracle`] and [`gradients`], and [`expected_rows`] compares results with it.
+//!
+//! [`call_buffers`] puts a call into memory. [`guard_page`], [`call_frame`] and [`host`] run it in host memory through
+//! the real handlers, [`device`] runs it on a GPU, and [`library_call`] calls the library below its handlers.
+//! [`test_device`] chooses where.
 
 #![allow(dead_code, unreachable_pub, unused_imports, reason = "each test binary uses its own part of the support")]
 #![allow(
@@ -13,7 +17,7 @@
     reason = "a failed step is a failed test"
 )]
 
-/// A structure and the value that each of its fields has by default.
+/// Declares a structure whose fields have default values.
 macro_rules! with_defaults {
     ($(#[$meta:meta])* pub struct $name:ident {
         $($(#[$doc:meta])* pub $field:ident: $type:ty = $value:expr,)*

@@ -1,8 +1,8 @@
-//! Shapes with names: what servers send, and the corners.
+//! Batches with names: those of models and servers, and corner cases.
 
 use super::{Alibi, BatchSpec, Dtypes, KvLayout, Mask, MaxSeqlenHints, MemoryLayout, ScaleKind};
 
-/// A call with a name.
+/// A name, a batch and its memory layout.
 pub type Named = (&'static str, BatchSpec, MemoryLayout);
 
 impl BatchSpec {
@@ -12,7 +12,7 @@ impl BatchSpec {
     }
 }
 
-/// Calls of paged attention.
+/// Batches for paged attention.
 pub fn named_paged_batches(dtypes: Dtypes) -> Vec<Named> {
     let any = BatchSpec { dtypes, ..BatchSpec::default() };
     let of = |heads, head_dim, lengths: &[_]| any.sized(heads, head_dim, lengths);
@@ -45,7 +45,7 @@ pub fn named_paged_batches(dtypes: Dtypes) -> Vec<Named> {
     ]
 }
 
-/// Calls of `flash_attn_varlen`: what models and servers send, and the corners.
+/// Batches for `flash_attn_varlen`.
 pub fn named_flash_batches(dtypes: Dtypes) -> Vec<Named> {
     let spec = BatchSpec { dtypes, ..BatchSpec::default() };
     [models(&spec), stored(&spec), long(&spec), corners(&spec)].concat()
@@ -106,7 +106,7 @@ fn stored(spec: &BatchSpec) -> Vec<Named> {
     ]
 }
 
-/// Few queries over keys that are split between workers.
+/// Few queries over many keys, for which the kernels use split-KV.
 fn long(spec: &BatchSpec) -> Vec<Named> {
     let packed = MemoryLayout::contiguous();
     let decode = spec.sized((4, 1), 64, &[(1, 1500), (2, 900)]);
@@ -122,7 +122,7 @@ fn long(spec: &BatchSpec) -> Vec<Named> {
         ("long_decode_with_room", decode.clone(), roomy()),
         ("long_decode_from_stacked_pages", decode, MemoryLayout::paged(KvLayout::Stacked, 16)),
         ("long_decode_of_wide_rows", wide_rows, MemoryLayout::paged(KvLayout::PerPage, 64)),
-        // The largest scores lie in any of the parts.
+        // The largest score lies in any split.
         ("one_key_of_many_wins", BatchSpec { sharpness: 40.0, ..wide.clone() }, roomy()),
         ("one_of_many_sees_a_sink", BatchSpec { sinks: true, ..wide.clone() }, roomy()),
         ("parts_that_nobody_sees", unseen, roomy()),

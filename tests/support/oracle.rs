@@ -1,27 +1,27 @@
-//! What the operators mean (`docs/semantics.md`), in f64 and without any thought of speed.
+//! The reference: what the operators compute (`docs/semantics.md`), in f64.
 //!
-//! [`attend`] is the definition, [`attend_naively`] the measure of what a kernel may be off by; `answers` applies both
-//! to whole calls.
+//! [`attend`] is the definition. The error of [`attend_naively`] is the unit of the allowed error. `expected_rows`
+//! applies both to whole calls.
 
 use super::{Array, BF16, Dtype, F8E4M3FN, F16, F32, KvGeometry, Numbers};
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// Which keys a query sees.
+/// The attention mask.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Mask {
-    /// `window_right` is 0, whatever it says.
+    /// Overrides `window_right` with 0.
     pub causal: bool,
-    /// Keys that a query sees before its own position; negative is all of them.
+    /// Number of keys before its own position that a query sees; negative for all.
     pub window_left: i64,
-    /// Keys that a query sees after its own position; negative is all of them.
+    /// Number of keys after its own position that a query sees; negative for all.
     pub window_right: i64,
-    /// The first query stands at the first key, not the last at the last.
+    /// The first query is aligned with the first key. Otherwise the last query is aligned with the last key.
     pub top_left: bool,
 }
 
 impl Mask {
-    /// No limit, and limits on each side that leave out whole blocks of keys and parts of them.
+    /// No mask, and masks that hide whole blocks of keys, and parts of blocks, on either side.
     pub const BEYOND_BLOCKS: [Self; 6] = [
         Self::FULL,
         Self::CAUSAL,
@@ -34,22 +34,22 @@ impl Mask {
     pub const FULL: Self = Self { causal: false, window_left: -1, window_right: -1, top_left: false };
     pub const CAUSAL: Self = Self { causal: true, ..Self::FULL };
 
-    /// This many keys before and after a query's own position.
+    /// A window of this many keys before and after a query's own position.
     pub const fn window(left: i64, right: i64) -> Self {
         Self { window_left: left, window_right: right, ..Self::FULL }
     }
 
-    /// Causal, and no more than the `keys` last ones.
+    /// Causal, limited to the last `keys` keys.
     pub const fn sliding(keys: i64) -> Self {
         Self { window_left: keys - 1, ..Self::CAUSAL }
     }
 
-    /// The same, aligned at the first key.
+    /// The same mask, aligned with the first key.
     pub const fn top_left(self) -> Self {
         Self { top_left: true, ..self }
     }
 
-    /// Where query row `i` stands among the keys.
+    /// The position of query row `i` among the keys.
     pub fn position(self, i: usize, len_q: usize, len_k: usize) -> i64 {
         i as i64 + if self.top_left { 0 } else { len_k as i64 - len_q as i64 }
     }
@@ -66,24 +66,24 @@ impl Mask {
     }
 }
 
-/// How the scores of one query head of one sequence are made.
+/// Options of the scores of one query head of one sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct Score {
-    /// Multiply q·k.
+    /// Factors of q·k.
     pub scales: [f32; 3],
-    /// 0 is off.
+    /// 0 means no soft cap.
     pub softcap: f32,
-    /// Of the linear bias, if there is one.
+    /// The ALiBi slope.
     pub slope: Option<f32>,
-    /// The logit of one more column whose value is 0, if there is one.
+    /// The logit of the attention sink: an additional column whose value is 0.
     pub sink: Option<f32>,
-    /// Multiplies the output.
+    /// Factor of the output.
     pub v_scale: f32,
     pub mask: Mask,
 }
 
 impl Score {
-    /// All its numbers are finite; a sink of -inf is no column.
+    /// Whether all numbers are finite. A sink of -inf is valid and has no effect.
     pub fn is_finite(&self) -> bool {
         let numbers = [self.scales[0], self.scales[1], self.scales[2], self.v_scale, self.slope.unwrap_or(0.0)];
         let sink = self.sink.unwrap_or(0.0);
@@ -91,21 +91,21 @@ impl Score {
     }
 }
 
-/// Row i, or that of key i.
+/// A function from an index to the row of a query, key or value.
 pub type RowOf<'a> = Box<dyn Fn(usize) -> &'a [f64] + 'a>;
 
-/// One query head of one sequence, and the keys and values of its KV head.
+/// The inputs of one query head of one sequence.
 pub struct Head<'a> {
     pub len_q: usize,
     pub len_k: usize,
     pub leftpad: usize,
-    /// D, Dv
+    /// D and Dv.
     pub dims: [usize; 2],
-    /// `[D]`
+    /// `[D]`.
     pub query: RowOf<'a>,
-    /// `[D]`
+    /// `[D]`.
     pub key: RowOf<'a>,
-    /// `[Dv]`
+    /// `[Dv]`.
     pub value: RowOf<'a>,
 }
 
@@ -114,30 +114,30 @@ impl Head<'_> {
         mask.visible(i, self.len_q, self.len_k, self.leftpad)
     }
 
-    /// From the position of query `i` to key `j`.
+    /// The distance of query `i` and key `j`.
     pub(super) fn distance(&self, mask: Mask, i: usize, j: usize) -> f64 {
         (mask.position(i, self.len_q, self.len_k) - j as i64).abs() as f64
     }
 }
 
-/// The answer for one query row of one head.
+/// The result for one query row of one head.
 #[derive(Clone, PartialEq, Debug)]
 pub struct AttentionRow {
-    /// `[Dv]`
+    /// `[Dv]`.
     pub out: Vec<f64>,
     pub lse: f64,
-    /// It sees a key; otherwise `out` is 0 whatever else.
+    /// Whether the row sees a key. Otherwise `out` is exactly 0.
     pub sees_a_key: bool,
 }
 
 impl AttentionRow {
-    /// A row that sees no key, or that belongs to no sequence and so has no sink either.
+    /// The result for a row that sees no key. A row of no sequence has no sink either.
     pub fn of_nothing(value_dim: usize, sink: Option<f32>) -> Self {
         Self { out: vec![0.0; value_dim], lse: sink.map_or(f64::NEG_INFINITY, f64::from), sees_a_key: false }
     }
 }
 
-/// In eight partial sums, which a compiler can add at a time.
+/// Dot product in eight partial sums, which the compiler vectorises.
 pub(super) fn dot(a: &[f64], b: &[f64]) -> f64 {
     let mut sums = [0.0; 8];
     for (a, b) in a.chunks(8).zip(b.chunks(8)) {
@@ -146,7 +146,7 @@ pub(super) fn dot(a: &[f64], b: &[f64]) -> f64 {
     sums.iter().sum()
 }
 
-/// One after the other: the measure of what a kernel may be off by.
+/// Dot product in f32, summed in order, as the naive formula computes it.
 pub(super) fn dot_in_f32(a: &[f64], b: &[f64]) -> f32 {
     a.iter().zip(b).fold(0.0, |sum, (a, b)| sum + *a as f32 * *b as f32)
 }
@@ -180,26 +180,26 @@ pub fn attend(head: &Head, i: usize, score: &Score) -> AttentionRow {
     AttentionRow { out, lse: largest + denominator.ln(), sees_a_key: true }
 }
 
-/// The largest sum of the magnitudes of a visible key's products with the query, by the scales.
+/// The largest sum of the magnitudes of q·k's terms over the visible keys, times the scales.
 pub fn largest_magnitude(head: &Head, i: usize, score: &Score) -> f64 {
     let scale: f64 = score.scales.map(f64::from).iter().product();
     let magnitude = |j| (head.query)(i).iter().zip((head.key)(j)).map(|(a, b)| (a * b).abs()).sum::<f64>();
     head.visible(score.mask, i).map(magnitude).fold(0.0, f64::max) * scale.abs()
 }
 
-/// The same formula as somebody would write it with arrays of `dtype`: products accumulated in f32, every intermediate
-/// array rounded to `dtype`, the softmax in f32. Its distance from [`attend`] is the measure of what a kernel may be
-/// off by. Where its numbers overflow it measures nothing, and the intermediate arrays are taken in f32.
+/// The formula in arrays of `dtype`: products accumulate in f32, each intermediate array is rounded to `dtype`, and the
+/// softmax is in f32. Its distance from [`attend`] is the unit of the allowed error. If a number overflows, the
+/// intermediate arrays are f32 instead.
 pub fn attend_naively(head: &Head, i: usize, score: &Score, dtype: Dtype) -> AttentionRow {
     attend_weighing(head, i, score, dtype, |x| x)
 }
 
-/// The same with products of fp8: V's rows are multiplied by weights that are fp8 too, the largest one 2^8.
+/// The same with fp8 products: V is multiplied by softmax weights that are rounded to fp8, the largest one being 2^8.
 pub fn attend_naively_in_fp8(head: &Head, i: usize, score: &Score, dtype: Dtype) -> AttentionRow {
     attend_weighing(head, i, score, dtype, |x| F8E4M3FN.round(f64::from(256.0 * x)) as f32 / 256.0)
 }
 
-/// `weigh` is what becomes of a weight beside one of 1.
+/// [`attend_naively`] with a rounding function for the unnormalised softmax weights, the largest of which is 1.
 fn attend_weighing(head: &Head, i: usize, score: &Score, dtype: Dtype, weigh: impl Fn(f32) -> f32) -> AttentionRow {
     let round = |x: f32| match dtype {
         F16 => f16::from_f32(x).to_f32(),
@@ -214,7 +214,7 @@ fn attend_weighing(head: &Head, i: usize, score: &Score, dtype: Dtype, weigh: im
     AttentionRow { out: out.into_iter().map(|x| f64::from(round(x as f32))).collect(), lse, sees_a_key }
 }
 
-/// [`attend_weighing`] with what becomes of an intermediate number.
+/// [`attend_weighing`] with a rounding function for intermediate numbers.
 fn attend_rounding(
     head: &Head,
     i: usize,
@@ -253,9 +253,9 @@ fn attend_rounding(
     }
 }
 
-/// A paged cache after new rows of keys and of values `[T, Hkv, D]`; those whose slot the cache has not are skipped. Rows of the
-/// cache's own type and without a scale are copied bit by bit; else what is stored is the quotient, in f32, by the scale of
-/// the head, as the cache's type holds it.
+/// The caches after an update with keys and values `[T, Hkv, D]`. Rows whose slot is not in the cache are skipped. Rows
+/// in the cache's dtype without a scale are copied bit by bit. Otherwise the cache holds the quotient by the head's
+/// scale, computed in f32 and rounded to the cache's dtype.
 pub fn kv_cache_update(
     caches: &[Array],
     kv_geometry: &KvGeometry,
@@ -266,10 +266,10 @@ pub fn kv_cache_update(
     let mut after = caches.to_vec();
     for (value, (rows, scale)) in rows.iter().zip(scales).enumerate() {
         let (heads, row) = (kv_geometry.kv_heads, kv_geometry.dims[value] * rows.dtype.size());
-        for (t, slot) in slots.iter().enumerate().filter_map(|(t, &slot)| Some((t, kv_geometry.slot(slot)?))) {
+        for (t, slot) in slots.iter().enumerate().filter_map(|(t, &slot)| Some((t, kv_geometry.valid_slot(slot)?))) {
             for head in 0..heads {
                 let new = &rows.bytes[(t * heads + head) * row..][..row];
-                let (buffer, at) = kv_geometry.of_slot(value, slot, head);
+                let (buffer, at) = kv_geometry.slot_element(value, slot, head);
                 let dtype = after[buffer].dtype;
                 let stored = if scale.is_none() && rows.dtype == dtype {
                     new.to_vec()

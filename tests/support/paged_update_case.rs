@@ -1,5 +1,5 @@
-//! Calls of `paged_attention_update`: a case of paged attention whose sequences end with tokens that are not in the cache
-//! yet.
+//! Calls of `paged_attention_update`: a case of paged attention whose sequences end with tokens that are not in the
+//! cache yet.
 
 use super::{
     Array, AttentionCase, Attr, BF16, Batch, Comparison, Dtype, FP8_DTYPES, InvalidMetadata, Invocation, MemoryLayout,
@@ -8,32 +8,33 @@ use super::{
 };
 use xla_attention::Op;
 
-/// A call in numbers.
+/// A call of `paged_attention_update` in numbers.
 #[derive(Clone, Debug)]
 pub struct PagedUpdateCase {
-    /// The attention; its cache is the one after the update.
+    /// The attention, over the cache after the update.
     pub attention: AttentionCase,
-    /// The cache before: NaN where new tokens go.
+    /// The cache before the update, with NaN in the slots of new tokens.
     pub before: Array,
-    /// `[T, Hkv, D]`
+    /// `[T, Hkv, D]`, as `value`.
     pub key: Array,
     pub value: Array,
-    /// `[T]`: where the table has the row's key; for rows of no sequence anything but a slot of a sequence.
+    /// `[T]`: the slot that the block table gives the row's key. A row of no sequence has no slot or one of no
+    /// sequence.
     pub slots: Vec<i64>,
-    /// `slot_mapping` is of 64 bits.
+    /// Whether `slot_mapping` is i64.
     pub wide_slots: bool,
 }
 
 impl PagedUpdateCase {
-    /// `batch` as `storage` says, each sequence's last `len_q` keys taken out of the cache, which new ones replace.
+    /// Stores `batch` as `memory_layout` says, with the last `len_q` keys of each sequence as new tokens.
     pub fn new(batch: &Batch, memory_layout: &MemoryLayout) -> Self {
         let kv = batch.config.dtypes.kv;
-        // A type that an 8-bit cache takes: that of 16 or 32 bits beside it.
+        // A quantized cache takes rows in the dtype of the queries, or in bf16 if those are fp8 too.
         let like = if batch.config.dtypes.q.size() > 1 { batch.config.dtypes.q } else { BF16 };
         Self::of_rows(batch, memory_layout, if FP8_DTYPES.contains(&kv) { like } else { kv })
     }
 
-    /// The same with keys and values of a type.
+    /// The same with keys and values in this dtype.
     pub fn of_rows(batch: &Batch, memory_layout: &MemoryLayout, dtype: Dtype) -> Self {
         let case = AttentionCase::paged(batch, memory_layout);
         let mut random = Random::new(memory_layout.seed.wrapping_add(99));
@@ -41,9 +42,13 @@ impl PagedUpdateCase {
         let [key, value] = [&case.config.k_scale, &case.config.v_scale]
             .map(|scale| new_rows(&case, &slots, dtype, scale.as_deref(), &mut random));
         let mut before = case.kv[0].clone();
-        for slot in slots.iter().filter_map(|&slot| case.kv_geometry.slot(slot)) {
+        for slot in slots.iter().filter_map(|&slot| case.kv_geometry.valid_slot(slot)) {
             for (value, head) in (0..2).flat_map(|value| (0..case.config.kv_heads).map(move |head| (value, head))) {
-                put(&mut before, case.kv_geometry.of_slot(value, slot, head).1, &vec![f64::NAN; case.config.head_dim]);
+                put(
+                    &mut before,
+                    case.kv_geometry.slot_element(value, slot, head).1,
+                    &vec![f64::NAN; case.config.head_dim],
+                );
             }
         }
         let wide_slots = random.below(2) == 0;
@@ -52,7 +57,7 @@ impl PagedUpdateCase {
         update
     }
 
-    /// Make the case's cache that of the slots, which a test has changed.
+    /// Recomputes the cache after the update, when a test has changed `slots`, `key` or `value`.
     pub fn recompute_cache(&mut self) {
         let rows = [self.key.clone(), self.value.clone()];
         let before = std::slice::from_ref(&self.before);
@@ -69,7 +74,7 @@ impl PagedUpdateCase {
         &self.attention.kv[0]
     }
 
-    /// The call, the cache in its operand's memory or in its own.
+    /// The call. The cache result shares its operand's memory if `in_place`.
     pub fn invocation(&self, in_place: bool) -> Invocation {
         let operand = |name: &str| self.operand(name);
         let mut call = Invocation::of(Op::PagedAttentionUpdate, operand, |name| self.attention.attribute(name));
@@ -91,7 +96,7 @@ impl PagedUpdateCase {
         }
     }
 
-    /// The two calls that are to give the same: the update, and the attention over the cache that comes of it.
+    /// The two calls that must give the same results: the update, and attention over the updated cache.
     pub fn in_two_calls(&self) -> [Invocation; 2] {
         let update = Invocation::of(Op::KvCacheUpdate, |name| self.operand(name), |_| Attr::I64(1));
         [update.updated("kv_cache", 0, false), self.attention.invocation()]
@@ -124,8 +129,8 @@ impl ReferenceCase for PagedUpdateCase {
         })
     }
 
-    /// Both ways, in place and into a cache of its own, and from run to run: the oracle's answers, and bit by bit those
-    /// of the two calls. Gives the results.
+    /// Asserts that the call, in place and with a separate cache, has the expected results, and bit by bit those of the
+    /// two separate calls. Returns the results.
     fn assert_matches_reference(&self) -> Vec<Array> {
         let (comparison, name, mut actual) =
             (self.comparison(InvalidMetadata::Unspecified), &self.attention.name, vec![]);
@@ -146,8 +151,8 @@ impl ReferenceCase for PagedUpdateCase {
     }
 }
 
-/// Where each row's key goes. Rows of no sequence, and those before the first key of one, go nowhere or to slots that
-/// nobody reads.
+/// The slot of each row's key. Rows of no sequence, and those before the first key of a sequence, have no slot or an
+/// unused one.
 fn slots_of_rows(case: &AttentionCase, batch: &Batch, random: &mut Random) -> Vec<i64> {
     let page_size = case.kv_geometry.page_size;
     let table = |b: usize, j: usize| case.block_table[b * case.max_pages + j / page_size];
@@ -176,11 +181,11 @@ fn slots_of_rows(case: &AttentionCase, batch: &Batch, random: &mut Random) -> Ve
     slots
 }
 
-/// `[T, Hkv, D]`: about 1 after the division by their scale; NaN where nothing is stored.
+/// `[T, Hkv, D]`: numbers of about 1 after the division by the scale; NaN in rows without a slot.
 fn new_rows(case: &AttentionCase, slots: &[i64], dtype: Dtype, scale: Option<&[f32]>, random: &mut Random) -> Array {
     let (heads, d) = (case.config.kv_heads, case.config.head_dim);
     let mut rows = poisoned(random, dtype, &[slots.len() as i64, heads as i64, d as i64]);
-    for (t, _) in slots.iter().enumerate().filter(|(_, slot)| case.kv_geometry.slot(**slot).is_some()) {
+    for (t, _) in slots.iter().enumerate().filter(|(_, slot)| case.kv_geometry.valid_slot(**slot).is_some()) {
         for head in 0..heads {
             let size = scale.map_or(1.0, |scale| f64::from(scale[head % scale.len()]));
             let row: Vec<f64> = (0..d).map(|_| size * random.normal()).collect();

@@ -1,4 +1,4 @@
-//! Sets of small calls in which every pair of some options of the attention operators occurs.
+//! Sets of small attention calls in which every pair of option values occurs.
 
 use super::{
     Alibi, BF16, BatchSpec, Choice, Dtypes, F16, F32, GradientOptions, KvLayout, Mask, MaxSeqlenHints, MemoryLayout,
@@ -9,30 +9,30 @@ use xla_attention::Op;
 /// (`len_q`, `len_k`) of the sequences of a batch.
 type Lengths = &'static [(usize, usize)];
 
-/// The options with the value of each that plays no part in a set.
+/// Declares the options, each with the value that it has where a set does not vary it.
 macro_rules! options {
     ($($(#[$doc:meta])* $name:ident: $type:ty = $value:expr,)*) => {
-        /// A set: what its calls choose from. An option that plays no part has one value.
+        /// The values that the calls of a set choose from, per option.
         #[derive(Clone, Copy)]
         pub struct PairwiseOptions {
             $($(#[$doc])* pub $name: &'static [$type],)*
-            /// Decides which set it is.
+            /// Seed of the covering array.
             pub seed: u64,
         }
 
-        /// The options by their place in a row of choices.
+        /// Indices of the options in a row of choices.
         #[allow(non_camel_case_types, reason = "they are those of `Options`")]
         #[derive(Clone, Copy)]
         enum Factor { $($name,)* }
 
-        /// The values of the options of which one is chosen.
+        /// The options whose value is chosen.
         struct Chosen { $($name: Option<$type>,)* }
 
         impl PairwiseOptions {
-            /// One call over contiguous keys, without an option.
+            /// One call over contiguous keys without any option.
             pub const PLAIN: Self = Self { $($name: &[$value],)* seed: 1 };
 
-            /// How many values each option has.
+            /// Number of values per option.
             pub fn sizes(&self) -> Vec<usize> {
                 vec![$(self.$name.len(),)*]
             }
@@ -48,9 +48,9 @@ macro_rules! options {
 options! {
     target: Op = Op::FlashAttnVarlen,
     dtypes: Dtypes = Dtypes::same(F32),
-    /// (D, Dv)
+    /// (D, Dv).
     head_dims: (usize, usize) = (64, 64),
-    /// Dv for that of `head_dims`.
+    /// Computes Dv from that of `head_dims`.
     value_dim: fn(usize) -> usize = |d| d,
     heads: (usize, usize) = (4, 2),
     work: Lengths = &[(1, 17), (5, 5)],
@@ -58,7 +58,7 @@ options! {
     alibi: Alibi = Alibi::Off,
     scales: [ScaleKind; 3] = [ScaleKind::None; 3],
     layout: KvLayout = KvLayout::Contiguous,
-    /// 0 goes with contiguous keys.
+    /// 0 stands for contiguous keys.
     page_size: usize = 0,
     workspace: Option<usize> = Some(1000),
     hints: MaxSeqlenHints = MaxSeqlenHints::Unknown,
@@ -95,11 +95,12 @@ const MASKS: &[Mask] = &[
     Mask { window_left: 24, ..Mask::CAUSAL },
 ];
 
-/// Lengths that no program should send.
+/// Lengths that are valid and unusual.
 const ODD: Lengths = &[(0, 9), (20, 6), (3, 0), (1, 1), (9, 33)];
 
 impl PairwiseOptions {
-    /// Of `flash_attn_varlen` and `paged_attention`: decode, prefill, both, and a context long enough to be split.
+    /// `flash_attn_varlen` and `paged_attention`: decode, prefill, both, and a context that is long enough for
+    /// split-KV.
     pub const ATTENTION: Self = Self {
         target: &[Op::FlashAttnVarlen, Op::PagedAttention],
         dtypes: &Dtypes::ALL,
@@ -142,7 +143,7 @@ impl PairwiseOptions {
         ..Self::ROWS_AND_SCORES
     };
 
-    /// Of `flash_attn_varlen_bwd`: decode, prefill, both, more than one block of keys or of queries.
+    /// `flash_attn_varlen_bwd`: decode, prefill, both, and several blocks of keys or of queries.
     pub const GRADIENTS: Self = Self {
         target: Self::PLAIN.target,
         dtypes: &[Dtypes::same(F32), Dtypes::same(F16), Dtypes::same(BF16)],
@@ -168,7 +169,7 @@ impl PairwiseOptions {
         ..Self::ATTENTION
     };
 
-    /// What every attention operator but `paged_attention` may be asked for beside its sizes.
+    /// Options that all operators except `paged_attention` have.
     const ROWS_AND_SCORES: Self = Self {
         top_left: YES_OR_NO,
         leftpad: YES_OR_NO,
@@ -179,16 +180,17 @@ impl PairwiseOptions {
         ..Self::PLAIN
     };
 
-    /// Calls over contiguous keys with all that kernels tuned for one GPU have to do with, for lengths of several blocks.
+    /// Calls over contiguous keys with the options that affect the Hopper kernels. A caller adds lengths of several
+    /// blocks.
     pub const BEYOND_BLOCKS: Self = Self { mask: &Mask::BEYOND_BLOCKS, ..Self::ROWS_AND_SCORES };
 
-    /// What is ruled out: `paged_attention` has not all options, contiguous keys have no pages, and values of another
-    /// width need a buffer of their own.
+    /// Whether no call can have both values: `paged_attention` lacks some options, contiguous keys have no pages, and a
+    /// Dv other than D needs separate buffers.
     fn excludes(&self, a: Choice, b: Choice) -> bool {
         let of = self.chosen(&[a, b]);
         let no_pages = of.page_size.map(|size| size == 0);
         let own_width = of.head_dims.is_some_and(|(d, dv)| d != dv) || of.value_dim.is_some_and(|dv| dv(64) != 64);
-        // Only paged attention can be asked not to give the lse.
+        // Only `paged_attention` has an optional lse.
         let paged_attention = of.target == Some(Op::PagedAttention) || of.lse == Some(false);
         let beyond_paged_attention = of.layout.is_some_and(|layout| layout != KvLayout::Interleaved)
             || no_pages == Some(true)
@@ -205,13 +207,13 @@ impl PairwiseOptions {
             || (own_width && of.layout.is_some_and(|layout| !layout.has_two_buffers()))
     }
 
-    /// The pairs that have to occur, and the rows of the set.
+    /// The pairs that must occur, and the rows of the covering array.
     pub fn covered(&self) -> (Vec<Pair>, Vec<Vec<usize>>) {
         let excluded = |a: Choice, b: Choice| self.excludes(a, b);
         (pairs(&self.sizes(), &excluded), cover(&self.sizes(), &excluded, self.seed))
     }
 
-    /// The set: everything that a call needs.
+    /// The calls of the set.
     pub fn calls(&self) -> Vec<(Op, BatchSpec, MemoryLayout, GradientOptions)> {
         let (_, rows) = self.covered();
         rows.iter().enumerate().map(|(seed, row)| self.call(row, seed as u64).unwrap()).collect()

@@ -1,4 +1,4 @@
-//! Thread pools that a test lends to a handler in place of XLA's.
+//! Thread pools that a test passes to a handler as XLA's.
 
 use std::ffi::c_void;
 use std::sync::mpsc::{Sender, channel};
@@ -11,7 +11,7 @@ pub struct Task {
     data: *mut c_void,
 }
 
-// SAFETY: XLA runs tasks on other threads; a task has to bear it.
+// SAFETY: XLA runs tasks on other threads, so the data of a task may be used there.
 unsafe impl Send for Task {}
 
 impl Task {
@@ -20,20 +20,20 @@ impl Task {
     }
 
     pub fn run(self) {
-        // SAFETY: the function and its argument came together, and a task is run once.
+        // SAFETY: `data` is the argument that was passed with `run`, and each task runs once.
         unsafe { (self.run)(self.data) }
     }
 }
 
-/// What a handler sees behind `XLA_FFI_ThreadPool_*`.
+/// The host's side of `XLA_FFI_ThreadPool_*`.
 pub trait HostPool: Sync {
-    /// `None`: the context has no pool, which XLA reports as an error of the call.
+    /// `None` if the context has no pool, which XLA reports as an error.
     fn num_threads(&self) -> Option<i64>;
-    /// Gives the task back if there is no pool.
+    /// Returns the task if there is no pool.
     fn schedule(&self, task: Task) -> Result<(), Task>;
 }
 
-/// Runs each task at once on the thread that schedules it, and claims to have this many threads.
+/// Runs each task immediately on the calling thread, and claims to have this many threads.
 pub struct InlinePool(pub i64);
 
 impl HostPool for InlinePool {
@@ -46,7 +46,7 @@ impl HostPool for InlinePool {
     }
 }
 
-// SAFETY: each task runs once, and does not unwind.
+// SAFETY: each task runs once. Tasks do not unwind.
 unsafe impl xla_attention::Pool for InlinePool {
     fn num_threads(&self) -> usize {
         self.0 as usize
@@ -56,12 +56,12 @@ unsafe impl xla_attention::Pool for InlinePool {
     }
 }
 
-/// Keeps every task until [`DeferredPool::run_all`]: the handler has returned long before.
+/// Keeps every task until [`DeferredPool::run_all`], after the handler has returned.
 #[derive(Default)]
 pub struct DeferredPool(Mutex<Vec<Task>>);
 
 impl DeferredPool {
-    /// Runs what was scheduled and tells how many tasks there were.
+    /// Runs all tasks. Returns their number.
     pub fn run_all(&self) -> usize {
         let tasks = std::mem::take(&mut *self.0.lock().unwrap());
         let count = tasks.len();
@@ -92,7 +92,7 @@ impl HostPool for NoPool {
     }
 }
 
-/// Real threads.
+/// A pool with threads.
 pub struct ThreadPool {
     queue: Option<Sender<Task>>,
     workers: Vec<JoinHandle<()>>,
@@ -136,12 +136,13 @@ impl Drop for ThreadPool {
     }
 }
 
-/// Each kind of pool, at last one whose tasks run after the call has returned and its memory is gone.
-pub fn for_each_pool(mut check: impl FnMut(&dyn HostPool)) {
+/// Calls `work` with each kind of pool. The last one runs its tasks after the call has returned and its memory is
+/// freed.
+pub fn for_each_pool(mut work: impl FnMut(&dyn HostPool)) {
     let late = DeferredPool::default();
     for pool in [&InlinePool(1) as &dyn HostPool, &InlinePool(3), &InlinePool(64), &ThreadPool::new(3), &NoPool, &late]
     {
-        check(pool);
+        work(pool);
     }
     late.run_all();
 }

@@ -1,15 +1,16 @@
-//! A seeded stream of numbers, the same on every machine, and properties that hold for all that is made of one.
+//! A seeded random number generator that gives the same numbers on every machine, and property-based tests with
+//! shrinking.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 /// `SplitMix64` (Steele, Lea, Flood 2014).
 pub struct Random {
     state: u64,
-    /// Of a stream that is repeated.
+    /// The recorded choices, if they are replayed or shrunk.
     script: Option<Script>,
 }
 
-/// The choices of [`Random::below`], given and made so far.
+/// The results of [`Random::below`]: those that are given, and those so far.
 struct Script {
     given: Option<Vec<usize>>,
     made: Vec<usize>,
@@ -20,13 +21,13 @@ impl Random {
         Self { state: seed, script: None }
     }
 
-    /// Choices that a fuzzer makes, two bytes each; at the end the first of all.
+    /// A generator whose choices a fuzzer makes, two bytes each. After the last one all choices are 0.
     pub fn of_bytes(bytes: &[u8]) -> Self {
         let given = bytes.chunks(2).map(|pair| pair.iter().rev().fold(0, |n, &byte| n << 8 | usize::from(byte)));
         Self { state: 0, script: Some(Script { given: Some(given.collect()), made: vec![] }) }
     }
 
-    /// How many of the given choices are left.
+    /// Number of given choices that are left.
     pub fn left(&self) -> usize {
         self.script.as_ref().map_or(0, |s| s.given.as_ref().map_or(0, Vec::len).saturating_sub(s.made.len()))
     }
@@ -39,7 +40,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// In `[0, end)`.
+    /// A number in `[0, end)`.
     pub fn below(&mut self, end: usize) -> usize {
         let drawn = (self.next() % end as u64) as usize;
         let Some(Script { given, made }) = &mut self.script else { return drawn };
@@ -48,29 +49,29 @@ impl Random {
         choice
     }
 
-    /// From `least` to `most`.
+    /// A number in `[least, most]`.
     pub fn between(&mut self, least: usize, most: usize) -> usize {
         least + self.below(most - least + 1)
     }
 
-    /// With this probability, of 100.
+    /// True with a probability of `percent` %.
     pub fn chance(&mut self, percent: usize) -> bool {
         self.below(100) >= 100 - percent
     }
 
-    /// In `[0, 1)`.
+    /// A number in `[0, 1)`.
     pub fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Mean 0, variance 1, bell-shaped within ±3.5: the sum of four numbers of 16 bits.
+    /// A number with mean 0 and variance 1, approximately normal, within ±3.5: the sum of four 16-bit numbers.
     pub fn normal(&mut self) -> f64 {
         let bits = self.next();
         let sum: u64 = (0..4).map(|i| bits >> (16 * i) & 0xffff).sum();
         (sum as f64 / 65536.0 - 2.0) * 3f64.sqrt()
     }
 
-    /// Any i32, the extreme ones and small ones often.
+    /// Any i32; extreme and small ones are frequent.
     pub fn hostile_i32(&mut self) -> i32 {
         match self.below(8) {
             0 => i32::MIN,
@@ -95,16 +96,16 @@ impl Random {
     }
 }
 
-/// Choices that are tried in place of those of a case that fails.
+/// Number of attempts to shrink a failing case.
 const MOST_SHRUNK: usize = 200;
 
-/// `check` holds for `count` cases (or `XLA_ATTENTION_TEST_CASES`), always the same ones, which it makes of its choices. Of a
-/// case that fails, choices become 0 or half of what they were as long as it fails; then it fails the test.
-pub fn for_all(count: u64, check: &dyn Fn(&mut Random)) {
+/// Calls `property` for `count` cases (or `XLA_ATTENTION_TEST_CASES`), the same ones in each run. In a failing case,
+/// choices are replaced by 0, a half, or one less as long as it still fails; then the test fails.
+pub fn for_all(count: u64, property: &dyn Fn(&mut Random)) {
     let cases = std::env::var("XLA_ATTENTION_TEST_CASES").map_or(count, |n| n.parse().unwrap());
     let failure = |state: u64, given: Option<Vec<usize>>| {
         let mut random = Random { state, script: Some(Script { given, made: vec![] }) };
-        let failed = catch_unwind(AssertUnwindSafe(|| check(&mut random))).err();
+        let failed = catch_unwind(AssertUnwindSafe(|| property(&mut random))).err();
         failed.map(|panic| (random.script.unwrap().made, panic))
     };
     for seed in 0..cases {
@@ -119,7 +120,7 @@ pub fn for_all(count: u64, check: &dyn Fn(&mut Random)) {
                 failure(seed << 32, Some(given))
             });
             match smaller {
-                // It may go on from there.
+                // The same choice may become still smaller.
                 Some(smaller) => failed = smaller,
                 None => at += 1,
             }

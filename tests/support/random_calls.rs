@@ -1,9 +1,9 @@
-//! Small attention calls as odd as the operators allow. Of all choices the first is the plainest, so that a case that fails
-//! is shrunk to a plain one.
+//! Random small attention calls with any combination of options. The first of several choices is the plainest, so that
+//! a failing case shrinks to a plain one.
 
 use super::{Alibi, BatchSpec, Dtypes, KvLayout, Mask, MaxSeqlenHints, MemoryLayout, Random, ScaleKind};
 
-/// `(len_q, len_k)`: decode, prefill, chunks, more queries than keys, no query at all.
+/// `(len_q, len_k)`: decode, prefill, chunked prefill, more queries than keys, or no query.
 fn lengths(random: &mut Random) -> (usize, usize) {
     match random.below(6) {
         0 | 1 => (1, random.between(1, 119)),
@@ -37,14 +37,14 @@ fn mask(random: &mut Random) -> Mask {
     }
 }
 
-/// What all operators can be asked for, but for the mask.
+/// A batch without a mask, for all operators.
 fn spec(random: &mut Random) -> BatchSpec {
     let heads = random.one_of(&[(1, 1), (2, 2), (4, 1), (9, 3), (8, 2), (6, 3), (16, 2)]);
     let eighths = random.between(1, 32);
     BatchSpec {
         dtypes: random.one_of(&Dtypes::ALL),
         heads,
-        // Wide heads in small numbers: the reference is slow.
+        // Few heads if they are wide, because the reference is slow.
         head_dim: 8 * if heads.0 > 4 { eighths.div_ceil(3) } else { eighths },
         lengths: (0..random.below(6)).map(|_| lengths(random)).collect(),
         softcap: random.one_of(&[0.0, 0.0, 5.0, 50.0]),
@@ -72,13 +72,13 @@ fn paged_storage(random: &mut Random) -> MemoryLayout {
     }
 }
 
-/// Everything that `paged_attention` can be asked for.
+/// A random call of `paged_attention`.
 pub fn paged_call(random: &mut Random) -> (BatchSpec, MemoryLayout) {
     let mask = if random.below(3) < 2 { Mask::CAUSAL } else { Mask::sliding(random.between(1, 49) as i64) };
     (BatchSpec { mask, ..spec(random) }, paged_storage(random))
 }
 
-/// Everything that `flash_attn_varlen` can be asked for; a value width of its own only where values have a buffer.
+/// A random call of `flash_attn_varlen`. Dv differs from D only where values have a separate buffer.
 pub fn flash_call(random: &mut Random) -> (BatchSpec, MemoryLayout) {
     let layout = if random.below(6) == 0 { KvLayout::Contiguous } else { random.one_of(&KvLayout::ALL) };
     let spec = BatchSpec { mask: mask(random), leftpad: random.chance(50), ..spec(random) };

@@ -1,37 +1,37 @@
-//! Runs calls of attention and holds them against what the reference answers.
+//! Calls of attention, and their comparison with the reference.
 
 use super::{
     Array, AttentionCase, InvalidMetadata, Invocation, U8, assert_matches_expected, clamped_sequences, expected_rows,
     for_both_sides,
 };
 
-/// Asserts that results are what is allowed.
+/// Asserts that results match the expected ones.
 pub type Comparison<'a> = Box<dyn Fn(&[Array]) + 'a>;
 
-/// A call of attention whose results the reference knows.
+/// A call of attention with a reference.
 pub trait ReferenceCase {
-    /// The attention that it computes, or differentiates.
+    /// The forward call that is computed or differentiated.
     fn case(&self) -> &AttentionCase;
 
     fn case_mut(&mut self) -> &mut AttentionCase;
 
     fn call(&self) -> Invocation;
 
-    /// What a call computes: the results up to one that was not asked for, or the workspace.
+    /// The results that the call computes: those before the workspace, or before one that was not requested.
     fn computed<'a>(&self, results: &'a [Array]) -> &'a [Array] {
         let end = results.iter().position(|x| x.dtype == U8 || x.dims == [0]);
         &results[..end.unwrap_or(results.len())]
     }
 
-    /// What is allowed of the call's results.
+    /// The comparison of results with the reference.
     fn comparison(&self, invalid_metadata: InvalidMetadata) -> Comparison<'_>;
 
-    /// Two runs have the same bits.
+    /// Whether two runs give the same bits.
     fn is_deterministic(&self) -> bool {
         true
     }
 
-    /// Run against both guards; the results are what is allowed. Gives the results of both.
+    /// Runs the call with guard pages on either side and compares with the reference. Returns the results of both runs.
     fn compare_with_reference(&self, invalid_metadata: InvalidMetadata) -> [Vec<Array>; 2] {
         let (comparison, call, mut computed) = (self.comparison(invalid_metadata), self.call(), Vec::new());
         for_both_sides(|side| {
@@ -42,7 +42,7 @@ pub trait ReferenceCase {
         computed.try_into().unwrap()
     }
 
-    /// The same of a call whose metadata is right throughout, from run to run.
+    /// The same for a call with valid metadata, whose runs must also give the same bits. Returns the results.
     fn assert_matches_reference(&self) -> Vec<Array> {
         let case = self.case();
         assert!(
@@ -75,7 +75,7 @@ impl ReferenceCase for AttentionCase {
     }
 }
 
-/// Check a call under a name of its own, to be found by when it fails.
+/// [`ReferenceCase::assert_matches_reference`], with a name for its messages.
 pub fn assert_named_matches_reference(name: &str, call: &mut dyn ReferenceCase) -> Vec<Array> {
     call.case_mut().name = format!("{name}: {}", call.case().name);
     call.assert_matches_reference()

@@ -1,5 +1,4 @@
-//! Calls that rotate queries and keys on their way into a cache, and what they leave behind
-//! (`docs/semantics.md#rope_kv_cache_update`).
+//! Calls of `rope_kv_cache_update`, and the results that they must have (`docs/semantics.md#rope_kv_cache_update`).
 
 use super::{
     Array, Attr, CacheUpdateCase, F32, Invocation, Numbers, Random, any_bits, dims_of, for_both_sides, i32s,
@@ -8,15 +7,15 @@ use super::{
 use xla_attention::Op;
 
 with_defaults! {
-    /// A call in numbers: an update of a cache in one buffer, and how its keys and the queries turn.
+    /// A call in numbers: the update of a cache in one buffer, and the rotation of its keys and of the queries.
     #[derive(Clone, Debug)]
     pub struct RopeCase {
         pub update: CacheUpdateCase = CacheUpdateCase::default(),
         pub q_heads: usize = 4,
-        /// rot: the elements of a head that turn.
+        /// rot, the number of elements per head that are rotated.
         pub rotated: usize = 16,
         pub max_pos: usize = 9,
-        /// One a token.
+        /// One per token.
         pub positions: Vec<i32> = vec![3, 0, 8, 5],
         pub interleaved: bool = false,
     }
@@ -27,12 +26,12 @@ impl RopeCase {
         dims_of(&[self.update.slots.len(), heads, self.update.dims[0]])
     }
 
-    /// Elements of a head that are not copied: they turn, or become 8-bit or scaled numbers.
+    /// Number of rotated elements per head; 0 without a table.
     fn turned(&self) -> usize {
         if self.max_pos == 0 { 0 } else { self.rotated }
     }
 
-    /// Rows of numbers in the elements that turn and of any bits past them, where those are copied.
+    /// Rows of random numbers. Elements that are copied have random bits.
     fn rows(&self, heads: usize, copied: bool, seed: u64) -> Array {
         let (dtype, d) = (self.update.dtype, self.update.dims[0]);
         let mut rows = numbers(dtype, &self.dims(heads), seed);
@@ -61,12 +60,12 @@ impl RopeCase {
         make(self.update.dtype, &self.dims(self.update.heads), self.update.seed + 400)
     }
 
-    /// The row of the table that a token reads.
+    /// The row of `cos_sin` that a token reads.
     fn row_of(&self, token: usize) -> usize {
         i64::from(self.positions[token]).clamp(0, self.max_pos as i64 - 1) as usize
     }
 
-    /// `[max_pos, rot]`: cosines and sines of random angles; NaN where no token looks.
+    /// `[max_pos, rot]`: cosines and sines of random angles; NaN in rows that no token reads.
     pub fn cos_sin(&self) -> Array {
         let mut table = vec![f64::NAN; self.max_pos * self.rotated];
         let mut random = Random::new(self.update.seed + 600);
@@ -102,7 +101,7 @@ impl RopeCase {
         call.updated("kv_cache", 0, in_place).result("query_out", query.dtype, &query.dims)
     }
 
-    /// The numbers of `rows [T, heads, D]`, the first of each head turned, in f32.
+    /// `rows [T, heads, D]` with the first elements of each head rotated in f32.
     fn turn(&self, rows: &Array) -> Vec<f64> {
         let (heads, d, half) = (rows.dims[1] as usize, self.update.dims[0], self.rotated / 2);
         let (mut turned, table) = (rows.values(), self.cos_sin().values());
@@ -121,10 +120,10 @@ impl RopeCase {
         turned
     }
 
-    /// The cache and the queries after the call.
+    /// The cache and `query_out`.
     pub fn expected(&self) -> [Array; 2] {
         let (update, key, query) = (&self.update, self.key(), self.query());
-        // The turned keys in f32, so that a cache rounds them once; then what passes through, bit by bit.
+        // The rotated keys are f32, so that a cache rounds them once. Elements that are copied are restored afterwards.
         let rows = [Array::new(F32, &key.dims, &self.turn(&key)), self.value()];
         let cache =
             kv_cache_update(&update.caches(), &update.kv_geometry(), &rows, &update.slots, &update.scales).remove(0);
@@ -134,22 +133,22 @@ impl RopeCase {
         [cache, query_out]
     }
 
-    /// `cache` with the keys' untouched elements as they were given: a NaN keeps its payload.
+    /// `cache` with the bits of the keys' unrotated elements, which keep the payload of a NaN.
     fn restore_copied(&self, mut cache: Array) -> Array {
         let (update, key) = (&self.update, self.key());
         let (size, kv_geometry) = (key.dtype.size(), update.kv_geometry());
         let stored =
-            update.slots.iter().enumerate().filter_map(|(token, &slot)| Some((token, kv_geometry.slot(slot)?)));
+            update.slots.iter().enumerate().filter_map(|(token, &slot)| Some((token, kv_geometry.valid_slot(slot)?)));
         for ((token, slot), head) in stored.flat_map(|row| (0..update.heads).map(move |head| (row, head))) {
             let from = (token * update.heads + head) * update.dims[0] * size;
             let past = self.turned() * size..update.dims[0] * size;
-            let to = &mut cache.bytes[kv_geometry.of_slot(0, slot, head).1 * size..];
+            let to = &mut cache.bytes[kv_geometry.slot_element(0, slot, head).1 * size..];
             to[past.clone()].copy_from_slice(&key.bytes[from..][past]);
         }
         cache
     }
 
-    /// Both ways, in place and into a buffer of its own, give what is expected.
+    /// Asserts that the call has the expected results, in place and with a separate cache.
     pub fn assert_matches_reference(&self) {
         let expected = self.expected();
         for in_place in [true, false] {
@@ -162,7 +161,7 @@ impl RopeCase {
     }
 }
 
-/// The elements past the turned ones of each head, as they were.
+/// Copies the unrotated elements of each head.
 fn restore(out: &mut Array, given: &Array, d: usize, turned: usize) {
     let size = given.dtype.size();
     for head in (0..given.bytes.len()).step_by(d * size) {
@@ -171,7 +170,7 @@ fn restore(out: &mut Array, given: &Array, d: usize, turned: usize) {
     }
 }
 
-/// The definition's f32 arithmetic, held against f64.
+/// The rotation of one pair in f32, computed in f64.
 fn turn_pair((a, b): (f64, f64), cos: f64, sin: f64) -> (f64, f64) {
     let [x, y, c, s] = [a, b, cos, sin].map(|number| number as f32);
     let turned = (f64::from(x.mul_add(c, -(y * s))), f64::from(y.mul_add(c, x * s)));

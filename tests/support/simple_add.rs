@@ -1,4 +1,4 @@
-//! What `simple_add` gives, and arrays that are equal but for the NaN in them.
+//! Calls of `simple_add`, their expected result, and a comparison of bits.
 
 use super::{Array, BF16, F16, F32, I8, I32, I64, Invocation, U8};
 use half::{bf16, f16};
@@ -10,7 +10,7 @@ pub fn addition(a: Array, b: Array) -> Invocation {
     call.operand("a", a).operand("b", b).result("out", dtype, &dims)
 }
 
-/// Each pair of elements added by the rules of their type.
+/// The element-wise sum in the arithmetic of the dtype.
 pub fn sum(a: &Array, b: &Array) -> Array {
     macro_rules! add {
         ($t:ty, $add:expr) => {{
@@ -26,7 +26,7 @@ pub fn sum(a: &Array, b: &Array) -> Array {
         U8 => add!(u8, u8::wrapping_add),
         I32 => add!(i32, i32::wrapping_add),
         I64 => add!(i64, i64::wrapping_add),
-        // f64 holds every sum that lies near a tie of a 16-bit type, so rounding to it first changes nothing.
+        // f64 represents each sum that is close to a tie of a 16-bit dtype, so the intermediate rounding has no effect.
         F16 => add!(f16, |a, b| f16::from_f64(a.to_f64() + b.to_f64())),
         BF16 => add!(bf16, |a, b| bf16::from_f64(a.to_f64() + b.to_f64())),
         F32 => add!(f32, |a, b| a + b),
@@ -35,7 +35,7 @@ pub fn sum(a: &Array, b: &Array) -> Array {
     Array { dtype: a.dtype, dims: a.dims.clone(), bytes }
 }
 
-/// Equal bits, or both NaN: which NaN comes out of arithmetic is the processor's choice.
+/// Asserts equal bits. All NaN count as equal, because the processor chooses the NaN that arithmetic returns.
 pub fn assert_same(what: &str, actual: &Array, expected: &Array) {
     assert_eq!((actual.dtype, &actual.dims), (expected.dtype, &expected.dims), "{what}");
     if actual.bytes == expected.bytes {

@@ -1,22 +1,22 @@
-//! Arrays that do not lie densely, as eager torch and Rust may pass them.
+//! Strided arrays, as eager torch and Rust may pass them.
 
 use super::{Array, BufferMemory, count};
 
-/// What lies between the rows: NaN in every float type.
+/// The byte between rows: NaN in every float dtype.
 const GAP: u8 = 0xff;
 
-/// Where the rows (of the last dimension) of an array lie in memory.
+/// The strides of an array whose rows (of the last dimension) are dense.
 #[derive(Clone, Debug)]
 pub struct StridedLayout {
     pub dims: Vec<i64>,
-    /// In elements; the last is 1.
+    /// In elements. The last one is 1.
     pub strides: Vec<i64>,
-    /// Bytes of an element.
+    /// Bytes per element.
     size: usize,
 }
 
 impl StridedLayout {
-    /// `gaps[i]` elements after the neighbours along dimension i, for each dimension but the last.
+    /// Puts `gaps[i]` elements between the slices along dimension i, except the last dimension.
     pub fn new(array: &Array, gaps: &[i64]) -> Self {
         let rank = array.dims.len();
         let mut strides = vec![1i64; rank];
@@ -26,7 +26,7 @@ impl StridedLayout {
         Self { dims: array.dims.clone(), strides, size: array.dtype.size() }
     }
 
-    /// Bytes from the first element to the end of the last.
+    /// Bytes from the first element to the end of the last one.
     pub fn extent(&self) -> usize {
         if self.dims.contains(&0) {
             return 0;
@@ -36,25 +36,25 @@ impl StridedLayout {
     }
 
     /// The bytes of `array` with gaps between its rows.
-    pub fn spread(&self, array: &Array) -> Vec<u8> {
+    pub fn to_strided(&self, array: &Array) -> Vec<u8> {
         let mut bytes = vec![GAP; self.extent()];
         self.for_each_row(|row, at, len| bytes[at..at + len].copy_from_slice(&array.bytes[row..row + len]));
         bytes
     }
 
-    /// The elements of `bytes`, packed; the gaps are as they were.
-    pub fn pack(&self, bytes: &[u8]) -> Vec<u8> {
-        let mut packed = vec![0; count(&self.dims) * self.size];
+    /// The elements of the strided `bytes`. Asserts that the gaps have not changed.
+    pub fn to_dense(&self, bytes: &[u8]) -> Vec<u8> {
+        let mut dense = vec![0; count(&self.dims) * self.size];
         let mut gaps = bytes.to_vec();
         self.for_each_row(|row, at, len| {
-            packed[row..row + len].copy_from_slice(&bytes[at..at + len]);
+            dense[row..row + len].copy_from_slice(&bytes[at..at + len]);
             gaps[at..at + len].fill(GAP);
         });
         assert!(gaps.iter().all(|byte| *byte == GAP), "a gap was written");
-        packed
+        dense
     }
 
-    /// For each row: the byte at which it begins if all is packed, the byte at which it lies, its bytes.
+    /// Calls `work` with each row's offset in the dense and in the strided array, and its length, in bytes.
     fn for_each_row(&self, mut work: impl FnMut(usize, usize, usize)) {
         let Some((columns, outer)) = self.dims.split_last() else { return work(0, 0, self.size) };
         let len = *columns as usize * self.size;
@@ -72,17 +72,17 @@ impl StridedLayout {
     }
 }
 
-/// An array in some memory, dense or spread out.
+/// An array in memory, dense or strided.
 pub struct Strided<M> {
     memory: M,
     strided_layout: Option<StridedLayout>,
 }
 
 impl<M> Strided<M> {
-    /// `place` is given the bytes as they are to lie, gaps included.
+    /// `place` stores the bytes, gaps included.
     pub fn new(array: &Array, strided_layout: Option<StridedLayout>, place: impl FnOnce(&Array) -> M) -> Self {
         let memory = match &strided_layout {
-            Some(strided_layout) => place(&Array { bytes: strided_layout.spread(array), ..array.clone() }),
+            Some(strided_layout) => place(&Array { bytes: strided_layout.to_strided(array), ..array.clone() }),
             None => place(array),
         };
         Self { memory, strided_layout }
@@ -94,10 +94,10 @@ impl<M: BufferMemory> BufferMemory for Strided<M> {
         self.memory.data()
     }
 
-    /// The elements, packed; everything between them is still garbage.
+    /// The elements as a dense array. Asserts that the gaps have not changed.
     fn read(&self, what: &str) -> Vec<u8> {
         let bytes = self.memory.read(what);
-        self.strided_layout.as_ref().map_or_else(|| bytes.clone(), |strided_layout| strided_layout.pack(&bytes))
+        self.strided_layout.as_ref().map_or_else(|| bytes.clone(), |strided_layout| strided_layout.to_dense(&bytes))
     }
 
     fn strides(&self) -> Option<&[i64]> {

@@ -1,9 +1,9 @@
-//! How close the results came, collected: a line for each test and element types in the file that
-//! `XLA_ATTENTION_TEST_SUMMARY` names, if it names one.
+//! Collects the errors of all comparisons with the reference in the file that `XLA_ATTENTION_TEST_SUMMARY` names: one
+//! line per test and combination of dtypes.
 //!
-//! The columns are: topic (the module of `tests/it`), test, device, element types, cases, the largest error in units of the naive formula's
-//! error (over cases in which that error is above the floor of 1e-5, `-` if there are none), and the largest share
-//! that an error takes of what is allowed (`docs/semantics.md#error-bounds`).
+//! Its columns are: topic (the module of `tests/it`), test, device, dtypes, number of cases, the largest error in units
+//! of the naive formula's error (over cases in which that is above the floor of 1e-5; `-` if there is none), and the
+//! largest ratio of an error to its bound (`docs/semantics.md#error-bounds`).
 
 use super::{Dtypes, ErrorBound};
 use std::cell::RefCell;
@@ -15,13 +15,13 @@ use std::io::Write as _;
 
 #[derive(Default)]
 struct Record {
-    /// Hashes of the cases' names: a case that runs twice counts once.
+    /// Hashes of the cases' names. A case that runs twice counts once.
     cases: HashSet<u64>,
     units: Option<f64>,
     share: f64,
 }
 
-/// Of one test, which is one thread; written when the thread ends.
+/// The records of one test, which runs on one thread. They are written when the thread ends.
 #[derive(Default)]
 struct Records(BTreeMap<String, Record>);
 
@@ -29,7 +29,7 @@ thread_local! {
     static RECORDS: RefCell<Records> = RefCell::default();
 }
 
-/// A case named `name` was off by `error` at most.
+/// Records that the largest error of the case `name` is `error`.
 pub fn record(name: &str, dtypes: Dtypes, error: f64, error_bound: ErrorBound) {
     RECORDS.with_borrow_mut(|records| {
         let record = records.0.entry(format!("{dtypes:?}")).or_default();
@@ -56,7 +56,7 @@ impl Drop for Records {
             let (topic, cases) = (test.split("::").next().unwrap_or(test), cases.len());
             let _ = writeln!(lines, "{topic}\t{test}\t{device}\t{dtypes}\t{cases}\t{units}\t{share:.3}");
         }
-        // One write, so that tests in other processes do not come between.
+        // A single write, so that lines of concurrent processes do not mix.
         let file = OpenOptions::new().create(true).append(true).open(&path);
         let written = file.and_then(|mut file| file.write_all(lines.as_bytes()));
         if let Err(error) = written {

@@ -1,14 +1,15 @@
-//! Where the operators' tests run: through the CPU handlers, or, with `XLA_ATTENTION_TEST_DEVICE=cuda`, on the GPU.
+//! The device on which the operators' tests run: the CPU, through the handlers, or a GPU
+//! (`XLA_ATTENTION_TEST_DEVICE=cuda`).
 
 use super::{Array, HostPool, InlinePool, Invocation, Refusal, Side};
 
-/// The environment does not choose the GPU.
+/// Whether the tests run on the CPU.
 pub fn runs_on_cpu() -> bool {
     std::env::var("XLA_ATTENTION_TEST_DEVICE").map_or(true, |device| device == "cpu")
 }
 
 impl Invocation {
-    /// Call the operator and look at everything that it must not have changed. The pool serves on the CPU only.
+    /// Calls the operator. Asserts that it changes nothing but its results. The pool is for the CPU.
     pub fn run(&self, side: Side, pool: &dyn HostPool) -> Result<Vec<Array>, Refusal> {
         #[cfg(feature = "cuda")]
         if let Some(outcome) = super::device::run_if_chosen(self, side) {
@@ -17,7 +18,7 @@ impl Invocation {
         self.run_on_cpu(side, pool)
     }
 
-    /// The results of a call that has to succeed.
+    /// The results of a call that must succeed.
     pub fn results(&self, side: Side) -> Vec<Array> {
         self.run(side, &InlinePool(4)).unwrap_or_else(|e| panic!("{} {}: {e:?}", self.target, self.what))
     }

@@ -13,7 +13,7 @@ pub fn all() -> Vec<Invocation> {
     tables().iter().flat_map(|table| table.interface.names.iter().map(|name| of(name))).collect()
 }
 
-/// The required operands and all results.
+/// The call with the required operands and all results.
 pub fn of(target: &str) -> Invocation {
     let named = |name: &str| cases().find(|case: &&ConformanceCase| (case.target, case.name) == (target, name));
     let case = named("every optional result").or(named("the right call")).unwrap();
@@ -24,7 +24,7 @@ pub fn of(target: &str) -> Invocation {
     call
 }
 
-/// `kv_cache_update` or `rope_kv_cache_update` of a cache in another layout, of the same 5 pages of 8 tokens.
+/// `kv_cache_update` or `rope_kv_cache_update` with another layout of the same 5 pages of 8 tokens.
 pub fn in_layout(target: &str, layout: i64) -> Invocation {
     let mut call = of(target);
     let dims: &[i64] = match layout {
@@ -38,7 +38,7 @@ pub fn in_layout(target: &str, layout: i64) -> Invocation {
     call.attribute("kv_layout", Attr::I64(layout))
 }
 
-/// Calls of every operator with numbers and right metadata, those of caches in place.
+/// Calls of every operator with random numbers and valid metadata. Caches are updated in place.
 pub fn with_numbers() -> Vec<Invocation> {
     let lengths = vec![(1, 50), (20, 33)];
     let spec = |dtypes| BatchSpec { dtypes, lengths: lengths.clone(), ..BatchSpec::default() };
@@ -54,7 +54,7 @@ pub fn with_numbers() -> Vec<Invocation> {
             AttentionCase::flash(&batch, &MemoryLayout { spare_seqs: 0, ..MemoryLayout::paged(layout, 7) })
                 .invocation(),
         );
-        // Only what is stored: what is not may have a slot that the debug check refuses.
+        // No rows beside those of the sequences, since their slots may be ones that the debug check mode refuses.
         let paged = MemoryLayout { page_size: 7, workspace: None, rows_around: (0, 0), ..MemoryLayout::default() };
         all.push(AttentionCase::paged(&spec(dtypes).batch(), &paged).invocation());
         all.push(PagedUpdateCase::new(&spec(dtypes).batch(), &paged).invocation(true));

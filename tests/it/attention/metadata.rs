@@ -252,7 +252,7 @@ pub(crate) fn all_kernels_read_the_starts_of_many_sequences_alike(op: Operator) 
     let gradients = op == Operator::FlashAttnVarlenBwd;
     let cases = if gradients { backward.to_vec() } else { forward.to_vec() };
     let mut seed = 0;
-    for ((dtypes, head_dim, count, lengths, layout), cuts_rows) in
+    for ((dtypes, head_dim, count, lengths, layout), limit_rows) in
         cases.into_iter().flat_map(|case| [(case, false), (case, true)])
     {
         seed += 1;
@@ -264,7 +264,7 @@ pub(crate) fn all_kernels_read_the_starts_of_many_sequences_alike(op: Operator) 
         let memory_layout =
             if layout == KvLayout::Contiguous { MemoryLayout::contiguous() } else { MemoryLayout::paged(layout, 16) };
         let mut case = AttentionCase::flash(&spec.batch(), &MemoryLayout { workspace, ..memory_layout.bare() });
-        case.disorder(cuts_rows, seed);
+        case.disorder(limit_rows, seed);
         assert!(clamped_sequences(&case).iter().filter(|m| m.len_q > 0).count() > count / 15);
         assert_clamped(op, case, "many sequences");
     }

@@ -91,7 +91,7 @@ fn every_row_of_a_layout_has_a_place_of_its_own() {
         for (value, page, token, head) in (0..2)
             .flat_map(|v| (0..3).flat_map(move |p| (0..page_size).flat_map(move |t| [(v, p, t, 0), (v, p, t, 1)])))
         {
-            let (buffer, at) = kv_geometry.of(value, page, token, head);
+            let (buffer, at) = kv_geometry.element(value, page, token, head);
             assert!((at..at + 8).all(|e| elements[buffer].insert(e)), "{layout:?}: two rows in one place");
         }
         for (actual, dims) in elements.iter().zip(kv_geometry.shapes()) {
@@ -101,12 +101,12 @@ fn every_row_of_a_layout_has_a_place_of_its_own() {
     }
     let kv_geometry = |layout| KvGeometry { layout, num_pages: 3, page_size: 4, kv_heads: 2, dims: [8, 8] };
     // Page 1, token 2, head 1: the K row and the V row.
-    assert_eq!(kv_geometry(KvLayout::Split).of(0, 1, 2, 1), (0, ((4 + 2) * 2 + 1) * 8));
-    assert_eq!(kv_geometry(KvLayout::Split).of(1, 1, 2, 1), (1, ((4 + 2) * 2 + 1) * 8));
-    assert_eq!(kv_geometry(KvLayout::Interleaved).of(0, 1, 2, 1), (0, ((4 + 2) * 4 + 2) * 8));
-    assert_eq!(kv_geometry(KvLayout::Interleaved).of(1, 1, 2, 1), (0, ((4 + 2) * 4 + 3) * 8));
-    assert_eq!(kv_geometry(KvLayout::Stacked).of(1, 1, 2, 1), (0, (3 * 4 * 2 + (4 + 2) * 2 + 1) * 8));
-    assert_eq!(kv_geometry(KvLayout::PerPage).of(1, 1, 2, 1), (0, ((2 + 1) * 4 * 2 + 2 * 2 + 1) * 8));
+    assert_eq!(kv_geometry(KvLayout::Split).element(0, 1, 2, 1), (0, ((4 + 2) * 2 + 1) * 8));
+    assert_eq!(kv_geometry(KvLayout::Split).element(1, 1, 2, 1), (1, ((4 + 2) * 2 + 1) * 8));
+    assert_eq!(kv_geometry(KvLayout::Interleaved).element(0, 1, 2, 1), (0, ((4 + 2) * 4 + 2) * 8));
+    assert_eq!(kv_geometry(KvLayout::Interleaved).element(1, 1, 2, 1), (0, ((4 + 2) * 4 + 3) * 8));
+    assert_eq!(kv_geometry(KvLayout::Stacked).element(1, 1, 2, 1), (0, (3 * 4 * 2 + (4 + 2) * 2 + 1) * 8));
+    assert_eq!(kv_geometry(KvLayout::PerPage).element(1, 1, 2, 1), (0, ((2 + 1) * 4 * 2 + 2 * 2 + 1) * 8));
 }
 
 /// A small call without any option.

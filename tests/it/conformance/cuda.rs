@@ -37,7 +37,7 @@ fn the_cuda_handlers_refuse_what_the_tables_refuse() {
         for set in handler_sets() {
             for (stage, expected) in [(Stage::Initialize, at_initialize(expected)), (Stage::Execute, expected.clone())]
             {
-                let (actual, expected) = (refusal(set, case, stage), set.says(stage, &expected));
+                let (actual, expected) = (refusal(set, case, stage), set.expected_refusal(stage, &expected));
                 if actual.as_ref() != Some(&expected) {
                     complaints.push(format!("{}: {} {stage:?}: {actual:?}, not {expected:?}", case.target, case.name));
                 }

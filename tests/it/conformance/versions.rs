@@ -27,7 +27,7 @@ fn calls_work_and_are_refused_under_older_and_newer_tables() {
                 ran += 1;
                 let frame = set.frame(case.target, CPU).api(&api);
                 let outcome = case.invocation(false).run_in(frame, Side::EndsAtGuard);
-                let refusal = case.refusal.as_ref().map(|refusal| set.says(Stage::Execute, refusal));
+                let refusal = case.refusal.as_ref().map(|refusal| set.expected_refusal(Stage::Execute, refusal));
                 assert_eq!(outcome.err(), refusal, "{} under API {version:?}: {}", case.target, case.name);
             }
         }

@@ -1,6 +1,6 @@
-//! Cases that follow from an interface: counts; attributes that are missing, of another type, too many or misnamed; and from
-//! what a table says is expected, buffers of other types, ranks and sizes and attributes with other values. The texts are
-//! those of XLA's header, where it counts and decodes, and ours.
+//! Cases that follow from an interface: wrong counts; attributes that are missing, superfluous, misnamed or of another
+//! type; and, from `[expects]` of a table, buffers of other dtypes, ranks and sizes and attributes with other values.
+//! The texts are those of XLA's header for what it counts and decodes, and those of the library otherwise.
 
 use super::{Change, File, INVALID_ARGUMENT, Refusal};
 use std::collections::BTreeMap;
@@ -34,7 +34,7 @@ fn counts(
         set(&mut change, count);
         change
     };
-    // The header counts one for all that remain and none for what is optional.
+    // The header counts one for all remaining buffers, and none for optional ones.
     let least = required as i64 - 1 - optional as i64;
     let too_few = (0..required).map(|count| {
         let text = format!("Wrong number of {in_header}: expected at least {least} but got {count}");
@@ -52,11 +52,11 @@ fn counts(
     too_few.chain(without_elements).chain(too_many).collect()
 }
 
-/// All that is wrong with the attributes' number, names and types.
+/// Calls whose attributes have a wrong count, name or type.
 fn attributes(file: &File) -> Vec<Change> {
     let names: Vec<&str> = file.attributes.keys().map(String::as_str).collect();
     let parts = [&file.operands, &file.optional_operands, &file.results, &file.optional_results];
-    // What the header decodes before the attributes: the thread pool, buffers, and those that remain of both kinds.
+    // The header decodes the thread pool, all buffers and both lists of remaining buffers before the attributes.
     let before = 1 + parts.iter().map(|part| part.len()).sum::<usize>() + 2;
     let of = |name: String, values: &[(&str, &str)], text: String| Change {
         attributes: values.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect(),
@@ -101,12 +101,12 @@ fn attributes(file: &File) -> Vec<Change> {
             all.push(of("no attribute".into(), &absent, wrong_number(&[])));
         }
     }
-    // With one attribute, "no attribute" is "it is missing".
+    // With a single attribute, "no attribute" is the same call as "it is missing".
     all.retain(|change| names.len() > 1 || change.name != "no attribute");
     all
 }
 
-/// An attribute with each of the values that the table names.
+/// Calls with each of the invalid values that the table names.
 fn other_values(file: &File, name: &str, expected: &str, values: &str) -> Vec<Change> {
     let kind = file.attributes[name].split(' ').next().unwrap();
     let of = |value: &str| Change {
@@ -119,7 +119,8 @@ fn other_values(file: &File, name: &str, expected: &str, values: &str) -> Vec<Ch
     values.split(' ').map(of).collect()
 }
 
-/// A buffer of two other types, where the table says which are expected, and of every other shape that is near.
+/// Calls with other dtypes of a buffer, if the table has the expected ones, and with every similar shape that is
+/// invalid.
 fn other_buffers(file: &File, subject: &str, expected: &str) -> Vec<Change> {
     let name = subject.strip_prefix("result ").unwrap_or(subject);
     let named = |list: &[String]| list.iter().find_map(|b| b.strip_prefix(&format!("{name} ")).map(ToOwned::to_owned));
@@ -156,7 +157,7 @@ fn other_buffers(file: &File, subject: &str, expected: &str) -> Vec<Change> {
     other_dtypes.chain(other_shapes).collect()
 }
 
-/// Shapes of other ranks, also of as many elements, of the sizes in reverse, and with one other size.
+/// Shapes of other ranks, some with as many elements; the sizes reversed; and shapes with one other size.
 fn near(dims: &[i64]) -> Vec<Vec<i64>> {
     let (front, back) = dims.split_at(dims.len().saturating_sub(2));
     let merged = [front, &[back.iter().product()]].concat();
@@ -176,7 +177,8 @@ fn near(dims: &[i64]) -> Vec<Vec<i64>> {
     all
 }
 
-/// `[1] or [Hkv=2]`, `the shape of a, [2, 3]`: sizes are numbers, names of sizes with their number, or names of any size.
+/// Whether a shape fits a text such as `[1] or [Hkv=2]` or `the shape of a, [2, 3]`: a size is a number, a name with
+/// its number, or a name for any number.
 fn fits(dims: &[i64], shapes: &str) -> bool {
     let is = |size: &str, n: i64| size.rsplit('=').next().unwrap().parse().map_or(true, |expected: i64| expected == n);
     shapes.is_empty()

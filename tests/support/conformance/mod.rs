@@ -1,4 +1,4 @@
-//! The tables as calls (`tests/conformance/README.md`).
+//! Reads the conformance tables (`tests/conformance/README.md`) as calls.
 
 use super::{Array, Attr, Dtype, INVALID_ARGUMENT, Invocation, Refusal, UNIMPLEMENTED};
 use serde::Deserialize;
@@ -8,7 +8,7 @@ use toml::Value;
 
 mod derived;
 
-/// In the binary, which may run where there is no source.
+/// Included in the binary, which may run without the sources.
 const TABLES: [&str; 10] = [
     include_str!("../../conformance/tables/flash_attn_varlen.toml"),
     include_str!("../../conformance/tables/flash_attn_varlen_bwd.toml"),
@@ -41,7 +41,8 @@ struct File {
     unimplemented: BTreeMap<String, Value>,
 }
 
-/// The cases of a part of a table. A line is one, or one for each of the words that stand for `{0}`, `{1}`, … on both sides.
+/// The lines of a part of a table. A list is one line per further element, whose words replace `{0}`, `{1}`, … on both
+/// sides.
 fn filled(part: &BTreeMap<String, Value>) -> impl Iterator<Item = (String, String)> {
     part.iter().flat_map(|(left, right)| {
         let right = right.as_array().cloned().unwrap_or_else(|| vec![right.clone(), Value::String(String::new())]);
@@ -57,7 +58,7 @@ fn filled(part: &BTreeMap<String, Value>) -> impl Iterator<Item = (String, Strin
     })
 }
 
-/// How a call differs from the right one, and what becomes of it.
+/// The difference of a call from the valid one, and its expected outcome.
 #[derive(Clone, Default)]
 struct Change {
     name: String,
@@ -70,7 +71,7 @@ struct Change {
     refusal: Option<Refusal>,
 }
 
-/// A buffer's type and values: `f32[2,3] 1 2` is 1 2 1 2 1 2, without values zeros; `any` in a result is not looked at.
+/// A buffer in a table: `f32[2,3] 1 2` holds 1 2 1 2 1 2, without values zeros. A result of `any` is not compared.
 #[derive(Clone, Debug)]
 pub struct Typed {
     pub dtype: Dtype,
@@ -91,7 +92,7 @@ impl Typed {
         }
     }
 
-    /// Without an element: an optional one that is left out.
+    /// The buffer in a call that leaves it out.
     fn left_out(&self) -> Self {
         Self { dtype: self.dtype, dims: vec![0], values: vec![] }
     }
@@ -105,7 +106,7 @@ impl Typed {
         Array::new(self.dtype, &self.dims, &values.collect::<Vec<f64>>())
     }
 
-    /// `found` holds these values, in f32 up to 1e-4 of them.
+    /// Whether `actual` holds these values, within 1e-4 relatively.
     #[allow(clippy::float_cmp, reason = "infinities are equal to themselves only")]
     pub fn is_met_by(&self, actual: &Array) -> bool {
         if self.values == ["any"] {
@@ -118,7 +119,7 @@ impl Typed {
     }
 }
 
-/// The interface that a table describes: buffers by name, required ones first.
+/// The interface that a table describes. Required buffers come before optional ones.
 pub struct Interface {
     pub names: Vec<&'static str>,
     pub operands: Vec<(&'static str, Typed)>,
@@ -128,19 +129,19 @@ pub struct Interface {
     pub attributes: BTreeMap<&'static str, &'static str>,
 }
 
-/// One call and what comes of it.
+/// A call and its expected outcome.
 pub struct ConformanceCase {
     pub target: &'static str,
     pub name: &'static str,
     pub operands: Vec<(&'static str, Typed)>,
     pub results: Vec<(&'static str, Typed)>,
     pub attributes: Vec<(&'static str, Attr)>,
-    /// (operand, result) that may share memory
+    /// (operand, result) pairs that may share memory.
     pub aliases: Vec<(usize, usize)>,
-    /// The address at which every buffer claims to lie.
+    /// The invalid address that all buffers have.
     pub memory: Option<usize>,
     pub refusal: Option<Refusal>,
-    /// The interface of the target has room for it, whatever it means there.
+    /// Whether counts, and names and types of attributes, are those of the target's signature.
     pub fits: bool,
 }
 
@@ -149,7 +150,7 @@ pub struct Table {
     pub cases: Vec<ConformanceCase>,
 }
 
-/// What a driver cannot express, and how many cases it runs at least.
+/// What a driver cannot express, and the least number of cases that it runs.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Driver {
@@ -157,7 +158,7 @@ pub struct Driver {
     pub cannot_express: BTreeMap<String, String>,
 }
 
-/// Every table; read once.
+/// All tables.
 pub fn tables() -> &'static [Table] {
     static READ: LazyLock<Vec<Table>> = LazyLock::new(|| TABLES.iter().map(|text| read(text)).collect());
     &READ
@@ -172,7 +173,7 @@ pub fn driver(name: &str) -> Driver {
     drivers.remove(name).unwrap()
 }
 
-/// A table with what it takes over of the one that it is like.
+/// A table with the entries that it inherits by `like`.
 fn with_inherited(text: &str) -> toml::Table {
     let mut table: toml::Table = toml::from_str(text).unwrap();
     let Some(like) = table.remove("like") else { return table };
@@ -228,7 +229,8 @@ fn read(text: &str) -> Table {
 }
 
 impl File {
-    /// `stacked pages: k bf16[10,2,16]; softcap f32 1`: the call that works by this name, or the right one, with changes.
+    /// Parses `stacked pages: k bf16[10,2,16]; softcap f32 1`: changes to the working call of this name, or to the
+    /// valid call.
     fn change(&self, name: &str, text: &str) -> Change {
         let (start, changes) = match text.split_once(": ") {
             Some((from, changes)) => {
@@ -267,7 +269,7 @@ impl File {
     }
 }
 
-/// The tables live as long as the process.
+/// Strings of the tables live as long as the process.
 fn keep(text: &str) -> &'static str {
     text.to_owned().leak()
 }
@@ -277,7 +279,7 @@ fn named(required: &[String], optional: &[String]) -> Vec<(&'static str, Typed)>
     entries.map(|(name, text)| (name, Typed::new(text))).collect()
 }
 
-/// Required buffers, and optional ones up to the last that is changed; those before it are left out.
+/// Required buffers, and optional ones up to the last changed one; those before it are left out.
 fn buffers(
     all: &[(&'static str, Typed)],
     required: usize,
@@ -329,7 +331,7 @@ fn case(
     let kind = |value: &&'static str| value.split(' ').next();
     let same_kinds = attributes.len() == interface.attributes.len()
         && attributes.iter().all(|(name, value)| interface.attributes.get(name).and_then(kind) == kind(value));
-    // A result that is not named is what becomes of the operand whose memory it may share.
+    // A result that no change names follows the operand whose memory it may share.
     let mut results = change.results.clone();
     for (result, operand) in aliases {
         if let Some(changed) = change.operands.get(operand) {
@@ -358,7 +360,7 @@ fn case(
 }
 
 impl ConformanceCase {
-    /// The call; results in the memory of the operands that they may alias, if `in_place`.
+    /// The call. With `in_place`, results share the memory of the operands that they may alias.
     pub fn invocation(&self, in_place: bool) -> Invocation {
         let call = Invocation { what: self.name.to_owned(), ..Invocation::new(self.target) };
         let call = self.operands.iter().fold(call, |call, (name, typed)| call.operand(name, typed.array()));
