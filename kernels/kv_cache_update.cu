@@ -1,11 +1,12 @@
-// Writes the K and V rows of new tokens into their slots of a paged cache, in place.
+// Stores the K and V rows of new tokens in their slots of a paged cache, in place.
 //
-// Slot page * page_size + offset names a token of the cache; a slot outside [0, num_pages * page_size) is skipped. Of
-// rows with the same slot one is stored last, in no particular order; a row is left out if one of the next has its
-// slot.
+// Slot page * page_size + offset names a token of the cache; a row whose slot is outside of
+// [0, num_pages * page_size) is skipped. Which of several rows with the same slot stays is unspecified; a row is not
+// even stored if one of the rows right after it has its slot.
 //
 // Compiled once for each XA_DTYPE of the rows: f16, bf16, f32. The cache has the same type, or fp8.
-// Launch: kRowThreads threads at most; a thread takes one share of a row of keys or values.
+// Launch: kRowThreads threads at most; a thread copies one vector of kUpdateHeadsPerThread heads of
+// a row of keys or values.
 
 #include <cstdint>
 
@@ -13,18 +14,18 @@
 
 namespace xa {
 
-/// CTAs that an SM is to hold: 56 registers a thread.
+/// CTAs per SM, which limits a thread to 56 registers.
 constexpr int kCtas = 6;
 
 template <typename T, CacheType kType>
 __device__ __forceinline__ void update(const CacheUpdateParams& params) {
-  for_share(params.sharing, [&](int32_t row, uint32_t share) {
-    const RowSlots slots(params.slot_mapping, params.sharing);
-    const uint32_t of_keys = shares(params.key.sharing);
-    if (share < of_keys) {
-      write_share<T, kType, kUpdateHeads>(params.key, slots, row, share);
+  for_row_of_thread(params.partition, [&](int32_t row, uint32_t thread) {
+    const RowSlots slots(params.slot_mapping, params.partition);
+    const uint32_t key_threads = threads_per_row(params.key.heads);
+    if (thread < key_threads) {
+      store_vectors<T, kType, kUpdateHeadsPerThread>(params.key, slots, row, thread);
     } else {
-      write_share<T, kType, kUpdateHeads>(params.value, slots, row, share - of_keys);
+      store_vectors<T, kType, kUpdateHeadsPerThread>(params.value, slots, row, thread - key_threads);
     }
   });
 }

@@ -100,7 +100,7 @@ __device__ __forceinline__ void store_new_tokens(const AttentionParams& params, 
     // The row's numbers do not wait for its slot.
     typename Lanes::Chunks chunks;
     lanes.load(chunks, row);
-    if (!holds(mapping, slot)) continue;
+    if (!is_in_cache(mapping, slot)) continue;
     const int64_t page = page_of(mapping, slot);
     lanes.store(chunks, page, slot - page * mapping.page_size);
   }

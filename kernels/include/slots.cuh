@@ -1,4 +1,4 @@
-// Where the tokens of a call go in a paged cache: what is asked of a SlotMapping.
+// The slot mapping: where the new tokens of a call go in a paged cache.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,12 @@ __device__ __forceinline__ int64_t load_slot(const SlotMapping& mapping, int64_t
                                  : __ldg(static_cast<const int32_t*>(mapping.slots) + row);
 }
 
-/// Whether a slot is one of the cache; a row with another slot is not stored.
-__device__ __forceinline__ bool holds(const SlotMapping& mapping, int64_t slot) {
+/// Whether the cache has this slot; a row with another slot is not stored.
+__device__ __forceinline__ bool is_in_cache(const SlotMapping& mapping, int64_t slot) {
   return slot >= 0 && slot < mapping.count;
 }
 
-/// The page of a slot of the cache; a cache without slots may have pages of no size.
+/// The page of a slot that is in the cache. Check `is_in_cache` first: an empty cache may have page_size 0.
 __device__ __forceinline__ int64_t page_of(const SlotMapping& mapping, int64_t slot) {
   return mapping.page_shift >= 0 ? slot >> mapping.page_shift : slot / mapping.page_size;
 }

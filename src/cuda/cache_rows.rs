@@ -1,10 +1,10 @@
-//! The parameters of the kernels that write cache rows, from the problem.
+//! The parameters of the kernels that store rows in a paged cache: how rows are divided between threads, strides, slots.
 
 use super::chunk::{self, CHUNK, Divisor, aligned_to};
 use super::device::Device;
 use super::launch::{Shape, copy};
 use super::params::cache_rows::NewRows as RowParams;
-pub(super) use super::params::cache_rows::{CacheType, HeadSharing, ROW_THREADS, RowSharing};
+pub(super) use super::params::cache_rows::{CacheType, HeadPartition, ROW_THREADS, RowPartition};
 use super::params::slots::SlotMapping;
 use super::variants;
 use crate::error::{Error, Result};
@@ -15,10 +15,10 @@ use crate::tensor::DType;
 /// Threads per CTA, at most.
 const THREADS: u32 = ROW_THREADS as u32;
 
-/// CTAs that may share a row: the limit of the grid's second dimension.
-const MOST_PARTS: u32 = 65535;
+/// Maximum CTAs per row: the limit of the grid's second dimension.
+const MAX_CTAS_PER_ROW: u32 = 65535;
 
-/// That of a cache under rows of another or the same dtype.
+/// How the kernels name the cache's dtype, given that of the rows.
 fn cache_type(rows: DType, cache: DType) -> CacheType {
     match cache {
         same if same == rows => CacheType::AsRows,
@@ -27,67 +27,69 @@ fn cache_type(rows: DType, cache: DType) -> CacheType {
     }
 }
 
-/// The variant for rows of `dtype` of the first of these kernels, which has instructions that make fp8, or where the
-/// device has none, of the second.
+/// The variant for rows of `dtype`: of the first kernel, which converts to fp8 by instructions of sm_89, or on older
+/// devices of the second.
 pub(super) fn variant([kernel, kernel_sm80]: [&str; 2], dtype: DType) -> Result<usize> {
-    let makes_fp8 = Device::current()?.capability >= 89;
-    variants::find(if makes_fp8 { kernel } else { kernel_sm80 }, &[variants::dtype_value(dtype)])
+    let converts_to_fp8 = Device::current()?.capability >= 89;
+    variants::find(if converts_to_fp8 { kernel } else { kernel_sm80 }, &[variants::dtype_value(dtype)])
 }
 
-impl HeadSharing {
-    /// Rows of heads `[num_heads, _]` of so many pieces, some of them rotated, `heads` of them in a share.
-    pub(super) fn new(pieces: u32, turned: u32, num_heads: u32, heads: u32) -> Self {
-        let step = num_heads.div_ceil(heads);
-        Self { pieces: Divisor::new(pieces, u64::from(pieces) * u64::from(step)), turned, step }
+impl HeadPartition {
+    /// For rows of `num_heads` heads of `vectors` vectors each, the first `rotated` of which are rotated. A thread copies
+    /// a vector of up to `heads_per_thread` heads.
+    pub(super) fn new(vectors: u32, rotated: u32, num_heads: u32, heads_per_thread: u32) -> Self {
+        let step = num_heads.div_ceil(heads_per_thread);
+        Self { vectors: Divisor::new(vectors, u64::from(vectors) * u64::from(step)), rotated, step }
     }
 
-    /// Of a row.
-    pub(super) fn shares(&self) -> u32 {
-        self.pieces.divisor.saturating_mul(self.step)
+    /// Threads that copy a row.
+    pub(super) fn threads(&self) -> u32 {
+        self.vectors.divisor.saturating_mul(self.step)
     }
 }
 
-impl RowSharing {
-    /// Rows whose heads are shared out like this, and the launch that has a thread for each share.
-    pub(super) fn new(num_rows: usize, heads: &[&HeadSharing]) -> Result<(Self, Shape)> {
-        let shares = heads.iter().fold(0, |sum: u32, of| sum.saturating_add(of.shares()));
-        let cta_rows = (THREADS / shares).max(1);
-        let parts = shares.div_ceil(THREADS);
-        if parts > MOST_PARTS {
+impl RowPartition {
+    /// For rows that consist of these tensors' rows, and the shape of the launch: short rows share a CTA, and long rows
+    /// have several CTAs.
+    pub(super) fn new(num_rows: usize, tensors: &[&HeadPartition]) -> Result<(Self, Shape)> {
+        let row_threads = tensors.iter().fold(0, |sum: u32, heads| sum.saturating_add(heads.threads()));
+        let cta_rows = (THREADS / row_threads).max(1);
+        let row_ctas = row_threads.div_ceil(THREADS);
+        if row_ctas > MAX_CTAS_PER_ROW {
             return Err(Error::unimplemented("rows of more than 12 million pieces are not supported on CUDA"));
         }
-        let threads = (cta_rows * shares).div_ceil(parts).next_multiple_of(32);
-        let grid = [(num_rows as u32).div_ceil(cta_rows), parts, 1];
-        let shares = Divisor::new(shares, u64::from(threads));
-        let sharing = Self { num_rows: num_rows as i32, cta_rows: cta_rows as i32, shares };
-        Ok((sharing, Shape { grid, threads, shared_memory: 0 }))
+        let cta_threads = (cta_rows * row_threads).div_ceil(row_ctas).next_multiple_of(32);
+        let grid = [(num_rows as u32).div_ceil(cta_rows), row_ctas, 1];
+        let threads = Divisor::new(row_threads, u64::from(cta_threads));
+        let partition = Self { num_rows: num_rows as i32, cta_rows: cta_rows as i32, threads };
+        Ok((partition, Shape { grid, threads: cta_threads, shared_memory: 0 }))
     }
 }
 
 impl RowParams {
-    /// Rows that are written as they are, `heads` of them in a share.
-    pub(super) fn new(new: &NewRows, cache_dtype: DType, heads: u32) -> Self {
-        Self::in_pieces(new, cache_dtype, true, |aligned| {
+    /// For rows that are not rotated, with `heads_per_thread` heads per thread.
+    pub(super) fn new(new: &NewRows, cache_dtype: DType, heads_per_thread: u32) -> Self {
+        Self::partitioned(new, cache_dtype, true, |aligned| {
             let (num_heads, elements) = (new.rows.dims[1] as u32, new.rows.dims[2] as u32);
-            HeadSharing::new(elements / chunk::elements(new.rows.dtype, aligned), 0, num_heads, heads)
+            HeadPartition::new(elements / chunk::elements(new.rows.dtype, aligned), 0, num_heads, heads_per_thread)
         })
     }
 
-    /// Rows whose heads are shared out as `sharing` says of chunks, if they `may` be, or of single elements.
-    pub(super) fn in_pieces(
+    /// For rows that `partition` divides, given whether vectors are 16 bytes. They are if all is aligned and `may_align`.
+    pub(super) fn partitioned(
         new: &NewRows,
         cache_dtype: DType,
-        may: bool,
-        sharing: impl FnOnce(bool) -> HeadSharing,
+        may_align: bool,
+        partition: impl FnOnce(bool) -> HeadPartition,
     ) -> Self {
         let (rows, cache) = (&new.rows, &new.cache);
         let (size, cache_size) = (rows.dtype.size() as i64, cache_dtype.size() as i64);
-        // Heads have a multiple of 8 elements, so that chunks fill them.
+        // A head has a multiple of 8 elements, so 16-byte vectors leave no remainder.
         let rows_aligned = aligned_to(CHUNK, &[rows.data as i64, rows.stride(0) * size, rows.stride(1) * size]);
         let strides = [cache.page_stride, cache.token_stride, cache.head_stride].map(|stride| stride * cache_size);
-        let stored_chunk = CHUNK / rows.dtype.size() * cache_dtype.size();
-        let cache_aligned = aligned_to(stored_chunk, &strides) && aligned_to(stored_chunk, &[cache.data as i64]);
-        let aligned = may && rows_aligned && cache_aligned;
+        let stored_vector = CHUNK / rows.dtype.size() * cache_dtype.size();
+        let cache_aligned = aligned_to(stored_vector, &strides) && aligned_to(stored_vector, &[cache.data as i64]);
+        let aligned = may_align && rows_aligned && cache_aligned;
         Self {
             rows: rows.data.cast(),
             row_token_stride: rows.stride(0),
@@ -101,13 +103,13 @@ impl RowParams {
             cache_type: cache_type(rows.dtype, cache_dtype),
             num_heads: rows.dims[1] as i32,
             aligned: i64::from(aligned),
-            sharing: sharing(aligned),
+            heads: partition(aligned),
         }
     }
 }
 
 impl SlotMapping {
-    /// No row has a slot.
+    /// The mapping of a call without new tokens.
     pub(super) const NONE: Self =
         Self { slots: std::ptr::null(), count: 0, page_size: 0, page_shift: -1, are_64_bit: 0 };
 
@@ -121,19 +123,19 @@ impl SlotMapping {
         }
     }
 
-    /// There is no slot that a row could go to.
+    /// Whether the cache has no slot, so that no row is stored.
     pub(super) fn is_empty(&self) -> bool {
         self.count == 0
     }
 }
 
-/// Bring the caches over that are not updated in place.
+/// Copies the caches that XLA has not aliased with the results.
 ///
 /// # Safety
 /// The problem's views are device memory of the current context that outlives the copies, the caches writable.
-pub(super) unsafe fn bring_over(problem: &KvCacheUpdate, stream: Stream) -> Result {
+pub(super) unsafe fn copy_unaliased_caches(problem: &KvCacheUpdate, stream: Stream) -> Result {
     for copied in problem.copies.iter().flatten().filter(|c| c.is_needed()) {
-        // SAFETY: operand and result are different buffers of the same size; the caller vouches for the memory.
+        // SAFETY: a copy is needed only between different buffers, which have one size; the caller guarantees the memory.
         unsafe { copy(copied.to.data, copied.from.data, copied.from.bytes(), stream) }?;
     }
     Ok(())

@@ -1,25 +1,26 @@
-//! How the kernels for rows take them: a chunk of neighbouring elements a thread (`kernels/include/chunk.cuh`).
+//! The chunks in which kernels copy rows (`kernels/include/chunk.cuh`): 16 bytes, or one element without that alignment.
 
 pub(super) use super::params::divisor::Divisor;
 use crate::tensor::DType;
 
-/// Bytes of a chunk of rows that are aligned to it.
+/// Bytes of a chunk of aligned rows.
 pub(super) const CHUNK: usize = 16;
 
-/// All of these byte addresses and distances are multiples of `bytes`.
+/// Whether all of these byte addresses and strides are multiples of `bytes`.
 pub(super) fn aligned_to(bytes: usize, places: &[i64]) -> bool {
     places.iter().all(|place| place % bytes as i64 == 0)
 }
 
-/// Elements of a piece of rows: of a chunk, or one.
-pub(super) fn elements(dtype: DType, chunks: bool) -> u32 {
-    if chunks { (CHUNK / dtype.size()) as u32 } else { 1 }
+/// Elements per chunk: 16 bytes of them, or one if rows are not aligned.
+pub(super) fn elements(dtype: DType, aligned: bool) -> u32 {
+    if aligned { (CHUNK / dtype.size()) as u32 } else { 1 }
 }
 
 impl Divisor {
-    /// Of dividends below `end`.
+    /// A divisor of dividends below `end`.
     pub(super) fn new(divisor: u32, end: u64) -> Self {
-        // The inverse is too large by less than divisor / 2^32, which no such dividend carries over an integer.
+        // The inverse is rounded up, by less than 1 in units of 2^-32. The error of a quotient is then less than
+        // dividend / 2^32 <= 1 / divisor, the least distance of a quotient to the next integer above it.
         let fits = divisor > 1 && end.saturating_mul(u64::from(divisor)) <= 1 << 32;
         let inverse = if fits { (1_u64 << 32).div_ceil(u64::from(divisor)) as u32 } else { 0 };
         Self { divisor, inverse }

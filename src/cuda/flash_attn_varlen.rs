@@ -1,3 +1,3 @@
-//! Attention, whatever its keys lie in: [`super::attention`].
+//! Packed and paged keys share one implementation: [`super::attention`].
 
 pub(crate) use super::attention::{launch, prepare};

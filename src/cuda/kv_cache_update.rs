@@ -1,8 +1,8 @@
-//! Cache updates on CUDA: bring the old cache over where the result is another buffer, then write the new rows.
+//! `kv_cache_update` on CUDA: copies the old cache if the result is another buffer, then stores the new rows.
 
-use super::cache_rows::{self, bring_over};
+use super::cache_rows::{self, copy_unaliased_caches};
 use super::kernel::Launch;
-use super::params::cache_rows::{CacheUpdateParams, NewRows, RowSharing, UPDATE_HEADS};
+use super::params::cache_rows::{CacheUpdateParams, NewRows, RowPartition, UPDATE_HEADS_PER_THREAD};
 use super::params::slots::SlotMapping;
 use crate::error::Result;
 use crate::problem::kv_cache_update::KvCacheUpdate;
@@ -11,7 +11,7 @@ use crate::stream::Stream;
 const KERNEL: &str = "kv_cache_update";
 const KERNEL_SM80: &str = "kv_cache_update_sm80";
 
-/// `None` where no row can have a slot.
+/// The launch; `None` if there is no row or no slot.
 fn plan(problem: &KvCacheUpdate) -> Result<Option<Launch<CacheUpdateParams>>> {
     let slot_mapping = SlotMapping::new(problem);
     let num_rows = problem.slot_mapping.len();
@@ -19,13 +19,13 @@ fn plan(problem: &KvCacheUpdate) -> Result<Option<Launch<CacheUpdateParams>>> {
         return Ok(None);
     }
     let variant = cache_rows::variant([KERNEL, KERNEL_SM80], problem.key.rows.dtype)?;
-    let key = NewRows::new(&problem.key, problem.cache_dtype, UPDATE_HEADS as u32);
-    let value = NewRows::new(&problem.value, problem.cache_dtype, UPDATE_HEADS as u32);
-    let (sharing, shape) = RowSharing::new(num_rows, &[&key.sharing, &value.sharing])?;
-    Ok(Some(Launch::new(KERNEL, variant, shape, CacheUpdateParams { key, value, slot_mapping, sharing })))
+    let key = NewRows::new(&problem.key, problem.cache_dtype, UPDATE_HEADS_PER_THREAD as u32);
+    let value = NewRows::new(&problem.value, problem.cache_dtype, UPDATE_HEADS_PER_THREAD as u32);
+    let (partition, shape) = RowPartition::new(num_rows, &[&key.heads, &value.heads])?;
+    Ok(Some(Launch::new(KERNEL, variant, shape, CacheUpdateParams { key, value, slot_mapping, partition })))
 }
 
-/// Load the kernel that [`launch`] takes.
+/// Loads the kernel that [`launch`] enqueues.
 pub(crate) fn prepare(problem: &KvCacheUpdate) -> Result {
     plan(problem)?.iter().try_for_each(Launch::load)
 }
@@ -34,8 +34,8 @@ pub(crate) fn prepare(problem: &KvCacheUpdate) -> Result {
 /// The problem's views are device memory of the current context that outlives the kernel's run, the caches writable.
 pub(crate) unsafe fn launch(problem: &KvCacheUpdate, stream: Stream) -> Result {
     let plan = plan(problem)?;
-    // SAFETY: this function's contract.
-    unsafe { bring_over(problem, stream) }?;
-    // SAFETY: `CacheUpdateParams` is the kernel's parameter; the caller vouches for the memory.
+    // SAFETY: this function has the same contract.
+    unsafe { copy_unaliased_caches(problem, stream) }?;
+    // SAFETY: `CacheUpdateParams` is the kernel's parameter; the caller guarantees that its memory is valid.
     plan.iter().try_for_each(|launch| unsafe { launch.enqueue(stream) })
 }

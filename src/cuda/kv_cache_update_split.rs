@@ -1,3 +1,3 @@
-//! An update, whatever the cache lies in: [`super::kv_cache_update`].
+//! Interleaved and separate caches share one implementation: [`super::kv_cache_update`].
 
 pub(crate) use super::kv_cache_update::{launch, prepare};

@@ -1,14 +1,15 @@
-//! Cache update and attention in one call on CUDA: one launch where decode stores what it decodes over, else the launches
-//! of both on one stream.
+//! `paged_attention_update` on CUDA: a single launch where decode also stores the new tokens, else the launches of the
+//! update followed by those of attention.
 //!
-//! No launch here may begin before the one in front of it has ended: attention reads what the update writes.
+//! The launches rely on stream order, because attention reads what the update writes. Programmatic dependent launch must
+//! not be used between them.
 
 use super::{attention, cache_rows, kv_cache_update};
 use crate::error::Result;
 use crate::problem::paged_attention_update::PagedAttentionUpdate;
 use crate::stream::Stream;
 
-/// Load the kernels that [`launch`] takes.
+/// Loads the kernels that [`launch`] enqueues.
 pub(crate) fn prepare(problem: &PagedAttentionUpdate) -> Result {
     let plan = attention::LaunchPlan::with_update(&problem.attention, &problem.update)?;
     if !plan.stores_update() {
@@ -21,12 +22,12 @@ pub(crate) fn prepare(problem: &PagedAttentionUpdate) -> Result {
 /// The problem's views are device memory of the current context that outlives the kernels' run, the results writable.
 pub(crate) unsafe fn launch(problem: &PagedAttentionUpdate, stream: Stream) -> Result {
     let plan = attention::LaunchPlan::with_update(&problem.attention, &problem.update)?;
-    // What attention refuses must not have changed the cache.
+    // Loading fails for calls that attention refuses, which must leave the cache unchanged.
     plan.load()?;
-    // SAFETY: this function's contract.
+    // SAFETY: this function has the same contract as those called.
     unsafe {
         if plan.stores_update() {
-            cache_rows::bring_over(&problem.update, stream)?;
+            cache_rows::copy_unaliased_caches(&problem.update, stream)?;
         } else {
             kv_cache_update::launch(&problem.update, stream)?;
         }

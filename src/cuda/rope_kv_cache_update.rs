@@ -1,11 +1,11 @@
-//! Rotating queries and keys into the cache on CUDA: bring the old cache over where the result is another buffer, then
-//! one launch for queries, keys and values.
+//! `rope_kv_cache_update` on CUDA: copies the old cache if the result is another buffer, then one launch rotates queries
+//! and keys and stores keys and values.
 
-use super::cache_rows::{self, bring_over};
+use super::cache_rows::{self, copy_unaliased_caches};
 use super::chunk::{self, CHUNK, aligned_to};
 use super::kernel::Launch;
-use super::params::cache_rows::{HeadSharing, NewRows, RowSharing};
-use super::params::rope_kv_cache_update::{self as params, QueryRows, ROPE_HEADS, RopeParams};
+use super::params::cache_rows::{HeadPartition, NewRows, RowPartition};
+use super::params::rope_kv_cache_update::{self as params, QueryRows, ROPE_HEADS_PER_THREAD, RopeParams};
 use super::params::slots::SlotMapping;
 use crate::error::Result;
 use crate::problem::rope_kv_cache_update::{RopeKvCacheUpdate, Rotation};
@@ -18,9 +18,9 @@ const KERNEL_SM80: &str = "rope_kv_cache_update_sm80";
 fn queries(problem: &RopeKvCacheUpdate) -> QueryRows {
     let (rows, out) = (&problem.query, &problem.query_out);
     let size = rows.dtype.size() as i64;
-    // Heads have a multiple of 8 elements, so that chunks fill them.
+    // A head has a multiple of 8 elements, so 16-byte vectors leave no remainder.
     let places = [rows.data as i64, rows.stride(0) * size, rows.stride(1) * size, out.data as i64];
-    let aligned = may_take_chunks(&problem.rotation, rows.dtype) && aligned_to(CHUNK, &places);
+    let aligned = may_align(&problem.rotation, rows.dtype) && aligned_to(CHUNK, &places);
     QueryRows {
         rows: rows.data.cast(),
         row_token_stride: rows.stride(0),
@@ -29,32 +29,35 @@ fn queries(problem: &RopeKvCacheUpdate) -> QueryRows {
         num_heads: rows.dims[1] as i32,
         head_dim: rows.dims[2] as i32,
         aligned: i64::from(aligned),
-        sharing: sharing(rows, &problem.rotation, aligned, ROPE_HEADS as u32),
+        heads: partition(rows, &problem.rotation, aligned, ROPE_HEADS_PER_THREAD as u32),
     }
 }
 
-/// Elements that are rotated: none without a table.
+/// Rotated elements per head: 0 without a table.
 fn rotated(rotation: &Rotation) -> usize {
     if rotation.max_pos == 0 { 0 } else { rotation.rotated }
 }
 
-/// The table is aligned, and chunks hold whole pairs, or halves of them.
-fn may_take_chunks(rotation: &Rotation, dtype: DType) -> bool {
+/// Whether vectors may be 16 bytes: the table is aligned, and vectors hold whole pairs or whole halves of pairs.
+fn may_align(rotation: &Rotation, dtype: DType) -> bool {
     let chunk = CHUNK / dtype.size();
     let table = [rotation.cos_sin as i64, rotation.row_stride * size_of::<f32>() as i64];
-    // Neighbours turn within a chunk; else a chunk of first elements turns with one of second elements.
+    // Interleaved pairs lie within a vector; else a vector of first elements goes with one of second elements.
     rotated(rotation).is_multiple_of(if rotation.interleaved { chunk } else { 2 * chunk })
         && (rotated(rotation) == 0 || aligned_to(CHUNK, &table))
 }
 
-/// How heads of `rows` are shared out. Where chunks do not hold whole pairs, a piece is a chunk of first elements with one
-/// of second elements, of one head; where they do, a piece is a chunk of as many as `heads`.
-fn sharing(rows: &Tensor, rotation: &Rotation, chunks: bool, heads: u32) -> HeadSharing {
+/// How the vectors of `rows` are divided between threads. If a 16-byte vector holds whole pairs, a thread has one of up to
+/// `heads_per_thread` heads; else it has a vector of first elements and one of second elements, of one head.
+fn partition(rows: &Tensor, rotation: &Rotation, aligned: bool, heads_per_thread: u32) -> HeadPartition {
     let (num_heads, head_dim, rotated) = (rows.dims[1] as u32, rows.dims[2] as u32, rotated(rotation) as u32);
-    let elements = chunk::elements(rows.dtype, chunks);
-    let (turned, heads) =
-        if rotation.interleaved && chunks { (rotated / elements, heads) } else { (rotated / 2 / elements, 1) };
-    HeadSharing::new(turned + (head_dim - rotated) / elements, turned, num_heads, heads)
+    let elements = chunk::elements(rows.dtype, aligned);
+    let (rotated_vectors, heads) = if rotation.interleaved && aligned {
+        (rotated / elements, heads_per_thread)
+    } else {
+        (rotated / 2 / elements, 1)
+    };
+    HeadPartition::new(rotated_vectors + (head_dim - rotated) / elements, rotated_vectors, num_heads, heads)
 }
 
 fn rotation(rotation: &Rotation) -> params::Rotation {
@@ -68,7 +71,7 @@ fn rotation(rotation: &Rotation) -> params::Rotation {
     }
 }
 
-/// `None` where there is no row.
+/// The launch; `None` if there is no row.
 fn plan(problem: &RopeKvCacheUpdate) -> Result<Option<Launch<RopeParams>>> {
     let (update, dtype) = (&problem.update, problem.query.dtype);
     let num_rows = update.slot_mapping.len();
@@ -77,18 +80,18 @@ fn plan(problem: &RopeKvCacheUpdate) -> Result<Option<Launch<RopeParams>>> {
     }
     let variant = cache_rows::variant([KERNEL, KERNEL_SM80], dtype)?;
     let query = queries(problem);
-    let may = may_take_chunks(&problem.rotation, dtype);
-    let key = NewRows::in_pieces(&update.key, update.cache_dtype, may, |chunks| {
-        sharing(&update.key.rows, &problem.rotation, chunks, 1)
+    let may = may_align(&problem.rotation, dtype);
+    let key = NewRows::partitioned(&update.key, update.cache_dtype, may, |aligned| {
+        partition(&update.key.rows, &problem.rotation, aligned, 1)
     });
-    let value = NewRows::new(&update.value, update.cache_dtype, ROPE_HEADS as u32);
-    let (sharing, shape) = RowSharing::new(num_rows, &[&query.sharing, &key.sharing, &value.sharing])?;
+    let value = NewRows::new(&update.value, update.cache_dtype, ROPE_HEADS_PER_THREAD as u32);
+    let (partition, shape) = RowPartition::new(num_rows, &[&query.heads, &key.heads, &value.heads])?;
     let slot_mapping = SlotMapping::new(update);
-    let params = RopeParams { key, value, slot_mapping, sharing, query, rotation: rotation(&problem.rotation) };
+    let params = RopeParams { key, value, slot_mapping, partition, query, rotation: rotation(&problem.rotation) };
     Ok(Some(Launch::new(KERNEL, variant, shape, params)))
 }
 
-/// Load the kernel that [`launch`] takes.
+/// Loads the kernel that [`launch`] enqueues.
 pub(crate) fn prepare(problem: &RopeKvCacheUpdate) -> Result {
     plan(problem)?.iter().try_for_each(Launch::load)
 }
@@ -97,8 +100,8 @@ pub(crate) fn prepare(problem: &RopeKvCacheUpdate) -> Result {
 /// The problem's views are device memory of the current context that outlives the kernel's run, the results writable.
 pub(crate) unsafe fn launch(problem: &RopeKvCacheUpdate, stream: Stream) -> Result {
     let plan = plan(problem)?;
-    // SAFETY: this function's contract.
-    unsafe { bring_over(&problem.update, stream) }?;
-    // SAFETY: `RopeParams` is the kernel's parameter; the caller vouches for the memory.
+    // SAFETY: this function has the same contract.
+    unsafe { copy_unaliased_caches(&problem.update, stream) }?;
+    // SAFETY: `RopeParams` is the kernel's parameter; the caller guarantees that its memory is valid.
     plan.iter().try_for_each(|launch| unsafe { launch.enqueue(stream) })
 }

@@ -1,4 +1,4 @@
-//! `out = a + b` on CUDA: one thread for 16 bytes of the output.
+//! `simple_add` on CUDA: one thread per 16 bytes of the output.
 
 use super::kernel::Launch;
 use super::launch::Shape;
@@ -12,7 +12,7 @@ const THREADS: u32 = 256;
 
 const KERNEL: &str = "simple_add";
 
-/// `None` where there is nothing to add.
+/// The launch; `None` if there is no element.
 fn plan(problem: &SimpleAdd) -> Result<Option<Launch<SimpleAddParams>>> {
     let n = problem.out.len();
     if n == 0 {
@@ -20,13 +20,13 @@ fn plan(problem: &SimpleAdd) -> Result<Option<Launch<SimpleAddParams>>> {
     }
     let variant = variants::find(KERNEL, &[variants::dtype_value(problem.a.dtype)])?;
     let blocks = (n * problem.a.dtype.size()).div_ceil(16 * THREADS as usize);
-    // Past the limit of the grid each thread takes several pieces.
+    // The kernel has a grid-stride loop for outputs beyond the limit of the grid.
     let shape = Shape { grid: [blocks.min(i32::MAX as usize) as u32, 1, 1], threads: THREADS, shared_memory: 0 };
     let (a, b, out) = (problem.a.data.cast(), problem.b.data.cast(), problem.out.data.cast());
     Ok(Some(Launch::new(KERNEL, variant, shape, SimpleAddParams { a, b, out, n: n as i64 })))
 }
 
-/// Load the kernel that [`launch`] takes.
+/// Loads the kernel that [`launch`] enqueues.
 pub(crate) fn prepare(problem: &SimpleAdd) -> Result {
     plan(problem)?.iter().try_for_each(Launch::load)
 }
@@ -34,6 +34,6 @@ pub(crate) fn prepare(problem: &SimpleAdd) -> Result {
 /// # Safety
 /// The problem's views are device memory of the current context that outlives the kernel's run, `out` writable.
 pub(crate) unsafe fn launch(problem: &SimpleAdd, stream: Stream) -> Result {
-    // SAFETY: `SimpleAddParams` is the kernel's parameter; the caller vouches for the memory.
+    // SAFETY: `SimpleAddParams` is the kernel's parameter; the caller guarantees that its memory is valid.
     plan(problem)?.iter().try_for_each(|launch| unsafe { launch.enqueue(stream) })
 }

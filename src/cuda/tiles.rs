@@ -1,4 +1,4 @@
-//! The tiles of `kernels/variants.toml`, each table a static of rows. The launches ask them for what follows from a row.
+//! The tile tables of `kernels/variants.toml`: one static array per table. The launch code adds methods to their rows.
 
 #![allow(clippy::unreadable_literal, dead_code, reason = "written by build_support/variants.rs; kernels read the rest")]
 

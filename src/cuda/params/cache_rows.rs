@@ -1,15 +1,18 @@
-//! Rows of K and V on their way into a paged cache: `kv_cache_update`, and what `rope_kv_cache_update` shares with it.
+//! New rows of K and V on their way into a paged cache: `kv_cache_update`, and what `rope_kv_cache_update` shares with it.
+//!
+//! A thread copies one *vector* of a few heads of one row: 16 bytes, or a single element where rows or cache are not
+//! aligned to that.
 
 use super::divisor::Divisor;
 use super::slots::SlotMapping;
 use std::ffi::c_void;
 
-/// Threads per CTA, at most.
+/// Maximum threads per CTA.
 pub const ROW_THREADS: i32 = 192;
 
-/// Heads in a share of a row of `kv_cache_update`: enough loads in flight to keep memory busy, also where little is
-/// written for them.
-pub const UPDATE_HEADS: i32 = 4;
+/// Heads per thread of `kv_cache_update`: enough loads in flight to saturate DRAM, also when an fp8 cache makes the stores
+/// small.
+pub const UPDATE_HEADS_PER_THREAD: i32 = 4;
 
 /// The element type of a cache.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -20,15 +23,16 @@ pub enum CacheType {
     F8E5M2,
 }
 
-/// How the heads of a row are shared out: a share is one piece of every `step`-th head, adjacent threads take adjacent
-/// pieces.
+/// How the vectors of a row `[num_heads, D]` are divided between threads: a thread takes the same vector of every `step`-th
+/// head, and adjacent threads take adjacent vectors, so that accesses coalesce.
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub struct HeadSharing {
-    /// Pieces per head: chunks of 16 bytes, or where something is not aligned to that, elements.
-    pub pieces: Divisor,
-    /// Pieces per head that are rotated.
-    pub turned: u32,
+pub struct HeadPartition {
+    /// Vectors per head; of pairs whose elements are apart, a vector of first and one of second elements count as one.
+    pub vectors: Divisor,
+    /// Vectors per head that are rotated; they come first.
+    pub rotated: u32,
+    /// `ceil(num_heads / heads per thread)`
     pub step: u32,
 }
 
@@ -43,27 +47,27 @@ pub struct NewRows {
     pub page_stride: i64,
     pub token_stride: i64,
     pub head_stride: i64,
-    /// What is stored is the row divided by it; null for 1.
+    /// Rows are divided by it before they are stored; null is 1.
     pub scale: *const f32,
     /// 0 for one scale, 1 for one per head.
     pub scale_stride: i64,
     pub cache_type: CacheType,
     pub num_heads: i32,
-    /// Whether pieces are chunks, and what a cache makes of them is aligned to its size as well.
+    /// Whether vectors are 16 bytes: rows are aligned to that, and the cache to what it stores of a vector.
     pub aligned: i64,
-    pub sharing: HeadSharing,
+    pub heads: HeadPartition,
 }
 
-/// How rows are shared out.
+/// How rows are divided between CTAs and threads.
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub struct RowSharing {
+pub struct RowPartition {
     /// T
     pub num_rows: i32,
-    /// Rows per CTA; 1 where CTAs share a row.
+    /// Rows per CTA; 1 when several CTAs (`blockIdx.y`) work on one row.
     pub cta_rows: i32,
-    /// Shares per row.
-    pub shares: Divisor,
+    /// Threads per row.
+    pub threads: Divisor,
 }
 
 /// The parameter of `kv_cache_update`.
@@ -73,5 +77,5 @@ pub struct CacheUpdateParams {
     pub key: NewRows,
     pub value: NewRows,
     pub slot_mapping: SlotMapping,
-    pub sharing: RowSharing,
+    pub partition: RowPartition,
 }

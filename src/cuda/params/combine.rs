@@ -1,4 +1,4 @@
-//! `combine`, which combines the partials of split tiles.
+//! `combine`, which merges the partial results of split tiles (split-KV).
 
 /// Threads per CTA.
 pub const COMBINE_THREADS: i32 = 256;

@@ -1,4 +1,4 @@
-//! `merge_attention_states`.
+//! The parameter of `merge_attention_states`.
 
 use super::divisor::Divisor;
 use std::ffi::c_void;
@@ -6,7 +6,7 @@ use std::ffi::c_void;
 /// Threads per CTA.
 pub const MERGE_STATES_THREADS: u32 = 256;
 
-/// Attention over one set of keys. Strides are in elements; the d elements of a head are contiguous.
+/// The attention state of one set of keys. Strides are in elements; the d elements of a head are contiguous.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct AttentionState {
@@ -21,7 +21,7 @@ pub struct AttentionState {
 /// The parameter of `merge_attention_states`.
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub struct MergeParams {
+pub struct MergeStatesParams {
     pub a: AttentionState,
     pub b: AttentionState,
     /// `[n, h, d]`
@@ -31,12 +31,12 @@ pub struct MergeParams {
     pub num_rows: i64,
     pub num_heads: i32,
     pub head_dim: i32,
-    /// Whether the heads of all three outs consist of chunks of 16 bytes, aligned to 16.
+    /// Whether vectors are 16 bytes: the heads of all three outs are multiples of that and aligned to it.
     pub aligned: i32,
-    /// Rows per CTA; 1 where CTAs share a row.
+    /// Rows per CTA; 1 when several CTAs (`blockIdx.y`) work on one row.
     pub cta_rows: i32,
-    /// Pieces per row: chunks, or where those are not aligned, elements.
-    pub row_items: Divisor,
-    /// Pieces per head.
-    pub head_items: Divisor,
+    /// Vectors per row. A vector is 16 bytes, or one element if not `aligned`.
+    pub row_vectors: Divisor,
+    /// Vectors per head.
+    pub head_vectors: Divisor,
 }

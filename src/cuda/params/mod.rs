@@ -43,7 +43,7 @@ kernel_params!(
     hopper_bwd::HopperWideBackwardParams,
     hopper_prefill::MixedParams,
     hopper_prefill::PrefillParams,
-    merge_attention_states::MergeParams,
+    merge_attention_states::MergeStatesParams,
     rope_kv_cache_update::RopeParams,
     simple_add::SimpleAddParams,
 );

@@ -1,11 +1,11 @@
 //! `rope_kv_cache_update`.
 
-use super::cache_rows::{HeadSharing, NewRows, RowSharing};
+use super::cache_rows::{HeadPartition, NewRows, RowPartition};
 use super::slots::SlotMapping;
 use std::ffi::c_void;
 
-/// Heads of values in a share of a row, and of queries whose pairs are adjacent.
-pub const ROPE_HEADS: i32 = 2;
+/// Heads per thread of values, and of queries whose rotated pairs are adjacent elements.
+pub const ROPE_HEADS_PER_THREAD: i32 = 2;
 
 /// Queries `[T, Hq, D]` and where they go. Strides are in elements; the D elements of a head are contiguous.
 #[derive(Clone, Copy)]
@@ -18,12 +18,12 @@ pub struct QueryRows {
     pub out: *mut c_void,
     pub num_heads: i32,
     pub head_dim: i32,
-    /// Whether pieces are chunks, to which both are aligned, or single elements.
+    /// Whether vectors are 16 bytes, to which both tensors are aligned.
     pub aligned: i64,
-    pub sharing: HeadSharing,
+    pub heads: HeadPartition,
 }
 
-/// Angles by position, and which elements they turn.
+/// The rotary embedding: cosines and sines by position, and which elements of a head form pairs.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Rotation {
@@ -33,9 +33,9 @@ pub struct Rotation {
     pub cos_sin: *const f32,
     pub row_stride: i64,
     pub max_positions: i32,
-    /// Pairs per head.
+    /// Rotated pairs per head; 0 without a table.
     pub half: i32,
-    /// Whether pairs are adjacent, not `half` apart.
+    /// Whether a pair is two adjacent elements (GPT-J); else its elements are `half` apart (GPT-NeoX).
     pub interleaved: i64,
 }
 
@@ -46,7 +46,7 @@ pub struct RopeParams {
     pub key: NewRows,
     pub value: NewRows,
     pub slot_mapping: SlotMapping,
-    pub sharing: RowSharing,
+    pub partition: RowPartition,
     pub query: QueryRows,
     pub rotation: Rotation,
 }

@@ -1,4 +1,4 @@
-//! `simple_add`.
+//! The parameter of `simple_add`.
 
 use std::ffi::c_void;
 

@@ -1,4 +1,4 @@
-//! Where the tokens of a call go in a paged cache.
+//! The slot mapping: where the new tokens of a call go in a paged cache.
 
 use std::ffi::c_void;
 
@@ -8,10 +8,10 @@ use std::ffi::c_void;
 pub struct SlotMapping {
     /// `[T]`, i64 if `are_64_bit`, else i32.
     pub slots: *const c_void,
-    /// Slots of the cache.
+    /// Slots of the cache: `num_pages * page_size`. Tokens with other slots are not stored.
     pub count: i64,
     pub page_size: i32,
-    /// `page_size` is 2 to the power of it; -1 where it is no power of two.
+    /// `log2(page_size)`; -1 if that is not a power of two.
     pub page_shift: i32,
     pub are_64_bit: i64,
 }
