@@ -48,8 +48,8 @@ pub extern "C" fn xa_targets() -> *const Targets {
 /// The same targets with handlers of another version of the API: 0 is the oldest, higher numbers are newer. Null past the
 /// last, or if it cannot be made.
 ///
-/// A runtime is given one set, the newest whose version it knows (its own major version, not a later minor one): handlers
-/// of a later version write more into the answer for metadata than an older runtime has room for.
+/// Register one set with a runtime: the newest one with the runtime's major version and no later minor version. A handler
+/// of a later version answers a metadata query with a struct that is longer than the runtime's.
 #[unsafe(no_mangle)]
 pub extern "C" fn xa_handler_set(number: usize) -> *const Targets {
     or_failure(std::ptr::null(), || {
@@ -72,7 +72,7 @@ pub struct XaTensor {
     pub strides: *const i64,
     /// Number of dimensions.
     pub rank: i32,
-    /// XLA's number of the element type; 0 for one that is left out.
+    /// XLA's number of the element type; 0 for a tensor that is left out.
     pub dtype: i32,
 }
 
@@ -96,7 +96,7 @@ pub struct XaCall {
     pub struct_size: usize,
     /// The operator's number, from [`xa_op`].
     pub op: i32,
-    /// 0 check the shapes, 1 run on the CPU, 2 load CUDA modules, 3 launch on `stream`.
+    /// 0: validate only; 1: run on the CPU; 2: load CUDA modules; 3: launch on `stream`.
     pub action: i32,
     /// In the order of the operator's declaration.
     pub operands: *const XaTensor,
@@ -127,11 +127,11 @@ pub unsafe extern "C" fn xa_op(target: *const c_char) -> i32 {
     })
 }
 
-/// Check, run or launch an operator. Returns 0 or XLA's error code, with the text in `message` (terminated, cut to
+/// Validate, run or launch an operator. Returns 0 or XLA's error code, with the text in `message` (terminated, truncated to
 /// `capacity` bytes).
 ///
-/// A request of a later version may be longer than [`XaCall`]: what this version does not know of it has to be 0, which
-/// asks for nothing, or the request is refused. A shorter one is refused.
+/// A request of a later version may be longer than [`XaCall`]. Its additional fields must be 0, otherwise the request is
+/// refused, because this version does not support them. A shorter request is refused.
 ///
 /// # Safety
 /// The struct, all of its `struct_size` bytes, and everything it points to is valid; memory as [`call()`] asks;
@@ -252,8 +252,8 @@ fn attributes(raw: &[XaAttribute], names: &[(&str, AttributeKind)]) -> Result<Ve
     raw.iter().enumerate().map(attribute).collect()
 }
 
-/// Put this library in front of the PJRT plugin at `path`: from now on `GetPjrtApi` gives that plugin's table, changed
-/// so that `torch_xla` 2.9 takes it. Returns 0 or XLA's error code, with the text in `message` as [`xa_call`] does.
+/// Wrap the PJRT plugin at `path`: from now on `GetPjrtApi` returns that plugin's function table, changed so that
+/// `torch_xla` 2.9 can use it. Returns 0 or XLA's error code, with the text in `message` as [`xa_call`] does.
 ///
 /// # Safety
 /// `path` is a terminated string, `message` has room for `capacity` bytes.
@@ -279,7 +279,7 @@ fn wrap(_: &str) -> Result {
     Err(Error::unimplemented("this build has no CUDA backend; build with the feature `cuda`"))
 }
 
-/// The entry of a PJRT plugin, see [`xa_stand_before_pjrt_plugin`]; null until a plugin has been chosen.
+/// The entry point of a PJRT plugin, see [`xa_stand_before_pjrt_plugin`]; null until a plugin is wrapped.
 #[cfg(feature = "cuda")]
 #[unsafe(no_mangle)]
 #[allow(non_snake_case, reason = "the name that PJRT asks for")]
@@ -287,9 +287,9 @@ pub extern "C" fn GetPjrtApi() -> *const c_void {
     or_failure(std::ptr::null(), pjrt_proxy::table)
 }
 
-/// How large a workspace an operator wants, in bytes: `c[0] + c[1] * T + c[2] * B` for T query rows and B sequences, the
-/// same on every machine. All three are 0 for an operator without a workspace and for sizes that no call has. A call takes
-/// a workspace of any other size too, and none.
+/// The recommended size of an operator's workspace in bytes, `c[0] + c[1] * T + c[2] * B` for T query rows and B sequences,
+/// which is the same on every machine. All three are 0 for an operator without a workspace and for sizes that no call can
+/// have. A call accepts a workspace of any size, and none.
 ///
 /// `dtype` is XLA's number of q's element type; `batch_invariant` has no meaning for the gradients.
 ///
@@ -316,10 +316,10 @@ pub unsafe extern "C" fn xa_workspace(
     unsafe { c.write(wanted) };
 }
 
-/// What this build holds, as JSON: `version`, `xla_ffi` (the version of `xa_targets`), `handler_sets` (all
-/// versions, the oldest first), `cuda`, `cuda_archs` (whose kernels it has), `failpoints` (whether tests can make it
-/// fail; never in a library for users), `check`, `targets`, `operators` (what `ffi/operators.toml` declares), `variants`
-/// with their resources. Valid for the life of the process; null if it cannot be made.
+/// The contents of this build as JSON: `version`, `xla_ffi` (the version of `xa_targets`), `handler_sets` (all versions,
+/// the oldest first), `cuda`, `cuda_archs` (the architectures of its kernels), `failpoints` (whether tests can make calls
+/// fail; never in a library for users), `check` (debug check mode), `targets`, `operators` (the declarations of
+/// `ffi/operators.toml`), `variants` with their resources. Valid for the life of the process; null if it cannot be made.
 #[unsafe(no_mangle)]
 pub extern "C" fn xa_info() -> *const c_char {
     static INFO: OnceLock<String> = OnceLock::new();
