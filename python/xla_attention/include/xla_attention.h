@@ -48,7 +48,7 @@ typedef struct {
   const int64_t *strides;
   // Number of dimensions.
   int32_t rank;
-  // XLA's number of the element type; 0 for one that is left out.
+  // XLA's number of the element type; 0 for a tensor that is left out.
   int32_t dtype;
 } XaTensor;
 
@@ -68,7 +68,7 @@ typedef struct {
   size_t struct_size;
   // The operator's number, from `xa_op`.
   int32_t op;
-  // 0 check the shapes, 1 run on the CPU, 2 load CUDA modules, 3 launch on `stream`.
+  // 0: validate only; 1: run on the CPU; 2: load CUDA modules; 3: launch on `stream`.
   int32_t action;
   // In the order of the operator's declaration.
   const XaTensor *operands;
@@ -96,8 +96,8 @@ const XaTargets *xa_targets(void);
 // The same targets with handlers of another version of the API: 0 is the oldest, higher numbers are newer. Null past the
 // last, or if it cannot be made.
 //
-// A runtime is given one set, the newest whose version it knows (its own major version, not a later minor one): handlers
-// of a later version write more into the answer for metadata than an older runtime has room for.
+// Register one set with a runtime: the newest one with the runtime's major version and no later minor version. A handler
+// of a later version answers a metadata query with a struct that is longer than the runtime's.
 const XaTargets *xa_handler_set(size_t number);
 
 // The number of the operator with this target name, or -1.
@@ -106,30 +106,32 @@ const XaTargets *xa_handler_set(size_t number);
 // `target` is a terminated string.
 int32_t xa_op(const char *target);
 
-// Check, run or launch an operator. Returns 0 or XLA's error code, with the text in `message` (terminated, cut to
+// Validate, run or launch an operator. Returns 0 or XLA's error code, with the text in `message` (terminated, truncated to
 // `capacity` bytes).
 //
-// A request of a later version may be longer than `XaCall`: what this version does not know of it has to be 0, which
-// asks for nothing, or the request is refused. A shorter one is refused.
+// A request of a later version may be longer than `XaCall`. Its additional fields must be 0, otherwise the request is
+// refused, because this version does not support them. A shorter request is refused.
 //
 // # Safety
 // The struct, all of its `struct_size` bytes, and everything it points to is valid; memory as `call()` asks;
 // `message` has room for `capacity` bytes.
-int32_t xa_call(const XaCall *request, char *message, size_t capacity);
+int32_t xa_call(const XaCall *request,
+                char *message,
+                size_t capacity);
 
-// Put this library in front of the PJRT plugin at `path`: from now on `GetPjrtApi` gives that plugin's table, changed
-// so that `torch_xla` 2.9 takes it. Returns 0 or XLA's error code, with the text in `message` as `xa_call` does.
+// Wrap the PJRT plugin at `path`: from now on `GetPjrtApi` returns that plugin's function table, changed so that
+// `torch_xla` 2.9 can use it. Returns 0 or XLA's error code, with the text in `message` as `xa_call` does.
 //
 // # Safety
 // `path` is a terminated string, `message` has room for `capacity` bytes.
 int32_t xa_stand_before_pjrt_plugin(const char *path, char *message, size_t capacity);
 
-// The entry of a PJRT plugin, see `xa_stand_before_pjrt_plugin`; null until a plugin has been chosen.
+// The entry point of a PJRT plugin, see `xa_stand_before_pjrt_plugin`; null until a plugin is wrapped.
 const void *GetPjrtApi(void);
 
-// How large a workspace an operator wants, in bytes: `c[0] + c[1] * T + c[2] * B` for T query rows and B sequences, the
-// same on every machine. All three are 0 for an operator without a workspace and for sizes that no call has. A call takes
-// a workspace of any other size too, and none.
+// The recommended size of an operator's workspace in bytes, `c[0] + c[1] * T + c[2] * B` for T query rows and B sequences,
+// which is the same on every machine. All three are 0 for an operator without a workspace and for sizes that no call can
+// have. A call accepts a workspace of any size, and none.
 //
 // `dtype` is XLA's number of q's element type; `batch_invariant` has no meaning for the gradients.
 //
@@ -144,10 +146,10 @@ void xa_workspace(int32_t op,
                   bool batch_invariant,
                   int64_t (*c)[3]);
 
-// What this build holds, as JSON: `version`, `xla_ffi` (the version of `xa_targets`), `handler_sets` (all
-// versions, the oldest first), `cuda`, `cuda_archs` (whose kernels it has), `failpoints` (whether tests can make it
-// fail; never in a library for users), `check`, `targets`, `operators` (what `ffi/operators.toml` declares), `variants`
-// with their resources. Valid for the life of the process; null if it cannot be made.
+// The contents of this build as JSON: `version`, `xla_ffi` (the version of `xa_targets`), `handler_sets` (all versions,
+// the oldest first), `cuda`, `cuda_archs` (the architectures of its kernels), `failpoints` (whether tests can make calls
+// fail; never in a library for users), `check` (debug check mode), `targets`, `operators` (the declarations of
+// `ffi/operators.toml`), `variants` with their resources. Valid for the life of the process; null if it cannot be made.
 const char *xa_info(void);
 
 #ifdef __cplusplus
