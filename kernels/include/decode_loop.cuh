@@ -60,7 +60,7 @@ class DecodeLoop {
       transform.template apply<T>(scores[0], work_, 0, key);
       const bool masked = key < work_.keys.common_begin || key + Shape::kKeys > work_.keys.common_end;
       if (masked) apply_mask(scores[0], params_, work_.tile, 0, key);
-      state.absorb(0, scores[0], transform.log2_unit(), work_.tile.num_rows > 8);
+      state.update(0, scores[0], transform.log2_unit(), work_.tile.num_rows > 8);
       Math::accumulate(state.output, scores, keys(stage) + Shape::kBlockBytes, params_);
       // The blocks are free again once all lanes have read them.
       __syncwarp();
@@ -103,7 +103,7 @@ class DecodeLoop {
   const WorkTile& work_;
   uint32_t ring_;
   int32_t first_key_;
-  GranuleSlots<Shape::kKeys, kStep, (Shape::kRowBytes < 1024)> slots_;
+  PageTableReader<Shape::kKeys, kStep, (Shape::kRowBytes < 1024)> slots_;
   PairLoader<Stored, Shape::kHeadDim, Shape::kBlockBytes> loader_;
 };
 

@@ -1,4 +1,10 @@
-// From q . k to a score: what happens before the mask and the softmax.
+// Logits transforms: what is applied to q . k before the mask and the softmax. A transform has
+//
+//   factor(params, kv_head)              WorkTile::score_factor of a KV head
+//   apply(scores, work, row, key)        transforms a 16-row tile from row `row` of the work tile, and the block of
+//   keys
+//                                        from `key` on
+//   log2_unit()                          times a transformed score is a logit in base 2
 #pragma once
 
 #include "element.cuh"
@@ -9,27 +15,26 @@
 
 namespace xa {
 
-/// Scores stay q . k; the scale is part of the exponential.
+/// No transform: scores stay q . k. The softmax scale is part of the exponential.
 struct logits_none {
   const AttentionParams& params_;
 
   __device__ __forceinline__ explicit logits_none(const AttentionParams& params, const float* = nullptr)
       : params_(params) {}
-  /// WorkTile::score_factor
   static __device__ __forceinline__ float factor(const AttentionParams&, int32_t) { return 1.0f; }
-  /// Logits to base 2 are `log2_unit()` times what `apply` leaves.
   __device__ __forceinline__ float log2_unit() const { return params_.softmax_scale_log2; }
-  /// To a 16-row tile that starts at row `first_row` of the plan's tile, and a block of keys from `first_key` on.
   template <typename T, int kKeyTiles>
   __device__ __forceinline__ void apply(float (&)[kKeyTiles][4], const WorkTile&, int32_t, int32_t) const {}
 };
 
-/// Scores become logits to base 2, with what the call asks for, each behind a branch that is the same for the CTA.
+/// Scales of q and K, soft cap and ALiBi: scores become logits in base 2. Soft cap and ALiBi are behind branches that
+/// are uniform across the CTA.
 struct logits_softcap_alibi {
   const AttentionParams& params_;
   const float* row_factors_;
 
-  /// `row_factors`, if any: what the scores of the tile's rows are multiplied by first.
+  /// `row_factors`, if not null, are factors of the scores of each row of the tile, in shared memory (fp8:
+  /// query_rows.cuh).
   __device__ __forceinline__ explicit logits_softcap_alibi(const AttentionParams& params,
                                                            const float* row_factors = nullptr)
       : params_(params), row_factors_(row_factors) {}
@@ -38,9 +43,9 @@ struct logits_softcap_alibi {
   }
   __device__ __forceinline__ float log2_unit() const { return 1.0f; }
   template <typename T, int kKeyTiles>
-  __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const WorkTile& plan, int32_t first_row,
+  __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const WorkTile& work, int32_t first_row,
                                         int32_t first_key) const {
-    float factors[2] = {plan.score_factor, plan.score_factor};
+    float factors[2] = {work.score_factor, work.score_factor};
     if (row_factors_ != nullptr) {
       const int32_t row = first_row + threadIdx.x % 32 / 4;
       factors[0] *= row_factors_[row];
@@ -51,7 +56,7 @@ struct logits_softcap_alibi {
     } else {
       for_each(scores, factors, [&](float s) { return s; });
     }
-    if (params_.alibi_slopes != nullptr) add_alibi(scores, plan, first_row, first_key);
+    if (params_.alibi_slopes != nullptr) add_alibi(scores, work, first_row, first_key);
   }
 
  private:
@@ -74,15 +79,15 @@ struct logits_softcap_alibi {
     }
   }
 
-  /// -slope * |query's position - key|, the slope that of the row's head.
+  /// Adds the ALiBi bias, -slope * |position of the query - key|, with the slope of the row's head.
   template <int kKeyTiles>
-  __device__ __forceinline__ void add_alibi(float (&scores)[kKeyTiles][4], const WorkTile& plan, int32_t first_row,
+  __device__ __forceinline__ void add_alibi(float (&scores)[kKeyTiles][4], const WorkTile& work, int32_t first_row,
                                             int32_t first_key) const {
     constexpr float kLog2E = 1.44269504088896341f;
-    // As for the mask, derived again in each block, not kept in registers.
-    const RowMap map(params_, plan.tile, plan.kv_head);
-    const float* const slopes = params_.alibi_slopes + plan.tile.sequence * params_.alibi_stride;
-    const int32_t shift = Visibility(params_, plan.tile).shift;
+    // As in apply_mask, computed again in each block instead of being kept in registers.
+    const RowMap map(params_, work.tile, work.kv_head);
+    const float* const slopes = params_.alibi_slopes + work.tile.sequence * params_.alibi_stride;
+    const int32_t shift = Visibility(params_, work.tile).shift;
     const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -99,7 +104,7 @@ struct logits_softcap_alibi {
     }
   }
 
-  /// |a - b|, which may be more than a signed number holds.
+  /// |a - b|, which may exceed the largest int32_t.
   static __device__ __forceinline__ float distance(int32_t a, int32_t b) {
     const uint32_t difference = static_cast<uint32_t>(a) - static_cast<uint32_t>(b);
     return static_cast<float>(a >= b ? difference : 0u - difference);

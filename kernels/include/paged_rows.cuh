@@ -1,7 +1,8 @@
-// From the page table to rows in shared memory.
+// Loads K and V rows from the paged (or contiguous) cache to shared memory with cp.async.
 //
-// A warp fetches kKeys neighbouring tokens of one KV head at a time, 16 bytes a lane: lane i holds chunk i % kChunks of
-// row i / kChunks, so the lanes of an instruction read whole rows. Pages and layouts exist nowhere else.
+// A warp copies kKeys consecutive tokens of one KV head at a time, 16 bytes per lane: lane i copies chunk i % kChunks
+// of row i / kChunks, so the lanes of one instruction read whole rows. The page table and cache layouts appear only
+// here, in row_pairs.cuh, which builds on this file, and in Hopper's loads (hopper/load.cuh).
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,8 @@ namespace xa {
 
 constexpr int power_of_two_up_to(int x) { return x < 2 ? 1 : 2 * power_of_two_up_to(x / 2); }
 
-/// How 32 lanes share rows of kRowBytes: `row` and `chunk` of this lane in step 0; a step is kRowsPerStep rows.
+/// Assigns the 16-byte chunks of rows of kRowBytes to 32 lanes: `row` and `chunk` of this lane in the first step. A
+/// step is one instruction of the warp; it covers kRowsPerStep rows, or a row takes kStepsPerRow steps.
 template <int kRowBytes>
 struct LaneGrid {
   static constexpr int kChunks = kRowBytes / 16;
@@ -25,25 +27,25 @@ struct LaneGrid {
   int row;
   int chunk;
 
-  /// Derived again at each use: a few instructions, where registers for the whole loop over keys are dear.
+  /// Computed again at each use: a few instructions, instead of registers throughout the loop over keys.
   __device__ __forceinline__ LaneGrid() {
     const int lane = ptx::opaque(threadIdx.x % 32);
     row = kStepsPerRow > 1 ? 0 : lane / kChunks;
     chunk = lane - row * kChunks;
   }
-  /// Whether the lane has a chunk in step `step` of a row: rows of 6, 12 or 24 chunks leave the last lanes without.
+  /// Whether the lane has a chunk in step `step` of a row. With 6, 12 or 24 chunks per row the last lanes have none.
   __device__ __forceinline__ bool has_chunk(int step) const {
     return row < kRowsPerStep && (kChunks % 32 == 0 || chunk + 32 * step < kChunks);
   }
 };
 
-/// The page and the offset in it of one token; which token, is the lane's.
+/// Page of a token and its offset within the page. Which token a lane looks up is the caller's choice.
 struct TokenSlot {
   int32_t page;
   int32_t offset;
 };
 
-/// `length` keys from `begin` on.
+/// `length` keys from `begin` on; a membership test is one comparison.
 struct Interval {
   int32_t begin;
   int32_t length;
@@ -52,16 +54,16 @@ struct Interval {
   }
 };
 
-/// Where key `token` of the plan's sequence is.
-__device__ __forceinline__ TokenSlot slot_of(const AttentionParams& params, const WorkTile& plan, int32_t token) {
-  if (params.block_table == nullptr) return TokenSlot{0, plan.tile.start_k + token};
+/// The slot of key `token` of the work tile's sequence. Contiguous keys are one page without an end.
+__device__ __forceinline__ TokenSlot slot_of(const AttentionParams& params, const WorkTile& work, int32_t token) {
+  if (params.block_table == nullptr) return TokenSlot{0, work.tile.start_k + token};
   const uint32_t index = static_cast<uint32_t>(token) / static_cast<uint32_t>(params.page_size);
-  const int32_t* const table = params.block_table + plan.tile.sequence * params.block_table_stride;
+  const int32_t* const table = params.block_table + work.tile.sequence * params.block_table_stride;
   return TokenSlot{__ldg(table + index), token - static_cast<int32_t>(index) * params.page_size};
 }
 
-/// Fetches K and V rows of one KV head of one sequence, restricted to keys [begin, end): all else becomes zeros, so
-/// that whatever lies there, NaN and Inf included, never reaches a product.
+/// Copies K and V rows of the work tile's KV head and sequence. Keys outside of the tile's [begin, end) become zeros
+/// without being read, so that a NaN or Inf in an unused slot never reaches a product.
 template <typename T, int kHeadDim, int kKeys>
 class RowLoader {
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
@@ -70,18 +72,18 @@ class RowLoader {
   static_assert(kKeys % Grid::kRowsPerStep == 0 && kKeys <= 32);
 
  public:
-  __device__ __forceinline__ RowLoader(const AttentionParams& params, const WorkTile& plan)
-      : params_(params), plan_(plan), fits_one_page_(params.page_size % kKeys == 0) {}
+  __device__ __forceinline__ RowLoader(const AttentionParams& params, const WorkTile& work)
+      : params_(params), work_(work), fits_one_page_(params.page_size % kKeys == 0) {}
 
-  /// Looks up the pages of tokens [first, first + kKeys). Where these lie in one page, every lane gets the slot of
-  /// `first`, else lane i that of token first + i.
+  /// Looks up tokens [first, first + kKeys) in the page table. If kKeys divides the page size they lie in one page, and
+  /// every lane gets the slot of `first`; otherwise lane i gets that of token first + i.
   __device__ __forceinline__ TokenSlot find(int32_t first) const {
     const int32_t lane = threadIdx.x % 32;
     const int32_t token = fits_one_page_ ? first : first + lane % kKeys;
-    // The table is read below ceil(len_k / page_size) only, and not for pages that have slid out of the window.
-    const KeyRange& keys = plan_.keys;
+    // Entries of the table from ceil(len_k / page_size) on, and those of pages before the window, may be invalid.
+    const KeyRange& keys = work_.keys;
     const bool wanted = token < keys.end && (fits_one_page_ ? first + kKeys > keys.begin : token >= keys.begin);
-    return wanted ? slot_of(params_, plan_, token) : TokenSlot{0, 0};
+    return wanted ? slot_of(params_, work_, token) : TokenSlot{0, 0};
   }
 
   __device__ __forceinline__ void load_keys(uint32_t destination, int32_t first, const TokenSlot& slot) const {
@@ -95,10 +97,10 @@ class RowLoader {
   __device__ __forceinline__ void load(const KvSource& source, int32_t dim, uint32_t destination, int32_t first,
                                        const TokenSlot& slot) const {
     const Grid grid;
-    const Interval visible = {plan_.keys.begin, plan_.keys.end - plan_.keys.begin};
+    const Interval visible = {work_.keys.begin, work_.keys.end - work_.keys.begin};
     const int64_t page = clamp(slot.page, 0, params_.num_pages - 1);
     const int64_t offset = page * source.page_stride + slot.offset * source.token_stride;
-    const T* const head = static_cast<const T*>(source.base) + plan_.kv_head * source.head_stride;
+    const T* const head = static_cast<const T*>(source.base) + work_.kv_head * source.head_stride;
     destination += grid.row * kPitch + grid.chunk * 16;
     if (fits_one_page_) {
       const T* from = head + offset + grid.row * source.token_stride;
@@ -116,7 +118,7 @@ class RowLoader {
     }
   }
 
-  /// The lane's chunks of the row at `from`.
+  /// Copies the lane's chunks of the row at `from`.
   __device__ __forceinline__ void copy_row(const Grid& grid, int32_t dim, uint32_t destination, const T* from,
                                            bool visible) const {
     constexpr int kElements = 16 / sizeof(T);
@@ -137,7 +139,7 @@ class RowLoader {
   }
 
   const AttentionParams& params_;
-  const WorkTile& plan_;
+  const WorkTile& work_;
   bool fits_one_page_;
 };
 

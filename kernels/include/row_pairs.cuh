@@ -1,5 +1,7 @@
-// From the page table to blocks of K and V in shared memory, as decode fetches them: K and V of a token together, in
-// pieces as long as they come, and page numbers long before they are wanted.
+// Loads of decode: K and V of a token by the same instructions, and page table entries read ahead.
+//
+// A load is kTokensPerLoad consecutive tokens that begin at a multiple of it. If kTokensPerLoad divides the page size,
+// all tokens of a load lie in one page and one page table entry serves them.
 #pragma once
 
 #include <cstdint>
@@ -12,64 +14,63 @@
 
 namespace xa {
 
-/// Where the keys of one warp lie, blocks of kKeys that start every kStep keys, a granule after the other. A lane looks
-/// up one token; a batch of them serves 32 granules, or two where granules may straddle pages. Where there are
-/// registers for it (`kLooksAhead`), the next batch is under way meanwhile: under load a look-up takes as long as a
-/// block.
-template <int kKeys, int kStep, bool kLooksAhead>
-class GranuleSlots {
-  static constexpr int kGranules = kKeys / kTokensPerLoad;
+/// Yields the slots of a warp's loads in order: blocks of kKeys keys that start every kStep keys. Each lane looks up
+/// one token, and the batch of 32 serves 32 loads, or 32 / kTokensPerLoad if loads may straddle pages. `kPrefetches`
+/// reads the next batch while this one is used, because a look-up takes as long as a block when memory is busy; it
+/// takes registers.
+template <int kKeys, int kStep, bool kPrefetches>
+class PageTableReader {
+  static constexpr int kLoadsPerBlock = kKeys / kTokensPerLoad;
   static_assert(kKeys % kTokensPerLoad == 0);
 
  public:
-  __device__ __forceinline__ GranuleSlots(const AttentionParams& params, const WorkTile& plan, int32_t first)
-      : params_(params), plan_(plan), fits_pages_(params.page_size % kTokensPerLoad == 0), first_(first) {
+  __device__ __forceinline__ PageTableReader(const AttentionParams& params, const WorkTile& work, int32_t first)
+      : params_(params), work_(work), fits_pages_(params.page_size % kTokensPerLoad == 0), first_(first) {
     batch_ = look_up();
-    if constexpr (kLooksAhead) next_ = look_up();
+    if constexpr (kPrefetches) next_ = look_up();
   }
 
-  /// The slot of the next granule: where pages hold granules as they are, every lane gets that of the first token, else
-  /// lane i that of token i.
+  /// The slot of the next load: if its tokens lie in one page, every lane gets the slot of the first token; otherwise
+  /// lane i gets that of token i % kTokensPerLoad.
   __device__ __forceinline__ TokenSlot next() {
     const int32_t lane = fits_pages_ ? used_ : used_ + threadIdx.x % kTokensPerLoad;
     const TokenSlot slot = {__shfl_sync(~0u, batch_.page, lane), __shfl_sync(~0u, batch_.offset, lane)};
     used_ += fits_pages_ ? 1 : kTokensPerLoad;
     if (used_ == 32) {
       used_ = 0;
-      if constexpr (kLooksAhead) batch_ = next_;
-      (kLooksAhead ? next_ : batch_) = look_up();
+      if constexpr (kPrefetches) batch_ = next_;
+      (kPrefetches ? next_ : batch_) = look_up();
     }
     return slot;
   }
   __device__ __forceinline__ bool fits_pages() const { return fits_pages_; }
 
  private:
-  /// The batch whose first block begins at `first_`.
+  /// Reads the batch whose first block begins at `first_`, and advances `first_`.
   __device__ __forceinline__ TokenSlot look_up() {
     const int32_t lane = threadIdx.x % 32;
-    const int32_t granule = fits_pages_ ? lane : lane / kTokensPerLoad,
-                  in_granule = fits_pages_ ? 0 : lane % kTokensPerLoad;
-    const int32_t token = first_ + granule / kGranules * kStep + granule % kGranules * kTokensPerLoad + in_granule;
-    // Past the end it stays there: positions do not overflow.
-    if (first_ < plan_.keys.end) first_ += (fits_pages_ ? 32 : 32 / kTokensPerLoad) / kGranules * kStep;
-    // The table is read below ceil(len_k / page_size) only, and not for pages that have slid out of the window.
-    const KeyRange& keys = plan_.keys;
+    const int32_t load = fits_pages_ ? lane : lane / kTokensPerLoad, in_load = fits_pages_ ? 0 : lane % kTokensPerLoad;
+    const int32_t token = first_ + load / kLoadsPerBlock * kStep + load % kLoadsPerBlock * kTokensPerLoad + in_load;
+    // No advance past the end, so that positions cannot overflow.
+    if (first_ < work_.keys.end) first_ += (fits_pages_ ? 32 : 32 / kTokensPerLoad) / kLoadsPerBlock * kStep;
+    // Entries of the table from ceil(len_k / page_size) on, and those of pages before the window, may be invalid.
+    const KeyRange& keys = work_.keys;
     const bool wanted = token < keys.end && token + (fits_pages_ ? kTokensPerLoad - 1 : 0) >= keys.begin;
-    return wanted ? slot_of(params_, plan_, token) : TokenSlot{0, 0};
+    return wanted ? slot_of(params_, work_, token) : TokenSlot{0, 0};
   }
 
   const AttentionParams& params_;
-  const WorkTile& plan_;
+  const WorkTile& work_;
   bool fits_pages_;
   int32_t first_;
-  int32_t used_ = 0;  // lanes of the batch
+  int32_t used_ = 0;  // lanes of `batch_` that have served
   TokenSlot batch_;
   TokenSlot next_;
 };
 
-/// Fetches a granule of K and V of one KV head of one sequence, V's rows kValuesOffset bytes after K's. The lanes of an
-/// instruction take K and V of the same token, which are neighbours where both are in one buffer. Keys outside of
-/// [begin, end) become zeros, as in `RowLoader`.
+/// Copies the K and V rows of one load, V's rows kValuesOffset bytes after K's. The lanes of one instruction copy K and
+/// V of the same token, which are adjacent in memory if both are in one buffer. Keys outside of the work tile's [begin,
+/// end) become zeros, as in `RowLoader`.
 template <typename T, int kHeadDim, int kValuesOffset>
 class PairLoader {
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
@@ -78,22 +79,22 @@ class PairLoader {
   using Grid = LaneGrid<2 * kRowBytes>;
   static constexpr int kSteps = Grid::kStepsPerRow;
   static_assert(kTokensPerLoad % Grid::kRowsPerStep == 0);
-  /// The policy is worth up to 1 %, and costs as much where decoding the bytes takes as long as fetching them.
-  static constexpr bool kHasPolicy = sizeof(T) > 1;
+  /// evict_first gains up to 1 %; for fp8, where conversion takes as long as the loads, it costs as much.
+  static constexpr bool kEvictsFirst = sizeof(T) > 1;
 
  public:
-  __device__ __forceinline__ PairLoader(const AttentionParams& params, const WorkTile& plan)
-      : params_(params), plan_(plan) {
-    if constexpr (kHasPolicy) policy_ = ptx::evict_first_policy();
+  __device__ __forceinline__ PairLoader(const AttentionParams& params, const WorkTile& work)
+      : params_(params), work_(work) {
+    if constexpr (kEvictsFirst) policy_ = ptx::evict_first_policy();
   }
 
-  /// The keys from `first` on, which lie at `slot`.
+  /// Starts the copies of the load that begins at key `first`, whose tokens lie at `slot`.
   __device__ __forceinline__ void load(uint32_t destination, int32_t first, const TokenSlot& slot,
                                        bool fits_pages) const {
     const Grid grid;
-    const Interval visible = {plan_.keys.begin, plan_.keys.end - plan_.keys.begin};
+    const Interval visible = {work_.keys.begin, work_.keys.end - work_.keys.begin};
     const int32_t page = clamp(slot.page, 0, params_.num_pages - 1);
-    // Rows of several instructions a side are taken part by part: what each part needs takes registers.
+    // Rows that take several steps are copied two steps at a time, to limit the registers for addresses.
     constexpr int kAtOnce = kSteps < 2 ? kSteps : 2;
 #pragma unroll
     for (int first_step = 0; first_step < kSteps; first_step += kAtOnce) {
@@ -128,14 +129,14 @@ class PairLoader {
   }
 
  private:
-  /// The lane's chunk of a step: of K or of V.
+  /// Addresses of the lane's chunk of a step, which is one of K or of V.
   struct Side {
     const T* column;  // in token 0 of page 0
     int64_t page_stride;
     int64_t token_stride;
-    int32_t chunk;  // of its row
-    int32_t left;   // elements from the chunk on
-    uint32_t rows;  // of K's or V's rows
+    int32_t chunk;  // within its row
+    int32_t left;   // elements of the row from the chunk on
+    uint32_t rows;  // offset of K's or V's rows in shared memory
 
     __device__ __forceinline__ const T* token(int32_t page, int32_t offset) const {
       return column + page * page_stride + offset * token_stride;
@@ -143,12 +144,12 @@ class PairLoader {
   };
   __device__ __forceinline__ Side side(const Grid& grid, int step) const {
     const int32_t chunk = grid.chunk + 32 * step;
-    // Whole instructions belong to one side where a row is one or several of them.
+    // With 32 chunks per row or a multiple, a whole step belongs to K or to V.
     const bool is_value = kChunks % 32 == 0 ? 32 * step >= kChunks : chunk >= kChunks;
     const KvSource& source = is_value ? params_.v : params_.k;
     const int32_t of_row = chunk - (is_value ? kChunks : 0);
     const int32_t left = (is_value ? params_.value_dim : params_.head_dim) - of_row * kElements;
-    const T* const head = static_cast<const T*>(source.base) + plan_.kv_head * source.head_stride;
+    const T* const head = static_cast<const T*>(source.base) + work_.kv_head * source.head_stride;
     return Side{
         head + (left > 0 ? of_row * kElements : 0),          source.page_stride, source.token_stride, of_row, left,
         is_value ? static_cast<uint32_t>(kValuesOffset) : 0u};
@@ -160,7 +161,7 @@ class PairLoader {
     if (sizeof(T) == 1 && params_.has_narrow_rows != 0) {
       ptx::cp_async_8(to, from, visible && side.left > 0);
       ptx::cp_async_8(to + 8, from + (side.left > 8 ? 8 : 0), visible && side.left > 8);
-    } else if constexpr (kHasPolicy) {
+    } else if constexpr (kEvictsFirst) {
       ptx::cp_async_16(to, from, visible && side.left > 0, policy_);
     } else {
       ptx::cp_async_16(to, from, visible && side.left > 0);
@@ -168,7 +169,7 @@ class PairLoader {
   }
 
   const AttentionParams& params_;
-  const WorkTile& plan_;
+  const WorkTile& work_;
   uint64_t policy_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// What becomes of a decode tile's states: the warps of a CTA had different keys of the same rows.
+// The epilogue of decode: the warps of a CTA had different keys of the same rows, so their states are merged.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@
 
 namespace xa {
 
-/// The states of a CTA's warps in shared memory, and their sum in the order of the warps.
+/// The states of a CTA's warps in shared memory. They are merged in the order of warps, so results are deterministic.
 template <typename Shape>
 class WarpStates {
   static constexpr int kWarps = Shape::kKeyWarps, kRows = Shape::kRows, kPitch = Shape::kWarpStatesPitch;
@@ -22,7 +22,7 @@ class WarpStates {
   float2* states_;  // [kWarps, kRows] (max, sum)
 
  public:
-  /// `shared` is `Shape::kMergeBytes` long.
+  /// `shared` holds `Shape::kWarpStatesBytes` bytes.
   __device__ __forceinline__ explicit WarpStates(uint8_t* shared)
       : outputs_(reinterpret_cast<float*>(shared)),
         states_(reinterpret_cast<float2*>(outputs_ + kWarps * kRows * kPitch)) {}
@@ -40,7 +40,7 @@ class WarpStates {
     }
   }
 
-  /// Call after a barrier.
+  /// The merged state of columns `column` to `column + 3` of a row. A barrier has to follow `store` first.
   __device__ __forceinline__ PartialState merged(int32_t row, int32_t column, float log2_unit) const {
     PartialState part = {-INFINITY, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
 #pragma unroll
@@ -60,8 +60,9 @@ class WarpStates {
   }
 };
 
-/// The rows of a part whose spans are folded one after another, in shared memory. A thread has the same columns of the
-/// same rows each time; what a row's threads share, max and sum, is kept twice, so that none is overwritten too soon.
+/// The merged state of the KV splits that the CTA has finished of a tile, in shared memory (batch_invariant). A thread
+/// has the same columns of the same rows each time. A row's max and sum are read by all of its threads, so they are
+/// double buffered: no thread overwrites what another one still reads.
 template <typename Shape>
 class MergedRows {
   float4* outputs_;  // [kRows, kHeadDim / 4]
@@ -69,13 +70,13 @@ class MergedRows {
   int32_t parity_;
 
  public:
-  /// `shared` is `Shape::kFoldBytes` long; `piece` counts the part's pieces.
+  /// `shared` holds `Shape::kMergedRowsBytes` bytes; `work_tile` counts the work tiles of the CTA's range.
   __device__ __forceinline__ MergedRows(uint8_t* shared, int32_t work_tile)
       : outputs_(reinterpret_cast<float4*>(shared)),
         states_(reinterpret_cast<float2*>(shared + Shape::kRows * Shape::kHeadDim * 4)),
         parity_(work_tile % 2) {}
 
-  /// What is there with `next` folded into it.
+  /// The stored state merged with `next`.
   __device__ __forceinline__ PartialState with(const PartialState& next, int32_t row, int32_t column,
                                                float log2_unit) const {
     const float2 state = states_[(parity_ ^ 1) * Shape::kRows + row];
@@ -89,27 +90,27 @@ class MergedRows {
   }
 };
 
-/// Merges the warps' states of a piece, and takes the result to where the WorkRange says: the folded rows, the
-/// workspace, or out and lse. Every thread of the CTA calls this; `shared` is free up to the WorkTile.
+/// Merges the warps' states of a work tile and stores the result where the WorkRange says: in the merged rows, in the
+/// workspace as a partial, or in out and lse. All threads of the CTA call it; `shared` is free up to the WorkTile.
 template <typename Shape, typename Writer, typename State>
-__device__ __forceinline__ void store_result(const AttentionParams& params, const WorkTile& plan, const Writer& writer,
+__device__ __forceinline__ void store_result(const AttentionParams& params, const WorkTile& work, const Writer& writer,
                                              const State& state, uint8_t* shared, float log2_unit) {
   constexpr int kFours = Shape::kHeadDim / 4;
   const WarpStates<Shape> warps(shared);
   warps.store(state);
   __syncthreads();
   const WorkRange& range = *reinterpret_cast<const WorkRange*>(shared + Shape::kWorkRangeOffset);
-  const MergedRows<Shape> folded(shared + Shape::kMergedRowsOffset, range.work_tile);
-  const PartialRows partial(params.partial, plan.kv_head);
+  const MergedRows<Shape> merged(shared + Shape::kMergedRowsOffset, range.work_tile);
+  const PartialRows partial(params.partial, work.kv_head);
   const bool merges_into = range.merges != 0 && range.work_tile > 0;
   const bool stays = range.merges != 0 && !range.is_last_work_tile();
-  for (int32_t item = threadIdx.x; item < plan.tile.num_rows * kFours; item += Shape::kThreads) {
+  for (int32_t item = threadIdx.x; item < work.tile.num_rows * kFours; item += Shape::kThreads) {
     const int32_t row = item / kFours, column = item % kFours * 4;
     if (column >= params.value_dim) continue;
     PartialState part = warps.merged(row, column, log2_unit);
-    if (merges_into) part = folded.with(part, row, column, log2_unit);
+    if (merges_into) part = merged.with(part, row, column, log2_unit);
     if (stays) {
-      folded.store(part, row, column);
+      merged.store(part, row, column);
     } else if (range.partial_row >= 0) {
       partial.store(range.partial_row + row, column, part);
     } else {

@@ -1,9 +1,9 @@
-// How a CTA's work is cut up, by work shape, element type and head dimension (the tiles of variants.toml); and its
-// shared memory.
+// Tile shapes of the portable attention kernels, by work shape, element type and head dimension (the tiles of
+// variants.toml), and their shared memory.
 //
-// prefill: the warps have rows of their own and share each block of keys.
-// decode:  the warps share 16 rows and have keys of their own, every kKeyWarps-th block; their results are merged.
-// decode_8warps: decode with the warps of two CTAs in one, for GPUs that give a CTA 163 KB of shared memory.
+// prefill:       each warp has its own rows; all warps read the same blocks of keys.
+// decode:        the warps share 16 rows; warp w has every kKeyWarps-th block of keys. Their states are merged.
+// decode_8warps: decode with 8 warps, for GPUs that give a CTA 163 KB of shared memory.
 // fused:   decode in the CTAs of Hopper's prefill (hopper/mixed.cuh).
 //
 // Shared memory: the query rows, each followed by 16 unused bytes, then per ring (one of the CTA, or one a warp)
@@ -23,39 +23,39 @@
 
 namespace xa {
 
-/// `T` is what the kernel computes in, `Stored` what K and V are.
+/// `T` is the operand type of the products, `Stored` the element type of K and V.
 template <typename Shape, typename T, typename Stored, int kHeadDim_>
 struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
-  using Choice = tiles::Attention<Shape, sizeof(Stored), kHeadDim_>;
+  using Config = tiles::Attention<Shape, sizeof(Stored), kHeadDim_>;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kWarps = Choice::kRowWarps * Choice::kKeyWarps;
+  static constexpr int kWarps = Config::kRowWarps * Config::kKeyWarps;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kRows = 16 * Choice::kRowTiles * Choice::kRowWarps;
-  static constexpr bool kSplitsKeys = Choice::kKeyWarps > 1;
+  static constexpr int kRows = 16 * Config::kRowTiles * Config::kRowWarps;
+  static constexpr bool kSplitsKeys = Config::kKeyWarps > 1;
   static constexpr int kRings = kSplitsKeys ? kWarps : 1;
-  /// Keys of a block that one warp of prefill fetches.
-  static constexpr int kKeysPerLoad = Choice::kKeys / kWarps;
+  /// Prefill: rows of a block that one warp copies.
+  static constexpr int kKeysPerLoad = Config::kKeys / kWarps;
 
   static constexpr bool kIsFp8 = sizeof(Stored) == 1;
   static constexpr int kQueryRowBytes = kHeadDim * static_cast<int>(sizeof(T));
   static constexpr int kQueryPitch = kQueryRowBytes + 16;
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Stored));
-  static constexpr bool kFetchesBoxes = std::is_same_v<Shape, tiles::shape_fused>;
-  /// Prefill is bound by arithmetic and by registers, decode by memory.
-  using Rows = std::conditional_t<kFetchesBoxes, PanelRows<kRowBytes>,
+  static constexpr bool kLoadsByTma = std::is_same_v<Shape, tiles::shape_fused>;
+  /// Prefill is bound by arithmetic and registers: padded rows need the least address arithmetic. Decode is bound by
+  /// memory: swizzled rows keep a 128-byte line of global memory in one line of shared memory.
+  using Rows = std::conditional_t<kLoadsByTma, PanelRows<kRowBytes>,
                                   std::conditional_t<kSplitsKeys, SwizzledRows<kRowBytes>, PaddedRows<kRowBytes>>>;
-  static constexpr int kBlockBytes = Choice::kKeys * Rows::kPitch;
-  static constexpr int kRingBytes = 2 * Choice::kStages * kBlockBytes;
+  static constexpr int kBlockBytes = Config::kKeys * Rows::kPitch;
+  static constexpr int kRingBytes = 2 * Config::kStages * kBlockBytes;
   static constexpr int kQueryBytes = kRows * kQueryPitch;
-  static constexpr int kRingsOffset = kFetchesBoxes ? (kQueryBytes + 1023) / 1024 * 1024 : kQueryBytes;
+  static constexpr int kRingsOffset = kLoadsByTma ? (kQueryBytes + 1023) / 1024 * 1024 : kQueryBytes;
   static constexpr int kStreamBytes = kRingsOffset + kRings * kRingBytes;
 
   /// Merging key warps: f32 rows with 4 spare columns, then (max, sum) of each row and warp. Takes the place of the
   /// above.
   static constexpr int kWarpStatesPitch = kHeadDim + 4;
-  static constexpr int kWarpStatesBytes = kSplitsKeys ? Choice::kKeyWarps * kRows * (kWarpStatesPitch + 2) * 4 : 0;
+  static constexpr int kWarpStatesBytes = kSplitsKeys ? Config::kKeyWarps * kRows * (kWarpStatesPitch + 2) * 4 : 0;
 
-  /// Where the CTA's WorkTile lies.
   static constexpr int kWorkTileOffset = kStreamBytes > kWarpStatesBytes ? kStreamBytes : kWarpStatesBytes;
   /// Where its WorkRange lies, the factors of its rows (fp8: query_rows.cuh), and what batch_invariant asks for beyond:
   /// the folded rows (tile_result.cuh).
@@ -63,19 +63,19 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr int kFactorsOffset = kWorkRangeOffset + (kSplitsKeys ? static_cast<int>(sizeof(WorkRange)) : 0);
   /// Barriers of boxes, one for each stage of each ring.
   static constexpr int kBarriersOffset = kFactorsOffset + (kIsFp8 ? 4 * kRows : 0);
-  static constexpr int kMergedRowsOffset = kBarriersOffset + (kFetchesBoxes ? kRings * 8 * Choice::kStages : 0);
+  static constexpr int kMergedRowsOffset = kBarriersOffset + (kLoadsByTma ? kRings * 8 * Config::kStages : 0);
   static constexpr int kMergedRowsBytes = kSplitsKeys ? kRows * kHeadDim * 4 + 2 * kRows * 8 : 0;
 
   static constexpr int kMostKilobytes =
       std::is_same_v<Shape, tiles::shape_fused> ? 227 : (std::is_same_v<Shape, tiles::shape_decode_8warps> ? 163 : 99);
-  static_assert(Choice::kRowWarps == 1 || Choice::kKeyWarps == 1, "warps range either rows or keys");
-  static_assert(Choice::kSharedBytes == kMergedRowsOffset + (kFetchesBoxes ? 1024 : 0),
+  static_assert(Config::kRowWarps == 1 || Config::kKeyWarps == 1, "warps divide either rows or keys");
+  static_assert(Config::kSharedBytes == kMergedRowsOffset + (kLoadsByTma ? 1024 : 0),
                 "shared_bytes in variants.toml is what the launch asks for, boxes being aligned to 1024 bytes");
-  static_assert(Choice::kSharedBytes % 16 == 0, "float4 are folded there");
-  static_assert(!kFetchesBoxes || (kBarriersOffset % 8 == 0 && kBarriersOffset >= kWarpStatesBytes),
-                "barriers are 8 bytes and outlive what is merged");
+  static_assert(Config::kSharedBytes % 16 == 0, "merged rows are stored as float4");
+  static_assert(!kLoadsByTma || (kBarriersOffset % 8 == 0 && kBarriersOffset >= kWarpStatesBytes),
+                "barriers take 8 bytes and lie behind the warps' states");
   static_assert(kRingsOffset % 128 == 0, "rings begin at a multiple of 128 bytes");
-  static_assert(Choice::kSharedBytes + kMergedRowsBytes <= kMostKilobytes * 1024,
+  static_assert(Config::kSharedBytes + kMergedRowsBytes <= kMostKilobytes * 1024,
                 "sm_86, sm_89 and sm_120 give a CTA 99 KB, sm_80 163, sm_90 227");
 };
 

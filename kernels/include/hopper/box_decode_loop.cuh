@@ -100,7 +100,7 @@ class BoxDecodeLoop {
         apply_mask(scores[0], params_, plan_.tile, 0, key);
         clear_unseen(keys + Shape::kBlockBytes, key);
       }
-      state.absorb(0, scores[0], transform.log2_unit(), plan_.tile.num_rows > 8);
+      state.update(0, scores[0], transform.log2_unit(), plan_.tile.num_rows > 8);
       Math::accumulate(state.output, scores, keys + Shape::kBlockBytes, params_);
       // The blocks are free again once all lanes have read them.
       __syncwarp();
@@ -150,7 +150,7 @@ class BoxDecodeLoop {
   const BoxRing<Shape> ring_;
   int32_t& count_;
   const int32_t first_key_;
-  GranuleSlots<Shape::kKeys, kStep, true> slots_;
+  PageTableReader<Shape::kKeys, kStep, true> slots_;
 };
 
 }  // namespace xa::hopper
