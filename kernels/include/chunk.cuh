@@ -1,4 +1,5 @@
-// A few neighbouring elements that a thread reads, computes with and writes at once, and the division that finds them.
+// Vectors of consecutive elements that a thread loads, converts and stores with one instruction, and division by a
+// run-time constant.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,7 @@
 
 namespace xa {
 
-/// kCount elements, aligned to all of them.
+/// kCount consecutive elements, aligned to their total size.
 template <typename T, int kCount>
 struct alignas(kCount * sizeof(T)) Chunk {
   T elements[kCount];
@@ -24,7 +25,7 @@ __device__ __forceinline__ void store_chunk(T* to, const Chunk<T, kCount>& chunk
   *reinterpret_cast<Chunk<T, kCount>*>(to) = chunk;
 }
 
-/// f32 as T, rounded to nearest even.
+/// An f32 as T, rounded to nearest even.
 template <typename T>
 __device__ __forceinline__ T rounded(float x) {
   if constexpr (Element<T>::kIs16Bit) {
@@ -34,12 +35,12 @@ __device__ __forceinline__ T rounded(float x) {
   }
 }
 
-/// f32 as neighbouring elements of T, each rounded to nearest even.
+/// f32 numbers as consecutive elements of T, each rounded to nearest even.
 template <typename T, int kCount>
 __device__ __forceinline__ Chunk<T, kCount> rounded(const float (&numbers)[kCount]) {
   Chunk<T, kCount> chunk;
   if constexpr (Element<T>::kIs16Bit && kCount % 2 == 0) {
-    // In pairs: one instruction rounds two.
+    // One instruction rounds two numbers.
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {
       const uint32_t pair = Element<T>::pack(numbers[i], numbers[i + 1]);
@@ -53,6 +54,7 @@ __device__ __forceinline__ Chunk<T, kCount> rounded(const float (&numbers)[kCoun
   return chunk;
 }
 
+/// n / by.divisor, by a multiplication if the host has found an inverse (params/divisor.cuh).
 __device__ __forceinline__ uint32_t divided(uint32_t n, const Divisor& by) {
   return by.inverse != 0 ? __umulhi(n, by.inverse) : n / by.divisor;
 }

@@ -1,4 +1,4 @@
-// The element types of tensors: what they are in memory, and how f32 becomes one of them.
+// Element types of tensors: storage, conversion from f32, and the matrix instruction of each.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct Bf16 {
 };
 using F32 = float;
 
-// XA_DTYPE of the variants table names one of these.
+// Values of the axis `dtype` of variants.toml.
 using dtype_f16 = F16;
 using dtype_bf16 = Bf16;
 using dtype_f32 = F32;
@@ -51,7 +51,7 @@ struct Element<F32> {
   static __device__ __forceinline__ float to_f32(float x) { return x; }
 };
 
-/// Stores f32 values as four neighbouring elements; `to` is aligned to them.
+/// Stores four f32 values as consecutive elements; `to` is aligned to all four.
 template <typename T>
 __device__ __forceinline__ void store_columns(T* to, const float4& x) {
   if constexpr (Element<T>::kIs16Bit) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void store_columns(T* to, const float4& x) {
   }
 }
 
-/// Stores f32 values as two neighbouring elements; `to` is aligned to them.
+/// Stores two f32 values as consecutive elements; `to` is aligned to both.
 template <typename T>
 __device__ __forceinline__ void store_columns(T* to, const float2& x) {
   if constexpr (Element<T>::kIs16Bit) {
@@ -80,6 +80,6 @@ __device__ __forceinline__ float4 scaled(const float4& x, float factor) {
 
 }  // namespace xa
 
-// XA_PASTE(dtype_, XA_DTYPE) is the type that the variants table names.
+// XA_PASTE(dtype_, XA_DTYPE) is the type of the variant's dtype.
 #define XA_PASTE_EXPANDED(a, b) a##b
 #define XA_PASTE(a, b) XA_PASTE_EXPANDED(a, b)

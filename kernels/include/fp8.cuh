@@ -1,9 +1,13 @@
-// From 8-bit floats to pairs of f16. Kernels for fp8 K and V compute in f16, which holds every number of both formats.
+// Conversion of fp8 to pairs of f16. Kernels for fp8 K and V compute in f16, which represents every number of both
+// formats.
 //
-// e5m2 is the upper byte of a half. For e4m3fn there are instructions from sm_89 on. Elsewhere a code in the upper byte
-// of a half has its sign in place already; the seven bits below it, moved to where the half has its exponent and
-// mantissa, are the number divided by 2^8, subnormal ones included. What numbers have been divided by, the host knows
-// and has in the factors of AttentionParams.
+//     f16     s eeeee mm mmmmmmmm
+//     e5m2    s eeeee mm            the upper byte of an f16
+//     e4m3fn  s eeee mmm            shifted right by one below its sign: an f16 that is the number divided by 2^8,
+//             s 0eeee mmm           also if it is subnormal
+//
+// e4m3fn has conversion instructions from sm_89 on; the shift serves older GPUs. The host multiplies the division by
+// 2^8 back through the factors of AttentionParams.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +18,15 @@
 
 namespace xa {
 
-/// An 8-bit float; of which format is the call's (AttentionParams::kv_is_e5m2). `kShifts`: without the instructions.
+/// An fp8 element; AttentionParams::kv_is_e5m2 tells its format. `kShifts`: e4m3fn is converted by shifts, for GPUs
+/// without the instruction.
 template <bool kShifts_>
 struct Fp8 {
   static constexpr bool kShifts = kShifts_;
   uint8_t bits;
 };
 
-/// What an attention kernel computes in, and what K and V are. XA_DTYPE of its variants names one of these.
+/// The type that an attention kernel computes in and the type of K and V. The variant's XA_DTYPE names one of these.
 template <typename Compute_, typename Stored_>
 struct OperandTypes {
   using Compute = Compute_;
@@ -33,20 +38,20 @@ using operands_f32 = OperandTypes<F32, F32>;
 using operands_fp8 = OperandTypes<F16, Fp8<false>>;
 using operands_fp8_shifted = OperandTypes<F16, Fp8<true>>;
 
-/// The e4m3fn codes in the upper bytes of two halves, divided by 2^8. NaN, all ones, carries into the exponent's
-/// highest bit, which no number reaches.
+/// Two f16 from e4m3fn codes in their upper bytes, divided by 2^8. Only a NaN (all ones) carries into the exponent's
+/// highest bit, which makes it an f16 NaN.
 __device__ __forceinline__ uint32_t shift_e4m3(uint32_t codes) {
   const uint32_t x = (codes & 0x80008000u) | ((codes & 0x7f007f00u) >> 1);
   return x | ((x + 0x00800080u) & 0x40004000u);
 }
 
-/// Pairs of f16 out of four bytes.
+/// Four f16 from four bytes.
 struct TwoPairs {
   uint32_t first;
   uint32_t second;
 };
 
-/// Of bytes 0 and 2, and of bytes 1 and 3. `Stored` is an Fp8.
+/// `first` is bytes 0 and 2 as f16, `second` bytes 1 and 3. `Stored` is an Fp8.
 template <typename Stored, bool kIsE5m2>
 __device__ __forceinline__ TwoPairs decode_even_and_odd(uint32_t bytes) {
   TwoPairs pairs;
@@ -60,7 +65,7 @@ __device__ __forceinline__ TwoPairs decode_even_and_odd(uint32_t bytes) {
   return pairs;
 }
 
-/// Of bytes 0 and 1, and of bytes 2 and 3.
+/// `first` is bytes 0 and 1 as f16, `second` bytes 2 and 3.
 template <typename Stored, bool kIsE5m2>
 __device__ __forceinline__ TwoPairs decode_neighbours(uint32_t bytes) {
   TwoPairs pairs;

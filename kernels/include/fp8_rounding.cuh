@@ -1,5 +1,5 @@
-// From f32 to 8-bit floats. Numbers round to nearest even; what is larger than the largest finite number, infinities
-// included, becomes that; every NaN becomes 0x7f.
+// Conversion of f32 to fp8: rounded to nearest even, saturated to the largest finite number (infinities included),
+// every NaN as 0x7f.
 #pragma once
 
 #include <cstdint>
@@ -26,13 +26,13 @@ struct F8E5M2 {
 
 #else
 
-/// An 8-bit float by f32 and f16 arithmetic: before sm_89 there is no instruction for it.
+/// Conversion to fp8 by f32 and f16 arithmetic, for GPUs before sm_89, which have no instruction for it.
 ///
-/// With its exponent moved by kExponentShift the format's smallest normal number is that of f16, so that a rounded
-/// number is an f16 whose upper bits are the code.
+/// Numbers are scaled so that the smallest normal number of the format becomes that of f16. A number that is rounded to
+/// the mantissa of the format is then an f16 whose upper bits, shifted by kExponentShift, are the fp8 code.
 template <int kMantissaBits, int kExponentShift>
 struct Fp8Rounding {
-  static_assert(kExponentShift == 0 || kExponentShift == 1, "bits of an f16's exponent that the format does not have");
+  static_assert(kExponentShift == 0 || kExponentShift == 1, "exponent bits that f16 has more than the format");
 
   /// The codes of four numbers, the first in the lowest byte.
   static __device__ __forceinline__ uint32_t encode(float a, float b, float c, float d) {
@@ -40,26 +40,26 @@ struct Fp8Rounding {
   }
 
  private:
-  // e4m3fn has a bit less of an exponent than f16: its bias is smaller by 8.
+  // The exponent of e4m3fn is one bit shorter than that of f16, and its bias smaller by 8.
   static constexpr float kScale = kExponentShift == 0 ? 1.0f : 0x1p-8f;
   static constexpr float kLargest = kExponentShift == 0 ? 57344.0f : 448.0f * kScale;
 
   /// The codes of two numbers, each in the upper byte of 16 bits.
   static __device__ __forceinline__ uint32_t pair(float low, float high) {
     const uint32_t magnitudes = ptx::pack_f16(magnitude(low), magnitude(high));
-    // Here for the signs; a NaN has none.
+    // Only the signs are used; packing makes a NaN positive.
     const uint32_t signs = ptx::pack_bf16(low, high);
     return (magnitudes << kExponentShift & 0x7fff7fffu) | (signs & 0x80008000u);
   }
 
-  /// |x|, clamped and rounded, in units that make it an f16.
+  /// |x| clamped, scaled by kScale and rounded to the mantissa of the format.
   static __device__ __forceinline__ float magnitude(float x) {
     const float size = fabsf(x) * kScale;
     // A NaN stays one.
     const float clamped = size > kLargest ? kLargest : size;
     constexpr uint32_t kSmallestNormal = (127u - 14u) << 23;
     const float power = __uint_as_float(max(__float_as_uint(clamped) & 0x7f800000u, kSmallestNormal));
-    // The last place of the sum is that of the format, at this power of two or at the smallest normal number.
+    // Adding and subtracting power * kCoarse rounds: the last place of the sum is that of the format.
     constexpr float kCoarse = static_cast<float>(1u << (23 - kMantissaBits));
     return fmaf(power, -kCoarse, fmaf(power, kCoarse, clamped));
   }

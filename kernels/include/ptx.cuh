@@ -1,36 +1,36 @@
-// The PTX instructions that the kernels use, one thin wrapper each. Inline assembly is here, in fp8_convert.cuh, and
-// for the instructions of Hopper in hopper/ptx.cuh and hopper/wgmma.cuh.
+// PTX instructions that the kernels use, one thin wrapper each. All inline assembly is in this file, fp8_convert.cuh,
+// bwd/ptx_extra.cuh and, for Hopper, hopper/ptx.cuh, hopper/wgmma.cuh and hopper_bwd/ptx.cuh.
 #pragma once
 
 #include <cstdint>
 
 namespace xa::ptx {
 
-/// `x`, computed where it is used: the compiler neither moves it out of a loop nor keeps what follows from it.
+/// `x`, opaque to the compiler, which then neither hoists expressions of it out of a loop nor keeps them in registers.
 __device__ __forceinline__ int32_t opaque(int32_t x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-/// Address of `pointer` in the shared window, as ldmatrix and cp.async want it.
+/// The 32-bit shared-memory address of `pointer`, as ldmatrix and cp.async take it.
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/// Copies 16 bytes from global to shared memory; writes zeros and reads nothing where `wanted` is false.
+/// Copies 16 bytes from global to shared memory. If `wanted` is false it reads nothing and writes zeros.
 __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool wanted) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(wanted ? 16 : 0)
                : "memory");
 }
 
-/// As above, with an L2 policy from `evict_first_policy`.
+/// `cp_async_16` with an L2 policy from `evict_first_policy`.
 __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool wanted, uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(destination), "l"(source),
                "r"(wanted ? 16 : 0), "l"(policy)
                : "memory");
 }
 
-/// Copies 8 bytes.
+/// `cp_async_16` for 8 bytes.
 __device__ __forceinline__ void cp_async_8(uint32_t destination, const void* source, bool wanted) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(destination), "l"(source), "r"(wanted ? 8 : 0)
                : "memory");
@@ -38,20 +38,20 @@ __device__ __forceinline__ void cp_async_8(uint32_t destination, const void* sou
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-/// Waits until at most `kPending` of this thread's newest groups are under way.
+/// Waits until all but the newest `kPending` groups of this thread have completed.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-/// The L2 policy for bytes that nobody reads again.
+/// The L2 policy for data that is read once.
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
-/// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
+/// Loads four 8x8 matrices of 16-bit elements; `address` of lane i is row i % 8 of matrix i / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
@@ -59,7 +59,7 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t ad
                : "memory");
 }
 
-/// As above, each matrix transposed.
+/// `ldmatrix_x4` with each matrix transposed.
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
@@ -110,21 +110,21 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/// Nearest tf32 number, as its bits.
+/// The bits of the nearest tf32 number.
 __device__ __forceinline__ uint32_t round_to_tf32(float value) {
   uint32_t bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
   return bits;
 }
 
-/// Two f32 rounded to bf16, `low` in the lower half.
+/// Two f32 rounded to bf16, `low` in the lower 16 bits.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
 
-/// Two f32 rounded to f16, `low` in the lower half.
+/// Two f32 rounded to f16, `low` in the lower 16 bits.
 __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -138,7 +138,7 @@ __device__ __forceinline__ float f16_to_f32(uint16_t bits) {
   return value;
 }
 
-/// Four numbers of e4m3fn as f16, the first in the lower half of the first pair; from sm_89 on.
+/// Four e4m3fn codes as f16, in order from the lower 16 bits of `first`; from sm_89 on.
 __device__ __forceinline__ void e4m3_to_f16(uint32_t& first, uint32_t& second, uint32_t codes) {
   asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, low;\n\t"
       "cvt.rn.f16x2.e4m3x2 %1, high;\n\t}"
@@ -146,19 +146,20 @@ __device__ __forceinline__ void e4m3_to_f16(uint32_t& first, uint32_t& second, u
       : "r"(codes));
 }
 
-/// 2^x within 2 units of the last place; 2^-inf is 0.
+/// 2^x with an error of at most 2 units in the last place; 2^-inf is 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-/// log2(x) and 1 / x but for some 2^-22 of them, log2 near 1 but for 2^-22; of 0 they are -inf and inf.
+/// log2(x) with a relative error of about 2^-22, near x = 1 an absolute one of 2^-22; -inf for 0.
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+/// 1 / x with a relative error of about 2^-22; inf for 0.
 __device__ __forceinline__ float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,4 +1,4 @@
-// Factors of q, K and V by KV head.
+// Scales of q, K and V, one for all KV heads or one per KV head.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace xa {
 
-/// The factor of a KV head; 1 where there is none.
+/// The scale of a KV head; 1 if the call has none.
 __device__ __forceinline__ float scale_of(const ScaleSource& scale, int32_t kv_head) {
   return scale.values == nullptr ? 1.0f : __ldg(scale.values + kv_head * scale.head_stride);
 }

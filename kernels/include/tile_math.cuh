@@ -1,9 +1,13 @@
-// The two products of attention for a warp, S = Q K^T and O += P V, on rows in shared memory.
+// The two products of attention for one warp, S = Q K^T and O += P V, on rows in shared memory.
 //
-// fp8 rows stay bytes in shared memory and become f16 operands B in registers. A lane's word of K is columns 4t to
-// 4t + 3 of a k-block; it serves as columns 2t, 2t + 1, 2t + 8, 2t + 9 of the instruction, so Q's columns are stored in
-// the order 4t, 4t + 1 | 4t + 2, 4t + 3 of each 16. Of V, the accumulators of two blocks of 8 columns hold the even and
-// the odd columns of 16.
+// fp8 rows stay bytes in shared memory and are converted to f16 operands B in registers. ldmatrix gives lane t of a row
+// a 32-bit register with columns 4t to 4t + 3 of a k-block of 16. The instruction wants columns 2t, 2t + 1, 2t + 8 and
+// 2t + 9 there. The sum over columns may take them in any order, so Q is stored with its columns permuted to match:
+//
+//     instruction's columns   0 1 | 2 3 | 4 5 | 6 7  ||  8 9 | 10 11 | 12 13 | 14 15
+//     columns of Q and K      0 1 | 4 5 | 8 9 |12 13 ||  2 3 |  6  7 | 10 11 | 14 15
+//
+// Of V, the accumulators of two adjacent blocks of 8 columns hold the even and the odd ones of 16 columns.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +20,8 @@
 
 namespace xa {
 
-/// Q of a warp's rows: in registers where they suffice, otherwise read again for each block of keys.
+/// Fragments of a warp's rows of Q: kept in registers (kInRegisters), or read from shared memory for each block of
+/// keys.
 template <int kRowTiles, int kHeadDim, int kBytes, bool kInRegisters>
 class QueryFragments {
   static constexpr int kPitch = kHeadDim * kBytes + 16;
@@ -31,7 +36,7 @@ class QueryFragments {
     address_ = rows + lane % 16 * kPitch + lane / 16 * 16;
   }
 
-  /// Call once the rows are there.
+  /// Reads the fragments to keep. Call it when the rows are in shared memory.
   __device__ __forceinline__ void fill() {
     if constexpr (kInRegisters) {
 #pragma unroll
@@ -54,12 +59,12 @@ class QueryFragments {
   }
 };
 
-/// The products for kRowTiles x 16 rows of Q of type T, kKeys keys of type Stored and kHeadDim columns.
-/// K and V lie in shared memory as `Rows` (shared_rows.cuh).
+/// The products for kRowTiles x 16 rows of Q of type T, kKeys keys of type Stored and kHeadDim columns. K and V lie in
+/// shared memory in the layout `Rows` (shared_rows.cuh).
 template <typename T, typename Stored, typename Rows, int kRowTiles, int kKeys, int kHeadDim>
 struct TileMath {
   static constexpr bool kIsFp8 = sizeof(Stored) == 1;
-  static constexpr int kSteps = kHeadDim * static_cast<int>(sizeof(T)) / 32;  // k-blocks of S: 16 halves or 8 floats
+  static constexpr int kSteps = kHeadDim * static_cast<int>(sizeof(T)) / 32;  // k-blocks of 16 halves or 8 floats
   static constexpr int kKeyTiles = kKeys / 8;
   static constexpr int kColumnTiles = kHeadDim / 8;
   using Scores = float[kRowTiles][kKeyTiles][4];
@@ -77,7 +82,7 @@ struct TileMath {
     multiply_rows<T, Rows, kSteps, kSteps <= 16 ? 8 : 2>(scores, query, keys);
   }
 
-  /// output += P V, with V's first row at shared address `values`.
+  /// output += P V, with P in accumulators and V's first row at shared address `values`.
   static __device__ __forceinline__ void accumulate(Output& output, const Scores& p, uint32_t values,
                                                     const AttentionParams& params) {
     if constexpr (kIsFp8) {
@@ -91,8 +96,7 @@ struct TileMath {
  private:
   template <bool kIsE5m2, typename Query>
   static __device__ __forceinline__ void scores_of_fp8(Scores& scores, const Query& query, uint32_t keys) {
-    // A row of 16 bytes is a k-block; ldmatrix_x4 gives one k-block of 32 keys, or two of 16 keys where there are no
-    // more.
+    // 16 bytes of a row are a k-block. One ldmatrix_x4 reads a k-block of 32 keys, or two k-blocks if kKeys is 16.
     constexpr int kStepsAtOnce = kKeyTiles >= 4 ? 1 : 2, kTilesAtOnce = 4 / kStepsAtOnce;
     const uint32_t lane = threadIdx.x % 32, matrix = lane / 8;
     const uint32_t address = keys + Rows::offset(matrix / kStepsAtOnce * 8 + lane % 8, matrix % kStepsAtOnce);
@@ -123,16 +127,16 @@ struct TileMath {
 
   template <bool kIsE5m2>
   static __device__ __forceinline__ void accumulate_fp8(Output& output, const Scores& p, uint32_t values) {
-    // Transposing moves pairs of bytes: lane 4g + t gets columns 2g and 2g + 1 of keys 2t and 2t + 1. ldmatrix_x4_trans
-    // gives, of 32 columns: keys 0-7 and 8-15 of columns 0-15, then of columns 16-31.
+    // ldmatrix transposes 16-bit elements, here pairs of bytes: lane 4g + t gets columns 2g and 2g + 1 of keys 2t and
+    // 2t + 1. The four matrices are keys 0-7 and 8-15 of columns 0-15, then of columns 16-31.
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t address = values + Rows::offset(lane % 16, lane / 16);
 #pragma unroll
     for (int step = 0; step < kKeyTiles / 2; ++step) {
-      uint32_t weights[kRowTiles][4];
+      uint32_t probabilities[kRowTiles][4];
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
-        RegisterOperand<T, kRowTiles, kKeyTiles>{p}.get(weights[tile], tile, step);
+        RegisterOperand<T, kRowTiles, kKeyTiles>{p}.get(probabilities[tile], tile, step);
       }
 #pragma unroll
       for (int group = 0; group < kColumnTiles / 4; ++group) {
@@ -145,8 +149,8 @@ struct TileMath {
           const int column = 4 * group + 2 * half;
 #pragma unroll
           for (int tile = 0; tile < kRowTiles; ++tile) {
-            Element<T>::mma(output[tile][column], weights[tile], first.first, last.first);
-            Element<T>::mma(output[tile][column + 1], weights[tile], first.second, last.second);
+            Element<T>::mma(output[tile][column], probabilities[tile], first.first, last.first);
+            Element<T>::mma(output[tile][column + 1], probabilities[tile], first.second, last.second);
           }
         }
       }

@@ -1,13 +1,13 @@
-// The products of a warp by mma.sync, on rows in shared memory, for 16-bit elements and f32.
+// Matrix products of one warp with mma.sync on rows in shared memory, for 16-bit elements and f32.
 //
 // Fragments are those of mma.sync. In an accumulator c of 16 x 8, lane 4g + t holds row g in c[0], c[1] (columns 2t and
-// 2t + 1) and row g + 8 in c[2], c[3]. For 16-bit weights the accumulators of two adjacent blocks of 8 columns are the
-// operand A of the next product as they are, once packed.
+// 2t + 1) and row g + 8 in c[2], c[3]. For 16-bit elements, the packed accumulators of two adjacent blocks of 8 columns
+// are operand A of the next product (FlashAttention's register layout of P).
 //
-// f32 runs as three tf32 products, big*big + big*small + small*big, where x = big + small to 22 bits. A k-block of 8
-// f32 has the bytes of one of 16 halves, so rows are read alike; rows that have to be transposed cannot be by ldmatrix
-// and are read by words. Tensor cores cut sums off where f32 would round them, so each block of weights is summed from
-// zero and added with rounding.
+// f32 is computed as three tf32 products, big*big + big*small + small*big, where x = big + small to 22 bits. A k-block
+// of 8 floats has the bytes of one of 16 halves, so ldmatrix reads both alike; but ldmatrix cannot transpose floats, so
+// B of `accumulate` is read with 32-bit loads. Tensor cores truncate their sums where f32 would round, so `accumulate`
+// sums each block of P V from zero and adds it to the output with rounding.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace xa {
 
-/// An f32 as the sum of two tf32.
+/// An f32 as the sum of two tf32 numbers.
 struct SplitTf32 {
   uint32_t big;
   uint32_t small;
@@ -52,15 +52,15 @@ __device__ __forceinline__ void split_mma(float (&big)[4], float (&small)[4], co
   ptx::mma_tf32(big, a_big, first.big, second.big);
 }
 
-/// scores = A B^T, both `kSteps` k-blocks of 32 bytes wide: of kTiles x 16 rows, whose fragments `a.get` gives, and
-/// 8 kBlocks rows at shared address `b`. Long rows of f32 are unrolled less (`kUnroll`), or ptxas loads more fragments
-/// ahead than there are registers for.
+/// scores = A B^T with kTiles x 16 rows of A, whose fragments `a.get` returns, and 8 kBlocks rows of B at shared
+/// address `b`, each `kSteps` k-blocks of 32 bytes wide. `kUnroll` is small for long rows of f32, because ptxas would
+/// otherwise load more fragments ahead than there are registers for.
 template <typename T, typename Rows, int kSteps, int kUnroll, typename Fragments, int kTiles, int kBlocks>
 __device__ __forceinline__ void multiply_rows(float (&scores)[kTiles][kBlocks][4], const Fragments& a, uint32_t b) {
   // ldmatrix_x4 gives, of 16 rows of B: the k-block's first and second half of rows 0-7, then of rows 8-15.
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t from_b = b + Rows::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
-  float corrections[kTiles][kBlocks][4];  // f32: the products of small parts, summed apart from the big ones
+  float corrections[kTiles][kBlocks][4];  // f32: sums of the products with small parts
   clear(scores);
   if constexpr (!Element<T>::kIs16Bit) clear(corrections);
 #pragma unroll(kUnroll)
@@ -98,28 +98,27 @@ __device__ __forceinline__ void multiply_rows(float (&scores)[kTiles][kBlocks][4
   }
 }
 
-/// Weights of a warp's rows as operands A: where they were made.
+/// Operand A of `accumulate` (P or dS) from the accumulators of the warp that has computed it. SharedOperand
+/// (bwd/products.cuh) is the same in shared memory.
 template <typename T, int kTiles, int kBlocks>
 struct RegisterOperand {
-  const float (&weights)[kTiles][kBlocks][4];
+  const float (&accumulators)[kTiles][kBlocks][4];
 
-  /// Rows of B that they are for.
+  /// Columns of A, and so rows of B.
   static constexpr int kRows = 8 * kBlocks;
-  /// f32: the rows of a k-block that columns t and t + 4 of A count; the sum may take them in any order, and these are
-  /// the ones that a lane's accumulators hold.
+  /// f32: columns t and t + 4 of the instruction's A are rows kFirst t and kFirst t + kSecond of B's k-block. The order
+  /// within a k-block does not matter, and these are the columns that a lane's accumulators hold.
   static constexpr int kFirst = 2, kSecond = 1;
-  /// Whether addresses may be kept from one product to the next.
-  static constexpr bool kHasRegisters = true;
 
   __device__ __forceinline__ void get(uint32_t (&fragment)[4], int tile, int step) const {
     if constexpr (Element<T>::kIs16Bit) {
-      const float (&left)[4] = weights[tile][2 * step], (&right)[4] = weights[tile][2 * step + 1];
+      const float (&left)[4] = accumulators[tile][2 * step], (&right)[4] = accumulators[tile][2 * step + 1];
       fragment[0] = Element<T>::pack(left[0], left[1]);
       fragment[1] = Element<T>::pack(left[2], left[3]);
       fragment[2] = Element<T>::pack(right[0], right[1]);
       fragment[3] = Element<T>::pack(right[2], right[3]);
     } else {
-      const float (&c)[4] = weights[tile][step];
+      const float (&c)[4] = accumulators[tile][step];
       fragment[0] = __float_as_uint(c[0]);
       fragment[1] = __float_as_uint(c[2]);
       fragment[2] = __float_as_uint(c[1]);
@@ -128,19 +127,19 @@ struct RegisterOperand {
   }
 };
 
-/// output += weights B: B's rows at shared address `b`, from column `first_chunk` * 16 bytes on.
-template <typename T, typename Rows, typename Weights, int kTiles, int kColumnTiles>
-__device__ __forceinline__ void accumulate(float (&output)[kTiles][kColumnTiles][4], const Weights& weights, uint32_t b,
+/// output += A B, with B's rows at shared address `b`, from byte 16 `first_chunk` of each row on.
+template <typename T, typename Rows, typename OperandA, int kTiles, int kColumnTiles>
+__device__ __forceinline__ void accumulate(float (&output)[kTiles][kColumnTiles][4], const OperandA& a, uint32_t b,
                                            int32_t first_chunk) {
   const uint32_t lane = threadIdx.x % 32;
   if constexpr (Element<T>::kIs16Bit) {
     // ldmatrix_x4_trans gives, of 16 columns: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15.
     const uint32_t from = b + Rows::offset(lane % 16, first_chunk + lane / 16);
 #pragma unroll
-    for (int step = 0; step < Weights::kRows / 16; ++step) {
+    for (int step = 0; step < OperandA::kRows / 16; ++step) {
       uint32_t of_a[kTiles][4];
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) weights.get(of_a[tile], tile, step);
+      for (int tile = 0; tile < kTiles; ++tile) a.get(of_a[tile], tile, step);
 #pragma unroll
       for (int pair = 0; pair < kColumnTiles / 2; ++pair) {
         uint32_t of_b[4];
@@ -154,21 +153,21 @@ __device__ __forceinline__ void accumulate(float (&output)[kTiles][kColumnTiles]
     }
   } else {
     const uint32_t g = lane / 4, t = lane % 4;
-    const uint32_t first = b + Rows::offset(Weights::kFirst * t, first_chunk + g / 4) + g % 4 * 4;
-    const uint32_t second = b + Rows::offset(Weights::kFirst * t + Weights::kSecond, first_chunk + g / 4) + g % 4 * 4;
+    const uint32_t first = b + Rows::offset(OperandA::kFirst * t, first_chunk + g / 4) + g % 4 * 4;
+    const uint32_t second = b + Rows::offset(OperandA::kFirst * t + OperandA::kSecond, first_chunk + g / 4) + g % 4 * 4;
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column) {
       float big[kTiles][1][4], small[kTiles][1][4];
       clear(big);
       clear(small);
 #pragma unroll
-      for (int step = 0; step < Weights::kRows / 8; ++step) {
+      for (int step = 0; step < OperandA::kRows / 8; ++step) {
         const uint32_t b0 = __float_as_uint(ptx::load_shared_f32(Rows::moved(first, 8 * step, 2 * column)));
         const uint32_t b1 = __float_as_uint(ptx::load_shared_f32(Rows::moved(second, 8 * step, 2 * column)));
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           uint32_t of_a[4];
-          weights.get(of_a, tile, step);
+          a.get(of_a, tile, step);
           split_mma(big[tile][0], small[tile][0], of_a, b0, b1);
         }
       }
