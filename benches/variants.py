@@ -24,7 +24,7 @@ import peers
 import prefill
 from prefill_cases import CASES
 
-# PrefillParams (kernels/include/hopper/params.cuh): bytes, and where what a variant changes is.
+# HopperPrefillParams (kernels/include/hopper/params.cuh): bytes, and where what a variant changes is.
 PARAMS_BYTES, ALIGNMENT = 1024, 64
 AT = {"q": 448, "k": 576, "v": 704, "next_tile": 960}
 # Of the driver's headers.

@@ -21,13 +21,13 @@
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
 using LogitsTransform = xa::XA_PASTE(logits_, XA_LOGITS);
-using Choice = xa::tiles::HopperPrefill<sizeof(T), xa::tiles::XA_PASTE(head_dim_, XA_HEAD_DIM),
+using Config = xa::tiles::HopperPrefill<sizeof(T), xa::tiles::XA_PASTE(head_dim_, XA_HEAD_DIM),
                                         xa::tiles::XA_PASTE(logits_, XA_LOGITS)>;
-using Shape = xa::hopper::TileShape<Choice, xa::hopper::Storage::XA_STORAGE>;
+using Shape = xa::hopper::PrefillShape<Config, xa::hopper::Storage::XA_STORAGE>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
-    XA_ENTRY(const __grid_constant__ xa::PrefillParams params) {
+    XA_ENTRY(const __grid_constant__ xa::HopperPrefillParams params) {
   extern __shared__ uint8_t shared[];
-  xa::hopper::prefill<Shape, T, LogitsTransform>(params, xa::hopper::TileNumbers::of_grid(), shared);
+  xa::hopper::prefill<Shape, T, LogitsTransform>(params, xa::hopper::InitialTiles::one_per_cta(), shared);
 }

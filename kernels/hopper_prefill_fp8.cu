@@ -4,12 +4,12 @@
 // Compiled once for each combination of
 //   XA_HEAD_DIM  D and Dv, exactly
 //   XA_STORAGE   contiguous, paged
-//   XA_LOGITS    scaled, softcap_alibi (include/hopper/fp8_score.cuh)
+//   XA_LOGITS    scaled, softcap_alibi (include/hopper/fp8_logits_transform.cuh)
 // Launch: any number of CTAs of kThreads threads and kSharedBytes of dynamic shared memory, one an SM.
 
 #include "element.cuh"
 #include "hopper/fp8_compute.cuh"
-#include "hopper/fp8_score.cuh"
+#include "hopper/fp8_logits_transform.cuh"
 #include "hopper/fp8_shape.cuh"
 #include "hopper/load.cuh"
 #include "hopper/pipeline.cuh"
@@ -19,13 +19,13 @@
 
 namespace {
 using LogitsTransform = xa::hopper::XA_PASTE(fp8_logits_, XA_LOGITS);
-using Choice =
+using Config =
     xa::tiles::HopperPrefill<1, xa::tiles::XA_PASTE(head_dim_, XA_HEAD_DIM), xa::tiles::XA_PASTE(logits_, XA_LOGITS)>;
-using Shape = xa::hopper::Fp8TileShape<Choice, xa::hopper::Storage::XA_STORAGE>;
+using Shape = xa::hopper::Fp8PrefillShape<Config, xa::hopper::Storage::XA_STORAGE>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
-    XA_ENTRY(const __grid_constant__ xa::PrefillParams params) {
+    XA_ENTRY(const __grid_constant__ xa::HopperPrefillParams params) {
   extern __shared__ uint8_t shared[];
   const xa::hopper::Pipeline<Shape> pipeline(shared);
   if (threadIdx.x == 0) pipeline.init();
@@ -41,13 +41,13 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
         xa::hopper::transpose_blocks<Shape, 0>(params, pipeline);
         break;
       case 2:
-        xa::hopper::plan_tiles<Shape, LogitsTransform>(params, pipeline, xa::hopper::TileNumbers::of_grid());
+        xa::hopper::schedule_tiles<Shape, LogitsTransform>(params, pipeline, xa::hopper::InitialTiles::one_per_cta());
         break;
       default: {
         const bool ascend = xa::hopper::query_starts_ascend(params.attention);
         if (threadIdx.x % 32 == 0) {
           pipeline.starts_ascend() = ascend;
-          pipeline.order_known().arrive();
+          pipeline.starts_checked().arrive();
         }
         xa::hopper::transpose_blocks<Shape, 1>(params, pipeline);
       }

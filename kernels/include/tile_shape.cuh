@@ -4,7 +4,7 @@
 // prefill:       each warp has its own rows; all warps read the same blocks of keys.
 // decode:        the warps share 16 rows; warp w has every kKeyWarps-th block of keys. Their states are merged.
 // decode_8warps: decode with 8 warps, for GPUs that give a CTA 163 KB of shared memory.
-// fused:   decode in the CTAs of Hopper's prefill (hopper/mixed.cuh).
+// fused:         decode in the CTAs of Hopper's prefill (hopper/fused.cuh).
 //
 // Shared memory: the query rows, each followed by 16 unused bytes, then per ring (one of the CTA, or one a warp)
 // kStages blocks of K and as many of V (shared_rows.cuh); when a piece is done, the results of its warps take their

@@ -118,7 +118,7 @@ fn short_sequences_among_long_ones_agree_with_the_reference() {
 
 /// Long and short sequences in pages of whole boxes, as Hopper decodes beneath prefill.
 #[test]
-fn decode_beneath_prefill_agrees_with_the_reference() {
+fn fused_prefill_and_decode_agrees_with_the_reference() {
     let lengths = [
         &[(300, 500), (1, 700), (2, 90), (0, 30), (1, 1300), (1, 17), (150, 150)][..],
         &[(1, 1), (260, 260), (1, 2000)],
@@ -156,7 +156,7 @@ fn decode_beneath_prefill_agrees_with_the_reference() {
                     ..MemoryLayout::paged(KvLayout::ALL[1 + seed as usize % 4], page_size)
                 };
                 assert_named_matches_reference(
-                    &format!("mixed {seed}"),
+                    &format!("fused {seed}"),
                     &mut AttentionCase::flash(&spec.batch(), &memory_layout),
                 );
             }
@@ -166,7 +166,7 @@ fn decode_beneath_prefill_agrees_with_the_reference() {
 
 /// So many short sequences that a CTA decodes several, one after the other, with the same barriers.
 #[test]
-fn many_decoded_sequences_beneath_prefill_agree_with_the_reference() {
+fn many_fused_decode_sequences_agree_with_the_reference() {
     let decoded = (0..48).map(|i| (1 + i % 2, 3 + 37 * i % 190));
     let lengths: Vec<_> = std::iter::once((100, 3000)).chain(decoded).collect();
     for (dtypes, heads) in [(Dtypes::same(BF16), (16, 1)), (Dtypes::same(F16), (4, 1))] {
@@ -243,7 +243,7 @@ mod on_their_own_gpu {
     }
 
     #[test]
-    fn the_mixed_kernel_is_chosen() {
+    fn the_fused_kernel_is_chosen() {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
         let log = log();
         for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
@@ -261,7 +261,7 @@ mod on_their_own_gpu {
                 .invocation()
                 .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
                 .unwrap();
-            assert_logged(log, &format!("hopper_mixed_{name}_128 with"));
+            assert_logged(log, &format!("hopper_fused_{name}_128 with"));
         }
     }
 }

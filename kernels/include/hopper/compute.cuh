@@ -8,8 +8,8 @@
 #include <type_traits>
 
 #include "element.cuh"
+#include "hopper/online_softmax.cuh"
 #include "hopper/pipeline.cuh"
-#include "hopper/row_state.cuh"
 #include "hopper/shape.cuh"
 #include "hopper/swizzle_atom.cuh"
 #include "hopper/tile_loop.cuh"
@@ -24,13 +24,13 @@ namespace xa::hopper {
 /// Hides from each row the keys that it does not see, in a block from `first_key` on. Few blocks have an end of what
 /// some row sees in them, and hardly one has both ends.
 template <int kKeyTiles>
-__device__ __forceinline__ void hide_unseen(float (&scores)[kKeyTiles][4], const PrefillParams& prefill,
-                                            const WorkTile& plan, int32_t first_row, int32_t first_key) {
-  const Visibility visibility(prefill.attention, plan.tile);
+__device__ __forceinline__ void mask_scores(float (&scores)[kKeyTiles][4], const HopperPrefillParams& prefill,
+                                            const WorkTile& work, int32_t first_row, int32_t first_key) {
+  const Visibility visibility(prefill.attention, work.tile);
   const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
   const auto query = [&](int half) {
-    return (plan.tile.first_row + first_row + 8 * half + static_cast<int32_t>(threadIdx.x % 32 / 4)) >>
-           prefill.group_shift;
+    return (work.tile.first_row + first_row + 8 * half + static_cast<int32_t>(threadIdx.x % 32 / 4)) >>
+           prefill.group_log2;
   };
   const auto hide = [&](int half, auto is_hidden) {
 #pragma unroll
@@ -41,14 +41,14 @@ __device__ __forceinline__ void hide_unseen(float (&scores)[kKeyTiles][4], const
       }
     }
   };
-  if (first_key + 8 * kKeyTiles > plan.keys.common_end) {
+  if (first_key + 8 * kKeyTiles > work.keys.common_end) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t end = visibility.end(query(half)) - first_column;
       hide(half, [&](int32_t column) { return column >= end; });
     }
   }
-  if (first_key < plan.keys.common_begin) {
+  if (first_key < work.keys.common_begin) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t begin = visibility.begin(query(half)) - first_column;
@@ -60,15 +60,16 @@ __device__ __forceinline__ void hide_unseen(float (&scores)[kKeyTiles][4], const
 /// Clears the rows of a block of V of which no row of the sequence sees the key: 0 times what lies there could be NaN.
 /// Each warpgroup does so by itself before it uses the block.
 template <typename Shape>
-__device__ __forceinline__ void clear_unseen(uint8_t* values, const TilePlan& plan, int32_t first_key) {
-  using Panel = typename Shape::Panel;
+__device__ __forceinline__ void clear_invisible_values(uint8_t* values, const PrefillTile& tile, int32_t first_key) {
+  using Atom = typename Shape::Atom;
   using Block = typename Shape::ValueBlock;
-  constexpr int kChunks = Block::kPanels * Panel::kChunks;
+  constexpr int kChunks = Block::kAtomColumns * Atom::kChunks;
   for (int32_t item = threadIdx.x % 128; item < Shape::kKeys * kChunks; item += 128) {
     const int32_t row = item / kChunks, chunk = item % kChunks, key = first_key + row;
-    if (key >= plan.seen_begin && key < plan.seen_end) continue;
-    uint8_t* const to = values + row / 8 * Block::kGroupDistance + chunk / Panel::kChunks * Block::kPanelDistance +
-                        row % 8 * Panel::kRowBytes + chunk % Panel::kChunks * 16;
+    if (key >= tile.visible_begin && key < tile.visible_end) continue;
+    uint8_t* const to = values + row / 8 * Block::kStrideByteOffset +
+                        chunk / Atom::kChunks * Block::kLeadingByteOffset + row % 8 * Atom::kRowBytes +
+                        chunk % Atom::kChunks * 16;
     *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
   }
   ptx::fence_proxy_async_shared();
@@ -76,41 +77,41 @@ __device__ __forceinline__ void clear_unseen(uint8_t* values, const TilePlan& pl
 
 /// Computes all tiles of the CTA. The work of a warpgroup.
 template <typename Shape, typename T, typename LogitsTransform>
-__device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, const Pipeline<Shape>& pipeline) {
+__device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill, const Pipeline<Shape>& pipeline) {
   constexpr int kKeys = Shape::kKeys;
   using Keys = PipelineState<Shape::kStages>;
   // With softcap_alibi the scores are already logits to base 2.
-  constexpr bool kRounds = std::is_same_v<LogitsTransform, logits_none>;
-  using Panel = typename Shape::Panel;
+  constexpr bool kScaleInExponent = std::is_same_v<LogitsTransform, logits_none>;
+  using Atom = typename Shape::Atom;
   using KeyBlock = typename Shape::KeyBlock;
   using ValueBlock = typename Shape::ValueBlock;
   const AttentionParams& params = prefill.attention;
   const int32_t warp = uniform(threadIdx.x / 32), warpgroup = warp / 4, warp_row = 16 * warp;
-  const bool leads = threadIdx.x % 32 == 0;
-  const auto sync_own = [&] { ptx::named_barrier_sync(1 + warpgroup, 128); };
+  const bool is_lane_0 = threadIdx.x % 32 == 0;
+  const auto sync_warpgroup = [&] { ptx::named_barrier_sync(1 + warpgroup, 128); };
   const auto release = [&](const Barrier& barrier) {
-    if (leads) barrier.arrive();
+    if (is_lane_0) barrier.arrive();
   };
 
   const LogitsTransform transform(params);
-  const float unit = kRounds ? ptx::opaque(transform.log2_unit()) : 1.0f;
-  const uint64_t query = matrix_descriptor<Panel>(pipeline.query() + warpgroup * 8 * Panel::kBytes, 0, Panel::kBytes);
-  const uint64_t keys = matrix_descriptor<Panel>(pipeline.keys(0), 0, KeyBlock::kGroupDistance);
+  const float unit = kScaleInExponent ? ptx::opaque(transform.log2_unit()) : 1.0f;
+  const uint64_t query = matrix_descriptor<Atom>(pipeline.query() + warpgroup * 8 * Atom::kBytes, 0, Atom::kBytes);
+  const uint64_t keys = matrix_descriptor<Atom>(pipeline.keys(0), 0, KeyBlock::kStrideByteOffset);
   const uint64_t values =
-      matrix_descriptor<Panel>(pipeline.values(0), ValueBlock::kPanelDistance, ValueBlock::kGroupDistance);
+      matrix_descriptor<Atom>(pipeline.values(0), ValueBlock::kLeadingByteOffset, ValueBlock::kStrideByteOffset);
 
   float scores[kKeys / 8][4];
   uint32_t weights[kKeys / 16][4];
-  RowState<Shape::kValueDim / 8> state;
+  OnlineSoftmax<Shape::kValueDim / 8> state;
 
-  const auto start_scores = [&](const Keys& turn) {
-    constexpr int kSteps = Panel::kColumns / 16;  // of a panel
+  const auto issue_qk = [&](const Keys& turn) {
+    constexpr int kSteps = Atom::kColumns / 16;  // of a panel
     const uint64_t block = keys + turn.stage * (KeyBlock::kBytes >> 4);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Shape::kHeadDim / 16; ++step) {
-      const uint64_t a = query + (step / kSteps * (Shape::kQueryPanelBytes >> 4) + step % kSteps * 2);
-      const uint64_t b = block + (step / kSteps * (KeyBlock::kPanelDistance >> 4) + step % kSteps * 2);
+      const uint64_t a = query + (step / kSteps * (Shape::kQueryAtomColumnBytes >> 4) + step % kSteps * 2);
+      const uint64_t b = block + (step / kSteps * (KeyBlock::kLeadingByteOffset >> 4) + step % kSteps * 2);
       if (step == 0) {
         Wgmma<T, kKeys>::template ss<false>(scores, a, b);
       } else {
@@ -119,12 +120,13 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
     }
     ptx::wgmma_commit_group();
   };
-  const auto start_output = [&](const Keys& turn) {
+  const auto issue_pv = [&](const Keys& turn) {
     const uint64_t block = values + turn.stage * (ValueBlock::kBytes >> 4);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
-      Wgmma<T, Shape::kValueDim>::rs(state.output, weights[step], block + step * (2 * ValueBlock::kGroupDistance >> 4));
+      Wgmma<T, Shape::kValueDim>::rs(state.output, weights[step],
+                                     block + step * (2 * ValueBlock::kStrideByteOffset >> 4));
     }
     ptx::wgmma_commit_group();
   };
@@ -140,73 +142,74 @@ __device__ __forceinline__ void compute_tiles(const PrefillParams& prefill, cons
   };
 
   int32_t turn = 0;
-  const auto attend = [&](const TilePlan& plan, int32_t first, int32_t end, int32_t tile, const auto& finish_rows) {
+  const auto attend = [&](const PrefillTile& tile, int32_t first, int32_t end, int32_t tile_count,
+                          const auto& finish_rows) {
     // Blocks [common_begin, common_end) are seen whole by every row.
-    const int32_t common_begin = uniform((plan.plan.keys.common_begin + kKeys - 1) / kKeys);
-    const int32_t common_end = uniform(plan.plan.keys.common_end / kKeys);
+    const int32_t common_begin = uniform((tile.work.keys.common_begin + kKeys - 1) / kKeys);
+    const int32_t common_end = uniform(tile.work.keys.common_end / kKeys);
     int32_t block = end - 1;
     const auto weigh = [&](bool masked) {
-      transform.template apply<T>(scores, plan.plan, warp_row, block * kKeys);
-      if (masked) hide_unseen(scores, prefill, plan.plan, warp_row, block * kKeys);
+      transform.template apply<T>(scores, tile.work, warp_row, block * kKeys);
+      if (masked) mask_scores(scores, prefill, tile.work, warp_row, block * kKeys);
       state.absorb(scores, unit);
     };
     // Of a block that has been taken up and not yet multiplied.
-    const auto clean_values = [&] {
+    const auto clear_partial_values = [&] {
       const int32_t first_key = block * kKeys;
-      if (first_key >= plan.seen_begin && first_key + kKeys <= plan.seen_end) return;
+      if (first_key >= tile.visible_begin && first_key + kKeys <= tile.visible_end) return;
       const Keys now(turn);
       pipeline.values_full(now).wait();
-      clear_unseen<Shape>(pipeline.value_bytes(now.stage), plan, first_key);
-      sync_own();
+      clear_invisible_values<Shape>(pipeline.values_pointer(now.stage), tile, first_key);
+      sync_warpgroup();
     };
     const auto step = [&](bool masked) {
       const Keys now(turn), next(turn + 1);
       pipeline.keys_full(next).wait();
-      start_scores(next);
+      issue_qk(next);
       pipeline.values_full(now).wait();
-      start_output(now);
+      issue_pv(now);
       ptx::wgmma_wait_group<1>();
       release(pipeline.keys_empty(next));
-      if (block == first) release(pipeline.query_empty(tile));
+      if (block == first) release(pipeline.query_empty(tile_count));
       weigh(masked);
       ptx::wgmma_wait_group<0>();
       pack_weights();
       release(pipeline.values_empty(now));
-      if (state.has_risen()) {
+      if (state.max_changed()) {
         state.rescale_output();
-        if constexpr (kRounds) state.template round_largest<T>(scores);
+        if constexpr (kScaleInExponent) state.template round_max_weights<T>(scores);
       }
       ++turn;
-      if (masked) clean_values();
+      if (masked) clear_partial_values();
     };
 
-    pipeline.query_full(tile).wait();
+    pipeline.query_full(tile_count).wait();
     const Keys now(turn);
     pipeline.keys_full(now).wait();
-    start_scores(now);
+    issue_qk(now);
     ptx::wgmma_wait_group<0>();
     release(pipeline.keys_empty(now));
-    if (block == first) release(pipeline.query_empty(tile));
+    if (block == first) release(pipeline.query_empty(tile_count));
     if (block < common_begin || block >= common_end) {
       weigh(true);
     } else {
       weigh(false);
     }
-    if constexpr (kRounds) state.template round_largest<T>(scores);
+    if constexpr (kScaleInExponent) state.template round_max_weights<T>(scores);
     pack_weights();
-    clean_values();
+    clear_partial_values();
     --block;
-    for_blocks(block, first, common_begin, common_end, step);
+    for_each_block(block, first, common_begin, common_end, step);
     const Keys last(turn);
     pipeline.values_full(last).wait();
-    start_output(last);
+    issue_pv(last);
     // What needs no output is done before it is there.
     finish_rows();
     ptx::wgmma_wait_group<0>();
     release(pipeline.values_empty(last));
     ++turn;
   };
-  for_tiles<Shape, T>(prefill, pipeline, warp, state, attend);
+  for_each_tile<Shape, T>(prefill, pipeline, warp, state, attend);
 }
 
 }  // namespace xa::hopper

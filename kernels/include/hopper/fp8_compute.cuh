@@ -8,8 +8,8 @@
 #include "fp8_convert.cuh"
 #include "hopper/compute.cuh"
 #include "hopper/fp8_shape.cuh"
+#include "hopper/online_softmax.cuh"
 #include "hopper/pipeline.cuh"
-#include "hopper/row_state.cuh"
 #include "hopper/tile_loop.cuh"
 #include "hopper/wgmma.cuh"
 #include "output_rows.cuh"
@@ -19,11 +19,11 @@
 
 namespace xa::hopper {
 
-/// The softmax of a warp's 16 rows as RowState, with weights of e4m3fn, the largest of which is 2^kWeightLog2: `max` is
-/// that much below the largest logit.
+/// The softmax of a warp's 16 rows as OnlineSoftmax, with weights of e4m3fn, the largest of which is 2^kWeightLog2:
+/// `max` is that much below the largest logit.
 template <int kColumnTiles, int kWeightLog2>
-struct Fp8RowState : RowState<kColumnTiles> {
-  using State = RowState<kColumnTiles>;
+struct Fp8OnlineSoftmax : OnlineSoftmax<kColumnTiles> {
+  using State = OnlineSoftmax<kColumnTiles>;
   using State::max;
   using State::rescale;
   using State::sum;
@@ -53,7 +53,7 @@ struct Fp8RowState : RowState<kColumnTiles> {
     if (__builtin_expect(!are_ordered, 0)) {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        largest[half] = __float_as_int(State::largest_of_quad(State::largest_of_lane(scores, half)));
+        largest[half] = __float_as_int(State::quad_max(State::lane_max(scores, half)));
     }
     float next[2], base[2], block_sum[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -88,14 +88,14 @@ struct Fp8RowState : RowState<kColumnTiles> {
 
 /// Computes all tiles of the CTA. The work of a warpgroup.
 template <typename Shape, typename LogitsTransform>
-__device__ __forceinline__ void compute_fp8_tiles(const PrefillParams& prefill, const Pipeline<Shape>& pipeline) {
+__device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& prefill, const Pipeline<Shape>& pipeline) {
   constexpr int kKeys = Shape::kKeys, kSteps = Shape::kHeadDim / 32;
   using Keys = PipelineState<Shape::kStages>;
-  using Panel = typename Shape::FetchedPanel;
+  using Atom = typename Shape::Fp8Atom;
   using KeyBlock = typename Shape::KeyBlock;
   using ValueBlock = typename Shape::ValueBlock;
   // 32 bytes a step.
-  constexpr int kPanelSteps = Panel::kRowBytes / 32;
+  constexpr int kPanelSteps = Atom::kRowBytes / 32;
   const AttentionParams& params = prefill.attention;
   const int32_t warp = uniform(threadIdx.x / 32), warpgroup = warp / 4, warp_row = 16 * warp;
   const int32_t lane = threadIdx.x % 32;
@@ -104,21 +104,21 @@ __device__ __forceinline__ void compute_fp8_tiles(const PrefillParams& prefill, 
   };
 
   const LogitsTransform transform(params);
-  const uint64_t query = matrix_descriptor<Panel>(pipeline.query() + warpgroup * 8 * Panel::kBytes, 0, Panel::kBytes);
-  const uint64_t keys = matrix_descriptor<Panel>(pipeline.keys(0), 0, KeyBlock::kGroupDistance);
-  const uint64_t values = matrix_descriptor<Panel>(pipeline.values(0), 0, Panel::kBytes);
+  const uint64_t query = matrix_descriptor<Atom>(pipeline.query() + warpgroup * 8 * Atom::kBytes, 0, Atom::kBytes);
+  const uint64_t keys = matrix_descriptor<Atom>(pipeline.keys(0), 0, KeyBlock::kStrideByteOffset);
+  const uint64_t values = matrix_descriptor<Atom>(pipeline.values(0), 0, Atom::kBytes);
 
   float scores[kKeys / 8][4];
   uint32_t weights[kKeys / 32][4];
-  Fp8RowState<Shape::kValueDim / 8, Shape::kWeightLog2> state;
+  Fp8OnlineSoftmax<Shape::kValueDim / 8, Shape::kWeightLog2> state;
 
-  const auto start_scores = [&](const Keys& turn) {
+  const auto issue_qk = [&](const Keys& turn) {
     const uint64_t block = keys + turn.stage * (KeyBlock::kBytes >> 4);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const uint64_t a = query + (step / kPanelSteps * (Shape::kQueryPanelBytes >> 4) + step % kPanelSteps * 2);
-      const uint64_t b = block + (step / kPanelSteps * (KeyBlock::kPanelDistance >> 4) + step % kPanelSteps * 2);
+      const uint64_t a = query + (step / kPanelSteps * (Shape::kQueryAtomColumnBytes >> 4) + step % kPanelSteps * 2);
+      const uint64_t b = block + (step / kPanelSteps * (KeyBlock::kLeadingByteOffset >> 4) + step % kPanelSteps * 2);
       if (step == 0) {
         Wgmma<E4m3, kKeys>::template ss<false>(scores, a, b);
       } else {
@@ -127,42 +127,43 @@ __device__ __forceinline__ void compute_fp8_tiles(const PrefillParams& prefill, 
     }
     ptx::wgmma_commit_group();
   };
-  const auto start_output = [&](const Keys& turn) {
+  const auto issue_pv = [&](const Keys& turn) {
     const uint64_t block = values + turn.stage * (ValueBlock::kBytes >> 4);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kKeys / 32; ++step) {
       Wgmma<E4m3, Shape::kValueDim>::rs(
           state.output, weights[step],
-          block + (step / kPanelSteps * (ValueBlock::kPanelDistance >> 4) + step % kPanelSteps * 2));
+          block + (step / kPanelSteps * (ValueBlock::kLeadingByteOffset >> 4) + step % kPanelSteps * 2));
     }
     ptx::wgmma_commit_group();
   };
 
   int32_t turn = 0;
-  const auto attend = [&](const TilePlan& plan, int32_t first, int32_t end, int32_t tile, const auto& finish_rows) {
-    const float unit = __int_as_float(uniform(__float_as_int(LogitsTransform::log2_unit(plan.plan))));
-    const bool is_plain = uniform(static_cast<int32_t>(LogitsTransform::leaves(plan.plan))) != 0;
+  const auto attend = [&](const PrefillTile& tile, int32_t first, int32_t end, int32_t tile_count,
+                          const auto& finish_rows) {
+    const float unit = __int_as_float(uniform(__float_as_int(LogitsTransform::log2_unit(tile.work))));
+    const bool is_identity = uniform(static_cast<int32_t>(LogitsTransform::is_identity(tile.work))) != 0;
     // Blocks [common_begin, common_end) are seen whole by every row, and their scores are left as they are if any
     // are.
-    const int32_t common_begin = uniform((plan.plan.keys.common_begin + kKeys - 1) / kKeys);
-    const int32_t common_end = is_plain ? uniform(plan.plan.keys.common_end / kKeys) : 0;
+    const int32_t common_begin = uniform((tile.work.keys.common_begin + kKeys - 1) / kKeys);
+    const int32_t common_end = is_identity ? uniform(tile.work.keys.common_end / kKeys) : 0;
     int32_t block = end - 1;
     const auto weigh = [&](bool masked, uint32_t (&to)[kKeys / 32][4]) {
-      if (masked || !LogitsTransform::kLeavesMost)
-        transform.template apply<F16>(scores, plan.plan, warp_row, block * kKeys);
-      if (masked) hide_unseen(scores, prefill, plan.plan, warp_row, block * kKeys);
+      if (masked || !LogitsTransform::kUsuallyIdentity)
+        transform.template apply<F16>(scores, tile.work, warp_row, block * kKeys);
+      if (masked) mask_scores(scores, prefill, tile.work, warp_row, block * kKeys);
       state.absorb(scores, unit, to);
     };
     const auto step = [&](bool masked) {
       const Keys now(turn), next(turn + 1);
       pipeline.keys_full(next).wait();
-      start_scores(next);
+      issue_qk(next);
       pipeline.values_full(now).wait();
-      start_output(now);
+      issue_pv(now);
       ptx::wgmma_wait_group<1>();
       release(pipeline.keys_empty(next));
-      if (block == first) release(pipeline.query_empty(tile));
+      if (block == first) release(pipeline.query_empty(tile_count));
       uint32_t made[kKeys / 32][4];
       weigh(masked, made);
       ptx::wgmma_wait_group<0>();
@@ -171,34 +172,34 @@ __device__ __forceinline__ void compute_fp8_tiles(const PrefillParams& prefill, 
 #pragma unroll
       for (int i = 0; i < kKeys / 8; ++i) weights[i / 4][i % 4] = ptx::mov_volatile(made[i / 4][i % 4]);
       // What e4m3fn rounds is more than what a large reference does: the sums are left as they are.
-      if (state.has_risen()) state.rescale_output();
+      if (state.max_changed()) state.rescale_output();
       ++turn;
     };
 
-    pipeline.query_full(tile).wait();
+    pipeline.query_full(tile_count).wait();
     const Keys now(turn);
     pipeline.keys_full(now).wait();
-    start_scores(now);
+    issue_qk(now);
     ptx::wgmma_wait_group<0>();
     release(pipeline.keys_empty(now));
-    if (block == first) release(pipeline.query_empty(tile));
+    if (block == first) release(pipeline.query_empty(tile_count));
     if (block < common_begin || block >= common_end) {
       weigh(true, weights);
     } else {
       weigh(false, weights);
     }
     --block;
-    for_blocks(block, first, common_begin, common_end, step);
+    for_each_block(block, first, common_begin, common_end, step);
     const Keys last(turn);
     pipeline.values_full(last).wait();
-    start_output(last);
+    issue_pv(last);
     // What needs no output is done before it is there.
     finish_rows();
     ptx::wgmma_wait_group<0>();
     release(pipeline.values_empty(last));
     ++turn;
   };
-  for_tiles<Shape, F16>(prefill, pipeline, warp, state, attend);
+  for_each_tile<Shape, F16>(prefill, pipeline, warp, state, attend);
 }
 
 }  // namespace xa::hopper

@@ -1,6 +1,7 @@
-// How the fp8 prefill kernel of sm_90a cuts up its work; and its shared memory. As shape.cuh, but elements of Q, K and
-// V are bytes, those of the output are not, and V is there twice: as it has been fetched, and transposed, because wgmma
-// takes 8-bit operands along their rows only.
+// Tile shape and shared memory of the fp8 prefill kernel of sm_90a. As shape.cuh, but Q, K and V are e4m3fn and O is
+// 16-bit, and shared memory holds V twice: as loaded, and transposed, because wgmma takes 8-bit operands K-major only.
+//
+//   Q | K [kStages] | V transposed [kStages] | V as loaded [kStages] | O staging | PrefillTile [2] | mbarriers
 #pragma once
 
 #include <cstdint>
@@ -12,62 +13,62 @@
 
 namespace xa::hopper {
 
-/// `Choice` is a row of tiles::HopperPrefill.
-template <typename Choice, Storage kStorage_>
-struct Fp8TileShape : Choice {
-  static constexpr int kHeadDim = Choice::kDim, kValueDim = Choice::kValueDim;
+/// `Config` is a row of tiles::HopperPrefill (kernels/variants.toml).
+template <typename Config, Storage kStorage_>
+struct Fp8PrefillShape : Config {
+  static constexpr int kHeadDim = Config::kDim, kValueDim = Config::kValueDim;
   static constexpr Storage kStorage = kStorage_;
-  static constexpr int kRows = 64 * Choice::kWarpgroups;
-  static constexpr int kComputeThreads = 128 * Choice::kWarpgroups;
+  static constexpr int kRows = 64 * Config::kWarpgroups;
+  static constexpr int kComputeThreads = 128 * Config::kWarpgroups;
   static constexpr int kComputeWarps = kComputeThreads / 32;
   static constexpr int kThreads = kComputeThreads + 128;
-  /// Warps that transpose V: the one that fetches it, and one more.
-  static constexpr int kTransposers = 2;
-  /// Rows of the output are bf16 or f16.
-  static constexpr bool kChoosesOutput = true;
-  /// Weights are multiplied by a power of two, so that small ones are not lost; the largest e4m3fn is 448.
+  /// Warps that transpose V: the one that loads V, and one more.
+  static constexpr int kTransposeWarps = 2;
+  /// O is bf16 or f16, which the parameters say.
+  static constexpr bool kOutputTypeAtRunTime = true;
+  /// P is multiplied by 2^kWeightLog2, so that fewer small weights underflow; the largest e4m3fn is 448.
   static constexpr int kWeightLog2 = 8;
 
-  /// Of the output.
-  static constexpr bool kFetchesRows = false;
-  using Panel = SwizzleAtom<64>;
-  /// Of Q, K and V: 128 elements.
-  using FetchedPanel = SwizzleAtom<64>;
-  static constexpr int kQueryPanels = kHeadDim / FetchedPanel::kRowBytes;
-  static constexpr int kQueryPanelBytes = kRows * FetchedPanel::kRowBytes;
-  static constexpr int kQueryBytes = kQueryPanels * kQueryPanelBytes;
+  static constexpr bool kHasCpAsyncLoader = false;
+  /// Atom of O.
+  using Atom = SwizzleAtom<64>;
+  /// Atom of Q, K and V: rows of 128 e4m3fn elements.
+  using Fp8Atom = SwizzleAtom<64>;
+  static constexpr int kQueryAtomColumns = kHeadDim / Fp8Atom::kRowBytes;
+  static constexpr int kQueryAtomColumnBytes = kRows * Fp8Atom::kRowBytes;
+  static constexpr int kQueryBytes = kQueryAtomColumns * kQueryAtomColumnBytes;
 
-  struct FetchedBlock {
-    static constexpr int kPanels = kQueryPanels;
-    static constexpr int kBytes = kPanels * Choice::kKeys * FetchedPanel::kRowBytes;
-    static constexpr int kPanelDistance =
-        kStorage == Storage::paged ? FetchedPanel::kBytes : Choice::kKeys * FetchedPanel::kRowBytes;
-    static constexpr int kGroupDistance =
-        kStorage == Storage::paged ? kPanels * FetchedPanel::kBytes : FetchedPanel::kBytes;
+  struct LoadedValueBlock {
+    static constexpr int kAtomColumns = kQueryAtomColumns;
+    static constexpr int kBytes = kAtomColumns * Config::kKeys * Fp8Atom::kRowBytes;
+    static constexpr int kLeadingByteOffset =
+        kStorage == Storage::paged ? Fp8Atom::kBytes : Config::kKeys * Fp8Atom::kRowBytes;
+    static constexpr int kStrideByteOffset =
+        kStorage == Storage::paged ? kAtomColumns * Fp8Atom::kBytes : Fp8Atom::kBytes;
   };
-  using KeyBlock = FetchedBlock;
-  /// V transposed: panels of 128 keys, [panel][column][key].
+  using KeyBlock = LoadedValueBlock;
+  /// V transposed: atom columns of 128 keys, [atom column][column of V][key].
   struct ValueBlock {
-    static constexpr int kPanels = kValueDim / Panel::kColumns;  // of the output
-    static constexpr int kPanelDistance = kValueDim * FetchedPanel::kRowBytes;
-    static constexpr int kBytes = (Choice::kKeys + 127) / 128 * kPanelDistance;
+    static constexpr int kAtomColumns = kValueDim / Atom::kColumns;  // of O
+    static constexpr int kLeadingByteOffset = kValueDim * Fp8Atom::kRowBytes;
+    static constexpr int kBytes = (Config::kKeys + 127) / 128 * kLeadingByteOffset;
   };
 
   static constexpr int kKeysOffset = kQueryBytes;
-  static constexpr int kValuesOffset = kKeysOffset + Choice::kStages * KeyBlock::kBytes;
-  static constexpr int kFetchedOffset = kValuesOffset + Choice::kStages * ValueBlock::kBytes;
-  static constexpr int kOutputOffset = kFetchedOffset + Choice::kStages * FetchedBlock::kBytes;
+  static constexpr int kValuesOffset = kKeysOffset + Config::kStages * KeyBlock::kBytes;
+  static constexpr int kLoadedValuesOffset = kValuesOffset + Config::kStages * ValueBlock::kBytes;
+  static constexpr int kOutputOffset = kLoadedValuesOffset + Config::kStages * LoadedValueBlock::kBytes;
   static constexpr int kOutputWarpBytes = 16 * 2 * kValueDim;
   static constexpr int kOutputBytes = kComputeWarps * kOutputWarpBytes;
-  static constexpr bool kStagesOutput = kOutputOffset + kOutputBytes < 226 * 1024;
-  static constexpr int kPlansOffset = kOutputOffset + (kStagesOutput ? kOutputBytes : 0);
-  static constexpr int kBarriersOffset = kPlansOffset + 2 * static_cast<int>(sizeof(TilePlan));
+  static constexpr bool kHasOutputStaging = kOutputOffset + kOutputBytes < 226 * 1024;
+  static constexpr int kTilesOffset = kOutputOffset + (kHasOutputStaging ? kOutputBytes : 0);
+  static constexpr int kBarriersOffset = kTilesOffset + 2 * static_cast<int>(sizeof(PrefillTile));
   static constexpr int kAlignment = 1024;
 
-  static_assert(Choice::kRegisters * kComputeThreads + Choice::kLoaderRegisters * 128 <=
+  static_assert(Config::kRegisters * kComputeThreads + Config::kLoaderRegisters * 128 <=
                     65536 / kThreads / 8 * 8 * kThreads,
-                "registers are taken out of what the CTA got at its start");
-  static_assert(Choice::kKeys % 32 == 0 && kHeadDim % 128 == 0);
+                "setmaxnreg redistributes the registers that the CTA was launched with");
+  static_assert(Config::kKeys % 32 == 0 && kHeadDim % 128 == 0);
 };
 
 }  // namespace xa::hopper

@@ -1,5 +1,5 @@
-// The warps of a prefill CTA that fetch: one the query rows and K, one V. A tile's blocks come last first, because the
-// last ones of a causal tile are those that need a mask.
+// The load warps of a prefill CTA: the K warp loads Q and K, the V warp loads V. Blocks of a tile are loaded from the
+// last to the first, because the last blocks of a causal tile are those that need a mask.
 #pragma once
 
 #include <cstdint>
@@ -15,172 +15,179 @@ namespace xa::hopper {
 
 enum class Operand { keys, values };
 
-/// Fetches blocks of K or of V of one tile, as boxes.
+/// Loads blocks of K or V by TMA. Paged: a block is several boxes, one per lane, each within a page.
 template <typename Shape, Operand kOperand>
-class BoxLoader {
+class TmaLoader {
   static constexpr bool kPaged = Shape::kStorage == Storage::paged;
   static constexpr bool kOfKeys = kOperand == Operand::keys;
-  static constexpr int kOctets = Shape::kKeys / 8;
-  using Block = std::conditional_t<kOfKeys, typename Shape::KeyBlock, typename Shape::FetchedBlock>;
+  static constexpr int kRowGroups = Shape::kKeys / 8;
+  using Block = std::conditional_t<kOfKeys, typename Shape::KeyBlock, typename Shape::LoadedValueBlock>;
 
  public:
-  __device__ __forceinline__ BoxLoader(const PrefillParams& params, const Pipeline<Shape>& pipeline)
+  __device__ __forceinline__ TmaLoader(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline)
       : params_(params),
         pipeline_(pipeline),
         lane_(threadIdx.x % 32),
-        octets_(params.box_octets),
-        boxes_(kPaged ? kOctets / params.box_octets : 1) {}
+        box_row_groups_(params.box_row_groups),
+        boxes_per_block_(kPaged ? kRowGroups / params.box_row_groups : 1) {}
 
-  __device__ __forceinline__ void begin(const TilePlan& plan, int32_t block) {
-    head_ = plan.plan.kv_head / params_.packs_per_kv_head;
+  /// Starts a tile whose first block to load is `block`.
+  __device__ __forceinline__ void begin(const PrefillTile& tile, int32_t block) {
+    head_ = tile.work.kv_head / params_.packs_per_kv_head;
     if constexpr (kPaged) {
-      seen_begin_ = plan.seen_begin;
-      seen_end_ = plan.seen_end;
-      table_ = params_.attention.block_table + plan.plan.tile.sequence * params_.attention.block_table_stride;
-      first_panel_ = head_ * (kOfKeys ? params_.key_panels : params_.value_panels);
+      visible_begin_ = tile.visible_begin;
+      visible_end_ = tile.visible_end;
+      table_ = params_.attention.block_table + tile.work.tile.sequence * params_.attention.block_table_stride;
+      head_atom_column_ = head_ * (kOfKeys ? params_.k_head_atom_columns : params_.v_head_atom_columns);
     } else {
-      start_ = plan.plan.tile.start_k;
+      start_ = tile.work.tile.start_k;
     }
-    place_ = find(block);
+    next_box_ = find_box(block);
   }
 
-  /// Starts the copy of `block`, as the turn-th of the CTA; blocks come one after the other, from the tile's last one.
-  __device__ __forceinline__ void load(int32_t block, int32_t turn_number) {
-    const PipelineState<Shape::kStages> turn(turn_number);
-    const Place place = place_;
-    place_ = find(block - 1);
-    const Barrier full = kOfKeys ? pipeline_.keys_full(turn) : pipeline_.fetched_full(turn);
-    const Barrier empty = kOfKeys ? pipeline_.keys_empty(turn) : pipeline_.fetched_empty(turn);
-    const uint32_t to = kOfKeys ? pipeline_.keys(turn.stage) : pipeline_.fetched_values(turn.stage);
+  /// Issues the load of `block`, the CTA's block number `count`. Blocks of a tile come in descending order without
+  /// gaps.
+  __device__ __forceinline__ void load(int32_t block, int32_t count) {
+    const PipelineState<Shape::kStages> state(count);
+    const Box box = next_box_;
+    next_box_ = find_box(block - 1);
+    const Barrier full = kOfKeys ? pipeline_.keys_full(state) : pipeline_.loaded_values_full(state);
+    const Barrier empty = kOfKeys ? pipeline_.keys_empty(state) : pipeline_.loaded_values_empty(state);
+    const uint32_t to = kOfKeys ? pipeline_.keys(state.stage) : pipeline_.loaded_values(state.stage);
     const TensorMap& map = kOfKeys ? params_.k : params_.v;
     empty.producer_wait();
-    // Without the copy the phase lasts: no lane can miss it.
+    // The phase of `full` cannot complete before lane 0's arrival below, so no lane misses the phase of `empty`.
     __syncwarp();
     if constexpr (kPaged) {
-      const uint32_t box_bytes = octets_ * Block::kGroupDistance;
-      const uint32_t seen = __ballot_sync(~0u, place.octet >= 0);
-      if (lane_ == 0) full.arrive_expect_tx(__popc(seen) * box_bytes);
+      const uint32_t box_bytes = box_row_groups_ * Block::kStrideByteOffset;
+      const uint32_t visible = __ballot_sync(~0u, box.row_group >= 0);
+      if (lane_ == 0) full.arrive_expect_tx(__popc(visible) * box_bytes);
       __syncwarp();
-      if (place.octet >= 0) {
-        ptx::tma_load(to + lane_ * box_bytes, map, full.address, 0, 0, first_panel_, place.octet, place.page);
+      if (box.row_group >= 0) {
+        ptx::tma_load(to + lane_ * box_bytes, map, full.address, 0, 0, head_atom_column_, box.row_group, box.page);
       }
     } else if (lane_ == 0) {
       full.arrive_expect_tx(Block::kBytes);
       ptx::tma_load(to, map, full.address, 0, start_ + block * Shape::kKeys, 0, head_, 0);
     }
   }
-  /// The copy engine says itself when a block is there.
+  /// TMA completes the phase of the block's full barrier itself.
   __device__ __forceinline__ void finish(int32_t) const {}
 
  private:
-  /// Where this lane's box of a block is.
-  struct Place {
+  /// This lane's box of a block.
+  struct Box {
     int32_t page;
-    int32_t octet;  // of the page; -1 where no key of the box is seen
+    int32_t row_group;  // first row group in the page; -1 where no key of the box is visible and nothing is loaded
   };
-  __device__ __forceinline__ Place find(int32_t block) const {
-    Place place = {0, -1};
+  __device__ __forceinline__ Box find_box(int32_t block) const {
+    Box box = {0, -1};
     if constexpr (kPaged) {
-      const int32_t first = block * Shape::kKeys + lane_ * 8 * octets_;
-      // The table is read below ceil(len_k / page_size) only, and not for pages that nobody sees.
-      if (lane_ < boxes_ && first < seen_end_ && first + 8 * octets_ > seen_begin_) {
+      const int32_t first = block * Shape::kKeys + lane_ * 8 * box_row_groups_;
+      // Entries of the block table past ceil(len_k / page_size) and for pages without a visible key are not read.
+      if (lane_ < boxes_per_block_ && first < visible_end_ && first + 8 * box_row_groups_ > visible_begin_) {
         const uint32_t page_size = params_.attention.page_size, index = static_cast<uint32_t>(first) / page_size;
-        place.page = clamp(__ldg(table_ + index), 0, params_.attention.num_pages - 1);
-        place.octet = (first - index * page_size) / 8;
+        box.page = clamp(__ldg(table_ + index), 0, params_.attention.num_pages - 1);
+        box.row_group = (first - index * page_size) / 8;
       }
     }
-    return place;
+    return box;
   }
 
-  const PrefillParams& params_;
+  const HopperPrefillParams& params_;
   const Pipeline<Shape>& pipeline_;
   const int32_t lane_;
-  const int32_t octets_;  // of a box
-  const int32_t boxes_;   // of a block
-  Place place_;           // in the next block
+  const int32_t box_row_groups_;
+  const int32_t boxes_per_block_;
+  Box next_box_;  // of the block that is loaded next: its page is looked up one block ahead
   int32_t head_;
   int32_t start_;
-  int32_t seen_begin_;
-  int32_t seen_end_;
-  int32_t first_panel_;
+  int32_t visible_begin_;
+  int32_t visible_end_;
+  int32_t head_atom_column_;
   const int32_t* table_;
 };
 
-/// Fetches blocks of K or of V of one tile row by row, from pages that boxes cannot fetch. As many lanes as a row of a
-/// panel has chunks copy a row together.
+/// Loads blocks of K or V row by row with cp.async, from pages that TMA boxes cannot describe. The lanes that copy a
+/// row together are as many as an atom's row has 16-byte chunks.
 ///
-/// Where a row is, one lane finds out for all: shared memory has a word for each row of a block, first its page, which
-/// is asked for with the block before, then its place. Registers are few here, and shuffles in a loop cost many.
+/// Shared memory has an entry for each row of a block. It first receives the row's page, which is copied from the block
+/// table while the previous block is loaded; one lane then replaces it by the row's chunk offset, which all lanes of
+/// the row read. Load warps have few registers, and broadcasting by shuffles takes more instructions per row.
 template <typename Shape, Operand kOperand>
-class RowLoader {
+class CpAsyncLoader {
   static constexpr bool kOfKeys = kOperand == Operand::keys;
-  using Panel = typename Shape::Panel;
+  using Atom = typename Shape::Atom;
   using Block = std::conditional_t<kOfKeys, typename Shape::KeyBlock, typename Shape::ValueBlock>;
-  static constexpr int kLanes = Panel::kChunks;  // of a row
-  static constexpr int kRowsAtOnce = 32 / kLanes;
-  static constexpr int kRounds = Shape::kRowWords / 32;
+  static constexpr int kLanesPerRow = Atom::kChunks;
+  static constexpr int kRowsAtOnce = 32 / kLanesPerRow;
+  static constexpr int kRounds = Shape::kRowEntries / 32;
 
  public:
-  __device__ __forceinline__ RowLoader(const PrefillParams& params, const Pipeline<Shape>& pipeline)
+  __device__ __forceinline__ CpAsyncLoader(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline)
       : params_(params), pipeline_(pipeline) {}
 
-  __device__ __forceinline__ void begin(const TilePlan& plan, int32_t block) {
-    const int32_t head = plan.plan.kv_head / params_.packs_per_kv_head;
-    plan_ = &plan;
+  /// Starts a tile whose first block to load is `block`.
+  __device__ __forceinline__ void begin(const PrefillTile& tile, int32_t block) {
+    const int32_t head = tile.work.kv_head / params_.packs_per_kv_head;
+    tile_ = &tile;
     base_ = reinterpret_cast<uint64_t>(source().base) + 2 * head * source().head_stride +
-            xa::ptx::opaque(lane() % kLanes * 16);  // not worth a register from tile to tile
-    look_up(block);
+            xa::ptx::opaque(lane() % kLanesPerRow * 16);  // recomputed for each tile to save a register
+    prefetch_pages(block);
     xa::ptx::cp_async_commit();
     xa::ptx::cp_async_wait<0>();
   }
 
-  /// Starts the copy of `block`, as the turn-th of the CTA; `finish` must follow.
-  __device__ __forceinline__ void load(int32_t block, int32_t turn_number) const {
-    const PipelineState<Shape::kStages> turn(turn_number);
-    uint32_t* const words = row_words();
-    uint32_t mine[kRounds];
+  /// Issues the load of `block`, the CTA's block number `count`; `finish` must follow.
+  __device__ __forceinline__ void load(int32_t block, int32_t count) const {
+    const PipelineState<Shape::kStages> state(count);
+    uint32_t* const entries = row_entries();
+    uint32_t own[kRounds];
 #pragma unroll
-    for (int round = 0; round < kRounds; ++round) mine[round] = place_of(key(block, round), words[32 * round + lane()]);
+    for (int round = 0; round < kRounds; ++round) {
+      own[round] = chunk_offset(key(block, round), entries[32 * round + lane()]);
+    }
 #pragma unroll
-    for (int round = 0; round < kRounds; ++round) words[32 * round + lane()] = mine[round];
+    for (int round = 0; round < kRounds; ++round) entries[32 * round + lane()] = own[round];
     __syncwarp();
-    (kOfKeys ? pipeline_.keys_empty(turn) : pipeline_.values_empty(turn)).producer_wait();
-    // Of a lane's rows in each octet, where its chunk goes.
+    (kOfKeys ? pipeline_.keys_empty(state) : pipeline_.values_empty(state)).producer_wait();
+    // Destination of this lane's chunk in each of its rows of a row group.
     uint32_t to[8 / kRowsAtOnce];
 #pragma unroll
     for (int i = 0; i < 8 / kRowsAtOnce; ++i) {
-      to[i] = (kOfKeys ? pipeline_.keys(turn.stage) : pipeline_.values(turn.stage)) +
-              Panel::offset(i * kRowsAtOnce + lane() / kLanes, lane() % kLanes);
+      to[i] = (kOfKeys ? pipeline_.keys(state.stage) : pipeline_.values(state.stage)) +
+              Atom::offset(i * kRowsAtOnce + lane() / kLanesPerRow, lane() % kLanesPerRow);
     }
 #pragma unroll
     for (int first = 0; first < Shape::kKeys; first += 4 * kRowsAtOnce) {
-      // Of four rows that this lane copies.
+      // The entries of four rows that this lane copies, which `key` places next to each other.
       const int step = first % 32 / kRowsAtOnce;
-      const uint4 places = reinterpret_cast<const uint4*>(words + first / 32 * 32 + step)[lane() / kLanes * kLanes / 4];
+      const uint4 offsets =
+          reinterpret_cast<const uint4*>(entries + first / 32 * 32 + step)[lane() / kLanesPerRow * kLanesPerRow / 4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = first + i * kRowsAtOnce;
         if (row >= Shape::kKeys) break;
-        const uint64_t from = base_ + uint64_t{16} * (&places.x)[i];
-        const uint32_t row_to = to[row % 8 / kRowsAtOnce] + row / 8 * Block::kGroupDistance;
+        const uint64_t from = base_ + uint64_t{16} * (&offsets.x)[i];
+        const uint32_t row_to = to[row % 8 / kRowsAtOnce] + row / 8 * Block::kStrideByteOffset;
 #pragma unroll
-        for (int panel = 0; panel < Block::kPanels; ++panel) {
-          xa::ptx::cp_async_16(row_to + panel * Block::kPanelDistance,
-                               reinterpret_cast<const void*>(from + panel * Panel::kRowBytes), true);
+        for (int column = 0; column < Block::kAtomColumns; ++column) {
+          xa::ptx::cp_async_16(row_to + column * Block::kLeadingByteOffset,
+                               reinterpret_cast<const void*>(from + column * Atom::kRowBytes), true);
         }
       }
     }
     __syncwarp();
-    look_up(block - 1);
+    prefetch_pages(block - 1);
   }
-  /// The lanes themselves wait for what they copy, and for the pages that they have asked for.
-  __device__ __forceinline__ void finish(int32_t turn_number) const {
-    const PipelineState<Shape::kStages> turn(turn_number);
+  /// Waits for this warp's copies, the prefetched pages included, and arrives at the block's full barrier for TMA.
+  __device__ __forceinline__ void finish(int32_t count) const {
+    const PipelineState<Shape::kStages> state(count);
     xa::ptx::cp_async_commit();
     xa::ptx::cp_async_wait<0>();
     ptx::fence_proxy_async_shared();
     __syncwarp();
-    if (lane() == 0) (kOfKeys ? pipeline_.keys_full(turn) : pipeline_.values_full(turn)).arrive();
+    if (lane() == 0) (kOfKeys ? pipeline_.keys_full(state) : pipeline_.values_full(state)).arrive();
   }
 
  private:
@@ -188,19 +195,19 @@ class RowLoader {
   __device__ __forceinline__ const KvSource& source() const {
     return kOfKeys ? params_.attention.k : params_.attention.v;
   }
-  __device__ __forceinline__ uint32_t* row_words() const { return pipeline_.row_words(kOfKeys ? 0 : 1); }
-  /// This lane's key of a round of 32 rows, whose words lie in the order in which lanes copy the rows. For a key that
-  /// nobody sees stands the nearest one that is seen: nothing else is looked up or read, and what comes into its row
-  /// does not count.
+  __device__ __forceinline__ uint32_t* row_entries() const { return pipeline_.row_entries(kOfKeys ? 0 : 1); }
+  /// The key of this lane's entry in a round of 32 rows. Entries are in the order in which lanes copy the rows.
+  /// Invisible keys are replaced by the nearest visible one, so that only valid pages are looked up and read; the masks
+  /// hide what is copied into their rows.
   __device__ __forceinline__ int32_t key(int32_t block, int round) const {
-    const int32_t row = lane() % kLanes * kRowsAtOnce + lane() / kLanes;
-    return clamp(block * Shape::kKeys + 32 * round + row, plan_->seen_begin, plan_->seen_end - 1);
+    const int32_t row = lane() % kLanesPerRow * kRowsAtOnce + lane() / kLanesPerRow;
+    return clamp(block * Shape::kKeys + 32 * round + row, tile_->visible_begin, tile_->visible_end - 1);
   }
-  /// Asks for the pages of the rows of `block`.
-  __device__ __forceinline__ void look_up(int32_t block) const {
+  /// Copies the pages of the rows of `block` into the entries.
+  __device__ __forceinline__ void prefetch_pages(int32_t block) const {
     const AttentionParams& params = params_.attention;
-    const int32_t* const table = params.block_table + plan_->plan.tile.sequence * params.block_table_stride;
-    const uint32_t to = xa::ptx::shared_address(row_words() + lane());
+    const int32_t* const table = params.block_table + tile_->work.tile.sequence * params.block_table_stride;
+    const uint32_t to = xa::ptx::shared_address(row_entries() + lane());
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
       ptx::cp_async_4(to + 4 * 32 * round, table + page_of(key(block, round)));
@@ -210,80 +217,84 @@ class RowLoader {
   __device__ __forceinline__ uint32_t page_of(uint32_t key) const {
     return __umulhi(2 * key, params_.page_divisor.reciprocal) >> params_.page_divisor.shift;
   }
-  /// Where a key's row is, in 16 bytes from the head's first; the host has seen to it that 32 bits are enough.
-  __device__ __forceinline__ uint32_t place_of(uint32_t key, int32_t page) const {
+  /// Offset of a key's row from the head's first row, in 16-byte chunks. The host has checked that it fits 32 bits.
+  __device__ __forceinline__ uint32_t chunk_offset(uint32_t key, int32_t page) const {
     const uint32_t in_page = key - page_of(key) * params_.attention.page_size;
     return clamp(page, 0, params_.attention.num_pages - 1) * static_cast<uint32_t>(source().page_stride >> 3) +
            in_page * static_cast<uint32_t>(source().token_stride >> 3);
   }
 
-  const PrefillParams& params_;
+  const HopperPrefillParams& params_;
   const Pipeline<Shape>& pipeline_;
-  const TilePlan* plan_;
-  uint64_t base_;  // of this lane's chunk of the head's rows
+  const PrefillTile* tile_;
+  uint64_t base_;  // address of this lane's chunk of the head's first row
 };
 
-/// Starts the copy of a tile's query rows. What follows the sequence's last one comes along, and is nobody's.
+/// Issues the load of a tile's query rows, the CTA's tile number `tile_count`. Rows past the sequence's last one are
+/// loaded too; the epilogue does not store them.
 template <typename Shape>
-__device__ __forceinline__ void load_query(const PrefillParams& params, const Pipeline<Shape>& pipeline,
-                                           const TilePlan& plan, int32_t tile) {
+__device__ __forceinline__ void load_query(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline,
+                                           const PrefillTile& tile, int32_t tile_count) {
   if (threadIdx.x % 32 != 0) return;
-  const Barrier full = pipeline.query_full(tile);
-  pipeline.query_empty(tile).producer_wait();
+  const Barrier full = pipeline.query_full(tile_count);
+  pipeline.query_empty(tile_count).producer_wait();
   full.arrive_expect_tx(Shape::kQueryBytes);
-  const int32_t token = plan.plan.tile.first_token + plan.plan.tile.first_row / params.attention.group;
-  ptx::tma_load(pipeline.query(), params.q, full.address, 0, plan.plan.kv_head * params.attention.group, token, 0);
+  const int32_t token = tile.work.tile.first_token + tile.work.tile.first_row / params.attention.group;
+  ptx::tma_load(pipeline.query(), params.q, full.address, 0, tile.work.kv_head * params.attention.group, token, 0);
 }
 
-/// All CTAs start at once, and memory is slow to give each of them all that it asks for: first what is needed first.
-/// This warp alone may wait for these barriers, because it is what starts their next phase.
+/// Lets the V warp start once the first block of K is there, and the K warp go on once Q is. All CTAs start at the same
+/// time and compete for memory bandwidth: the first wgmma needs K and Q before V and the second block of K. The K warp
+/// may wait for these two barriers although it consumes neither, because it starts their next phases itself.
 template <typename Shape>
-__device__ __forceinline__ void wait_for_first(const Pipeline<Shape>& pipeline) {
+__device__ __forceinline__ void wait_for_first_loads(const Pipeline<Shape>& pipeline) {
   pipeline.keys_full(PipelineState<Shape::kStages>(0)).wait();
-  if (threadIdx.x % 32 == 0) pipeline.first_keys().arrive();
+  if (threadIdx.x % 32 == 0) pipeline.first_keys_loaded().arrive();
   pipeline.query_full(0).wait();
 }
 
-/// Fetches the blocks of all tiles of the CTA.
+/// Loads the blocks of all tiles of the CTA.
 template <typename Shape, Operand kOperand, typename Loader>
-__device__ __forceinline__ void load_blocks_by(Loader loader, const PrefillParams& params,
-                                               const Pipeline<Shape>& pipeline) {
-  int32_t turn = 0;
-  bool goes_on = true;
+__device__ __forceinline__ void load_blocks_with(Loader loader, const HopperPrefillParams& params,
+                                                 const Pipeline<Shape>& pipeline) {
+  int32_t block_count = 0;
+  bool has_tile = true;
 #pragma unroll 1
-  for (int32_t count = 0, tile = 0; goes_on; ++count) {
-    const PipelineState<2> plan_turn(count);
-    pipeline.plan_full(plan_turn).wait();
-    const TilePlan& plan = pipeline.plan(plan_turn);
-    int32_t block = plan.end_block - 1;
-    if (plan.plan.tile.num_rows > 0 && block >= plan.first_block) {
-      loader.begin(plan, block);
-      if (turn == 0 && kOperand == Operand::values) pipeline.first_keys().wait();
+  for (int32_t count = 0, tile_count = 0; has_tile; ++count) {
+    const PipelineState<2> tile_state(count);
+    pipeline.tile_full(tile_state).wait();
+    const PrefillTile& tile = pipeline.tile(tile_state);
+    int32_t block = tile.end_block - 1;
+    if (tile.work.tile.num_rows > 0 && block >= tile.first_block) {
+      loader.begin(tile, block);
+      if (block_count == 0 && kOperand == Operand::values) pipeline.first_keys_loaded().wait();
 #pragma unroll 1
-      for (; block >= plan.first_block; --block) {
-        loader.load(block, turn);
-        if (kOperand == Operand::keys && block == plan.end_block - 1) load_query<Shape>(params, pipeline, plan, tile);
-        loader.finish(turn++);
-        if (turn == 1 && kOperand == Operand::keys) wait_for_first(pipeline);
+      for (; block >= tile.first_block; --block) {
+        loader.load(block, block_count);
+        if (kOperand == Operand::keys && block == tile.end_block - 1) {
+          load_query<Shape>(params, pipeline, tile, tile_count);
+        }
+        loader.finish(block_count++);
+        if (block_count == 1 && kOperand == Operand::keys) wait_for_first_loads(pipeline);
       }
-      ++tile;
+      ++tile_count;
     }
-    goes_on = plan.plan.tile.num_rows > 0;
+    has_tile = tile.work.tile.num_rows > 0;
     __syncwarp();
-    if (threadIdx.x % 32 == 0) pipeline.plan_empty(plan_turn).arrive();
+    if (threadIdx.x % 32 == 0) pipeline.tile_empty(tile_state).arrive();
   }
 }
 
-/// The work of one warp.
+/// The K warp or the V warp.
 template <typename Shape, Operand kOperand>
-__device__ __forceinline__ void load_blocks(const PrefillParams& params, const Pipeline<Shape>& pipeline) {
-  if constexpr (Shape::kFetchesRows) {
-    if (params.box_octets == 0) {
-      load_blocks_by<Shape, kOperand>(RowLoader<Shape, kOperand>(params, pipeline), params, pipeline);
+__device__ __forceinline__ void load_blocks(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline) {
+  if constexpr (Shape::kHasCpAsyncLoader) {
+    if (params.box_row_groups == 0) {
+      load_blocks_with<Shape, kOperand>(CpAsyncLoader<Shape, kOperand>(params, pipeline), params, pipeline);
       return;
     }
   }
-  load_blocks_by<Shape, kOperand>(BoxLoader<Shape, kOperand>(params, pipeline), params, pipeline);
+  load_blocks_with<Shape, kOperand>(TmaLoader<Shape, kOperand>(params, pipeline), params, pipeline);
 }
 
 }  // namespace xa::hopper

@@ -1,5 +1,12 @@
-// What the warps of a prefill CTA hand to each other: blocks of K and V, query rows, plans, each between a barrier that
-// says that it is there and one that says that it is no longer needed.
+// The producer-consumer pipeline of a prefill CTA. Every buffer (Q, a stage of K or V, a work tile) has a *full* and an
+// *empty* mbarrier: producers wait for empty and arrive at full, consumers wait for full and arrive at empty.
+//
+//   buffer           producer                        consumers
+//   PrefillTile [2]  scheduler warp                  load warps, compute warps
+//   Q                TMA, issued by the K warp       compute warps
+//   K [kStages]      TMA or cp.async of the K warp   compute warps
+//   V [kStages]      TMA or cp.async of the V warp   compute warps
+//   V in fp8         TMA, then the transpose warps   compute warps
 #pragma once
 
 #include <cstdint>
@@ -10,7 +17,7 @@
 
 namespace xa::hopper {
 
-/// The n-th use of one of kStages places: which place, and the parity of the barrier's phase.
+/// Stage and phase parity of the n-th use of a buffer with kStages stages, as in CUTLASS.
 template <int kStages>
 struct PipelineState {
   static_assert((kStages & (kStages - 1)) == 0);
@@ -19,14 +26,14 @@ struct PipelineState {
   __device__ __forceinline__ explicit PipelineState(int32_t n) : stage(n & (kStages - 1)), phase(n / kStages & 1) {}
 };
 
-/// The barrier of a turn. Who waits for a phase must not be able to miss the next one, whose end looks the same as the
-/// phase not being over: without the waiter, the next phase must not end.
+/// An mbarrier and the phase parity to wait for. A wait only tells even phases from odd ones, so a waiter must not fall
+/// two phases behind: the next phase must not complete before every waiter has passed this one.
 struct Barrier {
   uint32_t address;
   uint32_t phase;
 
   __device__ __forceinline__ void wait() const { ptx::mbarrier_wait(address, phase); }
-  /// Of what is used again: the first turn of each place does not wait.
+  /// A producer's wait for an empty buffer, which passes at once when a stage is used for the first time.
   __device__ __forceinline__ void producer_wait() const { ptx::mbarrier_wait(address, phase ^ 1); }
   __device__ __forceinline__ void arrive() const { ptx::mbarrier_arrive(address); }
   __device__ __forceinline__ void arrive_expect_tx(uint32_t bytes) const {
@@ -37,8 +44,8 @@ struct Barrier {
 template <typename Shape>
 class Pipeline {
   static constexpr int kStages = Shape::kStages;
-  static constexpr bool kTransposes = Shape::kTransposers > 0;
-  // Numbers of barriers: first of a kind, one a place.
+  static constexpr bool kHasTranspose = Shape::kTransposeWarps > 0;
+  // Index of the first mbarrier of each kind.
   enum : int {
     kQueryFull = 0,
     kQueryEmpty = 1,
@@ -46,18 +53,18 @@ class Pipeline {
     kKeysEmpty = kKeysFull + kStages,
     kValuesFull = kKeysEmpty + kStages,
     kValuesEmpty = kValuesFull + kStages,
-    kPlanFull = kValuesEmpty + kStages,
-    kPlanEmpty = kPlanFull + 2,
-    kOrderKnown = kPlanEmpty + 2,
-    kFirstKeys = kOrderKnown + 1,
-    kFetchedFull = kFirstKeys + 1,
-    kFetchedEmpty = kFetchedFull + (kTransposes ? kStages : 0),
-    kBarriers = kFetchedEmpty + (kTransposes ? kStages : 0),
+    kTileFull = kValuesEmpty + kStages,
+    kTileEmpty = kTileFull + 2,
+    kStartsChecked = kTileEmpty + 2,
+    kFirstKeysLoaded = kStartsChecked + 1,
+    kLoadedValuesFull = kFirstKeysLoaded + 1,
+    kLoadedValuesEmpty = kLoadedValuesFull + (kHasTranspose ? kStages : 0),
+    kBarriers = kLoadedValuesEmpty + (kHasTranspose ? kStages : 0),
   };
   static_assert(Shape::kBarriersOffset + 8 * (kBarriers + 1) + Shape::kAlignment <= Shape::kSharedBytes);
 
  public:
-  /// The first block of `kSharedBytes` bytes that is aligned.
+  /// `shared` is dynamic shared memory of kSharedBytes bytes, whose first aligned address the pipeline starts at.
   __device__ __forceinline__ explicit Pipeline(uint8_t* shared) {
     const uint32_t address = xa::ptx::shared_address(shared);
     const uint32_t unaligned = -address % Shape::kAlignment;
@@ -65,7 +72,7 @@ class Pipeline {
     address_ = address + unaligned;
   }
 
-  /// The work of one thread; a barrier of the CTA must follow.
+  /// Called by one thread; __syncthreads must follow.
   __device__ __forceinline__ void init() const {
     const auto init = [&](int first, int count, uint32_t arrivals) {
       for (int i = 0; i < count; ++i) ptx::mbarrier_init(barrier(first + i, 0).address, arrivals);
@@ -74,85 +81,91 @@ class Pipeline {
     init(kQueryEmpty, 1, Shape::kComputeWarps);
     init(kKeysFull, kStages, 1);
     init(kKeysEmpty, kStages, Shape::kComputeWarps);
-    init(kValuesFull, kStages, kTransposes ? Shape::kTransposers : 1);
+    init(kValuesFull, kStages, kHasTranspose ? Shape::kTransposeWarps : 1);
     init(kValuesEmpty, kStages, Shape::kComputeWarps);
-    init(kPlanFull, 2, 1);
-    // And the two warps that load, of which one transposes.
-    init(kPlanEmpty, 2, Shape::kComputeWarps + 2 + (kTransposes ? Shape::kTransposers - 1 : 0));
-    init(kOrderKnown, 1, 1);
-    init(kFirstKeys, 1, 1);
-    if constexpr (kTransposes) {
-      init(kFetchedFull, kStages, 1);
-      init(kFetchedEmpty, kStages, Shape::kTransposers);
+    init(kTileFull, 2, 1);
+    // The compute warps, the K warp and the V warp, which in fp8 is one of the transpose warps.
+    init(kTileEmpty, 2, Shape::kComputeWarps + 2 + (kHasTranspose ? Shape::kTransposeWarps - 1 : 0));
+    init(kStartsChecked, 1, 1);
+    init(kFirstKeysLoaded, 1, 1);
+    if constexpr (kHasTranspose) {
+      init(kLoadedValuesFull, kStages, 1);
+      init(kLoadedValuesEmpty, kStages, Shape::kTransposeWarps);
     }
     ptx::fence_mbarrier_init();
     ptx::fence_proxy_async_shared();
   }
 
-  __device__ __forceinline__ Barrier query_full(int32_t tile) const { return barrier(kQueryFull, tile & 1); }
-  __device__ __forceinline__ Barrier query_empty(int32_t tile) const { return barrier(kQueryEmpty, tile & 1); }
-  __device__ __forceinline__ Barrier keys_full(PipelineState<kStages> turn) const { return barrier(kKeysFull, turn); }
-  __device__ __forceinline__ Barrier keys_empty(PipelineState<kStages> turn) const { return barrier(kKeysEmpty, turn); }
-  __device__ __forceinline__ Barrier values_full(PipelineState<kStages> turn) const {
-    return barrier(kValuesFull, turn);
+  __device__ __forceinline__ Barrier query_full(int32_t tile_count) const {
+    return barrier(kQueryFull, tile_count & 1);
   }
-  __device__ __forceinline__ Barrier values_empty(PipelineState<kStages> turn) const {
-    return barrier(kValuesEmpty, turn);
+  __device__ __forceinline__ Barrier query_empty(int32_t tile_count) const {
+    return barrier(kQueryEmpty, tile_count & 1);
   }
-  /// V as it has been fetched: to be transposed, or what the warpgroups get.
-  __device__ __forceinline__ Barrier fetched_full(PipelineState<kStages> turn) const {
-    return kTransposes ? barrier(kFetchedFull, turn) : values_full(turn);
+  __device__ __forceinline__ Barrier keys_full(PipelineState<kStages> state) const { return barrier(kKeysFull, state); }
+  __device__ __forceinline__ Barrier keys_empty(PipelineState<kStages> state) const {
+    return barrier(kKeysEmpty, state);
   }
-  __device__ __forceinline__ Barrier fetched_empty(PipelineState<kStages> turn) const {
-    return kTransposes ? barrier(kFetchedEmpty, turn) : values_empty(turn);
+  __device__ __forceinline__ Barrier values_full(PipelineState<kStages> state) const {
+    return barrier(kValuesFull, state);
   }
-  __device__ __forceinline__ Barrier plan_full(PipelineState<2> turn) const { return barrier(kPlanFull, turn); }
-  __device__ __forceinline__ Barrier plan_empty(PipelineState<2> turn) const { return barrier(kPlanEmpty, turn); }
-  /// `starts_ascend` is there.
-  __device__ __forceinline__ Barrier order_known() const { return barrier(kOrderKnown, 0); }
-  /// The first block of K is there.
-  __device__ __forceinline__ Barrier first_keys() const { return barrier(kFirstKeys, 0); }
+  __device__ __forceinline__ Barrier values_empty(PipelineState<kStages> state) const {
+    return barrier(kValuesEmpty, state);
+  }
+  /// V as loaded: the transpose warps' input, or without them the compute warps' V.
+  __device__ __forceinline__ Barrier loaded_values_full(PipelineState<kStages> state) const {
+    return kHasTranspose ? barrier(kLoadedValuesFull, state) : values_full(state);
+  }
+  __device__ __forceinline__ Barrier loaded_values_empty(PipelineState<kStages> state) const {
+    return kHasTranspose ? barrier(kLoadedValuesEmpty, state) : values_empty(state);
+  }
+  __device__ __forceinline__ Barrier tile_full(PipelineState<2> state) const { return barrier(kTileFull, state); }
+  __device__ __forceinline__ Barrier tile_empty(PipelineState<2> state) const { return barrier(kTileEmpty, state); }
+  /// `starts_ascend` is written.
+  __device__ __forceinline__ Barrier starts_checked() const { return barrier(kStartsChecked, 0); }
+  /// The CTA's first block of K is loaded.
+  __device__ __forceinline__ Barrier first_keys_loaded() const { return barrier(kFirstKeysLoaded, 0); }
 
   __device__ __forceinline__ uint32_t query() const { return address_; }
-  __device__ __forceinline__ uint32_t keys(uint32_t slot) const {
-    return address_ + Shape::kKeysOffset + slot * Shape::KeyBlock::kBytes;
+  __device__ __forceinline__ uint32_t keys(uint32_t stage) const {
+    return address_ + Shape::kKeysOffset + stage * Shape::KeyBlock::kBytes;
   }
-  __device__ __forceinline__ uint32_t values(uint32_t slot) const {
-    return address_ + Shape::kValuesOffset + slot * Shape::ValueBlock::kBytes;
+  __device__ __forceinline__ uint32_t values(uint32_t stage) const {
+    return address_ + Shape::kValuesOffset + stage * Shape::ValueBlock::kBytes;
   }
-  __device__ __forceinline__ uint32_t fetched_values(uint32_t slot) const {
-    if constexpr (kTransposes) {
-      return address_ + Shape::kFetchedOffset + slot * Shape::FetchedBlock::kBytes;
+  __device__ __forceinline__ uint32_t loaded_values(uint32_t stage) const {
+    if constexpr (kHasTranspose) {
+      return address_ + Shape::kLoadedValuesOffset + stage * Shape::LoadedValueBlock::kBytes;
     } else {
-      return values(slot);
+      return values(stage);
     }
   }
-  /// Of a warp's 16 rows, in panels.
-  __device__ __forceinline__ uint32_t output(int32_t warp) const {
+  /// Staging of a warp's 16 rows of O, in atom columns.
+  __device__ __forceinline__ uint32_t output_staging(int32_t warp) const {
     return address_ + Shape::kOutputOffset + warp * Shape::kOutputWarpBytes;
   }
-  __device__ __forceinline__ uint8_t* value_bytes(uint32_t slot) const {
-    return shared_ + Shape::kValuesOffset + slot * Shape::ValueBlock::kBytes;
+  __device__ __forceinline__ uint8_t* values_pointer(uint32_t stage) const {
+    return shared_ + Shape::kValuesOffset + stage * Shape::ValueBlock::kBytes;
   }
-  /// Words of a loading warp, one for each row of a block: K's are the first ones.
-  __device__ __forceinline__ uint32_t* row_words(int operand) const {
-    return reinterpret_cast<uint32_t*>(shared_ + Shape::kRowWordsOffset) + operand * Shape::kRowWords;
+  /// Entries of a cp.async loader, one per row of a block. Operand 0 is K, 1 is V.
+  __device__ __forceinline__ uint32_t* row_entries(int operand) const {
+    return reinterpret_cast<uint32_t*>(shared_ + Shape::kRowEntriesOffset) + operand * Shape::kRowEntries;
   }
-  __device__ __forceinline__ TilePlan& plan(PipelineState<2> turn) const {
-    return reinterpret_cast<TilePlan*>(shared_ + Shape::kPlansOffset)[turn.stage];
+  __device__ __forceinline__ PrefillTile& tile(PipelineState<2> state) const {
+    return reinterpret_cast<PrefillTile*>(shared_ + Shape::kTilesOffset)[state.stage];
   }
-  /// Of the queries.
+  /// Whether cu_seqlens_q is non-decreasing.
   __device__ __forceinline__ int32_t& starts_ascend() const {
     return *reinterpret_cast<int32_t*>(shared_ + Shape::kBarriersOffset + 8 * kBarriers);
   }
 
  private:
-  __device__ __forceinline__ Barrier barrier(int number, uint32_t phase) const {
-    return Barrier{address_ + Shape::kBarriersOffset + 8 * number, phase};
+  __device__ __forceinline__ Barrier barrier(int index, uint32_t phase) const {
+    return Barrier{address_ + Shape::kBarriersOffset + 8 * index, phase};
   }
   template <int kCount>
-  __device__ __forceinline__ Barrier barrier(int first, PipelineState<kCount> turn) const {
-    return Barrier{address_ + Shape::kBarriersOffset + 8 * first + 8 * turn.stage, turn.phase};
+  __device__ __forceinline__ Barrier barrier(int first, PipelineState<kCount> state) const {
+    return Barrier{address_ + Shape::kBarriersOffset + 8 * first + 8 * state.stage, state.phase};
   }
 
   uint8_t* shared_;

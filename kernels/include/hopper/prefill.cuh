@@ -16,7 +16,8 @@ namespace xa::hopper {
 /// Works on tiles until there are no more. Every thread of the CTA calls this, as the last thing: it divides the
 /// registers between the warpgroups.
 template <typename Shape, typename T, typename LogitsTransform>
-__device__ __forceinline__ void prefill(const PrefillParams& params, const TileNumbers& numbers, uint8_t* shared) {
+__device__ __forceinline__ void prefill(const HopperPrefillParams& params, const InitialTiles& numbers,
+                                        uint8_t* shared) {
   const Pipeline<Shape> pipeline(shared);
   if (threadIdx.x == 0) pipeline.init();
   if (threadIdx.x == 32) {
@@ -34,13 +35,13 @@ __device__ __forceinline__ void prefill(const PrefillParams& params, const TileN
         load_blocks<Shape, Operand::values>(params, pipeline);
         break;
       case 2:
-        plan_tiles<Shape, LogitsTransform>(params, pipeline, numbers);
+        schedule_tiles<Shape, LogitsTransform>(params, pipeline, numbers);
         break;
       default: {
         const bool ascend = query_starts_ascend(params.attention);
         if (threadIdx.x % 32 == 0) {
           pipeline.starts_ascend() = ascend;
-          pipeline.order_known().arrive();
+          pipeline.starts_checked().arrive();
         }
       }
     }

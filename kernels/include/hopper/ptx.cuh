@@ -1,5 +1,5 @@
-// The PTX that only sm_90a has, one thin wrapper each: barriers with a transaction count, copies of boxes of a tensor,
-// registers that move between warpgroups. The tensor cores' instructions are in wgmma.cuh.
+// Thin wrappers of PTX that only sm_90a has: mbarriers with a transaction count, TMA, setmaxnreg. wgmma is in
+// wgmma.cuh.
 #pragma once
 
 #include <cstdint>
@@ -13,23 +13,23 @@ namespace ptx {
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
-/// Its place is free for anything else.
+/// Ends the mbarrier; its 8 bytes may hold anything else afterwards.
 __device__ __forceinline__ void mbarrier_inval(uint32_t barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
-/// What barriers have been initialised to is seen by all, the copy engine included.
+/// Makes initialised mbarriers visible to all threads and to TMA.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-/// Arrives, and makes the phase last until `bytes` bytes more have been copied.
+/// Arrives, and keeps the phase pending until TMA has written `bytes` more bytes.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-/// Waits for the end of the phase of this parity. Nothing but the wait may stand in the loop: a way out of it, even to
-/// a trap, and ptxas gives up dividing registers between warpgroups.
+/// Waits until the phase of this parity has completed. The loop must contain nothing else: with any exit from it, even
+/// to a trap, ptxas ignores setmaxnreg.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   do {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
   } while (done == 0);
 }
 
-/// Copies a box to shared memory; `barrier` counts its bytes, those outside of the tensor, which become 0, included.
+/// Loads a box to shared memory; `barrier` counts its bytes. Elements outside the tensor become 0 and count too.
 __device__ __forceinline__ void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0, int32_t x1,
                                          int32_t x2, int32_t x3) {
   asm volatile(
@@ -60,7 +60,7 @@ __device__ __forceinline__ void tma_load(uint32_t to, const TensorMap& map, uint
       "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
       : "memory");
 }
-/// As above, with an L2 policy (../ptx.cuh).
+/// The same with an L2 cache policy (../ptx.cuh).
 __device__ __forceinline__ void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0, int32_t x1,
                                          int32_t x2, int32_t x3, int32_t x4, uint64_t policy) {
   asm volatile(
@@ -69,8 +69,8 @@ __device__ __forceinline__ void tma_load(uint32_t to, const TensorMap& map, uint
       "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "l"(policy)
       : "memory");
 }
-/// Copies a box out of shared memory, in the background: the thread waits by `bulk_wait_group_read` until it has been
-/// read.
+/// Stores a box from shared memory asynchronously, as a bulk group. The thread must call `bulk_wait_group_read` before
+/// that memory is written again.
 __device__ __forceinline__ void tma_store(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2,
                                           int32_t x3) {
   asm volatile(
@@ -79,24 +79,24 @@ __device__ __forceinline__ void tma_store(uint32_t from, const TensorMap& map, i
       "l"(&map), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
       : "memory");
 }
-/// The boxes that this thread stores have left shared memory.
+/// Waits until this thread's bulk groups have read their shared memory.
 __device__ __forceinline__ void bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-/// They have arrived.
+/// Waits until this thread's bulk groups have completed.
 __device__ __forceinline__ void bulk_wait_group() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-/// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
+/// Stores four 8x8 matrices of 16-bit elements; lane i holds the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&matrices)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(matrices[0]),
                "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
                : "memory");
 }
-/// Copies 4 bytes, of the group that `cp_async_commit` ends (../ptx.cuh).
+/// Copies 4 bytes as part of the group that `cp_async_commit` closes (../ptx.cuh).
 __device__ __forceinline__ void cp_async_4(uint32_t destination, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
 }
-/// The largest of three numbers as signed integers, which is one instruction. (`__vimax3_s32` of a float's bits lets
-/// the compiler look at a product's result before it is there.)
+/// The largest of three values whose bits are compared as signed integers, which is one instruction. (With
+/// `__vimax3_s32` of a float's bits the compiler reads accumulators before wgmma_wait_group.)
 __device__ __forceinline__ int32_t max3_as_int(int32_t x, float y, float z) {
   int32_t largest;
   asm("{\n.reg .s32 y, z;\n"
@@ -108,7 +108,7 @@ __device__ __forceinline__ int32_t max3_as_int(int32_t x, float y, float z) {
       : "r"(x), "f"(y), "f"(z));
   return largest;
 }
-/// `x` in another register, from here on: what waits for products before this does so before the register is written.
+/// A copy of `x` in another register, which the compiler may not move up past a preceding wgmma_wait_group.
 __device__ __forceinline__ uint32_t mov_volatile(uint32_t x) {
   uint32_t y;
   asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
@@ -118,23 +118,23 @@ __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-/// What this thread has stored to shared memory is seen by the copy engine and the tensor cores, after a barrier.
+/// Makes this thread's stores to shared memory visible to TMA and wgmma (the async proxy). A barrier must follow.
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/// Waits until `threads` threads have come to the numbered barrier.
+/// Waits until `threads` threads have arrived at named barrier `id`.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/// The same number in a register: ptxas would otherwise read a parameter again, just where everything waits for it.
+/// `x` in a register. ptxas would otherwise reload a kernel parameter where it is used, which is on the critical path.
 __device__ __forceinline__ float opaque(float x) {
   asm volatile("" : "+f"(x));
   return x;
 }
 
-/// Registers a thread of this warpgroup has from now on; `kCount` is a multiple of 8.
+/// setmaxnreg: every thread of this warpgroup has `kCount` registers from here on, a multiple of 8.
 template <int kCount>
 __device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
@@ -146,8 +146,8 @@ __device__ __forceinline__ void warpgroup_reg_alloc() {
 
 }  // namespace ptx
 
-/// The same number in all lanes, which is what lets the compiler keep what follows from it in uniform registers:
-/// without it each address of the tensor cores is moved there one by one.
+/// `x`, which must be the same in all lanes, such that the compiler knows it is: values derived from it then stay in
+/// uniform registers. Otherwise each descriptor of wgmma is moved there by an R2UR.
 __device__ __forceinline__ int32_t uniform(int32_t x) { return __shfl_sync(~0u, x, 0); }
 
 }  // namespace xa::hopper

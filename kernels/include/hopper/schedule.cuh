@@ -1,10 +1,10 @@
-// Which tiles a CTA of the prefill kernel works on, and in what order; found on the device by one warp of the CTA,
-// while the others work on the tile before.
+// The tile scheduler of the prefill kernel: which work tiles a CTA computes, and in what order. One warp of each CTA
+// runs it on the device, because only the device knows the lengths, one tile ahead of the compute warps.
 //
-// Tiles are numbered over runs of 32 sequences, the heads of a run in *sections*; in a section those with the last rows
-// come first, because under a causal mask they are the longest, and the heads of the same rows are neighbours. A CTA's
-// first tile is that of its own number, each further one that of the next number in `next_tile`: the longest come
-// first, so that the CTAs finish together.
+// Tile indices ascend over groups of 32 sequences (one per lane), in a group over head groups, and in a head group over
+// tiles in LPT order: those with the last query rows first, which are the longest under a causal mask; heads vary
+// fastest. Head groups are FlashAttention's L2 head swizzle. A CTA's first tile has the CTA's index, each further one
+// the next value of the counter `next_tile`, so that all CTAs finish at about the same time.
 #pragma once
 
 #include <cstdint>
@@ -19,174 +19,177 @@
 
 namespace xa::hopper {
 
-__device__ __forceinline__ int64_t sum_of_lanes(int64_t mine) {
-  return __shfl_sync(~0u, sum_up_to_this_lane(mine), 31);
+__device__ __forceinline__ int64_t sum_of_lanes(int64_t of_lane) {
+  return __shfl_sync(~0u, sum_up_to_this_lane(of_lane), 31);
 }
 
-/// Finds tiles by their numbers, which must ascend. The work of one warp; lane i knows sequence `first_ + i`.
+/// Maps tile indices, which must ascend, to work tiles. Run by one warp; lane i holds sequence `first_ + i`.
 template <typename Shape>
-class TileFinder {
+class TileScheduler {
  public:
-  __device__ __forceinline__ explicit TileFinder(const PrefillParams& params)
-      : params_(params.attention), grows_(params.grows != 0), num_seqs_(live_sequences(params_)) {
-    load_run(0);
+  __device__ __forceinline__ explicit TileScheduler(const HopperPrefillParams& params)
+      : params_(params.attention), is_causal_(params.is_causal != 0), num_seqs_(live_sequences(params_)) {
+    load_sequences(0);
   }
 
-  /// Puts tile `number` into `to`; one without rows where there is none.
-  __device__ __forceinline__ void find(int64_t number, int32_t packs_per_kv_head, TilePlan& to) {
-    while (number - before_ >= tiles_of_head_ * params_.num_kv_heads && first_ + 32 < num_seqs_) {
-      before_ += tiles_of_head_ * params_.num_kv_heads;
-      load_run(first_ + 32);
+  /// Writes tile `index` to `to`; past the last tile, one with num_rows = 0.
+  __device__ __forceinline__ void locate(int64_t index, int32_t packs_per_kv_head, PrefillTile& to) {
+    while (index - before_ >= tiles_per_head_ * params_.num_kv_heads && first_ + 32 < num_seqs_) {
+      before_ += tiles_per_head_ * params_.num_kv_heads;
+      load_sequences(first_ + 32);
     }
-    number -= before_;
-    if (number >= tiles_of_head_ * params_.num_kv_heads) {
-      if (threadIdx.x % 32 == 0) to.plan.tile.num_rows = 0;
+    index -= before_;
+    if (index >= tiles_per_head_ * params_.num_kv_heads) {
+      if (threadIdx.x % 32 == 0) to.work.tile.num_rows = 0;
       return;
     }
-    // Section s has heads [s H / S, (s + 1) H / S).
-    const int64_t heads = params_.num_kv_heads, of_all = divide(number, tiles_of_head_);
-    const int64_t section = divide((of_all + 1) * sections_ - 1, heads);
-    const int64_t first = divide(section * heads, int64_t{sections_}),
-                  end = divide((section + 1) * heads, int64_t{sections_});
-    const int64_t in_section = number - first * tiles_of_head_, of_head = divide(in_section, end - first);
-    const auto head = static_cast<int32_t>(first + in_section - of_head * (end - first));
-    describe(of_head, head, packs_per_kv_head, to);
+    // Head group g of G has heads [g H / G, (g + 1) H / G).
+    const int64_t heads = params_.num_kv_heads, in_heads = divide(index, tiles_per_head_);
+    const int64_t group = divide((in_heads + 1) * head_groups_ - 1, heads);
+    const int64_t first = divide(group * heads, int64_t{head_groups_}),
+                  end = divide((group + 1) * heads, int64_t{head_groups_});
+    const int64_t in_group = index - first * tiles_per_head_, in_head = divide(in_group, end - first);
+    const auto head = static_cast<int32_t>(first + in_group - in_head * (end - first));
+    locate_in_head(in_head, head, packs_per_kv_head, to);
   }
 
  private:
-  /// The next 32 sequences, one a lane.
-  __device__ __forceinline__ void load_run(int32_t first) {
+  /// Loads the metadata of sequences [first, first + 32), one per lane.
+  __device__ __forceinline__ void load_sequences(int32_t first) {
     const int32_t b = first + static_cast<int32_t>(threadIdx.x % 32);
     first_ = first;
     Metadata<1> metadata;
     metadata.load(params_, b);
-    // As long as starts ascend, those of this run are larger than all before.
+    // Starts that ascend so far are at least as large as all starts before them, so their running maximum is not
+    // needed.
     const bool ascend = __all_sync(~0u, b >= num_seqs_ || metadata.ascends(params_, 0)) != 0;
     if (__builtin_expect(!ascend || !starts_ascend(maxima_), false)) metadata.ascend(params_, maxima_);
-    tile_ = metadata.sequence(params_, 0, b);
-    const bool ours = b < num_seqs_ && tile_.len_q >= params_.min_queries && tile_.len_q <= params_.max_queries;
-    num_tiles_ = ours ? (tile_.len_q * params_.group + Shape::kRows - 1) / Shape::kRows : 0;
-    tiles_of_head_ = sum_of_lanes(num_tiles_);
-    sections_ = grows_ ? find_sections(ours) : params_.num_kv_heads;
+    sequence_ = metadata.sequence(params_, 0, b);
+    const bool is_selected =
+        b < num_seqs_ && sequence_.len_q >= params_.min_queries && sequence_.len_q <= params_.max_queries;
+    num_tiles_ = is_selected ? (sequence_.len_q * params_.group + Shape::kRows - 1) / Shape::kRows : 0;
+    tiles_per_head_ = sum_of_lanes(num_tiles_);
+    head_groups_ = is_causal_ ? choose_head_groups(is_selected) : params_.num_kv_heads;
   }
-  /// How many sections the heads of this run are divided into: as many as fill two waves each with the longest tiles,
-  /// so that what is left for the end is short. Fewer where CTAs would not share what they read at the same time: of
-  /// as many CTAs as have tiles of the same rows, those of one sequence and head read the same keys. Both limits have
-  /// been measured.
-  __device__ __forceinline__ int32_t find_sections(bool ours) const {
+  /// Number of head groups of these sequences. A group is large enough that its longest tiles fill kWaves waves of
+  /// CTAs, which keeps the tail short, but no larger than leaves kSharing CTAs at work on the same keys at the same
+  /// time, which keeps those in L2: tiles of the same rows, one per sequence and head, run together. Both constants are
+  /// measured (docs/performance.md).
+  __device__ __forceinline__ int32_t choose_head_groups(bool is_selected) const {
     constexpr float kWaves = 1.9f, kSharing = 4.0f;
-    // Twice the keys of all tiles of a head; a sequence's tiles have len_k - len_q to len_k.
-    const float work = sum_of_lanes(ours ? num_tiles_ * (int64_t{2} * tile_.len_k - tile_.len_q) : 0);
-    const float spread = __reduce_max_sync(~0u, ours ? tile_.len_q : 0), ctas = gridDim.x;
-    const float least = ceilf(__fdividef(2 * kWaves * ctas * spread, fmaxf(work, 1.0f)));
+    // Twice the keys of a head's tiles; those of a sequence have len_k - len_q to len_k keys.
+    const float work = sum_of_lanes(is_selected ? num_tiles_ * (int64_t{2} * sequence_.len_k - sequence_.len_q) : 0);
+    const float longest = __reduce_max_sync(~0u, is_selected ? sequence_.len_q : 0), ctas = gridDim.x;
+    const float least = ceilf(__fdividef(2 * kWaves * ctas * longest, fmaxf(work, 1.0f)));
     const float levels = __reduce_max_sync(~0u, num_tiles_);
-    const float most = floorf(__fdividef(ctas * levels, kSharing * fmaxf(tiles_of_head_, 1.0f)));
+    const float most = floorf(__fdividef(ctas * levels, kSharing * fmaxf(tiles_per_head_, 1.0f)));
     const float heads = fmaxf(fminf(least, most), 1.0f);
     return max(static_cast<int32_t>(__fdividef(params_.num_kv_heads, heads)), 1);
   }
 
-  /// Tile `number` of those of a head, of which all sequences' last ones come first, then those before the last, as
-  /// counted from their sequence's first row. Where k sequences have more than n tiles, they stand at level n in turn.
-  __device__ __forceinline__ void describe(int64_t number, int32_t head, int32_t packs_per_kv_head,
-                                           TilePlan& to) const {
+  /// Locates tile `index` of a head. Level l holds the l-th tile of every sequence that has at least l tiles, counted
+  /// from the sequence's first row. Levels descend, and sequences ascend within a level.
+  __device__ __forceinline__ void locate_in_head(int64_t index, int32_t head, int32_t packs_per_kv_head,
+                                                 PrefillTile& to) const {
     int32_t level = __reduce_max_sync(~0u, num_tiles_);
     uint32_t has_level = 0;
     int32_t lower = 0;
 #pragma unroll 1
     for (;;) {
-      // Down to `lower` it is the same sequences that have a tile.
+      // The same sequences have a tile at every level in (lower, level].
       has_level = __ballot_sync(~0u, num_tiles_ >= level);
       lower = __reduce_max_sync(~0u, num_tiles_ < level ? num_tiles_ : 0);
       const int64_t tiles = static_cast<int64_t>(level - lower) * __popc(has_level);
-      if (number < tiles || lower == 0) break;
-      number -= tiles;
+      if (index < tiles || lower == 0) break;
+      index -= tiles;
       level = lower;
     }
-    const int32_t count = __popc(has_level), steps = static_cast<int32_t>(number) / count;
-    const int32_t index = level - 1 - steps;
-    // The sequence is the one that as many of those with this level stand before.
+    const int32_t count = __popc(has_level), steps = static_cast<int32_t>(index) / count;
+    const int32_t of_sequence = level - 1 - steps;
+    // The lane whose sequence has this rank among those with the level writes the tile.
     const uint32_t lane = threadIdx.x % 32;
-    const int32_t before = __popc(has_level & ((1u << lane) - 1));
-    if ((has_level >> lane & 1) != 0 && before == static_cast<int32_t>(number) - steps * count) {
-      write(index, head, packs_per_kv_head, to);
+    const int32_t rank = __popc(has_level & ((1u << lane) - 1));
+    if ((has_level >> lane & 1) != 0 && rank == static_cast<int32_t>(index) - steps * count) {
+      write(of_sequence, head, packs_per_kv_head, to);
     }
   }
 
-  __device__ __forceinline__ void write(int32_t index, int32_t head, int32_t packs_per_kv_head, TilePlan& to) const {
-    QoTile tile = tile_;
+  /// Writes tile `index` of this lane's sequence.
+  __device__ __forceinline__ void write(int32_t index, int32_t head, int32_t packs_per_kv_head, PrefillTile& to) const {
+    QoTile tile = sequence_;
     tile.first_row = index * Shape::kRows;
     tile.num_rows = min(Shape::kRows, tile.len_q * params_.group - tile.first_row);
     const KeyRange keys = visible_keys(params_, tile);
-    to.plan.tile = tile;
-    to.plan.keys = keys;
-    to.plan.kv_head = head;
+    to.work.tile = tile;
+    to.work.keys = keys;
+    to.work.kv_head = head;
     const Visibility visibility(params_, tile);
-    to.seen_begin = visibility.begin(0);
-    to.seen_end = visibility.end(tile.len_q - 1);
+    to.visible_begin = visibility.begin(0);
+    to.visible_end = visibility.end(tile.len_q - 1);
     to.first_block = keys.begin / Shape::kKeys;
     to.end_block = (keys.end + Shape::kKeys - 1) / Shape::kKeys;
   }
 
   const AttentionParams& params_;
-  const bool grows_;
+  const bool is_causal_;
   const int32_t num_seqs_;
-  StartMaxima maxima_ = kStartsAscend;  // of this run and those before
+  StartMaxima maxima_ = kStartsAscend;  // of these sequences and those before
   int32_t first_;
-  int64_t before_ = 0;     // tiles of the runs before this one
-  int64_t tiles_of_head_;  // of this run
-  int32_t sections_;
-  QoTile tile_;  // but for the rows
+  int64_t before_ = 0;      // tiles of the sequences before first_
+  int64_t tiles_per_head_;  // of these sequences
+  int32_t head_groups_;
+  QoTile sequence_;  // this lane's sequence; the fields of rows are unused
   int32_t num_tiles_;
 };
 
-/// The tiles that CTAs begin with: those below `dealt`, of which `first` is this CTA's.
-struct TileNumbers {
-  int32_t first;  // negative: it begins with the next one that is left
-  int32_t dealt;
+/// How CTAs begin: with a static tile each, or with the next tile of the counter.
+struct InitialTiles {
+  int32_t first;       // index of this CTA's static tile; negative: none
+  int32_t num_static;  // the counter's value 0 is this tile index
 
-  /// Every CTA begins with that of its own number.
-  static __device__ __forceinline__ TileNumbers of_grid() {
-    return TileNumbers{static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(gridDim.x)};
+  /// Each CTA begins with the tile of its own index.
+  static __device__ __forceinline__ InitialTiles one_per_cta() {
+    return InitialTiles{static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(gridDim.x)};
   }
-  /// Every CTA begins with the next one that is left.
-  static __device__ __forceinline__ TileNumbers all_left() { return TileNumbers{-1, 0}; }
+  /// All tiles come from the counter.
+  static __device__ __forceinline__ InitialTiles none() { return InitialTiles{-1, 0}; }
 };
 
-/// Plans one tile after another, until there are no more. The work of one warp.
+/// The scheduler warp: writes one work tile after another, then one without rows.
 template <typename Shape, typename LogitsTransform>
-__device__ __forceinline__ void plan_tiles(const PrefillParams& params, const Pipeline<Shape>& pipeline,
-                                           const TileNumbers& numbers) {
-  TileFinder<Shape> finder(params);
-  int64_t number = numbers.first;
+__device__ __forceinline__ void schedule_tiles(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline,
+                                               const InitialTiles& initial) {
+  TileScheduler<Shape> scheduler(params);
+  int64_t index = initial.first;
   int32_t rows = 1;
 #pragma unroll 1
   for (int32_t count = 0; rows > 0; ++count) {
-    const PipelineState<2> turn(count);
-    pipeline.plan_empty(turn).producer_wait();
-    if (count > 0 || numbers.first < 0) {
+    const PipelineState<2> state(count);
+    pipeline.tile_empty(state).producer_wait();
+    if (count > 0 || initial.first < 0) {
       if (params.next_tile == nullptr) {
-        number += numbers.dealt;
+        index += initial.num_static;
       } else {
         uint64_t next = 0;
         if (threadIdx.x % 32 == 0) next = atomicAdd(reinterpret_cast<unsigned long long*>(params.next_tile), 1ull);
-        number = numbers.dealt + static_cast<int64_t>(__shfl_sync(~0u, next, 0));
+        index = initial.num_static + static_cast<int64_t>(__shfl_sync(~0u, next, 0));
       }
     }
-    TilePlan& plan = pipeline.plan(turn);
-    finder.find(number, params.packs_per_kv_head, plan);
+    PrefillTile& tile = pipeline.tile(state);
+    scheduler.locate(index, params.packs_per_kv_head, tile);
     __syncwarp();
-    rows = plan.plan.tile.num_rows;
+    rows = tile.work.tile.num_rows;
     if (threadIdx.x % 32 == 0) {
-      const int32_t kv_head = plan.plan.kv_head / params.packs_per_kv_head;
-      plan.plan.score_factor = rows > 0 ? LogitsTransform::factor(params.attention, kv_head) : 0.0f;
-      plan.value_factor = rows > 0 ? params.attention.value_factor * scale_of(params.attention.v_scale, kv_head) : 0.0f;
-      pipeline.plan_full(turn).arrive();
+      const int32_t kv_head = tile.work.kv_head / params.packs_per_kv_head;
+      tile.work.score_factor = rows > 0 ? LogitsTransform::factor(params.attention, kv_head) : 0.0f;
+      tile.value_factor = rows > 0 ? params.attention.value_factor * scale_of(params.attention.v_scale, kv_head) : 0.0f;
+      pipeline.tile_full(state).arrive();
     }
     __syncwarp();
   }
 }
 
-/// Whether no query start is less than the one before. The work of one warp.
+/// Whether cu_seqlens_q is non-decreasing. Run by one warp.
 __device__ __forceinline__ bool query_starts_ascend(const AttentionParams& params) {
   const int32_t num_seqs = live_sequences(params);
   bool ascends = true;

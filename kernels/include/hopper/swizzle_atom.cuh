@@ -1,14 +1,25 @@
-// Tiles in shared memory, as the copy engine writes them and the tensor cores read them.
+// The layout of Q, K, V and O tiles in shared memory, as TMA writes them and wgmma reads them.
 //
-// They are of 16-bit elements in panels of 64 or 32 columns, [rows][columns], whose 16-byte chunks are swizzled. Eight
-// rows are a *group*; groups of a panel and panels of a tile are at constant distances.
+// A tile [rows][columns] consists of swizzle atoms: 8 rows of 128 bytes (64 bytes for head dimensions that are
+// multiples of 32 only), whose 16-byte chunks are swizzled. The atoms below each other, which hold the same columns,
+// are an *atom column*. Atoms are at constant distances in both directions, which are wgmma's byte offsets:
+//
+//                 kLeadingByteOffset
+//               |------------------->
+//               +-------------------+-------------------+ -
+//   rows 0..7   | atom              | atom              | | kStrideByteOffset
+//               +-------------------+-------------------+ v
+//   rows 8..15  | atom              | atom              |
+//               +-------------------+-------------------+
+//                 columns 0..63       columns 64..127
 #pragma once
 
 #include <cstdint>
 
 namespace xa::hopper {
 
-/// How panels are swizzled, which the address of a tile decides: panels begin at multiples of kBytes.
+/// 8 rows of kColumns 16-bit elements: CU_TENSOR_MAP_SWIZZLE_128B for 64 columns, _64B for 32. The hardware derives the
+/// swizzle from address bits, so tiles start at multiples of kBytes.
 template <int kColumns_>
 struct SwizzleAtom {
   static constexpr int kColumns = kColumns_;
@@ -17,21 +28,20 @@ struct SwizzleAtom {
   static constexpr int kBytes = 8 * kRowBytes;
   static constexpr int kChunks = kRowBytes / 16;
 
-  /// Where chunk `chunk` of row `row` is.
+  /// Byte offset of the 16-byte chunk `chunk` of row `row` of an atom column.
   static __device__ __forceinline__ int32_t offset(int32_t row, int32_t chunk) {
     return row * kRowBytes + (chunk ^ row / (8 / kChunks) % kChunks) * 16;
   }
-  /// The same as the instruction wants it.
+  /// The swizzle mode in a matrix descriptor.
   static constexpr uint64_t kSwizzle = kColumns == 64 ? 1 : 2;
 };
 
-/// Where a tile of such panels lies, as the instruction wants it: address, distance of panels, distance of groups, all
-/// in 16 bytes, and the kind of swizzle.
-template <typename Panel>
-__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t panel_distance,
-                                                      uint32_t group_distance) {
-  return static_cast<uint64_t>(address >> 4 & 0x3fff) | static_cast<uint64_t>(panel_distance >> 4) << 16 |
-         static_cast<uint64_t>(group_distance >> 4) << 32 | Panel::kSwizzle << 62;
+/// wgmma's matrix descriptor of a tile at `address` in shared memory. Offsets are in bytes.
+template <typename Atom>
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t leading_byte_offset,
+                                                      uint32_t stride_byte_offset) {
+  return static_cast<uint64_t>(address >> 4 & 0x3fff) | static_cast<uint64_t>(leading_byte_offset >> 4) << 16 |
+         static_cast<uint64_t>(stride_byte_offset >> 4) << 32 | Atom::kSwizzle << 62;
 }
 
 }  // namespace xa::hopper

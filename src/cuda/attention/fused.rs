@@ -6,12 +6,12 @@ use super::tiles::{AttentionTile, transforms_logits};
 use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode};
 use crate::cuda::launch::Shape;
 use crate::cuda::params::attention::{AttentionParams, TOKENS_PER_LOAD};
-use crate::cuda::params::hopper_prefill::MixedParams;
+use crate::cuda::params::hopper_prefill::HopperFusedParams;
 use crate::cuda::variants;
 use crate::error::Result;
 use crate::problem::attention::KeyStorage;
 
-const KERNEL: &str = "hopper_mixed";
+const KERNEL: &str = "hopper_fused";
 
 /// The beginning of the workspace: the tile index of prefill's scheduler, and what keeps the rest aligned.
 const TILE_INDEX_BYTES: usize = 64;
@@ -50,11 +50,11 @@ pub(super) struct FusedParameter<'c> {
 }
 
 impl FusedParameter<'_> {
-    pub(super) fn params(&self) -> Result<MixedParams> {
+    pub(super) fn params(&self) -> Result<HopperFusedParams> {
         let PrefillParameter { prefill, problem, .. } = &self.prefill;
         let map = |view| prefill.key_map(problem, view, prefill.tile.dim, i64::from(TOKENS_PER_LOAD));
         let [k, v] = [map(&problem.k)?, map(&problem.v)?];
-        Ok(MixedParams { prefill: self.prefill.params()?, k, v, decode: self.decode })
+        Ok(HopperFusedParams { prefill: self.prefill.params()?, k, v, decode: self.decode })
     }
 }
 
@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn pages_of_whole_boxes_are_decoded_beneath_prefill() {
-        let mixed = [("hopper_mixed_bf16_128", 1, i32::MAX)];
+        let mixed = [("hopper_fused_bf16_128", 1, i32::MAX)];
         for page_size in [16, 48, 256] {
             assert_eq!(names(&with_workspace(&paged(page_size))), mixed);
         }

@@ -9,7 +9,7 @@ use crate::cuda::device::Device;
 use crate::cuda::kernel::NEXT_TILE_BYTES;
 use crate::cuda::launch::Shape;
 use crate::cuda::params::attention::AttentionParams;
-use crate::cuda::params::hopper_prefill::{PageDivisor, PrefillParams};
+use crate::cuda::params::hopper_prefill::{HopperPrefillParams, PageDivisor};
 use crate::cuda::tensor_map::{Axis, TensorMap, can_copy};
 use crate::cuda::tiles::HOPPER_PREFILL;
 use crate::cuda::variants;
@@ -238,7 +238,7 @@ pub(super) struct PrefillParameter<'c> {
 }
 
 impl PrefillParameter<'_> {
-    pub(super) fn params(&self) -> Result<PrefillParams> {
+    pub(super) fn params(&self) -> Result<HopperPrefillParams> {
         let Self { prefill, problem, attention, next_tile } = self;
         let score = &problem.score;
         let [head_dim, value_dim] = [prefill.tile.dim, prefill.tile.value_dim];
@@ -256,21 +256,21 @@ impl PrefillParameter<'_> {
             |view: &KvView| (step(problem.num_kv_heads, view.head_stride) / prefill.tile.key_panel()) as i32;
         // A pack of more heads than a warp has rows leaves row by row.
         let out_axes = prefill.out_axes(problem);
-        let stores_boxes = prefill.pack <= WARP_ROWS && can_copy(problem.out.dtype, problem.out.data, &out_axes);
-        Ok(PrefillParams {
+        let stores_by_tma = prefill.pack <= WARP_ROWS && can_copy(problem.out.dtype, problem.out.data, &out_axes);
+        Ok(HopperPrefillParams {
             attention: attention.with_packs(prefill.pack, prefill.packs(problem)),
             q: rows(&problem.q, &prefill.query_axes(problem))?,
             k: keys(&problem.k, head_dim)?,
             v: keys(&problem.v, value_dim)?,
-            out: if stores_boxes { rows(&problem.out, &out_axes)? } else { TensorMap::NONE },
+            out: if stores_by_tma { rows(&problem.out, &out_axes)? } else { TensorMap::NONE },
             next_tile: next_tile.cast(),
-            grows: i32::from(score.window_left < 0 && score.window_right >= 0),
+            is_causal: i32::from(score.window_left < 0 && score.window_right >= 0),
             packs_per_kv_head: prefill.packs_per_kv_head as i32,
-            box_octets: if has_boxes && is_paged { (prefill.keys_in_box(problem) / OCTET) as i32 } else { 0 },
-            key_panels: head_panels(&problem.k),
-            value_panels: head_panels(&problem.v),
-            group_shift: prefill.pack.trailing_zeros() as i32,
-            stores_boxes: i32::from(stores_boxes),
+            box_row_groups: if has_boxes && is_paged { (prefill.keys_in_box(problem) / OCTET) as i32 } else { 0 },
+            k_head_atom_columns: head_panels(&problem.k),
+            v_head_atom_columns: head_panels(&problem.v),
+            group_log2: prefill.pack.trailing_zeros() as i32,
+            stores_by_tma: i32::from(stores_by_tma),
             page_divisor: PageDivisor::of(&problem.keys.storage),
         })
     }

@@ -17,12 +17,12 @@ pub struct PageDivisor {
 /// Columns of the tensor maps are those of a panel.
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub struct PrefillParams {
+pub struct HopperPrefillParams {
     pub attention: AttentionParams,
     /// `[panel, token, head, column]`: boxes of a tile's rows.
     pub q: TensorMap,
     /// Contiguous `[1, head, panel, token, column]`: boxes of a block of keys; paged `[page, its octet, panel of all heads,
-    /// token of the octet, column]`: `box_octets` octets per box.
+    /// token of the octet, column]`: `box_row_groups` octets per box.
     pub k: TensorMap,
     /// Likewise.
     pub v: TensorMap,
@@ -31,27 +31,27 @@ pub struct PrefillParams {
     /// 0 before the launch; without it tiles are dealt out in turn.
     pub next_tile: *mut u64,
     /// Whether later rows of a sequence see more keys.
-    pub grows: i32,
+    pub is_causal: i32,
     pub packs_per_kv_head: i32,
     /// Paged: a power of two that divides page and block; 0: rows are copied one by one.
-    pub box_octets: i32,
+    pub box_row_groups: i32,
     /// Paged: panels from a KV head of K to the next one.
-    pub key_panels: i32,
+    pub k_head_atom_columns: i32,
     /// Paged: panels from a KV head of V to the next one.
-    pub value_panels: i32,
+    pub v_head_atom_columns: i32,
     /// log2 of `attention.group`.
-    pub group_shift: i32,
+    pub group_log2: i32,
     /// Whether a warp's rows are a box of `out`.
-    pub stores_boxes: i32,
+    pub stores_by_tma: i32,
     /// Where rows are copied one by one.
     pub page_divisor: PageDivisor,
 }
 
-/// The parameter of `hopper_mixed`.
+/// The parameter of `hopper_fused`.
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub struct MixedParams {
-    pub prefill: PrefillParams,
+pub struct HopperFusedParams {
+    pub prefill: HopperPrefillParams,
     /// As that of prefill, with boxes of 16 tokens.
     pub k: TensorMap,
     /// Likewise.

@@ -11,7 +11,7 @@ namespace xa::hopper {
 
 /// The nearest number that V's rows are multiplied by.
 template <typename T>
-__device__ __forceinline__ float rounded(float x) {
+__device__ __forceinline__ float round_to(float x) {
   return Element<T>::to_f32(T{static_cast<uint16_t>(Element<T>::pack(x, x))});
 }
 
@@ -22,9 +22,9 @@ __device__ __forceinline__ float rounded(float x) {
 /// weight is not exactly 1 then and is rounded with the others; the sum takes it as rounded, lest a key that has all of
 /// the weight gets less or more.
 template <int kColumnTiles>
-struct RowState {
+struct OnlineSoftmax {
   /// How many sums a lane adds a row's weights up in; what is faster has been measured.
-  static constexpr int kSums = kColumnTiles == 128 / 8 ? 1 : 2;
+  static constexpr int kPartialSums = kColumnTiles == 128 / 8 ? 1 : 2;
 
   float max[2];      // largest logit, rounded
   float sum[2];      // this lane's columns only, until `finish`
@@ -51,32 +51,32 @@ struct RowState {
   /// instructions, which come about when this is written otherwise (docs/performance.md).
   template <int kKeyTiles>
   __device__ __forceinline__ void absorb(float (&scores)[kKeyTiles][4], float log2_unit) {
-    const float largest[2] = {largest_of_lane(scores, 0), largest_of_lane(scores, 1)};
+    const float largest[2] = {lane_max(scores, 0), lane_max(scores, 1)};
     float base[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) base[half] = raise(half, largest[half], log2_unit);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float block_sums[kSums] = {};
+      float block_sums[kPartialSums] = {};
 #pragma unroll
       for (int block = 0; block < kKeyTiles; ++block) {
         float (&pair)[2] = reinterpret_cast<float (&)[2]>(scores[block][2 * half]);
 #pragma unroll
         for (float& x : pair) x = xa::ptx::exp2_approx(__fmaf_rn(x, log2_unit, -base[half]));
-        if constexpr (kSums == 1) {
+        if constexpr (kPartialSums == 1) {
           block_sums[0] += pair[0] + pair[1];
         } else {
           block_sums[0] += pair[0];
           block_sums[1] += pair[1];
         }
       }
-      const float block_sum = kSums == 1 ? block_sums[0] : block_sums[0] + block_sums[1];
+      const float block_sum = kPartialSums == 1 ? block_sums[0] : block_sums[0] + block_sums[1];
       sum[half] = __fmaf_rn(sum[half], rescale[half], block_sum);
     }
   }
   /// Whether some row's maximum rose with the last block. In most blocks of a long sequence none does: the factors are
   /// exactly 1, and work that is left out is power for the tensor cores.
-  __device__ __forceinline__ bool has_risen() const {
+  __device__ __forceinline__ bool max_changed() const {
     return __any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f);
   }
   __device__ __forceinline__ void rescale_output() {
@@ -89,14 +89,14 @@ struct RowState {
   /// Makes the sums take the largest weights as rounded, of rows whose maximum rose with the block of `weights`. Up to
   /// logits of 1024 those are close enough to 1.
   template <typename T, int kKeyTiles>
-  __device__ __forceinline__ void round_largest(const float (&weights)[kKeyTiles][4]) {
+  __device__ __forceinline__ void round_max_weights(const float (&weights)[kKeyTiles][4]) {
     const auto is_large = [](float x) { return fabsf(x) > 1024.0f && x != -INFINITY; };
     if (!__any_sync(~0u, is_large(max[0]) || is_large(max[1]))) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float largest = largest_of_quad(largest_of_lane(weights, half));
+      const float largest = quad_max(lane_max(weights, half));
       // Of the quad's lanes one has it, and any may add it.
-      if (rescale[half] != 1.0f && threadIdx.x % 4 == 0) sum[half] += rounded<T>(largest) - largest;
+      if (rescale[half] != 1.0f && threadIdx.x % 4 == 0) sum[half] += round_to<T>(largest) - largest;
     }
   }
   /// Adds up the lanes' sums; call once, after the last block.
@@ -111,7 +111,7 @@ struct RowState {
  protected:
   /// Of what this lane has of a row's scores.
   template <int kKeyTiles>
-  static __device__ __forceinline__ float largest_of_lane(const float (&scores)[kKeyTiles][4], int half) {
+  static __device__ __forceinline__ float lane_max(const float (&scores)[kKeyTiles][4], int half) {
     float largest = scores[0][2 * half];
 #pragma unroll
     for (int block = 0; block < kKeyTiles; ++block) {
@@ -120,7 +120,7 @@ struct RowState {
     return largest;
   }
   /// Of a row, from those of its lanes.
-  static __device__ __forceinline__ float largest_of_quad(float largest) {
+  static __device__ __forceinline__ float quad_max(float largest) {
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     return fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
   }
@@ -129,7 +129,7 @@ struct RowState {
   /// Takes up the largest score of a block, of which each lane knows its own columns'; what the row's logits lose
   /// before they become weights.
   __device__ __forceinline__ float raise(int half, float largest, float log2_unit) {
-    const float next = fmaxf(max[half], __fmul_rn(largest_of_quad(largest), log2_unit));
+    const float next = fmaxf(max[half], __fmul_rn(quad_max(largest), log2_unit));
     // Of a row that has seen nothing all weights are 0, and so is what its output counts for.
     const float base = next == -INFINITY ? 0.0f : next;
     rescale[half] = xa::ptx::exp2_approx(max[half] - base);

@@ -10,7 +10,7 @@ namespace xa::hopper {
 /// Scores stay q . k; what they are multiplied by is part of the exponential.
 struct fp8_logits_scaled {
   /// Whether most tiles' scores stay as they are.
-  static constexpr bool kLeavesMost = true;
+  static constexpr bool kUsuallyIdentity = true;
 
   __device__ __forceinline__ explicit fp8_logits_scaled(const AttentionParams&) {}
   static __device__ __forceinline__ float factor(const AttentionParams& params, int32_t kv_head) {
@@ -18,28 +18,28 @@ struct fp8_logits_scaled {
   }
   /// Whether `apply` leaves this tile's alone: the largest score is the largest logit only where the factor is
   /// positive.
-  static __device__ __forceinline__ bool leaves(const WorkTile& plan) { return plan.score_factor > 0.0f; }
+  static __device__ __forceinline__ bool is_identity(const WorkTile& work) { return work.score_factor > 0.0f; }
   /// Logits to base 2 are this times what `apply` leaves.
-  static __device__ __forceinline__ float log2_unit(const WorkTile& plan) {
-    return leaves(plan) ? plan.score_factor : 1.0f;
+  static __device__ __forceinline__ float log2_unit(const WorkTile& work) {
+    return is_identity(work) ? work.score_factor : 1.0f;
   }
   template <typename T, int kKeyTiles>
-  __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const WorkTile& plan, int32_t, int32_t) const {
-    if (leaves(plan)) return;
+  __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const WorkTile& work, int32_t, int32_t) const {
+    if (is_identity(work)) return;
 #pragma unroll
     for (int block = 0; block < kKeyTiles; ++block) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[block][i] *= plan.score_factor;
+      for (int i = 0; i < 4; ++i) scores[block][i] *= work.score_factor;
     }
   }
 };
 
 /// Soft cap and ALiBi.
 struct fp8_logits_softcap_alibi : logits_softcap_alibi {
-  static constexpr bool kLeavesMost = false;
+  static constexpr bool kUsuallyIdentity = false;
 
   using logits_softcap_alibi::logits_softcap_alibi;
-  static __device__ __forceinline__ bool leaves(const WorkTile&) { return true; }
+  static __device__ __forceinline__ bool is_identity(const WorkTile&) { return true; }
   static __device__ __forceinline__ float log2_unit(const WorkTile&) { return 1.0f; }
 };
 

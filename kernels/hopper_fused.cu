@@ -1,56 +1,57 @@
 // Decode and prefill of one batch in one launch on Hopper: some CTAs first decode (include/decode.cuh), with all of
 // their warps, before they join the others in prefill (include/hopper/prefill.cuh). How many follows from the batch
-// (include/hopper/mixed.cuh).
+// (include/hopper/fused.cuh).
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
 //   XA_HEAD_DIM  D and Dv, exactly (include/hopper/shape.cuh)
 // Launch: any number of CTAs, at least Hkv, of kThreads threads, one an SM; the larger kSharedBytes of both shapes of
 // dynamic shared memory. Pages are of a multiple of kTokensPerLoad tokens. Tiles of prefill are numbered by
-// PrefillParams::next_tile, which must be there.
+// HopperPrefillParams::next_tile, which must be there.
 
 #include "decode.cuh"
 #include "element.cuh"
-#include "hopper/box_decode_loop.cuh"
-#include "hopper/mixed.cuh"
+#include "hopper/fused.cuh"
 #include "hopper/prefill.cuh"
 #include "hopper/schedule.cuh"
 #include "hopper/shape.cuh"
+#include "hopper/tma_decode_loop.cuh"
 #include "logits_transform.cuh"
 #include "tile_shape.cuh"
 
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
 using LogitsTransform = xa::logits_none;
-using Choice = xa::tiles::HopperPrefill<sizeof(T), xa::tiles::XA_PASTE(head_dim_, XA_HEAD_DIM), xa::tiles::logits_none>;
-using Shape = xa::hopper::TileShape<Choice, xa::hopper::Storage::paged>;
+using Config = xa::tiles::HopperPrefill<sizeof(T), xa::tiles::XA_PASTE(head_dim_, XA_HEAD_DIM), xa::tiles::logits_none>;
+using Shape = xa::hopper::PrefillShape<Config, xa::hopper::Storage::paged>;
 using DecodeShape = xa::TileShape<xa::tiles::shape_fused, T, T, XA_HEAD_DIM>;
 static_assert(Shape::kThreads == DecodeShape::kThreads);
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
-    XA_ENTRY(const __grid_constant__ xa::MixedParams params) {
+    XA_ENTRY(const __grid_constant__ xa::HopperFusedParams params) {
   extern __shared__ uint8_t shared[];
   const xa::AttentionParams& decode = params.decode;
   uint8_t* const aligned = shared + -xa::ptx::shared_address(shared) % 1024;
-  const xa::hopper::MixedWork work = xa::hopper::measure_work<Shape::kThreads, DecodeShape::kRows, Shape::kRows>(
-      params, reinterpret_cast<xa::hopper::MixedWork*>(aligned));
+  const xa::hopper::FusedWork work = xa::hopper::estimate_work<Shape::kThreads, DecodeShape::kRows, Shape::kRows>(
+      params, reinterpret_cast<xa::hopper::FusedWork*>(aligned));
   const int32_t ranges = xa::hopper::decode_ranges(work, decode.num_kv_heads);
   const int32_t cta = blockIdx.x, number = cta / decode.num_kv_heads;
   if (number < ranges) {
-    const xa::hopper::KeyBoxes boxes = {params.k, params.v, params.prefill.key_panels, params.prefill.value_panels};
-    xa::hopper::BoxRing<DecodeShape>(aligned).init();
+    const xa::hopper::KvTensorMaps boxes = {params.k, params.v, params.prefill.k_head_atom_columns,
+                                            params.prefill.v_head_atom_columns};
+    xa::hopper::TmaRing<DecodeShape>(aligned).init();
     int32_t count = 0;
     xa::decode_work_range<DecodeShape, T, T, LogitsTransform, false>(
         decode, xa::WorkRangeIndex{number, ranges}, aligned, [&](const xa::WorkTile& work_tile) {
-          return xa::hopper::BoxDecodeLoop<DecodeShape, T>(decode, work_tile, boxes, aligned, count);
+          return xa::hopper::TmaDecodeLoop<DecodeShape, T>(decode, work_tile, boxes, aligned, count);
         });
-    xa::hopper::BoxRing<DecodeShape>(aligned).end();
+    xa::hopper::TmaRing<DecodeShape>(aligned).end();
     // The copy engine and the barriers of prefill come where these threads have read and written.
     xa::hopper::ptx::fence_proxy_async_shared();
     __syncthreads();
   } else {
     xa::hopper::store_empty_split_record(decode, cta - number * decode.num_kv_heads, number);
   }
-  xa::hopper::prefill<Shape, T, LogitsTransform>(params.prefill, xa::hopper::TileNumbers::all_left(), shared);
+  xa::hopper::prefill<Shape, T, LogitsTransform>(params.prefill, xa::hopper::InitialTiles::none(), shared);
 }

@@ -17,11 +17,11 @@ namespace xa::hopper {
 constexpr float kPrefillCost = 1.6f;
 
 /// A CTA's estimate of what there is to do, the same in every CTA.
-struct MixedWork {
+struct FusedWork {
   float decode;
   float prefill;
 
-  __device__ __forceinline__ void add(const MixedWork& other) {
+  __device__ __forceinline__ void add(const FusedWork& other) {
     decode += other.decode;
     prefill += other.prefill;
   }
@@ -38,10 +38,10 @@ __device__ __forceinline__ float mean_keys(const AttentionParams& params, const 
 
 /// How much work there is in all. Every thread of the CTA calls this; `sums` [kThreads / 32] are in shared memory.
 template <int kThreads, int kDecodeRows, int kPrefillRows>
-__device__ __forceinline__ MixedWork measure_work(const MixedParams& params, MixedWork* sums) {
+__device__ __forceinline__ FusedWork estimate_work(const HopperFusedParams& params, FusedWork* sums) {
   const AttentionParams &decode = params.decode, &prefill = params.prefill.attention;
   const int32_t num_seqs = live_sequences(decode);
-  MixedWork work;
+  FusedWork work;
   bool raises_starts = false;
 #pragma unroll 1
   for (;;) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ MixedWork measure_work(const MixedParams& params, Mix
     }
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
-      work.add(MixedWork{__shfl_xor_sync(~0u, work.decode, distance), __shfl_xor_sync(~0u, work.prefill, distance)});
+      work.add(FusedWork{__shfl_xor_sync(~0u, work.decode, distance), __shfl_xor_sync(~0u, work.prefill, distance)});
     }
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = work;
     if (__syncthreads_and(ascends)) break;
@@ -82,7 +82,7 @@ __device__ __forceinline__ MixedWork measure_work(const MixedParams& params, Mix
 
 /// CTAs a KV head that decode: as many as are done when all is done, rather one too many. What decode needs of an SM's
 /// time hardly depends on how many SMs share it.
-__device__ __forceinline__ int32_t decode_ranges(const MixedWork& work, int32_t num_kv_heads) {
+__device__ __forceinline__ int32_t decode_ranges(const FusedWork& work, int32_t num_kv_heads) {
   if (work.decode == 0.0f) return 0;
   const int32_t most = static_cast<int32_t>(gridDim.x) / num_kv_heads;
   const float ctas = static_cast<float>(gridDim.x) * __fdividef(work.decode, work.decode + work.prefill);

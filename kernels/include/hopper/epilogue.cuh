@@ -4,8 +4,8 @@
 #include <cstdint>
 
 #include "element.cuh"
+#include "hopper/online_softmax.cuh"
 #include "hopper/ptx.cuh"
-#include "hopper/row_state.cuh"
 #include "hopper/shape.cuh"
 #include "hopper/swizzle_atom.cuh"
 #include "output_rows.cuh"
@@ -35,15 +35,16 @@ __device__ __forceinline__ uint4 transpose_in_quad(uint32_t (&pairs)[4]) {
 
 /// What becomes of a warp's rows, `first_row` the first: their factors and lse, which need no output, then the output.
 template <typename Shape, typename T>
-class RowStore {
-  using State = RowState<Shape::kValueDim / 8>;
-  using Panel = typename Shape::Panel;
+class Epilogue {
+  using State = OnlineSoftmax<Shape::kValueDim / 8>;
+  using Atom = typename Shape::Atom;
 
  public:
-  /// `boxed` where the tile owns all rows of the warp, and they are a box of `out`.
-  __device__ __forceinline__ RowStore(const PrefillParams& prefill, const TilePlan& plan, int32_t first_row, bool boxed)
-      : prefill_(prefill), plan_(plan.plan), first_row_(first_row), boxed_(boxed) {
-    factor_[0] = factor_[1] = plan.value_factor;
+  /// `by_tma` where the tile owns all rows of the warp, and they are a box of `out`.
+  __device__ __forceinline__ Epilogue(const HopperPrefillParams& prefill, const PrefillTile& tile, int32_t first_row,
+                                      bool by_tma)
+      : prefill_(prefill), work_(tile.work), first_row_(first_row), by_tma_(by_tma) {
+    factor_[0] = factor_[1] = tile.value_factor;
   }
 
   /// As finish_row (softmax.cuh) for both rows at once, without a branch and with the fast functions: nothing else is
@@ -51,12 +52,12 @@ class RowStore {
   __device__ __forceinline__ void finish(const State& state) {
     constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
     const AttentionParams& params = prefill_.attention;
-    const int32_t packed = plan_.tile.first_row + first_row_ + threadIdx.x % 32 / 4;
+    const int32_t packed = work_.tile.first_row + first_row_ + threadIdx.x % 32 / 4;
     int32_t head[2];
     float sink[2] = {-INFINITY, -INFINITY}, lse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      head[half] = plan_.kv_head * params.group + ((packed + 8 * half) & (params.group - 1));
+      head[half] = work_.kv_head * params.group + ((packed + 8 * half) & (params.group - 1));
       if (params.sinks != nullptr) sink[half] = __ldg(params.sinks + head[half]);
     }
 #pragma unroll
@@ -74,26 +75,26 @@ class RowStore {
     const auto to = writer();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (!boxed_ && !to.writes(row(half))) continue;
-      const int32_t token = plan_.tile.first_token + ((packed + 8 * half) >> prefill_.group_shift);
+      if (!by_tma_ && !to.writes(row(half))) continue;
+      const int32_t token = work_.tile.first_token + ((packed + 8 * half) >> prefill_.group_log2);
       params.lse[static_cast<int64_t>(head[half]) * params.num_tokens + token] = lse[half];
     }
   }
   __device__ __forceinline__ void store(const State& state, uint32_t staging) const {
-    if (boxed_) {
+    if (by_tma_) {
       store_by_tma(state, staging);
     } else {
-      store_rows(state);
+      store_by_row(state);
     }
   }
 
  private:
   __device__ __forceinline__ RowWriter<T, false> writer() const {
-    return RowWriter<T, false>(prefill_.attention, plan_.tile, plan_.kv_head);
+    return RowWriter<T, false>(prefill_.attention, work_.tile, work_.kv_head);
   }
   /// As T, or as what AttentionParams::out_is_bf16 says.
   __device__ __forceinline__ uint32_t pack(float low, float high) const {
-    if constexpr (Shape::kChoosesOutput) {
+    if constexpr (Shape::kOutputTypeAtRunTime) {
       return prefill_.attention.out_is_bf16 != 0 ? Element<Bf16>::pack(low, high) : Element<F16>::pack(low, high);
     } else {
       return Element<T>::pack(low, high);
@@ -104,7 +105,7 @@ class RowStore {
     return first_row_ + 8 * half + static_cast<int32_t>(threadIdx.x % 32 / 4);
   }
 
-  __device__ __forceinline__ void store_rows(const State& state) const {
+  __device__ __forceinline__ void store_by_row(const State& state) const {
     const auto to = writer();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -139,21 +140,21 @@ class RowStore {
         const float* const x = &state.output[column + i / 2][i % 2 * 2];
         matrices[i] = pack(x[0] * factor_[i % 2], x[1] * factor_[i % 2]);
       }
-      const int32_t panel = column / Panel::kChunks, chunk = column % Panel::kChunks + lane / 16;
-      ptx::stmatrix_x4(staging + panel * 16 * Panel::kRowBytes + Panel::offset(row, chunk), matrices);
+      const int32_t panel = column / Atom::kChunks, chunk = column % Atom::kChunks + lane / 16;
+      ptx::stmatrix_x4(staging + panel * 16 * Atom::kRowBytes + Atom::offset(row, chunk), matrices);
     }
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane != 0) return;
-    const int32_t packed = plan_.tile.first_row + first_row_;
-    ptx::tma_store(staging, prefill_.out, 0, plan_.kv_head * group + (packed & (group - 1)),
-                   plan_.tile.first_token + (packed >> prefill_.group_shift), 0);
+    const int32_t packed = work_.tile.first_row + first_row_;
+    ptx::tma_store(staging, prefill_.out, 0, work_.kv_head * group + (packed & (group - 1)),
+                   work_.tile.first_token + (packed >> prefill_.group_log2), 0);
   }
 
-  const PrefillParams& prefill_;
-  const WorkTile& plan_;
+  const HopperPrefillParams& prefill_;
+  const WorkTile& work_;
   const int32_t first_row_;
-  const bool boxed_;
+  const bool by_tma_;
   float factor_[2];
 };
 

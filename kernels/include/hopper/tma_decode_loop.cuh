@@ -17,20 +17,20 @@
 namespace xa::hopper {
 
 /// K and V as boxes of kTokensPerLoad tokens of a page and one KV head, and panels from one head to the next.
-struct KeyBoxes {
+struct KvTensorMaps {
   const TensorMap& k;
   const TensorMap& v;
-  int32_t key_panels;
-  int32_t value_panels;
+  int32_t k_head_atom_columns;
+  int32_t v_head_atom_columns;
 };
 
-/// The places and barriers of the blocks of a warp.
+/// The offsets and barriers of the blocks of a warp.
 template <typename Shape>
-struct BoxRing {
+struct TmaRing {
   uint32_t blocks;
   uint32_t barriers;
 
-  __device__ __forceinline__ explicit BoxRing(const uint8_t* shared) {
+  __device__ __forceinline__ explicit TmaRing(const uint8_t* shared) {
     const uint32_t warp = uniform(xa::ptx::opaque(threadIdx.x) / 32), address = xa::ptx::shared_address(shared);
     blocks = address + Shape::kRingsOffset + warp * Shape::kRingBytes;
     barriers = address + Shape::kBarriersOffset + warp * 8 * Shape::kStages;
@@ -58,22 +58,22 @@ struct BoxRing {
 
 /// Streams the warp's keys of a piece through its ring.
 template <typename Shape, typename T>
-class BoxDecodeLoop {
+class TmaDecodeLoop {
   using Math = TileMath<T, T, typename Shape::Rows, 1, Shape::kKeys, Shape::kHeadDim>;
   static constexpr int kStages = Shape::kStages, kStep = Shape::kKeys * Shape::kKeyWarps;
   static_assert(Shape::kKeys == kTokensPerLoad);
 
  public:
   /// Page numbers are on their way after this. `count` blocks have been through the warp's ring so far, in all pieces.
-  __device__ __forceinline__ BoxDecodeLoop(const AttentionParams& params, const WorkTile& plan, const KeyBoxes& boxes,
-                                           const uint8_t* shared, int32_t& count)
+  __device__ __forceinline__ TmaDecodeLoop(const AttentionParams& params, const WorkTile& work,
+                                           const KvTensorMaps& boxes, const uint8_t* shared, int32_t& count)
       : params_(params),
-        plan_(plan),
+        work_(work),
         boxes_(boxes),
         ring_(shared),
         count_(count),
-        first_key_(first_block_key<Shape>(plan.keys)),
-        slots_(params, plan, first_key_) {}
+        first_key_(first_block_key<Shape>(work.keys)),
+        slots_(params, work, first_key_) {}
 
   /// Takes the keys up into `state`. The tile's query rows are on their way to `query_rows`, in the last group of
   /// copies.
@@ -89,18 +89,18 @@ class BoxDecodeLoop {
 
     int32_t count = count_;
 #pragma unroll 1
-    for (int32_t key = first_key_; key < plan_.keys.end; key += kStep) {
+    for (int32_t key = first_key_; key < work_.keys.end; key += kStep) {
       const PipelineState<kStages> turn(count);
       const uint32_t keys = ring_.keys(turn);
       ring_.full(turn).wait();
       float scores[1][Shape::kKeys / 8][4];
       Math::scores(scores, query, keys, params_);
-      transform.template apply<T>(scores[0], plan_, 0, key);
-      if (key < plan_.keys.common_begin || key + Shape::kKeys > plan_.keys.common_end) {
-        apply_mask(scores[0], params_, plan_.tile, 0, key);
-        clear_unseen(keys + Shape::kBlockBytes, key);
+      transform.template apply<T>(scores[0], work_, 0, key);
+      if (key < work_.keys.common_begin || key + Shape::kKeys > work_.keys.common_end) {
+        apply_mask(scores[0], params_, work_.tile, 0, key);
+        clear_invisible_values(keys + Shape::kBlockBytes, key);
       }
-      state.update(0, scores[0], transform.log2_unit(), plan_.tile.num_rows > 8);
+      state.update(0, scores[0], transform.log2_unit(), work_.tile.num_rows > 8);
       Math::accumulate(state.output, scores, keys + Shape::kBlockBytes, params_);
       // The blocks are free again once all lanes have read them.
       __syncwarp();
@@ -115,7 +115,7 @@ class BoxDecodeLoop {
   /// Starts to fetch the warp's next blocks, its turn-th, which begin at `key`; none past the end.
   __device__ __forceinline__ void fetch(int32_t turn_number, int32_t key) {
     const TokenSlot slot = slots_.next();
-    if (key >= plan_.keys.end) return;
+    if (key >= work_.keys.end) return;
     const PipelineState<kStages> turn(turn_number);
     const Barrier full = ring_.full(turn);
     const uint32_t to = ring_.keys(turn);
@@ -123,14 +123,14 @@ class BoxDecodeLoop {
     const int32_t page = clamp(slot.page, 0, params_.num_pages - 1), octet = slot.offset / 8;
     const uint64_t policy = xa::ptx::evict_first_policy();
     full.arrive_expect_tx(2 * Shape::kBlockBytes);
-    ptx::tma_load(to, boxes_.k, full.address, 0, 0, plan_.kv_head * boxes_.key_panels, octet, page, policy);
-    ptx::tma_load(to + Shape::kBlockBytes, boxes_.v, full.address, 0, 0, plan_.kv_head * boxes_.value_panels, octet,
-                  page, policy);
+    ptx::tma_load(to, boxes_.k, full.address, 0, 0, work_.kv_head * boxes_.k_head_atom_columns, octet, page, policy);
+    ptx::tma_load(to + Shape::kBlockBytes, boxes_.v, full.address, 0, 0, work_.kv_head * boxes_.v_head_atom_columns,
+                  octet, page, policy);
   }
 
   /// Rows of V outside of the piece's keys become zeros: boxes bring along what is there, NaN and Inf included.
-  __device__ __forceinline__ void clear_unseen(uint32_t values, int32_t key) const {
-    const int32_t begin = plan_.keys.begin - key, end = plan_.keys.end - key, lane = threadIdx.x % 32;
+  __device__ __forceinline__ void clear_invisible_values(uint32_t values, int32_t key) const {
+    const int32_t begin = work_.keys.begin - key, end = work_.keys.end - key, lane = threadIdx.x % 32;
     if (begin > 0 || end < Shape::kKeys) {
       constexpr int kChunks = Shape::kRowBytes / 16;
       for (int32_t item = lane; item < Shape::kKeys * kChunks; item += 32) {
@@ -145,9 +145,9 @@ class BoxDecodeLoop {
   }
 
   const AttentionParams& params_;
-  const WorkTile& plan_;
-  const KeyBoxes& boxes_;
-  const BoxRing<Shape> ring_;
+  const WorkTile& work_;
+  const KvTensorMaps& boxes_;
+  const TmaRing<Shape> ring_;
   int32_t& count_;
   const int32_t first_key_;
   PageTableReader<Shape::kKeys, kStep, true> slots_;
