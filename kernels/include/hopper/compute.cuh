@@ -1,6 +1,6 @@
-// The warpgroups of a prefill CTA that compute: each has 64 rows of the tile. While the tensor cores make the scores of
-// the next block and the output of this one, the warpgroup turns scores into weights; and while one warpgroup does
-// that, the tensor cores are another's.
+// The compute warpgroups of a prefill CTA, each with 64 rows of the work tile. As in FlashAttention-3 two things
+// overlap: within a warpgroup, Q K^T of the next block and P V of this one run during the next block's softmax; and
+// while one warpgroup is in its softmax, the tensor cores work for the other ones.
 #pragma once
 
 #include <cmath>
@@ -21,8 +21,8 @@
 
 namespace xa::hopper {
 
-/// Hides from each row the keys that it does not see, in a block from `first_key` on. Few blocks have an end of what
-/// some row sees in them, and hardly one has both ends.
+/// Sets the scores of masked keys to -inf, in a block whose first key is `first_key`. Most blocks that need a mask need
+/// only one of the two ends.
 template <int kKeyTiles>
 __device__ __forceinline__ void mask_scores(float (&scores)[kKeyTiles][4], const HopperPrefillParams& prefill,
                                             const WorkTile& work, int32_t first_row, int32_t first_key) {
@@ -57,8 +57,8 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kKeyTiles][4], const
   }
 }
 
-/// Clears the rows of a block of V of which no row of the sequence sees the key: 0 times what lies there could be NaN.
-/// Each warpgroup does so by itself before it uses the block.
+/// Clears the rows of a block of V whose keys no query of the sequence attends to: memory there may hold NaN, and
+/// 0 * NaN is NaN. Each warpgroup clears all of them before it uses the block.
 template <typename Shape>
 __device__ __forceinline__ void clear_invisible_values(uint8_t* values, const PrefillTile& tile, int32_t first_key) {
   using Atom = typename Shape::Atom;
@@ -75,11 +75,11 @@ __device__ __forceinline__ void clear_invisible_values(uint8_t* values, const Pr
   ptx::fence_proxy_async_shared();
 }
 
-/// Computes all tiles of the CTA. The work of a warpgroup.
+/// A compute warpgroup: computes its rows of all tiles of the CTA.
 template <typename Shape, typename T, typename LogitsTransform>
 __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill, const Pipeline<Shape>& pipeline) {
   constexpr int kKeys = Shape::kKeys;
-  using Keys = PipelineState<Shape::kStages>;
+  using KvState = PipelineState<Shape::kStages>;
   // With softcap_alibi the scores are already logits to base 2.
   constexpr bool kScaleInExponent = std::is_same_v<LogitsTransform, logits_none>;
   using Atom = typename Shape::Atom;
@@ -104,9 +104,9 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
   uint32_t weights[kKeys / 16][4];
   OnlineSoftmax<Shape::kValueDim / 8> state;
 
-  const auto issue_qk = [&](const Keys& turn) {
-    constexpr int kSteps = Atom::kColumns / 16;  // of a panel
-    const uint64_t block = keys + turn.stage * (KeyBlock::kBytes >> 4);
+  const auto issue_qk = [&](const KvState& at) {
+    constexpr int kSteps = Atom::kColumns / 16;  // per atom column
+    const uint64_t block = keys + at.stage * (KeyBlock::kBytes >> 4);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Shape::kHeadDim / 16; ++step) {
@@ -120,8 +120,8 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     }
     ptx::wgmma_commit_group();
   };
-  const auto issue_pv = [&](const Keys& turn) {
-    const uint64_t block = values + turn.stage * (ValueBlock::kBytes >> 4);
+  const auto issue_pv = [&](const KvState& at) {
+    const uint64_t block = values + at.stage * (ValueBlock::kBytes >> 4);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
@@ -141,29 +141,29 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     }
   };
 
-  int32_t turn = 0;
+  int32_t block_count = 0;
   const auto attend = [&](const PrefillTile& tile, int32_t first, int32_t end, int32_t tile_count,
-                          const auto& finish_rows) {
-    // Blocks [common_begin, common_end) are seen whole by every row.
+                          const auto& finalize_rows) {
+    // In blocks [common_begin, common_end) every row attends to every key.
     const int32_t common_begin = uniform((tile.work.keys.common_begin + kKeys - 1) / kKeys);
     const int32_t common_end = uniform(tile.work.keys.common_end / kKeys);
     int32_t block = end - 1;
-    const auto weigh = [&](bool masked) {
+    const auto softmax_block = [&](bool masked) {
       transform.template apply<T>(scores, tile.work, warp_row, block * kKeys);
       if (masked) mask_scores(scores, prefill, tile.work, warp_row, block * kKeys);
-      state.absorb(scores, unit);
+      state.update(scores, unit);
     };
-    // Of a block that has been taken up and not yet multiplied.
+    // Clears V of the block whose weights are in `weights`, where it has invisible keys.
     const auto clear_partial_values = [&] {
       const int32_t first_key = block * kKeys;
       if (first_key >= tile.visible_begin && first_key + kKeys <= tile.visible_end) return;
-      const Keys now(turn);
+      const KvState now(block_count);
       pipeline.values_full(now).wait();
       clear_invisible_values<Shape>(pipeline.values_pointer(now.stage), tile, first_key);
       sync_warpgroup();
     };
     const auto step = [&](bool masked) {
-      const Keys now(turn), next(turn + 1);
+      const KvState now(block_count), next(block_count + 1);
       pipeline.keys_full(next).wait();
       issue_qk(next);
       pipeline.values_full(now).wait();
@@ -171,7 +171,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
       ptx::wgmma_wait_group<1>();
       release(pipeline.keys_empty(next));
       if (block == first) release(pipeline.query_empty(tile_count));
-      weigh(masked);
+      softmax_block(masked);
       ptx::wgmma_wait_group<0>();
       pack_weights();
       release(pipeline.values_empty(now));
@@ -179,35 +179,35 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
         state.rescale_output();
         if constexpr (kScaleInExponent) state.template round_max_weights<T>(scores);
       }
-      ++turn;
+      ++block_count;
       if (masked) clear_partial_values();
     };
 
     pipeline.query_full(tile_count).wait();
-    const Keys now(turn);
+    const KvState now(block_count);
     pipeline.keys_full(now).wait();
     issue_qk(now);
     ptx::wgmma_wait_group<0>();
     release(pipeline.keys_empty(now));
     if (block == first) release(pipeline.query_empty(tile_count));
     if (block < common_begin || block >= common_end) {
-      weigh(true);
+      softmax_block(true);
     } else {
-      weigh(false);
+      softmax_block(false);
     }
     if constexpr (kScaleInExponent) state.template round_max_weights<T>(scores);
     pack_weights();
     clear_partial_values();
     --block;
     for_each_block(block, first, common_begin, common_end, step);
-    const Keys last(turn);
+    const KvState last(block_count);
     pipeline.values_full(last).wait();
     issue_pv(last);
-    // What needs no output is done before it is there.
-    finish_rows();
+    // Overlaps with the last P V.
+    finalize_rows();
     ptx::wgmma_wait_group<0>();
     release(pipeline.values_empty(last));
-    ++turn;
+    ++block_count;
   };
   for_each_tile<Shape, T>(prefill, pipeline, warp, state, attend);
 }

@@ -1,4 +1,4 @@
-// A warp's finished rows on their way out of the prefill kernel.
+// The epilogue of the prefill kernel: normalises a warp's 16 rows and stores them.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@
 
 namespace xa::hopper {
 
-/// Four neighbouring accumulators, a pair of columns a lane each, become 16 bytes of one of them: that of this lane's
-/// number in its quad.
+/// Transposes 4x4 pairs within a quad of lanes: each lane has a pair of columns of four adjacent accumulators before,
+/// and all eight columns of one accumulator after, that of its index in the quad.
 __device__ __forceinline__ uint4 transpose_in_quad(uint32_t (&pairs)[4]) {
   const int32_t lane = threadIdx.x;
 #pragma unroll
@@ -33,23 +33,24 @@ __device__ __forceinline__ uint4 transpose_in_quad(uint32_t (&pairs)[4]) {
   return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
-/// What becomes of a warp's rows, `first_row` the first: their factors and lse, which need no output, then the output.
+/// Stores a warp's 16 rows from `first_row` on. `finalize` computes output factors and lse, which do not need O and so
+/// overlap with the last P V; `store` then stores O.
 template <typename Shape, typename T>
 class Epilogue {
   using State = OnlineSoftmax<Shape::kValueDim / 8>;
   using Atom = typename Shape::Atom;
 
  public:
-  /// `by_tma` where the tile owns all rows of the warp, and they are a box of `out`.
+  /// `by_tma`: all 16 rows belong to the tile and are a box of `out`.
   __device__ __forceinline__ Epilogue(const HopperPrefillParams& prefill, const PrefillTile& tile, int32_t first_row,
                                       bool by_tma)
       : prefill_(prefill), work_(tile.work), first_row_(first_row), by_tma_(by_tma) {
     factor_[0] = factor_[1] = tile.value_factor;
   }
 
-  /// As finish_row (softmax.cuh) for both rows at once, without a branch and with the fast functions: nothing else is
-  /// left to do until it is over.
-  __device__ __forceinline__ void finish(const State& state) {
+  /// As finish_row (softmax.cuh), for both rows of a lane at once, branch-free and with approximate functions: its
+  /// latency is exposed.
+  __device__ __forceinline__ void finalize(const State& state) {
     constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
     const AttentionParams& params = prefill_.attention;
     const int32_t packed = work_.tile.first_row + first_row_ + threadIdx.x % 32 / 4;
@@ -64,12 +65,12 @@ class Epilogue {
     for (int half = 0; half < 2; ++half) {
       const float sink_log2 = sink[half] * kLog2E, largest = fmaxf(state.max[half], sink_log2);
       const float base = largest == -INFINITY ? 0.0f : largest;
-      // Exactly 1 and the sum without a sink.
+      // Without a sink `weight` is exactly 1 and `total` is the sum.
       const float weight = xa::ptx::exp2_approx(state.max[half] - base);
       const float total = __fmaf_rn(state.sum[half], weight, xa::ptx::exp2_approx(sink_log2 - base));
-      const bool sees = state.sum[half] != 0.0f;
-      factor_[half] = sees ? factor_[half] * weight * xa::ptx::reciprocal_approx(total) : 0.0f;
-      lse[half] = sees ? (base + xa::ptx::log2_approx(total)) * kLn2 : sink[half];
+      const bool has_keys = state.sum[half] != 0.0f;
+      factor_[half] = has_keys ? factor_[half] * weight * xa::ptx::reciprocal_approx(total) : 0.0f;
+      lse[half] = has_keys ? (base + xa::ptx::log2_approx(total)) * kLn2 : sink[half];
     }
     if (params.lse == nullptr || threadIdx.x % 4 != 0) return;
     const auto to = writer();
@@ -80,6 +81,7 @@ class Epilogue {
       params.lse[static_cast<int64_t>(head[half]) * params.num_tokens + token] = lse[half];
     }
   }
+  /// Stores O; `staging` is this warp's part of the staging area.
   __device__ __forceinline__ void store(const State& state, uint32_t staging) const {
     if (by_tma_) {
       store_by_tma(state, staging);
@@ -92,7 +94,7 @@ class Epilogue {
   __device__ __forceinline__ RowWriter<T, false> writer() const {
     return RowWriter<T, false>(prefill_.attention, work_.tile, work_.kv_head);
   }
-  /// As T, or as what AttentionParams::out_is_bf16 says.
+  /// Packs as T, or as the type that AttentionParams::out_is_bf16 selects.
   __device__ __forceinline__ uint32_t pack(float low, float high) const {
     if constexpr (Shape::kOutputTypeAtRunTime) {
       return prefill_.attention.out_is_bf16 != 0 ? Element<Bf16>::pack(low, high) : Element<F16>::pack(low, high);
@@ -100,17 +102,18 @@ class Epilogue {
       return Element<T>::pack(low, high);
     }
   }
-  /// Of this lane.
+  /// Row of the tile that this lane holds in `half` of the accumulators.
   __device__ __forceinline__ int32_t row(int half) const {
     return first_row_ + 8 * half + static_cast<int32_t>(threadIdx.x % 32 / 4);
   }
 
+  /// Stores row by row, 16 bytes per lane.
   __device__ __forceinline__ void store_by_row(const State& state) const {
     const auto to = writer();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool writes = to.writes(row(half));
-      T* const chunks = to.out(writes ? row(half) : 0) + threadIdx.x % 4 * 8;
+      const bool is_live = to.writes(row(half));
+      T* const chunks = to.out(is_live ? row(half) : 0) + threadIdx.x % 4 * 8;
 #pragma unroll
       for (int column = 0; column < Shape::kValueDim / 8; column += 4) {
         uint32_t pairs[4];
@@ -120,17 +123,17 @@ class Epilogue {
           pairs[i] = pack(x[0] * factor_[half], x[1] * factor_[half]);
         }
         const uint4 chunk = transpose_in_quad(pairs);
-        if (writes) *reinterpret_cast<uint4*>(chunks + column * 8) = chunk;
+        if (is_live) *reinterpret_cast<uint4*>(chunks + column * 8) = chunk;
       }
     }
   }
 
-  /// As one box that goes through `staging`.
+  /// Stores the 16 rows as one TMA box by way of `staging`.
   __device__ __forceinline__ void store_by_tma(const State& state, uint32_t staging) const {
     const int32_t lane = threadIdx.x % 32, group = prefill_.attention.group;
     if (lane == 0) ptx::bulk_wait_group_read();
     __syncwarp();
-    // Matrices: rows 0-7 and 8-15 of one chunk, then of the next one.
+    // stmatrix stores rows 0-7 and 8-15 of one 16-byte chunk, then of the next.
     const int32_t row = lane % 16;
 #pragma unroll
     for (int column = 0; column < Shape::kValueDim / 8; column += 2) {
@@ -140,8 +143,8 @@ class Epilogue {
         const float* const x = &state.output[column + i / 2][i % 2 * 2];
         matrices[i] = pack(x[0] * factor_[i % 2], x[1] * factor_[i % 2]);
       }
-      const int32_t panel = column / Atom::kChunks, chunk = column % Atom::kChunks + lane / 16;
-      ptx::stmatrix_x4(staging + panel * 16 * Atom::kRowBytes + Atom::offset(row, chunk), matrices);
+      const int32_t atom_column = column / Atom::kChunks, chunk = column % Atom::kChunks + lane / 16;
+      ptx::stmatrix_x4(staging + atom_column * 16 * Atom::kRowBytes + Atom::offset(row, chunk), matrices);
     }
     ptx::fence_proxy_async_shared();
     __syncwarp();

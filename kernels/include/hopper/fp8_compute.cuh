@@ -1,5 +1,5 @@
-// The warpgroups of an fp8 prefill CTA that compute: as compute.cuh, with products of e4m3fn. They take half the time,
-// the softmax all of it: so there are more warpgroups with fewer keys a block.
+// The compute warpgroups of an fp8 prefill CTA: as compute.cuh, with wgmma of e4m3fn. wgmma is twice as fast as in 16
+// bits and the softmax is not, so it is the bottleneck: hence more warpgroups with fewer keys per block.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@
 
 namespace xa::hopper {
 
-/// The softmax of a warp's 16 rows as OnlineSoftmax, with weights of e4m3fn, the largest of which is 2^kWeightLog2:
-/// `max` is that much below the largest logit.
+/// OnlineSoftmax with e4m3fn weights, which are multiplied by 2^kWeightLog2: `max` is the largest logit less
+/// kWeightLog2.
 template <int kColumnTiles, int kWeightLog2>
 struct Fp8OnlineSoftmax : OnlineSoftmax<kColumnTiles> {
   using State = OnlineSoftmax<kColumnTiles>;
@@ -28,14 +28,14 @@ struct Fp8OnlineSoftmax : OnlineSoftmax<kColumnTiles> {
   using State::rescale;
   using State::sum;
 
-  /// Turns the scores of a block into the weights of V's rows, as an operand: byte e of weights[step][i] is column
-  /// 32 step + 16 (i / 2) + 4t + e of row g + 8 (i % 2), where columns are the scores in the order in which
-  /// accumulators have them, which is how transposed keys lie (transpose.cuh).
+  /// Computes the weights P of a block as wgmma's A operand: byte e of weights[step][i] is column
+  /// 32 step + 16 (i / 2) + 4t + e of row g + 8 (i % 2), with t = lane % 4 and g = lane / 4. Columns are in the order
+  /// of the score accumulators, which is also the order of keys in transposed V (transpose.cuh).
   template <int kKeyTiles>
-  __device__ __forceinline__ void absorb(float (&scores)[kKeyTiles][4], float log2_unit,
+  __device__ __forceinline__ void update(float (&scores)[kKeyTiles][4], float log2_unit,
                                          uint32_t (&weights)[kKeyTiles / 4][4]) {
-    // As integers three numbers are compared at a time, and the largest is the largest float if it is not negative. The
-    // vote is over by the time the other lanes' numbers are there.
+    // One integer instruction compares three values. Its result is the largest float unless that is negative. The
+    // latency of the vote hides behind the shuffles.
     int32_t largest[2] = {INT32_MIN, INT32_MIN};
 #pragma unroll
     for (int block = 0; block < kKeyTiles; ++block) {
@@ -59,7 +59,7 @@ struct Fp8OnlineSoftmax : OnlineSoftmax<kColumnTiles> {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       next[half] = fmaxf(max[half], __fmaf_rn(__int_as_float(largest[half]), log2_unit, -kWeightLog2));
-      // Of a row that has seen nothing all weights are 0, and so is what its output counts for.
+      // A row without a visible key so far has weights of 0 and a rescale factor of 0.
       base[half] = next[half] == -INFINITY ? 0.0f : next[half];
     }
 #pragma unroll
@@ -86,16 +86,16 @@ struct Fp8OnlineSoftmax : OnlineSoftmax<kColumnTiles> {
   }
 };
 
-/// Computes all tiles of the CTA. The work of a warpgroup.
+/// A compute warpgroup: computes its rows of all tiles of the CTA.
 template <typename Shape, typename LogitsTransform>
 __device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& prefill, const Pipeline<Shape>& pipeline) {
   constexpr int kKeys = Shape::kKeys, kSteps = Shape::kHeadDim / 32;
-  using Keys = PipelineState<Shape::kStages>;
+  using KvState = PipelineState<Shape::kStages>;
   using Atom = typename Shape::Fp8Atom;
   using KeyBlock = typename Shape::KeyBlock;
   using ValueBlock = typename Shape::ValueBlock;
-  // 32 bytes a step.
-  constexpr int kPanelSteps = Atom::kRowBytes / 32;
+  // A wgmma is 32 bytes deep.
+  constexpr int kStepsPerAtom = Atom::kRowBytes / 32;
   const AttentionParams& params = prefill.attention;
   const int32_t warp = uniform(threadIdx.x / 32), warpgroup = warp / 4, warp_row = 16 * warp;
   const int32_t lane = threadIdx.x % 32;
@@ -112,13 +112,15 @@ __device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& pre
   uint32_t weights[kKeys / 32][4];
   Fp8OnlineSoftmax<Shape::kValueDim / 8, Shape::kWeightLog2> state;
 
-  const auto issue_qk = [&](const Keys& turn) {
-    const uint64_t block = keys + turn.stage * (KeyBlock::kBytes >> 4);
+  const auto issue_qk = [&](const KvState& at) {
+    const uint64_t block = keys + at.stage * (KeyBlock::kBytes >> 4);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const uint64_t a = query + (step / kPanelSteps * (Shape::kQueryAtomColumnBytes >> 4) + step % kPanelSteps * 2);
-      const uint64_t b = block + (step / kPanelSteps * (KeyBlock::kLeadingByteOffset >> 4) + step % kPanelSteps * 2);
+      const uint64_t a =
+          query + (step / kStepsPerAtom * (Shape::kQueryAtomColumnBytes >> 4) + step % kStepsPerAtom * 2);
+      const uint64_t b =
+          block + (step / kStepsPerAtom * (KeyBlock::kLeadingByteOffset >> 4) + step % kStepsPerAtom * 2);
       if (step == 0) {
         Wgmma<E4m3, kKeys>::template ss<false>(scores, a, b);
       } else {
@@ -127,36 +129,36 @@ __device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& pre
     }
     ptx::wgmma_commit_group();
   };
-  const auto issue_pv = [&](const Keys& turn) {
-    const uint64_t block = values + turn.stage * (ValueBlock::kBytes >> 4);
+  const auto issue_pv = [&](const KvState& at) {
+    const uint64_t block = values + at.stage * (ValueBlock::kBytes >> 4);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kKeys / 32; ++step) {
       Wgmma<E4m3, Shape::kValueDim>::rs(
           state.output, weights[step],
-          block + (step / kPanelSteps * (ValueBlock::kLeadingByteOffset >> 4) + step % kPanelSteps * 2));
+          block + (step / kStepsPerAtom * (ValueBlock::kLeadingByteOffset >> 4) + step % kStepsPerAtom * 2));
     }
     ptx::wgmma_commit_group();
   };
 
-  int32_t turn = 0;
+  int32_t block_count = 0;
   const auto attend = [&](const PrefillTile& tile, int32_t first, int32_t end, int32_t tile_count,
-                          const auto& finish_rows) {
+                          const auto& finalize_rows) {
     const float unit = __int_as_float(uniform(__float_as_int(LogitsTransform::log2_unit(tile.work))));
     const bool is_identity = uniform(static_cast<int32_t>(LogitsTransform::is_identity(tile.work))) != 0;
-    // Blocks [common_begin, common_end) are seen whole by every row, and their scores are left as they are if any
-    // are.
+    // In blocks [common_begin, common_end) every row attends to every key and the logits transform is the identity. All
+    // other blocks run step(true).
     const int32_t common_begin = uniform((tile.work.keys.common_begin + kKeys - 1) / kKeys);
     const int32_t common_end = is_identity ? uniform(tile.work.keys.common_end / kKeys) : 0;
     int32_t block = end - 1;
-    const auto weigh = [&](bool masked, uint32_t (&to)[kKeys / 32][4]) {
+    const auto softmax_block = [&](bool masked, uint32_t (&to)[kKeys / 32][4]) {
       if (masked || !LogitsTransform::kUsuallyIdentity)
         transform.template apply<F16>(scores, tile.work, warp_row, block * kKeys);
       if (masked) mask_scores(scores, prefill, tile.work, warp_row, block * kKeys);
-      state.absorb(scores, unit, to);
+      state.update(scores, unit, to);
     };
     const auto step = [&](bool masked) {
-      const Keys now(turn), next(turn + 1);
+      const KvState now(block_count), next(block_count + 1);
       pipeline.keys_full(next).wait();
       issue_qk(next);
       pipeline.values_full(now).wait();
@@ -164,40 +166,40 @@ __device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& pre
       ptx::wgmma_wait_group<1>();
       release(pipeline.keys_empty(next));
       if (block == first) release(pipeline.query_empty(tile_count));
-      uint32_t made[kKeys / 32][4];
-      weigh(masked, made);
+      uint32_t next_weights[kKeys / 32][4];
+      softmax_block(masked, next_weights);
       ptx::wgmma_wait_group<0>();
       release(pipeline.values_empty(now));
-      // Kept apart until here: the products under way have been reading the last ones.
+      // P V was reading `weights` until here.
 #pragma unroll
-      for (int i = 0; i < kKeys / 8; ++i) weights[i / 4][i % 4] = ptx::mov_volatile(made[i / 4][i % 4]);
-      // What e4m3fn rounds is more than what a large reference does: the sums are left as they are.
+      for (int i = 0; i < kKeys / 8; ++i) weights[i / 4][i % 4] = ptx::mov_volatile(next_weights[i / 4][i % 4]);
+      // No round_max_weights: rounding weights to e4m3fn outweighs what it would correct.
       if (state.max_changed()) state.rescale_output();
-      ++turn;
+      ++block_count;
     };
 
     pipeline.query_full(tile_count).wait();
-    const Keys now(turn);
+    const KvState now(block_count);
     pipeline.keys_full(now).wait();
     issue_qk(now);
     ptx::wgmma_wait_group<0>();
     release(pipeline.keys_empty(now));
     if (block == first) release(pipeline.query_empty(tile_count));
     if (block < common_begin || block >= common_end) {
-      weigh(true, weights);
+      softmax_block(true, weights);
     } else {
-      weigh(false, weights);
+      softmax_block(false, weights);
     }
     --block;
     for_each_block(block, first, common_begin, common_end, step);
-    const Keys last(turn);
+    const KvState last(block_count);
     pipeline.values_full(last).wait();
     issue_pv(last);
-    // What needs no output is done before it is there.
-    finish_rows();
+    // Overlaps with the last P V.
+    finalize_rows();
     ptx::wgmma_wait_group<0>();
     release(pipeline.values_empty(last));
-    ++turn;
+    ++block_count;
   };
   for_each_tile<Shape, F16>(prefill, pipeline, warp, state, attend);
 }

@@ -1,4 +1,4 @@
-// From products of fp8 to scores: the forms of logits_transform.cuh, whose scales a tile has in its plan.
+// Logits transforms of the fp8 kernel: as logits_transform.cuh, with the factor of q and K's scales from the work tile.
 #pragma once
 
 #include "logits_transform.cuh"
@@ -9,17 +9,17 @@ namespace xa::hopper {
 
 /// Scores stay q . k; what they are multiplied by is part of the exponential.
 struct fp8_logits_scaled {
-  /// Whether most tiles' scores stay as they are.
+  /// Whether `apply` changes nothing for most tiles.
   static constexpr bool kUsuallyIdentity = true;
 
   __device__ __forceinline__ explicit fp8_logits_scaled(const AttentionParams&) {}
   static __device__ __forceinline__ float factor(const AttentionParams& params, int32_t kv_head) {
     return logits_softcap_alibi::factor(params, kv_head);
   }
-  /// Whether `apply` leaves this tile's alone: the largest score is the largest logit only where the factor is
-  /// positive.
+  /// Whether `apply` changes nothing for this tile. With a factor that is not positive the largest score is not the
+  /// largest logit, so the factor cannot be part of the exponential.
   static __device__ __forceinline__ bool is_identity(const WorkTile& work) { return work.score_factor > 0.0f; }
-  /// Logits to base 2 are this times what `apply` leaves.
+  /// Logits to base 2 are this times the scores after `apply`.
   static __device__ __forceinline__ float log2_unit(const WorkTile& work) {
     return is_identity(work) ? work.score_factor : 1.0f;
   }

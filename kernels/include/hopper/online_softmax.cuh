@@ -1,4 +1,4 @@
-// The running softmax of the rows of a prefill warp, as of softmax.cuh, in steps that overlap with products.
+// The online softmax of a prefill warp's rows, in steps that overlap with wgmma.
 #pragma once
 
 #include <cmath>
@@ -9,29 +9,30 @@
 
 namespace xa::hopper {
 
-/// The nearest number that V's rows are multiplied by.
+/// `x` rounded to T, as the weights P are before P V.
 template <typename T>
 __device__ __forceinline__ float round_to(float x) {
   return Element<T>::to_f32(T{static_cast<uint16_t>(Element<T>::pack(x, x))});
 }
 
-/// The softmax of a warp's 16 rows, two a lane: g and g + 8. As SoftmaxState (softmax.cuh), in steps that leave the
-/// output alone while the tensor cores still add to it, and with logits to base 2 for scores: a row's weights are
-/// relative to its largest logit, *rounded*. What rounding takes from the exponent of one weight it takes from all of
-/// the row's, so it cancels in the end, and one multiply-add makes an exponent for logits up to 2^28. The largest
-/// weight is not exactly 1 then and is rounded with the others; the sum takes it as rounded, lest a key that has all of
-/// the weight gets less or more.
+/// State of the online softmax of a warp's 16 rows, two per lane: g and g + 8 with g = lane / 4. Unlike SoftmaxState
+/// (softmax.cuh), `update` leaves the output alone, because the previous P V is still adding to it.
+///
+/// The reference of a row's exponents is its largest logit (base 2) *as rounded* to f32, so one FMA computes an
+/// exponent for logits up to 2^28. Rounding changes all exponents of a row by the same amount, which the normalisation
+/// cancels. The largest weight is then not exactly 1 and is rounded to T like the others; `round_max_weights` adds it
+/// to the sum as rounded, so that a key with all of the weight gets exactly that.
 template <int kColumnTiles>
 struct OnlineSoftmax {
-  /// How many sums a lane adds a row's weights up in; what is faster has been measured.
+  /// Independent partial sums per lane and row; measured to be the faster choice for each width.
   static constexpr int kPartialSums = kColumnTiles == 128 / 8 ? 1 : 2;
 
   float max[2];      // largest logit, rounded
-  float sum[2];      // this lane's columns only, until `finish`
-  float rescale[2];  // what the output so far counts for, once the last block has been taken up
+  float sum[2];      // of this lane's columns only, until `finalize`
+  float rescale[2];  // factor of the earlier output relative to the last block's maximum
   float output[kColumnTiles][4];
 
-  __device__ __forceinline__ void clear() {
+  __device__ __forceinline__ void reset() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       max[half] = -INFINITY;
@@ -44,17 +45,17 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Turns the scores of a block into the weights of V's rows. A row that sees nothing of it keeps its state, bit for
-  /// bit.
+  /// Replaces the scores of a block by the weights P, and updates max, sum and rescale. A row without a visible key in
+  /// the block keeps its state bit for bit.
   ///
-  /// Nothing branches here: votes in between cost 2 to 7 % of the kernel's speed. So do other orders of the same
-  /// instructions, which come about when this is written otherwise (docs/performance.md).
+  /// This must stay free of branches and votes, which cost 2 to 7 % of the kernel's speed, and in this order of
+  /// statements: others compile to slower instruction orders (docs/performance.md).
   template <int kKeyTiles>
-  __device__ __forceinline__ void absorb(float (&scores)[kKeyTiles][4], float log2_unit) {
+  __device__ __forceinline__ void update(float (&scores)[kKeyTiles][4], float log2_unit) {
     const float largest[2] = {lane_max(scores, 0), lane_max(scores, 1)};
     float base[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) base[half] = raise(half, largest[half], log2_unit);
+    for (int half = 0; half < 2; ++half) base[half] = update_max(half, largest[half], log2_unit);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float block_sums[kPartialSums] = {};
@@ -74,8 +75,9 @@ struct OnlineSoftmax {
       sum[half] = __fmaf_rn(sum[half], rescale[half], block_sum);
     }
   }
-  /// Whether some row's maximum rose with the last block. In most blocks of a long sequence none does: the factors are
-  /// exactly 1, and work that is left out is power for the tensor cores.
+  /// Whether the last block raised the maximum of any of the warp's rows. Most blocks of a long sequence raise none:
+  /// all rescale factors are exactly 1, and skipping the multiplications saves power, which limits the tensor cores'
+  /// clock.
   __device__ __forceinline__ bool max_changed() const {
     return __any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f);
   }
@@ -86,8 +88,8 @@ struct OnlineSoftmax {
       for (int i = 0; i < 4; ++i) output[column][i] *= rescale[i / 2];
     }
   }
-  /// Makes the sums take the largest weights as rounded, of rows whose maximum rose with the block of `weights`. Up to
-  /// logits of 1024 those are close enough to 1.
+  /// Corrects the sums of rows whose maximum the last block raised: their largest weight enters as rounded to T. Below
+  /// logits of 1024 that weight is close enough to 1 to need no correction.
   template <typename T, int kKeyTiles>
   __device__ __forceinline__ void round_max_weights(const float (&weights)[kKeyTiles][4]) {
     const auto is_large = [](float x) { return fabsf(x) > 1024.0f && x != -INFINITY; };
@@ -95,12 +97,12 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float largest = quad_max(lane_max(weights, half));
-      // Of the quad's lanes one has it, and any may add it.
+      // One lane of the quad adds it, whichever holds it.
       if (rescale[half] != 1.0f && threadIdx.x % 4 == 0) sum[half] += round_to<T>(largest) - largest;
     }
   }
-  /// Adds up the lanes' sums; call once, after the last block.
-  __device__ __forceinline__ void finish() {
+  /// Reduces the lanes' sums; called once, after the last block.
+  __device__ __forceinline__ void finalize() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
@@ -109,7 +111,7 @@ struct OnlineSoftmax {
   }
 
  protected:
-  /// Of what this lane has of a row's scores.
+  /// The largest of this lane's scores of a row.
   template <int kKeyTiles>
   static __device__ __forceinline__ float lane_max(const float (&scores)[kKeyTiles][4], int half) {
     float largest = scores[0][2 * half];
@@ -119,18 +121,18 @@ struct OnlineSoftmax {
     }
     return largest;
   }
-  /// Of a row, from those of its lanes.
+  /// The largest over the quad of lanes that hold a row.
   static __device__ __forceinline__ float quad_max(float largest) {
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     return fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
   }
 
  private:
-  /// Takes up the largest score of a block, of which each lane knows its own columns'; what the row's logits lose
-  /// before they become weights.
-  __device__ __forceinline__ float raise(int half, float largest, float log2_unit) {
+  /// Updates a row's maximum and rescale factor by the largest score of this lane's columns. Returns the reference that
+  /// is subtracted from the row's logits.
+  __device__ __forceinline__ float update_max(int half, float largest, float log2_unit) {
     const float next = fmaxf(max[half], __fmul_rn(quad_max(largest), log2_unit));
-    // Of a row that has seen nothing all weights are 0, and so is what its output counts for.
+    // A row without a visible key so far has weights of 0 and a rescale factor of 0.
     const float base = next == -INFINITY ? 0.0f : next;
     rescale[half] = xa::ptx::exp2_approx(max[half] - base);
     max[half] = next;

@@ -1,4 +1,4 @@
-// A CTA of Hopper's prefill: the roles of its warps.
+// A CTA of Hopper's prefill: which warp does what.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 
 namespace xa::hopper {
 
-/// Works on tiles until there are no more. Every thread of the CTA calls this, as the last thing: it divides the
-/// registers between the warpgroups.
+/// Computes work tiles until there are no more. Every thread of the CTA calls this, and the kernel must end with it,
+/// because setmaxnreg moves registers from the load warpgroup to the compute warpgroups.
 template <typename Shape, typename T, typename LogitsTransform>
 __device__ __forceinline__ void prefill(const HopperPrefillParams& params, const InitialTiles& numbers,
                                         uint8_t* shared) {

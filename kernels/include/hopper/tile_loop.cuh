@@ -1,5 +1,4 @@
-// What the warpgroups that compute do with each tile, whatever the element type: wait for its plan, attend, store its
-// rows.
+// The compute warpgroups' loop over work tiles, for 16-bit and fp8 alike: wait for a tile, attend, store its rows.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +12,9 @@
 
 namespace xa::hopper {
 
-/// Calls `attend(plan, first, end, tile_count, finish_rows)` for each tile of the CTA that has a block of keys: blocks
-/// [first, end) of tile number `tile`. It leaves `state` finished, by `finish_rows()`. Rows are stored as `Out`. The
-/// work of a warpgroup.
+/// Calls `attend(tile, first, end, tile_count, finalize_rows)` for each tile of the CTA that has blocks of keys: blocks
+/// [first, end), for the CTA's tile number `tile_count`. It must leave the final O in `state` and call
+/// `finalize_rows()` after the last softmax. Stores rows as `Out`. Run by all compute warps.
 template <typename Shape, typename Out, typename State, typename Attend>
 __device__ __forceinline__ void for_each_tile(const HopperPrefillParams& prefill, const Pipeline<Shape>& pipeline,
                                               int32_t warp, State& state, const Attend& attend) {
@@ -25,29 +24,29 @@ __device__ __forceinline__ void for_each_tile(const HopperPrefillParams& prefill
   int32_t rows = 1;
 #pragma unroll 1
   for (int32_t count = 0, tile_count = 0; rows > 0; ++count) {
-    const PipelineState<2> turn(count);
-    pipeline.tile_full(turn).wait();
-    const PrefillTile& tile = pipeline.tile(turn);
+    const PipelineState<2> tile_state(count);
+    pipeline.tile_full(tile_state).wait();
+    const PrefillTile& tile = pipeline.tile(tile_state);
     rows = uniform(tile.work.tile.num_rows);
     if (rows > 0) {
       const int32_t first = uniform(tile.first_block), end = uniform(tile.end_block);
       const bool by_tma = Shape::kHasOutputStaging && prefill.stores_by_tma != 0 && warp_row + 16 <= rows;
-      Epilogue<Shape, Out> store(prefill, tile, warp_row, by_tma);
-      const auto finish_rows = [&] {
-        state.finish();
-        store.finish(state);
+      Epilogue<Shape, Out> epilogue(prefill, tile, warp_row, by_tma);
+      const auto finalize_rows = [&] {
+        state.finalize();
+        epilogue.finalize(state);
       };
-      state.clear();
+      state.reset();
       if (first < end) {
-        attend(tile, first, end, tile_count, finish_rows);
+        attend(tile, first, end, tile_count, finalize_rows);
         ++tile_count;
       } else {
-        finish_rows();
+        finalize_rows();
       }
-      store.store(state, pipeline.output_staging(warp));
+      epilogue.store(state, pipeline.output_staging(warp));
     }
     __syncwarp();
-    if (is_lane_0) pipeline.tile_empty(turn).arrive();
+    if (is_lane_0) pipeline.tile_empty(tile_state).arrive();
   }
   ptx::bulk_wait_group();
   if (params.clears_padding_rows != 0) {
@@ -57,8 +56,8 @@ __device__ __forceinline__ void for_each_tile(const HopperPrefillParams& prefill
   }
 }
 
-/// Calls `step(masked)` for `block` and those before it down to `first`; blocks [common_begin, common_end) need no
-/// mask.
+/// Calls `step(masked)` for `block` and the blocks before it down to `first`. Blocks in [common_begin, common_end) need
+/// no mask.
 template <typename Step>
 __device__ __forceinline__ void for_each_block(int32_t& block, int32_t first, int32_t common_begin, int32_t common_end,
                                                const Step& step) {

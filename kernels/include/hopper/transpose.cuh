@@ -1,9 +1,8 @@
-// The warps of an fp8 prefill CTA that transpose V in shared memory: from [key][column], as the copy engine fetches it,
-// to [column][key], as wgmma wants 8-bit operands.
+// The transpose warps of an fp8 prefill CTA: V in shared memory from [key][column], as TMA loads it, to [column][key],
+// because wgmma takes 8-bit operands K-major only.
 //
-// Keys lie in the order in which an accumulator of scores has them, so that weights become an operand without a lane
-// asking another one: of 16 neighbouring keys, byte 4t + i of a chunk belongs to key 2t + i for i < 2, else to key
-// 8 + 2t + i - 2.
+// Keys are in the order of the score accumulators, so that a lane packs its own weights into the A operand without
+// shuffles: of 16 adjacent keys, byte 4t + i of a chunk belongs to key 2t + i for i < 2, else to key 8 + 2t + i - 2.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +14,7 @@
 
 namespace xa::hopper {
 
-/// Transposes blocks of V of one tile, or a part of each: chunks of 16 columns are dealt out among kTransposeWarps
-/// warps.
+/// Transposes one warp's part of blocks of V. The kTransposeWarps warps divide the chunks of 16 columns evenly.
 template <typename Shape>
 class Transposer {
   using Atom = typename Shape::Fp8Atom;
@@ -25,33 +23,33 @@ class Transposer {
   static constexpr int kChunks = From::kAtomColumns * Atom::kChunks / Shape::kTransposeWarps;  // of this warp
 
  public:
-  __device__ __forceinline__ Transposer(const Pipeline<Shape>& pipeline, int32_t part)
-      : pipeline_(pipeline), first_chunk_(part * kChunks) {
+  __device__ __forceinline__ Transposer(const Pipeline<Shape>& pipeline, int32_t warp)
+      : pipeline_(pipeline), first_chunk_(warp * kChunks) {
     const int32_t lane = threadIdx.x % 32, row = lane % 8;
     from_ = lane / 8 * From::kStrideByteOffset + row * Atom::kRowBytes;
     from_swizzle_ = row * 16;
-    // Bytes of a pair of columns, one a row: where rows 2i come out of the lower half of the lanes, rows 2i + 1 come
-    // out of the upper half, and the other way round, so that the eight rows of a matrix lie in different banks.
-    select_[0] = lane < 16 ? 0x6420 : 0x7531;
-    select_[1] = lane < 16 ? 0x7531 : 0x6420;
+    // Of a pair of columns, a lane of the lower half first selects the even column and a lane of the upper half the odd
+    // one, then the other way round: the eight rows of each matrix that stmatrix stores are in different banks.
+    selectors_[0] = lane < 16 ? 0x6420 : 0x7531;
+    selectors_[1] = lane < 16 ? 0x7531 : 0x6420;
     const int32_t column = 2 * row + (row / 4 ^ (lane / 8 & 1));
     to_ = (first_chunk_ * 16 + column) * Atom::kRowBytes;
     to_swizzle_ = (lane / 16 ^ column % 8) * 16;
   }
 
-  /// The turn-th block of the CTA, `block` of the tile. Keys that no row of the sequence sees become 0: what lies there
-  /// may be NaN.
-  __device__ __forceinline__ void run(int32_t block, int32_t turn_number, const PrefillTile& tile) const {
-    const PipelineState<Shape::kStages> turn(turn_number);
+  /// Transposes `block` of the tile, the CTA's block number `count`. Keys that no query of the sequence attends to
+  /// become 0, because memory there may hold NaN.
+  __device__ __forceinline__ void transpose_block(int32_t block, int32_t count, const PrefillTile& tile) const {
+    const PipelineState<Shape::kStages> state(count);
     const int32_t first_key = block * Shape::kKeys;
-    pipeline_.loaded_values_full(turn).wait();
-    pipeline_.values_empty(turn).producer_wait();
-    const uint32_t from = pipeline_.loaded_values(turn.stage), to = pipeline_.values(turn.stage);
+    pipeline_.loaded_values_full(state).wait();
+    pipeline_.values_empty(state).producer_wait();
+    const uint32_t from = pipeline_.loaded_values(state.stage), to = pipeline_.values(state.stage);
     if (first_key >= tile.visible_begin && first_key + Shape::kKeys <= tile.visible_end) {
-      move(from, to, [](int, uint32_t pairs) { return pairs; });
+      transpose_chunks(from, to, [](int, uint32_t pairs) { return pairs; });
     } else {
       const int32_t first = first_key + threadIdx.x % 4 * 2, begin = tile.visible_begin, end = tile.visible_end;
-      move(from, to, [=](int key_in_block, uint32_t pairs) {
+      transpose_chunks(from, to, [=](int key_in_block, uint32_t pairs) {
         const int32_t key = first + key_in_block;
         const uint32_t low = key >= begin && key < end ? 0x0000ffffu : 0u;
         const uint32_t high = key + 1 >= begin && key + 1 < end ? 0xffff0000u : 0u;
@@ -61,15 +59,16 @@ class Transposer {
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-      pipeline_.loaded_values_empty(turn).arrive();
-      pipeline_.values_full(turn).arrive();
+      pipeline_.loaded_values_empty(state).arrive();
+      pipeline_.values_full(state).arrive();
     }
   }
 
  private:
-  /// `filter` gets the number in the block of the first of 8 keys, and of two of them a pair of columns each.
+  /// Transposes this warp's chunks. `filter(first_key, pairs)` masks the elements of two keys, a pair of columns each;
+  /// `first_key` is the index in the block of the first of the matrix's 8 keys.
   template <typename Filter>
-  __device__ __forceinline__ void move(uint32_t from, uint32_t to, const Filter& filter) const {
+  __device__ __forceinline__ void transpose_chunks(uint32_t from, uint32_t to, const Filter& filter) const {
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       const uint32_t column = from + from_ + (first_chunk_ + i) / Atom::kChunks * From::kLeadingByteOffset +
@@ -79,9 +78,9 @@ class Transposer {
         uint32_t pairs[4], quads[4];
         xa::ptx::ldmatrix_x4_trans(pairs, column + keys / 8 * From::kStrideByteOffset);
 #pragma unroll
-        for (int octet = 0; octet < 4; ++octet) pairs[octet] = filter(keys + 8 * octet, pairs[octet]);
+        for (int group = 0; group < 4; ++group) pairs[group] = filter(keys + 8 * group, pairs[group]);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) quads[j] = __byte_perm(pairs[j / 2 * 2], pairs[j / 2 * 2 + 1], select_[j % 2]);
+        for (int j = 0; j < 4; ++j) quads[j] = __byte_perm(pairs[j / 2 * 2], pairs[j / 2 * 2 + 1], selectors_[j % 2]);
         ptx::stmatrix_x4(
             to + to_ + i * 16 * Atom::kRowBytes + keys / 128 * To::kLeadingByteOffset + (keys % 128 ^ to_swizzle_),
             quads);
@@ -91,20 +90,20 @@ class Transposer {
 
   const Pipeline<Shape>& pipeline_;
   const int32_t first_chunk_;
-  // Of this lane: where its row of a matrix is, but for the chunk, and what is added to the chunk's place by xor.
+  // This lane's row address in a matrix without the chunk, and the swizzle that is XORed to the chunk's offset.
   uint32_t from_;
   uint32_t from_swizzle_;
   uint32_t to_;
   uint32_t to_swizzle_;
-  uint32_t select_[2];
+  uint32_t selectors_[2];
 };
 
-/// Transposes its part of the blocks of all tiles of the CTA; part 0 fetches them too. The work of one warp.
-template <typename Shape, int kPart>
+/// A transpose warp: transposes its part of the blocks of all tiles of the CTA. Warp 0 issues their TMA loads too.
+template <typename Shape, int kWarp>
 __device__ __forceinline__ void transpose_blocks(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline) {
   TmaLoader<Shape, Operand::values> loader(params, pipeline);
-  const Transposer<Shape> transposer(pipeline, kPart);
-  int32_t turn = 0, rows = 1;
+  const Transposer<Shape> transposer(pipeline, kWarp);
+  int32_t block_count = 0, rows = 1;
 #pragma unroll 1
   for (int32_t count = 0; rows > 0; ++count) {
     const PipelineState<2> tile_state(count);
@@ -114,15 +113,15 @@ __device__ __forceinline__ void transpose_blocks(const HopperPrefillParams& para
     const int32_t first = tile.first_block;
     int32_t block = tile.end_block - 1;
     if (rows > 0 && block >= first) {
-      if (kPart == 0) {
+      if (kWarp == 0) {
         loader.begin(tile, block);
-        loader.load(block, turn);
+        loader.load(block, block_count);
       }
 #pragma unroll 1
-      for (; block >= first; --block, ++turn) {
-        // The next block is on its way while this one is transposed.
-        if (kPart == 0 && block > first) loader.load(block - 1, turn + 1);
-        transposer.run(block, turn, tile);
+      for (; block >= first; --block, ++block_count) {
+        // The next block loads while this one is transposed.
+        if (kWarp == 0 && block > first) loader.load(block - 1, block_count + 1);
+        transposer.transpose_block(block, block_count, tile);
       }
     }
     __syncwarp();
