@@ -11,7 +11,7 @@ use crate::try_call::{CallOutcome, try_call};
 use std::cell::Cell;
 
 #[test]
-fn damaged_calls_are_refused_alike_or_run_within_their_memory() {
+fn mutated_calls_are_refused_alike_or_run_within_their_memory() {
     let seeds: Vec<&'static ConformanceCase> = cases().filter(|c| c.memory.is_none()).collect();
     let right: Vec<&'static ConformanceCase> = seeds.iter().copied().filter(|c| c.refusal.is_none()).collect();
     let counts = Cell::new([0; 4]);

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use xla_attention::Op;
 
 /// The test below, for processes of its own.
-const TEST: &str = "runner::hostile_calls_give_what_the_definition_says";
+const TEST: &str = "runner::hostile_calls_give_the_reference_results";
 
 /// What call i is made with: those that this CPU has up to the one at i modulo their number.
 const INSTRUCTION_SETS: [&str; 4] = ["portable", "avx2", "avx512", "avx512_bf16"];
@@ -173,7 +173,7 @@ fn start(settings: &Settings, (k, n): (u64, u64)) -> Child {
 
 /// `CALLS` calls from `FIRST` on of `SEED`, all of them accepted.
 #[test]
-fn hostile_calls_give_what_the_definition_says() {
+fn hostile_calls_give_the_reference_results() {
     let settings = Settings::read();
     if let Some(shard) = settings.shard {
         return work_on_threads(&settings, &[shard]);

@@ -11,7 +11,7 @@ use xla_attention::{Action, Stream};
 const DIMS: [usize; 2] = [24; 2];
 
 #[test]
-fn cache_rows_are_written_wherever_they_lie() {
+fn misaligned_cache_rows_are_written() {
     let Some(gpu) = Gpu::or_skip() else { return };
     for update in CacheUpdateCase::each_type(&KvLayout::PAGED) {
         let update = CacheUpdateCase { dims: DIMS, ..update };
@@ -21,7 +21,7 @@ fn cache_rows_are_written_wherever_they_lie() {
 }
 
 #[test]
-fn rows_turn_wherever_they_lie() {
+fn misaligned_rows_are_rotated() {
     let Some(gpu) = Gpu::or_skip() else { return };
     for (index, update) in CacheUpdateCase::each_type(&[KvLayout::Interleaved]).into_iter().enumerate() {
         let update = CacheUpdateCase { dims: DIMS, ..update };
@@ -32,7 +32,7 @@ fn rows_turn_wherever_they_lie() {
 }
 
 #[test]
-fn states_merge_wherever_they_lie() {
+fn misaligned_states_are_merged() {
     let Some(gpu) = Gpu::or_skip() else { return };
     for dtype in ATTENTION_DTYPES {
         let part = |seed| State::random(dtype, (5, 3, 64), &ANY_LSE, seed);

@@ -21,7 +21,7 @@ fn driver_is_there() -> bool {
 }
 
 #[test]
-fn the_cuda_handlers_say_that_there_is_no_driver() {
+fn the_cuda_handlers_report_a_missing_driver() {
     if driver_is_there() {
         println!("skipped: this machine has a driver");
         return;

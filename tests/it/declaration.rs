@@ -22,7 +22,7 @@ fn refuses<T>(declared: &str, parse: impl Fn(&str) -> anyhow::Result<T>, mistake
 }
 
 #[test]
-fn mistakes_in_operators_are_named_with_what_was_expected() {
+fn mistakes_in_operators_are_reported_with_what_was_expected() {
     let mistakes = [
         ("number = 3", "number = 4", "operator kv_cache_update_split: number 4, expected 3: numbers are never reused"),
         (
@@ -63,7 +63,7 @@ fn mistakes_in_operators_are_named_with_what_was_expected() {
 }
 
 #[test]
-fn mistakes_in_kernels_and_tiles_are_named_with_what_was_expected() {
+fn mistakes_in_kernels_and_tiles_are_reported_with_what_was_expected() {
     let mistakes = [
         ("name = \"simple_add\"", "name = \"kv_cache_update\"", "kernel kv_cache_update: the name stands twice"),
         (

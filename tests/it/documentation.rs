@@ -106,7 +106,7 @@ fn every_link_and_citation_leads_somewhere() {
 }
 
 #[test]
-fn a_place_that_is_not_there_is_found() {
+fn a_broken_link_is_detected() {
     let docs = root().join("docs");
     for place in ["semantics.md", "semantics.md#kv-caches", "../README.md#what-is-promised", "prefill.svg", "dev"] {
         assert!(leads_somewhere(&docs, place), "{place}");
@@ -131,7 +131,7 @@ fn every_source_folder_is_in_the_architecture() {
 const UNRELATED: [&str; 3] = ["simple_add", "merge_attention_states", "gather_kv_cache"];
 
 #[test]
-fn the_places_that_list_operators_are_those_that_the_guide_names() {
+fn the_guide_names_every_file_that_lists_operators() {
     let folders = ["benches", "build_support", "docs", "examples", "ffi", "kernels", "python", "src", "xla_headers"];
     let readme = (root().join("README.md"), fs::read_to_string(root().join("README.md")).unwrap());
     let all = folders.iter().flat_map(|folder| files(&root().join(folder))).chain([readme]);
@@ -169,7 +169,7 @@ const GENERATED: &str = env!("OUT_DIR");
 
 /// `XLA_ATTENTION_WRITE_REFERENCE=1` writes the files anew (`make reference`).
 #[test]
-fn the_generated_files_that_are_checked_in_are_what_is_declared() {
+fn the_generated_files_in_the_repository_are_up_to_date() {
     for (name, of) in [
         ("docs/reference/custom_calls.md", "ffi/operators.toml"),
         ("python/xla_attention/include/xla_attention.h", "src/c_api.rs"),
@@ -185,7 +185,7 @@ fn the_generated_files_that_are_checked_in_are_what_is_declared() {
 
 /// `ffi/README.md` shows a declaration and the binding that becomes of it.
 #[test]
-fn the_binding_that_is_shown_is_what_is_generated() {
+fn the_binding_in_the_readme_is_the_generated_one() {
     let text = fs::read_to_string(root().join("ffi/README.md")).unwrap();
     let block = |language: &str| {
         let (_, after) = text.split_once(&format!("```{language}\n")).unwrap();

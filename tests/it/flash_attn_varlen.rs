@@ -12,39 +12,39 @@ tests_of! { FlashAttnVarlen:
         a_sink_may_outweigh_everything_or_nothing,
         scales_and_slopes_may_be_0_or_negative,
     }
-    interface { any_workspace_serves, hints_never_decide_which_rows_are_computed }
-    nan_isolation { a_sequence_full_of_nan_changes_no_bit_of_another, a_nan_that_a_query_sees_is_not_hidden }
+    interface { every_workspace_size_gives_the_right_result, max_seqlen_hints_do_not_change_results }
+    nan_isolation { a_sequence_full_of_nan_changes_no_bit_of_another, a_visible_nan_propagates }
     batch_invariance {
-        rows_have_the_bits_of_their_sequence_alone_wherever_it_lies,
-        rows_do_not_depend_on_their_place_or_their_neighbours_number,
-        a_long_sequence_does_not_depend_on_the_room_to_split_it,
+        rows_have_the_bits_of_their_sequence_alone_in_any_memory_layout,
+        rows_do_not_depend_on_their_position_or_on_the_batch_size,
+        a_long_sequence_does_not_depend_on_the_workspace_size,
     }
     metamorphic {
-        however_keys_are_stored_the_answer_is_the_same,
-        a_ragged_batch_is_its_sequences_one_by_one,
+        every_layout_and_page_size_gives_the_same_result,
+        a_ragged_batch_gives_the_results_of_its_sequences_alone,
         grouped_heads_equal_repeated_heads,
-        keys_may_stand_in_any_order_where_no_place_counts,
-        padding_on_the_left_equals_slicing_it_off,
-        masks_that_show_the_same_keys_give_the_same,
-        options_that_say_nothing_change_nothing,
-        slopes_repeated_for_each_sequence_are_the_slopes,
-        adding_a_vector_to_every_key_moves_only_the_lse,
+        permuting_keys_changes_nothing_without_mask_and_bias,
+        left_padding_equals_removing_the_keys,
+        equivalent_masks_give_the_same_result,
+        neutral_option_values_change_nothing,
+        slopes_per_sequence_equal_slopes_per_head,
+        adding_a_vector_to_every_key_changes_only_the_lse,
         adding_a_number_to_every_value_adds_it_to_every_row_that_sees_a_key,
         out_lies_between_the_smallest_and_the_largest_value,
-        a_sink_takes_its_share_of_every_row,
-        a_sink_is_one_more_key_of_value_0,
-        a_scale_stands_for_multiplied_numbers,
-        keys_that_are_split_anywhere_and_merged_by_their_lse_are_the_keys,
+        a_sink_scales_every_row,
+        a_sink_equals_a_key_with_value_0,
+        a_scale_equals_multiplied_operands,
+        merging_the_states_of_two_splits_gives_the_whole,
     }
     metadata {
-        random_metadata_does_no_harm_to_the_sequences_whose_own_is_right,
+        random_metadata_does_not_affect_sequences_with_valid_metadata,
         a_value_out_of_range_acts_as_the_nearest_one_in_range,
         starts_of_keys_are_clamped_to_the_rows,
         differences_of_starts_over_pages_do_not_overflow,
         a_start_counts_as_the_largest_up_to_it,
         sequences_may_share_keys,
-        all_kernels_read_the_starts_of_many_sequences_alike,
-        planning_hostile_starts_costs_no_more_than_planning_right_ones,
+        all_kernels_clamp_the_starts_of_many_sequences_alike,
+        planning_hostile_starts_costs_no_more_than_planning_valid_ones,
     }
 }
 

@@ -15,25 +15,25 @@ tests_of! { FlashAttnVarlenBwd:
         a_sink_may_outweigh_everything_or_nothing,
         long_sequences_agree_with_the_reference,
     }
-    nan_isolation { a_sequence_full_of_nan_changes_no_bit_of_another, a_nan_that_a_query_sees_is_not_hidden }
+    nan_isolation { a_sequence_full_of_nan_changes_no_bit_of_another, a_visible_nan_propagates }
     metamorphic {
-        a_ragged_batch_is_its_sequences_one_by_one,
+        a_ragged_batch_gives_the_results_of_its_sequences_alone,
         grouped_heads_equal_repeated_heads,
-        keys_may_stand_in_any_order_where_no_place_counts,
-        padding_on_the_left_equals_slicing_it_off,
-        masks_that_show_the_same_keys_give_the_same,
-        options_that_say_nothing_change_nothing,
+        permuting_keys_changes_nothing_without_mask_and_bias,
+        left_padding_equals_removing_the_keys,
+        equivalent_masks_give_the_same_result,
+        neutral_option_values_change_nothing,
         adding_a_number_to_every_value_adds_it_to_every_row_that_sees_a_key,
-        gradients_of_keys_and_values_add_up_to_what_comes_back_to_the_rows,
-        queries_and_keys_have_the_same_product_with_their_gradients,
+        dk_and_dv_sum_to_the_cotangents_of_the_rows,
+        q_times_dq_equals_k_times_dk,
         gradients_are_linear_in_the_cotangents,
     }
     metadata {
-        random_metadata_does_no_harm_to_the_sequences_whose_own_is_right,
+        random_metadata_does_not_affect_sequences_with_valid_metadata,
         a_value_out_of_range_acts_as_the_nearest_one_in_range,
         starts_of_keys_are_clamped_to_the_rows,
         a_start_counts_as_the_largest_up_to_it,
-        all_kernels_read_the_starts_of_many_sequences_alike,
+        all_kernels_clamp_the_starts_of_many_sequences_alike,
     }
 }
 
@@ -77,7 +77,7 @@ fn wanted_workspace(case: &GradientCase) -> usize {
 }
 
 #[test]
-fn any_workspace_serves() {
+fn every_workspace_size_gives_the_right_result() {
     for dtype in ATTENTION_DTYPES {
         for deterministic in [false, true] {
             let lengths = vec![(1, 90), (9, 9), (0, 4), (21, 64)];
@@ -98,7 +98,7 @@ fn any_workspace_serves() {
 }
 
 #[test]
-fn dlse_of_0_is_none_and_dsinks_without_sinks_is_0() {
+fn a_dlse_of_0_equals_no_dlse_and_dsinks_without_sinks_is_0() {
     Operator::FlashAttnVarlenBwd.for_calls(16, |spec, memory_layout, _| {
         let mut case =
             GradientCase::store(&BatchSpec { sinks: false, ..spec }.batch(), &memory_layout, GradientOptions::ALL);
@@ -111,7 +111,7 @@ fn dlse_of_0_is_none_and_dsinks_without_sinks_is_0() {
 }
 
 #[test]
-fn two_runs_have_the_same_bits_where_that_is_asked_for() {
+fn two_runs_of_a_deterministic_call_have_the_same_bits() {
     Operator::FlashAttnVarlenBwd.for_calls(32, |spec, memory_layout, _| {
         let case = GradientCase::store(&spec.batch(), &memory_layout, GradientOptions::ALL);
         let run = || case.invocation().results(Side::BeginsAtGuard)[..4].to_vec();

@@ -59,7 +59,7 @@ fn fp8(head_dim: usize) -> BatchSpec {
 }
 
 #[test]
-fn sums_of_one_sign_and_keys_that_outweigh_all_others() {
+fn sums_of_one_sign_and_one_dominant_key_stay_within_the_bound() {
     for head_dim in [64, 128, 256] {
         for numbers in NUMBERS {
             check_close(&format!("D {head_dim}"), &fp8(head_dim), numbers, &MemoryLayout::contiguous().bare());
@@ -68,7 +68,7 @@ fn sums_of_one_sign_and_keys_that_outweigh_all_others() {
 }
 
 #[test]
-fn options_of_the_score() {
+fn score_options_stay_within_the_bound() {
     for head_dim in [128, 256] {
         let memory_layout = MemoryLayout::paged(KvLayout::Stacked, 16).bare();
         for (name, spec) in [
@@ -87,7 +87,7 @@ fn options_of_the_score() {
 }
 
 #[test]
-fn many_keys() {
+fn many_keys_stay_within_the_bound() {
     // The CPU decodes fp8: how many keys there are makes no difference of kind.
     let lengths: &[usize] = if runs_on_cpu() { &[4096] } else { &[4096, 16384, 131_072] };
     for head_dim in [128, 256] {

@@ -22,7 +22,7 @@ fn rows_are_copied_bit_by_bit_in_every_layout_and_dtype() {
 }
 
 #[test]
-fn codes_of_8_bits_are_decoded_and_multiplied() {
+fn fp8_codes_are_decoded_and_multiplied() {
     // The last one makes numbers that are subnormal in bf16.
     let scales = [None, Some(vec![0.37]), Some(vec![3.0, 0.011]), Some(vec![1e-38])];
     for layout in KvLayout::PAGED {
@@ -36,7 +36,7 @@ fn codes_of_8_bits_are_decoded_and_multiplied() {
 }
 
 #[test]
-fn scales_multiply_what_is_stored_in_16_or_32_bits_too() {
+fn scales_multiply_16_and_32_bit_caches_too() {
     for dtype in ATTENTION_DTYPES {
         for scales in [[Some(vec![0.37]), None], [None, Some(vec![3.0, 0.011])], [Some(vec![1e30]), Some(vec![-1.0])]] {
             GatherCase { dtype, out: dtype, scales, ..GatherCase::default() }.assert_matches_reference();
@@ -45,7 +45,7 @@ fn scales_multiply_what_is_stored_in_16_or_32_bits_too() {
 }
 
 #[test]
-fn every_code_of_8_bits_has_its_value() {
+fn every_fp8_code_is_decoded_to_its_value() {
     // Random bytes: 5 * 32 * 2 * 2 * 256 of them hold every code many times.
     for dtype in FP8_DTYPES {
         for out in ATTENTION_DTYPES {
@@ -74,7 +74,7 @@ fn hostile_lengths_and_pages_are_clamped() {
 }
 
 #[test]
-fn sequences_may_be_many() {
+fn thousands_of_sequences_are_gathered() {
     // More than a CTA adds up at once, without a token, with one or with some.
     for (seqs, capacity) in [(1023, 800), (1024, 5000), (1025, 1), (4100, 4000), (5000, 20000)] {
         let mut random = Random::new(seqs as u64);
@@ -86,7 +86,7 @@ fn sequences_may_be_many() {
 }
 
 #[test]
-fn results_that_caches_do_not_hold_are_the_same() {
+fn results_larger_than_the_processor_caches_are_right() {
     // From 16 MiB on; of heads of 72 not every one begins where whole vectors can be stored.
     for (dtype, out, head_dim, layout, scale) in [
         (BF16, BF16, 64, KvLayout::Split, None),
@@ -117,7 +117,7 @@ fn results_that_caches_do_not_hold_are_the_same() {
 }
 
 #[test]
-fn what_an_update_has_written_is_gathered() {
+fn rows_that_an_update_has_written_are_gathered() {
     for layout in KvLayout::PAGED {
         for dtype in ATTENTION_DTYPES {
             // Tokens of two sequences, of which the second has its pages in descending order.
@@ -135,7 +135,7 @@ fn what_an_update_has_written_is_gathered() {
 }
 
 #[test]
-fn every_pool_gathers_the_same() {
+fn every_pool_gives_the_same_rows() {
     let mut random = Random::new(3);
     let tables = (0..40 * 8).map(|_| random.below(64) as i32).collect();
     let lens = (0..40).map(|_| random.below(128) as i32).collect();
@@ -145,7 +145,7 @@ fn every_pool_gathers_the_same() {
 }
 
 #[test]
-fn hostile_metadata_costs_no_more_than_right() {
+fn hostile_metadata_costs_no_more_than_valid_metadata() {
     hostile_gathers_cost_no_more(CostSizes::small(), 10.0);
 }
 
@@ -182,7 +182,7 @@ fn copying(bytes: usize, piece: usize) -> f64 {
 /// On the CPU: `--ignored --nocapture` prints a table.
 #[test]
 #[ignore = "a measurement: wants a machine for itself"]
-fn gathering_takes_no_longer_than_copying() {
+fn bandwidth_of_gathering_and_copying() {
     let (seqs, len) = (16, 1024);
     for (dtype, out) in
         [(BF16, BF16), (F32, F32), (F8E4M3FN, F8E4M3FN), (F8E4M3FN, BF16), (F8E4M3FN, F32), (F8E5M2, F32)]

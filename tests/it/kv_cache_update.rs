@@ -32,7 +32,7 @@ fn slots_outside_the_cache_are_skipped() {
 }
 
 #[test]
-fn rows_of_every_width_fill_their_caches() {
+fn rows_of_every_width_are_stored() {
     for (layout, dtype) in KvLayout::PAGED.into_iter().flat_map(|layout| ATTENTION_DTYPES.map(|dtype| (layout, dtype)))
     {
         for eighths in [1, 3, 15, 24, 31, 32] {
@@ -47,7 +47,7 @@ fn rows_of_every_width_fill_their_caches() {
 }
 
 #[test]
-fn a_scale_of_one_stores_the_numbers_themselves() {
+fn a_scale_of_one_stores_the_rows_unchanged() {
     for dtype in ATTENTION_DTYPES {
         CacheUpdateCase { dtype, scales: [Some(vec![1.0]), Some(vec![1.0, 1.0])], ..CacheUpdateCase::default() }
             .assert_matches_reference();
@@ -55,7 +55,7 @@ fn a_scale_of_one_stores_the_numbers_themselves() {
 }
 
 #[test]
-fn rows_for_one_slot_leave_one_of_them() {
+fn rows_with_the_same_slot_store_one_of_them() {
     for (layout, count) in KvLayout::PAGED.into_iter().flat_map(|layout| [(layout, 2), (layout, 40)]) {
         let update = CacheUpdateCase { layout, slots: vec![5; count], ..CacheUpdateCase::default() };
         let alone = |row: usize| (0..count).map(|r| if r == row { 5 } else { -1 }).collect();
@@ -72,7 +72,7 @@ fn rows_for_one_slot_leave_one_of_them() {
 }
 
 #[test]
-fn hostile_slots_cost_no_more_than_right_ones() {
+fn hostile_slots_cost_no_more_than_valid_ones() {
     hostile_slots_cost_no_more(CostSizes::small(), 10.0);
 }
 
@@ -94,7 +94,7 @@ fn each_cache_of_a_split_pair_may_be_updated_in_place_on_its_own() {
 }
 
 #[test]
-fn every_pool_updates_the_same() {
+fn every_pool_gives_the_same_cache() {
     let mut slots: Vec<i64> = (0..64 * 16).collect();
     Random::new(3).shuffle(&mut slots);
     slots.truncate(600);

@@ -45,7 +45,7 @@ fn keys_of(dtype: Dtype, bytes: Vec<u8>) -> Array {
 }
 
 #[test]
-fn every_number_of_16_bits_becomes_its_code() {
+fn every_16_bit_number_is_rounded_to_its_code() {
     let ones = 2f32.next_down();
     for dtype in [F16, BF16] {
         let keys = keys_of(dtype, (0..=u16::MAX).flat_map(u16::to_ne_bytes).collect());
@@ -60,7 +60,7 @@ fn every_number_of_16_bits_becomes_its_code() {
 }
 
 #[test]
-fn quotients_of_32_bits_around_every_boundary_become_their_codes_whatever_the_scale() {
+fn f32_quotients_around_every_boundary_are_rounded_to_their_codes_for_every_scale() {
     // Powers of two, others, and those whose reciprocal or remainders f32 holds badly or not at all; one of all ones.
     let two = |exponent: i32| 2f32.powi(exponent);
     let large = [1.1 * two(41), 1.1 * two(101), 1.9 * two(126), -two(127), f32::INFINITY];
@@ -84,7 +84,7 @@ fn quotients_of_32_bits_around_every_boundary_become_their_codes_whatever_the_sc
 }
 
 #[test]
-fn a_code_is_what_the_formats_say() {
+fn codes_are_those_of_the_formats() {
     let rows: &[(Dtype, f64, u8)] = &[
         (F8E4M3FN, 1.0, 0x38),
         (F8E4M3FN, -1.0, 0xb8),

@@ -229,7 +229,7 @@ fn modules_use_only_what_lies_below_them() {
 }
 
 #[test]
-fn no_modules_use_one_another() {
+fn no_modules_import_each_other_in_a_cycle() {
     let cycles = Modules::of_the_crate().cycles();
     assert!(cycles.is_empty(), "import cycles: {:#?}", cycles.values());
 }
@@ -241,7 +241,7 @@ fn modules(sources: &[(&str, &str)]) -> Modules {
 }
 
 #[test]
-fn the_scan_sees_every_way_to_name_a_module() {
+fn the_scan_finds_every_form_of_a_module_path() {
     let text = "use crate::error::Result; use crate::{pool::{Pool, Task as T}, dispatch::{self}}; use super::tensor;
         fn f() { crate::cuda::launch(x); part::g(); half::f16::MAX; exposed::h(); } // crate::bridge";
     let root = "mod part; use tensor::Tensor as View; pub use stream::Stream;";

@@ -8,7 +8,7 @@ fn check(a: &State, b: &State) {
 }
 
 #[test]
-fn two_parts_are_weighted_by_their_sums() {
+fn two_states_are_weighted_by_their_sums() {
     for dtype in ATTENTION_DTYPES {
         for d in [1, 2, 3, 4, 7, 8, 20, 64, 128, 200, 256, 576, 1031] {
             let part = |seed| State::random(dtype, (5, 3, d), &[0.0, 1.0, 5.0, 60.0, 1000.0], seed);
@@ -18,7 +18,7 @@ fn two_parts_are_weighted_by_their_sums() {
 }
 
 #[test]
-fn a_part_without_keys_is_not_looked_at() {
+fn a_state_without_keys_is_ignored() {
     let kinds = [0.5, f64::NEG_INFINITY, f64::INFINITY, f64::NAN];
     let (n, h, d) = (kinds.len(), kinds.len(), 24);
     let across: Vec<f64> = (0..n * h).map(|i| kinds[i % n]).collect();
@@ -40,7 +40,7 @@ fn a_part_without_keys_is_not_looked_at() {
 }
 
 #[test]
-fn the_largest_sums_neither_overflow_nor_lose_the_smaller_part() {
+fn the_largest_sums_neither_overflow_nor_lose_the_smaller_state() {
     let sums = [f64::from(f32::MAX), f64::from(f32::MIN), 1e5, 1e5 + 0.5, -1e5, -1e5 - 3.0, 89.0, -104.0, 1e-40];
     let (n, d) = (sums.len(), 8);
     let lse_a: Vec<f64> = (0..n * n).map(|i| sums[i % n]).collect();
@@ -56,7 +56,7 @@ fn the_largest_sums_neither_overflow_nor_lose_the_smaller_part() {
 }
 
 #[test]
-fn every_pool_merges_the_same() {
+fn every_pool_gives_the_same_state() {
     let [a, b] = [1, 2].map(|seed| State::random(BF16, (300, 8, 128), &ANY_LSE, seed));
     let expected = a.merge(&b).results(Side::EndsAtGuard);
     for_each_pool(|pool| assert!(a.merge(&b).run(Side::BeginsAtGuard, pool).unwrap() == expected));

@@ -12,27 +12,27 @@ tests_of! { PagedAttention:
         every_group_size_agrees_with_the_reference,
         long_sequences_agree_with_the_reference,
     }
-    interface { any_workspace_serves }
+    interface { every_workspace_size_gives_the_right_result }
     nan_isolation { a_sequence_full_of_nan_changes_no_bit_of_another }
     batch_invariance {
-        rows_have_the_bits_of_their_sequence_alone_wherever_it_lies,
-        rows_do_not_depend_on_their_place_or_their_neighbours_number,
+        rows_have_the_bits_of_their_sequence_alone_in_any_memory_layout,
+        rows_do_not_depend_on_their_position_or_on_the_batch_size,
     }
     // Those that know nothing of pages hold because it is `flash_attn_varlen`.
     metamorphic {
-        it_is_causal_flash_attn_varlen,
-        however_keys_are_stored_the_answer_is_the_same,
-        a_ragged_batch_is_its_sequences_one_by_one,
-        a_prefill_in_chunks_is_the_whole_prefill,
-        slopes_repeated_for_each_sequence_are_the_slopes,
+        paged_attention_equals_causal_flash_attn_varlen,
+        every_layout_and_page_size_gives_the_same_result,
+        a_ragged_batch_gives_the_results_of_its_sequences_alone,
+        chunked_prefill_equals_whole_prefill,
+        slopes_per_sequence_equal_slopes_per_head,
     }
     metadata {
-        random_metadata_does_no_harm_to_the_sequences_whose_own_is_right,
-        random_metadata_does_no_harm_beneath_prefill,
+        random_metadata_does_not_affect_sequences_with_valid_metadata,
+        random_metadata_is_harmless_in_fused_prefill_and_decode,
         a_value_out_of_range_acts_as_the_nearest_one_in_range,
         a_start_counts_as_the_largest_up_to_it,
         sequences_may_share_keys,
-        only_as_many_sequences_as_num_seqs_says_are_there,
+        sequences_beyond_num_seqs_are_not_computed,
     }
 }
 
@@ -48,7 +48,7 @@ fn a_row_without_keys_may_have_any_number_of_heads() {
 }
 
 #[test]
-fn every_number_of_8_bits_counts_as_what_it_is() {
+fn every_fp8_number_in_the_cache_has_its_value() {
     for (q, kv) in [F16, BF16].into_iter().flat_map(|q| FP8_DTYPES.map(|kv| (q, kv))) {
         let numbers: Vec<f64> =
             (0..=u8::MAX).map(|code| kv.decode(&[code])).map(|x| if x.is_finite() { x } else { 0.0 }).collect();

@@ -9,7 +9,7 @@ use crate::support::{
 // What is checked against the reference is, bit by bit, the update and then attention too.
 tests_of! { PagedAttentionUpdate:
     agreement { named_cases_agree_with_the_reference }
-    interface { any_workspace_serves }
+    interface { every_workspace_size_gives_the_right_result }
 }
 
 /// A first chunk, decode, a later chunk, a sequence without queries.
@@ -63,7 +63,7 @@ fn decode_is_the_update_and_then_attention_in_every_type_and_width() {
 }
 
 #[test]
-fn decode_stores_rows_of_no_sequence_whatever_room_there_is() {
+fn decode_stores_rows_of_no_sequence_for_every_workspace() {
     let spec = BatchSpec { head_dim: 64, ..short(F16) };
     for page_size in [1, 2, 7, 16, 24, 64] {
         for (workspace, rows_around) in
@@ -84,7 +84,7 @@ fn decode_stores_rows_of_no_sequence_whatever_room_there_is() {
 }
 
 #[test]
-fn a_new_token_that_is_not_a_number_goes_where_it_goes_in_two_calls() {
+fn a_nan_in_a_new_token_has_the_effect_that_it_has_in_two_calls() {
     // So many that sequences of any length are decoded on CUDA; the last in tiles of one query, which sees one key.
     let memory_layout = MemoryLayout { spare_seqs: 15, ..MemoryLayout::default() };
     for (mask, heads) in [(Mask::CAUSAL, (8, 2)), (Mask::sliding(2), (8, 2)), (Mask::sliding(1), (16, 1))] {
@@ -169,7 +169,7 @@ fn invariant_decode(dtypes: Dtypes) -> PagedUpdateCase {
 }
 
 #[test]
-fn a_row_without_a_slot_concerns_its_own_sequence_alone() {
+fn a_row_without_a_slot_affects_only_its_own_sequence() {
     for dtypes in [Dtypes::same(F32), Dtypes::same(BF16), Dtypes::over(F16, F8E4M3FN)] {
         for well in [invariant(dtypes), invariant_decode(dtypes)] {
             for (ill, nowhere) in
@@ -186,7 +186,7 @@ fn a_row_without_a_slot_concerns_its_own_sequence_alone() {
 }
 
 #[test]
-fn slots_of_64_bits_are_not_taken_for_those_of_32() {
+fn i64_slots_are_not_truncated_to_i32() {
     for well in [invariant(F32.into()), invariant_decode(F32.into())] {
         let mut update = PagedUpdateCase { wide_slots: true, ..well.clone() };
         // Its low half is the slot of the first sequence's last key.

@@ -8,7 +8,7 @@ use crate::support::{
 const LAYOUTS: [KvLayout; 3] = [KvLayout::Interleaved, KvLayout::Stacked, KvLayout::PerPage];
 
 #[test]
-fn keys_and_queries_turn_in_every_layout_and_dtype_with_and_without_scales() {
+fn keys_and_queries_are_rotated_in_every_layout_and_dtype_with_and_without_scales() {
     for update in CacheUpdateCase::each_type(&LAYOUTS) {
         for (rotated, interleaved) in [(16, false), (16, true), (8, false)] {
             RopeCase { update: update.clone(), rotated, interleaved, ..RopeCase::default() }.assert_matches_reference();
@@ -17,7 +17,7 @@ fn keys_and_queries_turn_in_every_layout_and_dtype_with_and_without_scales() {
 }
 
 #[test]
-fn any_even_number_of_elements_turns_and_the_others_pass() {
+fn any_even_number_of_elements_is_rotated_and_the_others_are_copied() {
     for (dtype, interleaved) in ATTENTION_DTYPES.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
         for (d, rotations) in [(8, vec![0, 2, 4, 6, 8]), (40, vec![8, 16, 20, 32, 38, 40]), (256, vec![64])] {
             for rotated in rotations {
@@ -39,7 +39,7 @@ fn positions_outside_the_table_are_clamped() {
 }
 
 #[test]
-fn without_a_table_rows_pass_as_they_are() {
+fn without_a_table_rows_are_copied() {
     for layout in LAYOUTS {
         for fp8 in [None, Some(F8E4M3FN)] {
             for positions in [vec![0, 1, 2, 3], vec![-1, i32::MAX, i32::MIN, 5]] {
@@ -51,7 +51,7 @@ fn without_a_table_rows_pass_as_they_are() {
 }
 
 #[test]
-fn queries_turn_where_their_keys_go_nowhere() {
+fn queries_are_rotated_even_if_their_keys_have_no_slot() {
     let slots = [vec![-1, 11, 12, i64::from(i32::MIN)], vec![-1; 4], vec![i64::from(i32::MAX), 3, -4, 2]];
     for layout in LAYOUTS {
         for slots in &slots {
@@ -77,7 +77,7 @@ fn queries_turn_where_their_keys_go_nowhere() {
 }
 
 #[test]
-fn a_query_and_a_key_meet_at_the_distance_of_their_positions() {
+fn scores_depend_on_the_distance_of_the_positions_only() {
     let (d, length) = (32, 40);
     let table: Vec<f64> = (0..length)
         .flat_map(|position| {
@@ -120,7 +120,7 @@ fn a_query_and_a_key_meet_at_the_distance_of_their_positions() {
 }
 
 #[test]
-fn every_pool_turns_the_same() {
+fn every_pool_gives_the_same_rotation() {
     let mut slots: Vec<i64> = (0..64 * 16).collect();
     Random::new(3).shuffle(&mut slots);
     slots.truncate(300);

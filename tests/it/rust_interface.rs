@@ -106,7 +106,7 @@ fn strides_past_all_addresses_are_refused() {
 }
 
 #[test]
-fn halves_of_one_cache_serve_as_k_and_v() {
+fn halves_of_one_cache_can_be_passed_as_k_and_v() {
     // torch's kv[0], kv[1] of a cache [2, P, page_size, Hkv, D].
     let batch = BatchSpec { lengths: vec![(1, 50), (20, 33)], ..BatchSpec::default() }.batch();
     let stacked = AttentionCase::flash(&batch, &MemoryLayout::paged(KvLayout::Stacked, 8)).invocation();
@@ -121,7 +121,7 @@ fn halves_of_one_cache_serve_as_k_and_v() {
 }
 
 #[test]
-fn one_kv_head_may_stand_for_all_with_a_stride_of_0() {
+fn a_kv_head_can_be_expanded_with_a_stride_of_0() {
     // torch's k.expand(-1, 4, -1): four heads in the memory of one.
     let batch = BatchSpec { heads: (4, 1), lengths: vec![(3, 50), (20, 33)], ..BatchSpec::default() }.batch();
     let case = AttentionCase::flash(&batch, &MemoryLayout::contiguous());
@@ -153,7 +153,7 @@ fn run_with_views(call: &Invocation, memory: &Invocation, change: impl Fn(&mut [
 
 #[test]
 #[cfg(not(feature = "cuda"))]
-fn a_build_without_cuda_says_so() {
+fn a_build_without_cuda_reports_that_it_has_no_backend() {
     let call = valid_calls::of("xla_gpu_simple_add");
     let nowhere = [BufferView::NOWHERE; 2];
     for action in [Action::PrepareCuda, Action::LaunchCuda(xla_attention::Stream(0))] {
@@ -166,7 +166,7 @@ fn a_build_without_cuda_says_so() {
 }
 
 #[test]
-fn sizes_that_no_call_can_have_want_no_workspace() {
+fn impossible_sizes_need_no_workspace() {
     let right = AttentionSizes {
         num_q_heads: 8,
         num_kv_heads: 8,
@@ -228,7 +228,7 @@ fn the_c_interface_knows_every_target_by_name() {
 }
 
 #[test]
-fn a_request_that_is_no_request_is_refused() {
+fn invalid_requests_are_refused() {
     let text = |size: usize| {
         format!("xa_call: the request is a struct of {size} bytes, expected 72 or, of a later version, more")
     };
@@ -265,7 +265,7 @@ struct LaterCall {
 }
 
 #[test]
-fn a_request_of_a_later_version_is_one_if_it_asks_for_nothing_new() {
+fn a_request_of_a_later_version_is_accepted_unless_it_uses_new_members() {
     let (mut a, mut b, mut out, dims) = ([1.0f32, 2.0], [0.5f32, 0.25], [0.0f32; 2], [2i64]);
     let operands = [c_floats(&mut a, &dims), c_floats(&mut b, &dims)];
     let results = [c_floats(&mut out, &dims)];
@@ -283,7 +283,7 @@ fn a_request_of_a_later_version_is_one_if_it_asks_for_nothing_new() {
 }
 
 #[test]
-fn strides_of_nothing_may_be_anything() {
+fn strides_of_an_empty_tensor_are_ignored() {
     let memory_layout = MemoryLayout { workspace: None, ..MemoryLayout::contiguous().bare() };
     let call = AttentionCase::flash(&BatchSpec { lengths: vec![], ..BatchSpec::default() }.batch(), &memory_layout)
         .invocation();
@@ -302,7 +302,7 @@ fn strides_of_nothing_may_be_anything() {
 }
 
 #[test]
-fn a_text_is_cut_to_the_room_that_it_is_given() {
+fn an_error_text_is_truncated_to_the_given_length() {
     let request = c_add(&[], &[], 0);
     let whole = "xla_gpu_simple_add: a is missing";
     for capacity in [0, 1, 5, whole.len(), whole.len() + 1, 100] {

@@ -49,7 +49,7 @@ fn outcome(op: Op, of: &[(usize, usize)], strides: &[i64]) -> Result<(), Error> 
 }
 
 #[test]
-fn every_buffer_follows_or_refuses_strides_as_its_operator_says() {
+fn every_buffer_accepts_or_refuses_strides_as_its_operator_requires() {
     let mut checked = 0;
     for op in Op::ALL {
         let (call, strided, target) = (right(op), may_be_strided(op), op.signature().target);
@@ -92,13 +92,13 @@ fn every_buffer_follows_or_refuses_strides_as_its_operator_says() {
 }
 
 #[test]
-fn strides_are_as_many_as_sizes() {
+fn the_number_of_strides_must_be_the_rank() {
     let error = outcome(Op::PagedAttention, &[(0, 0)], &[64, 16]).unwrap_err();
     assert_eq!(error.message, "xla_gpu_paged_attention: query has 2 strides, expected 3");
 }
 
 #[test]
-fn every_operator_follows_the_strides_that_it_takes() {
+fn every_operator_reads_strided_operands() {
     for call in valid_calls::with_numbers() {
         let expected = call.results(Side::EndsAtGuard);
         let strided = may_be_strided(call.op());

@@ -16,7 +16,7 @@ fn checking() -> bool {
 }
 
 #[test]
-fn under_the_check_all_of_this_holds() {
+fn all_tests_of_this_module_pass_in_debug_check_mode() {
     if checking() {
         return; // a child
     }
@@ -249,7 +249,7 @@ fn assert_right(call: &Invocation) {
 
 #[test]
 #[ignore = "under the check alone"]
-fn right_calls_pass() {
+fn valid_calls_pass() {
     right().iter().flatten().for_each(assert_right);
 }
 
@@ -273,7 +273,7 @@ mod wrong_results {
 
     #[test]
     #[ignore = "under the check alone"]
-    fn a_wrong_result_is_found() {
+    fn a_wrong_result_is_reported() {
         let [attention, others] = right();
         attention.iter().for_each(assert_found);
         // On the CPU the results of attention alone are computed a second time.

@@ -27,7 +27,7 @@ fn loads() -> i32 {
 
 #[test]
 #[ignore = "for a process of its own"]
-fn a_child_sees_contexts_come_and_go() {
+fn child_with_many_contexts() {
     let mut failed = vec![];
     let mut visit = |address, id| {
         enter(address, id);
@@ -48,12 +48,12 @@ fn a_child_sees_contexts_come_and_go() {
 
 #[test]
 #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
-fn a_context_is_its_id_and_not_its_address() {
+fn a_context_is_identified_by_its_id() {
     if !runs_on_cpu() {
         println!("skipped: with a stand-in for libcuda alone");
         return;
     }
-    let said = fake_libcuda::outcomes("cuda_contexts::a_child_sees_contexts_come_and_go", "context 1000 1", true);
+    let said = fake_libcuda::outcomes("cuda_contexts::child_with_many_contexts", "context 1000 1", true);
     let loads = [MANY, 2 * MANY, 2 * MANY, 2 * MANY].map(|loads| loads.to_string());
     assert_eq!(said[..4], loads);
     assert_eq!(said[4], "[]");
@@ -61,18 +61,18 @@ fn a_context_is_its_id_and_not_its_address() {
 
 #[test]
 #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
-fn a_driver_without_ids_has_addresses() {
+fn without_context_ids_a_context_is_identified_by_its_address() {
     if !runs_on_cpu() {
         println!("skipped: with a stand-in for libcuda alone");
         return;
     }
-    let (name, fault) = ("cuda_contexts::a_child_enters_two_contexts", "context 1000 1");
+    let (name, fault) = ("cuda_contexts::child_with_two_contexts", "context 1000 1");
     assert_eq!(fake_libcuda::outcomes(name, fault, false), ["2"]);
 }
 
 #[test]
 #[ignore = "for a process of its own"]
-fn a_child_enters_two_contexts() {
+fn child_with_two_contexts() {
     for (address, id) in [(0x1000, 1), (0x2000, 2), (0x1000, 1), (0x2000, 2)] {
         enter(address, id);
         fake_libcuda::add(LAUNCH).unwrap();
@@ -82,18 +82,18 @@ fn a_child_enters_two_contexts() {
 
 /// What a device computes before and after a reset, which takes everything with it that was loaded.
 #[test]
-fn a_device_that_was_reset_is_served_again() {
+fn calls_work_after_a_device_reset() {
     if runs_on_cpu() {
         println!("skipped: XLA_ATTENTION_TEST_DEVICE=cuda chooses a GPU");
         return;
     }
-    let said = fake_libcuda::printed_outcomes(&mut fake_libcuda::child("cuda_contexts::a_child_resets_the_device"));
+    let said = fake_libcuda::printed_outcomes(&mut fake_libcuda::child("cuda_contexts::child_that_resets_the_device"));
     assert_eq!(said, ["[2.0, 4.0, 6.0]"; 3]);
 }
 
 #[test]
 #[ignore = "for a process of its own"]
-fn a_child_resets_the_device() {
+fn child_that_resets_the_device() {
     let numbers = Array::f32s(&[3], &[1.0, 2.0, 3.0]);
     let call = addition(numbers.clone(), numbers);
     for _ in 0..3 {

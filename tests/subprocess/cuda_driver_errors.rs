@@ -5,12 +5,12 @@ use xla_attention::{Action, Code, Error, Stream};
 
 /// The outcomes of preparing and of launching an addition where this goes wrong: a code and a text, or nothing.
 fn outcomes(fault: &str) -> [String; 2] {
-    fake_libcuda::outcomes("cuda_driver_errors::a_child_prepares_and_launches", fault, false).try_into().unwrap()
+    fake_libcuda::outcomes("cuda_driver_errors::child_that_prepares_and_launches", fault, false).try_into().unwrap()
 }
 
 #[test]
 #[ignore = "for a process of its own"]
-fn a_child_prepares_and_launches() {
+fn child_that_prepares_and_launches() {
     for action in [Action::PrepareCuda, Action::LaunchCuda(Stream(0))] {
         let outcome = fake_libcuda::add(action);
         let text =
@@ -30,12 +30,12 @@ fn assert_both(fault: &str, code: Code, parts: &[&str]) {
 
 #[test]
 #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
-fn the_stand_in_works_when_nothing_is_wrong() {
+fn the_fake_libcuda_works_without_an_error() {
     assert_eq!(outcomes("none"), ["done", "done"]);
 }
 
 #[test]
-fn without_a_context_it_says_who_makes_one() {
+fn without_a_context_the_error_says_how_to_make_one() {
     assert_both("no context", Code::FailedPrecondition, &["context"]);
 }
 
@@ -46,14 +46,14 @@ fn a_gpu_that_is_too_old_is_named_with_what_is_needed() {
 
 #[test]
 #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
-fn a_refused_module_tells_the_driver_its_log_and_what_would_take_it() {
+fn a_refused_module_is_reported_with_the_log_of_the_driver() {
     let parts = ["the driver (CUDA 11.4) refuses the kernel simple_add_f32 on sm_90", "the log of the driver", "PTX"];
     assert_both("refused module", Code::FailedPrecondition, &parts);
 }
 
 #[test]
 #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
-fn a_failed_launch_has_the_drivers_words() {
+fn a_failed_launch_is_reported_with_the_drivers_text() {
     let [prepared, launched] = outcomes("failed launch");
     assert_eq!(prepared, "done");
     assert!(launched.starts_with("Internal: xla_gpu_simple_add: cuLaunchKernel: "), "{launched}");
@@ -62,7 +62,7 @@ fn a_failed_launch_has_the_drivers_words() {
 
 #[test]
 #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
-fn an_error_without_words_still_has_its_name() {
+fn an_error_without_a_text_is_reported_by_name() {
     let [_, launched] = outcomes("earlier error");
     assert!(launched.contains("cuLaunchKernel: CUDA_ERROR_ILLEGAL_ADDRESS"), "{launched}");
 }

@@ -26,7 +26,7 @@ fn folder(name: &str, file: &str, contents: &[u8]) -> PathBuf {
 /// What the additions of the child say where `file` holds `contents`: of f32, of i32, and of f32 again.
 fn outcomes(name: &str, file: &str, contents: &[u8]) -> (PathBuf, [String; 3]) {
     let folder = folder(name, file, contents);
-    let mut child = fake_libcuda::child("cuda_kernel_files::a_child_adds");
+    let mut child = fake_libcuda::child("cuda_kernel_files::child_that_adds");
     child.env("XLA_ATTENTION_KERNEL_DIR", &folder);
     if runs_on_cpu() {
         fake_libcuda::preload(&mut child);
@@ -38,7 +38,7 @@ fn outcomes(name: &str, file: &str, contents: &[u8]) -> (PathBuf, [String; 3]) {
 
 #[test]
 #[ignore = "for a process of its own"]
-fn a_child_adds() {
+fn child_that_adds() {
     for dtype in [F32, I32, F32] {
         let numbers = if dtype == F32 { Array::f32s(&[3], &[1.0, 2.0, 3.0]) } else { Array::i32s(&[3], &[1, 2, 3]) };
         let outcome = if runs_on_cpu() { on_the_stand_in(&numbers) } else { on_the_gpu(&numbers) };
@@ -72,7 +72,7 @@ fn on_the_gpu(numbers: &Array) -> Result<String, Error> {
 
 #[test]
 #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
-fn a_corrupt_file_is_named_with_what_the_driver_says_and_other_kernels_work() {
+fn a_corrupt_file_is_reported_with_the_drivers_text_and_other_kernels_work() {
     // The driver only takes for PTX, and hands to ptxas, what begins as such.
     let ptx = ".version 7.0\n.target sm_80\n.address_size 64\ncorrupt\n";
     let (path, said) = outcomes("corrupt", "simple_add_f32.ptx", ptx.as_bytes());
@@ -100,7 +100,7 @@ fn elf(sections: u64) -> Vec<u8> {
 /// The driver believes what headers say of a file's size, so none of these may come to it.
 #[test]
 #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
-fn a_file_that_is_not_a_whole_module_is_named_and_the_driver_does_not_see_it() {
+fn an_incomplete_module_is_reported_and_does_not_reach_the_driver() {
     for (name, contents, why) in [
         ("simple_add_f32.cubin", elf(64), "is cut short: its 64 bytes do not hold what its headers name"),
         ("simple_add_f32.cubin", elf(u64::MAX), "is cut short"),
@@ -121,7 +121,7 @@ fn a_file_that_is_not_a_whole_module_is_named_and_the_driver_does_not_see_it() {
 
 #[test]
 #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
-fn a_file_takes_the_place_of_the_kernel_that_it_is_named_after() {
+fn a_file_replaces_the_kernel_of_its_name() {
     let (_, said) = outcomes("idle", "simple_add_f32.ptx", IDLE.as_bytes());
     let idle = if runs_on_cpu() { "done" } else { "untouched" };
     assert_eq!(said, [idle, "done", idle]);
@@ -129,7 +129,7 @@ fn a_file_takes_the_place_of_the_kernel_that_it_is_named_after() {
 
 #[test]
 #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
-fn a_module_without_the_kernel_is_named() {
+fn a_module_without_the_kernel_is_reported() {
     let (path, said) =
         outcomes("misnamed", "simple_add_f32.ptx", IDLE.replace("xa_simple_add_f32", "other").as_bytes());
     assert_eq!(said[1], "done");

@@ -38,7 +38,7 @@ const OF_HANDLERS: [(Failpoint, &str); 4] = [
 ];
 
 #[test]
-fn every_layer_of_a_cpu_handler_reports_its_fault_and_the_next_call_is_right() {
+fn every_layer_of_a_cpu_handler_reports_its_failpoint_and_the_next_call_is_right() {
     for call in valid_calls::all() {
         let on_cpu = || call.outcome_in(Frame::new(call.target, CPU));
         let right = on_cpu().unwrap();
@@ -57,7 +57,7 @@ fn every_layer_of_a_cpu_handler_reports_its_fault_and_the_next_call_is_right() {
 }
 
 #[test]
-fn a_fault_on_a_thread_of_the_pool_is_reported_and_the_thread_goes_on() {
+fn a_failpoint_on_a_pool_thread_is_reported_and_the_thread_continues() {
     let call = long_addition(3 << 15);
     let threads = ThreadPool::new(3);
     let on = |pool: &dyn HostPool| call.outcome_in(Frame::new(call.target, CPU).pool(pool));
@@ -79,7 +79,7 @@ fn c_addition(a: &[f32], b: &[f32]) -> ((i32, String), Vec<f32>) {
 }
 
 #[test]
-fn every_layer_below_xa_call_reports_its_fault_and_the_next_call_is_right() {
+fn every_layer_below_xa_call_reports_its_failpoint_and_the_next_call_is_right() {
     let numbers: Vec<f32> = (0..70_000).map(|i: i32| i as f32).collect();
     let sums: Vec<f32> = numbers.iter().map(|x| x + x).collect();
     let mut faults = vec![
@@ -98,7 +98,7 @@ fn every_layer_below_xa_call_reports_its_fault_and_the_next_call_is_right() {
 }
 
 #[test]
-fn functions_without_an_error_give_what_stands_for_failure() {
+fn functions_without_an_error_return_their_failure_value() {
     arm(Failpoint::CApi);
     assert!(xa_targets().is_null());
     assert!(!xa_targets().is_null());
@@ -123,7 +123,7 @@ fn functions_without_an_error_give_what_stands_for_failure() {
 
 #[cfg(feature = "cuda")]
 #[test]
-fn the_plugins_entries_report_a_fault_too() {
+fn the_pjrt_functions_report_a_failpoint() {
     arm(Failpoint::CApi);
     assert!(xla_attention::GetPjrtApi().is_null());
     let mut text = [0 as c_char; 256];
@@ -144,18 +144,18 @@ mod cuda {
 
     #[test]
     #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
-    fn every_layer_of_a_cuda_handler_reports_its_fault_and_the_next_call_works() {
+    fn every_layer_of_a_cuda_handler_reports_its_failpoint_and_the_next_call_works() {
         if !runs_on_cpu() {
             println!("skipped: the stand-in for libcuda is for machines without a GPU");
             return;
         }
-        let said = fake_libcuda::outcomes("failpoints::cuda::a_child_goes_through_the_cuda_handlers", "none", false);
+        let said = fake_libcuda::outcomes("failpoints::cuda::child_that_calls_the_cuda_handlers", "none", false);
         assert_eq!(said.last().map(String::as_str), Some("done"), "{said:?}");
     }
 
     #[test]
     #[ignore = "for a process of its own"]
-    fn a_child_goes_through_the_cuda_handlers() {
+    fn child_that_calls_the_cuda_handlers() {
         // These share a kernel with a target before them, which is loaded by then.
         let shares_its_kernel = [
             "XlaGpuSimpleAdd",
@@ -184,7 +184,7 @@ mod cuda {
     }
 
     #[test]
-    fn a_fault_on_a_gpu_leaves_its_context_usable() {
+    fn a_failpoint_on_a_gpu_leaves_the_context_usable() {
         if runs_on_cpu() {
             println!("skipped: XLA_ATTENTION_TEST_DEVICE does not choose a GPU");
             return;

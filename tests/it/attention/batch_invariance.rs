@@ -16,7 +16,7 @@ fn elsewhere(memory_layout: &MemoryLayout, other: &MemoryLayout, batch: &Batch) 
     MemoryLayout { layout, page_size: memory_layout.page_size, ..other.clone() }
 }
 
-pub(crate) fn rows_have_the_bits_of_their_sequence_alone_wherever_it_lies(op: Operator) {
+pub(crate) fn rows_have_the_bits_of_their_sequence_alone_in_any_memory_layout(op: Operator) {
     op.for_calls(48, |spec, memory_layout, random| {
         let (_, other) = op.any_call(random);
         let batch = BatchSpec { batch_invariant: true, ..spec }.batch();
@@ -37,7 +37,7 @@ fn batch(dtypes: Dtypes, head_dim: usize, mask: Mask, leftpad: bool) -> Batch {
     BatchSpec { alibi: Alibi::PerSequence, batch_invariant: true, ..spec }.batch()
 }
 
-pub(crate) fn rows_do_not_depend_on_their_place_or_their_neighbours_number(op: Operator) {
+pub(crate) fn rows_do_not_depend_on_their_position_or_on_the_batch_size(op: Operator) {
     let memory_layouts = op.memory_layouts();
     for (index, dtypes) in op.dtypes().into_iter().enumerate() {
         let (memory_layout, mask) =
@@ -60,7 +60,7 @@ pub(crate) fn rows_do_not_depend_on_their_place_or_their_neighbours_number(op: O
     }
 }
 
-pub(crate) fn a_long_sequence_does_not_depend_on_the_room_to_split_it(op: Operator) {
+pub(crate) fn a_long_sequence_does_not_depend_on_the_workspace_size(op: Operator) {
     for dtypes in op.dtypes() {
         let batch = batch(dtypes, 128, Mask::CAUSAL, true).only(0);
         let memory_layout = |workspace| MemoryLayout { workspace, ..MemoryLayout::paged(KvLayout::Stacked, 16) };

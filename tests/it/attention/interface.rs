@@ -4,7 +4,7 @@
 use super::{Operator, ordinary};
 use crate::support::{ATTENTION_DTYPES, BatchSpec, MaxSeqlenHints, MemoryLayout, Side, for_each_pool};
 
-pub(crate) fn any_workspace_serves(op: Operator) {
+pub(crate) fn every_workspace_size_gives_the_right_result(op: Operator) {
     for dtype in ATTENTION_DTYPES {
         let batch = ordinary(dtype.into()).batch();
         for memory_layout in op.memory_layouts() {
@@ -21,7 +21,7 @@ pub(crate) fn any_workspace_serves(op: Operator) {
     }
 }
 
-pub(crate) fn sizes_of_zero_are_calls_like_any_other(op: Operator) {
+pub(crate) fn sizes_of_zero_are_valid(op: Operator) {
     for layout in op.layouts() {
         for lengths in [vec![], vec![(0, 0)], vec![(0, 7)], vec![(5, 0)], vec![(0, 0), (3, 0), (0, 3)]] {
             for (rows, spare, sinks) in [(0, 0, true), (3, 0, false), (0, 2, false), (3, 2, true)] {
@@ -59,7 +59,7 @@ pub(crate) fn every_pool_gives_the_same_bits(op: Operator) {
     }
 }
 
-pub(crate) fn hints_never_decide_which_rows_are_computed(op: Operator) {
+pub(crate) fn max_seqlen_hints_do_not_change_results(op: Operator) {
     for lengths in [vec![(1, 300), (1, 20)], vec![(60, 60), (1, 200)], vec![(3, 3)]] {
         let batch = BatchSpec { lengths, ..BatchSpec::default() }.batch();
         for hints in

@@ -37,7 +37,7 @@ pub(crate) fn corrupt(case: &mut AttentionCase, seed: u64) {
     );
 }
 
-pub(crate) fn random_metadata_does_no_harm_to_the_sequences_whose_own_is_right(op: Operator) {
+pub(crate) fn random_metadata_does_not_affect_sequences_with_valid_metadata(op: Operator) {
     op.for_calls(192, |spec, memory_layout, random| {
         let mut case = AttentionCase::store(op.target(), &spec.batch(), &memory_layout);
         corrupt(&mut case, random.next());
@@ -220,7 +220,7 @@ pub(crate) fn sequences_may_share_keys(op: Operator) {
     }
 }
 
-pub(crate) fn only_as_many_sequences_as_num_seqs_says_are_there(op: Operator) {
+pub(crate) fn sequences_beyond_num_seqs_are_not_computed(op: Operator) {
     let spec = BatchSpec { lengths: vec![(2, 20), (3, 30), (4, 4)], ..BatchSpec::default() };
     for num_seqs in 0..=3 {
         let mut case = AttentionCase::paged(&spec.batch(), &MemoryLayout::default());
@@ -233,7 +233,7 @@ pub(crate) fn only_as_many_sequences_as_num_seqs_says_are_there(op: Operator) {
 type Many = (Dtypes, usize, usize, fn(usize) -> (usize, usize), KvLayout);
 
 /// More sequences than a warp or a CTA of any kernel takes up at a time.
-pub(crate) fn all_kernels_read_the_starts_of_many_sequences_alike(op: Operator) {
+pub(crate) fn all_kernels_clamp_the_starts_of_many_sequences_alike(op: Operator) {
     let short = |b: usize| (1, 1 + b % 3);
     let mixed = |b: usize| (if b % 10 == 3 { 20 } else { 1 + b % 4 }, 1 + b % 9);
     let forward: [Many; 6] = [
@@ -279,7 +279,7 @@ fn cost_of(op: Operator) -> cost::BuildCall {
     }
 }
 
-pub(crate) fn hostile_starts_cost_no_more_than_right_ones(op: Operator) {
+pub(crate) fn hostile_starts_cost_no_more_than_valid_ones(op: Operator) {
     hostile_starts_cost_no_more(&format!("{op:?}"), cost_of(op), CostSizes::small(), 10.0);
 }
 
@@ -296,12 +296,12 @@ pub(crate) fn hostile_starts_cost_at_most_twice_as_much(op: Operator) {
 }
 
 /// A query head of its own for each row that one KV head has, and no key: what is left is planning.
-pub(crate) fn planning_hostile_starts_costs_no_more_than_planning_right_ones(_: Operator) {
+pub(crate) fn planning_hostile_starts_costs_no_more_than_planning_valid_ones(_: Operator) {
     hostile_starts_cost_no_more("planning", cost::flash_attn_varlen_without_keys, CostSizes::planned(), 10.0);
 }
 
 /// Beneath Hopper's prefill, which decodes with boxes.
-pub(crate) fn random_metadata_does_no_harm_beneath_prefill(op: Operator) {
+pub(crate) fn random_metadata_is_harmless_in_fused_prefill_and_decode(op: Operator) {
     let lengths = vec![(150, 300), (1, 700), (2, 90), (1, 1300), (1, 17), (90, 150)];
     for seed in 0..12 {
         let lengths = lengths.clone();

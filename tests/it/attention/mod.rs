@@ -26,9 +26,9 @@ macro_rules! tests_of {
                     every_head_dimension_agrees_with_the_reference_in_every_type,
                     any_call_agrees_with_the_reference,
                 }
-                interface { sizes_of_zero_are_calls_like_any_other, every_pool_gives_the_same_bits }
+                interface { sizes_of_zero_are_valid, every_pool_gives_the_same_bits }
                 metadata {
-                    hostile_starts_cost_no_more_than_right_ones,
+                    hostile_starts_cost_no_more_than_valid_ones,
                     #[ignore = "a measurement: wants a machine for itself"]
                     hostile_starts_cost_at_most_twice_as_much,
                 }

@@ -115,7 +115,7 @@ pub(crate) fn a_sequence_full_of_nan_changes_no_bit_of_another(op: Operator) {
     }
 }
 
-pub(crate) fn a_nan_that_a_query_sees_is_not_hidden(op: Operator) {
+pub(crate) fn a_visible_nan_propagates(op: Operator) {
     for (dtypes, memory_layout, mask) in settings(op).step_by(2) {
         let batch = BatchSpec { dtypes, lengths: vec![(3, 40)], mask, ..BatchSpec::default() }.batch();
         let clean = clean(op, &batch, &memory_layout);

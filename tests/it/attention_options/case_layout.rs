@@ -39,7 +39,7 @@ fn expected(batch: &Batch, sequence: &SequenceData, i: usize, head: usize) -> At
 }
 
 #[test]
-fn the_answers_of_a_case_are_those_of_its_batch_however_it_lies() {
+fn expected_rows_are_those_of_the_batch_in_every_memory_layout() {
     for layout in KvLayout::ALL {
         for (seqused, page_size) in [(false, 1), (true, 5), (true, 16)] {
             let two = layout.has_two_buffers();
@@ -83,7 +83,7 @@ fn the_answers_of_a_case_are_those_of_its_batch_however_it_lies() {
 }
 
 #[test]
-fn every_row_of_a_layout_has_a_place_of_its_own() {
+fn rows_of_a_layout_do_not_overlap() {
     for layout in KvLayout::ALL {
         let page_size = if layout == KvLayout::Contiguous { 1 } else { 4 };
         let kv_geometry = KvGeometry { layout, num_pages: 3, page_size, kv_heads: 2, dims: [8, 8] };
@@ -121,7 +121,7 @@ fn lengths(case: &AttentionCase) -> Vec<(usize, usize, usize, bool)> {
 }
 
 #[test]
-fn metadata_is_clamped_as_spec_says() {
+fn metadata_is_clamped_as_documented() {
     let right = vec![(0, 2, 6, true), (2, 3, 4, true)];
     let mut case = small(Op::PagedAttention, KvLayout::Interleaved, true);
     assert_eq!(lengths(&case), right);
@@ -155,7 +155,7 @@ fn metadata_is_clamped_as_spec_says() {
 }
 
 #[test]
-fn what_no_query_sees_is_not_stored() {
+fn keys_that_no_query_sees_are_not_stored() {
     let finite = |array: &Array| array.values().iter().filter(|x| x.is_finite()).count();
     let keys = |spec: BatchSpec| {
         let case = AttentionCase::flash(

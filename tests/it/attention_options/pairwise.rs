@@ -24,7 +24,7 @@ fn every_pair_of_options_agrees_with_the_reference() {
 }
 
 #[test]
-fn the_set_holds_every_pair_of_options() {
+fn the_covering_array_holds_every_pair_of_options() {
     let ((mut pairs, rows), sizes) = (PairwiseOptions::ATTENTION.covered(), PairwiseOptions::ATTENTION.sizes());
     for pair in &pairs {
         assert!(rows.iter().any(|row| holds(row, *pair)), "{pair:?}");
@@ -38,7 +38,7 @@ fn the_set_holds_every_pair_of_options() {
 }
 
 #[test]
-fn a_covering_set_leaves_out_what_is_excluded_and_nothing_else() {
+fn a_covering_array_omits_exactly_the_excluded_pairs() {
     let sizes = [2, 3, 4, 2];
     let excluded = |a: (usize, usize), b: (usize, usize)| a == (0, 1) && b == (2, 3);
     let rows = cover(&sizes, &excluded, 1);
@@ -52,7 +52,7 @@ fn a_covering_set_leaves_out_what_is_excluded_and_nothing_else() {
 }
 
 #[test]
-fn a_case_that_fails_is_shrunk_to_the_smallest_that_does() {
+fn a_failing_case_is_shrunk_to_the_smallest_failing_one() {
     let failed = Cell::new((0, 0));
     let property = |random: &mut Random| {
         let choices = (random.below(1000), random.between(3, 99));

@@ -14,7 +14,7 @@ fn seen(mask: Mask, len_q: usize, len_k: usize, leftpad: usize) -> Vec<String> {
 }
 
 #[test]
-fn masks_show_what_spec_says() {
+fn masks_show_the_documented_keys() {
     let causal = Mask::CAUSAL;
     let rows: [(Mask, usize, usize, usize, &[&str]); 14] = [
         (Mask::FULL, 2, 3, 0, &["xxx", "xxx"]),
@@ -76,14 +76,14 @@ fn one_key_gives_its_value_and_its_score() {
 }
 
 #[test]
-fn two_keys_share_by_their_exponentials() {
+fn two_keys_are_weighted_by_their_exponentials() {
     // Weights 1 and 3.
     let k = [0.0, 3f64.ln()];
     is(&last_of(1, 1.0, &k, &[4.0, 8.0], PLAIN), 7.0, 4f64.ln());
 }
 
 #[test]
-fn the_linear_bias_counts_from_the_query_to_either_side() {
+fn the_alibi_bias_grows_with_the_distance_on_either_side() {
     let slope = Score { slope: Some(0.5), ..PLAIN };
     // The last of two queries stands at key 2; key 0 lies two steps before it.
     let first = Score { mask: Mask::window(-1, 0), ..slope };
@@ -160,7 +160,7 @@ fn the_naive_formula_survives_scores_that_overflow_its_type() {
 }
 
 #[test]
-fn an_lse_may_be_off_by_what_spec_says() {
+fn the_lse_tolerance_is_the_documented_one() {
     let close = |actual: f64, expected: f64| assert!((actual - expected).abs() < 1e-15, "{actual}, not {expected}");
     close(lse_tolerance(-0.5, F32.into(), true), 1e-4);
     close(lse_tolerance(-30.0, BF16.into(), false), 3e-3);

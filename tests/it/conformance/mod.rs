@@ -65,7 +65,7 @@ fn the_cpu_handlers_do_what_the_tables_say() {
 }
 
 #[test]
-fn what_works_works_in_place() {
+fn working_calls_work_in_place() {
     let mut ran = BTreeSet::new();
     for case in cases().filter(|c| c.refusal.is_none() && c.memory.is_none() && !c.aliases.is_empty()) {
         ran.insert(case.target);

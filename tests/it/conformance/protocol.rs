@@ -77,7 +77,7 @@ fn each_set_holds_every_target_for_every_platform_once() {
 }
 
 #[test]
-fn the_sets_are_those_of_the_pins_and_no_handler_is_in_two() {
+fn the_sets_have_the_pinned_versions_and_no_common_handler() {
     let versions: Vec<_> = handler_sets().iter().map(|set| set.version).collect();
     assert_eq!(versions, [(0, 1), (0, 5)]);
     let addresses: BTreeSet<usize> = handlers().iter().map(|h| h.handler as usize).collect();
@@ -94,7 +94,7 @@ fn the_exported_table_is_the_table_of_the_crate() {
 }
 
 #[test]
-fn every_handler_says_the_version_of_its_set() {
+fn every_handler_reports_the_version_of_its_set() {
     assert!(!handlers().is_empty());
     for registered in handlers() {
         // Faults if the answer is longer than the structure of that version.

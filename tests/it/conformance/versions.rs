@@ -69,7 +69,7 @@ fn a_host_that_has_dropped_0_1_takes_the_newest_set_whose_handlers_do_what_the_t
 }
 
 #[test]
-fn metadata_is_told_at_every_stage_and_without_a_table() {
+fn metadata_is_returned_at_every_stage_and_without_a_table() {
     for registered in handlers() {
         let said = registered.metadata();
         for stage in [Stage::Instantiate, Stage::Prepare, Stage::Initialize, Stage::Execute] {
@@ -82,7 +82,7 @@ fn metadata_is_told_at_every_stage_and_without_a_table() {
 }
 
 #[test]
-fn metadata_is_told_to_hosts_whose_structures_are_longer_and_refused_to_shorter_ones() {
+fn metadata_is_returned_to_hosts_with_longer_structures_and_refused_to_shorter_ones() {
     for registered @ Registered { version, handler, .. } in handlers() {
         let said = registered.metadata();
         let request = |metadata_size, extension_size| {

@@ -22,7 +22,7 @@ fn flash(q: TensorRef, kv: &Kv<TensorRef>, options: &FlashAttnVarlenOptions) -> 
 }
 
 #[test]
-fn the_scale_and_the_starts_of_keys_need_not_be_said() {
+fn omitted_scales_and_starts_of_keys_have_their_defaults() {
     let (q, k, v) = (random(5 * 4 * 16, 1), random(5 * 2 * 16, 2), random(5 * 2 * 16, 3));
     let kv = &Kv::Split { k: TensorRef::new(&k, &[5, 2, 16]), v: TensorRef::new(&v, &[5, 2, 16]) };
     let q = TensorRef::new(&q, &[5, 4, 16]);
@@ -47,7 +47,7 @@ fn the_scale_and_the_starts_of_keys_need_not_be_said() {
 }
 
 #[test]
-fn rows_may_lie_amid_others() {
+fn strided_rows_give_the_result_of_dense_rows() {
     // [T, Hq + 2 * Hkv, D], and the last row ends with the memory.
     let qkv = random(5 * 8 * 16, 4);
     let part = |first: usize, heads: usize| {
@@ -80,7 +80,7 @@ unsafe impl Pool for Counting {
 }
 
 #[test]
-fn the_threads_that_are_given_do_the_work() {
+fn the_given_pool_runs_the_work() {
     let spec = BatchSpec { lengths: vec![(40, 300), (70, 200), (33, 33)], ..BatchSpec::default() };
     let case = AttentionCase::paged(&spec.batch(), &MemoryLayout::default());
     let counting = Counting::default();

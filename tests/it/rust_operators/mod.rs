@@ -37,7 +37,7 @@ fn calls() -> Vec<Invocation> {
 }
 
 #[test]
-fn each_function_makes_the_calls_that_its_handler_makes() {
+fn each_function_gives_the_results_of_its_handler() {
     let mut called = BTreeSet::new();
     for call in calls() {
         called.insert(call.target);

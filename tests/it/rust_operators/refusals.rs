@@ -18,7 +18,7 @@ fn add(a: TensorRef, text: &str) {
 }
 
 #[test]
-fn a_shape_has_to_fit_the_memory() {
+fn a_shape_that_does_not_fit_the_memory_is_refused() {
     let six = [0.0f32; 6];
     add(TensorRef::new(&six, &[7]), "a has shape [7] of f32, which is 28 bytes, in memory of 24");
     add(TensorRef::new(&six, &[2, 2]), "a has shape [2, 2] of f32, which is 16 bytes, in memory of 24");
@@ -35,7 +35,7 @@ fn a_shape_has_to_fit_the_memory() {
 }
 
 #[test]
-fn strides_have_to_stay_in_the_memory() {
+fn strides_that_leave_the_memory_are_refused() {
     let six = [0.0f32; 6];
     let two_by_three = |strides: &[usize]| TensorRef::new(&six, &[2, 3]).with_strides(strides);
     let leave = "which leave its memory of 24 bytes";
@@ -51,7 +51,7 @@ fn strides_have_to_stay_in_the_memory() {
 }
 
 #[test]
-fn bytes_need_a_type_and_its_alignment() {
+fn bytes_without_a_known_dtype_and_its_alignment_are_refused() {
     let memory = [0.0f32; 7];
     // SAFETY: the bytes of the floats.
     let bytes = unsafe { std::slice::from_raw_parts(memory.as_ptr().cast::<u8>(), 28) };
@@ -76,7 +76,7 @@ fn flash(kv: &Kv<TensorRef>, options: &FlashAttnVarlenOptions, code: Code, text:
 }
 
 #[test]
-fn options_that_do_not_fit_are_named() {
+fn options_that_do_not_fit_are_refused_by_name() {
     let (rows, pages) = (TensorRef::new(&[0.0f32; 8], &[1, 1, 8]), TensorRef::new(&[0.0f32; 16], &[1, 1, 2, 8]));
     let (packed, block_table) = (&Kv::Split { k: rows, v: rows }, Some(TensorRef::new(&[0], &[1, 1])));
     let none = FlashAttnVarlenOptions::default;
@@ -92,7 +92,7 @@ fn options_that_do_not_fit_are_named() {
 }
 
 #[test]
-fn a_window_has_room_for_a_key() {
+fn a_window_without_a_key_is_refused() {
     let inputs = PagedAttentionInputs {
         query: TensorRef::new(&[0.0f32; 8], &[1, 1, 8]),
         kv_cache: TensorRef::new(&[0.0f32; 16], &[1, 1, 2, 8]),
