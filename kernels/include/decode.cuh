@@ -42,9 +42,9 @@ __device__ __forceinline__ void decode_work_range(const AttentionParams& params,
   partition_work<Shape::kThreads, Shape::kRows, kKvChunkKeys, kFixedSplits>(params, work, range, index);
   while (work.tile.num_rows != 0) {
     attend_work_tile<Shape, T, Stored, LogitsTransform>(params, work, shared, make_loop);
-    next_work_tile<Shape::kRows, kKvChunkKeys>(params, work, range, index.number);
+    next_work_tile<Shape::kRows, kKvChunkKeys>(params, work, range, index.index);
   }
-  store_split_record<Shape::kRows>(params, work, range, index.number);
+  store_split_record<Shape::kRows>(params, work, range, index.index);
 }
 
 }  // namespace xa

@@ -85,7 +85,7 @@ class NewTokenLanes {
 };
 
 /// Stores this CTA's rows of its KV head, if there are any. A warp takes as many as an instruction has room for;
-/// neighbours are those of different CTAs, which are `mine.number` of `mine.count`.
+/// neighbours are those of different CTAs, which are `index.index` of `index.count`.
 template <typename Shape, typename Stored>
 __device__ __forceinline__ void store_new_tokens(const AttentionParams& params, int32_t kv_head,
                                                  const WorkRangeIndex& index) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void store_new_tokens(const AttentionParams& params, 
   const Lanes lanes(params, kv_head);
   const uint32_t warp = ptx::opaque(threadIdx.x) / 32, step = index.count * (Shape::kWarps * Lanes::kTokens);
 #pragma unroll 1
-  for (uint32_t row = (warp * index.count + index.number) * Lanes::kTokens + lanes.token();
+  for (uint32_t row = (warp * index.count + index.index) * Lanes::kTokens + lanes.token();
        row < static_cast<uint32_t>(params.num_tokens); row += step) {
     const int64_t slot = load_slot(mapping, row);
     // The row's numbers do not wait for its slot.

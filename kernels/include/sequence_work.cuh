@@ -1,4 +1,4 @@
-// Sequences as the planning of decode sees them: how many tiles, of how many units each (work_partition.cuh).
+// The work in a sequence: how many tiles it has, and how many KV chunks each of them (work_partition.cuh).
 #pragma once
 
 #include <cstdint>
@@ -8,27 +8,28 @@
 
 namespace xa {
 
-/// A sequence and the work in it.
+/// A sequence and the work in it. A KV chunk is kKvChunkKeys keys from an absolute multiple on: one step of a CTA.
 template <int kRows, int kKvChunkKeys>
-struct Sequence {
-  QoTile tile;      // but for the rows
-  StartMaxima end;  // where the next one starts
+struct SequenceWork {
+  QoTile tile;      // first_row and num_rows are not set
+  StartMaxima end;  // where the next sequence starts
   int32_t num_tiles;
-  int32_t chunks;  // of each tile: all count the keys that any row of the sequence sees
+  int32_t chunks;  // of each tile: those with keys that any row of the sequence sees, at least 1
   int32_t first_chunk;
 
   __device__ __forceinline__ int64_t work() const { return static_cast<int64_t>(num_tiles) * chunks; }
-  /// Packed rows of tile `index`: the last rows of the sequence come first.
+  /// Packed rows of tile `index`. Tile 0 has the last rows of the sequence, the only ones that may be fewer than kRows.
   __device__ __forceinline__ int32_t num_rows(int32_t index, int32_t group) const {
     return index > 0 ? kRows : tile.len_q * group - (num_tiles - 1) * kRows;
   }
   __device__ __forceinline__ QoTile tile_at(int32_t index, int32_t group) const {
-    QoTile found = tile;
-    found.first_row = (num_tiles - 1 - index) * kRows;
-    found.num_rows = num_rows(index, group);
-    return found;
+    QoTile result = tile;
+    result.first_row = (num_tiles - 1 - index) * kRows;
+    result.num_rows = num_rows(index, group);
+    return result;
   }
-  /// From `tile`.
+  /// Counts the tiles and their chunks from `tile`. A sequence that is not live, or whose number of queries is another
+  /// launch's, has no tiles.
   __device__ __forceinline__ void measure(const AttentionParams& params, bool live) {
     const bool ours = live && tile.len_q >= params.min_queries && tile.len_q <= params.max_queries;
     num_tiles = ours ? (tile.len_q * params.group + kRows - 1) / kRows : 0;
@@ -39,11 +40,12 @@ struct Sequence {
   }
 };
 
-/// Loads neighbouring sequences, from `first` on, and lets `raise` change their starts; whether these then ascend, as
-/// far as `num_seqs` goes.
+/// Loads adjacent sequences, from `first` on; `raise` may change their starts. Returns whether the starts of those
+/// below `num_seqs` then ascend.
 template <int kCount, int kRows, int kKvChunkKeys, typename Raise>
 __device__ __forceinline__ bool load_sequences(const AttentionParams& params, int32_t first, int32_t num_seqs,
-                                               Sequence<kRows, kKvChunkKeys> (&sequences)[kCount], const Raise& raise) {
+                                               SequenceWork<kRows, kKvChunkKeys> (&sequences)[kCount],
+                                               const Raise& raise) {
   Metadata<kCount> metadata;
   metadata.load(params, first);
   raise(metadata);

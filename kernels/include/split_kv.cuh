@@ -1,11 +1,11 @@
-// Where the tiles of a decode launch may be cut (work_partition.cuh).
+// Split-KV: where the boundaries of work ranges may split the tiles of a decode launch (work_partition.cuh).
 #pragma once
 
 #include <cstdint>
 
 namespace xa {
 
-/// Quotients of numbers that are not negative. Most 64-bit ones fit 32 bits, whose division is several times faster.
+/// Quotients of non-negative numbers. 64-bit operands mostly fit 32 bits, whose division is several times faster.
 __device__ __forceinline__ int32_t divide(int32_t x, int32_t divisor) {
   return static_cast<int32_t>(static_cast<uint32_t>(x) / static_cast<uint32_t>(divisor));
 }
@@ -18,74 +18,79 @@ __device__ __forceinline__ Index divide_up(Index x, Index divisor) {
   return divide(x + divisor - 1, divisor);
 }
 
-/// Where tiles may be cut. All in units.
+/// The rules by which tiles are split, the same in every CTA. All sizes are in KV chunks.
+///
+/// The boundary between work ranges g - 1 and g is at chunk g * range_chunks of the KV head. Where that is inside of a
+/// tile, the boundary moves to an offset at which the tile may be split, or to one of the tile's ends.
 struct KvSplit {
   static constexpr int32_t kNeverSplit = INT32_MAX;
 
-  int64_t range_chunks;        // of a share, before its ends move
-  int32_t min_chunks;          // the fewest of a part
-  int32_t max_unsplit_chunks;  // tiles of up to so many stay whole
-  int32_t num_ranges;          // number of shares
-  int32_t max_fixed_splits;    // batch_invariant: the most spans of a tile; else 0
-  int32_t min_shift;           // batch_invariant: log2 of the fewest units of a span
+  int64_t range_chunks;           // of a work range, before its boundaries move
+  int32_t min_chunks;             // of a split
+  int32_t max_unsplit_chunks;     // tiles of up to so many chunks are never split
+  int32_t num_ranges;             // work ranges per KV head
+  int32_t max_fixed_splits;       // batch_invariant: maximum fixed-size splits per tile; else 0
+  int32_t min_fixed_split_shift;  // batch_invariant: log2 of the minimum chunks of a fixed-size split
 
-  /// batch_invariant: log2 of the units of a span, for a tile of `units`.
+  /// batch_invariant: log2 of the chunks per fixed-size split of a tile of `chunks`.
   __device__ __forceinline__ int32_t fixed_split_shift(int32_t chunks) const {
-    int32_t shift = min_shift;
+    int32_t shift = min_fixed_split_shift;
     while (max_fixed_splits << shift < chunks) ++shift;
     return shift;
   }
-  /// batch_invariant: spans of a tile of `units`.
+  /// batch_invariant: fixed-size splits of a tile of `chunks`.
   __device__ __forceinline__ int32_t num_fixed_splits(int32_t chunks) const {
     const int32_t shift = fixed_split_shift(chunks);
     return (chunks + (1 << shift) - 1) >> shift;
   }
 
-  /// Offsets in a tile at which an end of a share stays inside of it, after it has moved to the nearest multiple of
-  /// 2^shift.
-  struct Boundaries {
+  /// The offsets in a tile, `first` to `last`, from which a boundary moves to the nearest multiple of 2^shift. From an
+  /// offset before `first` or after `last` it moves to the tile's nearer end.
+  struct InnerOffsets {
     int32_t first;
     int32_t last;
     int32_t shift;
 
-    /// As a multiple of 2^shift.
-    __device__ __forceinline__ int32_t place(int32_t offset) const { return (offset + (1 << shift) / 2) >> shift; }
+    /// The nearest multiple of 2^shift, divided by 2^shift.
+    __device__ __forceinline__ int32_t round(int32_t offset) const { return (offset + (1 << shift) / 2) >> shift; }
   };
-  __device__ __forceinline__ Boundaries boundaries(int32_t chunks) const {
-    if (chunks <= max_unsplit_chunks) return Boundaries{(chunks + 1) / 2, (chunks + 1) / 2 - 1, 0};
-    if (max_fixed_splits == 0) return Boundaries{min_chunks, chunks - min_chunks, 0};
+  /// For a tile of `chunks`. If it must stay whole, `last` is less than `first`.
+  __device__ __forceinline__ InnerOffsets inner_offsets(int32_t chunks) const {
+    if (chunks <= max_unsplit_chunks) return InnerOffsets{(chunks + 1) / 2, (chunks + 1) / 2 - 1, 0};
+    if (max_fixed_splits == 0) return InnerOffsets{min_chunks, chunks - min_chunks, 0};
     const int32_t shift = fixed_split_shift(chunks), half = (1 << shift) / 2;
-    return Boundaries{half, min((num_fixed_splits(chunks) << shift) - half, chunks) - 1, shift};
+    return InnerOffsets{half, min((num_fixed_splits(chunks) << shift) - half, chunks) - 1, shift};
   }
 
-  /// Where in a tile of `units` an end of a share at `offset` comes to lie: 0 and `units` are the ends of the tile.
-  __device__ __forceinline__ int32_t place(int32_t offset, int32_t chunks) const {
-    const Boundaries range = boundaries(chunks);
-    if (offset < range.first) return 0;
-    return offset > range.last ? chunks : range.place(offset) << range.shift;
+  /// The offset to which a boundary at `offset` moves in a tile of `chunks`: 0 and `chunks` are the tile's ends.
+  __device__ __forceinline__ int32_t move_boundary(int32_t offset, int32_t chunks) const {
+    const InnerOffsets inner = inner_offsets(chunks);
+    if (offset < inner.first) return 0;
+    return offset > inner.last ? chunks : inner.round(offset) << inner.shift;
   }
 
-  /// Shares that begin inside of a tile: `first` to `last`, none where these are in the wrong order.
-  struct RangeStarts {
+  /// The work ranges that start inside of a tile: `first` to `last`, none if `last` is less than `first`.
+  struct Ranges {
     int64_t first;
     int64_t last;
   };
-  __device__ __forceinline__ RangeStarts range_starts(int64_t tile_begin, int32_t chunks) const {
-    const Boundaries range = boundaries(chunks);
-    return RangeStarts{divide_up<int64_t>(tile_begin + range.first, range_chunks),
-                       divide(tile_begin + range.last, range_chunks)};
+  __device__ __forceinline__ Ranges ranges_starting_in(int64_t tile_begin, int32_t chunks) const {
+    const InnerOffsets inner = inner_offsets(chunks);
+    return Ranges{divide_up<int64_t>(tile_begin + inner.first, range_chunks),
+                  divide(tile_begin + inner.last, range_chunks)};
   }
 
-  /// batch_invariant: how many spans of the tile the first part folds; 0 where the tile is not cut.
+  /// batch_invariant: fixed-size splits before the first boundary inside of the tile; 0 if the tile is not split.
   __device__ __forceinline__ int32_t fixed_splits_before_boundary(int64_t tile_begin, int32_t chunks) const {
-    const Boundaries range = boundaries(chunks);
-    const int64_t offset = divide_up<int64_t>(tile_begin + range.first, range_chunks) * range_chunks - tile_begin;
-    return offset > range.last ? 0 : range.place(static_cast<int32_t>(offset));
+    const InnerOffsets inner = inner_offsets(chunks);
+    const int64_t offset = divide_up<int64_t>(tile_begin + inner.first, range_chunks) * range_chunks - tile_begin;
+    return offset > inner.last ? 0 : inner.round(static_cast<int32_t>(offset));
   }
-  /// batch_invariant: parts of the tile that go to the workspace.
+  /// batch_invariant: partials of the tile in the workspace. The fixed-size splits before the first boundary are merged
+  /// into one; each one after it has its own.
   __device__ __forceinline__ int32_t num_partials(int64_t tile_begin, int32_t chunks) const {
-    const int32_t folded = fixed_splits_before_boundary(tile_begin, chunks);
-    return folded == 0 ? 0 : 1 + num_fixed_splits(chunks) - folded;
+    const int32_t merged = fixed_splits_before_boundary(tile_begin, chunks);
+    return merged == 0 ? 0 : 1 + num_fixed_splits(chunks) - merged;
   }
 };
 

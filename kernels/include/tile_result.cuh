@@ -100,9 +100,9 @@ __device__ __forceinline__ void store_result(const AttentionParams& params, cons
   warps.store(state);
   __syncthreads();
   const WorkRange& range = *reinterpret_cast<const WorkRange*>(shared + Shape::kWorkRangeOffset);
-  const MergedRows<Shape> merged(shared + Shape::kMergedRowsOffset, range.work_tile);
+  const MergedRows<Shape> merged(shared + Shape::kMergedRowsOffset, range.work_tile_index);
   const PartialRows partial(params.partial, work.kv_head);
-  const bool merges_into = range.merges != 0 && range.work_tile > 0;
+  const bool merges_into = range.merges != 0 && range.work_tile_index > 0;
   const bool stays = range.merges != 0 && !range.is_last_work_tile();
   for (int32_t item = threadIdx.x; item < work.tile.num_rows * kFours; item += Shape::kThreads) {
     const int32_t row = item / kFours, column = item % kFours * 4;

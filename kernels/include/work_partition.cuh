@@ -1,18 +1,26 @@
-// How the keys of a decode launch are shared out between CTAs.
+// The work partition of a decode launch: which CTA computes which keys (split-KV with a stream-K partition).
 //
-// A unit is one round of a CTA over keys: kUnitKeys of them, from a multiple of kUnitKeys on. The tiles of a KV head
-// have a fixed order, all heads alike, and so have their units. The CTAs of share number g, one a KV head, take
-// the units from g * per to (g + 1) * per. Where an end of it falls inside of a tile it moves to a place
-// where the tile may be cut (split_kv.cuh), if there is any, else to the nearer end of the tile. What a CTA computes of
-// a tile is a *part*. A part that is not the whole tile goes to the workspace (partial_rows.cuh), and combine.cu
-// makes rows of parts.
+// Work is counted in KV chunks: one step of a CTA, kKvChunkKeys keys from a multiple of kKvChunkKeys on. The tiles of a
+// KV head stand in a fixed order, the same for all heads, and so do their chunks. The CTAs of work range g, one per KV
+// head, compute the chunks from g * range_chunks to (g + 1) * range_chunks:
 //
-// Every place follows from per and the tile by arithmetic, so that CTAs agree without a word: the end of a share inside
-// of a tile has one part to its right, and the first of the tile's ends has the tile's first part to its left.
+//     tiles of a KV head  |      sequence 0      |  sequence 1  | seq. 2 |          sequence 3            |
+//     chunks              |. . . . . . . . . . . |. . . . . . . |. . . . |. . . . . . . . . . . . . . . . |
+//     work ranges         |--- 0 ----|---- 1 ----|------ 2 -----|----- 3 -----|---- 4 -----|---- 5 -------|
 //
-// batch_invariant: a tile's keys are cut into *spans*, whose size depends on the tile alone. Each is computed from a
-// fresh state, and the tile's result is defined as the spans folded in order. A tile is cut between spans only. A CTA
-// folds the spans of a part that begins the tile, and hands in every other span by itself.
+// A boundary between ranges that falls inside of a tile moves to an offset at which the tile may be split, or else to
+// the tile's nearer end (split_kv.cuh). What a range has of a tile is a split of it. The result of a split that is not
+// the whole tile is a partial: it goes to the workspace (partial_rows.cuh), and combine.cu merges the partials of a
+// tile.
+//
+// All of this is arithmetic on range_chunks and the tile, so each CTA knows where every partial is, without
+// communication: a boundary inside of a tile has one split to its right, and the first boundary has the tile's first
+// split to its left.
+//
+// batch_invariant: the keys of a tile consist of fixed-size splits, whose size depends on the tile alone. Each is
+// computed from a fresh state, and the tile's result is defined as their states merged in order. Boundaries lie between
+// fixed-size splits. A CTA merges the fixed-size splits at the beginning of a tile itself, in order; every other one
+// has its own partial, because merging two of those first would change the order and so the bits.
 #pragma once
 
 #include <cstdint>
@@ -26,40 +34,42 @@
 
 namespace xa {
 
-/// Finds a CTA's share of the work. Every thread has one. Units are counted as `Index`; batch_invariant needs `kSpans`.
+/// Computes a CTA's work range by scanning the sequences, kPerThread per thread and round. Every thread of the CTA has
+/// one of these. Chunks are counted as `Index`; batch_invariant needs `kFixedSplits`.
 template <int kThreads, int kRows, int kKvChunkKeys, typename Index, int kPerThread, bool kFixedSplits>
 class WorkPartitioner {
   static constexpr int kPerRound = kThreads * kPerThread;
-  /// batch_invariant: the fewest keys of a span. Part of what the result is.
+  /// batch_invariant: minimum keys of a fixed-size split. Another value changes the bits of results.
   static constexpr int kMinFixedSplitKeys = 512;
-  /// Of its units.
+  /// log2 of its chunks.
   static constexpr int kMinFixedSplitShift = kKvChunkKeys == 128 ? 2 : kKvChunkKeys == 64 ? 3 : 4;
   static_assert(!kFixedSplits || kMinFixedSplitKeys == kKvChunkKeys << kMinFixedSplitShift);
-  /// An end of a share may move by this fraction of the share, if that keeps a tile whole.
+  /// A boundary may move by a fraction 1 / kSlack of the work range, if that keeps a tile whole.
   static constexpr int kSlack = 32;
-  /// With 32 bits: no thread has so much work that those of a round could not be added up, or is taken to have it.
+  /// More chunks than this are not counted. With 32 bits, the sum over the threads of a round still cannot overflow.
   static constexpr Index kLimit = sizeof(Index) == 4 ? Index{1} << 22 : Index{1} << 62;
   static_assert(sizeof(Index) == 8 || kPerRound < 512);
-  using Sequence = xa::Sequence<kRows, kKvChunkKeys>;
+  using Sequence = SequenceWork<kRows, kKvChunkKeys>;
 
-  /// What goes over the sequences. Planning is short beside fetching its instructions: each step is there once.
+  /// The passes over the sequences share one loop: fetching instructions takes longer than executing them, so each step
+  /// is instantiated once.
   enum class Pass {
-    kCount,   // how much work there is
-    kFit,     // batch_invariant: how many partial rows
-    kLocate,  // where the share begins and ends
+    kCount,   // counts the chunks
+    kFit,     // batch_invariant: counts the partial rows
+    kLocate,  // finds the start and the end of the work range
   };
 
  public:
-  /// With `raises_starts` starts may descend.
+  /// With `raises_starts`, cu_seqlens may descend: starts are replaced by their running maximum.
   __device__ __forceinline__ WorkPartitioner(const AttentionParams& params, WorkTile& work, WorkRange& range,
-                                             const WorkRangeIndex& mine, bool raises_starts)
-      : params_(params), work_(work), range_(range), index_(mine), raises_starts_(raises_starts) {}
+                                             const WorkRangeIndex& index, bool raises_starts)
+      : params_(params), work_(work), range_(range), index_(index), raises_starts_(raises_starts) {}
 
-  /// Leaves the CTA at the first piece of its share, or before it. False where there is more work than can be counted,
-  /// or starts descend that may not.
+  /// Leaves the CTA at the first work tile of its range, or before it. Returns false if there are more chunks than can
+  /// be counted, or if starts descend without `raises_starts`.
   __device__ __forceinline__ bool partition() {
     const int32_t num_seqs = live_sequences(params_);
-    // Not of the live ones, which are not known yet.
+    // Rounds over all slots: loading num_seqs is still under way.
     const int32_t num_rounds = max((params_.max_seqs + int64_t{kPerRound} - 1) / kPerRound, int64_t{1});
     if (threadIdx.x == 0) clear();
     Pass pass = Pass::kCount;
@@ -83,13 +93,13 @@ class WorkPartitioner {
       }
       switch (pass) {
         case Pass::kCount:
-          cut(chunks);
+          choose_split(chunks);
           pass = kFixedSplits && kv_split_.max_fixed_splits > 0 && kv_split_.max_unsplit_chunks != KvSplit::kNeverSplit
                      ? Pass::kFit
                      : Pass::kLocate;
           break;
         case Pass::kFit:
-          // Ever longer tiles stay whole until the parts of the others fit into the workspace.
+          // Longer and longer tiles are left whole, until the partials of the others fit into the workspace.
           if (rows <= params_.partial.rows_per_head) {
             pass = Pass::kLocate;
           } else {
@@ -105,16 +115,16 @@ class WorkPartitioner {
   }
 
  private:
-  /// Before any thread has found anything.
+  /// Resets the shared state, before the thread that finds the start of the range writes it.
   __device__ __forceinline__ void clear() const {
     work_.tile.num_rows = 0;
     work_.maxima = raises_starts_ ? StartMaxima{0, 0} : kStartsAscend;
-    range_.work_tile = -1;
+    range_.work_tile_index = -1;
     range_.end = INT64_MAX;
     range_.start_split.tile_chunks = 0;
   }
 
-  /// Loads this thread's sequences of a round, `before` units before it; the round's units.
+  /// Loads this thread's sequences of a round and returns the round's chunks; there are `before` in earlier rounds.
   __device__ __forceinline__ Index load_round(int32_t round, Index before, int32_t num_seqs) {
     const int32_t first = round * kPerRound + threadIdx.x * kPerThread;
     const bool ascend = load_sequences(params_, first, num_seqs, sequences_, [&](auto& metadata) {
@@ -141,7 +151,7 @@ class WorkPartitioner {
 
   template <typename Sum>
   struct PrefixSum {
-    Sum before;  // of the threads before this one
+    Sum before;  // sum of the threads before this one
     Sum total;
     bool all;
   };
@@ -164,23 +174,24 @@ class WorkPartitioner {
     return sum;
   }
 
-  /// Decides how `total` units are shared out and which tiles may be split.
-  __device__ __forceinline__ void cut(Index total) {
+  /// Chooses the size of the work ranges for `total` chunks, and which tiles may be split.
+  __device__ __forceinline__ void choose_split(Index total) {
     constexpr int32_t kMinChunks = (kMinSplitKeys + kKvChunkKeys - 1) / kKvChunkKeys,
                       kMinTileChunks = kMinSplitTileKeys / kKvChunkKeys;
     const PartialResults& results = params_.partial;
     const int32_t first_tile_chunks = range_.first_tile_chunks;
     kv_split_.num_ranges = index_.count;
     kv_split_.max_fixed_splits = kFixedSplits ? results.max_fixed_splits : 0;
-    kv_split_.min_shift = kMinFixedSplitShift;
+    kv_split_.min_fixed_split_shift = kMinFixedSplitShift;
     bool whole = results.num_ranges == 0;
     if (!whole && kv_split_.max_fixed_splits == 0 && results.num_ranges < kv_split_.num_ranges) {
-      // Partial rows for fewer shares only: these, unless that leaves more CTAs idle than whole tiles would.
+      // The workspace has room for the partials of fewer ranges only. Fewer ranges leave CTAs idle; so do whole tiles.
+      // Whole tiles win if less than half of the ranges have room and there are at least as many tiles.
       whole = 2 * results.num_ranges < kv_split_.num_ranges && int64_t{first_tile_chunks} * results.num_ranges <= total;
       if (!whole) kv_split_.num_ranges = results.num_ranges;
     }
     Index range_chunks = max(divide_up<Index>(total, kv_split_.num_ranges), Index{kMinChunks});
-    // Tiles of one length stay whole where that costs little.
+    // If rounding up to whole tiles of the first sequence's length costs little, batches of equal lengths stay whole.
     const Index fitted = divide_up<Index>(range_chunks, first_tile_chunks) * first_tile_chunks;
     if (fitted - range_chunks <= range_chunks / kSlack) range_chunks = fitted;
     kv_split_.range_chunks = range_chunks;
@@ -188,7 +199,7 @@ class WorkPartitioner {
     kv_split_.max_unsplit_chunks = whole ? KvSplit::kNeverSplit : max(2 * kv_split_.min_chunks, kMinTileChunks) - 1;
   }
 
-  /// batch_invariant: partial rows of those tiles of this thread's sequences that begin before `unit`.
+  /// batch_invariant: partial rows of those tiles of this thread's sequences that begin before `chunk`.
   __device__ __forceinline__ int64_t partial_rows_until(int64_t chunk) const {
     int64_t rows = 0, begin = chunks_before_;
 #pragma unroll 1
@@ -204,7 +215,7 @@ class WorkPartitioner {
     return rows;
   }
 
-  /// Sequence `i` of this thread, chosen without an address.
+  /// Sequence `i` of this thread. Selects instead of indexing, which would put the array into local memory.
   __device__ __forceinline__ Sequence sequence(int i) const {
     Sequence chosen = sequences_[0];
 #pragma unroll
@@ -214,11 +225,11 @@ class WorkPartitioner {
     return chosen;
   }
 
-  /// Finds the beginning and the end of the share, where they are in this thread's sequences. batch_invariant: there
-  /// are `rows_before` partial rows before these.
+  /// Writes the start and the end of the work range if they are in this thread's sequences. batch_invariant: there are
+  /// `rows_before` partial rows before these sequences.
   __device__ __forceinline__ void locate(int64_t rows_before) {
-    if (index_.number >= kv_split_.num_ranges) return;
-    const Index begin = static_cast<Index>(kv_split_.range_chunks) * static_cast<Index>(index_.number);
+    if (index_.index >= kv_split_.num_ranges) return;
+    const Index begin = static_cast<Index>(kv_split_.range_chunks) * static_cast<Index>(index_.index);
     const Index end = begin + static_cast<Index>(kv_split_.range_chunks);
     int first = -1, last = -1;
     Index at = chunks_before_, first_at = 0, last_at = 0;
@@ -233,19 +244,19 @@ class WorkPartitioner {
     if (last >= 0) range_.end = end_at(sequence(last).chunks, last_at, end);
   }
 
-  /// Where the share ends that is to end at `unit`, in a sequence of tiles of `units` that begins at unit `at`.
+  /// Where the boundary at `chunk` moves, in a sequence of tiles of `chunks` that begins at chunk `at`.
   __device__ __forceinline__ int64_t end_at(int32_t chunks, Index at, Index chunk) const {
     const Index tile_begin = at + divide(chunk - at, Index{chunks}) * chunks;
-    return tile_begin + kv_split_.place(static_cast<int32_t>(chunk - tile_begin), chunks);
+    return tile_begin + kv_split_.move_boundary(static_cast<int32_t>(chunk - tile_begin), chunks);
   }
 
-  /// The share is to begin at `unit` and to end at `end`, in this sequence, which begins at unit `at`.
+  /// Starts the range whose boundaries are at `chunk` and `end`, in this sequence, which begins at chunk `at`.
   __device__ __forceinline__ void begin_at(const Sequence& sequence, Index at, Index chunk, Index end,
                                            int64_t rows_before) {
     const int32_t chunks = sequence.chunks;
     const int32_t index = static_cast<int32_t>(divide(chunk - at, Index{chunks}));
     const Index tile_begin = at + Index{index} * chunks;
-    const int32_t split_begin = kv_split_.place(static_cast<int32_t>(chunk - tile_begin), chunks);
+    const int32_t split_begin = kv_split_.move_boundary(static_cast<int32_t>(chunk - tile_begin), chunks);
     enter(params_, work_, range_, sequence, index);
     if (raises_starts_) work_.maxima = sequence.end;
     range_.tile_begin = tile_begin;
@@ -256,9 +267,9 @@ class WorkPartitioner {
       range_.start_split = StartSplit{work_.tile, tile_begin, range_.rows_before, chunks, 0};
     }
     const Index left = end - tile_begin;
-    const int32_t split_end = left < chunks ? kv_split_.place(static_cast<int32_t>(left), chunks) : chunks;
+    const int32_t split_end = left < chunks ? kv_split_.move_boundary(static_cast<int32_t>(left), chunks) : chunks;
     if (split_begin < split_end) {
-      WorkRangeIterator<kRows, kKvChunkKeys>(params_, work_, range_, index_.number)
+      WorkRangeIterator<kRows, kKvChunkKeys>(params_, work_, range_, index_.index)
           .begin_split(kv_split_, split_begin, split_end);
     }
   }
@@ -271,46 +282,49 @@ class WorkPartitioner {
   StartScan scan_;
   Sequence sequences_[kPerThread];
   KvSplit kv_split_;
-  Index chunks_before_ = 0;  // of the round's sequences of this thread
+  Index chunks_before_ = 0;  // in front of this thread's sequences of the round
   int32_t parity_ = 0;
   bool starts_ascend_ = true;
 };
 
-/// Leads the CTA to the first piece of its share, if there is one: plan.tile.num_rows is 0 otherwise. Every thread
-/// calls this. batch_invariant needs `kSpans`.
+/// Computes the CTA's work range and starts its first work tile; if there is none, work.tile.num_rows is 0. Every
+/// thread calls this. batch_invariant needs `kFixedSplits`.
+///
+/// The common case takes the path with 32-bit numbers, one sequence per thread and ascending starts, because fetching
+/// instructions dominates planning. The other path handles everything, and is taken only where the first one gives up.
 template <int kThreads, int kRows, int kKvChunkKeys, bool kFixedSplits>
 __device__ __forceinline__ void partition_work(const AttentionParams& params, WorkTile& work, WorkRange& range,
-                                               const WorkRangeIndex& mine) {
+                                               const WorkRangeIndex& index) {
   using Fast = WorkPartitioner<kThreads, kRows, kKvChunkKeys, int32_t, 1, false>;
   using General = WorkPartitioner<kThreads, kRows, kKvChunkKeys, int64_t, kFixedSplits ? 4 : 1, kFixedSplits>;
-  bool is_done = params.partial.max_fixed_splits == 0 && Fast(params, work, range, mine, false).partition();
+  bool is_done = params.partial.max_fixed_splits == 0 && Fast(params, work, range, index, false).partition();
 #pragma unroll 1
   for (bool raises_starts = params.partial.max_fixed_splits == 0; __builtin_expect(!is_done, false);
        raises_starts = true) {
     __syncthreads();
-    is_done = General(params, work, range, mine, raises_starts).partition() || raises_starts;
+    is_done = General(params, work, range, index, raises_starts).partition() || raises_starts;
   }
   __syncthreads();
-  // It has not begun where there is none, or where the share begins with the next tile.
-  if (range.work_tile < 0) next_work_tile<kRows, kKvChunkKeys>(params, work, range, mine.number);
+  // No work tile has started yet if the range is empty or starts with the tile after the boundary's.
+  if (range.work_tile_index < 0) next_work_tile<kRows, kKvChunkKeys>(params, work, range, index.index);
 }
 
-/// Tells the merging kernel about the tile that the share begins inside of. One KV head does for all, and the first
-/// share has none.
+/// Writes the SplitRecord of the tile inside of which the work range starts, if any. Tiles are split alike in all KV
+/// heads, so the CTA of KV head 0 writes for all; range 0 starts at no boundary.
 template <int kRows>
 __device__ __forceinline__ void store_split_record(const AttentionParams& params, const WorkTile& work,
-                                                   const WorkRange& range, int32_t number) {
-  const bool leaves = work.kv_head == 0 && number > 0 && number < params.partial.num_ranges;
-  if (threadIdx.x != 0 || !leaves) return;
+                                                   const WorkRange& range, int32_t range_index) {
+  const bool writes = work.kv_head == 0 && range_index > 0 && range_index < params.partial.num_ranges;
+  if (threadIdx.x != 0 || !writes) return;
   const StartSplit& start_split = range.start_split;
   const KvSplit& kv_split = range.kv_split;
   SplitRecord record = {};
   if (start_split.tile_chunks > 0) {
-    const KvSplit::RangeStarts range_starts = kv_split.range_starts(start_split.tile_begin, start_split.tile_chunks);
-    const int32_t first = static_cast<int32_t>(range_starts.first);
+    const KvSplit::Ranges ranges = kv_split.ranges_starting_in(start_split.tile_begin, start_split.tile_chunks);
+    const int32_t first = static_cast<int32_t>(ranges.first);
     record.tile = start_split.tile;
-    record.num_records = static_cast<int32_t>(range_starts.last) - first + 1;
-    record.index = number - first;
+    record.num_records = static_cast<int32_t>(ranges.last) - first + 1;
+    record.index = range_index - first;
     if (kv_split.max_fixed_splits > 0) {
       record.num_partials = kv_split.num_partials(start_split.tile_begin, start_split.tile_chunks);
       record.row_stride = start_split.tile.num_rows;
@@ -319,11 +333,11 @@ __device__ __forceinline__ void store_split_record(const AttentionParams& params
     } else {
       record.num_partials = record.num_records + 1;
       record.row_stride = kRows;
-      record.first_row = last_partial_row<kRows>(kv_split.num_ranges, first - 1);
-      record.second_row = first_partial_row<kRows>(first);
+      record.first_row = end_partial_row<kRows>(kv_split.num_ranges, first - 1);
+      record.second_row = start_partial_row<kRows>(first);
     }
   }
-  static_cast<SplitRecord*>(params.partial.split_records)[number - 1] = record;
+  static_cast<SplitRecord*>(params.partial.split_records)[range_index - 1] = record;
 }
 
 }  // namespace xa

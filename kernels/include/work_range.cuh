@@ -1,4 +1,7 @@
-// A CTA's share of a decode launch (work_partition.cuh), and the way through it, piece by piece.
+// A CTA's work range of a decode launch (work_partition.cuh), and the iteration over its work tiles.
+//
+// A work tile is what the CTA computes in one go: a whole tile, a split of a tile, or with batch_invariant one
+// fixed-size split.
 #pragma once
 
 #include <cstdint>
@@ -12,80 +15,85 @@
 
 namespace xa {
 
-/// Which share of a KV head's keys is the CTA's, of how many there are at most.
+/// Which work range of its KV head is the CTA's, and how many there are at most.
 struct WorkRangeIndex {
-  int32_t number;
+  int32_t index;
   int32_t count;
 };
 
-/// What a share leaves to be told to the merging kernel when all else is done: the tile that its beginning cuts.
+/// The split tile inside of which a work range starts. The CTA keeps this until its range is done, then writes the
+/// SplitRecord for the combine kernel.
 struct StartSplit {
   QoTile tile;
   int64_t tile_begin;
   int64_t rows_before;
-  int32_t tile_chunks;  // 0 where it cuts none
+  int32_t tile_chunks;  // 0 if the range starts at a tile's end
   int32_t reserved;
 };
 
-/// The share and how far the CTA has come, in shared memory.
+/// A CTA's work range and its progress in it, in shared memory. Chunks are numbered over all tiles of a KV head.
 struct WorkRange {
   KvSplit kv_split;
   StartSplit start_split;
-  int64_t end;          // past the share's last unit, in the order of all units
-  int64_t tile_begin;   // the tile's first unit
+  int64_t end;          // past the range's last chunk
+  int64_t tile_begin;   // the current tile's first chunk
   int64_t rows_before;  // batch_invariant: partial rows of the tiles before this one
   int32_t tile_chunks;
-  int32_t first_chunk;  // of the sequence's keys, which is the tile's unit 0
-  int32_t tiles_left;   // of the sequence, after this one
-  int32_t split_begin;  // units of the tile
+  int32_t first_chunk;  // chunk of the sequence's keys that is the tile's chunk 0
+  int32_t tiles_left;   // of the sequence, after the current one
+  int32_t split_begin;  // the range's chunks of the tile, counted from the tile's first
   int32_t split_end;
-  int32_t work_tile;  // what is under way: the part, or one of its spans; -1 before the first one
-  int32_t work_tile_end;
-  int32_t partial_row;        // where row 0 of the result goes; -1 for out and lse
-  int32_t merges;             // whether the part's pieces are folded before it goes anywhere
-  int32_t first_tile_chunks;  // of a tile of the first sequence
+  int32_t work_tile_index;    // of the current work tile within the split; -1 before the first work tile
+  int32_t work_tile_end;      // chunk of the tile
+  int32_t partial_row;        // in the workspace, for row 0 of the result; -1: the result goes to out and lse
+  int32_t merges;             // whether the split's work tiles are merged in shared memory (MergedRows)
+  int32_t first_tile_chunks;  // of each tile of the first sequence
   LiveRows live;
-  int64_t warp_totals[2][12];  // of the search
+  int64_t warp_totals[2][12];  // scratch of the prefix sums
 
   __device__ __forceinline__ bool is_last_work_tile() const { return work_tile_end == split_end; }
 };
 
-static_assert(sizeof(WorkRange) == 352, "what a CTA of a decode launch asks for beyond its WorkTile");
+static_assert(sizeof(WorkRange) == 352, "shared_bytes in variants.toml include it");
 
-/// Partial rows of the part with which share `number` of `groups` begins, if that part does not begin its tile:
-/// [groups - 1, kRows].
+// A work range has at most two partials: of the split with which it starts, if that does not begin its tile, and of the
+// split with which it ends, if that begins its tile but does not end it. The workspace has two arrays of them:
+//
+//     starts [num_ranges - 1, kRows], of ranges 1, 2, ...     ends [num_ranges - 1, kRows], of ranges 0, 1, ...
+
+/// The first partial row of the split with which work range `range_index` starts.
 template <int kRows>
-__device__ __forceinline__ int32_t first_partial_row(int32_t number) {
-  return (number - 1) * kRows;
+__device__ __forceinline__ int32_t start_partial_row(int32_t range_index) {
+  return (range_index - 1) * kRows;
 }
 
-/// Those of the part with which it ends, if that part begins its tile: as many again.
+/// The first partial row of the split with which work range `range_index` ends.
 template <int kRows>
-__device__ __forceinline__ int32_t last_partial_row(int32_t num_ranges, int32_t number) {
-  return (num_ranges - 1 + number) * kRows;
+__device__ __forceinline__ int32_t end_partial_row(int32_t num_ranges, int32_t range_index) {
+  return (num_ranges - 1 + range_index) * kRows;
 }
 
-/// Makes tile `index` of a sequence the current one. Where starts descend, the caller sets WorkTile::maxima.
+/// Makes tile `index` of a sequence the current one. If starts descend, the caller sets WorkTile::maxima.
 template <int kRows, int kKvChunkKeys>
 __device__ __forceinline__ void enter(const AttentionParams& params, WorkTile& work, WorkRange& range,
-                                      const Sequence<kRows, kKvChunkKeys>& sequence, int32_t index) {
+                                      const SequenceWork<kRows, kKvChunkKeys>& sequence, int32_t index) {
   work.tile = sequence.tile_at(index, params.group);
   range.tile_chunks = sequence.chunks;
   range.first_chunk = sequence.first_chunk;
   range.tiles_left = sequence.num_tiles - 1 - index;
 }
 
-/// Leads through a share. The work of the CTA's first warp; what it reads and writes is in shared memory.
+/// Advances a CTA through its work range. Only the CTA's first warp calls it; the state is in shared memory.
 template <int kRows, int kKvChunkKeys>
 class WorkRangeIterator {
  public:
   __device__ __forceinline__ WorkRangeIterator(const AttentionParams& params, WorkTile& work, WorkRange& range,
-                                               int32_t number)
-      : params_(params), work_(work), range_(range), number_(number) {}
+                                               int32_t range_index)
+      : params_(params), work_(work), range_(range), range_index_(range_index) {}
 
-  /// To the next piece, if there is one; the WorkTile's tile has no rows otherwise.
+  /// Advances to the next work tile. At the end of the range, WorkTile::tile has no rows.
   __device__ __forceinline__ void next() const {
-    const bool is_new = range_.work_tile < 0, is_in_split = !is_new && range_.work_tile_end < range_.split_end;
+    const bool is_new = range_.work_tile_index < 0, is_in_split = !is_new && range_.work_tile_end < range_.split_end;
     const int32_t begin = is_new ? range_.split_begin : (is_in_split ? range_.work_tile_end : range_.split_end);
     const bool is_in_range = range_.tile_begin + begin < range_.end && work_.tile.num_rows > 0;
     const bool is_in_tile = begin < range_.tile_chunks;
@@ -95,7 +103,7 @@ class WorkRangeIterator {
     if (!is_in_range) {
       work_.tile.num_rows = 0;
     } else if (is_in_split) {
-      begin_work_tile(range_.kv_split, range_.work_tile + 1, begin);
+      begin_work_tile(range_.kv_split, range_.work_tile_index + 1, begin);
     } else {
       const int64_t left = range_.end - range_.tile_begin;
       begin_split(range_.kv_split, is_in_tile ? begin : 0,
@@ -103,7 +111,7 @@ class WorkRangeIterator {
     }
   }
 
-  /// To the current tile's units from `begin` to `end`.
+  /// Starts the split of chunks `begin` to `end` of the current tile.
   __device__ __forceinline__ void begin_split(const KvSplit& kv_split, int32_t begin, int32_t end) const {
     range_.split_begin = begin;
     range_.split_end = end;
@@ -111,7 +119,7 @@ class WorkRangeIterator {
   }
 
  private:
-  /// To the next tile, which there is.
+  /// Advances to the next tile, which exists because the range does not end before it.
   __device__ __forceinline__ void next_tile() const {
     const int32_t left = range_.tiles_left, sequence = work_.tile.sequence;
     __syncwarp();
@@ -131,13 +139,13 @@ class WorkRangeIterator {
     StartMaxima maxima = work_.maxima;
     const bool raises_starts = !starts_ascend(maxima);
     for (int32_t first = sequence + 1; first < num_seqs; first += 32) {
-      Sequence<kRows, kKvChunkKeys> candidate[1];
+      SequenceWork<kRows, kKvChunkKeys> candidate[1];
       load_sequences(params_, min(first + lane, num_seqs), num_seqs, candidate, [&](auto& metadata) {
         if (__builtin_expect(raises_starts, false)) metadata.ascend(params_, maxima);
       });
-      const uint32_t found = __ballot_sync(~0u, candidate[0].num_tiles > 0);
-      if (found == 0) continue;
-      if (lane == __ffs(found) - 1) {
+      const uint32_t with_tiles = __ballot_sync(~0u, candidate[0].num_tiles > 0);
+      if (with_tiles == 0) continue;
+      if (lane == __ffs(with_tiles) - 1) {
         enter(params_, work_, range_, candidate[0], 0);
         if (raises_starts) work_.maxima = candidate[0].end;
       }
@@ -146,8 +154,8 @@ class WorkRangeIterator {
     __syncwarp();
   }
 
-  /// Piece number `piece` of the part, from unit `begin` of the tile on.
-  __device__ __forceinline__ void begin_work_tile(const KvSplit& kv_split, int32_t work_tile, int32_t begin) const {
+  /// Starts work tile `index` of the split, at chunk `begin` of the tile.
+  __device__ __forceinline__ void begin_work_tile(const KvSplit& kv_split, int32_t index, int32_t begin) const {
     const int32_t chunks = range_.tile_chunks, split_begin = range_.split_begin, split_end = range_.split_end;
     const int32_t shift = kv_split.max_fixed_splits > 0 ? kv_split.fixed_split_shift(chunks) : 0;
     const int32_t end = kv_split.max_fixed_splits > 0 ? min(begin + (1 << shift), split_end) : split_end;
@@ -155,37 +163,38 @@ class WorkRangeIterator {
     if (begin > 0) keys.begin = max(keys.begin, (range_.first_chunk + begin) * kKvChunkKeys);
     if (end < chunks) keys.end = min(keys.end, (range_.first_chunk + end) * kKvChunkKeys);
     work_.keys = keys.begin < keys.end ? keys : KeyRange{0, 0, 0, 0};
-    range_.work_tile = work_tile;
+    range_.work_tile_index = index;
     range_.work_tile_end = end;
-    range_.merges = split_begin == 0 && (work_tile > 0 || end < split_end);
+    range_.merges = split_begin == 0 && (index > 0 || end < split_end);
     const bool is_whole = split_begin == 0 && split_end == chunks;
     range_.partial_row = is_whole ? -1 : partial_row(kv_split, begin >> shift);
   }
 
-  /// Of a part that is not a whole tile; batch_invariant: of its span `span`.
-  __device__ __forceinline__ int32_t partial_row(const KvSplit& kv_split, int32_t span) const {
+  /// The partial row of row 0 of a split that is not a whole tile; with batch_invariant, of its fixed-size split
+  /// `split`.
+  __device__ __forceinline__ int32_t partial_row(const KvSplit& kv_split, int32_t split) const {
     if (kv_split.max_fixed_splits == 0) {
-      return range_.split_begin > 0 ? first_partial_row<kRows>(number_)
-                                    : last_partial_row<kRows>(kv_split.num_ranges, number_);
+      return range_.split_begin > 0 ? start_partial_row<kRows>(range_index_)
+                                    : end_partial_row<kRows>(kv_split.num_ranges, range_index_);
     }
-    int32_t part = 0;
+    int32_t partial = 0;
     if (range_.split_begin > 0)
-      part = 1 + span - kv_split.fixed_splits_before_boundary(range_.tile_begin, range_.tile_chunks);
-    return static_cast<int32_t>(range_.rows_before) + part * work_.tile.num_rows;
+      partial = 1 + split - kv_split.fixed_splits_before_boundary(range_.tile_begin, range_.tile_chunks);
+    return static_cast<int32_t>(range_.rows_before) + partial * work_.tile.num_rows;
   }
 
   const AttentionParams& params_;
   WorkTile& work_;
   WorkRange& range_;
-  const int32_t number_;
+  const int32_t range_index_;
 };
 
-/// Leads the CTA to its next piece, if there is one: plan.tile.num_rows is 0 otherwise. Every thread calls this.
+/// Advances the CTA to its next work tile; at the end of its range work.tile.num_rows is 0. Every thread calls this.
 template <int kRows, int kKvChunkKeys>
 __device__ __forceinline__ void next_work_tile(const AttentionParams& params, WorkTile& work, WorkRange& range,
-                                               int32_t number) {
+                                               int32_t range_index) {
   __syncthreads();
-  if (ptx::opaque(threadIdx.x) < 32) WorkRangeIterator<kRows, kKvChunkKeys>(params, work, range, number).next();
+  if (ptx::opaque(threadIdx.x) < 32) WorkRangeIterator<kRows, kKvChunkKeys>(params, work, range, range_index).next();
   __syncthreads();
 }
 
