@@ -33,8 +33,9 @@ __device__ __forceinline__ SequencePlan describe(const AttentionParams& params, 
     // Queries between the first and the last that see a key see one too, and so with keys that are seen.
     const int32_t first_key = visibility.begin(0), end_key = visibility.end(tile.len_q - 1);
     if (first_key < end_key) {
-      const Seers seers(visibility, first_key, end_key - 1);
-      const int32_t first_query = clamp_to(seers.begin, 0, tile.len_q), end_query = clamp_to(seers.end, 0, tile.len_q);
+      const AttendingQueries queries(visibility, first_key, end_key - 1);
+      const int32_t first_query = clamp_to(queries.begin, 0, tile.len_q),
+                    end_query = clamp_to(queries.end, 0, tile.len_q);
       if (first_query < end_query) {
         plan.first_query += first_query;
         plan.num_queries = end_query - first_query;
