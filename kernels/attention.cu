@@ -1,16 +1,17 @@
 // Attention of ragged query rows over paged or contiguous K and V, on mma.sync and cp.async: every GPU from sm_80 on.
 //
-// A CTA works on one tile (include/work_tile.cuh) of one KV head and streams the keys that the tile sees through shared
-// memory; in decode, on its share of the keys of all tiles (include/work_partition.cuh). docs/kernels.md
-// explains the design.
+// In prefill, a CTA computes one tile of query rows of one KV head and streams the keys that the tile sees through
+// shared memory (include/work_tile.cuh). In decode, it computes a range of the keys of all tiles of a KV head
+// (include/work_partition.cuh). docs/kernels.md explains the design.
 //
 // Compiled once for each combination of
-//   XA_DTYPE     f16, bf16, f32: of q, K, V and out; fp8, fp8_shifted: f16 on 8-bit K and V (include/fp8.cuh)
-//   XA_HEAD_DIM  the bucket: head dimensions up to it run, padded with zeros in shared memory
+//   XA_DTYPE     f16, bf16, f32: of q, K, V and out; fp8, fp8_shifted: fp8 K and V, converted to f16 (include/fp8.cuh)
+//   XA_HEAD_DIM  the bucket: serves head dimensions up to it, which are padded with zeros in shared memory
 //   XA_SHAPE     prefill, decode, decode_8warps (include/tile_shape.cuh)
 //   XA_LOGITS    none, softcap_alibi (include/logits_transform.cuh)
-// Launch: kThreads threads, Hkv * n CTAs for n >= the tiles of a KV head, in decode as a grid of Hkv by any n >= 1;
-// Shape::kSharedBytes of dynamic shared memory, in decode with batch_invariant Shape::kFoldBytes more.
+// Launch: Shape::kThreads threads. Prefill: a grid of Hkv * n, n at least the number of tiles per KV head; decode: Hkv
+// by any number of work ranges. Shape::kSharedBytes of dynamic shared memory, plus Shape::kMergedRowsBytes in decode
+// with batch_invariant.
 
 #include "decode.cuh"
 #include "decode_loop.cuh"
@@ -28,7 +29,7 @@
 
 namespace xa {
 
-/// The planned tile of one KV head.
+/// Prefill: computes the work tile.
 template <typename Shape, typename T, typename Stored, typename LogitsTransform>
 __device__ __forceinline__ void attend_tile(const AttentionParams& params, const WorkTile& work, uint8_t* shared) {
   const uint32_t query_rows = ptx::shared_address(shared), rings = query_rows + Shape::kRingsOffset;
@@ -60,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   if constexpr (Shape::kSplitsKeys) {
     const xa::WorkRangeIndex index = {static_cast<int32_t>(blockIdx.y), static_cast<int32_t>(gridDim.y)};
     if constexpr (Shape::kAppendsKv) {
-      // Before the plan: beneath the first keys it would take longer, and more so at the end.
+      // Stores come first: they take longer while the first keys are loaded, and still longer at the end.
       if (xa::has_new_tokens(params)) xa::store_new_tokens<Shape, Stored>(params, blockIdx.x, index);
     }
     const uint32_t rings = xa::ptx::shared_address(shared) + Shape::kRingsOffset;

@@ -1,4 +1,4 @@
-// A CTA's share of a decode launch, from its first piece to its last (work_partition.cuh).
+// Decode by a CTA: computes the work range of the CTA, work tile by work tile (work_partition.cuh, work_range.cuh).
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace xa {
 
-/// The planned piece, from its query rows to where its result goes.
+/// Computes one work tile, from loading its query rows to storing its result.
 template <typename Shape, typename T, typename Stored, typename LogitsTransform, typename MakeLoop>
 __device__ __forceinline__ void attend_work_tile(const AttentionParams& params, const WorkTile& work, uint8_t* shared,
                                                  const MakeLoop& make_loop) {
@@ -29,9 +29,9 @@ __device__ __forceinline__ void attend_work_tile(const AttentionParams& params, 
   store_result<Shape>(params, work, writer, state, shared, transform.log2_unit());
 }
 
-/// Finds the share and computes it. Every thread of the CTA calls this, which is one of KV head blockIdx.x % Hkv;
-/// `shared` is Shape::kSharedBytes long, where WorkTile and WorkRange stay; `make_loop` makes the loop over a piece's
-/// keys.
+/// Determines the CTA's work range of KV head blockIdx.x % Hkv and computes it. Every thread of the CTA calls this.
+/// `shared` is Shape::kSharedBytes long; its WorkTile and WorkRange stay valid. `make_loop(work)` returns the loop over
+/// the keys of a work tile (decode_loop.cuh).
 template <typename Shape, typename T, typename Stored, typename LogitsTransform, bool kFixedSplits, typename MakeLoop>
 __device__ __forceinline__ void decode_work_range(const AttentionParams& params, const WorkRangeIndex& index,
                                                   uint8_t* shared, const MakeLoop& make_loop) {

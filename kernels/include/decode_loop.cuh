@@ -1,4 +1,5 @@
-// Decode: the warps of a CTA share 16 rows and have keys of their own, every kKeyWarps-th block.
+// The main loop of decode: all warps of a CTA have the same 16 query rows, and warp w the blocks w, w + kKeyWarps, ...
+// of keys. Each warp has its own ring of blocks in shared memory and needs no barrier of the CTA.
 #pragma once
 
 #include <cstdint>
@@ -13,16 +14,16 @@
 
 namespace xa {
 
-/// Blocks start at multiples of kKeys of the sequence, whatever the tile sees of them; block b is that of warp
-/// b % kKeyWarps.
+/// The first key of the warp's first block. Blocks start at multiples of kKeys of the sequence, whichever keys the tile
+/// sees, and block b belongs to warp b % kKeyWarps.
 template <typename Shape>
 __device__ __forceinline__ int32_t first_block_key(const KeyRange& keys) {
   const int32_t block = keys.begin / Shape::kKeys, warp = threadIdx.x / 32;
   return (block + (warp - block % Shape::kKeyWarps + Shape::kKeyWarps) % Shape::kKeyWarps) * Shape::kKeys;
 }
 
-/// Streams the warp's keys of a piece through the ring of its own at shared address `ring`: blocks of K and V as pairs,
-/// each a group of copies.
+/// Streams the warp's keys of a work tile through its ring of kStages stages. A stage is a block of K followed by the
+/// block of V, copied as one cp.async group.
 template <typename Shape, typename T, typename Stored>
 class DecodeLoop {
   using Math = TileMath<T, Stored, typename Shape::Rows, 1, Shape::kKeys, Shape::kHeadDim>;
@@ -30,7 +31,7 @@ class DecodeLoop {
   static constexpr bool kHoldsQuery = Shape::kQueryRowBytes <= 256;
 
  public:
-  /// Page numbers are on their way after this.
+  /// `rings` is the shared address of the CTA's rings. Issues the first loads of page ids.
   __device__ __forceinline__ DecodeLoop(const AttentionParams& params, const WorkTile& work, uint32_t rings)
       : params_(params),
         work_(work),
@@ -39,8 +40,8 @@ class DecodeLoop {
         slots_(params, work, first_key_),
         loader_(params, work) {}
 
-  /// Takes the keys up into `state`. The tile's query rows are on their way to `query_rows`, in the last group of
-  /// copies.
+  /// Updates `state` by the warp's keys. The copies of the query rows to shared address `query_rows` are already
+  /// committed as the most recent cp.async group.
   template <typename LogitsTransform, typename State>
   __device__ __forceinline__ void attend(State& state, uint32_t query_rows, const LogitsTransform& transform) {
 #pragma unroll 1
@@ -62,7 +63,7 @@ class DecodeLoop {
       if (masked) apply_mask(scores[0], params_, work_.tile, 0, key);
       state.update(0, scores[0], transform.log2_unit(), work_.tile.num_rows > 8);
       Math::accumulate(state.output, scores, keys(stage) + Shape::kBlockBytes, params_);
-      // The blocks are free again once all lanes have read them.
+      // All lanes must have read the blocks before they are overwritten.
       __syncwarp();
       fetch(stage, next);
       stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -75,7 +76,7 @@ class DecodeLoop {
     ptx::cp_async_wait<kStages - 1>();
     __syncwarp();
   }
-  /// Until the blocks of a stage are there, which begin at `key`, with new tokens in their places.
+  /// Waits for the blocks of a stage, which begin at `key`, and puts new tokens in their places.
   __device__ __forceinline__ void wait_for_blocks(int32_t stage, int32_t key) const {
     if constexpr (Shape::kAppendsKv) {
       const bool has_some = has_new_tokens(params_) && key + Shape::kKeys > first_new_key(work_.tile);
@@ -84,15 +85,16 @@ class DecodeLoop {
     wait();
   }
 
-  /// Shared address of a stage's block of K, which that of V follows.
+  /// Shared address of a stage's block of K; the block of V follows it.
   __device__ __forceinline__ uint32_t keys(int32_t stage) const { return ring_ + stage * 2 * Shape::kBlockBytes; }
 
-  /// The next blocks, which start at `key`; none past the end.
+  /// Starts to copy the next blocks, which begin at `key`. Past the end of the keys it commits an empty group, so that
+  /// the number of pending groups stays the same.
   __device__ __forceinline__ void fetch(int32_t stage, int32_t key) {
 #pragma unroll
     for (int first = 0; first < Shape::kKeys; first += kTokensPerLoad) {
       const TokenSlot slot = slots_.next();
-      // Of a block that has begun, what is past the end becomes zeros.
+      // In the last block, the loader fills keys past the end with zeros.
       if (key >= work_.keys.end) continue;
       loader_.load(keys(stage) + first * Shape::Rows::kPitch, key + first, slot, slots_.fits_pages());
     }

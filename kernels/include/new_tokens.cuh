@@ -1,8 +1,8 @@
-// Tokens that the cache does not hold yet, in decode: what attends over them takes them from where they come from, and
-// beside that they are stored.
+// Appending new tokens in decode: the kernel stores them in the cache and attends to them in the same launch.
 //
-// The two have nothing to do with each other. Every row with a slot is stored, whether a sequence claims it or not, and
-// the last len_q keys of a sequence are never read from the cache, where another CTA may be storing them.
+// The two are independent, so no CTA waits for another one's stores. Every row whose slot is in the cache is stored,
+// whether it belongs to a sequence or not. Attention reads the last len_q keys of a sequence from `key` and `value`,
+// never from the cache, where another CTA may be storing them at the same time.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@ __device__ __forceinline__ bool has_new_tokens(const AttentionParams& params) {
   return params.new_tokens.key.base != nullptr;
 }
 
-/// How lanes share the new tokens of one KV head: a lane has 16 bytes of the key or of the value of a token in each of
-/// `kSteps`, an instruction `kTokens` tokens.
+/// How the lanes of a warp copy new tokens of one KV head: in each of kSteps instructions a lane has 16 bytes of a
+/// token's key or value. An instruction covers kTokens tokens.
 template <typename T, int kHeadDim>
 class NewTokenLanes {
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
@@ -36,10 +36,10 @@ class NewTokenLanes {
   __device__ __forceinline__ NewTokenLanes(const AttentionParams& params, int32_t kv_head)
       : params_(params), kv_head_(kv_head) {}
 
-  /// Which of the instruction's tokens is the lane's.
+  /// The lane's token among the kTokens.
   __device__ __forceinline__ int32_t token() const { return grid_.row; }
 
-  /// The lane's chunks of row `row` of the new tokens.
+  /// Loads the lane's chunks of row `row` of the new tokens.
   __device__ __forceinline__ void load(Chunks& chunks, int64_t row) const {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -49,7 +49,7 @@ class NewTokenLanes {
       if (is_inside(step)) chunks[step] = __ldg(reinterpret_cast<const uint4*>(from));
     }
   }
-  /// Into the cache.
+  /// Stores them in the cache.
   __device__ __forceinline__ void store(const Chunks& chunks, int64_t page, int64_t offset) const {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -59,7 +59,7 @@ class NewTokenLanes {
       if (is_inside(step)) *reinterpret_cast<uint4*>(to) = chunks[step];
     }
   }
-  /// Into row `row` of a block of K in shared memory, V's kValuesOffset bytes after it.
+  /// Stores them in row `row` of a block of K in shared memory, or of the block of V kValuesOffset bytes after it.
   template <typename Rows, int kValuesOffset>
   __device__ __forceinline__ void put(const Chunks& chunks, uint32_t block, int32_t row) const {
 #pragma unroll
@@ -84,8 +84,8 @@ class NewTokenLanes {
   const Grid grid_;
 };
 
-/// Stores this CTA's rows of its KV head, if there are any. A warp takes as many as an instruction has room for;
-/// neighbours are those of different CTAs, which are `index.index` of `index.count`.
+/// Stores this CTA's new rows of its KV head in the cache. A warp stores kTokens rows at a time, and adjacent groups of
+/// rows go to different CTAs (index.index of index.count), so that few rows are spread over all CTAs.
 template <typename Shape, typename Stored>
 __device__ __forceinline__ void store_new_tokens(const AttentionParams& params, int32_t kv_head,
                                                  const WorkRangeIndex& index) {
@@ -97,7 +97,7 @@ __device__ __forceinline__ void store_new_tokens(const AttentionParams& params, 
   for (uint32_t row = (warp * index.count + index.index) * Lanes::kTokens + lanes.token();
        row < static_cast<uint32_t>(params.num_tokens); row += step) {
     const int64_t slot = load_slot(mapping, row);
-    // The row's numbers do not wait for its slot.
+    // Issued before the slot is needed, so that these loads do not wait for it.
     typename Lanes::Chunks chunks;
     lanes.load(chunks, row);
     if (!is_in_cache(mapping, slot)) continue;
@@ -106,8 +106,8 @@ __device__ __forceinline__ void store_new_tokens(const AttentionParams& params, 
   }
 }
 
-/// Puts the new tokens among the keys from `first` on into their block at shared address `block`, once what the cache
-/// has in their places is there, for which `wait` waits. A barrier of the warp must follow.
+/// Overwrites the new tokens' rows in the block of keys that begins at key `first`, at shared address `block`. The
+/// block has been requested from the cache; `wait` waits until it has arrived. A barrier of the warp must follow.
 template <typename Shape, typename Stored, typename Wait>
 __device__ __forceinline__ void put_new_keys(const AttentionParams& params, const WorkTile& work, int32_t first,
                                              uint32_t block, const Wait& wait) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void put_new_keys(const AttentionParams& params, cons
     const int32_t own = key + lanes.token();
     typename Lanes::Chunks chunks;
     if (own < end) lanes.load(chunks, work.tile.first_token + (own - first_new));
-    // With the row on its way.
+    // The loads of the new rows are in flight meanwhile.
     wait();
     if (own < end) lanes.template put<typename Shape::Rows, Shape::kBlockBytes>(chunks, block, own - first);
   }

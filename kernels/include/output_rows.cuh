@@ -1,4 +1,5 @@
-// From states to rows of `out` and `lse`; and the rows that no sequence owns.
+// The epilogue: writes rows of `out` and `lse` from softmax states, and clears padding rows, which belong to no
+// sequence.
 #pragma once
 
 #include <cmath>
@@ -15,7 +16,7 @@
 
 namespace xa {
 
-/// Writes finished rows of one tile. Rows are of type T, or of AttentionParams::out_is_bf16 where `kChoosesType`.
+/// Writes the rows of one tile. They are of type T, or with `kChoosesType` bf16 if AttentionParams::out_is_bf16.
 template <typename T, bool kChoosesType>
 class RowWriter {
  public:
@@ -29,7 +30,7 @@ class RowWriter {
     return static_cast<T*>(params_.out) + map_.token(row) * params_.out_token_stride +
            map_.head(row) * params_.out_head_stride;
   }
-  /// Stores neighbouring columns, two in a float2 or four in a float4; `to` is aligned to them.
+  /// Stores adjacent columns, a float2 or a float4 of them; `to` is aligned accordingly.
   template <typename Columns>
   __device__ __forceinline__ void store(T* to, const Columns& columns) const {
     if (kChoosesType && params_.out_is_bf16 != 0) {
@@ -38,16 +39,16 @@ class RowWriter {
       store_columns(to, columns);
     }
   }
-  /// What the state of `row` comes to.
+  /// The factor of the output of `row`, and its lse.
   __device__ __forceinline__ RowResult finish(int32_t row, float max, float sum, float log2_unit) const {
     const float sink = params_.sinks == nullptr ? -INFINITY : __ldg(params_.sinks + map_.head(row));
     return finish_row(max, sum, log2_unit, sink, v_scale_);
   }
-  /// Columns `column` to `column` + 3 of a row whose state is `part`, and with the first ones its lse.
-  __device__ __forceinline__ void write(int32_t row, int32_t column, const PartialState& part, float log2_unit) const {
+  /// Writes columns `column` to `column` + 3 of a row, and if `column` is 0 its lse.
+  __device__ __forceinline__ void write(int32_t row, int32_t column, const PartialState& state, float log2_unit) const {
     if (!writes(row)) return;
-    const auto [factor, lse] = finish(row, part.max, part.sum, log2_unit);
-    store(out(row) + column, scaled(part.output, factor));
+    const auto [factor, lse] = finish(row, state.max, state.sum, log2_unit);
+    store(out(row) + column, scaled(state.output, factor));
     if (column == 0) write_lse(row, lse);
   }
   __device__ __forceinline__ void write_lse(int32_t row, float lse) const {
@@ -61,9 +62,9 @@ class RowWriter {
   float v_scale_;
 };
 
-/// Hands over the columns that this lane holds of one row, `half` of a 16-row tile: the first column and its
-/// neighbours, as floats. Where K and V are fp8, two accumulators have the even and the odd ones of 16 columns
-/// (tile_math.cuh).
+/// Calls `store(column, values)` for the adjacent columns that this lane has of one row of an accumulator fragment;
+/// `half` selects row lane / 4 or lane / 4 + 8. If K and V are fp8, one accumulator has the even and the next one the
+/// odd columns of 16 (tile_math.cuh).
 template <bool kIsFp8, int kColumnTiles, typename Store>
 __device__ __forceinline__ void for_columns(const float (&output)[kColumnTiles][4], int half, const Store& store) {
   const int32_t t = threadIdx.x % 4, i = 2 * half;
@@ -80,15 +81,15 @@ __device__ __forceinline__ void for_columns(const float (&output)[kColumnTiles][
   }
 }
 
-/// Writes the rows of one warp, `first_row` the first. `staging` are that warp's rows in shared memory, kQueryPitch
-/// apart: the accumulators go through them to leave as whole chunks of 16 bytes.
+/// Writes the rows of one warp, from row `first_row` of the tile on. They are staged in shared memory, in the warp's
+/// rows at `staging`, kQueryPitch apart, so that global stores are 16 bytes and coalesce.
 template <typename Shape, typename T, typename Writer, typename State>
 __device__ __forceinline__ void write_warp_rows(const AttentionParams& params, const Writer& writer, const State& state,
                                                 int32_t first_row, uint8_t* staging, float log2_unit) {
   using Grid = LaneGrid<Shape::kQueryRowBytes>;
   constexpr int kElements = 16 / sizeof(T);
   const int32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  // The other lanes have read their queries, which lie here.
+  // The query rows are here until all lanes have read them.
   __syncwarp();
 #pragma unroll
   for (int tile = 0; tile < Shape::kRowTiles; ++tile) {
@@ -118,7 +119,7 @@ __device__ __forceinline__ void write_warp_rows(const AttentionParams& params, c
   }
 }
 
-/// The heads of token row `token` of `out` become 0; the work of `kThreads` threads, of which this is number `thread`.
+/// Sets all heads of row `token` of `out` to 0. kThreads threads call this; this one is thread `thread`.
 template <typename T, int kThreads>
 __device__ __forceinline__ void clear_out_row(const AttentionParams& params, int32_t token, int32_t thread) {
   constexpr int kElements = 16 / sizeof(T);
@@ -131,12 +132,13 @@ __device__ __forceinline__ void clear_out_row(const AttentionParams& params, int
   }
 }
 
-/// The rows [begin, end), which sequences own where they use all of their rows.
+/// The rows [begin, end) from the first sequence's start to the last one's end. All of them are live unless seqused_q
+/// leaves rows out.
 struct LiveRows {
   int32_t begin;
   int32_t end;
 };
-/// The work of a warp.
+/// A warp calls this.
 __device__ __forceinline__ LiveRows live_rows(const AttentionParams& params, bool ascends) {
   const int32_t num_seqs = live_sequences(params);
   if (num_seqs == 0) return LiveRows{0, 0};
@@ -149,8 +151,8 @@ __device__ __forceinline__ LiveRows live_rows(const AttentionParams& params, boo
   return live;
 }
 
-/// The rows before the first sequence and past the last, all that can be without an owner where sequences use all of
-/// their rows. A CTA takes a row.
+/// Clears the rows before the first sequence and past the last one: all padding rows there are without seqused_q. A CTA
+/// clears one row at a time.
 template <typename T, int kThreads>
 __device__ __forceinline__ void clear_outer_padding_rows(const AttentionParams& params, const LiveRows& live,
                                                          int32_t cta, int32_t num_ctas) {
@@ -166,13 +168,13 @@ __device__ __forceinline__ void clear_outer_padding_rows(const AttentionParams& 
   }
 }
 
-/// Rows without an owner wherever they are: a lane looks for the owner of one, the warp clears those that have none.
+/// Clears padding rows anywhere. Each lane looks up the sequence of one row; the warp clears those rows that have none.
 template <typename T, int kThreads>
 __device__ __forceinline__ void clear_all_padding_rows(const AttentionParams& params, bool ascends, int32_t cta,
                                                        int32_t num_ctas) {
   SequenceSearch search(params, ascends);
   constexpr int kWarps = kThreads / 32;
-  const int32_t thread = ptx::opaque(threadIdx.x);  // not worth a register while keys stream past
+  const int32_t thread = ptx::opaque(threadIdx.x);  // computed again here, to free its register in the main loop
   const int32_t warp = thread / 32, lane = thread % 32, num_heads = params.num_kv_heads * params.group;
   const int64_t step = 32 * static_cast<int64_t>(num_ctas) * kWarps;
   for (int64_t first = 32 * (static_cast<int64_t>(cta) * kWarps + warp); first < params.num_tokens; first += step) {
@@ -188,7 +190,7 @@ __device__ __forceinline__ void clear_all_padding_rows(const AttentionParams& pa
   }
 }
 
-/// This CTA's share of the rows that belong to no sequence: out = 0, lse = -inf. It is number `cta` of `num_ctas`.
+/// Sets out to 0 and lse to -inf in this CTA's part of the padding rows. This is CTA `cta` of `num_ctas`.
 template <typename T, int kThreads>
 __device__ __forceinline__ void clear_padding_rows(const AttentionParams& params, bool ascends, const LiveRows& live,
                                                    int32_t cta, int32_t num_ctas) {

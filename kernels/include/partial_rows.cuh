@@ -1,7 +1,8 @@
-// Rows of which several CTAs, or one CTA after another, computed disjoint keys: how their states are kept and folded.
+// Partial results of attention rows over disjoint sets of keys: how they are stored in the workspace, and merged.
 //
-// In the workspace a KV head has rows_per_head partial rows: (max, sum) of each, and an output of `pitch` columns.
-// Which rows a part takes is closed-form arithmetic on the plan (work_partition.cuh), so nothing is counted or cleared.
+// The workspace has rows_per_head partial rows per KV head: (max, sum) of each, and an unnormalized output of `pitch`
+// columns. Which rows a partial takes follows from the work partition by arithmetic (work_partition.cuh), so the
+// workspace needs no counters and need not be cleared.
 #pragma once
 
 #include <cmath>
@@ -13,29 +14,30 @@
 
 namespace xa {
 
-/// What the end of a share leaves to be merged: a tile that it cuts, and where the tile's parts are.
+/// What the combine kernel needs to know of a boundary between work ranges: the tile that it splits, and where the
+/// tile's partials are.
 struct SplitRecord {
   QoTile tile;
-  int32_t num_partials;  // 0 where the end of the share cuts no tile
-  int32_t num_records;   // ends of shares in this tile: as many CTAs a KV head merge it
-  int32_t index;         // of this end among them
-  int32_t first_row;     // partial row of row 0 of part 0
-  int32_t second_row;    // of part 1
-  int32_t row_stride;    // partial rows from one part to the next, from part 1 on
+  int32_t num_partials;  // of the tile; 0 if the boundary splits no tile
+  int32_t num_records;   // boundaries inside of the tile: as many CTAs per KV head merge it
+  int32_t index;         // of this boundary among them
+  int32_t first_row;     // partial row of row 0 of partial 0
+  int32_t second_row;    // partial row of row 0 of partial 1
+  int32_t row_stride;    // from each partial to the next, from partial 1 on
   int32_t reserved[2];
 };
 
 static_assert(sizeof(SplitRecord) == kSplitRecordBytes, "the launch makes room for it");
 
-/// Four columns of a row's state.
+/// The state of a row over some keys, with four columns of its unnormalized output.
 struct PartialState {
   float max;
   float sum;
   float4 output;
 };
 
-/// What a state at `max` counts for beside one at `largest`; exactly 1 where they are equal. Where nothing has been
-/// seen yet both are -inf, whose difference would be NaN.
+/// The factor that rescales a state with maximum `max` to the maximum `largest`; exactly 1 if they are equal. Both are
+/// -inf before any key was seen, and their difference would be NaN.
 __device__ __forceinline__ float merge_weight(float max, float largest, float log2_unit) {
   return largest == -INFINITY ? 1.0f : ptx::exp2_approx(__fmul_rn(max - largest, log2_unit));
 }
@@ -44,8 +46,8 @@ __device__ __forceinline__ float weighted_sum(float a, float a_weight, float b, 
   return __fmaf_rn(b, b_weight, __fmul_rn(a, a_weight));
 }
 
-/// Takes up the state of the keys that follow. The arithmetic is spelled out: with batch_invariant the same bits have
-/// to come out of every kernel that folds.
+/// Merges `next`, the state of the keys that follow, into `row`. Every operation is an intrinsic, so that no compiler
+/// contracts or reorders them: with batch_invariant, all kernels that merge must produce the same bits.
 __device__ __forceinline__ void merge(PartialState& row, const PartialState& next, float log2_unit) {
   const float largest = fmaxf(row.max, next.max);
   const float a = merge_weight(row.max, largest, log2_unit), b = merge_weight(next.max, largest, log2_unit);
@@ -70,10 +72,10 @@ class PartialRows {
     const float2 state = states_[first_ + row];
     return PartialState{state.x, state.y, *reinterpret_cast<const float4*>(output(row, column))};
   }
-  /// `part` holds columns `column` to `column` + 3.
-  __device__ __forceinline__ void store(int64_t row, int32_t column, const PartialState& part) const {
-    *reinterpret_cast<float4*>(output(row, column)) = part.output;
-    if (column == 0) states_[first_ + row] = make_float2(part.max, part.sum);
+  /// `state` has columns `column` to `column` + 3.
+  __device__ __forceinline__ void store(int64_t row, int32_t column, const PartialState& state) const {
+    *reinterpret_cast<float4*>(output(row, column)) = state.output;
+    if (column == 0) states_[first_ + row] = make_float2(state.max, state.sum);
   }
 
  private:

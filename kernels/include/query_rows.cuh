@@ -1,4 +1,4 @@
-// A tile's query rows on their way to shared memory.
+// Loads a tile's query rows into shared memory.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace xa {
 
-/// Fetches the tile's query rows; rows past the last one and columns past head_dim become zeros.
+/// Starts to copy the tile's query rows. Rows past the last one and columns past head_dim become zeros.
 template <typename Shape, typename T>
 __device__ __forceinline__ void copy_query(const AttentionParams& params, const RowMap& map, uint32_t destination) {
   using Grid = LaneGrid<Shape::kQueryRowBytes>;
@@ -36,19 +36,20 @@ __device__ __forceinline__ void copy_query(const AttentionParams& params, const 
   }
 }
 
-/// bf16 as f16 times a power of two, the same for the columns of a row, which takes its largest number to [2^14, 2^15):
-/// what then is too small for an f16 is less than 2^-38 of that. `inverse` undoes it.
+/// Converts a row from bf16 to f16 after multiplying it by a power of two, which brings its largest number into
+/// [2^14, 2^15). What f16 then cannot hold is below 2^-38 of that number. `inverse` undoes the factor.
 struct QueryScale {
   float factor;
   float inverse;
 
-  /// `x` are eight columns of the row; each lane of the warp has others.
+  /// `x` has eight columns of the row; the lanes of the warp have all of them together.
   explicit __device__ __forceinline__ QueryScale(const uint4& x) {
     uint32_t largest = 0;
 #pragma unroll
     for (const uint32_t pair : {x.x, x.y, x.z, x.w}) largest = max(largest, max(pair & 0x7fffu, pair >> 16 & 0x7fffu));
     const int32_t exponent = __reduce_max_sync(~0u, static_cast<int32_t>(largest)) >> 7;
-    // Rows of zeros and subnormal numbers stay small; infinite ones stay as they are.
+    // At most 2^126, so rows of zeros or subnormal numbers stay small; rows with an infinity or NaN are left as they
+    // are.
     const int32_t shift = exponent == 255 ? 0 : min(127 + 14 - exponent, 126);
     factor = __uint_as_float(static_cast<uint32_t>(127 + shift) << 23);
     inverse = __uint_as_float(static_cast<uint32_t>(127 - shift) << 23);
@@ -58,8 +59,9 @@ struct QueryScale {
   }
 };
 
-/// As `copy_query`, as f16 in the order of columns that fp8 K asks for (tile_math.cuh). `row_factors` [kRows] are what
-/// scores of the rows have to be multiplied by. Eight columns are a lane's, a row is a warp's.
+/// As `copy_query`, but converts to f16 and permutes columns into the order in which fp8 K is read (tile_math.cuh).
+/// Sets `row_factors` [kRows], by which the scores of the rows have to be multiplied. A warp converts a row, each lane
+/// eight columns.
 template <typename Shape, typename Stored>
 __device__ __forceinline__ void convert_query(const AttentionParams& params, const RowMap& map, uint8_t* destination,
                                               float* row_factors) {
@@ -89,14 +91,14 @@ __device__ __forceinline__ void convert_query(const AttentionParams& params, con
     }
     if (lane == 0) row_factors[row] = factor;
     if (column >= Shape::kHeadDim) continue;
-    // 16 columns are 32 bytes: the even pairs of their eight, then the odd ones.
+    // 16 columns (two lanes) are 32 bytes: first the even pairs of columns, then the odd ones.
     uint8_t* const to = destination + row * Shape::kQueryPitch + lane / 2 * 32 + lane % 2 * 8;
     *reinterpret_cast<uint2*>(to) = make_uint2(x.x, x.z);
     *reinterpret_cast<uint2*>(to + 16) = make_uint2(x.y, x.w);
   }
 }
 
-/// Starts to fetch the plan's query rows to the beginning of `shared`, as a group of copies of its own.
+/// Starts to load the work tile's query rows to the beginning of `shared`, as a separate cp.async group.
 template <typename Shape, typename T, typename Stored>
 __device__ __forceinline__ void fetch_query(const AttentionParams& params, const WorkTile& work, uint8_t* shared,
                                             float* row_factors) {

@@ -43,7 +43,7 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr bool kLoadsByTma = std::is_same_v<Shape, tiles::shape_fused>;
   /// Prefill is bound by arithmetic and registers: padded rows need the least address arithmetic. Decode is bound by
   /// memory: swizzled rows keep a 128-byte line of global memory in one line of shared memory.
-  using Rows = std::conditional_t<kLoadsByTma, PanelRows<kRowBytes>,
+  using Rows = std::conditional_t<kLoadsByTma, SwizzleAtomRows<kRowBytes>,
                                   std::conditional_t<kSplitsKeys, SwizzledRows<kRowBytes>, PaddedRows<kRowBytes>>>;
   static constexpr int kBlockBytes = Config::kKeys * Rows::kPitch;
   static constexpr int kRingBytes = 2 * Config::kStages * kBlockBytes;

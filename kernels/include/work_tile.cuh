@@ -1,13 +1,14 @@
-// Which rows a CTA works on. Lengths are known on the device alone, so every CTA derives its tile from cu_seqlens_q.
+// The work of a CTA: a tile of query rows and the keys that they see. The host does not know lengths, so every CTA
+// finds its tile by a scan over cu_seqlens_q.
 //
-// The query rows of a sequence and one KV head are packed: packed row r is query r / group of head r % group. A tile is
-// up to kRows neighbouring packed rows of one sequence; tiles are numbered over sequences, the last rows of a sequence
-// first, because under a causal mask those are the longest.
+// Packed GQA: the query rows of a sequence and one KV head are packed, row r being query r / group of head r % group of
+// the group. A tile is up to kRows adjacent packed rows of one sequence. Tiles are numbered over the sequences; within
+// a sequence the last rows come first, because under a causal mask they see the most keys.
 //
-// Metadata is never trusted: lengths are clamped to what is there, and starts are read as the running maximum of what
-// they are when clamped to [0, Tq], starts of contiguous keys likewise to [0, Tk]. So sequences never overlap, and the
-// grid holds every tile. Starts that ascend are their own running maximum; planning looks whether they do, and makes
-// them so where they do not (StartMaxima).
+// Metadata is untrusted. Lengths are clamped to the operands' sizes. Starts are clamped to [0, Tq], those of contiguous
+// keys to [0, Tk], and then replaced by their running maximum. Sequences therefore never overlap, and the grid has a
+// CTA for every tile. Ascending starts equal their running maximum, so planners check for that and compute it only if
+// necessary (StartMaxima).
 #pragma once
 
 #include <cstdint>
@@ -16,19 +17,19 @@
 
 namespace xa {
 
-/// Neighbouring packed rows of one sequence. `num_rows` is 0 where there is no such tile.
+/// A tile of adjacent packed rows of one sequence (query and output rows). If `num_rows` is 0, there is no tile.
 struct QoTile {
   int32_t sequence;
-  int32_t first_token;  // of the sequence, in [0, Tq]
+  int32_t first_token;  // row of q of the sequence's first query, in [0, Tq]
   int32_t len_q;
   int32_t len_k;
   int32_t leftpad_k;  // in [0, len_k]
-  int32_t start_k;    // contiguous: row of K and V that is the sequence's key 0
-  int32_t first_row;  // of the tile, packed, counted in the sequence
+  int32_t start_k;    // contiguous keys: row of K and V of the sequence's key 0
+  int32_t first_row;  // packed row of the tile's row 0, counted in the sequence
   int32_t num_rows;
 };
 
-/// Keys [begin, end) that some row of a tile sees, of which every row sees [common_begin, common_end).
+/// The keys of a tile: some row sees [begin, end), every row sees [common_begin, common_end).
 struct KeyRange {
   int32_t begin;
   int32_t end;
@@ -36,25 +37,25 @@ struct KeyRange {
   int32_t common_end;
 };
 
-/// The largest starts so far: of queries, and of keys where these are contiguous.
+/// Running maxima of the starts: of queries, and of contiguous keys.
 struct StartMaxima {
-  int32_t q;  // negative where starts ascend, so that none has to be kept
+  int32_t q;  // negative if starts ascend, in which case there is nothing to keep
   int32_t k;
 };
 constexpr StartMaxima kStartsAscend = {-1, 0};
 
-/// What a CTA knows about its work, in shared memory: the loop over keys wants it now and then only, and has no
-/// registers to spare.
+/// What a CTA works on. It is kept in shared memory, because the loop over keys needs it rarely and has no registers to
+/// spare.
 struct WorkTile {
   QoTile tile;
   KeyRange keys;
   int32_t kv_head;
   float score_factor;         // AttentionParams::score_factor times the scales of q and K
-  StartMaxima maxima;         // decode: up to the end of the tile's sequence
-  int64_t warp_totals[2][4];  // of the search
+  StartMaxima maxima;         // decode: over the sequences up to the tile's
+  int64_t warp_totals[2][4];  // scratch of the prefix sums
 };
 
-static_assert(sizeof(WorkTile) == 128, "what a CTA asks for beyond its rows");
+static_assert(sizeof(WorkTile) == 128, "shared_bytes in variants.toml include it");
 
 /// Whether `maxima` are those of starts that ascend.
 __device__ __forceinline__ bool starts_ascend(const StartMaxima& maxima) { return maxima.q < 0; }
@@ -69,27 +70,27 @@ __device__ __forceinline__ bool has_contiguous_keys(const AttentionParams& param
   return params.block_table == nullptr;
 }
 
-/// Where sequence `b` starts and `b - 1` ends, if starts ascend up to there; b in [0, B].
+/// First row of q of sequence `b`, which ends sequence `b - 1`, if starts ascend; b in [0, B].
 __device__ __forceinline__ int32_t start_of(const AttentionParams& params, int32_t b) {
   return clamp(__ldg(params.cu_seqlens_q + b), 0, params.num_tokens);
 }
 
-/// Likewise of contiguous keys.
+/// Likewise of contiguous K and V.
 __device__ __forceinline__ int32_t key_start_of(const AttentionParams& params, int32_t b) {
   return clamp(__ldg(params.cu_seqlens_k + b), 0, params.capacity);
 }
 
-/// Queries of a sequence of `rows` rows, of which it uses `used`. Negative where starts descend: it has none.
+/// Queries of a sequence of `rows` rows, of which it uses `used`. Negative if starts descend; it then has none.
 __device__ __forceinline__ int32_t query_count(int32_t rows, int32_t used) { return min(rows, max(used, 0)); }
 
-/// What the metadata says of the keys of one sequence.
+/// The metadata of one sequence's keys.
 struct KeyMetadata {
-  int32_t start;  // of cu_seqlens_k; where keys are contiguous, clamped
+  int32_t start;  // of cu_seqlens_k; clamped if keys are contiguous
   int32_t end;
   int32_t used;
   int32_t leftpad;
 
-  /// Clamped, into `tile`.
+  /// Sets the fields of `tile` that describe keys, clamped.
   __device__ __forceinline__ void describe(const AttentionParams& params, QoTile& tile) const {
     const bool contiguous = has_contiguous_keys(params);
     tile.start_k = contiguous ? start : 0;
@@ -106,8 +107,8 @@ struct KeyMetadata {
   }
 };
 
-/// Entries `first` to `first + kEntries - 1` of metadata of `count` entries; `otherwise` past them, and where there is
-/// no such metadata. The loads do not wait for one another.
+/// Reads entries `first` to `first + kEntries - 1` of a list of `count` entries. Entries past the end, and all entries
+/// if `list` is null, become `otherwise`. The loads are independent.
 template <int kEntries>
 __device__ __forceinline__ void read_entries(int32_t (&to)[kEntries], const int32_t* list, int32_t first, int32_t count,
                                              int32_t otherwise) {
@@ -120,13 +121,13 @@ __device__ __forceinline__ void read_entries(int32_t (&to)[kEntries], const int3
   }
 }
 
-/// What the metadata says of neighbouring sequences. Slots past the live ones are read, up to B, and what they hold is
-/// ignored: so the loads wait neither for num_seqs nor for one another.
+/// The metadata of adjacent sequences. All B slots are read, and those past num_seqs ignored later, so that the loads
+/// do not wait for num_seqs.
 template <int kCount>
 struct Metadata {
   int32_t starts[kCount + 1];  // clamped
   int32_t used[kCount];
-  int32_t starts_k[kCount + 1];  // where keys are contiguous, clamped
+  int32_t starts_k[kCount + 1];  // clamped if keys are contiguous
   int32_t used_k[kCount];
   int32_t leftpads[kCount];
 
@@ -145,7 +146,7 @@ struct Metadata {
   }
   /// Whether sequence `i` ends where it starts or later.
   __device__ __forceinline__ bool ascends(const AttentionParams& params, int i) const {
-    // Without a branch, in which lanes would part.
+    // Without a branch, which would diverge.
     const int32_t least =
         min(starts[i + 1] - starts[i], has_contiguous_keys(params) ? starts_k[i + 1] - starts_k[i] : 0);
     return least >= 0;
@@ -154,7 +155,7 @@ struct Metadata {
   __device__ __forceinline__ KeyMetadata keys(int i) const {
     return KeyMetadata{starts_k[i], starts_k[i + 1], used_k[i], leftpads[i]};
   }
-  /// Sequence `i`, which is number `b`, but for the rows of a tile.
+  /// A tile of sequence `i`, which is sequence `b` of the batch, without its rows.
   __device__ __forceinline__ QoTile sequence(const AttentionParams& params, int i, int32_t b) const {
     QoTile tile = {};
     tile.sequence = b;
@@ -164,8 +165,8 @@ struct Metadata {
     return tile;
   }
 
-  /// Starts become their running maximum. The work of a warp, whose lanes have neighbouring sequences; `maxima` are
-  /// those of all starts before, and then of these too.
+  /// Replaces the starts by their running maximum. A warp calls this, its lanes having adjacent sequences. `maxima` are
+  /// those of all starts before; they are updated.
   __device__ __forceinline__ void ascend(const AttentionParams& params, StartMaxima& maxima) {
     maxima.q = running_maximum(starts, maxima.q);
     if (has_contiguous_keys(params)) maxima.k = running_maximum(starts_k, maxima.k);
@@ -179,7 +180,7 @@ struct Metadata {
     for (int i = 1; i <= kCount; ++i) list[i] = largest = max(largest, list[i]);
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-      // A lane without one so far before it gets its own.
+      // __shfl_up_sync returns a lane's own value if there is no lane so far below it.
       largest = max(largest, __shfl_up_sync(~0u, largest, distance));
     }
     const int32_t of_lanes = __shfl_up_sync(~0u, largest, 1);
@@ -190,7 +191,7 @@ struct Metadata {
   }
 };
 
-/// `maxima` take in entries [begin, end). The work of a warp.
+/// Updates `maxima` by the starts [begin, end). A warp calls this.
 __device__ __forceinline__ void raise_maxima(const AttentionParams& params, int32_t begin, int32_t end,
                                              StartMaxima& maxima) {
 #pragma unroll 1
@@ -202,15 +203,15 @@ __device__ __forceinline__ void raise_maxima(const AttentionParams& params, int3
   maxima.k = __reduce_max_sync(~0u, maxima.k);
 }
 
-/// As Metadata::ascend, on the way over all sequences in rounds of a CTA.
+/// The state of Metadata::ascend for a warp that visits the sequences in rounds, with those of other warps in between.
 struct StartScan {
   StartMaxima maxima = {0, 0};
-  int32_t next = 0;  // the entries before it are in `maxima`
+  int32_t next = 0;  // `maxima` covers the starts before this one
 
-  /// `first` is the first lane's first sequence.
+  /// `first` is the first sequence of lane 0.
   template <int kCount>
   __device__ __forceinline__ void ascend(const AttentionParams& params, int32_t first, Metadata<kCount>& metadata) {
-    // Past the last entry there is nothing to read, and no sequence.
+    // There are B + 1 starts.
     raise_maxima(params, next, min(first, params.max_seqs + 1), maxima);
     metadata.ascend(params, maxima);
     next = first + 32 * kCount;
@@ -223,10 +224,10 @@ __device__ __forceinline__ int32_t divide_small(int32_t x, float reciprocal) {
   return __float2int_rd((static_cast<float>(x) + 0.5f) * reciprocal);
 }
 
-/// Which query and head the packed rows of a tile are.
+/// The query and the head of each packed row of a tile.
 struct PackedRows {
-  int32_t first_query;  // of the tile, counted in the sequence
-  int32_t first_head;   // of that query, among the group's heads
+  int32_t first_query;  // of row 0, counted in the sequence
+  int32_t first_head;   // of row 0, among the group's heads
   int32_t group;
   float group_reciprocal;
 
@@ -236,17 +237,17 @@ struct PackedRows {
         group(params.group),
         group_reciprocal(params.group_reciprocal) {}
 
-  /// Query, counted in the sequence, of row `row` of the tile; rows past the last one have queries past the last one.
+  /// Query of row `row`, counted in the sequence. Rows past the tile's last have queries past the sequence's last.
   __device__ __forceinline__ int32_t query(int32_t row) const {
     return first_query + divide_small(first_head + row, group_reciprocal);
   }
-  /// Head, among the group's, of row `row` of the tile.
+  /// Head of row `row`, among the group's heads.
   __device__ __forceinline__ int32_t head(int32_t row) const {
     return first_head + row - (query(row) - first_query) * group;
   }
 };
 
-/// Where the rows of a tile lie in q, out and lse.
+/// The rows of q, out and lse of a tile's rows.
 struct RowMap {
   PackedRows rows;
   int32_t num_rows;
@@ -263,9 +264,9 @@ struct RowMap {
   __device__ __forceinline__ int32_t head(int32_t row) const { return head_base + rows.head(row); }
 };
 
-/// The visible keys of one query: [begin, end) of [leftpad_k, len_k).
+/// The keys [begin, end) that a query of a sequence sees, within [leftpad_k, len_k).
 struct Visibility {
-  int32_t shift;  // query i stands at key i + shift
+  int32_t shift;  // query i is at the position of key i + shift
   int32_t leftpad_k;
   int32_t len_k;
   int32_t window_left;
@@ -296,8 +297,8 @@ __device__ __forceinline__ KeyRange visible_keys(const AttentionParams& params, 
   return keys.begin < keys.end ? keys : KeyRange{0, 0, 0, 0};
 }
 
-/// Keys from here on are those of the sequence's queries; where params.new_tokens are given, the cache does not hold
-/// them.
+/// The first of the len_q keys that belong to the sequence's queries. If AttentionParams::new_tokens is set, the cache
+/// does not have these keys yet.
 __device__ __forceinline__ int32_t first_new_key(const QoTile& tile) { return tile.len_k - tile.len_q; }
 
 template <typename Sum>
@@ -312,7 +313,7 @@ __device__ __forceinline__ Sum sum_up_to_this_lane(Sum mine) {
   return sum;
 }
 
-/// Call before the plan's tile is found.
+/// Sets what does not depend on the tile. Call this before the tile is set.
 template <typename LogitsTransform>
 __device__ __forceinline__ void init_work_tile(const AttentionParams& params, WorkTile& work) {
   if (threadIdx.x != 0) return;
@@ -321,8 +322,9 @@ __device__ __forceinline__ void init_work_tile(const AttentionParams& params, Wo
   work.score_factor = LogitsTransform::factor(params, kv_head);
 }
 
-/// Puts this CTA's tile into `plan`. Neighbouring CTAs take one KV head each of the same tile. Every thread of the CTA
-/// calls this; `maxima` are there after the next barrier, the rest at once.
+/// Prefill: sets `work` to the tile of this CTA, tile blockIdx.x / Hkv of KV head blockIdx.x % Hkv. Adjacent CTAs read
+/// the same pages for different KV heads, which improves DRAM locality. Every thread of the CTA calls this; `maxima` is
+/// valid after the next barrier, the rest on return.
 template <int kThreads, int kRows>
 __device__ __forceinline__ void find_tile(const AttentionParams& params, WorkTile& work) {
   constexpr int kWarps = kThreads / 32, kPerThread = 4, kPerRound = kThreads * kPerThread;
@@ -392,13 +394,13 @@ __device__ __forceinline__ void find_tile(const AttentionParams& params, WorkTil
   if (threadIdx.x == 0) work.maxima = raises_starts ? StartMaxima{0, 0} : kStartsAscend;
 }
 
-/// Finds the sequences that rows belong to, which are asked for in ascending order.
+/// Tells which rows of q belong to a sequence. Calls must be in ascending order of rows.
 class SequenceSearch {
  public:
   __device__ __forceinline__ SequenceSearch(const AttentionParams& params, bool ascends)
       : params_(params), num_seqs_(live_sequences(params)), ascends_(ascends) {}
 
-  /// Whether token row `token` belongs to a sequence.
+  /// Whether row `token` of q belongs to a sequence.
   __device__ __forceinline__ bool finds_sequence(int32_t token) {
     if (ascends_) {
       bisect(token);
@@ -411,7 +413,7 @@ class SequenceSearch {
   }
 
  private:
-  /// Only the last sequence that starts at or before the row can have it.
+  /// Bisects for the last sequence that starts at or before the row: the only one that can have it.
   __device__ __forceinline__ void bisect(int32_t token) {
     int32_t begin = -1, end = num_seqs_ + 1;
     while (end - begin > 1) {
@@ -421,7 +423,7 @@ class SequenceSearch {
     next_ = end;
     if (begin >= 0) start_ = start_of(params_, begin);
   }
-  /// The same where starts are their running maximum: no entry is looked at twice.
+  /// The same for starts that do not ascend, on their running maximum. Continues from the previous call.
   __device__ __forceinline__ void scan_on(int32_t token) {
 #pragma unroll 1
     for (; next_ <= num_seqs_; ++next_) {
@@ -434,8 +436,8 @@ class SequenceSearch {
   const AttentionParams& params_;
   const int32_t num_seqs_;
   const bool ascends_;
-  int32_t next_ = 0;   // the first entry past the row
-  int32_t start_ = 0;  // the largest of those before
+  int32_t next_ = 0;   // the first start past the row
+  int32_t start_ = 0;  // the running maximum of the starts before `next_`
 };
 
 }  // namespace xa
