@@ -1,13 +1,14 @@
-//! How large a workspace attention and its gradients want: what front-ends allocate as the last result.
+//! The recommended workspace sizes of attention and its gradients. Front-ends allocate the workspace as the last result.
 //!
-//! The size is a function of static values alone, the same wherever a program is traced, exported and run. A call takes
-//! any size, also none: with less than this it plans with fewer or no parts of sequences, and stays right.
+//! A size depends on static values only, so that it is the same wherever a program is traced, exported and run. Calls accept
+//! a workspace of any size, including none: with less than recommended, decode splits fewer tiles, and the gradients take
+//! other kernels. Results are correct in any case.
 
 use super::{MAX_HEAD_DIM, Op};
 use crate::tensor::DType;
 
-/// CTAs for which the workspace is sized, whatever the GPU at hand: those of 132 SMs that run three each, or four where
-/// rows are short. The kernels run so many on 8-bit keys, fewer on others.
+/// CTAs for which the workspace is sized, independent of the actual GPU: three on each of 132 SMs, or four for short rows.
+/// The kernels for 8-bit keys run that many, the others fewer.
 const fn nominal_ctas(value_dim: i64) -> i64 {
     132 * if value_dim <= 64 { 4 } else { 3 }
 }
@@ -15,21 +16,21 @@ const fn nominal_ctas(value_dim: i64) -> i64 {
 /// Packed query rows of a decode tile.
 const TILE_ROWS: i64 = 16;
 
-/// What the place of a cut takes, and at most is lost where the workspace begins at an odd address.
-const CUT_BYTES: i64 = 64;
+/// Bytes of a split record, and its alignment: the most that is lost at the beginning of an unaligned workspace.
+const SPLIT_RECORD_BYTES: i64 = 64;
 
-/// `fixed + per_row * T + per_sequence * B` bytes, T being the query rows of a call and B its sequence slots.
+/// A size of `fixed + per_row * T + per_sequence * B` bytes, for T query rows and B sequence slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WorkspaceSize {
-    /// Bytes of any call.
+    /// Bytes per call.
     pub fixed: i64,
-    /// Bytes for each query row.
+    /// Bytes per query row.
     pub per_row: i64,
-    /// Bytes for each sequence slot.
+    /// Bytes per sequence slot.
     pub per_sequence: i64,
 }
 
-/// The static values of an attention call that its workspace depends on.
+/// The static values of an attention call on which its workspace size depends.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionSizes {
     /// Hq
@@ -42,12 +43,12 @@ pub struct AttentionSizes {
     pub value_dim: i64,
     /// Element type of q.
     pub dtype: DType,
-    /// Whether the call asks for it.
+    /// The attribute `batch_invariant` of the call.
     pub batch_invariant: bool,
 }
 
 impl AttentionSizes {
-    /// What a call of an operator wants; `None` where it has no workspace.
+    /// The recommended size for a call of `op`; `None` if the operator has no workspace.
     #[must_use]
     pub fn workspace_of(&self, op: Op) -> Option<WorkspaceSize> {
         match op {
@@ -56,11 +57,11 @@ impl AttentionSizes {
         }
     }
 
-    /// What a call wants to run as fast as it can. Sizes that no call can have want nothing.
+    /// The size with which attention runs as fast as it can; 0 for sizes that no call can have.
     ///
-    /// Decode shares the keys of all sequences out between CTAs. Of a tile that several have a part of, each leaves its
-    /// part's rows here, as f32 with their maxima and sums: two parts for each CTA, four with `batch_invariant`, whose
-    /// parts are smaller. The size does not grow with the context.
+    /// Decode divides the keys of all sequences between CTAs (split-KV). The CTAs that compute one tile together store their
+    /// partial results here: unnormalized outputs, maxima and sums in f32. There is room for two partials per CTA, or for
+    /// four with `batch_invariant`, whose splits are smaller. The size does not grow with the context.
     ///
     /// ```
     /// use xla_attention::ops::workspace::AttentionSizes;
@@ -74,27 +75,27 @@ impl AttentionSizes {
     /// ```
     #[must_use]
     pub fn workspace(&self) -> WorkspaceSize {
-        let shares = if self.num_kv_heads > 0 { nominal_ctas(self.value_dim) / self.num_kv_heads } else { 0 };
-        let fixed = if shares < 2 || !(1..=MAX_HEAD_DIM).contains(&self.value_dim) {
+        let ranges = if self.num_kv_heads > 0 { nominal_ctas(self.value_dim) / self.num_kv_heads } else { 0 };
+        let fixed = if ranges < 2 || !(1..=MAX_HEAD_DIM).contains(&self.value_dim) {
             0
         } else {
-            let ends = shares - 1;
-            let rows = TILE_ROWS * if self.batch_invariant { 4 * shares } else { 2 * ends };
+            let boundaries = ranges - 1;
+            let rows = TILE_ROWS * if self.batch_invariant { 4 * ranges } else { 2 * boundaries };
             let row_bytes = 4 * (2 + self.value_dim);
-            CUT_BYTES * (ends + 1) + rows * self.num_kv_heads * row_bytes
+            SPLIT_RECORD_BYTES * (boundaries + 1) + rows * self.num_kv_heads * row_bytes
         };
         WorkspaceSize { fixed, per_row: 0, per_sequence: 0 }
     }
 
-    /// What the gradients of a call want: a number for each row of `[Hq, Tq]`, and room to align them. In 16 bits the
-    /// kernels for Hopper want another number a row, and room for what they know of each sequence; up to 128 columns they
-    /// add up dQ in f32, for which they want a copy of it besides, with room for 15 rows more a sequence.
-    /// `batch_invariant` has no meaning here.
+    /// The size for the gradients of a call: delta, an f32 per element of `[Hq, Tq]`, and room to align it. With 16-bit
+    /// operands, Hopper's kernels also store the lse in base 2 there and a plan per sequence. Up to 128 columns they sum dQ
+    /// in f32, in groups of 16 rows that no two sequences share, which is up to 15 more rows per sequence.
+    /// `batch_invariant` has no effect.
     #[must_use]
     pub fn gradients_workspace(&self) -> WorkspaceSize {
-        /// Those of D that have sums.
+        /// Head dimensions, rounded up, for which dQ is summed in the workspace.
         const BUCKETS: [i64; 3] = [64, 96, 128];
-        /// Rows of a group of sums, which no two sequences share.
+        /// Rows per group of dQ sums.
         const GROUP: i64 = 16;
         let heads = self.num_q_heads.max(0);
         let number = size_of::<f32>() as i64;
@@ -103,7 +104,7 @@ impl AttentionSizes {
             return WorkspaceSize { fixed: 16, per_row: number.saturating_mul(heads), per_sequence: 0 };
         }
         let row_sums = number * BUCKETS.into_iter().find(|bucket| *bucket >= columns).unwrap_or(0);
-        // Two numbers a row, one a block of 64 rows or more, and where places begin.
+        // Per row delta and lse, and per block of 64 or more rows a counter.
         let of_block = heads.saturating_add(15) / 16;
         let per_row = heads.saturating_mul(row_sums + 2 * number).saturating_add(of_block);
         let per_sequence = heads.saturating_mul((GROUP - 1) * row_sums + number).saturating_add(72);

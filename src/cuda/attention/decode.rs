@@ -1,5 +1,5 @@
-//! Decode: the kernels for sequences whose packed rows fill no more than one tile. CTAs share out the keys (split-KV); a
-//! combine kernel merges what several CTAs computed of a tile.
+//! Decode: the launches for sequences whose packed rows fit one tile. The keys are divided between CTAs (split-KV), and the
+//! combine kernel merges the partials of tiles that several CTAs computed.
 
 use super::split::KvSplit;
 use super::tiles::KERNEL;
@@ -13,12 +13,13 @@ use crate::problem::attention::Attention;
 
 const COMBINE_KERNEL: &str = "combine";
 
-/// Most new rows per KV head that one warp stores in the cache. Its stores are serial and delay its attention work; above
-/// this a launch of the update's own kernel is faster.
+/// Maximum new rows per KV head that one decode warp stores in the cache. Stores are serial and delay the warp's attention
+/// work; above this a separate update kernel is faster.
 const ROWS_PER_WARP: i64 = 4;
 
-/// Takes calls in which no sequence is long: the sizes leave room for one query per sequence on average, or for no long
-/// sequence at all, or the caller says so. The first and the last are guesses that must not decide with `batch_invariant`.
+/// Takes calls without long sequences: those whose sizes leave room for one query per sequence on average, or for no long
+/// sequence at all, or whose caller says so by `max_seqlen_q`. In the first and the last case there may be long sequences
+/// nevertheless, which decode serves too; but with `batch_invariant` the kernel of a sequence must not depend on the batch.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let (rows, seqs, decode) = (call.rows(), call.seqs(), call.decode);
     let longest = call.problem.queries.longest as i64;
@@ -34,13 +35,14 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     }
 }
 
-/// The most tiles that short sequences have.
+/// The maximum number of tiles of short sequences.
 pub(super) fn most_short_tiles(call: &Call) -> i64 {
     let rows = call.decode.rows();
     call.rows().min(call.seqs()) * ((call.few() * call.group() + rows - 1) / rows)
 }
 
-/// The launches of a call whose long sequences have the launch that `prefill` makes of its parameter.
+/// The launches of a call with long sequences: decode for the short ones, and the launch that `prefill` returns, given its
+/// parameter, for the long ones.
 pub(super) fn beside<'c>(
     call: &Call,
     prefill: impl FnOnce(&AttentionParams) -> Result<Launch<'c>>,
@@ -54,7 +56,8 @@ pub(super) fn beside<'c>(
     Ok(launches)
 }
 
-/// The launches that decode sequences of up to `max_queries` queries, which have `tiles` tiles per KV head at most.
+/// The launches that decode the sequences of up to `max_queries` queries, which have at most `tiles` tiles per KV head.
+/// `are_alone`: there is no other launch, which could write the padding rows.
 fn of_sequences<'c>(call: &Call, tiles: i64, max_queries: i64, are_alone: bool) -> Result<Launches<'c>> {
     let Call { problem, device, decode, .. } = call;
     let shared_memory = decode.decode_shared_memory(problem, device);
@@ -73,18 +76,18 @@ fn of_sequences<'c>(call: &Call, tiles: i64, max_queries: i64, are_alone: bool) 
     Ok(Launches { list, store_new_tokens: new_tokens.is_some() })
 }
 
-/// The launch that combines the partials of split tiles, where a launch with this parameter splits any.
+/// The combine kernel's launch, if a launch with this parameter may split tiles.
 pub(super) fn combine<'c>(
     problem: &Attention,
     split: &KvSplit,
     params: &AttentionParams,
 ) -> Result<Option<Launch<'c>>> {
-    let ends = split.num_split_records();
-    if ends == 0 {
+    let records = split.num_split_records();
+    if records == 0 {
         return Ok(None);
     }
     let variant = variants::find(COMBINE_KERNEL, &[variants::dtype_value(problem.out.dtype)])?;
-    let grid = [problem.num_kv_heads as u32, ends, 1];
+    let grid = [problem.num_kv_heads as u32, records, 1];
     let shape = Shape { grid, threads: COMBINE_THREADS as u32, shared_memory: 0 };
     Ok(Some(Launch::new(COMBINE_KERNEL, variant, shape, Parameter::Attention(*params))))
 }

@@ -1,10 +1,10 @@
 //! Attention on CUDA: which kernels a call takes, in which launches.
 //!
-//! Lengths are known on the device alone, so a grid holds every tile that the static sizes allow; the kernels find their
-//! tiles themselves and those without one leave. `docs/kernels.md` explains the work shapes.
+//! The host does not know lengths. Grids have a CTA for every tile that the static sizes allow; CTAs find their tiles
+//! themselves, and those without one exit. `docs/kernels.md` explains the kernels.
 //!
-//! Each way to carry out a call is a strategy with a file of its own: it answers with launches, which are data, or leaves
-//! the call to those after it. `docs/dev/new_architecture.md` says what another architecture takes.
+//! Each way to execute a call is a strategy in its own file: it returns launches, which are data, or leaves the call to the
+//! strategies after it. `docs/dev/new_architecture.md` says how to add another architecture.
 
 mod decode;
 mod fused;
@@ -30,22 +30,22 @@ use tiles::AttentionTile;
 /// sizes, strides and options, never the batch, and with `batch_invariant` a sequence's own length alone.
 type Strategy = for<'c> fn(&Call<'c>) -> Result<Option<Launches<'c>>>;
 
-/// In the order in which they are asked.
+/// The strategies, in the order in which they are tried.
 const STRATEGIES: [Strategy; 5] = [
-    decode::launches,         // no sequence is long
-    hopper::launches_for_all, // nearly all are
-    fused::launches,          // short and long ones, in one kernel
-    hopper::launches,         // the long ones, beside decode
+    decode::launches,         // all sequences are short
+    hopper::launches_for_all, // nearly all sequences are long
+    fused::launches,          // short and long sequences in one kernel
+    hopper::launches,         // long sequences, with decode for the short ones
     portable::launches,       // likewise, on every GPU
 ];
 
-/// What strategies decide by.
+/// The call that strategies decide on.
 struct Call<'c> {
     problem: &'c Attention<'c>,
     device: Device,
-    /// The kernels' parameter, all but what differs between launches.
+    /// The kernels' parameter, without what differs between launches.
     params: AttentionParams,
-    /// What the cache is to be updated with, if decode can do it.
+    /// The tokens that the cache is to be updated with, if decode can store them.
     new_tokens: Option<NewTokens>,
     /// The tile of decode.
     decode: &'static AttentionTile,
@@ -71,17 +71,17 @@ impl<'c> Call<'c> {
         (self.problem.num_q_heads / self.problem.num_kv_heads) as i64
     }
 
-    /// Queries up to which a sequence is short: its packed rows fill no more than one tile of decode.
+    /// Maximum queries of a short sequence, whose packed rows fit one tile of decode.
     fn few(&self) -> i64 {
         (self.decode.rows() / self.group()).max(1)
     }
 
-    /// Sequences that can be longer than that.
+    /// Maximum number of long sequences.
     fn long_sequences(&self) -> i64 {
         self.seqs().min(self.rows() / (self.few() + 1))
     }
 
-    /// The parameter of a launch for the sequences of `min` to `max` queries.
+    /// The parameter of a launch for the sequences that have `min` to `max` queries.
     fn params_for(&self, min: i64, max: i64) -> AttentionParams {
         AttentionParams { min_queries: min as i32, max_queries: max as i32, ..self.params }
     }
@@ -90,13 +90,13 @@ impl<'c> Call<'c> {
 /// More queries than any sequence has.
 const UNLIMITED: i64 = i32::MAX as i64;
 
-/// The most tiles of `tile` packed rows that `sequences` sequences of `packed` packed rows in all can have: the sum of
-/// `ceil(packed rows / tile)` over sequences that have a row is at most this.
+/// Maximum number of tiles of `tile` packed rows that `sequences` sequences with `packed` packed rows in total can have: an
+/// upper bound of the sum of `ceil(packed rows / tile)` over sequences with rows.
 fn most_tiles(packed: i64, tile: i64, sequences: i64) -> i64 {
     (packed + sequences * (tile - 1)) / tile
 }
 
-/// What a launch's parameter is made of.
+/// A launch's parameter, or what it is built from when the launch is enqueued.
 enum Parameter<'c> {
     Attention(AttentionParams),
     Prefill(PrefillParameter<'c>),
@@ -115,7 +115,7 @@ impl kernel::Parameter for Parameter<'_> {
 
 type Launch<'c> = kernel::Launch<Parameter<'c>>;
 
-/// The launches of a call, in order. The first one also writes the rows that belong to no sequence.
+/// The launches of a call, in order. The first one also clears the padding rows.
 #[derive(Default)]
 struct Launches<'c> {
     list: Vec<Launch<'c>>,
@@ -123,7 +123,7 @@ struct Launches<'c> {
     store_new_tokens: bool,
 }
 
-/// None where there is no row.
+/// The launches of the first strategy that takes the call; none if there is no row.
 fn launches<'c>(call: &Call<'c>) -> Result<Launches<'c>> {
     if call.problem.num_rows == 0 {
         return Ok(Launches::default());
@@ -136,7 +136,7 @@ fn launches<'c>(call: &Call<'c>) -> Result<Launches<'c>> {
     unreachable!("the portable strategy takes every call")
 }
 
-/// What a call launches, chosen; nothing is enqueued yet.
+/// The launches chosen for a call. Nothing is enqueued yet.
 pub(crate) struct LaunchPlan<'c>(Launches<'c>);
 
 impl<'c> LaunchPlan<'c> {
@@ -144,8 +144,9 @@ impl<'c> LaunchPlan<'c> {
         Self::on(problem, None, Device::current()?)
     }
 
-    /// Of attention over a cache that is to be updated first. Where decode can do that, it comes before prefill, reads the
-    /// new keys from where they come from and stores every row that has a slot: [`stores_update`](Self::stores_update).
+    /// The launches of attention over a cache that is to be updated first. If decode can store the update
+    /// ([`stores_update`](Self::stores_update)), it comes before prefill, reads the new keys from the update's operands, and
+    /// stores every row whose slot is in the cache. Otherwise the caller launches the update first.
     pub(crate) fn with_update(problem: &'c Attention, update: &KvCacheUpdate) -> Result<Self> {
         Self::on(problem, Some(update), Device::current()?)
     }
@@ -158,7 +159,7 @@ impl<'c> LaunchPlan<'c> {
         self.0.store_new_tokens
     }
 
-    /// Load the kernels that it launches.
+    /// Loads the kernels that it launches.
     pub(crate) fn load(&self) -> Result {
         self.0.list.iter().try_for_each(kernel::Launch::load)
     }
@@ -167,20 +168,20 @@ impl<'c> LaunchPlan<'c> {
     /// The problem's views are device memory of the current context that outlives the kernels' run; `out`, `lse` and the
     /// workspace are writable; where the plan stores an update, so are the caches, and its views outlive the run too.
     pub(crate) unsafe fn launch(&self, stream: Stream) -> Result {
-        // SAFETY: each strategy makes the parameter of its kernel out of the problem; the caller vouches for the memory.
+        // SAFETY: each strategy builds its kernel's parameter from the problem, whose memory the caller guarantees is valid.
         self.0.list.iter().try_for_each(|launch| unsafe { launch.enqueue(stream) })
     }
 }
 
-/// Load the kernels that [`launch`] takes.
+/// Loads the kernels that [`launch`] enqueues.
 pub(crate) fn prepare(problem: &Attention) -> Result {
     LaunchPlan::new(problem)?.load()
 }
 
 /// # Safety
-/// As of [`LaunchPlan::launch`].
+/// As for [`LaunchPlan::launch`].
 pub(crate) unsafe fn launch(problem: &Attention, stream: Stream) -> Result {
-    // SAFETY: this function's contract.
+    // SAFETY: this function has the same contract.
     unsafe { LaunchPlan::new(problem)?.launch(stream) }
 }
 
@@ -281,7 +282,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn lengths_are_shared_out_between_the_shapes_without_gap_or_overlap() {
+    fn launches_cover_every_sequence_length_exactly_once() {
         let decode = "attention_bf16_128_decode_8warps_none";
         let prefill = "attention_bf16_128_prefill_none";
         assert_eq!(named(&problem(64, 64, 8, 104)), [(decode, 1, i32::MAX)]);
@@ -328,7 +329,7 @@ pub(super) mod tests {
         let both = [("attention_bf16_128_decode_none", 1, 4), ("attention_bf16_128_prefill_none", 5, i32::MAX)];
         let invariant = Attention { batch_invariant: true, ..decode };
         assert_eq!(storing(&invariant, None, &strides), (true, both.to_vec()));
-        // Nine CTAs of four warps a KV head, for as many tiles.
+        // Nine CTAs of four warps per KV head, one per tile.
         let few = |rows| Attention { batch_invariant: true, ..problem(rows, 9, 8, 128) };
         assert_eq!(storing(&few(144), None, &strides), (true, both.to_vec()));
         let [first, second] = both;

@@ -1,4 +1,4 @@
-//! The parameter of the attention kernels from the problem, and what a call must hold to for it.
+//! The parameter of the attention kernels, built from the problem, and the limits that the kernels put on a call.
 
 use super::tiles::converts_fp8;
 use crate::cuda::device::Device;
@@ -14,23 +14,23 @@ use crate::tensor::{DType, Tensor};
 use std::f32::consts::LOG2_E;
 use std::ptr::null;
 
-/// Positions of keys are 32-bit numbers to which a block's size can be added.
+/// Positions of keys are 32-bit numbers, and adding a block's size to one must not overflow.
 const LONGEST_CONTEXT: usize = i32::MAX as usize - 256;
 
-/// What a packed row of a tile counts up to, `Hq / Hkv` and the rows of a tile, is exact in `divide_small` of
-/// `kernels/include/work_tile.cuh` below 2^20.
+/// `divide_small` of `kernels/include/work_tile.cuh` is exact below 2^20, and it divides up to `Hq / Hkv` plus the rows of a
+/// tile.
 const LARGEST_GROUP: i64 = 1 << 19;
 
-/// The page of contiguous keys: without an end as far as the kernels look, and a multiple of their blocks.
+/// The page size that stands for contiguous keys: longer than any context, and a multiple of every kernel's blocks.
 const ENDLESS_PAGE: i32 = 1 << 30;
 
 impl AttentionParams {
-    /// All but what differs between launches, for `device`.
+    /// The parameter, without what differs between launches.
     pub(in crate::cuda) fn new(problem: &Attention, device: &Device) -> Result<Self> {
         check_sizes(problem)?;
         check_alignments(problem)?;
         let divisor = decoded_divisor(problem, device);
-        // What decoding has divided q and K by.
+        // Decoding fp8 has divided q and K by this.
         let products_divisor = if problem.q.dtype.size() == 1 { divisor * divisor } else { divisor };
         let (queries, keys, score) = (&problem.queries, &problem.keys, &problem.score);
         let group = (problem.num_q_heads / problem.num_kv_heads) as i32;
@@ -96,20 +96,20 @@ impl AttentionParams {
         })
     }
 
-    /// The same with packs of `pack` query heads in the place of KV heads, `packs` in all.
+    /// The same with `packs` groups of `pack` query heads in place of the KV heads and their groups.
     pub(super) fn with_packs(&self, pack: i64, packs: i64) -> Self {
         Self { num_kv_heads: packs as i32, group: pack as i32, group_reciprocal: 1.0 / pack as f32, ..*self }
     }
 }
 
 impl NewTokens {
-    /// The cache holds all.
+    /// The cache already has all keys.
     pub(super) const NONE: Self = {
         let rows = NewRowSource { base: null(), token_stride: 0, head_stride: 0 };
         Self { key: rows, value: rows, slots: SlotMapping::NONE }
     };
 
-    /// The rows of an update that goes into the cache bit by bit, if the kernels can copy them.
+    /// The rows of an update, if decode can store them: they go into the cache unchanged, and vectors of 16 bytes fit.
     pub(super) fn of(update: &KvCacheUpdate) -> Option<Self> {
         let can_copy = [&update.key, &update.value].iter().all(|new| {
             let rows = &new.rows;
@@ -149,7 +149,7 @@ impl ScaleSource {
     }
 }
 
-/// What the kernels for 8-bit keys have divided numbers by when they have decoded them (`kernels/include/fp8.cuh`).
+/// By what the kernels for 8-bit keys divide numbers when they decode them (`kernels/include/fp8.cuh`).
 fn decoded_divisor(problem: &Attention, device: &Device) -> f32 {
     if problem.kv_dtype == DType::F8E4M3FN && !converts_fp8(device) { 256.0 } else { 1.0 }
 }
@@ -162,7 +162,7 @@ fn query_type(dtype: DType) -> QueryType {
     }
 }
 
-/// The most keys that a sequence can have.
+/// The maximum number of keys of a sequence.
 fn capacity(storage: &KeyStorage) -> usize {
     match storage {
         KeyStorage::Contiguous { total } => *total,
@@ -170,7 +170,7 @@ fn capacity(storage: &KeyStorage) -> usize {
     }
 }
 
-/// No key is further away from a query than a 32-bit number tells.
+/// A window that 32 bits cannot hold is no window, because distances between keys and queries fit 32 bits.
 fn window(keys: i64) -> i32 {
     i32::try_from(keys).ok().filter(|keys| *keys < i32::MAX).unwrap_or(-1)
 }
@@ -193,7 +193,7 @@ fn ensure_fits(name: &str, size: i64, limit: i64) -> Result {
     Err(Error::unimplemented(format!("{name} is {size}; the CUDA kernels count to {limit}")))
 }
 
-/// The kernels take 16 bytes at a time, of fp8 rows 8 where there is no other way.
+/// The kernels load 16 bytes at a time, or 8 of fp8 rows that are not aligned to 16.
 fn check_alignments(problem: &Attention) -> Result {
     check_rows("q", &problem.q)?;
     check_rows("out", &problem.out)?;
@@ -203,12 +203,12 @@ fn check_alignments(problem: &Attention) -> Result {
     Ok(())
 }
 
-/// That of rows `[T, H, D]`.
+/// Checks the alignment of rows `[T, H, D]`.
 pub(in crate::cuda) fn check_rows(name: &str, rows: &Tensor) -> Result {
     check_alignment(name, rows.data, &row_steps(rows), rows.dtype.size())
 }
 
-/// K and V consist of chunks of 16 bytes, aligned to them.
+/// Whether rows of K and V are multiples of 16 bytes and aligned to 16 bytes.
 fn has_wide_rows(problem: &Attention) -> bool {
     let bytes = problem.kv_dtype.size();
     [(&problem.k, problem.head_dim), (&problem.v, problem.value_dim)].into_iter().all(|(view, dim)| {
@@ -217,12 +217,12 @@ fn has_wide_rows(problem: &Attention) -> bool {
     })
 }
 
-/// Elements from row to row and from head to head of `[T, H, D]`; 0 where there is no next one.
+/// Strides of rows and heads of `[T, H, D]`; 0 for axes of length 1, whose stride may be anything.
 fn row_steps(tensor: &Tensor) -> [i64; 2] {
     [0, 1].map(|axis| if tensor.dims[axis] > 1 { tensor.stride(axis) } else { 0 })
 }
 
-/// Likewise from page to page, token to token and head to head.
+/// Likewise of pages, tokens and heads.
 fn view_steps(problem: &Attention, view: &KvView) -> [i64; 3] {
     let (pages, tokens) = match problem.keys.storage {
         KeyStorage::Contiguous { total } => (1, total),
@@ -237,7 +237,7 @@ fn is_aligned(data: *const u8, steps: &[i64], element_bytes: usize, alignment: i
     data as i64 % alignment == 0 && steps.iter().all(|step| step * element_bytes as i64 % alignment == 0)
 }
 
-/// Rows that begin at `data` and are `steps` elements apart begin at multiples of what the kernels take at a time.
+/// Checks that rows at `data`, with strides of `steps` elements, are aligned to the kernels' loads.
 fn check_alignment(name: &str, data: *const u8, steps: &[i64], element_bytes: usize) -> Result {
     let alignment = if element_bytes == 1 { 8 } else { 16 };
     ensure(is_aligned(data, steps, element_bytes, alignment), || {
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn what_decoding_divides_by_is_made_up_for() {
+    fn factors_undo_what_decoding_divides_by() {
         let plain = problem(1, 1, 2, 64);
         let plain = Attention { q: Tensor { dtype: DType::F8E4M3FN, ..plain.q }, kv_dtype: DType::F8E4M3FN, ..plain };
         let factors = |capability| {

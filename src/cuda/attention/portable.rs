@@ -1,11 +1,11 @@
-//! Prefill on every GPU: a CTA for each tile and KV head.
+//! Prefill on every GPU: one CTA per tile and KV head.
 
 use super::tiles::{AttentionTile, KERNEL};
 use super::{Call, Launch, Launches, Parameter, decode, most_tiles};
 use crate::cuda::launch::Shape;
 use crate::error::{Error, Result};
 
-/// Takes every call: a launch for the long sequences, and those of decode for the others.
+/// Takes every call: a launch for the long sequences, and decode's launches for the others.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let Call { problem, device, .. } = call;
     let tile = AttentionTile::of(problem, "prefill")?;

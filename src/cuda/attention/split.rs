@@ -1,16 +1,16 @@
-//! How many CTAs share out the keys of a decode launch, and where they leave what they computed of a tile that several
-//! of them have a part of. `kernels/include/work_partition.cuh` does the sharing out.
+//! Split-KV on the host: how many work ranges a decode launch has, and where in the workspace their partials go. The
+//! partition itself happens on the device (`kernels/include/work_partition.cuh`), because only it knows lengths.
 
 use super::tiles::AttentionTile;
 use crate::cuda::params::attention::{MIN_SPLIT_KEYS, MIN_SPLIT_TILE_KEYS, PartialResults, SPLIT_RECORD_BYTES};
 use crate::problem::attention::{Attention, KeyStorage};
 use std::ptr::null_mut;
 
-/// The second dimension of a grid has no more.
+/// The limit of the grid's second dimension.
 const MAX_RANGES: i64 = 65535;
 
 impl PartialResults {
-    /// No tile is cut.
+    /// No tile may be split.
     pub(super) const NONE: Self = Self {
         split_records: null_mut(),
         states: null_mut(),
@@ -24,17 +24,17 @@ impl PartialResults {
     };
 }
 
-/// How a decode launch shares out its keys.
+/// The work partition of a decode launch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct KvSplit {
-    /// CTAs for each KV head.
+    /// Work ranges, and so CTAs, per KV head.
     pub(super) ranges: i64,
     pub(super) partial: PartialResults,
 }
 
 impl KvSplit {
-    /// For `tiles` tiles a KV head at most, of sequences of at most `max_queries` queries, on a device that runs
-    /// `resident_ctas` at a time. The first `taken` bytes of the workspace are another's.
+    /// The partition of at most `tiles` tiles per KV head, of sequences of at most `max_queries` queries, between
+    /// `resident_ctas` CTAs, as many as the device runs at a time. The first `taken` bytes of the workspace are in use.
     pub(super) fn new(
         problem: &Attention,
         tile: &AttentionTile,
@@ -45,33 +45,34 @@ impl KvSplit {
     ) -> Self {
         let heads = problem.num_kv_heads as i64;
         let keys = longest_tile(problem, max_queries);
-        // The rounds of the longest tile, whose first and last may see one key each unless keys are seen from 0 on.
-        let round = tile.keys_per_round();
+        // The longest tile in KV chunks. If keys are not seen from 0 on, its first and last chunk may have one key each.
+        let chunk = tile.kv_chunk_keys();
         let from_0 = problem.score.window_left < 0 && problem.keys.leftpad.is_none();
-        let may_cut = if from_0 { (keys + round - 1) / round * round } else { keys + 2 * round }
+        let may_split = if from_0 { (keys + chunk - 1) / chunk * chunk } else { keys + 2 * chunk }
             >= i64::from(MIN_SPLIT_TILE_KEYS);
-        let parts = if may_cut { (keys as u64).div_ceil(MIN_SPLIT_KEYS as u64) as i64 } else { 1 };
-        let ranges = (resident_ctas / heads).clamp(1, tiles.max(1).saturating_mul(parts)).min(MAX_RANGES);
+        let splits = if may_split { (keys as u64).div_ceil(MIN_SPLIT_KEYS as u64) as i64 } else { 1 };
+        let ranges = (resident_ctas / heads).clamp(1, tiles.max(1).saturating_mul(splits)).min(MAX_RANGES);
         let mut partial = PartialResults {
             pitch: problem.value_dim as i32,
             max_fixed_splits: if problem.batch_invariant { max_fixed_splits(heads) } else { 0 },
             log2_unit: AttentionTile::log2_unit(problem),
             ..PartialResults::NONE
         };
-        if may_cut && ranges > 1 {
+        if may_split && ranges > 1 {
             partial.allocate(problem, tile, ranges, taken);
         }
         Self { ranges, partial }
     }
 
-    /// Ends of shares at which a tile may have been cut.
+    /// Boundaries between work ranges at which a tile may be split: a `SplitRecord` for each.
     pub(super) fn num_split_records(&self) -> u32 {
         (self.partial.num_ranges - 1).max(0) as u32
     }
 }
 
 impl PartialResults {
-    /// Divides up the workspace: cuts, then states, then outputs.
+    /// Lays out the workspace: split records, then states, then outputs. With too little of it there are fewer ranges, or
+    /// no tile is split.
     fn allocate(&mut self, problem: &Attention, tile: &AttentionTile, ranges: i64, taken: usize) {
         let Some((start, size)) = room(problem, taken, SPLIT_RECORD_BYTES as usize) else { return };
         let size = size as i64;
@@ -80,12 +81,12 @@ impl PartialResults {
             let split_records = ranges - 1;
             (split_records, (size - split_records * i64::from(SPLIT_RECORD_BYTES)) / row_bytes)
         } else {
-            // Both sides of the end of a share.
+            // A boundary has a partial on either side.
             let rows = 2 * tile.rows();
             let split_records = (size / (i64::from(SPLIT_RECORD_BYTES) + rows * row_bytes)).min(ranges - 1);
             (split_records, split_records * rows)
         };
-        // An even number keeps what follows the states aligned to 16 bytes.
+        // With an even number of 8-byte states, the outputs after them are aligned to 16 bytes.
         let rows = rows.min(1 << 23) / 2 * 2;
         if split_records < 1 || rows < 2 {
             return;
@@ -98,20 +99,20 @@ impl PartialResults {
     }
 }
 
-/// The workspace past its first `taken` bytes, from a multiple of `alignment` on, and how many bytes that leaves.
+/// The part of the workspace after its first `taken` bytes, aligned to `alignment`, and its size.
 pub(super) fn room(problem: &Attention, taken: usize, alignment: usize) -> Option<(*mut u8, usize)> {
     let workspace = problem.workspace?;
     let first = (workspace.data as usize + taken).next_multiple_of(alignment) - workspace.data as usize;
     Some((workspace.data.wrapping_add(first), workspace.bytes().checked_sub(first)?))
 }
 
-/// `batch_invariant`: into how many spans a tile is cut at most. Enough for one sequence to keep a large GPU busy; part of
-/// what the result is, so it must not depend on the device.
+/// `batch_invariant`: maximum fixed-size splits per tile. Enough for one sequence to occupy a large GPU. Results depend on
+/// it, so it must not depend on the device.
 fn max_fixed_splits(num_kv_heads: i64) -> i32 {
     (256 / num_kv_heads).clamp(8, 128) as i32
 }
 
-/// Keys that the rows of a tile see together, at most.
+/// Maximum number of keys that the rows of a tile see together.
 fn longest_tile(problem: &Attention, max_queries: i64) -> i64 {
     let capacity = match problem.keys.storage {
         KeyStorage::Contiguous { total } => total as i64,
@@ -133,7 +134,7 @@ mod tests {
     use crate::problem::workspace::AttentionSizes;
     use crate::tensor::{DType, Tensor};
 
-    /// What an SM count of 132 with two CTAs each runs at a time.
+    /// CTAs that 132 SMs with two CTAs each run at a time.
     const RESIDENT: i64 = 264;
 
     /// Decode of `seqs` sequences over `keys` keys.
@@ -165,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn the_wanted_workspace_has_room_for_every_share_wherever_it_begins() {
+    fn the_wanted_workspace_has_room_for_every_work_range_wherever_it_begins() {
         for kv_heads in 1..=RESIDENT as usize {
             for batch_invariant in [false, true] {
                 let problem = decode(64, kv_heads, 1 << 17, batch_invariant);
@@ -178,7 +179,7 @@ mod tests {
                         if ranges > 1 { ranges } else { 0 },
                         "{kv_heads} heads"
                     );
-                    // Two parts of a full tile for every share.
+                    // Two partials of a full tile per boundary.
                     let rows = if ranges > 1 { 2 * 16 * (ranges - 1) } else { 0 };
                     assert!(i64::from(split.partial.rows_per_head) >= rows, "{kv_heads} heads");
                 }
@@ -187,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn no_part_lies_outside_of_the_workspace() {
+    fn no_partial_lies_outside_of_the_workspace() {
         for (kv_heads, batch_invariant) in [(1, false), (8, false), (8, true), (100, true)] {
             let problem = decode(64, kv_heads, 1 << 17, batch_invariant);
             let all = wanted(&problem);
@@ -217,18 +218,18 @@ mod tests {
     }
 
     #[test]
-    fn only_what_can_be_long_is_cut() {
-        let merging = |problem: &Attention| split(problem, 1 << 20, wanted(problem)).num_split_records();
-        assert_eq!(merging(&decode(8, 8, 384, false)), 0);
-        assert_eq!(merging(&decode(8, 8, 576, false)), 0);
-        assert!(merging(&decode(8, 8, 577, false)) > 0);
+    fn only_tiles_that_can_be_long_are_split() {
+        let records = |problem: &Attention| split(problem, 1 << 20, wanted(problem)).num_split_records();
+        assert_eq!(records(&decode(8, 8, 384, false)), 0);
+        assert_eq!(records(&decode(8, 8, 576, false)), 0);
+        assert!(records(&decode(8, 8, 577, false)) > 0);
         let long = decode(8, 8, 1 << 17, false);
-        assert!(merging(&long) > 0);
+        assert!(records(&long) > 0);
         let mut windowed = long;
         (windowed.score.window_left, windowed.score.window_right) = (127, 0);
-        assert_eq!(merging(&windowed), 0);
+        assert_eq!(records(&windowed), 0);
         windowed.score.window_left = 4095;
-        assert!(merging(&windowed) > 0);
+        assert!(records(&windowed) > 0);
         assert_eq!(
             KvSplit::new(&long, AttentionTile::of(&long, "decode").expect("bf16"), 8, 1, RESIDENT, 0)
                 .num_split_records(),

@@ -1,4 +1,4 @@
-//! How the portable kernels cut up the work: what follows from their tiles.
+//! The tiles of the portable kernels: which one serves a call, and what follows from it.
 
 use crate::cuda::device::Device;
 use crate::cuda::tiles::ATTENTION;
@@ -11,7 +11,7 @@ use std::f32::consts::LOG2_E;
 pub(super) const KERNEL: &str = "attention";
 
 impl AttentionTile {
-    /// The tile of `shape` whose head dimension is the next one that holds D and Dv.
+    /// The tile of `shape` with the smallest head dimension that is at least D and Dv.
     pub(super) fn of(problem: &Attention, shape: &str) -> Result<&'static Self> {
         let (dtype, head_dim) = (problem.kv_dtype, problem.head_dim.max(problem.value_dim));
         let serves =
@@ -47,8 +47,8 @@ impl AttentionTile {
         i64::from(16 * self.row_tiles * self.row_warps)
     }
 
-    /// Keys that a CTA takes up in one round.
-    pub(super) fn keys_per_round(&self) -> i64 {
+    /// Keys per KV chunk: one step of a decode CTA.
+    pub(super) fn kv_chunk_keys(&self) -> i64 {
         i64::from(self.keys * self.key_warps)
     }
 
@@ -56,12 +56,12 @@ impl AttentionTile {
         32 * self.row_warps * self.key_warps
     }
 
-    /// Dynamic shared memory of a launch of decode: so much that no more CTAs than those of the tile share an SM. Decode is
-    /// bound by memory, which these keep busy; more would only make the last wave of CTAs, in which SMs run empty, longer.
+    /// Dynamic shared memory of a decode launch: enough that at most `ctas_per_sm` CTAs fit on an SM. Those saturate DRAM;
+    /// with more, the CTAs would be shorter and their last wave, in which SMs run idle, a larger part of the time.
     pub(super) fn decode_shared_memory(&self, problem: &Attention, device: &Device) -> u32 {
-        let folded = if problem.batch_invariant { self.merged_rows_bytes() } else { 0 };
+        let merged_rows = if problem.batch_invariant { self.merged_rows_bytes() } else { 0 };
         let least = device.shared_memory_per_sm / (self.ctas_per_sm + 1) - device.reserved_per_block + 128;
-        (self.shared_bytes + folded).max(least)
+        (self.shared_bytes + merged_rows).max(least)
     }
 
     /// Factor from the kernel's scores to logits in base 2: `log2_unit()` of `kernels/include/logits_transform.cuh`.
@@ -69,13 +69,13 @@ impl AttentionTile {
         if transforms_logits(problem) { 1.0 } else { problem.score.softmax_scale * LOG2_E }
     }
 
-    /// Shared memory that decode with `batch_invariant` takes besides: `kFoldBytes` of the header.
+    /// Additional shared memory of decode with `batch_invariant`: `kMergedRowsBytes` of `kernels/include/tile_shape.cuh`.
     fn merged_rows_bytes(&self) -> u32 {
         (self.rows() * (4 * i64::from(self.head_dim) + 16)) as u32
     }
 }
 
-/// Whether the device has instructions from fp8 to f16.
+/// Whether the device has instructions that convert fp8 to f16.
 pub(super) fn converts_fp8(device: &Device) -> bool {
     device.capability >= 89
 }

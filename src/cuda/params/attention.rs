@@ -3,20 +3,21 @@
 use super::slots::SlotMapping;
 use std::ffi::c_void;
 
-/// Keys that decode looks up and loads together. In pages of a multiple of them, as nearly all are, they are adjacent.
+/// Tokens whose addresses decode looks up together. If the page size is a multiple of this, as nearly always, they share a
+/// page.
 pub const TOKENS_PER_LOAD: i32 = 16;
 
-/// Bytes of a split record (`SplitRecord`) in the workspace.
+/// Bytes of a `SplitRecord` in the workspace.
 pub const SPLIT_RECORD_BYTES: i32 = 64;
 
-/// A tile of fewer keys is left whole: splitting it costs more than it is worth.
+/// Minimum keys of a tile that may be split: for shorter ones the combine kernel costs more than splitting saves.
 pub const MIN_SPLIT_TILE_KEYS: i32 = 640;
 
-/// Keys of a part of a split tile, and of a CTA's work range, at least.
+/// Minimum keys of a split, and of a work range.
 pub const MIN_SPLIT_KEYS: i32 = 128;
 
-/// K or V in any layout: element strides between adjacent pages, tokens of a page, heads. The elements of a token's head
-/// are contiguous. Contiguous keys are one page without an end.
+/// K or V in any layout, by its strides in elements. The elements of a head of a token are contiguous. Contiguous keys are
+/// a single page of unlimited size.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct KvSource {
@@ -26,7 +27,7 @@ pub struct KvSource {
     pub head_stride: i64,
 }
 
-/// Factors: one (stride 0) or one per KV head (stride 1); null is 1.
+/// A scale factor: one for all KV heads (stride 0) or one per KV head (stride 1); null is 1.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ScaleSource {
@@ -34,25 +35,25 @@ pub struct ScaleSource {
     pub head_stride: i64,
 }
 
-/// Where decode launches leave what several CTAs computed of a tile, in the caller's workspace (`partial_rows.cuh`).
+/// Where in the caller's workspace a decode launch stores the partial results of split tiles (`partial_rows.cuh`).
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct PartialResults {
-    /// `SplitRecord [groups - 1]`: those of the work ranges after the first.
+    /// `SplitRecord [num_ranges - 1]`: one per boundary between work ranges.
     pub split_records: *mut c_void,
-    /// `float2 [Hkv, rows_per_head]`: max and sum.
+    /// `float2 [Hkv, rows_per_head]`: max and sum of each partial row.
     pub states: *mut c_void,
-    /// `float [Hkv, rows_per_head, pitch]`
+    /// `float [Hkv, rows_per_head, pitch]`: unnormalized outputs.
     pub outputs: *mut c_void,
     /// Below 2^24.
     pub rows_per_head: i32,
     /// Columns of an output: Dv.
     pub pitch: i32,
-    /// Work ranges that have room for their partials; 0 where no tile may be split.
+    /// Maximum work ranges per KV head, limited by the room for their partials; 0 if no tile may be split.
     pub num_ranges: i32,
-    /// `batch_invariant`: spans per tile at most; else 0.
+    /// `batch_invariant`: maximum fixed-size splits per tile; else 0.
     pub max_fixed_splits: i32,
-    /// Logits to base 2 are this times the scores that `max` is one of.
+    /// Factor from the kernel's scores, and so from max, to logits in base 2.
     pub log2_unit: f32,
     pub reserved: i32,
 }
@@ -66,19 +67,19 @@ pub struct NewRowSource {
     pub head_stride: i64,
 }
 
-/// Tokens that the cache does not hold yet: the last `len_q` keys of each sequence. Decode of more than 8 bits takes them
-/// from here and stores them in the cache (`new_tokens.cuh`); other kernels ignore them.
+/// Tokens that the cache does not have yet: the last `len_q` keys of each sequence. Decode kernels with `appends_kv` read
+/// them from here and store them in the cache (`new_tokens.cuh`); other kernels ignore them.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct NewTokens {
-    /// Without a base the cache holds all.
+    /// If `base` is null, the cache already has all tokens.
     pub key: NewRowSource,
     pub value: NewRowSource,
-    /// Of every row, whether it belongs to a sequence or not.
+    /// The slots of all Tq rows, including padding rows.
     pub slots: SlotMapping,
 }
 
-/// What q is, where K and V have 8 bits.
+/// The element type of q in the kernels for 8-bit K and V.
 #[derive(Clone, Copy)]
 #[repr(i32)]
 pub enum QueryType {
@@ -87,8 +88,8 @@ pub enum QueryType {
     Fp8,
 }
 
-/// Tq query rows, B sequence slots, Hq = group * Hkv query heads, P pages. Strides are in elements. What the caller leaves
-/// out is null.
+/// The parameter of the portable attention kernels: Tq query rows, B sequence slots, Hq = group * Hkv query heads, P pages.
+/// Strides are in elements. Absent operands are null.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct AttentionParams {
@@ -104,48 +105,48 @@ pub struct AttentionParams {
     pub lse: *mut f32,
     pub k: KvSource,
     pub v: KvSource,
-    /// `[B, max_pages]`; without it the keys are contiguous.
+    /// `[B, max_pages]`; null if keys are contiguous.
     pub block_table: *const i32,
     pub block_table_stride: i64,
     /// `[B + 1]`
     pub cu_seqlens_q: *const i32,
     /// `[B]`
     pub seqused_q: *const i32,
-    /// `[B + 1]`; given where keys are contiguous, or `seqused_k` is not.
+    /// `[B + 1]`; null only if keys are paged and `seqused_k` gives their lengths.
     pub cu_seqlens_k: *const i32,
     /// `[B]`
     pub seqused_k: *const i32,
     /// `[B]`
     pub leftpad_k: *const i32,
-    /// One number; without it all B slots are in use.
+    /// A scalar; if null, all B slots are in use.
     pub num_seqs: *const i32,
     /// `[Hq]`, or `[B, Hq]`.
     pub alibi_slopes: *const f32,
-    /// From a sequence's slopes to the next one's: 0 or Hq.
+    /// Stride of sequences in `alibi_slopes`: 0 or Hq.
     pub alibi_stride: i64,
     /// `[Hq]`
     pub sinks: *const f32,
     pub q_scale: ScaleSource,
     pub k_scale: ScaleSource,
     pub v_scale: ScaleSource,
-    /// Factor of the output: what fp8 V's numbers have been divided by.
+    /// Factor of the output that undoes by what decoding fp8 has divided V.
     pub value_factor: f32,
     /// `softmax_scale * log2(e)`
     pub softmax_scale_log2: f32,
     /// `softcap * log2(e)`; 0 is off.
     pub softcap_log2: f32,
-    /// Factor of q . k: `softmax_scale / softcap`, or `softmax_scale_log2` where there is no cap; times what fp8 numbers
-    /// have been divided by.
+    /// Factor of q . k: `softmax_scale / softcap`, or without a cap `softmax_scale_log2`; times a factor that undoes by what
+    /// decoding fp8 has divided q and K.
     pub score_factor: f32,
     /// Tq
     pub num_tokens: i32,
     /// B
     pub max_seqs: i32,
-    /// P; 1 where keys are contiguous.
+    /// P; 1 if keys are contiguous.
     pub num_pages: i32,
-    /// Where keys are contiguous, a multiple of every block's size.
+    /// If keys are contiguous, a multiple of every kernel's block size.
     pub page_size: i32,
-    /// Paged: longest context that a row of `block_table` can name; contiguous: rows of K and V. Below 2^31 - 256.
+    /// Paged keys: `max_pages * page_size`; contiguous keys: rows of K and V. Below 2^31 - 256.
     pub capacity: i32,
     pub num_kv_heads: i32,
     pub group: i32,
@@ -155,28 +156,28 @@ pub struct AttentionParams {
     pub head_dim: i32,
     /// Dv: likewise.
     pub value_dim: i32,
-    /// Keys before the query's own position that it sees; -1 is all.
+    /// How many keys before its position a query sees; -1 is all.
     pub window_left: i32,
-    /// Keys after it; 0 is causal, -1 is all.
+    /// How many keys after its position it sees; 0 is causal, -1 is all.
     pub window_right: i32,
-    /// Whether query 0 is aligned with key 0, else the last query with the last key.
+    /// Whether query 0 is at the position of key 0; otherwise the last query is at that of the last key.
     pub top_left: i32,
-    /// Sequences with fewer queries are another launch's. Set for each launch.
+    /// This launch skips sequences with fewer queries. Set per launch.
     pub min_queries: i32,
-    /// Sequences with more queries are another launch's. Set for each launch.
+    /// This launch skips sequences with more queries. Set per launch.
     pub max_queries: i32,
-    /// Whether this launch writes the rows that belong to no sequence. Set for each launch.
+    /// Whether this launch clears the padding rows, which belong to no sequence. Set per launch.
     pub clears_padding_rows: i32,
-    /// Read, as the rest, by kernels for fp8 K and V only.
+    /// This and the next three: only read by the kernels for fp8 K and V.
     pub q_type: QueryType,
-    /// Else e4m3fn.
+    /// Whether K and V are e5m2; else e4m3fn.
     pub kv_is_e5m2: i32,
-    /// Else of the type that the kernel computes in.
+    /// Whether out is bf16; else f16.
     pub out_is_bf16: i32,
-    /// K and V are chunks of 8 bytes, aligned to 8, else of 16.
+    /// Whether K and V are loaded 8 bytes at a time, because they are not aligned to 16; else 16.
     pub has_narrow_rows: i32,
-    /// Set for each launch.
+    /// Set per launch.
     pub partial: PartialResults,
-    /// Set where the cache is yet to be updated.
+    /// Set per launch, if the launch also updates the cache.
     pub new_tokens: NewTokens,
 }
