@@ -1,6 +1,6 @@
 // dK and dV of attention. A CTA holds a block of rows of K and V of one KV head and streams the packed rows of Q and dO
 // that attend to them. It computes whole sums, without atomics, so two runs give the same bits. The design is explained
-// in docs/kernels.md.
+// in docs/dev/kernels/portable_backward.md.
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32

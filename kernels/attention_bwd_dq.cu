@@ -1,6 +1,6 @@
 // dQ of attention. A CTA holds a block of packed query rows of Q and dO of one KV head and streams the K and V rows
 // that they attend to. It also stores delta of its rows in the workspace, for the kernels that follow. The design is
-// explained in docs/kernels.md.
+// explained in docs/dev/kernels/portable_backward.md.
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32

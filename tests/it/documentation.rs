@@ -27,7 +27,8 @@ fn exists(path: &str) -> bool {
 }
 
 fn documents() -> Vec<PathBuf> {
-    let folders = ["docs", "docs/dev", "docs/reference"].map(|folder| fs::read_dir(root().join(folder)).unwrap());
+    let folders = ["docs", "docs/dev", "docs/dev/kernels", "docs/reference"]
+        .map(|folder| fs::read_dir(root().join(folder)).unwrap());
     let docs = folders.into_iter().flatten().map(|e| e.unwrap().path());
     let mut all: Vec<PathBuf> = docs.filter(|p| p.extension().is_some_and(|e| e == "md")).collect();
     all.push(root().join("README.md"));
