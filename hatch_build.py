@@ -1,4 +1,4 @@
-"""The wheel is the Python files plus the shared library that cargo builds, tagged ``py3-none-<platform>``."""
+"""Build hook: adds the shared library that cargo builds to the wheel, tagged ``py3-none-<platform>``."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-# glibc versions that manylinux names; a library is tagged with the first that covers its newest symbol.
+# Minor glibc versions of the manylinux tags. A library gets the first one that covers its newest glibc symbol.
 MANYLINUX = (17, 24, 26, 27, 28, 31, 34, 35, 38, 39)
 
 
@@ -27,9 +27,10 @@ class CargoBuildHook(BuildHookInterface):
 
 
 def build_library(root: str) -> str:
-    """Run cargo; the path of the library.
+    """Run cargo and return the path of the library.
 
-    ``XLA_ATTENTION_CARGO`` replaces the sub-command, e.g. ``zigbuild``, ``XLA_ATTENTION_CARGO_PROFILE`` the profile.
+    ``XLA_ATTENTION_CARGO`` replaces the sub-command ``build``, for example by ``zigbuild``;
+    ``XLA_ATTENTION_CARGO_PROFILE`` replaces the profile ``release``.
     """
     subcommand = os.environ.get("XLA_ATTENTION_CARGO", "build").split()
     profile = os.environ.get("XLA_ATTENTION_CARGO_PROFILE", "release")
@@ -44,7 +45,7 @@ def build_library(root: str) -> str:
 
 
 def platform_tag(library: str) -> str:
-    """The wheel platform that the library needs: manylinux of its newest glibc symbol, elsewhere Python's own."""
+    """The wheel's platform tag: manylinux of the library's newest glibc symbol; outside of Linux Python's platform."""
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     if not platform.startswith("linux_"):
         return platform

@@ -1,7 +1,7 @@
 """Put the pinned XLA FFI headers into ``xla_headers/include/oldest`` and ``newest`` (ignored by git).
 
-They come from an installed jaxlib if its bytes match ``pin.toml``, otherwise out of the smallest wheel of the pinned
-version, fetched with ``pip download``. Exit code 1 and one line on standard error say what went wrong.
+Headers come from the installed jaxlib if their hashes match ``pin.toml``, otherwise from the smallest wheel of the
+pinned version, which ``pip download`` fetches. On failure the exit code is 1 and one line on standard error says why.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).resolve().parent
-# Any platform's wheel holds the same headers; this one is the smallest (54 to 58 MB).
+# The wheels of all platforms hold the same headers; this one is the smallest (54 to 58 MB).
 WHEEL = ["--python-version=3.12", "--implementation=cp", "--platform=macosx_11_0_arm64"]
 
 
@@ -32,7 +32,7 @@ class Pin(NamedTuple):
         return [n for n, wanted in self.sha256.items() if hashlib.sha256(headers[n]).hexdigest() != wanted]
 
     def read_all(self, read: Callable[[str], bytes]) -> dict[str, bytes] | None:
-        """Every pinned header through ``read``, or None where one is missing."""
+        """Read every pinned header with ``read``; None if one is missing."""
         try:
             return {name: read(name) for name in self.sha256}
         except (OSError, KeyError):
@@ -48,7 +48,7 @@ class Pin(NamedTuple):
         return headers if headers and not self.differing(headers) else None
 
     def downloaded(self) -> dict[str, bytes]:
-        """The headers out of the pinned jaxlib wheel."""
+        """The headers of the pinned jaxlib wheel."""
         requirement = f"jaxlib=={self.jaxlib}"
         with tempfile.TemporaryDirectory() as tmp:
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
@@ -68,7 +68,7 @@ class Pin(NamedTuple):
         return headers
 
     def materialise(self, folder: pathlib.Path) -> None:
-        """Put the headers into ``folder`` unless the pinned bytes are there already."""
+        """Write the headers to ``folder`` unless it holds the pinned ones already."""
         present = self.read_all(lambda name: (folder / name).read_bytes())
         if present and not self.differing(present):
             return
@@ -80,14 +80,14 @@ class Pin(NamedTuple):
             )
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in headers.items():
-            # Two cargo processes may be here at once: write aside, then rename.
+            # Written under another name and renamed, because two cargo processes may do this at the same time.
             aside = folder / f".{name}.{os.getpid()}"
             aside.write_bytes(data)
             aside.replace(folder / name)
 
 
 def main() -> None:
-    """Materialise the headers of each pin."""
+    """Write the headers of each pin."""
     for name, pin in tomllib.loads((HERE / "pin.toml").read_text()).items():
         Pin(**pin).materialise(HERE / "include" / name / "xla/ffi/api")
 

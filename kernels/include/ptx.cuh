@@ -17,22 +17,22 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/// Copies 16 bytes from global to shared memory. If `wanted` is false it reads nothing and writes zeros.
-__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool wanted) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(wanted ? 16 : 0)
+/// Copies 16 bytes from global to shared memory. If `predicate` is false it reads nothing and writes zeros.
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool predicate) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(predicate ? 16 : 0)
                : "memory");
 }
 
 /// `cp_async_16` with an L2 policy from `evict_first_policy`.
-__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool wanted, uint64_t policy) {
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool predicate, uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(destination), "l"(source),
-               "r"(wanted ? 16 : 0), "l"(policy)
+               "r"(predicate ? 16 : 0), "l"(policy)
                : "memory");
 }
 
 /// `cp_async_16` for 8 bytes.
-__device__ __forceinline__ void cp_async_8(uint32_t destination, const void* source, bool wanted) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(destination), "l"(source), "r"(wanted ? 8 : 0)
+__device__ __forceinline__ void cp_async_8(uint32_t destination, const void* source, bool predicate) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(destination), "l"(source), "r"(predicate ? 8 : 0)
                : "memory");
 }
 

@@ -1,4 +1,4 @@
-// kernels/include/bwd/ptx_extra.cuh on the host.
+// Replaces kernels/include/bwd/ptx_extra.cuh on the host.
 #pragma once
 #include "device.h"
 

@@ -1,7 +1,7 @@
-"""`compile.py ENTRY CACHE`: a kernel of kernels/variants.toml as a library for the host; prints its path.
+"""`compile.py ENTRY CACHE`: compiles a kernel of kernels/variants.toml for the host and prints the library's path.
 
-The library holds one kernel and the emulator, and exports `xa_emulate` and the size of the kernel's parameter. It is
-named by the content of everything that it is made of.
+The library holds one kernel and the emulator, and exports `xa_emulate` and the size of the kernel's parameter. Its name
+contains a hash of all of its sources, so it is compiled only once.
 """
 
 import hashlib
@@ -17,18 +17,20 @@ import tomllib
 
 HERE = pathlib.Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "kernels"
-# The headers that the build generates for kernels.
+# Headers that build.rs generates for the kernels.
 GENERATED = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", HERE.parents[1] / "target")) / "include"
-# Files of the emulator by where they go, some of them in place of the kernels' own.
-OWN = {name: name for name in ("ptx.cuh", "dtype.cuh", "fp8_convert.cuh", "device.h", "device.cc", "tensor_map.h")}
-OWN |= {f"hopper_{name}": f"hopper/{name}" for name in ("ptx.cuh", "wgmma.cuh")}
-OWN |= {"bwd_ptx_extra.cuh": "bwd/ptx_extra.cuh"}
-OWN |= {f"hopper_bwd_{name}": f"hopper_bwd/{name}" for name in ("ptx.cuh", "products.cuh")}
+# The emulator's files and where they are copied to; some of them replace a header of the kernels.
+EMULATOR_FILES = {
+    name: name for name in ("ptx.cuh", "dtype.cuh", "fp8_convert.cuh", "device.h", "device.cc", "tensor_map.h")
+}
+EMULATOR_FILES |= {f"hopper_{name}": f"hopper/{name}" for name in ("ptx.cuh", "wgmma.cuh")}
+EMULATOR_FILES |= {"bwd_ptx_extra.cuh": "bwd/ptx_extra.cuh"}
+EMULATOR_FILES |= {f"hopper_bwd_{name}": f"hopper_bwd/{name}" for name in ("ptx.cuh", "products.cuh")}
 FLAGS = "-std=c++17 -O2 -g1 -w -fPIC -shared -mfma -mf16c -ffp-contract=fast -fvisibility=hidden"
 
 
 def variant(entry: str) -> tuple[str, list[str]]:
-    """The source of a kernel, and the architecture and the axes it is compiled for."""
+    """The source file of a kernel and the macros that select its variant."""
     for kernel in tomllib.loads((KERNELS / "variants.toml").read_text())["kernel"]:
         for values in itertools.product(*(axis["values"] for axis in kernel["axes"])):
             if "_".join(["xa", kernel["name"], *values]) == entry:
@@ -40,7 +42,7 @@ def variant(entry: str) -> tuple[str, list[str]]:
 
 
 def host_source(text: str) -> str:
-    """The kernel as C++: its parameter by reference, its dynamic shared memory that of the emulator."""
+    """The kernel's source as C++: the parameter is passed by reference, and dynamic shared memory is the emulator's."""
     parameter = re.compile(r"\(\s*const __grid_constant__ ([\w:]+) (\w+)\)")
     size = f"sizeof({parameter.search(text)[1]})"
     text = re.sub(r"extern __shared__ [^;]*shared\[\];", "", parameter.sub(r"(const \1& \2)", text))
@@ -48,7 +50,7 @@ def host_source(text: str) -> str:
 
 
 def main(entry: str, cache: str) -> None:
-    """Compile unless it is there already."""
+    """Compile the library unless it exists."""
     source, defines = variant(entry)
     includes = (KERNELS / "include", GENERATED)
     headers = [header for include in includes for header in sorted(include.rglob("*.cuh"))]
@@ -64,7 +66,7 @@ def main(entry: str, cache: str) -> None:
             kernel.write_text(host_source((KERNELS / source).read_text()))
             for include in includes:
                 shutil.copytree(include, folder, dirs_exist_ok=True)
-            for name, place in OWN.items():
+            for name, place in EMULATOR_FILES.items():
                 shutil.copy(HERE / name, pathlib.Path(folder) / place)
             command = ["g++", *FLAGS.split(), f"-DXA_ENTRY={entry}", *defines, "-include", "device.h"]
             command += ["-iquote", folder, f"-I{folder}", str(kernel), f"{folder}/device.cc"]

@@ -1,7 +1,7 @@
-// Runs a grid on the host: each thread of a block is a fiber, switched where it would wait for others.
+// Runs a grid on the host: each thread of a block is a fiber, which is switched where the thread would wait for others.
 //
-// Threads take turns. With XLA_ATTENTION_EMULATOR_SEED some warps, others in each block, get one turn in 16 only, each
-// lane by itself: a kernel must not rely on a warp's being in time to see a phase of an mbarrier go by.
+// Threads run in turn. With XLA_ATTENTION_EMULATOR_SEED some warps, chosen anew for each block, run only once in 16
+// turns, each lane by itself: a kernel must not rely on a warp's seeing every phase of an mbarrier.
 #include "device.h"
 
 #include <cstdio>
@@ -18,7 +18,8 @@ void emulator_switch(void** save, void* to);
 void XA_ENTRY(const void* parameter);
 }
 
-// Saves the callee-saved registers and the stack pointer in *save, and goes on where `to` was saved. x86-64 System V.
+// Saves the callee-saved registers and the stack pointer in *save, and resumes the fiber that was saved in `to` (x86-64
+// System V).
 asm(R"(
 .text
 .globl emulator_switch
@@ -56,7 +57,7 @@ struct Copy {
   uint32_t destination;
   const void* source;
   int bytes;
-  bool wanted;
+  bool predicate;
 };
 
 struct Fiber {
@@ -80,9 +81,9 @@ struct Barrier {
 };
 
 struct Mbarrier {
-  uint32_t arrivals;  // of a phase
-  int64_t missing;    // of this one
-  int64_t bytes = 0;  // to be copied before it ends
+  uint32_t arrivals;  // per phase
+  int64_t missing;    // arrivals that the current phase waits for
+  int64_t bytes = 0;  // bytes that the current phase waits for
   unsigned phase = 0;
 };
 
@@ -97,9 +98,9 @@ void* main_stack_pointer;
 const void* parameter;
 std::mt19937 random_bits;
 uint32_t slow_warps = 0;
-int64_t turns_in_vain = 0;
+int64_t switches_without_progress = 0;
 
-/// The next fiber that has not ended, hardly ever one of a slow warp; the current one if there is no other.
+/// The next fiber that has not ended, rarely one of a slow warp; the current one if there is no other.
 int next_fiber() {
   const int count = static_cast<int>(fibers.size());
   for (int passed = 1; passed < 2 * count; ++passed) {
@@ -117,16 +118,16 @@ void switch_to(int next, void** save) {
   emulator_switch(save, fibers[next].stack_pointer);
 }
 
-void let_others_run() {
+void switch_thread() {
   const int me = current, next = next_fiber();
   if (next == me) fail("a thread waits for threads that have ended");
-  if (++turns_in_vain > 4096 * static_cast<int64_t>(fibers.size())) fail("all threads wait");
+  if (++switches_without_progress > 4096 * static_cast<int64_t>(fibers.size())) fail("all threads wait");
   switch_to(next, &fibers[me].stack_pointer);
 }
 
 void perform(const std::vector<Copy>& copies) {
   for (const Copy& copy : copies) {
-    if (copy.wanted) {
+    if (copy.predicate) {
       std::memcpy(shared + copy.destination, copy.source, copy.bytes);
     } else {
       std::memset(shared + copy.destination, 0, copy.bytes);
@@ -147,7 +148,7 @@ void thread() {
 
 void run_block() {
   const int threads = static_cast<int>(blockDim.x);
-  // What a kernel reads without having written it is NaN.
+  // All bits set are a NaN, which a kernel gets that reads shared memory before writing it.
   std::memset(shared, 0xff, sizeof(shared));
   fibers.assign(threads, Fiber{});
   warps.assign((threads + kWarp - 1) / kWarp, Warp{});
@@ -155,7 +156,7 @@ void run_block() {
   numbered_barriers.clear();
   mbarriers.clear();
   alive = threads;
-  turns_in_vain = 0;
+  switches_without_progress = 0;
   if (std::getenv("XLA_ATTENTION_EMULATOR_SEED") != nullptr) slow_warps = random_bits() & random_bits();
   for (int i = 0; i < threads; ++i) {
     void** top = reinterpret_cast<void**>(stacks[i] + kStackBytes - 64);
@@ -169,36 +170,36 @@ void run_block() {
 
 }  // namespace
 
-void together(void (*operation)(void* const*), void* mine) {
+void warp_collective(void (*operation)(void* const*), void* mine) {
   Warp& warp = warps[current / kWarp];
   warp.lanes[current % kWarp] = mine;
   if (++warp.arrived == kWarp) {
     operation(warp.lanes);
     warp.arrived = 0;
     ++warp.round;
-    turns_in_vain = 0;
+    switches_without_progress = 0;
     return;
   }
   const unsigned round = warp.round;
-  while (warp.round == round) let_others_run();
+  while (warp.round == round) switch_thread();
 }
 
 namespace {
-/// Counts a thread in; whether it was the last of `threads`.
+/// Registers the arrival of a thread; returns whether it was the last of `threads`.
 bool arrive_at(Barrier& barrier, int threads, bool mine) {
   barrier.all = (barrier.arrived == 0 || barrier.all) && mine;
   if (++barrier.arrived < threads) return false;
   barrier.arrived = 0;
   barrier.result = barrier.all;
   ++barrier.round;
-  turns_in_vain = 0;
+  switches_without_progress = 0;
   return true;
 }
-/// Whether `mine` was true for all of `threads` threads.
+/// Waits for `threads` threads; returns whether `mine` was true for all of them.
 bool wait_at(Barrier& barrier, int threads, bool mine) {
   const unsigned round = barrier.round;
   if (!arrive_at(barrier, threads, mine)) {
-    while (barrier.round == round) let_others_run();
+    while (barrier.round == round) switch_thread();
   }
   return barrier.result;
 }
@@ -206,14 +207,15 @@ bool wait_at(Barrier& barrier, int threads, bool mine) {
 
 bool barrier_and(bool mine) { return wait_at(block_barrier, static_cast<int>(fibers.size()), mine); }
 
-void pass_turn() {
-  if (next_fiber() != current) let_others_run();
+void yield_thread() {
+  if (next_fiber() != current) switch_thread();
 }
 
 void barrier(int number, int threads) { wait_at(numbered_barriers[number], threads, true); }
 void barrier_arrive(int number, int threads) { arrive_at(numbered_barriers[number], threads, true); }
 
-/// What lies in shared memory where an mbarrier is: on a GPU its state, which nothing else may overwrite.
+/// The bytes of an mbarrier in shared memory. On a GPU they are its state; here they detect that something overwrites
+/// it.
 constexpr uint64_t kMbarrierBytes = 0x7fff'f800'001f'fffe;
 
 void mbarrier_init(uint32_t address, uint32_t arrivals) {
@@ -227,20 +229,20 @@ Mbarrier& mbarrier(uint32_t address) {
   const auto found = mbarriers.find(address);
   if (found == mbarriers.end()) fail("an mbarrier that was not initialized");
   if (std::memcmp(shared + address, &kMbarrierBytes, sizeof(kMbarrierBytes)) != 0) {
-    fail("an mbarrier in whose place something else has been stored");
+    fail("an mbarrier was overwritten");
   }
   return found->second;
 }
 void end_if_complete(Mbarrier& barrier) {
-  if (barrier.missing < 0) fail("too many have arrived at an mbarrier");
+  if (barrier.missing < 0) fail("too many arrivals at an mbarrier");
   if (barrier.missing > 0 || barrier.bytes != 0) return;
   barrier.missing = barrier.arrivals;
   ++barrier.phase;
-  turns_in_vain = 0;
+  switches_without_progress = 0;
 }
 }  // namespace
 
-void mbarrier_end(uint32_t address) {
+void mbarrier_inval(uint32_t address) {
   mbarrier(address);
   mbarriers.erase(address);
 }
@@ -251,21 +253,21 @@ void mbarrier_arrive(uint32_t address, uint32_t expected_bytes) {
   --barrier.missing;
   end_if_complete(barrier);
 }
-void mbarrier_copied(uint32_t address, uint32_t bytes) {
+void mbarrier_complete_tx(uint32_t address, uint32_t bytes) {
   Mbarrier& barrier = mbarrier(address);
   barrier.bytes -= bytes;
   end_if_complete(barrier);
 }
 void mbarrier_wait(uint32_t address, uint32_t parity) {
   const Mbarrier& barrier = mbarrier(address);
-  while ((barrier.phase & 1) == parity) let_others_run();
+  while ((barrier.phase & 1) == parity) switch_thread();
 }
 
-void cp_async(uint32_t destination, const void* source, int bytes, bool wanted) {
+void cp_async(uint32_t destination, const void* source, int bytes, bool predicate) {
   if (destination % bytes != 0 || reinterpret_cast<uintptr_t>(source) % bytes != 0) fail("a misaligned cp.async");
-  // Until it has been waited for, the destination holds nothing of use.
+  // NaN until `cp_async_wait`, so that reading the destination too early is noticed.
   std::memset(shared + destination, 0xff, bytes);
-  fibers[current].open.push_back({destination, source, bytes, wanted});
+  fibers[current].open.push_back({destination, source, bytes, predicate});
 }
 
 void cp_async_commit() {
@@ -284,7 +286,7 @@ void cp_async_wait(int pending) {
 
 }  // namespace emulator
 
-/// Runs the kernel that this library was compiled from.
+/// Runs the kernel of this library.
 extern "C" __attribute__((visibility("default"))) void xa_emulate(unsigned grid_x, unsigned grid_y, unsigned threads,
                                                                   const void* kernel_parameter) {
   using namespace emulator;

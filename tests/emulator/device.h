@@ -1,7 +1,7 @@
-// CUDA C++'s vocabulary on the host: keywords, vector types and the intrinsics that our kernels use.
+// CUDA C++ on the host: keywords, vector types and the intrinsics that our kernels use.
 //
-// Every thread of a block is a fiber (device.cc); an operation of a whole warp or block is done by the last fiber that
-// comes to it. Blocks run one after the other.
+// Every thread of a block is a fiber (device.cc). A collective operation of a warp or block is executed by the last
+// fiber that arrives at it. Blocks run one after the other.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -14,7 +14,7 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
-#define __shared__ static  // blocks run one after the other
+#define __shared__ static  // one copy suffices: blocks run one after the other
 #define __align__(n) alignas(n)
 
 using std::max;
@@ -55,38 +55,38 @@ namespace emulator {
 
 constexpr int kWarp = 32;
 
-/// Every lane of a warp comes here with operands of its own; the last one runs `operation` on all of them.
-void together(void (*operation)(void* const* lanes), void* mine);
-/// Every thread of the block has come here; whether `mine` was true for all of them.
+/// A collective operation of a warp: each lane passes its operands, and the last lane runs `operation` on those of all.
+void warp_collective(void (*operation)(void* const* lanes), void* mine);
+/// Waits for all threads of the block; returns whether `mine` was true for all of them.
 bool barrier_and(bool mine);
-/// Waits until `threads` threads have come to the numbered barrier.
+/// bar.sync: waits until `threads` threads have arrived at the numbered barrier.
 void barrier(int number, int threads);
-/// Comes to it without waiting.
+/// bar.arrive: arrives at the numbered barrier without waiting.
 void barrier_arrive(int number, int threads);
-/// An mbarrier at an address of shared memory: phases that end when as many threads have arrived as it was made for and
-/// as many bytes have been copied as they said.
+/// An mbarrier at an address of shared memory. A phase completes when `arrivals` threads have arrived and the bytes
+/// that they expect have been copied.
 void mbarrier_init(uint32_t address, uint32_t arrivals);
-void mbarrier_end(uint32_t address);
+void mbarrier_inval(uint32_t address);
 void mbarrier_arrive(uint32_t address, uint32_t expected_bytes);
-void mbarrier_copied(uint32_t address, uint32_t bytes);
-/// Waits for the end of the phase of this parity.
+void mbarrier_complete_tx(uint32_t address, uint32_t bytes);
+/// Waits until the phase of this parity has completed.
 void mbarrier_wait(uint32_t address, uint32_t parity);
 [[noreturn]] void fail(const char* why);
-/// Lets other threads of the block go on, if there are any: one that waits for a number in memory to change calls it.
-void pass_turn();
-/// A copy of `bytes` bytes to shared memory that is seen after `cp_async_wait`; zeros where `wanted` is false.
-void cp_async(uint32_t destination, const void* source, int bytes, bool wanted);
+/// Switches to other threads of the block, if any. A thread that polls a number in memory calls it.
+void yield_thread();
+/// A copy of `bytes` bytes to shared memory that is visible after `cp_async_wait`; zeros if `predicate` is false.
+void cp_async(uint32_t destination, const void* source, int bytes, bool predicate);
 void cp_async_commit();
 void cp_async_wait(int pending);
 
-/// What lane `pick(own lane)` passed.
+/// The value that lane `pick(own lane)` passes.
 template <typename T, typename Pick>
 T exchange(T mine, Pick pick) {
   struct Lane {
     T given, got;
     int source;
   } lane{mine, mine, pick(static_cast<int>(threadIdx.x) % kWarp)};
-  together(
+  warp_collective(
       [](void* const* lanes) {
         for (int i = 0; i < kWarp; ++i) {
           Lane* const to = static_cast<Lane*>(lanes[i]);
@@ -97,13 +97,13 @@ T exchange(T mine, Pick pick) {
   return lane.got;
 }
 
-/// Bit i is what lane i passed.
+/// Bit i is the value that lane i passes.
 inline uint32_t ballot(bool mine) {
   struct Lane {
     bool given;
     uint32_t got;
   } lane{mine, 0};
-  together(
+  warp_collective(
       [](void* const* lanes) {
         uint32_t all = 0;
         for (int i = 0; i < kWarp; ++i) all |= static_cast<uint32_t>(static_cast<Lane*>(lanes[i])->given) << i;
@@ -139,7 +139,7 @@ template <typename T>
 T __shfl_down_sync(unsigned, T x, int distance) {
   return emulator::exchange(x, [=](int lane) { return lane + distance < emulator::kWarp ? lane + distance : lane; });
 }
-/// Lanes that have taken a branch are each by themselves.
+/// Lanes that diverge run one at a time, so the mask holds the calling lane alone.
 inline unsigned __activemask() { return 1u << threadIdx.x % emulator::kWarp; }
 inline unsigned __ballot_sync(unsigned lanes, bool x) { return lanes == ~0u ? emulator::ballot(x) : x ? lanes : 0; }
 inline bool __any_sync(unsigned, bool x) { return emulator::ballot(x) != 0; }

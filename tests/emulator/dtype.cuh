@@ -1,4 +1,4 @@
-// In place of kernels/include/dtype.cuh: 16-bit floats without CUDA's headers, which compute in f32.
+// Replaces kernels/include/dtype.cuh on the host: 16-bit floats that compute in f32, without CUDA's headers.
 #pragma once
 #include <cstdint>
 

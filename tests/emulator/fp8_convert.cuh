@@ -1,4 +1,4 @@
-// kernels/include/fp8_convert.cuh on the host: the same wrappers, their instructions spelled out.
+// Replaces kernels/include/fp8_convert.cuh on the host: the same functions without PTX.
 #pragma once
 #include "device.h"
 
@@ -6,18 +6,18 @@ namespace xa::ptx {
 
 namespace host {
 
-/// The code of |x| in a format with so many bits of exponent and mantissa, whose largest finite number has the code
-/// `largest`; the sign is the code's upper bit.
+/// `x` as fp8 with the given bits of exponent and mantissa. `largest` is the code of the largest finite number; the
+/// highest bit of a code is the sign.
 inline uint32_t to_fp8(float x, int exponent_bits, int mantissa_bits, uint32_t largest) {
   if (x != x) return 0x7f;
   const uint32_t sign = std::signbit(x) ? 0x80 : 0;
   const float size = std::fabs(x);
   const int smallest = 2 - (1 << (exponent_bits - 1));
-  // Numbers are whole steps of the exponent's last place, or of the smallest exponent's.
+  // The number in units of the last place of its exponent, or of the smallest exponent.
   const int exponent = std::max(std::ilogb(size), smallest);
   const float steps = std::nearbyint(std::ldexp(size, mantissa_bits - exponent));
   if (std::isinf(steps)) return sign | largest;
-  // As many steps as there are before this exponent; subnormal ones count from 0, a carry goes to the next exponent.
+  // Subnormal numbers count from 0; a carry from rounding goes into the exponent.
   const int64_t code = (int64_t{exponent - smallest} << mantissa_bits) + static_cast<int64_t>(steps);
   return sign | static_cast<uint32_t>(std::min<int64_t>(code, largest));
 }

@@ -27,7 +27,7 @@ struct BackwardProduct {
   static void across(float (&d)[kColumns / 8][4], uint64_t x, uint64_t y) {
     if (!kAdds) std::memset(d, 0, sizeof(d));
     host::ProductLane lane{&d[0][0], x, nullptr, y};
-    emulator::together(
+    emulator::warp_collective(
         [](void* const* lanes) {
           const auto& first = *static_cast<host::ProductLane*>(lanes[0]);
           const host::Tile from_a(first.a_tile), from_b(first.b_tile);

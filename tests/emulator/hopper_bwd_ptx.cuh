@@ -32,7 +32,7 @@ inline float4 load_shared_f32x4(uint32_t address) {
 /// A thread that polls a number lets the others go on.
 inline int32_t load_acquire(const int32_t* from) {
   const int32_t value = *from;
-  emulator::pass_turn();
+  emulator::yield_thread();
   return value;
 }
 inline void store_release(int32_t* to, int32_t value) { *to = value; }

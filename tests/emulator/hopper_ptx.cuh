@@ -59,7 +59,7 @@ inline void tma_load(uint32_t to, const TensorMap& words, uint32_t barrier, cons
     }
     bytes += map.row_bytes;
   });
-  emulator::mbarrier_copied(barrier, bytes);
+  emulator::mbarrier_complete_tx(barrier, bytes);
 }
 
 inline void tma_store(uint32_t from, const TensorMap& words, const int32_t (&at)[emulator::kMostAxes]) {
@@ -89,7 +89,7 @@ struct StmatrixLane {
 }  // namespace host
 
 inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) { emulator::mbarrier_init(barrier, arrivals); }
-inline void mbarrier_inval(uint32_t barrier) { emulator::mbarrier_end(barrier); }
+inline void mbarrier_inval(uint32_t barrier) { emulator::mbarrier_inval(barrier); }
 inline void fence_mbarrier_init() {}
 inline void mbarrier_arrive(uint32_t barrier) { emulator::mbarrier_arrive(barrier, 0); }
 inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) { emulator::mbarrier_arrive(barrier, bytes); }
@@ -115,7 +115,7 @@ inline void bulk_wait_group() {}
 /// A lane has columns 2 (lane % 4) and the next one of row lane / 4 of each matrix.
 inline void stmatrix_x4(uint32_t address, const uint32_t (&matrices)[4]) {
   host::StmatrixLane lane{address, matrices};
-  emulator::together(
+  emulator::warp_collective(
       [](void* const* lanes) {
         for (int m = 0; m < 4; ++m) {
           for (int i = 0; i < emulator::kWarp; ++i) {

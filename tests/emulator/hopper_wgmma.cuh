@@ -103,7 +103,7 @@ struct Wgmma {
       }
     }
     host::ProductLane lane{&d[0][0], x, nullptr, y};
-    emulator::together(
+    emulator::warp_collective(
         [](void* const* lanes) {
           const auto& first = *static_cast<host::ProductLane*>(lanes[0]);
           const host::Tile from_a(first.a_tile), from_b(first.b_tile);
@@ -122,7 +122,7 @@ struct Wgmma {
 
   static void rs(float (&d)[kColumns / 8][4], const uint32_t (&x)[4], uint64_t y) {
     host::ProductLane lane{&d[0][0], 0, x, y};
-    emulator::together(
+    emulator::warp_collective(
         [](void* const* lanes) {
           float a[16][kDepth];
           static float b[kDepth][kColumns];

@@ -1,8 +1,8 @@
-// A libcuda whose device is the host. Device memory ends right before a page that faults; a module is the kernel's
-// source, compiled for the host when its function is first asked for (compile.py).
+// A fake libcuda whose device is the host. Device allocations end at a guard page. A function of a module is the
+// kernel's source, compiled for the host when it is first looked up (compile.py).
 //
-// Only what the backend and its tests call. XLA_ATTENTION_EMULATOR is this folder, XLA_ATTENTION_EMULATOR_CACHE the one
-// for compiled kernels.
+// It implements only the functions that the backend and its tests call. XLA_ATTENTION_EMULATOR is this folder,
+// XLA_ATTENTION_EMULATOR_CACHE that of the compiled kernels.
 #include <dlfcn.h>
 #include <sys/mman.h>
 
@@ -27,7 +27,8 @@ constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500
 constexpr size_t kPage = 4096, kAlignment = 16;
 constexpr size_t kParameterAlignment = 64;
 
-/// A compiled kernel (compile.py): what takes the grid, the threads and the parameter, and the parameter's size.
+/// A compiled kernel (compile.py): its entry point, which takes the grid, the threads and the parameter, and the
+/// parameter's size.
 struct Function {
   void (*emulate)(unsigned, unsigned, unsigned, const void*);
   size_t parameter_bytes;
@@ -79,7 +80,7 @@ DRIVER_CALL cuCtxSetCurrent(void* given) { return context = given, kSuccess; }
 DRIVER_CALL cuCtxGetCurrent(void** current) { return *current = context, kSuccess; }
 DRIVER_CALL cuCtxGetDevice(int* device) { return *device = 0, kSuccess; }
 
-/// XLA_ATTENTION_EMULATOR_CAPABILITY, times ten as in sm_80; Hopper without it.
+/// The compute capability times ten: XLA_ATTENTION_EMULATOR_CAPABILITY, 90 by default.
 static int capability() {
   const char* const given = std::getenv("XLA_ATTENTION_EMULATOR_CAPABILITY");
   return given == nullptr ? 90 : std::atoi(given);
@@ -112,7 +113,7 @@ DRIVER_CALL cuDeviceGetAttribute(int* value, int attribute, int) {
 }
 
 DRIVER_CALL cuDriverGetVersion(int* version) { return *version = 13000, kSuccess; }
-DRIVER_CALL cuGetErrorString(int, const char** text) { return *text = "an error of the stand-in", kSuccess; }
+DRIVER_CALL cuGetErrorString(int, const char** text) { return *text = "an error of the fake libcuda", kSuccess; }
 DRIVER_CALL cuThreadExchangeStreamCaptureMode(int*) { return kSuccess; }
 
 DRIVER_CALL cuStreamCreate(Stream** stream, unsigned) { return *stream = new Stream, kSuccess; }
@@ -202,8 +203,8 @@ DRIVER_CALL cuModuleGetFunction(Kernel* function, void*, const char* name) {
 DRIVER_CALL cuFuncGetAttribute(int* value, int, Kernel) { return *value = 0, kSuccess; }
 DRIVER_CALL cuFuncSetAttribute(Kernel, int, int) { return kSuccess; }
 
-/// Of elements of one and two bytes, swizzled in rows of 64 and 128; what hardware demands of addresses and strides is
-/// demanded here too.
+/// Supports elements of one and two bytes and the swizzles of 64 and 128 bytes. It checks what the driver checks of
+/// addresses, strides and box sizes.
 DRIVER_CALL cuTensorMapEncodeTiled(void* to, int type, unsigned axes, void* data, const uint64_t* lens,
                                    const uint64_t* strides, const uint32_t* in_box, const uint32_t*, int, int swizzle,
                                    int, int) {

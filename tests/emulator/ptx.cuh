@@ -1,4 +1,4 @@
-// kernels/include/ptx.cuh on the host: the same wrappers, their instructions spelled out.
+// Replaces kernels/include/ptx.cuh on the host: the same functions without PTX.
 #pragma once
 #include "device.h"
 
@@ -32,7 +32,7 @@ struct MmaLane {
   uint32_t b[2];
 };
 
-/// c[16, 8] += a[16, K] b[K, 8] from the fragments of a warp; lane 4g + t as mma.sync has it.
+/// c[16, 8] += a[16, K] b[K, 8] from the fragments of a warp, in the lane layout of mma.sync.
 template <int K>
 void multiply(void* const* lanes, const float (&a)[16][K], const float (&b)[K][8]) {
   for (int i = 0; i < emulator::kWarp; ++i) {
@@ -77,7 +77,7 @@ struct LdmatrixLane {
   uint32_t* fragment;
 };
 
-/// Element (row, column) of matrix m is at the address that lane 8m + row gave.
+/// Row `row` of matrix m lies at the address of lane 8m + row.
 template <bool kTransposed>
 void ldmatrix(void* const* lanes) {
   for (int m = 0; m < 4; ++m) {
@@ -101,14 +101,14 @@ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const uint8_t*>(pointer) - ::shared);
 }
 
-inline void cp_async_16(uint32_t destination, const void* source, bool wanted) {
-  emulator::cp_async(destination, source, 16, wanted);
+inline void cp_async_16(uint32_t destination, const void* source, bool predicate) {
+  emulator::cp_async(destination, source, 16, predicate);
 }
-inline void cp_async_16(uint32_t destination, const void* source, bool wanted, uint64_t) {
-  emulator::cp_async(destination, source, 16, wanted);
+inline void cp_async_16(uint32_t destination, const void* source, bool predicate, uint64_t) {
+  emulator::cp_async(destination, source, 16, predicate);
 }
-inline void cp_async_8(uint32_t destination, const void* source, bool wanted) {
-  emulator::cp_async(destination, source, 8, wanted);
+inline void cp_async_8(uint32_t destination, const void* source, bool predicate) {
+  emulator::cp_async(destination, source, 8, predicate);
 }
 inline void cp_async_commit() { emulator::cp_async_commit(); }
 template <int kPending>
@@ -119,11 +119,11 @@ inline uint64_t evict_first_policy() { return 0; }
 
 inline void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t address) {
   host::LdmatrixLane lane{address, fragment};
-  emulator::together(host::ldmatrix<false>, &lane);
+  emulator::warp_collective(host::ldmatrix<false>, &lane);
 }
 inline void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address) {
   host::LdmatrixLane lane{address, fragment};
-  emulator::together(host::ldmatrix<true>, &lane);
+  emulator::warp_collective(host::ldmatrix<true>, &lane);
 }
 inline void clear_shared_16(uint32_t address) { std::memset(::shared + address, 0, 16); }
 inline void store_shared_16(uint32_t address, const uint4& x) { std::memcpy(::shared + address, &x, 16); }
@@ -135,15 +135,15 @@ inline float load_shared_f32(uint32_t address) {
 
 inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   host::MmaLane lane{c, a, {b0, b1}};
-  emulator::together(host::mma_16_bit<host::Bf16>, &lane);
+  emulator::warp_collective(host::mma_16_bit<host::Bf16>, &lane);
 }
 inline void mma_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   host::MmaLane lane{c, a, {b0, b1}};
-  emulator::together(host::mma_16_bit<host::F16>, &lane);
+  emulator::warp_collective(host::mma_16_bit<host::F16>, &lane);
 }
 inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   host::MmaLane lane{c, a, {b0, b1}};
-  emulator::together(host::mma_tf32, &lane);
+  emulator::warp_collective(host::mma_tf32, &lane);
 }
 
 inline uint32_t round_to_tf32(float value) {
@@ -167,7 +167,7 @@ inline float f16_to_f32(uint16_t bits) { return host::F16::to_f32(bits); }
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
 inline float reciprocal_approx(float x) { return 1 / x; }
-/// Off by as much as the instruction may be.
+/// With about the largest error that the instruction may have.
 inline float tanh_approx(float x) { return std::tanh(x) * (1 + 1.0f / 4096); }
 
 }  // namespace xa::ptx

@@ -1,4 +1,4 @@
-// The CUtensorMap that the stand-in for the driver makes and the stand-in for TMA reads.
+// The CUtensorMap that the fake libcuda encodes and the emulated TMA reads.
 #pragma once
 #include <cstdint>
 
@@ -6,11 +6,11 @@ namespace emulator {
 
 constexpr int kMostAxes = 5;
 
-/// In the 128 bytes of a CUtensorMap; axis 0 is the innermost.
+/// Lies in the 128 bytes of a CUtensorMap; axis 0 is the innermost.
 struct TensorMap {
   uint8_t* data;
-  uint32_t lens[kMostAxes];  // less one
-  uint16_t in_box[kMostAxes];
+  uint32_t lens[kMostAxes];    // size of each axis minus one
+  uint16_t in_box[kMostAxes];  // box size along each axis
   uint8_t axes;
   uint8_t element_bytes;
   uint64_t strides[kMostAxes];  // bytes
