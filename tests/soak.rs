@@ -1,4 +1,4 @@
-//! What the library keeps does not grow over many calls, nor in a forked child; and what it does where the system refuses
+//! The library's memory does not grow over many calls, nor in a forked child; and its behaviour if the system refuses
 //! memory or threads.
 
 #![cfg(target_os = "linux")]
@@ -17,13 +17,13 @@ const MOST_SEQS: usize = 4;
 const PAGES: usize = 16;
 const PAGE_SIZE: usize = 8;
 
-/// Bytes of this process that are in memory.
+/// Resident bytes of this process.
 fn resident() -> usize {
     let pages = fs::read_to_string("/proc/self/statm").unwrap();
     pages.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 4096
 }
 
-/// Numbers that look random, the same in every run.
+/// A random number generator that gives the same numbers in each run.
 struct Numbers(u64);
 
 impl Numbers {
@@ -33,7 +33,7 @@ impl Numbers {
     }
 }
 
-/// The memory of all calls; each uses the beginnings.
+/// The memory of all calls, each of which uses the beginning.
 struct Memory {
     query: Vec<f32>,
     cache: Vec<f32>,
@@ -41,7 +41,7 @@ struct Memory {
 }
 
 impl Memory {
-    /// A call of `paged_attention` with shapes of its own, and some that are wrong.
+    /// Calls `paged_attention` with random shapes, some of them invalid. Returns whether they were.
     fn call(&mut self, numbers: &mut Numbers) -> bool {
         let (kv_heads, group, d) = (1 + numbers.below(2), 1 + numbers.below(3), 8 * (1 + numbers.below(8)));
         let (rows, seqs) = (1 + numbers.below(MOST_ROWS), 1 + numbers.below(MOST_SEQS));
@@ -83,19 +83,19 @@ fn memory_stays_flat_over_100_000_calls_on_the_cpu() {
     let refused = (0..CALLS).filter(|_| memory.call(&mut numbers)).count();
     let grown = resident().saturating_sub(before);
     assert!(refused > CALLS / 20, "{refused} calls were wrong");
-    // One byte a call would be 100 KB; the allocator itself moves by some pages.
+    // A leak of one byte per call would be 100 KB. The allocator's own size varies by some pages.
     assert!(grown < 2 << 20, "{CALLS} calls left {grown} bytes behind");
 }
 
-/// Run the test of this name where its limits and forks concern no other, with rayon's threads on any machine; whether this
-/// is the process that was started for it.
+/// Returns whether this is a child process. Otherwise runs the test of this name in one, whose limits and forks affect
+/// no other test. The child has several threads in rayon's pool on any machine.
 fn is_own_process(test: &str) -> bool {
     if std::env::var_os("XLA_ATTENTION_TEST_CHILD").is_some() {
         return true;
     }
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", test, "--nocapture"]).env("XLA_ATTENTION_TEST_CHILD", "1");
-    // One arena of the allocator: another one's reserve of addresses is outside of what a limit can refuse.
+    // A single arena, because the reserved addresses of another one would escape the limit.
     command.envs([("RAYON_NUM_THREADS", "8"), ("MALLOC_ARENA_MAX", "1")]);
     let done = command.output().unwrap();
     let text = String::from_utf8_lossy(&done.stdout);
@@ -103,7 +103,7 @@ fn is_own_process(test: &str) -> bool {
     false
 }
 
-/// Give this process no more than so many further bytes of addresses; `None` is as many as there are.
+/// Limits the address space of this process to this many bytes more than it has; `None` removes the limit.
 fn limit_memory(further: Option<usize>) {
     let mapped = || {
         let pages = fs::read_to_string("/proc/self/statm").unwrap();
@@ -111,11 +111,11 @@ fn limit_memory(further: Option<usize>) {
     };
     let soft = further.map_or(libc::RLIM_INFINITY, |further| (mapped() + further) as libc::rlim_t);
     let limit = libc::rlimit { rlim_cur: soft, rlim_max: libc::RLIM_INFINITY };
-    // SAFETY: a limit of this process.
+    // SAFETY: sets a limit of this process.
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_AS, &raw const limit) }, 0);
 }
 
-/// `out = a + a` of so many elements that several threads are asked to help.
+/// `out = a + a`, with enough elements that several threads take part.
 fn add(a: &[f32], out: &mut [f32]) -> Result {
     let (dims, a) = ([a.len()], TensorRef::new(a, &[a.len()]));
     simple_add(a, a, TensorMut::new(out, &dims), On::cpu())
@@ -126,20 +126,20 @@ fn a_forked_child_keeps_nothing_of_its_calls() {
     let true = is_own_process("a_forked_child_keeps_nothing_of_its_calls") else { return };
     let (a, mut out) = (vec![1.0f32; 1 << 17], vec![0.0f32; 1 << 17]);
     add(&a, &mut out).unwrap();
-    // SAFETY: the child computes and ends; glibc has its allocator ready after a fork.
+    // SAFETY: the child only computes and exits; glibc's allocator works after a fork.
     let child = unsafe { libc::fork() };
     if child == 0 {
         let mut calls = |count| (0..count).all(|_| add(&a, &mut out).is_ok());
         let right = calls(100);
         let before = resident();
         let right = right && calls(5_000) && out.iter().all(|x| x.to_bits() == 2.0f32.to_bits());
-        // What a scheduled task takes alone would be 1 KB a call.
+        // The scheduled tasks alone would leak 1 KB per call.
         let flat = resident().saturating_sub(before) < 1 << 20;
-        // SAFETY: the child ends here, without what the harness does at its end.
+        // SAFETY: ends the child without running the test harness's exit handlers.
         unsafe { libc::_exit(i32::from(!right) + 2 * i32::from(!flat)) };
     }
     let mut status = 0;
-    // SAFETY: waits for the child, which writes a number.
+    // SAFETY: waits for the child and writes a number.
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
     assert_eq!(status, 0, "bit 8: a call failed, bit 9: memory grew");
     add(&a, &mut out).unwrap();
@@ -149,7 +149,7 @@ fn a_forked_child_keeps_nothing_of_its_calls() {
 fn without_threads_the_caller_computes_alone() {
     let true = is_own_process("without_threads_the_caller_computes_alone") else { return };
     let (a, mut out) = (vec![1.0f32; 1 << 17], vec![0.0f32; 1 << 17]);
-    // Less than the stack of a thread.
+    // Less than a thread's stack needs.
     limit_memory(Some(1 << 20));
     assert!(std::thread::Builder::new().spawn(|| ()).is_err());
     let while_limited = add(&a, &mut out);
@@ -159,7 +159,7 @@ fn without_threads_the_caller_computes_alone() {
     add(&a, &mut out).unwrap();
 }
 
-/// A call of `flash_attn_varlen` on one sequence of `rows` rows and keys.
+/// Calls `flash_attn_varlen` for one sequence of `rows` queries and keys.
 fn attend(rows: usize, heads: usize, d: usize) -> impl FnMut() -> Result {
     let (q, mut out) = (vec![0.5f32; rows * heads * d], vec![0.0f32; rows * heads * d]);
     let (dims, starts) = ([rows, heads, d], [0, rows as i32]);
@@ -176,7 +176,7 @@ fn a_call_without_memory_is_an_error() {
     let true = is_own_process("a_call_without_memory_is_an_error") else { return };
     attend(8, 1, 8)().unwrap();
     let mut large = attend(600, 4, 256);
-    // Room for the small things that a call keeps.
+    // Enough for the small allocations of a call.
     limit_memory(Some(1 << 18));
     let refused = large();
     limit_memory(None);

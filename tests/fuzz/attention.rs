@@ -1,4 +1,4 @@
-//! Calls of the attention operators: forward, fused with the update of the cache, and backward.
+//! Random calls of the attention operators: forward, with a cache update, and backward.
 
 use crate::fuzz_call::FuzzCall;
 use crate::generator::Generator;
@@ -11,7 +11,7 @@ use crate::support::{
 use std::collections::HashSet;
 use xla_attention::Op;
 
-/// How large a call may be: multiplications of the definition, elements of an operand, rows, keys.
+/// Limits of the size of a call: multiplications in the reference, elements of an operand, rows, keys.
 struct Limits {
     work: usize,
     elements: usize,
@@ -30,13 +30,13 @@ impl Limits {
     }
 }
 
-/// What the operators of attention share.
+/// Sizes and options of a call.
 struct ProblemSizes {
     config: AttentionConfig,
     alibi: Alibi,
     rows: usize,
     slots: usize,
-    /// Rows of contiguous keys, or the most that a table may name.
+    /// Rows of contiguous keys, or keys that a block table row may address.
     keys: usize,
     elements: usize,
 }
@@ -89,15 +89,15 @@ impl ProblemSizes {
     }
 }
 
-/// Where keys and values lie, and their numbers.
-struct Stored {
+/// Keys and values, and their block tables.
+struct StoredKeys {
     kv_geometry: KvGeometry,
     kv: Vec<Array>,
     max_pages: usize,
     block_table: Vec<i32>,
 }
 
-impl Stored {
+impl StoredKeys {
     fn generator(generator: &mut Generator, sizes: &ProblemSizes, layout: KvLayout) -> Self {
         let config = &sizes.config;
         let mut kv_geometry = KvGeometry {
@@ -122,7 +122,7 @@ impl Stored {
         Self { kv_geometry, kv, max_pages, block_table }
     }
 
-    /// The most keys that a sequence may have.
+    /// The largest number of keys of a sequence.
     fn capacity(&self) -> usize {
         match self.kv_geometry.layout {
             KvLayout::Contiguous => self.kv_geometry.num_pages,
@@ -141,8 +141,8 @@ fn any_mask(generator: &mut Generator) -> Mask {
     }
 }
 
-/// A call with metadata for it. Without `paged`, it has what `flash_attn_varlen` alone has.
-fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: Stored) -> AttentionCase {
+/// A call with random metadata. Options that `paged_attention` lacks are off for it.
+fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: StoredKeys) -> AttentionCase {
     let paged = target == Op::PagedAttention;
     let (slots, capacity) = (sizes.slots, stored.capacity());
     let q = sizes.queries(generator);
@@ -155,7 +155,7 @@ fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: Sto
     let seqused_q = lengths(generator, if paged { 0 } else { 30 }, sizes.rows);
     let leftpad_k = lengths(generator, if paged { 0 } else { 30 }, capacity);
     let is_read = stored.kv_geometry.layout == KvLayout::Contiguous || seqused_k.is_none();
-    // Without a sequence an empty seqused_k is as good as none; then the starts have the right size.
+    // Without sequences an empty `seqused_k` counts as left out, and `cu_seqlens_k` must have its size.
     let starts = if is_read || slots == 0 { slots + 1 } else { generator.between(0, slots + 3) };
     let cu_seqlens_k = if starts == 0 { Vec::new() } else { generator.starts(starts, capacity) };
     let num_seqs = if generator.chance(50) { slots as i32 } else { generator.lengths(1, slots)[0] };
@@ -194,10 +194,9 @@ fn with_scales(generator: &mut Generator, mut sizes: ProblemSizes) -> ProblemSiz
     sizes
 }
 
-/// How far off an output may be where the naive formula is not off at all, as a share of the largest one.
-/// `docs/semantics.md#error-bounds` measures by the largest error of the naive formula; where a call has a row or two,
-/// that may be none by luck. So there are two roundings of the output's type for the weights and the output, and one of
-/// fp8's where weights may be fp8.
+/// The allowed error in addition to that of the naive formula, relative to the largest output. In a call with one or
+/// two rows the naive formula may happen to be exact, so this allows two roundings of the output's dtype, for the
+/// softmax weights and the output, and one rounding to fp8 where the weights may be fp8.
 fn floor(dtypes: Dtypes) -> f64 {
     let rounding = match dtypes.out {
         F16 => 2f64.powi(-11),
@@ -208,9 +207,14 @@ fn floor(dtypes: Dtypes) -> f64 {
     3e-5 + 2.0 * rounding + of_fp8
 }
 
-/// Every row of `out` and `softmax_lse` is written, those of no sequence with 0 and -inf, those of a sequence of which
-/// something is said with what the definition gives.
-fn check(case: &AttentionCase, is_specified: impl Fn(&ClampedSequence) -> bool, out: &Array, lse: Option<&Array>) {
+/// Asserts that every row of `out` and `softmax_lse` is written: with +0 and -inf for rows of no sequence, and with the
+/// reference's result where `is_specified`.
+fn assert_forward_results(
+    case: &AttentionCase,
+    is_specified: impl Fn(&ClampedSequence) -> bool,
+    out: &Array,
+    lse: Option<&Array>,
+) {
     let sequences = clamped_sequences(case);
     let expected_rows = expected_rows_of(case, &sequences, is_specified);
     let error_bound = ErrorBound::of(expected_rows.iter().flatten().flatten(), floor(case.config.dtypes));
@@ -222,7 +226,7 @@ fn check(case: &AttentionCase, is_specified: impl Fn(&ClampedSequence) -> bool, 
     }
 }
 
-/// `flash_attn_varlen` and `paged_attention`.
+/// Calls of `flash_attn_varlen` and `paged_attention`.
 pub(crate) fn forward(generator: &mut Generator, target: Op) -> FuzzCall {
     let paged = target == Op::PagedAttention;
     let (mask, layout) = if paged {
@@ -234,30 +238,31 @@ pub(crate) fn forward(generator: &mut Generator, target: Op) -> FuzzCall {
     let dtypes = generator.one_of(&Dtypes::ALL);
     let sizes = ProblemSizes::generator(generator, dtypes, mask, layout.has_two_buffers());
     let sizes = with_scales(generator, sizes);
-    let stored = Stored::generator(generator, &sizes, layout);
+    let stored = StoredKeys::generator(generator, &sizes, layout);
     let case = case(generator, target, &sizes, stored);
     let call = case.invocation();
-    let again = (generator.special_values && generator.chance(25)).then(|| isolated(generator, &case));
-    let subject = FuzzCall::new(call, {
+    let second =
+        (generator.special_values && generator.chance(25)).then(|| with_other_special_values(generator, &case));
+    let fuzz_call = FuzzCall::new(call, {
         let case = case.clone();
         move |results| {
-            let said = |m: &ClampedSequence| m.is_specified(InvalidMetadata::Clamped);
-            check(&case, said, &results[0], case.lse.then(|| &results[1]));
+            let is_compared = |m: &ClampedSequence| m.is_specified(InvalidMetadata::Clamped);
+            assert_forward_results(&case, is_compared, &results[0], case.lse.then(|| &results[1]));
         }
     });
-    match again {
-        Some(call) => subject.and(call, move |first, second| assert_isolated(&case, first, second)),
-        None => subject,
+    match second {
+        Some(call) => fuzz_call.with_second_call(call, move |first, second| assert_isolated(&case, first, second)),
+        None => fuzz_call,
     }
 }
 
 fn sliding(generator: &mut Generator) -> Mask {
-    // A window of W keys counts the query's own, so that 2^62 of them begin one less before it.
+    // `sliding_window` counts the query's own key, so that a window of 2^62 keys has a `window_left` of one less.
     Mask { window_left: generator.one_of(&[-1, -1, 0, 1, 6, (1 << 62) - 1]), ..Mask::CAUSAL }
 }
 
-/// The same call with other special numbers in place of those that are not finite.
-fn isolated(generator: &mut Generator, case: &AttentionCase) -> Invocation {
+/// The same call with other special values in place of those that are not finite.
+fn with_other_special_values(generator: &mut Generator, case: &AttentionCase) -> Invocation {
     let mut other = case.clone();
     let mut exchange = |array: &mut Array| {
         let (dtype, size) = (array.dtype, array.dtype.size());
@@ -266,7 +271,7 @@ fn isolated(generator: &mut Generator, case: &AttentionCase) -> Invocation {
         for element in array.bytes.chunks_exact_mut(size) {
             let value = dtype.decode(element);
             if value.is_nan() || value.abs() > LARGEST {
-                // NaN for infinities and infinities, or what is next to them, for NaN.
+                // NaN replaces infinities, and infinity (or the largest number of a dtype without it) replaces NaN.
                 let new = if value.is_nan() { dtype.encode(f64::INFINITY) } else { nan.clone() };
                 element.copy_from_slice(&new);
                 element[size - 1] |= sign;
@@ -278,7 +283,7 @@ fn isolated(generator: &mut Generator, case: &AttentionCase) -> Invocation {
     other.invocation()
 }
 
-/// What is not finite has no effect on any but its own sequences: the bits of the others are those of the other call.
+/// Asserts that a special value affects only its own sequence: all other rows have the bits of the second call.
 fn assert_isolated(case: &AttentionCase, first: &[Array], second: &[Array]) {
     let sequences = clamped_sequences(case);
     let rows = case.rows();
@@ -294,12 +299,12 @@ fn assert_isolated(case: &AttentionCase, first: &[Array], second: &[Array]) {
     }
 }
 
-/// `paged_attention_update`.
+/// Calls of `paged_attention_update`.
 pub(crate) fn update(generator: &mut Generator) -> FuzzCall {
     let (mask, dtypes) = (sliding(generator), generator.one_of(&Dtypes::ALL));
     let sizes = ProblemSizes::generator(generator, dtypes, mask, false);
     let sizes = with_scales(generator, sizes);
-    let stored = Stored::generator(generator, &sizes, KvLayout::Interleaved);
+    let stored = StoredKeys::generator(generator, &sizes, KvLayout::Interleaved);
     let mut case = case(generator, Op::PagedAttention, &sizes, stored);
     case.lse = generator.chance(50);
     let dtype = if FP8_DTYPES.contains(&dtypes.kv) { generator.one_of(&ATTENTION_DTYPES) } else { dtypes.kv };
@@ -314,13 +319,15 @@ pub(crate) fn update(generator: &mut Generator) -> FuzzCall {
     FuzzCall::new(call, move |results| {
         let case = &update.attention;
         assert_same("the cache", &results[1], update.cache());
-        let taken = taken(&update);
-        let said = |m: &ClampedSequence| m.is_specified(InvalidMetadata::Clamped) && reads_its_own(&update, m, &taken);
-        check(case, said, &results[0], case.lse.then(|| &results[2]));
+        let writers = writers(&update);
+        let is_compared =
+            |m: &ClampedSequence| m.is_specified(InvalidMetadata::Clamped) && writes_its_own_keys(&update, m, &writers);
+        assert_forward_results(case, is_compared, &results[0], case.lse.then(|| &results[2]));
     })
 }
 
-/// The slots of the rows: each its key's place, and another or none now and then; never one twice.
+/// The slots of the rows: usually those that the block table gives their keys, sometimes others or none, and no slot
+/// twice.
 fn slots_of(generator: &mut Generator, case: &AttentionCase, wide: bool) -> Vec<i64> {
     let total = case.kv_geometry.num_pages * case.kv_geometry.page_size;
     let mut slots = generator.slots(case.rows(), total, wide);
@@ -329,7 +336,7 @@ fn slots_of(generator: &mut Generator, case: &AttentionCase, wide: bool) -> Vec<
     }
     for sequence in clamped_sequences(case) {
         for (i, row) in sequence.rows().enumerate() {
-            slots[row] = key_of(&sequence, i).map_or(-1, |j| sequence.slot(case, j) as i64);
+            slots[row] = key_index(&sequence, i).map_or(-1, |j| sequence.slot(case, j) as i64);
         }
     }
     let mut seen = HashSet::new();
@@ -341,37 +348,37 @@ fn slots_of(generator: &mut Generator, case: &AttentionCase, wide: bool) -> Vec<
     slots
 }
 
-/// The key that comes with query i of a sequence.
-fn key_of(sequence: &ClampedSequence, i: usize) -> Option<usize> {
+/// The key of query i of a sequence, which the update stores.
+fn key_index(sequence: &ClampedSequence, i: usize) -> Option<usize> {
     (i + sequence.len_k).checked_sub(sequence.len_q)
 }
 
-/// Which row writes a slot.
-fn taken(update: &PagedUpdateCase) -> Vec<Option<usize>> {
-    let mut taken = vec![None; update.attention.kv_geometry.num_pages * update.attention.kv_geometry.page_size];
+/// The row that writes each slot.
+fn writers(update: &PagedUpdateCase) -> Vec<Option<usize>> {
+    let mut writers = vec![None; update.attention.kv_geometry.num_pages * update.attention.kv_geometry.page_size];
     for (row, &slot) in update.slots.iter().enumerate() {
-        if let Some(taken) = usize::try_from(slot).ok().and_then(|slot| taken.get_mut(slot)) {
-            *taken = Some(row);
+        if let Some(writers) = usize::try_from(slot).ok().and_then(|slot| writers.get_mut(slot)) {
+            *writers = Some(row);
         }
     }
-    taken
+    writers
 }
 
-/// Each row of the sequence writes the place of its key, and no other row writes a key of it. What is computed is
-/// unspecified otherwise (`src/problem/paged_attention_update.rs`).
-fn reads_its_own(update: &PagedUpdateCase, sequence: &ClampedSequence, taken: &[Option<usize>]) -> bool {
+/// Whether each row of the sequence writes the slot of its key, and no other row writes a slot of the sequence.
+/// Otherwise its results are unspecified (`src/problem/paged_attention_update.rs`).
+fn writes_its_own_keys(update: &PagedUpdateCase, sequence: &ClampedSequence, writers: &[Option<usize>]) -> bool {
     let rows = || sequence.rows().enumerate();
     (0..sequence.len_k).all(|j| {
-        let row = rows().find(|(i, _)| key_of(sequence, *i) == Some(j)).map(|(_, row)| row);
-        taken[sequence.slot(&update.attention, j)] == row
+        let row = rows().find(|(i, _)| key_index(sequence, *i) == Some(j)).map(|(_, row)| row);
+        writers[sequence.slot(&update.attention, j)] == row
     })
 }
 
-/// `flash_attn_varlen_bwd`.
+/// Calls of `flash_attn_varlen_bwd`.
 pub(crate) fn backward(generator: &mut Generator) -> FuzzCall {
     let (mask, dtype) = (any_mask(generator), generator.one_of(&[F32, F32, F16, BF16]));
     let sizes = ProblemSizes::generator(generator, Dtypes::same(dtype), mask, true);
-    let stored = Stored::generator(generator, &sizes, KvLayout::Contiguous);
+    let stored = StoredKeys::generator(generator, &sizes, KvLayout::Contiguous);
     let case = case(generator, Op::FlashAttnVarlen, &sizes, stored);
     let options = GradientOptions {
         dlse: generator.chance(30),
@@ -385,7 +392,8 @@ pub(crate) fn backward(generator: &mut Generator) -> FuzzCall {
     let call = gradients.invocation();
     FuzzCall::new(call, move |results| {
         let expected_rows = expected_gradients(&gradients, InvalidMetadata::Clamped);
-        // The gradient of a weight is the difference of two sums of Dv rounded products, and there may be but one.
+        // The gradient of a softmax weight is the difference of two sums of Dv rounded products, and a row may have a
+        // single weight.
         let AttentionConfig { dtypes, softmax_scale, value_dim, .. } = gradients.forward.config;
         let sums = 1.0 + f64::from(softmax_scale) * (value_dim as f64).sqrt();
         let floor = (1e-4 + 2.0 * floor(dtypes)) * sums;

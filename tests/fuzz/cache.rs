@@ -1,4 +1,4 @@
-//! Calls of the operators around attention: cache updates, rotations, merges, additions.
+//! Random calls of the other operators: cache updates, rotations, gathers, merges, additions.
 
 use crate::fuzz_call::FuzzCall;
 use crate::generator::Generator;
@@ -29,7 +29,7 @@ fn update(generator: &mut Generator, layouts: &[KvLayout]) -> CacheUpdateCase {
     }
 }
 
-/// `kv_cache_update` and `kv_cache_update_split`.
+/// Calls of `kv_cache_update` and `kv_cache_update_split`.
 pub(crate) fn cache_update(generator: &mut Generator) -> FuzzCall {
     let update = update(
         generator,
@@ -43,7 +43,7 @@ pub(crate) fn cache_update(generator: &mut Generator) -> FuzzCall {
     })
 }
 
-/// `rope_kv_cache_update`.
+/// Calls of `rope_kv_cache_update`.
 pub(crate) fn rope(generator: &mut Generator) -> FuzzCall {
     let update = update(generator, &[KvLayout::Interleaved, KvLayout::Stacked, KvLayout::PerPage]);
     let max_pos = generator.between(0, 20);
@@ -58,7 +58,7 @@ pub(crate) fn rope(generator: &mut Generator) -> FuzzCall {
     let mut call = rope.invocation(generator.chance(60));
     let mut query = rope.query();
     let row = rope.q_heads * rope.update.dims[0] * query.dtype.size();
-    // Tokens whose queries are wild may turn into anything; the others into what they always do.
+    // Some tokens have queries with special values, whose rotations are not compared.
     let special_values: Vec<bool> =
         (0..rope.positions.len()).map(|_| generator.special_values && generator.chance(30)).collect();
     for token in (0..special_values.len()).filter(|&token| special_values[token]) {
@@ -81,7 +81,7 @@ pub(crate) fn rope(generator: &mut Generator) -> FuzzCall {
     })
 }
 
-/// `gather_kv_cache`.
+/// Calls of `gather_kv_cache`.
 pub(crate) fn gather(generator: &mut Generator) -> FuzzCall {
     let layout = generator.one_of(&KvLayout::PAGED);
     let dtype = generator.one_of(&[F16, BF16, F32, F8E4M3FN, F8E5M2]);
@@ -108,7 +108,7 @@ pub(crate) fn gather(generator: &mut Generator) -> FuzzCall {
     FuzzCall::new(gather.invocation(), move |results| gather.assert_results(results))
 }
 
-/// `merge_attention_states`.
+/// Calls of `merge_attention_states`.
 pub(crate) fn merge(generator: &mut Generator) -> FuzzCall {
     let dtype = generator.one_of(&ATTENTION_DTYPES);
     let sizes = (generator.between(0, 20), generator.between(0, 6), generator.one_of(&[1, 2, 3, 7, 8, 64, 300]));
@@ -117,7 +117,7 @@ pub(crate) fn merge(generator: &mut Generator) -> FuzzCall {
     FuzzCall::new(a.merge(&b), move |results| State::of(results).assert_merged_from(&a, &b))
 }
 
-/// `simple_add`.
+/// Calls of `simple_add`.
 pub(crate) fn add(generator: &mut Generator) -> FuzzCall {
     let dtype = generator.one_of(&[F16, BF16, F32, F64, I8, U8, I32, I64]);
     let dims: Vec<usize> = (0..generator.between(0, 5)).map(|_| generator.between(0, 6)).collect();

@@ -1,4 +1,4 @@
-//! A call in memory: its buffers against pages that fault, or between redzones on a GPU, dense or with rows apart.
+//! Runs a call with buffers that touch guard pages, or lie between redzones on a GPU, dense or strided.
 
 use crate::generator::Generator;
 use crate::support::{
@@ -8,31 +8,32 @@ use crate::support::{
 use std::fmt::Write;
 use xla_attention::Action;
 
-/// Results are full of it before a call: a number in every type of attention, so that NaN is something that was written.
+/// The byte in results before a call. It is a finite number in every attention dtype, so that a NaN was written by the
+/// call.
 const UNWRITTEN: u8 = 0xa5;
 
-/// What is to be held against the results.
-type Check = Box<dyn Fn(&[Array])>;
-type CheckBoth = Box<dyn Fn(&[Array], &[Array])>;
+/// Compares results with the expected ones.
+type Compare = Box<dyn Fn(&[Array])>;
+type CompareBoth = Box<dyn Fn(&[Array], &[Array])>;
 
-/// A call that has to be accepted, and what its results have to be.
+/// A valid call and the comparison of its results.
 pub(crate) struct FuzzCall {
     call: Invocation,
-    check: Check,
-    /// A second call in the same memory, and what its results have to be beside the first's.
-    again: Option<(Invocation, CheckBoth)>,
+    compare: Compare,
+    /// A second call with the same buffers, and the comparison of both calls' results.
+    second: Option<(Invocation, CompareBoth)>,
 }
 
 impl FuzzCall {
-    pub(crate) fn new(call: Invocation, check: impl Fn(&[Array]) + 'static) -> Self {
-        Self { call, check: Box::new(check), again: None }
+    pub(crate) fn new(call: Invocation, compare: impl Fn(&[Array]) + 'static) -> Self {
+        Self { call, compare: Box::new(compare), second: None }
     }
 
-    pub(crate) fn and(self, call: Invocation, check: impl Fn(&[Array], &[Array]) + 'static) -> Self {
-        Self { again: Some((call, Box::new(check))), ..self }
+    pub(crate) fn with_second_call(self, call: Invocation, compare: impl Fn(&[Array], &[Array]) + 'static) -> Self {
+        Self { second: Some((call, Box::new(compare))), ..self }
     }
 
-    /// The call without its numbers, to be told of a wrong one.
+    /// The call without its numbers, for messages.
     pub(crate) fn describe(&self) -> String {
         let Invocation { target, operands, results, attributes, .. } = &self.call;
         let mut text = (*target).to_owned();
@@ -50,33 +51,33 @@ impl FuzzCall {
         text
     }
 
-    /// Make the call and give the seconds that it took; panics where something is wrong.
-    pub(crate) fn run(&self, generator: &mut Generator, machine: &FuzzDevice) -> f64 {
-        let placing = BufferPlacement::generator(generator, &self.call, machine);
-        let begun = machine.seconds();
-        let actual = machine.run(&self.call, &placing);
-        let time = machine.seconds() - begun;
-        (self.check)(&actual);
-        if let Some((call, check)) = &self.again {
-            check(&actual, &machine.run(call, &placing));
+    /// Makes the call and returns the seconds that it took. Panics if something is wrong.
+    pub(crate) fn run(&self, generator: &mut Generator, device: &FuzzDevice) -> f64 {
+        let placement = BufferPlacement::generator(generator, &self.call, device);
+        let begun = device.seconds();
+        let actual = device.run(&self.call, &placement);
+        let time = device.seconds() - begun;
+        (self.compare)(&actual);
+        if let Some((call, compare)) = &self.second {
+            compare(&actual, &device.run(call, &placement));
         }
         time
     }
 }
 
-/// Where calls run.
+/// The device of the calls.
 pub(crate) enum FuzzDevice {
     Cpu,
-    /// In one allocation, which is fast.
+    /// All buffers in one allocation, which is fast.
     #[cfg(feature = "cuda")]
     Gpu(crate::support::device::Arena),
-    /// Each buffer in an allocation of its own, beyond which the emulator faults.
+    /// Each buffer in its own allocation, outside of which the emulator faults.
     #[cfg(feature = "cuda")]
     Emulator(crate::support::device::Gpu),
 }
 
 impl FuzzDevice {
-    /// That of the environment, for the calling thread.
+    /// The device that the environment chooses, for the calling thread.
     pub(crate) fn chosen() -> Self {
         #[cfg(feature = "cuda")]
         if !crate::support::runs_on_cpu() {
@@ -89,7 +90,7 @@ impl FuzzDevice {
         Self::Cpu
     }
 
-    /// A clock: on the CPU, of the calling thread, which does all of the work, so that others do not count.
+    /// A clock. On the CPU it counts the time of the calling thread, which does all the work.
     fn seconds(&self) -> f64 {
         let clock = if self.is_cpu() { libc::CLOCK_THREAD_CPUTIME_ID } else { libc::CLOCK_MONOTONIC };
         let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
@@ -102,26 +103,27 @@ impl FuzzDevice {
         matches!(self, Self::Cpu)
     }
 
-    /// The results of a call, which is accepted, changes nothing else and writes all of them.
-    fn run(&self, call: &Invocation, how: &BufferPlacement) -> Vec<Array> {
+    /// Runs a call and returns its results. The call must succeed, write all results and change nothing else.
+    fn run(&self, call: &Invocation, placement: &BufferPlacement) -> Vec<Array> {
         match self {
             Self::Cpu => {
-                let buffers = how.place(call, |name, array, side| GuardedBuffer::new(name, side, &array.bytes));
-                results(call, &buffers, how.make(call, &buffers, Action::RunOnCpu(&InlinePool(4))))
+                let buffers = placement.place(call, |name, array, side| GuardedBuffer::new(name, side, &array.bytes));
+                results(call, &buffers, placement.call(call, &buffers, Action::RunOnCpu(&InlinePool(4))))
             }
             #[cfg(feature = "cuda")]
             Self::Gpu(arena) => {
                 arena.clear();
-                let buffers = how.place(call, |_, array, _| arena.add(array, how.misaligned));
-                let outcome = arena.run(|stream| how.make(call, &buffers, Action::LaunchCuda(stream)));
+                let buffers = placement.place(call, |_, array, _| arena.add(array, placement.misaligned));
+                let outcome = arena.run(|stream| placement.call(call, &buffers, Action::LaunchCuda(stream)));
                 results(call, &buffers, outcome)
             }
             #[cfg(feature = "cuda")]
             Self::Emulator(gpu) => {
                 use crate::support::device::{BufferPadding, DeviceBuffer};
-                let buffers = how.place(call, |_, array, _| DeviceBuffer::upload(gpu, array, BufferPadding::None));
+                let buffers =
+                    placement.place(call, |_, array, _| DeviceBuffer::upload(gpu, array, BufferPadding::None));
                 let stream = xla_attention::Stream(gpu.stream as usize);
-                let outcome = how.make(call, &buffers, Action::LaunchCuda(stream));
+                let outcome = placement.call(call, &buffers, Action::LaunchCuda(stream));
                 gpu.finish();
                 results(call, &buffers, outcome)
             }
@@ -129,31 +131,33 @@ impl FuzzDevice {
     }
 }
 
-/// How a call lies in memory.
+/// How the buffers of a call are placed.
 struct BufferPlacement {
-    /// Rows of operands are apart.
-    apart: bool,
-    /// By multiples of so many bytes, those of a chunk of a GPU's loads; 0 for any number of elements.
+    /// Whether operands are strided.
+    strided: bool,
+    /// The gaps between rows are multiples of this many bytes, the size of a vector load on a GPU; 0 for any number of
+    /// elements.
     chunk: usize,
-    /// No buffer is aligned to more than its element, where it does not end at a page instead.
+    /// Whether buffers are aligned to their element size only.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "memory of the host ends at a page instead"))]
     misaligned: bool,
-    /// Through the handler that XLA calls; otherwise through `xla_attention::call`, which takes strides.
+    /// Whether the call goes through the XLA handler. Otherwise it goes through `xla_attention::call`, which accepts
+    /// strides.
     through_handler: bool,
-    /// Decides which rows are how far apart, and which end of a buffer touches a page that faults.
+    /// Determines the gaps, and which end of each buffer touches a guard page.
     seed: u64,
 }
 
 impl BufferPlacement {
-    fn generator(generator: &mut Generator, call: &Invocation, machine: &FuzzDevice) -> Self {
+    fn generator(generator: &mut Generator, call: &Invocation, device: &FuzzDevice) -> Self {
         let attends = call.target.contains("attention") || call.target.contains("flash");
         let attends = attends && !call.target.contains("merge");
-        let apart = generator.chance(40);
+        let strided = generator.chance(40);
         Self {
-            apart,
-            chunk: if attends && !machine.is_cpu() { 16 } else { 0 },
+            strided,
+            chunk: if attends && !device.is_cpu() { 16 } else { 0 },
             misaligned: generator.chance(25) && !attends,
-            through_handler: generator.chance(60) && !apart && machine.is_cpu(),
+            through_handler: generator.chance(60) && !strided && device.is_cpu(),
             seed: generator.next(),
         }
     }
@@ -165,13 +169,13 @@ impl BufferPlacement {
         array: &Array,
         random: &mut Random,
     ) -> Option<StridedLayout> {
-        // A cache that is copied is dense; one that is read alone, or updated where it is, need not be.
+        // A cache that is copied must be dense. One that is only read, or updated in place, may be strided.
         let copied = call.results.iter().any(|r| r.name == name && r.alias.is_none());
         let may = may_be_strided(call.op()).contains(&name) && !copied;
         let may = may && array.dims.len() > 1 && !array.dims.contains(&0);
         let chunk = (self.chunk / array.dtype.size()).max(1) as i64;
         let gaps: Vec<i64> = array.dims.iter().map(|_| chunk * random.one_of(&[0, 0, 1, 3, 5, 8])).collect();
-        (random.chance(60) && self.apart && may).then(|| StridedLayout::new(array, &gaps))
+        (random.chance(60) && self.strided && may).then(|| StridedLayout::new(array, &gaps))
     }
 
     fn place<'a, M: BufferMemory>(
@@ -187,14 +191,14 @@ impl BufferPlacement {
         })
     }
 
-    /// Make the call; what is said of it if it is refused.
-    fn make<M: BufferMemory>(&self, call: &Invocation, buffers: &CallBuffers<M>, action: Action) -> Result<(), String> {
+    /// Makes the call; the error is its text if it is refused.
+    fn call<M: BufferMemory>(&self, call: &Invocation, buffers: &CallBuffers<M>, action: Action) -> Result<(), String> {
         if self.through_handler {
             let frame = Frame::new(call.target, CPU).pool(&InlinePool(3));
             return buffers.frame(frame).run().map_err(|refusal| refusal.text);
         }
         let [operands, results] = buffers.views();
-        // SAFETY: the views are the buffers of `placed`, which live until the call's work is done.
+        // SAFETY: the views are of `buffers`, which live until the call's work is done.
         unsafe { call.run_action(action, &operands, &results) }.map_err(|error| error.to_string())
     }
 }
@@ -209,7 +213,7 @@ fn results<M: BufferMemory>(call: &Invocation, buffers: &CallBuffers<M>, outcome
     actual
 }
 
-/// No eight bytes on a border of eight are as they were; fewer may be so by chance.
+/// Whether each aligned group of eight bytes has changed. A smaller group may by chance be as before.
 fn is_written(result: &Array) -> bool {
     result.bytes.chunks_exact(8).all(|bytes| bytes.iter().any(|&b| b != UNWRITTEN))
 }

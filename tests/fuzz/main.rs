@@ -1,8 +1,8 @@
-//! Calls that no program makes on purpose.
+//! Fuzz tests.
 //!
-//! [`mutated_calls`]: each case of the conformance tables, changed at random in up to three places. What is refused must be
-//! refused without a touch of memory. [`runner`]: calls that are accepted, hostile in all that they may be hostile in, and
-//! what comes of them held against the definition; docs/tests.md tells how to run and to repeat them.
+//! [`mutated_calls`] changes cases of the conformance tables in up to three places. A call that is refused must not
+//! access memory. [`runner`] makes valid calls with hostile contents and compares them with the reference.
+//! docs/dev/tests.md describes how to run and repeat them.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a failed step is a failed test")]
 #![allow(clippy::print_stdout, reason = "says what was tried")]

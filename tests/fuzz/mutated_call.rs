@@ -1,15 +1,15 @@
-//! A call as the tables know it, and the ways in which it can be damaged.
+//! A call of the conformance tables without memory, and its mutations.
 
 use crate::support::conformance::{ConformanceCase, Typed};
 use crate::support::{Attr, BF16, Dtype, F8E4M3FN, F16, F32, F64, I32, I64, PRED, Random, U8};
 
-/// A buffer without memory.
+/// The dtype, shape and strides of a buffer.
 #[derive(Clone, Debug)]
 pub(crate) struct BufferSpec {
     pub(crate) name: &'static str,
     pub(crate) dtype: Dtype,
     pub(crate) dims: Vec<i64>,
-    /// Axes, modulo the rank, whose stride is not that of a dense buffer.
+    /// (axis modulo the rank, stride) where the stride is not that of a dense buffer.
     strides: Vec<(usize, i64)>,
 }
 
@@ -18,7 +18,7 @@ impl BufferSpec {
         Self { name, dtype: typed.dtype, dims: typed.dims.clone(), strides: Vec::new() }
     }
 
-    /// `None` for a dense buffer, as every scalar is.
+    /// `None` for a dense buffer and for a scalar.
     pub(crate) fn strides(&self) -> Option<Vec<i64>> {
         let rank = self.dims.len();
         let dense = |axis: usize| self.dims[axis + 1..].iter().fold(1i64, |n, &d| n.wrapping_mul(d));
@@ -29,7 +29,7 @@ impl BufferSpec {
         (!self.strides.is_empty()).then_some(strides)
     }
 
-    /// At most this many elements, or `None` if there are more than can be counted.
+    /// Number of elements; `None` on overflow.
     pub(crate) fn elements(&self) -> Option<i64> {
         self.dims.iter().try_fold(1i64, |n, &d| n.checked_mul(d))
     }
@@ -58,7 +58,7 @@ impl MutatedCall {
         self.operands.iter_mut().chain(&mut self.results)
     }
 
-    /// The operands or the results.
+    /// Operands or results.
     fn list(&mut self, random: &mut Random) -> &mut Vec<BufferSpec> {
         if random.chance(50) { &mut self.results } else { &mut self.operands }
     }
@@ -67,48 +67,48 @@ impl MutatedCall {
         any(self.list(random), random)
     }
 
-    /// Damage the call in one way; without anything to mutate it stays as it is.
+    /// Applies one random mutation; `None` if the call has nothing to which it applies.
     pub(crate) fn mutate(&mut self, random: &mut Random) -> Option<()> {
         match random.below(37) {
-            // A size wherever it occurs, which often leaves the call a right one.
+            // Another size in place of all equal ones, which often gives a valid call.
             0..16 => {
                 let (old, new) = (*any(&mut any(&mut self.operands, random)?.dims, random)?, size(random));
                 self.buffers().flat_map(|b| &mut b.dims).filter(|d| **d == old).for_each(|d| *d = new);
             }
             // One size of one buffer.
             16..19 => *any(&mut self.buffer(random)?.dims, random)? = size(random),
-            // An element type wherever it occurs.
+            // Another dtype in place of all equal ones.
             19..22 => {
                 let (old, new) = (any(&mut self.operands, random)?.dtype, dtype(random));
                 self.buffers().filter(|b| b.dtype == old).for_each(|b| b.dtype = new);
             }
-            // The element type of one buffer.
+            // The dtype of one buffer.
             22 => self.buffer(random)?.dtype = dtype(random),
-            // Another value, often of another type.
+            // Another value of an attribute, often of another type.
             23..27 => any(&mut self.attributes, random)?.1 = value(random),
-            // An optional buffer left out, or a required one.
+            // An optional or required buffer left out.
             27 | 28 => self.buffer(random)?.dims = vec![0],
-            // The stride of one dimension of one buffer, which XLA has no way to pass.
+            // The stride of one dimension of one buffer, which XLA cannot express.
             29 => self.buffer(random)?.strides.push((random.below(8), size(random))),
-            // One dimension more.
+            // An additional dimension.
             30 => {
                 let dims = &mut self.buffer(random)?.dims;
                 dims.insert(random.below(dims.len() + 1), size(random));
             }
-            // One dimension less.
+            // A dimension less.
             31 => drop(remove(&mut self.buffer(random)?.dims, random)),
-            // The list ends early.
+            // A shorter list of buffers.
             32 => {
                 let list = self.list(random);
                 list.truncate(random.below(list.len() + 1));
             }
-            // The list goes on.
+            // A longer list of buffers.
             33 => {
                 let list = self.list(random);
                 let copy = any(list, random)?.clone();
                 list.push(copy);
             }
-            // Two buffers in each other's place.
+            // Two buffers exchanged.
             34 => {
                 let list = self.list(random);
                 let [a, b] = [(); 2].map(|()| random.below(list.len().max(1)));
@@ -117,7 +117,7 @@ impl MutatedCall {
             }
             // An attribute less.
             35 => drop(remove(&mut self.attributes, random)),
-            // An attribute under another name.
+            // An attribute with another name.
             _ => {
                 any(&mut self.attributes, random)?.0 = random.one_of(&["aardvark", "scale", "softmax_scale", "zebra"]);
             }
@@ -135,7 +135,7 @@ fn remove<T>(list: &mut Vec<T>, random: &mut Random) -> Option<T> {
     if list.is_empty() { None } else { Some(list.remove(random.below(list.len()))) }
 }
 
-/// What kernels, pages and heads come in, what lies beside it, and what overflows.
+/// Typical sizes of pages, heads and tiles, their neighbours, and sizes that overflow.
 fn size(random: &mut Random) -> i64 {
     match random.below(10) {
         0..6 => random.below(10) as i64,

@@ -1,8 +1,8 @@
-//! Damaged calls: each case of the conformance tables, changed at random in up to three places.
+//! Mutated calls: cases of the conformance tables with up to three random mutations.
 //!
-//! The tables are the corpus: what is found here becomes a case there. A run tries the same calls every time;
-//! `XLA_ATTENTION_TEST_CASES=5000000 cargo test --test fuzz` goes on to others. `tests/coverage_fuzz` makes the same changes,
-//! guided by the coverage that they give.
+//! The tables are the corpus; a mutation that reveals a defect is added to them as a case. Each run makes the same
+//! calls. `XLA_ATTENTION_TEST_CASES=5000000 cargo test --test fuzz` makes more of them. `tests/coverage_fuzz` applies
+//! the same mutations, guided by code coverage.
 
 use crate::mutated_call::MutatedCall;
 use crate::support::conformance::{ConformanceCase, cases};
@@ -13,16 +13,16 @@ use std::cell::Cell;
 #[test]
 fn mutated_calls_are_refused_alike_or_run_within_their_memory() {
     let seeds: Vec<&'static ConformanceCase> = cases().filter(|c| c.memory.is_none()).collect();
-    let right: Vec<&'static ConformanceCase> = seeds.iter().copied().filter(|c| c.refusal.is_none()).collect();
+    let valid: Vec<&'static ConformanceCase> = seeds.iter().copied().filter(|c| c.refusal.is_none()).collect();
     let counts = Cell::new([0; 4]);
     for_all(20_000, &|random| {
-        let of = if random.chance(50) { &seeds } else { &right };
+        let of = if random.chance(50) { &seeds } else { &valid };
         let case = random.one_of(of);
-        let mut plan = MutatedCall::new(case);
+        let mut mutated = MutatedCall::new(case);
         for _ in 0..random.below(4) {
-            plan.mutate(random);
+            mutated.mutate(random);
         }
-        let outcome = try_call(&plan, &case.aliases, random.next());
+        let outcome = try_call(&mutated, &case.aliases, random.next());
         let mut count = counts.get();
         count[outcome as usize] += 1;
         counts.set(count);

@@ -1,7 +1,7 @@
-//! Makes very many calls on all cores, and says which was wrong and which was slow.
+//! Makes a large number of calls on all cores, and reports failures and the slowest call.
 //!
-//! On the CPU a run is several processes, each with an instruction set of its own: one that dies of a fault names its
-//! call, and the others go on. On a GPU it is several threads with a stream each.
+//! On the CPU a run consists of several processes with different instruction sets. A process that crashes names its
+//! call, and the others continue. On a GPU it consists of several threads with a stream each.
 
 use crate::attention;
 use crate::cache;
@@ -18,20 +18,20 @@ use std::thread;
 use std::time::{Duration, Instant};
 use xla_attention::Op;
 
-/// The test below, for processes of its own.
+/// The test below, which runs in child processes.
 const TEST: &str = "runner::hostile_calls_give_the_reference_results";
 
-/// What call i is made with: those that this CPU has up to the one at i modulo their number.
+/// The instruction sets of calls i modulo 4. A CPU that lacks one uses the best that it has.
 const INSTRUCTION_SETS: [&str; 4] = ["portable", "avx2", "avx512", "avx512_bf16"];
 
-/// A run ends after so many wrong calls of a shard.
+/// A shard ends after this many failures.
 const MOST_FAILURES: usize = 10;
 
-/// Makes a call.
-type Kind = fn(&mut Generator) -> FuzzCall;
+/// Generates a call.
+type GenerateCall = fn(&mut Generator) -> FuzzCall;
 
-/// Each kind of call, and how many of 20 are of it: in about the proportion in which their code is intricate.
-const KINDS: [(usize, Kind); 9] = [
+/// The kinds of calls, and their frequencies out of 20, which follow the complexity of their code.
+const KINDS: [(usize, GenerateCall); 9] = [
     (4, flash),
     (4, paged),
     (2, attention::update),
@@ -43,7 +43,7 @@ const KINDS: [(usize, Kind); 9] = [
     (1, cache::add),
 ];
 
-fn kind(generator: &mut Generator) -> Kind {
+fn kind(generator: &mut Generator) -> GenerateCall {
     let mut kinds = KINDS.iter().flat_map(|&(count, kind)| std::iter::repeat_n(kind, count));
     kinds.nth(generator.below(20)).unwrap()
 }
@@ -56,33 +56,33 @@ fn paged(generator: &mut Generator) -> FuzzCall {
     attention::forward(generator, Op::PagedAttention)
 }
 
-/// What has become of the calls of a shard.
+/// The outcome of a shard.
 #[derive(Clone, Copy, Default, Debug)]
-struct Found {
+struct ShardOutcome {
     calls: usize,
     failures: usize,
-    /// Seconds and index of the call that took longest.
+    /// Seconds and index of the slowest call.
     slowest: (f64, u64),
 }
 
-/// The call that is being made, and since when.
+/// The running call, and when it began.
 type Current = Mutex<Option<(u64, Instant)>>;
 
 thread_local! {
-    /// Where the last panic of this thread was, and its text.
+    /// Text and location of the last panic of this thread.
     static PANIC: RefCell<String> = const { RefCell::new(String::new()) };
 }
 
-/// Past libtest, which would keep it until the test has failed.
-fn say(line: &str) {
+/// Prints a line to stderr at once. libtest would capture it until the test fails.
+fn print_line(line: &str) {
     let _ = writeln!(std::io::stderr(), "fuzz: {line}");
 }
 
-/// Make the calls of a shard.
-fn work(settings: &Settings, shard: (u64, u64), current: &Current) -> Found {
-    let (machine, started, mut found) = (FuzzDevice::chosen(), Instant::now(), Found::default());
+/// Makes the calls of a shard.
+fn run_shard(settings: &Settings, shard: (u64, u64), current: &Current) -> ShardOutcome {
+    let (device, started, mut outcome) = (FuzzDevice::chosen(), Instant::now(), ShardOutcome::default());
     for index in settings.indices(shard) {
-        if started.elapsed() >= settings.limit || found.failures >= MOST_FAILURES {
+        if started.elapsed() >= settings.limit || outcome.failures >= MOST_FAILURES {
             break;
         }
         *current.lock().unwrap() = Some((index, Instant::now()));
@@ -90,30 +90,30 @@ fn work(settings: &Settings, shard: (u64, u64), current: &Current) -> Found {
             announce(&settings.repeat(index, TEST));
         }
         let mut generator = Generator::new(settings.seed, index);
-        let mut subject = None;
-        let outcome = catch_unwind(AssertUnwindSafe(|| {
-            subject.insert(kind(&mut generator)(&mut generator)).run(&mut generator, &machine)
+        let mut call = None;
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            call.insert(kind(&mut generator)(&mut generator)).run(&mut generator, &device)
         }));
-        found.calls += 1;
-        let time = *outcome.as_ref().unwrap_or(&0.0);
-        if time > found.slowest.0 {
-            found.slowest = (time, index);
+        outcome.calls += 1;
+        let time = *result.as_ref().unwrap_or(&0.0);
+        if time > outcome.slowest.0 {
+            outcome.slowest = (time, index);
         }
-        if outcome.is_err() {
-            found.failures += 1;
-            let (text, what) = (PANIC.take(), subject.map_or_else(String::new, |subject| subject.describe()));
+        if result.is_err() {
+            outcome.failures += 1;
+            let (text, what) = (PANIC.take(), call.map_or_else(String::new, |call| call.describe()));
             let Generator { hostile, special_values, .. } = generator;
-            say(&format!("WRONG: call {index} of seed {}: {text}", settings.seed));
-            say(&format!("it is {what}; hostile {hostile}, wild {special_values}"));
-            say(&format!("repeat: {}", settings.repeat(index, TEST)));
+            print_line(&format!("WRONG: call {index} of seed {}: {text}", settings.seed));
+            print_line(&format!("it is {what}; hostile {hostile}, wild {special_values}"));
+            print_line(&format!("repeat: {}", settings.repeat(index, TEST)));
         }
     }
     *current.lock().unwrap() = None;
-    found
+    outcome
 }
 
-/// Panics of calls are kept for [`work`] to tell.
-fn keep_panics() {
+/// Keeps the texts of panics for [`run_shard`] to print.
+fn record_panics() {
     std::panic::set_hook(Box::new(|info| {
         let text = info.payload_as_str().unwrap_or("a panic without a text");
         let at = info.location().map_or_else(String::new, |at| format!(" ({}:{})", at.file(), at.line()));
@@ -121,35 +121,36 @@ fn keep_panics() {
     }));
 }
 
-/// Ends the process when a call hangs.
-fn end_if_one_hangs(settings: &Settings, current: &Current) {
+/// Ends the process if a call hangs.
+fn exit_if_a_call_hangs(settings: &Settings, current: &Current) {
     let current = *current.lock().unwrap();
     if let Some((index, _)) = current.filter(|(_, since)| since.elapsed() > settings.hangs_after) {
-        say(&format!("HANGS: call {index} of seed {}; repeat: {}", settings.seed, settings.repeat(index, TEST)));
+        print_line(&format!("HANGS: call {index} of seed {}; repeat: {}", settings.seed, settings.repeat(index, TEST)));
         std::process::exit(3);
     }
 }
 
-/// Make the calls of some shards, each on a thread, and say what has become of them; none is wrong.
-fn work_on_threads(settings: &Settings, shards: &[(u64, u64)]) {
-    keep_panics();
+/// Makes the calls of some shards on a thread each. Asserts that none failed.
+fn run_shards_on_threads(settings: &Settings, shards: &[(u64, u64)]) {
+    record_panics();
     let started = Instant::now();
     let current: Vec<Current> = shards.iter().map(|_| Current::default()).collect();
-    let found: Vec<Found> = thread::scope(|scope| {
-        let start = |(&shard, current)| scope.spawn(move || work(settings, shard, current));
+    let outcome: Vec<ShardOutcome> = thread::scope(|scope| {
+        let start = |(&shard, current)| scope.spawn(move || run_shard(settings, shard, current));
         let workers: Vec<_> = shards.iter().zip(&current).map(start).collect();
         while workers.iter().any(|worker| !worker.is_finished()) {
             thread::sleep(Duration::from_millis(20));
             for current in &current {
-                end_if_one_hangs(settings, current);
+                exit_if_a_call_hangs(settings, current);
             }
         }
         workers.into_iter().map(|worker| worker.join().unwrap()).collect()
     });
     drop(std::panic::take_hook());
-    let [calls, failures] = [|f: &Found| f.calls, |f: &Found| f.failures].map(|of| found.iter().map(of).sum::<usize>());
-    let (time, index) = found.iter().map(|f| f.slowest).max_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or_default();
-    say(&format!(
+    let [calls, failures] =
+        [|f: &ShardOutcome| f.calls, |f: &ShardOutcome| f.failures].map(|of| outcome.iter().map(of).sum::<usize>());
+    let (time, index) = outcome.iter().map(|f| f.slowest).max_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or_default();
+    print_line(&format!(
         "{calls} calls of seed {} in {:.0} s, {failures} wrong; call {index} took longest, {:.1} ms",
         settings.seed,
         started.elapsed().as_secs_f64(),
@@ -160,8 +161,8 @@ fn work_on_threads(settings: &Settings, shards: &[(u64, u64)]) {
     assert!(calls == all || started.elapsed() > settings.limit, "not all calls were made");
 }
 
-/// A process for a shard, with the instruction set of its calls.
-fn start(settings: &Settings, (k, n): (u64, u64)) -> Child {
+/// Starts a process for a shard, with the instruction set of its calls.
+fn start_process(settings: &Settings, (k, n): (u64, u64)) -> Child {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", TEST, "--nocapture"]).env("XLA_ATTENTION_FUZZ_SHARD", format!("{k}/{n}"));
     if std::env::var_os("XLA_ATTENTION_CPU_ISA").is_none() {
@@ -171,21 +172,21 @@ fn start(settings: &Settings, (k, n): (u64, u64)) -> Child {
     command.stdout(Stdio::null()).spawn().unwrap()
 }
 
-/// `CALLS` calls from `FIRST` on of `SEED`, all of them accepted.
+/// Makes `CALLS` valid calls of `SEED`, beginning with `FIRST`.
 #[test]
 fn hostile_calls_give_the_reference_results() {
     let settings = Settings::read();
     if let Some(shard) = settings.shard {
-        return work_on_threads(&settings, &[shard]);
+        return run_shards_on_threads(&settings, &[shard]);
     }
-    // Each process has one instruction set.
+    // All calls of a process use the same instruction set.
     let cpu = runs_on_cpu();
     let step = if cpu { settings.threads.next_multiple_of(INSTRUCTION_SETS.len()) } else { settings.threads } as u64;
     let shards: Vec<(u64, u64)> = (0..step.min(settings.calls)).map(|k| (k, step)).collect();
     if !cpu {
-        return work_on_threads(&settings, &shards);
+        return run_shards_on_threads(&settings, &shards);
     }
-    let processes: Vec<Child> = shards.iter().map(|&shard| start(&settings, shard)).collect();
+    let processes: Vec<Child> = shards.iter().map(|&shard| start_process(&settings, shard)).collect();
     let ended: Vec<_> = processes.into_iter().map(|mut process| process.wait().unwrap()).collect();
-    assert!(ended.iter().all(ExitStatus::success), "{ended:?}: what was wrong is said above");
+    assert!(ended.iter().all(ExitStatus::success), "{ended:?}: the failures are printed above");
 }

@@ -1,4 +1,4 @@
-//! What the environment says of a run.
+//! The settings of a run, from the environment.
 
 use std::fmt::Debug;
 use std::str::FromStr;
@@ -7,23 +7,23 @@ use std::time::Duration;
 /// Which calls a run makes, and how.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
-    /// Call i of a seed is always the same.
+    /// A seed and an index determine a call.
     pub(crate) seed: u64,
     pub(crate) first: u64,
     pub(crate) calls: u64,
-    /// Processes on the CPU, threads on a GPU.
+    /// Number of processes on the CPU, of threads on a GPU.
     pub(crate) threads: usize,
-    /// After so long the run ends, whatever it has done.
+    /// The run ends after this time.
     pub(crate) limit: Duration,
-    /// A call that takes longer hangs.
+    /// A call that takes longer counts as hanging.
     pub(crate) hangs_after: Duration,
-    /// (k, n): this process makes every n-th call from the k-th on, for another that has started it.
+    /// (k, n): this child process makes every n-th call, beginning with the k-th.
     pub(crate) shard: Option<(u64, u64)>,
 }
 
 const PREFIX: &str = "XLA_ATTENTION_FUZZ_";
 
-/// A number of the environment.
+/// A number from the environment.
 fn number<T: FromStr<Err: Debug>>(name: &str) -> Option<T> {
     let text = std::env::var(format!("{PREFIX}{name}")).ok()?;
     Some(text.parse().unwrap_or_else(|e| panic!("{PREFIX}{name}={text}: {e:?}")))
@@ -43,19 +43,19 @@ impl Settings {
             calls: number("CALLS").unwrap_or(20_000),
             threads: number("THREADS").unwrap_or(if emulated { 1 } else { cores }),
             limit: Duration::from_secs(number("SECONDS").unwrap_or(u64::MAX)),
-            // The emulator compiles a kernel when it is first called.
+            // The emulator compiles a kernel at its first call.
             hangs_after: Duration::from_secs(if emulated { 1800 } else { 60 }),
             shard,
         }
     }
 
-    /// The indices of a shard.
+    /// The indices of a shard's calls.
     pub(crate) fn indices(&self, (k, n): (u64, u64)) -> impl Iterator<Item = u64> {
         let first = self.first;
         (k..self.calls).step_by(n as usize).map(move |offset| first + offset)
     }
 
-    /// The command that makes only this call again.
+    /// The command that repeats one call.
     pub(crate) fn repeat(&self, index: u64, test: &str) -> String {
         let device = std::env::var("XLA_ATTENTION_TEST_DEVICE")
             .map_or(String::new(), |device| format!("XLA_ATTENTION_TEST_DEVICE={device} "));

@@ -1,4 +1,5 @@
-//! A call through the C interface and the handlers of XLA, which has to be refused politely or to run within its memory.
+//! Makes a call through the C interface and the XLA handlers. It must be refused with a proper error, or stay within
+//! its memory.
 
 use crate::mutated_call::{BufferSpec, MutatedCall};
 use crate::support::{
@@ -11,26 +12,26 @@ use std::ptr::null_mut;
 use xla_attention::ops::AttributeKind;
 use xla_attention::{XaAttribute, XaCall, XaTensor};
 
-/// An accepted call with more elements than this in one of its buffers is not run.
+/// A valid call with more elements than this in a buffer is not run.
 const MOST_ELEMENTS: i64 = 4096;
 
-/// What has become of a damaged call.
+/// The outcome of a mutated call.
 pub(crate) enum CallOutcome {
     NotDecoded,
     Refused,
-    /// Accepted, and too large to be run or strided.
+    /// Valid, but too large to be run, or strided.
     NotRun,
     Ran,
 }
 
-/// As in a frame: by name, and of two with the same name the later one.
-fn attributes(plan: &MutatedCall) -> BTreeMap<&str, &Attr> {
-    plan.attributes.iter().map(|(name, value)| (*name, value)).collect()
+/// Attributes by name. Of two with the same name the later one counts, as in a call frame.
+fn attributes(mutated: &MutatedCall) -> BTreeMap<&str, &Attr> {
+    mutated.attributes.iter().map(|(name, value)| (*name, value)).collect()
 }
 
-/// Whether the list of a handler takes as many buffers, and attributes of these names and types.
-fn is_decoded(plan: &MutatedCall) -> bool {
-    let (signature, given) = (operator_of(plan.target).signature(), attributes(plan));
+/// Whether the handler's signature has this number of buffers, and attributes with these names and types.
+fn is_decoded(mutated: &MutatedCall) -> bool {
+    let (signature, given) = (operator_of(mutated.target).signature(), attributes(mutated));
     let typed = |(name, kind): &(&str, AttributeKind)| {
         matches!(
             (kind, given.get(name)),
@@ -39,39 +40,39 @@ fn is_decoded(plan: &MutatedCall) -> bool {
                 | (AttributeKind::F32, Some(Attr::F32(_)))
         )
     };
-    (signature.required_operands..=signature.operands.len()).contains(&plan.operands.len())
-        && (signature.required_results..=signature.results.len()).contains(&plan.results.len())
+    (signature.required_operands..=signature.operands.len()).contains(&mutated.operands.len())
+        && (signature.required_results..=signature.results.len()).contains(&mutated.results.len())
         && given.len() == signature.attributes.len()
         && signature.attributes.iter().all(typed)
 }
 
-/// What the C interface says of the sizes; it takes attributes in their order and has no names for them.
-fn checked(plan: &MutatedCall) -> Result<(), Refusal> {
+/// Validates the call through the C interface, which takes attributes in order and without names.
+fn validate(mutated: &MutatedCall) -> Result<(), Refusal> {
     let strides = |list: &[BufferSpec]| list.iter().map(BufferSpec::strides).collect::<Vec<_>>();
-    let (of_operands, of_results) = (strides(&plan.operands), strides(&plan.results));
+    let (of_operands, of_results) = (strides(&mutated.operands), strides(&mutated.results));
     let tensor =
         |(x, strides): (&BufferSpec, &Option<Vec<i64>>)| c_tensor(x.dtype, &x.dims, strides.as_deref(), null_mut());
-    let operands: Vec<XaTensor> = plan.operands.iter().zip(&of_operands).map(tensor).collect();
-    let results: Vec<XaTensor> = plan.results.iter().zip(&of_results).map(tensor).collect();
-    let attributes: Vec<XaAttribute> = attributes(plan).values().copied().map(c_attribute).collect();
-    let request = c_request(operator_of(plan.target) as i32, 0, &operands, &results);
+    let operands: Vec<XaTensor> = mutated.operands.iter().zip(&of_operands).map(tensor).collect();
+    let results: Vec<XaTensor> = mutated.results.iter().zip(&of_results).map(tensor).collect();
+    let attributes: Vec<XaAttribute> = attributes(mutated).values().copied().map(c_attribute).collect();
+    let request = c_request(operator_of(mutated.target) as i32, 0, &operands, &results);
     let (list, count) = (attributes.as_ptr(), attributes.len());
     let (code, text) = c_call(&XaCall { attributes: list, num_attributes: count, ..request });
     if code == 0 { Ok(()) } else { Err(Refusal { code, text }) }
 }
 
-/// What a handler says if every buffer lies at an address that faults.
-fn claimed(set: &HandlerSet, plan: &MutatedCall) -> Result<(), Refusal> {
-    let nowhere = GuardedBuffer::new("a buffer of a refused call", Side::EndsAtGuard, &[]);
-    let frame = set.frame(plan.target, CPU).attributes(&plan.attributes);
-    // SAFETY: the call is one that has to be refused.
-    let operand = |f: Frame<'static>, x: &BufferSpec| unsafe { f.operand(x.dtype, &x.dims, nowhere.data()) };
-    // SAFETY: as above.
-    let result = |f: Frame<'static>, x: &BufferSpec| unsafe { f.result(x.dtype, &x.dims, nowhere.data()) };
-    plan.results.iter().fold(plan.operands.iter().fold(frame, operand), result).run()
+/// Calls a handler with all buffers at an address that faults.
+fn call_handler_at_guard_page(set: &HandlerSet, mutated: &MutatedCall) -> Result<(), Refusal> {
+    let memory = GuardedBuffer::new("a buffer of a refused call", Side::EndsAtGuard, &[]);
+    let frame = set.frame(mutated.target, CPU).attributes(&mutated.attributes);
+    // SAFETY: the call must be refused, and a refused call accesses no memory.
+    let operand = |f: Frame<'static>, x: &BufferSpec| unsafe { f.operand(x.dtype, &x.dims, memory.data()) };
+    // SAFETY: as for the operands.
+    let result = |f: Frame<'static>, x: &BufferSpec| unsafe { f.result(x.dtype, &x.dims, memory.data()) };
+    mutated.results.iter().fold(mutated.operands.iter().fold(frame, operand), result).run()
 }
 
-/// Finite numbers; integers are as hostile as they can be.
+/// Finite random numbers. Integers are hostile.
 fn contents(random: &mut Random, sizes: &BufferSpec) -> Array {
     let count = sizes.elements().unwrap() as usize;
     if sizes.dtype == I32 {
@@ -82,16 +83,16 @@ fn contents(random: &mut Random, sizes: &BufferSpec) -> Array {
     Array::new(sizes.dtype, &sizes.dims, &values)
 }
 
-/// The call with memory; its updates in place, if they can be.
-fn invocation(plan: &MutatedCall, aliases: &[(usize, usize)], seed: u64) -> Invocation {
+/// The call with memory. Its updates are in place if `aliases` allow it and a random choice says so.
+fn invocation(mutated: &MutatedCall, aliases: &[(usize, usize)], seed: u64) -> Invocation {
     let mut random = Random::new(seed);
-    let call = Invocation { what: format!("{plan:?} seed {seed}"), ..Invocation::new(plan.target) };
-    let call = plan.operands.iter().fold(call, |call, x| call.operand(x.name, contents(&mut random, x)));
-    let call = plan.attributes.iter().fold(call, |call, (name, value)| call.attribute(name, value.clone()));
+    let call = Invocation { what: format!("{mutated:?} seed {seed}"), ..Invocation::new(mutated.target) };
+    let call = mutated.operands.iter().fold(call, |call, x| call.operand(x.name, contents(&mut random, x)));
+    let call = mutated.attributes.iter().fold(call, |call, (name, value)| call.attribute(name, value.clone()));
     let in_place = random.below(2) == 0;
-    plan.results.iter().enumerate().fold(call, |call, (index, x)| {
+    mutated.results.iter().enumerate().fold(call, |call, (index, x)| {
         let operand = aliases.iter().find(|(operand, result)| {
-            let given = plan.operands.get(*operand);
+            let given = mutated.operands.get(*operand);
             in_place && *result == index && given.is_some_and(|o| (o.dtype, &o.dims) == (x.dtype, &x.dims))
         });
         match operand {
@@ -101,15 +102,15 @@ fn invocation(plan: &MutatedCall, aliases: &[(usize, usize)], seed: u64) -> Invo
     })
 }
 
-/// An element that was never written: bits that no arithmetic on finite floats gives.
+/// The first element that was not written: its bits are not the result of arithmetic on finite numbers.
 fn unwritten(result: &Array) -> Option<usize> {
     let is_float = [F16, BF16, F32, F64].contains(&result.dtype);
     let untouched = |element: &[u8]| is_float && element.iter().all(|&b| b == POISON);
     result.bytes.chunks_exact(result.dtype.size()).position(untouched)
 }
 
-fn run(plan: &MutatedCall, aliases: &[(usize, usize)], seed: u64) {
-    let call = invocation(plan, aliases, seed);
+fn run(mutated: &MutatedCall, aliases: &[(usize, usize)], seed: u64) {
+    let call = invocation(mutated, aliases, seed);
     let side = if seed.is_multiple_of(2) { Side::EndsAtGuard } else { Side::BeginsAtGuard };
     let results =
         call.run(side, &InlinePool(3)).unwrap_or_else(|e| panic!("the sizes were accepted, the call was not: {e:?}"));
@@ -118,40 +119,41 @@ fn run(plan: &MutatedCall, aliases: &[(usize, usize)], seed: u64) {
     }
 }
 
-/// A type of which [`contents`] can make numbers.
+/// Whether [`contents`] can make numbers of this dtype.
 fn is_known(dtype: Dtype) -> bool {
     dtype.size() > 0
 }
 
-/// Make a call through the C interface and the handlers of every set: it is refused politely and alike without a touch of
-/// memory, or runs within its memory. `aliases` are those of the case; `seed` makes its numbers.
-pub(crate) fn try_call(plan: &MutatedCall, aliases: &[(usize, usize)], seed: u64) -> CallOutcome {
-    let said = checked(plan);
-    if let Err(refusal) = &said {
-        assert!([INVALID_ARGUMENT, UNIMPLEMENTED].contains(&refusal.code), "{plan:?}: {refusal:?}");
-        let target = operator_of(plan.target).signature().target;
-        assert!(refusal.text.starts_with(&format!("{target}: ")), "{plan:?}: {refusal:?}");
+/// Makes the call through the C interface and through the handlers of every set. All must refuse it with the same error
+/// and without an access to memory, or the call must stay within its memory. `aliases` are those of the conformance
+/// case; `seed` determines the contents.
+pub(crate) fn try_call(mutated: &MutatedCall, aliases: &[(usize, usize)], seed: u64) -> CallOutcome {
+    let validation = validate(mutated);
+    if let Err(refusal) = &validation {
+        assert!([INVALID_ARGUMENT, UNIMPLEMENTED].contains(&refusal.code), "{mutated:?}: {refusal:?}");
+        let target = operator_of(mutated.target).signature().target;
+        assert!(refusal.text.starts_with(&format!("{target}: ")), "{mutated:?}: {refusal:?}");
     }
-    let mut buffers = plan.operands.iter().chain(&plan.results);
+    let mut buffers = mutated.operands.iter().chain(&mutated.results);
     if buffers.clone().any(|b| b.strides().is_some()) {
-        return if said.is_ok() { CallOutcome::NotRun } else { CallOutcome::Refused };
+        return if validation.is_ok() { CallOutcome::NotRun } else { CallOutcome::Refused };
     }
-    if !is_decoded(plan) {
+    if !is_decoded(mutated) {
         for set in handler_sets() {
-            let refusal = claimed(&set, plan).expect_err("a frame that cannot be decoded");
-            assert_eq!(refusal.code, INVALID_ARGUMENT, "{:?}: {plan:?}: {refusal:?}", set.version);
+            let refusal = call_handler_at_guard_page(&set, mutated).expect_err("a frame that cannot be decoded");
+            assert_eq!(refusal.code, INVALID_ARGUMENT, "{:?}: {mutated:?}: {refusal:?}", set.version);
         }
         return CallOutcome::NotDecoded;
     }
-    if said.is_err() {
+    if validation.is_err() {
         for set in handler_sets() {
-            assert_eq!(claimed(&set, plan), said, "{:?}: {plan:?}", set.version);
+            assert_eq!(call_handler_at_guard_page(&set, mutated), validation, "{:?}: {mutated:?}", set.version);
         }
         return CallOutcome::Refused;
     }
     if !buffers.all(|b| is_known(b.dtype) && b.elements().is_some_and(|n| n <= MOST_ELEMENTS)) {
         return CallOutcome::NotRun;
     }
-    run(plan, aliases, seed);
+    run(mutated, aliases, seed);
     CallOutcome::Ran
 }

@@ -19,7 +19,7 @@ from summary import table
 # Random cases under compute-sanitizer, which checks each access, at a price.
 FEWER = {"XLA_ATTENTION_TEST_CASES": "8", "XLA_ATTENTION_FUZZ_CALLS": "200"}
 
-# Of a topic, those that call each tuned kernel once, seconds long. docs/tests.md says why racecheck is not among
+# Of a topic, those that call each tuned kernel once, seconds long. docs/dev/tests.md says why racecheck is not among
 # their tools.
 EACH_KERNEL = {
     "tuned_prefill": ("tuned_kernels_are_chosen", "the_fused_kernel_is_chosen", "many_fused_decode_sequences"),

@@ -1,4 +1,4 @@
-//! What only a GPU can show: rows that are aligned to their elements alone, which go element by element, or are refused.
+//! GPU only: buffers that are aligned to their element size only are accessed element by element, or refused.
 
 use crate::support::device::{BufferPadding, DeviceBuffer, Gpu};
 use crate::support::{
@@ -7,7 +7,7 @@ use crate::support::{
 };
 use xla_attention::{Action, Stream};
 
-/// Rows of three chunks.
+/// Rows of three 16-byte vectors.
 const DIMS: [usize; 2] = [24; 2];
 
 #[test]
@@ -58,7 +58,7 @@ fn a_query_that_attention_cannot_read_is_refused_before_the_cache_is_written() {
     });
     let [inputs, outputs] = buffers.views();
     let launch = Action::LaunchCuda(Stream(gpu.stream as usize));
-    // SAFETY: the views are the allocations above, which outlive `finish`.
+    // SAFETY: the views are of `buffers`, which live until the stream has finished.
     let refusal = unsafe { invocation.run_action(launch, &inputs, &outputs) }.unwrap_err();
     gpu.finish();
     assert!(refusal.message.ends_with("expected multiples of 16 bytes for both"), "{}", refusal.message);

@@ -1,5 +1,5 @@
-//! The handlers for the platform `CUDA` where no GPU is needed: they decode, and miss a driver politely. What they refuse
-//! is in the tables of `tests/conformance`.
+//! The handlers for the platform `CUDA` on machines without a GPU: they decode a call and report the missing driver.
+//! Their refusals are in the tables of `tests/conformance`.
 
 use crate::support::valid_calls;
 use crate::support::{CUDA, Frame, Stage, UNAVAILABLE, handler_sets, target};
@@ -14,15 +14,15 @@ fn the_cuda_handlers_need_a_stream_and_no_other_context() {
     }
 }
 
-/// Whether the driver's library can be loaded, asked without the crate.
-fn driver_is_there() -> bool {
+/// Whether libcuda can be loaded, determined without the crate.
+fn has_driver() -> bool {
     // SAFETY: loads a library by name.
     !unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_LAZY) }.is_null()
 }
 
 #[test]
 fn the_cuda_handlers_report_a_missing_driver() {
-    if driver_is_there() {
+    if has_driver() {
         println!("skipped: this machine has a driver");
         return;
     }

@@ -1,4 +1,4 @@
-//! What only a GPU can show: a captured graph replayed many times, and a first call that happens inside a capture.
+//! GPU only: captured graphs that are replayed many times, and a first call during capture.
 
 use crate::support::device::{BufferPadding, Gpu};
 use crate::support::valid_calls;
@@ -51,7 +51,7 @@ fn every_operator_can_be_captured() {
 #[test]
 fn a_call_that_finds_its_module_missing_loads_it_inside_a_capture() {
     let Some(gpu) = Gpu::or_skip() else { return };
-    // A variant that no other test of this process uses: f32, soft cap, one head dimension.
+    // A kernel variant that no other test of this process loads: f32, with a soft cap, for this head dimension.
     let dtypes = F32.into();
     let spec = BatchSpec { dtypes, head_dim: 200, softcap: 3.0, lengths: vec![(3, 9)], ..BatchSpec::default() };
     let case = AttentionCase::paged(&spec.batch(), &MemoryLayout::default());

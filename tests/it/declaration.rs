@@ -1,4 +1,5 @@
-//! What is wrong in `ffi/operators.toml` or `kernels/variants.toml` stops the build, with the entry and what was expected.
+//! Mistakes in `ffi/operators.toml` and `kernels/variants.toml` stop the build with an error that names the entry and
+//! what was expected.
 
 #[allow(dead_code, reason = "what the build script writes is not looked at here")]
 #[path = "../../build_support/operators.rs"]
@@ -11,13 +12,14 @@ mod variants;
 const OPERATORS: &str = include_str!("../../ffi/operators.toml");
 const VARIANTS: &str = include_str!("../../kernels/variants.toml");
 
-/// That `parse` takes the declaration, and refuses it with `from` replaced by `to` in words that contain `said`.
+/// Asserts that `parse` accepts `declared`, and for each mistake (`from`, `to`, `message`) refuses it with an error
+/// that contains `message` if `from` is replaced by `to`.
 fn refuses<T>(declared: &str, parse: impl Fn(&str) -> anyhow::Result<T>, mistakes: &[(&str, &str, &str)]) {
     parse(declared).map(|_| ()).unwrap();
-    for (from, to, said) in mistakes {
+    for (from, to, message) in mistakes {
         assert!(declared.contains(from), "{from}");
-        let actual = format!("{:#}", parse(&declared.replacen(from, to, 1)).err().unwrap());
-        assert!(actual.contains(said), "{from} to {to}: {actual}");
+        let error = format!("{:#}", parse(&declared.replacen(from, to, 1)).err().unwrap());
+        assert!(error.contains(message), "{from} to {to}: {error}");
     }
 }
 

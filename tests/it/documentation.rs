@@ -1,10 +1,10 @@
-//! What the documents name is there.
+//! Paths, links and generated parts of the documents are valid.
 
 use crate::layering::{files, root};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The words in backticks that look like a path of this repository: a known folder or file name comes first.
+/// The words in backticks that are paths of this repository: their first part is a folder or a file of the root.
 fn paths(text: &str) -> Vec<String> {
     let folders: Vec<String> =
         fs::read_dir(root()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
@@ -18,7 +18,7 @@ fn paths(text: &str) -> Vec<String> {
     in_backticks.flat_map(str::split_whitespace).filter(|word| is_path(word)).map(ToOwned::to_owned).collect()
 }
 
-/// A path, or a pattern whose last part holds one `*`.
+/// Whether a path exists. The last part of a path may contain one `*`.
 fn exists(path: &str) -> bool {
     let Some((before, after)) = path.split_once('*') else { return root().join(path).exists() };
     let (folder, prefix) = before.rsplit_once('/').unwrap_or((".", before));
@@ -47,12 +47,12 @@ fn every_path_that_a_document_names_exists() {
     assert!(named > 10, "the documents name {named} paths: the scan misses them");
 }
 
-/// The places that `[text](place)` names.
+/// The targets of links, `[text](target)`.
 fn links(text: &str) -> Vec<&str> {
     text.split("](").skip(1).filter_map(|rest| Some(rest.split_once(')')?.0)).collect()
 }
 
-/// The places of the form `docs/NAME.md#ANCHOR`, which comments cite.
+/// References of the form `docs/NAME.md#ANCHOR`, which comments contain.
 fn citations(text: &str) -> Vec<&str> {
     let words = text.split(|c: char| !c.is_alphanumeric() && !"_-./#".contains(c));
     let words = words.map(|word| word.trim_end_matches('.'));
@@ -71,10 +71,10 @@ fn anchors(text: &str) -> Vec<String> {
     headings.map(|heading| heading.chars().filter_map(written).collect()).collect()
 }
 
-/// The file or folder is there, seen from `folder`, and a file has the anchor.
-fn leads_somewhere(folder: &Path, place: &str) -> bool {
-    match place.split_once('#') {
-        None => folder.join(place).exists(),
+/// Whether a link from a file in `folder` is valid: the file exists and has the anchor.
+fn is_valid_link(folder: &Path, target: &str) -> bool {
+    match target.split_once('#') {
+        None => folder.join(target).exists(),
         Some((file, anchor)) => {
             fs::read_to_string(folder.join(file)).is_ok_and(|text| anchors(&text).iter().any(|known| known == anchor))
         }
@@ -82,24 +82,24 @@ fn leads_somewhere(folder: &Path, place: &str) -> bool {
 }
 
 #[test]
-fn every_link_and_citation_leads_somewhere() {
+fn every_link_and_citation_is_valid() {
     let folders = ["benches", "build_support", "docs", "examples", "ffi", "kernels", "python", "src", "tests"];
     let pages = ["CHANGELOG.md", "README.md", "SECURITY.md"].map(|name| root().join(name));
     let pages = pages.map(|path| (path.clone(), fs::read_to_string(path).unwrap()));
     let all = folders.iter().flat_map(|folder| files(&root().join(folder))).chain(pages);
     let (mut followed, mut cited) = (0, 0);
-    // This file has examples of such as lead nowhere.
+    // This file contains examples of broken links.
     for (path, text) in all.filter(|(path, _)| path != &root().join(file!())) {
         let is_document = path.extension().is_some_and(|e| e == "md");
         let links = if is_document { links(&text) } else { vec![] };
         for link in links.into_iter().filter(|link| !link.contains("://")) {
             let own = path.file_name().unwrap().to_str().unwrap();
-            let place = if link.starts_with('#') { format!("{own}{link}") } else { link.to_owned() };
-            assert!(leads_somewhere(path.parent().unwrap(), &place), "{} links to {link}", path.display());
+            let target = if link.starts_with('#') { format!("{own}{link}") } else { link.to_owned() };
+            assert!(is_valid_link(path.parent().unwrap(), &target), "{} links to {link}", path.display());
             followed += 1;
         }
-        for place in citations(&text) {
-            assert!(leads_somewhere(&root(), place), "{} cites {place}", path.display());
+        for target in citations(&text) {
+            assert!(is_valid_link(&root(), target), "{} cites {target}", path.display());
             cited += 1;
         }
     }
@@ -109,11 +109,11 @@ fn every_link_and_citation_leads_somewhere() {
 #[test]
 fn a_broken_link_is_detected() {
     let docs = root().join("docs");
-    for place in ["semantics.md", "semantics.md#kv-caches", "../README.md#what-is-promised", "prefill.svg", "dev"] {
-        assert!(leads_somewhere(&docs, place), "{place}");
+    for target in ["semantics.md", "semantics.md#kv-caches", "../README.md#what-is-promised", "prefill.svg", "dev"] {
+        assert!(is_valid_link(&docs, target), "{target}");
     }
-    for place in ["semantic.md", "semantics.md#kv-cache", "semantics.md#Masks", "dev#masks"] {
-        assert!(!leads_somewhere(&docs, place), "{place}");
+    for target in ["semantic.md", "semantics.md#kv-cache", "semantics.md#Masks", "dev#masks"] {
+        assert!(!is_valid_link(&docs, target), "{target}");
     }
     assert_eq!(links("[a](b.md), [c](#d) and f(x)"), ["b.md", "#d"]);
     assert_eq!(citations("as `docs/a.md#b-c` and (docs/d.md#e_f). docs/g.md"), ["docs/a.md#b-c", "docs/d.md#e_f"]);
@@ -128,7 +128,7 @@ fn every_source_folder_is_in_the_architecture() {
     }
 }
 
-/// Operators that have nothing to do with one another.
+/// Operators that no text mentions together unless it lists all operators.
 const UNRELATED: [&str; 3] = ["simple_add", "merge_attention_states", "gather_kv_cache"];
 
 #[test]
@@ -137,13 +137,14 @@ fn the_guide_names_every_file_that_lists_operators() {
     let readme = (root().join("README.md"), fs::read_to_string(root().join("README.md")).unwrap());
     let all = folders.iter().flat_map(|folder| files(&root().join(folder))).chain([readme]);
     let lists = all.filter(|(_, text)| UNRELATED.iter().all(|operator| text.contains(operator)));
-    let mut found: Vec<String> =
+    let mut listed: Vec<String> =
         lists.map(|(path, _)| path.strip_prefix(root()).unwrap().to_str().unwrap().to_owned()).collect();
-    // Generated, and the guide itself.
-    found.retain(|path| !["docs/reference/custom_calls.md", "docs/dev/adding_an_operator.md"].contains(&path.as_str()));
-    found.sort();
+    // The generated reference and the guide itself.
+    listed
+        .retain(|path| !["docs/reference/custom_calls.md", "docs/dev/adding_an_operator.md"].contains(&path.as_str()));
+    listed.sort();
     assert_eq!(
-        found,
+        listed,
         [
             "README.md",
             "docs/semantics.md",
@@ -155,7 +156,7 @@ fn the_guide_names_every_file_that_lists_operators() {
         ]
     );
     let guide = fs::read_to_string(root().join("docs/dev/adding_an_operator.md")).unwrap();
-    assert!(found.iter().all(|place| guide.contains(&format!("`{place}`"))));
+    assert!(listed.iter().all(|path| guide.contains(&format!("`{path}`"))));
 }
 
 #[test]
@@ -165,10 +166,10 @@ fn the_scan_knows_a_path_from_other_code() {
     assert!(exists("src/l*.rs") && !exists("src/no_such_*.rs"));
 }
 
-/// What the build script has generated from `ffi/operators.toml`.
+/// The folder of the build script's output.
 const GENERATED: &str = env!("OUT_DIR");
 
-/// `XLA_ATTENTION_WRITE_REFERENCE=1` writes the files anew (`make reference`).
+/// `XLA_ATTENTION_WRITE_REFERENCE=1` writes the files (`make reference`).
 #[test]
 fn the_generated_files_in_the_repository_are_up_to_date() {
     for (name, of) in [
@@ -184,7 +185,7 @@ fn the_generated_files_in_the_repository_are_up_to_date() {
     }
 }
 
-/// `ffi/README.md` shows a declaration and the binding that becomes of it.
+/// `ffi/README.md` shows a declaration and the binding that is generated from it.
 #[test]
 fn the_binding_in_the_readme_is_the_generated_one() {
     let text = fs::read_to_string(root().join("ffi/README.md")).unwrap();

@@ -1,5 +1,5 @@
-//! `xla_gpu_flash_attn_varlen` through its XLA FFI handler and under guard pages, or on a GPU: against the f64
-//! reference, against hostile metadata, and against itself.
+//! `xla_gpu_flash_attn_varlen` through its XLA FFI handlers and with guard pages, or on a GPU: agreement with the f64
+//! reference, hostile metadata, metamorphic properties.
 
 use crate::attention::tests_of;
 use crate::support::{AttentionCase, BatchSpec, KvLayout, MemoryLayout, ReferenceCase};

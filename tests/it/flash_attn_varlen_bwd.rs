@@ -1,5 +1,5 @@
-//! `xla_gpu_flash_attn_varlen_bwd` through its XLA FFI handler and under guard pages, or on a GPU: against the f64
-//! reference, against hostile metadata, and against itself.
+//! `xla_gpu_flash_attn_varlen_bwd` through its XLA FFI handlers and with guard pages, or on a GPU: agreement with the
+//! f64 reference, hostile metadata, metamorphic properties.
 
 use crate::attention::{Operator, tests_of};
 use crate::support::{
@@ -64,7 +64,7 @@ fn lengths_around_every_size_of_a_block_agree_with_the_reference() {
     }
 }
 
-/// The workspace that a call is given as a rule.
+/// The workspace that the front-ends give a call.
 fn wanted_workspace(case: &GradientCase) -> usize {
     let config = &case.forward.config;
     let [num_q_heads, num_kv_heads, head_dim, value_dim] =

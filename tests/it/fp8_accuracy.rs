@@ -1,21 +1,21 @@
-//! How close prefill of fp8 queries, keys and values comes where it is hardest (`docs/kernels.md`, fp8): sums of one sign,
-//! of which tensor cores cut off something at each step, one key that outweighs all others, large scores, many keys.
+//! The error of prefill with fp8 queries, keys and values in the cases with the largest errors (`docs/kernels.md`,
+//! fp8): sums of one sign, which tensor cores truncate at each step; one dominant key; large scores; many keys.
 //!
-//! The summary (`tests/support/summary.rs`) has what part of its bound a case takes. The batches have no spare entries, so
-//! they also pass with `XLA_ATTENTION_CHECK=1`.
+//! The summary (`tests/support/summary.rs`) has the ratio of each error to its bound. The batches have no spare
+//! entries, so that they also pass with `XLA_ATTENTION_CHECK=1`.
 
 use crate::support::{
     AttentionCase, BF16, BatchSpec, Dtypes, F8E4M3FN, F16, KvLayout, Mask, MemoryLayout, Numbers as _, SequenceData,
     assert_named_matches_reference, runs_on_cpu,
 };
 
-/// What becomes of the numbers that are drawn.
+/// A change of the random numbers.
 #[derive(Clone, Copy, Debug)]
 enum Numbers {
     AsDrawn,
-    /// This is added to each of q and K.
+    /// Adds this number to each element of q and k.
     Shifted(f64),
-    /// The key in the middle is this many times the first query, that before the last the opposite.
+    /// Makes the key in the middle a multiple of the first query, and the last but one the opposite.
     OneKey(f64),
 }
 
@@ -88,7 +88,7 @@ fn score_options_stay_within_the_bound() {
 
 #[test]
 fn many_keys_stay_within_the_bound() {
-    // The CPU decodes fp8: how many keys there are makes no difference of kind.
+    // The CPU kernels decode fp8, so that the number of keys does not affect the error.
     let lengths: &[usize] = if runs_on_cpu() { &[4096] } else { &[4096, 16384, 131_072] };
     for head_dim in [128, 256] {
         for &keys in lengths {

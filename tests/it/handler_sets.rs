@@ -1,4 +1,4 @@
-//! The two sets of handlers are in one library, and neither uses a definition of the other's headers
+//! The library contains two sets of handlers, and neither uses a definition of the other set's headers
 //! (`ffi/xla_headers.h`).
 
 use std::collections::BTreeSet;
@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// The names that the objects of a set define for the linker, weak ones included.
+/// The symbols that the objects of a set define, weak ones included.
 fn definitions(set: &str) -> BTreeSet<String> {
     let folder = Path::new(env!("OUT_DIR")).join(set);
     let objects = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
@@ -24,7 +24,7 @@ fn the_sets_share_no_definition_of_their_headers() {
     for set in ["oldest", "newest"] {
         let names = definitions(set);
         assert!(names.contains(&format!("xa_paged_attention_cuda_execute_{set}")), "{names:?}");
-        // Mangled names hold a namespace with its length, and a C type by its name.
+        // Mangled names contain a namespace after its length, and a C type by its name.
         let of_xla: Vec<_> = names.iter().filter(|name| name.contains("3xla") || name.contains("XLA_FFI")).collect();
         assert!(of_xla.is_empty(), "{set}: {of_xla:?}");
     }
@@ -33,7 +33,7 @@ fn the_sets_share_no_definition_of_their_headers() {
     assert!(common.is_empty(), "{common:?}");
 }
 
-/// The C++ library and the bridge, which both sets include with the same meaning.
+/// Whether a symbol is of the C++ standard library or the bridge, which are the same for both sets.
 fn of_both(name: &str) -> bool {
     let prefixes = "_ZNSt _ZNKSt _ZSt _ZZNSt _ZNS _ZNKS _ZTI _ZTS _ZTV DW.ref. _ZN4rust _ZNK4rust _ZN2xa";
     prefixes.split(' ').any(|prefix| name.starts_with(prefix))

@@ -1,5 +1,5 @@
-//! `xla_gpu_kv_cache_update` and `xla_gpu_kv_cache_update_split` on the CPU, through their XLA FFI handlers. Which code a number
-//! becomes in an 8-bit cache is in `kv_cache_update_fp8`.
+//! `xla_gpu_kv_cache_update` and `xla_gpu_kv_cache_update_split` on the CPU, through their XLA FFI handlers. The
+//! rounding to fp8 is in `kv_cache_update_fp8`.
 
 use crate::support::cost::{CostSizes, hostile_slots_cost_no_more};
 use crate::support::{
@@ -17,7 +17,7 @@ fn rows_go_to_their_slots_in_every_layout_and_dtype_with_and_without_scales() {
 fn slots_outside_the_cache_are_skipped() {
     let last = 3 * 4 - 1;
     let narrow = vec![-1, last, last + 1, i64::from(i32::MIN), 3, i64::from(i32::MAX), -4, 2];
-    // 2^32 + 5 is slot 5 where only the low half is kept.
+    // The low half of 2^32 + 5 is slot 5.
     let wide = vec![-1, last, last + 1, i64::MIN, 3, i64::MAX, (1 << 32) + 5, 2, -(1 << 32), i64::MAX / 2];
     for (layout, fp8) in KvLayout::PAGED.into_iter().flat_map(|layout| [None, Some(FP8_DTYPES[0])].map(|t| (layout, t)))
     {
@@ -76,7 +76,7 @@ fn hostile_slots_cost_no_more_than_valid_ones() {
     hostile_slots_cost_no_more(CostSizes::small(), 10.0);
 }
 
-/// At a size at which time can be told from noise: `--ignored --nocapture` prints a table.
+/// At a size at which the time is well above the noise. `--ignored --nocapture` prints a table.
 #[test]
 #[ignore = "a measurement: wants a machine for itself"]
 fn hostile_slots_cost_at_most_twice_as_much() {

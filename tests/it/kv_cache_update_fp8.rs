@@ -1,11 +1,11 @@
-//! Cache updates into fp8 caches: which code a number becomes, in every layout and from every type.
+//! Cache updates into fp8 caches: the rounding of numbers to codes, from every dtype.
 
 use crate::support::{
     Array, BF16, CacheUpdateCase, Dtype, F8E4M3FN, F8E5M2, F16, F32, FP8_DTYPES, KvLayout, Numbers, Random,
     for_both_sides,
 };
 
-/// The codes that an update stores for these keys `[T, Hkv, D]`: with the buffers at either guard page.
+/// The codes that an update stores for the keys `[T, Hkv, D]`, with guard pages on either side.
 fn stored(keys: &Array, fp8: Dtype, scale: Option<f32>) -> Vec<Vec<u8>> {
     let (rows, heads, d) = (keys.dims[0] as usize, keys.dims[1] as usize, keys.dims[2] as usize);
     let update = CacheUpdateCase {
@@ -22,12 +22,12 @@ fn stored(keys: &Array, fp8: Dtype, scale: Option<f32>) -> Vec<Vec<u8>> {
     };
     let call = update.invocation(true).with_operand("key", keys.clone());
     let mut caches = vec![];
-    // kv_cache [2, 1, rows, heads, d]: the keys are its first half.
+    // kv_cache is [2, 1, rows, heads, d], and its first half holds the keys.
     for_both_sides(|side| caches.push(call.results(side)[0].bytes[..rows * heads * d].to_vec()));
     caches
 }
 
-/// Every code of `keys` is that of the reference.
+/// Asserts that an update stores the reference's code for each element of `keys`.
 fn check(keys: &Array, fp8: Dtype, scale: Option<f32>) {
     let divisor = f64::from(scale.unwrap_or(1.0));
     for codes in stored(keys, fp8, scale) {
@@ -38,7 +38,7 @@ fn check(keys: &Array, fp8: Dtype, scale: Option<f32>) {
     }
 }
 
-/// `bytes` as rows of 256 heads of 64.
+/// `bytes` as rows of 256 heads with D = 64.
 fn keys_of(dtype: Dtype, bytes: Vec<u8>) -> Array {
     let count = bytes.len() / dtype.size();
     Array { dtype, dims: vec![(count / (256 * 64)) as i64, 256, 64], bytes }
@@ -61,7 +61,8 @@ fn every_16_bit_number_is_rounded_to_its_code() {
 
 #[test]
 fn f32_quotients_around_every_boundary_are_rounded_to_their_codes_for_every_scale() {
-    // Powers of two, others, and those whose reciprocal or remainders f32 holds badly or not at all; one of all ones.
+    // Powers of two, other numbers, numbers whose reciprocal or remainders are inexact or not representable in f32, and
+    // one whose mantissa is all ones.
     let two = |exponent: i32| 2f32.powi(exponent);
     let large = [1.1 * two(41), 1.1 * two(101), 1.9 * two(126), -two(127), f32::INFINITY];
     let small = [two(-40), 1.7 * two(-41), 1.3 * two(-99), 1.6 * two(-100) * two(-40), 0.0];

@@ -1,11 +1,11 @@
-//! Dependencies point one way (`docs/dev/architecture.md`): who may use whom, held against the sources.
+//! Modules of the crate import only modules below them (`docs/dev/architecture.md`).
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Which modules of `src` a module may use; it may always use its own parts. `xa_info`, of `c_api`, lists the kernel variants of
-/// the build.
+/// The modules that each module of `src` may use in addition to itself. (`xa_info`, in `c_api`, lists the kernel
+/// variants of the build.)
 const MAY_USE: &str = "
     environment:
     error:
@@ -31,7 +31,7 @@ pub(crate) fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Every file under `folder`, with its text.
+/// Every text file under `folder`.
 pub(crate) fn files(folder: &Path) -> Vec<(PathBuf, String)> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).unwrap() {
@@ -45,24 +45,24 @@ pub(crate) fn files(folder: &Path) -> Vec<(PathBuf, String)> {
     found
 }
 
-/// Source without its line comments, which may name anything.
+/// Source without line comments.
 fn code(text: &str) -> String {
     text.lines().map(|line| line.split("//").next().unwrap()).collect::<Vec<_>>().join("\n")
 }
 
-/// A module of the crate by its path, without `crate`: that of `src/cpu/mod.rs` is `["cpu"]`, the root's is empty.
+/// The path of a module without `crate`: that of `src/cpu/mod.rs` is `["cpu"]`, that of the crate root is empty.
 type Module = Vec<String>;
 
-/// The modules, and what they name.
+/// The modules and the paths in them.
 struct Modules {
-    /// The paths in the code of each module, as they are written there.
+    /// The paths in the code of each module, as written.
     paths: BTreeMap<Module, Vec<String>>,
-    /// What each module imports: the name there, and the path that it stands for.
+    /// The imports of each module: name and imported path.
     imports: BTreeMap<Module, BTreeMap<String, String>>,
 }
 
 impl Modules {
-    /// Those of `src`.
+    /// The modules of `src`.
     fn of_the_crate() -> Self {
         let src = root().join("src");
         let mut code_of = BTreeMap::new();
@@ -91,8 +91,8 @@ impl Modules {
         Self { paths, imports }
     }
 
-    /// What a path in the code of `module` names, from the crate's root, wherever it is imported from; `None` for what
-    /// other crates and the module itself define.
+    /// The path from the crate root that `path` in the code of `module` stands for, following imports; `None` if
+    /// another crate or the module itself defines it.
     fn resolve(&self, module: &[String], path: &str) -> Option<Vec<String>> {
         let mut at = module.to_vec();
         let mut parts = path.split("::").peekable();
@@ -123,7 +123,7 @@ impl Modules {
         Some(at)
     }
 
-    /// What `module` uses without being allowed to.
+    /// The paths in `module` that it may not use.
     fn forbidden(&self, module: &[String]) -> Vec<String> {
         let name = &module[0];
         let mut rows = MAY_USE.lines().filter_map(|row| row.trim().split_once(':'));
@@ -136,8 +136,8 @@ impl Modules {
         used.map(|path| path.join("::")).filter(|path| !path.is_empty() && !permitted(path)).collect()
     }
 
-    /// The uses between modules of one parent that lie on a cycle, tests apart. What lies in a module counts as its own,
-    /// and a module and its parent may use one another.
+    /// The uses between modules with a common parent that are part of an import cycle, except in tests. Submodules
+    /// count as their module; a module and its parent may use each other.
     fn cycles(&self) -> BTreeMap<(Module, Module), String> {
         let mut uses = BTreeMap::new();
         for (module, paths) in self.paths.iter().filter(|(module, _)| !module.contains(&"tests".to_owned())) {
@@ -167,8 +167,8 @@ impl Modules {
     }
 }
 
-/// Put a module's code and that of the modules written out in it into `code_of`; each ends at a brace that is indented as
-/// its beginning is.
+/// Adds the code of a module and of its inline modules to `code_of`. An inline module ends at a brace that is indented
+/// like its beginning.
 fn split_modules(module: Module, code: &str, code_of: &mut BTreeMap<Module, String>) {
     let (mut own, mut lines) = (String::new(), code.lines());
     while let Some(line) = lines.next() {
@@ -184,7 +184,7 @@ fn split_modules(module: Module, code: &str, code_of: &mut BTreeMap<Module, Stri
     code_of.insert(module, own);
 }
 
-/// What stands between each `use` and its semicolon.
+/// The text between each `use` and its semicolon.
 fn use_trees(code: &str) -> impl Iterator<Item = &str> {
     let begins = |at: usize| !code[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_');
     code.match_indices("use ").filter(move |(at, _)| begins(*at)).filter_map(|(at, word)| {
@@ -193,7 +193,7 @@ fn use_trees(code: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// The paths of a `use`: `a::{self, b::{c, d as e}}` has `a`, `a::b::c` and `a::b::d as e`.
+/// The paths of a `use` tree: `a::{self, b::{c, d as e}}` has `a`, `a::b::c` and `a::b::d as e`.
 fn leaves(tree: &str) -> Vec<String> {
     let Some((prefix, group)) = tree.split_once('{') else {
         let path = tree.trim();
@@ -213,7 +213,7 @@ fn leaves(tree: &str) -> Vec<String> {
     found.iter().map(|leaf| format!("{}{leaf}", prefix.trim_start()).trim_end_matches("::self").to_owned()).collect()
 }
 
-/// Every `a::b` in some code.
+/// Every path `a::b` in the code.
 fn written_paths(code: &str) -> impl Iterator<Item = String> {
     let words = code.split(|c: char| !(c.is_alphanumeric() || c == '_' || c == ':'));
     words.filter(|word| word.contains("::")).map(|word| word.trim_matches(':').to_owned())
@@ -234,7 +234,7 @@ fn no_modules_import_each_other_in_a_cycle() {
     assert!(cycles.is_empty(), "import cycles: {:#?}", cycles.values());
 }
 
-/// Modules of such code.
+/// Modules with these sources.
 fn modules(sources: &[(&str, &str)]) -> Modules {
     let path = |name: &str| name.split("::").filter(|part| !part.is_empty()).map(str::to_owned).collect();
     Modules::of(&sources.iter().map(|(name, text)| (path(name), code(text))).collect())
@@ -266,14 +266,14 @@ fn the_scan_finds_cycles() {
     };
     let (a, b) = (("f::a", "use super::b::B;"), ("f::b", "struct B;"));
     assert!(cycles(&[("f", "mod a; mod b;"), a, b, ("f::c", "use crate::f::{a, b};")]).is_empty());
-    // Of a module and its parent, and of tests.
+    // No cycle: a module and its parent, and tests.
     assert!(
         cycles(&[("f", "use a::A;"), a, b, ("f::a::c", "use super::A;"), ("f::b::tests", "use crate::f::a;")])
             .is_empty()
     );
     let found = ["f::a f::b", "f::b f::a"];
     assert_eq!(cycles(&[("f", ""), a, ("f::b", "fn g() { super::a::A }")]), found);
-    // Through a part, and through what the parent imports.
+    // A cycle through a submodule, and through an import of the parent.
     assert_eq!(cycles(&[("f", ""), a, b, ("f::b::c", "use crate::f::{x, a::A as X};")]), found);
     assert_eq!(cycles(&[("f", "use a::{A, Z};"), a, ("f::b", "use super::{x::Y, A};")]), found);
     let three =
@@ -281,7 +281,7 @@ fn the_scan_finds_cycles() {
     assert_eq!(cycles(&three), ["a b", "b c", "c a"]);
 }
 
-/// The `#include`s of the sources in a folder: (file, what is included).
+/// The `#include`s of the sources in a folder: (file, included file).
 fn includes(folder: &str) -> Vec<(String, String)> {
     let mut found = Vec::new();
     for (path, text) in files(&root().join(folder)) {

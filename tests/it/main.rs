@@ -1,6 +1,7 @@
-//! The tests that share a process. A topic is a module and runs alone by its name: `cargo test --test it tuned_prefill::`.
+//! The tests that can share a process. Each module is a topic, and its name runs it alone: `cargo test --test it
+//! tuned_prefill::`.
 //!
-//! Nothing here changes what the process has (its environment, a panic hook, the installed pool): such tests are in
+//! These tests change no state of the process (environment, panic hook, installed pool). Tests that do are in
 //! `tests/subprocess`, `tests/soak.rs` and `tests/fuzz`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a failed step is a failed test")]

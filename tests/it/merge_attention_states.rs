@@ -2,7 +2,7 @@
 
 use crate::support::{ANY_LSE, ATTENTION_DTYPES, BF16, F16, Random, Side, State, for_both_sides, for_each_pool};
 
-/// `a` and `b` merge to what they have to.
+/// Asserts that `a` and `b` merge to the expected state.
 fn check(a: &State, b: &State) {
     for_both_sides(|side| State::of(&a.merge(b).results(side)).assert_merged_from(a, b));
 }
@@ -25,7 +25,7 @@ fn a_state_without_keys_is_ignored() {
     let down: Vec<f64> = (0..n * h).map(|i| kinds[i / n]).collect();
     let garbage = |lse: &[f64], seed| {
         let mut random = Random::new(seed);
-        // out [n, h, d], lse [h, n]
+        // out is [n, h, d], lse is [h, n].
         let out = (0..n * h * d).map(|i| match lse[i / d % h * n + i / d / h] {
             0.5 => random.normal(),
             _ => random.one_of(&[f64::NAN, f64::INFINITY, f64::NEG_INFINITY]),

@@ -1,4 +1,4 @@
-//! `xla_gpu_paged_attention_update`: the cache that it leaves and the attention over it.
+//! `xla_gpu_paged_attention_update`: the updated cache and the attention over it.
 
 use crate::attention::tests_of;
 use crate::support::{
@@ -6,18 +6,19 @@ use crate::support::{
     PagedUpdateCase, ReferenceCase, ScaleKind, Side, for_both_sides, put,
 };
 
-// What is checked against the reference is, bit by bit, the update and then attention too.
+// Each comparison with the reference also compares, bit by bit, with the update followed by attention.
 tests_of! { PagedAttentionUpdate:
     agreement { named_cases_agree_with_the_reference }
     interface { every_workspace_size_gives_the_right_result }
 }
 
-/// A first chunk, decode, a later chunk, a sequence without queries.
+/// A first chunk, decode, a later chunk, and a sequence without queries.
 fn mixed(dtypes: impl Into<Dtypes>) -> BatchSpec {
     BatchSpec { dtypes: dtypes.into(), lengths: vec![(9, 9), (1, 90), (21, 64), (0, 4)], ..BatchSpec::default() }
 }
 
-/// Sequences that decode takes, on CUDA in one launch with the update: of one query, of a few, of more than keys.
+/// Sequences that the decode kernel takes, on CUDA in the same launch as the update: of one query, of a few queries,
+/// and of more queries than keys.
 fn short(dtypes: impl Into<Dtypes>) -> BatchSpec {
     let lengths = vec![(1, 1), (1, 17), (1, 700), (2, 2), (1, 64), (3, 90), (1, 33), (4, 650), (5, 3), (0, 4), (1, 48)];
     BatchSpec { dtypes: dtypes.into(), heads: (8, 2), head_dim: 32, lengths, ..BatchSpec::default() }
@@ -85,7 +86,8 @@ fn decode_stores_rows_of_no_sequence_for_every_workspace() {
 
 #[test]
 fn a_nan_in_a_new_token_has_the_effect_that_it_has_in_two_calls() {
-    // So many that sequences of any length are decoded on CUDA; the last in tiles of one query, which sees one key.
+    // With this many slots CUDA decodes sequences of any length. The last case has tiles of one query that sees one
+    // key.
     let memory_layout = MemoryLayout { spare_seqs: 15, ..MemoryLayout::default() };
     for (mask, heads) in [(Mask::CAUSAL, (8, 2)), (Mask::sliding(2), (8, 2)), (Mask::sliding(1), (16, 1))] {
         let spec = BatchSpec { mask, heads, lengths: vec![(7, 30), (1, 20), (5, 5)], ..short(BF16) };
@@ -103,7 +105,7 @@ fn a_nan_in_a_new_token_has_the_effect_that_it_has_in_two_calls() {
     }
 }
 
-/// More rows than the warps of a KV head's CTAs, which read what others store.
+/// More rows than the warps of a KV head's CTAs, so that warps read rows that others store.
 #[test]
 fn decode_of_many_sequences_is_the_update_and_then_attention() {
     for (heads, head_dim) in [((2, 1), 32), ((8, 8), 128)] {
@@ -132,34 +134,35 @@ fn an_8_bit_cache_takes_rows_of_every_wider_type() {
     }
 }
 
-/// The bytes of `out` that are a sequence's rows.
+/// The bytes of a sequence's rows of `out`.
 fn rows_of(update: &PagedUpdateCase, out: &Array, index: usize) -> Vec<u8> {
     let row = update.attention.config.q_heads * update.attention.config.value_dim * out.dtype.size();
     let [first, end] = [index, index + 1].map(|b| update.attention.cu_seqlens_q[b] as usize * row);
     out.bytes[first..end].to_vec()
 }
 
-/// The cache is that of the update; sequences but those `ill` have the bits that they have in `well`.
-fn assert_harmless(update: &PagedUpdateCase, well: &PagedUpdateCase, ill: &[usize]) {
-    let expected = well.invocation(true).results(Side::EndsAtGuard);
+/// Asserts that the cache is the expected one, and that all sequences but those in `affected` have the same bits as in
+/// `reference`.
+fn assert_only_affects(update: &PagedUpdateCase, reference: &PagedUpdateCase, affected: &[usize]) {
+    let expected = reference.invocation(true).results(Side::EndsAtGuard);
     for_both_sides(|side| {
         for in_place in [true, false] {
             let results = update.invocation(in_place).results(side);
             assert!(results[1] == *update.cache(), "{}: the cache differs", update.attention.name);
-            for index in (0..well.attention.num_seqs as usize).filter(|index| !ill.contains(index)) {
-                let [actual, expected] = [&results[0], &expected[0]].map(|out| rows_of(well, out, index));
+            for index in (0..reference.attention.num_seqs as usize).filter(|index| !affected.contains(index)) {
+                let [actual, expected] = [&results[0], &expected[0]].map(|out| rows_of(reference, out, index));
                 assert!(actual == expected, "{}: sequence {index} has other bits", update.attention.name);
             }
         }
     });
 }
 
-/// Bits that do not depend on other sequences.
+/// A batch-invariant call.
 fn invariant(dtypes: Dtypes) -> PagedUpdateCase {
     PagedUpdateCase::new(&BatchSpec { batch_invariant: true, ..mixed(dtypes) }.batch(), &MemoryLayout::default())
 }
 
-/// Likewise of one query each, which decode alone has to do with.
+/// A batch-invariant call with one query per sequence, which only the decode kernel handles.
 fn invariant_decode(dtypes: Dtypes) -> PagedUpdateCase {
     let lengths = vec![(1, 40), (1, 700), (1, 1), (1, 64)];
     PagedUpdateCase::new(
@@ -171,15 +174,15 @@ fn invariant_decode(dtypes: Dtypes) -> PagedUpdateCase {
 #[test]
 fn a_row_without_a_slot_affects_only_its_own_sequence() {
     for dtypes in [Dtypes::same(F32), Dtypes::same(BF16), Dtypes::over(F16, F8E4M3FN)] {
-        for well in [invariant(dtypes), invariant_decode(dtypes)] {
-            for (ill, nowhere) in
-                (0..3).flat_map(|ill| [-1, i64::from(i32::MIN), i64::from(i32::MAX)].map(|s| (ill, s)))
+        for reference in [invariant(dtypes), invariant_decode(dtypes)] {
+            for (affected, nowhere) in
+                (0..3).flat_map(|affected| [-1, i64::from(i32::MIN), i64::from(i32::MAX)].map(|s| (affected, s)))
             {
-                let mut update = well.clone();
-                let last = update.attention.cu_seqlens_q[ill + 1] as usize - 1;
+                let mut update = reference.clone();
+                let last = update.attention.cu_seqlens_q[affected + 1] as usize - 1;
                 update.slots[last] = nowhere;
                 update.recompute_cache();
-                assert_harmless(&update, &well, &[ill]);
+                assert_only_affects(&update, &reference, &[affected]);
             }
         }
     }
@@ -187,12 +190,12 @@ fn a_row_without_a_slot_affects_only_its_own_sequence() {
 
 #[test]
 fn i64_slots_are_not_truncated_to_i32() {
-    for well in [invariant(F32.into()), invariant_decode(F32.into())] {
-        let mut update = PagedUpdateCase { wide_slots: true, ..well.clone() };
-        // Its low half is the slot of the first sequence's last key.
+    for reference in [invariant(F32.into()), invariant_decode(F32.into())] {
+        let mut update = PagedUpdateCase { wide_slots: true, ..reference.clone() };
+        // The low half is the slot of the first sequence's last key.
         let last = update.attention.cu_seqlens_q[1] as usize - 1;
         update.slots[last] |= 1 << 32;
         update.recompute_cache();
-        assert_harmless(&update, &well, &[0]);
+        assert_only_affects(&update, &reference, &[0]);
     }
 }

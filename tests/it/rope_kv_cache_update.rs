@@ -4,7 +4,7 @@ use crate::support::{
     ATTENTION_DTYPES, Array, BF16, CacheUpdateCase, F8E4M3FN, F32, KvLayout, Random, RopeCase, Side, for_each_pool,
 };
 
-/// Layouts of one buffer.
+/// The layouts with one buffer.
 const LAYOUTS: [KvLayout; 3] = [KvLayout::Interleaved, KvLayout::Stacked, KvLayout::PerPage];
 
 #[test]
@@ -87,7 +87,7 @@ fn scores_depend_on_the_distance_of_the_positions_only() {
         .collect();
     let cos_sin = Array::new(F32, &[i64::from(length), d as i64], &table);
     for interleaved in [false, true] {
-        // The same query and key, moved along by a token each time.
+        // The same query and key at consecutive positions.
         let tokens = 20;
         let update = CacheUpdateCase {
             layout: KvLayout::Stacked,

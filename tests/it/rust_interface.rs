@@ -1,4 +1,4 @@
-//! `xla_attention::call` and its C twin `xa_call`: what they take beyond XLA's dense buffers, and what they refuse.
+//! `xla_attention::call` and its C equivalent `xa_call`: strides, empty tensors, and what they refuse.
 
 use crate::support::valid_calls;
 use crate::support::{
@@ -9,7 +9,7 @@ use std::ptr::{null, null_mut};
 use xla_attention::ops::workspace::AttentionSizes;
 use xla_attention::{Action, DType, Error, Op, RayonPool, XaAttribute, XaCall, XaTensor, xa_call, xa_op};
 
-/// What a buffer claims to be; without memory.
+/// An operand's dtype and shape without memory.
 fn claim(dtype: Dtype, dims: &[i64]) -> Array {
     Array { dtype, dims: dims.to_vec(), bytes: vec![] }
 }
@@ -72,13 +72,13 @@ fn wrong_counts_and_kinds_are_refused_by_name() {
     refused(with("batch_invariant", 0), "xla_gpu_paged_attention: attribute batch_invariant is I64(0), expected Bool");
 }
 
-/// What a check says of a call whose operands have these strides, none of them or all.
+/// Validates a call with these strides of some operands.
 fn with_strides(call: &Invocation, strides: &[(usize, &[i64])]) -> Result<(), Error> {
     let mut views = vec![BufferView::NOWHERE; call.operands.len()];
     for (index, strides) in strides {
         views[*index].strides = Some(strides);
     }
-    // SAFETY: a check touches no memory.
+    // SAFETY: validation accesses no memory.
     unsafe { call.run_action(Action::Check, &views, &vec![BufferView::NOWHERE; call.results.len()]) }
 }
 
@@ -107,7 +107,7 @@ fn strides_past_all_addresses_are_refused() {
 
 #[test]
 fn halves_of_one_cache_can_be_passed_as_k_and_v() {
-    // torch's kv[0], kv[1] of a cache [2, P, page_size, Hkv, D].
+    // Like torch's kv[0] and kv[1] of a cache [2, P, page_size, Hkv, D].
     let batch = BatchSpec { lengths: vec![(1, 50), (20, 33)], ..BatchSpec::default() }.batch();
     let stacked = AttentionCase::flash(&batch, &MemoryLayout::paged(KvLayout::Stacked, 8)).invocation();
     let expected = stacked.results(Side::EndsAtGuard);
@@ -122,7 +122,7 @@ fn halves_of_one_cache_can_be_passed_as_k_and_v() {
 
 #[test]
 fn a_kv_head_can_be_expanded_with_a_stride_of_0() {
-    // torch's k.expand(-1, 4, -1): four heads in the memory of one.
+    // Like torch's k.expand(-1, 4, -1): four heads share the memory of one.
     let batch = BatchSpec { heads: (4, 1), lengths: vec![(3, 50), (20, 33)], ..BatchSpec::default() }.batch();
     let case = AttentionCase::flash(&batch, &MemoryLayout::contiguous());
     let invocation = case.invocation();
@@ -134,19 +134,19 @@ fn a_kv_head_can_be_expanded_with_a_stride_of_0() {
     });
     for (actual, expected) in actual.iter().zip(&expected).take(2) {
         for (a, b) in actual.values().into_iter().zip(expected.values()) {
-            // Rows of no sequence have an lse of -inf in both.
+            // Rows of no sequence have an lse of -inf in both results.
             let same = a.to_bits() == b.to_bits() || (a - b).abs() < 1e-5;
             assert!(same, "expanded heads differ from grouped ones");
         }
     }
 }
 
-/// The results of `call` in the memory of another one, which has the same results; the views of its operands are changed.
+/// Runs `call` on the buffers of the call `memory`, which has the same results, with changed views of the operands.
 fn run_with_views(call: &Invocation, memory: &Invocation, change: impl Fn(&mut [BufferView])) -> Vec<Array> {
     let buffers = memory.guarded(Side::EndsAtGuard);
     let [mut inputs, outputs] = buffers.views();
     change(&mut inputs);
-    // SAFETY: the views are of the buffers above, and stay in them.
+    // SAFETY: the views are of `buffers`, and `change` keeps them within.
     unsafe { call.run_action(Action::RunOnCpu(&RayonPool), &inputs, &outputs) }.unwrap();
     buffers.results()
 }
@@ -157,7 +157,7 @@ fn a_build_without_cuda_reports_that_it_has_no_backend() {
     let call = valid_calls::of("xla_gpu_simple_add");
     let nowhere = [BufferView::NOWHERE; 2];
     for action in [Action::PrepareCuda, Action::LaunchCuda(xla_attention::Stream(0))] {
-        // SAFETY: nothing is computed.
+        // SAFETY: a build without CUDA returns before it accesses memory.
         let error = unsafe { call.run_action(action, &nowhere, &nowhere) }.unwrap_err();
         assert_eq!(error.code as i32, crate::support::UNIMPLEMENTED);
         let text = "xla_gpu_simple_add: this build has no CUDA backend; build with the feature `cuda`";
@@ -182,7 +182,8 @@ fn impossible_sizes_need_no_workspace() {
     for absurd in [i64::MIN, -1, 0, 1 << 40, i64::MAX] {
         assert_eq!(AttentionSizes { num_kv_heads: absurd, ..right }.workspace().fixed, 0, "Hkv {absurd}");
         let heads = absurd.max(0);
-        // 128 columns of a sum in f32 and two numbers for each head, and one a block of 64 rows; of f32 one number.
+        // Per row and head: a sum of 128 columns in f32 and two numbers, and one number per 64 rows. In f32: one
+        // number.
         for (dtype, bytes, of_block) in [(DType::BF16, 520, heads.saturating_add(15) / 16), (DType::F32, 4, 0)] {
             let per_row = AttentionSizes { num_q_heads: absurd, dtype, ..right }.gradients_workspace().per_row;
             assert_eq!(per_row, heads.saturating_mul(bytes).saturating_add(of_block), "Hq {absurd}");
@@ -190,11 +191,11 @@ fn impossible_sizes_need_no_workspace() {
     }
 }
 
-// The C interface.
+// Tests of the C interface.
 
-/// A request to add `operands[0]` and `operands[1]`.
+/// A request to add two operands.
 fn c_add(operands: &[XaTensor], results: &[XaTensor], action: i32) -> XaCall {
-    // SAFETY: a terminated string.
+    // SAFETY: the name is a terminated string.
     c_request(unsafe { xa_op(c"xla_gpu_simple_add".as_ptr()) }, action, operands, results)
 }
 
@@ -220,10 +221,10 @@ fn the_c_interface_computes_and_checks() {
 fn the_c_interface_knows_every_target_by_name() {
     for (number, op) in Op::ALL.into_iter().enumerate() {
         let name = std::ffi::CString::new(op.signature().target).unwrap();
-        // SAFETY: a terminated string.
+        // SAFETY: the name is a terminated string.
         assert_eq!(unsafe { xa_op(name.as_ptr()) }, number as i32);
     }
-    // SAFETY: a terminated string.
+    // SAFETY: the name is a terminated string.
     assert_eq!(unsafe { xa_op(c"xla_gpu_nothing".as_ptr()) }, -1);
 }
 
@@ -251,13 +252,13 @@ fn invalid_requests_are_refused() {
     let request = XaCall { attributes: &raw const attribute, num_attributes: 1, ..good };
     let text = "xla_gpu_simple_add: attribute 0 has kind 3, expected 0 to 2";
     assert_eq!(c_call(&raw const request), (INVALID_ARGUMENT, text.into()));
-    // SAFETY: a terminated string.
+    // SAFETY: the name is a terminated string.
     let op = unsafe { xa_op(c"xla_gpu_paged_attention".as_ptr()) };
     let text = "xla_gpu_paged_attention: attribute batch_invariant has kind 3, expected 0 to 2";
     assert_eq!(c_call(&XaCall { op, ..request }), (INVALID_ARGUMENT, text.into()));
 }
 
-/// A request of a later version, without padding.
+/// A request of a later version with further members, without padding.
 #[repr(C)]
 struct LaterCall {
     known: XaCall,
@@ -307,7 +308,7 @@ fn an_error_text_is_truncated_to_the_given_length() {
     let whole = "xla_gpu_simple_add: a is missing";
     for capacity in [0, 1, 5, whole.len(), whole.len() + 1, 100] {
         let memory = GuardedBuffer::new("message", Side::EndsAtGuard, &vec![0x55; capacity]);
-        // SAFETY: `capacity` bytes.
+        // SAFETY: `memory` has `capacity` bytes.
         let code = unsafe { xa_call(&raw const request, memory.data().cast(), capacity) };
         assert_eq!(code, INVALID_ARGUMENT);
         if capacity > 0 {

@@ -1,6 +1,6 @@
 //! `xla_gpu_simple_add` on the CPU, through its XLA FFI handlers.
 
-#![allow(clippy::float_cmp, reason = "sums are exact or rounded as said")]
+#![allow(clippy::float_cmp, reason = "sums are exact or rounded as expected")]
 
 use crate::support::{
     Array, BF16, CPU, DeferredPool, Dtype, F16, F32, F64, Frame, GuardedBuffer, HostPool, I8, I32, I64, InlinePool,
@@ -34,7 +34,7 @@ fn integers_wrap_and_floats_round_to_nearest_even() {
     assert_eq!(add(I8, 127.0, 1.0), -128.0);
     assert_eq!(add(U8, 255.0, 2.0), 1.0);
     assert_eq!(add(I32, 2_147_483_647.0, 1.0), -2_147_483_648.0);
-    // 2^11 and 2^8 are the first integers after which odd ones are lost; ties go to the even mantissa.
+    // 2^11 and 2^8 are the first integers after which odd integers are not representable. Ties round to even mantissas.
     assert_eq!(add(F16, 2048.0, 1.0), 2048.0);
     assert_eq!(add(F16, 2048.0, 3.0), 2052.0);
     assert_eq!(add(BF16, 256.0, 1.0), 256.0);
@@ -48,7 +48,7 @@ fn a_large_array_is_added_the_same_by_every_pool() {
     for_each_pool(|pool| adds(&a, &b, pool));
     let late = DeferredPool::default();
     adds(&a, &b, &late);
-    // The tasks that arrive after the operands are gone find nothing left to do. A GPU uses no pool.
+    // Tasks that start after the operands are freed have nothing to do. A GPU uses no pool.
     assert!(late.run_all() > 0 || !runs_on_cpu(), "the pool was not used");
 }
 
@@ -69,9 +69,9 @@ fn an_array_can_be_added_to_itself_in_one_buffer() {
     let a = any_bits(I32, &[77], 9);
     let memory = GuardedBuffer::new("a, b and out", Side::EndsAtGuard, &a.bytes);
     let frame = Frame::new("xla_gpu_simple_add", CPU);
-    // SAFETY: the memory holds the array.
+    // SAFETY: the memory holds an array of this dtype and shape.
     let frame = unsafe { frame.operand(I32, &a.dims, memory.data()).operand(I32, &a.dims, memory.data()) };
-    // SAFETY: as above.
+    // SAFETY: as for the operands.
     unsafe { frame.result(I32, &a.dims, memory.data()) }.run().unwrap();
     assert_eq!(memory.bytes(), sum(&a, &a).bytes);
 }

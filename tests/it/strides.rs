@@ -1,5 +1,5 @@
-//! The strides that each operator follows, and those that it refuses, of every operand and result (`xla_attention::call`), as
-//! eager torch and Rust pass them.
+//! The strides of every operand and result that each operator accepts and refuses (`xla_attention::call`), as eager
+//! torch and Rust pass them.
 
 use crate::support::conformance::{ConformanceCase, cases};
 use crate::support::valid_calls;
@@ -7,13 +7,13 @@ use crate::support::{Array, BufferView, INVALID_ARGUMENT, Invocation, Side, may_
 use std::ptr::without_provenance_mut;
 use xla_attention::{Action, Error, Op, Pool, RayonPool, SingleThread};
 
-/// The case of this name of a target.
+/// The conformance case of this name.
 fn case(op: Op, name: &str) -> Option<&'static ConformanceCase> {
     cases().find(|case| case.target == op.signature().target && case.name == name)
 }
 
-/// A right call with every operand and result that may be given, without memory. One number for all heads has no strides to
-/// speak of, so there is one a head.
+/// A valid call with every optional operand and result, without memory. Scales have one element per head, because the
+/// strides of a single element do not matter.
 fn right(op: Op) -> Invocation {
     let fullest = |name| case(op, name).or(case(op, "the right call")).unwrap().invocation(false);
     let mut call = fullest("every optional operand");
@@ -24,7 +24,7 @@ fn right(op: Op) -> Invocation {
     call
 }
 
-/// Strides of a tensor whose rows have `gap` elements between them, and whose elements lie `last` apart.
+/// Strides of a tensor with `gap` elements between its rows, whose elements are `last` elements apart.
 fn strides(dims: &[i64], last: i64, gap: i64) -> Vec<i64> {
     let mut strides = vec![last; dims.len()];
     let mut row = last * dims.last().copied().unwrap_or(1) + gap;
@@ -35,16 +35,16 @@ fn strides(dims: &[i64], last: i64, gap: i64) -> Vec<i64> {
     strides
 }
 
-/// What a check says of the right call with these strides of one operand, or of one result, or of both of a cache.
+/// Validates the valid call with these strides of one operand, one result, or both buffers of a cache.
 fn outcome(op: Op, of: &[(usize, usize)], strides: &[i64]) -> Result<(), Error> {
     let call = right(op);
-    // A result is in its operand's memory where both have the strides.
+    // A cache is updated in place if both of its buffers have the strides.
     let in_place = of.len() > 1;
     let views = |part: usize, count: usize| -> Vec<BufferView> {
         let data = without_provenance_mut(if part == 0 || in_place { 64 } else { 0 });
         (0..count).map(|index| BufferView { data, strides: of.contains(&(part, index)).then_some(strides) }).collect()
     };
-    // SAFETY: a check touches no memory.
+    // SAFETY: validation accesses no memory.
     unsafe { call.run_action(Action::Check, &views(0, call.operands.len()), &views(1, call.results.len())) }
 }
 
@@ -61,7 +61,7 @@ fn every_buffer_accepts_or_refuses_strides_as_its_operator_requires() {
             [0, 1].into_iter().flat_map(|part| (0..buffers[part].len()).map(move |index| (part, index)))
         {
             let (name, dims) = &buffers[part][index];
-            // A size of 1 may carry any stride, and what has no element is left out.
+            // A dimension of size 1 may have any stride, and a buffer without elements is left out.
             if dims.last().is_none_or(|size| *size < 2) {
                 continue;
             }
@@ -80,7 +80,7 @@ fn every_buffer_accepts_or_refuses_strides_as_its_operator_requires() {
                 Ok(()) => assert!(is_followed || dims.len() == 1, "{target}: {shown} follows {rows:?}"),
                 Err(error) => assert!(!is_followed && error.message.ends_with("expected a dense tensor"), "{error}"),
             }
-            // A strided cache is updated in place or not at all.
+            // A strided cache must be updated in place.
             if part == 0 && other.is_some() {
                 let text = "is strided and not updated in place; alias the result to the operand";
                 let error = outcome(op, &[(part, index)], &rows).unwrap_err();
@@ -103,7 +103,7 @@ fn every_operator_reads_strided_operands() {
         let expected = call.results(Side::EndsAtGuard);
         let strided = may_be_strided(call.op());
         for (side, pool) in [(Side::EndsAtGuard, &SingleThread as &dyn Pool), (Side::BeginsAtGuard, &RayonPool)] {
-            // Each operand with another gap between its rows.
+            // A different gap for each operand.
             let gap = |name: &str| strided.iter().position(|s| *s == name).map_or(0, |at| [16, 3, 8, 5, 40][at]);
             let actual = call.run_strided(side, pool, gap).unwrap();
             for ((actual, expected), result) in actual.iter().zip(&expected).zip(&call.results) {

@@ -1,7 +1,7 @@
-//! `XLA_ATTENTION_CHECK=1` finds metadata that is clamped otherwise, and a wrong result.
+//! The debug check mode (`XLA_ATTENTION_CHECK=1`) reports metadata that is clamped otherwise, and wrong results.
 //!
-//! The variable is read once, so a process of its own runs the tests of this module under it, which are ignored otherwise:
-//! through the CPU handlers, or with `XLA_ATTENTION_TEST_DEVICE=cuda` on a GPU.
+//! The library reads the variable once, so the ignored tests of this module run in a child process with the variable
+//! set: through the CPU handlers, or with `XLA_ATTENTION_TEST_DEVICE=cuda` on a GPU.
 
 use crate::support::valid_calls;
 use crate::support::{
@@ -11,14 +11,14 @@ use crate::support::{
 use std::process::Command;
 use xla_attention::Op;
 
-fn checking() -> bool {
+fn in_check_mode() -> bool {
     std::env::var_os("XLA_ATTENTION_CHECK").is_some_and(|value| value == "1")
 }
 
 #[test]
 fn all_tests_of_this_module_pass_in_debug_check_mode() {
-    if checking() {
-        return; // a child
+    if in_check_mode() {
+        return; // This is the child process.
     }
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args(["check_mode::", "--include-ignored"]);
@@ -27,7 +27,7 @@ fn all_tests_of_this_module_pass_in_debug_check_mode() {
     assert!(output.status.success() && text.contains(" 0 ignored"), "{text}");
 }
 
-/// On the CPU through the handler, on a GPU launched; what a refused call has written does not matter.
+/// Runs a call on the tested device. The buffers of a refused call are not compared.
 fn run(call: &Invocation) -> Result<Vec<Array>, Refusal> {
     if runs_on_cpu() {
         call.outcome_in(Frame::new(call.target, CPU))
@@ -47,14 +47,14 @@ fn a_checked_handler_cannot_be_recorded() {
         for target in set.rows {
             for handler in [target.initialize, target.execute].into_iter().flatten() {
                 let on_cuda = target.initialize.is_some();
-                let said = request_metadata(handler, MetadataRequest::of(set.version)).unwrap();
-                assert_eq!(said.command_buffer_compatible, on_cuda && !checking());
+                let metadata = request_metadata(handler, MetadataRequest::of(set.version)).unwrap();
+                assert_eq!(metadata.command_buffer_compatible, on_cuda && !in_check_mode());
             }
         }
     }
 }
 
-/// T 6, 3 sequences of 2, 1 and 3 rows over 9, 16 and 3 keys in 5 pages of 8 tokens.
+/// T 6; 3 sequences of 2, 1 and 3 rows over 9, 16 and 3 keys in 5 pages of 8 tokens.
 fn paged() -> Invocation {
     valid_calls::of("xla_gpu_paged_attention")
         .attribute("sliding_window", Attr::I64(-1))
@@ -65,10 +65,10 @@ fn paged() -> Invocation {
 }
 
 #[test]
-#[ignore = "under the check alone"]
+#[ignore = "runs in debug check mode only"]
 fn paged_metadata_is_refused_by_operand_entry_and_sequence() {
     run(&paged()).unwrap();
-    // Entries past the last key and slots past the last sequence are not read.
+    // The operator does not read entries after the last key, or slots after the last sequence.
     run(&paged().with_operand("num_seqs", i32s(&[1])).with_operand("query_start_loc", i32s(&[0, 2, -9, 77]))).unwrap();
     let starts = |values: &[i32]| paged().with_operand("query_start_loc", i32s(values));
     let lengths = |values: &[i32]| paged().with_operand("context_lens", i32s(values));
@@ -91,7 +91,7 @@ fn paged_metadata_is_refused_by_operand_entry_and_sequence() {
     assert_refused(&table(&[-1, 0, 1, 2, 3, 0]), "block_tables[0, 0] is -1 (sequence 0), expected a page, 0 to 4");
 }
 
-/// Tq 6, Tk 10, 3 sequences of 2, 1 and 3 rows over 4, 3 and 3 keys.
+/// Tq 6, Tk 10; 3 sequences of 2, 1 and 3 rows over 4, 3 and 3 keys.
 fn varlen(target: &'static str) -> Invocation {
     let call = valid_calls::of(target)
         .with_operand("k", Array::filled(BF16, &[10, 2, 16], 0))
@@ -105,7 +105,7 @@ fn varlen(target: &'static str) -> Invocation {
 }
 
 #[test]
-#[ignore = "under the check alone"]
+#[ignore = "runs in debug check mode only"]
 fn varlen_metadata_is_refused_by_operand_entry_and_sequence() {
     refuses_varlen_metadata(&varlen("xla_gpu_flash_attn_varlen"));
     let mut gradients = varlen("xla_gpu_flash_attn_varlen_bwd");
@@ -128,7 +128,7 @@ fn refuses_varlen_metadata(right: &Invocation) {
 }
 
 #[test]
-#[ignore = "under the check alone"]
+#[ignore = "runs in debug check mode only"]
 fn lengths_out_of_starts_are_refused_too() {
     let paged = |starts: &[i32], table: &[i32]| {
         let call = valid_calls::of("xla_gpu_flash_attn_varlen")
@@ -138,7 +138,7 @@ fn lengths_out_of_starts_are_refused_too() {
             .with_operand("cu_seqlens_k", i32s(starts));
         call.operand("seqused_k", Array::filled(I32, &[0], 0)).operand("block_table", Array::i32s(&[3, 2], table))
     };
-    // Only differences count.
+    // Only the differences of starts matter over pages.
     run(&paged(&[-7, -3, 5, 6], &[0, -1, 1, 2, 3, -1])).unwrap();
     let text = "cu_seqlens_k[2] - cu_seqlens_k[1] is -4 (sequence 1), expected 0 to 8: 2 entries of block_table, over 5 \
                 pages of 4 tokens";
@@ -150,7 +150,7 @@ fn lengths_out_of_starts_are_refused_too() {
 }
 
 #[test]
-#[ignore = "under the check alone"]
+#[ignore = "runs in debug check mode only"]
 fn slots_are_refused_by_entry() {
     let update =
         |slots: &[i32]| valid_calls::in_layout("xla_gpu_kv_cache_update", 1).with_operand("slot_mapping", i32s(slots));
@@ -167,7 +167,7 @@ fn slots_are_refused_by_entry() {
 }
 
 #[test]
-#[ignore = "under the check alone"]
+#[ignore = "runs in debug check mode only"]
 fn tokens_that_cannot_be_gathered_are_refused_by_entry() {
     let gather = |pages: &[i32; 6], lens: &[i32]| {
         let tables = Array::i32s(&[3, 2], pages);
@@ -187,7 +187,7 @@ fn tokens_that_cannot_be_gathered_are_refused_by_entry() {
 }
 
 #[test]
-#[ignore = "under the check alone"]
+#[ignore = "runs in debug check mode only"]
 fn positions_are_refused_by_entry() {
     let rotate = |positions: &[i32]| {
         valid_calls::in_layout("xla_gpu_rope_kv_cache_update", 1)
@@ -199,7 +199,7 @@ fn positions_are_refused_by_entry() {
     assert_refused(&rotate(&[0, 1, 2, 0, 0, -1]), "positions[5] is -1, expected 0 to 8, the rows of cos_sin");
 }
 
-/// As [`paged`]; the sequences' new tokens are their last keys.
+/// Like [`paged`]. The new tokens of a sequence are its last keys.
 fn paged_update() -> Invocation {
     let attention = paged();
     let operands = attention.operands.into_iter().take(6);
@@ -211,11 +211,11 @@ fn paged_update() -> Invocation {
 }
 
 #[test]
-#[ignore = "under the check alone"]
+#[ignore = "runs in debug check mode only"]
 fn new_tokens_are_refused_by_entry_where_the_table_has_them_elsewhere() {
     run(&paged_update()).unwrap();
     let slots = |values: &[i32]| paged_update().with_operand("slot_mapping", i32s(values));
-    // Only sequences that are there have keys.
+    // Only sequences below `num_seqs` have keys.
     run(&slots(&[39, 0, 23, -1, 4, -1]).with_operand("num_seqs", i32s(&[2]))).unwrap();
     let place = |row: usize, slot: i32, place: i32, key: usize, b: usize| {
         format!("slot_mapping[{row}] is {slot}, expected {place}, where block_tables has key {key} of sequence {b}")
@@ -228,13 +228,13 @@ fn new_tokens_are_refused_by_entry_where_the_table_has_them_elsewhere() {
     assert_refused(&slots(&[39, 40, 23, 24, 25, 26]), text);
     let table = paged_update().with_operand("block_tables", Array::i32s(&[3, 2], &[4, 0, 1, 5, 3, 0]));
     assert_refused(&table, "block_tables[1, 1] is 5 (sequence 1), expected a page, 0 to 4");
-    // More rows than keys: the first one has none.
+    // More rows than keys: the first row has no key.
     let lengths = slots(&[-1, 32, 23, 24, 25, 26]).with_operand("context_lens", i32s(&[1, 16, 3]));
     run(&lengths).unwrap();
 }
 
-/// Calls whose metadata is right, with answers that are not all 0; those of attention first.
-fn right() -> [Vec<Invocation>; 2] {
+/// Calls with valid metadata and results other than 0: those of attention, and all others.
+fn valid() -> [Vec<Invocation>; 2] {
     let named = ATTENTION_DTYPES.into_iter().flat_map(|dtype| named_paged_batches(dtype.into()));
     let named = named.map(|(_, spec, memory_layout)| AttentionCase::paged(&spec.batch(), &memory_layout).invocation());
     let attends =
@@ -243,14 +243,14 @@ fn right() -> [Vec<Invocation>; 2] {
     [named.chain(attention).collect(), others]
 }
 
-fn assert_right(call: &Invocation) {
+fn assert_succeeds(call: &Invocation) {
     run(call).unwrap_or_else(|refusal| panic!("{} {}: {refusal:?}", call.target, call.what));
 }
 
 #[test]
-#[ignore = "under the check alone"]
+#[ignore = "runs in debug check mode only"]
 fn valid_calls_pass() {
-    right().iter().flatten().for_each(assert_right);
+    valid().iter().flatten().for_each(assert_succeeds);
 }
 
 #[cfg(feature = "failpoints")]
@@ -259,26 +259,26 @@ mod wrong_results {
     use crate::support::INTERNAL;
     use xla_attention::{Failpoint, arm};
 
-    /// One wrong number is found, and the next call is right.
-    fn assert_found(call: &Invocation) {
+    /// Asserts that one wrong number is reported, and that the next call succeeds.
+    fn assert_reported(call: &Invocation) {
         arm(Failpoint::WrongResult);
         let refusal = run(call).unwrap_err();
         let result = &call.results[0];
         let begins = format!("{}: XLA_ATTENTION_CHECK: {}[", call.target, result.name);
         let ends = format!("; 1 of {} elements are off", result.dims.iter().product::<i64>());
-        let told = refusal.text.starts_with(&begins) && refusal.text.ends_with(&ends);
-        assert!(refusal.code == INTERNAL && told, "{} {}: {refusal:?}", call.target, call.what);
-        assert_right(call);
+        let has_text = refusal.text.starts_with(&begins) && refusal.text.ends_with(&ends);
+        assert!(refusal.code == INTERNAL && has_text, "{} {}: {refusal:?}", call.target, call.what);
+        assert_succeeds(call);
     }
 
     #[test]
-    #[ignore = "under the check alone"]
+    #[ignore = "runs in debug check mode only"]
     fn a_wrong_result_is_reported() {
-        let [attention, others] = right();
-        attention.iter().for_each(assert_found);
-        // On the CPU the results of attention alone are computed a second time.
+        let [attention, others] = valid();
+        attention.iter().for_each(assert_reported);
+        // On the CPU, the mode recomputes the results of attention only.
         if !runs_on_cpu() {
-            others.iter().filter(|call| !call.results[0].dims.contains(&0)).for_each(assert_found);
+            others.iter().filter(|call| !call.results[0].dims.contains(&0)).for_each(assert_reported);
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Functions belong to a context: what happens when contexts come and go, with a stand-in for libcuda whose functions launch
-//! on the context for which they were loaded and on no other.
+//! Kernels belong to a CUDA context. These tests create and reset contexts of a fake libcuda, whose functions launch
+//! only in the context in which they were loaded.
 
 use crate::support::device::{BufferPadding, Gpu};
 use crate::support::fake_libcuda;
@@ -8,19 +8,19 @@ use xla_attention::{Action, Stream};
 
 const LAUNCH: Action = Action::LaunchCuda(Stream(0));
 
-/// More than a process had room for when contexts were never forgotten.
+/// More contexts than the library once had room for.
 const MANY: u32 = 200;
 
-/// Make a context current.
+/// Makes a context current.
 fn enter(address: u32, id: u32) {
-    // SAFETY: this child runs one test, on this thread alone.
+    // SAFETY: this child process runs one test on one thread.
     unsafe { std::env::set_var("FAKE_LIBCUDA", format!("context {address:x} {id}")) };
 }
 
-/// Modules that the stand-in has loaded.
+/// Number of modules that the fake libcuda has loaded.
 fn loads() -> i32 {
     type LoadsSoFar = extern "C" fn() -> i32;
-    // SAFETY: the stand-in has this function, of this type.
+    // SAFETY: the fake libcuda exports this function with this type.
     let symbol = unsafe { cudarc::driver::sys::culib().get::<LoadsSoFar>("loads_so_far".as_bytes()) };
     (*symbol.unwrap())()
 }
@@ -33,14 +33,14 @@ fn child_with_many_contexts() {
         enter(address, id);
         failed.extend(fake_libcuda::add(LAUNCH).err().map(|error| format!("{address:x} {id}: {}", error.message)));
     };
-    // Reset again and again at one address; then all at addresses of their own, twice.
+    // Contexts at one address after resets, then each at another address, twice.
     (1..=MANY).for_each(|id| visit(0x1000, id));
     println!("outcome: {}", loads());
     for _ in 0..2 {
         (1..=MANY).for_each(|id| visit(0x2000 + 16 * id, MANY + id));
         println!("outcome: {}", loads());
     }
-    // The newest at the address that many have had.
+    // The last context of those at the common address.
     visit(0x1000, MANY);
     println!("outcome: {}", loads());
     println!("outcome: {failed:?}");
@@ -50,24 +50,24 @@ fn child_with_many_contexts() {
 #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
 fn a_context_is_identified_by_its_id() {
     if !runs_on_cpu() {
-        println!("skipped: with a stand-in for libcuda alone");
+        println!("skipped: with a fake libcuda only");
         return;
     }
-    let said = fake_libcuda::outcomes("cuda_contexts::child_with_many_contexts", "context 1000 1", true);
+    let reported = fake_libcuda::outcomes("cuda_contexts::child_with_many_contexts", "context 1000 1", true);
     let loads = [MANY, 2 * MANY, 2 * MANY, 2 * MANY].map(|loads| loads.to_string());
-    assert_eq!(said[..4], loads);
-    assert_eq!(said[4], "[]");
+    assert_eq!(reported[..4], loads);
+    assert_eq!(reported[4], "[]");
 }
 
 #[test]
 #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
 fn without_context_ids_a_context_is_identified_by_its_address() {
     if !runs_on_cpu() {
-        println!("skipped: with a stand-in for libcuda alone");
+        println!("skipped: with a fake libcuda only");
         return;
     }
-    let (name, fault) = ("cuda_contexts::child_with_two_contexts", "context 1000 1");
-    assert_eq!(fake_libcuda::outcomes(name, fault, false), ["2"]);
+    let (name, behaviour) = ("cuda_contexts::child_with_two_contexts", "context 1000 1");
+    assert_eq!(fake_libcuda::outcomes(name, behaviour, false), ["2"]);
 }
 
 #[test]
@@ -80,15 +80,16 @@ fn child_with_two_contexts() {
     println!("outcome: {}", loads());
 }
 
-/// What a device computes before and after a reset, which takes everything with it that was loaded.
+/// A reset removes everything that was loaded on the device.
 #[test]
 fn calls_work_after_a_device_reset() {
     if runs_on_cpu() {
         println!("skipped: XLA_ATTENTION_TEST_DEVICE=cuda chooses a GPU");
         return;
     }
-    let said = fake_libcuda::printed_outcomes(&mut fake_libcuda::child("cuda_contexts::child_that_resets_the_device"));
-    assert_eq!(said, ["[2.0, 4.0, 6.0]"; 3]);
+    let reported =
+        fake_libcuda::printed_outcomes(&mut fake_libcuda::child("cuda_contexts::child_that_resets_the_device"));
+    assert_eq!(reported, ["[2.0, 4.0, 6.0]"; 3]);
 }
 
 #[test]
@@ -99,7 +100,7 @@ fn child_that_resets_the_device() {
     for _ in 0..3 {
         let results = call.run_on_gpu(&Gpu::first().unwrap(), BufferPadding::None, 0).unwrap();
         println!("outcome: {:?}", results[0].values());
-        // SAFETY: nothing of this process uses the device any more.
+        // SAFETY: nothing else in this process uses the device.
         let reset = unsafe { cudarc::driver::sys::cuDevicePrimaryCtxReset_v2(0) };
         assert_eq!(reset, cudarc::driver::sys::CUresult::CUDA_SUCCESS);
     }

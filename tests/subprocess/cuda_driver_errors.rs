@@ -1,11 +1,12 @@
-//! What a user is told when the driver or the GPU is not in a state to run: with a stand-in for libcuda that refuses.
+//! Error messages if the driver or the GPU cannot run a kernel, with a fake libcuda.
 
 use crate::support::fake_libcuda;
 use xla_attention::{Action, Code, Error, Stream};
 
-/// The outcomes of preparing and of launching an addition where this goes wrong: a code and a text, or nothing.
-fn outcomes(fault: &str) -> [String; 2] {
-    fake_libcuda::outcomes("cuda_driver_errors::child_that_prepares_and_launches", fault, false).try_into().unwrap()
+/// The outcomes of preparing and of launching an addition with this behaviour of the fake libcuda: "done", or a code
+/// and a text.
+fn outcomes(behaviour: &str) -> [String; 2] {
+    fake_libcuda::outcomes("cuda_driver_errors::child_that_prepares_and_launches", behaviour, false).try_into().unwrap()
 }
 
 #[test]
@@ -19,11 +20,11 @@ fn child_that_prepares_and_launches() {
     }
 }
 
-fn assert_both(fault: &str, code: Code, parts: &[&str]) {
-    for outcome in outcomes(fault) {
-        assert!(outcome.starts_with(&format!("{code:?}: xla_gpu_simple_add: ")), "{fault}: {outcome}");
+fn assert_both(behaviour: &str, code: Code, parts: &[&str]) {
+    for outcome in outcomes(behaviour) {
+        assert!(outcome.starts_with(&format!("{code:?}: xla_gpu_simple_add: ")), "{behaviour}: {outcome}");
         for part in parts {
-            assert!(outcome.contains(part), "{fault}: {outcome} does not say {part:?}");
+            assert!(outcome.contains(part), "{behaviour}: {outcome} does not say {part:?}");
         }
     }
 }

@@ -1,10 +1,10 @@
-//! What the library does in processes of their own: the environment and libcuda are read once. The tests start this binary
-//! again, each for one of its modules or tests.
+//! Tests that need a process of their own because the library reads the environment and loads libcuda once. Each test
+//! starts this binary again for one of its modules or tests.
 
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,
-    reason = "a failed step is a failed test; a child answers its parent"
+    reason = "a failed step is a failed test; a child prints its outcomes for its parent"
 )]
 
 mod check_mode;

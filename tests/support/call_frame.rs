@@ -383,12 +383,12 @@ impl MetadataRequest {
 pub fn request_metadata(handler: Handler, request: MetadataRequest) -> Result<HandlerMetadata, Refusal> {
     let room = request.metadata_size.next_multiple_of(8).max(request.room);
     let memory = GuardedBuffer::new("XLA_FFI_Metadata", Side::EndsAtGuard, &vec![0xee; room]);
-    let answer = memory.data().cast::<Metadata>();
+    let metadata = memory.data().cast::<Metadata>();
     // SAFETY: the memory has at least 40 bytes and ends at a page, so it is aligned to 8.
-    unsafe { (*answer).struct_size = request.metadata_size };
+    unsafe { (*metadata).struct_size = request.metadata_size };
     let mut extension = MetadataExtension {
         base: Extension { struct_size: request.extension_size, kind: 1, next: null_mut() },
-        metadata: answer,
+        metadata,
     };
     let nothing = BufferList::new(&[]);
     let no_attributes = AttributeList::new(&BTreeMap::new());
@@ -412,11 +412,11 @@ pub fn request_metadata(handler: Handler, request: MetadataRequest) -> Result<Ha
     );
     memory.assert_slack_untouched();
     // SAFETY: `memory` is alive and holds the structure.
-    let answer = unsafe { &*answer };
-    assert_eq!(answer.version.struct_size, 24);
+    let metadata = unsafe { &*metadata };
+    assert_eq!(metadata.version.struct_size, 24);
     Ok(HandlerMetadata {
-        major: answer.version.major,
-        minor: answer.version.minor,
-        command_buffer_compatible: answer.traits & 1 == 1,
+        major: metadata.version.major,
+        minor: metadata.version.minor,
+        command_buffer_compatible: metadata.traits & 1 == 1,
     })
 }

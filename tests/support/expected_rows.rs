@@ -161,7 +161,7 @@ impl ClampedSequence {
         }
     }
 
-    fn answer(&self, case: &AttentionCase, row: usize, head: usize) -> ExpectedRow {
+    fn expected_row(&self, case: &AttentionCase, row: usize, head: usize) -> ExpectedRow {
         let (i, of) = (row - self.first_row, self.head(case, head));
         let score = self.score(case, head);
         let (config, dtype) = (&case.config, case.config.dtypes.compute());
@@ -240,14 +240,14 @@ pub fn expected_rows_of(
     sequences: &[ClampedSequence],
     is_specified: impl Fn(&ClampedSequence) -> bool,
 ) -> ExpectedRows {
-    let answer = |row: usize, head: usize| -> Option<ExpectedRow> {
+    let expected_row = |row: usize, head: usize| -> Option<ExpectedRow> {
         let Some(sequence) = sequences.iter().find(|m| (m.first_row..m.first_row + m.len_q).contains(&row)) else {
             let empty = AttentionRow::of_nothing(case.config.value_dim, None);
             return Some(ExpectedRow { exact: empty.clone(), naive: empty, score_error: 0.0 });
         };
-        is_specified(sequence).then(|| sequence.answer(case, row, head))
+        is_specified(sequence).then(|| sequence.expected_row(case, row, head))
     };
-    (0..case.rows()).map(|row| (0..case.config.q_heads).map(|head| answer(row, head)).collect()).collect()
+    (0..case.rows()).map(|row| (0..case.config.q_heads).map(|head| expected_row(row, head)).collect()).collect()
 }
 
 /// The allowed error of an output (`docs/semantics.md#error-bounds`).

@@ -68,12 +68,12 @@ impl GradientCase {
         let [mut lse, mut dlse] = [0, 1].map(|_| poisoned(&mut random, F32, &narrow));
         let expected_rows = expected_rows(&forward, InvalidMetadata::Clamped);
         for row in clamped_sequences(&forward).iter().flat_map(|m| m.first_row..m.first_row + m.len_q) {
-            for (head, answer) in expected_rows[row].iter().enumerate() {
+            for (head, expected) in expected_rows[row].iter().enumerate() {
                 let query = &forward.q_values[(row * heads + head) * head_dim..][..head_dim];
                 let seed = query.iter().fold(head_dim as u64, |seed, x| seed.rotate_left(7) ^ x.to_bits());
                 let mut random = Random::new(seed);
                 let cotangent: Vec<f64> = (0..value_dim).map(|_| dtypes.out.round(random.normal())).collect();
-                let Some(ExpectedRow { exact: forward, .. }) = answer else { continue };
+                let Some(ExpectedRow { exact: forward, .. }) = expected else { continue };
                 put(&mut dout, (row * heads + head) * value_dim, &cotangent);
                 put(&mut out, (row * heads + head) * value_dim, &forward.out);
                 put(&mut lse, head * rows + row, &[forward.lse]);

@@ -30,6 +30,6 @@ pub fn log() -> &'static Log {
 
 /// Asserts that the log contains `expected`.
 pub fn assert_logged(log: &Log, expected: &str) {
-    let said = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
-    assert!(said.contains(expected), "{expected}, but: {said}");
+    let logged = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+    assert!(logged.contains(expected), "{expected}, but: {logged}");
 }

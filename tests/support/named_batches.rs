@@ -115,7 +115,7 @@ fn long(spec: &BatchSpec) -> Vec<Named> {
     let unseen = BatchSpec { mask: Mask::window(40, 40).top_left(), ..wide.clone() };
     let with_room = |memory_layout: &MemoryLayout| MemoryLayout { workspace: Some(5_000_001), ..memory_layout.clone() };
     let roomy = || with_room(&packed);
-    let few_parts = MemoryLayout { workspace: Some(300_000), ..packed.clone() };
+    let few_splits = MemoryLayout { workspace: Some(300_000), ..packed.clone() };
     let padded = BatchSpec { leftpad: true, seed: 3, ..wide.clone() };
     vec![
         ("long_decode", decode.clone(), packed.clone()),
@@ -125,10 +125,10 @@ fn long(spec: &BatchSpec) -> Vec<Named> {
         // The largest score lies in any split.
         ("one_key_of_many_wins", BatchSpec { sharpness: 40.0, ..wide.clone() }, roomy()),
         ("one_of_many_sees_a_sink", BatchSpec { sinks: true, ..wide.clone() }, roomy()),
-        ("parts_that_nobody_sees", unseen, roomy()),
-        ("parts_in_the_padding", padded, with_room(&MemoryLayout::paged(KvLayout::Split, 32))),
-        ("parts_far_from_a_bias", BatchSpec { alibi: Alibi::PerHead, ..wide.clone() }, roomy()),
-        ("parts_under_a_cap", BatchSpec { softcap: 4.0, sharpness: 9.0, ..wide }, few_parts),
+        ("splits_that_no_query_sees", unseen, roomy()),
+        ("splits_in_the_padding", padded, with_room(&MemoryLayout::paged(KvLayout::Split, 32))),
+        ("splits_with_alibi", BatchSpec { alibi: Alibi::PerHead, ..wide.clone() }, roomy()),
+        ("splits_with_a_soft_cap", BatchSpec { softcap: 4.0, sharpness: 9.0, ..wide }, few_splits),
     ]
 }
 

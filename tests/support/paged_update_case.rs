@@ -165,11 +165,11 @@ fn slots_of_rows(case: &AttentionCase, batch: &Batch, random: &mut Random) -> Ve
     let mut free: Vec<i64> = (0..taken.len()).filter(|&slot| !taken[slot]).map(|slot| slot as i64).collect();
     random.shuffle(&mut free);
     let outside = [-1, -1, -1, taken.len() as i64, i64::from(i32::MAX), i64::from(i32::MIN)];
-    let mut nobodys = || match random.below(3) {
+    let mut slot_of_padding = || match random.below(3) {
         0 => free.pop().unwrap_or(-1),
         _ => random.one_of(&outside),
     };
-    let mut slots: Vec<i64> = (0..case.rows()).map(|_| nobodys()).collect();
+    let mut slots: Vec<i64> = (0..case.rows()).map(|_| slot_of_padding()).collect();
     for (b, sequence) in lengths() {
         let first = case.cu_seqlens_q[b] as usize;
         for i in 0..sequence.len_q {

@@ -1,7 +1,7 @@
-//! Damaged calls (tests/fuzz/mutated_calls.rs) that libFuzzer chooses by the coverage that they give.
+//! Mutated calls (tests/fuzz/mutated_calls.rs) that libFuzzer chooses by code coverage.
 //!
-//! An input is a list of choices: of a case of the conformance tables, of a seed for the numbers in its buffers, and of
-//! changes as long as it goes on.
+//! An input is a list of choices: a case of the conformance tables, a seed for the contents of its buffers, and
+//! mutations until the input ends.
 
 #![no_main]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a failed step is a finding")]
@@ -29,9 +29,9 @@ fuzz_target!(|bytes: &[u8]| {
     let mut random = Random::of_bytes(bytes);
     let case = random.one_of(&CASES);
     let seed = random.below(1 << 16) as u64;
-    let mut plan = MutatedCall::new(case);
+    let mut mutated = MutatedCall::new(case);
     while random.left() > 0 {
-        plan.mutate(&mut random);
+        mutated.mutate(&mut random);
     }
-    try_call(&plan, &case.aliases, seed);
+    try_call(&mutated, &case.aliases, seed);
 });

@@ -1,6 +1,6 @@
 """`python3 tests/gpu/sanitizer/run.py`: what compute-sanitizer says of small programs that each do one thing.
 
-docs/tests.md draws on the table. Needs nvcc and compute-sanitizer on PATH, and a GPU of sm_90.
+docs/dev/tests.md draws on the table. Needs nvcc and compute-sanitizer on PATH, and a GPU of sm_90.
 """
 
 import concurrent.futures

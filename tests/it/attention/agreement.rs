@@ -1,11 +1,11 @@
-//! What the operators compute, against the f64 reference.
+//! The results agree with the reference.
 
 use super::{Operator, ordinary};
 use crate::support::{Alibi, BatchSpec, F32, Mask, MemoryLayout, assert_named_matches_reference};
 
 pub(crate) fn named_cases_agree_with_the_reference(op: Operator) {
     for (index, dtypes) in op.dtypes().into_iter().enumerate() {
-        // Each in f32, f16 and bf16, and with one of the six pairs of types that have 8 bits.
+        // Each batch runs in f32, f16 and bf16, and in one of the six combinations with fp8.
         let (first, step) = if index < 3 { (0, 1) } else { (index - 3, 6) };
         for (name, spec, memory_layout) in op.named_batches(dtypes).into_iter().skip(first).step_by(step) {
             assert_named_matches_reference(name, &mut *op.call(&spec.batch(), &memory_layout));
@@ -19,7 +19,7 @@ pub(crate) fn every_head_dimension_agrees_with_the_reference_in_every_type(op: O
         let memory_layout = MemoryLayout { page_size: 7, ..memory_layouts[index % memory_layouts.len()].clone() };
         let own_width = memory_layout.layout.has_two_buffers();
         let value_dims = if own_width { [head_dim, 8 + (head_dim * 5) % 256, 264 - head_dim] } else { [head_dim; 3] };
-        // Each with three types, one of them without 8-bit floats.
+        // Three combinations of dtypes for each head dimension, one of them without fp8.
         let types =
             if all.len() == 3 { [0, 1, 2].map(|i| (index + i) % 3) } else { [index % 3, 3 + index % 4, 7 + index % 2] };
         for (value_dim, dtypes) in value_dims.into_iter().zip(types.map(|i| all[i])) {
@@ -48,7 +48,8 @@ pub(crate) fn any_call_agrees_with_the_reference(op: Operator) {
 
 pub(crate) fn huge_scores_neither_overflow_nor_lose_the_softmax(op: Operator) {
     for dtypes in op.dtypes() {
-        // An lse is exact and scores are not: of f32 a gradient's weight cannot be better than eps times the score.
+        // The lse of the forward pass has an absolute error of eps times the score, so a gradient's softmax weights in
+        // f32 have a relative error of that size.
         let large = match op {
             Operator::FlashAttnVarlenBwd if dtypes.q == F32 => [(10.0, 1.0), (1.0, 10.0)],
             Operator::FlashAttnVarlenBwd => [(100.0, 1.0), (1.0, 100.0)],
@@ -100,7 +101,7 @@ pub(crate) fn long_sequences_agree_with_the_reference(op: Operator) {
     };
     let forms = [((8, 4), 128), ((8, 4), 64), ((3, 1), 256)];
     for ((dtypes, mask), (heads, head_dim)) in op.dtypes().into_iter().zip(masks).zip(forms) {
-        // Gradients of as many keys would be slow in the reference.
+        // The reference of the gradients would be slow for that many keys.
         let spec = match op {
             Operator::FlashAttnVarlenBwd => {
                 BatchSpec { heads: (2, 1), lengths: vec![(700, 700), (5, 300), (300, 513)], ..ordinary(dtypes) }

@@ -1,15 +1,15 @@
-//! With `batch_invariant` a sequence's bits depend on nothing but itself, the options and the page size
+//! With `batch_invariant`, the bits of a sequence's results depend only on the sequence, the options and the page size
 //! (`docs/semantics.md#batch-invariance`).
 
 use super::Operator;
 use super::results::attend;
 use crate::support::{Alibi, Batch, BatchSpec, Dtypes, KvLayout, Mask, MaxSeqlenHints, MemoryLayout};
 
-/// Somewhere else: everything that is not the sequence's own is as in `other`.
+/// The memory layout `other`, with the page size of `memory_layout` and a KV layout that gives the same bits.
 fn elsewhere(memory_layout: &MemoryLayout, other: &MemoryLayout, batch: &Batch) -> MemoryLayout {
     let same_width = batch.config.head_dim == batch.config.value_dim;
     let layout = match (memory_layout.is_paged(), other.is_paged()) {
-        // Pages are pages, in whichever order their rows lie.
+        // The order of rows within a page does not affect the bits.
         (true, true) if same_width || other.layout.has_two_buffers() => other.layout,
         _ => memory_layout.layout,
     };
@@ -18,7 +18,7 @@ fn elsewhere(memory_layout: &MemoryLayout, other: &MemoryLayout, batch: &Batch) 
 
 pub(crate) fn rows_have_the_bits_of_their_sequence_alone_in_any_memory_layout(op: Operator) {
     op.for_calls(48, |spec, memory_layout, random| {
-        let (_, other) = op.any_call(random);
+        let (_, other) = op.random_call(random);
         let batch = BatchSpec { batch_invariant: true, ..spec }.batch();
         let elsewhere = elsewhere(&memory_layout, &other, &batch);
         let rows = attend(op, &batch, &memory_layout);
@@ -30,7 +30,7 @@ pub(crate) fn rows_have_the_bits_of_their_sequence_alone_in_any_memory_layout(op
     });
 }
 
-/// Sequences of which one is long enough to be split.
+/// Sequences of which one is long enough for split-KV.
 fn batch(dtypes: Dtypes, head_dim: usize, mask: Mask, leftpad: bool) -> Batch {
     let lengths = vec![(1, 1300), (20, 90), (1, 3), (3, 3), (1, 64)];
     let spec = BatchSpec { dtypes, heads: (8, 4), head_dim, lengths, mask, leftpad, ..BatchSpec::default() };

@@ -1,5 +1,5 @@
-//! What a caller may do without changing an answer. Operands and results without an element, and workspaces of any size, are
-//! in the tables of `tests/conformance` too.
+//! Parameters that do not affect the results: workspaces, empty tensors, thread pools and hints. The tables of
+//! `tests/conformance` also have calls with empty operands and with workspaces of other sizes.
 
 use super::{Operator, ordinary};
 use crate::support::{ATTENTION_DTYPES, BatchSpec, MaxSeqlenHints, MemoryLayout, Side, for_each_pool};
@@ -42,7 +42,7 @@ pub(crate) fn sizes_of_zero_are_valid(op: Operator) {
 pub(crate) fn every_pool_gives_the_same_bits(op: Operator) {
     for (index, dtypes) in op.dtypes().into_iter().enumerate() {
         for memory_layout in op.memory_layouts() {
-            // Work that is worth several threads, and some that is not.
+            // Enough work for several threads for the first dtypes, and little for the others.
             let mut spec = ordinary(dtypes);
             if index < 3 {
                 spec.lengths.extend([(1, 2500), (300, 300), (60, 700)]);

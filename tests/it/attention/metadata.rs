@@ -1,13 +1,13 @@
-//! The operators trust no length, start, padding, page or count that they read (`docs/semantics.md#metadata`).
+//! The operators rely on no length, start, padding, page or count that they read (`docs/semantics.md#metadata`).
 
-use super::{Operator, right_and_wrong};
+use super::{Operator, valid_and_invalid};
 use crate::support::cost::{self, CostSizes, hostile_starts_cost_no_more};
 use crate::support::{
     ATTENTION_DTYPES, Alibi, AttentionCase, BF16, BatchSpec, ClampedSequence, Dtypes, F16, F32, InvalidMetadata,
     KvLayout, MemoryLayout, Random, clamped_sequences,
 };
 
-/// Replace a share of the metadata by numbers that a broken program would leave there.
+/// Replaces some of the metadata by hostile numbers.
 pub(crate) fn corrupt(case: &mut AttentionCase, seed: u64) {
     let mut random = Random::new(seed);
     let share = random.one_of(&[2, 8, 30]);
@@ -43,24 +43,24 @@ pub(crate) fn random_metadata_does_not_affect_sequences_with_valid_metadata(op: 
         corrupt(&mut case, random.next());
         op.call_of(case).compare_with_reference(InvalidMetadata::Unspecified);
     });
-    // The test means something only if some sequences stay right and some do not.
+    // The test is void unless some sequences keep valid metadata and others do not.
     for memory_layout in op.memory_layouts() {
-        let (mut right, mut wrong) = (0, 0);
+        let (mut valid, mut invalid) = (0, 0);
         for seed in 0..64 {
             let lengths = vec![(1, 20), (5, 40), (3, 3)];
             let batch = BatchSpec { lengths, leftpad: !op.is_paged(), seed, ..BatchSpec::default() }.batch();
             let mut case = AttentionCase::store(op.target(), &batch, &memory_layout);
             corrupt(&mut case, seed);
-            let counts = right_and_wrong(&case);
-            (right, wrong) = (right + counts.0, wrong + counts.1);
+            let counts = valid_and_invalid(&case);
+            (valid, invalid) = (valid + counts.0, invalid + counts.1);
         }
-        assert!(right > 20 && wrong > 20, "{right} sequences right, {wrong} wrong");
+        assert!(valid > 20 && invalid > 20, "{valid} valid sequences, {invalid} invalid");
     }
 }
 
-/// Three sequences of 2, 3 and 4 queries whose lengths fill their pages and rows exactly, so that a value past the end means
-/// the end.
-fn brimful(op: Operator, dtypes: Dtypes, layout: KvLayout) -> AttentionCase {
+/// Three sequences of 2, 3 and 4 queries that fill their pages and rows exactly, so that clamping to the end of the
+/// memory clamps to the end of the last sequence.
+fn full_case(op: Operator, dtypes: Dtypes, layout: KvLayout) -> AttentionCase {
     let gradients = op == Operator::FlashAttnVarlenBwd;
     let alibi = if op.is_paged() { Alibi::Off } else { Alibi::PerHead };
     let lengths = vec![(2, 32), (3, 32), (4, 32)];
@@ -71,23 +71,23 @@ fn brimful(op: Operator, dtypes: Dtypes, layout: KvLayout) -> AttentionCase {
     case
 }
 
-/// What the reference makes of clamped metadata.
+/// Asserts that the results are those of the clamped metadata.
 fn assert_clamped(op: Operator, mut case: AttentionCase, what: &str) {
     case.name = format!("{what}: {}", case.name);
     op.call_of(case).compare_with_reference(InvalidMetadata::Clamped);
 }
 
-/// All types, each with the first and the last layout that the operator takes.
+/// All dtypes, each with the first and the last layout of the operator.
 fn settings(op: Operator) -> impl Iterator<Item = (Dtypes, KvLayout)> {
     let mut layouts = vec![*op.layouts().first().unwrap(), *op.layouts().last().unwrap()];
     layouts.dedup();
     op.dtypes().into_iter().flat_map(move |dtypes| layouts.clone().into_iter().map(move |layout| (dtypes, layout)))
 }
 
-/// A change to the metadata of [`brimful`], and how it is called.
+/// The name of a change to the metadata of [`full_case`], and the change.
 type Change = (&'static str, fn(&mut AttentionCase));
 
-/// Every page of the pool is in a table.
+/// Replaces an entry of the block table. Every page of the cache is in the table.
 fn replace_page(case: &mut AttentionCase, from: i32, to: i32) {
     *case.block_table.iter_mut().find(|id| **id == from).unwrap() = to;
 }
@@ -135,7 +135,7 @@ pub(crate) fn a_value_out_of_range_acts_as_the_nearest_one_in_range(op: Operator
     for (dtypes, layout) in settings(op) {
         let of_layout: &[Change] = if layout == KvLayout::Contiguous { &[] } else { &OF_PAGES };
         for (what, change) in OF_ALL.iter().chain(of_operator).chain(of_layout) {
-            let mut case = brimful(op, dtypes, layout);
+            let mut case = full_case(op, dtypes, layout);
             assert!(layout == KvLayout::Contiguous || case.kv_geometry.num_pages == 6);
             change(&mut case);
             assert_clamped(op, case, what);
@@ -143,10 +143,10 @@ pub(crate) fn a_value_out_of_range_acts_as_the_nearest_one_in_range(op: Operator
     }
 }
 
-/// What starts of queries or of keys are, and the first row and the length of each sequence.
+/// Name of a test case, starts of queries or of keys, and the expected (first row, length) of each sequence.
 type Starts = (&'static str, [i32; 4], [(usize, usize); 3]);
 
-/// Each of these starts in a brimful case: `range` of the sequences is what is told, and the results are those of it.
+/// Asserts that starts are clamped to the expected rows, and that the results are those of these rows.
 fn assert_starts_clamped(
     op: Operator,
     layout: KvLayout,
@@ -156,7 +156,7 @@ fn assert_starts_clamped(
 ) {
     for dtypes in op.dtypes() {
         for (what, starts, expected) in starts {
-            let mut case = brimful(op, dtypes, layout);
+            let mut case = full_case(op, dtypes, layout);
             *of(&mut case) = starts.to_vec();
             assert_eq!(clamped_sequences(&case).iter().map(range).collect::<Vec<_>>(), expected, "{what}");
             assert_clamped(op, case, what);
@@ -209,7 +209,7 @@ pub(crate) fn a_start_counts_as_the_largest_up_to_it(op: Operator) {
 }
 
 pub(crate) fn sequences_may_share_keys(op: Operator) {
-    // Two requests with a common prefix, as a prefix cache lays them out.
+    // Two requests with a common prefix in shared pages, as a prefix cache has them.
     let spec = BatchSpec { lengths: vec![(1, 40), (1, 40)], ..BatchSpec::default() };
     for layout in op.layouts().into_iter().filter(|layout| *layout != KvLayout::Contiguous) {
         let mut case = AttentionCase::store(op.target(), &spec.batch(), &MemoryLayout::paged(layout, 16));
@@ -229,20 +229,20 @@ pub(crate) fn sequences_beyond_num_seqs_are_not_computed(op: Operator) {
     }
 }
 
-/// Types, D, how many sequences there are, the queries and keys of each, and where the keys lie.
+/// Dtypes, D, number of sequences, (queries, keys) of each sequence, and the layout.
 type Many = (Dtypes, usize, usize, fn(usize) -> (usize, usize), KvLayout);
 
-/// More sequences than a warp or a CTA of any kernel takes up at a time.
+/// More sequences than a warp or a CTA of any kernel processes at once.
 pub(crate) fn all_kernels_clamp_the_starts_of_many_sequences_alike(op: Operator) {
     let short = |b: usize| (1, 1 + b % 3);
     let mixed = |b: usize| (if b % 10 == 3 { 20 } else { 1 + b % 4 }, 1 + b % 9);
     let forward: [Many; 6] = [
-        // Decode alone.
+        // Decode only.
         (F32.into(), 16, 700, short, KvLayout::Contiguous),
         (F16.into(), 24, 700, short, KvLayout::PerPage),
-        // Portable prefill.
+        // The portable prefill kernel.
         (F16.into(), 40, 600, mixed, KvLayout::Contiguous),
-        // Hopper's, of 16 bits and of fp8, and with decode beneath it.
+        // The Hopper prefill kernels in 16 bits and in fp8, and fused prefill and decode.
         (BF16.into(), 64, 100, mixed, KvLayout::Contiguous),
         (Dtypes::narrow(BF16), 128, 100, mixed, KvLayout::Contiguous),
         (BF16.into(), 128, 450, mixed, KvLayout::Interleaved),
@@ -283,7 +283,7 @@ pub(crate) fn hostile_starts_cost_no_more_than_valid_ones(op: Operator) {
     hostile_starts_cost_no_more(&format!("{op:?}"), cost_of(op), CostSizes::small(), 10.0);
 }
 
-/// At sizes at which time can be told from noise: `--ignored --nocapture` prints a table.
+/// At sizes at which the time is well above the noise. `--ignored --nocapture` prints a table.
 pub(crate) fn hostile_starts_cost_at_most_twice_as_much(op: Operator) {
     let fp8 = [Operator::FlashAttnVarlen, Operator::PagedAttention].contains(&op);
     for sizes in CostSizes::large().into_iter().chain(CostSizes::large_fp8().into_iter().filter(|_| fp8)) {
@@ -295,12 +295,12 @@ pub(crate) fn hostile_starts_cost_at_most_twice_as_much(op: Operator) {
     }
 }
 
-/// A query head of its own for each row that one KV head has, and no key: what is left is planning.
+/// One query head per row of a KV head and no keys, so that planning takes most of the time.
 pub(crate) fn planning_hostile_starts_costs_no_more_than_planning_valid_ones(_: Operator) {
     hostile_starts_cost_no_more("planning", cost::flash_attn_varlen_without_keys, CostSizes::planned(), 10.0);
 }
 
-/// Beneath Hopper's prefill, which decodes with boxes.
+/// Hopper's fused prefill and decode kernel reads pages by TMA boxes.
 pub(crate) fn random_metadata_is_harmless_in_fused_prefill_and_decode(op: Operator) {
     let lengths = vec![(150, 300), (1, 700), (2, 90), (1, 1300), (1, 17), (90, 150)];
     for seed in 0..12 {

@@ -1,5 +1,5 @@
-//! The operators of attention, tested alike: a function of these modules is a test of the operator that it is given, and the
-//! topics of the operators (`flash_attn_varlen` and the others) list those that apply to each.
+//! Tests that the operators of attention share. A test is a function of the operator, and the operators' modules
+//! (`flash_attn_varlen` and the others) list the tests that apply to them.
 
 pub(crate) mod agreement;
 pub(crate) mod batch_invariance;
@@ -15,7 +15,7 @@ use crate::support::{
     named_flash_batches, named_paged_batches, paged_call,
 };
 
-/// Functions of these modules as tests of an operator, under their names; with those that every operator has.
+/// Declares tests of an operator that call the functions of these modules, and those that every operator has.
 macro_rules! tests_of {
     ($operator:ident: $($parts:tt)*) => {
         $crate::attention::parts_of! { $operator: $($parts)* }
@@ -63,17 +63,17 @@ use std::ops::{Deref, DerefMut};
 use xla_attention::Op;
 
 impl Operator {
-    /// Its keys are pages of one layout, its mask is causal.
+    /// Whether its keys lie in pages of one layout and its mask is causal.
     fn is_paged(self) -> bool {
         [PagedAttention, PagedAttentionUpdate].contains(&self)
     }
 
-    /// The operator whose results it computes, or differentiates.
+    /// The forward operator that it computes or differentiates.
     fn target(self) -> Op {
         if self.is_paged() { Op::PagedAttention } else { Op::FlashAttnVarlen }
     }
 
-    /// Those of 32 and 16 bits come first.
+    /// Combinations with fp8 come last.
     fn dtypes(self) -> Vec<Dtypes> {
         if self == FlashAttnVarlenBwd { ATTENTION_DTYPES.map(Dtypes::same).into() } else { Dtypes::ALL.into() }
     }
@@ -86,7 +86,7 @@ impl Operator {
         }
     }
 
-    /// One for keys that are rows and one for pages, as far as it takes them.
+    /// One memory layout with contiguous keys and one with pages, if the operator has both.
     fn memory_layouts(self) -> Vec<MemoryLayout> {
         match self {
             FlashAttnVarlen => vec![MemoryLayout::contiguous(), MemoryLayout::paged(KvLayout::Split, 16)],
@@ -99,19 +99,19 @@ impl Operator {
         if self.is_paged() { &[Mask::CAUSAL] } else { &[Mask::CAUSAL, Mask::FULL] }
     }
 
-    /// Calls with names, for which the operator is made.
+    /// Batches of models and servers, and corner cases.
     fn named_batches(self, dtypes: Dtypes) -> Vec<(&'static str, BatchSpec, MemoryLayout)> {
         if self.is_paged() { named_paged_batches(dtypes) } else { named_flash_batches(dtypes) }
     }
 
-    /// A small call as odd as it allows.
-    fn any_call(self, random: &mut Random) -> (BatchSpec, MemoryLayout) {
+    /// A random small call.
+    fn random_call(self, random: &mut Random) -> (BatchSpec, MemoryLayout) {
         match self {
             FlashAttnVarlen => flash_call(random),
             PagedAttention | PagedAttentionUpdate => paged_call(random),
             FlashAttnVarlenBwd => {
                 let (spec, memory_layout) = flash_call(random);
-                // Wide values in small numbers: the reference is slow.
+                // Small values of Dv for many heads, because the reference is slow.
                 let value_dim = (random.between(8, 256) / spec.heads.0.div_ceil(4)).next_multiple_of(8);
                 let (dtypes, scales) = (random.one_of(&ATTENTION_DTYPES).into(), [ScaleKind::None; 3]);
                 let spec = BatchSpec { dtypes, value_dim: Some(value_dim), scales, batch_invariant: false, ..spec };
@@ -120,15 +120,15 @@ impl Operator {
         }
     }
 
-    /// `check` holds for such calls.
-    pub(crate) fn for_calls(self, count: u64, check: impl Fn(BatchSpec, MemoryLayout, &mut Random)) {
+    /// Calls `property` with random calls.
+    pub(crate) fn for_calls(self, count: u64, property: impl Fn(BatchSpec, MemoryLayout, &mut Random)) {
         for_all(count, &|random| {
-            let (spec, memory_layout) = self.any_call(random);
-            check(spec, memory_layout, random);
+            let (spec, memory_layout) = self.random_call(random);
+            property(spec, memory_layout, random);
         });
     }
 
-    /// `batch` as `storage` says; the seed of that decides which gradients are options.
+    /// The call for `batch` in this memory layout, whose seed chooses the gradient options.
     pub(crate) fn call(self, batch: &Batch, memory_layout: &MemoryLayout) -> Call {
         match self {
             PagedAttentionUpdate => Call::CacheUpdateCase(Box::new(PagedUpdateCase::new(batch, memory_layout))),
@@ -139,7 +139,7 @@ impl Operator {
         }
     }
 
-    /// A case whose metadata may have been changed.
+    /// The call for a case whose metadata a test has changed.
     fn call_of(self, case: AttentionCase) -> Call {
         match self {
             FlashAttnVarlenBwd => GradientCase::of(case, GradientOptions::ALL).into(),
@@ -148,7 +148,7 @@ impl Operator {
     }
 }
 
-/// A call of one of the operators.
+/// A call of one of these operators.
 #[derive(Clone)]
 pub(crate) enum Call {
     Forward(Box<AttentionCase>),
@@ -190,14 +190,14 @@ impl DerefMut for Call {
     }
 }
 
-/// Decode, prefill, a sequence without queries and a chunk; none has more queries than keys.
+/// Decode, prefill, a sequence without queries and a chunk. No sequence has more queries than keys.
 fn ordinary(dtypes: Dtypes) -> BatchSpec {
     BatchSpec { dtypes, lengths: vec![(1, 90), (9, 9), (0, 4), (21, 64)], ..BatchSpec::default() }
 }
 
-/// The sequences of a case that have queries and the right metadata, and those that have the wrong.
-fn right_and_wrong(case: &AttentionCase) -> (usize, usize) {
+/// Number of sequences with queries whose metadata is valid, and invalid.
+fn valid_and_invalid(case: &AttentionCase) -> (usize, usize) {
     let with_queries = clamped_sequences(case).into_iter().filter(|m| m.len_q > 0);
-    let (right, wrong): (Vec<_>, Vec<_>) = with_queries.partition(|m| m.specified);
-    (right.len(), wrong.len())
+    let (valid, invalid): (Vec<_>, Vec<_>) = with_queries.partition(|m| m.specified);
+    (valid.len(), invalid.len())
 }

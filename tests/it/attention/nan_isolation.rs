@@ -1,5 +1,4 @@
-//! A NaN in what a query sees may spread within its sequence, and no further
-//! (`docs/semantics.md#isolation-of-nan`).
+//! A NaN that a query sees may spread within its sequence and no further (`docs/semantics.md#isolation-of-nan`).
 
 use super::{Call, Operator};
 use crate::support::{
@@ -8,14 +7,14 @@ use crate::support::{
 };
 use std::ops::Range;
 
-/// What may be wrong with a sequence: for a gradient all of it.
+/// Operands in which a sequence may hold NaN; the last four are those of the gradients.
 const PLACES: [&str; 7] = ["q", "k", "v", "dout", "out", "lse", "dlse"];
 
 fn places(op: Operator) -> &'static [&'static str] {
     if op == Operator::FlashAttnVarlenBwd { &PLACES } else { &PLACES[..3] }
 }
 
-/// Without the gradient of the sinks, which all sequences share.
+/// The call without NaN. It has no gradient of the sinks, which all sequences share.
 fn clean(op: Operator, batch: &Batch, memory_layout: &MemoryLayout) -> Call {
     match op {
         Operator::FlashAttnVarlenBwd => {
@@ -25,12 +24,12 @@ fn clean(op: Operator, batch: &Batch, memory_layout: &MemoryLayout) -> Call {
     }
 }
 
-/// The call with everything that sequence `ill` reads from `place` NaN, or infinite where the type has infinities.
-fn poisoned(clean: &Call, batch: &Batch, memory_layout: &MemoryLayout, ill: usize, place: &str) -> Call {
-    let infinite = batch.config.dtypes.kv != F8E4M3FN && ill % 2 == 1 && place != "q";
+/// The call in which all rows of sequence `affected` in operand `place` are NaN, or infinite for some dtypes.
+fn poisoned(clean: &Call, batch: &Batch, memory_layout: &MemoryLayout, affected: usize, place: &str) -> Call {
+    let infinite = batch.config.dtypes.kv != F8E4M3FN && affected % 2 == 1 && place != "q";
     let bad = if infinite { f64::INFINITY } else { f64::NAN };
     let mut batch = batch.clone();
-    let sequence = &mut batch.sequences[ill];
+    let sequence = &mut batch.sequences[affected];
     match place {
         "q" => sequence.q.fill(bad),
         "k" => sequence.k.fill(bad),
@@ -40,7 +39,7 @@ fn poisoned(clean: &Call, batch: &Batch, memory_layout: &MemoryLayout, ill: usiz
     let case = AttentionCase::store(clean.case().target, &batch, memory_layout);
     let Call::Backward(clean) = clean else { return case.into() };
     let (rows, heads, dv) = (case.rows(), batch.config.q_heads, batch.config.value_dim);
-    let own = own_rows(&case, ill);
+    let own = own_rows(&case, affected);
     let mut case = GradientCase { forward: case, ..GradientCase::clone(clean) };
     let all = vec![bad; own.len() * heads * dv];
     let per_head =
@@ -59,16 +58,18 @@ fn own_rows(case: &AttentionCase, index: usize) -> Range<usize> {
     case.cu_seqlens_q[index] as usize..case.cu_seqlens_q[index + 1] as usize
 }
 
-/// For each result the bytes of the rows of sequence `ill`, or of all others.
-fn rows(call: &Call, results: &[Array], ill: usize, own: bool) -> Vec<Vec<u8>> {
+/// The bytes of the rows of sequence `affected`, or of all other rows, per result.
+fn rows(call: &Call, results: &[Array], affected: usize, own: bool) -> Vec<Vec<u8>> {
     let case = call.case();
-    let queries = own_rows(case, ill);
+    let queries = own_rows(case, affected);
     let of = |(index, array): (usize, &Array)| -> Vec<u8> {
-        // out, dq, dk and dv [n, heads, D], an lse [Hq, Tq].
+        // out, dq, dk and dv are [n, heads, D], an lse is [Hq, Tq].
         let is_lse = array.dims.len() == 2;
         let row = if is_lse { 1 } else { (array.dims[1] * array.dims[2]) as usize } * array.dtype.size();
         let range = match call {
-            Call::Backward(_) if index > 0 => case.cu_seqlens_k[ill] as usize..case.cu_seqlens_k[ill + 1] as usize,
+            Call::Backward(_) if index > 0 => {
+                case.cu_seqlens_k[affected] as usize..case.cu_seqlens_k[affected + 1] as usize
+            }
             _ => queries.clone(),
         };
         let is_own = |at: usize| range.contains(&if is_lse { at % case.rows() } else { at });
@@ -83,7 +84,7 @@ fn rows(call: &Call, results: &[Array], ill: usize, own: bool) -> Vec<Vec<u8>> {
     call.computed(results).iter().enumerate().map(of).collect()
 }
 
-/// Types, and where keys lie under which mask.
+/// Dtypes with a memory layout and a mask.
 fn settings(op: Operator) -> impl Iterator<Item = (Dtypes, MemoryLayout, Mask)> {
     let layouts = match op {
         Operator::FlashAttnVarlen => [(KvLayout::Contiguous, Mask::FULL), (KvLayout::Stacked, Mask::window(25, 3))],
@@ -98,17 +99,19 @@ fn settings(op: Operator) -> impl Iterator<Item = (Dtypes, MemoryLayout, Mask)> 
 }
 
 pub(crate) fn a_sequence_full_of_nan_changes_no_bit_of_another(op: Operator) {
-    // Neighbours share tiles: rows touch, and the queries of one sequence end where the next begin.
+    // Rows of adjacent sequences share tiles.
     let lengths = vec![(1, 30), (9, 40), (1, 50), (20, 23)];
     for (dtypes, memory_layout, mask) in settings(op) {
         let batch = BatchSpec { dtypes, lengths: lengths.clone(), mask, ..BatchSpec::default() }.batch();
         let clean = clean(op, &batch, &memory_layout);
         let expected = clean.assert_matches_reference();
-        for (ill, place) in (0..lengths.len()).flat_map(|ill| places(op).iter().map(move |place| (ill, place))) {
-            let results = poisoned(&clean, &batch, &memory_layout, ill, place).call().results(Side::EndsAtGuard);
+        for (affected, place) in
+            (0..lengths.len()).flat_map(|affected| places(op).iter().map(move |place| (affected, place)))
+        {
+            let results = poisoned(&clean, &batch, &memory_layout, affected, place).call().results(Side::EndsAtGuard);
             assert!(
-                rows(&clean, &results, ill, false) == rows(&clean, &expected, ill, false),
-                "{dtypes:?}, {mask:?}, {:?}: {place} of sequence {ill} reached another",
+                rows(&clean, &results, affected, false) == rows(&clean, &expected, affected, false),
+                "{dtypes:?}, {mask:?}, {:?}: {place} of sequence {affected} reached another",
                 memory_layout.layout
             );
         }
@@ -121,7 +124,7 @@ pub(crate) fn a_visible_nan_propagates(op: Operator) {
         let clean = clean(op, &batch, &memory_layout);
         for place in places(op) {
             let results = poisoned(&clean, &batch, &memory_layout, 0, place).call().results(Side::EndsAtGuard);
-            // An lse is made of q and k alone, dv of p and dout.
+            // The lse depends on q and k only, dv on the softmax weights and dout only.
             let reached = match (op, *place) {
                 (Operator::FlashAttnVarlenBwd, "v" | "out" | "dlse") => 2,
                 (Operator::FlashAttnVarlenBwd, _) => 3,

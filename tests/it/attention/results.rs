@@ -1,21 +1,21 @@
-//! Results cut into sequences, for laws that hold between two calls.
+//! Results per sequence, for tests that compare two calls.
 
 use super::Operator;
 use crate::support::{
     Array, AttentionCase, Batch, GradientCase, GradientOptions, MemoryLayout, SequenceData, Side, distance,
 };
 
-/// The rows of one sequence.
+/// The results of one sequence.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Rows {
-    /// `[len_q, Hq, Dv]`
+    /// `[len_q, Hq, Dv]`.
     pub(crate) out: Vec<f64>,
     pub(crate) bits: Vec<u8>,
-    /// `[Hq][len_q]`
+    /// `[Hq][len_q]`.
     pub(crate) lse: Vec<Vec<f64>>,
 }
 
-/// Run `batch` and cut the results into sequences.
+/// Runs the call and splits its results by sequence.
 pub(crate) fn attend(op: Operator, batch: &Batch, memory_layout: &MemoryLayout) -> Vec<Rows> {
     let case = AttentionCase::store(op.target(), batch, memory_layout);
     let results = case.invocation().results(Side::EndsAtGuard);
@@ -36,13 +36,13 @@ pub(crate) fn attend(op: Operator, batch: &Batch, memory_layout: &MemoryLayout) 
 /// The gradients of one sequence.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Gradients {
-    /// `[len_q, Hq, D]`
+    /// `[len_q, Hq, D]`.
     pub(crate) dq: Vec<f64>,
-    /// `[len_k, Hkv, D]`
+    /// `[len_k, Hkv, D]`.
     pub(crate) dk: Vec<f64>,
-    /// `[len_k, Hkv, Dv]`
+    /// `[len_k, Hkv, Dv]`.
     pub(crate) dv: Vec<f64>,
-    /// Its cotangents: `[len_q, Hq, Dv]`, `[len_q, Hq]`
+    /// The cotangents of its results, `[len_q, Hq, Dv]` and `[len_q, Hq]`.
     pub(crate) dout: Vec<f64>,
     pub(crate) dlse: Vec<f64>,
 }
@@ -73,22 +73,22 @@ pub(crate) fn gradients_of(case: &GradientCase, batch: &Batch) -> (Vec<Gradients
     (batch.sequences.iter().enumerate().map(of).collect(), results[3].clone())
 }
 
-/// Equal but for twice what one f32 answer may be off by (`docs/semantics.md#error-bounds`).
+/// Asserts that two results differ by at most twice the error bound of one of them (`docs/semantics.md#error-bounds`).
 pub(crate) fn assert_close(a: &[f64], b: &[f64], each_off_by: f64, what: &str) {
     let size = a.iter().chain(b).copied().filter(|x| x.is_finite()).fold(1.0f64, |m, x| m.max(x.abs()));
-    // Equal infinities are equal.
+    // Equal infinities have no difference.
     let pairs: (Vec<f64>, Vec<f64>) = a.iter().zip(b).filter(|(a, b)| a.to_bits() != b.to_bits()).unzip();
     let off = distance(&pairs.0, &pairs.1);
     assert!(a.len() == b.len() && off <= 2.0 * each_off_by * size, "{what}: off by {off:e}");
 }
 
-/// What an output, an lse and a gradient in f32 may be off by.
+/// Error bounds in f32 of an output, an lse and a gradient.
 pub(crate) const OUT: f64 = 1.5e-5;
 pub(crate) const LSE: f64 = 1e-4;
 pub(crate) const GRADIENT: f64 = 1.5e-4;
 
-/// The rows of two calls agree within what their arithmetic allows. Laws are held in f32, where the order of sums is
-/// all that may differ between their two sides.
+/// Asserts that the results of two calls agree within their error bounds. Both calls are in f32, where only the order
+/// of sums may differ.
 pub(crate) fn assert_same_rows(a: &[Rows], b: &[Rows], what: &str) {
     assert_eq!(a.len(), b.len(), "{what}");
     for (a, b) in a.iter().zip(b) {
@@ -97,7 +97,7 @@ pub(crate) fn assert_same_rows(a: &[Rows], b: &[Rows], what: &str) {
     }
 }
 
-/// Likewise of gradients.
+/// The same for gradients.
 pub(crate) fn assert_same_gradients(
     (a, a_sinks): &(Vec<Gradients>, Vec<f64>),
     (b, b_sinks): &(Vec<Gradients>, Vec<f64>),

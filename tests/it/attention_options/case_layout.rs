@@ -1,4 +1,4 @@
-//! What a case says of the batch that was stored in it: nothing is lost on the way, and nothing else comes in.
+//! A case holds exactly the numbers of the batch that was stored in it.
 
 use crate::support::{
     Alibi, Array, AttentionCase, AttentionRow, Batch, BatchSpec, Dtypes, F32, Head, InvalidMetadata, KvGeometry,
@@ -7,7 +7,7 @@ use crate::support::{
 use std::collections::BTreeSet;
 use xla_attention::Op;
 
-/// Attention straight from the batch.
+/// The reference's result, computed directly from the batch.
 fn expected(batch: &Batch, sequence: &SequenceData, i: usize, head: usize) -> AttentionRow {
     let config = &batch.config;
     let (heads, kv_heads, d, dv) = (config.q_heads, config.kv_heads, config.head_dim, config.value_dim);
@@ -67,12 +67,12 @@ fn expected_rows_are_those_of_the_batch_in_every_memory_layout() {
                 for (i, head) in (0..sequence.len_q).flat_map(|i| (0..4).map(move |h| (i, h))) {
                     let row = case.cu_seqlens_q[index] as usize + i;
                     own.insert(row);
-                    let answer = expected_rows[row][head].as_ref().unwrap();
-                    assert_eq!(answer.exact, expected(&batch, sequence, i, head), "{}", case.name);
+                    let row = expected_rows[row][head].as_ref().unwrap();
+                    assert_eq!(row.exact, expected(&batch, sequence, i, head), "{}", case.name);
                 }
             }
-            let nobodys = (0..case.rows()).filter(|row| !own.contains(row));
-            for row in nobodys {
+            let padding_rows = (0..case.rows()).filter(|row| !own.contains(row));
+            for row in padding_rows {
                 assert_eq!(
                     expected_rows[row][0].as_ref().unwrap().exact,
                     AttentionRow::of_nothing(batch.config.value_dim, None)
@@ -100,7 +100,7 @@ fn rows_of_a_layout_do_not_overlap() {
         }
     }
     let kv_geometry = |layout| KvGeometry { layout, num_pages: 3, page_size: 4, kv_heads: 2, dims: [8, 8] };
-    // Page 1, token 2, head 1: the K row and the V row.
+    // Page 1, token 2, head 1: the rows of K and V.
     assert_eq!(kv_geometry(KvLayout::Split).element(0, 1, 2, 1), (0, ((4 + 2) * 2 + 1) * 8));
     assert_eq!(kv_geometry(KvLayout::Split).element(1, 1, 2, 1), (1, ((4 + 2) * 2 + 1) * 8));
     assert_eq!(kv_geometry(KvLayout::Interleaved).element(0, 1, 2, 1), (0, ((4 + 2) * 4 + 2) * 8));
@@ -109,7 +109,7 @@ fn rows_of_a_layout_do_not_overlap() {
     assert_eq!(kv_geometry(KvLayout::PerPage).element(1, 1, 2, 1), (0, ((2 + 1) * 4 * 2 + 2 * 2 + 1) * 8));
 }
 
-/// A small call without any option.
+/// A small call without options.
 fn small(target: Op, layout: KvLayout, seqused_k: bool) -> AttentionCase {
     let spec = BatchSpec { heads: (1, 1), head_dim: 8, lengths: vec![(2, 6), (3, 4)], ..BatchSpec::default() };
     let memory_layout = MemoryLayout { seqused_k, ..MemoryLayout::paged(layout, 2).bare() };
@@ -129,7 +129,7 @@ fn metadata_is_clamped_as_documented() {
         case.num_seqs = num_seqs;
         assert_eq!(lengths(&case), right[..sequences]);
     }
-    // Tables of three pages of two tokens: six keys at most.
+    // Tables of three pages of two tokens hold six keys at most.
     case.seqused_k = Some(vec![7, -1]);
     assert_eq!(lengths(&case), [(0, 2, 6, false), (2, 3, 0, false)]);
 

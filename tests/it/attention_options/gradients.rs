@@ -1,4 +1,4 @@
-//! The reference itself: its gradients are the slopes of what the reference of the forward pass gives.
+//! The reference for gradients agrees with finite differences of the reference for the forward pass.
 
 use crate::support::{
     F16, F32, ForwardResults, Head, Mask, Numbers, Random, Score, attend, differentiate, differentiate_naively,
@@ -9,7 +9,7 @@ const LEN_K: usize = 5;
 const D: usize = 3;
 const DV: usize = 2;
 
-/// Where the queries, the keys, the values and the sink stand among the numbers of a head.
+/// Offsets of the queries, keys, values and the sink in the list of all numbers.
 const PARTS: [usize; 5] =
     [0, LEN_Q * D, (LEN_Q + LEN_K) * D, (LEN_Q + LEN_K) * D + LEN_K * DV, (LEN_Q + LEN_K) * D + LEN_K * DV + 1];
 
@@ -17,14 +17,14 @@ fn row(x: &[f64], part: usize, i: usize, d: usize) -> &[f64] {
     &x[PARTS[part] + i * d..][..d]
 }
 
-/// The head of these numbers.
+/// A head whose inputs are these numbers.
 fn head(x: &[f64], leftpad: usize) -> Head<'_> {
     let of = |part, d| Box::new(move |i| row(x, part, i, d));
     let (query, key, value) = (of(0, D), of(1, D), of(2, DV));
     Head { len_q: LEN_Q, len_k: LEN_K, leftpad, dims: [D, DV], query, key, value }
 }
 
-/// `sum out * dout + sum lse * dlse` as a function of queries, keys, values and sink.
+/// `sum out * dout + sum lse * dlse` as a function of all numbers.
 fn weighed(x: &[f64], score: &Score, leftpad: usize, dout: &[f64], dlse: &[f64]) -> f64 {
     let score = Score { sink: score.sink.map(|_| x[PARTS[3]] as f32), ..*score };
     let of_row = |i: usize| {
@@ -49,7 +49,7 @@ fn gradients_are_the_slopes_of_the_forward_reference() {
         plain,
         Score { mask: Mask::CAUSAL.top_left(), ..plain },
         Score { mask: Mask::window(1, -1), ..plain },
-        // Row 0 sees nothing.
+        // Row 0 sees no key.
         Score { mask: Mask::window(-1, -1).top_left(), softcap: 0.8, ..plain },
         Score { slope: Some(0.3), ..plain },
         Score { sink: Some(0.25), mask: Mask::sliding(2).top_left(), ..plain },
@@ -58,7 +58,7 @@ fn gradients_are_the_slopes_of_the_forward_reference() {
     for (index, (score, leftpad)) in scores.iter().flat_map(|score| [(score, 0), (score, 2)]).enumerate() {
         let mut random = Random::new(index as u64);
         let mut x: Vec<f64> = (0..PARTS[4]).map(|_| random.normal()).collect();
-        // A power of two, so that a step of it is one in f32 too.
+        // A power of two, so that adding the step is exact in f32.
         x[PARTS[3]] = f64::from(score.sink.unwrap_or(0.0));
         let dout: Vec<f64> = (0..LEN_Q * DV).map(|_| random.normal()).collect();
         let dlse: Vec<f64> = (0..LEN_Q).map(|_| random.normal()).collect();

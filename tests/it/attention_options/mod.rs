@@ -1,4 +1,4 @@
-//! What holds for all attention operators: the references themselves, and every pair of options.
+//! Tests of the references themselves, and of every pair of options.
 
 mod case_layout;
 mod gradients;

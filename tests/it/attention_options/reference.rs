@@ -1,10 +1,10 @@
-//! The reference against numbers worked out by hand.
+//! The reference agrees with numbers that were computed by hand.
 
 use crate::support::{
     AttentionRow, BF16, F16, F32, Head, Mask, Numbers, Random, Score, attend, attend_naively, distance, lse_tolerance,
 };
 
-/// Whether each of `len_q` rows sees each of `len_k` keys.
+/// For each of `len_q` rows, which of `len_k` keys it sees.
 fn seen(mask: Mask, len_q: usize, len_k: usize, leftpad: usize) -> Vec<String> {
     let row = |i| {
         let visible = mask.visible(i, len_q, len_k, leftpad);
@@ -35,14 +35,14 @@ fn masks_show_the_documented_keys() {
     for (mask, len_q, len_k, leftpad, expected) in rows {
         assert_eq!(seen(mask, len_q, len_k, leftpad), expected, "{mask:?}, {len_q} over {len_k}, leftpad {leftpad}");
     }
-    // Windows wider than any number of keys.
+    // Windows that are wider than any number of keys.
     assert_eq!(seen(Mask::window(i64::MAX, i64::MAX), 2, 3, 0), seen(Mask::FULL, 2, 3, 0));
     assert_eq!(seen(Mask::window(-1, i64::MAX).top_left(), 2, 3, 0), seen(Mask::FULL, 2, 3, 0));
 }
 
 const PLAIN: Score = Score { scales: [1.0; 3], softcap: 0.0, slope: None, sink: None, v_scale: 1.0, mask: Mask::FULL };
 
-/// So many equal queries over keys and values of as many numbers.
+/// `len_q` equal queries, over these keys and values.
 fn head<'a>(len_q: usize, leftpad: usize, query: &'a [f64], k: &'a [f64], v: &'a [f64]) -> Head<'a> {
     let d = query.len();
     let rows = |x: &'a [f64]| Box::new(move |j: usize| &x[j * d..][..d]);
@@ -50,7 +50,7 @@ fn head<'a>(len_q: usize, leftpad: usize, query: &'a [f64], k: &'a [f64], v: &'a
     Head { len_q, len_k: k.len() / d, leftpad, dims: [d; 2], query, key: rows(k), value: rows(v) }
 }
 
-/// Attention of the last of `len_q` rows over keys and values of one number each.
+/// The result for the last of `len_q` rows, over keys and values of one element.
 fn last_of(len_q: usize, q: f64, k: &[f64], v: &[f64], score: Score) -> AttentionRow {
     attend(&head(len_q, 0, &[q], k, v), len_q - 1, &score)
 }
@@ -77,7 +77,7 @@ fn one_key_gives_its_value_and_its_score() {
 
 #[test]
 fn two_keys_are_weighted_by_their_exponentials() {
-    // Weights 1 and 3.
+    // The weights are 1 and 3.
     let k = [0.0, 3f64.ln()];
     is(&last_of(1, 1.0, &k, &[4.0, 8.0], PLAIN), 7.0, 4f64.ln());
 }
@@ -85,18 +85,18 @@ fn two_keys_are_weighted_by_their_exponentials() {
 #[test]
 fn the_alibi_bias_grows_with_the_distance_on_either_side() {
     let slope = Score { slope: Some(0.5), ..PLAIN };
-    // The last of two queries stands at key 2; key 0 lies two steps before it.
+    // The last of two queries is at the position of key 2; key 0 is two positions before it.
     let first = Score { mask: Mask::window(-1, 0), ..slope };
     let weights: Vec<f64> = [2.0f64, 1.0, 0.0].iter().map(|d| (-0.5 * d).exp()).collect();
     let total: f64 = weights.iter().sum();
     is(&last_of(2, 0.0, &[9.0; 3], &[1.0, 0.0, 0.0], first), weights[0] / total, total.ln());
-    // The first query stands at key 0, and the keys after it are as far as those before.
+    // The first query is at the position of key 0. The keys after it are as far as those before it were.
     is(
         &last_of(1, 0.0, &[9.0; 3], &[1.0, 0.0, 0.0], Score { mask: Mask::FULL.top_left(), ..slope }),
         1.0 / total,
         total.ln(),
     );
-    // The bias comes after the cap.
+    // The bias is added after the soft cap.
     let capped = Score { softcap: 1.0, mask: Mask::FULL.top_left(), ..slope };
     is(&last_of(3, 1000.0, &[1.0], &[1.0], capped), 1.0, 1.0 - 0.5 * 2.0);
 }
@@ -152,7 +152,7 @@ fn the_naive_formula_is_off_by_the_rounding_of_its_type() {
 #[test]
 fn the_naive_formula_survives_scores_that_overflow_its_type() {
     let (k, v) = ([300.0, 299.0], [1.0, 0.3]);
-    // A score of 90000 is infinite in f16; its own rounding of the output is what is left.
+    // A score of 90000 is infinite in f16. The intermediate arrays are then f32, and only the output is rounded to f16.
     let naive = attend_naively(&head(1, 0, &[300.0], &k, &v), 0, &PLAIN, F16);
     assert_eq!((naive.out[0], naive.lse), (1.0, 90000.0));
     let second = head(1, 0, &[300.0], &[299.0, 300.0], &v);

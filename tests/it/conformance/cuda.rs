@@ -1,10 +1,11 @@
-//! The handlers for the platform `CUDA`, which find the same mistakes, before they look for a driver.
+//! The handlers for the platform `CUDA` refuse the same calls, before they load a driver.
 
-use super::claimed;
+use super::frame_at_invalid_address;
 use crate::support::conformance::{ConformanceCase, cases};
 use crate::support::{CUDA, Frame, HandlerSet, Refusal, Side, Stage, handler_sets};
 
-/// A refusal as the initialize handler gives it: it names its stage, and binds no context that would count as operand.
+/// A refusal of the initialize handler. It names its stage, and counts one operand less because it binds no execution
+/// context.
 fn at_initialize(refusal: &Refusal) -> Refusal {
     let Some(rest) =
         refusal.text.strip_prefix("[execute] Failed to decode all FFI handler operands (bad operands at: ")
@@ -22,7 +23,7 @@ fn refusal(set: HandlerSet, case: &ConformanceCase, stage: Stage) -> Option<Refu
     let handler = if stage == Stage::Initialize { row.initialize } else { row.execute };
     let frame = Frame::of(handler.unwrap(), stage).stream(0);
     let outcome = match case.memory {
-        Some(_) => claimed(frame, case).run(),
+        Some(_) => frame_at_invalid_address(frame, case).run(),
         None => case.invocation(false).run_in(frame, Side::EndsAtGuard).map(|_| ()),
     };
     outcome.err()
@@ -30,7 +31,7 @@ fn refusal(set: HandlerSet, case: &ConformanceCase, stage: Stage) -> Option<Refu
 
 #[test]
 fn the_cuda_handlers_refuse_what_the_tables_refuse() {
-    let (mut ran, mut complaints) = (0, Vec::new());
+    let (mut ran, mut mismatches) = (0, Vec::new());
     for case in cases() {
         let Some(expected) = &case.refusal else { continue };
         ran += 1;
@@ -39,11 +40,11 @@ fn the_cuda_handlers_refuse_what_the_tables_refuse() {
             {
                 let (actual, expected) = (refusal(set, case, stage), set.expected_refusal(stage, &expected));
                 if actual.as_ref() != Some(&expected) {
-                    complaints.push(format!("{}: {} {stage:?}: {actual:?}, not {expected:?}", case.target, case.name));
+                    mismatches.push(format!("{}: {} {stage:?}: {actual:?}, not {expected:?}", case.target, case.name));
                 }
             }
         }
     }
-    assert!(complaints.is_empty(), "{}", complaints.join("\n"));
+    assert!(mismatches.is_empty(), "{}", mismatches.join("\n"));
     assert!(ran >= 500, "{ran} cases");
 }

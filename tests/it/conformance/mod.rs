@@ -1,7 +1,8 @@
-//! The FFI conformance suite, driven without XLA: every case of the tables (`tests/conformance/README.md`) in call
-//! frames made by hand and buffers that end at pages that fault, and what XLA and the handlers say besides.
+//! The FFI conformance suite without XLA. Every case of the tables (`tests/conformance/README.md`) runs in hand-made
+//! call frames with buffers that end at guard pages; further tests cover the rest of the protocol between XLA and the
+//! handlers.
 //!
-//! The same tables go through XLA in `tests/python/test_conformance.py`.
+//! `tests/python/test_conformance.py` runs the same tables through XLA.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -16,49 +17,49 @@ use std::collections::BTreeSet;
 use xla_attention::Op;
 use xla_attention::ops::AttributeKind;
 
-/// What is wrong with an outcome of an execute handler, if anything is.
-fn complaint(set: HandlerSet, case: &ConformanceCase, outcome: Result<Vec<Array>, Refusal>) -> Option<String> {
-    let told = |what: String| Some(format!("{}: {}: {what}", case.target, case.name));
+/// Compares the outcome of an execute handler with the expected one; the text says how they differ.
+fn mismatch(set: HandlerSet, case: &ConformanceCase, outcome: Result<Vec<Array>, Refusal>) -> Option<String> {
+    let mismatch_text = |what: String| Some(format!("{}: {}: {what}", case.target, case.name));
     match (outcome, case.refusal.as_ref().map(|refusal| set.expected_refusal(Stage::Execute, refusal))) {
         (Ok(results), None) => {
             let wrong = case.results.iter().zip(&results).find(|((_, expected), actual)| !expected.is_met_by(actual));
-            wrong.and_then(|((name, _), actual)| told(format!("{name} is {:?}", actual.values())))
+            wrong.and_then(|((name, _), actual)| mismatch_text(format!("{name} is {:?}", actual.values())))
         }
         (Err(refusal), Some(expected)) if refusal == expected => None,
-        (outcome, expected) => told(format!("{:?}, expected {expected:?}", outcome.map(|_| "it worked"))),
+        (outcome, expected) => mismatch_text(format!("{:?}, expected {expected:?}", outcome.map(|_| "it worked"))),
     }
 }
 
-/// `frame` with the buffers of a case that claims to have memory where there is none.
-fn claimed<'a>(frame: Frame<'a>, case: &ConformanceCase) -> Frame<'a> {
+/// A frame whose buffers are all at the invalid address of the case.
+fn frame_at_invalid_address<'a>(frame: Frame<'a>, case: &ConformanceCase) -> Frame<'a> {
     let address = std::ptr::without_provenance_mut(case.memory.unwrap());
     let frame = frame.attributes(&case.attributes);
-    // SAFETY: every such case is refused for its sizes or its memory, or has no element.
+    // SAFETY: each such case is refused because of its sizes or addresses, or has no element.
     let frame = case.operands.iter().fold(frame, |f, (_, x)| unsafe { f.operand(x.dtype, &x.dims, address) });
-    // SAFETY: as above.
+    // SAFETY: as for the operands.
     case.results.iter().fold(frame, |f, (_, x)| unsafe { f.result(x.dtype, &x.dims, address) })
 }
 
 #[test]
 fn the_cpu_handlers_do_what_the_tables_say() {
-    let (mut ran, mut complaints) = (0, Vec::new());
+    let (mut ran, mut mismatches) = (0, Vec::new());
     for (set, case) in handler_sets().into_iter().flat_map(|set| cases().map(move |case| (set, case))) {
         ran += 1;
         if case.memory.is_some() {
-            let outcome = claimed(set.frame(case.target, CPU), case).run();
+            let outcome = frame_at_invalid_address(set.frame(case.target, CPU), case).run();
             let expected =
                 case.refusal.as_ref().map_or(Ok(()), |refusal| Err(set.expected_refusal(Stage::Execute, refusal)));
             if outcome != expected {
-                complaints.push(format!("{}: {}: {outcome:?}, expected {expected:?}", case.target, case.name));
+                mismatches.push(format!("{}: {}: {outcome:?}, expected {expected:?}", case.target, case.name));
             }
             continue;
         }
         for_both_sides(|side| {
             let outcome = case.invocation(false).run_in(set.frame(case.target, CPU).pool(&InlinePool(4)), side);
-            complaints.extend(complaint(set, case, outcome));
+            mismatches.extend(mismatch(set, case, outcome));
         });
     }
-    assert!(complaints.is_empty(), "{}", complaints.join("\n"));
+    assert!(mismatches.is_empty(), "{}", mismatches.join("\n"));
     let frames = driver("frames");
     assert!(frames.cannot_express.is_empty(), "a frame expresses every case");
     assert!(ran >= handler_sets().len() * frames.at_least, "{ran} cases");
@@ -72,15 +73,15 @@ fn working_calls_work_in_place() {
         for set in handler_sets() {
             for_both_sides(|side| {
                 let outcome = case.invocation(true).run_in(set.frame(case.target, CPU).pool(&InlinePool(4)), side);
-                assert_eq!(complaint(set, case, outcome), None);
+                assert_eq!(mismatch(set, case, outcome), None);
             });
         }
     }
     assert!(ran.len() >= 5, "{ran:?}");
 }
 
-/// With `XLA_ATTENTION_TEST_DEVICE=cuda`: in memory of the GPU, without frames, what can be asked for without them;
-/// launched, and out of a captured graph.
+/// With `XLA_ATTENTION_TEST_DEVICE=cuda`: all cases that can be expressed without call frames, launched directly and
+/// from a captured graph.
 #[test]
 fn the_gpu_does_what_the_tables_say() {
     if runs_on_cpu() {
@@ -90,7 +91,7 @@ fn the_gpu_does_what_the_tables_say() {
     let oldest = handler_sets()[0];
     for case in cases().filter(|c| c.fits) {
         for_both_sides(|side| {
-            assert_eq!(complaint(oldest, case, case.invocation(false).run(side, &InlinePool(4))), None);
+            assert_eq!(mismatch(oldest, case, case.invocation(false).run(side, &InlinePool(4))), None);
         });
     }
 }
@@ -114,7 +115,8 @@ fn the_tables_describe_every_target_as_its_signature_does() {
     }
 }
 
-/// For each buffer a refused element type, shape and rank. Those of attributes are derived (`conformance/derived.rs`).
+/// For each buffer the table must refuse a dtype, a size and a rank. Refusals of attributes are derived
+/// (`conformance/derived.rs`).
 #[test]
 fn the_tables_have_a_refusal_for_every_part_of_every_interface() {
     let mut gaps = Vec::new();
@@ -130,7 +132,7 @@ fn the_tables_have_a_refusal_for_every_part_of_every_interface() {
                 let other_size = |x: &Typed| x.dims.len() == rank && x.dims != right.dims && x.dims != [0];
                 for (what, there) in [
                     ("dtype", given().any(|x| x.dtype != right.dtype)),
-                    // No size of a workspace is wrong.
+                    // A workspace may have any size.
                     ("size", *name == "workspace" || given().any(other_size)),
                     ("rank", given().any(|x| x.dims.len() != rank)),
                 ] {

@@ -1,4 +1,4 @@
-//! What XLA and the handlers say to each other beside calls: metadata, stages, threads.
+//! The protocol between XLA and the handlers apart from calls: metadata, stages, threads.
 
 use crate::support::c_structs::FRAME_STRUCT_SIZE;
 use crate::support::conformance::tables;
@@ -11,7 +11,7 @@ use crate::support::{
 use std::collections::BTreeSet;
 use std::ffi::CStr;
 
-/// What the tables say is registered.
+/// The targets in the tables.
 fn names() -> impl Iterator<Item = &'static str> {
     tables().iter().flat_map(|table| table.interface.names.iter().copied())
 }
@@ -20,7 +20,7 @@ fn platforms() -> Vec<&'static str> {
     if cfg!(feature = "cuda") { vec![CPU, CUDA] } else { vec![CPU] }
 }
 
-/// A handler, and what it is registered for.
+/// A handler, and its registration.
 #[derive(Clone, Copy)]
 pub(crate) struct Registered {
     pub(crate) version: (i32, i32),
@@ -35,14 +35,14 @@ impl Registered {
         format!("{} on {}, {:?}, API {:?}", self.name, self.platform, self.stage, self.version)
     }
 
-    /// What it says of itself to the oldest host that takes it.
+    /// Its metadata, as the oldest host that accepts it reads them.
     pub(crate) fn metadata(&self) -> HandlerMetadata {
         request_metadata(self.handler, MetadataRequest::of(self.version))
             .unwrap_or_else(|e| panic!("{}: metadata call refused: {e:?}", self.label()))
     }
 }
 
-/// Every handler there is, of every set.
+/// The handlers of all sets.
 pub(crate) fn handlers() -> Vec<Registered> {
     let mut all = Vec::new();
     for set in handler_sets() {
@@ -69,7 +69,8 @@ fn each_set_holds_every_target_for_every_platform_once() {
         assert_eq!(actual.iter().copied().collect::<BTreeSet<_>>(), expected);
         assert_eq!(actual.len(), expected.len(), "{actual:?}");
         for row in set.rows {
-            // On the CPU XLA never calls initialize; on CUDA it must not find modules missing under capture.
+            // XLA never calls initialize on the CPU. On CUDA it loads the modules, which is not possible during
+            // capture.
             assert_eq!(row.initialize.is_some(), text(row.platform) == CUDA, "{}", text(row.name));
             assert!(row.execute.is_some());
         }
@@ -97,17 +98,17 @@ fn the_exported_table_is_the_table_of_the_crate() {
 fn every_handler_reports_the_version_of_its_set() {
     assert!(!handlers().is_empty());
     for registered in handlers() {
-        // Faults if the answer is longer than the structure of that version.
-        let said = registered.metadata();
-        assert_eq!((said.major, said.minor), registered.version, "{}", registered.label());
+        // A handler whose structure is longer than that of this version faults.
+        let metadata = registered.metadata();
+        assert_eq!((metadata.major, metadata.minor), registered.version, "{}", registered.label());
     }
 }
 
 #[test]
 fn every_cuda_handler_may_be_captured_in_a_command_buffer() {
     for registered in handlers() {
-        let said = registered.metadata();
-        assert_eq!(said.command_buffer_compatible, registered.platform == CUDA, "{}", registered.label());
+        let metadata = registered.metadata();
+        assert_eq!(metadata.command_buffer_compatible, registered.platform == CUDA, "{}", registered.label());
     }
 }
 
@@ -154,7 +155,7 @@ fn an_error_does_not_poison_the_next_call() {
         wrong.operands.pop();
         on_cpu(&wrong).unwrap_err();
         let after = on_cpu(&call).unwrap();
-        // The workspace is scratch; everything before it is a result.
+        // The workspace is scratch memory. The other results come before it.
         let results = call.results.iter().filter(|r| r.name != "workspace").count();
         assert!(after[..results] == expected[..results], "{}", call.target);
     }
@@ -188,7 +189,7 @@ fn many_threads_may_call_at_once_with_one_pool() {
 
 #[test]
 fn a_handler_that_runs_on_the_only_thread_of_its_pool_does_not_wait_for_it() {
-    // The pool's one worker is busy with this very call until the call returns.
+    // The only worker of the pool is busy with this call until the call returns.
     let call = AttentionCase::paged(&BatchSpec::default().batch(), &MemoryLayout::default()).invocation();
     let late = DeferredPool::default();
     call.run_on_cpu(Side::EndsAtGuard, &late).unwrap();

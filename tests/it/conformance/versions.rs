@@ -1,7 +1,7 @@
-//! Hosts of another API version than the handlers: longer and shorter tables and structures, metadata asked for without a
-//! table, and which handlers a host takes.
+//! Hosts whose API version differs from that of the handlers: longer and shorter tables and structures, requests for
+//! metadata without a table, and the handlers that a host accepts.
 
-use super::complaint;
+use super::mismatch;
 use super::protocol::{Registered, handlers};
 use crate::support::c_structs::MetadataExtension;
 use crate::support::conformance::{cases, tables};
@@ -11,8 +11,9 @@ use crate::support::{
 };
 use std::mem::size_of;
 
-/// Entries of the host's table: jaxlib 0.5.0, the oldest that JAX's front-end takes, ends before `RunId_Get`; 0.10.2
-/// has what 0.1 has; 0.12.0 has two more, and later ones append.
+/// API versions of hosts, and the number of entries in their tables. The table of jaxlib 0.5.0, the oldest version that
+/// the JAX front-end supports, ends before `RunId_Get`; 0.10.2 has the table of API 0.1; 0.12.0 has two more entries;
+/// later versions append further ones.
 const TABLES: [((i32, i32), usize); 6] =
     [((0, 1), 16), ((0, 2), 18), ((0, 3), 18), ((0, 4), 40), ((0, 5), 20), ((0, 6), 40)];
 
@@ -36,13 +37,13 @@ fn calls_work_and_are_refused_under_older_and_newer_tables() {
     assert_eq!(ran, (TABLES.len() + 2) * 2 * targets);
 }
 
-/// What a front-end registers with a host that takes handlers of `oldest` to its own version `newest`: the last set that
-/// it may ask for, of which the host, asking for metadata as it registers, accepts each handler.
+/// The set that a front-end registers with a host of version `newest` that accepts handlers from `oldest` on: the last
+/// set up to `newest` of which the host accepts every handler.
 fn registered(oldest: (i32, i32), newest: (i32, i32)) -> Option<HandlerSet> {
     let accepts = |set: &HandlerSet| {
         handlers().iter().filter(|h| h.version == set.version).all(|handler| {
-            let said = handler.metadata();
-            (oldest..=newest).contains(&(said.major, said.minor))
+            let metadata = handler.metadata();
+            (oldest..=newest).contains(&(metadata.major, metadata.minor))
         })
     };
     handler_sets().into_iter().rev().filter(|set| set.version <= newest).find(accepts)
@@ -63,7 +64,7 @@ fn a_host_that_has_dropped_0_1_takes_the_newest_set_whose_handlers_do_what_the_t
     for case in cases().filter(|case| case.memory.is_none()) {
         ran += 1;
         let outcome = case.invocation(false).run_in(set.frame(case.target, CPU).api(&api), Side::EndsAtGuard);
-        assert_eq!(complaint(set, case, outcome), None);
+        assert_eq!(mismatch(set, case, outcome), None);
     }
     assert!(ran >= 500, "{ran} cases");
 }
@@ -71,11 +72,16 @@ fn a_host_that_has_dropped_0_1_takes_the_newest_set_whose_handlers_do_what_the_t
 #[test]
 fn metadata_is_returned_at_every_stage_and_without_a_table() {
     for registered in handlers() {
-        let said = registered.metadata();
+        let metadata = registered.metadata();
         for stage in [Stage::Instantiate, Stage::Prepare, Stage::Initialize, Stage::Execute] {
             for with_api in [true, false] {
                 let request = MetadataRequest { with_api, stage, ..MetadataRequest::of(registered.version) };
-                assert_eq!(request_metadata(registered.handler, request), Ok(said), "{} {stage:?}", registered.label());
+                assert_eq!(
+                    request_metadata(registered.handler, request),
+                    Ok(metadata),
+                    "{} {stage:?}",
+                    registered.label()
+                );
             }
         }
     }
@@ -84,15 +90,15 @@ fn metadata_is_returned_at_every_stage_and_without_a_table() {
 #[test]
 fn metadata_is_returned_to_hosts_with_longer_structures_and_refused_to_shorter_ones() {
     for registered @ Registered { version, handler, .. } in handlers() {
-        let said = registered.metadata();
+        let metadata = registered.metadata();
         let request = |metadata_size, extension_size| {
             let request = MetadataRequest { extension_size, metadata_size, ..MetadataRequest::of(version) };
             request_metadata(handler, request)
         };
         let extension = size_of::<MetadataExtension>();
-        // API 0.2 appends `state_type_id`, eight bytes.
+        // API 0.2 appends `state_type_id`, which has eight bytes.
         for (metadata_size, extension_size) in [(36, extension), (44, extension), (48, extension + 8), (200, 100)] {
-            assert_eq!(request(metadata_size, extension_size), Ok(said), "{} {metadata_size}", registered.label());
+            assert_eq!(request(metadata_size, extension_size), Ok(metadata), "{} {metadata_size}", registered.label());
         }
         let shorter = |what: &str, expected: usize, got: usize| {
             let text = format!(

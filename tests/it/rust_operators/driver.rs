@@ -1,4 +1,4 @@
-//! Makes the calls of the other tests through the safe functions.
+//! Makes calls through the safe functions.
 
 use crate::support::{Array, Attr, CallBuffers, GuardedBuffer, Invocation, Side};
 use xla_attention::{
@@ -10,7 +10,7 @@ use xla_attention::{
     merge_attention_states, paged_attention, paged_attention_update, rope_kv_cache_update, simple_add,
 };
 
-/// The results of a call that has to succeed, where the environment wants it run.
+/// The results of a call that must succeed, on the tested device.
 pub(crate) fn results(call: &Invocation) -> Vec<Array> {
     #[cfg(feature = "cuda")]
     if let Some(results) = crate::support::device::on_chosen_gpu(|gpu| gpu::results(call, gpu)) {
@@ -19,15 +19,16 @@ pub(crate) fn results(call: &Invocation) -> Vec<Array> {
     on_cpu(call, On::cpu()).unwrap_or_else(|error| panic!("{} {}: {error}", call.target, call.what))
 }
 
-/// The results of a call on the CPU, every buffer against a guard page.
+/// The results of a call on the CPU, whose buffers touch guard pages.
 pub(crate) fn on_cpu(call: &Invocation, on: On<Host>) -> Result<Vec<Array>> {
     let buffers: CallBuffers<GuardedBuffer> = call.guarded(Side::EndsAtGuard);
-    // SAFETY: so many bytes, which live as long as the buffers; those of a result are no operand of a function.
+    // SAFETY: the buffer has this many bytes and lives as long as `buffers`. No result of a function shares memory with
+    // an operand.
     let operand = |index: usize, array: &Array| unsafe {
         let bytes = std::slice::from_raw_parts(buffers.operand(index).data(), array.bytes.len());
         TensorRef::from_bytes(bytes, array.dtype, &shape(&array.dims))
     };
-    // SAFETY: as above; no other code uses them.
+    // SAFETY: as for operands; nothing else accesses the buffer.
     let result = |index: usize, array: &Array| unsafe {
         let bytes = std::slice::from_raw_parts_mut(buffers.result(index).data(), array.bytes.len());
         TensorMut::from_bytes(bytes, array.dtype, &shape(&array.dims))
@@ -47,21 +48,22 @@ mod gpu {
     use crate::support::device::{BufferPadding, Gpu};
     use xla_attention::Stream;
 
-    /// The results of a call on the GPU, every buffer between redzones.
+    /// The results of a call on the GPU, whose buffers lie between redzones.
     pub(super) fn results(call: &Invocation, gpu: &Gpu) -> Vec<Array> {
         let buffers = call.on_gpu(gpu, BufferPadding::Redzones);
         let address = |data: *mut u8, array: &Array| (data as usize, array.bytes.len(), array.dtype);
-        // SAFETY: so many bytes each, which are freed after `finish`; those of a result are no operand of a function.
+        // SAFETY: the buffer has this many bytes and is freed after the stream has finished. No result shares memory
+        // with an operand.
         let operand = |index: usize, array: &Array| unsafe {
             let (address, bytes, dtype) = address(buffers.operand(index).data(), array);
             TensorRef::from_device(address, bytes, dtype, &shape(&array.dims))
         };
-        // SAFETY: as above; no other code uses them.
+        // SAFETY: as for operands; nothing else accesses the buffer.
         let result = |index: usize, array: &Array| unsafe {
             let (address, bytes, dtype) = address(buffers.result(index).data(), array);
             TensorMut::from_device(address, bytes, dtype, &shape(&array.dims))
         };
-        // SAFETY: a stream of this thread's context.
+        // SAFETY: the stream belongs to this thread's context.
         let on = unsafe { On::stream(Stream(gpu.stream as usize)) };
         run(&Tensors { call, operand: &operand, result: &result }, on).unwrap();
         gpu.finish();
@@ -69,14 +71,14 @@ mod gpu {
     }
 }
 
-/// The tensors of a call, made of their place in it and what they are.
+/// The tensors of a call, made from their index and their array.
 struct Tensors<'a, M> {
     call: &'a Invocation,
     operand: &'a dyn Fn(usize, &Array) -> TensorRef<'a, M>,
     result: &'a dyn Fn(usize, &Array) -> TensorMut<'a, M>,
 }
 
-/// What a function takes under a name: of each type the part of the call that has the name.
+/// Converts the part of a call with this name to the type that a function takes.
 trait Named<'a, M>: Sized {
     fn of(call: &Tensors<'a, M>, name: &str) -> Self;
 }
@@ -89,7 +91,7 @@ impl<'a, M> Named<'a, M> for Option<TensorRef<'a, M>> {
 }
 
 impl<'a, M> Named<'a, M> for TensorRef<'a, M> {
-    /// A required one may be empty.
+    /// A required tensor may be empty.
     fn of(Tensors { call, operand, .. }: &Tensors<'a, M>, name: &str) -> Self {
         let index = call.operands.iter().position(|(of, _)| *of == name);
         let index = index.unwrap_or_else(|| panic!("{} has no {name}", call.target));
@@ -110,7 +112,7 @@ impl<'a, M> Named<'a, M> for TensorMut<'a, M> {
     }
 }
 
-/// Attributes; an integer that is negative is none.
+/// Attributes. A negative integer means none.
 macro_rules! attributes {
     ($($type:ty: $pattern:pat => $value:expr),*) => {
         $(impl<'a, M> Named<'a, M> for $type {
@@ -130,14 +132,14 @@ attributes! {
     Option<usize>: Attr::I64(value) => usize::try_from(value).ok()
 }
 
-/// A structure whose fields are what the call has under their names.
+/// Fills each field of a structure with the part of the call that has the field's name.
 macro_rules! named {
     ($of:ident => $type:ident { $($field:ident),* $(,)? }) => {
         $type { $($field: Named::of($of, stringify!($field))),* }
     };
 }
 
-/// K and V as the attribute `kv_layout` says.
+/// K and V in the layout of the attribute `kv_layout`.
 fn kv<'a, M, T>(of: &Tensors<'a, M>, first: &str, second: &str) -> Kv<T>
 where
     T: Named<'a, M>,
@@ -153,7 +155,7 @@ where
     }
 }
 
-/// Call the function of the target.
+/// Calls the function of the target.
 fn run<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
     match of.call.target {
         "xla_gpu_simple_add" => simple_add(Named::of(of, "a"), Named::of(of, "b"), Named::of(of, "out"), on),

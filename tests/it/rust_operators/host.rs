@@ -1,4 +1,4 @@
-//! What only the host's tensors show: what is left to the functions, rows that lie apart, the threads that work.
+//! Host tensors: arguments with defaults, strided rows, and thread pools.
 
 use super::driver::on_cpu;
 use crate::support::{AttentionCase, BatchSpec, MemoryLayout, Random, ReferenceCase};
@@ -13,7 +13,7 @@ fn random(count: usize, seed: u64) -> Vec<f32> {
     (0..count).map(|_| random.normal() as f32).collect()
 }
 
-/// `flash_attn_varlen` of two sequences of 3 and 2 rows of 4 heads over 2, D 16.
+/// `flash_attn_varlen` with two sequences of 3 and 2 rows, 4 query heads, 2 KV heads and D = 16.
 fn flash(q: TensorRef, kv: &Kv<TensorRef>, options: &FlashAttnVarlenOptions) -> Vec<f32> {
     let inputs = FlashAttnVarlenInputs { q, kv: *kv, cu_seqlens_q: TensorRef::new(&[0, 3, 5], &[3]) };
     let mut out = vec![f32::NAN; 5 * 4 * 16];
@@ -27,10 +27,10 @@ fn omitted_scales_and_starts_of_keys_have_their_defaults() {
     let kv = &Kv::Split { k: TensorRef::new(&k, &[5, 2, 16]), v: TensorRef::new(&v, &[5, 2, 16]) };
     let q = TensorRef::new(&q, &[5, 4, 16]);
     let cu_seqlens_k = Some(TensorRef::new(&[0, 3, 5], &[3]));
-    let said = FlashAttnVarlenOptions { softmax_scale: Some(0.25), cu_seqlens_k, ..Default::default() };
-    assert_eq!(flash(q, kv, &FlashAttnVarlenOptions::default()), flash(q, kv, &said));
+    let explicit = FlashAttnVarlenOptions { softmax_scale: Some(0.25), cu_seqlens_k, ..Default::default() };
+    assert_eq!(flash(q, kv, &FlashAttnVarlenOptions::default()), flash(q, kv, &explicit));
 
-    // The same in pages of two tokens; sequence b's are 2b and 2b + 1.
+    // The same keys in pages of two tokens. Sequence b has the pages 2b and 2b + 1.
     let (mut k_pages, mut v_pages) = (vec![f32::NAN; 4 * 2 * 2 * 16], vec![f32::NAN; 4 * 2 * 2 * 16]);
     for (row, slot) in [0, 1, 2, 4, 5].into_iter().enumerate() {
         k_pages[slot * 32..][..32].copy_from_slice(&k[row * 32..][..32]);
@@ -42,13 +42,13 @@ fn omitted_scales_and_starts_of_keys_have_their_defaults() {
         FlashAttnVarlenOptions { seqused_k: Some(TensorRef::new(&[3, 2], &[2])), block_table, ..Default::default() };
     let by_starts = FlashAttnVarlenOptions { cu_seqlens_k, block_table, ..Default::default() };
     let paged = &Kv::Split { k, v };
-    assert_eq!(flash(q, paged, &by_length), flash(q, kv, &said));
-    assert_eq!(flash(q, paged, &by_starts), flash(q, kv, &said));
+    assert_eq!(flash(q, paged, &by_length), flash(q, kv, &explicit));
+    assert_eq!(flash(q, paged, &by_starts), flash(q, kv, &explicit));
 }
 
 #[test]
 fn strided_rows_give_the_result_of_dense_rows() {
-    // [T, Hq + 2 * Hkv, D], and the last row ends with the memory.
+    // [T, Hq + 2 * Hkv, D]. The last row ends with the memory.
     let qkv = random(5 * 8 * 16, 4);
     let part = |first: usize, heads: usize| {
         let end = 4 * 128 + (first + heads) * 16;
@@ -64,11 +64,11 @@ fn strided_rows_give_the_result_of_dense_rows() {
     assert_eq!(apart, flash(TensorRef::new(&q, &[5, 4, 16]), kv, &options));
 }
 
-/// Counts what it is given, and gives it to rayon.
+/// Counts its tasks and passes them to rayon.
 #[derive(Default)]
 struct Counting(AtomicUsize);
 
-// SAFETY: rayon's pool keeps the promise.
+// SAFETY: rayon's pool runs each task once.
 unsafe impl Pool for Counting {
     fn num_threads(&self) -> usize {
         3

@@ -1,5 +1,5 @@
-//! The safe functions of Rust: each makes the call that its handler makes, on the CPU or, with
-//! `XLA_ATTENTION_TEST_DEVICE=cuda`, on the GPU; and what they refuse.
+//! The safe Rust functions give the results of the handlers, on the CPU or with `XLA_ATTENTION_TEST_DEVICE=cuda` on the
+//! GPU, and refuse invalid arguments.
 
 mod driver;
 mod host;
@@ -13,7 +13,7 @@ use crate::support::{
 use std::collections::BTreeSet;
 use xla_attention::Op;
 
-/// Calls of every operator, and of attention every fifth of those that together hold every pair of options.
+/// Calls of every operator, and every fifth attention call of the pairwise sets.
 fn calls() -> Vec<Invocation> {
     let mut all = valid_calls::with_numbers();
     for (target, spec, memory_layout, _) in PairwiseOptions::ATTENTION.calls().into_iter().step_by(5) {

@@ -1,4 +1,4 @@
-//! What the functions refuse themselves, before the operator sees a tensor: word by word.
+//! Errors of the safe functions themselves, before the operator sees a tensor.
 
 use xla_attention::{
     Code, DType, FlashAttnVarlenInputs, FlashAttnVarlenOptions, Kv, On, PagedAttentionInputs, PagedAttentionOptions,
@@ -11,7 +11,7 @@ fn refused(outcome: Result, code: Code, text: &str) {
     assert_eq!((error.code, error.message.as_str()), (code, text));
 }
 
-/// `simple_add` of this to itself.
+/// Adds `a` to itself, which must be refused with this text.
 fn add(a: TensorRef, text: &str) {
     let outcome = simple_add(a, a, TensorMut::new(&mut [0.0f32; 6], &[2, 3]), On::cpu());
     refused(outcome, Code::InvalidArgument, &format!("xla_gpu_simple_add: {text}"));
@@ -40,20 +40,20 @@ fn strides_that_leave_the_memory_are_refused() {
     let two_by_three = |strides: &[usize]| TensorRef::new(&six, &[2, 3]).with_strides(strides);
     let leave = "which leave its memory of 24 bytes";
     add(two_by_three(&[4, 1]), &format!("a has shape [2, 3] and strides [4, 1], {leave}"));
-    for (stride, said) in [(1 << 62, 1 << 62), (usize::MAX, i64::MAX)] {
-        let text = format!("a has shape [2, 3] and strides Some([{said}, 1]): its size overflows");
+    for (stride, shown) in [(1 << 62, 1 << 62), (usize::MAX, i64::MAX)] {
+        let text = format!("a has shape [2, 3] and strides Some([{shown}, 1]): its size overflows");
         add(two_by_three(&[stride, 1]), &text);
     }
     add(two_by_three(&[3]), "a has 1 strides, expected 2");
     add(two_by_three(&[1; 9]), "a has rank 9, expected at most 8");
-    // These stay inside; the operator itself wants a dense tensor.
+    // These strides stay within the memory, but the operator requires a dense tensor.
     add(two_by_three(&[1, 2]), "a has strides Some([1, 2]), expected a dense tensor");
 }
 
 #[test]
 fn bytes_without_a_known_dtype_and_its_alignment_are_refused() {
     let memory = [0.0f32; 7];
-    // SAFETY: the bytes of the floats.
+    // SAFETY: these are the bytes of `memory`.
     let bytes = unsafe { std::slice::from_raw_parts(memory.as_ptr().cast::<u8>(), 28) };
     let of = |range: std::ops::Range<usize>, dtype| TensorRef::from_bytes(&bytes[range], dtype, &[2, 3]);
     add(of(0..24, DType::ABSENT), "a has dtype number 0 of XLA, which no operator takes");
@@ -64,7 +64,7 @@ fn bytes_without_a_known_dtype_and_its_alignment_are_refused() {
     add(of(1..25, DType::F32), &text);
 }
 
-/// A call of `flash_attn_varlen` with everything of one element where that is right.
+/// A call of `flash_attn_varlen` with one sequence of one row, which must be refused.
 fn flash(kv: &Kv<TensorRef>, options: &FlashAttnVarlenOptions, code: Code, text: &str) {
     let inputs = FlashAttnVarlenInputs {
         q: TensorRef::new(&[0.0f32; 8], &[1, 1, 8]),

@@ -206,8 +206,8 @@ fn read(text: &str) -> Table {
     let refused = |list: &BTreeMap<String, Value>, code| -> Vec<Change> {
         let text = |text: &str| format!("{}: {}", file.names[0], text.replace("{types}", &file.types));
         filled(list)
-            .map(|(changes, told)| Change {
-                refusal: Some(Refusal { code, text: text(&told) }),
+            .map(|(changes, text_of_refusal)| Change {
+                refusal: Some(Refusal { code, text: text(&text_of_refusal) }),
                 ..file.change(&changes, &changes)
             })
             .collect()
@@ -219,9 +219,9 @@ fn read(text: &str) -> Table {
     all.extend(given.map(|(part, list)| file.change(&format!("every optional {part}"), &list.join("; "))));
     all.extend(refused(&file.invalid, INVALID_ARGUMENT));
     all.extend(refused(&file.unimplemented, UNIMPLEMENTED));
-    let said: BTreeSet<String> = all.iter().map(|change| change.name.clone()).collect();
-    assert_eq!(said.len(), all.len(), "{}: two cases have one name", file.names[0]);
-    all.extend(derived::derived(&file).into_iter().filter(|derived| !said.contains(&derived.name)));
+    let names: BTreeSet<String> = all.iter().map(|change| change.name.clone()).collect();
+    assert_eq!(names.len(), all.len(), "{}: two cases have one name", file.names[0]);
+    all.extend(derived::derived(&file).into_iter().filter(|derived| !names.contains(&derived.name)));
     let of_target = |name: &'static str| all.iter().map(move |c| (name, c));
     let named_cases: Vec<_> = interface.names.iter().flat_map(|name| of_target(name)).collect();
     let cases = named_cases.into_iter().map(|(name, change)| case(&interface, &file.aliases, name, change)).collect();

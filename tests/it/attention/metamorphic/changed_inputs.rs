@@ -1,13 +1,13 @@
 //! Changes of the inputs whose effect on the results is known.
 
-use super::{as_they_are, assert_same, change_rows, each, for_f32_calls, scale_of};
+use super::{assert_same, change_rows, each, for_f32_calls, scale_of, unchanged};
 use crate::attention::Operator;
 use crate::attention::results::{assert_same_rows, attend};
 use crate::support::{Alibi, BatchSpec, F32, Mask, Numbers, Random};
 
 pub(crate) fn adding_a_vector_to_every_key_changes_only_the_lse(op: Operator) {
     for_f32_calls(op, 24, |spec, memory_layout, _| {
-        // The cap bends scores and a sink stays behind: the law holds without them.
+        // The relation does not hold with a soft cap, which is not linear, or with a sink, whose score does not change.
         let batch = BatchSpec { softcap: 0.0, sinks: false, ..spec }.batch();
         let config = &batch.config;
         let d = config.head_dim;
@@ -32,7 +32,7 @@ pub(crate) fn adding_a_vector_to_every_key_changes_only_the_lse(op: Operator) {
     });
 }
 
-/// Every row that sees a key moves by as much; no gradient of rows without a sink does.
+/// The gradients do not change, for rows without a sink.
 pub(crate) fn adding_a_number_to_every_value_adds_it_to_every_row_that_sees_a_key(op: Operator) {
     for_f32_calls(op, 24, |spec, memory_layout, _| {
         let batch = BatchSpec { sinks: false, ..spec }.batch().with_config(|config| config.v_scale = None);
@@ -45,7 +45,7 @@ pub(crate) fn adding_a_number_to_every_value_adds_it_to_every_row_that_sees_a_ke
             });
         });
         if op == Operator::FlashAttnVarlenBwd {
-            return assert_same(op, (&shifted, &batch), &memory_layout, "shifted values", as_they_are);
+            return assert_same(op, (&shifted, &batch), &memory_layout, "shifted values", unchanged);
         }
         let mut expected = attend(op, &batch, &memory_layout);
         for rows in &mut expected {
@@ -68,7 +68,7 @@ pub(crate) fn out_lies_between_the_smallest_and_the_largest_value(op: Operator) 
         for (rows, sequence) in attend(op, &batch, &memory_layout).iter().zip(&batch.sequences) {
             let least = sequence.v.iter().copied().fold(0.0, f64::min);
             let most = sequence.v.iter().copied().fold(0.0, f64::max);
-            // Two roundings of 8 bits, of P and of the output.
+            // Two fp8 roundings: of the softmax weights and of the output.
             let slack = 2f64.powi(-7) * most.max(-least);
             assert!(rows.out.iter().all(|&o| (least - slack..=most + slack).contains(&o)));
         }
@@ -98,7 +98,7 @@ pub(crate) fn a_sink_scales_every_row(op: Operator) {
 
 pub(crate) fn a_sink_equals_a_key_with_value_0(op: Operator) {
     for_f32_calls(op, 24, |spec, memory_layout, random| {
-        // One query a sequence and a KV head for each head, so that a key can be made for every logit.
+        // One query per sequence and one KV head per query head, so that a key can be made for each sink.
         let lengths = spec.lengths.iter().map(|&(_, len_k)| (1, len_k)).collect();
         let heads = (spec.heads.1, spec.heads.1);
         let spec = BatchSpec { lengths, heads, mask: Mask::FULL, leftpad: false, alibi: Alibi::Off, ..spec };
@@ -117,6 +117,6 @@ pub(crate) fn a_sink_equals_a_key_with_value_0(op: Operator) {
             s.len_k += 1;
         });
         let with_key = with_key.with_config(|config| config.sinks = None);
-        assert_same(op, (&with_key, &batch), &memory_layout, "one more key", as_they_are);
+        assert_same(op, (&with_key, &batch), &memory_layout, "one more key", unchanged);
     });
 }

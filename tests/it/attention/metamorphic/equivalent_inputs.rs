@@ -1,6 +1,6 @@
 //! Inputs that are equivalent: both calls give the same result.
 
-use super::{as_they_are, assert_same, change_rows, each, for_f32_calls, over_groups};
+use super::{assert_same, change_rows, each, for_f32_calls, over_groups, unchanged};
 use crate::attention::Operator;
 use crate::attention::results::{
     GRADIENT, assert_close, assert_same_gradients, assert_same_rows, attend, differentiate,
@@ -95,7 +95,7 @@ pub(crate) fn permuting_keys_changes_nothing_without_mask_and_bias(op: Operator)
 
 pub(crate) fn left_padding_equals_removing_the_keys(op: Operator) {
     for_f32_calls(op, 32, |spec, memory_layout, _| {
-        // Counted from the last key, the padding has no place.
+        // Positions count from the last key, so that the padding does not affect them.
         let mask = Mask { top_left: false, ..spec.mask };
         let padded = BatchSpec { leftpad: true, mask, ..spec }.batch();
         let rows = [padded.config.head_dim, padded.config.value_dim].map(|d| padded.config.kv_heads * d);
@@ -129,13 +129,13 @@ pub(crate) fn equivalent_masks_give_the_same_result(op: Operator) {
             (causal, Mask { window_right: 5, ..causal }),
             (causal, Mask { window_right: i64::MAX, ..causal }),
         ] {
-            assert_same(op, (&of(other), &of(one)), &memory_layout, &format!("{other:?}"), as_they_are);
+            assert_same(op, (&of(other), &of(one)), &memory_layout, &format!("{other:?}"), unchanged);
         }
-        // For equal lengths both alignments are one.
+        // Both alignments are the same for equal lengths.
         let lengths = spec.lengths.iter().map(|&(_, len_k)| (len_k.min(40), len_k.min(40))).collect();
         let batch = BatchSpec { lengths, mask: Mask { top_left: false, ..spec.mask }, ..spec }.batch();
         let top_left = batch.with_config(|config| config.mask = config.mask.top_left());
-        assert_same(op, (&top_left, &batch), &memory_layout, "top_left", as_they_are);
+        assert_same(op, (&top_left, &batch), &memory_layout, "top_left", unchanged);
     });
 }
 
@@ -143,10 +143,10 @@ pub(crate) fn neutral_option_values_change_nothing(op: Operator) {
     for_f32_calls(op, 24, |spec, memory_layout, _| {
         let scales = [ScaleKind::None; 3];
         let batch = BatchSpec { leftpad: false, alibi: Alibi::Off, sinks: false, scales, ..spec }.batch();
-        let same = |other: &Batch, what| assert_same(op, (other, &batch), &memory_layout, what, as_they_are);
+        let same = |other: &Batch, what| assert_same(op, (other, &batch), &memory_layout, what, unchanged);
         let flat = Batch { alibi: Alibi::PerSequence, ..batch.clone() };
         same(&each(&flat, |s| s.slopes.fill(0.0)), "slopes of 0");
-        // Their gradients are 0, as those of sinks that are not there.
+        // Sinks of -inf have gradients of 0, as have missing sinks.
         same(
             &batch.with_config(|config| config.sinks = Some(vec![f32::NEG_INFINITY; config.q_heads])),
             "sinks of -inf",
@@ -156,7 +156,7 @@ pub(crate) fn neutral_option_values_change_nothing(op: Operator) {
         }
         if op == Operator::FlashAttnVarlenBwd {
             let [far, none] = [1e6, 0.0].map(|softcap| batch.with_config(|config| config.softcap = softcap));
-            return assert_same(op, (&far, &none), &memory_layout, "a cap far away", as_they_are);
+            return assert_same(op, (&far, &none), &memory_layout, "a cap far away", unchanged);
         }
         let ones = |config: &mut AttentionConfig| {
             (config.q_scale, config.v_scale) = (Some(vec![1.0]), Some(vec![1.0]));
@@ -170,14 +170,14 @@ pub(crate) fn slopes_per_sequence_equal_slopes_per_head(op: Operator) {
     for_f32_calls(op, 16, |spec, memory_layout, _| {
         let batch = BatchSpec { alibi: Alibi::PerHead, ..spec }.batch();
         let repeated = Batch { alibi: Alibi::PerSequence, ..batch.clone() };
-        assert_same(op, (&repeated, &batch), &memory_layout, "repeated slopes", as_they_are);
+        assert_same(op, (&repeated, &batch), &memory_layout, "repeated slopes", unchanged);
     });
 }
 
 pub(crate) fn a_scale_equals_multiplied_operands(op: Operator) {
     for_f32_calls(op, 24, |spec, memory_layout, _| {
         let batch = BatchSpec { scales: [ScaleKind::None; 3], ..spec }.batch();
-        // Powers of two, one for each KV head: multiplying by them rounds nothing.
+        // Powers of two, which multiply without rounding, one per KV head.
         let factor = |head: usize| [0.5, 2.0, 1.0, 0.25][head % 4];
         let (heads, config) = (batch.config.kv_heads, &batch.config);
         let scales = || Some((0..heads).map(|h| factor(h) as f32).collect::<Vec<f32>>());
@@ -189,6 +189,6 @@ pub(crate) fn a_scale_equals_multiplied_operands(op: Operator) {
             change_rows(&mut s.k, heads, config.head_dim, |h, row| times(factor(h), row));
             change_rows(&mut s.v, heads, config.value_dim, |h, row| times(factor(h), row));
         });
-        assert_same(op, (&scaled, &multiplied), &memory_layout, "multiplied", as_they_are);
+        assert_same(op, (&scaled, &multiplied), &memory_layout, "multiplied", unchanged);
     });
 }

@@ -7,9 +7,9 @@ use crate::attention::results::{
 };
 use crate::support::{Array, AttentionConfig, BatchSpec, GradientCase, GradientOptions, SequenceData};
 
-/// The weights of a row add up to 1. So without a cap and without a sink, `sum over j of ds_ij` is what `dlse` says of row
-/// i, for adding one number to all scores of a row moves nothing but its lse; and dv adds up to the cotangents of the rows
-/// that see a key.
+/// The softmax weights of a row sum to 1. Without a soft cap and a sink, adding a number to all scores of a row
+/// therefore changes only its lse, so `sum over j of ds_ij` is the row's `dlse`; and dv sums to the cotangents of the
+/// rows that see a key.
 pub(crate) fn dk_and_dv_sum_to_the_cotangents_of_the_rows(op: Operator) {
     for_f32_calls(op, 32, |spec, memory_layout, _| {
         let batch = BatchSpec { softcap: 0.0, sinks: false, ..spec }.batch();
@@ -36,7 +36,8 @@ pub(crate) fn dk_and_dv_sum_to_the_cotangents_of_the_rows(op: Operator) {
     });
 }
 
-/// Both are `sum over i, j of ds_ij q_i . k_j`: doubling all queries is doubling all keys.
+/// Both products are `sum over i, j of ds_ij q_i . k_j`: a factor of all queries and the same factor of all keys have
+/// the same effect.
 pub(crate) fn q_times_dq_equals_k_times_dk(op: Operator) {
     for_f32_calls(op, 32, |spec, memory_layout, _| {
         let batch = spec.batch();

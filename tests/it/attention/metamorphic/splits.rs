@@ -5,14 +5,14 @@ use crate::attention::Operator;
 use crate::attention::results::{LSE, OUT, Rows, assert_close, assert_same_rows, attend};
 use crate::support::{Alibi, AttentionConfig, Batch, BatchSpec, F32, Mask, SequenceData, Side, State};
 
-/// The keys of a sequence from `start` to `end`.
+/// The keys `start..end` of a sequence.
 fn keys(config: &AttentionConfig, sequence: &SequenceData, start: usize, end: usize) -> SequenceData {
     let rows = |values: &[f64], d: usize| values[start * config.kv_heads * d..end * config.kv_heads * d].to_vec();
     let (k, v) = (rows(&sequence.k, config.head_dim), rows(&sequence.v, config.value_dim));
     SequenceData { len_k: end - start, k, v, ..sequence.clone() }
 }
 
-/// The states of two parts of the keys of one sequence, as `merge_attention_states` makes one of them.
+/// Merges the states of two splits of the keys by `merge_attention_states`.
 fn merged((a, b): (&Rows, &Rows), config: &AttentionConfig) -> Rows {
     let state = |rows: &Rows| {
         State::new(F32, (rows.lse[0].len(), config.q_heads, config.value_dim), &rows.out, &rows.lse.concat())
@@ -30,17 +30,17 @@ pub(crate) fn merging_the_states_of_two_splits_gives_the_whole(op: Operator) {
         let cut = random.below(1001) as f64 / 1000.0;
         let at = |s: &SequenceData| (cut * s.len_k as f64).round() as usize;
         let assert_merged = |whole: &Batch, second: &Batch| {
-            // A sink belongs to exactly one part.
+            // Only one split has the sink.
             let first =
                 each(whole, |s| *s = keys(&whole.config, s, 0, at(s))).with_config(|config| config.sinks = None);
             let [a, b] = [&first, second].map(|part| attend(op, part, &memory_layout));
             let actual: Vec<Rows> = a.iter().zip(&b).map(|parts| merged(parts, &whole.config)).collect();
             assert_same_rows(&actual, &attend(op, whole, &memory_layout), "merged");
         };
-        // Under any mask counted from the first key, so that cutting off the last ones moves no position.
+        // Under any mask that counts from the first key, removing the last keys changes no position.
         let whole = BatchSpec { leftpad: false, mask: spec.mask.top_left(), ..spec.clone() }.batch();
         assert_merged(&whole, &Batch { leftpad: true, ..each(&whole, |s| s.leftpad = at(s)) });
-        // Without a mask the parts are sequences of their own.
+        // Without a mask each split is a sequence.
         let whole = BatchSpec { leftpad: false, mask: Mask::FULL, alibi: Alibi::Off, ..spec }.batch();
         assert_merged(&whole, &each(&whole, |s| *s = keys(&whole.config, s, at(s), s.len_k)));
     });
@@ -49,7 +49,7 @@ pub(crate) fn merging_the_states_of_two_splits_gives_the_whole(op: Operator) {
 pub(crate) fn paged_attention_equals_causal_flash_attn_varlen(op: Operator) {
     op.for_calls(32, |spec, memory_layout, _| {
         let of = |batch: &Batch| [op, Operator::FlashAttnVarlen].map(|op| attend(op, batch, &memory_layout));
-        // In bits where bits are promised.
+        // With `batch_invariant` both operators must give the same bits.
         let [paged, flash] = of(&BatchSpec { batch_invariant: true, ..spec.clone() }.batch());
         assert!(paged == flash, "the operators differ");
         let spec = BatchSpec { batch_invariant: false, dtypes: F32.into(), sharpness: 1.0, ..spec };
@@ -58,7 +58,7 @@ pub(crate) fn paged_attention_equals_causal_flash_attn_varlen(op: Operator) {
     });
 }
 
-/// The queries `start..end` of a sequence over the keys up to the last of them.
+/// The queries `start..end` of a sequence, over the keys up to the last of these queries.
 fn chunk(config: &AttentionConfig, sequence: &SequenceData, start: usize, end: usize) -> SequenceData {
     let row = config.q_heads * config.head_dim;
     let q = sequence.q[start * row..end * row].to_vec();
@@ -71,7 +71,7 @@ pub(crate) fn chunked_prefill_equals_whole_prefill(op: Operator) {
         let lengths = spec.lengths.iter().map(|&(_, len_k)| (len_k, len_k)).collect();
         let batch = BatchSpec { lengths, ..spec }.batch();
         for (whole, sequence) in attend(op, &batch, &memory_layout).iter().zip(&batch.sequences) {
-            // The chunk that ends at each step, over the keys up to there; all in one ragged batch.
+            // One ragged batch holds all chunks, each over the keys up to its end.
             let end = |start: usize| (start + step).min(sequence.len_q);
             let starts = (0..sequence.len_q).step_by(step);
             let sequences = starts.map(|start| chunk(&batch.config, sequence, start, end(start))).collect();
