@@ -1,10 +1,9 @@
-"""Cache updates, rotation and merging beside a copy and their peers on one GPU: `make bench ARGS="cache.py word"` runs
-the cases whose name contains the word.
+"""Cache updates, rotation and merging against a copy and FlashInfer on one GPU.
 
-What counts is the share of the bandwidth of a copy: bytes are those that have to be read and written once, and the copy
-is torch's between two buffers on the device, of as many bytes, in the same turns. Short cases stand beside a trivial
-kernel instead. FlashInfer gets K and V in two caches, and rotates and appends in two calls. The last line is all of it
-as JSON.
+`make bench ARGS="cache.py word"` runs the cases whose name contains the word. The figure of merit is the fraction of a
+copy's bandwidth: bytes are those that have to be read and written once, and the copy is torch's between two device
+buffers, of as many bytes, in the same interleaved rounds. Short cases are compared with a trivial kernel instead.
+FlashInfer gets K and V in two caches, and rotates and appends in two calls. The last line has all results as JSON.
 """
 
 import functools
@@ -17,14 +16,14 @@ import torch
 
 import peers
 import xla_attention.torch as xt
-from harness import agreeing, milliseconds, prepared
+from harness import agreeing, milliseconds, prepare_peers
 
 BF16 = torch.bfloat16
 DTYPES = {"bf16": BF16, "e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 PAGE_SIZE, Q_HEADS, KV_HEADS, HEAD_DIM = 16, 32, 8, 128
 POSITIONS = 8192
-# Fewer rows than this are a matter of microseconds, not of bandwidth.
-LONG = 4096
+# From this number of rows on, bandwidth decides and not latency.
+BANDWIDTH_BOUND = 4096
 
 
 @dataclass
@@ -39,12 +38,12 @@ class Case:
 
     @property
     def name(self):
-        """The operator and what is special."""
-        special = [self.cache] * (self.operator != "merge") + [f"scale {self.scale}"] * (self.scale is not None)
-        return ", ".join([f"{self.operator} {self.tokens}", *special, *["interleaved"] * self.interleaved])
+        """The operator and its options."""
+        options = [self.cache] * (self.operator != "merge") + [f"scale {self.scale}"] * (self.scale is not None)
+        return ", ".join([f"{self.operator} {self.tokens}", *options, *["interleaved"] * self.interleaved])
 
     def bytes(self):
-        """To be read and to be written, each once."""
+        """Bytes read and written, each once."""
         heads = self.tokens * HEAD_DIM * BF16.itemsize
         if self.operator == "merge":
             return 3 * Q_HEADS * heads + 3 * Q_HEADS * self.tokens * 4
@@ -63,12 +62,12 @@ CASES = [
 
 
 def randn(*shape):
-    """Fresh numbers."""
+    """Random numbers in bf16."""
     return torch.randn(shape, device="cuda", dtype=BF16)
 
 
 def in_place(operator, cache, *rows):
-    """A call of an operator that writes to the cache, which is what it gives."""
+    """A call of an operator that writes to the cache; returns the cache."""
 
     def call():
         operator(cache, *rows)
@@ -88,42 +87,42 @@ def new_rows(case):
 
 
 def update_calls(case):
-    """Cache updates."""
+    """Calls of cache updates."""
     cache, key, value, slots, scales = new_rows(case)
     ours = in_place(torch.ops.xla_gpu.kv_cache_update_, cache, key, value, slots, *scales)
-    return {"ours": ours} | prepared({"flashinfer": flashinfer_append}, case, cache, key, value, slots)
+    return {"ours": ours} | prepare_peers({"flashinfer": flashinfer_append}, case, cache, key, value, slots)
 
 
 def rope_calls(case):
-    """Rotation of queries and keys, then the update."""
+    """Calls that rotate queries and keys and update the cache."""
     cache, key, value, slots, scales = new_rows(case)
     query = randn(case.tokens, Q_HEADS, HEAD_DIM)
-    # As in the prompts of a few sequences.
+    # As in prompts of a few sequences.
     positions = torch.arange(case.tokens, device="cuda", dtype=torch.int32) % POSITIONS
     angles = torch.rand((POSITIONS, HEAD_DIM // 2), device="cuda") * 2 * math.pi
     table = torch.cat([angles.cos(), angles.sin()], dim=1)
     rows = (query, key, value, slots, positions, table, case.interleaved, *scales)
     ours = functools.partial(torch.ops.xla_gpu.rope_kv_cache_update_, cache, *rows)
     operands = (cache, query, key, value, slots, positions, table)
-    return {"ours": ours} | prepared({"flashinfer": flashinfer_rope}, case, *operands)
+    return {"ours": ours} | prepare_peers({"flashinfer": flashinfer_rope}, case, *operands)
 
 
 def merge_calls(case):
-    """Merging two states."""
+    """Calls that merge two states."""
     out_a, out_b = (randn(case.tokens, Q_HEADS, HEAD_DIM) for _ in range(2))
     lse_a, lse_b = (torch.randn((Q_HEADS, case.tokens), device="cuda") for _ in range(2))
     states = (out_a, lse_a, out_b, lse_b)
     ours = functools.partial(xt.merge_attention_states, *states)
-    return {"ours": lambda: ours()[0]} | prepared({"flashinfer": flashinfer_merge}, case, *states)
+    return {"ours": lambda: ours()[0]} | prepare_peers({"flashinfer": flashinfer_merge}, case, *states)
 
 
 def flashinfer_append(case, cache, key, value, slots):
-    """append_paged_kv_cache, for which all slots are positions of one sequence that has every page in order."""
+    """append_paged_kv_cache; all slots are positions of one sequence that has every page in order."""
     if case.cache != "bf16" or not peers.available("flashinfer"):
         return None
     import flashinfer
 
-    # K and V beside each other once more, so that results can be compared.
+    # Interleaved K and V again, to compare results.
     both = torch.zeros_like(cache).unflatten(2, (KV_HEADS, 2))
     k_cache, v_cache = (torch.zeros_like(both[..., 0, :]).contiguous() for _ in range(2))
     pages = torch.arange(len(cache), device="cuda", dtype=torch.int32)
@@ -135,7 +134,7 @@ def flashinfer_append(case, cache, key, value, slots):
         flashinfer.append_paged_kv_cache(key, value, batch, slots, (k_cache, v_cache), pages, starts, last)
         return k_cache, v_cache
 
-    # What is compared is put together once; what is timed is the call.
+    # The interleaved result is computed once; only the call is timed.
     call()
     both[..., 0, :], both[..., 1, :] = k_cache, v_cache
     expected = both.flatten(2, 3)
@@ -159,21 +158,21 @@ def flashinfer_rope(case, cache, query, key, value, slots, positions, table):
 
 
 def flashinfer_merge(_case, out_a, lse_a, out_b, lse_b):
-    """merge_state, whose sums are binary logarithms and lie the other way round."""
+    """merge_state, which takes base-2 log-sum-exps as [n, h]."""
     if not peers.available("flashinfer"):
         return None
     import flashinfer
 
-    sums = [(lse.T * math.log2(math.e)).contiguous() for lse in (lse_a, lse_b)]
-    return lambda: flashinfer.merge_state(out_a, sums[0], out_b, sums[1])
+    lses = [(lse.T * math.log2(math.e)).contiguous() for lse in (lse_a, lse_b)]
+    return lambda: flashinfer.merge_state(out_a, lses[0], out_b, lses[1])
 
 
 PREPARE = {"update": update_calls, "rope": rope_calls, "merge": merge_calls}
 
 
 def reference(case):
-    """What the case stands beside: a copy of as many bytes, or where rows are few, a trivial kernel."""
-    if case.tokens < LONG:
+    """The call to compare with: a copy of as many bytes, or a trivial kernel for few rows."""
+    if case.tokens < BANDWIDTH_BOUND:
         numbers = torch.zeros(64, device="cuda")
         return {"trivial": lambda: numbers.add_(1)}
     from_bytes = torch.randint(0, 256, (case.bytes() // 2,), dtype=torch.uint8, device="cuda")
@@ -182,10 +181,10 @@ def reference(case):
 
 
 def main(*words):
-    """Run the cases; a line for each, then the same as JSON."""
+    """Run the cases; prints a line per case, then JSON."""
     only = " ".join(words)
     versions = {"flashinfer": peers.versions("flashinfer")}
-    if missing := [name for name, found in versions.items() if not found]:
+    if missing := [name for name, packages in versions.items() if not packages]:
         print("not installed: " + ", ".join(missing))
     rows = []
     for case in CASES:

@@ -1,9 +1,9 @@
-"""What the hardware counts while prefill runs, ours beside FlashAttention-3: `make bench ARGS=counters.py`.
+"""Hardware counters of prefill, ours and FlashAttention-3's: `make bench ARGS=counters.py`.
 
-Cases of prefill.py, three unless others are named, one call of each under Nsight Compute (`ncu`), which runs it once
-for each group of counters, with clocks left as they are and caches emptied before each run: its times are not those of
-prefill.py. Prints the table of docs/performance.md, with the reasons for which warps wait most, in warps waiting for
-each instruction issued; the warps that only fetch wait all the time and are counted with the others.
+Runs cases of prefill.py, three unless others are named, one call each under Nsight Compute (`ncu`). It replays the call
+for each group of counters, with unchanged clocks and flushed caches, so that times differ from those of prefill.py.
+Prints the table of docs/performance.md with the most frequent stall reasons, in stalled warps per issued instruction;
+these include the producer warps, which are always stalled.
 """
 
 import csv
@@ -34,7 +34,7 @@ STALLS_SHOWN = 4
 
 
 def profiled(*names):
-    """In the process under ncu: one call of each library in each case, where ncu is to look."""
+    """In the process under ncu: one profiled call per library and case."""
     import torch
 
     import peers
@@ -55,19 +55,19 @@ def profiled(*names):
 
 
 def measured(names):
-    """ncu's rows, one a kernel: the values by metric."""
+    """ncu's rows, one per kernel: values by metric."""
     here = str(pathlib.Path(__file__).resolve().parent)
     metrics = [metric for metric, _ in METRICS.values()] + [f"regex:{STALLS[0]}.*_per_issue_active"]
     command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw"]
-    # Ours, and the one kernel that CUTLASS has all of its own be called.
+    # Our kernel, and the name of every CUTLASS kernel.
     command += ["--print-units", "base", "--kernel-name", "regex:hopper_prefill|device_kernel"]
     command += ["--metrics", ",".join(metrics), sys.executable, "-c"]
     command += [f"import sys; sys.path.insert(0, {here!r}); import counters; counters.profiled(*sys.argv[1:])", *names]
-    done = subprocess.run(command, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+    completed = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in completed.stdout.splitlines() if line.startswith('"')]
     rows = list(csv.DictReader(io.StringIO("\n".join(lines))))[1:]  # the first one has the units
     if len(rows) != len(names) * len(LIBRARIES):
-        sys.exit(f"ncu saw {len(rows)} kernels:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        sys.exit(f"ncu saw {len(rows)} kernels:\n{completed.stdout[-3000:]}{completed.stderr[-3000:]}")
     return rows
 
 
@@ -76,16 +76,16 @@ def number(text):
 
 
 def stalls(row):
-    """The reasons for which warps wait most."""
+    """The most frequent stall reasons."""
     head, tail = STALLS
-    found = {name.removeprefix(head).removesuffix(tail): number(row[name]) / 100 for name in row if head in name}
-    found = {name: value for name, value in found.items() if "selected" not in name}
-    most = sorted(found.items(), key=lambda item: -item[1])[:STALLS_SHOWN]
+    reasons = {name.removeprefix(head).removesuffix(tail): number(row[name]) / 100 for name in row if head in name}
+    reasons = {name: value for name, value in reasons.items() if "selected" not in name}
+    most = sorted(reasons.items(), key=lambda item: -item[1])[:STALLS_SHOWN]
     return ", ".join(f"{name} {value:.2f}" for name, value in most)
 
 
 def main(*names):
-    """Measure, and print as a table."""
+    """Measure and print a table."""
     if shutil.which("ncu") is None:
         sys.exit("ncu (Nsight Compute) is not on PATH")
     names = names or CASES
@@ -97,4 +97,4 @@ def main(*names):
     for name, (metric, factor) in METRICS.items():
         values = (number(row[metric]) * factor for row in rows)
         print(f"| {name} | " + " | ".join(f"{value:.3g}" for value in values) + " |")
-    print("| warps wait for | " + " | ".join(map(stalls, rows)) + " |")
+    print("| stall reasons | " + " | ".join(map(stalls, rows)) + " |")

@@ -1,8 +1,8 @@
-"""Attention on the CPU beside torch's scaled_dot_product_attention and XLA's own program over gathered pages.
+"""Attention on the CPU against torch's scaled_dot_product_attention and an XLA program that gathers pages.
 
-`python benches/cpu_peers.py [word ...]` runs the cases whose name contains a word. The contenders take turns, many
-times, so that all of them meet the machine in the same state; the median counts. In a turn the first call is not timed:
-it finds the threads of the contender before still spinning. Operands are random normal numbers.
+`python benches/cpu_peers.py [word ...]` runs the cases whose name contains a word. The implementations run in
+interleaved rounds, so that all see the machine in the same state; the figure is the median. The first call of a round
+is not timed, because threads of the previous implementation may still be spinning. Operands are random normal numbers.
 """
 
 import functools
@@ -20,24 +20,24 @@ import numpy as np
 from xla_attention.jax import flash_attn_varlen, paged_attention
 
 ROUNDS = 12
-CALLS_A_TURN = 3
+CALLS_PER_ROUND = 3
 
 
-def medians(contenders, rounds=ROUNDS):
-    """Median seconds of a call by contender; they take turns."""
-    times = {name: [] for name in contenders}
+def medians(implementations, rounds=ROUNDS):
+    """The median time of a call in seconds by implementation, measured in interleaved rounds."""
+    times = {name: [] for name in implementations}
     for _ in range(rounds):
-        for name, call in contenders.items():
+        for name, call in implementations.items():
             call()
-            for _ in range(CALLS_A_TURN):
+            for _ in range(CALLS_PER_ROUND):
                 start = time.perf_counter()
                 call()
                 times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def in_jax(function, *operands):
-    """A call of a compiled function that waits for its result."""
+    """A call of a jitted function that waits for its result."""
     compiled = jax.jit(function).lower(*operands).compile()
     return lambda: jax.block_until_ready(compiled(*operands))
 
@@ -81,14 +81,14 @@ def random(seed, shape, dtype):
 
 
 def prefill(dtype, causal, *, rows=2048, heads=8, d=128):
-    """One sequence, every query against every key (or those before it)."""
+    """One sequence, with or without a causal mask."""
     q, k, v = (random(i, (rows, heads, d), dtype) for i in range(3))
     starts = jnp.array([0, rows])
-    contenders = {"ours": in_jax(functools.partial(flash_attn_varlen, causal=causal), q, k, v, starts)}
+    implementations = {"ours": in_jax(functools.partial(flash_attn_varlen, causal=causal), q, k, v, starts)}
     if dtype not in FP8:
-        contenders["torch SDPA"] = in_torch([(1, heads, rows, d)] * 3, dtype, is_causal=causal)
+        implementations["torch SDPA"] = in_torch([(1, heads, rows, d)] * 3, dtype, is_causal=causal)
     flops = 4 * rows * rows * heads * d * (0.5 if causal else 1)
-    return contenders, lambda seconds: f"{flops / seconds / 1e9:7.0f} GFLOP/s"
+    return implementations, lambda seconds: f"{flops / seconds / 1e9:7.0f} GFLOP/s"
 
 
 def training(dtype, *, seqs=2, rows=1024, heads=8, d=128):
@@ -99,35 +99,35 @@ def training(dtype, *, seqs=2, rows=1024, heads=8, d=128):
     def gradients(q, k, v, dout, starts):
         return jax.vjp(lambda *qkv: flash_attn_varlen(*qkv, starts, causal=True), q, k, v)[1](dout)
 
-    contenders = {
+    implementations = {
         "ours": in_jax(gradients, q, k, v, dout, starts),
         "torch SDPA": gradients_in_torch((seqs, heads, rows, d), dtype, is_causal=True),
     }
     flops = 3.5 * 4 * seqs * rows * rows * heads * d * 0.5
-    return contenders, lambda seconds: f"{flops / seconds / 1e9:7.0f} GFLOP/s"
+    return implementations, lambda seconds: f"{flops / seconds / 1e9:7.0f} GFLOP/s"
 
 
 def decode(dtype, *, seqs=8, keys=2048, q_heads=32, kv_heads=8, d=128, page_size=16):
-    """One query a sequence, over pages in random order; torch reads its keys from one dense buffer."""
+    """One query per sequence, over pages in random order; torch reads keys from a dense buffer."""
     operands = paged([(1, keys)] * seqs, q_heads, kv_heads, d, page_size, dtype)
-    contenders = {"ours": in_jax(functools.partial(paged_attention, scale=d**-0.5), *operands)}
+    implementations = {"ours": in_jax(functools.partial(paged_attention, scale=d**-0.5), *operands)}
     if dtype not in FP8:
         shapes = [(seqs, q_heads, 1, d), (seqs, kv_heads, keys, d), (seqs, kv_heads, keys, d)]
-        contenders["torch SDPA"] = in_torch(shapes, dtype, enable_gqa=True)
+        implementations["torch SDPA"] = in_torch(shapes, dtype, enable_gqa=True)
     size = 2 * seqs * keys * kv_heads * d * jnp.dtype(dtype).itemsize
-    return contenders, lambda seconds: f"{size / seconds / 1e9:7.1f} GB/s"
+    return implementations, lambda seconds: f"{size / seconds / 1e9:7.1f} GB/s"
 
 
 def ragged(dtype, *, q_heads=32, kv_heads=8, d=128, page_size=16):
-    """Chunks and single queries in one batch, against XLA's own program."""
+    """Prefill chunks and decode tokens in one batch, against an XLA program."""
     sequences = [(1, 2048)] * 6 + [(128, 1024), (256, 512)]
     operands = paged(sequences, q_heads, kv_heads, d, page_size, dtype)
     scale = d**-0.5
     longest = max(rows for rows, _ in sequences)
     ours = functools.partial(paged_attention, scale=scale)
     theirs = functools.partial(gathered_attention, scale=scale, longest=longest)
-    same = np.abs(np.float32(ours(*operands)) - np.float32(jax.jit(theirs)(*operands))).max()
-    assert same < 0.05, f"the two programs differ by {same}"
+    difference = np.abs(np.float32(ours(*operands)) - np.float32(jax.jit(theirs)(*operands))).max()
+    assert difference < 0.05, f"the two programs differ by {difference}"
     return {"ours": in_jax(ours, *operands), "XLA gather": in_jax(theirs, *operands)}, lambda _: ""
 
 
@@ -146,7 +146,7 @@ def paged(sequences, q_heads, kv_heads, d, page_size, dtype):
 
 
 def gathered_attention(query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs, *, scale, longest):
-    """What one writes without a kernel: gather all pages, pad the queries, mask, softmax."""
+    """Attention without a kernel: gather all pages, pad the queries, mask, softmax."""
     slots, (_, q_heads, d) = len(context_lens), query.shape
     group = q_heads // (kv_cache.shape[2] // 2)
     stored = kv_cache[block_tables].reshape(slots, -1, kv_cache.shape[2], d)
@@ -163,13 +163,13 @@ def gathered_attention(query, kv_cache, context_lens, block_tables, query_start_
     return jnp.zeros_like(query).at[jnp.where(valid, row, len(query))].set(out, mode="drop")
 
 
-def read_rate():
-    """Bytes a second of the plainest reader there is: torch's sum of 1 GiB."""
+def read_bandwidth():
+    """The read bandwidth in bytes per second of torch's sum over 1 GiB."""
     import torch
 
-    big = torch.ones(1 << 28)
-    seconds = medians({"sum": big.sum}, rounds=3)["sum"]
-    return big.numel() * 4 / seconds
+    numbers = torch.ones(1 << 28)
+    seconds = medians({"sum": numbers.sum}, rounds=3)["sum"]
+    return numbers.numel() * 4 / seconds
 
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -192,15 +192,17 @@ def main(*words):
 
     torch.set_num_threads(os.cpu_count())
     print(f"{os.cpu_count()} threads, torch {torch.__version__}, jax {jax.__version__}")
-    print(f"plain reader {read_rate() / 1e9:.1f} GB/s")
+    print(f"read bandwidth {read_bandwidth() / 1e9:.1f} GB/s")
     for name, prepare in CASES.items():
         if words and not any(word in name for word in words):
             continue
-        contenders, rate = prepare()
-        times = medians(contenders)
-        others = [seconds for contender, seconds in times.items() if contender != "ours"]
+        implementations, rate = prepare()
+        times = medians(implementations)
+        others = [seconds for implementation, seconds in times.items() if implementation != "ours"]
         ratio = f" | ours {min(others) / times['ours']:.2f}x" if others else ""
-        shown = (f"{contender} {seconds * 1e3:8.2f} ms {rate(seconds)}" for contender, seconds in times.items())
+        shown = (
+            f"{implementation} {seconds * 1e3:8.2f} ms {rate(seconds)}" for implementation, seconds in times.items()
+        )
         print(f"{name:28} | " + " | ".join(shown) + ratio, flush=True)
 
 

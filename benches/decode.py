@@ -1,9 +1,9 @@
-"""Decode and mixed batches beside their peers on one GPU: `make bench ARGS="decode.py word"` runs the cases whose name
-contains the word.
+"""Decode and mixed batches against other libraries on one GPU.
 
-As in prefill.py answers are compared first and the contenders take turns. GB/s counts what is seen of K and V once,
-TFLOP/s causal products once. The peers get K and V in two caches, which they like better, and FlashInfer its host plan
-before the clock starts. The last line is all of it as JSON.
+`make bench ARGS="decode.py word"` runs the cases whose name contains the word. As in prefill.py, results are compared
+first, and libraries run in interleaved rounds. GB/s counts each visible byte of K and V once, TFLOP/s the products
+under the causal mask. The peers get K and V in two caches, which suits them better, and FlashInfer's host plan is not
+timed. The last line has all results as JSON.
 """
 
 import json
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import torch
 
 import peers
-from harness import agreeing, milliseconds, paged_attention, paged_operands, prepared
+from harness import agreeing, milliseconds, paged_attention, paged_operands, prepare_peers
 
 DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 @dataclass
 class Case:
-    """A ragged batch of new tokens over contexts, causal; pages are shuffled."""
+    """A causal ragged batch of new tokens over contexts in shuffled pages."""
 
     name: str
     q_lens: list[int]
@@ -34,24 +34,24 @@ class Case:
     cache: str = "bf16"
 
     def kv_bytes(self):
-        """Of the keys that some query sees."""
+        """Bytes of the visible keys and values."""
         seen = [k if self.window < 0 else min(k, self.window + q) for q, k in zip(self.q_lens, self.lens, strict=True)]
         return 2 * sum(seen) * self.kv_heads * self.head_dim * (2 if self.cache == "bf16" else 1)
 
     def flops(self):
-        """Of the pairs of a query and a key that it sees, without a window."""
+        """Operations of all visible pairs of query and key, without a window."""
         pairs = sum(q * (k - q) + q * (q + 1) / 2 for q, k in zip(self.q_lens, self.lens, strict=True))
         return 4 * pairs * self.q_heads * self.head_dim
 
     def rate(self, ms):
-        """GB/s where few tokens a sequence are decoded, TFLOP/s elsewhere."""
+        """GB/s for few new tokens per sequence, otherwise TFLOP/s."""
         if max(self.q_lens) <= 4:
             return f"{self.kv_bytes() / ms / 1e6:.0f} GB/s"
         return f"{self.flops() / ms / 1e9:.0f} TFLOP/s"
 
 
 def decode(name, lens, **options):
-    """One new token a sequence."""
+    """A decode batch: one new token per sequence."""
     return Case(name, [1] * len(lens), lens, **options)
 
 
@@ -79,7 +79,7 @@ CASES = [
 
 
 def paged_calls(case):
-    """Our calls and the peers', by name."""
+    """Our calls and those of the peers, by name."""
     query, kv, metadata = paged_operands(case, DTYPES.get(case.cache, torch.bfloat16))
     operands = (query, kv.flatten(2, 3), *metadata)
     options = {"scale": case.head_dim**-0.5, "sliding_window": case.window + 1 if case.window >= 0 else None}
@@ -88,14 +88,14 @@ def paged_calls(case):
         "ours, batch invariant": paged_attention(*operands, **options, batch_invariant=True),
     }
     k_pages, v_pages = kv[..., 0, :].contiguous(), kv[..., 1, :].contiguous()
-    return ours | prepared(peers.PAGED, case, query, k_pages, v_pages)
+    return ours | prepare_peers(peers.PAGED, case, query, k_pages, v_pages)
 
 
 def main(*words):
-    """Run the cases; a line for each, then the same as JSON."""
+    """Run the cases; prints a line per case, then JSON."""
     only = " ".join(words)
     versions = {name: peers.versions(name) for name in peers.PACKAGES}
-    if missing := [name for name, found in versions.items() if not found]:
+    if missing := [name for name, packages in versions.items() if not packages]:
         print("not installed: " + ", ".join(missing))
     rows = []
     for case in CASES:

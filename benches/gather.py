@@ -1,7 +1,8 @@
-"""Gathering a cache beside a copy on one GPU: `make bench ARGS="gather.py word"` runs the cases that have the word.
+"""gather_kv_cache against a copy on one GPU.
 
-Bytes are those that have to be read and written once, and the copy is torch's between two buffers on the device, of as
-many bytes, in the same turns. The last line is all of it as JSON.
+`make bench ARGS="gather.py word"` runs the cases whose name contains the word. Bytes are those that have to be
+read and written once. The copy is torch's between two device buffers, of as many bytes, in the same interleaved rounds.
+The last line has all results as JSON.
 """
 
 import functools
@@ -20,7 +21,7 @@ KV_HEADS = 8
 
 @dataclass
 class Case:
-    """`tokens` of `sequences` of about the same length out of a cache with twice as many in random pages."""
+    """`tokens` tokens of `sequences` sequences of about equal length, in random pages of a cache of twice the size."""
 
     tokens: int = 65536
     sequences: int = 32
@@ -33,13 +34,13 @@ class Case:
 
     @property
     def name(self):
-        """Every choice."""
+        """All parameters."""
         out = f" to {self.out}" if self.out else ""
         sizes = f"{self.tokens} tokens of {self.sequences}, pages of {self.page_size}, D {self.head_dim}"
         return f"{sizes}, {self.cache}{out}, {self.layout}" + ("" if self.scale is None else f", scale {self.scale}")
 
     def bytes(self):
-        """To be read and to be written, each once."""
+        """Bytes read and written, each once."""
         elements = 2 * self.tokens * KV_HEADS * self.head_dim
         return elements * (DTYPES[self.cache].itemsize + DTYPES[self.out or self.cache].itemsize)
 
@@ -58,7 +59,7 @@ CASES = [
 
 
 def gather_call(case):
-    """A call of ours."""
+    """Our call."""
     pages = math.ceil(case.tokens / case.page_size) + case.sequences
     used = math.ceil(case.tokens / case.sequences / case.page_size) + 1
     shape = {
@@ -68,14 +69,14 @@ def gather_call(case):
         "split": (2 * pages, case.page_size, KV_HEADS, case.head_dim),
     }[case.layout]
 
-    def made():
-        # Numbers that are alike would be copied with less power.
+    def random_cache():
+        # Random bits, because copying equal numbers takes less power.
         words = torch.randint(-(2**31), 2**31, (math.prod(shape) * DTYPES[case.cache].itemsize // 4,), device="cuda")
         return words.to(torch.int32).view(DTYPES[case.cache]).view(shape)
 
-    cache = (made(), made()) if case.layout == "split" else made()
-    shares = torch.full((case.sequences,), case.tokens // case.sequences, dtype=torch.int32, device="cuda")
-    # One page after another in no order, and of sequences of no length none.
+    cache = (random_cache(), random_cache()) if case.layout == "split" else random_cache()
+    lens = torch.full((case.sequences,), case.tokens // case.sequences, dtype=torch.int32, device="cuda")
+    # Random pages; sequences without tokens have none.
     order = torch.randperm(2 * pages, device="cuda", dtype=torch.int32)
     tables = order[torch.arange(case.sequences * used, device="cuda") % len(order)].view(case.sequences, used)
     scales = [None if case.scale is None else torch.tensor([case.scale], device="cuda")] * 2
@@ -83,7 +84,7 @@ def gather_call(case):
         xt.gather_kv_cache,
         cache,
         tables,
-        shares,
+        lens,
         capacity=case.tokens,
         dtype=DTYPES[case.out or case.cache],
         k_scale=scales[0],
@@ -93,7 +94,7 @@ def gather_call(case):
 
 
 def main(*words):
-    """Run the cases; a line for each, then the same as JSON."""
+    """Run the cases; prints a line per case, then JSON."""
     only, rows = " ".join(words), []
     for case in CASES:
         if only not in case.name:

@@ -1,4 +1,4 @@
-"""Timing in turns, each a CUDA graph of calls, and our operators as calls to be timed."""
+"""Timing of CUDA graphs of calls in interleaved rounds, and our operators as calls to time."""
 
 import functools
 import math
@@ -8,11 +8,11 @@ import time
 import torch
 
 import xla_attention.torch as xt
-from peers import did_not_run
+from peers import agreeing_calls, report_failure
 
 ROUNDS = 5
-# What a turn takes, about: long enough to be timed, short enough for the card to stay as warm as it was.
-TURN_SECONDS = 0.03
+# The approximate time of a graph: long enough to be timed, short enough not to change the GPU's temperature.
+GRAPH_SECONDS = 0.03
 PAUSE_SECONDS = 0.1
 
 
@@ -22,7 +22,7 @@ def paged_attention(query, kv_cache, *metadata, **options):
 
 
 def flash_attn_varlen(q, k, v, cu_seqlens, **options):
-    """A call of our flash_attn_varlen over packed keys, as many as queries unless `options` say otherwise."""
+    """A call of our flash_attn_varlen over packed keys; `options` may have `cu_seqlens_k`."""
     return functools.partial(xt.flash_attn_varlen, q, k, v, cu_seqlens, **options)
 
 
@@ -32,7 +32,7 @@ def starts(lens):
 
 
 def paged_operands(case, cache_dtype=torch.bfloat16):
-    """query, shuffled pages [P, page_size, Hkv, 2, D] of K beside V, our index operands; `case` gets its tables."""
+    """query, shuffled pages [P, page_size, Hkv, 2, D] of K and V, and our index operands; sets the peers' in `case`."""
     used = [-(-n // case.page_size) for n in case.lens]
     tables = torch.zeros((len(used), max(used)), dtype=torch.int32)
     for row, pages in zip(tables, torch.randperm(sum(used), dtype=torch.int32).split(used), strict=True):
@@ -46,45 +46,38 @@ def paged_operands(case, cache_dtype=torch.bfloat16):
     return query, kv, (lens, case.tables, case.query_start_loc, count)
 
 
-def prepared(table, *case):
-    """The calls of the peers of a table that are here and take the case, by name."""
+def prepare_peers(table, *case):
+    """The calls of those peers of a table that support the case, by name."""
     calls = {}
     for name, prepare in table.items():
         try:
             calls[name] = prepare(*case)
         except Exception as error:
-            did_not_run(name, error)
+            report_failure(name, error)
     return {name: call for name, call in calls.items() if call is not None}
 
 
 def rows_of(result, shape):
-    """What a call gives, as [tokens, heads, columns]."""
+    """The first result of a call as f32 of a shape."""
     result = result if torch.is_tensor(result) else result[0]
     return result.reshape(shape).float()
 
 
-def agreeing(calls, most=1e-2):
-    """The calls that run here and give the same but for `most`; if none does but ours, ours is wrong."""
-    wanted = calls["ours"]().float()
-    found, differing = {}, []
-    for name, call in calls.items():
-        try:
-            result = rows_of(call(), wanted.shape)
-        except Exception as error:
-            did_not_run(name, error)
-            continue
-        error = ((result - wanted).norm() / wanted.norm()).item()
-        if error < most:
-            found[name] = call
-        else:
-            print(f"  {name} differs from ours by {error:.1e}", flush=True)
-            differing.append(name)
-    assert len(found) > 1 or not differing, "ours differs from all"
-    return found
+def agreeing(calls, tolerance=1e-2):
+    """The calls whose results agree with ours, see `agreeing_calls`."""
+
+    def run(call):
+        result = call()
+        return (result if torch.is_tensor(result) else result[0]).float()
+
+    def relative_error(result, expected):
+        return ((result.reshape(expected.shape) - expected).norm() / expected.norm()).item()
+
+    return agreeing_calls(calls, run, relative_error, tolerance)
 
 
 def graph_of(call, seconds):
-    """A CUDA graph of calls that take about `seconds`, and how many."""
+    """A CUDA graph of calls that takes about `seconds`, and the number of calls."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -102,8 +95,8 @@ def graph_of(call, seconds):
 
 
 def milliseconds(calls):
-    """Median time of one call of each, taken in turns."""
-    graphs = {name: graph_of(call, TURN_SECONDS) for name, call in calls.items()}
+    """The median time of each call, measured in interleaved rounds."""
+    graphs = {name: graph_of(call, GRAPH_SECONDS) for name, call in calls.items()}
     times = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, (graph, count) in graphs.items():

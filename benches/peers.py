@@ -1,8 +1,8 @@
-"""The peers, each as a function that prepares a case and returns what is to be timed; None where it cannot run here.
+"""Libraries that the benchmarks compare with, each as a function that prepares a case and returns the call to time.
 
-A peer gets its data in the form it likes best (FlashInfer: K and V apart, its host plan made before the clock starts).
-`PREFILL` takes packed keys with the starts of sequences, `PAGED` pages of K and of V. A peer whose package is not
-installed is left out.
+It returns None for a case or GPU that the peer does not support, or if its package is not installed. A peer gets its
+data in its preferred form (FlashInfer: K and V in two caches, its host plan before the timing starts). `PREFILL` takes
+packed keys with the starts of sequences, `PAGED` pages of K and of V.
 """
 
 import functools
@@ -14,34 +14,65 @@ import torch
 
 
 def available(name: str) -> bool:
-    """The peer's package is installed."""
+    """Whether a package is installed."""
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # the package that it is in
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
-def did_not_run(name, error):
-    """Say what a peer has against this GPU or case."""
+def report_failure(name, error):
+    """Print why a peer did not run."""
     print(f"  {name} did not run: {type(error).__name__}: {str(error)[:160]}", flush=True)
 
 
+def agreeing_calls(calls, run, relative_error, tolerance):
+    """The calls that run and whose results agree with ours; AssertionError if some run and none agrees.
+
+    Parameters
+    ----------
+    calls : dict
+        Ours, named "ours", and the peers'.
+    run
+        Makes a call and returns its result.
+    relative_error
+        Of a result and ours.
+    tolerance : float
+        The largest error of results that agree.
+    """
+    expected = run(calls["ours"])
+    agreeing, differing = {}, []
+    for name, call in calls.items():
+        try:
+            error = relative_error(run(call), expected)
+        except Exception as failure:
+            report_failure(name, failure)
+            continue
+        if error < tolerance:
+            agreeing[name] = call
+        else:
+            print(f"  {name} differs from ours by {error:.1e}", flush=True)
+            differing.append(name)
+    assert len(agreeing) > 1 or not differing, "ours differs from all"
+    return agreeing
+
+
 def versions(peer: str) -> dict[str, str]:
-    """The packages that a peer comes from and that are here, with their versions; torch's own peers have none."""
-    found = {}
+    """The versions of a peer's installed packages; empty for peers that are part of torch."""
+    installed = {}
     for package in PACKAGES.get(peer, ()):
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 @functools.cache
 def fa3_operator():
-    """FlashAttention-3's operator with pages and windows, out of its own package or xformers; None if neither is here.
+    """FlashAttention-3's operator with pages and windows, from flash_attn_3 or xformers; None without either.
 
-    Loaded by itself: xformers as a whole asks for one version of torch.
+    Only its library is loaded, because xformers requires one version of torch.
     """
     for package, inside in (("flash_attn_3", "."), ("xformers", "flash_attn_3")):
         spec = importlib.util.find_spec(package)
@@ -53,9 +84,9 @@ def fa3_operator():
 
 
 def fa3(case, q, k, v, cu_seqlens_q, cu_seqlens_k):
-    """FlashAttention-3 on packed sequences; as a batch where they are equally long, which it likes better.
+    """FlashAttention-3 on packed sequences, or on a batch where lengths are equal, which is faster.
 
-    The wheel fa3_fwd comes first: it has neither windows nor pages.
+    The wheel fa3_fwd is preferred; it has neither windows nor pages.
     """
     if not case.is_ragged():
         q, k, v = batched(case, q, k, v)
@@ -78,7 +109,7 @@ def fa3(case, q, k, v, cu_seqlens_q, cu_seqlens_k):
 
 
 def fa3_paged(case, query, k_pages, v_pages):
-    """FlashAttention-3 over pages; it chooses by itself how to split keys."""
+    """FlashAttention-3 over pages, with its own choice of num_splits."""
     if (operator := fa3_operator()) is None:
         return None
     options = {"page_table": case.tables, "seqused_k": lengths(case), "max_seqlen_k": max(case.lens)}
@@ -89,7 +120,7 @@ def fa3_paged(case, query, k_pages, v_pages):
 
 
 def fa4(case, q, k, v, cu_seqlens_q, cu_seqlens_k):
-    """FlashAttention-4 (flash-attn-4) on packed sequences; as a batch where they are equally long."""
+    """FlashAttention-4 (flash-attn-4) on packed sequences, or on a batch where lengths are equal."""
     if not available("flash_attn.cute"):
         return None
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
@@ -117,7 +148,7 @@ def fa4_paged(case, query, k_pages, v_pages):
 
 
 def fa2(case, q, k, v, cu_seqlens_q, cu_seqlens_k):
-    """FlashAttention-2 as torch has it, by the operator below scaled_dot_product_attention, which takes packed keys."""
+    """FlashAttention-2 of torch, by the operator below scaled_dot_product_attention, which takes packed keys."""
     starts = (cu_seqlens_q, cu_seqlens_k)
     if not case.is_ragged():
         q, k, v = batched(case, q, k, v)
@@ -129,7 +160,7 @@ def fa2(case, q, k, v, cu_seqlens_q, cu_seqlens_k):
 
 
 def cudnn(case, q, k, v, _cu_seqlens_q, _cu_seqlens_k):
-    """cuDNN through torch, on equally long sequences without a window."""
+    """cuDNN through torch, on sequences of one length without a window."""
     if case.is_ragged() or case.window >= 0:
         return None
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -182,12 +213,12 @@ def flashinfer_paged(case, query, k_pages, v_pages, backend="auto"):
 
 
 def flashinfer_fa2_paged(case, query, k_pages, v_pages):
-    """As above with the kernels for older GPUs, which are the better ones for a few queries."""
+    """FlashInfer over pages with its kernels for older GPUs, which are faster for few queries."""
     return flashinfer_paged(case, query, k_pages, v_pages, backend="fa2")
 
 
 def flashinfer_workspace():
-    """What FlashInfer's wrappers ask for."""
+    """The workspace of FlashInfer's wrappers."""
     return torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
 
 

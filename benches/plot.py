@@ -1,5 +1,6 @@
-"""`make plot`: docs/prefill.json and docs/decode.json, the last lines of `make bench ARGS=prefill.py` and of
-`make bench ARGS=decode.py`, as pictures beside them; a line is a library. And docs/train.json, the losses that
+"""`make plot`: draws docs/prefill.svg, docs/decode.svg and docs/train.svg from the JSON files beside them.
+
+These are the last lines of `make bench ARGS=prefill.py` and `make bench ARGS=decode.py`, and the losses that
 `examples/train.py --json docs/train.json` writes.
 """
 
@@ -13,19 +14,19 @@ DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
 
 
 def colours_of(panels):
-    """A library keeps its colour where another is missing."""
+    """One colour per library, also where another library has no points."""
     libraries = {library: None for lines in panels for library in lines}
     return {library: f"C{index}" for index, library in enumerate(libraries)}
 
 
 def draw(panel, library, points, colours):
-    """A library's line."""
+    """Draw a library's line."""
     style = {"linewidth": 2.5 if library == "ours" else 1.2, "color": colours[library]}
     panel.plot(*zip(*sorted(points), strict=True), marker="o", label=library, **style)
 
 
 def prefill(measured):
-    """TFLOP/s over the length of a sequence, a panel for each head dimension and mask."""
+    """TFLOP/s over the sequence length, one panel per head dimension and mask."""
     panels = {}
     for row in measured["rows"]:
         name, _, length = row["case"].rpartition(" ")
@@ -46,12 +47,12 @@ def prefill(measured):
     }
     axes[0][0].legend(handles.values(), handles.keys(), fontsize="small", ncols=2)
     figure.supylabel("TFLOP/s")
-    figure.supxlabel(f"tokens of a sequence, 16k in all, bf16, {measured['gpu']}, {measured['date']}")
+    figure.supxlabel(f"tokens per sequence, 16k in all, bf16, {measured['gpu']}, {measured['date']}")
     return figure
 
 
 def decode(measured):
-    """GB/s over the context, a panel for each batch size; microseconds over the batch where contexts are short."""
+    """GB/s over the context length, one panel per batch size; microseconds over the batch size for short contexts."""
     panels = {}
     for row in measured["rows"]:
         words = row["case"].split()
@@ -81,24 +82,24 @@ def decode(measured):
 
 
 def train(measured):
-    """The losses of examples/train.py with our attention over those with plain attention, a panel for each machine."""
+    """The losses of examples/train.py with our attention and with plain attention, one panel per device."""
     figure, axes = pyplot.subplots(1, len(measured), figsize=(5 * len(measured), 3.6), squeeze=False)
-    for panel, (device, found) in zip(axes[0], sorted(measured.items()), strict=True):
+    for panel, (device, training) in zip(axes[0], sorted(measured.items()), strict=True):
         for name, width, colour in (("plain", 4, "C1"), ("flash", 1.2, "C0")):
-            run = found["runs"][name]
-            label = f"{'ours' if name == 'flash' else name}, {run['ms_per_step']:.0f} ms a step"
+            run = training["runs"][name]
+            label = f"{'ours' if name == 'flash' else name}, {run['ms_per_step']:.0f} ms per step"
             panel.plot(run["losses"], linewidth=width, color=colour, label=label)
-        panel.set(title=f"{device}, {found['date']}", xlabel="step", ylabel="loss, nats a byte")
+        panel.set(title=f"{device}, {training['date']}", xlabel="step", ylabel="loss, nats per byte")
         panel.grid(alpha=0.3)
         panel.legend(fontsize="small")
     return figure
 
 
 def main():
-    """Read, draw, write."""
+    """Draw all figures."""
     for plot in (prefill, decode, train):
         name = plot.__name__
-        # The same bytes for the same numbers.
+        # Equal numbers give equal files.
         matplotlib.rcParams["svg.hashsalt"] = name
         figure = plot(json.loads((DOCS / f"{name}.json").read_text()))
         figure.tight_layout()

@@ -1,8 +1,9 @@
-"""Prefill beside its peers on one GPU: `make bench ARGS="prefill.py word"` runs the cases whose name contains the word.
+"""Prefill against other libraries on one GPU.
 
-Answers are compared before anything is timed. The card is limited by its power, and how warm it is moves a figure more
-than most changes do: ours and the peers take turns, each turn a CUDA graph of calls after a pause, and the ratio of
-medians is what counts. TFLOP/s counts causal products once. The last line is all of it as JSON.
+`make bench ARGS="prefill.py word"` runs the cases whose name contains the word. Results are compared before anything is
+timed. The GPU is limited by power, and its temperature changes a figure more than most code does. Libraries therefore
+run in interleaved rounds of CUDA graphs, with pauses, and the figure of merit is the ratio of medians. TFLOP/s
+counts the products under the causal mask. The last line has all results as JSON.
 """
 
 import json
@@ -11,12 +12,12 @@ import time
 import torch
 
 import peers
-from harness import agreeing, flash_attn_varlen, milliseconds, paged_attention, paged_operands, prepared, starts
+from harness import agreeing, flash_attn_varlen, milliseconds, paged_attention, paged_operands, prepare_peers, starts
 from prefill_cases import CASES
 
 
 def packed_operands(case):
-    """q, k, v and both cu_seqlens over packed keys."""
+    """Packed q, k and v, and both cu_seqlens."""
     keys = (sum(case.lens), case.kv_heads)
     shapes = [(sum(case.q_lens), case.q_heads, case.head_dim), (*keys, case.head_dim), (*keys, case.value_dim)]
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
@@ -30,27 +31,27 @@ def ours_packed(case, q, k, v, cu_q, cu_k):
 
 
 def contiguous_calls(case, table=peers.PREFILL):
-    """Our call and the peers' over packed keys, by name."""
+    """Our call and those of the peers over packed keys, by name."""
     operands = packed_operands(case)
     ours = ours_packed(case, *operands)
     if not case.fp8:
-        return {"ours": ours} | prepared(table, case, *operands)
-    coded = *(x.to(torch.float8_e4m3fn) for x in operands[:3]), *operands[3:]
-    return {"ours": ours_packed(case, *coded), "ours in bf16": ours} | prepared({"fa3": table["fa3"]}, case, *coded)
+        return {"ours": ours} | prepare_peers(table, case, *operands)
+    fp8 = *(x.to(torch.float8_e4m3fn) for x in operands[:3]), *operands[3:]
+    return {"ours": ours_packed(case, *fp8), "ours in bf16": ours} | prepare_peers({"fa3": table["fa3"]}, case, *fp8)
 
 
 def paged_calls(case):
-    """Our call and the peers' over pages, by name."""
+    """Our call and those of the peers over pages, by name."""
     query, kv, metadata = paged_operands(case)
     ours = paged_attention(query, kv.flatten(2, 3), *metadata, scale=case.head_dim**-0.5)
     k_pages, v_pages = kv[..., 0, :].contiguous(), kv[..., 1, :].contiguous()
-    return {"ours": ours} | prepared(peers.PAGED, case, query, k_pages, v_pages)
+    return {"ours": ours} | prepare_peers(peers.PAGED, case, query, k_pages, v_pages)
 
 
 def main(only=""):
-    """Run the cases; a line for each, then the same as JSON."""
+    """Run the cases; prints a line per case, then JSON."""
     versions = {name: peers.versions(name) for name in peers.PACKAGES}
-    if missing := [name for name, found in versions.items() if not found]:
+    if missing := [name for name, packages in versions.items() if not packages]:
         print("not installed: " + ", ".join(missing))
     rows = []
     for case in CASES:

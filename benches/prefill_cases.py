@@ -1,11 +1,11 @@
-"""What the benches of prefill time, from torch and from JAX."""
+"""The cases of the prefill benchmarks, for torch and JAX."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class Case:
-    """A batch of (queries, keys); paged cases have interleaved caches with shuffled pages."""
+    """A batch of sequences; paged cases have interleaved caches with shuffled pages."""
 
     name: str
     q_lens: list[int]
@@ -23,16 +23,16 @@ class Case:
         self.value_dim = self.value_dim or self.head_dim
 
     def is_ragged(self):
-        """Whether sequences differ."""
+        """Whether lengths differ between sequences."""
         return len(set(self.lens)) > 1 or len(set(self.q_lens)) > 1
 
     def flops(self):
-        """Products of queries with keys and of weights with values, those that are seen."""
+        """Operations of both products for all visible pairs of query and key."""
 
         def pairs(q, k):
             if not self.causal:
                 return q * k
-            # Query i stands at key i + k - q and sees that one and `window` before it.
+            # Query i has position i + k - q, and sees the key there and `window` keys before it.
             if self.window < 0:
                 return q * (k - q) + q * (q + 1) / 2
             return sum(min(i + k - q, self.window) + 1 for i in range(q))
@@ -41,7 +41,7 @@ class Case:
 
 
 def dense(head_dim, value_dim, causal, fp8=False):
-    """16k tokens as sequences of one length; as many heads as fit into 2048 columns."""
+    """16k tokens in sequences of one length, with as many heads as make up 2048 columns."""
     heads, word = 2048 // head_dim, "causal" if causal else "full"
     dims = f"d{head_dim}" if head_dim == value_dim else f"d{head_dim}/{value_dim}"
     for length in (1024, 4096, 16384):

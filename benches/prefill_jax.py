@@ -1,8 +1,8 @@
-"""Prefill from JAX beside its peers: `make bench ARGS="prefill_jax.py word ..."` runs the cases that have one of the
-words in their name.
+"""Prefill in JAX against other libraries on one GPU.
 
-Answers are compared before anything is timed. Ours and the peers take turns, each turn a number of calls of a jitted
-function, waited for together. The last line is all of it as JSON.
+`make bench ARGS="prefill_jax.py word ..."` runs the cases with one of the words in their name. Results are compared
+before anything is timed. Libraries run in interleaved rounds, each of several calls of a jitted function. The last line
+has all results as JSON.
 """
 
 import functools
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import xla_attention.jax as xa
-from peers import available, did_not_run
+from peers import agreeing_calls, available, report_failure
 from prefill_cases import CASES
 
 ROUNDS = 7
@@ -33,13 +33,13 @@ def is_dense(case):
     return not case.is_ragged() and case.q_lens == case.lens
 
 
-def of_batch(case, call):
+def over_batch(case, call):
     """A call over q, k and v `[batch, tokens, heads, D]` as one over packed sequences."""
     return lambda *operands: call(*(x.reshape(len(case.lens), -1, *x.shape[1:]) for x in operands))
 
 
 def flash_attn3_jax(case, cu_q, cu_k):
-    """FA3 by flash-attn3-jax, on packed sequences: as a batch without a mask its gradients are NaN."""
+    """FA3 by flash-attn3-jax, on packed sequences, because its gradients of a batch without a mask are NaN."""
     from flash_attn3_jax import flash_mha_varlen
 
     options = {"is_causal": case.causal, "max_seqlen_q": max(case.q_lens), "max_seqlen_k": max(case.lens)}
@@ -47,11 +47,11 @@ def flash_attn3_jax(case, cu_q, cu_k):
 
 
 def dew_flash_attn(case, cu_q, cu_k):
-    """FA3 by dew-flash-attn; as a batch where sequences are equally long, which FA3 likes better."""
+    """FA3 by dew-flash-attn, on a batch where lengths are equal, which is faster."""
     from dew_flash_attn import flash_mha, flash_mha_varlen
 
     if is_dense(case):
-        return of_batch(case, functools.partial(flash_mha, is_causal=case.causal))
+        return over_batch(case, functools.partial(flash_mha, is_causal=case.causal))
     keys = {} if case.q_lens == case.lens else {"key_cu_seqlens": cu_k, "key_max_seqlen": max(case.lens)}
     return lambda q, k, v: flash_mha_varlen(q, k, v, cu_q, max(case.q_lens), is_causal=case.causal, **keys)
 
@@ -61,32 +61,32 @@ def cudnn(case, _cu_q, _cu_k):
     if not is_dense(case):
         return None
     options = {"is_causal": case.causal, "implementation": "cudnn"}
-    return of_batch(case, functools.partial(jax.nn.dot_product_attention, **options))
+    return over_batch(case, functools.partial(jax.nn.dot_product_attention, **options))
 
 
 def tokamax(case, _cu_q, _cu_k):
-    """Tokamax' Mosaic kernels, on sequences of one length."""
+    """Tokamax's Mosaic kernels, on sequences of one length."""
     if not is_dense(case):
         return None
     from tokamax import dot_product_attention
 
-    return of_batch(case, functools.partial(dot_product_attention, is_causal=case.causal, implementation="mosaic"))
+    return over_batch(case, functools.partial(dot_product_attention, is_causal=case.causal, implementation="mosaic"))
 
 
 PEERS = {"flash_attn3_jax": flash_attn3_jax, "dew_flash_attn": dew_flash_attn, "cudnn": cudnn, "tokamax": tokamax}
 
 
 def attentions(case):
-    """Ours and the peers that are here and take the case, by name: functions of packed q, k and v."""
+    """Our function and those of the peers that support the case, by name; they take packed q, k and v."""
     cu_q, cu_k = starts(case.q_lens), starts(case.lens)
-    found = {"ours": lambda q, k, v: xa.flash_attn_varlen(q, k, v, cu_q, cu_k, causal=case.causal)}
+    functions = {"ours": lambda q, k, v: xa.flash_attn_varlen(q, k, v, cu_q, cu_k, causal=case.causal)}
     for name, prepare in PEERS.items():
         if name == "cudnn" or available(name):
             try:
-                found[name] = prepare(case, cu_q, cu_k)
+                functions[name] = prepare(case, cu_q, cu_k)
             except Exception as error:
-                did_not_run(name, error)
-    return {name: call for name, call in found.items() if call is not None}
+                report_failure(name, error)
+    return {name: call for name, call in functions.items() if call is not None}
 
 
 def operands_of(case):
@@ -98,38 +98,27 @@ def operands_of(case):
 
 
 @jax.jit
-def difference(found, wanted):
-    """The largest relative error of any result."""
+def relative_error(result, expected):
+    """The largest relative error of any array, in the Frobenius norm."""
 
-    def of_one(a, b):
+    def error(a, b):
         a, b = a.reshape(-1).astype(jnp.float32), b.reshape(-1).astype(jnp.float32)
         return jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
 
-    return jnp.max(jnp.stack(jax.tree.leaves(jax.tree.map(of_one, found, wanted))))
+    return jnp.max(jnp.stack(jax.tree.leaves(jax.tree.map(error, result, expected))))
 
 
 def agreeing(calls, operands):
-    """The calls that run here and give the same; if none does but ours, ours is wrong."""
-    wanted = calls["ours"](*operands)
-    found, differing = {}, []
-    for name, call in calls.items():
-        try:
-            result = jax.block_until_ready(call(*operands))
-        except Exception as error:
-            did_not_run(name, error)
-            continue
-        error = float(difference(result, wanted))
-        if error < 2e-2:
-            found[name] = call
-        else:
-            print(f"  {name} differs from ours by {error:.1e}", flush=True)
-            differing.append(name)
-    assert len(found) > 1 or not differing, "ours differs from all"
-    return found
+    """The calls whose results agree with ours, see `agreeing_calls`."""
+
+    def run(call):
+        return jax.block_until_ready(call(*operands))
+
+    return agreeing_calls(calls, run, lambda result, expected: float(relative_error(result, expected)), 2e-2)
 
 
 def seconds(calls, operands):
-    """Median time of one call of each, taken in turns."""
+    """The median time of each call, measured in interleaved rounds."""
     times = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, call in calls.items():
@@ -143,9 +132,10 @@ def seconds(calls, operands):
 
 
 def compare(only, call_of, operands_of, factor):
-    """Run `call_of(case, attention)` of ours and the peers over `operands_of(case)`, in the cases over packed keys
-    with one of the words `only` in their name: a line for each, `factor` times the products of attention counted, then
-    how far ahead ours is, and the same as JSON."""
+    """Compare `call_of(case, attention)` of all libraries, in the cases over packed keys with a word of `only`.
+
+    Prints a line per case, with `factor` times the operations of attention, then the ratio to the best peer, then JSON.
+    """
     rows, ratios = [], []
     for case in CASES:
         if case.page_size or case.window >= 0 or case.fp8 or (only and not any(word in case.name for word in only)):
@@ -161,12 +151,12 @@ def compare(only, call_of, operands_of, factor):
         rows.append({"case": case.name, "tflops": rates})
     if ratios:
         mean = statistics.geometric_mean(ratios)
-        print(f"ours beside the best peer: {mean:.3f} in geometric mean, {min(ratios):.3f} at least")
+        print(f"ours to the best peer: {mean:.3f} in geometric mean, {min(ratios):.3f} at least")
     print(json.dumps({"gpu": jax.devices("gpu")[0].device_kind, "jax": jax.__version__, "rows": rows}))
 
 
 def first(result):
-    """The result that is attention's, of peers that give others too."""
+    """The attention output of a peer, which may return more."""
     return result[0] if isinstance(result, tuple) else result
 
 

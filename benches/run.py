@@ -1,7 +1,7 @@
-"""`make bench`: our operators beside the installed peers on this GPU, from the wheel in dist/ if there is one.
+"""`make bench`: benchmarks against the installed libraries on this GPU, with the wheel in dist/ if there is one.
 
 `make bench ARGS=ragged` runs the cases of benches/decode.py whose name contains the word,
-`make bench ARGS="prefill.py d128"` those of another program. Needs torch, for the peers and for CUDA graphs.
+`make bench ARGS="prefill.py d128"` those of another program. Needs torch, for peers and CUDA graphs.
 """
 
 import importlib.util
@@ -14,7 +14,7 @@ sys.path.insert(0, str(HERE.parent / "tests/gpu"))
 
 
 def main() -> int:
-    """Run the benches in a process of their own, where the package can be imported."""
+    """Run a benchmark in a subprocess in which the package can be imported."""
     from package import environment
 
     if importlib.util.find_spec("torch") is None:

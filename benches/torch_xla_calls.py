@@ -1,6 +1,7 @@
 """torch_xla on a GPU through JAX's plugin: `make bench ARGS=torch_xla_calls.py` times calls and cache updates.
 
-Needs torch 2.9, torch_xla 2.9 and a CUDA plugin of JAX; `tests/gpu/pack_torch_xla.py` tells how to carry the first two.
+Needs torch 2.9, torch_xla 2.9 and a CUDA plugin of JAX; `tools/pack_torch_xla.py` packs the first two for a machine
+without a network.
 """
 
 import statistics
@@ -14,7 +15,7 @@ import xla_attention.torch as xt
 
 
 def microseconds(step, calls=100):
-    """Median time of a step that ends with a sync, in the steady state."""
+    """The median time of a step that ends with a sync, in the steady state."""
     for _ in range(5):
         step()
     xm.wait_device_ops()
@@ -29,7 +30,7 @@ def microseconds(step, calls=100):
 
 
 def attention_operands():
-    """A decode step of eight sequences of 512 keys."""
+    """Operands of a decode step of eight sequences of 512 keys."""
     torch.manual_seed(0)
     query, cache = torch.randn(8, 32, 128).bfloat16(), torch.randn(300, 16, 16, 128).bfloat16()
     tables = torch.randperm(300)[:256].reshape(8, 32)
@@ -38,11 +39,11 @@ def attention_operands():
 
 
 def times():
-    """A call, beside an addition of XLA's own."""
+    """The time of calls, and of an addition by XLA."""
     a = torch.ones(1024, device="xla")
     operands = attention_operands()
     for name, call in (
-        ("XLA's own add", lambda: a + a),
+        ("XLA add", lambda: a + a),
         ("simple_add", lambda: xt.simple_add(a, a)),
         ("paged_attention 8 x 512", lambda: xt.paged_attention(*operands, 0.1)),
     ):
@@ -53,11 +54,11 @@ def times():
             return kept
 
         compiled = torch.compile(call, backend="openxla")
-        print(f"{name}: {microseconds(lazy):.0f} us lazily, {microseconds(compiled):.0f} us compiled")
+        print(f"{name}: {microseconds(lazy):.0f} us lazy, {microseconds(compiled):.0f} us compiled")
 
 
 def in_place():
-    """A cache of 1 GiB, of which 4 KiB change: the time and the memory show whether it is copied."""
+    """An update of 4 KiB in a cache of 1 GiB: time and peak memory show whether it is copied."""
     cache = torch.zeros(2**16, 16, 2, 256, dtype=torch.bfloat16, device="xla")
     rows, slots = torch.ones(4, 1, 256, dtype=torch.bfloat16, device="xla"), torch.arange(4).to("xla")
     torch_xla.sync()
@@ -77,14 +78,16 @@ def in_place():
         return kept
 
     for name, step in (("update_cache_, lazily", lazily), ("update_cache_, compiled", lambda: compiled(cache))):
-        taken = microseconds(step)
+        time_us = microseconds(step)
         memory = xm.get_memory_info("xla:0")
-        print(f"{name}: {taken:.0f} us, peak {memory.get('peak_bytes_used', 0) / size:.2f} caches of {size >> 20} MiB")
+        print(
+            f"{name}: {time_us:.0f} us, peak {memory.get('peak_bytes_used', 0) / size:.2f} caches of {size >> 20} MiB"
+        )
     print(f"kv_cache_update, which copies: {microseconds(functional, calls=10):.0f} us")
 
 
 def main():
-    """Say what there is, and time it."""
+    """Print versions and times."""
     xt.use_cuda_plugin()
     print("torch", torch.__version__, "torch_xla", torch_xla.__version__, xm.xla_device_hw("xla:0"))
     times()

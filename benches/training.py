@@ -1,7 +1,7 @@
-"""Gradients of attention beside their peers on one GPU: `make bench ARGS="training.py word"`, as prefill.py.
+"""Gradients of attention against other libraries on one GPU: `make bench ARGS="training.py word"`, as prefill.py.
 
-The forward call is made once, outside of what is timed. TFLOP/s counts two and a half times the products of the forward
-call, whatever a library computes anew. The last line is all of it as JSON.
+The forward call is not timed. TFLOP/s counts 2.5 times the operations of the forward call, whatever a library
+recomputes. The last line has all results as JSON.
 """
 
 import json
@@ -11,26 +11,26 @@ import torch
 
 import peers
 import xla_attention.torch as xt
-from harness import agreeing, milliseconds, prepared
+from harness import agreeing, milliseconds, prepare_peers
 from prefill import packed_operands
 from prefill_cases import CASES
 
 
 def ours(case, dout, q, k, v, cu_q, cu_k, deterministic=False):
-    """Our gradients."""
+    """The call of our gradients."""
     out, lse = xt.flash_attn_varlen(q, k, v, cu_q, cu_k, causal=case.causal, return_lse=True)
     options = (max(case.q_lens), max(case.lens), case.head_dim**-0.5, case.causal, -1, -1, 0.0)
     operands = (dout, q, k, v, out, lse, cu_q, cu_k, *options)
-    return lambda: together(torch.ops.xla_gpu.flash_attn_varlen_bwd(*operands, deterministic=deterministic)[:3])
+    return lambda: concatenated(torch.ops.xla_gpu.flash_attn_varlen_bwd(*operands, deterministic=deterministic)[:3])
 
 
-def together(gradients):
-    """dq, dk and dv as one tensor to be compared; a view of nothing while it is timed."""
+def concatenated(gradients):
+    """dq, dk and dv as one tensor, to be compared; not while a graph to be timed is captured."""
     return gradients if torch.cuda.is_current_stream_capturing() else torch.cat([x.reshape(-1) for x in gradients])
 
 
 def fa2(case, dout, q, k, v, cu_q, cu_k):
-    """FlashAttention-2 as torch has it."""
+    """FlashAttention-2 of torch."""
     starts = (cu_q, cu_k)
     if not case.is_ragged():
         dout, q, k, v = peers.batched(case, dout, q, k, v)
@@ -40,11 +40,11 @@ def fa2(case, dout, q, k, v, cu_q, cu_k):
         q, k, v, *starts, *longest, 0.0, case.causal, False
     )
     operands = (dout, q, k, v, out, lse, *starts, *longest, 0.0, case.causal, seed, unused)
-    return lambda: together(torch.ops.aten._flash_attention_backward(*operands))
+    return lambda: concatenated(torch.ops.aten._flash_attention_backward(*operands))
 
 
 def cudnn(case, dout, q, k, v, _cu_q, _cu_k):
-    """cuDNN through torch, on equally long sequences with as many KV heads."""
+    """cuDNN through torch, on sequences of one length with as many KV heads as query heads."""
     if case.is_ragged() or case.q_heads != case.kv_heads:
         return None
     dout, q, k, v = (x.transpose(1, 2) for x in peers.batched(case, dout, q, k, v))
@@ -52,11 +52,11 @@ def cudnn(case, dout, q, k, v, _cu_q, _cu_k):
     out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = forward(q, k, v, None, True, 0.0, case.causal)
     rest = (seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, case.causal)
     operands = (dout, q, k, v, out, lse, *rest)
-    return lambda: together([x.transpose(1, 2) for x in backward(*operands)])
+    return lambda: concatenated([x.transpose(1, 2) for x in backward(*operands)])
 
 
 def fa3(case, dout, q, k, v, cu_q, cu_k):
-    """FlashAttention-3, as xformers ships it."""
+    """FlashAttention-3 of xformers."""
     if peers.fa3_operator() is None:
         return None
     options = {"softmax_scale": case.head_dim**-0.5, "is_causal": case.causal}
@@ -66,11 +66,11 @@ def fa3(case, dout, q, k, v, cu_q, cu_k):
     else:
         dout, q, k, v = peers.batched(case, dout, q, k, v)
     out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **options)
-    given = [torch.empty_like(x) for x in (q, k, v)]
+    gradients = [torch.empty_like(x) for x in (q, k, v)]
 
     def run():
-        torch.ops.flash_attn_3.bwd(dout, q, k, v, out, lse, *given, **options)
-        return together(given)
+        torch.ops.flash_attn_3.bwd(dout, q, k, v, out, lse, *gradients, **options)
+        return concatenated(gradients)
 
     return run
 
@@ -79,7 +79,7 @@ PEERS = {"fa2": fa2, "fa3": fa3, "cudnn": cudnn}
 
 
 def main(only=""):
-    """Run the cases; a line for each, then the same as JSON."""
+    """Run the cases; prints a line per case, then JSON."""
     rows = []
     for case in CASES:
         if only not in case.name or case.page_size or case.window >= 0 or case.fp8:
@@ -87,7 +87,7 @@ def main(only=""):
         torch.manual_seed(len(case.name))
         q, k, v, cu_q, cu_k = packed_operands(case)
         operands = (torch.randn_like(q[..., :1].expand(*q.shape[:2], case.value_dim)), q, k, v, cu_q, cu_k)
-        times = milliseconds(agreeing({"ours": ours(case, *operands)} | prepared(PEERS, case, *operands), 2e-2))
+        times = milliseconds(agreeing({"ours": ours(case, *operands)} | prepare_peers(PEERS, case, *operands), 2e-2))
         torch.cuda.empty_cache()
         rates = {name: 2.5 * case.flops() / taken / 1e9 for name, taken in times.items()}
         ratios = "".join(f", {rates['ours'] / rate:.2f}x {name}" for name, rate in rates.items() if name != "ours")

@@ -1,7 +1,7 @@
-"""Attention forward and backward from JAX beside its peers: `make bench ARGS="training_jax.py word ..."`.
+"""Attention forward and backward in JAX against other libraries: `make bench ARGS="training_jax.py word ..."`.
 
-All is timed as in prefill_jax.py. TFLOP/s counts three and a half times the products of the forward call. The last line
-is all of it as JSON.
+Timing is that of prefill_jax.py. TFLOP/s counts 3.5 times the operations of the forward call. The last line has all
+results as JSON.
 """
 
 import jax

@@ -1,9 +1,9 @@
-"""Training steps of a decoder with a billion random weights, with our attention and with the peers' of prefill_jax.py:
-`make bench ARGS="training_model.py word ..."` takes the shapes whose name has one of the words.
+"""Training steps of a decoder with a billion random weights, with our attention and the peers' of prefill_jax.py.
 
-A step is forward, backward and AdamW over 16384 random tokens in sequences of one length, products in bf16, weights and
-moments in f32. The losses of the first step are compared; then steps are timed in turns. The last line is all of it as
-JSON.
+`make bench ARGS="training_model.py word ..."` runs the shapes with one of the words in their name. A step is forward,
+backward and AdamW over 16384 random tokens in sequences of one length, with products in bf16, weights and moments in
+f32. The losses of the first step are compared; then steps are timed in interleaved rounds. The last line has all
+results as JSON.
 """
 
 import functools
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from peers import did_not_run
+from peers import report_failure
 from prefill_cases import Case
 from prefill_jax import attentions, first
 
@@ -33,7 +33,7 @@ SHAPES = [shape(16, 16, 128, 4096), shape(32, 8, 64, 4096), shape(16, 16, 128, 1
 
 
 def initial_weights(case):
-    """Of a decoder with RMSNorm, rotary positions, a gated MLP and tied embeddings; matrices of all layers together."""
+    """Weights of a decoder with RMSNorm, RoPE, a gated MLP and tied embeddings; matrices of all layers are stacked."""
     queries, keys = case.q_heads * case.head_dim, case.kv_heads * case.head_dim
     shapes = {"q": (WIDTH, queries), "k": (WIDTH, keys), "v": (WIDTH, keys), "out": (queries, WIDTH)}
     shapes |= {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
@@ -79,7 +79,7 @@ def loss_of(weights, tokens, case, attention):
 
 
 def step_of(case, attention, optimizer):
-    """A jitted step: weights, state and tokens to weights, state and loss."""
+    """A jitted step from weights, state and tokens to weights, state and loss."""
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(weights, state, tokens):
@@ -91,7 +91,7 @@ def step_of(case, attention, optimizer):
 
 
 def measured(case):
-    """Milliseconds of a step by attention, and how many weights there are."""
+    """The time of a step in milliseconds by attention, and the number of weights."""
     optimizer = optax.adamw(1e-4)
     weights = initial_weights(case)
     count = sum(x.size for x in jax.tree.leaves(weights))
@@ -103,23 +103,23 @@ def measured(case):
             losses[name] = float(jax.jit(functools.partial(loss_of, case=case, attention=attention))(weights, tokens))
             steps[name] = step_of(case, attention, optimizer).lower(weights, state, tokens).compile()
         except Exception as error:
-            did_not_run(name, error)
+            report_failure(name, error)
     assert max(losses.values()) - min(losses.values()) < 1e-2, losses
     times = {name: [] for name in steps}
     for _ in range(ROUNDS):
         for name, step in steps.items():
             weights, state, loss = step(weights, state, tokens)
             jax.block_until_ready(loss)
-            began = time.perf_counter()
+            start = time.perf_counter()
             for _ in range(STEPS):
                 weights, state, loss = step(weights, state, tokens)
             jax.block_until_ready((weights, loss))
-            times[name].append((time.perf_counter() - began) / STEPS)
+            times[name].append((time.perf_counter() - start) / STEPS)
     return {name: 1e3 * statistics.median(taken) for name, taken in times.items()}, count
 
 
 def main(*only):
-    """Run the shapes; a line for each, then the same as JSON."""
+    """Run the shapes; prints a line per shape, then JSON."""
     rows = []
     for case in SHAPES:
         if only and not any(word in case.name for word in only):

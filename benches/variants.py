@@ -1,4 +1,4 @@
-"""Variants of Hopper's prefill kernel beside each other, ours and FA3, in one process and in turns.
+"""Variants of our Hopper prefill kernel against the library's kernel and FA3, in interleaved rounds of one process.
 
 `make bench ARGS="variants.py FOLDER word"` times, in the cases of prefill.py over packed keys whose name contains the
 word, every `<tag>__<kernel>.cubin` of the folder, with <kernel> as in kernels/variants.toml:
@@ -6,9 +6,9 @@ word, every `<tag>__<kernel>.cubin` of the folder, with <kernel> as in kernels/v
     nvcc -std=c++17 -O3 -cubin -arch=sm_90a -DXA_ENTRY=xa_<kernel> -DXA_DTYPE=.. -DXA_HEAD_DIM=.. \
       -DXA_STORAGE=contiguous -DXA_SCORE=.. -Ikernels/include kernels/hopper_prefill.cu -o FOLDER/<tag>__<kernel>.cubin
 
-Arguments are those of the library's own launch, read out of a captured graph. What a variant wants otherwise stands in
-`<tag>.json` beside it: `threads`, `shared_bytes`, `rows` of a tile, `keys` of a block, `counter`.
-The library itself needs no build, so an idea costs seconds until it can be measured.
+The arguments are those of the library's launch, read from a captured graph. `<tag>.json` beside a cubin overrides
+`threads`, `shared_bytes`, `rows` of a tile, `keys` of a block, `counter`. Without a build of the library, a variant can
+be measured within seconds.
 """
 
 import ctypes
@@ -24,23 +24,23 @@ import peers
 import prefill
 from prefill_cases import CASES
 
-# HopperPrefillParams (kernels/include/hopper/params.cuh): bytes, and where what a variant changes is.
+# HopperPrefillParams (kernels/include/hopper/params.cuh): its size, and the offsets of fields that a variant changes.
 PARAMS_BYTES, ALIGNMENT = 1024, 64
-AT = {"q": 448, "k": 576, "v": 704, "next_tile": 960}
-# Of the driver's headers.
+OFFSETS = {"q": 448, "k": 576, "v": 704, "next_tile": 960}
+# Enumerators of cuda.h.
 KERNEL_NODE, MAX_DYNAMIC_SHARED_BYTES, BF16, SWIZZLE_128B, PROMOTE_256B = 0, 8, 9, 3, 3
-# Relative error past which a variant is wrong: another block size rounds otherwise.
+# The largest relative error of a variant: another block size rounds differently.
 TOLERANCE = 3e-3
 
 
 @functools.cache
 def driver():
-    """Libcuda."""
+    """The CUDA driver library."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def check(result, what):
-    """An error of the driver ends the program."""
+    """Assert that a driver call succeeded."""
     assert result == 0, f"{what}: CUDA error {result}"
 
 
@@ -57,7 +57,7 @@ class NodeParams(ctypes.Structure):
 
 
 def launch_of(call):
-    """Of the prefill launch in a call: kernel, parameters, (grid, threads, shared bytes), result; and the graph."""
+    """Kernel, parameters, (grid, threads, shared bytes) and result of the prefill launch in a call, and the graph."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
         result = call()
@@ -83,7 +83,7 @@ def launch_of(call):
 
 
 def tensor_map(tensor, axes):
-    """The 128 bytes of a CUtensorMap of (length, stride in elements, length in a box), the innermost axis first."""
+    """The 128 bytes of a CUtensorMap for axes of (size, stride in elements, box size), innermost first."""
     lens, strides, boxes = zip(*axes, strict=True)
     count, memory = len(axes), (ctypes.c_char * (128 + ALIGNMENT))()
     address = -(-ctypes.addressof(memory) // ALIGNMENT) * ALIGNMENT
@@ -100,32 +100,32 @@ def tensor_map(tensor, axes):
 @functools.cache
 def function(path, kernel, shared_bytes):
     """The kernel of a cubin."""
-    module, found = ctypes.c_void_p(), ctypes.c_void_p()
+    module, kernel_function = ctypes.c_void_p(), ctypes.c_void_p()
     check(driver().cuModuleLoad(ctypes.byref(module), str(path).encode()), path)
-    check(driver().cuModuleGetFunction(ctypes.byref(found), module, f"xa_{kernel}".encode()), kernel)
-    check(driver().cuFuncSetAttribute(found, MAX_DYNAMIC_SHARED_BYTES, shared_bytes), "cuFuncSetAttribute")
-    return found
+    check(driver().cuModuleGetFunction(ctypes.byref(kernel_function), module, f"xa_{kernel}".encode()), kernel)
+    check(driver().cuFuncSetAttribute(kernel_function, MAX_DYNAMIC_SHARED_BYTES, shared_bytes), "cuFuncSetAttribute")
+    return kernel_function
 
 
-def variant(path, wants, launch, q, k, v):
-    """A call of a cubin with the arguments of the library's launch, but for what it `wants`."""
+def variant(path, overrides, launch, q, k, v):
+    """A call of a cubin with the arguments of the library's launch, except those in `overrides`."""
     kernel, argument, (grid, threads, shared_bytes), result, _ = launch
-    shared_bytes = wants.get("shared_bytes", shared_bytes)
+    shared_bytes = overrides.get("shared_bytes", shared_bytes)
     buffer = (ctypes.c_char * (PARAMS_BYTES + ALIGNMENT))()
     address = -(-ctypes.addressof(buffer) // ALIGNMENT) * ALIGNMENT
     params = bytearray(argument)
-    if "rows" in wants:
+    if "rows" in overrides:
         tokens, heads, dim = q.shape
-        axes = [(64, 1, 64), (heads, dim, 1), (tokens, heads * dim, wants["rows"]), (dim // 64, 64, dim // 64)]
-        params[AT["q"] : AT["q"] + 128] = tensor_map(q, axes)
-    for name, keys in (("k", k), ("v", v)) if "keys" in wants else ():
+        axes = [(64, 1, 64), (heads, dim, 1), (tokens, heads * dim, overrides["rows"]), (dim // 64, 64, dim // 64)]
+        params[OFFSETS["q"] : OFFSETS["q"] + 128] = tensor_map(q, axes)
+    for name, keys in (("k", k), ("v", v)) if "keys" in overrides else ():
         tokens, heads, dim = keys.shape
-        block = (tokens, heads * dim, wants["keys"])
+        block = (tokens, heads * dim, overrides["keys"])
         axes = [(64, 1, 64), block, (dim // 64, 64, dim // 64), (heads, dim, 1), (1, 64, 1)]
-        params[AT[name] : AT[name] + 128] = tensor_map(keys, axes)
+        params[OFFSETS[name] : OFFSETS[name] + 128] = tensor_map(keys, axes)
     counter = torch.zeros(1, dtype=torch.int64, device="cuda")
-    counts = wants.get("counter", True) and struct.unpack_from("<Q", params, AT["next_tile"])[0] != 0
-    struct.pack_into("<Q", params, AT["next_tile"], counter.data_ptr() if counts else 0)
+    counts = overrides.get("counter", True) and struct.unpack_from("<Q", params, OFFSETS["next_tile"])[0] != 0
+    struct.pack_into("<Q", params, OFFSETS["next_tile"], counter.data_ptr() if counts else 0)
     ctypes.memmove(address, bytes(params), PARAMS_BYTES)
     arguments = (ctypes.c_void_p * 1)(address)
     code = function(path, kernel, shared_bytes)
@@ -134,7 +134,7 @@ def variant(path, wants, launch, q, k, v):
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         if counts:
             counter.zero_()
-        shape = (grid, 1, 1, wants.get("threads", threads), 1, 1, shared_bytes)
+        shape = (grid, 1, 1, overrides.get("threads", threads), 1, 1, shared_bytes)
         check(driver().cuLaunchKernel(code, *shape, stream, arguments, None), path)
         return result
 
@@ -142,7 +142,7 @@ def variant(path, wants, launch, q, k, v):
 
 
 def main(folder, only=""):
-    """Run the cases; a line for each."""
+    """Run the cases; prints a line per case."""
     for case in CASES:
         if only not in case.name or case.page_size:
             continue
@@ -153,17 +153,17 @@ def main(folder, only=""):
         launch = launch_of(ours)
         if launch is None:
             continue
-        calls = {"ours": ours} | harness.prepared({"fa3": peers.fa3}, case, *operands)
+        calls = {"ours": ours} | harness.prepare_peers({"fa3": peers.fa3}, case, *operands)
         for path in sorted(pathlib.Path(folder).glob(f"*__{launch[0]}.cubin")):
             tag = path.name.split("__")[0]
-            beside = path.with_name(f"{tag}.json")
-            calls[tag] = variant(path, json.loads(beside.read_text()) if beside.exists() else {}, launch, q, k, v)
+            file = path.with_name(f"{tag}.json")
+            calls[tag] = variant(path, json.loads(file.read_text()) if file.exists() else {}, launch, q, k, v)
         shape = (*q.shape[:2], case.value_dim)
-        wanted = harness.rows_of(ours(), shape)
+        expected = harness.rows_of(ours(), shape)
         written = launch[3] if torch.is_tensor(launch[3]) else launch[3][0]
         for tag, call in calls.items():
             written.zero_()
-            error = ((harness.rows_of(call(), shape) - wanted).norm() / wanted.norm()).item()
+            error = ((harness.rows_of(call(), shape) - expected).norm() / expected.norm()).item()
             assert error < TOLERANCE, f"{case.name}: {tag} differs by {error:.1e}"
         times = harness.milliseconds(calls)
         rates = {tag: case.flops() / taken / 1e9 for tag, taken in times.items()}
