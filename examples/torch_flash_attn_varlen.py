@@ -1,4 +1,4 @@
-"""Variable-length flash attention in torch: packed sequences, compiled, and vLLM's call over pages.
+"""Variable-length flash attention in torch: over packed sequences, compiled, and over pages as vLLM calls it.
 
 python examples/torch_flash_attn_varlen.py [cpu | cuda | xla]
 """
@@ -11,9 +11,9 @@ import xla_attention.torch  # noqa: F401  defines the operator
 
 
 def main(device: str = "cpu") -> None:
-    """Run the three calls; they compute the same attention."""
+    """Run three calls that compute the same attention."""
     if device == "xla":
-        import torch_xla  # noqa: F401  brings the device
+        import torch_xla  # noqa: F401  defines the device
 
     torch.manual_seed(0)
     dtype = torch.float32 if device == "cpu" else torch.float16
@@ -43,7 +43,7 @@ def main(device: str = "cpu") -> None:
     compiled, _ = flash_attention_forward(q, k, v, cu_seqlens_q)
     print("compiled agrees:", torch.allclose(compiled.cpu(), out.cpu(), atol=1e-3))
 
-    # The same keys in pages of a cache: three for each sequence, the last one not full.
+    # The same keys in a cache with three pages per sequence, of which the last is not full.
     pages = -(-seqlen // page_size)
     padded = torch.nn.functional.pad
     rows = pages * page_size - seqlen
@@ -58,7 +58,7 @@ def main(device: str = "cpu") -> None:
     over_pages, _ = torch.ops.xla.flash_attn_varlen_op(
         q, paged(k), paged(v),
         cu_seqlens_q,
-        dummy_cu_seqlens_k,  # not read: seqused_k tells the lengths
+        dummy_cu_seqlens_k,  # not read, because seqused_k has the lengths
         seqlen,
         seqlen,
         softmax_scale,

@@ -1,8 +1,8 @@
-"""Paged attention as an operator of PyTorch: eager, lazily on XLA, and compiled.
+"""Paged attention as a PyTorch operator: eager, lazy on XLA, and compiled.
 
     python examples/torch_paged_attention.py [cpu | cuda | xla]
 
-A batch of one prompt of four tokens and one sequence in the middle of its generation.
+The batch has a prompt of four tokens and a sequence that is being generated.
 """
 
 import sys
@@ -13,9 +13,9 @@ from xla_attention.torch import update_cache_, xla_gpu_paged_attention
 
 
 def main(device: str = "cpu") -> None:
-    """Run it on a device."""
+    """Run the example on a device."""
     if device == "xla":
-        import torch_xla  # noqa: F401  brings the device
+        import torch_xla  # noqa: F401  defines the device
 
     torch.manual_seed(0)
     q_heads, kv_heads, head_dim, page_size = 8, 2, 64, 16
@@ -26,7 +26,7 @@ def main(device: str = "cpu") -> None:
     def on_device(*numbers: int) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int32).to(device)
 
-    # The prompt gets page 3; the other sequence has nine tokens in page 7, and its tenth comes now.
+    # The prompt has page 3; the other sequence has nine tokens in page 7 and gets its tenth.
     slot_mapping = on_device(48, 49, 50, 51, 7 * page_size + 9)
     context_lens, query_start_loc, num_seqs = on_device(4, 10), on_device(0, 4, 5), on_device(2)
     block_tables = on_device(3, 7).reshape(2, 1)
@@ -52,9 +52,9 @@ def main(device: str = "cpu") -> None:
         return xla_gpu_paged_attention(query, kv_cache, *metadata, scale=head_dim**-0.5)
 
     compiled = step(query, kv_cache, *metadata)
-    print("compiled and not agree:", torch.allclose(compiled.cpu(), output.cpu(), atol=1e-6))
-    # The first token of the prompt sees itself alone, so that it gets its own value.
-    print("the first token gets its own value:", torch.allclose(output[0, 0].cpu(), value[0, 0].cpu(), atol=1e-6))
+    print("compiled and eager agree:", torch.allclose(compiled.cpu(), output.cpu(), atol=1e-6))
+    # The first token of the prompt sees only itself, so that its output is its value.
+    print("the first token's output is its value:", torch.allclose(output[0, 0].cpu(), value[0, 0].cpu(), atol=1e-6))
 
 
 if __name__ == "__main__":

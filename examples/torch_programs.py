@@ -1,4 +1,4 @@
-"""Three ways to see that the operator is a custom call in the program, and nothing else happens.
+"""Three ways to verify that the operator is one custom call in the program.
 
 PJRT_DEVICE=CPU python examples/torch_programs.py
 """
@@ -16,7 +16,7 @@ from xla_attention.torch import paged_attention
 
 
 def operands(device: str) -> list[torch.Tensor]:
-    """One sequence of 20 tokens, of which the last four are new."""
+    """Operands for a sequence of 20 tokens, of which the last four are new."""
     torch.manual_seed(0)
     query, kv_cache = torch.randn(4, 8, 64), torch.randn(4, 16, 4, 64)
     indices = ([20], [[2, 0]], [0, 4], [1])
@@ -24,7 +24,7 @@ def operands(device: str) -> list[torch.Tensor]:
 
 
 class Attention(torch.nn.Module):
-    """What is exported."""
+    """A module to export."""
 
     def forward(self, *operands: torch.Tensor) -> torch.Tensor:
         """Attend over the pages."""
@@ -32,7 +32,7 @@ class Attention(torch.nn.Module):
 
 
 def main() -> None:
-    """Print what each way shows."""
+    """Print the program in each way."""
     print("1. StableHLO, for any PJRT program:")
     exported = torch.export.export(Attention(), tuple(operands("cpu")))
     text = exported_program_to_stablehlo(exported).get_stablehlo_text()
@@ -44,12 +44,12 @@ def main() -> None:
     print("  ", next(line.strip()[-260:] for line in hlo.splitlines() if " custom-call(" in line))
 
     print("3. The metrics:")
-    given = operands("xla")
+    tensors = operands("xla")
     torch_xla.sync()
     for step in range(4):
         if step == 1:
             metrics.clear_all()
-        out = paged_attention(given[0] + torch.full((1,), step).to("xla"), *given[1:], scale=0.125)
+        out = paged_attention(tensors[0] + torch.full((1,), step).to("xla"), *tensors[1:], scale=0.125)
         torch_xla.sync()
         assert torch.isfinite(out.cpu()).all()
     fallbacks = [name for name in metrics.counter_names() if name.startswith("aten::")]

@@ -1,10 +1,10 @@
-"""A custom call of one's own over handlers that are registered at run time, without a patch or a compiler.
+"""A user-defined operator over handlers that are registered with torch_xla at run time.
 
     PJRT_DEVICE=CPU python examples/torch_simple_add.py
 
-Loading the shared library alone (`ctypes.CDLL(xla_attention.library_path(), ctypes.RTLD_GLOBAL)`) would
-register nothing: torch_xla's runtime has its registry inside of its own extension module, which exports no symbol that
-a library could register itself with. `register_targets` finds the registry and does it.
+Loading the shared library (`ctypes.CDLL(xla_attention.library_path(), ctypes.RTLD_GLOBAL)`) would register nothing:
+the registry is in torch_xla's extension module, which exports no symbol for registration. `register_targets` finds the
+registry.
 """
 
 import os
@@ -18,7 +18,7 @@ import xla_attention.torch_xla
 
 
 def main() -> None:
-    """Define the operator, call it, look at the program."""
+    """Define the operator, call it, and print the program."""
     print("handlers from", xla_attention.library_path().name, "for torch_xla", torch_xla.__version__)
     xla_attention.torch_xla.register_targets()
 

@@ -1,9 +1,9 @@
-"""A page allocator and the steps of a serving loop over it, in the terms of a vLLM attention backend.
+"""A page allocator and a serving loop with the arguments of a vLLM attention backend.
 
     python examples/torch_vllm_style.py [cpu | cuda | xla]
 
-Sequences come, grow by a token a step, and go; each step is one call for all of them. At the end every token's
-attention is what a dense computation over its own sequence gives.
+Sequences start, grow by one token per step, and end; each step is one call for all of them. The result of every token
+is compared with dense attention over its sequence.
 """
 
 import sys
@@ -16,22 +16,22 @@ PAGE_SIZE, KV_HEADS, Q_HEADS, HEAD_DIM = 16, 2, 8, 64
 
 
 class Pages:
-    """Lends pages of a cache."""
+    """Allocates the pages of a cache."""
 
     def __init__(self, count: int) -> None:
         self.free = list(range(count))
-        self.of: dict[str, list[int]] = {}
+        self.allocated: dict[str, list[int]] = {}
 
     def slots(self, name: str, first: int, count: int) -> list[int]:
-        """Where tokens `first` to `first + count` of a sequence go; lends what is missing."""
-        mine = self.of.setdefault(name, [])
-        while len(mine) * PAGE_SIZE < first + count:
-            mine.append(self.free.pop())
-        return [mine[t // PAGE_SIZE] * PAGE_SIZE + t % PAGE_SIZE for t in range(first, first + count)]
+        """The slots of tokens `first` to `first + count` of a sequence; allocates missing pages."""
+        pages = self.allocated.setdefault(name, [])
+        while len(pages) * PAGE_SIZE < first + count:
+            pages.append(self.free.pop())
+        return [pages[t // PAGE_SIZE] * PAGE_SIZE + t % PAGE_SIZE for t in range(first, first + count)]
 
-    def give_back(self, name: str) -> None:
-        """The sequence has ended."""
-        self.free += self.of.pop(name)
+    def release(self, name: str) -> None:
+        """Free the pages of a sequence."""
+        self.free += self.allocated.pop(name)
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -43,43 +43,43 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def main(device: str = "cpu") -> None:
-    """Serve three sequences that come one after the other."""
+    """Serve three sequences that start at different steps."""
     if device == "xla":
-        import torch_xla  # noqa: F401  brings the device
+        import torch_xla  # noqa: F401  defines the device
 
     torch.manual_seed(0)
     pages = Pages(24)
     kv_cache = torch.zeros(2, 24, PAGE_SIZE, KV_HEADS, HEAD_DIM).to(device)
     prompts = {"a": 40, "b": 7, "c": 90}
-    told: dict[str, list[torch.Tensor]] = {}  # all keys and values so far, for the check
+    history: dict[str, list[torch.Tensor]] = {}  # all keys and values, for the comparison
     largest = 0.0
     for step in range(12):
         if step in (0, 2, 5):
-            told[list(prompts)[len(told)]] = []
-        running = [name for name in told if not (name == "b" and step > 8)]
+            history[list(prompts)[len(history)]] = []
+        running = [name for name in history if not (name == "b" and step > 8)]
         if step == 9:
-            pages.give_back("b")
-        lens = {name: prompts[name] + sum(len(k) for k, _ in told[name][1:]) for name in running if told[name]}
-        new = {name: 1 if told[name] else prompts[name] for name in running}
+            pages.release("b")
+        lens = {name: prompts[name] + sum(len(k) for k, _ in history[name][1:]) for name in running if history[name]}
+        new = {name: 1 if history[name] else prompts[name] for name in running}
         rows = sum(new.values())
         q = torch.randn(rows, Q_HEADS, HEAD_DIM)
         k, v = torch.randn(rows, KV_HEADS, HEAD_DIM), torch.randn(rows, KV_HEADS, HEAD_DIM)
         starts, slots = [0], []
         for name, count in new.items():
             slots += pages.slots(name, lens.get(name, 0), count)
-            told[name].append((k[starts[-1] : starts[-1] + count], v[starts[-1] : starts[-1] + count]))
+            history[name].append((k[starts[-1] : starts[-1] + count], v[starts[-1] : starts[-1] + count]))
             starts.append(starts[-1] + count)
         seq_lens = [lens.get(name, 0) + count for name, count in new.items()]
-        longest = max(len(pages.of[name]) for name in new)
-        table = [pages.of[name] + [0] * (longest - len(pages.of[name])) for name in new]
+        longest = max(len(pages.allocated[name]) for name in new)
+        table = [pages.allocated[name] + [0] * (longest - len(pages.allocated[name])) for name in new]
         metadata = [torch.tensor(x, dtype=torch.int32).to(device) for x in (slots, table, seq_lens, starts)]
         out = vllm_style.attention(
             *(x.to(device) for x in (q, k, v)), kv_cache, *metadata, scale=HEAD_DIM**-0.5, max_seq_len=max(seq_lens)
         ).cpu()
         for i, name in enumerate(new):
-            mine = slice(starts[i], starts[i + 1])
-            keys, values = (torch.cat([part[which] for part in told[name]]) for which in (0, 1))
-            largest = max(largest, (out[mine] - dense(q[mine], keys, values)).abs().max().item())
+            rows_of = slice(starts[i], starts[i + 1])
+            keys, values = (torch.cat([part[side] for part in history[name]]) for side in (0, 1))
+            largest = max(largest, (out[rows_of] - dense(q[rows_of], keys, values)).abs().max().item())
         print(f"step {step}: {dict(zip(new, seq_lens, strict=True))} keys, {len(pages.free)} pages free")
     print(f"largest difference from a dense computation: {largest:.1e}")
     assert largest < 1e-5

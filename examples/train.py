@@ -4,9 +4,9 @@
     python examples/train.py --steps 400 --dtype bfloat16 --json docs/train.json
     python examples/train.py --platform cuda --attention flash
 
-Both runs start from the same weights and see the same batches, so that their losses have to run side by side. A batch
-is a row of tokens in which pieces of text of any length stand one behind the other: `flash_attn_varlen` is told where
-each begins; plain attention computes every pair of tokens and masks those of different pieces.
+Both runs start from the same weights and see the same batches, so that their losses have to agree. A batch is a row of
+tokens in which pieces of text of various lengths are packed: `flash_attn_varlen` gets their starts in ``cu_seqlens``;
+plain attention computes the scores of all pairs of tokens and masks those of different pieces.
 """
 
 import argparse
@@ -36,18 +36,18 @@ Attention = Callable[..., jax.Array]
 
 
 def read_text() -> np.ndarray:
-    """The documentation, one byte a token."""
+    """The documentation as bytes."""
     paths = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
     return np.frombuffer(b"\n".join(path.read_bytes() for path in paths), np.uint8)
 
 
 def batches(text: np.ndarray, tokens: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Rows of `tokens` tokens, their successors, and ``cu_seqlens``: pieces from random places, of random lengths."""
+    """Rows of `tokens` tokens, their successors, and ``cu_seqlens``, from random pieces of the text."""
     rng = np.random.default_rng(seed)
     pieces = tokens // (LONGEST_PIECE // 8)
     while True:
         lengths = rng.integers(LONGEST_PIECE // 8, LONGEST_PIECE, pieces)
-        # Sequences after the last one that fits are empty: the shape of cu_seqlens is the same in every step.
+        # Sequences after the last that fits are empty, so that cu_seqlens has one shape.
         ends = np.minimum(np.cumsum(lengths), tokens)
         starts = np.concatenate([[0], ends[:-1], [tokens]])
         places = rng.integers(0, len(text) - tokens, len(starts) - 1)
@@ -56,7 +56,7 @@ def batches(text: np.ndarray, tokens: int, seed: int) -> Iterator[tuple[np.ndarr
 
 
 def initial_weights(key: jax.Array) -> Weights:
-    """Of a decoder with RMSNorm, rotary positions and a gated MLP; f32."""
+    """f32 weights of a decoder with RMSNorm, RoPE and a gated MLP."""
     shapes = {
         "wq": (WIDTH, Q_HEADS * HEAD_DIM),
         "wk": (WIDTH, KV_HEADS * HEAD_DIM),
@@ -77,7 +77,7 @@ def initial_weights(key: jax.Array) -> Weights:
 
 
 def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
-    """What a program without our kernels does: scores of all pairs, and a mask."""
+    """Attention without our kernels: the scores of all pairs, and a mask."""
     piece = jnp.searchsorted(cu_seqlens, jnp.arange(len(q)), side="right")
     k, v = (jnp.repeat(x, Q_HEADS // KV_HEADS, 1) for x in (k, v))
     scores = jnp.einsum("ihd,jhd->hij", q, k).astype(jnp.float32) * HEAD_DIM**-0.5
@@ -87,7 +87,7 @@ def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens: jax.Ar
 
 
 def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
-    """The same by our kernels, forward and backward."""
+    """Attention with our kernels, forward and backward."""
     from xla_attention.jax import flash_attn_varlen
 
     return flash_attn_varlen(q, k, v, cu_seqlens, causal=True, max_seqlen_q=LONGEST_PIECE, max_seqlen_k=LONGEST_PIECE)
@@ -128,7 +128,7 @@ def loss_of(weights: Weights, batch: tuple, attention: Attention, dtype: Any) ->
 
 
 def train(name: str, text: np.ndarray, options: argparse.Namespace) -> dict[str, Any]:
-    """Losses of every step, and how long a step takes."""
+    """The loss of every step, and the time per step."""
     optimizer = optax.adamw(optax.cosine_decay_schedule(options.rate, options.steps), weight_decay=0.01)
     weights = initial_weights(jax.random.key(options.seed))
     state = optimizer.init(weights)
@@ -162,9 +162,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--attention", choices=(*ATTENTIONS, "both"), default="both")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a batch")
-    parser.add_argument("--rate", type=float, default=3e-3, help="learning rate at the start")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the products; weights are float32")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens per batch")
+    parser.add_argument("--rate", type=float, default=3e-3, help="initial learning rate")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of products; weights are float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--platform", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", type=Path, help="add the losses to this file, for `make plot`")
@@ -172,24 +172,22 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train, and say how far apart the two runs are."""
+    """Train, and print the differences between the two runs."""
     options = parse_arguments(arguments)
     if options.platform != "auto":
         jax.config.update("jax_platforms", options.platform)
-    # On a GPU, JAX's products of f32 are those of TF32 otherwise, ours are not.
+    # By default, JAX computes f32 products in TF32 on GPUs; our kernels do not.
     jax.config.update("jax_default_matmul_precision", "highest")
     text = read_text()
     names = list(ATTENTIONS) if options.attention == "both" else [options.attention]
     print(f"{len(text)} bytes of text, {options.steps} steps of {options.tokens} tokens, {options.dtype}, "
           f"{jax.devices()[0].device_kind}")  # fmt: skip
     runs = {name: train(name, text, options) for name in names}
-    for name, found in runs.items():
-        print(
-            f"{name}: loss {found['losses'][0]:.4f} to {found['losses'][-1]:.4f}, {found['ms_per_step']:.1f} ms a step"
-        )
+    for name, run in runs.items():
+        print(f"{name}: loss {run['losses'][0]:.4f} to {run['losses'][-1]:.4f}, {run['ms_per_step']:.1f} ms per step")
     if len(runs) == 2:
-        apart = np.abs(np.subtract(*(found["losses"] for found in runs.values())))
-        print(f"the losses are {apart.max():.2g} apart at most, {apart.mean():.2g} on average")
+        differences = np.abs(np.subtract(*(run["losses"] for run in runs.values())))
+        print(f"the losses differ by at most {differences.max():.2g}, on average by {differences.mean():.2g}")
     if options.json:
         known = json.loads(options.json.read_text()) if options.json.exists() else {}
         device = f"{jax.devices()[0].device_kind}, {options.dtype}"

@@ -14,7 +14,7 @@ def one_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes and constants of the decoder; construction refuses values that do not fit together (`ModelError`)."""
+    """Sizes and constants of the decoder; construction raises `ModelError` for values that do not fit together."""
 
     num_layers: int
     hidden_size: int
@@ -44,7 +44,7 @@ class LlamaConfig:
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"num_kv_heads is {self.num_kv_heads}, expected a divisor of num_heads = {self.num_heads}")
         if self.head_dim % 2:
-            raise ModelError(f"head_dim is {self.head_dim}, expected an even number (rotary embedding turns pairs)")
+            raise ModelError(f"head_dim is {self.head_dim}, expected an even number (rotary embedding rotates pairs)")
         if not 0 < self.rms_norm_eps < 1:
             raise ModelError(f"rms_norm_eps is {self.rms_norm_eps}, expected a number between 0 and 1")
         if not 1 < self.rope_theta < float("inf"):

@@ -1,4 +1,4 @@
-"""Runs the schedule: one compiled step per token bucket, the caches that the steps hand on, and what it all took."""
+"""Runs the schedule: one compiled step per token bucket, the caches, and statistics."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from .weights import LlamaWeights
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Fixed sizes of the compiled steps and of the cache."""
+    """Sizes of the compiled steps and of the cache."""
 
     num_pages: int
     page_size: int
@@ -47,7 +47,7 @@ class Throughput:
 
 @dataclass
 class EngineStats:
-    """What a run took. A step that computes any prompt (or evicted) token counts as prefill with all its rows."""
+    """Times and counts. A step with any prompt (or recomputed) token counts as prefill, with all its rows."""
 
     prefill: Throughput = field(default_factory=Throughput)
     decode: Throughput = field(default_factory=Throughput)
@@ -70,7 +70,7 @@ class Engine:
         config: hyperparameters of the model.
         sizes: fixed sizes of the steps and the cache.
         scheduler: the state of all sequences.
-        caches: one `[P, page_size, 2 * Hkv, D]` a layer; every step writes them in place.
+        caches: one `[P, page_size, 2 * Hkv, D]` per layer; every step writes them in place.
         stats: times and counts so far.
     """
 
@@ -143,14 +143,14 @@ class Engine:
         return self._compiled[min(self._compiled)].as_text()
 
     def _bucket(self, num_tokens: int) -> int:
-        """Rows of the step that computes `num_tokens`: a power of two, at least one row a sequence slot."""
+        """Rows of the step that computes `num_tokens`: a power of two, at least one row per sequence slot."""
         return 1 << (max(num_tokens, self.sizes.max_num_seqs) - 1).bit_length()
 
     def _compile(self, bucket: int) -> None:
         start = time.perf_counter()
         batch = empty_batch(bucket, self.sizes.max_num_seqs, self.max_pages_per_seq)
         self._compiled[bucket] = self._step.lower(self._weights, self.caches, batch).compile()
-        # A step of padding rows changes no cache entry; it takes what only a first execution costs (loading kernels).
+        # A step of padding rows writes no cache entry; it loads kernels, which only the first execution does.
         self._execute(bucket, batch)
         self.stats.compile_seconds += time.perf_counter() - start
 

@@ -9,8 +9,8 @@ from gguf.quants import dequantize
 
 from .config import LlamaConfig, ModelError, one_line
 
-# More than any real vocabulary or merge list. A corrupted length above it would make the reader build one Python
-# object per byte of the file before it notices.
+# More than any real vocabulary or merge list. For a corrupted length above it, the reader would create a Python object
+# per byte of the file before it fails.
 MAX_ARRAY_LENGTH = 1 << 22
 
 GLOBAL_TENSORS = {
@@ -33,7 +33,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 
 class BoundedReader(GGUFReader):
-    """`GGUFReader` that refuses to read past the end of the file, where its parent returns fewer elements."""
+    """`GGUFReader` that raises at a read past the end of the file, for which its parent returns fewer elements."""
 
     def _get(self, offset, dtype, count=1, override_order=None):  # noqa: ANN001, ANN202 (the parent's signature)
         end = int(offset) + np.dtype(dtype).itemsize * int(count)
@@ -104,13 +104,13 @@ class GgufModel:
         """Tensor `name` dequantised to f32, rows outermost: a matrix is `[out_features, in_features]`."""
         tensor = self._tensors[name]
         try:
-            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused by the caller
+            with np.errstate(over="ignore", invalid="ignore"):  # the caller rejects values that are not finite
                 values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
         except NotImplementedError as error:
             raise NotImplementedError(
                 f"{self.path}: tensor {name} has type {tensor.tensor_type.name}: {error}"
             ) from None
-        # llama.cpp's rotary embedding turns neighbouring rows (2i, 2i + 1), so its converter stores the rows of q and
+        # llama.cpp's rotary embedding rotates neighbouring rows (2i, 2i + 1), so its converter stores the rows of q and
         # k of each head in the order 0, D/2, 1, D/2 + 1, ... The order of the checkpoint is 0 .. D - 1.
         if name.endswith("attn_q.weight"):
             return restore_rotary_rows(values, self.config.num_heads)
@@ -119,7 +119,7 @@ class GgufModel:
         return values
 
     def rope_factors(self) -> np.ndarray | None:
-        """What each rotary frequency is divided by, f32 `[D/2]`; None when the model does not scale them."""
+        """The divisors of the rotary frequencies, f32 `[D/2]`; None when the model does not scale them."""
         half = self.config.head_dim // 2
         if ROPE_FACTORS in self._tensors:
             factors = self.read(ROPE_FACTORS)
@@ -181,7 +181,7 @@ def open_reader(path: Path) -> BoundedReader:
     try:
         with np.errstate(all="raise"):  # a damaged offset overflows
             return BoundedReader(path)
-    except Exception as error:  # the reader meets damage with whatever exception comes first
+    except Exception as error:  # the reader raises all kinds of exceptions for a damaged file
         raise ModelError(f"{path}: corrupted or truncated GGUF file: {one_line(error)}") from error
 
 

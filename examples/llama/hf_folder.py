@@ -88,7 +88,7 @@ class HfModel:
         return self._shard_of[name].get_tensor(name).astype(np.float32)
 
     def rope_factors(self) -> np.ndarray | None:
-        """What each rotary frequency is divided by, f32 `[D/2]`; None when the model does not scale them."""
+        """The divisors of the rotary frequencies, f32 `[D/2]`; None when the model does not scale them."""
         scaling = self.setting("rope_scaling", dict, {}) or self.setting("rope_parameters", dict, {})
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind == "default":
@@ -153,7 +153,7 @@ def open_shards(path: Path) -> list[Any]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelError(f"{index_path}: weight_map is missing")
         for tensor, name in weight_map.items():
-            # The index comes with the model: what it names lies beside it.
+            # The index is untrusted: it may only name files in the folder.
             if not isinstance(name, str) or name in ("", ".", "..") or set(name) & {"/", "\\", ":", "\0"}:
                 raise ModelError(f"{index_path}: the file of {tensor} is {name!r}, expected a name without a folder")
         file_names = sorted(set(weight_map.values()))

@@ -13,9 +13,9 @@ from .weights import DecoderLayer, LlamaWeights
 
 
 def make_caches(config: LlamaConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> list[jax.Array]:
-    """One zeroed cache `[P, page_size, 2 * Hkv, D]` a layer, keys of head h at 2h and values at 2h + 1.
+    """One zeroed cache `[P, page_size, 2 * Hkv, D]` per layer, K of head h at 2h and V at 2h + 1.
 
-    A cache for each layer, not one stacked array, so that donation keeps every update in place.
+    They are separate arrays, so that each update of a donated cache is in place.
     """
     shape = (num_pages, page_size, 2 * config.num_kv_heads, config.head_dim)
     return [jnp.zeros(shape, dtype) for _ in range(config.num_layers)]
@@ -26,7 +26,7 @@ def step(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Compute the rows of `batch` and predict greedily.
 
-    Returns the most likely next token of each sequence slot, i32 `[S]` (of a slot without a sequence: meaningless),
+    Returns the most likely next token of each sequence slot, i32 `[S]` (unspecified for unused slots),
     and the caches with the rows' keys and values written. `caches` is meant to be donated.
     """
     x = weights.embed[batch.token_ids]
@@ -36,14 +36,14 @@ def step(
     for layer, kv_cache in zip(weights.layers, caches, strict=True):
         x, kv_cache = decoder_layer(config, layer, kv_cache, x, rotation, batch)
         new_caches.append(kv_cache)
-    # The vocabulary is by far the largest product; only rows that predict take part in it.
+    # The product with the vocabulary is by far the largest, so that only rows which predict take part.
     x = rms_norm(x[batch.last_rows], weights.final_norm, config.rms_norm_eps)
     head = weights.embed if weights.lm_head is None else weights.lm_head
     logits = jnp.einsum("se,ve->sv", x, head, preferred_element_type=jnp.float32)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32), new_caches
 
 
-# Compiled once and called for every layer: tracing does not grow with the depth.
+# Jitted separately, so that it is traced once and not per layer.
 @partial(jax.jit, static_argnums=0)
 def decoder_layer(
     config: LlamaConfig,
@@ -86,7 +86,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotary embedding of `x` `[T, H, D]`: the pair (i, i + D/2) turns by the angle whose cos and sin are given."""
+    """Rotary embedding of `x` `[T, H, D]`: the pair (i, i + D/2) is rotated by the angle with the given cos and sin."""
     cos, sin = rotation
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,7 +1,7 @@
 """Continuous batching: which tokens of which sequences are computed in the next step, and on which pages.
 
 Every step takes at most `token_budget` tokens: first one token of each sequence that generates, then as much of the
-prompts as fits, cut into chunks. Sequences are admitted when a slot and their pages are free. When a generating
+prompts as fits, split into chunks. Sequences are admitted when a slot and their pages are free. When a generating
 sequence needs a page and none is free, the youngest running sequence is evicted: its pages are freed, it waits in
 front of the queue, and what it had is recomputed when it is admitted again. The oldest sequence is never evicted for
 another, so every sequence finishes. The order of everything follows from the order of `add` alone.
@@ -26,10 +26,10 @@ class Sequence:
         index: position in the order of `add`.
         tokens: ids of the prompt, then the generated ids (a stop token included).
         prompt_length: how many of `tokens` are the prompt.
-        max_new_tokens: at most so many ids are generated.
+        max_new_tokens: the largest number of ids to generate.
         num_cached: how many leading tokens have their keys and values in the cache.
         pages: page ids in order of position; page i holds positions `i * page_size ..`.
-        num_evictions: how often the pages were taken away.
+        num_evictions: how often the sequence was evicted.
     """
 
     index: int
@@ -66,7 +66,7 @@ class Chunk:
 
 
 class Scheduler:
-    """Decides each step; see the module's text.
+    """Schedules each step, see the module docstring.
 
     Attributes
     ----------
@@ -90,7 +90,7 @@ class Scheduler:
         if token_budget < max_num_seqs:
             raise ValueError(
                 f"token_budget is {token_budget}, expected at least max_num_seqs = {max_num_seqs}: "
-                "every running sequence computes one token a step"
+                "every running sequence computes one token per step"
             )
         self.allocator = PageAllocator(num_pages)
         self.page_size = page_size
@@ -110,7 +110,7 @@ class Scheduler:
             raise RequestError(f"{name} has no tokens, expected at least one")
         if max_new_tokens < 1:
             raise RequestError(f"max_new_tokens is {max_new_tokens} for {name}, expected at least 1")
-        # The last generated token is never an input, so it needs no place.
+        # The last generated token is never an input, so it needs no slot.
         pages = self._pages_for(len(prompt) + max_new_tokens - 1)
         available = min(self.allocator.num_pages, self.max_pages_per_seq)
         if pages > available:
@@ -143,7 +143,7 @@ class Scheduler:
             else:
                 budget -= self._take_chunk(sequence, budget, chunks)
                 position += 1
-        # Admitting in the step of an eviction would hand the freed pages straight back.
+        # Admitting in the step of an eviction would give the freed pages to the evicted sequence.
         while not has_evicted and budget and self._can_admit():
             sequence = self.waiting.popleft()
             self.running.append(sequence)
@@ -173,7 +173,7 @@ class Scheduler:
     def _can_admit(self) -> bool:
         if not self.waiting or len(self.running) == self.max_num_seqs:
             return False
-        # One page is left for each running sequence to grow into; otherwise the admission is soon undone.
+        # One page per running sequence is reserved for its growth; otherwise the new one would soon be evicted.
         return self._missing_pages(self.waiting[0]) + len(self.running) <= self.allocator.num_free
 
     def _take_chunk(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:

@@ -73,14 +73,14 @@ def default_system_message(template: str) -> str | None:
             return None
         if (code := _CODE.search(template, begin, end)) is None:
             return template[begin:end]
-        # Every turn that is opened before the code has its end after it too.
+        # A turn that starts before the code ends after it: the search continues after the code.
         at = code.end()
     return None
 
 
 # In the template's string literals a line break is either itself or the two characters \n.
 _SYSTEM_TURN = re.compile(re.escape(TURN_START) + r"system(?:\n|\\n)")
-# What ends a literal, or belongs to Jinja.
+# The end of a string literal, or Jinja syntax.
 _CODE = re.compile(r"['\"{}]")
 
 
@@ -137,7 +137,7 @@ def tokenizer_from_gguf(model: "GgufModel") -> ChatTokenizer:
 
 
 def pre_tokenizer(model: "GgufModel") -> pre_tokenizers.PreTokenizer:
-    """How the text is cut before BPE, by the name that llama.cpp gives the cut."""
+    """The pre-tokenizer, by llama.cpp's name."""
     name = model.metadata("tokenizer.ggml.pre", str, "default")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if name == "gpt-2":
@@ -160,7 +160,7 @@ def tokenizer_from_folder(folder: Path, vocab_size: int) -> ChatTokenizer:
     template = settings.get("chat_template") or ""
     if (folder / "chat_template.jinja").exists():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    # A post-processor is how tokenizer.json says that plain text begins with a token.
+    # The post-processor of tokenizer.json adds the BOS token of plain text.
     leading = tokenizer.encode("", add_special_tokens=True).ids
     return checked(
         ChatTokenizer(

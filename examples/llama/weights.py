@@ -11,9 +11,9 @@ from .config import LlamaConfig, ModelError
 
 
 class DecoderLayer(NamedTuple):
-    """Weights of one layer; a matrix is `[in_features, out_features]`, which is read fastest by a few rows on the CPU.
+    """Weights of one layer; a matrix is `[in_features, out_features]`, which is fastest for few rows on the CPU.
 
-    The columns of q and k are in the checkpoint's order: rotary embedding turns the pair (i, i + D/2) of a head.
+    The columns of q and k are in the checkpoint's order: rotary embedding rotates the pair (i, i + D/2) of a head.
     """
 
     attn_norm: jax.Array  # [E]
@@ -38,7 +38,7 @@ class LlamaWeights(NamedTuple):
 
 
 class ModelSource(Protocol):
-    """What loading needs of a model file or folder (`GgufModel`, `HfModel`)."""
+    """The interface of a model file or folder (`GgufModel`, `HfModel`)."""
 
     path: object
     config: LlamaConfig
@@ -56,7 +56,7 @@ class ModelSource(Protocol):
         """A stored tensor as f32, matrices `[out_features, in_features]`."""
 
     def rope_factors(self) -> np.ndarray | None:
-        """What each rotary frequency is divided by, f32 `[D/2]`; None for no scaling."""
+        """The divisors of the rotary frequencies, f32 `[D/2]`; None for no scaling."""
 
 
 def stored_layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -114,7 +114,7 @@ def load_weights(source: ModelSource, dtype: jnp.dtype) -> LlamaWeights:
 def check_tensor_set(source: ModelSource) -> None:
     """Compare the stored tensors with those of a Llama decoder of the configured depth."""
     stored, known = source.tensor_names(), {source.stored_name("lm_head"), "rope_freqs.weight"}
-    # One name at a time: a damaged depth of billions is met by the first layer that is missing.
+    # One name at a time, so that a corrupted depth of billions ends at the first missing layer.
     for name in required_tensor_names(source):
         if name not in stored:
             raise ModelError(f"{source.path}: tensor {name} is missing, expected {source.config.num_layers} layers")

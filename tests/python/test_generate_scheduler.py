@@ -1,4 +1,4 @@
-"""The demo's page allocator and scheduler: laws that hold for every schedule, without a model."""
+"""The demo's page allocator and scheduler: properties of every schedule, without a model."""
 
 import pytest
 from hypothesis import given, settings
@@ -13,18 +13,18 @@ from llama.scheduler import RequestError, Scheduler  # isort: skip
 VOCABULARY = 50
 
 
-def test_pages_that_are_not_there_are_neither_lent_nor_taken_back():
+def test_pages_that_do_not_exist_are_neither_allocated_nor_released():
     allocator = PageAllocator(3)
     pages = allocator.allocate(2)
-    with pytest.raises(OutOfPagesError, match="2 pages were asked for"):
+    with pytest.raises(OutOfPagesError, match="2 pages were requested"):
         allocator.allocate(2)
     allocator.release(pages)
-    with pytest.raises(ValueError, match=f"page {pages[0]} is given back but not lent"):
+    with pytest.raises(ValueError, match=f"page {pages[0]} is released but not allocated"):
         allocator.release(pages)
 
 
 def predict(tokens: list[int]) -> int:
-    """A stand-in for the model: the next token follows from all tokens before it."""
+    """A fake model, whose next token is a function of all tokens before it."""
     return hash(tuple(tokens)) % VOCABULARY
 
 
@@ -38,7 +38,7 @@ def predict_alone(prompt: list[int], max_new_tokens: int, stop_tokens: frozenset
 
 
 def check_step(scheduler: Scheduler, chunks: list) -> None:
-    """What must hold after `schedule`."""
+    """Assert the invariants after `schedule`."""
     page_size = scheduler.page_size
     assert 0 < sum(chunk.length for chunk in chunks) <= scheduler.token_budget
     assert len(scheduler.running) <= scheduler.max_num_seqs
@@ -115,7 +115,7 @@ def scheduler_of(**changes) -> Scheduler:
     )
 
 
-def test_a_chunk_of_a_prompt_joins_the_tokens_that_generate():
+def test_a_prefill_chunk_is_batched_with_decode_tokens():
     scheduler = scheduler_of()
     short, long = scheduler.add([1, 2], 5), scheduler.add(list(range(12)), 5)
     described = []
