@@ -1,6 +1,6 @@
-"""`make gpu-binaries`: the Rust tests that run on a GPU, stripped, into dist/gpu.
+"""`make gpu-binaries`: copies the Rust test binaries for GPU machines, stripped, to dist/gpu.
 
-Reads cargo's JSON messages on standard input. The binaries need neither Rust nor Python where they run.
+Reads cargo's JSON messages from standard input. The binaries need neither Rust nor Python.
 """
 
 import json
@@ -12,17 +12,17 @@ from package import GPU_TESTS, ROOT
 
 
 def main() -> None:
-    """Copy each test's executable."""
+    """Copy the executables."""
     folder = ROOT / "dist/gpu"
     folder.mkdir(parents=True, exist_ok=True)
-    found = set()
+    copied = set()
     for message in map(json.loads, sys.stdin):
         name = message.get("target", {}).get("name")
         if message.get("reason") == "compiler-artifact" and name in GPU_TESTS and message.get("executable"):
             shutil.copy(message["executable"], folder / name)
             subprocess.run(["strip", folder / name], check=True)
-            found.add(name)
-    if missing := set(GPU_TESTS) - found:
+            copied.add(name)
+    if missing := set(GPU_TESTS) - copied:
         sys.exit(f"cargo built no {', '.join(sorted(missing))}")
 
 

@@ -1,4 +1,4 @@
-"""The package under test on a machine with a GPU: installed, or unpacked from the wheel in dist/."""
+"""The test binaries for GPU machines, and the package under test: installed, or unpacked from the wheel in dist/."""
 
 import glob
 import importlib.util
@@ -9,8 +9,8 @@ import subprocess
 import sys
 import tempfile
 
-# Test binaries of the crate that run on the GPU with XLA_ATTENTION_TEST_DEVICE=cuda, and their topics: modules, each of
-# which runs by itself.
+# Test binaries of the crate that run on the GPU with XLA_ATTENTION_TEST_DEVICE=cuda, and their topics: modules that run
+# separately.
 GPU_TESTS = {
     "it": (
         "cuda_graphs",
@@ -38,7 +38,7 @@ GPU_TESTS = {
 
 
 def selected(topic: str, topics: tuple[str, ...]) -> list[str]:
-    """Arguments of a test binary that run one topic. A filter is part of a name: what only ends like it is skipped."""
+    """The arguments of a test binary for one topic. A filter matches anywhere, so that longer names are skipped."""
     longer = (other for other in topics if other != topic and other.endswith(topic))
     return [f"{topic}::", *itertools.chain.from_iterable(("--skip", f"{other}::") for other in longer)]
 
@@ -47,11 +47,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, str]:
-    """An environment in which `import xla_attention` works; no network and no Rust are used."""
+    """Environment variables with which `import xla_attention` works, without network or Rust."""
     wheels = sorted(glob.glob(str(ROOT / "dist/*.whl")), key=os.path.getmtime)
     if not wheels:
         if importlib.util.find_spec("xla_attention") is None:
-            sys.exit("no wheel in dist/ and xla_attention is not installed: run `make wheel`, or carry a wheel here")
+            sys.exit("no wheel in dist/ and xla_attention is not installed: run `make wheel`, or copy a wheel here")
         return dict(os.environ)
     folder = tempfile.mkdtemp(prefix="xla_attention_")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--disable-pip-version-check"]

@@ -1,9 +1,9 @@
-"""`make gpu-test`: the tests that need a GPU, from the wheel in dist/ if there is one.
+"""`make gpu-test`: runs the tests that need a GPU, with the wheel in dist/ if there is one.
 
-First the Rust tests in dist/gpu (`make gpu-binaries`), which drive the CUDA backend without JAX, alone and under
-compute-sanitizer's memcheck, and a call of every tuned kernel under its synccheck and initcheck; a table of how close
-they came to the reference; then the Python tests marked `gpu`.
-What is not there is skipped and said. Further arguments go to pytest.
+First come the Rust tests in dist/gpu (`make gpu-binaries`), which drive the CUDA backend without JAX, also under
+compute-sanitizer's memcheck, and a call of every tuned kernel under its synccheck and initcheck. A table shows their
+errors against the reference. Then come the Python tests marked `gpu`. Missing parts are skipped with a message.
+Arguments go to pytest.
 """
 
 import itertools
@@ -16,11 +16,11 @@ import tempfile
 from package import GPU_TESTS, ROOT, environment, selected
 from summary import table
 
-# Random cases under compute-sanitizer, which checks each access, at a price.
+# Fewer random cases under compute-sanitizer, which is slow.
 FEWER = {"XLA_ATTENTION_TEST_CASES": "8", "XLA_ATTENTION_FUZZ_CALLS": "200"}
 
-# Of a topic, those that call each tuned kernel once, seconds long. docs/dev/tests.md says why racecheck is not among
-# their tools.
+# Tests of a topic that call each tuned kernel once and take seconds. docs/dev/tests.md says why racecheck is not among
+# the tools.
 EACH_KERNEL = {
     "tuned_prefill": ("tuned_kernels_are_chosen", "the_fused_kernel_is_chosen", "many_fused_decode_sequences"),
     "tuned_backward": ("tuned_backward_kernels_are_chosen",),
@@ -28,7 +28,7 @@ EACH_KERNEL = {
 
 
 def main() -> int:
-    """Run everything; the number of parts that failed."""
+    """Run everything; returns the number of parts that failed."""
     env = environment()
     failed = []
 

@@ -1,7 +1,7 @@
-"""What the Rust tests measured, as a table: the file that XLA_ATTENTION_TEST_SUMMARY named.
+"""A table of the errors that the Rust tests measured, from the file that XLA_ATTENTION_TEST_SUMMARY names.
 
-`python tests/gpu/summary.py FILE` prints it in Markdown. The file has a line for each test and element types
-(`tests/support/summary.rs`); the table joins the tests of a topic.
+`python tests/gpu/summary.py FILE` prints it in Markdown. The file has a line per test and combination of dtypes
+(`tests/support/summary.rs`); the table merges the tests of a topic.
 """
 
 import dataclasses
@@ -11,22 +11,22 @@ import sys
 
 @dataclasses.dataclass
 class Row:
-    """The cases of one topic on one device in one combination of element types."""
+    """The cases of a topic on a device in one combination of dtypes."""
 
     cases: int = 0
-    units: float | None = None
-    share: float = 0.0
+    error_ratio: float | None = None  # largest error / naive error
+    bound_fraction: float = 0.0  # largest error / allowed error
 
-    def add(self, cases: str, units: str, share: str) -> None:
-        """Take in a line of the file; `units` is `-` where the naive error was too small to be a measure."""
+    def add(self, cases: str, error_ratio: str, bound_fraction: str) -> None:
+        """Merge a line of the file; `error_ratio` is `-` where the naive error is too small to divide by."""
         self.cases += int(cases)
-        if units != "-":
-            self.units = max(float(units), self.units or 0.0)
-        self.share = max(float(share), self.share)
+        if error_ratio != "-":
+            self.error_ratio = max(float(error_ratio), self.error_ratio or 0.0)
+        self.bound_fraction = max(float(bound_fraction), self.bound_fraction)
 
 
 def table(path: pathlib.Path) -> str:
-    """The table in Markdown; empty if nothing was measured."""
+    """The table in Markdown; empty without a file."""
     if not path.is_file():
         return ""
     rows: dict[tuple[str, str, str], Row] = {}
@@ -40,8 +40,8 @@ def table(path: pathlib.Path) -> str:
         "|---|---|---|---:|---:|---:|",
     ]
     for (device, topic, dtypes), row in [*sorted(rows.items()), (("", "all", ""), total)]:
-        units = "-" if row.units is None else f"{row.units:.2f}"
-        lines.append(f"| {device} | {topic} | {dtypes} | {row.cases} | {units} | {row.share:.2f} |")
+        ratio = "-" if row.error_ratio is None else f"{row.error_ratio:.2f}"
+        lines.append(f"| {device} | {topic} | {dtypes} | {row.cases} | {ratio} | {row.bound_fraction:.2f} |")
     return "\n".join(lines)
 
 

@@ -1,5 +1,4 @@
-// What the programs of this folder share: the mbarrier's instructions as in kernels/include/hopper/ptx.cuh, and a
-// launch.
+// The mbarrier instructions of the programs in this folder, as in kernels/include/hopper/ptx.cuh, and their launch.
 #pragma once
 
 #include <cstdint>
@@ -17,24 +16,24 @@ __device__ inline void barrier_end(uint32_t barrier) {
 __device__ inline void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-/// Whether the phase of this parity is over.
-__device__ inline bool is_over(uint32_t barrier, uint32_t parity) {
-  uint32_t over;
+/// Whether the phase with this parity has completed.
+__device__ inline bool is_complete(uint32_t barrier, uint32_t parity) {
+  uint32_t complete;
   asm volatile(
-      "{\n.reg .pred over;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, over;\n}"
-      : "=r"(over)
+      "{\n.reg .pred complete;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, complete;\n}"
+      : "=r"(complete)
       : "r"(barrier), "r"(parity)
       : "memory");
-  return over != 0;
+  return complete != 0;
 }
 __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
-  while (!is_over(barrier, parity)) {
+  while (!is_complete(barrier, parity)) {
   }
 }
 
-/// Runs the kernel on `results` zeros and prints them, or why there are none.
+/// Runs the kernel on zeroed results and prints them, or the error.
 template <int kResults>
 int print(void (*kernel)(int*), int threads) {
   int *device = nullptr, host[kResults] = {};

@@ -1,6 +1,6 @@
-"""`python3 tests/gpu/sanitizer/run.py`: what compute-sanitizer says of small programs that each do one thing.
+"""`python3 tests/gpu/sanitizer/run.py`: what compute-sanitizer reports for small programs with mbarriers.
 
-docs/dev/tests.md draws on the table. Needs nvcc and compute-sanitizer on PATH, and a GPU of sm_90.
+docs/dev/tests.md cites the table. Needs nvcc and compute-sanitizer on PATH, and a GPU of sm_90.
 """
 
 import concurrent.futures
@@ -13,15 +13,19 @@ import tempfile
 HERE = pathlib.Path(__file__).resolve().parent
 
 # (program, macros, tool and its options)
-RUNS = [("own_barriers", {"WARPS": w}, tool) for w in (1, 12) for tool in ("synccheck", "racecheck")]
+RUNS = [("warp_barriers", {"WARPS": w}, tool) for w in (1, 12) for tool in ("synccheck", "racecheck")]
 RUNS += [
-    ("overwritten", word, tool)
+    ("overwritten_barrier", word, tool)
     for word in ({}, {"WORD": "0ull"}, {"WORD": "0x3f000000bf2a5b37ull"}, {"WORD": "0xbf000000bf2a5b37ull"})
     for tool in ("", "synccheck")
 ]
 RUNS += [
-    ("handed_over", {"PLANS": plans, "THERE": there, "BACK": back, "READS": reads, "AFTER": after}, "racecheck")
-    for plans, there, back, reads in (
+    (
+        "plan_pipeline",
+        {"WRITER": writer, "FULL": full, "EMPTY": empty, "READERS": readers, "SYNC": sync},
+        "racecheck",
+    )
+    for writer, full, empty, readers in (
         (0, 1, 1, 1),
         (0, 1, 1, 32),
         (0, 1, 32, 32),
@@ -31,18 +35,18 @@ RUNS += [
         (5, 1, 1, 32),
         (5, 32, 32, 32),
     )
-    for after in (0, 1)
+    for sync in (0, 1)
 ]
 
 
 def build(folder: pathlib.Path, name: str, macros: dict[str, object]) -> pathlib.Path:
-    """The program with these macros."""
+    """Compile a program with these macros."""
     binary = folder / "_".join([name, *(str(value) for value in macros.values())])
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         sys.exit("nvcc is not on PATH")
     defines = [f"-D{macro}={value}" for macro, value in macros.items()]
-    # nvcc of the PyPI wheels does not look where they put its libraries.
+    # nvcc of the PyPI wheels does not search their library folder.
     library = pathlib.Path(nvcc).resolve().parents[1] / "lib"
     options = ["-arch=sm_90a", "-std=c++17", "-lineinfo", f"-L{library}", *defines]
     subprocess.run([nvcc, *options, "-o", str(binary), str(HERE / f"{name}.cu")], check=True)
@@ -50,28 +54,28 @@ def build(folder: pathlib.Path, name: str, macros: dict[str, object]) -> pathlib
 
 
 def run(tool: str, binary: pathlib.Path) -> tuple[str, str]:
-    """The exit status, and what was printed that tells something."""
+    """The exit status, and the lines of output with results or errors."""
     command = ["compute-sanitizer", "--tool", *tool.split(), "--error-exitcode", "7"] if tool else []
     try:
-        done = subprocess.run([*command, str(binary)], capture_output=True, text=True, timeout=60)
-        said, code = done.stdout + done.stderr, str(done.returncode)
+        completed = subprocess.run([*command, str(binary)], capture_output=True, text=True, timeout=60)
+        output, code = completed.stdout + completed.stderr, str(completed.returncode)
     except subprocess.TimeoutExpired as expired:
-        said, code = (expired.stdout or b"").decode(), "hangs"
-    lines = [line.removeprefix("=========").strip() for line in said.splitlines()]
-    told = ("results:", "failed:", "Warning", "Error", "Barrier", "Race", "RACECHECK", "ERROR SUMMARY")
-    return code, "; ".join(list(dict.fromkeys(line for line in lines if line.startswith(told)))[:5])[:400]
+        output, code = (expired.stdout or b"").decode(), "hangs"
+    lines = [line.removeprefix("=========").strip() for line in output.splitlines()]
+    prefixes = ("results:", "failed:", "Warning", "Error", "Barrier", "Race", "RACECHECK", "ERROR SUMMARY")
+    return code, "; ".join(list(dict.fromkeys(line for line in lines if line.startswith(prefixes)))[:5])[:400]
 
 
 def main() -> None:
-    """Build and run everything; a row each."""
+    """Build and run everything; prints a row per run."""
     folder = pathlib.Path(tempfile.mkdtemp())
     with concurrent.futures.ThreadPoolExecutor() as pool:
         programs = {(name, str(macros)): pool.submit(build, folder, name, macros) for name, macros, _ in RUNS}
     print("| program | tool | exit | what it prints |\n|---|---|---|---|", flush=True)
     for name, macros, tool in RUNS:
-        code, said = run(tool, programs[name, str(macros)].result())
+        code, output = run(tool, programs[name, str(macros)].result())
         values = " ".join(f"{macro}={value}" for macro, value in macros.items())
-        print(f"| {name} {values} | {tool or 'none'} | {code} | {said} |", flush=True)
+        print(f"| {name} {values} | {tool or 'none'} | {code} | {output} |", flush=True)
 
 
 if __name__ == "__main__":
