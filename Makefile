@@ -1,20 +1,20 @@
-# Everything runs in one virtual environment, .venv, which each target sets up as far as it needs it.
+# All targets use one virtual environment, .venv, and install what they need into it.
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 PYTHON := $(BIN)/python3
 export PATH := $(BIN):$(PATH)
 export PYTHON
-# Modules are compiled when they are imported first: most of the thousands never are.
+# Python compiles modules at their first import; most of the thousands are never imported.
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-compile
 
-# What `make audit` holds the crates against is in deny.toml.
+# The rules of `make audit` are in deny.toml.
 DENY := target/tools/bin/cargo-deny
 
 .PHONY: all build wheel lock reference test matrix lint audit format demo gpu-test gpu-binaries emulate fuzz bench plot clean
 
 all: build
 
-# A list out of pyproject.toml, one requirement a line.
+# A list of pyproject.toml, one requirement per line.
 list = $(PYTHON) -c "import tomllib; t = tomllib.load(open('pyproject.toml', 'rb')); print(*$(1), sep='\n')"
 
 $(VENV)/build.stamp: build_support/requirements.txt
@@ -23,14 +23,14 @@ $(VENV)/build.stamp: build_support/requirements.txt
 	$(PIP) --require-hashes -r build_support/requirements.txt
 	touch $@
 
-# After a change of [build-system] or a dependency group in pyproject.toml.
+# Run after a change of [build-system] or of a dependency group in pyproject.toml.
 lock:
 	$(PYTHON) build_support/lock.py
 
-# $(call install,NAME,GROUPS,OPTIONS): what NAME_requirements.txt lists. Its hashes are those of the files for CI's Python; for
-# another one the versions alone are pinned, as the GROUPS of pyproject.toml have them.
+# $(call install,NAME,GROUPS,OPTIONS): installs NAME_requirements.txt. Its hashes are those of the files for CI's Python; for
+# another Python, only the versions in the GROUPS of pyproject.toml are pinned.
 LOCKED := $(PYTHON) -c "import platform, sys; sys.exit(sys.version_info[:2] != (3, 11) or platform.machine() != 'x86_64')"
-install = echo "make: installing what $(1)_requirements.txt lists"; if $(LOCKED); then $(PIP) $(3) --require-hashes -r build_support/$(1)_requirements.txt; else \
+install = echo "make: installing $(1)_requirements.txt"; if $(LOCKED); then $(PIP) $(3) --require-hashes -r build_support/$(1)_requirements.txt; else \
   echo 'make: this is not Python 3.11 on x86_64: by version, without hashes'; \
   $(call list,$(2)) > $(VENV)/$(1).txt && $(PIP) $(3) -r $(VENV)/$(1).txt; fi
 
@@ -44,8 +44,8 @@ $(VENV)/test.stamp: $(VENV)/demo.stamp pyproject.toml $(addsuffix _requirements.
 	@$(call install,xla_gpu,t['dependency-groups']['xla_gpu'],--no-deps --upgrade --target $(VENV)/xla_gpu)
 	touch $@
 
-# The CUDA kernels take minutes to compile, so `test`, `demo` and `lint` build those of the GPUs that are here; CI builds what
-# users get. Also: none, or compute capabilities as 80,90.
+# The CUDA kernels take minutes to compile, so `test`, `demo` and `lint` compile them only for the GPUs of this machine; CI
+# compiles all. Other values: none, or compute capabilities such as 80,90.
 CUDA_ARCHS ?= $(if $(CI),all,$(shell nvidia-smi -L >/dev/null 2>&1 && echo native || echo none))
 ifneq ($(CUDA_ARCHS),all)
 test demo lint: export XLA_ATTENTION_CUDA_ARCHS := $(CUDA_ARCHS)
@@ -54,11 +54,11 @@ endif
 build: $(VENV)/build.stamp
 	cargo build --release --locked
 
-# The package in .venv: rebuilt and installed again when a source has changed.
+# The package in .venv, which is rebuilt and reinstalled when a source has changed.
 SOURCES := $(shell find src ffi kernels build_support python xla_headers -type f -not -path 'xla_headers/include/*' -not -name '*.pyc') \
   build.rs Cargo.toml Cargo.lock pyproject.toml hatch_build.py README.md LICENSE
 PACKAGE := $(VENV)/package-$(CUDA_ARCHS).stamp
-# Tests can arm failpoints; a library for users has none.
+# Tests arm failpoints; a library for users has none.
 FEATURES := --features failpoints
 TESTED := --locked $(FEATURES)
 WHEEL := pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir
@@ -73,7 +73,7 @@ $(VENV)/package-all.stamp: $(VENV)/demo.stamp $(SOURCES)
 	rm -f $(VENV)/package-*.stamp
 	touch $@
 
-# Not in dist, because it is not for users. Its features and profile are those of the tests, which take the same library.
+# Not in dist, because it is not for users. It has the features and the profile of the tests, which load this library.
 $(VENV)/package-%.stamp: $(VENV)/demo.stamp $(SOURCES)
 	@echo 'make: building CUDA kernels for: $* (CUDA_ARCHS=all builds every one)'
 	rm -rf target/package
@@ -84,11 +84,11 @@ $(VENV)/package-%.stamp: $(VENV)/demo.stamp $(SOURCES)
 
 # cargo-nextest where it is installed, cargo's own runner elsewhere.
 NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
-# $(call beside,TARGETS,COMMAND): runs COMMAND while TARGETS are made. pip and a linker take one core, of two or more.
-beside = $(MAKE) --no-print-directory $(1) & $(2); status=$$?; wait $$! && exit $$status
+# $(call parallel,TARGETS,COMMAND): runs COMMAND while TARGETS are made, because pip and the linker use one core each.
+parallel = $(MAKE) --no-print-directory $(1) & $(2); status=$$?; wait $$! && exit $$status
 
 test: $(VENV)/build.stamp
-	@$(call beside,$(VENV)/test.stamp $(PACKAGE),cargo test $(TESTED) --lib --tests --no-run)
+	@$(call parallel,$(VENV)/test.stamp $(PACKAGE),cargo test $(TESTED) --lib --tests --no-run)
 ifdef NEXTEST
 	cargo nextest run $(TESTED)
 else
@@ -96,23 +96,23 @@ else
 endif
 	cargo test $(TESTED) --doc
 	cargo run $(TESTED) --quiet --profile test --example c_interface
-	$(PYTHON) tests/python/in_two_processes.py $(if $(CI),,-m "not slow")
+	$(PYTHON) tests/python/parallel_pytest.py $(if $(CI),,-m "not slow")
 
-# The wheel in every runtime of tests/matrix/environments.toml; the table goes to docs/compatibility.md.
+# Runs the wheel in every runtime of tests/matrix/environments.toml; writes the table of docs/compatibility.md.
 matrix: $(VENV)/test.stamp $(VENV)/package-all.stamp
 	$(PYTHON) tests/matrix/run.py $(ARGS)
 
 lint: $(VENV)/build.stamp
 	rustfmt --edition 2024 --check $$(git ls-files '*.rs')
-	@$(call beside,$(VENV)/test.stamp,cargo clippy --locked --all-targets --all-features -- -D warnings)
+	@$(call parallel,$(VENV)/test.stamp,cargo clippy --locked --all-targets --all-features -- -D warnings)
 	cargo clippy --locked --all-targets --no-default-features -- -D warnings
 	clang-format --dry-run --Werror $$(git ls-files '*.c' '*.cc' '*.h' '*.cu' '*.cuh' ':!*/xla_attention.h')
 	ruff check .
 	ruff format --check .
 	codespell $$(git ls-files)
 
-# Licences, duplicates and origins of the crates. `ARGS=advisories` asks for known faults, for which cargo-deny fetches
-# RustSec's database from GitHub.
+# Checks licences, duplicates and origins of the crates. `ARGS=advisories` checks for known vulnerabilities; cargo-deny then
+# fetches RustSec's database from GitHub.
 audit: $(DENY)
 	$(DENY) --locked check $(or $(ARGS),licenses bans sources)
 
@@ -125,19 +125,19 @@ format: $(VENV)/test.stamp
 	ruff check --fix .
 	ruff format .
 
-# Generate text with a real language model through our paged attention.
+# Generates text with a language model that uses our paged attention.
 demo: $(PACKAGE)
 	$(PYTHON) examples/generate.py $(ARGS)
 
-# On a machine with a GPU: the same tests, from .venv or, where there is no Rust, from the wheel in dist/.
+# The tests that need a GPU, from .venv or, on a machine without Rust, from the wheel and the binaries in dist/.
 gpu-test:
 	python3 tests/gpu/run.py
 
-# The Rust tests for it, to be carried to a machine without Rust.
+# The Rust test binaries in dist/, for a machine without Rust.
 gpu-binaries: $(VENV)/build.stamp
 	cargo test $(TESTED) --tests --no-run --message-format=json | $(PYTHON) tests/gpu/collect.py
 
-# The GPU tests on this machine's CPU, through a stand-in for libcuda (tests/emulator): slow, so a few at a time.
+# Runs GPU tests on the CPU with a fake libcuda (tests/emulator), a few at a time because it is slow.
 emulate: $(VENV)/build.stamp
 	mkdir -p target/emulator
 	g++ -std=c++17 -O2 -Wall -Wextra -Werror -fPIC -shared tests/emulator/libcuda.cc -o target/emulator/libcuda.so.1 -ldl
@@ -145,18 +145,18 @@ emulate: $(VENV)/build.stamp
 	  XLA_ATTENTION_EMULATOR_CACHE=$(CURDIR)/target/emulator/kernels XLA_ATTENTION_TEST_DEVICE=cuda \
 	  cargo test $(TESTED) $(or $(ARGS),--test it -- merge_attention_states:: kv_cache_update:: --skip rope_)
 
-# The generated files that are checked in: docs/reference/custom_calls.md and the C header.
+# Writes the generated files that are checked in: docs/reference/custom_calls.md and the C header.
 reference: $(VENV)/build.stamp
 	XLA_ATTENTION_WRITE_REFERENCE=1 cargo test --locked --test it documentation::the_generated_files
 
-# Damaged calls chosen by the coverage that they give (tests/coverage_fuzz), on one core; ARGS are options of libFuzzer.
+# Coverage-guided fuzzing of mutated calls (tests/coverage_fuzz) on one core; ARGS are options of libFuzzer.
 fuzz: $(VENV)/build.stamp
 	tests/coverage_fuzz/run.sh $(ARGS)
 
 bench:
 	python3 benches/run.py $(ARGS)
 
-# The pictures in docs out of the JSON beside them, which is the last line of `make bench ARGS=prefill.py` or decode.py.
+# Draws the figures in docs from the JSON files beside them; benches/plot.py says where these come from.
 plot: $(VENV)/build.stamp
 	$(call list,t['dependency-groups']['plot']) > $(VENV)/plot.txt
 	$(PIP) -r $(VENV)/plot.txt

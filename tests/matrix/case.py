@@ -1,4 +1,4 @@
-"""What the parts of the suite are made of."""
+"""Cases of the suite, and helpers for them."""
 
 import contextlib
 import threading
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """A thing to try; it fails by raising."""
+    """One test; it fails by raising an exception."""
 
     group: str  # a column of the table
     name: str
@@ -15,7 +15,7 @@ class Case(NamedTuple):
 
 
 class Skip(NamedTuple):
-    """A group of cases that this runtime cannot have, and why; the table says it."""
+    """A group without cases in this runtime; the reason goes into the table."""
 
     group: str
     reason: str
@@ -23,7 +23,7 @@ class Skip(NamedTuple):
 
 @contextlib.contextmanager
 def raises(kind, *texts):
-    """The block raises `kind`, and its message holds each of the texts."""
+    """Assert that the block raises `kind` with a message that contains each text."""
     try:
         yield
     except kind as error:
@@ -35,7 +35,7 @@ def raises(kind, *texts):
 
 
 def from_two_threads(first, second, times=5):
-    """Run both functions at once, several times; what either raises is raised here."""
+    """Run both functions in parallel, several times; an exception of either is raised here."""
     barrier, errors = threading.Barrier(2, timeout=60), []
 
     def repeat(function):

@@ -1,4 +1,4 @@
-"""The environments of environments.toml: virtual environments under target/matrix, made when their pins change."""
+"""Creates the environments of environments.toml under target/matrix, anew when their pins change."""
 
 import hashlib
 import os
@@ -15,7 +15,7 @@ FOLDER = ROOT / "target/matrix"
 
 
 class CannotMakeError(Exception):
-    """An environment that cannot be made here; the table says why."""
+    """An environment that cannot be created here; the reason goes into the table."""
 
 
 def environments():
@@ -24,24 +24,24 @@ def environments():
 
 
 def wheel():
-    """The built wheel, and the hash of the library in it."""
-    found = sorted(ROOT.glob("dist/*.whl"), key=os.path.getmtime)
-    if not found:
+    """The path of the newest wheel in dist/, and the hash of its library."""
+    wheels = sorted(ROOT.glob("dist/*.whl"), key=os.path.getmtime)
+    if not wheels:
         sys.exit("no wheel in dist/: run `make wheel`")
-    with zipfile.ZipFile(found[-1]) as archive:
+    with zipfile.ZipFile(wheels[-1]) as archive:
         (library,) = (name for name in archive.namelist() if name.endswith("libxla_attention.so"))
-        return found[-1], hashlib.sha256(archive.read(library)).hexdigest()
+        return wheels[-1], hashlib.sha256(archive.read(library)).hexdigest()
 
 
 def make(environment, wheel):
-    """Make an environment and install the wheel in it.
+    """Create an environment and install the wheel in it.
 
     Returns
     -------
     python : str
-        What runs there.
+        Its interpreter.
     variables : dict
-        The environment variables that it runs with.
+        Its environment variables.
     """
     folder = FOLDER / environment["name"]
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "JAX_", "XLA_", "PJRT_"))}
@@ -66,13 +66,13 @@ def make(environment, wheel):
 
 
 def _base_python(version):
-    """An interpreter: this one, or the one of a version, out of PATH or of pyenv."""
+    """An interpreter of a version, from PATH or pyenv; by default the one of this process."""
     if version is None or version == f"{sys.version_info.major}.{sys.version_info.minor}":
         return str(pathlib.Path(sys.base_prefix, "bin/python3"))
     pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
     candidates = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"versions/{version}.*/bin/python3"))]
     for candidate in filter(None, candidates):
-        # A shim of pyenv is there for versions that are not chosen, too.
+        # pyenv has shims even for versions that are not selected: they fail.
         if subprocess.run([candidate, "-c", ""], capture_output=True, check=False).returncode == 0:
             return str(candidate)
     raise CannotMakeError(f"no Python {version} on this machine")

@@ -1,4 +1,4 @@
-"""xla_attention.jax, where jax is one that it takes; where not, that it says so."""
+"""Cases of xla_attention.jax; for an unsupported JAX, that importing it reports this."""
 
 import functools
 import inspect
@@ -24,7 +24,7 @@ JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
 
 def runtime():
-    """Name and version, and that of its FFI."""
+    """The runtime's name and version, and its FFI version."""
     versions = f"jax {jax.__version__}"
     if jax.lib.__version__ != jax.__version__:
         versions += f", jaxlib {jax.lib.__version__}"
@@ -32,22 +32,22 @@ def runtime():
 
 
 def cases():
-    """Those of this jax."""
+    """The cases for this JAX version."""
     if JAX_VERSION < (0, 5):
         yield from stablehlo_cases.cases(jaxlib_runtime.register_targets)
-        yield Case("registration", "xla_attention.jax refuses this jax", _import_is_refused)
+        yield Case("registration", "xla_attention.jax rejects this jax", _import_fails)
         yield Skip(GROUP, "xla_attention.jax needs jax >= 0.5 and says so")
         return
     import xla_attention.jax as xj
 
     yield from stablehlo_cases.cases(xj.register_targets)
-    yield Case("registration", "a refused handler is found out", _refused_handler)
+    yield Case("registration", "a rejected handler is detected", _rejected_handler)
     from xla_attention.jax import _register
 
     if _register.accepted().version != _library.handler_sets()[-1].version:
         yield Case("registration", "the oldest handlers run too", _oldest_handlers)
     for name, call in calls.every_call().items():
-        if call.has_64_bits:  # which JAX has to be asked for
+        if call.has_64_bits:  # JAX drops them by default
             continue
         for how, wrap in (("eagerly", lambda f: f), ("jitted", jax.jit)):
             yield Case(GROUP, f"{name}, {how}", functools.partial(_run, xj, call, wrap))
@@ -57,23 +57,23 @@ def cases():
         yield Case(GROUP, name, functools.partial(test, xj))
 
 
-def _import_is_refused():
+def _import_fails():
     with raises(ImportError, "xla_attention needs jax >= 0.5, this is " + jax.__version__):
         import xla_attention.jax  # noqa: F401
 
 
-def _refused_handler():
+def _rejected_handler():
     from xla_attention.jax import _register
 
-    said = _register.rejection(old_handler.TARGET)
-    assert said is not None and "incompatible with the framework's API version" in said, said
+    error = _register.rejection(old_handler.TARGET)
+    assert error is not None and "incompatible with the framework's API version" in error, error
     assert all(_register.rejection(t) is None for t in _register.accepted().targets if t.platform == b"cpu")
     newest = max(one.version for one in _library.compatible_sets(_register.runtime_ffi_version()))
     assert _register.accepted().version == newest, _register.accepted()
 
 
 def _oldest_handlers():
-    """In a process that knows of no others."""
+    """In a subprocess without the other sets of handlers."""
     code = """
 from xla_attention import _library
 oldest = _library.handler_sets()[-1]
@@ -88,16 +88,16 @@ print(simple_add(jnp.arange(3.0), jnp.arange(3.0)).tolist())
 
 
 def _run(xj, call, wrap):
-    from jax_side import arrays_of  # which imports xla_attention.jax
+    from jax_adapter import arrays_of  # which imports xla_attention.jax
 
     arrays = arrays_of(call)
-    static = {name: x for name, x in call.given.items() if name not in arrays}
+    static = {name: x for name, x in call.arguments.items() if name not in arrays}
     function = wrap(lambda arrays: getattr(xj, call.function)(**arrays, **static))
-    call.check(*map(np.asarray, calls.flat(function(calls.mapped(jnp.asarray, arrays)))))
+    call.check(*map(np.asarray, calls.flatten(function(calls.tree_map(jnp.asarray, arrays)))))
 
 
 def _run_donated(xj, call):
-    """Each cache stays where it is."""
+    """Each cache is updated in place."""
 
     def donating(function):
         def run(arrays):
@@ -105,10 +105,10 @@ def _run_donated(xj, call):
             caches = jax.tree.leaves(cache)
             addresses = {x.unsafe_buffer_pointer() for x in caches}
             step = jax.jit(lambda cache, rest: function({call.updates: cache, **rest}), donate_argnums=0)
-            found = step(cache, arrays)
+            actual = step(cache, arrays)
             assert all(x.is_deleted() for x in caches), "the cache was not donated"
-            assert addresses <= {x.unsafe_buffer_pointer() for x in jax.tree.leaves(found)}, "another buffer"
-            return found
+            assert addresses <= {x.unsafe_buffer_pointer() for x in jax.tree.leaves(actual)}, "another buffer"
+            return actual
 
         return run
 
@@ -116,56 +116,56 @@ def _run_donated(xj, call):
 
 
 def _dot_product_attention(xj):
-    """Against jax.nn's own."""
+    """Against jax.nn.dot_product_attention."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((2, 5, heads, 32)), jnp.float32) for heads in (4, 2, 2))
-    wanted = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    expected = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     for function in (xj.dot_product_attention, jax.jit(xj.dot_product_attention, static_argnames="is_causal")):
-        np.testing.assert_allclose(function(q, k, v, is_causal=True), wanted, atol=2e-5)
+        np.testing.assert_allclose(function(q, k, v, is_causal=True), expected, atol=2e-5)
 
 
 def _gradients(xj):
-    """Against JAX's own, alone and of three batches at once."""
+    """Against JAX's gradients, of one batch and under vmap."""
     rng = np.random.default_rng(1)
     operands = [jnp.asarray(rng.standard_normal((3, 2, 5, heads, 32)), jnp.float32) for heads in (4, 2, 2)]
 
     def gradients(attend):
         return jax.grad(lambda *x: jnp.sum(jnp.sin(attend(*x, is_causal=True))), (0, 1, 2))
 
-    wanted = jax.vmap(gradients(jax.nn.dot_product_attention))(*operands)
-    found = jax.jit(jax.vmap(gradients(xj.dot_product_attention)))(*operands)
-    alone = gradients(xj.dot_product_attention)(*(x[1] for x in operands))
-    for a, b, c in zip(found, alone, wanted, strict=True):
+    expected = jax.vmap(gradients(jax.nn.dot_product_attention))(*operands)
+    actual = jax.jit(jax.vmap(gradients(xj.dot_product_attention)))(*operands)
+    single = gradients(xj.dot_product_attention)(*(x[1] for x in operands))
+    for a, b, c in zip(actual, single, expected, strict=True):
         np.testing.assert_allclose(a, c, atol=1e-4)
         np.testing.assert_allclose(b, c[1], atol=1e-4)
 
 
-def _given(name):
-    return calls.mapped(jnp.asarray, calls.plain_calls()[name].given)
+def _arguments(name):
+    return calls.tree_map(jnp.asarray, calls.plain_calls()[name].arguments)
 
 
 def _ragged_paged_attention(xj):
-    given = _given("paged_attention: plain")
-    operands = [given[name] for name in calls.PAGED]
-    wanted = xj.paged_attention(*operands, scale=0.25)
+    arguments = _arguments("paged_attention: plain")
+    operands = [arguments[name] for name in calls.PAGED]
+    expected = xj.paged_attention(*operands, scale=0.25)
     for function in (xj.ragged_paged_attention, jax.jit(xj.ragged_paged_attention, static_argnames="sm_scale")):
-        np.testing.assert_allclose(function(*operands, sm_scale=0.25), wanted, atol=2e-5)
+        np.testing.assert_allclose(function(*operands, sm_scale=0.25), expected, atol=2e-5)
 
 
 def _without_lse(xj):
-    given = _given("flash_attn_varlen: plain")
-    wanted, _ = xj.flash_attn_varlen(**given)
-    np.testing.assert_array_equal(xj.flash_attn_varlen(**{**given, "return_lse": False}), wanted)
+    arguments = _arguments("flash_attn_varlen: plain")
+    expected, _ = xj.flash_attn_varlen(**arguments)
+    np.testing.assert_array_equal(xj.flash_attn_varlen(**{**arguments, "return_lse": False}), expected)
 
 
 def _error_at_trace_time(xj):
-    """The text, before anything is compiled; the same from a jitted function."""
-    given = _given("paged_attention: plain")
-    tables = given.pop("block_tables")
+    """The error at trace time, eagerly and in a jitted function."""
+    arguments = _arguments("paged_attention: plain")
+    tables = arguments.pop("block_tables")
     text = "xla_gpu_paged_attention: block_tables has shape [2, 4], expected [num_seqs=6, max_pages]"
 
     def step(tables):
-        return xj.paged_attention(block_tables=tables, **given)
+        return xj.paged_attention(block_tables=tables, **arguments)
 
     with raises(ValueError, text):
         step(tables[:2])
@@ -177,9 +177,9 @@ UPDATE = "kv_cache_update: float32 interleaved plain"
 
 
 def _scanned(xj):
-    """A loop that carries its cache."""
-    given = _given(UPDATE)
-    cache, key, value = (given[name] for name in ("kv_cache", "key", "value"))
+    """A scan that carries the cache."""
+    arguments = _arguments(UPDATE)
+    cache, key, value = (arguments[name] for name in ("kv_cache", "key", "value"))
     slots = jnp.arange(32)
 
     @jax.jit
@@ -189,8 +189,8 @@ def _scanned(xj):
 
         return jax.lax.scan(step, cache, slots)[0]
 
-    found = loop(cache)
-    np.testing.assert_array_equal(found[:, :, 0::2], np.broadcast_to(key[0], (8, 4, 2, 16)))
+    actual = loop(cache)
+    np.testing.assert_array_equal(actual[:, :, 0::2], np.broadcast_to(key[0], (8, 4, 2, 16)))
 
 
 def _mapped(xj):
@@ -199,18 +199,19 @@ def _mapped(xj):
 
 
 def _mapped_pages(xj):
-    """Rows and sequences of all indices in one call: queries over pages that they share, and caches of their own."""
+    """vmap over queries with a shared cache, and over caches."""
     for name, operand in (("paged_attention: plain", "query"), (UPDATE, "kv_cache")):
-        given = _given(name)
-        values = given.pop(operand)
+        arguments = _arguments(name)
+        values = arguments.pop(operand)
         function = functools.partial(
-            getattr(xj, name.partition(":")[0]), **{**given, "return_lse": False} if operand == "query" else given
+            getattr(xj, name.partition(":")[0]),
+            **{**arguments, "return_lse": False} if operand == "query" else arguments,
         )
-        found = jax.jit(jax.vmap(lambda x, f=function, o=operand: f(**{o: x})))(jnp.stack([values, 2 * values]))
-        np.testing.assert_allclose(found[1], function(**{operand: 2 * values}), atol=1e-6)
+        actual = jax.jit(jax.vmap(lambda x, f=function, o=operand: f(**{o: x})))(jnp.stack([values, 2 * values]))
+        np.testing.assert_allclose(actual[1], function(**{operand: 2 * values}), atol=1e-6)
 
 
-# Of tests/python/sharding_cases.py.
+# A sample of tests/python/sharding_cases.py.
 _SHARDED = (
     "packed, by heads",
     "packed, projected, two KV heads",
@@ -222,7 +223,7 @@ _SHARDED = (
 
 
 def _sharded(_xj):
-    """Over four devices of the CPU, which a process asks for before it begins; on each kind of mesh of this jax."""
+    """On four CPU devices, in a subprocess with that flag, and on each kind of mesh that this JAX has."""
     import sharding_cases
 
     program = pathlib.Path(sharding_cases.__file__).with_name("sharding_program.py")
@@ -235,7 +236,7 @@ def _sharded(_xj):
         rows = [json.loads(line) for line in done.stdout.splitlines()]
         assert [row["case"] for row in rows] == names
         for row in rows:
-            assert row["off"] < 2e-5 and row["in_place"] and not row["copies"], row
+            assert row["error"] < 2e-5 and row["in_place"] and not row["copies"], row
             assert set(row["collectives"]) == sharding_cases.EXCHANGE.get(row["case"], set()), row
 
 
@@ -245,19 +246,19 @@ def _from_two_threads(xj):
 
 
 def _arguments_of_jaxs(xj):
-    """Each of this JAX's dot_product_attention, with the same default."""
+    """Every parameter of this JAX's dot_product_attention, with its default."""
     ours = inspect.signature(xj.dot_product_attention).parameters
     for name, parameter in inspect.signature(jax.nn.dot_product_attention).parameters.items():
         assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default), name
 
 
 def _no_gradient(xj):
-    """Refused where it is asked for, and nowhere else."""
-    given = _given(UPDATE)
-    rows = given.pop("key")
+    """Raised for a gradient that is needed, and for no other."""
+    arguments = _arguments(UPDATE)
+    rows = arguments.pop("key")
 
     def update(rows):
-        return xj.kv_cache_update(key=rows, **given)
+        return xj.kv_cache_update(key=rows, **arguments)
 
     with raises(NotImplementedError, "kv_cache_update: there is no gradient; "):
         jax.grad(lambda rows: update(rows).sum())(rows)
@@ -268,18 +269,18 @@ def _no_gradient(xj):
 
 
 def _host_integers(xj):
-    """Slots that 32 bits would drop onto others."""
-    given = _given(UPDATE)
-    past = np.asarray(given.pop("slot_mapping"), np.int64) + 2**32
+    """Slots that would be valid if they were truncated to 32 bits."""
+    arguments = _arguments(UPDATE)
+    past = np.asarray(arguments.pop("slot_mapping"), np.int64) + 2**32
     for slots in (past, past.tolist()):
-        np.testing.assert_array_equal(xj.kv_cache_update(slot_mapping=slots, **given), given["kv_cache"])
+        np.testing.assert_array_equal(xj.kv_cache_update(slot_mapping=slots, **arguments), arguments["kv_cache"])
 
 
 _OTHERS = {
     "dot_product_attention, eagerly and jitted": _dot_product_attention,
     "dot_product_attention has the arguments of JAX's": _arguments_of_jaxs,
-    "gradients that there are not": _no_gradient,
-    "integers of the host do not wrap": _host_integers,
+    "unsupported gradients": _no_gradient,
+    "host integers do not wrap": _host_integers,
     "gradients, also under vmap": _gradients,
     "ragged_paged_attention, eagerly and jitted": _ragged_paged_attention,
     "flash_attn_varlen without lse": _without_lse,
@@ -287,6 +288,6 @@ _OTHERS = {
     "kv_cache_update in a scan": _scanned,
     "simple_add under vmap": _mapped,
     "pages under vmap": _mapped_pages,
-    "cut over four devices": _sharded,
+    "sharded over four devices": _sharded,
     "two calls from two threads": _from_two_threads,
 }

@@ -1,4 +1,4 @@
-"""jaxlib 0.4.38 to today, below JAX's own lowering: its FFI version and registration."""
+"""The FFI version and the target registry of jaxlib, from 0.4.38 on, without JAX's front-end."""
 
 import ctypes
 import pathlib
@@ -22,7 +22,7 @@ def ffi_version():
 
 
 def register_targets():
-    """Every row of the library's own table; what our JAX front-end does, for a jax that it refuses."""
+    """Register every row of the library's table, as xla_attention.jax does, for a JAX that it does not support."""
     for target in _library.targets():
         stages = {"initialize": target.initialize, "execute": target.execute}
         capsules = {name: ffi.pycapsule(ctypes.c_void_p(address)) for name, address in stages.items() if address}
@@ -30,6 +30,6 @@ def register_targets():
 
 
 def registered_targets():
-    """Names that the runtime's own registry holds for the CPU."""
-    xla_bridge.get_backend("cpu")  # until there is a backend, registrations wait
+    """The names in the runtime's registry for the CPU."""
+    xla_bridge.get_backend("cpu")  # registrations are queued until it exists
     return set(xla_client.custom_call_targets("Host"))

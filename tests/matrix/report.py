@@ -1,4 +1,4 @@
-"""What the suite said in each environment, as the table of docs/compatibility.md."""
+"""The table of docs/compatibility.md, from the output of the suite in each environment."""
 
 import json
 from typing import NamedTuple
@@ -7,17 +7,17 @@ GROUPS = ("registration", "StableHLO", "refusals", "threads", "functions")
 
 
 class Row(NamedTuple):
-    """One environment."""
+    """The result of one environment."""
 
     name: str
     start: dict  # the suite's first line
-    passed: dict  # how many cases of each group
-    problems: list  # texts; nothing is wrong without one
-    skips: list  # of (group, reason)
+    passed: dict  # number of passed cases by group
+    problems: list  # texts; empty if all is well
+    skips: list  # (group, reason)
 
 
 def row(name, output, returncode, library):
-    """The row that the suite's output makes: anything but a complete run in which all cases pass is a problem.
+    """The row of an environment: anything but a complete run in which all cases pass is a problem.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def row(name, output, returncode, library):
 
 
 def table(rows):
-    """The rows in Markdown, and why a number is missing."""
+    """The rows as a Markdown table, with notes on skipped groups."""
     head = ["runtime", "Python", "NumPy", "XLA FFI", *GROUPS, "cases", "result"]
     lines = [head, ["---", "---", "---", "---", *(["---:"] * (len(GROUPS) + 1)), "---"]]
     notes = []

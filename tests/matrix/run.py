@@ -1,8 +1,8 @@
-"""`make matrix`: the built wheel in every runtime of environments.toml, and the table of what ran.
+"""`make matrix`: runs the suite with the built wheel in the runtimes of environments.toml.
 
-python tests/matrix/run.py               all, and docs/compatibility.md is written
-python tests/matrix/run.py --ci          those that .ci/run runs
-python tests/matrix/run.py jax-0.7.2     some, by name
+python tests/matrix/run.py               all; writes docs/compatibility.md
+python tests/matrix/run.py --ci          those of .ci/run
+python tests/matrix/run.py jax-0.7.2     the named ones
 """
 
 import datetime
@@ -17,11 +17,11 @@ from environments import HERE, ROOT, CannotMakeError, environments, make, wheel
 from report import Row, row, table
 
 DOCUMENT = ROOT / "docs/compatibility.md"
-LIMIT = 300  # seconds that a suite may take
+TIMEOUT = 300  # seconds per suite
 
 
 def run(environment, path, library):
-    """One environment's row; what failed is printed."""
+    """The row of an environment; prints failures."""
     name, began = environment["name"], time.monotonic()
     try:
         python, variables = make(environment, path)
@@ -29,19 +29,19 @@ def run(environment, path, library):
         return Row(name, {}, {}, [str(error)], [])
     made = time.monotonic()
     command = [python, str(HERE / "suite.py"), environment["runtime"]]
-    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         try:
             status = subprocess.run(
-                command, env=variables, cwd="/", stdout=said, stderr=errors, timeout=LIMIT
+                command, env=variables, cwd="/", stdout=stdout, stderr=stderr, timeout=TIMEOUT
             ).returncode
         except subprocess.TimeoutExpired:
-            status = f"none after {LIMIT} s"
-        said.seek(0)
-        output = said.read()
+            status = f"none after {TIMEOUT} s"
+        stdout.seek(0)
+        output = stdout.read()
         result = row(name, output, status, library)
         if result.problems:
-            errors.seek(0)
-            print(_tracebacks(output), errors.read()[-3000:], sep="\n")
+            stderr.seek(0)
+            print(_tracebacks(output), stderr.read()[-3000:], sep="\n")
     ended = time.monotonic()
     print(
         f"{name}: {sum(result.passed.values())} cases, {'; '.join(result.problems) or 'passed'} "
@@ -57,7 +57,7 @@ def _tracebacks(output):
 
 
 def main(arguments):
-    """How many environments failed."""
+    """The number of environments that failed."""
     chosen = environments()
     if arguments == ["--ci"]:
         chosen = [one for one in chosen if one.get("ci")]
@@ -72,7 +72,7 @@ def main(arguments):
     if arguments:
         print(text)
     else:
-        # Everything between the two marks is the table.
+        # The table is between these marks.
         begin, end = "<!-- make matrix -->\n", "<!-- end -->"
         pattern = re.compile(re.escape(begin) + ".*" + re.escape(end), re.DOTALL)
         document = DOCUMENT.read_text()

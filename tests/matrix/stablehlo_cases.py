@@ -1,6 +1,6 @@
-"""The targets from raw StableHLO text: what holds on every jaxlib, whether or not our JAX front-end takes its jax.
+"""Cases of the targets in StableHLO text, for every jaxlib, also where xla_attention.jax does not support its JAX.
 
-The calls are those of tests/conformance that work, with what has to come out.
+The calls and their expected results are those of tests/conformance.
 """
 
 import functools
@@ -10,14 +10,14 @@ import numpy as np
 from case import Case, from_two_threads, raises
 from conformance_calls import stablehlo_text, x64
 from conformance_table import cases as conformance_cases
-from conformance_table import in_words_of_the_headers
+from conformance_table import ffi_header_errors
 from jaxlib_runtime import registered_targets
 from stablehlo import Program
 from xla_attention import _library
 
 
 def cases(register):
-    """All of them; `register` registers the targets."""
+    """All cases; `register` registers the targets."""
     group = "registration"
     yield Case(group, "all targets", functools.partial(_register, register))
     yield Case(group, "again", register)
@@ -29,17 +29,17 @@ def cases(register):
         if case.aliases:
             yield Case(group, f"{case}, donated", functools.partial(_run_donated, case))
     group = "refusals"
-    ours = [case for case in conformance_cases() if case.name in _REFUSED]
-    assert {case.name for case in ours} == set(_REFUSED)
-    for case in (*ours, *in_words_of_the_headers()):
+    ours = [case for case in conformance_cases() if case.name in _REJECTED]
+    assert {case.name for case in ours} == set(_REJECTED)
+    for case in (*ours, *ffi_header_errors()):
         yield Case(group, str(case), functools.partial(_refuse, case))
     group = "threads"
     yield Case(group, "one program", _one_program_from_two_threads)
     yield Case(group, "two programs, compiled at once", _two_programs_from_two_threads)
 
 
-# Ours; the others are of the headers that the handlers are built with. The same words in every runtime.
-_REFUSED = (
+# Calls that our code rejects; the FFI headers reject others. The texts are the same in every runtime.
+_REJECTED = (
     "context_lens i32[4]",
     "value f32[6,2,16]",
     "query bf16[6,4,12]; kv_cache bf16[5,8,4,12]; out bf16[6,4,12]",
@@ -60,12 +60,12 @@ def _program(case, **options):
     return Program(stablehlo_text(case, **options))
 
 
-def _check(case, found):
-    assert all(wanted.is_met_by(np.asarray(one)) for wanted, one in zip(case.results, found, strict=True)), found
+def _check(case, actual):
+    assert all(expected.matches(np.asarray(one)) for expected, one in zip(case.results, actual, strict=True)), actual
 
 
 def _with_64_bits(function):
-    """Which some of the tables' buffers have."""
+    """Run a function with 64-bit types, which some buffers of the tables have."""
 
     @functools.wraps(function)
     def run(*arguments):
@@ -82,7 +82,7 @@ def _run(case):
 
 @_with_64_bits
 def _run_donated(case):
-    """In place: the result lies where the operand lay; without donation the operand keeps its contents."""
+    """With donation the update is in place; without it the operand keeps its contents."""
     operands = [b.array() for b in case.operands]
     program = _program(case, in_place=True)
     buffers = [program.on_device(x) for x in operands]
@@ -99,7 +99,7 @@ def _run_donated(case):
 
 
 def _refuse(case):
-    """The text arrives, with its code, and the next call is as good as ever."""
+    """The error has its code and text, and the next call succeeds."""
     with raises(Exception, case.code, case.text):
         _program(case)(*[b.array() for b in case.operands])
     _run(_named(case.target))
@@ -111,9 +111,9 @@ def _one_program_from_two_threads():
     other = [operands[0], -operands[1], *operands[2:]]
     results = [program(*x) for x in (operands, other)]
 
-    def run(operands, wanted):
-        for found, right in zip(program(*operands), wanted, strict=True):
-            np.testing.assert_array_equal(found, right)
+    def run(operands, expected):
+        for actual, right in zip(program(*operands), expected, strict=True):
+            np.testing.assert_array_equal(actual, right)
 
     assert not np.array_equal(*(out for (out,) in results))
     from_two_threads(lambda: run(operands, results[0]), lambda: run(other, results[1]))

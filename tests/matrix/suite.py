@@ -1,7 +1,7 @@
-"""Run the cases of one runtime in the Python that runs this, and print a line of JSON for each; `run.py` starts it.
+"""Runs the cases of one runtime in this Python and prints a line of JSON for each; `run.py` starts it.
 
-Needs NumPy, ml_dtypes, the runtime (jax, or torch and torch_xla), and the installed wheel; nothing else. The first line
-tells what is installed, the last one that all cases have been tried.
+Needs NumPy, ml_dtypes, the runtime (jax, or torch and torch_xla) and the installed wheel. The first line has the
+installed versions; the last one says that no case is left.
 
     python tests/matrix/suite.py jax
 """
@@ -17,16 +17,16 @@ import traceback
 import numpy as np
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "python")]  # the latter for calls.py, conformance_table.py and others
+sys.path[:0] = [str(HERE), str(HERE.parent / "python")]  # the latter has calls.py and conformance_table.py
 
 
-def say(**line):
-    """One line of JSON."""
+def report(**line):
+    """Print a line of JSON."""
     print(json.dumps(line), flush=True)
 
 
 def main(runtime):
-    """How many cases failed."""
+    """The number of failed cases."""
     from case import Skip
     from xla_attention import _library
 
@@ -34,21 +34,21 @@ def main(runtime):
     library = hashlib.sha256(_library.library_path().read_bytes()).hexdigest()
     name, ffi = part.runtime()
     versions = {"python": platform.python_version(), "numpy": np.__version__, "runtime": name, "ffi": ffi}
-    say(kind="start", **versions, library=library)
+    report(kind="start", **versions, library=library)
     failed = 0
     for case in part.cases():
         if isinstance(case, Skip):
-            say(kind="skip", group=case.group, reason=case.reason)
+            report(kind="skip", group=case.group, reason=case.reason)
             continue
-        say(kind="try", group=case.group, name=case.name)  # so that a crash has a name
+        report(kind="try", group=case.group, name=case.name)  # names the case if it crashes
         error = None
         try:
             case.run()
         except Exception:
             error = traceback.format_exc(limit=-3)
             failed += 1
-        say(kind="case", group=case.group, name=case.name, error=error)
-    say(kind="end")
+        report(kind="case", group=case.group, name=case.name, error=error)
+    report(kind="end")
     return failed
 
 

@@ -1,4 +1,4 @@
-"""xla_attention.torch on torch_xla's CPU client: lazily, compiled by openxla, in place."""
+"""Cases of xla_attention.torch on torch_xla's CPU client: lazy, compiled by openxla, in place."""
 
 import ctypes
 import functools
@@ -9,7 +9,7 @@ import torch
 import torch_xla
 
 import calls
-import torch_side
+import torch_adapter
 import xla_attention.torch as xt
 from case import Case, Skip, from_two_threads, raises
 from xla_attention import _library
@@ -20,7 +20,7 @@ _XLAC = torch_xla._XLAC
 
 
 def runtime():
-    """Name and version, and that of its FFI, out of its table."""
+    """The runtime's name and version, and its FFI version."""
     version = torch_xla.__version__
     api = registration._ffi_api(version)
     major, minor = struct.unpack_from("<2i", ctypes.string_at(api, 40), 32)
@@ -28,7 +28,7 @@ def runtime():
 
 
 def cases():
-    """All of them."""
+    """All cases."""
     yield Case("registration", "all targets", _register)
     yield Case("registration", "again", registration.register_with_cpu_client.__wrapped__)
     yield Skip("StableHLO", "torch_xla runs no StableHLO text; its functions put the same custom calls into its graphs")
@@ -39,18 +39,18 @@ def cases():
         if call.function == "kv_cache_update":
             yield Case(GROUP, f"{name}, donated", functools.partial(_run_donated, call))
     yield Case(GROUP, "paged_attention without lse", _without_lse)
-    yield Case("refusals", "a shape", _refuse)
-    yield Case("refusals", "a shape, by the handler", _refuse_by_the_handler)
+    yield Case("refusals", "a shape", _rejected)
+    yield Case("refusals", "a shape, by the handler", _rejected_by_the_handler)
     yield Case("threads", "two calls", _two_calls_from_two_threads)
 
 
 def _openxla(function):
-    torch._dynamo.reset()  # else each call counts as one more recompilation
+    torch._dynamo.reset()  # otherwise each call counts as a recompilation
     return torch.compile(function, backend="openxla", fullgraph=True)
 
 
 def _register():
-    """The runtime takes every target of the CPU, and a call of one's own finds one."""
+    """The runtime accepts every CPU target, and torch_xla's own custom call finds one."""
     xt.register_targets()
     assert sum(target.platform == b"cpu" for target in _library.targets()) > 5
     a = torch.arange(8.0).to("xla")
@@ -59,40 +59,40 @@ def _register():
 
 
 def _run(call, wrap=lambda function: function):
-    found = wrap(getattr(xt, call.function))(**torch_side.given(call, "xla"))
-    call.check(*map(torch_side.array, calls.flat(found)))
+    actual = wrap(getattr(xt, call.function))(**torch_adapter.tensor_arguments(call, "xla"))
+    call.check(*map(torch_adapter.array, calls.flatten(actual)))
 
 
 def _run_donated(call):
-    """`update_cache_` makes the cache the updated one and gives its buffer to the result."""
-    given = torch_side.given(call, "xla")
-    xt.update_cache_(**given)
-    caches = calls.flat(given["kv_cache"])
+    """`update_cache_` updates the cache, whose buffer is donated to the result."""
+    arguments = torch_adapter.tensor_arguments(call, "xla")
+    xt.update_cache_(**arguments)
+    caches = calls.flatten(arguments["kv_cache"])
     assert "output_to_operand_aliasing=" in _XLAC._get_xla_tensors_hlo(caches)
-    call.check(*map(torch_side.array, caches))
+    call.check(*map(torch_adapter.array, caches))
 
 
 def _paged():
-    return torch_side.given(calls.plain_calls()["paged_attention: plain"], "xla")
+    return torch_adapter.tensor_arguments(calls.plain_calls()["paged_attention: plain"], "xla")
 
 
 def _without_lse():
     both, out = xt.paged_attention(**_paged()), xt.paged_attention(**{**_paged(), "return_lse": False})
-    np.testing.assert_array_equal(torch_side.array(out), torch_side.array(both[0]))
+    np.testing.assert_array_equal(torch_adapter.array(out), torch_adapter.array(both[0]))
 
 
-def _refuse():
-    """Before anything runs."""
-    given = _paged()
+def _rejected():
+    """The error before anything runs."""
+    arguments = _paged()
     text = "xla_gpu_paged_attention: block_tables has shape [2, 4], expected [num_seqs=6, max_pages]"
     with raises(ValueError, text):
-        xt.paged_attention(**{**given, "block_tables": given["block_tables"][:2]})
+        xt.paged_attention(**{**arguments, "block_tables": arguments["block_tables"][:2]})
 
 
-def _refuse_by_the_handler():
-    """A call of one's own, which is not validated beforehand, fails with our text.
+def _rejected_by_the_handler():
+    """torch_xla's own custom call, which is not validated beforehand, fails with the handler's text.
 
-    torch_xla 2.9 raises it once more at the next sync, whatever that computes; after that all is well.
+    torch_xla 2.9 raises the error again at the next sync, whatever that computes, and then recovers.
     """
     a, b = torch.ones(8).to("xla"), torch.ones(7).to("xla")
     (out,) = _XLAC._xla_custom_call([a, b], "xla_gpu_simple_add", [[8]], [torch.float32], False, "", 4, {})

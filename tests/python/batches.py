@@ -1,11 +1,11 @@
-"""Ragged batches: random arrays of NumPy, with everything that belongs to no sequence poisoned."""
+"""Ragged batches of random NumPy arrays, in which all that belongs to no sequence is poisoned with NaN."""
 
 import ml_dtypes
 import numpy as np
 
 
 def converted(numbers, dtype):
-    """Numbers in a type that NumPy has or ml_dtypes; NaN stays NaN."""
+    """Numbers in a dtype of NumPy or ml_dtypes; NaN stays NaN."""
     with np.errstate(invalid="ignore"):
         return np.asarray(numbers).astype(getattr(ml_dtypes, str(dtype), dtype))
 
@@ -15,11 +15,11 @@ def batch(
 ):
     """Operands of paged_attention for `sequences`, a list of (new tokens, keys).
 
-    Unused slots of pages, unused pages, padding rows of the query, lengths and starts of unused sequence slots and
-    unused table entries hold NaN or nonsense. Pages are shuffled.
+    Unused slots of pages, unused pages and padding rows of the query are NaN. Lengths and starts of unused sequences
+    and unused table entries are out of range. Pages are shuffled.
     """
-    given = {"heads": heads, "d": d, "dtype": dtype, "rows_after": spare_rows, "seed": seed}
-    (query, cache, _, starts, _), own = varlen(sequences, pages=page_size, kv_layout="interleaved", **given)
+    arguments = {"heads": heads, "d": d, "dtype": dtype, "rows_after": spare_rows, "seed": seed}
+    (query, cache, _, starts, _), own = varlen(sequences, pages=page_size, kv_layout="interleaved", **arguments)
     slots, pages = own["block_table"].shape
     shape = slots + spare_slots, pages - 1 + table_slack
     tables = np.random.default_rng(seed + 7).integers(-(2**31), 2**31, shape).astype(np.int32)
@@ -52,13 +52,13 @@ def varlen(
     dv : int, optional
         Head dimension of the values; that of the keys by default.
     pages : int, optional
-        Tokens of a page; packed keys without it.
+        Tokens per page; None for packed keys.
     kv_layout : str, optional
-        K and V in one buffer of pages.
+        The layout of K and V in one buffer.
     unused : (int, int)
-        Rows of q, and of packed keys, that follow each sequence's own and are left out by seqused_q and seqused_k.
+        Rows of q, and of packed keys, after those of each sequence, which seqused_q and seqused_k exclude.
 
-    Unused rows, slots and pages hold NaN, unused table entries nonsense. Pages are shuffled.
+    Unused rows, slots and pages are NaN; unused table entries are out of range. Pages are shuffled.
     """
     rng = np.random.default_rng(seed)
     q_heads, kv_heads = heads
@@ -114,15 +114,15 @@ def _one_buffer(k, v, kv_layout):
 def step(sequences, *, cache=None, rows=None, k_scale=1.0, v_scale=1.0, **options):
     """Operands of paged_attention_update for `sequences`, a list of (new tokens, keys).
 
-    As those of `batch`, with its options, but the new tokens' keys, which are the last ones, are not in the cache yet:
-    there is NaN in their slots. Then `key`, `value` and `slot_mapping`; padding rows hold NaN and go nowhere.
+    The operands of `batch`, with its options, but with NaN in the slots of the new tokens, whose keys are the last
+    ones; then `key`, `value` and `slot_mapping`. Padding rows are NaN and have slots outside the cache.
 
     Parameters
     ----------
     cache, rows : dtype, optional
-        Of the cache and of the new rows; both by default that of the queries.
+        The dtypes of the cache and of the new rows; by default that of the queries.
     k_scale, v_scale : array or float
-        What the new rows are large by, one number or one a head.
+        The magnitude of the new rows, one number or one per head.
     """
     query, kv_cache, lens, tables, starts, count = batch(sequences, **options)
     rng = np.random.default_rng(options.get("seed", 0) + 1)

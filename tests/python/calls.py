@@ -1,8 +1,8 @@
-"""Small right calls of every function that the front-ends have: one for each option, type and layout, for every driver.
+"""Small valid calls of every front-end function: one for each option, dtype and layout.
 
-Numbers are proven in `tests/it`; these calls show that each argument arrives where it belongs: they come out as the
-same calls through the C interface (`direct.py`). `test_jax_calls.py` and `test_torch_calls.py` make them on every
-device, `tests/matrix` in every runtime, and other tests start from them.
+The tests in `tests/it` verify the numerics. These calls verify that a front-end passes on every argument: their results
+have to be those of the same call through the C interface (`expected_results.py`). `test_jax_calls.py` and
+`test_torch_calls.py` make them on every device, `tests/matrix` in every runtime.
 """
 
 import functools
@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from batches import batch, converted, step, varlen
-from direct import LAYOUTS, results_of
+from expected_results import LAYOUTS, expected_results
 
 SEQUENCES = [(9, 9), (1, 40), (5, 30), (0, 9), (3, 0)]
 SLOPES = np.linspace(0.01, 0.5, 8, dtype=np.float32)
@@ -20,13 +20,13 @@ SINKS = np.linspace(-2.0, 3.0, 8, dtype=np.float32)
 PER_HEAD = np.float32([0.5, 3.0])
 SLOTS = np.int32([5, 0, -1, 30, 31, 32, 100, -(2**31)])
 BF16, E4M3, E5M2 = map(np.dtype, (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
-# Functions that move numbers, or add two. Results of the others are as near to the CPU's as these say, on any device.
+# Functions with exact results. The tolerances hold for the others, on any device, against the CPU.
 EXACT = ("simple_add", "kv_cache_update", "gather_kv_cache")
 TOLERANCE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2, "float8_e4m3fn": 0.13, "float8_e5m2": 0.26}
 
 
-# What no number shows: (call, options, attribute in the program).
-SILENT = [
+# Options that change no result: (call, options, attribute in the program).
+ATTRIBUTE_ONLY = [
     ("paged_attention: plain", {"batch_invariant": True}, "batch_invariant = true"),
     ("flash_attn_varlen: plain", {"max_seqlen_q": 8}, "max_seqlen_q = 8 : i64"),
     ("flash_attn_varlen: plain", {"max_seqlen_k": 64}, "max_seqlen_k = 64 : i64"),
@@ -36,16 +36,16 @@ SILENT = [
 
 
 class Call(NamedTuple):
-    """One call of a function by its name."""
+    """One call of a front-end function."""
 
     function: str
     name: str
-    given: dict[str, Any]  # by the names of its parameters, arrays of NumPy
-    updates: str | None = None  # the parameter whose memory the last results take
+    arguments: dict[str, Any]  # by parameter name, NumPy arrays
+    updates: str | None = None  # the parameter that the last results alias, the cache
 
-    def check(self, *found):
-        """The results are those of the C interface; AssertionError if not."""
-        for one, other in zip(found, results_of(self.function, self.given), strict=True):
+    def check(self, *actual):
+        """Assert that the results are those of the C interface."""
+        for one, other in zip(actual, expected_results(self.function, self.arguments), strict=True):
             assert (one.dtype, one.shape) == (other.dtype, other.shape)
             if self.function in EXACT:
                 one, other = (np.ascontiguousarray(x).view(np.uint8) for x in (one, other))
@@ -57,12 +57,12 @@ class Call(NamedTuple):
 
     @property
     def has_64_bits(self):
-        return any(x.dtype.itemsize == 8 for x in self.given.values() if isinstance(x, np.ndarray))
+        return any(x.dtype.itemsize == 8 for x in self.arguments.values() if isinstance(x, np.ndarray))
 
 
 @functools.cache
 def every_call(seed: int = 0) -> dict[str, Call]:
-    """All of them by name; those of another seed have other numbers in the same shapes."""
+    """All calls by name; another seed gives other numbers in the same shapes."""
     makers = (_adds, _paged, _varlen, _updates, _split_updates, _rotations, _steps, _merges, _gathers)
     calls = [call for maker in makers for call in maker(seed)]
     named = {str(call): call for call in calls}
@@ -72,28 +72,28 @@ def every_call(seed: int = 0) -> dict[str, Call]:
 
 @functools.cache
 def plain_calls() -> dict[str, Call]:
-    """One call in f32 of each form: of each function, of pages and of caches apart."""
+    """The first call of each function, and those with a cache in two buffers or with pages; all are f32."""
     firsts = {}
     for name, call in every_call().items():
         firsts.setdefault(call.function, name)
-    apart = [name for name in every_call() if name.endswith((": apart float32", ": apart float32 plain"))]
-    return {name: every_call()[name] for name in (*firsts.values(), *apart, "flash_attn_varlen: pages interleaved")}
+    split = [name for name in every_call() if name.endswith((": split float32", ": split float32 plain"))]
+    return {name: every_call()[name] for name in (*firsts.values(), *split, "flash_attn_varlen: pages interleaved")}
 
 
-def mapped(function, value):
-    """A function of every array in nested tuples and dictionaries."""
+def tree_map(function, value):
+    """A function applied to every array in nested tuples and dictionaries."""
     if isinstance(value, tuple):
-        return tuple(mapped(function, x) for x in value)
+        return tuple(tree_map(function, x) for x in value)
     if isinstance(value, dict):
-        return {name: mapped(function, x) for name, x in value.items()}
+        return {name: tree_map(function, x) for name, x in value.items()}
     return function(value) if isinstance(value, np.ndarray | np.generic) else value
 
 
-def flat(results) -> list:
-    """The results of a function one after the other."""
+def flatten(results) -> list:
+    """The arrays of nested tuples and lists, without None."""
     if not isinstance(results, tuple | list):
         return [] if results is None else [results]
-    return [x for one in results for x in flat(one)]
+    return [x for one in results for x in flatten(one)]
 
 
 def _name(*parts) -> str:
@@ -105,7 +105,7 @@ def _shapes(options) -> list:
 
 
 def _seeded(options, seed):
-    """Options of which those that are arrays differ from seed to seed."""
+    """The options, with f32 arrays scaled by a factor that depends on the seed."""
     factor = np.float32(1 + seed / 4)
     is_real = {name: getattr(x, "dtype", None) == np.float32 for name, x in options.items()}
     return {name: x * factor if is_real[name] else x for name, x in options.items()}
@@ -140,11 +140,11 @@ _SCORES = (
 
 
 def _paged_call(operands, options, name, seed):
-    given = dict(zip(PAGED, operands, strict=True))
-    return Call("paged_attention", name, {**given, "scale": 0.125, **_seeded(options, seed), "return_lse": True})
+    arguments = dict(zip(PAGED, operands, strict=True))
+    return Call("paged_attention", name, {**arguments, "scale": 0.125, **_seeded(options, seed), "return_lse": True})
 
 
-# Of the queries, the cache and the result, where these are not those of the queries.
+# The dtypes of the queries, the cache and the result; None where it follows from the queries.
 _DTYPES = (
     ("bfloat16", None, None),
     ("float16", None, None),
@@ -158,7 +158,7 @@ _DTYPES = (
 def _paged(seed):
     for options in _SCORES:
         yield _paged_call(batch(SEQUENCES, seed=seed), options, _name(options, *_shapes(options)), seed)
-    yield _paged_call(batch([(0, 0)], spare_rows=0, seed=seed), {}, "nothing", seed)
+    yield _paged_call(batch([(0, 0)], spare_rows=0, seed=seed), {}, "no row and no key", seed)
     for dtype, cache, out_dtype in _DTYPES:
         query, kv_cache, *rest = batch(SEQUENCES, heads=(9, 3), d=40, page_size=5, dtype=dtype, seed=seed)
         options = {"k_scale": 0.5, "v_scale": 2.0} if cache else {}
@@ -169,9 +169,9 @@ def _paged(seed):
 
 def _varlen_call(call, options, name, seed):
     operands, lengths = call
-    given = dict(zip(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), operands, strict=True))
-    given = {name: x for name, x in given.items() if x is not None or name == "v"}
-    return Call("flash_attn_varlen", name, {**given, **lengths, **_seeded(options, seed), "return_lse": True})
+    arguments = dict(zip(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), operands, strict=True))
+    arguments = {name: x for name, x in arguments.items() if x is not None or name == "v"}
+    return Call("flash_attn_varlen", name, {**arguments, **lengths, **_seeded(options, seed), "return_lse": True})
 
 
 _VARLEN_OPTIONS = (
@@ -200,10 +200,10 @@ def _varlen(seed):
         call = varlen(SEQUENCES, dtype="float32" if kv_layout else "bfloat16", pages=16, kv_layout=kv_layout, seed=seed)
         yield _varlen_call(call, {"causal": True}, _name("pages", kv_layout), seed)
     (*operands, _), _ = varlen([(n, n) for n, _ in SEQUENCES], seed=seed)
-    yield _varlen_call(((*operands, None), {}), {"causal": True}, "packed like the queries", seed)
+    yield _varlen_call(((*operands, None), {}), {"causal": True}, "cu_seqlens_k omitted", seed)
     (*operands, _), lengths = varlen(SEQUENCES, pages=8, seed=seed)
     ends = 100 + np.cumsum([0, *lengths.pop("seqused_k")], dtype=np.int32)
-    yield _varlen_call(((*operands, ends), lengths), {"causal": True}, "pages, lengths by starts", seed)
+    yield _varlen_call(((*operands, ends), lengths), {"causal": True}, "pages, lengths from cu_seqlens_k", seed)
     for dtype, kv_dtype, out_dtype in _DTYPES:
         call = varlen(SEQUENCES, heads=(9, 3), d=40, dtype=dtype, kv_dtype=kv_dtype, seed=seed)
         options = {"k_scale": 0.5, "v_scale": 1.5} if kv_dtype or dtype == "float8_e4m3fn" else {}
@@ -234,9 +234,9 @@ def _updates(seed):
         rows, scales = np.float32 if np.dtype(dtype).itemsize == 1 else dtype, _seeded(options, seed)
         key, value = 40 * _rows(8, 2, 16, dtype=rows, seed=seed), _rows(8, 2, 16, dtype=rows, seed=2 + seed)
         operands = _cache(kv_layout, dtype, seed=seed), key, value, np.roll(SLOTS, seed)
-        given = dict(zip(("kv_cache", "key", "value", "slot_mapping"), operands, strict=True))
+        arguments = dict(zip(("kv_cache", "key", "value", "slot_mapping"), operands, strict=True))
         name = _name(np.dtype(dtype), kv_layout, scales)
-        yield Call("kv_cache_update", name, {**given, "kv_layout": kv_layout, **scales}, "kv_cache")
+        yield Call("kv_cache_update", name, {**arguments, "kv_layout": kv_layout, **scales}, "kv_cache")
 
 
 def _split_updates(seed):
@@ -244,8 +244,8 @@ def _split_updates(seed):
         caches = tuple(_rows(8, 4, 2, d, dtype=dtype, seed=d + seed) for d in (16, 24))
         rows = _rows(8, 2, 16, seed=seed), _rows(8, 2, 24, seed=2 + seed), np.roll(SLOTS, seed)
         scales = _seeded(options, seed)
-        given = dict(zip(("kv_cache", "key", "value", "slot_mapping"), (caches, *rows), strict=True))
-        yield Call("kv_cache_update", _name("apart", np.dtype(dtype)), given | scales, "kv_cache")
+        arguments = dict(zip(("kv_cache", "key", "value", "slot_mapping"), (caches, *rows), strict=True))
+        yield Call("kv_cache_update", _name("split", np.dtype(dtype)), arguments | scales, "kv_cache")
 
 
 def _rotations(seed):
@@ -263,10 +263,10 @@ def _rotations(seed):
         scales = {"k_scale": np.float32([0.11, 3.0]), "v_scale": np.float32(0.25)} if fp8 else {}
         cache, query = _cache(kv_layout, dtype, seed=seed), _rows(8, 6, 16, dtype=rows, seed=seed)
         key, value = _rows(8, 2, 16, dtype=rows, seed=3 + seed), _rows(8, 2, 16, dtype=rows, seed=2 + seed)
-        given = {"kv_cache": cache, "query": query, "key": key, "value": value, "slot_mapping": slots}
-        given |= {"positions": positions, "cos_sin": cos_sin, "kv_layout": kv_layout, "interleaved": interleaved}
+        arguments = {"kv_cache": cache, "query": query, "key": key, "value": value, "slot_mapping": slots}
+        arguments |= {"positions": positions, "cos_sin": cos_sin, "kv_layout": kv_layout, "interleaved": interleaved}
         name = _name(np.dtype(dtype), kv_layout, interleaved)
-        yield Call("rope_kv_cache_update", name, given | scales, "kv_cache")
+        yield Call("rope_kv_cache_update", name, arguments | scales, "kv_cache")
 
 
 def _steps(seed):
@@ -281,10 +281,10 @@ def _steps(seed):
         options = {"scale": 0.125, **_seeded(options, seed)}
         scales = {name: scale for name, scale in options.items() if name in ("k_scale", "v_scale")}
         operands = step(SEQUENCES, **types, **scales, seed=seed)
-        given = dict(zip((*PAGED, "key", "value", "slot_mapping"), operands, strict=True))
+        arguments = dict(zip((*PAGED, "key", "value", "slot_mapping"), operands, strict=True))
         named = {name: x for name, x in options.items() if name != "scale"}
         name = _name(named, *_shapes(named), *types.values())
-        yield Call("paged_attention_update", name, {**given, **options, "return_lse": True}, "kv_cache")
+        yield Call("paged_attention_update", name, {**arguments, **options, "return_lse": True}, "kv_cache")
 
 
 def _merges(seed):
@@ -317,7 +317,7 @@ def _gathers(seed):
             cache = tuple(_rows(8, 4, 2, d, dtype=dtype, seed=d + seed) for d in (16, 24))
         else:
             cache = _cache(kv_layout, dtype, seed=seed)
-        given = {"kv_cache": cache, "block_tables": tables, "context_lens": lens, "capacity": 23, **options}
-        given |= {"kv_layout": kv_layout} if kv_layout else {}
-        name = _name(kv_layout or "apart", np.dtype(dtype), options or None)
-        yield Call("gather_kv_cache", name, given)
+        arguments = {"kv_cache": cache, "block_tables": tables, "context_lens": lens, "capacity": 23, **options}
+        arguments |= {"kv_layout": kv_layout} if kv_layout else {}
+        name = _name(kv_layout or "split", np.dtype(dtype), options or None)
+        yield Call("gather_kv_cache", name, arguments)

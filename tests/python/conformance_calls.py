@@ -1,4 +1,4 @@
-"""The table's calls carried out: as StableHLO text of our own, and through ``jax.ffi.ffi_call``."""
+"""Calls of the conformance tables, as StableHLO text and through ``jax.ffi.ffi_call``."""
 
 import re
 import struct
@@ -20,7 +20,7 @@ def tensor(buffer):
 def mlir_attribute(text):
     kind, *values = text.split(" ")
     if kind in ("f32", "f64"):
-        # Bits, because MLIR has no literal for NaN.
+        # In hexadecimal, because MLIR has no literal for NaN.
         code = "f" if kind == "f32" else "d"
         return f"0x{struct.pack(f'>{code}', float(values[0])).hex()} : {kind}"
     return {
@@ -47,7 +47,7 @@ def numpy_attribute(text):
 
 
 def stablehlo_text(case, *, in_place=False, donated=False, extra=""):
-    """A program that is this call, and may be given what it updates; ``extra`` are more attributes of the operation."""
+    """A module with this call; `donated` aliases parameters to results, `extra` adds attributes to the operation."""
     names = [f"%a{i}" for i in range(len(case.operands))]
     operands, results = ([tensor(b) for b in buffers] for buffers in (case.operands, case.results))
     attributes = ", ".join(f"{name} = {mlir_attribute(value)}" for name, value in case.attributes.items())
@@ -57,14 +57,14 @@ def stablehlo_text(case, *, in_place=False, donated=False, extra=""):
         for operand, result in case.aliases.items()
         if in_place
     )
-    # A call without a side effect whose results have no element is never made.
-    of_call = f"api_version = 4 : i32, has_side_effect = true, backend_config = {{{attributes}}}{extra}"
-    of_call += f", output_operand_aliases = [{aliases}]" if aliases else ""
-    given = {i: f" {{tf.aliasing_output = {result} : i32}}" for i, result in case.aliases.items() if donated}
+    # XLA removes a call without side effects whose results have no elements.
+    operation = f"api_version = 4 : i32, has_side_effect = true, backend_config = {{{attributes}}}{extra}"
+    operation += f", output_operand_aliases = [{aliases}]" if aliases else ""
+    donations = {i: f" {{tf.aliasing_output = {result} : i32}}" for i, result in case.aliases.items() if donated}
     parameters = ", ".join(
-        f"{name}: {kind}{given.get(i, '')}" for i, (name, kind) in enumerate(zip(names, operands, strict=True))
+        f"{name}: {kind}{donations.get(i, '')}" for i, (name, kind) in enumerate(zip(names, operands, strict=True))
     )
-    call = f"stablehlo.custom_call @{case.target}({', '.join(names)}) {{{of_call}}}"
+    call = f"stablehlo.custom_call @{case.target}({', '.join(names)}) {{{operation}}}"
     call += f" : ({', '.join(operands)}) -> ({', '.join(results)})"
     returned = [f"%r#{i}" for i in range(len(results))] if len(results) > 1 else ["%r"] * len(results)
     end = f"return {', '.join(returned)} : {', '.join(results)}" if results else "return"
@@ -75,7 +75,7 @@ def stablehlo_text(case, *, in_place=False, donated=False, extra=""):
 
 
 def x64():
-    """With JAX's 64 bits."""
+    """A context in which JAX keeps 64-bit types."""
     return jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64()
 
 
@@ -101,21 +101,21 @@ def by_ffi_call(case, platform, *, in_place=False):
 
 
 def assert_outcome(case, platform, run):
-    """What comes of the case is what the table says, results or the text of its refusal."""
+    """Assert that the case has the results, or the error, that the table says."""
     results, error = (), None
     try:
         results = run(case, platform)
     except jax.errors.JaxRuntimeError as raised:
         if case.code is None:
             raise
-        error = said(raised)
-    assert error == (case.code and told_on(platform, case))
-    for wanted, found in zip(() if case.code else case.results, results, strict=True):
-        assert wanted.is_met_by(found), found
+        error = error_text(raised)
+    assert error == (case.code and reported_error(platform, case))
+    for expected, actual in zip(() if case.code else case.results, results, strict=True):
+        assert expected.matches(actual), actual
 
 
-def told_on(platform, case):
-    """What the user reads. On a GPU the initialize handler refuses first: it names its stage and binds no context."""
+def reported_error(platform, case):
+    """The error that the user sees. On a GPU the initialize handler reports it, whose binding has one argument less."""
     text = case.text
     if platform == "gpu" and text.startswith("[execute]"):
         text = re.sub(r"operands at: (\d+)", lambda at: f"operands at: {int(at[1]) - 1}", text)
@@ -123,6 +123,6 @@ def told_on(platform, case):
     return f"{case.code}: {text}"
 
 
-def said(error):
-    """The text of an error, without the name of the program that a GPU's runtime adds."""
+def error_text(error):
+    """The text of an error, without the program name that XLA:GPU appends."""
     return re.sub(r" \[executable_name='[^']*'\]$", "", str(error))

@@ -1,4 +1,4 @@
-"""The table of tests/conformance as calls, for the drivers that go through XLA; `tests/conformance/README.md`."""
+"""The tables of tests/conformance as calls, for the drivers that use XLA; see `tests/conformance/README.md`."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import numpy as np
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "conformance"
 
-# numpy's names of XLA's element types, where they differ.
+# NumPy's names of XLA's element types.
 NUMPY = {
     "pred": "bool",
     "i": "int",
@@ -23,13 +23,13 @@ NUMPY = {
     "f8e5m2": ml_dtypes.float8_e5m2,
 }
 ERRORS = ("INVALID_ARGUMENT", "UNIMPLEMENTED")
-# What a table that does not say so has none of.
-LEFT_OUT = {"optional_operands": [], "optional_results": [], "aliases": {}, "attributes": {}}
+# Defaults of a table's keys.
+DEFAULTS = {"optional_operands": [], "optional_results": [], "aliases": {}, "attributes": {}}
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """An operand, or a result and what it has to hold: "f32[2,3] 1 2" is 1 2 1 2 1 2."""
+    """An operand, or an expected result: "f32[2,3] 1 2" has the values 1 2 1 2 1 2."""
 
     element: str
     shape: tuple[int, ...]
@@ -47,19 +47,19 @@ class Buffer:
         return np.dtype(name)
 
     def array(self):
-        """The values, over and over; zeros without any."""
+        """The values, repeated to fill the shape; zeros if there are none."""
         values = np.array([number(v) for v in self.values or ["0"]], object).astype(self.dtype)
         return np.resize(values, self.shape)
 
-    def is_met_by(self, found):
-        assert found.dtype == self.dtype
-        assert found.shape == self.shape
+    def matches(self, actual):
+        assert actual.dtype == self.dtype
+        assert actual.shape == self.shape
         if self.values == ("any",):
             return True
-        wanted, found = (x.astype(np.float64) for x in (self.array(), found))
-        tolerance = np.where(np.isfinite(wanted), 1e-4 * np.maximum(1, np.abs(wanted)), 0)
+        expected, actual = (x.astype(np.float64) for x in (self.array(), actual))
+        tolerance = np.where(np.isfinite(expected), 1e-4 * np.maximum(1, np.abs(expected)), 0)
         with np.errstate(invalid="ignore"):
-            return bool(np.all((wanted == found) | (np.abs(wanted - found) <= tolerance)))
+            return bool(np.all((expected == actual) | (np.abs(expected - actual) <= tolerance)))
 
 
 def number(text):
@@ -71,7 +71,7 @@ def number(text):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call: operands, results and attributes by name, in order, and what comes of it; without a code it works."""
+    """One call: operands, results and attributes in order, and the code and text of its error, None if it is valid."""
 
     target: str
     name: str
@@ -89,42 +89,43 @@ class Case:
 
 @functools.cache
 def cases():
-    """Every case for every name of its target, the right calls first."""
+    """Every case, for every name of its target; the valid calls of a table come first."""
     tables = [tomllib.loads(path.read_text()) for path in sorted(FOLDER.glob("tables/*.toml"))]
     by_name = {table["names"][0]: table for table in tables}
     return [case for table in tables for case in _read(_with_inherited(table, by_name))]
 
 
-def in_words_of_the_headers():
-    """Calls of paged_attention that XLA's header refuses before our code sees them: one for each of its texts."""
-    right = next(case for case in cases() if case.target == "xla_gpu_paged_attention")
+def ffi_header_errors():
+    """Calls of paged_attention that XLA's FFI header rejects before our code runs: one for each of its texts."""
+    valid = next(case for case in cases() if case.target == "xla_gpu_paged_attention")
 
-    def refused(name, text, operands=right.operands, **attributes):
-        changed = {k: v for k, v in sorted({**right.attributes, **attributes}.items()) if v != "absent"}
+    def rejected(name, text, operands=valid.operands, **attributes):
+        changed = {k: v for k, v in sorted({**valid.attributes, **attributes}.items()) if v != "absent"}
         return dataclasses.replace(
-            right, name=name, operands=operands, attributes=changed, code="INVALID_ARGUMENT", text=text
+            valid, name=name, operands=operands, attributes=changed, code="INVALID_ARGUMENT", text=text
         )
 
-    def undecoded(index, why):
-        # Before the attributes come the thread pool, 11 operands, 3 results and those that remain of both kinds.
-        return (
-            f"[execute] Failed to decode all FFI handler operands (bad operands at: {17 + index})\nDiagnostics:\n{why}"
-        )
+    def undecoded(index, diagnostic):
+        # Before the attributes come the thread pool, 11 operands, 3 results and the remaining ones of both kinds.
+        failed = f"Failed to decode all FFI handler operands (bad operands at: {17 + index})"
+        return f"[execute] {failed}\nDiagnostics:\n{diagnostic}"
 
     names = "batch_invariant", "scale", "sliding_window", "soft_cap"
-    given = "Wrong number of attributes: expected 4 but got {} with name(s): {}".format
+    arguments = "Wrong number of attributes: expected 4 but got {} with name(s): {}".format
     return [
-        refused("too few operands", "Wrong number of arguments: expected at least 0 but got 5", right.operands[:5]),
-        refused("too many attributes", given(5, ", ".join([*names, "zeal"])), zeal="i64 1"),
-        refused("an attribute is missing", given(3, ", ".join(names[:3])), soft_cap="absent"),
-        refused(
+        rejected("too few operands", "Wrong number of arguments: expected at least 0 but got 5", valid.operands[:5]),
+        rejected("too many attributes", arguments(5, ", ".join([*names, "zeal"])), zeal="i64 1"),
+        rejected("a missing attribute", arguments(3, ", ".join(names[:3])), soft_cap="absent"),
+        rejected(
             "a scalar of another type", undecoded(1, "Wrong scalar data type: expected F32 but got F64"), scale="f64 1"
         ),
-        refused(
-            "no scalar", undecoded(2, "Wrong attribute type: expected scalar but got string"), sliding_window="text 1"
+        rejected(
+            "not a scalar",
+            undecoded(2, "Wrong attribute type: expected scalar but got string"),
+            sliding_window="text 1",
         ),
-        refused(
-            "another name",
+        rejected(
+            "another attribute name",
             undecoded(3, "Attribute name mismatch: soft_capz vs soft_cap"),
             soft_cap="absent",
             soft_capz="f32 0",
@@ -134,30 +135,30 @@ def in_words_of_the_headers():
 
 @functools.cache
 def drivers():
-    """What each driver cannot express, by the table's term for it, and how many cases it runs at least."""
+    """For each driver: what it cannot express, by the table's term, and the least number of cases that it runs."""
     return tomllib.loads((FOLDER / "drivers.toml").read_text())
 
 
 def skipped_for(case, driver):
-    """The reason for which a driver skips a case, or None."""
+    """Why a driver skips a case, or None."""
     reasons = drivers()[driver]["cannot_express"]
     return next((f"{term}: {reason}" for term, reason in reasons.items() if term in case.terms), None)
 
 
 def _with_inherited(table, by_name):
-    """The table with what it takes over of the one that it is like."""
+    """The table with what it inherits from the one that its `like` names."""
     base = by_name.get(table.get("like"), {})
     both = {key: base[key] for key in base.keys() & table.keys() - {"names"}}
     own = {key: x + table[key] if isinstance(x, list) else x | table[key] for key, x in both.items()}
-    return LEFT_OUT | base | table | own
+    return DEFAULTS | base | table | own
 
 
 def _filled(part):
-    """The cases of a part of a table: of a line one, or one for each of the words that stand for {0}, {1} and so on."""
-    for left, right in part.items():
-        text, *each = [right, ""] if isinstance(right, str) else right
+    """The cases of a part of a table: one per line, or one per list of words that replace {0}, {1} and so on."""
+    for left, value in part.items():
+        text, *each = [value, ""] if isinstance(value, str) else value
         for words in map(str.split, each):
-            filled = re.sub(r"\{(\d)\}", lambda place, words=words: words[int(place[1])], f"{left}\n{text}")
+            filled = re.sub(r"\{(\d)\}", lambda index, words=words: words[int(index[1])], f"{left}\n{text}")
             yield filled.split("\n")
 
 
@@ -168,8 +169,8 @@ def _read(table):
             table["works"][f"every optional {part}"] = "; ".join(optional)
     calls = {"the right call": {}} | {name: _changed(table, changes) for name, changes in table["works"].items()}
     for code in ERRORS:
-        for changes, told in _filled(table.get(code, {})):
-            text = f"{table['names'][0]}: {told.replace('{types}', table.get('types', ''))}"
+        for changes, template in _filled(table.get(code, {})):
+            text = f"{table['names'][0]}: {template.replace('{types}', table.get('types', ''))}"
             calls[changes] = {**_changed(table, changes), code: text}
     for target in table["names"]:
         for name, case in calls.items():
@@ -190,7 +191,7 @@ def _read(table):
 
 
 def _changed(table, text):
-    """`stacked pages: v bf16[0]; softcap f32 1`: the call that works by this name, or the right one, with changes."""
+    """`stacked pages: v bf16[0]; softcap f32 1`: the valid call of this name, or the first one, with changes."""
     start, _, changes = text.rpartition(": ")
     case = _changed(table, table["works"][start]) if start else {"operands": {}, "results": {}, "attributes": {}}
     operands = {entry.split()[0] for entry in (*table["operands"], *table["optional_operands"])}
@@ -210,7 +211,7 @@ def _changed(table, text):
 
 
 def _buffers(table, part, case):
-    """Required ones, and optional ones up to the last that the case names; `[0]` for one before it."""
+    """The required buffers, and the optional ones up to the last that the case names; `[0]` for one that it omits."""
     required, optional = ([entry.split(" ", 1) for entry in table[key]] for key in (part, f"optional_{part}"))
     changed = dict(case.get(part, {}))
     for result, operand in table["aliases"].items() if part == "results" else ():
@@ -218,16 +219,16 @@ def _buffers(table, part, case):
             changed.setdefault(result, case["operands"][operand])
     unknown = changed.keys() - {name for name, _ in required + optional}
     assert not unknown, f"{table['names'][0]} has no {part} {unknown}"
-    given = [Buffer.read(changed.get(name, right)) for name, right in required]
+    arguments = [Buffer.read(changed.get(name, default)) for name, default in required]
     last = max((i for i, (name, _) in enumerate(optional) if name in changed), default=-1)
-    left_out = [Buffer(Buffer.read(right).element, (0,), ()) for _, right in optional]
-    given += [
+    left_out = [Buffer(Buffer.read(default).element, (0,), ()) for _, default in optional]
+    arguments += [
         Buffer.read(changed[name]) if name in changed else left_out[i]
         for i, (name, _) in enumerate(optional[: last + 1])
     ]
-    count = case.get(f"{part[:-1]}_count", len(given))
+    count = case.get(f"{part[:-1]}_count", len(arguments))
     spare = left_out[last + 1 :] + [Buffer("f32", (0,), ())] * count
-    return tuple((given + spare)[:count] if count > len(given) else given[:count])
+    return tuple((arguments + spare)[:count] if count > len(arguments) else arguments[:count])
 
 
 def _aliases(table):

@@ -1,10 +1,10 @@
-"""Fixtures: every operator test runs on the CPU and, where there is one, on the GPU."""
+"""Fixtures that run every operator test on the CPU and, if there is one, on the GPU."""
 
 import functools
 import importlib.util
 import os
 
-# What XLA compiles around our calls need not be fast: on the CPU without optimisations. Set before the first import.
+# The programs around our calls need not be fast: XLA:CPU compiles without optimisation. Set before importing JAX.
 if not os.path.exists("/dev/nvidia0"):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".lstrip()
 
@@ -14,19 +14,19 @@ import pytest
 
 collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["test_torch_*.py"]
 
-# torch_xla's own CPU client, whatever else the machine has; or, asked for by XLA_ATTENTION_TEST_XLA=cuda, JAX's plugin.
+# torch_xla uses its own CPU client, or with XLA_ATTENTION_TEST_XLA=cuda JAX's CUDA plugin.
 XLA_ON_CUDA = os.environ.get("XLA_ATTENTION_TEST_XLA") == "cuda"
 if not XLA_ON_CUDA:
     os.environ.setdefault("PJRT_DEVICE", "CPU")
 
-# Most of an example's time is XLA compiling for a new shape, which no deadline fits.
+# Most of an example's time is compilation for a new shape, which no deadline fits.
 hypothesis.settings.register_profile("shapes", deadline=None, max_examples=40)
 hypothesis.settings.load_profile("shapes")
 
 
 @functools.cache
 def no_gpu(of_torch: bool) -> str | None:
-    """Why a test that needs a GPU cannot run."""
+    """Why a test that needs a GPU cannot run, or None."""
     try:
         jax.devices("gpu")
     except RuntimeError:
@@ -47,14 +47,14 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def platform(request):
-    """The platform on which everything in the test runs by default."""
+    """The platform of JAX's default device."""
     with jax.default_device(jax.devices(request.param)[0]):
         yield request.param
 
 
 @pytest.fixture(scope="session")
 def xla_device():
-    """torch_xla's device."""
+    """The name of torch_xla's device."""
     pytest.importorskip("torch_xla", reason="torch_xla is not installed", exc_type=ImportError)
     if XLA_ON_CUDA:
         import xla_attention.torch_xla
@@ -65,7 +65,7 @@ def xla_device():
 
 @pytest.fixture(scope="session")
 def all_torch_devices(request):
-    """torch counts devices at its first backward call, and never again."""
+    """Create all devices first: autograd counts them at its first backward call and never again."""
     try:
         import torch_xla  # noqa: F401
     except ImportError:
@@ -77,7 +77,7 @@ def all_torch_devices(request):
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu), "xla"])
 def torch_device(request):
-    """Where the tensors of a test are."""
+    """The device of a test's tensors."""
     if request.param == "xla":
         return request.getfixturevalue("xla_device")
     return request.param

@@ -1,9 +1,9 @@
-"""XLA:GPU's compiler without a GPU: programs go in, optimised HLO comes out.
+"""Compiles programs with XLA:GPU on a machine without a GPU, and writes their optimised HLO.
 
     python gpu_compiler.py RESULT.json [NAME=STABLEHLO_FILE ...]
 
-Needs JAX's CUDA plugin, whose compiler takes the description of a GPU for the GPU, and the environment that
-`test_gpu_programs` makes. RESULT.json holds the optimised HLO of each program of `CASES` and of each file, by name.
+Needs JAX's CUDA plugin, which compiles for the description of a GPU, and the environment of `test_gpu_programs`.
+RESULT.json holds the optimised HLO of each program of `CASES` and of each file, by name.
 """
 
 import functools
@@ -17,10 +17,10 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 import xla_attention.jax as xj
-from calls import mapped, plain_calls
-from jax_side import arrays_of
+from calls import plain_calls, tree_map
+from jax_adapter import arrays_of
 
-# One H100, as XLA's own target configurations describe it.
+# An H100, from XLA's target configurations.
 TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -47,18 +47,18 @@ dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
-# Operands whose heads come first here, as a projection may leave them, and others that each call sees transposed.
-BY_HEADS = ("query", "q", "k", "v", "key", "value", "a", "b", "out_a", "out_b")
-TURNED = (*BY_HEADS, "lse_a", "lse_b", "block_tables")
+# Operands that the programs transpose before the call: those with the heads first, and others.
+HEADS_FIRST = ("query", "q", "k", "v", "key", "value", "a", "b", "out_a", "out_b")
+TRANSPOSED = (*HEADS_FIRST, "lse_a", "lse_b", "block_tables")
 
 
 def program(call):
-    """A function of the call's arrays, by name, in the form in which `given` has them."""
+    """A function of the call's arrays by name, transposed as `transpose` does."""
     function = getattr(xj, call.function)
-    static = {name: x for name, x in call.given.items() if name not in arrays_of(call)}
+    static = {name: x for name, x in call.arguments.items() if name not in arrays_of(call)}
 
     def called(arrays):
-        return function(**{name: turned(name, x) for name, x in arrays.items()}, **static)
+        return function(**{name: transpose(name, x) for name, x in arrays.items()}, **static)
 
     return called
 
@@ -70,19 +70,19 @@ def gradients(arrays):
     return jax.grad(total)({name: arrays[name] for name in ("q", "k", "v")})
 
 
-def turned(name, array):
-    return array.swapaxes(0, 1) if name in TURNED and array.ndim < 4 else array
+def transpose(name, array):
+    return array.swapaxes(0, 1) if name in TRANSPOSED and array.ndim < 4 else array
 
 
 def spec(name, array):
-    """How an operand lies on a mesh: its heads on all devices, whatever has none on each."""
+    """The sharding of an operand: heads over all devices, replicated without heads."""
     if array.ndim >= 4:
         return PartitionSpec(None, None, "heads")
-    return PartitionSpec("heads") if name in BY_HEADS else PartitionSpec()
+    return PartitionSpec("heads") if name in HEADS_FIRST else PartitionSpec()
 
 
 PLAIN = plain_calls()
-# The program, and the call that it makes.
+# A program, and the call in it.
 CASES = {name: (program(call), call) for name, call in PLAIN.items()}
 CASES["gradients"] = gradients, PLAIN["flash_attn_varlen: plain"]
 
@@ -91,22 +91,22 @@ def main(result, *files):
     jax.devices()  # loads the plugin
     topology = functools.partial(topologies.get_topology_desc, "h100", "cuda", target_config=TARGET)
     one, two = (topology(topology=f"1x1x{count}").devices for count in (1, 2))
-    found = {}
+    hlo = {}
     for name, (function, call) in CASES.items():
-        for way, devices, donates in (("donated", one, True), ("kept", one, False), ("two devices", two, True)):
+        for placement, devices, donates in (("donated", one, True), ("kept", one, False), ("two devices", two, True)):
             mesh = jax.sharding.Mesh(np.array(devices), ("heads",))
 
-            def described(name, x, mesh=mesh):
-                placed = NamedSharding(mesh, spec(name, x))
-                return jax.ShapeDtypeStruct(turned(name, x).shape, x.dtype, sharding=placed)
+            def abstract(name, x, mesh=mesh):
+                sharding = NamedSharding(mesh, spec(name, x))
+                return jax.ShapeDtypeStruct(transpose(name, x).shape, x.dtype, sharding=sharding)
 
-            arrays = {name: mapped(functools.partial(described, name), x) for name, x in arrays_of(call).items()}
+            arrays = {name: tree_map(functools.partial(abstract, name), x) for name, x in arrays_of(call).items()}
             donated = {call.updates: arrays.pop(call.updates)} if call.updates and donates else {}
             step = jax.jit(lambda donated, kept, f=function: f({**donated, **kept}), donate_argnums=0)
-            found[f"{name}, {way}"] = step.lower(donated, arrays).compile().as_text()
+            hlo[f"{name}, {placement}"] = step.lower(donated, arrays).compile().as_text()
     for name, file in (x.split("=", 1) for x in files):
-        found[name] = compile_text(pathlib.Path(file).read_text(), one)
-    pathlib.Path(result).write_text(json.dumps(found))
+        hlo[name] = compile_text(pathlib.Path(file).read_text(), one)
+    pathlib.Path(result).write_text(json.dumps(hlo))
 
 
 def compile_text(stablehlo, devices):

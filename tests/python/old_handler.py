@@ -1,16 +1,16 @@
-"""A handler of XLA FFI 0.0, which no runtime takes: what ours will be to one that has dropped 0.1."""
+"""A handler of XLA FFI 0.0, which every runtime rejects, as a future runtime may reject ours of 0.1."""
 
 import ctypes
 
 from xla_attention import _library
 
-_METADATA = 24  # where the metadata extension, after its base of three words, points to the metadata
-_MAJOR, _MINOR, _TRAITS = 24, 28, 32  # of the metadata: its size, then size and extension of the version come before
+_METADATA = 24  # offset of the pointer to the metadata in the metadata extension
+_MAJOR, _MINOR, _TRAITS = 24, 28, 32  # offsets in the metadata
 
 
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 def _handler(frame):
-    """Answer the call that asks for the version; the frame has its first extension after its size."""
+    """Write version 0.0 into the metadata, which the frame's first extension points to."""
     extension = ctypes.c_size_t.from_address(frame + 8).value
     metadata = ctypes.c_size_t.from_address(extension + _METADATA).value
     for offset in (_MAJOR, _MINOR, _TRAITS):

@@ -1,8 +1,8 @@
-"""Programs whose custom calls are compared with those that an earlier version made (`test_released_programs.py`).
+"""Programs whose custom calls must not change between versions (`test_released_programs.py`).
 
-    python tests/python/released_programs.py FOLDER OPERATOR        # store what this version makes of a new operator
+    python tests/python/released_programs.py FOLDER OPERATOR        # store the program of a new operator
 
-What is stored of the others stays as it is.
+Stored programs of other operators stay as they are.
 """
 
 import pathlib
@@ -20,7 +20,7 @@ F32, I32 = jnp.float32, jnp.int32
 
 
 def spec(*shape, dtype=F32):
-    """An operand."""
+    """The shape and dtype of an operand."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -44,7 +44,7 @@ def _gradients(q, k, v, starts):
     return jax.grad(lambda *x: _varlen(*x, starts)[0].sum(), (0, 1, 2))(q, k, v)
 
 
-# Name of the program, which is that of its operator, and what it is made of.
+# The function and operands of each program, by the name of its operator.
 PROGRAMS = {
     "simple_add": (xa.simple_add, (spec(4), spec(4))),
     "paged_attention": (_paged, (spec(3, 2, 8), spec(4, 2, 2, 8), *SEQUENCES, SLOPES, SLOPES, SCALE)),
@@ -69,8 +69,7 @@ PROGRAMS = {
 
 
 def custom_calls(name):
-    """The custom calls of a program in StableHLO, without the names of values and the size of the workspace, any of
-    which a call takes."""
+    """The custom calls of a program in StableHLO, without names of values and without the size of the workspace."""
     function, operands = PROGRAMS[name]
     text = jax.jit(function).lower(*operands).as_text()
     calls = [line.strip() for line in text.splitlines() if "stablehlo.custom_call @xla_gpu" in line]
@@ -79,21 +78,21 @@ def custom_calls(name):
 
 
 def exported(name):
-    """A program as a file."""
+    """A program serialised by jax.export."""
     function, operands = PROGRAMS[name]
     checks = xa.export_disabled_checks()
     return export.export(jax.jit(function), platforms=["cpu", "cuda"], disabled_checks=checks)(*operands).serialize()
 
 
 def operands_of(name):
-    """Numbers for a program: small integers as indices."""
+    """Operands for a program, with small integers as indices."""
     random = np.random.default_rng(0)
-    given = []
+    arguments = []
     for one in PROGRAMS[name][1]:
         integers = jnp.issubdtype(one.dtype, jnp.integer)
         numbers = np.sort(random.integers(0, 4, one.shape)) if integers else random.random(one.shape) + 0.5
-        given.append(jnp.asarray(numbers, one.dtype))
-    return given
+        arguments.append(jnp.asarray(numbers, one.dtype))
+    return arguments
 
 
 if __name__ == "__main__":

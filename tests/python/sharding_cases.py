@@ -1,4 +1,4 @@
-"""Cases for sharding_program.py: what is computed, and how its operands and results lie on a mesh of devices."""
+"""Cases for sharding_program.py: functions, and the shardings of their operands and results."""
 
 import functools
 from collections.abc import Callable
@@ -23,37 +23,37 @@ from xla_attention.jax import (
 )
 
 HEADS = (8, 4)
-WHOLE = PartitionSpec()
+REPLICATED = PartitionSpec()
 PACKED = PartitionSpec(None, "heads")  # [T, H, D]
 OF_HEADS = PartitionSpec("heads")  # [H], or [H, T]
 CACHES = {
     "interleaved": PartitionSpec(None, None, "heads"),
     "stacked": PartitionSpec(None, None, None, "heads"),
     "per_page": PartitionSpec(None, None, None, "heads"),
-    "apart": PartitionSpec(None, None, "heads"),
+    "split": PartitionSpec(None, None, "heads"),
 }
 
 
 def numbers(seed, *shape):
-    """Of NumPy, for which nothing is compiled."""
+    """Random numbers from NumPy, because JAX would compile a program for them."""
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 class Case(NamedTuple):
-    """A function, and how its operands and results lie on the mesh."""
+    """A function, and the shardings of its operands and results."""
 
-    attend: Callable  # of the operands, to a tuple
+    attend: Callable  # from the operands to a tuple
     operands: tuple
     specs: tuple
     out_specs: tuple
-    axes: int = 1  # of the mesh: heads, or batch and heads
+    axes: int = 1  # mesh axes: heads, or batch and heads
     differentiated: bool = True
-    plain: Callable | None = None  # what runs on one device, if it is not `attend`
-    donated: tuple = ()  # operands that results take the memory of
+    unsharded: Callable | None = None  # the function for one device, if it is not `attend`
+    donated: tuple = ()  # indices of donated operands
 
 
 def packed(heads=HEADS, **options):
-    """Packed sequences, heads over all devices; with them sinks and slopes."""
+    """Packed sequences with sinks and slopes, sharded by heads."""
     (q, k, v, *starts), _ = varlen([(7, 9), (30, 30), (3, 1)], heads=heads, d=16, rows_after=0)
     sinks = np.float32(np.linspace(-1, 1, heads[0]))
 
@@ -67,7 +67,7 @@ def packed(heads=HEADS, **options):
 
 
 def projected(heads):
-    """q, k and v are made in the program, by matrices that are cut by columns, which may be parts of a head."""
+    """q, k and v are products with matrices that are sharded by columns, possibly within a head."""
     starts = np.array([0, 5, 12])
     shapes = [(12, 24), *((24, h * 16) for h in (heads[0], heads[1], heads[1]))]
     operands = tuple(np.float32(0.3) * numbers(i, *shape) for i, shape in enumerate(shapes))
@@ -76,17 +76,17 @@ def projected(heads):
         q, k, v = ((x @ matrix).reshape(12, -1, 16) for matrix in matrices)
         return (flash_attn_varlen(q, k, v, starts, causal=True),)
 
-    return Case(attend, operands, (WHOLE, *(PartitionSpec(None, "heads"),) * 3), (PACKED,))
+    return Case(attend, operands, (REPLICATED, *(PartitionSpec(None, "heads"),) * 3), (PACKED,))
 
 
-def of_whole_keys(heads=HEADS):
-    """Queries are cut by heads; keys, values and sinks are not, nor are what they are made of."""
+def replicated_keys(heads=HEADS):
+    """Queries are sharded by heads; keys, values and sinks are computed from replicated arrays."""
     case = packed(heads)
 
     def attend(q, k, v, sinks):
         return case.attend(q, jnp.sin(k), jnp.cos(v), jnp.sin(sinks))
 
-    return case._replace(attend=attend, specs=(PACKED, WHOLE, WHOLE, WHOLE))
+    return case._replace(attend=attend, specs=(PACKED, REPLICATED, REPLICATED, REPLICATED))
 
 
 def shard_map(call, mesh, in_specs, out_specs):
@@ -95,11 +95,11 @@ def shard_map(call, mesh, in_specs, out_specs):
         return jax.shard_map(call, **placing)
     from jax.experimental.shard_map import shard_map
 
-    return shard_map(call, **placing, check_rep=False)  # which knows no custom call
+    return shard_map(call, **placing, check_rep=False)  # there is no replication rule for custom calls
 
 
-def mapped_rows(mesh):
-    """shard_map over rows of the queries: keys, values and sinks are the same on every device, gradients are summed."""
+def shard_mapped_rows(mesh):
+    """shard_map over query rows: keys, values and sinks are replicated, and their gradients are summed."""
     (q, k, v, *_), _ = varlen([(32, 9)], heads=HEADS, d=16, rows_after=0)
     sinks = np.float32(np.linspace(-1, 1, HEADS[0]))
 
@@ -107,27 +107,27 @@ def mapped_rows(mesh):
         starts = (np.array([0, len(q)]), np.array([0, len(k)]))
         return flash_attn_varlen(q, jnp.sin(k), v, *starts, sinks=sinks, return_lse=True)
 
-    specs, out_specs = (PartitionSpec("heads"), WHOLE, WHOLE, WHOLE), (PartitionSpec("heads"), PACKED)
-    return Case(shard_map(call, mesh, specs, out_specs), (q, k, v, sinks), specs, out_specs, plain=call)
+    specs, out_specs = (PartitionSpec("heads"), REPLICATED, REPLICATED, REPLICATED), (PartitionSpec("heads"), PACKED)
+    return Case(shard_map(call, mesh, specs, out_specs), (q, k, v, sinks), specs, out_specs, unsharded=call)
 
 
-def mapped(mesh):
-    """shard_map over heads: every device makes its own call."""
+def shard_mapped(mesh):
+    """shard_map over heads."""
     (q, k, v, *starts), _ = varlen([(7, 9), (30, 30), (3, 1)], heads=HEADS, d=16, rows_after=0)
     call = functools.partial(flash_attn_varlen, causal=True, return_lse=True)
-    specs = (PACKED, PACKED, PACKED, WHOLE, WHOLE)
-    on_each = shard_map(call, mesh, specs, (PACKED, OF_HEADS))
+    specs = (PACKED, PACKED, PACKED, REPLICATED, REPLICATED)
+    sharded = shard_map(call, mesh, specs, (PACKED, OF_HEADS))
     return Case(
-        lambda *x: on_each(*x, *starts),
+        lambda *x: sharded(*x, *starts),
         (q, k, v),
         specs[:3],
         (PACKED, OF_HEADS),
-        plain=lambda *x: call(*x, *starts),
+        unsharded=lambda *x: call(*x, *starts),
     )
 
 
 def pages(kv_layout):
-    """Pages in one buffer, KV heads over all devices; there is no gradient."""
+    """Pages in one buffer, sharded by KV heads; there is no gradient."""
     form = {"heads": HEADS, "d": 16, "pages": 4, "kv_layout": kv_layout, "rows_after": 0}
     (q, k, _, *starts), options = varlen([(7, 9), (30, 30)], **form)
 
@@ -138,7 +138,7 @@ def pages(kv_layout):
 
 
 def dense(*spec):
-    """A dense batch [B, T, H, D], cut as `spec` says."""
+    """A dense batch [B, T, H, D], sharded by `spec`."""
     shapes = [(4, 17, HEADS[0], 16), (4, 29, HEADS[1], 16), (4, 29, HEADS[1], 16)]
     operands = tuple(numbers(i, *shape) for i, shape in enumerate(shapes))
     lengths = np.array([29, 1, 12, 20])
@@ -152,17 +152,17 @@ def dense(*spec):
 
 
 def step(heads, kv_layout):
-    """One new token of each of three sequences and a cache of 6 pages, by the names that the functions give them."""
+    """One new token per sequence, for three sequences and a cache of 6 pages, by parameter name."""
     query_heads, kv_heads = heads
     shapes = {
         "interleaved": (6, 4, 2 * kv_heads, 16),
         "stacked": (2, 6, 4, kv_heads, 16),
         "per_page": (6, 2, 4, kv_heads, 16),
-        "apart": (6, 4, kv_heads, 16),
+        "split": (6, 4, kv_heads, 16),
     }
     cache, lens = numbers(1, *shapes[kv_layout]), np.array([5, 8, 3])
     return {
-        "kv_cache": (cache, -cache) if kv_layout == "apart" else cache,
+        "kv_cache": (cache, -cache) if kv_layout == "split" else cache,
         "query": numbers(2, 3, query_heads, 16),
         "key": numbers(3, 3, kv_heads, 16),
         "value": numbers(4, 3, kv_heads, 16),
@@ -177,7 +177,7 @@ def step(heads, kv_layout):
         "v_scale": np.float32(np.linspace(2, 0.5, kv_heads)),
         "sinks": np.float32(np.linspace(-1, 1, query_heads)),
         "alibi_slopes": numbers(6, 3, query_heads) ** 2,
-        "kv_layout": None if kv_layout == "apart" else kv_layout,
+        "kv_layout": None if kv_layout == "split" else kv_layout,
         "capacity": 12,
         "scale": 0.25,
         "return_lse": True,
@@ -186,12 +186,12 @@ def step(heads, kv_layout):
 
 SEQUENCES = "context_lens block_tables query_start_loc num_seqs"
 SCORES = "sinks alibi_slopes k_scale v_scale scale return_lse"
-# Of each function: the operands that are cut, everything else that it is given, and how its results lie; "cache" is as
-# the cache lies. Caches come first, and those that are updated are donated.
+# For each function: its sharded operands, its other arguments, and the specs of its results, where "cache" stands for
+# the spec of the cache. Caches come first; updated ones are donated.
 FUNCTIONS = {
     kv_cache_update: ("kv_cache key value", "slot_mapping kv_layout k_scale v_scale", ("cache",)),
     rope_kv_cache_update: ("kv_cache query key value", "slot_mapping positions cos_sin kv_layout", (PACKED, "cache")),
-    gather_kv_cache: ("kv_cache k_scale", "block_tables context_lens capacity kv_layout", (PACKED, PACKED, WHOLE)),
+    gather_kv_cache: ("kv_cache k_scale", "block_tables context_lens capacity kv_layout", (PACKED, PACKED, REPLICATED)),
     paged_attention: ("kv_cache query", f"{SEQUENCES} {SCORES}", (PACKED, OF_HEADS)),
     paged_attention_update: (
         "kv_cache query key value",
@@ -201,30 +201,32 @@ FUNCTIONS = {
 }
 
 
-def of_step(function, kv_layout="interleaved", *, heads=HEADS, whole=()):
-    """A function of pages, of which the operands that `whole` names are left to XLA: a cache that is cut suffices."""
+def paged_step(function, kv_layout="interleaved", *, heads=HEADS, replicated=()):
+    """A paged function; operands that `replicated` names are not sharded, so that the cache determines the sharding."""
     names, others, results = FUNCTIONS[function]
     names, new = names.split(), step(heads, kv_layout)
     constant = {name: new[name] for name in others.split()}
-    caches = 2 if kv_layout == "apart" else 1
+    caches = 2 if kv_layout == "split" else 1
 
     def call(*operands):
         cache = operands[0] if caches == 1 else operands[:2]
-        given = dict(zip(names, (cache, *operands[caches:]), strict=True))
-        found = function(**given, **constant)
-        return found if isinstance(found, tuple) else (found,)
+        arguments = dict(zip(names, (cache, *operands[caches:]), strict=True))
+        results = function(**arguments, **constant)
+        return results if isinstance(results, tuple) else (results,)
 
-    of_cache = (CACHES[kv_layout],) * caches
-    specs = {"k_scale": OF_HEADS} | dict.fromkeys(("query", "key", "value"), PACKED) | dict.fromkeys(whole, WHOLE)
+    cache_specs = (CACHES[kv_layout],) * caches
+    specs = (
+        {"k_scale": OF_HEADS} | dict.fromkeys(("query", "key", "value"), PACKED) | dict.fromkeys(replicated, REPLICATED)
+    )
     operands = (*(new["kv_cache"] if caches == 2 else (new["kv_cache"],)), *(new[name] for name in names[1:]))
-    out_specs = [spec for one in results for spec in (of_cache if one == "cache" else (one,))]
+    out_specs = [spec for result in results for spec in (cache_specs if result == "cache" else (result,))]
     donated = tuple(range(caches)) if "cache" in results else ()
-    specs = (*of_cache, *(specs[name] for name in names[1:]))
+    specs = (*cache_specs, *(specs[name] for name in names[1:]))
     return Case(call, operands, specs, tuple(out_specs), differentiated=False, donated=donated)
 
 
 def over_both_axes(case):
-    """What is cut by heads is cut by both axes of the mesh."""
+    """The case with heads sharded by both mesh axes."""
 
     def by_both(specs):
         both = ("batch", "heads")
@@ -234,27 +236,29 @@ def over_both_axes(case):
 
 
 def decoded(heads=HEADS):
-    """A layer's step: the operators one after the other."""
+    """A decode step of a layer, which calls four operators."""
     new = step(heads, "interleaved")
-    where, sequences = (new[name] for name in ("slot_mapping", "positions", "cos_sin")), SEQUENCES.split()
-    where, sequences = tuple(where), tuple(new[name] for name in sequences)
+    rotation = tuple(new[name] for name in ("slot_mapping", "positions", "cos_sin"))
+    sequences = tuple(new[name] for name in SEQUENCES.split())
 
     def attend(cache, query, key, value):
-        query, cache = rope_kv_cache_update(cache, query, key, value, *where)
+        query, cache = rope_kv_cache_update(cache, query, key, value, *rotation)
         out, lse = paged_attention(query, cache, *sequences, scale=0.25, return_lse=True)
         out, lse = merge_attention_states(out, lse, 2 * out, lse)
         return simple_add(out, query), lse, cache
 
-    case = of_step(rope_kv_cache_update, heads=heads)
+    case = paged_step(rope_kv_cache_update, heads=heads)
     return case._replace(attend=attend, out_specs=(PACKED, OF_HEADS, CACHES["interleaved"]))
 
 
-def merged(spec, of_lse):
-    """Two parts of which one is placed, and the other is left to XLA."""
+def merged(spec, lse_spec):
+    """Two states, of which one is sharded."""
     operands = (numbers(7, 12, 8, 16), numbers(8, 8, 12), numbers(9, 12, 8, 16), numbers(10, 8, 12))
-    spec, of_lse = PartitionSpec(*spec), PartitionSpec(*of_lse)
+    spec, lse_spec = PartitionSpec(*spec), PartitionSpec(*lse_spec)
     merge = merge_attention_states
-    return Case(merge, operands, (spec, of_lse, WHOLE, WHOLE), (spec, of_lse), axes=2, differentiated=False)
+    return Case(
+        merge, operands, (spec, lse_spec, REPLICATED, REPLICATED), (spec, lse_spec), axes=2, differentiated=False
+    )
 
 
 def added():
@@ -266,51 +270,55 @@ def added():
 CASES = {
     "packed, by heads": lambda _: packed(),
     "packed, deterministic, by heads": lambda _: packed(deterministic=True),
-    "packed, one KV head": lambda _: packed((8, 1))._replace(specs=(PACKED, WHOLE, WHOLE, OF_HEADS)),
+    "packed, one KV head": lambda _: packed((8, 1))._replace(specs=(PACKED, REPLICATED, REPLICATED, OF_HEADS)),
     "packed, projected": lambda _: projected(HEADS),
     "packed, projected, two KV heads": lambda _: projected((8, 2)),
-    "packed, whole keys": lambda _: of_whole_keys(),
-    "packed, shard_map": mapped,
-    "packed, shard_map over rows": mapped_rows,
+    "packed, replicated keys": lambda _: replicated_keys(),
+    "packed, shard_map": shard_mapped,
+    "packed, shard_map over rows": shard_mapped_rows,
     "interleaved pages, by heads": lambda _: pages("interleaved"),
     "stacked pages, by heads": lambda _: pages("stacked"),
     "dense, by batch": lambda _: dense("batch"),
     "dense, by heads": lambda _: dense(None, None, "heads"),
     "dense, by batch and heads": lambda _: dense("batch", None, "heads"),
-    **{f"update, {layout}": lambda _, x=layout: of_step(kv_cache_update, x) for layout in CACHES},
-    "update, interleaved, whole rows": lambda _: of_step(kv_cache_update, whole=("key", "value")),
-    **{f"gather, {layout}": lambda _, x=layout: of_step(gather_kv_cache, x) for layout in CACHES},
+    **{f"update, {layout}": lambda _, x=layout: paged_step(kv_cache_update, x) for layout in CACHES},
+    "update, interleaved, replicated rows": lambda _: paged_step(kv_cache_update, replicated=("key", "value")),
+    **{f"gather, {layout}": lambda _, x=layout: paged_step(gather_kv_cache, x) for layout in CACHES},
     **{
-        f"rope, {layout}": lambda _, x=layout: of_step(rope_kv_cache_update, x)
+        f"rope, {layout}": lambda _, x=layout: paged_step(rope_kv_cache_update, x)
         for layout in CACHES
-        if layout != "apart"
+        if layout != "split"
     },
-    "paged": lambda _: of_step(paged_attention),
-    "paged, whole queries": lambda _: of_step(paged_attention, whole=("query",)),
-    "paged, as many KV heads": lambda _: of_step(paged_attention, heads=(4, 4)),
-    "paged, cache cut between K and V": lambda _: of_step(paged_attention, heads=(8, 2)),
-    "paged update": lambda _: of_step(paged_attention_update, whole=("key", "value")),
-    "paged update, 4 query heads a KV head": lambda _: of_step(
-        paged_attention_update, heads=(16, 4), whole=("key", "value")
+    "paged": lambda _: paged_step(paged_attention),
+    "paged, replicated queries": lambda _: paged_step(paged_attention, replicated=("query",)),
+    "paged, equal numbers of heads": lambda _: paged_step(paged_attention, heads=(4, 4)),
+    "paged, cache split between K and V": lambda _: paged_step(paged_attention, heads=(8, 2)),
+    "paged update": lambda _: paged_step(paged_attention_update, replicated=("key", "value")),
+    "paged update, 4 query heads per KV head": lambda _: paged_step(
+        paged_attention_update, heads=(16, 4), replicated=("key", "value")
     ),
-    "paged update, by both axes": lambda _: over_both_axes(of_step(paged_attention_update, whole=("key", "value"))),
-    "paged, cache cut between K and V by an axis": lambda _: over_both_axes(of_step(paged_attention, heads=(8, 2))),
+    "paged update, by both axes": lambda _: over_both_axes(
+        paged_step(paged_attention_update, replicated=("key", "value"))
+    ),
+    "paged, cache split between K and V by one axis": lambda _: over_both_axes(
+        paged_step(paged_attention, heads=(8, 2))
+    ),
     "decode step": lambda _: decoded(),
     "merge, by heads": lambda _: merged((None, "heads"), ("heads",)),
     "merge, by rows and elements": lambda _: merged(("batch", None, "heads"), (None, "batch")),
     "add, by two dimensions": lambda _: added(),
 }
 
-# Programs in which something has to be exchanged, by what: gradients of what is the same on every device are summed,
-# and heads that come out uneven are computed by every device.
+# Programs that need collectives: gradients of replicated operands are summed, and heads that the mesh does not divide
+# are gathered and computed by every device.
 EXCHANGE = {
     "packed, one KV head": {"all-gather"},
     "packed, projected": {"all-reduce"},
     "packed, projected, two KV heads": {"all-gather", "all-reduce"},
-    "packed, whole keys": {"all-gather"},
+    "packed, replicated keys": {"all-gather"},
     "packed, shard_map over rows": {"all-reduce"},
-    "paged, cache cut between K and V": {"all-gather"},
-    "paged, cache cut between K and V by an axis": {"all-gather"},
+    "paged, cache split between K and V": {"all-gather"},
+    "paged, cache split between K and V by one axis": {"all-gather"},
 }
-# Their own code asks JAX for what it refuses where axes are explicit: to reshape what is cut within a head.
+# Programs that JAX rejects on meshes with explicit axes, because they reshape an array that is sharded within a head.
 AUTOMATIC = {"packed, projected, two KV heads"}

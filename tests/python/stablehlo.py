@@ -1,4 +1,4 @@
-"""Programs from StableHLO text, compiled and run below JAX's own lowering by jaxlib 0.4.38 to today's."""
+"""`Program`: StableHLO text, compiled and run by jaxlib without JAX; works from jaxlib 0.4.38 on."""
 
 import jax
 import numpy as np
@@ -27,11 +27,11 @@ class Program:
             self._executable = backend.compile_and_load(text, xla_client.DeviceList((self._device,)), options)
 
     def on_device(self, array):
-        """A buffer that the program may take over: JAX's own memory, never that of a NumPy array."""
+        """A buffer that may be donated: a copy in memory that JAX allocated, not that of a NumPy array."""
         return jax.block_until_ready(jax.device_put(array, self._device).copy())
 
     def run(self, buffers):
-        """Device buffers to device buffers."""
+        """Run on device buffers; returns device buffers."""
         results = self._executable.execute_sharded(buffers)
         return [jax.block_until_ready(one[0]) for one in results.disassemble_into_single_device_arrays()]
 

@@ -1,4 +1,4 @@
-"""What `make` installs is what pyproject.toml asks for, at hashes."""
+"""The requirements that `make` installs: those of pyproject.toml, locked with hashes."""
 
 import pathlib
 import tomllib
@@ -10,26 +10,28 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 def locked(file):
     """The hashes of each requirement of a file."""
     entries = (ROOT / "build_support" / file).read_text().replace("\\\n", " ").splitlines()
-    found = {words[0].replace("_", "-"): words[1:] for words in map(str.split, entries) if words and words[0] != "#"}
-    assert all(hashes and all(h.startswith("--hash=sha256:") for h in hashes) for hashes in found.values())
-    return found
+    requirements = {
+        words[0].replace("_", "-"): words[1:] for words in map(str.split, entries) if words and words[0] != "#"
+    }
+    assert all(hashes and all(h.startswith("--hash=sha256:") for h in hashes) for hashes in requirements.values())
+    return requirements
 
 
 def test_every_requirement_of_the_build_is_locked_at_its_version_with_hashes():
-    wanted = [r for r in PROJECT["build-system"]["requires"] if not r.startswith("pip>")]
-    found = locked("requirements.txt")
-    assert set(wanted) <= set(found), "run `make lock`"
-    # A wheel for x86_64 and one for aarch64.
-    assert all(len(hashes) == 2 for name, hashes in found.items() if name.startswith("nvidia-"))
+    expected = [r for r in PROJECT["build-system"]["requires"] if not r.startswith("pip>")]
+    actual = locked("requirements.txt")
+    assert set(expected) <= set(actual), "run `make lock`"
+    # The wheels for x86_64 and aarch64.
+    assert all(len(hashes) == 2 for name, hashes in actual.items() if name.startswith("nvidia-"))
 
 
 def test_every_requirement_of_the_tests_the_demo_and_its_model_is_locked():
     groups = PROJECT["dependency-groups"]
     demo = set(groups["demo"])
     assert demo <= set(locked("demo_requirements.txt")), "run `make lock`"
-    wanted = demo | {requirement.replace("_", "-") for requirement in groups["test"]}
-    # What the demo has installed, the tests leave as it is.
-    assert wanted | set(locked("demo_requirements.txt")) <= set(locked("test_requirements.txt")), "run `make lock`"
+    expected = demo | {requirement.replace("_", "-") for requirement in groups["test"]}
+    # The tests keep the versions of the demo.
+    assert expected | set(locked("demo_requirements.txt")) <= set(locked("test_requirements.txt")), "run `make lock`"
     for group in ("model", "xla_gpu"):
         assert set(groups[group]) == set(locked(f"{group}_requirements.txt")), "run `make lock`"
 

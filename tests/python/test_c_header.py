@@ -1,4 +1,4 @@
-"""`xla_attention.h` is C and C++, and a program that includes it and links the library runs."""
+"""A C and a C++ program that include `xla_attention.h` and link the library."""
 
 import pathlib
 import shutil
@@ -9,7 +9,7 @@ import pytest
 from xla_attention import include_dir, library_path
 
 PROGRAM = pathlib.Path(__file__).with_name("c_interface.c")
-SAID = """11 22 33
+EXPECTED_OUTPUT = """11 22 33
 3 xla_gpu_simple_add: b has shape [2], expected the shape of a, [3]
 0 0 0
 xla_gpu_simple_add on cpu
@@ -25,4 +25,4 @@ def test_a_program_includes_the_header_and_links_the_library(language, tmp_path)
     strict = [standard, "-Wall", "-Wextra", "-Werror", "-pedantic", f"-I{include_dir()}"]
     link = [f"-L{library.parent}", f"-l:{library.name}", f"-Wl,-rpath,{library.parent}"]
     subprocess.run([compiler, *strict, "-x", name, PROGRAM, "-x", "none", *link, "-o", binary], check=True)
-    assert subprocess.run([binary], capture_output=True, text=True, check=True).stdout == SAID
+    assert subprocess.run([binary], capture_output=True, text=True, check=True).stdout == EXPECTED_OUTPUT

@@ -1,7 +1,7 @@
-"""The tables of tests/conformance through XLA: as StableHLO text that we write, and as ``jax.ffi.ffi_call``.
+"""The tables of tests/conformance through XLA, as StableHLO text and as ``jax.ffi.ffi_call``.
 
-The same cases, and all that follow from an interface, run without XLA in tests/it/conformance; what no table can say is
-in test_conformance_runtime.py.
+tests/it/conformance runs the same cases, and all that can be derived from an interface, without XLA.
+test_conformance_runtime.py has what the tables cannot express.
 """
 
 import functools
@@ -11,17 +11,17 @@ import pytest
 
 import xla_attention.jax  # noqa: F401  registers the targets
 from conformance_calls import assert_outcome, by_ffi_call, by_stablehlo
-from conformance_table import cases, drivers, in_words_of_the_headers, skipped_for
+from conformance_table import cases, drivers, ffi_header_errors, skipped_for
 from xla_attention import _library
 
 DRIVERS = {"stablehlo": by_stablehlo, "ffi_call": by_ffi_call}
 
-# Every refusal runs in tests/it/conformance, in the same handlers; XLA's part in it is the same for all.
+# tests/it/conformance runs every invalid call in the same handlers, and XLA treats them all alike.
 SAMPLE = {driver: {str(case) for case in cases()[start::3]} for start, driver in enumerate(DRIVERS)}
 
 
 def for_driver(driver):
-    """What works and every third refusal as pytest's parameters; what the driver cannot express is skipped."""
+    """All valid and every third invalid case as pytest parameters; those that the driver cannot express are skipped."""
     return [
         pytest.param(case, id=str(case), marks=[pytest.mark.skip(reason=reason)] if reason else [])
         for case in cases()
@@ -34,38 +34,38 @@ def is_sampled(driver, case):
     return case.code is None or str(case) in SAMPLE[driver]
 
 
-def hold(case, platform, run):
+def run_case(case, platform, run):
     if platform == "gpu" and not case.results:
-        pytest.skip("XLA:GPU leaves out a call without a result")
+        pytest.skip("XLA:GPU removes a call without results")
     assert_outcome(case, platform, run)
 
 
 @pytest.mark.parametrize("case", for_driver("stablehlo"))
 def test_a_case_as_stablehlo_text(platform, case):
-    hold(case, platform, by_stablehlo)
+    run_case(case, platform, by_stablehlo)
 
 
 @pytest.mark.parametrize("case", for_driver("ffi_call"))
 def test_a_case_as_ffi_call(platform, case):
-    hold(case, platform, by_ffi_call)
+    run_case(case, platform, by_ffi_call)
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
-@pytest.mark.parametrize("case", in_words_of_the_headers(), ids=str)
-def test_what_the_headers_refuse(platform, driver, case):
-    hold(case, platform, DRIVERS[driver])
+@pytest.mark.parametrize("case", ffi_header_errors(), ids=str)
+def test_a_call_that_the_ffi_header_rejects(platform, driver, case):
+    run_case(case, platform, DRIVERS[driver])
 
 
-def works_in_place(case):
+def can_run_in_place(case):
     return case.code is None and bool(case.aliases) and "memory" not in case.terms
 
 
-# By the drivers in turns: what XLA does with the two memories is the same for both.
+# With alternating drivers: XLA handles the aliasing alike for both.
 @pytest.mark.parametrize(
-    ("driver", "case"), list(zip(itertools.cycle(DRIVERS), filter(works_in_place, cases()))), ids=str
+    ("driver", "case"), list(zip(itertools.cycle(DRIVERS), filter(can_run_in_place, cases()))), ids=str
 )
-def test_what_works_works_with_results_that_alias_operands(platform, driver, case):
-    hold(case, platform, functools.partial(DRIVERS[driver], in_place=True))
+def test_valid_cases_with_results_that_alias_operands(platform, driver, case):
+    run_case(case, platform, functools.partial(DRIVERS[driver], in_place=True))
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
@@ -77,5 +77,5 @@ def test_a_driver_runs_what_it_can_express(driver):
         assert any(term in case.terms for case in cases()), f"no case uses {term}"
 
 
-def test_the_tables_speak_of_every_target():
+def test_the_tables_cover_every_target():
     assert {case.target for case in cases()} == {target.name.decode() for target in _library.targets()}

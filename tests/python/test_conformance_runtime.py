@@ -1,4 +1,4 @@
-"""What a runtime does with our targets besides calling them: layouts, donation, order, errors amid other work, threads.
+"""The targets in a runtime: layouts, donation, order of effects, errors beside other work, threads, registration.
 
 The calls come from the tables of tests/conformance.
 """
@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
 
-from alone import python
 from conformance_calls import assert_outcome, by_ffi_call, by_stablehlo, ffi_call, stablehlo_text
-from conformance_table import cases, in_words_of_the_headers
+from conformance_table import cases, ffi_header_errors
 from stablehlo import Program
+from subprocesses import python
 from xla_attention.jax._register import register_targets
 
 
@@ -25,24 +25,24 @@ def case_of(target, name="the right call"):
     return next(case for case in cases() if (case.target, case.name) == (target, name))
 
 
-def right_calls():
+def valid_calls():
     return [case for case in cases() if case.name == "the right call"]
 
 
 ADD = case_of("xla_gpu_simple_add")
-WRONG_ADD = case_of("xla_gpu_simple_add", "b f32[3,2]")
+INVALID_ADD = case_of("xla_gpu_simple_add", "b f32[3,2]")
 A = np.arange(6, dtype=np.float32).reshape(2, 3)
 ZERO = np.zeros((2, 3), np.float32)
 
 
 def with_layouts(a, b, out):
-    """The add as text that asks for layouts, minor dimension first."""
+    """The add as text with layouts, minor dimension first."""
     dense = [f"dense<[{order}]> : tensor<2xindex>" for order in (a, b, out)]
     return stablehlo_text(ADD, extra=f", operand_layouts = [{dense[0]}, {dense[1]}], result_layouts = [{dense[2]}]")
 
 
 ROWS, COLUMNS = "1, 0", "0, 1"
-# XLA may transpose by only saying that memory is column-major.
+# XLA may implement the transposition as a change of layout, without a copy.
 TRANSPOSED = """
 module @m { func.func public @main(%%a: tensor<3x2xf32>, %%b: tensor<2x3xf32>) -> tensor<2x3xf32> {
   %%t = stablehlo.transpose %%a, dims = [1, 0] : (tensor<3x2xf32>) -> tensor<2x3xf32>
@@ -53,30 +53,30 @@ module @m { func.func public @main(%%a: tensor<3x2xf32>, %%b: tensor<2x3xf32>) -
 
 
 class TestLayouts:
-    def test_a_text_may_name_the_row_major_layout(self, platform):
+    def test_the_text_may_specify_the_row_major_layout(self, platform):
         (out,) = Program(with_layouts(ROWS, ROWS, ROWS), platform)(A, ZERO)
         np.testing.assert_array_equal(out, A)
 
-    def test_a_transposed_value_is_made_row_major_where_the_text_asks_for_it(self, platform):
+    def test_a_transposed_value_is_copied_to_the_layout_in_the_text(self, platform):
         rows = f"dense<[{ROWS}]> : tensor<2xindex>"
         layouts = f", operand_layouts = [{rows}, {rows}], result_layouts = [{rows}]"
         (out,) = Program(TRANSPOSED % layouts, platform)(np.ascontiguousarray(A.T), ZERO)
         np.testing.assert_array_equal(out, A)
 
-    def test_where_the_text_does_not_ask_a_gpu_hands_it_over_as_it_lies(self, platform):
+    def test_a_gpu_passes_a_transposed_value_uncopied_without_a_layout_in_the_text(self, platform):
         (out,) = Program(TRANSPOSED % "", platform)(np.ascontiguousarray(A.T), ZERO)
         np.testing.assert_array_equal(out, A if platform == "cpu" else A.T.reshape(2, 3))
 
-    def test_an_argument_that_lies_column_major_is_made_row_major(self, platform):
+    def test_a_column_major_argument_is_copied_to_row_major(self, platform):
         device = jax.sharding.SingleDeviceSharding(jax.devices(platform)[0])
         column_major = Format(Layout((1, 0)), device)
         a = jax.device_put(A, column_major)
         (out,) = jax.jit(ffi_call(ADD), in_shardings=(column_major, device))(a, ZERO)
         np.testing.assert_array_equal(out, A)
 
-    def test_a_call_that_itself_asks_for_columns_gets_columns(self, platform):
-        # The C interface carries no layout, so no handler can refuse: asking for row-major, as jax.ffi.ffi_call does
-        # unless told otherwise, is the caller's duty. Where every buffer is asked for so, an element-wise sum is right.
+    def test_column_major_layouts_in_the_text_are_kept(self, platform):
+        # The FFI passes no layouts, so that no handler can reject one: the caller has to request row-major, as
+        # jax.ffi.ffi_call does by default. An elementwise sum is right if all buffers have the same layout.
         (out,) = Program(with_layouts(COLUMNS, COLUMNS, COLUMNS), platform)(A, ZERO)
         np.testing.assert_array_equal(out, A)
         (out,) = Program(with_layouts(COLUMNS, ROWS, ROWS), platform)(A, ZERO)
@@ -84,14 +84,14 @@ class TestLayouts:
 
 
 class TestMemory:
-    def test_a_donated_operand_whose_call_is_refused_breaks_nothing_else(self, platform):
+    def test_calls_work_after_an_error_with_a_donated_operand(self, platform):
         case = case_of("xla_gpu_kv_cache_update", "value f32[6,2,16]")
         operands = [jax.device_put(b.array(), jax.devices(platform)[0]) for b in case.operands]
         call = jax.jit(ffi_call(case, in_place=True), donate_argnums=0)
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"value has dtype f32, expected f16"):
             jax.block_until_ready(call(*operands))
         after = by_ffi_call(case_of("xla_gpu_kv_cache_update"), platform, in_place=True)
-        assert case_of("xla_gpu_kv_cache_update").results[0].is_met_by(after[0])
+        assert case_of("xla_gpu_kv_cache_update").results[0].matches(after[0])
 
 
 class TestOrder:
@@ -105,7 +105,7 @@ class TestOrder:
         )
         return call(cache, rows, rows, slots, kv_layout=np.int64(1))
 
-    def test_readers_of_a_cache_see_it_before_or_after_a_write_in_place_as_written(self, platform):
+    def test_reads_of_a_cache_are_ordered_with_in_place_writes(self, platform):
         def program(cache, rows):
             before = jax.ffi.ffi_call("xla_gpu_simple_add", jax.typeof(cache))(cache, cache)
             cache = self.updated(cache, rows, 0)
@@ -118,28 +118,28 @@ class TestOrder:
         assert [float(x.min()) for x in (before, between, after)] == [6, 10, 10]
         assert [float(x.max()) for x in (before, between, after)] == [6, 10, 10]
 
-    def test_a_call_with_a_side_effect_is_made_although_nobody_reads_its_results(self, platform):
-        operands = [b.array() for b in WRONG_ADD.operands]
+    def test_a_call_with_a_side_effect_runs_although_its_results_are_unused(self, platform):
+        operands = [b.array() for b in INVALID_ADD.operands]
 
         def unread(*operands):
-            ffi_call(WRONG_ADD)(*operands)
+            ffi_call(INVALID_ADD)(*operands)
             return operands[0]
 
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"b has shape \[3, 2\]"):
             jax.block_until_ready(jax.jit(unread)(*operands))
 
-    def test_a_call_without_one_is_left_out_then(self, platform):
-        operands = [b.array() for b in WRONG_ADD.operands]
+    def test_a_call_without_side_effects_is_removed_if_its_results_are_unused(self, platform):
+        operands = [b.array() for b in INVALID_ADD.operands]
 
         def unread(*operands):
-            jax.ffi.ffi_call(WRONG_ADD.target, [jax.ShapeDtypeStruct((2, 3), jnp.float32)])(*operands)
+            jax.ffi.ffi_call(INVALID_ADD.target, [jax.ShapeDtypeStruct((2, 3), jnp.float32)])(*operands)
             return operands[0]
 
         np.testing.assert_array_equal(jax.jit(unread)(*operands), operands[0])
 
 
 class TestErrors:
-    def test_the_process_and_the_work_in_flight_live_on(self, platform):
+    def test_errors_do_not_affect_other_work_in_flight(self, platform):
         @jax.jit
         def long(x):
             return jax.lax.fori_loop(0, 40, lambda _, y: jnp.tanh(y @ x), x)
@@ -148,16 +148,16 @@ class TestErrors:
         expected = np.asarray(long(x))
         for _ in range(5):
             in_flight = [long(x) for _ in range(3)]
-            assert_outcome(WRONG_ADD, platform, by_ffi_call)
+            assert_outcome(INVALID_ADD, platform, by_ffi_call)
             assert_outcome(ADD, platform, by_stablehlo)
             for result in in_flight:
                 np.testing.assert_array_equal(result, expected)
 
-    def test_a_program_with_a_refused_call_in_its_middle_fails_and_the_next_one_works(self, platform):
+    def test_a_program_works_after_one_that_failed_in_the_middle(self, platform):
         @jax.jit
         def program(a, b, wrong):
             a = jnp.tanh(a) @ jnp.ones((3, 3))
-            (middle,) = ffi_call(WRONG_ADD)(a, wrong)
+            (middle,) = ffi_call(INVALID_ADD)(a, wrong)
             return ffi_call(ADD)(middle, b)
 
         for _ in range(3):
@@ -167,14 +167,14 @@ class TestErrors:
 
 
 class TestThreads:
-    def test_many_threads_make_right_and_wrong_calls_at_once(self, platform):
-        wanted = right_calls() + in_words_of_the_headers()
+    def test_valid_and_invalid_calls_from_many_threads(self, platform):
+        calls = valid_calls() + ffi_header_errors()
         barrier = threading.Barrier(8)
 
         def work(offset):
             barrier.wait()
-            for round_ in range(len(wanted)):
-                case = wanted[(offset * 7 + round_) % len(wanted)]
+            for round_ in range(len(calls)):
+                case = calls[(offset * 7 + round_) % len(calls)]
                 assert_outcome(case, platform, by_ffi_call if (offset + round_) % 2 else by_stablehlo)
             return True
 
@@ -186,30 +186,30 @@ TWO_DEVICES = """
 import sys, threading
 import jax, jax.numpy as jnp, numpy as np
 import xla_attention.jax
-from alone import python
-from conformance_calls import ffi_call, said, told_on
+from subprocesses import python
+from conformance_calls import error_text, ffi_call, reported_error
 from conformance_table import cases
 platform = sys.argv[1]
 devices = jax.devices(platform)[:2]
 assert len(devices) == 2
-right = [case for case in cases() if case.name == "the right call"]
-wrong = next(case for case in cases() if case.name == "b f32[3,2]")
+valid = [case for case in cases() if case.name == "the right call"]
+invalid = next(case for case in cases() if case.name == "b f32[3,2]")
 failures = []
 def on(device):
     with jax.enable_x64(True):
         for _ in range(3):
-            for case in right:
+            for case in valid:
                 operands = [jax.device_put(b.array(), device) for b in case.operands]
                 results = jax.jit(ffi_call(case))(*operands)
-                for wanted, found in zip(case.results, results, strict=True):
-                    if found.devices() != {device} or not wanted.is_met_by(np.asarray(found)):
+                for expected, actual in zip(case.results, results, strict=True):
+                    if actual.devices() != {device} or not expected.matches(np.asarray(actual)):
                         failures.append((device, case.target))
             try:
-                operands = [jax.device_put(b.array(), device) for b in wrong.operands]
-                jax.block_until_ready(jax.jit(ffi_call(wrong))(*operands))
-                failures.append((device, "not refused"))
+                operands = [jax.device_put(b.array(), device) for b in invalid.operands]
+                jax.block_until_ready(jax.jit(ffi_call(invalid))(*operands))
+                failures.append((device, "no error"))
             except jax.errors.JaxRuntimeError as error:
-                if said(error) != told_on(platform, wrong):
+                if error_text(error) != reported_error(platform, invalid):
                     failures.append((device, str(error)))
 threads = [threading.Thread(target=on, args=(device,)) for device in devices]
 [thread.start() for thread in threads], [thread.join() for thread in threads]
@@ -220,11 +220,11 @@ halves = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=(spec, spec), out_specs=
 a = jax.device_put(jnp.arange(8.0), jax.sharding.NamedSharding(mesh, spec))
 out = halves(a, a)
 assert (out == 2 * jnp.arange(8.0)).all() and len(out.sharding.device_set) == 2
-print("failures", failures, "calls", len(right))
+print("failures", failures, "calls", len(valid))
 """
 
 
-def test_two_devices_are_served_at_once(platform):
+def test_calls_on_two_devices_in_parallel(platform):
     if platform == "gpu" and len(jax.devices("gpu")) < 2:
         pytest.skip("this machine has one GPU")
     done = python(
@@ -236,7 +236,7 @@ def test_two_devices_are_served_at_once(platform):
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
         XLA_ATTENTION_LOG="debug",
     )
-    assert done.stdout.strip() == f"failures [] calls {len(right_calls())}", done.stderr
+    assert done.stdout.strip() == f"failures [] calls {len(valid_calls())}", done.stderr
     loaded = collections.Counter(re.findall(r"loaded (\w+) for sm_", done.stdout + done.stderr))
     assert bool(loaded) == (platform == "gpu")
     assert set(loaded.values()) <= {2}, "a module is loaded once on each device"
@@ -244,10 +244,10 @@ def test_two_devices_are_served_at_once(platform):
 
 def test_targets_may_be_registered_again(platform):
     register_targets.__wrapped__()
-    assert ADD.results[0].is_met_by(by_stablehlo(ADD, platform)[0])
+    assert ADD.results[0].matches(by_stablehlo(ADD, platform)[0])
 
 
-def test_another_handler_under_a_name_that_is_taken_is_refused():
+def test_registering_another_handler_under_a_taken_name_fails():
     code = """
 import ctypes, jax
 import xla_attention.jax

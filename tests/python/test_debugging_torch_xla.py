@@ -1,4 +1,4 @@
-"""The page on looking into torch_xla: its code runs, and what it says of the output holds."""
+"""docs/debugging_torch_xla.md: its code runs, and its statements about the output hold."""
 
 import functools
 import importlib
@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 
-from alone import python_with_torch
+from subprocesses import python_with_torch
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs/debugging_torch_xla.md"
 
@@ -21,7 +21,7 @@ def blocks(language):
 
 @functools.cache
 def printed():
-    """What the page's program prints, started in an empty folder with the variables that the page exports."""
+    """The output of the page's program, run in an empty folder with the variables that the page exports."""
     exported = dict(re.findall(r"export (\w+)='?(.*?)'?\n", "".join(blocks("sh"))))
     assert exported.keys() == {"PJRT_DEVICE", "XLA_FLAGS"}
     program = pathlib.Path(tempfile.mkdtemp(), "page.py")
@@ -33,7 +33,7 @@ def numbered(number):
     return [line for line in printed().splitlines() if line.startswith(f"{number}. ")]
 
 
-def test_a_graph_is_shown_at_three_levels():
+def test_a_graph_is_printed_at_three_levels():
     (ours,), (hlo,), (stablehlo,) = (numbered(number) for number in (1, 2, 3))
     assert "xla_attention::call(" in ours
     assert 'custom_call_target="xla_gpu_flash_attn_varlen"' in hlo
@@ -51,8 +51,8 @@ def test_steps_of_one_shape_compile_once_and_nothing_falls_back():
     assert "Metric: ExecuteTime\n  TotalSamples: 2\n" in printed() and "Counter: MarkStep\n  Value: 2\n" in printed()
 
 
-def test_the_names_on_the_right_are_there():
-    """Of the table of names, everything that can be looked up."""
+def test_the_names_in_the_table_exist():
+    """The names of the page's table that can be looked up."""
     import torch
     import torch_xla
     import torch_xla.core.xla_model as xm

@@ -1,4 +1,4 @@
-"""The examples in docstrings and in the README run."""
+"""The examples in docstrings and documents run."""
 
 import doctest
 import importlib.util

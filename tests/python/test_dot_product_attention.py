@@ -1,4 +1,4 @@
-"""dot_product_attention against JAX's own."""
+"""dot_product_attention against jax.nn.dot_product_attention."""
 
 import functools
 import inspect
@@ -19,19 +19,19 @@ def tensors(dtype="float32", *, batch=3, rows=17, keys=29, heads=(6, 2), d=32):
 
 
 def check(operands, *, return_residual=True, **options):
-    """The output, with the residual and without, and the residual."""
-    # On a GPU, JAX's products of f32 are those of TF32 otherwise.
+    """Assert that the output, with and without the residual, and the residual are those of jax.nn."""
+    # By default, JAX computes f32 products in TF32 on GPUs.
     with jax.default_matmul_precision("highest"):
         theirs = functools.partial(jax.nn.dot_product_attention, return_residual=return_residual, **options)
-        wanted = jax.jit(theirs)(*(x.astype(jnp.float32) for x in operands))
+        expected = jax.jit(theirs)(*(x.astype(jnp.float32) for x in operands))
     out = dot_product_attention(*operands, **options)
-    found = dot_product_attention(*operands, return_residual=return_residual, **options)
-    found, wanted = (x if return_residual else (x,) for x in (found, wanted))
+    actual = dot_product_attention(*operands, return_residual=return_residual, **options)
+    actual, expected = (x if return_residual else (x,) for x in (actual, expected))
     near = TOLERANCE[out.dtype.name]
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert (one.dtype, one.shape) == (operands[0].dtype, other.shape)
         np.testing.assert_allclose(np.float32(one), other, atol=near, rtol=near)
-    np.testing.assert_array_equal(np.float32(out), np.float32(found[0]))
+    np.testing.assert_array_equal(np.float32(out), np.float32(actual[0]))
 
 
 @pytest.mark.parametrize(
@@ -48,25 +48,25 @@ def check(operands, *, return_residual=True, **options):
     ],
     ids=str,
 )
-def test_it_equals_jaxs(platform, options):
+def test_results_equal_those_of_jax_nn(platform, options):
     check(tensors(), **options)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_it_equals_jaxs_in_16_bits_and_without_a_batch(platform, dtype):
+def test_results_equal_those_of_jax_nn_in_16_bits_and_without_a_batch(platform, dtype):
     check(tensors(dtype), is_causal=True)
     check([x[0] for x in tensors(dtype)], local_window_size=(20, 15))
 
 
 @pytest.mark.parametrize("size", [0, 4])
-def test_one_number_for_both_sides_may_be_of_numpy(platform, size):
-    wanted = dot_product_attention(*tensors(), local_window_size=size)
+def test_local_window_size_may_be_a_numpy_number_or_array(platform, size):
+    expected = dot_product_attention(*tensors(), local_window_size=size)
     for same in (np.int64(size), (np.int32(size), np.int64(size)), np.array([size, size]), jnp.array([size, size])):
-        np.testing.assert_array_equal(dot_product_attention(*tensors(), local_window_size=same), wanted)
+        np.testing.assert_array_equal(dot_product_attention(*tensors(), local_window_size=same), expected)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_padding_is_left_out(platform, is_causal):
+def test_padding_is_masked(platform, is_causal):
     lengths = {"query_seq_lengths": jnp.array([17, 3, 9]), "key_value_seq_lengths": jnp.array([29, 12, 1])}
     check(tensors(), is_causal=is_causal, **lengths, return_residual=False)
 
@@ -76,20 +76,20 @@ def test_a_query_that_sees_no_key_gives_zero(platform):
     assert (out[0] == 0).all() and (out[1] != 0).any()
 
 
-def test_jaxs_own_implementation_is_one_word_away():
+def test_implementation_xla_passes_the_call_to_jax():
     operands = tensors(rows=4, keys=4)
     mask = jnp.tril(jnp.ones((4, 4), bool))[None, None]
-    wanted = jax.nn.dot_product_attention(*operands, mask=mask)
-    np.testing.assert_array_equal(dot_product_attention(*operands, mask=mask, implementation="xla"), wanted)
+    expected = jax.nn.dot_product_attention(*operands, mask=mask)
+    np.testing.assert_array_equal(dot_product_attention(*operands, mask=mask, implementation="xla"), expected)
 
 
 @pytest.mark.parametrize("name", ["bias", "mask"])
-def test_what_is_not_supported_is_said(name):
+def test_a_bias_or_mask_is_an_error(name):
     with pytest.raises(NotImplementedError, match=f"{name} is not supported"):
         dot_product_attention(*tensors(), **{name: jnp.ones((1, 1, 17, 29), bool)})
 
 
-def test_it_has_every_argument_of_jaxs_in_its_place_and_with_its_default():
+def test_the_signature_has_every_argument_of_jax_nn_with_its_default():
     ours = inspect.signature(dot_product_attention).parameters
     theirs = inspect.signature(jax.nn.dot_product_attention).parameters
     assert {name: (x.kind, x.default) for name, x in theirs.items()} == {
@@ -99,7 +99,7 @@ def test_it_has_every_argument_of_jaxs_in_its_place_and_with_its_default():
     assert list(ours)[: len(positional)] == positional
 
 
-def test_the_residual_of_what_sees_no_key_is_minus_infinity_and_has_no_gradient(platform):
+def test_the_residual_of_a_row_without_keys_is_minus_infinity_and_has_no_gradient(platform):
     q, k, v = tensors()
     lengths = {"query_seq_lengths": jnp.array([17, 3, 9]), "key_value_seq_lengths": jnp.array([0, 12, 29])}
     _, residual = dot_product_attention(q, k, v, return_residual=True, **lengths)
@@ -109,31 +109,31 @@ def test_the_residual_of_what_sees_no_key_is_minus_infinity_and_has_no_gradient(
     assert (gradient == 0).all()
 
 
-def test_jaxs_own_implementation_gives_its_residual():
+def test_an_implementation_of_jax_returns_its_residual():
     operands = tensors(rows=4, keys=4)
-    found = dot_product_attention(*operands, return_residual=True, implementation="xla")
-    wanted = jax.nn.dot_product_attention(*operands, return_residual=True)
-    for ours, theirs in zip(found, wanted, strict=True):
+    actual = dot_product_attention(*operands, return_residual=True, implementation="xla")
+    expected = jax.nn.dot_product_attention(*operands, return_residual=True)
+    for ours, theirs in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_jax_without_residuals_is_told_apart(monkeypatch):
+def test_return_residual_is_an_error_for_a_jax_without_it(monkeypatch):
     operands = tensors(rows=4, keys=4)
-    wanted = jax.nn.dot_product_attention(*operands)
+    expected = jax.nn.dot_product_attention(*operands)
 
     def of_jax_0_8_0(query, key, value, bias=None, mask=None, **options):
         assert "return_residual" not in options
-        return wanted
+        return expected
 
     of_jax_0_8_0.__signature__ = inspect.Signature()
     monkeypatch.setattr(jax.nn, "dot_product_attention", of_jax_0_8_0)
-    assert dot_product_attention(*operands, implementation="xla") is wanted
+    assert dot_product_attention(*operands, implementation="xla") is expected
     with pytest.raises(NotImplementedError, match="return_residual with implementation needs jax >= 0.8.1"):
         dot_product_attention(*operands, implementation="xla", return_residual=True)
 
 
-# What is refused, a change of the operands or options; the text after the function's name.
-REFUSED = {
+# Invalid calls: a change of the operands or options, the error, and its text after the function's name.
+REJECTED = {
     "lengths": (lambda q, k, v: (q, k, v[:, :3]), ValueError, "value has shape"),
     "batch": (lambda q, k, v: (q, k[:2], v[:2]), ValueError, "key has a batch of 2, expected 3"),
     "ranks": (lambda q, k, v: (q[0], k, v), ValueError, "query [17, 6, 32], key [3, 29, 2, 32]"),
@@ -174,10 +174,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("given", "error", "text"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("change", "error", "text"), REJECTED.values(), ids=REJECTED)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_refusal_speaks_of_this_function_and_its_arguments(given, error, text, wrap):
-    operands, options = (given(*tensors()), {}) if callable(given) else (tensors(), given)
+def test_errors_name_this_function_and_its_arguments(change, error, text, wrap):
+    operands, options = (change(*tensors()), {}) if callable(change) else (tensors(), change)
     with pytest.raises(error) as caught:
         wrap(lambda *operands: dot_product_attention(*operands, **options))(*operands)
     assert str(caught.value).startswith(f"dot_product_attention: {text}")

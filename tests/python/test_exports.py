@@ -1,4 +1,4 @@
-"""What the shared library exports: its C interface, and nothing that another library could put itself in place of."""
+"""The symbols that the shared library exports: its C interface, and nothing that could be interposed."""
 
 import mmap
 import struct
@@ -20,7 +20,7 @@ DT_SYMBOLIC, DT_FLAGS, DF_SYMBOLIC = 16, 30, 2
 
 
 def sections(elf):
-    """(type, its bytes, that of the section it links to) of each section of a 64-bit file."""
+    """(type, bytes, bytes of the linked section) of each section of a 64-bit ELF file."""
     assert elf[:6] == b"\x7fELF\x02\x01"
     (table,), (size, count) = struct.unpack_from("<Q", elf, 0x28), struct.unpack_from("<HH", elf, 0x3A)
     headers = [struct.unpack_from("<IIQQQQIIQQ", elf, table + i * size) for i in range(count)]
@@ -34,17 +34,17 @@ def library_sections():
 
 
 def test_the_library_exports_its_c_interface_and_nothing_else():
-    found = set()
+    exported = set()
     for kind, symbols, strings in library_sections():
         if kind == SHT_DYNSYM:
             for name, _, _, section, _, _ in struct.iter_unpack("<IBBHQQ", symbols):
                 if section:
-                    found.add(strings[name : strings.index(b"\0", name)].decode())
-    of_tests = {"xa_take_failpoint"} if _library.build_info()["failpoints"] else set()
-    assert found == C_INTERFACE | of_tests
+                    exported.add(strings[name : strings.index(b"\0", name)].decode())
+    test_only = {"xa_take_failpoint"} if _library.build_info()["failpoints"] else set()
+    assert exported == C_INTERFACE | test_only
 
 
-def test_calls_within_the_library_stay_within_it():
+def test_symbols_of_the_library_bind_within_it():
     entries = [
         entry for kind, own, _ in library_sections() if kind == SHT_DYNAMIC for entry in struct.iter_unpack("<QQ", own)
     ]

@@ -1,4 +1,4 @@
-"""The demo's greedy text is that of dense attention, whatever the schedule."""
+"""The demo generates the text of dense attention, for every schedule."""
 
 import os
 from pathlib import Path
@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tiny_llama
-from alone import python
-from tiny_llama import dense_greedy, expected, tiny_weights
+from subprocesses import python
+from tiny_llama import dense_greedy, expected_tokens, tiny_weights
 
 import generate  # isort: skip
 from llama.checkpoint import default_model_path, load_checkpoint  # isort: skip
@@ -33,7 +33,7 @@ def tiny_engine(request, tiny_gguf):
 
 
 def generate_with(engine: Engine, prompts, max_new_tokens, *, num_pages, token_budget, stop_tokens=frozenset()):
-    """Sequences after a run with a fresh schedule; the caches keep what earlier runs left in them."""
+    """Sequences after a run with a new scheduler; the caches keep the contents of earlier runs."""
     engine.scheduler = engine.new_scheduler(num_pages, token_budget, stop_tokens)
     engine.stats = type(engine.stats)()
     for prompt in prompts:
@@ -49,19 +49,21 @@ def ragged_prompts(lengths, seed=0) -> list[tuple[int, ...]]:
     return [tuple(int(token) for token in rng.integers(0, vocab_size, length)) for length in lengths]
 
 
-# Lengths of prompts, new tokens, pages and budget, and what has to have happened.
+# Lengths of prompts, new tokens, pages, token budget, and a condition that the run has to meet.
 SCHEDULES = {
     "ragged prompts": ([1, 5, 16, 23, 4, 9], 12, 40, 16, lambda engine, _: engine.stats.decode.steps > 0),
     "chunked prefill beside decode": ([3, 31, 2, 27], 12, 40, 5, lambda engine, _: engine.stats.mixed_steps > 5),
-    "evicted and computed again": ([6, 7, 11, 5], 20, 9, 8, lambda _, found: sum(s.num_evictions for s in found) >= 2),
+    "evicted and recomputed": ([6, 7, 11, 5], 20, 9, 8, lambda _, actual: sum(s.num_evictions for s in actual) >= 2),
 }
 
 
 @pytest.mark.parametrize(("lengths", "tokens", "pages", "budget", "happened"), SCHEDULES.values(), ids=SCHEDULES)
-def test_a_schedule_generates_what_dense_attention_generates(tiny_engine, lengths, tokens, pages, budget, happened):
+def test_a_schedule_generates_the_text_of_dense_attention(tiny_engine, lengths, tokens, pages, budget, happened):
     prompts = ragged_prompts(lengths, seed=len(lengths))
     sequences = generate_with(tiny_engine, prompts, tokens, num_pages=pages, token_budget=budget)
-    assert [tuple(sequence.generated) for sequence in sequences] == [expected(prompt, tokens) for prompt in prompts]
+    assert [tuple(sequence.generated) for sequence in sequences] == [
+        expected_tokens(prompt, tokens) for prompt in prompts
+    ]
     assert happened(tiny_engine, sequences)
 
 
@@ -74,7 +76,7 @@ def test_the_caches_are_updated_in_place(tiny_engine):
 
 def test_a_sequence_ends_with_its_stop_token(tiny_engine):
     prompts = ragged_prompts([4, 8], seed=3)
-    stop = frozenset({expected(prompts[0], 12)[3]})
+    stop = frozenset({expected_tokens(prompts[0], 12)[3]})
     sequences = generate_with(tiny_engine, prompts, 12, num_pages=40, token_budget=16, stop_tokens=stop)
     assert [s.generated for s in sequences] == [dense_greedy(tiny_weights(), list(p), 12, stop) for p in prompts]
     assert len(sequences[0].generated) <= 4
@@ -93,33 +95,33 @@ def test_a_sequence_ends_with_its_stop_token(tiny_engine):
     token_budget=st.integers(3, 16),
     seed=st.integers(0, 3),
 )
-def test_no_schedule_changes_the_text(tiny_engine, lengths, max_new_tokens, num_pages, token_budget, seed):
+def test_the_text_does_not_depend_on_the_schedule(tiny_engine, lengths, max_new_tokens, num_pages, token_budget, seed):
     prompts = ragged_prompts(lengths, seed)
     sequences = generate_with(tiny_engine, prompts, max_new_tokens, num_pages=num_pages, token_budget=token_budget)
-    assert [tuple(s.generated) for s in sequences] == [expected(prompt, max_new_tokens) for prompt in prompts]
+    assert [tuple(s.generated) for s in sequences] == [expected_tokens(prompt, max_new_tokens) for prompt in prompts]
 
 
 @pytest.mark.slow
-def test_smollm2_generates_what_dense_attention_generates():
-    """The real model: all prompts at once, then with so few pages and so small a budget that sequences are evicted."""
+def test_smollm2_generates_the_text_of_dense_attention():
+    """The real model: all prompts at once, then with a cache and token budget so small that sequences are evicted."""
     checkpoint = load_checkpoint(Path(os.environ.get("XLA_ATTENTION_DEMO_MODEL", default_model_path())), jnp.float32)
     tokenizer, weights = checkpoint.tokenizer, tiny_llama.dense_weights_of(checkpoint)
     texts = ["What is the capital of France?", "Name a colour.", "Count from one to five in words, please.", "Hi!"]
     prompts = [tokenizer.encode_turn(text) for text in texts] + [tokenizer.encode("The opposite of hot is")]
-    wanted = [dense_greedy(weights, prompt, 10, tokenizer.stop_tokens) for prompt in prompts]
-    assert "Paris" in tokenizer.decode(wanted[0])
+    expected = [dense_greedy(weights, prompt, 10, tokenizer.stop_tokens) for prompt in prompts]
+    assert "Paris" in tokenizer.decode(expected[0])
     with jax.default_matmul_precision("highest"):
         engine = Engine(checkpoint.config, checkpoint.weights, EngineConfig(64, 4, 4, 64))
         for num_pages, token_budget in ((64, 64), (23, 16)):
             sequences = generate_with(
                 engine, prompts, 10, num_pages=num_pages, token_budget=token_budget, stop_tokens=tokenizer.stop_tokens
             )
-            assert [sequence.generated for sequence in sequences] == wanted
+            assert [sequence.generated for sequence in sequences] == expected
             assert engine.stats.mixed_steps > 0
     assert sum(sequence.num_evictions for sequence in sequences) > 0
 
 
-def test_the_program_prints_every_text_the_rates_and_the_custom_call(tiny_gguf, capsys):
+def test_the_program_prints_the_texts_the_rates_and_the_custom_call(tiny_gguf, capsys):
     options = ["--model", str(tiny_gguf), "--max-new-tokens", "4", "--max-num-seqs", "2", "--token-budget", "8"]
     assert generate.main([*options, "--prompt", "hello world", "--prompt", "12 and 3"]) == 0
     printed = capsys.readouterr().out
@@ -153,7 +155,7 @@ def test_the_custom_call_line_leaves_out_layouts_and_metadata():
         (["--max-num-seqs", "9", "--token-budget", "8"], "--token-budget is 8"),
     ],
 )
-def test_unusable_options_end_in_one_line_and_exit_code_2(tiny_gguf, capsys, options, message):
+def test_unusable_options_are_a_one_line_error_and_exit_code_2(tiny_gguf, capsys, options, message):
     # A later --model replaces an earlier one; a prompts file is read only without --prompt.
     prompt = [] if "--prompts-file" in options else ["--prompt", "hello world"]
     assert generate.main(["--model", str(tiny_gguf), *prompt, *options]) == 2
@@ -162,7 +164,7 @@ def test_unusable_options_end_in_one_line_and_exit_code_2(tiny_gguf, capsys, opt
     assert message in error
 
 
-def test_cuda_without_a_gpu_ends_in_one_line_and_exit_code_2(tiny_gguf):
+def test_cuda_without_a_gpu_is_a_one_line_error_and_exit_code_2(tiny_gguf):
     program = tiny_llama.EXAMPLES / "generate.py"
     done = python(program, "--model", tiny_gguf, "--platform", "cuda", check=False, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""The demo's model files: what is loaded, how text becomes tokens, and how bad files are refused."""
+"""The demo's model files: weights, tokenizers, and errors for invalid files."""
 
 import functools
 import json
@@ -89,14 +89,14 @@ def hf_settings(**changes) -> dict:
     } | changes
 
 
-# --- what is loaded ---------------------------------------------------------------------------------------------------
+# --- weights ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_gguf_file_gives_the_weights_in_the_checkpoints_order(tiny_gguf):
-    loaded, wanted = tiny_llama.dense_weights_of(load(tiny_gguf)), tiny_llama.tiny_weights()
+    loaded, expected = tiny_llama.dense_weights_of(load(tiny_gguf)), tiny_llama.tiny_weights()
     for name in ("embed", "final_norm", "lm_head"):
-        np.testing.assert_array_equal(loaded[name], wanted[name])
-    for loaded_layer, wanted_layer in zip(loaded["layers"], wanted["layers"], strict=True):
+        np.testing.assert_array_equal(loaded[name], expected[name])
+    for loaded_layer, wanted_layer in zip(loaded["layers"], expected["layers"], strict=True):
         for name, value in wanted_layer.items():
             np.testing.assert_array_equal(loaded_layer[name], value, err_msg=name)
 
@@ -172,7 +172,7 @@ def test_merges_digits_and_special_tokens_follow_the_metadata(tiny_gguf):
     tokenizer, text = tiny_tokenizer(tiny_gguf), "naïve café — 東京 \U0001f600\n\n\tdone  ."
     assert tokenizer.decode(tokenizer.encode(text)) == text
     shown = [tokens[index] for index in tokenizer.encode("hello wow12<|im_end|>")]
-    # "1 2" is a merge, but digits are cut apart before merging.
+    # "1 2" is a merge, but the pre-tokenizer separates digits.
     assert shown == ["hello", "Ġwo", "w", "1", "2", "<|im_end|>"]
 
 
@@ -216,7 +216,7 @@ def test_every_truncated_gguf_file_is_refused(tiny_gguf, tmp_path, data):
 
 @settings(repeatable, max_examples=100)
 @given(data=st.data())
-def test_damage_before_the_tensors_is_refused_or_harmless(tiny_gguf, tmp_path, data):
+def test_damage_before_the_tensors_is_an_error_or_harmless(tiny_gguf, tmp_path, data):
     content = bytearray(tiny_gguf.read_bytes())
     start_of_data = open_reader(tiny_gguf).data_offset
     position = data.draw(st.integers(0, start_of_data - 9))
@@ -250,7 +250,7 @@ def zeros(*shape):
         ({}, {"merges": ["h zzz"]}, ModelError, "tokenizer.ggml.merges do not fit tokenizer.ggml.tokens"),
     ],
 )
-def test_an_unusable_gguf_file_is_refused_by_name(write, capsys, replaced, metadata, error, message):
+def test_an_unusable_gguf_file_is_an_error_that_names_it(write, capsys, replaced, metadata, error, message):
     path = write(replaced, **metadata)
     with pytest.raises(error, match=message) as caught:
         load(path)
@@ -259,7 +259,7 @@ def test_an_unusable_gguf_file_is_refused_by_name(write, capsys, replaced, metad
     assert capsys.readouterr().err == f"error: {caught.value}\n"
 
 
-def test_a_missing_file_and_a_wrong_magic_are_refused_by_name(tmp_path):
+def test_a_missing_file_and_a_wrong_magic_are_errors_that_name_the_file(tmp_path):
     with pytest.raises(ModelError, match="absent.gguf: no such file or folder"):
         load(tmp_path / "absent.gguf")
     (tmp_path / "wrong.gguf").write_bytes(b"GGML" + bytes(100))
@@ -281,7 +281,7 @@ def test_a_missing_file_and_a_wrong_magic_are_refused_by_name(tmp_path):
         ({"rope_theta": 0.5}, ModelError, "rope_theta is 0.5"),
     ],
 )
-def test_an_unusable_folder_is_refused_by_name(hf_folder, changes, error, message):
+def test_an_unusable_folder_is_an_error_that_names_it(hf_folder, changes, error, message):
     (hf_folder / "config.json").write_text(json.dumps(hf_settings(**changes)))
     with pytest.raises(error, match=message) as caught:
         load(hf_folder)
@@ -299,7 +299,7 @@ def test_an_unusable_folder_is_refused_by_name(hf_folder, changes, error, messag
         ("model.safetensors.index.json", None, "model.safetensors: cannot be read"),
     ],
 )
-def test_a_damaged_folder_is_refused_by_name(hf_folder, file_name, content, message):
+def test_a_damaged_folder_is_an_error_that_names_the_file(hf_folder, file_name, content, message):
     (hf_folder / file_name).unlink()
     if content is not None:
         (hf_folder / file_name).write_bytes(content)
@@ -326,7 +326,7 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(hf_folder, name):
         "<|im_start|>system\n'" * 20000 + "<|im_end|>",
     ],
 )
-def test_a_long_chat_template_takes_no_longer_than_its_length(template):
+def test_a_long_chat_template_is_parsed_in_linear_time(template):
     began = time.monotonic()
     assert default_system_message(template) is None
     # 0.02 s on two cores; the square of 20000 turns takes minutes.

@@ -1,4 +1,4 @@
-"""What XLA:GPU makes of our calls: compiled without a GPU, see `gpu_compiler`."""
+"""Programs with our calls, compiled by XLA:GPU on a machine without a GPU, see `gpu_compiler`."""
 
 import functools
 import importlib.util
@@ -11,20 +11,20 @@ import tempfile
 
 import pytest
 
-from alone import python, python_with_torch
-from calls import flat, plain_calls
+from calls import flatten, plain_calls
+from subprocesses import python, python_with_torch
 
 HERE = pathlib.Path(__file__).parent
-# `make` installs JAX's CUDA plugin here, beside the environment: in it, JAX would look for a GPU in every test.
+# `make` installs JAX's CUDA plugin in a separate folder: in site-packages, JAX would look for a GPU in every test.
 PLUGIN = pathlib.Path(sys.prefix, "xla_gpu")
 
 pytestmark = pytest.mark.skipif(not PLUGIN.is_dir(), reason=f"no CUDA plugin of JAX in {PLUGIN}: `make test`")
 
 OPERATORS = [*plain_calls(), "gradients"]
-CACHES = {name: flat(call.given[call.updates]) for name, call in plain_calls().items() if call.updates}
+CACHES = {name: flatten(call.arguments[call.updates]) for name, call in plain_calls().items() if call.updates}
 
 
-# StableHLO of torch_xla's graphs, by name: ours, and the same call through torch_xla's own custom call.
+# Writes the StableHLO of torch_xla graphs: our calls, and simple_add through torch_xla's own custom call.
 TORCH_PROGRAMS = """
 import pathlib, sys
 import torch, torch_xla
@@ -47,7 +47,7 @@ for name, result in graphs.items():
 
 
 def environment():
-    """The plugin, ptxas and libdevice of the build's nvcc, and no look at a GPU or for CUDA's libraries."""
+    """Variables for the plugin, with ptxas and libdevice of the build's nvcc, without a GPU or CUDA libraries."""
     (toolkit,) = importlib.util.find_spec("nvidia.cu13").submodule_search_locations
     return {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")])),
@@ -70,7 +70,7 @@ def programs():
 
 
 def our_calls(hlo):
-    """Each of our calls: its line, and the lines that its operands come from."""
+    """Each of our calls: its line, and the lines of its operands."""
     entry = hlo[hlo.index("\nENTRY") :].splitlines()
     lines = {match[1]: line for line in entry if (match := re.match(r"\s*(?:ROOT )?(%[\w.-]+) = ", line))}
     calls = [line for line in lines.values() if re.search(r'custom_call_target="(xla_gpu_|XlaGpu)', line)]
@@ -81,7 +81,7 @@ def our_calls(hlo):
 
 
 def layouts(line):
-    """The layouts in an instruction's own shape, or shapes if it is a tuple."""
+    """The layouts in an instruction's shape, or in those of its tuple."""
     shape = re.search(r" = (\(.*?\) |\S+ )", line)[1]
     return [[int(x) for x in layout.split(",") if x] for layout in re.findall(r"\]\{([\d,]*)", shape)]
 
@@ -90,10 +90,10 @@ def is_row_major(line):
     return all(layout == sorted(layout, reverse=True) for layout in layouts(line))
 
 
-@pytest.mark.parametrize("way", ["donated", "two devices"])
+@pytest.mark.parametrize("placement", ["donated", "two devices"])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_transposed_operands_are_row_major_where_the_call_reads_them(operator, way):
-    for call, operands in our_calls(programs()[f"{operator}, {way}"]):
+def test_transposed_operands_are_copied_to_row_major(operator, placement):
+    for call, operands in our_calls(programs()[f"{operator}, {placement}"]):
         assert "operand_layout_constraints=" in call and "api_version=API_VERSION_TYPED_FFI" in call
         assert is_row_major(call)
         assert [line for line in operands if not is_row_major(line)] == []
@@ -101,9 +101,9 @@ def test_transposed_operands_are_row_major_where_the_call_reads_them(operator, w
 
 
 @pytest.mark.parametrize("operator", CACHES)
-@pytest.mark.parametrize("way", ["donated", "two devices"])
-def test_a_donated_cache_is_updated_where_it_lies(operator, way):
-    hlo = programs()[f"{operator}, {way}"]
+@pytest.mark.parametrize("placement", ["donated", "two devices"])
+def test_a_donated_cache_is_updated_in_place(operator, placement):
+    hlo = programs()[f"{operator}, {placement}"]
     ((call, operands),) = our_calls(hlo)
     caches = [line for line in operands if re.search(f"= {shape_of(operator)}", line)]
     assert len(caches) == len(CACHES[operator])
@@ -114,13 +114,13 @@ def test_a_donated_cache_is_updated_where_it_lies(operator, way):
 
 
 @pytest.mark.parametrize("operator", CACHES)
-def test_a_cache_that_is_kept_is_copied_once(operator):
-    """Without a donation the old cache stays, so that what the test above finds is no accident."""
+def test_a_cache_that_is_not_donated_is_copied_once(operator):
+    """The control of the test above: without donation, there is a copy."""
     assert len(copies(operator, programs()[f"{operator}, kept"])) == len(CACHES[operator])
 
 
 def shape_of(operator):
-    """A pattern for the operator's caches, or the parts of them that are on a device."""
+    """A pattern for the shape of the operator's caches, or of their shards."""
     (shape,) = {(*x.shape[:2], r"\d+", r"\d+" if len(CACHES[operator]) > 1 else x.shape[3]) for x in CACHES[operator]}
     return rf"f32\[{','.join(map(str, shape))}\]"
 
@@ -130,8 +130,8 @@ def copies(operator, hlo):
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_over_two_gpus_nothing_is_exchanged(operator):
-    """Heads are cut up; `paged_attention` and all others compute with those of their device."""
+def test_programs_for_two_gpus_have_no_collectives(operator):
+    """Each device computes its heads, without communication."""
     hlo = programs()[f"{operator}, two devices"]
     assert re.findall(r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\S*\(", hlo) == []
     assert "num_partitions=2" in hlo
@@ -146,8 +146,8 @@ def test_torch_xlas_graphs_give_row_major_operands_too(operator):
 
 
 @pytest.mark.usefixtures("xla_device")
-def test_torch_xlas_own_call_gets_a_transposed_operand_as_it_lies():
-    """Which docs/torch.md warns of, and which shows that the tests of layouts can fail."""
+def test_torch_xlas_own_call_gets_a_transposed_operand_uncopied():
+    """docs/torch.md warns of this; it also shows that the tests of layouts can fail."""
     ((call, operands),) = our_calls(programs()["torch_xla's own call"])
     assert "operand_layout_constraints=" not in call
     assert [is_row_major(line) for line in operands] == [False, True]

@@ -1,4 +1,4 @@
-"""Gradients through JAX, and under transformations."""
+"""Gradients of flash_attn_varlen and dot_product_attention in JAX, also under transformations."""
 
 import functools
 
@@ -7,24 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from alone import python
 from batches import varlen
-from gradients import CASES, gradient_case
+from gradient_cases import CASES, gradient_case
+from subprocesses import python
 from test_dot_product_attention import tensors
 from xla_attention.jax import dot_product_attention, export_disabled_checks, flash_attn_varlen
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_the_library(platform, name):
+def test_gradients_are_those_of_the_c_interface(platform, name):
     case = gradient_case(name)
     q, k, v, *starts = case.operands
     constant = {name: x for name, x in case.options.items() if name != "sinks"}
 
     def total(q, k, v, sinks):
         out, lse = flash_attn_varlen(q, k, v, *starts, sinks=sinks, return_lse=True, **constant)
-        # A row that sees nothing has a log-sum-exp of -inf, which 0 times would be NaN.
-        of_lse = 0 if case.dlse is None else jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0) * case.dlse)
-        return jnp.sum(out.astype(jnp.float32) * case.dout.astype(jnp.float32)) + of_lse
+        # The log-sum-exp of a row without keys is -inf, and 0 * -inf would be NaN.
+        lse_total = 0 if case.dlse is None else jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0) * case.dlse)
+        return jnp.sum(out.astype(jnp.float32) * case.dout.astype(jnp.float32)) + lse_total
 
     sinks = case.options.get("sinks")
     case.check(jax.jit(jax.grad(total, range(3 if sinks is None else 4)))(q, k, v, sinks))
@@ -40,7 +40,7 @@ def test_gradients_are_those_of_the_library(platform, name):
     ],
     ids=str,
 )
-def test_what_changes_no_number_is_in_the_program(options, attribute):
+def test_options_that_change_no_result_are_in_the_program(options, attribute):
     operands, _ = varlen([(5, 9)], rows_after=0)
     total = jax.grad(lambda q: flash_attn_varlen(q, *operands[1:], **options).sum())
     (call,) = [line for line in jax.jit(total).lower(operands[0]).as_text().splitlines() if "varlen_bwd(" in line]
@@ -48,7 +48,7 @@ def test_what_changes_no_number_is_in_the_program(options, attribute):
 
 
 def custom_calls(function, *arguments):
-    """How often a program calls each of our targets."""
+    """The number of calls of each of our targets in a program."""
     text = jax.jit(function).lower(*arguments).as_text()
     return {name: text.count(f"@xla_gpu_flash_attn_varlen{name}(") for name in ("", "_bwd")}
 
@@ -60,19 +60,19 @@ def gradient_call(attend, operands):
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"alibi_slopes": np.ones(8, np.float32)}], ids=str)
-def test_an_axis_of_vmap_becomes_part_of_the_batch(platform, options):
+def test_vmap_becomes_part_of_the_batch(platform, options):
     operands, _ = varlen([(7, 9), (3, 12), (0, 4)], rows_after=3)
     attend = functools.partial(flash_attn_varlen, **options)
     one, (q, k, v) = gradient_call(attend, [jnp.nan_to_num(x) for x in operands])
     many = [jnp.stack([x, 2 * x, x[::-1]]) for x in (q, k, v)]
     assert custom_calls(jax.vmap(one), *many) == {"": 1, "_bwd": 1}
-    wanted = [one(*(x[i] for x in many)) for i in range(3)]
-    for found, *each in zip(jax.vmap(one)(*many), *wanted, strict=True):
-        np.testing.assert_allclose(found, jnp.stack(each), atol=1e-5, rtol=1e-5)
-    # Shared keys, and the other order of the transformations.
+    expected = [one(*(x[i] for x in many)) for i in range(3)]
+    for actual, *each in zip(jax.vmap(one)(*many), *expected, strict=True):
+        np.testing.assert_allclose(actual, jnp.stack(each), atol=1e-5, rtol=1e-5)
+    # Shared keys; then grad of vmap.
     shared = jax.vmap(one, in_axes=(0, None, None))(many[0], k, v)
-    for found, *each in zip(shared, *(one(x, k, v) for x in many[0]), strict=True):
-        np.testing.assert_allclose(found, jnp.stack(each), atol=1e-5, rtol=1e-5)
+    for actual, *each in zip(shared, *(one(x, k, v) for x in many[0]), strict=True):
+        np.testing.assert_allclose(actual, jnp.stack(each), atol=1e-5, rtol=1e-5)
     total = jax.grad(lambda q: jnp.sum(jax.vmap(lambda q: attend(q, k, v, *operands[3:]))(q)))
     assert custom_calls(total, many[0]) == {"": 1, "_bwd": 1}
     np.testing.assert_allclose(
@@ -80,15 +80,15 @@ def test_an_axis_of_vmap_becomes_part_of_the_batch(platform, options):
     )
 
 
-def test_sinks_of_their_own_under_vmap(platform):
+def test_batched_sinks_under_vmap(platform):
     operands, _ = varlen([(7, 9), (3, 12)], rows_after=0)
 
     def total(sinks):
         return jnp.sum(flash_attn_varlen(*operands, sinks=sinks) ** 2)
 
     sinks = jnp.linspace(-1, 2, 24).reshape(3, 8)
-    found = jax.vmap(jax.grad(total))(sinks)
-    np.testing.assert_allclose(found, jnp.stack([jax.grad(total)(x) for x in sinks]), atol=1e-5)
+    actual = jax.vmap(jax.grad(total))(sinks)
+    np.testing.assert_allclose(actual, jnp.stack([jax.grad(total)(x) for x in sinks]), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_sinks_of_their_own_under_vmap(platform):
     ],
     ids=str,
 )
-def test_dot_product_attention_has_the_gradients_of_jaxs(platform, options):
+def test_dot_product_attention_has_the_gradients_of_jax_nn(platform, options):
     operands = tensors()
 
     def total(attend, *operands):
@@ -111,9 +111,9 @@ def test_dot_product_attention_has_the_gradients_of_jaxs(platform, options):
         return jnp.sum(jnp.sin(out))
 
     with jax.default_matmul_precision("highest"):
-        wanted = jax.jit(jax.grad(functools.partial(total, jax.nn.dot_product_attention), (0, 1, 2)))(*operands)
-    found = jax.jit(jax.grad(functools.partial(total, dot_product_attention), (0, 1, 2)))(*operands)
-    for a, b in zip(found, wanted, strict=True):
+        expected = jax.jit(jax.grad(functools.partial(total, jax.nn.dot_product_attention), (0, 1, 2)))(*operands)
+    actual = jax.jit(jax.grad(functools.partial(total, dot_product_attention), (0, 1, 2)))(*operands)
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4)
     many = [jnp.stack([x, 2 * x]) for x in operands]
     together = jax.vmap(lambda *x: dot_product_attention(*x, **options))(*many)
@@ -163,9 +163,9 @@ def test_an_exported_training_step_of_any_size_runs_in_a_fresh_process(platform,
     program.write_bytes(exported.serialize())
     np.savez(numbers, *map(np.asarray, (q, k, v, starts)))
     python("-c", LOADER, program, numbers, platform)
-    found = np.load(numbers)
-    for name, wanted in zip(("arr_0", "arr_1", "arr_2"), step(q, k, v, starts), strict=True):
-        np.testing.assert_array_equal(found[name], wanted)
+    actual = np.load(numbers)
+    for name, expected in zip(("arr_0", "arr_1", "arr_2"), step(q, k, v, starts), strict=True):
+        np.testing.assert_array_equal(actual[name], expected)
 
 
 def test_forward_mode_is_refused():
@@ -176,7 +176,7 @@ def test_forward_mode_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "text"),
+    ("form", "options", "text"),
     [
         ({"pages": 4}, {}, "there is no gradient through keys in pages; pass packed keys"),
         ({"pages": 4, "kv_layout": "stacked"}, {}, "there is no gradient through keys in pages"),
@@ -184,14 +184,14 @@ def test_forward_mode_is_refused():
         ({"dtype": "float8_e4m3fn"}, {}, "there is no gradient of float8_e4m3fn; there are gradients of f32"),
     ],
 )
-def test_what_has_no_gradient_is_refused(given, options, text):
-    operands, lengths = varlen([(5, 9)], rows_after=0, **given)
+def test_unsupported_gradients_are_an_error(form, options, text):
+    operands, lengths = varlen([(5, 9)], rows_after=0, **form)
     q, *rest = operands
     with pytest.raises(NotImplementedError, match=f"^flash_attn_varlen: .*{text}"):
         jax.vjp(lambda q: flash_attn_varlen(q, *rest, **lengths, **options), q)
 
 
-def test_slopes_have_no_gradient_and_may_be_constants():
+def test_a_gradient_of_alibi_slopes_is_an_error_unless_they_are_constants():
     operands, _ = varlen([(5, 9)], rows_after=0)
 
     def total(slopes):

@@ -1,4 +1,4 @@
-"""Integers of the host do not wrap on their way to the targets, in JAX's 32 bits as in its 64."""
+"""Host integers saturate on their way to the targets, with and without jax_enable_x64."""
 
 import contextlib
 import functools
@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 
 import xla_attention.jax
-from calls import every_call, flat, plain_calls
+from calls import every_call, flatten, plain_calls
 from xla_attention.jax import dot_product_attention, flash_attn_varlen, kv_cache_update, ragged_paged_attention
 
-PAST = 2**33  # what 32 bits drop
+PAST = 2**33  # truncated to 0 in 32 bits
 SMALLEST, LARGEST = -(2**31), 2**31 - 1
 
 
 def call_of(name):
-    """A call as a function of its integers, and these, which all matter to its results."""
+    """A call as a function of its integers, and these, all of which affect its results."""
     call = every_call()[name]
-    integers = {name: x for name, x in call.given.items() if getattr(x, "dtype", None) == np.int32}
-    # Finite, so that equal results are equal numbers; lengths that are too large may see any row.
-    given = {name: np.nan_to_num(x) if isinstance(x, np.ndarray) else x for name, x in call.given.items()}
-    integers = {name: given.pop(name) % 5 if name == "positions" else given.pop(name) for name in integers}
+    integers = {name: x for name, x in call.arguments.items() if getattr(x, "dtype", None) == np.int32}
+    # Finite, because NaN is not equal to itself; lengths that are too large may see any row.
+    arguments = {name: np.nan_to_num(x) if isinstance(x, np.ndarray) else x for name, x in call.arguments.items()}
+    integers = {name: arguments.pop(name) % 5 if name == "positions" else arguments.pop(name) for name in integers}
     integers |= {"num_seqs": np.int32([2])} if "num_seqs" in integers else {}
-    return functools.partial(getattr(xla_attention.jax, call.function), **given), integers
+    return functools.partial(getattr(xla_attention.jax, call.function), **arguments), integers
 
 
 def ragged():
@@ -50,7 +50,7 @@ each_operand = pytest.mark.parametrize(
 
 
 def results(call, integers):
-    return [np.asarray(x) for x in flat(call(**integers))]
+    return [np.asarray(x) for x in flatten(call(**integers))]
 
 
 def equal(a, b):
@@ -58,13 +58,13 @@ def equal(a, b):
 
 
 def saturated(operand, right, past):
-    """What all numbers become that 32 bits do not hold."""
+    """The operand with every number saturated."""
     return np.full_like(right, -1 if operand == "slot_mapping" else LARGEST if past > 0 else SMALLEST)
 
 
 @pytest.mark.parametrize("past", [PAST, -PAST], ids=["above", "below"])
 @each_operand
-def test_no_operand_wraps(past, name, operand):
+def test_host_integers_saturate(past, name, operand):
     call, right = CALLS[name]
     nearest = saturated(operand, right[operand], past)
     wrong = right[operand].astype(np.int64) + past
@@ -72,27 +72,27 @@ def test_no_operand_wraps(past, name, operand):
     forms += [int(wrong[0])] if operand == "num_seqs" else []
     for setting in (contextlib.nullcontext, functools.partial(jax.enable_x64, True)):
         with setting():
-            wanted = results(call, right | {operand: nearest})
-            assert not equal(wanted, results(call, right)), "a value that wraps would not be noticed"
+            expected = results(call, right | {operand: nearest})
+            assert not equal(expected, results(call, right)), "the test cannot detect truncation"
             for form in forms:
-                assert equal(results(call, right | {operand: form}), wanted), form
+                assert equal(results(call, right | {operand: form}), expected), form
 
 
 @each_operand
-def test_wider_arrays_of_the_device_saturate_inside_jit_too(name, operand):
+def test_wider_device_arrays_saturate_also_inside_jit(name, operand):
     call, right = CALLS[name]
-    wanted = results(call, right | {operand: saturated(operand, right[operand], PAST)})
+    expected = results(call, right | {operand: saturated(operand, right[operand], PAST)})
     for dtype in ("uint32", "int64", "uint64"):
         with contextlib.nullcontext() if dtype == "uint32" else jax.enable_x64(True):
             past = 2**31 if dtype == "uint32" else PAST
             wide = jnp.asarray(np.maximum(right[operand], 0).astype(dtype) + np.asarray(past, dtype))
             assert wide.dtype == dtype
-            assert equal(results(call, right | {operand: wide}), wanted)
+            assert equal(results(call, right | {operand: wide}), expected)
             jitted = jax.jit(lambda wide: call(**right | {operand: wide}))
-            assert equal([np.asarray(x) for x in flat(jitted(wide))], wanted)
+            assert equal([np.asarray(x) for x in flatten(jitted(wide))], expected)
 
 
-def test_an_array_made_with_64_bits_is_not_cut_without_them():
+def test_a_64_bit_array_is_not_truncated_without_x64():
     call, right = CALLS["kv_cache_update: float32 interleaved plain"]
     with jax.enable_x64(True):
         slots = jnp.asarray(right["slot_mapping"], jnp.int64) + PAST
@@ -100,13 +100,13 @@ def test_an_array_made_with_64_bits_is_not_cut_without_them():
 
 
 @pytest.mark.parametrize("value", [[0.5, 1, 2], np.ones(3), [], [True, False, True], ["a"], None], ids=repr)
-def test_what_is_no_integer_is_refused_by_name(value):
+def test_values_that_are_not_integers_are_an_error_that_names_them(value):
     rows = np.ones((3, 1, 8), np.float32)
     with pytest.raises(TypeError, match="^slot_mapping has dtype .*, expected integers$"):
         kv_cache_update(np.ones((3, 4, 2, 8), np.float32), rows, rows, value)
 
 
-def test_the_longest_hint_does_not_wrap():
+def test_the_largest_max_seqlen_does_not_overflow():
     rows, starts = np.ones((3, 1, 8), np.float32), np.array([0, 3])
     hinted = flash_attn_varlen(rows, rows, rows, starts, max_seqlen_q=2**63 - 1)
     np.testing.assert_allclose(hinted, flash_attn_varlen(rows, rows, rows, starts), rtol=1e-6)

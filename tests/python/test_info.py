@@ -1,10 +1,10 @@
-"""Introspection, logging, and how the package behaves at import."""
+"""info(), logging, and imports of the package."""
 
 import json
 import re
 
 import xla_attention
-from alone import python
+from subprocesses import python
 from xla_attention import _library
 from xla_attention.jax import _register
 
@@ -25,12 +25,12 @@ def test_info_is_printed_by_the_module():
     assert python("-m", "xla_attention", "info").stdout.startswith("xla-attention ")
 
 
-def test_a_plain_import_loads_no_framework():
+def test_importing_the_package_imports_no_framework():
     done = python("-c", "import sys, xla_attention; print(sorted({'jax', 'torch'} & set(sys.modules)))")
     assert done.stdout.strip() == "[]"
 
 
-def test_every_variant_reports_what_it_takes():
+def test_every_variant_reports_registers_and_spills():
     build = _library.build_info()
     assert build["version"] == xla_attention.__version__
     for variant in build["variants"]:
@@ -45,7 +45,7 @@ def test_a_missing_library_says_what_to_do():
     assert "ImportError: xla_attention: the shared library /nowhere/lib.so is not there" in done.stderr
 
 
-def test_the_log_says_once_what_was_chosen_for_a_shape():
+def test_the_log_reports_the_selected_kernel_once_per_shape():
     code = """
 import jax.numpy as jnp
 from xla_attention.jax import paged_attention, simple_add

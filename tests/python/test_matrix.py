@@ -1,4 +1,4 @@
-"""The runner of `make matrix` misses no failure, and its table is the one of its environments."""
+"""The runner of `make matrix` detects every failure, and docs/compatibility.md has all environments."""
 
 import importlib.util
 import json
@@ -26,7 +26,7 @@ def row(*lines, returncode=0, library="abc"):
 
 
 def cases(*, without=(), error=None):
-    """A case of each group; `error` is that of the last one."""
+    """Output lines with one case per group; `error` is the error of the last one."""
     groups = [group for group in report.GROUPS if group not in without]
     for group in groups:
         yield {"kind": "try", "group": group, "name": "this"}
@@ -37,7 +37,7 @@ END = {"kind": "end"}
 SKIP = {"kind": "skip", "group": "functions", "reason": "there are none"}
 
 
-def test_a_complete_run_has_no_problem_and_says_what_it_left_out():
+def test_a_complete_run_has_no_problem_and_reports_skipped_groups():
     assert row(START, *cases(), END).problems == []
     skipping = row(START, *cases(without=["functions"]), SKIP, END)
     assert skipping.problems == []
@@ -47,7 +47,7 @@ def test_a_complete_run_has_no_problem_and_says_what_it_left_out():
 
 
 @pytest.mark.parametrize(
-    ("found", "problem"),
+    ("result", "problem"),
     [
         (row(START, *cases(error="no"), END, returncode=1), "functions: this failed"),
         (row(START, *cases(), {"kind": "try", "group": "functions", "name": "next"}, returncode=-11),
@@ -60,9 +60,9 @@ def test_a_complete_run_has_no_problem_and_says_what_it_left_out():
     ],
     ids=["a failure", "a crash", "an early end", "no output", "a crash at the end", "another library", "no cases"],
 )  # fmt: skip
-def test_anything_else_is_a_problem(found, problem):
-    assert problem in found.problems
-    assert problem in report.table([found])
+def test_an_incomplete_run_is_a_problem(result, problem):
+    assert problem in result.problems
+    assert problem in report.table([result])
 
 
 def test_the_table_has_every_environment_and_all_passed():

@@ -1,4 +1,4 @@
-"""ragged_paged_attention against the pure reference of JAX's TPU kernel, whose signature it has."""
+"""ragged_paged_attention against the reference implementation of JAX's TPU kernel, whose signature it has."""
 
 import functools
 import inspect
@@ -16,15 +16,15 @@ SEQUENCES = [(17, 17), (1, 64), (5, 40), (1, 1)]
 
 
 @pytest.mark.parametrize("options", [{}, {"sm_scale": 0.125}, {"sliding_window": 9}, {"soft_cap": 4.0}], ids=str)
-def test_it_equals_the_reference_of_the_tpu_kernel(platform, options):
+def test_results_equal_the_reference_of_the_tpu_kernel(platform, options):
     operands = list(batch(SEQUENCES, d=128, spare_rows=0, spare_slots=0, table_slack=0))
-    # The reference multiplies masked values too: it wants finite numbers and valid pages everywhere.
+    # The reference multiplies masked values too, so that all numbers have to be finite and all pages valid.
     operands[1] = np.nan_to_num(operands[1])
     operands[3] = np.clip(operands[3], 0, len(operands[1]) - 1)
     options = {"sm_scale": 0.1, **options}
     with jax.default_matmul_precision("highest"):
-        wanted = jax.jit(functools.partial(ref_ragged_paged_attention, *operands, **options))()
-    np.testing.assert_allclose(ragged_paged_attention(*operands, **options), wanted, atol=2e-5)
+        expected = jax.jit(functools.partial(ref_ragged_paged_attention, *operands, **options))()
+    np.testing.assert_allclose(ragged_paged_attention(*operands, **options), expected, atol=2e-5)
 
 
 def test_every_argument_of_the_tpu_kernel_is_accepted():
@@ -36,7 +36,7 @@ def test_every_argument_of_the_tpu_kernel_is_accepted():
         assert not positional or list(ours).index(name) == list(theirs).index(name)
 
 
-def test_tuning_arguments_change_nothing(platform):
+def test_tuning_arguments_are_ignored(platform):
     operands = batch(SEQUENCES, d=128)
     tuned = ragged_paged_attention(
         *operands, num_kv_pages_per_block=4, num_queries_per_block=8, vmem_limit_bytes=1 << 20, mask_value=-1e9

@@ -1,6 +1,6 @@
-"""Mistakes are refused before anything runs, by JAX's functions and torch's: the library's texts arrive, and our own.
+"""Invalid calls of the JAX and torch functions raise errors before anything runs.
 
-What the library refuses, and in which words, is in tests/conformance; here a sample of it for each function.
+The errors of the library are in tests/conformance; this is a sample of them for each function, with those of Python.
 """
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from calls import E4M3, every_call
-from jax_side import arrays_of, function_of
+from jax_adapter import arrays_of, function_of
 
 
 def of_shape(*shape, dtype=np.float32):
@@ -17,24 +17,24 @@ def of_shape(*shape, dtype=np.float32):
 
 
 def cast(dtype, *names):
-    return lambda given: {name: np.nan_to_num(given[name]).astype(dtype) for name in names}
+    return lambda arguments: {name: np.nan_to_num(arguments[name]).astype(dtype) for name in names}
 
 
-def cut(size, *names):
-    return lambda given: {name: given[name][..., :size] for name in names}
+def truncate(size, *names):
+    return lambda arguments: {name: arguments[name][..., :size] for name in names}
 
 
 PAGED, STEP, VARLEN = "paged_attention: plain", "paged_attention_update: plain", "flash_attn_varlen: plain"
 UPDATE, ROPE = "kv_cache_update: float32 interleaved plain", "rope_kv_cache_update: float32 interleaved False"
 ADD, MERGE, GATHER = "simple_add: float32", "merge_attention_states: float32", "gather_kv_cache: interleaved float32"
-UPDATE_APART, GATHER_APART = "kv_cache_update: apart float32", "gather_kv_cache: apart float32"
-# A call, what is changed in it, and how that is refused.
+UPDATE_SPLIT, GATHER_SPLIT = "kv_cache_update: split float32", "gather_kv_cache: split float32"
+# A call, its change, and the error.
 BY_BOTH = [
     (ADD, {"b": of_shape(4)}, ValueError, "b has shape [4], expected the shape of a, [3, 4]"),
     (ADD, cast(np.float16, "b"), ValueError, "b has dtype f16, expected f32"),
     (ADD, cast(bool, "a", "b"), ValueError, "a has dtype pred, expected f16 or bf16 or f32"),
-    (PAGED, cut(40, "kv_cache"), ValueError, "kv_cache has shape"),
-    (PAGED, cut(60, "query", "kv_cache"), NotImplementedError, "query has head dimension 60; every"),
+    (PAGED, truncate(40, "kv_cache"), ValueError, "kv_cache has shape"),
+    (PAGED, truncate(60, "query", "kv_cache"), NotImplementedError, "query has head dimension 60; every"),
     (PAGED, cast(np.float16, "kv_cache"), NotImplementedError, "there is f32 queries over f32"),
     (PAGED, cast(np.int32, "query"), NotImplementedError, "query is i32, kv_cache is f32"),
     (PAGED, cast(np.float32, "context_lens"), TypeError, "expected integers"),
@@ -44,7 +44,7 @@ BY_BOTH = [
     (PAGED, {"soft_cap": -2.0}, ValueError, "soft_cap is -2, expected finite and >= 0"),
     (PAGED, {"sinks": of_shape(4)}, ValueError, "sinks has shape [4], expected [Hq=8]"),
     (PAGED, {"out_dtype": np.dtype(np.float16)}, NotImplementedError, "kv_cache is f32 and out is f16"),
-    (STEP, cut(32, "value"), ValueError, "value has shape [20, 2, 32], expected [T=20, Hkv=2"),
+    (STEP, truncate(32, "value"), ValueError, "value has shape [20, 2, 32], expected [T=20, Hkv=2"),
     (STEP, cast(np.float16, "key"), ValueError, "key has dtype f16, expected f32"),
     (STEP, cast(np.float32, "slot_mapping"), TypeError, "expected integers"),
     (STEP, {"sliding_window": 0}, ValueError, "_update: sliding_window is 0, expected >= 1"),
@@ -62,18 +62,18 @@ BY_BOTH = [
     (UPDATE, {"value": of_shape(8, 1, 16)}, ValueError, "value has shape [8, 1, 16], expected [T=8, Hkv=2, D=16]"),
     (UPDATE, cast(np.float32, "slot_mapping"), TypeError, "slot_mapping has dtype"),
     (UPDATE, {"kv_layout": "vllm"}, ValueError, "kv_layout is 'vllm', expected 'interleaved', 'stacked' or 'per_page'"),
-    (UPDATE_APART, {"kv_layout": "stacked"}, ValueError, "kv_layout is 'stacked', which K and V apart"),
+    (UPDATE_SPLIT, {"kv_layout": "stacked"}, ValueError, "kv_layout is 'stacked', which K and V apart"),
     (ROPE, {"cos_sin": of_shape(9, 7)}, ValueError, "expected [max_pos, rot] with rot even and at most D=16"),
     (ROPE, cast(np.float32, "positions"), TypeError, "positions has dtype"),
     (ROPE, {"kv_layout": "split"}, ValueError, "kv_layout is 'split', expected 'interleaved', 'stacked' or 'per_page'"),
     (MERGE, cast(np.float16, "lse_b"), ValueError, "lse_b has dtype f16, expected f32"),
     (GATHER, {"capacity": -1}, ValueError, "capacity is -1, expected >= 0"),
-    (GATHER, cut(2, "context_lens"), ValueError, "block_tables has shape [3, 3], expected"),
+    (GATHER, truncate(2, "context_lens"), ValueError, "block_tables has shape [3, 3], expected"),
     (GATHER, cast(np.float32, "block_tables"), TypeError, "block_tables has dtype"),
     (GATHER, {"kv_layout": "sideways"}, ValueError, "kv_layout is 'sideways'"),
-    (GATHER_APART, {"kv_layout": "stacked"}, ValueError, "which K and V apart do not have"),
+    (GATHER_SPLIT, {"kv_layout": "stacked"}, ValueError, "which K and V apart do not have"),
 ]
-# Types that torch's schemas refuse.
+# Types that torch's schemas reject.
 BY_JAX = [
     (PAGED, {"sliding_window": 1.5}, TypeError, "sliding_window is 1.5, expected an integer"),
     (PAGED, {"sliding_window": True}, TypeError, "sliding_window is True, expected an integer"),
@@ -94,7 +94,7 @@ BY_TORCH = [
 
 def changed(name, changes):
     call = every_call()[name]
-    return call._replace(given={**call.given, **(changes(call.given) if callable(changes) else changes)})
+    return call._replace(arguments={**call.arguments, **(changes(call.arguments) if callable(changes) else changes)})
 
 
 def ids(value):
@@ -102,7 +102,7 @@ def ids(value):
 
 
 @pytest.mark.parametrize(("name", "changes", "error", "text"), BY_BOTH + BY_JAX, ids=ids)
-def test_jax_refuses_while_it_traces(name, changes, error, text):
+def test_jax_raises_at_trace_time(name, changes, error, text):
     call = changed(name, changes)
     arrays = arrays_of(call)
     with pytest.raises(error) as caught:
@@ -111,12 +111,12 @@ def test_jax_refuses_while_it_traces(name, changes, error, text):
 
 
 @pytest.mark.parametrize(("name", "changes", "error", "text"), BY_BOTH + BY_TORCH, ids=ids)
-def test_torch_refuses_before_anything_runs(torch_device, name, changes, error, text):
+def test_torch_raises_before_anything_runs(torch_device, name, changes, error, text):
     pytest.importorskip("torch")
-    import torch_side
+    import torch_adapter
     import xla_attention.torch
 
     call = changed(name, changes)
     with pytest.raises(error) as caught:
-        getattr(xla_attention.torch, call.function)(**torch_side.given(call, torch_device))
+        getattr(xla_attention.torch, call.function)(**torch_adapter.tensor_arguments(call, torch_device))
     assert text in str(caught.value)

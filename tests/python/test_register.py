@@ -1,4 +1,4 @@
-"""Registration with a runtime that takes some of our handlers, or none."""
+"""Registration with runtimes that accept some of our handlers, or none."""
 
 import ctypes
 import struct
@@ -6,13 +6,13 @@ import struct
 import jax
 import pytest
 
-from alone import python
+from subprocesses import python
 from xla_attention import _library, torch_xla
 from xla_attention.jax import _register
 
 
-def spoken(handler):
-    """The version that a handler at an address says, asked as XLA 0.5 asks."""
+def handler_version(handler):
+    """The FFI version of the handler at an address, queried as FFI 0.5 does."""
     metadata = (ctypes.c_size_t * 6)(36)
     extension = (ctypes.c_size_t * 4)(32, 1, 0, ctypes.addressof(metadata))
     frame = (ctypes.c_size_t * 22)(168, ctypes.addressof(extension))
@@ -28,18 +28,18 @@ def address(capsule):
 
 
 class Runtime:
-    """A runtime that speaks ``newest``, takes handlers from ``oldest`` on, and notes which it was shown."""
+    """A fake runtime of version ``newest`` that accepts handlers from ``oldest`` on and records those it is given."""
 
     def __init__(self, oldest, newest):
-        self.oldest, self.newest, self.shown, self.taken = oldest, newest, [], {}
+        self.oldest, self.newest, self.tried, self.accepted = oldest, newest, [], {}
 
     def register(self, name, handlers, platform, *_, **__):
         for capsule in handlers.values():
-            version = spoken(address(capsule))
-            self.shown.append(version)
+            version = handler_version(address(capsule))
+            self.tried.append(version)
             if not self.oldest <= version <= self.newest:
                 raise RuntimeError(f"INVALID_ARGUMENT: {name}: API version {version} is incompatible")
-            self.taken[name, platform] = version
+            self.accepted[name, platform] = version
 
     def register_ffi_target(self, name, handlers, platform):
         self.register(name, handlers, platform)
@@ -47,7 +47,7 @@ class Runtime:
 
 @pytest.fixture
 def in_runtime(monkeypatch):
-    """Makes the installed jaxlib behave as such a runtime."""
+    """Replaces the registration of the installed jaxlib by such a runtime's."""
 
     def install(oldest, newest):
         from jaxlib import xla_client
@@ -64,7 +64,7 @@ def in_runtime(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("oldest", "newest", "taken"),
+    ("oldest", "newest", "accepted"),
     [
         ((0, 1), (0, 1), (0, 1)),
         ((0, 1), (0, 4), (0, 1)),
@@ -73,24 +73,22 @@ def in_runtime(monkeypatch):
         ((0, 5), (0, 9), (0, 5)),
     ],
 )
-def test_a_runtime_gets_the_newest_handlers_that_it_takes_and_is_shown_none_that_are_newer(
-    in_runtime, oldest, newest, taken
-):
+def test_the_newest_accepted_handlers_are_registered_and_no_newer_ones_are_tried(in_runtime, oldest, newest, accepted):
     runtime = in_runtime(oldest, newest)
     _register.register_targets.__wrapped__()
     expected = {(t.name.decode(), t.platform.decode()) for t in _library.targets()}
-    assert runtime.taken == dict.fromkeys(expected, taken)
-    assert all(version <= newest for version in runtime.shown)
+    assert runtime.accepted == dict.fromkeys(expected, accepted)
+    assert all(version <= newest for version in runtime.tried)
 
 
-def test_a_runtime_that_refuses_the_new_handlers_gets_the_old_ones(in_runtime, monkeypatch):
+def test_a_runtime_that_rejects_the_new_handlers_gets_the_old_ones(in_runtime, monkeypatch):
     runtime = in_runtime((0, 1), (0, 1))
-    monkeypatch.setattr(_register, "runtime_ffi_version", lambda: (0, 9))  # it claims more than it takes
+    monkeypatch.setattr(_register, "runtime_ffi_version", lambda: (0, 9))  # it claims a newer version than it accepts
     assert _register.accepted().version == (0, 1)
-    assert runtime.shown == [(0, 5), (0, 1)]
+    assert runtime.tried == [(0, 5), (0, 1)]
 
 
-def test_a_runtime_that_refuses_both_is_an_import_error_with_its_text(in_runtime):
+def test_a_runtime_that_rejects_both_sets_is_an_import_error_with_its_text(in_runtime):
     in_runtime((0, 6), (0, 9))
     text = r"speaks XLA FFI 0.1 and 0.5, of which jaxlib .* takes none: .*\(INVALID_ARGUMENT: .* \(0, 1\) is incompat"
     with pytest.raises(ImportError, match=text):
@@ -103,32 +101,32 @@ def test_the_handlers_of_both_sets_are_for_the_same_targets():
     assert tables[0] == tables[1]
 
 
-@pytest.mark.parametrize(("refused", "taken"), [(None, (0, 1)), ((0, 1), (0, 5))])
-def test_a_plugin_whose_version_is_unknown_is_shown_the_oldest_handlers_first(monkeypatch, refused, taken):
-    shown = []
+@pytest.mark.parametrize(("rejected", "accepted"), [(None, (0, 1)), ((0, 1), (0, 5))])
+def test_the_oldest_handlers_are_tried_first_with_a_plugin_of_unknown_version(monkeypatch, rejected, accepted):
+    tried = []
 
     def register(target):
-        shown.append(spoken(target.execute))
-        if shown[-1] == refused:
+        tried.append(handler_version(target.execute))
+        if tried[-1] == rejected:
             raise RuntimeError("incompatible")
 
     monkeypatch.setattr(torch_xla, "registered", {})
     torch_xla._register_accepted(_library.handler_sets()[::-1], b"CUDA", register)
     rows = sum(target.platform == b"CUDA" for target in _library.targets())
-    assert torch_xla.registered[b"CUDA"].version == taken
-    assert shown == [refused] * (refused is not None) + [taken] * rows
+    assert torch_xla.registered[b"CUDA"].version == accepted
+    assert tried == [rejected] * (rejected is not None) + [accepted] * rows
 
 
-def test_a_plugin_that_refuses_both_says_so():
+def test_a_plugin_that_rejects_both_sets_is_an_error():
     def register(target):
-        raise RuntimeError(f"incompatible {spoken(target.execute)}")
+        raise RuntimeError(f"incompatible {handler_version(target.execute)}")
 
     with pytest.raises(RuntimeError, match=r"incompatible \(0, 5\)"):
         torch_xla._register_accepted(_library.handler_sets()[::-1], b"CUDA", register)
 
 
 def imported_with(handlers):
-    """What the import of our front-end says to handlers that jax does not take; jax is as it was."""
+    """The error of importing xla_attention.jax with other handlers; asserts that JAX still works."""
     code = f"""
 import jax, old_handler
 from xla_attention import _library
@@ -144,14 +142,14 @@ print(jax.numpy.ones(2).sum())
     return message
 
 
-def test_a_runtime_that_has_dropped_our_versions_is_an_import_error_and_leaves_jax_as_it_was():
+def test_a_runtime_that_rejects_our_version_is_an_import_error_and_jax_still_works():
     message = imported_with("(0, 0), [old_handler.TARGET]")
     assert message.startswith(f"xla_attention speaks XLA FFI 0.0, of which jaxlib {jax.lib.__version__} takes none: ")
     assert "install an older jax or a newer xla-attention (INVALID_ARGUMENT: " in message
     assert "API version (0.0) is incompatible with the framework's API version" in message
 
 
-def test_an_older_runtime_is_refused_before_anything_is_registered():
+def test_an_older_runtime_is_an_import_error_before_registration():
     assert imported_with("(0, 99), []").startswith("xla_attention speaks XLA FFI 0.99, jaxlib ")
 
 
@@ -160,10 +158,10 @@ def test_a_runtime_of_an_older_or_another_major_version_is_an_import_error(in_ru
     runtime = in_runtime(theirs, theirs)
     with pytest.raises(ImportError, match=f"XLA FFI 0.1 and 0.5, jaxlib .* only {theirs[0]}.{theirs[1]}: upgrade jax"):
         _register.accepted()
-    assert runtime.shown == []
+    assert runtime.tried == []
 
 
-def test_a_runtime_that_cannot_be_asked_is_taken_at_its_word(in_runtime, monkeypatch):
+def test_the_version_decides_where_a_runtime_cannot_be_probed(in_runtime, monkeypatch):
     from jaxlib import xla_client
 
     in_runtime((0, 1), (0, 3))

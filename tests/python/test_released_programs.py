@@ -1,4 +1,4 @@
-"""Compiled programs are a file format: what an earlier version emitted is emitted still, and what it exported runs."""
+"""Exported programs are a file format: custom calls stay as earlier versions emitted them, and stored programs run."""
 
 import pathlib
 
@@ -20,15 +20,15 @@ def test_every_operator_has_a_program():
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_custom_calls_are_those_of_before(name):
+def test_the_custom_calls_are_those_of_the_stored_programs(name):
     assert custom_calls(name) == (RELEASED / f"{name}.mlir").read_text()
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_an_exported_program_of_before_gives_what_the_function_gives(name, platform):
+def test_a_stored_exported_program_gives_the_results_of_the_function(name, platform):
     program = export.deserialize((RELEASED / f"{name}.jax").read_bytes())
     operands = operands_of(name)
-    found, expected = jax.tree.leaves(program.call(*operands)), jax.tree.leaves(jax.jit(PROGRAMS[name][0])(*operands))
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
+    actual, expected = jax.tree.leaves(program.call(*operands)), jax.tree.leaves(jax.jit(PROGRAMS[name][0])(*operands))
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(one, other)

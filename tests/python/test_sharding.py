@@ -1,6 +1,6 @@
-"""Calls that XLA cuts up over devices: nothing is gathered, and the results are those of one device.
+"""Calls that XLA partitions over devices: no collectives, and the results of one device.
 
-On two GPUs or more the tests named `gpu` run as well.
+With two or more GPUs the tests marked `gpu` run too.
 """
 
 import functools
@@ -11,23 +11,24 @@ import pathlib
 import jax
 import pytest
 
-from alone import python
 from sharding_cases import AUTOMATIC, CASES, EXCHANGE
+from subprocesses import python
 
 HERE = pathlib.Path(__file__).parent
 JAX_VERSION = tuple(map(int, jax.__version__.split(".")[:2]))
+# Cases whose results are not sharded as their operands, because the mesh does not divide the heads.
 UNEVEN = {
     "packed, one KV head",
     "packed, projected, two KV heads",
-    "paged, cache cut between K and V",
-    "paged, cache cut between K and V by an axis",
+    "paged, cache split between K and V",
+    "paged, cache split between K and V by one axis",
 }
-# Custom calls of a program, where they are not one.
+# The number of custom calls in a program, where it is not 1.
 CALLS = {"decode step": 4} | {name: 2 for name in CASES if name.startswith(("packed", "dense"))}
 
 
-def several(platform):
-    """Whether the platform has devices to share a program; those of the CPU can be had."""
+def has_several_devices(platform):
+    """Whether the platform has several devices; the CPU can have any number."""
     if platform == "cpu":
         return True
     try:
@@ -38,7 +39,7 @@ def several(platform):
 
 @functools.cache
 def programs(platform, form):
-    """What sharding_program.py says of each case, in a process of its own, which has four CPU devices."""
+    """The output of sharding_program.py by case, from a subprocess with four CPU devices."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     if platform == "cpu":
         flags += " --xla_backend_optimization_level=0"  # compiled three times as fast
@@ -47,18 +48,18 @@ def programs(platform, form):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("form", ["shardy", "gspmd", "explicit"])  # what partitions, or that the mesh has explicit axes
+@pytest.mark.parametrize("form", ["shardy", "gspmd", "explicit"])  # the partitioner, or Shardy with explicit mesh axes
 @pytest.mark.parametrize("on", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_devices_make_calls_of_their_own_and_exchange_nothing(on, form, case):
+def test_sharded_calls_need_no_collectives_beyond_the_expected(on, form, case):
     if form != "gspmd" and JAX_VERSION < (0, 7):
         pytest.skip("this JAX partitions by GSPMD")
     if form == "explicit" and case in AUTOMATIC:
         pytest.skip("JAX refuses the program on a mesh with explicit axes")
-    if not several(on):
-        pytest.skip("one GPU alone shares nothing")
-    found = programs(on, form)[case]
-    assert found["off"] < 2e-5
-    assert found["calls"] == CALLS.get(case, 1)
-    assert set(found["collectives"]) <= EXCHANGE.get(case, set())
-    assert found["in_place"] and found["copies"] == 0
-    assert found["kept"] or case in UNEVEN
+    if not has_several_devices(on):
+        pytest.skip("there is only one GPU")
+    result = programs(on, form)[case]
+    assert result["error"] < 2e-5
+    assert result["calls"] == CALLS.get(case, 1)
+    assert set(result["collectives"]) <= EXCHANGE.get(case, set())
+    assert result["in_place"] and result["copies"] == 0
+    assert result["shardings_match"] or case in UNEVEN

@@ -1,8 +1,8 @@
-"""Many calls of changing shapes from JAX: nothing grows, with command buffers and without."""
+"""Many calls of changing shapes from JAX, with and without command buffers: device memory does not grow."""
 
 import pytest
 
-from alone import python
+from subprocesses import python
 
 SOAK = """
 import ctypes, sys
@@ -10,7 +10,7 @@ import jax, numpy as np
 import xla_attention.jax as xa
 from batches import batch
 calls = int(sys.argv[1])
-# Three of them in one program, so that there is something to record.
+# Three calls in one program, enough for a command buffer.
 step = jax.jit(lambda *x: xa.paged_attention(xa.paged_attention(xa.paged_attention(*x, scale=0.1), *x[1:], scale=0.1),
                                              *x[1:], scale=0.1))
 shapes = [([(1, n)] * (1 + n % 3) + [(n % 5, n)], d) for n in (3, 40, 300) for d in (64, 128)]
@@ -18,7 +18,7 @@ batches = [jax.device_put(list(batch(sequences, d=d, dtype="bfloat16")), jax.dev
            for sequences, d in shapes]
 
 def free():
-    # The driver's own count, which also sees what is not of XLA's pool.
+    # The driver's count, which includes memory outside XLA's pool.
     cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
     assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
     assert cuda.cuCtxPushCurrent_v2(context) == 0

@@ -1,4 +1,4 @@
-"""Eager calls: nested in one another, many shapes, and operands that share memory."""
+"""Eager calls: nested calls, the request cache, and operands that share memory."""
 
 import signal
 import sys
@@ -19,13 +19,13 @@ def device(request):
 
 @pytest.fixture
 def known():
-    """This thread's requests, none of them at first."""
+    """This thread's request cache, emptied."""
     _eager._CACHE.requests.clear()
     return _eager._CACHE.requests
 
 
 def interrupt(monkeypatch, at, call):
-    """Make a call at the moment when a method of Request is entered, as a signal handler or a trace function may."""
+    """Make a call when a method of Request is entered, as a signal handler or a trace function may."""
     method = getattr(_library.Request, at)
 
     def interrupted(*arguments, **options):
@@ -38,8 +38,8 @@ def interrupt(monkeypatch, at, call):
 
 @pytest.mark.parametrize("at", ["set_addresses", "run"])
 @pytest.mark.parametrize("is_known", [False, True])
-def test_the_same_call_may_come_in_between(monkeypatch, device, known, at, is_known):
-    """The request of the outer call kept the addresses of the inner one: wrong numbers, and writes to freed memory."""
+def test_the_same_call_may_be_nested(monkeypatch, device, known, at, is_known):
+    """The calls must not share a request, or the outer call would use the addresses of the inner one."""
     ones, tens = torch.ones(3, device=device), torch.full((3,), 10.0, device=device)
     if is_known:
         xt.simple_add(ones, ones)
@@ -50,8 +50,8 @@ def test_the_same_call_may_come_in_between(monkeypatch, device, known, at, is_kn
     assert len(known) == 1
 
 
-def test_signals_may_come_at_any_moment(known):
-    """Also while the table of requests grows, is searched, and gives the oldest up."""
+def test_signal_handlers_may_make_calls_at_any_moment(known):
+    """Also while the request cache is searched, grows and evicts."""
     wrong, inner = [], []
 
     def check(rows, value):
@@ -68,7 +68,7 @@ def test_signals_may_come_at_any_moment(known):
         for call in range(20_000):
             if len(inner) == 200:
                 break
-            if armed < len(inner):  # once for each signal, so that handlers do not pile up on a slow machine
+            if armed < len(inner):  # once per signal, so that handlers do not accumulate on a slow machine
                 armed = len(inner)
                 signal.setitimer(signal.ITIMER_REAL, 2e-5 + 1.3e-5 * (call % 11))
             check(call % (_eager._CACHE_SIZE + 50), 3.0)
@@ -81,8 +81,8 @@ def test_signals_may_come_at_any_moment(known):
     assert len(known) <= _eager._CACHE_SIZE
 
 
-def test_a_failing_call_in_between_keeps_its_text_to_itself(monkeypatch, known):
-    """Each of two nested calls has a buffer for its message."""
+def test_nested_calls_that_fail_keep_their_error_texts(monkeypatch, known):
+    """Each of two nested calls has its own buffer for the error text."""
     ones, texts = torch.ones(3), []
 
     def wrong(rows):
@@ -104,7 +104,7 @@ def test_a_failing_call_in_between_keeps_its_text_to_itself(monkeypatch, known):
     assert "[5]" in texts[0] and "[4]" in texts[1]
 
 
-def test_requests_are_few_and_the_oldest_goes_first(known):
+def test_the_request_cache_is_bounded_and_evicts_the_least_recently_used(known):
     for rows in range(2 * _eager._CACHE_SIZE):
         xt.simple_add(torch.ones(rows), torch.ones(rows))
         xt.simple_add(torch.ones(1), torch.ones(1))
@@ -114,7 +114,7 @@ def test_requests_are_few_and_the_oldest_goes_first(known):
     assert shapes[:-1] == list(range(_eager._CACHE_SIZE + 1, 2 * _eager._CACHE_SIZE))
 
 
-def test_a_call_that_fails_leaves_no_request(known):
+def test_a_failed_call_is_not_cached(known):
     for _ in range(2):
         with pytest.raises(ValueError, match="b has shape"):
             xt.simple_add(torch.ones(3), torch.ones(2))
@@ -126,7 +126,7 @@ def update(cache, key, value=None, slots=(0, 5, -1), **options):
     xt.update_cache_(cache, key, key if value is None else value, slot_mapping, **options)
 
 
-def test_a_cache_with_several_elements_in_one_place_is_refused(device):
+def test_a_cache_with_internal_overlap_is_rejected(device):
     rows = torch.ones(3, 1, 8, device=device)
     cache = torch.zeros(1, 4, 2, 8, device=device).expand(2, 4, 2, 8)
     with pytest.raises(
@@ -137,7 +137,7 @@ def test_a_cache_with_several_elements_in_one_place_is_refused(device):
 
 
 @pytest.mark.parametrize("operand", ["key", "value", "both"])
-def test_rows_of_the_cache_itself_are_refused(device, operand):
+def test_rows_that_overlap_the_cache_are_rejected(device, operand):
     cache, rows = torch.zeros(2, 4, 2, 8, device=device), torch.ones(3, 1, 8, device=device)
     own = {"key": cache[1, :3, :1], "value": cache[1, :3, 1:], "both": cache[0, 1:, :1]}[operand]
     key, value = (rows, own) if operand == "value" else (own, rows if operand == "key" else own)
@@ -148,7 +148,7 @@ def test_rows_of_the_cache_itself_are_refused(device, operand):
     assert not cache.any()
 
 
-def test_one_tensor_for_two_caches_is_refused(device):
+def test_overlapping_caches_are_rejected(device):
     cache, rows = torch.zeros(2, 4, 1, 8, device=device), torch.ones(3, 1, 8, device=device)
     with pytest.raises(ValueError, match="k_cache is written to and overlaps v_cache"):
         update((cache, cache), rows)
@@ -156,7 +156,7 @@ def test_one_tensor_for_two_caches_is_refused(device):
         update((cache[:1], cache.view(-1)[8:40].view(1, 4, 1, 8)), rows)
 
 
-def test_a_cache_and_queries_that_overlap_are_refused(device):
+def test_queries_that_overlap_the_cache_are_rejected(device):
     cache, row = torch.zeros(2, 4, 2, 8, device=device), torch.ones(1, 1, 8, device=device)
     sequence = (torch.tensor(x, device=device, dtype=torch.int32) for x in ([3], [[1]], [0, 1], [1]))
     slots = torch.tensor([6], dtype=torch.int32, device=device)
@@ -164,8 +164,8 @@ def test_a_cache_and_queries_that_overlap_are_refused(device):
         xt.paged_attention_update_(cache[0, 0, :1].view(1, 1, 8), cache, *sequence, row, row, slots, scale=1.0)
 
 
-def test_caches_that_lie_within_one_another_are_two(device):
-    """Halves of one buffer, page by page; and parts of a buffer one after the other."""
+def test_interleaved_caches_are_accepted(device):
+    """Halves of one buffer, interleaved page by page or contiguous."""
     both, rows = torch.zeros(2, 2, 4, 1, 8, device=device), torch.ones(3, 1, 8, device=device)
     update((both[:, 0], both[:, 1]), rows, 2 * rows)
     assert both[0, 0, 0].tolist() == [[1.0] * 8] and both[1, 1, 1].tolist() == [[2.0] * 8]
@@ -176,7 +176,7 @@ def test_caches_that_lie_within_one_another_are_two(device):
 
 
 @pytest.mark.usefixtures("all_torch_devices")
-def test_torch_counts_the_writes(device):
+def test_writes_bump_the_version_counter(device):
     cache, rows = torch.zeros(2, 4, 2, 8, device=device), torch.ones(3, 1, 8, device=device)
     scale = torch.ones(1, device=device, requires_grad=True)
     loss = (cache * scale).sum()
@@ -191,8 +191,8 @@ def test_torch_counts_the_writes(device):
 
 
 @pytest.mark.usefixtures("all_torch_devices")
-def test_a_gradient_through_an_update_in_place_is_refused(device):
-    """It was lost, with no more than a warning."""
+def test_a_gradient_through_an_in_place_update_is_an_error(device):
+    """Without our autograd kernel, torch would drop it with a warning."""
     cache, row = torch.zeros(2, 4, 2, 8, device=device), torch.ones(1, 1, 8, device=device, requires_grad=True)
     sequence = [torch.tensor(x, device=device, dtype=torch.int32) for x in ([3], [[1]], [0, 1], [1])]
     slots = torch.tensor([6], dtype=torch.int32, device=device)
@@ -201,7 +201,7 @@ def test_a_gradient_through_an_update_in_place_is_refused(device):
         return xt.paged_attention_update_(row, cache, *sequence, row, row, slots, scale=1.0, return_lse=True)
 
     for run in (step, torch.compile(step, backend="aot_eager")):
-        # Compiled, asking comes before running.
+        # Compiled, the error is raised at compile time.
         with pytest.raises(
             Exception, match="paged_attention_update_with_lse_: its gradient is not built yet on .* use fla"
         ):
@@ -212,8 +212,8 @@ def test_a_gradient_through_an_update_in_place_is_refused(device):
 
 
 @pytest.mark.gpu
-def test_cuda_tensors_under_openxla_are_refused(monkeypatch):
-    """The tensors and Dynamo are real; of torch_xla, which no torch with this CUDA has, only the name is looked at."""
+def test_real_cuda_tensors_under_openxla_are_an_error(monkeypatch):
+    """With real tensors and Dynamo, and a fake torch_xla, which does not exist for this CUDA."""
     if "torch_xla" not in sys.modules:
         monkeypatch.setitem(sys.modules, "torch_xla", types.ModuleType("torch_xla"))
     a = torch.ones(3, device="cuda")
@@ -225,7 +225,7 @@ def test_cuda_tensors_under_openxla_are_refused(monkeypatch):
 
 
 def test_empty_tensors_may_have_any_strides(device):
-    """torch gives them zeros, by expand for one."""
+    """For instance zeros, as torch.expand gives them."""
     none = torch.empty_strided((0, 1, 8), (0, 0, 0), device=device)
     starts = torch.zeros(1, dtype=torch.int32, device=device)
     assert xt.flash_attn_varlen(none, none, none, starts).shape == (0, 1, 8)
@@ -238,7 +238,7 @@ def test_empty_tensors_may_have_any_strides(device):
     assert torch.equal(xt.flash_attn_varlen(row, row, row, two.clamp(max=1)), row)
 
 
-def test_a_copy_of_an_operand_is_told_by_its_name(device, caplog):
+def test_the_log_names_an_operand_that_is_copied(device, caplog):
     rows = torch.ones(3, 16, 1, device=device).transpose(1, 2)[..., ::2]
     with caplog.at_level("DEBUG", "xla_attention.torch"):
         update(torch.zeros(2, 4, 2, 8, device=device), rows)

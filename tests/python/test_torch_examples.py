@@ -1,17 +1,17 @@
-"""The examples for torch, which are the users' own programs, run as written."""
+"""The examples for torch run."""
 
 import importlib.util
 import pathlib
 
 import pytest
 
-from alone import python, python_with_torch
+from subprocesses import python, python_with_torch
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
 def run(name, *arguments):
-    """What an example prints."""
+    """The output of an example."""
     return python_with_torch(EXAMPLES / name, *arguments, PJRT_DEVICE="CPU").stdout
 
 
@@ -43,7 +43,7 @@ def test_the_cascade_reads_the_prefix_once():
 
 
 @pytest.mark.usefixtures("xla_device")
-def test_a_custom_call_of_ones_own_runs():
+def test_a_user_defined_custom_call_runs():
     # As a user starts it, with nothing imported beforehand.
     printed = python(EXAMPLES / "torch_simple_add.py", PJRT_DEVICE="CPU").stdout
     assert 'custom_call_target="XlaGpuSimpleAdd"' in printed
@@ -51,7 +51,7 @@ def test_a_custom_call_of_ones_own_runs():
 
 
 @pytest.mark.usefixtures("xla_device")
-def test_the_three_ways_to_see_the_program():
+def test_the_three_ways_to_inspect_the_program():
     printed = run("torch_programs.py")
     assert "stablehlo.custom_call @xla_gpu_paged_attention" in printed
     assert "api_version=API_VERSION_TYPED_FFI" in printed

@@ -1,46 +1,46 @@
-"""torch's autograd through flash_attn_varlen, on every device that torch has here."""
+"""torch's autograd through flash_attn_varlen, on every available device."""
 
 import pytest
 import torch
 
 import xla_attention.torch as xt
 from batches import varlen
-from gradients import CASES, gradient_case
-from torch_side import array, tensor
+from gradient_cases import CASES, gradient_case
+from torch_adapter import array, tensor
 
 pytestmark = pytest.mark.usefixtures("all_torch_devices")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_the_library(torch_device, name):
+def test_gradients_are_those_of_the_c_interface(torch_device, name):
     case = gradient_case(name)
     q, k, v, *starts = (tensor(x, torch_device) for x in case.operands)
     options = {name: tensor(value, torch_device) for name, value in case.options.items()}
     leaves = [x.requires_grad_() for x in (q, k, v, *([options["sinks"]] if "sinks" in options else []))]
     results = xt.flash_attn_varlen(q, k, v, *starts, return_lse=True, **options)
     cotangents = [tensor(x, torch_device) for x in (case.dout, case.dlse) if x is not None]
-    found = torch.autograd.grad(results[: len(cotangents)], leaves, cotangents)
-    assert all(x.device.type == torch_device for x in found)
-    case.check([array(x) for x in found])
+    actual = torch.autograd.grad(results[: len(cotangents)], leaves, cotangents)
+    assert all(x.device.type == torch_device for x in actual)
+    case.check([array(x) for x in actual])
 
 
-def test_the_log_sum_exp_alone_has_a_gradient(torch_device):
+def test_softmax_lse_alone_has_a_gradient(torch_device):
     (q, k, v, starts, _), _ = varlen([(3, 3), (4, 4)], rows_after=0)
     q, k, v, starts = (tensor(x, torch_device) for x in (q, k, v, starts))
     lse = xt.flash_attn_varlen(q.requires_grad_(), k, v, starts, return_lse=True)[1]
-    (found,) = torch.autograd.grad(lse.sum(), q)
+    (actual,) = torch.autograd.grad(lse.sum(), q)
     out = xt.flash_attn_varlen(q.detach(), k, k, starts)  # dlse/dq is the mean of the keys, times the scale
-    torch.testing.assert_close(found.cpu(), out.cpu() / 8, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual.cpu(), out.cpu() / 8, atol=1e-5, rtol=1e-5)
 
 
-def test_rows_that_are_apart_and_gradients_that_repeat(torch_device):
+def test_strided_operands_and_expanded_cotangents(torch_device):
     (q, k, v, starts, _), _ = varlen([(3, 3), (4, 4)], rows_after=0)
     wide = torch.cat([tensor(k), tensor(v)], 1).to(torch_device)
     q, starts = tensor(q, torch_device).requires_grad_(), tensor(starts, torch_device)
     k, v = wide[:, :2], wide[:, 2:]
-    (found,) = torch.autograd.grad(xt.flash_attn_varlen(q, k, v, starts).sum(), q)
-    (wanted,) = torch.autograd.grad(xt.flash_attn_varlen(q, k.contiguous(), v.contiguous(), starts).sum(), q)
-    assert torch.equal(found.cpu(), wanted.cpu())
+    (actual,) = torch.autograd.grad(xt.flash_attn_varlen(q, k, v, starts).sum(), q)
+    (expected,) = torch.autograd.grad(xt.flash_attn_varlen(q, k.contiguous(), v.contiguous(), starts).sum(), q)
+    assert torch.equal(actual.cpu(), expected.cpu())
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_a_training_step_compiles_in_one_graph(backend, torch_device):
         call(*leaves, starts).backward()
         return [x.grad.cpu() for x in leaves]
 
-    for found, wanted in zip(step(torch.compile(loss, backend=backend, fullgraph=True)), step(loss), strict=True):
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    for actual, expected in zip(step(torch.compile(loss, backend=backend, fullgraph=True)), step(loss), strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_call_is_part_of_torch_xlas_graph(xla_device):
@@ -74,12 +74,12 @@ def test_the_call_is_part_of_torch_xlas_graph(xla_device):
 
     (q, k, v, starts, _), _ = varlen([(3, 3), (4, 4)], rows_after=0)
     q, k, v, starts = (tensor(x, xla_device) for x in (q, k, v, starts))
-    (found,) = torch.autograd.grad(xt.flash_attn_varlen(q.requires_grad_(), k, v, starts).sum(), q)
-    text = torch_xla._XLAC._get_xla_tensors_hlo([found])
+    (actual,) = torch.autograd.grad(xt.flash_attn_varlen(q.requires_grad_(), k, v, starts).sum(), q)
+    text = torch_xla._XLAC._get_xla_tensors_hlo([actual])
     assert 'custom_call_target="xla_gpu_flash_attn_varlen_bwd"' in text
 
 
-def test_torch_checks_the_operator():
+def test_the_operator_passes_opcheck():
     (q, k, v, starts, starts_k), _ = varlen([(3, 5), (4, 9)], rows_after=0)
     q, k, v, starts, starts_k = (tensor(x) for x in (q, k, v, starts, starts_k))
     out, lse = xt.flash_attn_varlen(q, k, v, starts, starts_k, return_lse=True)
@@ -97,7 +97,7 @@ def test_torch_checks_the_operator():
     ],
     ids=["pages", "scales", "8 bits", "slopes"],
 )
-def test_what_has_no_gradient_is_refused(form, options, text):
+def test_unsupported_gradients_are_an_error(form, options, text):
     (q, *rest), lengths = varlen([(3, 3), (4, 4)], rows_after=0, **form)
     lengths = {name: tensor(x) for name, x in lengths.items()}
     out = xt.flash_attn_varlen(tensor(q).requires_grad_(), *map(tensor, rest), **lengths, **options)

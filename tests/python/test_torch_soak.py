@@ -1,4 +1,4 @@
-"""Many calls, several threads and streams: nothing grows and nothing is mixed up."""
+"""Many eager calls, from several threads and streams: memory does not grow, and results are right."""
 
 import concurrent.futures
 import threading
@@ -8,7 +8,7 @@ import torch
 
 import xla_attention.torch as xt
 from batches import batch
-from torch_side import tensor
+from torch_adapter import tensor
 
 SHAPES = [([(1, n)] * (1 + n % 3) + [(n % 5, n)], d) for n in (3, 17, 40, 129, 300) for d in (64, 128)]
 
@@ -47,23 +47,23 @@ def test_device_memory_stays_flat_over_10_000_calls(captured):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_threads_on_streams_of_their_own_give_the_bits_of_one(device):
+def test_threads_with_separate_streams_give_the_bits_of_one_thread(device):
     all_calls = calls(device, "float32")
-    wanted = [xt.paged_attention(*operands, scale=0.125) for operands in all_calls]
+    expected = [xt.paged_attention(*operands, scale=0.125) for operands in all_calls]
     started = threading.Barrier(4)
 
     def run(_):
         stream = torch.cuda.Stream() if device == "cuda" else None
         started.wait()
         for _ in range(20):
-            for operands, right in zip(all_calls, wanted, strict=True):
+            for operands, right in zip(all_calls, expected, strict=True):
                 if stream is None:
-                    found = xt.paged_attention(*operands, scale=0.125)
+                    actual = xt.paged_attention(*operands, scale=0.125)
                 else:
                     with torch.cuda.stream(stream):
-                        found = xt.paged_attention(*operands, scale=0.125)
+                        actual = xt.paged_attention(*operands, scale=0.125)
                         stream.synchronize()
-                assert torch.equal(found, right), operands[0].shape
+                assert torch.equal(actual, right), operands[0].shape
 
     if device == "cuda":
         torch.cuda.synchronize()

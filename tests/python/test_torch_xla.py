@@ -1,4 +1,4 @@
-"""What torch_xla makes of our calls: programs, their text, and the wrong answers that it would give by itself."""
+"""Our calls in torch_xla: programs, their text, and faults of torch_xla's own custom call that ours avoid."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 import xla_attention.torch as xt
 from batches import batch, varlen
 from calls import PAGED, Call
-from torch_side import array, tensor
+from torch_adapter import array, tensor
 
 pytestmark = pytest.mark.usefixtures("xla_device")
 MIXED = [(33, 33), (1, 100), (5, 70)]
@@ -22,25 +22,25 @@ def operands():
 
 
 def both(function, *operands, **options):
-    """The results of a function of XLA tensors, lazily and compiled."""
+    """The results of a function of XLA tensors, lazy and compiled."""
     tensors = [tensor(x, "xla") for x in operands]
     return [list(map(array, run(*tensors, **options))) for run in (function, compiled(function))]
 
 
 @pytest.mark.parametrize("options", [[{"scale": 0.5}, {"scale": 2.0}], [{"sliding_window": 3}, {"sliding_window": 40}]])
-def test_each_configuration_is_a_program_of_its_own(operands, options):
-    """torch_xla's own custom call takes the first one's program for the second."""
+def test_each_set_of_attributes_is_a_separate_program(operands, options):
+    """torch_xla's own custom call would run the first program twice."""
     for one in ({"scale": 0.125, **more} for more in options):
 
         def call(*operands, one=one):
             return xt.paged_attention(*operands, **one, return_lse=True)
 
-        wanted = Call("paged_attention", "", {**dict(zip(PAGED, operands, strict=True)), **one})
-        for found in both(call, *operands):
-            wanted.check(*found)
+        expected = Call("paged_attention", "", {**dict(zip(PAGED, operands, strict=True)), **one})
+        for actual in both(call, *operands):
+            expected.check(*actual)
 
 
-def test_each_output_dtype_and_shape_is_a_program_of_its_own():
+def test_each_output_dtype_and_shape_is_a_separate_program():
     (q, k, v, starts, _), _ = varlen([(7, 7), (9, 9)], dtype="float8_e4m3fn", rows_after=0)
     tensors = [tensor(x, "xla") for x in (q, k, v, starts)]
     for dtype in (torch.bfloat16, torch.float16):
@@ -51,8 +51,8 @@ def test_each_output_dtype_and_shape_is_a_program_of_its_own():
         assert xt.simple_add(a, a).cpu().tolist() == [[2.0, 2.0]] * rows
 
 
-def test_the_program_names_the_target_with_its_layouts_and_typed_attributes(operands):
-    """The first way of seed 004: the text of the HLO."""
+def test_the_program_has_the_target_with_layouts_and_typed_attributes(operands):
+    """In the text of the HLO."""
     import _XLAC
 
     tensors = [tensor(x, "xla") for x in operands]
@@ -67,7 +67,7 @@ def test_the_program_names_the_target_with_its_layouts_and_typed_attributes(oper
 
 
 def test_a_cache_that_is_copied_to_is_donated():
-    """Two caches at once: each meets its own result, and neither is copied."""
+    """Two caches: each is aliased with its own result, and neither is copied."""
     import _XLAC
 
     caches = [torch.zeros(2, 4, 2, 8, device="xla") for _ in range(2)]
@@ -79,7 +79,7 @@ def test_a_cache_that_is_copied_to_is_donated():
 
 
 def test_the_exported_program_is_a_typed_custom_call(operands):
-    """The second way of seed 004: StableHLO, which any PJRT program can run."""
+    """In exported StableHLO, which any PJRT program can run."""
     from torch_xla.stablehlo import exported_program_to_stablehlo
 
     class Step(torch.nn.Module):
@@ -94,8 +94,8 @@ def test_the_exported_program_is_a_typed_custom_call(operands):
     assert "sliding_window = -1 : i64" in text
 
 
-def test_nothing_falls_back_and_steps_of_equal_shape_compile_once(operands):
-    """The third way of seed 004: the metrics."""
+def test_nothing_falls_back_and_steps_of_one_shape_compile_once(operands):
+    """According to torch_xla's metrics."""
     import torch_xla
     from torch_xla.debug import metrics
 
@@ -122,8 +122,8 @@ def test_registering_twice_is_fine():
     xt.register_targets()
 
 
-def test_without_symbols_the_table_is_still_found():
-    """A stripped torch_xla."""
+def test_the_ffi_table_is_found_without_symbols():
+    """As in a stripped torch_xla."""
     import pathlib
 
     import _XLAC
@@ -140,7 +140,7 @@ def test_tensors_of_several_devices_are_refused(operands):
         xt.paged_attention(query.to("xla"), *rest, scale=0.125)
 
 
-def test_cuda_tensors_under_openxla_are_refused_with_the_ways_out(monkeypatch):
+def test_cuda_tensors_under_openxla_are_an_error_that_names_the_alternatives(monkeypatch):
     from xla_attention.torch import _define
 
     a = torch.ones(3)

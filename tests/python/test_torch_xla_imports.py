@@ -1,19 +1,19 @@
-"""Programs of their own: what is imported first, and what a failed call leaves behind."""
+"""torch_xla in subprocesses: order of imports, failed imports, operators that users define, and CUDA plugins."""
 
 import pytest
 
-from alone import python_with_torch
+from subprocesses import python_with_torch
 
 pytestmark = pytest.mark.usefixtures("xla_device")
 
-# Seeds 001 and 002: a call of the user's own, by the plain name.
+# A user's custom call of the target's unprefixed name.
 CALL = """
 import torch, torch_xla
 a, b = torch.arange(8.0, device="xla"), torch.full((8,), 10.0, device="xla")
 out = torch_xla._XLAC._xla_custom_call([a, b], "XlaGpuSimpleAdd", [list(a.shape)], [a.dtype], False, "", 4, {})[0]
 print(out.cpu().tolist() == (torch.arange(8.0) + 10).tolist())
 """
-# Seed 002's operator, which is ours too.
+# A user's definition of an operator that we define too.
 DEFINE = """
 import torch, torch_xla
 lib = torch.library.Library("xla_gpu", "DEF")
@@ -26,7 +26,7 @@ def simple_add_xla(a, b):
 """
 
 
-def run_alone(code, device="CPU"):
+def run_program(code, device="CPU"):
     return python_with_torch("-c", code, PJRT_DEVICE=device).stdout.strip()
 
 
@@ -38,11 +38,11 @@ def run_alone(code, device="CPU"):
         "import importlib.util, xla_attention.torch; importlib.util.find_spec('torch_xla'); import torch_xla",
     ],
 )
-def test_a_call_of_ones_own_finds_the_handler_whichever_is_imported_first(imports):
-    assert run_alone(imports + CALL) == "True"
+def test_a_user_defined_custom_call_finds_the_handler_in_either_import_order(imports):
+    assert run_program(imports + CALL) == "True"
 
 
-def test_our_import_neither_imports_torch_xla_nor_leaves_a_trace_of_its_hook():
+def test_importing_us_does_not_import_torch_xla_and_the_hook_is_removed():
     code = """
 import sys, xla_attention.torch
 print("torch_xla" in sys.modules)
@@ -50,7 +50,7 @@ import torch_xla
 print(type(torch_xla.__loader__).__name__, type(torch_xla.__spec__.loader).__name__)
 print([finder for finder in sys.meta_path if "xla_attention" in type(finder).__module__])
 """
-    assert run_alone(code).splitlines() == ["False", "SourceFileLoader SourceFileLoader", "[]"]
+    assert run_program(code).splitlines() == ["False", "SourceFileLoader SourceFileLoader", "[]"]
 
 
 # A folder with a torch_xla that cannot be imported, first on the path.
@@ -72,11 +72,11 @@ except ImportError as error:
     print(error)
 sys.path.pop(0)
 """
-    assert run_alone(code + CALL).splitlines() == ["not this one", "True"]
+    assert run_program(code + CALL).splitlines() == ["not this one", "True"]
 
 
-def test_a_torch_xla_that_takes_no_handlers_is_imported_all_the_same():
-    """Its operators then say why they do not work."""
+def test_a_torch_xla_that_accepts_no_handlers_can_be_imported():
+    """Calls on XLA tensors then raise the reason."""
     code = """
 import xla_attention.torch as xt, xla_attention.torch_xla as runtime
 def no_ffi(version):
@@ -90,26 +90,26 @@ try:
 except ImportError as error:
     print(error)
 """
-    assert run_alone(code).splitlines() == ["[2.0, 2.0] [2.0, 2.0]", "no XLA FFI is found in torch_xla 2.9.0"]
+    assert run_program(code).splitlines() == ["[2.0, 2.0] [2.0, 2.0]", "no XLA FFI is found in torch_xla 2.9.0"]
 
 
-def test_seed_002_defines_its_own_operator_before_us():
+def test_a_user_may_define_our_operator_first():
     code = """
 import xla_attention.torch as xt
 a = torch.ones(3, device="xla")
 print(torch.ops.xla_gpu.simple_add(a, a).cpu().tolist(), xt.merge_attention_states is not None)
 """
-    assert run_alone(DEFINE + code) == "[2.0, 2.0, 2.0] True"
+    assert run_program(DEFINE + code) == "[2.0, 2.0, 2.0] True"
 
 
-def test_seed_002_defines_its_own_operator_over_our_handlers_alone():
+def test_a_user_may_define_our_operator_over_our_handlers():
     code = """
 import xla_attention.torch_xla
 xla_attention.torch_xla.register_targets()
 a = torch.ones(3, device="xla")
 print(torch.ops.xla_gpu.simple_add(a, a).cpu().tolist())
 """
-    assert run_alone(DEFINE + code) == "[2.0, 2.0, 2.0]"
+    assert run_program(DEFINE + code) == "[2.0, 2.0, 2.0]"
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ print(torch.ops.xla_gpu.simple_add(a, a).cpu().tolist())
         "import torch_xla.experimental.custom_kernel; xt.provide_xla_ops()",
     ],
 )
-def test_torch_xlas_operator_is_ours_in_any_order_of_imports(order):
-    """Against torch_xla's own reference, which is no kernel; on XLA tensors as a custom call."""
+def test_torch_xlas_operator_uses_our_kernel_in_either_import_order(order):
+    """Against torch_xla's reference implementation; on XLA tensors as a custom call."""
     code = f"""
 import torch, xla_attention.torch as xt
 {order}
@@ -142,10 +142,10 @@ compiled = torch.compile(attend, backend="openxla", fullgraph=True)
 for found in (attend(*arguments), attend(*on_xla).cpu(), compiled(*on_xla).cpu()):
     print((found - wanted).abs().max().item() < 1e-5)
 """
-    assert run_alone(code).splitlines()[-4:] == ["True"] * 4
+    assert run_program(code).splitlines()[-4:] == ["True"] * 4
 
 
-def test_on_tpus_torch_xlas_own_operator_stays():
+def test_on_tpus_torch_xlas_kernel_stays():
     code = """
 import torch, torch_xla.runtime, torch_xla.experimental.custom_kernel as kernels
 kernels.ragged_paged_attention_xla = lambda q, *rest: q + 7
@@ -155,10 +155,10 @@ torch_xla.runtime.device_type = lambda: "TPU"
 x = torch.zeros(1, device="xla")
 print(torch.ops.xla.ragged_paged_attention(x, x, x, x, x, x).cpu().tolist())
 """
-    assert run_alone(code) == "[7.0]"
+    assert run_program(code) == "[7.0]"
 
 
-def test_other_devices_are_refused_with_the_way_out():
+def test_other_devices_are_an_error_that_names_the_alternative():
     code = """
 import torch_xla.runtime
 torch_xla.runtime.device_type = lambda: "TPU"
@@ -168,12 +168,12 @@ try:
 except ImportError as error:
     print(error)
 """
-    assert "torch_xla runs on TPU; there are handlers for PJRT_DEVICE=CPU, and for CUDA after" in run_alone(code)
+    assert "torch_xla runs on TPU; there are handlers for PJRT_DEVICE=CPU, and for CUDA after" in run_program(code)
 
 
 @pytest.mark.parametrize("device", [None, "CUDA"])
-def test_a_cuda_plugin_that_cannot_be_used_is_said_and_changes_nothing(device):
-    """PJRT_DEVICE is what it was, or what torch_xla chooses by itself; the CPU goes on working."""
+def test_an_unusable_cuda_plugin_is_an_error_and_changes_nothing(device):
+    """PJRT_DEVICE is restored, or set to torch_xla's default; the CPU still works."""
     code = """
 import os, _ctypes
 from xla_attention.torch import use_cuda_plugin
@@ -190,14 +190,14 @@ try:
 except RuntimeError as error:
     print(os.environ.get("PJRT_DEVICE"), error)
 """
-    missing, wrong, number, late = run_alone(code, device).splitlines()
+    missing, wrong, number, late = run_program(code, device).splitlines()
     assert missing.startswith(f"{device} ImportError xla_attention: /nowhere/plugin.so is not there; pip install jax-")
     assert wrong.startswith(f"{device or 'CPU'} RuntimeError") and "is no PJRT plugin" in wrong
     assert number == "[2.0, 2.0]"
     assert late.startswith("CPU") and "torch_xla has made its device already" in late
 
 
-def test_a_cuda_plugin_without_torch_xla_leaves_no_device_behind():
+def test_a_cuda_plugin_without_torch_xla_does_not_set_the_device():
     code = f"""
 import os
 {BROKEN}
@@ -207,4 +207,4 @@ try:
 except ImportError as error:
     print("PJRT_DEVICE" in os.environ, error)
 """
-    assert run_alone(code, None).startswith("False xla_attention: torch_xla cannot be imported (not this one)")
+    assert run_program(code, None).startswith("False xla_attention: torch_xla cannot be imported (not this one)")

@@ -1,11 +1,11 @@
-"""jax.vmap of the operators: one call for all indices where there is one, and each index as if it were alone."""
+"""jax.vmap of the operators: the number of calls, and the results of each index."""
 
 import jax
 import numpy as np
 import pytest
 
 import xla_attention.jax
-from calls import every_call, flat
+from calls import every_call, flatten
 from xla_attention.jax import flash_attn_varlen, paged_attention
 
 SIZE = 3
@@ -13,8 +13,8 @@ ROWS = "key value slot_mapping"
 SEQUENCES = "context_lens block_tables query_start_loc num_seqs"
 LENGTHS = "cu_seqlens_q cu_seqlens_k seqused_q seqused_k"
 PAGES = "q k cu_seqlens_q block_table seqused_k"
-# Of each function its calls, the operands that every index has of its own, and whether one call does for all: where it
-# does not, indices come one after the other, as the documentation says.
+# For each function: a call, its batched operands, and whether vmap is one call; otherwise it is a loop over the
+# indices, as docs/sharding.md says.
 CASES = {
     "simple_add": [("float32", "a b", 1), ("float32", "a", 1)],
     "merge_attention_states": [("float32", "out_a lse_a out_b lse_b", 1), ("float32", "out_a lse_a", 1)],
@@ -42,7 +42,7 @@ CASES = {
         ("float32 interleaved plain", "kv_cache key value", 1),
         ("float32 interleaved k_scale", f"kv_cache {ROWS}", 1),
         ("float32 interleaved k_scale", f"kv_cache {ROWS} k_scale", 0),
-        ("apart float32", f"kv_cache {ROWS}", 1),
+        ("split float32", f"kv_cache {ROWS}", 1),
     ],
     "rope_kv_cache_update": [
         ("float32 interleaved False", f"kv_cache query {ROWS} positions", 1),
@@ -67,13 +67,13 @@ CASES = {
         ("interleaved float32", "block_tables context_lens", 1),
         ("interleaved float32", "context_lens", 1),
         ("per_page float32", "kv_cache block_tables context_lens", 1),
-        ("apart float32", "kv_cache block_tables", 1),
+        ("split float32", "kv_cache block_tables", 1),
         ("stacked float32", "block_tables context_lens", 1),
         ("stacked float32", "kv_cache", 0),
     ],
 }
 CASES = [(f"{function}: {name}", batched, one) for function, cases in CASES.items() for name, batched, one in cases]
-# Lengths of which calls of `calls.py` have the same whatever their seed.
+# Values for each index of metadata that do not depend on the seed of `calls.py`.
 LENGTHS_OF = {
     "num_seqs": np.int32([[0], [9], [2]]),
     "cu_seqlens_q": lambda x: [x, np.r_[2, 5, x[2:] - 3], np.r_[-5, x[1:-1], 99]],
@@ -84,17 +84,19 @@ LENGTHS_OF = {
 
 
 def operands_of(name, batched):
-    """The function of the operands that are batched, and these: SIZE calls of other numbers, side by side."""
+    """The function of the batched operands, and these, stacked from SIZE calls with different numbers."""
     call, others = every_call()[name], [every_call(seed)[name] for seed in range(SIZE)]
-    constant = {operand: x for operand, x in call.given.items() if operand not in batched}
+    constant = {operand: x for operand, x in call.arguments.items() if operand not in batched}
 
     def function(*operands):
-        return flat(getattr(xla_attention.jax, call.function)(**constant, **dict(zip(batched, operands, strict=True))))
+        return flatten(
+            getattr(xla_attention.jax, call.function)(**constant, **dict(zip(batched, operands, strict=True)))
+        )
 
     stacked = []
     for operand in batched:
         different = LENGTHS_OF.get(operand)
-        same = [other.given[operand] for other in others]
+        same = [other.arguments[operand] for other in others]
         if different is not None:
             same = different(same[0]) if callable(different) else different
         if isinstance(same[0], tuple):
@@ -104,16 +106,16 @@ def operands_of(name, batched):
     return function, stacked
 
 
-def assert_each(found, function, operands):
-    """Every index is what a call of its own gives."""
+def assert_each(actual, function, operands):
+    """Assert that every index has the results of a single call."""
     for index in range(SIZE):
-        alone = function(*jax.tree.map(lambda x, index=index: x[index], operands))
-        for one, wanted in zip(found, alone, strict=True):
-            np.testing.assert_allclose(np.asarray(one)[index], wanted, atol=1e-5)
+        single = function(*jax.tree.map(lambda x, index=index: x[index], operands))
+        for batched, expected in zip(actual, single, strict=True):
+            np.testing.assert_allclose(np.asarray(batched)[index], expected, atol=1e-5)
 
 
 def program(function, operands):
-    """The results, and how often a target is called in how many loops."""
+    """The results, and the numbers of custom calls and of loops in the program."""
     lowered = jax.jit(function).lower(*operands)
     text = lowered.as_text()
     calls = text.count("custom_call @xla_gpu_"), text.count("stablehlo.while")
@@ -121,10 +123,10 @@ def program(function, operands):
 
 
 @pytest.mark.parametrize(("name", "batched", "one"), CASES)
-def test_each_index_is_as_if_it_were_alone(platform, name, batched, one):
+def test_each_index_gives_the_results_of_a_single_call(platform, name, batched, one):
     function, operands = operands_of(name, batched.split())
-    found, (calls, loops) = program(jax.vmap(function), operands)
-    assert_each(found, function, operands)
+    actual, (calls, loops) = program(jax.vmap(function), operands)
+    assert_each(actual, function, operands)
     assert calls == 1 and (loops == 0) == one
 
 
@@ -139,17 +141,17 @@ def test_each_index_is_as_if_it_were_alone(platform, name, batched, one):
         ("gather_kv_cache: interleaved float32", "kv_cache context_lens"),
     ],
 )
-def test_two_axes_are_one_call_too(platform, case):
+def test_nested_vmap_is_one_call(platform, case):
     function, operands = operands_of(case[0], case[1].split())
     doubled = [np.stack([x, x[::-1]]) for x in operands]
-    found, calls = program(jax.vmap(jax.vmap(function)), doubled)
-    assert_each([x[0] for x in found], function, operands)
-    assert_each([x[1, ::-1] for x in found], function, operands)
+    actual, calls = program(jax.vmap(jax.vmap(function)), doubled)
+    assert_each([x[0] for x in actual], function, operands)
+    assert_each([x[1, ::-1] for x in actual], function, operands)
     assert calls == (1, 0)
 
 
-def test_metadata_of_one_index_cannot_reach_another(platform):
-    """Starts that go down, lengths, pages and counts of nonsense: of each index alone."""
+def test_wrong_metadata_of_one_index_does_not_affect_another(platform):
+    """Decreasing starts, and lengths, pages and counts that are out of range."""
     rng = np.random.default_rng(0)
 
     def numbers(*shape):
@@ -166,15 +168,17 @@ def test_metadata_of_one_index_cannot_reach_another(platform):
         return flash_attn_varlen(query, rows, rows, starts, more, seqused_k=lens, causal=True, return_lse=True)
 
     sinks, rows = numbers(4), numbers(9, 2, 16)
-    alone = [jax.jit(over_pages), jax.jit(over_rows)]
+    single = [jax.jit(over_pages), jax.jit(over_rows)]
     mapped = [jax.jit(jax.vmap(f, in_axes=(0, axis, 0, 0, 0, 0))) for f, axis in ((over_pages, 0), (over_rows, None))]
     for _ in range(20):
         query, cache = numbers(SIZE, 6, 4, 16), numbers(SIZE, 5, 4, 4, 16)
         lens, tables, starts = nonsense(SIZE, 3, below=10), nonsense(SIZE, 3, 2, below=6), nonsense(SIZE, 4, below=9)
         last = nonsense(SIZE, 1, below=5), nonsense(SIZE, 4, below=12)
-        for one, all_of_them, keys, more in zip(alone, mapped, (cache, rows), last, strict=True):
-            found = [np.asarray(x) for x in all_of_them(query, keys, lens, tables, starts, more)]
+        for function, batched, keys, more in zip(single, mapped, (cache, rows), last, strict=True):
+            actual = [np.asarray(x) for x in batched(query, keys, lens, tables, starts, more)]
             for i in range(SIZE):
-                wanted = one(query[i], keys[i] if keys is cache else keys, lens[i], tables[i], starts[i], more[i])
-                for part, of_one in zip(found, wanted, strict=True):
+                expected = function(
+                    query[i], keys[i] if keys is cache else keys, lens[i], tables[i], starts[i], more[i]
+                )
+                for part, of_one in zip(actual, expected, strict=True):
                     np.testing.assert_allclose(part[i], of_one, atol=1e-5)

@@ -1,7 +1,7 @@
 """The demo's oracle, and a tiny random Llama that the tests write to a file themselves.
 
-`dense_greedy` shares nothing with examples/llama but weight arrays: NumPy, no cache, no pages, the whole sequence
-computed again for every token.
+`dense_greedy` shares only the weight arrays with examples/llama. It uses NumPy, no cache and no pages, and recomputes
+the whole sequence for every token.
 """
 
 import functools
@@ -35,7 +35,7 @@ def dense_logits(weights: dict, tokens: list[int]) -> np.ndarray:
     def norm(x, weight):
         return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
 
-    def turned(x):  # [H, length, D]
+    def rotate(x):  # [H, length, D]
         half = x.shape[-1] // 2
         angles = np.outer(np.arange(length), weights["theta"] ** (-np.arange(half) / half))
         pairs = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
@@ -47,8 +47,8 @@ def dense_logits(weights: dict, tokens: list[int]) -> np.ndarray:
     x = weights["embed"][tokens]
     for layer in weights["layers"]:
         h = norm(x, layer["attn_norm"])
-        q = turned(by_head(h @ layer["q_proj"].T, heads))
-        k = np.repeat(turned(by_head(h @ layer["k_proj"].T, kv_heads)), heads // kv_heads, axis=0)
+        q = rotate(by_head(h @ layer["q_proj"].T, heads))
+        k = np.repeat(rotate(by_head(h @ layer["k_proj"].T, kv_heads)), heads // kv_heads, axis=0)
         v = np.repeat(by_head(h @ layer["v_proj"].T, kv_heads), heads // kv_heads, axis=0)
         scores = q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1]).astype(q.dtype)
         scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
@@ -116,8 +116,8 @@ def tiny_weights() -> dict:
 
 
 @functools.cache
-def expected(prompt: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
-    """The oracle's ids for the tiny model."""
+def expected_tokens(prompt: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
+    """The ids that the oracle generates for the tiny model."""
     return tuple(dense_greedy(tiny_weights(), list(prompt), max_new_tokens))
 
 
@@ -179,7 +179,7 @@ def write_gguf(path: Path, tensors: dict[str, np.ndarray], *, architecture: str 
 
 
 def dense_weights_of(checkpoint) -> dict:
-    """The loaded arrays as the oracle wants them: NumPy, matrices `[out, in]`."""
+    """The loaded weights in the oracle's form: NumPy arrays, matrices `[out, in]`."""
     weights, config = checkpoint.weights, checkpoint.config
     embed = np.asarray(weights.embed)
     return {

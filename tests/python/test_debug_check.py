@@ -1,8 +1,8 @@
-"""XLA_ATTENTION_CHECK=1 through JAX, eager torch and info(); what it finds: tests/subprocess/check_mode.rs."""
+"""XLA_ATTENTION_CHECK=1 with JAX, eager torch and info(); tests/subprocess/check_mode.rs tests what it detects."""
 
 import pytest
 
-from alone import python, python_with_torch
+from subprocesses import python, python_with_torch
 from xla_attention import library_path
 from xla_attention._library import build_info
 
@@ -47,7 +47,7 @@ def test_a_bad_block_table_is_an_error_that_names_sequence_and_entry():
     assert refused.startswith(f"INVALID_ARGUMENT: xla_gpu_paged_attention: {text}")
 
 
-def test_without_the_check_it_is_clamped():
+def test_without_the_check_metadata_is_clamped():
     assert lines(CALL, "0") == ["96.0"] * 3
 
 
@@ -60,35 +60,35 @@ def test_eager_torch_is_checked_too():
     assert lines(EAGER, "0", python_with_torch) == ["96.0", "64.0"]
 
 
-def test_info_says_that_calls_are_checked():
+def test_info_reports_that_calls_are_checked():
     code = "import xla_attention; print(xla_attention.info())"
-    said = "every call is checked and waited for: XLA_ATTENTION_CHECK=1, for debugging only"
-    assert said in lines(code, "1")
-    assert said not in lines(code, "0")
+    line = "every call is checked and waited for: XLA_ATTENTION_CHECK=1, for debugging only"
+    assert line in lines(code, "1")
+    assert line not in lines(code, "0")
 
 
-@pytest.mark.skipif(build_info()["failpoints"], reason="the library is not one for users")
+@pytest.mark.skipif(build_info()["failpoints"], reason="the library was built for tests")
 def test_the_library_has_no_failpoints():
     assert b"failpoint: " not in library_path().read_bytes()
 
 
-def said(value):
-    """Whether the library checks calls under a value of the variable, and its standard error."""
+def check_mode(value):
+    """Whether the library checks calls for a value of the variable, and its standard error."""
     code = "from xla_attention import _library; print(_library.build_info()['check'])"
-    done = python("-c", code, XLA_ATTENTION_CHECK=value)
-    return done.stdout.strip(), done.stderr
+    completed = python("-c", code, XLA_ATTENTION_CHECK=value)
+    return completed.stdout.strip(), completed.stderr
 
 
 @pytest.mark.parametrize("value", ["1", "true", "ON", "Yes"])
-def test_a_number_or_a_word_switches_it_on(value):
-    assert said(value) == ("True", "")
+def test_the_variable_enables_the_check(value):
+    assert check_mode(value) == ("True", "")
 
 
 @pytest.mark.parametrize("value", ["0", "False", "off", "no", ""])
-def test_a_number_or_a_word_switches_it_off(value):
-    assert said(value) == ("False", "")
+def test_the_variable_disables_the_check(value):
+    assert check_mode(value) == ("False", "")
 
 
-def test_what_is_neither_on_nor_off_is_off_with_a_warning():
+def test_an_unknown_value_disables_the_check_with_a_warning():
     warning = "XLA_ATTENTION_CHECK=maybe: expected 1, true, on or yes, or 0, false, off or no; taken for off\n"
-    assert said("maybe") == ("False", warning)
+    assert check_mode("maybe") == ("False", warning)

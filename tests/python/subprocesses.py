@@ -1,4 +1,4 @@
-"""Programs of their own."""
+"""Python programs in subprocesses."""
 
 import multiprocessing
 import os
@@ -10,7 +10,7 @@ import tempfile
 
 
 def python(*arguments, check=True, **variables):
-    """Run Python, which finds the modules of this folder; a variable that is None is not set.
+    """Run Python with this folder on its path; an environment variable that is None is removed.
 
     Returns
     -------
@@ -19,16 +19,16 @@ def python(*arguments, check=True, **variables):
     """
     command = [sys.executable, *map(str, arguments)]
     environment = _environment(variables)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0 or not check, done.stderr[-3000:]
-    return done
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert completed.returncode == 0 or not check, completed.stderr[-3000:]
+    return completed
 
 
 def python_with_torch(*arguments, **variables):
-    """As `python`, but a fork of a process that has imported torch and all of torch that torch_xla imports.
+    """As `python`, but in a fork of a process that has imported torch and what torch_xla imports of it.
 
-    That is 4 s of the 5 that such a program takes. Where there is a GPU it is a process of its own: what torch imports
-    initializes CUDA, which a fork cannot use.
+    This saves 4 of 5 s per program. With a GPU it is not a fork, because importing torch initialises CUDA, which a
+    forked process cannot use.
     """
     if os.path.exists("/dev/nvidia0"):
         return python(*arguments, **variables)
@@ -51,7 +51,7 @@ def _environment(variables):
 
 
 def _run(arguments, environment, outputs):
-    """Be the program: "-c" and its text, or a file; and arguments."""
+    """Run a program in this process: "-c" and its text, or a file; then its arguments."""
     os.environ.clear()
     os.environ.update(environment)
     for number, path in enumerate(outputs, 1):

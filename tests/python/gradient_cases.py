@@ -1,4 +1,4 @@
-"""Gradients of flash_attn_varlen over packed keys: calls for each option, and what they come out at (`direct.py`)."""
+"""Gradients of flash_attn_varlen over packed keys: a call for each option, and its expected gradients."""
 
 from typing import NamedTuple
 
@@ -6,10 +6,10 @@ import numpy as np
 
 from batches import varlen
 from calls import TOLERANCE
-from direct import results_of
+from expected_results import expected_results
 
 MIXED = [(33, 33), (1, 50), (5, 70), (0, 9), (3, 0), (9, 4)]
-# What a call is made of, its options, and whether the log-sum-exps have a cotangent too.
+# The arguments of `varlen`, the options of the call, and whether softmax_lse has a cotangent too.
 CASES = {
     "full": ({"dv": 40, "unused": (2, 3)}, {}, False),
     "causal": ({"dv": 40, "unused": (2, 3)}, {"causal": True}, True),
@@ -32,22 +32,26 @@ CASES = {
 
 
 class GradientCase(NamedTuple):
-    """Of `CASES`: what to ask the gradients of, all in NumPy."""
+    """One of `CASES`: operands, options and cotangents, in NumPy."""
 
     operands: tuple  # q, k, v and their starts
     options: dict
     dout: np.ndarray
     dlse: np.ndarray | None
 
-    def check(self, found):
-        """`found` is (dq, dk, dv), and with sinks dsinks."""
-        given = dict(zip(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), self.operands, strict=True)) | self.options
-        out, lse = results_of("flash_attn_varlen", given)
-        given |= {"out": out, "softmax_lse": lse, "dout": self.dout, "dlse": self.dlse}
-        for one, wanted in zip(map(np.asarray, found), results_of("flash_attn_varlen_bwd", given), strict=True):
-            largest = np.abs(wanted.astype(np.float64)).max()
-            near = {"rtol": TOLERANCE[wanted.dtype.name], "atol": TOLERANCE[wanted.dtype.name] * largest}
-            np.testing.assert_allclose(one.astype(np.float64), wanted.astype(np.float64), **near)
+    def check(self, actual):
+        """Assert that `actual`, (dq, dk, dv) and with sinks dsinks, is what the library computes."""
+        arguments = (
+            dict(zip(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), self.operands, strict=True)) | self.options
+        )
+        out, lse = expected_results("flash_attn_varlen", arguments)
+        arguments |= {"out": out, "softmax_lse": lse, "dout": self.dout, "dlse": self.dlse}
+        for one, expected in zip(
+            map(np.asarray, actual), expected_results("flash_attn_varlen_bwd", arguments), strict=True
+        ):
+            largest = np.abs(expected.astype(np.float64)).max()
+            near = {"rtol": TOLERANCE[expected.dtype.name], "atol": TOLERANCE[expected.dtype.name] * largest}
+            np.testing.assert_allclose(one.astype(np.float64), expected.astype(np.float64), **near)
 
 
 def gradient_case(name):

@@ -1,6 +1,7 @@
-"""What calls come out at that the front-ends make: the same through the library's C interface, in NumPy, on the CPU.
+"""Expected results of front-end calls: those of the same call through the C interface, on the CPU, with NumPy arrays.
 
-The operators are held against their definition in `tests/it`; here is said what the functions' parameters are to them.
+The tests in `tests/it` compare the operators with their definition. This module maps the parameters of the front-end
+functions to operands and attributes.
 """
 
 import ml_dtypes
@@ -13,14 +14,14 @@ LAYOUTS = {"interleaved": 1, "stacked": 2, "per_page": 3}
 F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
 
 
-def results_of(function, given):
-    """The results of a function for its arguments by name: updated caches last."""
-    name, given = _FUNCTIONS.get(function, lambda given: (function, given))(dict(given))
-    given["kv_layout"] = LAYOUTS.get(given.get("kv_layout"), 0)
+def expected_results(function, arguments):
+    """The results of a front-end function for its arguments by name; updated caches come last."""
+    name, arguments = _FUNCTIONS.get(function, lambda arguments: (function, arguments))(dict(arguments))
+    arguments["kv_layout"] = LAYOUTS.get(arguments.get("kv_layout"), 0)
     declared = operator(f"xla_gpu_{name}")
-    attributes = {attribute.name: given.get(attribute.name) for attribute in declared.attributes}
-    operands = [_operand(given.get(operand.name)) for operand in declared.operands]
-    results = [np.zeros(shape, dtype) for shape, dtype in _RESULTS[name](**given)]
+    attributes = {attribute.name: arguments.get(attribute.name) for attribute in declared.attributes}
+    operands = [_operand(arguments.get(operand.name)) for operand in declared.operands]
+    results = [np.zeros(shape, dtype) for shape, dtype in _RESULTS[name](**arguments)]
     views = ([None if x is None else (x.shape, x.dtype.name) for x in side] for side in (operands, results))
     request = _library.Request(declared.target, *views, declared.typed(attributes))
     request.set_addresses(*([0 if x is None else x.ctypes.data for x in side] for side in (operands, results)))
@@ -29,47 +30,47 @@ def results_of(function, given):
 
 
 def _operand(value):
-    """As an array in memory of its own; what one number is for all heads is an array of one."""
+    """A copy as an array; a number for all heads becomes an array of one element."""
     if isinstance(value, float | int | np.generic):
         return np.array([value], I32 if isinstance(value, int) else F32)
     return None if value is None else np.array(value, order="C")
 
 
-def _of_caches(given):
-    cache = given["kv_cache"]
-    apart = isinstance(cache, tuple)
-    return apart, given | (dict(zip(("k_cache", "v_cache"), cache, strict=True)) if apart else {})
+def _split_caches(arguments):
+    cache = arguments["kv_cache"]
+    is_split = isinstance(cache, tuple)
+    return is_split, arguments | (dict(zip(("k_cache", "v_cache"), cache, strict=True)) if is_split else {})
 
 
-def _update(given):
-    apart, given = _of_caches(given)
-    return "kv_cache_update_split" if apart else "kv_cache_update", given
+def _update(arguments):
+    is_split, arguments = _split_caches(arguments)
+    return "kv_cache_update_split" if is_split else "kv_cache_update", arguments
 
 
-def _gather(given):
-    apart, given = _of_caches(given)
-    if not apart:
-        given |= {"k_cache": given["kv_cache"], "v_cache": np.zeros(0, given["kv_cache"].dtype)}
-        given.setdefault("kv_layout", "interleaved")
-    return "gather_kv_cache", given
+def _gather(arguments):
+    is_split, arguments = _split_caches(arguments)
+    if not is_split:
+        arguments |= {"k_cache": arguments["kv_cache"], "v_cache": np.zeros(0, arguments["kv_cache"].dtype)}
+        arguments.setdefault("kv_layout", "interleaved")
+    return "gather_kv_cache", arguments
 
 
-def _varlen(given):
-    left, right = given.get("window", (-1, -1))
-    # Not read where the lengths of pages are known.
-    starts_k = np.zeros(0, I32) if "block_table" in given else given["cu_seqlens_q"]
-    defaults = {"cu_seqlens_k": starts_k, "softmax_scale": given["q"].shape[-1] ** -0.5}
-    given = {**defaults, **given, "window_left": left, "window_right": right}
-    if given["v"] is None:
-        given["v"] = np.zeros(0, given["k"].dtype)
-    return given
+def _varlen(arguments):
+    left, right = arguments.get("window", (-1, -1))
+    # The starts of keys are not read with a block_table and seqused_k.
+    starts_k = np.zeros(0, I32) if "block_table" in arguments else arguments["cu_seqlens_q"]
+    defaults = {"cu_seqlens_k": starts_k, "softmax_scale": arguments["q"].shape[-1] ** -0.5}
+    arguments = {**defaults, **arguments, "window_left": left, "window_right": right}
+    if arguments["v"] is None:
+        arguments["v"] = np.zeros(0, arguments["k"].dtype)
+    return arguments
 
 
 _FUNCTIONS = {
     "kv_cache_update": _update,
     "gather_kv_cache": _gather,
-    "flash_attn_varlen": lambda given: ("flash_attn_varlen", _varlen(given)),
-    "flash_attn_varlen_bwd": lambda given: ("flash_attn_varlen_bwd", _varlen(given)),
+    "flash_attn_varlen": lambda arguments: ("flash_attn_varlen", _varlen(arguments)),
+    "flash_attn_varlen_bwd": lambda arguments: ("flash_attn_varlen_bwd", _varlen(arguments)),
 }
 
 

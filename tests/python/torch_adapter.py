@@ -1,12 +1,12 @@
-"""torch's tensors for arrays."""
+"""Conversion between NumPy arrays and torch tensors, and calls of `calls.py` with tensors."""
 
 import ml_dtypes
 import numpy as np
 import torch
 
-from calls import mapped
+from calls import tree_map
 
-# numpy has no such types of its own; the bits travel as integers.
+# torch.from_numpy does not know these dtypes: their bits are converted as integers.
 _BY_BITS = {
     np.dtype(ml_dtypes.bfloat16): (np.int16, torch.bfloat16),
     np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, torch.float8_e4m3fn),
@@ -16,7 +16,7 @@ _DTYPES = {dtype: (bits, numpy) for numpy, (bits, dtype) in _BY_BITS.items()}
 
 
 def tensor(array, device="cpu"):
-    """A copy of an array on a device; None and Python values stay."""
+    """A copy of an array on a device; None and Python values are returned as they are."""
     if not hasattr(array, "dtype"):
         return array
     array = np.array(array)
@@ -26,7 +26,7 @@ def tensor(array, device="cpu"):
 
 
 def array(tensor):
-    """The numbers of a tensor."""
+    """A tensor as a NumPy array."""
     tensor = tensor.detach().cpu()
     if tensor.dtype not in _DTYPES:
         return tensor.numpy()
@@ -34,7 +34,7 @@ def array(tensor):
     return tensor.contiguous().view(torch.from_numpy(np.zeros(0, bits)).dtype).numpy().view(numpy)
 
 
-def given(call, device="cpu"):
-    """What a call of `calls.py` is given, in tensors and torch's dtypes."""
-    dtypes = {name: getattr(torch, x.name) for name, x in call.given.items() if isinstance(x, np.dtype)}
-    return mapped(lambda x: tensor(x, device), call.given) | dtypes
+def tensor_arguments(call, device="cpu"):
+    """The arguments of a call of `calls.py` as tensors and torch dtypes."""
+    dtypes = {name: getattr(torch, x.name) for name, x in call.arguments.items() if isinstance(x, np.dtype)}
+    return tree_map(lambda x: tensor(x, device), call.arguments) | dtypes
