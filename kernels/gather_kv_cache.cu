@@ -4,7 +4,7 @@
 // its own rows reach. A launch of one kernel is shorter than one of two that wait for each other. Lengths and pages are
 // clamped, and what starts past the last row is left out, so that right and wrong metadata cost the same.
 //
-// Compiled once for each XA_DTYPE of the results: f16, bf16, f32, and u8 for codes of 8-bit floats, which are copied.
+// Compiled once for each XA_DTYPE of the results: f16, bf16, f32, and u8 for what is copied bit by bit.
 // Launch: kThreads threads; the CTAs (i, 0), (i, 1) and so on share the rows of i.
 
 #include <cstdint>
@@ -22,10 +22,8 @@ constexpr int kThreads = kGatherThreads;
 constexpr int kCtas = 4;
 /// Sequences of a tile, and of a thread in it.
 constexpr int kSeqs = kGatherSeqs, kThreadSeqs = kSeqs / kThreads;
-/// Pieces that a thread has on their way from memory.
-constexpr int kLoads = 4;
 
-// Codes that are copied; the other types are in element.cuh.
+// Bytes that are copied; the other types are in element.cuh.
 using dtype_u8 = uint8_t;
 
 /// Stands for the place of a row that no token takes.
@@ -65,18 +63,29 @@ struct Words<1> {
 /// The sum as far as there are rows; both are at most N, below 2^31.
 __device__ __forceinline__ uint32_t add_rows(uint32_t a, uint32_t b, uint32_t capacity) { return min(a + b, capacity); }
 
-/// Writes the starts of the sequences from `first` on, up to kSeqs, the first of which begins at row `begin`, and their
-/// end behind them.
-__device__ __forceinline__ void find_starts(const GatherParams& params, Shared& shared, int32_t first, uint32_t begin) {
+/// Lengths of a tile that are a thread's.
+using Lens = Chunk<int32_t, kThreadSeqs>;
+
+/// Those of the tile from sequence `first` on; 0 past the last sequence.
+__device__ __forceinline__ Lens load_lens(const GatherParams& params, int64_t first) {
+  Lens lens;
+#pragma unroll
+  for (int i = 0; i < kThreadSeqs; ++i) {
+    const int64_t sequence = first + threadIdx.x * kThreadSeqs + i;
+    lens.elements[i] = sequence < params.num_seqs ? __ldg(params.context_lens + sequence) : 0;
+  }
+  return lens;
+}
+
+/// Writes the starts of a tile's sequences, the first of which begins at row `begin`, and their end behind them.
+__device__ __forceinline__ void find_starts(const GatherParams& params, Shared& shared, const Lens& given,
+                                            uint32_t begin) {
   const uint32_t capacity = params.capacity;
   const int32_t thread = threadIdx.x, own = thread * kThreadSeqs;
   uint32_t lens[kThreadSeqs], sum = 0;
 #pragma unroll
   for (int i = 0; i < kThreadSeqs; ++i) {
-    // S - first does not overflow, where first + own + i could.
-    const bool is_there = own + i < params.num_seqs - first;
-    const int32_t len = is_there ? __ldg(params.context_lens + first + own + i) : 0;
-    lens[i] = min(static_cast<uint32_t>(max(0, min(len, params.longest))), capacity);
+    lens[i] = min(static_cast<uint32_t>(max(0, min(given.elements[i], params.longest))), capacity);
     sum = add_rows(sum, lens[i], capacity);
   }
   uint32_t through = sum;
@@ -168,14 +177,19 @@ __device__ __forceinline__ void copy_rows(const GatherParams& params, const Shar
   using Stored = std::conditional_t<kCodes == Codes::None, T, uint8_t>;
   using Loaded = typename Words<kCount * sizeof(Stored)>::Type;
   constexpr int kBytes = kCount * sizeof(T);
+  // Pieces that a thread has on their way from memory; with eight more of them registers spill.
+  constexpr int kLoads = kCodes != Codes::None && sizeof(T) == 2 ? 8 : 4;
   const uint32_t row_pieces = params.keys.row_pieces + params.values.row_pieces;
   const uint32_t width = min(row_pieces, uint32_t{kThreads}), at_once = kThreads / width, own_row = threadIdx.x / width;
   if (own_row >= at_once) return;
   for (uint32_t column = blockIdx.y * width + threadIdx.x % width; column < row_pieces; column += gridDim.y * width) {
-    const bool is_key = column < params.keys.row_pieces;
+    // Pieces are in the order in which they lie in memory, so that a warp reads whole lines.
+    const uint32_t group_pieces = params.keys.group_pieces + params.values.group_pieces;
+    const uint32_t group = column / group_pieces, in_group = column - group * group_pieces;
+    const bool is_key = in_group < params.keys.group_pieces;
     const GatheredRows& side = is_key ? params.keys : params.values;
     const int64_t* const tokens = is_key ? shared.keys : shared.values;
-    const uint32_t piece = is_key ? column : column - params.keys.row_pieces;
+    const uint32_t piece = group * side.group_pieces + in_group - (is_key ? 0 : params.keys.group_pieces);
     const uint32_t head = piece / side.head_pieces, in_head = piece - head * side.head_pieces;
     const uint8_t* const from = side.cache + head * side.head_stride + int64_t{in_head} * sizeof(Loaded);
     const int64_t row_bytes = int64_t{side.row_pieces} * kBytes;
@@ -218,7 +232,7 @@ __device__ __forceinline__ void gather(const GatherParams& params, Shared& share
     if constexpr (sizeof(T) == 1) {
       if (params.piece == 16) return copy_rows<T, kCodes, 16>(params, shared, first, rows);
     }
-    // Of codes 8, which fill every head.
+    // Of bytes 8, which fill every head.
     constexpr int kPiece = sizeof(T) == 1 ? 8 : 16 / sizeof(T);
     copy_rows<T, kCodes, kPiece>(params, shared, first, rows);
   };
@@ -238,9 +252,12 @@ __device__ __forceinline__ void gather(const GatherParams& params, Shared& share
   int32_t row = min(int64_t{blockIdx.x} * params.cta_rows, int64_t{params.capacity});
   const int32_t end = min(int64_t{row} + params.cta_rows, int64_t{params.capacity});
   int32_t found = 0;  // rows of the sequences so far
+  Lens next = load_lens(params, 0);
   // A CTA that writes the starts has to see all lengths, also where the rows are full.
   for (int64_t first = 0; first < params.num_seqs && (row < end || writes_starts); first += kSeqs) {
-    find_starts(params, shared, first, found);
+    const Lens lens = next;
+    next = load_lens(params, first + kSeqs);  // which arrive while the starts are found
+    find_starts(params, shared, lens, found);
     found = shared.starts[kSeqs];
     if (writes_starts) {
       for (int i = threadIdx.x; i < min(int64_t{kSeqs}, params.num_seqs - first); i += kThreads) {

@@ -32,6 +32,8 @@ pub struct GatheredRows {
     /// Pieces per head and per row.
     pub head_pieces: u32,
     pub row_pieces: u32,
+    /// Pieces after which those of the other, K or V, follow: of a head where the two take turns, else of a row.
+    pub group_pieces: u32,
 }
 
 /// The parameter of `gather_kv_cache`.
@@ -57,7 +59,7 @@ pub struct GatherParams {
     /// Rows per CTA.
     pub cta_rows: i32,
     pub codes: Codes,
-    /// Elements per piece, which a thread copies at once: 16 bytes of the results, of codes 16 or 8, or 1 where something is
-    /// not aligned.
+    /// Elements per piece, which a thread copies at once: 16 bytes of the results, also 8 of what is copied bit by bit, or 1
+    /// element where something is not aligned.
     pub piece: i32,
 }
