@@ -19,6 +19,9 @@ const TASK: usize = 1 << 18;
 const SMALL_PAGE: usize = 1 << 12;
 const PAGES_AHEAD: usize = 8;
 
+/// Runs that are found before their K is moved, then their V.
+const RUNS: usize = 128;
+
 /// Bytes of a result from which on it is stored past the caches.
 const STREAMED: usize = 1 << 24;
 
@@ -111,27 +114,28 @@ impl SimdKernel for GatherRows<'_> {
         let [keys, values] = sides.map(|of| of.cache.data.addr());
         let prefetches = page_bytes <= SMALL_PAGE && keys.abs_diff(values) >= page_bytes;
         let end = rows.end.min(starts[problem.num_seqs] as usize);
+        let mut found = [Run::default(); RUNS];
+        let mut count = 0;
+        let move_rows = |runs: &[Run]| {
+            for of in sides {
+                // SAFETY: each run lies in one page, and its rows are the task's.
+                unsafe { simd.vectorize(GatherRuns { of, cache_dtype: problem.cache_dtype, runs, prefetches }) };
+            }
+        };
         let mut row = rows.start;
         // The last sequence that begins at the row or before it: those without a token come before the one that has it.
         let mut b = starts.partition_point(|&start| start as usize <= row).saturating_sub(1);
         while row < end {
-            let (token, next) = (row - starts[b] as usize, starts[b + 1] as usize);
-            let pages = (next - starts[b] as usize).div_ceil(page_size);
+            let (token, next) = (row - starts[b] as usize, end.min(starts[b + 1] as usize));
             let (mut entry, mut offset) = (token / page_size, token % page_size);
-            while row < end.min(next) {
-                let count = (page_size - offset).min(end.min(next) - row);
-                if prefetches && entry + PAGES_AHEAD < pages {
-                    let coming = Run { page: page(b, entry + PAGES_AHEAD), token: 0, row, count };
-                    for of in sides {
-                        GatherRun { of, cache_dtype: problem.cache_dtype, run: coming }.prefetch();
-                    }
+            while row < next {
+                let tokens = (page_size - offset).min(next - row);
+                found[count] = Run { page: page(b, entry), token: offset, row, tokens };
+                (row, entry, offset, count) = (row + tokens, entry + 1, 0, count + 1);
+                if count == RUNS || row == end {
+                    move_rows(&found[..count]);
+                    count = 0;
                 }
-                let run = Run { page: page(b, entry), token: offset, row, count };
-                for of in sides {
-                    // SAFETY: the run lies in one page, and its rows are the task's.
-                    unsafe { simd.vectorize(GatherRun { of, cache_dtype: problem.cache_dtype, run }) };
-                }
-                (row, entry, offset) = (row + count, entry + 1, 0);
             }
             b += 1;
         }
@@ -145,25 +149,26 @@ impl SimdKernel for GatherRows<'_> {
 }
 
 /// Adjacent tokens of a page and the rows of the results that they go to.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 struct Run {
     page: i64,
     token: usize,
     row: usize,
-    count: usize,
+    tokens: usize,
 }
 
-/// A run of one result.
+/// Runs of one result.
 ///
 /// # Safety
 /// The tokens are of the cache, and the rows are below N, writable and not otherwise accessed.
-struct GatherRun<'a> {
+struct GatherRuns<'a> {
     of: &'a GatheredRows<'a>,
     cache_dtype: DType,
-    run: Run,
+    runs: &'a [Run],
+    prefetches: bool,
 }
 
-impl SimdKernel for GatherRun<'_> {
+impl SimdKernel for GatherRuns<'_> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
@@ -183,34 +188,38 @@ impl SimdKernel for GatherRun<'_> {
     }
 }
 
-impl GatherRun<'_> {
-    /// The element of the cache, and that of the result, with which the run's token `token` begins.
-    fn places(&self, token: usize) -> (isize, usize) {
+impl GatherRuns<'_> {
+    /// The element of the cache, and that of the result, with which a run's token `token` begins.
+    #[inline(always)]
+    fn places(&self, run: &Run, token: usize) -> (isize, usize) {
         let (cache, [heads, head_dim]) = (&self.of.cache, self.of.heads());
-        let from = self.run.page * cache.page_stride + (self.run.token + token) as i64 * cache.token_stride;
-        (from as isize, (self.run.row + token) * heads * head_dim)
+        let from = run.page * cache.page_stride + (run.token + token) as i64 * cache.token_stride;
+        (from as isize, (run.row + token) * heads * head_dim)
     }
 
-    /// What lies together in the cache as it does in the result: all of the run, the heads of a token, or, where heads are
+    /// What lies together in the cache as it does in the result: all of a run, the heads of a token, or, where heads are
     /// `apart` too, one head.
-    fn pieces(&self, apart: bool) -> Pieces {
+    #[inline(always)]
+    fn pieces(&self, run: &Run, apart: bool) -> Pieces {
         let (cache, [heads, head_dim]) = (&self.of.cache, self.of.heads());
         let heads_together = cache.head_stride == head_dim as i64 && !apart;
         let all_together = heads_together && cache.token_stride == (heads * head_dim) as i64;
         let row = heads * head_dim;
         match (all_together, heads_together) {
-            (true, _) => Pieces { tokens: 1, parts: 1, len: self.run.count * row },
-            (_, true) => Pieces { tokens: self.run.count, parts: 1, len: row },
-            _ => Pieces { tokens: self.run.count, parts: heads, len: head_dim },
+            (true, _) => Pieces { tokens: 1, parts: 1, len: run.tokens * row },
+            (_, true) => Pieces { tokens: run.tokens, parts: 1, len: row },
+            _ => Pieces { tokens: run.tokens, parts: heads, len: head_dim },
         }
     }
 
-    /// Asks for what the run reads of the cache.
-    fn prefetch(&self) {
-        let Pieces { tokens, parts, len } = self.pieces(false);
+    /// Asks for what the run `PAGES_AHEAD` after this one reads of the cache.
+    #[inline(always)]
+    fn prefetch_after(&self, index: usize) {
+        let Some(run) = self.runs.get(index + PAGES_AHEAD).filter(|_| self.prefetches) else { return };
+        let Pieces { tokens, parts, len } = self.pieces(run, false);
         let (cache, size) = (&self.of.cache, self.cache_dtype.size());
         for token in 0..tokens {
-            let (from, _) = self.places(token);
+            let (from, _) = self.places(run, token);
             for part in 0..parts as isize {
                 let from = (from + part * cache.head_stride as isize) * size as isize;
                 prefetch_row(cache.data.wrapping_offset(from), len * size);
@@ -230,22 +239,28 @@ impl GatherRun<'_> {
     #[inline(always)]
     unsafe fn copy<S: Simd>(&self, simd: S) {
         let (size, vector) = (self.of.rows.dtype.size(), S::LANES * size_of::<f32>());
-        let Pieces { tokens, parts, len } = self.pieces(false);
-        let (bytes, part_step) = (len * size, self.of.cache.head_stride as isize * size as isize);
-        let streamed = if self.streams::<S>() { bytes - bytes % vector } else { 0 };
-        for token in 0..tokens {
-            let (from, to) = self.places(token);
-            // SAFETY: elements of the token's rows in the cache, whose strides the problem has checked, and of the run's rows.
-            unsafe {
-                let from = self.of.cache.data.offset(from * size as isize).cast_const();
-                let to = self.of.rows.data.add(to * size);
-                for part in 0..parts {
-                    let (from, to) = (from.offset(part as isize * part_step), to.add(part * bytes));
-                    let streamed = if is_aligned::<S>(to) { streamed } else { 0 };
-                    for i in (0..streamed).step_by(vector) {
-                        simd.store_nontemporal(to.add(i).cast(), simd.load(from.add(i).cast()));
+        let (streams, part_step) = (self.streams::<S>(), self.of.cache.head_stride as isize * size as isize);
+        for (index, run) in self.runs.iter().enumerate() {
+            self.prefetch_after(index);
+            let Pieces { tokens, parts, len } = self.pieces(run, false);
+            let bytes = len * size;
+            for token in 0..tokens {
+                let (from, to) = self.places(run, token);
+                // SAFETY: elements of the token's rows in the cache, whose strides the problem has checked, and of the run's
+                // rows.
+                unsafe {
+                    let from = self.of.cache.data.offset(from * size as isize).cast_const();
+                    let to = self.of.rows.data.add(to * size);
+                    for part in 0..parts {
+                        let (from, to) = (from.offset(part as isize * part_step), to.add(part * bytes));
+                        let streamed = if streams && is_aligned::<S>(to) { bytes - bytes % vector } else { 0 };
+                        for i in (0..streamed).step_by(vector) {
+                            simd.store_nontemporal(to.add(i).cast(), simd.load(from.add(i).cast()));
+                        }
+                        if streamed < bytes {
+                            to.add(streamed).copy_from_nonoverlapping(from.add(streamed), bytes - streamed);
+                        }
                     }
-                    to.add(streamed).copy_from_nonoverlapping(from.add(streamed), bytes - streamed);
                 }
             }
         }
@@ -294,24 +309,27 @@ impl GatherRun<'_> {
         first: impl Fn(*const F, *mut T, usize, f32) -> usize,
     ) {
         let per_head = self.of.scale.is_some_and(|scale| scale.per_head);
-        let Pieces { tokens, parts, len } = self.pieces(per_head);
         let (cache, rows) = (self.of.cache.data.cast::<F>(), self.of.rows.data.cast::<T>());
-        for token in 0..tokens {
-            let (from, to) = self.places(token);
-            for part in 0..parts {
-                // SAFETY: the elements of the token's part in the cache, whose strides the problem has checked, and of its
-                // row; there is one scale, or one for each head, which are the parts then.
-                unsafe {
-                    let factor = self.of.scale.map_or(1.0, |s| *s.values.add(if s.per_head { part } else { 0 }));
-                    let from = cache.offset(from + part as isize * self.of.cache.head_stride as isize).cast_const();
-                    let to = rows.add(to + part * len);
-                    let mut i = first(from, to, len, factor);
-                    while i + S::LANES <= len {
-                        T::store(simd, to.add(i), simd.mul(F::load(simd, from.add(i)), simd.splat(factor)));
-                        i += S::LANES;
-                    }
-                    for i in i..len {
-                        to.add(i).write(T::from_f32(from.add(i).read().to_f32() * factor));
+        for (index, run) in self.runs.iter().enumerate() {
+            self.prefetch_after(index);
+            let Pieces { tokens, parts, len } = self.pieces(run, per_head);
+            for token in 0..tokens {
+                let (from, to) = self.places(run, token);
+                for part in 0..parts {
+                    // SAFETY: the elements of the token's part in the cache, whose strides the problem has checked, and of its
+                    // row; there is one scale, or one for each head, which are the parts then.
+                    unsafe {
+                        let factor = self.of.scale.map_or(1.0, |s| *s.values.add(if s.per_head { part } else { 0 }));
+                        let from = cache.offset(from + part as isize * self.of.cache.head_stride as isize).cast_const();
+                        let to = rows.add(to + part * len);
+                        let mut i = first(from, to, len, factor);
+                        while i + S::LANES <= len {
+                            T::store(simd, to.add(i), simd.mul(F::load(simd, from.add(i)), simd.splat(factor)));
+                            i += S::LANES;
+                        }
+                        for i in i..len {
+                            to.add(i).write(T::from_f32(from.add(i).read().to_f32() * factor));
+                        }
                     }
                 }
             }
