@@ -23,7 +23,7 @@ fn rows_are_copied_bit_by_bit_in_every_layout_and_dtype() {
 
 #[test]
 fn fp8_codes_are_decoded_and_multiplied() {
-    // The last one makes numbers that are subnormal in bf16.
+    // The last scale gives numbers that are subnormal in bf16.
     let scales = [None, Some(vec![0.37]), Some(vec![3.0, 0.011]), Some(vec![1e-38])];
     for layout in KvLayout::PAGED {
         for (dtype, out) in FP8_DTYPES.into_iter().flat_map(|dtype| ATTENTION_DTYPES.map(|out| (dtype, out))) {
@@ -46,7 +46,7 @@ fn scales_multiply_16_and_32_bit_caches_too() {
 
 #[test]
 fn every_fp8_code_is_decoded_to_its_value() {
-    // Random bytes: 5 * 32 * 2 * 2 * 256 of them hold every code many times.
+    // The random bytes (5 * 32 * 2 * 2 * 256 of them) contain every code many times.
     for dtype in FP8_DTYPES {
         for out in ATTENTION_DTYPES {
             let (page_size, tables) = (32, (0..5).collect());
@@ -75,7 +75,7 @@ fn hostile_lengths_and_pages_are_clamped() {
 
 #[test]
 fn thousands_of_sequences_are_gathered() {
-    // More than a CTA adds up at once, without a token, with one or with some.
+    // More sequences than a CTA sums at once. Their lengths are 0, 1 or more.
     for (seqs, capacity) in [(1023, 800), (1024, 5000), (1025, 1), (4100, 4000), (5000, 20000)] {
         let mut random = Random::new(seqs as u64);
         let lens = (0..seqs).map(|_| random.below(6) as i32 - 2).collect();
@@ -87,7 +87,7 @@ fn thousands_of_sequences_are_gathered() {
 
 #[test]
 fn results_larger_than_the_processor_caches_are_right() {
-    // From 16 MiB on; of heads of 72 not every one begins where whole vectors can be stored.
+    // Results of at least 16 MiB. With D = 72, not every head is aligned for whole vectors.
     for (dtype, out, head_dim, layout, scale) in [
         (BF16, BF16, 64, KvLayout::Split, None),
         (F8E4M3FN, F8E4M3FN, 128, KvLayout::Stacked, None),
@@ -120,7 +120,7 @@ fn results_larger_than_the_processor_caches_are_right() {
 fn rows_that_an_update_has_written_are_gathered() {
     for layout in KvLayout::PAGED {
         for dtype in ATTENTION_DTYPES {
-            // Tokens of two sequences, of which the second has its pages in descending order.
+            // Tokens of two sequences, the second with its pages in descending order.
             let (tables, lens) = (vec![0, 3, 2, 1], vec![5, 8]);
             let slots: Vec<i64> = (0..4).chain([12]).chain(8..12).chain(4..8).collect();
             let update = CacheUpdateCase { layout, dtype, num_pages: 4, slots, ..CacheUpdateCase::default() };
@@ -149,7 +149,7 @@ fn hostile_metadata_costs_no_more_than_valid_metadata() {
     hostile_gathers_cost_no_more(CostSizes::small(), 10.0);
 }
 
-/// At a size at which time can be told from noise: `--ignored --nocapture` prints a table.
+/// At a size at which the time is well above the noise. `--ignored --nocapture` prints a table.
 #[test]
 #[ignore = "a measurement: wants a machine for itself"]
 fn hostile_metadata_costs_at_most_twice_as_much() {
@@ -158,10 +158,10 @@ fn hostile_metadata_costs_at_most_twice_as_much() {
     }
 }
 
-/// Bytes that a task of `copying` writes.
+/// Bytes that one task of `copying` writes.
 const CHUNK: usize = 1 << 20;
 
-/// Seconds that copying so many bytes takes on all threads, in pieces out of order that divide `CHUNK`.
+/// Seconds in which all threads copy this many bytes in pieces that are out of order and divide `CHUNK`.
 fn copying(bytes: usize, piece: usize) -> f64 {
     let (from, mut to) = (vec![1u8; bytes], vec![2u8; bytes]);
     let (count, per_chunk) = (bytes / piece, CHUNK / piece);
@@ -179,7 +179,7 @@ fn copying(bytes: usize, piece: usize) -> f64 {
     (0..5).map(|_| once()).fold(f64::INFINITY, f64::min)
 }
 
-/// On the CPU: `--ignored --nocapture` prints a table.
+/// On the CPU. `--ignored --nocapture` prints a table.
 #[test]
 #[ignore = "a measurement: wants a machine for itself"]
 fn bandwidth_of_gathering_and_copying() {
@@ -198,7 +198,7 @@ fn bandwidth_of_gathering_and_copying() {
             let call =
                 GatherCase { num_pages: seqs * pages, max_pages: pages, tables, lens, capacity: seqs * len, ..sizes };
             let bytes = 2 * seqs * len * 8 * dim * (dtype.size() + out.size()) / 2;
-            // What lies together in the cache and its result, on average.
+            // Average length of contiguous bytes in the cache and the result.
             let heads = if layout == KvLayout::Interleaved { 1 } else { 8 * page_size };
             let piece = heads * dim * (dtype.size() + out.size()) / 2;
             let (ours, copy, pieces) =
