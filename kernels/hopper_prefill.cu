@@ -2,7 +2,7 @@
 //
 // A CTA (include/hopper/prefill.cuh) stays on its SM and works on one tile after another (include/hopper/schedule.cuh).
 // One warpgroup fetches (include/hopper/load.cuh), the others compute (include/hopper/compute.cuh); shared memory is
-// the pipeline between them (include/hopper/pipeline.cuh). docs/kernels.md explains the design.
+// the pipeline between them (include/hopper/pipeline.cuh). docs/dev/kernels/hopper_prefill.md explains the design.
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16

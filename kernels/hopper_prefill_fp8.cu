@@ -1,5 +1,5 @@
 // Attention of long sequences on Hopper where q, K and V are e4m3fn and the tensor cores take them as they are: as
-// hopper_prefill.cu, from the same parts, with weights in e4m3fn. docs/kernels.md explains the design.
+// hopper_prefill.cu, from the same parts, with weights in e4m3fn. docs/dev/kernels/hopper_prefill_fp8.md explains the design.
 //
 // Compiled once for each combination of
 //   XA_HEAD_DIM  D and Dv, exactly

@@ -1,5 +1,6 @@
-//! The error of prefill with fp8 queries, keys and values in the cases with the largest errors (`docs/kernels.md`,
-//! fp8): sums of one sign, which tensor cores truncate at each step; one dominant key; large scores; many keys.
+//! The error of prefill with fp8 queries, keys and values in the cases with the largest errors
+//! (`docs/dev/kernels/hopper_prefill_fp8.md`): sums of one sign, which tensor cores truncate at each step; one dominant
+//! key; large scores; many keys.
 //!
 //! The summary (`tests/support/summary.rs`) has the ratio of each error to its bound. The batches have no spare
 //! entries, so that they also pass with `XLA_ATTENTION_CHECK=1`.
