@@ -1,13 +1,12 @@
-// Decode and prefill of one batch in one launch on Hopper: some CTAs first decode (include/decode.cuh), with all of
-// their warps, before they join the others in prefill (include/hopper/prefill.cuh). How many follows from the batch
-// (include/hopper/fused.cuh).
+// Prefill and decode of one batch in one launch on Hopper: some CTAs decode first (include/decode.cuh), with all of
+// their warps, and then join the others in prefill (include/hopper/prefill.cuh). The CTAs derive their number from the
+// batch (include/hopper/fused.cuh). docs/dev/kernels/hopper_fused.md explains the design.
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
 //   XA_HEAD_DIM  D and Dv, exactly (include/hopper/shape.cuh)
-// Launch: any number of CTAs, at least Hkv, of kThreads threads, one an SM; the larger kSharedBytes of both shapes of
-// dynamic shared memory. Pages are of a multiple of kTokensPerLoad tokens. Tiles of prefill are numbered by
-// HopperPrefillParams::next_tile, which must be there.
+// Launch: one CTA per SM of kThreads threads, at least Hkv CTAs, with the larger kSharedBytes of both shapes of dynamic
+// shared memory. The page size is a multiple of kTokensPerLoad. HopperPrefillParams::next_tile must not be null.
 
 #include "decode.cuh"
 #include "element.cuh"
@@ -36,22 +35,22 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   const xa::hopper::FusedWork work = xa::hopper::estimate_work<Shape::kThreads, DecodeShape::kRows, Shape::kRows>(
       params, reinterpret_cast<xa::hopper::FusedWork*>(aligned));
   const int32_t ranges = xa::hopper::decode_ranges(work, decode.num_kv_heads);
-  const int32_t cta = blockIdx.x, number = cta / decode.num_kv_heads;
-  if (number < ranges) {
-    const xa::hopper::KvTensorMaps boxes = {params.k, params.v, params.prefill.k_head_atom_columns,
-                                            params.prefill.v_head_atom_columns};
+  const int32_t cta = blockIdx.x, range = cta / decode.num_kv_heads;
+  if (range < ranges) {
+    const xa::hopper::KvTensorMaps maps = {params.k, params.v, params.prefill.k_head_atom_columns,
+                                           params.prefill.v_head_atom_columns};
     xa::hopper::TmaRing<DecodeShape>(aligned).init();
     int32_t count = 0;
     xa::decode_work_range<DecodeShape, T, T, LogitsTransform, false>(
-        decode, xa::WorkRangeIndex{number, ranges}, aligned, [&](const xa::WorkTile& work_tile) {
-          return xa::hopper::TmaDecodeLoop<DecodeShape, T>(decode, work_tile, boxes, aligned, count);
+        decode, xa::WorkRangeIndex{range, ranges}, aligned, [&](const xa::WorkTile& work_tile) {
+          return xa::hopper::TmaDecodeLoop<DecodeShape, T>(decode, work_tile, maps, aligned, count);
         });
-    xa::hopper::TmaRing<DecodeShape>(aligned).end();
-    // The copy engine and the barriers of prefill come where these threads have read and written.
+    xa::hopper::TmaRing<DecodeShape>(aligned).invalidate();
+    // Prefill's mbarriers and TMA loads reuse the shared memory that decode has read and written.
     xa::hopper::ptx::fence_proxy_async_shared();
     __syncthreads();
   } else {
-    xa::hopper::store_empty_split_record(decode, cta - number * decode.num_kv_heads, number);
+    xa::hopper::store_empty_split_record(decode, cta - range * decode.num_kv_heads, range);
   }
   xa::hopper::prefill<Shape, T, LogitsTransform>(params.prefill, xa::hopper::InitialTiles::none(), shared);
 }

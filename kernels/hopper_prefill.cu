@@ -1,15 +1,15 @@
-// Attention of long sequences on Hopper: the prefill shape of attention.cu on wgmma and the copy engine (sm_90a).
+// Attention of long sequences on Hopper with wgmma and TMA (sm_90a).
 //
-// A CTA (include/hopper/prefill.cuh) stays on its SM and works on one tile after another (include/hopper/schedule.cuh).
-// One warpgroup fetches (include/hopper/load.cuh), the others compute (include/hopper/compute.cuh); shared memory is
-// the pipeline between them (include/hopper/pipeline.cuh). docs/dev/kernels/hopper_prefill.md explains the design.
+// A persistent CTA (include/hopper/prefill.cuh) computes one work tile after another (include/hopper/schedule.cuh). One
+// warpgroup loads (include/hopper/load.cuh), the others compute (include/hopper/compute.cuh), and mbarriers connect
+// them (include/hopper/pipeline.cuh). docs/dev/kernels/hopper_prefill.md explains the design.
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
 //   XA_HEAD_DIM  D and Dv, exactly (include/hopper/shape.cuh)
 //   XA_STORAGE   contiguous, paged
 //   XA_LOGITS    none, softcap_alibi (include/logits_transform.cuh)
-// Launch: any number of CTAs of kThreads threads and kSharedBytes of dynamic shared memory, one an SM.
+// Launch: any number of CTAs of kThreads threads with kSharedBytes of dynamic shared memory, one per SM.
 
 #include "element.cuh"
 #include "hopper/prefill.cuh"

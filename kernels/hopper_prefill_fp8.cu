@@ -1,11 +1,11 @@
-// Attention of long sequences on Hopper where q, K and V are e4m3fn and the tensor cores take them as they are: as
-// hopper_prefill.cu, from the same parts, with weights in e4m3fn. docs/dev/kernels/hopper_prefill_fp8.md explains the design.
+// Attention of long sequences on Hopper with wgmma of e4m3fn q, K and V, and weights in e4m3fn. It has the parts of
+// hopper_prefill.cu and warps that transpose V. docs/dev/kernels/hopper_prefill_fp8.md explains the design.
 //
 // Compiled once for each combination of
 //   XA_HEAD_DIM  D and Dv, exactly
 //   XA_STORAGE   contiguous, paged
 //   XA_LOGITS    scaled, softcap_alibi (include/hopper/fp8_logits_transform.cuh)
-// Launch: any number of CTAs of kThreads threads and kSharedBytes of dynamic shared memory, one an SM.
+// Launch: any number of CTAs of kThreads threads with kSharedBytes of dynamic shared memory, one per SM.
 
 #include "element.cuh"
 #include "hopper/fp8_compute.cuh"

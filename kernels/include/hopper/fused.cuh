@@ -1,5 +1,6 @@
-// Decode beneath prefill: in a batch that has both, some CTAs of Hopper's prefill first decode. What bounds them is
-// memory, what bounds the others the tensor cores; whoever is through takes the tiles of prefill that are left.
+// Fused prefill and decode: in a batch that has both, some CTAs of Hopper's prefill decode first. Decode is bound by
+// memory and prefill by the tensor cores, so different SMs keep both busy. CTAs that have finished decode join in
+// prefill.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +13,10 @@
 
 namespace xa::hopper {
 
-/// Time that an SM takes for a key of a tile in prefill, as a multiple of that in decode (H200, D 128: 1.6 and 1.0 us
-/// for 128 keys).
+/// SM time per key of a prefill tile, relative to decode (H200, D 128: 1.6 and 1.0 us per 128 keys).
 constexpr float kPrefillCost = 1.6f;
 
-/// A CTA's estimate of what there is to do, the same in every CTA.
+/// Estimated work of the batch, in keys of a decode tile. Every CTA computes the same values.
 struct FusedWork {
   float decode;
   float prefill;
@@ -27,7 +27,7 @@ struct FusedWork {
   }
 };
 
-/// Keys that the first and the last query of a tile's sequence see, on average.
+/// The mean of the numbers of keys that a sequence's first and last query attend to.
 __device__ __forceinline__ float mean_keys(const AttentionParams& params, const QoTile& tile) {
   const Visibility visibility(params, tile);
   const int32_t last = tile.len_q - 1;
@@ -36,7 +36,7 @@ __device__ __forceinline__ float mean_keys(const AttentionParams& params, const 
   return 0.5f * (of_first + of_last);
 }
 
-/// How much work there is in all. Every thread of the CTA calls this; `sums` [kThreads / 32] are in shared memory.
+/// Estimates the work of the batch. Every thread of the CTA calls this; `sums` [kThreads / 32] is shared memory.
 template <int kThreads, int kDecodeRows, int kPrefillRows>
 __device__ __forceinline__ FusedWork estimate_work(const HopperFusedParams& params, FusedWork* sums) {
   const AttentionParams &decode = params.decode, &prefill = params.prefill.attention;
@@ -80,8 +80,8 @@ __device__ __forceinline__ FusedWork estimate_work(const HopperFusedParams& para
   return work;
 }
 
-/// CTAs a KV head that decode: as many as are done when all is done, rather one too many. What decode needs of an SM's
-/// time hardly depends on how many SMs share it.
+/// Number of decode's work ranges per KV head, each of one CTA: decode's part of the SM time, rounded up. Decode's
+/// total SM time hardly depends on the number of SMs.
 __device__ __forceinline__ int32_t decode_ranges(const FusedWork& work, int32_t num_kv_heads) {
   if (work.decode == 0.0f) return 0;
   const int32_t most = static_cast<int32_t>(gridDim.x) / num_kv_heads;
@@ -89,11 +89,11 @@ __device__ __forceinline__ int32_t decode_ranges(const FusedWork& work, int32_t 
   return clamp(static_cast<int32_t>(ceilf(ctas / num_kv_heads)), 1, most);
 }
 
-/// Tells the merging kernel that no tile is cut where share `number` would begin.
+/// Tells the combine kernel that work range `range`, which no CTA has, does not begin inside a tile.
 __device__ __forceinline__ void store_empty_split_record(const AttentionParams& params, int32_t kv_head,
-                                                         int32_t number) {
-  if (threadIdx.x != 0 || kv_head != 0 || number == 0 || number >= params.partial.num_ranges) return;
-  static_cast<SplitRecord*>(params.partial.split_records)[number - 1] = SplitRecord{};
+                                                         int32_t range) {
+  if (threadIdx.x != 0 || kv_head != 0 || range == 0 || range >= params.partial.num_ranges) return;
+  static_cast<SplitRecord*>(params.partial.split_records)[range - 1] = SplitRecord{};
 }
 
 }  // namespace xa::hopper

@@ -1,5 +1,5 @@
-// Decode's loop over keys on Hopper: as ../decode_loop.cuh, but the copy engine fetches blocks of K and V as boxes of a
-// page. One lane asks for them, where copies by all lanes take as many instructions as everything else.
+// Decode's loop over keys on Hopper: as ../decode_loop.cuh, but TMA loads blocks of K and V, which one lane issues.
+// With cp.async by all lanes, half of the loop's instructions are copies.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,8 @@
 
 namespace xa::hopper {
 
-/// K and V as boxes of kTokensPerLoad tokens of a page and one KV head, and panels from one head to the next.
+/// Tensor maps of K and V, whose boxes are kTokensPerLoad tokens of a page and one KV head, and the distance of KV
+/// heads.
 struct KvTensorMaps {
   const TensorMap& k;
   const TensorMap& v;
@@ -24,7 +25,8 @@ struct KvTensorMaps {
   int32_t v_head_atom_columns;
 };
 
-/// The offsets and barriers of the blocks of a warp.
+/// A warp's ring of stages, each of a block of K, a block of V and a full mbarrier. It needs no empty mbarriers,
+/// because producer and consumer are the same warp.
 template <typename Shape>
 struct TmaRing {
   uint32_t blocks;
@@ -35,28 +37,28 @@ struct TmaRing {
     blocks = address + Shape::kRingsOffset + warp * Shape::kRingBytes;
     barriers = address + Shape::kBarriersOffset + warp * 8 * Shape::kStages;
   }
-  /// Before the first use; a barrier of the CTA must follow.
+  /// Called before the first use; __syncthreads must follow.
   __device__ __forceinline__ void init() const {
     if (threadIdx.x % 32 != 0) return;
     for (int stage = 0; stage < Shape::kStages; ++stage) ptx::mbarrier_init(barriers + 8 * stage, 1);
     ptx::fence_mbarrier_init();
     ptx::fence_proxy_async_shared();
   }
-  /// After the last use.
-  __device__ __forceinline__ void end() const {
+  /// Called after the last use, so that the memory of the mbarriers may be reused.
+  __device__ __forceinline__ void invalidate() const {
     if (threadIdx.x % 32 != 0) return;
     for (int stage = 0; stage < Shape::kStages; ++stage) ptx::mbarrier_inval(barriers + 8 * stage);
   }
-  __device__ __forceinline__ Barrier full(PipelineState<Shape::kStages> turn) const {
-    return Barrier{barriers + 8 * turn.stage, turn.phase};
+  __device__ __forceinline__ Barrier full(PipelineState<Shape::kStages> state) const {
+    return Barrier{barriers + 8 * state.stage, state.phase};
   }
-  /// Shared address of a block of K, which that of V follows.
-  __device__ __forceinline__ uint32_t keys(PipelineState<Shape::kStages> turn) const {
-    return blocks + turn.stage * 2 * Shape::kBlockBytes;
+  /// Shared address of a block of K; the block of V follows it.
+  __device__ __forceinline__ uint32_t keys(PipelineState<Shape::kStages> state) const {
+    return blocks + state.stage * 2 * Shape::kBlockBytes;
   }
 };
 
-/// Streams the warp's keys of a piece through its ring.
+/// Streams the warp's keys of a work tile through its ring.
 template <typename Shape, typename T>
 class TmaDecodeLoop {
   using Math = TileMath<T, T, typename Shape::Rows, 1, Shape::kKeys, Shape::kHeadDim>;
@@ -64,24 +66,25 @@ class TmaDecodeLoop {
   static_assert(Shape::kKeys == kTokensPerLoad);
 
  public:
-  /// Page numbers are on their way after this. `count` blocks have been through the warp's ring so far, in all pieces.
+  /// Starts to load page table entries. `count` is the number of blocks that the warp has consumed so far, in all work
+  /// tiles.
   __device__ __forceinline__ TmaDecodeLoop(const AttentionParams& params, const WorkTile& work,
-                                           const KvTensorMaps& boxes, const uint8_t* shared, int32_t& count)
+                                           const KvTensorMaps& maps, const uint8_t* shared, int32_t& count)
       : params_(params),
         work_(work),
-        boxes_(boxes),
+        maps_(maps),
         ring_(shared),
         count_(count),
         first_key_(first_block_key<Shape>(work.keys)),
         slots_(params, work, first_key_) {}
 
-  /// Takes the keys up into `state`. The tile's query rows are on their way to `query_rows`, in the last group of
-  /// copies.
+  /// Attends to the warp's keys and leaves the result in `state`. The caller has issued the copies of the query rows to
+  /// `query_rows`.
   template <typename LogitsTransform, typename State>
   __device__ __forceinline__ void attend(State& state, uint32_t query_rows, const LogitsTransform& transform) {
-    int32_t fetched = count_;
+    int32_t issued = count_;
 #pragma unroll 1
-    for (int32_t stage = 0; stage < kStages; ++stage) fetch(fetched++, first_key_ + stage * kStep);
+    for (int32_t stage = 0; stage < kStages; ++stage) load(issued++, first_key_ + stage * kStep);
     xa::ptx::cp_async_wait<0>();
     __syncthreads();
     QueryFragments<1, Shape::kHeadDim, sizeof(T), true> query(query_rows);
@@ -90,9 +93,9 @@ class TmaDecodeLoop {
     int32_t count = count_;
 #pragma unroll 1
     for (int32_t key = first_key_; key < work_.keys.end; key += kStep) {
-      const PipelineState<kStages> turn(count);
-      const uint32_t keys = ring_.keys(turn);
-      ring_.full(turn).wait();
+      const PipelineState<kStages> at(count);
+      const uint32_t keys = ring_.keys(at);
+      ring_.full(at).wait();
       float scores[1][Shape::kKeys / 8][4];
       Math::scores(scores, query, keys, params_);
       transform.template apply<T>(scores[0], work_, 0, key);
@@ -102,9 +105,9 @@ class TmaDecodeLoop {
       }
       state.update(0, scores[0], transform.log2_unit(), work_.tile.num_rows > 8);
       Math::accumulate(state.output, scores, keys + Shape::kBlockBytes, params_);
-      // The blocks are free again once all lanes have read them.
+      // All lanes must have read the blocks before TMA overwrites them.
       __syncwarp();
-      fetch(count + kStages, key + kStages * kStep);
+      load(count + kStages, key + kStages * kStep);
       ++count;
     }
     count_ = count;
@@ -112,23 +115,23 @@ class TmaDecodeLoop {
   }
 
  private:
-  /// Starts to fetch the warp's next blocks, its turn-th, which begin at `key`; none past the end.
-  __device__ __forceinline__ void fetch(int32_t turn_number, int32_t key) {
+  /// Issues the loads of the warp's blocks number `count`, which begin at `key`; none past the end.
+  __device__ __forceinline__ void load(int32_t count, int32_t key) {
     const TokenSlot slot = slots_.next();
     if (key >= work_.keys.end) return;
-    const PipelineState<kStages> turn(turn_number);
-    const Barrier full = ring_.full(turn);
-    const uint32_t to = ring_.keys(turn);
+    const PipelineState<kStages> state(count);
+    const Barrier full = ring_.full(state);
+    const uint32_t to = ring_.keys(state);
     if (threadIdx.x % 32 != 0) return;
-    const int32_t page = clamp(slot.page, 0, params_.num_pages - 1), octet = slot.offset / 8;
+    const int32_t page = clamp(slot.page, 0, params_.num_pages - 1), row_group = slot.offset / 8;
     const uint64_t policy = xa::ptx::evict_first_policy();
     full.arrive_expect_tx(2 * Shape::kBlockBytes);
-    ptx::tma_load(to, boxes_.k, full.address, 0, 0, work_.kv_head * boxes_.k_head_atom_columns, octet, page, policy);
-    ptx::tma_load(to + Shape::kBlockBytes, boxes_.v, full.address, 0, 0, work_.kv_head * boxes_.v_head_atom_columns,
-                  octet, page, policy);
+    ptx::tma_load(to, maps_.k, full.address, 0, 0, work_.kv_head * maps_.k_head_atom_columns, row_group, page, policy);
+    ptx::tma_load(to + Shape::kBlockBytes, maps_.v, full.address, 0, 0, work_.kv_head * maps_.v_head_atom_columns,
+                  row_group, page, policy);
   }
 
-  /// Rows of V outside of the piece's keys become zeros: boxes bring along what is there, NaN and Inf included.
+  /// Clears the rows of V outside the work tile's keys. Boxes contain them, and they may be NaN or Inf.
   __device__ __forceinline__ void clear_invisible_values(uint32_t values, int32_t key) const {
     const int32_t begin = work_.keys.begin - key, end = work_.keys.end - key, lane = threadIdx.x % 32;
     if (begin > 0 || end < Shape::kKeys) {
@@ -146,7 +149,7 @@ class TmaDecodeLoop {
 
   const AttentionParams& params_;
   const WorkTile& work_;
-  const KvTensorMaps& boxes_;
+  const KvTensorMaps& maps_;
   const TmaRing<Shape> ring_;
   int32_t& count_;
   const int32_t first_key_;
