@@ -1,5 +1,5 @@
-//! Sequences long enough for tiles and blocks of the kernels that are tuned for one GPU: every pair of what those have
-//! to do with, against the reference on every device; and on their own GPU, that it is they who did it.
+//! Hopper's prefill kernels: sequences long enough for their tiles and blocks, with all pairs of the options that matter
+//! to them, against the reference on every device; and on Hopper, that these kernels were launched.
 
 use crate::support::{
     ALIBI, AttentionCase, BF16, BatchSpec, Dtypes, F16, KvLayout, Mask, MemoryLayout, PairwiseOptions, ReferenceCase,
@@ -8,15 +8,15 @@ use crate::support::{
 
 const DTYPES: [Dtypes; 4] = [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::narrow(BF16), Dtypes::narrow(F16)];
 
-/// D and Dv with tiles of their own.
+/// The pairs of D and Dv that have variants.
 const HEAD_DIMS: [(usize, usize); 6] = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)];
 
-/// Those of the kernels that multiply fp8.
+/// Those of the fp8 kernel.
 const FP8_HEAD_DIMS: [(usize, usize); 2] = [(128, 128), (256, 256)];
 
-/// Tiles that end with a sequence and before, more keys than queries and fewer, and sequences that are decoded; one pack of
-/// heads a KV head and several, packs of more heads than a warp has rows; boxes of one octet, of two, of a whole block, and
-/// pages that are no octets.
+/// Work tiles that a sequence fills and does not fill, more keys than queries and fewer, and sequences for decode; one
+/// PackGQA pack per KV head and several, packs of more heads than a warp has rows; TMA boxes of one row group, of two, of a
+/// whole block, and pages that are no multiple of 8 tokens.
 const LONG: PairwiseOptions = PairwiseOptions {
     dtypes: &DTYPES,
     head_dims: &HEAD_DIMS,
@@ -57,7 +57,7 @@ fn calls_without_options_agree_with_the_reference() {
                 head_dim,
                 value_dim: Some(value_dim),
                 heads: (8, 2),
-                // None is decoded: which kernel does that follows from the pages too.
+                // None is short enough for decode, whose kernel depends on the page size too.
                 lengths: vec![(129, 129), (6, 77), (90, 460), (5, 64)],
                 mask,
                 ..BatchSpec::default()
@@ -67,9 +67,9 @@ fn calls_without_options_agree_with_the_reference() {
             let paged = |page_size| MemoryLayout::paged(layout, page_size);
             let contiguous =
                 ReferenceCase::assert_matches_reference(&AttentionCase::flash(&batch, &MemoryLayout::contiguous()));
-            // 8-bit keys in pages that are no octets are for the portable kernel.
+            // The portable kernel computes 8-bit keys in pages that are no multiple of 8 tokens.
             for page_size in if dtypes.q == dtypes.out { &[1, 8, 12, 128][..] } else { &[8, 128] } {
-                // Where keys are is only an address.
+                // The memory layout of keys must not change a bit.
                 let pages = AttentionCase::flash(&batch, &paged(*page_size)).invocation();
                 for_both_sides(|side| {
                     let same = pages.results(side)[..2] == contiguous;
@@ -81,9 +81,9 @@ fn calls_without_options_agree_with_the_reference() {
 }
 
 #[test]
-fn large_scores_lose_nothing() {
+fn large_scores_agree_with_the_reference() {
     let (bf16, f16, fp8) = (Dtypes::same(BF16), Dtypes::same(F16), Dtypes::narrow(BF16));
-    // Products of fp8 are added with 14 bits, which very large scores show.
+    // wgmma of fp8 adds with 14 bits, which is visible in very large scores.
     for (dtypes, head_dim, sharpness, scale) in [
         (bf16, 64, 30.0, 0.125),
         (bf16, 64, 1000.0, 0.125),
@@ -99,7 +99,7 @@ fn large_scores_lose_nothing() {
     }
 }
 
-/// Few enough for Hopper's prefill to take them too.
+/// The short sequences are few enough that Hopper's prefill computes them too.
 #[test]
 fn short_sequences_among_long_ones_agree_with_the_reference() {
     for ((head_dim, value_dim), mask) in HEAD_DIMS.into_iter().zip([Mask::CAUSAL, Mask::FULL].into_iter().cycle()) {
@@ -116,13 +116,13 @@ fn short_sequences_among_long_ones_agree_with_the_reference() {
     }
 }
 
-/// Long and short sequences in pages of whole boxes, as Hopper decodes beneath prefill.
+/// Long and short sequences in pages that the fused kernel takes.
 #[test]
 fn fused_prefill_and_decode_agrees_with_the_reference() {
     let lengths = [
         &[(300, 500), (1, 700), (2, 90), (0, 30), (1, 1300), (1, 17), (150, 150)][..],
         &[(1, 1), (260, 260), (1, 2000)],
-        // Nothing to prefill, and nothing to decode.
+        // No long sequences; below, no short ones.
         &[(0, 0), (1, 400), (1, 2), (0, 900), (1, 1000)],
         &[(90, 100), (200, 300), (0, 5)],
     ];
@@ -164,7 +164,7 @@ fn fused_prefill_and_decode_agrees_with_the_reference() {
     }
 }
 
-/// So many short sequences that a CTA decodes several, one after the other, with the same barriers.
+/// More short sequences than decode CTAs: a CTA decodes several one after the other with the same mbarriers.
 #[test]
 fn many_fused_decode_sequences_agree_with_the_reference() {
     let decoded = (0..48).map(|i| (1 + i % 2, 3 + 37 * i % 190));
@@ -193,18 +193,18 @@ mod on_their_own_gpu {
     use crate::support::device::{BufferPadding, Gpu};
     use crate::support::log_capture::{assert_logged, log};
 
-    /// What compute-sanitizer's slower tools run (tests/gpu/run.py): short, and a call of every kernel.
+    /// Short, with a call of every variant: the slower tools of compute-sanitizer run it (tests/gpu/run.py).
     #[test]
     fn tuned_kernels_are_chosen() {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
         let log = log();
-        let forms = [(0.0, "none"), (2.5, "softcap_alibi")];
-        let fp8_forms = [(0.0, "scaled"), (2.5, "softcap_alibi")];
-        for (dtypes, name, head_dims, forms) in [
-            (Dtypes::same(BF16), "bf16", &HEAD_DIMS[..], forms),
-            (Dtypes::same(F16), "f16", &HEAD_DIMS[..], forms),
-            (Dtypes::narrow(BF16), "fp8", &FP8_HEAD_DIMS[..], fp8_forms),
-            (Dtypes::narrow(F16), "fp8", &FP8_HEAD_DIMS[..], fp8_forms),
+        let transforms = [(0.0, "none"), (2.5, "softcap_alibi")];
+        let fp8_transforms = [(0.0, "scaled"), (2.5, "softcap_alibi")];
+        for (dtypes, name, head_dims, transforms) in [
+            (Dtypes::same(BF16), "bf16", &HEAD_DIMS[..], transforms),
+            (Dtypes::same(F16), "f16", &HEAD_DIMS[..], transforms),
+            (Dtypes::narrow(BF16), "fp8", &FP8_HEAD_DIMS[..], fp8_transforms),
+            (Dtypes::narrow(F16), "fp8", &FP8_HEAD_DIMS[..], fp8_transforms),
         ] {
             let dims = head_dims
                 .iter()
@@ -212,12 +212,12 @@ mod on_their_own_gpu {
             let short = (name != "fp8").then(|| (64, 64, Mask::CAUSAL, "64_short".to_owned()));
             for (head_dim, value_dim, mask, dims) in dims.chain(short) {
                 let layout = if head_dim == value_dim { KvLayout::Stacked } else { KvLayout::Split };
-                for (softcap, logits) in forms {
-                    // Not built.
+                for (softcap, logits) in transforms {
+                    // These variants do not exist.
                     if name != "fp8" && logits == "softcap_alibi" && !(["64", "96", "128"].contains(&dims.as_str())) {
                         continue;
                     }
-                    // More tiles than SMs, several blocks of keys in each.
+                    // More work tiles than SMs, each with several blocks of keys.
                     let spec = BatchSpec {
                         dtypes,
                         head_dim,

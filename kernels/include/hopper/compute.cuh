@@ -80,7 +80,7 @@ template <typename Shape, typename T, typename LogitsTransform>
 __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill, const Pipeline<Shape>& pipeline) {
   constexpr int kKeys = Shape::kKeys;
   using KvState = PipelineState<Shape::kStages>;
-  // With softcap_alibi the scores are already logits to base 2.
+  // logits_none leaves the softmax scale to the exponent; softcap_alibi makes logits to base 2 of the scores.
   constexpr bool kScaleInExponent = std::is_same_v<LogitsTransform, logits_none>;
   using Atom = typename Shape::Atom;
   using KeyBlock = typename Shape::KeyBlock;
@@ -94,7 +94,9 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
   };
 
   const LogitsTransform transform(params);
+  // Logits to base 2 are this times the transformed scores.
   const float unit = kScaleInExponent ? ptx::opaque(transform.log2_unit()) : 1.0f;
+  // Descriptors of the first stages. Addresses in descriptors are in units of 16 bytes.
   const uint64_t query = matrix_descriptor<Atom>(pipeline.query() + warpgroup * 8 * Atom::kBytes, 0, Atom::kBytes);
   const uint64_t keys = matrix_descriptor<Atom>(pipeline.keys(0), 0, KeyBlock::kStrideByteOffset);
   const uint64_t values =
@@ -104,6 +106,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
   uint32_t weights[kKeys / 16][4];
   OnlineSoftmax<Shape::kValueDim / 8> state;
 
+  // S = Q K^T of a stage of K, as one wgmma group.
   const auto issue_qk = [&](const KvState& at) {
     constexpr int kSteps = Atom::kColumns / 16;  // per atom column
     const uint64_t block = keys + at.stage * (KeyBlock::kBytes >> 4);
@@ -120,6 +123,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     }
     ptx::wgmma_commit_group();
   };
+  // O += P V with a stage of V, as one wgmma group.
   const auto issue_pv = [&](const KvState& at) {
     const uint64_t block = values + at.stage * (ValueBlock::kBytes >> 4);
     ptx::wgmma_fence();
@@ -130,6 +134,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     }
     ptx::wgmma_commit_group();
   };
+  // Converts P in `scores` to the A operand `weights`: both have the same layout.
   const auto pack_weights = [&] {
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
@@ -147,13 +152,14 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     // In blocks [common_begin, common_end) every row attends to every key.
     const int32_t common_begin = uniform((tile.work.keys.common_begin + kKeys - 1) / kKeys);
     const int32_t common_end = uniform(tile.work.keys.common_end / kKeys);
+    // The block whose scores are computed. `weights` has P of the block before it in the loop, which is block + 1.
     int32_t block = end - 1;
     const auto softmax_block = [&](bool masked) {
       transform.template apply<T>(scores, tile.work, warp_row, block * kKeys);
       if (masked) mask_scores(scores, prefill, tile.work, warp_row, block * kKeys);
       state.update(scores, unit);
     };
-    // Clears V of the block whose weights are in `weights`, where it has invisible keys.
+    // Clears the invisible rows of V of `block`, if it has any, after its weights have been packed.
     const auto clear_partial_values = [&] {
       const int32_t first_key = block * kKeys;
       if (first_key >= tile.visible_begin && first_key + kKeys <= tile.visible_end) return;
@@ -162,6 +168,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
       clear_invisible_values<Shape>(pipeline.values_pointer(now.stage), tile, first_key);
       sync_warpgroup();
     };
+    // Scores and softmax of `block`, overlapped with P V of the block before it.
     const auto step = [&](bool masked) {
       const KvState now(block_count), next(block_count + 1);
       pipeline.keys_full(next).wait();
@@ -183,6 +190,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
       if (masked) clear_partial_values();
     };
 
+    // The first block has no P V to overlap with.
     pipeline.query_full(tile_count).wait();
     const KvState now(block_count);
     pipeline.keys_full(now).wait();

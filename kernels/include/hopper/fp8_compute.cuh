@@ -112,6 +112,7 @@ __device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& pre
   uint32_t weights[kKeys / 32][4];
   Fp8OnlineSoftmax<Shape::kValueDim / 8, Shape::kWeightLog2> state;
 
+  // S = Q K^T of a stage of K, as one wgmma group.
   const auto issue_qk = [&](const KvState& at) {
     const uint64_t block = keys + at.stage * (KeyBlock::kBytes >> 4);
     ptx::wgmma_fence();
@@ -129,6 +130,7 @@ __device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& pre
     }
     ptx::wgmma_commit_group();
   };
+  // O += P V with a stage of transposed V, as one wgmma group.
   const auto issue_pv = [&](const KvState& at) {
     const uint64_t block = values + at.stage * (ValueBlock::kBytes >> 4);
     ptx::wgmma_fence();
@@ -157,6 +159,7 @@ __device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& pre
       if (masked) mask_scores(scores, prefill, tile.work, warp_row, block * kKeys);
       state.update(scores, unit, to);
     };
+    // Scores and softmax of `block`, overlapped with P V of the block before it.
     const auto step = [&](bool masked) {
       const KvState now(block_count), next(block_count + 1);
       pipeline.keys_full(next).wait();

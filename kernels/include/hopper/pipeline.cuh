@@ -41,6 +41,7 @@ struct Barrier {
   }
 };
 
+/// Addresses of the buffers and mbarriers in shared memory.
 template <typename Shape>
 class Pipeline {
   static constexpr int kStages = Shape::kStages;
@@ -64,7 +65,7 @@ class Pipeline {
   static_assert(Shape::kBarriersOffset + 8 * (kBarriers + 1) + Shape::kAlignment <= Shape::kSharedBytes);
 
  public:
-  /// `shared` is dynamic shared memory of kSharedBytes bytes, whose first aligned address the pipeline starts at.
+  /// `shared` is dynamic shared memory of kSharedBytes bytes. The pipeline starts at its first aligned address.
   __device__ __forceinline__ explicit Pipeline(uint8_t* shared) {
     const uint32_t address = xa::ptx::shared_address(shared);
     const uint32_t unaligned = -address % Shape::kAlignment;

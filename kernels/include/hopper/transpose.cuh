@@ -75,6 +75,7 @@ class Transposer {
                               ((first_chunk_ + i) % Atom::kChunks * 16 ^ from_swizzle_);
 #pragma unroll
       for (int keys = 0; keys < Shape::kKeys; keys += 32) {
+        // pairs: two columns of two keys each, from four matrices of 8 keys; quads: one column of four keys each.
         uint32_t pairs[4], quads[4];
         xa::ptx::ldmatrix_x4_trans(pairs, column + keys / 8 * From::kStrideByteOffset);
 #pragma unroll
