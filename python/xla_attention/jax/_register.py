@@ -53,7 +53,7 @@ def accepted() -> _library.HandlerSet:
 
 
 def rejection(target: _library.Target) -> str | None:
-    """The error with which the runtime rejects a CPU handler; None where it accepts it, or cannot be asked.
+    """The error with which the runtime rejects a CPU handler; None if it accepts the handler or cannot be probed.
 
     ``jax.ffi.register_ffi_target`` only queues a handler. The jaxlib function below it registers at once, but is not
     public: an error of another type says that it has changed, and nothing about the handler.
@@ -92,9 +92,9 @@ def register_targets() -> None:
 def export_disabled_checks() -> "list[jax.export.DisabledSafetyCheck]":
     """The `disabled_checks` with which `jax.export.export` accepts programs with our custom calls.
 
-    JAX guarantees compatibility of its own custom calls only. Ours are stable (`docs/dev/architecture.md`, "What stays
-    compatible"): an exported program runs in another process, on another machine and with a later version of this
-    package, once that process has imported ``xla_attention.jax``.
+    JAX guarantees compatibility of its own custom calls only. Ours are stable (`docs/dev/architecture.md#compatibility`):
+    an exported program runs in another process, on another machine and with a later version of this package, once that
+    process has imported ``xla_attention.jax``.
 
     Examples
     --------
