@@ -24,7 +24,7 @@ import peers
 import prefill
 from prefill_cases import CASES
 
-# HopperPrefillParams (kernels/include/hopper/params.cuh): its size, and the offsets of fields that a variant changes.
+# HopperPrefillParams (src/cuda/params/hopper_prefill.rs): its size, and the offsets of fields that a variant changes.
 PARAMS_BYTES, ALIGNMENT = 1024, 64
 OFFSETS = {"q": 448, "k": 576, "v": 704, "next_tile": 960}
 # Enumerators of cuda.h.

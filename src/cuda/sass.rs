@@ -1,53 +1,54 @@
-//! What the tuned kernels' machine code is made of, read with nvdisasm: what makes them fast, and nothing that undoes it.
+//! Checks of the SASS of the sm_90a kernels, which nvdisasm disassembles: they use wgmma and TMA, and nothing that makes
+//! them slow without making them wrong.
 
 use super::variants::VARIANTS;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
-/// Instructions by which a kernel falls behind without being wrong.
+/// Counts of the instructions that the checks are about.
 #[derive(Default)]
-struct Found {
-    /// Products of a warpgroup.
-    products: usize,
-    /// Loads of boxes by TMA.
-    boxes: usize,
-    /// Loads and stores of local memory; ptxas reports spilled registers, but not arrays that are indexed at run time.
+struct SassCounts {
+    /// wgmma: `HGMMA` and `QGMMA`.
+    wgmmas: usize,
+    /// TMA loads of tensors: `UTMALDG`.
+    tma_loads: usize,
+    /// Local loads and stores. ptxas reports spilled registers, but not arrays that are indexed at run time.
     local: usize,
-    /// Registers moved to the uniform ones between two products that should follow each other at once.
-    moved: usize,
+    /// `R2UR` between two wgmma of a group, which should be issued back to back.
+    r2urs: usize,
 }
 
-impl Found {
+impl SassCounts {
     fn of(sass: &str) -> Self {
-        let mut found = Self::default();
+        let mut counts = Self::default();
         let mut in_chain = false;
         for (opcode, line) in sass.lines().filter_map(|line| Some((opcode(line)?, line))) {
             match opcode {
                 "HGMMA" | "QGMMA" => {
-                    found.products += 1;
-                    // The last product of a group counts it.
+                    counts.wgmmas += 1;
+                    // The last wgmma of a group has `gsb0`.
                     in_chain = !line.contains("gsb0");
                 }
-                "UTMALDG" => found.boxes += 1,
-                "LDL" | "STL" => found.local += 1,
-                "R2UR" if in_chain => found.moved += 1,
+                "UTMALDG" => counts.tma_loads += 1,
+                "LDL" | "STL" => counts.local += 1,
+                "R2UR" if in_chain => counts.r2urs += 1,
                 _ => {}
             }
         }
-        found
+        counts
     }
 
-    fn faults(&self) -> Vec<String> {
-        let Self { products, boxes, local, moved } = *self;
+    fn problems(&self) -> Vec<String> {
+        let Self { wgmmas, tma_loads, local, r2urs } = *self;
         let checks = [
-            (products == 0, "no wgmma".into()),
-            (boxes == 0, "no bulk load of a tensor's box".into()),
+            (wgmmas == 0, "no wgmma".into()),
+            (tma_loads == 0, "no TMA load".into()),
             (local > 0, format!("{local} accesses to local memory")),
-            // A descriptor is two registers: a quarter of them may come from where it is not the same in all lanes.
-            (2 * moved > products, format!("{moved} moves to uniform registers between {products} products")),
+            // A descriptor is two registers; a quarter of those registers may come from non-uniform ones.
+            (2 * r2urs > wgmmas, format!("{r2urs} R2UR between {wgmmas} wgmma")),
         ];
-        checks.into_iter().filter(|(is_fault, _)| *is_fault).map(|(_, what)| what).collect()
+        checks.into_iter().filter(|(is_problem, _)| *is_problem).map(|(_, what)| what).collect()
     }
 }
 
@@ -61,7 +62,7 @@ fn opcode(line: &str) -> Option<&str> {
     unguarded.split(|c: char| !c.is_ascii_alphanumeric()).next()
 }
 
-/// In the packages of the Python that builds, on PATH, or in the usual folder.
+/// nvdisasm from the Python packages of the build, from PATH, or from CUDA's default folder.
 fn nvdisasm() -> Option<PathBuf> {
     let python = env::var("PYTHON").unwrap_or_else(|_| "python3".into());
     let probe = "import glob, sys\nfor p in sys.path: print(*glob.glob(p + '/nvidia/cu1*/bin/nvdisasm'), sep='\\n')";
@@ -84,7 +85,7 @@ fn disassembled(nvdisasm: &Path, name: &str, cubin: &[u8]) -> String {
 
 #[test]
 #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
-fn tuned_kernels_are_made_of_what_makes_them_fast() {
+fn sm_90a_kernels_use_wgmma_and_tma_without_slow_instructions() {
     let Some(nvdisasm) = nvdisasm() else {
         assert!(env::var_os("CI").is_none(), "CI has nvdisasm (the test dependencies in pyproject.toml)");
         println!("skipped: no nvdisasm in python3's packages, on PATH or in /usr/local/cuda");
@@ -95,8 +96,8 @@ fn tuned_kernels_are_made_of_what_makes_them_fast() {
     for variant in tuned {
         for (arch, image) in variant.cubins {
             let bytes: Vec<u8> = image.unpack().unwrap().iter().flat_map(|word| word.to_le_bytes()).collect();
-            let faults = Found::of(&disassembled(&nvdisasm, variant.name, &bytes[..image.len])).faults();
-            assert!(faults.is_empty(), "{} sm_{arch}: {}", variant.name, faults.join(", "));
+            let problems = SassCounts::of(&disassembled(&nvdisasm, variant.name, &bytes[..image.len])).problems();
+            assert!(problems.is_empty(), "{} sm_{arch}: {}", variant.name, problems.join(", "));
             seen += 1;
         }
     }
@@ -104,18 +105,18 @@ fn tuned_kernels_are_made_of_what_makes_them_fast() {
 }
 
 #[test]
-fn each_fault_is_found() {
-    let product = "        /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;\n";
+fn each_slow_instruction_is_found() {
+    let wgmma = "        /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;\n";
     let last = "        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, gsb0 ;\n";
     let load = "        /*0030*/              @!P1 UTMALDG.3D [UR8], [UR4] ;\n";
     let moved = "        /*0040*/               @P0 R2UR UR4, R2 ;\n";
-    let faults = |sass: &[&str]| Found::of(&sass.concat()).faults();
-    assert!(faults(&[moved, product, last, moved, moved, load]).is_empty());
-    assert_eq!(faults(&[product, moved, moved, last, load]), ["2 moves to uniform registers between 2 products"]);
+    let problems = |sass: &[&str]| SassCounts::of(&sass.concat()).problems();
+    assert!(problems(&[moved, wgmma, last, moved, moved, load]).is_empty());
+    assert_eq!(problems(&[wgmma, moved, moved, last, load]), ["2 R2UR between 2 wgmma"]);
     let of_fp8 = "        /*0060*/                   QGMMA.64x128x32.F32.E4M3.E4M3 R24, R8, gdesc[UR4], R24, gsb0 ;\n";
-    assert!(faults(&[of_fp8, load]).is_empty());
-    assert_eq!(faults(&[product, last]), ["no bulk load of a tensor's box"]);
-    assert_eq!(faults(&[load]), ["no wgmma"]);
+    assert!(problems(&[of_fp8, load]).is_empty());
+    assert_eq!(problems(&[wgmma, last]), ["no TMA load"]);
+    assert_eq!(problems(&[load]), ["no wgmma"]);
     let spill = "        /*0050*/                   STL.64 [R1+0x8], R2 ;\n";
-    assert_eq!(faults(&[product, last, load, spill]), ["1 accesses to local memory"]);
+    assert_eq!(problems(&[wgmma, last, load, spill]), ["1 accesses to local memory"]);
 }

@@ -1,4 +1,4 @@
-//! Tensor maps: which boxes of a tensor TMA loads. Encoding one does not need a device.
+//! Tensor maps, the descriptors of TMA. Encoding one does not need a device.
 
 use super::driver::{self, check};
 pub(crate) use super::params::tensor_map::TensorMap;
@@ -10,50 +10,51 @@ use std::ffi::c_void;
 const _: () = assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap_st>());
 const _: () = assert!(align_of::<TensorMap>() == align_of::<sys::CUtensorMap_st>());
 
-/// The most dimensions of a tensor map.
-const MOST_AXES: usize = 5;
+/// The maximum rank of a tensor map.
+const MAX_RANK: usize = 5;
 
-/// One dimension of a tensor as TMA sees it.
+/// One dimension of a tensor map.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Axis {
-    /// Its elements; a box may reach past them and gets zeros from there.
+    /// Number of entries. Boxes may reach past the end; TMA fills those elements with zeros.
     pub len: i64,
-    /// Elements from one to the next; the first axis has 1.
+    /// Stride in elements; 1 for the first axis.
     pub stride: i64,
-    /// Those of a box.
-    pub in_box: i64,
+    /// Number of entries of a box.
+    pub box_len: i64,
 }
 
-/// Whether the engine can copy boxes of a tensor at `data`.
-pub(crate) fn can_copy(dtype: DType, data: *const u8, axes: &[Axis]) -> bool {
+/// Whether TMA supports the tensor at `data`: alignment, strides and box sizes.
+pub(crate) fn supports_tma(dtype: DType, data: *const u8, axes: &[Axis]) -> bool {
     let bytes = dtype.size() as i64;
     (data as usize).is_multiple_of(16)
         && axes.iter().skip(1).all(|axis| axis.stride > 0 && axis.stride * bytes % 16 == 0 && axis.stride < 1 << 39)
-        && axes.iter().all(|axis| (1..=1 << 32).contains(&axis.len) && (1..=256).contains(&axis.in_box))
+        && axes.iter().all(|axis| (1..=1 << 32).contains(&axis.len) && (1..=256).contains(&axis.box_len))
 }
 
 impl TensorMap {
-    /// For a kernel that does not look at it.
+    /// A placeholder for a map that the kernel does not use.
     pub(crate) const NONE: Self = Self { words: [0; 16] };
 
-    /// Boxes of f16, bf16 or 8-bit numbers at `data`, the innermost axis first: elements of 128 or 64 bytes in all, which
-    /// become rows with swizzled chunks of 16. [`can_copy`] says that it can be done.
+    /// A tensor map of 16-bit or 8-bit elements at `data`, the innermost axis first. A box has 128 or 64 bytes along the
+    /// first axis, which also selects the swizzle. [`supports_tma`] must hold.
     ///
     /// # Errors
-    /// `INTERNAL` where the driver refuses it.
+    /// `INTERNAL` if the driver refuses it.
     pub(crate) fn new(dtype: DType, data: *const u8, axes: &[Axis]) -> Result<Self> {
-        debug_assert!(axes.len() <= MOST_AXES && can_copy(dtype, data, axes), "{axes:?}");
+        debug_assert!(axes.len() <= MAX_RANK && supports_tma(dtype, data, axes), "{axes:?}");
         let bytes = dtype.size();
-        let (mut lens, mut strides, mut in_box) = ([1; MOST_AXES], [0; MOST_AXES], [1; MOST_AXES]);
+        let (mut lens, mut strides, mut box_lens) = ([1; MAX_RANK], [0; MAX_RANK], [1; MAX_RANK]);
         for (i, axis) in axes.iter().enumerate() {
-            (lens[i], strides[i], in_box[i]) = (axis.len as u64, bytes as u64 * axis.stride as u64, axis.in_box as u32);
+            (lens[i], strides[i], box_lens[i]) =
+                (axis.len as u64, bytes as u64 * axis.stride as u64, axis.box_len as u32);
         }
         let element = match dtype {
             _ if bytes == 1 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
             DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         };
-        let swizzle = match axes[0].in_box * bytes as i64 {
+        let swizzle = match axes[0].box_len * bytes as i64 {
             64 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
             _ => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
         };
@@ -69,8 +70,8 @@ impl TensorMap {
                 data.cast_mut().cast::<c_void>(),
                 lens.as_ptr(),
                 strides[1..].as_ptr(),
-                in_box.as_ptr(),
-                [1; MOST_AXES].as_ptr(),
+                box_lens.as_ptr(),
+                [1; MAX_RANK].as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 swizzle,
                 sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

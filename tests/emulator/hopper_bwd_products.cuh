@@ -26,17 +26,17 @@ struct BackwardProduct {
   template <bool kAdds>
   static void across(float (&d)[kColumns / 8][4], uint64_t x, uint64_t y) {
     if (!kAdds) std::memset(d, 0, sizeof(d));
-    host::ProductLane lane{&d[0][0], x, nullptr, y};
+    host::WgmmaLane lane{&d[0][0], x, nullptr, y};
     emulator::warp_collective(
         [](void* const* lanes) {
-          const auto& first = *static_cast<host::ProductLane*>(lanes[0]);
-          const host::Tile from_a(first.a_tile), from_b(first.b_tile);
+          const auto& first = *static_cast<host::WgmmaLane*>(lanes[0]);
+          const host::MatrixDescriptor from_a(first.a_descriptor), from_b(first.b_descriptor);
           const int first_row = static_cast<int>(threadIdx.x) % 128 / 32 * 16;
           float a[16][16];
           static float b[16][kColumns];
           for (int k = 0; k < 16; ++k) {
-            for (int row = 0; row < 16; ++row) a[row][k] = from_a.template across<T>(k, 2 * (first_row + row));
-            for (int column = 0; column < kColumns; ++column) b[k][column] = from_b.template across<T>(k, 2 * column);
+            for (int row = 0; row < 16; ++row) a[row][k] = from_a.template mn_major<T>(k, 2 * (first_row + row));
+            for (int column = 0; column < kColumns; ++column) b[k][column] = from_b.template mn_major<T>(k, 2 * column);
           }
           host::multiply<kColumns, 16>(lanes, a, b);
         },

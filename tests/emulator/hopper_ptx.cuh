@@ -1,5 +1,5 @@
-// kernels/include/hopper/ptx.cuh on the host. Copies are there at once, and products too (hopper_wgmma.cuh): what a
-// kernel computes is emulated, and that nobody waits for ever, not that everybody waits long enough.
+// kernels/include/hopper/ptx.cuh on the host. TMA and wgmma (hopper_wgmma.cuh) complete at once. So the emulator checks
+// what a kernel computes and finds deadlocks, but not missing waits.
 #pragma once
 #include "device.h"
 #include "params/tensor_map.cuh"
@@ -11,18 +11,18 @@ namespace ptx {
 
 namespace host {
 
-/// Where a byte of swizzled shared memory is: rows of `row_bytes` bytes, eight of them a group.
+/// Physical address of a byte of swizzled shared memory, in atoms of 8 rows of `row_bytes` bytes.
 inline uint32_t swizzled(uint32_t address, int row_bytes) {
   return row_bytes == 128 ? address ^ (address >> 7 & 7) << 4 : address ^ (address >> 7 & 3) << 4;
 }
 
-/// Calls `visit` with each row of a box: its place in the box and its address, null where it is outside of the tensor.
+/// Calls `visit` with each row of a box: its index in the box and its address, null for a row outside the tensor.
 template <typename Visit>
 void each_row(const emulator::TensorMap& map, const int32_t (&at)[emulator::kMostAxes], const Visit& visit) {
   uint32_t rows = 1;
   for (int axis = 1; axis < map.axes; ++axis) rows *= map.in_box[axis];
   for (uint32_t row = 0; row < rows; ++row) {
-    // Strides may go around the address space.
+    // Strides may wrap around the address space.
     uint64_t from = reinterpret_cast<uint64_t>(map.data) + at[0] * map.element_bytes;
     bool is_inside = true;
     uint32_t rest = row;
@@ -36,15 +36,16 @@ void each_row(const emulator::TensorMap& map, const int32_t (&at)[emulator::kMos
   }
 }
 
-/// Bytes of a row of a box from column `first` on that are in the tensor; chunks of 16 bytes are, or are not.
+/// Number of bytes of a box's row, which starts at column `first`, that are inside the tensor: whole 16-byte chunks.
 inline int bytes_left(const emulator::TensorMap& map, int32_t first) {
   const int64_t left = (int64_t{map.lens[0]} + 1 - first) * map.element_bytes;
   if (first < 0 || (left < map.row_bytes && left % 16 != 0)) emulator::fail("a box that cuts chunks");
   return static_cast<int>(std::min<int64_t>(std::max<int64_t>(left, 0), map.row_bytes));
 }
 
-inline void tma_load(uint32_t to, const TensorMap& words, uint32_t barrier, const int32_t (&at)[emulator::kMostAxes]) {
-  const auto& map = reinterpret_cast<const emulator::TensorMap&>(words);
+inline void tma_load(uint32_t to, const TensorMap& opaque_map, uint32_t barrier,
+                     const int32_t (&at)[emulator::kMostAxes]) {
+  const auto& map = reinterpret_cast<const emulator::TensorMap&>(opaque_map);
   if (to % 128 != 0) emulator::fail("a box at an address that is no multiple of 128");
   const int row_end = bytes_left(map, at[0]);
   uint32_t bytes = 0;
@@ -62,8 +63,8 @@ inline void tma_load(uint32_t to, const TensorMap& words, uint32_t barrier, cons
   emulator::mbarrier_complete_tx(barrier, bytes);
 }
 
-inline void tma_store(uint32_t from, const TensorMap& words, const int32_t (&at)[emulator::kMostAxes]) {
-  const auto& map = reinterpret_cast<const emulator::TensorMap&>(words);
+inline void tma_store(uint32_t from, const TensorMap& opaque_map, const int32_t (&at)[emulator::kMostAxes]) {
+  const auto& map = reinterpret_cast<const emulator::TensorMap&>(opaque_map);
   if (from % 128 != 0) emulator::fail("a box at an address that is no multiple of 128");
   const int row_end = bytes_left(map, at[0]);
   each_row(map, at, [&](uint32_t row, uint8_t* to) {
@@ -74,7 +75,7 @@ inline void tma_store(uint32_t from, const TensorMap& words, const int32_t (&at)
   });
 }
 
-/// Of a code without a NaN: four bits of exponent, three of mantissa.
+/// Decodes e4m3fn: four bits of exponent, three of mantissa, no infinities.
 inline float e4m3_to_f32(uint8_t code) {
   if ((code & 0x7f) == 0x7f) return NAN;
   const int exponent = code >> 3 & 15, mantissa = code & 7;
@@ -112,7 +113,7 @@ inline void tma_store(uint32_t from, const TensorMap& map, int32_t x0, int32_t x
 }
 inline void bulk_wait_group_read() {}
 inline void bulk_wait_group() {}
-/// A lane has columns 2 (lane % 4) and the next one of row lane / 4 of each matrix.
+/// A lane holds columns 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4 of each matrix.
 inline void stmatrix_x4(uint32_t address, const uint32_t (&matrices)[4]) {
   host::StmatrixLane lane{address, matrices};
   emulator::warp_collective(

@@ -1,4 +1,4 @@
-// kernels/include/hopper/wgmma.cuh on the host: a product is there when it is started, the part of one warp at a time.
+// kernels/include/hopper/wgmma.cuh on the host: a wgmma completes when it is issued, 16 rows of one warp at a time.
 #pragma once
 #include <type_traits>
 
@@ -7,7 +7,7 @@
 
 namespace xa::hopper {
 
-/// An 8-bit float, as the tensor cores take it.
+/// The e4m3fn operand type.
 struct E4m3 {
   uint8_t bits;
 };
@@ -29,27 +29,27 @@ float to_f32(T x) {
 }
 inline float to_f32(E4m3 x) { return ptx::host::e4m3_to_f32(x.bits); }
 
-/// A tile descriptor, taken apart.
-struct Tile {
-  uint32_t address, panel_distance, group_distance;
+/// A decoded matrix descriptor.
+struct MatrixDescriptor {
+  uint32_t address, leading_byte_offset, stride_byte_offset;
   int row_bytes;
 
-  explicit Tile(uint64_t descriptor)
+  explicit MatrixDescriptor(uint64_t descriptor)
       : address((descriptor & 0x3fff) << 4),
-        panel_distance((descriptor >> 16 & 0x3fff) << 4),
-        group_distance((descriptor >> 32 & 0x3fff) << 4),
+        leading_byte_offset((descriptor >> 16 & 0x3fff) << 4),
+        stride_byte_offset((descriptor >> 32 & 0x3fff) << 4),
         row_bytes(descriptor >> 62 == 1 ? 128 : 64) {}
 
-  /// The element at `row` and byte `byte` of its row; tiles as deep as a product do not leave their panel.
+  /// K-major: the element at byte `byte` of `row`. The k columns of one wgmma are in one atom column.
   template <typename T>
-  float along(int row, int byte) const {
-    return element<T>(address + row / 8 * group_distance + row % 8 * row_bytes + byte);
+  float k_major(int row, int byte) const {
+    return element<T>(address + row / 8 * stride_byte_offset + row % 8 * row_bytes + byte);
   }
-  /// The element at `row` and byte `byte` of all panels' rows one after the other.
+  /// MN-major: the element at byte `byte` of `row`, which runs over all atom columns.
   template <typename T>
-  float across(int row, int byte) const {
-    const uint32_t panel = address + byte / row_bytes * panel_distance;
-    return element<T>(panel + row / 8 * group_distance + row % 8 * row_bytes + byte % row_bytes);
+  float mn_major(int row, int byte) const {
+    const uint32_t atom_column = address + byte / row_bytes * leading_byte_offset;
+    return element<T>(atom_column + row / 8 * stride_byte_offset + row % 8 * row_bytes + byte % row_bytes);
   }
 
  private:
@@ -65,14 +65,14 @@ struct Tile {
   }
 };
 
-struct ProductLane {
+struct WgmmaLane {
   float* d;
-  uint64_t a_tile;
+  uint64_t a_descriptor;
   const uint32_t* a_registers;
-  uint64_t b_tile;
+  uint64_t b_descriptor;
 };
 
-/// d += a b from what the lanes of a warp hold; `a` is its 16 rows, `b` what all have.
+/// d += a b for one warp: `a` is its 16 rows, `b` is shared by all warps.
 template <int kColumns, int kDepth>
 void multiply(void* const* lanes, const float (&a)[16][kDepth], const float (&b)[kDepth][kColumns]) {
   float sums[16][kColumns] = {};
@@ -82,7 +82,7 @@ void multiply(void* const* lanes, const float (&a)[16][kDepth], const float (&b)
     }
   }
   for (int i = 0; i < emulator::kWarp; ++i) {
-    float* const d = static_cast<ProductLane*>(lanes[i])->d;
+    float* const d = static_cast<WgmmaLane*>(lanes[i])->d;
     for (int j = 0; j < kColumns / 8; ++j) {
       for (int e = 0; e < 4; ++e) d[4 * j + e] += sums[i / 4 + e / 2 * 8][8 * j + 2 * (i % 4) + e % 2];
     }
@@ -102,18 +102,18 @@ struct Wgmma {
         for (float& number : tile) number = 0.0f;
       }
     }
-    host::ProductLane lane{&d[0][0], x, nullptr, y};
+    host::WgmmaLane lane{&d[0][0], x, nullptr, y};
     emulator::warp_collective(
         [](void* const* lanes) {
-          const auto& first = *static_cast<host::ProductLane*>(lanes[0]);
-          const host::Tile from_a(first.a_tile), from_b(first.b_tile);
+          const auto& first = *static_cast<host::WgmmaLane*>(lanes[0]);
+          const host::MatrixDescriptor from_a(first.a_descriptor), from_b(first.b_descriptor);
           const int first_row = static_cast<int>(threadIdx.x) % 128 / 32 * 16;
           float a[16][kDepth];
           static float b[kDepth][kColumns];
           for (int k = 0; k < kDepth; ++k) {
             const int byte = k * static_cast<int>(sizeof(T));
-            for (int row = 0; row < 16; ++row) a[row][k] = from_a.template along<T>(first_row + row, byte);
-            for (int column = 0; column < kColumns; ++column) b[k][column] = from_b.template along<T>(column, byte);
+            for (int row = 0; row < 16; ++row) a[row][k] = from_a.template k_major<T>(first_row + row, byte);
+            for (int column = 0; column < kColumns; ++column) b[k][column] = from_b.template k_major<T>(column, byte);
           }
           host::multiply<kColumns, kDepth>(lanes, a, b);
         },
@@ -121,28 +121,28 @@ struct Wgmma {
   }
 
   static void rs(float (&d)[kColumns / 8][4], const uint32_t (&x)[4], uint64_t y) {
-    host::ProductLane lane{&d[0][0], 0, x, y};
+    host::WgmmaLane lane{&d[0][0], 0, x, y};
     emulator::warp_collective(
         [](void* const* lanes) {
           float a[16][kDepth];
           static float b[kDepth][kColumns];
-          constexpr int kOfWord = 4 / sizeof(T);
+          constexpr int kPerRegister = 4 / sizeof(T);
           for (int i = 0; i < emulator::kWarp; ++i) {
-            const uint32_t* const words = static_cast<host::ProductLane*>(lanes[i])->a_registers;
+            const uint32_t* const registers = static_cast<host::WgmmaLane*>(lanes[i])->a_registers;
             for (int r = 0; r < 4; ++r) {
-              T elements[kOfWord];
-              std::memcpy(elements, words + r, 4);
-              for (int e = 0; e < kOfWord; ++e) {
-                a[i / 4 + r % 2 * 8][r / 2 * kDepth / 2 + kOfWord * (i % 4) + e] = host::to_f32(elements[e]);
+              T elements[kPerRegister];
+              std::memcpy(elements, registers + r, 4);
+              for (int e = 0; e < kPerRegister; ++e) {
+                a[i / 4 + r % 2 * 8][r / 2 * kDepth / 2 + kPerRegister * (i % 4) + e] = host::to_f32(elements[e]);
               }
             }
           }
-          const host::Tile from(static_cast<host::ProductLane*>(lanes[0])->b_tile);
+          const host::MatrixDescriptor from(static_cast<host::WgmmaLane*>(lanes[0])->b_descriptor);
           for (int k = 0; k < kDepth; ++k) {
             for (int column = 0; column < kColumns; ++column) {
-              // 8-bit tiles lie along their rows here too.
-              b[k][column] = sizeof(T) == 1 ? from.template along<T>(column, k)
-                                            : from.template across<T>(k, column * static_cast<int>(sizeof(T)));
+              // 8-bit operands are K-major here too.
+              b[k][column] = sizeof(T) == 1 ? from.template k_major<T>(column, k)
+                                            : from.template mn_major<T>(k, column * static_cast<int>(sizeof(T)));
             }
           }
           host::multiply<kColumns, kDepth>(lanes, a, b);

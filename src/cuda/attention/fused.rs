@@ -1,6 +1,6 @@
-//! Decode and prefill of a batch in one kernel on Hopper.
+//! Prefill and decode of a batch in one kernel on Hopper.
 
-use super::hopper::{Prefill, PrefillParameter, next_tile_place};
+use super::hopper::{HopperPrefill, PrefillParameter, next_tile_address};
 use super::split::KvSplit;
 use super::tiles::{AttentionTile, transforms_logits};
 use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode};
@@ -13,28 +13,28 @@ use crate::problem::attention::KeyStorage;
 
 const KERNEL: &str = "hopper_fused";
 
-/// The beginning of the workspace: the tile index of prefill's scheduler, and what keeps the rest aligned.
-const TILE_INDEX_BYTES: usize = 64;
+/// Bytes at the start of the workspace for the tile counter of prefill's scheduler, padded so that partials are aligned.
+const TILE_COUNTER_BYTES: usize = 64;
 
-/// Rows for each sequence slot, in multiples of the most that are decoded, from which on a batch is taken to have enough
-/// prefill. In one of decode alone this kernel is slower than decode's own (64 x 8k: 4 %).
+/// A batch must have more rows than this many times the rows that all its sequence slots could decode. For decode alone
+/// this kernel is slower than decode's own (64 x 8k: 4 %).
 const ROWS_PER_SEQUENCE: i64 = 2;
 
-/// Takes calls with short and long sequences.
+/// Strategy: one launch for short and long sequences.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let Some((prefill, tile)) = tiles(call) else { return Ok(None) };
     let Call { problem, device, .. } = call;
     let few = call.few();
     let split =
-        KvSplit::new(problem, tile, decode::most_short_tiles(call), few, i64::from(device.sms), TILE_INDEX_BYTES);
+        KvSplit::new(problem, tile, decode::most_short_tiles(call), few, i64::from(device.sms), TILE_COUNTER_BYTES);
     let with_partials = |params| AttentionParams { partial: split.partial, ..params };
     let short = with_partials(call.params_for(1, few));
     let long = AttentionParams { clears_padding_rows: 1, ..with_partials(call.params_for(few + 1, UNLIMITED)) };
-    let next_tile = next_tile_place(problem);
+    let next_tile = next_tile_address(problem);
     let prefill_parameter = PrefillParameter { prefill, problem, attention: long, next_tile };
     let parameter = Parameter::Fused(Box::new(FusedParameter { prefill: prefill_parameter, decode: short }));
     let variant = variants::find(KERNEL, &[variants::dtype_value(problem.q.dtype), prefill.tile.head_dim])?;
-    // A CTA for each SM: how many of them decode follows from the batch.
+    // One CTA per SM; the CTAs derive from the batch how many of them decode.
     let shared_memory = tile.shared_bytes.max(prefill.tile.shared_bytes);
     let shape = Shape { grid: [device.sms, 1, 1], threads: tile.threads(), shared_memory };
     let attend = Launch { next_tile, ..Launch::new(KERNEL, variant, shape, parameter) };
@@ -43,7 +43,7 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     Ok(Some(Launches { list, store_new_tokens: false }))
 }
 
-/// What the kernel's parameter is made of.
+/// The inputs of the kernel's parameter, which is encoded at the launch.
 pub(super) struct FusedParameter<'c> {
     pub(super) prefill: PrefillParameter<'c>,
     pub(super) decode: AttentionParams,
@@ -58,19 +58,22 @@ impl FusedParameter<'_> {
     }
 }
 
-/// The tiles of prefill and decode, if the kernel takes the call.
-fn tiles(call: &Call) -> Option<(Prefill, &'static AttentionTile)> {
+/// The tile shapes of prefill and decode, if the kernel takes the call.
+fn tiles(call: &Call) -> Option<(HopperPrefill, &'static AttentionTile)> {
     let Call { problem, device, .. } = call;
     let tile = AttentionTile::of(problem, "fused").ok()?;
     let is_built = [problem.head_dim, problem.value_dim] == [tile.head_dim as usize; 2] && !transforms_logits(problem);
-    let is_mixed = call.rows() > ROWS_PER_SEQUENCE * call.few() * call.seqs();
+    let has_enough_prefill = call.rows() > ROWS_PER_SEQUENCE * call.few() * call.seqs();
     let loads_fit = matches!(problem.keys.storage,
         KeyStorage::Paged(table) if table.page_size.is_multiple_of(TOKENS_PER_LOAD as usize));
     let fits = tile.shared_bytes <= device.shared_memory && problem.num_kv_heads <= device.sms as usize;
-    if problem.batch_invariant || !(is_built && is_mixed && loads_fit && fits) || next_tile_place(problem).is_null() {
+    if problem.batch_invariant
+        || !(is_built && has_enough_prefill && loads_fit && fits)
+        || next_tile_address(problem).is_null()
+    {
         return None;
     }
-    let prefill = Prefill::of(problem, device).filter(|prefill| prefill.has_key_boxes(problem))?;
+    let prefill = HopperPrefill::of(problem, device).filter(|prefill| prefill.loads_kv_by_tma(problem))?;
     Some((prefill, tile))
 }
 
@@ -97,13 +100,13 @@ mod tests {
     }
 
     #[test]
-    fn pages_of_whole_boxes_are_decoded_beneath_prefill() {
-        let mixed = [("hopper_fused_bf16_128", 1, i32::MAX)];
+    fn short_and_long_sequences_take_the_fused_kernel() {
+        let fused = [("hopper_fused_bf16_128", 1, i32::MAX)];
         for page_size in [16, 48, 256] {
-            assert_eq!(names(&with_workspace(&paged(page_size))), mixed);
+            assert_eq!(names(&with_workspace(&paged(page_size))), fused);
         }
         let few_rows = Attention { num_rows: 2 * 2 * 7, ..paged(16) };
-        assert_eq!(names(&with_workspace(&Attention { num_rows: 29, ..few_rows })), mixed);
+        assert_eq!(names(&with_workspace(&Attention { num_rows: 29, ..few_rows })), fused);
         let mut capped = paged(16);
         capped.score.softcap = 30.0;
         let many_heads = Attention { num_kv_heads: 133, num_q_heads: 133, ..paged(16) };
@@ -115,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn partials_lie_past_the_tile_index() {
+    fn partials_follow_the_tile_counter() {
         let problem = with_workspace(&paged(16));
         let plan = LaunchPlan::on(&problem, None, device(true)).expect("the sizes are allowed");
         let fused = &plan.0.list[0];

@@ -9,7 +9,7 @@ use crate::cuda::device::Device;
 use crate::cuda::launch::Shape;
 use crate::cuda::params::attention_bwd::BackwardParams;
 use crate::cuda::params::hopper_bwd::{BackwardPlan, HopperBackwardParams, SequencePlan};
-use crate::cuda::tensor_map::{Axis, TensorMap, can_copy};
+use crate::cuda::tensor_map::{Axis, TensorMap, supports_tma};
 use crate::cuda::tiles::{HOPPER_BWD, HopperBwdTile as Tile};
 use crate::cuda::variants;
 use crate::error::Result;
@@ -109,7 +109,7 @@ impl Layout {
             && forward.q.dtype.size() == 2
             && self.bytes <= there
             && counts_fit(problem)
-            && boxes.iter().all(|boxes| can_copy(forward.q.dtype, boxes.data, &boxes.axes))
+            && boxes.iter().all(|boxes| supports_tma(forward.q.dtype, boxes.data, &boxes.axes))
     }
 
     /// The kernels' parameter; boxes are those of q, k, v, dout, dk, dv.
@@ -285,18 +285,18 @@ impl Boxes {
         ]
     }
 
-    pub(super) fn of_tensor(tensor: &Tensor, in_box: [i64; 2]) -> Self {
+    pub(super) fn of_tensor(tensor: &Tensor, box_len: [i64; 2]) -> Self {
         let sizes = [0, 1, 2].map(|axis| tensor.dims[axis]);
-        Self::new(tensor.data, [tensor.stride(0), tensor.stride(1)], sizes, in_box)
+        Self::new(tensor.data, [tensor.stride(0), tensor.stride(1)], sizes, box_len)
     }
 
     pub(super) fn map(&self, problem: &FlashAttnVarlenBwd) -> Result<TensorMap> {
         TensorMap::new(problem.forward.q.dtype, self.data, &self.axes)
     }
 
-    /// Boxes of `in_box` rows and columns of one head of `[rows, heads, dim]`, clipped at the end of a sequence:
+    /// Boxes of `box_len` rows and columns of one head of `[rows, heads, dim]`, clipped at the end of a sequence:
     /// `RaggedRows` of `kernels/include/hopper_bwd/ragged_rows.cuh`.
-    fn new(data: *const u8, [row, head]: [i64; 2], [rows, heads, dim]: [i64; 3], in_box: [i64; 2]) -> Self {
+    fn new(data: *const u8, [row, head]: [i64; 2], [rows, heads, dim]: [i64; 3], box_len: [i64; 2]) -> Self {
         /// Where the axis of a sequence's rows ends.
         const END: i64 = 1 << 30;
         /// Elements of 16 bits from one to the next on the last axis, on which END go around the whole address space, less
@@ -309,11 +309,11 @@ impl Boxes {
         Self {
             data,
             axes: [
-                Axis { len: dim, stride: 1, in_box: in_box[1] },
-                Axis { len: heads, stride: head, in_box: 1 },
-                Axis { len: END, stride: row, in_box: in_box[0] },
-                Axis { len: 2 * END, stride: row, in_box: 1 },
-                Axis { len: 2 * END, stride: AROUND - row, in_box: 1 },
+                Axis { len: dim, stride: 1, box_len: box_len[1] },
+                Axis { len: heads, stride: head, box_len: 1 },
+                Axis { len: END, stride: row, box_len: box_len[0] },
+                Axis { len: 2 * END, stride: row, box_len: 1 },
+                Axis { len: 2 * END, stride: AROUND - row, box_len: 1 },
             ],
         }
     }

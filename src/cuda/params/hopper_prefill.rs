@@ -1,4 +1,4 @@
-//! The forward attention kernels of sm_90a.
+//! Parameters of the forward attention kernels of sm_90a.
 
 use super::attention::AttentionParams;
 use super::tensor_map::TensorMap;
@@ -11,39 +11,42 @@ pub struct PageDivisor {
     pub shift: i32,
 }
 
-/// Queries of `attention.group` heads are packed as in the portable kernels; the group is a power of two here. Where the
-/// heads of a KV head are not, they are several packs, and `attention.num_kv_heads` counts packs.
+/// The parameter of `hopper_prefill` and `hopper_prefill_fp8`.
 ///
-/// Columns of the tensor maps are those of a panel.
+/// Query heads are packed as in the portable kernels (PackGQA), but by a power of two, `attention.group`: a KV head
+/// whose number of query heads is not a power of two has several packs. `attention.num_kv_heads` is the number of packs.
+///
+/// An atom column is the columns that a row of a swizzle atom holds; a row group is the 8 rows of an atom.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct HopperPrefillParams {
     pub attention: AttentionParams,
-    /// `[panel, token, head, column]`: boxes of a tile's rows.
+    /// `[atom column, token, head, column]`, in boxes of a tile's rows.
     pub q: TensorMap,
-    /// Contiguous `[1, head, panel, token, column]`: boxes of a block of keys; paged `[page, its octet, panel of all heads,
-    /// token of the octet, column]`: `box_row_groups` octets per box.
+    /// Contiguous `[1, head, atom column, token, column]`, in boxes of a block of keys. Paged `[page, row group, atom column
+    /// of all heads, token of the row group, column]`, in boxes of `box_row_groups` row groups.
     pub k: TensorMap,
-    /// Likewise.
+    /// As `k`.
     pub v: TensorMap,
-    /// `[panel, token, head, column]`: boxes of a warp's rows.
+    /// `[atom column, token, head, column]`, in boxes of a warp's 16 rows.
     pub out: TensorMap,
-    /// 0 before the launch; without it tiles are dealt out in turn.
+    /// The dynamic scheduler's counter, 0 before the launch. Null: CTA c computes tiles c, c + grid, ...
     pub next_tile: *mut u64,
-    /// Whether later rows of a sequence see more keys.
+    /// Whether later rows of a sequence attend to more keys, so that LPT order pays.
     pub is_causal: i32,
+    /// Packs per KV head.
     pub packs_per_kv_head: i32,
-    /// Paged: a power of two that divides page and block; 0: rows are copied one by one.
+    /// Paged: row groups per box of K and V, a power of two that divides page and block. 0: rows are copied by `cp.async`.
     pub box_row_groups: i32,
-    /// Paged: panels from a KV head of K to the next one.
+    /// Paged: stride of KV heads of K, in atom columns.
     pub k_head_atom_columns: i32,
-    /// Paged: panels from a KV head of V to the next one.
+    /// Paged: stride of KV heads of V, in atom columns.
     pub v_head_atom_columns: i32,
     /// log2 of `attention.group`.
     pub group_log2: i32,
-    /// Whether a warp's rows are a box of `out`.
+    /// Whether `out` is valid: a warp's 16 rows are stored by TMA.
     pub stores_by_tma: i32,
-    /// Where rows are copied one by one.
+    /// For rows that are copied by `cp.async`.
     pub page_divisor: PageDivisor,
 }
 
@@ -52,10 +55,10 @@ pub struct HopperPrefillParams {
 #[repr(C)]
 pub struct HopperFusedParams {
     pub prefill: HopperPrefillParams,
-    /// As that of prefill, with boxes of 16 tokens.
+    /// As prefill's K, in boxes of 16 tokens.
     pub k: TensorMap,
-    /// Likewise.
+    /// As `k`.
     pub v: TensorMap,
-    /// Of the sequences that are too short for prefill; clears nothing.
+    /// Decode's parameter, for the sequences that are too short for prefill. It clears no padding rows.
     pub decode: AttentionParams,
 }

@@ -1,17 +1,17 @@
-//! Division of a key by the page size.
+//! Division of a key by the page size with a multiplication.
 
 use crate::cuda::params::hopper_prefill::PageDivisor;
 use crate::problem::attention::KeyStorage;
 
 impl PageDivisor {
-    /// Pages are below 2^31.
+    /// The page size is below 2^31.
     pub(super) fn of(storage: &KeyStorage) -> Self {
         let page_size = match storage {
             KeyStorage::Contiguous { .. } => 1,
             KeyStorage::Paged(table) => table.page_size as u64,
         };
-        // As far as 2^shift covers the page the reciprocal has 32 bits, and what rounding it up adds to a quotient is
-        // less than 1 / page_size.
+        // page_size is in (2^(shift - 1), 2^shift], so the reciprocal fits 32 bits, and rounding it up adds less than
+        // 1 / page_size to a quotient.
         let shift = page_size.next_power_of_two().trailing_zeros();
         Self { reciprocal: (1u64 << (31 + shift)).div_ceil(page_size) as u32, shift: shift as i32 }
     }

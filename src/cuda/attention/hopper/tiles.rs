@@ -1,12 +1,12 @@
-//! How Hopper's prefill kernels cut up the work: what follows from their tiles.
+//! The tile shapes of Hopper's prefill kernels, and which calls they fit.
 
 use super::super::tiles::transforms_logits;
-pub(in crate::cuda::attention) use crate::cuda::tiles::HopperPrefillTile as Tile;
+use crate::cuda::tiles::HopperPrefillTile;
 use crate::problem::attention::Attention;
 use crate::tensor::DType;
 
-impl Tile {
-    /// Packed query rows of a tile.
+impl HopperPrefillTile {
+    /// Packed query rows per work tile.
     pub(in crate::cuda::attention) fn rows(&self) -> i64 {
         64 * i64::from(self.warpgroups)
     }
@@ -15,15 +15,15 @@ impl Tile {
         128 * (self.warpgroups + 1)
     }
 
-    /// Elements of `bytes` bytes in a row of a panel in shared memory: the widest panels that both dimensions are
-    /// multiples of.
-    pub(super) fn panel(&self, bytes: usize) -> i64 {
+    /// Elements of `bytes` bytes in a row of a swizzle atom: 128 bytes, or 64 if the head dimensions are no multiples of that.
+    pub(super) fn atom_row(&self, bytes: usize) -> i64 {
         let is_wide = ((self.dim | self.value_dim) as usize * bytes).is_multiple_of(128);
         (if is_wide { 128 } else { 64 }) / bytes as i64
     }
 
-    pub(super) fn key_panel(&self) -> i64 {
-        self.panel(self.bytes as usize)
+    /// The same for K and V.
+    pub(super) fn kv_atom_row(&self) -> i64 {
+        self.atom_row(self.bytes as usize)
     }
 
     /// Whether the tensor cores take q, K and V of the call as they are, and the logits transform is built.
