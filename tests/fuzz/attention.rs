@@ -20,7 +20,7 @@ struct Limits {
 }
 
 impl Limits {
-    fn generator(generator: &mut Generator) -> Self {
+    fn generate(generator: &mut Generator) -> Self {
         match generator.random.below(1000) {
             0..=749 => Self { work: 12_000, elements: 4_000, rows: 9, keys: 24 },
             750..=984 => Self { work: 100_000, elements: 20_000, rows: 40, keys: 90 },
@@ -42,8 +42,8 @@ struct ProblemSizes {
 }
 
 impl ProblemSizes {
-    fn generator(generator: &mut Generator, dtypes: Dtypes, mask: Mask, own_value_dim: bool) -> Self {
-        let limits = Limits::generator(generator);
+    fn generate(generator: &mut Generator, dtypes: Dtypes, mask: Mask, own_value_dim: bool) -> Self {
+        let limits = Limits::generate(generator);
         let kv_heads = generator.between(1, 3);
         let q_heads = kv_heads * generator.one_of(&[1, 1, 2, 3, 4, 5, 8, 17]);
         let head_dim = generator.head_dim();
@@ -98,7 +98,7 @@ struct StoredKeys {
 }
 
 impl StoredKeys {
-    fn generator(generator: &mut Generator, sizes: &ProblemSizes, layout: KvLayout) -> Self {
+    fn generate(generator: &mut Generator, sizes: &ProblemSizes, layout: KvLayout) -> Self {
         let config = &sizes.config;
         let mut kv_geometry = KvGeometry {
             layout,
@@ -236,9 +236,9 @@ pub(crate) fn forward(generator: &mut Generator, target: Op) -> FuzzCall {
         (any_mask(generator), layout)
     };
     let dtypes = generator.one_of(&Dtypes::ALL);
-    let sizes = ProblemSizes::generator(generator, dtypes, mask, layout.has_two_buffers());
+    let sizes = ProblemSizes::generate(generator, dtypes, mask, layout.has_two_buffers());
     let sizes = with_scales(generator, sizes);
-    let stored = StoredKeys::generator(generator, &sizes, layout);
+    let stored = StoredKeys::generate(generator, &sizes, layout);
     let case = case(generator, target, &sizes, stored);
     let call = case.invocation();
     let second =
@@ -302,9 +302,9 @@ fn assert_isolated(case: &AttentionCase, first: &[Array], second: &[Array]) {
 /// Calls of `paged_attention_update`.
 pub(crate) fn update(generator: &mut Generator) -> FuzzCall {
     let (mask, dtypes) = (sliding(generator), generator.one_of(&Dtypes::ALL));
-    let sizes = ProblemSizes::generator(generator, dtypes, mask, false);
+    let sizes = ProblemSizes::generate(generator, dtypes, mask, false);
     let sizes = with_scales(generator, sizes);
-    let stored = StoredKeys::generator(generator, &sizes, KvLayout::Interleaved);
+    let stored = StoredKeys::generate(generator, &sizes, KvLayout::Interleaved);
     let mut case = case(generator, Op::PagedAttention, &sizes, stored);
     case.lse = generator.chance(50);
     let dtype = if FP8_DTYPES.contains(&dtypes.kv) { generator.one_of(&ATTENTION_DTYPES) } else { dtypes.kv };
@@ -357,8 +357,8 @@ fn key_index(sequence: &ClampedSequence, i: usize) -> Option<usize> {
 fn writers(update: &PagedUpdateCase) -> Vec<Option<usize>> {
     let mut writers = vec![None; update.attention.kv_geometry.num_pages * update.attention.kv_geometry.page_size];
     for (row, &slot) in update.slots.iter().enumerate() {
-        if let Some(writers) = usize::try_from(slot).ok().and_then(|slot| writers.get_mut(slot)) {
-            *writers = Some(row);
+        if let Some(writer) = usize::try_from(slot).ok().and_then(|slot| writers.get_mut(slot)) {
+            *writer = Some(row);
         }
     }
     writers
@@ -377,8 +377,8 @@ fn writes_its_own_keys(update: &PagedUpdateCase, sequence: &ClampedSequence, wri
 /// Calls of `flash_attn_varlen_bwd`.
 pub(crate) fn backward(generator: &mut Generator) -> FuzzCall {
     let (mask, dtype) = (any_mask(generator), generator.one_of(&[F32, F32, F16, BF16]));
-    let sizes = ProblemSizes::generator(generator, Dtypes::same(dtype), mask, true);
-    let stored = StoredKeys::generator(generator, &sizes, KvLayout::Contiguous);
+    let sizes = ProblemSizes::generate(generator, Dtypes::same(dtype), mask, true);
+    let stored = StoredKeys::generate(generator, &sizes, KvLayout::Contiguous);
     let case = case(generator, Op::FlashAttnVarlen, &sizes, stored);
     let options = GradientOptions {
         dlse: generator.chance(30),
@@ -391,12 +391,12 @@ pub(crate) fn backward(generator: &mut Generator) -> FuzzCall {
     }
     let call = gradients.invocation();
     FuzzCall::new(call, move |results| {
-        let expected_rows = expected_gradients(&gradients, InvalidMetadata::Clamped);
+        let expected = expected_gradients(&gradients, InvalidMetadata::Clamped);
         // The gradient of a softmax weight is the difference of two sums of Dv rounded products, and a row may have a
         // single weight.
         let AttentionConfig { dtypes, softmax_scale, value_dim, .. } = gradients.forward.config;
         let sums = 1.0 + f64::from(softmax_scale) * (value_dim as f64).sqrt();
         let floor = (1e-4 + 2.0 * floor(dtypes)) * sums;
-        assert_gradients(&gradients, &expected_rows, results, floor);
+        assert_gradients(&gradients, &expected, results, floor);
     })
 }

@@ -53,7 +53,7 @@ impl FuzzCall {
 
     /// Makes the call and returns the seconds that it took. Panics if something is wrong.
     pub(crate) fn run(&self, generator: &mut Generator, device: &FuzzDevice) -> f64 {
-        let placement = BufferPlacement::generator(generator, &self.call, device);
+        let placement = BufferPlacement::generate(generator, &self.call, device);
         let begun = device.seconds();
         let actual = device.run(&self.call, &placement);
         let time = device.seconds() - begun;
@@ -149,7 +149,7 @@ struct BufferPlacement {
 }
 
 impl BufferPlacement {
-    fn generator(generator: &mut Generator, call: &Invocation, device: &FuzzDevice) -> Self {
+    fn generate(generator: &mut Generator, call: &Invocation, device: &FuzzDevice) -> Self {
         let attends = call.target.contains("attention") || call.target.contains("flash");
         let attends = attends && !call.target.contains("merge");
         let strided = generator.chance(40);

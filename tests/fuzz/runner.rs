@@ -104,7 +104,7 @@ fn run_shard(settings: &Settings, shard: (u64, u64), current: &Current) -> Shard
             let (text, what) = (PANIC.take(), call.map_or_else(String::new, |call| call.describe()));
             let Generator { hostile, special_values, .. } = generator;
             print_line(&format!("WRONG: call {index} of seed {}: {text}", settings.seed));
-            print_line(&format!("it is {what}; hostile {hostile}, wild {special_values}"));
+            print_line(&format!("it is {what}; hostile metadata {hostile}, special values {special_values}"));
             print_line(&format!("repeat: {}", settings.repeat(index, TEST)));
         }
     }

@@ -73,14 +73,14 @@ fn call_handler_at_guard_page(set: &HandlerSet, mutated: &MutatedCall) -> Result
 }
 
 /// Finite random numbers. Integers are hostile.
-fn contents(random: &mut Random, sizes: &BufferSpec) -> Array {
-    let count = sizes.elements().unwrap() as usize;
-    if sizes.dtype == I32 {
+fn contents(random: &mut Random, spec: &BufferSpec) -> Array {
+    let count = spec.elements().unwrap() as usize;
+    if spec.dtype == I32 {
         let values: Vec<i32> = (0..count).map(|_| random.hostile_i32()).collect();
-        return Array::i32s(&sizes.dims, &values);
+        return Array::i32s(&spec.dims, &values);
     }
     let values: Vec<f64> = (0..count).map(|_| random.normal()).collect();
-    Array::new(sizes.dtype, &sizes.dims, &values)
+    Array::new(spec.dtype, &spec.dims, &values)
 }
 
 /// The call with memory. Its updates are in place if `aliases` allow it and a random choice says so.

@@ -281,7 +281,7 @@ impl ErrorBound {
     }
 
     /// The largest allowed error.
-    pub fn most(self) -> f64 {
+    pub fn limit(self) -> f64 {
         self.times * self.naive_error + self.floor
     }
 }
@@ -324,7 +324,7 @@ pub fn assert_within(
             let Some(allowed) = &expected_rows[row][head] else { continue };
             let actual = &out[(row * heads + head) * d..][..d];
             let found_lse = lse.as_ref().map(|l| l[head * rows + row]);
-            let (off, most) = (error(actual, &allowed.exact), error_bound.most());
+            let (off, most) = (error(actual, &allowed.exact), error_bound.limit());
             largest = largest.max(off);
             assert!(
                 off <= most && lse_fits(case, allowed, found_lse),

@@ -313,14 +313,14 @@ impl ExpectedGradient {
             let zero = self.rows[row] == RowExpectation::Zero;
             assert!(!zero || actual[i] == 0.0, "{}: {} of row {row} is {}, not 0", case.name, self.name, actual[i]);
             assert!(
-                off <= error_bound.most(),
+                off <= error_bound.limit(),
                 "{}: {} of row {row}, element {} is {}, expected {} (allowed {:e})",
                 case.name,
                 self.name,
                 i % self.row,
                 actual[i],
                 self.exact[i],
-                error_bound.most()
+                error_bound.limit()
             );
             largest = largest.max(off);
         }
@@ -330,10 +330,10 @@ impl ExpectedGradient {
 
 /// Asserts that the results of a call match. `floor` is relative to the largest expected value of each gradient. The
 /// error goes into the summary.
-pub fn assert_gradients(case: &GradientCase, expected_rows: &ExpectedGradients, results: &[Array], floor: f64) {
-    for (actual, expected) in case.computed(results).iter().zip(expected_rows) {
-        let error_bound = expected.error_bound(floor);
-        let largest = expected.assert_within(&case.forward, error_bound, actual);
+pub fn assert_gradients(case: &GradientCase, expected: &ExpectedGradients, results: &[Array], floor: f64) {
+    for (actual, gradient) in case.computed(results).iter().zip(expected) {
+        let error_bound = gradient.error_bound(floor);
+        let largest = gradient.assert_within(&case.forward, error_bound, actual);
         summary::record(&case.forward.name, case.forward.config.dtypes, largest, error_bound);
     }
 }
@@ -352,8 +352,8 @@ impl ReferenceCase for GradientCase {
     }
 
     fn comparison(&self, invalid_metadata: InvalidMetadata) -> Comparison<'_> {
-        let expected_rows = expected_gradients(self, invalid_metadata);
-        Box::new(move |actual| assert_gradients(self, &expected_rows, actual, 1e-4))
+        let expected = expected_gradients(self, invalid_metadata);
+        Box::new(move |actual| assert_gradients(self, &expected, actual, 1e-4))
     }
 
     fn is_deterministic(&self) -> bool {

@@ -36,7 +36,7 @@ pub fn record(name: &str, dtypes: Dtypes, error: f64, error_bound: ErrorBound) {
         let mut hasher = DefaultHasher::new();
         name.hash(&mut hasher);
         record.cases.insert(hasher.finish());
-        record.share = record.share.max(error / error_bound.most());
+        record.share = record.share.max(error / error_bound.limit());
         if error_bound.naive_error > error_bound.floor {
             let units = error / error_bound.naive_error;
             record.units = Some(record.units.map_or(units, |most| most.max(units)));
