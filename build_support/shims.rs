@@ -68,8 +68,7 @@ fn common(build: &mut cc::Build) {
 
 fn key(sets: &[Set], sources: &[PathBuf]) -> Result<String> {
     let mut hash = Sha256::new();
-    for variable in ["PROFILE", "TARGET", "OPT_LEVEL", "DEBUG", "CXX", "CXXFLAGS", "AR", "CARGO_FEATURE_FAILPOINTS"]
-    {
+    for variable in ["PROFILE", "TARGET", "OPT_LEVEL", "DEBUG", "CXX", "CXXFLAGS", "AR", "CARGO_FEATURE_FAILPOINTS"] {
         hash.update(format!("{variable}={:?};", env::var_os(variable)));
     }
     let fixed = ["src/bridge.rs", "build_support/shims.rs", "Cargo.lock"].map(PathBuf::from);

@@ -1,43 +1,47 @@
-//! A product of two matrices, tile by tile in registers: scalars of one times vectors of the other.
+//! BLIS's micro-kernel: an MR x NR block of a matrix product, accumulated in registers. NR is NV vectors.
+//!
+//! At each step of the depth (the summed dimension) it loads NV vectors of one operand and multiplies them with MR scalars
+//! of the other, each broadcast to a vector. A scalar is one lane: an f32, or two bf16 where
+//! [`Simd::ELEMENTS_PER_LANE`] is 2.
 
 use super::simd::Simd;
 
-/// The scalar operand of a register tile: word (row, step) is `from[row * self.row + step * self.step]`.
+/// The operand whose scalars are broadcast: (row, depth) is at `from[row * row_stride + depth * depth_stride]`.
 #[derive(Clone, Copy)]
-pub(super) struct Scalars {
+pub(super) struct BroadcastOperand {
     pub(super) from: *const f32,
-    pub(super) row: usize,
-    pub(super) step: usize,
+    pub(super) row_stride: usize,
+    pub(super) depth_stride: usize,
 }
 
-/// The vector operand: the `[NV]` vectors of step s begin at `from[s * self.step]`.
+/// The operand that is loaded in vectors: the NV vectors of a depth begin at `from[depth * depth_stride]`.
 #[derive(Clone, Copy)]
-pub(super) struct Vectors {
+pub(super) struct VectorOperand {
     pub(super) from: *const f32,
-    pub(super) step: usize,
+    pub(super) depth_stride: usize,
 }
 
-/// `sums[r] += sum over steps of scalar (r, step) * vectors[step]`
+/// `sums[r] += sum over depths of scalar (r, depth) * vectors[depth]`
 ///
 /// # Safety
-/// All scalars and vectors are readable.
+/// The scalars of MR rows and the NV vectors are readable at all depths below `depth`.
 #[inline(always)]
-pub(super) unsafe fn tile<S: Simd, const NV: usize, const MR: usize>(
+pub(super) unsafe fn micro_kernel<S: Simd, const NV: usize, const MR: usize>(
     simd: S,
-    scalars: Scalars,
-    vectors: Vectors,
-    steps: usize,
+    scalars: BroadcastOperand,
+    vectors: VectorOperand,
+    depth: usize,
     mut sums: [[S::V; NV]; MR],
 ) -> [[S::V; NV]; MR] {
-    for step in 0..steps {
-        // SAFETY: step < steps, r < MR, v < NV.
+    for k in 0..depth {
+        // SAFETY: k < depth, r < MR and v < NV, which the caller says are readable.
         unsafe {
             let mut b = [simd.splat(0.0); NV];
             for (v, b) in b.iter_mut().enumerate() {
-                *b = simd.load(vectors.from.add(step * vectors.step + v * S::LANES));
+                *b = simd.load(vectors.from.add(k * vectors.depth_stride + v * S::LANES));
             }
             for (r, row) in sums.iter_mut().enumerate() {
-                let a = simd.splat(scalars.from.add(r * scalars.row + step * scalars.step).read());
+                let a = simd.splat(scalars.from.add(r * scalars.row_stride + k * scalars.depth_stride).read());
                 for (sum, b) in row.iter_mut().zip(b) {
                     *sum = simd.dot(a, b, *sum);
                 }
@@ -47,10 +51,10 @@ pub(super) unsafe fn tile<S: Simd, const NV: usize, const MR: usize>(
     sums
 }
 
-/// Rows of NV vectors, `stride` apart.
+/// Load MR rows of NV vectors, `stride` elements apart.
 ///
 /// # Safety
-/// They are readable.
+/// The rows are readable.
 #[inline(always)]
 pub(super) unsafe fn load_rows<S: Simd, const NV: usize, const MR: usize>(
     simd: S,
@@ -60,17 +64,17 @@ pub(super) unsafe fn load_rows<S: Simd, const NV: usize, const MR: usize>(
     let mut rows = [[simd.splat(0.0); NV]; MR];
     for (r, row) in rows.iter_mut().enumerate() {
         for (v, x) in row.iter_mut().enumerate() {
-            // SAFETY: vector (r, v).
+            // SAFETY: r < MR and v < NV: a vector of the rows that the caller says are readable.
             *x = unsafe { simd.load(from.add(r * stride + v * S::LANES)) };
         }
     }
     rows
 }
 
-/// The other way.
+/// Store MR rows of NV vectors, `stride` elements apart.
 ///
 /// # Safety
-/// They are writable.
+/// The rows are writable.
 #[inline(always)]
 pub(super) unsafe fn store_rows<S: Simd, const NV: usize, const MR: usize>(
     simd: S,
@@ -80,7 +84,7 @@ pub(super) unsafe fn store_rows<S: Simd, const NV: usize, const MR: usize>(
 ) {
     for (r, row) in rows.into_iter().enumerate() {
         for (v, x) in row.into_iter().enumerate() {
-            // SAFETY: vector (r, v).
+            // SAFETY: r < MR and v < NV: a vector of the rows that the caller says are writable.
             unsafe { simd.store(to.add(r * stride + v * S::LANES), x) }
         }
     }

@@ -1,46 +1,47 @@
-//! What a kernel is given for a block of keys, and what it does with it.
+//! One block step: what a kernel is given for a block of keys, and what it does with it.
 
-use super::keys::{Ahead, HeadRows};
-use super::lanes::Lanes;
-use super::score::ScoreForm;
-use super::state::State;
+use super::block_rows::HeadRows;
+use super::lanes::FwdLanes;
+use super::prefetcher::Prefetcher;
+use super::score::LogitsTransform;
+use super::softmax_state::SoftmaxState;
 use crate::cpu::simd::Simd;
 use crate::tensor::DType;
 
-/// A block of keys and the queries of one KV head that attend to it.
+/// A block of keys, and the queries of one KV head that attend to it.
 pub(super) struct BlockStep<'a> {
     pub(super) rows: HeadRows<'a>,
-    /// Words.
+    /// Packed queries of the KV head, in the work tile's layout (`softmax_state`).
     pub(super) q: *const f32,
-    pub(super) state: State,
-    pub(super) lanes: &'a Lanes,
-    /// Index of the KV head among the item's.
+    pub(super) state: SoftmaxState,
+    pub(super) lanes: &'a FwdLanes,
+    /// Index of the KV head among those of the work tile.
     pub(super) head: usize,
-    pub(super) form: ScoreForm,
+    pub(super) transform: LogitsTransform,
     pub(super) kv_dtype: DType,
-    /// D and Dv: multiples of 8, at most 256
+    /// D and Dv: multiples of 8, at most 256.
     pub(super) d: usize,
     pub(super) dv: usize,
 }
 
-/// Where a block's intermediate results stand.
+/// Memory for the intermediate results of a block step. E is [`Simd::ELEMENTS_PER_LANE`].
 #[derive(Clone, Copy)]
-pub(super) struct Buffers {
-    /// `[BLOCK]` steps of a panel's lanes
+pub(super) struct BlockBuffers {
+    /// Scores, then probabilities: `[BLOCK][lanes of a micro-panel]`.
     pub(super) scores: *mut f32,
-    /// Words of `[BLOCK][D]`
+    /// Packed K: `[BLOCK][D / E]`.
     pub(super) k: *mut f32,
-    /// Words of `[BLOCK][Dv padded to whole vectors]`, in an order of the kernel's
+    /// Packed V: `[Dv / MR][BLOCK / E][MR]`, with Dv padded to whole vectors.
     pub(super) v: *mut f32,
 }
 
-/// What to do with a block of keys; a kernel belongs to one arrangement of rows.
-pub(super) trait RowKernel<S: Simd> {
-    /// Keys that it takes at a time, at most [`super::keys::BLOCK`].
-    const KEYS: usize;
-    /// Bring the state up to date with a block of keys; ask for the rows of `ahead` meanwhile.
+/// Computes block steps for one [`super::plan::QueryLayout`].
+pub(super) trait BlockKernel<S: Simd> {
+    /// Keys per block, at most [`super::block_rows::BLOCK`].
+    const BLOCK_KEYS: usize;
+    /// Update the softmax state with a block of keys, and meanwhile prefetch the rows of the next block.
     ///
     /// # Safety
-    /// The rows are readable; q, state, lanes and buffers are the item's.
-    unsafe fn attend(simd: S, block_step: BlockStep, ahead: &mut Ahead, buffers: Buffers);
+    /// The rows of the block are readable; q, state, lanes and buffers have the sizes of the work tile.
+    unsafe fn attend(simd: S, block_step: BlockStep, prefetcher: &mut Prefetcher, buffers: BlockBuffers);
 }

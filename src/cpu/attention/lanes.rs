@@ -1,66 +1,70 @@
-//! What a lane needs to know of its query: which keys it sees, and what is added to their scores.
+//! Mask and bias per lane: which keys the query of a lane attends to, and its ALiBi slope.
 
-use super::keys::BLOCK;
-use super::plan::Item;
+use super::block_rows::BLOCK;
+use super::plan::WorkTile;
 use super::sequences::{Sequence, Window};
 use crate::cpu::simd::{MAX_LANES, Simd};
 use crate::problem::attention::Attention;
 use std::ops::Range;
 
-/// Of each lane of an item, in positions of the sequence. Lanes without a row repeat the last row's.
+/// What mask and bias need to know of each lane of a work tile, in positions of the sequence. Padding lanes repeat the last
+/// query row.
+///
+/// In the GEMV layout a lane belongs to a (key, row) pair. Its key lies `key_offset` behind the key of lane 0, which all
+/// positions here have subtracted, so that one key position per step serves all lanes.
 #[derive(Default)]
-pub(super) struct Lanes {
-    /// First visible key, less the lane's place within a step of keys
+pub(super) struct FwdLanes {
+    /// First visible key, less the lane's key offset.
     low: Vec<i32>,
-    /// End of the visible keys, likewise
+    /// End of the visible keys, less the lane's key offset.
     high: Vec<i32>,
-    /// Position of the query, likewise
+    /// Position of the query, less the lane's key offset.
     position: Vec<i32>,
-    /// `[KV heads of the item][lanes]`, none without a bias
+    /// `[KV heads of the work tile][lanes]`, empty without ALiBi.
     slopes: Vec<f32>,
 }
 
-impl Lanes {
-    /// Make these the lanes of `item`.
+impl FwdLanes {
+    /// Make these the lanes of `tile`.
     ///
     /// # Safety
-    /// The problem's slopes are readable; the item is one of the sequence `index`.
+    /// The problem's slopes are readable; the tile is one of the sequence `index`.
     pub(super) unsafe fn set<S: Simd>(
         &mut self,
         problem: &Attention,
-        item: &Item,
+        tile: &WorkTile,
         (index, sequence): (usize, &Sequence),
     ) {
         let group = problem.num_q_heads / problem.num_kv_heads;
-        let rows = item.queries.len() * group;
+        let rows = tile.queries.len() * group;
         let window = Window::of(&problem.score);
-        let row_of_lane = |lane| item.arrangement.row_of_lane(lane).min(rows - 1);
+        let row_of_lane = |lane| tile.layout.row_of_lane(lane).min(rows - 1);
         self.low.clear();
         self.high.clear();
         self.position.clear();
         self.slopes.clear();
-        for lane in 0..item.lanes {
-            let query = item.queries.start + row_of_lane(lane) / group;
+        for lane in 0..tile.lanes {
+            let query = tile.queries.start + row_of_lane(lane) / group;
             let visible = sequence.visible(query, window);
-            let key = item.arrangement.key_of_lane(lane, S::ELEMENTS_PER_LANE) as i32;
-            self.low.push(visible.start as i32 - key);
-            self.high.push(visible.end as i32 - key);
-            self.position.push(sequence.position(query) as i32 - key);
+            let key_offset = tile.layout.key_offset_of_lane(lane, S::ELEMENTS_PER_LANE) as i32;
+            self.low.push(visible.start as i32 - key_offset);
+            self.high.push(visible.end as i32 - key_offset);
+            self.position.push(sequence.position(query) as i32 - key_offset);
         }
         let Some(alibi) = problem.score.alibi else { return };
         let first = if alibi.per_sequence { index * problem.num_q_heads } else { 0 };
-        for kv_head in item.heads.clone() {
-            for lane in 0..item.lanes {
+        for kv_head in tile.heads.clone() {
+            for lane in 0..tile.lanes {
                 let head = kv_head * group + row_of_lane(lane) % group;
-                // SAFETY: slope of head < Hq, of sequence < B where each has its own.
+                // SAFETY: the slopes are [Hq], or [B, Hq] if each sequence has its own; head < Hq and index < B.
                 self.slopes.push(unsafe { alibi.slopes.add(first + head).read() });
             }
         }
     }
 
-    /// Of the `len` keys from position `first` on, those that some lane sees, relative to `first`.
+    /// Those of the `len` keys from position `first` on that at least one lane attends to, relative to `first`.
     #[inline(always)]
-    pub(super) fn seen_by_any(&self, lanes: &Range<usize>, first: usize, len: usize) -> Range<usize> {
+    pub(super) fn visible_to_any(&self, lanes: &Range<usize>, first: usize, len: usize) -> Range<usize> {
         let (mut low, mut high) = (i32::MAX, 0);
         for lane in lanes.clone() {
             if self.low[lane] < self.high[lane] {
@@ -71,40 +75,41 @@ impl Lanes {
         relative(low)..relative(high)
     }
 
-    /// Every lane sees all of `keys`, which are relative to `first`.
+    /// Whether every lane attends to all of `keys`, which are relative to `first`.
     #[inline(always)]
-    pub(super) fn seen_by_all(&self, lanes: &Range<usize>, first: usize, keys: &Range<usize>) -> bool {
+    pub(super) fn visible_to_all(&self, lanes: &Range<usize>, first: usize, keys: &Range<usize>) -> bool {
         let (start, end) = ((first + keys.start) as i64, (first + keys.end) as i64);
         lanes.clone().all(|lane| i64::from(self.low[lane]) <= start && end <= i64::from(self.high[lane]))
     }
 
-    /// (low, high) of a vector of lanes, relative to `first`: a lane sees key j of the block there if
+    /// (low, high) of a vector of lanes, relative to `first`: a lane attends to key j of the block that begins there if
     /// `low <= j < high`.
     #[inline(always)]
-    pub(super) fn visible<S: Simd>(&self, simd: S, lane: usize, first: usize) -> (S::V, S::V) {
-        // Clamped to what a block can tell, where f32 are exact.
+    pub(super) fn visible_bounds<S: Simd>(&self, simd: S, lane: usize, first: usize) -> (S::V, S::V) {
+        // Beyond a block the distance makes no difference; clamping keeps the numbers exact in f32.
         const LIMIT: i64 = 2 * BLOCK as i64;
         let clamped = |x: i64| x.clamp(-LIMIT, LIMIT);
         (relative(simd, &self.low[lane..], first, clamped), relative(simd, &self.high[lane..], first, clamped))
     }
 
-    /// (position relative to `first`, slope) of a vector of lanes, for the item's `head`-th KV head.
+    /// (position relative to `first`, slope) of a vector of lanes, for KV head number `head` of the work tile; `None` without
+    /// ALiBi.
     #[inline(always)]
     pub(super) fn bias<S: Simd>(&self, simd: S, head: usize, lane: usize, first: usize) -> Option<(S::V, S::V)> {
         let slopes = self.slopes.get(head * self.low.len() + lane..)?.get(..S::LANES)?;
-        // SAFETY: LANES slopes.
+        // SAFETY: the slice has LANES slopes.
         let slope = unsafe { simd.load(slopes.as_ptr()) };
         Some((relative(simd, &self.position[lane..], first, |x| x), slope))
     }
 }
 
-/// A vector of positions, relative to `first`.
+/// The first LANES of `positions` as a vector, relative to `first`.
 #[inline(always)]
 fn relative<S: Simd>(simd: S, positions: &[i32], first: usize, limit: impl Fn(i64) -> i64) -> S::V {
     let mut out = [0.0f32; MAX_LANES];
     for (out, x) in out.iter_mut().zip(&positions[..S::LANES]) {
         *out = limit(i64::from(*x) - first as i64) as f32;
     }
-    // SAFETY: LANES <= MAX_LANES.
+    // SAFETY: the array has MAX_LANES elements, and LANES <= MAX_LANES.
     unsafe { simd.load(out.as_ptr()) }
 }

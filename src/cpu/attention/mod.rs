@@ -1,28 +1,35 @@
-//! Attention on the CPU: blocked, with an online softmax, straight from the pages or rows.
+//! Attention on the CPU: FlashAttention's loop over blocks of keys with an online softmax. K and V are read in place,
+//! from pages or from packed rows. `docs/dev/kernels/cpu.md` explains the algorithm with a picture.
 //!
-//! The metadata is read and clamped once (`sequences`); the query rows of a sequence, for a KV head or for all, make an
-//! item (`plan`), whose keys are visited in blocks (`item`, `keys`) by one of two kernels: `many_rows` for prefill,
-//! `few_rows` for decode. Between their products stand the edits of the scores (`score`, `lanes`) and the softmax
-//! (`softmax`, `state`). Work depends on the keys that are visible, and memory on neither the context nor the cache.
+//! - `sequences` reads the metadata once and clamps it.
+//! - `plan` cuts the query rows of each sequence into work tiles, for one KV head or for all, and long tiles into KV splits.
+//! - `task` runs one task: it lays out the queries, steps through blocks of keys, merges KV splits and stores the output.
+//! - `gemm` (many query rows, as in prefill) and `gemv` (few, as in decode) compute one block step. Both use `block_rows`
+//!   (row addresses), `prefetcher`, `kv_loader`, `packing`, `score` and `lanes` (mask and bias), `softmax` and
+//!   `softmax_state`.
+//! - `epilogue` normalises o and stores it with the lse.
 //!
-//! Results are the same bits whatever the number of threads, and a sequence's rows have the same bits whatever else is
-//! in the batch, asked for or not: how a sequence is cut, and in which order its pieces are merged, follows from its
-//! own lengths and static sizes. Another instruction set may give other bits.
+//! The work is proportional to the number of visible keys; the memory depends on neither the context nor the cache size.
+//!
+//! Results have the same bits for any number of threads, and the rows of a sequence have the same bits whatever else is in
+//! the batch, with `batch_invariant` or without: the tiles and KV splits of a sequence, and the order in which splits are
+//! merged, follow from its own lengths and from static sizes. Another instruction set may give other bits.
 
+mod block_rows;
 mod block_step;
-mod few_rows;
-mod item;
-mod keys;
+mod epilogue;
+mod gemm;
+mod gemv;
+mod kv_loader;
 mod lanes;
-mod many_rows;
+mod packing;
 mod plan;
-mod results;
-mod score;
+mod prefetcher;
+pub(super) mod score;
 pub(super) mod sequences;
 mod softmax;
-mod sources;
-mod stage;
-mod state;
+mod softmax_state;
+mod task;
 
 #[cfg(test)]
 mod tests;
@@ -34,21 +41,21 @@ use crate::log;
 use crate::pool::{Pool, SingleThread};
 use crate::problem::attention::Attention;
 use crate::tensor::DType;
-use item::{Job, RunTask, Scratch};
-use plan::Plan;
+use plan::FwdPlan;
+use task::{FwdJob, FwdScratch, RunFwdJob};
 
-/// Multiplications below which a call is not worth a second thread.
+/// Multiply-adds below which a second thread costs more than it saves.
 pub(super) const MIN_PARALLEL_WORK: u64 = 1 << 19;
 
 /// Compute `out` and, if wanted, `softmax_lse`.
 ///
 /// # Errors
-/// `INTERNAL` if a task panicked, `RESOURCE_EXHAUSTED` without memory for what is kept meanwhile.
+/// `INTERNAL` if a task panicked, `RESOURCE_EXHAUSTED` if there is no memory for the plan, the scratch or the partials.
 ///
 /// # Safety
 /// The problem's views are valid host memory, `out` and `lse` writable and not otherwise accessed.
 pub(crate) unsafe fn run(problem: &Attention, pool: &dyn Pool) -> Result {
-    // SAFETY: the caller's word.
+    // SAFETY: the caller guarantees valid views and exclusive results, which is all that `run_with` requires.
     unsafe { run_with(Isa::best(), problem, pool) }
 }
 
@@ -66,30 +73,32 @@ unsafe fn run_with(isa: Isa, problem: &Attention, pool: &dyn Pool) -> Result {
         let (threads, q, kv) = (pool.num_threads(), problem.q.dtype, problem.kv_dtype);
         format!("{isa:?} on {threads} threads, {q} over {kv}, [Tq, Hq, Hkv, D, Dv] = {sizes:?}")
     });
-    // SAFETY: the caller's word.
-    let plan = unsafe { Plan::new(problem, isa.vector_shape(), pool.num_threads().max(1)) }?;
+    // SAFETY: the metadata are views of the problem, which are valid host memory.
+    let plan = unsafe { FwdPlan::new(problem, isa.vector_shape(), pool.num_threads().max(1)) }?;
     let work = plan.cost * problem.head_dim as u64 + problem.out.len() as u64;
     let pool = if work < MIN_PARALLEL_WORK { &SingleThread } else { pool };
     let mut partials = AlignedBuffer::zeros(plan.partials_len)?;
-    let shared = SharedBuffer::new(&mut partials);
-    let run = |scratch: &mut Scratch, job: Job| {
-        // SAFETY: the views are valid by this function's contract; all else was made above for this problem and `isa`. Each
-        // index comes once, and the tasks have ended when the merges begin.
-        unsafe { isa.dispatch(RunTask::new(problem, &plan, scratch, shared.as_mut_ptr(), job)) };
+    let partials = SharedBuffer::new(&mut partials);
+    let run = |scratch: &mut FwdScratch, job: FwdJob| {
+        // SAFETY: the views are valid; plan, scratch and partials were made for this problem and `isa`. The loops below take
+        // each task and each combine once, and the first loop has ended when the second begins.
+        unsafe { isa.dispatch(RunFwdJob::new(problem, &plan, scratch, partials.as_mut_ptr(), job)) };
     };
-    let scratch = || Scratch::new(&plan, problem);
-    try_parallel_for(pool, plan.tasks.len(), scratch, |scratch, index| run(scratch, Job::Task(&plan.tasks[index])))?;
-    try_parallel_for(pool, plan.merges.len(), scratch, |scratch, index| run(scratch, Job::Merge(plan.merges[index])))
+    let scratch = || FwdScratch::new(&plan, problem);
+    let (tasks, combines) = (&plan.tasks, &plan.combines);
+    try_parallel_for(pool, tasks.len(), scratch, |scratch, index| run(scratch, FwdJob::Task(&tasks[index])))?;
+    try_parallel_for(pool, combines.len(), scratch, |scratch, index| run(scratch, FwdJob::Combine(combines[index])))
 }
 
-/// Products of bf16 are wanted, where the CPU has them: q, K and V are exact in bf16, and the accuracy that the output's
-/// type asks for allows p to be rounded to it. Of f16, as the type of q or of the output, one of the two is not true.
+/// Whether q, K, V and p may be multiplied as bf16 where the CPU can. q, K and V are exact in bf16 if q is bf16 or fp8 (K
+/// and V then are too), and p may be rounded to bf16 if the output's dtype is no finer than that rounding. An f16 operand or
+/// an f16 output breaks one of the two conditions.
 ///
-/// A dot product of pairs rounds after each of its two additions, the products themselves being exact, so that a sum in
-/// this order differs from one in f32 by nothing but the order. It takes bf16 and sums below 2^-126 for 0: an absolute
-/// error of less than D * 2^-126 * max|k| in a score, of less than `len_k` * 2^-126 in o, both far below the 1e-5 that
-/// `docs/semantics.md#error-bounds` allows. Rounding p to bf16 is an error of 2^-9 p in each term of o, as in a
-/// computation in bf16 throughout; l, and so the lse, is summed before.
+/// `vdpbf16ps` rounds after each of its two additions, the products themselves being exact, so a sum in this order differs
+/// from one in f32 only by the order. It flushes subnormal bf16 inputs and f32 sums to 0: an absolute error below D * 2^-126 *
+/// max|k| in a score and below `len_k` * 2^-126 in o, both far below the 1e-5 that `docs/semantics.md#error-bounds` allows.
+/// Rounding p to bf16 is an error of 2^-9 p in each term of o, as in a computation in bf16 throughout; l, and so the lse, is
+/// the sum of p before the rounding.
 fn multiplies_bf16(q: DType, out: DType) -> bool {
     [DType::BF16, DType::F8E4M3FN].contains(&q) && out != DType::F16
 }

@@ -1,63 +1,66 @@
-//! What there is to do: query rows cut into items, long items cut by keys.
+//! The work of a call: query rows cut into work tiles, long work tiles cut by keys into KV splits.
 //!
-//! How a sequence is cut depends on that sequence and on static sizes only; what the number of threads decides is
-//! whether the pieces of one item are computed by several threads or by one, which gives the same bits.
+//! The tiles and splits of a sequence depend on its own lengths and on static sizes only. The number of threads decides
+//! whether the splits of a tile are computed by several threads or by one, which gives the same bits.
 
 use super::sequences::{Sequence, Window, gaps, sequences};
 use crate::error::{Result, push};
 use crate::problem::attention::Attention;
 use std::ops::Range;
 
-/// Query rows (queries x heads of a group) of an item with many rows.
+/// Query rows (queries x query heads of a group) of a tile of the GEMM path.
 const ROWS: usize = 256;
-/// Up to this many rows, an item takes all KV heads of its sequence, to read the cache in the order of its memory.
+/// A sequence with at most this many rows per KV head is one tile for all KV heads, so that the cache is read in the order
+/// of its memory.
 const ALL_HEADS_ROWS: usize = 32;
-/// K and V elements of one piece of an item: long enough to pay for merging the piece's result.
-const PIECE_ELEMENTS: usize = 1 << 19;
-/// The most pieces of an item: what they store does not grow with the context.
-const MAX_PIECES: usize = 32;
-/// Every piece but the last has a multiple of this many keys.
-pub(super) const PIECE_STEP: usize = 128;
-/// Rows of no sequence that one task clears.
+/// K and V elements of a KV split: enough work to pay for merging its partial result.
+const SPLIT_ELEMENTS: usize = 1 << 19;
+/// The most KV splits of a tile, so that the partial results do not grow with the context.
+const MAX_SPLITS: usize = 32;
+/// Every KV split but the last has a multiple of this many keys.
+const SPLIT_ALIGNMENT: usize = 128;
+/// Padding rows that one task clears.
 const CLEAR_ROWS: usize = 64;
 
-/// How the query rows of one KV head lie in vectors.
+/// What the lanes of vectors stand for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Arrangement {
-    /// A lane for each row (`many_rows`).
-    RowPerLane,
-    /// A vector along the head dimension for each of so many padded rows, a power of two (`few_rows`).
-    VectorPerRow(usize),
+pub(super) enum QueryLayout {
+    /// A lane per query row: the GEMM path (`gemm`).
+    RowsInLanes,
+    /// Lanes along the head dimension, for this many query rows, padded to a power of two: the GEMV path (`gemv`).
+    HeadDimInLanes(usize),
 }
 
-/// Queries of one sequence for some KV heads.
+/// A work tile: queries of one sequence for one KV head or for all.
 #[derive(Clone, Debug)]
-pub(super) struct Item {
-    /// Index into [`Plan::sequences`]
+pub(super) struct WorkTile {
+    /// Index into [`FwdPlan::sequences`].
     pub(super) sequence: usize,
     pub(super) queries: Range<usize>,
-    /// KV heads
+    /// KV heads.
     pub(super) heads: Range<usize>,
-    /// All keys that some of the queries see
+    /// All keys that at least one of the queries attends to.
     pub(super) keys: Range<usize>,
-    pub(super) arrangement: Arrangement,
-    /// Elements of m, and of l, for one KV head
+    pub(super) layout: QueryLayout,
+    /// Elements of m, and of l, per KV head.
     pub(super) lanes: usize,
-    /// Words of q for one KV head
+    /// f32-sized lanes of packed q per KV head.
     pub(super) q_len: usize,
-    /// Elements of o for one KV head
+    /// Elements of o per KV head.
     pub(super) o_len: usize,
-    piece_len: usize,
+    /// Keys of a KV split.
+    split_len: usize,
 }
 
-impl Item {
-    pub(super) fn pieces(&self) -> usize {
-        self.keys.len().div_ceil(self.piece_len)
+impl WorkTile {
+    pub(super) fn num_splits(&self) -> usize {
+        self.keys.len().div_ceil(self.split_len)
     }
 
-    pub(super) fn piece(&self, index: usize) -> Range<usize> {
-        let first = self.keys.start + index * self.piece_len;
-        first..(first + self.piece_len).min(self.keys.end)
+    /// The keys of a KV split.
+    pub(super) fn split(&self, index: usize) -> Range<usize> {
+        let first = self.keys.start + index * self.split_len;
+        first..(first + self.split_len).min(self.keys.end)
     }
 
     /// Elements of (o, m, l) for one KV head.
@@ -65,124 +68,126 @@ impl Item {
         self.o_len + 2 * self.lanes
     }
 
-    /// Elements of (o, m, l) for all KV heads of the item.
+    /// Elements of (o, m, l) for all KV heads of the tile.
     pub(super) fn state_len(&self) -> usize {
         self.heads.len() * self.head_state_len()
     }
 
-    /// For ordering and balance only.
+    /// An estimate, for ordering tasks and balancing threads.
     fn cost(&self) -> u64 {
         self.heads.len() as u64 * (self.keys.len() as u64 + 16) * (self.lanes as u64 + 16)
     }
 }
 
-impl Task {
-    /// The item and the piece of it; an order in which each task has its place.
-    fn place(&self) -> (usize, usize) {
+/// One index of the first parallel loop.
+#[derive(Clone, Debug)]
+pub(super) enum FwdTask {
+    /// All KV splits of `tiles[tile]`, then the output.
+    Tile { tile: usize },
+    /// One KV split; its state goes to `partials[offset..]`.
+    Split { tile: usize, split: usize, offset: usize },
+    /// Rows that belong to no sequence.
+    Clear(Range<usize>),
+}
+
+impl FwdTask {
+    /// (tile, split): a total order of the tasks, which breaks ties of their costs.
+    fn order(&self) -> (usize, usize) {
         match *self {
-            Self::Whole { item } => (item, 0),
-            Self::Piece { item, piece, .. } => (item, piece),
+            Self::Tile { tile } => (tile, 0),
+            Self::Split { tile, split, .. } => (tile, split),
             Self::Clear(_) => (usize::MAX, 0),
         }
     }
 }
 
-/// One index of the parallel loop.
-#[derive(Clone, Debug)]
-pub(super) enum Task {
-    /// All pieces of `items[item]`, then its results.
-    Whole { item: usize },
-    /// One piece; its state goes to `partials[offset..]`.
-    Piece { item: usize, piece: usize, offset: usize },
-    /// Rows that belong to no sequence.
-    Clear(Range<usize>),
-}
-
-/// The states of all pieces of an item, which follow one another in the partial results.
+/// One index of the second parallel loop: merge the states of all KV splits of a tile, which lie one after the other from
+/// `partials[offset]` on, and store the output.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Merge {
-    pub(super) item: usize,
+pub(super) struct Combine {
+    pub(super) tile: usize,
     pub(super) offset: usize,
 }
 
+/// The work of a call to attention.
 #[derive(Debug)]
-pub(super) struct Plan {
+pub(super) struct FwdPlan {
     pub(super) sequences: Vec<Sequence>,
-    pub(super) items: Vec<Item>,
-    /// Largest first
-    pub(super) tasks: Vec<Task>,
-    /// To be done after the tasks
-    pub(super) merges: Vec<Merge>,
-    /// Elements of all partial results
+    pub(super) tiles: Vec<WorkTile>,
+    /// Most expensive first.
+    pub(super) tasks: Vec<FwdTask>,
+    /// Run after the tasks.
+    pub(super) combines: Vec<Combine>,
+    /// Elements of all partial results.
     pub(super) partials_len: usize,
-    /// The sum of the items' costs
+    /// The sum of the tiles' costs.
     pub(super) cost: u64,
 }
 
-impl Plan {
-    /// For vectors of so many lanes, each of which holds `elements_per_lane` elements while they are multiplied.
+impl FwdPlan {
+    /// The plan for vectors of `shape`: (lanes, elements per lane while they are multiplied).
     ///
     /// # Errors
     /// `RESOURCE_EXHAUSTED`.
     ///
     /// # Safety
     /// The problem's metadata is readable.
-    pub(super) unsafe fn new(problem: &Attention, vector: (usize, usize), threads: usize) -> Result<Self> {
-        // SAFETY: the caller's word.
+    pub(super) unsafe fn new(problem: &Attention, shape: (usize, usize), threads: usize) -> Result<Self> {
+        // SAFETY: the caller guarantees that the metadata is readable.
         let sequences = unsafe { sequences(problem) }?;
-        let mut items = Vec::new();
+        let mut tiles = Vec::new();
         for (index, sequence) in sequences.iter().enumerate() {
-            cut(problem, index, sequence, vector, &mut items)?;
+            push_tiles(problem, index, sequence, shape, &mut tiles)?;
         }
-        let mut plan = Self { sequences, items, tasks: Vec::new(), merges: Vec::new(), partials_len: 0, cost: 0 };
+        let mut plan = Self { sequences, tiles, tasks: Vec::new(), combines: Vec::new(), partials_len: 0, cost: 0 };
         plan.schedule(problem.num_rows, threads)?;
         Ok(plan)
     }
 
-    /// (row of the query, query head) of an item's row for one of its KV heads, each read by `group` query heads.
-    pub(super) fn query_of_row(&self, item: &Item, kv_head: usize, row: usize, group: usize) -> (usize, usize) {
-        let first = self.sequences[item.sequence].first_row + item.queries.start;
+    /// (row of q, query head) of row `row` of a tile for one of its KV heads, where `group` query heads share a KV head.
+    pub(super) fn query_of_row(&self, tile: &WorkTile, kv_head: usize, row: usize, group: usize) -> (usize, usize) {
+        let first = self.sequences[tile.sequence].first_row + tile.queries.start;
         (first + row / group, kv_head * group + row % group)
     }
 
-    /// Fill `tasks` and `merges` from `sequences` and `items`.
+    /// Fill `tasks` and `combines` from `sequences` and `tiles`.
     fn schedule(&mut self, rows: usize, threads: usize) -> Result {
-        self.cost = self.items.iter().map(Item::cost).sum();
-        // With fair shares at most a quarter of a thread's work, the last task to end is not long alone.
+        self.cost = self.tiles.iter().map(WorkTile::cost).sum();
+        // Tasks of at most a quarter of a thread's share: the last one to end then runs alone only for a short time.
         let fair = self.cost / (4 * threads as u64);
-        for (item, it) in self.items.iter().enumerate() {
-            if threads == 1 || it.pieces() < 2 || it.cost() <= fair {
-                push(&mut self.tasks, Task::Whole { item })?;
+        for (tile, it) in self.tiles.iter().enumerate() {
+            if threads == 1 || it.num_splits() < 2 || it.cost() <= fair {
+                push(&mut self.tasks, FwdTask::Tile { tile })?;
                 continue;
             }
-            push(&mut self.merges, Merge { item, offset: self.partials_len })?;
-            for piece in 0..it.pieces() {
-                push(&mut self.tasks, Task::Piece { item, piece, offset: self.partials_len })?;
+            push(&mut self.combines, Combine { tile, offset: self.partials_len })?;
+            for split in 0..it.num_splits() {
+                push(&mut self.tasks, FwdTask::Split { tile, split, offset: self.partials_len })?;
                 self.partials_len += it.state_len();
             }
         }
-        let items = &self.items;
-        let cost = |task: &Task| match *task {
-            Task::Whole { item } => items[item].cost(),
-            Task::Piece { item, .. } => items[item].cost() / items[item].pieces() as u64,
-            Task::Clear(_) => 0,
+        let tiles = &self.tiles;
+        let cost = |task: &FwdTask| match *task {
+            FwdTask::Tile { tile } => tiles[tile].cost(),
+            FwdTask::Split { tile, .. } => tiles[tile].cost() / tiles[tile].num_splits() as u64,
+            FwdTask::Clear(_) => 0,
         };
-        // A stable sort would take memory.
-        self.tasks.sort_unstable_by_key(|task| (std::cmp::Reverse(cost(task)), task.place()));
+        // A stable sort would allocate.
+        self.tasks.sort_unstable_by_key(|task| (std::cmp::Reverse(cost(task)), task.order()));
         for rows in gaps(self.sequences.iter().map(Sequence::rows), rows, CLEAR_ROWS) {
-            push(&mut self.tasks, Task::Clear(rows))?;
+            push(&mut self.tasks, FwdTask::Clear(rows))?;
         }
         Ok(())
     }
 }
 
-/// Cut a sequence into items.
-fn cut(
+/// Cut a sequence into work tiles.
+fn push_tiles(
     problem: &Attention,
     index: usize,
     sequence: &Sequence,
     (lanes, elements_per_lane): (usize, usize),
-    items: &mut Vec<Item>,
+    tiles: &mut Vec<WorkTile>,
 ) -> Result {
     let (heads, d, dv) = (problem.num_kv_heads, problem.head_dim, problem.value_dim);
     let group = problem.num_q_heads / heads;
@@ -191,41 +196,42 @@ fn cut(
         return Ok(());
     }
     let window = Window::of(&problem.score);
-    let together = if rows <= ALL_HEADS_ROWS.max(lanes / 2) { heads } else { 1 };
-    let queries_each = if together > 1 { sequence.len_q } else { (ROWS / group).max(1) };
-    for first in (0..sequence.len_q).step_by(queries_each) {
-        let queries = first..(first + queries_each).min(sequence.len_q);
+    let tile_heads = if rows <= ALL_HEADS_ROWS.max(lanes / 2) { heads } else { 1 };
+    let tile_queries = if tile_heads > 1 { sequence.len_q } else { (ROWS / group).max(1) };
+    for first in (0..sequence.len_q).step_by(tile_queries) {
+        let queries = first..(first + tile_queries).min(sequence.len_q);
         let rows = queries.len() * group;
-        let arrangement = if rows <= lanes / 2 {
-            Arrangement::VectorPerRow(rows.next_power_of_two())
+        let layout = if rows <= lanes / 2 {
+            QueryLayout::HeadDimInLanes(rows.next_power_of_two())
         } else {
-            Arrangement::RowPerLane
+            QueryLayout::RowsInLanes
         };
-        let (item_lanes, q_len, o_len) = match arrangement {
-            Arrangement::RowPerLane => {
+        let (tile_lanes, q_len, o_len) = match layout {
+            QueryLayout::RowsInLanes => {
                 let padded = rows.next_multiple_of(lanes);
                 (padded, padded * d / elements_per_lane, padded * dv)
             }
-            Arrangement::VectorPerRow(padded) => {
-                (lanes, padded * (d / elements_per_lane).next_multiple_of(lanes), padded * dv.next_multiple_of(lanes))
+            QueryLayout::HeadDimInLanes(padded) => {
+                let row_len = (d / elements_per_lane).next_multiple_of(lanes);
+                (lanes, padded * row_len, padded * dv.next_multiple_of(lanes))
             }
         };
         let keys = sequence.visible_to_any(&queries, window);
-        // At least one step, also where there is no key and a token of all heads is longer than a piece.
-        let piece_len = (PIECE_ELEMENTS / (together * (d + dv))).max(keys.len().div_ceil(MAX_PIECES)).max(1);
-        for head in (0..heads).step_by(together) {
-            let item = Item {
+        // At least 1, also if there is no key, or if the heads of one token have more than SPLIT_ELEMENTS.
+        let split_len = (SPLIT_ELEMENTS / (tile_heads * (d + dv))).max(keys.len().div_ceil(MAX_SPLITS)).max(1);
+        for head in (0..heads).step_by(tile_heads) {
+            let tile = WorkTile {
                 sequence: index,
                 queries: queries.clone(),
-                heads: head..head + together,
+                heads: head..head + tile_heads,
                 keys: keys.clone(),
-                arrangement,
-                lanes: item_lanes,
+                layout,
+                lanes: tile_lanes,
                 q_len,
                 o_len,
-                piece_len: piece_len.next_multiple_of(PIECE_STEP),
+                split_len: split_len.next_multiple_of(SPLIT_ALIGNMENT),
             };
-            push(items, item)?;
+            push(tiles, tile)?;
         }
     }
     Ok(())

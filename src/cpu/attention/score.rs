@@ -1,154 +1,156 @@
-//! From a product q·k to a score.
+//! From a product q·k to the score that the softmax takes: logits transform, bias, mask.
 
-use super::lanes::Lanes;
+use super::lanes::FwdLanes;
 use crate::cpu::elementary::tanh;
 use crate::cpu::simd::{Simd, SimdKernel};
 use crate::problem::Scale;
 use crate::problem::attention::Attention;
 use std::f32::consts::LOG2_E;
 
-/// A factor of a KV head; 1 without one.
+/// The scale of a KV head; 1 if there is none.
 ///
 /// # Safety
 /// The scale's values are readable, `kv_head` is below Hkv.
 pub(super) unsafe fn scale_of_head(scale: Option<Scale>, kv_head: usize) -> f32 {
-    // SAFETY: one value, or one for each head.
+    // SAFETY: a scale has Hkv values if it is per head, and one otherwise.
     scale.map_or(1.0, |scale| unsafe { scale.values.add(if scale.per_head { kv_head } else { 0 }).read() })
 }
 
-/// How the products of one KV head become scores, without mask and bias.
+/// How the products of one KV head become logits: FlashInfer's `LogitsTransform`.
 #[derive(Clone, Copy)]
-pub(super) struct ScoreForm {
-    /// Multiplies a score, to bring it to base 2; positive, so that the largest score stays the largest
-    pub(super) to_base_2: f32,
-    /// What makes a score of a product, where that is not the product itself.
-    pub(super) modified: Option<Modified>,
+pub(super) struct LogitsTransform {
+    /// Factor that brings a logit to base 2; positive, so that the largest logit stays the largest.
+    pub(super) softmax_scale_log2: f32,
+    /// What turns a product into a logit; `None` where the product is the logit.
+    pub(super) scale_and_cap: Option<ScaleAndCap>,
 }
 
-/// `scale`, then `cap`.
+/// `softcap * tanh(x * softmax_scale / softcap)`, or `x * softmax_scale` without a soft cap.
 #[derive(Clone, Copy)]
-pub(super) struct Modified {
-    scale: f32,
-    /// `scale` holds the division by it already; 0 is off
-    cap: f32,
+pub(in crate::cpu) struct ScaleAndCap {
+    /// The factor of x: with a soft cap it includes the division by it.
+    pub(in crate::cpu) scale: f32,
+    /// The soft cap; 0 is off.
+    pub(in crate::cpu) cap: f32,
 }
 
-impl ScoreForm {
-    /// The scale alone is left to `to_base_2`, which saves a multiplication; where something is to be done between the
-    /// scale and the softmax, or the scale does not keep the order of the products, it is applied first.
-    ///
-    /// # Safety
-    /// The problem's scales are readable, `kv_head` is below Hkv.
-    pub(super) unsafe fn of_head(problem: &Attention, kv_head: usize) -> Self {
-        let score = &problem.score;
-        // SAFETY: the caller's word.
-        let (q_scale, k_scale) =
-            unsafe { (scale_of_head(score.q_scale, kv_head), scale_of_head(score.k_scale, kv_head)) };
-        let scale = f64::from(score.softmax_scale) * f64::from(q_scale) * f64::from(k_scale);
-        let to_base_2 = (scale * std::f64::consts::LOG2_E) as f32;
-        let cap = score.softcap;
-        if cap > 0.0 {
-            return Self {
-                to_base_2: LOG2_E,
-                modified: Some(Modified { scale: (scale / f64::from(cap)) as f32, cap }),
-            };
-        }
-        if score.alibi.is_some() || !(to_base_2.is_normal() && to_base_2 > 0.0) {
-            return Self { to_base_2: LOG2_E, modified: Some(Modified { scale: scale as f32, cap }) };
-        }
-        Self { to_base_2, modified: None }
+impl ScaleAndCap {
+    pub(in crate::cpu) fn new(softmax_scale: f64, cap: f32) -> Self {
+        Self { scale: if cap > 0.0 { softmax_scale / f64::from(cap) } else { softmax_scale } as f32, cap }
     }
-}
 
-impl Modified {
-    /// The scores of a vector of products.
+    /// The logits of a vector of products.
     #[inline(always)]
-    pub(super) fn scores<S: Simd>(self, simd: S, products: S::V) -> S::V {
+    pub(super) fn logits<S: Simd>(self, simd: S, products: S::V) -> S::V {
         let s = simd.mul(products, simd.splat(self.scale));
         if self.cap > 0.0 { simd.mul(tanh(simd, s), simd.splat(self.cap)) } else { s }
     }
 }
 
-/// Positions of the keys of a block, relative to the block's first; a lane's key stands a little further on, which its
-/// own numbers account for.
+impl LogitsTransform {
+    /// Usually the scale is folded into `softmax_scale_log2`, which saves a multiplication per score. It is applied to the
+    /// products first if a soft cap or a bias follows it, or if it would not keep the order of the products.
+    ///
+    /// # Safety
+    /// The problem's scales are readable, `kv_head` is below Hkv.
+    pub(super) unsafe fn of_head(problem: &Attention, kv_head: usize) -> Self {
+        let score = &problem.score;
+        // SAFETY: the caller guarantees readable scales and kv_head < Hkv.
+        let (q_scale, k_scale) =
+            unsafe { (scale_of_head(score.q_scale, kv_head), scale_of_head(score.k_scale, kv_head)) };
+        let scale = f64::from(score.softmax_scale) * f64::from(q_scale) * f64::from(k_scale);
+        let softmax_scale_log2 = (scale * std::f64::consts::LOG2_E) as f32;
+        let keeps_order = softmax_scale_log2.is_normal() && softmax_scale_log2 > 0.0;
+        if score.softcap > 0.0 || score.alibi.is_some() || !keeps_order {
+            let scale_and_cap = Some(ScaleAndCap::new(scale, score.softcap));
+            return Self { softmax_scale_log2: LOG2_E, scale_and_cap };
+        }
+        Self { softmax_scale_log2, scale_and_cap: None }
+    }
+}
+
+/// Key positions of the steps of a block, one vector of scores each, relative to the block's first key. In the GEMV layout
+/// this is the key of lane 0; [`FwdLanes`] accounts for the offsets of the other lanes.
 #[derive(Clone, Copy)]
-pub(super) struct Steps {
-    pub(super) count: usize,
+pub(super) struct KeyPositions {
+    /// Number of steps.
+    pub(super) steps: usize,
+    /// Position of the first step.
     pub(super) first: usize,
-    /// Steps whose keys alternate: theirs begin at neighbouring positions.
+    /// Number of steps that begin at neighbouring keys, as these share lanes of p.
     pub(super) alternating: usize,
-    /// From a step to the next that does not alternate with it.
+    /// Distance from each such group of steps to the next.
     pub(super) stride: usize,
 }
 
-impl Steps {
+impl KeyPositions {
     #[inline(always)]
-    pub(super) fn position(&self, step: usize) -> f32 {
+    pub(super) fn of_step(&self, step: usize) -> f32 {
         (self.first + step / self.alternating * self.stride + step % self.alternating) as f32
     }
 }
 
 /// What happens to the scores of a block between the product and the softmax.
 #[derive(Clone, Copy)]
-pub(super) struct Edits<'a> {
-    pub(super) form: ScoreForm,
-    pub(super) steps: Steps,
-    /// Of the item, of which these scores have those from `lane` on.
-    pub(super) lanes: &'a Lanes,
+pub(super) struct MaskAndBias<'a> {
+    pub(super) transform: LogitsTransform,
+    pub(super) positions: KeyPositions,
+    /// The lanes of the work tile; the scores are those of lanes from `lane` on.
+    pub(super) lanes: &'a FwdLanes,
     pub(super) lane: usize,
-    /// Index of the KV head among the item's.
+    /// Index of the KV head among those of the work tile.
     pub(super) head: usize,
-    /// Position of the block's first key
+    /// Position of the block's first key in the sequence.
     pub(super) first: usize,
-    /// Some lane does not see all of the keys.
+    /// Whether some lane does not attend to all of the keys.
     pub(super) masked: bool,
 }
 
-impl Edits<'_> {
-    /// Nothing does: scores are products.
+impl MaskAndBias<'_> {
+    /// Whether the scores are the products themselves.
     #[inline(always)]
-    pub(super) fn are_none(&self) -> bool {
-        // A bias comes with a modified form.
-        self.form.modified.is_none() && !self.masked
+    pub(super) fn is_identity(&self) -> bool {
+        // There is no bias either: with a bias the scale is applied first.
+        self.transform.scale_and_cap.is_none() && !self.masked
     }
 
-    /// Make scores of products, in place, and hide what is not seen.
+    /// Turn products into scores, in place; scores of masked keys become -inf.
     ///
     /// # Safety
-    /// `scores` has `steps.count * vectors` vectors of the lanes' instruction set.
+    /// `scores` has `positions.steps * vectors` vectors of the instruction set that `lanes` were made for.
     #[inline(always)]
     pub(super) unsafe fn apply<S: Simd>(self, simd: S, scores: *mut f32, vectors: usize) {
-        // SAFETY: the scores are those of this function's contract.
-        unsafe { simd.vectorize(EditScores { edits: self, scores, vectors }) };
+        // SAFETY: the caller guarantees the vectors that `ApplyMaskAndBias` requires.
+        unsafe { simd.vectorize(ApplyMaskAndBias { mask_and_bias: self, scores, vectors }) };
     }
 }
 
 /// # Safety
-/// As [`Edits::apply`].
-struct EditScores<'a> {
-    edits: Edits<'a>,
+/// As [`MaskAndBias::apply`].
+struct ApplyMaskAndBias<'a> {
+    mask_and_bias: MaskAndBias<'a>,
     scores: *mut f32,
     vectors: usize,
 }
 
-impl SimdKernel for EditScores<'_> {
+impl SimdKernel for ApplyMaskAndBias<'_> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
-        let Edits { form, steps, lanes, head, first, masked, .. } = self.edits;
+        let MaskAndBias { transform, positions, lanes, head, first, masked, .. } = self.mask_and_bias;
         let hidden = simd.splat(f32::NEG_INFINITY);
         for v in 0..self.vectors {
-            let lane = self.edits.lane + v * S::LANES;
+            let lane = self.mask_and_bias.lane + v * S::LANES;
             let bias = lanes.bias(simd, head, lane, first);
-            let (low, high) = lanes.visible(simd, lane, first);
-            for step in 0..steps.count {
+            let (low, high) = lanes.visible_bounds(simd, lane, first);
+            for step in 0..positions.steps {
                 let at = self.scores.wrapping_add((step * self.vectors + v) * S::LANES);
-                // SAFETY: vector (step, v).
+                // SAFETY: step < steps and v < vectors, so `at` is one of the vectors of `scores`.
                 let mut s = unsafe { simd.load(at) };
-                if let Some(modified) = form.modified {
-                    s = modified.scores(simd, s);
+                if let Some(scale_and_cap) = transform.scale_and_cap {
+                    s = scale_and_cap.logits(simd, s);
                 }
-                let j = simd.splat(steps.position(step));
+                let j = simd.splat(positions.of_step(step));
                 if let Some((position, slope)) = bias {
                     let distance = simd.sub(position, j);
                     let distance = simd.max(distance, simd.sub(simd.splat(0.0), distance));
@@ -158,7 +160,7 @@ impl SimdKernel for EditScores<'_> {
                     s = simd.select_lt(j, high, s, hidden);
                     s = simd.select_lt(j, low, hidden, s);
                 }
-                // SAFETY: the vector that was read.
+                // SAFETY: the vector that was loaded above.
                 unsafe { simd.store(at, s) };
             }
         }

@@ -1,33 +1,33 @@
-//! The metadata of a call, read once and clamped as `crate::problem::attention` says, and which keys a query sees.
+//! The metadata of a call, read once and clamped as `docs/semantics.md#metadata` says, and the keys that a query attends to.
 
 use crate::error::{Result, with_room};
 use crate::problem::attention::{Attention, KeyStorage, Score};
 use std::ops::Range;
 
-/// One of the sequences in use.
+/// A sequence in use, with clamped lengths.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cpu) struct Sequence {
     pub(in crate::cpu) first_row: usize,
     pub(in crate::cpu) len_q: usize,
     pub(in crate::cpu) len_k: usize,
-    /// The first keys, at most `len_k`, which no query sees
+    /// Keys at the start that no query attends to, at most `len_k`.
     pub(in crate::cpu) leftpad: usize,
-    /// Position of query 0 among the keys
+    /// Position of query 0 among the keys.
     pub(in crate::cpu) shift: i64,
-    pub(in crate::cpu) keys: StoredKeys,
+    pub(in crate::cpu) keys: SequenceKeys,
 }
 
 /// Where the keys of a sequence are.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::cpu) enum StoredKeys {
-    /// Neighbouring rows, from this one on
+pub(in crate::cpu) enum SequenceKeys {
+    /// Packed: consecutive rows from this one on.
     Rows(usize),
-    /// Page ids; entries below `ceil(len_k / page_size)` may be read, and are not to be trusted
+    /// Paged: the sequence's page ids, of which `ceil(len_k / page_size)` may be read. They are not validated.
     Pages(*const i32),
 }
 
-impl StoredKeys {
-    /// Of keys that are neighbouring rows.
+impl SequenceKeys {
+    /// The first row of packed keys; 0 for paged ones.
     pub(in crate::cpu) fn first_row(&self) -> usize {
         match *self {
             Self::Rows(first) => first,
@@ -36,12 +36,12 @@ impl StoredKeys {
     }
 }
 
-// SAFETY: the address of page ids that belong to the call, which any thread may read.
-unsafe impl Send for StoredKeys {}
-// SAFETY: the page ids are only read, from all threads of the call.
-unsafe impl Sync for StoredKeys {}
+// SAFETY: the page ids belong to the call, which outlives its tasks, and no thread writes them.
+unsafe impl Send for SequenceKeys {}
+// SAFETY: the threads of the call only read the page ids.
+unsafe impl Sync for SequenceKeys {}
 
-/// Keys visible before and after a query's own position; negative is all of them.
+/// Number of keys visible before and after a query's own position; negative is unlimited.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cpu) struct Window {
     left: i64,
@@ -55,7 +55,7 @@ impl Window {
 }
 
 impl Sequence {
-    /// Its query rows.
+    /// The sequence's query rows.
     pub(in crate::cpu) fn rows(&self) -> Range<usize> {
         self.first_row..self.first_row + self.len_q
     }
@@ -65,7 +65,7 @@ impl Sequence {
         i as i64 + self.shift
     }
 
-    /// Keys that query `i` sees; empty ranges are `0..0`.
+    /// Keys that query `i` attends to; an empty range is `0..0`.
     pub(in crate::cpu) fn visible(&self, i: usize, window: Window) -> Range<usize> {
         let position = self.position(i);
         let low = if window.left < 0 { 0 } else { position.saturating_sub(window.left) };
@@ -74,23 +74,23 @@ impl Sequence {
         if low < high { low as usize..high as usize } else { 0..0 }
     }
 
-    /// Keys that some of the queries see. Neighbouring queries see ranges that overlap or touch, so there is no gap:
-    /// each of these keys is seen by one of the queries.
+    /// Keys that at least one of the queries attends to. They are one range without a gap: the ranges of neighbouring queries
+    /// overlap or touch.
     pub(in crate::cpu) fn visible_to_any(&self, queries: &Range<usize>, window: Window) -> Range<usize> {
-        // From some query on the end of the visible keys lies behind the first key; up to some query their start lies
-        // before the last key.
-        let first_seeing = if window.right < 0 {
+        // Queries before `first_visible` attend to no key because their window ends before the first key; queries from
+        // `end_visible` on because their window begins after the last key.
+        let first_visible = if window.right < 0 {
             0
         } else {
             (self.leftpad as i64).saturating_sub(window.right).saturating_sub(self.shift).max(0)
         };
-        let end_seeing = if window.left < 0 {
+        let end_visible = if window.left < 0 {
             i64::MAX
         } else {
             (self.len_k as i64).saturating_add(window.left).saturating_sub(self.shift).max(0)
         };
-        let first = first_seeing.max(queries.start as i64);
-        let end = end_seeing.min(queries.end as i64);
+        let first = first_visible.max(queries.start as i64);
+        let end = end_visible.min(queries.end as i64);
         if first >= end || self.leftpad >= self.len_k {
             return 0..0;
         }
@@ -98,7 +98,8 @@ impl Sequence {
     }
 }
 
-/// What lies below `total` and in none of `taken`, which are in order and do not overlap, in pieces of at most `most`.
+/// The indices below `total` that lie in none of the ranges `taken`, which are in order and do not overlap, as ranges of at
+/// most `most` indices.
 pub(in crate::cpu) fn gaps(
     taken: impl Iterator<Item = Range<usize>>,
     total: usize,
@@ -113,7 +114,7 @@ pub(in crate::cpu) fn gaps(
     })
 }
 
-/// The sequences in use: their rows are in order and do not overlap, nor do their contiguous keys.
+/// The sequences in use. Their rows are in order and do not overlap, and neither do their packed keys.
 ///
 /// # Errors
 /// `RESOURCE_EXHAUSTED`.
@@ -122,16 +123,16 @@ pub(in crate::cpu) fn gaps(
 /// The problem's metadata is readable.
 pub(in crate::cpu) unsafe fn sequences(problem: &Attention) -> Result<Vec<Sequence>> {
     let slots = problem.max_seqs;
-    // SAFETY: one element.
-    let count = problem.queries.num_seqs.map_or(slots, |n| index(unsafe { n.read() }).min(slots));
+    // SAFETY: num_seqs has one element, which the caller says is readable.
+    let count = problem.queries.num_seqs.map_or(slots, |n| non_negative(unsafe { n.read() }).min(slots));
     let mut ends = Ends::default();
     let mut sequences = with_room(count)?;
-    // SAFETY: below B.
+    // SAFETY: b < count <= B.
     sequences.extend((0..count).map(|b| unsafe { sequence(problem, b, &mut ends) }));
     Ok(sequences)
 }
 
-/// Where the rows and the contiguous keys of the sequences so far end.
+/// The ends of the query rows and of the packed keys of the sequences so far.
 #[derive(Default)]
 struct Ends {
     rows: usize,
@@ -142,55 +143,55 @@ struct Ends {
 /// As [`sequences`]; `b` is below B.
 unsafe fn sequence(problem: &Attention, b: usize, ends: &mut Ends) -> Sequence {
     let (queries, keys) = (&problem.queries, &problem.keys);
-    // SAFETY: arrays of B, or B+1 where they hold starts.
+    // SAFETY: b < B; lengths have B elements and starts B + 1.
     let (starts_q, starts_k, used_q, used_k, leftpad) = unsafe {
         (
             pair(queries.starts, b),
             keys.starts.map(|starts| pair(starts, b)),
-            queries.used.map(|used| index(used.add(b).read())),
-            keys.used.map(|used| index(used.add(b).read())),
-            keys.leftpad.map_or(0, |leftpad| index(leftpad.add(b).read())),
+            queries.used.map(|used| non_negative(used.add(b).read())),
+            keys.used.map(|used| non_negative(used.add(b).read())),
+            keys.leftpad.map_or(0, |leftpad| non_negative(leftpad.add(b).read())),
         )
     };
-    let rows = next_rows(starts_q, &mut ends.rows, problem.num_rows);
+    let rows = clamp_rows(starts_q, &mut ends.rows, problem.num_rows);
     let len_q = used_q.map_or(rows.len(), |used| used.min(rows.len()));
     let (stored, len_k) = match keys.storage {
         KeyStorage::Contiguous { total } => {
-            let rows = next_rows(starts_k.unwrap_or_default(), &mut ends.keys, total);
-            (StoredKeys::Rows(rows.start), used_k.map_or(rows.len(), |used| used.min(rows.len())))
+            let rows = clamp_rows(starts_k.unwrap_or_default(), &mut ends.keys, total);
+            (SequenceKeys::Rows(rows.start), used_k.map_or(rows.len(), |used| used.min(rows.len())))
         }
         KeyStorage::Paged(table) => {
-            // An address only: nothing is read where there is no key.
+            // This only computes an address: a sequence without keys may have no row in the table.
             let pages = table.entries.wrapping_offset(b as isize * table.stride as isize);
             let (start, end) = starts_k.unwrap_or_default();
             let between = || (i64::from(end) - i64::from(start)).max(0) as usize;
-            (StoredKeys::Pages(pages), used_k.unwrap_or_else(between).min(table.capacity()))
+            (SequenceKeys::Pages(pages), used_k.unwrap_or_else(between).min(table.capacity()))
         }
     };
     let shift = if problem.score.top_left { 0 } else { len_k as i64 - len_q as i64 };
     Sequence { first_row: rows.start, len_q, len_k, leftpad: leftpad.min(len_k), shift, keys: stored }
 }
 
-/// Elements b and b+1.
+/// Elements b and b + 1 of `starts`.
 ///
 /// # Safety
-/// They are readable.
+/// Both elements are readable.
 unsafe fn pair(starts: *const i32, b: usize) -> (i32, i32) {
-    // SAFETY: the caller's word.
+    // SAFETY: the caller guarantees that both elements are readable.
     unsafe { (starts.add(b).read(), starts.add(b + 1).read()) }
 }
 
-/// A length or a start; negative ones are 0.
-fn index(x: i32) -> usize {
+/// A length or a start from the metadata; a negative one is 0.
+fn non_negative(x: i32) -> usize {
     usize::try_from(x).unwrap_or(0)
 }
 
-/// The rows of the sequence whose starts are these: both are the running maximum of the starts up to theirs, clamped to
-/// `[0, total]`. `end` is that of the sequence before, and becomes this one's.
-fn next_rows((start, next): (i32, i32), end: &mut usize, total: usize) -> Range<usize> {
-    // Only the first sequence's start is not the end of another.
-    let first = index(start).min(total).max(*end);
-    *end = index(next).min(total).max(first);
+/// The rows of the sequence with these starts, each of which is replaced by the running maximum of the starts so far,
+/// clamped to `[0, total]`. `end` is the end of the sequence before on entry, and of this one on return.
+fn clamp_rows((start, next): (i32, i32), end: &mut usize, total: usize) -> Range<usize> {
+    // The start of every sequence but the first is the end of the one before it.
+    let first = non_negative(start).min(total).max(*end);
+    *end = non_negative(next).min(total).max(first);
     first..*end
 }
 
@@ -212,13 +213,13 @@ mod tests {
             (vec![HIGH, 0, 3], vec![10..10, 10..10]),
         ] {
             let mut end = 0;
-            let found: Vec<_> = starts.windows(2).map(|pair| next_rows((pair[0], pair[1]), &mut end, 10)).collect();
+            let found: Vec<_> = starts.windows(2).map(|pair| clamp_rows((pair[0], pair[1]), &mut end, 10)).collect();
             assert_eq!(found, expected, "{starts:?}");
         }
     }
 
     #[test]
-    fn gaps_are_what_is_not_taken() {
+    fn gaps_are_the_indices_in_no_taken_range() {
         let found = |taken: &[Range<usize>]| gaps(taken.iter().cloned(), 10, 4).collect::<Vec<_>>();
         assert_eq!(found(&[]), [0..4, 4..8, 8..10]);
         assert_eq!(found(&[0..10, 10..10]), []);
@@ -227,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn what_some_query_sees_is_the_union_of_what_each_query_sees() {
+    fn keys_visible_to_any_query_are_the_union_over_the_queries() {
         let windows = [-1, 0, 1, 5, i64::MAX].map(|left| [-1, 0, 2, 7, i64::MAX].map(|right| Window { left, right }));
         for (len_q, len_k, leftpad, top_left) in [
             (4, 9, 0, false),
@@ -238,15 +239,15 @@ mod tests {
             (12, 30, 17, true),
         ] {
             let shift = if top_left { 0 } else { len_k as i64 - len_q as i64 };
-            let keys = StoredKeys::Rows(0);
+            let keys = SequenceKeys::Rows(0);
             let sequence = Sequence { first_row: 0, len_q, len_k, leftpad, shift, keys };
             for window in windows.iter().flatten() {
                 for (first, last) in (0..len_q).flat_map(|a| (a..len_q).map(move |b| (a, b))) {
-                    let seen: Vec<usize> = (0..len_k)
+                    let expected: Vec<usize> = (0..len_k)
                         .filter(|j| (first..=last).any(|i| sequence.visible(i, *window).contains(j)))
                         .collect();
                     let found: Vec<usize> = sequence.visible_to_any(&(first..last + 1), *window).collect();
-                    assert_eq!(found, seen, "{sequence:?} {window:?} {first} to {last}");
+                    assert_eq!(found, expected, "{sequence:?} {window:?} {first} to {last}");
                 }
             }
         }

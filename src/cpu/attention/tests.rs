@@ -1,14 +1,14 @@
-//! What is planned; what is computed is held against the definition in `tests/it`, with every instruction set.
+//! Tests of the plan. `tests/it` compares results with the definition, for every instruction set.
 
-use super::plan::Plan;
+use super::plan::FwdPlan;
 use crate::cpu::simd::Isa;
 use crate::problem::{Attribute, CallArguments, Op, paged_attention};
 use crate::tensor::{DType, Tensor};
 
 const ROWS: i32 = 600;
 
-/// How many items and tasks are planned for queries of one row at these starts, and no keys.
-fn planned(starts: &[i32]) -> usize {
+/// The number of tiles and tasks that are planned for sequences with these starts and no keys.
+fn num_planned(starts: &[i32]) -> usize {
     let dims = [i64::from(ROWS), 256, 8];
     let (mut query, mut cache) = (vec![0.0f32; dims.iter().product::<i64>() as usize], [0.0f32; 32]);
     let (lengths, num_seqs) = (vec![0; starts.len() - 1], [starts.len() as i32 - 1]);
@@ -28,18 +28,18 @@ fn planned(starts: &[i32]) -> usize {
     let results = [query];
     let args = CallArguments::new(Op::PagedAttention.signature(), &operands, &results, &attributes, true).unwrap();
     let problem = paged_attention::problem(&args).unwrap();
-    // SAFETY: the problem's arrays are above.
-    let plan = unsafe { Plan::new(&problem, Isa::best().vector_shape(), 4) }.unwrap();
-    plan.items.len() + plan.tasks.len()
+    // SAFETY: the problem's metadata are the arrays above, which are live.
+    let plan = unsafe { FwdPlan::new(&problem, Isa::best().vector_shape(), 4) }.unwrap();
+    plan.tiles.len() + plan.tasks.len()
 }
 
 #[test]
-fn what_is_planned_for_hostile_starts_is_no_more_than_for_right_ones() {
-    // Each query is an item of its own.
-    let right = planned(&(0..=ROWS).collect::<Vec<_>>());
-    assert!(right >= ROWS as usize, "{right}");
+fn hostile_starts_plan_no_more_work_than_valid_ones() {
+    // Each sequence has one query and is a work tile.
+    let valid = num_planned(&(0..=ROWS).collect::<Vec<_>>());
+    assert!(valid >= ROWS as usize, "{valid}");
     for start in [|b: i32| b % 2 * ROWS, |b| if b % 2 == 0 { b } else { ROWS }, |b| ROWS - b] {
-        let hostile = planned(&(0..=ROWS).map(start).collect::<Vec<_>>());
-        assert!(hostile <= right, "{hostile} items and tasks, {right} for right starts");
+        let hostile = num_planned(&(0..=ROWS).map(start).collect::<Vec<_>>());
+        assert!(hostile <= valid, "{hostile} tiles and tasks, {valid} for valid starts");
     }
 }

@@ -1,6 +1,6 @@
-//! What each query row needs beside its operands, and what the rows are to the sinks.
+//! The preprocessing pass, as in FlashAttention-2: delta of each query row, and the gradients of the sinks.
 
-use super::plan::Plan;
+use super::plan::BwdPlan;
 use crate::cpu::element_rows::widen_row;
 use crate::cpu::simd::{MAX_LANES, Simd, SimdKernel};
 use crate::problem::MAX_HEAD_DIM;
@@ -8,11 +8,11 @@ use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::tensor::Tensor;
 use std::ops::Range;
 
-/// Rows that one task sums up.
+/// Rows of a chunk, which one task preprocesses.
 const ROWS: usize = 64;
 
-/// How many tasks sum up so many rows.
-pub(super) fn chunks(rows: usize) -> usize {
+/// The number of chunks of `rows` rows.
+pub(super) fn num_chunks(rows: usize) -> usize {
     rows.div_ceil(ROWS)
 }
 
@@ -22,26 +22,26 @@ pub(super) fn row_of(tensor: &Tensor, t: usize, h: usize) -> *mut u8 {
     tensor.data.wrapping_offset(at as isize * tensor.dtype.size() as isize)
 }
 
-/// The rows of a chunk: `delta = out . dout - dlse` for all heads, what they add to the gradients of the sinks, and 0 for
-/// the dq of those that belong to no sequence.
+/// For the rows of a chunk: `delta = out . dout - dlse` of all heads, their terms of the gradients of the sinks, and 0 for
+/// the dq of rows that belong to no sequence.
 ///
 /// # Safety
-/// The problem's views are valid host memory; the plan was made for it, the arrays have room, and these rows of dq and of
-/// `deltas`, and `sinks`, are not otherwise accessed.
-pub(super) struct SumUp<'a> {
+/// The problem's views are valid host memory; the plan and both arrays were made for it. Nothing else accesses these rows of
+/// dq and of `deltas`, or `sinks`.
+pub(super) struct Preprocess<'a> {
     problem: &'a FlashAttnVarlenBwd<'a>,
-    plan: &'a Plan,
+    plan: &'a BwdPlan,
     rows: Range<usize>,
     /// `[Tq, Hq]`
     deltas: *mut f32,
-    /// `[Hq]`, the chunk's own
+    /// `[Hq]`, the sums of this chunk.
     sinks: *mut f32,
 }
 
-impl<'a> SumUp<'a> {
+impl<'a> Preprocess<'a> {
     pub(super) fn new(
         problem: &'a FlashAttnVarlenBwd<'a>,
-        plan: &'a Plan,
+        plan: &'a BwdPlan,
         chunk: usize,
         deltas: *mut f32,
         sinks: *mut f32,
@@ -51,7 +51,7 @@ impl<'a> SumUp<'a> {
     }
 }
 
-impl SimdKernel for SumUp<'_> {
+impl SimdKernel for Preprocess<'_> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
@@ -61,52 +61,52 @@ impl SimdKernel for SumUp<'_> {
         for t in self.rows {
             if !plan.is_query(t) {
                 let bytes = heads * forward.head_dim * problem.dq.dtype.size();
-                // SAFETY: row t of the dense [Tq, Hq, D]; zero bytes are 0.0 in every dtype.
+                // SAFETY: t < Tq, a row of the dense [Tq, Hq, D]; zero bytes are 0.0 in every dtype.
                 unsafe { problem.dq.data.add(t * bytes).write_bytes(0, bytes) };
                 continue;
             }
-            for (h, of_sink) in sinks.iter_mut().enumerate() {
-                // SAFETY: row t and head h are the problem's; dlse is a dense [Hq, Tq], deltas [Tq, Hq], the logits [Hq].
+            for (h, dsink) in sinks.iter_mut().enumerate() {
+                // SAFETY: t < Tq and h < Hq; dlse is a dense [Hq, Tq], deltas are [Tq, Hq], the sinks' logits [Hq].
                 unsafe {
                     let dlse = problem.dlse.map_or(0.0, |dlse| dlse.add(h * forward.num_rows + t).read());
-                    let delta = product_of_outputs(simd, problem, t, h) - dlse;
+                    let delta = out_dot_dout(simd, problem, t, h) - dlse;
                     self.deltas.add(t * heads + h).write(delta);
                     let Some(logits) = forward.score.sinks else { continue };
-                    *of_sink -= share_of_sink(logits.add(h).read(), lse_of(problem, t, h)) * f64::from(delta);
+                    *dsink -= sink_probability(logits.add(h).read(), lse_of(problem, t, h)) * f64::from(delta);
                 }
             }
         }
         for (h, sum) in sinks.into_iter().enumerate() {
-            // SAFETY: head h < Hq of the chunk's own sums.
+            // SAFETY: h < Hq, and the sums of this chunk are [Hq].
             unsafe { self.sinks.add(h).write(sum as f32) };
         }
     }
 }
 
 /// # Safety
-/// As [`SumUp`]; the row and the head are the problem's.
+/// The problem's lse is readable; t < Tq and h < Hq.
 pub(super) unsafe fn lse_of(problem: &FlashAttnVarlenBwd, t: usize, h: usize) -> f32 {
     let forward = &problem.forward;
-    // SAFETY: element (h, t) of the dense [Hq, Tq].
+    // SAFETY: (h, t) is an element of the dense [Hq, Tq].
     forward.lse.map_or(f32::NEG_INFINITY, |lse| unsafe { lse.add(h * forward.num_rows + t).read() })
 }
 
-/// The weight of a sink, which is none at -inf, whatever the row sees.
-fn share_of_sink(sink: f32, lse: f32) -> f64 {
+/// The probability of the sink in a row with this lse. A sink of -inf has none, even if the lse is -inf too.
+fn sink_probability(sink: f32, lse: f32) -> f64 {
     if sink == f32::NEG_INFINITY { 0.0 } else { (f64::from(sink) - f64::from(lse)).exp() }
 }
 
-/// `out . dout` of a row of a head.
+/// `out . dout` of row t of head h.
 ///
 /// # Safety
-/// As [`lse_of`].
+/// The problem's views are valid host memory; t < Tq and h < Hq.
 #[inline(always)]
-unsafe fn product_of_outputs<S: Simd>(simd: S, problem: &FlashAttnVarlenBwd, t: usize, h: usize) -> f32 {
+unsafe fn out_dot_dout<S: Simd>(simd: S, problem: &FlashAttnVarlenBwd, t: usize, h: usize) -> f32 {
     const ROW: usize = MAX_HEAD_DIM as usize;
     let (out, dout, dv) = (&problem.forward.out, &problem.dout, problem.forward.value_dim);
     // Zeros fill the last vector.
     let (mut a, mut b, mut lanes) = ([0.0f32; ROW], [0.0f32; ROW], [0.0f32; MAX_LANES]);
-    // SAFETY: rows of Dv <= MAX_HEAD_DIM elements; whole vectors of the buffers, whose length all LANES divide.
+    // SAFETY: rows of Dv <= MAX_HEAD_DIM elements. LANES divides MAX_HEAD_DIM, so whole vectors stay within the arrays.
     unsafe {
         widen_row(simd, out.dtype, row_of(out, t, h), a.as_mut_ptr(), dv);
         widen_row(simd, dout.dtype, row_of(dout, t, h), b.as_mut_ptr(), dv);
@@ -119,15 +119,15 @@ unsafe fn product_of_outputs<S: Simd>(simd: S, problem: &FlashAttnVarlenBwd, t: 
     lanes.iter().sum()
 }
 
-/// `dsinks`, if wanted, from the sums of the chunks `[chunks, Hq]`, in their order.
+/// Write `dsinks`, if wanted: the sums of the chunks, `[chunks, Hq]`, added in their order.
 ///
 /// # Safety
-/// The array is readable, the result writable.
+/// The sums are readable, the result writable.
 pub(super) unsafe fn write_sinks(problem: &FlashAttnVarlenBwd, sums: *const f32, chunks: usize) {
     let Some(dsinks) = problem.dsinks else { return };
     let heads = problem.forward.num_q_heads;
     for h in 0..heads {
-        // SAFETY: element (chunk, h) of the sums, element h of the result.
+        // SAFETY: chunk < chunks and h < Hq: elements of the sums and of the result [Hq].
         unsafe {
             let of_chunk = |chunk: usize| f64::from(sums.add(chunk * heads + h).read());
             dsinks.add(h).write((0..chunks).map(of_chunk).sum::<f64>() as f32);

@@ -1,0 +1,156 @@
+//! Addresses of the K and V rows of a block of keys, in pages or packed.
+
+use super::sequences::{Sequence, SequenceKeys};
+use crate::problem::KvView;
+use crate::problem::attention::{Attention, KeyStorage, PageTable};
+use std::ops::Range;
+
+/// The most keys of a block.
+pub(super) const BLOCK: usize = 128;
+
+/// A block has row addresses for a multiple of this many keys, so that kernels may always load several keys at a time.
+pub(super) const PADDING: usize = 32;
+
+/// K or V with strides in bytes: element (page, token, head, 0) is at `data + page * page + token * token + head * head`.
+/// Packed keys are one page.
+#[derive(Clone, Copy)]
+pub(super) struct StridedRows {
+    pub(super) data: *const u8,
+    page: isize,
+    token: isize,
+    pub(super) head: isize,
+    /// Bytes of a row.
+    pub(super) len: usize,
+}
+
+impl StridedRows {
+    fn of(view: &KvView, element_bytes: usize, elements: usize) -> Self {
+        let bytes = |stride: i64| stride as isize * element_bytes as isize;
+        Self {
+            data: view.data,
+            page: bytes(view.page_stride),
+            token: bytes(view.token_stride),
+            head: bytes(view.head_stride),
+            len: elements * element_bytes,
+        }
+    }
+}
+
+/// K and V of a call, in pages or packed.
+#[derive(Clone, Copy)]
+pub(super) struct KvTensors {
+    pub(super) k: StridedRows,
+    pub(super) v: StridedRows,
+    /// `None` for packed keys.
+    table: Option<PageTable>,
+}
+
+impl KvTensors {
+    pub(super) fn new(problem: &Attention) -> Self {
+        let element_bytes = problem.kv_dtype.size();
+        Self {
+            k: StridedRows::of(&problem.k, element_bytes, problem.head_dim),
+            v: StridedRows::of(&problem.v, element_bytes, problem.value_dim),
+            table: match problem.keys.storage {
+                KeyStorage::Contiguous { .. } => None,
+                KeyStorage::Paged(table) => Some(table),
+            },
+        }
+    }
+}
+
+/// Row addresses of a block of at most [`BLOCK`] keys of one sequence.
+pub(super) struct BlockRows {
+    /// K rows of KV head 0; entries past the last key, up to a multiple of [`PADDING`], repeat the last key's.
+    k: [*const u8; BLOCK],
+    /// V rows of KV head 0, padded in the same way.
+    v: [*const u8; BLOCK],
+    /// Position of the first key in the sequence.
+    pub(super) first: usize,
+    /// Keys in the block.
+    pub(super) len: usize,
+}
+
+impl BlockRows {
+    pub(super) fn empty() -> Self {
+        Self { k: [std::ptr::null(); BLOCK], v: [std::ptr::null(); BLOCK], first: 0, len: 0 }
+    }
+
+    /// Make this the block of the sequence's `keys`. Page ids are clamped to the cache.
+    ///
+    /// # Safety
+    /// `keys` are at most [`BLOCK`] and below the sequence's `len_k`; the table entries of their pages are readable.
+    pub(super) unsafe fn locate(&mut self, kv: &KvTensors, sequence: &Sequence, keys: Range<usize>) {
+        (self.first, self.len) = (keys.start, keys.len());
+        match (sequence.keys, kv.table) {
+            (SequenceKeys::Pages(pages), Some(table)) => {
+                let (mut entry, mut token) = (0, 0);
+                if !keys.is_empty() {
+                    (entry, token) = (keys.start / table.page_size, keys.start % table.page_size);
+                }
+                let mut index = 0;
+                while index < self.len {
+                    // SAFETY: `entry` is the page of a key below len_k, whose table entry the caller says is readable.
+                    let page = unsafe { pages.add(entry).read() };
+                    let page = i64::from(page).clamp(0, table.num_pages as i64 - 1) as isize;
+                    let in_page = (table.page_size - token).min(self.len - index);
+                    self.fill(kv, index..index + in_page, page, token);
+                    index += in_page;
+                    entry += 1;
+                    token = 0;
+                }
+            }
+            (SequenceKeys::Rows(first), _) => self.fill(kv, 0..self.len, 0, first + keys.start),
+            // Not reached: `sequences` gives a sequence pages only where the call has a table.
+            (SequenceKeys::Pages(_), None) => self.len = 0,
+        }
+        if let Some(last) = self.len.checked_sub(1) {
+            let (k, v) = (self.k[last], self.v[last]);
+            let padding = self.len..self.padded_len();
+            self.k[padding.clone()].fill(k);
+            self.v[padding].fill(v);
+        }
+    }
+
+    pub(super) fn padded_len(&self) -> usize {
+        self.len.next_multiple_of(PADDING).max(1)
+    }
+
+    /// Set the addresses of the block's keys `range`, which are neighbours in a page from `token` on.
+    fn fill(&mut self, kv: &KvTensors, range: Range<usize>, page: isize, token: usize) {
+        let at = |rows: &StridedRows, i: usize| {
+            rows.data.wrapping_offset(page * rows.page + (token + i) as isize * rows.token)
+        };
+        for (i, index) in range.enumerate() {
+            self.k[index] = at(&kv.k, i);
+            self.v[index] = at(&kv.v, i);
+        }
+    }
+
+    /// The rows of one KV head.
+    #[inline(always)]
+    pub(super) fn of_head(&self, kv: &KvTensors, head: usize) -> HeadRows<'_> {
+        HeadRows { block: self, k_offset: head as isize * kv.k.head, v_offset: head as isize * kv.v.head }
+    }
+}
+
+/// Row addresses of a block for one KV head.
+#[derive(Clone, Copy)]
+pub(super) struct HeadRows<'a> {
+    pub(super) block: &'a BlockRows,
+    k_offset: isize,
+    v_offset: isize,
+}
+
+impl HeadRows<'_> {
+    /// K row of the block's key `j`; past the last key, up to the padding, the last key's.
+    #[inline(always)]
+    pub(super) fn k(&self, j: usize) -> *const u8 {
+        self.block.k[j].wrapping_offset(self.k_offset)
+    }
+    /// V row of the block's key `j`, padded like [`HeadRows::k`].
+    #[inline(always)]
+    pub(super) fn v(&self, j: usize) -> *const u8 {
+        self.block.v[j].wrapping_offset(self.v_offset)
+    }
+}

@@ -1,0 +1,128 @@
+//! Packs K and V of a block for the micro-kernels of `gemm`, as BLIS packs its operands. E is [`Simd::ELEMENTS_PER_LANE`],
+//! and a lane holds one f32 or two bf16 that are multiplied together:
+//!
+//! ```text
+//! K   [keys][D / E]             a lane holds E elements of one key
+//! V   [Dv / MR][keys / E][MR]   micro-panels of MR columns; a lane holds one column of E keys
+//! ```
+
+use super::block_rows::BLOCK;
+use super::block_step::{BlockBuffers, BlockStep};
+use super::kv_loader::{AsF32, Bf16Pairs, Fp8AsBf16Pairs, Fp8AsF32, KvLoader};
+use crate::cpu::simd::{Simd, SimdKernel};
+use crate::tensor::DType;
+use half::{bf16, f16};
+
+/// Pack the block of `block_step`.
+///
+/// # Safety
+/// The rows of the block are readable, and the buffers have room for a block.
+#[inline(always)]
+pub(super) unsafe fn pack_block<S: Simd>(simd: S, block_step: &BlockStep, buffers: BlockBuffers) {
+    // SAFETY: the caller guarantees what `PackBlock` requires: readable rows and buffers with room for a block.
+    unsafe { simd.vectorize(PackBlock { block_step, buffers }) };
+}
+
+/// # Safety
+/// As [`pack_block`].
+struct PackBlock<'a> {
+    block_step: &'a BlockStep<'a>,
+    buffers: BlockBuffers,
+}
+
+impl SimdKernel for PackBlock<'_> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self, simd: S) {
+        let dtype = self.block_step.kv_dtype;
+        // SAFETY: each arm names a loader for rows of `dtype`.
+        unsafe {
+            match dtype {
+                DType::BF16 if S::ELEMENTS_PER_LANE == 2 => self.pack::<S, Bf16Pairs>(simd),
+                _ if S::ELEMENTS_PER_LANE == 2 => self.pack::<S, Fp8AsBf16Pairs<S>>(simd),
+                DType::F16 => self.pack::<S, AsF32<f16>>(simd),
+                DType::BF16 => self.pack::<S, AsF32<bf16>>(simd),
+                DType::F32 => self.pack::<S, AsF32<f32>>(simd),
+                _ => self.pack::<S, Fp8AsF32>(simd),
+            }
+        }
+    }
+}
+
+/// The V row that is paired with the last key: 256 zeros of any element type.
+static ZEROS: [u64; 128] = [0; 128];
+
+impl PackBlock<'_> {
+    /// # Safety
+    /// As [`pack_block`]; the loader is one for the rows' dtype.
+    #[inline(always)]
+    unsafe fn pack<S: Simd, L: KvLoader<S>>(&self, simd: S) {
+        let BlockStep { rows, d, dv, kv_dtype, .. } = *self.block_step;
+        let BlockBuffers { k, v, .. } = self.buffers;
+        let loader = L::new(simd, kv_dtype);
+        let len = rows.block.len;
+        for j in 0..len {
+            // SAFETY: K row j of the block is readable, and the buffer has D / E lanes for each of BLOCK keys, and V behind
+            // them.
+            unsafe { pack_k_row(simd, loader, rows.k(j), k.add(j * d / S::ELEMENTS_PER_LANE), d) };
+        }
+        for j in (0..len).step_by(S::ELEMENTS_PER_LANE) {
+            // The p of the missing partner of an odd last key is 0, and so has V to be: 0 * NaN would be NaN.
+            let second = if j + 1 < len { rows.v(j + 1) } else { ZEROS.as_ptr().cast() };
+            // SAFETY: V row j of the block is readable, and so are V row j + 1 and ZEROS. The buffer has Dv padded to whole
+            // vectors for each of BLOCK keys.
+            unsafe { pack_v_rows(simd, loader, (rows.v(j), second), v.add(j * S::MR / S::ELEMENTS_PER_LANE), dv) };
+        }
+    }
+}
+
+/// A K row of `d` elements. The last vector may go beyond the row with zeros; the next row, or V, overwrites them later.
+///
+/// # Safety
+/// The row is readable, and `to` has room for the row rounded up to whole vectors.
+#[inline(always)]
+unsafe fn pack_k_row<S: Simd, L: KvLoader<S>>(simd: S, loader: L, row: *const u8, to: *mut f32, d: usize) {
+    let vector = S::LANES * S::ELEMENTS_PER_LANE;
+    let whole = d / vector * vector;
+    // SAFETY: elements i to i + vector of the row, then the d - whole elements that are left, which go to the lanes of the
+    // same elements.
+    unsafe {
+        for i in (0..whole).step_by(vector) {
+            simd.store(to.add(i / S::ELEMENTS_PER_LANE), loader.load(simd, row.add(i * L::BYTES), vector));
+        }
+        if whole < d {
+            let last = loader.load(simd, row.add(whole * L::BYTES), d - whole);
+            simd.store(to.add(whole / S::ELEMENTS_PER_LANE), last);
+        }
+    }
+}
+
+/// E rows of V, interleaved, `dv` columns of them; `to` is where they begin in the first micro-panel.
+///
+/// # Safety
+/// The rows are readable, and from `to` on the buffer has room for the micro-panels of `dv` columns rounded up to whole
+/// vectors.
+#[inline(always)]
+unsafe fn pack_v_rows<S: Simd, L: KvLoader<S>>(
+    simd: S,
+    loader: L,
+    rows: (*const u8, *const u8),
+    to: *mut f32,
+    dv: usize,
+) {
+    let whole = dv / S::LANES * S::LANES;
+    let panel_stride = BLOCK / S::ELEMENTS_PER_LANE * S::MR;
+    // SAFETY: columns i to i + LANES of both rows, then the dv - whole columns that are left; column i belongs to micro-panel
+    // i / MR.
+    unsafe {
+        for i in (0..whole).step_by(S::LANES) {
+            let x = loader.load_interleaved(simd, (rows.0.add(i * L::BYTES), rows.1.add(i * L::BYTES)), S::LANES);
+            simd.store_groups(to.add(i / S::MR * panel_stride), panel_stride, x);
+        }
+        if whole < dv {
+            let at = whole * L::BYTES;
+            let x = loader.load_interleaved(simd, (rows.0.add(at), rows.1.add(at)), dv - whole);
+            simd.store_groups(to.add(whole / S::MR * panel_stride), panel_stride, x);
+        }
+    }
+}

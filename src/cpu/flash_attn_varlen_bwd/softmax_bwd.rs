@@ -1,0 +1,102 @@
+//! The backward of the softmax for a block of keys and a micro-panel of query rows: from the products S = q . k and
+//! dP = dout . v to the probabilities P and to dS, the gradients of the scores.
+
+use super::query_panel::BwdLanes;
+use crate::cpu::attention::score::ScaleAndCap;
+use crate::cpu::elementary::{exp2, tanh};
+use crate::cpu::simd::{Simd, SimdKernel};
+use std::f32::consts::LOG2_E;
+use std::ops::Range;
+
+/// A bound of the argument of `exp2`, below its limit of 127.5. With the lse of these very scores no argument exceeds 0.
+const MAX_EXPONENT: f32 = 127.0;
+
+/// Turn products, `[keys][NV]` vectors of rows, into P and dS in place; dS is taken before the factor `softmax_scale`. Both
+/// are 0 where a row does not attend to a key.
+///
+/// # Safety
+/// `p` and `ds` have NV vectors for each of `keys`; NV vectors are the width of `lanes`.
+pub(super) struct SoftmaxBwd<'a, const NV: usize> {
+    /// `q . k`, then P.
+    pub(super) p: *mut f32,
+    /// `dout . v`, then dS.
+    pub(super) ds: *mut f32,
+    /// The keys to compute, relative to the block.
+    pub(super) keys: Range<usize>,
+    /// Position of the block's first key in the sequence.
+    pub(super) first: usize,
+    pub(super) lanes: &'a BwdLanes,
+    pub(super) scale_and_cap: ScaleAndCap,
+}
+
+impl<const NV: usize> SimdKernel for SoftmaxBwd<'_, NV> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self, simd: S) {
+        let masked = !self.lanes.visible_to_all(self.first, &self.keys);
+        // SAFETY: the contract of the type says that `p` and `ds` have the vectors.
+        unsafe {
+            match (self.scale_and_cap.cap > 0.0 || self.lanes.has_bias, masked) {
+                (false, false) => self.p_and_ds::<S, false, false>(simd),
+                (false, true) => self.p_and_ds::<S, false, true>(simd),
+                (true, _) => self.p_and_ds::<S, true, true>(simd),
+            }
+        }
+    }
+}
+
+impl<const NV: usize> SoftmaxBwd<'_, NV> {
+    /// CAP_OR_BIAS: there is a soft cap or a bias. MASKED: some row does not attend to some key.
+    ///
+    /// # Safety
+    /// As [`SoftmaxBwd`].
+    #[inline(always)]
+    unsafe fn p_and_ds<S: Simd, const CAP_OR_BIAS: bool, const MASKED: bool>(&self, simd: S) {
+        let (zero, one) = (simd.splat(0.0), simd.splat(1.0));
+        let limit = simd.splat(MAX_EXPONENT);
+        let (scale, cap) = (simd.splat(self.scale_and_cap.scale), simd.splat(self.scale_and_cap.cap));
+        let to_base_2 = simd.splat(LOG2_E);
+        for v in 0..NV {
+            let lanes = self.lanes.vectors(simd, v, self.first);
+            for j in self.keys.clone() {
+                let at = (j * NV + v) * S::LANES;
+                // SAFETY: v < NV, and j is one of the keys for which `p` and `ds` have vectors.
+                let (mut s, dp) = unsafe { (simd.load(self.p.add(at)), simd.load(self.ds.add(at))) };
+                let position = simd.splat(j as f32);
+                let mut tanh_derivative = one;
+                if CAP_OR_BIAS {
+                    s = simd.mul(s, scale);
+                    if self.scale_and_cap.cap > 0.0 {
+                        let t = tanh(simd, s);
+                        s = simd.mul(t, cap);
+                        tanh_derivative = simd.fma(simd.sub(zero, t), t, one);
+                    }
+                    let distance = simd.sub(lanes.position, position);
+                    let distance = simd.max(distance, simd.sub(zero, distance));
+                    s = simd.sub(s, simd.mul(lanes.slope, distance));
+                }
+                // The factor log2(e) is not folded into the scale: rounded otherwise than the scale of the lse, it would
+                // shift all probabilities of a row with large scores.
+                let exponent =
+                    if CAP_OR_BIAS { simd.add(s, lanes.minus_lse) } else { simd.fma(s, scale, lanes.minus_lse) };
+                let exponent = simd.mul(exponent, to_base_2);
+                let mut p = exp2(simd, simd.select_lt(limit, exponent, limit, exponent));
+                let mut ds = simd.mul(p, simd.sub(dp, lanes.delta));
+                if CAP_OR_BIAS {
+                    ds = simd.mul(ds, tanh_derivative);
+                }
+                if MASKED {
+                    for x in [&mut p, &mut ds] {
+                        *x = simd.select_lt(position, lanes.high, *x, zero);
+                        *x = simd.select_lt(position, lanes.low, zero, *x);
+                    }
+                }
+                // SAFETY: the vectors that were loaded above.
+                unsafe {
+                    simd.store(self.p.add(at), p);
+                    simd.store(self.ds.add(at), ds);
+                }
+            }
+        }
+    }
+}
