@@ -1,4 +1,4 @@
-//! Memory of f32 on cache-line borders.
+//! Buffers of f32 that are aligned to cache lines and shared by the tasks of a call.
 
 use crate::error::{Result, with_room};
 use crate::pool::{Pool, parallel_for};
@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 struct Line([f32; 16]);
 
 /// f32 in a line.
-pub(super) const LINE: usize = 16;
+const LINE: usize = 16;
 
 /// A zeroed buffer that begins on a cache line.
 pub(super) struct AlignedBuffer(Vec<Line>);
@@ -33,14 +33,15 @@ impl AlignedBuffer {
     }
 }
 
-/// Memory of which every task writes a part of its own.
+/// The address of a buffer that the tasks of a call write, each its own elements.
 pub(super) struct SharedBuffer(*mut f32);
 
-// SAFETY: an address alone; each task that writes there says which elements are its own.
+// SAFETY: sharing an address is harmless. Each access through it is `unsafe` and states which elements belong to its
+// task.
 unsafe impl Sync for SharedBuffer {}
 
 impl SharedBuffer {
-    /// What `memory` holds, for as long as it lives.
+    /// The buffer `memory`, which must outlive all accesses.
     pub(super) fn new(memory: &mut AlignedBuffer) -> Self {
         Self(memory.as_mut_ptr())
     }
@@ -51,10 +52,10 @@ impl SharedBuffer {
     }
 }
 
-/// [`parallel_for`] where a thread may find no memory for its scratch; the call fails then, its results half done.
+/// [`parallel_for`] with a `scratch` that may fail. The call then returns that error, with its results incomplete.
 ///
 /// # Errors
-/// Those of making a scratch, and `INTERNAL` if a task panicked.
+/// The errors of `scratch`, and `INTERNAL` if a task panicked.
 pub(super) fn try_parallel_for<S>(
     pool: &dyn Pool,
     count: usize,
@@ -62,7 +63,7 @@ pub(super) fn try_parallel_for<S>(
     body: impl Fn(&mut S, usize) + Sync,
 ) -> Result {
     let failure = OnceLock::new();
-    // One failure of several is enough to tell.
+    // If several threads fail, one error is returned.
     let scratch = || scratch().map_err(|e| failure.set(e)).ok();
     parallel_for(pool, count, scratch, |scratch, index| {
         if let Some(scratch) = scratch {

@@ -1,13 +1,14 @@
-//! From f32 to bf16, in integers.
+//! Rounding of f32 to bf16 in integer arithmetic.
 
 use half::bf16;
 
-/// Rounded to nearest even; NaN stays NaN.
+/// x rounded to nearest even; NaN stays NaN.
 #[inline(always)]
 pub(super) fn round_to_bf16(x: f32) -> bf16 {
     let bits = x.to_bits();
-    // Add just under half of the last kept place, and one more where that place is odd; a carry into the exponent
-    // is right, up to infinity. NaN keeps its upper bits and one that no infinity has.
+    // Add just under half a unit in the last place, and one more if that place is odd: ties to even. A carry into the
+    // exponent gives the right result, up to infinity. NaN keeps its upper bits, and the quiet bit keeps it from
+    // becoming infinity.
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
     let nan = (bits >> 16) | 0x40;
     bf16::from_bits(if x.is_nan() { nan } else { rounded } as u16)

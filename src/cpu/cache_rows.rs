@@ -1,4 +1,4 @@
-//! Rows of K and V on their way into a paged cache: which slot a token has, and what a cache makes of a number.
+//! Writing K and V rows into a paged cache: slots of tokens, scaling, and conversion to the cache's dtype.
 
 use super::element::{Element, narrow};
 use super::fp8_encoding::Fp8Encoding;
@@ -10,10 +10,10 @@ use crate::problem::kv_cache_update::{CacheCopy, KvCacheUpdate, NewRows};
 use crate::tensor::DType;
 use std::marker::PhantomData;
 
-/// Bytes that a task copies.
+/// Bytes of a cache that one task copies.
 const COPY_CHUNK: usize = 1 << 20;
 
-/// Copy the caches that are not updated in place.
+/// Copy the caches that are not updated in place from the operands to the results.
 ///
 /// # Errors
 /// `INTERNAL` if a task panicked.
@@ -22,7 +22,8 @@ const COPY_CHUNK: usize = 1 << 20;
 /// The problem's caches are valid host memory, the results writable and not otherwise accessed.
 pub(super) unsafe fn copy_unaliased_caches(problem: &KvCacheUpdate, pool: &dyn Pool) -> Result {
     for copy in problem.copies.iter().flatten().filter(|copy| copy.is_needed()) {
-        // SAFETY: the caller's word; operand and result are different buffers of one size.
+        // SAFETY: the caller guarantees valid caches. `is_needed` says that operand and result are different buffers,
+        // and the problem has validated that they have one size.
         unsafe { copy_cache(copy, pool)? };
     }
     Ok(())
@@ -39,26 +40,26 @@ unsafe fn copy_cache(copy: &CacheCopy, pool: &dyn Pool) -> Result {
         |(), chunk| {
             let first = chunk * COPY_CHUNK;
             let count = COPY_CHUNK.min(bytes - first);
-            // SAFETY: within both buffers; chunks are disjoint.
+            // SAFETY: first + count <= bytes, the size of both buffers, and no other task has this chunk.
             unsafe { copy.to.data.add(first).copy_from_nonoverlapping(copy.from.data.add(first), count) };
         },
     )
 }
 
-/// A token of the cache.
+/// The slot of a token in the cache.
 #[derive(Clone, Copy)]
-pub(super) struct Place {
+pub(super) struct Slot {
     page: i64,
     offset: i64,
 }
 
-/// Where a token's rows go; `None` if its slot lies outside the cache.
+/// The slot of a token; `None` if it is out of range, which skips the token.
 ///
 /// # Safety
-/// The problem's slots are readable, more than `token` of them.
-pub(super) unsafe fn place(problem: &KvCacheUpdate, token: usize) -> Option<Place> {
+/// The problem's slot mapping is readable and has more than `token` elements.
+pub(super) unsafe fn slot_of(problem: &KvCacheUpdate, token: usize) -> Option<Slot> {
     let slots = &problem.slot_mapping;
-    // SAFETY: slot `token` is readable; the problem has checked that the slots are i32 or i64.
+    // SAFETY: the caller guarantees element `token`, and the problem has validated that the dtype is i32 or i64.
     let slot = unsafe {
         match slots.dtype {
             DType::I32 => i64::from(slots.data.cast::<i32>().add(token).read()),
@@ -66,78 +67,80 @@ pub(super) unsafe fn place(problem: &KvCacheUpdate, token: usize) -> Option<Plac
         }
     };
     let (pages, page_size) = (problem.num_pages as i64, problem.page_size as i64);
-    (0..pages * page_size).contains(&slot).then(|| Place { page: slot / page_size, offset: slot % page_size })
+    (0..pages * page_size).contains(&slot).then(|| Slot { page: slot / page_size, offset: slot % page_size })
 }
 
-/// One head of K or V of a cache whose keys and values have the type `T`.
-pub(super) struct CacheRow<T> {
+/// Writes rows of one head of K or V into a cache. New rows have the element type `T`.
+pub(super) struct CacheWriter<T> {
     cache: KvView,
     head: usize,
-    /// What is stored is divided by it.
+    /// New numbers are divided by the scale.
     scale: Option<f32>,
-    /// `None` where the cache has the type `T`.
+    /// `None` if the cache has the type `T`.
     fp8: Option<Fp8Encoding>,
     element: PhantomData<T>,
 }
 
-impl<T: Element> CacheRow<T> {
+impl<T: Element> CacheWriter<T> {
     /// # Safety
     /// The scales of `new` are readable and `head` is below Hkv.
     #[inline(always)]
     pub(super) unsafe fn new(problem: &KvCacheUpdate, new: &NewRows, head: usize) -> Self {
-        // SAFETY: there is one scale, or one for each head.
+        // SAFETY: a scale has Hkv values if it is per head, and one otherwise.
         let scale = new.scale.map(|scale| unsafe { scale.values.add(if scale.per_head { head } else { 0 }).read() });
         Self { cache: new.cache, head, scale, fp8: Fp8Encoding::of(problem.cache_dtype), element: PhantomData }
     }
 
-    /// Rows go into the cache bit by bit.
+    /// Whether rows are copied bit by bit, without scale or conversion.
     #[inline(always)]
     pub(super) fn copies_bits(&self) -> bool {
         self.scale.is_none() && self.fp8.is_none()
     }
 
-    /// Element `first` of the head of a token, counted in elements of the cache.
+    /// Offset of element `first` of the slot's row, in elements of the cache.
     #[inline(always)]
-    fn element(&self, place: Place, first: usize) -> isize {
+    fn offset(&self, slot: Slot, first: usize) -> isize {
         let cache = &self.cache;
-        let row = place.page * cache.page_stride + place.offset * cache.token_stride;
+        let row = slot.page * cache.page_stride + slot.offset * cache.token_stride;
         (row + self.head as i64 * cache.head_stride) as isize + first as isize
     }
 
-    /// Elements `first` to `first + count` of a new row, where [`CacheRow::copies_bits`].
+    /// Copy `count` elements of a new row to elements from `first` on, where [`CacheWriter::copies_bits`].
     ///
     /// # Safety
-    /// `place` is of the cache, which is writable; `first + count` is at most D; `from` has `count` readable elements.
+    /// The slot is one of the cache, which is writable; `first + count` is at most D; `from` has `count` readable
+    /// elements.
     #[inline(always)]
-    pub(super) unsafe fn copy(&self, place: Place, first: usize, from: *const T, count: usize) {
+    pub(super) unsafe fn copy(&self, slot: Slot, first: usize, from: *const T, count: usize) {
         debug_assert!(self.copies_bits());
-        // SAFETY: elements first.. of a row of the cache, of D elements; `T` is the cache's type where bits are copied.
+        // SAFETY: elements first to first + count <= D of a row of the cache, whose type is `T` as bits are copied.
         unsafe {
-            self.cache.data.cast::<T>().offset(self.element(place, first)).copy_from_nonoverlapping(from, count);
+            self.cache.data.cast::<T>().offset(self.offset(slot, first)).copy_from_nonoverlapping(from, count);
         }
     }
 
-    /// Numbers for the elements from `first` on, divided by the scale (in place) and rounded.
+    /// Store numbers to elements from `first` on, divided by the scale (in place) and rounded.
     ///
     /// # Safety
-    /// `place` is of the cache, which is writable; `first` and the numbers after it are at most D.
+    /// The slot is one of the cache, which is writable; `first + numbers.len()` is at most D.
     #[inline(always)]
-    pub(super) unsafe fn store<S: Simd>(&self, simd: S, place: Place, first: usize, numbers: &mut [f32]) {
+    pub(super) unsafe fn store<S: Simd>(&self, simd: S, slot: Slot, first: usize, numbers: &mut [f32]) {
         if let Some(scale) = self.scale {
             for x in numbers.iter_mut() {
                 *x /= scale;
             }
         }
-        let element = self.element(place, first);
-        // SAFETY: elements first.. of a row of the cache, of D elements: of one byte for 8-bit floats, otherwise of type `T`.
+        let offset = self.offset(slot, first);
+        // SAFETY: elements from first on, at most D, of a row of the cache. They have one byte if there is an fp8
+        // encoding, and the type `T` otherwise.
         unsafe {
             if let Some(format) = self.fp8 {
-                let to = self.cache.data.offset(element);
+                let to = self.cache.data.offset(offset);
                 for (i, x) in numbers.iter().enumerate() {
                     to.add(i).write(format.encode(*x));
                 }
             } else {
-                narrow(simd, numbers.as_ptr(), self.cache.data.cast::<T>().offset(element), numbers.len());
+                narrow(simd, numbers.as_ptr(), self.cache.data.cast::<T>().offset(offset), numbers.len());
             }
         }
     }

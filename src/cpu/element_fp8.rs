@@ -1,15 +1,15 @@
-//! 8-bit floats, which are only read: every code is exact in f32.
+//! 8-bit floats as element types that are only read. Every value is exact in f32.
 
 use super::element::LoadElement;
 use super::fp8_decoding::Fp8Decoding;
 use super::simd::Simd;
 
-/// A sign, 4 bits of exponent with bias 7, 3 of mantissa; 0x7f and 0xff are NaN, and there is no infinity.
+/// f8e4m3fn: a sign, 4 bits of exponent with bias 7, 3 of mantissa. 0x7f and 0xff are NaN, and there is no infinity.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub(super) struct E4m3(pub(super) u8);
 
-/// A sign, 5 bits of exponent with bias 15, 2 of mantissa: the upper byte of an f16.
+/// f8e5m2: a sign, 5 bits of exponent with bias 15, 2 of mantissa, the upper byte of an f16.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub(super) struct E5m2(pub(super) u8);
@@ -21,7 +21,7 @@ impl LoadElement for E4m3 {
     }
     #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::V {
-        // SAFETY: the caller's word.
+        // SAFETY: the caller guarantees LANES readable elements.
         unsafe { simd.load_fp8(Fp8Decoding::E4M3, from.cast()) }
     }
 }
@@ -33,7 +33,7 @@ impl LoadElement for E5m2 {
     }
     #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::V {
-        // SAFETY: the caller's word.
+        // SAFETY: the caller guarantees LANES readable elements.
         unsafe { simd.load_fp8(Fp8Decoding::E5M2, from.cast()) }
     }
 }
@@ -45,7 +45,7 @@ mod tests {
     use super::*;
     use crate::tensor::DType;
 
-    /// The value of a code by the format's definition.
+    /// The value of an fp8 bit pattern by the definition of the format.
     fn value(code: u8, mantissa_bits: i32, bias: i32, has_infinity: bool) -> f32 {
         let (sign, magnitude) = (if code & 0x80 == 0 { 1.0 } else { -1.0 }, i32::from(code & 0x7f));
         let (exponent, mantissa) = (magnitude >> mantissa_bits, magnitude % (1 << mantissa_bits));
@@ -68,7 +68,7 @@ mod tests {
             let codes: Vec<u8> = (0..=u8::MAX).collect();
             for first in (0..256).step_by(S::LANES) {
                 let (mut e4m3, mut e5m2) = ([0.0f32; MAX_LANES], [0.0f32; MAX_LANES]);
-                // SAFETY: LANES codes, LANES <= MAX_LANES.
+                // SAFETY: LANES divides 256, so there are LANES codes from `first` on, and MAX_LANES >= LANES.
                 unsafe {
                     simd.store(e4m3.as_mut_ptr(), E4m3::load(simd, codes.as_ptr().add(first).cast()));
                     simd.store(e5m2.as_mut_ptr(), E5m2::load(simd, codes.as_ptr().add(first).cast()));
@@ -77,7 +77,7 @@ mod tests {
                     let code = codes[first + i];
                     let same = |found: f32, one: f32, expected: f32| {
                         let same = |x: f32| x.to_bits() == expected.to_bits() || (x.is_nan() && expected.is_nan());
-                        assert!(same(found) && same(one), "{code:#x}: {found} and {one} instead of {expected}");
+                        assert!(same(found) && same(one), "{code:#x}: {found} and {one} expected {expected}");
                     };
                     same(e4m3[i], E4m3(code).to_f32(), value(code, 3, 7, false));
                     same(e5m2[i], E5m2(code).to_f32(), value(code, 2, 15, true));
@@ -92,7 +92,7 @@ mod tests {
     #[test]
     fn every_code_has_the_value_that_its_format_defines() {
         for isa in Isa::available() {
-            // SAFETY: it requires nothing.
+            // SAFETY: `AllCodes` has no contract: it uses arrays of its own.
             unsafe { isa.dispatch(AllCodes) };
         }
     }

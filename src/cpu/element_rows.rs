@@ -1,4 +1,4 @@
-//! Rows of elements whose type is known at run time.
+//! Conversion of rows whose element type is known at run time only.
 
 use super::element::{narrow, widen};
 use super::element_fp8::{E4m3, E5m2};
@@ -6,23 +6,23 @@ use super::simd::{Simd, SimdKernel};
 use crate::tensor::DType;
 use half::{bf16, f16};
 
-/// Widen rows of elements of type `dtype`: f32, f16, bf16, f8e4m3fn or f8e5m2.
+/// Convert a row of `n` elements of type `dtype`, which is f32, f16, bf16, f8e4m3fn or f8e5m2, to f32.
 ///
 /// # Safety
 /// `from` has `n` readable elements, `to` has `n` writable ones.
 #[inline(always)]
 pub(super) unsafe fn widen_row<S: Simd>(simd: S, dtype: DType, from: *const u8, to: *mut f32, n: usize) {
-    // SAFETY: the rows are those of this function's contract.
+    // SAFETY: the caller guarantees the two rows that `WidenRow` requires.
     unsafe { simd.vectorize(WidenRow { dtype, from, to, n }) };
 }
 
-/// Round a row of `n` elements to type `dtype`: f32, f16 or bf16.
+/// Convert a row of `n` f32 to type `dtype`, which is f32, f16 or bf16, rounded to nearest even.
 ///
 /// # Safety
 /// `from` has `n` readable elements, `to` has `n` writable ones.
 #[inline(always)]
 pub(super) unsafe fn narrow_row<S: Simd>(simd: S, dtype: DType, from: *const f32, to: *mut u8, n: usize) {
-    // SAFETY: the rows are those of this function's contract.
+    // SAFETY: the caller guarantees the two rows that `NarrowRow` requires.
     unsafe { simd.vectorize(NarrowRow { dtype, from, to, n }) };
 }
 
@@ -40,7 +40,7 @@ impl SimdKernel for WidenRow {
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
         let Self { dtype, from, to, n } = self;
-        // SAFETY: `n` elements of type `dtype` from `from` on, and room for as many f32.
+        // SAFETY: `from` has n elements of type `dtype`, and `to` room for n f32.
         unsafe {
             match dtype {
                 DType::F16 => widen::<S, f16>(simd, from.cast(), to, n),
@@ -67,7 +67,7 @@ impl SimdKernel for NarrowRow {
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
         let Self { dtype, from, to, n } = self;
-        // SAFETY: `n` f32, and room for as many elements of type `dtype` from `to` on.
+        // SAFETY: `from` has n f32, and `to` room for n elements of type `dtype`.
         unsafe {
             match dtype {
                 DType::F16 => narrow::<S, f16>(simd, from, to.cast(), n),

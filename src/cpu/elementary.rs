@@ -2,16 +2,17 @@
 
 use super::simd::Simd;
 
-/// `(2^f - 1) / f` for |f| <= 1/2, lowest power first. Minimax; `1 + f * P(f)` is within 2.0e-9 of `2^f`, relatively.
+/// Minimax coefficients of `P(f) = (2^f - 1) / f` for |f| <= 1/2, lowest power first. The relative error of `1 + f *
+/// P(f)` is at most 2.0e-9.
 const EXP2: [f32; 6] =
     [std::f32::consts::LN_2, 0.240_226_48, 0.055_503_324, 0.009_618_437, 0.001_339_887_5, 0.000_153_533_62];
 
-/// `(tanh(x) / x - 1) / x^2` in powers of x^2 for |x| < 0.625. Minimax; `x + x^3 * Q(x^2)` is within 4.2e-9,
-/// relatively.
+/// Minimax coefficients of `Q(x^2) = (tanh(x) / x - 1) / x^2` for |x| < 0.625, lowest power first. The relative error
+/// of `x + x^3 * Q(x^2)` is at most 4.2e-9.
 const TANH: [f32; 5] = [-0.333_332_84, 0.133_314_9, -0.053_743_497, 0.020_650_584, -0.005_717_042_4];
 
-/// `2^x` within 2e-7 relatively for `-126 <= x < 127.5`; at most 2^-126 below, 0 for -inf; NaN stays NaN. Larger x are
-/// the caller's to avoid.
+/// `2^x` with a relative error of at most 2e-7 for `-126 <= x < 127.5`. Below, the result is at most 2^-126, and 0 for
+/// -inf; NaN stays NaN. For x of 127.5 and more the result is unspecified.
 #[inline(always)]
 pub(super) fn exp2<S: Simd>(simd: S, x: S::V) -> S::V {
     let (f, n) = simd.split_fraction(x);
@@ -22,13 +23,13 @@ pub(super) fn exp2<S: Simd>(simd: S, x: S::V) -> S::V {
     simd.scale_by_power_of_2(simd.fma(p, f, simd.splat(1.0)), n)
 }
 
-/// `tanh x` within 3e-7 relatively; NaN stays NaN.
+/// `tanh x` with a relative error of at most 3e-7; NaN stays NaN.
 #[inline(always)]
 pub(super) fn tanh<S: Simd>(simd: S, x: S::V) -> S::V {
     let (zero, one) = (simd.splat(0.0), simd.splat(1.0));
     let negative = simd.sub(zero, x);
     let magnitude = simd.max(negative, x);
-    // Near 0: the odd polynomial. Elsewhere 1 - 2 / (e^2|x| + 1), which is 1 from |x| = 9.1 on.
+    // The odd polynomial near 0, elsewhere 1 - 2 / (e^(2|x|) + 1), which rounds to 1 from |x| = 9.1 on.
     let square = simd.mul(x, x);
     let mut q = simd.splat(TANH[4]);
     for i in (0..4).rev() {
@@ -58,7 +59,7 @@ mod tests {
         #[inline(always)]
         unsafe fn run<S: Simd>(self, simd: S) {
             for chunk in self.x.chunks_exact_mut(S::LANES) {
-                // SAFETY: LANES elements.
+                // SAFETY: the chunk has LANES elements.
                 unsafe {
                     let x = simd.load(chunk.as_ptr());
                     simd.store(chunk.as_mut_ptr(), if self.tanh { tanh(simd, x) } else { exp2(simd, x) });
@@ -70,7 +71,7 @@ mod tests {
     fn apply(isa: Isa, x: &[f32], tanh: bool) -> Vec<f32> {
         let mut padded = x.to_vec();
         padded.resize(x.len().next_multiple_of(MAX_LANES), 0.0);
-        // SAFETY: it requires nothing.
+        // SAFETY: `Apply` has no contract: it works on its slice.
         unsafe { isa.dispatch(Apply { x: &mut padded, tanh }) };
         padded.truncate(x.len());
         padded

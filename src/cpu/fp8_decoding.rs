@@ -1,21 +1,22 @@
-//! What codes of 8-bit floats mean: as f32, and as bf16.
+//! Decoding of 8-bit floats to f32 and to bf16.
 
 use crate::tensor::DType;
 use half::{bf16, f16};
 
-/// How codes of an 8-bit type become f32, by way of f16, in which subnormal numbers are as good as any.
+/// How an 8-bit type is decoded to f32: by shifts to f16, whose conversion to f32 handles subnormal numbers.
 ///
-/// A code of e5m2 is the upper byte of an f16. One of e4m3fn, moved to where the exponents end alike, is an f16 that is
-/// 256 times smaller, because the exponent's bias is 8 larger; subnormal numbers agree. Only its NaN would be a number.
+/// A number of e5m2 is the upper byte of an f16. A number of e4m3fn, shifted so that the exponents align, is an f16
+/// that is 256 times smaller, because the bias of f16 is 8 larger; this holds for subnormal numbers too. Its NaN alone
+/// needs a special case, as these bits are a finite f16.
 #[derive(Clone, Copy)]
 pub(crate) struct Fp8Decoding {
-    /// By how much a code of 16 bits, with its sign extended, moves up
+    /// Left shift of the number, sign-extended to 16 bits.
     pub(super) shift: u32,
-    /// Bits of it that are the f16's
+    /// Mask of the shifted bits that belong to the f16.
     pub(super) bits: u16,
-    /// The code with all upper bits set that is NaN and is not by itself; 0, which no such code is, without one
+    /// The NaN that needs a special case, with all bits from the sign up set; 0, which never matches, if there is none.
     pub(super) nan: u16,
-    /// What the f16 has to be multiplied with
+    /// Factor of the f16.
     pub(super) factor: f32,
 }
 
@@ -23,7 +24,7 @@ impl Fp8Decoding {
     pub(super) const E4M3: Self = Self { shift: 7, bits: 0xbfff, nan: 0xffff, factor: 256.0 };
     pub(super) const E5M2: Self = Self { shift: 8, bits: 0xffff, nan: 0, factor: 1.0 };
 
-    /// Of `dtype`, f8e4m3fn or f8e5m2.
+    /// For `dtype`, which is f8e4m3fn or f8e5m2.
     pub(super) fn of(dtype: DType) -> Self {
         if dtype == DType::F8E5M2 { Self::E5M2 } else { Self::E4M3 }
     }
@@ -35,14 +36,14 @@ impl Fp8Decoding {
             half |= 0x7fff;
         }
         if half & 0x7fff > 0x7c00 {
-            // As the CPU widens it; at compile time a product may be another NaN.
+            // The NaN that the CPU's conversion gives: a product of NaN at compile time may have other bits.
             return f32::from_bits((half as u32 & 0x8000) << 16 | 0x7fc0_0000 | (half as u32 & 0x3ff) << 13);
         }
         f16::from_bits(half).to_f32_const() * self.factor
     }
 }
 
-/// The bf16 of an 8-bit type's codes, which are exact: their lower and upper bytes, for codes without a sign.
+/// The bf16 of all magnitudes of an 8-bit type, which are exact, in two arrays: low bytes and high bytes.
 pub(crate) struct Fp8ToBf16Table {
     pub(super) low: [u8; 128],
     pub(super) high: [u8; 128],
@@ -52,7 +53,7 @@ static E4M3_PAIRS: Fp8ToBf16Table = Fp8ToBf16Table::new(Fp8Decoding::E4M3);
 static E5M2_PAIRS: Fp8ToBf16Table = Fp8ToBf16Table::new(Fp8Decoding::E5M2);
 
 impl Fp8ToBf16Table {
-    /// Of `dtype`, f8e4m3fn or f8e5m2.
+    /// For `dtype`, which is f8e4m3fn or f8e5m2.
     pub(super) fn of(dtype: DType) -> &'static Self {
         if dtype == DType::F8E5M2 { &E5M2_PAIRS } else { &E4M3_PAIRS }
     }
@@ -68,7 +69,7 @@ impl Fp8ToBf16Table {
         table
     }
 
-    /// The number of a code.
+    /// The bf16 of an fp8 bit pattern.
     #[inline(always)]
     pub(super) fn to_bf16(&self, code: u8) -> bf16 {
         let magnitude = usize::from(code & 0x7f);

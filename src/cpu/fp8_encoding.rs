@@ -1,8 +1,9 @@
-//! From f32 to 8-bit floats, in integers and one addition, so that plain loops become vector code.
+//! Encoding of f32 as 8-bit floats, in integer arithmetic and one addition, so that the compiler vectorises plain
+//! loops.
 
 use crate::tensor::DType;
 
-/// An 8-bit float.
+/// How f32 is rounded to an 8-bit type.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fp8Encoding {
     mantissa_bits: u32,
@@ -15,7 +16,7 @@ impl Fp8Encoding {
     const E4M3FN: Self = Self { mantissa_bits: 3, bias: 7, largest: 448.0 };
     const E5M2: Self = Self { mantissa_bits: 2, bias: 15, largest: 57344.0 };
 
-    /// `None` for a type of more bits.
+    /// `None` for a type of more than 8 bits.
     pub(super) fn of(dtype: DType) -> Option<Self> {
         match dtype {
             DType::F8E4M3FN => Some(Self::E4M3FN),
@@ -24,20 +25,22 @@ impl Fp8Encoding {
         }
     }
 
-    /// Nearest even; larger numbers and infinities become the largest finite number, every NaN 0x7f.
+    /// x rounded to nearest even, with saturation: larger magnitudes and infinities become the largest finite number.
+    /// Every NaN becomes 0x7f.
     #[inline(always)]
     pub(super) fn encode(self, x: f32) -> u8 {
         let dropped = 23 - self.mantissa_bits;
         let smallest_normal = (128 - self.bias) << 23;
-        // A power of two whose last place is the distance between subnormal numbers.
+        // A power of two whose unit in the last place is the distance between subnormal numbers.
         let coarse = (128 + 23 - self.bias - self.mantissa_bits) << 23;
         let bits = x.to_bits();
         let magnitude = (bits & 0x7fff_ffff).min(self.largest.to_bits());
-        // Just under half of the last kept place, and one more where that place is odd; a carry into the exponent is
-        // right.
+        // Add just under half a unit in the last place, and one more if that place is odd: ties to even. A carry into
+        // the exponent gives the right result.
         let rounded = magnitude + ((1 << (dropped - 1)) - 1) + ((magnitude >> dropped) & 1);
         let normal = (rounded >> dropped).wrapping_sub((127 - self.bias) << self.mantissa_bits);
-        // The sum rounds to a multiple of that distance, and its mantissa counts them.
+        // The addition rounds to a multiple of the distance between subnormal numbers, and the low mantissa bits of the
+        // sum hold that multiple.
         let sum = f32::from_bits(magnitude) + f32::from_bits(coarse);
         let subnormal = sum.to_bits().wrapping_sub(coarse);
         let code = if magnitude < smallest_normal { subnormal } else { normal };
@@ -51,7 +54,7 @@ mod tests {
 
     use super::*;
 
-    /// The magnitude of a code below 0x7f by the format's definition.
+    /// The magnitude of an fp8 bit pattern below 0x7f by the definition of the format.
     fn magnitude(format: Fp8Encoding, code: u32) -> f64 {
         let (exponent, mantissa) = (code >> format.mantissa_bits, code % (1 << format.mantissa_bits));
         let implied = if exponent == 0 { 0 } else { 1 << format.mantissa_bits };
@@ -60,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn every_number_between_two_codes_goes_to_the_nearer_one_and_halfway_to_the_even_one() {
+    fn numbers_round_to_the_nearest_code_and_ties_to_even() {
         for (format, last) in [(Fp8Encoding::E4M3FN, 0x7e), (Fp8Encoding::E5M2, 0x7b)] {
             assert_eq!(magnitude(format, last), f64::from(format.largest));
             for code in 0..last {

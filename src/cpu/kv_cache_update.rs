@@ -1,9 +1,9 @@
 //! Writes new K and V rows into a paged cache on the CPU.
 //!
-//! A task takes one KV head of K or V through all rows, in order: no two threads write the same memory, and where slots
-//! are equal the last row stays, whole.
+//! A task writes all rows of one KV head of K or of V, in order. No two threads therefore write the same memory, and if
+//! several rows have the same slot, the last one remains, complete.
 
-use super::cache_rows::{CacheRow, copy_unaliased_caches, place};
+use super::cache_rows::{CacheWriter, copy_unaliased_caches, slot_of};
 use super::element::{Element, widen};
 use super::simd::{Isa, Simd, SimdKernel};
 use crate::error::Result;
@@ -14,7 +14,7 @@ use crate::tensor::DType;
 use half::{bf16, f16};
 use std::marker::PhantomData;
 
-/// Bytes below which a call is not worth a second thread.
+/// Bytes of new rows below which a second thread costs more than it saves.
 pub(super) const MIN_PARALLEL_BYTES: usize = 1 << 17;
 
 /// Copy the caches that are not updated in place, then write the rows.
@@ -25,7 +25,7 @@ pub(super) const MIN_PARALLEL_BYTES: usize = 1 << 17;
 /// # Safety
 /// The problem's views are valid host memory, the result caches writable and not otherwise accessed.
 pub(crate) unsafe fn run(problem: &KvCacheUpdate, pool: &dyn Pool) -> Result {
-    // SAFETY: the caller's word.
+    // SAFETY: the caller guarantees valid caches and exclusive results.
     unsafe { copy_unaliased_caches(problem, pool)? };
     let rows = &problem.key.rows;
     let heads = rows.dims[1] as usize;
@@ -36,8 +36,8 @@ pub(crate) unsafe fn run(problem: &KvCacheUpdate, pool: &dyn Pool) -> Result {
         || (),
         |(), task| {
             let new = if task < heads { &problem.key } else { &problem.value };
-            // SAFETY: the views are valid by this function's contract, the problem has checked their dtypes and shapes, and
-            // no other task has this head of K or V.
+            // SAFETY: the caller guarantees valid views, the problem has validated dtypes and shapes, and no other task
+            // has this head of K or V.
             unsafe {
                 match new.rows.dtype {
                     DType::F16 => write_head::<f16>(problem, new, task % heads),
@@ -49,18 +49,16 @@ pub(crate) unsafe fn run(problem: &KvCacheUpdate, pool: &dyn Pool) -> Result {
     )
 }
 
-/// One head of K or V of all rows into the cache.
+/// Write one head of K or V of all rows into the cache.
 ///
 /// # Safety
 /// As [`run`], with `T` the element type of `new`, which are the problem's keys or values, and `head` below Hkv; this
 /// head of the cache is not otherwise accessed.
 pub(super) unsafe fn write_head<T: Element>(problem: &KvCacheUpdate, new: &NewRows, head: usize) {
-    // SAFETY: `WriteHead` asks for what this function asks for.
+    // SAFETY: the caller guarantees the contract of `WriteHead`, which is this function's.
     unsafe { Isa::best().dispatch(WriteHead::<T> { problem, new, head, element: PhantomData }) };
 }
 
-/// A task.
-///
 /// # Safety
 /// As [`write_head`].
 struct WriteHead<'a, T> {
@@ -79,21 +77,21 @@ impl<T: Element> SimdKernel for WriteHead<'_, T> {
         let head_dim = rows.dims[2] as usize;
         let mut numbers = [0.0f32; MAX_HEAD_DIM as usize];
         // SAFETY: the scales are views of the problem; head < Hkv.
-        let row = unsafe { CacheRow::<T>::new(problem, new, head) };
+        let writer = unsafe { CacheWriter::<T>::new(problem, new, head) };
         for token in 0..rows.dims[0] as usize {
-            // SAFETY: token < T.
-            let Some(place) = (unsafe { place(problem, token) }) else { continue };
+            // SAFETY: the slot mapping has T elements, and token < T.
+            let Some(slot) = (unsafe { slot_of(problem, token) }) else { continue };
             // rows [T, Hkv, D]
             let from = token as i64 * rows.stride(0) + head as i64 * rows.stride(1);
-            // SAFETY: the problem has checked that strides and sizes belong to the buffers and that D is at most
-            // MAX_HEAD_DIM; `place` that the slot belongs to the cache.
+            // SAFETY: the problem has validated that strides and sizes stay within the buffers and that D is at most
+            // MAX_HEAD_DIM; `slot_of` only returns slots of the cache.
             unsafe {
                 let from = rows.data.cast_const().cast::<T>().offset(from as isize);
-                if row.copies_bits() {
-                    row.copy(place, 0, from, head_dim);
+                if writer.copies_bits() {
+                    writer.copy(slot, 0, from, head_dim);
                 } else {
                     widen(simd, from, numbers.as_mut_ptr(), head_dim);
-                    row.store(simd, place, 0, &mut numbers[..head_dim]);
+                    writer.store(simd, slot, 0, &mut numbers[..head_dim]);
                 }
             }
         }

@@ -1,3 +1,3 @@
-//! An update, whatever the cache lies in: [`super::kv_cache_update`].
+//! [`super::kv_cache_update`], which handles one buffer and two alike.
 
 pub(crate) use super::kv_cache_update::run;

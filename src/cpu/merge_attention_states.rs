@@ -1,4 +1,4 @@
-//! Merges attention states on the CPU: tasks of neighbouring rows.
+//! Merges attention states on the CPU. A task is a range of rows.
 
 use super::element::{Element, narrow, widen};
 use super::simd::{Isa, Simd, SimdKernel};
@@ -10,11 +10,13 @@ use half::{bf16, f16};
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Elements of one task: large enough to pay for handing it to another thread.
-const TASK: usize = 1 << 15;
-/// Elements that are widened at once.
-const PIECE: usize = 256;
+/// Elements of a task, enough to pay for scheduling it.
+const TASK_ELEMENTS: usize = 1 << 15;
+/// Elements that are converted to f32 at a time.
+const CHUNK: usize = 256;
 
+/// Compute the merged `out` and `lse`.
+///
 /// # Errors
 /// `INTERNAL` if a task panicked.
 ///
@@ -24,7 +26,7 @@ pub(crate) unsafe fn run(problem: &MergeAttentionStates, pool: &dyn Pool) -> Res
     if problem.is_empty() {
         return Ok(());
     }
-    let rows_of_task = (TASK / (problem.num_heads * problem.head_dim)).max(1);
+    let rows_of_task = (TASK_ELEMENTS / (problem.num_heads * problem.head_dim)).max(1);
     parallel_for(
         pool,
         problem.num_rows.div_ceil(rows_of_task),
@@ -32,8 +34,8 @@ pub(crate) unsafe fn run(problem: &MergeAttentionStates, pool: &dyn Pool) -> Res
         |(), task| {
             let first = task * rows_of_task;
             let rows = first..(first + rows_of_task).min(problem.num_rows);
-            // SAFETY: the views are valid by this function's contract, the problem has checked that all have this dtype, and
-            // no other task has these rows.
+            // SAFETY: the caller guarantees valid views, the problem has validated that all have this dtype, and no
+            // other task has these rows.
             unsafe {
                 match problem.out.dtype {
                     DType::F16 => Isa::best().dispatch(MergeRows::<f16> { problem, rows, element: PhantomData }),
@@ -45,36 +47,38 @@ pub(crate) unsafe fn run(problem: &MergeAttentionStates, pool: &dyn Pool) -> Res
     )
 }
 
-/// What the merged row is made of.
+/// How the merged row is computed.
 enum Merge {
-    /// Neither part saw a key.
-    Nothing,
+    /// Zeros: both states are empty.
+    Zero,
+    /// A copy of the row of a: b is empty.
     A,
+    /// A copy of the row of b: a is empty.
     B,
-    /// Both, with these weights, which add up to 1.
+    /// The sum of both rows with these weights, which add up to 1.
     Both(f32, f32),
 }
 
-/// How two parts with these log-sum-exps merge, and the log-sum-exp of both.
+/// How two states with these log-sum-exps merge, and the log-sum-exp of the merged state.
 fn merge(lse_a: f32, lse_b: f32) -> (Merge, f32) {
     match (lse_a.is_finite(), lse_b.is_finite()) {
-        (false, false) => (Merge::Nothing, f32::NEG_INFINITY),
+        (false, false) => (Merge::Zero, f32::NEG_INFINITY),
         (true, false) => (Merge::A, lse_a),
         (false, true) => (Merge::B, lse_b),
         (true, true) => {
             let largest = lse_a.max(lse_b);
-            // One of them is 1.
-            let (share_a, share_b) = ((lse_a - largest).exp(), (lse_b - largest).exp());
-            let sum = share_a + share_b;
-            (Merge::Both(share_a / sum, share_b / sum), largest + share_a.min(share_b).ln_1p())
+            // The larger of the two is 1.
+            let (weight_a, weight_b) = ((lse_a - largest).exp(), (lse_b - largest).exp());
+            let sum = weight_a + weight_b;
+            (Merge::Both(weight_a / sum, weight_b / sum), largest + weight_a.min(weight_b).ln_1p())
         }
     }
 }
 
-/// A task.
+/// Merges a range of rows.
 ///
 /// # Safety
-/// As [`run`], with `T` the element type; the rows are below n, and their results are not otherwise accessed.
+/// As [`run`], with `T` the element type; the rows are below n, and nothing else accesses their results.
 struct MergeRows<'a, T> {
     problem: &'a MergeAttentionStates<'a>,
     rows: Range<usize>,
@@ -90,13 +94,14 @@ impl<T: Element> SimdKernel for MergeRows<'_, T> {
         for (row, head) in self.rows.flat_map(|row| (0..heads).map(move |head| (row, head))) {
             // lse [h, n], out [n, h, d]
             let (sum, first) = (head * problem.num_rows + row, (row * heads + head) * d);
-            // SAFETY: row < n, head < h; the problem has checked sizes, strides and dtypes; no other task has this row.
+            // SAFETY: row < n and head < h; the problem has validated sizes, strides and dtypes; no other task has this
+            // row.
             unsafe {
                 let out = problem.out.data.cast::<T>().add(first);
                 let (merge, lse) = merge(problem.a.lse.add(sum).read(), problem.b.lse.add(sum).read());
                 problem.lse.add(sum).write(lse);
                 match merge {
-                    Merge::Nothing => out.write_bytes(0, d),
+                    Merge::Zero => out.write_bytes(0, d),
                     Merge::A => out.copy_from_nonoverlapping(row_of(&problem.a, row, head), d),
                     Merge::B => out.copy_from_nonoverlapping(row_of(&problem.b, row, head), d),
                     Merge::Both(weight_a, weight_b) => {
@@ -109,19 +114,21 @@ impl<T: Element> SimdKernel for MergeRows<'_, T> {
     }
 }
 
-/// Where the output of a head of a row begins.
+/// The output row of a head.
 ///
 /// # Safety
-/// The row and the head are the state's, whose dtype is `T`.
+/// The state has the row and the head, and its dtype is `T`.
 #[inline(always)]
 unsafe fn row_of<T>(state: &State, row: usize, head: usize) -> *const T {
     let element = row as i64 * state.out.stride(0) + head as i64 * state.out.stride(1);
-    // SAFETY: an element of the output, as its row and its head are.
+    // SAFETY: the state has this row and head, so the offset stays within its output.
     unsafe { state.out.data.cast_const().cast::<T>().offset(element as isize) }
 }
 
+/// `out = weight_a * a + weight_b * b`
+///
 /// # Safety
-/// `a` and `b` have `d` readable elements, `out` as many writable ones.
+/// `a` and `b` have `d` readable elements, `out` has `d` writable ones.
 #[inline(always)]
 unsafe fn add_weighted<S: Simd, T: Element>(
     simd: S,
@@ -130,10 +137,10 @@ unsafe fn add_weighted<S: Simd, T: Element>(
     out: *mut T,
     d: usize,
 ) {
-    let (mut wide_a, mut wide_b) = ([0.0f32; PIECE], [0.0f32; PIECE]);
-    for first in (0..d).step_by(PIECE) {
-        let count = PIECE.min(d - first);
-        // SAFETY: first + count <= d; the buffers hold PIECE elements.
+    let (mut wide_a, mut wide_b) = ([0.0f32; CHUNK], [0.0f32; CHUNK]);
+    for first in (0..d).step_by(CHUNK) {
+        let count = CHUNK.min(d - first);
+        // SAFETY: first + count <= d, and count <= CHUNK, the length of both arrays.
         unsafe {
             widen(simd, a.add(first), wide_a.as_mut_ptr(), count);
             widen(simd, b.add(first), wide_b.as_mut_ptr(), count);

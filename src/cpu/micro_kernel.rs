@@ -1,7 +1,7 @@
 //! BLIS's micro-kernel: an MR x NR block of a matrix product, accumulated in registers. NR is NV vectors.
 //!
-//! At each step of the depth (the summed dimension) it loads NV vectors of one operand and multiplies them with MR scalars
-//! of the other, each broadcast to a vector. A scalar is one lane: an f32, or two bf16 where
+//! At each step of the depth (the summed dimension) it loads NV vectors of one operand and multiplies them with MR
+//! scalars of the other, each broadcast to a vector. A scalar is one lane: an f32, or two bf16 where
 //! [`Simd::ELEMENTS_PER_LANE`] is 2.
 
 use super::simd::Simd;

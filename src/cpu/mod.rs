@@ -1,10 +1,13 @@
-//! The operators on the CPU, with the caller's thread pool.
+//! The operators on the CPU, run on the caller's thread pool.
 
-#![allow(clippy::inline_always, reason = "vector code has to end up inside the function that enables its instructions")]
+#![allow(
+    clippy::inline_always,
+    reason = "vector code has to be inlined into the function that enables its instructions"
+)]
 
 use crate::problem::for_each_operator;
 
-/// Every operator has a module of its name, with a function `run`.
+/// Each operator has a module with its name and a function `run`.
 macro_rules! modules {
     ($($op:ident $name:ident,)*) => {
         $(pub(crate) mod $name;)*

@@ -1,3 +1,3 @@
-//! Attention, whatever its keys lie in: [`super::attention`].
+//! [`super::attention`], which handles packed and paged keys alike.
 
 pub(crate) use super::attention::run;

@@ -1,8 +1,8 @@
-//! Rotates new queries and keys and writes K and V into a paged cache on the CPU.
+//! Rotates new queries and keys (RoPE) and writes K and V into a paged cache on the CPU.
 //!
-//! A task takes one KV head of K or V through all rows, in order, or all heads of neighbouring query rows.
+//! A task writes all rows of one KV head of K or of V, in order, or rotates all heads of a range of query rows.
 
-use super::cache_rows::{CacheRow, copy_unaliased_caches, place};
+use super::cache_rows::{CacheWriter, copy_unaliased_caches, slot_of};
 use super::element::{Element, narrow, widen};
 use super::kv_cache_update::{MIN_PARALLEL_BYTES, write_head};
 use super::simd::{Isa, Simd, SimdKernel};
@@ -15,8 +15,8 @@ use half::{bf16, f16};
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Elements of the queries that a task takes.
-const QUERY_TASK: usize = 1 << 15;
+/// Query elements of a task.
+const TASK_ELEMENTS: usize = 1 << 15;
 
 /// Copy the cache if it is not updated in place, then rotate and write.
 ///
@@ -26,19 +26,19 @@ const QUERY_TASK: usize = 1 << 15;
 /// # Safety
 /// The problem's views are valid host memory, the results writable and not otherwise accessed.
 pub(crate) unsafe fn run(problem: &RopeKvCacheUpdate, pool: &dyn Pool) -> Result {
-    // SAFETY: the caller's word.
+    // SAFETY: the caller guarantees valid caches and exclusive results.
     unsafe { copy_unaliased_caches(&problem.update, pool)? };
     let query = &problem.query;
-    // Without a row the other sizes may be anything.
-    let tokens = (QUERY_TASK / (query.dims[1].saturating_mul(query.dims[2]) as usize).max(1)).max(1);
+    // If there are no rows, the other sizes are not bounded by memory, and their product may overflow or be 0.
+    let tokens = (TASK_ELEMENTS / (query.dims[1].saturating_mul(query.dims[2]) as usize).max(1)).max(1);
     let pool = if query.bytes() < MIN_PARALLEL_BYTES { &SingleThread } else { pool };
     parallel_for(
         pool,
         2 * problem.update.key.rows.dims[1] as usize + (query.dims[0] as usize).div_ceil(tokens),
         || (),
         |(), task| {
-            // SAFETY: the views are valid by this function's contract, the problem has checked their dtypes and shapes, and
-            // each task comes once.
+            // SAFETY: the caller guarantees valid views, the problem has validated dtypes and shapes, and each task
+            // runs once.
             unsafe {
                 match query.dtype {
                     DType::F16 => run_task::<f16>(problem, task, tokens),
@@ -50,42 +50,42 @@ pub(crate) unsafe fn run(problem: &RopeKvCacheUpdate, pool: &dyn Pool) -> Result
     )
 }
 
-/// The heads of K, those of V, then the queries, so many `tokens` a task.
+/// Run one task. The first Hkv tasks are the heads of K, the next Hkv the heads of V; the others are `tokens` query
+/// rows each.
 ///
 /// # Safety
 /// As [`run`], with `T` the element type; each task runs once.
 unsafe fn run_task<T: Element>(problem: &RopeKvCacheUpdate, task: usize, tokens: usize) {
     let kv_heads = problem.update.key.rows.dims[1] as usize;
     if task < kv_heads {
-        // SAFETY: this function's contract; task < Hkv, and no other task has this head of K.
+        // SAFETY: the caller guarantees valid views. task < Hkv, and no other task has this head of K.
         unsafe { Isa::best().dispatch(RotateKeys::<T> { problem, head: task, element: PhantomData }) };
     } else if task < 2 * kv_heads {
-        // SAFETY: this function's contract; values have the type of keys, and no other task has this head of V.
+        // SAFETY: the caller guarantees valid views. Values have the dtype of keys, and no other task has this head of
+        // V.
         unsafe { write_head::<T>(&problem.update, &problem.update.value, task - kv_heads) };
     } else {
         let first = (task - 2 * kv_heads) * tokens;
         let tokens = first..(first + tokens).min(problem.query.dims[0] as usize);
-        // SAFETY: this function's contract; no other task has these tokens.
+        // SAFETY: the caller guarantees valid views, and no other task has these tokens.
         unsafe { Isa::best().dispatch(RotateQueries::<T> { problem, tokens, element: PhantomData }) };
     }
 }
 
-/// A task.
+/// Rotates all heads of the queries of `tokens`.
 ///
 /// # Safety
-/// As [`run`], with `T` the element type; the tokens are those of the queries, and their results are not otherwise
-/// accessed.
+/// As [`run`], with `T` the element type; the tokens are those of the queries, and nothing else accesses their results.
 struct RotateQueries<'a, T> {
     problem: &'a RopeKvCacheUpdate<'a>,
     tokens: Range<usize>,
     element: PhantomData<T>,
 }
 
-/// A task.
+/// Rotates one head of all keys and writes it into the cache.
 ///
 /// # Safety
-/// As [`run`], with `T` the element type; `head` is below Hkv, and this head of K is not otherwise accessed in the
-/// cache.
+/// As [`run`], with `T` the element type; `head` is below Hkv, and nothing else accesses this head of K in the cache.
 struct RotateKeys<'a, T> {
     problem: &'a RopeKvCacheUpdate<'a>,
     head: usize,
@@ -100,7 +100,7 @@ impl<T: Element> SimdKernel for RotateQueries<'_, T> {
         let (heads, head_dim) = (problem.query.dims[1] as usize, problem.query.dims[2] as usize);
         let mut numbers = [0.0f32; MAX_HEAD_DIM as usize];
         for (token, head) in tokens.flat_map(|token| (0..heads).map(move |head| (token, head))) {
-            // SAFETY: token < T, head < Hq; the problem has checked sizes, strides and dtypes.
+            // SAFETY: token < T and head < Hq; the problem has validated sizes, strides and dtypes.
             unsafe {
                 let from = row_of::<T>(&problem.query, token, head);
                 let to = row_of::<T>(&problem.query_out, token, head).cast_mut();
@@ -121,42 +121,42 @@ impl<T: Element> SimdKernel for RotateKeys<'_, T> {
         let head_dim = key.rows.dims[2] as usize;
         let mut numbers = [0.0f32; MAX_HEAD_DIM as usize];
         // SAFETY: the scales are views of the problem; head < Hkv.
-        let row = unsafe { CacheRow::<T>::new(&problem.update, key, head) };
+        let writer = unsafe { CacheWriter::<T>::new(&problem.update, key, head) };
         for token in 0..key.rows.dims[0] as usize {
-            // SAFETY: token < T.
-            let Some(place) = (unsafe { place(&problem.update, token) }) else { continue };
-            // SAFETY: token < T, head < Hkv; the problem has checked sizes, strides and dtypes, and `place` that the slot
-            // belongs to the cache.
+            // SAFETY: the slot mapping has T elements, and token < T.
+            let Some(slot) = (unsafe { slot_of(&problem.update, token) }) else { continue };
+            // SAFETY: token < T and head < Hkv; the problem has validated sizes, strides and dtypes, and `slot_of` only
+            // returns slots of the cache.
             unsafe {
                 let from = row_of::<T>(&key.rows, token, head);
                 let rotated = rotate_row(simd, &problem.rotation, token, from, &mut numbers);
-                row.store(simd, place, 0, &mut numbers[..rotated]);
-                if row.copies_bits() {
-                    row.copy(place, rotated, from.add(rotated), head_dim - rotated);
+                writer.store(simd, slot, 0, &mut numbers[..rotated]);
+                if writer.copies_bits() {
+                    writer.copy(slot, rotated, from.add(rotated), head_dim - rotated);
                 } else {
                     widen(simd, from.add(rotated), numbers.as_mut_ptr(), head_dim - rotated);
-                    row.store(simd, place, rotated, &mut numbers[..head_dim - rotated]);
+                    writer.store(simd, slot, rotated, &mut numbers[..head_dim - rotated]);
                 }
             }
         }
     }
 }
 
-/// Where a head of a token begins in `[T, heads, D]`.
+/// The row of a token and a head in `[T, heads, D]`.
 ///
 /// # Safety
-/// The token and the head are the tensor's, whose dtype is `T`.
+/// The tensor has the token and the head, and its dtype is `T`.
 #[inline(always)]
 unsafe fn row_of<T>(rows: &Tensor, token: usize, head: usize) -> *const T {
     let element = token as i64 * rows.stride(0) + head as i64 * rows.stride(1);
-    // SAFETY: an element of the tensor, as its token and its head are.
+    // SAFETY: the tensor has this token and head, so the offset stays within it.
     unsafe { rows.data.cast_const().cast::<T>().offset(element as isize) }
 }
 
-/// The first elements of a token's head, rotated, in `numbers`; how many there are.
+/// Write the rotated elements of a row to `numbers`, and return their number, `rot`.
 ///
 /// # Safety
-/// `from` is a head of D elements; the rotation's positions and table are readable; `token` is below T.
+/// `from` is a row of D elements; the rotation's positions and table are readable; `token` is below T.
 #[inline(always)]
 unsafe fn rotate_row<S: Simd, T: Element>(
     simd: S,
@@ -169,7 +169,8 @@ unsafe fn rotate_row<S: Simd, T: Element>(
         return 0;
     }
     let (rotated, half) = (rotation.rotated, rotation.rotated / 2);
-    // SAFETY: rotated <= D <= MAX_HEAD_DIM; a token has a position, which is clamped to the rows of the table.
+    // SAFETY: rotated <= D <= MAX_HEAD_DIM. There are T positions, and the position is clamped to the rows of the
+    // table.
     let (cos, sin) = unsafe {
         widen(simd, from, numbers.as_mut_ptr(), rotated);
         let position = i64::from(rotation.positions.add(token).read()).clamp(0, rotation.max_pos as i64 - 1);
@@ -179,19 +180,19 @@ unsafe fn rotate_row<S: Simd, T: Element>(
     };
     if rotation.interleaved {
         for ((pair, cos), sin) in numbers[..rotated].chunks_exact_mut(2).zip(cos).zip(sin) {
-            (pair[0], pair[1]) = turn(pair[0], pair[1], *cos, *sin);
+            (pair[0], pair[1]) = rotate_pair(pair[0], pair[1], *cos, *sin);
         }
     } else {
         let (first, second) = numbers[..rotated].split_at_mut(half);
         for (((a, b), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
-            (*a, *b) = turn(*a, *b, *cos, *sin);
+            (*a, *b) = rotate_pair(*a, *b, *cos, *sin);
         }
     }
     rotated
 }
 
-/// The pair (a, b) turned by an angle; the kernel computes the same, bit by bit.
+/// The pair (a, b) rotated by an angle, with the operations and so the bits of the CUDA kernel.
 #[inline(always)]
-fn turn(a: f32, b: f32, cos: f32, sin: f32) -> (f32, f32) {
+fn rotate_pair(a: f32, b: f32, cos: f32, sin: f32) -> (f32, f32) {
     (a.mul_add(cos, -(b * sin)), b.mul_add(cos, a * sin))
 }

@@ -6,15 +6,20 @@ use crate::problem::simple_add::SimpleAdd;
 use crate::tensor::DType;
 use half::{bf16, f16};
 
-/// Elements of one task: large enough to pay for handing it to another thread.
+/// Elements of a task, enough to pay for scheduling it.
 const CHUNK: usize = 1 << 15;
 
+/// Compute `out`.
+///
+/// # Errors
+/// `INTERNAL` if a task panicked.
+///
 /// # Safety
 /// The problem's views are valid host memory, `out` writable.
 pub(crate) unsafe fn run(problem: &SimpleAdd, pool: &dyn Pool) -> Result {
     macro_rules! add {
         ($t:ty, $sum:expr) => {
-            // SAFETY: the problem has checked dtype and shape, the caller vouches for the memory.
+            // SAFETY: `problem` has validated dtypes and shapes, and the caller guarantees the memory.
             unsafe { add::<$t>(problem, pool, $sum) }
         };
     }
@@ -42,7 +47,8 @@ unsafe fn add<T: Copy>(problem: &SimpleAdd, pool: &dyn Pool, sum: impl Fn(T, T) 
             let (a, b) = (problem.a.data.cast_const().cast::<T>(), problem.b.data.cast_const().cast::<T>());
             let out = problem.out.data.cast::<T>();
             for i in chunk * CHUNK..((chunk + 1) * CHUNK).min(n) {
-                // SAFETY: i < n elements; chunks are disjoint. Read before write: out may be a or b.
+                // SAFETY: i < n, the number of elements of each view, and no other task has this chunk. Both elements
+                // are read before the result is written, since `out` may be a or b.
                 unsafe { out.add(i).write(sum(a.add(i).read(), b.add(i).read())) }
             }
         },

@@ -11,8 +11,8 @@ pub(super) const BLOCK: usize = 128;
 /// A block has row addresses for a multiple of this many keys, so that kernels may always load several keys at a time.
 pub(super) const PADDING: usize = 32;
 
-/// K or V with strides in bytes: element (page, token, head, 0) is at `data + page * page + token * token + head * head`.
-/// Packed keys are one page.
+/// K or V with strides in bytes: element (page, token, head, 0) is at `data + page * page + token * token + head *
+/// head`. Packed keys are one page.
 #[derive(Clone, Copy)]
 pub(super) struct StridedRows {
     pub(super) data: *const u8,

@@ -10,13 +10,13 @@ use crate::problem::attention::Attention;
 use std::f64::consts::{LN_2, LOG2_E};
 use std::ops::Range;
 
-/// (factor that normalises o, lse) of a row with the state (m, l), where m is in base 2 and the sink, if there is one, is a
-/// natural logit.
+/// (factor that normalises o, lse) of a row with the state (m, l), where m is in base 2 and the sink, if there is one,
+/// is a natural logit.
 fn finalize((m, l): (f32, f32), sink: Option<f32>) -> (f64, f64) {
     let (m, l) = (f64::from(m), f64::from(l));
     let Some(sink) = sink.map(f64::from) else { return (1.0 / l, m * LN_2 + l.ln()) };
-    // The sink is one more column of the softmax. Both terms are taken relative to the larger of m and the sink, so that
-    // neither overflows; l is at least 1, as it includes the key whose score is m.
+    // The sink is one more column of the softmax. Both terms are taken relative to the larger of m and the sink, so
+    // that neither overflows; l is at least 1, as it includes the key whose score is m.
     let sink_2 = sink * LOG2_E;
     let max = m.max(sink_2);
     let (keys_scale, sink_term) = ((m - max).exp2(), (sink_2 - max).exp2());
@@ -64,8 +64,8 @@ impl<'a> Epilogue<'a> {
     /// The rows of a tile, from the states of all its KV heads.
     ///
     /// # Safety
-    /// The problem's results are writable, its sinks and scales readable; `state` is the final state of the tile, and no other
-    /// task writes the tile's rows.
+    /// The problem's results are writable, its sinks and scales readable; `state` is the final state of the tile, and
+    /// no other task writes the tile's rows.
     #[inline(always)]
     pub(super) unsafe fn store<S: Simd>(self, simd: S, plan: &FwdPlan, tile: &WorkTile, state: *mut f32) {
         let problem = self.problem;
@@ -77,8 +77,8 @@ impl<'a> Epilogue<'a> {
             let v_scale = f64::from(unsafe { scale_of_head(problem.v_scale, kv_head) });
             for row in 0..tile.queries.len() * group {
                 let (t, h) = plan.query_of_row(tile, kv_head, row, group);
-                // SAFETY: t < Tq and h < Hq, so that the sink and the element (t, h, 0) of the dense [Tq, Hq, Dv] exist; the
-                // state has this row.
+                // SAFETY: t < Tq and h < Hq, so that the sink and the element (t, h, 0) of the dense [Tq, Hq, Dv]
+                // exist; the state has this row.
                 unsafe {
                     let sink = problem.score.sinks.map(|sinks| sinks.add(h).read());
                     let (m, l) = state.of_row(tile.layout, row);

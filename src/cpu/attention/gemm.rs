@@ -1,7 +1,7 @@
 //! The GEMM-like path, for many query rows, as in prefill: a lane per row.
 //!
-//! Both products run through BLIS's micro-kernel (`cpu::micro_kernel`), which keeps MR x NR sums in registers. The query
-//! rows lie in micro-panels of NR lanes (`softmax_state`). E is [`Simd::ELEMENTS_PER_LANE`]:
+//! Both products run through BLIS's micro-kernel (`cpu::micro_kernel`), which keeps MR x NR sums in registers. The
+//! query rows lie in micro-panels of NR lanes (`softmax_state`). E is [`Simd::ELEMENTS_PER_LANE`]:
 //!
 //! ```text
 //! scores [keys][NR]  = K [keys][D / E]        . q [D / E][NR]     MR keys per micro-kernel
@@ -35,8 +35,9 @@ impl<S: Simd> BlockKernel<S> for GemmKernel {
         // Prefetches are spread over the micro-kernels: many at once would fill the CPU's miss buffers and stall it.
         let micro_kernels = (rows.block.len + block_step.dv).div_ceil(S::MR);
         let prefetch_bytes = prefetcher.bytes_per_call(panels * micro_kernels);
-        // SAFETY: rows, state, lanes and buffers have the sizes of the work tile by this function's contract. Each panel is
-        // one or two whole vectors of the tile's lanes, and the block is packed before the first panel reads it.
+        // SAFETY: rows, state, lanes and buffers have the sizes of the work tile by this function's contract. Each
+        // panel is one or two whole vectors of the tile's lanes, and the block is packed before the first panel reads
+        // it.
         unsafe {
             pack_block(simd, &block_step, buffers);
             for panel in 0..panels {
@@ -84,8 +85,8 @@ unsafe fn attend_panel<S: Simd, const NV: usize, const MR: usize>(
         first,
         masked: !block_step.lanes.visible_to_all(&lanes, first, &keys),
     };
-    // SAFETY: `keys` are keys of the block, and `lanes` are the NV vectors of this micro-panel: q, m, l and o of the work
-    // tile have them.
+    // SAFETY: `keys` are keys of the block, and `lanes` are the NV vectors of this micro-panel: q, m, l and o of the
+    // work tile have them.
     unsafe {
         let q = block_step.q.add(lane * d / S::ELEMENTS_PER_LANE);
         let depth = d / S::ELEMENTS_PER_LANE;

@@ -1,11 +1,11 @@
-//! The GEMV-like path, for few query rows, decode above all: vectors lie along the head dimension, and K and V are loaded
-//! straight from the cache.
+//! The GEMV-like path, for few query rows, decode above all: vectors lie along the head dimension, and K and V are
+//! loaded straight from the cache.
 //!
-//! ROWS query rows (padded to a power of two) are multiplied with LANES / ROWS keys per step, so that the sums of a step
-//! fill one vector and are reduced together. The softmax therefore sees vectors whose lanes are (key, row) pairs.
+//! ROWS query rows (padded to a power of two) are multiplied with LANES / ROWS keys per step, so that the sums of a
+//! step fill one vector and are reduced together. The softmax therefore sees vectors whose lanes are (key, row) pairs.
 //!
-//! E is [`Simd::ELEMENTS_PER_LANE`]. Where it is 2, neighbouring keys belong to neighbouring steps, so that their p share a
-//! lane: p is `[keys / E][ROWS]`. q is `[ROWS][D / E]` and o `[ROWS][Dv]`, each row padded to whole vectors.
+//! E is [`Simd::ELEMENTS_PER_LANE`]. Where it is 2, neighbouring keys belong to neighbouring steps, so that their p
+//! share a lane: p is `[keys / E][ROWS]`. q is `[ROWS][D / E]` and o `[ROWS][Dv]`, each row padded to whole vectors.
 
 use super::block_rows::PADDING;
 use super::block_step::{BlockBuffers, BlockKernel, BlockStep};
@@ -16,7 +16,8 @@ use super::softmax::softmax;
 use crate::cpu::simd::{MAX_LANES, Simd};
 use std::marker::PhantomData;
 
-/// The kernel for [`super::plan::QueryLayout::HeadDimInLanes`] of ROWS rows, at most LANES / 2, with K and V loaded by L.
+/// The kernel for [`super::plan::QueryLayout::HeadDimInLanes`] of ROWS rows, at most LANES / 2, with K and V loaded by
+/// L.
 pub(super) struct GemvKernel<L, const ROWS: usize>(PhantomData<L>);
 
 impl<S: Simd, L: KvLoader<S>, const ROWS: usize> BlockKernel<S> for GemvKernel<L, ROWS> {
@@ -45,8 +46,8 @@ impl<S: Simd, L: KvLoader<S>, const ROWS: usize> BlockKernel<S> for GemvKernel<L
             masked: !lanes.visible_to_all(&(0..S::LANES), first, &(0..padded_len)),
         };
         let loader = L::new(simd, block_step.kv_dtype);
-        // SAFETY: the block has row addresses up to a multiple of PADDING keys, which whole steps divide, and the buffer of
-        // scores has a vector for each step. The GEMV layout has one vector of m, l and rescale factors.
+        // SAFETY: the block has row addresses up to a multiple of PADDING keys, which whole steps divide, and the
+        // buffer of scores has a vector for each step. The GEMV layout has one vector of m, l and rescale factors.
         unsafe {
             for step in 0..mask_and_bias.positions.steps {
                 let key = step / S::ELEMENTS_PER_LANE * keys + step % S::ELEMENTS_PER_LANE;
@@ -61,8 +62,8 @@ impl<S: Simd, L: KvLoader<S>, const ROWS: usize> BlockKernel<S> for GemvKernel<L
     }
 }
 
-/// Products of LANES / ROWS keys, from `first` on and E apart, with ROWS queries: `[key][row]` vectors whose lanes are still
-/// to be summed.
+/// Products of LANES / ROWS keys, from `first` on and E apart, with ROWS queries: `[key][row]` vectors whose lanes are
+/// still to be summed.
 ///
 /// # Safety
 /// As [`BlockKernel::attend`].
@@ -85,8 +86,8 @@ unsafe fn scores<S: Simd, L: KvLoader<S>, const ROWS: usize>(
     let by_two = if L::PREFERS_LOAD_2 { block_step.d / (2 * vector) * 2 * vector } else { 0 };
     let whole = block_step.d / vector * vector;
     let queries = |i: usize| (block_step.q.wrapping_add(i / S::ELEMENTS_PER_LANE), row_stride);
-    // SAFETY: each iteration reads elements from i on of K rows and of queries, and i stays below d: whole vectors up to
-    // `whole`, then what is left of the row.
+    // SAFETY: each iteration reads elements from i on of K rows and of queries, and i stays below d: whole vectors up
+    // to `whole`, then what is left of the row.
     unsafe {
         for i in (0..by_two).step_by(2 * vector) {
             prefetcher.prefetch_in_chunk(2 * keys * vector * L::BYTES);
@@ -113,7 +114,8 @@ unsafe fn scores<S: Simd, L: KvLoader<S>, const ROWS: usize>(
     sums
 }
 
-/// Add the products of one vector of a key with the same elements of ROWS queries, whose rows are `row_stride` lanes apart.
+/// Add the products of one vector of a key with the same elements of ROWS queries, whose rows are `row_stride` lanes
+/// apart.
 ///
 /// # Safety
 /// From `q` on, each of ROWS queries has a vector.
@@ -132,8 +134,8 @@ unsafe fn add_products<S: Simd, const ROWS: usize>(
     }
 }
 
-/// `o[row] = o[row] * rescale[row] + sum over keys of p[key][row] * v[key]`, for as many vectors of columns at a time as
-/// their sums fit into registers.
+/// `o[row] = o[row] * rescale[row] + sum over keys of p[key][row] * v[key]`, for as many vectors of columns at a time
+/// as their sums fit into registers.
 ///
 /// # Safety
 /// As [`BlockKernel::attend`]; `p` is `[keys / E][ROWS]`.
@@ -151,7 +153,8 @@ unsafe fn values<S: Simd, L: KvLoader<S>, const ROWS: usize>(
     let mut i = 0;
     while i < dv {
         let vectors = (dv - i) / lanes;
-        // SAFETY: i < dv, and each call takes at most the vectors of columns that are left; the last may be a partial one.
+        // SAFETY: i < dv, and each call takes at most the vectors of columns that are left; the last may be a partial
+        // one.
         unsafe {
             if most >= 8 && vectors >= 8 {
                 value_columns::<S, L, ROWS, 8>(simd, loader, block_step, prefetcher, rescale, p, (i, lanes));
@@ -198,7 +201,8 @@ unsafe fn value_columns<S: Simd, L: KvLoader<S>, const ROWS: usize, const NV: us
             }
         }
         for pair in 0..block_step.rows.block.len.div_ceil(S::ELEMENTS_PER_LANE) {
-            // An odd last key is paired with itself: the padding of the block repeats it, and the p of the repetition is 0.
+            // An odd last key is paired with itself: the padding of the block repeats it, and the p of the repetition
+            // is 0.
             let key = pair * S::ELEMENTS_PER_LANE;
             let at = |key: usize| block_step.rows.v(key).wrapping_add(i * L::BYTES);
             let v_rows = (at(key), at(key + 1));

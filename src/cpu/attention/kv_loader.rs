@@ -17,8 +17,8 @@ pub(super) trait KvLoader<S: Simd>: Copy {
     /// # Safety
     /// The elements are readable; nothing else is read.
     unsafe fn load(self, simd: S, row: *const u8, left: usize) -> S::V;
-    /// The next LANES columns of E rows, or their last `left`, a multiple of 8, followed by zeros: each lane holds a column.
-    /// Where E is 1, the second row is not read.
+    /// The next LANES columns of E rows, or their last `left`, a multiple of 8, followed by zeros: each lane holds a
+    /// column. Where E is 1, the second row is not read.
     ///
     /// # Safety
     /// The columns are readable in E rows; nothing else is read.

@@ -7,11 +7,11 @@ use crate::cpu::simd::{MAX_LANES, Simd};
 use crate::problem::attention::Attention;
 use std::ops::Range;
 
-/// What mask and bias need to know of each lane of a work tile, in positions of the sequence. Padding lanes repeat the last
-/// query row.
+/// What mask and bias need to know of each lane of a work tile, in positions of the sequence. Padding lanes repeat the
+/// last query row.
 ///
-/// In the GEMV layout a lane belongs to a (key, row) pair. Its key lies `key_offset` behind the key of lane 0, which all
-/// positions here have subtracted, so that one key position per step serves all lanes.
+/// In the GEMV layout a lane belongs to a (key, row) pair. Its key lies `key_offset` behind the key of lane 0, which
+/// all positions here have subtracted, so that one key position per step serves all lanes.
 #[derive(Default)]
 pub(super) struct FwdLanes {
     /// First visible key, less the lane's key offset.
@@ -92,8 +92,8 @@ impl FwdLanes {
         (relative(simd, &self.low[lane..], first, clamped), relative(simd, &self.high[lane..], first, clamped))
     }
 
-    /// (position relative to `first`, slope) of a vector of lanes, for KV head number `head` of the work tile; `None` without
-    /// ALiBi.
+    /// (position relative to `first`, slope) of a vector of lanes, for KV head number `head` of the work tile; `None`
+    /// without ALiBi.
     #[inline(always)]
     pub(super) fn bias<S: Simd>(&self, simd: S, head: usize, lane: usize, first: usize) -> Option<(S::V, S::V)> {
         let slopes = self.slopes.get(head * self.low.len() + lane..)?.get(..S::LANES)?;

@@ -2,18 +2,21 @@
 //! from pages or from packed rows. `docs/dev/kernels/cpu.md` explains the algorithm with a picture.
 //!
 //! - `sequences` reads the metadata once and clamps it.
-//! - `plan` cuts the query rows of each sequence into work tiles, for one KV head or for all, and long tiles into KV splits.
-//! - `task` runs one task: it lays out the queries, steps through blocks of keys, merges KV splits and stores the output.
-//! - `gemm` (many query rows, as in prefill) and `gemv` (few, as in decode) compute one block step. Both use `block_rows`
-//!   (row addresses), `prefetcher`, `kv_loader`, `packing`, `score` and `lanes` (mask and bias), `softmax` and
-//!   `softmax_state`.
+//! - `plan` cuts the query rows of each sequence into work tiles, for one KV head or for all, and long tiles into KV
+//!   splits.
+//! - `task` runs one task: it lays out the queries, steps through blocks of keys, merges KV splits and stores the
+//!   output.
+//! - `gemm` (many query rows, as in prefill) and `gemv` (few, as in decode) compute one block step. Both use
+//!   `block_rows` (row addresses), `prefetcher`, `kv_loader`, `packing`, `score` and `lanes` (mask and bias), `softmax`
+//!   and `softmax_state`.
 //! - `epilogue` normalises o and stores it with the lse.
 //!
-//! The work is proportional to the number of visible keys; the memory depends on neither the context nor the cache size.
+//! The work is proportional to the number of visible keys; the memory depends on neither the context nor the cache
+//! size.
 //!
-//! Results have the same bits for any number of threads, and the rows of a sequence have the same bits whatever else is in
-//! the batch, with `batch_invariant` or without: the tiles and KV splits of a sequence, and the order in which splits are
-//! merged, follow from its own lengths and from static sizes. Another instruction set may give other bits.
+//! Results have the same bits for any number of threads, and the rows of a sequence have the same bits whatever else is
+//! in the batch, with `batch_invariant` or without: the tiles and KV splits of a sequence, and the order in which
+//! splits are merged, follow from its own lengths and from static sizes. Another instruction set may give other bits.
 
 mod block_rows;
 mod block_step;
@@ -80,8 +83,8 @@ unsafe fn run_with(isa: Isa, problem: &Attention, pool: &dyn Pool) -> Result {
     let mut partials = AlignedBuffer::zeros(plan.partials_len)?;
     let partials = SharedBuffer::new(&mut partials);
     let run = |scratch: &mut FwdScratch, job: FwdJob| {
-        // SAFETY: the views are valid; plan, scratch and partials were made for this problem and `isa`. The loops below take
-        // each task and each combine once, and the first loop has ended when the second begins.
+        // SAFETY: the views are valid; plan, scratch and partials were made for this problem and `isa`. The loops below
+        // take each task and each combine once, and the first loop has ended when the second begins.
         unsafe { isa.dispatch(RunFwdJob::new(problem, &plan, scratch, partials.as_mut_ptr(), job)) };
     };
     let scratch = || FwdScratch::new(&plan, problem);
@@ -90,15 +93,15 @@ unsafe fn run_with(isa: Isa, problem: &Attention, pool: &dyn Pool) -> Result {
     try_parallel_for(pool, combines.len(), scratch, |scratch, index| run(scratch, FwdJob::Combine(combines[index])))
 }
 
-/// Whether q, K, V and p may be multiplied as bf16 where the CPU can. q, K and V are exact in bf16 if q is bf16 or fp8 (K
-/// and V then are too), and p may be rounded to bf16 if the output's dtype is no finer than that rounding. An f16 operand or
-/// an f16 output breaks one of the two conditions.
+/// Whether q, K, V and p may be multiplied as bf16 where the CPU can. q, K and V are exact in bf16 if q is bf16 or fp8
+/// (K and V then are too), and p may be rounded to bf16 if the output's dtype is no finer than that rounding. An f16
+/// operand or an f16 output breaks one of the two conditions.
 ///
-/// `vdpbf16ps` rounds after each of its two additions, the products themselves being exact, so a sum in this order differs
-/// from one in f32 only by the order. It flushes subnormal bf16 inputs and f32 sums to 0: an absolute error below D * 2^-126 *
-/// max|k| in a score and below `len_k` * 2^-126 in o, both far below the 1e-5 that `docs/semantics.md#error-bounds` allows.
-/// Rounding p to bf16 is an error of 2^-9 p in each term of o, as in a computation in bf16 throughout; l, and so the lse, is
-/// the sum of p before the rounding.
+/// `vdpbf16ps` rounds after each of its two additions, the products themselves being exact, so a sum in this order
+/// differs from one in f32 only by the order. It flushes subnormal bf16 inputs and f32 sums to 0: an absolute error
+/// below D * 2^-126 * max|k| in a score and below `len_k` * 2^-126 in o, both far below the 1e-5 that
+/// `docs/semantics.md#error-bounds` allows. Rounding p to bf16 is an error of 2^-9 p in each term of o, as in a
+/// computation in bf16 throughout; l, and so the lse, is the sum of p before the rounding.
 fn multiplies_bf16(q: DType, out: DType) -> bool {
     [DType::BF16, DType::F8E4M3FN].contains(&q) && out != DType::F16
 }

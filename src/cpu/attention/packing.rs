@@ -1,5 +1,5 @@
-//! Packs K and V of a block for the micro-kernels of `gemm`, as BLIS packs its operands. E is [`Simd::ELEMENTS_PER_LANE`],
-//! and a lane holds one f32 or two bf16 that are multiplied together:
+//! Packs K and V of a block for the micro-kernels of `gemm`, as BLIS packs its operands. E is
+//! [`Simd::ELEMENTS_PER_LANE`], and a lane holds one f32 or two bf16 that are multiplied together:
 //!
 //! ```text
 //! K   [keys][D / E]             a lane holds E elements of one key
@@ -62,21 +62,22 @@ impl PackBlock<'_> {
         let loader = L::new(simd, kv_dtype);
         let len = rows.block.len;
         for j in 0..len {
-            // SAFETY: K row j of the block is readable, and the buffer has D / E lanes for each of BLOCK keys, and V behind
-            // them.
+            // SAFETY: K row j of the block is readable, and the buffer has D / E lanes for each of BLOCK keys, and V
+            // behind them.
             unsafe { pack_k_row(simd, loader, rows.k(j), k.add(j * d / S::ELEMENTS_PER_LANE), d) };
         }
         for j in (0..len).step_by(S::ELEMENTS_PER_LANE) {
             // The p of the missing partner of an odd last key is 0, and so has V to be: 0 * NaN would be NaN.
             let second = if j + 1 < len { rows.v(j + 1) } else { ZEROS.as_ptr().cast() };
-            // SAFETY: V row j of the block is readable, and so are V row j + 1 and ZEROS. The buffer has Dv padded to whole
-            // vectors for each of BLOCK keys.
+            // SAFETY: V row j of the block is readable, and so are V row j + 1 and ZEROS. The buffer has Dv padded to
+            // whole vectors for each of BLOCK keys.
             unsafe { pack_v_rows(simd, loader, (rows.v(j), second), v.add(j * S::MR / S::ELEMENTS_PER_LANE), dv) };
         }
     }
 }
 
-/// A K row of `d` elements. The last vector may go beyond the row with zeros; the next row, or V, overwrites them later.
+/// A K row of `d` elements. The last vector may go beyond the row with zeros; the next row, or V, overwrites them
+/// later.
 ///
 /// # Safety
 /// The row is readable, and `to` has room for the row rounded up to whole vectors.
@@ -84,8 +85,8 @@ impl PackBlock<'_> {
 unsafe fn pack_k_row<S: Simd, L: KvLoader<S>>(simd: S, loader: L, row: *const u8, to: *mut f32, d: usize) {
     let vector = S::LANES * S::ELEMENTS_PER_LANE;
     let whole = d / vector * vector;
-    // SAFETY: elements i to i + vector of the row, then the d - whole elements that are left, which go to the lanes of the
-    // same elements.
+    // SAFETY: elements i to i + vector of the row, then the d - whole elements that are left, which go to the lanes of
+    // the same elements.
     unsafe {
         for i in (0..whole).step_by(vector) {
             simd.store(to.add(i / S::ELEMENTS_PER_LANE), loader.load(simd, row.add(i * L::BYTES), vector));
@@ -112,8 +113,8 @@ unsafe fn pack_v_rows<S: Simd, L: KvLoader<S>>(
 ) {
     let whole = dv / S::LANES * S::LANES;
     let panel_stride = BLOCK / S::ELEMENTS_PER_LANE * S::MR;
-    // SAFETY: columns i to i + LANES of both rows, then the dv - whole columns that are left; column i belongs to micro-panel
-    // i / MR.
+    // SAFETY: columns i to i + LANES of both rows, then the dv - whole columns that are left; column i belongs to
+    // micro-panel i / MR.
     unsafe {
         for i in (0..whole).step_by(S::LANES) {
             let x = loader.load_interleaved(simd, (rows.0.add(i * L::BYTES), rows.1.add(i * L::BYTES)), S::LANES);

@@ -10,8 +10,8 @@ use std::ops::Range;
 
 /// Query rows (queries x query heads of a group) of a tile of the GEMM path.
 const ROWS: usize = 256;
-/// A sequence with at most this many rows per KV head is one tile for all KV heads, so that the cache is read in the order
-/// of its memory.
+/// A sequence with at most this many rows per KV head is one tile for all KV heads, so that the cache is read in the
+/// order of its memory.
 const ALL_HEADS_ROWS: usize = 32;
 /// K and V elements of a KV split: enough work to pay for merging its partial result.
 const SPLIT_ELEMENTS: usize = 1 << 19;
@@ -101,8 +101,8 @@ impl FwdTask {
     }
 }
 
-/// One index of the second parallel loop: merge the states of all KV splits of a tile, which lie one after the other from
-/// `partials[offset]` on, and store the output.
+/// One index of the second parallel loop: merge the states of all KV splits of a tile, which lie one after the other
+/// from `partials[offset]` on, and store the output.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Combine {
     pub(super) tile: usize,
@@ -144,7 +144,8 @@ impl FwdPlan {
         Ok(plan)
     }
 
-    /// (row of q, query head) of row `row` of a tile for one of its KV heads, where `group` query heads share a KV head.
+    /// (row of q, query head) of row `row` of a tile for one of its KV heads, where `group` query heads share a KV
+    /// head.
     pub(super) fn query_of_row(&self, tile: &WorkTile, kv_head: usize, row: usize, group: usize) -> (usize, usize) {
         let first = self.sequences[tile.sequence].first_row + tile.queries.start;
         (first + row / group, kv_head * group + row % group)

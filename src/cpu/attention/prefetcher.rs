@@ -77,8 +77,9 @@ impl<'a> Prefetcher<'a> {
         }
     }
 
-    /// Prefetch the next `bytes` of the current chunk; what goes beyond its end is not carried over to the next chunk. This
-    /// compiles to a few scalar instructions without a call, so that a loop around it keeps its vectors in registers.
+    /// Prefetch the next `bytes` of the current chunk; what goes beyond its end is not carried over to the next chunk.
+    /// This compiles to a few scalar instructions without a call, so that a loop around it keeps its vectors in
+    /// registers.
     #[inline(always)]
     pub(super) fn prefetch_in_chunk(&mut self, bytes: usize) {
         prefetch_row(self.at, bytes);

@@ -48,8 +48,8 @@ impl ScaleAndCap {
 }
 
 impl LogitsTransform {
-    /// Usually the scale is folded into `softmax_scale_log2`, which saves a multiplication per score. It is applied to the
-    /// products first if a soft cap or a bias follows it, or if it would not keep the order of the products.
+    /// Usually the scale is folded into `softmax_scale_log2`, which saves a multiplication per score. It is applied to
+    /// the products first if a soft cap or a bias follows it, or if it would not keep the order of the products.
     ///
     /// # Safety
     /// The problem's scales are readable, `kv_head` is below Hkv.
@@ -69,8 +69,8 @@ impl LogitsTransform {
     }
 }
 
-/// Key positions of the steps of a block, one vector of scores each, relative to the block's first key. In the GEMV layout
-/// this is the key of lane 0; [`FwdLanes`] accounts for the offsets of the other lanes.
+/// Key positions of the steps of a block, one vector of scores each, relative to the block's first key. In the GEMV
+/// layout this is the key of lane 0; [`FwdLanes`] accounts for the offsets of the other lanes.
 #[derive(Clone, Copy)]
 pub(super) struct KeyPositions {
     /// Number of steps.

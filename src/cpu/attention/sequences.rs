@@ -1,4 +1,5 @@
-//! The metadata of a call, read once and clamped as `docs/semantics.md#metadata` says, and the keys that a query attends to.
+//! The metadata of a call, read once and clamped as `docs/semantics.md#metadata` says, and the keys that a query
+//! attends to.
 
 use crate::error::{Result, with_room};
 use crate::problem::attention::{Attention, KeyStorage, Score};
@@ -74,8 +75,8 @@ impl Sequence {
         if low < high { low as usize..high as usize } else { 0..0 }
     }
 
-    /// Keys that at least one of the queries attends to. They are one range without a gap: the ranges of neighbouring queries
-    /// overlap or touch.
+    /// Keys that at least one of the queries attends to. They are one range without a gap: the ranges of neighbouring
+    /// queries overlap or touch.
     pub(in crate::cpu) fn visible_to_any(&self, queries: &Range<usize>, window: Window) -> Range<usize> {
         // Queries before `first_visible` attend to no key because their window ends before the first key; queries from
         // `end_visible` on because their window begins after the last key.
@@ -98,8 +99,8 @@ impl Sequence {
     }
 }
 
-/// The indices below `total` that lie in none of the ranges `taken`, which are in order and do not overlap, as ranges of at
-/// most `most` indices.
+/// The indices below `total` that lie in none of the ranges `taken`, which are in order and do not overlap, as ranges
+/// of at most `most` indices.
 pub(in crate::cpu) fn gaps(
     taken: impl Iterator<Item = Range<usize>>,
     total: usize,

@@ -1,7 +1,7 @@
 //! One step of the online softmax, over a block of scores.
 //!
-//! The scores of a block are `[steps][NV]` vectors. A lane belongs to one query row throughout; the key positions of the
-//! steps are [`super::score::KeyPositions`]. Everything is in base 2: `m` is the largest score times log2(e).
+//! The scores of a block are `[steps][NV]` vectors. A lane belongs to one query row throughout; the key positions of
+//! the steps are [`super::score::KeyPositions`]. Everything is in base 2: `m` is the largest score times log2(e).
 
 use super::score::MaskAndBias;
 use crate::cpu::elementary::exp2;
@@ -10,12 +10,12 @@ use crate::cpu::simd::{MAX_ELEMENTS_PER_LANE, Simd, SimdKernel};
 /// Turn the scores of a block into `p = 2^(s - m)` in place, where m is the running maximum, update m and l, and set
 /// `rescale` to the factor that brings o to the new m. m, l and `rescale` have NV vectors.
 ///
-/// Where lanes hold two elements, p becomes `[steps / 2][NV]` vectors of bf16 pairs; the number of steps is then even, and
-/// l sums p before the rounding.
+/// Where lanes hold two elements, p becomes `[steps / 2][NV]` vectors of bf16 pairs; the number of steps is then even,
+/// and l sums p before the rounding.
 ///
 /// Lanes that are `rows` apart belong to the same query row, if `rows` is less than LANES (the GEMV layout). With
-/// `row_max_known`, `rescale` holds the largest product of each lane on entry, which saves a pass over the scores unless mask
-/// or bias change them.
+/// `row_max_known`, `rescale` holds the largest product of each lane on entry, which saves a pass over the scores
+/// unless mask or bias change them.
 ///
 /// # Safety
 /// `scores` has `steps * NV` vectors; `m`, `l` and `rescale` have NV.
@@ -49,7 +49,8 @@ impl<const NV: usize> SimdKernel for Softmax<'_, NV> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
         let changes_scores = !self.mask_and_bias.is_identity();
-        // SAFETY: by the contract of the type, `scores` has NV vectors for each step, and `m`, `l` and `rescale` have NV.
+        // SAFETY: by the contract of the type, `scores` has NV vectors for each step, and `m`, `l` and `rescale` have
+        // NV.
         unsafe {
             if changes_scores {
                 self.mask_and_bias.apply(simd, self.scores, NV);
@@ -85,7 +86,8 @@ impl<const NV: usize> Softmax<'_, NV> {
             for (v, row_max) in row_max.iter_mut().enumerate() {
                 // SAFETY: step < steps and v < NV, so this is one of the vectors of `scores`.
                 let s = unsafe { simd.load(self.at(simd, step, v)) };
-                // The score comes first: `max` then ignores a NaN, which reaches the result through its own exponential.
+                // The score comes first: `max` then ignores a NaN, which reaches the result through its own
+                // exponential.
                 *row_max = simd.max(s, *row_max);
             }
         }
@@ -138,7 +140,8 @@ impl<const NV: usize> Softmax<'_, NV> {
                     sums[v] = simd.add(sums[v], *p);
                 }
                 let packed = if S::ELEMENTS_PER_LANE == 1 { p[0] } else { simd.pack_pairs(p[0], p[1]) };
-                // SAFETY: group <= step, so this is a vector of `scores` whose scores have been read, in this group or before.
+                // SAFETY: group <= step, so this is a vector of `scores` whose scores have been read, in this group or
+                // before.
                 unsafe { simd.store(self.at(simd, group, v), packed) };
             }
         }
@@ -160,8 +163,8 @@ fn max_over_keys<S: Simd>(simd: S, mut x: S::V, rows: usize) -> S::V {
     x
 }
 
-/// The factors that bring o of two states to their common m. The first state's m becomes the common one, its l the sum of
-/// both.
+/// The factors that bring o of two states to their common m. The first state's m becomes the common one, its l the sum
+/// of both.
 ///
 /// # Safety
 /// All four are vectors of LANES elements; those of the first state are writable.

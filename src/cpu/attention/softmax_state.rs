@@ -38,8 +38,8 @@ impl QueryLayout {
     pub(super) fn key_offset_of_lane(self, lane: usize, elements_per_lane: usize) -> usize {
         match self {
             Self::RowsInLanes => 0,
-            // Every E-th key is one of this step; those between belong to the next steps, with whose p this step's p shares
-            // lanes.
+            // Every E-th key is one of this step; those between belong to the next steps, with whose p this step's p
+            // shares lanes.
             Self::HeadDimInLanes(rows) => lane / rows * elements_per_lane,
         }
     }
@@ -100,8 +100,8 @@ pub(super) struct SoftmaxState {
 }
 
 impl SoftmaxState {
-    /// The state of KV head number `head` of the tile in `all`, which has [`WorkTile::state_len`] elements: o, m and l of
-    /// each head in turn.
+    /// The state of KV head number `head` of the tile in `all`, which has [`WorkTile::state_len`] elements: o, m and l
+    /// of each head in turn.
     pub(super) fn of_head(tile: &WorkTile, all: *mut f32, head: usize) -> Self {
         let o = all.wrapping_add(head * tile.head_state_len());
         let m = o.wrapping_add(tile.o_len);
@@ -144,8 +144,8 @@ impl SoftmaxState {
     pub(super) unsafe fn merge<S: Simd>(self, simd: S, other: SoftmaxState, layout: QueryLayout, dv: usize) {
         let row_stride = dv.next_multiple_of(S::LANES);
         for lane in (0..self.lanes).step_by(S::LANES) {
-            // SAFETY: `lanes` is a multiple of LANES, so both states have the vectors of m and l from `lane` on; the offsets
-            // below are those of the rows of these lanes in o.
+            // SAFETY: `lanes` is a multiple of LANES, so both states have the vectors of m and l from `lane` on; the
+            // offsets below are those of the rows of these lanes in o.
             unsafe {
                 let stats = |s: SoftmaxState| (s.m.add(lane), s.l.add(lane));
                 let (m, l) = stats(other);

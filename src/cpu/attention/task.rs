@@ -1,5 +1,5 @@
-//! Runs one task of the plan: lays out the queries of a work tile, steps through its keys block by block, merges the states
-//! of KV splits and stores the output.
+//! Runs one task of the plan: lays out the queries of a work tile, steps through its keys block by block, merges the
+//! states of KV splits and stores the output.
 
 use super::block_rows::{BLOCK, BlockRows, KvTensors};
 use super::block_step::{BlockBuffers, BlockKernel, BlockStep};
@@ -58,8 +58,8 @@ const MAX_PANEL_LANES: usize = 32;
 ///
 /// # Safety
 /// The problem's views are valid host memory, and nothing else accesses its results. Plan and scratch were made for the
-/// problem, and for the lanes of the instruction set that runs this. `partials` has [`FwdPlan::partials_len`] elements. Each
-/// task runs once, and a combine after the tasks of its tile.
+/// problem, and for the lanes of the instruction set that runs this. `partials` has [`FwdPlan::partials_len`] elements.
+/// Each task runs once, and a combine after the tasks of its tile.
 pub(super) struct RunFwdJob<'a> {
     problem: &'a Attention<'a>,
     kv: KvTensors,
@@ -91,8 +91,8 @@ impl<'a> RunFwdJob<'a> {
 impl SimdKernel for RunFwdJob<'_> {
     type Output = ();
 
-    /// Compute the states of the job's KV splits (a task) or take them from the partials (a combine), merge them in order, and
-    /// store the output, unless the task is a single split.
+    /// Compute the states of the job's KV splits (a task) or take them from the partials (a combine), merge them in
+    /// order, and store the output, unless the task is a single split.
     #[inline(always)]
     unsafe fn run<S: Simd>(mut self, simd: S) {
         let (tile, only_split) = match self.job {
@@ -114,9 +114,9 @@ impl SimdKernel for RunFwdJob<'_> {
             FwdJob::Task(_) => own,
         };
         let is_task = matches!(self.job, FwdJob::Task(_));
-        // SAFETY: the tile is the plan's. Each state is one of the two in the scratch, or one of the tile's in the partials,
-        // which no other task accesses: a split has its own, and a combine runs after all splits. `total` is the state of all
-        // keys when it is stored, since then the splits are all of the tile's.
+        // SAFETY: the tile is the plan's. Each state is one of the two in the scratch, or one of the tile's in the
+        // partials, which no other task accesses: a split has its own, and a combine runs after all splits. `total` is
+        // the state of all keys when it is stored, since then the splits are all of the tile's.
         unsafe {
             if is_task {
                 self.pack_queries(simd, tile);
@@ -188,11 +188,12 @@ impl RunFwdJob<'_> {
         }
     }
 
-    /// Update the states of all heads with the keys of one KV split. This is the only place that names the kernels: each is
-    /// large, and a second call site would compile it twice or keep it from being inlined.
+    /// Update the states of all heads with the keys of one KV split. This is the only place that names the kernels:
+    /// each is large, and a second call site would compile it twice or keep it from being inlined.
     ///
     /// # Safety
-    /// As [`RunFwdJob`]; the tile is the plan's and has this split, its queries are packed, and `state` is a state of it.
+    /// As [`RunFwdJob`]; the tile is the plan's and has this split, its queries are packed, and `state` is a state of
+    /// it.
     #[inline(always)]
     unsafe fn attend_split<S: Simd>(&mut self, simd: S, tile: &WorkTile, split: usize, state: *mut f32) {
         // SAFETY: each kernel is the one for its layout; the rest is this function's contract.
@@ -257,8 +258,8 @@ impl RunFwdJob<'_> {
             unsafe { next.locate(kv, sequence, block_at(block.first + K::BLOCK_KEYS)) };
             let mut prefetcher = Prefetcher::new(kv, next, tile.heads.clone());
             for (head, kv_head) in tile.heads.clone().enumerate() {
-                // SAFETY: page ids are clamped, so the row addresses lie in K and V; the scales are views of the problem;
-                // queries, state, lanes and buffers are sized for the tile.
+                // SAFETY: page ids are clamped, so the row addresses lie in K and V; the scales are views of the
+                // problem; queries, state, lanes and buffers are sized for the tile.
                 unsafe {
                     let block_step = BlockStep {
                         rows: block.of_head(kv, kv_head),

@@ -34,8 +34,8 @@ impl KvBlock {
     /// Load the keys at positions `keys` of the tile's sequence, and set their gradients to 0.
     ///
     /// # Safety
-    /// The problem's views are valid host memory; plan and tile are the problem's; `keys` are at most [`KEYS`] of the tile's;
-    /// nothing else accesses the block's memory.
+    /// The problem's views are valid host memory; plan and tile are the problem's; `keys` are at most [`KEYS`] of the
+    /// tile's; nothing else accesses the block's memory.
     #[inline(always)]
     pub(super) unsafe fn load<S: Simd>(
         self,
@@ -49,7 +49,8 @@ impl KvBlock {
         for (view, to, d) in [(&forward.k, self.k, forward.head_dim), (&forward.v, self.v, forward.value_dim)] {
             for (j, key) in keys.clone().enumerate() {
                 let from = row_of(view, forward.kv_dtype.size(), first + key, tile.kv_head);
-                // SAFETY: the key is one of the sequence, so `from` is a row of the view; j < KEYS rows fit into the block.
+                // SAFETY: the key is one of the sequence, so `from` is a row of the view; j < KEYS rows fit into the
+                // block.
                 unsafe { widen_row(simd, forward.kv_dtype, from, to.add(j * row_stride(d)), d) };
             }
         }

@@ -1,16 +1,17 @@
 //! Gradients of attention on the CPU, blocked as in FlashAttention-2 (Dao 2023): p is recomputed from the lse.
 //!
 //! - `preprocess` computes delta = out . dout - dlse of each row, and the gradients of the sinks.
-//! - `plan` cuts the work into tiles: the query rows of a sequence that read one KV head, and the keys that they attend to.
-//! - `task` steps through a tile's keys block by block (`kv_block`), and for each block through the tile's rows, a micro-panel
-//!   (`query_panel`) at a time. Two products give the scores and dP = dout . V; `softmax_bwd` turns them into P and dS; three
-//!   more products add to dQ, dK and dV.
+//! - `plan` cuts the work into tiles: the query rows of a sequence that read one KV head, and the keys that they attend
+//!   to.
+//! - `task` steps through a tile's keys block by block (`kv_block`), and for each block through the tile's rows, a
+//!   micro-panel (`query_panel`) at a time. Two products give the scores and dP = dout . V; `softmax_bwd` turns them
+//!   into P and dS; three more products add to dQ, dK and dV.
 //!
-//! A tile that is too large for one thread is cut twice, by queries for dQ and by keys for dK and dV, and its scores are
-//! computed twice.
+//! A tile that is too large for one thread is cut twice, by queries for dQ and by keys for dK and dV, and its scores
+//! are computed twice.
 //!
-//! Each sum has one order, that of keys or of rows, whichever thread computes it: results have the same bits for any number
-//! of threads. Another instruction set may give other bits.
+//! Each sum has one order, that of keys or of rows, whichever thread computes it: results have the same bits for any
+//! number of threads. Another instruction set may give other bits.
 
 mod kv_block;
 mod plan;
@@ -64,7 +65,8 @@ unsafe fn run_with(isa: Isa, problem: &FlashAttnVarlenBwd, pool: &dyn Pool) -> R
     let (deltas, chunk_sinks) = (SharedBuffer::new(&mut deltas), SharedBuffer::new(&mut sinks));
     let preprocess_chunk = |(): &mut (), index: usize| {
         let sinks = chunk_sinks.as_mut_ptr().wrapping_add(index * forward.num_q_heads);
-        // SAFETY: the views are valid; both arrays were made for this problem, and the loop below takes each chunk once.
+        // SAFETY: the views are valid; both arrays were made for this problem, and the loop below takes each chunk
+        // once.
         unsafe { isa.dispatch(Preprocess::new(problem, &plan, index, deltas.as_mut_ptr(), sinks)) };
     };
     parallel_for(pool, chunks, || (), preprocess_chunk)?;
@@ -74,7 +76,8 @@ unsafe fn run_with(isa: Isa, problem: &FlashAttnVarlenBwd, pool: &dyn Pool) -> R
     let scratch = || BwdScratch::new(&plan, problem);
     try_parallel_for(pool, plan.tasks.len(), scratch, |scratch, index| {
         let deltas = deltas.as_mut_ptr();
-        // SAFETY: the views are valid; plan, scratch and deltas were made for this problem, and the loop takes each task once.
+        // SAFETY: the views are valid; plan, scratch and deltas were made for this problem, and the loop takes each
+        // task once.
         unsafe { isa.dispatch(RunBwdTask::new(problem, &plan, scratch, deltas, &plan.tasks[index])) };
     })
 }

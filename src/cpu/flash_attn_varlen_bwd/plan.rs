@@ -40,8 +40,8 @@ impl Gradients {
     }
 }
 
-/// A work tile: queries of one sequence that read one KV head, and keys that they attend to. The tile computes its gradients
-/// completely: with dQ it has all keys of its queries, with dK and dV all queries of its keys.
+/// A work tile: queries of one sequence that read one KV head, and keys that they attend to. The tile computes its
+/// gradients completely: with dQ it has all keys of its queries, with dK and dV all queries of its keys.
 #[derive(Clone, Debug)]
 pub(super) struct BwdTile {
     /// Index into [`BwdPlan::sequences`].
@@ -114,7 +114,8 @@ impl BwdPlan {
 
     /// Whether row `t` is a query of a sequence.
     pub(super) fn is_query(&self, t: usize) -> bool {
-        // The rows of sequences are in order and disjoint, so only the last sequence that begins at or before t can have t.
+        // The rows of sequences are in order and disjoint, so only the last sequence that begins at or before t can
+        // have t.
         let after = self.sequences.partition_point(|sequence| sequence.first_row <= t);
         after > 0 && self.sequences[after - 1].rows().contains(&t)
     }

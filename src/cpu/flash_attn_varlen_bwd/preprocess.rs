@@ -22,12 +22,12 @@ pub(super) fn row_of(tensor: &Tensor, t: usize, h: usize) -> *mut u8 {
     tensor.data.wrapping_offset(at as isize * tensor.dtype.size() as isize)
 }
 
-/// For the rows of a chunk: `delta = out . dout - dlse` of all heads, their terms of the gradients of the sinks, and 0 for
-/// the dq of rows that belong to no sequence.
+/// For the rows of a chunk: `delta = out . dout - dlse` of all heads, their terms of the gradients of the sinks, and 0
+/// for the dq of rows that belong to no sequence.
 ///
 /// # Safety
-/// The problem's views are valid host memory; the plan and both arrays were made for it. Nothing else accesses these rows of
-/// dq and of `deltas`, or `sinks`.
+/// The problem's views are valid host memory; the plan and both arrays were made for it. Nothing else accesses these
+/// rows of dq and of `deltas`, or `sinks`.
 pub(super) struct Preprocess<'a> {
     problem: &'a FlashAttnVarlenBwd<'a>,
     plan: &'a BwdPlan,

@@ -1,5 +1,5 @@
-//! A micro-panel (BLIS's word) of query rows: q and dout packed for the micro-kernels, once as rows and once transposed,
-//! with a lane per row.
+//! A micro-panel (BLIS's word) of query rows: q and dout packed for the micro-kernels, once as rows and once
+//! transposed, with a lane per row.
 
 use super::plan::{BwdPlan, BwdTile, KEYS};
 use super::preprocess::{lse_of, row_of};
@@ -13,8 +13,8 @@ use std::ops::Range;
 /// The most rows of a micro-panel: two vectors.
 pub(super) const MAX_ROWS: usize = 2 * MAX_LANES;
 
-/// Distance in elements between rows of `d` elements: whole vectors, and one more, so that rows do not all map to the same
-/// few sets of the cache.
+/// Distance in elements between rows of `d` elements: whole vectors, and one more, so that rows do not all map to the
+/// same few sets of the cache.
 pub(super) fn row_stride(d: usize) -> usize {
     d.next_multiple_of(MAX_LANES) + MAX_LANES
 }
@@ -73,7 +73,8 @@ impl BwdLanes {
             relative[1][lane] = of(&self.high).clamp(-LIMIT, LIMIT) as f32;
             relative[2][lane] = of(&self.position) as f32;
         }
-        // SAFETY: LANES <= MAX_LANES elements of each relative position. v is 0 or 1, and the other arrays have two vectors.
+        // SAFETY: LANES <= MAX_LANES elements of each relative position. v is 0 or 1, and the other arrays have two
+        // vectors.
         unsafe {
             let [low, high, position] = [0, 1, 2].map(|i: usize| simd.load(relative[i].as_ptr()));
             let [slope, minus_lse, delta] = [0, 1, 2].map(|i: usize| {

@@ -8,11 +8,12 @@ use crate::cpu::simd::{Simd, SimdKernel};
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
-/// A bound of the argument of `exp2`, below its limit of 127.5. With the lse of these very scores no argument exceeds 0.
+/// A bound of the argument of `exp2`, below its limit of 127.5. With the lse of these very scores no argument exceeds
+/// 0.
 const MAX_EXPONENT: f32 = 127.0;
 
-/// Turn products, `[keys][NV]` vectors of rows, into P and dS in place; dS is taken before the factor `softmax_scale`. Both
-/// are 0 where a row does not attend to a key.
+/// Turn products, `[keys][NV]` vectors of rows, into P and dS in place; dS is taken before the factor `softmax_scale`.
+/// Both are 0 where a row does not attend to a key.
 ///
 /// # Safety
 /// `p` and `ds` have NV vectors for each of `keys`; NV vectors are the width of `lanes`.
@@ -75,8 +76,8 @@ impl<const NV: usize> SoftmaxBwd<'_, NV> {
                     let distance = simd.max(distance, simd.sub(zero, distance));
                     s = simd.sub(s, simd.mul(lanes.slope, distance));
                 }
-                // The factor log2(e) is not folded into the scale: rounded otherwise than the scale of the lse, it would
-                // shift all probabilities of a row with large scores.
+                // The factor log2(e) is not folded into the scale: rounded otherwise than the scale of the lse, it
+                // would shift all probabilities of a row with large scores.
                 let exponent =
                     if CAP_OR_BIAS { simd.add(s, lanes.minus_lse) } else { simd.fma(s, scale, lanes.minus_lse) };
                 let exponent = simd.mul(exponent, to_base_2);

@@ -1,5 +1,5 @@
-//! Runs one task of the plan: steps through the keys of a work tile block by block, and for each block through the tile's
-//! rows, a micro-panel at a time.
+//! Runs one task of the plan: steps through the keys of a work tile block by block, and for each block through the
+//! tile's rows, a micro-panel at a time.
 
 use super::kv_block::{KvBlock, clear_gradients, scale_row};
 use super::plan::{BwdPlan, BwdTask, BwdTile, KEYS};
@@ -35,8 +35,8 @@ impl BwdScratch {
 /// A task of the plan, for [`crate::cpu::simd::Isa::dispatch`].
 ///
 /// # Safety
-/// The problem's views are valid host memory, and nothing else accesses its results. Plan, scratch and deltas were made for
-/// the problem, and for the lanes of the instruction set that runs this. Each task runs once.
+/// The problem's views are valid host memory, and nothing else accesses its results. Plan, scratch and deltas were made
+/// for the problem, and for the lanes of the instruction set that runs this. Each task runs once.
 pub(super) struct RunBwdTask<'a> {
     problem: &'a FlashAttnVarlenBwd<'a>,
     plan: &'a BwdPlan,
@@ -85,8 +85,8 @@ impl SimdKernel for RunBwdTask<'_> {
             dq: ds.wrapping_add(KEYS * MAX_ROWS),
             scale_and_cap: ScaleAndCap::new(f64::from(forward.score.softmax_scale), forward.score.softcap),
         };
-        // SAFETY: the contract of the type; panel, block, p, ds and dq lie one after the other in the scratch, as its length
-        // has them.
+        // SAFETY: the contract of the type; panel, block, p, ds and dq lie one after the other in the scratch, as its
+        // length has them.
         unsafe { run.run(simd, QueryPanel::new(memory, d, dv)) };
     }
 }
@@ -124,9 +124,9 @@ impl TileRun<'_> {
     unsafe fn run<S: Simd>(&self, simd: S, mut panel: QueryPanel) {
         let Self { problem, plan, tile, block, .. } = *self;
         let (rows, gradients) = (tile.rows(self.group), tile.gradients);
-        // SAFETY: dq has room for all micro-panels of the tile. A block has at most KEYS keys and a micro-panel at most two
-        // vectors of rows, and both are loaded before `block_step` reads them. No other tile computes dk and dv of these keys
-        // for this head, or dq of these queries.
+        // SAFETY: dq has room for all micro-panels of the tile. A block has at most KEYS keys and a micro-panel at most
+        // two vectors of rows, and both are loaded before `block_step` reads them. No other tile computes dk and dv of
+        // these keys for this head, or dq of these queries.
         unsafe {
             if gradients.dq() {
                 self.dq.write_bytes(0, rows.next_multiple_of(S::LANES) * problem.forward.head_dim);
@@ -169,7 +169,8 @@ impl TileRun<'_> {
         if start < end { start - keys.start..end - keys.start } else { 0..0 }
     }
 
-    /// The five products of the block, whose first key has position `start`, and the micro-panel, whose first row is `first`.
+    /// The five products of the block, whose first key has position `start`, and the micro-panel, whose first row is
+    /// `first`.
     ///
     /// # Safety
     /// As [`RunBwdTask`]; block and panel are loaded, and `visible` are keys of the block.
@@ -187,8 +188,8 @@ impl TileRun<'_> {
         let (d, dv) = (forward.head_dim, forward.value_dim);
         // Whole micro-kernels; P and dS of the additional keys are 0.
         let keys = visible.start / MR * MR..visible.end.next_multiple_of(MR);
-        // SAFETY: MR divides KEYS, so the keys are rows of the block, and P and dS have vectors for them. The panel has `rows`
-        // rows and NV vectors, and dq its `[D][NV]` vectors from row `first` on.
+        // SAFETY: MR divides KEYS, so the keys are rows of the block, and P and dS have vectors for them. The panel has
+        // `rows` rows and NV vectors, and dq its `[D][NV]` vectors from row `first` on.
         unsafe {
             dot_products::<S, NV, MR>(simd, (block.k, d), panel.q_columns, &keys, p);
             dot_products::<S, NV, MR>(simd, (block.v, dv), panel.dout_columns, &keys, ds);
@@ -217,8 +218,8 @@ impl TileRun<'_> {
             let t = plan.sequences[tile.sequence].first_row + tile.queries.start + row / group;
             let first = row / (2 * S::LANES) * (2 * S::LANES);
             let width = self.width::<S>(first);
-            // SAFETY: the row is lane `row - first` of the micro-panel that begins at `first`; (t, h) is a row of the dense
-            // [Tq, Hq, D].
+            // SAFETY: the row is lane `row - first` of the micro-panel that begins at `first`; (t, h) is a row of the
+            // dense [Tq, Hq, D].
             unsafe {
                 let from = self.dq.add(first * d + row - first);
                 for (c, x) in row_of_dq[..d].iter_mut().enumerate() {
@@ -247,7 +248,8 @@ unsafe fn dot_products<S: Simd, const NV: usize, const MR: usize>(
 ) {
     let (width, stride) = (NV * S::LANES, row_stride(d));
     for j in keys.clone().step_by(MR) {
-        // SAFETY: the rows j to j + MR, the `[d][NV]` columns and the vectors of `to` are those that the caller guarantees.
+        // SAFETY: the rows j to j + MR, the `[d][NV]` columns and the vectors of `to` are those that the caller
+        // guarantees.
         unsafe {
             let scalars = BroadcastOperand { from: rows.add(j * stride), row_stride: stride, depth_stride: 1 };
             let vectors = VectorOperand { from: columns, depth_stride: width };
@@ -283,11 +285,12 @@ unsafe fn accumulate_dq<S: Simd, const NV: usize, const MR: usize>(
     }
 }
 
-/// `to[j][c] += sum over rows of weights[j][row] * rows[row][c]` for `keys` j, whole groups of MR: dV with P and dout, dK
-/// with dS and q.
+/// `to[j][c] += sum over rows of weights[j][row] * rows[row][c]` for `keys` j, whole groups of MR: dV with P and dout,
+/// dK with dS and q.
 ///
 /// # Safety
-/// `weights` has NV vectors for each key; `rows` are `count` rows of `d` elements of a panel, and `to` is rows of a block.
+/// `weights` has NV vectors for each key; `rows` are `count` rows of `d` elements of a panel, and `to` is rows of a
+/// block.
 #[inline(always)]
 unsafe fn accumulate_dk_dv<S: Simd, const NV: usize, const MR: usize>(
     simd: S,
@@ -298,8 +301,8 @@ unsafe fn accumulate_dk_dv<S: Simd, const NV: usize, const MR: usize>(
 ) {
     let (width, stride) = (NV * S::LANES, row_stride(d));
     for j in keys.clone().step_by(MR) {
-        // SAFETY: the weights and rows of keys j to j + MR are those that the caller guarantees. Rows are padded to whole
-        // vectors, and a second vector is taken only if more than one vector of columns is left.
+        // SAFETY: the weights and rows of keys j to j + MR are those that the caller guarantees. Rows are padded to
+        // whole vectors, and a second vector is taken only if more than one vector of columns is left.
         unsafe {
             let scalars = BroadcastOperand { from: weights.add(j * width), row_stride: width, depth_stride: 1 };
             let mut c = 0;

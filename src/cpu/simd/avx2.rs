@@ -32,16 +32,16 @@ impl Simd for Avx2 {
         #[target_feature(enable = "avx2,fma,f16c")]
         #[inline(never)]
         unsafe fn compiled<K: SimdKernel>(simd: Avx2, kernel: K) -> K::Output {
-            // SAFETY: what the kernel requires is the contract of `call`.
+            // SAFETY: the caller of `vectorize` guarantees the contract of the kernel.
             unsafe { kernel.run(simd) }
         }
-        // SAFETY: `self` proves the features; what the kernel requires is this function's contract.
+        // SAFETY: `self` proves the features, and the caller guarantees the contract of the kernel.
         unsafe { compiled(self, kernel) }
     }
 
     #[inline(always)]
     unsafe fn store_nontemporal(self, to: *mut f32, x: __m256) {
-        // SAFETY: `self` proves the features; writable and aligned, by the caller's word.
+        // SAFETY: `self` proves the features, and the caller guarantees writable, aligned elements.
         unsafe { _mm256_stream_ps(to, x) }
     }
     #[inline(always)]
@@ -51,17 +51,17 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn load_f16(self, from: *const u16) -> __m256 {
-        // SAFETY: `self` proves the features; readable, by the caller's word.
+        // SAFETY: `self` proves the features, and the caller guarantees readable elements.
         unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
     }
     #[inline(always)]
     unsafe fn store_f16(self, to: *mut u16, x: __m256) {
-        // SAFETY: `self` proves the features; writable, by the caller's word.
+        // SAFETY: `self` proves the features, and the caller guarantees writable elements.
         unsafe { _mm_storeu_si128(to.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)) }
     }
     #[inline(always)]
     unsafe fn load_bf16(self, from: *const u16) -> __m256 {
-        // SAFETY: `self` proves the features; readable, by the caller's word.
+        // SAFETY: `self` proves the features, and the caller guarantees readable elements.
         unsafe {
             let low = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(low))
@@ -69,23 +69,23 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn store_bf16(self, to: *mut u16, x: __m256) {
-        // SAFETY: `self` proves the features; writable, by the caller's word.
+        // SAFETY: `self` proves the features, and the caller guarantees writable elements.
         unsafe {
-            // As `from_f32` of bf16.
+            // The algorithm of `round_to_bf16`.
             let bits = _mm256_castps_si256(x);
             let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
             let rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
             let nan = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
             let is_nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
             let upper = _mm256_srli_epi32::<16>(_mm256_blendv_epi8(rounded, nan, is_nan));
-            // Packed in halves of 128 bits: quarters 0 and 2.
+            // `packus` packs each 128-bit half by itself: the results are in quarters 0 and 2.
             let packed = _mm256_permute4x64_epi64::<0b10_00>(_mm256_packus_epi32(upper, upper));
             _mm_storeu_si128(to.cast(), _mm256_castsi256_si128(packed));
         }
     }
     #[inline(always)]
     unsafe fn store_groups(self, to: *mut f32, stride: usize, x: __m256) {
-        // SAFETY: `self` proves the features; writable, by the caller's word.
+        // SAFETY: `self` proves the features, and the caller guarantees writable elements.
         unsafe {
             _mm_storeu_ps(to, _mm256_castps256_ps128(x));
             _mm_storeu_ps(to.add(stride), _mm256_extractf128_ps::<1>(x));
@@ -93,9 +93,9 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn load_fp8(self, format: Fp8Decoding, from: *const u8) -> __m256 {
-        // SAFETY: `self` proves the features; readable, by the caller's word.
+        // SAFETY: `self` proves the features, and the caller guarantees readable elements.
         unsafe {
-            // As `Fp8Decoding::decode`, in 16-bit lanes.
+            // The algorithm of `Fp8Decoding::decode`, in 16-bit lanes.
             let codes = _mm_cvtepi8_epi16(_mm_loadl_epi64(from.cast()));
             let moved = _mm_sll_epi16(codes, _mm_cvtsi32_si128(format.shift as i32));
             let halves = _mm_and_si128(moved, _mm_set1_epi16(format.bits as i16));
@@ -109,7 +109,7 @@ impl Simd for Avx2 {
     fn rotate(self, x: __m256, by: usize) -> __m256 {
         // SAFETY: `self` proves the features.
         unsafe {
-            // Of an index only the lower three bits count.
+            // The permutation uses the low three bits of an index, so the sum wraps around.
             let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
             _mm256_permutevar8x32_ps(x, _mm256_add_epi32(lanes, _mm256_set1_epi32(by as i32)))
         }
@@ -121,7 +121,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn split_fraction(self, x: __m256) -> (__m256, __m256) {
-        // The constant stands first: `max` gives its second operand where one is NaN.
+        // The constant comes first: `max` returns its second operand where one is NaN, and NaN has to stay NaN.
         let x = self.max(self.splat(-127.0), x);
         let rounded = self.add(x, self.splat(ROUND));
         (self.sub(x, self.sub(rounded, self.splat(ROUND))), rounded)
@@ -130,7 +130,8 @@ impl Simd for Avx2 {
     fn scale_by_power_of_2(self, p: __m256, n: __m256) -> __m256 {
         // SAFETY: `self` proves the features.
         unsafe {
-            // Bits of the sum: n in two's complement below bit 22; shifted out of the mantissa it becomes the exponent.
+            // n is x + ROUND: its low mantissa bits hold the integer in two's complement. The shift moves them into the
+            // exponent, and the bias completes the power of two.
             let shifted = _mm256_slli_epi32::<23>(_mm256_castps_si256(n));
             let power = _mm256_add_epi32(shifted, _mm256_set1_epi32(127 << 23));
             _mm256_mul_ps(p, _mm256_castsi256_ps(power))
@@ -140,7 +141,8 @@ impl Simd for Avx2 {
     fn horizontal_sums(self, sums: [__m256; MAX_LANES]) -> __m256 {
         // SAFETY: `self` proves the features.
         unsafe {
-            // Each `hadd` halves the addends of a vector; after two, a 128-bit half holds four vectors' half sums.
+            // Each `hadd` adds neighbouring lanes of two vectors. After two of them, each 128-bit half holds the sums
+            // of four vectors' lanes of that half.
             let low = _mm256_hadd_ps(_mm256_hadd_ps(sums[0], sums[1]), _mm256_hadd_ps(sums[2], sums[3]));
             let high = _mm256_hadd_ps(_mm256_hadd_ps(sums[4], sums[5]), _mm256_hadd_ps(sums[6], sums[7]));
             _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(low, high), _mm256_permute2f128_ps::<0x31>(low, high))

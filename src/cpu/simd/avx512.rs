@@ -1,4 +1,4 @@
-//! AVX-512, with the dot products of bf16 pairs or without.
+//! AVX-512, with or without the dot products of bf16 pairs (`vdpbf16ps`).
 
 #![allow(clippy::wildcard_imports, reason = "the intrinsics' own prefix tells where they come from")]
 
@@ -8,8 +8,8 @@ use super::{MAX_LANES, Simd, SimdKernel};
 use crate::cpu::fp8_decoding::{Fp8Decoding, Fp8ToBf16Table};
 use std::arch::x86_64::*;
 
-/// Proof that the CPU has AVX-512 F, BW, VL and DQ and what [`super::avx2::Avx2`] proves; with BF16 also AVX-512 BF16
-/// and VBMI.
+/// Proof that the CPU has AVX-512 F, BW, VL and DQ and the features of [`super::avx2::Avx2`]; with BF16 also AVX-512
+/// BF16 and VBMI.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Avx512<const BF16: bool>(());
 
@@ -38,22 +38,23 @@ impl Avx512<true> {
     }
 }
 
-/// Of 8-bit codes without their sign: the lower bytes of their bf16, then the upper ones, 64 codes in each.
+/// A [`Fp8ToBf16Table`] in registers: the low bytes of the bf16 of magnitudes 0 to 63 and 64 to 127, then the high
+/// bytes.
 #[derive(Clone, Copy)]
 pub(crate) struct Fp8LookupTable([__m512i; 4]);
 
 impl Fp8LookupTable {
-    /// Words of bf16 for codes of which each stands twice, in both bytes of its bf16.
+    /// The bf16 of 32 fp8 numbers, each of which is given twice, in both bytes of its result.
     ///
     /// # Safety
     /// The CPU has AVX-512 BW and VBMI.
     #[inline(always)]
-    unsafe fn look_up(self, doubled: __m512i) -> __m512 {
-        // SAFETY: the features, by the caller's word.
+    unsafe fn lookup_doubled(self, doubled: __m512i) -> __m512 {
+        // SAFETY: the caller guarantees the features, and no intrinsic here touches memory.
         unsafe {
             let low = _mm512_permutex2var_epi8(self.0[0], doubled, self.0[1]);
             let high = _mm512_permutex2var_epi8(self.0[2], doubled, self.0[3]);
-            // Of each pair of bytes the first of `low`, the second of `high`.
+            // The low byte of each 16-bit element comes from `low`, the high byte from `high`.
             let magnitude = _mm512_ternarylogic_epi32::<0b1011_1000>(high, _mm512_set1_epi16(0xff), low);
             // magnitude | (doubled & sign)
             let sign = _mm512_set1_epi32(0x8000_8000u32 as i32);
@@ -61,13 +62,13 @@ impl Fp8LookupTable {
         }
     }
 
-    /// Words of bf16 for codes: those of the lower halves of the 128-bit blocks, then those of the upper halves.
+    /// The bf16 of 64 fp8 numbers: those of the low halves of the four 128-bit blocks, then those of the high halves.
     ///
     /// # Safety
-    /// As `look_up`.
+    /// The CPU has AVX-512 BW and VBMI.
     #[inline(always)]
-    unsafe fn look_up_halves(self, codes: __m512i) -> [__m512; 2] {
-        // SAFETY: the features, by the caller's word.
+    unsafe fn lookup_halves(self, codes: __m512i) -> [__m512; 2] {
+        // SAFETY: the caller guarantees the features, and no intrinsic here touches memory.
         unsafe {
             let low = _mm512_permutex2var_epi8(self.0[0], codes, self.0[1]);
             let high = _mm512_permutex2var_epi8(self.0[2], codes, self.0[3]);
@@ -78,19 +79,20 @@ impl Fp8LookupTable {
     }
 }
 
-/// Byte i of the result is byte `index(i)` of what is permuted.
-const fn byte_indices(columns: bool) -> [u8; 64] {
+/// Permutations that double bytes for [`Fp8LookupTable::lookup_doubled`]: byte i of the result is byte `indices[i]` of
+/// the input.
+const fn doubling_indices(interleave: bool) -> [u8; 64] {
     let mut indices = [0; 64];
     let mut i = 0;
     while i < 64 {
-        // Of a row: code i / 2. Of two rows of 16 codes: code i / 4 of each in turn.
-        indices[i] = if columns { i / 4 + (i / 2) % 2 * 16 } else { i / 2 } as u8;
+        // One row of 32 bytes: byte i / 2. Two rows of 16 bytes: byte i / 4 of each in turn.
+        indices[i] = if interleave { i / 4 + (i / 2) % 2 * 16 } else { i / 2 } as u8;
         i += 1;
     }
     indices
 }
-static TWICE: [u8; 64] = byte_indices(false);
-static TWICE_IN_COLUMNS: [u8; 64] = byte_indices(true);
+static DOUBLE: [u8; 64] = doubling_indices(false);
+static DOUBLE_AND_INTERLEAVE: [u8; 64] = doubling_indices(true);
 
 impl<const BF16: bool> Simd for Avx512<BF16> {
     const LANES: usize = 16;
@@ -105,22 +107,22 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
         #[inline(never)]
         unsafe fn single<const BF16: bool, K: SimdKernel>(simd: Avx512<BF16>, kernel: K) -> K::Output {
-            // SAFETY: what the kernel requires is the contract of `call`.
+            // SAFETY: the caller of `vectorize` guarantees the contract of the kernel.
             unsafe { kernel.run(simd) }
         }
         #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
         #[inline(never)]
         unsafe fn pairs<const BF16: bool, K: SimdKernel>(simd: Avx512<BF16>, kernel: K) -> K::Output {
-            // SAFETY: what the kernel requires is the contract of `call`.
+            // SAFETY: the caller of `vectorize` guarantees the contract of the kernel.
             unsafe { kernel.run(simd) }
         }
-        // SAFETY: `self` proves the features; what the kernel requires is this function's contract.
+        // SAFETY: `self` proves the features, and the caller guarantees the contract of the kernel.
         unsafe { if BF16 { pairs(self, kernel) } else { single(self, kernel) } }
     }
 
     #[inline(always)]
     unsafe fn store_nontemporal(self, to: *mut f32, x: __m512) {
-        // SAFETY: `self` proves the features; writable and aligned, by the caller's word.
+        // SAFETY: `self` proves the features, and the caller guarantees writable, aligned elements.
         unsafe { _mm512_stream_ps(to, x) }
     }
     #[inline(always)]
@@ -130,17 +132,17 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
     #[inline(always)]
     unsafe fn load_f16(self, from: *const u16) -> __m512 {
-        // SAFETY: `self` proves the features; readable, by the caller's word.
+        // SAFETY: `self` proves the features, and the caller guarantees readable elements.
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
     }
     #[inline(always)]
     unsafe fn store_f16(self, to: *mut u16, x: __m512) {
-        // SAFETY: `self` proves the features; writable, by the caller's word.
+        // SAFETY: `self` proves the features, and the caller guarantees writable elements.
         unsafe { _mm256_storeu_si256(to.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)) }
     }
     #[inline(always)]
     unsafe fn load_bf16(self, from: *const u16) -> __m512 {
-        // SAFETY: `self` proves the features; readable, by the caller's word.
+        // SAFETY: `self` proves the features, and the caller guarantees readable elements.
         unsafe {
             let low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(low))
@@ -148,9 +150,9 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
     #[inline(always)]
     unsafe fn store_bf16(self, to: *mut u16, x: __m512) {
-        // SAFETY: `self` proves the features; writable, by the caller's word.
+        // SAFETY: `self` proves the features, and the caller guarantees writable elements.
         unsafe {
-            // As `from_f32` of bf16.
+            // The algorithm of `round_to_bf16`.
             let bits = _mm512_castps_si512(x);
             let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
             let rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
@@ -162,7 +164,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
     #[inline(always)]
     unsafe fn store_groups(self, to: *mut f32, stride: usize, x: __m512) {
-        // SAFETY: `self` proves the features; writable, by the caller's word.
+        // SAFETY: `self` proves the features, and the caller guarantees writable elements.
         unsafe {
             _mm256_storeu_ps(to, _mm512_castps512_ps256(x));
             _mm256_storeu_ps(to.add(stride), _mm512_extractf32x8_ps::<1>(x));
@@ -171,7 +173,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     #[inline(always)]
     fn dot(self, a: __m512, b: __m512, sum: __m512) -> __m512 {
         if BF16 {
-            // SAFETY: `self` proves the features; vectors of the same bits.
+            // SAFETY: `self` proves the features, as BF16 is true.
             unsafe { _mm512_dpbf16_ps(sum, as_bf16_vector(a), as_bf16_vector(b)) }
         } else {
             self.fma(a, b, sum)
@@ -179,9 +181,10 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
     #[inline(always)]
     fn pack_pairs(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` proves the features where BF16 is true, and no caller pairs words where it is not.
+        // SAFETY: `self` proves the features if BF16 is true. If it is not, ELEMENTS_PER_LANE is 1, and no kernel packs
+        // pairs. The transmute is between vectors of 512 bits.
         unsafe {
-            // Words a0 b0 a1 b1 ... out of b15 to b0, a15 to a0.
+            // `cvtne2ps` gives a0 ... a15 b0 ... b15; the pairs are a0 b0 a1 b1 ...
             let order = _mm512_set_epi16(
                 31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,
                 17, 1, 16, 0,
@@ -191,11 +194,12 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
-    fn scale_pairs(self, words: __m512, factor: __m512) -> __m512 {
-        // SAFETY: as in `pack_pairs`; vectors of the same bits.
+    fn scale_pairs(self, pairs: __m512, factor: __m512) -> __m512 {
+        // SAFETY: `self` proves the features if BF16 is true. If it is not, ELEMENTS_PER_LANE is 1, and no kernel has
+        // pairs. The transmute is between vectors of 512 bits.
         unsafe {
-            let words = _mm512_castps_si512(words);
-            let [first, others] = [_mm512_castsi512_si256(words), _mm512_extracti64x4_epi64::<1>(words)]
+            let pairs = _mm512_castps_si512(pairs);
+            let [first, others] = [_mm512_castsi512_si256(pairs), _mm512_extracti64x4_epi64::<1>(pairs)]
                 .map(|half| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(half))));
             let both = _mm512_cvtne2ps_pbh(_mm512_mul_ps(others, factor), _mm512_mul_ps(first, factor));
             std::mem::transmute(both)
@@ -203,7 +207,8 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
     #[inline(always)]
     unsafe fn load_bf16_pairs(self, from: *const u16, n: usize) -> __m512 {
-        // SAFETY: `self` proves the features; masked-out elements are not touched, the others are readable.
+        // SAFETY: `self` proves the features. The caller guarantees n readable elements, and masked loads touch no
+        // others.
         unsafe {
             if n >= 32 {
                 return _mm512_loadu_ps(from.cast());
@@ -213,7 +218,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
     #[inline(always)]
     unsafe fn interleave_bf16(self, first: *const u16, second: *const u16, n: usize) -> __m512 {
-        // SAFETY: as in `load_bf16_pairs`.
+        // SAFETY: `self` proves the features, and the caller guarantees n readable elements in both rows.
         unsafe {
             let (first, second) = (load_16_bf16(first, n), load_16_bf16(second, n));
             _mm512_castsi512_ps(_mm512_or_si512(first, _mm512_slli_epi32::<16>(second)))
@@ -221,7 +226,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
     #[inline(always)]
     fn fp8_table(self, table: &'static Fp8ToBf16Table) -> Fp8LookupTable {
-        // SAFETY: `self` proves the features; 64 bytes of 128 each.
+        // SAFETY: `self` proves the features; both arrays of the table have 128 bytes.
         unsafe {
             let [low, high] = [table.low.as_ptr(), table.high.as_ptr()];
             Fp8LookupTable([
@@ -234,7 +239,8 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
     #[inline(always)]
     unsafe fn load_fp8_pairs(self, table: Fp8LookupTable, from: *const u8, n: usize) -> __m512 {
-        // SAFETY: as in `pack_pairs`; masked-out codes are not touched, the others are readable.
+        // SAFETY: VBMI is there if BF16 is true, and otherwise no kernel loads pairs. The caller guarantees n readable
+        // elements, and masked loads touch no others.
         unsafe {
             let codes = if n >= 32 {
                 _mm256_loadu_si256(from.cast())
@@ -242,46 +248,51 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
                 _mm256_maskz_loadu_epi8(mask_of_first(n) as u32, from.cast())
             };
             let codes = _mm512_castsi256_si512(codes);
-            table.look_up(_mm512_permutexvar_epi8(_mm512_loadu_si512(TWICE.as_ptr().cast()), codes))
+            table.lookup_doubled(_mm512_permutexvar_epi8(_mm512_loadu_si512(DOUBLE.as_ptr().cast()), codes))
         }
     }
     #[inline(always)]
     unsafe fn interleave_fp8(self, table: Fp8LookupTable, first: *const u8, second: *const u8, n: usize) -> __m512 {
-        // SAFETY: as in `load_fp8_pairs`.
+        // SAFETY: VBMI is there if BF16 is true, and otherwise no kernel loads pairs. The caller guarantees n readable
+        // elements in both rows.
         unsafe {
             let (first, second) = (load_16_fp8(first, n), load_16_fp8(second, n));
             let both = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(first), second);
-            let order = _mm512_loadu_si512(TWICE_IN_COLUMNS.as_ptr().cast());
-            table.look_up(_mm512_permutexvar_epi8(order, _mm512_castsi256_si512(both)))
+            let order = _mm512_loadu_si512(DOUBLE_AND_INTERLEAVE.as_ptr().cast());
+            table.lookup_doubled(_mm512_permutexvar_epi8(order, _mm512_castsi256_si512(both)))
         }
     }
     #[inline(always)]
     unsafe fn load_fp8_pairs_2(self, table: Fp8LookupTable, from: *const u8) -> [__m512; 2] {
-        // SAFETY: as in `load_fp8_pairs`.
+        // SAFETY: VBMI is there if BF16 is true, and otherwise no kernel loads pairs. The caller guarantees 64 readable
+        // elements.
         unsafe {
-            // Quarters of the first half of the codes to the lower halves of blocks, of the second half to the upper.
+            // The quarters of the first 32 elements go to the low halves of the 128-bit blocks, those of the second 32
+            // to the high halves.
             let order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-            table.look_up_halves(_mm512_permutexvar_epi64(order, _mm512_loadu_si512(from.cast())))
+            table.lookup_halves(_mm512_permutexvar_epi64(order, _mm512_loadu_si512(from.cast())))
         }
     }
     #[inline(always)]
     unsafe fn interleave_fp8_4(self, table: Fp8LookupTable, first: *const u8, second: *const u8) -> [__m512; 4] {
-        // SAFETY: as in `load_fp8_pairs`.
+        // SAFETY: VBMI is there if BF16 is true, and otherwise no kernel loads pairs. The caller guarantees 64 readable
+        // elements in both rows.
         unsafe {
-            // Four columns each, transposed: both interleavings that follow leave the first of a block in the block.
+            // The rows are 16 groups of four columns. This transposes the groups, so that the two steps of interleaving
+            // below, which stay within 128-bit blocks, leave each vector with neighbouring columns.
             let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
             let first = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(first.cast()));
             let second = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(second.cast()));
-            let [a, b] = table.look_up_halves(_mm512_unpacklo_epi8(first, second));
-            let [c, d] = table.look_up_halves(_mm512_unpackhi_epi8(first, second));
+            let [a, b] = table.lookup_halves(_mm512_unpacklo_epi8(first, second));
+            let [c, d] = table.lookup_halves(_mm512_unpackhi_epi8(first, second));
             [a, b, c, d]
         }
     }
     #[inline(always)]
     unsafe fn load_fp8(self, format: Fp8Decoding, from: *const u8) -> __m512 {
-        // SAFETY: `self` proves the features; readable, by the caller's word.
+        // SAFETY: `self` proves the features, and the caller guarantees readable elements.
         unsafe {
-            // As `Fp8Decoding::decode`, in 16-bit lanes.
+            // The algorithm of `Fp8Decoding::decode`, in 16-bit lanes.
             let codes = _mm256_cvtepi8_epi16(_mm_loadu_si128(from.cast()));
             let moved = _mm256_sll_epi16(codes, _mm_cvtsi32_si128(format.shift as i32));
             let halves = _mm256_and_si256(moved, _mm256_set1_epi16(format.bits as i16));
@@ -295,7 +306,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     fn rotate(self, x: __m512, by: usize) -> __m512 {
         // SAFETY: `self` proves the features.
         unsafe {
-            // Of an index only the lower four bits count.
+            // The permutation uses the low four bits of an index, so the sum wraps around.
             let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
             _mm512_permutexvar_ps(_mm512_add_epi32(lanes, _mm512_set1_epi32(by as i32)), x)
         }
@@ -319,7 +330,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
     #[inline(always)]
     fn horizontal_sums(self, sums: [__m512; MAX_LANES]) -> __m512 {
-        // A transposition that adds as it goes: each step halves the vectors and doubles how many sums one holds.
+        // A transposition that adds on the way: each step halves the number of vectors and doubles the sums per vector.
         // SAFETY: `self` proves the features.
         unsafe {
             let zero = _mm512_setzero_ps();
@@ -333,20 +344,20 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
                 let (low, high) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
                 quads[i] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
             }
-            // quads[i] holds, in each of its four 128-bit blocks, partial sums of vectors 4i to 4i+3.
+            // Each 128-bit block of quads[i] holds partial sums of vectors 4i to 4i+3.
             let halves = [add_block_pairs(quads[0], quads[1]), add_block_pairs(quads[2], quads[3])];
             add_block_pairs(halves[0], halves[1])
         }
     }
 }
 
-/// The first `n` of 16 elements, each the lower half of a word, then zeros.
+/// The first `n` elements of bf16, at most 16, each in the lower half of a 32-bit lane, then zeros.
 ///
 /// # Safety
 /// The CPU has AVX-512 BW and VL; `n` elements are readable.
 #[inline(always)]
 unsafe fn load_16_bf16(from: *const u16, n: usize) -> __m512i {
-    // SAFETY: the caller's word; masked-out elements are not touched.
+    // SAFETY: the caller guarantees the features and n readable elements; the masked load touches no others.
     unsafe {
         _mm512_cvtepu16_epi32(if n >= 16 {
             _mm256_loadu_si256(from.cast())
@@ -356,38 +367,38 @@ unsafe fn load_16_bf16(from: *const u16, n: usize) -> __m512i {
     }
 }
 
-/// The first `n` of 16 codes, then zeros.
+/// The first `n` 8-bit elements, at most 16, then zeros.
 ///
 /// # Safety
-/// As `load_16_bf16`.
+/// The CPU has AVX-512 BW and VL; `n` elements are readable.
 #[inline(always)]
 unsafe fn load_16_fp8(from: *const u8, n: usize) -> __m128i {
-    // SAFETY: the caller's word; masked-out codes are not touched.
+    // SAFETY: the caller guarantees the features and n readable elements; the masked load touches no others.
     unsafe {
         if n >= 16 { _mm_loadu_si128(from.cast()) } else { _mm_maskz_loadu_epi8(mask_of_first(n) as u16, from.cast()) }
     }
 }
 
-/// A mask of the first `n`, less than 32.
+/// A mask of the first `n` elements, n < 32.
 #[inline(always)]
 fn mask_of_first(n: usize) -> u64 {
     (1 << n) - 1
 }
 
-/// The same bits.
+/// The same bits as a vector of bf16.
 #[inline(always)]
 fn as_bf16_vector(x: __m512) -> __m512bh {
-    // SAFETY: both are 512 bits without a meaning of their own.
+    // SAFETY: both types are 512 bits, and any bits are valid in both.
     unsafe { std::mem::transmute(x) }
 }
 
-/// 128-bit blocks `[a0 + a1, a2 + a3, b0 + b1, b2 + b3]`.
+/// The 128-bit blocks `[a0 + a1, a2 + a3, b0 + b1, b2 + b3]`.
 ///
 /// # Safety
 /// The CPU has AVX-512 F.
 #[inline(always)]
 unsafe fn add_block_pairs(a: __m512, b: __m512) -> __m512 {
-    // SAFETY: the features, by the caller's word.
+    // SAFETY: the caller guarantees AVX-512 F, and the intrinsics touch no memory.
     unsafe {
         let even = _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b);
         _mm512_add_ps(even, _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b))

@@ -1,8 +1,10 @@
-//! Vectors of f32 behind one trait, for the instruction sets that kernels are compiled for.
+//! Vectors of f32 behind one trait, and runtime dispatch over instruction sets, with the structure of the crate pulp.
 //!
-//! A kernel is generic over [`Simd`] and runs through [`Isa::dispatch`], which compiles it once for each instruction set.
-//! Whatever it calls must be `#[inline(always)]`: only then do the vector operations end up inside the function that
-//! may use the instructions.
+//! A kernel implements [`SimdKernel`] (pulp's `WithSimd`), generic over [`Simd`]. [`Isa::dispatch`] (`Arch::dispatch`)
+//! runs it with the best instructions of the CPU; the compiler makes one copy per instruction set. Everything that a
+//! kernel calls must be `#[inline(always)]`: only then do the vector operations end up inside the function that enables
+//! the instructions (`#[target_feature]` in [`Simd::vectorize`]). A closure does not inherit them unless it is inlined
+//! too.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -22,85 +24,88 @@ use portable::Portable;
 use std::fmt;
 use std::sync::OnceLock;
 
-/// The most lanes of any instruction set.
+/// The most lanes of a vector in any instruction set.
 pub(crate) const MAX_LANES: usize = 16;
 
-/// Bytes that memory moves at a time.
+/// Bytes of a cache line.
 pub(crate) const CACHE_LINE: usize = 64;
 
-/// Adding it rounds a small f32 to an integer, which then stands in the low mantissa bits.
+/// Adding this to a small f32 rounds it to an integer, which the low mantissa bits of the sum hold.
 const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
 
-/// The most elements in a lane.
+/// The most elements in a lane, see [`Simd::ELEMENTS_PER_LANE`].
 pub(crate) const MAX_ELEMENTS_PER_LANE: usize = 2;
 
-/// Operations on vectors of [`Simd::LANES`] f32. Holding a value proves that this CPU has the instructions.
+/// Operations on vectors of [`Simd::LANES`] f32. Holding a value of the type proves that this CPU has the instructions.
 ///
-/// Where an instruction set multiplies pairs of bf16, a lane may also be a word of two bf16, the first in its lower
-/// half. Operations on such words are also defined in scalars, for CPUs without the instructions.
+/// Where an instruction set multiplies pairs of bf16 (`vdpbf16ps`), a lane may also hold two bf16, the first in its
+/// lower half. Operations on such pairs have a default in scalar code, for tests on CPUs without the instructions.
 pub(crate) trait Simd: Copy {
     /// One vector.
     type V: Copy;
-    /// A table of 8-bit codes where it is at hand.
+    /// A [`Fp8ToBf16Table`] in the form that look-ups need, in registers if possible.
     type Fp8Table: Copy;
     /// f32 in a vector: 4, 8 or 16.
     const LANES: usize;
-    /// Elements that lie in a lane while they are multiplied: 1, f32, or 2, bf16, where that is faster.
+    /// Elements that a lane holds while they are multiplied: 1 (f32), or 2 (bf16) where that is faster.
     const ELEMENTS_PER_LANE: usize;
-    /// Rows of a register tile: this many times two vectors of sums fit into the registers, beside what feeds them.
-    /// Divides 8.
+    /// Rows of the micro-kernel (BLIS's MR): MR times two vectors of sums fit into the registers, beside the operands.
+    /// It divides 8.
     const MR: usize;
-    /// Whether [`stream`](Self::stream) is more than a store.
+    /// Whether [`store_nontemporal`](Self::store_nontemporal) bypasses the caches.
     const HAS_NONTEMPORAL_STORES: bool = false;
 
-    /// Run `kernel` as a function of its own with these instructions: for what is long and needed in many places.
+    /// Call `kernel` as a function that is not inlined and has these instructions: for long code with many call sites.
     ///
     /// # Safety
-    /// As [`SimdKernel::run`] of the kernel.
+    /// The contract of [`SimdKernel::run`] of the kernel.
     unsafe fn vectorize<K: SimdKernel>(self, kernel: K) -> K::Output;
     /// `x` in every lane.
     fn splat(self, x: f32) -> Self::V;
+    /// `LANES` elements from `from` on.
     /// # Safety
     /// `from` has `LANES` readable elements; any alignment.
     unsafe fn load(self, from: *const f32) -> Self::V;
+    /// Store `LANES` elements from `to` on.
     /// # Safety
     /// `to` has `LANES` writable elements; any alignment.
     unsafe fn store(self, to: *mut f32, x: Self::V);
-    /// As [`store`](Self::store), past the caches where [`HAS_NONTEMPORAL_STORES`](Self::HAS_NONTEMPORAL_STORES): what follows on other threads must come
-    /// after a [`fence`](Self::fence).
+    /// [`store`](Self::store), bypassing the caches where
+    /// [`HAS_NONTEMPORAL_STORES`](Self::HAS_NONTEMPORAL_STORES) is set. Such stores are weakly ordered: before another
+    /// thread may read them, this thread needs a [`store_fence`](Self::store_fence).
     /// # Safety
-    /// As of `store`; `to` is aligned to the vector.
+    /// `to` has `LANES` writable elements and is aligned to the vector.
     #[inline(always)]
     unsafe fn store_nontemporal(self, to: *mut f32, x: Self::V) {
-        // SAFETY: the caller's word.
+        // SAFETY: the caller guarantees LANES writable elements.
         unsafe { self.store(to, x) }
     }
-    /// What this thread has streamed is stored.
+    /// Order this thread's non-temporal stores before its later stores (`sfence`).
     #[inline(always)]
     fn store_fence(self) {}
-    /// `LANES` elements of f16, widened.
+    /// `LANES` elements of f16 as f32.
     /// # Safety
     /// `from` has `LANES` readable elements; any alignment.
     unsafe fn load_f16(self, from: *const u16) -> Self::V;
-    /// Rounded to nearest even; NaN stays NaN.
+    /// Store as f16, rounded to nearest even; NaN stays NaN.
     /// # Safety
     /// `to` has `LANES` writable elements; any alignment.
     unsafe fn store_f16(self, to: *mut u16, x: Self::V);
-    /// `LANES` elements of bf16, widened.
+    /// `LANES` elements of bf16 as f32.
     /// # Safety
     /// `from` has `LANES` readable elements; any alignment.
     unsafe fn load_bf16(self, from: *const u16) -> Self::V;
-    /// Rounded to nearest even; NaN stays NaN.
+    /// Store as bf16, rounded to nearest even; NaN stays NaN.
     /// # Safety
     /// `to` has `LANES` writable elements; any alignment.
     #[inline(always)]
     unsafe fn store_bf16(self, to: *mut u16, x: Self::V) {
         for (i, x) in to_array(self, x)[..Self::LANES].iter().enumerate() {
-            // SAFETY: i < LANES.
+            // SAFETY: i < LANES, and the caller guarantees LANES writable elements.
             unsafe { to.add(i).write_unaligned(round_to_bf16(*x).to_bits()) }
         }
     }
-    /// `LANES` codes, widened; infinities and NaN stay what they are.
+    /// `LANES` 8-bit floats as f32; infinities stay infinities and NaN stays NaN.
     /// # Safety
     /// `from` has `LANES` readable elements.
     unsafe fn load_fp8(self, format: Fp8Decoding, from: *const u8) -> Self::V;
@@ -113,24 +118,25 @@ pub(crate) trait Simd: Copy {
     fn mul(self, a: Self::V, b: Self::V) -> Self::V;
     /// `a / b`
     fn div(self, a: Self::V, b: Self::V) -> Self::V;
-    /// `a * b + c`, fused where the CPU can.
+    /// `a * b + c`, rounded once if the instruction set has a fused operation.
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// The larger; `b` where one of them is NaN.
+    /// The larger of a and b; `b` where one of them is NaN.
     fn max(self, a: Self::V, b: Self::V) -> Self::V;
     /// `yes` where `a < b`, otherwise `no`, also where one of them is NaN.
     fn select_lt(self, a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V;
-    /// x as a fraction, at most 1/2 in magnitude, and an integer in a form that [`Self::scale_by_power_of_2`] takes; x is
-    /// less than 127.5. -inf may have any fraction.
+    /// (f, n) with x = f + n: a fraction of at most 1/2 in magnitude, and an integer encoded as
+    /// [`Self::scale_by_power_of_2`] takes it. x must be below 127.5. For -inf the fraction is unspecified.
     fn split_fraction(self, x: Self::V) -> (Self::V, Self::V);
-    /// `p * 2^n` for p between 1/2 and 2; not above 2^-126 for n below -126, 0 where n came from -inf.
+    /// `p * 2^n` for p between 1/2 and 2 and an n of [`Self::split_fraction`]. At most 2^-126 if n is below -126, and 0
+    /// if n came from -inf.
     fn scale_by_power_of_2(self, p: Self::V, n: Self::V) -> Self::V;
     /// Lane i of the result is lane `(i + by) % LANES`.
     fn rotate(self, x: Self::V, by: usize) -> Self::V;
     /// Lane i is the sum of the lanes of `sums[i]`; vectors beyond `LANES` are not read.
     fn horizontal_sums(self, sums: [Self::V; MAX_LANES]) -> Self::V;
 
-    /// `sum + a * b` with lanes of f32, `sum + a.1 * b.1 + a.0 * b.0` with lanes of two bf16, where numbers that are
-    /// subnormal in f32 may count as 0.
+    /// The dot product of each lane's elements, added to `sum`: `sum + a * b` with one f32 per lane, `sum + a.1 * b.1 +
+    /// a.0 * b.0` with two bf16 per lane. In the latter, numbers that are subnormal in f32 may count as 0.
     #[inline(always)]
     fn dot(self, a: Self::V, b: Self::V, sum: Self::V) -> Self::V {
         if Self::ELEMENTS_PER_LANE == 1 {
@@ -139,90 +145,92 @@ pub(crate) trait Simd: Copy {
         let (a, b) = (to_array(self, a).map(unpack_pair), to_array(self, b).map(unpack_pair));
         from_lanes(self, to_array(self, sum), |sum, i| sum + a[i].1 * b[i].1 + a[i].0 * b[i].0)
     }
-    /// Words (a, b) of the numbers rounded to nearest even; subnormal ones may become 0.
+    /// Lanes with the bf16 pair (a, b), rounded to nearest even; subnormal numbers may become 0.
     #[inline(always)]
     fn pack_pairs(self, a: Self::V, b: Self::V) -> Self::V {
         let b = to_array(self, b);
         from_lanes(self, to_array(self, a), |a, i| pack_pair(round_to_bf16(a), round_to_bf16(b[i])))
     }
-    /// Words whose elements are times `factor`, rounded to nearest even; subnormal ones may become 0.
+    /// bf16 pairs, both elements multiplied by the lane's `factor` and rounded to nearest even; subnormal numbers may
+    /// become 0.
     #[inline(always)]
-    fn scale_pairs(self, words: Self::V, factor: Self::V) -> Self::V {
+    fn scale_pairs(self, pairs: Self::V, factor: Self::V) -> Self::V {
         let factor = to_array(self, factor);
-        from_lanes(self, to_array(self, words), |both, i| {
-            let (first, second) = unpack_pair(both);
+        from_lanes(self, to_array(self, pairs), |pair, i| {
+            let (first, second) = unpack_pair(pair);
             pack_pair(round_to_bf16(first * factor[i]), round_to_bf16(second * factor[i]))
         })
     }
-    /// Words of the first `n` elements of a row of bf16, at most twice `LANES`, then zeros.
+    /// The first `n` elements of a row of bf16, at most 2 * LANES, two per lane, then zeros.
     /// # Safety
     /// `from` has `n` readable elements; any alignment.
     #[inline(always)]
     unsafe fn load_bf16_pairs(self, from: *const u16, n: usize) -> Self::V {
-        // SAFETY: i < n.
+        // SAFETY: i < n, and the caller guarantees n readable elements.
         let element = |i| bf16::from_bits(if i < n { unsafe { from.add(i).read_unaligned() } } else { 0 });
         from_lanes(self, [0.0; MAX_LANES], |_, i| pack_pair(element(2 * i), element(2 * i + 1)))
     }
-    /// Words (first\[i\], second\[i\]) of two rows of bf16, i below `n`, at most `LANES`, then zeros.
+    /// The pairs (first\[i\], second\[i\]) of two rows of bf16 for i below `n`, at most LANES, then zeros.
     /// # Safety
-    /// Both have `n` readable elements; any alignment.
+    /// Both rows have `n` readable elements; any alignment.
     #[inline(always)]
     unsafe fn interleave_bf16(self, first: *const u16, second: *const u16, n: usize) -> Self::V {
         let element = |from: *const u16, i| {
             if i >= n {
                 return bf16::ZERO;
             }
-            // SAFETY: i < n.
+            // SAFETY: i < n, and the caller guarantees n readable elements in both rows.
             bf16::from_bits(unsafe { from.add(i).read_unaligned() })
         };
         from_lanes(self, [0.0; MAX_LANES], |_, i| pack_pair(element(first, i), element(second, i)))
     }
-    /// A table for the following two.
+    /// The table in the form that `load_fp8_pairs` and `interleave_fp8` take.
     fn fp8_table(self, table: &'static Fp8ToBf16Table) -> Self::Fp8Table;
-    /// As `load_bf16_pairs`, from codes.
+    /// The first `n` elements of a row of 8-bit floats, at most 2 * LANES, as bf16, two per lane, then zeros.
     /// # Safety
-    /// As `load_bf16_pairs`.
+    /// `from` has `n` readable elements.
     unsafe fn load_fp8_pairs(self, table: Self::Fp8Table, from: *const u8, n: usize) -> Self::V;
-    /// As `interleave_bf16`, from codes.
+    /// The pairs (first\[i\], second\[i\]) of two rows of 8-bit floats for i below `n`, at most LANES, as bf16, then
+    /// zeros.
     /// # Safety
-    /// As `interleave_bf16`.
+    /// Both rows have `n` readable elements.
     unsafe fn interleave_fp8(self, table: Self::Fp8Table, first: *const u8, second: *const u8, n: usize) -> Self::V;
-    /// `load_fp8_pairs` of four times `LANES` codes.
+    /// Two vectors of `load_fp8_pairs`.
     /// # Safety
-    /// They are readable.
+    /// `from` has 4 * LANES readable elements.
     #[inline(always)]
     unsafe fn load_fp8_pairs_2(self, table: Self::Fp8Table, from: *const u8) -> [Self::V; 2] {
-        // SAFETY: two times `2 * LANES` of the codes.
+        // SAFETY: the i-th 2 * LANES of the 4 * LANES elements that the caller guarantees.
         [0, 1].map(|i| unsafe { self.load_fp8_pairs(table, from.add(i * 2 * Self::LANES), 2 * Self::LANES) })
     }
-    /// `interleave_fp8` of four times `LANES` columns.
+    /// Four vectors of `interleave_fp8`.
     /// # Safety
-    /// They are readable.
+    /// Both rows have 4 * LANES readable elements.
     #[inline(always)]
     unsafe fn interleave_fp8_4(self, table: Self::Fp8Table, first: *const u8, second: *const u8) -> [Self::V; 4] {
         [0, 1, 2, 3].map(|i| {
             let at = i * Self::LANES;
-            // SAFETY: `LANES` of the columns from `at` on, four times.
+            // SAFETY: LANES of the 4 * LANES elements that the caller guarantees in both rows, from `at` on.
             unsafe { self.interleave_fp8(table, first.add(at), second.add(at), Self::LANES) }
         })
     }
-    /// Parts of `MR` lanes, each `stride` after the one before.
+    /// Store the lanes in groups of MR, which begin `stride` elements apart.
     /// # Safety
-    /// All of it is writable; `MR` divides `LANES`.
+    /// All groups are writable; MR divides LANES.
     #[inline(always)]
     unsafe fn store_groups(self, to: *mut f32, stride: usize, x: Self::V) {
         let lanes = to_array(self, x);
-        for part in 0..Self::LANES / Self::MR {
-            // SAFETY: a part of the lanes, of which there are LANES <= MAX_LANES, to its place, by this function's contract.
+        for group in 0..Self::LANES / Self::MR {
+            // SAFETY: MR of LANES <= MAX_LANES elements, to a group that the caller guarantees to be writable.
             unsafe {
-                let from = lanes.as_ptr().add(part * Self::MR);
-                to.add(part * stride).copy_from_nonoverlapping(from, Self::MR);
+                let from = lanes.as_ptr().add(group * Self::MR);
+                to.add(group * stride).copy_from_nonoverlapping(from, Self::MR);
             }
         }
     }
 }
 
-/// What [`Simd`] says of codes, by its definition.
+/// The operations of [`Simd`] on 8-bit floats in scalar code, for instruction sets that look up no tables.
 macro_rules! scalar_fp8_operations {
     () => {
         type Fp8Table = &'static Fp8ToBf16Table;
@@ -232,7 +240,7 @@ macro_rules! scalar_fp8_operations {
         }
         #[inline(always)]
         unsafe fn load_fp8_pairs(self, table: Self::Fp8Table, from: *const u8, n: usize) -> Self::V {
-            // SAFETY: i < n.
+            // SAFETY: i < n, and the caller guarantees n readable elements.
             let element = |i| if i < n { table.to_bf16(unsafe { from.add(i).read() }) } else { bf16::ZERO };
             from_lanes(self, [0.0; MAX_LANES], |_, i| pack_pair(element(2 * i), element(2 * i + 1)))
         }
@@ -248,7 +256,7 @@ macro_rules! scalar_fp8_operations {
                 if i >= n {
                     return bf16::ZERO;
                 }
-                // SAFETY: i < n.
+                // SAFETY: i < n, and the caller guarantees n readable elements in both rows.
                 table.to_bf16(unsafe { from.add(i).read() })
             };
             from_lanes(self, [0.0; MAX_LANES], |_, i| pack_pair(element(first, i), element(second, i)))
@@ -257,47 +265,48 @@ macro_rules! scalar_fp8_operations {
 }
 use scalar_fp8_operations;
 
-/// The lanes of a vector, then zeros.
+/// The lanes of a vector as an array, filled up with zeros.
 #[inline(always)]
 fn to_array<S: Simd>(simd: S, x: S::V) -> [f32; MAX_LANES] {
     let mut lanes = [0.0; MAX_LANES];
-    // SAFETY: LANES <= MAX_LANES.
+    // SAFETY: the array has MAX_LANES >= LANES elements.
     unsafe { simd.store(lanes.as_mut_ptr(), x) };
     lanes
 }
 
-/// A vector of what `f` makes of each lane and its index.
+/// The vector whose lane i is `f(lanes[i], i)`.
 #[inline(always)]
 fn from_lanes<S: Simd>(simd: S, mut lanes: [f32; MAX_LANES], f: impl Fn(f32, usize) -> f32) -> S::V {
     for (i, lane) in lanes[..S::LANES].iter_mut().enumerate() {
         *lane = f(*lane, i);
     }
-    // SAFETY: LANES <= MAX_LANES.
+    // SAFETY: the array has MAX_LANES >= LANES elements.
     unsafe { simd.load(lanes.as_ptr()) }
 }
 
-/// The two bf16 of a word, widened.
+/// The two bf16 of a lane, as f32.
 #[inline(always)]
-fn unpack_pair(word: f32) -> (f32, f32) {
-    (f32::from_bits(word.to_bits() << 16), f32::from_bits(word.to_bits() & 0xffff_0000))
+fn unpack_pair(pair: f32) -> (f32, f32) {
+    (f32::from_bits(pair.to_bits() << 16), f32::from_bits(pair.to_bits() & 0xffff_0000))
 }
 
-/// Two bf16 as a word.
+/// A lane of two bf16.
 #[inline(always)]
 fn pack_pair(first: bf16, second: bf16) -> f32 {
     f32::from_bits(u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16)
 }
 
-/// A kernel with its arguments, to be run with the instructions that the CPU has.
+/// A kernel with its arguments, to be run by [`Isa::dispatch`] or [`Simd::vectorize`].
 ///
-/// The arguments may be addresses: a type with a contract has a section on safety, which says what running it requires.
+/// The arguments may be raw pointers. Such a type has a Safety section, which is the contract of its
+/// [`run`](Self::run).
 pub(crate) trait SimdKernel {
-    /// What it returns.
+    /// The result of the kernel.
     type Output;
-    /// The kernel; `#[inline(always)]`, see the module.
+    /// Run the kernel. Implementations are `#[inline(always)]`, see the module.
     ///
     /// # Safety
-    /// What the type requires.
+    /// The contract in the Safety section of the type; a type without one requires nothing.
     unsafe fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 
@@ -307,7 +316,7 @@ pub(crate) struct Isa(Kind);
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum Kind {
-    /// What every CPU of the architecture has: SSE2, NEON.
+    /// The baseline of the architecture: SSE2, NEON.
     Portable,
     #[cfg(target_arch = "x86_64")]
     Avx2(avx2::Avx2),
@@ -315,19 +324,19 @@ enum Kind {
     Avx512(avx512::Avx512<false>),
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16(avx512::Avx512<true>),
-    /// Pairs of bf16 by their definition, to test the kernels that multiply them on any CPU.
+    /// bf16 pairs in scalar code, to test the kernels that multiply them on any CPU.
     #[cfg(any(test, feature = "failpoints"))]
     PortablePairs,
 }
 
 impl Isa {
-    /// The widest that this CPU has and `XLA_ATTENTION_CPU_ISA` allows; found once.
+    /// The widest that this CPU has and `XLA_ATTENTION_CPU_ISA` allows, detected once per process.
     pub(crate) fn best() -> Self {
         static BEST: OnceLock<Isa> = OnceLock::new();
         *BEST.get_or_init(|| Self::up_to(std::env::var("XLA_ATTENTION_CPU_ISA").ok().as_deref()))
     }
 
-    /// The widest that this CPU has among those up to the named one; any, if there is no such name.
+    /// The widest that this CPU has among those up to the named one; an unknown name or `None` allows all.
     fn up_to(name: Option<&str>) -> Self {
         #[cfg(feature = "failpoints")]
         if name == Some("portable_pairs") {
@@ -340,15 +349,15 @@ impl Isa {
             }
             known
         });
-        // The portable one is always there, and is allowed by every name.
+        // Every CPU has the portable one, and every name allows it.
         let allowed = |isa: &Self| widest.is_none_or(|widest| isa.rank() <= widest);
         Self::available().into_iter().find(allowed).unwrap_or(Self(Kind::Portable))
     }
 
-    /// What `XLA_ATTENTION_CPU_ISA` may say, narrowest first.
+    /// The values of `XLA_ATTENTION_CPU_ISA`, narrowest first.
     const NAMES: [&str; 4] = ["portable", "avx2", "avx512", "avx512_bf16"];
 
-    /// Its place in [`Isa::NAMES`].
+    /// Index into [`Isa::NAMES`].
     fn rank(self) -> usize {
         match self.0 {
             Kind::Portable => 0,
@@ -363,7 +372,7 @@ impl Isa {
         }
     }
 
-    /// All that this CPU has, widest first.
+    /// All instruction sets that this CPU has, widest first.
     pub(crate) fn available() -> Vec<Self> {
         let mut kinds = Vec::new();
         #[cfg(target_arch = "x86_64")]
@@ -376,13 +385,13 @@ impl Isa {
         kinds.into_iter().map(Isa).collect()
     }
 
-    /// Pairs of bf16 by their definition.
+    /// bf16 pairs in scalar code.
     #[cfg(test)]
     pub(crate) fn portable_pairs() -> Self {
         Self(Kind::PortablePairs)
     }
 
-    /// The same without multiplying pairs of bf16.
+    /// The same instruction set with one f32 per lane where it multiplies bf16 pairs.
     pub(crate) fn without_bf16_pairs(self) -> Self {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
@@ -393,7 +402,7 @@ impl Isa {
         }
     }
 
-    /// Lanes of a vector, and elements in a lane while they are multiplied.
+    /// ([`Simd::LANES`], [`Simd::ELEMENTS_PER_LANE`]).
     pub(crate) fn vector_shape(self) -> (usize, usize) {
         struct Shape;
         impl SimdKernel for Shape {
@@ -403,16 +412,16 @@ impl Isa {
                 (S::LANES, S::ELEMENTS_PER_LANE)
             }
         }
-        // SAFETY: it requires nothing.
+        // SAFETY: `Shape` has no contract: it only returns constants.
         unsafe { self.dispatch(Shape) }
     }
 
-    /// Run `kernel` compiled for this instruction set.
+    /// Run `kernel` with this instruction set.
     ///
     /// # Safety
-    /// As [`SimdKernel::run`] of the kernel.
+    /// The contract of [`SimdKernel::run`] of the kernel.
     pub(crate) unsafe fn dispatch<K: SimdKernel>(self, kernel: K) -> K::Output {
-        // SAFETY: `call` asks for what `run` asks for, which is this function's contract.
+        // SAFETY: the caller guarantees the contract of the kernel, which is all that `vectorize` requires.
         unsafe {
             match self.0 {
                 Kind::Portable => Portable::<1>.vectorize(kernel),
@@ -445,11 +454,11 @@ impl fmt::Debug for Isa {
     }
 }
 
-/// Ask for the cache line of `address`, which need not be readable, up to the second level of cache.
+/// Prefetch the cache line of `address` into the L2 cache. The address need not be readable.
 #[inline(always)]
 pub(crate) fn prefetch<T>(address: *const T) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: a hint, part of the architecture's baseline, never faults.
+    // SAFETY: prefetch is part of the x86-64 baseline, and it does not fault at any address.
     unsafe {
         std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(address.cast());
     }
@@ -457,7 +466,7 @@ pub(crate) fn prefetch<T>(address: *const T) {
     let _ = address;
 }
 
-/// The same for all lines of a row.
+/// Prefetch all cache lines of a row.
 #[inline(always)]
 pub(crate) fn prefetch_row(row: *const u8, bytes: usize) {
     for byte in (0..bytes).step_by(CACHE_LINE) {

@@ -1,10 +1,10 @@
-//! Four lanes as an array, which the compiler turns into the architecture's baseline vectors (SSE2, NEON).
+//! Four lanes as an array, which the compiler turns into vectors of the architecture's baseline (SSE2, NEON).
 
 use super::{MAX_LANES, ROUND, Simd, SimdKernel, from_lanes, pack_pair, scalar_fp8_operations};
 use crate::cpu::fp8_decoding::{Fp8Decoding, Fp8ToBf16Table};
 use half::{bf16, f16};
 
-/// No proof needed: arrays work everywhere. `ELEMENTS_PER_LANE` is that of [`Simd`].
+/// The baseline, which needs no proof of features. `ELEMENTS_PER_LANE` is the constant of [`Simd`].
 #[derive(Clone, Copy)]
 pub(crate) struct Portable<const ELEMENTS_PER_LANE: usize>;
 
@@ -23,7 +23,7 @@ impl<const ELEMENTS_PER_LANE: usize> Simd for Portable<ELEMENTS_PER_LANE> {
 
     #[inline(never)]
     unsafe fn vectorize<K: SimdKernel>(self, kernel: K) -> K::Output {
-        // SAFETY: what the kernel requires is this function's contract.
+        // SAFETY: the caller guarantees the contract of the kernel.
         unsafe { kernel.run(self) }
     }
     #[inline(always)]
@@ -32,33 +32,33 @@ impl<const ELEMENTS_PER_LANE: usize> Simd for Portable<ELEMENTS_PER_LANE> {
     }
     #[inline(always)]
     unsafe fn load(self, from: *const f32) -> V {
-        // SAFETY: four readable elements, by the caller's word.
+        // SAFETY: four readable elements, as the caller guarantees.
         unsafe { from.cast::<V>().read_unaligned() }
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32, x: V) {
-        // SAFETY: four writable elements, by the caller's word.
+        // SAFETY: four writable elements, as the caller guarantees.
         unsafe { to.cast::<V>().write_unaligned(x) }
     }
     #[inline(always)]
     unsafe fn load_f16(self, from: *const u16) -> V {
-        // SAFETY: four readable elements, by the caller's word.
+        // SAFETY: four readable elements, as the caller guarantees.
         unsafe { from.cast::<[u16; 4]>().read_unaligned() }.map(|bits| f16::from_bits(bits).to_f32_const())
     }
     #[inline(always)]
     unsafe fn store_f16(self, to: *mut u16, x: V) {
         let bits = x.map(|x| f16::from_f32_const(x).to_bits());
-        // SAFETY: four writable elements, by the caller's word.
+        // SAFETY: four writable elements, as the caller guarantees.
         unsafe { to.cast::<[u16; 4]>().write_unaligned(bits) }
     }
     #[inline(always)]
     unsafe fn load_bf16(self, from: *const u16) -> V {
-        // SAFETY: four readable elements, by the caller's word.
+        // SAFETY: four readable elements, as the caller guarantees.
         unsafe { from.cast::<[u16; 4]>().read_unaligned() }.map(|bits| f32::from_bits(u32::from(bits) << 16))
     }
     #[inline(always)]
     unsafe fn load_fp8(self, format: Fp8Decoding, from: *const u8) -> V {
-        // SAFETY: four readable elements, by the caller's word.
+        // SAFETY: four readable elements, as the caller guarantees.
         unsafe { from.cast::<[u8; 4]>().read() }.map(|code| format.decode(code))
     }
     #[inline(always)]
@@ -79,7 +79,7 @@ impl<const ELEMENTS_PER_LANE: usize> Simd for Portable<ELEMENTS_PER_LANE> {
     }
     #[inline(always)]
     fn fma(self, a: V, b: V, c: V) -> V {
-        // Where the baseline has no fused instruction, `mul_add` is a library call.
+        // `mul_add` is a library call where the baseline has no fused instruction.
         let multiply_add = |a: f32, b: f32, c: f32| {
             if cfg!(target_arch = "aarch64") { a.mul_add(b, c) } else { a * b + c }
         };
@@ -101,14 +101,15 @@ impl<const ELEMENTS_PER_LANE: usize> Simd for Portable<ELEMENTS_PER_LANE> {
     }
     #[inline(always)]
     fn split_fraction(self, x: V) -> (V, V) {
-        // The constant stands first: `max` gives its second operand where one is NaN.
+        // The constant comes first: `max` returns its second operand where one is NaN, and NaN has to stay NaN.
         let x = self.max(self.splat(-127.0), x);
         let rounded = self.add(x, self.splat(ROUND));
         (self.sub(x, self.sub(rounded, self.splat(ROUND))), rounded)
     }
     #[inline(always)]
     fn scale_by_power_of_2(self, p: V, n: V) -> V {
-        // Bits of the sum: n in two's complement below bit 22; shifted out of the mantissa it becomes the exponent.
+        // n is x + ROUND: its low mantissa bits hold the integer in two's complement. The shift moves them into the
+        // exponent, and the bias completes the power of two.
         map2(p, n, |p, n| p * f32::from_bits((n.to_bits() << 23).wrapping_add(127 << 23)))
     }
     #[inline(always)]

@@ -4,7 +4,7 @@ use super::*;
 use crate::tensor::DType;
 use half::{bf16, f16};
 
-/// What every operation gives for a few awkward vectors, compared with scalar arithmetic.
+/// Every operation on f32 agrees with scalar arithmetic, also for NaN and infinity.
 struct Operations;
 impl SimdKernel for Operations {
     type Output = ();
@@ -12,7 +12,7 @@ impl SimdKernel for Operations {
     unsafe fn run<S: Simd>(self, simd: S) {
         let lanes = |v: S::V| {
             let mut out = [0.0f32; MAX_LANES];
-            // SAFETY: LANES <= MAX_LANES.
+            // SAFETY: the array has MAX_LANES >= LANES elements.
             unsafe { simd.store(out.as_mut_ptr(), v) };
             out[..S::LANES].to_vec()
         };
@@ -52,20 +52,20 @@ impl SimdKernel for Operations {
     }
 }
 
-/// Lane i of the reduction belongs to vector i.
-struct Sums;
-impl SimdKernel for Sums {
+/// Lane i of the horizontal sums is the sum of vector i.
+struct HorizontalSums;
+impl SimdKernel for HorizontalSums {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
         let data: Vec<f32> = (0..MAX_LANES * MAX_LANES).map(|i| (i * i % 37) as f32).collect();
         let mut vectors = [simd.splat(0.0); MAX_LANES];
         for (i, v) in vectors.iter_mut().enumerate() {
-            // SAFETY: the beginning of row i of MAX_LANES x MAX_LANES.
+            // SAFETY: row i of MAX_LANES x MAX_LANES has LANES elements.
             *v = unsafe { simd.load(data.as_ptr().add(i * MAX_LANES)) };
         }
         let mut out = [0.0f32; MAX_LANES];
-        // SAFETY: LANES <= MAX_LANES.
+        // SAFETY: the array has MAX_LANES >= LANES elements.
         unsafe { simd.store(out.as_mut_ptr(), simd.horizontal_sums(vectors)) };
         for (i, sum) in out[..S::LANES].iter().enumerate() {
             assert_eq!(*sum, data[i * MAX_LANES..][..S::LANES].iter().sum::<f32>(), "vector {i} of {}", S::LANES);
@@ -73,7 +73,7 @@ impl SimdKernel for Sums {
     }
 }
 
-/// Every 16-bit pattern widens as the `half` crate says, and f32 rounds to f16 as it says.
+/// Conversions between f32 and f16 or bf16 agree with the `half` crate, for every 16-bit pattern.
 struct HalfConversions;
 impl SimdKernel for HalfConversions {
     type Output = ();
@@ -83,13 +83,13 @@ impl SimdKernel for HalfConversions {
         for first in (0..=u16::MAX).step_by(S::LANES) {
             let bits: Vec<u16> = (0..S::LANES as u16).map(|i| first + i).collect();
             let (mut wide, mut narrow) = ([0.0f32; MAX_LANES], [0u16; MAX_LANES]);
-            // SAFETY: LANES elements each.
+            // SAFETY: all arrays have at least LANES elements.
             unsafe {
                 simd.store(wide.as_mut_ptr(), simd.load_bf16(bits.as_ptr()));
                 assert!((0..S::LANES).all(|i| same(wide[i], bf16::from_bits(bits[i]).to_f32())), "bf16 {first}");
                 simd.store(wide.as_mut_ptr(), simd.load_f16(bits.as_ptr()));
                 assert!((0..S::LANES).all(|i| same(wide[i], f16::from_bits(bits[i]).to_f32())), "f16 {first}");
-                // Both neighbourhoods of a rounding boundary, subnormal results, overflow to infinity.
+                // Numbers on both sides of a rounding boundary, subnormal results, overflow to infinity.
                 for scale in [1.0, 1.000_1, 0.999_9, 1.5, 3e-5, 7e4] {
                     let scaled = wide.map(|x| x * scale);
                     simd.store_f16(narrow.as_mut_ptr(), simd.load(scaled.as_ptr()));
@@ -97,7 +97,7 @@ impl SimdKernel for HalfConversions {
                         let want = f16::from_f32(scaled[i]);
                         assert!(
                             narrow[i] == want.to_bits() || (want.is_nan() && f16::from_bits(narrow[i]).is_nan()),
-                            "{} became {:#x} instead of {want}",
+                            "{} became {:#x}, expected {want}",
                             scaled[i],
                             narrow[i]
                         );
@@ -108,9 +108,9 @@ impl SimdKernel for HalfConversions {
     }
 }
 
-/// Words of bf16 and of 8-bit codes, where an instruction set has them: what they hold, and their products.
-struct Words;
-impl SimdKernel for Words {
+/// bf16 pairs, loaded as bf16 or fp8, and their dot products, for instruction sets that have them.
+struct Pairs;
+impl SimdKernel for Pairs {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
@@ -119,7 +119,7 @@ impl SimdKernel for Words {
         }
         let elements = |v: S::V| -> Vec<f32> {
             let mut out = [0.0f32; MAX_LANES];
-            // SAFETY: LANES <= MAX_LANES.
+            // SAFETY: the array has MAX_LANES >= LANES elements.
             unsafe { simd.store(out.as_mut_ptr(), v) };
             out[..S::LANES]
                 .iter()
@@ -132,16 +132,16 @@ impl SimdKernel for Words {
         let other: Vec<bf16> = (0..2 * lanes).map(|i| bf16::from_f32(100.0 - i as f32)).collect();
         let at = |row: &[bf16], i: usize, n: usize| if i < n { row[i].to_f32() } else { 0.0 };
         for n in (8..=2 * lanes).step_by(8) {
-            // SAFETY: n elements.
+            // SAFETY: the row has 2 * LANES >= n elements.
             let found = elements(unsafe { simd.load_bf16_pairs(row.as_ptr().cast(), n) });
             assert_eq!(found, (0..2 * lanes).map(|i| at(&row, i, n)).collect::<Vec<_>>());
             let n = n.min(lanes);
-            // SAFETY: n elements of each.
+            // SAFETY: both rows have 2 * LANES >= n elements.
             let found = elements(unsafe { simd.interleave_bf16(row.as_ptr().cast(), other.as_ptr().cast(), n) });
             assert_eq!(found, (0..lanes).flat_map(|i| [at(&row, i, n), at(&other, i, n)]).collect::<Vec<_>>());
         }
-        codes(simd, &elements);
-        // SAFETY: twice LANES elements of both.
+        fp8_pairs(simd, &elements);
+        // SAFETY: both rows have 2 * LANES elements.
         let (a, b) = unsafe {
             (
                 simd.load_bf16_pairs(row.as_ptr().cast(), 2 * lanes),
@@ -149,13 +149,13 @@ impl SimdKernel for Words {
             )
         };
         let mut sums = [0.0f32; MAX_LANES];
-        // SAFETY: LANES <= MAX_LANES.
+        // SAFETY: the array has MAX_LANES >= LANES elements.
         unsafe { simd.store(sums.as_mut_ptr(), simd.dot(a, b, simd.splat(0.5))) };
         for (i, sum) in sums[..lanes].iter().enumerate() {
             let product = |i: usize| row[i].to_f32() * other[i].to_f32();
             assert_eq!(*sum, 0.5 + product(2 * i + 1) + product(2 * i));
         }
-        // Halfway cases and both neighbours; infinities; NaN.
+        // Ties and their neighbours on both sides, infinities, NaN.
         for x in [1.0f32, 1.003_906_3, 1.011_718_8, 1.003_9, 1.004, -3.3e38, f32::MAX, f32::INFINITY, f32::NAN] {
             let found = elements(simd.pack_pairs(simd.splat(x), simd.splat(-2.0)));
             let same = |a: f32, b: f32| a == b || (a.is_nan() && b.is_nan());
@@ -164,8 +164,8 @@ impl SimdKernel for Words {
     }
 }
 
-/// All codes of both 8-bit types.
-fn codes<S: Simd>(simd: S, elements: &dyn Fn(S::V) -> Vec<f32>) {
+/// Every fp8 number of both types, in pairs.
+fn fp8_pairs<S: Simd>(simd: S, elements: &dyn Fn(S::V) -> Vec<f32>) {
     let codes: Vec<u8> = (0..=u8::MAX).collect();
     for dtype in [DType::F8E4M3FN, DType::F8E5M2] {
         let value = |code: u8| Fp8ToBf16Table::of(dtype).to_bf16(code).to_f32().to_bits();
@@ -173,7 +173,7 @@ fn codes<S: Simd>(simd: S, elements: &dyn Fn(S::V) -> Vec<f32>) {
         let bits = |v: S::V| elements(v).into_iter().map(f32::to_bits).collect::<Vec<_>>();
         for first in (0..=256 - 4 * S::LANES).step_by(4 * S::LANES) {
             let (from, second) = (codes[first..].as_ptr(), codes[256 - 4 * S::LANES - first..].as_ptr());
-            // SAFETY: four times LANES codes of each.
+            // SAFETY: there are 4 * LANES codes from both pointers on.
             let (words, columns) =
                 unsafe { (simd.load_fp8_pairs_2(table, from), simd.interleave_fp8_4(table, from, second)) };
             let found: Vec<u32> = words.into_iter().flat_map(bits).collect();
@@ -186,11 +186,11 @@ fn codes<S: Simd>(simd: S, elements: &dyn Fn(S::V) -> Vec<f32>) {
             for n in (8..=2 * S::LANES).step_by(8) {
                 let at = |i: usize, n: usize| if i < n { value(codes[first + i]) } else { 0 };
                 let from = codes[first..].as_ptr();
-                // SAFETY: n codes.
+                // SAFETY: n <= 2 * LANES codes from `from` on.
                 let found = bits(unsafe { simd.load_fp8_pairs(table, from, n) });
                 assert_eq!(found, (0..2 * S::LANES).map(|i| at(i, n)).collect::<Vec<_>>());
                 let n = n.min(S::LANES);
-                // SAFETY: n codes of each, LANES apart.
+                // SAFETY: n <= LANES codes from both pointers on, which are LANES apart.
                 let found = bits(unsafe { simd.interleave_fp8(table, from, from.add(S::LANES), n) });
                 let second = |i: usize| if i < n { value(codes[first + S::LANES + i]) } else { 0 };
                 assert_eq!(found, (0..S::LANES).flat_map(|i| [at(i, n), second(i)]).collect::<Vec<_>>());
@@ -199,25 +199,25 @@ fn codes<S: Simd>(simd: S, elements: &dyn Fn(S::V) -> Vec<f32>) {
     }
 }
 
-/// Parts of a tile's lanes, a distance apart, and bf16 rounded as scalar code does.
+/// Stores of groups of MR lanes, and stores rounded to bf16.
 struct Stores;
 impl SimdKernel for Stores {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
         let x: Vec<f32> = (0..S::LANES).map(|i| i as f32).collect();
-        let mut parts = vec![-1.0f32; 8 * S::LANES];
-        // SAFETY: LANES elements; at most 4 parts of MR lanes, 2 * MR apart.
-        unsafe { simd.store_groups(parts.as_mut_ptr(), 2 * S::MR, simd.load(x.as_ptr())) };
-        for (part, expected) in parts.chunks(2 * S::MR).zip(x.chunks(S::MR)) {
-            assert_eq!((&part[..S::MR], part[S::MR]), (expected, -1.0));
+        let mut groups = vec![-1.0f32; 8 * S::LANES];
+        // SAFETY: x has LANES elements, and `groups` room for LANES / MR groups that are 2 * MR apart.
+        unsafe { simd.store_groups(groups.as_mut_ptr(), 2 * S::MR, simd.load(x.as_ptr())) };
+        for (group, expected) in groups.chunks(2 * S::MR).zip(x.chunks(S::MR)) {
+            assert_eq!((&group[..S::MR], group[S::MR]), (expected, -1.0));
         }
         for high in (0..=u16::MAX).step_by(S::LANES) {
             for low in [0u32, 0x7fff, 0x8000, 0x8001] {
                 let x: Vec<f32> =
                     (0..S::LANES as u32).map(|i| f32::from_bits((u32::from(high) + i) << 16 | low)).collect();
                 let mut found = [0u16; MAX_LANES];
-                // SAFETY: LANES elements each.
+                // SAFETY: both arrays have at least LANES elements.
                 unsafe { simd.store_bf16(found.as_mut_ptr(), simd.load(x.as_ptr())) };
                 for (x, found) in x.iter().zip(found) {
                     let (want, found) = (bf16::from_f32(*x), bf16::from_bits(found));
@@ -229,24 +229,24 @@ impl SimdKernel for Stores {
 }
 
 #[test]
-fn every_instruction_set_computes_what_scalar_code_computes() {
+fn every_instruction_set_agrees_with_scalar_code() {
     for isa in Isa::available().into_iter().chain([Isa::portable_pairs()]) {
-        // SAFETY: they require nothing.
+        // SAFETY: these kernels have no contract: they use arrays of their own.
         unsafe {
             isa.dispatch(Operations);
-            isa.dispatch(Sums);
+            isa.dispatch(HorizontalSums);
             isa.dispatch(HalfConversions);
-            isa.dispatch(Words);
+            isa.dispatch(Pairs);
             isa.dispatch(Stores);
         }
     }
 }
 
 #[test]
-fn the_environment_narrows_the_instructions_to_what_the_cpu_has() {
+fn the_environment_variable_limits_the_instruction_set() {
     let has = Isa::available();
     assert_eq!(Isa::up_to(None), has[0]);
-    assert_eq!(Isa::up_to(Some("a name that there is not")), has[0]);
+    assert_eq!(Isa::up_to(Some("unknown")), has[0]);
     assert_eq!(Isa::up_to(Some("portable")), Isa(Kind::Portable));
     for (rank, name) in Isa::NAMES.iter().enumerate() {
         let widest = has.iter().find(|isa| isa.rank() <= rank);

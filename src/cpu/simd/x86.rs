@@ -1,6 +1,6 @@
-//! What the instruction sets of x86-64 have in common.
+//! Operations that the instruction sets of x86-64 have in common.
 
-/// The operations that are one intrinsic each.
+/// The vector type and the operations of [`super::Simd`] that are one intrinsic each.
 macro_rules! operations {
     ($v:ty: $splat:ident $load:ident $store:ident
         $add:ident $sub:ident $mul:ident $div:ident $fma:ident $max:ident) => {
@@ -12,12 +12,12 @@ macro_rules! operations {
         }
         #[inline(always)]
         unsafe fn load(self, from: *const f32) -> $v {
-            // SAFETY: `self` proves the features; readable, by the caller's word.
+            // SAFETY: `self` proves the features, and the caller guarantees readable elements.
             unsafe { $load(from) }
         }
         #[inline(always)]
         unsafe fn store(self, to: *mut f32, x: $v) {
-            // SAFETY: `self` proves the features; writable, by the caller's word.
+            // SAFETY: `self` proves the features, and the caller guarantees writable elements.
             unsafe { $store(to, x) }
         }
         #[inline(always)]
