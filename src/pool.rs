@@ -1,4 +1,5 @@
-//! Threads for the CPU backend: XLA's pool where XLA calls us, rayon's elsewhere.
+//! Thread pools for the CPU backend, and the parallel loop that runs on them. XLA's calls bring XLA's pool; other
+//! callers use rayon's.
 
 use crate::error::{Error, Result};
 use crate::failpoint::{self, Failpoint};
@@ -10,42 +11,42 @@ use std::sync::atomic::{
 };
 use std::sync::{Arc, OnceLock};
 
-/// A thread pool that runs a function some time, on some thread, perhaps at once on the calling one.
+/// A thread pool that runs a function later on one of its threads, or at once on the calling thread.
 ///
 /// # Safety
-/// [`Pool::schedule`] runs `task(argument)` once or never, and does not unwind: helpers that it has started work with
-/// memory of the function that called it.
+/// [`Pool::schedule`] runs `task(argument)` at most once and does not unwind: tasks that it has already started use
+/// memory of its caller.
 pub unsafe trait Pool: Sync {
-    /// Threads that can work at the same time, the caller's among them or not; 0 counts as 1.
+    /// Threads that can work at the same time, with or without the caller's; 0 counts as 1.
     fn num_threads(&self) -> usize;
-    /// Run `task(argument)`; may return before or after it has run.
+    /// Run `task(argument)`, before or after this returns.
     fn schedule(&self, task: fn(usize), argument: usize);
 }
 
-/// rayon's global pool: for the Rust API and for callers of `xa_call` without a pool.
+/// rayon's global pool, for the Rust API and for callers of `xa_call` without a pool.
 ///
-/// It has one thread, the caller's, where rayon's threads could not be made, and in a child of the process that made
-/// them: a fork leaves the threads behind, and what is scheduled there would never run or be freed.
+/// It has only the caller's thread if rayon's threads could not be started, and in a forked child of the process that
+/// started them: a fork does not copy threads, so tasks that are scheduled in the child would never run or be freed.
 pub struct RayonPool;
 
 impl RayonPool {
-    /// Whether rayon's threads run in this process; the first call makes them.
+    /// Whether rayon's threads run in this process; the first call starts them.
     fn has_threads() -> bool {
-        static MADE_IN: OnceLock<Option<u32>> = OnceLock::new();
-        let made_in = MADE_IN.get_or_init(|| {
-            let made = match rayon::ThreadPoolBuilder::new().build_global() {
+        static STARTED_IN: OnceLock<Option<u32>> = OnceLock::new();
+        let started_in = STARTED_IN.get_or_init(|| {
+            let started = match rayon::ThreadPoolBuilder::new().build_global() {
                 Ok(()) => true,
-                // The system's refusal has a source. Without one a pool exists, or an attempt before ours has failed:
-                // then rayon panics.
+                // An error with a source is the system's refusal to start threads. Without a source, the pool exists
+                // already, or an earlier attempt has failed, in which case rayon panics.
                 Err(e) => e.source().is_none() && catch_panic(rayon::current_num_threads).is_ok(),
             };
-            made.then(std::process::id)
+            started.then(std::process::id)
         });
-        *made_in == Some(std::process::id())
+        *started_in == Some(std::process::id())
     }
 }
 
-// SAFETY: rayon runs what it spawns once, and once its pool has been made, scheduling does not panic.
+// SAFETY: rayon runs a spawned closure once, and spawning does not panic once the pool exists.
 unsafe impl Pool for RayonPool {
     fn num_threads(&self) -> usize {
         if Self::has_threads() { rayon::current_num_threads().max(1) } else { 1 }
@@ -59,10 +60,10 @@ unsafe impl Pool for RayonPool {
     }
 }
 
-/// No thread but the caller's.
+/// A pool that runs everything on the calling thread.
 pub struct SingleThread;
 
-// SAFETY: once, and a task does not unwind.
+// SAFETY: the task runs once, at once; tasks of `parallel_for` catch their panics.
 unsafe impl Pool for SingleThread {
     fn num_threads(&self) -> usize {
         1
@@ -72,43 +73,47 @@ unsafe impl Pool for SingleThread {
     }
 }
 
-/// Shared by the caller and the helpers; a helper that arrives late finds no index left and touches nothing but this.
-struct Job {
+/// The state of a parallel loop, shared by the caller and its helper tasks. A helper that starts after the loop has
+/// ended finds no index left and accesses nothing but this state.
+struct ParallelLoop {
+    /// The next index to run.
     next: AtomicUsize,
-    /// Indices of threads that have dropped their scratch.
+    /// Completed indices; a thread adds its own after it has dropped its scratch.
     done: AtomicUsize,
     panicked: AtomicUsize,
-    /// The text of a panic; of one of them if there were several.
+    /// The text of the first panic.
     panic: OnceLock<String>,
-    /// Goes off in the first task.
+    /// Triggered by index 0.
     failpoint: Option<Failpoint>,
     count: usize,
-    body: *const (),
-    run: unsafe fn(*const (), &Job),
+    /// The closures (scratch, body) of `parallel_for`, for `run`.
+    closures: *const (),
+    run: unsafe fn(*const (), &ParallelLoop),
 }
 
-// SAFETY: `body` points to a `Sync` closure that outlives every access (see `parallel_for`).
-unsafe impl Send for Job {}
-// SAFETY: as above.
-unsafe impl Sync for Job {}
+// SAFETY: `closures` points to `Sync` closures. A thread accesses them only while it has an index that is not counted
+// in `done`, and `parallel_for`, which owns them, waits for all indices.
+unsafe impl Send for ParallelLoop {}
+// SAFETY: all fields but `closures` are `Sync`, and so are the closures behind it.
+unsafe impl Sync for ParallelLoop {}
 
-impl Job {
-    /// The next index that no thread has taken.
+impl ParallelLoop {
+    /// Take the next index, if there is one.
     fn take(&self) -> Option<usize> {
         let index = self.next.fetch_add(1, Relaxed);
         (index < self.count).then_some(index)
     }
 
-    /// Do `work`, and remember if it panics.
-    fn run_part(&self, work: impl FnOnce()) {
+    /// Run `work` and record its panic.
+    fn catch(&self, work: impl FnOnce()) {
         if let Err(text) = catch_panic(work) {
-            // The text of an earlier panic stays.
+            // `set` keeps the text of an earlier panic.
             drop(self.panic.set(text));
             self.panicked.fetch_add(1, Relaxed);
         }
     }
 
-    /// Return when all indices are done: after a while of spinning, other threads get the core.
+    /// Wait until all indices are done: spin for a short time, then yield to other threads.
     fn wait(&self) {
         const SPINS: usize = 1 << 10;
         let mut spins = 0;
@@ -125,70 +130,71 @@ impl Job {
 
 /// Run `body(&mut scratch, index)` for every index below `count`, on the calling thread and the pool's.
 ///
-/// The caller takes indices too and waits only for indices that some thread has started, so this cannot deadlock even
-/// on a pool of one thread whose only worker is the caller. Each participating thread makes its own `scratch`, once, and
-/// has dropped it when this returns. Indices are taken in order.
+/// The calling thread takes indices too and waits only for indices that a thread has started, so this cannot deadlock,
+/// even if the pool's only thread is the caller. Each thread that takes an index makes a `scratch` once, and has
+/// dropped it when this returns. Indices are taken in order.
 ///
 /// # Errors
-/// `INTERNAL` with the text of a panic if `body` panicked for some index, or making or dropping a scratch did; the other
-/// indices have run all the same.
+/// `INTERNAL` with the text of a panic, if `body`, making a scratch or dropping one panicked. All indices are run in
+/// any case.
 pub fn parallel_for<S, I, F>(pool: &dyn Pool, count: usize, scratch: I, body: F) -> Result
 where
     I: Fn() -> S + Sync,
     F: Fn(&mut S, usize) + Sync,
 {
-    unsafe fn run<S, I: Fn() -> S, F: Fn(&mut S, usize)>(both: *const (), job: &Job) {
-        let (mut mine, mut taken) = (None, 0);
-        while let Some(index) = job.take() {
+    unsafe fn run<S, I: Fn() -> S, F: Fn(&mut S, usize)>(closures: *const (), state: &ParallelLoop) {
+        let (mut own_scratch, mut taken) = (None, 0);
+        while let Some(index) = state.take() {
             taken += 1;
-            // SAFETY: an index was taken and is not counted as done, so the caller is still waiting and its closures are
-            // alive.
-            let (scratch, body) = unsafe { &*both.cast::<(I, F)>() };
-            job.run_part(|| {
-                if let (0, Some(failpoint)) = (index, job.failpoint) {
+            // SAFETY: this thread has an index that is not counted in `done`, so the caller is still waiting and its
+            // closures are alive.
+            let (scratch, body) = unsafe { &*closures.cast::<(I, F)>() };
+            state.catch(|| {
+                if let (0, Some(failpoint)) = (index, state.failpoint) {
                     failpoint::panic(failpoint);
                 }
-                body(mine.get_or_insert_with(scratch), index);
+                body(own_scratch.get_or_insert_with(scratch), index);
             });
         }
-        // The scratch may borrow from the caller, who waits for the indices that are counted only after it is gone.
-        job.run_part(|| drop(mine));
-        job.done.fetch_add(taken, Release);
+        // The scratch may borrow from the caller, so it is dropped before the caller may stop waiting.
+        state.catch(|| drop(own_scratch));
+        state.done.fetch_add(taken, Release);
     }
     fn help(argument: usize) {
-        // SAFETY: made by `Arc::into_raw` below, once for each scheduled helper.
-        let job = unsafe { Arc::from_raw(argument as *const Job) };
-        // SAFETY: `body` and `run` were made for each other in `parallel_for`.
-        unsafe { (job.run)(job.body, &job) };
+        // SAFETY: the argument comes from `Arc::into_raw` below, which counts one reference for each scheduled helper,
+        // and the pool runs a helper at most once.
+        let state = unsafe { Arc::from_raw(argument as *const ParallelLoop) };
+        // SAFETY: `run` is the instance for the types of `closures`, and it accesses them only while the caller waits.
+        unsafe { (state.run)(state.closures, &state) };
     }
 
     let on_caller = failpoint::take(Failpoint::CpuCaller);
     let helpers = if on_caller { 0 } else { pool.num_threads().min(count).saturating_sub(1) };
     let on_worker = helpers > 0 && failpoint::take(Failpoint::CpuWorker);
-    let both = (scratch, body);
-    let job = Arc::new(Job {
+    let closures = (scratch, body);
+    let state = Arc::new(ParallelLoop {
         next: 0.into(),
         done: 0.into(),
         panicked: 0.into(),
         panic: OnceLock::new(),
         failpoint: if on_caller { Some(Failpoint::CpuCaller) } else { on_worker.then_some(Failpoint::CpuWorker) },
         count,
-        body: (&raw const both).cast(),
+        closures: (&raw const closures).cast(),
         run: run::<S, I, F>,
     });
     for _ in 0..helpers {
-        pool.schedule(help, Arc::into_raw(Arc::clone(&job)) as usize);
+        pool.schedule(help, Arc::into_raw(Arc::clone(&state)) as usize);
     }
     if !on_worker {
-        // SAFETY: `both` lives to the end of this function, which waits for every taken index, also when a task, a
-        // scratch or its destructor panics.
-        unsafe { run::<S, I, F>(job.body, &job) };
+        // SAFETY: `closures` lives to the end of this function, which waits for all indices, also if a task, a scratch
+        // or its destructor panics.
+        unsafe { run::<S, I, F>(state.closures, &state) };
     }
-    job.wait();
-    match job.panicked.load(Relaxed) {
+    state.wait();
+    match state.panicked.load(Relaxed) {
         0 => Ok(()),
         n => {
-            let text = job.panic.get().map_or("", String::as_str);
+            let text = state.panic.get().map_or("", String::as_str);
             Err(Error::internal(format!("{n} of {count} parallel tasks panicked: {text}")))
         }
     }
@@ -199,11 +205,11 @@ mod tests {
     use super::*;
     use std::sync::Mutex;
 
-    /// Keeps tasks until it is dropped: helpers that arrive after the call has returned.
+    /// Only collects tasks, so that the test can run them after the loop has ended.
     #[derive(Default)]
     struct LatePool(Mutex<Vec<Task>>);
     type Task = (fn(usize), usize);
-    // SAFETY: the one test that uses it runs each task once.
+    // SAFETY: the only test that uses it runs each task once.
     unsafe impl Pool for LatePool {
         fn num_threads(&self) -> usize {
             4
@@ -256,7 +262,7 @@ mod tests {
         assert_eq!(ran.load(Relaxed), 9);
     }
 
-    // SAFETY: as of `RayonPool`.
+    // SAFETY: rayon runs a spawned closure once, and spawning on a pool that exists does not panic.
     unsafe impl Pool for rayon::ThreadPool {
         fn num_threads(&self) -> usize {
             self.current_num_threads()
@@ -266,7 +272,7 @@ mod tests {
         }
     }
 
-    /// A scratch that is slow to go, and looks at what it borrows then.
+    /// A scratch whose destructor is slow and accesses memory of the caller.
     struct Borrowing<'a>(&'a AtomicUsize);
 
     impl Drop for Borrowing<'_> {
@@ -277,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn every_scratch_is_gone_when_the_call_returns() {
+    fn every_scratch_is_dropped_when_the_call_returns() {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(4).build().unwrap();
         for _ in 0..20 {
             let (made, dropped) = (AtomicUsize::new(0), AtomicUsize::new(0));
@@ -311,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_to_do_is_fine() {
+    fn a_loop_without_indices_succeeds() {
         parallel_for(&RayonPool, 0, || (), |(), _| unreachable!()).unwrap();
     }
 }

@@ -1,21 +1,22 @@
-//! The CPU's kernels with each instruction set: what other topics hold against the reference with the widest that there is.
+//! The CPU backend agrees with the reference with each instruction set. All other tests use the widest one that the CPU
+//! has.
 //!
-//! The set is chosen once in a process, so this binary is started again.
+//! The instruction set is chosen once per process, so this test starts its binary again for each of them.
 
 use crate::support::runs_on_cpu;
 use std::process::Command;
 
-/// What `XLA_ATTENTION_CPU_ISA` is set to. The last one multiplies pairs of bf16 as AVX-512 does, on any CPU.
+/// Values of `XLA_ATTENTION_CPU_ISA`. `portable_pairs` multiplies bf16 pairs as AVX-512 BF16 does, on any CPU.
 const SETS: [&str; 4] = ["portable", "avx2", "avx512", "portable_pairs"];
 
-/// Parts of the names of the tests: every pair of options and types, head dimensions, pools of threads, long sequences.
+/// Filters for the tests to run: pairs of options and dtypes, head dimensions, thread pools, long sequences.
 const TESTS: [&str; 4] =
     ["every_pair_of_options_agrees", "every_head_dimension_agrees", "gives_the_same_bits", "long_sequences_agree"];
 
 #[test]
 fn every_instruction_set_agrees_with_the_reference() {
     if !runs_on_cpu() || std::env::var_os("XLA_ATTENTION_CPU_ISA").is_some() {
-        println!("skipped: for the CPU, with the instruction set that is found");
+        println!("skipped: needs the CPU backend and XLA_ATTENTION_CPU_ISA unset");
         return;
     }
     for set in SETS {
