@@ -136,7 +136,7 @@ impl Workload {
     /// A block table whose page ids are in a scattered order.
     fn block_table(&self) -> (Vec<i32>, [i64; 2]) {
         let pages = self.key_rows() / PAGE_SIZE;
-        // A stride that shares no factor with the number of pages visits each once.
+        // A stride that is coprime to the number of pages takes each page once.
         let stride = (pages / 3..=pages + 1).find(|s| gcd(*s, pages) == 1).unwrap();
         let each = |(_, len_k): &(usize, usize)| len_k.div_ceil(PAGE_SIZE);
         let most = self.lengths.iter().map(each).max().unwrap();

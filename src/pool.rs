@@ -220,17 +220,17 @@ mod tests {
     }
 
     fn each_index_once(pool: &dyn Pool) {
-        let seen: Vec<AtomicUsize> = (0..1000).map(|_| 0.into()).collect();
+        let runs: Vec<AtomicUsize> = (0..1000).map(|_| 0.into()).collect();
         parallel_for(
             pool,
-            seen.len(),
+            runs.len(),
             || (),
             |(), i| {
-                seen[i].fetch_add(1, Relaxed);
+                runs[i].fetch_add(1, Relaxed);
             },
         )
         .unwrap();
-        assert!(seen.iter().all(|n| n.load(Relaxed) == 1));
+        assert!(runs.iter().all(|n| n.load(Relaxed) == 1));
     }
 
     #[test]

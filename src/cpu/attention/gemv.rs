@@ -4,7 +4,7 @@
 //! ROWS query rows (padded to a power of two) are multiplied with LANES / ROWS keys per step, so that the sums of a
 //! step fill one vector and are reduced together. The softmax therefore sees vectors whose lanes are (key, row) pairs.
 //!
-//! E is [`Simd::ELEMENTS_PER_LANE`]. Where it is 2, neighbouring keys belong to neighbouring steps, so that their p
+//! E is [`Simd::ELEMENTS_PER_LANE`]. Where it is 2, adjacent keys belong to consecutive steps, so that their p
 //! share a lane: p is `[keys / E][ROWS]`. q is `[ROWS][D / E]` and o `[ROWS][Dv]`, each row padded to whole vectors.
 
 use super::block_rows::PADDING;

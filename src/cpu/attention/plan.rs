@@ -22,7 +22,7 @@ const SPLIT_ALIGNMENT: usize = 128;
 /// Padding rows that one task clears.
 const CLEAR_ROWS: usize = 64;
 
-/// What the lanes of vectors stand for.
+/// Which dimension of the queries lies along the lanes of a vector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum QueryLayout {
     /// A lane per query row: the GEMM path (`gemm`).

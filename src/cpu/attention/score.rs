@@ -77,7 +77,7 @@ pub(super) struct KeyPositions {
     pub(super) steps: usize,
     /// Position of the first step.
     pub(super) first: usize,
-    /// Number of steps that begin at neighbouring keys, as these share lanes of p.
+    /// Number of consecutive steps that begin at adjacent keys, whose p share lanes.
     pub(super) alternating: usize,
     /// Distance from each such group of steps to the next.
     pub(super) stride: usize,

@@ -75,7 +75,7 @@ impl Sequence {
         if low < high { low as usize..high as usize } else { 0..0 }
     }
 
-    /// Keys that at least one of the queries attends to. They are one range without a gap: the ranges of neighbouring
+    /// Keys that at least one of the queries attends to. They are one range without a gap: the ranges of consecutive
     /// queries overlap or touch.
     pub(in crate::cpu) fn visible_to_any(&self, queries: &Range<usize>, window: Window) -> Range<usize> {
         // Queries before `first_visible` attend to no key because their window ends before the first key; queries from

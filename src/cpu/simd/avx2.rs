@@ -141,7 +141,7 @@ impl Simd for Avx2 {
     fn horizontal_sums(self, sums: [__m256; MAX_LANES]) -> __m256 {
         // SAFETY: `self` proves the features.
         unsafe {
-            // Each `hadd` adds neighbouring lanes of two vectors. After two of them, each 128-bit half holds the sums
+            // Each `hadd` adds adjacent lanes of two vectors. After two of them, each 128-bit half holds the sums
             // of four vectors' lanes of that half.
             let low = _mm256_hadd_ps(_mm256_hadd_ps(sums[0], sums[1]), _mm256_hadd_ps(sums[2], sums[3]));
             let high = _mm256_hadd_ps(_mm256_hadd_ps(sums[4], sums[5]), _mm256_hadd_ps(sums[6], sums[7]));

@@ -279,7 +279,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         // elements in both rows.
         unsafe {
             // The rows are 16 groups of four columns. This transposes the groups, so that the two steps of interleaving
-            // below, which stay within 128-bit blocks, leave each vector with neighbouring columns.
+            // below, which stay within 128-bit blocks, leave each vector with 16 consecutive columns.
             let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
             let first = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(first.cast()));
             let second = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(second.cast()));

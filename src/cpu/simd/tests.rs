@@ -174,9 +174,9 @@ fn fp8_pairs<S: Simd>(simd: S, elements: &dyn Fn(S::V) -> Vec<f32>) {
         for first in (0..=256 - 4 * S::LANES).step_by(4 * S::LANES) {
             let (from, second) = (codes[first..].as_ptr(), codes[256 - 4 * S::LANES - first..].as_ptr());
             // SAFETY: there are 4 * LANES codes from both pointers on.
-            let (words, columns) =
+            let (pairs, columns) =
                 unsafe { (simd.load_fp8_pairs_2(table, from), simd.interleave_fp8_4(table, from, second)) };
-            let found: Vec<u32> = words.into_iter().flat_map(bits).collect();
+            let found: Vec<u32> = pairs.into_iter().flat_map(bits).collect();
             assert_eq!(found, codes[first..][..4 * S::LANES].iter().map(|c| value(*c)).collect::<Vec<_>>());
             let found: Vec<u32> = columns.into_iter().flat_map(bits).collect();
             let pair = |i: usize| [codes[first + i], codes[256 - 4 * S::LANES - first + i]].map(value);
