@@ -1,4 +1,4 @@
-//! Rotates new queries and keys (RoPE) and writes K and V into a paged cache on the CPU.
+//! Rotates new queries and keys (rotary embedding) and writes K and V into a paged cache on the CPU.
 //!
 //! A task writes all rows of one KV head of K or of V, in order, or rotates all heads of a range of query rows.
 

@@ -96,8 +96,8 @@ impl SimdKernel for RunFwdJob<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(mut self, simd: S) {
         let (tile, only_split) = match self.job {
-            // SAFETY: the results are writable, and no tile has these rows, which belong to no sequence.
             FwdJob::Task(FwdTask::Clear(rows)) => {
+                // SAFETY: the results are writable, and no tile has these rows, which belong to no sequence.
                 return unsafe { Epilogue::new(self.problem).store_zeros(rows.clone()) };
             }
             FwdJob::Task(&FwdTask::Tile { tile }) => (tile, None),
@@ -218,7 +218,6 @@ impl RunFwdJob<'_> {
         split: usize,
         state: *mut f32,
     ) {
-        type Pairs<S> = Fp8AsBf16Pairs<S>;
         // SAFETY: each arm names a loader for the dtype of K and V; the rest is this function's contract.
         unsafe {
             match self.problem.kv_dtype {
@@ -226,7 +225,7 @@ impl RunFwdJob<'_> {
                     self.attend::<S, GemvKernel<Bf16Pairs, ROWS>>(simd, tile, split, state);
                 }
                 _ if S::ELEMENTS_PER_LANE == 2 => {
-                    self.attend::<S, GemvKernel<Pairs<S>, ROWS>>(simd, tile, split, state)
+                    self.attend::<S, GemvKernel<Fp8AsBf16Pairs<S>, ROWS>>(simd, tile, split, state);
                 }
                 DType::F16 => self.attend::<S, GemvKernel<AsF32<f16>, ROWS>>(simd, tile, split, state),
                 DType::BF16 => self.attend::<S, GemvKernel<AsF32<bf16>, ROWS>>(simd, tile, split, state),

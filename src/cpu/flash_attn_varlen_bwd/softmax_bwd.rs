@@ -47,7 +47,7 @@ impl<const NV: usize> SimdKernel for SoftmaxBwd<'_, NV> {
 }
 
 impl<const NV: usize> SoftmaxBwd<'_, NV> {
-    /// CAP_OR_BIAS: there is a soft cap or a bias. MASKED: some row does not attend to some key.
+    /// `CAP_OR_BIAS`: there is a soft cap or a bias. `MASKED`: some row does not attend to some key.
     ///
     /// # Safety
     /// As [`SoftmaxBwd`].
