@@ -15,7 +15,7 @@ const HEAD_DIMS: [(usize, usize); 6] = [(64, 64), (96, 96), (128, 128), (192, 19
 const FP8_HEAD_DIMS: [(usize, usize); 2] = [(128, 128), (256, 256)];
 
 /// Work tiles that a sequence fills and does not fill, more keys than queries and fewer, and sequences for decode; one
-/// PackGQA pack per KV head and several, packs of more heads than a warp has rows; TMA boxes of one row group, of two, of a
+/// `PackGQA` pack per KV head and several, packs of more heads than a warp has rows; TMA boxes of one row group, of two, of a
 /// whole block, and pages that are no multiple of 8 tokens.
 const LONG: PairwiseOptions = PairwiseOptions {
     dtypes: &DTYPES,

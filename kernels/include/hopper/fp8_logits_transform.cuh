@@ -7,7 +7,7 @@
 
 namespace xa::hopper {
 
-/// Scores stay q . k; what they are multiplied by is part of the exponential.
+/// q_scale, k_scale and the softmax scale as one factor, which is part of the exponent where that is possible.
 struct fp8_logits_scaled {
   /// Whether `apply` changes nothing for most tiles.
   static constexpr bool kUsuallyIdentity = true;
@@ -34,7 +34,7 @@ struct fp8_logits_scaled {
   }
 };
 
-/// Soft cap and ALiBi.
+/// Soft cap and ALiBi: `apply` makes logits to base 2 of the scores of every tile.
 struct fp8_logits_softcap_alibi : logits_softcap_alibi {
   static constexpr bool kUsuallyIdentity = false;
 

@@ -16,7 +16,7 @@ namespace xa::hopper {
 /// Computes work tiles until there are no more. Every thread of the CTA calls this, and the kernel must end with it,
 /// because setmaxnreg moves registers from the load warpgroup to the compute warpgroups.
 template <typename Shape, typename T, typename LogitsTransform>
-__device__ __forceinline__ void prefill(const HopperPrefillParams& params, const InitialTiles& numbers,
+__device__ __forceinline__ void prefill(const HopperPrefillParams& params, const InitialTiles& initial,
                                         uint8_t* shared) {
   const Pipeline<Shape> pipeline(shared);
   if (threadIdx.x == 0) pipeline.init();
@@ -35,7 +35,7 @@ __device__ __forceinline__ void prefill(const HopperPrefillParams& params, const
         load_blocks<Shape, Operand::values>(params, pipeline);
         break;
       case 2:
-        schedule_tiles<Shape, LogitsTransform>(params, pipeline, numbers);
+        schedule_tiles<Shape, LogitsTransform>(params, pipeline, initial);
         break;
       default: {
         const bool ascend = query_starts_ascend(params.attention);

@@ -35,7 +35,7 @@ const WARP_ROWS: i64 = 16;
 #[derive(Clone, Copy)]
 pub(super) struct HopperPrefill {
     pub(super) tile: &'static HopperPrefillTile,
-    /// PackGQA: query heads whose rows share a tile, the largest power of two that divides Hq / Hkv, at most 64.
+    /// `PackGQA`: query heads whose rows share a tile, the largest power of two that divides Hq / Hkv, at most 64.
     pub(super) pack_gqa: i64,
     /// Number of such packs per KV head.
     packs_per_kv_head: i64,

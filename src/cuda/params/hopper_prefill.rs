@@ -13,7 +13,7 @@ pub struct PageDivisor {
 
 /// The parameter of `hopper_prefill` and `hopper_prefill_fp8`.
 ///
-/// Query heads are packed as in the portable kernels (PackGQA), but by a power of two, `attention.group`: a KV head
+/// Query heads are packed as in the portable kernels (`PackGQA`), but by a power of two, `attention.group`: a KV head
 /// whose number of query heads is not a power of two has several packs. `attention.num_kv_heads` is the number of packs.
 ///
 /// An atom column is the columns that a row of a swizzle atom holds; a row group is the 8 rows of an atom.
