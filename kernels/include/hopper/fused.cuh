@@ -42,6 +42,7 @@ __device__ __forceinline__ FusedWork estimate_work(const HopperFusedParams& para
   const AttentionParams &decode = params.decode, &prefill = params.prefill.attention;
   const int32_t num_seqs = live_sequences(decode);
   FusedWork work;
+  // A second round replaces starts that do not ascend by their running maximum.
   bool raises_starts = false;
 #pragma unroll 1
   for (;;) {

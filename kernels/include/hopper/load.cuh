@@ -259,6 +259,7 @@ __device__ __forceinline__ void load_blocks_with(Loader loader, const HopperPref
                                                  const Pipeline<Shape>& pipeline) {
   int32_t block_count = 0;
   bool has_tile = true;
+  // `count` counts the scheduler's tiles, `tile_count` those that have keys, for which Q is loaded.
 #pragma unroll 1
   for (int32_t count = 0, tile_count = 0; has_tile; ++count) {
     const PipelineState<2> tile_state(count);

@@ -22,6 +22,7 @@ __device__ __forceinline__ void for_each_tile(const HopperPrefillParams& prefill
   const int32_t warp_row = 16 * warp;
   const bool is_lane_0 = threadIdx.x % 32 == 0;
   int32_t rows = 1;
+  // `count` counts the scheduler's tiles, `tile_count` those that have keys, for which Q is loaded.
 #pragma unroll 1
   for (int32_t count = 0, tile_count = 0; rows > 0; ++count) {
     const PipelineState<2> tile_state(count);
@@ -48,6 +49,7 @@ __device__ __forceinline__ void for_each_tile(const HopperPrefillParams& prefill
     __syncwarp();
     if (is_lane_0) pipeline.tile_empty(tile_state).arrive();
   }
+  // TMA stores read shared memory, which the CTA gives up when it exits.
   ptx::bulk_wait_group();
   if (params.clears_padding_rows != 0) {
     pipeline.starts_checked().wait();
