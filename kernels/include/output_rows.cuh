@@ -157,8 +157,8 @@ template <typename T, int kThreads>
 __device__ __forceinline__ void clear_outer_padding_rows(const AttentionParams& params, const LiveRows& live,
                                                          int32_t cta, int32_t num_ctas) {
   const int32_t begin = live.begin, end = live.end;
-  const int32_t is_padding = params.num_tokens - (end - begin), num_heads = params.num_kv_heads * params.group;
-  for (int64_t i = cta; i < is_padding; i += num_ctas) {
+  const int32_t num_padding = params.num_tokens - (end - begin), num_heads = params.num_kv_heads * params.group;
+  for (int64_t i = cta; i < num_padding; i += num_ctas) {
     const int32_t token = static_cast<int32_t>(i) + (i < begin ? 0 : end - begin);
     clear_out_row<T, kThreads>(params, token, threadIdx.x);
     if (params.lse == nullptr) continue;
