@@ -4,7 +4,7 @@
 //! `cargo bench --bench cpu_attention [-- FILTER...]` runs the workloads whose names contain all filters.
 //! `RAYON_NUM_THREADS` sets the number of threads.
 
-#![allow(clippy::print_stdout, clippy::unwrap_used, reason = "a program that prints, and stops where it cannot")]
+#![allow(clippy::print_stdout, clippy::unwrap_used, reason = "a bench prints its results and stops at the first error")]
 
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -13,6 +13,7 @@ use std::time::Instant;
 use xla_attention::{Action, Attribute, Call, DType, Op, RayonPool, Tensor, call};
 
 const PAGE_SIZE: usize = 16;
+/// Distinct pages of workloads with [`Workload::few_pages`].
 const FEW_PAGES: usize = 4;
 
 /// Dtypes of q and of K and V; that of the output follows from q's.
