@@ -1,5 +1,5 @@
 // The main loop of decode: all warps of a CTA have the same 16 query rows, and warp w the blocks w, w + kKeyWarps, ...
-// of keys. Each warp has its own ring of blocks in shared memory and needs no barrier of the CTA.
+// of keys. Each warp has its own ring of blocks in shared memory, so the loop has no barrier of the CTA.
 #pragma once
 
 #include <cstdint>
