@@ -35,7 +35,7 @@ impl<S: Simd> BlockKernel<S> for GemmKernel {
         // Prefetches are spread over the micro-kernels: many at once would fill the CPU's miss buffers and stall it.
         let micro_kernels = (rows.block.len + block_step.dv).div_ceil(S::MR);
         let prefetch_bytes = prefetcher.bytes_per_call(panels * micro_kernels);
-        // SAFETY: rows, state, lanes and buffers have the sizes of the work tile by this function's contract. Each
+        // SAFETY: the caller guarantees readable rows, and state, lanes and buffers of the work tile's sizes. Each
         // panel is one or two whole vectors of the tile's lanes, and the block is packed before the first panel reads
         // it.
         unsafe {

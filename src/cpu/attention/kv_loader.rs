@@ -154,12 +154,12 @@ impl<S: Simd> KvLoader<S> for Fp8AsBf16Pairs<S> {
     const PREFERS_LOAD_2: bool = true;
     #[inline(always)]
     unsafe fn load_2(self, simd: S, row: *const u8) -> [S::V; 2] {
-        // SAFETY: with E = 2, 4 * LANES elements are readable by this function's contract.
+        // SAFETY: E is 2 here, so the caller guarantees 4 * LANES readable elements.
         unsafe { simd.load_fp8_pairs_2(self.0, row) }
     }
     #[inline(always)]
     unsafe fn load_interleaved_4(self, simd: S, rows: (*const u8, *const u8)) -> [S::V; 4] {
-        // SAFETY: 4 * LANES columns are readable in both rows by this function's contract.
+        // SAFETY: E is 2 here, so the caller guarantees 4 * LANES readable columns in both rows.
         unsafe { simd.interleave_fp8_4(self.0, rows.0, rows.1) }
     }
 }

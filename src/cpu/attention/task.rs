@@ -196,7 +196,8 @@ impl RunFwdJob<'_> {
     /// it.
     #[inline(always)]
     unsafe fn attend_split<S: Simd>(&mut self, simd: S, tile: &WorkTile, split: usize, state: *mut f32) {
-        // SAFETY: each kernel is the one for its layout; the rest is this function's contract.
+        // SAFETY: the tile, the split, the packed queries and the state are the caller's, and each arm names the kernel
+        // for its layout.
         unsafe {
             match tile.layout {
                 QueryLayout::RowsInLanes => self.attend::<S, GemmKernel>(simd, tile, split, state),
@@ -218,7 +219,8 @@ impl RunFwdJob<'_> {
         split: usize,
         state: *mut f32,
     ) {
-        // SAFETY: each arm names a loader for the dtype of K and V; the rest is this function's contract.
+        // SAFETY: the tile, the split, the packed queries and the state are the caller's, and each arm names a loader
+        // for the dtype of K and V.
         unsafe {
             match self.problem.kv_dtype {
                 DType::BF16 if S::ELEMENTS_PER_LANE == 2 => {
