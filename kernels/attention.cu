@@ -2,7 +2,7 @@
 //
 // In prefill, a CTA computes one tile of query rows of one KV head and streams the keys that the tile sees through
 // shared memory (include/work_tile.cuh). In decode, it computes a range of the keys of all tiles of a KV head
-// (include/work_partition.cuh). docs/kernels.md explains the design.
+// (include/work_partition.cuh). docs/dev/kernels explains the design.
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32: of q, K, V and out; fp8, fp8_shifted: fp8 K and V, converted to f16 (include/fp8.cuh)

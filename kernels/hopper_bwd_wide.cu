@@ -1,6 +1,6 @@
 // The gradients of attention on Hopper where rows are wider than 128 columns, on wgmma and TMA (sm_90a): one kernel
 // makes dK and dV, one dQ, and neither adds to what another CTA adds to. hopper_bwd_prepare.cu comes first, and
-// hopper_bwd_finish.cu writes zeros where no sequence is. docs/kernels.md explains the design.
+// hopper_bwd_finish.cu writes zeros where no sequence is. docs/dev/kernels/hopper_backward.md explains the design.
 //
 // A CTA stays on its SM and works on one tile after the other. Of its first warpgroup two warps fetch
 // (include/hopper_bwd/wide_load.cuh); the two others compute (wide_keys.cuh, wide_queries.cuh).

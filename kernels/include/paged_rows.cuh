@@ -82,8 +82,8 @@ class RowLoader {
     const int32_t token = fits_one_page_ ? first : first + lane % kKeys;
     // Entries of the table from ceil(len_k / page_size) on, and those of pages before the window, may be invalid.
     const KeyRange& keys = work_.keys;
-    const bool wanted = token < keys.end && (fits_one_page_ ? first + kKeys > keys.begin : token >= keys.begin);
-    return wanted ? slot_of(params_, work_, token) : TokenSlot{0, 0};
+    const bool readable = token < keys.end && (fits_one_page_ ? first + kKeys > keys.begin : token >= keys.begin);
+    return readable ? slot_of(params_, work_, token) : TokenSlot{0, 0};
   }
 
   __device__ __forceinline__ void load_keys(uint32_t destination, int32_t first, const TokenSlot& slot) const {

@@ -55,8 +55,8 @@ class PageTableReader {
     if (first_ < work_.keys.end) first_ += (fits_pages_ ? 32 : 32 / kTokensPerLoad) / kLoadsPerBlock * kStep;
     // Entries of the table from ceil(len_k / page_size) on, and those of pages before the window, may be invalid.
     const KeyRange& keys = work_.keys;
-    const bool wanted = token < keys.end && token + (fits_pages_ ? kTokensPerLoad - 1 : 0) >= keys.begin;
-    return wanted ? slot_of(params_, work_, token) : TokenSlot{0, 0};
+    const bool readable = token < keys.end && token + (fits_pages_ ? kTokensPerLoad - 1 : 0) >= keys.begin;
+    return readable ? slot_of(params_, work_, token) : TokenSlot{0, 0};
   }
 
   const AttentionParams& params_;

@@ -35,8 +35,8 @@ struct SoftmaxState {
   }
 
   /// Updates the state of one 16-row tile with the scores of a block of keys, and turns these into P, the probabilities
-  /// that are not yet normalised. Without `both_halves`, which is uniform across the warp, rows 8 to 15 are padding
-  /// rows and left out.
+  /// that are not yet normalised. Without `both_halves`, which is uniform across the warp, rows 8 to 15 are past the
+  /// tile's last row and left out.
   template <int kKeyTiles>
   __device__ __forceinline__ void update(int tile, float (&scores)[kKeyTiles][4], float log2_unit,
                                          bool both_halves = true) {
@@ -56,7 +56,7 @@ struct SoftmaxState {
       shift[half] = is_large(row_max, log2_unit) ? row_max : 0.0f;
       max[tile][half] = row_max;
     }
-    // Skipped where no maximum rose: all factors are exactly 1 then, and shifts of 0 change nothing.
+    // Skipped if no maximum rose and no score is shifted: the factors are then exactly 1 and the shifts 0.
     if (__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f || shift[0] != 0.0f || shift[1] != 0.0f)) {
 #pragma unroll
       for (int column = 0; column < kColumnTiles; ++column) {

@@ -1,8 +1,8 @@
 // The two products of attention for one warp, S = Q K^T and O += P V, on rows in shared memory.
 //
 // fp8 rows stay bytes in shared memory and are converted to f16 operands B in registers. ldmatrix gives lane t of a row
-// a 32-bit register with columns 4t to 4t + 3 of a k-block of 16. The instruction wants columns 2t, 2t + 1, 2t + 8 and
-// 2t + 9 there. The sum over columns may take them in any order, so Q is stored with its columns permuted to match:
+// a 32-bit register with columns 4t to 4t + 3 of a k-block of 16. The instruction expects columns 2t, 2t + 1, 2t + 8
+// and 2t + 9 there. The sum over columns may take them in any order, so Q is stored with its columns permuted to match:
 //
 //     instruction's columns   0 1 | 2 3 | 4 5 | 6 7  ||  8 9 | 10 11 | 12 13 | 14 15
 //     columns of Q and K      0 1 | 4 5 | 8 9 |12 13 ||  2 3 |  6  7 | 10 11 | 14 15

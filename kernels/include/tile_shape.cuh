@@ -7,9 +7,9 @@
 // fused:         decode in the CTAs of Hopper's prefill (hopper/fused.cuh).
 //
 // Shared memory: the query rows, each followed by 16 unused bytes, then per ring (one of the CTA, or one a warp)
-// kStages blocks of K and as many of V (shared_rows.cuh); when a piece is done, the results of its warps take their
-// place. Behind them what outlives a piece: the CTA's WorkTile, in decode its WorkRange, in fused the barriers of
-// boxes.
+// kStages blocks of K and as many of V (shared_rows.cuh); at the end of a work tile in decode the warps' states replace
+// them. Behind them lies what outlives a work tile: the CTA's WorkTile, in decode its WorkRange, in fused the barriers
+// of boxes.
 #pragma once
 
 #include <cstdint>
@@ -58,7 +58,7 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
 
   static constexpr int kWorkTileOffset = kStreamBytes > kWarpStatesBytes ? kStreamBytes : kWarpStatesBytes;
   /// Where its WorkRange lies, the factors of its rows (fp8: query_rows.cuh), and what batch_invariant asks for beyond:
-  /// the folded rows (tile_result.cuh).
+  /// the merged rows (tile_result.cuh).
   static constexpr int kWorkRangeOffset = kWorkTileOffset + static_cast<int>(sizeof(WorkTile));
   static constexpr int kFactorsOffset = kWorkRangeOffset + (kSplitsKeys ? static_cast<int>(sizeof(WorkRange)) : 0);
   /// Barriers of boxes, one for each stage of each ring.

@@ -100,10 +100,10 @@ DRIVER_CALL cuDeviceGetAttribute(int* value, int attribute, int) {
     case 81:  // shared memory of a multiprocessor
       *value = 228 * 1024;
       return kSuccess;
-    case 97:  // shared memory of a block
+    case 97:  // largest shared memory of a CTA
       *value = 227 * 1024;
       return kSuccess;
-    case 111:  // shared memory of a block that the driver takes
+    case 111:  // shared memory that the driver reserves per CTA
       *value = 1024;
       return kSuccess;
     default:

@@ -146,10 +146,10 @@ __device__ __forceinline__ void mask(float (&p)[kTiles][kBlocks][4], float (&ds)
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
           const int32_t column = first_column + 8 * block + 2 * t + i % 2;
-          const bool hidden =
+          const bool masked =
               static_cast<uint32_t>(column - columns.begin) >= static_cast<uint32_t>(columns.end - columns.begin);
-          p[tile][block][i] = hidden ? 0.0f : p[tile][block][i];
-          ds[tile][block][i] = hidden ? 0.0f : ds[tile][block][i];
+          p[tile][block][i] = masked ? 0.0f : p[tile][block][i];
+          ds[tile][block][i] = masked ? 0.0f : ds[tile][block][i];
         }
       }
     }

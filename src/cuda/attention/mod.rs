@@ -1,7 +1,7 @@
 //! Attention on CUDA: which kernels a call takes, in which launches.
 //!
 //! The host does not know lengths. Grids have a CTA for every tile that the static sizes allow; CTAs find their tiles
-//! themselves, and those without one exit. `docs/kernels.md` explains the kernels.
+//! themselves, and those without one exit. `docs/dev/kernels` explains the kernels.
 //!
 //! Each way to execute a call is a strategy in its own file: it returns launches, which are data, or leaves the call to the
 //! strategies after it. `docs/dev/new_architecture.md` says how to add another architecture.
