@@ -56,7 +56,7 @@ impl RowPartition {
         let cta_rows = (THREADS / row_threads).max(1);
         let row_ctas = row_threads.div_ceil(THREADS);
         if row_ctas > MAX_CTAS_PER_ROW {
-            return Err(Error::unimplemented("rows of more than 12 million pieces are not supported on CUDA"));
+            return Err(Error::unimplemented("rows that take more than 12 million threads are not supported on CUDA"));
         }
         let cta_threads = (cta_rows * row_threads).div_ceil(row_ctas).next_multiple_of(32);
         let grid = [(num_rows as u32).div_ceil(cta_rows), row_ctas, 1];

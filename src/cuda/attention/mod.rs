@@ -26,8 +26,9 @@ use hopper::PrefillParameter;
 use std::ffi::c_void;
 use tiles::AttentionTile;
 
-/// Answers with the launches of a call, or `None` to leave it to the strategies after it. What it decides by is static:
-/// sizes, strides and options, never the batch, and with `batch_invariant` a sequence's own length alone.
+/// Returns the launches of a call, or `None` to leave it to the strategies after it. A strategy decides by static values:
+/// sizes, strides and options, never by what is in the batch. With `batch_invariant`, which launch takes a sequence depends
+/// on the sequence's own length only.
 type Strategy = for<'c> fn(&Call<'c>) -> Result<Option<Launches<'c>>>;
 
 /// The strategies, in the order in which they are tried.
