@@ -28,7 +28,7 @@ BANDWIDTH_BOUND = 4096
 
 @dataclass
 class Case:
-    """`tokens` rows in bf16; K and V go to random slots of a cache with twice as many."""
+    """`tokens` rows in bf16; K and V go to random slots of a cache with twice as many slots."""
 
     operator: str
     tokens: int

@@ -1,5 +1,5 @@
-//! The C interface, as a program in any language would use it: the table of handlers that a PJRT runtime registers, and
-//! one operator called directly.
+//! Uses the C interface, as a program in any language could: prints the handler table that a PJRT runtime registers, and
+//! calls an operator directly.
 //!
 //! `cargo run --example c_interface`
 
@@ -48,7 +48,7 @@ fn main() -> Result<(), String> {
         tensor(num_seqs.as_ptr(), &[1], I32),
     ];
     let results = [tensor(out.as_mut_ptr(), &[1, 1, 8], F32)];
-    // Alphabetically: batch_invariant, scale, sliding_window, soft_cap.
+    // In alphabetical order: batch_invariant, scale, sliding_window, soft_cap.
     let attributes = [
         XaAttribute { kind: 0, real: 0.0, integer: 0 },
         XaAttribute { kind: 2, real: 0.5, integer: 0 },

@@ -52,9 +52,9 @@ def _variants(variants: list[dict]) -> list[str]:
     ]
     return [
         *lines,
-        "machine code: "
+        "SASS: "
         + ", ".join(f"sm_{a} {n}" for a, n in sorted(archs.items()))
-        + "; elsewhere the driver compiles PTX",
+        + "; for other GPUs the driver compiles PTX",
     ]
 
 

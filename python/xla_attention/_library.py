@@ -35,7 +35,7 @@ DTYPES = {
     "float8_e5m2": 19,
     "float8_e4m3fn": 20,
 }
-# Stands for element types that no operator takes.
+# Stands for element types that no operator supports.
 _OTHER_DTYPE = -1
 
 _INVALID_ARGUMENT, _UNIMPLEMENTED = 3, 12

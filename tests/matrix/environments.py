@@ -1,4 +1,4 @@
-"""Creates the environments of environments.toml under target/matrix, anew when their pins change."""
+"""Creates the environments of environments.toml under target/matrix, and recreates those whose pins change."""
 
 import hashlib
 import os

@@ -262,8 +262,8 @@ def _no_gradient(xj):
 
     with raises(NotImplementedError, "kv_cache_update: there is no gradient; "):
         jax.grad(lambda rows: update(rows).sum())(rows)
-    beside, _ = jax.grad(lambda rows: (rows.sum(), update(rows)), has_aux=True)(rows)
-    np.testing.assert_array_equal(beside, np.ones_like(rows))
+    gradient, _ = jax.grad(lambda rows: (rows.sum(), update(rows)), has_aux=True)(rows)
+    np.testing.assert_array_equal(gradient, np.ones_like(rows))
     twice = jax.hessian(lambda x: (xj.simple_add(x, x) ** 2).sum())(jnp.ones(2))
     np.testing.assert_array_equal(twice, 8 * np.eye(2))
 

@@ -1,7 +1,7 @@
 """Runs the cases of one runtime in this Python and prints a line of JSON for each; `run.py` starts it.
 
 Needs NumPy, ml_dtypes, the runtime (jax, or torch and torch_xla) and the installed wheel. The first line has the
-installed versions; the last one says that no case is left.
+installed versions; the last line marks a complete run.
 
     python tests/matrix/suite.py jax
 """

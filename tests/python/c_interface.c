@@ -1,4 +1,4 @@
-/* simple_add through the C interface, and what the interface says of itself; C and C++ compile it. */
+/* Calls simple_add through the C interface and prints metadata of the interface; valid C and C++. */
 #include <stdio.h>
 
 #include "xla_attention.h"

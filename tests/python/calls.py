@@ -45,12 +45,14 @@ class Call(NamedTuple):
 
     def check(self, *actual):
         """Assert that the results are those of the C interface."""
-        for one, other in zip(actual, expected_results(self.function, self.arguments), strict=True):
-            assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        for result, expected in zip(actual, expected_results(self.function, self.arguments), strict=True):
+            assert (result.dtype, result.shape) == (expected.dtype, expected.shape)
             if self.function in EXACT:
-                one, other = (np.ascontiguousarray(x).view(np.uint8) for x in (one, other))
-            near = 0 if self.function in EXACT else TOLERANCE[other.dtype.name]
-            np.testing.assert_allclose(one.astype(np.float64), other.astype(np.float64), rtol=near, atol=near)
+                np.testing.assert_array_equal(bits(result), bits(expected))
+                continue
+            tolerance = TOLERANCE[expected.dtype.name]
+            result, expected = (x.astype(np.float64) for x in (result, expected))
+            np.testing.assert_allclose(result, expected, rtol=tolerance, atol=tolerance)
 
     def __str__(self):
         return f"{self.function}: {self.name}"
@@ -78,6 +80,11 @@ def plain_calls() -> dict[str, Call]:
         firsts.setdefault(call.function, name)
     split = [name for name in every_call() if name.endswith((": split float32", ": split float32 plain"))]
     return {name: every_call()[name] for name in (*firsts.values(), *split, "flash_attn_varlen: pages interleaved")}
+
+
+def bits(array):
+    """The bytes of an array, to compare NaN and zeros exactly."""
+    return np.ascontiguousarray(array).view(np.uint8)
 
 
 def tree_map(function, value):

@@ -111,11 +111,11 @@ def ffi_header_errors():
         return f"[execute] {failed}\nDiagnostics:\n{diagnostic}"
 
     names = "batch_invariant", "scale", "sliding_window", "soft_cap"
-    arguments = "Wrong number of attributes: expected 4 but got {} with name(s): {}".format
+    wrong_number = "Wrong number of attributes: expected 4 but got {} with name(s): {}".format
     return [
         rejected("too few operands", "Wrong number of arguments: expected at least 0 but got 5", valid.operands[:5]),
-        rejected("too many attributes", arguments(5, ", ".join([*names, "zeal"])), zeal="i64 1"),
-        rejected("a missing attribute", arguments(3, ", ".join(names[:3])), soft_cap="absent"),
+        rejected("too many attributes", wrong_number(5, ", ".join([*names, "zeal"])), zeal="i64 1"),
+        rejected("a missing attribute", wrong_number(3, ", ".join(names[:3])), soft_cap="absent"),
         rejected(
             "a scalar of another type", undecoded(1, "Wrong scalar data type: expected F32 but got F64"), scale="f64 1"
         ),
@@ -219,16 +219,16 @@ def _buffers(table, part, case):
             changed.setdefault(result, case["operands"][operand])
     unknown = changed.keys() - {name for name, _ in required + optional}
     assert not unknown, f"{table['names'][0]} has no {part} {unknown}"
-    arguments = [Buffer.read(changed.get(name, default)) for name, default in required]
+    buffers = [Buffer.read(changed.get(name, default)) for name, default in required]
     last = max((i for i, (name, _) in enumerate(optional) if name in changed), default=-1)
     left_out = [Buffer(Buffer.read(default).element, (0,), ()) for _, default in optional]
-    arguments += [
+    buffers += [
         Buffer.read(changed[name]) if name in changed else left_out[i]
         for i, (name, _) in enumerate(optional[: last + 1])
     ]
-    count = case.get(f"{part[:-1]}_count", len(arguments))
+    count = case.get(f"{part[:-1]}_count", len(buffers))
     spare = left_out[last + 1 :] + [Buffer("f32", (0,), ())] * count
-    return tuple((arguments + spare)[:count] if count > len(arguments) else arguments[:count])
+    return tuple((buffers + spare)[:count] if count > len(buffers) else buffers[:count])
 
 
 def _aliases(table):

@@ -41,17 +41,15 @@ class GradientCase(NamedTuple):
 
     def check(self, actual):
         """Assert that `actual`, (dq, dk, dv) and with sinks dsinks, is what the library computes."""
-        arguments = (
-            dict(zip(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), self.operands, strict=True)) | self.options
-        )
+        names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+        arguments = dict(zip(names, self.operands, strict=True)) | self.options
         out, lse = expected_results("flash_attn_varlen", arguments)
         arguments |= {"out": out, "softmax_lse": lse, "dout": self.dout, "dlse": self.dlse}
-        for one, expected in zip(
-            map(np.asarray, actual), expected_results("flash_attn_varlen_bwd", arguments), strict=True
-        ):
-            largest = np.abs(expected.astype(np.float64)).max()
-            near = {"rtol": TOLERANCE[expected.dtype.name], "atol": TOLERANCE[expected.dtype.name] * largest}
-            np.testing.assert_allclose(one.astype(np.float64), expected.astype(np.float64), **near)
+        for gradient, expected in zip(actual, expected_results("flash_attn_varlen_bwd", arguments), strict=True):
+            tolerance = TOLERANCE[expected.dtype.name]
+            gradient, expected = (np.asarray(x).astype(np.float64) for x in (gradient, expected))
+            atol = tolerance * np.abs(expected).max()
+            np.testing.assert_allclose(gradient, expected, rtol=tolerance, atol=atol)
 
 
 def gradient_case(name):

@@ -87,12 +87,12 @@ def exported(name):
 def operands_of(name):
     """Operands for a program, with small integers as indices."""
     random = np.random.default_rng(0)
-    arguments = []
-    for one in PROGRAMS[name][1]:
-        integers = jnp.issubdtype(one.dtype, jnp.integer)
-        numbers = np.sort(random.integers(0, 4, one.shape)) if integers else random.random(one.shape) + 0.5
-        arguments.append(jnp.asarray(numbers, one.dtype))
-    return arguments
+    operands = []
+    for x in PROGRAMS[name][1]:
+        integers = jnp.issubdtype(x.dtype, jnp.integer)
+        numbers = np.sort(random.integers(0, 4, x.shape)) if integers else random.random(x.shape) + 0.5
+        operands.append(jnp.asarray(numbers, x.dtype))
+    return operands
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ def results_and_gradients(attend, case, cotangents):
     """A function with the results of the case and, if it is differentiable, the gradients."""
 
     def total(operands):
-        actual = attend(*operands)
-        return sum(jnp.sum(x * y) for x, y in zip(actual, cotangents, strict=True)), actual
+        results = attend(*operands)
+        return sum(jnp.sum(x * y) for x, y in zip(results, cotangents, strict=True)), results
 
     if not case.differentiated:
         return lambda *operands: (attend(*operands), ())
@@ -58,13 +58,13 @@ def run(name, meshes):
     program = jax.jit(attend, out_shardings=shardings, donate_argnums=case.donated)
     # Each in its own memory, because operands may be donated.
     operands = [
-        jax.device_put(jnp.array(x), place) for x, place in zip(case.operands, on_mesh(case.specs), strict=True)
+        jax.device_put(jnp.array(x), sharding) for x, sharding in zip(case.operands, on_mesh(case.specs), strict=True)
     ]
     compiled = program.lower(*operands).compile()
     text = compiled.as_text()
     donated = [operands[i] for i in case.donated]
-    arguments = addresses(donated)
-    parts = {",".join(map(str, x.sharding.shard_shape(x.shape))) for x in donated}
+    donated_addresses = addresses(donated)
+    shard_shapes = {",".join(map(str, x.sharding.shard_shape(x.shape))) for x in donated}
     actual = jax.block_until_ready(compiled(*operands))
     result_shardings = zip(actual[0], on_mesh(case.out_specs), strict=True)
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
@@ -73,9 +73,9 @@ def run(name, meshes):
         "collectives": [c for c in COLLECTIVES if f" {c}(" in text or f" {c}-start(" in text],
         "error": max(float(difference(*map(np.asarray, pair))) for pair in pairs),
         "calls": text.count('custom_call_target="xla_gpu_'),
-        "shardings_match": all(x.sharding.is_equivalent_to(place, x.ndim) for x, place in result_shardings),
-        "in_place": all(x.is_deleted() for x in donated) and arguments <= addresses(jax.tree.leaves(actual)),
-        "copies": sum(f"[{part}]" in line for line in text.splitlines() if " copy(" in line for part in parts),
+        "shardings_match": all(x.sharding.is_equivalent_to(sharding, x.ndim) for x, sharding in result_shardings),
+        "in_place": all(x.is_deleted() for x in donated) and donated_addresses <= addresses(jax.tree.leaves(actual)),
+        "copies": sum(f"[{shape}]" in line for line in text.splitlines() if " copy(" in line for shape in shard_shapes),
     }
 
 

@@ -28,9 +28,9 @@ def check(operands, *, return_residual=True, **options):
     actual = dot_product_attention(*operands, return_residual=return_residual, **options)
     actual, expected = (x if return_residual else (x,) for x in (actual, expected))
     near = TOLERANCE[out.dtype.name]
-    for one, other in zip(actual, expected, strict=True):
-        assert (one.dtype, one.shape) == (operands[0].dtype, other.shape)
-        np.testing.assert_allclose(np.float32(one), other, atol=near, rtol=near)
+    for result, other in zip(actual, expected, strict=True):
+        assert (result.dtype, result.shape) == (operands[0].dtype, other.shape)
+        np.testing.assert_allclose(np.float32(result), other, atol=near, rtol=near)
     np.testing.assert_array_equal(np.float32(out), np.float32(actual[0]))
 
 

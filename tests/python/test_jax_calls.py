@@ -11,7 +11,7 @@ import pytest
 
 import xla_attention.jax
 from batches import batch
-from calls import ATTRIBUTE_ONLY, every_call, flatten, plain_calls, tree_map
+from calls import ATTRIBUTE_ONLY, bits, every_call, flatten, plain_calls, tree_map
 from jax_adapter import arrays_of, donatable, function_of
 from xla_attention.jax import paged_attention, simple_add
 
@@ -20,13 +20,9 @@ UPDATES = {name: call for name, call in PLAIN.items() if call.updates}
 each_plain = pytest.mark.parametrize("name", PLAIN)
 
 
-def bits(results):
-    return [np.ascontiguousarray(x).view(np.uint8) for x in flatten(results)]
-
-
 def assert_same_bits(actual, expected):
-    for one, other in zip(bits(actual), bits(expected), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for result, other in zip(flatten(actual), flatten(expected), strict=True):
+        np.testing.assert_array_equal(bits(result), bits(other))
 
 
 @pytest.mark.parametrize("name", every_call())

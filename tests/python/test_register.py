@@ -96,8 +96,8 @@ def test_a_runtime_that_rejects_both_sets_is_an_import_error_with_its_text(in_ru
 
 
 def test_the_handlers_of_both_sets_are_for_the_same_targets():
-    tables = [{(t.name, t.platform) for t in one.targets} for one in _library.handler_sets()]
-    assert [one.version for one in _library.handler_sets()] == [(0, 5), (0, 1)]
+    tables = [{(t.name, t.platform) for t in handlers.targets} for handlers in _library.handler_sets()]
+    assert [handlers.version for handlers in _library.handler_sets()] == [(0, 5), (0, 1)]
     assert tables[0] == tables[1]
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import xla_attention.torch as xt
-from calls import ATTRIBUTE_ONLY, every_call, flatten, plain_calls
+from calls import ATTRIBUTE_ONLY, bits, every_call, flatten, plain_calls
 from torch_adapter import array, tensor_arguments
 
 PLAIN = plain_calls()
@@ -24,10 +24,9 @@ def run(call, operands):
 
 
 def assert_equal(actual, expected):
-    for one, other in zip(map(array, actual), map(array, expected), strict=True):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        one, other = (np.ascontiguousarray(x).view(np.uint8) for x in (one, other))
-        np.testing.assert_array_equal(one, other)
+    for result, other in zip(map(array, actual), map(array, expected), strict=True):
+        assert (result.dtype, result.shape) == (other.dtype, other.shape)
+        np.testing.assert_array_equal(bits(result), bits(other))
 
 
 def with_tensors(operands, function, dimensions):
@@ -232,12 +231,12 @@ def test_an_unsupported_gradient_is_an_error_that_names_the_alternative(torch_de
     operands = tensor_arguments(call, torch_device)
     operand = next(name for name in ("query", "key", "out_a", "kv_cache") if name in operands)
     flatten(operands[operand])[0].requires_grad_()
-    actual = next(x for x in run(call, operands) if x.requires_grad)
+    result = next(x for x in run(call, operands) if x.requires_grad)
     text = (
         f"xla_gpu::{call.function}.*: its gradient is not built yet on {torch_device}.*; (use .*, )?detach the operands"
     )
     with pytest.raises(NotImplementedError, match=text):
-        actual.sum().backward()
+        result.sum().backward()
 
 
 @pytest.mark.gpu

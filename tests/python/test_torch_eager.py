@@ -18,7 +18,7 @@ def device(request):
 
 
 @pytest.fixture
-def known():
+def request_cache():
     """This thread's request cache, emptied."""
     _eager._CACHE.requests.clear()
     return _eager._CACHE.requests
@@ -37,20 +37,20 @@ def interrupt(monkeypatch, at, call):
 
 
 @pytest.mark.parametrize("at", ["set_addresses", "run"])
-@pytest.mark.parametrize("is_known", [False, True])
-def test_the_same_call_may_be_nested(monkeypatch, device, known, at, is_known):
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_the_same_call_may_be_nested(monkeypatch, device, request_cache, at, is_cached):
     """The calls must not share a request, or the outer call would use the addresses of the inner one."""
     ones, tens = torch.ones(3, device=device), torch.full((3,), 10.0, device=device)
-    if is_known:
+    if is_cached:
         xt.simple_add(ones, ones)
     inner = []
     interrupt(monkeypatch, at, lambda: inner.append(xt.simple_add(tens, tens)))
     assert xt.simple_add(ones, ones).tolist() == [2.0] * 3
     assert inner[0].tolist() == [20.0] * 3
-    assert len(known) == 1
+    assert len(request_cache) == 1
 
 
-def test_signal_handlers_may_make_calls_at_any_moment(known):
+def test_signal_handlers_may_make_calls_at_any_moment(request_cache):
     """Also while the request cache is searched, grows and evicts."""
     wrong, inner = [], []
 
@@ -78,10 +78,10 @@ def test_signal_handlers_may_make_calls_at_any_moment(known):
     assert not wrong
     assert len(inner) > 20
     check(1, 3.0)
-    assert len(known) <= _eager._CACHE_SIZE
+    assert len(request_cache) <= _eager._CACHE_SIZE
 
 
-def test_nested_calls_that_fail_keep_their_error_texts(monkeypatch, known):
+def test_nested_calls_that_fail_keep_their_error_texts(monkeypatch, request_cache):
     """Each of two nested calls has its own buffer for the error text."""
     ones, texts = torch.ones(3), []
 
@@ -104,21 +104,21 @@ def test_nested_calls_that_fail_keep_their_error_texts(monkeypatch, known):
     assert "[5]" in texts[0] and "[4]" in texts[1]
 
 
-def test_the_request_cache_is_bounded_and_evicts_the_least_recently_used(known):
+def test_the_request_cache_is_bounded_and_evicts_the_least_recently_used(request_cache):
     for rows in range(2 * _eager._CACHE_SIZE):
         xt.simple_add(torch.ones(rows), torch.ones(rows))
         xt.simple_add(torch.ones(1), torch.ones(1))
-    assert len(known) == _eager._CACHE_SIZE
-    shapes = [key[3][0][0] for key in known]
+    assert len(request_cache) == _eager._CACHE_SIZE
+    shapes = [key[3][0][0] for key in request_cache]
     assert shapes[-1] == 1
     assert shapes[:-1] == list(range(_eager._CACHE_SIZE + 1, 2 * _eager._CACHE_SIZE))
 
 
-def test_a_failed_call_is_not_cached(known):
+def test_a_failed_call_is_not_cached(request_cache):
     for _ in range(2):
         with pytest.raises(ValueError, match="b has shape"):
             xt.simple_add(torch.ones(3), torch.ones(2))
-    assert not known
+    assert not request_cache
 
 
 def update(cache, key, value=None, slots=(0, 5, -1), **options):

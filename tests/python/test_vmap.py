@@ -72,9 +72,9 @@ CASES = {
         ("stacked float32", "kv_cache", 0),
     ],
 }
-CASES = [(f"{function}: {name}", batched, one) for function, cases in CASES.items() for name, batched, one in cases]
+CASES = [(f"{function}: {name}", *case) for function, cases in CASES.items() for name, *case in cases]
 # Values for each index of metadata that do not depend on the seed of `calls.py`.
-LENGTHS_OF = {
+METADATA = {
     "num_seqs": np.int32([[0], [9], [2]]),
     "cu_seqlens_q": lambda x: [x, np.r_[2, 5, x[2:] - 3], np.r_[-5, x[1:-1], 99]],
     "cu_seqlens_k": lambda x: [x, np.r_[0, 20, x[2:]], np.r_[3, x[1:-1], 2**31 - 1]],
@@ -95,14 +95,13 @@ def operands_of(name, batched):
 
     stacked = []
     for operand in batched:
-        different = LENGTHS_OF.get(operand)
-        same = [other.arguments[operand] for other in others]
-        if different is not None:
-            same = different(same[0]) if callable(different) else different
-        if isinstance(same[0], tuple):
-            stacked.append(tuple(np.stack(x) for x in zip(*same, strict=True)))
+        values = [other.arguments[operand] for other in others]
+        if (metadata := METADATA.get(operand)) is not None:
+            values = metadata(values[0]) if callable(metadata) else metadata
+        if isinstance(values[0], tuple):
+            stacked.append(tuple(np.stack(x) for x in zip(*values, strict=True)))
         else:
-            stacked.append(np.stack([np.asarray(x, same[0].dtype) for x in same]))
+            stacked.append(np.stack([np.asarray(x, values[0].dtype) for x in values]))
     return function, stacked
 
 
@@ -122,12 +121,12 @@ def program(function, operands):
     return [np.asarray(x) for x in lowered.compile()(*operands)], calls
 
 
-@pytest.mark.parametrize(("name", "batched", "one"), CASES)
-def test_each_index_gives_the_results_of_a_single_call(platform, name, batched, one):
+@pytest.mark.parametrize(("name", "batched", "is_one_call"), CASES)
+def test_each_index_gives_the_results_of_a_single_call(platform, name, batched, is_one_call):
     function, operands = operands_of(name, batched.split())
     actual, (calls, loops) = program(jax.vmap(function), operands)
     assert_each(actual, function, operands)
-    assert calls == 1 and (loops == 0) == one
+    assert calls == 1 and (loops == 0) == is_one_call
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ Each of the n calls has B sequences in T packed rows; the one call has n (B + 1)
 sequences of each call follows an empty one. It spans the rows between the end of the call's last sequence and the start
 of the next call's first, which belong to no sequence, and uses none of them.
 
-JAX's names: ``axis_size`` is n, and ``in_batched`` tells for each operand whether it has a leading axis of that size.
+JAX's names: ``axis_size`` is n, and ``in_batched`` has a flag per operand: whether it has a leading axis of that size.
 """
 
 import functools

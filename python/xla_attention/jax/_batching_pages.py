@@ -71,7 +71,7 @@ def concat_slot_mapping(
 
 
 def kv_dim_of(layout: np.int64) -> int:
-    """The size of the dimension that tells K from V in a cache of one buffer; 1 where heads alternate instead."""
+    """The size of the dimension that selects K or V in a cache of one buffer; 1 in the interleaved layout."""
     return 1 if layout == _INTERLEAVED else 2
 
 

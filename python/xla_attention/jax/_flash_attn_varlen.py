@@ -69,8 +69,8 @@ def flash_attn_varlen(
         for packed keys. With a `block_table`, `seqused_k` has the number of keys per sequence; without `seqused_k` it
         is ``cu_seqlens_k[b + 1] - cu_seqlens_k[b]``.
     max_seqlen_q, max_seqlen_k : int, optional
-        Lengths of the longest sequences, rounded up to a power of two. They only choose kernels and tile sizes: results
-        do not depend on them.
+        Lengths of the longest sequences, rounded up to a power of two. They choose kernels and tile sizes, never which
+        rows or keys count.
     softmax_scale : float, optional
         ... ``D ** -0.5`` by default.
     causal : bool

@@ -56,7 +56,7 @@ def rejection(target: _library.Target) -> str | None:
     """The error with which the runtime rejects a CPU handler; None if it accepts the handler or cannot be probed.
 
     ``jax.ffi.register_ffi_target`` only queues a handler. The jaxlib function below it registers at once, but is not
-    public: an error of another type says that it has changed, and nothing about the handler.
+    public: an error of another type means that the function has changed, not that it rejects the handler.
     """
     try:
         from jaxlib import xla_client

@@ -38,7 +38,7 @@ class ShardingRule(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """All that defines a call beside its arrays."""
+    """A call without its arrays."""
 
     static: Any
     treedef: jax.tree_util.PyTreeDef  # of the operands, whose leaves are the arrays
@@ -105,7 +105,7 @@ def reshard_like(array: Array, like: Array) -> Array:
 
 
 def _has_shardy() -> bool:
-    """Whether this JAX takes Shardy's form of a rule, which it demands where Shardy partitions."""
+    """Whether this JAX accepts a rule in Shardy's form, which it needs where Shardy partitions."""
     return tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 7)
 
 
@@ -161,8 +161,8 @@ def _assign(
 ) -> dict:
     """The mesh axes that shard each letter.
 
-    They are those of the first operand that is sharded along the letter, as many as divide every dimension of it. Of
-    heads, K and V come before the queries, because resharding a cache is the most expensive.
+    They are those of the first operand that is sharded along the letter, as far as they divide every dimension with it.
+    Among heads, K and V come before the queries, because resharding a cache is the most expensive.
     """
     assigned, used = {}, set()
     for group in ("chH", *((letter,) for letter in rule.free)):
@@ -188,7 +188,7 @@ def _assign(
 
 
 def _spec(assigned: dict, dims: Dims) -> PartitionSpec:
-    """The PartitionSpec of an array. One axis is not wrapped in a tuple: before 0.8, JAX tells the two apart."""
+    """The PartitionSpec of an array. One axis is not wrapped in a tuple: before 0.8, JAX distinguishes the two."""
     axes = (assigned.get(letter, ()) for letter in dims)
     return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in axes))
 
@@ -215,7 +215,7 @@ def _shardy_rule(rule: ShardingRule, operands: Sequence[Any]) -> Any:  # noqa: A
         return ArrayMapping(*(factors.get(letter) or f"replicated{next(counter)}" for letter in dims))
 
     mappings = [tuple(map(mapping, side)) for side in (rule.operands, rule.results)]
-    # Shardy wants the sizes of exactly those factors that no dimension consists of alone.
+    # Shardy needs the sizes of those factors of which no dimension consists alone, and of no others.
     dimensions = [dimension for side in mappings for array in side for dimension in array]
     alone = {dimension for dimension in dimensions if isinstance(dimension, str)}
     every = alone.union(*(dimension for dimension in dimensions if not isinstance(dimension, str)))

@@ -80,7 +80,7 @@ def _shapes(tensors: Iterable[torch.Tensor | Result | None]) -> list[tuple[Seque
 
 
 def _number(dtype: torch.dtype) -> int:
-    """XLA's number of the element type; -1 for one that no operator takes."""
+    """XLA's number of the element type; -1 for one that no operator supports."""
     return DTYPES.get(dtype, -1)
 
 

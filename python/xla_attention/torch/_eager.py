@@ -14,14 +14,16 @@ _LOG = logging.getLogger("xla_attention.torch")
 _CACHE_SIZE = 256
 
 
-# The distance in bytes from a tensor's first to its last, and whether it is dense; None for a tensor without elements.
+# The number of bytes between the start of a tensor's first element and the end of its last, and whether it is dense;
+# None for a tensor without elements.
 Extent = tuple[int, bool] | None
 
 
 class _RequestCache(threading.local):
-    """Requests, keyed by all that they describe, most recently used last. Making one takes longer than a small kernel.
+    """The requests of a thread by all that they depend on, most recently used last.
 
-    Each comes with the extents of its operands, if it writes to some.
+    Creating a request takes longer than a small kernel. Each is stored with the extents of its operands, if some of
+    them are written.
     """
 
     def __init__(self) -> None:
@@ -32,12 +34,12 @@ _CACHE = _RequestCache()
 
 
 def run(call: Call, *, in_place: bool = False) -> list[torch.Tensor | None]:
-    """Run a call.
+    """Run a call on the device of its operands.
 
     Parameters
     ----------
     call
-        The call.
+        Operands, the shapes of results, and attributes.
     in_place
         Whether results that alias an operand are written to the operand's memory, or to new memory.
 
@@ -56,7 +58,8 @@ def run(call: Call, *, in_place: bool = False) -> list[torch.Tensor | None]:
     operands = [t if i in written else _readable(call, i, name, t) for i, (name, t) in enumerate(call.operands.items())]
     layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in operands]
     key = (call.target, device, in_place, *layouts, *call.results, call.workspace, *call.attributes.values())
-    # It leaves the cache while in use: a signal handler, finaliser or trace function may make the same call meanwhile.
+    # The request leaves the cache while it is in use, because a signal handler, a finaliser or a trace function may
+    # make the same call meanwhile.
     request, extents = _CACHE.requests.pop(key, (None, []))
     is_new = request is None
     if is_new:
