@@ -92,9 +92,9 @@ def register_targets() -> None:
 def export_disabled_checks() -> "list[jax.export.DisabledSafetyCheck]":
     """The `disabled_checks` with which `jax.export.export` accepts programs with our custom calls.
 
-    JAX guarantees compatibility of its own custom calls only. Ours are stable (`docs/dev/architecture.md#compatibility`):
-    an exported program runs in another process, on another machine and with a later version of this package, once that
-    process has imported ``xla_attention.jax``.
+    JAX guarantees compatibility of its own custom calls only. Ours are stable
+    (`docs/dev/architecture.md#compatibility`): an exported program runs in another process, on another machine and with
+    a later version of this package, once that process has imported ``xla_attention.jax``.
 
     Examples
     --------
