@@ -1,5 +1,6 @@
 // The gradients of attention on Hopper, on wgmma and TMA (sm_90a): dK and dV, and the sums of dQ that
-// hopper_bwd_finish.cu makes dQ of. hopper_bwd_prepare.cu comes first. docs/dev/kernels/hopper_backward.md explains the design.
+// hopper_bwd_finish.cu makes dQ of. hopper_bwd_prepare.cu comes first. docs/dev/kernels/hopper_backward.md explains the
+// design.
 //
 // A CTA stays on its SM and works on one block of keys after another (include/hopper_bwd/schedule.cuh). Of its first
 // warpgroup two warps fetch (load.cuh) and two add dQ to its sums (sums.cuh); two warpgroups compute (compute.cuh).

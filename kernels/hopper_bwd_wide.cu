@@ -37,20 +37,20 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (warp < 4) {
     ptx::warpgroup_reg_dealloc<24>();
     if (warp == 0) {
-      load_wide_tiles<Shape, false>(params.common, pipeline);
+      load_wide_tiles<Shape, false>(params, pipeline);
     } else if (warp == 1) {
-      load_wide_tiles<Shape, true>(params.common, pipeline);
+      load_wide_tiles<Shape, true>(params, pipeline);
     }
   } else {
     ptx::warpgroup_reg_alloc<240>();
     if constexpr (Shape::kOfKeys) {
       if (warp < 8) {
-        make_values_gradients<Shape, T>(params.common, pipeline);
+        compute_dv<Shape, T>(params.common, pipeline);
       } else {
-        make_keys_gradients<Shape, T>(params.common, pipeline);
+        compute_dk<Shape, T>(params.common, pipeline);
       }
     } else {
-      make_queries_gradients<Shape, T>(params, pipeline, warp / 4 - 1);
+      compute_dq<Shape, T>(params.common, pipeline, warp / 4 - 1);
     }
   }
 }

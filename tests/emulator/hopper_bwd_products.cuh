@@ -20,6 +20,11 @@ struct BackwardProduct {
     along<true>(d, x, y);
     negate();
   }
+  template <bool kAdds>
+  static void along_registers(float (&d)[kColumns / 8][4], const uint32_t (&x)[4], uint64_t y) {
+    if (!kAdds) std::memset(d, 0, sizeof(d));
+    Wgmma<T, kColumns>::template rs<false>(d, x, y);
+  }
   static void weigh(float (&d)[kColumns / 8][4], const uint32_t (&x)[4], uint64_t y) {
     Wgmma<T, kColumns>::rs(d, x, y);
   }

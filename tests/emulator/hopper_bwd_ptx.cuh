@@ -46,6 +46,8 @@ inline float2 load_shared_f32x2(uint32_t address) {
   std::memcpy(&value, ::shared + address, sizeof(value));
   return value;
 }
-inline float of_quad_lane(float x, int quad) { return __shfl_sync(~0u, x, 4 * quad + threadIdx.x % 4); }
+inline float2 unpack_f16(uint32_t pair) {
+  return {xa::ptx::f16_to_f32(static_cast<uint16_t>(pair)), xa::ptx::f16_to_f32(static_cast<uint16_t>(pair >> 16))};
+}
 
 }  // namespace xa::hopper::ptx

@@ -120,6 +120,8 @@ struct Wgmma {
         &lane);
   }
 
+  /// `kTransposesB`: whether b is MN-major, [depth, columns] in shared memory; 8-bit operands are K-major only.
+  template <bool kTransposesB = sizeof(T) != 1>
   static void rs(float (&d)[kColumns / 8][4], const uint32_t (&x)[4], uint64_t y) {
     host::WgmmaLane lane{&d[0][0], 0, x, y};
     emulator::warp_collective(
@@ -140,9 +142,9 @@ struct Wgmma {
           const host::MatrixDescriptor from(static_cast<host::WgmmaLane*>(lanes[0])->b_descriptor);
           for (int k = 0; k < kDepth; ++k) {
             for (int column = 0; column < kColumns; ++column) {
-              // 8-bit operands are K-major here too.
-              b[k][column] = sizeof(T) == 1 ? from.template k_major<T>(column, k)
-                                            : from.template mn_major<T>(k, column * static_cast<int>(sizeof(T)));
+              constexpr int kBytes = sizeof(T);
+              b[k][column] = kTransposesB ? from.template mn_major<T>(k, column * kBytes)
+                                          : from.template k_major<T>(column, k * kBytes);
             }
           }
           host::multiply<kColumns, kDepth>(lanes, a, b);

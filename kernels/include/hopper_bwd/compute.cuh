@@ -66,8 +66,8 @@ __device__ __forceinline__ void for_unseen(const AttentionParams& forward, const
 }
 
 /// Numbers of a block of rows, of which a lane needs those of its two columns of each tile, as all lanes with its lane
-/// % 4 do. Each lane reads all that it needs: lanes that read an eighth and exchange it (RowPairs of wide_keys.cuh)
-/// take two instructions where this takes one, and wait for each other.
+/// % 4 do. Each lane reads all that it needs: lanes that read an eighth and exchange it by `shfl` take two instructions
+/// where this takes one, and wait for each other.
 class ReadRowPairs {
  public:
   __device__ __forceinline__ explicit ReadRowPairs(uint32_t from) : own_(from + threadIdx.x % 4 * 8) {}
@@ -280,7 +280,8 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
         if (!plain.holds(block)) {
           for_unseen<Shape>(forward, tile, block, [&](int column, int i) { scores[column][i] = -INFINITY; });
         }
-        const auto modified = modified_weights<Shape>(forward, tile, block, pipeline.lses(at.stage) + 4 * kQueries);
+        const auto modified =
+            modified_weights<Shape>(forward, tile, block, pipeline.lses(at.stage) + Shape::kSlopeOffset);
         // Makes weights of the scores of a column; under a soft cap packed ones, and leaves what makes dS of dP in
         // their place.
         const auto make_weights = [&](int column) {

@@ -36,7 +36,7 @@ __device__ __forceinline__ void load_row_stats(uint32_t to, const float* from, c
   }
   if constexpr (Shape::kBiased) {
     if (threadIdx.x % 32 == 0) {
-      ptx::cp_async_4_or_zero(to + 4 * Shape::kQueries, slope == nullptr ? from : slope, slope != nullptr);
+      ptx::cp_async_4_or_zero(to + Shape::kSlopeOffset, slope == nullptr ? from : slope, slope != nullptr);
     }
   }
   ptx::cp_async_arrive(barrier);

@@ -12,6 +12,7 @@ namespace xa::hopper {
 /// Products of 64 rows with kColumns columns, 16 deep. `kAdds` adds to d; without it d is written and not read, so that
 /// no register has to hold it before.
 ///   along:  d (+)= a b^T, a [64, 16] and b [kColumns, 16] in shared memory; subtract_along: d -= a b^T
+///   along_registers: d (+)= a b^T, a [64, 16] in registers, b [kColumns, 16] in shared memory
 ///   across: d (+)= a^T b, a [16, 64] and b [16, kColumns] in shared memory
 ///   weigh:  d += a b, a [64, 16] in registers, b [16, kColumns] in shared memory
 template <typename T, int kColumns>
@@ -21,15 +22,19 @@ struct BackwardProduct;
 #define XA_OUT_8(c, d, j)                                                                                      \
   XA_OUT(c, d, j), XA_OUT(c, d, (j) + 1), XA_OUT(c, d, (j) + 2), XA_OUT(c, d, (j) + 3), XA_OUT(c, d, (j) + 4), \
       XA_OUT(c, d, (j) + 5), XA_OUT(c, d, (j) + 6), XA_OUT(c, d, (j) + 7)
+#define XA_OUT_48(c, d) \
+  XA_OUT(c, d, 0), XA_OUT(c, d, 1), XA_OUT(c, d, 2), XA_OUT(c, d, 3), XA_OUT(c, d, 4), XA_OUT(c, d, 5)
 #define XA_OUT_64(c, d) XA_OUT_8(c, d, 0)
+#define XA_OUT_80(c, d) XA_OUT_8(c, d, 0), XA_OUT(c, d, 8), XA_OUT(c, d, 9)
 #define XA_OUT_96(c, d) XA_OUT_8(c, d, 0), XA_OUT(c, d, 8), XA_OUT(c, d, 9), XA_OUT(c, d, 10), XA_OUT(c, d, 11)
 #define XA_OUT_128(c, d) XA_OUT_8(c, d, 0), XA_OUT_8(c, d, 8)
 #define XA_OUT_192(c, d) XA_OUT_128(c, d), XA_OUT_8(c, d, 16)
 #define XA_OUT_256(c, d) XA_OUT_128(c, d), XA_OUT_8(c, d, 16), XA_OUT_8(c, d, 24)
-#define XA_NUMBERS_64                                                                                         \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
-  "%23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define XA_NUMBERS_96 XA_NUMBERS_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define XA_NUMBERS_48 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
+#define XA_NUMBERS_64 XA_NUMBERS_48 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define XA_NUMBERS_80 XA_NUMBERS_64 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define XA_NUMBERS_96 XA_NUMBERS_80 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define XA_NUMBERS_128 XA_NUMBERS_96 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define XA_NUMBERS_192                                                                                \
   XA_NUMBERS_128                                                                                      \
@@ -50,54 +55,71 @@ struct BackwardProduct;
                  : XA_OUT_##columns(c, d)                                                                        \
                  : "l"(x), "l"(y));                                                                              \
   }
-#define XA_BACKWARD_PRODUCT(T, type, columns, a, a1, a2, a3, b)                                                    \
-  template <>                                                                                                      \
-  struct BackwardProduct<T, columns> {                                                                             \
-    template <bool kAdds>                                                                                          \
-    static __device__ __forceinline__ void along(float (&d)[columns / 8][4], uint64_t x, uint64_t y) {             \
-      kAdds ? along_adds(d, x, y) : along_first(d, x, y);                                                          \
-    }                                                                                                              \
-    template <bool kAdds>                                                                                          \
-    static __device__ __forceinline__ void across(float (&d)[columns / 8][4], uint64_t x, uint64_t y) {            \
-      kAdds ? across_adds(d, x, y) : across_first(d, x, y);                                                        \
-    }                                                                                                              \
-    static __device__ __forceinline__ void weigh(float (&d)[columns / 8][4], const uint32_t (&x)[4], uint64_t y) { \
-      asm volatile(                                                                                                \
-          "{\n.reg .pred adds;\nsetp.ne.b32 adds, 1, 0;\n"                                                         \
-          "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" XA_NUMBERS_##columns          \
-          "}, {%" #a ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", adds, 1, 1, 1;\n}"                                 \
-          : XA_OUT_##columns("+f", d)                                                                              \
-          : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(y));                                                   \
-    }                                                                                                              \
-    XA_SHARED_PRODUCT(subtract_along, "+f", "1", type, columns, a, a1, "-1", "0, 0")                               \
-                                                                                                                   \
-   private:                                                                                                        \
-    XA_SHARED_PRODUCT(along_first, "=f", "0", type, columns, a, a1, "1", "0, 0")                                   \
-    XA_SHARED_PRODUCT(along_adds, "+f", "1", type, columns, a, a1, "1", "0, 0")                                    \
-    XA_SHARED_PRODUCT(across_first, "=f", "0", type, columns, a, a1, "1", "1, 1")                                  \
-    XA_SHARED_PRODUCT(across_adds, "+f", "1", type, columns, a, a1, "1", "1, 1")                                   \
+// `b_is_transposed`: whether b is [16, kColumns].
+#define XA_REGISTER_PRODUCT(name, c, adds, type, columns, a, a1, a2, a3, b, b_is_transposed)                     \
+  static __device__ __forceinline__ void name(float (&d)[columns / 8][4], const uint32_t (&x)[4], uint64_t y) {  \
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds                                                  \
+                 ", 0;\n"                                                                                        \
+                 "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" XA_NUMBERS_##columns \
+                 "}, {%" #a ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", adds, 1, 1, " b_is_transposed ";\n}"      \
+                 : XA_OUT_##columns(c, d)                                                                        \
+                 : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(y));                                          \
+  }
+#define XA_BACKWARD_PRODUCT(T, type, columns, a, a1, a2, a3, b)                                                \
+  template <>                                                                                                  \
+  struct BackwardProduct<T, columns> {                                                                         \
+    template <bool kAdds>                                                                                      \
+    static __device__ __forceinline__ void along(float (&d)[columns / 8][4], uint64_t x, uint64_t y) {         \
+      kAdds ? along_adds(d, x, y) : along_first(d, x, y);                                                      \
+    }                                                                                                          \
+    template <bool kAdds>                                                                                      \
+    static __device__ __forceinline__ void across(float (&d)[columns / 8][4], uint64_t x, uint64_t y) {        \
+      kAdds ? across_adds(d, x, y) : across_first(d, x, y);                                                    \
+    }                                                                                                          \
+    template <bool kAdds>                                                                                      \
+    static __device__ __forceinline__ void along_registers(float (&d)[columns / 8][4], const uint32_t (&x)[4], \
+                                                           uint64_t y) {                                       \
+      kAdds ? along_registers_adds(d, x, y) : along_registers_first(d, x, y);                                  \
+    }                                                                                                          \
+    XA_REGISTER_PRODUCT(weigh, "+f", "1", type, columns, a, a1, a2, a3, b, "1")                                \
+    XA_SHARED_PRODUCT(subtract_along, "+f", "1", type, columns, a, a1, "-1", "0, 0")                           \
+                                                                                                               \
+   private:                                                                                                    \
+    XA_REGISTER_PRODUCT(along_registers_first, "=f", "0", type, columns, a, a1, a2, a3, b, "0")                \
+    XA_REGISTER_PRODUCT(along_registers_adds, "+f", "1", type, columns, a, a1, a2, a3, b, "0")                 \
+    XA_SHARED_PRODUCT(along_first, "=f", "0", type, columns, a, a1, "1", "0, 0")                               \
+    XA_SHARED_PRODUCT(along_adds, "+f", "1", type, columns, a, a1, "1", "0, 0")                                \
+    XA_SHARED_PRODUCT(across_first, "=f", "0", type, columns, a, a1, "1", "1, 1")                              \
+    XA_SHARED_PRODUCT(across_adds, "+f", "1", type, columns, a, a1, "1", "1, 1")                               \
   };
 #define XA_BACKWARD_PRODUCTS(columns, ...)              \
   XA_BACKWARD_PRODUCT(F16, "f16", columns, __VA_ARGS__) \
   XA_BACKWARD_PRODUCT(Bf16, "bf16", columns, __VA_ARGS__)
+XA_BACKWARD_PRODUCTS(48, 24, 25, 26, 27, 28)
 XA_BACKWARD_PRODUCTS(64, 32, 33, 34, 35, 36)
+XA_BACKWARD_PRODUCTS(80, 40, 41, 42, 43, 44)
 XA_BACKWARD_PRODUCTS(96, 48, 49, 50, 51, 52)
 XA_BACKWARD_PRODUCTS(128, 64, 65, 66, 67, 68)
 XA_BACKWARD_PRODUCTS(192, 96, 97, 98, 99, 100)
 XA_BACKWARD_PRODUCTS(256, 128, 129, 130, 131, 132)
 #undef XA_BACKWARD_PRODUCTS
 #undef XA_BACKWARD_PRODUCT
+#undef XA_REGISTER_PRODUCT
 #undef XA_SHARED_PRODUCT
 #undef XA_NUMBERS_256
 #undef XA_NUMBERS_192
 #undef XA_NUMBERS_128
 #undef XA_NUMBERS_96
+#undef XA_NUMBERS_80
 #undef XA_NUMBERS_64
+#undef XA_NUMBERS_48
 #undef XA_OUT_256
 #undef XA_OUT_192
 #undef XA_OUT_128
 #undef XA_OUT_96
+#undef XA_OUT_80
 #undef XA_OUT_64
+#undef XA_OUT_48
 #undef XA_OUT_8
 #undef XA_OUT
 

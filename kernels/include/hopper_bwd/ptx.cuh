@@ -77,12 +77,13 @@ __device__ __forceinline__ float4 load_shared_f32x4(uint32_t address) {
   return value;
 }
 
-/// `x` of the lane with the same place in the quad of a number. That the place stays is the instruction's own doing, so
-/// no register holds the lane's number.
-__device__ __forceinline__ float of_quad_lane(float x, int quad) {
-  float y;
-  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x31f, 0xffffffff;" : "=f"(y) : "f"(x), "r"(4 * quad));
-  return y;
+/// The two f16 numbers of a register.
+__device__ __forceinline__ float2 unpack_f16(uint32_t pair) {
+  float2 value;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+      : "=f"(value.x), "=f"(value.y)
+      : "r"(pair));
+  return value;
 }
 
 }  // namespace xa::hopper::ptx

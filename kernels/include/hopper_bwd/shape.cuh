@@ -50,6 +50,7 @@ struct BackwardShape : tiles::HopperBwd<kHeadDim_, LogitsTransform> {
   /// The second warpgroup makes 64 columns too, the first ones of them in vain.
   static constexpr int kRepeatedColumns = kSharesColumns ? 128 - kHeadDim : 0;
   /// lse or delta of the queries, and the slope of their head.
+  static constexpr int kSlopeOffset = 4 * kQueries;
   static constexpr int kRowStatBytes = kQueries * 4 + (kBiased ? 16 : 0);
 
   static constexpr int kKeysOffset = 0;

@@ -73,14 +73,15 @@ __device__ __forceinline__ void draw_tile(const HopperBackwardParams& params, Ti
 /// Fetches what each tile of the CTA holds and what streams past it. The work of a warp; that of q and K finds the
 /// tiles.
 template <typename Shape, bool kOfValues>
-__device__ __forceinline__ void load_wide_tiles(const HopperBackwardParams& params,
+__device__ __forceinline__ void load_wide_tiles(const HopperWideBackwardParams& wide_params,
                                                 const WidePipeline<Shape>& pipeline) {
+  const HopperBackwardParams& params = wide_params.common;
   constexpr int kPanels = kOfValues ? Shape::kValuePanels : Shape::kPanels;
   const AttentionParams& forward = params.base.forward;
   const bool leads = threadIdx.x % 32 == 0;
   std::conditional_t<kOfValues, typename WidePipeline<Shape>::ValueAt, typename WidePipeline<Shape>::At> at;
   int32_t step = 0;
-  // A block of 64 rows, panel by panel.
+  // A block of rows, panel by panel.
   const auto load_block = [&](const TensorMap& map, int32_t head, const RaggedRows& rows, int32_t first) {
 #pragma unroll 1
     for (int panel = 0; panel < kPanels; ++panel, at.advance()) {
@@ -136,7 +137,7 @@ __device__ __forceinline__ void load_wide_tiles(const HopperBackwardParams& para
         load_held<Shape, kPanels>(to, kOfValues ? params.v : params.k, full, held_head, keys,
                                   held_block * Shape::kKeys);
       } else {
-        load_held<Shape, kPanels>(to, kOfValues ? params.dout : params.q, full, held_head, queries,
+        load_held<Shape, kPanels>(to, kOfValues ? wide_params.dout : wide_params.q, full, held_head, queries,
                                   held_block * Shape::kQueries);
       }
     }
@@ -170,7 +171,7 @@ __device__ __forceinline__ void load_wide_tiles(const HopperBackwardParams& para
       const int32_t kv_head = forward.group == 1 ? held_head : held_head / forward.group;
 #pragma unroll 1
       for (int32_t block = first_block; block < first_block + num_blocks; ++block) {
-        load_block(kOfValues ? params.v : params.k, kv_head, keys, block * Shape::kKeys);
+        load_block(kOfValues ? wide_params.v : wide_params.k, kv_head, keys, block * Shape::kKeys);
       }
     }
   }

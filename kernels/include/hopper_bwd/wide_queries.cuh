@@ -7,13 +7,16 @@
 #include <cstdint>
 
 #include "element.cuh"
-#include "hopper_bwd/wide_keys.cuh"
+#include "hopper_bwd/compute.cuh"
+#include "hopper_bwd/wide_operands.cuh"
+#include "hopper_bwd/wide_shape.cuh"
+#include "params/hopper_bwd.cuh"
 
 namespace xa::hopper {
 
-/// Hides scores [64 queries, 64 keys] of what does not see each other.
+/// Hides the scores [64 queries, kKeys] of pairs that do not see each other.
 template <typename Shape>
-__device__ __forceinline__ void hide_unseen_keys(float (&scores)[8][4], const AttentionParams& forward,
+__device__ __forceinline__ void hide_unseen_keys(float (&scores)[Shape::kKeys / 8][4], const AttentionParams& forward,
                                                  const QueryTile& tile, int32_t first_row, int32_t block) {
   const int32_t thread = xa::ptx::opaque(threadIdx.x) % 128, lane = thread % 32;
   const int32_t first_key = block * Shape::kKeys + 2 * (lane % 4);
@@ -25,7 +28,7 @@ __device__ __forceinline__ void hide_unseen_keys(float (&scores)[8][4], const At
     int32_t end = tile.num_keys - first_key;
     if (forward.window_right >= 0) end = min(end, position + forward.window_right + 1 - first_key);
 #pragma unroll
-    for (int column = 0; column < 8; ++column) {
+    for (int column = 0; column < Shape::kKeys / 8; ++column) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int32_t key = 8 * column + i;
@@ -37,9 +40,8 @@ __device__ __forceinline__ void hide_unseen_keys(float (&scores)[8][4], const At
 
 /// Computes all tiles of the CTA. The work of a warpgroup, number `warpgroup` of two.
 template <typename Shape, typename T>
-__device__ __forceinline__ void make_queries_gradients(const HopperWideBackwardParams& wide_params,
-                                                       const WidePipeline<Shape>& pipeline, int32_t warpgroup) {
-  const HopperBackwardParams& params = wide_params.common;
+__device__ __forceinline__ void compute_dq(const HopperBackwardParams& params, const WidePipeline<Shape>& pipeline,
+                                           int32_t warpgroup) {
   const AttentionParams& forward = params.base.forward;
   const int32_t lane = threadIdx.x % 32;
   const uint32_t own_rows = warpgroup * 64 * Shape::Panel::kRowBytes;
@@ -51,8 +53,18 @@ __device__ __forceinline__ void make_queries_gradients(const HopperWideBackwardP
   const auto full_values = [&](auto place) { return pipeline.full_values(place); };
   const auto empty_values = [&](auto place) { return pipeline.empty_values(place); };
   const auto value_panel = [&](auto place) { return pipeline.value_panel(place); };
-  float scores[8][4];
+  constexpr int kTiles = Shape::kKeys / 8;
+  float scores[kTiles][4];
+  HeldRows<Shape, Shape::kPanels> held;
+  HeldRows<Shape, Shape::kValuePanels> held_values;
+  held.load(pipeline.held() + own_rows);
+  held_values.load(pipeline.held_values() + own_rows);
   WideGradient<Shape::kPanels> dq;
+  // The warpgroups take turns to start dQ and the next S. So one of them computes P while the other one's products run;
+  // otherwise chance decides whether they do so or wait for each other.
+  constexpr int kTurn = 4;
+  const auto pass_turn = [&] { ptx::arrive(kTurn + 1 - warpgroup, 256); };
+  if (warpgroup == 1) pass_turn();
 #pragma unroll 1
   for (int32_t count = 0;; ++count) {
     const PipelineState<2> turn(count);
@@ -62,13 +74,15 @@ __device__ __forceinline__ void make_queries_gradients(const HopperWideBackwardP
     if (query_block < 0) break;
     const int32_t first_row = query_block * Shape::kQueries + 64 * warpgroup;
     int32_t block = uniform(tile.first_block), left = uniform(tile.num_blocks);
-    BlockRange plain = {INT32_MIN, uniform(tile.num_keys) / 64};
+    BlockRange plain = {INT32_MIN, uniform(tile.num_keys) / Shape::kKeys};
     {
       const int32_t first_position = first_row + uniform(tile.shift);
       if (forward.window_right >= 0) {
-        plain.end = min(plain.end, floor_div(first_position + forward.window_right + 1, 64));
+        plain.end = min(plain.end, floor_div(first_position + forward.window_right + 1, Shape::kKeys));
       }
-      if (forward.window_left >= 0) plain.begin = -floor_div(-(first_position + 63 - forward.window_left), 64);
+      if (forward.window_left >= 0) {
+        plain.begin = -floor_div(-(first_position + 63 - forward.window_left), Shape::kKeys);
+      }
     }
     // Rows past the last one weigh nothing. (Made uniform anew for each tile: a register that held the warp's rows all
     // the time would spill under a soft cap.)
@@ -85,22 +99,20 @@ __device__ __forceinline__ void make_queries_gradients(const HopperWideBackwardP
     if constexpr (Shape::kBiased) {
       slope = __ldg(forward.alibi_slopes + tile.sequence * forward.alibi_stride + tile.head);
     }
+    uint32_t ds[kTiles / 2][4];
     dq.clear();
     const auto start_scores = [&] {
       wait_for_panels<Shape::kPanels>(at, full);
-      start_scores_of<T, Shape, Shape::kPanels>(scores, pipeline.held() + own_rows, at, panel);
-#pragma unroll
-      for (int i = 0; i < Shape::kPanels; ++i) at.advance();
+      start_scores_of<T>(scores, held, at, panel);
     };
-    pipeline.held_full(count).wait();
-    start_scores();
-    ptx::wgmma_wait_group<0>();
-    pipeline.held_values_full(count).wait();
-#pragma unroll 1
-    while (true) {
-      float dp[8][4];
+    const auto start_dq = [&] { start_gradient<T, Shape>(dq, ds, done_at, panel); };
+    // Computes dS of the scores, while dP is computed. Of a block that `is_first` in the tile no product of dQ is under
+    // way.
+    const auto compute_ds = [&](bool is_first) {
+      float dp[kTiles][4];
       wait_for_panels<Shape::kValuePanels>(value_at, full_values);
-      start_scores_of<T, Shape, Shape::kValuePanels>(dp, pipeline.held_values() + own_rows, value_at, value_panel);
+      auto next_value_at = value_at;
+      start_scores_of<T>(dp, held_values, next_value_at, value_panel);
       // The compiler moves nothing across a branch: exponentials ahead of the products would not be beside them.
       if (!plain.holds(block)) hide_unseen_keys<Shape>(scores, forward, tile, first_row, block);
       const int32_t distance = first_row + static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16 + lane / 4 + tile.shift -
@@ -108,7 +120,7 @@ __device__ __forceinline__ void make_queries_gradients(const HopperWideBackwardP
       const ModifiedWeights<Shape> modified(forward, distance, slope);
       const float scale = forward.softmax_scale_log2;
 #pragma unroll
-      for (int column = 0; column < 8; ++column) {
+      for (int column = 0; column < kTiles; ++column) {
         float (&s)[4] = scores[column];
         if constexpr (Shape::kCapped) {
           float unused[4];
@@ -125,47 +137,62 @@ __device__ __forceinline__ void make_queries_gradients(const HopperWideBackwardP
           }
         }
       }
-      ptx::wgmma_wait_group<0>();  // dP
+      ptx::wgmma_wait_group<0>();  // dP, and dQ of the block before
       release_panels<Shape::kValuePanels>(value_at, empty_values);
-      uint32_t ds[4][4];
+      if (left == 1 && lane == 0) {
+        pipeline.held_empty(count).arrive();
+        pipeline.held_values_empty(count).arrive();
+      }
+      if (Shape::kOverlapsDq && !is_first) release_panels<Shape::kPanels>(done_at, empty);
 #pragma unroll
-      for (int column = 0; column < 8; ++column) {
+      for (int column = 0; column < kTiles; ++column) {
         const float (&s)[4] = scores[column];
         const float (&d)[4] = dp[column];
-        ds[column / 2][column % 2 * 2] = Element<T>::pack((d[0] - delta[0]) * s[0], (d[1] - delta[0]) * s[1]);
-        ds[column / 2][column % 2 * 2 + 1] = Element<T>::pack((d[2] - delta[1]) * s[2], (d[3] - delta[1]) * s[3]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t pair = Element<T>::pack((d[2 * half] - delta[half]) * s[2 * half],
+                                                 (d[2 * half + 1] - delta[half]) * s[2 * half + 1]);
+          // Where dQ still reads these registers, ptxas would otherwise write them too early, and serialise all
+          // products.
+          ds[column / 2][column % 2 * 2 + half] = Shape::kOverlapsDq ? ptx::mov_volatile(pair) : pair;
+        }
       }
-      start_gradient<T, Shape>(dq, ds, done_at, panel);
-      if (--left == 0) break;
+    };
+    pipeline.held_full(count).wait();
+    start_scores();
+    ptx::wgmma_wait_group<0>();
+    pipeline.held_values_full(count).wait();
+    compute_ds(true);
+#pragma unroll 1
+    while (--left > 0) {
       ++block;
-      start_scores();
-      ptx::wgmma_wait_group<1>();  // dQ
-      release_panels<Shape::kPanels>(done_at, empty);
-      ptx::wgmma_wait_group<0>();
+      ptx::named_barrier_sync(kTurn + warpgroup, 256);
+      if constexpr (Shape::kOverlapsDq) {
+        start_scores();
+        start_dq();
+        pass_turn();
+        ptx::wgmma_wait_group<1>();  // S
+      } else {
+        start_dq();
+        start_scores();
+        pass_turn();
+        ptx::wgmma_wait_group<1>();  // dQ
+        release_panels<Shape::kPanels>(done_at, empty);
+        ptx::wgmma_wait_group<0>();
+      }
+      compute_ds(false);
     }
-    if (lane == 0) pipeline.held_values_empty(count).arrive();
+    start_dq();
     ptx::wgmma_wait_group<0>();
     release_panels<Shape::kPanels>(done_at, empty);
-    // dQ leaves through the place of this warpgroup's rows of q, which are its own.
-    const uint32_t from = pipeline.held() + own_rows;
-    stage_gradient<T, typename Shape::Panel>(from, Shape::kHeldPanelBytes, dq, params.base.softmax_scale);
-    ptx::fence_proxy_async_shared();
-    ptx::named_barrier_sync(2 + warpgroup, 128);
-    if (threadIdx.x % 128 == 0) {
-      const RaggedRows rows(tile.first_query, tile.num_queries);
-#pragma unroll
-      for (int i = 0; i < Shape::kPanels; ++i) {
-        ptx::tma_store(from + i * Shape::kHeldPanelBytes, wide_params.dq, i * 64, tile.head, rows.base + first_row,
-                       rows.end, RaggedRows::kEnd);
-      }
-      ptx::bulk_commit();
-      ptx::bulk_wait_group_read();
-      pipeline.held_empty(count).arrive();
-    }
+    const int64_t row_stride = static_cast<int64_t>(forward.num_kv_heads) * forward.group * forward.head_dim;
+    T* const rows =
+        static_cast<T*>(params.base.dq) + (tile.first_query + first_row) * row_stride + tile.head * forward.head_dim;
+    store_gradient(dq, params.base.softmax_scale, rows, row_stride, tile.num_queries - first_row, forward.head_dim);
     __syncwarp();
     if (lane == 0) pipeline.tile_empty(turn).arrive();
   }
-  if (threadIdx.x % 128 == 0) ptx::bulk_wait_group();
+  if (warpgroup == 0) ptx::named_barrier_sync(kTurn, 256);
 }
 
 }  // namespace xa::hopper

@@ -1,8 +1,8 @@
 // Sizes of what the kernels of wide rows, past 128 columns, work on and have in shared memory.
 //
 // All tiles are panels of 64 columns. What stays while others stream past is a tile of panels at a constant distance;
-// what streams past goes through a ring of panels of 64 rows, each with a place and barriers of its own: so a panel is
-// fetched as soon as the one before it in its place is done with, and a ring need not hold whole blocks.
+// what streams past goes through a ring of panels of kStepRows rows, each with a place and barriers of its own: so a
+// panel is fetched as soon as the one before it in its place is done with, and a ring need not hold whole blocks.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@
 
 namespace xa::hopper {
 
-/// A row of tiles::HopperBwdWide. Of `dkdv` 64 keys of a KV head stay and blocks of 64 queries stream past, of `dq` it
-/// is 128 queries of a head and blocks of 64 keys.
+/// A row of tiles::HopperBwdWide. In `dkdv` a CTA holds 64 keys of a KV head while blocks of kStepRows queries stream
+/// past; in `dq` it holds 128 queries of a head while blocks of kStepRows keys stream past.
 template <typename Gradient, typename HeadDim, typename LogitsTransform>
 struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform> {
   using Choice = tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform>;
@@ -23,7 +23,14 @@ struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform> {
   static constexpr bool kCapped = std::is_same_v<LogitsTransform, tiles::logits_softcap>;
   static constexpr bool kBiased = std::is_same_v<LogitsTransform, tiles::logits_alibi>;
   static constexpr int kHeadDim = Choice::kDim;
-  static constexpr int kQueries = kOfKeys ? 64 : 128, kKeys = 64;
+  static constexpr int kQueries = kOfKeys ? Choice::kStepRows : 128, kKeys = kOfKeys ? 64 : Choice::kStepRows;
+  /// Steps of 16 columns of K and V of which a warpgroup of dK and dV has its operand in registers.
+  static constexpr int kHeldSteps = !kOfKeys ? 0 : kHeadDim == 256 ? 6 : Choice::kValueDim == 128 ? 8 : 4;
+  /// Whether dQ of a block of keys is still being computed while P of the next block is; and whether a block of dout or
+  /// q is released as soon as half of the next block's P or dS is there, rather than all of it. Both are measured
+  /// (docs/performance.md).
+  static constexpr bool kOverlapsDq = Choice::kValueDim <= 128;
+  static constexpr bool kReleasesEarly = Choice::kValueDim <= 128;
   /// Nothing is added up across CTAs.
   static constexpr bool kAddsSums = false;
   /// Two of arithmetic, one of loads.
@@ -33,12 +40,14 @@ struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform> {
   /// Of q and K, and of dout and V.
   static constexpr int kPanels = Choice::kDim / 64, kValuePanels = Choice::kValueDim / 64;
   static constexpr int kHeldRows = kOfKeys ? kKeys : kQueries;
-  static constexpr int kHeldPanelBytes = kHeldRows * Panel::kRowBytes, kPanelBytes = 64 * Panel::kRowBytes;
+  static constexpr int kHeldPanelBytes = kHeldRows * Panel::kRowBytes,
+                       kPanelBytes = Choice::kStepRows * Panel::kRowBytes;
   static constexpr int kHeldBytes = kPanels * kHeldPanelBytes, kHeldValueBytes = kValuePanels * kHeldPanelBytes;
-  /// Weights [64 keys, 64 queries] in f32, as accumulators hold them, from one warpgroup for the other.
-  static constexpr int kWeightBytes = kOfKeys ? 64 * 64 * 4 : 0;
-  /// lse or delta of a block of queries, and the slope of their head.
-  static constexpr int kRowStatBytes = kOfKeys ? 64 * 4 + (kBiased ? 16 : 0) : 0;
+  /// P of a block in f16, in the order of the accumulators' registers, from one warpgroup for the other.
+  static constexpr int kWeightBytes = kOfKeys ? kKeys * kQueries * 2 : 0;
+  /// lse or delta of a block of queries, which a warp copies 32 at a time, and the slope of their head.
+  static constexpr int kSlopeOffset = (kQueries + 31) / 32 * 32 * 4;
+  static constexpr int kRowStatBytes = kOfKeys ? kSlopeOffset + (kBiased ? 16 : 0) : 0;
 
   static constexpr int kHeldOffset = 0;
   static constexpr int kHeldValuesOffset = kHeldOffset + kHeldBytes;
@@ -114,9 +123,9 @@ class WidePipeline {
     init(kTileFull, 2, 1);
     init(kTileEmpty, 2, kWarps + 1);
     init(kHeldFull, 1, 1);
-    init(kHeldEmpty, 1, Shape::kOfKeys ? 1 : 2);
+    init(kHeldEmpty, 1, Shape::kOfKeys ? kWarps / 2 : kWarps);
     init(kHeldValuesFull, 1, 1);
-    init(kHeldValuesEmpty, 1, Shape::kOfKeys ? 1 : kWarps);
+    init(kHeldValuesEmpty, 1, Shape::kOfKeys ? kWarps / 2 : kWarps);
     init(kLsesFull, 2, 32);
     init(kLsesEmpty, 2, kWarps / 2);
     init(kDeltasFull, 2, 32);

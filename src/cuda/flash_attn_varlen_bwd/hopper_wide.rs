@@ -18,12 +18,13 @@ const MAIN: &str = "hopper_bwd_wide";
 /// Columns up to which these kernels would mostly multiply zeros.
 const NARROW: usize = 128;
 
-/// Rows and columns of a box, of whichever tensor; also the keys of a tile, and of a step.
-const BOX: [i64; 2] = [64, 64];
-
-/// Queries of a tile of dQ, and those of a step of dK and dV.
+/// Keys of a tile of dK and dV, and queries of a tile of dQ.
+const KEYS: i64 = 64;
 const QUERIES: u32 = 128;
-const STEP_QUERIES: u32 = 64;
+
+/// Columns of a box of a tensor map, and rows of the boxes of what a CTA holds.
+const BOX_COLUMNS: i64 = 64;
+const HELD_ROWS: i64 = 64;
 
 /// How the kernels take a problem that they can take.
 struct Wide {
@@ -55,8 +56,8 @@ impl Wide {
         let wide = Self { tiles: [tile_of("dkdv")?, tile_of("dq")?], layout };
         let blocks = layout.num_turns.saturating_mul(forward.num_q_heads) as i64;
         let fits = blocks < i64::from(i32::MAX - 0xffff)
-            && layout.serves(problem, device, STEP_QUERIES, &boxes(problem))
-            && layout.serves(problem, device, STEP_QUERIES, &[dq_boxes(problem)]);
+            && layout.serves(problem, device, wide.tiles[0].step_rows, &wide.boxes_of_dkdv(problem))
+            && layout.serves(problem, device, wide.tiles[0].step_rows, &wide.boxes_of_dq(problem));
         fits.then_some(wide)
     }
 
@@ -75,26 +76,34 @@ impl Wide {
         let plan = if keys.dim > 192 { "256" } else { "192" };
         let steps = [
             ("hopper_bwd_prepare", prepare, &[dtype, plan][..]),
-            (MAIN, main(keys, most_tiles(problem, BOX[0])), &of_main[0]),
+            (MAIN, main(keys, most_tiles(problem, KEYS)), &of_main[0]),
             (MAIN, main(queries, blocks as i64), &of_main[1]),
             ("hopper_bwd_finish", finish, &[dtype, "64"]),
         ];
         let params = lazy(move || {
+            let [q, k, v, dout] = self.boxes_of_dq(problem);
             Ok(HopperWideBackwardParams {
-                common: self.layout.params(problem, &device, &boxes(problem))?,
-                dq: dq_boxes(problem).map(problem)?,
+                common: self.layout.params(problem, &device, &self.boxes_of_dkdv(problem))?,
+                q: q.map(problem)?,
+                k: k.map(problem)?,
+                v: v.map(problem)?,
+                dout: dout.map(problem)?,
             })
         });
         in_order(problem, &steps, &Parameter::Wide(params))
     }
-}
 
-fn boxes(problem: &FlashAttnVarlenBwd) -> [Boxes; 6] {
-    Boxes::of_problem(problem, [BOX[0]; 3], BOX[1])
-}
+    /// Boxes of q, k, v, dout, dk, dv as the kernel of dK and dV copies them: q and dout by steps.
+    fn boxes_of_dkdv(&self, problem: &FlashAttnVarlenBwd) -> [Boxes; 6] {
+        Boxes::of_problem(problem, [i64::from(self.tiles[0].step_rows), HELD_ROWS, HELD_ROWS], BOX_COLUMNS)
+    }
 
-fn dq_boxes(problem: &FlashAttnVarlenBwd) -> Boxes {
-    Boxes::of_tensor(&problem.dq, BOX)
+    /// Boxes of q, k, v, dout as the kernel of dQ copies them: k and v by steps.
+    fn boxes_of_dq(&self, problem: &FlashAttnVarlenBwd) -> [Boxes; 4] {
+        let rows = [HELD_ROWS, i64::from(self.tiles[1].step_rows), HELD_ROWS];
+        let [q, k, v, dout, ..] = Boxes::of_problem(problem, rows, BOX_COLUMNS);
+        [q, k, v, dout]
+    }
 }
 
 #[cfg(test)]
@@ -111,7 +120,7 @@ mod tests {
         assert!(Wide::of(&gradients(256), &device(false)).is_none());
         let mut capped = gradients(256);
         capped.forward.score.softcap = 1.0;
-        assert!(Wide::of(&capped, &device(true)).is_none());
+        assert!(Wide::of(&capped, &device(true)).is_some());
         assert!(Wide::of(&gradients(128), &device(true)).is_none());
         let mut none = gradients(192);
         none.workspace = None;

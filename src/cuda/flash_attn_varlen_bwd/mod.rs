@@ -1,4 +1,5 @@
-//! Gradients of attention on CUDA: which kernels a call takes, and with what argument. `docs/dev/kernels` explains them.
+//! Gradients of attention on CUDA: which kernels a call takes, and with what argument.
+//! `docs/dev/kernels/hopper_backward.md` and `portable_backward.md` explain them.
 //!
 //! Whichever they are, each element of the results is written once, or summed in an order that follows from shapes and
 //! lengths alone: two runs give the same bits.

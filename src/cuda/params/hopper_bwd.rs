@@ -70,6 +70,11 @@ pub struct HopperBackwardParams {
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct HopperWideBackwardParams {
+    /// With the boxes of the kernel of dK and dV.
     pub common: HopperBackwardParams,
-    pub dq: TensorMap,
+    /// With the boxes of the kernel of dQ.
+    pub q: TensorMap,
+    pub k: TensorMap,
+    pub v: TensorMap,
+    pub dout: TensorMap,
 }
