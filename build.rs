@@ -1,4 +1,5 @@
-//! Headers, kernels, the operators' lists, C++ shims, in that order; each step skips what has not changed.
+//! Builds XLA's headers, the kernels, the operators' generated code and the C++ shims, in that order. Each step skips what has
+//! not changed.
 
 #[cfg(feature = "cuda")]
 #[path = "src/cuda/architecture.rs"]
@@ -47,7 +48,7 @@ fn main() -> Result<()> {
     ] {
         println!("cargo:rerun-if-changed={path}");
     }
-    // PATH is not watched: pip builds in a fresh environment each time, and what is found there is part of the keys.
+    // PATH is not watched, because pip builds in a new environment each time; the compiler's version is part of the cache key.
     for variable in ["XLA_ATTENTION_NVCC", "XLA_ATTENTION_LINE_INFO", "XLA_FFI_INCLUDE_DIR", "PYTHON"] {
         println!("cargo:rerun-if-env-changed={variable}");
     }
@@ -64,13 +65,13 @@ fn main() -> Result<()> {
     exports::build(&out)
 }
 
-/// The headers that are generated for the kernels, in `<target>/include`, where other tools find them too; the kernels.
+/// Generates the kernels' headers in `<target>/include`, where other tools find them too, and compiles the kernels.
 #[cfg(feature = "cuda")]
 fn build_kernels(out: &std::path::Path) -> Result<()> {
     use std::fs;
 
     let target = kernels::target_folder(out);
-    // Two cargo processes at work, as those of `make test`, would compile each kernel twice.
+    // Two concurrent cargo processes, as in `make test`, would compile each kernel twice.
     let lock = fs::File::create(target.join("kernels.lock"))?;
     lock.lock()?;
     let headers = target.join("include");

@@ -1,10 +1,10 @@
-//! `xla_attention.h`, which declares the C interface, out of its Rust declarations.
+//! Generates `xla_attention.h`, the header of the C interface, from the Rust declarations.
 
 use anyhow::{Context, Result};
 use std::fs;
 use std::path::Path;
 
-/// The sources of what C sees.
+/// The files that declare the C interface.
 const SOURCES: [&str; 2] = ["src/c_api.rs", "src/handlers.rs"];
 
 const HEAD: &str = "\
@@ -12,7 +12,7 @@ const HEAD: &str = "\
 //
 // Generated from src/c_api.rs and src/handlers.rs. docs/ffi.md says what holds for every operator.";
 
-/// Write the header to `OUT_DIR`; the one that is checked in is compared with it by a test.
+/// Writes the header to `OUT_DIR`. A test compares the checked-in header with it.
 pub(crate) fn build(out: &Path) -> Result<()> {
     let mut config = cbindgen::Config {
         language: cbindgen::Language::C,
@@ -41,7 +41,7 @@ pub(crate) fn build(out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The text with the names alone of rustdoc's links, `` [`name`] `` and `` [`name`](path) ``.
+/// The text with rustdoc's links, `` [`name`] `` and `` [`name`](path) ``, replaced by their names.
 fn without_links(text: &str) -> String {
     let mut parts = text.split("[`");
     let mut plain = parts.next().unwrap_or_default().to_owned();

@@ -1,9 +1,9 @@
-//! What the shared library exports: `xa_*` and `GetPjrtApi`, and nothing of cxx.
+//! Restricts the exports of the shared library to `xa_*` and `GetPjrtApi`.
 //!
-//! rustc exports every function that has a C name, also those of the crate cxx and of the bridge. Another library with a
-//! cxx of its own in the same process could then put its functions, which expect other layouts, in place of ours. The
-//! linker takes one version script, which is rustc's; but a symbol is exported only if every object that mentions it
-//! agrees. So an object is linked that mentions these as hidden. `tests/python/test_exports.py` finds what is missing.
+//! rustc exports every function with a C name, including those of the crate cxx and of the bridge. Another library in the same
+//! process that contains cxx could then interpose its functions, which expect other layouts. The linker takes only one version
+//! script, rustc's; but a symbol has the most restrictive visibility of all objects that mention it. So this module links an
+//! object that mentions these symbols as hidden. `tests/python/test_exports.py` reports symbols that are missing here.
 
 use anyhow::Result;
 use std::collections::BTreeSet;
@@ -11,7 +11,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::{env, fs};
 
-/// Functions of cxx that are not of a `rust::Vec`.
+/// Functions of cxx other than those of `rust::Vec`.
 const OTHERS: [&str; 22] = [
     "exception",
     "slice$len",
@@ -45,7 +45,8 @@ const ELEMENTS: [&str; 16] = [
 const OF_A_VEC: [&str; 9] =
     ["capacity", "data_const", "data_mut", "drop", "len", "new", "reserve_total", "set_len", "truncate"];
 
-/// Link the object and bind calls within the library to the library, after the bridge has been made.
+/// Links the object, and binds calls within the library to the library itself (`-Bsymbolic`). The bridge has to be generated
+/// before.
 pub(crate) fn build(out: &Path) -> Result<()> {
     if env::var("CARGO_CFG_TARGET_OS")? != "linux" {
         return Ok(());
@@ -58,13 +59,13 @@ pub(crate) fn build(out: &Path) -> Result<()> {
     let of_a_name = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '$';
     hidden.extend(bridge.split(|c| !of_a_name(c)).filter(|word| word.starts_with("xa$cxxbridge1$")).map(str::to_owned));
 
-    // The section is not linked; the assembler drops names that it only hears of.
+    // The assembler drops symbols without a reference, so the section holds one to each. It is excluded from linking.
     let mut text = String::from(".section .hidden_names,\"e\",%progbits\n");
     for name in hidden {
-        // Weak: a name that is nowhere defined is no error.
+        // Weak, so that a symbol without a definition is no error.
         let _ = write!(text, ".weak \"{name}\"\n.hidden \"{name}\"\n.quad \"{name}\"\n");
     }
-    // Or the linker makes the stack executable.
+    // Without this section the linker would make the stack executable.
     text += ".section .note.GNU-stack,\"\",%progbits\n";
     let source = out.join("hidden.S");
     fs::write(&source, text)?;

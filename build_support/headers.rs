@@ -1,4 +1,4 @@
-//! XLA's FFI headers: the folder of an environment variable, or the pinned ones (`xla_headers/pin.toml`).
+//! XLA's FFI headers: those in `XLA_FFI_INCLUDE_DIR`, or the pinned ones (`xla_headers/pin.toml`).
 
 use crate::process::{python, run};
 use anyhow::{Context, Result, ensure};
@@ -6,18 +6,18 @@ use std::env;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The three headers that the shims include, below the include folder.
+/// The headers that the shims include, relative to the include folder.
 pub(crate) const HEADERS: [&str; 3] = ["xla/ffi/api/c_api.h", "xla/ffi/api/api.h", "xla/ffi/api/ffi.h"];
 
-/// The headers of one set of handlers.
+/// A version of XLA's headers, for which one set of handlers is compiled.
 pub(crate) struct Set {
-    /// What the symbols of its handlers end in, as `src/c_api.rs` spells it.
+    /// The suffix of the handlers' symbols, as in `src/c_api.rs`.
     pub(crate) name: &'static str,
     /// The include folder.
     pub(crate) include: PathBuf,
 }
 
-/// A set of handlers for each pin; the folder of `XLA_FFI_INCLUDE_DIR` instead is that of the only set.
+/// The headers to compile handlers for: one set per pin, or the only set of `XLA_FFI_INCLUDE_DIR`.
 pub(crate) fn materialise() -> Result<Vec<Set>> {
     println!("cargo:rustc-check-cfg=cfg(newest_handlers)");
     if let Some(folder) = env::var_os("XLA_FFI_INCLUDE_DIR").map(PathBuf::from) {

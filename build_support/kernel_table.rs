@@ -1,4 +1,4 @@
-//! The dispatcher's table of kernels.
+//! The table of kernels that `src/cuda/variants.rs` includes.
 
 use crate::architecture::newest_of;
 use crate::kernels;
@@ -10,8 +10,8 @@ use std::path::Path;
 use std::process::Command;
 use std::{env, fs};
 
-/// The GPUs whose kernels are built: `all`; `none`; `native`, those of this machine; or their compute capabilities, `80,90`.
-/// What is left out takes no time, and calls that need it are refused.
+/// The environment variable that names the GPUs to build for: `all`, `none`, `native` (the GPUs of this machine) or compute
+/// capabilities such as `80,90`. Calls that need a kernel that is left out fail.
 const SETTING: &str = "XLA_ATTENTION_CUDA_ARCHS";
 
 /// Write `OUT_DIR/variants.rs`.
@@ -46,16 +46,16 @@ fn archs(sass: &[String]) -> impl DoubleEndedIterator<Item = &str> {
     sass.iter().map(String::as_str)
 }
 
-/// The compute capabilities of the GPUs; `None` for all.
+/// The compute capabilities that a setting stands for; `None` for all.
 fn capabilities(setting: &str) -> Result<Option<Vec<u32>>> {
     let list = match setting {
         "all" => return Ok(None),
         "none" => return Ok(Some(vec![])),
         "native" => {
             let mut ask = Command::new("nvidia-smi");
-            let said = run(ask.args(["--query-gpu=compute_cap", "--format=csv,noheader"]))
+            let output = run(ask.args(["--query-gpu=compute_cap", "--format=csv,noheader"]))
                 .with_context(|| format!("{SETTING}=native"))?;
-            String::from_utf8_lossy(&said.stdout).replace('.', "").trim().replace('\n', ",")
+            String::from_utf8_lossy(&output.stdout).replace('.', "").trim().replace('\n', ",")
         }
         list => list.to_owned(),
     };
@@ -68,16 +68,16 @@ fn capabilities(setting: &str) -> Result<Option<Vec<u32>>> {
         })
 }
 
-/// The row of a variant that is not compiled.
+/// The row of a variant that is left out.
 fn without_image(variant: &Variant) -> String {
     let (name, target) = (variant.name(), &variant.kernel.target);
     format!(
         "    Variant {{ name: {name:?}, entry: c\"xa_{name}\", target: {target:?}, ptx_version: \"\", \
-         ptx: Image {{ len: 0, zst: &[] }}, cubins: &[], resources: &[] }},\n"
+         ptx: CompressedImage {{ len: 0, zst: &[] }}, cubins: &[], resources: &[] }},\n"
     )
 }
 
-/// The kernels with their axes, the combinations that exist, the compiled images.
+/// The Rust source of the table: the kernels with their axes and combinations, and the variants with their images.
 fn generated(table: &Table, rows: &[String]) -> String {
     let mut text = String::from("pub(crate) static KERNELS: &[Kernel] = &[\n");
     let mut next = 0;

@@ -1,7 +1,7 @@
-//! CUDA kernels: every variant of `kernels/variants.toml` to PTX and, by ptxas, to machine code beside it.
+//! Compiles every variant of `kernels/variants.toml` to PTX with nvcc and to cubins with ptxas.
 //!
-//! Results live in `<target>/kernels`, named by the hash of all that went into them, so that every cargo profile, clippy
-//! and pip share them and only what has changed is compiled.
+//! Results are cached in `<target>/kernels` under a hash of everything that they depend on. All cargo profiles, clippy and pip
+//! share them, and only changed variants are compiled.
 
 use crate::process::{python, run};
 use crate::variants::Variant;
@@ -16,39 +16,38 @@ use std::{env, fs};
 
 const NVCC_FLAGS: &[&str] = &["-ptx", "-std=c++17", "-O3", "-Xcompiler", "-Wall,-Wextra", "-Werror", "all-warnings"];
 
-/// `XLA_ATTENTION_LINE_INFO=1` keeps the source lines of every instruction, for profilers and compute-sanitizer. They
-/// take twice the room of the machine code itself.
+/// `XLA_ATTENTION_LINE_INFO=1` adds line information for profilers and compute-sanitizer. It is twice as large as the SASS.
 fn line_info() -> Option<&'static str> {
     env::var_os("XLA_ATTENTION_LINE_INFO").is_some_and(|value| value == "1").then_some("-lineinfo")
 }
 
-/// Where the kernels' own headers are; they are included by name in double quotes, as the generated ones.
+/// The folder of the kernels' headers. They, and generated headers, are included in double quotes.
 const INCLUDE: &str = "kernels/include";
 
-/// PTX versions to try, oldest first: an older one is understood by older drivers.
+/// PTX versions to try, oldest first: older drivers accept older versions.
 const PTX_VERSIONS: &[&str] =
     &["7.0", "7.4", "7.8", "8.0", "8.1", "8.2", "8.3", "8.4", "8.5", "8.6", "8.7", "8.8", "9.0"];
 
-/// Levels of ptxas' register allocation to try where its own choice spills, in this order; it has 0 to 10.
+/// Values of ptxas' --register-usage-level (0 to 10) to try, in this order, if its default spills.
 const REGISTER_USAGE_LEVELS: &[&str] = &["0", "3", "7", "10"];
 
-/// The rows of all variants for the dispatcher's table; what is missing is compiled.
+/// The rows of the kernel table for `variants`, in order. Variants that are not cached are compiled.
 pub(crate) fn rows(variants: &[&Variant], headers: &Path, out: &Path) -> Result<Vec<String>> {
     let compiler = Compiler::find(headers, out)?;
     println!("cargo:rustc-env=XLA_ATTENTION_KERNELS={}", compiler.cache.display());
     compile_all(&compiler, variants)
 }
 
-/// The rows of all variants, in order, made by as many threads as cargo gives us.
+/// Compiles with as many threads as cargo allows.
 fn compile_all(compiler: &Compiler, variants: &[&Variant]) -> Result<Vec<String>> {
     let threads = env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok()).unwrap_or(1usize).min(variants.len());
     let next = AtomicUsize::new(0);
     let work = || {
-        let mut mine = vec![];
+        let mut compiled = vec![];
         loop {
             let index = next.fetch_add(1, Ordering::Relaxed);
-            let Some(variant) = variants.get(index) else { return mine };
-            mine.push((index, compiler.row(variant)));
+            let Some(variant) = variants.get(index) else { return compiled };
+            compiled.push((index, compiler.row(variant)));
         }
     };
     let mut all: Vec<(usize, Result<_>)> = std::thread::scope(|scope| {
@@ -71,7 +70,7 @@ fn compile_all(compiler: &Compiler, variants: &[&Variant]) -> Result<Vec<String>
     Ok(rows)
 }
 
-/// The slowest kernels of this build.
+/// Prints the slowest kernels of this build.
 fn report(mut times: Vec<(Duration, String)>, of: usize) {
     times.sort_by(|a, b| b.cmp(a));
     if !times.is_empty() {
@@ -81,14 +80,14 @@ fn report(mut times: Vec<(Duration, String)>, of: usize) {
     }
 }
 
-/// nvcc, ptxas and the cache folder.
+/// The compilers and the cache folder.
 struct Compiler<'a> {
     /// The folder of the generated headers.
     headers: &'a Path,
     nvcc: PathBuf,
     ptxas: PathBuf,
     cache: PathBuf,
-    /// Hash of all that every variant depends on.
+    /// Hash of what all variants depend on.
     common: Sha256,
 }
 
@@ -106,7 +105,7 @@ impl<'a> Compiler<'a> {
         Ok(Self { headers, nvcc, ptxas, cache, common })
     }
 
-    /// The variant's line of the generated table, and how long it took if it was not there yet.
+    /// The variant's row of the kernel table, and the time to compile it unless it was cached.
     fn row(&self, variant: &Variant) -> Result<(String, Option<Duration>)> {
         let mut key = self.common.clone();
         let source = Path::new("kernels").join(&variant.kernel.source);
@@ -122,10 +121,11 @@ impl<'a> Compiler<'a> {
         }
         let start = Instant::now();
         let row = self.compile(variant, &source, &stem)?;
-        // Last and by rename: a row that exists is complete, also with two cargo processes at work.
-        let aside = row_file.with_added_extension(std::process::id().to_string());
-        fs::write(&aside, &row)?;
-        fs::rename(&aside, &row_file)?;
+        // The row is written last and renamed into place: if it exists, its images are complete, even if two cargo
+        // processes compile at the same time.
+        let temporary = row_file.with_added_extension(std::process::id().to_string());
+        fs::write(&temporary, &row)?;
+        fs::rename(&temporary, &row_file)?;
         Ok((row, Some(start.elapsed())))
     }
 
@@ -140,23 +140,23 @@ impl<'a> Compiler<'a> {
             .arg(format!("-I{}", self.headers.display()));
         nvcc.arg(format!("-DXA_ENTRY={entry}")).args(variant.defines()).arg(source).arg("-o").arg(&ptx_file);
         run(&mut nvcc).context("nvcc needs a host gcc on PATH as well")?;
-        let ptx = portable(&fs::read_to_string(&ptx_file)?);
+        let ptx = without_build_paths(&fs::read_to_string(&ptx_file)?);
 
         let (mut cubins, mut resources) = (String::new(), String::new());
         let mut candidates: &'static [&'static str] = PTX_VERSIONS;
         for sass in &variant.kernel.sass {
             let cubin = stem.with_added_extension(format!("{}.sm_{sass}.cubin", std::process::id()));
-            // The first architecture finds the lowest PTX version: ptxas refuses a too old one at once.
-            let (accepted, said) = self.assemble(&ptx, candidates, sass, &ptx_file, &cubin)?;
+            // The first architecture determines the lowest accepted PTX version; ptxas refuses older ones at once.
+            let (accepted, report) = self.assemble(&ptx, candidates, sass, &ptx_file, &cubin)?;
             candidates = std::slice::from_ref(accepted);
             let image = pack(&stem.with_added_extension(format!("sm_{sass}.zst")), &fs::read(&cubin)?)?;
             let _ = write!(cubins, "(\"{sass}\", {image}), ");
-            let _ = write!(resources, "(\"{sass}\", {}), ", resources_of(&said)?);
+            let _ = write!(resources, "(\"{sass}\", {}), ", resources_of(&report)?);
             fs::remove_file(&cubin)?;
         }
         let version = candidates[0];
         let mut text = with_version(&ptx, version)?.into_bytes();
-        text.push(0); // the driver wants a terminated string
+        text.push(0); // the driver takes a zero-terminated string
         let image = pack(&stem.with_added_extension("ptx.zst"), &text)?;
         fs::remove_file(&ptx_file)?;
         Ok(format!(
@@ -167,8 +167,8 @@ impl<'a> Compiler<'a> {
         ))
     }
 
-    /// ptxas with the first version it takes, and where the result spills, with other register allocations; that version
-    /// and its report.
+    /// Runs ptxas with the first PTX version that it accepts, and with other register usage levels if the result spills.
+    /// Returns that version and ptxas' report.
     fn assemble(
         &self,
         ptx: &str,
@@ -177,27 +177,27 @@ impl<'a> Compiler<'a> {
         ptx_file: &Path,
         cubin: &Path,
     ) -> Result<(&'static &'static str, String)> {
-        let mut said = String::new();
+        let mut report = String::new();
         for version in versions {
             fs::write(ptx_file, with_version(ptx, version)?)?;
             let output = self.ptxas(sass, &[], ptx_file, cubin)?;
-            said = String::from_utf8_lossy(&output.stderr).into_owned();
+            report = String::from_utf8_lossy(&output.stderr).into_owned();
             if !output.status.success() {
                 continue;
             }
             let mut levels = REGISTER_USAGE_LEVELS.iter();
-            while spill_bytes(&said) > 0
+            while spill_bytes(&report) > 0
                 && let Some(level) = levels.next()
             {
                 let output = self.ptxas(sass, &["--register-usage-level", level], ptx_file, cubin)?;
-                said = String::from_utf8_lossy(&output.stderr).into_owned();
-                ensure!(output.status.success(), "ptxas for sm_{sass} at register usage level {level}: {said}");
+                report = String::from_utf8_lossy(&output.stderr).into_owned();
+                ensure!(output.status.success(), "ptxas for sm_{sass} at register usage level {level}: {report}");
             }
-            // C7508 to C7519: registers not divided between warpgroups, products of wgmma one after the other.
-            ensure!(!said.contains("(C75"), "ptxas for sm_{sass} gives up what makes the kernel fast: {said}");
-            return Ok((version, said));
+            // C7508 to C7519: setmaxnreg is ignored, or wgmma is serialized.
+            ensure!(!report.contains("(C75"), "ptxas for sm_{sass} gives up what makes the kernel fast: {report}");
+            return Ok((version, report));
         }
-        bail!("ptxas for sm_{sass} refuses every PTX version of {versions:?}: {said}")
+        bail!("ptxas for sm_{sass} refuses every PTX version of {versions:?}: {report}")
     }
 
     fn ptxas(&self, sass: &str, options: &[&str], ptx_file: &Path, cubin: &Path) -> Result<Output> {
@@ -207,7 +207,7 @@ impl<'a> Compiler<'a> {
     }
 }
 
-/// `XLA_ATTENTION_NVCC`, then the wheels that python3 sees (a build environment is one), PATH, the usual folder.
+/// nvcc from `XLA_ATTENTION_NVCC`, the wheels on python3's path (such as a build environment), PATH, or the default folder.
 fn find_nvcc() -> Result<PathBuf> {
     let probe =
         "import glob, sys\nfor p in sys.path: print(*sorted(glob.glob(p + '/nvidia/cu1*/bin/nvcc')), sep='\\n')";
@@ -228,12 +228,12 @@ fn find_nvcc() -> Result<PathBuf> {
     })
 }
 
-/// Cargo's target folder, or what it gave this build.
+/// Cargo's target folder, or `out` if it is not below one.
 pub(crate) fn target_folder(out: &Path) -> &Path {
     out.ancestors().find(|folder| folder.join("CACHEDIR.TAG").exists()).unwrap_or(out)
 }
 
-/// `source` and every header of ours or generated that it includes, directly or not.
+/// `source` and all headers of the project, generated ones too, that it includes directly or indirectly.
 fn with_headers(source: &Path, generated: &Path) -> Result<Vec<PathBuf>> {
     let mut files = vec![source.to_owned()];
     let mut next = 0;
@@ -252,9 +252,9 @@ fn with_headers(source: &Path, generated: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The PTX with base names in its line table, the same bytes from every build environment; and without the hint of which
-/// bytes of a load are used, which assemblers older than PTX 8.3 refuse.
-fn portable(ptx: &str) -> String {
+/// The PTX with base names in its line table, so that every build environment produces the same bytes, and without the
+/// pragma `used_bytes_mask`, which assemblers before PTX 8.3 refuse.
+fn without_build_paths(ptx: &str) -> String {
     let lines = ptx.lines().filter(|line| !line.trim_start().starts_with(".pragma \"used_bytes_mask"));
     lines.fold(String::with_capacity(ptx.len()), |mut text, line| {
         let file =
@@ -274,30 +274,30 @@ fn with_version(ptx: &str, version: &str) -> Result<String> {
     Ok(format!("{}.version {version}{}", &ptx[..start], &ptx[end..]))
 }
 
-/// Compress into `file`; the expression of the generated table that includes it. It leaves the folder's name to the
-/// compiler, so that the folder may move.
+/// Compresses `bytes` into `file` and returns the expression that includes it in the kernel table. The expression names the
+/// folder by an environment variable, so that the cache may move.
 fn pack(file: &Path, bytes: &[u8]) -> Result<String> {
     fs::write(file, zstd::bulk::compress(bytes, 19)?)?;
     let name = file.file_name().and_then(|name| name.to_str()).context("the variant's name is not UTF-8")?;
     Ok(format!(
-        "Image {{ len: {}, zst: include_bytes!(concat!(env!(\"XLA_ATTENTION_KERNELS\"), \"/{name}\")) }}",
+        "CompressedImage {{ len: {}, zst: include_bytes!(concat!(env!(\"XLA_ATTENTION_KERNELS\"), \"/{name}\")) }}",
         bytes.len()
     ))
 }
 
-/// The number that `ptxas -v` writes before `what`.
-fn number_before(said: &str, what: &str) -> Option<u32> {
-    said.find(what).and_then(|at| said[..at].split_whitespace().next_back()?.parse().ok())
+/// The number before `what` in the report of `ptxas -v`.
+fn number_before(report: &str, what: &str) -> Option<u32> {
+    report.find(what).and_then(|at| report[..at].split_whitespace().next_back()?.parse().ok())
 }
 
-/// Bytes of registers that the kernel stores to local memory and loads again.
-fn spill_bytes(said: &str) -> u32 {
-    [" bytes spill stores", " bytes spill loads"].iter().filter_map(|what| number_before(said, what)).sum()
+/// Bytes of spill stores and loads.
+fn spill_bytes(report: &str) -> u32 {
+    [" bytes spill stores", " bytes spill loads"].iter().filter_map(|what| number_before(report, what)).sum()
 }
 
-/// What `ptxas -v` says a kernel takes.
-fn resources_of(said: &str) -> Result<String> {
-    let registers = number_before(said, " registers").with_context(|| format!("no register count in: {said}"))?;
-    let (spills, smem) = (spill_bytes(said), number_before(said, " bytes smem").unwrap_or(0));
+/// The expression of a kernel's resources, from the report of `ptxas -v`.
+fn resources_of(report: &str) -> Result<String> {
+    let registers = number_before(report, " registers").with_context(|| format!("no register count in: {report}"))?;
+    let (spills, smem) = (spill_bytes(report), number_before(report, " bytes smem").unwrap_or(0));
     Ok(format!("Resources {{ registers: {registers}, spill_bytes: {spills}, smem_bytes: {smem} }}"))
 }

@@ -1,7 +1,8 @@
-"""Write the ``requirements`` files beside this one: what is taken from PyPI, at exact versions and hashes.
+"""Write the ``requirements`` files beside this one: all packages from PyPI, with exact versions and hashes.
 
 Run it (``make lock``) after changing ``[build-system]`` or a dependency group in ``pyproject.toml``. The build's file
-has the hashes for both architectures and every Python; the tests' file those for Python 3.11 on x86_64, which CI has.
+has the hashes for both architectures and every Python version, the tests' file those for Python 3.11 on x86_64, as in
+CI.
 """
 
 import json
@@ -16,7 +17,7 @@ TAGS = ("manylinux2014", "manylinux_2_17", "manylinux_2_27", "manylinux_2_28")
 
 
 def resolved(requirements: list[str], architecture: str, *options: str) -> list[dict]:
-    """What pip would install for these requirements, and whence."""
+    """The packages that pip would install for these requirements, with their URLs."""
     platforms = [f"--platform={tag}_{architecture}" for tag in TAGS]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run", "--report=-"]
     with tempfile.TemporaryDirectory() as target:

@@ -1,7 +1,7 @@
-//! The operators: `ffi/operators.toml`, from which the lists of every layer are generated.
+//! Generates every layer's list of operators from `ffi/operators.toml`.
 //!
-//! Into `OUT_DIR`: `operators.rs` (the enum [`Op`], signatures, names, calls by field), `bindings/*.cc` (the typed C++
-//! bindings), `operators.json` (for `xa_info`) and `custom_calls.md` (the reference page, which is checked in as well).
+//! It writes to `OUT_DIR`: `operators.rs` (the enum [`Op`], signatures, names, argument structs), `bindings/*.cc` (the typed
+//! C++ bindings), `operators.json` (for `xa_info`) and `custom_calls.md` (the reference page, which is also checked in).
 
 use anyhow::{Context, Result, bail, ensure};
 use heck::ToUpperCamelCase as _;
@@ -22,10 +22,10 @@ struct Tensor {
     #[serde(rename = "type")]
     type_: String,
     doc: String,
-    /// Of a result: the operand that it updates.
+    /// For a result that updates an operand in place: the operand's name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     aliases: Option<String>,
-    /// A buffer without an element may stand in its place, although others follow.
+    /// Whether a buffer without elements stands for a missing one, so that others may follow.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     may_be_empty: bool,
     #[serde(skip_deserializing)]
@@ -33,7 +33,7 @@ struct Tensor {
 }
 
 impl Tensor {
-    /// Whether a call may do without it.
+    /// Whether a call may omit it.
     fn may_be_left_out(&self) -> bool {
         self.optional || self.may_be_empty
     }
@@ -65,12 +65,12 @@ struct Attribute {
     name: String,
     kind: Kind,
     doc: String,
-    /// What stands for an option that is not used.
+    /// The value that stands for an unused option.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     none: Option<toml::Value>,
 }
 
-/// What several operators share, by name, or a table of an operator's own.
+/// An entry of an operator's list: the name of a shared declaration, or a declaration.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Entry<T> {
@@ -116,7 +116,7 @@ pub(crate) struct Operator {
     attributes: Vec<Attribute>,
 }
 
-/// What an entry of a list can be.
+/// A declaration that lists contain: a tensor or an attribute.
 trait Item: Clone {
     fn name(&mut self) -> &mut String;
     fn set_optional(&mut self, _: bool) {}
@@ -137,7 +137,7 @@ impl Item for Attribute {
     }
 }
 
-/// Read the declaration and write everything that is made of it; the bindings' files.
+/// Reads the declarations and writes all generated files. Returns the files of the bindings.
 pub(crate) fn build(out: &Path) -> Result<Vec<PathBuf>> {
     let text = fs::read_to_string(DECLARATION).context(DECLARATION)?;
     let operators = parse(&text).context(DECLARATION)?;
@@ -190,7 +190,7 @@ fn resolve(declared: Declared, (operands, results, attributes): Shared) -> Resul
     })
 }
 
-/// The entries of a list called `list`, with those that are named looked up.
+/// The declarations of the list named `list`; names are looked up in `shared`.
 fn entries<T: Item>(list: &str, of: Vec<Entry<T>>, shared: &BTreeMap<String, T>, optional: bool) -> Result<Vec<T>> {
     of.into_iter()
         .enumerate()
@@ -218,7 +218,7 @@ fn is_name(text: &str) -> bool {
         && chars.all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
 }
 
-/// What has to hold of the declaration as a whole.
+/// Checks what involves several declarations.
 fn check(operators: &[Operator]) -> Result<()> {
     ensure!(!operators.is_empty(), "no operator, expected at least one");
     let mut kinds: BTreeMap<&str, Kind> = BTreeMap::new();
@@ -265,7 +265,7 @@ fn check(operators: &[Operator]) -> Result<()> {
     Ok(())
 }
 
-/// The names of a list, as Rust's string literals.
+/// Names as Rust string literals.
 fn literals<'a>(names: impl Iterator<Item = &'a String>) -> String {
     names.map(|name| format!("{name:?}")).collect::<Vec<_>>().join(", ")
 }
@@ -330,7 +330,7 @@ fn signature(operator: &Operator) -> String {
     )
 }
 
-/// An enum of the names that any operator has for one thing: a name that no operator has does not compile.
+/// An enum of the names that occur in any operator, so that a misspelt name does not compile.
 fn names<'a>(enum_: &str, what: &str, all: impl Iterator<Item = &'a String>) -> String {
     let distinct: BTreeSet<_> = all.collect();
     let mut text = format!("/// The names of every {what}.\n#[derive(Clone, Copy, Debug, PartialEq, Eq)]\n");
@@ -347,7 +347,7 @@ fn names<'a>(enum_: &str, what: &str, all: impl Iterator<Item = &'a String>) -> 
     text
 }
 
-/// Structs whose fields are an operator's operands, results and attributes.
+/// Structs with an operator's operands, results and attributes as fields.
 fn arguments(operator: &Operator) -> String {
     let mut text = format!("    pub(crate) mod {} {{\n", operator.name);
     for (struct_, tensors) in [("Operands", &operator.operands), ("Results", &operator.results)] {
@@ -423,8 +423,8 @@ fn binding(operator: &Operator) -> String {
 fn reference(operators: &[Operator]) -> String {
     let mut text = String::from(
         "# Reference of the custom calls\n\n<!-- Generated from ffi/operators.toml; `make reference` writes it anew. -->\n\n\
-         What each target takes and gives, in order. [semantics.md](../semantics.md) says what it computes, [ffi.md](../ffi.md) \
-         how it is\ncalled.\n\n\
+         The operands, results and attributes of each target, in order. [semantics.md](../semantics.md) defines what it \
+         computes,\n[ffi.md](../ffi.md) how it is called.\n\n\
          Letters: `T`, `Tq`, `Tk` rows; `S`, `B` sequences; `M` pages of a row of the block table; `P` pages; `Hq` and `Hkv` \
          heads, the\nsecond divides the first; `D` and `Dv` head dimensions, multiples of 8 up to 256. Q stands for f16, \
          bf16, f32 or f8e4m3fn; KV\nfor the dtype of q, and also f8e4m3fn or f8e5m2 under f16 and bf16, and f8e4m3fn under \

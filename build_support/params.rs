@@ -1,4 +1,4 @@
-//! The kernels' parameters: each file of `src/cuda/params` as a header, by cbindgen.
+//! Generates a CUDA header for each file of `src/cuda/params`, which declare the kernels' parameters, with cbindgen.
 
 use anyhow::{Context, Result};
 use std::fs;
@@ -6,7 +6,7 @@ use std::path::Path;
 
 const SOURCES: &str = "src/cuda/params";
 
-/// Write `params/<file>.cuh` below `headers` for every file.
+/// Writes `params/<file>.cuh` below `headers` for every file.
 pub(crate) fn build(headers: &Path) -> Result<()> {
     for entry in fs::read_dir(SOURCES)? {
         let source = entry?.path();
@@ -38,7 +38,7 @@ fn header(source: &Path) -> Result<String> {
     };
     config.layout.aligned_n = Some("alignas".into());
     config.constant.allow_static_const = false;
-    // Nothing but what this file declares: the types of others are in the headers that it includes.
+    // Only this file's declarations; those of other files come from the headers that it includes.
     let types = words("pub struct ").chain(words("pub enum "));
     config.export.include = types.chain(words("pub const ")).collect();
     for constant in words("pub const ") {

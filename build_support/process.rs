@@ -1,4 +1,4 @@
-//! Running programs, with errors that show what they said, and writing files that others read.
+//! Running programs with errors that contain their output, and writing files that concurrent builds may read.
 
 use anyhow::{Context, Result, ensure};
 use std::env;
@@ -9,7 +9,7 @@ pub(crate) fn python() -> String {
     env::var("PYTHON").unwrap_or_else(|_| "python3".into())
 }
 
-/// Run to success; the error holds the command and both its streams.
+/// Runs a command. If it fails, the error contains the command, its standard output and its standard error.
 pub(crate) fn run(command: &mut Command) -> Result<Output> {
     let output = command.output().with_context(|| format!("cannot start {command:?}"))?;
     ensure!(
@@ -22,7 +22,7 @@ pub(crate) fn run(command: &mut Command) -> Result<Output> {
     Ok(output)
 }
 
-/// Write a file where it is not there with this text, at once: another build may read it.
+/// Writes a file unless it has this text already. The file is replaced atomically, because another build may read it.
 #[cfg(feature = "cuda")]
 pub(crate) fn write(path: &std::path::Path, text: &str) -> Result<()> {
     use std::fs;
@@ -30,7 +30,7 @@ pub(crate) fn write(path: &std::path::Path, text: &str) -> Result<()> {
         return Ok(());
     }
     fs::create_dir_all(path.parent().unwrap_or(path))?;
-    let aside = path.with_added_extension(std::process::id().to_string());
-    fs::write(&aside, text)?;
-    fs::rename(&aside, path).with_context(|| path.display().to_string())
+    let temporary = path.with_added_extension(std::process::id().to_string());
+    fs::write(&temporary, text)?;
+    fs::rename(&temporary, path).with_context(|| path.display().to_string())
 }

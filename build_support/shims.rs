@@ -1,4 +1,4 @@
-//! The cxx bridge and the C++ handlers, compiled into one static library.
+//! Compiles the cxx bridge and the C++ handlers into one static library.
 
 use crate::headers::{HEADERS, Set};
 use anyhow::{Context, Result};
@@ -8,8 +8,8 @@ use std::{env, fs};
 
 const LIBRARY: &str = "xla_attention_ffi";
 
-/// Compile the bridge, and `ffi/*.cc` with the generated bindings for each set of headers, or repeat the link lines of the last time if nothing that
-/// goes into them has changed.
+/// Compiles the bridge once, and `ffi/*.cc` and the generated bindings for each set of headers. If nothing has changed since
+/// the last build it only repeats the link lines.
 pub(crate) fn build(sets: &[Set], bindings: &[PathBuf], out: &Path) -> Result<()> {
     let is_source = |path: &PathBuf| path.extension().is_some_and(|e| e == "cc" || e == "h");
     let mut sources: Vec<PathBuf> =
@@ -35,10 +35,10 @@ pub(crate) fn build(sets: &[Set], bindings: &[PathBuf], out: &Path) -> Result<()
             .cpp(true)
             .out_dir(&folder)
             .files(sources.iter().filter(|path| path.extension().is_some_and(|e| e == "cc")))
-            // Where cxx_build has put the bridge's header and its own.
+            // cxx_build writes the bridge's header and cxx's here.
             .include(out.join("cxxbridge/include"))
             .define("XA_SET", set.name)
-            // XLA's own headers warn under -Wextra; ours are held to it.
+            // As system headers, because XLA's headers have warnings under -Wextra.
             .flag("-isystem")
             .flag(set.include.to_str().context("the path of XLA's headers is not UTF-8")?)
             .try_compile_intermediates()?;
@@ -49,7 +49,7 @@ pub(crate) fn build(sets: &[Set], bindings: &[PathBuf], out: &Path) -> Result<()
     Ok(())
 }
 
-/// The options that the bridge and every set have.
+/// Compiler options of the bridge and of every set of handlers.
 fn common(build: &mut cc::Build) {
     build
         .include("ffi")

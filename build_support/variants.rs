@@ -1,6 +1,6 @@
-//! `kernels/variants.toml`: which kernels are built, and the tiles that they are built for.
+//! Parses `kernels/variants.toml`: the kernels to build and the tables of their tiles.
 //!
-//! Each table of tiles becomes the header `tiles/<table>.cuh` for the kernels and a static in `OUT_DIR/tiles.rs` for the
+//! Each table of tiles becomes the header `tiles/<table>.cuh` for the kernels and a static array in `OUT_DIR/tiles.rs` for the
 //! launches.
 
 use anyhow::{Context, Result, bail, ensure};
@@ -18,13 +18,13 @@ pub(crate) struct Kernel {
     pub(crate) source: String,
     /// Architecture of the PTX, for instance `80` or `90a`.
     pub(crate) target: String,
-    /// Architectures of the SASS beside it.
+    /// Architectures to compile cubins for.
     pub(crate) sass: Vec<String>,
     pub(crate) axes: Vec<Axis>,
     /// Combinations that are not built: each maps some axes to a value.
     #[serde(default)]
     pub(crate) without: Vec<BTreeMap<String, String>>,
-    /// Tables that have a row for each variant: `table`, and the keys of it that are no axis.
+    /// Tables that have a row for each variant: `table`, and the keys of the table that are not axes of the kernel.
     #[serde(default)]
     tiles: Vec<BTreeMap<String, Entry>>,
 }
@@ -108,9 +108,9 @@ impl Variant<'_> {
         self.kernel.axes.iter().zip(&self.values).find(|(a, _)| a.name == axis).map(|(_, value)| *value)
     }
 
-    /// What a key of a table of tiles is for this variant: said beside the table, an axis, or follows from the dtype.
-    fn key(&self, key: &str, said: &BTreeMap<String, Entry>) -> Result<String> {
-        if let Some(value) = said.get(key) {
+    /// The value of a tile table's key for this variant: given beside the table, an axis, or derived from the dtype.
+    fn key(&self, key: &str, given: &BTreeMap<String, Entry>) -> Result<String> {
+        if let Some(value) = given.get(key) {
             return Ok(value.to_string());
         }
         match (self.value(key), self.value("dtype")) {
@@ -121,7 +121,7 @@ impl Variant<'_> {
     }
 }
 
-/// Bytes of an element of K and V of a value of the axis `dtype`.
+/// Bytes of an element of K and V for a value of the axis `dtype`.
 fn bytes(dtype: &str) -> Result<u32> {
     match dtype {
         "f32" => Ok(4),
@@ -132,7 +132,7 @@ fn bytes(dtype: &str) -> Result<u32> {
 }
 
 impl Kernel {
-    /// Every combination in order, the last axis fastest; `None` where the table leaves it out.
+    /// All combinations of axis values, the last axis fastest; `None` for those that are not built.
     pub(crate) fn combinations(&self) -> Vec<Option<Vec<&str>>> {
         let mut all = vec![vec![]];
         for axis in &self.axes {
@@ -192,23 +192,23 @@ impl Table {
         self.kernel.iter().flat_map(of).collect()
     }
 
-    /// That every variant has a row in its kernel's tables of tiles, and every row a variant.
+    /// Checks that every variant has a row in its kernel's tables of tiles, and that every row has a variant.
     fn check_tiles(&self) -> Result<()> {
         let mut used: Vec<BTreeSet<usize>> = self.tiles.iter().map(|_| BTreeSet::new()).collect();
         for variant in self.variants() {
-            for said in &variant.kernel.tiles {
+            for given in &variant.kernel.tiles {
                 let index =
-                    said.get("table").and_then(|name| self.tiles.iter().position(|t| name.to_string() == t.name));
+                    given.get("table").and_then(|name| self.tiles.iter().position(|t| name.to_string() == t.name));
                 let known: Vec<_> = self.tiles.iter().map(|t| &t.name).collect();
                 let index = index.with_context(|| {
                     format!(
                         "kernel {}: tiles of {:?}, expected a table of {known:?}",
                         variant.kernel.name,
-                        said.get("table")
+                        given.get("table")
                     )
                 })?;
                 let tiles = &self.tiles[index];
-                let wanted: Result<Vec<_>> = tiles.keys.iter().map(|key| variant.key(key, said)).collect();
+                let wanted: Result<Vec<_>> = tiles.keys.iter().map(|key| variant.key(key, given)).collect();
                 let wanted = wanted.with_context(|| format!("kernel {}: tiles {}", variant.kernel.name, tiles.name))?;
                 let row = tiles
                     .rows
@@ -239,20 +239,20 @@ impl Tiles {
         for row in &self.rows {
             ensure!(row.len() == names, "row {row:?} has {} entries, expected {names}", row.len());
             for ((name, value), first) in self.names().zip(row).zip(first) {
-                let is_right = match value {
+                let is_valid = match value {
                     Entry::Number(_) => true,
                     Entry::Flag(_) => !self.keys.contains(name),
                     Entry::Name(_) => self.keys.contains(name),
                 };
                 let is_same = std::mem::discriminant(value) == std::mem::discriminant(first);
-                ensure!(is_right && is_same, "row {row:?}: {name} = {value}, expected an entry such as {first}");
+                ensure!(is_valid && is_same, "row {row:?}: {name} = {value}, expected an entry such as {first}");
             }
         }
         Ok(())
     }
 
-    /// The header of the table: a class template of the keys, those that are names as tag types, with a specialisation per
-    /// row.
+    /// The header of the table: a class template with a specialisation per row. Its parameters are the keys; names become
+    /// tag types.
     fn header(&self) -> String {
         let name = self.name.to_upper_camel_case();
         let mut tags = BTreeSet::new();
@@ -286,7 +286,8 @@ impl Tiles {
         )
     }
 
-    /// The struct and the table for the launches; `<key>_value` is a number as the value of the axis of that name.
+    /// The struct and the static array for the launches. For a numeric key that is an axis, the field `<key>_value` is its
+    /// value as the axis spells it.
     fn rust(&self, axes: &BTreeSet<&str>) -> String {
         let name = self.name.to_upper_camel_case() + "Tile";
         let line = |row: &[Entry], field: &dyn Fn(&str, &Entry, bool) -> String| -> String {
@@ -316,10 +317,10 @@ impl Tiles {
     }
 }
 
-/// The declaration, `kernels/variants.toml`, checked.
+/// Parses and checks `kernels/variants.toml`.
 ///
 /// # Errors
-/// Each names the entry and what was expected.
+/// Every error names the entry and what was expected.
 pub(crate) fn parse(declared: &str) -> Result<Table> {
     let table: Table = toml::from_str(declared)?;
     let mut names = BTreeSet::new();

@@ -1,16 +1,16 @@
-// What the bindings share: an operator's list of arguments becomes three handlers that pass everything on to Rust.
-// The lists are generated from operators.toml; README.md shows one.
+// Turns an operator's binding into three handlers that pass the decoded call to Rust. Bindings are generated from
+// operators.toml; README.md shows one.
 //
 // XA_TARGET(paged_attention, 1, .Arg<Any>()...) defines, for operator 1 and the set of handlers called `oldest`,
 //   xa_paged_attention_cpu_oldest              execute on the platform cpu
 //   xa_paged_attention_cuda_initialize_oldest  load modules, before each execution, never under capture
 //   xa_paged_attention_cuda_execute_oldest     launch on XLA's stream, possibly under capture
-// The list binds operands, results and attributes in the declared order, and has RemainingArgs and RemainingRets, which
-// Rust is told of as a surplus: without them XLA lets surplus operands pass.
-// Attrs in a list without attributes is there for the same: newer headers do not count them where none is bound.
+// A binding lists operands, results and attributes in the declared order, then RemainingArgs and RemainingRets, whose
+// sizes Rust gets as the surplus. Without them XLA would accept surplus operands. A binding without attributes ends in
+// Attrs for the same reason: newer headers do not check the number of attributes if none is bound.
 //
-// Each binding is compiled once for every set (build_support/shims.rs), which XA_SET names; ffi/xla_headers.h says why
-// everything here is in an unnamed namespace.
+// Each binding is compiled once per set of handlers (build_support/shims.rs), whose name is XA_SET. Everything here is
+// in an unnamed namespace for the reason given in xla_headers.h.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -37,10 +37,10 @@ namespace {
 namespace ffi = ::xla::ffi;
 using Any = ffi::AnyBuffer;
 
-// Everything that a binding decoded, in plain arrays.
-class Bound {
+// The decoded operands, results and attributes of a call, in arrays.
+class CallBuffers {
  public:
-  // As many operands, results or attributes as any target binds, with room to grow; `MOST` of src/bridge.rs.
+  // The largest number of operands, results or attributes of a target, with some room to grow; `MOST` in src/bridge.rs.
   static constexpr std::size_t kMost = 24;
 
   void add(const Any& buffer) { operands_[num_operands_++] = view(buffer); }
@@ -92,14 +92,14 @@ inline constexpr bool kIsResult =
     std::is_same_v<T, ffi::Result<Any>> || std::is_same_v<T, std::optional<ffi::Result<Any>>>;
 
 template <typename... Values>
-Bound bound(const Values&... values) {
-  static_assert((std::size_t{0} + ... + kIsOperand<Values>) <= Bound::kMost);
-  static_assert((std::size_t{0} + ... + kIsResult<Values>) <= Bound::kMost);
-  static_assert((std::size_t{0} + ... + std::is_arithmetic_v<Values>) <= Bound::kMost);
+CallBuffers collect(const Values&... values) {
+  static_assert((std::size_t{0} + ... + kIsOperand<Values>) <= CallBuffers::kMost);
+  static_assert((std::size_t{0} + ... + kIsResult<Values>) <= CallBuffers::kMost);
+  static_assert((std::size_t{0} + ... + std::is_arithmetic_v<Values>) <= CallBuffers::kMost);
   trigger_failpoints();
-  Bound all;
-  (all.add(values), ...);
-  return all;
+  CallBuffers call;
+  (call.add(values), ...);
+  return call;
 }
 
 inline ffi::Error error(const Status& status) {
@@ -112,7 +112,7 @@ class Pool final : public XlaPool {
   explicit Pool(ffi::ThreadPool pool) : pool_(pool) {}
   int64_t num_threads() const noexcept override { return pool_.num_threads(); }
   void schedule(rust::Fn<void(std::size_t)> task, std::size_t argument) const override {
-    // Scheduling does not change the pool that a handler borrows; the header lacks the const.
+    // Schedule is not declared const, but it does not change the pool that the handler borrows.
     const_cast<ffi::ThreadPool&>(pool_).Schedule([task, argument] { task(argument); });
   }
 
@@ -124,8 +124,8 @@ template <int32_t kOp>
 struct RunOnCpu {
   template <typename... Values>
   ffi::Error operator()(ffi::ThreadPool pool, const Values&... values) const {
-    const Bound all = bound(values...);
-    return error(run_on_cpu(kOp, Pool(pool), all.arguments()));
+    const CallBuffers call = collect(values...);
+    return error(run_on_cpu(kOp, Pool(pool), call.arguments()));
   }
 };
 
@@ -133,8 +133,8 @@ template <int32_t kOp>
 struct PrepareCuda {
   template <typename... Values>
   ffi::Error operator()(const Values&... values) const {
-    const Bound all = bound(values...);
-    return error(prepare_cuda(kOp, all.arguments()));
+    const CallBuffers call = collect(values...);
+    return error(prepare_cuda(kOp, call.arguments()));
   }
 };
 
@@ -142,31 +142,32 @@ template <int32_t kOp>
 struct LaunchCuda {
   template <typename... Values>
   ffi::Error operator()(void* stream, const Values&... values) const {
-    const Bound all = bound(values...);
-    return error(launch_cuda(kOp, reinterpret_cast<std::size_t>(stream), all.arguments()));
+    const CallBuffers call = collect(values...);
+    return error(launch_cuda(kOp, reinterpret_cast<std::size_t>(stream), call.arguments()));
   }
 };
 
-// Under XLA_ATTENTION_CHECK=1 a call waits for its end, which no command buffer can record: the answer to XLA's
-// question for metadata loses the trait that the handlers below have.
-inline void withdraw_traits(const XLA_FFI_CallFrame* frame) {
+// With XLA_ATTENTION_CHECK=1 a call waits for the GPU, which a command buffer cannot record. So when XLA asks for the
+// handler's metadata, the trait that the handlers below declare is removed from it.
+inline void clear_traits(const XLA_FFI_CallFrame* frame) {
   for (const auto* extension = frame->extension_start; extension != nullptr; extension = extension->next) {
     if (extension->type != XLA_FFI_Extension_Metadata) continue;
     reinterpret_cast<const XLA_FFI_Metadata_Extension*>(extension)->metadata->traits = 0;
   }
 }
 
-// Nothing that C++ throws leaves the library: XLA can catch it only if both were linked with the same C++ runtime.
-inline XLA_FFI_Error* guarded(const char* target, XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) noexcept {
+// Catches every C++ exception: XLA could catch one only if both were linked with the same C++ runtime.
+inline XLA_FFI_Error* in_exception_boundary(const char* target, XLA_FFI_Handler* handler,
+                                            XLA_FFI_CallFrame* frame) noexcept {
   const auto failure = [target, frame](const char* what) {
-    char text[512];  // what was thrown may have been std::bad_alloc
+    char text[512];  // no allocation: the exception may be std::bad_alloc
     std::snprintf(text, sizeof(text), "%s: C++ exception: %s", target, what);
     XLA_FFI_Error_Create_Args args{XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, text, XLA_FFI_Error_Code_INTERNAL};
     return frame->api->XLA_FFI_Error_Create(&args);
   };
   try {
     XLA_FFI_Error* const error = handler(frame);
-    if (frame->extension_start != nullptr && debug_check_is_enabled()) withdraw_traits(frame);
+    if (frame->extension_start != nullptr && debug_check_is_enabled()) clear_traits(frame);
     return error;
   } catch (const std::exception& e) {
     return failure(e.what());
@@ -182,10 +183,10 @@ inline XLA_FFI_Error* guarded(const char* target, XLA_FFI_Handler* handler, XLA_
 #define XA_EXPAND(name, stage, set) XA_JOIN(name, stage, set)
 #define XA_SYMBOL(name, stage) XA_EXPAND(name, stage, XA_SET)
 
-#define XA_HANDLER(name, stage, function, ...)                                             \
-  extern "C" void* XA_SYMBOL(name, stage)(void* frame) noexcept {                          \
-    XLA_FFI_DEFINE_HANDLER(handler, function, __VA_ARGS__);                                \
-    return xa::guarded("xla_gpu_" #name, handler, static_cast<XLA_FFI_CallFrame*>(frame)); \
+#define XA_HANDLER(name, stage, function, ...)                                                           \
+  extern "C" void* XA_SYMBOL(name, stage)(void* frame) noexcept {                                        \
+    XLA_FFI_DEFINE_HANDLER(handler, function, __VA_ARGS__);                                              \
+    return xa::in_exception_boundary("xla_gpu_" #name, handler, static_cast<XLA_FFI_CallFrame*>(frame)); \
   }
 
 #define XA_TARGET(name, op, ...)                                                                         \

@@ -1,4 +1,4 @@
-// The version of the XLA FFI that this set of handlers was compiled against.
+// The FFI API version that this set of handlers is compiled against.
 #include "binding.h"
 
 extern "C" void XA_SYMBOL(header, version)(int32_t* major, int32_t* minor) noexcept {

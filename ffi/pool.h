@@ -1,4 +1,4 @@
-// XLA's intra-op thread pool as the bridge sees it, whatever version of XLA's headers stands behind it.
+// XLA's intra-op thread pool as an interface for the bridge, which is independent of the version of XLA's headers.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -1,12 +1,12 @@
-// XLA's FFI headers, of the version that this set of handlers is compiled against.
+// XLA's FFI headers, in the version that this set of handlers is compiled against.
 //
-// The library holds two sets of handlers, each compiled against its own version of these headers. Both versions define
-// the same names with different meanings, and the linker would keep one definition of each inline function and template
-// for both sets. In an unnamed namespace none of them has a linkage, so each object has its own
+// The library contains two sets of handlers, each compiled against another version of these headers. Both versions
+// define the same names differently, and the linker would keep one definition of each inline function and template for
+// both sets. In an unnamed namespace they have internal linkage, so each object keeps its own
 // (tests/it/handler_sets.rs).
 #pragma once
 
-// What the headers themselves include has to be declared outside of that namespace.
+// Headers that XLA's headers include must be included outside of that namespace.
 #include <stddef.h>
 #include <stdint.h>
 

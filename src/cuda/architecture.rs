@@ -1,11 +1,11 @@
-//! Which machine code runs on which GPU; the build script asks as well.
+//! Which cubin runs on which GPU. The build script uses this module too.
 
-/// The newest of these architectures, the oldest first, whose machine code runs on a GPU of this compute capability.
+/// The newest of `archs`, which are in ascending order, whose cubins run on a GPU of this compute capability.
 pub(crate) fn newest_of<'a>(archs: impl DoubleEndedIterator<Item = &'a str>, capability: u32) -> Option<&'a str> {
     archs.rev().find(|arch| runs_on(arch, capability))
 }
 
-/// Machine code runs on its own architecture and on later minor versions of it; with an `a`, on its own alone.
+/// A cubin runs on its architecture and on later minor versions of it; one with the suffix `a` on its architecture only.
 fn runs_on(arch: &str, capability: u32) -> bool {
     match arch.strip_suffix('a') {
         Some(exact) => exact.parse() == Ok(capability),
@@ -14,7 +14,7 @@ fn runs_on(arch: &str, capability: u32) -> bool {
 }
 
 #[test]
-fn machine_code_runs_within_its_major_version() {
+fn a_cubin_runs_within_its_major_version() {
     assert!(runs_on("80", 80) && runs_on("80", 86) && runs_on("90a", 90));
     assert!(runs_on("100", 103) && runs_on("120", 121) && !runs_on("100", 110) && !runs_on("100", 120));
     assert!(!runs_on("89", 86) && !runs_on("80", 90) && !runs_on("90a", 100) && !runs_on("90", 120));

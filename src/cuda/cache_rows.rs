@@ -2,7 +2,7 @@
 
 use super::chunk::{self, CHUNK, Divisor, aligned_to};
 use super::device::Device;
-use super::launch::{Shape, copy};
+use super::enqueue::{LaunchConfig, copy};
 use super::params::cache_rows::NewRows as RowParams;
 pub(super) use super::params::cache_rows::{CacheType, HeadPartition, ROW_THREADS, RowPartition};
 use super::params::slots::SlotMapping;
@@ -51,7 +51,7 @@ impl HeadPartition {
 impl RowPartition {
     /// For rows that consist of these tensors' rows, and the shape of the launch: short rows share a CTA, and long rows
     /// have several CTAs.
-    pub(super) fn new(num_rows: usize, tensors: &[&HeadPartition]) -> Result<(Self, Shape)> {
+    pub(super) fn new(num_rows: usize, tensors: &[&HeadPartition]) -> Result<(Self, LaunchConfig)> {
         let row_threads = tensors.iter().fold(0, |sum: u32, heads| sum.saturating_add(heads.threads()));
         let cta_rows = (THREADS / row_threads).max(1);
         let row_ctas = row_threads.div_ceil(THREADS);
@@ -62,7 +62,7 @@ impl RowPartition {
         let grid = [(num_rows as u32).div_ceil(cta_rows), row_ctas, 1];
         let threads = Divisor::new(row_threads, u64::from(cta_threads));
         let partition = Self { num_rows: num_rows as i32, cta_rows: cta_rows as i32, threads };
-        Ok((partition, Shape { grid, threads: cta_threads, shared_memory: 0 }))
+        Ok((partition, LaunchConfig { grid, threads: cta_threads, shared_memory: 0 }))
     }
 }
 

@@ -5,23 +5,23 @@ use crate::error::{Error, Result};
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute as Attribute};
 use std::sync::OnceLock;
 
-/// Devices whose facts are remembered.
+/// Number of devices whose properties are cached.
 const DEVICES: usize = 64;
 
-/// What choosing a variant and sizing a grid ask of a device.
+/// The properties of a device that the choice of a variant and the size of a grid depend on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Device {
     /// Compute capability times ten: 80, 90, 103, 120.
     pub capability: u32,
-    /// Shared memory that one block can ask for, in bytes.
+    /// Largest dynamic shared memory of a CTA, in bytes.
     pub shared_memory: u32,
     /// Shared memory of an SM, in bytes.
     pub shared_memory_per_sm: u32,
-    /// Shared memory that the driver takes for itself from an SM for each block, in bytes.
+    /// Shared memory that the driver reserves per CTA, in bytes.
     pub reserved_per_block: u32,
     /// Number of SMs.
     pub sms: u32,
-    /// Whether kernels for sm_90a run here and the driver makes their tensor maps.
+    /// Whether kernels for sm_90a run on the device and the driver can encode tensor maps for them.
     pub has_tensor_maps: bool,
 }
 
@@ -68,14 +68,14 @@ impl Device {
         })
     }
 
-    /// Blocks that run at a time if each takes `shared_memory` bytes and its registers let `blocks_per_sm` share an SM.
+    /// CTAs that are resident at a time if each takes `shared_memory` bytes and registers allow `blocks_per_sm` of them per SM.
     pub(crate) fn resident_blocks(&self, shared_memory: u32, blocks_per_sm: u32) -> u32 {
         let fit = self.shared_memory_per_sm / (shared_memory + self.reserved_per_block);
         self.sms * fit.clamp(1, blocks_per_sm)
     }
 }
 
-/// The context that is current on this thread; XLA and torch make theirs current before they call us.
+/// The current context of this thread. XLA and torch make theirs current before they call the library.
 ///
 /// # Errors
 /// `UNAVAILABLE` without a driver, `FAILED_PRECONDITION` where no context is current.

@@ -2,8 +2,8 @@
 
 use super::chunk::{CHUNK, aligned_to};
 use super::device::Device;
-use super::kernel::Launch;
-use super::launch::Shape;
+use super::enqueue::LaunchConfig;
+use super::kernel_launch::Launch;
 use super::params::gather_kv_cache::{Codes, GATHER_SEQS, GATHER_THREADS, GatherParams, GatheredRows};
 use super::variants;
 use crate::error::Result;
@@ -38,7 +38,8 @@ impl Moves {
         // Of so many bytes of the results.
         let fits = |of: &gather_kv_cache::GatheredRows, bytes: usize| {
             let read = bytes / written * stored;
-            let strides = [of.cache.page_stride, of.cache.token_stride, of.cache.head_stride].map(|n| n * stored as i64);
+            let strides =
+                [of.cache.page_stride, of.cache.token_stride, of.cache.head_stride].map(|n| n * stored as i64);
             aligned_to(bytes, &[of.rows.dims[2] * written as i64, of.rows.data as i64])
                 && aligned_to(read, &[of.cache.data as i64])
                 && aligned_to(read, &strides)
@@ -84,7 +85,8 @@ fn plan(problem: &GatherKvCache) -> Result<Launch<GatherParams>> {
     let row_pieces = (keys.row_pieces + values.row_pieces) as usize;
     let enough = ENOUGH_CTAS * Device::current()?.sms as usize;
     let work = Work::new(problem, moves.dtype == DType::U8, row_pieces, enough);
-    let shape = Shape { grid: [work.ctas as u32, work.shares as u32, 1], threads: GATHER_THREADS, shared_memory: 0 };
+    let config =
+        LaunchConfig { grid: [work.ctas as u32, work.shares as u32, 1], threads: GATHER_THREADS, shared_memory: 0 };
     let converts = problem.cache_dtype != problem.keys.rows.dtype;
     let table = &problem.table;
     let params = GatherParams {
@@ -107,7 +109,7 @@ fn plan(problem: &GatherKvCache) -> Result<Launch<GatherParams>> {
         },
         piece: moves.piece as i32,
     };
-    Ok(Launch::new(KERNEL, variant, shape, params))
+    Ok(Launch::new(KERNEL, variant, config, params))
 }
 
 /// Load the kernel that [`launch`] takes.

@@ -1,7 +1,7 @@
 //! `kv_cache_update` on CUDA: copies the old cache if the result is another buffer, then stores the new rows.
 
 use super::cache_rows::{self, copy_unaliased_caches};
-use super::kernel::Launch;
+use super::kernel_launch::Launch;
 use super::params::cache_rows::{CacheUpdateParams, NewRows, RowPartition, UPDATE_HEADS_PER_THREAD};
 use super::params::slots::SlotMapping;
 use crate::error::Result;
@@ -21,8 +21,8 @@ fn plan(problem: &KvCacheUpdate) -> Result<Option<Launch<CacheUpdateParams>>> {
     let variant = cache_rows::variant([KERNEL, KERNEL_SM80], problem.key.rows.dtype)?;
     let key = NewRows::new(&problem.key, problem.cache_dtype, UPDATE_HEADS_PER_THREAD as u32);
     let value = NewRows::new(&problem.value, problem.cache_dtype, UPDATE_HEADS_PER_THREAD as u32);
-    let (partition, shape) = RowPartition::new(num_rows, &[&key.heads, &value.heads])?;
-    Ok(Some(Launch::new(KERNEL, variant, shape, CacheUpdateParams { key, value, slot_mapping, partition })))
+    let (partition, config) = RowPartition::new(num_rows, &[&key.heads, &value.heads])?;
+    Ok(Some(Launch::new(KERNEL, variant, config, CacheUpdateParams { key, value, slot_mapping, partition })))
 }
 
 /// Loads the kernel that [`launch`] enqueues.

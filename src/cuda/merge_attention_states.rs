@@ -1,8 +1,8 @@
 //! `merge_attention_states` on CUDA: a thread computes 16 bytes of the output at a time.
 
 use super::chunk::{self, CHUNK, Divisor, aligned_to};
-use super::kernel::Launch;
-use super::launch::Shape;
+use super::enqueue::LaunchConfig;
+use super::kernel_launch::Launch;
 use super::params::merge_attention_states::{AttentionState, MERGE_STATES_THREADS, MergeStatesParams};
 use super::variants;
 use crate::error::Result;
@@ -44,7 +44,7 @@ fn plan(problem: &MergeAttentionStates) -> Result<Option<Launch<MergeStatesParam
         if vectors >= LARGE_CALL_CTAS * u64::from(CTA_VECTORS) { CTA_VECTORS } else { MERGE_STATES_THREADS };
     let cta_rows = (cta_vectors / row_vectors).max(1);
     let row_ctas = if cta_rows > 1 { 1 } else { row_vectors.div_ceil(cta_vectors).min(MAX_CTAS_PER_ROW) };
-    let shape = Shape {
+    let config = LaunchConfig {
         grid: [(problem.num_rows as u32).div_ceil(cta_rows), row_ctas, 1],
         threads: MERGE_STATES_THREADS,
         shared_memory: 0,
@@ -62,7 +62,7 @@ fn plan(problem: &MergeAttentionStates) -> Result<Option<Launch<MergeStatesParam
         row_vectors: Divisor::new(row_vectors, u64::from(cta_rows) * u64::from(row_vectors)),
         head_vectors: Divisor::new(head_vectors, u64::from(row_vectors)),
     };
-    Ok(Some(Launch::new(KERNEL, variant, shape, params)))
+    Ok(Some(Launch::new(KERNEL, variant, config, params)))
 }
 
 /// Loads the kernel that [`launch`] enqueues.

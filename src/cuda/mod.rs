@@ -1,9 +1,9 @@
 //! The operators on NVIDIA GPUs: choose a variant, size the grid, launch on the caller's stream.
 //!
-//! Works through the driver API on whatever context is current: no device is set, no device memory allocated, nothing
-//! waited for, so every launch may be captured into a graph. Each operator has `prepare`, which loads what `launch`
-//! with the same problem could choose, and `launch`, which loads by itself what it finds missing. `host_copy` alone
-//! waits, for calls that are checked.
+//! The module uses the driver API on the current context. It sets no device, allocates no device memory and waits for
+//! nothing, so every launch can be captured into a graph. Each operator has `prepare`, which loads every kernel that `launch`
+//! could choose for the same problem, and `launch`, which loads a kernel itself if it is not loaded yet. Only `host_copy`
+//! waits, in debug check mode.
 
 use crate::problem::for_each_operator;
 
@@ -22,12 +22,12 @@ mod cache_rows;
 mod chunk;
 pub(crate) mod device;
 mod driver;
+pub(crate) mod enqueue;
 pub(crate) mod host_copy;
-mod image;
-mod kernel;
-mod kernel_file;
-pub(crate) mod launch;
+mod image_validation;
+mod kernel_launch;
 mod module;
+mod module_image;
 pub(crate) mod params;
 #[cfg(test)]
 mod sass;

@@ -1,8 +1,8 @@
-//! From a variant to a function of the current context: loaded once, found without a lock ever after.
+//! The function of a variant in the current context: loaded once per context, then found without a lock.
 
 use super::device::{Device, current_context};
 use super::driver::{self, check};
-use super::image::{self, Chosen};
+use super::module_image::{self, ModuleImage};
 use super::variants::{VARIANTS, Variant};
 use crate::error::{Code, Error, Result};
 use crate::failpoint::{self, Failpoint};
@@ -12,57 +12,61 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// The functions of one context. Modules are never unloaded, and a `Known` is never freed, because another thread may be
-/// reading it: a context that is reset or destroyed leaves its own behind, 8 bytes a variant.
-struct Known {
+/// The functions of one context. Modules are never unloaded, and a `ContextFunctions` is never freed, because another thread
+/// may be reading it. So a context that is reset or destroyed leaks 8 bytes per variant.
+struct ContextFunctions {
+    /// [`driver::context_id`] of the context.
     id: u64,
     address: CUcontext,
+    /// The function of each variant; null if it is not loaded.
     functions: [AtomicPtr<c_void>; VARIANTS.len()],
-    /// The next of the list that begins at [`NEWEST`].
-    next: AtomicPtr<Known>,
+    /// The next element of the list that begins at [`CONTEXTS`].
+    next: AtomicPtr<ContextFunctions>,
 }
 
-/// The contexts that are known, the newest first. Only [`load`] changes the list, one thread at a time.
-static NEWEST: AtomicPtr<Known> = AtomicPtr::new(std::ptr::null_mut());
+/// A linked list of the contexts that functions were loaded in, the newest first. Only [`load`] changes it, under its lock.
+static CONTEXTS: AtomicPtr<ContextFunctions> = AtomicPtr::new(std::ptr::null_mut());
 
-/// What a link of the list points to.
-fn follow(link: &AtomicPtr<Known>) -> Option<&'static Known> {
-    // SAFETY: null, or a `Known` that `load` has leaked.
+/// The element that a link of the list points to.
+fn follow(link: &AtomicPtr<ContextFunctions>) -> Option<&'static ContextFunctions> {
+    // SAFETY: a link is null or points to a `ContextFunctions` that `add` has leaked, which stays valid forever.
     unsafe { link.load(Ordering::Acquire).as_ref() }
 }
 
-fn known(id: u64) -> Option<&'static Known> {
-    std::iter::successors(follow(&NEWEST), |known| follow(&known.next)).find(|known| known.id == id)
+/// The entry of the context with this id.
+fn find_context(id: u64) -> Option<&'static ContextFunctions> {
+    std::iter::successors(follow(&CONTEXTS), |entry| follow(&entry.next)).find(|entry| entry.id == id)
 }
 
-/// The function of a variant on the current context, loaded if it is not there yet.
+/// The function of a variant in the current context; its module is loaded if necessary.
 ///
 /// # Errors
-/// Those of [`current_context`]; `FAILED_PRECONDITION` where the driver refuses the module.
+/// Those of [`current_context`]; `FAILED_PRECONDITION` if the driver refuses the module.
 pub(crate) fn function(variant: usize) -> Result<CUfunction> {
     let context = current_context()?;
     let id = driver::context_id(context)?;
-    let function = known(id).map_or(std::ptr::null_mut(), |known| known.functions[variant].load(Ordering::Acquire));
+    let function =
+        find_context(id).map_or(std::ptr::null_mut(), |entry| entry.functions[variant].load(Ordering::Acquire));
     if function.is_null() { load(variant, context, id) } else { Ok(function.cast()) }
 }
 
 #[cold]
 fn load(variant: usize, context: CUcontext, id: u64) -> Result<CUfunction> {
     static LOADING: Mutex<()> = Mutex::new(());
-    let _one_at_a_time = LOADING.lock().unwrap_or_else(PoisonError::into_inner);
-    let known = known(id).unwrap_or_else(|| add(context, id));
-    let there = known.functions[variant].load(Ordering::Acquire);
-    if !there.is_null() {
-        return Ok(there.cast());
+    let _lock = LOADING.lock().unwrap_or_else(PoisonError::into_inner);
+    let entry = find_context(id).unwrap_or_else(|| add(context, id));
+    let loaded = entry.functions[variant].load(Ordering::Acquire);
+    if !loaded.is_null() {
+        return Ok(loaded.cast());
     }
     let function = outside_capture(|| load_module(&VARIANTS[variant]))?;
-    known.functions[variant].store(function.cast(), Ordering::Release);
+    entry.functions[variant].store(function.cast(), Ordering::Release);
     Ok(function)
 }
 
-/// Put a context into the list, under the lock of [`load`]. Another one at its address is gone, and leaves the list.
-fn add(address: CUcontext, id: u64) -> &'static Known {
-    let mut link = &NEWEST;
+/// Adds a context to the list; [`load`] holds the lock. An older context at the same address no longer exists and is removed.
+fn add(address: CUcontext, id: u64) -> &'static ContextFunctions {
+    let mut link = &CONTEXTS;
     while let Some(other) = follow(link) {
         if other.address == address {
             link.store(other.next.load(Ordering::Relaxed), Ordering::Release);
@@ -71,66 +75,68 @@ fn add(address: CUcontext, id: u64) -> &'static Known {
         }
     }
     let functions = [const { AtomicPtr::new(std::ptr::null_mut()) }; VARIANTS.len()];
-    let next = AtomicPtr::new(NEWEST.load(Ordering::Relaxed));
-    let known: &'static Known = Box::leak(Box::new(Known { id, address, functions, next }));
-    NEWEST.store(std::ptr::from_ref(known).cast_mut(), Ordering::Release);
-    known
+    let next = AtomicPtr::new(CONTEXTS.load(Ordering::Relaxed));
+    let entry: &'static ContextFunctions = Box::leak(Box::new(ContextFunctions { id, address, functions, next }));
+    CONTEXTS.store(std::ptr::from_ref(entry).cast_mut(), Ordering::Release);
+    entry
 }
 
-/// Run `load` in the capture mode in which a load does not disturb a capture that this thread may be in.
+/// Runs `load` in relaxed capture mode, in which loading a module does not invalidate a capture of this thread.
 fn outside_capture<T>(load: impl FnOnce() -> Result<T>) -> Result<T> {
     let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-    // SAFETY: swaps the thread's mode with `mode`; swapped back below.
+    // SAFETY: exchanges the thread's mode and `mode`, a valid mode; it is exchanged back below.
     check(unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) }, "cuThreadExchangeStreamCaptureMode")?;
     let result = catch_panic(load).unwrap_or_else(|text| Err(Error::internal(format!("panic: {text}"))));
-    // SAFETY: `mode` holds what the thread had.
+    // SAFETY: `mode` is the thread's former mode.
     check(unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) }, "cuThreadExchangeStreamCaptureMode")?;
     result
 }
 
+/// Loads the module of a variant into the current context and returns its function.
 fn load_module(variant: &Variant) -> Result<CUfunction> {
     failpoint::trigger(Failpoint::CudaLoad);
     let device = Device::current()?;
-    let chosen = image::choose(variant, &device)?;
+    let image = module_image::select(variant, &device)?;
     let mut log = vec![0u8; 4096];
     let mut options =
         [sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
     let mut values: [*mut c_void; 2] = [log.as_mut_ptr().cast(), log.len() as *mut c_void];
     let mut module = std::ptr::null_mut();
-    // SAFETY: the image is a whole module (PTX ends in a zero), the option arrays have two entries each.
+    // SAFETY: the image is a complete cubin or zero-terminated PTX (`select` validates files), and both option arrays have
+    // two entries.
     let result = unsafe {
-        let image = chosen.words.as_ptr().cast();
+        let image = image.storage.as_ptr().cast();
         sys::cuModuleLoadDataEx(&raw mut module, image, 2, options.as_mut_ptr(), values.as_mut_ptr())
     };
-    check(result, "cuModuleLoadDataEx").map_err(|error| refused(variant, &chosen, &device, &error, &log))?;
+    check(result, "cuModuleLoadDataEx").map_err(|error| refused(variant, &image, &device, &error, &log))?;
     let mut function = std::ptr::null_mut();
-    // SAFETY: the module was just loaded, the name is terminated.
+    // SAFETY: the module has just been loaded, and the name is terminated.
     let result = unsafe { sys::cuModuleGetFunction(&raw mut function, module, variant.entry.as_ptr()) };
     check(result, "cuModuleGetFunction").map_err(|Error { code, message }| Error {
         code,
-        message: format!("the kernel {} is not in its module, {}: {message}", variant.name, chosen.origin),
+        message: format!("the kernel {} is not in its module, {}: {message}", variant.name, image.origin),
     })?;
     let largest = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
     let mut fixed = 0;
     let of_fixed = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
-    // SAFETY: the function was just found; both calls only read or set one of its attributes.
+    // SAFETY: the function is valid; the calls read and set one of its attributes.
     unsafe {
         check(sys::cuFuncGetAttribute(&raw mut fixed, of_fixed, function), "cuFuncGetAttribute")?;
         let dynamic = device.shared_memory as i32 - fixed;
         check(sys::cuFuncSetAttribute(function, largest, dynamic), "cuFuncSetAttribute")?;
     }
-    tracing::debug!("loaded {} for sm_{} from {}", variant.name, device.capability, chosen.origin);
+    tracing::debug!("loaded {} for sm_{} from {}", variant.name, device.capability, image.origin);
     Ok(function)
 }
 
-/// Why a module was refused and what would take it.
-fn refused(variant: &Variant, chosen: &Chosen, device: &Device, error: &Error, log: &[u8]) -> Error {
+/// The error for a module that the driver refuses, with what would help.
+fn refused(variant: &Variant, image: &ModuleImage, device: &Device, error: &Error, log: &[u8]) -> Error {
     let driver = driver::version()
         .map_or_else(|_| "unknown".into(), |version| format!("CUDA {}.{}", version / 1000, version % 1000 / 10));
     let log = String::from_utf8_lossy(log);
     let log = log.trim_matches(['\0', '\n', ' ']);
-    let (what, remedy) = if chosen.is_file {
-        (format!(", {},", chosen.origin), format!("without {} it is the built-in one", image::FOLDER))
+    let (what, remedy) = if image.is_file {
+        (format!(", {},", image.origin), format!("without {} it is the built-in one", module_image::FOLDER))
     } else {
         (String::new(), format!("it needs a driver that takes PTX {} for sm_{}", variant.ptx_version, variant.target))
     };

@@ -3,7 +3,7 @@
 
 use super::cache_rows::{self, copy_unaliased_caches};
 use super::chunk::{self, CHUNK, aligned_to};
-use super::kernel::Launch;
+use super::kernel_launch::Launch;
 use super::params::cache_rows::{HeadPartition, NewRows, RowPartition};
 use super::params::rope_kv_cache_update::{self as params, QueryRows, ROPE_HEADS_PER_THREAD, RopeParams};
 use super::params::slots::SlotMapping;
@@ -85,10 +85,10 @@ fn plan(problem: &RopeKvCacheUpdate) -> Result<Option<Launch<RopeParams>>> {
         partition(&update.key.rows, &problem.rotation, aligned, 1)
     });
     let value = NewRows::new(&update.value, update.cache_dtype, ROPE_HEADS_PER_THREAD as u32);
-    let (partition, shape) = RowPartition::new(num_rows, &[&query.heads, &key.heads, &value.heads])?;
+    let (partition, config) = RowPartition::new(num_rows, &[&query.heads, &key.heads, &value.heads])?;
     let slot_mapping = SlotMapping::new(update);
     let params = RopeParams { key, value, slot_mapping, partition, query, rotation: rotation(&problem.rotation) };
-    Ok(Some(Launch::new(KERNEL, variant, shape, params)))
+    Ok(Some(Launch::new(KERNEL, variant, config, params)))
 }
 
 /// Loads the kernel that [`launch`] enqueues.

@@ -1,7 +1,7 @@
 //! `simple_add` on CUDA: one thread per 16 bytes of the output.
 
-use super::kernel::Launch;
-use super::launch::Shape;
+use super::enqueue::LaunchConfig;
+use super::kernel_launch::Launch;
 use super::params::simple_add::SimpleAddParams;
 use super::variants;
 use crate::error::Result;
@@ -21,9 +21,10 @@ fn plan(problem: &SimpleAdd) -> Result<Option<Launch<SimpleAddParams>>> {
     let variant = variants::find(KERNEL, &[variants::dtype_value(problem.a.dtype)])?;
     let blocks = (n * problem.a.dtype.size()).div_ceil(16 * THREADS as usize);
     // The kernel has a grid-stride loop for outputs beyond the limit of the grid.
-    let shape = Shape { grid: [blocks.min(i32::MAX as usize) as u32, 1, 1], threads: THREADS, shared_memory: 0 };
+    let config =
+        LaunchConfig { grid: [blocks.min(i32::MAX as usize) as u32, 1, 1], threads: THREADS, shared_memory: 0 };
     let (a, b, out) = (problem.a.data.cast(), problem.b.data.cast(), problem.out.data.cast());
-    Ok(Some(Launch::new(KERNEL, variant, shape, SimpleAddParams { a, b, out, n: n as i64 })))
+    Ok(Some(Launch::new(KERNEL, variant, config, SimpleAddParams { a, b, out, n: n as i64 })))
 }
 
 /// Loads the kernel that [`launch`] enqueues.

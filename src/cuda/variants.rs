@@ -1,4 +1,4 @@
-//! The compiled kernels, as generated from `kernels/variants.toml`.
+//! The table of compiled kernels, generated from `kernels/variants.toml`.
 
 use crate::error::{Error, Result};
 use crate::tensor::DType;
@@ -9,20 +9,20 @@ pub(crate) use generated::{ARCHITECTURES, KERNELS, VARIANTS};
 mod generated {
     #![allow(clippy::unreadable_literal, reason = "written by build_support/kernel_table.rs")]
     #[cfg_attr(not(every_architecture), allow(unused_imports, reason = "there may be no kernel"))]
-    use super::{Axis, Image, Kernel, Resources, Variant};
+    use super::{Axis, CompressedImage, Kernel, Resources, Variant};
 
     include!(concat!(env!("OUT_DIR"), "/variants.rs"));
 }
 
-/// A kernel of the table: a name and the axes whose values select a variant.
+/// A kernel: a name and the axes whose values select a variant.
 pub(crate) struct Kernel {
     pub name: &'static str,
     pub axes: &'static [Axis],
-    /// For each combination of axis values, the last axis fastest: its index in [`VARIANTS`], or a hole.
+    /// For each combination of axis values, the last axis fastest: its index in [`VARIANTS`], or `None` if it is not built.
     pub slots: &'static [Option<usize>],
 }
 
-/// One choice that is made at compile time.
+/// A compile-time option and its values.
 pub(crate) struct Axis {
     pub name: &'static str,
     pub values: &'static [&'static str],
@@ -30,37 +30,38 @@ pub(crate) struct Axis {
 
 /// One compiled kernel.
 pub(crate) struct Variant {
-    /// `attention_bf16_128_prefill`: also the label in logs and benches.
+    /// The kernel's name and the axis values, `attention_bf16_128_prefill_none`; logs and benches use it.
     pub name: &'static str,
-    /// The function's name in the module.
+    /// Name of the function in the module.
     pub entry: &'static CStr,
     /// Architecture of the PTX.
     pub target: &'static str,
     /// The lowest PTX version that ptxas accepts for it.
     pub ptx_version: &'static str,
     /// PTX text with a terminating zero.
-    pub ptx: Image,
-    /// (architecture, machine code)
-    pub cubins: &'static [(&'static str, Image)],
-    /// (architecture, what ptxas says it takes)
+    pub ptx: CompressedImage,
+    /// (architecture, cubin)
+    pub cubins: &'static [(&'static str, CompressedImage)],
+    /// (architecture, resources that ptxas reports)
     pub resources: &'static [(&'static str, Resources)],
 }
 
 impl Variant {
-    /// Whether the library holds its images.
+    /// Whether the library contains its images.
     pub(crate) fn is_built(&self) -> bool {
         self.ptx.len > 0
     }
 }
 
-/// A compressed module.
-pub(crate) struct Image {
-    /// Bytes when unpacked.
+/// A module image, compressed with zstd.
+pub(crate) struct CompressedImage {
+    /// Size when decompressed, in bytes.
     pub len: usize,
+    /// The compressed bytes.
     pub zst: &'static [u8],
 }
 
-/// ptxas' report.
+/// The resources of a kernel as ptxas reports them.
 #[derive(Debug)]
 pub(crate) struct Resources {
     pub registers: u32,
@@ -68,7 +69,7 @@ pub(crate) struct Resources {
     pub smem_bytes: u32,
 }
 
-/// The value of the axis `dtype`.
+/// The value of the axis `dtype` for a dtype.
 pub(crate) fn dtype_value(dtype: DType) -> &'static str {
     match dtype {
         DType::F16 => "f16",

@@ -6,10 +6,10 @@
 //! recomputed by its definition, and of the other operators only the metadata is validated.
 
 use super::{Action, Call, run_backend};
+#[cfg(all(feature = "cuda", feature = "failpoints"))]
+use crate::cuda::enqueue;
 #[cfg(feature = "cuda")]
 use crate::cuda::host_copy;
-#[cfg(all(feature = "cuda", feature = "failpoints"))]
-use crate::cuda::launch;
 use crate::debug_check::accuracy;
 use crate::debug_check::compare::{Tolerance, compare, nonfinite_rows};
 use crate::debug_check::definition::{self, fp8_excess};
@@ -153,7 +153,7 @@ unsafe fn checked_on_cuda(args: &CallArguments, call: &Call, stream: Stream) -> 
         let sequences = validate_metadata(call.op, &second)?;
         run_backend(args, call.op, call.action)?;
         #[cfg(feature = "failpoints")]
-        corrupt_result(call, |to, byte, bytes| launch::fill(to, byte, bytes, stream))?;
+        corrupt_result(call, |to, byte, bytes| enqueue::fill(to, byte, bytes, stream))?;
         let memory = call.results.iter().map(fetch).collect::<Result<Vec<_>>>()?;
         let results: Vec<Tensor> = memory.iter().zip(call.results).map(|(host, result)| host.view(result)).collect();
         run_backend(&second, call.op, Action::RunOnCpu(&RayonPool))?;

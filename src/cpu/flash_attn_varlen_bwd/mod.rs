@@ -60,8 +60,10 @@ unsafe fn run_with(isa: Isa, problem: &FlashAttnVarlenBwd, pool: &dyn Pool) -> R
     let pool = if work < MIN_PARALLEL_WORK { &SingleThread } else { pool };
 
     let chunks = preprocess::num_chunks(forward.num_rows);
-    let (mut deltas, mut sinks) =
-        (AlignedBuffer::zeros(problem.dq.len() / forward.head_dim)?, AlignedBuffer::zeros(chunks * forward.num_q_heads)?);
+    let (mut deltas, mut sinks) = (
+        AlignedBuffer::zeros(problem.dq.len() / forward.head_dim)?,
+        AlignedBuffer::zeros(chunks * forward.num_q_heads)?,
+    );
     let (deltas, chunk_sinks) = (SharedBuffer::new(&mut deltas), SharedBuffer::new(&mut sinks));
     let preprocess_chunk = |(): &mut (), index: usize| {
         let sinks = chunk_sinks.as_mut_ptr().wrapping_add(index * forward.num_q_heads);

@@ -3,8 +3,8 @@
 
 use super::split::KvSplit;
 use super::tiles::KERNEL;
-use super::{Call, Launch, Launches, Parameter, UNLIMITED, most_tiles};
-use crate::cuda::launch::Shape;
+use super::{Call, Launch, Launches, Parameter, UNLIMITED, max_tiles};
+use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
 use crate::cuda::params::combine::COMBINE_THREADS;
 use crate::cuda::variants;
@@ -23,33 +23,33 @@ const ROWS_PER_WARP: i64 = 4;
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let (rows, seqs, decode) = (call.rows(), call.seqs(), call.decode);
     let longest = call.problem.queries.longest as i64;
-    let mostly_short = rows <= seqs || (1..=call.few()).contains(&longest);
+    let mostly_short = rows <= seqs || (1..=call.max_short_queries()).contains(&longest);
     if mostly_short && !call.problem.batch_invariant {
-        let tiles = most_tiles(rows * call.group(), decode.rows(), rows.min(seqs));
-        return of_sequences(call, tiles, UNLIMITED, true).map(Some);
+        let tiles = max_tiles(rows * call.group(), decode.rows(), rows.min(seqs));
+        return launches_for(call, tiles, UNLIMITED, true).map(Some);
     }
     if call.long_sequences() > 0 {
         Ok(None)
     } else {
-        of_sequences(call, most_short_tiles(call), call.few(), true).map(Some)
+        launches_for(call, max_short_tiles(call), call.max_short_queries(), true).map(Some)
     }
 }
 
 /// The maximum number of tiles of short sequences.
-pub(super) fn most_short_tiles(call: &Call) -> i64 {
+pub(super) fn max_short_tiles(call: &Call) -> i64 {
     let rows = call.decode.rows();
-    call.rows().min(call.seqs()) * ((call.few() * call.group() + rows - 1) / rows)
+    call.rows().min(call.seqs()) * ((call.max_short_queries() * call.group() + rows - 1) / rows)
 }
 
 /// The launches of a call with long sequences: decode for the short ones, and the launch that `prefill` returns, given its
 /// parameter, for the long ones.
-pub(super) fn beside<'c>(
+pub(super) fn with_prefill<'c>(
     call: &Call,
     prefill: impl FnOnce(&AttentionParams) -> Result<Launch<'c>>,
 ) -> Result<Launches<'c>> {
-    let mut launches = of_sequences(call, most_short_tiles(call), call.few(), false)?;
+    let mut launches = launches_for(call, max_short_tiles(call), call.max_short_queries(), false)?;
     let decode_is_first = launches.store_new_tokens;
-    let mut params = call.params_for(call.few() + 1, UNLIMITED);
+    let mut params = call.params_for(call.max_short_queries() + 1, UNLIMITED);
     params.clears_padding_rows = i32::from(!decode_is_first);
     let place = if decode_is_first { launches.list.len() } else { 0 };
     launches.list.insert(place, prefill(&params)?);
@@ -58,7 +58,7 @@ pub(super) fn beside<'c>(
 
 /// The launches that decode the sequences of up to `max_queries` queries, which have at most `tiles` tiles per KV head.
 /// `are_alone`: there is no other launch, which could write the padding rows.
-fn of_sequences<'c>(call: &Call, tiles: i64, max_queries: i64, are_alone: bool) -> Result<Launches<'c>> {
+fn launches_for<'c>(call: &Call, tiles: i64, max_queries: i64, are_alone: bool) -> Result<Launches<'c>> {
     let Call { problem, device, decode, .. } = call;
     let shared_memory = decode.decode_shared_memory(problem, device);
     let resident = device.resident_blocks(shared_memory, decode.ctas_per_sm);
@@ -70,8 +70,8 @@ fn of_sequences<'c>(call: &Call, tiles: i64, max_queries: i64, are_alone: bool) 
     params.partial = split.partial;
     params.new_tokens = new_tokens.unwrap_or(params.new_tokens);
     let grid = [problem.num_kv_heads as u32, split.ranges as u32, 1];
-    let shape = Shape { grid, threads: decode.threads(), shared_memory };
-    let attend = Launch::new(KERNEL, decode.variant(problem, device)?, shape, Parameter::Attention(params));
+    let config = LaunchConfig { grid, threads: decode.threads(), shared_memory };
+    let attend = Launch::new(KERNEL, decode.variant(problem, device)?, config, Parameter::Attention(params));
     let list = [Some(attend), combine(problem, &split, &params)?].into_iter().flatten().collect();
     Ok(Launches { list, store_new_tokens: new_tokens.is_some() })
 }
@@ -88,6 +88,6 @@ pub(super) fn combine<'c>(
     }
     let variant = variants::find(COMBINE_KERNEL, &[variants::dtype_value(problem.out.dtype)])?;
     let grid = [problem.num_kv_heads as u32, records, 1];
-    let shape = Shape { grid, threads: COMBINE_THREADS as u32, shared_memory: 0 };
-    Ok(Some(Launch::new(COMBINE_KERNEL, variant, shape, Parameter::Attention(*params))))
+    let config = LaunchConfig { grid, threads: COMBINE_THREADS as u32, shared_memory: 0 };
+    Ok(Some(Launch::new(COMBINE_KERNEL, variant, config, Parameter::Attention(*params))))
 }

@@ -4,7 +4,7 @@ use super::hopper::{HopperPrefill, PrefillParameter, next_tile_address};
 use super::split::KvSplit;
 use super::tiles::{AttentionTile, transforms_logits};
 use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode};
-use crate::cuda::launch::Shape;
+use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::{AttentionParams, TOKENS_PER_LOAD};
 use crate::cuda::params::hopper_prefill::HopperFusedParams;
 use crate::cuda::variants;
@@ -24,9 +24,9 @@ const ROWS_PER_SEQUENCE: i64 = 2;
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let Some((prefill, tile)) = tiles(call) else { return Ok(None) };
     let Call { problem, device, .. } = call;
-    let few = call.few();
+    let few = call.max_short_queries();
     let split =
-        KvSplit::new(problem, tile, decode::most_short_tiles(call), few, i64::from(device.sms), TILE_COUNTER_BYTES);
+        KvSplit::new(problem, tile, decode::max_short_tiles(call), few, i64::from(device.sms), TILE_COUNTER_BYTES);
     let with_partials = |params| AttentionParams { partial: split.partial, ..params };
     let short = with_partials(call.params_for(1, few));
     let long = AttentionParams { clears_padding_rows: 1, ..with_partials(call.params_for(few + 1, UNLIMITED)) };
@@ -36,8 +36,8 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let variant = variants::find(KERNEL, &[variants::dtype_value(problem.q.dtype), prefill.tile.head_dim])?;
     // One CTA per SM; the CTAs derive from the batch how many of them decode.
     let shared_memory = tile.shared_bytes.max(prefill.tile.shared_bytes);
-    let shape = Shape { grid: [device.sms, 1, 1], threads: tile.threads(), shared_memory };
-    let attend = Launch { next_tile, ..Launch::new(KERNEL, variant, shape, parameter) };
+    let config = LaunchConfig { grid: [device.sms, 1, 1], threads: tile.threads(), shared_memory };
+    let attend = Launch { next_tile, ..Launch::new(KERNEL, variant, config, parameter) };
     let combine = decode::combine(problem, &split, &short)?;
     let list = [Some(attend), combine].into_iter().flatten().collect();
     Ok(Some(Launches { list, store_new_tokens: false }))
@@ -63,7 +63,7 @@ fn tiles(call: &Call) -> Option<(HopperPrefill, &'static AttentionTile)> {
     let Call { problem, device, .. } = call;
     let tile = AttentionTile::of(problem, "fused").ok()?;
     let is_built = [problem.head_dim, problem.value_dim] == [tile.head_dim as usize; 2] && !transforms_logits(problem);
-    let has_enough_prefill = call.rows() > ROWS_PER_SEQUENCE * call.few() * call.seqs();
+    let has_enough_prefill = call.rows() > ROWS_PER_SEQUENCE * call.max_short_queries() * call.seqs();
     let loads_fit = matches!(problem.keys.storage,
         KeyStorage::Paged(table) if table.page_size.is_multiple_of(TOKENS_PER_LOAD as usize));
     let fits = tile.shared_bytes <= device.shared_memory && problem.num_kv_heads <= device.sms as usize;

@@ -4,10 +4,10 @@ mod page_divisor;
 mod tiles;
 
 use super::split::room;
-use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode, most_tiles};
+use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode, max_tiles};
 use crate::cuda::device::Device;
-use crate::cuda::kernel::NEXT_TILE_BYTES;
-use crate::cuda::launch::Shape;
+use crate::cuda::enqueue::LaunchConfig;
+use crate::cuda::kernel_launch::NEXT_TILE_BYTES;
 use crate::cuda::params::attention::AttentionParams;
 use crate::cuda::params::hopper_prefill::{HopperPrefillParams, PageDivisor};
 use crate::cuda::tensor_map::{Axis, TensorMap, supports_tma};
@@ -53,7 +53,7 @@ pub(super) fn launches_for_all<'c>(call: &Call<'c>) -> Result<Option<Launches<'c
     let Some(prefill) = takes_all(call.problem).then(|| HopperPrefill::of(call.problem, &call.device)).flatten() else {
         return Ok(None);
     };
-    let tiles = most_tiles(call.rows() * prefill.pack_gqa, prefill.tile.rows(), call.seqs().min(call.rows()));
+    let tiles = max_tiles(call.rows() * prefill.pack_gqa, prefill.tile.rows(), call.seqs().min(call.rows()));
     let params = AttentionParams { clears_padding_rows: 1, ..call.params_for(1, UNLIMITED) };
     let list = vec![prefill.launch(call, tiles, &params)?];
     Ok(Some(Launches { list, store_new_tokens: false }))
@@ -62,8 +62,8 @@ pub(super) fn launches_for_all<'c>(call: &Call<'c>) -> Result<Option<Launches<'c
 /// Strategy: prefill for the long sequences, decode for the others.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let Some(prefill) = HopperPrefill::of(call.problem, &call.device) else { return Ok(None) };
-    let tiles = most_tiles(call.rows() * prefill.pack_gqa, prefill.tile.rows(), call.long_sequences());
-    decode::beside(call, |params| prefill.launch(call, tiles, params)).map(Some)
+    let tiles = max_tiles(call.rows() * prefill.pack_gqa, prefill.tile.rows(), call.long_sequences());
+    decode::with_prefill(call, |params| prefill.launch(call, tiles, params)).map(Some)
 }
 
 /// Whether prefill computes the short sequences too, which saves decode's launches. If sequences are long on average and
@@ -126,10 +126,10 @@ impl HopperPrefill {
     }
 
     /// One CTA per SM, fewer if there are fewer tiles; `tiles` is the number per KV head.
-    fn shape(&self, problem: &Attention, tiles: i64, device: &Device) -> Shape {
+    fn shape(&self, problem: &Attention, tiles: i64, device: &Device) -> LaunchConfig {
         let all = tiles.max(1) * self.num_packs(problem);
         let ctas = all.min(i64::from(device.sms)) as u32;
-        Shape { grid: [ctas, 1, 1], threads: self.tile.threads(), shared_memory: self.tile.shared_bytes }
+        LaunchConfig { grid: [ctas, 1, 1], threads: self.tile.threads(), shared_memory: self.tile.shared_bytes }
     }
 
     /// Number of packs of all KV heads.

@@ -15,7 +15,7 @@ mod split;
 pub(super) mod tiles;
 
 use super::device::Device;
-use super::kernel;
+use super::kernel_launch;
 use super::params::attention::{AttentionParams, NewTokens};
 use crate::error::Result;
 use crate::problem::attention::Attention;
@@ -73,13 +73,13 @@ impl<'c> Call<'c> {
     }
 
     /// Maximum queries of a short sequence, whose packed rows fit one tile of decode.
-    fn few(&self) -> i64 {
+    fn max_short_queries(&self) -> i64 {
         (self.decode.rows() / self.group()).max(1)
     }
 
     /// Maximum number of long sequences.
     fn long_sequences(&self) -> i64 {
-        self.seqs().min(self.rows() / (self.few() + 1))
+        self.seqs().min(self.rows() / (self.max_short_queries() + 1))
     }
 
     /// The parameter of a launch for the sequences that have `min` to `max` queries.
@@ -93,7 +93,7 @@ const UNLIMITED: i64 = i32::MAX as i64;
 
 /// Maximum number of tiles of `tile` packed rows that `sequences` sequences with `packed` packed rows in total can have: an
 /// upper bound of the sum of `ceil(packed rows / tile)` over sequences with rows.
-fn most_tiles(packed: i64, tile: i64, sequences: i64) -> i64 {
+fn max_tiles(packed: i64, tile: i64, sequences: i64) -> i64 {
     (packed + sequences * (tile - 1)) / tile
 }
 
@@ -104,7 +104,7 @@ enum Parameter<'c> {
     Fused(Box<FusedParameter<'c>>),
 }
 
-impl kernel::Parameter for Parameter<'_> {
+impl kernel_launch::Parameter for Parameter<'_> {
     fn pass(&self, enqueue: impl FnOnce(*const c_void) -> Result) -> Result {
         match self {
             Self::Attention(params) => params.pass(enqueue),
@@ -114,7 +114,7 @@ impl kernel::Parameter for Parameter<'_> {
     }
 }
 
-type Launch<'c> = kernel::Launch<Parameter<'c>>;
+type Launch<'c> = kernel_launch::Launch<Parameter<'c>>;
 
 /// The launches of a call, in order. The first one also clears the padding rows.
 #[derive(Default)]
@@ -162,7 +162,7 @@ impl<'c> LaunchPlan<'c> {
 
     /// Loads the kernels that it launches.
     pub(crate) fn load(&self) -> Result {
-        self.0.list.iter().try_for_each(kernel::Launch::load)
+        self.0.list.iter().try_for_each(kernel_launch::Launch::load)
     }
 
     /// # Safety
@@ -189,7 +189,7 @@ pub(crate) unsafe fn launch(problem: &Attention, stream: Stream) -> Result {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::cuda::launch::Shape;
+    use crate::cuda::enqueue::LaunchConfig;
     use crate::cuda::variants;
     use crate::problem::attention::{KeyStorage, Keys, Queries, Score};
     use crate::problem::kv_cache_update::NewRows;
@@ -375,7 +375,7 @@ pub(super) mod tests {
                 tiles += (queries * group + 127) / 128;
                 left -= queries;
             }
-            let Shape { grid, .. } = prefill.shape;
+            let LaunchConfig { grid, .. } = prefill.config;
             assert!(
                 i64::from(grid[0]) >= 2 * tiles.max(1),
                 "{rows} rows, {seqs} sequences, group {group}: {tiles} tiles"

@@ -1,20 +1,21 @@
 //! Prefill on every GPU: one CTA per tile and KV head.
 
 use super::tiles::{AttentionTile, KERNEL};
-use super::{Call, Launch, Launches, Parameter, decode, most_tiles};
-use crate::cuda::launch::Shape;
+use super::{Call, Launch, Launches, Parameter, decode, max_tiles};
+use crate::cuda::enqueue::LaunchConfig;
 use crate::error::{Error, Result};
 
 /// Takes every call: a launch for the long sequences, and decode's launches for the others.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let Call { problem, device, .. } = call;
     let tile = AttentionTile::of(problem, "prefill")?;
-    let tiles = most_tiles(call.rows() * call.group(), tile.rows(), call.long_sequences()).max(1);
+    let tiles = max_tiles(call.rows() * call.group(), tile.rows(), call.long_sequences()).max(1);
     let ctas = tiles.saturating_mul(problem.num_kv_heads as i64);
     if ctas > i64::from(i32::MAX) {
         return Err(Error::unimplemented(format!("prefill takes up to {ctas} blocks; a grid has up to 2^31 - 1")));
     }
-    let shape = Shape { grid: [ctas as u32, 1, 1], threads: tile.threads(), shared_memory: tile.shared_bytes };
+    let config = LaunchConfig { grid: [ctas as u32, 1, 1], threads: tile.threads(), shared_memory: tile.shared_bytes };
     let variant = tile.variant(problem, device)?;
-    decode::beside(call, |params| Ok(Launch::new(KERNEL, variant, shape, Parameter::Attention(*params)))).map(Some)
+    decode::with_prefill(call, |params| Ok(Launch::new(KERNEL, variant, config, Parameter::Attention(*params))))
+        .map(Some)
 }

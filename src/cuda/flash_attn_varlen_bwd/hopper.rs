@@ -6,7 +6,7 @@
 
 use super::{Launch, Parameter, sinks};
 use crate::cuda::device::Device;
-use crate::cuda::launch::Shape;
+use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention_bwd::BackwardParams;
 use crate::cuda::params::hopper_bwd::{BackwardPlan, HopperBackwardParams, SequencePlan};
 use crate::cuda::tensor_map::{Axis, TensorMap, supports_tma};
@@ -141,12 +141,12 @@ impl Layout {
     }
 
     /// The shapes of the launches before the main ones and after them.
-    pub(super) fn sides(&self, problem: &FlashAttnVarlenBwd) -> [Shape; 2] {
+    pub(super) fn sides(&self, problem: &FlashAttnVarlenBwd) -> [LaunchConfig; 2] {
         let forward = &problem.forward;
         let prepare = 1 + forward.num_rows.div_ceil(PREPARED_ROWS) * forward.num_q_heads;
         let of_sums = self.num_groups.div_ceil(FINISHED_GROUPS) * forward.num_q_heads.div_ceil(FINISHED_HEADS);
         let of_rows = [forward.num_rows, problem.num_keys].map(|rows| rows.div_ceil(SIDE_THREADS as usize));
-        [prepare, of_sums + of_rows[0] + of_rows[1]].map(|ctas| Shape {
+        [prepare, of_sums + of_rows[0] + of_rows[1]].map(|ctas| LaunchConfig {
             grid: [ctas as u32, 1, 1],
             threads: SIDE_THREADS,
             shared_memory: 0,
@@ -155,7 +155,7 @@ impl Layout {
 }
 
 /// One launch of a kernel, by the values of its axes, with a parameter that begins with a [`HopperBackwardParams`].
-pub(super) type Step<'a> = (&'static str, Shape, &'a [&'static str]);
+pub(super) type Step<'a> = (&'static str, LaunchConfig, &'a [&'static str]);
 
 /// The launches in order, then that of the sinks.
 pub(super) fn in_order<'p>(
@@ -163,9 +163,9 @@ pub(super) fn in_order<'p>(
     steps: &[Step],
     parameter: &Parameter<'p>,
 ) -> Result<Vec<Launch<'p>>> {
-    let of_step = |&(kernel, shape, values): &Step| {
+    let of_step = |&(kernel, config, values): &Step| {
         let variant = variants::find(kernel, values)?;
-        Ok(Launch::new(kernel, variant, shape, parameter.clone()))
+        Ok(Launch::new(kernel, variant, config, parameter.clone()))
     };
     steps.iter().map(of_step).chain(sinks(problem, parameter.clone()).transpose()).collect()
 }
@@ -200,7 +200,7 @@ impl Hopper {
         let [prepare, finish] = self.layout.sides(problem);
         let main = most_tiles(problem, KEYS).clamp(1, i64::from(device.sms));
         let shared_memory = self.tile.shared_bytes;
-        let main = Shape { grid: [main as u32, 1, 1], threads: THREADS, shared_memory };
+        let main = LaunchConfig { grid: [main as u32, 1, 1], threads: THREADS, shared_memory };
         let dtype = variants::dtype_value(problem.forward.q.dtype);
         let values = [dtype, self.tile.head_dim_value, self.tile.logits];
         let steps = [

@@ -6,7 +6,7 @@
 use super::hopper::{Boxes, Layout, THREADS, in_order, lazy, logits_transform, most_tiles};
 use super::{Launch, Parameter};
 use crate::cuda::device::Device;
-use crate::cuda::launch::Shape;
+use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::hopper_bwd::HopperWideBackwardParams;
 use crate::cuda::tiles::{HOPPER_BWD_WIDE, HopperBwdWideTile as Tile};
 use crate::cuda::variants;
@@ -67,7 +67,7 @@ impl Wide {
         let [prepare, finish] = self.layout.sides(problem);
         let main = |tile: &Tile, ctas: i64| {
             let grid = [ctas.clamp(1, i64::from(device.sms)) as u32, 1, 1];
-            Shape { grid, threads: THREADS, shared_memory: tile.shared_bytes }
+            LaunchConfig { grid, threads: THREADS, shared_memory: tile.shared_bytes }
         };
         let of_main = self.tiles.map(|tile| [dtype, tile.gradient, tile.head_dim, tile.logits]);
         let [keys, queries] = self.tiles;

@@ -10,8 +10,8 @@ mod portable;
 
 use super::attention::params::check_rows;
 use super::device::Device;
-use super::kernel;
-use super::launch::Shape;
+use super::enqueue::LaunchConfig;
+use super::kernel_launch;
 use super::params::attention::AttentionParams;
 use super::params::attention_bwd::BackwardParams;
 use super::params::attention_bwd_sinks::SINKS_THREADS;
@@ -59,7 +59,7 @@ enum Parameter<'p> {
     Wide(Rc<LazyParams<'p, HopperWideBackwardParams>>),
 }
 
-impl kernel::Parameter for Parameter<'_> {
+impl kernel_launch::Parameter for Parameter<'_> {
     fn pass(&self, enqueue: impl FnOnce(*const c_void) -> Result) -> Result {
         match self {
             Self::Portable(params) => params.pass(enqueue),
@@ -69,7 +69,7 @@ impl kernel::Parameter for Parameter<'_> {
     }
 }
 
-type Launch<'p> = kernel::Launch<Parameter<'p>>;
+type Launch<'p> = kernel_launch::Launch<Parameter<'p>>;
 
 /// Answers with the launches of a call, or `None` to leave it to the strategies after it; as those of
 /// [`attention`](super::attention).
@@ -96,13 +96,13 @@ fn sinks<'p>(problem: &FlashAttnVarlenBwd, parameter: Parameter<'p>) -> Result<O
     }
     let variant = variants::find(SINKS_KERNEL, &[variants::dtype_value(problem.forward.q.dtype)])?;
     let grid = [problem.forward.num_q_heads as u32, 1, 1];
-    let shape = Shape { grid, threads: SINKS_THREADS as u32, shared_memory: 0 };
-    Ok(Some(Launch::new(SINKS_KERNEL, variant, shape, parameter)))
+    let config = LaunchConfig { grid, threads: SINKS_THREADS as u32, shared_memory: 0 };
+    Ok(Some(Launch::new(SINKS_KERNEL, variant, config, parameter)))
 }
 
 /// Load the kernels that [`launch`] takes.
 pub(crate) fn prepare(problem: &FlashAttnVarlenBwd) -> Result {
-    launches(problem)?.iter().try_for_each(kernel::Launch::load)
+    launches(problem)?.iter().try_for_each(kernel_launch::Launch::load)
 }
 
 /// # Safety

@@ -1,14 +1,13 @@
-//! The kernels for every GPU, type, head dimension and score: one for dQ, one for dK and dV.
+//! The portable backward kernels, for every GPU, dtype, head dimension and logits transform: one for dQ, one for dK and dV.
 //!
-//! `attention_bwd_dq` comes first, because it leaves for the others what it knows of each query row, where the workspace
-//! has room for that.
+//! `attention_bwd_dq` comes first: it stores delta of each query row in the workspace for the others, if that has room.
 
 use super::{Launch, Parameter, sinks};
 use crate::cuda::attention::tiles::transforms_logits;
 use crate::cuda::device::Device;
-use crate::cuda::launch::Shape;
+use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention_bwd::BackwardParams;
-use crate::cuda::tiles::{ATTENTION_BWD, AttentionBwdTile as Tile};
+use crate::cuda::tiles::{ATTENTION_BWD, AttentionBwdTile};
 use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::problem::attention::Attention;
@@ -17,7 +16,7 @@ use crate::tensor::Tensor;
 use std::ptr::null_mut;
 use std::rc::Rc;
 
-/// Where the workspace holds a number for each query row of each head; null where it is too small.
+/// The place of delta `[Hq, Tq]` in the workspace; null if the workspace is too small.
 fn delta(problem: &FlashAttnVarlenBwd) -> *mut f32 {
     let Some(workspace) = &problem.workspace else { return null_mut() };
     let lost = workspace.data.align_offset(align_of::<f32>());
@@ -30,8 +29,8 @@ fn bytes(workspace: &Tensor) -> usize {
     workspace.dims.first().map_or(0, |bytes| *bytes as usize)
 }
 
-impl Tile {
-    /// Rows that a CTA holds: packed query rows, or keys.
+impl AttentionBwdTile {
+    /// Rows that a CTA holds: packed query rows (dQ) or keys (dK and dV).
     fn held(&self) -> u64 {
         u64::from(16 * self.row_tiles * self.row_warps)
     }
@@ -41,9 +40,14 @@ impl Tile {
     }
 }
 
-/// The variant of `kernel` for a call and how it is cut up: of those of the least sufficient head dimension the first in
-/// the table that fits the device, and of its forms the plain one where scores are plain.
-fn variant(forward: &Attention, device: &Device, kernel: &str, gradient: &str) -> Result<(usize, &'static Tile)> {
+/// The variant of `kernel` for a call and its tile: among those of the smallest sufficient head dimension the first one of
+/// the table that fits the device, without a logits transform if the call has none and such a variant is built.
+fn variant(
+    forward: &Attention,
+    device: &Device,
+    kernel: &str,
+    gradient: &str,
+) -> Result<(usize, &'static AttentionBwdTile)> {
     let (dtype, dim) = (forward.q.dtype, forward.head_dim.max(forward.value_dim));
     let of_gradient = ATTENTION_BWD.iter().filter(|t| t.gradient == gradient && t.bytes as usize == dtype.size());
     let bucket = of_gradient.clone().map(|t| t.head_dim).filter(|bucket| *bucket as usize >= dim).min();
@@ -60,7 +64,7 @@ fn variant(forward: &Attention, device: &Device, kernel: &str, gradient: &str) -
         })
 }
 
-/// The launch that makes a gradient of which each KV head has `rows` rows; `None` where there is none.
+/// The launch that computes a gradient of `rows` rows per KV head; `None` if there are no rows.
 fn of_gradient<'p>(
     problem: &FlashAttnVarlenBwd,
     device: &Device,
@@ -75,11 +79,11 @@ fn of_gradient<'p>(
     if ctas > i32::MAX as u64 {
         return Err(Error::unimplemented(format!("{gradient} takes {ctas} blocks; a grid has up to 2^31 - 1")));
     }
-    let shape = Shape { grid: [ctas as u32, 1, 1], threads: tile.threads(), shared_memory: tile.shared_bytes };
-    Ok((ctas > 0).then(|| Launch::new(kernel, variant, shape, parameter)))
+    let config = LaunchConfig { grid: [ctas as u32, 1, 1], threads: tile.threads(), shared_memory: tile.shared_bytes };
+    Ok((ctas > 0).then(|| Launch::new(kernel, variant, config, parameter)))
 }
 
-/// Takes every call.
+/// The launches of a call; never `None`, because these kernels support every call.
 pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Option<Vec<Launch<'p>>>> {
     let forward = &problem.forward;
     let parameter = Parameter::Portable(Rc::new(BackwardParams::new(problem, &device, delta(problem))?));

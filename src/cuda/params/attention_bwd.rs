@@ -1,19 +1,19 @@
-//! The kernels of attention's gradients for every GPU.
+//! Parameter of the portable backward kernels.
 
 use super::attention::AttentionParams;
 use std::ffi::c_void;
 
-/// Letters as of [`AttentionParams`], and Tk key rows. Strides are in elements.
+/// Shapes use the letters of [`AttentionParams`], and Tk for key rows. Strides are in elements.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct BackwardParams {
-    /// Over contiguous keys; its out and lse are read.
+    /// The forward call, over contiguous keys; its `out` and `lse` are read.
     pub forward: AttentionParams,
     /// `[Tq, Hq, Dv]`
     pub dout: *const c_void,
     pub dout_token_stride: i64,
     pub dout_head_stride: i64,
-    /// `[Hq, Tq]`; null is 0.
+    /// `[Hq, Tq]`; null stands for zeros.
     pub dlse: *const f32,
     /// `[Tq, Hq, D]`, dense.
     pub dq: *mut c_void,
@@ -23,7 +23,8 @@ pub struct BackwardParams {
     pub dv: *mut c_void,
     /// `[Hq]`
     pub dsinks: *mut f32,
-    /// `[Hq, Tq]`, which `attention_bwd_dq` writes for the others; null where there is no room for it.
+    /// `[Hq, Tq]` in the workspace: `attention_bwd_dq` writes it and the other kernels read it. Null if the workspace is too
+    /// small; the others then compute it themselves.
     pub delta: *mut f32,
     pub softmax_scale: f32,
     pub reserved: i32,

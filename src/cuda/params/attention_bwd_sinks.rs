@@ -1,4 +1,4 @@
-//! `attention_bwd_sinks`.
+//! Constants of the kernel `attention_bwd_sinks`.
 
 /// Threads per CTA.
 pub const SINKS_THREADS: i32 = 512;

@@ -1,17 +1,16 @@
-//! Whether a file that is to take a kernel's place is a whole module: the driver reads past the end of one that is cut
-//! short.
+//! Checks that a replacement file of a kernel is a complete image: the driver would read past the end of a truncated one.
 
-/// Size of a section header and of a program header of ELF64.
+/// Sizes of a section header and of a program header in ELF64.
 const SECTION_BYTES: u16 = 64;
 const SEGMENT_BYTES: u16 = 56;
-/// `e_machine` of NVIDIA's GPUs.
+/// `e_machine` of a cubin.
 const EM_CUDA: u16 = 190;
-/// The section without bytes in the file.
+/// Section type without bytes in the file.
 const SHT_NOBITS: u32 = 8;
 
-/// What is wrong with machine code: a 64-bit ELF file for NVIDIA's GPUs, all of whose headers, sections and segments lie
-/// within it.
-pub(super) fn fault_of_cubin(bytes: &[u8]) -> Option<String> {
+/// Returns what is wrong with a cubin. A valid one is a 64-bit ELF file for NVIDIA GPUs that contains all of its headers,
+/// sections and segments.
+pub(super) fn cubin_error(bytes: &[u8]) -> Option<String> {
     if !bytes.starts_with(b"\x7fELF\x02\x01") || read_u16(bytes, 18) != Some(EM_CUDA) {
         return Some("is not machine code for NVIDIA GPUs (64-bit ELF)".into());
     }
@@ -21,14 +20,14 @@ pub(super) fn fault_of_cubin(bytes: &[u8]) -> Option<String> {
     }
 }
 
-/// What is wrong with a PTX text; the driver's compiler finds what is wrong within its lines.
-pub(super) fn fault_of_ptx(bytes: &[u8]) -> Option<String> {
+/// Returns what is wrong with PTX. It checks that the bytes are PTX text; the driver's compiler reports errors within it.
+pub(super) fn ptx_error(bytes: &[u8]) -> Option<String> {
     let text = bytes.strip_suffix(b"\0").unwrap_or(bytes);
     let is_ptx = std::str::from_utf8(text).is_ok_and(|text| !text.contains('\0') && text.contains(".version"));
     (!is_ptx).then(|| "is not a PTX text".into())
 }
 
-/// The byte after the last one that a header names; `None` where a header itself is not there, or is not one of ELF64.
+/// The end of the last header, section or segment; `None` if a header is missing or is not ELF64's.
 fn end_of_elf(bytes: &[u8]) -> Option<u64> {
     let (segments, sections) = (read_u64(bytes, 32)?, read_u64(bytes, 40)?);
     let (segment_bytes, segment_count) = (read_u16(bytes, 54)?, read_u16(bytes, 56)?);
@@ -76,15 +75,15 @@ mod tests {
             let (_, image) = &variant.cubins[0];
             let bytes: Vec<u8> = image.unpack().unwrap().iter().flat_map(|word| word.to_le_bytes()).collect();
             let bytes = &bytes[..image.len];
-            assert_eq!(fault_of_cubin(bytes), None, "{}", variant.name);
+            assert_eq!(cubin_error(bytes), None, "{}", variant.name);
             for missing in [1, 8, 57, bytes.len() / 2, bytes.len() - 64, bytes.len() - 17, bytes.len()] {
-                let fault = fault_of_cubin(&bytes[..bytes.len() - missing]);
-                assert!(fault.is_some(), "{}: {missing} bytes missing", variant.name);
+                let error = cubin_error(&bytes[..bytes.len() - missing]);
+                assert!(error.is_some(), "{}: {missing} bytes missing", variant.name);
             }
         }
     }
 
-    /// Headers of any content are refused or not, and nothing is read outside of the file.
+    /// Headers with any content are accepted or refused without a panic, that is, without reads outside of the file.
     #[test]
     #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
     fn damaged_headers_do_no_harm() {
@@ -95,21 +94,21 @@ mod tests {
             for value in [0, 1, 0x7f, 0x80, 0xff] {
                 let mut damaged = bytes.clone();
                 damaged[at] = value;
-                let _ = fault_of_cubin(&damaged);
+                let _ = cubin_error(&damaged);
             }
         }
-        // A table of sections that ends past the largest number.
+        // The end of the section table overflows.
         let mut damaged = bytes;
         damaged[40..48].copy_from_slice(&u64::MAX.to_le_bytes());
-        assert!(fault_of_cubin(&damaged).is_some());
+        assert!(cubin_error(&damaged).is_some());
     }
 
     #[test]
     fn texts_are_told_from_other_files() {
-        assert_eq!(fault_of_ptx(b"// a comment\n.version 7.0\n.target sm_80\n"), None);
-        assert_eq!(fault_of_ptx(b".version 7.0\n\0"), None);
+        assert_eq!(ptx_error(b"// a comment\n.version 7.0\n.target sm_80\n"), None);
+        assert_eq!(ptx_error(b".version 7.0\n\0"), None);
         for other in [&b""[..], b"\x7fELF", b".version 7.0\n\0.target", b"corrupt", b".version \xff"] {
-            assert!(fault_of_ptx(other).is_some(), "{other:?}");
+            assert!(ptx_error(other).is_some(), "{other:?}");
         }
     }
 }

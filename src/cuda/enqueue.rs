@@ -1,4 +1,4 @@
-//! The one place that enqueues work.
+//! Enqueues kernels, copies and fills on a stream. No other module does.
 
 use super::driver::{self, check};
 use crate::error::Result;
@@ -7,13 +7,14 @@ use crate::stream::Stream;
 use cudarc::driver::sys::{self, CUfunction};
 use std::ffi::c_void;
 
-/// Blocks, threads and dynamic shared memory of a launch.
+/// Launch configuration of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Shape {
+pub(crate) struct LaunchConfig {
+    /// CTAs along x, y and z.
     pub grid: [u32; 3],
-    /// Threads of a block.
+    /// Threads per CTA.
     pub threads: u32,
-    /// Bytes of dynamic shared memory.
+    /// Dynamic shared memory per CTA, in bytes.
     pub shared_memory: u32,
 }
 
@@ -21,21 +22,27 @@ pub(crate) struct Shape {
 ///
 /// # Safety
 /// `parameter` is a readable struct, laid out as the kernel's parameter; what it points to outlives the kernel's run.
-pub(super) unsafe fn launch(function: CUfunction, shape: Shape, stream: Stream, parameter: *const c_void) -> Result {
+pub(super) unsafe fn launch(
+    function: CUfunction,
+    config: LaunchConfig,
+    stream: Stream,
+    parameter: *const c_void,
+) -> Result {
     failpoint::trigger(Failpoint::CudaLaunch);
     let mut parameters = [parameter.cast_mut()];
-    let [x, y, z] = shape.grid;
-    // SAFETY: the driver copies the parameter before it returns; the rest is this function's contract.
+    let [x, y, z] = config.grid;
+    // SAFETY: `parameters` holds the kernel's only parameter, which the driver copies before it returns. The caller
+    // guarantees its layout and the lifetime of the memory it points to.
     let result = unsafe {
         sys::cuLaunchKernel(
             function,
             x,
             y,
             z,
-            shape.threads,
+            config.threads,
             1,
             1,
-            shape.shared_memory,
+            config.shared_memory,
             stream.0 as sys::CUstream,
             parameters.as_mut_ptr(),
             std::ptr::null_mut(),
