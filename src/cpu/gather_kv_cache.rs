@@ -14,8 +14,9 @@ use std::ops::Range;
 /// Bytes of a task, enough to pay for scheduling it.
 const TASK_BYTES: usize = 1 << 18;
 
-/// Bytes of K and V of a page up to which the following pages are prefetched, if K and V of a page are not adjacent.
-/// Within adjacent bytes the CPU's hardware prefetchers do this.
+/// Bytes of K and V of a page up to which the following pages are prefetched, if rows are converted and K and V of a
+/// page are not adjacent. Within adjacent bytes the CPU's hardware prefetchers do this, and a copy executes so few
+/// instructions per row that its loads run ahead.
 const MAX_PREFETCHED_PAGE: usize = 1 << 12;
 /// Pages between the one that is copied and the one that is prefetched.
 const PREFETCH_DISTANCE: usize = 8;
@@ -25,6 +26,9 @@ const BATCH_RUNS: usize = 128;
 
 /// Bytes of a result from which on it is stored with non-temporal stores, because the caches would not hold it.
 const MIN_NONTEMPORAL: usize = 1 << 24;
+
+/// Bytes of a contiguous range up to which it is copied in vectors, because calling memcpy takes longer.
+const MAX_VECTOR_COPY: usize = 1 << 9;
 
 /// The least scale for which fp8 is converted in bf16 pairs, whose products may lose subnormal numbers. An fp8 number
 /// is 0 or at least 2^-16 (e5m2), and bf16 is subnormal below 2^-126, so that with this scale no product is subnormal.
@@ -64,6 +68,21 @@ impl GatheredRows<'_> {
     /// (Hkv, D)
     fn heads(&self) -> [usize; 2] {
         [1, 2].map(|axis| self.rows.dims[axis] as usize)
+    }
+
+    /// Whether rows are copied bit by bit out of a cache of this dtype.
+    fn is_copied(&self, cache_dtype: DType) -> bool {
+        self.scale.is_none() && self.rows.dtype == cache_dtype
+    }
+
+    /// Whether a contiguous range has one head: the heads are not adjacent in the cache, or each has its scale.
+    fn separates_heads(&self) -> bool {
+        self.cache.head_stride != self.rows.dims[2] || self.scale.is_some_and(|scale| scale.per_head)
+    }
+
+    /// Whether a contiguous range has all adjacent tokens of a page.
+    fn joins_tokens(&self) -> bool {
+        !self.separates_heads() && self.cache.token_stride == self.rows.dims[1] * self.rows.dims[2]
     }
 }
 
@@ -116,17 +135,12 @@ impl SimdKernel for GatherRows<'_> {
         let row_elements: usize = results.iter().map(|result| result.heads().iter().product::<usize>()).sum();
         let page_bytes = page_size * row_elements * problem.cache_dtype.size();
         let [keys, values] = results.map(|result| result.cache.data.addr());
-        let prefetches = page_bytes <= MAX_PREFETCHED_PAGE && keys.abs_diff(values) >= page_bytes;
+        let copies = results.into_iter().all(|result| result.is_copied(problem.cache_dtype));
+        let prefetches = !copies && page_bytes <= MAX_PREFETCHED_PAGE && keys.abs_diff(values) >= page_bytes;
         let end = rows.end.min(starts[problem.num_seqs] as usize);
+        let joins_tokens = results.into_iter().all(GatheredRows::joins_tokens);
         let mut batch = [Run::default(); BATCH_RUNS];
-        let mut count = 0;
-        let gather_batch = |runs: &[Run]| {
-            for result in results {
-                // SAFETY: each run is in one page of the cache, since page ids are clamped, and its rows are the
-                // task's.
-                unsafe { simd.vectorize(GatherRuns { result, cache_dtype: problem.cache_dtype, runs, prefetches }) };
-            }
-        };
+        let (mut count, mut first_row) = (0, rows.start);
         let mut row = rows.start;
         // The last sequence that begins at or before the row. It has the row: empty sequences with the same start come
         // before it.
@@ -135,12 +149,27 @@ impl SimdKernel for GatherRows<'_> {
             let (token, next) = (row - starts[b] as usize, end.min(starts[b + 1] as usize));
             let (mut entry, mut offset) = (token / page_size, token % page_size);
             while row < next {
-                let tokens = (page_size - offset).min(next - row);
-                batch[count] = Run { page: page(b, entry), token: offset, row, tokens };
-                (row, entry, offset, count) = (row + tokens, entry + 1, 0, count + 1);
+                let tokens = if joins_tokens { page_size - offset } else { 1 }.min(next - row);
+                let page = page(b, entry);
+                let offsets = results.map(|GatheredRows { cache, .. }| {
+                    (page * cache.page_stride + offset as i64 * cache.token_stride) as isize
+                });
+                batch[count] = Run { offsets, tokens };
+                (row, offset, count) = (row + tokens, offset + tokens, count + 1);
+                if offset == page_size {
+                    (entry, offset) = (entry + 1, 0);
+                }
                 if count == BATCH_RUNS || row == end {
-                    gather_batch(&batch[..count]);
-                    count = 0;
+                    let runs = &batch[..count];
+                    for (index, result) in results.into_iter().enumerate() {
+                        let cache_dtype = problem.cache_dtype;
+                        // SAFETY: each run is in one page of the cache, since page ids are clamped, and its rows are
+                        // the task's.
+                        unsafe {
+                            simd.vectorize(GatherRuns { result, index, cache_dtype, runs, first_row, prefetches });
+                        }
+                    }
+                    (count, first_row) = (0, row);
                 }
             }
             b += 1;
@@ -154,14 +183,12 @@ impl SimdKernel for GatherRows<'_> {
     }
 }
 
-/// Adjacent tokens of a page, and the rows of the results that they are copied to.
+/// Adjacent tokens of a page; one token where a contiguous range has one at most. The rows of a run follow those of the
+/// run before it.
 #[derive(Clone, Copy, Default)]
 struct Run {
-    page: i64,
-    /// The first token, counted within the page.
-    token: usize,
-    /// The first row of the results.
-    row: usize,
+    /// Offsets of the first token in the caches of K and V, in elements.
+    offsets: [isize; 2],
     tokens: usize,
 }
 
@@ -171,8 +198,12 @@ struct Run {
 /// The tokens are tokens of the cache; the rows are below N and writable, and nothing else accesses them.
 struct GatherRuns<'a> {
     result: &'a GatheredRows<'a>,
+    /// 0 for K, 1 for V.
+    index: usize,
     cache_dtype: DType,
     runs: &'a [Run],
+    /// The row of the result that the first token is copied to.
+    first_row: usize,
     prefetches: bool,
 }
 
@@ -183,7 +214,7 @@ impl SimdKernel for GatherRuns<'_> {
         // SAFETY: the contract of the type holds for the runs, and each arm names the element types of the cache and of
         // the result.
         unsafe {
-            if self.result.scale.is_none() && self.cache_dtype == self.result.rows.dtype {
+            if self.result.is_copied(self.cache_dtype) {
                 return self.copy(simd);
             }
             match self.cache_dtype {
@@ -198,42 +229,33 @@ impl SimdKernel for GatherRuns<'_> {
 }
 
 impl GatherRuns<'_> {
-    /// Offsets in elements of a run's token `token`, in the cache and in the result.
+    /// Calls `each(from, to, head, len)` for each contiguous range of the cache, in the order of the result: its offsets in
+    /// the cache and in the result, its first head and its length, in elements. A range is a run, or one head of a token.
     #[inline(always)]
-    fn offsets(&self, run: &Run, token: usize) -> (isize, usize) {
-        let (cache, [heads, head_dim]) = (&self.result.cache, self.result.heads());
-        let from = run.page * cache.page_stride + (run.token + token) as i64 * cache.token_stride;
-        (from as isize, (run.row + token) * heads * head_dim)
-    }
-
-    /// The ranges of elements that are contiguous both in the cache and in the result: the whole run, all heads of a
-    /// token, or one head. With `separate_heads` a range has at most one head.
-    #[inline(always)]
-    fn contiguous_ranges(&self, run: &Run, separate_heads: bool) -> ContiguousRanges {
-        let (cache, [heads, head_dim]) = (&self.result.cache, self.result.heads());
-        let heads_contiguous = cache.head_stride == head_dim as i64 && !separate_heads;
-        let all_contiguous = heads_contiguous && cache.token_stride == (heads * head_dim) as i64;
-        let row = heads * head_dim;
-        match (all_contiguous, heads_contiguous) {
-            (true, _) => ContiguousRanges { tokens: 1, ranges: 1, len: run.tokens * row },
-            (_, true) => ContiguousRanges { tokens: run.tokens, ranges: 1, len: row },
-            _ => ContiguousRanges { tokens: run.tokens, ranges: heads, len: head_dim },
-        }
-    }
-
-    /// Prefetch the cache rows of the run `PREFETCH_DISTANCE` after this one.
-    #[inline(always)]
-    fn prefetch_after(&self, index: usize) {
-        let Some(run) = self.runs.get(index + PREFETCH_DISTANCE).filter(|_| self.prefetches) else { return };
-        let ContiguousRanges { tokens, ranges, len } = self.contiguous_ranges(run, false);
-        let (cache, size) = (&self.result.cache, self.cache_dtype.size());
-        for token in 0..tokens {
-            let (from, _) = self.offsets(run, token);
-            for head in 0..ranges as isize {
-                let from = (from + head * cache.head_stride as isize) * size as isize;
-                prefetch_row(cache.data.wrapping_offset(from), len * size);
+    fn for_each_range(&self, mut each: impl FnMut(isize, usize, usize, usize)) {
+        let [heads, head_dim] = self.result.heads();
+        let head_stride = self.result.cache.head_stride as isize;
+        let (ranges, token_len) = if self.result.separates_heads() { (heads, head_dim) } else { (1, heads * head_dim) };
+        let mut to = self.first_row * heads * head_dim;
+        for (i, run) in self.runs.iter().enumerate() {
+            self.prefetch_after(i);
+            let (mut from, len) = (run.offsets[self.index], run.tokens * token_len);
+            for head in 0..ranges {
+                // The only call of the closure: with a second one the compiler may not inline it, and then it is
+                // compiled without the instruction set.
+                each(from, to, head, len);
+                (from, to) = (from + head_stride, to + len);
             }
         }
+    }
+
+    /// Prefetch the cache rows of the run `PREFETCH_DISTANCE` after run `i`.
+    #[inline(always)]
+    fn prefetch_after(&self, i: usize) {
+        let Some(run) = self.runs.get(i + PREFETCH_DISTANCE).filter(|_| self.prefetches) else { return };
+        let (size, row) = (self.cache_dtype.size(), self.result.heads().iter().product::<usize>());
+        let from = self.result.cache.data.wrapping_offset(run.offsets[self.index] * size as isize);
+        prefetch_row(from, run.tokens * row * size);
     }
 
     /// Whether aligned vectors of the result are stored with non-temporal stores.
@@ -248,32 +270,24 @@ impl GatherRuns<'_> {
     #[inline(always)]
     unsafe fn copy<S: Simd>(&self, simd: S) {
         let (size, vector) = (self.result.rows.dtype.size(), S::LANES * size_of::<f32>());
-        let (nontemporal, head_stride) =
-            (self.stores_nontemporal::<S>(), self.result.cache.head_stride as isize * size as isize);
-        for (index, run) in self.runs.iter().enumerate() {
-            self.prefetch_after(index);
-            let ContiguousRanges { tokens, ranges, len } = self.contiguous_ranges(run, false);
+        let nontemporal = self.stores_nontemporal::<S>();
+        self.for_each_range(|from, to, _, len| {
             let bytes = len * size;
-            for token in 0..tokens {
-                let (from, to) = self.offsets(run, token);
-                // SAFETY: elements of the token's rows in the cache, whose strides the problem has validated, and of
-                // the run's rows in the result.
-                unsafe {
-                    let from = self.result.cache.data.offset(from * size as isize).cast_const();
-                    let to = self.result.rows.data.add(to * size);
-                    for head in 0..ranges {
-                        let (from, to) = (from.offset(head as isize * head_stride), to.add(head * bytes));
-                        let stored = if nontemporal && is_aligned::<S>(to) { bytes - bytes % vector } else { 0 };
-                        for i in (0..stored).step_by(vector) {
-                            simd.store_nontemporal(to.add(i).cast(), simd.load(from.add(i).cast()));
-                        }
-                        if stored < bytes {
-                            to.add(stored).copy_from_nonoverlapping(from.add(stored), bytes - stored);
-                        }
-                    }
+            // SAFETY: elements of the run's tokens in the cache, whose strides the problem has validated, and of the run's
+            // rows in the result.
+            unsafe {
+                let from = self.result.cache.data.offset(from * size as isize).cast_const();
+                let to = self.result.rows.data.add(to * size);
+                let nontemporal = nontemporal && is_aligned::<S>(to);
+                let stored = if nontemporal || bytes <= MAX_VECTOR_COPY { bytes - bytes % vector } else { 0 };
+                for i in (0..stored).step_by(vector) {
+                    store(simd, to.add(i).cast(), simd.load(from.add(i).cast()), nontemporal);
+                }
+                if stored < bytes {
+                    to.add(stored).copy_from_nonoverlapping(from.add(stored), bytes - stored);
                 }
             }
-        }
+        });
     }
 
     /// Convert rows of 8-bit floats.
@@ -282,7 +296,7 @@ impl GatherRuns<'_> {
     /// As [`GatherRuns`]; the cache holds `F`, the result f16, bf16 or f32.
     #[inline(always)]
     unsafe fn decode<S: Simd, F: LoadElement>(&self, simd: S) {
-        let nontemporal = self.stores_nontemporal::<S>();
+        let (nontemporal, has_scale) = (self.stores_nontemporal::<S>(), self.result.scale.is_some());
         let table = (S::ELEMENTS_PER_LANE == 2).then(|| simd.fp8_table(Fp8ToBf16Table::of(self.cache_dtype)));
         // SAFETY: the caller guarantees the element types. Each closure stays below the `len` elements that it is
         // given: 2 * LANES bf16 fill the LANES lanes of a vector.
@@ -291,13 +305,20 @@ impl GatherRuns<'_> {
                 DType::F16 => self.convert::<S, F, f16>(simd, |_, _, _, _| 0),
                 DType::BF16 => self.convert::<S, F, bf16>(simd, |from, to, len, factor| {
                     let Some(table) = table.filter(|_| factor.abs() >= MIN_PAIR_SCALE) else { return 0 };
-                    let (done, scale) = (len - len % (2 * S::LANES), simd.splat(factor));
+                    let (vector, scale) = (2 * S::LANES, simd.splat(factor));
                     let nontemporal = nontemporal && is_aligned::<S>(to);
-                    for i in (0..done).step_by(2 * S::LANES) {
-                        let pairs = simd.load_fp8_pairs(table, from.add(i).cast(), 2 * S::LANES);
-                        let pairs = if self.result.scale.is_none() { pairs } else { simd.scale_pairs(pairs, scale) };
-                        let to = to.add(i).cast();
-                        if nontemporal { simd.store_nontemporal(to, pairs) } else { simd.store(to, pairs) }
+                    let (in_twos, done) = (len - len % (2 * vector), len - len % vector);
+                    for i in (0..in_twos).step_by(2 * vector) {
+                        let both = simd.load_fp8_pairs_2(table, from.add(i).cast());
+                        for (j, pairs) in both.into_iter().enumerate() {
+                            let pairs = if has_scale { simd.scale_pairs(pairs, scale) } else { pairs };
+                            store(simd, to.add(i + j * vector).cast(), pairs, nontemporal);
+                        }
+                    }
+                    if in_twos < done {
+                        let pairs = simd.load_fp8_pairs(table, from.add(in_twos).cast(), vector);
+                        let pairs = if has_scale { simd.scale_pairs(pairs, scale) } else { pairs };
+                        store(simd, to.add(in_twos).cast(), pairs, nontemporal);
                     }
                     done
                 }),
@@ -323,34 +344,23 @@ impl GatherRuns<'_> {
         simd: S,
         first: impl Fn(*const F, *mut T, usize, f32) -> usize,
     ) {
-        let per_head = self.result.scale.is_some_and(|scale| scale.per_head);
         let (cache, rows) = (self.result.cache.data.cast::<F>(), self.result.rows.data.cast::<T>());
-        for (index, run) in self.runs.iter().enumerate() {
-            self.prefetch_after(index);
-            let ContiguousRanges { tokens, ranges, len } = self.contiguous_ranges(run, per_head);
-            for token in 0..tokens {
-                let (from, to) = self.offsets(run, token);
-                for head in 0..ranges {
-                    // SAFETY: elements of the token's row in the cache, whose strides the problem has validated, and of
-                    // its row in the result. A scale has Hkv values if it is per head, and then each range is one head.
-                    unsafe {
-                        let factor =
-                            self.result.scale.map_or(1.0, |s| *s.values.add(if s.per_head { head } else { 0 }));
-                        let from =
-                            cache.offset(from + head as isize * self.result.cache.head_stride as isize).cast_const();
-                        let to = rows.add(to + head * len);
-                        let mut i = first(from, to, len, factor);
-                        while i + S::LANES <= len {
-                            T::store(simd, to.add(i), simd.mul(F::load(simd, from.add(i)), simd.splat(factor)));
-                            i += S::LANES;
-                        }
-                        for i in i..len {
-                            to.add(i).write(T::from_f32(from.add(i).read().to_f32() * factor));
-                        }
-                    }
+        self.for_each_range(|from, to, head, len| {
+            // SAFETY: elements of the run's tokens in the cache, whose strides the problem has validated, and of its rows in
+            // the result. A scale has Hkv values if it is per head, and then each range is one head.
+            unsafe {
+                let factor = self.result.scale.map_or(1.0, |s| *s.values.add(if s.per_head { head } else { 0 }));
+                let (from, to) = (cache.offset(from).cast_const(), rows.add(to));
+                let mut i = first(from, to, len, factor);
+                while i + S::LANES <= len {
+                    T::store(simd, to.add(i), simd.mul(F::load(simd, from.add(i)), simd.splat(factor)));
+                    i += S::LANES;
+                }
+                for i in i..len {
+                    to.add(i).write(T::from_f32(from.add(i).read().to_f32() * factor));
                 }
             }
-        }
+        });
     }
 }
 
@@ -359,10 +369,12 @@ fn is_aligned<S: Simd>(to: *const impl Sized) -> bool {
     to.addr().is_multiple_of(S::LANES * size_of::<f32>())
 }
 
-/// Ranges of `len` contiguous elements: `ranges` per token, in the order of the result. A whole run counts as one
-/// token.
-struct ContiguousRanges {
-    tokens: usize,
-    ranges: usize,
-    len: usize,
+/// Stores a vector, with a non-temporal store if `nontemporal`.
+///
+/// # Safety
+/// As `Simd::store`, and as `Simd::store_nontemporal` if `nontemporal`.
+#[inline(always)]
+unsafe fn store<S: Simd>(simd: S, to: *mut f32, x: S::V, nontemporal: bool) {
+    // SAFETY: the caller guarantees it.
+    unsafe { if nontemporal { simd.store_nontemporal(to, x) } else { simd.store(to, x) } }
 }
