@@ -1,21 +1,21 @@
-//! `gather_kv_cache`.
+//! Parameters of the kernel `gather_kv_cache`.
 
 /// Threads per CTA.
 pub const GATHER_THREADS: u32 = 256;
 
-/// Sequences whose starts a CTA finds at once.
+/// Sequences per tile of the prefix sum over lengths.
 pub const GATHER_SEQS: u32 = 1024;
 
-/// What a cache holds, if not elements of the results' type.
+/// How the cache's elements are decoded; `None` if they have the dtype of the results.
 #[derive(Clone, Copy)]
 #[repr(i32)]
-pub enum Codes {
+pub enum Fp8Encoding {
     None,
     F8E4M3Fn,
     F8E5M2,
 }
 
-/// K or V: where rows lie and where they go. Strides are in bytes; the elements of a head are contiguous.
+/// K or V: the rows of the cache and the results. Strides are in bytes; the elements of a head are contiguous.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct GatheredRows {
@@ -25,15 +25,16 @@ pub struct GatheredRows {
     pub head_stride: i64,
     /// `[N, Hkv, D]`
     pub rows: *mut u8,
-    /// Multiplies them; null for 1.
+    /// Dequantization scale, which multiplies the rows; null is 1.
     pub scale: *const f32,
     /// 0 for one scale, 1 for one per head.
     pub scale_stride: i64,
-    /// Pieces per head and per row.
-    pub head_pieces: u32,
-    pub row_pieces: u32,
-    /// Pieces after which those of the other, K or V, follow: of a head where the two take turns, else of a row.
-    pub group_pieces: u32,
+    /// Vectors per head.
+    pub head_vectors: u32,
+    /// Vectors per row of all heads.
+    pub row_vectors: u32,
+    /// Adjacent vectors of K before those of V follow, and vice versa: a head's if the two alternate, else a row's.
+    pub group_vectors: u32,
 }
 
 /// The parameter of `gather_kv_cache`.
@@ -52,14 +53,13 @@ pub struct GatherParams {
     pub num_seqs: i32,
     /// N
     pub capacity: i32,
-    /// Tokens that a row of the table can name.
+    /// Maximum tokens per sequence: the capacity of a row of the page table.
     pub longest: i32,
     pub page_size: i32,
     pub num_pages: i32,
     /// Rows per CTA.
     pub cta_rows: i32,
-    pub codes: Codes,
-    /// Elements per piece, which a thread copies at once: 16 bytes of the results, also 8 of what is copied bit by bit, or 1
-    /// element where something is not aligned.
-    pub piece: i32,
+    pub encoding: Fp8Encoding,
+    /// Elements per vector: 16 bytes of the results, 8 bytes for u8, or 1 element if addresses or strides are not aligned.
+    pub vector_elements: i32,
 }
