@@ -134,7 +134,9 @@ fn refused(variant: &Variant, image: &ModuleImage, device: &Device, error: &Erro
     let driver = driver::version()
         .map_or_else(|_| "unknown".into(), |version| format!("CUDA {}.{}", version / 1000, version % 1000 / 10));
     let log = String::from_utf8_lossy(log);
-    let log = log.trim_matches(['\0', '\n', ' ']);
+    // The driver's log has several lines, an error message has one.
+    let log: Vec<&str> = log.split(['\0', '\n']).map(str::trim).filter(|line| !line.is_empty()).collect();
+    let log = log.join("; ");
     let (what, remedy) = if image.is_file {
         (format!(", {},", image.origin), format!("without {} it is the built-in one", module_image::FOLDER))
     } else {

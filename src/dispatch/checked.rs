@@ -236,8 +236,8 @@ fn corrupt_result(call: &Call, fill: impl FnOnce(*mut u8, u8, usize) -> Result) 
     let result = &call.results[0];
     if !result.is_empty() && take(Failpoint::WrongResult) {
         let size = result.dtype.size();
-        // This byte pattern is a finite number in every dtype, for example 3156 in f32.
-        return fill(result.data.wrapping_add(result.len() / 2 * size), 0x45, size);
+        // This byte pattern is a large finite number in every dtype, for example 1.3e36 in f32 and 57344 in f8e5m2.
+        return fill(result.data.wrapping_add(result.len() / 2 * size), 0x7b, size);
     }
     Ok(())
 }
