@@ -2,7 +2,7 @@
 // hopper_bwd_finish.cu makes dQ of. hopper_bwd_prepare.cu comes first. docs/dev/kernels/hopper_backward.md explains the
 // design.
 //
-// A CTA stays on its SM and works on one block of keys after another (include/hopper_bwd/schedule.cuh). Of its first
+// A CTA stays on its SM and works on one block of keys after another (include/hopper_bwd/schedule.cuh). By its first
 // warpgroup two warps fetch (load.cuh) and two add dQ to its sums (sums.cuh); two warpgroups compute (compute.cuh).
 // Shared memory is the pipeline between them (pipeline.cuh).
 //
@@ -14,10 +14,10 @@
 
 #include "element.cuh"
 #include "hopper_bwd/compute.cuh"
+#include "hopper_bwd/dq_accumulate.cuh"
 #include "hopper_bwd/load.cuh"
 #include "hopper_bwd/pipeline.cuh"
 #include "hopper_bwd/shape.cuh"
-#include "hopper_bwd/sums.cuh"
 #include "params/hopper_bwd.cuh"
 
 namespace {
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     } else if (warp == 1) {
       load_tiles<Shape, BackwardLoad::values>(params, pipeline);
     } else if (threadIdx.x % 32 == 0) {
-      add_sums<Shape>(params, pipeline, warp - 2);
+      accumulate_dq<Shape>(params, pipeline, warp - 2);
     }
   } else {
     ptx::warpgroup_reg_alloc<240>();

@@ -11,7 +11,7 @@
 
 #include "chunk.cuh"
 #include "element.cuh"
-#include "hopper_bwd/plan.cuh"
+#include "hopper_bwd/sequence_plan.cuh"
 #include "hopper_bwd/shape.cuh"
 #include "hopper_bwd/wide_shape.cuh"
 #include "params/hopper_bwd.cuh"
@@ -22,21 +22,21 @@ constexpr int kThreads = 256, kRows = 64;
 
 /// The numbers of a block of rows of one head, whichever sequences they belong to.
 template <typename T, typename Shape>
-__device__ __forceinline__ void describe_rows(const HopperBackwardParams& params, int32_t index) {
+__device__ __forceinline__ void compute_row_stats(const HopperBackwardParams& params, int32_t index) {
   constexpr float kLog2E = 1.44269504088896341f;
   // A row is as many lanes, of which each has one chunk.
-  constexpr int kLanes = Shape::kHeadDim == 64    ? 8
-                         : Shape::kHeadDim <= 128 ? 16
-                                                  : 32,
-                kAtOnce = kThreads / kLanes, kRounds = kRows / kAtOnce;
+  constexpr int kLanesPerRow = Shape::kHeadDim == 64    ? 8
+                               : Shape::kHeadDim <= 128 ? 16
+                                                        : 32,
+                kRowsPerRound = kThreads / kLanesPerRow, kRounds = kRows / kRowsPerRound;
   const AttentionParams& forward = params.base.forward;
   const int32_t num_heads = forward.num_kv_heads * forward.group, block = index / num_heads;
-  const int32_t head = index - block * num_heads, lane = threadIdx.x % kLanes;
-  const int32_t first_row = block * kRows + static_cast<int32_t>(threadIdx.x) / kLanes;
+  const int32_t head = index - block * num_heads, lane = threadIdx.x % kLanesPerRow;
+  const int32_t first_row = block * kRows + static_cast<int32_t>(threadIdx.x) / kLanesPerRow;
   Chunk<T, 8> out[kRounds], dout[kRounds];
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    const int64_t token = min(first_row + round * kAtOnce, forward.num_tokens - 1);
+    const int64_t token = min(first_row + round * kRowsPerRound, forward.num_tokens - 1);
     const int32_t column = 8 * lane < forward.value_dim ? 8 * lane : 0;
     out[round] = load_chunk<T, 8>(static_cast<const T*>(forward.out) + token * forward.out_token_stride +
                                   head * forward.out_head_stride + column);
@@ -45,7 +45,7 @@ __device__ __forceinline__ void describe_rows(const HopperBackwardParams& params
   }
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    const int32_t row = first_row + round * kAtOnce;
+    const int32_t row = first_row + round * kRowsPerRound;
     float delta = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -53,14 +53,14 @@ __device__ __forceinline__ void describe_rows(const HopperBackwardParams& params
     }
     if (8 * lane >= forward.value_dim) delta = 0.0f;
 #pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) delta += __shfl_xor_sync(~0u, delta, distance);
+    for (int distance = 1; distance < kLanesPerRow; distance *= 2) delta += __shfl_xor_sync(~0u, delta, distance);
     if (lane != 0 || row >= forward.num_tokens) continue;
-    const int64_t at = static_cast<int64_t>(head) * forward.num_tokens + row;
-    if (params.base.dlse != nullptr) delta -= __ldg(params.base.dlse + at);
-    const float lse = __ldg(forward.lse + at);
-    params.base.delta[at] = delta;
-    // Of a row that has seen nothing, so that it weighs nothing.
-    params.lse_log2[at] = lse == -INFINITY ? INFINITY : lse * kLog2E;
+    const int64_t offset = static_cast<int64_t>(head) * forward.num_tokens + row;
+    if (params.base.dlse != nullptr) delta -= __ldg(params.base.dlse + offset);
+    const float lse = __ldg(forward.lse + offset);
+    params.base.delta[offset] = delta;
+    // By a row that has seen nothing, so that it weighs nothing.
+    params.lse_log2[offset] = lse == -INFINITY ? INFINITY : lse * kLog2E;
   }
 }
 
@@ -78,14 +78,15 @@ using Shape = xa::hopper::WidePlanShape<XA_HEAD_DIM>;
 extern "C" __global__ void __launch_bounds__(xa::hopper::kThreads)
     XA_ENTRY(const __grid_constant__ xa::HopperBackwardParams params) {
   using namespace xa::hopper;
-  __shared__ PlanScratch<kThreads> scratch;
+  __shared__ SequencePlanScratch<kThreads> scratch;
   if (blockIdx.x == 0) {
     plan_sequences<Shape, kThreads>(params, scratch);
     return;
   }
   const xa::AttentionParams& forward = params.base.forward;
-  const int64_t counters = static_cast<int64_t>(forward.num_kv_heads) * forward.group * params.num_turns;
+  const int64_t num_semaphores = static_cast<int64_t>(forward.num_kv_heads) * forward.group * params.num_query_blocks;
   const int64_t first = static_cast<int64_t>(blockIdx.x - 1) * kThreads + threadIdx.x;
-  for (int64_t i = first; i < counters; i += static_cast<int64_t>(gridDim.x - 1) * kThreads) params.turns[i] = 0;
-  describe_rows<T, Shape>(params, static_cast<int32_t>(blockIdx.x) - 1);
+  for (int64_t i = first; i < num_semaphores; i += static_cast<int64_t>(gridDim.x - 1) * kThreads)
+    params.dq_semaphore[i] = 0;
+  compute_row_stats<T, Shape>(params, static_cast<int32_t>(blockIdx.x) - 1);
 }

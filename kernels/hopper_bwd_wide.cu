@@ -2,7 +2,7 @@
 // makes dK and dV, one dQ, and neither adds to what another CTA adds to. hopper_bwd_prepare.cu comes first, and
 // hopper_bwd_finish.cu writes zeros where no sequence is. docs/dev/kernels/hopper_backward.md explains the design.
 //
-// A CTA stays on its SM and works on one tile after the other. Of its first warpgroup two warps fetch
+// A CTA stays on its SM and works on one tile after the other. By its first warpgroup two warps fetch
 // (include/hopper_bwd/wide_load.cuh); the two others compute (wide_keys.cuh, wide_queries.cuh).
 //
 // Compiled once for each combination of
@@ -13,9 +13,9 @@
 // Launch: any number of CTAs of kThreads threads and kSharedBytes of dynamic shared memory, one an SM.
 
 #include "element.cuh"
-#include "hopper_bwd/wide_keys.cuh"
+#include "hopper_bwd/wide_dkdv.cuh"
+#include "hopper_bwd/wide_dq.cuh"
 #include "hopper_bwd/wide_load.cuh"
-#include "hopper_bwd/wide_queries.cuh"
 #include "hopper_bwd/wide_shape.cuh"
 #include "params/hopper_bwd.cuh"
 
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
   } else {
     ptx::warpgroup_reg_alloc<240>();
-    if constexpr (Shape::kOfKeys) {
+    if constexpr (Shape::kComputesDkDv) {
       if (warp < 8) {
         compute_dv<Shape, T>(params.common, pipeline);
       } else {

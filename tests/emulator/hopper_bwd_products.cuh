@@ -5,32 +5,30 @@
 namespace xa::hopper {
 
 template <typename T, int kColumns>
-struct BackwardProduct {
-  template <bool kAdds>
-  static void along(float (&d)[kColumns / 8][4], uint64_t x, uint64_t y) {
-    Wgmma<T, kColumns>::template ss<kAdds>(d, x, y);
+struct BackwardWgmma {
+  template <bool kAccumulate>
+  static void ss(float (&d)[kColumns / 8][4], uint64_t x, uint64_t y) {
+    Wgmma<T, kColumns>::template ss<kAccumulate>(d, x, y);
   }
-  static void subtract_along(float (&d)[kColumns / 8][4], uint64_t x, uint64_t y) {
+  static void ss_subtract(float (&d)[kColumns / 8][4], uint64_t x, uint64_t y) {
     const auto negate = [&] {
       for (auto& tile : d) {
         for (float& element : tile) element = -element;
       }
     };
     negate();
-    along<true>(d, x, y);
+    ss<true>(d, x, y);
     negate();
   }
-  template <bool kAdds>
-  static void along_registers(float (&d)[kColumns / 8][4], const uint32_t (&x)[4], uint64_t y) {
-    if (!kAdds) std::memset(d, 0, sizeof(d));
+  template <bool kAccumulate>
+  static void rs_k_major(float (&d)[kColumns / 8][4], const uint32_t (&x)[4], uint64_t y) {
+    if (!kAccumulate) std::memset(d, 0, sizeof(d));
     Wgmma<T, kColumns>::template rs<false>(d, x, y);
   }
-  static void weigh(float (&d)[kColumns / 8][4], const uint32_t (&x)[4], uint64_t y) {
-    Wgmma<T, kColumns>::rs(d, x, y);
-  }
-  template <bool kAdds>
-  static void across(float (&d)[kColumns / 8][4], uint64_t x, uint64_t y) {
-    if (!kAdds) std::memset(d, 0, sizeof(d));
+  static void rs(float (&d)[kColumns / 8][4], const uint32_t (&x)[4], uint64_t y) { Wgmma<T, kColumns>::rs(d, x, y); }
+  template <bool kAccumulate>
+  static void ss_mn_major(float (&d)[kColumns / 8][4], uint64_t x, uint64_t y) {
+    if (!kAccumulate) std::memset(d, 0, sizeof(d));
     host::WgmmaLane lane{&d[0][0], x, nullptr, y};
     emulator::warp_collective(
         [](void* const* lanes) {

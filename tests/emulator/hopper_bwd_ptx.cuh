@@ -4,10 +4,10 @@
 
 namespace xa::hopper::ptx {
 
-inline void cp_async_4_or_zero(uint32_t destination, const void* source, bool wanted) {
+inline void cp_async_4_zfill(uint32_t destination, const void* source, bool is_copied) {
   if (destination % 4 != 0 || reinterpret_cast<uintptr_t>(source) % 4 != 0) emulator::fail("a misaligned cp.async");
   const uint32_t zero = 0;
-  std::memcpy(::shared + destination, wanted ? source : &zero, 4);
+  std::memcpy(::shared + destination, is_copied ? source : &zero, 4);
 }
 inline void cp_async_arrive(uint32_t barrier) { emulator::mbarrier_arrive(barrier, 0); }
 inline void tma_store(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2, int32_t x3, int32_t x4) {
@@ -17,13 +17,13 @@ inline void bulk_store(void* to, uint32_t from, uint32_t bytes) {
   if (from % 16 != 0 || bytes % 16 != 0) emulator::fail("a misaligned bulk copy");
   std::memcpy(to, ::shared + from, bytes);
 }
-inline void bulk_add_f32(void* to, uint32_t from, uint32_t bytes) {
+inline void bulk_reduce_add_f32(void* to, uint32_t from, uint32_t bytes) {
   if (from % 16 != 0 || bytes % 16 != 0) emulator::fail("a misaligned bulk copy");
   for (uint32_t i = 0; i < bytes / 4; ++i) static_cast<float*>(to)[i] += reinterpret_cast<float*>(::shared + from)[i];
 }
-inline void bulk_commit() {}
-inline void arrive(int number, int threads) { emulator::barrier_arrive(number, threads); }
-inline void fence_all_for_async() {}
+inline void bulk_commit_group() {}
+inline void named_barrier_arrive(int id, int threads) { emulator::barrier_arrive(id, threads); }
+inline void fence_proxy_async() {}
 inline float4 load_shared_f32x4(uint32_t address) {
   float4 value;
   std::memcpy(&value, ::shared + address, sizeof(value));

@@ -46,7 +46,7 @@ const LONG: PairwiseOptions = PairwiseOptions {
 };
 
 /// With a bias, which the kernels that cap scores do not take.
-const BIASED: PairwiseOptions = PairwiseOptions {
+const ALIBI: PairwiseOptions = PairwiseOptions {
     mask: &[Mask::FULL, Mask::CAUSAL, Mask::sliding(100)],
     work: &[&[(130, 300), (1, 70), (33, 33), (77, 500)], &[(127, 385), (257, 129)], &[(200, 90), (40, 0), (17, 129)]],
     softcap: &[0.0],
@@ -55,13 +55,13 @@ const BIASED: PairwiseOptions = PairwiseOptions {
 };
 
 /// With a workspace that is enough for all cases here.
-fn roomy() -> MemoryLayout {
+fn large_workspace() -> MemoryLayout {
     MemoryLayout { workspace: Some(19_000_001), ..MemoryLayout::contiguous() }
 }
 
 #[test]
 fn every_pair_agrees_with_the_reference() {
-    for (seed, (_, spec, memory_layout, options)) in LONG.calls().into_iter().chain(BIASED.calls()).enumerate() {
+    for (seed, (_, spec, memory_layout, options)) in LONG.calls().into_iter().chain(ALIBI.calls()).enumerate() {
         assert_named_matches_reference(
             &format!("long {seed}"),
             &mut GradientCase::store(&spec.batch(), &memory_layout, options),
@@ -86,7 +86,7 @@ fn calls_without_options_agree_with_the_reference() {
             };
             ReferenceCase::assert_matches_reference(&GradientCase::store(
                 &spec.batch(),
-                &roomy(),
+                &large_workspace(),
                 GradientOptions::MINIMAL,
             ));
         }
@@ -101,7 +101,7 @@ fn small_weights_and_large_scores_lose_nothing() {
         let lengths = vec![(150, 400), (60, 60), (65, 129)];
         let spec = BatchSpec { dtypes: dtype.into(), head_dim, sharpness, lengths, ..BatchSpec::default() };
         let batch = spec.batch().with_config(|config| config.softmax_scale = scale);
-        let mut case = GradientCase::store(&batch, &roomy(), GradientOptions::ALL);
+        let mut case = GradientCase::store(&batch, &large_workspace(), GradientOptions::ALL);
         assert_named_matches_reference(&format!("{dtype:?}, scale {scale}, sharpness {sharpness}"), &mut case);
     }
 }
@@ -111,7 +111,11 @@ fn gradients_of_sinks_agree_with_the_reference() {
     for (dtype, head_dim) in [(BF16, 64), (F16, 128), (BF16, 256)] {
         let lengths = vec![(1, 150), (30, 64), (9, 2)];
         let spec = BatchSpec { dtypes: dtype.into(), head_dim, lengths, sinks: true, ..BatchSpec::default() };
-        ReferenceCase::assert_matches_reference(&GradientCase::store(&spec.batch(), &roomy(), GradientOptions::ALL));
+        ReferenceCase::assert_matches_reference(&GradientCase::store(
+            &spec.batch(),
+            &large_workspace(),
+            GradientOptions::ALL,
+        ));
     }
 }
 
@@ -122,7 +126,11 @@ fn many_sequences_agree_with_the_reference() {
     for head_dim in [64, 192] {
         let lengths = lengths.clone();
         let spec = BatchSpec { dtypes: BF16.into(), heads: (2, 1), head_dim, lengths, ..BatchSpec::default() };
-        ReferenceCase::assert_matches_reference(&GradientCase::store(&spec.batch(), &roomy(), GradientOptions::ALL));
+        ReferenceCase::assert_matches_reference(&GradientCase::store(
+            &spec.batch(),
+            &large_workspace(),
+            GradientOptions::ALL,
+        ));
     }
 }
 
@@ -132,7 +140,7 @@ fn no_sequence_at_all_gives_zeros() {
         let spec = BatchSpec { dtypes: BF16.into(), head_dim, lengths: vec![], ..BatchSpec::default() };
         ReferenceCase::assert_matches_reference(&GradientCase::store(
             &spec.batch(),
-            &MemoryLayout { rows_around: (2, 3), ..roomy() },
+            &MemoryLayout { rows_around: (2, 3), ..large_workspace() },
             GradientOptions::ALL,
         ));
     }
@@ -140,7 +148,7 @@ fn no_sequence_at_all_gives_zeros() {
 
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
-    use super::{Alibi, BF16, BatchSpec, F16, GradientCase, GradientOptions, Mask, MemoryLayout, roomy};
+    use super::{Alibi, BF16, BatchSpec, F16, GradientCase, GradientOptions, Mask, MemoryLayout, large_workspace};
     use crate::support::AttentionCase;
     use crate::support::device::{BufferPadding, Gpu};
     use crate::support::log_capture::{assert_logged, log};
@@ -156,7 +164,7 @@ mod on_their_own_gpu {
     ];
 
     /// Of scores: the kernel's name of it, and what asks for it.
-    const FORMS: [(&str, f32, Alibi); 3] =
+    const LOGITS_TRANSFORMS: [(&str, f32, Alibi); 3] =
         [("none", 0.0, Alibi::Off), ("softcap", 2.0, Alibi::Off), ("alibi", 0.0, Alibi::PerHead)];
 
     /// What compute-sanitizer's slower tools run: short, and a call of every kernel.
@@ -166,7 +174,7 @@ mod on_their_own_gpu {
         let log = log();
         for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
             for ((head_dim, value_dim, dims), (logits, softcap, alibi)) in
-                HEAD_DIMS.into_iter().flat_map(|d| FORMS.map(|config| (d, config)))
+                HEAD_DIMS.into_iter().flat_map(|d| LOGITS_TRANSFORMS.map(|logits| (d, logits)))
             {
                 // The first of a head dimension: more tiles than an H200 has SMs, several blocks of queries in each.
                 let is_first = (dtype, logits) == (BF16, "none");
@@ -183,9 +191,9 @@ mod on_their_own_gpu {
                     let of = |gradient| format!("hopper_bwd_wide_{name}_{gradient}_{dims}_{logits}");
                     (["dkdv", "dq"].map(of).to_vec(), "64")
                 };
-                let sides =
+                let auxiliary =
                     [format!("hopper_bwd_prepare_{name}_{head_dim}"), format!("hopper_bwd_finish_{name}_{finish}")];
-                for kernel in mains.iter().chain(&sides) {
+                for kernel in mains.iter().chain(&auxiliary) {
                     assert_logged(log, &format!("{kernel} with"));
                 }
             }
@@ -194,14 +202,14 @@ mod on_their_own_gpu {
             run(&gpu, spec);
             assert_logged(log, kernel);
         };
-        let plain = BatchSpec { dtypes: BF16.into(), heads: (2, 1), lengths: vec![(30, 40)], ..BatchSpec::default() };
-        let both = BatchSpec { softcap: 2.0, alibi: Alibi::PerHead, head_dim: 128, ..plain.clone() };
+        let base = BatchSpec { dtypes: BF16.into(), heads: (2, 1), lengths: vec![(30, 40)], ..BatchSpec::default() };
+        let both = BatchSpec { softcap: 2.0, alibi: Alibi::PerHead, head_dim: 128, ..base.clone() };
         other(&both, "attention_bwd_dq_bf16_128_small_softcap_alibi with");
         let wide_both = BatchSpec { head_dim: 256, ..both };
         other(&wide_both, "attention_bwd_dq_bf16_256_small_softcap_alibi with");
         let short = vec![(3, 40); 40];
         other(
-            &BatchSpec { heads: (8, 1), lengths: short, head_dim: 64, ..plain },
+            &BatchSpec { heads: (8, 1), lengths: short, head_dim: 64, ..base },
             "attention_bwd_dq_bf16_64_small_none with",
         );
     }
@@ -224,7 +232,7 @@ mod on_their_own_gpu {
         for (head_dim, shapes, launches) in [(64, 12, 100), (128, 12, 100), (96, 3, 20), (192, 3, 20), (256, 3, 20)] {
             for index in 0..shapes {
                 let (lengths, mask) = (lengths[index % 4].to_vec(), masks[index % 3]);
-                let (_, softcap, alibi) = FORMS[[0, 0, 1, 2][index / 3]];
+                let (_, softcap, alibi) = LOGITS_TRANSFORMS[[0, 0, 1, 2][index / 3]];
                 let (dtypes, heads) = ([BF16, F16][index % 2].into(), [(8, 8), (8, 2)][index / 2 % 2]);
                 let spec = BatchSpec { dtypes, heads, head_dim, lengths, mask, softcap, alibi, ..BatchSpec::default() };
                 let case = any_results(&spec);
@@ -236,7 +244,7 @@ mod on_their_own_gpu {
     }
 
     fn any_results(spec: &BatchSpec) -> GradientCase {
-        let memory_layout = MemoryLayout { workspace: Some(60_000_001), ..roomy() };
+        let memory_layout = MemoryLayout { workspace: Some(60_000_001), ..large_workspace() };
         GradientCase::of_any_results(AttentionCase::flash(&spec.batch(), &memory_layout), GradientOptions::ALL)
     }
 

@@ -16,7 +16,7 @@
 
 #include "element.cuh"
 #include "hopper/swizzle_atom.cuh"
-#include "hopper_bwd/modified_weights.cuh"
+#include "hopper_bwd/logits_transform.cuh"
 #include "hopper_bwd/pipeline.cuh"
 #include "hopper_bwd/products.cuh"
 #include "hopper_bwd/ragged_rows.cuh"
@@ -31,35 +31,35 @@ struct BlockRange {
   int32_t begin;
   int32_t end;
 
-  __device__ __forceinline__ bool holds(int32_t block) const { return block >= begin && block < end; }
+  __device__ __forceinline__ bool contains(int32_t block) const { return block >= begin && block < end; }
 };
 
 __device__ __forceinline__ int32_t floor_div(int32_t x, int32_t y) { return x >= 0 ? x / y : -((-x + y - 1) / y); }
 
 /// Calls `hide(column, element)` for what does not see each other of scores [64 keys, kQueries]. Few blocks need it, so
 /// what it takes is derived again each time.
-template <typename Shape, typename Hide>
-__device__ __forceinline__ void for_unseen(const AttentionParams& forward, const BackwardTile& tile, int32_t block,
-                                           const Hide& hide) {
+template <typename Shape, typename Mask>
+__device__ __forceinline__ void for_masked(const AttentionParams& forward, const BackwardTile& tile, int32_t block,
+                                           const Mask& mask) {
   const int32_t thread = xa::ptx::opaque(threadIdx.x) - 128, lane = thread % 32;
-  const int32_t key = tile.key_block * Shape::kKeys + thread / 32 * 16 + lane / 4;
+  const int32_t first_key = tile.key_block * Shape::kKeys + thread / 32 * 16 + lane / 4;
   const int32_t first_query = block * Shape::kQueries + 2 * (lane % 4);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int32_t mine = key + 8 * half, position = mine - tile.shift - first_query;
+    const int32_t key = first_key + 8 * half, position = key - tile.shift - first_query;
     // Queries that see the key, counted from this lane's first one. Keys past the last one are zeros, whose weights may
     // be anything.
     int32_t begin = forward.window_right < 0 ? INT32_MIN : position - forward.window_right;
     int32_t end = forward.window_left < 0 ? INT32_MAX : position + forward.window_left + 1;
-    if (mine >= tile.num_keys) begin = INT32_MAX;
+    if (key >= tile.num_keys) begin = INT32_MAX;
     // The weight of a query past the last one is a number too, but not with every bias.
-    if constexpr (Shape::kBiased) end = min(end, tile.num_queries - first_query);
+    if constexpr (Shape::kHasAlibi) end = min(end, tile.num_queries - first_query);
 #pragma unroll
     for (int column = 0; column < Shape::kQueries / 8; ++column) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int32_t query = 8 * column + i;
-        if (query < begin || query >= end) hide(column, 2 * half + i);
+        if (query < begin || query >= end) mask(column, 2 * half + i);
       }
     }
   }
@@ -68,11 +68,11 @@ __device__ __forceinline__ void for_unseen(const AttentionParams& forward, const
 /// Numbers of a block of rows, of which a lane needs those of its two columns of each tile, as all lanes with its lane
 /// % 4 do. Each lane reads all that it needs: lanes that read an eighth and exchange it by `shfl` take two instructions
 /// where this takes one, and wait for each other.
-class ReadRowPairs {
+class RowStatPairs {
  public:
-  __device__ __forceinline__ explicit ReadRowPairs(uint32_t from) : own_(from + threadIdx.x % 4 * 8) {}
+  __device__ __forceinline__ explicit RowStatPairs(uint32_t from) : own_(from + threadIdx.x % 4 * 8) {}
   /// Those of columns 2 (lane % 4) and the next of a tile.
-  __device__ __forceinline__ float2 of(int tile) const { return ptx::load_shared_f32x2(own_ + 32 * tile); }
+  __device__ __forceinline__ float2 pair(int tile) const { return ptx::load_shared_f32x2(own_ + 32 * tile); }
 
  private:
   uint32_t own_;
@@ -81,106 +81,109 @@ class ReadRowPairs {
 /// Those of a block of queries and this lane's two keys; queries are counted from its first one. `slope`: where the
 /// slope of the head is, or 0.
 template <typename Shape>
-__device__ __forceinline__ ModifiedWeights<Shape> modified_weights(const AttentionParams& forward,
-                                                                   const BackwardTile& tile, int32_t block,
-                                                                   uint32_t slope) {
-  if constexpr (!Shape::kBiased) return {forward, 0, 0.0f};
+__device__ __forceinline__ BackwardLogitsTransform<Shape> logits_transform(const AttentionParams& forward,
+                                                                           const BackwardTile& tile, int32_t block,
+                                                                           uint32_t slope) {
+  if constexpr (!Shape::kHasAlibi) return {forward, 0, 0.0f};
   const int32_t thread = xa::ptx::opaque(threadIdx.x) - 128, lane = thread % 32;
   const int32_t key = tile.key_block * Shape::kKeys + thread / 32 * 16 + lane / 4;
   const int32_t distance = block * Shape::kQueries + 2 * (lane % 4) + tile.shift - key;
   return {forward, distance, ptx::load_shared_f32(slope)};
 }
 
-/// Of warpgroup 0; that of warpgroup 1 is the next one. Those before are of all tiles and of their gradients.
-constexpr int kTurnBarrier = 4;
+/// By warpgroup 0; that of warpgroup 1 is the next one. Those before are of all tiles and of their gradients.
+constexpr int kWarpSchedulerBarrier = 4;
 
 /// Computes all tiles of the CTA. The work of a warpgroup, number `warpgroup` of two.
 template <typename Shape, typename T>
 __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params,
                                               const BackwardPipeline<Shape>& pipeline, int32_t warpgroup) {
-  using Panel = typename Shape::Panel;
+  using Atom = typename Shape::Atom;
   constexpr int kQueries = Shape::kQueries, kHeadDim = Shape::kHeadDim;
   constexpr int kQueryTiles = kQueries / 8, kColumnTiles = kHeadDim / 8;
   // A cap takes registers that 128 queries a step hardly leave.
-  constexpr bool kTightlyCapped = Shape::kCapped && kQueries == 128;
-  constexpr int kStepsOfPanel = Panel::kColumns / 16;
-  using ScorePanel = typename Shape::ScorePanel;
+  constexpr bool kFewRegistersLeft = Shape::kHasSoftcap && kQueries == 128;
+  constexpr int kStepsPerAtom = Atom::kColumns / 16;
+  using DsAtom = typename Shape::DsAtom;
   // A step down 16 rows of a panel, a step along 16 of its columns, in descriptors.
-  constexpr uint64_t kDown = 2 * Panel::kBytes >> 4, kScoresDown = 2 * ScorePanel::kBytes >> 4, kAlong = 2;
+  constexpr uint64_t kRowStep = 2 * Atom::kBytes >> 4, kDsRowStep = 2 * DsAtom::kBytes >> 4, kColumnStep = 2;
   const AttentionParams& forward = params.base.forward;
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  const bool leads = threadIdx.x % 128 == 0;
+  const bool is_leader = threadIdx.x % 128 == 0;
   const auto release = [&](const Barrier& barrier) {
     if (lane == 0) barrier.arrive();
   };
-  const auto descriptor = [](uint32_t address, uint32_t panel_bytes) {
-    return matrix_descriptor<Panel>(address, panel_bytes, Panel::kBytes);
+  const auto descriptor = [](uint32_t address, uint32_t atom_column_bytes) {
+    return matrix_descriptor<Atom>(address, atom_column_bytes, Atom::kBytes);
   };
-  const uint32_t own_rows = warpgroup * 8 * Panel::kBytes;
+  const uint32_t own_rows = warpgroup * 8 * Atom::kBytes;
   const uint64_t own_keys = descriptor(pipeline.keys() + own_rows, 0);
   const uint64_t own_values = descriptor(pipeline.values() + own_rows, 0);
-  const uint64_t queries = descriptor(pipeline.queries(0), Shape::kQueryPanelBytes);
-  const uint64_t douts = descriptor(pipeline.douts(0), Shape::kQueryPanelBytes);
-  // Of dQ: all 64 queries and the first or the last 64 columns, at D 64 this warpgroup's 64 queries.
-  constexpr int kSecondPanel = Shape::kPanels - 64 / Panel::kColumns;
-  const uint64_t all_keys =
-      descriptor(pipeline.keys() + warpgroup * (kSecondPanel * Shape::kKeyPanelBytes), Shape::kKeyPanelBytes);
-  const uint64_t all_scores = matrix_descriptor<ScorePanel>(
-      pipeline.scores(0) + (Shape::kSharesColumns ? 0 : warpgroup * Shape::kScorePanelBytes), 0, ScorePanel::kBytes);
+  const uint64_t queries = descriptor(pipeline.queries(0), Shape::kQueryAtomColumnBytes);
+  const uint64_t douts = descriptor(pipeline.douts(0), Shape::kQueryAtomColumnBytes);
+  // By dQ: all 64 queries and the first or the last 64 columns, at D 64 this warpgroup's 64 queries.
+  constexpr int kSecondAtomColumn = Shape::kAtomColumns - 64 / Atom::kColumns;
+  const uint64_t all_keys = descriptor(pipeline.keys() + warpgroup * (kSecondAtomColumn * Shape::kKeyAtomColumnBytes),
+                                       Shape::kKeyAtomColumnBytes);
+  const uint64_t all_ds = matrix_descriptor<DsAtom>(
+      pipeline.ds(0) + (Shape::kSplitsDqColumns ? 0 : warpgroup * Shape::kDsAtomColumnBytes), 0, DsAtom::kBytes);
   // Where this lane gives stmatrix a row of its warp's 16.
   const int32_t matrix_row = 16 * warp + lane % 16;
-  const uint32_t own_scores =
-      pipeline.scores(0) + warpgroup * 8 * ScorePanel::kBytes + ScorePanel::offset(matrix_row, lane / 16);
+  const uint32_t own_ds = pipeline.ds(0) + warpgroup * 8 * DsAtom::kBytes + DsAtom::offset(matrix_row, lane / 16);
   // dQ without the columns that the second warpgroup makes in vain.
-  const int32_t first_column = warpgroup * (Shape::kRepeatedColumns / 8);
-  const uint32_t own_sums = pipeline.sums(warpgroup) + warp * (8 - first_column) * 512 - first_column * 512 + lane * 16;
+  const int32_t first_column = warpgroup * (Shape::kRepeatedDqColumns / 8);
+  const uint32_t own_dq = pipeline.dq(warpgroup) + warp * (8 - first_column) * 512 - first_column * 512 + lane * 16;
 
   float dk[kColumnTiles][4], dv[kColumnTiles][4], scores[kQueryTiles][4];
-  RingPosition<Shape::kQueryStages> at;
+  RingPipelineState<Shape::kQueryStages> query_state;
   int32_t step = 0;
 
-  const auto wait_for_turn = [&] { ptx::named_barrier_sync(kTurnBarrier + warpgroup, 256); };
-  const auto pass_turn = [&] { ptx::arrive(kTurnBarrier + 1 - warpgroup, 256); };
-  const auto start_scores = [&](int32_t stage) {
+  const auto warp_scheduler_barrier_sync = [&] { ptx::named_barrier_sync(kWarpSchedulerBarrier + warpgroup, 256); };
+  const auto warp_scheduler_barrier_arrive = [&] {
+    ptx::named_barrier_arrive(kWarpSchedulerBarrier + 1 - warpgroup, 256);
+  };
+  const auto start_s = [&](int32_t stage) {
     const uint64_t block = queries + static_cast<uint32_t>(stage * (Shape::kQueryBytes >> 4));
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k) {
-      const uint64_t a = own_keys + (k / kStepsOfPanel * (Shape::kKeyPanelBytes >> 4) + k % kStepsOfPanel * kAlong);
-      const uint64_t b = block + (k / kStepsOfPanel * (Shape::kQueryPanelBytes >> 4) + k % kStepsOfPanel * kAlong);
+      const uint64_t a =
+          own_keys + (k / kStepsPerAtom * (Shape::kKeyAtomColumnBytes >> 4) + k % kStepsPerAtom * kColumnStep);
+      const uint64_t b =
+          block + (k / kStepsPerAtom * (Shape::kQueryAtomColumnBytes >> 4) + k % kStepsPerAtom * kColumnStep);
       if (k == 0) {
-        BackwardProduct<T, kQueries>::template along<false>(scores, a, b);
+        BackwardWgmma<T, kQueries>::template ss<false>(scores, a, b);
       } else {
-        BackwardProduct<T, kQueries>::template along<true>(scores, a, b);
+        BackwardWgmma<T, kQueries>::template ss<true>(scores, a, b);
       }
     }
     ptx::wgmma_commit_group();
   };
 
-  if (warpgroup == 1) pass_turn();
+  if (warpgroup == 1) warp_scheduler_barrier_arrive();
 #pragma unroll 1
-  for (int32_t count = 0;; ++count) {
-    const PipelineState<2> turn(count);
-    pipeline.tile_full(turn).wait();
-    const BackwardTile& tile = pipeline.tile(turn);
+  for (int32_t tile_count = 0;; ++tile_count) {
+    const PipelineState<2> tile_state(tile_count);
+    pipeline.tile_full(tile_state).wait();
+    const BackwardTile& tile = pipeline.tile(tile_state);
     const int32_t key_block = uniform(tile.key_block);
     if (key_block < 0) break;
     const int32_t first_block = uniform(tile.first_block), num_blocks = uniform(tile.num_blocks);
     const bool ascends = uniform(tile.ascends) != 0;
-    BlockRange plain = {INT32_MIN, INT32_MAX}, seen = plain;
+    BlockRange unmasked = {INT32_MIN, INT32_MAX}, visible = unmasked;
     {
       const int32_t first_key = key_block * Shape::kKeys + 64 * warpgroup, shift = uniform(tile.shift);
       if (forward.window_right >= 0) {
-        plain.begin = -floor_div(-(first_key + 63 - shift - forward.window_right), kQueries);
-        seen.begin = floor_div(first_key - shift - forward.window_right, kQueries);
+        unmasked.begin = -floor_div(-(first_key + 63 - shift - forward.window_right), kQueries);
+        visible.begin = floor_div(first_key - shift - forward.window_right, kQueries);
       }
       if (forward.window_left >= 0) {
-        plain.end = floor_div(first_key - shift + forward.window_left + 1, kQueries);
-        seen.end = floor_div(first_key + 63 - shift + forward.window_left, kQueries) + 1;
+        unmasked.end = floor_div(first_key - shift + forward.window_left + 1, kQueries);
+        visible.end = floor_div(first_key + 63 - shift + forward.window_left, kQueries) + 1;
       }
-      if constexpr (Shape::kBiased) plain.end = min(plain.end, uniform(tile.num_queries) / kQueries);
-      if (first_key + 64 > uniform(tile.num_keys)) plain.end = INT32_MIN;
-      if (first_key >= uniform(tile.num_keys)) seen.end = INT32_MIN;
+      if constexpr (Shape::kHasAlibi) unmasked.end = min(unmasked.end, uniform(tile.num_queries) / kQueries);
+      if (first_key + 64 > uniform(tile.num_keys)) unmasked.end = INT32_MIN;
+      if (first_key >= uniform(tile.num_keys)) visible.end = INT32_MIN;
     }
     int32_t block = ascends ? first_block : first_block + num_blocks - 1;
     const int32_t last_block = ascends ? first_block + num_blocks - 1 : first_block;
@@ -191,29 +194,29 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
 #pragma unroll
       for (int i = 0; i < 4; ++i) dk[column][i] = dv[column][i] = 0.0f;
     }
-    pipeline.keys_full(count).wait();
-    pipeline.query_full(at).wait();
-    start_scores(at.stage);
+    pipeline.keys_full(tile_count).wait();
+    pipeline.query_full(query_state).wait();
+    start_s(query_state.stage);
     // Under way into the loop, products would be done one after the other.
     ptx::wgmma_wait_group<0>();
     // The gradients of the tile before have left the places of dS and of dQ.
-    if (leads) ptx::bulk_wait_group_read();
+    if (is_leader) ptx::bulk_wait_group_read();
     ptx::named_barrier_sync(1, 256);
-    pipeline.values_full(count).wait();
-    int32_t held = -1;     // the stage of Q that dK is still being made from
-    int32_t num_done = 0;  // steps of this tile
+    pipeline.values_full(tile_count).wait();
+    int32_t dk_query_stage = -1;  // the stage of Q that dK is still being made from
+    int32_t steps_done = 0;       // steps of this tile
     float dq[8][4];
-    // Of the step before. That the first step of a tile has none is not asked: a branch around products makes all of
+    // By the step before. That the first step of a tile has none is not asked: a branch around products makes all of
     // them wait for each other. It makes dQ of any dS, which is not used.
     const auto start_dq = [&] {
-      const uint64_t from = all_scores + static_cast<uint32_t>((step + 1) % 2 * (Shape::kScoreBytes >> 4));
+      const uint64_t from = all_ds + static_cast<uint32_t>((step + 1) % 2 * (Shape::kDsBytes >> 4));
       ptx::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < Shape::kKeys / 16; ++k) {
         if (k == 0) {
-          BackwardProduct<T, 64>::template across<false>(dq, from, all_keys);
+          BackwardWgmma<T, 64>::template ss_mn_major<false>(dq, from, all_keys);
         } else {
-          BackwardProduct<T, 64>::template across<true>(dq, from + k * kScoresDown, all_keys + k * kDown);
+          BackwardWgmma<T, 64>::template ss_mn_major<true>(dq, from + k * kDsRowStep, all_keys + k * kRowStep);
         }
       }
       ptx::wgmma_commit_group();
@@ -222,12 +225,12 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       ptx::fence_proxy_async_shared();
       __syncwarp();
     };
-    const auto store_sums = [&](int32_t of_step) {
-      pipeline.sums_empty(of_step, warpgroup).producer_wait();
+    const auto store_dq = [&](int32_t dq_step) {
+      pipeline.dq_empty(dq_step, warpgroup).producer_wait();
 #pragma unroll
       for (int column = 0; column < 8; ++column) {
-        if (column < Shape::kRepeatedColumns / 8 && warpgroup == 1) continue;
-        xa::ptx::store_shared_16(own_sums + column * 512,
+        if (column < Shape::kRepeatedDqColumns / 8 && warpgroup == 1) continue;
+        xa::ptx::store_shared_16(own_dq + column * 512,
                                  make_uint4(__float_as_uint(dq[column][0]), __float_as_uint(dq[column][1]),
                                             __float_as_uint(dq[column][2]), __float_as_uint(dq[column][3])));
       }
@@ -235,68 +238,69 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     // Once dK of the step before is there: releases its block of Q, and hands its half of dQ, of the step before that
     // one, to the warp that adds it to its sums. A fence behind the stores of dQ themselves would wait for them, and
     // stores to shared memory wait for products both of whose operands come from there.
-    const auto finish_step_before = [&] {
-      if (held >= 0) release(pipeline.query_empty({held, 0}));
+    const auto finish_previous_step = [&] {
+      if (dk_query_stage >= 0) release(pipeline.query_empty({dk_query_stage, 0}));
       fence_stores();
-      if (num_done > 1) release(pipeline.sums_full(PipelineState<2>(step - 2), warpgroup));
+      if (steps_done > 1) release(pipeline.dq_full(PipelineState<2>(step - 2), warpgroup));
     };
     // Where the keys are `hidden` from all queries, dS is 0, and of the products only the half of dQ is left.
-    const auto take_step = [&](auto hidden) {
-      constexpr bool kHidden = decltype(hidden)::value;
-      const PipelineState<2> now(step);
+    const auto compute_step = [&](auto fully_masked) {
+      constexpr bool kFullyMasked = decltype(fully_masked)::value;
+      const PipelineState<2> step_state(step);
       float dp[kQueryTiles][4];
       uint32_t p[kQueries / 16][4], ds[kQueries / 16][4];
-      const uint64_t dout = douts + now.stage * (Shape::kQueryBytes >> 4);
-      pipeline.dout_full(now).wait();
-      if constexpr (!kHidden) {
-        const ReadRowPairs lses(pipeline.lses(at.stage)), deltas(pipeline.deltas(now.stage));
-        if constexpr (Shape::kStartsFromDelta) {
+      const uint64_t dout = douts + step_state.stage * (Shape::kQueryBytes >> 4);
+      pipeline.dout_full(step_state).wait();
+      if constexpr (!kFullyMasked) {
+        const RowStatPairs lses(pipeline.lses(query_state.stage)), deltas(pipeline.deltas(step_state.stage));
+        if constexpr (Shape::kInitializesDpWithDelta) {
 #pragma unroll
           for (int column = 0; column < kQueryTiles; ++column) {
-            const float2 delta = deltas.of(column);
+            const float2 delta = deltas.pair(column);
             dp[column][0] = dp[column][2] = delta.x;
             dp[column][1] = dp[column][3] = delta.y;
           }
         }
         ptx::wgmma_wait_group<0>();  // dK of the step before, S
-        finish_step_before();
+        finish_previous_step();
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kHeadDim / 16; ++k) {
           const uint64_t a =
-              own_values + (k / kStepsOfPanel * (Shape::kKeyPanelBytes >> 4) + k % kStepsOfPanel * kAlong);
-          const uint64_t b = dout + (k / kStepsOfPanel * (Shape::kQueryPanelBytes >> 4) + k % kStepsOfPanel * kAlong);
-          if constexpr (Shape::kStartsFromDelta) {
-            BackwardProduct<T, kQueries>::subtract_along(dp, a, b);
+              own_values + (k / kStepsPerAtom * (Shape::kKeyAtomColumnBytes >> 4) + k % kStepsPerAtom * kColumnStep);
+          const uint64_t b =
+              dout + (k / kStepsPerAtom * (Shape::kQueryAtomColumnBytes >> 4) + k % kStepsPerAtom * kColumnStep);
+          if constexpr (Shape::kInitializesDpWithDelta) {
+            BackwardWgmma<T, kQueries>::ss_subtract(dp, a, b);
           } else if (k == 0) {
-            BackwardProduct<T, kQueries>::template along<false>(dp, a, b);
+            BackwardWgmma<T, kQueries>::template ss<false>(dp, a, b);
           } else {
-            BackwardProduct<T, kQueries>::template along<true>(dp, a, b);
+            BackwardWgmma<T, kQueries>::template ss<true>(dp, a, b);
           }
         }
         ptx::wgmma_commit_group();
         // The compiler moves nothing across a branch: exponentials ahead of the products would not be beside them, and
         // spill.
-        if (!plain.holds(block)) {
-          for_unseen<Shape>(forward, tile, block, [&](int column, int i) { scores[column][i] = -INFINITY; });
+        if (!unmasked.contains(block)) {
+          for_masked<Shape>(forward, tile, block, [&](int column, int i) { scores[column][i] = -INFINITY; });
         }
-        const auto modified =
-            modified_weights<Shape>(forward, tile, block, pipeline.lses(at.stage) + Shape::kSlopeOffset);
+        const auto transform =
+            logits_transform<Shape>(forward, tile, block, pipeline.lses(query_state.stage) + Shape::kSlopeOffset);
         // Makes weights of the scores of a column; under a soft cap packed ones, and leaves what makes dS of dP in
         // their place.
-        const auto make_weights = [&](int column) {
-          const float2 lse = lses.of(column);
+        const auto compute_p_column = [&](int column) {
+          const float2 lse = lses.pair(column);
           float (&s)[4] = scores[column];
-          if constexpr (Shape::kCapped) {
-            float weights[4];
-            modified.bend(s[0], s[2], lse.x, weights[0], weights[2]);
-            modified.bend(s[1], s[3], lse.y, weights[1], weights[3]);
-            p[column / 2][column % 2 * 2] = Element<T>::pack(weights[0], weights[1]);
-            p[column / 2][column % 2 * 2 + 1] = Element<T>::pack(weights[2], weights[3]);
-          } else if constexpr (Shape::kBiased) {
+          if constexpr (Shape::kHasSoftcap) {
+            float p_f32[4];
+            transform.softcap(s[0], s[2], lse.x, p_f32[0], p_f32[2]);
+            transform.softcap(s[1], s[3], lse.y, p_f32[1], p_f32[3]);
+            p[column / 2][column % 2 * 2] = Element<T>::pack(p_f32[0], p_f32[1]);
+            p[column / 2][column % 2 * 2 + 1] = Element<T>::pack(p_f32[2], p_f32[3]);
+          } else if constexpr (Shape::kHasAlibi) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              s[i] = modified.add_bias(s[i], i % 2 == 0 ? lse.x : lse.y, 8 * column + i % 2 - i / 2 * 8);
+              s[i] = transform.alibi(s[i], i % 2 == 0 ? lse.x : lse.y, 8 * column + i % 2 - i / 2 * 8);
             }
           } else {
             const float scale = forward.softmax_scale_log2;
@@ -307,156 +311,156 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
           }
         };
         // While dP is under way; the others beside dS.
-        constexpr int kFirst = kTightlyCapped ? 3 : kQueryTiles / 2;
+        constexpr int kFirst = kFewRegistersLeft ? 3 : kQueryTiles / 2;
 #pragma unroll
-        for (int column = 0; column < kFirst; ++column) make_weights(column);
+        for (int column = 0; column < kFirst; ++column) compute_p_column(column);
         ptx::wgmma_wait_group<0>();  // dP
 #pragma unroll
         for (int column = 0; column < kQueryTiles; ++column) {
-          if (column + kFirst < kQueryTiles) make_weights(column + kFirst);
+          if (column + kFirst < kQueryTiles) compute_p_column(column + kFirst);
           float (&d)[4] = dp[column];
           const float (&s)[4] = scores[column];
-          if constexpr (Shape::kStartsFromDelta) {
+          if constexpr (Shape::kInitializesDpWithDelta) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) d[i] *= -s[i];
           } else {
-            const float2 delta = deltas.of(column);
+            const float2 delta = deltas.pair(column);
             d[0] = (d[0] - delta.x) * s[0];
             d[1] = (d[1] - delta.y) * s[1];
             d[2] = (d[2] - delta.x) * s[2];
             d[3] = (d[3] - delta.y) * s[3];
           }
-          if constexpr (!Shape::kCapped) {
+          if constexpr (!Shape::kHasSoftcap) {
             p[column / 2][column % 2 * 2] = Element<T>::pack(s[0], s[1]);
             p[column / 2][column % 2 * 2 + 1] = Element<T>::pack(s[2], s[3]);
           }
           ds[column / 2][column % 2 * 2] = Element<T>::pack(d[0], d[1]);
           ds[column / 2][column % 2 * 2 + 1] = Element<T>::pack(d[2], d[3]);
         }
-        if constexpr (Shape::kCapped) {
+        if constexpr (Shape::kHasSoftcap) {
           // A cap leaves hidden scores a weight of at most 1, but no derivative.
-          if (!plain.holds(block)) {
-            for_unseen<Shape>(forward, tile, block, [&](int column, int i) {
+          if (!unmasked.contains(block)) {
+            for_masked<Shape>(forward, tile, block, [&](int column, int i) {
               p[column / 2][column % 2 * 2 + i / 2] &= i % 2 == 0 ? 0xffff0000 : 0x0000ffff;
             });
           }
         }
       } else {
         ptx::wgmma_wait_group<0>();
-        finish_step_before();
+        finish_previous_step();
 #pragma unroll
         for (auto& matrices : ds) {
 #pragma unroll
           for (uint32_t& pair : matrices) pair = 0;
         }
       }
-      if (is_last_step()) release(pipeline.values_empty(count));
+      if (is_last_step()) release(pipeline.values_empty(tile_count));
       // Both have made dQ of the step before that one, whose dS lay where this one's will.
-      if (num_done > 0) pipeline.scores_full(PipelineState<2>(step - 1)).wait();
+      if (steps_done > 0) pipeline.ds_full(PipelineState<2>(step - 1)).wait();
 #pragma unroll
       for (int k = 0; k < kQueries / 16; ++k) {
-        const uint32_t panel = now.stage * Shape::kScoreBytes + k / 4 * Shape::kScorePanelBytes;
+        const uint32_t atom_column = step_state.stage * Shape::kDsBytes + k / 4 * Shape::kDsAtomColumnBytes;
         // A chunk's place is its number within the row, by XOR.
-        ptx::stmatrix_x4((own_scores + panel) ^ (k % 4 * 2 << 4), ds[k]);
+        ptx::stmatrix_x4((own_ds + atom_column) ^ (k % 4 * 2 << 4), ds[k]);
       }
-      wait_for_turn();
-      if constexpr (!kHidden) {
+      warp_scheduler_barrier_sync();
+      if constexpr (!kFullyMasked) {
         ptx::wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kQueries / 16; ++k) BackwardProduct<T, kHeadDim>::weigh(dv, p[k], dout + k * kDown);
+        for (int k = 0; k < kQueries / 16; ++k) BackwardWgmma<T, kHeadDim>::rs(dv, p[k], dout + k * kRowStep);
         ptx::wgmma_commit_group();
       }
       start_dq();
-      if constexpr (!kHidden) {
-        const uint64_t from = queries + static_cast<uint32_t>(at.stage * (Shape::kQueryBytes >> 4));
+      if constexpr (!kFullyMasked) {
+        const uint64_t from = queries + static_cast<uint32_t>(query_state.stage * (Shape::kQueryBytes >> 4));
 #pragma unroll
-        for (int k = 0; k < kQueries / 16; ++k) BackwardProduct<T, kHeadDim>::weigh(dk, ds[k], from + k * kDown);
+        for (int k = 0; k < kQueries / 16; ++k) BackwardWgmma<T, kHeadDim>::rs(dk, ds[k], from + k * kRowStep);
       }
       ptx::wgmma_commit_group();  // without dK too, so that all steps end alike
       fence_stores();
       ptx::wgmma_wait_group<1>();  // dV, dQ
-      release(pipeline.scores_full(now));
-      release(pipeline.dout_empty(now));
-      held = at.stage;
-      at.advance();
+      release(pipeline.ds_full(step_state));
+      release(pipeline.dout_empty(step_state));
+      dk_query_stage = query_state.stage;
+      query_state.advance();
     };
     const auto end_step = [&] {
-      store_sums(num_done > 0 ? step - 1 : step);
+      store_dq(steps_done > 0 ? step - 1 : step);
       ++step;
-      ++num_done;
+      ++steps_done;
     };
 #pragma unroll 1
     while (true) {
       // At 128 queries a step hardly any block of them sees only one warpgroup's keys.
-      if (kQueries == 128 || seen.holds(block)) {
-        take_step(std::false_type{});
+      if (kQueries == 128 || visible.contains(block)) {
+        compute_step(std::false_type{});
       } else {
-        take_step(std::true_type{});
+        compute_step(std::true_type{});
       }
-      if constexpr (!Shape::kStoresBesideScores) end_step();
+      if constexpr (!Shape::kStoresDqDuringS) end_step();
       if (is_last_step()) break;
       if (--heads_left == 0) {
         heads_left = forward.group;
         block += ascends ? 1 : -1;
       }
-      pipeline.query_full(at).wait();
-      start_scores(at.stage);
-      pass_turn();
-      if constexpr (Shape::kStoresBesideScores) end_step();
+      pipeline.query_full(query_state).wait();
+      start_s(query_state.stage);
+      warp_scheduler_barrier_arrive();
+      if constexpr (Shape::kStoresDqDuringS) end_step();
     }
-    if constexpr (Shape::kStoresBesideScores) end_step();
-    pass_turn();
+    if constexpr (Shape::kStoresDqDuringS) end_step();
+    warp_scheduler_barrier_arrive();
     ptx::wgmma_wait_group<0>();  // dK
-    finish_step_before();
-    pipeline.scores_full(PipelineState<2>(step - 1)).wait();
+    finish_previous_step();
+    pipeline.ds_full(PipelineState<2>(step - 1)).wait();
     start_dq();
     ptx::wgmma_wait_group<0>();
-    release(pipeline.keys_empty(count));
-    store_sums(step - 1);
+    release(pipeline.keys_empty(tile_count));
+    store_dq(step - 1);
     fence_stores();
-    release(pipeline.sums_full(PipelineState<2>(step - 1), warpgroup));
+    release(pipeline.dq_full(PipelineState<2>(step - 1), warpgroup));
     // dK and dV leave through the places of dS and dQ.
-    pipeline.sums_empty(step, warpgroup).producer_wait();
+    pipeline.dq_empty(step, warpgroup).producer_wait();
     ptx::named_barrier_sync(1, 256);
     constexpr uint32_t kGradientBytes = 64 * kHeadDim * 2;
-    const uint32_t keys_to = pipeline.scores(0) + warpgroup * kGradientBytes;
-    const uint32_t values_to = pipeline.sums(0) + warpgroup * kGradientBytes;
-    const uint32_t matrix_offset = Panel::offset(matrix_row, lane / 16);
+    const uint32_t dk_staging = pipeline.ds(0) + warpgroup * kGradientBytes;
+    const uint32_t dv_staging = pipeline.dq(0) + warpgroup * kGradientBytes;
+    const uint32_t matrix_offset = Atom::offset(matrix_row, lane / 16);
     const float scale = params.base.softmax_scale;
 #pragma unroll
     for (int column = 0; column < kColumnTiles; column += 2) {
-      uint32_t of_key[4], of_value[4];
+      uint32_t dk_pairs[4], dv_pairs[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float (&k)[4] = dk[column + i / 2];
         const float (&v)[4] = dv[column + i / 2];
-        of_key[i] = Element<T>::pack(k[i % 2 * 2] * scale, k[i % 2 * 2 + 1] * scale);
-        of_value[i] = Element<T>::pack(v[i % 2 * 2], v[i % 2 * 2 + 1]);
+        dk_pairs[i] = Element<T>::pack(k[i % 2 * 2] * scale, k[i % 2 * 2 + 1] * scale);
+        dv_pairs[i] = Element<T>::pack(v[i % 2 * 2], v[i % 2 * 2 + 1]);
       }
-      const uint32_t panel = column / Panel::kChunks * (64 * Panel::kRowBytes);
-      ptx::stmatrix_x4((keys_to + matrix_offset + panel) ^ (column % Panel::kChunks << 4), of_key);
-      ptx::stmatrix_x4((values_to + matrix_offset + panel) ^ (column % Panel::kChunks << 4), of_value);
+      const uint32_t atom_column = column / Atom::kChunks * (64 * Atom::kRowBytes);
+      ptx::stmatrix_x4((dk_staging + matrix_offset + atom_column) ^ (column % Atom::kChunks << 4), dk_pairs);
+      ptx::stmatrix_x4((dv_staging + matrix_offset + atom_column) ^ (column % Atom::kChunks << 4), dv_pairs);
     }
     ptx::fence_proxy_async_shared();
     ptx::named_barrier_sync(2 + warpgroup, 128);
-    if (leads) {
+    if (is_leader) {
       const RaggedRows rows(tile.first_key, tile.num_keys);
       const int32_t row = rows.base + key_block * Shape::kKeys + 64 * warpgroup;
 #pragma unroll
-      for (int panel = 0; panel < Shape::kPanels; ++panel) {
-        const uint32_t from = panel * (64 * Panel::kRowBytes);
-        ptx::tma_store(keys_to + from, params.dk, panel * Panel::kColumns, tile.kv_head, row, rows.end,
+      for (int atom_column = 0; atom_column < Shape::kAtomColumns; ++atom_column) {
+        const uint32_t from = atom_column * (64 * Atom::kRowBytes);
+        ptx::tma_store(dk_staging + from, params.dk, atom_column * Atom::kColumns, tile.kv_head, row, rows.end,
                        RaggedRows::kEnd);
-        ptx::tma_store(values_to + from, params.dv, panel * Panel::kColumns, tile.kv_head, row, rows.end,
+        ptx::tma_store(dv_staging + from, params.dv, atom_column * Atom::kColumns, tile.kv_head, row, rows.end,
                        RaggedRows::kEnd);
       }
-      ptx::bulk_commit();
+      ptx::bulk_commit_group();
     }
     __syncwarp();
-    release(pipeline.tile_empty(turn));
+    release(pipeline.tile_empty(tile_state));
   }
-  if (warpgroup == 0) wait_for_turn();
-  if (leads) ptx::bulk_wait_group();
+  if (warpgroup == 0) warp_scheduler_barrier_sync();
+  if (is_leader) ptx::bulk_wait_group();
 }
 
 }  // namespace xa::hopper

@@ -16,11 +16,11 @@ namespace xa::hopper {
 template <typename Shape, int kRows>
 __device__ __forceinline__ void load_rows(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t head,
                                           const RaggedRows& rows, int32_t first) {
-  using Panel = typename Shape::Panel;
+  using Atom = typename Shape::Atom;
 #pragma unroll
-  for (int panel = 0; panel < Shape::kPanels; ++panel) {
-    ptx::tma_load(to + panel * kRows * Panel::kRowBytes, map, barrier, panel * Panel::kColumns, head, rows.base + first,
-                  rows.end, RaggedRows::kEnd);
+  for (int atom_column = 0; atom_column < Shape::kAtomColumns; ++atom_column) {
+    ptx::tma_load(to + atom_column * kRows * Atom::kRowBytes, map, barrier, atom_column * Atom::kColumns, head,
+                  rows.base + first, rows.end, RaggedRows::kEnd);
   }
 }
 
@@ -32,11 +32,11 @@ __device__ __forceinline__ void load_row_stats(uint32_t to, const float* from, c
 #pragma unroll
   for (int first = 0; first < Shape::kQueries; first += 32) {
     const int32_t row = first + static_cast<int32_t>(threadIdx.x % 32);
-    ptx::cp_async_4_or_zero(to + 4 * row, row < count ? from + row : from, row < count);
+    ptx::cp_async_4_zfill(to + 4 * row, row < count ? from + row : from, row < count);
   }
-  if constexpr (Shape::kBiased) {
+  if constexpr (Shape::kHasAlibi) {
     if (threadIdx.x % 32 == 0) {
-      ptx::cp_async_4_or_zero(to + Shape::kSlopeOffset, slope == nullptr ? from : slope, slope != nullptr);
+      ptx::cp_async_4_zfill(to + Shape::kSlopeOffset, slope == nullptr ? from : slope, slope != nullptr);
     }
   }
   ptx::cp_async_arrive(barrier);
@@ -50,24 +50,24 @@ enum class BackwardLoad { keys, values };
 template <typename Shape, BackwardLoad kLoad>
 __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
                                            const BackwardPipeline<Shape>& pipeline) {
-  constexpr bool kOfKeys = kLoad == BackwardLoad::keys;
+  constexpr bool kLoadsKeys = kLoad == BackwardLoad::keys;
   const AttentionParams& forward = params.base.forward;
-  const bool leads = threadIdx.x % 32 == 0;
-  RingPosition<kOfKeys ? Shape::kQueryStages : Shape::kDoutStages> at;
+  const bool is_leader = threadIdx.x % 32 == 0;
+  RingPipelineState<kLoadsKeys ? Shape::kQueryStages : Shape::kDoutStages> write_state;
 #pragma unroll 1
-  for (int32_t count = 0;; ++count) {
-    const PipelineState<2> turn(count);
-    BackwardTile& tile = pipeline.tile(turn);
-    if constexpr (kOfKeys) {
+  for (int32_t tile_count = 0;; ++tile_count) {
+    const PipelineState<2> tile_state(tile_count);
+    BackwardTile& tile = pipeline.tile(tile_state);
+    if constexpr (kLoadsKeys) {
       unsigned long long next = 0;
-      if (leads) next = atomicAdd(reinterpret_cast<unsigned long long*>(&params.plan->next_tile), 1ull);
+      if (is_leader) next = atomicAdd(reinterpret_cast<unsigned long long*>(&params.plan->next_tile), 1ull);
       const int32_t tile_index = uniform(static_cast<int32_t>(min(next, 0x7fffffffull)));
-      pipeline.tile_empty(turn).producer_wait();
-      find_tile<Shape>(params, tile_index, tile);
+      pipeline.tile_empty(tile_state).producer_wait();
+      locate_tile<Shape>(params, tile_index, tile);
       __syncwarp();
-      if (leads) pipeline.tile_full(turn).arrive();
+      if (is_leader) pipeline.tile_full(tile_state).arrive();
     } else {
-      pipeline.tile_full(turn).wait();
+      pipeline.tile_full(tile_state).wait();
     }
     const int32_t key_block = uniform(tile.key_block);
     if (key_block < 0) break;
@@ -76,58 +76,59 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
     const int32_t num_blocks = tile.num_blocks;
     const int32_t first_head = tile.kv_head * forward.group;
     {
-      const Barrier full = kOfKeys ? pipeline.keys_full(count) : pipeline.values_full(count);
-      const Barrier empty = kOfKeys ? pipeline.keys_empty(count) : pipeline.values_empty(count);
+      const Barrier full = kLoadsKeys ? pipeline.keys_full(tile_count) : pipeline.values_full(tile_count);
+      const Barrier empty = kLoadsKeys ? pipeline.keys_empty(tile_count) : pipeline.values_empty(tile_count);
       empty.producer_wait();
-      if (leads) {
+      if (is_leader) {
         full.arrive_expect_tx(Shape::kKeyBytes);
-        load_rows<Shape, Shape::kKeys>(kOfKeys ? pipeline.keys() : pipeline.values(), kOfKeys ? params.k : params.v,
-                                       full.address, tile.kv_head, RaggedRows(tile.first_key, tile.num_keys),
-                                       key_block * Shape::kKeys);
+        load_rows<Shape, Shape::kKeys>(kLoadsKeys ? pipeline.keys() : pipeline.values(),
+                                       kLoadsKeys ? params.k : params.v, full.address, tile.kv_head,
+                                       RaggedRows(tile.first_key, tile.num_keys), key_block * Shape::kKeys);
       }
     }
     if (tile.ascends == 0) {
       block += num_blocks - 1;
       step = -1;
     }
-    if constexpr (!kOfKeys) {
+    if constexpr (!kLoadsKeys) {
       __syncwarp();
-      if (leads) pipeline.tile_empty(turn).arrive();
+      if (is_leader) pipeline.tile_empty(tile_state).arrive();
     }
     int32_t row = block * Shape::kQueries;
     const RaggedRows rows(first_query, num_queries);
 #pragma unroll 1
-    for (int32_t left = num_blocks; left > 0; --left, row += step * Shape::kQueries) {
+    for (int32_t blocks_left = num_blocks; blocks_left > 0; --blocks_left, row += step * Shape::kQueries) {
 #pragma unroll 1
       for (int32_t head = first_head; head < first_head + forward.group; ++head) {
-        const float* const stats = (kOfKeys ? params.lse_log2 : params.base.delta) +
+        const float* const stats = (kLoadsKeys ? params.lse_log2 : params.base.delta) +
                                    (static_cast<int64_t>(head) * forward.num_tokens + first_query);
         const float* slope = nullptr;
-        if constexpr (kOfKeys && Shape::kBiased) {
+        if constexpr (kLoadsKeys && Shape::kHasAlibi) {
           if (forward.alibi_slopes != nullptr) {
             slope = forward.alibi_slopes + tile.sequence * forward.alibi_stride + head;
           }
         }
         Barrier full, empty;
-        if constexpr (kOfKeys) {
-          full = pipeline.query_full(at);
-          empty = pipeline.query_empty(at);
+        if constexpr (kLoadsKeys) {
+          full = pipeline.query_full(write_state);
+          empty = pipeline.query_empty(write_state);
         } else {
-          const PipelineState<2> place(at.stage + 2 * static_cast<int32_t>(at.phase));
-          full = pipeline.dout_full(place);
-          empty = pipeline.dout_empty(place);
+          const PipelineState<2> dout_state(write_state.stage + 2 * static_cast<int32_t>(write_state.phase));
+          full = pipeline.dout_full(dout_state);
+          empty = pipeline.dout_empty(dout_state);
         }
         empty.producer_wait();
         // Without the copy of this lane the phase lasts: no lane can miss it.
-        if (leads) {
+        if (is_leader) {
           full.arrive_expect_tx(Shape::kQueryBytes);
-          load_rows<Shape, Shape::kQueries>(kOfKeys ? pipeline.queries(at.stage) : pipeline.douts(at.stage),
-                                            kOfKeys ? params.q : params.dout, full.address, head, rows, row);
+          load_rows<Shape, Shape::kQueries>(
+              kLoadsKeys ? pipeline.queries(write_state.stage) : pipeline.douts(write_state.stage),
+              kLoadsKeys ? params.q : params.dout, full.address, head, rows, row);
         }
         __syncwarp();
-        load_row_stats<Shape>(kOfKeys ? pipeline.lses(at.stage) : pipeline.deltas(at.stage), stats + row, slope,
-                              full.address, num_queries - row);
-        at.advance();
+        load_row_stats<Shape>(kLoadsKeys ? pipeline.lses(write_state.stage) : pipeline.deltas(write_state.stage),
+                              stats + row, slope, full.address, num_queries - row);
+        write_state.advance();
       }
     }
   }

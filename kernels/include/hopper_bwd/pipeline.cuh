@@ -22,15 +22,15 @@ struct BackwardTile {
   int32_t first_key;
   int32_t num_keys;
   int32_t shift;
-  int32_t first_group;
-  int32_t first_turn;
+  int32_t first_row_tile;
+  int32_t first_query_block;
   int32_t sequence;
 };
 static_assert(sizeof(BackwardTile) <= 64);
 
 /// A place of a ring and the parity of its barriers' phase.
 template <int kStages>
-struct RingPosition {
+struct RingPipelineState {
   int32_t stage = 0;
   uint32_t phase = 0;
 
@@ -55,10 +55,10 @@ class BackwardPipeline {
     kQueryEmpty = kQueryFull + Shape::kQueryStages,
     kDoutFull = kQueryEmpty + Shape::kQueryStages,
     kDoutEmpty = kDoutFull + Shape::kDoutStages,
-    kScoresFull = kDoutEmpty + Shape::kDoutStages,
-    kSumsFull = kScoresFull + 2,  // [parity of the step][warpgroup]
-    kSumsEmpty = kSumsFull + 4,   // [warpgroup]
-    kBarriers = kSumsEmpty + 2,
+    kDsFull = kDoutEmpty + Shape::kDoutStages,
+    kDqFull = kDsFull + 2,   // [parity of the step][warpgroup]
+    kDqEmpty = kDqFull + 4,  // [warpgroup]
+    kBarriers = kDqEmpty + 2,
   };
   static_assert(Shape::kBarriersOffset + 8 * kBarriers <= Shape::kSharedBytes);
   /// TMA and the lanes that copy the rows' numbers.
@@ -84,46 +84,52 @@ class BackwardPipeline {
     init(kQueryEmpty, Shape::kQueryStages, kWarps);
     init(kDoutFull, Shape::kDoutStages, kLoadArrivals);
     init(kDoutEmpty, Shape::kDoutStages, kWarps);
-    init(kScoresFull, 2, kWarps);
-    init(kSumsFull, 4, kWarps / 2);
-    init(kSumsEmpty, 2, 1);
+    init(kDsFull, 2, kWarps);
+    init(kDqFull, 4, kWarps / 2);
+    init(kDqEmpty, 2, 1);
     ptx::fence_mbarrier_init();
     ptx::fence_proxy_async_shared();
   }
 
-  __device__ __forceinline__ Barrier tile_full(PipelineState<2> turn) const {
-    return barrier(kTileFull + turn.stage, turn.phase);
+  __device__ __forceinline__ Barrier tile_full(PipelineState<2> state) const {
+    return barrier(kTileFull + state.stage, state.phase);
   }
-  __device__ __forceinline__ Barrier tile_empty(PipelineState<2> turn) const {
-    return barrier(kTileEmpty + turn.stage, turn.phase);
+  __device__ __forceinline__ Barrier tile_empty(PipelineState<2> state) const {
+    return barrier(kTileEmpty + state.stage, state.phase);
   }
-  __device__ __forceinline__ Barrier keys_full(int32_t tile) const { return barrier(kKeysFull, tile & 1); }
-  __device__ __forceinline__ Barrier keys_empty(int32_t tile) const { return barrier(kKeysEmpty, tile & 1); }
-  __device__ __forceinline__ Barrier values_full(int32_t tile) const { return barrier(kValuesFull, tile & 1); }
-  __device__ __forceinline__ Barrier values_empty(int32_t tile) const { return barrier(kValuesEmpty, tile & 1); }
-  __device__ __forceinline__ Barrier query_full(RingPosition<Shape::kQueryStages> at) const {
-    return barrier(kQueryFull + at.stage, at.phase);
+  __device__ __forceinline__ Barrier keys_full(int32_t tile_count) const { return barrier(kKeysFull, tile_count & 1); }
+  __device__ __forceinline__ Barrier keys_empty(int32_t tile_count) const {
+    return barrier(kKeysEmpty, tile_count & 1);
   }
-  __device__ __forceinline__ Barrier query_empty(RingPosition<Shape::kQueryStages> at) const {
-    return barrier(kQueryEmpty + at.stage, at.phase);
+  __device__ __forceinline__ Barrier values_full(int32_t tile_count) const {
+    return barrier(kValuesFull, tile_count & 1);
   }
-  __device__ __forceinline__ Barrier dout_full(PipelineState<2> step) const {
-    return barrier(kDoutFull + step.stage, step.phase);
+  __device__ __forceinline__ Barrier values_empty(int32_t tile_count) const {
+    return barrier(kValuesEmpty, tile_count & 1);
   }
-  __device__ __forceinline__ Barrier dout_empty(PipelineState<2> step) const {
-    return barrier(kDoutEmpty + step.stage, step.phase);
+  __device__ __forceinline__ Barrier query_full(RingPipelineState<Shape::kQueryStages> state) const {
+    return barrier(kQueryFull + state.stage, state.phase);
+  }
+  __device__ __forceinline__ Barrier query_empty(RingPipelineState<Shape::kQueryStages> state) const {
+    return barrier(kQueryEmpty + state.stage, state.phase);
+  }
+  __device__ __forceinline__ Barrier dout_full(PipelineState<2> state) const {
+    return barrier(kDoutFull + state.stage, state.phase);
+  }
+  __device__ __forceinline__ Barrier dout_empty(PipelineState<2> state) const {
+    return barrier(kDoutEmpty + state.stage, state.phase);
   }
   /// dS of a step is there, of both warpgroups.
-  __device__ __forceinline__ Barrier scores_full(PipelineState<2> step) const {
-    return barrier(kScoresFull + step.stage, step.phase);
+  __device__ __forceinline__ Barrier ds_full(PipelineState<2> state) const {
+    return barrier(kDsFull + state.stage, state.phase);
   }
   /// A warpgroup's half of dQ of a step is there. Even and odd steps have barriers of their own: of one that it shared,
   /// a warp that waits for every second phase could miss one, and take the next for it.
-  __device__ __forceinline__ Barrier sums_full(PipelineState<2> step, int32_t warpgroup) const {
-    return barrier(kSumsFull + 2 * step.stage + warpgroup, step.phase);
+  __device__ __forceinline__ Barrier dq_full(PipelineState<2> state, int32_t warpgroup) const {
+    return barrier(kDqFull + 2 * state.stage + warpgroup, state.phase);
   }
-  __device__ __forceinline__ Barrier sums_empty(int32_t step, int32_t warpgroup) const {
-    return barrier(kSumsEmpty + warpgroup, step & 1);
+  __device__ __forceinline__ Barrier dq_empty(int32_t step, int32_t warpgroup) const {
+    return barrier(kDqEmpty + warpgroup, step & 1);
   }
 
   __device__ __forceinline__ uint32_t keys() const { return address_ + Shape::kKeysOffset; }
@@ -140,19 +146,19 @@ class BackwardPipeline {
   __device__ __forceinline__ uint32_t deltas(int32_t stage) const {
     return address_ + Shape::kDeltasOffset + stage * Shape::kRowStatBytes;
   }
-  __device__ __forceinline__ uint32_t scores(int32_t stage) const {
-    return address_ + Shape::kScoresOffset + stage * Shape::kScoreBytes;
+  __device__ __forceinline__ uint32_t ds(int32_t stage) const {
+    return address_ + Shape::kDsOffset + stage * Shape::kDsBytes;
   }
-  __device__ __forceinline__ uint32_t sums(int32_t warpgroup) const {
-    return address_ + Shape::kSumsOffset + warpgroup * Shape::kFirstSumBytes;
+  __device__ __forceinline__ uint32_t dq(int32_t warpgroup) const {
+    return address_ + Shape::kDqOffset + warpgroup * Shape::kFirstDqHalfBytes;
   }
-  __device__ __forceinline__ BackwardTile& tile(PipelineState<2> turn) const {
-    return *reinterpret_cast<BackwardTile*>(shared_ + Shape::kTilesOffset + 64 * turn.stage);
+  __device__ __forceinline__ BackwardTile& tile(PipelineState<2> state) const {
+    return *reinterpret_cast<BackwardTile*>(shared_ + Shape::kTilesOffset + 64 * state.stage);
   }
 
  private:
-  __device__ __forceinline__ Barrier barrier(int number, uint32_t parity) const {
-    return Barrier{address_ + Shape::kBarriersOffset + 8 * number, parity};
+  __device__ __forceinline__ Barrier barrier(int index, uint32_t phase) const {
+    return Barrier{address_ + Shape::kBarriersOffset + 8 * index, phase};
   }
 
   uint8_t* shared_;

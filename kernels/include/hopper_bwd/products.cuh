@@ -9,14 +9,14 @@
 
 namespace xa::hopper {
 
-/// Products of 64 rows with kColumns columns, 16 deep. `kAdds` adds to d; without it d is written and not read, so that
-/// no register has to hold it before.
-///   along:  d (+)= a b^T, a [64, 16] and b [kColumns, 16] in shared memory; subtract_along: d -= a b^T
-///   along_registers: d (+)= a b^T, a [64, 16] in registers, b [kColumns, 16] in shared memory
+/// Products of 64 rows with kColumns columns, 16 deep. `kAccumulate` adds to d; without it d is written and not read,
+/// so that no register has to hold it before.
+///   along:  d (+)= a b^T, a [64, 16] and b [kColumns, 16] in shared memory; ss_subtract: d -= a b^T
+///   rs_k_major: d (+)= a b^T, a [64, 16] in registers, b [kColumns, 16] in shared memory
 ///   across: d (+)= a^T b, a [16, 64] and b [16, kColumns] in shared memory
 ///   weigh:  d += a b, a [64, 16] in registers, b [16, kColumns] in shared memory
 template <typename T, int kColumns>
-struct BackwardProduct;
+struct BackwardWgmma;
 
 #define XA_OUT(c, d, j) c(d[j][0]), c(d[j][1]), c(d[j][2]), c(d[j][3])
 #define XA_OUT_8(c, d, j)                                                                                      \
@@ -65,32 +65,32 @@ struct BackwardProduct;
                  : XA_OUT_##columns(c, d)                                                                        \
                  : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(y));                                          \
   }
-#define XA_BACKWARD_PRODUCT(T, type, columns, a, a1, a2, a3, b)                                                \
-  template <>                                                                                                  \
-  struct BackwardProduct<T, columns> {                                                                         \
-    template <bool kAdds>                                                                                      \
-    static __device__ __forceinline__ void along(float (&d)[columns / 8][4], uint64_t x, uint64_t y) {         \
-      kAdds ? along_adds(d, x, y) : along_first(d, x, y);                                                      \
-    }                                                                                                          \
-    template <bool kAdds>                                                                                      \
-    static __device__ __forceinline__ void across(float (&d)[columns / 8][4], uint64_t x, uint64_t y) {        \
-      kAdds ? across_adds(d, x, y) : across_first(d, x, y);                                                    \
-    }                                                                                                          \
-    template <bool kAdds>                                                                                      \
-    static __device__ __forceinline__ void along_registers(float (&d)[columns / 8][4], const uint32_t (&x)[4], \
-                                                           uint64_t y) {                                       \
-      kAdds ? along_registers_adds(d, x, y) : along_registers_first(d, x, y);                                  \
-    }                                                                                                          \
-    XA_REGISTER_PRODUCT(weigh, "+f", "1", type, columns, a, a1, a2, a3, b, "1")                                \
-    XA_SHARED_PRODUCT(subtract_along, "+f", "1", type, columns, a, a1, "-1", "0, 0")                           \
-                                                                                                               \
-   private:                                                                                                    \
-    XA_REGISTER_PRODUCT(along_registers_first, "=f", "0", type, columns, a, a1, a2, a3, b, "0")                \
-    XA_REGISTER_PRODUCT(along_registers_adds, "+f", "1", type, columns, a, a1, a2, a3, b, "0")                 \
-    XA_SHARED_PRODUCT(along_first, "=f", "0", type, columns, a, a1, "1", "0, 0")                               \
-    XA_SHARED_PRODUCT(along_adds, "+f", "1", type, columns, a, a1, "1", "0, 0")                                \
-    XA_SHARED_PRODUCT(across_first, "=f", "0", type, columns, a, a1, "1", "1, 1")                              \
-    XA_SHARED_PRODUCT(across_adds, "+f", "1", type, columns, a, a1, "1", "1, 1")                               \
+#define XA_BACKWARD_PRODUCT(T, type, columns, a, a1, a2, a3, b)                                              \
+  template <>                                                                                                \
+  struct BackwardWgmma<T, columns> {                                                                         \
+    template <bool kAccumulate>                                                                              \
+    static __device__ __forceinline__ void ss(float (&d)[columns / 8][4], uint64_t x, uint64_t y) {          \
+      kAccumulate ? ss_accumulated(d, x, y) : ss_zeroed(d, x, y);                                            \
+    }                                                                                                        \
+    template <bool kAccumulate>                                                                              \
+    static __device__ __forceinline__ void ss_mn_major(float (&d)[columns / 8][4], uint64_t x, uint64_t y) { \
+      kAccumulate ? ss_mn_major_accumulated(d, x, y) : ss_mn_major_zeroed(d, x, y);                          \
+    }                                                                                                        \
+    template <bool kAccumulate>                                                                              \
+    static __device__ __forceinline__ void rs_k_major(float (&d)[columns / 8][4], const uint32_t (&x)[4],    \
+                                                      uint64_t y) {                                          \
+      kAccumulate ? rs_k_major_accumulated(d, x, y) : rs_k_major_zeroed(d, x, y);                            \
+    }                                                                                                        \
+    XA_REGISTER_PRODUCT(rs, "+f", "1", type, columns, a, a1, a2, a3, b, "1")                                 \
+    XA_SHARED_PRODUCT(ss_subtract, "+f", "1", type, columns, a, a1, "-1", "0, 0")                            \
+                                                                                                             \
+   private:                                                                                                  \
+    XA_REGISTER_PRODUCT(rs_k_major_zeroed, "=f", "0", type, columns, a, a1, a2, a3, b, "0")                  \
+    XA_REGISTER_PRODUCT(rs_k_major_accumulated, "+f", "1", type, columns, a, a1, a2, a3, b, "0")             \
+    XA_SHARED_PRODUCT(ss_zeroed, "=f", "0", type, columns, a, a1, "1", "0, 0")                               \
+    XA_SHARED_PRODUCT(ss_accumulated, "+f", "1", type, columns, a, a1, "1", "0, 0")                          \
+    XA_SHARED_PRODUCT(ss_mn_major_zeroed, "=f", "0", type, columns, a, a1, "1", "1, 1")                      \
+    XA_SHARED_PRODUCT(ss_mn_major_accumulated, "+f", "1", type, columns, a, a1, "1", "1, 1")                 \
   };
 #define XA_BACKWARD_PRODUCTS(columns, ...)              \
   XA_BACKWARD_PRODUCT(F16, "f16", columns, __VA_ARGS__) \

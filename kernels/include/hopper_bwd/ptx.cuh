@@ -9,8 +9,8 @@
 namespace xa::hopper::ptx {
 
 /// Copies 4 bytes to shared memory, or zeros where `wanted` is false.
-__device__ __forceinline__ void cp_async_4_or_zero(uint32_t destination, const void* source, bool wanted) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(wanted ? 4 : 0)
+__device__ __forceinline__ void cp_async_4_zfill(uint32_t destination, const void* source, bool is_copied) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(is_copied ? 4 : 0)
                : "memory");
 }
 /// Arrives at `barrier` when all cp.async of this thread so far are complete; one of the barrier's arrivals.
@@ -32,21 +32,21 @@ __device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t byt
                : "memory");
 }
 /// Adds `bytes` bytes of f32 in shared memory to those in global memory.
-__device__ __forceinline__ void bulk_add_f32(void* to, uint32_t from, uint32_t bytes) {
+__device__ __forceinline__ void bulk_reduce_add_f32(void* to, uint32_t from, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
                "r"(bytes)
                : "memory");
 }
 /// Makes the bulk copies of this thread since the last call a group.
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 /// Arrives at a named barrier of `threads` threads, those that wait at it included.
-__device__ __forceinline__ void arrive(int number, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 /// Orders bulk copies against this thread's own accesses of any memory, in both directions.
-__device__ __forceinline__ void fence_all_for_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 __device__ __forceinline__ int32_t load_acquire(const int32_t* from) {
   int32_t value;

@@ -15,117 +15,118 @@ namespace xa::hopper {
 
 /// A panel as an operand.
 template <typename Shape>
-__device__ __forceinline__ uint64_t panel_descriptor(uint32_t address) {
-  using Panel = typename Shape::Panel;
-  return matrix_descriptor<Panel>(address, 0, Panel::kBytes);
+__device__ __forceinline__ uint64_t atom_column_descriptor(uint32_t address) {
+  using Atom = typename Shape::Atom;
+  return matrix_descriptor<Atom>(address, 0, Atom::kBytes);
 }
 
 /// Waits for the panels of the block at `at`.
-template <int kPanels, typename At, typename FullOf>
-__device__ __forceinline__ void wait_for_panels(At at, const FullOf& full_of) {
+template <int kAtomColumns, typename State, typename FullOf>
+__device__ __forceinline__ void wait_for_atom_columns(State state, const FullOf& full_of) {
 #pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel, at.advance()) full_of(at).wait();
+  for (int atom_column = 0; atom_column < kAtomColumns; ++atom_column, state.advance()) full_of(state).wait();
 }
 
 /// Releases the panels of the block at `at`, which goes on to the next block.
-template <int kPanels, typename At, typename EmptyOf>
-__device__ __forceinline__ void release_panels(At& at, const EmptyOf& empty_of) {
+template <int kAtomColumns, typename State, typename EmptyOf>
+__device__ __forceinline__ void release_atom_columns(State& state, const EmptyOf& empty_of) {
 #pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel, at.advance()) {
-    if (threadIdx.x % 32 == 0) empty_of(at).arrive();
+  for (int atom_column = 0; atom_column < kAtomColumns; ++atom_column, state.advance()) {
+    if (threadIdx.x % 32 == 0) empty_of(state).arrive();
   }
 }
 
 /// The 64 held rows of a warpgroup as operand a of wgmma. The first kSteps steps of 16 columns are in registers, as
 /// many as there is room for: products with both operands in shared memory take all that it delivers at 64 columns, and
 /// other accesses wait for them.
-template <typename Shape, int kPanels_>
+template <typename Shape, int kAtomColumns_>
 struct HeldRows {
-  static constexpr int kPanels = kPanels_, kSteps = Shape::kHeldSteps;
+  static constexpr int kAtomColumns = kAtomColumns_, kSteps = Shape::kHeldSteps;
   uint32_t rows;  // in shared memory
   uint32_t fragments[kSteps == 0 ? 1 : kSteps][4];
 
   __device__ __forceinline__ void load(uint32_t from) {
-    using Panel = typename Shape::Panel;
+    using Atom = typename Shape::Atom;
     rows = from;
     const int32_t row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16, half = threadIdx.x % 32 / 16;
-    const uint32_t own = from + Panel::offset(row, half);
+    const uint32_t own = from + Atom::offset(row, half);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      xa::ptx::ldmatrix_x4(fragments[k], (own + k / 4 * Shape::kHeldPanelBytes) ^ (k % 4 << 5));
+      xa::ptx::ldmatrix_x4(fragments[k], (own + k / 4 * Shape::kHeldAtomColumnBytes) ^ (k % 4 << 5));
     }
   }
 };
 
 /// Starts d = a b^T: a is the held rows, b the block of 8 kTiles rows at `at` of a ring, where `at` goes on to the next
 /// block.
-template <typename T, typename Shape, int kPanels, int kTiles, typename At, typename PanelOf>
-__device__ __forceinline__ void start_scores_of(float (&d)[kTiles][4], const HeldRows<Shape, kPanels>& held, At& at,
-                                                const PanelOf& panel_of) {
-  using Product = BackwardProduct<T, 8 * kTiles>;
-  constexpr uint64_t kAlong = 2;
+template <typename T, typename Shape, int kAtomColumns, int kTiles, typename State, typename AtomColumnOf>
+__device__ __forceinline__ void start_s_or_dp(float (&d)[kTiles][4], const HeldRows<Shape, kAtomColumns>& held,
+                                              State& state, const AtomColumnOf& atom_column_of) {
+  using Product = BackwardWgmma<T, 8 * kTiles>;
+  constexpr uint64_t kColumnStep = 2;
   ptx::wgmma_fence();
 #pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel, at.advance()) {
-    const uint64_t a = panel_descriptor<Shape>(held.rows + panel * Shape::kHeldPanelBytes);
-    const uint64_t b = panel_descriptor<Shape>(panel_of(at));
+  for (int atom_column = 0; atom_column < kAtomColumns; ++atom_column, state.advance()) {
+    const uint64_t a = atom_column_descriptor<Shape>(held.rows + atom_column * Shape::kHeldAtomColumnBytes);
+    const uint64_t b = atom_column_descriptor<Shape>(atom_column_of(state));
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const int step = 4 * panel + k;
+      const int step = 4 * atom_column + k;
       if (step < Shape::kHeldSteps) {
         if (step == 0) {
-          Product::template along_registers<false>(d, held.fragments[step], b);
+          Product::template rs_k_major<false>(d, held.fragments[step], b);
         } else {
-          Product::template along_registers<true>(d, held.fragments[step], b + k * kAlong);
+          Product::template rs_k_major<true>(d, held.fragments[step], b + k * kColumnStep);
         }
       } else if (step == 0) {
-        Product::template along<false>(d, a, b);
+        Product::template ss<false>(d, a, b);
       } else {
-        Product::template along<true>(d, a + k * kAlong, b + k * kAlong);
+        Product::template ss<true>(d, a + k * kColumnStep, b + k * kColumnStep);
       }
     }
   }
   ptx::wgmma_commit_group();
 }
 
-/// A gradient of 64 rows: accumulators of `kPanels` panels, of which one wgmma takes kAtOnce. Rings have a multiple of
-/// kAtOnce stages, so that these panels are adjacent.
-template <int kPanels_>
+/// A gradient of 64 rows: accumulators of `kAtomColumns` panels, of which one wgmma takes kAtomColumnsPerWgmma. Rings
+/// have a multiple of kAtomColumnsPerWgmma stages, so that these panels are adjacent.
+template <int kAtomColumns_>
 struct WideGradient {
-  static constexpr int kPanels = kPanels_, kAtOnce = kPanels % 3 == 0 ? 3 : 2;
-  float sums[kPanels / kAtOnce][8 * kAtOnce][4];
+  static constexpr int kAtomColumns = kAtomColumns_, kAtomColumnsPerWgmma = kAtomColumns % 3 == 0 ? 3 : 2;
+  float accumulators[kAtomColumns / kAtomColumnsPerWgmma][8 * kAtomColumnsPerWgmma][4];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (auto& some : sums) {
+    for (auto& part : accumulators) {
 #pragma unroll
-      for (auto& column : some) {
+      for (auto& column : part) {
 #pragma unroll
         for (float& x : column) x = 0.0f;
       }
     }
   }
   /// The accumulators of eight columns.
-  __device__ __forceinline__ const float (&of(int tile) const)[4] {
-    return sums[tile / (8 * kAtOnce)][tile % (8 * kAtOnce)];
+  __device__ __forceinline__ const float (&column_tile(int tile) const)[4] {
+    return accumulators[tile / (8 * kAtomColumnsPerWgmma)][tile % (8 * kAtomColumnsPerWgmma)];
   }
 };
 
 /// Starts d += a b: a is [64, 16 kSteps] in registers, b the block at `at` of a ring.
-template <typename T, typename Shape, int kPanels, int kSteps, typename At, typename PanelOf>
-__device__ __forceinline__ void start_gradient(WideGradient<kPanels>& d, const uint32_t (&a)[kSteps][4], At at,
-                                               const PanelOf& panel_of) {
-  using Panel = typename Shape::Panel;
-  constexpr uint64_t kDown = 2 * Panel::kBytes >> 4;
-  constexpr int kAtOnce = WideGradient<kPanels>::kAtOnce;
+template <typename T, typename Shape, int kAtomColumns, int kSteps, typename State, typename AtomColumnOf>
+__device__ __forceinline__ void start_gradient(WideGradient<kAtomColumns>& d, const uint32_t (&a)[kSteps][4],
+                                               State state, const AtomColumnOf& atom_column_of) {
+  using Atom = typename Shape::Atom;
+  constexpr uint64_t kRowStep = 2 * Atom::kBytes >> 4;
+  constexpr int kAtomColumnsPerWgmma = WideGradient<kAtomColumns>::kAtomColumnsPerWgmma;
   ptx::wgmma_fence();
 #pragma unroll
-  for (int some = 0; some < kPanels / kAtOnce; ++some) {
-    const uint64_t b = matrix_descriptor<Panel>(panel_of(at), Shape::kPanelBytes, Panel::kBytes);
+  for (int part = 0; part < kAtomColumns / kAtomColumnsPerWgmma; ++part) {
+    const uint64_t b = matrix_descriptor<Atom>(atom_column_of(state), Shape::kAtomColumnBytes, Atom::kBytes);
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) BackwardProduct<T, 64 * kAtOnce>::weigh(d.sums[some], a[k], b + k * kDown);
+    for (int k = 0; k < kSteps; ++k)
+      BackwardWgmma<T, 64 * kAtomColumnsPerWgmma>::rs(d.accumulators[part], a[k], b + k * kRowStep);
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) at.advance();
+    for (int i = 0; i < kAtomColumnsPerWgmma; ++i) state.advance();
   }
   ptx::wgmma_commit_group();
 }
@@ -133,20 +134,20 @@ __device__ __forceinline__ void start_gradient(WideGradient<kPanels>& d, const u
 /// Stores the first `num_rows` rows and `num_columns` columns of a gradient of 64 rows; `to` is the first of them, rows
 /// are `row_stride` elements apart. Executed by a warpgroup. Stores go around shared memory, so that the operands that
 /// a tile holds can be replaced by the next tile's before it ends.
-template <typename T, int kPanels>
-__device__ __forceinline__ void store_gradient(const WideGradient<kPanels>& d, float scale, T* to, int64_t row_stride,
-                                               int32_t num_rows, int32_t num_columns) {
+template <typename T, int kAtomColumns>
+__device__ __forceinline__ void store_gradient(const WideGradient<kAtomColumns>& d, float scale, T* to,
+                                               int64_t row_stride, int32_t num_rows, int32_t num_columns) {
   const int32_t thread = threadIdx.x % 128, lane = thread % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int32_t row = thread / 32 * 16 + lane / 4 + 8 * half;
     T* const columns = to + row * row_stride + lane % 4 * 8;
 #pragma unroll
-    for (int tile = 0; tile < 8 * kPanels; tile += 4) {
+    for (int tile = 0; tile < 8 * kAtomColumns; tile += 4) {
       uint32_t pairs[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float (&x)[4] = d.of(tile + i);
+        const float (&x)[4] = d.column_tile(tile + i);
         pairs[i] = Element<T>::pack(x[2 * half] * scale, x[2 * half + 1] * scale);
       }
       const uint4 eight_columns = transpose_in_quad(pairs);

@@ -18,55 +18,57 @@ namespace xa::hopper {
 /// past; in `dq` it holds 128 queries of a head while blocks of kStepRows keys stream past.
 template <typename Gradient, typename HeadDim, typename LogitsTransform>
 struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform> {
-  using Choice = tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform>;
-  static constexpr bool kOfKeys = std::is_same_v<Gradient, tiles::gradient_dkdv>;
-  static constexpr bool kCapped = std::is_same_v<LogitsTransform, tiles::logits_softcap>;
-  static constexpr bool kBiased = std::is_same_v<LogitsTransform, tiles::logits_alibi>;
-  static constexpr int kHeadDim = Choice::kDim;
-  static constexpr int kQueries = kOfKeys ? Choice::kStepRows : 128, kKeys = kOfKeys ? 64 : Choice::kStepRows;
+  using Config = tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform>;
+  static constexpr bool kComputesDkDv = std::is_same_v<Gradient, tiles::gradient_dkdv>;
+  static constexpr bool kHasSoftcap = std::is_same_v<LogitsTransform, tiles::logits_softcap>;
+  static constexpr bool kHasAlibi = std::is_same_v<LogitsTransform, tiles::logits_alibi>;
+  static constexpr int kHeadDim = Config::kDim;
+  static constexpr int kQueries = kComputesDkDv ? Config::kStepRows : 128,
+                       kKeys = kComputesDkDv ? 64 : Config::kStepRows;
   /// Steps of 16 columns of K and V of which a warpgroup of dK and dV has its operand in registers.
-  static constexpr int kHeldSteps = !kOfKeys ? 0 : kHeadDim == 256 ? 6 : Choice::kValueDim == 128 ? 8 : 4;
+  static constexpr int kHeldSteps = !kComputesDkDv ? 0 : kHeadDim == 256 ? 6 : Config::kValueDim == 128 ? 8 : 4;
   /// Whether dQ of a block of keys is still being computed while P of the next block is; and whether a block of dout or
   /// q is released as soon as half of the next block's P or dS is there, rather than all of it. Both are measured
   /// (docs/performance.md).
-  static constexpr bool kOverlapsDq = Choice::kValueDim <= 128;
-  static constexpr bool kReleasesEarly = Choice::kValueDim <= 128;
+  static constexpr bool kOverlapsDq = Config::kValueDim <= 128;
+  static constexpr bool kReleasesEarly = Config::kValueDim <= 128;
   /// Nothing is added up across CTAs.
-  static constexpr bool kAddsSums = false;
+  static constexpr bool kAccumulatesDq = false;
   /// Two of arithmetic, one of loads.
   static constexpr int kThreads = 384, kComputeWarps = 8;
 
-  using Panel = SwizzleAtom<64>;
-  /// Of q and K, and of dout and V.
-  static constexpr int kPanels = Choice::kDim / 64, kValuePanels = Choice::kValueDim / 64;
-  static constexpr int kHeldRows = kOfKeys ? kKeys : kQueries;
-  static constexpr int kHeldPanelBytes = kHeldRows * Panel::kRowBytes,
-                       kPanelBytes = Choice::kStepRows * Panel::kRowBytes;
-  static constexpr int kHeldBytes = kPanels * kHeldPanelBytes, kHeldValueBytes = kValuePanels * kHeldPanelBytes;
+  using Atom = SwizzleAtom<64>;
+  /// By q and K, and of dout and V.
+  static constexpr int kAtomColumns = Config::kDim / 64, kValueAtomColumns = Config::kValueDim / 64;
+  static constexpr int kHeldRows = kComputesDkDv ? kKeys : kQueries;
+  static constexpr int kHeldAtomColumnBytes = kHeldRows * Atom::kRowBytes,
+                       kAtomColumnBytes = Config::kStepRows * Atom::kRowBytes;
+  static constexpr int kHeldBytes = kAtomColumns * kHeldAtomColumnBytes,
+                       kHeldValueBytes = kValueAtomColumns * kHeldAtomColumnBytes;
   /// P of a block in f16, in the order of the accumulators' registers, from one warpgroup for the other.
-  static constexpr int kWeightBytes = kOfKeys ? kKeys * kQueries * 2 : 0;
+  static constexpr int kPBytes = kComputesDkDv ? kKeys * kQueries * 2 : 0;
   /// lse or delta of a block of queries, which a warp copies 32 at a time, and the slope of their head.
   static constexpr int kSlopeOffset = (kQueries + 31) / 32 * 32 * 4;
-  static constexpr int kRowStatBytes = kOfKeys ? kSlopeOffset + (kBiased ? 16 : 0) : 0;
+  static constexpr int kRowStatBytes = kComputesDkDv ? kSlopeOffset + (kHasAlibi ? 16 : 0) : 0;
 
   static constexpr int kHeldOffset = 0;
   static constexpr int kHeldValuesOffset = kHeldOffset + kHeldBytes;
-  static constexpr int kWeightsOffset = kHeldValuesOffset + kHeldValueBytes;
-  static constexpr int kRingOffset = kWeightsOffset + kWeightBytes;
-  static constexpr int kValueRingOffset = kRingOffset + Choice::kRing * kPanelBytes;
-  static constexpr int kLsesOffset = kValueRingOffset + Choice::kValueRing * kPanelBytes;
+  static constexpr int kPOffset = kHeldValuesOffset + kHeldValueBytes;
+  static constexpr int kRingOffset = kPOffset + kPBytes;
+  static constexpr int kValueRingOffset = kRingOffset + Config::kRing * kAtomColumnBytes;
+  static constexpr int kLsesOffset = kValueRingOffset + Config::kValueRing * kAtomColumnBytes;
   static constexpr int kDeltasOffset = kLsesOffset + 2 * kRowStatBytes;
   static constexpr int kTilesOffset = kDeltasOffset + 2 * kRowStatBytes;
   static constexpr int kBarriersOffset = kTilesOffset + 2 * 64;
-  static constexpr int kBarriers = 18 + 2 * (Choice::kRing + Choice::kValueRing);
-  static_assert(Choice::kSharedBytes == kBarriersOffset + 8 * kBarriers);
+  static constexpr int kBarriers = 18 + 2 * (Config::kRing + Config::kValueRing);
+  static_assert(Config::kSharedBytes == kBarriersOffset + 8 * kBarriers);
 };
 
 /// Blocks of 64 keys, and of 128 queries, that hopper_bwd_prepare counts for the kernels of wide rows.
 template <int kHeadDim_>
 struct WidePlanShape {
   static constexpr int kHeadDim = kHeadDim_, kQueries = 128, kKeys = 64;
-  static constexpr bool kAddsSums = false;
+  static constexpr bool kAccumulatesDq = false;
 };
 
 /// A block of queries of one head, and the blocks of keys that it sees.
@@ -98,8 +100,8 @@ class WidePipeline {
     kLsesEmpty = 10,
     kDeltasFull = 12,
     kDeltasEmpty = 14,
-    kWeightsFull = 16,
-    kWeightsEmpty,
+    kPFull = 16,
+    kPEmpty,
     kRingFull = 18,
     kRingEmpty = kRingFull + Shape::kRing,
     kValueRingFull = kRingEmpty + Shape::kRing,
@@ -107,9 +109,9 @@ class WidePipeline {
   };
 
  public:
-  using Tile = std::conditional_t<Shape::kOfKeys, BackwardTile, QueryTile>;
-  using At = RingPosition<Shape::kRing>;
-  using ValueAt = RingPosition<Shape::kValueRing>;
+  using Tile = std::conditional_t<Shape::kComputesDkDv, BackwardTile, QueryTile>;
+  using StreamedState = RingPipelineState<Shape::kRing>;
+  using StreamedValuesState = RingPipelineState<Shape::kValueRing>;
 
   __device__ __forceinline__ explicit WidePipeline(uint8_t* shared)
       : shared_(shared), address_(xa::ptx::shared_address(shared)) {}
@@ -123,14 +125,14 @@ class WidePipeline {
     init(kTileFull, 2, 1);
     init(kTileEmpty, 2, kWarps + 1);
     init(kHeldFull, 1, 1);
-    init(kHeldEmpty, 1, Shape::kOfKeys ? kWarps / 2 : kWarps);
+    init(kHeldEmpty, 1, Shape::kComputesDkDv ? kWarps / 2 : kWarps);
     init(kHeldValuesFull, 1, 1);
-    init(kHeldValuesEmpty, 1, Shape::kOfKeys ? kWarps / 2 : kWarps);
+    init(kHeldValuesEmpty, 1, Shape::kComputesDkDv ? kWarps / 2 : kWarps);
     init(kLsesFull, 2, 32);
     init(kLsesEmpty, 2, kWarps / 2);
     init(kDeltasFull, 2, 32);
     init(kDeltasEmpty, 2, kWarps / 2);
-    init(kWeightsFull, 2, kWarps / 2);
+    init(kPFull, 2, kWarps / 2);
     init(kRingFull, Shape::kRing, 1);
     init(kRingEmpty, Shape::kRing, kWarps);
     init(kValueRingFull, Shape::kValueRing, 1);
@@ -139,67 +141,75 @@ class WidePipeline {
     ptx::fence_proxy_async_shared();
   }
 
-  __device__ __forceinline__ Barrier tile_full(PipelineState<2> turn) const {
-    return barrier(kTileFull + turn.stage, turn.phase);
+  __device__ __forceinline__ Barrier tile_full(PipelineState<2> state) const {
+    return barrier(kTileFull + state.stage, state.phase);
   }
-  __device__ __forceinline__ Barrier tile_empty(PipelineState<2> turn) const {
-    return barrier(kTileEmpty + turn.stage, turn.phase);
+  __device__ __forceinline__ Barrier tile_empty(PipelineState<2> state) const {
+    return barrier(kTileEmpty + state.stage, state.phase);
   }
   /// K or q of a tile.
-  __device__ __forceinline__ Barrier held_full(int32_t tile) const { return barrier(kHeldFull, tile & 1); }
-  __device__ __forceinline__ Barrier held_empty(int32_t tile) const { return barrier(kHeldEmpty, tile & 1); }
+  __device__ __forceinline__ Barrier held_full(int32_t tile_count) const { return barrier(kHeldFull, tile_count & 1); }
+  __device__ __forceinline__ Barrier held_empty(int32_t tile_count) const {
+    return barrier(kHeldEmpty, tile_count & 1);
+  }
   /// V or dout of a tile.
-  __device__ __forceinline__ Barrier held_values_full(int32_t tile) const { return barrier(kHeldValuesFull, tile & 1); }
-  __device__ __forceinline__ Barrier held_values_empty(int32_t tile) const {
-    return barrier(kHeldValuesEmpty, tile & 1);
+  __device__ __forceinline__ Barrier held_values_full(int32_t tile_count) const {
+    return barrier(kHeldValuesFull, tile_count & 1);
   }
-  __device__ __forceinline__ Barrier lses_full(PipelineState<2> step) const {
-    return barrier(kLsesFull + step.stage, step.phase);
+  __device__ __forceinline__ Barrier held_values_empty(int32_t tile_count) const {
+    return barrier(kHeldValuesEmpty, tile_count & 1);
   }
-  __device__ __forceinline__ Barrier lses_empty(PipelineState<2> step) const {
-    return barrier(kLsesEmpty + step.stage, step.phase);
+  __device__ __forceinline__ Barrier lses_full(PipelineState<2> state) const {
+    return barrier(kLsesFull + state.stage, state.phase);
   }
-  __device__ __forceinline__ Barrier deltas_full(PipelineState<2> step) const {
-    return barrier(kDeltasFull + step.stage, step.phase);
+  __device__ __forceinline__ Barrier lses_empty(PipelineState<2> state) const {
+    return barrier(kLsesEmpty + state.stage, state.phase);
   }
-  __device__ __forceinline__ Barrier deltas_empty(PipelineState<2> step) const {
-    return barrier(kDeltasEmpty + step.stage, step.phase);
+  __device__ __forceinline__ Barrier deltas_full(PipelineState<2> state) const {
+    return barrier(kDeltasFull + state.stage, state.phase);
   }
-  __device__ __forceinline__ Barrier weights_full(int32_t step) const { return barrier(kWeightsFull, step & 1); }
-  __device__ __forceinline__ Barrier weights_empty(int32_t step) const { return barrier(kWeightsEmpty, step & 1); }
+  __device__ __forceinline__ Barrier deltas_empty(PipelineState<2> state) const {
+    return barrier(kDeltasEmpty + state.stage, state.phase);
+  }
+  __device__ __forceinline__ Barrier p_full(int32_t step) const { return barrier(kPFull, step & 1); }
+  __device__ __forceinline__ Barrier p_empty(int32_t step) const { return barrier(kPEmpty, step & 1); }
   /// A panel of what streams past: of q or K,
-  __device__ __forceinline__ Barrier full(At at) const { return barrier(kRingFull + at.stage, at.phase); }
-  __device__ __forceinline__ Barrier empty(At at) const { return barrier(kRingEmpty + at.stage, at.phase); }
-  __device__ __forceinline__ uint32_t panel(At at) const {
-    return address_ + Shape::kRingOffset + at.stage * Shape::kPanelBytes;
+  __device__ __forceinline__ Barrier streamed_full(StreamedState state) const {
+    return barrier(kRingFull + state.stage, state.phase);
+  }
+  __device__ __forceinline__ Barrier streamed_empty(StreamedState state) const {
+    return barrier(kRingEmpty + state.stage, state.phase);
+  }
+  __device__ __forceinline__ uint32_t streamed(StreamedState state) const {
+    return address_ + Shape::kRingOffset + state.stage * Shape::kAtomColumnBytes;
   }
   /// and of dout or V.
-  __device__ __forceinline__ Barrier full_values(ValueAt at) const {
-    return barrier(kValueRingFull + at.stage, at.phase);
+  __device__ __forceinline__ Barrier streamed_values_full(StreamedValuesState state) const {
+    return barrier(kValueRingFull + state.stage, state.phase);
   }
-  __device__ __forceinline__ Barrier empty_values(ValueAt at) const {
-    return barrier(kValueRingEmpty + at.stage, at.phase);
+  __device__ __forceinline__ Barrier streamed_values_empty(StreamedValuesState state) const {
+    return barrier(kValueRingEmpty + state.stage, state.phase);
   }
-  __device__ __forceinline__ uint32_t value_panel(ValueAt at) const {
-    return address_ + Shape::kValueRingOffset + at.stage * Shape::kPanelBytes;
+  __device__ __forceinline__ uint32_t streamed_values(StreamedValuesState state) const {
+    return address_ + Shape::kValueRingOffset + state.stage * Shape::kAtomColumnBytes;
   }
 
   __device__ __forceinline__ uint32_t held() const { return address_ + Shape::kHeldOffset; }
   __device__ __forceinline__ uint32_t held_values() const { return address_ + Shape::kHeldValuesOffset; }
-  __device__ __forceinline__ uint32_t weights() const { return address_ + Shape::kWeightsOffset; }
-  __device__ __forceinline__ uint32_t lses(int32_t slot) const {
-    return address_ + Shape::kLsesOffset + slot * Shape::kRowStatBytes;
+  __device__ __forceinline__ uint32_t p() const { return address_ + Shape::kPOffset; }
+  __device__ __forceinline__ uint32_t lses(int32_t stage) const {
+    return address_ + Shape::kLsesOffset + stage * Shape::kRowStatBytes;
   }
-  __device__ __forceinline__ uint32_t deltas(int32_t slot) const {
-    return address_ + Shape::kDeltasOffset + slot * Shape::kRowStatBytes;
+  __device__ __forceinline__ uint32_t deltas(int32_t stage) const {
+    return address_ + Shape::kDeltasOffset + stage * Shape::kRowStatBytes;
   }
-  __device__ __forceinline__ Tile& tile(PipelineState<2> turn) const {
-    return *reinterpret_cast<Tile*>(shared_ + Shape::kTilesOffset + 64 * turn.stage);
+  __device__ __forceinline__ Tile& tile(PipelineState<2> state) const {
+    return *reinterpret_cast<Tile*>(shared_ + Shape::kTilesOffset + 64 * state.stage);
   }
 
  private:
-  __device__ __forceinline__ Barrier barrier(int number, uint32_t parity) const {
-    return Barrier{address_ + Shape::kBarriersOffset + 8 * number, parity};
+  __device__ __forceinline__ Barrier barrier(int index, uint32_t phase) const {
+    return Barrier{address_ + Shape::kBarriersOffset + 8 * index, phase};
   }
 
   uint8_t* shared_;

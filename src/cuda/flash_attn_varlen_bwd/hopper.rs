@@ -10,7 +10,7 @@ use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention_bwd::BackwardParams;
 use crate::cuda::params::hopper_bwd::{BackwardPlan, HopperBackwardParams, SequencePlan};
 use crate::cuda::tensor_map::{Axis, TensorMap, supports_tma};
-use crate::cuda::tiles::{HOPPER_BWD, HopperBwdTile as Tile};
+use crate::cuda::tiles::{HOPPER_BWD, HopperBwdTile};
 use crate::cuda::variants;
 use crate::error::Result;
 use crate::problem::KvView;
@@ -26,68 +26,68 @@ const WARPGROUP_KEYS: i64 = 64;
 
 /// Threads of a CTA of the main kernels, and of those before and after them.
 pub(super) const THREADS: u32 = 384;
-const SIDE_THREADS: u32 = 256;
+const AUXILIARY_THREADS: u32 = 256;
 
 /// Rows of a CTA of `hopper_bwd_prepare`.
-const PREPARED_ROWS: usize = 64;
+const PREPARE_ROWS: usize = 64;
 
 /// Groups and heads of a CTA of `hopper_bwd_finish`.
-const FINISHED_GROUPS: usize = 8;
-const FINISHED_HEADS: usize = 4;
+const FINISH_ROW_TILES: usize = 8;
+const FINISH_HEADS: usize = 4;
 
 /// Rows of a group of sums of dQ.
-const GROUP: usize = 16;
+const ROW_TILE_ROWS: usize = 16;
 
 /// To what places in the workspace are aligned.
 const ALIGNMENT: usize = 128;
 
 /// How the kernels take a problem that they can take.
-struct Hopper {
-    tile: &'static Tile,
-    layout: Layout,
+struct HopperBackward {
+    tile: &'static HopperBwdTile,
+    layout: WorkspaceLayout,
 }
 
 /// Where what lies in the workspace.
 #[derive(Clone, Copy)]
-pub(super) struct Layout {
+pub(super) struct WorkspaceLayout {
     delta: *mut u8,
     lse_log2: *mut u8,
-    turns: *mut u8,
+    dq_semaphore: *mut u8,
     plan: *mut u8,
-    sequences: *mut u8,
-    by_row: *mut u8,
-    dq_sums: *mut u8,
-    pub(super) num_turns: usize,
-    num_groups: usize,
+    sequences_by_tile: *mut u8,
+    sequences_by_row: *mut u8,
+    dq_accum: *mut u8,
+    pub(super) num_query_blocks: usize,
+    num_row_tiles: usize,
     /// Bytes, from the workspace's first one.
     bytes: usize,
 }
 
-impl Layout {
+impl WorkspaceLayout {
     /// From `start` on. Each sequence begins at a group and at a block of `queries` of its own; dQ is summed up in so many
     /// `columns`, if any.
     fn new(start: *mut u8, queries: u32, columns: u32, [rows, seqs, heads]: [usize; 3]) -> Self {
         let queries = queries as usize;
-        let num_turns = (rows + (queries - 1) * seqs) / queries + 1;
-        let num_groups = if columns == 0 { 0 } else { (rows + (GROUP - 1) * seqs).div_ceil(GROUP) };
+        let num_query_blocks = (rows + (queries - 1) * seqs) / queries + 1;
+        let num_row_tiles = if columns == 0 { 0 } else { (rows + (ROW_TILE_ROWS - 1) * seqs).div_ceil(ROW_TILE_ROWS) };
         let mut bytes = start.align_offset(ALIGNMENT);
         let mut place = |wanted: usize| {
             let place = start.wrapping_add(bytes);
             bytes += wanted.next_multiple_of(ALIGNMENT);
             place
         };
-        let of_rows = size_of::<f32>() * heads * rows;
-        let group_bytes = size_of::<f32>() * GROUP * columns as usize;
+        let row_stat_bytes = size_of::<f32>() * heads * rows;
+        let row_tile_bytes = size_of::<f32>() * ROW_TILE_ROWS * columns as usize;
         Self {
-            delta: place(of_rows),
-            lse_log2: place(of_rows),
-            turns: place(size_of::<i32>() * heads * num_turns),
+            delta: place(row_stat_bytes),
+            lse_log2: place(row_stat_bytes),
+            dq_semaphore: place(size_of::<i32>() * heads * num_query_blocks),
             plan: place(size_of::<BackwardPlan>()),
-            sequences: place(size_of::<SequencePlan>() * seqs),
-            by_row: place(size_of::<SequencePlan>() * seqs),
-            dq_sums: place(group_bytes * heads * num_groups),
-            num_turns,
-            num_groups,
+            sequences_by_tile: place(size_of::<SequencePlan>() * seqs),
+            sequences_by_row: place(size_of::<SequencePlan>() * seqs),
+            dq_accum: place(row_tile_bytes * heads * num_row_tiles),
+            num_query_blocks,
+            num_row_tiles,
             bytes,
         }
     }
@@ -101,15 +101,21 @@ impl Layout {
 
     /// Whether the kernels run on this device, the workspace is large enough, rows and numbers are of the size that the
     /// kernels count in, and TMA can copy all `boxes`.
-    pub(super) fn serves(&self, problem: &FlashAttnVarlenBwd, device: &Device, queries: u32, boxes: &[Boxes]) -> bool {
+    pub(super) fn supports(
+        &self,
+        problem: &FlashAttnVarlenBwd,
+        device: &Device,
+        queries: u32,
+        tensor_maps: &[TensorMapConfig],
+    ) -> bool {
         let (forward, workspace) = (&problem.forward, problem.workspace.as_ref());
-        let there = workspace.and_then(|workspace| workspace.dims.first()).map_or(0, |bytes| *bytes as usize);
+        let available = workspace.and_then(|workspace| workspace.dims.first()).map_or(0, |bytes| *bytes as usize);
         device.has_tensor_maps
-            && fills_steps(forward, queries)
+            && fills_query_blocks(forward, queries)
             && forward.q.dtype.size() == 2
-            && self.bytes <= there
+            && self.bytes <= available
             && counts_fit(problem)
-            && boxes.iter().all(|boxes| supports_tma(forward.q.dtype, boxes.data, &boxes.axes))
+            && tensor_maps.iter().all(|config| supports_tma(forward.q.dtype, config.data, &config.axes))
     }
 
     /// The kernels' parameter; boxes are those of q, k, v, dout, dk, dv.
@@ -117,104 +123,114 @@ impl Layout {
         &self,
         problem: &FlashAttnVarlenBwd,
         device: &Device,
-        [q, k, v, dout, dk, dv]: &[Boxes; 6],
+        [q, k, v, dout, dk, dv]: &[TensorMapConfig; 6],
     ) -> Result<HopperBackwardParams> {
-        let Self { lse_log2, turns, plan, sequences, by_row, dq_sums, num_turns, num_groups, .. } = *self;
-        let map = |boxes: &Boxes| boxes.map(problem);
+        let Self {
+            lse_log2,
+            dq_semaphore,
+            plan,
+            sequences_by_tile,
+            sequences_by_row,
+            dq_accum,
+            num_query_blocks,
+            num_row_tiles,
+            ..
+        } = *self;
+        let encode = |config: &TensorMapConfig| config.encode(problem);
         Ok(HopperBackwardParams {
             base: BackwardParams::new(problem, device, self.delta.cast())?,
-            q: map(q)?,
-            k: map(k)?,
-            v: map(v)?,
-            dout: map(dout)?,
-            dk: map(dk)?,
-            dv: map(dv)?,
+            q: encode(q)?,
+            k: encode(k)?,
+            v: encode(v)?,
+            dout: encode(dout)?,
+            dk: encode(dk)?,
+            dv: encode(dv)?,
             lse_log2: lse_log2.cast(),
-            dq_sums: dq_sums.cast(),
-            turns: turns.cast(),
-            sequences: sequences.cast(),
-            by_row: by_row.cast(),
+            dq_accum: dq_accum.cast(),
+            dq_semaphore: dq_semaphore.cast(),
+            sequences_by_tile: sequences_by_tile.cast(),
+            sequences_by_row: sequences_by_row.cast(),
             plan: plan.cast(),
-            num_groups: num_groups as i32,
-            num_turns: num_turns as i32,
+            num_row_tiles: num_row_tiles as i32,
+            num_query_blocks: num_query_blocks as i32,
         })
     }
 
     /// The shapes of the launches before the main ones and after them.
-    pub(super) fn sides(&self, problem: &FlashAttnVarlenBwd) -> [LaunchConfig; 2] {
+    pub(super) fn auxiliary_configs(&self, problem: &FlashAttnVarlenBwd) -> [LaunchConfig; 2] {
         let forward = &problem.forward;
-        let prepare = 1 + forward.num_rows.div_ceil(PREPARED_ROWS) * forward.num_q_heads;
-        let of_sums = self.num_groups.div_ceil(FINISHED_GROUPS) * forward.num_q_heads.div_ceil(FINISHED_HEADS);
-        let of_rows = [forward.num_rows, problem.num_keys].map(|rows| rows.div_ceil(SIDE_THREADS as usize));
-        [prepare, of_sums + of_rows[0] + of_rows[1]].map(|ctas| LaunchConfig {
+        let prepare = 1 + forward.num_rows.div_ceil(PREPARE_ROWS) * forward.num_q_heads;
+        let dq_ctas = self.num_row_tiles.div_ceil(FINISH_ROW_TILES) * forward.num_q_heads.div_ceil(FINISH_HEADS);
+        let row_ctas = [forward.num_rows, problem.num_keys].map(|rows| rows.div_ceil(AUXILIARY_THREADS as usize));
+        [prepare, dq_ctas + row_ctas[0] + row_ctas[1]].map(|ctas| LaunchConfig {
             grid: [ctas as u32, 1, 1],
-            threads: SIDE_THREADS,
+            threads: AUXILIARY_THREADS,
             shared_memory: 0,
         })
     }
 }
 
 /// One launch of a kernel, by the values of its axes, with a parameter that begins with a [`HopperBackwardParams`].
-pub(super) type Step<'a> = (&'static str, LaunchConfig, &'a [&'static str]);
+pub(super) type KernelStep<'a> = (&'static str, LaunchConfig, &'a [&'static str]);
 
 /// The launches in order, then that of the sinks.
-pub(super) fn in_order<'p>(
+pub(super) fn build_launches<'p>(
     problem: &FlashAttnVarlenBwd,
-    steps: &[Step],
+    steps: &[KernelStep],
     parameter: &Parameter<'p>,
 ) -> Result<Vec<Launch<'p>>> {
-    let of_step = |&(kernel, config, values): &Step| {
+    let launch_of = |&(kernel, config, values): &KernelStep| {
         let variant = variants::find(kernel, values)?;
         Ok(Launch::new(kernel, variant, config, parameter.clone()))
     };
-    steps.iter().map(of_step).chain(sinks(problem, parameter.clone()).transpose()).collect()
+    steps.iter().map(launch_of).chain(sinks(problem, parameter.clone()).transpose()).collect()
 }
 
 /// The kernels' parameter, which the first launch makes for all.
-pub(super) type LazyParams<'p, P> = LazyCell<Result<P>, Box<dyn FnOnce() -> Result<P> + 'p>>;
+pub(super) type DeferredParams<'p, P> = LazyCell<Result<P>, Box<dyn FnOnce() -> Result<P> + 'p>>;
 
 /// A parameter that is made when a launch is enqueued.
-pub(super) fn lazy<'p, P>(make: impl FnOnce() -> Result<P> + 'p) -> Rc<LazyParams<'p, P>> {
+pub(super) fn defer_params<'p, P>(make: impl FnOnce() -> Result<P> + 'p) -> Rc<DeferredParams<'p, P>> {
     Rc::new(LazyCell::new(Box::new(make)))
 }
 
 /// Takes what the kernels are built for.
 pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Option<Vec<Launch<'p>>>> {
-    Hopper::of(problem, &device).map(|hopper| hopper.launches(problem, device)).transpose()
+    HopperBackward::of(problem, &device).map(|config| config.launches(problem, device)).transpose()
 }
 
-impl Hopper {
+impl HopperBackward {
     /// `None` where the portable kernels have to do it.
     fn of(problem: &FlashAttnVarlenBwd, device: &Device) -> Option<Self> {
         let forward = &problem.forward;
         let dim = forward.head_dim.max(forward.value_dim);
         let logits = logits_transform(forward)?;
         let tile = HOPPER_BWD.iter().find(|tile| tile.head_dim as usize >= dim && tile.logits == logits)?;
-        let layout = Layout::of(problem, tile.queries, tile.head_dim)?;
-        let hopper = Self { tile, layout };
-        layout.serves(problem, device, tile.queries, &hopper.boxes(problem)).then_some(hopper)
+        let layout = WorkspaceLayout::of(problem, tile.queries, tile.head_dim)?;
+        let config = Self { tile, layout };
+        layout.supports(problem, device, tile.queries, &config.tensor_maps(problem)).then_some(config)
     }
 
     /// The launches, in order.
     fn launches<'p>(self, problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Vec<Launch<'p>>> {
-        let [prepare, finish] = self.layout.sides(problem);
-        let main = most_tiles(problem, KEYS).clamp(1, i64::from(device.sms));
+        let [prepare, finish] = self.layout.auxiliary_configs(problem);
+        let main_ctas = max_tiles(problem, KEYS).clamp(1, i64::from(device.sms));
         let shared_memory = self.tile.shared_bytes;
-        let main = LaunchConfig { grid: [main as u32, 1, 1], threads: THREADS, shared_memory };
+        let main_config = LaunchConfig { grid: [main_ctas as u32, 1, 1], threads: THREADS, shared_memory };
         let dtype = variants::dtype_value(problem.forward.q.dtype);
         let values = [dtype, self.tile.head_dim_value, self.tile.logits];
         let steps = [
             ("hopper_bwd_prepare", prepare, &values[..2]),
-            ("hopper_bwd", main, &values[..]),
+            ("hopper_bwd", main_config, &values[..]),
             ("hopper_bwd_finish", finish, &values[..2]),
         ];
-        let params = lazy(move || self.layout.params(problem, &device, &self.boxes(problem)));
-        in_order(problem, &steps, &Parameter::Hopper(params))
+        let params = defer_params(move || self.layout.params(problem, &device, &self.tensor_maps(problem)));
+        build_launches(problem, &steps, &Parameter::Hopper(params))
     }
 
-    fn boxes(&self, problem: &FlashAttnVarlenBwd) -> [Boxes; 6] {
+    fn tensor_maps(&self, problem: &FlashAttnVarlenBwd) -> [TensorMapConfig; 6] {
         let queries = i64::from(self.tile.queries);
-        Boxes::of_problem(problem, [queries, KEYS, WARPGROUP_KEYS], i64::from(self.tile.panel_columns))
+        TensorMapConfig::all(problem, [queries, KEYS, WARPGROUP_KEYS], i64::from(self.tile.swizzle_columns))
     }
 }
 
@@ -231,18 +247,18 @@ pub(super) fn logits_transform(forward: &Attention) -> Option<&'static str> {
 
 /// Whether 32 bits are enough for the kernels' numbers: of tiles and CTAs, and sums of a row, a key and a window.
 fn counts_fit(problem: &FlashAttnVarlenBwd) -> bool {
-    const MOST: i64 = 1 << 29;
+    const LIMIT: i64 = 1 << 29;
     let Attention { num_rows, num_q_heads, score, .. } = &problem.forward;
-    let blocks = (num_rows.div_ceil(PREPARED_ROWS) as i64).saturating_mul(*num_q_heads as i64);
+    let blocks = (num_rows.div_ceil(PREPARE_ROWS) as i64).saturating_mul(*num_q_heads as i64);
     // A window that wide and no window are the same to `AttentionParams`.
-    let is_counted = |window: i64| window < MOST || window >= i64::from(i32::MAX);
-    [*num_rows, problem.num_keys].iter().all(|rows| (1..MOST).contains(&(*rows as i64)))
+    let is_counted = |window: i64| window < LIMIT || window >= i64::from(i32::MAX);
+    [*num_rows, problem.num_keys].iter().all(|rows| (1..LIMIT).contains(&(*rows as i64)))
         && [score.window_left, score.window_right].into_iter().all(is_counted)
-        && blocks.max(most_tiles(problem, WARPGROUP_KEYS)) < i64::from(i32::MAX)
+        && blocks.max(max_tiles(problem, WARPGROUP_KEYS)) < i64::from(i32::MAX)
 }
 
 /// More tiles of so many keys than any batch of these sizes has.
-pub(super) fn most_tiles(problem: &FlashAttnVarlenBwd, keys: i64) -> i64 {
+pub(super) fn max_tiles(problem: &FlashAttnVarlenBwd, keys: i64) -> i64 {
     let forward = &problem.forward;
     let blocks = problem.num_keys as i64 / keys + forward.max_seqs as i64;
     blocks.saturating_mul(forward.num_kv_heads as i64)
@@ -251,34 +267,30 @@ pub(super) fn most_tiles(problem: &FlashAttnVarlenBwd, keys: i64) -> i64 {
 /// Whether the queries of an average sequence fill a fair part of the steps that they take. A step is of one head, where
 /// the portable kernels pack the rows of a group's heads: 16 queries, D 64 and groups of 4 took 1.4 times as long here,
 /// 64 queries 0.7 times; without groups 16 queries 0.67 times.
-fn fills_steps(forward: &Attention, queries: u32) -> bool {
+fn fills_query_blocks(forward: &Attention, queries: u32) -> bool {
     const SMALL_GROUP: usize = 3;
     let is_small = forward.num_q_heads <= SMALL_GROUP * forward.num_kv_heads;
     is_small || SMALL_GROUP * forward.num_rows >= queries as usize * forward.max_seqs
 }
 
 /// What a tensor map is made of.
-pub(super) struct Boxes {
+pub(super) struct TensorMapConfig {
     data: *const u8,
     axes: [Axis; 5],
 }
 
-impl Boxes {
+impl TensorMapConfig {
     /// Those of q, k, v, dout, dk, dv, of so many queries, keys that are read and keys that are written.
-    pub(super) fn of_problem(
-        problem: &FlashAttnVarlenBwd,
-        [queries, keys, written]: [i64; 3],
-        columns: i64,
-    ) -> [Self; 6] {
+    pub(super) fn all(problem: &FlashAttnVarlenBwd, [queries, keys, written]: [i64; 3], columns: i64) -> [Self; 6] {
         let forward = &problem.forward;
-        let of_view = |view: &KvView, dim: usize| {
+        let view_config = |view: &KvView, dim: usize| {
             let sizes = [problem.num_keys as i64, forward.num_kv_heads as i64, dim as i64];
             Self::new(view.data, [view.token_stride, view.head_stride], sizes, [keys, columns])
         };
         [
             Self::of_tensor(&forward.q, [queries, columns]),
-            of_view(&forward.k, forward.head_dim),
-            of_view(&forward.v, forward.value_dim),
+            view_config(&forward.k, forward.head_dim),
+            view_config(&forward.v, forward.value_dim),
             Self::of_tensor(&problem.dout, [queries, columns]),
             Self::of_tensor(&problem.dk, [written, columns]),
             Self::of_tensor(&problem.dv, [written, columns]),
@@ -290,22 +302,22 @@ impl Boxes {
         Self::new(tensor.data, [tensor.stride(0), tensor.stride(1)], sizes, box_len)
     }
 
-    pub(super) fn map(&self, problem: &FlashAttnVarlenBwd) -> Result<TensorMap> {
+    pub(super) fn encode(&self, problem: &FlashAttnVarlenBwd) -> Result<TensorMap> {
         TensorMap::new(problem.forward.q.dtype, self.data, &self.axes)
     }
 
-    /// Boxes of `box_len` rows and columns of one head of `[rows, heads, dim]`, clipped at the end of a sequence:
+    /// TensorMapConfig of `box_len` rows and columns of one head of `[rows, heads, dim]`, clipped at the end of a sequence:
     /// `RaggedRows` of `kernels/include/hopper_bwd/ragged_rows.cuh`.
     fn new(data: *const u8, [row, head]: [i64; 2], [rows, heads, dim]: [i64; 3], box_len: [i64; 2]) -> Self {
         /// Where the axis of a sequence's rows ends.
         const END: i64 = 1 << 30;
         /// Elements of 16 bits from one to the next on the last axis, on which END go around the whole address space, less
         /// a row.
-        const AROUND: i64 = 1 << 33;
+        const WRAP: i64 = 1 << 33;
         // Strides of axes without a second element may be anything, and must be something.
-        const SOME: i64 = 64;
-        let row = if rows > 1 { row } else { SOME };
-        let head = if heads > 1 { head } else { SOME };
+        const ANY_STRIDE: i64 = 64;
+        let row = if rows > 1 { row } else { ANY_STRIDE };
+        let head = if heads > 1 { head } else { ANY_STRIDE };
         Self {
             data,
             axes: [
@@ -313,7 +325,7 @@ impl Boxes {
                 Axis { len: heads, stride: head, box_len: 1 },
                 Axis { len: END, stride: row, box_len: box_len[0] },
                 Axis { len: 2 * END, stride: row, box_len: 1 },
-                Axis { len: 2 * END, stride: AROUND - row, box_len: 1 },
+                Axis { len: 2 * END, stride: WRAP - row, box_len: 1 },
             ],
         }
     }
@@ -331,18 +343,18 @@ pub(super) mod tests {
     /// 1000 rows of 4 heads over 2 KV heads of as many keys, in 7 sequences; no memory.
     pub(in super::super) fn gradients(head_dim: usize) -> FlashAttnVarlenBwd<'static> {
         let leak = |heads: usize| -> &'static [i64] { Box::leak(Box::new([1000, heads as i64, head_dim as i64])) };
-        let of_queries = Tensor::dense(DType::BF16, null_mut(), leak(4));
-        let of_keys = Tensor::dense(DType::BF16, null_mut(), leak(2));
-        let plain = problem(1000, 7, 4, head_dim);
-        let view = KvView { token_stride: 2 * head_dim as i64, head_stride: head_dim as i64, ..plain.k };
-        let forward = Attention { q: of_queries, k: view, v: view, out: of_queries, ..plain };
+        let query_tensor = Tensor::dense(DType::BF16, null_mut(), leak(4));
+        let key_tensor = Tensor::dense(DType::BF16, null_mut(), leak(2));
+        let base = problem(1000, 7, 4, head_dim);
+        let view = KvView { token_stride: 2 * head_dim as i64, head_stride: head_dim as i64, ..base.k };
+        let forward = Attention { q: query_tensor, k: view, v: view, out: query_tensor, ..base };
         FlashAttnVarlenBwd {
             forward,
-            dout: of_queries,
+            dout: query_tensor,
             dlse: None,
-            dq: of_queries,
-            dk: of_keys,
-            dv: of_keys,
+            dq: query_tensor,
+            dk: key_tensor,
+            dv: key_tensor,
             dsinks: None,
             workspace: Some(Tensor::dense(DType::U8, null_mut(), &[4_000_000])),
             num_keys: 1000,
@@ -352,11 +364,11 @@ pub(super) mod tests {
 
     #[test]
     fn the_kernels_take_what_they_are_built_for() {
-        let takes = |problem: &FlashAttnVarlenBwd| Hopper::of(problem, &device(true)).is_some();
+        let takes = |problem: &FlashAttnVarlenBwd| HopperBackward::of(problem, &device(true)).is_some();
         for head_dim in (8..=256).step_by(8) {
             assert_eq!(takes(&gradients(head_dim)), head_dim <= 128, "{head_dim}");
         }
-        assert!(Hopper::of(&gradients(128), &device(false)).is_none());
+        assert!(HopperBackward::of(&gradients(128), &device(false)).is_none());
         let with = |change: &dyn Fn(&mut Attention)| {
             let mut problem = gradients(128);
             change(&mut problem.forward);
@@ -372,11 +384,11 @@ pub(super) mod tests {
         assert!(!with(&|forward| forward.q.dtype = DType::F32));
         assert!(!with(&|forward| forward.k.token_stride = 260));
         assert!(!with(&|forward| forward.v.token_stride = 0));
-        let roomy = |bytes: &'static [i64; 1]| FlashAttnVarlenBwd {
+        let large_workspace = |bytes: &'static [i64; 1]| FlashAttnVarlenBwd {
             workspace: Some(Tensor::dense(DType::U8, null_mut(), bytes)),
             ..gradients(128)
         };
-        assert!(takes(&roomy(&[4_000_000])) && !takes(&roomy(&[2_000_000])));
+        assert!(takes(&large_workspace(&[4_000_000])) && !takes(&large_workspace(&[2_000_000])));
         assert!(!takes(&FlashAttnVarlenBwd { workspace: None, ..gradients(128) }));
     }
 
@@ -386,7 +398,7 @@ pub(super) mod tests {
             let mut problem = gradients(128);
             problem.workspace = Some(Tensor::dense(DType::U8, null_mut(), &[90_000_000]));
             problem.forward = Attention { max_seqs: seqs, num_q_heads: heads, ..problem.forward };
-            Hopper::of(&problem, &device(true)).is_some()
+            HopperBackward::of(&problem, &device(true)).is_some()
         };
         // 64 queries a step: 21 rows a sequence are a third.
         assert!(takes(46, 8) && !takes(47, 8) && takes(500, 6));
@@ -394,10 +406,10 @@ pub(super) mod tests {
 
     #[test]
     fn what_the_front_ends_allocate_is_enough() {
-        let plain = HOPPER_BWD.iter().filter(|tile| tile.logits == "none");
+        let narrow = HOPPER_BWD.iter().filter(|tile| tile.logits == "none");
         // Past 128 columns there are no sums.
         let wide = [(192, 128, 0), (256, 128, 0)];
-        for (dim, queries, columns) in plain.map(|tile| (tile.head_dim, tile.queries, tile.head_dim)).chain(wide) {
+        for (dim, queries, columns) in narrow.map(|tile| (tile.head_dim, tile.queries, tile.head_dim)).chain(wide) {
             for (rows, seqs, heads) in
                 [(1, 1, 1), (17, 5, 3), (4096, 1, 16), (16384, 4, 16), (100, 4000, 2), (77, 0, 8)]
             {
@@ -414,7 +426,7 @@ pub(super) mod tests {
                     .gradients_workspace();
                     let allocated = wanted.fixed + wanted.per_row * rows as i64 + wanted.per_sequence * seqs as i64;
                     for start in [0x1000, 0x1001, 0x107f] {
-                        let layout = Layout::new(start as *mut u8, queries, columns, [rows, seqs, heads]);
+                        let layout = WorkspaceLayout::new(start as *mut u8, queries, columns, [rows, seqs, heads]);
                         assert!(layout.bytes as i64 <= allocated, "{rows} rows, {seqs} sequences, {heads} heads");
                         // Hardly any of it is for nothing.
                         assert!(allocated <= layout.bytes as i64 * 51 / 50 + 10_000 * heads as i64);

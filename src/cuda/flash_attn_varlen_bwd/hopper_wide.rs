@@ -3,20 +3,22 @@
 //! Four launches: a plan and what is known of each query row; dK and dV; dQ; zeros where no sequence is. Each element of
 //! the gradients is the sum of one CTA, so the workspace has no sums.
 
-use super::hopper::{Boxes, Layout, THREADS, in_order, lazy, logits_transform, most_tiles};
+use super::hopper::{
+    THREADS, TensorMapConfig, WorkspaceLayout, build_launches, defer_params, logits_transform, max_tiles,
+};
 use super::{Launch, Parameter};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::hopper_bwd::HopperWideBackwardParams;
-use crate::cuda::tiles::{HOPPER_BWD_WIDE, HopperBwdWideTile as Tile};
+use crate::cuda::tiles::{HOPPER_BWD_WIDE, HopperBwdWideTile};
 use crate::cuda::variants;
 use crate::error::Result;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 
-const MAIN: &str = "hopper_bwd_wide";
+const KERNEL: &str = "hopper_bwd_wide";
 
 /// Columns up to which these kernels would mostly multiply zeros.
-const NARROW: usize = 128;
+const MAX_NARROW_DIM: usize = 128;
 
 /// Keys of a tile of dK and dV, and queries of a tile of dQ.
 const KEYS: i64 = 64;
@@ -27,22 +29,22 @@ const BOX_COLUMNS: i64 = 64;
 const HELD_ROWS: i64 = 64;
 
 /// How the kernels take a problem that they can take.
-struct Wide {
+struct HopperWideBackward {
     /// Of dK and dV, and of dQ.
-    tiles: [&'static Tile; 2],
-    layout: Layout,
+    tiles: [&'static HopperBwdWideTile; 2],
+    layout: WorkspaceLayout,
 }
 
 /// Takes what the kernels are built for.
 pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Option<Vec<Launch<'p>>>> {
-    Wide::of(problem, &device).map(|wide| wide.launches(problem, device)).transpose()
+    HopperWideBackward::of(problem, &device).map(|config| config.launches(problem, device)).transpose()
 }
 
-impl Wide {
+impl HopperWideBackward {
     /// `None` where the portable kernels have to do it.
     fn of(problem: &FlashAttnVarlenBwd, device: &Device) -> Option<Self> {
         let forward = &problem.forward;
-        if forward.head_dim.max(forward.value_dim) <= NARROW {
+        if forward.head_dim.max(forward.value_dim) <= MAX_NARROW_DIM {
             return None;
         }
         let logits = logits_transform(forward)?;
@@ -52,56 +54,56 @@ impl Wide {
                 tile.gradient == gradient && tile.logits == logits && fits
             })
         };
-        let layout = Layout::of(problem, QUERIES, 0)?;
-        let wide = Self { tiles: [tile_of("dkdv")?, tile_of("dq")?], layout };
-        let blocks = layout.num_turns.saturating_mul(forward.num_q_heads) as i64;
+        let layout = WorkspaceLayout::of(problem, QUERIES, 0)?;
+        let config = Self { tiles: [tile_of("dkdv")?, tile_of("dq")?], layout };
+        let blocks = layout.num_query_blocks.saturating_mul(forward.num_q_heads) as i64;
         let fits = blocks < i64::from(i32::MAX - 0xffff)
-            && layout.serves(problem, device, wide.tiles[0].step_rows, &wide.boxes_of_dkdv(problem))
-            && layout.serves(problem, device, wide.tiles[0].step_rows, &wide.boxes_of_dq(problem));
-        fits.then_some(wide)
+            && layout.supports(problem, device, config.tiles[0].step_rows, &config.dkdv_tensor_maps(problem))
+            && layout.supports(problem, device, config.tiles[0].step_rows, &config.dq_tensor_maps(problem));
+        fits.then_some(config)
     }
 
     /// The launches, in order.
     fn launches<'p>(self, problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Vec<Launch<'p>>> {
         let dtype = variants::dtype_value(problem.forward.q.dtype);
-        let [prepare, finish] = self.layout.sides(problem);
-        let main = |tile: &Tile, ctas: i64| {
+        let [prepare, finish] = self.layout.auxiliary_configs(problem);
+        let main_config = |tile: &HopperBwdWideTile, ctas: i64| {
             let grid = [ctas.clamp(1, i64::from(device.sms)) as u32, 1, 1];
             LaunchConfig { grid, threads: THREADS, shared_memory: tile.shared_bytes }
         };
-        let of_main = self.tiles.map(|tile| [dtype, tile.gradient, tile.head_dim, tile.logits]);
+        let main_values = self.tiles.map(|tile| [dtype, tile.gradient, tile.head_dim, tile.logits]);
         let [keys, queries] = self.tiles;
-        let blocks = self.layout.num_turns * problem.forward.num_q_heads;
+        let blocks = self.layout.num_query_blocks * problem.forward.num_q_heads;
         // What comes after knows nothing of columns where there are no sums.
         let plan = if keys.dim > 192 { "256" } else { "192" };
         let steps = [
             ("hopper_bwd_prepare", prepare, &[dtype, plan][..]),
-            (MAIN, main(keys, most_tiles(problem, KEYS)), &of_main[0]),
-            (MAIN, main(queries, blocks as i64), &of_main[1]),
+            (KERNEL, main_config(keys, max_tiles(problem, KEYS)), &main_values[0]),
+            (KERNEL, main_config(queries, blocks as i64), &main_values[1]),
             ("hopper_bwd_finish", finish, &[dtype, "64"]),
         ];
-        let params = lazy(move || {
-            let [q, k, v, dout] = self.boxes_of_dq(problem);
+        let params = defer_params(move || {
+            let [q, k, v, dout] = self.dq_tensor_maps(problem);
             Ok(HopperWideBackwardParams {
-                common: self.layout.params(problem, &device, &self.boxes_of_dkdv(problem))?,
-                q: q.map(problem)?,
-                k: k.map(problem)?,
-                v: v.map(problem)?,
-                dout: dout.map(problem)?,
+                common: self.layout.params(problem, &device, &self.dkdv_tensor_maps(problem))?,
+                q: q.encode(problem)?,
+                k: k.encode(problem)?,
+                v: v.encode(problem)?,
+                dout: dout.encode(problem)?,
             })
         });
-        in_order(problem, &steps, &Parameter::Wide(params))
+        build_launches(problem, &steps, &Parameter::HopperWide(params))
     }
 
-    /// Boxes of q, k, v, dout, dk, dv as the kernel of dK and dV copies them: q and dout by steps.
-    fn boxes_of_dkdv(&self, problem: &FlashAttnVarlenBwd) -> [Boxes; 6] {
-        Boxes::of_problem(problem, [i64::from(self.tiles[0].step_rows), HELD_ROWS, HELD_ROWS], BOX_COLUMNS)
+    /// TensorMapConfig of q, k, v, dout, dk, dv as the kernel of dK and dV copies them: q and dout by steps.
+    fn dkdv_tensor_maps(&self, problem: &FlashAttnVarlenBwd) -> [TensorMapConfig; 6] {
+        TensorMapConfig::all(problem, [i64::from(self.tiles[0].step_rows), HELD_ROWS, HELD_ROWS], BOX_COLUMNS)
     }
 
-    /// Boxes of q, k, v, dout as the kernel of dQ copies them: k and v by steps.
-    fn boxes_of_dq(&self, problem: &FlashAttnVarlenBwd) -> [Boxes; 4] {
+    /// TensorMapConfig of q, k, v, dout as the kernel of dQ copies them: k and v by steps.
+    fn dq_tensor_maps(&self, problem: &FlashAttnVarlenBwd) -> [TensorMapConfig; 4] {
         let rows = [HELD_ROWS, i64::from(self.tiles[1].step_rows), HELD_ROWS];
-        let [q, k, v, dout, ..] = Boxes::of_problem(problem, rows, BOX_COLUMNS);
+        let [q, k, v, dout, ..] = TensorMapConfig::all(problem, rows, BOX_COLUMNS);
         [q, k, v, dout]
     }
 }
@@ -115,15 +117,15 @@ mod tests {
     #[test]
     fn the_kernels_take_what_they_are_built_for() {
         for head_dim in (136..=256).step_by(8) {
-            assert!(Wide::of(&gradients(head_dim), &device(true)).is_some(), "{head_dim}");
+            assert!(HopperWideBackward::of(&gradients(head_dim), &device(true)).is_some(), "{head_dim}");
         }
-        assert!(Wide::of(&gradients(256), &device(false)).is_none());
+        assert!(HopperWideBackward::of(&gradients(256), &device(false)).is_none());
         let mut capped = gradients(256);
         capped.forward.score.softcap = 1.0;
-        assert!(Wide::of(&capped, &device(true)).is_some());
-        assert!(Wide::of(&gradients(128), &device(true)).is_none());
-        let mut none = gradients(192);
-        none.workspace = None;
-        assert!(Wide::of(&none, &device(true)).is_none());
+        assert!(HopperWideBackward::of(&capped, &device(true)).is_some());
+        assert!(HopperWideBackward::of(&gradients(128), &device(true)).is_none());
+        let mut no_workspace = gradients(192);
+        no_workspace.workspace = None;
+        assert!(HopperWideBackward::of(&no_workspace, &device(true)).is_none());
     }
 }

@@ -20,7 +20,7 @@ use super::variants;
 use crate::error::Result;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::stream::Stream;
-use hopper::LazyParams;
+use hopper::DeferredParams;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use std::rc::Rc;
@@ -55,8 +55,8 @@ impl BackwardParams {
 #[derive(Clone)]
 enum Parameter<'p> {
     Portable(Rc<BackwardParams>),
-    Hopper(Rc<LazyParams<'p, HopperBackwardParams>>),
-    Wide(Rc<LazyParams<'p, HopperWideBackwardParams>>),
+    Hopper(Rc<DeferredParams<'p, HopperBackwardParams>>),
+    HopperWide(Rc<DeferredParams<'p, HopperWideBackwardParams>>),
 }
 
 impl kernel_launch::Parameter for Parameter<'_> {
@@ -64,7 +64,7 @@ impl kernel_launch::Parameter for Parameter<'_> {
         match self {
             Self::Portable(params) => params.pass(enqueue),
             Self::Hopper(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
-            Self::Wide(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
+            Self::HopperWide(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
         }
     }
 }

@@ -9,7 +9,7 @@ use super::tensor_map::TensorMap;
 #[repr(C)]
 pub struct SequencePlan {
     /// Tiles of the sequences before it in this list, of all KV heads.
-    pub tiles_before: i32,
+    pub first_tile: i32,
     /// Row of Q.
     pub first_query: i32,
     pub num_queries: i32,
@@ -19,9 +19,9 @@ pub struct SequencePlan {
     pub num_keys: i32,
     pub shift: i32,
     /// Of the sums of dQ.
-    pub first_group: i32,
+    pub first_row_tile: i32,
     /// Its first block of queries among the turns of a head.
-    pub first_turn: i32,
+    pub first_query_block: i32,
     /// Its number in the batch.
     pub sequence: i32,
 }
@@ -33,7 +33,7 @@ pub struct BackwardPlan {
     pub next_tile: u64,
     pub next_query_tile: u64,
     pub num_tiles: i32,
-    pub num_sections: i32,
+    pub num_head_groups: i32,
 }
 
 /// The tensor maps are `[2^31, rows, 2^30 rows, head, column]`; see `RaggedRows`. A box is 64 columns of a block's rows of
@@ -51,19 +51,19 @@ pub struct HopperBackwardParams {
     pub dv: TensorMap,
     /// `[Hq, Tq]`
     pub lse_log2: *mut f32,
-    /// Of each of Hq heads and the first 64 columns and those that are left `[num_groups, columns / 8, 32, 4]`; see
+    /// Of each of Hq heads and the first 64 columns and those that are left `[num_row_tiles, columns / 8, 32, 4]`; see
     /// `group_sums()`.
-    pub dq_sums: *mut f32,
-    /// `[Hq, num_turns]`: blocks of keys whose share of dQ is in the sums.
-    pub turns: *mut i32,
+    pub dq_accum: *mut f32,
+    /// `[Hq, num_query_blocks]`: blocks of keys whose share of dQ is in the sums.
+    pub dq_semaphore: *mut i32,
     /// `[B]`, in the order of tiles.
-    pub sequences: *mut SequencePlan,
+    pub sequences_by_tile: *mut SequencePlan,
     /// `[B]`, in the order of rows.
-    pub by_row: *mut SequencePlan,
+    pub sequences_by_row: *mut SequencePlan,
     pub plan: *mut BackwardPlan,
-    pub num_groups: i32,
+    pub num_row_tiles: i32,
     /// Turns per head.
-    pub num_turns: i32,
+    pub num_query_blocks: i32,
 }
 
 /// Of the kernels past 128 columns.

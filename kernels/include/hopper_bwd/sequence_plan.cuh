@@ -15,15 +15,15 @@ namespace xa::hopper {
 
 /// What planning shares.
 template <int kThreads>
-struct PlanScratch {
+struct SequencePlanScratch {
   int32_t tiles[kThreads];  // by place in the order of tiles; then also the sequences' lengths
   int32_t warp_tiles[kThreads / 32];
-  int32_t warp_sections[kThreads / 32];
+  int32_t warp_head_groups[kThreads / 32];
 };
 
 /// Sequence `b` without its place among the tiles.
 template <typename Shape>
-__device__ __forceinline__ SequencePlan describe(const AttentionParams& params, const QoTile& tile, bool live) {
+__device__ __forceinline__ SequencePlan plan_sequence(const AttentionParams& params, const QoTile& tile, bool live) {
   SequencePlan plan = {};
   plan.first_query = tile.first_token;
   plan.first_key = tile.start_k;
@@ -46,37 +46,39 @@ __device__ __forceinline__ SequencePlan describe(const AttentionParams& params, 
     }
   }
   // Places are rounded down to whole ones, and every sequence is given the room that this may take from it.
-  plan.first_group = static_cast<int32_t>((plan.first_query + int64_t{15} * tile.sequence) / 16);
-  plan.first_turn =
+  plan.first_row_tile = static_cast<int32_t>((plan.first_query + int64_t{15} * tile.sequence) / 16);
+  plan.first_query_block =
       static_cast<int32_t>((plan.first_query + int64_t{Shape::kQueries - 1} * tile.sequence) / Shape::kQueries);
   return plan;
 }
 
 /// Tiles and sections of all sequences before this thread's, of this round.
 template <int kThreads>
-__device__ __forceinline__ void sum_before(PlanScratch<kThreads>& scratch, int32_t tiles, int32_t sections,
-                                           int32_t& tiles_before, int32_t& all_tiles, int32_t& all_sections) {
+__device__ __forceinline__ void sum_preceding(SequencePlanScratch<kThreads>& scratch, int32_t tiles,
+                                              int32_t head_groups, int32_t& first_tile, int32_t& all_tiles,
+                                              int32_t& all_head_groups) {
   const int32_t warp = threadIdx.x / 32;
-  const int32_t tiles_here = sum_up_to_this_lane(tiles), sections_here = sum_up_to_this_lane(sections);
+  const int32_t tiles_here = sum_up_to_this_lane(tiles), head_groups_here = sum_up_to_this_lane(head_groups);
   __syncthreads();
   if (threadIdx.x % 32 == 31) {
     scratch.warp_tiles[warp] = tiles_here;
-    scratch.warp_sections[warp] = sections_here;
+    scratch.warp_head_groups[warp] = head_groups_here;
   }
   __syncthreads();
-  tiles_before = tiles_here - tiles;
-  all_tiles = all_sections = 0;
+  first_tile = tiles_here - tiles;
+  all_tiles = all_head_groups = 0;
 #pragma unroll
   for (int w = 0; w < kThreads / 32; ++w) {
-    if (w < warp) tiles_before += scratch.warp_tiles[w];
+    if (w < warp) first_tile += scratch.warp_tiles[w];
     all_tiles += scratch.warp_tiles[w];
-    all_sections += scratch.warp_sections[w];
+    all_head_groups += scratch.warp_head_groups[w];
   }
 }
 
 /// Makes both lists. The work of a CTA.
 template <typename Shape, int kThreads>
-__device__ __forceinline__ void plan_sequences(const HopperBackwardParams& params, PlanScratch<kThreads>& scratch) {
+__device__ __forceinline__ void plan_sequences(const HopperBackwardParams& params,
+                                               SequencePlanScratch<kThreads>& scratch) {
   const AttentionParams& forward = params.base.forward;
   const int32_t num_seqs = forward.max_seqs;
   bool ascends = true;
@@ -87,52 +89,52 @@ __device__ __forceinline__ void plan_sequences(const HopperBackwardParams& param
   }
   ascends = __syncthreads_and(ascends);
   // Long sequences first, whose tiles take longest, where one round sees all of them.
-  const bool sorts = num_seqs <= kThreads;
+  const bool sorts_by_length = num_seqs <= kThreads;
   StartScan scan;
-  int32_t tiles_so_far = 0, sections_so_far = 0;
+  int32_t tiles_so_far = 0, head_groups_so_far = 0;
   for (int32_t round = 0; round < num_seqs; round += kThreads) {
     const int32_t b = round + static_cast<int32_t>(threadIdx.x);
     Metadata<1> metadata;
     metadata.load(forward, b);
     if (!ascends) scan.ascend(forward, b / 32 * 32, metadata);
-    SequencePlan plan = describe<Shape>(forward, metadata.sequence(forward, 0, b), b < num_seqs);
-    int32_t tiles = 0, num_sections = 0;
+    SequencePlan plan = plan_sequence<Shape>(forward, metadata.sequence(forward, 0, b), b < num_seqs);
+    int32_t tiles = 0, num_head_groups = 0;
     if (plan.num_queries > 0) {
-      const Sections<Shape> sections(forward, plan.num_queries);
+      const HeadGroups<Shape> head_groups(forward, plan.num_queries);
       tiles = ceil_div(plan.num_keys, Shape::kKeys) * forward.num_kv_heads;
-      num_sections = sections.count;
+      num_head_groups = head_groups.count;
     }
-    int32_t place = b;
-    if (sorts) {
+    int32_t rank = b;
+    if (sorts_by_length) {
       scratch.tiles[threadIdx.x] = b < num_seqs ? plan.num_queries : -1;
       __syncthreads();
-      place = 0;
+      rank = 0;
       for (int32_t other = 0; other < num_seqs; ++other) {
         const int32_t longer = scratch.tiles[other];
-        place += longer > plan.num_queries || (longer == plan.num_queries && other < b) ? 1 : 0;
+        rank += longer > plan.num_queries || (longer == plan.num_queries && other < b) ? 1 : 0;
       }
       __syncthreads();
-      if (b < num_seqs) scratch.tiles[place] = tiles;
+      if (b < num_seqs) scratch.tiles[rank] = tiles;
       __syncthreads();
     }
-    int32_t before, all_tiles, all_sections;
-    sum_before<kThreads>(scratch, sorts ? (b < num_seqs ? scratch.tiles[threadIdx.x] : 0) : tiles, num_sections, before,
-                         all_tiles, all_sections);
-    if (sorts) {
+    int32_t preceding, all_tiles, all_head_groups;
+    sum_preceding<kThreads>(scratch, sorts_by_length ? (b < num_seqs ? scratch.tiles[threadIdx.x] : 0) : tiles,
+                            num_head_groups, preceding, all_tiles, all_head_groups);
+    if (sorts_by_length) {
       __syncthreads();
-      scratch.tiles[threadIdx.x] = before;
+      scratch.tiles[threadIdx.x] = preceding;
       __syncthreads();
-      if (b < num_seqs) before = scratch.tiles[place];
+      if (b < num_seqs) preceding = scratch.tiles[rank];
     }
     if (b < num_seqs) {
-      plan.tiles_before = tiles_so_far + before;
-      params.by_row[b] = plan;
-      params.sequences[place] = plan;
+      plan.first_tile = tiles_so_far + preceding;
+      params.sequences_by_row[b] = plan;
+      params.sequences_by_tile[rank] = plan;
     }
     tiles_so_far += all_tiles;
-    sections_so_far += all_sections;
+    head_groups_so_far += all_head_groups;
   }
-  if (threadIdx.x == 0) *params.plan = BackwardPlan{0, 0, tiles_so_far, sections_so_far};
+  if (threadIdx.x == 0) *params.plan = BackwardPlan{0, 0, tiles_so_far, head_groups_so_far};
 }
 
 }  // namespace xa::hopper

@@ -16,8 +16,8 @@ namespace xa::hopper {
 
 /// Hides the scores [64 queries, kKeys] of pairs that do not see each other.
 template <typename Shape>
-__device__ __forceinline__ void hide_unseen_keys(float (&scores)[Shape::kKeys / 8][4], const AttentionParams& forward,
-                                                 const QueryTile& tile, int32_t first_row, int32_t block) {
+__device__ __forceinline__ void mask_scores(float (&scores)[Shape::kKeys / 8][4], const AttentionParams& forward,
+                                            const QueryTile& tile, int32_t first_row, int32_t block) {
   const int32_t thread = xa::ptx::opaque(threadIdx.x) % 128, lane = thread % 32;
   const int32_t first_key = block * Shape::kKeys + 2 * (lane % 4);
 #pragma unroll
@@ -44,44 +44,46 @@ __device__ __forceinline__ void compute_dq(const HopperBackwardParams& params, c
                                            int32_t warpgroup) {
   const AttentionParams& forward = params.base.forward;
   const int32_t lane = threadIdx.x % 32;
-  const uint32_t own_rows = warpgroup * 64 * Shape::Panel::kRowBytes;
-  typename WidePipeline<Shape>::At at, done_at;
-  typename WidePipeline<Shape>::ValueAt value_at;
-  const auto full = [&](auto place) { return pipeline.full(place); };
-  const auto empty = [&](auto place) { return pipeline.empty(place); };
-  const auto panel = [&](auto place) { return pipeline.panel(place); };
-  const auto full_values = [&](auto place) { return pipeline.full_values(place); };
-  const auto empty_values = [&](auto place) { return pipeline.empty_values(place); };
-  const auto value_panel = [&](auto place) { return pipeline.value_panel(place); };
+  const uint32_t own_rows = warpgroup * 64 * Shape::Atom::kRowBytes;
+  typename WidePipeline<Shape>::StreamedState read_state, release_state;
+  typename WidePipeline<Shape>::StreamedValuesState value_read_state;
+  const auto streamed_full = [&](auto state) { return pipeline.streamed_full(state); };
+  const auto streamed_empty = [&](auto state) { return pipeline.streamed_empty(state); };
+  const auto streamed = [&](auto state) { return pipeline.streamed(state); };
+  const auto streamed_values_full = [&](auto state) { return pipeline.streamed_values_full(state); };
+  const auto streamed_values_empty = [&](auto state) { return pipeline.streamed_values_empty(state); };
+  const auto streamed_values = [&](auto state) { return pipeline.streamed_values(state); };
   constexpr int kTiles = Shape::kKeys / 8;
   float scores[kTiles][4];
-  HeldRows<Shape, Shape::kPanels> held;
-  HeldRows<Shape, Shape::kValuePanels> held_values;
+  HeldRows<Shape, Shape::kAtomColumns> held;
+  HeldRows<Shape, Shape::kValueAtomColumns> held_values;
   held.load(pipeline.held() + own_rows);
   held_values.load(pipeline.held_values() + own_rows);
-  WideGradient<Shape::kPanels> dq;
+  WideGradient<Shape::kAtomColumns> dq;
   // The warpgroups take turns to start dQ and the next S. So one of them computes P while the other one's products run;
   // otherwise chance decides whether they do so or wait for each other.
-  constexpr int kTurn = 4;
-  const auto pass_turn = [&] { ptx::arrive(kTurn + 1 - warpgroup, 256); };
-  if (warpgroup == 1) pass_turn();
+  constexpr int kWarpSchedulerBarrier = 4;
+  const auto warp_scheduler_barrier_arrive = [&] {
+    ptx::named_barrier_arrive(kWarpSchedulerBarrier + 1 - warpgroup, 256);
+  };
+  if (warpgroup == 1) warp_scheduler_barrier_arrive();
 #pragma unroll 1
-  for (int32_t count = 0;; ++count) {
-    const PipelineState<2> turn(count);
-    pipeline.tile_full(turn).wait();
-    const QueryTile& tile = pipeline.tile(turn);
+  for (int32_t tile_count = 0;; ++tile_count) {
+    const PipelineState<2> tile_state(tile_count);
+    pipeline.tile_full(tile_state).wait();
+    const QueryTile& tile = pipeline.tile(tile_state);
     const int32_t query_block = uniform(tile.block);
     if (query_block < 0) break;
     const int32_t first_row = query_block * Shape::kQueries + 64 * warpgroup;
-    int32_t block = uniform(tile.first_block), left = uniform(tile.num_blocks);
-    BlockRange plain = {INT32_MIN, uniform(tile.num_keys) / Shape::kKeys};
+    int32_t block = uniform(tile.first_block), blocks_left = uniform(tile.num_blocks);
+    BlockRange unmasked = {INT32_MIN, uniform(tile.num_keys) / Shape::kKeys};
     {
       const int32_t first_position = first_row + uniform(tile.shift);
       if (forward.window_right >= 0) {
-        plain.end = min(plain.end, floor_div(first_position + forward.window_right + 1, Shape::kKeys));
+        unmasked.end = min(unmasked.end, floor_div(first_position + forward.window_right + 1, Shape::kKeys));
       }
       if (forward.window_left >= 0) {
-        plain.begin = -floor_div(-(first_position + 63 - forward.window_left), Shape::kKeys);
+        unmasked.begin = -floor_div(-(first_position + 63 - forward.window_left), Shape::kKeys);
       }
     }
     // Rows past the last one weigh nothing. (Made uniform anew for each tile: a register that held the warp's rows all
@@ -91,46 +93,46 @@ __device__ __forceinline__ void compute_dq(const HopperBackwardParams& params, c
     for (int half = 0; half < 2; ++half) {
       const int32_t row = first_row + uniform(threadIdx.x % 128 / 32 * 16) + lane / 4 + 8 * half;
       const int64_t from = static_cast<int64_t>(tile.head) * forward.num_tokens + tile.first_query + row;
-      const bool is_there = row < tile.num_queries;
-      lse[half] = is_there ? __ldg(params.lse_log2 + from) : INFINITY;
-      delta[half] = is_there ? __ldg(params.base.delta + from) : 0.0f;
+      const bool exists = row < tile.num_queries;
+      lse[half] = exists ? __ldg(params.lse_log2 + from) : INFINITY;
+      delta[half] = exists ? __ldg(params.base.delta + from) : 0.0f;
     }
     float slope = 0.0f;
-    if constexpr (Shape::kBiased) {
+    if constexpr (Shape::kHasAlibi) {
       slope = __ldg(forward.alibi_slopes + tile.sequence * forward.alibi_stride + tile.head);
     }
     uint32_t ds[kTiles / 2][4];
     dq.clear();
-    const auto start_scores = [&] {
-      wait_for_panels<Shape::kPanels>(at, full);
-      start_scores_of<T>(scores, held, at, panel);
+    const auto start_s = [&] {
+      wait_for_atom_columns<Shape::kAtomColumns>(read_state, streamed_full);
+      start_s_or_dp<T>(scores, held, read_state, streamed);
     };
-    const auto start_dq = [&] { start_gradient<T, Shape>(dq, ds, done_at, panel); };
-    // Computes dS of the scores, while dP is computed. Of a block that `is_first` in the tile no product of dQ is under
+    const auto start_dq = [&] { start_gradient<T, Shape>(dq, ds, release_state, streamed); };
+    // Computes dS of the scores, while dP is computed. By a block that `is_first` in the tile no product of dQ is under
     // way.
     const auto compute_ds = [&](bool is_first) {
       float dp[kTiles][4];
-      wait_for_panels<Shape::kValuePanels>(value_at, full_values);
-      auto next_value_at = value_at;
-      start_scores_of<T>(dp, held_values, next_value_at, value_panel);
+      wait_for_atom_columns<Shape::kValueAtomColumns>(value_read_state, streamed_values_full);
+      auto next_value_read_state = value_read_state;
+      start_s_or_dp<T>(dp, held_values, next_value_read_state, streamed_values);
       // The compiler moves nothing across a branch: exponentials ahead of the products would not be beside them.
-      if (!plain.holds(block)) hide_unseen_keys<Shape>(scores, forward, tile, first_row, block);
+      if (!unmasked.contains(block)) mask_scores<Shape>(scores, forward, tile, first_row, block);
       const int32_t distance = first_row + static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16 + lane / 4 + tile.shift -
                                block * Shape::kKeys - 2 * (lane % 4);
-      const ModifiedWeights<Shape> modified(forward, distance, slope);
+      const BackwardLogitsTransform<Shape> transform(forward, distance, slope);
       const float scale = forward.softmax_scale_log2;
 #pragma unroll
       for (int column = 0; column < kTiles; ++column) {
         float (&s)[4] = scores[column];
-        if constexpr (Shape::kCapped) {
+        if constexpr (Shape::kHasSoftcap) {
           float unused[4];
-          modified.bend(s[0], s[1], lse[0], unused[0], unused[1]);
-          modified.bend(s[2], s[3], lse[1], unused[2], unused[3]);
+          transform.softcap(s[0], s[1], lse[0], unused[0], unused[1]);
+          transform.softcap(s[2], s[3], lse[1], unused[2], unused[3]);
         } else {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            if constexpr (Shape::kBiased) {
-              s[i] = modified.add_bias(s[i], lse[i / 2], i / 2 * 8 - 8 * column - i % 2);
+            if constexpr (Shape::kHasAlibi) {
+              s[i] = transform.alibi(s[i], lse[i / 2], i / 2 * 8 - 8 * column - i % 2);
             } else {
               s[i] = xa::ptx::exp2_approx(__fmaf_rn(s[i], scale, -lse[i / 2]));
             }
@@ -138,12 +140,12 @@ __device__ __forceinline__ void compute_dq(const HopperBackwardParams& params, c
         }
       }
       ptx::wgmma_wait_group<0>();  // dP, and dQ of the block before
-      release_panels<Shape::kValuePanels>(value_at, empty_values);
-      if (left == 1 && lane == 0) {
-        pipeline.held_empty(count).arrive();
-        pipeline.held_values_empty(count).arrive();
+      release_atom_columns<Shape::kValueAtomColumns>(value_read_state, streamed_values_empty);
+      if (blocks_left == 1 && lane == 0) {
+        pipeline.held_empty(tile_count).arrive();
+        pipeline.held_values_empty(tile_count).arrive();
       }
-      if (Shape::kOverlapsDq && !is_first) release_panels<Shape::kPanels>(done_at, empty);
+      if (Shape::kOverlapsDq && !is_first) release_atom_columns<Shape::kAtomColumns>(release_state, streamed_empty);
 #pragma unroll
       for (int column = 0; column < kTiles; ++column) {
         const float (&s)[4] = scores[column];
@@ -158,41 +160,41 @@ __device__ __forceinline__ void compute_dq(const HopperBackwardParams& params, c
         }
       }
     };
-    pipeline.held_full(count).wait();
-    start_scores();
+    pipeline.held_full(tile_count).wait();
+    start_s();
     ptx::wgmma_wait_group<0>();
-    pipeline.held_values_full(count).wait();
+    pipeline.held_values_full(tile_count).wait();
     compute_ds(true);
 #pragma unroll 1
-    while (--left > 0) {
+    while (--blocks_left > 0) {
       ++block;
-      ptx::named_barrier_sync(kTurn + warpgroup, 256);
+      ptx::named_barrier_sync(kWarpSchedulerBarrier + warpgroup, 256);
       if constexpr (Shape::kOverlapsDq) {
-        start_scores();
+        start_s();
         start_dq();
-        pass_turn();
+        warp_scheduler_barrier_arrive();
         ptx::wgmma_wait_group<1>();  // S
       } else {
         start_dq();
-        start_scores();
-        pass_turn();
+        start_s();
+        warp_scheduler_barrier_arrive();
         ptx::wgmma_wait_group<1>();  // dQ
-        release_panels<Shape::kPanels>(done_at, empty);
+        release_atom_columns<Shape::kAtomColumns>(release_state, streamed_empty);
         ptx::wgmma_wait_group<0>();
       }
       compute_ds(false);
     }
     start_dq();
     ptx::wgmma_wait_group<0>();
-    release_panels<Shape::kPanels>(done_at, empty);
+    release_atom_columns<Shape::kAtomColumns>(release_state, streamed_empty);
     const int64_t row_stride = static_cast<int64_t>(forward.num_kv_heads) * forward.group * forward.head_dim;
     T* const rows =
         static_cast<T*>(params.base.dq) + (tile.first_query + first_row) * row_stride + tile.head * forward.head_dim;
     store_gradient(dq, params.base.softmax_scale, rows, row_stride, tile.num_queries - first_row, forward.head_dim);
     __syncwarp();
-    if (lane == 0) pipeline.tile_empty(turn).arrive();
+    if (lane == 0) pipeline.tile_empty(tile_state).arrive();
   }
-  if (warpgroup == 0) ptx::named_barrier_sync(kTurn, 256);
+  if (warpgroup == 0) ptx::named_barrier_sync(kWarpSchedulerBarrier, 256);
 }
 
 }  // namespace xa::hopper

@@ -1,0 +1,97 @@
+// The warps of a backward CTA that add dQ to its sums in memory, one that of even steps, one that of odd ones: from
+// when a share leaves until it is known to have arrived takes longer than a step.
+#pragma once
+
+#include <cstdint>
+
+#include "hopper_bwd/pipeline.cuh"
+#include "hopper_bwd/schedule.cuh"
+#include "hopper_bwd/shape.cuh"
+#include "params/hopper_bwd.cuh"
+
+namespace xa::hopper {
+
+/// Numbers of a group in each of the two parts, of 64 columns and of the rest, in which the sums of a head lie.
+template <typename Shape>
+__device__ __forceinline__ constexpr int32_t row_tile_elements(int32_t part) {
+  return kRowTileRows * (part == 0 ? 64 : Shape::kHeadDim - 64);
+}
+
+/// Where the sums of a group of rows begin, those of the first or of the second part of the columns.
+template <typename Shape>
+__device__ __forceinline__ float* dq_accum_row_tile(const HopperBackwardParams& params, int32_t head, int32_t part,
+                                                    int32_t row_tile) {
+  const int64_t head_elements = static_cast<int64_t>(params.num_row_tiles) * (kRowTileRows * Shape::kHeadDim);
+  const int64_t part_offset = static_cast<int64_t>(params.num_row_tiles) * (part * row_tile_elements<Shape>(0));
+  return params.dq_accum +
+         (head * head_elements + part_offset + static_cast<int64_t>(row_tile) * row_tile_elements<Shape>(part));
+}
+
+/// Adds the shares of all steps with the parity `kParity`. The work of one thread.
+///
+/// A counter for each head and block of queries says how many blocks of keys are in its sums; a share waits until all
+/// before it, in the order of the sums, are in. The first one is stored, so nothing has to be cleared.
+///
+/// That a bulk copy is complete does not yet mean that a bulk copy of another SM sees it: that takes the fence before
+/// the counter is raised, and the one after it has been read.
+template <typename Shape>
+__device__ __forceinline__ void accumulate_dq(const HopperBackwardParams& params,
+                                              const BackwardPipeline<Shape>& pipeline, int32_t parity) {
+  const AttentionParams& forward = params.base.forward;
+  constexpr int kRowTiles = Shape::kQueries / kRowTileRows;
+  int32_t step = 0;
+#pragma unroll 1
+  for (int32_t tile_count = 0;; ++tile_count) {
+    const PipelineState<2> tile_state(tile_count);
+    pipeline.tile_full(tile_state).wait();
+    const BackwardTile tile = pipeline.tile(tile_state);
+    if (tile.key_block < 0) break;
+    pipeline.tile_empty(tile_state).arrive();
+    const VisibleBlocks<Shape> visible_blocks = {tile.num_queries, tile.num_keys, tile.shift, forward.window_left,
+                                                 forward.window_right};
+#pragma unroll 1
+    for (int32_t blocks_done = 0; blocks_done < tile.num_blocks; ++blocks_done) {
+      const int32_t block = tile.first_block + (tile.ascends != 0 ? blocks_done : tile.num_blocks - 1 - blocks_done);
+      const int32_t before = tile.ascends != 0 ? visible_blocks.last_key_block(block) - tile.key_block
+                                               : tile.key_block - visible_blocks.first_key_block(block);
+#pragma unroll 1
+      for (int32_t i = 0; i < forward.group; ++i, ++step) {
+        if ((step & 1) != parity) continue;
+        const int32_t head = tile.kv_head * forward.group + i;
+        int32_t* const semaphore = params.dq_semaphore + static_cast<int64_t>(head) * params.num_query_blocks +
+                                   (tile.first_query_block + block);
+        if (before > 0) {
+          while (ptx::load_acquire(semaphore) < before) {
+          }
+          ptx::fence_proxy_async();
+        }
+        const int32_t row_tiles = ceil_div(tile.num_queries - block * Shape::kQueries, kRowTileRows);
+#pragma unroll
+        for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
+          pipeline.dq_full(PipelineState<2>(step), warpgroup).wait();
+          const int32_t first = Shape::kSplitsDqColumns ? 0 : 4 * warpgroup,
+                        part = Shape::kSplitsDqColumns ? warpgroup : 0;
+          const int32_t count = min(row_tiles - first, 4);
+          if (count <= 0) continue;
+          float* const to =
+              dq_accum_row_tile<Shape>(params, head, part, tile.first_row_tile + block * kRowTiles + first);
+          const uint32_t bytes = count * (row_tile_elements<Shape>(part) * sizeof(float));
+          if (before == 0) {
+            ptx::bulk_store(to, pipeline.dq(warpgroup), bytes);
+          } else {
+            ptx::bulk_reduce_add_f32(to, pipeline.dq(warpgroup), bytes);
+          }
+        }
+        ptx::bulk_commit_group();
+        ptx::bulk_wait_group_read();
+        pipeline.dq_empty(step, 0).arrive();
+        pipeline.dq_empty(step, 1).arrive();
+        ptx::bulk_wait_group();
+        ptx::fence_proxy_async();
+        ptx::store_release(semaphore, before + 1);
+      }
+    }
+  }
+}
+
+}  // namespace xa::hopper
