@@ -1,16 +1,16 @@
-// The gradients of attention on Hopper, on wgmma and TMA (sm_90a): dK and dV, and the sums of dQ that
-// hopper_bwd_finish.cu makes dQ of. hopper_bwd_prepare.cu comes first. docs/dev/kernels/hopper_backward.md explains the
+// The gradients of attention on Hopper up to 128 columns, on wgmma and TMA (sm_90a): dK, dV, and dq_accum, which
+// hopper_bwd_finish.cu rounds to dQ. hopper_bwd_prepare.cu runs first. docs/dev/kernels/hopper_backward.md explains the
 // design.
 //
-// A CTA stays on its SM and works on one block of keys after another (include/hopper_bwd/schedule.cuh). By its first
-// warpgroup two warps fetch (load.cuh) and two add dQ to its sums (sums.cuh); two warpgroups compute (compute.cuh).
-// Shared memory is the pipeline between them (pipeline.cuh).
+// CTAs are persistent and take one block of keys after another (include/hopper_bwd/schedule.cuh). In the first
+// warpgroup two warps load (load.cuh) and two accumulate dQ (dq_accumulate.cuh); the two other warpgroups compute
+// (compute.cuh). They communicate through pipeline.cuh.
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
-//   XA_HEAD_DIM  the bucket: D and Dv up to it run, padded with zeros in shared memory
+//   XA_HEAD_DIM  the bucket: D and Dv up to it are padded with zeros in shared memory
 //   XA_LOGITS    none, softcap, alibi
-// Launch: any number of CTAs of kThreads threads and kSharedBytes of dynamic shared memory, one an SM.
+// Launch: any number of CTAs of kThreads threads and kSharedBytes of dynamic shared memory, one per SM.
 
 #include "element.cuh"
 #include "hopper_bwd/compute.cuh"

@@ -1,10 +1,10 @@
-// After hopper_bwd.cu: dQ out of its sums, and zeros where nothing else is written: query rows of no sequence or that
-// see nothing, and keys that no query sees.
+// Runs after hopper_bwd.cu and hopper_bwd_wide.cu: rounds dq_accum to dQ, and writes zeros to rows that nothing else
+// writes: queries that belong to no sequence or attend to no key, and keys that no query attends to.
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
 //   XA_HEAD_DIM  the bucket of D and Dv
-// Launch: kThreads threads, ceil(num_row_tiles / kWarps) * ceil(Hq / kHeads) + ceil(Tq / kThreads) + ceil(Tk /
+// Launch: kThreads threads, ceil(num_row_tiles / kWarps) * ceil(Hq / kHeadsPerWarp) + ceil(Tq / kThreads) + ceil(Tk /
 // kThreads) CTAs.
 
 #include <cstdint>
@@ -19,10 +19,11 @@
 namespace xa::hopper {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-/// By which a warp makes dQ.
+/// Heads whose dQ a warp stores.
 constexpr int kHeadsPerWarp = 4;
 
-/// What of a sequence is looked for, and how much of that it has: places that ascend from one to the next.
+/// Selectors for `find_sequence`: the first index of a sequence and the number of its indices. First indices ascend in
+/// row order.
 struct ByQuery {
   static __device__ __forceinline__ int32_t first(const SequencePlan& plan) { return __ldg(&plan.first_query); }
   static __device__ __forceinline__ int32_t count(const SequencePlan& plan) { return __ldg(&plan.num_queries); }
@@ -38,12 +39,12 @@ struct ByRowTile {
   }
 };
 
-/// Whether a row, which is this lane's of 32 neighbouring ones, belongs to a sequence. The work of a warp.
+/// Whether this lane's row belongs to a sequence; the lanes have 32 consecutive rows. Executed by a warp.
 template <typename By>
 __device__ __forceinline__ bool belongs_to_sequence(const HopperBackwardParams& params, int32_t row) {
   const int32_t num_seqs = params.base.forward.max_seqs, first = row / 32 * 32;
   const SequencePlan* const sequences = params.sequences_by_row;
-  // The last sequence that begins at or before the row is in [begin, end).
+  // Binary search in [begin, end) for the last sequence that begins at or before the row.
   int32_t begin = find_sequence<By>(sequences, num_seqs, first);
   int32_t end = find_sequence<By>(sequences, num_seqs, first + 31) + 1;
   while (end - begin > 1) {
@@ -55,7 +56,7 @@ __device__ __forceinline__ bool belongs_to_sequence(const HopperBackwardParams& 
   return in_sequence >= 0 && in_sequence < By::count(sequences[begin]);
 }
 
-/// dQ of a group of rows of some heads, if it is a sequence's. The work of a warp.
+/// Stores dQ of a row tile of kHeadsPerWarp heads, if the row tile belongs to a sequence. Executed by a warp.
 template <typename T, typename Shape>
 __device__ __forceinline__ void store_dq_row_tile(const HopperBackwardParams& params, int32_t row_tile,
                                                   int32_t first_head) {
@@ -91,7 +92,7 @@ __device__ __forceinline__ void store_dq_row_tile(const HopperBackwardParams& pa
         upper[j] = Element<T>::pack(dq.x * scale, dq.y * scale);
         lower[j] = Element<T>::pack(dq.z * scale, dq.w * scale);
       }
-      // Eight columns of a row are now one lane's.
+      // Each lane now has eight consecutive columns of one row.
       const uint4 upper_row = transpose_in_quad(upper), lower_row = transpose_in_quad(lower);
       const int32_t column = 32 * i + 8 * (lane % 4);
       if (column >= forward.head_dim) continue;
@@ -102,7 +103,7 @@ __device__ __forceinline__ void store_dq_row_tile(const HopperBackwardParams& pa
   }
 }
 
-/// Zeros in a row of a gradient. The work of a warp.
+/// Clears a row of a gradient. Executed by a warp.
 template <typename T>
 __device__ __forceinline__ void clear_row(void* gradient, int64_t row, int32_t columns) {
   T* const to = static_cast<T*>(gradient) + row * columns;
@@ -111,7 +112,7 @@ __device__ __forceinline__ void clear_row(void* gradient, int64_t row, int32_t c
   }
 }
 
-/// Zeros in those of a CTA's rows that are no sequence's; each lane looks at one.
+/// Clears the CTA's rows that belong to no sequence; each lane tests one row.
 template <typename T, typename By, typename Clear>
 __device__ __forceinline__ void clear_unwritten_rows(const HopperBackwardParams& params, int32_t block,
                                                      int32_t num_rows, const Clear& clear) {

@@ -1,9 +1,9 @@
-// What hopper_bwd.cu needs before it starts: the plan of its tiles, delta and the lse to base 2 of each query row, and
-// counters that are 0.
+// Runs before hopper_bwd.cu and hopper_bwd_wide.cu: writes the plan of their tiles, delta and the base-2 lse of each
+// query row, and clears dq_semaphore.
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
-//   XA_HEAD_DIM  the bucket of D and Dv; 192 is that of 192x128 too
+//   XA_HEAD_DIM  the bucket of D and Dv; 192 also serves 192x128
 // Launch: kThreads threads, 1 + ceil(Tq / kRows) * Hq CTAs.
 
 #include <cmath>
@@ -20,11 +20,11 @@ namespace xa::hopper {
 
 constexpr int kThreads = 256, kRows = 64;
 
-/// The numbers of a block of rows of one head, whichever sequences they belong to.
+/// Writes delta and lse_log2 of kRows rows of one head, whether or not they belong to a sequence.
 template <typename T, typename Shape>
 __device__ __forceinline__ void compute_row_stats(const HopperBackwardParams& params, int32_t index) {
   constexpr float kLog2E = 1.44269504088896341f;
-  // A row is as many lanes, of which each has one chunk.
+  // Lanes per row; each lane has one chunk of 8 columns.
   constexpr int kLanesPerRow = Shape::kHeadDim == 64    ? 8
                                : Shape::kHeadDim <= 128 ? 16
                                                         : 32,
@@ -59,7 +59,7 @@ __device__ __forceinline__ void compute_row_stats(const HopperBackwardParams& pa
     if (params.base.dlse != nullptr) delta -= __ldg(params.base.dlse + offset);
     const float lse = __ldg(forward.lse + offset);
     params.base.delta[offset] = delta;
-    // By a row that has seen nothing, so that it weighs nothing.
+    // A row that attends to no key gets lse = inf, which makes its probabilities 0.
     params.lse_log2[offset] = lse == -INFINITY ? INFINITY : lse * kLog2E;
   }
 }

@@ -1,16 +1,16 @@
-// The gradients of attention on Hopper where rows are wider than 128 columns, on wgmma and TMA (sm_90a): one kernel
-// makes dK and dV, one dQ, and neither adds to what another CTA adds to. hopper_bwd_prepare.cu comes first, and
-// hopper_bwd_finish.cu writes zeros where no sequence is. docs/dev/kernels/hopper_backward.md explains the design.
+// The gradients of attention on Hopper past 128 columns, on wgmma and TMA (sm_90a). One variant computes dK and dV, one
+// dQ, and no CTA adds to the results of another one. hopper_bwd_prepare.cu runs first, and hopper_bwd_finish.cu clears
+// the rows that belong to no sequence. docs/dev/kernels/hopper_backward.md explains the design.
 //
-// A CTA stays on its SM and works on one tile after the other. By its first warpgroup two warps fetch
-// (include/hopper_bwd/wide_load.cuh); the two others compute (wide_keys.cuh, wide_queries.cuh).
+// CTAs are persistent and take one tile after another. In the first warpgroup two warps load
+// (include/hopper_bwd/wide_load.cuh); the two other warpgroups compute (wide_dkdv.cuh, wide_dq.cuh).
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
 //   XA_GRADIENT  dkdv, dq
-//   XA_HEAD_DIM  the bucket: D and Dv up to it run, padded with zeros in shared memory
+//   XA_HEAD_DIM  the bucket: D and Dv up to it are padded with zeros in shared memory
 //   XA_LOGITS    none, softcap, alibi
-// Launch: any number of CTAs of kThreads threads and kSharedBytes of dynamic shared memory, one an SM.
+// Launch: any number of CTAs of kThreads threads and kSharedBytes of dynamic shared memory, one per SM.
 
 #include "element.cuh"
 #include "hopper_bwd/wide_dkdv.cuh"

@@ -1,4 +1,4 @@
-// kernels/include/hopper_bwd/ptx.cuh on the host. Copies out of shared memory are done at once too.
+// kernels/include/hopper_bwd/ptx.cuh on the host. Copies from shared to global memory are performed immediately.
 #pragma once
 #include "hopper/ptx.cuh"
 
@@ -29,7 +29,7 @@ inline float4 load_shared_f32x4(uint32_t address) {
   std::memcpy(&value, ::shared + address, sizeof(value));
   return value;
 }
-/// A thread that polls a number lets the others go on.
+/// Yields to the other threads of the CTA, because callers poll.
 inline int32_t load_acquire(const int32_t* from) {
   const int32_t value = *from;
   emulator::yield_thread();

@@ -1,13 +1,14 @@
-// The warpgroups of a backward CTA that compute. Each has 64 keys of the block and keeps their dK and dV in registers
-// while queries stream past. Scores and their gradients are transposed, [keys, queries], so that as they leave the
-// tensor cores they are operands of dV and dK; only dS goes through shared memory, for dQ, of which each warpgroup
-// makes half out of the dS of both.
+// The compute warpgroups of a backward CTA up to 128 columns. Each has 64 keys of the tile's block and keeps their dK
+// and dV in registers while queries stream past. Scores and their gradients are transposed, [keys, queries], so that
+// the accumulators of S^T and dP^T are operand A of dV and dK in the registers where they are. Only dS goes through
+// shared memory: each warpgroup computes half of dQ, from the dS of both.
 //
-// Products of a step, in order: dP, beside which half of P is made, the other half between the columns of dS, as
-// exponentials are what takes longest; when both are there, dV, dQ of the step before, dK, and S of the next step.
+// The products of a step are, in order: dP; then dV, dQ of the previous step, dK, and S of the next step. Half of P is
+// computed while dP runs and the other half between the columns of dS, because exponentials have the lowest rate.
 //
-// As dQ is a step behind, a warpgroup does not wait for the dS that the other one is about to make, and the two are
-// kept half a step apart: each starts its products from dV to S in its turn, while the other one makes P and dS.
+// As dQ is one step late, a warpgroup does not wait for the dS that the other one is computing. Named barriers keep the
+// two half a step apart (FlashAttention-3's warp_scheduler_barrier): each starts its products from dV to S while the
+// other one computes P and dS.
 #pragma once
 
 #include <cmath>
@@ -25,8 +26,8 @@
 
 namespace xa::hopper {
 
-/// Blocks of queries [begin, end) of a tile in which a warpgroup's keys need no mask, or whose queries see some of
-/// them.
+/// Query blocks [begin, end) of a tile: those in which a warpgroup's keys need no mask, or those that attend to some of
+/// these keys.
 struct BlockRange {
   int32_t begin;
   int32_t end;
@@ -36,8 +37,8 @@ struct BlockRange {
 
 __device__ __forceinline__ int32_t floor_div(int32_t x, int32_t y) { return x >= 0 ? x / y : -((-x + y - 1) / y); }
 
-/// Calls `hide(column, element)` for what does not see each other of scores [64 keys, kQueries]. Few blocks need it, so
-/// what it takes is derived again each time.
+/// Calls `mask(column, element)` for each masked score of [64 keys, kQueries]. Few blocks need it, so all that it
+/// depends on is computed anew each time.
 template <typename Shape, typename Mask>
 __device__ __forceinline__ void for_masked(const AttentionParams& forward, const BackwardTile& tile, int32_t block,
                                            const Mask& mask) {
@@ -47,12 +48,12 @@ __device__ __forceinline__ void for_masked(const AttentionParams& forward, const
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int32_t key = first_key + 8 * half, position = key - tile.shift - first_query;
-    // Queries that see the key, counted from this lane's first one. Keys past the last one are zeros, whose weights may
-    // be anything.
+    // Queries that attend to the key, counted from this lane's first one. Keys past the last one are zeros, whose
+    // probabilities may overflow, so they are masked.
     int32_t begin = forward.window_right < 0 ? INT32_MIN : position - forward.window_right;
     int32_t end = forward.window_left < 0 ? INT32_MAX : position + forward.window_left + 1;
     if (key >= tile.num_keys) begin = INT32_MAX;
-    // The weight of a query past the last one is a number too, but not with every bias.
+    // Queries past the last one have finite probabilities without a mask, except with ALiBi: slopes may be negative.
     if constexpr (Shape::kHasAlibi) end = min(end, tile.num_queries - first_query);
 #pragma unroll
     for (int column = 0; column < Shape::kQueries / 8; ++column) {
@@ -65,21 +66,21 @@ __device__ __forceinline__ void for_masked(const AttentionParams& forward, const
   }
 }
 
-/// Numbers of a block of rows, of which a lane needs those of its two columns of each tile, as all lanes with its lane
-/// % 4 do. Each lane reads all that it needs: lanes that read an eighth and exchange it by `shfl` take two instructions
-/// where this takes one, and wait for each other.
+/// lse or delta of a block of queries in shared memory. A lane needs those of its two columns of each 8-column tile, as
+/// all lanes of equal lane % 4 do. Each lane reads them all: reading an eighth and exchanging by `shfl` takes two
+/// instructions instead of one, and lanes wait for each other.
 class RowStatPairs {
  public:
   __device__ __forceinline__ explicit RowStatPairs(uint32_t from) : own_(from + threadIdx.x % 4 * 8) {}
-  /// Those of columns 2 (lane % 4) and the next of a tile.
+  /// Those of columns 2 (lane % 4) and 2 (lane % 4) + 1 of a tile.
   __device__ __forceinline__ float2 pair(int tile) const { return ptx::load_shared_f32x2(own_ + 32 * tile); }
 
  private:
   uint32_t own_;
 };
 
-/// Those of a block of queries and this lane's two keys; queries are counted from its first one. `slope`: where the
-/// slope of the head is, or 0.
+/// The logits transform of this lane's scores in a query block: the first score is that of the lane's first key and
+/// first query. `slope` is the shared address of the head's ALiBi slope.
 template <typename Shape>
 __device__ __forceinline__ BackwardLogitsTransform<Shape> logits_transform(const AttentionParams& forward,
                                                                            const BackwardTile& tile, int32_t block,
@@ -91,21 +92,22 @@ __device__ __forceinline__ BackwardLogitsTransform<Shape> logits_transform(const
   return {forward, distance, ptx::load_shared_f32(slope)};
 }
 
-/// By warpgroup 0; that of warpgroup 1 is the next one. Those before are of all tiles and of their gradients.
+/// Named barrier of warpgroup 0; that of warpgroup 1 is the next one. Barriers 1 to 3 synchronise the tiles and their
+/// epilogues.
 constexpr int kWarpSchedulerBarrier = 4;
 
-/// Computes all tiles of the CTA. The work of a warpgroup, number `warpgroup` of two.
+/// Computes all tiles of the CTA. Executed by each of the two warpgroups.
 template <typename Shape, typename T>
 __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params,
                                               const BackwardPipeline<Shape>& pipeline, int32_t warpgroup) {
   using Atom = typename Shape::Atom;
   constexpr int kQueries = Shape::kQueries, kHeadDim = Shape::kHeadDim;
   constexpr int kQueryTiles = kQueries / 8, kColumnTiles = kHeadDim / 8;
-  // A cap takes registers that 128 queries a step hardly leave.
+  // A soft cap needs registers that 128 queries per step hardly leave.
   constexpr bool kFewRegistersLeft = Shape::kHasSoftcap && kQueries == 128;
   constexpr int kStepsPerAtom = Atom::kColumns / 16;
   using DsAtom = typename Shape::DsAtom;
-  // A step down 16 rows of a panel, a step along 16 of its columns, in descriptors.
+  // Advances of a matrix descriptor by 16 rows and by 16 columns, in units of 16 bytes.
   constexpr uint64_t kRowStep = 2 * Atom::kBytes >> 4, kDsRowStep = 2 * DsAtom::kBytes >> 4, kColumnStep = 2;
   const AttentionParams& forward = params.base.forward;
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
@@ -121,16 +123,17 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
   const uint64_t own_values = descriptor(pipeline.values() + own_rows, 0);
   const uint64_t queries = descriptor(pipeline.queries(0), Shape::kQueryAtomColumnBytes);
   const uint64_t douts = descriptor(pipeline.douts(0), Shape::kQueryAtomColumnBytes);
-  // By dQ: all 64 queries and the first or the last 64 columns, at D 64 this warpgroup's 64 queries.
+  // The operands of this warpgroup's half of dQ: all 64 queries and the first or the last 64 columns of K; at D 64, the
+  // warpgroup's 64 of 128 queries and all of K.
   constexpr int kSecondAtomColumn = Shape::kAtomColumns - 64 / Atom::kColumns;
   const uint64_t all_keys = descriptor(pipeline.keys() + warpgroup * (kSecondAtomColumn * Shape::kKeyAtomColumnBytes),
                                        Shape::kKeyAtomColumnBytes);
   const uint64_t all_ds = matrix_descriptor<DsAtom>(
       pipeline.ds(0) + (Shape::kSplitsDqColumns ? 0 : warpgroup * Shape::kDsAtomColumnBytes), 0, DsAtom::kBytes);
-  // Where this lane gives stmatrix a row of its warp's 16.
+  // The row of the warpgroup's 64 whose address this lane passes to stmatrix.
   const int32_t matrix_row = 16 * warp + lane % 16;
   const uint32_t own_ds = pipeline.ds(0) + warpgroup * 8 * DsAtom::kBytes + DsAtom::offset(matrix_row, lane / 16);
-  // dQ without the columns that the second warpgroup makes in vain.
+  // Skips the columns of dQ that the second warpgroup repeats.
   const int32_t first_column = warpgroup * (Shape::kRepeatedDqColumns / 8);
   const uint32_t own_dq = pipeline.dq(warpgroup) + warp * (8 - first_column) * 512 - first_column * 512 + lane * 16;
 
@@ -187,7 +190,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     }
     int32_t block = ascends ? first_block : first_block + num_blocks - 1;
     const int32_t last_block = ascends ? first_block + num_blocks - 1 : first_block;
-    int32_t heads_left = forward.group;  // of the block
+    int32_t heads_left = forward.group;  // query heads left in this block
     const auto is_last_step = [&] { return heads_left == 1 && block == last_block; };
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column) {
@@ -197,17 +200,17 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     pipeline.keys_full(tile_count).wait();
     pipeline.query_full(query_state).wait();
     start_s(query_state.stage);
-    // Under way into the loop, products would be done one after the other.
+    // Products that are pending when the loop is entered would be serialised by ptxas.
     ptx::wgmma_wait_group<0>();
-    // The gradients of the tile before have left the places of dS and of dQ.
+    // The previous tile's gradients have been stored from the buffers of dS and dQ.
     if (is_leader) ptx::bulk_wait_group_read();
     ptx::named_barrier_sync(1, 256);
     pipeline.values_full(tile_count).wait();
-    int32_t dk_query_stage = -1;  // the stage of Q that dK is still being made from
+    int32_t dk_query_stage = -1;  // stage of Q that a pending dK reads, or -1
     int32_t steps_done = 0;       // steps of this tile
     float dq[8][4];
-    // By the step before. That the first step of a tile has none is not asked: a branch around products makes all of
-    // them wait for each other. It makes dQ of any dS, which is not used.
+    // Starts dQ of the previous step. The first step of a tile has none, but computes a dQ that is not used: a branch
+    // around wgmma makes ptxas serialise all products.
     const auto start_dq = [&] {
       const uint64_t from = all_ds + static_cast<uint32_t>((step + 1) % 2 * (Shape::kDsBytes >> 4));
       ptx::wgmma_fence();
@@ -235,15 +238,15 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
                                             __float_as_uint(dq[column][2]), __float_as_uint(dq[column][3])));
       }
     };
-    // Once dK of the step before is there: releases its block of Q, and hands its half of dQ, of the step before that
-    // one, to the warp that adds it to its sums. A fence behind the stores of dQ themselves would wait for them, and
-    // stores to shared memory wait for products both of whose operands come from there.
+    // Called when dK of the previous step is complete: releases its stage of Q, and passes this warpgroup's half of dQ,
+    // of the step before that, to the dQ warps. A fence directly after the stores of dQ would wait for them, and stores
+    // to shared memory wait for wgmma with both operands in shared memory.
     const auto finish_previous_step = [&] {
       if (dk_query_stage >= 0) release(pipeline.query_empty({dk_query_stage, 0}));
       fence_stores();
       if (steps_done > 1) release(pipeline.dq_full(PipelineState<2>(step - 2), warpgroup));
     };
-    // Where the keys are `hidden` from all queries, dS is 0, and of the products only the half of dQ is left.
+    // In a block where no query attends to the warpgroup's keys, dS is 0 and only its half of dQ is computed.
     const auto compute_step = [&](auto fully_masked) {
       constexpr bool kFullyMasked = decltype(fully_masked)::value;
       const PipelineState<2> step_state(step);
@@ -261,7 +264,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
             dp[column][1] = dp[column][3] = delta.y;
           }
         }
-        ptx::wgmma_wait_group<0>();  // dK of the step before, S
+        ptx::wgmma_wait_group<0>();  // dK of the previous step, S
         finish_previous_step();
         ptx::wgmma_fence();
 #pragma unroll
@@ -279,15 +282,15 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
           }
         }
         ptx::wgmma_commit_group();
-        // The compiler moves nothing across a branch: exponentials ahead of the products would not be beside them, and
-        // spill.
+        // The compiler moves nothing across a branch. Exponentials before the start of dP would not overlap with it,
+        // and would spill.
         if (!unmasked.contains(block)) {
           for_masked<Shape>(forward, tile, block, [&](int column, int i) { scores[column][i] = -INFINITY; });
         }
         const auto transform =
             logits_transform<Shape>(forward, tile, block, pipeline.lses(query_state.stage) + Shape::kSlopeOffset);
-        // Makes weights of the scores of a column; under a soft cap packed ones, and leaves what makes dS of dP in
-        // their place.
+        // Computes P of a column tile in place of its scores. With a soft cap P is packed at once, and P times the
+        // derivative of the logit is left in place of the scores.
         const auto compute_p_column = [&](int column) {
           const float2 lse = lses.pair(column);
           float (&s)[4] = scores[column];
@@ -310,7 +313,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
             s[3] = xa::ptx::exp2_approx(__fmaf_rn(s[3], scale, -lse.y));
           }
         };
-        // While dP is under way; the others beside dS.
+        // These columns overlap with dP, the remaining ones with the computation of dS.
         constexpr int kFirst = kFewRegistersLeft ? 3 : kQueryTiles / 2;
 #pragma unroll
         for (int column = 0; column < kFirst; ++column) compute_p_column(column);
@@ -338,7 +341,8 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
           ds[column / 2][column % 2 * 2 + 1] = Element<T>::pack(d[2], d[3]);
         }
         if constexpr (Shape::kHasSoftcap) {
-          // A cap leaves hidden scores a weight of at most 1, but no derivative.
+          // Under a soft cap a score of -inf gives a finite logit: its P is cleared here. Its derivative is 0, so dS
+          // is.
           if (!unmasked.contains(block)) {
             for_masked<Shape>(forward, tile, block, [&](int column, int i) {
               p[column / 2][column % 2 * 2 + i / 2] &= i % 2 == 0 ? 0xffff0000 : 0x0000ffff;
@@ -355,12 +359,12 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
         }
       }
       if (is_last_step()) release(pipeline.values_empty(tile_count));
-      // Both have made dQ of the step before that one, whose dS lay where this one's will.
+      // Both warpgroups have finished dQ of the step before, so the stage that this step's dS will occupy is free.
       if (steps_done > 0) pipeline.ds_full(PipelineState<2>(step - 1)).wait();
 #pragma unroll
       for (int k = 0; k < kQueries / 16; ++k) {
         const uint32_t atom_column = step_state.stage * Shape::kDsBytes + k / 4 * Shape::kDsAtomColumnBytes;
-        // A chunk's place is its number within the row, by XOR.
+        // The swizzle XORs the index of a 16-byte chunk with the row.
         ptx::stmatrix_x4((own_ds + atom_column) ^ (k % 4 * 2 << 4), ds[k]);
       }
       warp_scheduler_barrier_sync();
@@ -376,7 +380,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
 #pragma unroll
         for (int k = 0; k < kQueries / 16; ++k) BackwardWgmma<T, kHeadDim>::rs(dk, ds[k], from + k * kRowStep);
       }
-      ptx::wgmma_commit_group();  // without dK too, so that all steps end alike
+      ptx::wgmma_commit_group();  // committed without dK too, so that all steps end alike
       fence_stores();
       ptx::wgmma_wait_group<1>();  // dV, dQ
       release(pipeline.ds_full(step_state));
@@ -391,7 +395,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     };
 #pragma unroll 1
     while (true) {
-      // At 128 queries a step hardly any block of them sees only one warpgroup's keys.
+      // With 128 queries per step hardly any block attends to the keys of one warpgroup only.
       if (kQueries == 128 || visible.contains(block)) {
         compute_step(std::false_type{});
       } else {
@@ -419,7 +423,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     store_dq(step - 1);
     fence_stores();
     release(pipeline.dq_full(PipelineState<2>(step - 1), warpgroup));
-    // dK and dV leave through the places of dS and dQ.
+    // The buffers of dS and dQ become the staging of dK and dV.
     pipeline.dq_empty(step, warpgroup).producer_wait();
     ptx::named_barrier_sync(1, 256);
     constexpr uint32_t kGradientBytes = 64 * kHeadDim * 2;

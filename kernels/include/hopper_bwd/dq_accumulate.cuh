@@ -1,5 +1,5 @@
-// The warps of a backward CTA that add dQ to its sums in memory, one that of even steps, one that of odd ones: from
-// when a share leaves until it is known to have arrived takes longer than a step.
+// The warps of a backward CTA that accumulate dQ in memory (dq_accum), one for even and one for odd steps: a bulk
+// reduction takes longer than a step to become visible.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@
 
 namespace xa::hopper {
 
-/// Numbers of a group in each of the two parts, of 64 columns and of the rest, in which the sums of a head lie.
+/// Elements of a row tile in each of the two column parts of a head's dq_accum: 64 columns, and the remaining ones.
 template <typename Shape>
 __device__ __forceinline__ constexpr int32_t row_tile_elements(int32_t part) {
   return kRowTileRows * (part == 0 ? 64 : Shape::kHeadDim - 64);
 }
 
-/// Where the sums of a group of rows begin, those of the first or of the second part of the columns.
+/// Address of a row tile in column part `part` of dq_accum, which is [head][part][row tile][columns / 8][lane][4].
 template <typename Shape>
 __device__ __forceinline__ float* dq_accum_row_tile(const HopperBackwardParams& params, int32_t head, int32_t part,
                                                     int32_t row_tile) {
@@ -27,13 +27,13 @@ __device__ __forceinline__ float* dq_accum_row_tile(const HopperBackwardParams& 
          (head * head_elements + part_offset + static_cast<int64_t>(row_tile) * row_tile_elements<Shape>(part));
 }
 
-/// Adds the shares of all steps with the parity `kParity`. The work of one thread.
+/// Accumulates dQ of all steps of parity `parity`. Executed by one thread.
 ///
-/// A counter for each head and block of queries says how many blocks of keys are in its sums; a share waits until all
-/// before it, in the order of the sums, are in. The first one is stored, so nothing has to be cleared.
+/// The semaphore of a head and query block counts the key blocks whose contributions are in dq_accum. A contribution
+/// waits until all key blocks before it are in. The first one is stored instead of added, so nothing has to be cleared.
 ///
-/// That a bulk copy is complete does not yet mean that a bulk copy of another SM sees it: that takes the fence before
-/// the counter is raised, and the one after it has been read.
+/// A completed bulk copy is not yet visible to bulk copies of another SM. This takes the proxy fences: one before the
+/// semaphore is raised, and one after it has been read.
 template <typename Shape>
 __device__ __forceinline__ void accumulate_dq(const HopperBackwardParams& params,
                                               const BackwardPipeline<Shape>& pipeline, int32_t parity) {

@@ -1,5 +1,5 @@
-// The warps of a backward CTA that fetch: one draws tiles and fetches K, and Q with the lse of its rows, one fetches V,
-// and dO with delta. Together they would need more registers than a thread of theirs has.
+// The producer warps of a backward CTA up to 128 columns. One takes tiles and loads K, Q and lse, the other loads V, dO
+// and delta. A single warp would need more registers than setmaxnreg leaves to its threads.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,8 @@
 
 namespace xa::hopper {
 
-/// Starts to copy a block of `kRows` rows of one head, in panels; zeros in the place of rows past the sequence's last.
+/// Starts the TMA loads of `kRows` rows of one head, one per atom column. Rows past the end of the sequence become
+/// zeros.
 template <typename Shape, int kRows>
 __device__ __forceinline__ void load_rows(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t head,
                                           const RaggedRows& rows, int32_t first) {
@@ -24,8 +25,8 @@ __device__ __forceinline__ void load_rows(uint32_t to, const TensorMap& map, uin
   }
 }
 
-/// Starts to copy the numbers of a block of queries, each lane some, and the slope of their head, if any; zeros
-/// likewise: a row of zeros then has finite weights and gradients of 0, which add nothing.
+/// Starts to copy lse or delta of a query block, and the ALiBi slope of its head. Rows past `count` become zeros: a
+/// query row of zeros then has finite probabilities and gradients of 0, which add nothing.
 template <typename Shape>
 __device__ __forceinline__ void load_row_stats(uint32_t to, const float* from, const float* slope, uint32_t barrier,
                                                int32_t count) {
@@ -42,11 +43,11 @@ __device__ __forceinline__ void load_row_stats(uint32_t to, const float* from, c
   ptx::cp_async_arrive(barrier);
 }
 
-/// What a warp fetches: K and Q, or V and dO.
+/// What a producer warp loads: K and Q, or V and dO.
 enum class BackwardLoad { keys, values };
 
-/// Fetches the keys of each tile of the CTA, and the blocks of queries that see them, of each the heads of the group.
-/// The work of a warp; that of the keys finds the tiles.
+/// Loads the keys of each tile of the CTA, and the query blocks that attend to them, for each query head of the KV
+/// head. Executed by a warp; the one that loads K also takes the tiles.
 template <typename Shape, BackwardLoad kLoad>
 __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
                                            const BackwardPipeline<Shape>& pipeline) {
@@ -118,7 +119,7 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
           empty = pipeline.dout_empty(dout_state);
         }
         empty.producer_wait();
-        // Without the copy of this lane the phase lasts: no lane can miss it.
+        // The phase cannot complete before this lane's cp.async arrives, so no lane can miss it.
         if (is_leader) {
           full.arrive_expect_tx(Shape::kQueryBytes);
           load_rows<Shape, Shape::kQueries>(
@@ -132,7 +133,7 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
       }
     }
   }
-  // Where the lanes are together at the end, ptxas takes fewer registers for all of it.
+  // With the lanes converged at the end, ptxas takes fewer registers for the whole function.
   __syncwarp();
 }
 

@@ -1,4 +1,4 @@
-// Weights of scores that a soft cap bends, or that a bias is added to.
+// Probabilities from scores under a soft cap or with ALiBi.
 #pragma once
 
 #include <cmath>
@@ -9,27 +9,29 @@
 
 namespace xa::hopper {
 
-/// By some scores of one head.
+/// The logits transform of some scores of one head.
 template <typename Shape>
 class BackwardLogitsTransform {
  public:
-  /// `distance`: that of query and key of the first score; `slope`: that of the head.
+  /// `distance` is the distance of query and key of the first score, `slope` the ALiBi slope of the head.
   __device__ __forceinline__ BackwardLogitsTransform(const AttentionParams& forward, int32_t distance, float slope)
       : factor_(forward.score_factor), cap_(forward.softcap_log2) {
     constexpr float kLog2E = 1.44269504088896341f;
     distance_ = static_cast<float>(distance);
     slope_ = -kLog2E * slope;
   }
-  /// The weights under the soft cap of two scores of one query. In the scores' places it leaves the weights times the
-  /// derivatives of their logits.
+  /// Computes the probabilities of two scores of one query under the soft cap, and replaces the scores by the
+  /// probabilities times the derivatives of the logits, which dS needs.
   ///
-  /// Two, as one reciprocal, that of the product, serves both: the unit that makes exponentials and reciprocals is what
-  /// takes longest. By one query, as NaN among its scores is in the lse of all of them.
+  /// Two scores share one reciprocal, that of a product, because exponentials and reciprocals use the unit with the
+  /// lowest rate. They must be of one query, because a NaN score makes the lse of its query NaN, but must not reach
+  /// other queries.
   __device__ __forceinline__ void softcap(float& first, float& second, float lse, float& first_p,
                                           float& second_p) const {
     const float a = half_one_plus_exp(first), b = half_one_plus_exp(second);
-    // u = 1 less tanh, within 2^-21. The tanh of the hardware is not enough: weights are relative to a sum that others
-    // have computed. The derivative is u (2 - u), and 2 - u is u exp(2 x): 0 of a score of -inf, however u is rounded.
+    // u = 1 - tanh(x), to within 2^-21; tanh.approx is not accurate enough, because probabilities are normalised by the
+    // lse that the forward pass has computed. The derivative of tanh is u (2 - u) = u (u exp(2 x)), which is 0 for a
+    // score of -inf, however u is rounded.
     const float reciprocal_of_both = xa::ptx::reciprocal_approx(a * b);
     const float first_u = reciprocal_of_both * b, second_u = reciprocal_of_both * a;
     first_p = xa::ptx::exp2_approx(__fmaf_rn(first_u, -cap_, cap_ - lse));
@@ -37,15 +39,15 @@ class BackwardLogitsTransform {
     first = first_p * first_u * (first_u * __fmaf_rn(a, 2.0f, -1.0f));
     second = second_p * second_u * (second_u * __fmaf_rn(b, 2.0f, -1.0f));
   }
-  /// The weight with the bias of a score whose distance is the first one's and so much.
+  /// The probability of a score with ALiBi; `further` is its distance from the first score's.
   __device__ __forceinline__ float alibi(float score, float lse, int further) const {
     const float distance = fabsf(distance_ + static_cast<float>(further));
     return xa::ptx::exp2_approx(__fmaf_rn(score, factor_, __fmaf_rn(distance, slope_, -lse)));
   }
 
  private:
-  /// (1 + exp(2 x)) / 2 of a score's x, held down so that no product of two overflows; the tanh is then 1 but for
-  /// 2^-59.
+  /// (1 + exp(2 x)) / 2 for the tanh argument x of a score. The exponent is limited to 60, so that the product of two
+  /// does not overflow; tanh(x) then is 1 to within 2^-59.
   __device__ __forceinline__ float half_one_plus_exp(float score) const {
     constexpr float kTwoLog2E = 2.88539008177792681f;
     return __fmaf_rn(xa::ptx::exp2_approx(fminf(score * (factor_ * kTwoLog2E), 60.0f)), 0.5f, 0.5f);

@@ -1,5 +1,13 @@
-// What the warps of a backward CTA hand to each other: tiles, blocks of rows, dS and dQ, each between a barrier that
-// says that it is there and one that says that its place is free.
+// The producer-consumer pipeline of a backward CTA up to 128 columns. As in hopper/pipeline.cuh, a buffer has a *full*
+// and an *empty* mbarrier: producers wait for empty and arrive at full, consumers wait for full and arrive at empty.
+//
+//   buffer             producer                    consumers
+//   BackwardTile [2]   K and Q load warp           V and dO load warp, compute warps, dQ warps
+//   K, V               TMA                         compute warps
+//   Q, lse [3]         TMA, cp.async               compute warps
+//   dO, delta [2]      TMA, cp.async               compute warps
+//   dS [2]             compute warps               compute warps of both warpgroups
+//   dQ, two halves     one warpgroup per half      dQ warps
 #pragma once
 
 #include <cstdint>
@@ -10,11 +18,11 @@
 
 namespace xa::hopper {
 
-/// A block of keys of one KV head, and the blocks of queries that see some of it.
+/// A work tile: a block of keys of one KV head, and the query blocks that attend to some of it.
 struct BackwardTile {
-  int32_t key_block;  // of the sequence; negative where there is no tile
+  int32_t key_block;  // of the sequence; negative past the last tile
   int32_t kv_head;
-  int32_t ascends;  // whether queries are taken up from the first block, and blocks of keys from the last one
+  int32_t ascends;  // whether query blocks go from the first one up, and the tiles' key blocks from the last one down
   int32_t first_block;
   int32_t num_blocks;
   int32_t first_query;
@@ -28,7 +36,8 @@ struct BackwardTile {
 };
 static_assert(sizeof(BackwardTile) <= 64);
 
-/// A place of a ring and the parity of its barriers' phase.
+/// The stage of a ring buffer and the phase parity of its mbarriers, advanced as CUTLASS's PipelineState. Unlike
+/// PipelineState of hopper/pipeline.cuh, kStages need not be a power of two.
 template <int kStages>
 struct RingPipelineState {
   int32_t stage = 0;
@@ -56,19 +65,19 @@ class BackwardPipeline {
     kDoutFull = kQueryEmpty + Shape::kQueryStages,
     kDoutEmpty = kDoutFull + Shape::kDoutStages,
     kDsFull = kDoutEmpty + Shape::kDoutStages,
-    kDqFull = kDsFull + 2,   // [parity of the step][warpgroup]
+    kDqFull = kDsFull + 2,   // [step & 1][warpgroup]
     kDqEmpty = kDqFull + 4,  // [warpgroup]
     kBarriers = kDqEmpty + 2,
   };
   static_assert(Shape::kBarriersOffset + 8 * kBarriers <= Shape::kSharedBytes);
-  /// TMA and the lanes that copy the rows' numbers.
+  /// TMA, and the lanes that copy the row statistics with cp.async.
   static constexpr int kLoadArrivals = 1 + 32;
 
  public:
   __device__ __forceinline__ explicit BackwardPipeline(uint8_t* shared)
       : shared_(shared), address_(xa::ptx::shared_address(shared)) {}
 
-  /// The work of one thread; a barrier of the CTA must follow.
+  /// Called by one thread; __syncthreads must follow.
   __device__ __forceinline__ void init() const {
     const auto init = [&](int first, int count, uint32_t arrivals) {
       for (int i = 0; i < count; ++i) ptx::mbarrier_init(barrier(first + i, 0).address, arrivals);
@@ -119,12 +128,12 @@ class BackwardPipeline {
   __device__ __forceinline__ Barrier dout_empty(PipelineState<2> state) const {
     return barrier(kDoutEmpty + state.stage, state.phase);
   }
-  /// dS of a step is there, of both warpgroups.
+  /// dS of a step is written by both warpgroups.
   __device__ __forceinline__ Barrier ds_full(PipelineState<2> state) const {
     return barrier(kDsFull + state.stage, state.phase);
   }
-  /// A warpgroup's half of dQ of a step is there. Even and odd steps have barriers of their own: of one that it shared,
-  /// a warp that waits for every second phase could miss one, and take the next for it.
+  /// A warpgroup's half of dQ of a step is written. Even and odd steps have separate mbarriers: a warp that waits for
+  /// every second phase of a shared one could miss a phase and take the next one for it.
   __device__ __forceinline__ Barrier dq_full(PipelineState<2> state, int32_t warpgroup) const {
     return barrier(kDqFull + 2 * state.stage + warpgroup, state.phase);
   }

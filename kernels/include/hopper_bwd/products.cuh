@@ -1,5 +1,5 @@
-// Products of the tensor cores with operands in the orders that the backward needs. Accumulators and operands in
-// registers are laid out as hopper/wgmma.cuh says.
+// wgmma with the operand layouts that the backward needs besides those of hopper/wgmma.cuh, which also describes the
+// layout of accumulators and of operands in registers.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,12 @@
 
 namespace xa::hopper {
 
-/// Products of 64 rows with kColumns columns, 16 deep. `kAccumulate` adds to d; without it d is written and not read,
-/// so that no register has to hold it before.
-///   along:  d (+)= a b^T, a [64, 16] and b [kColumns, 16] in shared memory; ss_subtract: d -= a b^T
-///   rs_k_major: d (+)= a b^T, a [64, 16] in registers, b [kColumns, 16] in shared memory
-///   across: d (+)= a^T b, a [16, 64] and b [16, kColumns] in shared memory
-///   weigh:  d += a b, a [64, 16] in registers, b [16, kColumns] in shared memory
+/// The m64n<kColumns>k16 instructions. Without kAccumulate d is written and not read, so that no register has to hold
+/// it before.
+///   ss:          d (+)= a b^T, a [64, 16] and b [kColumns, 16] K-major in shared memory; ss_subtract: d -= a b^T
+///   rs_k_major:  d (+)= a b^T, a [64, 16] in registers, b [kColumns, 16] K-major in shared memory
+///   ss_mn_major: d (+)= a^T b, a [16, 64] and b [16, kColumns] MN-major in shared memory
+///   rs:          d += a b, a [64, 16] in registers, b [16, kColumns] MN-major in shared memory
 template <typename T, int kColumns>
 struct BackwardWgmma;
 
@@ -45,7 +45,7 @@ struct BackwardWgmma;
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, " \
   "%115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// `c` is the accumulator's constraint; a, b and so on are the numbers of the operands after it.
+// `c` is the accumulators' asm constraint; a, b and so on are the numbers of the asm operands after them.
 #define XA_SHARED_PRODUCT(name, c, adds, type, columns, a, b, sign, lie)                                         \
   static __device__ __forceinline__ void name(float (&d)[columns / 8][4], uint64_t x, uint64_t y) {              \
     asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds                                                  \
@@ -55,7 +55,7 @@ struct BackwardWgmma;
                  : XA_OUT_##columns(c, d)                                                                        \
                  : "l"(x), "l"(y));                                                                              \
   }
-// `b_is_transposed`: whether b is [16, kColumns].
+// `b_is_transposed`: b is MN-major, [16, kColumns].
 #define XA_REGISTER_PRODUCT(name, c, adds, type, columns, a, a1, a2, a3, b, b_is_transposed)                     \
   static __device__ __forceinline__ void name(float (&d)[columns / 8][4], const uint32_t (&x)[4], uint64_t y) {  \
     asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds                                                  \

@@ -8,7 +8,7 @@
 
 namespace xa::hopper::ptx {
 
-/// Copies 4 bytes to shared memory, or zeros where `wanted` is false.
+/// Copies 4 bytes to shared memory, or writes zeros if `is_copied` is false.
 __device__ __forceinline__ void cp_async_4_zfill(uint32_t destination, const void* source, bool is_copied) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(is_copied ? 4 : 0)
                : "memory");
@@ -18,7 +18,7 @@ __device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-/// As tma_store of hopper/ptx.cuh, of five coordinates, and without the commit.
+/// As tma_store of hopper/ptx.cuh, with five coordinates and without the commit.
 __device__ __forceinline__ void tma_store(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2,
                                           int32_t x3, int32_t x4) {
   asm volatile(
@@ -26,7 +26,7 @@ __device__ __forceinline__ void tma_store(uint32_t from, const TensorMap& map, i
       "l"(&map), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
       : "memory");
 }
-/// Copies `bytes` neighbouring bytes out of shared memory.
+/// Copies `bytes` contiguous bytes from shared to global memory.
 __device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");
@@ -37,15 +37,15 @@ __device__ __forceinline__ void bulk_reduce_add_f32(void* to, uint32_t from, uin
                "r"(bytes)
                : "memory");
 }
-/// Makes the bulk copies of this thread since the last call a group.
+/// Makes this thread's bulk copies since the last call a bulk group.
 __device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-/// Arrives at a named barrier of `threads` threads, those that wait at it included.
+/// Arrives at named barrier `id` without waiting; `threads` includes the threads that wait at it.
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/// Orders bulk copies against this thread's own accesses of any memory, in both directions.
+/// Orders this thread's own memory accesses against the async proxy (bulk copies), in both directions.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 __device__ __forceinline__ int32_t load_acquire(const int32_t* from) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ float4 load_shared_f32x4(uint32_t address) {
   return value;
 }
 
-/// The two f16 numbers of a register.
+/// The two f16 values packed in a register.
 __device__ __forceinline__ float2 unpack_f16(uint32_t pair) {
   float2 value;
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"

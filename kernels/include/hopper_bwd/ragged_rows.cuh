@@ -1,13 +1,13 @@
-// Boxes of the rows of one sequence.
+// TMA boxes that are clipped at the end of a sequence.
 #pragma once
 
 #include <cstdint>
 
 namespace xa::hopper {
 
-/// Where a box of a sequence's rows lies: a tensor map whose third axis ends at 2^30 clips a box that begins at
-/// 2^30 - rows + row at the sequence's end. The fourth axis goes on from there, and the fifth goes back by what the
-/// third has gone too far, modulo 2^64.
+/// Coordinates of a sequence's rows in a tensor map [2^31, rows, 2^30 rows, head, column]. The rows axis ends at 2^30,
+/// so a box that starts at 2^30 - count + row is clipped at the end of the sequence. The fourth axis advances by rows
+/// to `end`; the fifth axis subtracts the 2^30 rows again, modulo 2^64 bytes.
 struct RaggedRows {
   static constexpr int32_t kEnd = 1 << 30;
   int32_t base;  // on the third axis, of row 0

@@ -1,19 +1,21 @@
-// Which tiles a CTA of the backward works on: a counter in memory gives it one tile index after the other. It takes the
-// next when it has fetched all of its tile before, so in the sums of dQ a tile waits only for tiles of lower indices,
-// which CTAs that run have: nothing depends on the order in which CTAs start, nor on how many run.
+// The tile scheduler of the backward: a global counter gives each CTA one tile index after another. A CTA takes the
+// next index when it has loaded its previous tile. A dQ accumulation therefore waits only for tiles of lower indices,
+// which running CTAs hold: nothing depends on the order in which CTAs start, nor on how many run.
 //
-// Tiles of a sequence are numbered over sections of KV heads, over blocks of keys, over the heads of the section. What
-// a section reads and adds to stays in L2.
+// Within a sequence, tile indices ascend over head groups, in a head group over blocks of keys, and in a block over the
+// heads of the group. Head groups are FlashAttention's L2 head swizzle: what the tiles of a head group read and
+// accumulate stays in L2.
 //
-// The sums of dQ are added up in a fixed order of blocks of keys, and a CTA that adds to one waits for the CTA before
-// it. Where later queries see more keys, tiles are dealt out from the last block of keys, each of which begins at its
-// first queries: then a CTA is by itself some steps behind the one before it, and does not wait. But the longest tiles
-// come last, so the last section goes the other way.
+// Contributions to dQ are added in a fixed order of key blocks, and a CTA waits for the one before it. Under a causal
+// mask, tiles go from the last key block to the first, and each begins at its first queries: a CTA is then some steps
+// behind the one before it and does not wait. The longest tiles come last that way, so the last head group goes from
+// the first key block to the last.
 //
-// So CTAs are spread over all queries of a section, which with a group of heads is more than L2 holds. Groups go down
-// from the last queries in all sections: CTAs follow each other through the same blocks, with all heads of a group in a
-// block before the next one. What they read and add to at a time then stays in L2, and the first waits are short beside
-// a tile, which takes as many times longer as a group has heads.
+// Ascending tiles spread the CTAs over all queries of a head group, which with grouped-query attention is more than L2
+// holds. There, all tiles go through the queries from the last block: CTAs follow each other through the same query
+// blocks, and all query heads of a KV head are processed for one block before the next. What they read and accumulate
+// at a time stays in L2. The first waits are short compared with a tile, which takes longer by the number of query
+// heads per KV head.
 #pragma once
 
 #include <cstdint>
@@ -26,19 +28,20 @@ namespace xa::hopper {
 
 __device__ __forceinline__ int32_t ceil_div(int32_t x, int32_t y) { return (x + y - 1) / y; }
 
-/// How the KV heads of a sequence are divided into sections.
+/// How the KV heads of a sequence are divided into head groups.
 template <typename Shape>
 struct HeadGroups {
-  int32_t heads;  // of a section; the last one may have fewer
+  int32_t heads;  // per head group; the last one may have fewer
   int32_t count;
 
   __device__ __forceinline__ HeadGroups(const AttentionParams& params, int32_t num_queries) {
-    // Q, dO and the sums of dQ. By groups that go down together only a window is read at a time.
+    // A head group's Q, dO and dq_accum should fit into L2. With several query heads per KV head, CTAs read only a
+    // window of them at a time.
     constexpr float kL2Bytes = 16.8e6f, kRowBytes = 8.0f * Shape::kHeadDim;
     const float cached_heads = Shape::kAccumulatesDq && params.group > 1 ? 0.5f : static_cast<float>(params.group);
     const float head_bytes = kRowBytes * static_cast<float>(num_queries) * cached_heads;
-    // Without a causal mask all blocks of keys have the same queries, and the first CTAs of a head wait for each other
-    // one after the other: of two heads they are half as many.
+    // Without a causal mask all key blocks have the same queries, and the first CTAs of a head wait for each other in
+    // turn. With two heads per group, half as many do.
     const float min_heads = Shape::kAccumulatesDq && params.window_right < 0 ? 2.0f : 1.0f;
     const int32_t wanted = static_cast<int32_t>(fminf(fmaxf(kL2Bytes / fmaxf(head_bytes, 1.0f), min_heads), 1e6f));
     const int32_t num_heads = params.num_kv_heads;
@@ -48,7 +51,8 @@ struct HeadGroups {
   }
 };
 
-/// The keys that a block of queries sees, or the queries that see a block of keys, in blocks.
+/// Ranges of visible blocks: the key blocks that a query block attends to, and the query blocks that attend to a key
+/// block (FlashAttention's get_n_block_min_max and get_m_block_min_max).
 template <typename Shape>
 struct VisibleBlocks {
   int32_t num_queries;
@@ -83,7 +87,7 @@ struct VisibleBlocks {
   }
 };
 
-/// What is looked for in a list of sequences: where each begins among tiles, or among a head's blocks of queries.
+/// Selectors for `find_sequence`: the index of a sequence's first tile, or of its first query block of a head.
 struct ByTile {
   static __device__ __forceinline__ int32_t first(const SequencePlan& plan) { return __ldg(&plan.first_tile); }
 };
@@ -91,12 +95,12 @@ struct ByQueryBlock {
   static __device__ __forceinline__ int32_t first(const SequencePlan& plan) { return __ldg(&plan.first_query_block); }
 };
 
-/// The last sequence that begins at or before a place that is the same for the warp; 0 where there is none. `By` says
-/// where sequences begin, in the list's order. The work of a warp.
+/// Index of the last sequence whose first index (`By::first`) is at most `position`, or 0 if there is none. `sequences`
+/// ascends in `By::first`; `position` is the same in all lanes. Executed by a warp.
 template <typename By>
 __device__ __forceinline__ int32_t find_sequence(const SequencePlan* sequences, int32_t count, int32_t position) {
   int32_t first = 0;
-  // Looks at 32 of them at the same distance, as long as there are others between.
+  // Each round probes 32 sequences at equal distances, one per lane.
   while (count > 1) {
     const int32_t step = ceil_div(count, 32), at = static_cast<int32_t>(threadIdx.x % 32) * step;
     const bool before = at < count && By::first(sequences[first + at]) <= position;
@@ -107,7 +111,7 @@ __device__ __forceinline__ int32_t find_sequence(const SequencePlan* sequences, 
   return first;
 }
 
-/// Puts the tile with an index into `to`. The work of a warp.
+/// Writes tile `tile_index` to `to`; past the last tile, one with key_block = -1. Executed by a warp.
 template <typename Shape>
 __device__ __forceinline__ void locate_tile(const HopperBackwardParams& params, int32_t tile_index, BackwardTile& to) {
   const AttentionParams& forward = params.base.forward;
@@ -121,7 +125,7 @@ __device__ __forceinline__ void locate_tile(const HopperBackwardParams& params, 
   const int32_t num_queries = sequence.num_queries, num_keys = sequence.num_keys, num_heads = forward.num_kv_heads;
   const HeadGroups<Shape> head_groups(forward, num_queries);
   const int32_t key_blocks = ceil_div(num_keys, Shape::kKeys), in_sequence = tile_index - sequence.first_tile;
-  // The last heads of the last sequence are a section with a tile for most SMs.
+  // The last heads of the last sequence form a head group with at least a tile for most SMs.
   constexpr int32_t kLastTiles = 120;
   const bool is_last = sequence.first_tile + key_blocks * num_heads == num_tiles;
   const int32_t last_heads = is_last ? min(max(ceil_div(kLastTiles, key_blocks), head_groups.heads), num_heads) : 0;
@@ -136,7 +140,7 @@ __device__ __forceinline__ void locate_tile(const HopperBackwardParams& params, 
   const int32_t in_head_group = in_sequence - key_blocks * first_head, heads = end_head - first_head;
   int32_t key_block = in_head_group / heads;
   to.kv_head = first_head + in_head_group - key_block * heads;
-  // By few sections one that goes the other way is too much.
+  // With few head groups, one that goes the other way costs more than it saves.
   constexpr int32_t kFewHeadGroups = 8;
   const bool ascends = Shape::kAccumulatesDq && forward.group == 1 && forward.window_right >= 0 && !in_last &&
                        __ldg(&params.plan->num_head_groups) >= kFewHeadGroups;

@@ -1,5 +1,5 @@
-// What the metadata says, for the backward kernels of sm_90a: one list of sequences in the order of tiles, one in the
-// order of rows. Made once, by one CTA, so that the others need neither clamp nor search through starts that descend.
+// Plans the backward kernels of sm_90a from the metadata: two lists of sequences, one in tile order and one in row
+// order. One CTA writes them once, so that the other CTAs neither clamp lengths nor handle start offsets that descend.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +13,15 @@
 
 namespace xa::hopper {
 
-/// What planning shares.
+/// Shared memory of the planning CTA.
 template <int kThreads>
 struct SequencePlanScratch {
-  int32_t tiles[kThreads];  // by place in the order of tiles; then also the sequences' lengths
+  int32_t tiles[kThreads];  // by rank in tile order; before that, the sequences' lengths
   int32_t warp_tiles[kThreads / 32];
   int32_t warp_head_groups[kThreads / 32];
 };
 
-/// Sequence `b` without its place among the tiles.
+/// The plan of `tile.sequence`, except `first_tile`.
 template <typename Shape>
 __device__ __forceinline__ SequencePlan plan_sequence(const AttentionParams& params, const QoTile& tile, bool live) {
   SequencePlan plan = {};
@@ -30,7 +30,7 @@ __device__ __forceinline__ SequencePlan plan_sequence(const AttentionParams& par
   plan.sequence = tile.sequence;
   const Visibility visibility(params, tile);
   if (live && tile.len_q > 0) {
-    // Queries between the first and the last that see a key see one too, and so with keys that are seen.
+    // The queries that attend to some key are contiguous, and so are the keys that some query attends to.
     const int32_t first_key = visibility.begin(0), end_key = visibility.end(tile.len_q - 1);
     if (first_key < end_key) {
       const AttendingQueries queries(visibility, first_key, end_key - 1);
@@ -45,14 +45,15 @@ __device__ __forceinline__ SequencePlan plan_sequence(const AttentionParams& par
       }
     }
   }
-  // Places are rounded down to whole ones, and every sequence is given the room that this may take from it.
+  // First blocks are rounded down to whole blocks. Each sequence b gets (block size - 1) * b additional rows in front
+  // of it, so the blocks of two sequences never overlap.
   plan.first_row_tile = static_cast<int32_t>((plan.first_query + int64_t{15} * tile.sequence) / 16);
   plan.first_query_block =
       static_cast<int32_t>((plan.first_query + int64_t{Shape::kQueries - 1} * tile.sequence) / Shape::kQueries);
   return plan;
 }
 
-/// Tiles and sections of all sequences before this thread's, of this round.
+/// Exclusive prefix sum of `tiles` over the threads, and the totals of `tiles` and `head_groups` in this round.
 template <int kThreads>
 __device__ __forceinline__ void sum_preceding(SequencePlanScratch<kThreads>& scratch, int32_t tiles,
                                               int32_t head_groups, int32_t& first_tile, int32_t& all_tiles,
@@ -75,7 +76,7 @@ __device__ __forceinline__ void sum_preceding(SequencePlanScratch<kThreads>& scr
   }
 }
 
-/// Makes both lists. The work of a CTA.
+/// Writes both lists. Executed by one CTA.
 template <typename Shape, int kThreads>
 __device__ __forceinline__ void plan_sequences(const HopperBackwardParams& params,
                                                SequencePlanScratch<kThreads>& scratch) {
@@ -88,7 +89,7 @@ __device__ __forceinline__ void plan_sequences(const HopperBackwardParams& param
     ascends &= metadata.ascends(forward, 0);
   }
   ascends = __syncthreads_and(ascends);
-  // Long sequences first, whose tiles take longest, where one round sees all of them.
+  // The longest sequences come first, because their tiles take longest. This needs all sequences in one round.
   const bool sorts_by_length = num_seqs <= kThreads;
   StartScan scan;
   int32_t tiles_so_far = 0, head_groups_so_far = 0;

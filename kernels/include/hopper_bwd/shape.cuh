@@ -1,4 +1,9 @@
-// Sizes of the backward's tiles and of their place in shared memory.
+// Tile shape and shared memory of the backward kernel of sm_90a up to 128 columns.
+//
+// Shared memory, with K, V, Q, dO and dS in swizzle atoms (hopper/swizzle_atom.cuh):
+//
+//   K | V | Q [kQueryStages] | dO [kDoutStages] | dS [2] | dQ | lse [kQueryStages] | delta [kDoutStages] | BackwardTile
+//   [2] | mbarriers
 #pragma once
 
 #include <cstdint>
@@ -9,23 +14,24 @@
 
 namespace xa::hopper {
 
-/// Rows of a *group*, the sums of dQ of which are the accumulators of a warp: [columns / 8][lane][4].
+/// Rows of a *row tile* of dQ, the unit of the f32 accumulators in memory. They have the register layout of a warp's
+/// wgmma accumulators: [columns / 8][lane][4].
 constexpr int32_t kRowTileRows = 16;
 
-/// One for each bucket of D and Dv and each form of scores.
+/// `kHeadDim_` is the bucket of D and Dv; tiles::HopperBwd is a table of kernels/variants.toml.
 template <int kHeadDim_, typename LogitsTransform>
 struct BackwardShape : tiles::HopperBwd<kHeadDim_, LogitsTransform> {
   using Config = tiles::HopperBwd<kHeadDim_, LogitsTransform>;
   static constexpr int kHeadDim = kHeadDim_;
-  /// Logits go through a soft cap, or have a bias that follows from the distance of query and key.
+  /// The logits transform: a soft cap, or ALiBi's bias, which depends on the distance of query and key.
   static constexpr bool kHasSoftcap = std::is_same_v<LogitsTransform, tiles::logits_softcap>;
   static constexpr bool kHasAlibi = std::is_same_v<LogitsTransform, tiles::logits_alibi>;
-  /// A step: so many queries with a block of keys.
+  /// A step of the main loop: kQueries queries of one head with the tile's kKeys keys.
   static constexpr int kQueries = Config::kQueries, kKeys = 128;
   static constexpr int kQueryStages = 3, kDoutStages = 2;
-  /// dQ is a sum over CTAs, in a fixed order.
+  /// CTAs add their contributions to dQ in global memory, in a fixed order.
   static constexpr bool kAccumulatesDq = true;
-  /// Two of arithmetic, one of loads and of dQ.
+  /// Two consumer warpgroups, and one that loads and accumulates dQ.
   static constexpr int kWarpgroups = 3, kThreads = 128 * kWarpgroups, kComputeWarps = 8;
 
   using Atom = SwizzleAtom<Config::kSwizzleColumns>;
@@ -34,24 +40,26 @@ struct BackwardShape : tiles::HopperBwd<kHeadDim_, LogitsTransform> {
                        kQueryAtomColumnBytes = kQueries * Atom::kRowBytes;
   static constexpr int kKeyBytes = kAtomColumns * kKeyAtomColumnBytes,
                        kQueryBytes = kAtomColumns * kQueryAtomColumnBytes;
-  /// dS^T [kKeys, kQueries] in panels of 64 queries.
+  /// dS^T [kKeys, kQueries], in atom columns of 64 queries.
   using DsAtom = SwizzleAtom<64>;
   static constexpr int kDsAtomColumnBytes = kKeys * DsAtom::kRowBytes;
   static constexpr int kDsBytes = kKeys * kQueries * 2;
-  /// dQ of a step in f32. By the queries and columns a warpgroup makes 64 each, or the columns that are left.
+  /// dQ of a step in f32, in two halves, one per warpgroup. With kSplitsDqColumns a half is 64 queries and the first 64
+  /// or the remaining columns, otherwise 64 of the 128 queries and all columns.
   static constexpr bool kSplitsDqColumns = kQueries == 64;
   static_assert(kSplitsDqColumns ? kHeadDim > 64 && kHeadDim <= 128 : kQueries == 128 && kHeadDim == 64);
-  /// dQ is stored while S of the next step is under way, not before S starts: 7 % fewer cycles at D 128, 3 % more at
+  /// Stores dQ while S of the next step is computed, instead of before S starts: 7 % fewer cycles at D 128, 3 % more at
   /// D 64.
   static constexpr bool kStoresDqDuringS = kSplitsDqColumns;
-  /// dP is taken from delta as its products go on, so that dS needs nothing more of delta: 2 % fewer cycles at D 96, 1
-  /// % more at D 128. 128 queries a step leave no registers for it.
+  /// Initializes the accumulators of dP with delta and subtracts the products, so that dS needs delta no more: 2 %
+  /// fewer cycles at D 96, 1 % more at D 128. With 128 queries per step there are no registers for it.
   static constexpr bool kInitializesDpWithDelta = kHeadDim == 96;
   static constexpr int kDqBytes = kQueries * kHeadDim * 4;
   static constexpr int kFirstDqHalfBytes = 64 * 64 * 4;
-  /// The second warpgroup makes 64 columns too, the first ones of them in vain.
+  /// The second warpgroup computes the last 64 columns of dQ. The first of these repeat columns of the first warpgroup
+  /// and are not stored.
   static constexpr int kRepeatedDqColumns = kSplitsDqColumns ? 128 - kHeadDim : 0;
-  /// lse or delta of the queries, and the slope of their head.
+  /// lse or delta of a step's queries, followed by the ALiBi slope of their head.
   static constexpr int kSlopeOffset = 4 * kQueries;
   static constexpr int kRowStatBytes = kQueries * 4 + (kHasAlibi ? 16 : 0);
 
@@ -66,7 +74,7 @@ struct BackwardShape : tiles::HopperBwd<kHeadDim_, LogitsTransform> {
   static constexpr int kTilesOffset = kDeltasOffset + kDoutStages * kRowStatBytes;
   static constexpr int kBarriersOffset = kTilesOffset + 2 * 64;
   static_assert(Config::kSharedBytes == kBarriersOffset + 32 * 8);
-  // dK and dV of a tile leave through the places of dS and of dQ.
+  // The epilogue stages dK of a tile in the buffer of dS, and dV in that of dQ.
   static_assert(2 * kDsBytes >= kKeyBytes && kDqBytes >= kKeyBytes);
 };
 

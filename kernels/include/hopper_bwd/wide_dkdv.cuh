@@ -1,11 +1,11 @@
-// dK and dV of rows of more than 128 columns. A CTA holds 64 keys while blocks of queries stream past. One warpgroup
-// computes S^T = K Q^T, P and dV = P^T dO, the other one dP^T = V dO^T, dS and dK = dS^T Q: each of them accumulates
-// one gradient of 64 keys in registers. As in compute.cuh scores are transposed, so that P^T and dS^T are operands in
-// the registers in which they are computed. dS = P (dP - delta) needs P in the other warpgroup too: P goes there
-// through shared memory in f16, which rounds less than the bf16 of dS does.
+// dK and dV past 128 columns. A CTA holds 64 keys while query blocks stream past. One warpgroup computes S^T = K Q^T, P
+// and dV = P^T dO, the other one dP^T = V dO^T, dS and dK = dS^T Q: each accumulates one gradient of 64 keys in
+// registers. As in compute.cuh scores are transposed, so that P^T and dS^T are operand A in the registers in which they
+// are computed. dS = P (dP - delta) needs P in the second warpgroup too: P goes there through shared memory in f16,
+// which rounds less than the bf16 of dS does.
 //
-// Both warpgroups leave the product of a gradient under way while they compute P or dS of the next block: the tensor
-// cores are never idle for as long as that takes.
+// Both warpgroups compute P or dS of the next block while the product of their gradient runs, so that the tensor cores
+// stay busy meanwhile.
 #pragma once
 
 #include <cmath>
@@ -19,7 +19,7 @@
 
 namespace xa::hopper {
 
-/// Where dK or dV of a tile's 64 keys goes: rows of `num_columns` elements for each KV head.
+/// Stores dK or dV of a tile's 64 keys to `to`, [rows, KV heads, num_columns].
 template <typename Shape, typename T, int kAtomColumns>
 __device__ __forceinline__ void store_dk_or_dv(const WideGradient<kAtomColumns>& d, float scale, void* to,
                                                const AttentionParams& forward, const BackwardTile& tile,
@@ -57,7 +57,7 @@ __device__ __forceinline__ void compute_dv(const HopperBackwardParams& params, c
     const int32_t key_block = uniform(tile.key_block);
     if (key_block < 0) break;
     const int32_t first_block = uniform(tile.first_block), num_blocks = uniform(tile.num_blocks);
-    // Blocks of queries in which nothing is hidden.
+    // Query blocks that need no mask.
     BlockRange unmasked = {INT32_MIN, INT32_MAX};
     {
       const int32_t first_key = key_block * 64, shift = uniform(tile.shift);
@@ -86,10 +86,9 @@ __device__ __forceinline__ void compute_dv(const HopperBackwardParams& params, c
       ptx::wgmma_wait_group<0>();
       release_atom_columns<Shape::kValueAtomColumns>(value_read_state, streamed_values_empty);
     };
-    // Computes P of the scores, as the operand of dV and for the other warpgroup. By a block that `is_first` in the
-    // tile no product of dV is under way.
+    // Computes P, as operand A of dV and for the other warpgroup. In the first block of a tile no dV is pending.
     const auto compute_p = [&] {
-      // S of the last block is there, so K is no longer needed.
+      // S of the last block is complete, so K is no longer needed.
       if (steps_left == 1 && lane == 0) pipeline.held_empty(tile_count).arrive();
       const PipelineState<2> step_state(step);
       pipeline.lses_full(step_state).wait();
@@ -211,8 +210,8 @@ __device__ __forceinline__ void compute_dk(const HopperBackwardParams& params, c
       start_s_or_dp<T>(dp, held, value_read_state, streamed_values);
     };
     const auto start_dk = [&] {
-      // The other warpgroup has waited for these panels of Q before it computed P, but each warp that reads an
-      // asynchronous copy waits for it.
+      // The other warpgroup has waited for these atom columns of Q before it computed P, but each warp that reads data
+      // of an asynchronous copy must wait for it itself.
       wait_for_atom_columns<Shape::kAtomColumns>(read_state, streamed_full);
       start_gradient<T, Shape>(dk, ds, read_state, streamed);
     };
@@ -220,9 +219,9 @@ __device__ __forceinline__ void compute_dk(const HopperBackwardParams& params, c
       ptx::wgmma_wait_group<0>();
       release_atom_columns<Shape::kAtomColumns>(read_state, streamed_empty);
     };
-    // Computes dS of dP. By a block that `is_first` in the tile no product of dK is under way.
+    // Computes dS from dP. In the first block of a tile no dK is pending.
     const auto compute_ds = [&] {
-      // dP of the last block is there, so V is no longer needed.
+      // dP of the last block is complete, so V is no longer needed.
       if (steps_left == 1 && lane == 0) pipeline.held_values_empty(tile_count).arrive();
       const PipelineState<2> step_state(step);
       pipeline.deltas_full(step_state).wait();

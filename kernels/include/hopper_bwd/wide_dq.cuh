@@ -1,6 +1,6 @@
-// dQ of wide rows. 128 queries of a head stay, 64 a warpgroup, while the keys that they see stream past. dS is an
-// operand of dQ as it leaves the arithmetic. So dQ is the sum of one CTA, at the price of making S and dP twice
-// (wide_keys.cuh).
+// dQ past 128 columns. A CTA holds 128 queries of a head, 64 per warpgroup, while the keys that they attend to stream
+// past. dS is operand A of dQ in the registers in which it is computed. Each element of dQ is the sum of one CTA; in
+// exchange S and P are computed twice, here and in wide_dkdv.cuh.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@
 
 namespace xa::hopper {
 
-/// Hides the scores [64 queries, kKeys] of pairs that do not see each other.
+/// Masks the scores [64 queries, kKeys].
 template <typename Shape>
 __device__ __forceinline__ void mask_scores(float (&scores)[Shape::kKeys / 8][4], const AttentionParams& forward,
                                             const QueryTile& tile, int32_t first_row, int32_t block) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[Shape::kKeys / 8][4]
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int32_t position = first_row + thread / 32 * 16 + lane / 4 + 8 * half + tile.shift;
-    // Keys that the query sees, counted from this lane's first one.
+    // Keys that the query attends to, counted from this lane's first one.
     const int32_t begin = forward.window_left < 0 ? INT32_MIN : position - forward.window_left - first_key;
     int32_t end = tile.num_keys - first_key;
     if (forward.window_right >= 0) end = min(end, position + forward.window_right + 1 - first_key);
@@ -38,7 +38,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[Shape::kKeys / 8][4]
   }
 }
 
-/// Computes all tiles of the CTA. The work of a warpgroup, number `warpgroup` of two.
+/// Computes all tiles of the CTA. Executed by each of the two warpgroups.
 template <typename Shape, typename T>
 __device__ __forceinline__ void compute_dq(const HopperBackwardParams& params, const WidePipeline<Shape>& pipeline,
                                            int32_t warpgroup) {
@@ -60,8 +60,9 @@ __device__ __forceinline__ void compute_dq(const HopperBackwardParams& params, c
   held.load(pipeline.held() + own_rows);
   held_values.load(pipeline.held_values() + own_rows);
   WideGradient<Shape::kAtomColumns> dq;
-  // The warpgroups take turns to start dQ and the next S. So one of them computes P while the other one's products run;
-  // otherwise chance decides whether they do so or wait for each other.
+  // Named barriers let the warpgroups start dQ and the next S alternately (FlashAttention-3's warp_scheduler_barrier),
+  // so that one of them computes P while the products of the other one run. Otherwise it depends on chance whether they
+  // do so or wait for each other.
   constexpr int kWarpSchedulerBarrier = 4;
   const auto warp_scheduler_barrier_arrive = [&] {
     ptx::named_barrier_arrive(kWarpSchedulerBarrier + 1 - warpgroup, 256);
@@ -86,8 +87,8 @@ __device__ __forceinline__ void compute_dq(const HopperBackwardParams& params, c
         unmasked.begin = -floor_div(-(first_position + 63 - forward.window_left), Shape::kKeys);
       }
     }
-    // Rows past the last one weigh nothing. (Made uniform anew for each tile: a register that held the warp's rows all
-    // the time would spill under a soft cap.)
+    // lse = inf makes the probabilities of rows past the last query 0. (The warp's first row is computed anew for each
+    // tile: a register that held it all the time would spill under a soft cap.)
     float lse[2], delta[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -108,14 +109,13 @@ __device__ __forceinline__ void compute_dq(const HopperBackwardParams& params, c
       start_s_or_dp<T>(scores, held, read_state, streamed);
     };
     const auto start_dq = [&] { start_gradient<T, Shape>(dq, ds, release_state, streamed); };
-    // Computes dS of the scores, while dP is computed. By a block that `is_first` in the tile no product of dQ is under
-    // way.
+    // Computes dS from S while dP is computed. In the first block of a tile no dQ is pending.
     const auto compute_ds = [&](bool is_first) {
       float dp[kTiles][4];
       wait_for_atom_columns<Shape::kValueAtomColumns>(value_read_state, streamed_values_full);
       auto next_value_read_state = value_read_state;
       start_s_or_dp<T>(dp, held_values, next_value_read_state, streamed_values);
-      // The compiler moves nothing across a branch: exponentials ahead of the products would not be beside them.
+      // The compiler moves nothing across a branch: exponentials before the start of dP would not overlap with it.
       if (!unmasked.contains(block)) mask_scores<Shape>(scores, forward, tile, first_row, block);
       const int32_t distance = first_row + static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16 + lane / 4 + tile.shift -
                                block * Shape::kKeys - 2 * (lane % 4);
@@ -139,7 +139,7 @@ __device__ __forceinline__ void compute_dq(const HopperBackwardParams& params, c
           }
         }
       }
-      ptx::wgmma_wait_group<0>();  // dP, and dQ of the block before
+      ptx::wgmma_wait_group<0>();  // dP, and dQ of the previous block
       release_atom_columns<Shape::kValueAtomColumns>(value_read_state, streamed_values_empty);
       if (blocks_left == 1 && lane == 0) {
         pipeline.held_empty(tile_count).arrive();
@@ -154,8 +154,7 @@ __device__ __forceinline__ void compute_dq(const HopperBackwardParams& params, c
         for (int half = 0; half < 2; ++half) {
           const uint32_t pair = Element<T>::pack((d[2 * half] - delta[half]) * s[2 * half],
                                                  (d[2 * half + 1] - delta[half]) * s[2 * half + 1]);
-          // Where dQ still reads these registers, ptxas would otherwise write them too early, and serialise all
-          // products.
+          // If dQ still reads these registers, ptxas would otherwise write them too early and serialise all products.
           ds[column / 2][column % 2 * 2 + half] = Shape::kOverlapsDq ? ptx::mov_volatile(pair) : pair;
         }
       }

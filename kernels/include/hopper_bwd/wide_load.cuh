@@ -1,5 +1,4 @@
-// The warps of a CTA of wide rows that fetch: one draws tiles and fetches what products of q and K take, and lse; one V
-// and dout, and delta.
+// The producer warps past 128 columns. One takes tiles and loads Q, K and lse, the other loads V, dO and delta.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +11,7 @@
 
 namespace xa::hopper {
 
-/// Starts to copy what a tile holds: `kAtomColumns` panels of rows, in boxes of 64.
+/// Starts the TMA loads of a tile's held rows: `kAtomColumns` atom columns, in boxes of 64 rows.
 template <typename Shape, int kAtomColumns>
 __device__ __forceinline__ void load_held(uint32_t to, const TensorMap& map, const Barrier& full, int32_t head,
                                           const RaggedRows& rows, int32_t first) {
@@ -27,11 +26,12 @@ __device__ __forceinline__ void load_held(uint32_t to, const TensorMap& map, con
   }
 }
 
-/// Puts the tile of queries with an index into `to`; an index without a tile is passed over. The work of a warp.
+/// Writes query tile `index` to `to`. Returns false if the index, which is counted over blocks of all heads, has no
+/// tile. Executed by a warp.
 template <typename Shape>
 __device__ __forceinline__ bool locate_query_tile(const HopperBackwardParams& params, int32_t index, QueryTile& to) {
   const AttentionParams& forward = params.base.forward;
-  // The last blocks of queries first, which see most under a causal mask.
+  // The last query blocks come first; they attend to most keys under a causal mask.
   const int32_t head = index / params.num_query_blocks,
                 query_block = params.num_query_blocks - 1 - (index - head * params.num_query_blocks);
   const SequencePlan& sequence =
@@ -53,7 +53,7 @@ __device__ __forceinline__ bool locate_query_tile(const HopperBackwardParams& pa
   return true;
 }
 
-/// Draws the next tile of the CTA. The work of a warp.
+/// Takes the next tile of the CTA from the global counter. Executed by a warp.
 template <typename Shape, typename Tile>
 __device__ __forceinline__ void take_tile(const HopperBackwardParams& params, Tile& tile) {
   const auto next_index = [](unsigned long long* from) {
@@ -73,8 +73,8 @@ __device__ __forceinline__ void take_tile(const HopperBackwardParams& params, Ti
   }
 }
 
-/// Fetches what each tile of the CTA holds and what streams past it. The work of a warp; that of q and K finds the
-/// tiles.
+/// Loads the held rows of each tile of the CTA and the rows that stream past them. Executed by a warp; the one that
+/// loads Q and K also takes the tiles.
 template <typename Shape, bool kLoadsValues>
 __device__ __forceinline__ void load_wide_tiles(const HopperWideBackwardParams& wide_params,
                                                 const WidePipeline<Shape>& pipeline) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ void load_wide_tiles(const HopperWideBackwardParams& 
                      typename WidePipeline<Shape>::StreamedState>
       write_state;
   int32_t step = 0;
-  // A block of rows, panel by panel.
+  // Loads a block of streamed rows, one ring stage per atom column.
   const auto load_block = [&](const TensorMap& map, int32_t head, const RaggedRows& rows, int32_t first) {
 #pragma unroll 1
     for (int atom_column = 0; atom_column < kAtomColumns; ++atom_column, write_state.advance()) {

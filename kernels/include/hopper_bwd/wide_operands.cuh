@@ -1,5 +1,5 @@
-// Products of the kernels for more than 128 columns. Their operands are panels of 64 columns, in shared memory for a
-// whole tile ("held") or in a ring; accumulators are gradients of 64 rows.
+// Products of the kernels past 128 columns. Operands in shared memory are atom columns, resident for a whole tile
+// ("held") or streamed through a ring; accumulators are gradients of 64 rows.
 #pragma once
 
 #include <cstdint>
@@ -13,21 +13,21 @@
 
 namespace xa::hopper {
 
-/// A panel as an operand.
+/// The matrix descriptor of an atom column.
 template <typename Shape>
 __device__ __forceinline__ uint64_t atom_column_descriptor(uint32_t address) {
   using Atom = typename Shape::Atom;
   return matrix_descriptor<Atom>(address, 0, Atom::kBytes);
 }
 
-/// Waits for the panels of the block at `at`.
+/// Waits for the atom columns of the block at `state`.
 template <int kAtomColumns, typename State, typename FullOf>
 __device__ __forceinline__ void wait_for_atom_columns(State state, const FullOf& full_of) {
 #pragma unroll
   for (int atom_column = 0; atom_column < kAtomColumns; ++atom_column, state.advance()) full_of(state).wait();
 }
 
-/// Releases the panels of the block at `at`, which goes on to the next block.
+/// Releases the atom columns of the block at `state` and advances it to the next block.
 template <int kAtomColumns, typename State, typename EmptyOf>
 __device__ __forceinline__ void release_atom_columns(State& state, const EmptyOf& empty_of) {
 #pragma unroll
@@ -36,9 +36,9 @@ __device__ __forceinline__ void release_atom_columns(State& state, const EmptyOf
   }
 }
 
-/// The 64 held rows of a warpgroup as operand a of wgmma. The first kSteps steps of 16 columns are in registers, as
-/// many as there is room for: products with both operands in shared memory take all that it delivers at 64 columns, and
-/// other accesses wait for them.
+/// The 64 held rows of a warpgroup as operand A of wgmma. The first kSteps steps of 16 columns are in registers, as
+/// many as there is room for: a wgmma of 64 columns with both operands in shared memory uses all of its bandwidth, and
+/// other accesses wait.
 template <typename Shape, int kAtomColumns_>
 struct HeldRows {
   static constexpr int kAtomColumns = kAtomColumns_, kSteps = Shape::kHeldSteps;
@@ -57,7 +57,7 @@ struct HeldRows {
   }
 };
 
-/// Starts d = a b^T: a is the held rows, b the block of 8 kTiles rows at `at` of a ring, where `at` goes on to the next
+/// Starts d = a b^T: a is the held rows, b the block of 8 kTiles streamed rows at `state`, which advances to the next
 /// block.
 template <typename T, typename Shape, int kAtomColumns, int kTiles, typename State, typename AtomColumnOf>
 __device__ __forceinline__ void start_s_or_dp(float (&d)[kTiles][4], const HeldRows<Shape, kAtomColumns>& held,
@@ -88,8 +88,8 @@ __device__ __forceinline__ void start_s_or_dp(float (&d)[kTiles][4], const HeldR
   ptx::wgmma_commit_group();
 }
 
-/// A gradient of 64 rows: accumulators of `kAtomColumns` panels, of which one wgmma takes kAtomColumnsPerWgmma. Rings
-/// have a multiple of kAtomColumnsPerWgmma stages, so that these panels are adjacent.
+/// A gradient of 64 rows: accumulators of `kAtomColumns` atom columns, of which one wgmma takes kAtomColumnsPerWgmma.
+/// The number of ring stages is a multiple of that, so these atom columns are adjacent in shared memory.
 template <int kAtomColumns_>
 struct WideGradient {
   static constexpr int kAtomColumns = kAtomColumns_, kAtomColumnsPerWgmma = kAtomColumns % 3 == 0 ? 3 : 2;
@@ -111,7 +111,7 @@ struct WideGradient {
   }
 };
 
-/// Starts d += a b: a is [64, 16 kSteps] in registers, b the block at `at` of a ring.
+/// Starts d += a b: a is [64, 16 kSteps] in registers, b the streamed block at `state`.
 template <typename T, typename Shape, int kAtomColumns, int kSteps, typename State, typename AtomColumnOf>
 __device__ __forceinline__ void start_gradient(WideGradient<kAtomColumns>& d, const uint32_t (&a)[kSteps][4],
                                                State state, const AtomColumnOf& atom_column_of) {
@@ -131,9 +131,9 @@ __device__ __forceinline__ void start_gradient(WideGradient<kAtomColumns>& d, co
   ptx::wgmma_commit_group();
 }
 
-/// Stores the first `num_rows` rows and `num_columns` columns of a gradient of 64 rows; `to` is the first of them, rows
-/// are `row_stride` elements apart. Executed by a warpgroup. Stores go around shared memory, so that the operands that
-/// a tile holds can be replaced by the next tile's before it ends.
+/// Stores the first `num_rows` rows and `num_columns` columns of a gradient of 64 rows to `to`; rows are `row_stride`
+/// elements apart. Executed by a warpgroup. Stores bypass shared memory, so that the next tile's held rows can be
+/// loaded before this tile ends.
 template <typename T, int kAtomColumns>
 __device__ __forceinline__ void store_gradient(const WideGradient<kAtomColumns>& d, float scale, T* to,
                                                int64_t row_stride, int32_t num_rows, int32_t num_columns) {

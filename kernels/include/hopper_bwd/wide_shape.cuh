@@ -1,8 +1,8 @@
-// Sizes of what the kernels of wide rows, past 128 columns, work on and have in shared memory.
+// Tile shape, shared memory and pipeline of the backward kernels of sm_90a past 128 columns.
 //
-// All tiles are panels of 64 columns. What stays while others stream past is a tile of panels at a constant distance;
-// what streams past goes through a ring of panels of kStepRows rows, each with a place and barriers of its own: so a
-// panel is fetched as soon as the one before it in its place is done with, and a ring need not hold whole blocks.
+// Operands are atom columns of 64 columns (hopper/swizzle_atom.cuh). A tile's *held* rows stay in shared memory;
+// *streamed* rows go through a ring whose stages are atom columns of kStepRows rows, each with its pair of mbarriers. A
+// stage is refilled as soon as its last reader has released it, and a ring need not hold whole blocks.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@
 
 namespace xa::hopper {
 
-/// A row of tiles::HopperBwdWide. In `dkdv` a CTA holds 64 keys of a KV head while blocks of kStepRows queries stream
-/// past; in `dq` it holds 128 queries of a head while blocks of kStepRows keys stream past.
+/// A row of tiles::HopperBwdWide (kernels/variants.toml). In `dkdv` a CTA holds 64 keys of a KV head while blocks of
+/// kStepRows queries stream past; in `dq` it holds 128 queries of a head while blocks of kStepRows keys stream past.
 template <typename Gradient, typename HeadDim, typename LogitsTransform>
 struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform> {
   using Config = tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform>;
@@ -25,29 +25,29 @@ struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform> {
   static constexpr int kHeadDim = Config::kDim;
   static constexpr int kQueries = kComputesDkDv ? Config::kStepRows : 128,
                        kKeys = kComputesDkDv ? 64 : Config::kStepRows;
-  /// Steps of 16 columns of K and V of which a warpgroup of dK and dV has its operand in registers.
+  /// Steps of 16 columns of K and V that the compute warpgroups of dK and dV keep in registers as operand A.
   static constexpr int kHeldSteps = !kComputesDkDv ? 0 : kHeadDim == 256 ? 6 : Config::kValueDim == 128 ? 8 : 4;
-  /// Whether dQ of a block of keys is still being computed while P of the next block is; and whether a block of dout or
-  /// q is released as soon as half of the next block's P or dS is there, rather than all of it. Both are measured
+  /// kOverlapsDq: dQ of a key block runs while P of the next block is computed. kReleasesEarly: a block of dO or Q is
+  /// released when half of the next block's P or dS is computed, rather than all of it. Both are measured
   /// (docs/performance.md).
   static constexpr bool kOverlapsDq = Config::kValueDim <= 128;
   static constexpr bool kReleasesEarly = Config::kValueDim <= 128;
-  /// Nothing is added up across CTAs.
+  /// No CTA adds to the results of another one.
   static constexpr bool kAccumulatesDq = false;
-  /// Two of arithmetic, one of loads.
+  /// Two compute warpgroups and one of producer warps.
   static constexpr int kThreads = 384, kComputeWarps = 8;
 
   using Atom = SwizzleAtom<64>;
-  /// By q and K, and of dout and V.
+  /// Atom columns of Q and K, and of dO and V.
   static constexpr int kAtomColumns = Config::kDim / 64, kValueAtomColumns = Config::kValueDim / 64;
   static constexpr int kHeldRows = kComputesDkDv ? kKeys : kQueries;
   static constexpr int kHeldAtomColumnBytes = kHeldRows * Atom::kRowBytes,
                        kAtomColumnBytes = Config::kStepRows * Atom::kRowBytes;
   static constexpr int kHeldBytes = kAtomColumns * kHeldAtomColumnBytes,
                        kHeldValueBytes = kValueAtomColumns * kHeldAtomColumnBytes;
-  /// P of a block in f16, in the order of the accumulators' registers, from one warpgroup for the other.
+  /// P of a block in f16, in the register layout of the accumulators, from the first warpgroup for the second one.
   static constexpr int kPBytes = kComputesDkDv ? kKeys * kQueries * 2 : 0;
-  /// lse or delta of a block of queries, which a warp copies 32 at a time, and the slope of their head.
+  /// lse or delta of a query block, which a warp copies in rounds of 32, and the ALiBi slope of their head.
   static constexpr int kSlopeOffset = (kQueries + 31) / 32 * 32 * 4;
   static constexpr int kRowStatBytes = kComputesDkDv ? kSlopeOffset + (kHasAlibi ? 16 : 0) : 0;
 
@@ -64,16 +64,16 @@ struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform> {
   static_assert(Config::kSharedBytes == kBarriersOffset + 8 * kBarriers);
 };
 
-/// Blocks of 64 keys, and of 128 queries, that hopper_bwd_prepare counts for the kernels of wide rows.
+/// The block sizes with which hopper_bwd_prepare plans for the kernels past 128 columns.
 template <int kHeadDim_>
 struct WidePlanShape {
   static constexpr int kHeadDim = kHeadDim_, kQueries = 128, kKeys = 64;
   static constexpr bool kAccumulatesDq = false;
 };
 
-/// A block of queries of one head, and the blocks of keys that it sees.
+/// A work tile of dQ: a query block of one head, and the key blocks that it attends to.
 struct QueryTile {
-  int32_t block;  // of the sequence; negative where there is no tile
+  int32_t block;  // of the sequence; negative past the last tile
   int32_t head;
   int32_t first_block;
   int32_t num_blocks;
@@ -86,7 +86,7 @@ struct QueryTile {
 };
 static_assert(sizeof(QueryTile) <= 64);
 
-/// What the warps of a CTA hand to each other.
+/// The producer-consumer pipeline of a CTA, with full and empty mbarriers as in pipeline.cuh.
 template <typename Shape>
 class WidePipeline {
   enum : int {
@@ -116,7 +116,7 @@ class WidePipeline {
   __device__ __forceinline__ explicit WidePipeline(uint8_t* shared)
       : shared_(shared), address_(xa::ptx::shared_address(shared)) {}
 
-  /// The work of one thread; a barrier of the CTA must follow.
+  /// Called by one thread; __syncthreads must follow.
   __device__ __forceinline__ void init() const {
     const auto init = [&](int first, int count, uint32_t arrivals) {
       for (int i = 0; i < count; ++i) ptx::mbarrier_init(barrier(first + i, 0).address, arrivals);
@@ -147,12 +147,12 @@ class WidePipeline {
   __device__ __forceinline__ Barrier tile_empty(PipelineState<2> state) const {
     return barrier(kTileEmpty + state.stage, state.phase);
   }
-  /// K or q of a tile.
+  /// Held rows: K or Q of a tile.
   __device__ __forceinline__ Barrier held_full(int32_t tile_count) const { return barrier(kHeldFull, tile_count & 1); }
   __device__ __forceinline__ Barrier held_empty(int32_t tile_count) const {
     return barrier(kHeldEmpty, tile_count & 1);
   }
-  /// V or dout of a tile.
+  /// Held rows: V or dO of a tile.
   __device__ __forceinline__ Barrier held_values_full(int32_t tile_count) const {
     return barrier(kHeldValuesFull, tile_count & 1);
   }
@@ -173,7 +173,7 @@ class WidePipeline {
   }
   __device__ __forceinline__ Barrier p_full(int32_t step) const { return barrier(kPFull, step & 1); }
   __device__ __forceinline__ Barrier p_empty(int32_t step) const { return barrier(kPEmpty, step & 1); }
-  /// A panel of what streams past: of q or K,
+  /// A stage of streamed rows: an atom column of Q or K.
   __device__ __forceinline__ Barrier streamed_full(StreamedState state) const {
     return barrier(kRingFull + state.stage, state.phase);
   }
@@ -183,7 +183,7 @@ class WidePipeline {
   __device__ __forceinline__ uint32_t streamed(StreamedState state) const {
     return address_ + Shape::kRingOffset + state.stage * Shape::kAtomColumnBytes;
   }
-  /// and of dout or V.
+  /// The same of dO or V.
   __device__ __forceinline__ Barrier streamed_values_full(StreamedValuesState state) const {
     return barrier(kValueRingFull + state.stage, state.phase);
   }
