@@ -1,6 +1,6 @@
-//! Gradients of sequences long enough for several blocks of keys and of queries of the kernels that are tuned for one GPU:
-//! every pair of what those have to do with, against the reference on every device; and on their own GPU, that it is they
-//! who did it.
+//! Gradients of sequences long enough for several key and query blocks of the kernels that are tuned for one GPU: pairwise
+//! combinations of their options against the reference, on every device; and on their own GPU, that these kernels are
+//! chosen and give the same bits in every run.
 
 use crate::support::{
     Alibi, BF16, BatchSpec, Dtype, Dtypes, F16, GradientCase, GradientOptions, Mask, MemoryLayout, PairwiseOptions,
@@ -9,7 +9,7 @@ use crate::support::{
 
 const DTYPES: [Dtype; 2] = [BF16, F16];
 
-/// D and Dv at the ends of the buckets and between.
+/// D and Dv at the limits of the buckets and between them.
 const HEAD_DIMS: [(usize, usize); 11] = [
     (64, 64),
     (128, 128),
@@ -24,7 +24,7 @@ const HEAD_DIMS: [(usize, usize); 11] = [
     (64, 200),
 ];
 
-/// Blocks that end with a sequence and before, more keys than queries and fewer, and rows that see nothing.
+/// Lengths at and off block boundaries, more keys than queries and fewer, and rows that attend to no key.
 const LONG: PairwiseOptions = PairwiseOptions {
     dtypes: &[Dtypes::same(BF16), Dtypes::same(F16)],
     head_dims: &HEAD_DIMS,
@@ -39,13 +39,13 @@ const LONG: PairwiseOptions = PairwiseOptions {
     ],
     workspace: &[Some(19_000_001)],
     dlse: YES_OR_NO,
-    // The sum over so many rows cancels more of itself than what the naive formula is off by allows, on every device.
+    // The sum over this many rows cancels more than the naive formula's error bound allows, on every device.
     dsinks: &[false],
     seed: 11,
     ..PairwiseOptions::BEYOND_BLOCKS
 };
 
-/// With a bias, which the kernels that cap scores do not take.
+/// With ALiBi, which the kernels with a soft cap do not support.
 const ALIBI: PairwiseOptions = PairwiseOptions {
     mask: &[Mask::FULL, Mask::CAUSAL, Mask::sliding(100)],
     work: &[&[(130, 300), (1, 70), (33, 33), (77, 500)], &[(127, 385), (257, 129)], &[(200, 90), (40, 0), (17, 129)]],
@@ -54,7 +54,7 @@ const ALIBI: PairwiseOptions = PairwiseOptions {
     ..LONG
 };
 
-/// With a workspace that is enough for all cases here.
+/// With a workspace that is large enough for all cases here.
 fn large_workspace() -> MemoryLayout {
     MemoryLayout { workspace: Some(19_000_001), ..MemoryLayout::contiguous() }
 }
@@ -95,7 +95,7 @@ fn calls_without_options_agree_with_the_reference() {
 
 #[test]
 fn small_weights_and_large_scores_lose_nothing() {
-    // Logits of -200 and less: a key that is not there would weigh more than all others.
+    // With logits of -200 and less, a missing key would outweigh all others if it were not masked.
     let numbers = [(BF16, 30.0, 0.125), (F16, 100.0, 1.0), (BF16, 300.0, 1.0), (F16, 0.0, 1.0)];
     for ((dtype, sharpness, scale), head_dim) in numbers.into_iter().flat_map(|n| [(n, 64), (n, 192)]) {
         let lengths = vec![(150, 400), (60, 60), (65, 129)];
@@ -119,7 +119,7 @@ fn gradients_of_sinks_agree_with_the_reference() {
     }
 }
 
-/// More sequences than a round of planning has threads, most of them without a row.
+/// More sequences than the planning CTA has threads, most of them without a row.
 #[test]
 fn many_sequences_agree_with_the_reference() {
     let lengths: Vec<_> = (0..700).map(|i| if i % 90 == 7 { (i % 70, 150) } else { (i % 3 % 2, i % 5) }).collect();
@@ -153,7 +153,7 @@ mod on_their_own_gpu {
     use crate::support::device::{BufferPadding, Gpu};
     use crate::support::log_capture::{assert_logged, log};
 
-    /// And their kernels' names of them.
+    /// D, Dv and the value of the kernels' axis `head_dim`.
     const HEAD_DIMS: [(usize, usize, &str); 6] = [
         (64, 64, "64"),
         (96, 96, "96"),
@@ -163,11 +163,11 @@ mod on_their_own_gpu {
         (256, 256, "256"),
     ];
 
-    /// Of scores: the kernel's name of it, and what asks for it.
+    /// The value of the kernels' axis `logits`, and the options that select it.
     const LOGITS_TRANSFORMS: [(&str, f32, Alibi); 3] =
         [("none", 0.0, Alibi::Off), ("softcap", 2.0, Alibi::Off), ("alibi", 0.0, Alibi::PerHead)];
 
-    /// What compute-sanitizer's slower tools run: short, and a call of every kernel.
+    /// Run under compute-sanitizer's slower tools: short, with a call of every kernel.
     #[test]
     fn tuned_backward_kernels_are_chosen() {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
@@ -176,7 +176,7 @@ mod on_their_own_gpu {
             for ((head_dim, value_dim, dims), (logits, softcap, alibi)) in
                 HEAD_DIMS.into_iter().flat_map(|d| LOGITS_TRANSFORMS.map(|logits| (d, logits)))
             {
-                // The first of a head dimension: more tiles than an H200 has SMs, several blocks of queries in each.
+                // The first call per head dimension has more tiles than an H200 has SMs, and several query blocks in each.
                 let is_first = (dtype, logits) == (BF16, "none");
                 let (heads, lengths) = if is_first { (24, (900, 1000)) } else { (2, (200, 300)) };
                 let (dtypes, heads, lengths) = (dtype.into(), (heads, heads), vec![lengths]);
@@ -216,7 +216,7 @@ mod on_their_own_gpu {
 
     #[test]
     fn runs_have_the_same_bits() {
-        // On the emulator CTAs run one after the other.
+        // The emulator runs CTAs one after another.
         let real = |_: &Gpu| std::env::var_os("XLA_ATTENTION_EMULATOR").is_none();
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip().filter(real) else { return };
         let beside = Gpu::first().unwrap();

@@ -1,8 +1,8 @@
-//! The kernels for Hopper up to 128 columns: which calls they take, their place in the workspace and their argument; and
-//! what those past 128 columns have in common with them.
+//! The strategy for Hopper up to 128 columns: which calls it takes, its workspace layout and its launches; and what the
+//! strategy past 128 columns shares with it.
 //!
-//! Three launches: a plan and what is known of each query row; dK, dV and the sums of dQ; dQ out of its sums. Everything
-//! here follows from static sizes, strides and options.
+//! Three launches: the plan and the row statistics (`hopper_bwd_prepare`); dK, dV and the f32 accumulators of dQ
+//! (`hopper_bwd`); rounding of dQ (`hopper_bwd_finish`). All decisions follow from static sizes, strides and options.
 
 use super::{Launch, Parameter, sinks};
 use crate::cuda::device::Device;
@@ -20,34 +20,34 @@ use crate::tensor::Tensor;
 use std::cell::LazyCell;
 use std::rc::Rc;
 
-/// Keys of a tile, and those of them that a warpgroup has.
+/// Keys of a work tile and of one warpgroup, as `kernels/include/hopper_bwd/shape.cuh` has them.
 const KEYS: i64 = 128;
 const WARPGROUP_KEYS: i64 = 64;
 
-/// Threads of a CTA of the main kernels, and of those before and after them.
+/// Threads per CTA of the main kernels, and of `hopper_bwd_prepare` and `hopper_bwd_finish`.
 pub(super) const THREADS: u32 = 384;
 const AUXILIARY_THREADS: u32 = 256;
 
-/// Rows of a CTA of `hopper_bwd_prepare`.
+/// Query rows per CTA of `hopper_bwd_prepare`.
 const PREPARE_ROWS: usize = 64;
 
-/// Groups and heads of a CTA of `hopper_bwd_finish`.
+/// Row tiles and heads per CTA of `hopper_bwd_finish`.
 const FINISH_ROW_TILES: usize = 8;
 const FINISH_HEADS: usize = 4;
 
-/// Rows of a group of sums of dQ.
+/// Rows of a row tile of `dq_accum`.
 const ROW_TILE_ROWS: usize = 16;
 
-/// To what places in the workspace are aligned.
+/// Alignment of the buffers in the workspace.
 const ALIGNMENT: usize = 128;
 
-/// How the kernels take a problem that they can take.
+/// The kernel configuration of a call that this strategy takes.
 struct HopperBackward {
     tile: &'static HopperBwdTile,
     layout: WorkspaceLayout,
 }
 
-/// Where what lies in the workspace.
+/// Addresses of the buffers in the workspace.
 #[derive(Clone, Copy)]
 pub(super) struct WorkspaceLayout {
     delta: *mut u8,
@@ -59,13 +59,13 @@ pub(super) struct WorkspaceLayout {
     dq_accum: *mut u8,
     pub(super) num_query_blocks: usize,
     num_row_tiles: usize,
-    /// Bytes, from the workspace's first one.
+    /// Bytes from the start of the workspace to the end of the last buffer.
     bytes: usize,
 }
 
 impl WorkspaceLayout {
-    /// From `start` on. Each sequence begins at a group and at a block of `queries` of its own; dQ is summed up in so many
-    /// `columns`, if any.
+    /// Lays the buffers out from `start` on. Each sequence begins at a new row tile and at a new block of `queries`. dQ is
+    /// accumulated in `columns` columns, or not in memory if that is 0.
     fn new(start: *mut u8, queries: u32, columns: u32, [rows, seqs, heads]: [usize; 3]) -> Self {
         let queries = queries as usize;
         let num_query_blocks = (rows + (queries - 1) * seqs) / queries + 1;
@@ -92,15 +92,15 @@ impl WorkspaceLayout {
         }
     }
 
-    /// In the problem's workspace, if it has one.
+    /// The layout in the problem's workspace, if it has one.
     pub(super) fn of(problem: &FlashAttnVarlenBwd, queries: u32, columns: u32) -> Option<Self> {
         let Attention { num_rows, max_seqs, num_q_heads, .. } = problem.forward;
         let start = problem.workspace.as_ref()?.data;
         Some(Self::new(start, queries, columns, [num_rows, max_seqs, num_q_heads]))
     }
 
-    /// Whether the kernels run on this device, the workspace is large enough, rows and numbers are of the size that the
-    /// kernels count in, and TMA can copy all `boxes`.
+    /// Whether the device has tensor maps, the workspace is large enough, row counts fit the kernels' 32-bit integers, and
+    /// TMA supports all `tensor_maps`.
     pub(super) fn supports(
         &self,
         problem: &FlashAttnVarlenBwd,
@@ -118,7 +118,7 @@ impl WorkspaceLayout {
             && tensor_maps.iter().all(|config| supports_tma(forward.q.dtype, config.data, &config.axes))
     }
 
-    /// The kernels' parameter; boxes are those of q, k, v, dout, dk, dv.
+    /// The kernels' parameter. The tensor maps are those of q, k, v, dout, dk, dv.
     pub(super) fn params(
         &self,
         problem: &FlashAttnVarlenBwd,
@@ -156,7 +156,7 @@ impl WorkspaceLayout {
         })
     }
 
-    /// The shapes of the launches before the main ones and after them.
+    /// The launch configurations of `hopper_bwd_prepare` and `hopper_bwd_finish`.
     pub(super) fn auxiliary_configs(&self, problem: &FlashAttnVarlenBwd) -> [LaunchConfig; 2] {
         let forward = &problem.forward;
         let prepare = 1 + forward.num_rows.div_ceil(PREPARE_ROWS) * forward.num_q_heads;
@@ -170,10 +170,10 @@ impl WorkspaceLayout {
     }
 }
 
-/// One launch of a kernel, by the values of its axes, with a parameter that begins with a [`HopperBackwardParams`].
+/// A kernel's name, launch configuration and axis values. Its parameter begins with a [`HopperBackwardParams`].
 pub(super) type KernelStep<'a> = (&'static str, LaunchConfig, &'a [&'static str]);
 
-/// The launches in order, then that of the sinks.
+/// The launches of `steps`, followed by that of the sinks' gradients if the call has any.
 pub(super) fn build_launches<'p>(
     problem: &FlashAttnVarlenBwd,
     steps: &[KernelStep],
@@ -186,7 +186,7 @@ pub(super) fn build_launches<'p>(
     steps.iter().map(launch_of).chain(sinks(problem, parameter.clone()).transpose()).collect()
 }
 
-/// The kernels' parameter, which the first launch makes for all.
+/// A parameter that is made once, by the first launch that needs it, and shared by the others.
 pub(super) type DeferredParams<'p, P> = LazyCell<Result<P>, Box<dyn FnOnce() -> Result<P> + 'p>>;
 
 /// A parameter that is made when a launch is enqueued.
@@ -194,13 +194,13 @@ pub(super) fn defer_params<'p, P>(make: impl FnOnce() -> Result<P> + 'p) -> Rc<D
     Rc::new(LazyCell::new(Box::new(make)))
 }
 
-/// Takes what the kernels are built for.
+/// The launches of a call that these kernels support.
 pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Option<Vec<Launch<'p>>>> {
     HopperBackward::of(problem, &device).map(|config| config.launches(problem, device)).transpose()
 }
 
 impl HopperBackward {
-    /// `None` where the portable kernels have to do it.
+    /// `None` if these kernels do not support the call.
     fn of(problem: &FlashAttnVarlenBwd, device: &Device) -> Option<Self> {
         let forward = &problem.forward;
         let dim = forward.head_dim.max(forward.value_dim);
@@ -245,42 +245,43 @@ pub(super) fn logits_transform(forward: &Attention) -> Option<&'static str> {
     }
 }
 
-/// Whether 32 bits are enough for the kernels' numbers: of tiles and CTAs, and sums of a row, a key and a window.
+/// Whether the kernels' 32-bit integers suffice for tile and CTA counts and for sums of a row, a key and a window.
 fn counts_fit(problem: &FlashAttnVarlenBwd) -> bool {
     const LIMIT: i64 = 1 << 29;
     let Attention { num_rows, num_q_heads, score, .. } = &problem.forward;
     let blocks = (num_rows.div_ceil(PREPARE_ROWS) as i64).saturating_mul(*num_q_heads as i64);
-    // A window that wide and no window are the same to `AttentionParams`.
+    // `AttentionParams` treats a window this wide as no window.
     let is_counted = |window: i64| window < LIMIT || window >= i64::from(i32::MAX);
     [*num_rows, problem.num_keys].iter().all(|rows| (1..LIMIT).contains(&(*rows as i64)))
         && [score.window_left, score.window_right].into_iter().all(is_counted)
         && blocks.max(max_tiles(problem, WARPGROUP_KEYS)) < i64::from(i32::MAX)
 }
 
-/// More tiles of so many keys than any batch of these sizes has.
+/// Upper bound of the number of tiles of `keys` keys in any batch of these sizes.
 pub(super) fn max_tiles(problem: &FlashAttnVarlenBwd, keys: i64) -> i64 {
     let forward = &problem.forward;
     let blocks = problem.num_keys as i64 / keys + forward.max_seqs as i64;
     blocks.saturating_mul(forward.num_kv_heads as i64)
 }
 
-/// Whether the queries of an average sequence fill a fair part of the steps that they take. A step is of one head, where
-/// the portable kernels pack the rows of a group's heads: 16 queries, D 64 and groups of 4 took 1.4 times as long here,
-/// 64 queries 0.7 times; without groups 16 queries 0.67 times.
+/// Whether the queries of an average sequence fill at least a third of their query blocks. A block has queries of one head,
+/// whereas the portable kernels pack the heads of a KV head: with 16 queries per sequence, D 64 and groups of 4 heads these
+/// kernels took 1.4 times as long as the portable ones, with 64 queries 0.7 times; without groups, with 16 queries, 0.67
+/// times.
 fn fills_query_blocks(forward: &Attention, queries: u32) -> bool {
     const SMALL_GROUP: usize = 3;
     let is_small = forward.num_q_heads <= SMALL_GROUP * forward.num_kv_heads;
     is_small || SMALL_GROUP * forward.num_rows >= queries as usize * forward.max_seqs
 }
 
-/// What a tensor map is made of.
+/// What a tensor map is encoded from.
 pub(super) struct TensorMapConfig {
     data: *const u8,
     axes: [Axis; 5],
 }
 
 impl TensorMapConfig {
-    /// Those of q, k, v, dout, dk, dv, of so many queries, keys that are read and keys that are written.
+    /// The configurations of q, k, v, dout, dk, dv, with boxes of `queries`, `keys` (loads) and `written` (stores) rows.
     pub(super) fn all(problem: &FlashAttnVarlenBwd, [queries, keys, written]: [i64; 3], columns: i64) -> [Self; 6] {
         let forward = &problem.forward;
         let view_config = |view: &KvView, dim: usize| {
@@ -306,15 +307,14 @@ impl TensorMapConfig {
         TensorMap::new(problem.forward.q.dtype, self.data, &self.axes)
     }
 
-    /// TensorMapConfig of `box_len` rows and columns of one head of `[rows, heads, dim]`, clipped at the end of a sequence:
+    /// Boxes of `box_len` rows and columns of one head of `[rows, heads, dim]`, clipped at the end of a sequence: see
     /// `RaggedRows` of `kernels/include/hopper_bwd/ragged_rows.cuh`.
     fn new(data: *const u8, [row, head]: [i64; 2], [rows, heads, dim]: [i64; 3], box_len: [i64; 2]) -> Self {
-        /// Where the axis of a sequence's rows ends.
+        /// End of the rows axis, at which boxes are clipped.
         const END: i64 = 1 << 30;
-        /// Elements of 16 bits from one to the next on the last axis, on which END go around the whole address space, less
-        /// a row.
+        /// Stride of the last axis plus a row, in 16-bit elements: END of these steps wrap around the address space.
         const WRAP: i64 = 1 << 33;
-        // Strides of axes without a second element may be anything, and must be something.
+        // The stride of an axis of length 1 is never used but must be valid.
         const ANY_STRIDE: i64 = 64;
         let row = if rows > 1 { row } else { ANY_STRIDE };
         let head = if heads > 1 { head } else { ANY_STRIDE };
@@ -340,7 +340,7 @@ pub(super) mod tests {
     use crate::tensor::DType;
     use std::ptr::{null, null_mut};
 
-    /// 1000 rows of 4 heads over 2 KV heads of as many keys, in 7 sequences; no memory.
+    /// 1000 rows of 4 heads over 2 KV heads and as many keys, in 7 sequences, without memory.
     pub(in super::super) fn gradients(head_dim: usize) -> FlashAttnVarlenBwd<'static> {
         let leak = |heads: usize| -> &'static [i64] { Box::leak(Box::new([1000, heads as i64, head_dim as i64])) };
         let query_tensor = Tensor::dense(DType::BF16, null_mut(), leak(4));
@@ -400,14 +400,14 @@ pub(super) mod tests {
             problem.forward = Attention { max_seqs: seqs, num_q_heads: heads, ..problem.forward };
             HopperBackward::of(&problem, &device(true)).is_some()
         };
-        // 64 queries a step: 21 rows a sequence are a third.
+        // A step has 64 queries: 21 rows per sequence are a third of it.
         assert!(takes(46, 8) && !takes(47, 8) && takes(500, 6));
     }
 
     #[test]
     fn what_the_front_ends_allocate_is_enough() {
         let narrow = HOPPER_BWD.iter().filter(|tile| tile.logits == "none");
-        // Past 128 columns there are no sums.
+        // Past 128 columns there is no dq_accum.
         let wide = [(192, 128, 0), (256, 128, 0)];
         for (dim, queries, columns) in narrow.map(|tile| (tile.head_dim, tile.queries, tile.head_dim)).chain(wide) {
             for (rows, seqs, heads) in
@@ -428,7 +428,7 @@ pub(super) mod tests {
                     for start in [0x1000, 0x1001, 0x107f] {
                         let layout = WorkspaceLayout::new(start as *mut u8, queries, columns, [rows, seqs, heads]);
                         assert!(layout.bytes as i64 <= allocated, "{rows} rows, {seqs} sequences, {heads} heads");
-                        // Hardly any of it is for nothing.
+                        // At most 2 % of the allocation is unused.
                         assert!(allocated <= layout.bytes as i64 * 51 / 50 + 10_000 * heads as i64);
                     }
                 }

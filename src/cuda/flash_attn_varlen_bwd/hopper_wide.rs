@@ -1,7 +1,7 @@
-//! The kernels for Hopper past 128 columns: which calls they take and their argument.
+//! The strategy for Hopper past 128 columns: which calls it takes and its launches.
 //!
-//! Four launches: a plan and what is known of each query row; dK and dV; dQ; zeros where no sequence is. Each element of
-//! the gradients is the sum of one CTA, so the workspace has no sums.
+//! Four launches: the plan and the row statistics; dK and dV; dQ; zeros for rows that belong to no sequence. One CTA
+//! computes all of an element of the gradients, so the workspace has no dq_accum.
 
 use super::hopper::{
     THREADS, TensorMapConfig, WorkspaceLayout, build_launches, defer_params, logits_transform, max_tiles,
@@ -17,31 +17,31 @@ use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 
 const KERNEL: &str = "hopper_bwd_wide";
 
-/// Columns up to which these kernels would mostly multiply zeros.
+/// Up to this many columns, these kernels would mostly multiply zeros.
 const MAX_NARROW_DIM: usize = 128;
 
-/// Keys of a tile of dK and dV, and queries of a tile of dQ.
+/// Keys of a work tile of dK and dV, and queries of a work tile of dQ.
 const KEYS: i64 = 64;
 const QUERIES: u32 = 128;
 
-/// Columns of a box of a tensor map, and rows of the boxes of what a CTA holds.
+/// Columns of a tensor map's box, and rows of the boxes of held operands.
 const BOX_COLUMNS: i64 = 64;
 const HELD_ROWS: i64 = 64;
 
-/// How the kernels take a problem that they can take.
+/// The kernel configuration of a call that this strategy takes.
 struct HopperWideBackward {
-    /// Of dK and dV, and of dQ.
+    /// The kernel of dK and dV, and that of dQ.
     tiles: [&'static HopperBwdWideTile; 2],
     layout: WorkspaceLayout,
 }
 
-/// Takes what the kernels are built for.
+/// The launches of a call that these kernels support.
 pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Option<Vec<Launch<'p>>>> {
     HopperWideBackward::of(problem, &device).map(|config| config.launches(problem, device)).transpose()
 }
 
 impl HopperWideBackward {
-    /// `None` where the portable kernels have to do it.
+    /// `None` if these kernels do not support the call.
     fn of(problem: &FlashAttnVarlenBwd, device: &Device) -> Option<Self> {
         let forward = &problem.forward;
         if forward.head_dim.max(forward.value_dim) <= MAX_NARROW_DIM {
@@ -74,7 +74,7 @@ impl HopperWideBackward {
         let main_values = self.tiles.map(|tile| [dtype, tile.gradient, tile.head_dim, tile.logits]);
         let [keys, queries] = self.tiles;
         let blocks = self.layout.num_query_blocks * problem.forward.num_q_heads;
-        // What comes after knows nothing of columns where there are no sums.
+        // Without dq_accum, `hopper_bwd_finish` does not depend on its head_dim.
         let plan = if keys.dim > 192 { "256" } else { "192" };
         let steps = [
             ("hopper_bwd_prepare", prepare, &[dtype, plan][..]),
@@ -95,12 +95,12 @@ impl HopperWideBackward {
         build_launches(problem, &steps, &Parameter::HopperWide(params))
     }
 
-    /// TensorMapConfig of q, k, v, dout, dk, dv as the kernel of dK and dV copies them: q and dout by steps.
+    /// Tensor maps of q, k, v, dout, dk, dv for the kernel of dK and dV, which streams q and dout.
     fn dkdv_tensor_maps(&self, problem: &FlashAttnVarlenBwd) -> [TensorMapConfig; 6] {
         TensorMapConfig::all(problem, [i64::from(self.tiles[0].step_rows), HELD_ROWS, HELD_ROWS], BOX_COLUMNS)
     }
 
-    /// TensorMapConfig of q, k, v, dout as the kernel of dQ copies them: k and v by steps.
+    /// Tensor maps of q, k, v, dout for the kernel of dQ, which streams k and v.
     fn dq_tensor_maps(&self, problem: &FlashAttnVarlenBwd) -> [TensorMapConfig; 4] {
         let rows = [HELD_ROWS, i64::from(self.tiles[1].step_rows), HELD_ROWS];
         let [q, k, v, dout, ..] = TensorMapConfig::all(problem, rows, BOX_COLUMNS);

@@ -1,8 +1,8 @@
-//! Gradients of attention on CUDA: which kernels a call takes, and with what argument.
-//! `docs/dev/kernels/hopper_backward.md` and `portable_backward.md` explain them.
+//! Gradients of attention on CUDA: which kernels a call runs, and their parameters. `docs/dev/kernels/hopper_backward.md`
+//! and `portable_backward.md` explain the kernels.
 //!
-//! Whichever they are, each element of the results is written once, or summed in an order that follows from shapes and
-//! lengths alone: two runs give the same bits.
+//! All strategies write each element of the results once, or add contributions in an order that depends on shapes and
+//! lengths only, so that every run gives the same bits.
 
 mod hopper;
 mod hopper_wide;
@@ -28,7 +28,7 @@ use std::rc::Rc;
 const SINKS_KERNEL: &str = "attention_bwd_sinks";
 
 impl BackwardParams {
-    /// With room for a number a query row of each head at `delta`, or null.
+    /// `delta` is memory for one f32 per query row and head, or null.
     fn new(problem: &FlashAttnVarlenBwd, device: &Device, delta: *mut f32) -> Result<Self> {
         let forward = AttentionParams::new(&problem.forward, device)?;
         for (name, tensor) in [("dout", &problem.dout), ("dq", &problem.dq), ("dk", &problem.dk), ("dv", &problem.dv)] {
@@ -51,7 +51,7 @@ impl BackwardParams {
     }
 }
 
-/// What a launch's parameter is made of.
+/// The parameter of a launch, by strategy.
 #[derive(Clone)]
 enum Parameter<'p> {
     Portable(Rc<BackwardParams>),
@@ -71,11 +71,11 @@ impl kernel_launch::Parameter for Parameter<'_> {
 
 type Launch<'p> = kernel_launch::Launch<Parameter<'p>>;
 
-/// Answers with the launches of a call, or `None` to leave it to the strategies after it; as those of
-/// [`attention`](super::attention).
+/// Returns the launches of a call, or `None` to leave it to the strategies after it, as the strategies of
+/// [`attention`](super::attention) do.
 type Strategy = for<'p> fn(&'p FlashAttnVarlenBwd, Device) -> Result<Option<Vec<Launch<'p>>>>;
 
-/// In the order in which they are asked.
+/// In the order in which they are tried.
 const STRATEGIES: [Strategy; 3] = [hopper::launches, hopper_wide::launches, portable::launches];
 
 fn launches<'p>(problem: &'p FlashAttnVarlenBwd) -> Result<Vec<Launch<'p>>> {
@@ -88,8 +88,8 @@ fn launches<'p>(problem: &'p FlashAttnVarlenBwd) -> Result<Vec<Launch<'p>>> {
     unreachable!("the portable strategy takes every call")
 }
 
-/// The launch that makes the sinks' gradients, if they are wanted, after those that make the rest. Every parameter begins
-/// with a [`BackwardParams`], which its kernel takes.
+/// The launch that computes the sinks' gradients, if the call asks for them; it runs last. Every parameter begins with the
+/// [`BackwardParams`] that its kernel reads.
 fn sinks<'p>(problem: &FlashAttnVarlenBwd, parameter: Parameter<'p>) -> Result<Option<Launch<'p>>> {
     if problem.dsinks.is_none() {
         return Ok(None);
@@ -100,14 +100,16 @@ fn sinks<'p>(problem: &FlashAttnVarlenBwd, parameter: Parameter<'p>) -> Result<O
     Ok(Some(Launch::new(SINKS_KERNEL, variant, config, parameter)))
 }
 
-/// Load the kernels that [`launch`] takes.
+/// Loads the kernels that [`launch`] runs.
 pub(crate) fn prepare(problem: &FlashAttnVarlenBwd) -> Result {
     launches(problem)?.iter().try_for_each(kernel_launch::Launch::load)
 }
 
 /// # Safety
-/// The problem's views are device memory of the current context that outlives the kernels' run, the results writable.
+/// The problem's tensors are memory of the current device that stays valid until the kernels have finished, and the results
+/// are writable.
 pub(crate) unsafe fn launch(problem: &FlashAttnVarlenBwd, stream: Stream) -> Result {
-    // SAFETY: each strategy makes the parameter of its kernels out of the problem; the caller vouches for the memory.
+    // SAFETY: each strategy pairs a kernel with a parameter of the type that it reads, made from the problem, whose memory
+    // is valid by this function's contract.
     launches(problem)?.iter().try_for_each(|launch| unsafe { launch.enqueue(stream) })
 }

@@ -1,32 +1,33 @@
-//! The kernels of attention's gradients of sm_90a.
+//! Parameters of the backward kernels of sm_90a.
 
 use super::attention_bwd::BackwardParams;
 use super::tensor_map::TensorMap;
 
-/// One sequence as the kernels see it: the queries that see some key, and the keys that some query sees. Both are counted
-/// from the first of them. Query i sees the keys from `i + shift - window_left` to `i + shift + window_right`.
+/// A sequence, reduced to the queries that attend to some key and the keys that some query attends to. Indices are relative
+/// to the first of each: query i attends to keys `i + shift - window_left` to `i + shift + window_right`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct SequencePlan {
-    /// Tiles of the sequences before it in this list, of all KV heads.
+    /// Index of its first tile: the number of tiles, over all KV heads, of the sequences before it in this list.
     pub first_tile: i32,
-    /// Row of Q.
+    /// First row of Q.
     pub first_query: i32,
     pub num_queries: i32,
-    /// Row of K and V.
+    /// First row of K and V.
     pub first_key: i32,
-    /// 0 where `num_queries` is.
+    /// 0 if `num_queries` is 0.
     pub num_keys: i32,
     pub shift: i32,
-    /// Of the sums of dQ.
+    /// Its first row tile of `dq_accum`.
     pub first_row_tile: i32,
-    /// Its first block of queries among the turns of a head.
+    /// Its first query block, counted over all sequences of the batch.
     pub first_query_block: i32,
-    /// Its number in the batch.
+    /// Its index in the batch.
     pub sequence: i32,
 }
 
-/// What `hopper_bwd_prepare` leaves for the kernels after it, besides lists.
+/// What `hopper_bwd_prepare` writes for the kernels after it, besides the lists of sequences. `next_tile` and
+/// `next_query_tile` are the tile schedulers' counters.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct BackwardPlan {
@@ -36,12 +37,12 @@ pub struct BackwardPlan {
     pub num_head_groups: i32,
 }
 
-/// The tensor maps are `[2^31, rows, 2^30 rows, head, column]`; see `RaggedRows`. A box is 64 columns of a block's rows of
-/// one head.
+/// The tensor maps are `[2^31, rows, 2^30 rows, head, column]`; see `RaggedRows`. A box has the rows of a block, one head
+/// and the columns of a swizzle atom.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct HopperBackwardParams {
-    /// `delta` is given.
+    /// `delta` is not null.
     pub base: BackwardParams,
     pub q: TensorMap,
     pub k: TensorMap,
@@ -51,28 +52,28 @@ pub struct HopperBackwardParams {
     pub dv: TensorMap,
     /// `[Hq, Tq]`
     pub lse_log2: *mut f32,
-    /// Of each of Hq heads and the first 64 columns and those that are left `[num_row_tiles, columns / 8, 32, 4]`; see
-    /// `group_sums()`.
+    /// f32 accumulators of dQ: for each of Hq heads, of the first 64 columns and then of the remaining ones,
+    /// `[num_row_tiles, columns / 8, 32, 4]`; see `dq_accum_row_tile()`.
     pub dq_accum: *mut f32,
-    /// `[Hq, num_query_blocks]`: blocks of keys whose share of dQ is in the sums.
+    /// `[Hq, num_query_blocks]`: number of key blocks whose contributions are in `dq_accum`.
     pub dq_semaphore: *mut i32,
-    /// `[B]`, in the order of tiles.
+    /// `[B]`, in tile order.
     pub sequences_by_tile: *mut SequencePlan,
-    /// `[B]`, in the order of rows.
+    /// `[B]`, in row order.
     pub sequences_by_row: *mut SequencePlan,
     pub plan: *mut BackwardPlan,
     pub num_row_tiles: i32,
-    /// Turns per head.
+    /// Query blocks per head, over all sequences.
     pub num_query_blocks: i32,
 }
 
-/// Of the kernels past 128 columns.
+/// Parameters of the kernels past 128 columns.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct HopperWideBackwardParams {
-    /// With the boxes of the kernel of dK and dV.
+    /// With the tensor maps of the kernel of dK and dV.
     pub common: HopperBackwardParams,
-    /// With the boxes of the kernel of dQ.
+    /// Tensor maps of the kernel of dQ.
     pub q: TensorMap,
     pub k: TensorMap,
     pub v: TensorMap,
