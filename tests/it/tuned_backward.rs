@@ -96,8 +96,8 @@ fn calls_without_options_agree_with_the_reference() {
 #[test]
 fn small_weights_and_large_scores_lose_nothing() {
     // With logits of -200 and less, a missing key would outweigh all others if it were not masked.
-    let numbers = [(BF16, 30.0, 0.125), (F16, 100.0, 1.0), (BF16, 300.0, 1.0), (F16, 0.0, 1.0)];
-    for ((dtype, sharpness, scale), head_dim) in numbers.into_iter().flat_map(|n| [(n, 64), (n, 192)]) {
+    let cases = [(BF16, 30.0, 0.125), (F16, 100.0, 1.0), (BF16, 300.0, 1.0), (F16, 0.0, 1.0)];
+    for ((dtype, sharpness, scale), head_dim) in cases.into_iter().flat_map(|case| [(case, 64), (case, 192)]) {
         let lengths = vec![(150, 400), (60, 60), (65, 129)];
         let spec = BatchSpec { dtypes: dtype.into(), head_dim, sharpness, lengths, ..BatchSpec::default() };
         let batch = spec.batch().with_config(|config| config.softmax_scale = scale);

@@ -31,7 +31,7 @@ struct BackwardShape : tiles::HopperBwd<kHeadDim_, LogitsTransform> {
   static constexpr int kQueryStages = 3, kDoutStages = 2;
   /// CTAs add their contributions to dQ in global memory, in a fixed order.
   static constexpr bool kAccumulatesDq = true;
-  /// Two consumer warpgroups, and one that loads and accumulates dQ.
+  /// Two compute warpgroups, and one that loads and accumulates dQ.
   static constexpr int kWarpgroups = 3, kThreads = 128 * kWarpgroups, kComputeWarps = 8;
 
   using Atom = SwizzleAtom<Config::kSwizzleColumns>;
