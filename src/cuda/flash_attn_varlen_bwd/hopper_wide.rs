@@ -1,7 +1,7 @@
 //! The strategy for Hopper past 128 columns: which calls it takes and its launches.
 //!
 //! Four launches: the plan and the row statistics; dK and dV; dQ; zeros for rows that belong to no sequence. One CTA
-//! computes all of an element of the gradients, so the workspace has no dq_accum.
+//! computes all of an element of the gradients, so the workspace has no `dq_accum`.
 
 use super::hopper::{
     THREADS, TensorMapConfig, WorkspaceLayout, build_launches, defer_params, logits_transform, max_tiles,
@@ -74,7 +74,7 @@ impl HopperWideBackward {
         let main_values = self.tiles.map(|tile| [dtype, tile.gradient, tile.head_dim, tile.logits]);
         let [keys, queries] = self.tiles;
         let blocks = self.layout.num_query_blocks * problem.forward.num_q_heads;
-        // Without dq_accum, `hopper_bwd_finish` does not depend on its head_dim.
+        // Without `dq_accum`, `hopper_bwd_finish` does not depend on its head_dim.
         let plan = if keys.dim > 192 { "256" } else { "192" };
         let steps = [
             ("hopper_bwd_prepare", prepare, &[dtype, plan][..]),

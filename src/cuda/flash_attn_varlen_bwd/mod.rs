@@ -106,8 +106,8 @@ pub(crate) fn prepare(problem: &FlashAttnVarlenBwd) -> Result {
 }
 
 /// # Safety
-/// The problem's tensors are memory of the current device that stays valid until the kernels have finished, and the results
-/// are writable.
+/// The problem's tensors are device memory of the current context that stays valid until the kernels have finished, and the
+/// results are writable.
 pub(crate) unsafe fn launch(problem: &FlashAttnVarlenBwd, stream: Stream) -> Result {
     // SAFETY: each strategy pairs a kernel with a parameter of the type that it reads, made from the problem, whose memory
     // is valid by this function's contract.
