@@ -1,7 +1,7 @@
 // Attention of ragged query rows over paged or contiguous K and V, on mma.sync and cp.async: every GPU from sm_80 on.
 //
-// In prefill, a CTA computes one tile of query rows of one KV head and streams the keys that the tile sees through
-// shared memory (include/work_tile.cuh). In decode, it computes a range of the keys of all tiles of a KV head
+// In prefill, a CTA computes one tile of query rows of one KV head and streams the keys that the tile attends to
+// through shared memory (include/work_tile.cuh). In decode, it computes a range of the keys of all tiles of a KV head
 // (include/work_partition.cuh). docs/dev/kernels explains the design.
 //
 // Compiled once for each combination of
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   if constexpr (Shape::kSplitsKeys) {
     const xa::WorkRangeIndex index = {static_cast<int32_t>(blockIdx.y), static_cast<int32_t>(gridDim.y)};
     if constexpr (Shape::kAppendsKv) {
-      // Stores come first: they take longer while the first keys are loaded, and still longer at the end.
+      // New tokens are stored first: while the first keys are being loaded, or after the attention, stores take longer.
       if (xa::has_new_tokens(params)) xa::store_new_tokens<Shape, Stored>(params, blockIdx.x, index);
     }
     const uint32_t rings = xa::ptx::shared_address(shared) + Shape::kRingsOffset;

@@ -102,20 +102,20 @@ class KeyGradients {
     const int32_t count = segment_.columns.end - first;
     const QueryBlock block(params_.forward, segment_.tile.first_token, first, segment_.kv_head);
     fetch_queries<T, Shape, Shape::kBlock>(params_, block, count, queries(stage), queries(stage) + Shape::kBlockBytes);
-    const int32_t mine = ptx::thread();
-    if (mine < Shape::kBlock && mine < count) {
-      QueryRowStats& row = row_stats(stage)[mine];
-      const int32_t head = block.head(mine);
-      const int64_t index = static_cast<int64_t>(head) * params_.forward.num_tokens + block.token(mine);
+    const int32_t index_in_block = ptx::thread();
+    if (index_in_block < Shape::kBlock && index_in_block < count) {
+      QueryRowStats& row = row_stats(stage)[index_in_block];
+      const int32_t head = block.head(index_in_block);
+      const int64_t index = static_cast<int64_t>(head) * params_.forward.num_tokens + block.token(index_in_block);
       ptx::cp_async_4(ptx::shared_address(&row.negative_lse), params_.forward.lse + index);
       if (params_.delta != nullptr) {
         ptx::cp_async_4(ptx::shared_address(&row.delta), params_.delta + index);
       } else {
-        row.delta = delta_of<T, 1>(params_, block.token(mine), head);
+        row.delta = delta_of<T, 1>(params_, block.token(index_in_block), head);
       }
       if constexpr (LogitsTransform::kTransforms) {
         row.negative_slope = negative_slope(params_.forward, segment_.tile.sequence, head);
-        row.position = block.rows.query(mine) + Visibility(params_.forward, segment_.tile).shift;
+        row.position = block.rows.query(index_in_block) + Visibility(params_.forward, segment_.tile).shift;
       }
     }
     ptx::cp_async_commit();
@@ -124,10 +124,10 @@ class KeyGradients {
   /// Waits for this thread's copies and converts the lse of its row; rows past the last one get probabilities of 0.
   __device__ __forceinline__ void wait_for(int32_t first, int stage) const {
     ptx::cp_async_wait<0>();
-    const int32_t mine = ptx::thread();
-    if (mine >= Shape::kBlock) return;
-    QueryRowStats& row = row_stats(stage)[mine];
-    if (mine < segment_.columns.end - first) {
+    const int32_t index_in_block = ptx::thread();
+    if (index_in_block >= Shape::kBlock) return;
+    QueryRowStats& row = row_stats(stage)[index_in_block];
+    if (index_in_block < segment_.columns.end - first) {
       row.negative_lse = negative_lse(row.negative_lse);
     } else {
       row = {-INFINITY, 0.0f, 0.0f, 0};

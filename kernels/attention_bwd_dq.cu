@@ -139,10 +139,10 @@ class QueryGradients {
     const int32_t warp_row = row_warp() * Shape::kWarpRows;
     const int32_t own_chunk = chunk + (Shape::kExchanges ? column_warp() * Shape::kChunk : 0);
     const uint32_t rows = base_ + warp_row * Rows::kPitch, douts = rows + Shape::kHeldBytes;
-    const uint32_t of_keys = keys(stage) + own_chunk * Rows::kPitch, values = of_keys + Shape::kBlockBytes;
+    const uint32_t chunk_keys = keys(stage) + own_chunk * Rows::kPitch, chunk_values = chunk_keys + Shape::kBlockBytes;
     Scores p, ds;
-    multiply_rows<T, Rows, kSteps>(p, rows, of_keys);
-    multiply_rows<T, Rows, kSteps>(ds, douts, values);
+    multiply_rows<T, Rows, kSteps>(p, rows, chunk_keys);
+    multiply_rows<T, Rows, kSteps>(ds, douts, chunk_values);
     const int32_t column = first + own_chunk;
     const QueryRowStats* const stats = row_stats() + warp_row;
     p_and_ds<T, false, LogitsTransform>(p, ds, params_.forward, stats, column);
@@ -151,8 +151,8 @@ class QueryGradients {
       const auto columns_of = [&](int32_t row) {
         const Visibility visibility(params_.forward, segment_.tile);
         const int32_t position = stats[row].position, query = position - visibility.shift;
-        const ColumnRange seen = {visibility.begin(query), visibility.end(query)};
-        return position != kNoPosition && seen.begin < seen.end ? seen : ColumnRange{0, 0};
+        const ColumnRange visible = {visibility.begin(query), visibility.end(query)};
+        return position != kNoPosition && visible.begin < visible.end ? visible : ColumnRange{0, 0};
       };
       mask(p, ds, columns_of, column);
     }
@@ -165,7 +165,7 @@ class QueryGradients {
       using Shared = SharedOperand<Shape::kBlock, Shape::kExchangePitch>;
       accumulate<T, Columns>(dq_, Shared(from), keys(stage), first_chunk);
     } else {
-      accumulate<T, Columns>(dq_, RegisterOperand<T, kTiles, kBlocks>{ds}, of_keys, first_chunk);
+      accumulate<T, Columns>(dq_, RegisterOperand<T, kTiles, kBlocks>{ds}, chunk_keys, first_chunk);
     }
   }
 

@@ -1,7 +1,7 @@
 // The combine kernel of split-KV: merges the partials of the tiles that a decode launch has split, and writes out and
 // lse (include/work_partition.cuh).
 //
-// The decode launch leaves a SplitRecord for every boundary between work ranges (include/partial_rows.cuh). For each
+// The decode launch writes a SplitRecord for every boundary between work ranges (include/partial_rows.cuh). For each
 // record there is one CTA per KV head; those whose boundaries split the same tile divide its rows between them.
 // Partials are merged in the order of their keys.
 //

@@ -1,6 +1,6 @@
 // Prefill and decode of one batch in one launch on Hopper: some CTAs decode first (include/decode.cuh), with all of
-// their warps, and then join the others in prefill (include/hopper/prefill.cuh). The CTAs derive their number from the
-// batch (include/hopper/fused.cuh). docs/dev/kernels/hopper_fused.md explains the design.
+// their warps, and then join the others in prefill (include/hopper/prefill.cuh). Each CTA computes from the batch how
+// many CTAs decode (include/hopper/fused.cuh). docs/dev/kernels/hopper_fused.md explains the design.
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16

@@ -50,7 +50,7 @@ __device__ __forceinline__ void for_row_of_thread(const RowPartition& partition,
     body(static_cast<int32_t>(row), thread);
 }
 
-/// The slot of a row, and the slot of one of the kLookAhead rows after it: each lane has another one.
+/// The slot of a row, and the slot of one of the kLookAhead rows after it, a different one in each lane.
 struct RowSlot {
   int64_t own;
   int64_t later;  // -1 past the last row

@@ -15,7 +15,7 @@
 namespace xa {
 
 /// The first key of the warp's first block. Blocks start at multiples of kKeys of the sequence, whichever keys the tile
-/// sees, and block b belongs to warp b % kKeyWarps.
+/// attends to, and block b belongs to warp b % kKeyWarps.
 template <typename Shape>
 __device__ __forceinline__ int32_t first_block_key(const KeyRange& keys) {
   const int32_t block = keys.begin / Shape::kKeys, warp = threadIdx.x / 32;
@@ -76,7 +76,7 @@ class DecodeLoop {
     ptx::cp_async_wait<kStages - 1>();
     __syncwarp();
   }
-  /// Waits for the blocks of a stage, which begin at `key`, and puts new tokens in their places.
+  /// Waits for the blocks of a stage, which begin at `key`, and writes new tokens to their rows.
   __device__ __forceinline__ void wait_for_blocks(int32_t stage, int32_t key) const {
     if constexpr (Shape::kAppendsKv) {
       const bool has_some = has_new_tokens(params_) && key + Shape::kKeys > first_new_key(work_.tile);

@@ -6,8 +6,8 @@
 //     e4m3fn  s eeee mmm            shifted right by one below its sign: an f16 that is the number divided by 2^8,
 //             s 0eeee mmm           also if it is subnormal
 //
-// e4m3fn has conversion instructions from sm_89 on; the shift serves older GPUs. The host multiplies the division by
-// 2^8 back through the factors of AttentionParams.
+// e4m3fn has conversion instructions from sm_89 on; the shift serves older GPUs. The host compensates for
+// the division by 2^8 in the factors of AttentionParams.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,7 @@ __device__ __forceinline__ uint32_t shift_e4m3(uint32_t codes) {
   return x | ((x + 0x00800080u) & 0x40004000u);
 }
 
-/// Four f16 from four bytes.
+/// Four f16, two per register.
 struct TwoPairs {
   uint32_t first;
   uint32_t second;

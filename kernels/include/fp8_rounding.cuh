@@ -55,7 +55,7 @@ struct Fp8Rounding {
   /// |x| clamped, scaled by kScale and rounded to the mantissa of the format.
   static __device__ __forceinline__ float magnitude(float x) {
     const float size = fabsf(x) * kScale;
-    // A NaN stays one.
+    // A NaN stays a NaN.
     const float clamped = size > kLargest ? kLargest : size;
     constexpr uint32_t kSmallestNormal = (127u - 14u) << 23;
     const float power = __uint_as_float(max(__float_as_uint(clamped) & 0x7f800000u, kSmallestNormal));

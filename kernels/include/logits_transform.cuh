@@ -1,10 +1,9 @@
 // Logits transforms: what is applied to q . k before the mask and the softmax. A transform has
 //
-//   factor(params, kv_head)              WorkTile::score_factor of a KV head
-//   apply(scores, work, row, key)        transforms a 16-row tile from row `row` of the work tile, and the block of
-//   keys
-//                                        from `key` on
-//   log2_unit()                          times a transformed score is a logit in base 2
+//   factor(params, kv_head)        WorkTile::score_factor of a KV head
+//   apply(scores, work, row, key)  transforms the scores of 16 rows from row `row` of the work tile on, and of the
+//                                  block of keys from `key` on
+//   log2_unit()                    the factor from transformed scores to logits in base 2
 #pragma once
 
 #include "element.cuh"

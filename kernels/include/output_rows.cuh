@@ -16,7 +16,7 @@
 
 namespace xa {
 
-/// Writes the rows of one tile. They are of type T, or with `kChoosesType` bf16 if AttentionParams::out_is_bf16.
+/// Writes the rows of one tile. Their type is T, or bf16 with `kChoosesType` and AttentionParams::out_is_bf16.
 template <typename T, bool kChoosesType>
 class RowWriter {
  public:
@@ -89,7 +89,7 @@ __device__ __forceinline__ void write_warp_rows(const AttentionParams& params, c
   using Grid = LaneGrid<Shape::kQueryRowBytes>;
   constexpr int kElements = 16 / sizeof(T);
   const int32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  // The query rows are here until all lanes have read them.
+  // `staging` holds the query rows, which all lanes must have read.
   __syncwarp();
 #pragma unroll
   for (int tile = 0; tile < Shape::kRowTiles; ++tile) {
@@ -151,7 +151,7 @@ __device__ __forceinline__ LiveRows live_rows(const AttentionParams& params, boo
   return live;
 }
 
-/// Clears the rows before the first sequence and past the last one: all padding rows there are without seqused_q. A CTA
+/// Clears the rows before the first sequence and past the last one. Without seqused_q these are all padding rows. A CTA
 /// clears one row at a time.
 template <typename T, int kThreads>
 __device__ __forceinline__ void clear_outer_padding_rows(const AttentionParams& params, const LiveRows& live,

@@ -39,7 +39,7 @@ struct LaneGrid {
   }
 };
 
-/// Page of a token and its offset within the page. Which token a lane looks up is the caller's choice.
+/// Page of a token and its offset within the page.
 struct TokenSlot {
   int32_t page;
   int32_t offset;
@@ -54,7 +54,7 @@ struct Interval {
   }
 };
 
-/// The slot of key `token` of the work tile's sequence. Contiguous keys are one page without an end.
+/// The slot of key `token` of the work tile's sequence. Contiguous keys are a single page of unlimited size.
 __device__ __forceinline__ TokenSlot slot_of(const AttentionParams& params, const WorkTile& work, int32_t token) {
   if (params.block_table == nullptr) return TokenSlot{0, work.tile.start_k + token};
   const uint32_t index = static_cast<uint32_t>(token) / static_cast<uint32_t>(params.page_size);
@@ -112,8 +112,8 @@ class RowLoader {
     } else {
 #pragma unroll 4
       for (int r = 0; r < kKeys; r += Grid::kRowsPerStep) {
-        const int64_t of_row = __shfl_sync(~0u, offset, r + grid.row);
-        copy_row(grid, dim, destination + r * kPitch, head + of_row, visible.holds(first + grid.row + r));
+        const int64_t row_offset = __shfl_sync(~0u, offset, r + grid.row);
+        copy_row(grid, dim, destination + r * kPitch, head + row_offset, visible.holds(first + grid.row + r));
       }
     }
   }

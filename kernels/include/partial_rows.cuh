@@ -37,7 +37,7 @@ struct PartialState {
 };
 
 /// The factor that rescales a state with maximum `max` to the maximum `largest`; exactly 1 if they are equal. Both are
-/// -inf before any key was seen, and their difference would be NaN.
+/// -inf before the first visible key, and their difference would be NaN.
 __device__ __forceinline__ float merge_weight(float max, float largest, float log2_unit) {
   return largest == -INFINITY ? 1.0f : ptx::exp2_approx(__fmul_rn(max - largest, log2_unit));
 }

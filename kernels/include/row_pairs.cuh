@@ -147,11 +147,11 @@ class PairLoader {
     // With 32 chunks per row or a multiple, a whole step belongs to K or to V.
     const bool is_value = kChunks % 32 == 0 ? 32 * step >= kChunks : chunk >= kChunks;
     const KvSource& source = is_value ? params_.v : params_.k;
-    const int32_t of_row = chunk - (is_value ? kChunks : 0);
-    const int32_t left = (is_value ? params_.value_dim : params_.head_dim) - of_row * kElements;
+    const int32_t row_chunk = chunk - (is_value ? kChunks : 0);
+    const int32_t left = (is_value ? params_.value_dim : params_.head_dim) - row_chunk * kElements;
     const T* const head = static_cast<const T*>(source.base) + work_.kv_head * source.head_stride;
     return Side{
-        head + (left > 0 ? of_row * kElements : 0),          source.page_stride, source.token_stride, of_row, left,
+        head + (left > 0 ? row_chunk * kElements : 0),       source.page_stride, source.token_stride, row_chunk, left,
         is_value ? static_cast<uint32_t>(kValuesOffset) : 0u};
   }
 

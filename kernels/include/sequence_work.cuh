@@ -14,7 +14,7 @@ struct SequenceWork {
   QoTile tile;      // first_row and num_rows are not set
   StartMaxima end;  // where the next sequence starts
   int32_t num_tiles;
-  int32_t chunks;  // of each tile: those with keys that any row of the sequence sees, at least 1
+  int32_t chunks;  // of each tile: those with keys that any row of the sequence attends to, at least 1
   int32_t first_chunk;
 
   __device__ __forceinline__ int64_t work() const { return static_cast<int64_t>(num_tiles) * chunks; }
@@ -40,8 +40,8 @@ struct SequenceWork {
   }
 };
 
-/// Loads adjacent sequences, from `first` on; `raise` may change their starts. Returns whether the starts of those
-/// below `num_seqs` then ascend.
+/// Loads adjacent sequences, from `first` on; `raise` may change their starts. Returns whether the starts of
+/// the sequences below `num_seqs` then ascend.
 template <int kCount, int kRows, int kKvChunkKeys, typename Raise>
 __device__ __forceinline__ bool load_sequences(const AttentionParams& params, int32_t first, int32_t num_seqs,
                                                SequenceWork<kRows, kKvChunkKeys> (&sequences)[kCount],

@@ -1,5 +1,5 @@
 // Layouts of rows of K and V in shared memory. In each of them the 16-byte chunks of eight adjacent rows at one column
-// are in different banks, as ldmatrix wants them.
+// are in different banks, so ldmatrix has no bank conflicts.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ struct SwizzledRows {
   }
 
  private:
-  /// Chunks are permuted within so many bytes: the largest power of two up to 128 that divides the row.
+  /// Chunks are permuted within groups of this many bytes: the largest power of two up to 128 that divides the row.
   static constexpr int kSwizzleBytes = kBytes % 128 == 0 ? 128 : kBytes % 64 == 0 ? 64 : 32;
   static constexpr int kSwizzleChunks = kSwizzleBytes / 16, kRowsPerLine = 128 / kSwizzleBytes;
   static_assert(kBytes % kSwizzleBytes == 0);

@@ -120,10 +120,10 @@ struct RowResult {
   float lse;  // natural logarithm of the sum of exp(logit)
 };
 
-/// The result of a row's state, be it one warp's or merged from the states of disjoint keys. `log2_unit` times a score,
-/// and so times `max`, is a logit in base 2. `sink` is the logit of one more column, whose value is 0; -inf for none. A
-/// row without a visible key has sum 0 and gets 0 and the sink. A NaN stays a NaN. Every operation is explicit (no
-/// contraction by the compiler), so all kernels compute the same bits.
+/// The result of a row's state, be it one warp's or merged from the states of disjoint keys. Scores, and `max` with
+/// them, times `log2_unit` are logits in base 2. `sink` is the logit of one more column, whose value is 0; -inf for
+/// none. A row without a visible key has sum 0 and gets 0 and the sink. A NaN stays a NaN. Every operation is explicit
+/// (no contraction by the compiler), so all kernels compute the same bits.
 __device__ __forceinline__ RowResult finish_row(float max, float sum, float log2_unit, float sink, float v_scale) {
   constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
   if (sum == 0.0f) return RowResult{0.0f, sink};

@@ -27,7 +27,7 @@ struct KvSplit {
 
   int64_t range_chunks;           // of a work range, before its boundaries move
   int32_t min_chunks;             // of a split
-  int32_t max_unsplit_chunks;     // tiles of up to so many chunks are never split
+  int32_t max_unsplit_chunks;     // tiles of at most this many chunks are never split
   int32_t num_ranges;             // work ranges per KV head
   int32_t max_fixed_splits;       // batch_invariant: maximum fixed-size splits per tile; else 0
   int32_t min_fixed_split_shift;  // batch_invariant: log2 of the minimum chunks of a fixed-size split

@@ -7,7 +7,8 @@
 //     instruction's columns   0 1 | 2 3 | 4 5 | 6 7  ||  8 9 | 10 11 | 12 13 | 14 15
 //     columns of Q and K      0 1 | 4 5 | 8 9 |12 13 ||  2 3 |  6  7 | 10 11 | 14 15
 //
-// Of V, the accumulators of two adjacent blocks of 8 columns hold the even and the odd ones of 16 columns.
+// In the product with V, of each two adjacent accumulators of 8 columns the first holds the even and the second the odd
+// ones of 16 columns of O.
 #pragma once
 
 #include <cstdint>

@@ -95,7 +95,7 @@ class MergedRows {
 template <typename Shape, typename Writer, typename State>
 __device__ __forceinline__ void store_result(const AttentionParams& params, const WorkTile& work, const Writer& writer,
                                              const State& state, uint8_t* shared, float log2_unit) {
-  constexpr int kFours = Shape::kHeadDim / 4;
+  constexpr int kRowVectors = Shape::kHeadDim / 4;  // float4
   const WarpStates<Shape> warps(shared);
   warps.store(state);
   __syncthreads();
@@ -104,8 +104,8 @@ __device__ __forceinline__ void store_result(const AttentionParams& params, cons
   const PartialRows partial(params.partial, work.kv_head);
   const bool merges_into = range.merges != 0 && range.work_tile_index > 0;
   const bool stays = range.merges != 0 && !range.is_last_work_tile();
-  for (int32_t item = threadIdx.x; item < work.tile.num_rows * kFours; item += Shape::kThreads) {
-    const int32_t row = item / kFours, column = item % kFours * 4;
+  for (int32_t item = threadIdx.x; item < work.tile.num_rows * kRowVectors; item += Shape::kThreads) {
+    const int32_t row = item / kRowVectors, column = item % kRowVectors * 4;
     if (column >= params.value_dim) continue;
     PartialState part = warps.merged(row, column, log2_unit);
     if (merges_into) part = merged.with(part, row, column, log2_unit);

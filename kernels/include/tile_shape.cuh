@@ -6,10 +6,10 @@
 // decode_8warps: decode with 8 warps, for GPUs that give a CTA 163 KB of shared memory.
 // fused:         decode in the CTAs of Hopper's prefill (hopper/fused.cuh).
 //
-// Shared memory: the query rows, each followed by 16 unused bytes, then per ring (one of the CTA, or one a warp)
-// kStages blocks of K and as many of V (shared_rows.cuh); at the end of a work tile in decode the warps' states replace
-// them. Behind them lies what outlives a work tile: the CTA's WorkTile, in decode its WorkRange, in fused the barriers
-// of boxes.
+// Shared memory: the query rows, each followed by 16 unused bytes, then the rings (one per CTA in prefill, one per warp
+// in decode), each of kStages blocks of K and as many of V (shared_rows.cuh). At the end of a work tile in decode, the
+// warps' states replace both. What outlives a work tile follows: the CTA's WorkTile; in decode its WorkRange; with fp8
+// the factors of the query rows; in fused the rings' mbarriers; with batch_invariant the merged rows.
 #pragma once
 
 #include <cstdint>
@@ -51,31 +51,31 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr int kRingsOffset = kLoadsByTma ? (kQueryBytes + 1023) / 1024 * 1024 : kQueryBytes;
   static constexpr int kStreamBytes = kRingsOffset + kRings * kRingBytes;
 
-  /// Merging key warps: f32 rows with 4 spare columns, then (max, sum) of each row and warp. Takes the place of the
-  /// above.
+  /// The warps' states in decode: f32 rows with 4 spare columns, then (max, sum) of each row and warp. They replace
+  /// query rows and rings.
   static constexpr int kWarpStatesPitch = kHeadDim + 4;
   static constexpr int kWarpStatesBytes = kSplitsKeys ? Config::kKeyWarps * kRows * (kWarpStatesPitch + 2) * 4 : 0;
 
   static constexpr int kWorkTileOffset = kStreamBytes > kWarpStatesBytes ? kStreamBytes : kWarpStatesBytes;
-  /// Where its WorkRange lies, the factors of its rows (fp8: query_rows.cuh), and what batch_invariant asks for beyond:
-  /// the merged rows (tile_result.cuh).
   static constexpr int kWorkRangeOffset = kWorkTileOffset + static_cast<int>(sizeof(WorkTile));
+  /// Factors of the query rows (query_rows.cuh).
   static constexpr int kFactorsOffset = kWorkRangeOffset + (kSplitsKeys ? static_cast<int>(sizeof(WorkRange)) : 0);
-  /// Barriers of boxes, one for each stage of each ring.
+  /// One mbarrier for each stage of each ring.
   static constexpr int kBarriersOffset = kFactorsOffset + (kIsFp8 ? 4 * kRows : 0);
+  /// MergedRows (tile_result.cuh): only launches with batch_invariant have this memory.
   static constexpr int kMergedRowsOffset = kBarriersOffset + (kLoadsByTma ? kRings * 8 * Config::kStages : 0);
   static constexpr int kMergedRowsBytes = kSplitsKeys ? kRows * kHeadDim * 4 + 2 * kRows * 8 : 0;
 
-  static constexpr int kMostKilobytes =
+  static constexpr int kMaxKilobytes =
       std::is_same_v<Shape, tiles::shape_fused> ? 227 : (std::is_same_v<Shape, tiles::shape_decode_8warps> ? 163 : 99);
   static_assert(Config::kRowWarps == 1 || Config::kKeyWarps == 1, "warps divide either rows or keys");
   static_assert(Config::kSharedBytes == kMergedRowsOffset + (kLoadsByTma ? 1024 : 0),
-                "shared_bytes in variants.toml is what the launch asks for, boxes being aligned to 1024 bytes");
+                "shared_bytes in variants.toml is what the launch asks for; TMA boxes are aligned to 1024 bytes");
   static_assert(Config::kSharedBytes % 16 == 0, "merged rows are stored as float4");
   static_assert(!kLoadsByTma || (kBarriersOffset % 8 == 0 && kBarriersOffset >= kWarpStatesBytes),
-                "barriers take 8 bytes and lie behind the warps' states");
+                "mbarriers are aligned to 8 bytes and lie past the warps' states");
   static_assert(kRingsOffset % 128 == 0, "rings begin at a multiple of 128 bytes");
-  static_assert(Config::kSharedBytes + kMergedRowsBytes <= kMostKilobytes * 1024,
+  static_assert(Config::kSharedBytes + kMergedRowsBytes <= kMaxKilobytes * 1024,
                 "sm_86, sm_89 and sm_120 give a CTA 99 KB, sm_80 163, sm_90 227");
 };
 

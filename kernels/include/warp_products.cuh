@@ -65,22 +65,23 @@ __device__ __forceinline__ void multiply_rows(float (&scores)[kTiles][kBlocks][4
   if constexpr (!Element<T>::kIs16Bit) clear(corrections);
 #pragma unroll(kUnroll)
   for (int step = 0; step < kSteps; ++step) {
-    uint32_t of_a[kTiles][4];
+    uint32_t a_fragments[kTiles][4];
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) a.get(of_a[tile], step, tile);
+    for (int tile = 0; tile < kTiles; ++tile) a.get(a_fragments[tile], step, tile);
 #pragma unroll
     for (int pair = 0; pair < kBlocks / 2; ++pair) {
-      uint32_t of_b[4];
-      ptx::ldmatrix_x4(of_b, Rows::moved(from_b, 16 * pair, 2 * step));
+      uint32_t b_fragments[4];
+      ptx::ldmatrix_x4(b_fragments, Rows::moved(from_b, 16 * pair, 2 * step));
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int block = 2 * pair + half;
           if constexpr (Element<T>::kIs16Bit) {
-            Element<T>::mma(scores[tile][block], of_a[tile], of_b[2 * half], of_b[2 * half + 1]);
+            Element<T>::mma(scores[tile][block], a_fragments[tile], b_fragments[2 * half], b_fragments[2 * half + 1]);
           } else {
-            split_mma(scores[tile][block], corrections[tile][block], of_a[tile], of_b[2 * half], of_b[2 * half + 1]);
+            split_mma(scores[tile][block], corrections[tile][block], a_fragments[tile], b_fragments[2 * half],
+                      b_fragments[2 * half + 1]);
           }
         }
       }
@@ -137,17 +138,17 @@ __device__ __forceinline__ void accumulate(float (&output)[kTiles][kColumnTiles]
     const uint32_t from = b + Rows::offset(lane % 16, first_chunk + lane / 16);
 #pragma unroll
     for (int step = 0; step < OperandA::kRows / 16; ++step) {
-      uint32_t of_a[kTiles][4];
+      uint32_t a_fragments[kTiles][4];
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) a.get(of_a[tile], tile, step);
+      for (int tile = 0; tile < kTiles; ++tile) a.get(a_fragments[tile], tile, step);
 #pragma unroll
       for (int pair = 0; pair < kColumnTiles / 2; ++pair) {
-        uint32_t of_b[4];
-        ptx::ldmatrix_x4_trans(of_b, Rows::moved(from, 16 * step, 2 * pair));
+        uint32_t b_fragments[4];
+        ptx::ldmatrix_x4_trans(b_fragments, Rows::moved(from, 16 * step, 2 * pair));
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
-          Element<T>::mma(output[tile][2 * pair], of_a[tile], of_b[0], of_b[1]);
-          Element<T>::mma(output[tile][2 * pair + 1], of_a[tile], of_b[2], of_b[3]);
+          Element<T>::mma(output[tile][2 * pair], a_fragments[tile], b_fragments[0], b_fragments[1]);
+          Element<T>::mma(output[tile][2 * pair + 1], a_fragments[tile], b_fragments[2], b_fragments[3]);
         }
       }
     }
@@ -166,9 +167,9 @@ __device__ __forceinline__ void accumulate(float (&output)[kTiles][kColumnTiles]
         const uint32_t b1 = __float_as_uint(ptx::load_shared_f32(Rows::moved(second, 8 * step, 2 * column)));
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
-          uint32_t of_a[4];
-          a.get(of_a, tile, step);
-          split_mma(big[tile][0], small[tile][0], of_a, b0, b1);
+          uint32_t a_fragments[4];
+          a.get(a_fragments, tile, step);
+          split_mma(big[tile][0], small[tile][0], a_fragments, b0, b1);
         }
       }
 #pragma unroll

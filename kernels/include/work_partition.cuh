@@ -167,9 +167,9 @@ class WorkPartitioner {
     PrefixSum<Sum> sum = {inclusive - mine, 0, __syncthreads_and(flag) != 0};
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      const Sum of_warp = static_cast<Sum>(totals[w]);
-      if (w < warp) sum.before += of_warp;
-      sum.total += of_warp;
+      const Sum warp_total = static_cast<Sum>(totals[w]);
+      if (w < warp) sum.before += warp_total;
+      sum.total += warp_total;
     }
     return sum;
   }
@@ -219,8 +219,8 @@ class WorkPartitioner {
   __device__ __forceinline__ Sequence sequence(int i) const {
     Sequence chosen = sequences_[0];
 #pragma unroll
-    for (int other = 1; other < kPerThread; ++other) {
-      if (i == other) chosen = sequences_[other];
+    for (int j = 1; j < kPerThread; ++j) {
+      if (i == j) chosen = sequences_[j];
     }
     return chosen;
   }

@@ -1,6 +1,6 @@
 // A CTA's work range of a decode launch (work_partition.cuh), and the iteration over its work tiles.
 //
-// A work tile is what the CTA computes in one go: a whole tile, a split of a tile, or with batch_invariant one
+// A work tile is what the CTA computes at a time: a whole tile, a split of a tile, or with batch_invariant one
 // fixed-size split.
 #pragma once
 

@@ -1,9 +1,9 @@
-// The work of a CTA: a tile of query rows and the keys that they see. The host does not know lengths, so every CTA
-// finds its tile by a scan over cu_seqlens_q.
+// The work of a CTA: a tile of query rows and the keys that they attend to. The host does not know lengths, so every
+// CTA finds its tile by a scan over cu_seqlens_q.
 //
 // Packed GQA: the query rows of a sequence and one KV head are packed, row r being query r / group of head r % group of
 // the group. A tile is up to kRows adjacent packed rows of one sequence. Tiles are numbered over the sequences; within
-// a sequence the last rows come first, because under a causal mask they see the most keys.
+// a sequence the last rows come first, because under a causal mask they attend to the most keys.
 //
 // Metadata is untrusted. Lengths are clamped to the operands' sizes. Starts are clamped to [0, Tq], those of contiguous
 // keys to [0, Tk], and then replaced by their running maximum. Sequences therefore never overlap, and the grid has a
@@ -29,7 +29,7 @@ struct QoTile {
   int32_t num_rows;
 };
 
-/// The keys of a tile: some row sees [begin, end), every row sees [common_begin, common_end).
+/// The keys of a tile: some row attends to each of [begin, end), every row to all of [common_begin, common_end).
 struct KeyRange {
   int32_t begin;
   int32_t end;
@@ -147,9 +147,9 @@ struct Metadata {
   /// Whether sequence `i` ends where it starts or later.
   __device__ __forceinline__ bool ascends(const AttentionParams& params, int i) const {
     // Without a branch, which would diverge.
-    const int32_t least =
+    const int32_t min_length =
         min(starts[i + 1] - starts[i], has_contiguous_keys(params) ? starts_k[i + 1] - starts_k[i] : 0);
-    return least >= 0;
+    return min_length >= 0;
   }
   __device__ __forceinline__ int32_t len_q(int i) const { return query_count(starts[i + 1] - starts[i], used[i]); }
   __device__ __forceinline__ KeyMetadata keys(int i) const {
@@ -180,13 +180,13 @@ struct Metadata {
     for (int i = 1; i <= kCount; ++i) list[i] = largest = max(largest, list[i]);
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-      // __shfl_up_sync returns a lane's own value if there is no lane so far below it.
+      // __shfl_up_sync returns a lane's own value if no lane is `distance` below it.
       largest = max(largest, __shfl_up_sync(~0u, largest, distance));
     }
-    const int32_t of_lanes = __shfl_up_sync(~0u, largest, 1);
-    const int32_t least = lane > 0 ? max(of_lanes, before) : before;
+    const int32_t lower_lanes = __shfl_up_sync(~0u, largest, 1);
+    const int32_t lower_bound = lane > 0 ? max(lower_lanes, before) : before;
 #pragma unroll
-    for (int32_t& start : list) start = max(start, least);
+    for (int32_t& start : list) start = max(start, lower_bound);
     return max(__shfl_sync(~0u, largest, 31), before);
   }
 };
@@ -264,7 +264,7 @@ struct RowMap {
   __device__ __forceinline__ int32_t head(int32_t row) const { return head_base + rows.head(row); }
 };
 
-/// The keys [begin, end) that a query of a sequence sees, within [leftpad_k, len_k).
+/// The keys [begin, end) that a query of a sequence attends to, within [leftpad_k, len_k).
 struct Visibility {
   int32_t shift;  // query i is at the position of key i + shift
   int32_t leftpad_k;
@@ -405,7 +405,7 @@ class SequenceSearch {
     if (ascends_) {
       bisect(token);
     } else {
-      scan_on(token);
+      continue_scan(token);
     }
     const int32_t b = next_ - 1;
     if (b < 0 || b >= num_seqs_) return false;
@@ -424,7 +424,7 @@ class SequenceSearch {
     if (begin >= 0) start_ = start_of(params_, begin);
   }
   /// The same for starts that do not ascend, on their running maximum. Continues from the previous call.
-  __device__ __forceinline__ void scan_on(int32_t token) {
+  __device__ __forceinline__ void continue_scan(int32_t token) {
 #pragma unroll 1
     for (; next_ <= num_seqs_; ++next_) {
       const int32_t start = start_of(params_, next_);

@@ -24,22 +24,24 @@ __device__ __forceinline__ void multiply_rows(float (&scores)[kTiles][kBlocks][4
   // f32 is unrolled less, because ptxas would otherwise load more fragments ahead than there are registers for.
 #pragma unroll(Element<T>::kIs16Bit ? 16 : 2)
   for (int step = 0; step < kSteps; ++step) {
-    uint32_t of_a[kTiles][4];
+    uint32_t a_fragments[kTiles][4];
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) ptx::ldmatrix_x4(of_a[tile], Rows::moved(from_a, 16 * tile, 2 * step));
+    for (int tile = 0; tile < kTiles; ++tile)
+      ptx::ldmatrix_x4(a_fragments[tile], Rows::moved(from_a, 16 * tile, 2 * step));
 #pragma unroll
     for (int pair = 0; pair < kBlocks / 2; ++pair) {
-      uint32_t of_b[4];
-      ptx::ldmatrix_x4(of_b, Rows::moved(from_b, 16 * pair, 2 * step));
+      uint32_t b_fragments[4];
+      ptx::ldmatrix_x4(b_fragments, Rows::moved(from_b, 16 * pair, 2 * step));
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int block = 2 * pair + half;
           if constexpr (Element<T>::kIs16Bit) {
-            Element<T>::mma(scores[tile][block], of_a[tile], of_b[2 * half], of_b[2 * half + 1]);
+            Element<T>::mma(scores[tile][block], a_fragments[tile], b_fragments[2 * half], b_fragments[2 * half + 1]);
           } else {
-            split_mma(scores[tile][block], corrections[tile][block], of_a[tile], of_b[2 * half], of_b[2 * half + 1]);
+            split_mma(scores[tile][block], corrections[tile][block], a_fragments[tile], b_fragments[2 * half],
+                      b_fragments[2 * half + 1]);
           }
         }
       }

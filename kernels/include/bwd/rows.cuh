@@ -81,10 +81,10 @@ __device__ __forceinline__ void fetch_queries(const BackwardParams& params, cons
     const int64_t token = block.first_token + query;
     const int64_t head =
         block.head_base + block.rows.first_head + from - (query - block.rows.first_query) * block.rows.group;
-    const T* const of_q = q + token * params.forward.q_token_stride + head * params.forward.q_head_stride;
-    const T* const of_dout = dout + token * params.dout_token_stride + head * params.dout_head_stride;
-    fetch_row<Grid, typename Shape::Rows>(queries, row, of_q, exists ? params.forward.head_dim : 0);
-    fetch_row<Grid, typename Shape::Rows>(douts, row, of_dout, exists ? params.forward.value_dim : 0);
+    const T* const q_row = q + token * params.forward.q_token_stride + head * params.forward.q_head_stride;
+    const T* const dout_row = dout + token * params.dout_token_stride + head * params.dout_head_stride;
+    fetch_row<Grid, typename Shape::Rows>(queries, row, q_row, exists ? params.forward.head_dim : 0);
+    fetch_row<Grid, typename Shape::Rows>(douts, row, dout_row, exists ? params.forward.value_dim : 0);
   }
 }
 
@@ -94,18 +94,18 @@ __device__ __forceinline__ void fetch_keys(const BackwardParams& params, int32_t
                                            uint32_t keys, uint32_t values) {
   using Grid = ThreadGrid<T, Shape::kHeadDim, Shape::kThreads>;
   const Grid grid;
-  const KvSource &of_k = params.forward.k, &of_v = params.forward.v;
-  const T* const k = static_cast<const T*>(of_k.base) + kv_head * of_k.head_stride;
-  const T* const v = static_cast<const T*>(of_v.base) + kv_head * of_v.head_stride;
+  const KvSource &k_source = params.forward.k, &v_source = params.forward.v;
+  const T* const k = static_cast<const T*>(k_source.base) + kv_head * k_source.head_stride;
+  const T* const v = static_cast<const T*>(v_source.base) + kv_head * v_source.head_stride;
 #pragma unroll
   for (int32_t i = 0; i < kRows; i += Grid::kStep) {
     const int32_t row = i + grid.row;
     if (kRows % Grid::kStep != 0 && row >= kRows) break;
     const bool exists = row < count;
     const int64_t from = first + (exists ? row : 0);
-    fetch_row<Grid, typename Shape::Rows>(keys, row, k + from * of_k.token_stride,
+    fetch_row<Grid, typename Shape::Rows>(keys, row, k + from * k_source.token_stride,
                                           exists ? params.forward.head_dim : 0);
-    fetch_row<Grid, typename Shape::Rows>(values, row, v + from * of_v.token_stride,
+    fetch_row<Grid, typename Shape::Rows>(values, row, v + from * v_source.token_stride,
                                           exists ? params.forward.value_dim : 0);
   }
 }

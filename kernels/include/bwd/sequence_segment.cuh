@@ -88,7 +88,8 @@ struct AttendingQueries {
 /// Segments of a block of kHeld packed query rows that begins at SequenceSegment::first.
 template <int kHeld>
 struct HeldQueries {
-  /// Fills in the segment of the sequence in `tile`; `columns` is empty if it has no row in the block or sees no key.
+  /// Fills in the segment of the sequence in `tile`; `columns` is empty if it has no row in the block or attends to no
+  /// key.
   static __device__ __forceinline__ void describe(const AttentionParams& params, QoTile tile, int32_t first,
                                                   SequenceSegment& segment) {
     const int64_t group = params.group, start = tile.first_token * group - first;
@@ -136,10 +137,10 @@ struct HeldKeys {
       tile.num_rows = clamp_to(start + visibility.end(tile.len_q - 1), 0, kHeld) - tile.first_row;
       if (tile.num_rows > 0) {
         const int32_t low = static_cast<int32_t>(tile.first_row - start), high = low + tile.num_rows - 1;
-        const AttendingQueries of_some(visibility, low, high), of_low(visibility, low, low),
-            of_high(visibility, high, high);
-        columns = packed(params, tile, of_some.begin, of_some.end);
-        if (tile.num_rows == kHeld) common = packed(params, tile, of_high.begin, of_low.end);
+        const AttendingQueries any_key(visibility, low, high), lowest_key(visibility, low, low),
+            highest_key(visibility, high, high);
+        columns = packed(params, tile, any_key.begin, any_key.end);
+        if (tile.num_rows == kHeld) common = packed(params, tile, highest_key.begin, lowest_key.end);
       }
     }
     segment.tile = tile;

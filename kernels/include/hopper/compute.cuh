@@ -80,7 +80,7 @@ template <typename Shape, typename T, typename LogitsTransform>
 __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill, const Pipeline<Shape>& pipeline) {
   constexpr int kKeys = Shape::kKeys;
   using KvState = PipelineState<Shape::kStages>;
-  // logits_none leaves the softmax scale to the exponent; softcap_alibi makes logits to base 2 of the scores.
+  // logits_none leaves the softmax scale to the exponent; softcap_alibi turns scores into logits in base 2.
   constexpr bool kScaleInExponent = std::is_same_v<LogitsTransform, logits_none>;
   using Atom = typename Shape::Atom;
   using KeyBlock = typename Shape::KeyBlock;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
   };
 
   const LogitsTransform transform(params);
-  // Logits to base 2 are this times the transformed scores.
+  // The factor from transformed scores to logits in base 2.
   const float unit = kScaleInExponent ? ptx::opaque(transform.log2_unit()) : 1.0f;
   // Descriptors of the first stages. Addresses in descriptors are in units of 16 bytes.
   const uint64_t query = matrix_descriptor<Atom>(pipeline.query() + warpgroup * 8 * Atom::kBytes, 0, Atom::kBytes);

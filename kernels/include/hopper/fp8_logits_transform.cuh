@@ -19,7 +19,7 @@ struct fp8_logits_scaled {
   /// Whether `apply` changes nothing for this tile. With a factor that is not positive the largest score is not the
   /// largest logit, so the factor cannot be part of the exponential.
   static __device__ __forceinline__ bool is_identity(const WorkTile& work) { return work.score_factor > 0.0f; }
-  /// Logits to base 2 are this times the scores after `apply`.
+  /// The factor from the scores after `apply` to logits in base 2.
   static __device__ __forceinline__ float log2_unit(const WorkTile& work) {
     return is_identity(work) ? work.score_factor : 1.0f;
   }
@@ -34,7 +34,7 @@ struct fp8_logits_scaled {
   }
 };
 
-/// Soft cap and ALiBi: `apply` makes logits to base 2 of the scores of every tile.
+/// Soft cap and ALiBi: `apply` turns the scores of every tile into logits in base 2.
 struct fp8_logits_softcap_alibi : logits_softcap_alibi {
   static constexpr bool kUsuallyIdentity = false;
 

@@ -31,9 +31,9 @@ struct FusedWork {
 __device__ __forceinline__ float mean_keys(const AttentionParams& params, const QoTile& tile) {
   const Visibility visibility(params, tile);
   const int32_t last = tile.len_q - 1;
-  const float of_first = max(visibility.end(0) - visibility.begin(0), 0);
-  const float of_last = max(visibility.end(last) - visibility.begin(last), 0);
-  return 0.5f * (of_first + of_last);
+  const float first_keys = max(visibility.end(0) - visibility.begin(0), 0);
+  const float last_keys = max(visibility.end(last) - visibility.begin(last), 0);
+  return 0.5f * (first_keys + last_keys);
 }
 
 /// Estimates the work of the batch. Every thread of the CTA calls this; `sums` [kThreads / 32] is shared memory.
@@ -85,9 +85,9 @@ __device__ __forceinline__ FusedWork estimate_work(const HopperFusedParams& para
 /// total SM time hardly depends on the number of SMs.
 __device__ __forceinline__ int32_t decode_ranges(const FusedWork& work, int32_t num_kv_heads) {
   if (work.decode == 0.0f) return 0;
-  const int32_t most = static_cast<int32_t>(gridDim.x) / num_kv_heads;
+  const int32_t max_ranges = static_cast<int32_t>(gridDim.x) / num_kv_heads;
   const float ctas = static_cast<float>(gridDim.x) * __fdividef(work.decode, work.decode + work.prefill);
-  return clamp(static_cast<int32_t>(ceilf(ctas / num_kv_heads)), 1, most);
+  return clamp(static_cast<int32_t>(ceilf(ctas / num_kv_heads)), 1, max_ranges);
 }
 
 /// Tells the combine kernel that work range `range`, which no CTA has, does not begin inside a tile.

@@ -97,7 +97,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float largest = quad_max(lane_max(weights, half));
-      // One lane of the quad adds it, whichever holds it.
+      // The sums of the quad's lanes are added up later, so lane 0 corrects its own for all.
       if (rescale[half] != 1.0f && threadIdx.x % 4 == 0) sum[half] += round_to<T>(largest) - largest;
     }
   }

@@ -19,8 +19,8 @@
 
 namespace xa::hopper {
 
-__device__ __forceinline__ int64_t sum_of_lanes(int64_t of_lane) {
-  return __shfl_sync(~0u, sum_up_to_this_lane(of_lane), 31);
+__device__ __forceinline__ int64_t sum_of_lanes(int64_t mine) {
+  return __shfl_sync(~0u, sum_up_to_this_lane(mine), 31);
 }
 
 /// Maps tile indices, which must ascend, to work tiles. Run by one warp; lane i holds sequence `first_ + i`.
@@ -80,10 +80,10 @@ class TileScheduler {
     // Twice the keys of a head's tiles; those of a sequence have len_k - len_q to len_k keys.
     const float work = sum_of_lanes(is_selected ? num_tiles_ * (int64_t{2} * sequence_.len_k - sequence_.len_q) : 0);
     const float longest = __reduce_max_sync(~0u, is_selected ? sequence_.len_q : 0), ctas = gridDim.x;
-    const float least = ceilf(__fdividef(2 * kWaves * ctas * longest, fmaxf(work, 1.0f)));
+    const float min_heads = ceilf(__fdividef(2 * kWaves * ctas * longest, fmaxf(work, 1.0f)));
     const float levels = __reduce_max_sync(~0u, num_tiles_);
-    const float most = floorf(__fdividef(ctas * levels, kSharing * fmaxf(tiles_per_head_, 1.0f)));
-    const float heads = fmaxf(fminf(least, most), 1.0f);
+    const float max_heads = floorf(__fdividef(ctas * levels, kSharing * fmaxf(tiles_per_head_, 1.0f)));
+    const float heads = fmaxf(fminf(min_heads, max_heads), 1.0f);
     return max(static_cast<int32_t>(__fdividef(params_.num_kv_heads, heads)), 1);
   }
 
@@ -105,12 +105,12 @@ class TileScheduler {
       level = lower;
     }
     const int32_t count = __popc(has_level), steps = static_cast<int32_t>(index) / count;
-    const int32_t of_sequence = level - 1 - steps;
+    const int32_t tile_index = level - 1 - steps;
     // The lane whose sequence has this rank among those with the level writes the tile.
     const uint32_t lane = threadIdx.x % 32;
     const int32_t rank = __popc(has_level & ((1u << lane) - 1));
     if ((has_level >> lane & 1) != 0 && rank == static_cast<int32_t>(index) - steps * count) {
-      write(of_sequence, head, packs_per_kv_head, to);
+      write(tile_index, head, packs_per_kv_head, to);
     }
   }
 

@@ -16,7 +16,7 @@
 
 namespace xa::hopper {
 
-/// Tensor maps of K and V, whose boxes are kTokensPerLoad tokens of a page and one KV head, and the distance of KV
+/// Tensor maps of K and V, whose boxes are kTokensPerLoad tokens of a page and one KV head, and the stride of KV
 /// heads.
 struct KvTensorMaps {
   const TensorMap& k;

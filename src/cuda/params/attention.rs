@@ -3,7 +3,7 @@
 use super::slots::SlotMapping;
 use std::ffi::c_void;
 
-/// Tokens whose addresses decode looks up together. If the page size is a multiple of this, as nearly always, they share a
+/// Tokens whose addresses decode looks up together. If the page size is a multiple of this, as is usual, they share a
 /// page.
 pub const TOKENS_PER_LOAD: i32 = 16;
 
@@ -53,7 +53,7 @@ pub struct PartialResults {
     pub num_ranges: i32,
     /// `batch_invariant`: maximum fixed-size splits per tile; else 0.
     pub max_fixed_splits: i32,
-    /// Factor from the kernel's scores, and so from max, to logits in base 2.
+    /// The factor that turns the kernel's scores, and their `max` in `states`, into logits in base 2.
     pub log2_unit: f32,
     pub reserved: i32,
 }
@@ -129,14 +129,14 @@ pub struct AttentionParams {
     pub q_scale: ScaleSource,
     pub k_scale: ScaleSource,
     pub v_scale: ScaleSource,
-    /// Factor of the output that undoes by what decoding fp8 has divided V.
+    /// Factor of the output: what the conversion of fp8 V divides by (`fp8.cuh`); else 1.
     pub value_factor: f32,
     /// `softmax_scale * log2(e)`
     pub softmax_scale_log2: f32,
     /// `softcap * log2(e)`; 0 is off.
     pub softcap_log2: f32,
-    /// Factor of q . k: `softmax_scale / softcap`, or without a cap `softmax_scale_log2`; times a factor that undoes by what
-    /// decoding fp8 has divided q and K.
+    /// Factor of q . k: `softmax_scale / softcap`, or without a cap `softmax_scale_log2`; times what the conversions of fp8 q
+    /// and K divide by.
     pub score_factor: f32,
     /// Tq
     pub num_tokens: i32,
@@ -156,9 +156,9 @@ pub struct AttentionParams {
     pub head_dim: i32,
     /// Dv: likewise.
     pub value_dim: i32,
-    /// How many keys before its position a query sees; -1 is all.
+    /// How many keys before its position a query attends to; -1 is all.
     pub window_left: i32,
-    /// How many keys after its position it sees; 0 is causal, -1 is all.
+    /// How many keys after its position a query attends to; 0 is causal, -1 is all.
     pub window_right: i32,
     /// Whether query 0 is at the position of key 0; otherwise the last query is at that of the last key.
     pub top_left: i32,
@@ -168,7 +168,7 @@ pub struct AttentionParams {
     pub max_queries: i32,
     /// Whether this launch clears the padding rows, which belong to no sequence. Set per launch.
     pub clears_padding_rows: i32,
-    /// This and the next three: only read by the kernels for fp8 K and V.
+    /// Only the kernels for fp8 K and V read this field and the next three.
     pub q_type: QueryType,
     /// Whether K and V are e5m2; else e4m3fn.
     pub kv_is_e5m2: i32,

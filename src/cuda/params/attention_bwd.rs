@@ -3,7 +3,7 @@
 use super::attention::AttentionParams;
 use std::ffi::c_void;
 
-/// Shapes use the letters of [`AttentionParams`], and Tk for key rows. Strides are in elements.
+/// Shapes use the names of [`AttentionParams`], and Tk for key rows. Strides are in elements.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct BackwardParams {

@@ -1,4 +1,4 @@
-//! New rows of K and V on their way into a paged cache: `kv_cache_update`, and what `rope_kv_cache_update` shares with it.
+//! New rows of K and V that are stored in a paged cache: `kv_cache_update`, and what `rope_kv_cache_update` shares with it.
 //!
 //! A thread copies one *vector* of a few heads of one row: 16 bytes, or a single element where rows or cache are not
 //! aligned to that.
@@ -18,6 +18,7 @@ pub const UPDATE_HEADS_PER_THREAD: i32 = 4;
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(i32)]
 pub enum CacheType {
+    /// The type of the new rows.
     AsRows,
     F8E4M3Fn,
     F8E5M2,
@@ -28,7 +29,8 @@ pub enum CacheType {
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct HeadPartition {
-    /// Vectors per head; of pairs whose elements are apart, a vector of first and one of second elements count as one.
+    /// Vectors per head. Where rotated pairs are `half` apart, a vector of first elements and the one of their second
+    /// elements count as one.
     pub vectors: Divisor,
     /// Vectors per head that are rotated; they come first.
     pub rotated: u32,

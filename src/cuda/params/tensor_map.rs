@@ -1,4 +1,4 @@
-//! What TMA copies.
+//! Tensor maps of TMA.
 
 /// A tensor map (`CUtensorMap`): which box of which tensor a copy fetches. The host encodes it; kernels do not look inside.
 #[derive(Clone, Copy)]
