@@ -55,7 +55,7 @@ build: $(VENV)/build.stamp
 	cargo build --release --locked
 
 # The package in .venv, which is rebuilt and reinstalled when a source has changed.
-SOURCES := $(shell find src ffi kernels build_support python xla_headers -type f -not -path 'xla_headers/include/*' -not -name '*.pyc') \
+SOURCES := $(shell find src ffi kernels build_support python xla_headers -type f -not -name '*.pyc') \
   build.rs Cargo.toml Cargo.lock pyproject.toml hatch_build.py README.md LICENSE
 PACKAGE := $(VENV)/package-$(CUDA_ARCHS).stamp
 # Tests arm failpoints; a library for users has none.
@@ -163,4 +163,4 @@ plot: $(VENV)/build.stamp
 	$(PYTHON) benches/plot.py
 
 clean:
-	rm -rf target dist $(VENV) xla_headers/include
+	rm -rf target dist $(VENV)

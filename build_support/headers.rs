@@ -17,8 +17,9 @@ pub(crate) struct Set {
     pub(crate) include: PathBuf,
 }
 
-/// The headers to compile handlers for: one set per pin, or the only set of `XLA_FFI_INCLUDE_DIR`.
-pub(crate) fn materialise() -> Result<Vec<Set>> {
+/// The headers to compile handlers for: one set per pin, in `<target>/xla_headers`, or the only set of
+/// `XLA_FFI_INCLUDE_DIR`.
+pub(crate) fn materialise(target: &Path) -> Result<Vec<Set>> {
     println!("cargo:rustc-check-cfg=cfg(newest_handlers)");
     if let Some(folder) = env::var_os("XLA_FFI_INCLUDE_DIR").map(PathBuf::from) {
         for header in HEADERS {
@@ -26,12 +27,10 @@ pub(crate) fn materialise() -> Result<Vec<Set>> {
         }
         return Ok(vec![Set { name: "oldest", include: absolute(&folder)? }]);
     }
-    run(Command::new(python()).arg("xla_headers/materialise.py"))?;
+    let folder = absolute(&target.join("xla_headers"))?;
+    run(Command::new(python()).arg("xla_headers/materialise.py").arg(&folder))?;
     println!("cargo:rustc-cfg=newest_handlers");
-    ["oldest", "newest"]
-        .into_iter()
-        .map(|name| Ok(Set { name, include: absolute(&Path::new("xla_headers/include").join(name))? }))
-        .collect()
+    Ok(["oldest", "newest"].into_iter().map(|name| Set { name, include: folder.join(name) }).collect())
 }
 
 fn absolute(folder: &Path) -> Result<PathBuf> {

@@ -3,7 +3,7 @@
 //! Results are cached in `<target>/kernels` under a hash of everything that they depend on. All cargo profiles, clippy and pip
 //! share them, and only changed variants are compiled.
 
-use crate::process::{python, run};
+use crate::process::{python, run, target_folder};
 use crate::variants::Variant;
 use anyhow::{Context, Result, bail, ensure};
 use sha2::{Digest, Sha256};
@@ -226,11 +226,6 @@ fn find_nvcc() -> Result<PathBuf> {
          nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime nvidia-cuda-cccl` (versions in \
          pyproject.toml; `make build` does it), or build the CPU part alone with --no-default-features"
     })
-}
-
-/// Cargo's target folder, or `out` if it is not below one.
-pub(crate) fn target_folder(out: &Path) -> &Path {
-    out.ancestors().find(|folder| folder.join("CACHEDIR.TAG").exists()).unwrap_or(out)
 }
 
 /// `source` and all headers of the project, generated ones too, that it includes directly or indirectly.

@@ -1,7 +1,8 @@
-//! Running programs with errors that contain their output, and writing files that concurrent builds may read.
+//! Running programs with errors that contain their output, and the folder and files that concurrent builds share.
 
 use anyhow::{Context, Result, ensure};
 use std::env;
+use std::path::Path;
 use std::process::{Command, Output};
 
 /// The interpreter of the build environment.
@@ -22,9 +23,14 @@ pub(crate) fn run(command: &mut Command) -> Result<Output> {
     Ok(output)
 }
 
+/// Cargo's target folder, or `out` if it is not below one.
+pub(crate) fn target_folder(out: &Path) -> &Path {
+    out.ancestors().find(|folder| folder.join("CACHEDIR.TAG").exists()).unwrap_or(out)
+}
+
 /// Writes a file unless it has this text already. The file is replaced atomically, because another build may read it.
 #[cfg(feature = "cuda")]
-pub(crate) fn write(path: &std::path::Path, text: &str) -> Result<()> {
+pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
     use std::fs;
     if fs::read_to_string(path).is_ok_and(|there| there == text) {
         return Ok(());

@@ -1,4 +1,4 @@
-"""Put the pinned XLA FFI headers into ``xla_headers/include/oldest`` and ``newest`` (ignored by git).
+"""Put the pinned XLA FFI headers into the folders ``oldest`` and ``newest`` of the folder that is the only argument.
 
 Headers come from the installed jaxlib if their hashes match ``pin.toml``, otherwise from the smallest wheel of the
 pinned version, which ``pip download`` fetches. On failure the exit code is 1 and one line on standard error says why.
@@ -86,11 +86,11 @@ class Pin(NamedTuple):
             aside.replace(folder / name)
 
 
-def main() -> None:
+def main(folder: pathlib.Path) -> None:
     """Write the headers of each pin."""
     for name, pin in tomllib.loads((HERE / "pin.toml").read_text()).items():
-        Pin(**pin).materialise(HERE / "include" / name / "xla/ffi/api")
+        Pin(**pin).materialise(folder / name / "xla/ffi/api")
 
 
 if __name__ == "__main__":
-    main()
+    main(pathlib.Path(sys.argv[1]))
