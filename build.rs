@@ -23,6 +23,8 @@ mod operators;
 mod params;
 #[path = "build_support/process.rs"]
 mod process;
+#[path = "build_support/reference.rs"]
+mod reference;
 #[path = "build_support/shims.rs"]
 mod shims;
 #[cfg(feature = "cuda")]
@@ -58,12 +60,13 @@ fn main() -> Result<()> {
     let out = PathBuf::from(env::var_os("OUT_DIR").context("cargo sets OUT_DIR")?);
     #[cfg(feature = "cuda")]
     build_kernels(&out)?;
-    let bindings = operators::build(&out)?;
+    let (operators, bindings) = operators::build(&out)?;
     println!("cargo:rerun-if-env-changed=DOCS_RS");
     if env::var_os("DOCS_RS").is_some() {
         // rustdoc links nothing, and docs.rs has neither a network for XLA's headers nor nvcc.
         return Ok(());
     }
+    reference::build(&operators, &out)?;
     let sets = headers::materialise(process::target_folder(&out))?;
     shims::build(&sets, &bindings, &out)?;
     c_header::build(&out)?;

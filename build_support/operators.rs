@@ -1,7 +1,7 @@
 //! Generates every layer's list of operators from `ffi/operators.toml`.
 //!
 //! It writes to `OUT_DIR`: `operators.rs` (the enum [`Op`], signatures, names, argument structs), `bindings/*.cc` (the typed
-//! C++ bindings), `operators.json` (for `xa_info`) and `custom_calls.md` (the reference page, which is also checked in).
+//! C++ bindings) and `operators.json` (for `xa_info`). `reference.rs` writes the reference pages.
 
 use anyhow::{Context, Result, bail, ensure};
 use heck::ToUpperCamelCase as _;
@@ -16,20 +16,20 @@ const DECLARATION: &str = "ffi/operators.toml";
 /// An operand or a result.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
-struct Tensor {
+pub(crate) struct Tensor {
     #[serde(default)]
-    name: String,
+    pub(crate) name: String,
     #[serde(rename = "type")]
-    type_: String,
-    doc: String,
+    pub(crate) type_: String,
+    pub(crate) doc: String,
     /// For a result that updates an operand in place: the operand's name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    aliases: Option<String>,
+    pub(crate) aliases: Option<String>,
     /// Whether a buffer without elements stands for a missing one, so that others may follow.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     may_be_empty: bool,
     #[serde(skip_deserializing)]
-    optional: bool,
+    pub(crate) optional: bool,
 }
 
 impl Tensor {
@@ -41,7 +41,7 @@ impl Tensor {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
-enum Kind {
+pub(crate) enum Kind {
     Bool,
     I64,
     F32,
@@ -49,7 +49,7 @@ enum Kind {
 
 impl Kind {
     /// (MLIR, C++, Rust, the name in `AttributeKind` and `Attribute`)
-    fn names(self) -> (&'static str, &'static str, &'static str, &'static str) {
+    pub(crate) fn names(self) -> (&'static str, &'static str, &'static str, &'static str) {
         match self {
             Self::Bool => ("i1", "bool", "bool", "Bool"),
             Self::I64 => ("i64", "int64_t", "i64", "I64"),
@@ -60,14 +60,14 @@ impl Kind {
 
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
-struct Attribute {
+pub(crate) struct Attribute {
     #[serde(default)]
-    name: String,
-    kind: Kind,
-    doc: String,
+    pub(crate) name: String,
+    pub(crate) kind: Kind,
+    pub(crate) doc: String,
     /// The value that stands for an unused option.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    none: Option<toml::Value>,
+    pub(crate) none: Option<toml::Value>,
 }
 
 /// An entry of an operator's list: the name of a shared declaration, or a declaration.
@@ -106,14 +106,14 @@ struct Declaration {
 
 #[derive(Serialize)]
 pub(crate) struct Operator {
-    name: String,
-    target: String,
+    pub(crate) name: String,
+    pub(crate) target: String,
     number: i32,
-    summary: String,
-    also_registered_as: Option<String>,
-    operands: Vec<Tensor>,
-    results: Vec<Tensor>,
-    attributes: Vec<Attribute>,
+    pub(crate) summary: String,
+    pub(crate) also_registered_as: Option<String>,
+    pub(crate) operands: Vec<Tensor>,
+    pub(crate) results: Vec<Tensor>,
+    pub(crate) attributes: Vec<Attribute>,
 }
 
 /// A declaration that lists contain: a tensor or an attribute.
@@ -137,24 +137,22 @@ impl Item for Attribute {
     }
 }
 
-/// Reads the declarations and writes all generated files. Returns the files of the bindings.
-pub(crate) fn build(out: &Path) -> Result<Vec<PathBuf>> {
+/// Reads the declarations and writes all generated files. Returns the operators and the files of the bindings.
+pub(crate) fn build(out: &Path) -> Result<(Vec<Operator>, Vec<PathBuf>)> {
     let text = fs::read_to_string(DECLARATION).context(DECLARATION)?;
     let operators = parse(&text).context(DECLARATION)?;
     let write = |name: &str, text: String| fs::write(out.join(name), text).with_context(|| name.to_owned());
     write("operators.rs", rust(&operators))?;
     write("operators.json", serde_json::to_string(&operators)?)?;
-    write("custom_calls.md", reference(&operators))?;
     let folder = out.join("bindings");
     fs::create_dir_all(&folder)?;
-    operators
-        .iter()
-        .map(|operator| {
-            let file = folder.join(format!("{}.cc", operator.name));
-            fs::write(&file, binding(operator))?;
-            Ok(file)
-        })
-        .collect()
+    let write_binding = |operator: &Operator| {
+        let file = folder.join(format!("{}.cc", operator.name));
+        fs::write(&file, binding(operator))?;
+        Ok(file)
+    };
+    let bindings = operators.iter().map(write_binding).collect::<Result<_>>()?;
+    Ok((operators, bindings))
 }
 
 pub(crate) fn parse(text: &str) -> Result<Vec<Operator>> {
@@ -415,48 +413,6 @@ fn binding(operator: &Operator) -> String {
             "" => writeln!(text, "          {bind}{close}"),
             name => writeln!(text, "          {bind:width$}  // {name}"),
         };
-    }
-    text
-}
-
-/// The page `docs/reference/custom_calls.md`.
-fn reference(operators: &[Operator]) -> String {
-    let mut text = String::from(
-        "# Reference of the custom calls\n\n<!-- Generated from ffi/operators.toml; `make reference` writes it anew. -->\n\n\
-         The operands, results and attributes of each target, in order. [semantics.md](../semantics.md) defines what it \
-         computes,\n[ffi.md](../ffi.md) how it is called.\n\n\
-         Letters: `T`, `Tq`, `Tk` rows; `S`, `B` sequences; `M` pages of a row of the block table; `P` pages; `Hq` and `Hkv` \
-         heads, the\nsecond divides the first; `D` and `Dv` head dimensions, multiples of 8 up to 256. Q stands for f16, \
-         bf16, f32 or f8e4m3fn; KV\nfor the dtype of q, and also f8e4m3fn or f8e5m2 under f16 and bf16, and f8e4m3fn under \
-         f8e4m3fn.\n",
-    );
-    for operator in operators {
-        let _ = write!(text, "\n## `{}`\n\n{}\n\n", operator.target, operator.summary);
-        if let Some(name) = &operator.also_registered_as {
-            let _ = write!(text, "Also registered as `{name}`.\n\n");
-        }
-        text += "| | type | |\n| --- | --- | --- |\n";
-        for (what, tensors) in [("operand", &operator.operands), ("result", &operator.results)] {
-            for tensor in tensors {
-                let optional = if tensor.optional { "optional " } else { "" };
-                let aliased = tensor
-                    .aliases
-                    .as_ref()
-                    .and_then(|name| operator.operands.iter().position(|operand| operand.name == *name));
-                let aliases = aliased.map_or_else(String::new, |index| format!("; aliases operand {index}"));
-                let Tensor { name, type_, doc, .. } = tensor;
-                let _ = writeln!(text, "| {optional}{what} `{name}` | {type_}{aliases} | {doc} |");
-            }
-        }
-        for Attribute { name, kind, doc, none } in &operator.attributes {
-            let none = match none {
-                None => String::new(),
-                Some(toml::Value::Boolean(none)) => format!(", {none} for none"),
-                Some(toml::Value::Integer(none)) => format!(", {none} for none"),
-                Some(none) => format!(", {} for none", none.as_float().unwrap_or_default()),
-            };
-            let _ = writeln!(text, "| attribute `{name}` | {}{none} | {doc} |", kind.names().0);
-        }
     }
     text
 }

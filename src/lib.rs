@@ -1,5 +1,8 @@
 //! Attention operators for XLA programs: paged attention and what surrounds it, as custom calls of XLA's typed FFI on
-//! CUDA and the CPU.
+//! CUDA and the CPU. The feature `cuda`, which is on by default, compiles the CUDA kernels and needs nvcc 13.0;
+//! `default-features = false` builds the CPU operators without it, and `XLA_ATTENTION_CUDA_ARCHS=native` compiles the
+//! kernels of this machine's GPUs alone. The first build downloads XLA's FFI headers with Python's pip, unless
+//! `XLA_FFI_INCLUDE_DIR` names a folder that has them.
 //!
 //! From Rust, every operator is a safe function over host slices or device addresses. In this example one sequence has
 //! two keys, which lie in page 1 of a cache, and the query is its last token:
@@ -50,6 +53,10 @@ mod pool;
 pub mod problem;
 mod stream;
 mod tensor;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/quickstart_rust.md")]
+mod quick_start {}
 
 pub use api::*;
 #[cfg(feature = "cuda")]

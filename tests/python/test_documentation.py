@@ -35,7 +35,11 @@ def test_every_public_function_has_shapes_and_errors_or_an_example(public):
     assert "Examples\n" in text or "Raises\n" in text
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/sharding.md", "docs/gather.md"])
+@pytest.mark.parametrize(
+    "document",
+    ["README.md", "docs/quickstart_jax.md", "docs/quickstart_torch.md", "docs/sharding.md", "docs/gather.md"],
+)
 def test_the_python_of_documents_runs(document):
+    names = {}  # a block may use what the blocks before it define
     for block in re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL):
-        exec(compile(block, document, "exec"), {})
+        exec(compile(block, document, "exec"), names)
