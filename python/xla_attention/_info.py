@@ -73,7 +73,7 @@ def _jax() -> str:
         return f"cannot run: {error}"
     return (
         f"ready, jax {jax.__version__}, devices {devices}; handlers of XLA FFI {handlers} "
-        f"(the runtime speaks {runtime[0]}.{runtime[1]})"
+        f"(the runtime has {runtime[0]}.{runtime[1]})"
     )
 
 

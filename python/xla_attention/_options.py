@@ -23,7 +23,7 @@ def kv_layout_number(name: str | None) -> np.int64:
     return _LAYOUTS[name]
 
 
-def length_advice(length: int) -> np.int64:
+def length_hint(length: int) -> np.int64:
     """The attribute ``max_seqlen_q`` or ``max_seqlen_k``: rounded up to a power of two, so that few programs differ.
 
     0 stands for unknown. A negative number is kept, and the library rejects it. The result is at most 2^62.
@@ -53,13 +53,14 @@ def window_pair(window: Sequence[int]) -> tuple[int, int]:
     return left, right
 
 
-def reject_dropout(dropout_p: float) -> None:
-    """Raise NotImplementedError for a dropout probability other than 0."""
-    if dropout_p:
-        raise NotImplementedError(
-            f"xla_gpu_flash_attn_varlen: dropout_p is {dropout_p}, and no kernel drops weights; pass 0.0, and "
-            "drop elements of the output instead"
-        )
+def reject_dropout(function: str, name: str, rate: object) -> None:
+    """Raise NotImplementedError for a dropout rate, the argument `name` of `function`, other than 0."""
+    try:
+        is_zero = bool(rate == 0)
+    except TypeError:  # a value that JAX traces
+        is_zero = False
+    if not is_zero:
+        raise NotImplementedError(f"{function}: there is no dropout; {name} is {rate}, expected 0")
 
 
 def validate_values(v: object, kv_layout: str | None, a_value: str) -> None:

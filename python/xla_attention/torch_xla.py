@@ -327,7 +327,7 @@ def _ffi_api(version: str) -> int:
         major, minor = _version(api)
         supported = _library.join_versions(_library.handler_sets())
         raise ImportError(
-            f"xla_attention speaks XLA FFI {supported}, torch_xla {version} speaks {major}.{minor}; "
+            f"xla_attention has handlers of XLA FFI {supported}, torch_xla {version} has {major}.{minor}; "
             f"tested with {_TESTED}"
         )
     return api

@@ -52,15 +52,15 @@ def table(rows):
     head = ["runtime", "Python", "NumPy", "XLA FFI", *GROUPS, "cases", "result"]
     lines = [head, ["---", "---", "---", "---", *(["---:"] * (len(GROUPS) + 1)), "---"]]
     notes = []
-    for one in rows:
+    for row in rows:
         counts = []
         for group in GROUPS:
-            reason = next((reason for skipped, reason in one.skips if skipped == group), None)
+            reason = next((reason for skipped, reason in row.skips if skipped == group), None)
             if reason is not None and reason not in notes:
                 notes.append(reason)
-            counts.append(str(one.passed.get(group, 0)) if reason is None else f"({notes.index(reason) + 1})")
-        start = [one.start.get(key, "-") for key in ("runtime", "python", "numpy", "ffi")]
-        start[0] = one.name if start[0] == "-" else start[0]
-        lines.append([*start, *counts, str(sum(one.passed.values())), "; ".join(one.problems) or "passed"])
+            counts.append(str(row.passed.get(group, 0)) if reason is None else f"({notes.index(reason) + 1})")
+        start = [row.start.get(key, "-") for key in ("runtime", "python", "numpy", "ffi")]
+        start[0] = row.name if start[0] == "-" else start[0]
+        lines.append([*start, *counts, str(sum(row.passed.values())), "; ".join(row.problems) or "passed"])
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return "\n".join([text, "", *(f"({i}) {note}.\n" for i, note in enumerate(notes, 1))])

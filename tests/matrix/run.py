@@ -60,12 +60,12 @@ def main(arguments):
     """The number of environments that failed."""
     chosen = environments()
     if arguments == ["--ci"]:
-        chosen = [one for one in chosen if one.get("ci")]
+        chosen = [environment for environment in chosen if environment.get("ci")]
     elif arguments:
-        unknown = set(arguments) - {one["name"] for one in chosen}
+        unknown = set(arguments) - {environment["name"] for environment in chosen}
         if unknown:
             sys.exit(f"not in environments.toml: {', '.join(sorted(unknown))}")
-        chosen = [one for one in chosen if one["name"] in arguments]
+        chosen = [environment for environment in chosen if environment["name"] in arguments]
     path, library = wheel()
     rows = [run(environment, path, library) for environment in chosen]
     text = f"{datetime.date.today()}, `{path.name}`, library {library[:16]}.\n\n{table(rows)}"
@@ -79,7 +79,7 @@ def main(arguments):
         assert pattern.search(document), f"{DOCUMENT} has no marks"
         DOCUMENT.write_text(pattern.sub(lambda _: begin + text + end, document))
         print(f"{DOCUMENT} written")
-    return sum(bool(one.problems) for one in rows)
+    return sum(bool(row.problems) for row in rows)
 
 
 if __name__ == "__main__":

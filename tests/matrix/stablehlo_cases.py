@@ -61,7 +61,7 @@ def _program(case, **options):
 
 
 def _check(case, actual):
-    assert all(expected.matches(np.asarray(one)) for expected, one in zip(case.results, actual, strict=True)), actual
+    assert all(expected.matches(np.asarray(x)) for expected, x in zip(case.results, actual, strict=True)), actual
 
 
 def _with_64_bits(function):
@@ -108,15 +108,15 @@ def _refuse(case):
 def _one_program_from_two_threads():
     case = _named("xla_gpu_paged_attention")
     program, operands = _program(case), [b.array() for b in case.operands]
-    other = [operands[0], -operands[1], *operands[2:]]
-    results = [program(*x) for x in (operands, other)]
+    negated = [operands[0], -operands[1], *operands[2:]]
+    results = [program(*x) for x in (operands, negated)]
 
     def run(operands, expected):
-        for actual, right in zip(program(*operands), expected, strict=True):
-            np.testing.assert_array_equal(actual, right)
+        for actual, expected_result in zip(program(*operands), expected, strict=True):
+            np.testing.assert_array_equal(actual, expected_result)
 
     assert not np.array_equal(*(out for (out,) in results))
-    from_two_threads(lambda: run(operands, results[0]), lambda: run(other, results[1]))
+    from_two_threads(lambda: run(operands, results[0]), lambda: run(negated, results[1]))
 
 
 def _two_programs_from_two_threads():

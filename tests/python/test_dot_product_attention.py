@@ -27,10 +27,10 @@ def check(operands, *, return_residual=True, **options):
     out = dot_product_attention(*operands, **options)
     actual = dot_product_attention(*operands, return_residual=return_residual, **options)
     actual, expected = (x if return_residual else (x,) for x in (actual, expected))
-    near = TOLERANCE[out.dtype.name]
-    for result, other in zip(actual, expected, strict=True):
-        assert (result.dtype, result.shape) == (operands[0].dtype, other.shape)
-        np.testing.assert_allclose(np.float32(result), other, atol=near, rtol=near)
+    tolerance = TOLERANCE[out.dtype.name]
+    for result, expected_result in zip(actual, expected, strict=True):
+        assert (result.dtype, result.shape) == (operands[0].dtype, expected_result.shape)
+        np.testing.assert_allclose(np.float32(result), expected_result, atol=tolerance, rtol=tolerance)
     np.testing.assert_array_equal(np.float32(out), np.float32(actual[0]))
 
 
@@ -103,8 +103,8 @@ def test_the_residual_of_a_row_without_keys_is_minus_infinity_and_has_no_gradien
     q, k, v = tensors()
     lengths = {"query_seq_lengths": jnp.array([17, 3, 9]), "key_value_seq_lengths": jnp.array([0, 12, 29])}
     _, residual = dot_product_attention(q, k, v, return_residual=True, **lengths)
-    sees = np.arange(17) < np.array([0, 3, 9])[:, None]
-    assert (np.isfinite(residual).all(-1) == sees).all() and np.isneginf(np.asarray(residual)[~sees]).all()
+    has_keys = np.arange(17) < np.array([0, 3, 9])[:, None]
+    assert (np.isfinite(residual).all(-1) == has_keys).all() and np.isneginf(np.asarray(residual)[~has_keys]).all()
     gradient = jax.grad(lambda q: dot_product_attention(q, k, v, return_residual=True)[1].sum())(q)
     assert (gradient == 0).all()
 

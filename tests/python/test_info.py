@@ -18,7 +18,7 @@ def test_info_names_versions_targets_variants_and_front_ends():
         assert f"  {target} (cpu" in text
     (line,) = (line for line in text.splitlines() if line.startswith("  jax: ready, jax "))
     theirs = ".".join(map(str, _register.runtime_ffi_version()))
-    assert f"; handlers of XLA FFI {_register.accepted()} (the runtime speaks {theirs})" in line
+    assert f"; handlers of XLA FFI {_register.accepted()} (the runtime has {theirs})" in line
 
 
 def test_info_is_printed_by_the_module():

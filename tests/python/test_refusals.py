@@ -12,7 +12,7 @@ from calls import E4M3, every_call
 from jax_adapter import arrays_of, function_of
 
 
-def of_shape(*shape, dtype=np.float32):
+def zeros(*shape, dtype=np.float32):
     return np.zeros(shape, dtype)
 
 
@@ -30,7 +30,7 @@ ADD, MERGE, GATHER = "simple_add: float32", "merge_attention_states: float32", "
 UPDATE_SPLIT, GATHER_SPLIT = "kv_cache_update: split float32", "gather_kv_cache: split float32"
 # A call, its change, and the error.
 BY_BOTH = [
-    (ADD, {"b": of_shape(4)}, ValueError, "b has shape [4], expected the shape of a, [3, 4]"),
+    (ADD, {"b": zeros(4)}, ValueError, "b has shape [4], expected the shape of a, [3, 4]"),
     (ADD, cast(np.float16, "b"), ValueError, "b has dtype f16, expected f32"),
     (ADD, cast(bool, "a", "b"), ValueError, "a has dtype pred, expected f16 or bf16 or f32"),
     (PAGED, truncate(40, "kv_cache"), ValueError, "kv_cache has shape"),
@@ -42,7 +42,7 @@ BY_BOTH = [
     (PAGED, {"sliding_window": 0}, ValueError, "sliding_window is 0, expected >= 1, or None"),
     (PAGED, {"sliding_window": -1}, ValueError, "sliding_window is -1, expected >= 1"),
     (PAGED, {"soft_cap": -2.0}, ValueError, "soft_cap is -2, expected finite and >= 0"),
-    (PAGED, {"sinks": of_shape(4)}, ValueError, "sinks has shape [4], expected [Hq=8]"),
+    (PAGED, {"sinks": zeros(4)}, ValueError, "sinks has shape [4], expected [Hq=8]"),
     (PAGED, {"out_dtype": np.dtype(np.float16)}, NotImplementedError, "kv_cache is f32 and out is f16"),
     (STEP, truncate(32, "value"), ValueError, "value has shape [20, 2, 32], expected [T=20, Hkv=2"),
     (STEP, cast(np.float16, "key"), ValueError, "key has dtype f16, expected f32"),
@@ -56,14 +56,14 @@ BY_BOTH = [
     (VARLEN, {"v": None}, ValueError, "v is None, expected a"),
     (VARLEN, {"v": None, "kv_layout": "tiled"}, ValueError, "kv_layout is 'tiled', expected 'interleaved'"),
     (VARLEN, {"max_seqlen_q": -1}, ValueError, "max_seqlen_q is -1, expected >= 0"),
-    (VARLEN, {"seqused_k": of_shape(3, dtype=np.int32)}, ValueError, "seqused_k has shape [3]"),
+    (VARLEN, {"seqused_k": zeros(3, dtype=np.int32)}, ValueError, "seqused_k has shape [3]"),
     (VARLEN, cast(E4M3, "q"), NotImplementedError, "q is f8e4m3fn, k is f32"),
     (VARLEN, {"out_dtype": np.dtype(np.float16)}, NotImplementedError, "k is f32 and out is f16"),
-    (UPDATE, {"value": of_shape(8, 1, 16)}, ValueError, "value has shape [8, 1, 16], expected [T=8, Hkv=2, D=16]"),
+    (UPDATE, {"value": zeros(8, 1, 16)}, ValueError, "value has shape [8, 1, 16], expected [T=8, Hkv=2, D=16]"),
     (UPDATE, cast(np.float32, "slot_mapping"), TypeError, "slot_mapping has dtype"),
     (UPDATE, {"kv_layout": "vllm"}, ValueError, "kv_layout is 'vllm', expected 'interleaved', 'stacked' or 'per_page'"),
     (UPDATE_SPLIT, {"kv_layout": "stacked"}, ValueError, "kv_layout is 'stacked', which K and V apart"),
-    (ROPE, {"cos_sin": of_shape(9, 7)}, ValueError, "expected [max_pos, rot] with rot even and at most D=16"),
+    (ROPE, {"cos_sin": zeros(9, 7)}, ValueError, "expected [max_pos, rot] with rot even and at most D=16"),
     (ROPE, cast(np.float32, "positions"), TypeError, "positions has dtype"),
     (ROPE, {"kv_layout": "split"}, ValueError, "kv_layout is 'split', expected 'interleaved', 'stacked' or 'per_page'"),
     (MERGE, cast(np.float16, "lse_b"), ValueError, "lse_b has dtype f16, expected f32"),

@@ -90,7 +90,8 @@ def test_a_runtime_that_rejects_the_new_handlers_gets_the_old_ones(in_runtime, m
 
 def test_a_runtime_that_rejects_both_sets_is_an_import_error_with_its_text(in_runtime):
     in_runtime((0, 6), (0, 9))
-    text = r"speaks XLA FFI 0.1 and 0.5, of which jaxlib .* takes none: .*\(INVALID_ARGUMENT: .* \(0, 1\) is incompat"
+    text = "has handlers of XLA FFI 0.1 and 0.5, and jaxlib .* accepts none of them: .*"
+    text += r"\(INVALID_ARGUMENT: .* \(0, 1\) is incompatible"
     with pytest.raises(ImportError, match=text):
         _register.accepted()
 
@@ -144,19 +145,20 @@ print(jax.numpy.ones(2).sum())
 
 def test_a_runtime_that_rejects_our_version_is_an_import_error_and_jax_still_works():
     message = imported_with("(0, 0), [old_handler.TARGET]")
-    assert message.startswith(f"xla_attention speaks XLA FFI 0.0, of which jaxlib {jax.lib.__version__} takes none: ")
+    jaxlib = f"jaxlib {jax.lib.__version__}"
+    assert message.startswith(f"xla_attention has handlers of XLA FFI 0.0, and {jaxlib} accepts none of them: ")
     assert "install an older jax or a newer xla-attention (INVALID_ARGUMENT: " in message
     assert "API version (0.0) is incompatible with the framework's API version" in message
 
 
 def test_an_older_runtime_is_an_import_error_before_registration():
-    assert imported_with("(0, 99), []").startswith("xla_attention speaks XLA FFI 0.99, jaxlib ")
+    assert imported_with("(0, 99), []").startswith("xla_attention has handlers of XLA FFI 0.99, jaxlib ")
 
 
 @pytest.mark.parametrize("theirs", [(0, 0), (1, 1)])
 def test_a_runtime_of_an_older_or_another_major_version_is_an_import_error(in_runtime, theirs):
     runtime = in_runtime(theirs, theirs)
-    with pytest.raises(ImportError, match=f"XLA FFI 0.1 and 0.5, jaxlib .* only {theirs[0]}.{theirs[1]}: upgrade jax"):
+    with pytest.raises(ImportError, match=f"XLA FFI 0.1 and 0.5, jaxlib .* has {theirs[0]}.{theirs[1]}: upgrade jax"):
         _register.accepted()
     assert runtime.tried == []
 

@@ -24,9 +24,9 @@ def run(call, operands):
 
 
 def assert_equal(actual, expected):
-    for result, other in zip(map(array, actual), map(array, expected), strict=True):
-        assert (result.dtype, result.shape) == (other.dtype, other.shape)
-        np.testing.assert_array_equal(bits(result), bits(other))
+    for result, expected_result in zip(map(array, actual), map(array, expected), strict=True):
+        assert (result.dtype, result.shape) == (expected_result.dtype, expected_result.shape)
+        np.testing.assert_array_equal(bits(result), bits(expected_result))
 
 
 def with_tensors(operands, function, dimensions):

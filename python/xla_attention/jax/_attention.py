@@ -1,4 +1,4 @@
-"""The output dtype, the dropout check and the workspace of attention calls."""
+"""The output dtype and the workspace of attention calls."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,12 +16,6 @@ def output_dtype(query: Any, out_dtype: Any) -> np.dtype:  # noqa: ANN401
     if out_dtype is not None:
         return jnp.dtype(out_dtype)
     return jnp.dtype(jnp.bfloat16) if jnp.dtype(query).itemsize == 1 else jnp.dtype(query)
-
-
-def reject_dropout(function: str, name: str, rate: Any) -> None:  # noqa: ANN401
-    """Raise NotImplementedError for a dropout rate other than 0."""
-    if isinstance(rate, jax.core.Tracer) or rate != 0:
-        raise NotImplementedError(f"{function}: there is no dropout; {name} is {rate}, expected 0")
 
 
 def with_workspace(

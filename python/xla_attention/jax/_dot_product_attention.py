@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._options import kv_layout_number, length_advice
-from ._attention import reject_dropout
+from .._options import kv_layout_number, length_hint, reject_dropout
 from ._call import Array, static_bool, static_f32, static_i64
 from ._flash_attn_varlen import attend
 from ._indices import index_operand
@@ -61,11 +60,11 @@ def dot_product_attention(
     scale : float, optional
         Multiplies ``q . k``; ``H ** -0.5`` by default. Finite, positive, and a compile-time constant.
     is_causal : bool
-        Query t sees keys up to t, also where T and S differ (top-left alignment).
+        Query t attends to keys up to t, also where T and S differ (top-left alignment).
     query_seq_lengths, key_value_seq_lengths : Array, optional
         ``i32[B]``: rows and keys past these lengths are padding. Padding rows of the result are 0.
     local_window_size : int or (int, int), optional
-        Query t sees keys ``t - left`` to ``t + right``; neither is negative.
+        Query t attends to keys ``t - left`` to ``t + right``; neither is negative.
     implementation : str, optional
         ``"xla"`` or ``"cudnn"`` passes the call to `jax.nn.dot_product_attention`.
     return_residual : bool
@@ -83,11 +82,11 @@ def dot_product_attention(
     Returns
     -------
     out : Array
-        ``[B, T, N, H]`` or ``[T, N, H]`` with the value's H, of the query's dtype. A query that sees no key gives 0,
-        where `jax.nn.dot_product_attention` gives the mean of all values.
+        ``[B, T, N, H]`` or ``[T, N, H]`` with the value's H, of the query's dtype. A query that attends to no key gives
+        0, where `jax.nn.dot_product_attention` gives the mean of all values.
     residual : Array
         ``[B, T, N]`` or ``[T, N]``, of the key's dtype: natural logarithm of the softmax denominators; -inf for a query
-        that sees no key, where JAX has a large negative number. As in JAX it has no gradient; `softmax_lse` of
+        that attends to no key, where JAX has a large negative number. As in JAX it has no gradient; `softmax_lse` of
         `flash_attn_varlen` has one, and is f32. Only with ``return_residual=True``.
 
     Raises
@@ -163,8 +162,8 @@ def dot_product_attention(
         causal=static_bool(f"{_NAME}: is_causal", is_causal),
         deterministic=np.bool_(False),
         kv_layout=kv_layout_number(None),
-        max_seqlen_k=_length_advice(key.shape[1]),
-        max_seqlen_q=_length_advice(query.shape[1]),
+        max_seqlen_k=_length_hint(key.shape[1]),
+        max_seqlen_q=_length_hint(query.shape[1]),
         softcap=np.float32(0),
         softmax_scale=_scale(query.shape[-1] ** -0.5 if scale is None else scale),
         top_left=np.bool_(True),
@@ -189,9 +188,9 @@ def _jax_returns_residuals() -> bool:
     return "return_residual" in inspect.signature(jax.nn.dot_product_attention).parameters
 
 
-def _length_advice(length: Any) -> np.int64:  # noqa: ANN401
-    """The advice for a dense dimension; a symbolic one (jax.export) is unknown."""
-    return length_advice(length if isinstance(length, int) else 0)
+def _length_hint(length: Any) -> np.int64:  # noqa: ANN401
+    """The hint for a dense dimension; a symbolic one (jax.export) is unknown."""
+    return length_hint(length if isinstance(length, int) else 0)
 
 
 def _scale(scale: float) -> np.float32:
@@ -202,7 +201,7 @@ def _scale(scale: float) -> np.float32:
 
 
 def _window(size: Any) -> tuple[np.int64, np.int64]:  # noqa: ANN401
-    """How many keys before and after its own position a query sees; -1 for no limit."""
+    """How many keys before and after its own position a query attends to; -1 for no limit."""
     if size is None:
         return np.int64(-1), np.int64(-1)
     try:

@@ -9,8 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._documentation import documented
-from .._options import kv_layout_number, length_advice, require_key_lengths, unsupported_gradient, validate_values
-from ._attention import output_dtype, reject_dropout
+from .._options import (
+    kv_layout_number,
+    length_hint,
+    reject_dropout,
+    require_key_lengths,
+    unsupported_gradient,
+    validate_values,
+)
+from ._attention import output_dtype
 from ._call import Array, pvary_all, scale_operand, static_bool, static_f32, static_i64
 from ._indices import index_operand
 from ._no_gradient import without_gradient
@@ -75,7 +82,7 @@ def flash_attn_varlen(
         ... ``D ** -0.5`` by default.
     causal : bool
     window : (int, int)
-        How many keys before and after its own position a query sees; -1 for no limit.
+        How many keys before and after its own position a query attends to; -1 for no limit.
     softcap : float
         ... 0 switches it off.
     seqused_q : Array, optional
@@ -107,10 +114,10 @@ def flash_attn_varlen(
     Returns
     -------
     out : Array
-        ``[Tq, Hq, Dv]``. Rows that see no key, and rows that belong to no sequence, are 0.
+        ``[Tq, Hq, Dv]``. Rows that attend to no key, and rows that belong to no sequence, are 0.
     softmax_lse : Array
-        ``f32[Hq, Tq]``: natural logarithm of the softmax denominators, sinks included; -inf for rows that see neither a
-        key nor a sink. Only with ``return_lse=True``.
+        ``f32[Hq, Tq]``: natural logarithm of the softmax denominators, sinks included; -inf for rows that attend to
+        neither a key nor a sink. Only with ``return_lse=True``.
 
     Raises
     ------
@@ -148,8 +155,8 @@ def flash_attn_varlen(
         causal=static_bool("causal", causal),
         deterministic=static_bool("deterministic", deterministic),
         kv_layout=layout,
-        max_seqlen_k=_length_advice("max_seqlen_k", max_seqlen_k),
-        max_seqlen_q=_length_advice("max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=_length_hint("max_seqlen_k", max_seqlen_k),
+        max_seqlen_q=_length_hint("max_seqlen_q", max_seqlen_q),
         softcap=static_f32("softcap", softcap),
         softmax_scale=static_f32("softmax_scale", q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale),
         top_left=static_bool("top_left", top_left),
@@ -182,8 +189,8 @@ def _window(window: Any) -> tuple[np.int64, np.int64]:  # noqa: ANN401
     return left, right
 
 
-def _length_advice(name: str, length: int | None) -> np.int64:
-    return length_advice(0 if length is None else int(static_i64(name, length)))
+def _length_hint(name: str, length: int | None) -> np.int64:
+    return length_hint(0 if length is None else int(static_i64(name, length)))
 
 
 def _cu_seqlens_k(

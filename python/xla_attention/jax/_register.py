@@ -39,16 +39,16 @@ def accepted() -> _library.HandlerSet:
         raise ImportError(f"xla_attention needs jax >= 0.5, this is {jax.__version__}")
     runtime = runtime_ffi_version()
     candidates = _library.compatible_sets(runtime)
-    ours = f"xla_attention speaks XLA FFI {_library.join_versions(_library.handler_sets())}"
+    ours = f"xla_attention has handlers of XLA FFI {_library.join_versions(_library.handler_sets())}"
     if not candidates:
-        raise ImportError(f"{ours}, jaxlib {jax.lib.__version__} only {runtime[0]}.{runtime[1]}: upgrade jax")
+        raise ImportError(f"{ours}, jaxlib {jax.lib.__version__} has {runtime[0]}.{runtime[1]}: upgrade jax")
     for candidate in candidates:
         target = next(target for target in candidate.targets if target.platform == b"cpu")
         if (error := rejection(target)) is None:
             return candidate
     raise ImportError(
-        f"{ours}, of which jaxlib {jax.lib.__version__} takes none: install an older jax or a newer xla-attention "
-        f"({error})"
+        f"{ours}, and jaxlib {jax.lib.__version__} accepts none of them: install an older jax or a newer "
+        f"xla-attention ({error})"
     )
 
 

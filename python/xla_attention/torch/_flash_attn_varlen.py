@@ -6,7 +6,7 @@ from .._documentation import documented
 from .._operators import operator
 from .._options import (
     kv_layout_number,
-    length_advice,
+    length_hint,
     reject_dropout,
     require_key_lengths,
     validate_values,
@@ -76,7 +76,7 @@ def flash_attn_varlen(
         ... ``D ** -0.5`` by default.
     causal : bool
     window : (int, int)
-        How many keys before and after its own position a query sees; -1 for no limit.
+        How many keys before and after its own position a query attends to; -1 for no limit.
     softcap : float
         ... 0 switches it off.
     seqused_q : Tensor, optional
@@ -108,10 +108,10 @@ def flash_attn_varlen(
     Returns
     -------
     out : Tensor
-        ``[Tq, Hq, Dv]``. Rows that see no key, and rows that belong to no sequence, are 0.
+        ``[Tq, Hq, Dv]``. Rows that attend to no key, and rows that belong to no sequence, are 0.
     softmax_lse : Tensor
-        ``f32[Hq, Tq]``: natural logarithm of the softmax denominators, sinks included; -inf for rows that see neither a
-        key nor a sink. Only with ``return_lse=True``.
+        ``f32[Hq, Tq]``: natural logarithm of the softmax denominators, sinks included; -inf for rows that attend to
+        neither a key nor a sink. Only with ``return_lse=True``.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def flash_attn_varlen(
     >>> flash_attn_varlen(q, k, v, torch.tensor([0, 3, 5]), causal=True).shape
     torch.Size([5, 4, 64])
     """
-    reject_dropout(dropout_p)
+    reject_dropout("xla_gpu_flash_attn_varlen", "dropout_p", dropout_p)
     validate_values(v, kv_layout, "a tensor")
     if cu_seqlens_k is None:
         require_key_lengths(block_table, seqused_k)
@@ -223,8 +223,8 @@ def _lower(
                 "batch_invariant": batch_invariant,
                 "causal": is_causal,
                 "kv_layout": kv_layout_number(kv_layout),
-                "max_seqlen_k": length_advice(max_seqlen_k),
-                "max_seqlen_q": length_advice(max_seqlen_q),
+                "max_seqlen_k": length_hint(max_seqlen_k),
+                "max_seqlen_q": length_hint(max_seqlen_q),
                 "softcap": softcap,
                 "softmax_scale": softmax_scale,
                 "top_left": top_left,
