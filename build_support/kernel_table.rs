@@ -23,8 +23,10 @@ pub(crate) fn build(mut table: Table, headers: &Path, out: &Path) -> Result<()> 
     let setting = given.unwrap_or_else(|| "all".into());
     if let Some(capabilities) = capabilities(&setting)? {
         for kernel in &mut table.kernel {
-            let wanted = |arch: &&str| capabilities.iter().any(|of| newest_of(archs(&kernel.sass), *of) == Some(*arch));
-            kernel.sass = archs(&kernel.sass).filter(wanted).map(str::to_owned).collect();
+            let is_selected = |arch: &&str| {
+                capabilities.iter().any(|capability| newest_of(archs(&kernel.sass), *capability) == Some(*arch))
+            };
+            kernel.sass = archs(&kernel.sass).filter(is_selected).map(str::to_owned).collect();
         }
     } else {
         println!("cargo:rustc-cfg=every_architecture");

@@ -34,7 +34,9 @@ def lock(file: str, what: str, requirements: list[str], architectures: tuple[str
         for item in resolved(requirements, architecture, *options):
             name = f"{item['metadata']['name']}=={item['metadata']['version']}"
             hashes.setdefault(name, set()).add(item["download_info"]["archive_info"]["hashes"]["sha256"])
-    entries = ([name, *(f"--hash=sha256:{one}" for one in sorted(found))] for name, found in sorted(hashes.items()))
+    entries = (
+        [name, *(f"--hash=sha256:{digest}" for digest in sorted(digests))] for name, digests in sorted(hashes.items())
+    )
     head = f"# Written by build_support/lock.py (`make lock`) from pyproject.toml: {what}."
     (HERE / file).write_text("\n".join([head, *(" \\\n    ".join(entry) for entry in entries)]) + "\n")
 

@@ -286,8 +286,8 @@ fn rust(operators: &[Operator]) -> String {
     text += &names("CallResult", "result", operators.iter().flat_map(|o| &o.results).map(|t| &t.name));
     for kind in [Kind::Bool, Kind::I64, Kind::F32] {
         let (_, _, rust, variant) = kind.names();
-        let of_kind = operators.iter().flat_map(|o| &o.attributes).filter(|a| a.kind == kind).map(|a| &a.name);
-        text += &names(&format!("{variant}Attribute"), &format!("attribute of type `{rust}`"), of_kind);
+        let attributes = operators.iter().flat_map(|o| &o.attributes).filter(|a| a.kind == kind).map(|a| &a.name);
+        text += &names(&format!("{variant}Attribute"), &format!("attribute of type `{rust}`"), attributes);
     }
     text += "/// Calls field by field, in the order of the signature.\npub(crate) mod arguments {\n";
     text += "    use super::Attribute;\n";
@@ -329,9 +329,9 @@ fn signature(operator: &Operator) -> String {
 }
 
 /// An enum of the names that occur in any operator, so that a misspelt name does not compile.
-fn names<'a>(enum_: &str, what: &str, all: impl Iterator<Item = &'a String>) -> String {
+fn names<'a>(enum_: &str, kind: &str, all: impl Iterator<Item = &'a String>) -> String {
     let distinct: BTreeSet<_> = all.collect();
-    let mut text = format!("/// The names of every {what}.\n#[derive(Clone, Copy, Debug, PartialEq, Eq)]\n");
+    let mut text = format!("/// The names of every {kind}.\n#[derive(Clone, Copy, Debug, PartialEq, Eq)]\n");
     let _ = writeln!(text, "pub(crate) enum {enum_} {{");
     for name in &distinct {
         let _ = writeln!(text, "    {},", name.to_upper_camel_case());

@@ -19,10 +19,10 @@ fn custom_calls(operators: &[Operator]) -> String {
         "# Reference of the custom calls\n\n<!-- Generated from ffi/operators.toml; `make reference` writes it anew. -->\n\n\
          The operands, results and attributes of each target, in order. [semantics.md](../semantics.md) defines what it \
          computes,\n[ffi.md](../ffi.md) how it is called.\n\n\
-         Letters: `T`, `Tq`, `Tk` rows; `S`, `B` sequences; `M` pages of a row of the block table; `P` pages; `Hq` and `Hkv` \
-         heads, the\nsecond divides the first; `D` and `Dv` head dimensions, multiples of 8 up to 256. Q stands for f16, \
-         bf16, f32 or f8e4m3fn; KV\nfor the dtype of q, and also f8e4m3fn or f8e5m2 under f16 and bf16, and f8e4m3fn under \
-         f8e4m3fn.\n",
+         Dimensions: `T`, `Tq`, `Tk` rows; `S`, `B` sequences; `M` pages of a row of the block table; `P` pages; `Hq` \
+         and `Hkv`\nheads, the second divides the first; `D` and `Dv` head dimensions, multiples of 8 up to 256. Q \
+         stands for f16, bf16, f32\nor f8e4m3fn; KV for the dtype of q, and also f8e4m3fn or f8e5m2 under f16 and \
+         bf16, and f8e4m3fn under f8e4m3fn.\n",
     );
     for operator in operators {
         let _ = write!(text, "\n## `{}`\n\n{}\n\n", operator.target, operator.summary);
@@ -30,7 +30,7 @@ fn custom_calls(operators: &[Operator]) -> String {
             let _ = write!(text, "Also registered as `{name}`.\n\n");
         }
         text += "| | type | |\n| --- | --- | --- |\n";
-        for (what, tensors) in [("operand", &operator.operands), ("result", &operator.results)] {
+        for (kind, tensors) in [("operand", &operator.operands), ("result", &operator.results)] {
             for tensor in tensors {
                 let optional = if tensor.optional { "optional " } else { "" };
                 let aliased = tensor
@@ -39,7 +39,7 @@ fn custom_calls(operators: &[Operator]) -> String {
                     .and_then(|name| operator.operands.iter().position(|operand| operand.name == *name));
                 let aliases = aliased.map_or_else(String::new, |index| format!("; aliases operand {index}"));
                 let Tensor { name, type_, doc, .. } = tensor;
-                let _ = writeln!(text, "| {optional}{what} `{name}` | {type_}{aliases} | {doc} |");
+                let _ = writeln!(text, "| {optional}{kind} `{name}` | {type_}{aliases} | {doc} |");
             }
         }
         for Attribute { name, kind, doc, none } in &operator.attributes {

@@ -208,15 +208,16 @@ impl Table {
                     )
                 })?;
                 let tiles = &self.tiles[index];
-                let wanted: Result<Vec<_>> = tiles.keys.iter().map(|key| variant.key(key, given)).collect();
-                let wanted = wanted.with_context(|| format!("kernel {}: tiles {}", variant.kernel.name, tiles.name))?;
+                let expected: Result<Vec<_>> = tiles.keys.iter().map(|key| variant.key(key, given)).collect();
+                let expected =
+                    expected.with_context(|| format!("kernel {}: tiles {}", variant.kernel.name, tiles.name))?;
                 let row = tiles
                     .rows
                     .iter()
-                    .position(|row| row.iter().zip(&wanted).all(|(is, wanted)| is.to_string() == *wanted));
+                    .position(|row| row.iter().zip(&expected).all(|(value, expected)| value.to_string() == *expected));
                 used[index].insert(row.with_context(|| {
                     let (name, keys) = (variant.name(), tiles.keys.join(", "));
-                    format!("tiles {}: no row for {name}, expected one that begins ({keys}) = {wanted:?}", tiles.name)
+                    format!("tiles {}: no row for {name}, expected one that begins ({keys}) = {expected:?}", tiles.name)
                 })?);
             }
         }

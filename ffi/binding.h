@@ -40,8 +40,9 @@ using Any = ffi::AnyBuffer;
 // The decoded operands, results and attributes of a call, in arrays.
 class CallBuffers {
  public:
-  // The largest number of operands, results or attributes of a target, with some room to grow; `MOST` in src/bridge.rs.
-  static constexpr std::size_t kMost = 24;
+  // The largest number of operands, results or attributes of a target, with some room to grow; `MAX_VALUES` in
+  // src/bridge.rs.
+  static constexpr std::size_t kMaxValues = 24;
 
   void add(const Any& buffer) { operands_[num_operands_++] = view(buffer); }
   void add(const std::optional<Any>& buffer) { operands_[num_operands_++] = buffer ? view(*buffer) : absent(); }
@@ -67,9 +68,9 @@ class CallBuffers {
   }
   static BufferView absent() { return {0, nullptr, {}}; }
 
-  BufferView operands_[kMost];
-  BufferView results_[kMost];
-  AttributeView attributes_[kMost];
+  BufferView operands_[kMaxValues];
+  BufferView results_[kMaxValues];
+  AttributeView attributes_[kMaxValues];
   std::size_t num_operands_ = 0;
   std::size_t num_results_ = 0;
   std::size_t num_attributes_ = 0;
@@ -93,9 +94,9 @@ inline constexpr bool kIsResult =
 
 template <typename... Values>
 CallBuffers collect(const Values&... values) {
-  static_assert((std::size_t{0} + ... + kIsOperand<Values>) <= CallBuffers::kMost);
-  static_assert((std::size_t{0} + ... + kIsResult<Values>) <= CallBuffers::kMost);
-  static_assert((std::size_t{0} + ... + std::is_arithmetic_v<Values>) <= CallBuffers::kMost);
+  static_assert((std::size_t{0} + ... + kIsOperand<Values>) <= CallBuffers::kMaxValues);
+  static_assert((std::size_t{0} + ... + kIsResult<Values>) <= CallBuffers::kMaxValues);
+  static_assert((std::size_t{0} + ... + std::is_arithmetic_v<Values>) <= CallBuffers::kMaxValues);
   trigger_failpoints();
   CallBuffers call;
   (call.add(values), ...);

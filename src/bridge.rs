@@ -91,7 +91,7 @@ unsafe impl Pool for XlaPool {
 }
 
 /// Capacity of the shims' arrays of operands, results and attributes; `ffi/binding.h` asserts that no binding has more.
-const MOST: usize = 24;
+const MAX_VALUES: usize = 24;
 
 /// Whether debug check mode is enabled. Its calls synchronize, so their handlers are registered without the trait that
 /// allows recording into a command buffer.
@@ -120,14 +120,14 @@ fn enter(op: i32, action: Action, arguments: Arguments) -> Result {
 fn decode_and_call(op: Op, action: Action, arguments: Arguments) -> Result {
     failpoint::trigger(Failpoint::Bridge);
     let signature = op.signature();
-    let surplus = |what, count: usize, at_most: usize| {
-        ensure(count == 0, || format!("{} {what}s given, at most {at_most} expected", at_most + count))
+    let surplus = |kind, count: usize, at_most: usize| {
+        ensure(count == 0, || format!("{} {kind}s given, at most {at_most} expected", at_most + count))
     };
     surplus("operand", arguments.surplus.operands, signature.operands.len())?;
     surplus("result", arguments.surplus.results, signature.results.len())?;
     surplus("attribute", arguments.surplus.attributes, signature.attributes.len())?;
     let (operands, results) = (tensors(arguments.operands), tensors(arguments.results));
-    let mut attributes = [Attribute::Bool(false); MOST];
+    let mut attributes = [Attribute::Bool(false); MAX_VALUES];
     for (to, from) in attributes.iter_mut().zip(arguments.attributes) {
         *to = attribute(from);
     }
@@ -143,8 +143,8 @@ fn decode_and_call(op: Op, action: Action, arguments: Arguments) -> Result {
     }
 }
 
-fn tensors<'a>(views: &[BufferView<'a>]) -> [Tensor<'a>; MOST] {
-    let mut tensors = [Tensor::ABSENT; MOST];
+fn tensors<'a>(views: &[BufferView<'a>]) -> [Tensor<'a>; MAX_VALUES] {
+    let mut tensors = [Tensor::ABSENT; MAX_VALUES];
     for (to, from) in tensors.iter_mut().zip(views) {
         *to = Tensor::dense(DType(from.dtype), from.data, from.dims);
     }

@@ -152,18 +152,18 @@ pub unsafe extern "C" fn xa_call(request: *const XaCall, message: *mut c_char, c
 /// # Safety
 /// As [`xa_call`].
 unsafe fn validated_request<'a>(request: *const XaCall) -> Result<&'a XaCall> {
-    const KNOWN: usize = size_of::<XaCall>();
+    const KNOWN_SIZE: usize = size_of::<XaCall>();
     // A larger number is not the size of any version's struct, but an uninitialized field.
-    const MOST: usize = 1 << 12;
+    const MAX_SIZE: usize = 1 << 12;
     // SAFETY: the caller guarantees that a request that is not null begins with its size.
     let size = if request.is_null() { 0 } else { unsafe { (&raw const (*request).struct_size).read() } };
-    ensure((KNOWN..=MOST).contains(&size), || {
-        format!("xa_call: the request is a struct of {size} bytes, expected {KNOWN} or, of a later version, more")
+    ensure((KNOWN_SIZE..=MAX_SIZE).contains(&size), || {
+        format!("xa_call: the request is a struct of {size} bytes, expected {KNOWN_SIZE} or, of a later version, more")
     })?;
     // SAFETY: the caller guarantees that `size` bytes are readable.
-    let tail = unsafe { std::slice::from_raw_parts(request.cast::<u8>().add(KNOWN), size - KNOWN) };
+    let tail = unsafe { std::slice::from_raw_parts(request.cast::<u8>().add(KNOWN_SIZE), size - KNOWN_SIZE) };
     ensure(tail.iter().all(|byte| *byte == 0), || {
-        format!("xa_call: the request asks for something that this version does not know, past its {KNOWN} bytes")
+        format!("xa_call: the request asks for something that this version does not know, past its {KNOWN_SIZE} bytes")
     })?;
     // SAFETY: the caller guarantees a valid struct, and `size` covers all fields of this version.
     Ok(unsafe { &*request })
@@ -222,10 +222,10 @@ unsafe fn slice<'a, T>(first: *const T, count: usize) -> &'a [T] {
 
 /// # Safety
 /// Sizes and strides of each point to `rank` values.
-unsafe fn tensors<'a>(raw: &'a [XaTensor], what: &str, names: &[&str]) -> Result<Vec<Tensor<'a>>> {
+unsafe fn tensors<'a>(raw: &'a [XaTensor], kind: &str, names: &[&str]) -> Result<Vec<Tensor<'a>>> {
     let tensor = |(index, raw): (usize, &'a XaTensor)| {
         let rank = usize::try_from(raw.rank).map_err(|_| {
-            let name = names.get(index).map_or_else(|| format!("{what} {index}"), ToString::to_string);
+            let name = names.get(index).map_or_else(|| format!("{kind} {index}"), ToString::to_string);
             Error::invalid(format!("{name} has rank {}", raw.rank))
         })?;
         // SAFETY: the caller guarantees `rank` sizes.
@@ -306,14 +306,14 @@ pub unsafe extern "C" fn xa_workspace(
     batch_invariant: bool,
     c: *mut [i64; 3],
 ) {
-    let wanted = or_failure([0; 3], || {
+    let coefficients = or_failure([0; 3], || {
         let dtype = DType(dtype);
         let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant };
-        let wanted = Op::from_number(op).and_then(|op| sizes.workspace_of(op));
-        wanted.map_or([0; 3], |wanted| [wanted.fixed, wanted.per_row, wanted.per_sequence])
+        let size = Op::from_number(op).and_then(|op| sizes.workspace_of(op));
+        size.map_or([0; 3], |size| [size.fixed, size.per_row, size.per_sequence])
     });
     // SAFETY: the caller guarantees that `c` has room for three numbers.
-    unsafe { c.write(wanted) };
+    unsafe { c.write(coefficients) };
 }
 
 /// The contents of this build as JSON: `version`, `xla_ffi` (the version of `xa_targets`), `handler_sets` (all versions,

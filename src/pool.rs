@@ -94,7 +94,7 @@ struct ParallelLoop {
 // SAFETY: `closures` points to `Sync` closures. A thread accesses them only while it has an index that is not counted
 // in `done`, and `parallel_for`, which owns them, waits for all indices.
 unsafe impl Send for ParallelLoop {}
-// SAFETY: all fields but `closures` are `Sync`, and so are the closures behind it.
+// SAFETY: all fields but `closures` are `Sync`, and so are the closures that it points to.
 unsafe impl Sync for ParallelLoop {}
 
 impl ParallelLoop {

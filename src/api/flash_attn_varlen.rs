@@ -7,7 +7,7 @@ use crate::problem::Op;
 use crate::problem::arguments::flash_attn_varlen::{Attributes, Operands, Results};
 
 /// A ragged batch for [`flash_attn_varlen`]. Dimensions: `Tq` query rows, `Tk` key rows, `B` sequences, `M` table
-/// entries a sequence, `P` pages, `Hq` and `Hkv` heads, `D` and `Dv` elements per head.
+/// entries per sequence, `P` pages, `Hq` and `Hkv` heads, `D` and `Dv` elements per head.
 #[derive(Clone, Copy, Debug)]
 pub struct FlashAttnVarlenInputs<'a, M = Host> {
     /// `[Tq, Hq, D]`; f16, bf16, f32 or f8e4m3fn. Rows may be strided.
@@ -49,11 +49,11 @@ pub struct FlashAttnVarlenOptions<'a, M = Host> {
     pub softmax_scale: Option<f32>,
     /// Scores become `softcap * tanh(score / softcap)`; 0 is off.
     pub softcap: f32,
-    /// No query sees a key after its own position. Overrides `window_right`.
+    /// No query attends to a key after its own position. Overrides `window_right`.
     pub causal: bool,
-    /// Number of keys before its own position that a query sees; `None` for all.
+    /// Number of keys before its own position that a query attends to; `None` for all.
     pub window_left: Option<usize>,
-    /// Number of keys after its own position that a query sees; `None` for all.
+    /// Number of keys after its own position that a query attends to; `None` for all.
     pub window_right: Option<usize>,
     /// Top-left alignment: query 0 is at key 0. Otherwise bottom-right: the last query is at the last key.
     pub top_left: bool,
@@ -100,7 +100,7 @@ impl<M> Default for FlashAttnVarlenOptions<'_, M> {
 /// ```
 /// use xla_attention::{FlashAttnVarlenInputs, FlashAttnVarlenOptions, Kv, On, TensorMut, TensorRef, flash_attn_varlen};
 ///
-/// // Two sequences of 2 rows and 1, one head, D = 8. All keys score the same: a row is the mean of the values it sees.
+/// // Two sequences of 2 rows and 1, one head, D = 8. All keys score the same: a row is the mean of its visible values.
 /// let q = [1.0f32; 3 * 8];
 /// let v: Vec<f32> = [10.0, 30.0, 7.0].into_iter().flat_map(|value| [value; 8]).collect();
 /// let inputs = FlashAttnVarlenInputs {
@@ -163,8 +163,8 @@ pub fn flash_attn_varlen<'a, M: Memory>(
     run(Op::FlashAttnVarlen, operands.in_order(), results.in_order(), &attributes.in_order(), on)
 }
 
-/// Without starts of the keys, packed ones lie like the queries, and those in pages need another word of their number:
-/// with it the operand is not read.
+/// The operand `cu_seqlens_k`, by default the starts of the queries: packed keys then lie like the queries. Paged keys must
+/// have `seqused_k` in that case, and the operand is not read.
 fn cu_seqlens_k<'a, M: Memory>(
     inputs: &FlashAttnVarlenInputs<'a, M>,
     options: &FlashAttnVarlenOptions<'a, M>,

@@ -47,11 +47,11 @@ pub struct FlashAttnVarlenBwdOptions<'a, M = Host> {
     pub softmax_scale: Option<f32>,
     /// The softcap of the scores; 0 disables it.
     pub softcap: f32,
-    /// No query sees a key after its own position. Overrides `window_right`.
+    /// No query attends to a key after its own position. Overrides `window_right`.
     pub causal: bool,
-    /// Number of keys before its own position that a query sees; `None` for all.
+    /// Number of keys before its own position that a query attends to; `None` for all.
     pub window_left: Option<usize>,
-    /// Number of keys after its own position that a query sees; `None` for all.
+    /// Number of keys after its own position that a query attends to; `None` for all.
     pub window_right: Option<usize>,
     /// Top-left alignment: query 0 is at key 0. Otherwise bottom-right: the last query is at the last key.
     pub top_left: bool,
@@ -89,7 +89,7 @@ impl<M> Default for FlashAttnVarlenBwdOptions<'_, M> {
 /// Results of [`flash_attn_varlen_bwd`]: three gradients, and optionally more. `[dq, dk, dv].into()` makes the results
 /// without options.
 ///
-/// Padding rows and keys that no query sees have gradients of 0.
+/// Padding rows and keys that no query attends to have gradients of 0.
 #[derive(Debug)]
 pub struct FlashAttnVarlenBwdResults<'a, M = Host> {
     /// `[Tq, Hq, D]`, of q's dtype

@@ -10,7 +10,7 @@ use crate::problem::arguments::merge_attention_states::{Operands, Results};
 pub struct AttentionState<T> {
     /// `[n, h, d]`: n query rows, h heads; f16, bf16 or f32. Rows of inputs may be strided.
     pub out: T,
-    /// `f32[h, n]`: log-sum-exp of the scores (natural logarithm), -inf if the row saw no key
+    /// `f32[h, n]`: log-sum-exp of the scores (natural logarithm), -inf if the row attended to no key
     pub lse: T,
 }
 

@@ -13,7 +13,7 @@ macro_rules! modules {
     ($($op:ident $name:ident,)*) => {
         $(
             mod $name;
-            #[allow(unused_imports, unreachable_pub, reason = "a cache in two tensors has no function of its own")]
+            #[allow(unused_imports, unreachable_pub, reason = "a cache in two tensors has no separate function")]
             pub use $name::*;
         )*
     };
@@ -82,11 +82,10 @@ fn run<M: Memory, const N: usize, const R: usize>(
     let results = results.map(|result| result.map(TensorMut::view));
     let operands = tensors(signature.operands, &operands).map_err(|error| error.of(signature.target))?;
     let results = tensors(signature.results, &results).map_err(|error| error.of(signature.target))?;
-    let call_ = Call { op, action: on.action, operands: &operands, results: &results, attributes };
     // SAFETY: `tensors` has validated each shape against its memory. On the host the memory is borrowed for longer than
     // this call, and mutably for results; only the cache that is updated in place is operand and result. On a device,
     // the callers of `from_device` and `On::stream` guarantee the same until the work has finished.
-    unsafe { call(&call_) }
+    unsafe { call(&Call { op, action: on.action, operands: &operands, results: &results, attributes }) }
 }
 
 /// An operand or result that was left out, represented as XLA's empty buffer.

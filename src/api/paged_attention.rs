@@ -30,7 +30,7 @@ pub struct PagedAttentionInputs<'a, M = Host> {
 pub struct PagedAttentionOptions<'a, M = Host> {
     /// Multiplies q·k; finite and positive. `None` is `D^-0.5`.
     pub scale: Option<f32>,
-    /// Number of last keys that a query sees, including its own; at least 1. `None` for all.
+    /// Number of last keys that a query attends to, including its own; at least 1. `None` for all.
     pub sliding_window: Option<usize>,
     /// Scores become `soft_cap * tanh(score / soft_cap)`; 0 disables it.
     pub soft_cap: f32,

@@ -8,7 +8,7 @@ use crate::problem::Op;
 use crate::problem::arguments::paged_attention_update::{Attributes, Operands, Results};
 
 /// A ragged batch of new tokens for [`paged_attention_update`]. Dimensions: `T` tokens, `S` sequence slots, `M` table
-/// entries a sequence, `Hq` and `Hkv` heads, `D` elements per head.
+/// entries per sequence, `Hq` and `Hkv` heads, `D` elements per head.
 #[derive(Clone, Copy, Debug)]
 pub struct PagedAttentionUpdateInputs<'a, M = Host> {
     /// `[T, Hq, D]`; f16, bf16, f32 or f8e4m3fn. Rows may be strided.

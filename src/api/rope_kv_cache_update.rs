@@ -5,8 +5,8 @@ use crate::error::{Error, Result};
 use crate::problem::Op;
 use crate::problem::arguments::rope_kv_cache_update::{Attributes, Operands, Results};
 
-/// New tokens for [`rope_kv_cache_update`]. Dimensions: `T` tokens, `Hq` and `Hkv` heads, `D` elements per head, `rot`
-/// those of them that turn.
+/// New tokens for [`rope_kv_cache_update`]. Dimensions: `T` tokens, `Hq` and `Hkv` heads, `D` elements per head, of
+/// which the first `rot` are rotated.
 #[derive(Clone, Copy, Debug)]
 pub struct RopeKvCacheUpdateInputs<'a, M = Host> {
     /// `[T, Hq, D]`, of the keys' dtype. Rows may be strided.

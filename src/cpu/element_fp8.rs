@@ -75,15 +75,15 @@ mod tests {
                 }
                 for i in 0..S::LANES {
                     let code = codes[first + i];
-                    let same = |found: f32, one: f32, expected: f32| {
+                    let assert_both = |vector: f32, scalar: f32, expected: f32| {
                         let same = |x: f32| x.to_bits() == expected.to_bits() || (x.is_nan() && expected.is_nan());
-                        assert!(same(found) && same(one), "{code:#x}: {found} and {one} expected {expected}");
+                        assert!(same(vector) && same(scalar), "{code:#x}: {vector} and {scalar}, expected {expected}");
                     };
-                    same(e4m3[i], E4m3(code).to_f32(), value(code, 3, 7, false));
-                    same(e5m2[i], E5m2(code).to_f32(), value(code, 2, 15, true));
+                    assert_both(e4m3[i], E4m3(code).to_f32(), value(code, 3, 7, false));
+                    assert_both(e5m2[i], E5m2(code).to_f32(), value(code, 2, 15, true));
                     let paired = |dtype| Fp8ToBf16Table::of(dtype).to_bf16(code).to_f32();
-                    same(paired(DType::F8E4M3FN), paired(DType::F8E4M3FN), value(code, 3, 7, false));
-                    same(paired(DType::F8E5M2), paired(DType::F8E5M2), value(code, 2, 15, true));
+                    assert_both(paired(DType::F8E4M3FN), paired(DType::F8E4M3FN), value(code, 3, 7, false));
+                    assert_both(paired(DType::F8E5M2), paired(DType::F8E5M2), value(code, 2, 15, true));
                 }
             }
         }
@@ -92,7 +92,7 @@ mod tests {
     #[test]
     fn every_code_has_the_value_that_its_format_defines() {
         for isa in Isa::available() {
-            // SAFETY: `AllCodes` has no contract: it uses arrays of its own.
+            // SAFETY: `AllCodes` has no contract: it uses its own arrays.
             unsafe { isa.dispatch(AllCodes) };
         }
     }

@@ -44,8 +44,8 @@ pub(crate) fn context_id(context: CUcontext) -> Result<u64> {
     Ok(id)
 }
 
-/// The result of the driver call `what`, as an error with the driver's name and description of it.
-pub(crate) fn check(result: CUresult, what: &str) -> Result {
+/// The result of the driver function `function`, as an error with the driver's name and description of it.
+pub(crate) fn check(result: CUresult, function: &str) -> Result {
     if result == CUresult::CUDA_SUCCESS {
         return Ok(());
     }
@@ -55,5 +55,5 @@ pub(crate) fn check(result: CUresult, what: &str) -> Result {
         unsafe { sys::cuGetErrorString(result, &raw mut sentence) } == CUresult::CUDA_SUCCESS && !sentence.is_null();
     // SAFETY: `sentence` is not null, and the driver's strings are static and terminated.
     let sentence = if known { unsafe { CStr::from_ptr(sentence) }.to_string_lossy() } else { "".into() };
-    Err(Error::internal(format!("{what}: {result:?}: {sentence}")))
+    Err(Error::internal(format!("{function}: {result:?}: {sentence}")))
 }

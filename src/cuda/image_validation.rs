@@ -107,8 +107,8 @@ mod tests {
     fn texts_are_told_from_other_files() {
         assert_eq!(ptx_error(b"// a comment\n.version 7.0\n.target sm_80\n"), None);
         assert_eq!(ptx_error(b".version 7.0\n\0"), None);
-        for other in [&b""[..], b"\x7fELF", b".version 7.0\n\0.target", b"corrupt", b".version \xff"] {
-            assert!(ptx_error(other).is_some(), "{other:?}");
+        for not_ptx in [&b""[..], b"\x7fELF", b".version 7.0\n\0.target", b"corrupt", b".version \xff"] {
+            assert!(ptx_error(not_ptx).is_some(), "{not_ptx:?}");
         }
     }
 }

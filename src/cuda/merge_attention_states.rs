@@ -13,7 +13,7 @@ use crate::tensor::Tensor;
 const KERNEL: &str = "merge_attention_states";
 /// Vectors per CTA of a large call: eight per thread.
 const CTA_VECTORS: u32 = 8 * MERGE_STATES_THREADS;
-/// A call is large if it has so many CTAs of that size.
+/// A call is large if it has at least this number of CTAs of that size.
 const LARGE_CALL_CTAS: u64 = 1024;
 /// Maximum CTAs per row: the limit of the grid's second dimension.
 const MAX_CTAS_PER_ROW: u32 = 65535;

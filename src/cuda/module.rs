@@ -116,14 +116,14 @@ fn load_module(variant: &Variant) -> Result<CUfunction> {
         code,
         message: format!("the kernel {} is not in its module, {}: {message}", variant.name, image.origin),
     })?;
-    let largest = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    let max_dynamic_size = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
     let mut fixed = 0;
-    let of_fixed = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+    let fixed_size = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
     // SAFETY: the function is valid; the calls read and set one of its attributes.
     unsafe {
-        check(sys::cuFuncGetAttribute(&raw mut fixed, of_fixed, function), "cuFuncGetAttribute")?;
+        check(sys::cuFuncGetAttribute(&raw mut fixed, fixed_size, function), "cuFuncGetAttribute")?;
         let dynamic = device.shared_memory as i32 - fixed;
-        check(sys::cuFuncSetAttribute(function, largest, dynamic), "cuFuncSetAttribute")?;
+        check(sys::cuFuncSetAttribute(function, max_dynamic_size, dynamic), "cuFuncSetAttribute")?;
     }
     tracing::debug!("loaded {} for sm_{} from {}", variant.name, device.capability, image.origin);
     Ok(function)
@@ -137,7 +137,7 @@ fn refused(variant: &Variant, image: &ModuleImage, device: &Device, error: &Erro
     // The driver's log has several lines, an error message has one.
     let log: Vec<&str> = log.split(['\0', '\n']).map(str::trim).filter(|line| !line.is_empty()).collect();
     let log = log.join("; ");
-    let (what, remedy) = if image.is_file {
+    let (file, remedy) = if image.is_file {
         (format!(", {},", image.origin), format!("without {} it is the built-in one", module_image::FOLDER))
     } else {
         (String::new(), format!("it needs a driver that takes PTX {} for sm_{}", variant.ptx_version, variant.target))
@@ -145,7 +145,7 @@ fn refused(variant: &Variant, image: &ModuleImage, device: &Device, error: &Erro
     Error {
         code: Code::FailedPrecondition,
         message: format!(
-            "the driver ({driver}) refuses the kernel {}{what} on sm_{}: {error} {log}; {remedy}",
+            "the driver ({driver}) refuses the kernel {}{file} on sm_{}: {error} {log}; {remedy}",
             variant.name, device.capability,
         ),
     }

@@ -48,7 +48,7 @@ impl SassCounts {
             // A descriptor is two registers; a quarter of those registers may come from non-uniform ones.
             (2 * r2urs > wgmmas, format!("{r2urs} R2UR between {wgmmas} wgmma")),
         ];
-        checks.into_iter().filter(|(is_problem, _)| *is_problem).map(|(_, what)| what).collect()
+        checks.into_iter().filter(|(is_problem, _)| *is_problem).map(|(_, problem)| problem).collect()
     }
 }
 
@@ -92,16 +92,16 @@ fn sm_90a_kernels_use_wgmma_and_tma_without_slow_instructions() {
         return;
     };
     let tuned = VARIANTS.iter().filter(|variant| variant.target == "90a");
-    let mut seen = 0;
+    let mut checked = 0;
     for variant in tuned {
         for (arch, image) in variant.cubins {
             let bytes: Vec<u8> = image.unpack().unwrap().iter().flat_map(|word| word.to_le_bytes()).collect();
             let problems = SassCounts::of(&disassembled(&nvdisasm, variant.name, &bytes[..image.len])).problems();
             assert!(problems.is_empty(), "{} sm_{arch}: {}", variant.name, problems.join(", "));
-            seen += 1;
+            checked += 1;
         }
     }
-    assert!(seen > 0);
+    assert!(checked > 0);
 }
 
 #[test]
@@ -113,8 +113,9 @@ fn each_slow_instruction_is_found() {
     let problems = |sass: &[&str]| SassCounts::of(&sass.concat()).problems();
     assert!(problems(&[moved, wgmma, last, moved, moved, load]).is_empty());
     assert_eq!(problems(&[wgmma, moved, moved, last, load]), ["2 R2UR between 2 wgmma"]);
-    let of_fp8 = "        /*0060*/                   QGMMA.64x128x32.F32.E4M3.E4M3 R24, R8, gdesc[UR4], R24, gsb0 ;\n";
-    assert!(problems(&[of_fp8, load]).is_empty());
+    let fp8_wgmma =
+        "        /*0060*/                   QGMMA.64x128x32.F32.E4M3.E4M3 R24, R8, gdesc[UR4], R24, gsb0 ;\n";
+    assert!(problems(&[fp8_wgmma, load]).is_empty());
     assert_eq!(problems(&[wgmma, last]), ["no TMA load"]);
     assert_eq!(problems(&[load]), ["no wgmma"]);
     let spill = "        /*0050*/                   STL.64 [R1+0x8], R2 ;\n";

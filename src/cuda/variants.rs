@@ -91,9 +91,9 @@ pub(crate) fn dtype_value(dtype: DType) -> &'static str {
 pub(crate) fn find(kernel: &str, values: &[&str]) -> Result<usize> {
     lookup(kernel, values).ok_or_else(|| {
         let axes = KERNELS.iter().find(|k| k.name == kernel).map_or(&[][..], |k| k.axes);
-        let wanted: Vec<String> =
+        let described: Vec<String> =
             axes.iter().zip(values).map(|(axis, value)| format!("{} {value}", axis.name)).collect();
-        Error::unimplemented(format!("no kernel {kernel} is built for {}", wanted.join(", ")))
+        Error::unimplemented(format!("no kernel {kernel} is built for {}", described.join(", ")))
     })
 }
 

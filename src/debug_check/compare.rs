@@ -10,10 +10,10 @@ use crate::tensor::{DType, Tensor};
 /// The largest error that a number may have.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tolerance {
-    /// Relative to the number, or with `of_largest` to the largest magnitude in the result.
+    /// Relative to the number, or with `relative_to_largest` to the largest magnitude in the result.
     relative: f64,
     absolute: f64,
-    of_largest: bool,
+    relative_to_largest: bool,
 }
 
 /// The spacing of the numbers of a dtype around 1.
@@ -41,7 +41,7 @@ impl Tolerance {
             _ if spacing(dtype) > 0.0 => 1e-6,
             _ => 0.0,
         };
-        Self { relative: 1.01 * spacing(dtype), absolute, of_largest: false }
+        Self { relative: 1.01 * spacing(dtype), absolute, relative_to_largest: false }
     }
 
     /// For weighted sums with weights that add up to 1: several roundings, and with softcap in f16 or bf16 a hyperbolic
@@ -49,13 +49,13 @@ impl Tolerance {
     pub(crate) fn weighted_sum(dtype: DType, softcap: bool) -> Self {
         let relative = if dtype == DType::F32 { 1e-4 } else { spacing(dtype) * 4.0 };
         let capped = if softcap && dtype != DType::F32 { 0.06 } else { 0.0 };
-        Self { relative: relative + capped, absolute: 1e-5, of_largest: true }
+        Self { relative: relative + capped, absolute: 1e-5, relative_to_largest: true }
     }
 
     /// For an lse.
     pub(crate) fn lse(dtype: DType, softcap: bool) -> Self {
         let relative = if softcap && dtype != DType::F32 { accuracy::LSE_CAPPED } else { accuracy::LSE };
-        Self { relative, absolute: relative, of_largest: false }
+        Self { relative, absolute: relative, relative_to_largest: false }
     }
 
     /// For dq, dk and dv, which are sums over gradients of scores. In f16 and bf16 these gradients may themselves be
@@ -63,7 +63,7 @@ impl Tolerance {
     pub(crate) fn gradient(dtype: DType, softcap: bool, size: f64) -> Self {
         let relative = if dtype == DType::F32 { 2e-4 } else { spacing(dtype) * 8.0 };
         let capped = if softcap && dtype != DType::F32 { 0.06 } else { 0.0 };
-        Self { relative: relative + capped, absolute: 1e-4 * size, of_largest: true }
+        Self { relative: relative + capped, absolute: 1e-4 * size, relative_to_largest: true }
     }
 
     /// Whether the error is at most this tolerance plus `excess`.
@@ -71,7 +71,7 @@ impl Tolerance {
         if !expected.is_finite() {
             return found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan();
         }
-        let unit = if self.of_largest { largest } else { expected.abs() };
+        let unit = if self.relative_to_largest { largest } else { expected.abs() };
         let beyond = (found - expected).abs() - (self.relative * unit + self.absolute);
         self.relative > 0.0 && (beyond <= 0.0 || beyond <= excess())
     }
@@ -101,7 +101,7 @@ pub(crate) unsafe fn compare(
         unsafe { std::slice::from_raw_parts(place(tensor, index), dtype.size()) }
     };
     // SAFETY: the caller guarantees readable host memory.
-    let largest = if tolerance.of_largest { unsafe { largest(expected) } } else { 0.0 };
+    let largest = if tolerance.relative_to_largest { unsafe { largest(expected) } } else { 0.0 };
     let (mut first, mut off) = (None, 0usize);
     for_each_index(found.dims, |index| {
         if bits(found, index) == bits(expected, index) || skipped(index) {

@@ -122,13 +122,13 @@ impl Row<'_> {
             let magnitudes = self.visible().map(|j| self.scaled_product(j, f64::abs).abs());
             (self.weights().0, magnitudes.fold(0.0, f64::max))
         };
-        let of_score = accuracy::fp8_score(problem.head_dim, magnitude);
+        let score_error = accuracy::fp8_score(problem.head_dim, magnitude);
         let smallest = accuracy::FP8_SMALL_WEIGHT * weights.iter().copied().fold(0.0, f64::max);
         // SAFETY: the caller guarantees that the problem's scales are readable.
         let v_scale = unsafe { self.scale(problem.v_scale) }.abs();
         for (j, weight) in self.visible().zip(weights) {
             // The score's error affects the weight and the sum that divides it.
-            let by_scores = (weight * (2.0 * of_score).exp_m1()).min(1.0);
+            let by_scores = (weight * (2.0 * score_error).exp_m1()).min(1.0);
             let off = (accuracy::FP8_WEIGHT * weight).max(smallest) + by_scores;
             // SAFETY: visible keys are below `len_k`.
             let value = unsafe { self.row(&problem.v, j) };
@@ -137,7 +137,7 @@ impl Row<'_> {
                 *o += v_scale * off * unsafe { read(problem.kv_dtype, value.add(d * problem.kv_dtype.size())) }.abs();
             }
         }
-        (out, of_score)
+        (out, score_error)
     }
 
     /// The key position that the query is aligned with (bottom-right or top-left).
@@ -188,8 +188,8 @@ impl Row<'_> {
             let s = if cap > 0.0 { cap * (s / cap).tanh() } else { s };
             let distance = (self.position() - j as i64).abs() as f64;
             let slope = |at: usize| score.alibi.map_or(0.0, |alibi| f64::from(alibi.slopes.add(at).read()));
-            let of_sequence = score.alibi.is_some_and(|alibi| alibi.per_sequence);
-            s - slope(head + if of_sequence { sequence.index * problem.num_q_heads } else { 0 }) * distance
+            let is_per_sequence = score.alibi.is_some_and(|alibi| alibi.per_sequence);
+            s - slope(head + if is_per_sequence { sequence.index * problem.num_q_heads } else { 0 }) * distance
         }
     }
 

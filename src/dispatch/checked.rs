@@ -96,7 +96,7 @@ unsafe fn validate_metadata(op: Op, args: &CallArguments) -> Result<Vec<Sequence
 /// # Safety
 /// As [`checked`].
 unsafe fn checked_on_cpu(args: &CallArguments, call: &Call, pool: &dyn Pool) -> Result {
-    // SAFETY: on the CPU the caller's buffers are host memory; `memory` outlives the views of it.
+    // SAFETY: on the CPU the caller's buffers are host memory; `host_expected` outlives the views of it.
     unsafe {
         run_backend(args, call.op, Action::Check)?;
         let sequences = validate_metadata(call.op, args)?;
@@ -109,10 +109,10 @@ unsafe fn checked_on_cpu(args: &CallArguments, call: &Call, pool: &dyn Pool) -> 
         if attention(call.op, args)?.is_none() {
             return Ok(());
         }
-        let memory: Vec<HostTensor> = call.results.iter().map(HostTensor::zeros).collect();
+        let host_expected: Vec<HostTensor> = call.results.iter().map(HostTensor::zeros).collect();
         // The definition reads the cache after its update.
         let updated = |name: &str| call.op == Op::PagedAttentionUpdate && name == "kv_cache";
-        let expected: Vec<Tensor> = (call.op.signature().results.iter().zip(memory.iter().zip(call.results)))
+        let expected: Vec<Tensor> = (call.op.signature().results.iter().zip(host_expected.iter().zip(call.results)))
             .map(|(name, (host, result))| if updated(name) { *result } else { host.view(result) })
             .collect();
         let second = CallArguments::new(call.op.signature(), call.operands, &expected, call.attributes, true)?;
@@ -133,14 +133,16 @@ unsafe fn checked_on_cuda(args: &CallArguments, call: &Call, stream: Stream) -> 
             unsafe { host_copy::to_host(to, from, bytes, stream) }
         })
     };
-    // SAFETY: the caller guarantees valid buffers and stream; the second computation writes only to `given` and `memory`.
+    // SAFETY: the caller guarantees valid buffers and stream; the second computation writes only to `host_operands` and
+    // `host_expected`.
     unsafe {
         run_backend(args, call.op, Action::Check)?;
         host_copy::can_wait(stream)?;
-        let given = call.operands.iter().map(fetch).collect::<Result<Vec<_>>>()?;
-        let operands: Vec<Tensor> = given.iter().zip(call.operands).map(|(host, operand)| host.view(operand)).collect();
-        let memory: Vec<HostTensor> = call.results.iter().map(HostTensor::zeros).collect();
-        let expected: Vec<Tensor> = memory
+        let host_operands = call.operands.iter().map(fetch).collect::<Result<Vec<_>>>()?;
+        let operands: Vec<Tensor> =
+            host_operands.iter().zip(call.operands).map(|(host, operand)| host.view(operand)).collect();
+        let host_expected: Vec<HostTensor> = call.results.iter().map(HostTensor::zeros).collect();
+        let expected: Vec<Tensor> = host_expected
             .iter()
             .zip(call.results)
             .map(|(host, result)| {
@@ -154,8 +156,9 @@ unsafe fn checked_on_cuda(args: &CallArguments, call: &Call, stream: Stream) -> 
         run_backend(args, call.op, call.action)?;
         #[cfg(feature = "failpoints")]
         corrupt_result(call, |to, byte, bytes| enqueue::fill(to, byte, bytes, stream))?;
-        let memory = call.results.iter().map(fetch).collect::<Result<Vec<_>>>()?;
-        let results: Vec<Tensor> = memory.iter().zip(call.results).map(|(host, result)| host.view(result)).collect();
+        let host_results = call.results.iter().map(fetch).collect::<Result<Vec<_>>>()?;
+        let results: Vec<Tensor> =
+            host_results.iter().zip(call.results).map(|(host, result)| host.view(result)).collect();
         run_backend(&second, call.op, Action::RunOnCpu(&RayonPool))?;
         compare_all(call, &second, &sequences, &results, &expected)
     }
@@ -174,13 +177,13 @@ unsafe fn compare_all(
     expected: &[Tensor],
 ) -> Result {
     if call.op == Op::FlashAttnVarlenBwd {
-        let names = call.op.signature().results.iter().zip(results.iter().zip(expected));
-        let named: Vec<_> = names.filter(|(name, _)| **name != "workspace").map(|(n, (r, e))| (*n, r, e)).collect();
+        let all = call.op.signature().results.iter().zip(results.iter().zip(expected));
+        let gradients: Vec<_> = all.filter(|(name, _)| **name != "workspace").map(|(n, (r, e))| (*n, r, e)).collect();
         let dlse = second.optional_operand(Operand::Dlse);
         let cotangents: Vec<_> = [Some(second.operand(Operand::Dout)), dlse].into_iter().flatten().collect();
         let problem = problem::flash_attn_varlen_bwd::problem(second)?;
         // SAFETY: the caller guarantees that all tensors are readable host memory.
-        return unsafe { compare_gradients(&problem, sequences, &cotangents, &named) }.map_err(in_check_mode);
+        return unsafe { compare_gradients(&problem, sequences, &cotangents, &gradients) }.map_err(in_check_mode);
     }
     let problem = attention(call.op, second)?;
     // SAFETY: the caller guarantees that all tensors are readable host memory.

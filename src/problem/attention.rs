@@ -25,7 +25,7 @@ pub struct Attention<'a> {
     pub v: KvView,
     /// `[Tq, Hq, Dv]`, dense; of q's dtype, or f16 or bf16 where q is e4m3fn
     pub out: Tensor<'a>,
-    /// `f32[Hq, Tq]`, dense: natural logarithm of the softmax denominator, if wanted
+    /// `f32[Hq, Tq]`, dense: natural logarithm of the softmax denominator; optional
     pub lse: Option<*mut f32>,
     /// Scratch memory of the call; uninitialized on entry.
     pub workspace: Option<Tensor<'a>>,

@@ -115,9 +115,9 @@ impl fmt::Display for CallArguments<'_> {
     }
 }
 
-fn count(what: &str, names: &[&str], required: usize, given: &[Tensor]) -> Result {
+fn count(kind: &str, names: &[&str], required: usize, given: &[Tensor]) -> Result {
     ensure(given.len() <= names.len(), || {
-        format!("{} {what}s given, at most {} expected ({})", given.len(), names.len(), names.join(", "))
+        format!("{} {kind}s given, at most {} expected ({})", given.len(), names.len(), names.join(", "))
     })?;
     for (index, name) in names[..required].iter().enumerate() {
         if given.get(index).is_none_or(|t| t.dtype == DType::ABSENT) {

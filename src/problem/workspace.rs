@@ -70,8 +70,8 @@ impl AttentionSizes {
     /// let (num_q_heads, num_kv_heads, head_dim, value_dim) = (32, 8, 128, 128);
     /// let dtype = DType::BF16;
     /// let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant: false };
-    /// let wanted = sizes.workspace();
-    /// assert_eq!((wanted.fixed, wanted.per_row, wanted.per_sequence), (6_392_896, 0, 0));
+    /// let size = sizes.workspace();
+    /// assert_eq!((size.fixed, size.per_row, size.per_sequence), (6_392_896, 0, 0));
     /// ```
     #[must_use]
     pub fn workspace(&self) -> WorkspaceSize {
@@ -104,9 +104,9 @@ impl AttentionSizes {
             return WorkspaceSize { fixed: 16, per_row: number.saturating_mul(heads), per_sequence: 0 };
         }
         let row_sums = number * BUCKETS.into_iter().find(|bucket| *bucket >= columns).unwrap_or(0);
-        // Per row delta and lse, and per block of 64 or more rows a counter.
-        let of_block = heads.saturating_add(15) / 16;
-        let per_row = heads.saturating_mul(row_sums + 2 * number).saturating_add(of_block);
+        // Per row delta and lse, and a 4-byte counter per block of 64 or more rows.
+        let counter_bytes = heads.saturating_add(15) / 16;
+        let per_row = heads.saturating_mul(row_sums + 2 * number).saturating_add(counter_bytes);
         let per_sequence = heads.saturating_mul((GROUP - 1) * row_sums + number).saturating_add(72);
         let fixed = heads.saturating_mul(GROUP * row_sums + number).saturating_add(1024);
         WorkspaceSize { fixed, per_row, per_sequence }

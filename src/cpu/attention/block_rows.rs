@@ -5,7 +5,7 @@ use crate::problem::KvView;
 use crate::problem::attention::{Attention, KeyStorage, PageTable};
 use std::ops::Range;
 
-/// The most keys of a block.
+/// Maximum keys of a block.
 pub(super) const BLOCK: usize = 128;
 
 /// A block has row addresses for a multiple of this many keys, so that kernels may always load several keys at a time.

@@ -2,7 +2,7 @@
 //! loaded straight from the cache.
 //!
 //! ROWS query rows (padded to a power of two) are multiplied with LANES / ROWS keys per step, so that the sums of a
-//! step fill one vector and are reduced together. The softmax therefore sees vectors whose lanes are (key, row) pairs.
+//! step fill one vector and are reduced together. The lanes of the softmax's vectors are therefore (key, row) pairs.
 //!
 //! E is [`Simd::ELEMENTS_PER_LANE`]. Where it is 2, adjacent keys belong to consecutive steps, so that their p
 //! share a lane: p is `[keys / E][ROWS]`. q is `[ROWS][D / E]` and o `[ROWS][Dv]`, each row padded to whole vectors.
@@ -148,7 +148,7 @@ unsafe fn values<S: Simd, L: KvLoader<S>, const ROWS: usize>(
     rescale: &[f32; MAX_LANES],
     p: *const f32,
 ) {
-    let most = S::LANES / ROWS;
+    let max_vectors = S::LANES / ROWS;
     let (dv, lanes) = (block_step.dv, S::LANES);
     let mut i = 0;
     while i < dv {
@@ -156,10 +156,10 @@ unsafe fn values<S: Simd, L: KvLoader<S>, const ROWS: usize>(
         // SAFETY: i < dv, and each call takes at most the vectors of columns that are left; the last may be a partial
         // one.
         unsafe {
-            if most >= 8 && vectors >= 8 {
+            if max_vectors >= 8 && vectors >= 8 {
                 value_columns::<S, L, ROWS, 8>(simd, loader, block_step, prefetcher, rescale, p, (i, lanes));
                 i += 8 * lanes;
-            } else if most >= 4 && vectors >= 4 {
+            } else if max_vectors >= 4 && vectors >= 4 {
                 value_columns::<S, L, ROWS, 4>(simd, loader, block_step, prefetcher, rescale, p, (i, lanes));
                 i += 4 * lanes;
             } else if vectors >= 2 {

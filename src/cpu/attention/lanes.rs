@@ -10,7 +10,7 @@ use std::ops::Range;
 /// What mask and bias need to know of each lane of a work tile, in positions of the sequence. Padding lanes repeat the
 /// last query row.
 ///
-/// In the GEMV layout a lane belongs to a (key, row) pair. Its key lies `key_offset` behind the key of lane 0, which
+/// In the GEMV layout a lane belongs to a (key, row) pair. Its key comes `key_offset` keys after that of lane 0, which
 /// all positions here have subtracted, so that one key position per step serves all lanes.
 #[derive(Default)]
 pub(super) struct FwdLanes {

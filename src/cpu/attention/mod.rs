@@ -50,7 +50,7 @@ use task::{FwdJob, FwdScratch, RunFwdJob};
 /// Multiply-adds below which a second thread costs more than it saves.
 pub(super) const MIN_PARALLEL_WORK: u64 = 1 << 19;
 
-/// Compute `out` and, if wanted, `softmax_lse`.
+/// Compute `out`, and `softmax_lse` if the call has this result.
 ///
 /// # Errors
 /// `INTERNAL` if a task panicked, `RESOURCE_EXHAUSTED` if there is no memory for the plan, the scratch or the partials.

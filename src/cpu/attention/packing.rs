@@ -63,7 +63,7 @@ impl PackBlock<'_> {
         let len = rows.block.len;
         for j in 0..len {
             // SAFETY: K row j of the block is readable, and the buffer has D / E lanes for each of BLOCK keys, and V
-            // behind them.
+            // after them.
             unsafe { pack_k_row(simd, loader, rows.k(j), k.add(j * d / S::ELEMENTS_PER_LANE), d) };
         }
         for j in (0..len).step_by(S::ELEMENTS_PER_LANE) {

@@ -15,7 +15,7 @@ const ROWS: usize = 256;
 const ALL_HEADS_ROWS: usize = 32;
 /// K and V elements of a KV split: enough work to pay for merging its partial result.
 const SPLIT_ELEMENTS: usize = 1 << 19;
-/// The most KV splits of a tile, so that the partial results do not grow with the context.
+/// Maximum KV splits of a tile, so that the partial results do not grow with the context.
 const MAX_SPLITS: usize = 32;
 /// Every KV split but the last has a multiple of this many keys.
 const SPLIT_ALIGNMENT: usize = 128;

@@ -100,18 +100,18 @@ impl Sequence {
 }
 
 /// The indices below `total` that lie in none of the ranges `taken`, which are in order and do not overlap, as ranges
-/// of at most `most` indices.
+/// of at most `max_len` indices.
 pub(in crate::cpu) fn gaps(
     taken: impl Iterator<Item = Range<usize>>,
     total: usize,
-    most: usize,
+    max_len: usize,
 ) -> impl Iterator<Item = Range<usize>> {
     let mut free = 0;
     let end = std::iter::once(total..total);
     taken.filter(|taken| !taken.is_empty()).chain(end).flat_map(move |taken| {
         let gap = free..taken.start;
         free = taken.end;
-        gap.clone().step_by(most).map(move |first| first..(first + most).min(gap.end))
+        gap.clone().step_by(max_len).map(move |first| first..(first + max_len).min(gap.end))
     })
 }
 

@@ -34,7 +34,7 @@ impl QueryLayout {
         }
     }
 
-    /// How many keys the key of a lane lies behind that of lane 0.
+    /// How many keys the key of a lane comes after that of lane 0.
     pub(super) fn key_offset_of_lane(self, lane: usize, elements_per_lane: usize) -> usize {
         match self {
             Self::RowsInLanes => 0,

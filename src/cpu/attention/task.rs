@@ -51,7 +51,7 @@ impl FwdScratch {
 
 /// Query rows that are prefetched before they are packed.
 const PREFETCHED_QUERIES: usize = 8;
-/// The most lanes of a micro-panel.
+/// Maximum lanes of a micro-panel.
 const MAX_PANEL_LANES: usize = 32;
 
 /// One index of the parallel loops, for [`crate::cpu::simd::Isa::dispatch`].

@@ -10,7 +10,7 @@ use std::ops::Range;
 pub(super) const KEYS: usize = 128;
 /// Query rows (queries x query heads of a group) of a tile that is cut by queries.
 const ROWS: usize = 256;
-/// The most elements of dQ that a tile accumulates in f32.
+/// Maximum elements of dQ that a tile accumulates in f32.
 const MAX_DQ: usize = 1 << 22;
 /// Keys without a gradient that one task clears.
 const CLEAR_KEYS: usize = 256;

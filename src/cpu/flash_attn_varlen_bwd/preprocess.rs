@@ -119,7 +119,7 @@ unsafe fn out_dot_dout<S: Simd>(simd: S, problem: &FlashAttnVarlenBwd, t: usize,
     lanes.iter().sum()
 }
 
-/// Write `dsinks`, if wanted: the sums of the chunks, `[chunks, Hq]`, added in their order.
+/// Write `dsinks`, if the call has this result: the sums of the chunks, `[chunks, Hq]`, added in their order.
 ///
 /// # Safety
 /// The sums are readable, the result writable.
@@ -129,8 +129,8 @@ pub(super) unsafe fn write_sinks(problem: &FlashAttnVarlenBwd, sums: *const f32,
     for h in 0..heads {
         // SAFETY: chunk < chunks and h < Hq: elements of the sums and of the result [Hq].
         unsafe {
-            let of_chunk = |chunk: usize| f64::from(sums.add(chunk * heads + h).read());
-            dsinks.add(h).write((0..chunks).map(of_chunk).sum::<f64>() as f32);
+            let chunk_sum = |chunk: usize| f64::from(sums.add(chunk * heads + h).read());
+            dsinks.add(h).write((0..chunks).map(chunk_sum).sum::<f64>() as f32);
         }
     }
 }

@@ -10,7 +10,7 @@ use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::tensor::Tensor;
 use std::ops::Range;
 
-/// The most rows of a micro-panel: two vectors.
+/// Maximum rows of a micro-panel: two vectors.
 pub(super) const MAX_ROWS: usize = 2 * MAX_LANES;
 
 /// Distance in elements between rows of `d` elements: whole vectors, and one more, so that rows do not all map to the
@@ -132,8 +132,8 @@ impl QueryPanel {
         let group = forward.num_q_heads / forward.num_kv_heads;
         let (sequence, window) = (&plan.sequences[tile.sequence], Window::of(&forward.score));
         let slopes = forward.score.alibi.map(|alibi| {
-            let of_sequence = if alibi.per_sequence { tile.sequence * forward.num_q_heads } else { 0 };
-            alibi.slopes.wrapping_add(of_sequence)
+            let sequence_offset = if alibi.per_sequence { tile.sequence * forward.num_q_heads } else { 0 };
+            alibi.slopes.wrapping_add(sequence_offset)
         });
         self.rows = (tile.rows(group) - first).min(width);
         self.lanes = BwdLanes::padding(width, slopes.is_some());

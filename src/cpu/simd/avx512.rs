@@ -199,9 +199,9 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         // pairs. The transmute is between vectors of 512 bits.
         unsafe {
             let pairs = _mm512_castps_si512(pairs);
-            let [first, others] = [_mm512_castsi512_si256(pairs), _mm512_extracti64x4_epi64::<1>(pairs)]
+            let [low, high] = [_mm512_castsi512_si256(pairs), _mm512_extracti64x4_epi64::<1>(pairs)]
                 .map(|half| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(half))));
-            let both = _mm512_cvtne2ps_pbh(_mm512_mul_ps(others, factor), _mm512_mul_ps(first, factor));
+            let both = _mm512_cvtne2ps_pbh(_mm512_mul_ps(high, factor), _mm512_mul_ps(low, factor));
             std::mem::transmute(both)
         }
     }
@@ -239,7 +239,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
     #[inline(always)]
     unsafe fn load_fp8_pairs(self, table: Fp8LookupTable, from: *const u8, n: usize) -> __m512 {
-        // SAFETY: VBMI is there if BF16 is true, and otherwise no kernel loads pairs. The caller guarantees n readable
+        // SAFETY: the CPU has VBMI if BF16 is true, and otherwise no kernel loads pairs. The caller guarantees n readable
         // elements, and masked loads touch no others.
         unsafe {
             let codes = if n >= 32 {
@@ -253,7 +253,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
     #[inline(always)]
     unsafe fn interleave_fp8(self, table: Fp8LookupTable, first: *const u8, second: *const u8, n: usize) -> __m512 {
-        // SAFETY: VBMI is there if BF16 is true, and otherwise no kernel loads pairs. The caller guarantees n readable
+        // SAFETY: the CPU has VBMI if BF16 is true, and otherwise no kernel loads pairs. The caller guarantees n readable
         // elements in both rows.
         unsafe {
             let (first, second) = (load_16_fp8(first, n), load_16_fp8(second, n));
@@ -264,7 +264,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
     #[inline(always)]
     unsafe fn load_fp8_pairs_2(self, table: Fp8LookupTable, from: *const u8) -> [__m512; 2] {
-        // SAFETY: VBMI is there if BF16 is true, and otherwise no kernel loads pairs. The caller guarantees 64 readable
+        // SAFETY: the CPU has VBMI if BF16 is true, and otherwise no kernel loads pairs. The caller guarantees 64 readable
         // elements.
         unsafe {
             // The quarters of the first 32 elements go to the low halves of the 128-bit blocks, those of the second 32
@@ -275,7 +275,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
     #[inline(always)]
     unsafe fn interleave_fp8_4(self, table: Fp8LookupTable, first: *const u8, second: *const u8) -> [__m512; 4] {
-        // SAFETY: VBMI is there if BF16 is true, and otherwise no kernel loads pairs. The caller guarantees 64 readable
+        // SAFETY: the CPU has VBMI if BF16 is true, and otherwise no kernel loads pairs. The caller guarantees 64 readable
         // elements in both rows.
         unsafe {
             // The rows are 16 groups of four columns. This transposes the groups, so that the two steps of interleaving

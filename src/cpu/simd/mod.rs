@@ -24,7 +24,7 @@ use portable::Portable;
 use std::fmt;
 use std::sync::OnceLock;
 
-/// The most lanes of a vector in any instruction set.
+/// Maximum lanes of a vector in any instruction set.
 pub(crate) const MAX_LANES: usize = 16;
 
 /// Bytes of a cache line.
@@ -33,7 +33,7 @@ pub(crate) const CACHE_LINE: usize = 64;
 /// Adding this to a small f32 rounds it to an integer, which the low mantissa bits of the sum hold.
 const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
 
-/// The most elements in a lane, see [`Simd::ELEMENTS_PER_LANE`].
+/// Maximum elements in a lane, see [`Simd::ELEMENTS_PER_LANE`].
 pub(crate) const MAX_ELEMENTS_PER_LANE: usize = 2;
 
 /// Operations on vectors of [`Simd::LANES`] f32. Holding a value of the type proves that this CPU has the instructions.

@@ -129,7 +129,7 @@ impl SimdKernel for Pairs {
         };
         let lanes = S::LANES;
         let row: Vec<bf16> = (0..2 * lanes).map(|i| bf16::from_f32(i as f32 * 0.75 - 3.0)).collect();
-        let other: Vec<bf16> = (0..2 * lanes).map(|i| bf16::from_f32(100.0 - i as f32)).collect();
+        let second: Vec<bf16> = (0..2 * lanes).map(|i| bf16::from_f32(100.0 - i as f32)).collect();
         let at = |row: &[bf16], i: usize, n: usize| if i < n { row[i].to_f32() } else { 0.0 };
         for n in (8..=2 * lanes).step_by(8) {
             // SAFETY: the row has 2 * LANES >= n elements.
@@ -137,22 +137,22 @@ impl SimdKernel for Pairs {
             assert_eq!(found, (0..2 * lanes).map(|i| at(&row, i, n)).collect::<Vec<_>>());
             let n = n.min(lanes);
             // SAFETY: both rows have 2 * LANES >= n elements.
-            let found = elements(unsafe { simd.interleave_bf16(row.as_ptr().cast(), other.as_ptr().cast(), n) });
-            assert_eq!(found, (0..lanes).flat_map(|i| [at(&row, i, n), at(&other, i, n)]).collect::<Vec<_>>());
+            let found = elements(unsafe { simd.interleave_bf16(row.as_ptr().cast(), second.as_ptr().cast(), n) });
+            assert_eq!(found, (0..lanes).flat_map(|i| [at(&row, i, n), at(&second, i, n)]).collect::<Vec<_>>());
         }
         fp8_pairs(simd, &elements);
         // SAFETY: both rows have 2 * LANES elements.
         let (a, b) = unsafe {
             (
                 simd.load_bf16_pairs(row.as_ptr().cast(), 2 * lanes),
-                simd.load_bf16_pairs(other.as_ptr().cast(), 2 * lanes),
+                simd.load_bf16_pairs(second.as_ptr().cast(), 2 * lanes),
             )
         };
         let mut sums = [0.0f32; MAX_LANES];
         // SAFETY: the array has MAX_LANES >= LANES elements.
         unsafe { simd.store(sums.as_mut_ptr(), simd.dot(a, b, simd.splat(0.5))) };
         for (i, sum) in sums[..lanes].iter().enumerate() {
-            let product = |i: usize| row[i].to_f32() * other[i].to_f32();
+            let product = |i: usize| row[i].to_f32() * second[i].to_f32();
             assert_eq!(*sum, 0.5 + product(2 * i + 1) + product(2 * i));
         }
         // Ties and their neighbours on both sides, infinities, NaN.
@@ -231,7 +231,7 @@ impl SimdKernel for Stores {
 #[test]
 fn every_instruction_set_agrees_with_scalar_code() {
     for isa in Isa::available().into_iter().chain([Isa::portable_pairs()]) {
-        // SAFETY: these kernels have no contract: they use arrays of their own.
+        // SAFETY: these kernels have no contract: they use their own arrays.
         unsafe {
             isa.dispatch(Operations);
             isa.dispatch(HorizontalSums);

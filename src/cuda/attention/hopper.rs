@@ -346,7 +346,7 @@ pub(super) mod tests {
         capped.score.softcap = 30.0;
         assert_eq!(first_kernel(&capped), "hopper_prefill_bf16_128_paged_softcap_alibi");
         assert_eq!(named_on(&ragged(), &device(false))[0].0, "attention_bf16_128_prefill_none");
-        // The short sequences have a decode launch of their own.
+        // The short sequences have a separate decode launch.
         assert_eq!(named_on(&ragged(), &device(true))[1].0, "attention_bf16_128_decode_8warps_none");
         let short = Attention { queries: Queries { longest: 1, ..ragged().queries }, ..ragged() };
         assert_eq!(first_kernel(&short), "attention_bf16_128_decode_8warps_none");
@@ -483,11 +483,11 @@ pub(super) mod tests {
     fn the_tile_counter_is_in_the_workspace_or_null() {
         let plain = ragged();
         let prefill = HopperPrefill::of(&plain, &device(true)).expect("the kernel takes it");
-        for (start, bytes, wanted) in [(1 << 20, 8, 1 << 20), ((1 << 20) + 1, 15, (1 << 20) + 8), (1 << 20, 7, 0)] {
+        for (start, bytes, expected) in [(1 << 20, 8, 1 << 20), ((1 << 20) + 1, 15, (1 << 20) + 8), (1 << 20, 7, 0)] {
             let dims = [bytes];
             let workspace = Some(Tensor::dense(DType::U8, start as *mut u8, &dims));
             let problem = Attention { workspace, ..plain };
-            assert_eq!(prefill.next_tile(&problem, 100, &device(true)) as usize, wanted);
+            assert_eq!(prefill.next_tile(&problem, 100, &device(true)) as usize, expected);
             // Six packs: every CTA has one tile.
             assert!(prefill.next_tile(&problem, 22, &device(true)).is_null());
         }

@@ -149,7 +149,7 @@ impl ScaleSource {
     }
 }
 
-/// By what the kernels for 8-bit keys divide numbers when they decode them (`kernels/include/fp8.cuh`).
+/// The number by which the kernels for 8-bit keys divide when they decode (`kernels/include/fp8.cuh`).
 fn decoded_divisor(problem: &Attention, device: &Device) -> f32 {
     if problem.kv_dtype == DType::F8E4M3FN && !converts_fp8(device) { 256.0 } else { 1.0 }
 }

@@ -45,7 +45,7 @@ impl KvSplit {
     ) -> Self {
         let heads = problem.num_kv_heads as i64;
         let keys = longest_tile(problem, max_queries);
-        // The longest tile in KV chunks. If keys are not seen from 0 on, its first and last chunk may have one key each.
+        // The longest tile in KV chunks. If visible keys do not begin at 0, its first and last chunk may have one key each.
         let chunk = tile.kv_chunk_keys();
         let from_0 = problem.score.window_left < 0 && problem.keys.leftpad.is_none();
         let may_split = if from_0 { (keys + chunk - 1) / chunk * chunk } else { keys + 2 * chunk }
@@ -112,7 +112,7 @@ fn max_fixed_splits(num_kv_heads: i64) -> i32 {
     (256 / num_kv_heads).clamp(8, 128) as i32
 }
 
-/// Maximum number of keys that the rows of a tile see together.
+/// Maximum number of keys that any row of a tile attends to.
 fn longest_tile(problem: &Attention, max_queries: i64) -> i64 {
     let capacity = match problem.keys.storage {
         KeyStorage::Contiguous { total } => total as i64,
@@ -153,7 +153,7 @@ mod tests {
         KvSplit::new(&with_workspace, tile, problem.num_rows as i64, 1, RESIDENT, 0)
     }
 
-    fn wanted(problem: &Attention) -> i64 {
+    fn recommended_bytes(problem: &Attention) -> i64 {
         let sizes = AttentionSizes {
             num_q_heads: problem.num_q_heads as i64,
             num_kv_heads: problem.num_kv_heads as i64,
@@ -171,7 +171,7 @@ mod tests {
             for batch_invariant in [false, true] {
                 let problem = decode(64, kv_heads, 1 << 17, batch_invariant);
                 for start in [1 << 20, (1 << 20) + 1, (1 << 20) + 63] {
-                    let split = split(&problem, start, wanted(&problem));
+                    let split = split(&problem, start, recommended_bytes(&problem));
                     let ranges = RESIDENT / kv_heads as i64;
                     assert_eq!(split.ranges, ranges);
                     assert_eq!(
@@ -191,7 +191,7 @@ mod tests {
     fn no_partial_lies_outside_of_the_workspace() {
         for (kv_heads, batch_invariant) in [(1, false), (8, false), (8, true), (100, true)] {
             let problem = decode(64, kv_heads, 1 << 17, batch_invariant);
-            let all = wanted(&problem);
+            let all = recommended_bytes(&problem);
             for bytes in [0, 1, 63, 64, 200, 20_000, 40_000, all / 3, all - 1, all, 2 * all, 1 << 40] {
                 for start in [1 << 20, (1 << 20) + 17] {
                     let PartialResults { split_records, states, outputs, rows_per_head, num_ranges, pitch, .. } =
@@ -219,7 +219,7 @@ mod tests {
 
     #[test]
     fn only_tiles_that_can_be_long_are_split() {
-        let records = |problem: &Attention| split(problem, 1 << 20, wanted(problem)).num_split_records();
+        let records = |problem: &Attention| split(problem, 1 << 20, recommended_bytes(problem)).num_split_records();
         assert_eq!(records(&decode(8, 8, 384, false)), 0);
         assert_eq!(records(&decode(8, 8, 576, false)), 0);
         assert!(records(&decode(8, 8, 577, false)) > 0);

@@ -26,7 +26,7 @@ impl AttentionTile {
     pub(super) fn decode(problem: &Attention, device: &Device) -> Result<&'static Self> {
         let tile = Self::of(problem, "decode")?;
         let is_few = problem.max_seqs.min(problem.num_rows) * problem.num_kv_heads <= device.sms as usize;
-        let fits = |other: &&Self| other.head_dim == tile.head_dim && other.shared_bytes <= device.shared_memory;
+        let fits = |wide: &&Self| wide.head_dim == tile.head_dim && wide.shared_bytes <= device.shared_memory;
         let with_8_warps = Self::of(problem, "decode_8warps").ok().filter(fits);
         Ok(with_8_warps.filter(|_| is_few && !problem.batch_invariant).unwrap_or(tile))
     }
@@ -60,8 +60,8 @@ impl AttentionTile {
     /// with more, the CTAs would be shorter and their last wave, in which SMs run idle, a larger part of the time.
     pub(super) fn decode_shared_memory(&self, problem: &Attention, device: &Device) -> u32 {
         let merged_rows = if problem.batch_invariant { self.merged_rows_bytes() } else { 0 };
-        let least = device.shared_memory_per_sm / (self.ctas_per_sm + 1) - device.reserved_per_block + 128;
-        (self.shared_bytes + merged_rows).max(least)
+        let min_bytes = device.shared_memory_per_sm / (self.ctas_per_sm + 1) - device.reserved_per_block + 128;
+        (self.shared_bytes + merged_rows).max(min_bytes)
     }
 
     /// Factor from the kernel's scores to logits in base 2: `log2_unit()` of `kernels/include/logits_transform.cuh`.

@@ -19,10 +19,14 @@ use std::rc::Rc;
 /// The place of delta `[Hq, Tq]` in the workspace; null if the workspace is too small.
 fn delta(problem: &FlashAttnVarlenBwd) -> *mut f32 {
     let Some(workspace) = &problem.workspace else { return null_mut() };
-    let lost = workspace.data.align_offset(align_of::<f32>());
-    let wanted = size_of::<f32>() * problem.forward.num_q_heads * problem.forward.num_rows;
-    let there = bytes(workspace).checked_sub(lost);
-    if there.is_some_and(|there| there >= wanted) { workspace.data.wrapping_add(lost).cast() } else { null_mut() }
+    let padding = workspace.data.align_offset(align_of::<f32>());
+    let needed = size_of::<f32>() * problem.forward.num_q_heads * problem.forward.num_rows;
+    let available = bytes(workspace).checked_sub(padding);
+    if available.is_some_and(|available| available >= needed) {
+        workspace.data.wrapping_add(padding).cast()
+    } else {
+        null_mut()
+    }
 }
 
 fn bytes(workspace: &Tensor) -> usize {
@@ -49,10 +53,10 @@ fn variant(
     gradient: &str,
 ) -> Result<(usize, &'static AttentionBwdTile)> {
     let (dtype, dim) = (forward.q.dtype, forward.head_dim.max(forward.value_dim));
-    let of_gradient = ATTENTION_BWD.iter().filter(|t| t.gradient == gradient && t.bytes as usize == dtype.size());
-    let bucket = of_gradient.clone().map(|t| t.head_dim).filter(|bucket| *bucket as usize >= dim).min();
+    let tiles = ATTENTION_BWD.iter().filter(|t| t.gradient == gradient && t.bytes as usize == dtype.size());
+    let bucket = tiles.clone().map(|t| t.head_dim).filter(|bucket| *bucket as usize >= dim).min();
     let transforms: &[&str] = if transforms_logits(forward) { &["softcap_alibi"] } else { &["none", "softcap_alibi"] };
-    of_gradient
+    tiles
         .filter(|t| Some(t.head_dim) == bucket && t.shared_bytes <= device.shared_memory)
         .flat_map(|t| transforms.iter().map(move |logits| (t, *logits)))
         .find_map(|(t, logits)| {
@@ -65,7 +69,7 @@ fn variant(
 }
 
 /// The launch that computes a gradient of `rows` rows per KV head; `None` if there are no rows.
-fn of_gradient<'p>(
+fn gradient_launch<'p>(
     problem: &FlashAttnVarlenBwd,
     device: &Device,
     gradient: &'static str,
@@ -89,8 +93,8 @@ pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> R
     let parameter = Parameter::Portable(Rc::new(BackwardParams::new(problem, &device, delta(problem))?));
     let packed_rows = forward.num_rows * (forward.num_q_heads / forward.num_kv_heads);
     let launches = [
-        of_gradient(problem, &device, "dq", packed_rows, parameter.clone())?,
-        of_gradient(problem, &device, "dkdv", problem.num_keys, parameter.clone())?,
+        gradient_launch(problem, &device, "dq", packed_rows, parameter.clone())?,
+        gradient_launch(problem, &device, "dkdv", problem.num_keys, parameter.clone())?,
         sinks(problem, parameter)?,
     ];
     Ok(Some(launches.into_iter().flatten().collect()))
@@ -115,7 +119,7 @@ mod tests {
         {
             let device = Device { shared_memory, ..device(false) };
             let softcap = if capped { 1.0 } else { 0.0 };
-            let of_type = Attention {
+            let attention = Attention {
                 q: Tensor { dtype, ..plain.q },
                 kv_dtype: dtype,
                 score: Score { softcap, ..plain.score },
@@ -124,7 +128,7 @@ mod tests {
             for dim in (8..=256).step_by(8) {
                 for (head_dim, value_dim) in [(dim, 8), (8, dim)] {
                     for (kernel, gradient) in KERNELS {
-                        let problem = Attention { head_dim, value_dim, ..of_type };
+                        let problem = Attention { head_dim, value_dim, ..attention };
                         let (found, tile) = variant(&problem, &device, kernel, gradient).expect("there is a kernel");
                         assert!(tile.head_dim as usize >= dim && tile.shared_bytes <= shared_memory, "{tile:?}");
                         let name = variants::VARIANTS[found].name;

@@ -20,7 +20,7 @@ pub(crate) mod simple_add;
 pub(crate) mod slots;
 pub(crate) mod tensor_map;
 
-/// What a kernel takes.
+/// The parameter of a kernel.
 ///
 /// # Safety
 /// The type is the struct that the kernel's own declaration names: `#[repr(C)]`, declared in a file of this folder.
@@ -29,7 +29,7 @@ pub(crate) unsafe trait KernelParams: Copy {}
 macro_rules! kernel_params {
     ($($params:ty,)*) => {
         $(
-            // SAFETY: the struct is `#[repr(C)]`, and kernels include the header that cbindgen writes of it.
+            // SAFETY: the struct is `#[repr(C)]`, and kernels include the header that cbindgen writes from it.
             unsafe impl KernelParams for $params {}
         )*
     };

@@ -25,16 +25,16 @@ mod tests {
 
     #[test]
     fn keys_are_divided_by_the_page_size() {
-        let most = (1u64 << 31) - 1;
-        for page_size in [1, 2, 3, 4, 12, 100, 641, 65_535, 65_537, 1 << 30, (1 << 30) + 1, most - 1, most] {
+        let max_key = (1u64 << 31) - 1;
+        for page_size in [1, 2, 3, 4, 12, 100, 641, 65_535, 65_537, 1 << 30, (1 << 30) + 1, max_key - 1, max_key] {
             let table =
                 PageTable { entries: null(), stride: 0, max_pages: 1, num_pages: 1, page_size: page_size as usize };
             let PageDivisor { reciprocal, shift } = PageDivisor::of(&KeyStorage::Paged(table));
             let divide = |key: u64| ((key * u64::from(reciprocal)) >> 31) >> shift;
-            for multiple in [0, 1, 2, 3, 1000, most / page_size - 1, most / page_size] {
+            for multiple in [0, 1, 2, 3, 1000, max_key / page_size - 1, max_key / page_size] {
                 let first = multiple * page_size;
-                for key in [first.saturating_sub(1), first, first + 1, first + page_size - 1, most] {
-                    if key <= most {
+                for key in [first.saturating_sub(1), first, first + 1, first + page_size - 1, max_key] {
+                    if key <= max_key {
                         assert_eq!(divide(key), key / page_size, "{key} / {page_size}");
                     }
                 }
