@@ -140,16 +140,16 @@ impl Workload {
         // A stride that is coprime to the number of pages takes each page once.
         let stride = (pages / 3..=pages + 1).find(|s| gcd(*s, pages) == 1).unwrap();
         let each = |(_, len_k): &(usize, usize)| len_k.div_ceil(PAGE_SIZE);
-        let most = self.lengths.iter().map(each).max().unwrap();
+        let max_pages = self.lengths.iter().map(each).max().unwrap();
         let mut next = 0;
-        let mut table = vec![0; self.lengths.len() * most];
-        for (row, count) in table.chunks_exact_mut(most).zip(self.lengths.iter().map(each)) {
+        let mut table = vec![0; self.lengths.len() * max_pages];
+        for (row, count) in table.chunks_exact_mut(max_pages).zip(self.lengths.iter().map(each)) {
             for entry in &mut row[..count] {
                 *entry = (next * stride % if self.few_pages { FEW_PAGES } else { pages }) as i32;
                 next += 1;
             }
         }
-        (table, [self.lengths.len() as i64, most as i64])
+        (table, [self.lengths.len() as i64, max_pages as i64])
     }
 
     /// The time of the fastest of several calls.
@@ -216,11 +216,11 @@ impl Workload {
         let key_dims = [keys, self.kv_heads, self.head_dim].map(|x| x as i64);
         let (lse_dims, cu_seqlens_dims) = ([row_dims[1], row_dims[0]], [cu_seqlens_q.len() as i64]);
         let dtype = self.dtypes.q;
-        let mut of_rows = [0; 4].map(|_| numbers(dtype, rows * self.q_heads * self.head_dim));
-        let mut of_keys = [0; 4].map(|_| numbers(dtype, keys * self.kv_heads * self.head_dim));
+        let mut row_data = [0; 4].map(|_| numbers(dtype, rows * self.q_heads * self.head_dim));
+        let mut key_data = [0; 4].map(|_| numbers(dtype, keys * self.kv_heads * self.head_dim));
         let lse = vec![(keys as f32).ln() + 1.0; rows * self.q_heads];
-        let [dout, q, out, dq] = of_rows.each_mut().map(|data| tensor(dtype, data, &row_dims));
-        let [k, v, dk, dv] = of_keys.each_mut().map(|data| tensor(dtype, data, &key_dims));
+        let [dout, q, out, dq] = row_data.each_mut().map(|data| tensor(dtype, data, &row_dims));
+        let [k, v, dk, dv] = key_data.each_mut().map(|data| tensor(dtype, data, &key_dims));
         let lse = Tensor::dense(DType::F32, lse.as_ptr().cast_mut().cast(), &lse_dims);
         let (cu_seqlens_q, cu_seqlens_k) =
             (indices(&cu_seqlens_q, &cu_seqlens_dims), indices(&cu_seqlens_k, &cu_seqlens_dims));
@@ -265,16 +265,16 @@ struct Seconds {
     cpu: f64,
 }
 
-/// The least wall time and the least CPU time of several runs.
+/// The smallest wall time and the smallest CPU time of several runs.
 fn fastest(times: usize, mut run: impl FnMut()) -> Seconds {
-    let mut least = Seconds { wall: f64::INFINITY, cpu: f64::INFINITY };
+    let mut best = Seconds { wall: f64::INFINITY, cpu: f64::INFINITY };
     for _ in 0..times {
         let (wall, cpu) = (Instant::now(), cpu_seconds());
         run();
-        least.cpu = least.cpu.min(cpu_seconds() - cpu);
-        least.wall = least.wall.min(wall.elapsed().as_secs_f64());
+        best.cpu = best.cpu.min(cpu_seconds() - cpu);
+        best.wall = best.wall.min(wall.elapsed().as_secs_f64());
     }
-    least
+    best
 }
 
 fn cpu_seconds() -> f64 {

@@ -156,8 +156,8 @@ def gathered_attention(query, kv_cache, context_lens, block_tables, query_start_
     q = query[jnp.clip(row, 0, len(query) - 1)].reshape(slots, longest, -1, group, d)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k, preferred_element_type=jnp.float32) * scale
     position = context_lens[:, None] - (ends - starts)[:, None] + jnp.arange(longest)
-    seen = jnp.arange(k.shape[1]) <= position[:, :, None]
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1).astype(v.dtype)
+    visible = jnp.arange(k.shape[1]) <= position[:, :, None]
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1).astype(v.dtype)
     out = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(slots, longest, q_heads, d)
     valid = (row < ends[:, None]) & (jnp.arange(slots) < num_seqs[0])[:, None]
     return jnp.zeros_like(query).at[jnp.where(valid, row, len(query))].set(out, mode="drop")

@@ -35,8 +35,10 @@ class Case:
 
     def kv_bytes(self):
         """Bytes of the visible keys and values."""
-        seen = [k if self.window < 0 else min(k, self.window + q) for q, k in zip(self.q_lens, self.lens, strict=True)]
-        return 2 * sum(seen) * self.kv_heads * self.head_dim * (2 if self.cache == "bf16" else 1)
+        visible = [
+            k if self.window < 0 else min(k, self.window + q) for q, k in zip(self.q_lens, self.lens, strict=True)
+        ]
+        return 2 * sum(visible) * self.kv_heads * self.head_dim * (2 if self.cache == "bf16" else 1)
 
     def flops(self):
         """Operations of all visible pairs of query and key, without a window."""

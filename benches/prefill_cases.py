@@ -32,7 +32,7 @@ class Case:
         def pairs(q, k):
             if not self.causal:
                 return q * k
-            # Query i has position i + k - q, and sees the key there and `window` keys before it.
+            # Query i has position i + k - q, and attends to the key there and `window` keys before it.
             if self.window < 0:
                 return q * (k - q) + q * (q + 1) / 2
             return sum(min(i + k - q, self.window) + 1 for i in range(q))

@@ -4,7 +4,8 @@
 word, every `<tag>__<kernel>.cubin` of the folder, with <kernel> as in kernels/variants.toml:
 
     nvcc -std=c++17 -O3 -cubin -arch=sm_90a -DXA_ENTRY=xa_<kernel> -DXA_DTYPE=.. -DXA_HEAD_DIM=.. \
-      -DXA_STORAGE=contiguous -DXA_SCORE=.. -Ikernels/include kernels/hopper_prefill.cu -o FOLDER/<tag>__<kernel>.cubin
+      -DXA_STORAGE=contiguous -DXA_LOGITS=.. -Ikernels/include -Itarget/include kernels/hopper_prefill.cu \
+      -o FOLDER/<tag>__<kernel>.cubin
 
 The arguments are those of the library's launch, read from a captured graph. `<tag>.json` beside a cubin overrides
 `threads`, `shared_bytes`, `rows` of a tile, `keys` of a block, `counter`. Without a build of the library, a variant can

@@ -53,7 +53,7 @@ def main(device: str = "cpu") -> None:
 
     compiled = step(query, kv_cache, *metadata)
     print("compiled and eager agree:", torch.allclose(compiled.cpu(), output.cpu(), atol=1e-6))
-    # The first token of the prompt sees only itself, so that its output is its value.
+    # The first token of the prompt attends only to itself, so that its output is its value.
     print("the first token's output is its value:", torch.allclose(output[0, 0].cpu(), value[0, 0].cpu(), atol=1e-6))
 
 

@@ -81,8 +81,8 @@ def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens: jax.Ar
     piece = jnp.searchsorted(cu_seqlens, jnp.arange(len(q)), side="right")
     k, v = (jnp.repeat(x, Q_HEADS // KV_HEADS, 1) for x in (k, v))
     scores = jnp.einsum("ihd,jhd->hij", q, k).astype(jnp.float32) * HEAD_DIM**-0.5
-    seen = (piece[:, None] == piece[None]) & (jnp.arange(len(q))[:, None] >= jnp.arange(len(q)))
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    mask = (piece[:, None] == piece[None]) & (jnp.arange(len(q))[:, None] >= jnp.arange(len(q)))
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
     return jnp.einsum("hij,jhd->ihd", weights.astype(v.dtype), v)
 
 

@@ -36,7 +36,7 @@ class Operator(NamedTuple):
     operands: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
     attributes: tuple[Attribute, ...]
-    aliases: Mapping[int, int]  # from the index of a result to that of the operand that it updates
+    aliases: Mapping[int, int]  # the index of the operand that a result updates, by the index of the result
 
     def typed(self, values: Mapping[str, Any]) -> dict[str, np.generic]:
         """Attributes by name as numpy scalars of the declared types; None switches an option off."""

@@ -15,7 +15,7 @@ Lengths, page numbers, positions and slots may be NumPy, Python or JAX integers 
 a larger or smaller number saturates, and a slot that does not fit stays outside the cache. Arguments of ``jax.jit`` are
 the exception: without ``jax_enable_x64`` JAX truncates NumPy's 64 bits before our function sees them.
 
-Letters in the shapes: ``T`` packed query tokens, ``S`` or ``B`` sequence slots, ``M`` pages in a row of the block
+Dimensions of the shapes: ``T`` packed query tokens, ``S`` or ``B`` sequence slots, ``M`` pages in a row of the block
 table, ``P`` pages of the cache, ``Hq`` query heads, ``Hkv`` key/value heads (a divisor of ``Hq``), ``D`` head
 dimension, ``Dv`` head dimension of the values where it may differ.
 """

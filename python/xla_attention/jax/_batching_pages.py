@@ -55,7 +55,7 @@ def concat_slot_mapping(
     axis_size
         n.
     in_batched
-        Of `slot_mapping` and of `cache`.
+        Whether `slot_mapping` and `cache` are batched.
     slot_mapping, cache
         The operands, of which `cache` is one buffer, or the K or V of two.
     kv_dim
@@ -91,15 +91,15 @@ def concat_sequences(
     lens = jnp.where(jnp.arange(num_seqs) < used, lens, 0)
     if pages is not None:
         tables = concat_block_tables(tables, pages)
-    every = jnp.full((1,), axis_size * (num_seqs + 1), jnp.int32)
-    return append_empty_sequence(lens), append_empty_sequence(tables), concat_cu_seqlens(starts, rows), every
+    total_seqs = jnp.full((1,), axis_size * (num_seqs + 1), jnp.int32)
+    return append_empty_sequence(lens), append_empty_sequence(tables), concat_cu_seqlens(starts, rows), total_seqs
 
 
 def split_lse_of_sequences(lse: Array, axis_size: int, starts: Array) -> Array:
     """``[Hq, n T]`` as ``[n, Hq, T]``, with -inf in rows that belong to no sequence of their call.
 
-    In the one call these rows belong to the appended sequences, whose rows see the sinks. `starts` is the one call's
-    ``query_start_loc``.
+    In the one call these rows belong to the appended sequences, whose rows attend to the sinks. `starts` is the one
+    call's ``query_start_loc``.
     """
     lse = split_lse(lse, axis_size)
     first_rows = jnp.arange(axis_size)[:, None] * lse.shape[2]

@@ -61,8 +61,8 @@ def gather_kv_cache(
     v_scale : Array or float, optional
         ... The scale that `kv_cache_update` was given.
     kv_layout : str, optional
-        Of a cache in one buffer: ``"interleaved"`` (the default), ``[P, page_size, 2*Hkv, D]`` with K of head h at
-        index 2h and V at 2h+1; ``"stacked"``, ``[2, P, page_size, Hkv, D]``; ``"per_page"``,
+        The layout of a cache in one buffer: ``"interleaved"`` (the default), ``[P, page_size, 2*Hkv, D]`` with K of
+        head h at index 2h and V at 2h+1; ``"stacked"``, ``[2, P, page_size, Hkv, D]``; ``"per_page"``,
         ``[P, 2, page_size, Hkv, D]``.
 
     Returns

@@ -41,7 +41,7 @@ def kv_cache_update(
     ----------
     kv_cache : Array or pair of Arrays
         K and V in one buffer, see `kv_layout`; or in two, ``[P, page_size, Hkv, D]`` and
-        ``[P, page_size, Hkv, Dv]``. Of the dtype of `key`, or ``float8_e4m3fn`` or ``float8_e5m2``.
+        ``[P, page_size, Hkv, Dv]``. Its dtype is that of `key`, or ``float8_e4m3fn`` or ``float8_e5m2``.
     key, value : Array
         ``[T, Hkv, D]``, ``[T, Hkv, Dv]``, f16, bf16 or f32; D and Dv multiples of 8 up to 256.
     slot_mapping : Array
@@ -52,8 +52,8 @@ def kv_cache_update(
     v_scale : Array or float, optional
         ... The attention functions multiply by the scale of the same name.
     kv_layout : str, optional
-        Of a cache in one buffer: ``"interleaved"`` (the default), ``[P, page_size, 2*Hkv, D]`` with K of head h at
-        index 2h and V at 2h+1; ``"stacked"``, ``[2, P, page_size, Hkv, D]``; ``"per_page"``,
+        The layout of a cache in one buffer: ``"interleaved"`` (the default), ``[P, page_size, 2*Hkv, D]`` with K of
+        head h at index 2h and V at 2h+1; ``"stacked"``, ``[2, P, page_size, Hkv, D]``; ``"per_page"``,
         ``[P, 2, page_size, Hkv, D]``.
 
     Returns

@@ -29,9 +29,9 @@ def merge_attention_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Arra
     Returns
     -------
     out : Array
-        ``[n, h, d]``, of the parts' dtype; 0 where neither part saw a key.
+        ``[n, h, d]``, of the parts' dtype; 0 where neither part attended to a key.
     lse : Array
-        ``f32[h, n]``; -inf where neither part saw a key.
+        ``f32[h, n]``; -inf where neither part attended to a key.
 
     Raises
     ------

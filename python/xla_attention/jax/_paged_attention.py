@@ -79,10 +79,10 @@ def paged_attention(
     Returns
     -------
     out : Array
-        ``[T, Hq, D]``. Rows that see no key, and rows that belong to no sequence, are 0.
+        ``[T, Hq, D]``. Rows that attend to no key, and rows that belong to no sequence, are 0.
     softmax_lse : Array
-        ``f32[Hq, T]``: natural logarithm of the softmax denominators, sinks included; -inf for rows that see neither a
-        key nor a sink. Only with ``return_lse=True``.
+        ``f32[Hq, T]``: natural logarithm of the softmax denominators, sinks included; -inf for rows that attend to
+        neither a key nor a sink. Only with ``return_lse=True``.
 
     Raises
     ------

@@ -96,7 +96,7 @@ def partitioned(function: Callable, make_rule: Callable[..., ShardingRule]) -> C
 
 def drop_absent(dims: Sequence[Dims], operands: Sequence[Array | None]) -> tuple[Dims, ...]:
     """The dims of those operands that are not None."""
-    return tuple(one for one, operand in zip(dims, operands, strict=True) if operand is not None)
+    return tuple(letters for letters, operand in zip(dims, operands, strict=True) if operand is not None)
 
 
 def reshard_like(array: Array, like: Array) -> Array:
@@ -136,7 +136,7 @@ def _explicit_mesh(arrays: Sequence[Array]) -> Any:  # noqa: ANN401
 
 
 def _mesh_axes(sharding: Sharding | None, rank: int, mesh: Mesh) -> MeshAxes:
-    """The mesh axes that shard each dimension, major first, without axes of which only a part does."""
+    """The mesh axes that shard each dimension, major first, without axes of which only a part shards it."""
     if sharding is None:  # not known yet
         return ((),) * rank
     # XLA's sharding names devices, not axes. For a shape that it divides evenly, the first index of each device's shard
@@ -170,8 +170,8 @@ def _assign(
             (letter, size, axes)
             for letter in group
             for dims, shape, axes_of_array in zip(rule.operands, shapes, mesh_axes, strict=True)
-            for own, size, axes in itertools.zip_longest(dims, shape, axes_of_array, fillvalue=())
-            if own == letter
+            for dim, size, axes in itertools.zip_longest(dims, shape, axes_of_array, fillvalue=())
+            if dim == letter
         ]
         # The dimensions that have to be divided; K and V of a head stay together.
         sizes = [size // (2 if letter == "c" else 1) for letter, size, _ in candidates]
@@ -194,7 +194,7 @@ def _spec(assigned: dict, dims: Dims) -> PartitionSpec:
 
 
 def _shardy_rule(rule: ShardingRule, operands: Sequence[Any]) -> Any:  # noqa: ANN401
-    """The rule in Shardy's terms: a factor per letter, or two for one that contains another."""
+    """The rule in Shardy's terms: a factor per letter, or a product (query heads: KV heads times heads per group)."""
     from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
 
     sizes = {
@@ -215,9 +215,9 @@ def _shardy_rule(rule: ShardingRule, operands: Sequence[Any]) -> Any:  # noqa: A
         return ArrayMapping(*(factors.get(letter) or f"replicated{next(counter)}" for letter in dims))
 
     mappings = [tuple(map(mapping, side)) for side in (rule.operands, rule.results)]
-    # Shardy needs the sizes of those factors of which no dimension consists alone, and of no others.
+    # Shardy needs the sizes of the factors that occur only in products, and of no others.
     dimensions = [dimension for side in mappings for array in side for dimension in array]
-    alone = {dimension for dimension in dimensions if isinstance(dimension, str)}
-    every = alone.union(*(dimension for dimension in dimensions if not isinstance(dimension, str)))
+    single = {dimension for dimension in dimensions if isinstance(dimension, str)}
+    factor_names = single.union(*(dimension for dimension in dimensions if not isinstance(dimension, str)))
     known = {"h": heads, "g": group, "pair": 2}
-    return SdyShardingRule(*mappings, **{name: known[name] for name in every - alone})
+    return SdyShardingRule(*mappings, **{name: known[name] for name in factor_names - single})

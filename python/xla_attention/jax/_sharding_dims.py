@@ -3,7 +3,7 @@
 from .._options import kv_layout_number
 from ._call import Array
 
-# Of a cache in one buffer, by the number of its layout.
+# The letters of a cache in one buffer, by the number of its layout.
 CACHE_DIMS = {
     kv_layout_number("interleaved"): "Pscd",
     kv_layout_number("stacked"): "KPshd",
@@ -12,15 +12,15 @@ CACHE_DIMS = {
 
 
 def scale_dims(scale: Array | None) -> str:
-    """Of ``f32[1]``, which every head shares, or ``f32[Hkv]``."""
+    """The letter of a scale: ``f32[1]``, which every head shares, or ``f32[Hkv]``."""
     return "." if scale is None or scale.shape == (1,) else "h"
 
 
 def score_dims(slopes: Array | None, _sinks: Array | None, *scales: Array | None) -> tuple[str, ...]:
-    """Of ALiBi slopes ``[Hq]`` or ``[B, Hq]``, sinks, and scales."""
+    """The letters of ALiBi slopes ``[Hq]`` or ``[B, Hq]``, sinks, and scales."""
     return (".H" if slopes is not None and slopes.ndim == 2 else "H", "H", *map(scale_dims, scales))
 
 
 def sequence_dims(num_seqs: Array) -> tuple[str, ...]:
-    """Of ``context_lens, block_tables, query_start_loc, num_seqs``; the last is ``i32[]`` or ``i32[1]``."""
+    """The letters of ``context_lens, block_tables, query_start_loc, num_seqs``; the last is ``i32[]`` or ``i32[1]``."""
     return ".", "..", ".", "." * num_seqs.ndim

@@ -53,19 +53,19 @@ class Call:
 
     @property
     def aliases(self) -> Mapping[int, int]:
-        """From the index of a result to that of the operand that it updates."""
+        """The index of the operand that a result updates, by the index of the result."""
         return operator(self.target).aliases
 
     def device(self) -> torch.device:
         """The device of all operands; ValueError if they are on different devices."""
         given = [(name, tensor.device) for name, tensor in self.operands.items() if tensor is not None]
-        first, device = given[0]
-        for name, other in given:
-            if other != device:
+        first_name, first_device = given[0]
+        for name, device in given:
+            if device != first_device:
                 raise ValueError(
-                    f"{self.target}: {name} is on {other}, {first} on {device}; expected all on one device"
+                    f"{self.target}: {name} is on {device}, {first_name} on {first_device}; expected all on one device"
                 )
-        return device
+        return first_device
 
     def validate(self) -> None:
         """Validate the call against the operator's definition, without data; symbolic sizes only when it runs."""

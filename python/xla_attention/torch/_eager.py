@@ -152,8 +152,8 @@ def _reject_overlap(call: Call, index: int, addresses: Sequence[int], extents: S
         return
     first, (size, is_dense) = addresses[index], extents[index]
     end = first + size
-    for other, (begin, extent) in enumerate(zip(addresses, extents, strict=True)):
-        if extent is None or other == index:
+    for i, (begin, extent) in enumerate(zip(addresses, extents, strict=True)):
+        if extent is None or i == index:
             continue
         stop = begin + extent[0]
         if stop <= first or end <= begin:
@@ -166,7 +166,7 @@ def _reject_overlap(call: Call, index: int, addresses: Sequence[int], extents: S
         ):
             names = list(call.operands)
             raise ValueError(
-                f"{call.target}: {names[index]} is written to and overlaps {names[other]}; clone() one of them first"
+                f"{call.target}: {names[index]} is written to and overlaps {names[i]}; clone() one of them first"
             )
 
 

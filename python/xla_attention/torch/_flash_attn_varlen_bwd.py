@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .._operators import operator
-from .._options import length_advice, unsupported_gradient
+from .._options import length_hint, unsupported_gradient
 from ._call import Call, Result, Workspace, f32_operand, index_operand
 from ._define import define
 
@@ -139,8 +139,8 @@ def _lower(
             {
                 "causal": is_causal,
                 "deterministic": deterministic,
-                "max_seqlen_k": length_advice(max_seqlen_k),
-                "max_seqlen_q": length_advice(max_seqlen_q),
+                "max_seqlen_k": length_hint(max_seqlen_k),
+                "max_seqlen_q": length_hint(max_seqlen_q),
                 "softcap": softcap,
                 "softmax_scale": softmax_scale,
                 "top_left": top_left,

@@ -55,7 +55,7 @@ def module(
     config
         The attributes, see `mlir_dictionary`.
     aliases
-        From the index of a result to that of the operand that it updates.
+        The index of the operand that a result updates, by the index of the result.
     """
     shapes = [_array(*(operand or _EMPTY)) for operand in operands]
     parameters = [index for index, operand in enumerate(operands) if operand is not None]

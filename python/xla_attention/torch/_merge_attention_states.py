@@ -28,9 +28,9 @@ def merge_attention_states(
     Returns
     -------
     out : Tensor
-        ``[n, h, d]``, of the parts' dtype; 0 where neither part saw a key.
+        ``[n, h, d]``, of the parts' dtype; 0 where neither part attended to a key.
     lse : Tensor
-        ``f32[h, n]``; -inf where neither part saw a key.
+        ``f32[h, n]``; -inf where neither part attended to a key.
 
     Raises
     ------

@@ -36,7 +36,7 @@ def rope_kv_cache_update(
     Parameters
     ----------
     kv_cache : Tensor
-        K and V in one buffer, see `kv_layout`. Of the dtype of `key`, or ``float8_e4m3fn`` or ``float8_e5m2``.
+        K and V in one buffer, see `kv_layout`. Its dtype is that of `key`, or ``float8_e4m3fn`` or ``float8_e5m2``.
     query : Tensor
     key : Tensor
     value : Tensor

@@ -16,14 +16,14 @@ def run(call: Call) -> list[torch.Tensor | None]:
     import _XLAC
 
     call.device()
-    wanted = [*call.results, *([call.workspace.result(call.target)] if call.workspace else [])]
-    while wanted[-1] is None:
-        wanted.pop()
+    declared = [*call.results, *([call.workspace.result(call.target)] if call.workspace else [])]
+    while declared[-1] is None:
+        declared.pop()
     operands = list(call.operands.values())
     while operands[-1] is None:
         operands.pop()
     types = tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in operands)
-    results = tuple(((0,), torch.uint8) if result is None else (result.shape, result.dtype) for result in wanted)
+    results = tuple(((0,), torch.uint8) if result is None else (result.shape, result.dtype) for result in declared)
     key = (call.target, types, results, *call.attributes.values())
     computation = _COMPUTATIONS.get(key)
     if computation is None:

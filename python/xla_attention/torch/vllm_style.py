@@ -57,7 +57,7 @@ def attention(
     max_query_len, max_seq_len : int
         Lengths of the longest sequences, 0 for unknown; see `max_seqlen_q` of `flash_attn_varlen`.
     sliding_window : int, optional
-        The number of keys that a query sees, its own included.
+        The number of keys that a query attends to, its own included.
     logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale
         As for `flash_attn_varlen`; the scales also divide the keys and values that are stored.
 
