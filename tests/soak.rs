@@ -12,8 +12,8 @@ use xla_attention::{
 };
 
 const CALLS: usize = 100_000;
-const MOST_ROWS: usize = 12;
-const MOST_SEQS: usize = 4;
+const MAX_ROWS: usize = 12;
+const MAX_SEQS: usize = 4;
 const PAGES: usize = 16;
 const PAGE_SIZE: usize = 8;
 
@@ -44,7 +44,7 @@ impl Memory {
     /// Calls `paged_attention` with random shapes, some of them invalid. Returns whether they were.
     fn call(&mut self, numbers: &mut Numbers) -> bool {
         let (kv_heads, group, d) = (1 + numbers.below(2), 1 + numbers.below(3), 8 * (1 + numbers.below(8)));
-        let (rows, seqs) = (1 + numbers.below(MOST_ROWS), 1 + numbers.below(MOST_SEQS));
+        let (rows, seqs) = (1 + numbers.below(MAX_ROWS), 1 + numbers.below(MAX_SEQS));
         let heads = kv_heads * group;
         let lens: Vec<i32> = (0..seqs).map(|_| numbers.below(4 * PAGE_SIZE) as i32).collect();
         let table: Vec<i32> = (0..4 * seqs).map(|_| numbers.below(PAGES) as i32).collect();
@@ -69,11 +69,11 @@ impl Memory {
 
 #[test]
 fn memory_stays_flat_over_100_000_calls_on_the_cpu() {
-    let most_heads = 6;
+    let max_heads = 6;
     let mut memory = Memory {
-        query: vec![0.5; MOST_ROWS * most_heads * 80],
+        query: vec![0.5; MAX_ROWS * max_heads * 80],
         cache: vec![0.25; PAGES * PAGE_SIZE * 4 * 64],
-        out: vec![0.0; MOST_ROWS * most_heads * 64],
+        out: vec![0.0; MAX_ROWS * max_heads * 64],
     };
     let mut numbers = Numbers(1);
     for _ in 0..CALLS / 10 {
@@ -130,13 +130,13 @@ fn a_forked_child_keeps_nothing_of_its_calls() {
     let child = unsafe { libc::fork() };
     if child == 0 {
         let mut calls = |count| (0..count).all(|_| add(&a, &mut out).is_ok());
-        let right = calls(100);
+        let is_correct = calls(100);
         let before = resident();
-        let right = right && calls(5_000) && out.iter().all(|x| x.to_bits() == 2.0f32.to_bits());
+        let is_correct = is_correct && calls(5_000) && out.iter().all(|x| x.to_bits() == 2.0f32.to_bits());
         // The scheduled tasks alone would leak 1 KB per call.
         let flat = resident().saturating_sub(before) < 1 << 20;
         // SAFETY: ends the child without running the test harness's exit handlers.
-        unsafe { libc::_exit(i32::from(!right) + 2 * i32::from(!flat)) };
+        unsafe { libc::_exit(i32::from(!is_correct) + 2 * i32::from(!flat)) };
     }
     let mut status = 0;
     // SAFETY: waits for the child and writes a number.

@@ -81,9 +81,9 @@ struct Barrier {
 };
 
 struct Mbarrier {
-  uint32_t arrivals;  // per phase
-  int64_t missing;    // arrivals that the current phase waits for
-  int64_t bytes = 0;  // bytes that the current phase waits for
+  uint32_t arrivals;          // per phase
+  int64_t pending_arrivals;   // of the current phase
+  int64_t pending_bytes = 0;  // of the current phase
   unsigned phase = 0;
 };
 
@@ -91,7 +91,7 @@ std::vector<uint8_t*> stacks;
 std::vector<Fiber> fibers;
 std::vector<Warp> warps;
 Barrier block_barrier;
-std::map<int, Barrier> numbered_barriers;
+std::map<int, Barrier> named_barriers;
 std::map<uint32_t, Mbarrier> mbarriers;
 int current, alive;
 void* main_stack_pointer;
@@ -153,7 +153,7 @@ void run_block() {
   fibers.assign(threads, Fiber{});
   warps.assign((threads + kWarp - 1) / kWarp, Warp{});
   block_barrier = Barrier{};
-  numbered_barriers.clear();
+  named_barriers.clear();
   mbarriers.clear();
   alive = threads;
   switches_without_progress = 0;
@@ -211,8 +211,8 @@ void yield_thread() {
   if (next_fiber() != current) switch_thread();
 }
 
-void barrier(int number, int threads) { wait_at(numbered_barriers[number], threads, true); }
-void barrier_arrive(int number, int threads) { arrive_at(numbered_barriers[number], threads, true); }
+void barrier(int number, int threads) { wait_at(named_barriers[number], threads, true); }
+void barrier_arrive(int number, int threads) { arrive_at(named_barriers[number], threads, true); }
 
 /// The bytes of an mbarrier in shared memory. On a GPU they are its state; here they detect that something overwrites
 /// it.
@@ -234,9 +234,9 @@ Mbarrier& mbarrier(uint32_t address) {
   return found->second;
 }
 void end_if_complete(Mbarrier& barrier) {
-  if (barrier.missing < 0) fail("too many arrivals at an mbarrier");
-  if (barrier.missing > 0 || barrier.bytes != 0) return;
-  barrier.missing = barrier.arrivals;
+  if (barrier.pending_arrivals < 0) fail("too many arrivals at an mbarrier");
+  if (barrier.pending_arrivals > 0 || barrier.pending_bytes != 0) return;
+  barrier.pending_arrivals = barrier.arrivals;
   ++barrier.phase;
   switches_without_progress = 0;
 }
@@ -249,13 +249,13 @@ void mbarrier_inval(uint32_t address) {
 
 void mbarrier_arrive(uint32_t address, uint32_t expected_bytes) {
   Mbarrier& barrier = mbarrier(address);
-  barrier.bytes += expected_bytes;
-  --barrier.missing;
+  barrier.pending_bytes += expected_bytes;
+  --barrier.pending_arrivals;
   end_if_complete(barrier);
 }
 void mbarrier_complete_tx(uint32_t address, uint32_t bytes) {
   Mbarrier& barrier = mbarrier(address);
-  barrier.bytes -= bytes;
+  barrier.pending_bytes -= bytes;
   end_if_complete(barrier);
 }
 void mbarrier_wait(uint32_t address, uint32_t parity) {

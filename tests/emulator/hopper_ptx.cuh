@@ -18,7 +18,7 @@ inline uint32_t swizzled(uint32_t address, int row_bytes) {
 
 /// Calls `visit` with each row of a box: its index in the box and its address, null for a row outside the tensor.
 template <typename Visit>
-void each_row(const emulator::TensorMap& map, const int32_t (&at)[emulator::kMostAxes], const Visit& visit) {
+void each_row(const emulator::TensorMap& map, const int32_t (&at)[emulator::kMaxAxes], const Visit& visit) {
   uint32_t rows = 1;
   for (int axis = 1; axis < map.axes; ++axis) rows *= map.in_box[axis];
   for (uint32_t row = 0; row < rows; ++row) {
@@ -44,7 +44,7 @@ inline int bytes_left(const emulator::TensorMap& map, int32_t first) {
 }
 
 inline void tma_load(uint32_t to, const TensorMap& opaque_map, uint32_t barrier,
-                     const int32_t (&at)[emulator::kMostAxes]) {
+                     const int32_t (&at)[emulator::kMaxAxes]) {
   const auto& map = reinterpret_cast<const emulator::TensorMap&>(opaque_map);
   if (to % 128 != 0) emulator::fail("a box at an address that is no multiple of 128");
   const int row_end = bytes_left(map, at[0]);
@@ -63,7 +63,7 @@ inline void tma_load(uint32_t to, const TensorMap& opaque_map, uint32_t barrier,
   emulator::mbarrier_complete_tx(barrier, bytes);
 }
 
-inline void tma_store(uint32_t from, const TensorMap& opaque_map, const int32_t (&at)[emulator::kMostAxes]) {
+inline void tma_store(uint32_t from, const TensorMap& opaque_map, const int32_t (&at)[emulator::kMaxAxes]) {
   const auto& map = reinterpret_cast<const emulator::TensorMap&>(opaque_map);
   if (from % 128 != 0) emulator::fail("a box at an address that is no multiple of 128");
   const int row_end = bytes_left(map, at[0]);

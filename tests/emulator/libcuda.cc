@@ -211,7 +211,7 @@ DRIVER_CALL cuTensorMapEncodeTiled(void* to, int type, unsigned axes, void* data
   constexpr int kU8 = 0, kF16 = 6, kBf16 = 9, kSwizzle64 = 2, kSwizzle128 = 3;
   emulator::TensorMap map = {};
   if (type != kU8 && type != kF16 && type != kBf16) return kInvalidValue;
-  if (axes < 1 || axes > emulator::kMostAxes || reinterpret_cast<uintptr_t>(data) % 16 != 0) return kInvalidValue;
+  if (axes < 1 || axes > emulator::kMaxAxes || reinterpret_cast<uintptr_t>(data) % 16 != 0) return kInvalidValue;
   map.data = static_cast<uint8_t*>(data);
   map.axes = static_cast<uint8_t>(axes);
   map.element_bytes = type == kU8 ? 1 : 2;

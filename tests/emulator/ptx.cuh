@@ -167,7 +167,7 @@ inline float f16_to_f32(uint16_t bits) { return host::F16::to_f32(bits); }
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
 inline float reciprocal_approx(float x) { return 1 / x; }
-/// With about the largest error that the instruction may have.
+/// The error is about the largest that the instruction may have.
 inline float tanh_approx(float x) { return std::tanh(x) * (1 + 1.0f / 4096); }
 
 }  // namespace xa::ptx

@@ -111,9 +111,9 @@ impl StoredKeys {
         if layout != KvLayout::Contiguous {
             kv_geometry.page_size = generator.one_of(&[1, 2, 3, 4, 8, 16, 16, 17, 32, 64]).min((2 * sizes.keys).max(1));
             let row = config.kv_heads * (config.head_dim + config.value_dim);
-            let most = (sizes.elements / (row * kv_geometry.page_size))
+            let max_num_pages = (sizes.elements / (row * kv_geometry.page_size))
                 .min(2 * sizes.keys.div_ceil(kv_geometry.page_size) + 2);
-            kv_geometry.num_pages = generator.between(0, most);
+            kv_geometry.num_pages = generator.between(0, max_num_pages);
             max_pages = generator.between(0, sizes.keys.div_ceil(kv_geometry.page_size));
             block_table = generator.pages(sizes.slots * max_pages, kv_geometry.num_pages);
         }
@@ -263,8 +263,8 @@ fn sliding(generator: &mut Generator) -> Mask {
 
 /// The same call with other special values in place of those that are not finite.
 fn with_other_special_values(generator: &mut Generator, case: &AttentionCase) -> Invocation {
-    let mut other = case.clone();
-    let mut exchange = |array: &mut Array| {
+    let mut changed = case.clone();
+    let mut replace_special_values = |array: &mut Array| {
         let (dtype, size) = (array.dtype, array.dtype.size());
         let nan = dtype.encode(f64::NAN);
         let sign = generator.random.below(2) as u8 * 0x80;
@@ -278,9 +278,9 @@ fn with_other_special_values(generator: &mut Generator, case: &AttentionCase) ->
             }
         }
     };
-    exchange(&mut other.q);
-    other.kv.iter_mut().for_each(exchange);
-    other.invocation()
+    replace_special_values(&mut changed.q);
+    changed.kv.iter_mut().for_each(replace_special_values);
+    changed.invocation()
 }
 
 /// Asserts that a special value affects only its own sequence: all other rows have the bits of the second call.
@@ -291,10 +291,10 @@ fn assert_isolated(case: &AttentionCase, first: &[Array], second: &[Array]) {
     for row in (0..rows).filter(|row| !own(row)) {
         let bytes = first[0].bytes.len() / rows;
         let of = |results: &[Array]| results[0].bytes[row * bytes..(row + 1) * bytes].to_vec();
-        assert!(of(first) == of(second), "row {row} sees numbers of another sequence");
+        assert!(of(first) == of(second), "row {row} depends on numbers of another sequence");
         for head in (0..case.config.q_heads).filter(|_| case.lse) {
             let of = |results: &[Array]| results[1].bytes[(head * rows + row) * 4..][..4].to_vec();
-            assert!(of(first) == of(second), "the lse of row {row} sees numbers of another sequence");
+            assert!(of(first) == of(second), "the lse of row {row} depends on numbers of another sequence");
         }
     }
 }

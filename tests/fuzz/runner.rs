@@ -25,7 +25,7 @@ const TEST: &str = "runner::hostile_calls_give_the_reference_results";
 const INSTRUCTION_SETS: [&str; 4] = ["portable", "avx2", "avx512", "avx512_bf16"];
 
 /// A shard ends after this many failures.
-const MOST_FAILURES: usize = 10;
+const MAX_FAILURES: usize = 10;
 
 /// Generates a call.
 type GenerateCall = fn(&mut Generator) -> FuzzCall;
@@ -82,7 +82,7 @@ fn print_line(line: &str) {
 fn run_shard(settings: &Settings, shard: (u64, u64), current: &Current) -> ShardOutcome {
     let (device, started, mut outcome) = (FuzzDevice::chosen(), Instant::now(), ShardOutcome::default());
     for index in settings.indices(shard) {
-        if started.elapsed() >= settings.limit || outcome.failures >= MOST_FAILURES {
+        if started.elapsed() >= settings.limit || outcome.failures >= MAX_FAILURES {
             break;
         }
         *current.lock().unwrap() = Some((index, Instant::now()));
@@ -101,10 +101,10 @@ fn run_shard(settings: &Settings, shard: (u64, u64), current: &Current) -> Shard
         }
         if result.is_err() {
             outcome.failures += 1;
-            let (text, what) = (PANIC.take(), call.map_or_else(String::new, |call| call.describe()));
+            let (text, description) = (PANIC.take(), call.map_or_else(String::new, |call| call.describe()));
             let Generator { hostile, special_values, .. } = generator;
             print_line(&format!("WRONG: call {index} of seed {}: {text}", settings.seed));
-            print_line(&format!("it is {what}; hostile metadata {hostile}, special values {special_values}"));
+            print_line(&format!("it is {description}; hostile metadata {hostile}, special values {special_values}"));
             print_line(&format!("repeat: {}", settings.repeat(index, TEST)));
         }
     }

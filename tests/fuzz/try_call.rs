@@ -13,7 +13,7 @@ use xla_attention::ops::AttributeKind;
 use xla_attention::{XaAttribute, XaCall, XaTensor};
 
 /// A valid call with more elements than this in a buffer is not run.
-const MOST_ELEMENTS: i64 = 4096;
+const MAX_ELEMENTS: i64 = 4096;
 
 /// The outcome of a mutated call.
 pub(crate) enum CallOutcome {
@@ -49,11 +49,11 @@ fn is_decoded(mutated: &MutatedCall) -> bool {
 /// Validates the call through the C interface, which takes attributes in order and without names.
 fn validate(mutated: &MutatedCall) -> Result<(), Refusal> {
     let strides = |list: &[BufferSpec]| list.iter().map(BufferSpec::strides).collect::<Vec<_>>();
-    let (of_operands, of_results) = (strides(&mutated.operands), strides(&mutated.results));
+    let (operand_strides, result_strides) = (strides(&mutated.operands), strides(&mutated.results));
     let tensor =
         |(x, strides): (&BufferSpec, &Option<Vec<i64>>)| c_tensor(x.dtype, &x.dims, strides.as_deref(), null_mut());
-    let operands: Vec<XaTensor> = mutated.operands.iter().zip(&of_operands).map(tensor).collect();
-    let results: Vec<XaTensor> = mutated.results.iter().zip(&of_results).map(tensor).collect();
+    let operands: Vec<XaTensor> = mutated.operands.iter().zip(&operand_strides).map(tensor).collect();
+    let results: Vec<XaTensor> = mutated.results.iter().zip(&result_strides).map(tensor).collect();
     let attributes: Vec<XaAttribute> = attributes(mutated).values().copied().map(c_attribute).collect();
     let request = c_request(operator_of(mutated.target) as i32, 0, &operands, &results);
     let (list, count) = (attributes.as_ptr(), attributes.len());
@@ -86,7 +86,7 @@ fn contents(random: &mut Random, spec: &BufferSpec) -> Array {
 /// The call with memory. Its updates are in place if `aliases` allow it and a random choice says so.
 fn invocation(mutated: &MutatedCall, aliases: &[(usize, usize)], seed: u64) -> Invocation {
     let mut random = Random::new(seed);
-    let call = Invocation { what: format!("{mutated:?} seed {seed}"), ..Invocation::new(mutated.target) };
+    let call = Invocation { description: format!("{mutated:?} seed {seed}"), ..Invocation::new(mutated.target) };
     let call = mutated.operands.iter().fold(call, |call, x| call.operand(x.name, contents(&mut random, x)));
     let call = mutated.attributes.iter().fold(call, |call, (name, value)| call.attribute(name, value.clone()));
     let in_place = random.below(2) == 0;
@@ -151,7 +151,7 @@ pub(crate) fn try_call(mutated: &MutatedCall, aliases: &[(usize, usize)], seed: 
         }
         return CallOutcome::Refused;
     }
-    if !buffers.all(|b| is_known(b.dtype) && b.elements().is_some_and(|n| n <= MOST_ELEMENTS)) {
+    if !buffers.all(|b| is_known(b.dtype) && b.elements().is_some_and(|n| n <= MAX_ELEMENTS)) {
         return CallOutcome::NotRun;
     }
     run(mutated, aliases, seed);

@@ -87,8 +87,8 @@ fn every_workspace_size_gives_the_right_result() {
                 &MemoryLayout::contiguous(),
                 GradientOptions { deterministic, ..GradientOptions::ALL },
             );
-            let right = wanted_workspace(&case);
-            let sizes = [0, 1, 4096, right / 2, right.saturating_sub(1), right, right + 1, 3_000_000];
+            let wanted = wanted_workspace(&case);
+            let sizes = [0, 1, 4096, wanted / 2, wanted.saturating_sub(1), wanted, wanted + 1, 3_000_000];
             for workspace in [None].into_iter().chain(sizes.map(Some)) {
                 case.forward.workspace = workspace;
                 ReferenceCase::assert_matches_reference(&case);

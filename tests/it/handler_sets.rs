@@ -29,12 +29,12 @@ fn the_sets_share_no_definition_of_their_headers() {
         assert!(of_xla.is_empty(), "{set}: {of_xla:?}");
     }
     let (oldest, newest) = (definitions("oldest"), definitions("newest"));
-    let common: Vec<_> = oldest.intersection(&newest).filter(|name| !of_both(name)).collect();
+    let common: Vec<_> = oldest.intersection(&newest).filter(|name| !is_in_both(name)).collect();
     assert!(common.is_empty(), "{common:?}");
 }
 
 /// Whether a symbol is of the C++ standard library or the bridge, which are the same for both sets.
-fn of_both(name: &str) -> bool {
+fn is_in_both(name: &str) -> bool {
     let prefixes = "_ZNSt _ZNKSt _ZSt _ZZNSt _ZNS _ZNKS _ZTI _ZTS _ZTV DW.ref. _ZN4rust _ZNK4rust _ZN2xa";
     prefixes.split(' ').any(|prefix| name.starts_with(prefix))
 }

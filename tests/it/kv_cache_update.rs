@@ -59,13 +59,13 @@ fn rows_with_the_same_slot_store_one_of_them() {
     for (layout, count) in KvLayout::PAGED.into_iter().flat_map(|layout| [(layout, 2), (layout, 40)]) {
         let update = CacheUpdateCase { layout, slots: vec![5; count], ..CacheUpdateCase::default() };
         let alone = |row: usize| (0..count).map(|r| if r == row { 5 } else { -1 }).collect();
-        let of_each: Vec<_> =
+        let each_alone: Vec<_> =
             (0..count).map(|row| CacheUpdateCase { slots: alone(row), ..update.clone() }.expected()).collect();
         let row_bytes = update.dims[0] * update.dtype.size();
         for (index, actual) in update.invocation(true).results(Side::EndsAtGuard).iter().enumerate() {
             for (at, row) in actual.bytes.chunks_exact(row_bytes).enumerate() {
-                let is_row_of = |one: &Vec<Array>| row == &one[index].bytes[at * row_bytes..][..row_bytes];
-                assert!(of_each.iter().any(is_row_of), "{layout:?}: row {at} is none of {count}");
+                let is_row_of = |results: &Vec<Array>| row == &results[index].bytes[at * row_bytes..][..row_bytes];
+                assert!(each_alone.iter().any(is_row_of), "{layout:?}: row {at} is none of {count}");
             }
         }
     }

@@ -86,7 +86,7 @@ fn decode_stores_rows_of_no_sequence_for_every_workspace() {
 
 #[test]
 fn a_nan_in_a_new_token_has_the_effect_that_it_has_in_two_calls() {
-    // With this many slots CUDA decodes sequences of any length. The last case has tiles of one query that sees one
+    // With this many slots CUDA decodes sequences of any length. The last case has tiles of one query that attends to one
     // key.
     let memory_layout = MemoryLayout { spare_seqs: 15, ..MemoryLayout::default() };
     for (mask, heads) in [(Mask::CAUSAL, (8, 2)), (Mask::sliding(2), (8, 2)), (Mask::sliding(1), (16, 1))] {

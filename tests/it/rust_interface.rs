@@ -63,11 +63,11 @@ fn wrong_counts_and_kinds_are_refused_by_name() {
     let absent = Invocation::new("xla_gpu_simple_add").operand("a", a).operand("b", claim(Dtype(0), &[]));
     refused(absent.result("out", F32, &[2]).validate(), "xla_gpu_simple_add: b is missing");
 
-    let right = valid_calls::of("xla_gpu_paged_attention");
-    let mut fewer = right.clone();
+    let valid = valid_calls::of("xla_gpu_paged_attention");
+    let mut fewer = valid.clone();
     fewer.attributes.pop();
     refused(fewer.validate(), "xla_gpu_paged_attention: 3 attributes given, expected 4");
-    let with = |name, value| right.clone().attribute(name, Attr::I64(value)).validate();
+    let with = |name, value| valid.clone().attribute(name, Attr::I64(value)).validate();
     refused(with("scale", 1), "xla_gpu_paged_attention: attribute scale is I64(1), expected F32");
     refused(with("batch_invariant", 0), "xla_gpu_paged_attention: attribute batch_invariant is I64(0), expected Bool");
 }
@@ -167,7 +167,7 @@ fn a_build_without_cuda_reports_that_it_has_no_backend() {
 
 #[test]
 fn impossible_sizes_need_no_workspace() {
-    let right = AttentionSizes {
+    let valid = AttentionSizes {
         num_q_heads: 8,
         num_kv_heads: 8,
         head_dim: 128,
@@ -175,18 +175,18 @@ fn impossible_sizes_need_no_workspace() {
         dtype: DType::BF16,
         batch_invariant: true,
     };
-    assert!(right.workspace().fixed > 0);
+    assert!(valid.workspace().fixed > 0);
     for absurd in [i64::MIN, -1, 0, 257, i64::MAX / 4, i64::MAX] {
-        assert_eq!(AttentionSizes { value_dim: absurd, ..right }.workspace().fixed, 0, "Dv {absurd}");
+        assert_eq!(AttentionSizes { value_dim: absurd, ..valid }.workspace().fixed, 0, "Dv {absurd}");
     }
     for absurd in [i64::MIN, -1, 0, 1 << 40, i64::MAX] {
-        assert_eq!(AttentionSizes { num_kv_heads: absurd, ..right }.workspace().fixed, 0, "Hkv {absurd}");
+        assert_eq!(AttentionSizes { num_kv_heads: absurd, ..valid }.workspace().fixed, 0, "Hkv {absurd}");
         let heads = absurd.max(0);
         // Per row and head: a sum of 128 columns in f32 and two numbers, and one number per 64 rows. In f32: one
         // number.
-        for (dtype, bytes, of_block) in [(DType::BF16, 520, heads.saturating_add(15) / 16), (DType::F32, 4, 0)] {
-            let per_row = AttentionSizes { num_q_heads: absurd, dtype, ..right }.gradients_workspace().per_row;
-            assert_eq!(per_row, heads.saturating_mul(bytes).saturating_add(of_block), "Hq {absurd}");
+        for (dtype, bytes, counter_bytes) in [(DType::BF16, 520, heads.saturating_add(15) / 16), (DType::F32, 4, 0)] {
+            let per_row = AttentionSizes { num_q_heads: absurd, dtype, ..valid }.gradients_workspace().per_row;
+            assert_eq!(per_row, heads.saturating_mul(bytes).saturating_add(counter_bytes), "Hq {absurd}");
         }
     }
 }
@@ -211,8 +211,8 @@ fn the_c_interface_computes_and_checks() {
     assert_eq!(c_call(&c_add(&operands, &results, 1)), (0, String::new()));
     assert_eq!(out.map(f32::to_bits), [1.5f32, 2.25].map(f32::to_bits));
 
-    let other = [3i64];
-    let wrong = [operands[0], XaTensor { data: null_mut(), dims: other.as_ptr(), ..operands[1] }];
+    let wrong_dims = [3i64];
+    let wrong = [operands[0], XaTensor { data: null_mut(), dims: wrong_dims.as_ptr(), ..operands[1] }];
     let text = "xla_gpu_simple_add: b has shape [3], expected the shape of a, [2]";
     assert_eq!(c_call(&c_add(&wrong, &results, 0)), (INVALID_ARGUMENT, text.into()));
 }

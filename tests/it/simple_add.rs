@@ -29,8 +29,8 @@ fn every_dtype_is_added_element_by_element() {
 
 #[test]
 fn integers_wrap_and_floats_round_to_nearest_even() {
-    let one = |dtype: Dtype, value: f64| Array::new(dtype, &[1], &[value]);
-    let add = |dtype, a, b| call(&one(dtype, a), &one(dtype, b)).results(Side::EndsAtGuard)[0].values()[0];
+    let scalar = |dtype: Dtype, value: f64| Array::new(dtype, &[1], &[value]);
+    let add = |dtype, a, b| call(&scalar(dtype, a), &scalar(dtype, b)).results(Side::EndsAtGuard)[0].values()[0];
     assert_eq!(add(I8, 127.0, 1.0), -128.0);
     assert_eq!(add(U8, 255.0, 2.0), 1.0);
     assert_eq!(add(I32, 2_147_483_647.0, 1.0), -2_147_483_648.0);

@@ -14,8 +14,8 @@ fn case(op: Op, name: &str) -> Option<&'static ConformanceCase> {
 
 /// A valid call with every optional operand and result, without memory. Scales have one element per head, because the
 /// strides of a single element do not matter.
-fn right(op: Op) -> Invocation {
-    let fullest = |name| case(op, name).or(case(op, "the right call")).unwrap().invocation(false);
+fn valid_call(op: Op) -> Invocation {
+    let fullest = |name| case(op, name).or(case(op, "the valid call")).unwrap().invocation(false);
     let mut call = fullest("every optional operand");
     for (_, operand) in call.operands.iter_mut().filter(|(name, _)| name.ends_with("_scale")) {
         *operand = Array::filled(operand.dtype, &[2], 0);
@@ -37,7 +37,7 @@ fn strides(dims: &[i64], last: i64, gap: i64) -> Vec<i64> {
 
 /// Validates the valid call with these strides of one operand, one result, or both buffers of a cache.
 fn outcome(op: Op, of: &[(usize, usize)], strides: &[i64]) -> Result<(), Error> {
-    let call = right(op);
+    let call = valid_call(op);
     // A cache is updated in place if both of its buffers have the strides.
     let in_place = of.len() > 1;
     let views = |part: usize, count: usize| -> Vec<BufferView> {
@@ -52,7 +52,7 @@ fn outcome(op: Op, of: &[(usize, usize)], strides: &[i64]) -> Result<(), Error> 
 fn every_buffer_accepts_or_refuses_strides_as_its_operator_requires() {
     let mut checked = 0;
     for op in Op::ALL {
-        let (call, strided, target) = (right(op), may_be_strided(op), op.signature().target);
+        let (call, strided, target) = (valid_call(op), may_be_strided(op), op.signature().target);
         let operands = call.operands.iter().map(|(name, array)| (*name, array.dims.clone())).collect();
         let buffers: [Vec<(&str, Vec<i64>)>; 2] =
             [operands, call.results.iter().map(|result| (result.name, result.dims.clone())).collect()];
@@ -66,22 +66,22 @@ fn every_buffer_accepts_or_refuses_strides_as_its_operator_requires() {
                 continue;
             }
             checked += 1;
-            let other = buffers[1 - part].iter().position(|(other, _)| other == name).map(|index| (1 - part, index));
-            let is_followed = strided.contains(name) && (part == 0 || other.is_some());
-            let shown = if part == 1 && other.is_some() { format!("result {name}") } else { (*name).to_owned() };
+            let alias = buffers[1 - part].iter().position(|(alias, _)| alias == name).map(|index| (1 - part, index));
+            let is_followed = strided.contains(name) && (part == 0 || alias.is_some());
+            let shown = if part == 1 && alias.is_some() { format!("result {name}") } else { (*name).to_owned() };
             let apart = strides(dims, 2, 0);
             let error = outcome(op, &[(part, index)], &apart).unwrap_err();
             let expected = if is_followed { "1 for the last dimension" } else { "a dense tensor" };
             let text = format!("{target}: {shown} has strides Some({apart:?}), expected {expected}");
             assert_eq!((error.code as i32, error.message), (INVALID_ARGUMENT, text));
             let rows = strides(dims, 1, 16);
-            let both: Vec<_> = [(part, index)].into_iter().chain(other).collect();
+            let both: Vec<_> = [(part, index)].into_iter().chain(alias).collect();
             match outcome(op, &both, &rows) {
                 Ok(()) => assert!(is_followed || dims.len() == 1, "{target}: {shown} follows {rows:?}"),
                 Err(error) => assert!(!is_followed && error.message.ends_with("expected a dense tensor"), "{error}"),
             }
             // A strided cache must be updated in place.
-            if part == 0 && other.is_some() {
+            if part == 0 && alias.is_some() {
                 let text = "is strided and not updated in place; alias the result to the operand";
                 let error = outcome(op, &[(part, index)], &rows).unwrap_err();
                 assert_eq!(error.message, format!("{target}: {name} {text}"));
@@ -111,7 +111,7 @@ fn every_operator_reads_strided_operands() {
                     result.name == "workspace" || actual == expected,
                     "{} {}: {}",
                     call.target,
-                    call.what,
+                    call.description,
                     result.name
                 );
             }

@@ -54,7 +54,7 @@ const ALIBI: PairwiseOptions = PairwiseOptions {
     ..LONG
 };
 
-/// With a workspace that is large enough for all cases here.
+/// Packed keys, and a workspace that is large enough for all cases here.
 fn large_workspace() -> MemoryLayout {
     MemoryLayout { workspace: Some(19_000_001), ..MemoryLayout::contiguous() }
 }
@@ -198,17 +198,17 @@ mod on_their_own_gpu {
                 }
             }
         }
-        let other = |spec: &BatchSpec, kernel: &str| {
+        let runs_kernel = |spec: &BatchSpec, kernel: &str| {
             run(&gpu, spec);
             assert_logged(log, kernel);
         };
         let base = BatchSpec { dtypes: BF16.into(), heads: (2, 1), lengths: vec![(30, 40)], ..BatchSpec::default() };
         let both = BatchSpec { softcap: 2.0, alibi: Alibi::PerHead, head_dim: 128, ..base.clone() };
-        other(&both, "attention_bwd_dq_bf16_128_small_softcap_alibi with");
+        runs_kernel(&both, "attention_bwd_dq_bf16_128_small_softcap_alibi with");
         let wide_both = BatchSpec { head_dim: 256, ..both };
-        other(&wide_both, "attention_bwd_dq_bf16_256_small_softcap_alibi with");
+        runs_kernel(&wide_both, "attention_bwd_dq_bf16_256_small_softcap_alibi with");
         let short = vec![(3, 40); 40];
-        other(
+        runs_kernel(
             &BatchSpec { heads: (8, 1), lengths: short, head_dim: 64, ..base },
             "attention_bwd_dq_bf16_64_small_none with",
         );

@@ -100,7 +100,7 @@ def flatten(results) -> list:
     """The arrays of nested tuples and lists, without None."""
     if not isinstance(results, tuple | list):
         return [] if results is None else [results]
-    return [x for one in results for x in flatten(one)]
+    return [x for result in results for x in flatten(result)]
 
 
 def _name(*parts) -> str:

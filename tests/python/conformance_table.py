@@ -167,7 +167,7 @@ def _read(table):
     for part in ("operand", "result"):
         if optional := table[f"optional_{part}s"]:
             table["works"][f"every optional {part}"] = "; ".join(optional)
-    calls = {"the right call": {}} | {name: _changed(table, changes) for name, changes in table["works"].items()}
+    calls = {"the valid call": {}} | {name: _changed(table, changes) for name, changes in table["works"].items()}
     for code in ERRORS:
         for changes, template in _filled(table.get(code, {})):
             text = f"{table['names'][0]}: {template.replace('{types}', table.get('types', ''))}"

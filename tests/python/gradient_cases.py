@@ -53,11 +53,12 @@ class GradientCase(NamedTuple):
 
 
 def gradient_case(name):
-    form, options, of_lse = CASES[name]
-    operands, lengths = varlen(MIXED, **form)
+    shape, options, has_dlse = CASES[name]
+    operands, lengths = varlen(MIXED, **shape)
     q, _, v = operands[:3]
-    owned = np.isfinite(q.astype(np.float32)).all(axis=(1, 2))
+    # `varlen` fills padding rows with NaN.
+    is_live = np.isfinite(q.astype(np.float32)).all(axis=(1, 2))
     rng = np.random.default_rng(3)
-    dout = np.where(owned[:, None, None], rng.standard_normal((*q.shape[:2], v.shape[2])), 0).astype(q.dtype)
-    dlse = np.where(owned[None], rng.standard_normal(q.shape[1::-1]), 0).astype(np.float32)
-    return GradientCase(operands, options | lengths, dout, dlse if of_lse else None)
+    dout = np.where(is_live[:, None, None], rng.standard_normal((*q.shape[:2], v.shape[2])), 0).astype(q.dtype)
+    dlse = np.where(is_live[None], rng.standard_normal(q.shape[1::-1]), 0).astype(np.float32)
+    return GradientCase(operands, options | lengths, dout, dlse if has_dlse else None)

@@ -128,8 +128,8 @@ def shard_mapped(mesh):
 
 def pages(kv_layout):
     """Pages in one buffer, sharded by KV heads; there is no gradient."""
-    form = {"heads": HEADS, "d": 16, "pages": 4, "kv_layout": kv_layout, "rows_after": 0}
-    (q, k, _, *starts), options = varlen([(7, 9), (30, 30)], **form)
+    shape = {"heads": HEADS, "d": 16, "pages": 4, "kv_layout": kv_layout, "rows_after": 0}
+    (q, k, _, *starts), options = varlen([(7, 9), (30, 30)], **shape)
 
     def attend(q, k):
         return flash_attn_varlen(q, k, None, starts[0], causal=True, return_lse=True, **options)
@@ -309,9 +309,9 @@ CASES = {
     "add, by two dimensions": lambda _: added(),
 }
 
-# Programs that need collectives: gradients of replicated operands are summed, and heads that the mesh does not divide
-# are gathered and computed by every device.
-EXCHANGE = {
+# The collectives that programs need: gradients of replicated operands are summed, and heads that the mesh does not
+# divide are gathered and computed by every device.
+EXPECTED_COLLECTIVES = {
     "packed, one KV head": {"all-gather"},
     "packed, projected": {"all-reduce"},
     "packed, projected, two KV heads": {"all-gather", "all-reduce"},
@@ -321,4 +321,4 @@ EXCHANGE = {
     "paged, cache split between K and V by one axis": {"all-gather"},
 }
 # Programs that JAX rejects on meshes with explicit axes, because they reshape an array that is sharded within a head.
-AUTOMATIC = {"packed, projected, two KV heads"}
+AUTOMATIC_AXES_ONLY = {"packed, projected, two KV heads"}

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from sharding_cases import AUTOMATIC, CASES, numbers
+from sharding_cases import AUTOMATIC_AXES_ONLY, CASES, numbers
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
@@ -86,11 +86,11 @@ def mesh_of(devices, names, axes):
 
 
 if __name__ == "__main__":
-    platform, form = sys.argv[1:3]
-    if form == "gspmd":
+    platform, partitioning = sys.argv[1:3]
+    if partitioning == "gspmd":
         jax.config.update("jax_use_shardy_partitioner", False)
     jax.config.update("jax_default_matmul_precision", "highest")  # for products in the cases, on GPUs
-    axes = "explicit" if form == "explicit" else "automatic"
+    axes = "explicit" if partitioning == "explicit" else "automatic"
     devices = np.array(jax.devices(platform))
     devices = devices[: 4 if len(devices) >= 4 else 2]
     meshes = [
@@ -98,5 +98,5 @@ if __name__ == "__main__":
         mesh_of(devices.reshape(2, -1), ("batch", "heads"), axes),
     ]
     with jax.default_device(devices[0]):
-        for name in sys.argv[3:] or [x for x in CASES if axes == "automatic" or x not in AUTOMATIC]:
+        for name in sys.argv[3:] or [x for x in CASES if axes == "automatic" or x not in AUTOMATIC_AXES_ONLY]:
             print(json.dumps(run(name, meshes)), flush=True)

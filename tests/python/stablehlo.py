@@ -33,7 +33,7 @@ class Program:
     def run(self, buffers):
         """Run on device buffers; returns device buffers."""
         results = self._executable.execute_sharded(buffers)
-        return [jax.block_until_ready(one[0]) for one in results.disassemble_into_single_device_arrays()]
+        return [jax.block_until_ready(shards[0]) for shards in results.disassemble_into_single_device_arrays()]
 
     def __call__(self, *arrays):
         return [np.asarray(x) for x in self.run([jax.device_put(x, self._device) for x in arrays])]

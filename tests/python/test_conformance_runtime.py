@@ -1,4 +1,4 @@
-"""The targets in a runtime: layouts, donation, order of effects, errors beside other work, threads, registration.
+"""The targets in a runtime: layouts, donation, order of effects, errors beside work in flight, threads, registration.
 
 The calls come from the tables of tests/conformance.
 """
@@ -21,12 +21,12 @@ from subprocesses import python
 from xla_attention.jax._register import register_targets
 
 
-def case_of(target, name="the right call"):
+def case_of(target, name="the valid call"):
     return next(case for case in cases() if (case.target, case.name) == (target, name))
 
 
 def valid_calls():
-    return [case for case in cases() if case.name == "the right call"]
+    return [case for case in cases() if case.name == "the valid call"]
 
 
 ADD = case_of("xla_gpu_simple_add")
@@ -173,9 +173,9 @@ class TestThreads:
 
         def work(offset):
             barrier.wait()
-            for round_ in range(len(calls)):
-                case = calls[(offset * 7 + round_) % len(calls)]
-                assert_outcome(case, platform, by_ffi_call if (offset + round_) % 2 else by_stablehlo)
+            for step in range(len(calls)):
+                case = calls[(offset * 7 + step) % len(calls)]
+                assert_outcome(case, platform, by_ffi_call if (offset + step) % 2 else by_stablehlo)
             return True
 
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -192,7 +192,7 @@ from conformance_table import cases
 platform = sys.argv[1]
 devices = jax.devices(platform)[:2]
 assert len(devices) == 2
-valid = [case for case in cases() if case.name == "the right call"]
+valid = [case for case in cases() if case.name == "the valid call"]
 invalid = next(case for case in cases() if case.name == "b f32[3,2]")
 failures = []
 def on(device):
@@ -254,9 +254,9 @@ import xla_attention.jax
 from xla_attention import _library
 rows = {(t.name, t.platform): t.execute for t in _library.targets()}
 jax.devices("cpu")
-other = jax.ffi.pycapsule(ctypes.c_void_p(rows[b"xla_gpu_paged_attention", b"cpu"]))
+handler = jax.ffi.pycapsule(ctypes.c_void_p(rows[b"xla_gpu_paged_attention", b"cpu"]))
 try:
-    jax.ffi.register_ffi_target("xla_gpu_simple_add", other, platform="cpu")
+    jax.ffi.register_ffi_target("xla_gpu_simple_add", handler, platform="cpu")
 except Exception as error:
     print(error)
 """

@@ -63,20 +63,20 @@ def gradient_call(attend, operands):
 def test_vmap_becomes_part_of_the_batch(platform, options):
     operands, _ = varlen([(7, 9), (3, 12), (0, 4)], rows_after=3)
     attend = functools.partial(flash_attn_varlen, **options)
-    one, (q, k, v) = gradient_call(attend, [jnp.nan_to_num(x) for x in operands])
-    many = [jnp.stack([x, 2 * x, x[::-1]]) for x in (q, k, v)]
-    assert custom_calls(jax.vmap(one), *many) == {"": 1, "_bwd": 1}
-    expected = [one(*(x[i] for x in many)) for i in range(3)]
-    for actual, *each in zip(jax.vmap(one)(*many), *expected, strict=True):
+    gradient, (q, k, v) = gradient_call(attend, [jnp.nan_to_num(x) for x in operands])
+    batched = [jnp.stack([x, 2 * x, x[::-1]]) for x in (q, k, v)]
+    assert custom_calls(jax.vmap(gradient), *batched) == {"": 1, "_bwd": 1}
+    expected = [gradient(*(x[i] for x in batched)) for i in range(3)]
+    for actual, *each in zip(jax.vmap(gradient)(*batched), *expected, strict=True):
         np.testing.assert_allclose(actual, jnp.stack(each), atol=1e-5, rtol=1e-5)
     # Shared keys; then grad of vmap.
-    shared = jax.vmap(one, in_axes=(0, None, None))(many[0], k, v)
-    for actual, *each in zip(shared, *(one(x, k, v) for x in many[0]), strict=True):
+    shared = jax.vmap(gradient, in_axes=(0, None, None))(batched[0], k, v)
+    for actual, *each in zip(shared, *(gradient(x, k, v) for x in batched[0]), strict=True):
         np.testing.assert_allclose(actual, jnp.stack(each), atol=1e-5, rtol=1e-5)
     total = jax.grad(lambda q: jnp.sum(jax.vmap(lambda q: attend(q, k, v, *operands[3:]))(q)))
-    assert custom_calls(total, many[0]) == {"": 1, "_bwd": 1}
+    assert custom_calls(total, batched[0]) == {"": 1, "_bwd": 1}
     np.testing.assert_allclose(
-        total(many[0])[1], jax.grad(lambda q: attend(q, k, v, *operands[3:]).sum())(2 * q), atol=1e-5
+        total(batched[0])[1], jax.grad(lambda q: attend(q, k, v, *operands[3:]).sum())(2 * q), atol=1e-5
     )
 
 
@@ -176,7 +176,7 @@ def test_forward_mode_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("form", "options", "text"),
+    ("shape", "options", "text"),
     [
         ({"pages": 4}, {}, "there is no gradient through keys in pages; pass packed keys"),
         ({"pages": 4, "kv_layout": "stacked"}, {}, "there is no gradient through keys in pages"),
@@ -184,8 +184,8 @@ def test_forward_mode_is_refused():
         ({"dtype": "float8_e4m3fn"}, {}, "there is no gradient of float8_e4m3fn; there are gradients of f32"),
     ],
 )
-def test_unsupported_gradients_are_an_error(form, options, text):
-    operands, lengths = varlen([(5, 9)], rows_after=0, **form)
+def test_unsupported_gradients_are_an_error(shape, options, text):
+    operands, lengths = varlen([(5, 9)], rows_after=0, **shape)
     q, *rest = operands
     with pytest.raises(NotImplementedError, match=f"^flash_attn_varlen: .*{text}"):
         jax.vjp(lambda q: flash_attn_varlen(q, *rest, **lengths, **options), q)

@@ -20,7 +20,7 @@ def call_of(name):
     """A call as a function of its integers, and these, all of which affect its results."""
     call = every_call()[name]
     integers = {name: x for name, x in call.arguments.items() if getattr(x, "dtype", None) == np.int32}
-    # Finite, because NaN is not equal to itself; lengths that are too large may see any row.
+    # Finite, because NaN is not equal to itself; lengths that are too large may attend to any row.
     arguments = {name: np.nan_to_num(x) if isinstance(x, np.ndarray) else x for name, x in call.arguments.items()}
     integers = {name: arguments.pop(name) % 5 if name == "positions" else arguments.pop(name) for name in integers}
     integers |= {"num_seqs": np.int32([2])} if "num_seqs" in integers else {}
@@ -57,45 +57,45 @@ def equal(a, b):
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def saturated(operand, right, past):
+def saturated(operand, valid, past):
     """The operand with every number saturated."""
-    return np.full_like(right, -1 if operand == "slot_mapping" else LARGEST if past > 0 else SMALLEST)
+    return np.full_like(valid, -1 if operand == "slot_mapping" else LARGEST if past > 0 else SMALLEST)
 
 
 @pytest.mark.parametrize("past", [PAST, -PAST], ids=["above", "below"])
 @each_operand
 def test_host_integers_saturate(past, name, operand):
-    call, right = CALLS[name]
-    nearest = saturated(operand, right[operand], past)
-    wrong = right[operand].astype(np.int64) + past
+    call, valid = CALLS[name]
+    nearest = saturated(operand, valid[operand], past)
+    wrong = valid[operand].astype(np.int64) + past
     forms = [wrong, wrong.tolist(), (wrong.astype(object) * 2**40).tolist(), [jnp.asarray(nearest[0]), *wrong[1:]]]
     forms += [int(wrong[0])] if operand == "num_seqs" else []
     for setting in (contextlib.nullcontext, functools.partial(jax.enable_x64, True)):
         with setting():
-            expected = results(call, right | {operand: nearest})
-            assert not equal(expected, results(call, right)), "the test cannot detect truncation"
+            expected = results(call, valid | {operand: nearest})
+            assert not equal(expected, results(call, valid)), "the test cannot detect truncation"
             for form in forms:
-                assert equal(results(call, right | {operand: form}), expected), form
+                assert equal(results(call, valid | {operand: form}), expected), form
 
 
 @each_operand
 def test_wider_device_arrays_saturate_also_inside_jit(name, operand):
-    call, right = CALLS[name]
-    expected = results(call, right | {operand: saturated(operand, right[operand], PAST)})
+    call, valid = CALLS[name]
+    expected = results(call, valid | {operand: saturated(operand, valid[operand], PAST)})
     for dtype in ("uint32", "int64", "uint64"):
         with contextlib.nullcontext() if dtype == "uint32" else jax.enable_x64(True):
             past = 2**31 if dtype == "uint32" else PAST
-            wide = jnp.asarray(np.maximum(right[operand], 0).astype(dtype) + np.asarray(past, dtype))
+            wide = jnp.asarray(np.maximum(valid[operand], 0).astype(dtype) + np.asarray(past, dtype))
             assert wide.dtype == dtype
-            assert equal(results(call, right | {operand: wide}), expected)
-            jitted = jax.jit(lambda wide: call(**right | {operand: wide}))
+            assert equal(results(call, valid | {operand: wide}), expected)
+            jitted = jax.jit(lambda wide: call(**valid | {operand: wide}))
             assert equal([np.asarray(x) for x in flatten(jitted(wide))], expected)
 
 
 def test_a_64_bit_array_is_not_truncated_without_x64():
-    call, right = CALLS["kv_cache_update: float32 interleaved plain"]
+    call, valid = CALLS["kv_cache_update: float32 interleaved plain"]
     with jax.enable_x64(True):
-        slots = jnp.asarray(right["slot_mapping"], jnp.int64) + PAST
+        slots = jnp.asarray(valid["slot_mapping"], jnp.int64) + PAST
     np.testing.assert_array_equal(call(slot_mapping=slots), call.keywords["kv_cache"])
 
 

@@ -21,8 +21,8 @@ each_plain = pytest.mark.parametrize("name", PLAIN)
 
 
 def assert_same_bits(actual, expected):
-    for result, other in zip(flatten(actual), flatten(expected), strict=True):
-        np.testing.assert_array_equal(bits(result), bits(other))
+    for result, expected_result in zip(flatten(actual), flatten(expected), strict=True):
+        np.testing.assert_array_equal(bits(result), bits(expected_result))
 
 
 @pytest.mark.parametrize("name", every_call())
@@ -68,8 +68,8 @@ def test_each_step_of_a_scan_gives_the_results_of_a_single_call(platform, name):
     function, steps = function_of(call, operand), jnp.stack([values, 2 * values])
     _, actual = jax.jit(lambda steps: jax.lax.scan(lambda _, x: (None, function(x)), None, steps))(steps)
     for i in range(2):
-        for one, expected in zip(flatten(actual), flatten(function(steps[i])), strict=True):
-            np.testing.assert_array_equal(one[i], expected)
+        for stacked, expected in zip(flatten(actual), flatten(function(steps[i])), strict=True):
+            np.testing.assert_array_equal(stacked[i], expected)
 
 
 # The dimension of each operand that a symbolic size replaces.

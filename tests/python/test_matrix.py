@@ -69,8 +69,8 @@ def test_the_table_has_every_environment_and_all_passed():
     text = (ROOT / "docs/compatibility.md").read_text()
     rows = re.findall(r"^\| ((?:jax|torch_xla) \S+) \|.*\| (.*) \|$", text, re.MULTILINE)
     pins = {
-        tuple(pin for pin in one.get("packages", []) if pin.startswith("jax==")) or one["name"]
-        for one in environments.environments()
+        tuple(pin for pin in environment.get("packages", []) if pin.startswith("jax==")) or environment["name"]
+        for environment in environments.environments()
     }
     names = {pin if isinstance(pin, str) else pin[0].replace("jax==", "jax-") for pin in pins}
     assert {name.replace(" ", "-") for name, _ in rows} == names
@@ -81,7 +81,7 @@ def test_the_table_has_every_environment_and_all_passed():
 def test_every_package_is_pinned_and_ci_runs_the_headers_version():
     pin = re.search(r'jaxlib = "(.*)"', (ROOT / "xla_headers/pin.toml").read_text())[1]
     in_ci = []
-    for one in environments.environments():
-        assert all("==" in package for package in one.get("packages", []))
-        in_ci += one.get("packages", []) if one.get("ci") else []
+    for environment in environments.environments():
+        assert all("==" in package for package in environment.get("packages", []))
+        in_ci += environment.get("packages", []) if environment.get("ci") else []
     assert f"jaxlib=={pin}" in in_ci

@@ -117,8 +117,8 @@ def test_simple_add_can_be_differentiated_in_either_direction_and_again():
     for transform in (jax.grad, jax.jacfwd, jax.hessian):
         actual, expected = (jax.jit(transform(lambda a, f=f: cube(f, a, b)))(a) for f in (add, jnp.add))
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
-    one = jax.jit(jax.vmap(jax.grad(lambda a, b: cube(add, a, b))))(a[:, None], b[:, None])
-    np.testing.assert_allclose(one[:, 0], jax.jit(jax.grad(lambda a: cube(jnp.add, a, b)))(a), rtol=1e-5)
+    actual = jax.jit(jax.vmap(jax.grad(lambda a, b: cube(add, a, b))))(a[:, None], b[:, None])
+    np.testing.assert_allclose(actual[:, 0], jax.jit(jax.grad(lambda a: cube(jnp.add, a, b)))(a), rtol=1e-5)
     integers = jnp.arange(3)  # beside a gradient
     assert jax.grad(lambda x: (x * add(integers, integers)).sum())(jnp.ones(3)).tolist() == [0, 2, 4]
     out, tangent = jax.jvp(add, (integers, integers), (np.zeros(3, jax.dtypes.float0),) * 2)

@@ -30,5 +30,5 @@ def test_a_stored_exported_program_gives_the_results_of_the_function(name, platf
     operands = operands_of(name)
     actual, expected = jax.tree.leaves(program.call(*operands)), jax.tree.leaves(jax.jit(PROGRAMS[name][0])(*operands))
     assert len(actual) == len(expected)
-    for result, other in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(result, other)
+    for result, expected_result in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(result, expected_result)

@@ -11,7 +11,7 @@ import pathlib
 import jax
 import pytest
 
-from sharding_cases import AUTOMATIC, CASES, EXCHANGE
+from sharding_cases import AUTOMATIC_AXES_ONLY, CASES, EXPECTED_COLLECTIVES
 from subprocesses import python
 
 HERE = pathlib.Path(__file__).parent
@@ -38,28 +38,29 @@ def has_several_devices(platform):
 
 
 @functools.cache
-def programs(platform, form):
+def programs(platform, partitioning):
     """The output of sharding_program.py by case, from a subprocess with four CPU devices."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     if platform == "cpu":
         flags += " --xla_backend_optimization_level=0"  # compiled three times as fast
-    done = python(HERE / "sharding_program.py", platform, form, XLA_FLAGS=flags)
+    done = python(HERE / "sharding_program.py", platform, partitioning, XLA_FLAGS=flags)
     return {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("form", ["shardy", "gspmd", "explicit"])  # the partitioner, or Shardy with explicit mesh axes
+# The partitioner, or Shardy with explicit mesh axes.
+@pytest.mark.parametrize("partitioning", ["shardy", "gspmd", "explicit"])
 @pytest.mark.parametrize("on", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_sharded_calls_need_no_collectives_beyond_the_expected(on, form, case):
-    if form != "gspmd" and JAX_VERSION < (0, 7):
+def test_sharded_calls_need_no_collectives_beyond_the_expected(on, partitioning, case):
+    if partitioning != "gspmd" and JAX_VERSION < (0, 7):
         pytest.skip("this JAX partitions by GSPMD")
-    if form == "explicit" and case in AUTOMATIC:
+    if partitioning == "explicit" and case in AUTOMATIC_AXES_ONLY:
         pytest.skip("JAX refuses the program on a mesh with explicit axes")
     if not has_several_devices(on):
         pytest.skip("there is only one GPU")
-    result = programs(on, form)[case]
+    result = programs(on, partitioning)[case]
     assert result["error"] < 2e-5
     assert result["calls"] == CALLS.get(case, 1)
-    assert set(result["collectives"]) <= EXCHANGE.get(case, set())
+    assert set(result["collectives"]) <= EXPECTED_COLLECTIVES.get(case, set())
     assert result["in_place"] and result["copies"] == 0
     assert result["shardings_match"] or case in UNEVEN

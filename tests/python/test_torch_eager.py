@@ -213,7 +213,7 @@ def test_a_gradient_through_an_in_place_update_is_an_error(device):
 
 @pytest.mark.gpu
 def test_real_cuda_tensors_under_openxla_are_an_error(monkeypatch):
-    """With real tensors and Dynamo, and a fake torch_xla, which does not exist for this CUDA."""
+    """Tensors and Dynamo are real; torch_xla is a fake, because it does not exist for this CUDA."""
     if "torch_xla" not in sys.modules:
         monkeypatch.setitem(sys.modules, "torch_xla", types.ModuleType("torch_xla"))
     a = torch.ones(3, device="cuda")

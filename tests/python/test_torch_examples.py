@@ -37,7 +37,7 @@ def test_the_example_says_that_all_agree(name, device):
 def test_the_cascade_reads_the_prefix_once():
     printed = run("torch_cascade_attention.py")
     assert "both ways agree: True" in printed
-    # 6 sequences over 2048 shared tokens and 345 of their own, 1024 bytes of K and V each.
+    # 6 sequences over 2048 shared tokens, with 345 unshared ones in all; 1024 bytes of K and V each.
     assert f"plain: {(6 * 2048 + 345) * 1024} bytes" in printed
     assert f"cascade: {(2048 + 345) * 1024} bytes" in printed
 

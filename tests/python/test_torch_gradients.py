@@ -88,7 +88,7 @@ def test_the_operator_passes_opcheck():
 
 
 @pytest.mark.parametrize(
-    ("form", "options", "text"),
+    ("shape", "options", "text"),
     [
         ({"pages": 4}, {}, "there is no gradient through keys in pages; pass packed keys"),
         ({}, {"k_scale": 2.0}, "of a call with q_scale, k_scale or v_scale"),
@@ -97,8 +97,8 @@ def test_the_operator_passes_opcheck():
     ],
     ids=["pages", "scales", "8 bits", "slopes"],
 )
-def test_unsupported_gradients_are_an_error(form, options, text):
-    (q, *rest), lengths = varlen([(3, 3), (4, 4)], rows_after=0, **form)
+def test_unsupported_gradients_are_an_error(shape, options, text):
+    (q, *rest), lengths = varlen([(3, 3), (4, 4)], rows_after=0, **shape)
     lengths = {name: tensor(x) for name, x in lengths.items()}
     out = xt.flash_attn_varlen(tensor(q).requires_grad_(), *map(tensor, rest), **lengths, **options)
     with pytest.raises(NotImplementedError, match=f"^flash_attn_varlen: .*{text}"):

@@ -1,4 +1,4 @@
-"""Many eager calls, from several threads and streams: memory does not grow, and results are right."""
+"""Many eager calls, from several threads and streams: memory does not grow, and results are correct."""
 
 import concurrent.futures
 import threading
@@ -56,14 +56,14 @@ def test_threads_with_separate_streams_give_the_bits_of_one_thread(device):
         stream = torch.cuda.Stream() if device == "cuda" else None
         started.wait()
         for _ in range(20):
-            for operands, right in zip(all_calls, expected, strict=True):
+            for operands, expected_result in zip(all_calls, expected, strict=True):
                 if stream is None:
                     actual = xt.paged_attention(*operands, scale=0.125)
                 else:
                     with torch.cuda.stream(stream):
                         actual = xt.paged_attention(*operands, scale=0.125)
                         stream.synchronize()
-                assert torch.equal(actual, right), operands[0].shape
+                assert torch.equal(actual, expected_result), operands[0].shape
 
     if device == "cuda":
         torch.cuda.synchronize()

@@ -30,12 +30,12 @@ def both(function, *operands, **options):
 @pytest.mark.parametrize("options", [[{"scale": 0.5}, {"scale": 2.0}], [{"sliding_window": 3}, {"sliding_window": 40}]])
 def test_each_set_of_attributes_is_a_separate_program(operands, options):
     """torch_xla's own custom call would run the first program twice."""
-    for one in ({"scale": 0.125, **more} for more in options):
+    for attributes in ({"scale": 0.125, **more} for more in options):
 
-        def call(*operands, one=one):
-            return xt.paged_attention(*operands, **one, return_lse=True)
+        def call(*operands, attributes=attributes):
+            return xt.paged_attention(*operands, **attributes, return_lse=True)
 
-        expected = Call("paged_attention", "", {**dict(zip(PAGED, operands, strict=True)), **one})
+        expected = Call("paged_attention", "", {**dict(zip(PAGED, operands, strict=True)), **attributes})
         for actual in both(call, *operands):
             expected.check(*actual)
 

@@ -179,5 +179,5 @@ def test_wrong_metadata_of_one_index_does_not_affect_another(platform):
                 expected = function(
                     query[i], keys[i] if keys is cache else keys, lens[i], tables[i], starts[i], more[i]
                 )
-                for part, of_one in zip(actual, expected, strict=True):
-                    np.testing.assert_allclose(part[i], of_one, atol=1e-5)
+                for part, expected_part in zip(actual, expected, strict=True):
+                    np.testing.assert_allclose(part[i], expected_part, atol=1e-5)

@@ -113,9 +113,9 @@ fn varlen_metadata_is_refused_by_operand_entry_and_sequence() {
     refuses_varlen_metadata(&gradients);
 }
 
-fn refuses_varlen_metadata(right: &Invocation) {
-    run(right).unwrap();
-    let with = |name, values: &[i32]| right.clone().with_operand(name, i32s(values));
+fn refuses_varlen_metadata(valid_call: &Invocation) {
+    run(valid_call).unwrap();
+    let with = |name, values: &[i32]| valid_call.clone().with_operand(name, i32s(values));
     assert_refused(
         &with("cu_seqlens_q", &[3, 2, 3, 6]),
         "cu_seqlens_q[1] is 2 (sequence 0), less than cu_seqlens_q[0], 3",
@@ -244,7 +244,7 @@ fn valid() -> [Vec<Invocation>; 2] {
 }
 
 fn assert_succeeds(call: &Invocation) {
-    run(call).unwrap_or_else(|refusal| panic!("{} {}: {refusal:?}", call.target, call.what));
+    run(call).unwrap_or_else(|refusal| panic!("{} {}: {refusal:?}", call.target, call.description));
 }
 
 #[test]
@@ -267,7 +267,7 @@ mod wrong_results {
         let begins = format!("{}: XLA_ATTENTION_CHECK: {}[", call.target, result.name);
         let ends = format!("; 1 of {} elements are off", result.dims.iter().product::<i64>());
         let has_text = refusal.text.starts_with(&begins) && refusal.text.ends_with(&ends);
-        assert!(refusal.code == INTERNAL && has_text, "{} {}: {refusal:?}", call.target, call.what);
+        assert!(refusal.code == INTERNAL && has_text, "{} {}: {refusal:?}", call.target, call.description);
         assert_succeeds(call);
     }
 

@@ -8,7 +8,7 @@ use xla_attention::{Action, Stream};
 
 const LAUNCH: Action = Action::LaunchCuda(Stream(0));
 
-/// More contexts than the library once had room for.
+/// More contexts than a table of modules of a fixed size would hold.
 const MANY: u32 = 200;
 
 /// Makes a context current.
@@ -26,7 +26,7 @@ fn loads() -> i32 {
 }
 
 #[test]
-#[ignore = "for a process of its own"]
+#[ignore = "runs in a separate process"]
 fn child_with_many_contexts() {
     let mut failed = vec![];
     let mut visit = |address, id| {
@@ -71,7 +71,7 @@ fn without_context_ids_a_context_is_identified_by_its_address() {
 }
 
 #[test]
-#[ignore = "for a process of its own"]
+#[ignore = "runs in a separate process"]
 fn child_with_two_contexts() {
     for (address, id) in [(0x1000, 1), (0x2000, 2), (0x1000, 1), (0x2000, 2)] {
         enter(address, id);
@@ -93,7 +93,7 @@ fn calls_work_after_a_device_reset() {
 }
 
 #[test]
-#[ignore = "for a process of its own"]
+#[ignore = "runs in a separate process"]
 fn child_that_resets_the_device() {
     let numbers = Array::f32s(&[3], &[1.0, 2.0, 3.0]);
     let call = addition(numbers.clone(), numbers);

@@ -10,7 +10,7 @@ fn outcomes(behaviour: &str) -> [String; 2] {
 }
 
 #[test]
-#[ignore = "for a process of its own"]
+#[ignore = "runs in a separate process"]
 fn child_that_prepares_and_launches() {
     for action in [Action::PrepareCuda, Action::LaunchCuda(Stream(0))] {
         let outcome = fake_libcuda::add(action);

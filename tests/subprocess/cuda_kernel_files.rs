@@ -38,7 +38,7 @@ fn outcomes(name: &str, file: &str, contents: &[u8]) -> (PathBuf, [String; 3]) {
 }
 
 #[test]
-#[ignore = "for a process of its own"]
+#[ignore = "runs in a separate process"]
 fn child_that_adds() {
     for dtype in [F32, I32, F32] {
         let numbers = if dtype == F32 { Array::f32s(&[3], &[1.0, 2.0, 3.0]) } else { Array::i32s(&[3], &[1, 2, 3]) };

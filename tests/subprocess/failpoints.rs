@@ -155,7 +155,7 @@ mod cuda {
     }
 
     #[test]
-    #[ignore = "for a process of its own"]
+    #[ignore = "runs in a separate process"]
     fn child_that_calls_the_cuda_handlers() {
         // An earlier target has already loaded the kernels of these targets.
         let shares_its_kernel = [

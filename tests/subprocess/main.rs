@@ -1,4 +1,4 @@
-//! Tests that need a process of their own because the library reads the environment and loads libcuda once. Each test
+//! Tests that need a separate process each, because the library reads the environment and loads libcuda once. Each test
 //! starts this binary again for one of its modules or tests.
 
 #![allow(

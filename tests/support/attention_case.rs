@@ -65,7 +65,7 @@ impl AttentionCase {
     }
 
     /// Stores `batch` as `memory_layout` says. Rows, slots and pages that no sequence uses hold NaN and infinities, as
-    /// do stored keys that no query of their sequence sees. Unused metadata holds hostile numbers.
+    /// do stored keys that no query of their sequence attends to. Unused metadata holds hostile numbers.
     pub fn store(target: Op, batch: &Batch, memory_layout: &MemoryLayout) -> Self {
         let mut random = Random::new(memory_layout.seed);
         let slots = batch.sequences.len() + memory_layout.spare_seqs;
@@ -167,7 +167,7 @@ impl AttentionCase {
         if let Some(bytes) = self.workspace {
             call = call.result("workspace", U8, &[bytes as i64]);
         }
-        call.what.clone_from(&self.name);
+        call.description.clone_from(&self.name);
         call
     }
 
@@ -323,15 +323,15 @@ fn buffers(kv_geometry: &KvGeometry, config: &AttentionConfig, random: &mut Rand
     kv_geometry.shapes().iter().map(|dims| poisoned(random, config.dtypes.kv, dims)).collect()
 }
 
-/// Writes the keys and values that a query sees. `position(j)` is (page, token) of key j.
+/// Writes the keys and values that a query attends to. `position(j)` is (page, token) of key j.
 fn put_sequence(
     kv: &mut [Array],
     kv_geometry: &KvGeometry,
     sequence: &SequenceData,
-    seen: &[bool],
+    visible_keys: &[bool],
     position: impl Fn(usize) -> (usize, usize),
 ) {
-    for j in (0..sequence.len_k).filter(|&j| seen[j]) {
+    for j in (0..sequence.len_k).filter(|&j| visible_keys[j]) {
         let (page, token) = position(j);
         for head in 0..kv_geometry.kv_heads {
             for (value, rows) in [&sequence.k, &sequence.v].into_iter().enumerate() {
@@ -353,7 +353,7 @@ fn store_rows(batch: &Batch, memory_layout: &MemoryLayout, random: &mut Random) 
     let mut starts = vec![before as i32];
     let mut at = before;
     for (sequence, slot) in batch.sequences.iter().zip(slots) {
-        put_sequence(&mut kv, &kv_geometry, sequence, &batch.seen(sequence), |j| (at + j, 0));
+        put_sequence(&mut kv, &kv_geometry, sequence, &batch.visible_keys(sequence), |j| (at + j, 0));
         at += slot;
         starts.push(at as i32);
     }
@@ -374,13 +374,13 @@ fn store_pages(batch: &Batch, memory_layout: &MemoryLayout, random: &mut Random)
     random.shuffle(&mut free);
     for (sequence, table) in batch.sequences.iter().zip(block_table.chunks_exact_mut(max_pages.max(1))) {
         let pages: Vec<usize> = free.drain(free.len() - pages_of(sequence)..).collect();
-        let seen = batch.seen(sequence);
-        put_sequence(&mut kv, &kv_geometry, sequence, &seen, |j| (pages[j / page_size], j % page_size));
+        let visible_keys = batch.visible_keys(sequence);
+        put_sequence(&mut kv, &kv_geometry, sequence, &visible_keys, |j| (pages[j / page_size], j % page_size));
         for (index, entry) in table.iter_mut().take(pages.len()).enumerate() {
-            let end = seen.len().min((index + 1) * page_size);
+            let end = visible_keys.len().min((index + 1) * page_size);
             // A server that reuses pages behind the sliding window leaves table entries that point at data of another
             // sequence.
-            let wanted = free.is_empty() || seen[index * page_size..end].contains(&true);
+            let wanted = free.is_empty() || visible_keys[index * page_size..end].contains(&true);
             *entry = if wanted { pages[index] } else { free[0] } as i32;
         }
     }

@@ -27,8 +27,12 @@ impl State {
         // out [n, h, d], lse [h, n]
         let out: Vec<f64> = (0..n * h * d)
             .map(|i| {
-                let seen = lse[i / d % h * n + i / d / h].is_finite();
-                if seen { random.normal() } else { random.one_of(&[f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e4]) }
+                let has_keys = lse[i / d % h * n + i / d / h].is_finite();
+                if has_keys {
+                    random.normal()
+                } else {
+                    random.one_of(&[f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e4])
+                }
             })
             .collect();
         Self::new(dtype, (n, h, d), &out, &lse)
@@ -69,15 +73,15 @@ impl State {
         for (row, head) in (0..n).flat_map(|row| (0..h).map(move |head| (row, head))) {
             let [lse_a, lse_b, actual] = [0, 1, 2].map(|i| lse[i][head * n + row]);
             let elements = (row * h + head) * d..(row * h + head + 1) * d;
-            let [of_a, of_b, merged] = [0, 1, 2].map(|i| &out[i][elements.clone()]);
+            let [out_a, out_b, merged] = [0, 1, 2].map(|i| &out[i][elements.clone()]);
             let at = format!("row {row}, head {head} of {:?}, lse {lse_a} and {lse_b}", self.out.dims);
             if lse_a.is_finite() && lse_b.is_finite() {
-                assert_weighted(self.out.dtype, (lse_a, of_a), (lse_b, of_b), (actual, merged), &at);
+                assert_weighted(self.out.dtype, (lse_a, out_a), (lse_b, out_b), (actual, merged), &at);
             } else if lse_a.is_finite() || lse_b.is_finite() {
-                let (other, lse) = if lse_a.is_finite() { (a, lse_a) } else { (b, lse_b) };
+                let (nonempty, lse) = if lse_a.is_finite() { (a, lse_a) } else { (b, lse_b) };
                 let size = self.out.dtype.size();
                 let bytes = elements.start * size..elements.end * size;
-                assert!(self.out.bytes[bytes.clone()] == other.out.bytes[bytes], "{at}: not the part that is there");
+                assert!(self.out.bytes[bytes.clone()] == nonempty.out.bytes[bytes], "{at}: not the nonempty state");
                 assert!(actual == lse, "{at}: lse is {actual}");
             } else {
                 assert!(merged.iter().all(|x| *x == 0.0), "{at}: out is not 0 but {merged:?}");
@@ -105,8 +109,8 @@ fn assert_weighted(dtype: Dtype, a: (f64, &[f64]), b: (f64, &[f64]), actual: (f6
         let exact = part_a + part_b;
         // The difference of the log-sum-exps is rounded to f32 twice before the exponential: once as such, once times
         // log2(e).
-        let of_parts = 1e-6 + (a_lse - b_lse).abs() * 2f64.powi(-23);
-        let allowed = relative * exact.abs() + of_parts * (part_a.abs() + part_b.abs()) + smallest;
+        let weight_error = 1e-6 + (a_lse - b_lse).abs() * 2f64.powi(-23);
+        let allowed = relative * exact.abs() + weight_error * (part_a.abs() + part_b.abs()) + smallest;
         assert!((actual - exact).abs() <= allowed, "{at}: {actual:e} instead of {exact:e}");
     }
 }

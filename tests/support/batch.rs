@@ -130,13 +130,13 @@ impl Batch {
         batch
     }
 
-    /// Whether a query of `sequence` sees key j, for each j.
-    pub fn seen(&self, sequence: &SequenceData) -> Vec<bool> {
-        let mut seen = vec![false; sequence.len_k];
+    /// Whether a query of `sequence` attends to key j, for each j.
+    pub fn visible_keys(&self, sequence: &SequenceData) -> Vec<bool> {
+        let mut visible_keys = vec![false; sequence.len_k];
         for i in 0..sequence.len_q {
-            seen[self.config.mask.visible(i, sequence.len_q, sequence.len_k, sequence.leftpad)].fill(true);
+            visible_keys[self.config.mask.visible(i, sequence.len_q, sequence.len_k, sequence.leftpad)].fill(true);
         }
-        seen
+        visible_keys
     }
 }
 

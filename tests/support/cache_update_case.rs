@@ -98,7 +98,7 @@ impl CacheUpdateCase {
         let op = if split { Op::KvCacheUpdateSplit } else { Op::KvCacheUpdate };
         let operand = |name: &str| self.operand(name);
         let mut call = Invocation::of(op, operand, |_| Attr::I64(self.layout.kv_layout()));
-        call.what = format!("{self:?}, in place: {in_place}");
+        call.description = format!("{self:?}, in place: {in_place}");
         let caches = if split { &["k_cache", "v_cache"][..] } else { &["kv_cache"] };
         caches.iter().enumerate().fold(call, |call, (index, name)| call.updated(name, index, in_place))
     }

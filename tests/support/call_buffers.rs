@@ -7,7 +7,7 @@ pub trait BufferMemory {
     fn data(&self) -> *mut u8;
 
     /// Reads the contents. Asserts that nothing around the buffer has changed.
-    fn read(&self, what: &str) -> Vec<u8>;
+    fn read(&self, name: &str) -> Vec<u8>;
 
     /// Strides in elements; `None` for a dense buffer.
     fn strides(&self) -> Option<&[i64]> {
@@ -92,7 +92,7 @@ impl<'a, M: BufferMemory> CallBuffers<'a, M> {
             assert!(
                 untouched,
                 "{} {}: {} was written by a refused call",
-                self.call.target, self.call.what, result.name
+                self.call.target, self.call.description, result.name
             );
         }
     }
@@ -100,7 +100,7 @@ impl<'a, M: BufferMemory> CallBuffers<'a, M> {
     fn assert_operands_unchanged(&self, which: impl Fn(usize) -> bool) {
         for (index, ((name, given), memory)) in self.call.operands.iter().zip(&self.operands).enumerate() {
             let same = memory.read(name) == given.bytes;
-            assert!(same || !which(index), "{} {}: {name} has changed", self.call.target, self.call.what);
+            assert!(same || !which(index), "{} {}: {name} has changed", self.call.target, self.call.description);
         }
     }
 }

@@ -133,9 +133,9 @@ pub fn flash_attn_varlen(sizes: CostSizes, starts_q: &[i32], starts_k: &[i32]) -
 
 /// `flash_attn_varlen` without any key, so that planning takes most of the time.
 pub fn flash_attn_varlen_without_keys(sizes: CostSizes, starts_q: &[i32], _: &[i32]) -> Invocation {
-    let one = ones(sizes.kv_dtype, &dims_of(&[1, sizes.heads.1, sizes.head_dim]));
+    let one_row = ones(sizes.kv_dtype, &dims_of(&[1, sizes.heads.1, sizes.head_dim]));
     let call = flash_attn_varlen(sizes, starts_q, &vec![0; starts_q.len()]);
-    call.with_operand("k", one.clone()).with_operand("v", one)
+    call.with_operand("k", one_row.clone()).with_operand("v", one_row)
 }
 
 /// `flash_attn_varlen` with a `seqused_q` that uses every row.
@@ -174,7 +174,7 @@ pub fn kv_cache_update(sizes: CostSizes, slots: &[i32]) -> Invocation {
 /// Names and lists of `B + 1` starts.
 type Starts = Vec<(&'static str, Vec<i32>)>;
 
-fn right_starts(rows: usize, slots: usize) -> Starts {
+fn valid_starts(rows: usize, slots: usize) -> Starts {
     let of = |start: &dyn Fn(usize) -> usize| (0..=slots).map(|b| start(b) as i32).collect();
     vec![("one sequence", of(&|b| if b == 0 { 0 } else { rows })), ("even sequences", of(&|b| b * rows / slots))]
 }
@@ -196,10 +196,10 @@ fn hostile_starts(rows: usize, slots: usize) -> Starts {
     ]
 }
 
-/// Asserts that no call with hostile starts takes more than `most` times as long as the slowest with valid starts.
-pub fn hostile_starts_cost_no_more(what: &str, operator: BuildCall, sizes: CostSizes, most: f64) {
+/// Asserts that no call with hostile starts takes more than `max_ratio` times as long as the slowest with valid starts.
+pub fn hostile_starts_cost_no_more(description: &str, operator: BuildCall, sizes: CostSizes, max_ratio: f64) {
     let CostSizes { rows, slots, .. } = sizes;
-    let (right, hostile) = (right_starts(rows, slots), hostile_starts(rows, slots));
+    let (valid, hostile) = (valid_starts(rows, slots), hostile_starts(rows, slots));
     let call = |(name_q, starts_q): &(&str, Vec<i32>), (name_k, starts_k): &(&str, Vec<i32>)| {
         (format!("queries {name_q}; keys {name_k}"), operator(sizes, starts_q, starts_k))
     };
@@ -207,25 +207,25 @@ pub fn hostile_starts_cost_no_more(what: &str, operator: BuildCall, sizes: CostS
         some.iter().flat_map(|q| others.iter().map(move |k| (q.clone(), k.clone()))).collect()
     };
     let same = hostile.iter().map(|starts| (starts.clone(), starts.clone())).collect();
-    let hostile = [pairs(&hostile, &right), pairs(&right, &hostile), same].concat();
+    let hostile = [pairs(&hostile, &valid), pairs(&valid, &hostile), same].concat();
     let calls = |pairs: Vec<(_, _)>| pairs.into_iter().map(move |(q, k)| call(&q, &k));
-    cost_no_more(&format!("{what}, {sizes:?}"), calls(pairs(&right, &right)), calls(hostile), most);
+    cost_no_more(&format!("{description}, {sizes:?}"), calls(pairs(&valid, &valid)), calls(hostile), max_ratio);
 }
 
 /// Asserts the same of cache updates whose rows share a slot or have none, compared with a slot per row.
-pub fn hostile_slots_cost_no_more(sizes: CostSizes, most: f64) {
+pub fn hostile_slots_cost_no_more(sizes: CostSizes, max_ratio: f64) {
     let all = sizes.rows as i32;
     let of = |name: &str, slot: &dyn Fn(i32) -> i32| {
         (name.to_owned(), kv_cache_update(sizes, &(0..all).map(slot).collect::<Vec<_>>()))
     };
-    let right = [of("ascending", &|row| row), of("far apart", &|row| row * 17 % all)];
+    let valid = [of("ascending", &|row| row), of("far apart", &|row| row * 17 % all)];
     let hostile = [
         of("all equal", &|_| 3),
         of("two", &|row| row % 2),
         of("of one page", &|row| row % PAGE_SIZE as i32),
         of("from one end of i32 to the other", &|row| if row % 2 == 0 { i32::MIN } else { i32::MAX }),
     ];
-    cost_no_more(&format!("kv_cache_update, {sizes:?}"), right, hostile, most);
+    cost_no_more(&format!("kv_cache_update, {sizes:?}"), valid, hostile, max_ratio);
 }
 
 /// A gather whose results have room for as many rows as the cache has tokens; every block table row names all pages.
@@ -239,13 +239,13 @@ fn gather_kv_cache(sizes: CostSizes, lens: &[i32], page: impl Fn(usize) -> i32) 
 }
 
 /// Asserts the same of gathers with hostile lengths and pages, compared with valid ones that fill the results.
-pub fn hostile_gathers_cost_no_more(sizes: CostSizes, most: f64) {
+pub fn hostile_gathers_cost_no_more(sizes: CostSizes, max_ratio: f64) {
     let CostSizes { rows, slots, .. } = sizes;
     let lens = |len: &dyn Fn(usize) -> i32| (0..slots).map(len).collect::<Vec<_>>();
     let even = lens(&|_| (rows / slots) as i32);
     let ascending = |page: usize| page as i32;
     let of = |name: &str, lens: &[i32]| (name.to_owned(), gather_kv_cache(sizes, lens, ascending));
-    let right = [of("one sequence", &lens(&|b| if b == 0 { rows as i32 } else { 0 })), of("even sequences", &even)];
+    let valid = [of("one sequence", &lens(&|b| if b == 0 { rows as i32 } else { 0 })), of("even sequences", &even)];
     let hostile = [
         of("all of any length", &vec![i32::MAX; slots]),
         of("from one end of i32 to the other", &lens(&|b| if b % 2 == 0 { i32::MIN } else { i32::MAX })),
@@ -255,30 +255,30 @@ pub fn hostile_gathers_cost_no_more(sizes: CostSizes, most: f64) {
             gather_kv_cache(sizes, &even, |p| if p % 2 == 0 { i32::MIN } else { i32::MAX }),
         ),
     ];
-    cost_no_more(&format!("gather_kv_cache, {sizes:?}"), right, hostile, most);
+    cost_no_more(&format!("gather_kv_cache, {sizes:?}"), valid, hostile, max_ratio);
 }
 
 type Named = (String, Invocation);
 
 /// Prints a table of all times and compares them.
 fn cost_no_more(
-    what: &str,
-    right: impl IntoIterator<Item = Named>,
+    description: &str,
+    valid: impl IntoIterator<Item = Named>,
     hostile: impl IntoIterator<Item = Named>,
-    most: f64,
+    max_ratio: f64,
 ) {
     let time = |(name, call): Named| (name, seconds(&call));
-    let right: Vec<_> = right.into_iter().map(time).collect();
+    let valid: Vec<_> = valid.into_iter().map(time).collect();
     let hostile: Vec<_> = hostile.into_iter().map(time).collect();
-    let slowest = right.iter().map(|(_, seconds)| *seconds).fold(0.0, f64::max);
-    println!("{what}: milliseconds, times the slowest right call");
-    for (name, seconds) in right.iter().chain(&hostile) {
+    let slowest = valid.iter().map(|(_, seconds)| *seconds).fold(0.0, f64::max);
+    println!("{description}: milliseconds, times the slowest valid call");
+    for (name, seconds) in valid.iter().chain(&hostile) {
         println!("{:10.3} {:6.2}  {name}", 1e3 * seconds, seconds / slowest);
     }
     for (name, seconds) in hostile {
         assert!(
-            seconds <= most * slowest,
-            "{what}, {name}: {:.1} ms, the slowest right call takes {:.1}",
+            seconds <= max_ratio * slowest,
+            "{description}, {name}: {:.1} ms, the slowest valid call takes {:.1}",
             1e3 * seconds,
             1e3 * slowest
         );

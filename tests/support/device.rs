@@ -180,14 +180,14 @@ impl BufferMemory for DeviceBuffer {
     }
 
     /// Asserts that the redzones have not changed.
-    fn read(&self, what: &str) -> Vec<u8> {
+    fn read(&self, name: &str) -> Vec<u8> {
         let mut bytes = vec![0; self.len + 2 * self.padding];
         if !bytes.is_empty() {
             cuda!(cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), self.allocation, bytes.len()));
         }
         let after = bytes.split_off(self.padding + self.len);
         let inside = bytes.split_off(self.padding);
-        assert!(bytes.iter().chain(&after).all(|&b| b == POISON), "{what}: written outside");
+        assert!(bytes.iter().chain(&after).all(|&b| b == POISON), "{name}: written outside");
         inside
     }
 }
@@ -331,20 +331,23 @@ impl Invocation {
     /// have the same bits each time. A call `beside` is launched on another stream just before each launch.
     pub fn assert_same_bits(&self, gpu: &Gpu, launches: usize, compared: usize, beside: Option<(&Gpu, &Self)>) {
         let buffers = self.on_gpu(gpu, BufferPadding::None);
-        let other = beside.map(|(gpu, call)| (gpu, call, call.on_gpu(gpu, BufferPadding::None)));
+        let beside = beside.map(|(gpu, call)| (gpu, call, call.on_gpu(gpu, BufferPadding::None)));
         let mut first: Option<Vec<Vec<u8>>> = None;
         for launch in 0..launches {
             (0..self.results.len()).for_each(|index| buffers.result(index).poison(gpu));
-            if let Some((gpu, call, buffers)) = &other {
+            if let Some((gpu, call, buffers)) = &beside {
                 call.launch_on(gpu, buffers);
             }
             self.launch_on(gpu, &buffers);
             gpu.finish();
             let now: Vec<Vec<u8>> = (0..compared).map(|index| buffers.result(index).read("a result")).collect();
-            let what = format!("{} {}: launch {launch}", self.target, self.what);
-            assert!(first.get_or_insert_with(|| now.clone()) == &now, "{what} has other bits than the first one");
+            let description = format!("{} {}: launch {launch}", self.target, self.description);
+            assert!(
+                first.get_or_insert_with(|| now.clone()) == &now,
+                "{description} has other bits than the first one"
+            );
         }
-        if let Some((gpu, ..)) = &other {
+        if let Some((gpu, ..)) = &beside {
             gpu.finish();
         }
     }

@@ -190,19 +190,19 @@ pub fn are_finite(numbers: &[f64]) -> bool {
     numbers.iter().all(|x| x.abs() <= LARGEST)
 }
 
-/// Whether all queries of a sequence, all keys and values that one of them sees, and its slopes, sinks and scales are
+/// Whether all queries of a sequence, all keys and values that one of them attends to, and its slopes, sinks and scales are
 /// finite. A sink of -inf is valid and has no effect.
 fn computes_with_finite_numbers(case: &AttentionCase, sequence: &ClampedSequence) -> bool {
     let finite = are_finite;
     let &ClampedSequence { len_q, len_k, leftpad, .. } = sequence;
-    let mut seen = vec![false; len_k];
+    let mut is_visible = vec![false; len_k];
     for i in 0..len_q {
-        seen[case.config.mask.visible(i, len_q, len_k, leftpad)].fill(true);
+        is_visible[case.config.mask.visible(i, len_q, len_k, leftpad)].fill(true);
     }
     let heads = 0..case.config.q_heads;
     let mut queries = (0..len_q).flat_map(|i| heads.clone().map(move |h| (i, h)));
     let stored = |j, h| finite(sequence.stored(case, 0, j, h)) && finite(sequence.stored(case, 1, j, h));
-    let mut keys = (0..len_k).filter(|&j| seen[j]);
+    let mut keys = (0..len_k).filter(|&j| is_visible[j]);
     queries.all(|(i, h)| finite(sequence.query(case, i, h)))
         && keys.all(|j| (0..case.config.kv_heads).all(|h| stored(j, h)))
         && (len_q == 0 || heads.clone().all(|h| sequence.score(case, h).is_finite()))
@@ -324,11 +324,11 @@ pub fn assert_within(
             let Some(allowed) = &expected_rows[row][head] else { continue };
             let actual = &out[(row * heads + head) * d..][..d];
             let found_lse = lse.as_ref().map(|l| l[head * rows + row]);
-            let (off, most) = (error(actual, &allowed.exact), error_bound.limit());
+            let (off, bound) = (error(actual, &allowed.exact), error_bound.limit());
             largest = largest.max(off);
             assert!(
-                off <= most && lse_fits(case, allowed, found_lse),
-                "{}: row {row}, head {head}: out is off by {off:e} (allowed {most:e}), lse is {found_lse:?}, expected {}\n\
+                off <= bound && lse_fits(case, allowed, found_lse),
+                "{}: row {row}, head {head}: out is off by {off:e} (allowed {bound:e}), lse is {found_lse:?}, expected {}\n\
                  found    {:?}\nexpected {:?}",
                 case.name,
                 allowed.exact.lse,
@@ -340,7 +340,7 @@ pub fn assert_within(
     largest
 }
 
-/// The largest error of an output row. A row that sees no key must be exactly 0.
+/// The largest error of an output row. A row that attends to no key must be exactly 0.
 fn error(actual: &[f64], exact: &AttentionRow) -> f64 {
     let zero = || actual.iter().all(|&o| o == 0.0);
     if exact.sees_a_key || zero() { distance(actual, &exact.out) } else { f64::INFINITY }
@@ -359,5 +359,5 @@ pub fn distance(a: &[f64], b: &[f64]) -> f64 {
     a.iter()
         .zip(b)
         .map(|(a, b)| (a - b).abs())
-        .fold(0.0, |most, d| if d.is_nan() { f64::INFINITY } else { most.max(d) })
+        .fold(0.0, |largest, d| if d.is_nan() { f64::INFINITY } else { largest.max(d) })
 }

@@ -67,7 +67,7 @@ impl GatherCase {
         let call = Invocation::of(Op::GatherKvCache, operand, |_| Attr::I64(self.layout.kv_layout()));
         let [keys, values] = self.result_dims();
         let call = call.result("keys", self.out, &keys).result("values", self.out, &values);
-        Invocation { what: format!("{self:?}"), ..call.result("cu_seqlens", I32, &[seqs + 1]) }
+        Invocation { description: format!("{self:?}"), ..call.result("cu_seqlens", I32, &[seqs + 1]) }
     }
 
     /// (page, token in the page) of each row that is gathered, and `cu_seqlens`.

@@ -89,9 +89,9 @@ impl GradientCase {
         let AttentionConfig { q_heads: heads, value_dim, dtypes, .. } = forward.config;
         let rows = forward.rows();
         let mut random = Random::new(rows as u64);
-        let mut numbers = |dtype, dims: &[i64], least: f64| {
+        let mut numbers = |dtype, dims: &[i64], offset: f64| {
             let mut array = Array::filled(dtype, dims, 0);
-            let values: Vec<f64> = (0..dims.iter().product()).map(|_| least + random.normal()).collect();
+            let values: Vec<f64> = (0..dims.iter().product()).map(|_| offset + random.normal()).collect();
             put(&mut array, 0, &values);
             array
         };
@@ -129,7 +129,7 @@ impl GradientCase {
         if let Some(bytes) = case.workspace {
             call = call.result("workspace", U8, &[bytes as i64]);
         }
-        call.what = format!("{:?} of {}", self.options, case.name);
+        call.description = format!("{:?} of {}", self.options, case.name);
         call
     }
 
@@ -232,8 +232,8 @@ pub fn expected_gradients(case: &GradientCase, invalid_metadata: InvalidMetadata
     let sequences: Vec<ClampedSequence> = clamped_sequences(forward).into_iter().filter(|m| m.len_q > 0).collect();
     for sequence in &sequences {
         let known = sequence.is_specified(invalid_metadata) && case.has_finite_cotangents(&numbers, sequence);
-        let seen = |i: usize| mask.visible(i, sequence.len_q, sequence.len_k, sequence.leftpad);
-        record_contributions(&mut expected, sequence, known, seen);
+        let visible_keys = |i: usize| mask.visible(i, sequence.len_q, sequence.len_k, sequence.leftpad);
+        record_contributions(&mut expected, sequence, known, visible_keys);
         if forward.config.sinks.is_some() {
             expected[3].rows[0].add();
         }
@@ -271,11 +271,11 @@ fn record_contributions(
     expected: &mut ExpectedGradients,
     sequence: &ClampedSequence,
     known: bool,
-    seen: impl Fn(usize) -> std::ops::Range<usize>,
+    visible_keys: impl Fn(usize) -> std::ops::Range<usize>,
 ) {
     let [dq, dk, dv, dsinks] = expected;
     for i in 0..sequence.len_q {
-        let visible = seen(i);
+        let visible = visible_keys(i);
         if !visible.is_empty() {
             dq.rows[sequence.first_row + i].add();
         }

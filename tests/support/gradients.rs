@@ -74,12 +74,12 @@ pub fn differentiate(head: &Head, of: &ForwardResults, score: &Score) -> HeadGra
         if largest == f64::NEG_INFINITY {
             continue;
         }
-        let of_sink = (sink - largest).exp();
-        let sum = scores.iter().map(|s| (s.0 - largest).exp()).sum::<f64>() + of_sink;
+        let sink_weight = (sink - largest).exp();
+        let sum = scores.iter().map(|s| (s.0 - largest).exp()).sum::<f64>() + sink_weight;
         let p: Vec<f64> = scores.iter().map(|s| (s.0 - largest).exp() / sum).collect();
         let dp: Vec<f64> = visible.clone().map(|j| dot((of.dout)(i), (head.value)(j))).collect();
         let delta = dot(&p, &dp) - (of.dlse)(i);
-        gradients.dsink -= of_sink / sum * delta;
+        gradients.dsink -= sink_weight / sum * delta;
         for (index, j) in visible.enumerate() {
             let ds = scale * p[index] * (dp[index] - delta) * scores[index].1;
             add(&mut gradients.dq[i * d..][..d], ds, (head.key)(j));
@@ -139,8 +139,8 @@ fn differentiate_rounding(
         if largest == f32::NEG_INFINITY {
             continue;
         }
-        let of_sink = (sink - largest).exp();
-        let sum = scores.iter().map(|s| (s.0 - largest).exp()).sum::<f32>() + of_sink;
+        let sink_weight = (sink - largest).exp();
+        let sum = scores.iter().map(|s| (s.0 - largest).exp()).sum::<f32>() + sink_weight;
         // The probabilities are computed from the lse in f32, because a forward pass stores nothing else.
         let lse = largest + sum.ln();
         let delta = dot_in_f32((of.out)(i), (of.dout)(i)) - (of.dlse)(i) as f32;

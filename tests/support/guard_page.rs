@@ -164,8 +164,8 @@ static REGIONS: Mutex<Vec<Region>> = Mutex::new(Vec::new());
 static RUNNING: Mutex<String> = Mutex::new(String::new());
 
 /// Sets what the report of a page fault names as the running call.
-pub fn announce(what: &str) {
-    what.clone_into(&mut RUNNING.lock().unwrap());
+pub fn announce(description: &str) {
+    description.clone_into(&mut RUNNING.lock().unwrap());
 }
 
 const PAGE_FAULT_SIGNALS: [i32; 2] = [libc::SIGSEGV, libc::SIGBUS];

@@ -22,7 +22,7 @@ impl Invocation {
     /// Calls the frame's handler. Asserts that a successful call changes nothing but its results, and that a refused
     /// call changes nothing.
     pub fn run_in(&self, frame: Frame<'_>, side: Side) -> Result<Vec<Array>, Refusal> {
-        announce(&format!("{} {} {side:?}", self.target, self.what));
+        announce(&format!("{} {} {side:?}", self.target, self.description));
         let buffers = self.guarded(side);
         let outcome = buffers.frame(frame).run();
         match outcome {

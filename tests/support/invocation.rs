@@ -31,7 +31,7 @@ pub struct ResultSpec {
 pub struct Invocation {
     pub target: &'static str,
     /// Describes the call in messages.
-    pub what: String,
+    pub description: String,
     pub operands: Vec<(&'static str, Array)>,
     pub results: Vec<ResultSpec>,
     pub attributes: Vec<(&'static str, Attr)>,
@@ -48,7 +48,7 @@ pub fn operator_of(target: &str) -> Op {
 
 impl Invocation {
     pub fn new(target: &'static str) -> Self {
-        Self { target, what: String::new(), operands: vec![], results: vec![], attributes: vec![] }
+        Self { target, description: String::new(), operands: vec![], results: vec![], attributes: vec![] }
     }
 
     /// A call of `op` with all attributes and all operands up to the last one that `operand` gives. Operands before it

@@ -12,9 +12,9 @@ use std::ops::Range;
 pub struct Mask {
     /// Overrides `window_right` with 0.
     pub causal: bool,
-    /// Number of keys before its own position that a query sees; negative for all.
+    /// Number of keys before its own position that a query attends to; negative for all.
     pub window_left: i64,
-    /// Number of keys after its own position that a query sees; negative for all.
+    /// Number of keys after its own position that a query attends to; negative for all.
     pub window_right: i64,
     /// The first query is aligned with the first key. Otherwise the last query is aligned with the last key.
     pub top_left: bool,
@@ -54,7 +54,7 @@ impl Mask {
         i as i64 + if self.top_left { 0 } else { len_k as i64 - len_q as i64 }
     }
 
-    /// The keys that query row `i` sees.
+    /// The keys that query row `i` attends to.
     pub fn visible(self, i: usize, len_q: usize, len_k: usize, leftpad: usize) -> Range<usize> {
         let position = self.position(i, len_q, len_k);
         let right = if self.causal { 0 } else { self.window_right };
@@ -126,12 +126,12 @@ pub struct AttentionRow {
     /// `[Dv]`.
     pub out: Vec<f64>,
     pub lse: f64,
-    /// Whether the row sees a key. Otherwise `out` is exactly 0.
+    /// Whether the row attends to a key. Otherwise `out` is exactly 0.
     pub sees_a_key: bool,
 }
 
 impl AttentionRow {
-    /// The result for a row that sees no key. A row of no sequence has no sink either.
+    /// The result for a row that attends to no key. A row of no sequence has no sink either.
     pub fn of_nothing(value_dim: usize, sink: Option<f32>) -> Self {
         Self { out: vec![0.0; value_dim], lse: sink.map_or(f64::NEG_INFINITY, f64::from), sees_a_key: false }
     }

@@ -78,7 +78,7 @@ impl PagedUpdateCase {
     pub fn invocation(&self, in_place: bool) -> Invocation {
         let operand = |name: &str| self.operand(name);
         let mut call = Invocation::of(Op::PagedAttentionUpdate, operand, |name| self.attention.attribute(name));
-        call.what = format!("{}, slots {:?}, in place: {in_place}", self.attention.name, self.slots);
+        call.description = format!("{}, slots {:?}, in place: {in_place}", self.attention.name, self.slots);
         let mut results = self.attention.invocation().results.into_iter();
         call.results.extend(results.by_ref().take(1));
         call = call.updated("kv_cache", 1, in_place);

@@ -207,16 +207,19 @@ impl PairwiseOptions {
             || (own_width && of.layout.is_some_and(|layout| !layout.has_two_buffers()))
     }
 
-    /// The pairs that must occur, and the rows of the covering array.
-    pub fn covered(&self) -> (Vec<Pair>, Vec<Vec<usize>>) {
-        let excluded = |a: Choice, b: Choice| self.excludes(a, b);
-        (pairs(&self.sizes(), &excluded), cover(&self.sizes(), &excluded, self.seed))
+    /// The pairs that must occur.
+    pub fn required_pairs(&self) -> Vec<Pair> {
+        pairs(&self.sizes(), &|a, b| self.excludes(a, b))
+    }
+
+    /// The rows of the covering array.
+    pub fn rows(&self) -> Vec<Vec<usize>> {
+        cover(&self.sizes(), &|a, b| self.excludes(a, b), self.seed)
     }
 
     /// The calls of the set.
     pub fn calls(&self) -> Vec<(Op, BatchSpec, MemoryLayout, GradientOptions)> {
-        let (_, rows) = self.covered();
-        rows.iter().enumerate().map(|(seed, row)| self.call(row, seed as u64).unwrap()).collect()
+        self.rows().iter().enumerate().map(|(seed, row)| self.call(row, seed as u64).unwrap()).collect()
     }
 
     fn call(&self, row: &[usize], seed: u64) -> Option<(Op, BatchSpec, MemoryLayout, GradientOptions)> {

@@ -97,7 +97,7 @@ impl Random {
 }
 
 /// Number of attempts to shrink a failing case.
-const MOST_SHRUNK: usize = 200;
+const MAX_SHRINK_ATTEMPTS: usize = 200;
 
 /// Calls `property` for `count` cases (or `XLA_ATTENTION_TEST_CASES`), the same ones in each run. In a failing case,
 /// choices are replaced by 0, a half, or one less as long as it still fails; then the test fails.
@@ -111,7 +111,7 @@ pub fn for_all(count: u64, property: &dyn Fn(&mut Random)) {
     for seed in 0..cases {
         let Some(mut failed) = failure(seed << 32, None) else { continue };
         let (mut at, mut tried) = (0, 0);
-        while at < failed.0.len() && tried < MOST_SHRUNK {
+        while at < failed.0.len() && tried < MAX_SHRINK_ATTEMPTS {
             let choice = failed.0[at];
             let smaller = [0, choice / 2, choice.saturating_sub(1)].into_iter().filter(|n| *n < choice).find_map(|n| {
                 tried += 1;

@@ -97,7 +97,7 @@ impl RopeCase {
             _ => Attr::I64(self.update.layout.kv_layout()),
         };
         let mut call = Invocation::of(Op::RopeKvCacheUpdate, operand, attribute);
-        call.what = format!("{self:?}, in place: {in_place}");
+        call.description = format!("{self:?}, in place: {in_place}");
         call.updated("kv_cache", 0, in_place).result("query_out", query.dtype, &query.dims)
     }
 

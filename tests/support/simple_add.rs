@@ -6,7 +6,7 @@ use half::{bf16, f16};
 /// A call of `simple_add`.
 pub fn addition(a: Array, b: Array) -> Invocation {
     let (dtype, dims) = (a.dtype, a.dims.clone());
-    let call = Invocation { what: format!("{dtype:?} {dims:?}"), ..Invocation::new("xla_gpu_simple_add") };
+    let call = Invocation { description: format!("{dtype:?} {dims:?}"), ..Invocation::new("xla_gpu_simple_add") };
     call.operand("a", a).operand("b", b).result("out", dtype, &dims)
 }
 
@@ -36,13 +36,13 @@ pub fn sum(a: &Array, b: &Array) -> Array {
 }
 
 /// Asserts equal bits. All NaN count as equal, because the processor chooses the NaN that arithmetic returns.
-pub fn assert_same(what: &str, actual: &Array, expected: &Array) {
-    assert_eq!((actual.dtype, &actual.dims), (expected.dtype, &expected.dims), "{what}");
+pub fn assert_same(description: &str, actual: &Array, expected: &Array) {
+    assert_eq!((actual.dtype, &actual.dims), (expected.dtype, &expected.dims), "{description}");
     if actual.bytes == expected.bytes {
         return;
     }
     for (i, (actual, expected)) in actual.values().iter().zip(expected.values()).enumerate() {
         let same = actual.to_bits() == expected.to_bits() || (actual.is_nan() && expected.is_nan());
-        assert!(same, "{what}: element {i} is {actual:e}, expected {expected:e}");
+        assert!(same, "{description}: element {i} is {actual:e}, expected {expected:e}");
     }
 }

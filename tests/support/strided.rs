@@ -95,8 +95,8 @@ impl<M: BufferMemory> BufferMemory for Strided<M> {
     }
 
     /// The elements as a dense array. Asserts that the gaps have not changed.
-    fn read(&self, what: &str) -> Vec<u8> {
-        let bytes = self.memory.read(what);
+    fn read(&self, name: &str) -> Vec<u8> {
+        let bytes = self.memory.read(name);
         self.strided_layout.as_ref().map_or_else(|| bytes.clone(), |strided_layout| strided_layout.to_dense(&bytes))
     }
 

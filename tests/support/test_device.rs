@@ -20,6 +20,6 @@ impl Invocation {
 
     /// The results of a call that must succeed.
     pub fn results(&self, side: Side) -> Vec<Array> {
-        self.run(side, &InlinePool(4)).unwrap_or_else(|e| panic!("{} {}: {e:?}", self.target, self.what))
+        self.run(side, &InlinePool(4)).unwrap_or_else(|e| panic!("{} {}: {e:?}", self.target, self.description))
     }
 }

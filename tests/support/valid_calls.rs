@@ -16,8 +16,8 @@ pub fn all() -> Vec<Invocation> {
 /// The call with the required operands and all results.
 pub fn of(target: &str) -> Invocation {
     let named = |name: &str| cases().find(|case: &&ConformanceCase| (case.target, case.name) == (target, name));
-    let case = named("every optional result").or(named("the right call")).unwrap();
-    let mut call = Invocation { what: String::new(), ..case.invocation(false) };
+    let case = named("every optional result").or(named("the valid call")).unwrap();
+    let mut call = Invocation { description: String::new(), ..case.invocation(false) };
     for (_, operand) in &mut call.operands {
         *operand = Array::filled(operand.dtype, &operand.dims, 0);
     }

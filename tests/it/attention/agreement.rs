@@ -67,7 +67,7 @@ pub(crate) fn huge_scores_neither_overflow_nor_lose_the_softmax(op: Operator) {
 
 pub(crate) fn a_sink_may_outweigh_everything_or_nothing(op: Operator) {
     for dtypes in op.dtypes() {
-        // The last sequence has rows that see nothing but the sink.
+        // The last sequence has rows that attend to nothing but the sink.
         let spec = BatchSpec { dtypes, lengths: vec![(1, 700), (30, 64), (9, 2)], ..BatchSpec::default() };
         let sinks = Some(vec![f32::NEG_INFINITY, -1e30, 200.0, 1e30]);
         let batch = spec.batch().with_config(|config| config.sinks = sinks);

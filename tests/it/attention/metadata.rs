@@ -72,8 +72,8 @@ fn full_case(op: Operator, dtypes: Dtypes, layout: KvLayout) -> AttentionCase {
 }
 
 /// Asserts that the results are those of the clamped metadata.
-fn assert_clamped(op: Operator, mut case: AttentionCase, what: &str) {
-    case.name = format!("{what}: {}", case.name);
+fn assert_clamped(op: Operator, mut case: AttentionCase, description: &str) {
+    case.name = format!("{description}: {}", case.name);
     op.call_of(case).compare_with_reference(InvalidMetadata::Clamped);
 }
 
@@ -131,14 +131,14 @@ const OF_PAGES: [Change; 4] = [
 ];
 
 pub(crate) fn a_value_out_of_range_acts_as_the_nearest_one_in_range(op: Operator) {
-    let of_operator: &[Change] = if op.is_paged() { &OF_PAGED } else { &OF_VARLEN };
+    let operator_changes: &[Change] = if op.is_paged() { &OF_PAGED } else { &OF_VARLEN };
     for (dtypes, layout) in settings(op) {
-        let of_layout: &[Change] = if layout == KvLayout::Contiguous { &[] } else { &OF_PAGES };
-        for (what, change) in OF_ALL.iter().chain(of_operator).chain(of_layout) {
+        let layout_changes: &[Change] = if layout == KvLayout::Contiguous { &[] } else { &OF_PAGES };
+        for (description, change) in OF_ALL.iter().chain(operator_changes).chain(layout_changes) {
             let mut case = full_case(op, dtypes, layout);
             assert!(layout == KvLayout::Contiguous || case.kv_geometry.num_pages == 6);
             change(&mut case);
-            assert_clamped(op, case, what);
+            assert_clamped(op, case, description);
         }
     }
 }
@@ -155,11 +155,11 @@ fn assert_starts_clamped(
     range: fn(&ClampedSequence) -> (usize, usize),
 ) {
     for dtypes in op.dtypes() {
-        for (what, starts, expected) in starts {
+        for (description, starts, expected) in starts {
             let mut case = full_case(op, dtypes, layout);
             *of(&mut case) = starts.to_vec();
-            assert_eq!(clamped_sequences(&case).iter().map(range).collect::<Vec<_>>(), expected, "{what}");
-            assert_clamped(op, case, what);
+            assert_eq!(clamped_sequences(&case).iter().map(range).collect::<Vec<_>>(), expected, "{description}");
+            assert_clamped(op, case, description);
         }
     }
 }

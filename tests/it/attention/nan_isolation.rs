@@ -1,4 +1,4 @@
-//! A NaN that a query sees may spread within its sequence and no further (`docs/semantics.md#isolation-of-nan`).
+//! A NaN that a query attends to may spread within its sequence and no further (`docs/semantics.md#isolation-of-nan`).
 
 use super::{Call, Operator};
 use crate::support::{

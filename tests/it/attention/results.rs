@@ -74,12 +74,12 @@ pub(crate) fn gradients_of(case: &GradientCase, batch: &Batch) -> (Vec<Gradients
 }
 
 /// Asserts that two results differ by at most twice the error bound of one of them (`docs/semantics.md#error-bounds`).
-pub(crate) fn assert_close(a: &[f64], b: &[f64], each_off_by: f64, what: &str) {
+pub(crate) fn assert_close(a: &[f64], b: &[f64], each_off_by: f64, description: &str) {
     let size = a.iter().chain(b).copied().filter(|x| x.is_finite()).fold(1.0f64, |m, x| m.max(x.abs()));
     // Equal infinities have no difference.
     let pairs: (Vec<f64>, Vec<f64>) = a.iter().zip(b).filter(|(a, b)| a.to_bits() != b.to_bits()).unzip();
     let off = distance(&pairs.0, &pairs.1);
-    assert!(a.len() == b.len() && off <= 2.0 * each_off_by * size, "{what}: off by {off:e}");
+    assert!(a.len() == b.len() && off <= 2.0 * each_off_by * size, "{description}: off by {off:e}");
 }
 
 /// Error bounds in f32 of an output, an lse and a gradient.
@@ -89,11 +89,11 @@ pub(crate) const GRADIENT: f64 = 1.5e-4;
 
 /// Asserts that the results of two calls agree within their error bounds. Both calls are in f32, where only the order
 /// of sums may differ.
-pub(crate) fn assert_same_rows(a: &[Rows], b: &[Rows], what: &str) {
-    assert_eq!(a.len(), b.len(), "{what}");
+pub(crate) fn assert_same_rows(a: &[Rows], b: &[Rows], description: &str) {
+    assert_eq!(a.len(), b.len(), "{description}");
     for (a, b) in a.iter().zip(b) {
-        assert_close(&a.out, &b.out, OUT, &format!("{what}: out"));
-        assert_close(&a.lse.concat(), &b.lse.concat(), LSE, &format!("{what}: lse"));
+        assert_close(&a.out, &b.out, OUT, &format!("{description}: out"));
+        assert_close(&a.lse.concat(), &b.lse.concat(), LSE, &format!("{description}: lse"));
     }
 }
 
@@ -101,13 +101,13 @@ pub(crate) fn assert_same_rows(a: &[Rows], b: &[Rows], what: &str) {
 pub(crate) fn assert_same_gradients(
     (a, a_sinks): &(Vec<Gradients>, Vec<f64>),
     (b, b_sinks): &(Vec<Gradients>, Vec<f64>),
-    what: &str,
+    description: &str,
 ) {
-    assert_eq!(a.len(), b.len(), "{what}");
+    assert_eq!(a.len(), b.len(), "{description}");
     for (a, b) in a.iter().zip(b) {
         for (a, b, name) in [(&a.dq, &b.dq, "dq"), (&a.dk, &b.dk, "dk"), (&a.dv, &b.dv, "dv")] {
-            assert_close(a, b, GRADIENT, &format!("{what}: {name}"));
+            assert_close(a, b, GRADIENT, &format!("{description}: {name}"));
         }
     }
-    assert_close(a_sinks, b_sinks, GRADIENT, &format!("{what}: dsinks"));
+    assert_close(a_sinks, b_sinks, GRADIENT, &format!("{description}: dsinks"));
 }

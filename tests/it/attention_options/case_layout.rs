@@ -13,7 +13,7 @@ fn expected(batch: &Batch, sequence: &SequenceData, i: usize, head: usize) -> At
     let (heads, kv_heads, d, dv) = (config.q_heads, config.kv_heads, config.head_dim, config.value_dim);
     let kv_head = head * kv_heads / heads;
     let &SequenceData { len_q, len_k, leftpad, .. } = sequence;
-    let of_head = Head {
+    let operands = Head {
         len_q,
         len_k,
         leftpad,
@@ -35,7 +35,7 @@ fn expected(batch: &Batch, sequence: &SequenceData, i: usize, head: usize) -> At
         v_scale: of(&config.v_scale),
         mask: config.mask,
     };
-    attend(&of_head, i, &score)
+    attend(&operands, i, &score)
 }
 
 #[test]
@@ -122,19 +122,19 @@ fn lengths(case: &AttentionCase) -> Vec<(usize, usize, usize, bool)> {
 
 #[test]
 fn metadata_is_clamped_as_documented() {
-    let right = vec![(0, 2, 6, true), (2, 3, 4, true)];
+    let expected = vec![(0, 2, 6, true), (2, 3, 4, true)];
     let mut case = small(Op::PagedAttention, KvLayout::Interleaved, true);
-    assert_eq!(lengths(&case), right);
+    assert_eq!(lengths(&case), expected);
     for (num_seqs, sequences) in [(-3, 0), (i32::MIN, 0), (0, 0), (1, 1), (2, 2), (3, 2), (i32::MAX, 2)] {
         case.num_seqs = num_seqs;
-        assert_eq!(lengths(&case), right[..sequences]);
+        assert_eq!(lengths(&case), expected[..sequences]);
     }
     // Tables of three pages of two tokens hold six keys at most.
     case.seqused_k = Some(vec![7, -1]);
     assert_eq!(lengths(&case), [(0, 2, 6, false), (2, 3, 0, false)]);
 
     let mut case = small(Op::FlashAttnVarlen, KvLayout::Split, false);
-    assert_eq!(lengths(&case), right);
+    assert_eq!(lengths(&case), expected);
     case.cu_seqlens_k = vec![i32::MIN, i32::MAX, 0];
     assert_eq!(lengths(&case), [(0, 2, 6, false), (2, 3, 0, false)]);
     case.cu_seqlens_q = vec![-7, 2, 99];

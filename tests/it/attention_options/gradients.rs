@@ -27,12 +27,12 @@ fn head(x: &[f64], leftpad: usize) -> Head<'_> {
 /// `sum out * dout + sum lse * dlse` as a function of all numbers.
 fn weighed(x: &[f64], score: &Score, leftpad: usize, dout: &[f64], dlse: &[f64]) -> f64 {
     let score = Score { sink: score.sink.map(|_| x[PARTS[3]] as f32), ..*score };
-    let of_row = |i: usize| {
+    let row_sum = |i: usize| {
         let actual = attend(&head(x, leftpad), i, &score);
         let out: f64 = actual.out.iter().zip(&dout[i * DV..]).map(|(o, d)| o * d).sum();
         out + if actual.lse.is_finite() { actual.lse * dlse[i] } else { 0.0 }
     };
-    (0..LEN_Q).map(of_row).sum()
+    (0..LEN_Q).map(row_sum).sum()
 }
 
 /// The rows of `out` and of their cotangents.
@@ -49,7 +49,7 @@ fn gradients_are_the_slopes_of_the_forward_reference() {
         plain,
         Score { mask: Mask::CAUSAL.top_left(), ..plain },
         Score { mask: Mask::window(1, -1), ..plain },
-        // Row 0 sees no key.
+        // Row 0 attends to no key.
         Score { mask: Mask::window(-1, -1).top_left(), softcap: 0.8, ..plain },
         Score { slope: Some(0.3), ..plain },
         Score { sink: Some(0.25), mask: Mask::sliding(2).top_left(), ..plain },
@@ -87,11 +87,11 @@ fn the_naive_formula_is_the_same_but_for_rounding() {
     let out: Vec<f64> = (0..LEN_Q).flat_map(|i| attend(&head, i, &score).out).collect();
     let of = results(&out, &dout, &dlse);
     let exact = differentiate(&head, &of, &score);
-    for (dtype, most) in [(F32, 1e-5), (F16, 1e-2)] {
+    for (dtype, bound) in [(F32, 1e-5), (F16, 1e-2)] {
         let naive = differentiate_naively(&head, &of, &score, dtype);
         let pairs = [(&naive.dq, &exact.dq), (&naive.dk, &exact.dk), (&naive.dv, &exact.dv)];
         let off = pairs.iter().flat_map(|(a, b)| a.iter().zip(*b)).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
         let off = off.max((naive.dsink - exact.dsink).abs());
-        assert!(off < most && (dtype == F32 || off > 1e-5), "{dtype:?}: off by {off:e}");
+        assert!(off < bound && (dtype == F32 || off > 1e-5), "{dtype:?}: off by {off:e}");
     }
 }

@@ -4,8 +4,8 @@ use crate::support::{
     AttentionRow, BF16, F16, F32, Head, Mask, Numbers, Random, Score, attend, attend_naively, distance, lse_tolerance,
 };
 
-/// For each of `len_q` rows, which of `len_k` keys it sees.
-fn seen(mask: Mask, len_q: usize, len_k: usize, leftpad: usize) -> Vec<String> {
+/// For each of `len_q` rows, which of `len_k` keys it attends to.
+fn visibility(mask: Mask, len_q: usize, len_k: usize, leftpad: usize) -> Vec<String> {
     let row = |i| {
         let visible = mask.visible(i, len_q, len_k, leftpad);
         (0..len_k).map(|j| if visible.contains(&j) { 'x' } else { '.' }).collect()
@@ -33,11 +33,15 @@ fn masks_show_the_documented_keys() {
         (Mask::window(-1, 0), 2, 4, 0, &["xxx.", "xxxx"]),
     ];
     for (mask, len_q, len_k, leftpad, expected) in rows {
-        assert_eq!(seen(mask, len_q, len_k, leftpad), expected, "{mask:?}, {len_q} over {len_k}, leftpad {leftpad}");
+        assert_eq!(
+            visibility(mask, len_q, len_k, leftpad),
+            expected,
+            "{mask:?}, {len_q} over {len_k}, leftpad {leftpad}"
+        );
     }
     // Windows that are wider than any number of keys.
-    assert_eq!(seen(Mask::window(i64::MAX, i64::MAX), 2, 3, 0), seen(Mask::FULL, 2, 3, 0));
-    assert_eq!(seen(Mask::window(-1, i64::MAX).top_left(), 2, 3, 0), seen(Mask::FULL, 2, 3, 0));
+    assert_eq!(visibility(Mask::window(i64::MAX, i64::MAX), 2, 3, 0), visibility(Mask::FULL, 2, 3, 0));
+    assert_eq!(visibility(Mask::window(-1, i64::MAX).top_left(), 2, 3, 0), visibility(Mask::FULL, 2, 3, 0));
 }
 
 const PLAIN: Score = Score { scales: [1.0; 3], softcap: 0.0, slope: None, sink: None, v_scale: 1.0, mask: Mask::FULL };
@@ -140,11 +144,11 @@ fn the_naive_formula_is_off_by_the_rounding_of_its_type() {
     };
     for score in [PLAIN, options] {
         let exact = attend(&head, 0, &score);
-        for (dtype, least, most) in [(F32, 0.0, 3e-6), (F16, 3e-6, 1e-2), (BF16, 3e-4, 1e-1)] {
+        for (dtype, lower, upper) in [(F32, 0.0, 3e-6), (F16, 3e-6, 1e-2), (BF16, 3e-4, 1e-1)] {
             let naive = attend_naively(&head, 0, &score, dtype);
             let off = distance(&naive.out, &exact.out);
-            assert!((least..most).contains(&off), "{dtype:?} is off by {off:e}");
-            assert!((naive.lse - exact.lse).abs() < most, "{dtype:?}");
+            assert!((lower..upper).contains(&off), "{dtype:?} is off by {off:e}");
+            assert!((naive.lse - exact.lse).abs() < upper, "{dtype:?}");
         }
     }
 }

@@ -19,7 +19,7 @@ use xla_attention::ops::AttributeKind;
 
 /// Compares the outcome of an execute handler with the expected one; the text says how they differ.
 fn mismatch(set: HandlerSet, case: &ConformanceCase, outcome: Result<Vec<Array>, Refusal>) -> Option<String> {
-    let mismatch_text = |what: String| Some(format!("{}: {}: {what}", case.target, case.name));
+    let mismatch_text = |mismatch: String| Some(format!("{}: {}: {mismatch}", case.target, case.name));
     match (outcome, case.refusal.as_ref().map(|refusal| set.expected_refusal(Stage::Execute, refusal))) {
         (Ok(results), None) => {
             let wrong = case.results.iter().zip(&results).find(|((_, expected), actual)| !expected.is_met_by(actual));
@@ -80,7 +80,7 @@ fn working_calls_work_in_place() {
     assert!(ran.len() >= 5, "{ran:?}");
 }
 
-/// With `XLA_ATTENTION_TEST_DEVICE=cuda`: all cases that can be expressed without call frames, launched directly and
+/// Runs, with `XLA_ATTENTION_TEST_DEVICE=cuda`, all cases that can be expressed without call frames, launched directly and
 /// from a captured graph.
 #[test]
 fn the_gpu_does_what_the_tables_say() {
@@ -125,20 +125,20 @@ fn the_tables_have_a_refusal_for_every_part_of_every_interface() {
         let target = interface.names[0];
         let refused = || table.cases.iter().filter(|c| c.refusal.is_some() && c.memory.is_none());
         for (results, list) in [(false, &interface.operands), (true, &interface.results)] {
-            for (name, right) in list {
+            for (name, declared) in list {
                 let buffers = |case: &'static ConformanceCase| if results { &case.results } else { &case.operands };
                 let given = || refused().filter_map(|c| buffers(c).iter().find(|(n, _)| n == name)).map(|(_, x)| x);
-                let rank = right.dims.len();
-                let other_size = |x: &Typed| x.dims.len() == rank && x.dims != right.dims && x.dims != [0];
-                for (what, there) in [
-                    ("dtype", given().any(|x| x.dtype != right.dtype)),
+                let rank = declared.dims.len();
+                let other_size = |x: &Typed| x.dims.len() == rank && x.dims != declared.dims && x.dims != [0];
+                for (property, is_covered) in [
+                    ("dtype", given().any(|x| x.dtype != declared.dtype)),
                     // A workspace may have any size.
                     ("size", *name == "workspace" || given().any(other_size)),
                     ("rank", given().any(|x| x.dims.len() != rank)),
                 ] {
-                    if !there {
+                    if !is_covered {
                         let part = if results { "result" } else { "operand" };
-                        gaps.push(format!("{target}: {part} {name}: no wrong {what}"));
+                        gaps.push(format!("{target}: {part} {name}: no wrong {property}"));
                     }
                 }
             }

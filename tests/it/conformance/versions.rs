@@ -23,7 +23,7 @@ fn calls_work_and_are_refused_under_older_and_newer_tables() {
     for (version, entries) in TABLES {
         let api = HostApiTable::new(version, entries);
         for set in handler_sets().into_iter().filter(|set| set.version <= version) {
-            for case in cases().filter(|c| c.memory.is_none() && (c.name == "the right call" || c.name == "0 operands"))
+            for case in cases().filter(|c| c.memory.is_none() && (c.name == "the valid call" || c.name == "0 operands"))
             {
                 ran += 1;
                 let frame = set.frame(case.target, CPU).api(&api);
@@ -100,9 +100,9 @@ fn metadata_is_returned_to_hosts_with_longer_structures_and_refused_to_shorter_o
         for (metadata_size, extension_size) in [(36, extension), (44, extension), (48, extension + 8), (200, 100)] {
             assert_eq!(request(metadata_size, extension_size), Ok(metadata), "{} {metadata_size}", registered.label());
         }
-        let shorter = |what: &str, expected: usize, got: usize| {
+        let shorter = |struct_name: &str, expected: usize, got: usize| {
             let text = format!(
-                "Unexpected {what} size: expected at least {expected} got {got}. Check installed software versions."
+                "Unexpected {struct_name} size: expected at least {expected} got {got}. Check installed software versions."
             );
             Err(Refusal { code: INVALID_ARGUMENT, text })
         };

@@ -16,7 +16,7 @@ pub(crate) fn results(call: &Invocation) -> Vec<Array> {
     if let Some(results) = crate::support::device::on_chosen_gpu(|gpu| gpu::results(call, gpu)) {
         return results;
     }
-    on_cpu(call, On::cpu()).unwrap_or_else(|error| panic!("{} {}: {error}", call.target, call.what))
+    on_cpu(call, On::cpu()).unwrap_or_else(|error| panic!("{} {}: {error}", call.target, call.description))
 }
 
 /// The results of a call on the CPU, whose buffers touch guard pages.

@@ -66,10 +66,10 @@ fn strided_rows_give_the_result_of_dense_rows() {
 
 /// Counts its tasks and passes them to rayon.
 #[derive(Default)]
-struct Counting(AtomicUsize);
+struct CountingPool(AtomicUsize);
 
 // SAFETY: rayon's pool runs each task once.
-unsafe impl Pool for Counting {
+unsafe impl Pool for CountingPool {
     fn num_threads(&self) -> usize {
         3
     }
@@ -83,11 +83,11 @@ unsafe impl Pool for Counting {
 fn the_given_pool_runs_the_work() {
     let spec = BatchSpec { lengths: vec![(40, 300), (70, 200), (33, 33)], ..BatchSpec::default() };
     let case = AttentionCase::paged(&spec.batch(), &MemoryLayout::default());
-    let counting = Counting::default();
-    let actual = [On::pool(&counting), On::pool(&SingleThread), On::cpu()].map(|on| {
+    let pool = CountingPool::default();
+    let actual = [On::pool(&pool), On::pool(&SingleThread), On::cpu()].map(|on| {
         let results = on_cpu(&case.invocation(), on).unwrap();
         case.computed(&results).to_vec()
     });
-    assert!(counting.0.load(Relaxed) > 0);
+    assert!(pool.0.load(Relaxed) > 0);
     assert!(actual[0] == actual[1] && actual[0] == actual[2]);
 }

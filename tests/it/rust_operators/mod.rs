@@ -44,7 +44,7 @@ fn each_function_gives_the_results_of_its_handler() {
         let (actual, expected) = (driver::results(&call), call.results(Side::EndsAtGuard));
         for ((actual, expected), result) in actual.iter().zip(&expected).zip(&call.results) {
             let same = result.name == "workspace" || actual == expected;
-            assert!(same, "{} {}: {} differs", call.target, call.what, result.name);
+            assert!(same, "{} {}: {} differs", call.target, call.description, result.name);
         }
     }
     assert_eq!(called.len(), Op::ALL.len(), "{called:?}");

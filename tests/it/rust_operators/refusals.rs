@@ -110,13 +110,13 @@ fn a_window_without_a_key_is_refused() {
 #[test]
 fn a_cache_in_two_tensors_is_not_rotated_into() {
     let row = TensorRef::new(&[0.0f32; 8], &[1, 1, 8]);
-    let one = TensorRef::new(&[0], &[1]);
+    let zero = TensorRef::new(&[0], &[1]);
     let inputs = RopeKvCacheUpdateInputs {
         query: row,
         key: row,
         value: row,
-        slot_mapping: one,
-        positions: one,
+        slot_mapping: zero,
+        positions: zero,
         cos_sin: TensorRef::new(&[1.0f32, 0.0], &[1, 2]),
     };
     let (mut k, mut v, mut query) = ([0.0f32; 8], [0.0f32; 8], [0.0f32; 8]);

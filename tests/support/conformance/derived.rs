@@ -24,30 +24,30 @@ fn refused(name: String, text: String) -> Change {
 
 fn counts(
     file: &File,
-    what: &str,
+    kind: &str,
     in_header: &str,
     (required, optional): (usize, usize),
     set: impl Fn(&mut Change, usize),
 ) -> Vec<Change> {
-    let most = required + optional;
+    let max_count = required + optional;
     let with = |mut change: Change, count: usize| {
         set(&mut change, count);
         change
     };
     // The header counts one for all remaining buffers, and none for optional ones.
-    let least = required as i64 - 1 - optional as i64;
+    let min_count = required as i64 - 1 - optional as i64;
     let too_few = (0..required).map(|count| {
-        let text = format!("Wrong number of {in_header}: expected at least {least} but got {count}");
-        with(refused(format!("{count} {what}s"), text), count)
+        let text = format!("Wrong number of {in_header}: expected at least {min_count} but got {count}");
+        with(refused(format!("{count} {kind}s"), text), count)
     });
-    let without_elements = (required + 1..=most).map(|count| {
-        let name = format!("{count} {what}s, the optional ones without an element");
+    let without_elements = (required + 1..=max_count).map(|count| {
+        let name = format!("{count} {kind}s, the optional ones without an element");
         with(Change { name, ..Change::default() }, count)
     });
     let too_many = [1, 3].map(|surplus| {
-        let count = most + surplus;
-        let text = format!("{}: {count} {what}s given, at most {most} expected", file.names[0]);
-        with(refused(format!("{surplus} {what}s too many"), text), count)
+        let count = max_count + surplus;
+        let text = format!("{}: {count} {kind}s given, at most {max_count} expected", file.names[0]);
+        with(refused(format!("{surplus} {kind}s too many"), text), count)
     });
     too_few.chain(without_elements).chain(too_many).collect()
 }
@@ -81,12 +81,13 @@ fn attributes(file: &File) -> Vec<Change> {
         let others: Vec<&str> = names.iter().filter(|other| **other != name).copied().collect();
         all.push(of(format!("{name} is missing"), &[(name, "absent")], wrong_number(&others)));
         let value = file.attributes[name].as_str();
-        let (right, scalars) = match value.split(' ').next().unwrap() {
+        let (expected_type, scalars) = match value.split(' ').next().unwrap() {
             "i1" => ("PRED", [("i32 0", "S32"), ("i64 1", "S64")]),
             "i64" => ("S64", [("i32 1", "S32"), ("f32 1", "F32")]),
             _ => ("F32", [("i64 1", "S64"), ("f64 0.5", "F64")]),
         };
-        let scalars = scalars.map(|(value, got)| (value, format!("scalar data type: expected {right} but got {got}")));
+        let scalars =
+            scalars.map(|(value, got)| (value, format!("scalar data type: expected {expected_type} but got {got}")));
         let others = [("text 1", "string"), ("i64s 1 2", "array")]
             .map(|(value, got)| (value, format!("attribute type: expected scalar but got {got}")));
         for (value, wrong) in scalars.into_iter().chain(others) {
@@ -124,24 +125,27 @@ fn other_values(file: &File, name: &str, expected: &str, values: &str) -> Vec<Ch
 fn other_buffers(file: &File, subject: &str, expected: &str) -> Vec<Change> {
     let name = subject.strip_prefix("result ").unwrap_or(subject);
     let named = |list: &[String]| list.iter().find_map(|b| b.strip_prefix(&format!("{name} ")).map(ToOwned::to_owned));
-    let operand =
-        named(&file.operands).map(|right| (right, false)).or(named(&file.optional_operands).map(|right| (right, true)));
+    let operand = named(&file.operands)
+        .map(|declared| (declared, false))
+        .or(named(&file.optional_operands).map(|declared| (declared, true)));
     let result = || {
-        named(&file.results).map(|right| (right, false)).or(named(&file.optional_results).map(|right| (right, true)))
+        named(&file.results)
+            .map(|declared| (declared, false))
+            .or(named(&file.optional_results).map(|declared| (declared, true)))
     };
     let is_operand = operand.is_some() && name == subject;
-    let (right, optional) = if is_operand { operand } else { result() }.expect(subject);
-    let (dtype, dims) = right.split(']').next().unwrap().split_once('[').unwrap();
+    let (declared, optional) = if is_operand { operand } else { result() }.expect(subject);
+    let (dtype, dims) = declared.split(']').next().unwrap().split_once('[').unwrap();
     let dims: Vec<i64> = dims.split(',').filter(|n| !n.is_empty()).map(|n| n.parse().unwrap()).collect();
     let shapes = expected.find("the ").or(expected.find('[')).map_or("", |at| &expected[at..]);
     let dtypes = expected[..expected.len() - shapes.len()].trim_end();
     let shapes: Vec<&str> = shapes.split(" then ").collect();
-    let of = |dtype: &str, dims: &[i64], what: String| {
+    let of = |dtype: &str, dims: &[i64], problem: String| {
         let sizes = dims.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
         let (mut operands, mut results) = (BTreeMap::new(), BTreeMap::new());
         let list = if is_operand { &mut operands } else { &mut results };
         list.insert(name.to_owned(), format!("{dtype}[{sizes}]"));
-        let text = format!("{}: {subject} has {what}", file.names[0]);
+        let text = format!("{}: {subject} has {problem}", file.names[0]);
         Change { operands, results, ..refused(format!("{subject} {dtype}[{sizes}]"), text) }
     };
     let other_dtypes = if dtype.contains('f') { "bf16 f16 f64 f8e4m3fn f32" } else { "i64 u32 f32 i8" };
@@ -166,14 +170,14 @@ fn near(dims: &[i64]) -> Vec<Vec<i64>> {
     all.extend(dims.split_last().map(|(_, rest)| rest.to_vec()));
     for (index, n) in dims.iter().enumerate() {
         for size in [n - 1, n + 1, n + 2, 2 * n] {
-            let mut other = dims.to_vec();
-            other[index] = size;
-            all.push(other);
+            let mut changed = dims.to_vec();
+            changed[index] = size;
+            all.push(changed);
         }
     }
     all.sort();
     all.dedup();
-    all.retain(|other| other != dims);
+    all.retain(|near| near != dims);
     all
 }
 

@@ -212,7 +212,7 @@ fn read(text: &str) -> Table {
             })
             .collect()
     };
-    let mut all = vec![Change { name: "the right call".into(), ..Change::default() }];
+    let mut all = vec![Change { name: "the valid call".into(), ..Change::default() }];
     all.extend(filled(&file.works).map(|(name, changes)| file.change(&name, &changes)));
     let optional = [("operand", &file.optional_operands), ("result", &file.optional_results)];
     let given = optional.into_iter().filter(|(_, list)| !list.is_empty());
@@ -222,8 +222,8 @@ fn read(text: &str) -> Table {
     let names: BTreeSet<String> = all.iter().map(|change| change.name.clone()).collect();
     assert_eq!(names.len(), all.len(), "{}: two cases have one name", file.names[0]);
     all.extend(derived::derived(&file).into_iter().filter(|derived| !names.contains(&derived.name)));
-    let of_target = |name: &'static str| all.iter().map(move |c| (name, c));
-    let named_cases: Vec<_> = interface.names.iter().flat_map(|name| of_target(name)).collect();
+    let cases_of = |name: &'static str| all.iter().map(move |c| (name, c));
+    let named_cases: Vec<_> = interface.names.iter().flat_map(|name| cases_of(name)).collect();
     let cases = named_cases.into_iter().map(|(name, change)| case(&interface, &file.aliases, name, change)).collect();
     Table { interface, cases }
 }
@@ -241,27 +241,27 @@ impl File {
         };
         let mut all = Change { name: name.to_owned(), ..start };
         for change in changes.split("; ") {
-            let (subject, what) = change.split_once(' ').unwrap();
+            let (subject, value) = change.split_once(' ').unwrap();
             let is_operand =
                 self.operands.iter().chain(&self.optional_operands).any(|o| o.split(' ').next() == Some(subject));
-            match (subject, what) {
+            match (subject, value) {
                 ("memory", place) => {
                     let places = BTreeMap::from([("null", 0), ("nowhere", 64), ("odd", 0x1002)]);
                     all.memory = Some(places[place]);
                 }
                 (count, "operands") => all.operand_count = Some(count.parse().unwrap()),
                 (count, "results") => all.result_count = Some(count.parse().unwrap()),
-                ("result", what) => {
-                    let (name, buffer) = what.split_once(' ').unwrap();
+                ("result", value) => {
+                    let (name, buffer) = value.split_once(' ').unwrap();
                     all.results.insert(name.to_owned(), buffer.to_owned());
                 }
                 _ => {
-                    let list = match (what.contains('['), is_operand) {
+                    let list = match (value.contains('['), is_operand) {
                         (false, _) => &mut all.attributes,
                         (true, true) => &mut all.operands,
                         (true, false) => &mut all.results,
                     };
-                    list.insert(subject.to_owned(), what.to_owned());
+                    list.insert(subject.to_owned(), value.to_owned());
                 }
             }
         }
@@ -292,8 +292,8 @@ fn buffers(
     let mut list: Vec<_> = all
         .iter()
         .enumerate()
-        .map(|(index, (name, right))| {
-            let unchanged = || if index < required { right.clone() } else { right.left_out() };
+        .map(|(index, (name, declared))| {
+            let unchanged = || if index < required { declared.clone() } else { declared.left_out() };
             (*name, changed(name).unwrap_or_else(unchanged))
         })
         .collect();
@@ -362,7 +362,7 @@ fn case(
 impl ConformanceCase {
     /// The call. With `in_place`, results share the memory of the operands that they may alias.
     pub fn invocation(&self, in_place: bool) -> Invocation {
-        let call = Invocation { what: self.name.to_owned(), ..Invocation::new(self.target) };
+        let call = Invocation { description: self.name.to_owned(), ..Invocation::new(self.target) };
         let call = self.operands.iter().fold(call, |call, (name, typed)| call.operand(name, typed.array()));
         let call = self.attributes.iter().fold(call, |call, (name, value)| call.attribute(name, value.clone()));
         self.results.iter().enumerate().fold(call, |call, (index, (name, typed))| {

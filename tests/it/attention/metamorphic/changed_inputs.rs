@@ -66,11 +66,11 @@ pub(crate) fn out_lies_between_the_smallest_and_the_largest_value(op: Operator) 
     op.for_calls(24, |spec, memory_layout, _| {
         let batch = spec.batch().with_config(|config| config.v_scale = None);
         for (rows, sequence) in attend(op, &batch, &memory_layout).iter().zip(&batch.sequences) {
-            let least = sequence.v.iter().copied().fold(0.0, f64::min);
-            let most = sequence.v.iter().copied().fold(0.0, f64::max);
+            let lowest = sequence.v.iter().copied().fold(0.0, f64::min);
+            let highest = sequence.v.iter().copied().fold(0.0, f64::max);
             // Two fp8 roundings: of the softmax weights and of the output.
-            let slack = 2f64.powi(-7) * most.max(-least);
-            assert!(rows.out.iter().all(|&o| (least - slack..=most + slack).contains(&o)));
+            let slack = 2f64.powi(-7) * highest.max(-lowest);
+            assert!(rows.out.iter().all(|&o| (lowest - slack..=highest + slack).contains(&o)));
         }
     });
 }

@@ -13,9 +13,9 @@ pub(crate) fn every_layout_and_page_size_gives_the_same_result(op: Operator) {
         let expected = attend(op, &batch, &memory_layout);
         for layout in op.layouts() {
             for page_size in [1, 7, 16, 128] {
-                let other = MemoryLayout { layout, page_size, ..memory_layout.clone() };
-                let what = format!("{layout:?}, page_size {page_size}");
-                assert_same_rows(&attend(op, &batch, &other), &expected, &what);
+                let changed = MemoryLayout { layout, page_size, ..memory_layout.clone() };
+                let description = format!("{layout:?}, page_size {page_size}");
+                assert_same_rows(&attend(op, &batch, &changed), &expected, &description);
             }
         }
     });
@@ -117,9 +117,9 @@ pub(crate) fn left_padding_equals_removing_the_keys(op: Operator) {
 pub(crate) fn equivalent_masks_give_the_same_result(op: Operator) {
     for_f32_calls(op, 16, |spec, memory_layout, _| {
         let batch = spec.batch();
-        let of = |mask| batch.with_config(|config| config.mask = mask);
+        let with = |mask| batch.with_config(|config| config.mask = mask);
         let causal = Mask { causal: true, window_right: 0, ..spec.mask };
-        for (one, other) in [
+        for (mask, equivalent) in [
             (Mask::FULL, Mask::window(200, 200)),
             (Mask::FULL, Mask::window(i64::MAX, i64::MAX)),
             (Mask::CAUSAL, Mask { window_left: 200, ..Mask::CAUSAL }),
@@ -129,7 +129,7 @@ pub(crate) fn equivalent_masks_give_the_same_result(op: Operator) {
             (causal, Mask { window_right: 5, ..causal }),
             (causal, Mask { window_right: i64::MAX, ..causal }),
         ] {
-            assert_same(op, (&of(other), &of(one)), &memory_layout, &format!("{other:?}"), unchanged);
+            assert_same(op, (&with(equivalent), &with(mask)), &memory_layout, &format!("{equivalent:?}"), unchanged);
         }
         // Both alignments are the same for equal lengths.
         let lengths = spec.lengths.iter().map(|&(_, len_k)| (len_k.min(40), len_k.min(40))).collect();
@@ -143,7 +143,8 @@ pub(crate) fn neutral_option_values_change_nothing(op: Operator) {
     for_f32_calls(op, 24, |spec, memory_layout, _| {
         let scales = [ScaleKind::None; 3];
         let batch = BatchSpec { leftpad: false, alibi: Alibi::Off, sinks: false, scales, ..spec }.batch();
-        let same = |other: &Batch, what| assert_same(op, (other, &batch), &memory_layout, what, unchanged);
+        let same =
+            |changed: &Batch, description| assert_same(op, (changed, &batch), &memory_layout, description, unchanged);
         let flat = Batch { alibi: Alibi::PerSequence, ..batch.clone() };
         same(&each(&flat, |s| s.slopes.fill(0.0)), "slopes of 0");
         // Sinks of -inf have gradients of 0, as have missing sinks.

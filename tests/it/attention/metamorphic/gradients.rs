@@ -9,7 +9,7 @@ use crate::support::{Array, AttentionConfig, BatchSpec, GradientCase, GradientOp
 
 /// The softmax weights of a row sum to 1. Without a soft cap and a sink, adding a number to all scores of a row
 /// therefore changes only its lse, so `sum over j of ds_ij` is the row's `dlse`; and dv sums to the cotangents of the
-/// rows that see a key.
+/// rows that attend to a key.
 pub(crate) fn dk_and_dv_sum_to_the_cotangents_of_the_rows(op: Operator) {
     for_f32_calls(op, 32, |spec, memory_layout, _| {
         let batch = BatchSpec { softcap: 0.0, sinks: false, ..spec }.batch();
@@ -17,16 +17,18 @@ pub(crate) fn dk_and_dv_sum_to_the_cotangents_of_the_rows(op: Operator) {
         let group = q_heads / kv_heads;
         for (gradients, sequence) in differentiate(&batch, &memory_layout).0.iter().zip(&batch.sequences) {
             let SequenceData { len_q, len_k, leftpad, .. } = *sequence;
-            let sees = |row: usize| !mask.visible(row, len_q, len_k, leftpad).is_empty();
+            let has_keys = |row: usize| !mask.visible(row, len_q, len_k, leftpad).is_empty();
             let (mut q, mut dout) = (sequence.q.clone(), gradients.dout.clone());
             for (index, query) in q.chunks_exact_mut(head_dim).enumerate() {
-                let of_row = if sees(index / q_heads) { f64::from(softmax_scale) * gradients.dlse[index] } else { 0.0 };
+                let factor =
+                    if has_keys(index / q_heads) { f64::from(softmax_scale) * gradients.dlse[index] } else { 0.0 };
                 for x in query {
-                    *x *= of_row;
+                    *x *= factor;
                 }
             }
-            let unseeing = dout.chunks_exact_mut(q_heads * value_dim).enumerate().filter(|(row, _)| !sees(*row));
-            unseeing.for_each(|(_, row)| row.fill(0.0));
+            let without_keys =
+                dout.chunks_exact_mut(q_heads * value_dim).enumerate().filter(|(row, _)| !has_keys(*row));
+            without_keys.for_each(|(_, row)| row.fill(0.0));
             let terms = (1.0 + (len_k as f64).sqrt()) * GRADIENT;
             for (actual, rows, d) in [(&gradients.dk, &q, head_dim), (&gradients.dv, &dout, value_dim)] {
                 let expected = over_rows(&over_groups(rows, group, d), kv_heads, d);
@@ -44,15 +46,15 @@ pub(crate) fn q_times_dq_equals_k_times_dk(op: Operator) {
         let AttentionConfig { q_heads, kv_heads, head_dim: d, .. } = batch.config;
         for (gradients, sequence) in differentiate(&batch, &memory_layout).0.iter().zip(&batch.sequences) {
             let products = |x: &[f64], dx: &[f64], heads: usize| -> Vec<f64> {
-                let of_row = |(x, dx): (&[f64], &[f64])| x.iter().zip(dx).map(|(x, dx)| x * dx).sum::<f64>();
-                let of_rows: Vec<f64> = x.chunks_exact(d).zip(dx.chunks_exact(d)).map(of_row).collect();
-                over_rows(&over_groups(&of_rows, heads / kv_heads, 1), kv_heads, 1)
+                let factor = |(x, dx): (&[f64], &[f64])| x.iter().zip(dx).map(|(x, dx)| x * dx).sum::<f64>();
+                let row_products: Vec<f64> = x.chunks_exact(d).zip(dx.chunks_exact(d)).map(factor).collect();
+                over_rows(&over_groups(&row_products, heads / kv_heads, 1), kv_heads, 1)
             };
-            let of_queries = products(&sequence.q, &gradients.dq, q_heads);
-            let of_keys = products(&sequence.k, &gradients.dk, kv_heads);
+            let query_products = products(&sequence.q, &gradients.dq, q_heads);
+            let key_products = products(&sequence.k, &gradients.dk, kv_heads);
             let numbers = (1 + gradients.dq.len() + gradients.dk.len()) as f64;
-            let most = gradients.dq.iter().chain(&gradients.dk).fold(1.0f64, |m, x| m.max(x.abs()));
-            assert_close(&of_queries, &of_keys, GRADIENT * most * numbers.sqrt(), "q . dq and k . dk");
+            let largest = gradients.dq.iter().chain(&gradients.dk).fold(1.0f64, |m, x| m.max(x.abs()));
+            assert_close(&query_products, &key_products, GRADIENT * largest * numbers.sqrt(), "q . dq and k . dk");
         }
     });
 }
@@ -67,8 +69,8 @@ pub(crate) fn gradients_are_linear_in_the_cotangents(op: Operator) {
             Array::new(array.dtype, &array.dims, &values)
         };
         let (dout, dlse) = (scaled(&case.dout), case.dlse.as_ref().map(scaled));
-        let of_sequences = expected.iter_mut().flat_map(|Gradients { dq, dk, dv, .. }| [dq, dk, dv]);
-        of_sequences.chain([&mut sinks]).flatten().for_each(|x| *x *= -4.0);
+        let sequence_gradients = expected.iter_mut().flat_map(|Gradients { dq, dk, dv, .. }| [dq, dk, dv]);
+        sequence_gradients.chain([&mut sinks]).flatten().for_each(|x| *x *= -4.0);
         let actual = gradients_of(&GradientCase { dout, dlse, ..case }, &batch);
         assert_same_gradients(&actual, &(expected, sinks), "times -4");
     });

@@ -38,15 +38,19 @@ fn assert_same(
     op: Operator,
     (changed, original): (&Batch, &Batch),
     memory_layout: &MemoryLayout,
-    what: &str,
+    description: &str,
     back: impl Fn(&SequenceData, &mut Gradients),
 ) {
     if op != Operator::FlashAttnVarlenBwd {
-        return assert_same_rows(&attend(op, changed, memory_layout), &attend(op, original, memory_layout), what);
+        return assert_same_rows(
+            &attend(op, changed, memory_layout),
+            &attend(op, original, memory_layout),
+            description,
+        );
     }
     let mut actual = differentiate(changed, memory_layout);
     actual.0.iter_mut().zip(&changed.sequences).for_each(|(gradients, sequence)| back(sequence, gradients));
-    assert_same_gradients(&actual, &differentiate(original, memory_layout), what);
+    assert_same_gradients(&actual, &differentiate(original, memory_layout), description);
 }
 
 fn unchanged(_: &SequenceData, _: &mut Gradients) {}
