@@ -115,11 +115,11 @@ def tokenizer_from_gguf(model: "GgufModel") -> ChatTokenizer:
     tokenizer.pre_tokenizer = pre_tokenizer(model)
     tokenizer.decoder = decoders.ByteLevel()
     for special in (True, False):
-        wanted = CONTROL if special else USER_DEFINED
+        added_type = CONTROL if special else USER_DEFINED
         added = [
             AddedToken(token, special=special, normalized=False)
-            for token, kind_of in zip(tokens, types, strict=True)
-            if kind_of == wanted
+            for token, token_type in zip(tokens, types, strict=True)
+            if token_type == added_type
         ]
         tokenizer.add_tokens(added)
     bos = model.metadata("tokenizer.ggml.bos_token_id", int, -1)

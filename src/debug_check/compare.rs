@@ -32,7 +32,8 @@ fn spacing(dtype: DType) -> f64 {
 }
 
 impl Tolerance {
-    /// For numbers that are rounded once: one unit in the last place. Subnormal numbers may be flushed to 0.
+    /// The tolerance of numbers that are rounded once: one unit in the last place. Subnormal numbers may be flushed to
+    /// 0.
     pub(crate) fn rounded_once(dtype: DType) -> Self {
         let absolute = match dtype {
             DType::F8E5M2 => (-14f64).exp2(),
@@ -44,22 +45,22 @@ impl Tolerance {
         Self { relative: 1.01 * spacing(dtype), absolute, relative_to_largest: false }
     }
 
-    /// For weighted sums with weights that add up to 1: several roundings, and with softcap in f16 or bf16 a hyperbolic
-    /// tangent of 11 bits.
+    /// The tolerance of weighted sums with weights that add up to 1: several roundings, and with softcap in f16 or bf16
+    /// a hyperbolic tangent of 11 bits.
     pub(crate) fn weighted_sum(dtype: DType, softcap: bool) -> Self {
         let relative = if dtype == DType::F32 { 1e-4 } else { spacing(dtype) * 4.0 };
         let capped = if softcap && dtype != DType::F32 { 0.06 } else { 0.0 };
         Self { relative: relative + capped, absolute: 1e-5, relative_to_largest: true }
     }
 
-    /// For an lse.
+    /// The tolerance of the log-sum-exp.
     pub(crate) fn lse(dtype: DType, softcap: bool) -> Self {
         let relative = if softcap && dtype != DType::F32 { accuracy::LSE_CAPPED } else { accuracy::LSE };
         Self { relative, absolute: relative, relative_to_largest: false }
     }
 
-    /// For dq, dk and dv, which are sums over gradients of scores. In f16 and bf16 these gradients may themselves be
-    /// rounded. Terms that cancel have the magnitude of the cotangents, of which `size` is the largest.
+    /// The tolerance of dq, dk and dv, which are sums over gradients of scores. In f16 and bf16 these gradients may
+    /// themselves be rounded. Terms that cancel have the magnitude of the cotangents, of which `size` is the largest.
     pub(crate) fn gradient(dtype: DType, softcap: bool, size: f64) -> Self {
         let relative = if dtype == DType::F32 { 2e-4 } else { spacing(dtype) * 8.0 };
         let capped = if softcap && dtype != DType::F32 { 0.06 } else { 0.0 };
@@ -107,15 +108,15 @@ pub(crate) unsafe fn compare(
         if bits(found, index) == bits(expected, index) || skipped(index) {
             return;
         }
-        let (is, should) = (number(found, index), number(expected, index));
-        if !tolerance.allows(is, should, largest, || excess(index)) {
+        let (actual, exact) = (number(found, index), number(expected, index));
+        if !tolerance.allows(actual, exact, largest, || excess(index)) {
             off += 1;
-            first.get_or_insert_with(|| (index.to_vec(), is, should));
+            first.get_or_insert_with(|| (index.to_vec(), actual, exact));
         }
     });
-    let Some((index, is, should)) = first else { return Ok(()) };
+    let Some((index, actual, exact)) = first else { return Ok(()) };
     Err(Error::internal(format!(
-        "{name}{index:?} is {is}, expected {should}; {off} of {} elements are off",
+        "{name}{index:?} is {actual}, expected {exact}; {off} of {} elements are off",
         found.len()
     )))
 }

@@ -29,7 +29,7 @@ tests_of! { FlashAttnVarlen:
         neutral_option_values_change_nothing,
         slopes_per_sequence_equal_slopes_per_head,
         adding_a_vector_to_every_key_changes_only_the_lse,
-        adding_a_number_to_every_value_adds_it_to_every_row_that_sees_a_key,
+        adding_a_number_to_every_value_adds_it_to_every_row_that_attends_to_a_key,
         out_lies_between_the_smallest_and_the_largest_value,
         a_sink_scales_every_row,
         a_sink_equals_a_key_with_value_0,

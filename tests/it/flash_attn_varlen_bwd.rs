@@ -23,7 +23,7 @@ tests_of! { FlashAttnVarlenBwd:
         left_padding_equals_removing_the_keys,
         equivalent_masks_give_the_same_result,
         neutral_option_values_change_nothing,
-        adding_a_number_to_every_value_adds_it_to_every_row_that_sees_a_key,
+        adding_a_number_to_every_value_adds_it_to_every_row_that_attends_to_a_key,
         dk_and_dv_sum_to_the_cotangents_of_the_rows,
         q_times_dq_equals_k_times_dk,
         gradients_are_linear_in_the_cotangents,
@@ -65,7 +65,7 @@ fn lengths_around_every_size_of_a_block_agree_with_the_reference() {
 }
 
 /// The workspace that the front-ends give a call.
-fn wanted_workspace(case: &GradientCase) -> usize {
+fn recommended_workspace(case: &GradientCase) -> usize {
     let config = &case.forward.config;
     let [num_q_heads, num_kv_heads, head_dim, value_dim] =
         [config.q_heads, config.kv_heads, config.head_dim, config.value_dim].map(|x| x as i64);
@@ -87,8 +87,9 @@ fn every_workspace_size_gives_the_right_result() {
                 &MemoryLayout::contiguous(),
                 GradientOptions { deterministic, ..GradientOptions::ALL },
             );
-            let wanted = wanted_workspace(&case);
-            let sizes = [0, 1, 4096, wanted / 2, wanted.saturating_sub(1), wanted, wanted + 1, 3_000_000];
+            let recommended = recommended_workspace(&case);
+            let sizes =
+                [0, 1, 4096, recommended / 2, recommended.saturating_sub(1), recommended, recommended + 1, 3_000_000];
             for workspace in [None].into_iter().chain(sizes.map(Some)) {
                 case.forward.workspace = workspace;
                 ReferenceCase::assert_matches_reference(&case);

@@ -237,6 +237,7 @@ const RETIRED: &[Retired] = &[
     retired("tile sees", "attends to"),
     retired("see no key", "attend to no key"),
     retired("sees no key", "attends to no key"),
+    retired("wanted size", "recommended size"),
     retired("process of its own", "separate process"),
     retired("kernel of its own", "separate kernel"),
     retired("so many bytes", "this many bytes"),

@@ -25,7 +25,7 @@ from xla_attention.jax import (
 HEADS = (8, 4)
 REPLICATED = PartitionSpec()
 PACKED = PartitionSpec(None, "heads")  # [T, H, D]
-OF_HEADS = PartitionSpec("heads")  # [H], or [H, T]
+BY_HEAD = PartitionSpec("heads")  # [H], or [H, T]
 CACHES = {
     "interleaved": PartitionSpec(None, None, "heads"),
     "stacked": PartitionSpec(None, None, None, "heads"),
@@ -63,7 +63,7 @@ def packed(heads=HEADS, **options):
         more = {"sinks": sinks, "alibi_slopes": slopes, **options}
         return flash_attn_varlen(q, k, v, *starts, causal=True, return_lse=True, **more)
 
-    return Case(attend, (q, k, v, sinks), (PACKED, PACKED, PACKED, OF_HEADS), (PACKED, OF_HEADS))
+    return Case(attend, (q, k, v, sinks), (PACKED, PACKED, PACKED, BY_HEAD), (PACKED, BY_HEAD))
 
 
 def projected(heads):
@@ -116,12 +116,12 @@ def shard_mapped(mesh):
     (q, k, v, *starts), _ = varlen([(7, 9), (30, 30), (3, 1)], heads=HEADS, d=16, rows_after=0)
     call = functools.partial(flash_attn_varlen, causal=True, return_lse=True)
     specs = (PACKED, PACKED, PACKED, REPLICATED, REPLICATED)
-    sharded = shard_map(call, mesh, specs, (PACKED, OF_HEADS))
+    sharded = shard_map(call, mesh, specs, (PACKED, BY_HEAD))
     return Case(
         lambda *x: sharded(*x, *starts),
         (q, k, v),
         specs[:3],
-        (PACKED, OF_HEADS),
+        (PACKED, BY_HEAD),
         unsharded=lambda *x: call(*x, *starts),
     )
 
@@ -134,7 +134,7 @@ def pages(kv_layout):
     def attend(q, k):
         return flash_attn_varlen(q, k, None, starts[0], causal=True, return_lse=True, **options)
 
-    return Case(attend, (q, k), (PACKED, CACHES[kv_layout]), (PACKED, OF_HEADS), differentiated=False)
+    return Case(attend, (q, k), (PACKED, CACHES[kv_layout]), (PACKED, BY_HEAD), differentiated=False)
 
 
 def dense(*spec):
@@ -192,11 +192,11 @@ FUNCTIONS = {
     kv_cache_update: ("kv_cache key value", "slot_mapping kv_layout k_scale v_scale", ("cache",)),
     rope_kv_cache_update: ("kv_cache query key value", "slot_mapping positions cos_sin kv_layout", (PACKED, "cache")),
     gather_kv_cache: ("kv_cache k_scale", "block_tables context_lens capacity kv_layout", (PACKED, PACKED, REPLICATED)),
-    paged_attention: ("kv_cache query", f"{SEQUENCES} {SCORES}", (PACKED, OF_HEADS)),
+    paged_attention: ("kv_cache query", f"{SEQUENCES} {SCORES}", (PACKED, BY_HEAD)),
     paged_attention_update: (
         "kv_cache query key value",
         f"{SEQUENCES} slot_mapping {SCORES}",
-        (PACKED, OF_HEADS, "cache"),
+        (PACKED, BY_HEAD, "cache"),
     ),
 }
 
@@ -216,7 +216,7 @@ def paged_step(function, kv_layout="interleaved", *, heads=HEADS, replicated=())
 
     cache_specs = (CACHES[kv_layout],) * caches
     specs = (
-        {"k_scale": OF_HEADS} | dict.fromkeys(("query", "key", "value"), PACKED) | dict.fromkeys(replicated, REPLICATED)
+        {"k_scale": BY_HEAD} | dict.fromkeys(("query", "key", "value"), PACKED) | dict.fromkeys(replicated, REPLICATED)
     )
     operands = (*(new["kv_cache"] if caches == 2 else (new["kv_cache"],)), *(new[name] for name in names[1:]))
     out_specs = [spec for result in results for spec in (cache_specs if result == "cache" else (result,))]
@@ -248,7 +248,7 @@ def decoded(heads=HEADS):
         return simple_add(out, query), lse, cache
 
     case = paged_step(rope_kv_cache_update, heads=heads)
-    return case._replace(attend=attend, out_specs=(PACKED, OF_HEADS, CACHES["interleaved"]))
+    return case._replace(attend=attend, out_specs=(PACKED, BY_HEAD, CACHES["interleaved"]))
 
 
 def merged(spec, lse_spec):
@@ -270,7 +270,7 @@ def added():
 CASES = {
     "packed, by heads": lambda _: packed(),
     "packed, deterministic, by heads": lambda _: packed(deterministic=True),
-    "packed, one KV head": lambda _: packed((8, 1))._replace(specs=(PACKED, REPLICATED, REPLICATED, OF_HEADS)),
+    "packed, one KV head": lambda _: packed((8, 1))._replace(specs=(PACKED, REPLICATED, REPLICATED, BY_HEAD)),
     "packed, projected": lambda _: projected(HEADS),
     "packed, projected, two KV heads": lambda _: projected((8, 2)),
     "packed, replicated keys": lambda _: replicated_keys(),

@@ -71,7 +71,7 @@ def test_padding_is_masked(platform, is_causal):
     check(tensors(), is_causal=is_causal, **lengths, return_residual=False)
 
 
-def test_a_query_that_sees_no_key_gives_zero(platform):
+def test_a_query_that_attends_to_no_key_gives_zero(platform):
     out = dot_product_attention(*tensors(), key_value_seq_lengths=jnp.array([0, 5, 29]))
     assert (out[0] == 0).all() and (out[1] != 0).any()
 

@@ -27,12 +27,12 @@ def free():
     assert cuda.cuCtxPopCurrent_v2(ctypes.byref(context)) == 0
     return amounts[0].value
 
-wanted = [np.asarray(step(*operands)) for operands in batches]
+expected = [np.asarray(step(*operands)) for operands in batches]
 def run(times):
     for _ in range(times):
         results = [step(*operands) for operands in batches]
     jax.block_until_ready(results)
-    assert all(np.array_equal(w, r) for w, r in zip(wanted, results, strict=True))
+    assert all(np.array_equal(e, r) for e, r in zip(expected, results, strict=True))
 run(calls // 100)
 before = free()
 run(calls // 3 // len(batches))

@@ -130,7 +130,7 @@ q, pages = torch.randn(20, 4, 64), torch.randn(12, 8, 4, 64)
 lens, tables = torch.tensor([20, 9, 33], dtype=torch.int32), torch.arange(15, dtype=torch.int32).reshape(3, 5) % 12
 starts, count = torch.tensor([0, 15, 16, 20], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
 arguments = (q, pages, lens, tables, starts, count)
-wanted = kernels._ragged_paged_attention_nonkernel(*arguments, sm_scale=0.125, k_scale=None, v_scale=None)
+expected = kernels._ragged_paged_attention_nonkernel(*arguments, sm_scale=0.125, k_scale=None, v_scale=None)
 
 def attend(*arguments):
     return torch.ops.xla.ragged_paged_attention(*arguments, 0.125)
@@ -140,7 +140,7 @@ hlo = torch_xla._XLAC._get_xla_tensors_hlo([attend(*on_xla)])
 print('custom_call_target="xla_gpu_paged_attention"' in hlo)
 compiled = torch.compile(attend, backend="openxla", fullgraph=True)
 for found in (attend(*arguments), attend(*on_xla).cpu(), compiled(*on_xla).cpu()):
-    print((found - wanted).abs().max().item() < 1e-5)
+    print((found - expected).abs().max().item() < 1e-5)
 """
     assert run_program(code).splitlines()[-4:] == ["True"] * 4
 

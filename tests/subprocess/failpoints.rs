@@ -30,7 +30,7 @@ fn assert_reported(outcome: Result<Vec<Array>, Refusal>, call: &Invocation, text
 }
 
 /// Failpoints in the handlers of every platform.
-const OF_HANDLERS: [(Failpoint, &str); 4] = [
+const HANDLER_FAILPOINTS: [(Failpoint, &str); 4] = [
     (Failpoint::ShimException, "C++ exception: failpoint: ShimException"),
     (Failpoint::ShimThrow, "C++ exception: without a text"),
     (Failpoint::Bridge, "panic: failpoint: Bridge"),
@@ -42,7 +42,7 @@ fn every_layer_of_a_cpu_handler_reports_its_failpoint_and_the_next_call_is_right
     for call in valid_calls::all() {
         let on_cpu = || call.outcome_in(Frame::new(call.target, CPU));
         let expected = on_cpu().unwrap();
-        for (failpoint, text) in OF_HANDLERS {
+        for (failpoint, text) in HANDLER_FAILPOINTS {
             arm(failpoint);
             assert_reported(on_cpu(), &call, text);
             assert_eq!(on_cpu().unwrap(), expected, "{} after {failpoint:?}", call.target);
@@ -167,8 +167,8 @@ mod cuda {
         for call in valid_calls::all() {
             let row = target(call.target, CUDA);
             for (stage, handler) in [(Stage::Initialize, row.initialize), (Stage::Execute, row.execute)] {
-                let go = || call.outcome_in(Frame::of(handler.unwrap(), stage).stream(1));
-                let mut failpoints = OF_HANDLERS.to_vec();
+                let call_handler = || call.outcome_in(Frame::of(handler.unwrap(), stage).stream(1));
+                let mut failpoints = HANDLER_FAILPOINTS.to_vec();
                 if stage == Stage::Execute {
                     failpoints.push((Failpoint::CudaLaunch, "panic: failpoint: CudaLaunch"));
                 } else if !shares_its_kernel.contains(&call.target) {
@@ -176,9 +176,9 @@ mod cuda {
                 }
                 for (failpoint, text) in failpoints {
                     arm(failpoint);
-                    assert_reported(go(), &call, text);
+                    assert_reported(call_handler(), &call, text);
                 }
-                go().unwrap();
+                call_handler().unwrap();
             }
         }
         println!("outcome: done");

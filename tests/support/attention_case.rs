@@ -380,8 +380,8 @@ fn store_pages(batch: &Batch, memory_layout: &MemoryLayout, random: &mut Random)
             let end = visible_keys.len().min((index + 1) * page_size);
             // A server that reuses pages behind the sliding window leaves table entries that point at data of another
             // sequence.
-            let wanted = free.is_empty() || visible_keys[index * page_size..end].contains(&true);
-            *entry = if wanted { pages[index] } else { free[0] } as i32;
+            let is_read = free.is_empty() || visible_keys[index * page_size..end].contains(&true);
+            *entry = if is_read { pages[index] } else { free[0] } as i32;
         }
     }
     let starts =

@@ -31,7 +31,7 @@ pub fn named_paged_batches(dtypes: Dtypes) -> Vec<Named> {
         ("long_decode", of((4, 1), 16, &[(1, 1500)]), page(16)),
         ("long_decode_of_wide_rows", of((16, 8), 256, &[(1, 700), (2, 300), (1, 1)]), page(16)),
         ("chunk_at_the_end_of_a_long_context", of((2, 1), 256, &[(30, 2300)]), page(64)),
-        ("window_1_sees_only_itself", masked(Mask::sliding(1), &[(1, 20), (6, 40)]), page(7)),
+        ("window_1_attends_only_to_itself", masked(Mask::sliding(1), &[(1, 20), (6, 40)]), page(7)),
         ("window_slides_over_pages", masked(Mask::sliding(24), &[(1, 200), (33, 90), (40, 40)]), page(7)),
         ("window_wider_than_everything", masked(Mask::sliding(i64::MAX), &[(1, 17), (3, 33)]), page(16)),
         ("soft_cap", BatchSpec { softcap: 30.0, sharpness: 8.0, ..small() }, page(16)),
@@ -112,7 +112,7 @@ fn long(spec: &BatchSpec) -> Vec<Named> {
     let decode = spec.sized((4, 1), 64, &[(1, 1500), (2, 900)]);
     let wide = spec.sized((8, 4), 128, &[(1, 1300), (3, 600), (1, 2)]);
     let wide_rows = spec.sized((8, 2), 256, &[(1, 700), (3, 290)]);
-    let unseen = BatchSpec { mask: Mask::window(40, 40).top_left(), ..wide.clone() };
+    let first_keys = BatchSpec { mask: Mask::window(40, 40).top_left(), ..wide.clone() };
     let with_room = |memory_layout: &MemoryLayout| MemoryLayout { workspace: Some(5_000_001), ..memory_layout.clone() };
     let roomy = || with_room(&packed);
     let few_splits = MemoryLayout { workspace: Some(300_000), ..packed.clone() };
@@ -124,8 +124,8 @@ fn long(spec: &BatchSpec) -> Vec<Named> {
         ("long_decode_of_wide_rows", wide_rows, MemoryLayout::paged(KvLayout::PerPage, 64)),
         // The largest score lies in any split.
         ("one_key_of_many_wins", BatchSpec { sharpness: 40.0, ..wide.clone() }, roomy()),
-        ("one_of_many_sees_a_sink", BatchSpec { sinks: true, ..wide.clone() }, roomy()),
-        ("splits_that_no_query_sees", unseen, roomy()),
+        ("splits_with_sinks", BatchSpec { sinks: true, ..wide.clone() }, roomy()),
+        ("splits_that_no_query_attends_to", first_keys, roomy()),
         ("splits_in_the_padding", padded, with_room(&MemoryLayout::paged(KvLayout::Split, 32))),
         ("splits_with_alibi", BatchSpec { alibi: Alibi::PerHead, ..wide.clone() }, roomy()),
         ("splits_with_a_soft_cap", BatchSpec { softcap: 4.0, sharpness: 9.0, ..wide }, few_splits),

@@ -92,7 +92,7 @@ fn replace_page(case: &mut AttentionCase, from: i32, to: i32) {
     *case.block_table.iter_mut().find(|id| **id == from).unwrap() = to;
 }
 
-const OF_ALL: [Change; 7] = [
+const COMMON_CHANGES: [Change; 7] = [
     ("an end past the last row", |c| c.cu_seqlens_q[3] = 10),
     ("an end of i32::MAX", |c| c.cu_seqlens_q[3] = i32::MAX),
     ("a start before the first row", |c| c.cu_seqlens_q[0] = -1),
@@ -102,7 +102,7 @@ const OF_ALL: [Change; 7] = [
     ("fewer keys than stored", |c| c.seqused_k = Some(vec![0, 1, 31])),
 ];
 
-const OF_VARLEN: [Change; 7] = [
+const VARLEN_CHANGES: [Change; 7] = [
     ("more queries than there are", |c| c.seqused_q = Some(vec![3, i32::MAX, 4])),
     ("fewer queries than none", |c| c.seqused_q = Some(vec![-1, 3, i32::MIN])),
     ("fewer queries than rows", |c| c.seqused_q = Some(vec![1, 0, 3])),
@@ -115,7 +115,7 @@ const OF_VARLEN: [Change; 7] = [
     }),
 ];
 
-const OF_PAGED: [Change; 5] = [
+const PAGED_CHANGES: [Change; 5] = [
     ("more sequences than slots", |c| c.num_seqs = 4),
     ("i32::MAX sequences", |c| c.num_seqs = i32::MAX),
     ("-1 sequences", |c| c.num_seqs = -1),
@@ -123,7 +123,7 @@ const OF_PAGED: [Change; 5] = [
     ("a start past the sequences in use, which is not read", |c| (c.num_seqs, c.cu_seqlens_q[3]) = (2, i32::MAX)),
 ];
 
-const OF_PAGES: [Change; 4] = [
+const PAGE_TABLE_CHANGES: [Change; 4] = [
     ("a page past the pool", |c| replace_page(c, 5, 6)),
     ("page i32::MAX", |c| replace_page(c, 5, i32::MAX)),
     ("page -1", |c| replace_page(c, 0, -1)),
@@ -131,10 +131,10 @@ const OF_PAGES: [Change; 4] = [
 ];
 
 pub(crate) fn a_value_out_of_range_acts_as_the_nearest_one_in_range(op: Operator) {
-    let operator_changes: &[Change] = if op.is_paged() { &OF_PAGED } else { &OF_VARLEN };
+    let operator_changes: &[Change] = if op.is_paged() { &PAGED_CHANGES } else { &VARLEN_CHANGES };
     for (dtypes, layout) in settings(op) {
-        let layout_changes: &[Change] = if layout == KvLayout::Contiguous { &[] } else { &OF_PAGES };
-        for (description, change) in OF_ALL.iter().chain(operator_changes).chain(layout_changes) {
+        let layout_changes: &[Change] = if layout == KvLayout::Contiguous { &[] } else { &PAGE_TABLE_CHANGES };
+        for (description, change) in COMMON_CHANGES.iter().chain(operator_changes).chain(layout_changes) {
             let mut case = full_case(op, dtypes, layout);
             assert!(layout == KvLayout::Contiguous || case.kv_geometry.num_pages == 6);
             change(&mut case);

@@ -155,7 +155,7 @@ fn metadata_is_clamped_as_documented() {
 }
 
 #[test]
-fn keys_that_no_query_sees_are_not_stored() {
+fn keys_that_no_query_attends_to_are_not_stored() {
     let finite = |array: &Array| array.values().iter().filter(|x| x.is_finite()).count();
     let keys = |spec: BatchSpec| {
         let case = AttentionCase::flash(

@@ -116,7 +116,7 @@ fn a_sink_is_a_column_of_value_0_neither_scaled_nor_capped() {
 }
 
 #[test]
-fn a_row_that_sees_nothing_is_0_and_its_lse_the_sink() {
+fn a_row_that_attends_to_no_key_is_0_and_its_lse_the_sink() {
     let causal = Score { mask: Mask::CAUSAL, ..PLAIN };
     let (ones, padded) = (head(2, 0, &[1.0], &[1.0], &[1.0]), head(2, 1, &[1.0], &[1.0], &[1.0]));
     let nothing = AttentionRow { out: vec![0.0], lse: f64::NEG_INFINITY, sees_a_key: false };

@@ -33,7 +33,7 @@ pub(crate) fn adding_a_vector_to_every_key_changes_only_the_lse(op: Operator) {
 }
 
 /// The gradients do not change, for rows without a sink.
-pub(crate) fn adding_a_number_to_every_value_adds_it_to_every_row_that_sees_a_key(op: Operator) {
+pub(crate) fn adding_a_number_to_every_value_adds_it_to_every_row_that_attends_to_a_key(op: Operator) {
     for_f32_calls(op, 24, |spec, memory_layout, _| {
         let batch = BatchSpec { sinks: false, ..spec }.batch().with_config(|config| config.v_scale = None);
         let config = &batch.config;
