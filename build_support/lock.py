@@ -52,6 +52,7 @@ def main() -> None:
         "demo_requirements.txt": ("what the demo needs", groups["demo"], ("x86_64",)),
         "test_requirements.txt": ("what the tests and the demo need", groups["test"] + groups["demo"], ("x86_64",)),
         "docs_requirements.txt": ("what the documentation needs", groups["docs"], ("x86_64",)),
+        "release_requirements.txt": ("what a release needs", groups["release"], ("x86_64",)),
         "xla_gpu_requirements.txt": ("XLA's compiler for GPUs", groups["xla_gpu"], ("x86_64",), "--no-deps"),
         "model_requirements.txt": ("the demo's model", groups["model"], ("x86_64",), "--no-deps"),
     }
