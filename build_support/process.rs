@@ -23,9 +23,9 @@ pub(crate) fn run(command: &mut Command) -> Result<Output> {
     Ok(output)
 }
 
-/// Cargo's target folder, or `out` if it is not below one.
+/// Cargo's target folder, or `out` if it is not below one. Below it, `--target` makes a folder that is marked in the same way.
 pub(crate) fn target_folder(out: &Path) -> &Path {
-    out.ancestors().find(|folder| folder.join("CACHEDIR.TAG").exists()).unwrap_or(out)
+    out.ancestors().filter(|folder| folder.join("CACHEDIR.TAG").exists()).last().unwrap_or(out)
 }
 
 /// Writes a file unless it has this text already. The file is replaced atomically, because another build may read it.
