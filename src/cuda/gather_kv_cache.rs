@@ -4,7 +4,10 @@ use super::chunk::{CHUNK, aligned_to};
 use super::device::Device;
 use super::enqueue::LaunchConfig;
 use super::kernel_launch::Launch;
-use super::params::gather_kv_cache::{Fp8Encoding, GATHER_SEQS, GATHER_THREADS, GatherParams, GatheredRows};
+use super::params::gather_kv_cache::{
+    ExactDivisor, Fp8Encoding, GATHER_SEQS, GATHER_STARTS_SEQS, GATHER_STARTS_THREADS, GATHER_THREADS, GatherParams,
+    GatheredRows,
+};
 use super::variants;
 use crate::error::Result;
 use crate::problem::gather_kv_cache::{self, GatherKvCache};
@@ -12,10 +15,15 @@ use crate::stream::Stream;
 use crate::tensor::DType;
 
 const KERNEL: &str = "gather_kv_cache";
+const STARTS_KERNEL: &str = "gather_kv_cache_starts";
+/// Threads per warp.
+const WARP: u32 = 32;
 /// Bytes of the results per CTA if the GPU has more than one wave of them.
 const CTA_BYTES: usize = 1 << 16;
 /// The same for rows that are copied bit by bit.
 const COPY_CTA_BYTES: usize = 1 << 15;
+/// The least bytes of the results per CTA: two vectors per thread.
+const MIN_CTA_BYTES: usize = 1 << 13;
 /// CTAs per SM of a full wave.
 const CTAS_PER_SM: usize = 4;
 /// Maximum CTAs per row: the limit of the grid's second dimension.
@@ -74,13 +82,14 @@ fn rows(
         rows: of.rows.data,
         scale: of.scale.map_or(std::ptr::null(), |scale| scale.values),
         scale_stride: of.scale.map_or(0, |scale| i64::from(scale.per_head)),
-        head_vectors,
+        head_vectors: ExactDivisor::new(head_vectors),
         row_vectors,
         group_vectors: if interleaves_heads { head_vectors } else { row_vectors },
     }
 }
 
-fn plan(problem: &GatherKvCache) -> Result<Launch<GatherParams>> {
+/// The launches, in their order.
+fn plan(problem: &GatherKvCache) -> Result<Vec<Launch<GatherParams>>> {
     let moves = VectorMove::of(problem);
     let variant = variants::find(KERNEL, &[variants::dtype_value(moves.dtype)])?;
     let sides = [&problem.keys, &problem.values];
@@ -89,9 +98,9 @@ fn plan(problem: &GatherKvCache) -> Result<Launch<GatherParams>> {
         of.cache.head_stride == 2 * head && head * problem.cache_dtype.size() as i64 <= INTERLEAVED_HEAD_BYTES
     });
     let [keys, values] = sides.map(|of| rows(of, problem.cache_dtype, moves, interleaves_heads));
-    let row_vectors = (keys.row_vectors + values.row_vectors) as usize;
+    let row_vectors = keys.row_vectors + values.row_vectors;
     let wave = CTAS_PER_SM * Device::current()?.sms as usize;
-    let partition = RowPartition::new(problem, moves.dtype == DType::U8, row_vectors, wave);
+    let partition = RowPartition::new(problem, moves.dtype == DType::U8, row_vectors as usize, wave);
     let config = LaunchConfig {
         grid: [partition.ctas as u32, partition.row_ctas as u32, 1],
         threads: GATHER_THREADS,
@@ -99,6 +108,8 @@ fn plan(problem: &GatherKvCache) -> Result<Launch<GatherParams>> {
     };
     let converts = problem.cache_dtype != problem.keys.rows.dtype;
     let table = &problem.table;
+    let width = row_vectors.min(GATHER_THREADS);
+    let rows_at_once = GATHER_THREADS / width;
     let params = GatherParams {
         keys,
         values,
@@ -109,7 +120,7 @@ fn plan(problem: &GatherKvCache) -> Result<Launch<GatherParams>> {
         num_seqs: problem.num_seqs as i32,
         capacity: problem.capacity as i32,
         longest: table.capacity() as i32,
-        page_size: table.page_size as i32,
+        page_size: ExactDivisor::new(table.page_size as u32),
         num_pages: table.num_pages as i32,
         cta_rows: partition.cta_rows as i32,
         encoding: match problem.cache_dtype {
@@ -118,23 +129,36 @@ fn plan(problem: &GatherKvCache) -> Result<Launch<GatherParams>> {
             _ => Fp8Encoding::F8E5M2,
         },
         vector_elements: moves.vector_elements as i32,
+        width: ExactDivisor::new(width),
+        rows_at_once,
+        group_vectors: ExactDivisor::new(keys.group_vectors + values.group_vectors),
+        warps_find_tokens: i32::from(
+            partition.is_small && problem.num_seqs <= WARP as usize && row_vectors.is_multiple_of(WARP),
+        ),
     };
-    Ok(Launch::new(KERNEL, variant, config, params))
+    let mut launches = vec![];
+    if problem.num_seqs > GATHER_SEQS as usize {
+        let ctas = problem.num_seqs.div_ceil(GATHER_STARTS_SEQS as usize);
+        let config = LaunchConfig { grid: [ctas as u32, 1, 1], threads: GATHER_STARTS_THREADS, shared_memory: 0 };
+        launches.push(Launch::new(STARTS_KERNEL, variants::find(STARTS_KERNEL, &[])?, config, params));
+    }
+    launches.push(Launch::new(KERNEL, variant, config, params));
+    Ok(launches)
 }
 
-/// Loads the kernel that [`launch`] enqueues.
+/// Loads the kernels that [`launch`] enqueues.
 pub(crate) fn prepare(problem: &GatherKvCache) -> Result {
-    plan(problem)?.load()
+    plan(problem)?.iter().try_for_each(Launch::load)
 }
 
-/// Enqueues the kernel.
+/// Enqueues the kernels.
 ///
 /// # Safety
-/// The problem's views are device memory of the current context that stays valid until the kernel has run, and the results
+/// The problem's views are device memory of the current context that stays valid until the kernels have run, and the results
 /// are writable.
 pub(crate) unsafe fn launch(problem: &GatherKvCache, stream: Stream) -> Result {
-    // SAFETY: `GatherParams` is the kernel's parameter struct, and the caller guarantees the memory.
-    unsafe { plan(problem)?.enqueue(stream) }
+    // SAFETY: `GatherParams` is the parameter struct of both kernels, and the caller guarantees the memory.
+    plan(problem)?.iter().try_for_each(|launch| unsafe { launch.enqueue(stream) })
 }
 
 /// How rows are divided between CTAs.
@@ -145,6 +169,8 @@ struct RowPartition {
     ctas: usize,
     /// CTAs per range, which divide the vectors of its rows.
     row_ctas: usize,
+    /// Whether the call needs half a wave at most.
+    is_small: bool,
 }
 
 impl RowPartition {
@@ -153,9 +179,11 @@ impl RowPartition {
         let bytes =
             |of: &gather_kv_cache::GatheredRows| (of.rows.dims[1] * of.rows.dims[2]) as usize * of.rows.dtype.size();
         let row_bytes = bytes(&problem.keys) + bytes(&problem.values);
-        let even = problem.capacity.div_ceil(wave).max(1);
-        // Each CTA adds up the lengths before its rows. With many sequences that takes long, so there is only one wave.
-        let one_wave = problem.num_seqs > GATHER_SEQS as usize || even * row_bytes <= CTA_BYTES;
+        // A small call takes half a wave: fewer CTAs start in less time.
+        let half_wave = problem.capacity.div_ceil(wave / 2).max(MIN_CTA_BYTES / row_bytes).max(1);
+        let is_small = half_wave * row_bytes <= COPY_CTA_BYTES;
+        let even = if is_small { half_wave } else { problem.capacity.div_ceil(wave).max(1) };
+        let one_wave = even * row_bytes <= CTA_BYTES;
         let cta_bytes = if copies { COPY_CTA_BYTES } else { CTA_BYTES };
         let cta_rows = if one_wave { even } else { even.min((cta_bytes / row_bytes).max(1)) };
         let ctas = problem.capacity.div_ceil(cta_rows).max(1);
@@ -164,6 +192,30 @@ impl RowPartition {
             cta_rows,
             ctas,
             row_ctas: row_ctas.clamp(1, row_vectors.div_ceil(GATHER_THREADS as usize).min(MAX_CTAS_PER_ROW)),
+            is_small,
+        }
+    }
+}
+
+impl ExactDivisor {
+    fn new(divisor: u32) -> Self {
+        // The inverse is rounded up, by less than 1 in units of 2^-64. The error of a quotient is then less than dividend /
+        // 2^64, which is below 1 / divisor, the least distance of a quotient to the next integer above it.
+        let inverse = u64::MAX / u64::from(divisor) + u64::from(divisor > 1);
+        Self { divisor, inverse_high: (inverse >> 32) as u32, inverse_low: inverse as u32 }
+    }
+}
+
+#[test]
+fn an_exact_inverse_divides_every_dividend() {
+    for divisor in (2..300).chain([1 << 12, 4097, 65535, 65536, 65537, 1 << 31, u32::MAX - 1, u32::MAX]) {
+        let by = ExactDivisor::new(divisor);
+        let divided = |n: u64| (n * u64::from(by.inverse_high) + ((n * u64::from(by.inverse_low)) >> 32)) >> 32;
+        let last = u64::from(u32::MAX);
+        let multiples =
+            (1..=500).map(|n| n * u64::from(divisor)).chain([last / u64::from(divisor) * u64::from(divisor)]);
+        for n in multiples.flat_map(|n| [n - 1, n]).chain(last - 500..=last).filter(|n| *n <= last) {
+            assert_eq!(divided(n), n / u64::from(divisor), "{n} / {divisor}");
         }
     }
 }

@@ -148,6 +148,15 @@ inline void __syncwarp() { emulator::ballot(false); }
 inline void __syncthreads() { emulator::barrier_and(true); }
 inline int __syncthreads_and(int x) { return emulator::barrier_and(x != 0); }
 inline int __syncthreads_or(int x) { return !emulator::barrier_and(x == 0); }
+inline int __syncthreads_count(int x) {
+  static thread_local int count;  // the threads of a CTA run one at a time
+  __syncthreads();
+  if (threadIdx.x == 0) count = 0;
+  __syncthreads();
+  count += x != 0;
+  __syncthreads();
+  return count;
+}
 
 template <typename T>
 T __ldg(const T* from) {

@@ -86,10 +86,56 @@ fn thousands_of_sequences_are_gathered() {
 }
 
 #[test]
+fn the_sequences_of_rows_are_found_among_many() {
+    // A GPU adds up 4096 lengths per CTA and searches cu_seqlens in 256 steps, twice if there are more than 2^18.
+    for seqs in [1025_usize, 4096, 4097, 8192, 12289, (1 << 18) + 1] {
+        let at_borders = |b: usize| [0, 1, 255].contains(&(b % 256)) || b + 1 == seqs;
+        let patterns: [(&str, &dyn Fn(usize) -> i32); 4] = [
+            ("only the last", &|b| if b + 1 == seqs { 7 } else { 0 }),
+            ("at borders", &|b| if at_borders(b) { (b % 5) as i32 } else { 0 }),
+            ("all but borders", &|b| if at_borders(b) { -1 } else { i32::from(b % 3 == 0) }),
+            ("of any length", &|b| [i32::MAX, i32::MIN, 3, -1][b / 7 % 4]),
+        ];
+        for (name, len) in patterns {
+            let lens: Vec<i32> = (0..seqs).map(len).collect();
+            let tables = (0..2 * seqs).map(|entry| (entry % 7) as i32 - 1).collect();
+            let capacity = if seqs > 1 << 18 { 100 } else { 1500 };
+            let call =
+                GatherCase { max_pages: 2, tables, lens, capacity, heads: 1, dims: [8; 2], ..GatherCase::default() };
+            println!("{seqs} sequences, {name}");
+            GatherCase { layout: KvLayout::Stacked, dtype: BF16, out: BF16, ..call }.assert_matches_reference();
+        }
+    }
+}
+
+#[test]
+fn up_to_32_sequences_are_gathered_in_rows_of_whole_warps() {
+    // A warp of a GPU finds the tokens of a small call alone.
+    for (seqs, capacity) in [(1, 40), (5, 1), (31, 90), (32, 64), (32, 3000), (33, 90)] {
+        let mut random = Random::new(seqs);
+        let lens: Vec<i32> = (0..seqs).map(|b| if b % 4 == 1 { 0 } else { random.below(8) as i32 }).collect();
+        let tables: Vec<i32> = (0..2 * seqs).map(|_| random.below(7) as i32 - 1).collect();
+        for (dtype, out) in [(BF16, BF16), (F8E4M3FN, F8E4M3FN), (F8E4M3FN, BF16), (F8E5M2, F32)] {
+            for (layout, dims) in [(KvLayout::Interleaved, [64; 2]), (KvLayout::Split, [64, 128])] {
+                let (tables, lens) = (tables.clone(), lens.clone());
+                let call = GatherCase { max_pages: 2, tables, lens, capacity, heads: 8, dims, ..GatherCase::default() };
+                GatherCase { layout, dtype, out, ..call }.assert_matches_reference();
+            }
+        }
+    }
+}
+
+#[test]
 fn results_larger_than_the_processor_caches_are_right() {
-    // Results of at least 16 MiB. With D = 72, not every head is aligned for whole vectors.
+    // Results of at least 16 MiB. Where a run is one token, heads of 1, 2, 4, 8 and 16 vectors have loops of their own. With D = 72, not every head is aligned for whole vectors.
     for (dtype, out, head_dim, layout, scale) in [
         (BF16, BF16, 64, KvLayout::Split, None),
+        (F8E4M3FN, F8E4M3FN, 64, KvLayout::Interleaved, None),
+        (F8E4M3FN, BF16, 64, KvLayout::Interleaved, Some(vec![0.37, 3.0])),
+        (F16, F16, 64, KvLayout::Interleaved, None),
+        (F32, F32, 64, KvLayout::Interleaved, None),
+        (F32, F32, 128, KvLayout::Interleaved, None),
+        (F32, F32, 256, KvLayout::Interleaved, None),
         (F8E4M3FN, F8E4M3FN, 128, KvLayout::Stacked, None),
         (F8E4M3FN, BF16, 72, KvLayout::Interleaved, Some(vec![0.37, 3.0])),
         (F8E5M2, F32, 72, KvLayout::PerPage, None),
