@@ -139,6 +139,7 @@ impl SimdKernel for GatherRows<'_> {
         let prefetches = !copies && page_bytes <= MAX_PREFETCHED_PAGE && keys.abs_diff(values) >= page_bytes;
         let end = rows.end.min(starts[problem.num_seqs] as usize);
         let joins_tokens = results.into_iter().all(GatheredRows::joins_tokens);
+        let one_token = page_size == 1 || !joins_tokens;
         let mut batch = [Run::default(); BATCH_RUNS];
         let (mut count, mut first_row) = (0, rows.start);
         let mut row = rows.start;
@@ -166,7 +167,9 @@ impl SimdKernel for GatherRows<'_> {
                         // SAFETY: each run is in one page of the cache, since page ids are clamped, and its rows are
                         // the task's.
                         unsafe {
-                            simd.vectorize(GatherRuns { result, index, cache_dtype, runs, first_row, prefetches });
+                            let runs =
+                                GatherRuns { result, index, cache_dtype, runs, one_token, first_row, prefetches };
+                            simd.vectorize(runs);
                         }
                     }
                     (count, first_row) = (0, row);
@@ -202,6 +205,8 @@ struct GatherRuns<'a> {
     index: usize,
     cache_dtype: DType,
     runs: &'a [Run],
+    /// Whether each run has one token.
+    one_token: bool,
     /// The row of the result that the first token is copied to.
     first_row: usize,
     prefetches: bool,
@@ -229,14 +234,19 @@ impl SimdKernel for GatherRuns<'_> {
 }
 
 impl GatherRuns<'_> {
+    /// Contiguous ranges per token, and their length in elements.
+    fn ranges(&self) -> (usize, usize) {
+        let [heads, head_dim] = self.result.heads();
+        if self.result.separates_heads() { (heads, head_dim) } else { (1, heads * head_dim) }
+    }
+
     /// Calls `each(from, to, head, len)` for each contiguous range of the cache, in the order of the result: its offsets in
     /// the cache and in the result, its first head and its length, in elements. A range is a run, or one head of a token.
     #[inline(always)]
     fn for_each_range(&self, mut each: impl FnMut(isize, usize, usize, usize)) {
-        let [heads, head_dim] = self.result.heads();
         let head_stride = self.result.cache.head_stride as isize;
-        let (ranges, token_len) = if self.result.separates_heads() { (heads, head_dim) } else { (1, heads * head_dim) };
-        let mut to = self.first_row * heads * head_dim;
+        let (ranges, token_len) = self.ranges();
+        let mut to = self.first_row * ranges * token_len;
         for (i, run) in self.runs.iter().enumerate() {
             self.prefetch_after(i);
             let (mut from, len) = (run.offsets[self.index], run.tokens * token_len);
@@ -271,6 +281,20 @@ impl GatherRuns<'_> {
     unsafe fn copy<S: Simd>(&self, simd: S) {
         let (size, vector) = (self.result.rows.dtype.size(), S::LANES * size_of::<f32>());
         let nontemporal = self.stores_nontemporal::<S>();
+        let bytes = self.ranges().1 * size;
+        if nontemporal && self.one_token && bytes.is_multiple_of(vector) && is_aligned::<S>(self.result.rows.data) {
+            // SAFETY: this function's contract; a range has this number of vectors, and all of them are aligned.
+            unsafe {
+                match bytes / vector {
+                    1 => return self.copy_vectors::<S, 1>(simd),
+                    2 => return self.copy_vectors::<S, 2>(simd),
+                    4 => return self.copy_vectors::<S, 4>(simd),
+                    8 => return self.copy_vectors::<S, 8>(simd),
+                    16 => return self.copy_vectors::<S, 16>(simd),
+                    _ => {}
+                }
+            }
+        }
         self.for_each_range(|from, to, _, len| {
             let bytes = len * size;
             // SAFETY: elements of the run's tokens in the cache, whose strides the problem has validated, and of the run's
@@ -288,6 +312,32 @@ impl GatherRuns<'_> {
                 }
             }
         });
+    }
+
+    /// Copy ranges of `N` vectors, one token per run, with non-temporal stores. Bounds per range would take as long as the
+    /// stores of one or two vectors. Where stores go through the caches they take no time that counts.
+    ///
+    /// # Safety
+    /// As [`copy`](Self::copy); a range has `N` vectors, and the result is aligned to them.
+    #[inline(always)]
+    unsafe fn copy_vectors<S: Simd, const N: usize>(&self, simd: S) {
+        let (size, vector) = (self.result.rows.dtype.size() as isize, S::LANES * size_of::<f32>());
+        let (ranges, stride) = (self.ranges().0, self.result.cache.head_stride as isize * size);
+        let mut to = self.result.rows.data.wrapping_add(self.first_row * ranges * N * vector);
+        for run in self.runs {
+            let mut from = self.result.cache.data.cast_const().wrapping_offset(run.offsets[self.index] * size);
+            for _ in 0..ranges {
+                for i in 0..N {
+                    // SAFETY: the vectors of a head, or of all heads, of the run's token in the cache, whose strides the
+                    // problem has validated, and of the run's row in the result.
+                    unsafe {
+                        let x = simd.load(from.add(i * vector).cast());
+                        simd.store_nontemporal(to.add(i * vector).cast(), x);
+                    }
+                }
+                (from, to) = (from.wrapping_offset(stride), to.wrapping_add(N * vector));
+            }
+        }
     }
 
     /// Convert rows of 8-bit floats.
