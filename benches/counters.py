@@ -2,8 +2,8 @@
 
 Runs cases of prefill.py, three unless others are named, one call each under Nsight Compute (`ncu`). It replays the call
 for each group of counters, with unchanged clocks and flushed caches, so that times differ from those of prefill.py.
-Prints the table of docs/performance.md with the most frequent stall reasons, in stalled warps per issued instruction;
-these include the producer warps, which are always stalled.
+Prints the table of docs/dev/lab_notebook.md with the most frequent stall reasons, in stalled warps per issued
+instruction; these include the producer warps, which are always stalled.
 """
 
 import csv
