@@ -228,10 +228,7 @@ impl HopperBackward {
         let main = self.layout.main_config(problem, &device, max_tiles(problem, KEYS), self.tile.shared_bytes);
         let dtype = variants::dtype_value(problem.forward.q.dtype);
         let values = [dtype, self.tile.head_dim_value, self.tile.logits];
-        let steps = [
-            ("hopper_bwd_prepare", prepare, &values[..2]),
-            ("hopper_bwd", main, &values[..]),
-        ];
+        let steps = [("hopper_bwd_prepare", prepare, &values[..2]), ("hopper_bwd", main, &values[..])];
         let params = defer_params(move || self.layout.params(problem, &device, &self.tensor_maps(problem)));
         build_launches(problem, &steps, &Parameter::Hopper(params))
     }
