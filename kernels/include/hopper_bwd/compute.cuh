@@ -110,7 +110,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
   // Advances of a matrix descriptor by 16 rows and by 16 columns, in units of 16 bytes.
   constexpr uint64_t kRowStep = 2 * Atom::kBytes >> 4, kDsRowStep = 2 * DsAtom::kBytes >> 4, kColumnStep = 2;
   const AttentionParams& forward = params.base.forward;
-  const int32_t lane = threadIdx.x % 32, warp = uniform(threadIdx.x % 128 / 32);
+  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   const bool is_leader = threadIdx.x % 128 == 0;
   const auto release = [&](const Barrier& barrier) {
     if (lane == 0) barrier.arrive();

@@ -143,10 +143,6 @@ class WidePipeline {
     ptx::fence_mbarrier_init();
     ptx::fence_proxy_async_shared();
   }
-  /// Called by one thread when no thread uses the pipeline any more; its shared memory may then be used for others.
-  __device__ __forceinline__ void invalidate() const {
-    for (int i = 0; i < Shape::kBarriers; ++i) ptx::mbarrier_inval(barrier(i, 0).address);
-  }
 
   __device__ __forceinline__ Barrier tile_full(PipelineState<2> state) const {
     return barrier(kTileFull + state.stage, state.phase);
