@@ -219,15 +219,11 @@ impl HopperBackward {
         let main_config = LaunchConfig { grid: [main_ctas as u32, 1, 1], threads: THREADS, shared_memory };
         let dtype = variants::dtype_value(problem.forward.q.dtype);
         let values = [dtype, self.tile.head_dim_value, self.tile.logits];
-<<<<<<< HEAD
-        let steps = [("hopper_bwd_prepare", prepare, &values[..2]), ("hopper_bwd", main, &values[..])];
-=======
         let steps = [
             ("hopper_bwd_prepare", prepare, &values[..2]),
             ("hopper_bwd", main_config, &values[..]),
             ("hopper_bwd_finish", finish, &values[..2]),
         ];
->>>>>>> parent of b4ebed6 (Compute all gradients past 128 columns in one launch, and round dQ in the idle SMs)
         let params = defer_params(move || self.layout.params(problem, &device, &self.tensor_maps(problem)));
         build_launches(problem, &steps, &Parameter::Hopper(params))
     }
