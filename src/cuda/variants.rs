@@ -125,7 +125,7 @@ mod tests {
                 }
                 assert_eq!(find(kernel.name, &values).ok(), *index);
                 if let Some(index) = index {
-                    assert_eq!(VARIANTS[*index].name, format!("{}_{}", kernel.name, values.join("_")));
+                    assert_eq!(VARIANTS[*index].name, [&[kernel.name], &values[..]].concat().join("_"));
                     found[*index] += 1;
                 }
             }
