@@ -1,10 +1,9 @@
-// The gradients of attention on Hopper up to 128 columns, on wgmma and TMA (sm_90a): dK, dV, and dq_accum, which
-// hopper_bwd_finish.cu rounds to dQ. hopper_bwd_prepare.cu runs first. docs/dev/kernels/hopper_backward.md explains the
-// design.
+// The gradients of attention on Hopper up to 128 columns, on wgmma and TMA (sm_90a). hopper_bwd_prepare.cu runs first.
+// docs/dev/kernels/hopper_backward.md explains the design.
 //
 // CTAs are persistent and take one block of keys after another (include/hopper_bwd/schedule.cuh). In the first
 // warpgroup two warps load (load.cuh) and two accumulate dQ (dq_accumulate.cuh); the two other warpgroups compute
-// (compute.cuh). They communicate through pipeline.cuh.
+// (compute.cuh) and, when no tile is left, round dQ (finish.cuh). They communicate through pipeline.cuh.
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
@@ -15,6 +14,7 @@
 #include "element.cuh"
 #include "hopper_bwd/compute.cuh"
 #include "hopper_bwd/dq_accumulate.cuh"
+#include "hopper_bwd/finish.cuh"
 #include "hopper_bwd/load.cuh"
 #include "hopper_bwd/pipeline.cuh"
 #include "hopper_bwd/shape.cuh"
@@ -45,5 +45,6 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   } else {
     ptx::warpgroup_reg_alloc<240>();
     compute_tiles<Shape, T>(params, pipeline, warp / 4 - 1);
+    process_finish_items<Shape, T>(params);
   }
 }

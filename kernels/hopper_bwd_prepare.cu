@@ -33,10 +33,15 @@ __device__ __forceinline__ void compute_row_stats(const HopperBackwardParams& pa
   const int32_t num_heads = forward.num_kv_heads * forward.group, block = index / num_heads;
   const int32_t head = index - block * num_heads, lane = threadIdx.x % kLanesPerRow;
   const int32_t first_row = block * kRows + static_cast<int32_t>(threadIdx.x) / kLanesPerRow;
+  // All loads are started before the first one is needed.
   Chunk<T, 8> out[kRounds], dout[kRounds];
+  float lse[kRounds], dlse[kRounds];
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
     const int64_t token = min(first_row + round * kRowsPerRound, forward.num_tokens - 1);
+    const int64_t offset = static_cast<int64_t>(head) * forward.num_tokens + token;
+    lse[round] = __ldg(forward.lse + offset);
+    dlse[round] = params.base.dlse == nullptr ? 0.0f : __ldg(params.base.dlse + offset);
     const int32_t column = 8 * lane < forward.value_dim ? 8 * lane : 0;
     out[round] = load_chunk<T, 8>(static_cast<const T*>(forward.out) + token * forward.out_token_stride +
                                   head * forward.out_head_stride + column);
@@ -56,11 +61,9 @@ __device__ __forceinline__ void compute_row_stats(const HopperBackwardParams& pa
     for (int distance = 1; distance < kLanesPerRow; distance *= 2) delta += __shfl_xor_sync(~0u, delta, distance);
     if (lane != 0 || row >= forward.num_tokens) continue;
     const int64_t offset = static_cast<int64_t>(head) * forward.num_tokens + row;
-    if (params.base.dlse != nullptr) delta -= __ldg(params.base.dlse + offset);
-    const float lse = __ldg(forward.lse + offset);
-    params.base.delta[offset] = delta;
+    params.base.delta[offset] = delta - dlse[round];
     // A row that attends to no key gets lse = inf, which makes its probabilities 0.
-    params.lse_log2[offset] = lse == -INFINITY ? INFINITY : lse * kLog2E;
+    params.lse_log2[offset] = lse[round] == -INFINITY ? INFINITY : lse[round] * kLog2E;
   }
 }
 

@@ -22,7 +22,7 @@ struct PaddedRows {
 
 /// Swizzled rows: no padding; the index of a chunk is XORed with the row. A 128-byte line of global memory then goes to
 /// one 128-byte line of shared memory. With padded rows the lines do not coincide, which costs 8 % of DRAM bandwidth in
-/// decode (docs/performance.md). The first row begins at a multiple of 128 bytes.
+/// decode (docs/dev/lab_notebook.md). The first row begins at a multiple of 128 bytes.
 template <int kBytes>
 struct SwizzledRows {
   static constexpr int kPitch = kBytes;

@@ -49,7 +49,7 @@ struct OnlineSoftmax {
   /// the block keeps its state bit for bit.
   ///
   /// This must stay free of branches and votes, which cost 2 to 7 % of the kernel's speed, and in this order of
-  /// statements: others compile to slower instruction orders (docs/performance.md).
+  /// statements: others compile to slower instruction orders (docs/dev/lab_notebook.md).
   template <int kKeyTiles>
   __device__ __forceinline__ void update(float (&scores)[kKeyTiles][4], float log2_unit) {
     const float largest[2] = {lane_max(scores, 0), lane_max(scores, 1)};

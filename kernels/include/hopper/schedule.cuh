@@ -74,7 +74,7 @@ class TileScheduler {
   /// Number of head groups of these sequences. A group is large enough that its longest tiles fill kWaves waves of
   /// CTAs, which keeps the tail short, but no larger than leaves kSharing CTAs at work on the same keys at the same
   /// time, which keeps those in L2: tiles of the same rows, one per sequence and head, run together. Both constants are
-  /// measured (docs/performance.md).
+  /// measured (docs/dev/lab_notebook.md).
   __device__ __forceinline__ int32_t choose_head_groups(bool is_selected) const {
     constexpr float kWaves = 1.9f, kSharing = 4.0f;
     // Twice the keys of a head's tiles; those of a sequence have len_k - len_q to len_k keys.

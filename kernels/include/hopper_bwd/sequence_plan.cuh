@@ -135,7 +135,7 @@ __device__ __forceinline__ void plan_sequences(const HopperBackwardParams& param
     tiles_so_far += all_tiles;
     head_groups_so_far += all_head_groups;
   }
-  if (threadIdx.x == 0) *params.plan = BackwardPlan{0, 0, tiles_so_far, head_groups_so_far};
+  if (threadIdx.x == 0) *params.plan = BackwardPlan{0, 0, 0, tiles_so_far, head_groups_so_far};
 }
 
 }  // namespace xa::hopper

@@ -55,10 +55,6 @@ __device__ __forceinline__ void compute_dq(const HopperBackwardParams& params, c
   const auto streamed_values = [&](auto state) { return pipeline.streamed_values(state); };
   constexpr int kTiles = Shape::kKeys / 8;
   float scores[kTiles][4];
-  HeldRows<Shape, Shape::kAtomColumns> held;
-  HeldRows<Shape, Shape::kValueAtomColumns> held_values;
-  held.load(pipeline.held() + own_rows);
-  held_values.load(pipeline.held_values() + own_rows);
   WideGradient<Shape::kAtomColumns> dq;
   // Named barriers let the warpgroups start dQ and the next S alternately (FlashAttention-3's warp_scheduler_barrier),
   // so that one of them computes P while the products of the other one run. Otherwise it depends on chance whether they
@@ -87,12 +83,11 @@ __device__ __forceinline__ void compute_dq(const HopperBackwardParams& params, c
         unmasked.begin = -floor_div(-(first_position + 63 - forward.window_left), Shape::kKeys);
       }
     }
-    // lse = inf makes the probabilities of rows past the last query 0. (The warp's first row is computed anew for each
-    // tile: a register that held it all the time would spill under a soft cap.)
+    // lse = inf makes the probabilities of rows past the last query 0.
     float lse[2], delta[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int32_t row = first_row + uniform(threadIdx.x % 128 / 32 * 16) + lane / 4 + 8 * half;
+      const int32_t row = first_row + static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16 + lane / 4 + 8 * half;
       const int64_t from = static_cast<int64_t>(tile.head) * forward.num_tokens + tile.first_query + row;
       const bool exists = row < tile.num_queries;
       lse[half] = exists ? __ldg(params.lse_log2 + from) : INFINITY;
@@ -106,6 +101,10 @@ __device__ __forceinline__ void compute_dq(const HopperBackwardParams& params, c
     dq.clear();
     const auto start_s = [&] {
       wait_for_atom_columns<Shape::kAtomColumns>(read_state, streamed_full);
+      // Opaque, so that the descriptors of all atom columns are computed anew for each product: registers that held
+      // them all the time would spill under a soft cap.
+      HeldRows<Shape, Shape::kAtomColumns> held;
+      held.load(xa::ptx::opaque(pipeline.held() + own_rows));
       start_s_or_dp<T>(scores, held, read_state, streamed);
     };
     const auto start_dq = [&] { start_gradient<T, Shape>(dq, ds, release_state, streamed); };
@@ -114,6 +113,8 @@ __device__ __forceinline__ void compute_dq(const HopperBackwardParams& params, c
       float dp[kTiles][4];
       wait_for_atom_columns<Shape::kValueAtomColumns>(value_read_state, streamed_values_full);
       auto next_value_read_state = value_read_state;
+      HeldRows<Shape, Shape::kValueAtomColumns> held_values;
+      held_values.load(xa::ptx::opaque(pipeline.held_values() + own_rows));
       start_s_or_dp<T>(dp, held_values, next_value_read_state, streamed_values);
       // The compiler moves nothing across a branch: exponentials before the start of dP would not overlap with it.
       if (!unmasked.contains(block)) mask_scores<Shape>(scores, forward, tile, first_row, block);

@@ -26,22 +26,30 @@ __device__ __forceinline__ void load_held(uint32_t to, const TensorMap& map, con
   }
 }
 
-/// Writes query tile `index` to `to`. Returns false if the index, which is counted over blocks of all heads, has no
-/// tile. Executed by a warp.
+/// Writes query tile `index` to `to`. Indices count the query blocks of all heads; returns false if the index belongs
+/// to no sequence. Within a sequence, indices ascend over head groups whose K and V fit into L2, in a head group over
+/// query blocks, and in a block over the heads of the group. The last query blocks come first; they attend to most keys
+/// under a causal mask. Executed by a warp.
 template <typename Shape>
 __device__ __forceinline__ bool locate_query_tile(const HopperBackwardParams& params, int32_t index, QueryTile& to) {
   const AttentionParams& forward = params.base.forward;
-  // The last query blocks come first; they attend to most keys under a causal mask.
-  const int32_t head = index / params.num_query_blocks,
-                query_block = params.num_query_blocks - 1 - (index - head * params.num_query_blocks);
+  const int32_t num_heads = forward.num_kv_heads * forward.group;
   const SequencePlan& sequence =
-      params.sequences_by_row[find_sequence<ByQueryBlock>(params.sequences_by_row, forward.max_seqs, query_block)];
-  const int32_t block = query_block - sequence.first_query_block, num_queries = sequence.num_queries;
-  if (block < 0 || block * Shape::kQueries >= num_queries) return false;
+      params
+          .sequences_by_row[find_sequence<ByQueryBlock>(params.sequences_by_row, forward.max_seqs, index / num_heads)];
+  const int32_t num_queries = sequence.num_queries, blocks = ceil_div(num_queries, Shape::kQueries);
+  const int32_t in_sequence = index - sequence.first_query_block * num_heads;
+  if (in_sequence < 0 || in_sequence >= blocks * num_heads) return false;
+  constexpr float kL2Bytes = 16.8e6f, kRowBytes = 4.0f * Shape::kHeadDim;
+  const float cached_heads = fminf(kL2Bytes / (kRowBytes * static_cast<float>(sequence.num_keys)), 1e6f);
+  const int32_t group_heads = min(max(static_cast<int32_t>(cached_heads), 1) * forward.group, num_heads);
+  const int32_t first_head = in_sequence / (blocks * group_heads) * group_heads;
+  const int32_t in_group = in_sequence - first_head * blocks, heads = min(group_heads, num_heads - first_head);
+  const int32_t blocks_before = in_group / heads, block = blocks - 1 - blocks_before;
   const VisibleBlocks<Shape> visible_blocks = {num_queries, sequence.num_keys, sequence.shift, forward.window_left,
                                                forward.window_right};
   to.block = block;
-  to.head = head;
+  to.head = first_head + in_group - blocks_before * heads;
   to.first_block = visible_blocks.first_key_block(block);
   to.num_blocks = visible_blocks.last_key_block(block) - to.first_block + 1;
   to.first_query = sequence.first_query;
@@ -64,7 +72,8 @@ __device__ __forceinline__ void take_tile(const HopperBackwardParams& params, Ti
   if constexpr (Shape::kComputesDkDv) {
     locate_tile<Shape>(params, next_index(reinterpret_cast<unsigned long long*>(&params.plan->next_tile)), tile);
   } else {
-    const int32_t end = params.num_query_blocks * params.base.forward.num_kv_heads * params.base.forward.group;
+    const AttentionParams& forward = params.base.forward;
+    const int32_t end = forward.max_seqs == 0 ? 0 : params.num_query_blocks * forward.num_kv_heads * forward.group;
     int32_t index;
     do {
       index = next_index(reinterpret_cast<unsigned long long*>(&params.plan->next_query_tile));

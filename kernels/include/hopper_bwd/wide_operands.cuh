@@ -20,13 +20,6 @@ __device__ __forceinline__ uint64_t atom_column_descriptor(uint32_t address) {
   return matrix_descriptor<Atom>(address, 0, Atom::kBytes);
 }
 
-/// The address of the streamed atom column at `state`.
-template <typename Shape, typename State, typename AtomColumnOf>
-__device__ __forceinline__ uint32_t streamed_address(State state, const AtomColumnOf& atom_column_of) {
-  const uint32_t address = atom_column_of(state);
-  return Shape::kMakesAddressesUniform ? uniform(address) : address;
-}
-
 /// Waits for the atom columns of the block at `state`.
 template <int kAtomColumns, typename State, typename FullOf>
 __device__ __forceinline__ void wait_for_atom_columns(State state, const FullOf& full_of) {
@@ -75,7 +68,7 @@ __device__ __forceinline__ void start_s_or_dp(float (&d)[kTiles][4], const HeldR
 #pragma unroll
   for (int atom_column = 0; atom_column < kAtomColumns; ++atom_column, state.advance()) {
     const uint64_t a = atom_column_descriptor<Shape>(held.rows + atom_column * Shape::kHeldAtomColumnBytes);
-    const uint64_t b = atom_column_descriptor<Shape>(streamed_address<Shape>(state, atom_column_of));
+    const uint64_t b = atom_column_descriptor<Shape>(atom_column_of(state));
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const int step = 4 * atom_column + k;
@@ -128,8 +121,7 @@ __device__ __forceinline__ void start_gradient(WideGradient<kAtomColumns>& d, co
   ptx::wgmma_fence();
 #pragma unroll
   for (int part = 0; part < kAtomColumns / kAtomColumnsPerWgmma; ++part) {
-    const uint64_t b =
-        matrix_descriptor<Atom>(streamed_address<Shape>(state, atom_column_of), Shape::kAtomColumnBytes, Atom::kBytes);
+    const uint64_t b = matrix_descriptor<Atom>(atom_column_of(state), Shape::kAtomColumnBytes, Atom::kBytes);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k)
       BackwardWgmma<T, 64 * kAtomColumnsPerWgmma>::rs(d.accumulators[part], a[k], b + k * kRowStep);

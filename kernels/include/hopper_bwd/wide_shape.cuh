@@ -27,12 +27,9 @@ struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform> {
                        kKeys = kComputesDkDv ? 64 : Config::kStepRows;
   /// Steps of 16 columns of K and V that the compute warpgroups of dK and dV keep in registers as operand A.
   static constexpr int kHeldSteps = !kComputesDkDv ? 0 : kHeadDim == 256 ? 6 : Config::kValueDim == 128 ? 8 : 4;
-  /// Whether addresses of streamed atom columns are made uniform by an instruction. dQ at D 256 takes nearly all
-  /// registers; without it, ptxas keeps the addresses in ordinary ones and moves every matrix descriptor with R2UR.
-  static constexpr bool kMakesAddressesUniform = !kComputesDkDv && kHeadDim == 256;
   /// kOverlapsDq: dQ of a key block runs while P of the next block is computed. kReleasesEarly: a block of dO or Q is
   /// released when half of the next block's P or dS is computed, rather than all of it. Both are measured
-  /// (docs/performance.md).
+  /// (docs/dev/lab_notebook.md).
   static constexpr bool kOverlapsDq = Config::kValueDim <= 128;
   static constexpr bool kReleasesEarly = Config::kValueDim <= 128;
   /// No CTA adds to the results of another one.
@@ -142,6 +139,10 @@ class WidePipeline {
     init(kValueRingEmpty, Shape::kValueRing, kWarps);
     ptx::fence_mbarrier_init();
     ptx::fence_proxy_async_shared();
+  }
+  /// Called by one thread when no thread uses the pipeline any more; its shared memory may then be used for others.
+  __device__ __forceinline__ void invalidate() const {
+    for (int i = 0; i < Shape::kBarriers; ++i) ptx::mbarrier_inval(barrier(i, 0).address);
   }
 
   __device__ __forceinline__ Barrier tile_full(PipelineState<2> state) const {

@@ -1,8 +1,8 @@
 //! The strategy for Hopper up to 128 columns: which calls it takes, its workspace layout and its launches; and what the
 //! strategy past 128 columns shares with it.
 //!
-//! Three launches: the plan and the row statistics (`hopper_bwd_prepare`); dK, dV and the f32 accumulators of dQ
-//! (`hopper_bwd`); rounding of dQ (`hopper_bwd_finish`). All decisions follow from static sizes, strides and options.
+//! Two launches: the plan and the row statistics (`hopper_bwd_prepare`), and the gradients (`hopper_bwd`). All decisions
+//! follow from static sizes, strides and options.
 
 use super::{Launch, Parameter, sinks};
 use crate::cuda::device::Device;
@@ -24,16 +24,18 @@ use std::rc::Rc;
 const KEYS: i64 = 128;
 const WARPGROUP_KEYS: i64 = 64;
 
-/// Threads per CTA of the main kernels, and of `hopper_bwd_prepare` and `hopper_bwd_finish`.
+/// Threads per CTA of the main kernels and of `hopper_bwd_prepare`, and compute warps of a main kernel.
 pub(super) const THREADS: u32 = 384;
-const AUXILIARY_THREADS: u32 = 256;
+const PREPARE_THREADS: u32 = 256;
+const COMPUTE_WARPS: usize = 8;
 
 /// Query rows per CTA of `hopper_bwd_prepare`.
 const PREPARE_ROWS: usize = 64;
 
-/// Row tiles and heads per CTA of `hopper_bwd_finish`.
-const FINISH_ROW_TILES: usize = 8;
-const FINISH_HEADS: usize = 4;
+/// Heads of a row tile of dQ, and rows to clear, that a compute warp finishes at a time: see
+/// `kernels/include/hopper_bwd/finish.cuh`.
+const FINISH_ITEM_HEADS: usize = 4;
+const FINISH_ITEM_ROWS: usize = 32;
 
 /// Rows of a row tile of `dq_accum`.
 const ROW_TILE_ROWS: usize = 16;
@@ -156,17 +158,26 @@ impl WorkspaceLayout {
         })
     }
 
-    /// The launch configurations of `hopper_bwd_prepare` and `hopper_bwd_finish`.
-    pub(super) fn auxiliary_configs(&self, problem: &FlashAttnVarlenBwd) -> [LaunchConfig; 2] {
+    /// The launch configuration of `hopper_bwd_prepare`.
+    pub(super) fn prepare_config(problem: &FlashAttnVarlenBwd) -> LaunchConfig {
         let forward = &problem.forward;
-        let prepare = 1 + forward.num_rows.div_ceil(PREPARE_ROWS) * forward.num_q_heads;
-        let dq_ctas = self.num_row_tiles.div_ceil(FINISH_ROW_TILES) * forward.num_q_heads.div_ceil(FINISH_HEADS);
-        let row_ctas = [forward.num_rows, problem.num_keys].map(|rows| rows.div_ceil(AUXILIARY_THREADS as usize));
-        [prepare, dq_ctas + row_ctas[0] + row_ctas[1]].map(|ctas| LaunchConfig {
-            grid: [ctas as u32, 1, 1],
-            threads: AUXILIARY_THREADS,
-            shared_memory: 0,
-        })
+        let ctas = 1 + forward.num_rows.div_ceil(PREPARE_ROWS) * forward.num_q_heads;
+        LaunchConfig { grid: [ctas as u32, 1, 1], threads: PREPARE_THREADS, shared_memory: 0 }
+    }
+
+    /// The launch configuration of a main kernel: a CTA per tile, and enough of them for the work after the tiles.
+    pub(super) fn main_config(
+        &self,
+        problem: &FlashAttnVarlenBwd,
+        device: &Device,
+        tiles: i64,
+        shared_memory: u32,
+    ) -> LaunchConfig {
+        let row_tiles = self.num_row_tiles.saturating_mul(problem.forward.num_q_heads.div_ceil(FINISH_ITEM_HEADS));
+        let rows = [problem.forward.num_rows, problem.num_keys].map(|rows| rows.div_ceil(FINISH_ITEM_ROWS));
+        let finish_ctas = row_tiles.saturating_add(rows[0] + rows[1]).div_ceil(COMPUTE_WARPS);
+        let ctas = tiles.max(finish_ctas as i64).clamp(1, i64::from(device.sms));
+        LaunchConfig { grid: [ctas as u32, 1, 1], threads: THREADS, shared_memory }
     }
 }
 
@@ -213,17 +224,11 @@ impl HopperBackward {
 
     /// The launches, in order.
     fn launches<'p>(self, problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Vec<Launch<'p>>> {
-        let [prepare, finish] = self.layout.auxiliary_configs(problem);
-        let main_ctas = max_tiles(problem, KEYS).clamp(1, i64::from(device.sms));
-        let shared_memory = self.tile.shared_bytes;
-        let main_config = LaunchConfig { grid: [main_ctas as u32, 1, 1], threads: THREADS, shared_memory };
+        let prepare = WorkspaceLayout::prepare_config(problem);
+        let main = self.layout.main_config(problem, &device, max_tiles(problem, KEYS), self.tile.shared_bytes);
         let dtype = variants::dtype_value(problem.forward.q.dtype);
         let values = [dtype, self.tile.head_dim_value, self.tile.logits];
-        let steps = [
-            ("hopper_bwd_prepare", prepare, &values[..2]),
-            ("hopper_bwd", main_config, &values[..]),
-            ("hopper_bwd_finish", finish, &values[..2]),
-        ];
+        let steps = [("hopper_bwd_prepare", prepare, &values[..2]), ("hopper_bwd", main, &values[..])];
         let params = defer_params(move || self.layout.params(problem, &device, &self.tensor_maps(problem)));
         build_launches(problem, &steps, &Parameter::Hopper(params))
     }

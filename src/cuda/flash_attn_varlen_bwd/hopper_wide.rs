@@ -1,21 +1,16 @@
 //! The strategy for Hopper past 128 columns: which calls it takes and its launches.
 //!
-//! Four launches: the plan and the row statistics; dK and dV; dQ; zeros for rows that belong to no sequence. One CTA
-//! computes all of an element of the gradients, so the workspace has no `dq_accum`.
+//! Two launches: the plan and the row statistics, and the gradients. One CTA computes all of an element of the gradients,
+//! so the workspace has no `dq_accum`.
 
-use super::hopper::{
-    THREADS, TensorMapConfig, WorkspaceLayout, build_launches, defer_params, logits_transform, max_tiles,
-};
+use super::hopper::{TensorMapConfig, WorkspaceLayout, build_launches, defer_params, logits_transform, max_tiles};
 use super::{Launch, Parameter};
 use crate::cuda::device::Device;
-use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::hopper_bwd::HopperWideBackwardParams;
 use crate::cuda::tiles::{HOPPER_BWD_WIDE, HopperBwdWideTile};
 use crate::cuda::variants;
 use crate::error::Result;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
-
-const KERNEL: &str = "hopper_bwd_wide";
 
 /// Up to this many columns, these kernels would mostly multiply zeros.
 const MAX_NARROW_DIM: usize = 128;
@@ -30,7 +25,7 @@ const HELD_ROWS: i64 = 64;
 
 /// The kernel configuration of a call that this strategy takes.
 struct HopperWideBackward {
-    /// The kernel of dK and dV, and that of dQ.
+    /// The shapes of dK and dV, and of dQ.
     tiles: [&'static HopperBwdWideTile; 2],
     layout: WorkspaceLayout,
 }
@@ -66,21 +61,18 @@ impl HopperWideBackward {
     /// The launches, in order.
     fn launches<'p>(self, problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Vec<Launch<'p>>> {
         let dtype = variants::dtype_value(problem.forward.q.dtype);
-        let [prepare, finish] = self.layout.auxiliary_configs(problem);
-        let main_config = |tile: &HopperBwdWideTile, ctas: i64| {
-            let grid = [ctas.clamp(1, i64::from(device.sms)) as u32, 1, 1];
-            LaunchConfig { grid, threads: THREADS, shared_memory: tile.shared_bytes }
-        };
-        let main_values = self.tiles.map(|tile| [dtype, tile.gradient, tile.head_dim, tile.logits]);
         let [keys, queries] = self.tiles;
         let blocks = self.layout.num_query_blocks * problem.forward.num_q_heads;
-        // Without `dq_accum`, `hopper_bwd_finish` does not depend on its head_dim.
+        let tiles = max_tiles(problem, KEYS).max(blocks as i64);
+        let shared_memory = keys.shared_bytes.max(queries.shared_bytes);
         let plan = if keys.dim > 192 { "256" } else { "192" };
         let steps = [
-            ("hopper_bwd_prepare", prepare, &[dtype, plan][..]),
-            (KERNEL, main_config(keys, max_tiles(problem, KEYS)), &main_values[0]),
-            (KERNEL, main_config(queries, blocks as i64), &main_values[1]),
-            ("hopper_bwd_finish", finish, &[dtype, "64"]),
+            ("hopper_bwd_prepare", WorkspaceLayout::prepare_config(problem), &[dtype, plan][..]),
+            (
+                "hopper_bwd_wide",
+                self.layout.main_config(problem, &device, tiles, shared_memory),
+                &[dtype, keys.head_dim, keys.logits],
+            ),
         ];
         let params = defer_params(move || {
             let [q, k, v, dout] = self.dq_tensor_maps(problem);

@@ -26,13 +26,15 @@ pub struct SequencePlan {
     pub sequence: i32,
 }
 
-/// What `hopper_bwd_prepare` writes for the kernels after it, besides the lists of sequences. `next_tile` and
-/// `next_query_tile` are the tile schedulers' counters.
+/// What `hopper_bwd_prepare` writes for the kernel after it, besides the lists of sequences. `next_tile`, `next_query_tile`
+/// and `next_finish_item` are the schedulers' counters of tiles, of the tiles of dQ past 128 columns, and of the work after
+/// them.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct BackwardPlan {
     pub next_tile: u64,
     pub next_query_tile: u64,
+    pub next_finish_item: u64,
     pub num_tiles: i32,
     pub num_head_groups: i32,
 }
