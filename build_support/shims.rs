@@ -8,8 +8,8 @@ use std::{env, fs};
 
 const LIBRARY: &str = "xla_attention_ffi";
 
-/// Compiles the bridge once, and `ffi/*.cc` and the generated bindings for each set of headers. If nothing has changed since
-/// the last build it only repeats the link lines.
+/// Compiles the bridge once, and `ffi/*.cc` and the generated bindings for each set of headers, the sets at the same time. If
+/// nothing has changed since the last build it only repeats the link lines.
 pub(crate) fn build(sets: &[Set], bindings: &[PathBuf], out: &Path) -> Result<()> {
     let is_source = |path: &PathBuf| path.extension().is_some_and(|e| e == "cc" || e == "h");
     let mut sources: Vec<PathBuf> =
@@ -24,29 +24,47 @@ pub(crate) fn build(sets: &[Set], bindings: &[PathBuf], out: &Path) -> Result<()
         println!("cargo:rustc-link-lib=static={LIBRARY}");
         return Ok(());
     }
+    // One translation unit per set: XLA's headers take seconds each time that they are parsed.
+    let folder = env::current_dir()?;
+    let units = sources.iter().filter(|path| path.extension().is_some_and(|e| e == "cc"));
+    let text: String = units.map(|path| format!("#include \"{}\"\n", folder.join(path).display())).collect();
+    let unit = &out.join("handlers.cc");
+    fs::write(unit, text)?;
     let mut bridge = cxx_build::bridge("src/bridge.rs");
     common(&mut bridge);
-    for set in sets {
-        let folder = out.join(set.name);
-        fs::create_dir_all(&folder)?;
-        let mut shims = cc::Build::new();
-        common(&mut shims);
-        let objects = shims
-            .cpp(true)
-            .out_dir(&folder)
-            .files(sources.iter().filter(|path| path.extension().is_some_and(|e| e == "cc")))
-            // cxx_build writes the bridge's header and cxx's here.
-            .include(out.join("cxxbridge/include"))
-            .define("XA_SET", set.name)
-            // As system headers, because XLA's headers have warnings under -Wextra.
-            .flag("-isystem")
-            .flag(set.include.to_str().context("the path of XLA's headers is not UTF-8")?)
-            .try_compile_intermediates()?;
-        bridge.objects(objects);
+    // cxx_build has written the bridge's header and cxx's there.
+    let include = &out.join("cxxbridge/include");
+    let objects: Vec<_> = std::thread::scope(|scope| {
+        let compile = |set| scope.spawn(move || handlers(set, unit, include, out));
+        let threads: Vec<_> = sets.iter().map(compile).collect();
+        threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    });
+    for set in objects {
+        bridge.objects(set?);
     }
     bridge.try_compile(LIBRARY)?;
     fs::write(key_file, key)?;
     Ok(())
+}
+
+/// Compiles the handlers of a set and returns the objects.
+fn handlers(set: &Set, unit: &Path, include: &Path, out: &Path) -> Result<Vec<PathBuf>> {
+    let folder = out.join(set.name);
+    fs::create_dir_all(&folder)?;
+    let mut build = cc::Build::new();
+    common(&mut build);
+    let objects = build
+        .cpp(true)
+        .out_dir(&folder)
+        .file(unit)
+        .include(include)
+        .define("XA_SET", set.name)
+        // As system headers, because XLA's headers have warnings under -Wextra.
+        .flag("-isystem")
+        .flag(set.include.to_str().context("the path of XLA's headers is not UTF-8")?)
+        .try_compile_intermediates()
+        .context("the C++ shims need a C++17 compiler: install g++, or set CXX")?;
+    Ok(objects)
 }
 
 /// Compiler options of the bridge and of every set of handlers.
@@ -60,6 +78,9 @@ fn common(build: &mut cc::Build) {
         .warnings_into_errors(true);
     if env::var("PROFILE").as_deref() == Ok("release") {
         build.define("NDEBUG", None);
+    } else {
+        // Line numbers alone, and few optimisations: the shims only pass arguments on.
+        build.debug(false).flag("-g1").opt_level(1);
     }
     if env::var_os("CARGO_FEATURE_FAILPOINTS").is_some() {
         build.define("XA_FAILPOINTS", None);
