@@ -58,12 +58,13 @@ fn main() -> Result<()> {
         println!("cargo:warning=XLA_ATTENTION_LINE_INFO: expected 0 or 1; taken for 0");
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").context("cargo sets OUT_DIR")?);
-    #[cfg(feature = "cuda")]
-    build_kernels(&out)?;
-    let (operators, bindings) = operators::build(&out)?;
+    // rustdoc links nothing, and docs.rs has neither a network for XLA's headers nor nvcc.
     println!("cargo:rerun-if-env-changed=DOCS_RS");
-    if env::var_os("DOCS_RS").is_some() {
-        // rustdoc links nothing, and docs.rs has neither a network for XLA's headers nor nvcc.
+    let is_documentation = env::var_os("DOCS_RS").is_some();
+    #[cfg(feature = "cuda")]
+    build_kernels(&out, is_documentation)?;
+    let (operators, bindings) = operators::build(&out)?;
+    if is_documentation {
         return Ok(());
     }
     reference::build(&operators, &out)?;
@@ -73,9 +74,10 @@ fn main() -> Result<()> {
     exports::build(&out)
 }
 
-/// Generates the kernels' headers in `<target>/include`, where other tools find them too, and compiles the kernels.
+/// Generates the kernels' headers in `<target>/include`, where other tools find them too, and compiles the kernels, none for
+/// documentation.
 #[cfg(feature = "cuda")]
-fn build_kernels(out: &std::path::Path) -> Result<()> {
+fn build_kernels(out: &std::path::Path, is_documentation: bool) -> Result<()> {
     use std::fs;
 
     let target = process::target_folder(out);
@@ -90,5 +92,5 @@ fn build_kernels(out: &std::path::Path) -> Result<()> {
         process::write(&headers.join("tiles").join(name).with_extension("cuh"), &text)?;
     }
     fs::write(out.join("tiles.rs"), table.tiles())?;
-    kernel_table::build(table, &headers, out)
+    kernel_table::build(table, is_documentation, &headers, out)
 }

@@ -14,12 +14,12 @@ use std::{env, fs};
 /// capabilities such as `80,90`. Calls that need a kernel that is left out fail.
 const SETTING: &str = "XLA_ATTENTION_CUDA_ARCHS";
 
-/// Write `OUT_DIR/variants.rs`.
-pub(crate) fn build(mut table: Table, headers: &Path, out: &Path) -> Result<()> {
+/// Writes `OUT_DIR/variants.rs`, for documentation without any kernel.
+pub(crate) fn build(mut table: Table, is_documentation: bool, headers: &Path, out: &Path) -> Result<()> {
     println!("cargo:rerun-if-env-changed={SETTING}");
     println!("cargo:rustc-check-cfg=cfg(every_architecture)");
-    let documents = env::var_os("DOCS_RS").map(|_| "none".into());
-    let given = documents.or_else(|| env::var(SETTING).ok().filter(|given| !given.is_empty()));
+    let none = is_documentation.then(|| "none".into());
+    let given = none.or_else(|| env::var(SETTING).ok().filter(|given| !given.is_empty()));
     let setting = given.unwrap_or_else(|| "all".into());
     if let Some(capabilities) = capabilities(&setting)? {
         for kernel in &mut table.kernel {
