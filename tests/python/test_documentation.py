@@ -38,7 +38,14 @@ def test_every_public_function_has_shapes_and_errors_or_an_example(public):
 
 @pytest.mark.parametrize(
     "document",
-    ["README.md", "docs/quickstart_jax.md", "docs/quickstart_torch.md", "docs/sharding.md", "docs/gather.md"],
+    [
+        "README.md",
+        "docs/quickstart_jax.md",
+        "docs/quickstart_torch.md",
+        "docs/cache_layouts.md",
+        "docs/sharding.md",
+        "docs/gather.md",
+    ],
 )
 def test_the_python_of_documents_runs(document, tmp_path):
     program = tmp_path / "document.py"
