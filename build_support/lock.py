@@ -47,8 +47,11 @@ def main() -> None:
     groups = project["dependency-groups"]
     # pip itself is whatever the environment was made with.
     build = [r for r in project["build-system"]["requires"] if not r.startswith("pip>")]
+    nvcc = [r for r in build if r.startswith("nvidia-")]
+    host = [r for r in build if r not in nvcc]
     files = {
-        "requirements.txt": ("what a build needs", build, ("x86_64", "aarch64")),
+        "requirements.txt": ("what every build needs", host, ("x86_64", "aarch64")),
+        "nvcc_requirements.txt": ("what CUDA kernels need", nvcc, ("x86_64", "aarch64"), "--no-deps"),
         "demo_requirements.txt": ("what the demo needs", groups["demo"], ("x86_64",)),
         "test_requirements.txt": ("what the tests and the demo need", groups["test"] + groups["demo"], ("x86_64",)),
         "docs_requirements.txt": ("what the documentation needs", groups["docs"], ("x86_64",)),

@@ -19,7 +19,7 @@ def locked(file):
 
 def test_every_requirement_of_the_build_is_locked_at_its_version_with_hashes():
     expected = [r for r in PROJECT["build-system"]["requires"] if not r.startswith("pip>")]
-    actual = locked("requirements.txt")
+    actual = locked("requirements.txt") | locked("nvcc_requirements.txt")
     assert set(expected) <= set(actual), "run `make lock`"
     # The wheels for x86_64 and aarch64.
     assert all(len(hashes) == 2 for name, hashes in actual.items() if name.startswith("nvidia-"))
@@ -38,7 +38,7 @@ def test_every_requirement_of_the_tests_the_demo_and_its_model_is_locked():
 
 def test_make_installs_them_by_their_hashes():
     rules = (ROOT / "Makefile").read_text()
-    for file in ("requirements.txt", "$(1)_requirements.txt", "model_requirements.txt"):
+    for file in ("requirements.txt", "nvcc_requirements.txt", "$(1)_requirements.txt", "model_requirements.txt"):
         assert f"--require-hashes -r build_support/{file}" in rules
     for file in ("demo", "test", "xla_gpu"):
         assert f"$(call install,{file}," in rules
