@@ -27,9 +27,9 @@ pub(crate) fn build(sets: &[Set], bindings: &[PathBuf], out: &Path) -> Result<()
     // One translation unit per set: XLA's headers take seconds each time that they are parsed.
     let folder = env::current_dir()?;
     let units = sources.iter().filter(|path| path.extension().is_some_and(|e| e == "cc"));
-    let text: String = units.map(|path| format!("#include \"{}\"\n", folder.join(path).display())).collect();
+    let text: Vec<_> = units.map(|path| format!("#include \"{}\"\n", folder.join(path).display())).collect();
     let unit = &out.join("handlers.cc");
-    fs::write(unit, text)?;
+    fs::write(unit, text.concat())?;
     let mut bridge = cxx_build::bridge("src/bridge.rs");
     common(&mut bridge);
     // cxx_build has written the bridge's header and cxx's there.

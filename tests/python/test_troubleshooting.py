@@ -3,6 +3,8 @@
 import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +43,15 @@ def program(code, **environment):
     return run
 
 
+def step(*command, **environment):
+    """A call that runs a step of `make` and raises what this writes to standard error."""
+
+    def run():
+        raise RuntimeError(subprocess.run(command, env=environment, capture_output=True, text=True).stderr)
+
+    return run
+
+
 def add_on_cuda():
     vector = ((3,), "float32")
     request = _library.Request("xla_gpu_simple_add", [vector, vector], [vector], {})
@@ -63,6 +74,12 @@ paged_attention(jnp.ones((3, 4, 64)), cache, lens, tables, starts, jnp.array([2]
 
 # By the beginning of the quoted text.
 CAUSES = {
+    "make: cargo is missing": step("/bin/sh", ROOT / "build_support/prepare.sh", "/missing", PATH="/missing"),
+    # Nothing listens on port 9.
+    "make: pip failed": step(
+        *[sys.executable, ROOT / "build_support/pip_install.py", "--retries=1", "missing"],
+        PIP_INDEX_URL="http://127.0.0.1:9/simple",
+    ),
     "xla_attention.jax needs jax": program("import sys; sys.modules['jax'] = None; import xla_attention.jax"),
     "xla_attention: the shared library": program("import xla_attention.jax", XLA_ATTENTION_LIBRARY="/missing.so"),
     "No FFI handler registered": program(UNREGISTERED),
@@ -80,8 +97,12 @@ CAUSES = {
     "Cannot serialize code": lambda: export.export(jax.jit(paged))(PACKED[:3]),
     "XLA_ATTENTION_CHECK: block_tables[1, 0]": program(WRONG_PAGE, XLA_ATTENTION_CHECK="1"),
 }
-# The source of the texts that only a GPU causes.
-OTHERS = {"the kernel … is not in this library": "src/cuda/module_image.rs", "the GPU is sm_…": "src/cuda/device.rs"}
+# The source of the texts that only a GPU or a build causes.
+OTHERS = {
+    "the kernel … is not in this library": "src/cuda/module_image.rs",
+    "the GPU is sm_…": "src/cuda/device.rs",
+    "no nvcc in": "build_support/kernels.rs",
+}
 
 
 def quoted(beginning):
