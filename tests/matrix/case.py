@@ -34,9 +34,9 @@ def raises(kind, *texts):
     raise AssertionError(f"no {kind.__name__} was raised")
 
 
-def from_two_threads(first, second, times=5):
-    """Run both functions in parallel, several times; an exception of either is raised here."""
-    barrier, errors = threading.Barrier(2, timeout=60), []
+def run_at_once(*functions, times=5):
+    """Run each function in its own thread, all of them in parallel, several times; an exception is raised here."""
+    barrier, errors = threading.Barrier(len(functions), timeout=60), []
 
     def repeat(function):
         try:
@@ -47,7 +47,7 @@ def from_two_threads(first, second, times=5):
             errors.append(error)
             barrier.abort()
 
-    threads = [threading.Thread(target=repeat, args=(function,)) for function in (first, second)]
+    threads = [threading.Thread(target=repeat, args=(function,)) for function in functions]
     for thread in threads:
         thread.start()
     for thread in threads:

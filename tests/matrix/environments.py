@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pathlib
+import platform
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import zipfile
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FOLDER = ROOT / "target/matrix"
+# Older ones do not know the wheels for Python without a global interpreter lock.
+PIP = "pip==26.2"
 
 
 class CannotMakeError(Exception):
@@ -24,8 +27,8 @@ def environments():
 
 
 def wheel():
-    """The path of the newest wheel in dist/, and the hash of its library."""
-    wheels = sorted(ROOT.glob("dist/*.whl"), key=os.path.getmtime)
+    """The path of the newest wheel in dist/ for this machine, and the hash of its library."""
+    wheels = sorted(ROOT.glob(f"dist/*_{platform.machine()}.whl"), key=os.path.getmtime)
     if not wheels:
         sys.exit("no wheel in dist/: run `make wheel`")
     with zipfile.ZipFile(wheels[-1]) as archive:
@@ -67,19 +70,26 @@ def make(environment, wheel):
 
 def _base_python(version):
     """An interpreter of a version, from PATH or pyenv; by default the one of this process."""
-    if version is None or version == f"{sys.version_info.major}.{sys.version_info.minor}":
+    own = f"{sys.version_info.major}.{sys.version_info.minor}{sys.abiflags}"
+    if version in (None, own):
         return str(pathlib.Path(sys.base_prefix, "bin/python3"))
     pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
-    candidates = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"versions/{version}.*/bin/python3"))]
-    for candidate in filter(None, candidates):
-        # pyenv has shims even for versions that are not selected: they fail.
-        if subprocess.run([candidate, "-c", ""], capture_output=True, check=False).returncode == 0:
+    installed = sorted(pyenv.glob(f"versions/{version.rstrip('t')}.*/bin/python{version}"))
+    # pyenv has shims even for versions that are not selected: they fail. The command python3.14 may be python3.14t.
+    print_version = "import sys; print(*sys.version_info[:2], sep='.', end=sys.abiflags)"
+    for candidate in filter(None, [shutil.which(f"python{version}"), *installed]):
+        done = subprocess.run([candidate, "-c", print_version], capture_output=True, text=True, check=False)
+        if done.stdout == version:
             return str(candidate)
     raise CannotMakeError(f"no Python {version} on this machine")
 
 
 def _pip(*arguments):
-    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    folder = FOLDER / PIP
+    if not (folder / "pip").exists():
+        command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-compile"]
+        subprocess.run([*command, f"--target={folder}", PIP], check=True)
+    command = [sys.executable, str(folder / "pip"), "--quiet", "--disable-pip-version-check", *arguments]
     status = subprocess.run(command, check=False).returncode
     if status:
         raise CannotMakeError(f"pip could not install its packages, exit status {status}")

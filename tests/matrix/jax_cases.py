@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import sysconfig
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import calls
 import jaxlib_runtime
 import old_handler
 import stablehlo_cases
-from case import Case, Skip, from_two_threads, raises
+from case import Case, Skip, raises, run_at_once
 from xla_attention import _library
 
 GROUP = "functions"
@@ -244,7 +245,15 @@ def _sharded(_xj):
 
 def _from_two_threads(xj):
     at_once = (calls.plain_calls()[name] for name in ("paged_attention: plain", UPDATE))
-    from_two_threads(*(functools.partial(_run, xj, call, jax.jit) for call in at_once))
+    run_at_once(*(functools.partial(_run, xj, call, jax.jit) for call in at_once))
+
+
+def _from_eight_threads(xj):
+    """Tracing, checks, errors and runs at once; Python without a global interpreter lock has to stay without it."""
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        assert not sys._is_gil_enabled(), "an import has enabled the global interpreter lock"
+    valid = functools.partial(_run, xj, calls.plain_calls()[UPDATE], lambda function: function)
+    run_at_once(*[valid, functools.partial(_error_at_trace_time, xj)] * 4)
 
 
 def _arguments_of_jaxs(xj):
@@ -292,4 +301,5 @@ _OTHERS = {
     "pages under vmap": _mapped_pages,
     "sharded over four devices": _sharded,
     "two calls from two threads": _from_two_threads,
+    "valid and invalid calls from eight threads": _from_eight_threads,
 }

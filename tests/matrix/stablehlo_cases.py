@@ -7,7 +7,7 @@ import functools
 
 import numpy as np
 
-from case import Case, from_two_threads, raises
+from case import Case, raises, run_at_once
 from conformance_calls import stablehlo_text, x64
 from conformance_table import cases as conformance_cases
 from conformance_table import ffi_header_errors
@@ -116,9 +116,9 @@ def _one_program_from_two_threads():
             np.testing.assert_array_equal(actual, expected_result)
 
     assert not np.array_equal(*(out for (out,) in results))
-    from_two_threads(lambda: run(operands, results[0]), lambda: run(negated, results[1]))
+    run_at_once(lambda: run(operands, results[0]), lambda: run(negated, results[1]))
 
 
 def _two_programs_from_two_threads():
     targets = "xla_gpu_flash_attn_varlen", "xla_gpu_kv_cache_update"
-    from_two_threads(*(functools.partial(_run, _named(target)) for target in targets))
+    run_at_once(*(functools.partial(_run, _named(target)) for target in targets))

@@ -11,7 +11,7 @@ import torch_xla
 import calls
 import torch_adapter
 import xla_attention.torch as xt
-from case import Case, Skip, from_two_threads, raises
+from case import Case, Skip, raises, run_at_once
 from xla_attention import _library
 from xla_attention import torch_xla as registration
 
@@ -107,4 +107,4 @@ def _two_calls_from_two_threads():
         calls.plain_calls()[name]
         for name in ("paged_attention: plain", "rope_kv_cache_update: float32 interleaved False")
     )
-    from_two_threads(*(functools.partial(_run, call) for call in at_once))
+    run_at_once(*(functools.partial(_run, call) for call in at_once))
