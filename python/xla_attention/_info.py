@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-from collections import Counter
 
 from . import _library, torch_xla
 
@@ -38,7 +37,10 @@ def info() -> str:
     for name, platform in build["targets"]:
         platforms.setdefault(name, []).append(platform)
     lines += ["targets:", *(f"  {name} ({', '.join(names)})" for name, names in platforms.items())]
-    lines += ["kernel variants (registers on sm_90):", *_variants(build["variants"])]
+    lines += [
+        "kernel variants, and their registers on each GPU for which there is machine code (SASS):",
+        *_variants(build["variants"]),
+    ]
     lines += ["front-ends:", f"  jax: {_jax()}", f"  torch: {_torch()}"]
     return "\n".join(lines)
 
@@ -46,16 +48,12 @@ def info() -> str:
 def _variants(variants: list[dict]) -> list[str]:
     if not variants:
         return ["  none"]
-    archs = Counter(arch for variant in variants for arch in variant["sass"])
-    lines = [
-        f"  {v['name']} ({next((r[0] for a, r in v['sass'].items() if a.startswith('90')), '-')})" for v in variants
-    ]
-    return [
-        *lines,
-        "SASS: "
-        + ", ".join(f"sm_{a} {n}" for a, n in sorted(archs.items()))
-        + "; for other GPUs the driver compiles PTX",
-    ]
+    lines = []
+    for variant in variants:
+        archs = ", ".join(f"sm_{arch} {registers}" for arch, (registers, *_) in variant["sass"].items())
+        lines.append(f"  {variant['name']}: {archs}")
+    # A cubin also runs on later minor versions of its GPU's compute capability.
+    return [*lines, "  sm_80 serves 8.6 and 8.9 too, sm_100 10.3; for GPUs that are not listed the driver compiles PTX"]
 
 
 def _jax() -> str:
