@@ -20,7 +20,6 @@ pub(crate) struct Set {
 /// The headers to compile handlers for: one set per pin, in `<target>/xla_headers`, or the only set of
 /// `XLA_FFI_INCLUDE_DIR`.
 pub(crate) fn materialise(target: &Path) -> Result<Vec<Set>> {
-    println!("cargo:rustc-check-cfg=cfg(newest_handlers)");
     if let Some(folder) = env::var_os("XLA_FFI_INCLUDE_DIR").map(PathBuf::from) {
         for header in HEADERS {
             ensure!(folder.join(header).is_file(), "XLA_FFI_INCLUDE_DIR={}: {header} is not there", folder.display());
