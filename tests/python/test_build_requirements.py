@@ -1,5 +1,6 @@
 """The requirements that `make` installs: those of pyproject.toml, locked with hashes."""
 
+import importlib.util
 import pathlib
 import tomllib
 
@@ -42,3 +43,14 @@ def test_make_installs_them_by_their_hashes():
         assert f"--require-hashes -r build_support/{file}" in rules
     for file in ("demo", "test", "xla_gpu"):
         assert f"$(call install,{file}," in rules
+
+
+def test_the_bill_of_materials_has_the_versions_of_what_is_no_crate():
+    spec = importlib.util.spec_from_file_location("sbom", ROOT / "build_support/sbom.py")
+    sbom = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sbom)
+    pins = tomllib.loads((ROOT / "xla_headers/pin.toml").read_text())
+    found = {(component["name"], component["version"]) for component in sbom.components()}
+    assert {("jaxlib", pin["jaxlib"]) for pin in pins.values()} < found
+    assert {name for name, _ in found} == {*sbom.COMPILED_IN, "jaxlib"}
+    assert set(locked("release_requirements.txt")) >= {f"ziglang=={dict(found)['ziglang']}"}
