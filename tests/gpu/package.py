@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import os
 import pathlib
+import platform
 import subprocess
 import sys
 import tempfile
@@ -48,7 +49,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 def environment() -> dict[str, str]:
     """Environment variables with which `import xla_attention` works, without network or Rust."""
-    wheels = sorted(glob.glob(str(ROOT / "dist/*.whl")), key=os.path.getmtime)
+    # `make release` leaves wheels for other processors too.
+    wheels = sorted(glob.glob(str(ROOT / f"dist/*_{platform.machine()}.whl")), key=os.path.getmtime)
     if not wheels:
         if importlib.util.find_spec("xla_attention") is None:
             sys.exit("no wheel in dist/ and xla_attention is not installed: run `make wheel`, or copy a wheel here")
