@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -56,7 +57,9 @@ def output_of(command: list[str], folder: str) -> str:
     try:
         process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, process_group=0)
     except FileNotFoundError:
-        sys.exit(f"{command[0]} is missing: install Rust 1.91 or newer (https://rustup.rs)")
+        with open(os.path.join(folder, "Cargo.toml"), "rb") as file:
+            oldest = tomllib.load(file)["package"]["rust-version"]
+        sys.exit(f"{command[0]} is missing: install Rust {oldest} or newer (https://rustup.rs)")
     while True:
         try:
             output, _ = process.communicate(timeout=1)

@@ -7,9 +7,13 @@ stop() {
   exit 1
 }
 
-rust=$(cargo --version 2>/dev/null) || stop 'cargo is missing: install Rust 1.91 or newer (https://rustup.rs)'
+# Read by the shell itself, because PATH may lack any program.
+while IFS='"' read -r key value _; do
+  case $key in 'rust-version = ') oldest=$value ;; esac
+done <"${0%/*}/../Cargo.toml"
+rust=$(cargo --version 2>/dev/null) || stop "cargo is missing: install Rust $oldest or newer (https://rustup.rs)"
 minor=${rust#cargo 1.}
-[ "${minor%%.*}" -ge 91 ] || stop "$rust is too old: install Rust 1.91 or newer (rustup update)"
+[ "${minor%%.*}" -ge "${oldest#1.}" ] || stop "$rust is too old: install Rust $oldest or newer (rustup update)"
 command -v cc >/dev/null || stop 'cc is missing: install gcc (Debian, Ubuntu: apt install build-essential)'
 echo '#include <string>' | ${CXX:-c++} -std=c++17 -fsyntax-only -x c++ - 2>/dev/null ||
   stop "${CXX:-c++} is missing or cannot compile C++17: install g++ (Debian, Ubuntu: apt install build-essential), or set CXX"
