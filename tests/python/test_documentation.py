@@ -20,7 +20,7 @@ if importlib.util.find_spec("torch"):
     PACKAGES.append(xla_attention.torch)
 if importlib.util.find_spec("torch_xla"):
     MODULES.append("xla_attention.torch_xla")
-MODULES += [f"{package.__name__}.{m.name}" for package in PACKAGES for m in pkgutil.iter_modules(package.__path__)]
+MODULES += [m.name for package in PACKAGES for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -30,10 +30,16 @@ def test_docstring_examples_run(name):
     assert failures == 0
 
 
-@pytest.mark.parametrize("public", [getattr(package, name) for package in PACKAGES for name in package.__all__])
+def public_functions(package):
+    """The functions of a package, and of the public modules in it."""
+    for name in package.__all__:
+        public = getattr(package, name)
+        yield from public_functions(public) if isinstance(public, types.ModuleType) else [public]
+
+
+@pytest.mark.parametrize("public", [function for package in PACKAGES for function in public_functions(package)])
 def test_every_public_function_has_shapes_and_errors_or_an_example(public):
-    text = public.attention.__doc__ if isinstance(public, types.ModuleType) else public.__doc__
-    assert "Examples\n" in text or "Raises\n" in text
+    assert "Examples\n" in public.__doc__ or "Raises\n" in public.__doc__
 
 
 @pytest.mark.parametrize(
@@ -45,6 +51,7 @@ def test_every_public_function_has_shapes_and_errors_or_an_example(public):
         "docs/cache_layouts.md",
         "docs/sharding.md",
         "docs/gather.md",
+        "docs/flash_attn.md",
     ],
 )
 def test_the_python_of_documents_runs(document, tmp_path):

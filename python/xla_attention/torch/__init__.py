@@ -8,7 +8,7 @@ or after this module, our handlers are registered with its runtime.
 """
 
 from ..torch_xla import register_targets, use_cuda_plugin
-from . import vllm_style
+from . import flash_attn_interface, vllm_style
 from ._flash_attn_varlen import flash_attn_varlen
 from ._gather_kv_cache import gather_kv_cache
 from ._import_hook import register_once_imported
@@ -22,6 +22,7 @@ from ._simple_add import simple_add
 from ._xla_ops import provide_xla_ops
 
 __all__ = [
+    "flash_attn_interface",
     "flash_attn_varlen",
     "gather_kv_cache",
     "kv_cache_update",

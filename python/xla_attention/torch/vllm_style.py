@@ -10,6 +10,8 @@ from .._options import validate_sliding_window
 from ._flash_attn_varlen import flash_attn_varlen
 from ._kv_cache_update import update_cache_
 
+__all__ = ["attention"]
+
 
 def attention(
     query: torch.Tensor,
