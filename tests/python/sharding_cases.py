@@ -137,18 +137,31 @@ def pages(kv_layout):
     return Case(attend, (q, k), (PACKED, CACHES[kv_layout]), (PACKED, BY_HEAD), differentiated=False)
 
 
-def dense(*spec):
+# Options for a dense batch, from zeros ``[B]`` that are traced and sharded as the batch is.
+DENSE = {
+    "lengths": lambda _: {"is_causal": True, "key_value_seq_lengths": np.array([29, 1, 12, 20])},
+    "segments": lambda zeros: {"segment_ids": tuple(zeros[:, None] + jnp.arange(n) // 6 for n in (17, 29))},
+    "promise": lambda zeros: {
+        "mask": (zeros[:, None, None, None] + jnp.arange(29) <= jnp.arange(17)[:, None]),
+        "mask_form": "causal",
+    },
+    "mask": lambda zeros: {"mask": ((zeros[:, None] + jnp.arange(4 * 29).reshape(4, 29)) % 3 > 0)[:, None, None]},
+}
+
+
+def dense(*spec, metadata="lengths"):
     """A dense batch [B, T, H, D], sharded by `spec`."""
     shapes = [(4, 17, HEADS[0], 16), (4, 29, HEADS[1], 16), (4, 29, HEADS[1], 16)]
     operands = tuple(numbers(i, *shape) for i, shape in enumerate(shapes))
-    lengths = np.array([29, 1, 12, 20])
 
-    def attend(q, k, v):
-        return (dot_product_attention(q, k, v, is_causal=True, key_value_seq_lengths=lengths),)
+    zeros = np.zeros(4, np.float32)
 
-    return Case(
-        attend, operands, (PartitionSpec(*spec),) * 3, (PartitionSpec(*spec),), axes=2 if "batch" in spec else 1
-    )
+    @jax.jit
+    def attend(q, k, v, zeros):
+        return (dot_product_attention(q, k, v, **DENSE[metadata](zeros.astype(jnp.int32))),)
+
+    specs = (*(PartitionSpec(*spec),) * 3, PartitionSpec(*spec[:1]))
+    return Case(attend, (*operands, zeros), specs, specs[:1], axes=2 if "batch" in spec else 1)
 
 
 def step(heads, kv_layout):
@@ -281,6 +294,9 @@ CASES = {
     "dense, by batch": lambda _: dense("batch"),
     "dense, by heads": lambda _: dense(None, None, "heads"),
     "dense, by batch and heads": lambda _: dense("batch", None, "heads"),
+    "dense, segments": lambda _: dense("batch", None, "heads", metadata="segments"),
+    "dense, promised mask": lambda _: dense("batch", metadata="promise"),
+    "dense, mask of keys": lambda _: dense("batch", None, "heads", metadata="mask"),
     **{f"update, {layout}": lambda _, x=layout: paged_step(kv_cache_update, x) for layout in CACHES},
     "update, interleaved, replicated rows": lambda _: paged_step(kv_cache_update, replicated=("key", "value")),
     **{f"gather, {layout}": lambda _, x=layout: paged_step(gather_kv_cache, x) for layout in CACHES},

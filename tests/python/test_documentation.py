@@ -48,6 +48,7 @@ def test_every_public_function_has_shapes_and_errors_or_an_example(public):
         "README.md",
         "docs/quickstart_jax.md",
         "docs/quickstart_torch.md",
+        "docs/dot_product_attention.md",
         "docs/cache_layouts.md",
         "docs/sharding.md",
         "docs/gather.md",

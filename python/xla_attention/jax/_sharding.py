@@ -89,7 +89,7 @@ def partitioned(function: Callable, make_rule: Callable[..., ShardingRule]) -> C
             # Within shard_map the arrays are shards already.
             return function(static, *operands)
         call = _Call(static, treedef, make_rule(static, *operands))
-        return _with_auto_axes(functools.partial(unpartitioned, call), arrays, call.rule)(*arrays)
+        return with_auto_axes(functools.partial(unpartitioned, call), arrays, call.rule)(*arrays)
 
     return wrapped
 
@@ -109,7 +109,7 @@ def _has_shardy() -> bool:
     return tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 7)
 
 
-def _with_auto_axes(function: Callable, arrays: Sequence[Array], rule: ShardingRule) -> Callable:
+def with_auto_axes(function: Callable, arrays: Sequence[Array], rule: ShardingRule) -> Callable:
     """The function; where types have explicit mesh axes, with these left to XLA and with typed results."""
     mesh = _explicit_mesh(arrays)
     if mesh is None:

@@ -13,7 +13,16 @@ from .. import _library
 from .._operators import operator
 from .._options import kv_layout_number
 from ._attention import with_workspace
-from ._batching import can_concat, concat_cotangents, concat_operands, split_lse, split_rows, with_batching
+from ._batching import (
+    append_empty_sequence,
+    can_concat,
+    concat_cotangents,
+    concat_cu_seqlens,
+    concat_operands,
+    split_lse,
+    split_rows,
+    with_batching,
+)
 from ._call import Array, custom_call
 from ._sharding import ShardingRule, drop_absent, partitioned
 from ._sharding_dims import CACHE_DIMS, score_dims
@@ -21,11 +30,20 @@ from ._varlen_types import Cotangents, Gradients, Operands, Options
 
 
 def packed(operands: Operands) -> Operands:
-    """A dense batch as packed sequences."""
+    """A dense batch as packed sequences: one per entry of the batch, or its segments."""
     (batch, rows), keys = operands.q.shape[:2], operands.k.shape[1]
-    starts = jnp.arange(batch + 1, dtype=jnp.int32)
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in operands[:3])
-    return operands._replace(q=q, k=k, v=v, cu_seqlens_q=starts * rows, cu_seqlens_k=starts * keys)
+    if operands.cu_seqlens_q is None:
+        starts = jnp.arange(batch + 1, dtype=jnp.int32)
+        return operands._replace(q=q, k=k, v=v, cu_seqlens_q=starts * rows, cu_seqlens_k=starts * keys)
+    starts_q = concat_cu_seqlens(operands.cu_seqlens_q, rows)
+    starts_k = concat_cu_seqlens(operands.cu_seqlens_k, keys)
+    per_sequence = {
+        name: append_empty_sequence(x)
+        for name in ("seqused_q", "seqused_k", "leftpad_k")
+        if (x := getattr(operands, name)) is not None
+    }
+    return operands._replace(q=q, k=k, v=v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **per_sequence)
 
 
 def _forward_ffi_call(options: Options, operands: Operands) -> tuple[Array, Array]:
@@ -90,7 +108,10 @@ def _operand_dims(options: Options, operands: Operands) -> tuple[str, ...]:
     else:
         k, v = ("Pshd", "Pshe") if operands.block_table is not None else ("shd", "she")
     per_sequence = "b" if options.dense else "."
-    dims = Operands("btHd" if options.dense else "tHd", k, v, ".", ".", *[per_sequence] * 5)
+    starts = "."
+    if options.dense and operands.cu_seqlens_q is not None:
+        starts = per_sequence = "b."
+    dims = Operands("btHd" if options.dense else "tHd", k, v, starts, starts, *[per_sequence] * 5)
     dims = dims._replace(block_table=f"{per_sequence}.")
     return drop_absent((*dims[:9], *score_dims(*operands[9:])), operands)
 

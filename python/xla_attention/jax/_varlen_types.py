@@ -23,11 +23,15 @@ class Options(NamedTuple):
     window_left: np.int64
     window_right: np.int64
     out_dtype: np.dtype
-    dense: bool  # q, k and v have a batch dimension, and there are no cu_seqlens
+    dense: bool  # q, k and v have a batch dimension
 
 
 class Operands(NamedTuple):
-    """The operands of the forward target, in its order; None for one that is left out."""
+    """The operands of the forward target, in its order; None for one that is left out.
+
+    A dense batch has no cu_seqlens and lengths ``[B]``; with M segments in each entry it has ``cu_seqlens[B, M + 1]``,
+    which count from the entry's own first row, and lengths ``[B, M]``.
+    """
 
     q: Array  # [Tq, Hq, D]; dense: [B, Tq, Hq, D]
     k: Array  # [Tk, Hkv, D], or pages; dense: [B, Tk, Hkv, D]

@@ -1,0 +1,246 @@
+"""The two ways to compute dot_product_attention: the kernels of `flash_attn_varlen`, and JAX's own function.
+
+`_masks` and `_segment_ids` turn masks and segment ids into what the kernels can express. A NotImplementedError of
+`by_kernels` names what they cannot; its caller decides whether `by_jax` is next.
+"""
+
+import functools
+import inspect
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._options import kv_layout_number, length_hint
+from ._call import Array, static_f32
+from ._flash_attn_varlen import attend
+from ._masks import UNLIMITED, Visible, gather_visible, promised, recognise
+from ._segment_ids import segment_mask, segments_of
+from ._varlen_types import Operands, Options
+
+NAME = "dot_product_attention"
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call, with a batch dimension."""
+
+    query: Array  # [B, T, N, H]
+    key: Array  # [B, S, K, H]
+    value: Array
+    bias: Array | None  # [B, N, T, S], each of which may be 1
+    mask: Array | np.ndarray | None  # bool, likewise
+    scale: Any
+    is_causal: bool
+    query_seq_lengths: Array | None  # i32[B]
+    key_value_seq_lengths: Array | None
+    local_window_size: tuple[int, int] | None
+    return_residual: bool
+    segment_ids: tuple[Any, Any] | None  # [B, T] and [B, S], one object if they are the same
+    padding_segment_id: int | None
+    max_segments: int | None
+    sinks: Array | None
+    softcap: np.float32
+    mask_form: str | None
+
+    @property
+    def sizes(self) -> tuple:
+        """B, N, T, S."""
+        batch, rows, heads, _ = self.query.shape
+        return batch, heads, rows, self.key.shape[1]
+
+
+class TracedScaleError(TypeError):
+    """A scale that is traced, which JAX's function accepts."""
+
+
+def by_kernels(arguments: Arguments) -> Array | tuple[Array, Array]:
+    """The results of `flash_attn_varlen`; a NotImplementedError for what it does not compute."""
+    if arguments.bias is not None:
+        raise NotImplementedError(f"{NAME}: bias is not supported")
+    arguments, visible = _apply_mask(arguments)
+    query, key, value = arguments[:3]
+    query, scale = _positive_scale(query, arguments.scale)
+    local = arguments.local_window_size
+    if local is not None and min(local) < 0:
+        raise NotImplementedError(f"{NAME}: local_window_size is {local}, expected >= 0, or None for no window")
+    windows = [visible.window, local or (UNLIMITED, UNLIMITED), (UNLIMITED, 0 if arguments.is_causal else UNLIMITED)]
+    left, right = _narrowest(*windows)
+    rows = _smallest(arguments.query_seq_lengths, visible.rows)
+    keys = _smallest(arguments.key_value_seq_lengths, visible.keys)
+    sequences, valid = _sequences(arguments, (left, right), rows, keys, visible.first_key)
+    valid = [x for x in (visible.valid, valid) if x is not None]
+    options = Options(
+        batch_invariant=np.bool_(False),
+        causal=np.bool_(right == 0),
+        deterministic=np.bool_(False),
+        kv_layout=kv_layout_number(None),
+        max_seqlen_k=_length_hint(key.shape[1]),
+        max_seqlen_q=_length_hint(query.shape[1]),
+        softcap=arguments.softcap,
+        softmax_scale=scale,
+        top_left=np.bool_(True),
+        window_left=np.int64(left),
+        window_right=np.int64(right),
+        out_dtype=query.dtype,
+        dense=True,
+    )
+    try:
+        operands = Operands(query, key, value, **sequences, sinks=arguments.sinks)
+        out, lse = attend(options, operands, return_lse=True)
+    except (ValueError, NotImplementedError) as error:
+        if not str(error).startswith(_TARGET):
+            raise
+        raise type(error)(_translate(str(error))) from None
+    if valid:
+        # Not `where`: its gradient would be 0 in the rows that are not valid.
+        factor = jnp.where(functools.reduce(jnp.logical_and, valid), 1, jnp.nan)
+        out = out * factor.astype(out.dtype)[:, None, None, None]
+        lse = lse * factor.astype(lse.dtype)[None, :, None]
+    if not arguments.return_residual:
+        return out
+    if visible.rows is not None and arguments.sinks is not None:
+        # The rows that a mask hides are no padding, and still have the sink.
+        is_hidden = visible.rows[:, None] <= jnp.arange(query.shape[1])
+        if arguments.query_seq_lengths is not None:
+            is_hidden &= jnp.arange(query.shape[1]) < arguments.query_seq_lengths[:, None]
+        lse = jnp.where(is_hidden, arguments.sinks[:, None, None], lse)
+    return out, jax.lax.stop_gradient(jnp.transpose(lse, (1, 2, 0)).astype(key.dtype))
+
+
+def _apply_mask(arguments: Arguments) -> tuple[Arguments, Visible]:
+    """The keys that the mask shows; the keys themselves may change their order."""
+    mask, sizes = arguments.mask, arguments.sizes
+    if mask is None:
+        return arguments, Visible()
+    if isinstance(mask, np.ndarray):
+        visible = recognise(mask, sizes)
+        if visible is None:
+            text = "it is neither causal nor a window nor padding, nor several of these"
+            raise NotImplementedError(f"{NAME}: mask {list(mask.shape)} is not supported: {text}")
+        return arguments, visible
+    if mask.shape[1] != 1:
+        raise NotImplementedError(f"{NAME}: mask {list(mask.shape)} is not supported: it is traced, with heads")
+    if arguments.mask_form is not None:
+        return arguments, promised(mask, arguments.mask_form, sizes)
+    has_other_masks = arguments.is_causal or arguments.local_window_size or arguments.segment_ids is not None
+    if mask.shape[2] == 1 and not has_other_masks:
+        shown = mask[:, 0, 0]
+        if arguments.key_value_seq_lengths is not None:
+            shown = shown & (jnp.arange(sizes[3]) < arguments.key_value_seq_lengths[:, None])
+        key, value, count = gather_visible(shown, arguments.key, arguments.value)
+        return arguments._replace(key=key, value=value, key_value_seq_lengths=None), Visible(keys=count)
+    raise NotImplementedError(
+        f"{NAME}: mask {list(mask.shape)} is not supported: its values are traced, so it is not known whether it is "
+        "causal or padding; pass is_causal, lengths or segment_ids instead of it, or promise its mask_form"
+    )
+
+
+def _sequences(
+    arguments: Arguments, window: tuple[int, int], rows: Array | None, keys: Array | None, first_key: Array | None
+) -> tuple[dict[str, Array | None], Array | None]:
+    """The metadata of the call's sequences, and which entries of the batch are valid."""
+    if arguments.segment_ids is None:
+        return {"seqused_q": rows, "seqused_k": keys, "leftpad_k": first_key}, None
+    is_pair = arguments.segment_ids[0] is not arguments.segment_ids[1]
+    if is_pair and window != (UNLIMITED, UNLIMITED):
+        raise NotImplementedError(f"{NAME}: a pair of segment_ids with is_causal or a window is not supported")
+    segments = segments_of(NAME, arguments.segment_ids, arguments.padding_segment_id, arguments.max_segments)
+
+    def within(position: Array | None, starts: Array, lengths: Array) -> Array | None:
+        """A position in a row, counted from the start of each segment."""
+        return None if position is None else jnp.clip(position[:, None] - starts[:, :-1], 0, lengths)
+
+    used_q, used_k = (
+        lengths if limit is None else within(limit, starts, lengths)
+        for limit, starts, lengths in (
+            (rows, segments.starts_q, segments.lengths_q),
+            (keys, segments.starts_k, segments.lengths_k),
+        )
+    )
+    sequences = {
+        "cu_seqlens_q": segments.starts_q,
+        "cu_seqlens_k": segments.starts_k,
+        "seqused_q": used_q,
+        "seqused_k": used_k,
+        "leftpad_k": within(first_key, segments.starts_k, segments.lengths_k),
+    }
+    return sequences, segments.valid
+
+
+def by_jax(arguments: Arguments, implementation: str) -> Array | tuple[Array, Array]:
+    """The results of JAX's function, with segment ids as a mask."""
+    for name, given in (("sinks", arguments.sinks is not None), ("softcap", arguments.softcap != 0)):
+        if given:
+            raise NotImplementedError(f"{NAME}: {name} is not supported by jax.nn.dot_product_attention")
+    options = {"return_residual": True} if arguments.return_residual else {}
+    if options and "return_residual" not in inspect.signature(jax.nn.dot_product_attention).parameters:
+        raise NotImplementedError(f"{NAME}: return_residual with jax.nn.dot_product_attention needs jax >= 0.8.1")
+    mask, in_segment = arguments.mask, None
+    if arguments.segment_ids is not None:
+        in_segment = segment_mask(arguments.segment_ids, arguments.padding_segment_id)
+        mask = in_segment if mask is None else jnp.logical_and(mask, in_segment)
+    results = jax.nn.dot_product_attention(
+        *arguments[:4],
+        None if mask is None else jnp.asarray(mask),
+        scale=arguments.scale,
+        is_causal=arguments.is_causal,
+        query_seq_lengths=arguments.query_seq_lengths,
+        key_value_seq_lengths=arguments.key_value_seq_lengths,
+        local_window_size=arguments.local_window_size,
+        implementation=implementation,
+        **options,
+    )
+    if in_segment is None:
+        return results
+    # JAX has no segment ids, hence no rule of its own for rows without a key in their segment: they are 0, as always.
+    has_keys = in_segment.any(-1)[:, 0, :, None]
+    out, *residual = results if options else (results,)
+    out = jnp.where(has_keys[..., None], out, 0)
+    return (out, jnp.where(has_keys, residual[0], -jnp.inf)) if residual else out
+
+
+def _length_hint(length: Any) -> np.int64:  # noqa: ANN401
+    """The hint for a dense dimension; a symbolic one (jax.export) is unknown."""
+    return length_hint(length if isinstance(length, int) else 0)
+
+
+def _positive_scale(query: Array, scale: Any) -> tuple[Array, np.float32]:  # noqa: ANN401
+    """The query and the scale; the sign of a scale that is not positive goes to the query, which is exact."""
+    if isinstance(scale, jax.core.Tracer):
+        raise TracedScaleError(f"{NAME}: scale is traced, expected a number that is known when the program is compiled")
+    scale = static_f32(f"{NAME}: scale", scale)
+    if not np.isfinite(scale):
+        raise NotImplementedError(f"{NAME}: scale is {scale}, expected a finite number")
+    if scale > 0:
+        return query, scale
+    return query * np.sign(scale).astype(query.dtype), np.abs(scale) if scale else np.float32(1)
+
+
+def _narrowest(*windows: tuple[int, int]) -> list[int]:
+    """The window that all windows have in common."""
+    sides = zip(*windows, strict=True)
+    return [min((x for x in side if x != UNLIMITED), default=UNLIMITED) for side in sides]
+
+
+def _smallest(*lengths: Array | None) -> Array | None:
+    given = [x for x in lengths if x is not None]
+    return functools.reduce(jnp.minimum, given) if given else None
+
+
+# This function's arguments by the operands of flash_attn_varlen.
+_TARGET = "xla_gpu_flash_attn_varlen: "
+_OPERANDS = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "seqused_q": "query_seq_lengths",
+    "seqused_k": "key_value_seq_lengths",
+}
+
+
+def _translate(text: str) -> str:
+    """An error of flash_attn_varlen with the names of this function's arguments."""
+    text = re.sub(rf"\b({'|'.join(_OPERANDS)})\b", lambda word: _OPERANDS[word[0]], text.removeprefix(_TARGET))
+    return f"{NAME}: {text}"

@@ -1,0 +1,280 @@
+"""The masks, sinks and soft cap of dot_product_attention, and its fallback."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dense_attention import dense_attention
+from test_dot_product_attention import tensors
+from xla_attention.jax import dot_product_attention
+
+ROWS, KEYS = 17, 29
+POSITIONS = np.arange(KEYS)[None] - np.arange(ROWS)[:, None]
+CAUSAL = POSITIONS <= 0
+KEY_PADDING = (np.arange(KEYS) < np.array([29, 12, 0])[:, None])[:, None, None]
+LEFT_PADDING = (np.arange(KEYS) >= np.array([0, 5, 3])[:, None])[:, None, None]
+ROW_PADDING = (np.arange(ROWS) < np.array([17, 4, 9])[:, None])[:, None, :, None]
+SCATTERED = np.random.default_rng(5).random((3, 1, 1, KEYS)) < 0.5
+ANY = np.random.default_rng(6).random((3, 1, ROWS, KEYS)) < 0.5
+
+# Masks that the kernels compute if their values are known.
+KNOWN = {
+    "causal": CAUSAL[None, None],
+    "two dimensions": CAUSAL,
+    "all": np.ones((1, 1, ROWS, KEYS), bool),
+    "none": np.zeros((3, 1, ROWS, KEYS), bool),
+    "causal, later": POSITIONS[None, None] <= KEYS - ROWS,
+    "window": ((POSITIONS >= -3) & (POSITIONS <= 2))[None, None],
+    "left window": (POSITIONS >= -3)[None, None],
+    "right window": (POSITIONS <= 4)[None, None],
+    "sliding window": ((POSITIONS >= -4) & CAUSAL)[None, None],
+    "key padding": KEY_PADDING,
+    "left padding": LEFT_PADDING,
+    "row padding": ROW_PADDING,
+    "both": ROW_PADDING & KEY_PADDING,
+    "causal and padding": CAUSAL & ROW_PADDING & KEY_PADDING,
+    "causal and left padding": CAUSAL & LEFT_PADDING,
+    "window and left padding": (POSITIONS >= -3) & (POSITIONS <= 2) & LEFT_PADDING,
+    "of each head": np.broadcast_to(CAUSAL, (1, 6, ROWS, KEYS)),
+    "of a batch": np.broadcast_to(CAUSAL, (3, 1, ROWS, KEYS)),
+}
+# Masks that they do not.
+UNKNOWN = {
+    "any": ANY,
+    "one head differs": np.concatenate([np.ones((1, 1, ROWS, KEYS), bool)] * 5 + [CAUSAL[None, None]], 1),
+    "strictly causal": (POSITIONS < 0)[None, None],
+    "two ranges": (np.arange(KEYS) % 9 != 4)[None, None, None],
+    "windows differ": np.stack([POSITIONS <= 0, POSITIONS <= 1, POSITIONS <= 2])[:, None],
+}
+
+
+def check(mask, options, *, wrap=jax.jit, operands=None, expected_mask=None, **oracle):
+    """Assert that the results are those of the oracle, and the gradients those of JAX's function."""
+    operands = tensors() if operands is None else operands
+    full = np.broadcast_to(mask if expected_mask is None else expected_mask, (3, 6, ROWS, KEYS))
+    expected = dense_attention(*operands, full, **oracle)
+    if isinstance(mask, jax.Array):
+        call = wrap(lambda mask, *x: dot_product_attention(*x, mask=mask, return_residual=True, **options))
+        call = functools.partial(call, mask)
+    else:
+        call = wrap(lambda *x: dot_product_attention(*x, mask=mask, return_residual=True, **options))
+    for actual, wanted in zip(call(*operands), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.parametrize("mask", KNOWN.values(), ids=KNOWN)
+def test_a_known_mask_is_recognised(platform, mask):
+    check(mask, {})
+    check(mask, {}, wrap=lambda f: f)
+
+
+@pytest.mark.parametrize("mask", KNOWN.values(), ids=KNOWN)
+def test_a_mask_joins_the_other_masks(platform, mask):
+    options = {
+        "local_window_size": (6, 8),
+        "query_seq_lengths": jnp.array([17, 3, 12]),
+        "key_value_seq_lengths": jnp.array([20, 29, 4]),
+    }
+    in_window = (POSITIONS >= -6) & (POSITIONS <= 8)
+    rows = np.arange(ROWS)[None, :, None] < np.array([17, 3, 12])[:, None, None]
+    keys = np.arange(KEYS)[None, None] < np.array([20, 29, 4])[:, None, None]
+    check(mask, options, expected_mask=mask & (in_window & rows & keys)[:, None])
+    check(mask, {"is_causal": True}, expected_mask=mask & CAUSAL)
+
+
+def test_an_array_of_jax_is_a_known_mask_also_within_jit():
+    mask = jnp.asarray(KNOWN["causal"])
+    operands = tensors()
+    expected = dot_product_attention(*operands, is_causal=True)
+    for wrap in (jax.jit, lambda f: f):
+        actual = wrap(lambda *x: dot_product_attention(*x, mask=mask))(*operands)
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("mask", UNKNOWN.values(), ids=UNKNOWN)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_another_mask_follows_the_fallback(mask, wrap):
+    operands = tensors()
+    with pytest.raises(NotImplementedError, match='mask .* is not supported: it is neither .*; fallback="xla" lets'):
+        wrap(lambda *x: dot_product_attention(*x, mask=mask))(*operands)
+    actual = wrap(lambda *x: dot_product_attention(*x, mask=mask, fallback="xla"))(*operands)
+    np.testing.assert_array_equal(actual, wrap(lambda *x: jax.nn.dot_product_attention(*x, mask=mask))(*operands))
+
+
+def test_a_traced_mask_follows_the_fallback():
+    operands, mask = tensors(), jnp.asarray(KNOWN["causal"])
+    with pytest.raises(NotImplementedError, match=r"mask \[1, 1, 17, 29\] is not supported: its values are traced"):
+        jax.jit(lambda mask: dot_product_attention(*operands, mask=mask))(mask)
+    actual = jax.jit(lambda mask: dot_product_attention(*operands, mask=mask, fallback="xla"))(mask)
+    np.testing.assert_allclose(actual, dot_product_attention(*operands, is_causal=True), atol=2e-5)
+
+
+@pytest.mark.parametrize("mask", [KEY_PADDING, LEFT_PADDING, SCATTERED, SCATTERED[:1], SCATTERED[0, 0, 0]])
+def test_a_traced_mask_of_keys_is_computed(platform, mask):
+    check(jnp.asarray(mask), {})
+    lengths = np.array([20, 3, 29])
+    keys = (np.arange(KEYS) < lengths[:, None])[:, None, None]
+    check(jnp.asarray(mask), {"key_value_seq_lengths": jnp.asarray(lengths)}, expected_mask=mask & keys)
+
+
+@pytest.mark.parametrize("other", [{"is_causal": True}, {"local_window_size": 3}], ids=str)
+def test_a_traced_mask_of_keys_does_not_join_masks_by_position(other):
+    with pytest.raises(NotImplementedError, match="its values are traced"):
+        jax.jit(lambda mask: dot_product_attention(*tensors(), mask=mask, **other))(jnp.asarray(SCATTERED))
+
+
+PROMISED = {
+    "causal": ("causal", CAUSAL[None, None]),
+    "causal and padding": ("causal", KNOWN["causal and padding"]),
+    "causal and left padding": ("causal", KNOWN["causal and left padding"]),
+    "padding": ("padding", KEY_PADDING),
+    "padding of rows": ("padding", KNOWN["both"]),
+    "left padding": ("padding", np.broadcast_to(LEFT_PADDING, (3, 1, ROWS, KEYS))),
+    "no key": ("causal", KNOWN["none"]),
+}
+
+
+@pytest.mark.parametrize(("form", "mask"), PROMISED.values(), ids=PROMISED)
+def test_a_promised_mask_is_computed(platform, form, mask):
+    check(jnp.asarray(mask), {"mask_form": form})
+
+
+@pytest.mark.parametrize("form", ["causal", "padding"])
+def test_a_broken_promise_gives_nan_in_its_entry_of_the_batch(platform, form):
+    mask = np.array(np.broadcast_to(KNOWN["causal and padding" if form == "causal" else "both"], (3, 1, ROWS, KEYS)))
+    mask[1, 0, 2, :] = ~mask[1, 0, 2, :]
+    operands = tensors()
+
+    def call(mask, *operands):
+        return dot_product_attention(*operands, mask=mask, mask_form=form, return_residual=True)
+
+    out, residual = jax.jit(call)(jnp.asarray(mask), *operands)
+    assert np.isnan(out[1]).all() and np.isnan(residual[1]).all()
+    expected = dense_attention(*operands, mask)
+    for actual, wanted in zip((out, residual), expected, strict=True):
+        np.testing.assert_allclose(np.delete(actual, 1, 0), np.delete(wanted, 1, 0), atol=3e-5, rtol=3e-5)
+    gradient = jax.jit(jax.grad(lambda q, mask: call(mask, q, *operands[1:])[0].sum()))(operands[0], jnp.asarray(mask))
+    assert np.isnan(gradient[1]).any() and np.isfinite(np.delete(gradient, 1, 0)).all()
+
+
+@pytest.mark.parametrize("form", ["causal", "padding"])
+def test_one_query_attends_to_a_promised_range(platform, form):
+    q, k, v = tensors(rows=1)
+    mask = (np.arange(KEYS) <= 11)[None, None, None]
+    actual = jax.jit(lambda mask: dot_product_attention(q, k, v, mask=mask, mask_form=form))(jnp.asarray(mask))
+    np.testing.assert_allclose(actual, dense_attention(q, k, v, mask)[0], atol=2e-5)
+
+
+MASKED = {
+    "known": (KNOWN["causal and left padding"], {}, False),
+    "keys": (SCATTERED, {}, True),
+    "promised": (KNOWN["causal and padding"], {"mask_form": "causal"}, True),
+}
+
+
+@pytest.mark.parametrize(("mask", "options", "traced"), MASKED.values(), ids=MASKED)
+def test_masks_have_gradients_and_vmap(platform, mask, options, traced):
+    q, k, v = tensors()
+    full = np.broadcast_to(mask, (3, 1, ROWS, KEYS))
+    has_keys = full.any(-1)[:, 0, :, None, None]
+
+    def total(attend, mask, *operands):  # JAX gives the mean of the values to rows without a key
+        return jnp.sum(jnp.where(has_keys, jnp.sin(attend(*operands, mask=mask)), 0))
+
+    ours = functools.partial(total, functools.partial(dot_product_attention, **options))
+    with jax.default_matmul_precision("highest"):
+        expected = jax.grad(functools.partial(total, jax.nn.dot_product_attention), (1, 2, 3))(full, q, k, v)
+    if traced:
+        actual = jax.jit(jax.grad(ours, (1, 2, 3)))(jnp.asarray(mask), q, k, v)
+    else:
+        actual = jax.jit(jax.grad(functools.partial(ours, mask), (0, 1, 2)))(q, k, v)
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4)
+
+    masks = jnp.stack([jnp.asarray(full), jnp.asarray(full)[::-1]]) if traced else None
+    many = [jnp.stack([x, 2 * x]) for x in (q, k, v)]
+
+    def one(mask_of_call, *operands):
+        return dot_product_attention(*operands, mask=mask if mask_of_call is None else mask_of_call, **options)
+
+    if traced and not options:
+        masks = masks[..., :1, :]
+    together = jax.vmap(one, in_axes=(0 if traced else None, 0, 0, 0))(masks, *many)
+    for i, sign in enumerate((1, -1)):
+        wanted = full[::sign] if traced else full
+        np.testing.assert_allclose(together[i], dense_attention(*(x[i] for x in many), wanted)[0], atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.parametrize(
+    "oracle", [{"softcap": 1.5}, {"sinks": np.linspace(-1, 2, 6, dtype=np.float32)}, {"scale": -0.4}, {"scale": 0.0}]
+)
+def test_scores(platform, oracle):
+    check(KNOWN["causal and padding"], oracle, **oracle)
+
+
+def test_sinks_and_the_soft_cap_have_gradients(platform):
+    q, k, v = tensors()
+    sinks = jnp.linspace(-1, 2, 6)
+
+    def ours(q, sinks):
+        return jnp.sum(jnp.sin(dot_product_attention(q, k, v, is_causal=True, sinks=sinks, softcap=1.5)))
+
+    def plain(q, sinks):
+        keys, values = (jnp.repeat(x, 3, axis=2) for x in (k, v))
+        scores = jnp.einsum("btnh,bsnh->bnts", q, keys, precision="highest") * 32**-0.5
+        scores = jnp.where(CAUSAL, 1.5 * jnp.tanh(scores / 1.5), -jnp.inf)
+        column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, column], -1))[..., :-1]
+        return jnp.sum(jnp.sin(jnp.einsum("bnts,bsnh->btnh", weights, values, precision="highest")))
+
+    for a, b in zip(jax.grad(ours, (0, 1))(q, sinks), jax.grad(plain, (0, 1))(q, sinks), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4)
+
+
+# Calls that only JAX's function computes: a change of the operands, options, and the error without a fallback.
+OF_JAX = {
+    "bias": (lambda *x: x, {"bias": jnp.linspace(-1, 1, ROWS * KEYS).reshape(1, 1, ROWS, KEYS)}, "bias is not supp"),
+    "head dimension": (lambda *x: [y[..., :20] for y in x], {}, "query has head dimension 20"),
+    "negative window": (lambda *x: x, {"local_window_size": (-1, 4)}, r"local_window_size is \(-1, 4\), expected >= 0"),
+    "bias and lengths": (
+        lambda *x: x,
+        {
+            "bias": jnp.ones((6, 1, KEYS)),
+            "is_causal": True,
+            "query_seq_lengths": np.array([17, 3, 12]),
+            "key_value_seq_lengths": np.array([20, 29, 4]),
+            "local_window_size": 6,
+        },
+        "bias is not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "options", "text"), OF_JAX.values(), ids=OF_JAX)
+def test_what_the_kernels_do_not_compute_follows_the_fallback(change, options, text):
+    operands = change(*tensors())
+    with pytest.raises(NotImplementedError, match=f'^dot_product_attention: {text}.*; fallback="xla" lets jax.nn.dot'):
+        dot_product_attention(*operands, **options)
+    converted = {name: x.astype(np.int32) if name.endswith("lengths") else x for name, x in options.items()}
+    expected = jax.nn.dot_product_attention(*operands, **converted, return_residual=True)
+    actual = dot_product_attention(*operands, **options, fallback="xla", return_residual=True)
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    single = dot_product_attention(*operands, **options, fallback="xla")
+    np.testing.assert_array_equal(single, expected[0])
+
+
+def test_a_traced_scale_follows_the_fallback():
+    operands = tensors()
+    actual = jax.jit(lambda scale: dot_product_attention(*operands, scale=scale, fallback="xla"))(0.3)
+    np.testing.assert_allclose(actual, dot_product_attention(*operands, scale=0.3), atol=2e-5)
+
+
+@pytest.mark.parametrize("options", [{"sinks": jnp.zeros(6)}, {"softcap": 2.0}], ids=["sinks", "softcap"])
+@pytest.mark.parametrize("way", [{"implementation": "xla"}, {"fallback": "xla", "bias": jnp.zeros((1, 1, 17, 29))}])
+def test_jax_has_neither_sinks_nor_a_soft_cap(options, way):
+    with pytest.raises(NotImplementedError, match="(sinks|softcap) is not supported by jax.nn.dot_product_attention"):
+        dot_product_attention(*tensors(), **options, **way)
