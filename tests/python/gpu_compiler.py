@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import xla_attention.jax as xj
 from calls import plain_calls, tree_map
 from jax_adapter import arrays_of
+from packed_caches import packed_calls
 
 # An H100, from XLA's target configurations.
 TARGET = """
@@ -84,6 +85,7 @@ def spec(name, array):
 PLAIN = plain_calls()
 # A program, and the call in it.
 CASES = {name: (program(call), call) for name, call in PLAIN.items()}
+CASES |= {f"packed cache, {call.name}": (program(call), call) for call in packed_calls()}
 CASES["gradients"] = gradients, PLAIN["flash_attn_varlen: plain"]
 
 

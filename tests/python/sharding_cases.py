@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from batches import varlen
+from packed_caches import packed_batch
 from xla_attention.jax import (
     dot_product_attention,
     flash_attn_varlen,
@@ -18,6 +19,7 @@ from xla_attention.jax import (
     merge_attention_states,
     paged_attention,
     paged_attention_update,
+    ragged_paged_attention_v3,
     rope_kv_cache_update,
     simple_add,
 )
@@ -264,6 +266,25 @@ def decoded(heads=HEADS):
     return case._replace(attend=attend, out_specs=(PACKED, BY_HEAD, CACHES["interleaved"]))
 
 
+def packed_cache(layout, **options):
+    """ragged_paged_attention_v3 over a packed cache, sharded by its rows, which have both K and V of a head."""
+    shape = {"heads": (16, 8) if layout == "concatenated" else HEADS, "d": 64, "layout": layout}
+    operands = packed_batch([(3, 9), (1, 5)], dtype="bfloat16", spare_rows=0, **shape)
+    # f32, because roundings to bf16 hide errors, with the shape that bf16 has.
+    operands = {name: np.nan_to_num(np.float32(x)) if x.ndim > 2 else x for name, x in operands.items()}
+    names = ("kv_cache", "queries", "keys", "values")
+    others = {name: x for name, x in operands.items() if name not in names}
+    arrays = tuple(operands[name] for name in names)
+    sinks = np.linspace(-1, 1, shape["heads"][0], dtype=np.float32)
+
+    def attend(*arrays):
+        scores = {"attention_sink": sinks, "sm_scale": 0.1, "kv_layout": layout, **options}
+        return ragged_paged_attention_v3(**dict(zip(names, arrays, strict=True)), **others, **scores)
+
+    specs = (CACHES["interleaved"], *(PACKED,) * 3)
+    return Case(attend, arrays, specs, (PACKED, specs[0]), differentiated=False, donated=(0,))
+
+
 def merged(spec, lse_spec):
     """Two states, of which one is sharded."""
     operands = (numbers(7, 12, 8, 16), numbers(8, 8, 12), numbers(9, 12, 8, 16), numbers(10, 8, 12))
@@ -319,6 +340,9 @@ CASES = {
     "paged, cache split between K and V by one axis": lambda _: over_both_axes(
         paged_step(paged_attention, heads=(8, 2))
     ),
+    "cache in words, interleaved": lambda _: packed_cache("interleaved"),
+    "cache in words, concatenated": lambda _: packed_cache("concatenated"),
+    "cache in words, not causal": lambda _: packed_cache("interleaved", use_causal_mask=False),
     "decode step": lambda _: decoded(),
     "merge, by heads": lambda _: merged((None, "heads"), ("heads",)),
     "merge, by rows and elements": lambda _: merged(("batch", None, "heads"), (None, "batch")),

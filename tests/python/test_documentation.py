@@ -53,6 +53,7 @@ def test_every_public_function_has_shapes_and_errors_or_an_example(public):
         "docs/sharding.md",
         "docs/gather.md",
         "docs/flash_attn.md",
+        "docs/ragged_paged_attention_v3.md",
     ],
 )
 def test_the_python_of_documents_runs(document, tmp_path):

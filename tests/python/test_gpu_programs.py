@@ -12,6 +12,7 @@ import tempfile
 import pytest
 
 from calls import flatten, plain_calls
+from packed_caches import packed_calls
 from subprocesses import python, python_with_torch
 
 HERE = pathlib.Path(__file__).parent
@@ -20,6 +21,7 @@ PLUGIN = pathlib.Path(sys.prefix, "xla_gpu")
 
 pytestmark = pytest.mark.skipif(not PLUGIN.is_dir(), reason=f"no CUDA plugin of JAX in {PLUGIN}: `make test`")
 
+PACKED = [call.name for call in packed_calls()]
 OPERATORS = [*plain_calls(), "gradients"]
 CACHES = {name: flatten(call.arguments[call.updates]) for name, call in plain_calls().items() if call.updates}
 
@@ -117,6 +119,25 @@ def test_a_donated_cache_is_updated_in_place(operator, placement):
 def test_a_cache_that_is_not_donated_is_copied_once(operator):
     """The control of the test above: without donation, there is a copy."""
     assert len(copies(operator, programs()[f"{operator}, kept"])) == len(CACHES[operator])
+
+
+@pytest.mark.parametrize("placement", ["donated", "two devices"])
+@pytest.mark.parametrize("form", PACKED)
+def test_a_packed_cache_is_updated_in_place(form, placement):
+    """The reshape between a packed cache and the call's pages is no copy, and needs no communication."""
+    hlo = programs()[f"packed cache, {form}, {placement}"]
+    ((call, operands),) = our_calls(hlo)
+    assert "xla_gpu_paged_attention_update" in call
+    assert " bitcast(" in operands[1]
+    assert "may-alias" in hlo.splitlines()[0] or "must-alias" in hlo.splitlines()[0]
+    assert re.findall(r"\S+\[\d+,4,\S* copy\(", hlo) == []
+    assert re.findall(r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\S*\(", hlo) == []
+
+
+@pytest.mark.parametrize("form", PACKED)
+def test_a_packed_cache_that_is_not_donated_is_copied_once(form):
+    """The control of the test above."""
+    assert len(re.findall(r"\S+\[\d+,4,\S* copy\(", programs()[f"packed cache, {form}, kept"])) == 1
 
 
 def shape_of(operator):

@@ -24,7 +24,9 @@ UNEVEN = {
     "paged, cache split between K and V by one axis",
 }
 # The number of custom calls in a program, where it is not 1.
-CALLS = {"decode step": 4} | {name: 2 for name in CASES if name.startswith(("packed", "dense"))}
+CALLS = {"decode step": 4, "cache in words, not causal": 2} | {
+    name: 2 for name in CASES if name.startswith(("packed", "dense"))
+}
 
 
 def has_several_devices(platform):
@@ -62,5 +64,6 @@ def test_sharded_calls_need_no_collectives_beyond_the_expected(on, partitioning,
     assert result["error"] < 2e-5
     assert result["calls"] == CALLS.get(case, 1)
     assert set(result["collectives"]) <= EXPECTED_COLLECTIVES.get(case, set())
-    assert result["in_place"] and result["copies"] == 0
+    # XLA:CPU copies a donated cache that is reshaped. XLA:GPU does not, see `test_gpu_programs`.
+    assert result["in_place"] and result["copies"] == (case.startswith("cache in words") and on == "cpu")
     assert result["shardings_match"] or case in UNEVEN

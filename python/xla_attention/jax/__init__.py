@@ -34,6 +34,7 @@ from ._kv_cache_update import kv_cache_update
 from ._merge_attention_states import merge_attention_states
 from ._paged_attention import paged_attention, ragged_paged_attention
 from ._paged_attention_update import paged_attention_update
+from ._ragged_paged_attention_v3 import ragged_paged_attention_v3
 from ._register import export_disabled_checks, register_targets
 from ._rope_kv_cache_update import rope_kv_cache_update
 from ._simple_add import simple_add
@@ -50,6 +51,7 @@ __all__ = [
     "paged_attention",
     "paged_attention_update",
     "ragged_paged_attention",
+    "ragged_paged_attention_v3",
     "register_targets",
     "rope_kv_cache_update",
     "simple_add",
