@@ -13,7 +13,7 @@ import xla_attention.jax
 from subprocesses import python_with_torch
 
 PACKAGES = [xla_attention.jax]
-MODULES = ["xla_attention._info"]
+MODULES = ["xla_attention._info", "xla_attention.flax"]
 if importlib.util.find_spec("torch"):
     import xla_attention.torch
 
