@@ -43,6 +43,30 @@ def test_strided_operands_and_expanded_cotangents(torch_device):
     assert torch.equal(actual.cpu(), expected.cpu())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("group", "head_dim"), [(6, 128), (8, 96), (12, 64)])
+def test_waves_in_both_directions_have_the_same_gradients(group, head_dim):
+    # On an H100 or H200 each sequence is a wave of tiles, and every other wave goes through the queries in ascending
+    # order. A sequence alone is a first wave. Key blocks contribute to dq in the same order either way.
+    length, count, kv_heads = 512, 3, 32
+    torch.manual_seed(0)
+    shapes = [(kv_heads * group,), (kv_heads,), (kv_heads,), (kv_heads * group,)]
+    q, k, v, dout = (torch.randn(count * length, *x, head_dim, device="cuda", dtype=torch.bfloat16) for x in shapes)
+
+    def gradients(rows, count):
+        leaves = [x[rows].detach().requires_grad_() for x in (q, k, v)]
+        starts = torch.arange(count + 1, device="cuda", dtype=torch.int32) * length
+        return torch.autograd.grad(xt.flash_attn_varlen(*leaves, starts, causal=True), leaves, dout[rows])
+
+    together = gradients(slice(None), count)
+    for first in range(0, count * length, length):
+        rows = slice(first, first + length)
+        (dq, *others), (dq_alone, *others_alone) = [x[rows] for x in together], gradients(rows, 1)
+        assert torch.equal(dq, dq_alone)
+        for actual, expected in zip(others, others_alone, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-7)
+
+
 @pytest.mark.parametrize(
     ("backend", "torch_device"),
     [

@@ -172,7 +172,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     const int32_t key_block = uniform(tile.key_block);
     if (key_block < 0) break;
     const int32_t first_block = uniform(tile.first_block), num_blocks = uniform(tile.num_blocks);
-    const bool ascends = uniform(tile.ascends) != 0;
+    const bool ascends = uniform(tile.queries_ascend) != 0;
     BlockRange unmasked = {INT32_MIN, INT32_MAX}, visible = unmasked;
     {
       const int32_t first_key = key_block * Shape::kKeys + 64 * warpgroup, shift = uniform(tile.shift);

@@ -51,9 +51,10 @@ __device__ __forceinline__ void accumulate_dq(const HopperBackwardParams& params
                                                  forward.window_right};
 #pragma unroll 1
     for (int32_t blocks_done = 0; blocks_done < tile.num_blocks; ++blocks_done) {
-      const int32_t block = tile.first_block + (tile.ascends != 0 ? blocks_done : tile.num_blocks - 1 - blocks_done);
-      const int32_t before = tile.ascends != 0 ? visible_blocks.last_key_block(block) - tile.key_block
-                                               : tile.key_block - visible_blocks.first_key_block(block);
+      const int32_t block =
+          tile.first_block + (tile.queries_ascend != 0 ? blocks_done : tile.num_blocks - 1 - blocks_done);
+      const int32_t before = tile.keys_descend != 0 ? visible_blocks.last_key_block(block) - tile.key_block
+                                                    : tile.key_block - visible_blocks.first_key_block(block);
 #pragma unroll 1
       for (int32_t i = 0; i < forward.group; ++i, ++step) {
         if ((step & 1) != parity) continue;

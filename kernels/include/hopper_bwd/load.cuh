@@ -87,7 +87,7 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
                                        RaggedRows(tile.first_key, tile.num_keys), key_block * Shape::kKeys);
       }
     }
-    if (tile.ascends == 0) {
+    if (tile.queries_ascend == 0) {
       block += num_blocks - 1;
       step = -1;
     }

@@ -22,7 +22,8 @@ namespace xa::hopper {
 struct BackwardTile {
   int32_t key_block;  // of the sequence; negative past the last tile
   int32_t kv_head;
-  int32_t ascends;  // whether query blocks go from the first one up, and the tiles' key blocks from the last one down
+  int32_t keys_descend;    // whether the tiles of a head go from the last key block to the first, and dQ is added so
+  int32_t queries_ascend;  // whether the tile goes from its first query block to the last
   int32_t first_block;
   int32_t num_blocks;
   int32_t first_query;

@@ -16,6 +16,12 @@
 // blocks, and all query heads of a KV head are processed for one block before the next. What they read and accumulate
 // at a time stays in L2. The first waits are short compared with a tile, which takes longer by the number of query
 // heads per KV head.
+//
+// Under a causal mask the CTAs of a first wave start together and end one after another, one key block apart. If the
+// tiles of the second wave also began at the last query block, each CTA would be one key block behind the one before
+// it, and with large groups the query heads of that many blocks are more than L2 holds. So where head groups fill whole
+// waves, the tiles of every other wave go through the queries from the first one they attend to: all CTAs are then at
+// the same query block again, and end together.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +34,16 @@ namespace xa::hopper {
 
 __device__ __forceinline__ int32_t ceil_div(int32_t x, int32_t y) { return (x + y - 1) / y; }
 
+/// Tiles of a wave, a power of two: about one per SM of an H100 or H200, which have 132.
+constexpr int32_t kWaveTiles = 128;
+
+/// Whether the query heads of a KV head are so many that tiles which go through different query blocks do not find them
+/// in L2. Measured at D 64, 96 and 128 (docs/dev/lab_notebook.md).
+template <typename Shape>
+__device__ __forceinline__ bool has_large_groups(const AttentionParams& params) {
+  return Shape::kAccumulatesDq && Shape::kHeadDim * params.group >= 768;
+}
+
 /// How the KV heads of a sequence are divided into head groups.
 template <typename Shape>
 struct HeadGroups {
@@ -36,18 +52,19 @@ struct HeadGroups {
 
   __device__ __forceinline__ HeadGroups(const AttentionParams& params, int32_t num_queries) {
     // A head group's Q, dO and dq_accum should fit into L2. With several query heads per KV head, CTAs read only a
-    // window of them at a time.
+    // window of them at a time, which is shorter where they go through the same query blocks in every wave.
     constexpr float kL2Bytes = 16.8e6f, kRowBytes = 8.0f * Shape::kHeadDim;
-    const float cached_heads = Shape::kAccumulatesDq && params.group > 1 ? 0.5f : static_cast<float>(params.group);
+    float cached_heads = static_cast<float>(params.group);
+    if (Shape::kAccumulatesDq && params.group > 1) cached_heads = has_large_groups<Shape>(params) ? 0.25f : 0.5f;
     const float head_bytes = kRowBytes * static_cast<float>(num_queries) * cached_heads;
     // Without a causal mask all key blocks have the same queries, and the first CTAs of a head wait for each other in
     // turn. With two heads per group, half as many do.
     const float min_heads = Shape::kAccumulatesDq && params.window_right < 0 ? 2.0f : 1.0f;
-    const int32_t wanted = static_cast<int32_t>(fminf(fmaxf(kL2Bytes / fmaxf(head_bytes, 1.0f), min_heads), 1e6f));
-    const int32_t num_heads = params.num_kv_heads;
-    count = ceil_div(num_heads, clamp(wanted, 1, num_heads));
-    heads = ceil_div(num_heads, count);
-    count = ceil_div(num_heads, heads);
+    const auto wanted = static_cast<uint32_t>(fminf(fmaxf(kL2Bytes / fmaxf(head_bytes, 1.0f), min_heads), 1e6f));
+    const auto num_heads = static_cast<uint32_t>(params.num_kv_heads);
+    const uint32_t at_most = num_heads / min(max(wanted, 1u), num_heads);
+    heads = static_cast<int32_t>((num_heads + at_most - 1) / at_most);
+    count = ceil_div(params.num_kv_heads, heads);
   }
 };
 
@@ -120,6 +137,9 @@ __device__ __forceinline__ void locate_tile(const HopperBackwardParams& params, 
     to.key_block = -1;
     return;
   }
+  // Stored before the other fields, because there are few registers.
+  to.queries_ascend =
+      Shape::kAccumulatesDq && tile_index < __ldg(&params.plan->num_wave_tiles) && (tile_index & kWaveTiles) != 0;
   const SequencePlan& sequence =
       params.sequences_by_tile[find_sequence<ByTile>(params.sequences_by_tile, forward.max_seqs, tile_index)];
   const int32_t num_queries = sequence.num_queries, num_keys = sequence.num_keys, num_heads = forward.num_kv_heads;
@@ -142,14 +162,17 @@ __device__ __forceinline__ void locate_tile(const HopperBackwardParams& params, 
   to.kv_head = first_head + in_head_group - key_block * heads;
   // With few head groups, one that goes the other way costs more than it saves.
   constexpr int32_t kFewHeadGroups = 8;
-  const bool ascends = Shape::kAccumulatesDq && forward.group == 1 && forward.window_right >= 0 && !in_last &&
-                       __ldg(&params.plan->num_head_groups) >= kFewHeadGroups;
-  if (ascends) key_block = key_blocks - 1 - key_block;
+  const bool keys_descend = Shape::kAccumulatesDq && forward.group == 1 && forward.window_right >= 0 && !in_last &&
+                            __ldg(&params.plan->num_head_groups) >= kFewHeadGroups;
+  if (keys_descend) {
+    key_block = key_blocks - 1 - key_block;
+    to.queries_ascend = 1;
+  }
   const int32_t shift = sequence.shift;
   const VisibleBlocks<Shape> visible_blocks = {num_queries, num_keys, shift, forward.window_left, forward.window_right};
   const int32_t first_block = visible_blocks.first_query_block(key_block);
   to.key_block = key_block;
-  to.ascends = ascends;
+  to.keys_descend = keys_descend;
   to.first_block = first_block;
   to.num_blocks = visible_blocks.last_query_block(key_block) - first_block + 1;
   to.first_query = sequence.first_query;

@@ -19,6 +19,7 @@ struct SequencePlanScratch {
   int32_t tiles[kThreads];  // by rank in tile order; before that, the sequences' lengths
   int32_t warp_tiles[kThreads / 32];
   int32_t warp_head_groups[kThreads / 32];
+  int32_t num_wave_tiles;  // first tile of the first sequence that does not fill whole waves
 };
 
 /// The plan of `tile.sequence`, except `first_tile`.
@@ -51,6 +52,16 @@ __device__ __forceinline__ SequencePlan plan_sequence(const AttentionParams& par
   plan.first_query_block =
       static_cast<int32_t>((plan.first_query + int64_t{Shape::kQueries - 1} * tile.sequence) / Shape::kQueries);
   return plan;
+}
+
+/// Whether a causal sequence has as many queries as keys and its head groups fill whole waves of tiles; see
+/// schedule.cuh.
+template <typename Shape>
+__device__ __forceinline__ bool fills_whole_waves(const AttentionParams& params, const SequencePlan& plan,
+                                                  int32_t heads_per_group) {
+  return has_large_groups<Shape>(params) && params.window_left < 0 && params.window_right == 0 && plan.shift == 0 &&
+         plan.num_queries == plan.num_keys && params.num_kv_heads % heads_per_group == 0 &&
+         ceil_div(plan.num_keys, Shape::kKeys) * heads_per_group % kWaveTiles == 0;
 }
 
 /// Exclusive prefix sum of `tiles` over the threads, and the totals of `tiles` and `head_groups` in this round.
@@ -93,6 +104,10 @@ __device__ __forceinline__ void plan_sequences(const HopperBackwardParams& param
   const bool sorts_by_length = num_seqs <= kThreads;
   StartScan scan;
   int32_t tiles_so_far = 0, head_groups_so_far = 0;
+  // With fewer or many more SMs than a wave has tiles, CTAs would wait for those of a wave that has not ended.
+  const bool has_waves = params.num_sms / 16 == kWaveTiles / 16;
+  if (threadIdx.x == 0) scratch.num_wave_tiles = has_waves ? INT32_MAX : 0;
+  __syncthreads();
   for (int32_t round = 0; round < num_seqs; round += kThreads) {
     const int32_t b = round + static_cast<int32_t>(threadIdx.x);
     Metadata<1> metadata;
@@ -100,10 +115,12 @@ __device__ __forceinline__ void plan_sequences(const HopperBackwardParams& param
     if (!ascends) scan.ascend(forward, b / 32 * 32, metadata);
     SequencePlan plan = plan_sequence<Shape>(forward, metadata.sequence(forward, 0, b), b < num_seqs);
     int32_t tiles = 0, num_head_groups = 0;
+    bool fills_waves = false;
     if (plan.num_queries > 0) {
       const HeadGroups<Shape> head_groups(forward, plan.num_queries);
       tiles = ceil_div(plan.num_keys, Shape::kKeys) * forward.num_kv_heads;
       num_head_groups = head_groups.count;
+      fills_waves = fills_whole_waves<Shape>(forward, plan, head_groups.heads);
     }
     int32_t rank = b;
     if (sorts_by_length) {
@@ -131,11 +148,15 @@ __device__ __forceinline__ void plan_sequences(const HopperBackwardParams& param
       plan.first_tile = tiles_so_far + preceding;
       params.sequences_by_row[b] = plan;
       params.sequences_by_tile[rank] = plan;
+      if (tiles > 0 && !fills_waves) atomicMin(&scratch.num_wave_tiles, plan.first_tile);
     }
     tiles_so_far += all_tiles;
     head_groups_so_far += all_head_groups;
   }
-  if (threadIdx.x == 0) *params.plan = BackwardPlan{0, 0, 0, tiles_so_far, head_groups_so_far};
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    *params.plan = {0, 0, 0, tiles_so_far, head_groups_so_far, scratch.num_wave_tiles};
+  }
 }
 
 }  // namespace xa::hopper

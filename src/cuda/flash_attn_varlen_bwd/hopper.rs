@@ -155,6 +155,7 @@ impl WorkspaceLayout {
             plan: plan.cast(),
             num_row_tiles: num_row_tiles as i32,
             num_query_blocks: num_query_blocks as i32,
+            num_sms: device.sms as i32,
         })
     }
 

@@ -37,6 +37,8 @@ pub struct BackwardPlan {
     pub next_finish_item: u64,
     pub num_tiles: i32,
     pub num_head_groups: i32,
+    /// The tiles of the first sequences whose head groups fill whole waves of CTAs; 0 on a GPU with other waves.
+    pub num_wave_tiles: i32,
 }
 
 /// The tensor maps are `[2^31, rows, 2^30 rows, head, column]`; see `RaggedRows`. A box has the rows of a block, one head
@@ -67,6 +69,8 @@ pub struct HopperBackwardParams {
     pub num_row_tiles: i32,
     /// Query blocks per head, over all sequences.
     pub num_query_blocks: i32,
+    /// Of the GPU.
+    pub num_sms: i32,
 }
 
 /// Parameters of the kernels past 128 columns.
