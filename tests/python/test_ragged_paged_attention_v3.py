@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from packed_caches import expected_results, packed_batch
+from xla_attention.integrations import ejkernel, sglang_jax
 from xla_attention.jax import ragged_paged_attention_v3
 
 MIXED = [(1, 9), (6, 6), (3, 17), (1, 1)]
@@ -394,3 +396,32 @@ def test_dtypes_without_a_kernel():
     rows = dict.fromkeys(("keys", "values"), np.zeros((14, 2, 128), np.int8))
     with pytest.raises(NotImplementedError, match="kv_cache has dtype int8, expected"):
         run({**operands, **rows, "kv_cache": np.zeros((9, 4, 1, 4, 128), np.int8)}, {})
+
+
+# ---------- sglang-jax
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": 0}, {"attention_sink": SINKS, "sliding_window": 5}], ids=str)
+def test_sglang_jax_has_another_order_of_arguments(platform, options):
+    operands = packed_batch(MIXED, ragged=True, d=64)
+    metadata = (operands[name] for name in ("kv_lens", "page_indices", "cu_q_lens", "cu_kv_lens", "distribution"))
+    arrays = *(operands[name] for name in ("queries", "keys", "values", "kv_cache")), *metadata
+    options = {**options}
+    sinks, causal = options.get("attention_sink"), options.pop("causal", 1)
+    options.pop("attention_sink", None)
+    more = {"causal": causal, "softmax_dtype": None, "xai_temperature_len": None, "mask_aligned_to_cu_kv": False}
+    out, cache = sglang_jax.ragged_paged_attention_v3(*arrays, None, sinks, m_block_sizes=None, **more, **options)
+    expected = expected_results(**operands, attention_sink=sinks, use_causal_mask=bool(causal), **options)
+    np.testing.assert_allclose(out, expected[0], atol=2e-5)
+    np.testing.assert_array_equal(cache, expected[1])
+
+
+@pytest.mark.parametrize(
+    ("function", "module", "name"),
+    [(sglang_jax.install, "sgl_jax", "sglang-jax"), (ejkernel.register, "ejkernel", "ejkernel")],
+    ids=["sglang-jax", "ejkernel"],
+)
+def test_a_package_that_is_not_installed_is_named(monkeypatch, function, module, name):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=f"needs {name}, which is not installed"):
+        function()
