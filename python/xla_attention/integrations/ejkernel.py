@@ -48,7 +48,7 @@ def register(
     try:
         from ejkernel.kernels import kernel_registry
     except ModuleNotFoundError as error:
-        if error.name != "ejkernel":
+        if (error.name or "").partition(".")[0] != "ejkernel":
             raise
         text = "xla_attention.integrations.ejkernel needs ejkernel, which is not installed: pip install ejkernel"
         raise ImportError(text) from error

@@ -91,7 +91,7 @@ def install(*, pages_per_seq: int | None = None) -> None:
     try:
         from sgl_jax.srt.layers.attention import flashattention_backend
     except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("sgl_jax"):
+        if (error.name or "").partition(".")[0] != "sgl_jax":
             raise
         text = "xla_attention.integrations.sglang_jax needs sglang-jax, which is not installed"
         raise ImportError(text) from error
