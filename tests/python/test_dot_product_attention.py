@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xla_attention.jax import dot_product_attention
+from xla_attention.jax import _dot_product_call, dot_product_attention
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 
@@ -120,7 +120,7 @@ def test_return_residual_is_an_error_for_a_jax_without_it(monkeypatch):
         return expected
 
     of_jax_0_8_0.__signature__ = inspect.Signature()
-    monkeypatch.setattr(jax.nn, "dot_product_attention", of_jax_0_8_0)
+    monkeypatch.setattr(_dot_product_call, "_of_jax", of_jax_0_8_0)
     assert dot_product_attention(*operands, implementation="xla") is expected
     with pytest.raises(NotImplementedError, match="return_residual with jax.nn.dot_product_attention needs"):
         dot_product_attention(*operands, implementation="xla", return_residual=True)

@@ -21,6 +21,8 @@ from ._segment_ids import segment_mask, segments_of
 from ._varlen_types import Operands, Options
 
 NAME = "dot_product_attention"
+# As it is now, so that a program may put our function in its place (docs/jax_libraries.md#keras).
+_of_jax = jax.nn.dot_product_attention
 
 
 class Arguments(NamedTuple):
@@ -175,13 +177,13 @@ def by_jax(arguments: Arguments, implementation: str) -> Array | tuple[Array, Ar
         if given:
             raise NotImplementedError(f"{NAME}: {name} is not supported by jax.nn.dot_product_attention")
     options = {"return_residual": True} if arguments.return_residual else {}
-    if options and "return_residual" not in inspect.signature(jax.nn.dot_product_attention).parameters:
+    if options and "return_residual" not in inspect.signature(_of_jax).parameters:
         raise NotImplementedError(f"{NAME}: return_residual with jax.nn.dot_product_attention needs jax >= 0.8.1")
     mask, in_segment = arguments.mask, None
     if arguments.segment_ids is not None:
         in_segment = segment_mask(arguments.segment_ids, arguments.padding_segment_id)
         mask = in_segment if mask is None else jnp.logical_and(mask, in_segment)
-    results = jax.nn.dot_product_attention(
+    results = _of_jax(
         *arguments[:4],
         None if mask is None else jnp.asarray(mask),
         scale=arguments.scale,
