@@ -5,6 +5,7 @@ import inspect
 import sys
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from packed_caches import expected_results, packed_batch
 from xla_attention.integrations import ejkernel, sglang_jax
-from xla_attention.jax import ragged_paged_attention_v3
+from xla_attention.jax import export_disabled_checks, ragged_paged_attention_v3
 
 MIXED = [(1, 9), (6, 6), (3, 17), (1, 1)]
 DECODE = [(1, 9), (1, 12), (1, 1)]
@@ -245,6 +246,24 @@ def test_it_runs_under_strict_promotion(platform):
         results = run(operands, options)
     for result, wanted in zip(results, expected, strict=True):
         np.testing.assert_array_equal(np.float32(result), np.float32(wanted))
+
+
+@pytest.mark.parametrize("options", [{}, {"use_causal_mask": False}, {"cu_kv_lens": True}], ids=str)
+def test_a_program_of_any_number_of_tokens_and_pages_is_exported(options):
+    operands = packed_batch(MIXED, ragged="cu_kv_lens" in options)
+    options = {name: x for name, x in options.items() if name != "cu_kv_lens"}
+    tokens, pages = jax.export.symbolic_shape("t, p")
+    sizes = {"kv_cache": pages} | dict.fromkeys(("queries", "keys", "values"), tokens)
+    specs = {
+        name: jax.ShapeDtypeStruct((sizes.get(name, x.shape[0]), *x.shape[1:]), x.dtype) for name, x in operands.items()
+    }
+    program = jax.jit(lambda operands: ragged_paged_attention_v3(**operands, kv_layout="interleaved", **options))
+    checks = export_disabled_checks()
+    exported = jax.export.export(program, platforms=["cpu", "cuda"], disabled_checks=checks)(specs)
+    expected, expected_cache = expected_results(**operands, **options)
+    out, cache = exported.call(operands)
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+    np.testing.assert_array_equal(cache, expected_cache)
 
 
 # ---------- metadata

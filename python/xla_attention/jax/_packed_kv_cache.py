@@ -181,8 +181,8 @@ def new_token_slots(
 
 
 def slots_fit(cache_shape: tuple[int, ...]) -> bool:
-    """Whether i32 holds every slot of a cache ``[P, page_size, ...]``."""
-    return math.prod(cache_shape[:2]) <= np.iinfo(np.int32).max
+    """Whether i32 holds every slot of a cache ``[P, page_size, ...]``, as with a symbolic P."""
+    return not isinstance(cache_shape[0], int) or math.prod(cache_shape[:2]) <= np.iinfo(np.int32).max
 
 
 def _align(number: int, multiple: int) -> int:
