@@ -201,6 +201,9 @@ class Action(enum.IntEnum):
     LAUNCH_CUDA = 3
 
 
+_ERROR_BYTES = 1024
+
+
 class _ErrorBuffers(threading.local):
     """Free buffers for error texts: one per thread, and more where calls of a thread are nested."""
 
@@ -232,6 +235,7 @@ class Request:
         attributes: Mapping[str, Any],
     ) -> None:
         self._lib = library()
+        self.target = target
         values = [_attribute(attributes[name]) for name in sorted(attributes)]
         self._operands, self._results = _tensors(operands), _tensors(results)
         self._request = _Call(
@@ -244,6 +248,11 @@ class Request:
             attributes=(_Attribute * len(values))(*values),
             num_attributes=len(values),
         )
+        self._call, self._reference = self._lib.xa_call, ctypes.byref(self._request)
+
+    def tensors(self) -> tuple[ctypes.Array, ctypes.Array]:
+        """Its operands and results; the attribute `data` of each is its address."""
+        return self._operands, self._results
 
     def set_addresses(self, operands: Iterable[int], results: Iterable[int]) -> None:
         """Set the addresses of all tensors, 0 for those that are left out."""
@@ -265,8 +274,8 @@ class Request:
         """
         self._request.action, self._request.stream = action, stream
         # The buffer leaves the list while it is in use, because a signal handler may make another call meanwhile.
-        message = _ERROR_BUFFERS.free.pop() if _ERROR_BUFFERS.free else ctypes.create_string_buffer(1024)
-        code = self._lib.xa_call(ctypes.byref(self._request), message, len(message))
+        message = _ERROR_BUFFERS.free.pop() if _ERROR_BUFFERS.free else ctypes.create_string_buffer(_ERROR_BYTES)
+        code = self._call(self._reference, message, _ERROR_BYTES)
         text = message.value.decode() if code else ""
         _ERROR_BUFFERS.free.append(message)
         if code:

@@ -36,26 +36,32 @@ def interrupt(monkeypatch, at, call):
     monkeypatch.setattr(_library.Request, at, interrupted)
 
 
-@pytest.mark.parametrize("at", ["set_addresses", "run"])
+def dispatched(a, b):
+    """simple_add through torch's dispatcher; ``xt.simple_add`` runs the plan of a call."""
+    return torch.ops.xla_gpu.simple_add(a, b)
+
+
+@pytest.mark.parametrize(("add", "at"), [(dispatched, "set_addresses"), (dispatched, "run"), (xt.simple_add, "run")])
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_the_same_call_may_be_nested(monkeypatch, device, request_cache, at, is_cached):
+def test_the_same_call_may_be_nested(monkeypatch, device, request_cache, add, at, is_cached):
     """The calls must not share a request, or the outer call would use the addresses of the inner one."""
     ones, tens = torch.ones(3, device=device), torch.full((3,), 10.0, device=device)
     if is_cached:
-        xt.simple_add(ones, ones)
+        add(ones, ones)
     inner = []
-    interrupt(monkeypatch, at, lambda: inner.append(xt.simple_add(tens, tens)))
-    assert xt.simple_add(ones, ones).tolist() == [2.0] * 3
+    interrupt(monkeypatch, at, lambda: inner.append(add(tens, tens)))
+    assert add(ones, ones).tolist() == [2.0] * 3
     assert inner[0].tolist() == [20.0] * 3
-    assert len(request_cache) == 1
+    assert len(request_cache) <= 1
 
 
-def test_signal_handlers_may_make_calls_at_any_moment(request_cache):
-    """Also while the request cache is searched, grows and evicts."""
+@pytest.mark.parametrize("add", [dispatched, xt.simple_add])
+def test_signal_handlers_may_make_calls_at_any_moment(request_cache, add):
+    """Also while the caches of requests and plans are searched, grow and evict."""
     wrong, inner = [], []
 
     def check(rows, value):
-        out = xt.simple_add(torch.full((rows,), value), torch.full((rows,), value))
+        out = add(torch.full((rows,), value), torch.full((rows,), value))
         if out.tolist() != [2 * value] * rows:
             wrong.append((rows, value, out))
 
@@ -87,7 +93,7 @@ def test_nested_calls_that_fail_keep_their_error_texts(monkeypatch, request_cach
 
     def wrong(rows):
         with pytest.raises(ValueError, match="b has shape") as error:
-            xt.simple_add(ones, torch.ones(rows))
+            dispatched(ones, torch.ones(rows))
         texts.append(str(error.value))
 
     library = _library.library()
@@ -106,8 +112,8 @@ def test_nested_calls_that_fail_keep_their_error_texts(monkeypatch, request_cach
 
 def test_the_request_cache_is_bounded_and_evicts_the_least_recently_used(request_cache):
     for rows in range(2 * _eager._CACHE_SIZE):
-        xt.simple_add(torch.ones(rows), torch.ones(rows))
-        xt.simple_add(torch.ones(1), torch.ones(1))
+        dispatched(torch.ones(rows), torch.ones(rows))
+        dispatched(torch.ones(1), torch.ones(1))
     assert len(request_cache) == _eager._CACHE_SIZE
     shapes = [key[3][0][0] for key in request_cache]
     assert shapes[-1] == 1

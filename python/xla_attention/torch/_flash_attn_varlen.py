@@ -15,11 +15,13 @@ from .._options import (
 from ._call import Call, Result, Workspace, f32_operand, index_operand, output_dtype, scale_operand
 from ._define import define, scale_tensor
 from ._flash_attn_varlen_bwd import backward, setup_context
+from ._plan import planned
 
 _OPERATOR = operator("xla_gpu_flash_attn_varlen")
 
 
 @documented("xla_gpu_flash_attn_varlen")
+@planned
 def flash_attn_varlen(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -7,11 +7,13 @@ from .._operators import operator
 from .._options import kv_layout_number, reject_kv_layout
 from ._call import Call, Result, index_operand, scale_operand
 from ._define import define, scale_tensor
+from ._plan import planned
 
 _OPERATOR = operator("xla_gpu_gather_kv_cache")
 
 
 @documented("xla_gpu_gather_kv_cache")
+@planned
 def gather_kv_cache(
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     block_tables: torch.Tensor,

@@ -7,6 +7,7 @@ from .._operators import operator
 from .._options import kv_layout_number, reject_kv_layout
 from ._call import Call, Result, index_operand, scale_operand
 from ._define import define, scale_tensor
+from ._plan import planned
 
 _OPERATOR, _SPLIT = operator("xla_gpu_kv_cache_update"), operator("xla_gpu_kv_cache_update_split")
 
@@ -14,6 +15,7 @@ Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 @documented("xla_gpu_kv_cache_update")
+@planned
 def kv_cache_update(
     kv_cache: Cache,
     key: torch.Tensor,
@@ -73,6 +75,7 @@ def kv_cache_update(
     return ops.kv_cache_update_split(*kv_cache, *rows)
 
 
+@planned
 def update_cache_(
     kv_cache: Cache,
     key: torch.Tensor,

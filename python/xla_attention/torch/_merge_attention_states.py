@@ -6,11 +6,13 @@ from .._documentation import documented
 from .._operators import operator
 from ._call import Call, Result
 from ._define import define
+from ._plan import planned
 
 _OPERATOR = operator("xla_gpu_merge_attention_states")
 
 
 @documented("xla_gpu_merge_attention_states")
+@planned
 def merge_attention_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,7 @@ from .._operators import operator
 from .._options import validate_sliding_window
 from ._call import Call, Result, Workspace, f32_operand, index_operand, output_dtype, scale_operand
 from ._define import define, scale_tensor
+from ._plan import planned
 
 _TARGET = "xla_gpu_paged_attention"
 # The alternative that has a gradient.
@@ -17,6 +18,7 @@ PACKED = "flash_attn_varlen over packed keys"
 
 
 @documented("xla_gpu_paged_attention")
+@planned
 def paged_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,

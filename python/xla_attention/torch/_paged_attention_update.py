@@ -11,11 +11,13 @@ from ._call import Call, Result
 from ._define import define, scale_tensor
 from ._kv_cache_update import donate, slots
 from ._paged_attention import PACKED, lower, schema
+from ._plan import planned
 
 _TARGET = "xla_gpu_paged_attention_update"
 
 
 @documented("xla_gpu_paged_attention_update")
+@planned
 def paged_attention_update(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -93,6 +95,7 @@ def paged_attention_update(
     return op(*rows, scale, sliding_window, soft_cap, alibi_slopes, sinks, *scales, batch_invariant, out_dtype)
 
 
+@planned
 def paged_attention_update_(
     query: torch.Tensor,
     kv_cache: torch.Tensor,

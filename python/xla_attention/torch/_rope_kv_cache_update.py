@@ -8,11 +8,13 @@ from .._options import kv_layout_number
 from ._call import Call, Result, index_operand, scale_operand
 from ._define import define, scale_tensor
 from ._kv_cache_update import slots
+from ._plan import planned
 
 _OPERATOR = operator("xla_gpu_rope_kv_cache_update")
 
 
 @documented("xla_gpu_rope_kv_cache_update")
+@planned
 def rope_kv_cache_update(
     kv_cache: torch.Tensor,
     query: torch.Tensor,

@@ -5,10 +5,12 @@ import torch
 from .._operators import operator
 from ._call import Call, Result
 from ._define import define
+from ._plan import planned
 
 _OPERATOR = operator("xla_gpu_simple_add")
 
 
+@planned
 def simple_add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``a + b`` of two tensors of one shape and dtype, without broadcasting.
 

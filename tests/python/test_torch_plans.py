@@ -1,0 +1,156 @@
+"""Eager calls of torch whose shapes and options have been seen: they run without torch's dispatcher."""
+
+import concurrent.futures
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import xla_attention.torch as xt
+from xla_attention.torch import _eager, _plan
+
+pytestmark = pytest.mark.usefixtures("torch_device")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def torch_device(request):
+    _plan._STATE.plans.clear()
+    return request.param
+
+
+def operands(device, tokens=5, heads=4, seed=0):
+    """q, k, v and cu_seqlens of two sequences."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(tokens, heads, 64, generator=generator).to(device) for _ in range(3))
+    return q, k, v, torch.tensor([0, 2, tokens], dtype=torch.int32, device=device)
+
+
+def through_the_dispatcher(function, *args, **kwargs):
+    """The result of a call in a mode that sees operators."""
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            seen.append(op)
+            return op(*args, **(kwargs or {}))
+
+    seen = []
+    with Mode():
+        result = function(*args, **kwargs)
+    assert any("flash_attn_varlen_op" in str(op) for op in seen)
+    return result
+
+
+@pytest.fixture
+def only_plans(monkeypatch):
+    """A function after whose call no eager call may go through the dispatcher."""
+    return lambda: monkeypatch.setattr(_eager, "run", lambda *_, **__: pytest.fail("not planned"))
+
+
+def test_other_tensors_of_the_same_shapes_are_planned(torch_device, only_plans):
+    cases = [operands(torch_device, seed=seed) for seed in range(3)]
+    expected = [through_the_dispatcher(xt.flash_attn_varlen, *case, causal=True, return_lse=True) for case in cases]
+    xt.flash_attn_varlen(*cases[0], causal=True, return_lse=True)
+    only_plans()
+    for case, (out, lse) in zip(cases, expected, strict=True):
+        actual = xt.flash_attn_varlen(*case, causal=True, return_lse=True)
+        assert torch.equal(actual[0], out)
+        assert torch.equal(actual[1], lse)
+
+
+def test_shapes_strides_options_and_shared_operands_have_plans_of_their_own(torch_device):
+    q, k, v, starts = operands(torch_device)
+    longer = operands(torch_device, tokens=9, seed=1)
+    wide = torch.stack([k, v], dim=1)
+    calls = [
+        ((q, k, k, starts), {}),
+        ((q, k, v, starts), {}),
+        ((q, q, q, starts), {}),
+        ((q, k, v, starts), {"causal": True}),
+        ((q, k, v, starts), {"window": (1, 0)}),
+        ((q, wide[:, 0], wide[:, 1], starts), {}),
+        (longer, {}),
+        ((q.double().float(), v, k, starts), {}),
+    ]
+    expected = [through_the_dispatcher(xt.flash_attn_varlen, *args, **kwargs) for args, kwargs in calls]
+    for _ in range(2):
+        for (args, kwargs), out in zip(calls, expected, strict=True):
+            assert torch.equal(xt.flash_attn_varlen(*args, **kwargs), out)
+
+
+def test_operands_that_are_converted_are_converted_in_every_call(torch_device):
+    q, k, v, _ = operands(torch_device)
+    for middle in (2, 3, 1):
+        long = torch.tensor([0, middle, 5], device=torch_device)
+        expected = xt.flash_attn_varlen(q, k, v, long.to(torch.int32))
+        assert torch.equal(xt.flash_attn_varlen(q, k, v, long), expected)
+        assert torch.equal(xt.flash_attn_varlen(q.transpose(0, 1).contiguous().transpose(0, 1), k, v, long), expected)
+
+
+def test_a_scale_is_a_view_of_its_operand(torch_device, only_plans):
+    q, k, v, starts = operands(torch_device)
+    scales = [torch.tensor(x, device=torch_device) for x in (0.5, 2.0)]
+    expected = [through_the_dispatcher(xt.flash_attn_varlen, q, k, v, starts, v_scale=scale) for scale in scales]
+    xt.flash_attn_varlen(q, k, v, starts, v_scale=scales[0])
+    only_plans()
+    for scale, out in zip(scales, expected, strict=True):
+        assert torch.equal(xt.flash_attn_varlen(q, k, v, starts, v_scale=scale), out)
+
+
+def test_gradients_modes_and_the_profiler_see_the_operator(torch_device):
+    q, k, v, starts = operands(torch_device)
+    for _ in range(2):
+        xt.flash_attn_varlen(q, k, v, starts)
+    through_the_dispatcher(xt.flash_attn_varlen, q, k, v, starts)
+    with torch.autograd.profiler.profile() as profile:
+        xt.flash_attn_varlen(q, k, v, starts)
+    assert any("flash_attn_varlen_op" in event.name for event in profile.function_events)
+    leaf = torch.nn.Parameter(q)
+    with torch.no_grad():
+        xt.flash_attn_varlen(leaf, k, v, starts)
+    xt.flash_attn_varlen(leaf, k, v, starts).sum().backward()
+    assert leaf.grad is not None
+    assert not xt.flash_attn_varlen(q, k, v, starts).requires_grad
+
+
+def test_an_update_in_place_rejects_overlaps_and_raises_the_version(torch_device, only_plans):
+    cache = torch.zeros(2, 4, 2, 8, device=torch_device)
+    rows, slots = torch.ones(3, 1, 8, device=torch_device), torch.tensor([0, 5, -1], device=torch_device)
+    xt.update_cache_(cache, rows, 2 * rows, slots)
+    only_plans()
+    other, version = torch.zeros_like(cache), cache._version
+    xt.update_cache_(other, rows, 2 * rows, slots)
+    xt.update_cache_(cache, rows, 2 * rows, slots)
+    assert torch.equal(other, cache)
+    assert cache._version > version
+    inside = other.view(-1)[:24].view(3, 1, 8)
+    with pytest.raises(ValueError, match=r"kv_cache is written to and overlaps key"):
+        xt.update_cache_(other, inside, 2 * rows, slots)
+
+
+def test_plans_keep_no_tensor(torch_device):
+    tensors = operands(torch_device)
+    results = [xt.flash_attn_varlen(*tensors) for _ in range(2)]
+    assert any(_plan._STATE.plans.values())
+    alive = [weakref.ref(x) for x in (*tensors, *results)]
+    del tensors, results
+    gc.collect()
+    assert not any(x() is not None for x in alive)
+
+
+def test_the_number_of_plans_is_bounded(torch_device):
+    for tokens in range(2, 2 + _plan._CACHE_SIZE + 20):
+        xt.simple_add(*(torch.ones(tokens, device=torch_device) for _ in range(2)))
+    assert len(_plan._STATE.plans) == _plan._CACHE_SIZE
+
+
+def test_threads_have_plans_of_their_own(torch_device):
+    def results(seed):
+        case = operands(torch_device, seed=seed)
+        return torch.stack([xt.flash_attn_varlen(*case, causal=True) for _ in range(20)]).cpu()
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for seed, outs in enumerate(pool.map(results, range(8))):
+            expected = through_the_dispatcher(xt.flash_attn_varlen, *operands(torch_device, seed=seed), causal=True)
+            assert all(torch.equal(out, expected.cpu()) for out in outs)
