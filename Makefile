@@ -13,7 +13,7 @@ DENY := $(TOOLS)/cargo-deny
 CYCLONEDX := $(TOOLS)/cargo-cyclonedx
 SEMVER_CHECKS := $(TOOLS)/cargo-semver-checks
 
-.PHONY: all build wheel lock reference docs crate aarch64-test release semver test matrix lint audit format demo gpu-test gpu-binaries emulate fuzz bench plot clean
+.PHONY: all build wheel lock reference docs crate aarch64-test release semver test matrix integrations lint audit format demo gpu-test gpu-binaries emulate fuzz bench plot clean
 
 all: build
 
@@ -183,6 +183,10 @@ semver: $(SEMVER_CHECKS)
 # Runs the wheel in every runtime of tests/matrix/environments.toml; writes the table of docs/compatibility.md.
 matrix: $(VENV)/test.stamp $(VENV)/package-all.stamp
 	$(PYTHON) tests/matrix/run.py $(ARGS)
+
+# Runs the tests with each library of tests/integrations/environments.toml; writes the table of docs/integrations.md.
+integrations: $(VENV)/test.stamp $(VENV)/package-all.stamp
+	$(PYTHON) tests/integrations/run.py $(ARGS)
 
 lint: $(VENV)/build.stamp
 	rustfmt --edition 2024 --check $$(git ls-files '*.rs')

@@ -1,4 +1,4 @@
-"""Creates the environments of environments.toml under target/matrix, and recreates those whose pins change."""
+"""Creates the environments of an environments.toml under target/matrix, and recreates those whose pins change."""
 
 import hashlib
 import os
@@ -21,9 +21,19 @@ class CannotMakeError(Exception):
     """An environment that cannot be created here; the reason goes into the table."""
 
 
-def environments():
-    """The rows of environments.toml."""
-    return tomllib.loads((HERE / "environments.toml").read_text())["environment"]
+def environments(folder=HERE):
+    """The rows of a folder's environments.toml."""
+    return tomllib.loads((folder / "environments.toml").read_text())["environment"]
+
+
+def chosen(rows, arguments):
+    """The rows that the command line names: all, with ``--ci`` those of .ci/run, or those with these names."""
+    if arguments == ["--ci"]:
+        return [row for row in rows if row.get("ci")]
+    unknown = set(arguments) - {row["name"] for row in rows}
+    if unknown:
+        sys.exit(f"not in environments.toml: {', '.join(sorted(unknown))}")
+    return [row for row in rows if not arguments or row["name"] in arguments]
 
 
 def wheel():
@@ -53,19 +63,35 @@ def make(environment, wheel):
         python = ROOT / environment["uses"] / "bin/python3"
         if not python.exists():
             raise CannotMakeError(f"{environment['uses']} is not there")
-        shutil.rmtree(folder, ignore_errors=True)
-        _pip("install", "--target", str(folder), "--no-deps", str(wheel))
-        return str(python), {**variables, "PYTHONPATH": str(folder)}
+        own, packages = folder / "wheel", folder / "packages"
+        if not _is_made(folder, pins := "\n".join(environment.get("packages", []))):
+            shutil.rmtree(folder, ignore_errors=True)
+            if pins:
+                _pip("install", "--target", str(packages), "--no-deps", "--no-compile", *environment["packages"])
+            _finish(folder, pins)
+        shutil.rmtree(own, ignore_errors=True)
+        _pip("install", "--target", str(own), "--no-deps", str(wheel))
+        return str(python), {**variables, "PYTHONPATH": f"{own}{os.pathsep}{packages}"}
     python = folder / "bin/python3"
     base = _base_python(environment.get("python"))
-    pins, stamp = "\n".join([base, *environment["packages"]]), folder / "pins.txt"
-    if not stamp.exists() or stamp.read_text() != pins:
+    if not _is_made(folder, pins := "\n".join([base, *environment["packages"]])):
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([base, "-m", "venv", "--without-pip", str(folder)], check=True)
         _pip("--python", str(python), "install", "--no-deps", "--no-compile", *environment["packages"])
-        stamp.write_text(pins)
+        _finish(folder, pins)
     _pip("--python", str(python), "install", "--force-reinstall", "--no-deps", "--no-compile", str(wheel))
     return str(python), variables
+
+
+def _is_made(folder, pins):
+    stamp = folder / "pins.txt"
+    return stamp.exists() and stamp.read_text() == pins
+
+
+def _finish(folder, pins):
+    """Write the stamp of a complete environment."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pins.txt").write_text(pins)
 
 
 def _base_python(version):

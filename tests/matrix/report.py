@@ -1,6 +1,7 @@
-"""The table of docs/compatibility.md, from the output of the suite in each environment."""
+"""The table of docs/compatibility.md, from the output of the suite in each environment; tables in documents."""
 
 import json
+import re
 from typing import NamedTuple
 
 GROUPS = ("registration", "StableHLO", "refusals", "threads", "functions")
@@ -47,6 +48,21 @@ def row(name, output, returncode, library):
     return Row(name, start, passed, problems, skips)
 
 
+def markdown(lines):
+    """Lines of cells, of which the first two are the head, as a Markdown table."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def write(document, command, text):
+    """Replace what is between ``<!-- command -->`` and ``<!-- end -->`` in a document."""
+    begin, end = f"<!-- {command} -->\n", "<!-- end -->"
+    pattern = re.compile(re.escape(begin) + ".*" + re.escape(end), re.DOTALL)
+    before = document.read_text()
+    assert pattern.search(before), f"{document} has no marks"
+    document.write_text(pattern.sub(lambda _: begin + text + end, before))
+    print(f"{document} written")
+
+
 def table(rows):
     """The rows as a Markdown table, with notes on skipped groups."""
     head = ["runtime", "Python", "NumPy", "XLA FFI", *GROUPS, "cases", "result"]
@@ -62,5 +78,4 @@ def table(rows):
         start = [row.start.get(key, "-") for key in ("runtime", "python", "numpy", "ffi")]
         start[0] = row.name if start[0] == "-" else start[0]
         lines.append([*start, *counts, str(sum(row.passed.values())), "; ".join(row.problems) or "passed"])
-    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return "\n".join([text, "", *(f"({i}) {note}.\n" for i, note in enumerate(notes, 1))])
+    return "\n".join([markdown(lines), "", *(f"({i}) {note}.\n" for i, note in enumerate(notes, 1))])

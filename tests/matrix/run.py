@@ -7,14 +7,13 @@ python tests/matrix/run.py jax-0.7.2     the named ones
 
 import datetime
 import json
-import re
 import subprocess
 import sys
 import tempfile
 import time
 
-from environments import HERE, ROOT, CannotMakeError, environments, make, wheel
-from report import Row, row, table
+from environments import HERE, ROOT, CannotMakeError, chosen, environments, make, wheel
+from report import Row, row, table, write
 
 DOCUMENT = ROOT / "docs/compatibility.md"
 TIMEOUT = 300  # seconds per suite
@@ -58,27 +57,13 @@ def _tracebacks(output):
 
 def main(arguments):
     """The number of environments that failed."""
-    chosen = environments()
-    if arguments == ["--ci"]:
-        chosen = [environment for environment in chosen if environment.get("ci")]
-    elif arguments:
-        unknown = set(arguments) - {environment["name"] for environment in chosen}
-        if unknown:
-            sys.exit(f"not in environments.toml: {', '.join(sorted(unknown))}")
-        chosen = [environment for environment in chosen if environment["name"] in arguments]
     path, library = wheel()
-    rows = [run(environment, path, library) for environment in chosen]
+    rows = [run(environment, path, library) for environment in chosen(environments(), arguments)]
     text = f"{datetime.date.today()}, `{path.name}`, library {library[:16]}.\n\n{table(rows)}"
     if arguments:
         print(text)
     else:
-        # The table is between these marks.
-        begin, end = "<!-- make matrix -->\n", "<!-- end -->"
-        pattern = re.compile(re.escape(begin) + ".*" + re.escape(end), re.DOTALL)
-        document = DOCUMENT.read_text()
-        assert pattern.search(document), f"{DOCUMENT} has no marks"
-        DOCUMENT.write_text(pattern.sub(lambda _: begin + text + end, document))
-        print(f"{DOCUMENT} written")
+        write(DOCUMENT, "make matrix", text)
     return sum(bool(row.problems) for row in rows)
 
 

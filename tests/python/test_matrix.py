@@ -1,4 +1,4 @@
-"""The runner of `make matrix` detects every failure, and docs/compatibility.md has all environments."""
+"""The runners of `make matrix` and `make integrations` detect failures, and their documents have all environments."""
 
 import importlib.util
 import json
@@ -10,14 +10,14 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(f"matrix_{name}", ROOT / f"tests/matrix/{name}.py")
+def load(name, folder="matrix"):
+    spec = importlib.util.spec_from_file_location(f"{folder}_{name}", ROOT / f"tests/{folder}/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-report, environments = load("report"), load("environments")
+report, environments, integrations = load("report"), load("environments"), load("run", "integrations")
 START = {"kind": "start", "python": "3.11.7", "numpy": "2.0", "runtime": "jax 9.9.9", "ffi": "0.1", "library": "abc"}
 
 
@@ -85,3 +85,32 @@ def test_every_package_is_pinned_and_ci_runs_the_headers_version():
         assert all("==" in package for package in environment.get("packages", []))
         in_ci += environment.get("packages", []) if environment.get("ci") else []
     assert f"jaxlib=={pin}" in in_ci
+
+
+RESULTS = '<testsuites><testsuite tests="{}" failures="{}" errors="{}" skipped="{}" /></testsuites>'
+
+
+@pytest.mark.parametrize(
+    ("results", "status", "result"),
+    [
+        (RESULTS.format(5, 0, 0, 2), 0, "passed"),
+        (RESULTS.format(5, 1, 1, 2), 1, "2 failed"),
+        (RESULTS.format(5, 0, 0, 2), -11, "exit status -11"),
+        (RESULTS.format(2, 0, 0, 2), 0, "exit status 0"),
+        ("", "none after 9 s", "exit status none after 9 s"),
+    ],
+    ids=["all passed", "failures", "a crash at the end", "all skipped", "too long"],
+)
+def test_a_project_passes_only_with_passed_tests_and_without_a_failure(results, status, result):
+    row = integrations._row("other 1.0", results, status)
+    assert row.result == result
+    assert f"| {result} |" in integrations.table([row])
+
+
+def test_the_table_of_projects_has_every_environment_and_all_passed():
+    text = (ROOT / "docs/integrations.md").read_text()
+    rows = re.findall(r"^\| (\S+ \d\S*) \| \d+ \| \d+ \| (.*) \|$", text, re.MULTILINE)
+    rows_of = environments.environments(ROOT / "tests/integrations")
+    assert [name for name, _ in rows] == [integrations.pinned(row) for row in rows_of]
+    assert {result for _, result in rows} == {"passed"}
+    assert all("==" in package for row in rows_of for package in row["packages"])

@@ -9,6 +9,7 @@ or after this module, our handlers are registered with its runtime.
 
 from ..torch_xla import register_targets, use_cuda_plugin
 from . import flash_attn_interface, vllm_style
+from . import transformers as transformers  # not in __all__, because that is the name of the other library too
 from ._flash_attn_varlen import flash_attn_varlen
 from ._gather_kv_cache import gather_kv_cache
 from ._import_hook import register_once_imported
