@@ -125,6 +125,30 @@ def _dot_product_attention(xj):
         np.testing.assert_allclose(function(q, k, v, is_causal=True), expected, atol=2e-5)
 
 
+def _masks_and_segments(xj):
+    """Against JAX's function with a mask: known, traced, promised, as segment ids, and through the fallback."""
+    from xla_attention.flax import attention_fn
+
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 8, heads, 32)), jnp.float32) for heads in (4, 2, 2))
+    ids = np.array([[4, 4, 4, 1, 1, 1, 1, 1], [3, 3, 5, 5, 5, 5, 2, 2]])
+    causal = np.tril(np.ones((1, 1, 8, 8), bool))
+    of_keys = (np.arange(8) % 3 < 2)[None, None, None]
+    segments = (ids[:, :, None] == ids[:, None])[:, None]
+    attend = jax.jit(xj.dot_product_attention, static_argnames=("is_causal", "mask_form", "fallback"))
+    for mask, actual in {
+        "known": (causal, lambda: xj.dot_product_attention(q, k, v, mask=causal)),
+        "promised": (causal, lambda: attend(q, k, v, mask=causal, mask_form="causal")),
+        "of keys": (of_keys, lambda: attend(q, k, v, mask=of_keys)),
+        "segments": (segments & causal, lambda: attend(q, k, v, is_causal=True, segment_ids=ids)),
+        "pair": (segments, lambda: attend(q, k, v, segment_ids=(ids, ids.copy()))),
+        "fallback": (segments & of_keys, lambda: attend(q, k, v, mask=of_keys & segments, fallback="xla")),
+        "Flax": (causal, lambda: jax.jit(lambda m: attention_fn(q, k, v, None, m, mask_form="causal"))(1.0 * causal)),
+    }.values():
+        np.testing.assert_allclose(actual(), jax.nn.dot_product_attention(q, k, v, mask=jnp.asarray(mask)), atol=2e-5)
+    assert np.isnan(attend(q, k, v, segment_ids=np.where(ids == 2, 3, ids))).all((1, 2, 3)).tolist() == [False, True]
+
+
 def _gradients(xj):
     """Against JAX's gradients, of one batch and under vmap."""
     rng = np.random.default_rng(1)
@@ -290,6 +314,7 @@ def _host_integers(xj):
 _OTHERS = {
     "dot_product_attention, eagerly and jitted": _dot_product_attention,
     "dot_product_attention has the arguments of JAX's": _arguments_of_jaxs,
+    "masks and segment ids": _masks_and_segments,
     "unsupported gradients": _no_gradient,
     "host integers do not wrap": _host_integers,
     "gradients, also under vmap": _gradients,

@@ -1,6 +1,7 @@
 """The segment ids of dot_product_attention against the mask that they stand for."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +157,56 @@ def test_pairs(platform, queries, keys):
     ) else None
 
 
+def spans(ids, padding):
+    """The runs of ids other than padding, in order."""
+    starts = [i for i in range(len(ids)) if i == 0 or ids[i] != ids[i - 1]]
+    return [(ids[a], a, b) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True) if ids[a] != padding]
+
+
+def is_valid(queries, keys, padding, bound):
+    """The conditions of docs/dot_product_attention.md#segment-ids."""
+    segments = spans(queries, padding)
+    if keys is queries:
+        return len({i for i, _, _ in segments}) == len(segments) <= bound
+    ranges = [[(a, b) for j, a, b in spans(keys, padding) if j == i] for i, _, _ in segments]
+    ranges = [x for x in ranges if x]
+    single = all(len(x) == 1 for x in ranges)
+    return len(segments) <= bound and single and all(a[0][1] <= b[0][0] for a, b in itertools.pairwise(ranges))
+
+
+@pytest.mark.parametrize("padding", [None, 0])
+@pytest.mark.parametrize("bound", [17, 3])
+@pytest.mark.parametrize("pair", [False, True], ids=["one array", "pair"])
+def test_random_ids(padding, bound, pair):
+    """Many entries of a batch with random runs: each is the oracle's, or NaN where it has to be."""
+    rng, batch = np.random.default_rng(bound), 300
+
+    def random_ids(size):
+        rows = []
+        for _ in range(batch):
+            kind = rng.random()
+            values = rng.permutation(4) if kind < 0.3 else rng.integers(0, 5, 4)
+            values = np.sort(values) if kind > 0.6 else values
+            lengths = rng.multinomial(size, rng.dirichlet(np.ones(4)))
+            rows.append(np.repeat(values, lengths))
+        return np.stack(rows)
+
+    queries = random_ids(17)
+    keys = random_ids(29) if pair else queries
+    q, k, v = tensors(batch=batch, heads=(1, 1), d=8, keys=keys.shape[1])
+    ids = tuple(map(jnp.asarray, (queries, keys))) if pair else jnp.asarray(queries)
+    out, residual = dot_product_attention(
+        q, k, v, segment_ids=ids, padding_segment_id=padding, max_segments=bound, return_residual=True
+    )
+    rows = [(a, b if pair else a) for a, b in zip(queries, keys, strict=True)]
+    valid = np.array([is_valid(*row, padding, bound) for row in rows])
+    assert 5 < valid.sum() < batch - 5
+    expected = dense_attention(q, k, v, mask_of(queries, keys, padding))
+    for actual, wanted in zip((out, residual), expected, strict=True):
+        np.testing.assert_allclose(actual[valid], wanted[valid], atol=3e-5, rtol=3e-5)
+        assert np.isnan(actual[~valid]).all()
+
+
 INVALID_PAIRS = {
     "keys twice": (runs((1, 9), (2, 8)), runs((1, 3), (2, 20), (1, 6))),
     "queries twice": (runs((1, 9), (2, 4), (1, 4)), runs((1, 3), (2, 26))),
@@ -238,6 +289,21 @@ def test_segments_have_gradients_and_vmap(platform, queries, keys, options):
         np.testing.assert_allclose(together[i], wanted, atol=3e-5, rtol=3e-5)
     lowered = jax.jit(jax.vmap(lambda ids, *x: call(*x, segment_ids=ids))).lower(stacked, *many).as_text()
     assert lowered.count("custom_call @xla_gpu_") == 1
+
+
+@pytest.mark.parametrize(("batch", "rows", "keys"), [(0, 5, 5), (2, 0, 0), (2, 5, 0), (2, 0, 5)])
+def test_empty_operands(platform, batch, rows, keys):
+    operands = tensors(batch=batch, rows=rows, keys=keys)
+    pair = tuple(jnp.zeros((batch, size), int) for size in (rows, keys))
+    mask = jnp.ones((batch, 1, rows, keys), bool)
+    for options in ({"segment_ids": pair}, {"mask": mask}):
+        assert (dot_product_attention(*operands, **options) == 0).all()
+    out = jax.jit(lambda mask: dot_product_attention(*operands, mask=mask, mask_form="causal"))(mask)
+    assert out.shape == (batch, rows, 6, 32) and (out == 0).all()
+    of_keys = jax.jit(lambda mask: dot_product_attention(*operands, mask=mask))(jnp.ones((batch, 1, 1, keys), bool))
+    assert (of_keys == 0).all()
+    if rows == keys:
+        assert dot_product_attention(*operands, segment_ids=pair[0], is_causal=True).shape == out.shape
 
 
 IDS = np.zeros((3, SIZE), int)

@@ -52,6 +52,11 @@ class Arguments(NamedTuple):
         batch, rows, heads, _ = self.query.shape
         return batch, heads, rows, self.key.shape[1]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no query or no key, and hence no mask."""
+        return any(isinstance(size, int) and size == 0 for size in self.sizes)
+
 
 class TracedScaleError(TypeError):
     """A scale that is traced, which JAX's function accepts."""
@@ -114,7 +119,7 @@ def by_kernels(arguments: Arguments) -> Array | tuple[Array, Array]:
 def _apply_mask(arguments: Arguments) -> tuple[Arguments, Visible]:
     """The keys that the mask shows; the keys themselves may change their order."""
     mask, sizes = arguments.mask, arguments.sizes
-    if mask is None:
+    if mask is None or arguments.is_empty:
         return arguments, Visible()
     if isinstance(mask, np.ndarray):
         visible = recognise(mask, sizes)
@@ -143,11 +148,13 @@ def _sequences(
     arguments: Arguments, window: tuple[int, int], rows: Array | None, keys: Array | None, first_key: Array | None
 ) -> tuple[dict[str, Array | None], Array | None]:
     """The metadata of the call's sequences, and which entries of the batch are valid."""
-    if arguments.segment_ids is None:
+    if arguments.segment_ids is None or arguments.is_empty:
         return {"seqused_q": rows, "seqused_k": keys, "leftpad_k": first_key}, None
     is_pair = arguments.segment_ids[0] is not arguments.segment_ids[1]
     if is_pair and window != (UNLIMITED, UNLIMITED):
         raise NotImplementedError(f"{NAME}: a pair of segment_ids with is_causal or a window is not supported")
+    if is_pair and not all(isinstance(size, int) for size in arguments.sizes):
+        raise NotImplementedError(f"{NAME}: a pair of segment_ids with symbolic sizes is not supported")
     segments = segments_of(NAME, arguments.segment_ids, arguments.padding_segment_id, arguments.max_segments)
 
     def within(position: Array | None, starts: Array, lengths: Array) -> Array | None:

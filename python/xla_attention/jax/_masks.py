@@ -50,7 +50,7 @@ def is_known(mask: Any) -> bool:  # noqa: ANN401
 def recognise(mask: np.ndarray, sizes: tuple[int, int, int, int]) -> Visible | None:
     """The form of ``mask[B, N, T, S]``, any of which may be 1; None if it has another one."""
     batch, _, num_rows, num_keys = sizes
-    if not all(isinstance(size, int) and size for size in sizes) or not (mask == mask[:, :1]).all():
+    if not all(isinstance(size, int) for size in sizes) or not (mask == mask[:, :1]).all():
         return None
     mask = mask[:, 0]
     if mask.shape[1] != 1:  # otherwise the rows are alike, and one stands for all

@@ -91,7 +91,7 @@ def segment_mask(ids: tuple[Any, Any], padding: int | None) -> Array:
     queries, keys = map(jnp.asarray, ids)
     mask = queries[:, :, None] == keys[:, None, :]
     if padding is not None:
-        mask &= (queries != padding)[:, :, None]
+        mask &= _differs(queries, padding)[:, :, None]
     return mask[:, None]
 
 
@@ -121,22 +121,20 @@ def _segments(queries: Array, keys: Array, *, padding: int | None, bound: Any, i
     size = queries.shape[1]
     position = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), queries.shape)
     is_start = jnp.concatenate([jnp.ones_like(queries[:, :1], bool), queries[:, 1:] != queries[:, :-1]], 1)
-    # The first start after each position: the end of the run that begins there.
-    ends = jax.lax.cummin(jnp.where(is_start, position, size)[:, 1:], axis=1, reverse=True)
-    ends = jnp.concatenate([ends, jnp.full_like(position[:, :1], size)], 1)
+    # Sorting moves the starts of runs to the front. A run ends where the next one starts.
+    starts = jax.lax.sort(jnp.where(is_start, position, size), dimension=1)
+    ends = jnp.concatenate([starts[:, 1:], jnp.full_like(starts[:, :1], size)], 1)
     if padding is not None:
-        is_start &= _differs(queries, padding)
-    # Sorting moves the starts to the front.
-    starts = jax.lax.sort(jnp.where(is_start, position, size), dimension=1)[:, :bound]
-    is_segment = starts < size
-    at_start = jnp.minimum(starts, max(size - 1, 0) if isinstance(size, int) else size - 1)
-    lengths = jnp.where(is_segment, _take(ends, at_start) - starts, 0)
-    valid = is_start.sum(1) <= bound
+        is_segment = (starts < size) & _differs(_take(queries, starts), padding)
+        starts, ends = jax.lax.sort((jnp.where(is_segment, starts, size), ends), dimension=1, num_keys=1)
+    valid = (starts < size).sum(1) <= bound
+    starts, ends = starts[:, :bound], ends[:, :bound]
+    lengths = jnp.where(starts < size, ends - starts, 0)
     starts_q = _append(starts, size)
     if is_one:
         valid &= ~_has_distant_equals(queries, position, padding)
         return starts_q, starts_q, lengths, lengths, valid
-    starts_k, lengths_k, matches = _matching_keys(_take(queries, at_start), is_segment, keys)
+    starts_k, lengths_k, matches = _matching_keys(_take(queries, starts), starts < size, keys)
     return starts_q, _append(starts_k, keys.shape[1]), lengths, lengths_k, valid & matches
 
 
@@ -159,14 +157,14 @@ def _matching_keys(segment_ids: Array, is_segment: Array, keys: Array) -> tuple[
     position = jnp.broadcast_to(jnp.arange(keys.shape[1], dtype=jnp.int32), keys.shape)
     sorted_keys, sorted_position = jax.lax.sort((keys, position), dimension=1, num_keys=1, is_stable=True)
     left, right = (
-        jax.vmap(functools.partial(jnp.searchsorted, side=side))(sorted_keys, segment_ids).astype(jnp.int32)
+        jax.vmap(functools.partial(jnp.searchsorted, side=side, method="sort"))(sorted_keys, segment_ids).astype(
+            "int32"
+        )
         for side in ("left", "right")
     )
     count = jnp.where(is_segment, right - left, 0)
     has_keys = count > 0
-    last_index = keys.shape[1] - 1
-    first = _take(sorted_position, jnp.clip(left, 0, last_index))
-    last = _take(sorted_position, jnp.clip(right - 1, 0, last_index))
+    first, last = _take(sorted_position, left), _take(sorted_position, right - 1)
     ends = jax.lax.cummax(jnp.where(has_keys, first + count, 0), axis=1)
     previous_end = jnp.concatenate([jnp.zeros_like(ends[:, :1]), ends[:, :-1]], 1)
     is_range = (last - first + 1 == count) & (first >= previous_end)
@@ -175,7 +173,8 @@ def _matching_keys(segment_ids: Array, is_segment: Array, keys: Array) -> tuple[
 
 
 def _take(values: Array, index: Array) -> Array:
-    return jnp.take_along_axis(values, index, axis=1)
+    """``values[b, index[b, i]]``; any value where the index is out of range."""
+    return jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[1] - 1), axis=1)
 
 
 def _append(starts: Array, end: Any) -> Array:  # noqa: ANN401
