@@ -42,3 +42,13 @@ def test_tuning_arguments_are_ignored(platform):
         *operands, num_kv_pages_per_block=4, num_queries_per_block=8, vmem_limit_bytes=1 << 20, mask_value=-1e9
     )
     np.testing.assert_array_equal(np.asarray(tuned), np.asarray(ragged_paged_attention(*operands)))
+
+
+def test_sm_scale_may_be_traced(platform):
+    operands = batch(SEQUENCES, d=128)
+    scaled = jax.jit(lambda scale: ragged_paged_attention(*operands, sm_scale=scale, k_scale=0.5))(0.2)
+    constant = ragged_paged_attention(*operands, sm_scale=0.2, k_scale=0.5)
+    np.testing.assert_allclose(scaled, constant, atol=2e-5)
+    assert np.abs(scaled - ragged_paged_attention(*operands, k_scale=0.5)).max() > 0.1
+    with pytest.raises(ValueError, match=r"sm_scale has shape \[2\], expected one number"):
+        ragged_paged_attention(*operands, sm_scale=jax.numpy.ones(2))

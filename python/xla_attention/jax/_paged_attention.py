@@ -223,7 +223,7 @@ def ragged_paged_attention(
     cu_q_lens: Array,
     num_seqs: Array,
     *,
-    sm_scale: float = 1.0,
+    sm_scale: Array | float = 1.0,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     mask_value: float | None = None,
@@ -251,8 +251,9 @@ def ragged_paged_attention(
         ``i32[S + 1]``: the first query row of each sequence and, last, the end.
     num_seqs : Array
         ``i32[1]``: how many of the S sequences are in use.
-    sm_scale : float
-        Multiplies ``q . k``.
+    sm_scale : Array or float
+        Multiplies ``q . k``; finite and greater than 0. An array of one number, which may be traced, multiplies in f32
+        when the program runs.
     sliding_window, soft_cap, k_scale, v_scale
         As for `paged_attention`.
     mask_value, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes
@@ -272,6 +273,10 @@ def ragged_paged_attention(
     (1, 4, 128)
     """
     del mask_value, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes
-    options: dict[str, Any] = {"sliding_window": sliding_window, "soft_cap": soft_cap}
+    options: dict[str, Any] = {"sliding_window": sliding_window, "soft_cap": soft_cap, "scale": sm_scale}
+    if isinstance(sm_scale, jax.Array):
+        if sm_scale.size != 1:
+            raise ValueError(f"ragged_paged_attention: sm_scale has shape {list(sm_scale.shape)}, expected one number")
+        options |= {"scale": 1.0, "q_scale": sm_scale.reshape(1)}
     scales = {"k_scale": k_scale, "v_scale": v_scale}
-    return paged_attention(q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, scale=sm_scale, **options, **scales)
+    return paged_attention(q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, **options, **scales)
