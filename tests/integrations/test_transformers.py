@@ -92,12 +92,17 @@ def padding(side, device):
     return (mask if side == "left" else mask.flip(1)).to(device)
 
 
+def assert_close(actual, expected):
+    bound = 1e-5 if actual.device.type == "cpu" else 5e-5  # on GPUs, f32 products are sums of three TF32 products
+    torch.testing.assert_close(actual, expected, atol=bound, rtol=1e-5)
+
+
 def assert_same_logits(pair, valid=None, **inputs):
     with torch.no_grad():
         expected, actual = (model(**inputs).logits for model in pair)
     if valid is not None:
         expected, actual = expected[valid], actual[valid]
-    torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
+    assert_close(actual, expected)
 
 
 def test_logits(pair, device):
@@ -131,7 +136,7 @@ def test_packed_sequences(pair, device, form):
     with torch.no_grad():
         actual = pair[1](input_ids=ids, position_ids=positions, **options).logits
         expected = torch.cat([pair[0](input_ids=part).logits for part in ids.split(LENGTHS, 1)], 1)
-    torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
+    assert_close(actual, expected)
 
 
 def test_packed_sequences_in_several_rows(device):
@@ -156,7 +161,7 @@ def test_a_cache_continues_with_several_tokens(pair, device):
         with torch.no_grad():
             first = model(input_ids=ids[:, :15])
             results.append(model(input_ids=ids[:, 15:], past_key_values=first.past_key_values).logits)
-    torch.testing.assert_close(results[1], results[0], atol=2e-6, rtol=1e-5)
+    assert_close(results[1], results[0])
 
 
 def test_beam_search(device):
@@ -239,7 +244,7 @@ def test_an_encoder(device):
         mask = padding(side, device)
         with torch.no_grad():
             expected, actual = (model(input_ids=ids, attention_mask=mask)[0][mask.bool()] for model in (eager, ours))
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+        assert_close(actual, expected)
 
 
 @pytest.mark.slow

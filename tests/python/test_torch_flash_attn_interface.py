@@ -185,6 +185,9 @@ def test_packed_sequences(torch_device):
     assert probabilities.shape == (0,)
     assert_close(out, expected_out)
     assert_close(lse, expected_lse)
+    if torch_device != "xla":  # transformers passes lengths as tensors
+        lengths = (torch.tensor(8, device=torch_device), torch.tensor(9, device=torch_device))
+        assert torch.equal(fa.flash_attn_varlen_func(q, k, v, *lens, *lengths, causal=True), out)
     actual = fa.flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], 1), *lens, 8, 9, **options)
     assert torch.equal(actual[0].cpu(), out.cpu()) and torch.equal(actual[1].cpu(), lse.cpu())
     qkv = torch.stack([k, k, v], 1)
