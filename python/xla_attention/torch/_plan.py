@@ -150,7 +150,7 @@ def planned(function: Callable[P, R]) -> Callable[P, R]:
         tensors: list[torch.Tensor] = []
         needs_gradient = torch.is_grad_enabled()
         key += kwargs
-        if not _describe((*args, *kwargs.values()), key, tensors, needs_gradient):
+        if not _extend_key((*args, *kwargs.values()), key, tensors, needs_gradient):
             return function(*args, **kwargs)
         if len(set(map(id, tensors))) < len(tensors):
             # An operand is found by its identity: the plan holds where the same arguments are one tensor.
@@ -172,7 +172,7 @@ def _is_observed() -> bool:
     )
 
 
-def _describe(values: Iterable[Any], key: list[Any], tensors: list[torch.Tensor], needs_gradient: bool) -> bool:
+def _extend_key(values: Iterable[Any], key: list[Any], tensors: list[torch.Tensor], needs_gradient: bool) -> bool:
     """Append to `key` all of `values` that a plan depends on, and to `tensors` those among them.
 
     False for values that no plan supports: other subclasses of tensors, tensors that require a gradient or whose
@@ -189,7 +189,7 @@ def _describe(values: Iterable[Any], key: list[Any], tensors: list[torch.Tensor]
             key.append(value)
         elif kind is tuple:
             key.append(len(value))
-            if not _describe(value, key, tensors, needs_gradient):
+            if not _extend_key(value, key, tensors, needs_gradient):
                 return False
         else:
             return False
