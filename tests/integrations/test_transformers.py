@@ -11,6 +11,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from transformers import masking_utils  # noqa: E402
+
 import xla_attention.torch.transformers as integration  # noqa: E402
 
 NAME = "xla_attention"
@@ -219,6 +221,21 @@ def test_continuous_batching(pair, device):
         for prompt in prompts
     ]
     assert actual == expected
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_no_mask_is_made_in_continuous_batching(window):
+    """transformers captures forward passes as CUDA graphs, in which nothing can be read from the device."""
+    function = transformers.AttentionMaskInterface()[integration._FLASH_NAME]
+    packed = masking_utils.packed_sequence_mask_function(torch.zeros(1, 20, dtype=torch.int64, device="meta"))
+    functions = [masking_utils.causal_mask_function, packed]
+    functions += [masking_utils.sliding_window_overlay(window)] if window else []
+    made = function(1, 20, 20, mask_function=masking_utils.and_masks(*functions), device="meta")
+    assert made is None if window is None else made.shape == (0, 1, 2, 1)
+    with pytest.raises(NotImplementedError, match="attention_mask is given in continuous batching"):
+        function(1, 20, 20, attention_mask=torch.ones(1, 20))
+    with pytest.raises(ValueError, match="a call without cu_seq_lens_q within continuous_batching"):
+        transformers.AttentionInterface()[integration._FLASH_NAME](None, None, None, None, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -95,9 +95,11 @@ def packed_calls():
         "interleaved bf16, padded": {"dtype": "bfloat16", "d": 80},
         "concatenated bf16": {"dtype": "bfloat16", "d": 64, "heads": (8, 4), "layout": "concatenated"},
         "concatenated f32": {"d": 64, "layout": "concatenated"},
+        "interleaved e5m2, q_scale": {"dtype": "bfloat16", "cache": "float8_e5m2", "heads": (8, 4)},
     }
     for name, form in forms.items():
         arguments = packed_batch([(1, 9), (6, 6)], **form) | {"kv_layout": form.get("layout", "interleaved")}
+        arguments |= {"q_scale": 0.5} if "q_scale" in name else {}
         yield Call("ragged_paged_attention_v3", name, arguments, "kv_cache")
 
 

@@ -140,6 +140,12 @@ def test_a_packed_cache_that_is_not_donated_is_copied_once(form):
     assert len(re.findall(r"\S+\[\d+,4,\S* copy\(", programs()[f"packed cache, {form}, kept"])) == 1
 
 
+def test_queries_are_rounded_to_the_dtype_of_the_cache():
+    """XLA:GPU would leave out a conversion there and back."""
+    hlo = programs()["packed cache, interleaved e5m2, q_scale, donated"]
+    assert re.search(r"= f8e5m2\[\d+,8,128\]\S* convert\(", hlo)
+
+
 def shape_of(operator):
     """A pattern for the shape of the operator's caches, or of their shards."""
     (shape,) = {(*x.shape[:2], r"\d+", r"\d+" if len(CACHES[operator]) > 1 else x.shape[3]) for x in CACHES[operator]}

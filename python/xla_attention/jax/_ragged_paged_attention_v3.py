@@ -341,7 +341,8 @@ def _quantized(queries: Array, q_scale: Array, dtype: np.dtype) -> Array:
     quotient = queries.astype(jnp.float32) / _of_query_heads(q_scale, queries.shape[1])
     quantized = jnp.clip(quotient, limits.min.astype(np.float32), limits.max.astype(np.float32)).astype(dtype)
     has_kernel = dtype == jnp.float8_e4m3fn and queries.dtype.itemsize < 4
-    return quantized if has_kernel else quantized.astype(queries.dtype)
+    # XLA:GPU makes one conversion of two, without the rounding; the barrier keeps them apart.
+    return quantized if has_kernel else jax.lax.optimization_barrier(quantized).astype(queries.dtype)
 
 
 def _of_query_heads(scale: Array, num_heads: int) -> Array:

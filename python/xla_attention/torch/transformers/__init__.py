@@ -8,8 +8,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from ._attention import attention
-from ._mask import mask
+from ._attention import attention, attention_of_packed_rows
+from ._mask import mask, mask_beside_cu_seqlens
 
 __all__ = ["continuous_batching", "register"]
 
@@ -54,9 +54,10 @@ def register() -> None:
             f"xla_attention.torch.transformers: transformers {version} has no AttentionMaskInterface, expected 5.23 or "
             "newer"
         ) from None
-    for name in (_NAME, _FLASH_NAME):
-        AttentionInterface.register(name, attention)
-        AttentionMaskInterface.register(name, mask)
+    AttentionInterface.register(_NAME, attention)
+    AttentionMaskInterface.register(_NAME, mask)
+    AttentionInterface.register(_FLASH_NAME, attention_of_packed_rows)
+    AttentionMaskInterface.register(_FLASH_NAME, mask_beside_cu_seqlens)
 
 
 @contextlib.contextmanager

@@ -83,6 +83,24 @@ def attention(
     return out[..., : value.shape[-1]], None
 
 
+def attention_of_packed_rows(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **kwargs: Any,  # noqa: ANN401
+) -> tuple[torch.Tensor, None]:
+    """`attention` in continuous batching, where every call has `cu_seq_lens_q` and no mask is made."""
+    if cu_seq_lens_q is None:
+        raise ValueError(
+            f"{_FUNCTION}: a call without cu_seq_lens_q within continuous_batching, which is for generate_batch alone"
+        )
+    return attention(module, query, key, value, attention_mask, cu_seq_lens_q=cu_seq_lens_q, **kwargs)
+
+
 def _form(
     attention_mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, sliding_window: int | None
 ) -> tuple[str, torch.Tensor | None]:
