@@ -5,11 +5,12 @@ supported.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from ._attention import attention, attention_of_packed_rows
-from ._mask import mask, mask_beside_cu_seqlens
+from ._mask import mask
 
 __all__ = ["continuous_batching", "register"]
 
@@ -57,7 +58,7 @@ def register() -> None:
     AttentionInterface.register(_NAME, attention)
     AttentionMaskInterface.register(_NAME, mask)
     AttentionInterface.register(_FLASH_NAME, attention_of_packed_rows)
-    AttentionMaskInterface.register(_FLASH_NAME, mask_beside_cu_seqlens)
+    AttentionMaskInterface.register(_FLASH_NAME, functools.partial(mask, beside_cu_seqlens=True))
 
 
 @contextlib.contextmanager

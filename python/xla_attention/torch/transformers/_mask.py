@@ -47,49 +47,16 @@ def mask(
     mask_function: MaskFunction | None = None,
     attention_mask: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
+    *,
+    beside_cu_seqlens: bool = False,
     **kwargs: Any,  # noqa: ANN401
 ) -> torch.Tensor | None:
     """The mask of a forward pass; the parameters are those of transformers' mask functions.
 
-    Query i stands at key ``i + q_offset - kv_offset`` of those that the layers get.
+    Query i stands at key ``i + q_offset - kv_offset`` of those that the layers get. With `beside_cu_seqlens` the layers
+    get `cu_seqlens` too, which say all about the sequences. Nothing is read from the device then: transformers captures
+    such forward passes as CUDA graphs.
     """
-    patterns, hides = _supported_patterns(mask_function, kv_length)
-    if _PACKED in patterns:
-        form = _packed(mask_function, batch_size, q_length, device)[None]
-    else:
-        lengths = (q_length, kv_length, q_offset, kv_offset)
-        form = _padded(
-            batch_size, *lengths, attention_mask, device, _CAUSAL in patterns, bool(patterns.keys() & _WINDOWS)
-        )
-    if form is None:
-        return torch.empty(0, 1, 2, 1, dtype=torch.int32, device=device) if hides else None
-    return form[:, :, None, None].expand(-1, -1, 2 if hides else 1, -1)
-
-
-@torch.compiler.disable
-def mask_beside_cu_seqlens(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: MaskFunction | None = None,
-    attention_mask: torch.Tensor | None = None,
-    device: torch.device | str = "cpu",
-    **kwargs: Any,  # noqa: ANN401
-) -> torch.Tensor | None:
-    """`mask` for layers that get `cu_seqlens` too, which say all about the sequences.
-
-    Nothing is read from the device: transformers captures such forward passes as CUDA graphs.
-    """
-    if attention_mask is not None:
-        raise NotImplementedError("xla_attention: attention_mask is given in continuous batching, expected None")
-    _, hides = _supported_patterns(mask_function, kv_length)
-    return torch.empty(0, 1, 2, 1, dtype=torch.int32, device=device) if hides else None
-
-
-def _supported_patterns(mask_function: MaskFunction | None, kv_length: int) -> tuple[dict[str, dict[str, Any]], bool]:
-    """The patterns of a mask with their variables, and whether it has a sliding window that hides keys."""
     patterns = {_CAUSAL: {}} if mask_function is None else dict(_patterns(mask_function))
     unsupported = patterns.keys() - _SUPPORTED
     if unsupported:
@@ -99,7 +66,20 @@ def _supported_patterns(mask_function: MaskFunction | None, kv_length: int) -> t
             "attn_implementation='sdpa' or 'eager'"
         )
     hides = any(variables["sliding_window"] < kv_length for name, variables in patterns.items() if name in _WINDOWS)
-    return patterns, hides
+    if beside_cu_seqlens:
+        if attention_mask is not None:
+            raise NotImplementedError("xla_attention: attention_mask is given in continuous batching, expected None")
+        form = None
+    elif _PACKED in patterns:
+        form = _packed(mask_function, batch_size, q_length, device)[None]
+    else:
+        lengths = (q_length, kv_length, q_offset, kv_offset)
+        form = _padded(
+            batch_size, *lengths, attention_mask, device, _CAUSAL in patterns, bool(patterns.keys() & _WINDOWS)
+        )
+    if form is None:
+        return torch.empty(0, 1, 2, 1, dtype=torch.int32, device=device) if hides else None
+    return form[:, :, None, None].expand(-1, -1, 2 if hides else 1, -1)
 
 
 def form_of(mask: torch.Tensor, batch_size: int, q_length: int, kv_length: int) -> str | None:
