@@ -11,9 +11,9 @@ os.environ["KERAS_BACKEND"] = "jax"
 pytest.importorskip("keras")
 
 import keras
-from recipes import recipe
+from recipes import counted_calls, recipe
 
-from xla_attention.jax import _dot_product_attention, dot_product_attention
+from xla_attention.jax import dot_product_attention
 
 X = np.random.default_rng(0).standard_normal((3, 12, 32)).astype(np.float32)
 PADDING = np.arange(12) < np.array([12, 5, 9])[:, None]
@@ -22,20 +22,7 @@ PADDING = np.arange(12) < np.array([12, 5, 9])[:, None]
 @pytest.fixture
 def calls(monkeypatch):
     """Put our function in place; a list of who computes each call."""
-    theirs, calls = jax.nn.dot_product_attention, []
-
-    def counted(name):
-        compute = getattr(_dot_product_attention, name)
-
-        def call(*arguments):
-            results = compute(*arguments)
-            calls.append(name)
-            return results
-
-        return call
-
-    for name in ("by_kernels", "by_jax"):
-        monkeypatch.setattr(_dot_product_attention, name, counted(name))
+    theirs, calls = jax.nn.dot_product_attention, counted_calls(monkeypatch)
     monkeypatch.setattr(jax.nn, "dot_product_attention", theirs)  # which is restored afterwards
     recipe("Keras")
     assert jax.nn.dot_product_attention is not theirs

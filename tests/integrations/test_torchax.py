@@ -10,9 +10,7 @@ pytest.importorskip("torchax")
 
 import torch
 import torchax
-from recipes import recipe
-
-from xla_attention.jax import _dot_product_attention
+from recipes import counted_calls, recipe
 
 Q, K = torch.randn(3, 6, 17, 32, generator=torch.Generator().manual_seed(0)), torch.linspace(-2, 2, 3 * 6 * 29 * 32)
 K = torch.sin(1e3 * K).reshape(3, 6, 29, 32)
@@ -26,20 +24,7 @@ def definitions():
 @pytest.fixture
 def calls(monkeypatch, definitions):
     """Who computes each call."""
-    calls = []
-
-    def counted(name):
-        compute = getattr(_dot_product_attention, name)
-
-        def call(*arguments):
-            results = compute(*arguments)
-            calls.append(name)
-            return results
-
-        return call
-
-    for name in ("by_kernels", "by_jax"):
-        monkeypatch.setattr(_dot_product_attention, name, counted(name))
+    calls = counted_calls(monkeypatch)
     with jax.default_matmul_precision("highest"):
         yield calls
 
