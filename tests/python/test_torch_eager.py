@@ -9,7 +9,7 @@ import torch
 
 import xla_attention.torch as xt
 from xla_attention import _library
-from xla_attention.torch import _eager
+from xla_attention.torch import _cache, _eager
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -67,7 +67,7 @@ def test_signal_handlers_may_make_calls_at_any_moment(request_cache, add):
 
     def handler(*_):
         inner.append(len(inner))
-        check(len(inner) % (_eager._CACHE_SIZE + 50), 10.0)
+        check(len(inner) % (_cache.CACHE_SIZE + 50), 10.0)
 
     before, armed = signal.signal(signal.SIGALRM, handler), -1
     try:
@@ -77,14 +77,14 @@ def test_signal_handlers_may_make_calls_at_any_moment(request_cache, add):
             if armed < len(inner):  # once per signal, so that handlers do not accumulate on a slow machine
                 armed = len(inner)
                 signal.setitimer(signal.ITIMER_REAL, 2e-5 + 1.3e-5 * (call % 11))
-            check(call % (_eager._CACHE_SIZE + 50), 3.0)
+            check(call % (_cache.CACHE_SIZE + 50), 3.0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert not wrong
     assert len(inner) > 20
     check(1, 3.0)
-    assert len(request_cache) <= _eager._CACHE_SIZE
+    assert len(request_cache) <= _cache.CACHE_SIZE
 
 
 def test_nested_calls_that_fail_keep_their_error_texts(monkeypatch, request_cache):
@@ -111,13 +111,13 @@ def test_nested_calls_that_fail_keep_their_error_texts(monkeypatch, request_cach
 
 
 def test_the_request_cache_is_bounded_and_evicts_the_least_recently_used(request_cache):
-    for rows in range(2 * _eager._CACHE_SIZE):
+    for rows in range(2 * _cache.CACHE_SIZE):
         dispatched(torch.ones(rows), torch.ones(rows))
         dispatched(torch.ones(1), torch.ones(1))
-    assert len(request_cache) == _eager._CACHE_SIZE
+    assert len(request_cache) == _cache.CACHE_SIZE
     shapes = [key[3][0][0] for key in request_cache]
     assert shapes[-1] == 1
-    assert shapes[:-1] == list(range(_eager._CACHE_SIZE + 1, 2 * _eager._CACHE_SIZE))
+    assert shapes[:-1] == list(range(_cache.CACHE_SIZE + 1, 2 * _cache.CACHE_SIZE))
 
 
 def test_a_failed_call_is_not_cached(request_cache):

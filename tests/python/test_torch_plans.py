@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xla_attention.torch as xt
-from xla_attention.torch import _eager, _plan
+from xla_attention.torch import _cache, _eager, _plan
 
-pytestmark = pytest.mark.usefixtures("torch_device")
+pytestmark = pytest.mark.usefixtures("torch_device", "all_torch_devices")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -140,9 +140,9 @@ def test_plans_keep_no_tensor(torch_device):
 
 
 def test_the_number_of_plans_is_bounded(torch_device):
-    for tokens in range(2, 2 + _plan._CACHE_SIZE + 20):
+    for tokens in range(2, 2 + _cache.CACHE_SIZE + 20):
         xt.simple_add(*(torch.ones(tokens, device=torch_device) for _ in range(2)))
-    assert len(_plan._STATE.plans) == _plan._CACHE_SIZE
+    assert len(_plan._STATE.plans) == _cache.CACHE_SIZE
 
 
 def test_threads_have_plans_of_their_own(torch_device):

@@ -9,11 +9,12 @@ import torch
 
 from .._library import Action, Request, ShapeAndDtype, View
 from . import _plan
+from ._cache import put
 from ._call import DTYPES, Call, Result
+from ._in_place import increment_versions
 from ._overlap import Extent, extent_of, has_internal_overlap, reject_internal_overlap, reject_overlap
 
 _LOG = logging.getLogger("xla_attention.torch")
-_CACHE_SIZE = 256
 
 
 class _RequestCache(threading.local):
@@ -87,14 +88,8 @@ def run(call: Call, *, in_place: bool = False) -> list[torch.Tensor | None]:
             if is_new:
                 request.run(Action.PREPARE_CUDA)
             request.run(Action.LAUNCH_CUDA, stream)
-    for index in written:
-        if not operands[index].is_inference():
-            # Autograd then detects that a tensor which it saved for the backward pass has been modified.
-            torch.autograd.graph.increment_version(operands[index])
-    _CACHE.requests[key] = request, extents
-    while len(_CACHE.requests) > _CACHE_SIZE:
-        # A call of a signal handler cannot interrupt `list(dict)`. It can interrupt an OrderedDict, which then crashes.
-        _CACHE.requests.pop(list(_CACHE.requests)[0], None)  # noqa: RUF015
+    increment_versions(operands[index] for index in written)
+    put(_CACHE.requests, key, (request, extents))
     _plan.record(lambda: _plan.EagerCall(make_request(), names, operands, extents, aliases, results, workspace))
     return results
 

@@ -1,12 +1,19 @@
 """Autograd of operators that mutate operands, for which torch.library has no registration."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 # A gradient function as torch.library takes it: the context, then the gradients of the results.
 Backward = Callable[..., Any]
+
+
+def increment_versions(written: Iterable[torch.Tensor]) -> None:
+    """Let autograd detect that tensors which it may have saved for the backward pass have been modified."""
+    for tensor in written:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
 
 
 def reject_gradients(

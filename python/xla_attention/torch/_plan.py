@@ -14,10 +14,11 @@ import torch
 from torch.autograd import forward_ad
 
 from .._library import Action, Request
+from ._cache import put
 from ._call import Result
+from ._in_place import increment_versions
 from ._overlap import Extent, reject_overlap
 
-_CACHE_SIZE = 256
 # Keys with other objects might compare them by identity, or keep their memory alive.
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _OPTION_TYPES = frozenset({int, float, bool, str, type(None), torch.dtype})
@@ -101,9 +102,7 @@ class _Plan:
             self._request.run(Action.LAUNCH_CUDA, torch._C._cuda_getCurrentRawStream(self._device.index))
         else:
             self._request.run(Action.RUN_ON_CPU)
-        for tensor in written:
-            if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
+        increment_versions(written)
         if self._returned is None:
             return None
         if isinstance(self._returned, int):
@@ -208,10 +207,7 @@ def _run(function: Callable, args: tuple, kwargs: dict[str, Any], key: tuple, te
         result, plan = _first_run(function, args, kwargs, tensors)
     else:
         result = function(*args, **kwargs)
-    plans[key] = plan
-    while len(plans) > _CACHE_SIZE:
-        # A call of a signal handler cannot interrupt `list(dict)`. It can interrupt an OrderedDict, which then crashes.
-        plans.pop(list(plans)[0], None)  # noqa: RUF015
+    put(plans, key, plan)
     return result
 
 
@@ -240,14 +236,11 @@ def _indices(result: Any, results: Sequence[torch.Tensor | None]) -> int | tuple
     """The indices among `results` of what a function returned; an empty tuple if it returned something else."""
     if result is None:
         return None
-    found = [next((i for i, x in enumerate(results) if x is part), None) for part in _parts(result)]
+    parts = result if isinstance(result, tuple) else (result,)
+    found = [next((i for i, x in enumerate(results) if x is part), None) for part in parts]
     if None in found:
         return ()
     return tuple(found) if isinstance(result, tuple) else found[0]
-
-
-def _parts(result: Any) -> tuple:  # noqa: ANN401
-    return result if isinstance(result, tuple) else (result,)
 
 
 def _source(operand: torch.Tensor, tensors: Sequence[torch.Tensor]) -> int | None:
