@@ -128,9 +128,9 @@ def shard_mapped(mesh):
     )
 
 
-def pages(kv_layout):
+def pages(kv_layout, *, heads=HEADS):
     """Pages in one buffer, sharded by KV heads; there is no gradient."""
-    shape = {"heads": HEADS, "d": 16, "pages": 4, "kv_layout": kv_layout, "rows_after": 0}
+    shape = {"heads": heads, "d": 16, "pages": 4, "kv_layout": kv_layout, "rows_after": 0}
     (q, k, _, *starts), options = varlen([(7, 9), (30, 30)], **shape)
 
     def attend(q, k):
@@ -151,9 +151,9 @@ DENSE = {
 }
 
 
-def dense(*spec, metadata="lengths"):
-    """A dense batch [B, T, H, D], sharded by `spec`."""
-    shapes = [(4, 17, HEADS[0], 16), (4, 29, HEADS[1], 16), (4, 29, HEADS[1], 16)]
+def dense(*spec, metadata="lengths", heads=HEADS):
+    """A dense batch [B, T, H, D], sharded by `spec`; one KV head is not sharded."""
+    shapes = [(4, 17, heads[0], 16), (4, 29, heads[1], 16), (4, 29, heads[1], 16)]
     operands = tuple(numbers(i, *shape) for i, shape in enumerate(shapes))
 
     zeros = np.zeros(4, np.float32)
@@ -162,7 +162,8 @@ def dense(*spec, metadata="lengths"):
     def attend(q, k, v, zeros):
         return (dot_product_attention(q, k, v, **DENSE[metadata](zeros.astype(jnp.int32))),)
 
-    specs = (*(PartitionSpec(*spec),) * 3, PartitionSpec(*spec[:1]))
+    kv_spec = PartitionSpec(*(spec if heads[1] > 1 else spec[:1]))
+    specs = (PartitionSpec(*spec), kv_spec, kv_spec, PartitionSpec(*spec[:1]))
     return Case(attend, (*operands, zeros), specs, specs[:1], axes=2 if "batch" in spec else 1)
 
 
@@ -250,6 +251,39 @@ def over_both_axes(case):
     return case._replace(specs=by_both(case.specs), out_specs=by_both(case.out_specs), axes=2)
 
 
+def by_two_axes(case):
+    """The case, of two KV heads, with K, V and caches sharded by heads over one mesh axis, and all else over both."""
+
+    def specs_of(arrays, specs):
+        are_kv = (x.ndim >= 4 or x.shape[1:2] == (2,) for x in arrays)
+        axes = ("batch" if is_kv else ("batch", "heads") for is_kv in are_kv)
+        return tuple(
+            PartitionSpec(*(axes_of_heads if axis == "heads" else axis for axis in spec))
+            for axes_of_heads, spec in zip(axes, specs, strict=True)
+        )
+
+    results = jax.eval_shape(case.attend, *case.operands)
+    specs, out_specs = specs_of(case.operands, case.specs), specs_of(results, case.out_specs)
+    return case._replace(specs=specs, out_specs=out_specs, axes=2)
+
+
+def by_pages(case):
+    """A step with the stacked cache sharded by pages."""
+    return case._replace(specs=(PartitionSpec(None, "heads"), *(REPLICATED,) * 2), axes=2, donated=())
+
+
+def dense_with_sinks(spec, sinks_spec):
+    """A dense batch with sinks, whose gradient is a sum over the batch."""
+    case = dense(*spec)
+    sinks = np.float32(np.linspace(-1, 1, HEADS[0]))
+
+    def attend(q, k, v, sinks):
+        return (dot_product_attention(q, k, v, sinks=sinks),)
+
+    specs = (*case.specs[:3], PartitionSpec(sinks_spec))
+    return case._replace(attend=attend, operands=(*case.operands[:3], sinks), specs=specs)
+
+
 def decoded(heads=HEADS):
     """A decode step of a layer, which calls four operators."""
     new = step(heads, "interleaved")
@@ -305,6 +339,9 @@ CASES = {
     "packed, by heads": lambda _: packed(),
     "packed, deterministic, by heads": lambda _: packed(deterministic=True),
     "packed, one KV head": lambda _: packed((8, 1))._replace(specs=(PACKED, REPLICATED, REPLICATED, BY_HEAD)),
+    "packed, two KV heads": lambda _: packed((8, 2))._replace(specs=(PACKED, REPLICATED, REPLICATED, BY_HEAD)),
+    "packed, KV heads by one axis": lambda _: by_two_axes(packed((8, 2))),
+    "packed, by rows": lambda _: packed()._replace(specs=(PartitionSpec("heads"),) * 3 + (REPLICATED,)),
     "packed, projected": lambda _: projected(HEADS),
     "packed, projected, two KV heads": lambda _: projected((8, 2)),
     "packed, replicated keys": lambda _: replicated_keys(),
@@ -315,10 +352,14 @@ CASES = {
     "dense, by batch": lambda _: dense("batch"),
     "dense, by heads": lambda _: dense(None, None, "heads"),
     "dense, by batch and heads": lambda _: dense("batch", None, "heads"),
+    "dense, sinks by heads": lambda _: dense_with_sinks(("batch", None, "heads"), "heads"),
+    "dense, sinks by the axis of the batch": lambda _: dense_with_sinks(("batch",), "batch"),
+    "dense, one KV head, by batch and heads": lambda _: dense("batch", None, "heads", heads=(8, 1)),
     "dense, segments": lambda _: dense("batch", None, "heads", metadata="segments"),
     "dense, promised mask": lambda _: dense("batch", metadata="promise"),
     "dense, mask of keys": lambda _: dense("batch", None, "heads", metadata="mask"),
     **{f"update, {layout}": lambda _, x=layout: paged_step(kv_cache_update, x) for layout in CACHES},
+    "update, stacked, by pages": lambda _: by_pages(paged_step(kv_cache_update, "stacked")),
     "update, interleaved, replicated rows": lambda _: paged_step(kv_cache_update, replicated=("key", "value")),
     **{f"gather, {layout}": lambda _, x=layout: paged_step(gather_kv_cache, x) for layout in CACHES},
     **{
@@ -334,6 +375,15 @@ CASES = {
     "paged update, 4 query heads per KV head": lambda _: paged_step(
         paged_attention_update, heads=(16, 4), replicated=("key", "value")
     ),
+    "paged, KV heads by one axis": lambda _: by_two_axes(paged_step(paged_attention, heads=(8, 2))),
+    "paged update, KV heads by one axis": lambda _: by_two_axes(paged_step(paged_attention_update, heads=(8, 2))),
+    **{
+        f"rope, {layout}, KV heads by one axis": lambda _, x=layout: by_two_axes(
+            paged_step(rope_kv_cache_update, x, heads=(8, 2))
+        )
+        for layout in ("interleaved", "stacked", "per_page")
+    },
+    "interleaved pages, KV heads by one axis": lambda _: by_two_axes(pages("interleaved", heads=(8, 2))),
     "paged update, by both axes": lambda _: over_both_axes(
         paged_step(paged_attention_update, replicated=("key", "value"))
     ),
@@ -349,16 +399,30 @@ CASES = {
     "add, by two dimensions": lambda _: added(),
 }
 
-# The collectives that programs need: gradients of replicated operands are summed, and heads that the mesh does not
-# divide are gathered and computed by every device.
+# The collectives that programs need: gradients of replicated operands are summed, and so are those of K and V that
+# several devices share.
 EXPECTED_COLLECTIVES = {
-    "packed, one KV head": {"all-gather"},
+    "packed, one KV head": {"all-reduce"},
+    "packed, two KV heads": {"all-reduce"},
+    "packed, KV heads by one axis": {"all-reduce"},
+    "packed, by rows": {"all-gather"},
     "packed, projected": {"all-reduce"},
     "packed, projected, two KV heads": {"all-gather", "all-reduce"},
     "packed, replicated keys": {"all-gather"},
     "packed, shard_map over rows": {"all-reduce"},
+    "dense, sinks by heads": {"all-reduce"},
+    "dense, sinks by the axis of the batch": {"all-gather", "all-reduce"},
+    "dense, one KV head, by batch and heads": {"all-reduce"},
+    "update, stacked, by pages": {"all-gather"},
     "paged, cache split between K and V": {"all-gather"},
     "paged, cache split between K and V by one axis": {"all-gather"},
+}
+# Programs in which XLA gathers operands because they are not sharded by heads that the mesh divides.
+GATHERED = {
+    "packed, by rows": "q float32[40, 8, 16], whose dimension 0 is sharded by mesh axis 'heads'; k",
+    "update, stacked, by pages": "kv_cache float32[2, 6, 4, 4, 16], whose dimension 1 is sharded by mesh axis 'heads'.",
+    "paged, cache split between K and V": "query float32[3, 8, 16], whose dimension 1 is sharded by mesh axis 'heads';",
+    "paged, cache split between K and V by one axis": "kv_cache float32[6, 4, 4, 16], whose dimension 2",
 }
 # Programs that JAX rejects on meshes with explicit axes, because they reshape an array that is sharded within a head.
 AUTOMATIC_AXES_ONLY = {"packed, projected, two KV heads"}

@@ -3,12 +3,13 @@
     sharding_program.py cpu|gpu shardy|gspmd|explicit [case ...]
 
 Prints a line of JSON per case: its name, the collectives in the compiled program, the largest error, the number of our
-calls, whether results have the expected shardings, whether donated operands are updated in place, and the number of
-copies of their shape. `explicit` is Shardy on meshes with explicit axes.
+calls, whether results have the expected shardings, whether donated operands are updated in place, the number of
+copies of their shape, and the texts of GatherWarning. `explicit` is Shardy on meshes with explicit axes.
 """
 
 import json
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from sharding_cases import AUTOMATIC_AXES_ONLY, CASES, numbers
+from xla_attention.jax import GatherWarning
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
@@ -60,7 +62,9 @@ def run(name, meshes):
     operands = [
         jax.device_put(jnp.array(x), sharding) for x, sharding in zip(case.operands, on_mesh(case.specs), strict=True)
     ]
-    compiled = program.lower(*operands).compile()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled = program.lower(*operands).compile()
     text = compiled.as_text()
     donated = [operands[i] for i in case.donated]
     donated_addresses = addresses(donated)
@@ -76,6 +80,7 @@ def run(name, meshes):
         "shardings_match": all(x.sharding.is_equivalent_to(sharding, x.ndim) for x, sharding in result_shardings),
         "in_place": all(x.is_deleted() for x in donated) and donated_addresses <= addresses(jax.tree.leaves(actual)),
         "copies": sum(f"[{shape}]" in line for line in text.splitlines() if " copy(" in line for shape in shard_shapes),
+        "gathers": [str(x.message) for x in caught if x.category is GatherWarning and x.filename.endswith("_cases.py")],
     }
 
 

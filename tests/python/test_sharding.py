@@ -11,18 +11,13 @@ import pathlib
 import jax
 import pytest
 
-from sharding_cases import AUTOMATIC_AXES_ONLY, CASES, EXPECTED_COLLECTIVES
+from sharding_cases import AUTOMATIC_AXES_ONLY, CASES, EXPECTED_COLLECTIVES, GATHERED
 from subprocesses import python
 
 HERE = pathlib.Path(__file__).parent
 JAX_VERSION = tuple(map(int, jax.__version__.split(".")[:2]))
-# Cases whose results are not sharded as their operands, because the mesh does not divide the heads.
-UNEVEN = {
-    "packed, one KV head",
-    "packed, projected, two KV heads",
-    "paged, cache split between K and V",
-    "paged, cache split between K and V by one axis",
-}
+# Cases whose results are not sharded as their operands, because these are gathered.
+UNEVEN = {"packed, by rows", "update, stacked, by pages", "paged, cache split between K and V"}
 # The number of custom calls in a program, where it is not 1.
 CALLS = {"decode step": 4, "cache in words, not causal": 2} | {
     name: 2 for name in CASES if name.startswith(("packed", "dense"))
@@ -64,6 +59,40 @@ def test_sharded_calls_need_no_collectives_beyond_the_expected(on, partitioning,
     assert result["error"] < 2e-5
     assert result["calls"] == CALLS.get(case, 1)
     assert set(result["collectives"]) <= EXPECTED_COLLECTIVES.get(case, set())
+    assert bool(result["gathers"]) == (case in GATHERED)
+    assert all(text.startswith("xla_attention: XLA gathers operands of xla_gpu_") for text in result["gathers"])
+    assert not result["gathers"] or GATHERED[case] in result["gathers"][0]
     # XLA:CPU copies a donated cache that is reshaped. XLA:GPU does not, see `test_gpu_programs`.
     assert result["in_place"] and result["copies"] == (case.startswith("cache in words") and on == "cpu")
     assert result["shardings_match"] or case in UNEVEN
+
+
+# Compiles a call whose tokens are sharded, and prints what that raises.
+_GATHERING = """
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from xla_attention.jax import flash_attn_varlen
+q = np.ones((8, 4, 16), np.float32)
+sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
+try:
+    jax.block_until_ready(jax.jit(lambda q: flash_attn_varlen(q, q, q, np.array([0, 8])))(jax.device_put(q, sharding)))
+except jax.errors.JaxRuntimeError as error:
+    print(error)
+"""
+_TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+
+
+def test_a_warning_names_the_line_that_makes_xla_gather(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(_GATHERING)
+    done = python(program, **_TWO_DEVICES)
+    line = next(i for i, text in enumerate(_GATHERING.splitlines(), 1) if "flash_attn_varlen(q" in text)
+    assert f"{program}:{line}: GatherWarning: xla_attention: XLA gathers operands of xla_gpu_flash_attn" in done.stderr
+    assert "q float32[8, 4, 16], whose dimension 0 is sharded by mesh axis 'data'; k " in done.stderr
+    assert done.stderr.count("GatherWarning") == 1
+    assert not done.stdout
+
+
+def test_pythons_filters_make_an_error_of_the_warning():
+    done = python("-c", _GATHERING, **_TWO_DEVICES, PYTHONWARNINGS="error:xla_attention")
+    assert "GatherWarning: xla_attention: XLA gathers operands of xla_gpu_flash_attn_varlen: q" in done.stdout

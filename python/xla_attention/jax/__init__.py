@@ -7,9 +7,10 @@ Importing this module registers the custom-call targets with JAX's runtime. Ever
 differentiable. Differentiating any other function raises NotImplementedError.
 
 XLA partitions every function over the devices of a mesh: by KV heads, `dot_product_attention` also by its batch,
-`merge_attention_states` and `simple_add` by every dimension. Tokens, pages and sequences are replicated. Under
-``jax.vmap`` every function stays one call, unless sinks, scales, ``cos_sin`` or stacked pages are batched: then the
-calls run one after the other. ``docs/sharding.md`` has the details.
+`merge_attention_states` and `simple_add` by every dimension. Tokens, pages and sequences are replicated; where they are
+sharded, XLA gathers them, with a `GatherWarning`. Under ``jax.vmap`` every function stays one call, unless sinks,
+scales, ``cos_sin`` or stacked pages are batched: then the calls run one after the other. ``docs/sharding.md`` has the
+details.
 
 Lengths, page numbers, positions and slots may be NumPy, Python or JAX integers of any width. The targets read 32 bits:
 a larger or smaller number saturates, and a slot that does not fit stays outside the cache. Arguments of ``jax.jit`` are
@@ -37,11 +38,13 @@ from ._paged_attention_update import paged_attention_update
 from ._ragged_paged_attention_v3 import ragged_paged_attention_v3
 from ._register import export_disabled_checks, register_targets
 from ._rope_kv_cache_update import rope_kv_cache_update
+from ._sharding_warning import GatherWarning
 from ._simple_add import simple_add
 
 register_targets()
 
 __all__ = [
+    "GatherWarning",
     "dot_product_attention",
     "export_disabled_checks",
     "flash_attn_varlen",

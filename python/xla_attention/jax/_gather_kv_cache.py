@@ -181,4 +181,4 @@ def _cu_seqlens(lens: Array, capacity: int) -> Array:
     return jnp.concatenate([jnp.zeros_like(ends, shape=(lens.shape[0], 1)), ends], 1).astype(jnp.int32)
 
 
-_gather_call = with_batching(partitioned(_ffi_call, _sharding_rule), _batching_rule)
+_gather_call = with_batching(partitioned("xla_gpu_gather_kv_cache", _ffi_call, _sharding_rule), _batching_rule)

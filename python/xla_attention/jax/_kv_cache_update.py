@@ -159,5 +159,7 @@ def _batching_rule_split(
     return None, operands, lambda *caches: tuple(split_rows(x, axis_size) for x in caches)
 
 
-_update_call = with_batching(partitioned(_ffi_call, _sharding_rule), _batching_rule)
-_update_split_call = with_batching(partitioned(_ffi_call_split, _sharding_rule_split), _batching_rule_split)
+_update_call = with_batching(partitioned("xla_gpu_kv_cache_update", _ffi_call, _sharding_rule), _batching_rule)
+_update_split_call = with_batching(
+    partitioned("xla_gpu_kv_cache_update_split", _ffi_call_split, _sharding_rule_split), _batching_rule_split
+)

@@ -77,4 +77,4 @@ def _batching_rule(_: None, axis_size: int, in_batched: list[bool], operands: tu
     return None, operands, lambda out, lse: (split_rows(out, axis_size), split_lse(lse, axis_size))
 
 
-_merge_call = with_batching(partitioned(_ffi_call, _sharding_rule), _batching_rule)
+_merge_call = with_batching(partitioned("xla_gpu_merge_attention_states", _ffi_call, _sharding_rule), _batching_rule)

@@ -212,7 +212,7 @@ def _batching_rule(
     return static, (concat_rows(query), cache, *sequences, *scores), split_results
 
 
-_attention_call = with_batching(partitioned(_ffi_call, _sharding_rule), _batching_rule)
+_attention_call = with_batching(partitioned("xla_gpu_paged_attention", _ffi_call, _sharding_rule), _batching_rule)
 
 
 def ragged_paged_attention(

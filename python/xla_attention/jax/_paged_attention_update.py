@@ -172,4 +172,4 @@ def _batching_rule(
     return static, (query, cache, *sequences, key, value, slots, *scores), split_results
 
 
-_update_call = with_batching(partitioned(_ffi_call, _sharding_rule), _batching_rule)
+_update_call = with_batching(partitioned("xla_gpu_paged_attention_update", _ffi_call, _sharding_rule), _batching_rule)

@@ -144,4 +144,4 @@ def _batching_rule(
     return (interleaved, layout_of_concat(kv_layout)), concat_operands, split_results
 
 
-_update_call = with_batching(partitioned(_ffi_call, _sharding_rule), _batching_rule)
+_update_call = with_batching(partitioned("xla_gpu_rope_kv_cache_update", _ffi_call, _sharding_rule), _batching_rule)

@@ -4,37 +4,33 @@ A rule names each dimension of each operand and result by a letter, as einsum do
 sharded alike, and every device makes the call on its shards:
 
     H   query heads; neighbouring ones share a KV head
-    h   KV heads, each read by g = H / h query heads; sharded as H
-    c   2 h heads of an interleaved cache, K and V side by side; sharded as H
+    h   KV heads, each read by g = H / h query heads; sharded as H, but by at most h devices
+    c   2 h heads of an interleaved cache, K and V side by side; sharded as h
 
 and a call's own free letters, such as the batch, or the dimensions of an elementwise operator. A dimension with any
 other letter, such as the tokens of a packed batch, is replicated.
+
+With more devices than KV heads, devices share a KV head, and each has some of its query heads. Such a device has that
+KV head alone, or all of them if K and V are packed rows, of which it then passes one to the call.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ._call import Array, manual_axes
+from ._sharding_axes import Assignment, Dims, MeshAxes, ShardingRule, assign
+from ._sharding_warning import SourceLine, operand_names, warn_of_gathers
 
-# One letter per dimension, or numbers where there are more dimensions than letters.
-Dims = str | tuple[int, ...]
-# The mesh axes that shard each dimension of an array.
-MeshAxes = tuple[tuple[str, ...], ...]
-
-
-class ShardingRule(NamedTuple):
-    """The letters of every operand and result that the call has, and those of `free` dimensions."""
-
-    operands: tuple[Dims, ...]
-    results: tuple[Dims, ...]
-    free: Dims = ""
+__all__ = ["ShardingRule", "drop_absent", "partitioned", "reshard_like", "with_auto_axes"]
 
 
 class _Call(NamedTuple):
@@ -43,13 +39,18 @@ class _Call(NamedTuple):
     static: Any
     treedef: jax.tree_util.PyTreeDef  # of the operands, whose leaves are the arrays
     rule: ShardingRule
+    target: str
+    names: tuple[str, ...]  # of the arrays
+    line: SourceLine
 
 
-def partitioned(function: Callable, make_rule: Callable[..., ShardingRule]) -> Callable:
+def partitioned(target: str, function: Callable, make_rule: Callable[..., ShardingRule]) -> Callable:
     """Let XLA partition ``function(static, *operands)``, which returns a tuple of arrays.
 
     Parameters
     ----------
+    target
+        The custom call that the function makes.
     function
         Each device calls it with the same hashable `static` and with its shards of the arrays. An operand is an array,
         None, or a tree of these.
@@ -60,21 +61,27 @@ def partitioned(function: Callable, make_rule: Callable[..., ShardingRule]) -> C
     def on_shards(call: _Call, *shards: Array) -> tuple[Array, ...]:
         return function(call.static, *call.treedef.unflatten(shards))
 
-    def shardings(call: _Call, mesh: Mesh, arguments: Sequence[jax.ShapeDtypeStruct]) -> list[tuple]:
+    def shardings(call: _Call, mesh: Mesh, arguments: Sequence[jax.ShapeDtypeStruct]) -> tuple[Assignment, list[tuple]]:
         mesh_axes = [_mesh_axes(x.sharding, len(x.shape), mesh) for x in arguments]
-        assigned = _assign(mesh.shape, mesh_axes, [x.shape for x in arguments], call.rule)
+        assigned = assign(mesh.shape, mesh_axes, [x.shape for x in arguments], call.rule)
         sides = call.rule.operands, call.rule.results
-        return [tuple(NamedSharding(mesh, _spec(assigned, dims)) for dims in side) for side in sides]
+        return assigned, [tuple(NamedSharding(mesh, _spec(assigned, dims)) for dims in side) for side in sides]
 
     def partition(call: _Call, mesh: Mesh, arguments: Any, _results: Any) -> tuple:  # noqa: ANN401
-        argument_shardings, result_shardings = shardings(call, mesh, arguments)
-        return mesh, functools.partial(on_shards, call), result_shardings, argument_shardings
+        mesh_axes = [_mesh_axes(x.sharding, len(x.shape), mesh) for x in arguments]
+        assigned, (argument_shardings, result_shardings) = shardings(call, mesh, arguments)
+        warn_of_gathers(call.line, call.target, call.names, call.rule, arguments, mesh_axes, assigned)
+        local_call = functools.partial(on_shards, call)
+        if assigned.sharing:
+            parts = math.prod(mesh.shape[name] for name in assigned.sharing)
+            local_call = _with_one_kv_head(local_call, call.rule, assigned.sharing, parts)
+        return mesh, _with_sums(local_call, call.rule, assigned), result_shardings, argument_shardings
 
     def infer(call: _Call, mesh: Mesh, arguments: Any, _results: Any) -> tuple:  # noqa: ANN401
-        return shardings(call, mesh, arguments)[1]
+        return shardings(call, mesh, arguments)[1][1]
 
-    def shardy_rule(call: _Call, _mesh: Mesh, operands: Sequence[Any], _results: Sequence[Any]) -> Any:  # noqa: ANN401
-        return _shardy_rule(call.rule, operands)
+    def shardy_rule(call: _Call, mesh: Mesh, operands: Sequence[Any], _results: Sequence[Any]) -> Any:  # noqa: ANN401
+        return _shardy_rule(call.rule, mesh, operands)
 
     unpartitioned = custom_partitioning(on_shards, static_argnums=(0,))
     # Shardings arrive as XLA's, undecoded: JAX cannot decode one that shards by a part of a mesh axis, which Shardy
@@ -88,7 +95,8 @@ def partitioned(function: Callable, make_rule: Callable[..., ShardingRule]) -> C
         if manual_axes(arrays):
             # Within shard_map the arrays are shards already.
             return function(static, *operands)
-        call = _Call(static, treedef, make_rule(static, *operands))
+        names = operand_names(target, operands)
+        call = _Call(static, treedef, make_rule(static, *operands), target, names, SourceLine())
         return with_auto_axes(functools.partial(unpartitioned, call), arrays, call.rule)(*arrays)
 
     return wrapped
@@ -116,7 +124,7 @@ def with_auto_axes(function: Callable, arrays: Sequence[Array], rule: ShardingRu
         return function
     specs = [tuple(jax.typeof(x).sharding.spec) for x in arrays]
     mesh_axes = [tuple(() if dim is None else (dim,) if isinstance(dim, str) else dim for dim in s) for s in specs]
-    assigned = _assign(mesh.shape, mesh_axes, [x.shape for x in arrays], rule)
+    assigned = assign(mesh.shape, mesh_axes, [x.shape for x in arrays], rule)
     out_sharding = tuple(_spec(assigned, dims) for dims in rule.results)
     call = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out_sharding)
 
@@ -156,44 +164,66 @@ def _mesh_axes(sharding: Sharding | None, rank: int, mesh: Mesh) -> MeshAxes:
     return tuple(map(axes_of, range(rank)))
 
 
-def _assign(
-    axis_sizes: Mapping[str, int], mesh_axes: Sequence[MeshAxes], shapes: Sequence[Sequence[int]], rule: ShardingRule
-) -> dict:
-    """The mesh axes that shard each letter.
-
-    They are those of the first operand that is sharded along the letter, as far as they divide every dimension with it.
-    Among heads, K and V come before the queries, because resharding a cache is the most expensive.
-    """
-    assigned, used = {}, set()
-    for group in ("chH", *((letter,) for letter in rule.free)):
-        candidates = [
-            (letter, size, axes)
-            for letter in group
-            for dims, shape, axes_of_array in zip(rule.operands, shapes, mesh_axes, strict=True)
-            for dim, size, axes in itertools.zip_longest(dims, shape, axes_of_array, fillvalue=())
-            if dim == letter
-        ]
-        # The dimensions that have to be divided; K and V of a head stay together.
-        sizes = [size // (2 if letter == "c" else 1) for letter, size, _ in candidates]
-        chosen = ()
-        for _, _, axes in candidates:
-            chosen = tuple(itertools.takewhile(lambda name: name not in used, axes))
-            while any(size % int(np.prod([axis_sizes[name] for name in chosen])) for size in sizes):
-                chosen = chosen[:-1]
-            if chosen:
-                break
-        used.update(chosen)
-        assigned.update(dict.fromkeys(group, chosen))
-    return assigned
-
-
-def _spec(assigned: dict, dims: Dims) -> PartitionSpec:
+def _spec(assigned: Assignment, dims: Dims) -> PartitionSpec:
     """The PartitionSpec of an array. One axis is not wrapped in a tuple: before 0.8, JAX distinguishes the two."""
-    axes = (assigned.get(letter, ()) for letter in dims)
-    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in axes))
+    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in assigned.of(dims)))
 
 
-def _shardy_rule(rule: ShardingRule, operands: Sequence[Any]) -> Any:  # noqa: ANN401
+def _with_sums(local_call: Callable, rule: ShardingRule, assigned: Assignment) -> Callable:
+    """The call with those results summed over the devices that are sums over the free dimensions."""
+    axes = tuple(axis for letter in rule.free for axis in assigned.axes[letter])
+    if not axes or not rule.summed:
+        return local_call
+
+    def call(*shards: Array) -> tuple[Array, ...]:
+        return tuple(jax.lax.psum(x, axes) if i in rule.summed else x for i, x in enumerate(local_call(*shards)))
+
+    return call
+
+
+def _with_one_kv_head(local_call: Callable, rule: ShardingRule, axes: tuple[str, ...], parts: int) -> Callable:
+    """The call of a device whose query heads read one of its KV heads.
+
+    Parameters
+    ----------
+    local_call
+        From shards to shards.
+    rule
+        Of the call.
+    axes, parts
+        The mesh axes that shard query heads alone, and the number of devices along them.
+    """
+
+    def call(*shards: Array) -> tuple[Array, ...]:
+        dims_of_heads = [(x, dims.index("h")) for x, dims in zip(shards, rule.operands, strict=True) if "h" in dims]
+        heads = dims_of_heads[0][0].shape[dims_of_heads[0][1]] if dims_of_heads else 1
+        if heads == 1:
+            results = local_call(*shards)
+        else:
+            head = jax.lax.axis_index(axes) // (parts // heads)
+            one_head = [
+                jax.lax.dynamic_slice_in_dim(x, head, 1, dims.index("h")) if "h" in dims else x
+                for x, dims in zip(shards, rule.operands, strict=True)
+            ]
+            results = local_call(*one_head)
+
+        def whole(result: Array, dim: int) -> Array:
+            """The gradient of all KV heads: each device has the share of its query heads in one."""
+            zeros = jnp.zeros_like(result, jnp.float32, shape=(*result.shape[:dim], heads, *result.shape[dim + 1 :]))
+            share = result.astype(jnp.float32)
+            share = share if heads == 1 else jax.lax.dynamic_update_slice_in_dim(zeros, share, head, dim)
+            return jax.lax.psum(share, axes).astype(result.dtype)
+
+        are_gradients = all("P" not in dims for dims in rule.operands)
+        return tuple(
+            whole(result, dims.index("h")) if are_gradients and "h" in dims else result
+            for result, dims in zip(results, rule.results, strict=True)
+        )
+
+    return call
+
+
+def _shardy_rule(rule: ShardingRule, mesh: Mesh, operands: Sequence[Any]) -> Any:  # noqa: ANN401
     """The rule in Shardy's terms: a factor per letter, or a product (query heads: KV heads times heads per group)."""
     from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
 
@@ -205,9 +235,12 @@ def _shardy_rule(rule: ShardingRule, operands: Sequence[Any]) -> Any:  # noqa: A
     heads = sizes.get("h") or sizes.get("c", 0) // 2 or sizes.get("H", 1)
     group = sizes.get("H", heads) // heads
     factors = {letter: f"free{letter}" for letter in rule.free}
-    if heads > 1:
+    if any(heads % size == 0 for size in mesh.shape.values() if size > 1):
         query_heads = CompoundFactor("h", "g") if group > 1 else "h"
         factors |= {"h": "h", "c": CompoundFactor("h", "pair"), "H": query_heads}
+    else:
+        # No mesh axis can shard KV heads; Shardy would do it by a part of one.
+        factors["H"] = "H"
     # A replicated dimension is a factor that no other dimension has, so that nothing is propagated along it.
     counter = itertools.count()
 

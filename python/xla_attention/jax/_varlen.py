@@ -132,7 +132,7 @@ def _backward_sharding_rule(options: Options, operands: Operands, cotangents: Co
     dims, (out, lse) = _operand_dims(options, operands), _result_dims(options)
     cotangent_dims = drop_absent((out, out, lse, lse), cotangents)
     grad_dims = dims[:3] if operands.sinks is None else (*dims[:3], "H")
-    return ShardingRule(dims + cotangent_dims, grad_dims, _free_dims(options))
+    return ShardingRule(dims + cotangent_dims, grad_dims, _free_dims(options), summed=(3,))
 
 
 # ---------- batching rules
@@ -162,9 +162,15 @@ def _backward_batching_rule(
     return options, concat, lambda *grads: tuple(split_rows(x, axis_size) for x in grads)
 
 
-_forward = with_batching(partitioned(_forward_ffi_call, _forward_sharding_rule), _forward_batching_rule)
+_forward = with_batching(
+    partitioned("xla_gpu_flash_attn_varlen", _forward_ffi_call, _forward_sharding_rule), _forward_batching_rule
+)
 _backward = with_batching(
-    partitioned(lambda *x: tuple(jax.tree.leaves(_backward_ffi_call(*x))), _backward_sharding_rule),
+    partitioned(
+        "xla_gpu_flash_attn_varlen_bwd",
+        lambda *x: tuple(jax.tree.leaves(_backward_ffi_call(*x))),
+        _backward_sharding_rule,
+    ),
     _backward_batching_rule,
 )
 

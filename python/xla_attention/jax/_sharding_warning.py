@@ -1,0 +1,115 @@
+"""The warning about operands that XLA gathers because the sharding rule of a call cannot follow their shardings."""
+
+import contextlib
+import functools
+import os
+import pathlib
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from .._operators import operator
+from ._sharding_axes import Assignment, MeshAxes, ShardingRule
+
+
+class GatherWarning(UserWarning):
+    """XLA gathers operands of a call along a mesh axis, because the call cannot be sharded by that axis.
+
+    JAX issues it while it compiles a program for a mesh. Python's filters turn it into an error, which ends the
+    compilation: ``warnings.simplefilter("error", GatherWarning)``, or the environment variable
+    ``PYTHONWARNINGS=error:xla_attention``. ``docs/sharding.md`` has the remedies.
+    """
+
+
+class SourceLine:
+    """The line of a program that makes a call. All are equal, so that no program is compiled twice because of them."""
+
+    def __init__(self) -> None:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+            frame = frame.f_back
+        self.file, self.number = frame.f_code.co_filename, frame.f_lineno
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SourceLine)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+# Files between a program's line and the call: this package, JAX, and the wrappers that both use.
+_LIBRARIES = (
+    *(f"{pathlib.Path(file).parent}{os.sep}" for file in (jax.__file__, pathlib.Path(__file__).parent)),
+    contextlib.__file__,
+    functools.__file__,
+)
+_issued: dict = {}  # by which Python's default filter issues a warning once per line of a program
+
+
+def operand_names(target: str, operands: Sequence[Any]) -> tuple[str, ...]:
+    """The name of each array in the tree of operands: that of its field, otherwise the target's."""
+
+    def name(path: tuple) -> str:
+        return path[-1].name if hasattr(path[-1], "name") else operator(target).operands[path[0].idx].name
+
+    return tuple(name(path) for path, _ in jax.tree_util.tree_flatten_with_path(operands)[0])
+
+
+def warn_of_gathers(
+    line: SourceLine,
+    target: str,
+    names: Sequence[str],
+    rule: ShardingRule,
+    arguments: Sequence[jax.ShapeDtypeStruct],
+    mesh_axes: Sequence[MeshAxes],
+    assigned: Assignment,
+) -> None:
+    """Warn of the operands that are sharded by a mesh axis by which their shards in the call are not.
+
+    Vectors and matrices, such as lengths and block tables, are small: XLA gathers them without a warning.
+
+    Parameters
+    ----------
+    line
+        Of the program that makes the call.
+    target, names
+        The custom call, and the names of its operands.
+    rule
+        Of the call.
+    arguments, mesh_axes
+        The operands, and the mesh axes that shard them.
+    assigned
+        The mesh axes that shard the call.
+    """
+    if rule.is_elementwise:
+        return
+    gathered, remedies = [], {}
+    for name, dims, argument, axes in zip(names, rule.operands, arguments, mesh_axes, strict=True):
+        kept = {axis for axes_of_dim in assigned.of(dims) for axis in axes_of_dim}
+        for i, axes_of_dim in enumerate(axes):
+            lost = [axis for axis in axes_of_dim if axis not in kept]
+            if lost and len(dims) > 2:
+                shape = ", ".join(map(str, argument.shape))
+                by = " and ".join(map(repr, lost))
+                gathered.append(f"{name} {argument.dtype}[{shape}], whose dimension {i} is sharded by mesh axis {by}")
+                remedies[_remedy(dims[i], rule)] = None
+    if gathered:
+        text = " ".join([f"xla_attention: XLA gathers operands of {target}: {'; '.join(gathered)}.", *remedies])
+        # JAX compiles in a thread of its own, which has no frame of the program.
+        location = {"filename": line.file, "lineno": line.number, "registry": _issued}
+        warnings.warn_explicit(f"{text} See docs/sharding.md.", GatherWarning, **location)
+
+
+def _remedy(letter: str, rule: ShardingRule) -> str:
+    if letter not in "Hhc":
+        what = "heads and the batch" if rule.free else "heads"
+        return f"Only {what} can be sharded; within jax.shard_map each device calls the function on its own shards."
+    if not any("P" in dims for dims in rule.operands):
+        return "The number of devices that shard heads has to divide the KV heads, or be a multiple of them."
+    return (
+        "The number of devices that shard heads has to divide the KV heads; if there are more devices, shard the cache "
+        "by one mesh axis, and the query heads by that one and a second one."
+    )
