@@ -53,6 +53,7 @@ def test_every_public_function_has_shapes_and_errors_or_an_example(public):
         "docs/dot_product_attention.md",
         "docs/cache_layouts.md",
         "docs/sharding.md",
+        "docs/context_parallel.md",
         "docs/gather.md",
         "docs/flash_attn.md",
         "docs/ragged_paged_attention_v3.md",

@@ -3,14 +3,14 @@
 Importing this module registers the custom-call targets with JAX's runtime. Every function works eagerly and under
 ``jax.jit``, ``jax.lax.scan``, ``jax.export`` (see `export_disabled_checks`) and ``jax.shard_map``.
 
-`flash_attn_varlen` over packed keys and `dot_product_attention` have gradients (reverse mode), and `simple_add` is
-differentiable. Differentiating any other function raises NotImplementedError.
+`flash_attn_varlen` over packed keys, `dot_product_attention` and `context_parallel_attention` have gradients (reverse
+mode), and `simple_add` is differentiable. Differentiating any other function raises NotImplementedError.
 
 XLA partitions every function over the devices of a mesh: by KV heads, `dot_product_attention` also by its batch,
 `merge_attention_states` and `simple_add` by every dimension. Tokens, pages and sequences are replicated; where they are
-sharded, XLA gathers them, with a `GatherWarning`. Under ``jax.vmap`` every function stays one call, unless sinks,
-scales, ``cos_sin`` or stacked pages are batched: then the calls run one after the other. ``docs/sharding.md`` has the
-details.
+sharded, XLA gathers them, with a `GatherWarning`. `context_parallel_attention`, within ``jax.shard_map``, computes
+sequences whose tokens are sharded. Under ``jax.vmap`` every function stays one call, unless sinks, scales, ``cos_sin``
+or stacked pages are batched: then the calls run one after the other. ``docs/sharding.md`` has the details.
 
 Lengths, page numbers, positions and slots may be NumPy, Python or JAX integers of any width. The targets read 32 bits:
 a larger or smaller number saturates, and a slot that does not fit stays outside the cache. Arguments of ``jax.jit`` are
@@ -28,6 +28,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError("xla_attention.jax needs jax, which is not installed: pip install jax") from error
 
+from ._context_parallel_attention import context_parallel_attention
 from ._dot_product_attention import dot_product_attention
 from ._flash_attn_varlen import flash_attn_varlen
 from ._gather_kv_cache import gather_kv_cache
@@ -40,15 +41,18 @@ from ._register import export_disabled_checks, register_targets
 from ._rope_kv_cache_update import rope_kv_cache_update
 from ._sharding_warning import GatherWarning
 from ._simple_add import simple_add
+from ._zigzag_order import inverse_zigzag_order, zigzag_order
 
 register_targets()
 
 __all__ = [
     "GatherWarning",
+    "context_parallel_attention",
     "dot_product_attention",
     "export_disabled_checks",
     "flash_attn_varlen",
     "gather_kv_cache",
+    "inverse_zigzag_order",
     "kv_cache_update",
     "merge_attention_states",
     "paged_attention",
@@ -58,4 +62,5 @@ __all__ = [
     "register_targets",
     "rope_kv_cache_update",
     "simple_add",
+    "zigzag_order",
 ]

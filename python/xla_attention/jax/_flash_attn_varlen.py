@@ -149,7 +149,7 @@ def flash_attn_varlen(
     layout = kv_layout_number(kv_layout)
     validate_values(v, kv_layout, "an array")
     q, k = jnp.asarray(q), jnp.asarray(k)
-    window_left, window_right = _window(window)
+    window_left, window_right = static_window(window)
     options = Options(
         batch_invariant=static_bool("batch_invariant", batch_invariant),
         causal=static_bool("causal", causal),
@@ -181,7 +181,8 @@ def flash_attn_varlen(
     return attend(options, operands, bool(static_bool("return_lse", return_lse)))
 
 
-def _window(window: Any) -> tuple[np.int64, np.int64]:  # noqa: ANN401
+def static_window(window: Any) -> tuple[np.int64, np.int64]:  # noqa: ANN401
+    """The attributes ``window_left`` and ``window_right``."""
     if not isinstance(window, tuple | list | np.ndarray) or len(window) != 2:
         text = f"window is {window!r}, expected (left, right), two integers, -1 for no limit"
         raise ValueError(f"xla_gpu_flash_attn_varlen: {text}")
@@ -222,8 +223,8 @@ def _attend(options: Options, operands: Operands) -> tuple[Array, Array]:
 
 def _attend_fwd(options: Options, primals: Operands) -> tuple[tuple[Array, Array], tuple]:
     operands, perturbed = (jax.tree.map(operator.attrgetter(name), primals) for name in ("value", "perturbed"))
-    _reject_gradients(options, operands, perturbed)
-    # Not `forward`: with the custom_vjp, a second derivative reaches `_backward`, which rejects it by name.
+    reject_gradients("flash_attn_varlen", options, operands, perturbed)
+    # Not `forward`: with the custom_vjp, a second derivative reaches `gradients`, which rejects it by name.
     out, lse = _attend.__wrapped__(options, operands)
     if not perturbed.sinks:
         operands = operands._replace(sinks=None)  # the log-sum-exps include them
@@ -235,13 +236,14 @@ def _attend_bwd(options: Options, residuals: tuple, cotangents: tuple[Any, Any])
     zero = jax.custom_derivatives.SymbolicZero
     dout, dlse = (None if isinstance(x, zero) else x for x in cotangents)
     dout = jnp.zeros_like(out) if dout is None else dout
-    grads = _backward(options, operands, Cotangents(dout, out, lse, dlse))
+    grads = gradients(options, operands, Cotangents(dout, out, lse, dlse))
     dq, dk, dv = map(reshard_like, grads[:3], operands[:3])
     return (Operands(dq, dk, dv, sinks=None if grads.dsinks is None else reshard_like(grads.dsinks, operands.sinks)),)
 
 
-_backward = without_gradient(
-    "the gradients of flash_attn_varlen and dot_product_attention",
+# `backward`, whose own derivative is refused.
+gradients = without_gradient(
+    "the gradients of flash_attn_varlen, dot_product_attention and context_parallel_attention",
     'jax.nn.dot_product_attention, or ours with implementation="xla", has gradients of any order',
     num_static=1,
 )(backward)
@@ -249,7 +251,8 @@ _backward = without_gradient(
 _attend.__wrapped__.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 
 
-def _reject_gradients(options: Options, operands: Operands, perturbed: Operands) -> None:
+def reject_gradients(function: str, options: Options, operands: Operands, perturbed: Operands) -> None:
+    """Raise NotImplementedError for gradients that do not exist; `perturbed` has a flag per differentiated operand."""
     unsupported = unsupported_gradient(
         in_pages=keys_are_in_pages(options, operands),
         is_scaled=any(x is not None for x in (operands.q_scale, operands.k_scale, operands.v_scale)),
@@ -259,4 +262,4 @@ def _reject_gradients(options: Options, operands: Operands, perturbed: Operands)
     if unsupported is None and perturbed.alibi_slopes:
         unsupported = "of alibi_slopes; pass jax.lax.stop_gradient(alibi_slopes)"
     if unsupported is not None:
-        raise NotImplementedError(f"flash_attn_varlen: there is no gradient {unsupported}")
+        raise NotImplementedError(f"{function}: there is no gradient {unsupported}")

@@ -1,0 +1,125 @@
+"""What the strategies of context-parallel attention have in common: one call of a step, and sums over steps."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._options import length_hint
+from ._call import Array
+from ._context_parallel_layouts import LAYOUTS, Layout, Ranges, Stream
+from ._flash_attn_varlen import gradients
+from ._varlen import forward
+from ._varlen_types import Cotangents, Gradients, Operands, Options
+
+AxisName = str | tuple[str, ...]
+
+
+class Config(NamedTuple):
+    """The compile-time constants."""
+
+    axis_name: AxisName
+    strategy: str
+    layout: str
+    max_seqlen: int | None  # of the whole stream
+    options: Options  # of a call over the whole stream
+
+
+class Step(NamedTuple):
+    """One call: this device's rows beside some keys."""
+
+    options: Options
+    operands: Operands
+
+
+def axis_size(axis_name: AxisName) -> int:
+    """The number of devices along the axis."""
+    # JAX folds the sum of a constant; lax.axis_size is newer.
+    return jax.lax.psum(1, axis_name)
+
+
+def device_layout(config: Config, operands: Operands) -> Layout:
+    """The layout of the stream as this device sees it."""
+    n, rows = axis_size(config.axis_name), operands.q.shape[0]
+    # The operator reads starts as their running maximum, and lengths up to the next start.
+    starts = jax.lax.cummax(jnp.clip(operands.cu_seqlens_q, 0, n * rows))
+    seqused = None if operands.seqused_q is None else jnp.clip(operands.seqused_q, 0, jnp.diff(starts))
+    return LAYOUTS[config.layout](Stream(starts, seqused, n, rows, jax.lax.axis_index(config.axis_name)))
+
+
+def make_step(
+    config: Config,
+    layout: Layout,
+    operands: Operands,
+    ranges: Ranges,
+    keys: Sequence[Array],
+    *,
+    causal: bool,
+    sinks: bool = True,
+) -> Step:
+    """The call over `ranges` of this device's rows and of `keys`, K and V."""
+    options, slopes = config.options, operands.alibi_slopes
+    if slopes is not None and slopes.ndim == 2:
+        slopes = jnp.repeat(slopes, ranges.entries, axis=0)
+    if config.max_seqlen is not None:
+        longest = layout.longest(config.max_seqlen)
+        is_whole = keys[0].shape[0] > operands.q.shape[0]
+        options = options._replace(
+            max_seqlen_q=length_hint(longest), max_seqlen_k=length_hint(config.max_seqlen if is_whole else longest)
+        )
+    step = Operands(
+        operands.q,
+        *keys,
+        ranges.cu_seqlens_q,
+        ranges.cu_seqlens_k,
+        seqused_k=ranges.seqused_k,
+        seqused_q=ranges.seqused_q,
+        alibi_slopes=slopes,
+        sinks=operands.sinks if sinks else None,
+    )
+    return Step(options._replace(causal=options.causal.dtype.type(causal)), step)
+
+
+def attend(step: Step) -> tuple[Array, Array]:
+    """The output in f32, and the log-sum-exp."""
+    out, lse = forward(*step)
+    return out.astype(jnp.float32), lse
+
+
+def step_gradients(step: Step, cotangents: Cotangents) -> Gradients:
+    """The step's part of the gradients, in f32.
+
+    With the output and the log-sum-exp of all steps, the backward target computes exactly what the keys of this step
+    contribute: the weight of a key is ``exp(s - lse)`` whatever other keys there are.
+    """
+    return jax.tree.map(lambda x: x.astype(jnp.float32), gradients(*step, cotangents))
+
+
+def merge(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Attention over two sets of keys, from the f32 outputs ``[T, Hq, Dv]`` and log-sum-exps ``[Hq, T]`` of each."""
+    lse = jnp.logaddexp(first[1], second[1])
+    # Where neither has a key, the difference of two infinities is NaN.
+    weights = [jnp.where(jnp.isneginf(part), 0.0, jnp.exp(part - lse)).T[..., None] for _, part in (first, second)]
+    return first[0] * weights[0] + second[0] * weights[1], lse
+
+
+def pack(arrays: Sequence[Array]) -> Array:
+    """Two arrays of one dtype in one buffer: XLA overlaps one collective at a time with a computation."""
+    first, second = arrays
+    if first.shape == second.shape:
+        return jnp.stack([first, second])
+    return jnp.concatenate([first.reshape(-1), second.reshape(-1)])
+
+
+def unpack(buffer: Array, like: Sequence[Any]) -> tuple[Array, Array]:
+    """The arrays of `pack`, with the shapes of `like`."""
+    first, second = like
+    if first.shape == second.shape:
+        return buffer[0], buffer[1]
+    return buffer[: first.size].reshape(first.shape), buffer[first.size :].reshape(second.shape)
+
+
+def send(axis_name: AxisName, arrays: Sequence[Array], pairs: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
+    """Two arrays as one buffer along ``(source, destination)`` pairs of ranks; zeros where there is no source."""
+    return unpack(jax.lax.ppermute(pack(arrays), axis_name, pairs), arrays)
