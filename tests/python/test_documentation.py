@@ -54,6 +54,7 @@ def test_every_public_function_has_shapes_and_errors_or_an_example(public):
         "docs/cache_layouts.md",
         "docs/sharding.md",
         "docs/context_parallel.md",
+        "docs/context_parallel_decode.md",
         "docs/gather.md",
         "docs/flash_attn.md",
         "docs/ragged_paged_attention_v3.md",

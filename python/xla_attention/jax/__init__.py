@@ -29,6 +29,8 @@ except ModuleNotFoundError as error:
     raise ImportError("xla_attention.jax needs jax, which is not installed: pip install jax") from error
 
 from ._context_parallel_attention import context_parallel_attention
+from ._context_parallel_decode import context_parallel_paged_attention
+from ._context_parallel_pages import context_parallel_block_tables, context_parallel_slots
 from ._dot_product_attention import dot_product_attention
 from ._flash_attn_varlen import flash_attn_varlen
 from ._gather_kv_cache import gather_kv_cache
@@ -48,6 +50,9 @@ register_targets()
 __all__ = [
     "GatherWarning",
     "context_parallel_attention",
+    "context_parallel_block_tables",
+    "context_parallel_paged_attention",
+    "context_parallel_slots",
     "dot_product_attention",
     "export_disabled_checks",
     "flash_attn_varlen",

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._call import Array
+from ._ragged_rows import row_places
 
 _LANES = 128  # of a TPU's vector register: rows of a packed cache are a multiple of it
 _LAYOUTS = {"interleaved": "K and V of a head in two rows", "concatenated": "K and V of a head in one row of 128"}
@@ -162,17 +163,8 @@ def new_token_slots(
     seqs, columns = tables.shape
     if 0 in (pages, page_size, seqs, columns):
         return jnp.full((num_rows,), -1, jnp.int32)
-    row = jnp.arange(num_rows, dtype=jnp.int32)
-    starts = jnp.clip(cu_q_lens, 0, num_rows)
-    index = jnp.arange(seqs + 1, dtype=jnp.int32)
-    # Starts count as their running maximum: sequence b has the row if start b + 1 is the first one after the row.
-    is_after = (starts[None] > row[:, None]) & (index <= num_seqs)[None]
-    next_seq = jnp.min(jnp.where(is_after, index[None], seqs + 1), axis=1)
-    seq = next_seq - 1
-    has_sequence = (seq >= 0) & (next_seq <= seqs)
-    seq = jnp.clip(seq, 0, seqs - 1)
     capacity = min(columns * page_size, np.iinfo(np.int32).max)
-    position = jnp.clip(kv_lens, 0, capacity)[seq] - (starts[seq + 1] - row)
+    seq, position, has_sequence = row_places(kv_lens, cu_q_lens, num_seqs, num_rows, capacity)
     is_stored = has_sequence & (position >= 0)
     position = jnp.maximum(position, 0)
     page = tables[seq, position // page_size]

@@ -35,6 +35,7 @@ from ._ragged_paged_attention_v3_arguments import (
     validate_metadata,
     validate_rows,
 )
+from ._ragged_rows import used_starts
 
 
 def ragged_paged_attention_v3(
@@ -307,7 +308,7 @@ def _attend(
             queries,
             pages,
             None,
-            _without_unused(cu_q_lens, num_seqs),
+            used_starts(cu_q_lens, num_seqs),
             seqused_k=kv_lens,
             block_table=tables,
             kv_layout="interleaved",
@@ -355,9 +356,3 @@ def _pad_scale(scale: Array | None, num_heads: int) -> Array | None:
     if scale is None or scale.shape in ((1,), (num_heads,)):
         return scale
     return jnp.pad(scale, (0, num_heads - scale.shape[0]), constant_values=1.0)
-
-
-def _without_unused(cu_q_lens: Array, num_seqs: Array) -> Array:
-    """The starts with those after the last sequence replaced by its end, so that no row belongs to a later one."""
-    last = jnp.clip(num_seqs, 0, cu_q_lens.shape[0] - 1)
-    return jnp.where(jnp.arange(cu_q_lens.shape[0]) <= last, cu_q_lens, cu_q_lens[last])

@@ -1,0 +1,80 @@
+"""Attention states, an output and its log-sum-exp, that the devices of a mesh axis exchange and merge."""
+
+import inspect
+from collections.abc import Hashable
+
+import jax.numpy as jnp
+from jax import lax
+
+from ._call import Array
+
+# Outputs and log-sum-exps travel as integers of the outputs' size: XLA may convert floating-point numbers of 16 bits to
+# f32 and back, which changes those halves of a log-sum-exp that are bits of a NaN.
+_BITS = {2: jnp.uint16, 4: jnp.uint32}
+# Newer versions of JAX know that the result is the same on every device.
+_INVARIANT = {"to": "invarying"} if "to" in inspect.signature(lax.all_gather).parameters else {}
+
+AxisName = Hashable
+
+
+def axis_size(function: str, axis_name: AxisName) -> int:
+    """The devices of a mesh axis, or of several; a ValueError that names `function` where there is none."""
+    try:
+        return int(lax.psum(1, axis_name))
+    except NameError:
+        text = "expected a mesh axis of the jax.shard_map that the call is in"
+        raise ValueError(f"{function}: axis_name is {axis_name!r}, {text}") from None
+
+
+def all_gather(array: Array, axis_name: AxisName, *, axis: int = 0, tiled: bool = False) -> Array:
+    """The devices' arrays side by side; to JAX's types the same on every device, where JAX can say so."""
+    return lax.all_gather(array, axis_name, axis=axis, tiled=tiled, **_INVARIANT)
+
+
+def exchange_states(
+    out: Array, lse: Array, axis_name: AxisName, num_devices: int, scatter: bool
+) -> tuple[Array, Array]:
+    """The states of all devices, by one collective.
+
+    Parameters
+    ----------
+    out, lse
+        ``[T, H, D]`` and ``f32[H, T]``, this device's.
+    axis_name, num_devices
+        The mesh axis, and its size n.
+    scatter
+        Whether each device needs only its own H / n heads.
+
+    Returns
+    -------
+    outs, lses
+        ``[n, T, H, D]`` and ``f32[n, H, T]``; with `scatter` H / n heads.
+    """
+    rows, heads, dim = out.shape
+    bits = _BITS[out.dtype.itemsize]
+    tail = lax.bitcast_convert_type(lse.T, bits)
+    packed = jnp.concatenate([lax.bitcast_convert_type(out, bits), tail.reshape(rows, heads, -1)], axis=-1)
+    if scatter:
+        packed = packed.reshape(rows, num_devices, heads // num_devices, packed.shape[-1])
+        packed = lax.all_to_all(packed, axis_name, 1, 0)
+    else:
+        packed = all_gather(packed, axis_name)
+    outs = lax.bitcast_convert_type(packed[..., :dim], out.dtype)
+    tails = packed[..., dim:]
+    lses = lax.bitcast_convert_type(tails if bits == jnp.uint16 else tails[..., 0], jnp.float32)
+    return outs, jnp.swapaxes(lses, 1, 2)
+
+
+def merge_states(outs: Array, lses: Array) -> tuple[Array, Array]:
+    """Merge states over disjoint sets of keys, ``[n, T, H, D]`` and ``f32[n, H, T]``, in f32 with one rounding.
+
+    An output whose log-sum-exp is -inf has no weight and is not read; without any key the result is 0 and -inf.
+    """
+    top = jnp.max(lses, axis=0)
+    top = jnp.where(jnp.isneginf(top), 0.0, top)
+    weights = jnp.exp(lses - top)
+    total = jnp.sum(weights, axis=0)
+    shares = weights / jnp.where(total == 0, 1.0, total)
+    shares = jnp.swapaxes(shares, 1, 2)[..., None]
+    parts = jnp.where(shares == 0, 0.0, outs.astype(jnp.float32)) * shares
+    return jnp.sum(parts, axis=0).astype(outs.dtype), top + jnp.log(total)
