@@ -113,11 +113,18 @@ def _bounds(cu_seqlens: Any, total: int, numpy: Any) -> Any:  # noqa: ANN401
     return numpy.concatenate([next(ends), cu_seqlens, next(ends)])
 
 
+def _sequence_of(row: Any, bounds: Any, numpy: Any) -> Any:  # noqa: ANN401
+    """The number of each row's sequence."""
+    # XLA fuses the unrolled search into the gather; a loop is a sequence of small kernels.
+    method = {} if numpy is np else {"method": "scan_unrolled"}
+    return numpy.searchsorted(bounds, row, side="right", **method) - 1
+
+
 def stream_rows(cu_seqlens: Any, total: int, num_devices: int, numpy: Any) -> Any:  # noqa: ANN401
     """For each row in the order of the devices, its row of the stream; `numpy` is NumPy or jax.numpy."""
     bounds = _bounds(cu_seqlens, total, numpy)
     rank, row = numpy.divmod(numpy.arange(total, dtype=numpy.int32), numpy.int32(total // num_devices))
-    sequence = numpy.searchsorted(bounds // num_devices, row, side="right") - 1
+    sequence = _sequence_of(row, bounds // num_devices, numpy)
     start = bounds[sequence]
     chunk = numpy.maximum((bounds[sequence + 1] - start) // (2 * num_devices), 1)
     half, at = numpy.divmod(row - start // num_devices, chunk)
@@ -128,7 +135,7 @@ def device_rows(cu_seqlens: Any, total: int, num_devices: int, numpy: Any) -> An
     """For each row of the stream, its row in the order of the devices: the inverse of `stream_rows`."""
     bounds = _bounds(cu_seqlens, total, numpy)
     row = numpy.arange(total, dtype=numpy.int32)
-    sequence = numpy.searchsorted(bounds, row, side="right") - 1
+    sequence = _sequence_of(row, bounds, numpy)
     start = bounds[sequence]
     chunk = numpy.maximum((bounds[sequence + 1] - start) // (2 * num_devices), 1)
     number, at = numpy.divmod(row - start, chunk)
