@@ -3,10 +3,12 @@
     python examples/train.py
     python examples/train.py --steps 400 --dtype bfloat16 --json docs/train.json
     python examples/train.py --platform cuda --attention flash
+    python examples/train.py --mesh 4 --strategy ring
 
 Both runs start from the same weights and see the same batches, so that their losses have to agree. A batch is a row of
 tokens in which pieces of text of various lengths are packed: `flash_attn_varlen` gets their starts in ``cu_seqlens``;
-plain attention computes the scores of all pairs of tokens and masks those of different pieces.
+plain attention computes the scores of all pairs of tokens and masks those of different pieces. With ``--mesh N`` the
+run with our attention spreads the tokens of a batch over N devices; without GPUs these are N devices of the CPU.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,18 +44,23 @@ def read_text() -> np.ndarray:
     return np.frombuffer(b"\n".join(path.read_bytes() for path in paths), np.uint8)
 
 
-def batches(text: np.ndarray, tokens: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Rows of `tokens` tokens, their successors, and ``cu_seqlens``, from random pieces of the text."""
+def batches(text: np.ndarray, tokens: int, seed: int, multiple: int) -> Iterator[tuple[np.ndarray, ...]]:
+    """Rows of `tokens` tokens, their successors and positions, and ``cu_seqlens``, from random pieces of the text.
+
+    The lengths of the pieces are multiples of `multiple`.
+    """
     rng = np.random.default_rng(seed)
     pieces = tokens // (LONGEST_PIECE // 8)
     while True:
         lengths = rng.integers(LONGEST_PIECE // 8, LONGEST_PIECE, pieces)
+        lengths -= lengths % multiple
         # Sequences after the last that fits are empty, so that cu_seqlens has one shape.
         ends = np.minimum(np.cumsum(lengths), tokens)
         starts = np.concatenate([[0], ends[:-1], [tokens]])
         places = rng.integers(0, len(text) - tokens, len(starts) - 1)
-        at = np.concatenate([p + np.arange(n) for p, n in zip(places, np.diff(starts), strict=True)])
-        yield text[at].astype(np.int32), text[at + 1].astype(np.int32), starts.astype(np.int32)
+        positions = np.concatenate([np.arange(n) for n in np.diff(starts)])
+        at = np.repeat(places, np.diff(starts)) + positions
+        yield tuple(x.astype(np.int32) for x in (text[at], text[at + 1], positions, starts))
 
 
 def initial_weights(key: jax.Array) -> Weights:
@@ -96,6 +104,34 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens: jax.Ar
 ATTENTIONS: dict[str, Attention] = {"flash": flash_attention, "plain": plain_attention}
 
 
+class ContextParallel:
+    """Attention with our kernels over several devices, each of which has a part of the tokens of every piece."""
+
+    def __init__(self, devices: int, strategy: str) -> None:
+        from xla_attention.jax import context_parallel_attention
+
+        if len(jax.devices()) < devices:
+            raise SystemExit(f"--mesh {devices} needs {devices} devices, there are {len(jax.devices())}")
+        self.mesh = Mesh(np.array(jax.devices()[:devices]), ("cp",))
+        # An exchange of rows for heads needs the rows of the stream in order.
+        self.layout = "contiguous" if strategy == "all_to_all" else "zigzag"
+        rows, whole = PartitionSpec("cp"), PartitionSpec()
+        options = {"axis_name": "cp", "strategy": strategy, "layout": self.layout, "max_seqlen": LONGEST_PIECE}
+        attend = functools.partial(context_parallel_attention, **options)
+        self.attention = jax.shard_map(attend, mesh=self.mesh, in_specs=(rows, rows, rows, whole), out_specs=rows)
+        self.rows, self.whole = (NamedSharding(self.mesh, spec) for spec in (rows, whole))
+
+    def spread(self, batch: tuple[np.ndarray, ...]) -> tuple[jax.Array, ...]:
+        """The batch on the devices: XLA computes everything but attention on a device's own tokens."""
+        from xla_attention.jax import zigzag_order
+
+        *rows, starts = batch
+        if self.layout == "zigzag":
+            order = zigzag_order(starts, self.mesh.size)
+            rows = [x[order] for x in rows]
+        return *(jax.device_put(x, self.rows) for x in rows), jax.device_put(starts, self.whole)
+
+
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Rows of unit mean square, times `scale`."""
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-5) * scale.astype(x.dtype)
@@ -111,9 +147,7 @@ def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 def loss_of(weights: Weights, batch: tuple, attention: Attention, dtype: Any) -> jax.Array:
     """Mean cross entropy of the next byte, in nats."""
-    tokens, successors, cu_seqlens = batch
-    piece = jnp.searchsorted(cu_seqlens, jnp.arange(len(tokens)), side="right") - 1
-    positions = jnp.arange(len(tokens)) - cu_seqlens[piece]
+    tokens, successors, positions, cu_seqlens = batch
     weights = jax.tree.map(lambda w: w.astype(dtype), weights)
     x = weights["embedding"][tokens]
     for layer in weights["layers"]:
@@ -131,8 +165,12 @@ def train(name: str, text: np.ndarray, options: argparse.Namespace) -> dict[str,
     """The loss of every step, and the time per step."""
     optimizer = optax.adamw(optax.cosine_decay_schedule(options.rate, options.steps), weight_decay=0.01)
     weights = initial_weights(jax.random.key(options.seed))
+    parallel = ContextParallel(options.mesh, options.strategy) if options.mesh and name == "flash" else None
+    if parallel:
+        weights = jax.device_put(weights, parallel.whole)
     state = optimizer.init(weights)
-    loss = functools.partial(loss_of, attention=ATTENTIONS[name], dtype=DTYPES[options.dtype])
+    attention = parallel.attention if parallel else ATTENTIONS[name]
+    loss = functools.partial(loss_of, attention=attention, dtype=DTYPES[options.dtype])
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(weights: Weights, state: Any, batch: tuple) -> tuple[Weights, Any, jax.Array]:
@@ -141,7 +179,8 @@ def train(name: str, text: np.ndarray, options: argparse.Namespace) -> dict[str,
         return optax.apply_updates(weights, updates), state, value
 
     losses: list[float] = []
-    stream = batches(text, options.tokens, options.seed)
+    stream = batches(text, options.tokens, options.seed, 2 * options.mesh if options.mesh else 1)
+    stream = map(parallel.spread, stream) if parallel else stream
     began = time.perf_counter()
     with tqdm(total=options.steps, desc=name, unit="step") as bar:
         for index in range(options.steps):
@@ -167,8 +206,15 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of products; weights are float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--platform", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--mesh", type=int, metavar="N", help="spread the tokens of our attention over N devices")
+    parser.add_argument(
+        "--strategy", choices=("all_gather", "ring", "all_to_all"), default="all_gather", help="of --mesh"
+    )
     parser.add_argument("--json", type=Path, help="add the losses to this file, for `make plot`")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.mesh is not None and (options.mesh < 1 or options.tokens % (2 * options.mesh)):
+        parser.error(f"--tokens is {options.tokens}, expected a multiple of twice --mesh, which is {options.mesh}")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -176,6 +222,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     if options.platform != "auto":
         jax.config.update("jax_platforms", options.platform)
+    if options.mesh:
+        jax.config.update("jax_num_cpu_devices", options.mesh)
     # By default, JAX computes f32 products in TF32 on GPUs; our kernels do not.
     jax.config.update("jax_default_matmul_precision", "highest")
     text = read_text()
