@@ -17,18 +17,18 @@ KV head alone, or all of them if K and V are packed rows, of which it then passe
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ._call import Array, manual_axes
 from ._sharding_axes import Assignment, Dims, MeshAxes, ShardingRule, assign
-from ._sharding_warning import SourceLine, operand_names, warn_of_gathers
+from ._sharding_warning import SourceLine, operand_names, warn_of_gathers, warn_of_partial_shard_map
 
 __all__ = ["ShardingRule", "drop_absent", "partitioned", "reshard_like", "with_auto_axes"]
 
@@ -67,15 +67,18 @@ def partitioned(target: str, function: Callable, make_rule: Callable[..., Shardi
         sides = call.rule.operands, call.rule.results
         return assigned, [tuple(NamedSharding(mesh, _spec(assigned, dims)) for dims in side) for side in sides]
 
+    def local_call(call: _Call, axis_sizes: Mapping[str, int], assigned: Assignment) -> Callable:
+        local = functools.partial(on_shards, call)
+        if assigned.sharing:
+            parts = math.prod(axis_sizes[name] for name in assigned.sharing)
+            local = _with_one_kv_head(local, call.rule, assigned.sharing, parts)
+        return _with_sums(local, call.rule, assigned)
+
     def partition(call: _Call, mesh: Mesh, arguments: Any, _results: Any) -> tuple:  # noqa: ANN401
         mesh_axes = [_mesh_axes(x.sharding, len(x.shape), mesh) for x in arguments]
         assigned, (argument_shardings, result_shardings) = shardings(call, mesh, arguments)
         warn_of_gathers(call.line, call.target, call.names, call.rule, arguments, mesh_axes, assigned)
-        local_call = functools.partial(on_shards, call)
-        if assigned.sharing:
-            parts = math.prod(mesh.shape[name] for name in assigned.sharing)
-            local_call = _with_one_kv_head(local_call, call.rule, assigned.sharing, parts)
-        return mesh, _with_sums(local_call, call.rule, assigned), result_shardings, argument_shardings
+        return mesh, local_call(call, mesh.shape, assigned), result_shardings, argument_shardings
 
     def infer(call: _Call, mesh: Mesh, arguments: Any, _results: Any) -> tuple:  # noqa: ANN401
         return shardings(call, mesh, arguments)[1][1]
@@ -92,11 +95,25 @@ def partitioned(target: str, function: Callable, make_rule: Callable[..., Shardi
     @functools.wraps(function)
     def wrapped(static: Any, *operands: Any) -> tuple[Array, ...]:  # noqa: ANN401
         arrays, treedef = jax.tree.flatten(operands)
-        if manual_axes(arrays):
+        if manual_axes(arrays) or _manual_mesh() is not None:
             # Within shard_map the arrays are shards already.
+            warn_of_partial_shard_map(target, _manual_mesh(), arrays)
             return function(static, *operands)
         names = operand_names(target, operands)
         call = _Call(static, treedef, make_rule(static, *operands), target, names, SourceLine())
+        mesh = _explicit_mesh(arrays)
+        if mesh is not None and not mesh.auto_axes:
+            # The types have all shardings. jax.export cannot serialize a rule that waits for the partitioner.
+            mesh_axes = _typed_mesh_axes(arrays)
+            assigned = assign(mesh.shape, mesh_axes, [x.shape for x in arrays], call.rule)
+            warn_of_gathers(call.line, target, names, call.rule, arrays, mesh_axes, assigned)
+            in_specs, out_specs = (tuple(_spec(assigned, x) for x in side) for side in call.rule[:2])
+            local = local_call(call, mesh.shape, assigned)
+            arrays = [
+                jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, in_specs, strict=True)
+            ]
+            options = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
+            return jax.shard_map(local, **options)(*arrays)
         return with_auto_axes(functools.partial(unpartitioned, call), arrays, call.rule)(*arrays)
 
     return wrapped
@@ -122,9 +139,7 @@ def with_auto_axes(function: Callable, arrays: Sequence[Array], rule: ShardingRu
     mesh = _explicit_mesh(arrays)
     if mesh is None:
         return function
-    specs = [tuple(jax.typeof(x).sharding.spec) for x in arrays]
-    mesh_axes = [tuple(() if dim is None else (dim,) if isinstance(dim, str) else dim for dim in s) for s in specs]
-    assigned = assign(mesh.shape, mesh_axes, [x.shape for x in arrays], rule)
+    assigned = assign(mesh.shape, _typed_mesh_axes(arrays), [x.shape for x in arrays], rule)
     out_sharding = tuple(_spec(assigned, dims) for dims in rule.results)
     call = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out_sharding)
 
@@ -135,12 +150,26 @@ def with_auto_axes(function: Callable, arrays: Sequence[Array], rule: ShardingRu
     return within_mesh
 
 
+def _manual_mesh() -> AbstractMesh | None:
+    """The mesh of an enclosing shard_map; None outside of one, and before JAX 0.7."""
+    if not _has_shardy():
+        return None
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if mesh.manual_axes else None
+
+
 def _explicit_mesh(arrays: Sequence[Array]) -> Any:  # noqa: ANN401
     """The mesh in the arrays' types, if it has explicit axes. Before `auto_axes`, JAX had another kind of these."""
     if not hasattr(jax.sharding, "auto_axes"):
         return None
     meshes = (jax.typeof(x).sharding.mesh for x in arrays)
     return next((mesh for mesh in meshes if mesh.explicit_axes), None)
+
+
+def _typed_mesh_axes(arrays: Sequence[Array]) -> list[MeshAxes]:
+    """The explicit mesh axes in the arrays' types."""
+    specs = (jax.typeof(x).sharding.spec for x in arrays)
+    return [tuple(() if dim is None else (dim,) if isinstance(dim, str) else dim for dim in spec) for spec in specs]
 
 
 def _mesh_axes(sharding: Sharding | None, rank: int, mesh: Mesh) -> MeshAxes:

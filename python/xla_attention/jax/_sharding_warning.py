@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 
 from .._operators import operator
 from ._sharding_axes import Assignment, MeshAxes, ShardingRule
@@ -18,9 +19,18 @@ from ._sharding_axes import Assignment, MeshAxes, ShardingRule
 class GatherWarning(UserWarning):
     """XLA gathers operands of a call along a mesh axis, because the call cannot be sharded by that axis.
 
-    JAX issues it while it compiles a program for a mesh. Python's filters turn it into an error, which ends the
-    compilation: ``warnings.simplefilter("error", GatherWarning)``, or the environment variable
-    ``PYTHONWARNINGS=error:xla_attention``. ``docs/sharding.md`` has the remedies.
+    JAX issues it while it compiles a program for a mesh. ``docs/sharding.md`` has the remedies.
+
+    Examples
+    --------
+    Python's filters turn the warning into an error, which ends the compilation. In the environment of a program
+    ``PYTHONWARNINGS=error:xla_attention`` does the same.
+
+    >>> import warnings
+    >>> from xla_attention.jax import GatherWarning
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("error", GatherWarning)
+    ...     pass  # compile programs here
     """
 
 
@@ -101,6 +111,40 @@ def warn_of_gathers(
         # JAX compiles in a thread of its own, which has no frame of the program.
         location = {"filename": line.file, "lineno": line.number, "registry": _issued}
         warnings.warn_explicit(f"{text} See docs/sharding.md.", GatherWarning, **location)
+
+
+def warn_of_partial_shard_map(target: str, mesh: AbstractMesh | None, arrays: Sequence[jax.Array]) -> None:
+    """Warn of a call within a shard_map over some axes of the mesh, as XLA gathers what the others shard.
+
+    JAX knows the shardings along explicit axes alone; along automatic ones there may be nothing to gather.
+
+    Parameters
+    ----------
+    target
+        The custom call.
+    mesh
+        That of the shard_map, if it is known.
+    arrays
+        The operands.
+    """
+    if mesh is None:
+        return
+    explicit = {
+        axis
+        for x in arrays
+        for dim in jax.typeof(x).sharding.spec
+        for axis in (dim if isinstance(dim, tuple) else (dim,))
+        if axis in mesh.explicit_axes
+    }
+    others = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis in explicit.union(mesh.auto_axes)]
+    if others:
+        line, manual = SourceLine(), ", ".join(map(repr, mesh.manual_axes))
+        by = " or ".join(map(repr, others))
+        text = (
+            f"xla_attention: {target} is called within jax.shard_map over {manual} alone: XLA gathers operands that "
+            f"are sharded by mesh axis {by}. Let jax.shard_map cover all axes. See docs/sharding.md."
+        )
+        warnings.warn_explicit(text, GatherWarning, filename=line.file, lineno=line.number, registry=_issued)
 
 
 def _remedy(letter: str, rule: ShardingRule) -> str:
