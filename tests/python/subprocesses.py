@@ -18,8 +18,8 @@ def python(*arguments, check=True, **variables):
         With ``stdout`` and ``stderr`` as text.
     """
     command = [sys.executable, *map(str, arguments)]
-    environment = _environment(variables)
-    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    options = {"capture_output": True, "text": True, "timeout": 600, "check": False}
+    completed = subprocess.run(command, env=environment(variables), **options)
     assert completed.returncode == 0 or not check, completed.stderr[-3000:]
     return completed
 
@@ -36,7 +36,7 @@ def python_with_torch(*arguments, **variables):
     context.set_forkserver_preload(["torch", "functorch.compile", "torch._inductor.fx_passes.post_grad"])
     with tempfile.TemporaryDirectory() as folder:
         outputs = [pathlib.Path(folder, name) for name in ("stdout", "stderr")]
-        process = context.Process(target=_run, args=(list(map(str, arguments)), _environment(variables), outputs))
+        process = context.Process(target=_run, args=(list(map(str, arguments)), environment(variables), outputs))
         process.start()
         process.join(600)
         stdout, stderr = (path.read_text() for path in outputs)
@@ -44,10 +44,11 @@ def python_with_torch(*arguments, **variables):
     return subprocess.CompletedProcess(arguments, process.exitcode, stdout, stderr)
 
 
-def _environment(variables):
+def environment(variables):
+    """The environment of a program with this folder on its path; a variable that is None is removed."""
     paths = os.pathsep.join(filter(None, [str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": paths, **variables}
-    return {name: value for name, value in environment.items() if value is not None}
+    merged = {**os.environ, "PYTHONPATH": paths, **variables}
+    return {name: value for name, value in merged.items() if value is not None}
 
 
 def _run(arguments, environment, outputs):
