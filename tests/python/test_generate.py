@@ -1,5 +1,6 @@
 """The demo generates the text of dense attention, for every schedule."""
 
+import functools
 import os
 from pathlib import Path
 
@@ -129,6 +130,50 @@ def test_the_program_prints_the_texts_the_rates_and_the_custom_call(tiny_gguf, c
     assert 'custom_call_target="xla_gpu_paged_attention"' in printed
     assert f"[{tiny_llama.LAYERS} such calls]" in printed
     assert "prefill:" in printed and "decode:" in printed and "compile and warm-up:" in printed
+
+
+MESH_OPTIONS = [
+    *("--prompt", "hello world", "--prompt", "12 and 3", "--prompt", "a long prompt, in chunks"),
+    *("--max-new-tokens", "30", "--max-num-seqs", "3", "--token-budget", "9", "--pages", "48", "--page-size", "4"),
+]
+
+
+def texts(printed: str) -> str:
+    """What the program printed from the first prompt to the line about the compiled program."""
+    return printed[printed.index("--- prompt 1") : printed.index("compiled program")]
+
+
+@functools.cache
+def run_program(model: Path, *options: str, check: bool = True):
+    """The program in a process of its own, because the number of CPU devices is fixed when JAX starts."""
+    options = ["--model", model, "--dtype", "float32", *MESH_OPTIONS, *options]
+    program = tiny_llama.EXAMPLES / "generate.py"
+    return python(program, *options, check=check, JAX_DEFAULT_MATMUL_PRECISION="highest")
+
+
+@pytest.mark.parametrize(("mesh", "calls"), [("heads=2", 1), ("pages=2", 2), ("pages=4", 2)])
+@pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_several_devices_generate_the_text_of_one(tiny_gguf, on, mesh, calls):
+    if on == "cuda" and len(jax.devices("cuda")) < int(mesh[-1]):
+        pytest.skip("there are too few GPUs")
+    printed = run_program(tiny_gguf, "--platform", on, "--mesh", mesh).stdout
+    assert f", {mesh.partition('=')[0]} over {mesh[-1]} devices" in printed
+    assert f"[{calls * tiny_llama.LAYERS} such calls]" in printed
+    assert texts(printed) == texts(run_program(tiny_gguf, "--platform", on).stdout)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("heads=4", "--mesh heads=4: the model has 2 key/value heads, expected a multiple of 4; pages can be spread"),
+        ("pages=5", "--pages is 48, expected a multiple of 5, the devices of --mesh"),
+        ("rows=2", "'rows=2' is not heads=N or pages=N"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_a_one_line_error_and_exit_code_2(tiny_gguf, mesh, message):
+    done = run_program(tiny_gguf, "--platform", "cpu", "--mesh", mesh, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
 
 
 def test_the_custom_call_line_leaves_out_layouts_and_metadata():

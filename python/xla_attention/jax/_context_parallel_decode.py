@@ -65,9 +65,9 @@ def context_parallel_paged_attention(
         ... An int becomes a constant of the program, which is recompiled for each value.
     key, value : Array, optional
         ``[T, Hkv, D]`` and ``[T, Hkv, Dv]``: the keys and values of the query rows, all KV heads of the cache, the same
-        on every device. With them the cache is read only up to the first new token of each sequence, so that it may be
-        updated before or after, and the query rows of a sequence share one walk over its pages: pass them for chunks
-        of prompts and for speculative tokens. Without them the new tokens have to be in the cache.
+        on every device. With them the cache is read only up to the first new token of each sequence, whose later slots
+        may hold anything, and the query rows of a sequence share one walk over its pages: pass them for chunks of
+        prompts. Without them the new tokens have to be in the cache.
     axis_name : str or tuple of str
         The mesh axis, or axes, over which pages are spread.
     scale : float
@@ -121,6 +121,10 @@ def context_parallel_paged_attention(
     -----
     Lengths are clamped to the ``n * M`` pages of a sequence. With `key` and `value`, a length below the number of a
     sequence's rows counts as that number. There is no gradient.
+
+    Update a donated cache before the attention: XLA copies a cache that is read and then updated. Before 0.10, JAX does
+    not know that a result without `scatter_heads` is the same on every device, and ``jax.shard_map`` needs
+    ``check_vma=False``.
 
     Examples
     --------

@@ -1,8 +1,8 @@
 """Attention states, an output and its log-sum-exp, that the devices of a mesh axis exchange and merge."""
 
-import inspect
 from collections.abc import Hashable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -11,8 +11,8 @@ from ._call import Array
 # Outputs and log-sum-exps travel as integers of the outputs' size: XLA may convert floating-point numbers of 16 bits to
 # f32 and back, which changes those halves of a log-sum-exp that are bits of a NaN.
 _BITS = {2: jnp.uint16, 4: jnp.uint32}
-# Newer versions of JAX know that the result is the same on every device.
-_INVARIANT = {"to": "invarying"} if "to" in inspect.signature(lax.all_gather).parameters else {}
+# From 0.10 on, JAX's types can say that the result is the same on every device.
+_INVARIANT = {"to": "invarying"} if jax.__version_info__ >= (0, 10) else {}
 
 AxisName = Hashable
 
