@@ -56,3 +56,12 @@ def test_the_three_ways_to_inspect_the_program():
     assert "stablehlo.custom_call @xla_gpu_paged_attention" in printed
     assert "api_version=API_VERSION_TYPED_FFI" in printed
     assert "fallbacks: []  compilations after the first step: 0" in printed
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("contiguous", "float32"), ("zigzag", "float32"), ("zigzag", "bfloat16")]
+)
+def test_a_ring_of_two_processes_agrees_with_one(layout, dtype):
+    printed = run("torch_ring_attention.py", "--layout", layout, "--dtype", dtype)
+    # Causal and not, forward and backward.
+    assert printed.count("the ring and one process agree: True") == 2
