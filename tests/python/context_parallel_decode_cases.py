@@ -27,7 +27,7 @@ class Case(NamedTuple):
     has_sinks: bool = False
     scatter: bool = False
     gather: bool = False
-    axes: str = "cp"  # "cp", "a b" for pages over two mesh axes, "cp tp" for heads over another one
+    axes: str = "cp"  # "cp", "explicit cp", "a b" for pages over two mesh axes, "cp tp" for heads over another one
     check_vma: bool = True
 
 
@@ -46,6 +46,7 @@ CASES = {
         dtype="float8_e4m3fn", cache="float8_e4m3fn", options={"out_dtype": "float16"}, scatter=True
     ),
     "decode, heads over another axis": Case(heads=(8, 4), axes="cp tp", has_sinks=True),
+    "decode, explicit axis": Case(axes="explicit cp", gather=True),
     "decode, pages over two axes": Case(axes="a b", scatter=True),
     "decode, one KV head, unchecked types": Case(heads=(4, 1), check_vma=False),
     "decode, new rows as arguments": Case(passes_rows=True),

@@ -19,6 +19,7 @@ from sharding_program import COLLECTIVES, addresses, difference
 from xla_attention.jax import (
     context_parallel_paged_attention,
     context_parallel_slots,
+    export_disabled_checks,
     kv_cache_update,
     paged_attention,
 )
@@ -30,7 +31,16 @@ def mesh_of(axes, devices):
         return Mesh(devices[:DEVICES].reshape(-1, 2), ("cp", "tp")), "cp", "tp"
     if axes == "a b":
         return Mesh(devices[:DEVICES].reshape(2, -1), ("a", "b")), ("a", "b"), None
-    return Mesh(devices[:DEVICES], ("cp",)), "cp", None
+    explicit = {"axis_types": (jax.sharding.AxisType.Explicit,)} if axes == "explicit cp" else {}
+    return Mesh(devices[:DEVICES], ("cp",), **explicit), "cp", None
+
+
+def placed(operand, specs, mesh):
+    """An operand on the mesh; `specs` is one or a tree of them."""
+    if not isinstance(specs, P):
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+        return jax.device_put(operand, shardings)
+    return None if operand is None else jax.device_put(operand, NamedSharding(mesh, specs))
 
 
 def numpy(x):
@@ -101,6 +111,7 @@ def run(name, devices):
     # Before 0.10, JAX's types cannot say that a gathered result is the same on every device.
     check_vma = case.check_vma and (case.scatter or jax.__version_info__ >= (0, 10))
     step = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+    operands = [placed(x, specs, mesh) for x, specs in zip(operands, in_specs, strict=True)]
     compiled = jax.jit(step).lower(*operands).compile()
     text = compiled.as_text()
     out, lse, updated = jax.block_until_ready(compiled(*operands))
@@ -167,6 +178,9 @@ def generate(devices):
     caches = [jax.device_put(x.reshape(-1, *x.shape[2:]), NamedSharding(mesh, P("cp"))) for x in spread]
     specs = [P("cp"), P("cp")]
     step = jax.shard_map(decoder(on_mesh), mesh=mesh, in_specs=(specs, P(), P(), P()), out_specs=(P(), specs))
+    export = jax.export.export(jax.jit(step), disabled_checks=export_disabled_checks())
+    exported = jax.export.deserialize(export(caches, states, start + 1, tables).serialize())
+    from_file = jax.block_until_ready(jax.jit(exported.call)(caches, states, start + 1, tables)[0])
     step = jax.jit(step, donate_argnums=0).lower(caches, states, start, tables).compile()
     expected_step = jax.jit(decoder(on_one))
     before, error = addresses(caches), 0.0
@@ -174,6 +188,8 @@ def generate(devices):
         states, caches = jax.block_until_ready(step(caches, states, start + 1 + i, tables))
         x, whole = expected_step(whole, x, start + 1 + i, tables)
         error = max(error, float(difference(numpy(states), numpy(x)).max()))
+        if i == 0:
+            export_error = float(difference(numpy(from_file), numpy(x)).max())
     text = step.as_text()
     spread = [x.reshape(DEVICES, pages, page_size, *x.shape[2:]).swapaxes(0, 1) for x in map(np.asarray, caches)]
     pairs = zip(spread, map(np.asarray, whole), strict=True)
@@ -183,6 +199,7 @@ def generate(devices):
         "case": "generation",
         "error": error,
         "cache_error": cache_error,
+        "export_error": export_error,
         "in_place": addresses(caches) == before,
         "copies": sum(f"[{shape}]" in line for line in text.splitlines() if " copy(" in line),
         "calls": text.count('custom_call_target="xla_gpu_'),

@@ -34,12 +34,15 @@ def program(platform):
     if platform == "gpu" and len(jax.devices("gpu")) < 4:
         pytest.skip("there are fewer than four GPUs")
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    done = python(HERE / "context_parallel_decode_program.py", platform, XLA_FLAGS=flags)
+    # Programs may have JAX refuse arrays of different ranks.
+    done = python(
+        HERE / "context_parallel_decode_program.py", platform, XLA_FLAGS=flags, JAX_NUMPY_RANK_PROMOTION="raise"
+    )
     return {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
 
 
 # Roundings of an output to 16 bits: one on each device, one of the merged output, and one device's own.
-TOLERANCE = {"float32": 2e-6, "float16": 3 * 2.0**-11, "bfloat16": 3 * 2.0**-8}
+TOLERANCE = {"float32": 1e-5, "float16": 3 * 2.0**-11, "bfloat16": 3 * 2.0**-8}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -59,7 +62,7 @@ def test_results_are_those_of_one_device_by_one_collective(on, name):
 @pytest.mark.parametrize("on", PLATFORMS)
 def test_twenty_steps_in_place_with_one_collective_per_layer(on):
     row = program(on)["generation"]
-    assert row["error"] < 2e-5 and row["cache_error"] < 2e-5
+    assert max(row["error"], row["cache_error"], row["export_error"]) < 2e-5
     assert row["in_place"] and row["copies"] == 0
     assert row["calls"] == 2 + 3 and row["collectives"] == {"all-gather": 2}
 

@@ -145,7 +145,7 @@ def texts(printed: str) -> str:
 
 @functools.cache
 def run_program(model: Path, *options: str, check: bool = True):
-    """The program in a process of its own, because the number of CPU devices is fixed when JAX starts."""
+    """The program in a separate process, because the number of CPU devices is fixed when JAX starts."""
     options = ["--model", model, "--dtype", "float32", *MESH_OPTIONS, *options]
     program = tiny_llama.EXAMPLES / "generate.py"
     return python(program, *options, check=check, JAX_DEFAULT_MATMUL_PRECISION="highest")

@@ -9,7 +9,7 @@ from .._options import kv_layout_number, reject_kv_layout
 from ._attention import output_dtype
 from ._call import Array, scale_operand, static_bool
 from ._context_parallel_decode_call import Scores, Static, attend
-from ._context_parallel_states import AxisName, axis_size
+from ._context_parallel_states import AxisName, num_devices_along
 from ._paged_attention import metadata, score_attributes
 
 NAME = "context_parallel_paged_attention"
@@ -149,7 +149,7 @@ def context_parallel_paged_attention(
     if alibi_slopes is not None:
         text = "pages of a sequence are not contiguous on a device; paged_attention has ALiBi, with heads over devices"
         raise NotImplementedError(f"{NAME}: alibi_slopes is given, expected None: {text}")
-    num_devices = axis_size(NAME, axis_name)
+    num_devices = num_devices_along(NAME, axis_name)
     attributes = score_attributes("xla_gpu_paged_attention", batch_invariant, scale, sliding_window, soft_cap)
     query = jnp.asarray(query)
     if isinstance(kv_cache, tuple | list):

@@ -11,7 +11,7 @@ from jax import lax
 
 from ._call import Array
 from ._context_parallel_pages import local_lens
-from ._context_parallel_states import AxisName, all_gather, exchange_states, merge_states
+from ._context_parallel_states import AxisName, State, all_gather, exchange_states, merge_states
 from ._flash_attn_varlen import flash_attn_varlen
 from ._kv_cache_update import kv_cache_update
 from ._ragged_rows import row_counts, row_places, used_starts
@@ -62,17 +62,16 @@ def attend(
     sequences = lens, tables, starts, num_seqs
     exchange = (static.axis_name, static.num_devices, static.scatter_heads)
     if new_rows is None:
-        return merge_states(*exchange_states(*_stored_rows(static, query, caches, sequences, scores), *exchange))
+        return merge_states(exchange_states(_stored_rows(static, query, caches, sequences, scores), *exchange))
     # The sinks count in the part of the new keys.
     part = _stored_rows if static.sliding_window >= 0 else _stored_sequences
     key, value = _as_stored(*new_rows, caches[0].dtype, scores)
     stored = part(static, query, caches, sequences, scores._replace(sinks=None), num_new=row_counts(starts, len(query)))
-    outs, lses = exchange_states(*stored, *exchange)
+    states = exchange_states(stored, *exchange)
     if static.scatter_heads:
         query, key, value, scores = _own_heads(static, query, key, value, scores)
     window = static.sliding_window - 1 if static.sliding_window >= 0 else -1
-    out, lse = _flash(static, query, (key, value), starts, scores, causal=True, window=(window, 0))
-    return merge_states(jnp.concatenate([outs, out[None]]), jnp.concatenate([lses, lse[None]]))
+    return merge_states([*states, _flash(static, query, (key, value), starts, scores, causal=True, window=(window, 0))])
 
 
 def _stored_rows(
@@ -82,7 +81,7 @@ def _stored_rows(
     sequences: tuple[Array, ...],
     scores: Scores,
     num_new: Array | None = None,
-) -> tuple[Array, Array]:
+) -> State:
     """The state of each row over the keys of this device, each row as a sequence of its own.
 
     A causal mask or a window hides other local keys from each row than the positions of rows in a call could say. The
@@ -126,7 +125,7 @@ def _stored_sequences(
     sequences: tuple[Array, ...],
     scores: Scores,
     num_new: Array,
-) -> tuple[Array, Array]:
+) -> State:
     """The state of each row over the keys of this device that are stored before the first row of its sequence."""
     lens, tables, starts, _ = sequences
     stored = _num_stored(lens, num_new, _capacity(tables, static.page_size, static.num_devices))

@@ -8,7 +8,7 @@ from jax import lax
 from numpy.typing import ArrayLike
 
 from ._call import Array, static_i64
-from ._context_parallel_states import AxisName, axis_size
+from ._context_parallel_states import AxisName, num_devices_along
 from ._indices import index_operand
 from ._ragged_rows import row_places
 
@@ -78,7 +78,7 @@ def context_parallel_slots(
     >>> slots(jnp.array([3, 16, -1]), jnp.array([[7, 2], [5, 1], [0, 0]])).tolist()
     [115, 16, -1]
     """
-    num_devices = axis_size(SLOTS, axis_name)
+    num_devices = num_devices_along(SLOTS, axis_name)
     positions = index_operand("positions", positions)
     tables = index_operand("block_tables", block_tables)
     page_size = int(static_i64("page_size", page_size))

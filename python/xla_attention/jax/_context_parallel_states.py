@@ -1,12 +1,14 @@
 """Attention states, an output and its log-sum-exp, that the devices of a mesh axis exchange and merge."""
 
-from collections.abc import Hashable
+import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ._call import Array
+from ._context_parallel_steps import AxisName, axis_size, merge
 
 # Outputs and log-sum-exps travel as integers of the outputs' size: XLA may convert floating-point numbers of 16 bits to
 # f32 and back, which changes those halves of a log-sum-exp that are bits of a NaN.
@@ -14,13 +16,13 @@ _BITS = {2: jnp.uint16, 4: jnp.uint32}
 # From 0.10 on, JAX's types can say that the result is the same on every device.
 _INVARIANT = {"to": "invarying"} if jax.__version_info__ >= (0, 10) else {}
 
-AxisName = Hashable
+State = tuple[Array, Array]  # [T, H, D] and f32[H, T]
 
 
-def axis_size(function: str, axis_name: AxisName) -> int:
+def num_devices_along(function: str, axis_name: AxisName) -> int:
     """The devices of a mesh axis, or of several; a ValueError that names `function` where there is none."""
     try:
-        return int(lax.psum(1, axis_name))
+        return axis_size(axis_name)
     except NameError:
         text = "expected a mesh axis of the jax.shard_map that the call is in"
         raise ValueError(f"{function}: axis_name is {axis_name!r}, {text}") from None
@@ -31,15 +33,13 @@ def all_gather(array: Array, axis_name: AxisName, *, axis: int = 0, tiled: bool 
     return lax.all_gather(array, axis_name, axis=axis, tiled=tiled, **_INVARIANT)
 
 
-def exchange_states(
-    out: Array, lse: Array, axis_name: AxisName, num_devices: int, scatter: bool
-) -> tuple[Array, Array]:
+def exchange_states(state: State, axis_name: AxisName, num_devices: int, scatter: bool) -> list[State]:
     """The states of all devices, by one collective.
 
     Parameters
     ----------
-    out, lse
-        ``[T, H, D]`` and ``f32[H, T]``, this device's.
+    state
+        This device's.
     axis_name, num_devices
         The mesh axis, and its size n.
     scatter
@@ -47,9 +47,10 @@ def exchange_states(
 
     Returns
     -------
-    outs, lses
-        ``[n, T, H, D]`` and ``f32[n, H, T]``; with `scatter` H / n heads.
+    list of State
+        One per device; with `scatter` of H / n heads.
     """
+    out, lse = state
     rows, heads, dim = out.shape
     bits = _BITS[out.dtype.itemsize]
     tail = lax.bitcast_convert_type(lse.T, bits)
@@ -62,19 +63,10 @@ def exchange_states(
     outs = lax.bitcast_convert_type(packed[..., :dim], out.dtype)
     tails = packed[..., dim:]
     lses = lax.bitcast_convert_type(tails if bits == jnp.uint16 else tails[..., 0], jnp.float32)
-    return outs, jnp.swapaxes(lses, 1, 2)
+    return [(outs[i], lses[i].T) for i in range(num_devices)]
 
 
-def merge_states(outs: Array, lses: Array) -> tuple[Array, Array]:
-    """Merge states over disjoint sets of keys, ``[n, T, H, D]`` and ``f32[n, H, T]``, in f32 with one rounding.
-
-    An output whose log-sum-exp is -inf has no weight and is not read; without any key the result is 0 and -inf.
-    """
-    top = jnp.max(lses, axis=0)
-    top = jnp.where(jnp.isneginf(top), 0.0, top)
-    weights = jnp.exp(lses - top)
-    total = jnp.sum(weights, axis=0)
-    shares = weights / jnp.where(total == 0, 1.0, total)
-    shares = jnp.swapaxes(shares, 1, 2)[..., None]
-    parts = jnp.where(shares == 0, 0.0, outs.astype(jnp.float32)) * shares
-    return jnp.sum(parts, axis=0).astype(outs.dtype), top + jnp.log(total)
+def merge_states(states: Sequence[State]) -> State:
+    """Merge states over disjoint sets of keys, in f32 with one rounding to the outputs' dtype."""
+    out, lse = functools.reduce(merge, ((out.astype(jnp.float32), lse) for out, lse in states))
+    return out.astype(states[0][0].dtype), lse
