@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from ._call import pvary_all
+
 
 def zigzag_order(cu_seqlens: Any, num_devices: int, *, total: int | None = None) -> np.ndarray:  # noqa: ANN401
     """The order in which the devices hold a stream's rows in the layout "zigzag" of `context_parallel_attention`.
@@ -115,9 +117,12 @@ def _bounds(cu_seqlens: Any, total: int, numpy: Any) -> Any:  # noqa: ANN401
 
 def _sequence_of(row: Any, bounds: Any, numpy: Any) -> Any:  # noqa: ANN401
     """The number of each row's sequence."""
-    # XLA fuses the unrolled search into the gather; a loop is a sequence of small kernels.
-    method = {} if numpy is np else {"method": "scan_unrolled"}
-    return numpy.searchsorted(bounds, row, side="right", **method) - 1
+    if numpy is np:
+        return np.searchsorted(bounds, row, side="right") - 1
+    # JAX 0.7 searches only what varies along the same axes of shard_map. XLA fuses the unrolled search into the gather
+    # that follows; a loop would be a sequence of small kernels.
+    row, bounds = pvary_all((row, bounds))
+    return numpy.searchsorted(bounds, row, side="right", method="scan_unrolled") - 1
 
 
 def stream_rows(cu_seqlens: Any, total: int, num_devices: int, numpy: Any) -> Any:  # noqa: ANN401
