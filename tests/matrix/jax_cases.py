@@ -267,6 +267,25 @@ def _sharded(_xj):
             assert set(row["collectives"]) == sharding_cases.EXPECTED_COLLECTIVES.get(row["case"], set()), row
 
 
+# A sample of tests/python/context_parallel_cases.py: each strategy, and both layouts.
+_CONTEXT_PARALLEL = ("all_gather, zigzag", "ring", "ring, zigzag", "all_to_all", "halo of 33")
+
+
+def _context_parallel(_xj):
+    """Attention and gradients over four CPU devices, in a subprocess as above."""
+    import context_parallel_cases
+
+    program = pathlib.Path(context_parallel_cases.__file__).with_name("context_parallel_program.py")
+    options = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    command = [sys.executable, program, "quick", *_CONTEXT_PARALLEL]
+    done = subprocess.run(command, env={**os.environ, "XLA_FLAGS": options}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert sorted(row["case"] for row in rows) == sorted(_CONTEXT_PARALLEL)
+    for row in rows:
+        assert max(map(max, row["errors"].values())) < 5e-6 and not row["other_bits"] and not row["not_finite"], row
+
+
 def _from_two_threads(xj):
     at_once = (calls.plain_calls()[name] for name in ("paged_attention: plain", UPDATE))
     run_at_once(*(functools.partial(_run, xj, call, jax.jit) for call in at_once))
@@ -325,6 +344,7 @@ _OTHERS = {
     "simple_add under vmap": _mapped,
     "pages under vmap": _mapped_pages,
     "sharded over four devices": _sharded,
+    "context-parallel over four devices": _context_parallel,
     "two calls from two threads": _from_two_threads,
     "valid and invalid calls from eight threads": _from_eight_threads,
 }

@@ -59,6 +59,14 @@ def on_one_device(case):
     return functools.partial(flash_attn_varlen, return_lse=True, **case.options)
 
 
+def shard_map(function, check_vma, **placing):
+    if hasattr(jax, "shard_map"):
+        return jax.shard_map(function, check_vma=check_vma, **placing)
+    from jax.experimental.shard_map import shard_map
+
+    return shard_map(function, check_rep=False, **placing)  # there is no replication rule for custom calls
+
+
 def on_mesh(case):
     """The call of context_parallel_attention within shard_map."""
     mesh = Mesh(np.array(jax.devices()[: case.devices]), ("cp",))
@@ -72,7 +80,7 @@ def on_mesh(case):
             return context_parallel_attention(q, k, v, starts, **how, **more, **case.options)
 
         specs = (ROWS, ROWS, ROWS, SAME, dict.fromkeys(more, SAME))
-        program = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=(ROWS, LSE), check_vma=case.check_vma)
+        program = shard_map(on_device, case.check_vma, mesh=mesh, in_specs=specs, out_specs=(ROWS, LSE))
         return program(q, k, v, starts, more)
 
     return attend
