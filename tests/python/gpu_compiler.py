@@ -89,6 +89,33 @@ CASES |= {f"packed cache, {call.name}": (program(call), call) for call in packed
 CASES["gradients"] = gradients, PLAIN["flash_attn_varlen: plain"]
 
 
+def decode_over_pages(caches, query, rows, lens, tables):
+    """Two layers of decode on a device; the second passes new keys and values to the attention."""
+    for layer, cache in enumerate(caches):
+        slots = xj.context_parallel_slots(lens - 1, tables, cache.shape[1], "pages")
+        caches[layer] = xj.kv_cache_update(cache, rows, rows, slots)
+        operands = query, caches[layer], lens, tables, np.arange(len(lens) + 1), len(lens), *[rows] * 2 * layer
+        query += xj.context_parallel_paged_attention(*operands, axis_name="pages", scale=0.1)
+    return query, caches
+
+
+def context_parallel(devices):
+    """`decode_over_pages` with donated caches of 8 pages on each device."""
+    mesh = jax.sharding.Mesh(np.array(devices), ("pages",))
+    pages, whole = PartitionSpec("pages"), PartitionSpec()
+    specs = [pages, pages], whole, whole, whole, whole
+    step = jax.jit(
+        jax.shard_map(decode_over_pages, mesh=mesh, in_specs=specs, out_specs=(whole, specs[0])), donate_argnums=0
+    )
+
+    def abstract(shape, dtype, spec=whole):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    caches = [abstract((8 * len(devices), 16, 4, 64), "bfloat16", pages)] * 2
+    rows = [abstract((3, heads, 64), "bfloat16") for heads in (8, 2)]
+    return step.lower(caches, *rows, abstract((3,), "int32"), abstract((3, 2), "int32")).compile().as_text()
+
+
 def main(result, *files):
     jax.devices()  # loads the plugin
     topology = functools.partial(topologies.get_topology_desc, "h100", "cuda", target_config=TARGET)
@@ -106,6 +133,7 @@ def main(result, *files):
             donated = {call.updates: arrays.pop(call.updates)} if call.updates and donates else {}
             step = jax.jit(lambda donated, kept, f=function: f({**donated, **kept}), donate_argnums=0)
             hlo[f"{name}, {placement}"] = step.lower(donated, arrays).compile().as_text()
+    hlo["context-parallel decode"] = context_parallel(two)
     for name, file in (x.split("=", 1) for x in files):
         hlo[name] = compile_text(pathlib.Path(file).read_text(), one)
     pathlib.Path(result).write_text(json.dumps(hlo))

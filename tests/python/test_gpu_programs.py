@@ -156,6 +156,17 @@ def copies(operator, hlo):
     return [line for line in hlo.splitlines() if re.search(rf"= {shape_of(operator)}\S* copy\(", line)]
 
 
+def test_context_parallel_decode_is_one_collective_per_layer_around_calls_in_place():
+    hlo = programs()["context-parallel decode"]
+    calls = [re.search(r'target="(\w+)"', call)[1] for call, _ in our_calls(hlo)]
+    update, attention = "xla_gpu_kv_cache_update", "xla_gpu_flash_attn_varlen"
+    assert sorted(calls) == sorted([update, attention, update, attention, attention])
+    assert len(re.findall(r" all-gather(?:-start)?\(", hlo)) == 2
+    assert not re.search(r" (all-reduce|all-to-all|collective-permute|reduce-scatter)(-start)?\(", hlo)
+    assert hlo.splitlines()[0].count("may-alias") + hlo.splitlines()[0].count("must-alias") == 2
+    assert not re.search(r"bf16\[8,16,4,64\]\S* copy\(", hlo)
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_programs_for_two_gpus_have_no_collectives(operator):
     """Each device computes its heads, without communication."""

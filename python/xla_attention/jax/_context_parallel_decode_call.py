@@ -105,11 +105,13 @@ def _stored_rows(
         is_first = lax.axis_index(static.axis_name) == 0
         scores = scores._replace(sinks=jnp.where(is_first, scores.sinks, -jnp.inf))
         options["seqused_q"] = places.has_sequence.astype(jnp.int32)
+    # A constant of the program where it can be one, not a kernel.
+    arange = np.arange if isinstance(rows, int) else jnp.arange
     return _flash(
         static,
         query,
         caches,
-        jnp.arange(rows + 1, dtype=jnp.int32),
+        arange(rows + 1, dtype=np.int32),
         scores,
         max_seqlen_q=1,
         seqused_k=local_lens(stored, static.page_size, static.axis_name, static.num_devices),
