@@ -5,12 +5,12 @@ use std::fs;
 use std::path::Path;
 
 /// The files that declare the C interface.
-const SOURCES: [&str; 2] = ["src/c_api.rs", "src/handlers.rs"];
+const SOURCES: [&str; 3] = ["src/c_api.rs", "src/handlers.rs", "src/layouts.rs"];
 
 const HEAD: &str = "\
 // The C interface of libxla_attention.so: handlers for XLA's typed FFI, and xa_call for programs without XLA.
 //
-// Generated from src/c_api.rs and src/handlers.rs. docs/ffi.md says what holds for every operator.";
+// Generated from src/c_api.rs, src/handlers.rs and src/layouts.rs. docs/ffi.md says what holds for every operator.";
 
 /// Writes the header to `OUT_DIR`. A test compares the checked-in header with it.
 pub(crate) fn build(out: &Path) -> Result<()> {

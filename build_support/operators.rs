@@ -282,12 +282,18 @@ fn rust(operators: &[Operator]) -> String {
         text += &signature(operator);
     }
     text += "];\n\n";
-    text += &names("Operand", "operand", operators.iter().flat_map(|o| &o.operands).map(|t| &t.name));
-    text += &names("CallResult", "result", operators.iter().flat_map(|o| &o.results).map(|t| &t.name));
+    let tensors = |of: fn(&Operator) -> &[Tensor]| -> Vec<Vec<Option<&String>>> {
+        operators.iter().map(|operator| of(operator).iter().map(|tensor| Some(&tensor.name)).collect()).collect()
+    };
+    text += &names("Operand", "operand", &tensors(|operator| &operator.operands));
+    text += &names("CallResult", "result", &tensors(|operator| &operator.results));
     for kind in [Kind::Bool, Kind::I64, Kind::F32] {
         let (_, _, rust, variant) = kind.names();
-        let attributes = operators.iter().flat_map(|o| &o.attributes).filter(|a| a.kind == kind).map(|a| &a.name);
-        text += &names(&format!("{variant}Attribute"), &format!("attribute of type `{rust}`"), attributes);
+        let attributes: Vec<Vec<_>> = operators
+            .iter()
+            .map(|o| o.attributes.iter().map(|a| (a.kind == kind).then_some(&a.name)).collect())
+            .collect();
+        text += &names(&format!("{variant}Attribute"), &format!("attribute of type `{rust}`"), &attributes);
     }
     text += "/// Calls field by field, in the order of the signature.\npub(crate) mod arguments {\n";
     text += "    use super::Attribute;\n";
@@ -318,8 +324,9 @@ fn signature(operator: &Operator) -> String {
     let attributes: Vec<_> =
         attributes.iter().map(|a| format!("({:?}, AttributeKind::{})", a.name, a.kind.names().3)).collect();
     format!(
-        "    Signature {{\n        target: {target:?},\n        operands: &[{}],\n        required_operands: {},\n        \
-         results: &[{}],\n        required_results: {},\n        attributes: &[{}],\n    }},\n",
+        "    Signature {{\n        number: {},\n        target: {target:?},\n        operands: &[{}],\n        \
+         required_operands: {},\n        results: &[{}],\n        required_results: {},\n        attributes: &[{}],\n    }},\n",
+        operator.number,
         literals(operands.iter().map(|t| &t.name)),
         required(operands),
         literals(results.iter().map(|t| &t.name)),
@@ -328,9 +335,10 @@ fn signature(operator: &Operator) -> String {
     )
 }
 
-/// An enum of the names that occur in any operator, so that a misspelt name does not compile.
-fn names<'a>(enum_: &str, kind: &str, all: impl Iterator<Item = &'a String>) -> String {
-    let distinct: BTreeSet<_> = all.collect();
+/// An enum of the names that occur in any operator, so that a misspelt name does not compile. `lists` has a list for each
+/// operator, with `None` in the place of what is of another kind.
+fn names(enum_: &str, kind: &str, lists: &[Vec<Option<&String>>]) -> String {
+    let distinct: BTreeSet<_> = lists.iter().flatten().flatten().collect();
     let mut text = format!("/// The names of every {kind}.\n#[derive(Clone, Copy, Debug, PartialEq, Eq)]\n");
     let _ = writeln!(text, "pub(crate) enum {enum_} {{");
     for name in &distinct {
@@ -341,7 +349,14 @@ fn names<'a>(enum_: &str, kind: &str, all: impl Iterator<Item = &'a String>) -> 
     for name in &distinct {
         let _ = writeln!(text, "            Self::{} => {name:?},", name.to_upper_camel_case());
     }
-    text += "        }\n    }\n}\n\n";
+    text += "        }\n    }\n\n    /// Its place in the list of the operator of a signature.\n";
+    text += "    pub(crate) fn place(self, signature: &Signature) -> Option<usize> {\n";
+    let _ = writeln!(text, "        static PLACES: [[Option<u8>; {}]; {}] = [", distinct.len(), lists.len());
+    for list in lists {
+        let place = |name: &&String| list.iter().position(|other| *other == Some(*name));
+        let _ = writeln!(text, "            {:?},", distinct.iter().map(|name| place(*name)).collect::<Vec<_>>());
+    }
+    text += "        ];\n        PLACES[signature.number][self as usize].map(usize::from)\n    }\n}\n\n";
     text
 }
 

@@ -67,6 +67,8 @@ fn main() -> Result<(), String> {
         attributes: attributes.as_ptr(),
         num_attributes: attributes.len(),
         stream: null_mut(),
+        addresses: null(),
+        num_addresses: 0,
     };
     let mut message = [0 as c_char; 256];
     // SAFETY: the request's pointers are those of the arrays above, which outlive the call.

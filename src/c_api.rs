@@ -6,9 +6,10 @@
 
 use crate::debug_check;
 use crate::dispatch::{Action, Call, call};
-use crate::error::{Error, Result, ensure};
+use crate::error::{Error, Result, ensure, with_room};
 use crate::failpoint::{self, Failpoint};
 use crate::handlers::{self, Targets};
+use crate::layouts::{self, XaLayouts};
 use crate::log;
 use crate::panic_boundary::catch_panic;
 #[cfg(feature = "cuda")]
@@ -19,6 +20,7 @@ use crate::problem::{self, Attribute, AttributeKind, Op};
 use crate::stream::Stream;
 use crate::tensor::{DType, Tensor};
 use std::ffi::{CStr, c_char, c_void};
+use std::mem::{MaybeUninit, offset_of};
 use std::sync::OnceLock;
 
 /// Runs the body of an exported function. Returns its result, or the message of its panic.
@@ -64,7 +66,7 @@ pub extern "C" fn xa_handler_set(number: usize) -> *const Targets {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct XaTensor {
-    /// First element.
+    /// First element. In a call with [`XaCall::addresses`], its index among these, as a number.
     pub data: *mut c_void,
     /// `rank` sizes.
     pub dims: *const i64,
@@ -88,7 +90,7 @@ pub struct XaAttribute {
     pub integer: i64,
 }
 
-/// A call in the C interface.
+/// A call in the C interface. A program sets all of it to 0 first, since later versions have more fields.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct XaCall {
@@ -112,6 +114,11 @@ pub struct XaCall {
     pub num_attributes: usize,
     /// A `CUstream` of the current context.
     pub stream: *mut c_void,
+    /// Null, or addresses, to which [`XaTensor::data`] is then an index, so that a program that repeats a call changes nothing
+    /// else. The first version of this struct ends before this field.
+    pub addresses: *const *mut c_void,
+    /// Their number.
+    pub num_addresses: usize,
 }
 
 /// The number of the operator with this target name, or -1.
@@ -130,8 +137,9 @@ pub unsafe extern "C" fn xa_op(target: *const c_char) -> i32 {
 /// Validate, run or launch an operator. Returns 0 or XLA's error code, with the text in `message` (terminated, truncated to
 /// `capacity` bytes).
 ///
-/// A request of a later version may be longer than [`XaCall`]. Its additional fields must be 0, otherwise the request is
-/// refused, because this version does not support them. A shorter request is refused.
+/// A request of an earlier version may be shorter than [`XaCall`], but not shorter than that of the first version, which
+/// ended with `stream`; the fields that it lacks count as 0. A request of a later version may be longer. Its additional
+/// fields must be 0, otherwise the request is refused, because this version does not support them.
 ///
 /// # Safety
 /// The struct, all of its `struct_size` bytes, and everything it points to is valid; memory as [`call()`] asks;
@@ -141,32 +149,40 @@ pub unsafe extern "C" fn xa_call(request: *const XaCall, message: *mut c_char, c
     let result = or_error("xa_call", || {
         log::init();
         // SAFETY: the caller guarantees a valid struct and everything that it points to.
-        unsafe { enter(validated_request(request)?) }
+        unsafe { enter(&validated_request(request)?) }
     });
     // SAFETY: the caller guarantees that `message` has room for `capacity` bytes.
     unsafe { report(result, message, capacity) }
 }
 
-/// The request, if this version supports all that it asks for.
+/// A copy of the request with all fields of this version, if this version supports all that it asks for.
 ///
 /// # Safety
 /// As [`xa_call`].
-unsafe fn validated_request<'a>(request: *const XaCall) -> Result<&'a XaCall> {
+unsafe fn validated_request(request: *const XaCall) -> Result<XaCall> {
+    const FIRST_SIZE: usize = offset_of!(XaCall, addresses);
     const KNOWN_SIZE: usize = size_of::<XaCall>();
     // A larger number is not the size of any version's struct, but an uninitialized field.
     const MAX_SIZE: usize = 1 << 12;
     // SAFETY: the caller guarantees that a request that is not null begins with its size.
     let size = if request.is_null() { 0 } else { unsafe { (&raw const (*request).struct_size).read() } };
-    ensure((KNOWN_SIZE..=MAX_SIZE).contains(&size), || {
-        format!("xa_call: the request is a struct of {size} bytes, expected {KNOWN_SIZE} or, of a later version, more")
+    ensure((FIRST_SIZE..=MAX_SIZE).contains(&size), || {
+        format!(
+            "xa_call: the request is a struct of {size} bytes, expected {KNOWN_SIZE} or, of another version, from {FIRST_SIZE} on"
+        )
     })?;
     // SAFETY: the caller guarantees that `size` bytes are readable.
-    let tail = unsafe { std::slice::from_raw_parts(request.cast::<u8>().add(KNOWN_SIZE), size - KNOWN_SIZE) };
+    let bytes = unsafe { std::slice::from_raw_parts(request.cast::<u8>(), size) };
+    let (known, tail) = bytes.split_at(size.min(KNOWN_SIZE));
     ensure(tail.iter().all(|byte| *byte == 0), || {
         format!("xa_call: the request asks for something that this version does not know, past its {KNOWN_SIZE} bytes")
     })?;
-    // SAFETY: the caller guarantees a valid struct, and `size` covers all fields of this version.
-    Ok(unsafe { &*request })
+    let mut copy = MaybeUninit::<XaCall>::zeroed();
+    // SAFETY: `known` fits into the copy; all fields are numbers and addresses, for which every pattern of bits is valid.
+    Ok(unsafe {
+        copy.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(known.as_ptr(), known.len());
+        copy.assume_init()
+    })
 }
 
 /// Returns the code of a result and writes the error's text to `message`.
@@ -198,12 +214,14 @@ unsafe fn enter(request: &XaCall) -> Result {
         n => return Err(Error::invalid(format!("action is {n}, expected 0 to 3"))),
     };
     let signature = op.signature();
+    // SAFETY: the caller guarantees that addresses which are not null are as many as it says.
+    let addresses = (!request.addresses.is_null()).then(|| unsafe { slice(request.addresses, request.num_addresses) });
     let decoded = || -> Result<_> {
         // SAFETY: the caller guarantees that each pointer is valid for its count.
         unsafe {
             Ok((
-                tensors(slice(request.operands, request.num_operands), "operand", signature.operands)?,
-                tensors(slice(request.results, request.num_results), "result", signature.results)?,
+                tensors(slice(request.operands, request.num_operands), addresses, "operand", signature.operands)?,
+                tensors(slice(request.results, request.num_results), addresses, "result", signature.results)?,
                 attributes(slice(request.attributes, request.num_attributes), signature.attributes)?,
             ))
         }
@@ -222,34 +240,49 @@ unsafe fn slice<'a, T>(first: *const T, count: usize) -> &'a [T] {
 
 /// # Safety
 /// Sizes and strides of each point to `rank` values.
-unsafe fn tensors<'a>(raw: &'a [XaTensor], kind: &str, names: &[&str]) -> Result<Vec<Tensor<'a>>> {
-    let tensor = |(index, raw): (usize, &'a XaTensor)| {
-        let rank = usize::try_from(raw.rank).map_err(|_| {
-            let name = names.get(index).map_or_else(|| format!("{kind} {index}"), ToString::to_string);
-            Error::invalid(format!("{name} has rank {}", raw.rank))
-        })?;
+unsafe fn tensors<'a>(
+    raw: &'a [XaTensor],
+    addresses: Option<&[*mut c_void]>,
+    kind: &str,
+    names: &[&str],
+) -> Result<Vec<Tensor<'a>>> {
+    // Collecting into a `Result` would allocate several times.
+    let mut tensors = with_room(raw.len())?;
+    for (index, raw) in raw.iter().enumerate() {
+        let name = || names.get(index).map_or_else(|| format!("{kind} {index}"), ToString::to_string);
+        let rank =
+            usize::try_from(raw.rank).map_err(|_| Error::invalid(format!("{} has rank {}", name(), raw.rank)))?;
+        let data = match addresses {
+            Some(addresses) if raw.dtype != DType::ABSENT.0 => *addresses.get(raw.data as usize).ok_or_else(|| {
+                Error::invalid(format!("{} has address {}, of {}", name(), raw.data as usize, addresses.len()))
+            })?,
+            _ => raw.data,
+        };
         // SAFETY: the caller guarantees `rank` sizes.
         let dims = unsafe { slice(raw.dims, rank) };
         // SAFETY: the caller guarantees that strides which are not null are `rank` values.
         let strides = (!raw.strides.is_null()).then(|| unsafe { slice(raw.strides, rank) });
         // The strides of an empty tensor have no meaning, so they need not be validated.
         let strides = strides.filter(|_| !dims.contains(&0));
-        Ok(Tensor { dtype: DType(raw.dtype), data: raw.data.cast(), dims, strides })
-    };
-    raw.iter().enumerate().map(tensor).collect()
+        tensors.push(Tensor { dtype: DType(raw.dtype), data: data.cast(), dims, strides });
+    }
+    Ok(tensors)
 }
 
 fn attributes(raw: &[XaAttribute], names: &[(&str, AttributeKind)]) -> Result<Vec<Attribute>> {
-    let attribute = |(index, raw): (usize, &XaAttribute)| match raw.kind {
-        0 => Ok(Attribute::Bool(raw.integer != 0)),
-        1 => Ok(Attribute::I64(raw.integer)),
-        2 => Ok(Attribute::F32(raw.real)),
-        n => {
-            let name = names.get(index).map_or_else(|| index.to_string(), |(name, _)| (*name).to_owned());
-            Err(Error::invalid(format!("attribute {name} has kind {n}, expected 0 to 2")))
-        }
-    };
-    raw.iter().enumerate().map(attribute).collect()
+    let mut attributes = with_room(raw.len())?;
+    for (index, raw) in raw.iter().enumerate() {
+        attributes.push(match raw.kind {
+            0 => Attribute::Bool(raw.integer != 0),
+            1 => Attribute::I64(raw.integer),
+            2 => Attribute::F32(raw.real),
+            n => {
+                let name = names.get(index).map_or_else(|| index.to_string(), |(name, _)| (*name).to_owned());
+                return Err(Error::invalid(format!("attribute {name} has kind {n}, expected 0 to 2")));
+            }
+        });
+    }
+    Ok(attributes)
 }
 
 /// Wrap the PJRT plugin at `path`: from now on `GetPjrtApi` returns that plugin's function table, changed so that
@@ -285,6 +318,21 @@ fn wrap(_: &str) -> Result {
 #[allow(non_snake_case, reason = "the name that PJRT asks for")]
 pub extern "C" fn GetPjrtApi() -> *const c_void {
     or_failure(std::ptr::null(), pjrt_proxy::table)
+}
+
+/// Write the addresses of a framework's tensors, and a key: two lists of tensors have equal keys exactly if they have equal
+/// dtypes, devices, sizes and strides, and if the same of their tensors begin at one address.
+///
+/// Returns the number of bytes of the key; -1 if `describe` fails, which may have set an error of its own, or if this version
+/// does not know the request (see [`xa_call`]); -2 if there is no room for the key.
+///
+/// # Safety
+/// The struct, all of its `struct_size` bytes, and everything that it points to is valid; `addresses` has room for `count`
+/// addresses, `key` for `capacity` bytes. The caller has what both functions ask for, such as Python's lock.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xa_layouts(request: *const XaLayouts) -> i32 {
+    // SAFETY: the caller guarantees it.
+    or_failure(layouts::FAILED, || unsafe { layouts::write(request) })
 }
 
 /// The recommended size of an operator's workspace in bytes, `c[0] + c[1] * T + c[2] * B` for T query rows and B sequences,

@@ -44,6 +44,7 @@ mod environment;
 mod error;
 mod failpoint;
 mod handlers;
+mod layouts;
 mod log;
 mod panic_boundary;
 #[cfg(feature = "cuda")]
@@ -62,8 +63,8 @@ pub use api::*;
 #[cfg(feature = "cuda")]
 pub use c_api::GetPjrtApi;
 pub use c_api::{
-    XaAttribute, XaCall, XaTensor, xa_call, xa_handler_set, xa_info, xa_op, xa_stand_before_pjrt_plugin, xa_targets,
-    xa_workspace,
+    XaAttribute, XaCall, XaTensor, xa_call, xa_handler_set, xa_info, xa_layouts, xa_op, xa_stand_before_pjrt_plugin,
+    xa_targets, xa_workspace,
 };
 pub use dispatch::{Action, Call, call};
 pub use error::{Code, Error, Result};
@@ -72,6 +73,7 @@ pub use failpoint::{Failpoint, arm};
 /// The 16-bit floats of an [`Element`].
 pub use half::{bf16, f16};
 pub use handlers::{Handler, Target, Targets, targets};
+pub use layouts::{XaLayouts, XaView};
 pub use pool::{Pool, RayonPool, SingleThread, parallel_for};
 #[doc(inline)]
 pub use problem as ops;

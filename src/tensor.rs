@@ -122,8 +122,13 @@ impl<'a> Tensor<'a> {
     /// Whether the tensor is dense and row-major. Dimensions of size 1 may have any stride.
     #[must_use]
     pub fn is_dense(&self) -> bool {
-        let dense = Tensor { strides: None, ..*self };
-        self.is_empty() || (0..self.dims.len()).all(|i| self.stride(i) == dense.stride(i))
+        let mut dense = 1i64;
+        let mut fits = |(&dim, &stride): (&i64, &i64)| {
+            let fits = dim == 1 || stride == dense;
+            dense = dense.wrapping_mul(dim);
+            fits
+        };
+        self.is_empty() || self.strides.is_none_or(|strides| self.dims.iter().zip(strides).rev().all(&mut fits))
     }
 
     /// Refuses impossible sizes: negative sizes, sizes or strides whose byte range overflows, strides of another rank.

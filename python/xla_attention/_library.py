@@ -89,6 +89,23 @@ class _Call(ctypes.Structure):
         ("attributes", ctypes.POINTER(_Attribute)),
         ("num_attributes", ctypes.c_size_t),
         ("stream", ctypes.c_void_p),
+        ("addresses", ctypes.c_void_p),
+        ("num_addresses", ctypes.c_size_t),
+    )
+
+
+class Layouts(ctypes.Structure):
+    """What ``xa_layouts`` describes, and where it writes."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("list", ctypes.c_void_p),
+        ("count", ctypes.c_size_t),
+        ("item", ctypes.c_void_p),
+        ("describe", ctypes.c_void_p),
+        ("addresses", ctypes.c_void_p),
+        ("key", ctypes.c_void_p),
+        ("capacity", ctypes.c_size_t),
     )
 
 
@@ -127,7 +144,7 @@ def library() -> ctypes.CDLL:
     lib.xa_handler_set.argtypes = [ctypes.c_size_t]
     lib.xa_info.restype = ctypes.c_char_p
     lib.xa_op.argtypes = [ctypes.c_char_p]
-    lib.xa_call.argtypes = [ctypes.POINTER(_Call), ctypes.c_char_p, ctypes.c_size_t]
+    # Conversions by argtypes take half of the time of a call, so `xa_call` gets references and a c_size_t.
     lib.xa_stand_before_pjrt_plugin.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
     sizes = [ctypes.c_int64] * 4
     coefficients = ctypes.POINTER(ctypes.c_int64 * 3)
@@ -202,16 +219,27 @@ class Action(enum.IntEnum):
 
 
 _ERROR_BYTES = 1024
+_ERROR_CAPACITY = ctypes.c_size_t(_ERROR_BYTES)
 
 
-class _ErrorBuffers(threading.local):
-    """Free buffers for error texts: one per thread, and more where calls of a thread are nested."""
+class CallMemory:
+    """Memory that a call uses, and no other call meanwhile: addresses of its tensors, and an error text."""
+
+    def __init__(self, num_addresses: int = 0) -> None:
+        self.addresses = (ctypes.c_void_p * num_addresses)()
+        self.address = ctypes.addressof(self.addresses) if num_addresses else 0
+        self.text = ctypes.create_string_buffer(_ERROR_BYTES)
+        self.message = ctypes.byref(self.text)
+
+
+class _FreeMemory(threading.local):
+    """Memory of no call: one per thread, and more where calls of a thread are nested."""
 
     def __init__(self) -> None:
-        self.free: list[ctypes.Array] = []
+        self.free: list[CallMemory] = []
 
 
-_ERROR_BUFFERS = _ErrorBuffers()
+_MEMORY = _FreeMemory()
 
 
 class Request:
@@ -250,17 +278,18 @@ class Request:
         )
         self._call, self._reference = self._lib.xa_call, ctypes.byref(self._request)
 
-    def tensors(self) -> tuple[ctypes.Array, ctypes.Array]:
-        """Its operands and results; the attribute `data` of each is its address."""
-        return self._operands, self._results
-
     def set_addresses(self, operands: Iterable[int], results: Iterable[int]) -> None:
         """Set the addresses of all tensors, 0 for those that are left out."""
         for tensors, addresses in ((self._operands, operands), (self._results, results)):
             for tensor, address in zip(tensors, addresses, strict=True):
                 tensor.data = address
 
-    def run(self, action: Action, stream: int = 0) -> None:
+    def set_indices(self, operands: Iterable[int], results: Iterable[int], count: int) -> None:
+        """Give the tensors the addresses at these indices of the `count` addresses in the memory of each `run`."""
+        self.set_addresses(operands, results)
+        self._request.num_addresses = count
+
+    def run(self, action: Action, stream: int = 0, memory: CallMemory | None = None) -> None:
         """Take an action. `RUN_ON_CPU` returns when the results are written, `LAUNCH_CUDA` when the work is enqueued.
 
         Raises
@@ -272,15 +301,23 @@ class Request:
         RuntimeError
             The call is valid, but running it failed.
         """
-        self._request.action, self._request.stream = action, stream
-        # The buffer leaves the list while it is in use, because a signal handler may make another call meanwhile.
-        message = _ERROR_BUFFERS.free.pop() if _ERROR_BUFFERS.free else ctypes.create_string_buffer(_ERROR_BYTES)
-        code = self._call(self._reference, message, _ERROR_BYTES)
-        text = message.value.decode() if code else ""
-        _ERROR_BUFFERS.free.append(message)
+        if memory is None:
+            free = _MEMORY.free
+            # The memory leaves the list while it is in use, because a signal handler may make another call meanwhile.
+            memory = free.pop() if free else CallMemory()
+            try:
+                self.run(action, stream, memory)
+            finally:
+                free.append(memory)
+            return
+        request = self._request
+        request.action = action
+        request.stream = stream
+        request.addresses = memory.address
+        code = self._call(self._reference, memory.message, _ERROR_CAPACITY)
         if code:
             error = {_INVALID_ARGUMENT: ValueError, _UNIMPLEMENTED: NotImplementedError}.get(code, RuntimeError)
-            raise error(text)
+            raise error(memory.text.value.decode())
 
 
 def check(

@@ -46,47 +46,60 @@ impl<'a> CallArguments<'a> {
 
     /// A required operand.
     pub(crate) fn operand(&self, name: Operand) -> Tensor<'a> {
-        self.find(self.signature.operands, self.operands, name.name()).unwrap_or(Tensor::ABSENT)
+        self.given(name).unwrap_or(Tensor::ABSENT)
     }
     /// An optional operand; `None` if left out.
     pub(crate) fn optional_operand(&self, name: Operand) -> Option<Tensor<'a>> {
-        self.find(self.signature.operands, self.operands, name.name()).filter(|t| !t.is_left_out())
+        self.given(name).filter(|t| !t.is_left_out())
     }
     /// A required result.
     pub(crate) fn result(&self, name: CallResult) -> Tensor<'a> {
-        self.find(self.signature.results, self.results, name.name()).unwrap_or(Tensor::ABSENT)
+        self.given_result(name).unwrap_or(Tensor::ABSENT)
     }
     /// An optional result; `None` if left out.
     pub(crate) fn optional_result(&self, name: CallResult) -> Option<Tensor<'a>> {
-        self.find(self.signature.results, self.results, name.name()).filter(|t| !t.is_left_out())
+        self.given_result(name).filter(|t| !t.is_left_out())
     }
     /// Whether no result, apart from the workspace, has an element, so that there is nothing to compute. Beside a size
     /// of 0 the other sizes can be arbitrarily large, so they must not be used in arithmetic.
     pub(crate) fn has_empty_results(&self) -> bool {
-        let results = self.signature.results.iter().zip(self.results).filter(|(name, _)| **name != "workspace");
+        let workspace = CallResult::Workspace.place(self.signature);
+        let results = self.results.iter().enumerate().filter(|(index, _)| Some(*index) != workspace);
         results.map(|(_, result)| result).all(|result| result.is_empty() || result.is_left_out())
     }
-    fn find(&self, names: &[&str], given: &[Tensor<'a>], name: &str) -> Option<Tensor<'a>> {
-        let index = names.iter().position(|n| *n == name);
-        debug_assert!(index.is_some(), "{} has no {name}", self.signature.target);
-        index.and_then(|i| given.get(i)).copied()
+    fn given(&self, name: Operand) -> Option<Tensor<'a>> {
+        self.find(name.place(self.signature), self.operands, name.name())
     }
-    fn attribute(&self, name: &'static str) -> Option<Attribute> {
-        let index = self.signature.attributes.iter().position(|(n, _)| *n == name);
-        debug_assert!(index.is_some(), "{} has no {name}", self.signature.target);
-        index.and_then(|i| self.attributes.get(i)).copied()
+    fn given_result(&self, name: CallResult) -> Option<Tensor<'a>> {
+        self.find(name.place(self.signature), self.results, name.name())
+    }
+    fn attribute(&self, place: Option<usize>, name: &str) -> Option<Attribute> {
+        self.find(place, self.attributes, name)
+    }
+    /// What is given in the place of `name` in the signature.
+    fn find<T: Copy>(&self, place: Option<usize>, given: &[T], name: &str) -> Option<T> {
+        debug_assert!(place.is_some(), "{} has no {name}", self.signature.target);
+        place.and_then(|place| given.get(place)).copied()
     }
     /// An attribute that the signature types as `i64`.
     pub(crate) fn i64(&self, name: I64Attribute) -> i64 {
-        if let Some(Attribute::I64(value)) = self.attribute(name.name()) { value } else { 0 }
+        if let Some(Attribute::I64(value)) = self.attribute(name.place(self.signature), name.name()) {
+            value
+        } else {
+            0
+        }
     }
     /// An attribute that the signature types as `f32`.
     pub(crate) fn f32(&self, name: F32Attribute) -> f32 {
-        if let Some(Attribute::F32(value)) = self.attribute(name.name()) { value } else { 0.0 }
+        if let Some(Attribute::F32(value)) = self.attribute(name.place(self.signature), name.name()) {
+            value
+        } else {
+            0.0
+        }
     }
     /// An attribute that the signature types as `i1`.
     pub(crate) fn bool(&self, name: BoolAttribute) -> bool {
-        matches!(self.attribute(name.name()), Some(Attribute::Bool(true)))
+        matches!(self.attribute(name.place(self.signature), name.name()), Some(Attribute::Bool(true)))
     }
 }
 

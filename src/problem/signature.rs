@@ -4,6 +4,8 @@
 /// operands and results.
 #[derive(Debug)]
 pub struct Signature {
+    /// The operator's number.
+    pub(super) number: usize,
     /// The custom call's target name, with which every error message begins.
     pub target: &'static str,
     /// Names of the operands, the required ones first.

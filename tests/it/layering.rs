@@ -12,6 +12,7 @@ const MAY_USE: &str = "
     failpoint:
     panic_boundary:
     handlers: problem
+    layouts:
     stream:
     log:
     tensor: error
@@ -23,7 +24,7 @@ const MAY_USE: &str = "
     dispatch: error failpoint panic_boundary tensor pool problem stream log cpu cuda debug_check
     api: error tensor pool problem stream dispatch
     bridge: error failpoint tensor pool problem stream dispatch debug_check
-    c_api: error failpoint panic_boundary handlers tensor pool problem stream log dispatch debug_check cuda::variants pjrt_proxy
+    c_api: error failpoint panic_boundary handlers layouts tensor pool problem stream log dispatch debug_check cuda::variants pjrt_proxy
     pjrt_proxy: error
 ";
 

@@ -5,9 +5,12 @@ use crate::support::{
     Array, AttentionCase, Attr, BF16, BatchSpec, BufferView, CacheUpdateCase, Dtype, F16, F32, GuardedBuffer, I32,
     INVALID_ARGUMENT, Invocation, KvLayout, MemoryLayout, RopeCase, Side, c_attribute, c_call, c_request, c_tensor,
 };
+use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use xla_attention::ops::workspace::AttentionSizes;
-use xla_attention::{Action, DType, Error, Op, RayonPool, XaAttribute, XaCall, XaTensor, xa_call, xa_op};
+use xla_attention::{
+    Action, DType, Error, Op, RayonPool, XaAttribute, XaCall, XaLayouts, XaTensor, XaView, xa_call, xa_layouts, xa_op,
+};
 
 /// An operand's dtype and shape without memory.
 fn claim(dtype: Dtype, dims: &[i64]) -> Array {
@@ -232,7 +235,7 @@ fn the_c_interface_knows_every_target_by_name() {
 #[test]
 fn invalid_requests_are_refused() {
     let text = |size: usize| {
-        format!("xa_call: the request is a struct of {size} bytes, expected 72 or, of a later version, more")
+        format!("xa_call: the request is a struct of {size} bytes, expected 88 or, of another version, from 72 on")
     };
     assert_eq!(c_call(null()), (INVALID_ARGUMENT, text(0)));
     let good = c_add(&[], &[], 0);
@@ -278,10 +281,156 @@ fn a_request_of_a_later_version_is_accepted_unless_it_uses_new_members() {
     };
     assert_eq!(ask([0; 4]), (0, String::new()));
     assert_eq!(out.map(f32::to_bits), [1.5f32, 2.25].map(f32::to_bits));
-    let text = "xa_call: the request asks for something that this version does not know, past its 72 bytes";
+    let text = "xa_call: the request asks for something that this version does not know, past its 88 bytes";
     for unknown in [[1, 0, 0, 0], [0, 0, 0, 1 << 31]] {
         assert_eq!(ask(unknown), (INVALID_ARGUMENT, text.into()));
     }
+}
+
+#[test]
+fn a_request_of_the_first_version_is_accepted_whatever_follows_it() {
+    let (mut a, mut b, mut out, dims) = ([1.0f32, 2.0], [0.5f32, 0.25], [0.0f32; 2], [2i64]);
+    let operands = [c_floats(&mut a, &dims), c_floats(&mut b, &dims)];
+    let results = [c_floats(&mut out, &dims)];
+    let first = XaCall { struct_size: 72, addresses: 8 as *const _, num_addresses: 1, ..c_add(&operands, &results, 1) };
+    assert_eq!(c_call(&raw const first), (0, String::new()));
+    assert_eq!(out.map(f32::to_bits), [1.5f32, 2.25].map(f32::to_bits));
+}
+
+#[test]
+fn tensors_have_the_addresses_at_their_indices() {
+    let (mut a, mut b, mut out, dims) = ([1.0f32, 2.0], [0.5f32, 0.25], [0.0f32; 2], [2i64]);
+    let at = |index: usize| c_tensor(F32, &dims, None, index as *mut u8);
+    let addresses: [*mut c_void; 3] = [out.as_mut_ptr().cast(), b.as_mut_ptr().cast(), a.as_mut_ptr().cast()];
+    let with = |operands: &[XaTensor; 2], num_addresses| {
+        let results = [at(0)];
+        c_call(&XaCall { addresses: addresses.as_ptr(), num_addresses, ..c_add(operands, &results, 1) })
+    };
+    assert_eq!(with(&[at(2), at(1)], 3), (0, String::new()));
+    assert_eq!(out.map(f32::to_bits), [1.5f32, 2.25].map(f32::to_bits));
+    let text = "xla_gpu_simple_add: a has address 2, of 2";
+    assert_eq!(with(&[at(2), at(1)], 2), (INVALID_ARGUMENT, text.into()));
+    let left_out = XaTensor { dtype: 0, ..at(7) };
+    let text = "xla_gpu_simple_add: b is missing";
+    assert_eq!(with(&[at(2), left_out], 3), (INVALID_ARGUMENT, text.into()));
+}
+
+/// The view at `index` of a list, or null past its end.
+unsafe extern "C" fn view_at(list: *mut c_void, index: isize) -> *mut c_void {
+    // SAFETY: the tests below give the address of a vector of views.
+    let list = unsafe { &*list.cast::<Vec<XaView>>() };
+    list.get(index as usize).map_or(null_mut(), |view| std::ptr::from_ref(view).cast_mut().cast())
+}
+
+/// Copies a view; fails for one of a negative rank.
+unsafe extern "C" fn describe(view: *mut c_void, to: *mut XaView) -> i32 {
+    // SAFETY: `view_at` returns views, and the library gives room for one.
+    unsafe {
+        let view = *view.cast::<XaView>();
+        to.write(view);
+        -i32::from(view.rank < 0)
+    }
+}
+
+/// The key and the addresses of tensors, or the number of a failure.
+fn layouts(list: &Vec<XaView>, count: usize, capacity: usize) -> Result<(Vec<u8>, Vec<usize>), i32> {
+    let (mut key, mut addresses) = (vec![0u8; capacity], vec![null_mut(); count]);
+    let request = XaLayouts {
+        struct_size: size_of::<XaLayouts>(),
+        list: std::ptr::from_ref(list).cast_mut().cast(),
+        count,
+        item: Some(view_at),
+        describe: Some(describe),
+        addresses: addresses.as_mut_ptr(),
+        key: key.as_mut_ptr(),
+        capacity,
+    };
+    // SAFETY: the list has views, and both vectors have the given room.
+    let size = unsafe { xa_layouts(&raw const request) };
+    key.truncate(usize::try_from(size).map_err(|_| size)?);
+    Ok((key, addresses.into_iter().map(|address| address as usize).collect()))
+}
+
+#[test]
+fn the_key_of_layouts_tells_any_two_apart_but_for_addresses() {
+    let (dims, swapped, strides) = ([2i64, 300], [300i64, 2], [301i64, 1]);
+    let view = |data: usize, dims: &[i64; 2], strides: Option<&[i64; 2]>| XaView {
+        data: data as *mut c_void,
+        device_type: 2,
+        device_id: 0,
+        rank: 2,
+        dtype: 0x0001_1004,
+        dims: dims.as_ptr(),
+        strides: strides.map_or(null(), |strides| strides.as_ptr()),
+        byte_offset: 0,
+    };
+    let (a, b) = (view(64, &dims, None), view(128, &dims, Some(&strides)));
+    let of = |list: Vec<XaView>| layouts(&list, list.len(), 256);
+    let (key, addresses) = of(vec![a, b]).unwrap();
+    assert_eq!(addresses, [64, 128]);
+    let elsewhere = vec![XaView { data: 256 as *mut _, ..a }, XaView { byte_offset: 8, ..b }];
+    assert_eq!(of(elsewhere), Ok((key.clone(), vec![256, 136])));
+    let others = [
+        vec![a],
+        vec![b, a],
+        vec![a, XaView { data: a.data, ..b }],
+        vec![a, XaView { device_type: 1, ..b }],
+        vec![a, XaView { device_id: 1, ..b }],
+        vec![a, XaView { rank: 1, ..b }],
+        vec![a, XaView { dtype: 0x0001_1002, ..b }],
+        vec![a, view(128, &swapped, Some(&strides))],
+        vec![a, view(128, &dims, None)],
+        vec![a, view(128, &dims, Some(&dims))],
+        vec![a, b, b],
+    ];
+    for other in others {
+        assert_ne!(of(other.clone()).unwrap().0, key, "{other:?}");
+    }
+}
+
+/// A request of a later version with a further member.
+#[repr(C)]
+struct LaterLayouts {
+    known: XaLayouts,
+    unknown: usize,
+}
+
+#[test]
+fn layouts_that_cannot_be_described_or_stored_are_failures() {
+    let point = XaView {
+        data: 64 as *mut _,
+        device_type: 1,
+        device_id: 0,
+        rank: 0,
+        dtype: 2,
+        dims: null(),
+        strides: null(),
+        byte_offset: 0,
+    };
+    let size = layouts(&vec![point], 1, 256).unwrap().0.len();
+    assert!(layouts(&vec![point], 1, size).is_ok());
+    assert_eq!(layouts(&vec![point], 1, size - 1), Err(-2));
+    assert_eq!(layouts(&vec![point], 2, 256), Err(-1));
+    assert_eq!(layouts(&vec![XaView { rank: -1, ..point }], 1, 256), Err(-1));
+    let known = XaLayouts {
+        struct_size: size_of::<LaterLayouts>(),
+        list: null_mut(),
+        count: 0,
+        item: Some(view_at),
+        describe: Some(describe),
+        addresses: null_mut(),
+        key: null_mut(),
+        capacity: 0,
+    };
+    let ask = |known, unknown| {
+        let request = LaterLayouts { known, unknown };
+        // SAFETY: there is nothing to describe, and no room that is written to.
+        unsafe { xa_layouts((&raw const request).cast()) }
+    };
+    assert_eq!(ask(known, 0), 0);
+    assert_eq!(ask(known, 1), -1);
+    assert_eq!(ask(XaLayouts { struct_size: size_of::<XaLayouts>() - 1, ..known }, 0), -1);
+    assert_eq!(ask(XaLayouts { item: None, ..known }, 0), -1);
 }
 
 #[test]

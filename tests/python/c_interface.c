@@ -17,7 +17,7 @@ static XaTensor tensor(float* data, const int64_t* dims) {
 
 static int add(XaTensor a, XaTensor b, XaTensor out, int32_t action, char* message, size_t capacity) {
   const XaTensor operands[2] = {a, b};
-  XaCall call;
+  XaCall call = {0};
   call.struct_size = sizeof(call);
   call.op = xa_op("xla_gpu_simple_add");
   call.action = action;
@@ -25,9 +25,6 @@ static int add(XaTensor a, XaTensor b, XaTensor out, int32_t action, char* messa
   call.num_operands = 2;
   call.results = &out;
   call.num_results = 1;
-  call.attributes = NULL;
-  call.num_attributes = 0;
-  call.stream = NULL;
   return xa_call(&call, message, capacity);
 }
 

@@ -10,6 +10,7 @@ C_INTERFACE = {
     "xa_call",
     "xa_handler_set",
     "xa_info",
+    "xa_layouts",
     "xa_op",
     "xa_stand_before_pjrt_plugin",
     "xa_targets",

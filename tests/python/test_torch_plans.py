@@ -8,15 +8,26 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import dlpack_exchange
 import xla_attention.torch as xt
-from xla_attention.torch import _cache, _eager, _plan
+from xla_attention.torch import _cache, _eager, _layouts, _plan
 
 pytestmark = pytest.mark.usefixtures("torch_device", "all_torch_devices")
 
 
+@pytest.fixture(params=["in Python", "in C"], autouse=True)
+def _layouts_described(request, monkeypatch):
+    """Layouts are described in Python, as before torch 2.10, and in C."""
+    if request.param == "in C":
+        monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", dlpack_exchange.capsule(), raising=False)
+    exchange = _layouts._exchange() if request.param == "in C" else None
+    assert (exchange is None) == (request.param == "in Python")
+    monkeypatch.setattr(_layouts, "_EXCHANGE", exchange)
+    monkeypatch.setattr(_plan, "_STATE", _plan._ThreadState())
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def torch_device(request):
-    _plan._STATE.plans.clear()
     return request.param
 
 
@@ -67,6 +78,9 @@ def test_shapes_strides_options_and_shared_operands_have_plans_of_their_own(torc
         ((q, k, k, starts), {}),
         ((q, k, v, starts), {}),
         ((q, q, q, starts), {}),
+        ((q, k, k.view_as(k), starts), {}),
+        ((q, k, v, starts, starts), {}),
+        ((q, k, v, starts, starts - starts // 4), {}),
         ((q, k, v, starts), {"causal": True}),
         ((q, k, v, starts), {"window": (1, 0)}),
         ((q, wide[:, 0], wide[:, 1], starts), {}),
@@ -98,6 +112,48 @@ def test_a_scale_is_a_view_of_its_operand(torch_device, only_plans):
         assert torch.equal(xt.flash_attn_varlen(q, k, v, starts, v_scale=scale), out)
 
 
+def test_a_part_of_a_complex_number_is_negated_when_it_is_read(torch_device, only_plans):
+    q, k, v, starts = operands(torch_device)
+    scale = torch.tensor(2.0 + 0.5j, device=torch_device)
+    expected = xt.flash_attn_varlen(q, k, v, starts, v_scale=scale.imag)
+    assert scale.conj().imag.is_neg()
+    assert torch.equal(xt.flash_attn_varlen(q, k, v, starts, v_scale=scale.conj().imag), -expected)
+    only_plans()
+    assert torch.equal(xt.flash_attn_varlen(q, k, v, starts, v_scale=scale.imag), expected)
+
+
+def test_a_call_within_a_call_has_memory_of_its_own(torch_device, only_plans, monkeypatch):
+    cases = [operands(torch_device, seed=seed) for seed in range(3)]
+    expected = [xt.flash_attn_varlen(*case) for case in cases]
+    serves, inner = _plan._Plan.serves, []
+
+    def interrupted(plan, tensors):
+        monkeypatch.setattr(_plan._Plan, "serves", serves)
+        inner.extend(xt.flash_attn_varlen(*case) for case in cases[1:])
+        return serves(plan, tensors)
+
+    monkeypatch.setattr(_plan._Plan, "serves", interrupted)
+    assert torch.equal(xt.flash_attn_varlen(*cases[0]), expected[0])
+    assert all(torch.equal(out, other) for out, other in zip(inner, expected[1:], strict=True))
+    only_plans()
+    assert torch.equal(xt.flash_attn_varlen(*cases[2]), expected[2])
+
+
+def test_tensors_without_strides_go_through_the_dispatcher(torch_device):
+    ones = torch.eye(3, device=torch_device).to_sparse()
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="simple_add"):
+            xt.simple_add(ones, ones)
+    assert not any(_plan._STATE.plans.values())
+
+
+def test_calls_with_many_tensors_or_dimensions_have_no_plan(torch_device, monkeypatch):
+    ones = torch.ones([1] * 60, device=torch_device)
+    monkeypatch.setattr(_layouts, "MAX_TENSORS", 1)
+    assert torch.equal(xt.simple_add(ones, ones), ones + ones)
+    assert not _plan._STATE.plans
+
+
 def test_gradients_modes_and_the_profiler_see_the_operator(torch_device):
     q, k, v, starts = operands(torch_device)
     for _ in range(2):
@@ -124,7 +180,7 @@ def test_an_update_in_place_rejects_overlaps_and_raises_the_version(torch_device
     xt.update_cache_(cache, rows, 2 * rows, slots)
     assert torch.equal(other, cache)
     assert cache._version > version
-    inside = other.view(-1)[:24].view(3, 1, 8)
+    inside = other.view(-1)[8:32].view(3, 1, 8)
     with pytest.raises(ValueError, match=r"kv_cache is written to and overlaps key"):
         xt.update_cache_(other, inside, 2 * rows, slots)
 

@@ -35,6 +35,8 @@ pub fn c_request(op: i32, action: i32, operands: &[XaTensor], results: &[XaTenso
         attributes: null(),
         num_attributes: 0,
         stream: null_mut(),
+        addresses: null(),
+        num_addresses: 0,
     }
 }
 

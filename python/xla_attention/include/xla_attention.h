@@ -1,6 +1,6 @@
 // The C interface of libxla_attention.so: handlers for XLA's typed FFI, and xa_call for programs without XLA.
 //
-// Generated from src/c_api.rs and src/handlers.rs. docs/ffi.md says what holds for every operator.
+// Generated from src/c_api.rs, src/handlers.rs and src/layouts.rs. docs/ffi.md says what holds for every operator.
 
 #ifndef XLA_ATTENTION_H
 #define XLA_ATTENTION_H
@@ -40,7 +40,7 @@ typedef struct {
 
 // A tensor in the C interface.
 typedef struct {
-  // First element.
+  // First element. In a call with `XaCall::addresses`, its index among these, as a number.
   void *data;
   // `rank` sizes.
   const int64_t *dims;
@@ -62,7 +62,7 @@ typedef struct {
   int64_t integer;
 } XaAttribute;
 
-// A call in the C interface.
+// A call in the C interface. A program sets all of it to 0 first, since later versions have more fields.
 typedef struct {
   // `sizeof` of this struct, which only grows at its end.
   size_t struct_size;
@@ -84,7 +84,52 @@ typedef struct {
   size_t num_attributes;
   // A `CUstream` of the current context.
   void *stream;
+  // Null, or addresses, to which `XaTensor::data` is then an index, so that a program that repeats a call changes nothing
+  // else. The first version of this struct ends before this field.
+  void *const *addresses;
+  // Their number.
+  size_t num_addresses;
 } XaCall;
+
+// DLPack's `DLTensor`: the view of a tensor that its framework owns.
+typedef struct {
+  // First element, without `byte_offset`.
+  void *data;
+  // DLPack's number of the kind of device.
+  int32_t device_type;
+  // Which device of that kind.
+  int32_t device_id;
+  // Number of dimensions.
+  int32_t rank;
+  // DLPack's `DLDataType`.
+  uint32_t dtype;
+  // `rank` sizes.
+  const int64_t *dims;
+  // `rank` distances in elements, or null for a dense tensor.
+  const int64_t *strides;
+  // Distance of the first element from `data`.
+  uint64_t byte_offset;
+} XaView;
+
+// Tensors to be described by `xa_layouts`. A program sets all of it to 0 first, since later versions have more fields.
+typedef struct {
+  // `sizeof` of this struct, which only grows at its end.
+  size_t struct_size;
+  // The list of tensors, for `item`.
+  void *list;
+  // Their number.
+  size_t count;
+  // The element of a list at an index, or null, such as `PyList_GetItem` of Python.
+  void *(*item)(void *list, ptrdiff_t index);
+  // Describes a tensor and returns 0, such as `dltensor_from_py_object_no_sync` of DLPack's `DLPackExchangeAPI`.
+  int32_t (*describe)(void *tensor, XaView *view);
+  // Here the addresses of the tensors are written.
+  void **addresses;
+  // Here their layouts are written.
+  uint8_t *key;
+  // Room at `key`.
+  size_t capacity;
+} XaLayouts;
 
 #ifdef __cplusplus
 extern "C" {
@@ -109,8 +154,9 @@ int32_t xa_op(const char *target);
 // Validate, run or launch an operator. Returns 0 or XLA's error code, with the text in `message` (terminated, truncated to
 // `capacity` bytes).
 //
-// A request of a later version may be longer than `XaCall`. Its additional fields must be 0, otherwise the request is
-// refused, because this version does not support them. A shorter request is refused.
+// A request of an earlier version may be shorter than `XaCall`, but not shorter than that of the first version, which
+// ended with `stream`; the fields that it lacks count as 0. A request of a later version may be longer. Its additional
+// fields must be 0, otherwise the request is refused, because this version does not support them.
 //
 // # Safety
 // The struct, all of its `struct_size` bytes, and everything it points to is valid; memory as `call()` asks;
@@ -128,6 +174,17 @@ int32_t xa_stand_before_pjrt_plugin(const char *path, char *message, size_t capa
 
 // The entry point of a PJRT plugin, see `xa_stand_before_pjrt_plugin`; null until a plugin is wrapped.
 const void *GetPjrtApi(void);
+
+// Write the addresses of a framework's tensors, and a key: two lists of tensors have equal keys exactly if they have equal
+// dtypes, devices, sizes and strides, and if the same of their tensors begin at one address.
+//
+// Returns the number of bytes of the key; -1 if `describe` fails, which may have set an error of its own, or if this version
+// does not know the request (see `xa_call`); -2 if there is no room for the key.
+//
+// # Safety
+// The struct, all of its `struct_size` bytes, and everything that it points to is valid; `addresses` has room for `count`
+// addresses, `key` for `capacity` bytes. The caller has what both functions ask for, such as Python's lock.
+int32_t xa_layouts(const XaLayouts *request);
 
 // The recommended size of an operator's workspace in bytes, `c[0] + c[1] * T + c[2] * B` for T query rows and B sequences,
 // which is the same on every machine. All three are 0 for an operator without a workspace and for sizes that no call can

@@ -6,6 +6,7 @@ memory alive.
 """
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -17,11 +18,30 @@ from .._library import Action, Request
 from ._cache import put
 from ._call import Result
 from ._in_place import increment_versions
+from ._layouts import MAX_TENSORS, Memory
 from ._overlap import Extent, reject_overlap
 
 # Keys with other objects might compare them by identity, or keep their memory alive.
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _OPTION_TYPES = frozenset({int, float, bool, str, type(None), torch.dtype})
+
+# The plan of calls that have not been made.
+_UNKNOWN = object()
+
+# Each is one look-up in a call.
+_is_compiling = torch.compiler.is_dynamo_compiling
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_num_function_modes = torch._C._len_torch_function_stack
+_functorch_interpreter = torch._C._functorch.peek_interpreter_stack
+_tracing_state = torch._C._get_tracing_state
+_is_profiling = torch.autograd._profiler_enabled
+# A build of torch without CUDA has none of these.
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+# Torch's own allocator: what `torch.cuda.caching_allocator_alloc` and `caching_allocator_delete` call.
+_allocate = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None)
+_free = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", None)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,6 +65,7 @@ class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.plans: dict[tuple, _Plan | None] = {}  # None for a call that has no plan
         self.calls: list[EagerCall] | None = None
+        self.free: list[Memory] = []
 
 
 _STATE = _ThreadState()
@@ -53,66 +74,105 @@ _STATE = _ThreadState()
 class _Plan:
     """A request, where the addresses of its tensors come from, and what the function returns."""
 
-    def __init__(self, call: EagerCall, sources: Sequence[int | None], returned: int | Sequence[int] | None) -> None:
+    def __init__(
+        self,
+        call: EagerCall,
+        tensors: Sequence[torch.Tensor],
+        sources: Sequence[int | None],
+        returned: Any,  # noqa: ANN401
+    ) -> None:
         """Make the plan of a call.
 
         Parameters
         ----------
         call
             The call; the plan keeps none of its tensors.
+        tensors
+            The tensors of the function.
         sources
-            The index of each operand among the tensors of the function.
+            The index of each operand among them.
         returned
-            The index of the result, or the indices of those, that the function returns; None if it returns nothing.
+            What the function returned.
         """
-        self._request, self._names, self._extents, self._written = call.request, call.names, call.extents, call.written
-        self._sources, self._returned = sources, returned
-        self._device = next(tensor.device for tensor in call.operands if tensor is not None)
-        self._is_cuda = self._device.type == "cuda"
-        operands, results = call.request.tensors()
-        self._operands = [(operands[i], source) for i, source in enumerate(sources) if source is not None]
-        self._new = _allocator(self._device)
-        outputs = [None if tensor is None else Result(tensor.shape, tensor.dtype) for tensor in call.results]
+        self._request, self._names, self._extents = call.request, call.names, call.extents
+        self._sources = sources
+        self._written = [(index, sources[index]) for index in call.written.values()]
+        # Torch negates parts of complex numbers when they are read. There are complex numbers of these dtypes.
+        parts = (torch.float16, torch.float32, torch.float64)
+        self._parts = [i for i, tensor in enumerate(tensors) if tensor.dtype in parts]
+        device = next(tensor.device for tensor in call.operands if tensor is not None)
+        self._is_cuda, self._index = device.type == "cuda", device.index
+        self._action = Action.LAUNCH_CUDA if self._is_cuda else Action.RUN_ON_CPU
+        self._new = _allocator(device)
+        # The place of each result in `tensors` followed by the new results, as which `run` has them.
+        places: list[int] = []
+        self._results = []
+        for i, result in enumerate(call.results):
+            if i in call.written:
+                places.append(sources[call.written[i]])
+            elif result is None:
+                places.append(0)
+            else:
+                places.append(len(tensors) + len(self._results))
+                self._results.append((places[-1], tuple(result.shape), result.stride(), result.dtype))
+        count = len(tensors) + len(self._results)
+        self._workspace = None
         if call.workspace is not None:
-            outputs.append(call.workspace)
-        self._outputs = [
-            (i, results[i], tuple(shape), torch.empty(shape, device="meta").stride(), dtype)
-            for i, (shape, dtype) in ((i, output) for i, output in enumerate(outputs) if output is not None)
-        ]
+            (self._workspace,) = call.workspace.shape
+            self._workspace_place = count
+            places.append(count)
+        call.request.set_indices((s or 0 for s in sources), places, count + 1)
+        self._select = _selection(returned, [places[i] for i in _indices(returned, call.results)])
 
-    def is_on_current_device(self) -> bool:
-        """Whether a launch needs no change of the current device."""
-        return not self._is_cuda or torch._C._cuda_getDevice() == self._device.index
+    def serves(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether it can run with these tensors, whose layouts are right: as they are, on the current device."""
+        for index in self._parts:
+            if tensors[index].is_neg():
+                return False
+        return not self._is_cuda or _current_device() == self._index
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> Any:  # noqa: ANN401
-        """Run the call with tensors of another call that has the same key."""
-        for operand, source in self._operands:
-            operand.data = tensors[source].data_ptr()
-        outputs = {i: tensors[self._sources[operand]] for i, operand in self._written.items()}
-        if outputs:
-            self._reject_overlap(tensors)
-        written = list(outputs.values())
-        for index, output, shape, strides, dtype in self._outputs:
-            if index not in outputs:
-                outputs[index] = self._new(shape, strides, dtype)
-            output.data = outputs[index].data_ptr()
+    def run(self, tensors: list[torch.Tensor], memory: Memory) -> Any:  # noqa: ANN401
+        """Run the call with tensors of another call that has the same key; their addresses are in `memory`.
+
+        The list of tensors gets the new results too.
+        """
+        if self._written:
+            self._reject_overlap(memory)
+        for place, shape, strides, dtype in self._results:
+            result = self._new(shape, strides, dtype)
+            memory.addresses[place] = result.data_ptr()
+            tensors.append(result)
+        stream = 0
         if self._is_cuda:
             # Any query of the driver makes the context current, which it is not on a new thread.
-            torch._C._cuda_isCurrentStreamCapturing()
-            self._request.run(Action.LAUNCH_CUDA, torch._C._cuda_getCurrentRawStream(self._device.index))
+            _is_capturing()
+            stream = _current_stream(self._index)
+        if self._workspace is None:
+            self._request.run(self._action, stream, memory)
         else:
-            self._request.run(Action.RUN_ON_CPU)
-        increment_versions(written)
-        if self._returned is None:
-            return None
-        if isinstance(self._returned, int):
-            return outputs[self._returned]
-        return tuple(outputs[i] for i in self._returned)
+            # A tensor would take twice as long.
+            workspace = memory.addresses[self._workspace_place] = _allocate(self._workspace, stream)
+            try:
+                self._request.run(self._action, stream, memory)
+            finally:
+                _free(workspace)
+        if self._written:
+            increment_versions(tensors[source] for _, source in self._written)
+        return self._select(tensors)
 
-    def _reject_overlap(self, tensors: Sequence[torch.Tensor]) -> None:
-        addresses = [0 if source is None else tensors[source].data_ptr() for source in self._sources]
-        for index in self._written.values():
+    def _reject_overlap(self, memory: Memory) -> None:
+        addresses = [0 if source is None else memory.addresses[source] or 0 for source in self._sources]
+        for index, _ in self._written:
             reject_overlap(self._request.target, self._names, index, addresses, self._extents)
+
+
+def _selection(returned: Any, places: Sequence[int]) -> Callable[[Sequence[torch.Tensor]], Any]:  # noqa: ANN401
+    """A function that puts the tensors at these places together as a function returned them."""
+    if returned is None:
+        return lambda _: None
+    if isinstance(returned, tuple) and len(returned) < 2:
+        return lambda tensors: tuple(tensors[i] for i in places)
+    return operator.itemgetter(*places)
 
 
 def _allocator(device: torch.device) -> Callable[[tuple, tuple, torch.dtype], torch.Tensor]:
@@ -143,18 +203,25 @@ def planned(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_dynamo_compiling() or _is_observed():
+        if _is_compiling() or _is_observed():
             return function(*args, **kwargs)
-        key: list[Any] = [function]
         tensors: list[torch.Tensor] = []
-        needs_gradient = torch.is_grad_enabled()
-        key += kwargs
-        if not _extend_key((*args, *kwargs.values()), key, tensors, needs_gradient):
+        key = [function, *kwargs]
+        values = (*args, *kwargs.values()) if kwargs else args
+        if not _divide(values, key, tensors, torch.is_grad_enabled()):
             return function(*args, **kwargs)
-        if len(set(map(id, tensors))) < len(tensors):
-            # An operand is found by its identity: the plan holds where the same arguments are one tensor.
-            key.extend(next(i for i, other in enumerate(tensors) if other is tensor) for tensor in tensors)
-        return _run(function, args, kwargs, tuple(key), tensors)
+        free = _STATE.free
+        # It leaves the list while it is in use, because a signal handler, a finaliser or a trace function may make
+        # another call meanwhile.
+        memory = free.pop() if free else Memory()
+        try:
+            layouts = memory.describe(tensors)
+            if layouts is None:
+                return function(*args, **kwargs)
+            key.append(layouts)
+            return _run(function, args, kwargs, tuple(key), tensors, memory)
+        finally:
+            free.append(memory)
 
     return call
 
@@ -162,49 +229,50 @@ def planned(function: Callable[P, R]) -> Callable[P, R]:
 def _is_observed() -> bool:
     """Whether a mode or a transform of torch has to see operator calls."""
     return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
+        _num_dispatch_modes()
+        or _num_function_modes()
+        or _functorch_interpreter() is not None
+        or _tracing_state() is not None
         or forward_ad._current_level >= 0
-        or torch.autograd._profiler_enabled()
+        or _is_profiling()
     )
 
 
-def _extend_key(values: Iterable[Any], key: list[Any], tensors: list[torch.Tensor], needs_gradient: bool) -> bool:
-    """Append to `key` all of `values` that a plan depends on, and to `tensors` those among them.
+def _divide(values: Iterable[Any], options: list[Any], tensors: list[torch.Tensor], needs_gradient: bool) -> bool:
+    """Append tensors among `values` to `tensors`, and to `options` the others, each after the number of tensors so far.
 
-    False for values that no plan supports: other subclasses of tensors, tensors that require a gradient or whose
-    elements are negated when they are read, and objects of other types.
+    False for values that no plan supports: other subclasses of tensors, tensors that require a gradient, and objects of
+    other types.
     """
     for value in values:
         kind = type(value)
         if kind in _TENSOR_TYPES:
-            if (needs_gradient and value.requires_grad) or value.is_neg():
+            if needs_gradient and value.requires_grad:
                 return False
             tensors.append(value)
-            key += (value.shape, value.stride(), value.dtype, value.device)
         elif kind in _OPTION_TYPES:
-            key.append(value)
+            options += (len(tensors), value)
         elif kind is tuple:
-            key.append(len(value))
-            if not _extend_key(value, key, tensors, needs_gradient):
+            options += (kind, len(value))
+            if not _divide(value, options, tensors, needs_gradient):
                 return False
         else:
             return False
     return True
 
 
-def _run(function: Callable, args: tuple, kwargs: dict[str, Any], key: tuple, tensors: list[torch.Tensor]) -> Any:  # noqa: ANN401
+def _run(
+    function: Callable, args: tuple, kwargs: dict[str, Any], key: tuple, tensors: list[torch.Tensor], memory: Memory
+) -> Any:  # noqa: ANN401
     plans = _STATE.plans
-    # The plan leaves the cache while it is in use, because a signal handler, a finaliser or a trace function may make
-    # the same call meanwhile.
-    is_new = key not in plans
-    plan = plans.pop(key, None)
-    if plan is not None and plan.is_on_current_device():
-        result = plan.run(tensors)
-    elif is_new:
+    # The plan leaves the cache while it is in use, as the memory leaves its list.
+    plan = plans.pop(key, _UNKNOWN)
+    if plan is _UNKNOWN:
+        if any(tensor.is_neg() for tensor in tensors):
+            return function(*args, **kwargs)
         result, plan = _first_run(function, args, kwargs, tensors)
+    elif plan is not None and plan.serves(tensors):
+        result = plan.run(tensors, memory)
     else:
         result = function(*args, **kwargs)
     put(plans, key, plan)
@@ -225,26 +293,23 @@ def _first_run(
         return result, None
     (call,) = calls
     operands = [t if t is not None and t.numel() else None for t in call.operands]
-    sources = [None if t is None else _source(t, tensors) for t in operands]
-    returned = _indices(result, call.results)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    # Of tensors that begin at one address the first will do, because they do in every call with the same key.
+    sources = [None if t is None else _index(addresses, t.data_ptr()) for t in operands]
     is_complete = all(t is None or source is not None for t, source in zip(operands, sources, strict=True))
     is_complete &= all(sources[i] is not None for i in call.written.values())
-    return result, _Plan(call, sources, returned) if is_complete and returned != () else None
+    is_complete &= _indices(result, call.results) is not None
+    is_complete &= len(tensors) + len(call.results) < MAX_TENSORS
+    return result, _Plan(call, tensors, sources, result) if is_complete else None
 
 
-def _indices(result: Any, results: Sequence[torch.Tensor | None]) -> int | tuple[int, ...] | None:  # noqa: ANN401
-    """The indices among `results` of what a function returned; an empty tuple if it returned something else."""
-    if result is None:
-        return None
-    parts = result if isinstance(result, tuple) else (result,)
+def _indices(result: Any, results: Sequence[torch.Tensor | None]) -> tuple[int, ...] | None:  # noqa: ANN401
+    """The indices among `results` of what a function returned; None if it returned something else."""
+    parts = () if result is None else result if isinstance(result, tuple) else (result,)
     found = [next((i for i, x in enumerate(results) if x is part), None) for part in parts]
-    if None in found:
-        return ()
-    return tuple(found) if isinstance(result, tuple) else found[0]
+    return None if None in found else tuple(found)
 
 
-def _source(operand: torch.Tensor, tensors: Sequence[torch.Tensor]) -> int | None:
-    """The index of the tensor that the operand is, or is a view of from the first element on; None if it is a copy."""
-    same = [i for i, tensor in enumerate(tensors) if tensor is operand]
-    views = {id(tensor): i for i, tensor in enumerate(tensors) if tensor.data_ptr() == operand.data_ptr()}
-    return same[0] if same else next(iter(views.values())) if len(views) == 1 else None
+def _index(addresses: Sequence[int], address: int) -> int | None:
+    """The place of an address; None for that of a copy, which is not among them."""
+    return addresses.index(address) if address in addresses else None
