@@ -52,8 +52,8 @@ class KeyGradients {
     }
     __syncthreads();
     const auto clear_held = [&] {
-      clear_rows<T, Shape::kThreads>(count(), params_.forward.head_dim, row_at(params_.dk, params_.forward.head_dim));
-      clear_rows<T, Shape::kThreads>(count(), params_.forward.value_dim, row_at(params_.dv, params_.forward.value_dim));
+      clear_gradient(params_.dk, forward.head_dim);
+      clear_gradient(params_.dv, forward.value_dim);
     };
     for_segments<Shape::kThreads, HeldKeys<Shape::kHeld>>(
         forward, segment_, [&] { return count(); },
@@ -87,11 +87,10 @@ class KeyGradients {
   }
   /// The address of a row in a gradient `[Tk, Hkv, dim]`. Unsigned numbers are widened to 64 bits without a register
   /// for the sign.
-  __device__ __forceinline__ auto row_at(void* gradient, uint32_t dim) const {
+  template <typename Gradient>
+  __device__ __forceinline__ auto row_at(Gradient* gradient, uint32_t dim) const {
     const uint32_t num_heads = params_.forward.num_kv_heads, head = segment_.kv_head, first = segment_.first;
-    return [=](uint32_t row) {
-      return static_cast<T*>(gradient) + (static_cast<uint64_t>(first + row) * num_heads + head) * dim;
-    };
+    return [=](uint32_t row) { return gradient + (static_cast<uint64_t>(first + row) * num_heads + head) * dim; };
   }
   __device__ __forceinline__ uint32_t queries(int stage) const {
     return base_ + Shape::kStreamOffset + 2 * stage * Shape::kBlockBytes;
@@ -184,8 +183,15 @@ class KeyGradients {
   __device__ __forceinline__ void store_gradient(void* gradient, int32_t dim, const float (&x)[kTiles][kColumnTiles][4],
                                                  float factor) const {
     const int32_t begin = segment_.tile.first_row, thread = ptx::thread();
-    write_rows<T, Shape::kColumnWarps>(x, factor, row_warp(thread) * Shape::kWarpRows, begin,
-                                       begin + segment_.tile.num_rows, column_warp(thread), dim, row_at(gradient, dim));
+    with_gradient_type<T>(params_, gradient, [&](auto* rows) {
+      write_rows<T, Shape::kColumnWarps>(x, factor, row_warp(thread) * Shape::kWarpRows, begin,
+                                         begin + segment_.tile.num_rows, column_warp(thread), dim, row_at(rows, dim));
+    });
+  }
+  /// Stores zeros to the rows of the block in a gradient.
+  __device__ __forceinline__ void clear_gradient(void* gradient, int32_t dim) const {
+    with_gradient_type<T>(params_, gradient,
+                          [&](auto* rows) { clear_rows<Shape::kThreads>(count(), dim, row_at(rows, dim)); });
   }
 
   const BackwardParams& params_;

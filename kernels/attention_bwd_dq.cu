@@ -58,7 +58,11 @@ class QueryGradients {
           stream();
           store_gradient();
         },
-        [&] { clear_rows<T, Shape::kThreads>(count(), params_.forward.head_dim, row_at()); });
+        [&] {
+          with_gradient_type<T>(params_, params_.dq, [&](auto* dq) {
+            clear_rows<Shape::kThreads>(count(), params_.forward.head_dim, row_at(dq));
+          });
+        });
   }
 
  private:
@@ -80,10 +84,10 @@ class QueryGradients {
     return min(params_.forward.num_tokens * params_.forward.group - segment_.first, Shape::kHeld);
   }
   /// The address of a row in dq `[Tq, Hq, D]`. Unsigned numbers are widened to 64 bits without a register for the sign.
-  __device__ __forceinline__ auto row_at() const {
+  template <typename Gradient>
+  __device__ __forceinline__ auto row_at(Gradient* dq) const {
     const QueryBlock block = held();
     const uint32_t dim = params_.forward.head_dim, num_heads = params_.forward.num_kv_heads * params_.forward.group;
-    T* const dq = static_cast<T*>(params_.dq);
     return [=](int32_t row) {
       const uint32_t token = block.token(row), head = block.head(row);
       return dq + (static_cast<uint64_t>(token) * num_heads + head) * dim;
@@ -172,9 +176,11 @@ class QueryGradients {
   /// Stores the warp's part of the segment's rows of dQ.
   __device__ __forceinline__ void store_gradient() const {
     const int32_t begin = segment_.tile.first_row, thread = ptx::thread();
-    write_rows<T, Shape::kColumnWarps>(dq_, params_.softmax_scale, row_warp(thread) * Shape::kWarpRows, begin,
-                                       begin + segment_.tile.num_rows, column_warp(thread), params_.forward.head_dim,
-                                       row_at());
+    with_gradient_type<T>(params_, params_.dq, [&](auto* dq) {
+      write_rows<T, Shape::kColumnWarps>(dq_, params_.softmax_scale, row_warp(thread) * Shape::kWarpRows, begin,
+                                         begin + segment_.tile.num_rows, column_warp(thread), params_.forward.head_dim,
+                                         row_at(dq));
+    });
   }
 
   const BackwardParams& params_;

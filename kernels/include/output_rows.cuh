@@ -16,7 +16,8 @@
 
 namespace xa {
 
-/// Writes the rows of one tile. Their type is T, or bf16 with `kChoosesType` and AttentionParams::out_is_bf16.
+/// Writes the rows of one tile. Their type is f32 with AttentionParams::widens_out, otherwise T, or bf16 with
+/// `kChoosesType` and AttentionParams::out_is_bf16.
 template <typename T, bool kChoosesType>
 class RowWriter {
  public:
@@ -26,9 +27,16 @@ class RowWriter {
         v_scale_(params.value_factor * scale_of(params.v_scale, kv_head)) {}
 
   __device__ __forceinline__ bool writes(int32_t row) const { return row < map_.num_rows; }
-  __device__ __forceinline__ T* out(int32_t row) const {
-    return static_cast<T*>(params_.out) + map_.token(row) * params_.out_token_stride +
-           map_.head(row) * params_.out_head_stride;
+  /// Without `widens_out`, the address of a row of `out`.
+  __device__ __forceinline__ T* out(int32_t row) const { return static_cast<T*>(params_.out) + element(row); }
+  /// Stores adjacent columns of a row of `out`, a float2 or a float4 of them, from `column` on.
+  template <typename Columns>
+  __device__ __forceinline__ void store_out(int32_t row, int32_t column, const Columns& columns) const {
+    if (params_.widens_out != 0) {
+      store_columns(static_cast<float*>(params_.out) + element(row) + column, columns);
+    } else {
+      store(out(row) + column, columns);
+    }
   }
   /// Stores adjacent columns, a float2 or a float4 of them; `to` is aligned accordingly.
   template <typename Columns>
@@ -48,7 +56,7 @@ class RowWriter {
   __device__ __forceinline__ void write(int32_t row, int32_t column, const PartialState& state, float log2_unit) const {
     if (!writes(row)) return;
     const auto [factor, lse] = finish(row, state.max, state.sum, log2_unit);
-    store(out(row) + column, scaled(state.output, factor));
+    store_out(row, column, scaled(state.output, factor));
     if (column == 0) write_lse(row, lse);
   }
   __device__ __forceinline__ void write_lse(int32_t row, float lse) const {
@@ -57,6 +65,11 @@ class RowWriter {
   }
 
  private:
+  /// The element of `out` at which a row begins.
+  __device__ __forceinline__ int64_t element(int32_t row) const {
+    return map_.token(row) * params_.out_token_stride + map_.head(row) * params_.out_head_stride;
+  }
+
   const AttentionParams& params_;
   const RowMap map_;
   float v_scale_;
@@ -82,7 +95,8 @@ __device__ __forceinline__ void for_columns(const float (&output)[kColumnTiles][
 }
 
 /// Writes the rows of one warp, from row `first_row` of the tile on. They are staged in shared memory, in the warp's
-/// rows at `staging`, kQueryPitch apart, so that global stores are 16 bytes and coalesce.
+/// rows at `staging`, kQueryPitch apart, so that global stores are 16 bytes and coalesce. f32 rows of 16-bit queries do
+/// not fit there and are stored directly.
 template <typename Shape, typename T, typename Writer, typename State>
 __device__ __forceinline__ void write_warp_rows(const AttentionParams& params, const Writer& writer, const State& state,
                                                 int32_t first_row, uint8_t* staging, float log2_unit) {
@@ -98,12 +112,18 @@ __device__ __forceinline__ void write_warp_rows(const AttentionParams& params, c
       const int32_t row = 16 * tile + 8 * half + g;
       const RowResult result = writer.finish(first_row + row, state.max[tile][half], state.sum[tile][half], log2_unit);
       T* const to = reinterpret_cast<T*>(staging + row * Shape::kQueryPitch);
+      const bool is_live = writer.writes(first_row + row);
       for_columns<Shape::kIsFp8>(state.output[tile], half, [&](int32_t column, const auto& columns) {
-        writer.store(to + column, scaled(columns, result.factor));
+        if (params.widens_out == 0) {
+          writer.store(to + column, scaled(columns, result.factor));
+        } else if (is_live && column < params.value_dim) {
+          writer.store_out(first_row + row, column, scaled(columns, result.factor));
+        }
       });
       if (t == 0) writer.write_lse(first_row + row, result.lse);
     }
   }
+  if (params.widens_out != 0) return;
   __syncwarp();
   const Grid grid;
 #pragma unroll 4
@@ -122,12 +142,12 @@ __device__ __forceinline__ void write_warp_rows(const AttentionParams& params, c
 /// Sets all heads of row `token` of `out` to 0. kThreads threads call this; this one is thread `thread`.
 template <typename T, int kThreads>
 __device__ __forceinline__ void clear_out_row(const AttentionParams& params, int32_t token, int32_t thread) {
-  constexpr int kElements = 16 / sizeof(T);
-  const int32_t num_heads = params.num_kv_heads * params.group, chunks = params.value_dim / kElements;
-  T* const row = static_cast<T*>(params.out) + token * params.out_token_stride;
+  const int32_t bytes = params.widens_out != 0 ? sizeof(float) : sizeof(T);  // of an element
+  const int32_t num_heads = params.num_kv_heads * params.group, chunks = params.value_dim * bytes / 16;
+  auto* const row = static_cast<uint8_t*>(params.out) + token * params.out_token_stride * bytes;
   for (int32_t item = thread; item < num_heads * chunks; item += kThreads) {
     const int32_t head = item / chunks;
-    T* const to = row + head * params.out_head_stride + (item - head * chunks) * kElements;
+    uint8_t* const to = row + head * params.out_head_stride * bytes + (item - head * chunks) * 16;
     *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
   }
 }

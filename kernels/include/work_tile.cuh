@@ -273,12 +273,18 @@ struct Visibility {
   int32_t window_right;
 
   __device__ __forceinline__ Visibility(const AttentionParams& params, const QoTile& tile)
-      : shift(params.top_left != 0 ? 0 : tile.len_k - tile.len_q),
+      : shift(shift_of(params, tile)),
         leftpad_k(tile.leftpad_k),
         len_k(tile.len_k),
         window_left(params.window_left),
         window_right(params.window_right) {}
 
+  static __device__ __forceinline__ int32_t shift_of(const AttentionParams& params, const QoTile& tile) {
+    if (params.q_offset != nullptr) {
+      return clamp(__ldg(params.q_offset + tile.sequence), -kLargestQOffset, kLargestQOffset);
+    }
+    return params.top_left != 0 ? 0 : tile.len_k - tile.len_q;
+  }
   __device__ __forceinline__ int32_t begin(int32_t query) const {
     const int32_t position = query + shift;
     return window_left < 0 || position < window_left ? leftpad_k : max(position - window_left, leftpad_k);

@@ -1,7 +1,7 @@
 """The operators as ``ffi/operators.toml`` declares them, read from the shared library (`xa_info`)."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,9 +57,10 @@ class Operator(NamedTuple):
         required = [operand.name for operand in self.operands if not operand.optional]
         return ", ".join(f"{types.get(i, 'Tensor')} {name}" for i, name in enumerate(required))
 
-    def optional_tensors(self) -> str:
-        """The optional operands as the parameters of a torch schema."""
-        return ", ".join(f"Tensor? {operand.name}=None" for operand in self.operands if operand.optional)
+    def optional_tensors(self, *, without: Collection[str] = ()) -> str:
+        """The optional operands as the parameters of a torch schema, except those `without`."""
+        names = [operand.name for operand in self.operands if operand.optional and operand.name not in without]
+        return ", ".join(f"Tensor? {name}=None" for name in names)
 
 
 @functools.cache

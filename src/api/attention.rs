@@ -13,8 +13,8 @@ use super::{Memory, TensorMut, TensorRef};
 /// ```
 #[derive(Debug)]
 pub struct AttentionResults<'a, M = super::Host> {
-    /// `[Tq, Hq, Dv]`, of the queries' dtype, or bf16 or f16 for f8e4m3fn queries. Padding rows and rows that attend to no
-    /// key are 0.
+    /// `[Tq, Hq, Dv]`, of the queries' dtype or f32, or bf16 or f16 for f8e4m3fn queries. Padding rows and rows that
+    /// attend to no key are 0.
     pub out: TensorMut<'a, M>,
     /// `f32[Hq, Tq]`: log-sum-exp of the scores (natural logarithm). -inf for padding rows and for rows that attend to no
     /// key; the sink's logit for a row that attends only to a sink

@@ -45,6 +45,9 @@ pub struct FlashAttnVarlenOptions<'a, M = Host> {
     pub k_scale: Option<TensorRef<'a, M>>,
     /// `f32[1]` or `f32[Hkv]`: dequantization scale of V
     pub v_scale: Option<TensorRef<'a, M>>,
+    /// `i32[B]`: the position of each sequence's query 0 among its keys, of any sign, instead of an alignment; not with
+    /// `top_left`. Numbers saturate to 2^28 in magnitude.
+    pub q_offset: Option<TensorRef<'a, M>>,
     /// Multiplies q·k; finite and positive. `None` is `D^-0.5`.
     pub softmax_scale: Option<f32>,
     /// Scores become `softcap * tanh(score / softcap)`; 0 is off.
@@ -78,6 +81,7 @@ impl<M> Default for FlashAttnVarlenOptions<'_, M> {
             q_scale: None,
             k_scale: None,
             v_scale: None,
+            q_offset: None,
             softmax_scale: None,
             softcap: 0.0,
             causal: false,
@@ -145,6 +149,7 @@ pub fn flash_attn_varlen<'a, M: Memory>(
         q_scale: options.q_scale,
         k_scale: options.k_scale,
         v_scale: options.v_scale,
+        q_offset: options.q_offset,
     };
     let attributes = Attributes {
         batch_invariant: options.batch_invariant,

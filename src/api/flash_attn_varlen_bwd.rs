@@ -43,6 +43,8 @@ pub struct FlashAttnVarlenBwdOptions<'a, M = Host> {
     pub sinks: Option<TensorRef<'a, M>>,
     /// `f32[Hq, Tq]`: the gradient of `softmax_lse`; `None` is 0
     pub dlse: Option<TensorRef<'a, M>>,
+    /// `i32[B]`: the position of each sequence's query 0 among its keys
+    pub q_offset: Option<TensorRef<'a, M>>,
     /// Multiplies q·k; finite and positive. `None` is `D^-0.5`.
     pub softmax_scale: Option<f32>,
     /// The softcap of the scores; 0 disables it.
@@ -73,6 +75,7 @@ impl<M> Default for FlashAttnVarlenBwdOptions<'_, M> {
             alibi_slopes: None,
             sinks: None,
             dlse: None,
+            q_offset: None,
             softmax_scale: None,
             softcap: 0.0,
             causal: false,
@@ -92,11 +95,11 @@ impl<M> Default for FlashAttnVarlenBwdOptions<'_, M> {
 /// Padding rows and keys that no query attends to have gradients of 0.
 #[derive(Debug)]
 pub struct FlashAttnVarlenBwdResults<'a, M = Host> {
-    /// `[Tq, Hq, D]`, of q's dtype
+    /// `[Tq, Hq, D]`, of q's dtype or f32
     pub dq: TensorMut<'a, M>,
-    /// `[Tk, Hkv, D]`, of q's dtype
+    /// `[Tk, Hkv, D]`, of the dtype of `dq`
     pub dk: TensorMut<'a, M>,
-    /// `[Tk, Hkv, Dv]`, of q's dtype
+    /// `[Tk, Hkv, Dv]`, of the dtype of `dq`
     pub dv: TensorMut<'a, M>,
     /// `f32[Hq]`
     pub dsinks: Option<TensorMut<'a, M>>,
@@ -173,6 +176,7 @@ pub fn flash_attn_varlen_bwd<'a, M: Memory>(
         alibi_slopes: options.alibi_slopes,
         sinks: options.sinks,
         dlse: options.dlse,
+        q_offset: options.q_offset,
     };
     let attributes = Attributes {
         causal: options.causal,

@@ -6,7 +6,7 @@ use super::metadata::Sequence;
 use super::numbers::{read, write};
 use crate::error::Result;
 use crate::pool::{Pool, parallel_for};
-use crate::problem::attention::{Attention, KeyStorage};
+use crate::problem::attention::{Attention, KeyStorage, position_of_query_0};
 use crate::problem::{KvView, Scale};
 use std::ops::Range;
 
@@ -140,11 +140,10 @@ impl Row<'_> {
         (out, score_error)
     }
 
-    /// The key position that the query is aligned with (bottom-right or top-left).
+    /// The key position that the query is aligned with (bottom-right, top-left or by `q_offset`).
     fn position(&self) -> i64 {
-        let shift =
-            if self.problem.score.top_left { 0 } else { self.sequence.len_k as i64 - self.sequence.len_q as i64 };
-        self.i as i64 + shift
+        let Sequence { len_q, len_k, offset, .. } = *self.sequence;
+        self.i as i64 + position_of_query_0(&self.problem.score, offset, len_q, len_k)
     }
 
     fn visible(&self) -> Range<usize> {

@@ -54,6 +54,8 @@ pub(crate) struct Sequence {
     pub(super) first_key: usize,
     pub(super) len_k: usize,
     pub(super) leftpad: usize,
+    /// The entry of `q_offset`, which may be any number.
+    pub(super) offset: Option<i32>,
 }
 
 /// Validates the metadata of an attention call and returns its sequences.
@@ -129,7 +131,7 @@ unsafe fn sequence(problem: &Attention, names: &Names, b: usize) -> Result<Seque
     ensure(leftpad <= len_k, || {
         format!("{}[{b}] is {leftpad} (sequence {b}), expected 0 to its {len_k} keys", names.leftpad)
     })?;
-    Ok(Sequence { index: b, first_row: rows.0, len_q, first_key, len_k, leftpad })
+    Ok(Sequence { index: b, first_row: rows.0, len_q, first_key, len_k, leftpad, offset: entry(queries.offset) })
 }
 
 /// Validates the start and end of sequence b; returns its first row and its number of rows.

@@ -23,7 +23,7 @@ pub struct Attention<'a> {
     pub k: KvView,
     /// V rows, Dv elements each
     pub v: KvView,
-    /// `[Tq, Hq, Dv]`, dense; of q's dtype, or f16 or bf16 where q is e4m3fn
+    /// `[Tq, Hq, Dv]`, dense; of q's dtype or f32; f16 or bf16 where q is e4m3fn
     pub out: Tensor<'a>,
     /// `f32[Hq, Tq]`, dense: natural logarithm of the softmax denominator; optional
     pub lse: Option<*mut f32>,
@@ -72,6 +72,9 @@ pub struct Queries {
     pub starts: *const i32,
     /// `i32[B]`, dense
     pub used: Option<*const i32>,
+    /// `i32[B]`, dense: the position of query 0 among the keys, clamped to `[-LARGEST_Q_OFFSET, LARGEST_Q_OFFSET]`,
+    /// instead of what [`Score::top_left`] says
+    pub offset: Option<*const i32>,
     /// The caller's upper bound of the sequence lengths (`max_seqlen_q`), 0 if unknown. It is a hint that affects only
     /// speed, because it may be wrong.
     pub longest: usize,
@@ -95,6 +98,20 @@ pub struct Keys {
     pub longest: usize,
 }
 
+/// The largest magnitude of a `q_offset`, and the most query rows and keys of a call that has offsets. Sums of an offset,
+/// a window and numbers of rows and keys fit 32 bits.
+pub const LARGEST_Q_OFFSET: i32 = 1 << 28;
+
+/// The position of query 0 of a sequence among its keys. `offset` is its entry of [`Queries::offset`].
+#[must_use]
+pub fn position_of_query_0(score: &Score, offset: Option<i32>, len_q: usize, len_k: usize) -> i64 {
+    match offset {
+        Some(offset) => offset.clamp(-LARGEST_Q_OFFSET, LARGEST_Q_OFFSET).into(),
+        None if score.top_left => 0,
+        None => len_k as i64 - len_q as i64,
+    }
+}
+
 /// How key j of a sequence maps to a row of K and V.
 #[derive(Clone, Copy, Debug)]
 pub enum KeyStorage {
@@ -106,6 +123,17 @@ pub enum KeyStorage {
     /// Key j of sequence b is token `j % page_size` of page `table[b][j / page_size]`, where the page is clamped to
     /// `[0, num_pages)`. The capacity is `max_pages * page_size`, or 0 if there are no pages.
     Paged(PageTable),
+}
+
+impl KeyStorage {
+    /// The maximum number of keys of a sequence, with its name in messages.
+    #[must_use]
+    pub fn capacity(&self) -> (&'static str, usize) {
+        match self {
+            Self::Contiguous { total } => ("Tk", *total),
+            Self::Paged(table) => ("max_pages * page_size", table.capacity()),
+        }
+    }
 }
 
 /// The pages of each sequence (`block_table`).
@@ -165,7 +193,7 @@ pub struct Alibi {
 
 /// The supported dtypes (`docs/semantics.md#dtypes`) for error messages.
 const DTYPE_TABLE: &str = "f32 queries over f32; f16 or bf16 queries over the same, f8e4m3fn or f8e5m2, with an output \
-                           of the query's dtype; f8e4m3fn queries over f8e4m3fn, with an output of bf16 or f16";
+                           of the query's dtype or f32; f8e4m3fn queries over f8e4m3fn, with an output of bf16 or f16";
 
 /// Refuses a combination of dtypes of q, K/V and output that is not supported.
 pub(super) fn check_dtypes(q: (&str, DType), kv: (&str, DType), out: DType) -> Result {
@@ -175,7 +203,11 @@ pub(super) fn check_dtypes(q: (&str, DType), kv: (&str, DType), out: DType) -> R
         DType::F8E4M3FN => kv.1 == DType::F8E4M3FN,
         _ => false,
     };
-    let out_fits = if q.1 == DType::F8E4M3FN { [DType::BF16, DType::F16].contains(&out) } else { out == q.1 };
+    let out_fits = if q.1 == DType::F8E4M3FN {
+        [DType::BF16, DType::F16].contains(&out)
+    } else {
+        [q.1, DType::F32].contains(&out)
+    };
     if kv_fits && out_fits {
         return Ok(());
     }
@@ -340,6 +372,27 @@ fn sinks(args: &CallArguments, q_heads: i64) -> Result<Option<*const f32>> {
     sinks.expect_shape("sinks", &[Dim::Is("Hq", q_heads)])?;
     dense("sinks", &sinks)?;
     Ok(Some(sinks.data.cast_const().cast()))
+}
+
+/// Validates the optional operand `q_offset i32[B]`.
+pub(super) fn q_offset(
+    args: &CallArguments,
+    top_left: bool,
+    (rows, keys): (i64, &KeyStorage),
+    seqs: (&'static str, i64),
+) -> Result<Option<*const i32>> {
+    let offset = per_sequence(args, Operand::QOffset, seqs)?;
+    if offset.is_none() {
+        return Ok(None);
+    }
+    ensure(!top_left, || "q_offset and top_left are given; top_left is a q_offset of 0".into())?;
+    let capacity = keys.capacity();
+    for (name, size) in [("Tq", rows), (capacity.0, capacity.1 as i64)] {
+        if size > LARGEST_Q_OFFSET.into() {
+            return Err(Error::unimplemented(format!("{name} is {size}; with q_offset it is at most 2^28")));
+        }
+    }
+    Ok(offset)
 }
 
 /// Validates an optional operand `i32[B]`.

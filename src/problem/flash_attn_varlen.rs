@@ -17,7 +17,7 @@ use crate::tensor::{DType, Dim, Tensor, missing};
 /// | q | `[Tq, Hq, D]` |
 /// | k, v | `[Tk, Hkv, D]`, `[Tk, Hkv, Dv]`; with a `block_table` `[P, page_size, Hkv, D]`, `[P, page_size, Hkv, Dv]`, or one buffer in k (`kv_layout`) |
 /// | `cu_seqlens_q`, `cu_seqlens_k` | `i32[B+1]`; with pages and `seqused_k` the latter is not read and may have any shape |
-/// | `seqused_k`, `seqused_q`, `leftpad_k` | `i32[B]` |
+/// | `seqused_k`, `seqused_q`, `leftpad_k`, `q_offset` | `i32[B]` |
 /// | `block_table` | `i32[B, M]` |
 pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
     let q = args.operand(Operand::Q);
@@ -56,6 +56,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
             num_seqs: None,
             starts,
             used: per_sequence(args, Operand::SequsedQ, slots)?,
+            offset: attention::q_offset(args, attributes.top_left, (rows, &stored.storage), slots)?,
             longest: lengths[0].1 as usize,
         },
         keys: Keys {

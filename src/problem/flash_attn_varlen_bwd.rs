@@ -4,7 +4,7 @@
 //! 3.1.2) with a gradient of the lse. Metadata is clamped as in [`super::attention`]. Paged keys and 8-bit dtypes have
 //! no gradient.
 
-use super::attention::{Attention, KeyStorage, Keys, Queries, per_sequence, query_sizes, score};
+use super::attention::{Attention, KeyStorage, Keys, Queries, per_sequence, q_offset, query_sizes, score};
 use super::flash_attn_varlen::{packed_keys, score_attributes};
 use super::validate::{self, contiguous_rows, dense, kernel_sizes};
 use super::{BoolAttribute, CallArguments, CallResult, I64Attribute, Operand};
@@ -24,11 +24,11 @@ pub struct FlashAttnVarlenBwd<'a> {
     pub dout: Tensor<'a>,
     /// `f32[Hq, Tq]`, dense; `None` is 0
     pub dlse: Option<*const f32>,
-    /// `[Tq, Hq, D]`, dense, of q's dtype
+    /// `[Tq, Hq, D]`, dense, of q's dtype or f32
     pub dq: Tensor<'a>,
-    /// `[Tk, Hkv, D]`, dense, of q's dtype
+    /// `[Tk, Hkv, D]`, dense, of the dtype of dq
     pub dk: Tensor<'a>,
-    /// `[Tk, Hkv, Dv]`, dense, of q's dtype
+    /// `[Tk, Hkv, Dv]`, dense, of the dtype of dq
     pub dv: Tensor<'a>,
     /// `f32[Hq]`, dense, optional; 0 if the forward call has no sinks
     pub dsinks: Option<*mut f32>,
@@ -54,7 +54,7 @@ unsafe impl Sync for FlashAttnVarlenBwd<'_> {}
 /// | dout, out | `[Tq, Hq, Dv]` |
 /// | `softmax_lse`, dlse | `f32[Hq, Tq]` |
 /// | `cu_seqlens_q`, `cu_seqlens_k` | `i32[B+1]` |
-/// | `seqused_k`, `seqused_q`, `leftpad_k` | `i32[B]` |
+/// | `seqused_k`, `seqused_q`, `leftpad_k`, `q_offset` | `i32[B]` |
 pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<FlashAttnVarlenBwd<'a>> {
     let [q, k, v, out, dout] =
         [Operand::Q, Operand::K, Operand::V, Operand::Out, Operand::Dout].map(|name| args.operand(name));
@@ -95,9 +95,10 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<FlashAttnVarlenBwd
     }
     let lse = per_row("softmax_lse", &args.operand(Operand::SoftmaxLse), [hq, tq])?;
     let dlse = args.optional_operand(Operand::Dlse).map(|dlse| per_row("dlse", &dlse, [hq, tq])).transpose()?;
+    let dq = args.result(CallResult::Dq);
     let gradient = |result: CallResult, shape: &[Dim]| {
         let (name, gradient) = (result.name(), args.result(result));
-        gradient.expect_dtype(name, &[q.dtype])?;
+        gradient.expect_dtype(name, &[if dq.dtype == DType::F32 { DType::F32 } else { q.dtype }])?;
         gradient.expect_shape(name, shape)?;
         dense(name, &gradient)?;
         Ok(gradient)
@@ -108,6 +109,8 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<FlashAttnVarlenBwd
         dense("dsinks", &dsinks)?;
         Ok(dsinks.data.cast())
     });
+    let attributes = score_attributes(args)?;
+    let storage = KeyStorage::Contiguous { total: keys as usize };
     Ok(FlashAttnVarlenBwd {
         forward: Attention {
             q,
@@ -121,16 +124,17 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<FlashAttnVarlenBwd
                 num_seqs: None,
                 starts: starts_q,
                 used: per_sequence(args, Operand::SequsedQ, slots)?,
+                offset: q_offset(args, attributes.top_left, (rows, &storage), slots)?,
                 longest: lengths[0].1 as usize,
             },
             keys: Keys {
                 starts: Some(starts_k),
                 used: per_sequence(args, Operand::SequsedK, slots)?,
                 leftpad: per_sequence(args, Operand::LeftpadK, slots)?,
-                storage: KeyStorage::Contiguous { total: keys as usize },
+                storage,
                 longest: lengths[1].1 as usize,
             },
-            score: score(args, &score_attributes(args)?, [None, None], q_heads, slots)?,
+            score: score(args, &attributes, [None, None], q_heads, slots)?,
             v_scale: None,
             num_rows: rows as usize,
             num_q_heads: q_heads as usize,

@@ -57,7 +57,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
         out: attention::out(args, Dim::Is("T", rows), q_heads, Dim::Is("D", head_dim))?,
         lse: attention::softmax_lse(args, q_heads, Dim::Is("T", rows))?,
         workspace: attention::workspace(args)?,
-        queries: Queries { num_seqs: Some(num_seqs(args)?), starts, used: None, longest: 0 },
+        queries: Queries { num_seqs: Some(num_seqs(args)?), starts, used: None, offset: None, longest: 0 },
         keys: Keys { starts: None, used: Some(lens), leftpad: None, storage: KeyStorage::Paged(table), longest: 0 },
         score: attention::score(args, &attributes, attention::score_scales(args, kv_heads)?, q_heads, slots)?,
         v_scale: validate::scale(args, Operand::VScale, kv_heads)?,

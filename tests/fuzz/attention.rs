@@ -138,6 +138,7 @@ fn any_mask(generator: &mut Generator) -> Mask {
         window_left: generator.one_of(&[-1, -1, 0, 1, 5, 1 << 62, i64::MAX]),
         window_right: generator.one_of(&[-1, -1, 0, 3, i64::MAX]),
         top_left: generator.chance(30),
+        ..Mask::FULL
     }
 }
 
@@ -154,6 +155,10 @@ fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: Sto
     let seqused_k = lengths(generator, if paged { 100 } else { 50 }, capacity);
     let seqused_q = lengths(generator, if paged { 0 } else { 30 }, sizes.rows);
     let leftpad_k = lengths(generator, if paged { 0 } else { 30 }, capacity);
+    // With ALiBi, scores of distances that are far apart are too large for f32 to tell keys apart.
+    let far = if sizes.alibi == Alibi::Off { [1 << 28, i32::MAX, i32::MIN] } else { [77, 99, -77] };
+    let q_offset = (!paged && !sizes.config.mask.top_left && generator.chance(30))
+        .then(|| (0..slots).map(|_| generator.one_of(&[0, 1, -1, 5, -9, 40, far[0], far[1], far[2]])).collect());
     let is_read = stored.kv_geometry.layout == KvLayout::Contiguous || seqused_k.is_none();
     // Without sequences an empty `seqused_k` counts as left out, and `cu_seqlens_k` must have its size.
     let starts = if is_read || slots == 0 { slots + 1 } else { generator.between(0, slots + 3) };
@@ -175,6 +180,7 @@ fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: Sto
         cu_seqlens_k,
         seqused_k,
         leftpad_k,
+        q_offset,
         block_table: stored.block_table,
         alibi_slopes: sizes.slopes(generator),
         alibi: sizes.alibi,
@@ -195,10 +201,10 @@ fn with_scales(generator: &mut Generator, mut sizes: ProblemSizes) -> ProblemSiz
 }
 
 /// The allowed error in addition to that of the naive formula, relative to the largest output. In a call with one or
-/// two rows the naive formula may happen to be exact, so this allows two roundings of the output's dtype, for the
+/// two rows the naive formula may happen to be exact, so this allows two roundings of the computation's dtype, for the
 /// softmax weights and the output, and one rounding to fp8 where the weights may be fp8.
 fn floor(dtypes: Dtypes) -> f64 {
-    let rounding = match dtypes.out {
+    let rounding = match dtypes.compute() {
         F16 => 2f64.powi(-11),
         BF16 => 2f64.powi(-8),
         _ => 0.0,
@@ -384,6 +390,7 @@ pub(crate) fn backward(generator: &mut Generator) -> FuzzCall {
         dlse: generator.chance(30),
         dsinks: generator.chance(40),
         deterministic: generator.chance(50),
+        dtype: generator.chance(30).then_some(F32),
     };
     let mut gradients = GradientCase::of(case, options);
     if generator.special_values && generator.chance(30) {

@@ -159,6 +159,8 @@ _DTYPES = (
     ("float16", "float8_e5m2", None),
     ("float8_e4m3fn", None, None),
     ("float8_e4m3fn", None, "float16"),
+    ("bfloat16", None, "float32"),
+    ("float16", "float8_e5m2", "float32"),
 )
 
 
@@ -192,6 +194,7 @@ _VARLEN_OPTIONS = (
     {"alibi_slopes": np.linspace(0.0, 0.5, 5 * 8, dtype=np.float32).reshape(5, 8)},
     {"sinks": SINKS},
     {"leftpad_k": np.int32([0, 30, 2, 3, 0])},
+    {"causal": True, "q_offset": np.int32([30, -2, 0, 5, 9])},
     {"q_scale": 0.5},
     {"k_scale": PER_HEAD},
     {"v_scale": PER_HEAD},

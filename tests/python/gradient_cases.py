@@ -25,6 +25,7 @@ CASES = {
         False,
     ),
     "padding": ({"unused": (2, 3)}, {"leftpad_k": np.int32([3, 0, 70, 1, 0, 2])}, False),
+    "offsets": ({}, {"window": (20, 0), "q_offset": np.int32([5, 30, -2, 0, 3, 7])}, True),
     "sinks": ({}, {"sinks": np.linspace(-1, 3, 8, dtype=np.float32), "causal": True}, True),
     "bfloat16": ({"heads": (9, 3), "d": 40, "dtype": "bfloat16"}, {"causal": True}, True),
     "float16": ({"heads": (9, 3), "d": 40, "dtype": "float16"}, {"causal": True}, True),

@@ -200,3 +200,17 @@ def test_a_gradient_of_alibi_slopes_is_an_error_unless_they_are_constants():
     with pytest.raises(NotImplementedError, match="there is no gradient of alibi_slopes"):
         jax.grad(total)(jnp.ones(8))
     assert (jax.grad(lambda slopes: total(jax.lax.stop_gradient(slopes)))(jnp.ones(8)) == 0).all()
+
+
+def test_an_output_of_f32_is_differentiable():
+    (q, k, v, starts, _), _ = varlen([(3, 3), (4, 4)], dtype="bfloat16", rows_after=0)
+
+    def attend(out_dtype, *leaves):
+        return flash_attn_varlen(*leaves, starts, causal=True, out_dtype=out_dtype)
+
+    (wide, pull_wide), (narrow, pull) = (jax.vjp(functools.partial(attend, x), q, k, v) for x in (jnp.float32, None))
+    assert wide.dtype == jnp.float32
+    assert jnp.allclose(wide, narrow, rtol=2**-6, atol=2**-6)
+    for grad, expected in zip(pull_wide(jnp.ones_like(wide)), pull(jnp.ones_like(narrow)), strict=True):
+        assert grad.dtype == jnp.bfloat16
+        assert jnp.allclose(grad, expected, rtol=2**-5, atol=2**-5)

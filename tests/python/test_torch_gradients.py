@@ -136,3 +136,26 @@ def test_gradients_have_no_gradients():
     (dq,) = torch.autograd.grad((out**2).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="flash_attn_varlen_bwd: its gradient is not built yet"):
         dq.sum().backward()
+
+
+def test_gradients_of_f32_are_those_before_rounding():
+    (q, k, v, starts, starts_k), _ = varlen([(3, 5), (4, 9)], dtype="bfloat16", rows_after=0)
+    q, k, v, starts, starts_k = (tensor(x) for x in (q, k, v, starts, starts_k))
+    out, lse = xt.flash_attn_varlen(q, k, v, starts, starts_k, return_lse=True)
+    arguments = (torch.ones_like(out), q, k, v, out, lse, starts, starts_k, 4, 9, 0.125, True, -1, -1, 0.0)
+    call = torch.ops.xla_gpu.flash_attn_varlen_bwd
+    for rounded, exact in zip(call(*arguments), call(*arguments, grad_dtype=torch.float32), strict=True):
+        assert exact.dtype == torch.float32
+        assert torch.equal(exact.to(rounded.dtype), rounded)
+
+
+def test_an_output_of_f32_is_differentiable():
+    (q, k, v, starts, _), _ = varlen([(3, 3), (4, 4)], dtype="bfloat16", rows_after=0)
+    q, k, v, starts = (tensor(x) for x in (q, k, v, starts))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    wide, narrow = (xt.flash_attn_varlen(*leaves, starts, out_dtype=dtype) for dtype in (torch.float32, None))
+    torch.testing.assert_close(wide, narrow.float(), rtol=2**-6, atol=2**-6)
+    grads = (torch.autograd.grad(out, leaves, torch.ones_like(out)) for out in (wide, narrow))
+    for grad, expected in zip(*grads, strict=True):
+        assert grad.dtype == torch.bfloat16
+        torch.testing.assert_close(grad, expected, rtol=2**-5, atol=2**-5)

@@ -55,6 +55,7 @@ CASES = {
         ("plain", "q", 1),
         ("causal", LENGTHS, 1),
         ("leftpad_k", f"{LENGTHS} leftpad_k", 1),
+        ("causal+q_offset", f"{LENGTHS} q_offset", 1),
         ("alibi_slopes (5, 8)", "q alibi_slopes", 1),
         ("sinks", "q sinks", 0),
         ("pages stacked", "q cu_seqlens_q block_table seqused_k", 1),
@@ -80,6 +81,7 @@ METADATA = {
     "cu_seqlens_k": lambda x: [x, np.r_[0, 20, x[2:]], np.r_[3, x[1:-1], 2**31 - 1]],
     "seqused_k": lambda x: [x, x[::-1], np.r_[-4, 100, x[2:]]],
     "leftpad_k": lambda x: [x, x[::-1], x // 2],
+    "q_offset": lambda x: [x, x[::-1], x // 2],
 }
 
 

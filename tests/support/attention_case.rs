@@ -38,6 +38,8 @@ pub struct AttentionCase {
     pub seqused_k: Option<Vec<i32>>,
     /// `[B]`
     pub leftpad_k: Option<Vec<i32>>,
+    /// `[B]`
+    pub q_offset: Option<Vec<i32>>,
     /// `[B, M]`
     pub block_table: Vec<i32>,
     /// `[Hq]` or `[B, Hq]`.
@@ -71,13 +73,14 @@ impl AttentionCase {
         let slots = batch.sequences.len() + memory_layout.spare_seqs;
         let (q, cu_seqlens_q, seqused_q) = store_queries(target, batch, memory_layout, &mut random);
         let keys = store_keys(batch, memory_layout, &mut random);
-        let mut per_slot = |of: &dyn Fn(&SequenceData) -> usize| -> Vec<i32> {
-            let own = batch.sequences.iter().map(|s| of(s) as i32);
+        let mut per_slot = |of: &dyn Fn(&SequenceData) -> i32| -> Vec<i32> {
+            let own = batch.sequences.iter().map(of);
             let spare: Vec<i32> = (0..memory_layout.spare_seqs).map(|_| random.hostile_i32()).collect();
             own.chain(spare).collect()
         };
-        let seqused_k = memory_layout.seqused_k.then(|| per_slot(&|s| s.len_k));
-        let leftpad_k = batch.leftpad.then(|| per_slot(&|s| s.leftpad));
+        let seqused_k = memory_layout.seqused_k.then(|| per_slot(&|s| s.len_k as i32));
+        let leftpad_k = batch.leftpad.then(|| per_slot(&|s| s.leftpad as i32));
+        let q_offset = batch.q_offset.then(|| per_slot(&|s| s.q_offset));
         let longest = |of: fn(&SequenceData) -> usize| batch.sequences.iter().map(of).max().unwrap_or(0);
         let hints = match memory_layout.hints {
             MaxSeqlenHints::Unknown => (0, 0),
@@ -104,6 +107,7 @@ impl AttentionCase {
             cu_seqlens_k: keys.starts,
             seqused_k,
             leftpad_k,
+            q_offset,
             block_table: keys.block_table,
             alibi_slopes: slopes(batch, slots),
             alibi: batch.alibi,
@@ -138,7 +142,11 @@ impl AttentionCase {
     fn suits_paged_attention(&self) -> bool {
         let mask = self.config.mask;
         let lengths = self.seqused_k.is_some() && self.seqused_q.is_none() && self.leftpad_k.is_none();
-        lengths && self.kv_geometry.layout == KvLayout::Interleaved && mask.causal && !mask.top_left
+        lengths
+            && self.kv_geometry.layout == KvLayout::Interleaved
+            && mask.causal
+            && !mask.top_left
+            && self.q_offset.is_none()
     }
 
     /// Tq.
@@ -191,6 +199,7 @@ impl AttentionCase {
             "num_seqs" => Some(i32s(&[self.num_seqs])),
             "seqused_q" => self.seqused_q.as_deref().map(i32s),
             "leftpad_k" => self.leftpad_k.as_deref().map(i32s),
+            "q_offset" => self.q_offset.as_deref().map(i32s),
             "alibi_slopes" => self.alibi_slopes.as_ref().map(slopes),
             "sinks" => f32s(config.sinks.as_ref()),
             "q_scale" => f32s(config.q_scale.as_ref()),

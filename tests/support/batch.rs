@@ -13,7 +13,7 @@ pub struct Dtypes {
 
 impl Dtypes {
     /// The table of `docs/semantics.md#dtypes`.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 13] = [
         Self::same(F32),
         Self::same(F16),
         Self::same(BF16),
@@ -23,6 +23,10 @@ impl Dtypes {
         Self::over(BF16, F8E5M2),
         Self::narrow(BF16),
         Self::narrow(F16),
+        Self::wide(F16, F16),
+        Self::wide(BF16, BF16),
+        Self::wide(F16, F8E5M2),
+        Self::wide(BF16, F8E4M3FN),
     ];
 
     pub const fn same(dtype: Dtype) -> Self {
@@ -39,9 +43,14 @@ impl Dtypes {
         Self { q: F8E4M3FN, kv: F8E4M3FN, out }
     }
 
-    /// The dtype in which the naive formula computes: that of the output.
+    /// An output of f32, for results that are merged.
+    pub const fn wide(q: Dtype, kv: Dtype) -> Self {
+        Self { q, kv, out: F32 }
+    }
+
+    /// The dtype in which the naive formula computes: the narrower one of the queries and the output, and not f8.
     pub fn compute(self) -> Dtype {
-        self.out
+        if self.q == F8E4M3FN { self.out } else { self.q }
     }
 }
 
@@ -92,6 +101,8 @@ pub struct SequenceData {
     pub len_k: usize,
     /// Number of keys at the beginning that are padding.
     pub leftpad: usize,
+    /// The position of query 0 among the keys, if the batch has offsets.
+    pub q_offset: i32,
     pub q: Vec<f64>,
     pub k: Vec<f64>,
     pub v: Vec<f64>,
@@ -114,6 +125,8 @@ pub struct Batch {
     pub alibi: Alibi,
     /// Whether `leftpad_k` is given; without it no sequence has padding.
     pub leftpad: bool,
+    /// Whether `q_offset` is given.
+    pub q_offset: bool,
     pub sequences: Vec<SequenceData>,
 }
 
@@ -130,11 +143,16 @@ impl Batch {
         batch
     }
 
+    /// The mask of a sequence.
+    pub fn mask(&self, sequence: &SequenceData) -> Mask {
+        self.config.mask.at(self.q_offset.then_some(sequence.q_offset))
+    }
+
     /// Whether a query of `sequence` attends to key j, for each j.
     pub fn visible_keys(&self, sequence: &SequenceData) -> Vec<bool> {
         let mut visible_keys = vec![false; sequence.len_k];
         for i in 0..sequence.len_q {
-            visible_keys[self.config.mask.visible(i, sequence.len_q, sequence.len_k, sequence.leftpad)].fill(true);
+            visible_keys[self.mask(sequence).visible(i, sequence.len_q, sequence.len_k, sequence.leftpad)].fill(true);
         }
         visible_keys
     }
@@ -162,6 +180,8 @@ with_defaults! {
         pub lengths: Vec<(usize, usize)> = vec![(1, 17), (5, 5), (3, 33)],
         /// Whether some of the first keys of each sequence are padding.
         pub leftpad: bool = false,
+        /// Whether each sequence has a `q_offset`.
+        pub q_offset: bool = false,
         pub mask: Mask = Mask::CAUSAL,
         pub softcap: f32 = 0.0,
         pub alibi: Alibi = Alibi::Off,
@@ -185,14 +205,20 @@ impl BatchSpec {
             let mut random = Random::new(self.seed.wrapping_mul(1000).wrapping_add(index as u64));
             let SequenceData { q, k, v, .. } = draw(&config, (len_q, len_k), self.sharpness, &mut random);
             let leftpad = if self.leftpad { random.one_of(&[0, 1, len_k / 3, len_k / 2, len_k]).min(len_k) } else { 0 };
+            let shift = len_k as i32 - len_q as i32;
+            let q_offset = if self.q_offset {
+                random.one_of(&[shift, 0, shift / 2, shift - 3, 9, -7, len_k as i32, -(len_q as i32), 99])
+            } else {
+                0
+            };
             let slopes = match self.alibi {
                 Alibi::PerSequence => slopes(&mut random, self.heads.0),
                 Alibi::PerHead | Alibi::Off => common.clone(),
             };
-            SequenceData { len_q, len_k, leftpad, q, k, v, slopes }
+            SequenceData { len_q, len_k, leftpad, q_offset, q, k, v, slopes }
         };
         let sequences = self.lengths.iter().enumerate().map(sequence).collect();
-        Batch { config, alibi: self.alibi, leftpad: self.leftpad, sequences }
+        Batch { config, alibi: self.alibi, leftpad: self.leftpad, q_offset: self.q_offset, sequences }
     }
 
     fn config(&self, random: &mut Random) -> AttentionConfig {
@@ -233,6 +259,7 @@ fn draw(config: &AttentionConfig, (len_q, len_k): (usize, usize), sharpness: f64
         len_q,
         len_k,
         leftpad: 0,
+        q_offset: 0,
         q: rows(len_q, config.q_heads, config.head_dim, config.dtypes.q, sharpness),
         k: rows(len_k, config.kv_heads, config.head_dim, config.dtypes.kv, 1.0),
         v: rows(len_k, config.kv_heads, config.value_dim, config.dtypes.kv, 1.0),

@@ -6,8 +6,8 @@
 use self::accuracy::{FP8_HEAD_DIMS, LSE, LSE_CAPPED, fp8_score};
 use super::summary;
 use super::{
-    Alibi, Array, AttentionCase, AttentionConfig, AttentionRow, BF16, Dtypes, F8E4M3FN, F16, F32, Head, Score, attend,
-    attend_naively, attend_naively_in_fp8, largest_magnitude, runs_on_cpu,
+    Alibi, Array, AttentionCase, AttentionConfig, AttentionRow, BF16, Dtypes, F8E4M3FN, F16, F32, Head, Mask, Score,
+    attend, attend_naively, attend_naively_in_fp8, largest_magnitude, runs_on_cpu,
 };
 use xla_attention::Op;
 
@@ -28,6 +28,7 @@ pub struct ClampedSequence {
     pub len_q: usize,
     pub len_k: usize,
     pub leftpad: usize,
+    pub q_offset: Option<i32>,
     /// All numbers that its rows depend on are finite. Otherwise its rows may hold anything.
     pub finite: bool,
     /// `finite`, and all metadata that the operator reads for it is in range.
@@ -48,8 +49,10 @@ fn clamped_sequence(case: &AttentionCase, b: usize) -> ClampedSequence {
     let len_q = case.seqused_q.as_ref().map_or(rows, |used| rows.min(used[b].max(0) as usize));
     let (first_key, len_k, keys_in_range) = keys(case, b);
     let leftpad = case.leftpad_k.as_ref().map_or(0, |pad| (pad[b].max(0) as usize).min(len_k));
+    let q_offset = case.q_offset.as_ref().map(|offset| offset[b]);
+    let (finite, specified) = (false, false);
     let sequence =
-        ClampedSequence { index: b, first_row, first_key, len_q, len_k, leftpad, finite: false, specified: false };
+        ClampedSequence { index: b, first_row, first_key, len_q, len_k, leftpad, q_offset, finite, specified };
     let finite = computes_with_finite_numbers(case, &sequence);
     ClampedSequence { finite, specified: rows_in_range && keys_in_range && finite, ..sequence }
 }
@@ -133,6 +136,11 @@ impl ClampedSequence {
         })
     }
 
+    /// The sequence's mask.
+    pub fn mask(&self, case: &AttentionCase) -> Mask {
+        case.config.mask.at(self.q_offset)
+    }
+
     pub(super) fn score(&self, case: &AttentionCase, head: usize) -> Score {
         let config = &case.config;
         // A scale has one element for all KV heads, or one per KV head.
@@ -143,7 +151,7 @@ impl ClampedSequence {
             slope: self.slope(case, head),
             sink: config.sinks.as_ref().map(|sinks| sinks[head]),
             v_scale: scale(&config.v_scale),
-            mask: config.mask,
+            mask: self.mask(case),
         }
     }
 
@@ -197,7 +205,7 @@ fn computes_with_finite_numbers(case: &AttentionCase, sequence: &ClampedSequence
     let &ClampedSequence { len_q, len_k, leftpad, .. } = sequence;
     let mut is_visible = vec![false; len_k];
     for i in 0..len_q {
-        is_visible[case.config.mask.visible(i, len_q, len_k, leftpad)].fill(true);
+        is_visible[sequence.mask(case).visible(i, len_q, len_k, leftpad)].fill(true);
     }
     let heads = 0..case.config.q_heads;
     let mut queries = (0..len_q).flat_map(|i| heads.clone().map(move |h| (i, h)));

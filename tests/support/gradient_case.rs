@@ -5,9 +5,10 @@
 
 use super::summary;
 use super::{
-    Array, AttentionCase, AttentionConfig, Attr, Batch, ClampedSequence, Comparison, ErrorBound, ExpectedRow, F32,
-    ForwardResults, HeadGradients, InvalidMetadata, Invocation, KvLayout, MemoryLayout, Numbers, Random, ReferenceCase,
-    U8, are_finite, clamped_sequences, differentiate, differentiate_naively, expected_rows, poisoned, put, runs_on_cpu,
+    Array, AttentionCase, AttentionConfig, Attr, Batch, ClampedSequence, Comparison, Dtype, ErrorBound, ExpectedRow,
+    F32, ForwardResults, HeadGradients, InvalidMetadata, Invocation, KvLayout, MemoryLayout, Numbers, Random,
+    ReferenceCase, U8, are_finite, clamped_sequences, differentiate, differentiate_naively, expected_rows, poisoned,
+    put, runs_on_cpu,
 };
 use xla_attention::Op;
 
@@ -19,18 +20,25 @@ pub struct GradientOptions {
     /// Whether `dsinks` is a result.
     pub dsinks: bool,
     pub deterministic: bool,
+    /// The dtype of the gradients, f32; `None` for that of the operands.
+    pub dtype: Option<Dtype>,
 }
 
 impl GradientOptions {
-    pub const ALL: Self = Self { dlse: true, dsinks: true, deterministic: true };
+    pub const ALL: Self = Self { dlse: true, dsinks: true, deterministic: true, dtype: None };
 
     /// All options for seed 1, a combination of them for other seeds.
     pub fn from_seed(seed: u64) -> Self {
-        Self { dlse: seed & 2 == 0, dsinks: seed & 4 == 0, deterministic: seed & 8 == 0 }
+        Self {
+            dlse: seed & 2 == 0,
+            dsinks: seed & 4 == 0,
+            deterministic: seed & 8 == 0,
+            dtype: (seed & 16 != 0).then_some(F32),
+        }
     }
 
     /// The gradients of `out` only.
-    pub const MINIMAL: Self = Self { dlse: false, dsinks: false, deterministic: false };
+    pub const MINIMAL: Self = Self { dlse: false, dsinks: false, deterministic: false, dtype: None };
 }
 
 /// A call of `flash_attn_varlen_bwd`.
@@ -117,7 +125,7 @@ impl GradientCase {
             "deterministic" => Attr::Bool(self.options.deterministic),
             _ => case.attribute(name),
         };
-        let dtype = case.config.dtypes.q;
+        let dtype = self.options.dtype.unwrap_or(case.config.dtypes.q);
         let mut call = Invocation::of(Op::FlashAttnVarlenBwd, operand, attribute)
             .result("dq", dtype, &case.q.dims)
             .result("dk", dtype, &case.kv[0].dims)
@@ -211,7 +219,7 @@ pub type ExpectedGradients = [ExpectedGradient; 4];
 /// The expected gradients of a call.
 pub fn expected_gradients(case: &GradientCase, invalid_metadata: InvalidMetadata) -> ExpectedGradients {
     let forward = &case.forward;
-    let AttentionConfig { q_heads, kv_heads, head_dim, value_dim, dtypes, mask, .. } = forward.config;
+    let AttentionConfig { q_heads, kv_heads, head_dim, value_dim, dtypes, .. } = forward.config;
     let (rows, keys) = (forward.rows(), forward.kv_geometry.num_pages);
     let nothing = |name, count: usize, row: usize| ExpectedGradient {
         name,
@@ -232,6 +240,7 @@ pub fn expected_gradients(case: &GradientCase, invalid_metadata: InvalidMetadata
     let sequences: Vec<ClampedSequence> = clamped_sequences(forward).into_iter().filter(|m| m.len_q > 0).collect();
     for sequence in &sequences {
         let known = sequence.is_specified(invalid_metadata) && case.has_finite_cotangents(&numbers, sequence);
+        let mask = sequence.mask(forward);
         let visible_keys = |i: usize| mask.visible(i, sequence.len_q, sequence.len_k, sequence.leftpad);
         record_contributions(&mut expected, sequence, known, visible_keys);
         if forward.config.sinks.is_some() {

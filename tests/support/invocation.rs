@@ -58,7 +58,7 @@ impl Invocation {
         let operands: Vec<_> = signature.operands.iter().map(|name| (*name, operand(name))).collect();
         let given = operands.iter().rposition(|(_, array)| array.is_some()).map_or(0, |last| last + 1);
         let left_out = |name: &str| {
-            let is_metadata = ["seqused_k", "block_table", "seqused_q", "leftpad_k"].contains(&name);
+            let is_metadata = ["seqused_k", "block_table", "seqused_q", "leftpad_k", "q_offset"].contains(&name);
             Array::left_out(if is_metadata { I32 } else { F32 })
         };
         let or_left_out = |(name, array): (_, Option<Array>)| (name, array.unwrap_or_else(|| left_out(name)));

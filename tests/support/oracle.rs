@@ -18,6 +18,8 @@ pub struct Mask {
     pub window_right: i64,
     /// The first query is aligned with the first key. Otherwise the last query is aligned with the last key.
     pub top_left: bool,
+    /// The position of the first query among the keys, instead of an alignment; the sequence's `q_offset`.
+    pub q_offset: Option<i32>,
 }
 
 impl Mask {
@@ -31,7 +33,7 @@ impl Mask {
         Self { window_left: 140, ..Self::CAUSAL },
     ];
 
-    pub const FULL: Self = Self { causal: false, window_left: -1, window_right: -1, top_left: false };
+    pub const FULL: Self = Self { causal: false, window_left: -1, window_right: -1, top_left: false, q_offset: None };
     pub const CAUSAL: Self = Self { causal: true, ..Self::FULL };
 
     /// A window of this many keys before and after a query's own position.
@@ -49,9 +51,15 @@ impl Mask {
         Self { top_left: true, ..self }
     }
 
+    /// The same mask for a sequence with this `q_offset`.
+    pub const fn at(self, q_offset: Option<i32>) -> Self {
+        Self { q_offset, ..self }
+    }
+
     /// The position of query row `i` among the keys.
     pub fn position(self, i: usize, len_q: usize, len_k: usize) -> i64 {
-        i as i64 + if self.top_left { 0 } else { len_k as i64 - len_q as i64 }
+        let aligned = if self.top_left { 0 } else { len_k as i64 - len_q as i64 };
+        i as i64 + self.q_offset.map_or(aligned, |offset| i64::from(offset).clamp(-(1 << 28), 1 << 28))
     }
 
     /// The keys that query row `i` attends to.

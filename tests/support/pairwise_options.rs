@@ -1,8 +1,8 @@
 //! Sets of small attention calls in which every pair of option values occurs.
 
 use super::{
-    Alibi, BF16, BatchSpec, Choice, Dtypes, F16, F32, GradientOptions, KvLayout, Mask, MaxSeqlenHints, MemoryLayout,
-    Pair, ScaleKind, cover, pairs,
+    Alibi, BF16, BatchSpec, Choice, Dtype, Dtypes, F16, F32, GradientOptions, KvLayout, Mask, MaxSeqlenHints,
+    MemoryLayout, Pair, ScaleKind, cover, pairs,
 };
 use xla_attention::Op;
 
@@ -64,6 +64,7 @@ options! {
     hints: MaxSeqlenHints = MaxSeqlenHints::Unknown,
     top_left: bool = false,
     leftpad: bool = false,
+    q_offset: bool = false,
     softcap: f32 = 0.0,
     sinks: bool = false,
     seqused_q: bool = false,
@@ -73,6 +74,7 @@ options! {
     dlse: bool = true,
     dsinks: bool = true,
     deterministic: bool = true,
+    gradients: Option<Dtype> = None,
 }
 
 pub const YES_OR_NO: &[bool] = &[false, true];
@@ -165,6 +167,7 @@ impl PairwiseOptions {
         dlse: YES_OR_NO,
         dsinks: YES_OR_NO,
         deterministic: YES_OR_NO,
+        gradients: &[None, Some(F32)],
         seed: 30,
         ..Self::ATTENTION
     };
@@ -173,6 +176,7 @@ impl PairwiseOptions {
     const ROWS_AND_SCORES: Self = Self {
         top_left: YES_OR_NO,
         leftpad: YES_OR_NO,
+        q_offset: YES_OR_NO,
         softcap: SOFTCAP,
         sinks: YES_OR_NO,
         seqused_q: YES_OR_NO,
@@ -184,7 +188,7 @@ impl PairwiseOptions {
     /// blocks.
     pub const BEYOND_BLOCKS: Self = Self { mask: &Mask::BEYOND_BLOCKS, ..Self::ROWS_AND_SCORES };
 
-    /// Whether no call can have both values: `paged_attention` lacks some options, contiguous keys have no pages, and a
+    /// Whether no call can have both values: `paged_attention` lacks some options, an offset excludes an alignment, contiguous keys have no pages, and a
     /// Dv other than D needs separate buffers.
     fn excludes(&self, a: Choice, b: Choice) -> bool {
         let of = self.chosen(&[a, b]);
@@ -198,11 +202,13 @@ impl PairwiseOptions {
             || of.seqused_q == Some(true)
             || of.seqused_k == Some(false)
             || of.leftpad == Some(true)
+            || of.q_offset == Some(true)
             || of.mask.is_some_and(|mask| !mask.causal)
             || of.top_left == Some(true)
             || of.hints.is_some_and(|hints| hints != MaxSeqlenHints::Unknown)
             || of.target == Some(Op::FlashAttnVarlen);
         (paged_attention && beyond_paged_attention)
+            || (of.top_left == Some(true) && of.q_offset == Some(true))
             || of.layout.is_some_and(|layout| no_pages.is_some_and(|none| none != (layout == KvLayout::Contiguous)))
             || (own_width && of.layout.is_some_and(|layout| !layout.has_two_buffers()))
     }
@@ -232,6 +238,7 @@ impl PairwiseOptions {
             value_dim: Some(of.value_dim?(value_dim)),
             lengths: of.work?.to_vec(),
             leftpad: of.leftpad?,
+            q_offset: of.q_offset?,
             mask: Mask { top_left: of.top_left?, ..of.mask? },
             softcap: of.softcap?,
             alibi: of.alibi?,
@@ -252,7 +259,8 @@ impl PairwiseOptions {
             seed,
             ..MemoryLayout::default()
         };
-        let options = GradientOptions { dlse: of.dlse?, dsinks: of.dsinks?, deterministic: of.deterministic? };
+        let (deterministic, dtype) = (of.deterministic?, of.gradients?);
+        let options = GradientOptions { dlse: of.dlse?, dsinks: of.dsinks?, deterministic, dtype };
         Some((of.target?, spec, memory_layout, options))
     }
 }

@@ -33,6 +33,7 @@ fn mask(random: &mut Random) -> Mask {
             window_left: window(random),
             window_right: window(random),
             top_left: random.chance(50),
+            ..Mask::FULL
         },
     }
 }
@@ -81,7 +82,9 @@ pub fn paged_call(random: &mut Random) -> (BatchSpec, MemoryLayout) {
 /// A random call of `flash_attn_varlen`. Dv differs from D only where values have a separate buffer.
 pub fn flash_call(random: &mut Random) -> (BatchSpec, MemoryLayout) {
     let layout = if random.below(6) == 0 { KvLayout::Contiguous } else { random.one_of(&KvLayout::ALL) };
-    let spec = BatchSpec { mask: mask(random), leftpad: random.chance(50), ..spec(random) };
+    let mask = mask(random);
+    let q_offset = !mask.top_left && random.chance(30);
+    let spec = BatchSpec { mask, leftpad: random.chance(50), q_offset, ..spec(random) };
     let width = 8 * random.between(1, 32).div_ceil(spec.heads.0.div_ceil(4));
     let memory_layout = MemoryLayout {
         layout,

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "bwd/gradient_type.cuh"
 #include "bwd/ptx_extra.cuh"
 #include "bwd/sequence_segment.cuh"
 #include "chunk.cuh"
@@ -149,8 +150,8 @@ __device__ __forceinline__ float negative_slope(const AttentionParams& params, i
 }
 
 /// Stores the rows of [begin, end) among a warp's kTiles x 16 rows from `first_row` on, times `factor`. The warp has
-/// the columns that ColumnGroups (shape.cuh) gives warp `column_warp`; those from `dim` on do not exist. `row_at(row)`
-/// is the address of a row.
+/// the columns that ColumnGroups<T> (shape.cuh) gives warp `column_warp`; those from `dim` on do not exist.
+/// `row_at(row)` is the address of a row, whose elements are T or f32.
 template <typename T, int kColumnWarps, int kTiles, int kColumnTiles, typename RowAt>
 __device__ __forceinline__ void write_rows(const float (&x)[kTiles][kColumnTiles][4], float factor, int32_t first_row,
                                            int32_t begin, int32_t end, int32_t column_warp, int32_t dim,
@@ -163,7 +164,7 @@ __device__ __forceinline__ void write_rows(const float (&x)[kTiles][kColumnTiles
     for (int half = 0; half < 2; ++half) {
       const int32_t row = first_row + 16 * tile + 8 * half + g;
       if (row < begin || row >= end) continue;
-      T* const to = row_at(row) + first_column + 2 * t;
+      auto* const to = row_at(row) + first_column + 2 * t;
 #pragma unroll
       for (int i = 0; i < kColumnTiles; ++i) {
         const float (&c)[4] = x[tile][i];
@@ -176,9 +177,9 @@ __device__ __forceinline__ void write_rows(const float (&x)[kTiles][kColumnTiles
 }
 
 /// Stores zeros to rows 0 to `count` - 1 of a gradient.
-template <typename T, int kThreads, typename RowAt>
+template <int kThreads, typename RowAt>
 __device__ __forceinline__ void clear_rows(int32_t count, int32_t dim, const RowAt& row_at) {
-  constexpr int kElements = 16 / sizeof(T);
+  constexpr int kElements = 16 / sizeof(*row_at(0));
   const int32_t chunks = dim / kElements;
 #pragma unroll 1
   for (int32_t item = ptx::thread(); item < count * chunks; item += kThreads) {

@@ -83,7 +83,9 @@ class Epilogue {
   }
   /// Stores O; `staging` is this warp's part of the staging area.
   __device__ __forceinline__ void store(const State& state, uint32_t staging) const {
-    if (by_tma_) {
+    if (!Shape::kOutputTypeAtRunTime && prefill_.attention.widens_out != 0) {
+      store_widened(state);
+    } else if (by_tma_) {
       store_by_tma(state, staging);
     } else {
       store_by_row(state);
@@ -124,6 +126,21 @@ class Epilogue {
         }
         const uint4 chunk = transpose_in_quad(pairs);
         if (is_live) *reinterpret_cast<uint4*>(chunks + column * 8) = chunk;
+      }
+    }
+  }
+
+  /// Stores the rows as f32. Each quad of lanes stores 32 bytes.
+  __device__ __forceinline__ void store_widened(const State& state) const {
+    const auto to = writer();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!to.writes(row(half))) continue;
+#pragma unroll
+      for (int column = 0; column < Shape::kValueDim / 8; ++column) {
+        const float* const x = &state.output[column][2 * half];
+        to.store_out(row(half), 8 * column + threadIdx.x % 4 * 2,
+                     make_float2(x[0] * factor_[half], x[1] * factor_[half]));
       }
     }
   }

@@ -96,6 +96,27 @@ __device__ __forceinline__ BackwardLogitsTransform<Shape> logits_transform(const
 /// epilogues.
 constexpr int kWarpSchedulerBarrier = 4;
 
+/// Stores this warp's 16 keys of dK or dV as f32, `[rows, KV heads, num_columns]`. Each quad of lanes stores 32 bytes.
+template <typename Shape, int kColumnTiles>
+__device__ __forceinline__ void store_widened_gradient(const float (&x)[kColumnTiles][4], float scale, void* gradient,
+                                                       const AttentionParams& forward, const BackwardTile& tile,
+                                                       int32_t num_columns) {
+  const int32_t thread = xa::ptx::opaque(threadIdx.x) - 128, lane = thread % 32;
+  const int32_t first = tile.key_block * Shape::kKeys + thread / 32 * 16 + lane / 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int32_t key = first + 8 * half;
+    if (key >= tile.num_keys) continue;
+    const int64_t row = static_cast<int64_t>(tile.first_key + key) * forward.num_kv_heads + tile.kv_head;
+    float* const to = static_cast<float*>(gradient) + row * num_columns + lane % 4 * 2;
+#pragma unroll
+    for (int column = 0; column < kColumnTiles; ++column) {
+      if (8 * column >= num_columns) break;
+      store_columns(to + 8 * column, make_float2(x[column][2 * half] * scale, x[column][2 * half + 1] * scale));
+    }
+  }
+}
+
 /// Computes all tiles of the CTA. Executed by each of the two warpgroups.
 template <typename Shape, typename T>
 __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params,
@@ -423,6 +444,13 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     store_dq(step - 1);
     fence_stores();
     release(pipeline.dq_full(PipelineState<2>(step - 1), warpgroup));
+    if (params.base.widens_gradients != 0) {
+      store_widened_gradient<Shape>(dk, params.base.softmax_scale, params.base.dk, forward, tile, forward.head_dim);
+      store_widened_gradient<Shape>(dv, 1.0f, params.base.dv, forward, tile, forward.value_dim);
+      __syncwarp();
+      release(pipeline.tile_empty(tile_state));
+      continue;
+    }
     // The buffers of dS and dQ become the staging of dK and dV.
     pipeline.dq_empty(step, warpgroup).producer_wait();
     ptx::named_barrier_sync(1, 256);

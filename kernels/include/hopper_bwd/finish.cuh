@@ -52,10 +52,11 @@ __device__ __forceinline__ bool belongs_to_sequence(const HopperBackwardParams& 
 
 /// Clears a row of a gradient. Executed by a warp.
 template <typename T>
-__device__ __forceinline__ void clear_row(void* gradient, int64_t row, int32_t columns) {
-  T* const to = static_cast<T*>(gradient) + row * columns;
+__device__ __forceinline__ void clear_row(const BackwardParams& params, void* gradient, int64_t row, int32_t columns) {
+  const int32_t bytes = columns * static_cast<int32_t>(params.widens_gradients != 0 ? sizeof(float) : sizeof(T));
+  auto* const to = static_cast<uint8_t*>(gradient) + row * bytes;
 #pragma unroll 1
-  for (int32_t i = xa::ptx::opaque(threadIdx.x) % 32 * 8; i < columns; i += 32 * 8) {
+  for (int32_t i = xa::ptx::opaque(threadIdx.x) % 32 * 16; i < bytes; i += 32 * 16) {
     *reinterpret_cast<uint4*>(to + i) = make_uint4(0, 0, 0, 0);
   }
 }
@@ -125,7 +126,20 @@ __device__ __forceinline__ void store_dq_row_tile(const HopperBackwardParams& pa
     const int32_t head = first_head + i;
     if (head >= end_head) break;
     if (i + 1 < kFinishHeads && head + 1 < end_head) load(head + 1, accum[(i + 1) % 2]);
-    T* const to = static_cast<T*>(params.base.dq) + (token * num_heads + head) * forward.head_dim;
+    const int64_t element = (token * num_heads + head) * forward.head_dim;
+    const int64_t eight_rows = int64_t{8} * num_heads * forward.head_dim;
+    if (params.base.widens_gradients != 0) {
+      float* const to = static_cast<float*>(params.base.dq) + element + lane % 4 * 2;
+#pragma unroll
+      for (int column = 0; column < Shape::kHeadDim / 8; ++column) {
+        if (8 * column >= forward.head_dim) break;
+        const float4 dq = accum[i % 2][column];
+        if (row < rows) store_columns(to + 8 * column, make_float2(dq.x * scale, dq.y * scale));
+        if (row + 8 < rows) store_columns(to + eight_rows + 8 * column, make_float2(dq.z * scale, dq.w * scale));
+      }
+      continue;
+    }
+    T* const to = static_cast<T*>(params.base.dq) + element;
 #pragma unroll
     for (int part = 0; part < Shape::kHeadDim / 32; ++part) {
       uint32_t upper[4], lower[4];
@@ -140,7 +154,6 @@ __device__ __forceinline__ void store_dq_row_tile(const HopperBackwardParams& pa
       const int32_t column = 32 * part + 8 * (lane % 4);
       if (column >= forward.head_dim) continue;
       if (row < rows) *reinterpret_cast<uint4*>(to + column) = upper_row;
-      const int64_t eight_rows = int64_t{8} * num_heads * forward.head_dim;
       if (row + 8 < rows) *reinterpret_cast<uint4*>(to + eight_rows + column) = lower_row;
     }
   }
@@ -171,12 +184,12 @@ __device__ __forceinline__ void process_finish_items(const HopperBackwardParams&
     if (is_leader) next = atomicAdd(counter, 1ull);
     if (item < query_items) {
       clear_unwritten_rows<ByQuery>(params, static_cast<int32_t>(item), forward.num_tokens, [&](int64_t row) {
-        clear_row<T>(params.base.dq, row, num_heads * forward.head_dim);
+        clear_row<T>(params.base, params.base.dq, row, num_heads * forward.head_dim);
       });
     } else if (item < clear_items) {
       clear_unwritten_rows<ByKey>(params, static_cast<int32_t>(item) - query_items, forward.capacity, [&](int64_t row) {
-        clear_row<T>(params.base.dk, row, forward.num_kv_heads * forward.head_dim);
-        clear_row<T>(params.base.dv, row, forward.num_kv_heads * forward.value_dim);
+        clear_row<T>(params.base, params.base.dk, row, forward.num_kv_heads * forward.head_dim);
+        clear_row<T>(params.base, params.base.dv, row, forward.num_kv_heads * forward.value_dim);
       });
     } else if constexpr (Shape::kAccumulatesDq) {
       store_dq_row_tile<Shape, T>(params, item - clear_items, head_blocks);

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "bwd/gradient_type.cuh"
 #include "element.cuh"
 #include "hopper_bwd/compute.cuh"
 #include "hopper_bwd/wide_operands.cuh"
@@ -22,12 +23,14 @@ namespace xa::hopper {
 /// Stores dK or dV of a tile's 64 keys to `to`, [rows, KV heads, num_columns].
 template <typename Shape, typename T, int kAtomColumns>
 __device__ __forceinline__ void store_dk_or_dv(const WideGradient<kAtomColumns>& d, float scale, void* to,
-                                               const AttentionParams& forward, const BackwardTile& tile,
+                                               const HopperBackwardParams& params, const BackwardTile& tile,
                                                int32_t num_columns) {
   const int32_t first = tile.key_block * Shape::kKeys;
-  const int64_t row_stride = static_cast<int64_t>(forward.num_kv_heads) * num_columns;
-  T* const rows = static_cast<T*>(to) + (tile.first_key + first) * row_stride + tile.kv_head * num_columns;
-  store_gradient(d, scale, rows, row_stride, tile.num_keys - first, num_columns);
+  const int64_t row_stride = static_cast<int64_t>(params.base.forward.num_kv_heads) * num_columns;
+  const int64_t element = (tile.first_key + first) * row_stride + tile.kv_head * num_columns;
+  with_gradient_type<T>(params.base, to, [&](auto* gradient) {
+    store_gradient(d, scale, gradient + element, row_stride, tile.num_keys - first, num_columns);
+  });
 }
 
 /// Computes P and dV of all tiles of the CTA. Executed by a warpgroup.
@@ -169,7 +172,7 @@ __device__ __forceinline__ void compute_dv(const HopperBackwardParams& params, c
     }
     start_dv();
     finish_dv();
-    store_dk_or_dv<Shape, T>(dv, 1.0f, params.base.dv, forward, tile, forward.value_dim);
+    store_dk_or_dv<Shape, T>(dv, 1.0f, params.base.dv, params, tile, forward.value_dim);
     __syncwarp();
     if (lane == 0) pipeline.tile_empty(tile_state).arrive();
   }
@@ -274,7 +277,7 @@ __device__ __forceinline__ void compute_dk(const HopperBackwardParams& params, c
     }
     start_dk();
     finish_dk();
-    store_dk_or_dv<Shape, T>(dk, params.base.softmax_scale, params.base.dk, forward, tile, forward.head_dim);
+    store_dk_or_dv<Shape, T>(dk, params.base.softmax_scale, params.base.dk, params, tile, forward.head_dim);
     __syncwarp();
     if (lane == 0) pipeline.tile_empty(tile_state).arrive();
   }

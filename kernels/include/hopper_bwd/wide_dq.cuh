@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "bwd/gradient_type.cuh"
 #include "element.cuh"
 #include "hopper_bwd/compute.cuh"
 #include "hopper_bwd/wide_operands.cuh"
@@ -188,9 +189,11 @@ __device__ __forceinline__ void compute_dq(const HopperBackwardParams& params, c
     ptx::wgmma_wait_group<0>();
     release_atom_columns<Shape::kAtomColumns>(release_state, streamed_empty);
     const int64_t row_stride = static_cast<int64_t>(forward.num_kv_heads) * forward.group * forward.head_dim;
-    T* const rows =
-        static_cast<T*>(params.base.dq) + (tile.first_query + first_row) * row_stride + tile.head * forward.head_dim;
-    store_gradient(dq, params.base.softmax_scale, rows, row_stride, tile.num_queries - first_row, forward.head_dim);
+    const int64_t element = (tile.first_query + first_row) * row_stride + tile.head * forward.head_dim;
+    with_gradient_type<T>(params.base, params.base.dq, [&](auto* gradient) {
+      store_gradient(dq, params.base.softmax_scale, gradient + element, row_stride, tile.num_queries - first_row,
+                     forward.head_dim);
+    });
     __syncwarp();
     if (lane == 0) pipeline.tile_empty(tile_state).arrive();
   }

@@ -131,9 +131,9 @@ __device__ __forceinline__ void start_gradient(WideGradient<kAtomColumns>& d, co
   ptx::wgmma_commit_group();
 }
 
-/// Stores the first `num_rows` rows and `num_columns` columns of a gradient of 64 rows to `to`; rows are `row_stride`
-/// elements apart. Executed by a warpgroup. Stores bypass shared memory, so that the next tile's held rows can be
-/// loaded before this tile ends.
+/// Stores the first `num_rows` rows and `num_columns` columns of a gradient of 64 rows to `to`, of type T or f32; rows
+/// are `row_stride` elements apart. Executed by a warpgroup. Stores bypass shared memory, so that the next tile's held
+/// rows can be loaded before this tile ends.
 template <typename T, int kAtomColumns>
 __device__ __forceinline__ void store_gradient(const WideGradient<kAtomColumns>& d, float scale, T* to,
                                                int64_t row_stride, int32_t num_rows, int32_t num_columns) {
@@ -141,18 +141,28 @@ __device__ __forceinline__ void store_gradient(const WideGradient<kAtomColumns>&
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int32_t row = thread / 32 * 16 + lane / 4 + 8 * half;
-    T* const columns = to + row * row_stride + lane % 4 * 8;
+    if constexpr (Element<T>::kIs16Bit) {
+      T* const columns = to + row * row_stride + lane % 4 * 8;
 #pragma unroll
-    for (int tile = 0; tile < 8 * kAtomColumns; tile += 4) {
-      uint32_t pairs[4];
+      for (int tile = 0; tile < 8 * kAtomColumns; tile += 4) {
+        uint32_t pairs[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&x)[4] = d.column_tile(tile + i);
-        pairs[i] = Element<T>::pack(x[2 * half] * scale, x[2 * half + 1] * scale);
+        for (int i = 0; i < 4; ++i) {
+          const float (&x)[4] = d.column_tile(tile + i);
+          pairs[i] = Element<T>::pack(x[2 * half] * scale, x[2 * half + 1] * scale);
+        }
+        const uint4 eight_columns = transpose_in_quad(pairs);
+        if (row < num_rows && 8 * (tile + lane % 4) < num_columns) {
+          *reinterpret_cast<uint4*>(columns + 8 * tile) = eight_columns;
+        }
       }
-      const uint4 eight_columns = transpose_in_quad(pairs);
-      if (row < num_rows && 8 * (tile + lane % 4) < num_columns) {
-        *reinterpret_cast<uint4*>(columns + 8 * tile) = eight_columns;
+    } else {
+      T* const columns = to + row * row_stride + lane % 4 * 2;
+#pragma unroll
+      for (int tile = 0; tile < 8 * kAtomColumns; ++tile) {
+        if (row >= num_rows || 8 * tile >= num_columns) break;
+        const float (&x)[4] = d.column_tile(tile);
+        store_columns(columns + 8 * tile, make_float2(x[2 * half] * scale, x[2 * half + 1] * scale));
       }
     }
   }

@@ -168,8 +168,9 @@ def concat_operands(options: Options, axis_size: int, in_batched: Operands, oper
     else:
         concat["cu_seqlens_k"] = concat_cu_seqlens(each.cu_seqlens_k, total_k)
     concat["seqused_q"], concat["seqused_k"] = (per_sequence(name, _MAX_LENGTH) for name in ("seqused_q", "seqused_k"))
-    if operands.leftpad_k is not None:
-        concat["leftpad_k"] = per_sequence("leftpad_k", 0)
+    for name in ("leftpad_k", "q_offset"):
+        if getattr(operands, name) is not None:
+            concat[name] = per_sequence(name, 0)
     if operands.alibi_slopes is not None:
         slopes = concat_alibi_slopes(axis_size, in_batched.alibi_slopes, operands.alibi_slopes, num_seqs)
         concat["alibi_slopes"] = slopes

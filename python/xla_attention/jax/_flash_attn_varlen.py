@@ -50,6 +50,7 @@ def flash_attn_varlen(
     q_scale: Array | float | None = None,
     k_scale: Array | float | None = None,
     v_scale: Array | float | None = None,
+    q_offset: Array | None = None,
     top_left: bool = False,
     deterministic: bool = False,
     batch_invariant: bool = False,
@@ -98,6 +99,9 @@ def flash_attn_varlen(
     q_scale : Array or float, optional
     k_scale : Array or float, optional
     v_scale : Array or float, optional
+    q_offset : Array, optional
+        ``i32[B]``: query i of sequence b stands at key ``i + q_offset[b]``, for causal masks, windows and slopes. Any
+        sign; for shards of longer sequences.
     top_left : bool
     deterministic : bool
         Whether the gradients have to be deterministic; the results always are.
@@ -105,7 +109,8 @@ def flash_attn_varlen(
     return_lse : bool
         Whether to return `softmax_lse` too.
     out_dtype : dtype, optional
-        bf16 (the default) or f16 for f8e4m3fn queries; otherwise only q's dtype. For long f8e4m3fn sequences with D
+        bf16 (the default) or f16 for f8e4m3fn queries; otherwise q's dtype (the default) or f32, for partial results
+        that are merged. The gradients round a cotangent of f32 to q's dtype. For long f8e4m3fn sequences with D
         128 or 256, Hopper multiplies 8-bit numbers on tensor cores: the error of `out` is then about 2 %, that of
         `softmax_lse` up to 5e-4 (``docs/semantics.md#fp8-queries``).
     dropout_p : float
@@ -177,6 +182,7 @@ def flash_attn_varlen(
         _optional_index("leftpad_k", leftpad_k),
         *(None if x is None else jnp.asarray(x, jnp.float32) for x in (alibi_slopes, sinks)),
         *(scale_operand(x) for x in (q_scale, k_scale, v_scale)),
+        _optional_index("q_offset", q_offset),
     )
     return attend(options, operands, bool(static_bool("return_lse", return_lse)))
 
@@ -235,7 +241,8 @@ def _attend_bwd(options: Options, residuals: tuple, cotangents: tuple[Any, Any])
     operands, out, lse = residuals
     zero = jax.custom_derivatives.SymbolicZero
     dout, dlse = (None if isinstance(x, zero) else x for x in cotangents)
-    dout = jnp.zeros_like(out) if dout is None else dout
+    out = out.astype(operands.q.dtype)
+    dout = jnp.zeros_like(out) if dout is None else dout.astype(out.dtype)
     grads = gradients(options, operands, Cotangents(dout, out, lse, dlse))
     dq, dk, dv = map(reshard_like, grads[:3], operands[:3])
     return (Operands(dq, dk, dv, sinks=None if grads.dsinks is None else reshard_like(grads.dsinks, operands.sinks)),)

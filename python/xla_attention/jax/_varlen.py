@@ -40,7 +40,7 @@ def packed(operands: Operands) -> Operands:
     starts_k = concat_cu_seqlens(operands.cu_seqlens_k, keys)
     per_sequence = {
         name: append_empty_sequence(x)
-        for name in ("seqused_q", "seqused_k", "leftpad_k")
+        for name in ("seqused_q", "seqused_k", "leftpad_k", "q_offset")
         if (x := getattr(operands, name)) is not None
     }
     return operands._replace(q=q, k=k, v=v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **per_sequence)
@@ -82,14 +82,14 @@ def _backward_ffi_call(options: Options, operands: Operands, cotangents: Cotange
     starts = operands.cu_seqlens_q
     sequences = [starts, operands.cu_seqlens_k, operands.seqused_k, operands.seqused_q, operands.leftpad_k]
     sinks = operands.sinks
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
+    results = [jax.ShapeDtypeStruct(x.shape, jnp.float32 if options.f32_gradients else x.dtype) for x in (q, k, v)]
     results.append(None if sinks is None else jax.ShapeDtypeStruct(sinks.shape, jnp.float32))
     target = "xla_gpu_flash_attn_varlen_bwd"
     heads, dims = (q.shape[1], k.shape[1]), (q.shape[2], v.shape[2])
     size = _library.workspace(target, *heads, *dims, q.dtype, False, q.shape[0], starts.shape[0] - 1)
     grads = custom_call(
         target,
-        [dout, q, k, v, out, lse, *sequences, operands.alibi_slopes, sinks, dlse],
+        [dout, q, k, v, out, lse, *sequences, operands.alibi_slopes, sinks, dlse, operands.q_offset],
         [*results, jax.ShapeDtypeStruct((size,), jnp.uint8)],
         operator(target).attributes_of(options),
     )
@@ -113,7 +113,7 @@ def _operand_dims(options: Options, operands: Operands) -> tuple[str, ...]:
         starts = per_sequence = "b."
     dims = Operands("btHd" if options.dense else "tHd", k, v, starts, starts, *[per_sequence] * 5)
     dims = dims._replace(block_table=f"{per_sequence}.")
-    return drop_absent((*dims[:9], *score_dims(*operands[9:])), operands)
+    return drop_absent((*dims[:9], *score_dims(*operands[9:14]), per_sequence), operands)
 
 
 def _result_dims(options: Options) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from ._call import Array
 
 
 class Options(NamedTuple):
-    """The compile-time constants: the attributes of the forward and backward targets, by name, and two more."""
+    """The compile-time constants: the attributes of the forward and backward targets, by name, and three more."""
 
     batch_invariant: np.bool_
     causal: np.bool_
@@ -24,6 +24,7 @@ class Options(NamedTuple):
     window_right: np.int64
     out_dtype: np.dtype
     dense: bool  # q, k and v have a batch dimension
+    f32_gradients: bool = False  # of q, k and v; otherwise they have q's dtype
 
 
 class Operands(NamedTuple):
@@ -47,6 +48,7 @@ class Operands(NamedTuple):
     q_scale: Array | None = None
     k_scale: Array | None = None
     v_scale: Array | None = None
+    q_offset: Array | None = None
 
 
 def keys_are_in_pages(options: Options, operands: Operands) -> bool:

@@ -45,6 +45,7 @@ def flash_attn_varlen(
     q_scale: torch.Tensor | float | None = None,
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
+    q_offset: torch.Tensor | None = None,
     top_left: bool = False,
     deterministic: bool = False,
     batch_invariant: bool = False,
@@ -94,6 +95,9 @@ def flash_attn_varlen(
     q_scale : Tensor or float, optional
     k_scale : Tensor or float, optional
     v_scale : Tensor or float, optional
+    q_offset : Tensor, optional
+        ``i32[B]``: query i of sequence b stands at key ``i + q_offset[b]``, for causal masks, windows and slopes. Any
+        sign; for shards of longer sequences.
     top_left : bool
     deterministic : bool
         Whether the gradients have to be deterministic; the results always are.
@@ -101,9 +105,10 @@ def flash_attn_varlen(
     return_lse : bool
         Whether to return `softmax_lse` too.
     out_dtype : torch.dtype, optional
-        bf16 (the default) or f16 for f8e4m3fn queries; otherwise only q's dtype. For long f8e4m3fn sequences
-        with D 128 or 256, Hopper multiplies 8-bit numbers on tensor cores: the error of `out` is then about 2 %, that
-        of `softmax_lse` up to 5e-4 (``docs/semantics.md#fp8-queries``).
+        bf16 (the default) or f16 for f8e4m3fn queries; otherwise q's dtype (the default) or f32, for partial results
+        that are merged. The gradients round a cotangent of f32 to q's dtype. For long f8e4m3fn sequences with D 128 or
+        256, Hopper multiplies 8-bit numbers on tensor cores: the error of `out` is then about 2 %, that of
+        `softmax_lse` up to 5e-4 (``docs/semantics.md#fp8-queries``).
     dropout_p : float
         Has to be 0, there is no dropout; flash-attn has this argument.
 
@@ -159,6 +164,7 @@ def flash_attn_varlen(
         batch_invariant,
         kv_layout,
         out_dtype,
+        q_offset,
     )
     return (out, lse) if return_lse else out
 
@@ -190,6 +196,7 @@ def _lower(
     batch_invariant: bool = False,
     kv_layout: str | None = None,
     out_dtype: torch.dtype | None = None,
+    q_offset: torch.Tensor | None = None,
 ) -> Call:
     value_dim = v.shape[-1] if v.dim() > 1 else k.shape[-1]
     workspace = None
@@ -215,6 +222,7 @@ def _lower(
             "q_scale": scale_operand(q_scale),
             "k_scale": scale_operand(k_scale),
             "v_scale": scale_operand(v_scale),
+            "q_offset": index_operand("q_offset", q_offset),
         },
         (
             Result((*q.shape[:-1], value_dim), output_dtype(q, out_dtype)),
@@ -242,9 +250,10 @@ def _lower(
 define(
     "xla::flash_attn_varlen_op",
     f"({_OPERATOR.required_tensors()}, int max_seqlen_q, int max_seqlen_k, float softmax_scale, bool is_causal, "
-    f"int window_left, int window_right, float softcap, {_OPERATOR.optional_tensors()}, bool top_left=False, "
-    "bool deterministic=False, bool batch_invariant=False, str? kv_layout=None, ScalarType? out_dtype=None) "
-    "-> (Tensor, Tensor)",
+    # An option that is newer than the operator is its last parameter, because programs pass options by position.
+    f"int window_left, int window_right, float softcap, {_OPERATOR.optional_tensors(without=['q_offset'])}, "
+    "bool top_left=False, bool deterministic=False, bool batch_invariant=False, str? kv_layout=None, "
+    "ScalarType? out_dtype=None, Tensor? q_offset=None) -> (Tensor, Tensor)",
     _lower,
     tuple,
     backward=backward,

@@ -23,6 +23,7 @@ _TENSORS = (
     "leftpad_k",
     "alibi_slopes",
     "sinks",
+    "q_offset",
 )
 
 
@@ -66,8 +67,9 @@ def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> 
     if not any(ctx.needs_input_grad[sinks : sinks + 1]):
         saved["sinks"] = None  # the log-sum-exps include them
     names = ("max_seqlen_q", "max_seqlen_k", "softmax_scale", "is_causal", "window_left", "window_right", "softcap")
+    out = out.to(saved["q"].dtype)
     dq, dk, dv, dsinks = torch.ops.xla_gpu.flash_attn_varlen_bwd(
-        torch.zeros_like(out) if dout is None else dout,
+        torch.zeros_like(out) if dout is None else dout.to(out.dtype),
         *(saved[name] for name in ("q", "k", "v")),
         out,
         lse,
@@ -77,6 +79,7 @@ def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> 
         dlse,
         ctx.options.get("top_left", False),
         ctx.options.get("deterministic", False),
+        saved["q_offset"],
     )
     grads: list[torch.Tensor | None] = [dq, dk, dv] + [None] * (len(_arguments()) - 3)
     if saved["sinks"] is not None:
@@ -108,6 +111,8 @@ def _lower(
     dlse: torch.Tensor | None = None,
     top_left: bool = False,
     deterministic: bool = False,
+    q_offset: torch.Tensor | None = None,
+    grad_dtype: torch.dtype | None = None,
 ) -> Call:
     workspace = None
     if q.dim() == k.dim() == v.dim() == 3 and cu_seqlens_q.dim() == 1:
@@ -130,9 +135,10 @@ def _lower(
             "alibi_slopes": f32_operand(alibi_slopes),
             "sinks": f32_operand(sinks),
             "dlse": dlse,
+            "q_offset": index_operand("q_offset", q_offset),
         },
         (
-            *(Result(tuple(x.shape), x.dtype) for x in (q, k, v)),
+            *(Result(tuple(x.shape), grad_dtype or x.dtype) for x in (q, k, v)),
             Result((0,) if sinks is None else tuple(sinks.shape), torch.float32),
         ),
         _OPERATOR.typed(
@@ -156,8 +162,8 @@ def _lower(
 define(
     "xla_gpu::flash_attn_varlen_bwd",
     f"({_OPERATOR.required_tensors()}, int max_seqlen_q, int max_seqlen_k, float softmax_scale, bool is_causal, "
-    f"int window_left, int window_right, float softcap, {_OPERATOR.optional_tensors()}, bool top_left=False, "
-    "bool deterministic=False) "
+    f"int window_left, int window_right, float softcap, {_OPERATOR.optional_tensors(without=['q_offset'])}, "
+    "bool top_left=False, bool deterministic=False, Tensor? q_offset=None, ScalarType? grad_dtype=None) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _lower,
     tuple,

@@ -68,9 +68,9 @@ def paged_attention(
     return_lse : bool
         Whether to return `softmax_lse` too.
     out_dtype : torch.dtype, optional
-        bf16 (the default) or f16 for f8e4m3fn queries; otherwise only the query's dtype. For long f8e4m3fn sequences
-        with D 128 or 256, Hopper multiplies 8-bit numbers on tensor cores: the error of `out` is then about 2 %, that
-        of `softmax_lse` up to 5e-4 (``docs/semantics.md#fp8-queries``).
+        bf16 (the default) or f16 for f8e4m3fn queries; otherwise the query's dtype (the default) or f32. For long
+        f8e4m3fn sequences with D 128 or 256, Hopper multiplies 8-bit numbers on tensor cores: the error of `out` is
+        then about 2 %, that of `softmax_lse` up to 5e-4 (``docs/semantics.md#fp8-queries``).
 
     Returns
     -------

@@ -95,7 +95,7 @@ unsafe fn run_with(isa: Isa, problem: &Attention, pool: &dyn Pool) -> Result {
 
 /// Whether q, K, V and p may be multiplied as bf16 where the CPU can. q, K and V are exact in bf16 if q is bf16 or fp8
 /// (K and V then are too), and p may be rounded to bf16 if the output's dtype is no finer than that rounding. An f16
-/// operand or an f16 output breaks one of the two conditions.
+/// operand, or an output of f16 or f32, breaks one of the two conditions.
 ///
 /// `vdpbf16ps` rounds after each of its two additions, the products themselves being exact, so a sum in this order
 /// differs from one in f32 only by the order. It flushes subnormal bf16 inputs and f32 sums to 0: an absolute error
@@ -103,5 +103,5 @@ unsafe fn run_with(isa: Isa, problem: &Attention, pool: &dyn Pool) -> Result {
 /// `docs/semantics.md#error-bounds` allows. Rounding p to bf16 is an error of 2^-9 p in each term of o, as in a
 /// computation in bf16 throughout; l, and so the lse, is the sum of p before the rounding.
 fn multiplies_bf16(q: DType, out: DType) -> bool {
-    [DType::BF16, DType::F8E4M3FN].contains(&q) && out != DType::F16
+    [DType::BF16, DType::F8E4M3FN].contains(&q) && out == DType::BF16
 }

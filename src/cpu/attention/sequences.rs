@@ -2,7 +2,7 @@
 //! attends to.
 
 use crate::error::{Result, with_room};
-use crate::problem::attention::{Attention, KeyStorage, Score};
+use crate::problem::attention::{Attention, KeyStorage, Score, position_of_query_0};
 use std::ops::Range;
 
 /// A sequence in use, with clamped lengths.
@@ -145,13 +145,14 @@ struct Ends {
 unsafe fn sequence(problem: &Attention, b: usize, ends: &mut Ends) -> Sequence {
     let (queries, keys) = (&problem.queries, &problem.keys);
     // SAFETY: b < B; lengths have B elements and starts B + 1.
-    let (starts_q, starts_k, used_q, used_k, leftpad) = unsafe {
+    let (starts_q, starts_k, used_q, used_k, leftpad, offset) = unsafe {
         (
             pair(queries.starts, b),
             keys.starts.map(|starts| pair(starts, b)),
             queries.used.map(|used| non_negative(used.add(b).read())),
             keys.used.map(|used| non_negative(used.add(b).read())),
             keys.leftpad.map_or(0, |leftpad| non_negative(leftpad.add(b).read())),
+            queries.offset.map(|offset| offset.add(b).read()),
         )
     };
     let rows = clamp_rows(starts_q, &mut ends.rows, problem.num_rows);
@@ -169,7 +170,7 @@ unsafe fn sequence(problem: &Attention, b: usize, ends: &mut Ends) -> Sequence {
             (SequenceKeys::Pages(pages), used_k.unwrap_or_else(between).min(table.capacity()))
         }
     };
-    let shift = if problem.score.top_left { 0 } else { len_k as i64 - len_q as i64 };
+    let shift = position_of_query_0(&problem.score, offset, len_q, len_k);
     Sequence { first_row: rows.start, len_q, len_k, leftpad: leftpad.min(len_k), shift, keys: stored }
 }
 

@@ -253,10 +253,11 @@ impl PrefillParameter<'_> {
         };
         let head_atom_columns =
             |view: &KvView| (step(problem.num_kv_heads, view.head_stride) / prefill.tile.kv_atom_row()) as i32;
-        // With more heads per pack_gqa than rows per warp, O is stored row by row.
+        // f32 O of 16-bit queries, and O with more heads per pack_gqa than rows per warp, is stored row by row.
         let out_axes = prefill.out_axes(problem);
-        let stores_by_tma =
-            prefill.pack_gqa <= WARP_ROWS && supports_tma(problem.out.dtype, problem.out.data, &out_axes);
+        let stores_by_tma = attention.widens_out == 0
+            && prefill.pack_gqa <= WARP_ROWS
+            && supports_tma(problem.out.dtype, problem.out.data, &out_axes);
         Ok(HopperPrefillParams {
             attention: attention.with_packs(prefill.pack_gqa, prefill.num_packs(problem)),
             q: rows(&problem.q, &prefill.query_axes(problem))?,
@@ -348,6 +349,8 @@ pub(super) mod tests {
         assert_eq!(named_on(&ragged(), &device(false))[0].0, "attention_bf16_128_prefill_none");
         // The short sequences have a separate decode launch.
         assert_eq!(named_on(&ragged(), &device(true))[1].0, "attention_bf16_128_decode_8warps_none");
+        let wide = Attention { out: Tensor { dtype: DType::F32, ..ragged().out }, ..ragged() };
+        assert_eq!(first_kernel(&wide), "hopper_prefill_bf16_128_contiguous_none");
         let short = Attention { queries: Queries { longest: 1, ..ragged().queries }, ..ragged() };
         assert_eq!(first_kernel(&short), "attention_bf16_128_decode_8warps_none");
     }

@@ -209,7 +209,7 @@ pub(super) mod tests {
             out: empty,
             lse: None,
             workspace: None,
-            queries: Queries { num_seqs: None, starts: null(), used: None, longest: 0 },
+            queries: Queries { num_seqs: None, starts: null(), used: None, offset: None, longest: 0 },
             keys: Keys {
                 starts: None,
                 used: None,

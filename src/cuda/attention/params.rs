@@ -7,7 +7,7 @@ use crate::cuda::params::attention::{
 };
 use crate::cuda::params::slots::SlotMapping;
 use crate::error::{Error, Result, ensure};
-use crate::problem::attention::{Attention, KeyStorage};
+use crate::problem::attention::{Attention, KeyStorage, LARGEST_Q_OFFSET};
 use crate::problem::kv_cache_update::KvCacheUpdate;
 use crate::problem::{KvView, Scale};
 use crate::tensor::{DType, Tensor};
@@ -23,6 +23,8 @@ const LARGEST_GROUP: i64 = 1 << 19;
 
 /// The page size that stands for contiguous keys: longer than any context, and a multiple of every kernel's blocks.
 const ENDLESS_PAGE: i32 = 1 << 30;
+
+const _: () = assert!(crate::cuda::params::attention::LARGEST_Q_OFFSET == LARGEST_Q_OFFSET);
 
 impl AttentionParams {
     /// The parameter, without what differs between launches.
@@ -59,6 +61,7 @@ impl AttentionParams {
             cu_seqlens_k: keys.starts.unwrap_or(null()),
             seqused_k: keys.used.unwrap_or(null()),
             leftpad_k: keys.leftpad.unwrap_or(null()),
+            q_offset: queries.offset.unwrap_or(null()),
             num_seqs: queries.num_seqs.unwrap_or(null()),
             alibi_slopes: score.alibi.map_or(null(), |alibi| alibi.slopes),
             alibi_stride: score.alibi.map_or(0, |a| if a.per_sequence { problem.num_q_heads as i64 } else { 0 }),
@@ -75,7 +78,7 @@ impl AttentionParams {
             max_seqs: problem.max_seqs as i32,
             num_pages,
             page_size,
-            capacity: capacity(&keys.storage) as i32,
+            capacity: keys.storage.capacity().1 as i32,
             num_kv_heads: problem.num_kv_heads as i32,
             group,
             group_reciprocal: 1.0 / group as f32,
@@ -90,6 +93,7 @@ impl AttentionParams {
             q_type: query_type(problem.q.dtype),
             kv_is_e5m2: i32::from(problem.kv_dtype == DType::F8E5M2),
             out_is_bf16: i32::from(problem.out.dtype == DType::BF16),
+            widens_out: i32::from(problem.out.dtype == DType::F32 && problem.q.dtype != DType::F32),
             has_narrow_rows: i32::from(!has_wide_rows(problem)),
             partial: PartialResults::NONE,
             new_tokens: NewTokens::NONE,
@@ -162,14 +166,6 @@ fn query_type(dtype: DType) -> QueryType {
     }
 }
 
-/// The maximum number of keys of a sequence.
-fn capacity(storage: &KeyStorage) -> usize {
-    match storage {
-        KeyStorage::Contiguous { total } => *total,
-        KeyStorage::Paged(table) => table.capacity(),
-    }
-}
-
 /// A window that 32 bits cannot hold is no window, because distances between keys and queries fit 32 bits.
 fn window(keys: i64) -> i32 {
     i32::try_from(keys).ok().filter(|keys| *keys < i32::MAX).unwrap_or(-1)
@@ -179,11 +175,8 @@ fn check_sizes(problem: &Attention) -> Result {
     let group = (problem.num_q_heads / problem.num_kv_heads) as i64;
     ensure_fits("Hq / Hkv", group, LARGEST_GROUP)?;
     ensure_fits("Tq * Hq / Hkv", problem.num_rows as i64 * group, i64::from(i32::MAX) - 256)?;
-    let keys = match problem.keys.storage {
-        KeyStorage::Contiguous { .. } => "Tk",
-        KeyStorage::Paged(_) => "max_pages * page_size",
-    };
-    ensure_fits(keys, capacity(&problem.keys.storage) as i64, LONGEST_CONTEXT as i64)
+    let (keys, capacity) = problem.keys.storage.capacity();
+    ensure_fits(keys, capacity as i64, LONGEST_CONTEXT as i64)
 }
 
 fn ensure_fits(name: &str, size: i64, limit: i64) -> Result {

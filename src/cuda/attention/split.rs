@@ -3,7 +3,7 @@
 
 use super::tiles::AttentionTile;
 use crate::cuda::params::attention::{MIN_SPLIT_KEYS, MIN_SPLIT_TILE_KEYS, PartialResults, SPLIT_RECORD_BYTES};
-use crate::problem::attention::{Attention, KeyStorage};
+use crate::problem::attention::Attention;
 use std::ptr::null_mut;
 
 /// The limit of the grid's second dimension.
@@ -114,10 +114,7 @@ fn max_fixed_splits(num_kv_heads: i64) -> i32 {
 
 /// Maximum number of keys that any row of a tile attends to.
 fn longest_tile(problem: &Attention, max_queries: i64) -> i64 {
-    let capacity = match problem.keys.storage {
-        KeyStorage::Contiguous { total } => total as i64,
-        KeyStorage::Paged(table) => table.capacity() as i64,
-    };
+    let capacity = problem.keys.storage.capacity().1 as i64;
     let score = &problem.score;
     if score.window_left < 0 || score.window_right < 0 {
         return capacity;
@@ -130,7 +127,7 @@ fn longest_tile(problem: &Attention, max_queries: i64) -> i64 {
 mod tests {
     use super::super::tests::problem;
     use super::*;
-    use crate::problem::attention::Keys;
+    use crate::problem::attention::{KeyStorage, Keys};
     use crate::problem::workspace::AttentionSizes;
     use crate::tensor::{DType, Tensor};
 

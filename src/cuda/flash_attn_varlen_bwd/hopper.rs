@@ -4,7 +4,7 @@
 //! Two launches: the plan and the row statistics (`hopper_bwd_prepare`), and the gradients (`hopper_bwd`). All decisions
 //! follow from static sizes, strides and options.
 
-use super::{Launch, Parameter, sinks};
+use super::{Launch, Parameter, sinks, widens_gradients};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention_bwd::BackwardParams;
@@ -139,14 +139,16 @@ impl WorkspaceLayout {
             ..
         } = *self;
         let encode = |config: &TensorMapConfig| config.encode(problem);
+        // TMA stores gradients of the operands' dtype only.
+        let encode_result = |config| if widens_gradients(problem) { Ok(TensorMap::NONE) } else { encode(config) };
         Ok(HopperBackwardParams {
             base: BackwardParams::new(problem, device, self.delta.cast())?,
             q: encode(q)?,
             k: encode(k)?,
             v: encode(v)?,
             dout: encode(dout)?,
-            dk: encode(dk)?,
-            dv: encode(dv)?,
+            dk: encode_result(dk)?,
+            dv: encode_result(dv)?,
             lse_log2: lse_log2.cast(),
             dq_accum: dq_accum.cast(),
             dq_semaphore: dq_semaphore.cast(),
@@ -396,6 +398,9 @@ pub(super) mod tests {
         };
         assert!(takes(&large_workspace(&[4_000_000])) && !takes(&large_workspace(&[2_000_000])));
         assert!(!takes(&FlashAttnVarlenBwd { workspace: None, ..gradients(128) }));
+        let wide = |tensor| Tensor { dtype: DType::F32, ..tensor };
+        let FlashAttnVarlenBwd { dq, dk, dv, .. } = gradients(128);
+        assert!(takes(&FlashAttnVarlenBwd { dq: wide(dq), dk: wide(dk), dv: wide(dv), ..gradients(128) }));
     }
 
     #[test]

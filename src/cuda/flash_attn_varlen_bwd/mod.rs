@@ -27,6 +27,11 @@ use std::rc::Rc;
 
 const SINKS_KERNEL: &str = "attention_bwd_sinks";
 
+/// Whether the gradients are f32 and the operands are not.
+fn widens_gradients(problem: &FlashAttnVarlenBwd) -> bool {
+    problem.dq.dtype != problem.forward.q.dtype
+}
+
 impl BackwardParams {
     /// `delta` is memory for one f32 per query row and head, or null.
     fn new(problem: &FlashAttnVarlenBwd, device: &Device, delta: *mut f32) -> Result<Self> {
@@ -46,7 +51,7 @@ impl BackwardParams {
             dsinks: problem.dsinks.unwrap_or(null_mut()),
             delta,
             softmax_scale: problem.forward.score.softmax_scale,
-            reserved: 0,
+            widens_gradients: i32::from(widens_gradients(problem)),
         })
     }
 }

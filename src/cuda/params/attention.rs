@@ -13,6 +13,9 @@ pub const SPLIT_RECORD_BYTES: i32 = 64;
 /// Minimum keys of a tile that may be split: for shorter ones the combine kernel costs more than splitting saves.
 pub const MIN_SPLIT_TILE_KEYS: i32 = 640;
 
+/// The largest magnitude of a `q_offset`.
+pub const LARGEST_Q_OFFSET: i32 = 1 << 28;
+
 /// Minimum keys of a split, and of a work range.
 pub const MIN_SPLIT_KEYS: i32 = 128;
 
@@ -118,6 +121,8 @@ pub struct AttentionParams {
     pub seqused_k: *const i32,
     /// `[B]`
     pub leftpad_k: *const i32,
+    /// `[B]`: the position of query 0 among the keys; if null, `top_left` tells it.
+    pub q_offset: *const i32,
     /// A scalar; if null, all B slots are in use.
     pub num_seqs: *const i32,
     /// `[Hq]`, or `[B, Hq]`.
@@ -168,13 +173,16 @@ pub struct AttentionParams {
     pub max_queries: i32,
     /// Whether this launch clears the padding rows, which belong to no sequence. Set per launch.
     pub clears_padding_rows: i32,
-    /// Only the kernels for fp8 K and V read this field and the next three.
+    /// Only the kernels for fp8 K and V read this field and the next two.
     pub q_type: QueryType,
     /// Whether K and V are e5m2; else e4m3fn.
     pub kv_is_e5m2: i32,
     /// Whether out is bf16; else f16.
     pub out_is_bf16: i32,
-    /// Whether K and V are loaded 8 bytes at a time, because they are not aligned to 16; else 16.
+    /// Whether out is f32 and q is not.
+    pub widens_out: i32,
+    /// Only the kernels for fp8 K and V read this field: whether K and V are loaded 8 bytes at a time, because they are not
+    /// aligned to 16; else 16.
     pub has_narrow_rows: i32,
     /// Set per launch.
     pub partial: PartialResults,

@@ -27,5 +27,6 @@ pub struct BackwardParams {
     /// small; the others then compute it themselves.
     pub delta: *mut f32,
     pub softmax_scale: f32,
-    pub reserved: i32,
+    /// Whether dq, dk and dv are f32 and q is not.
+    pub widens_gradients: i32,
 }

@@ -11,8 +11,9 @@ use crate::support::{
 pub(crate) fn corrupt(case: &mut AttentionCase, seed: u64) {
     let mut random = Random::new(seed);
     let share = random.one_of(&[2, 8, 30]);
-    let AttentionCase { cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, num_seqs, .. } = case;
-    let optional = [seqused_q, seqused_k, leftpad_k].into_iter().flatten();
+    let AttentionCase { cu_seqlens_q, cu_seqlens_k, block_table, num_seqs, .. } = case;
+    let optional =
+        [&mut case.seqused_q, &mut case.seqused_k, &mut case.leftpad_k, &mut case.q_offset].into_iter().flatten();
     for list in [cu_seqlens_q, cu_seqlens_k, block_table].into_iter().chain(optional) {
         for value in list {
             if random.below(share) == 0 {
@@ -24,12 +25,13 @@ pub(crate) fn corrupt(case: &mut AttentionCase, seed: u64) {
         *num_seqs = random.hostile_i32();
     }
     case.name = format!(
-        "starts {:?} and {:?}, lengths {:?} and {:?}, leftpad_k {:?}, table {:?} by {}, num_seqs {}: {}",
+        "starts {:?} and {:?}, lengths {:?} and {:?}, leftpad_k {:?}, q_offset {:?}, table {:?} by {}, num_seqs {}: {}",
         case.cu_seqlens_q,
         case.cu_seqlens_k,
         case.seqused_q,
         case.seqused_k,
         case.leftpad_k,
+        case.q_offset,
         case.block_table,
         case.max_pages,
         case.num_seqs,
@@ -102,12 +104,14 @@ const COMMON_CHANGES: [Change; 7] = [
     ("fewer keys than stored", |c| c.seqused_k = Some(vec![0, 1, 31])),
 ];
 
-const VARLEN_CHANGES: [Change; 7] = [
+const VARLEN_CHANGES: [Change; 9] = [
     ("more queries than there are", |c| c.seqused_q = Some(vec![3, i32::MAX, 4])),
     ("fewer queries than none", |c| c.seqused_q = Some(vec![-1, 3, i32::MIN])),
     ("fewer queries than rows", |c| c.seqused_q = Some(vec![1, 0, 3])),
     ("more padding than keys", |c| c.leftpad_k = Some(vec![32, 33, i32::MAX])),
     ("less padding than none", |c| c.leftpad_k = Some(vec![-1, 5, i32::MIN])),
+    ("offsets of any size", |c| c.q_offset = Some(vec![i32::MIN, i32::MAX, 5])),
+    ("offsets on either side of the keys", |c| c.q_offset = Some(vec![-2, 40, -40])),
     ("padding up to the last key", |c| c.leftpad_k = Some(vec![31, 30, 28])),
     ("padding beyond the keys in use", |c| {
         c.seqused_k = Some(vec![4, 20, 0]);

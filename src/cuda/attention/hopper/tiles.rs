@@ -29,7 +29,7 @@ impl HopperPrefillTile {
     /// Whether the tensor cores take q, K and V of the call as they are, and the logits transform is built.
     pub(super) fn serves(&self, problem: &Attention) -> bool {
         let (dtype, out) = (problem.q.dtype, problem.out.dtype);
-        let bytes = if [DType::F16, DType::BF16].contains(&dtype) && out == dtype {
+        let bytes = if [DType::F16, DType::BF16].contains(&dtype) && [dtype, DType::F32].contains(&out) {
             2
         } else if dtype == DType::F8E4M3FN && [DType::F16, DType::BF16].contains(&out) {
             1

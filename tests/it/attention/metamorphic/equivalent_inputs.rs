@@ -95,12 +95,13 @@ pub(crate) fn permuting_keys_changes_nothing_without_mask_and_bias(op: Operator)
 
 pub(crate) fn left_padding_equals_removing_the_keys(op: Operator) {
     for_f32_calls(op, 32, |spec, memory_layout, _| {
-        // Positions count from the last key, so that the padding does not affect them.
+        // Positions count from the last key, so that the padding does not affect them; offsets count from the first.
         let mask = Mask { top_left: false, ..spec.mask };
         let padded = BatchSpec { leftpad: true, mask, ..spec }.batch();
         let rows = [padded.config.head_dim, padded.config.value_dim].map(|d| padded.config.kv_heads * d);
         let sliced = each(&padded, |s| {
             s.len_k -= s.leftpad;
+            s.q_offset -= s.leftpad as i32;
             s.k.drain(..s.leftpad * rows[0]);
             s.v.drain(..s.leftpad * rows[1]);
             s.leftpad = 0;
@@ -116,6 +117,8 @@ pub(crate) fn left_padding_equals_removing_the_keys(op: Operator) {
 
 pub(crate) fn equivalent_masks_give_the_same_result(op: Operator) {
     for_f32_calls(op, 16, |spec, memory_layout, _| {
+        // The masks have an alignment.
+        let spec = BatchSpec { q_offset: false, ..spec };
         let batch = spec.batch();
         let with = |mask| batch.with_config(|config| config.mask = mask);
         let causal = Mask { causal: true, window_right: 0, ..spec.mask };

@@ -13,11 +13,11 @@ use crate::support::{Array, AttentionConfig, BatchSpec, GradientCase, GradientOp
 pub(crate) fn dk_and_dv_sum_to_the_cotangents_of_the_rows(op: Operator) {
     for_f32_calls(op, 32, |spec, memory_layout, _| {
         let batch = BatchSpec { softcap: 0.0, sinks: false, ..spec }.batch();
-        let AttentionConfig { q_heads, kv_heads, head_dim, value_dim, mask, softmax_scale, .. } = batch.config;
+        let AttentionConfig { q_heads, kv_heads, head_dim, value_dim, softmax_scale, .. } = batch.config;
         let group = q_heads / kv_heads;
         for (gradients, sequence) in differentiate(&batch, &memory_layout).0.iter().zip(&batch.sequences) {
             let SequenceData { len_q, len_k, leftpad, .. } = *sequence;
-            let has_keys = |row: usize| !mask.visible(row, len_q, len_k, leftpad).is_empty();
+            let has_keys = |row: usize| !batch.mask(sequence).visible(row, len_q, len_k, leftpad).is_empty();
             let (mut q, mut dout) = (sequence.q.clone(), gradients.dout.clone());
             for (index, query) in q.chunks_exact_mut(head_dim).enumerate() {
                 let factor =

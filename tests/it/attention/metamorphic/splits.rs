@@ -5,11 +5,11 @@ use crate::attention::Operator;
 use crate::attention::results::{LSE, OUT, Rows, assert_close, assert_same_rows, attend};
 use crate::support::{Alibi, AttentionConfig, Batch, BatchSpec, F32, Mask, SequenceData, Side, State};
 
-/// The keys `start..end` of a sequence.
+/// The keys `start..end` of a sequence. With offsets, the queries keep their positions.
 fn keys(config: &AttentionConfig, sequence: &SequenceData, start: usize, end: usize) -> SequenceData {
     let rows = |values: &[f64], d: usize| values[start * config.kv_heads * d..end * config.kv_heads * d].to_vec();
     let (k, v) = (rows(&sequence.k, config.head_dim), rows(&sequence.v, config.value_dim));
-    SequenceData { len_k: end - start, k, v, ..sequence.clone() }
+    SequenceData { len_k: end - start, q_offset: sequence.q_offset - start as i32, k, v, ..sequence.clone() }
 }
 
 /// Merges the states of two splits of the keys by `merge_attention_states`.
@@ -38,9 +38,14 @@ pub(crate) fn merging_the_states_of_two_splits_gives_the_whole(op: Operator) {
             assert_same_rows(&actual, &attend(op, whole, &memory_layout), "merged");
         };
         // Under any mask that counts from the first key, removing the last keys changes no position.
-        let whole = BatchSpec { leftpad: false, mask: spec.mask.top_left(), ..spec.clone() }.batch();
+        let mask = if spec.q_offset { spec.mask } else { spec.mask.top_left() };
+        let whole = BatchSpec { leftpad: false, mask, ..spec.clone() }.batch();
         assert_merged(&whole, &Batch { leftpad: true, ..each(&whole, |s| s.leftpad = at(s)) });
-        // Without a mask each split is a sequence.
+        // With offsets, and without a mask, each split is a sequence.
+        if spec.q_offset {
+            let whole = BatchSpec { leftpad: false, ..spec.clone() }.batch();
+            assert_merged(&whole, &each(&whole, |s| *s = keys(&whole.config, s, at(s), s.len_k)));
+        }
         let whole = BatchSpec { leftpad: false, mask: Mask::FULL, alibi: Alibi::Off, ..spec }.batch();
         assert_merged(&whole, &each(&whole, |s| *s = keys(&whole.config, s, at(s), s.len_k)));
     });
@@ -62,7 +67,7 @@ pub(crate) fn paged_attention_equals_causal_flash_attn_varlen(op: Operator) {
 fn chunk(config: &AttentionConfig, sequence: &SequenceData, start: usize, end: usize) -> SequenceData {
     let row = config.q_heads * config.head_dim;
     let q = sequence.q[start * row..end * row].to_vec();
-    SequenceData { len_q: end - start, q, ..keys(config, sequence, 0, end) }
+    SequenceData { len_q: end - start, q_offset: sequence.q_offset + start as i32, q, ..keys(config, sequence, 0, end) }
 }
 
 pub(crate) fn chunked_prefill_equals_whole_prefill(op: Operator) {

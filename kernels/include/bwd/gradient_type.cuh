@@ -1,0 +1,20 @@
+// The type of dq, dk and dv: that of the operands, or f32.
+#pragma once
+
+#include "element.cuh"
+#include "params/attention_bwd.cuh"
+
+namespace xa {
+
+/// Calls `function(gradient)` with the gradient's address in its type: f32 with BackwardParams::widens_gradients, else
+/// T.
+template <typename T, typename Function>
+__device__ __forceinline__ void with_gradient_type(const BackwardParams& params, void* gradient,
+                                                   const Function& function) {
+  if constexpr (Element<T>::kIs16Bit) {
+    if (params.widens_gradients != 0) return function(static_cast<float*>(gradient));
+  }
+  function(static_cast<T*>(gradient));
+}
+
+}  // namespace xa
