@@ -300,9 +300,10 @@ def decoded(heads=HEADS):
     return case._replace(attend=attend, out_specs=(PACKED, BY_HEAD, CACHES["interleaved"]))
 
 
-def packed_cache(layout, **options):
+def packed_cache(layout, *, heads=None, **options):
     """ragged_paged_attention_v3 over a packed cache, sharded by its rows, which have both K and V of a head."""
-    shape = {"heads": (16, 8) if layout == "concatenated" else HEADS, "d": 64, "layout": layout}
+    default_heads = (16, 8) if layout == "concatenated" else HEADS
+    shape = {"heads": heads or default_heads, "d": 64, "layout": layout}
     operands = packed_batch([(3, 9), (1, 5)], dtype="bfloat16", spare_rows=0, **shape)
     # f32, because roundings to bf16 hide errors, with the shape that bf16 has.
     operands = {name: np.nan_to_num(np.float32(x)) if x.ndim > 2 else x for name, x in operands.items()}
@@ -387,13 +388,19 @@ CASES = {
     "paged update, by both axes": lambda _: over_both_axes(
         paged_step(paged_attention_update, replicated=("key", "value"))
     ),
+    "paged, two KV heads per device": lambda _: by_two_axes(paged_step(paged_attention, heads=(8, 4))),
     "paged, cache split between K and V by one axis": lambda _: over_both_axes(
         paged_step(paged_attention, heads=(8, 2))
     ),
     "cache in words, interleaved": lambda _: packed_cache("interleaved"),
     "cache in words, concatenated": lambda _: packed_cache("concatenated"),
     "cache in words, not causal": lambda _: packed_cache("interleaved", use_causal_mask=False),
+    "cache in words, scales per head": lambda _: packed_cache(
+        "interleaved", k_scale=np.float32([0.5, 1, 2, 4]), v_scale=np.float32([4, 2, 1, 0.5])
+    ),
+    "cache in words, KV heads by one axis": lambda _: by_two_axes(packed_cache("interleaved", heads=(8, 2))),
     "decode step": lambda _: decoded(),
+    "decode step, KV heads by one axis": lambda _: by_two_axes(decoded((8, 2))),
     "merge, by heads": lambda _: merged((None, "heads"), ("heads",)),
     "merge, by rows and elements": lambda _: merged(("batch", None, "heads"), (None, "batch")),
     "add, by two dimensions": lambda _: added(),
@@ -414,6 +421,7 @@ EXPECTED_COLLECTIVES = {
     "dense, sinks by the axis of the batch": {"all-gather", "all-reduce"},
     "dense, one KV head, by batch and heads": {"all-reduce"},
     "update, stacked, by pages": {"all-gather"},
+    "paged, two KV heads per device": {"all-gather"},
     "paged, cache split between K and V": {"all-gather"},
     "paged, cache split between K and V by one axis": {"all-gather"},
 }
@@ -421,6 +429,7 @@ EXPECTED_COLLECTIVES = {
 GATHERED = {
     "packed, by rows": "q float32[40, 8, 16], whose dimension 0 is sharded by mesh axis 'heads'; k",
     "update, stacked, by pages": "kv_cache float32[2, 6, 4, 4, 16], whose dimension 1 is sharded by mesh axis 'heads'.",
+    "paged, two KV heads per device": "query float32[3, 8, 16], whose dimension 1 is sharded by mesh axis 'heads'.",
     "paged, cache split between K and V": "query float32[3, 8, 16], whose dimension 1 is sharded by mesh axis 'heads';",
     "paged, cache split between K and V by one axis": "kv_cache float32[6, 4, 4, 16], whose dimension 2",
 }

@@ -17,9 +17,14 @@ from subprocesses import python
 HERE = pathlib.Path(__file__).parent
 JAX_VERSION = tuple(map(int, jax.__version__.split(".")[:2]))
 # Cases whose results are not sharded as their operands, because these are gathered.
-UNEVEN = {"packed, by rows", "update, stacked, by pages", "paged, cache split between K and V"}
+UNEVEN = {
+    "packed, by rows",
+    "update, stacked, by pages",
+    "paged, two KV heads per device",
+    "paged, cache split between K and V",
+}
 # The number of custom calls in a program, where it is not 1.
-CALLS = {"decode step": 4, "cache in words, not causal": 2} | {
+CALLS = {"decode step": 4, "decode step, KV heads by one axis": 4, "cache in words, not causal": 2} | {
     name: 2 for name in CASES if name.startswith(("packed", "dense"))
 }
 

@@ -148,12 +148,13 @@ def warn_of_partial_shard_map(target: str, mesh: AbstractMesh | None, arrays: Se
 
 
 def _remedy(letter: str, rule: ShardingRule) -> str:
-    if letter not in "Hhc":
-        what = "heads and the batch" if rule.free else "heads"
-        return f"Only {what} can be sharded; within jax.shard_map each device calls the function on its own shards."
-    if not any("P" in dims for dims in rule.operands):
+    in_pages = any("P" in dims for dims in rule.operands)
+    if letter in "Hhc":
+        if in_pages:
+            return "Shard the cache by the mesh axes that shard the query heads, or down to one KV head per device."
         return "The number of devices that shard heads has to divide the KV heads, or be a multiple of them."
-    return (
-        "The number of devices that shard heads has to divide the KV heads; if there are more devices, shard the cache "
-        "by one mesh axis, and the query heads by that one and a second one."
-    )
+    what = "heads and the batch" if rule.free else "heads"
+    text = f"Only {what} can be sharded; within jax.shard_map each device calls the function on its own shards."
+    if letter in "ts" and not in_pages:
+        text = f"{text} context_parallel_attention takes sequences that are spread over devices."
+    return text
