@@ -1,5 +1,6 @@
 /* Calls simple_add through the C interface and prints metadata of the interface; valid C and C++. */
 #include <stdio.h>
+#include <string.h>
 
 #include "xla_attention.h"
 
@@ -17,7 +18,8 @@ static XaTensor tensor(float* data, const int64_t* dims) {
 
 static int add(XaTensor a, XaTensor b, XaTensor out, int32_t action, char* message, size_t capacity) {
   const XaTensor operands[2] = {a, b};
-  XaCall call = {0};
+  XaCall call;
+  memset(&call, 0, sizeof(call));
   call.struct_size = sizeof(call);
   call.op = xa_op("xla_gpu_simple_add");
   call.action = action;
