@@ -241,6 +241,16 @@ def queries_that_are_replicated():
     return difference(gradients(function)(*arrays), gradients(single)(*arrays))
 
 
+@check
+def keys_of_8_bits():
+    """The forward pass of bf16 queries over keys and values of 8 bits, which travel as they are."""
+    q, k, v = operands(jnp.bfloat16)
+    arrays = q, k.astype(jnp.float8_e4m3fn), v.astype(jnp.float8_e4m3fn)
+    expected = one_device(*arrays)
+    functions = zigzag(parallel("ring", "zigzag")), parallel("ring"), zigzag(parallel("all_gather", "zigzag"))
+    return max(difference(jax.jit(function)(*arrays), expected) for function in functions)
+
+
 # ---------- compiled programs: the collectives and calls
 
 

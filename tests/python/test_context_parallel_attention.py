@@ -14,7 +14,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from context_parallel_cases import CASES, PRODUCT
 from subprocesses import python
 from xla_attention.jax import context_parallel_attention, inverse_zigzag_order, zigzag_order
-from xla_attention.jax._context_parallel_support import MASKS, SUPPORTED
+from xla_attention.jax._context_parallel_layouts import LAYOUTS
+from xla_attention.jax._context_parallel_support import STRATEGIES
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -28,7 +29,8 @@ def program(cases):
     return {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
 
 
-def check(row, is_16_bit):
+def check(row, case):
+    is_16_bit, has_copies = case.dtype != "float32", case.strategy == "all_to_all" and case.heads[1] < case.devices
     assert row["other_bits"] == []
     assert row["not_finite"] == []
     if not is_16_bit:
@@ -36,22 +38,23 @@ def check(row, is_16_bit):
         assert {name: error for name, error in row["errors"].items() if max(error) > 5e-6} == {}
     for stream, norms in row["norms"].items():
         for name, (actual, one_device) in norms.items():
-            # Each step's part is rounded to 16 bits before the sum in f32. Of dsinks there are too few for a ratio.
-            limit = 5e-3 if name == "dsinks" else 1.6 * one_device + 1e-6
+            # Of dsinks there are too few for a ratio. With fewer KV heads than devices, gradients of the copies of a
+            # head are rounded to 16 bits before the sum in f32.
+            limit = 5e-3 if name == "dsinks" else (1.7 if has_copies else 1.1) * one_device + 1e-6
             assert actual < (limit if is_16_bit else 1e-5), (stream, name)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_results_and_gradients_are_those_of_one_device(case):
-    check(program("quick")[case], CASES[case].dtype != "float32")
+    check(program("quick")[case], CASES[case])
 
 
 @pytest.mark.slow
 def test_every_combination_has_the_results_of_one_device():
     rows = program("slow")
     assert rows.keys() == PRODUCT.keys()
-    for row in rows.values():
-        check(row, is_16_bit=False)
+    for name, row in rows.items():
+        check(row, PRODUCT[name])
 
 
 # ---------- the zigzag order
@@ -127,10 +130,10 @@ ERRORS = [
     (
         {"axis_name": "dp"},
         ValueError,
-        "'dp', which is no axis of an enclosing jax.shard_map; q, k and v vary along 'cp'",
+        "axis_name is 'dp', expected a mesh axis of the jax.shard_map that",
     ),
-    ({"axis_name": ("cp", "dp")}, ValueError, "axis_name is 'dp'"),
-    ({"axis_name": 0}, TypeError, "axis_name is 0, expected the name of a mesh axis, or a tuple of names"),
+    ({"axis_name": ("cp", "dp")}, ValueError, "axis_name is ('cp', 'dp'), expected a mesh axis"),
+    ({"axis_name": 0}, ValueError, "axis_name is 0, expected a mesh axis"),
     ({"strategy": "ulysses"}, ValueError, "strategy is 'ulysses', expected 'all_gather', 'ring' or 'all_to_all'"),
     ({"layout": "striped"}, ValueError, "layout is 'striped', expected 'contiguous' or 'zigzag'"),
     (
@@ -163,23 +166,7 @@ ERRORS = [
     (
         {"strategy": "all_to_all", "layout": "zigzag"},
         NotImplementedError,
-        "does not have the layout 'zigzag'; use layout='contiguous', or strategy 'all_gather' or 'ring'",
-    ),
-    (
-        {"strategy": "ring", "layout": "zigzag", "window": (4, 0)},
-        NotImplementedError,
-        "does not compute a causal window; use strategy='all_gather' with layout='contiguous' or strategy='all_gather' "
-        "with layout='zigzag' or strategy='ring' with layout='contiguous' or",
-    ),
-    (
-        {"strategy": "ring", "alibi_slopes": SLOPES},
-        NotImplementedError,
-        "does not compute causal attention with alibi_slopes; use strategy='all_gather' with",
-    ),
-    (
-        {"window": (3, 3), "causal": False},
-        NotImplementedError,
-        "does not compute a window without a causal mask; use strategy='all_to_all' with layout='contiguous'",
+        "does not have layout='zigzag'; use layout='contiguous', or strategy='all_gather' or strategy='ring'",
     ),
     (
         {"strategy": "all_to_all", "shapes": [(64, 6, 16), (64, 2, 16), (64, 2, 16)]},
@@ -202,45 +189,31 @@ def test_calls_that_are_refused_while_tracing(change, error, text):
 
 
 def test_a_call_outside_of_shard_map_is_refused():
-    with pytest.raises(ValueError, match="call the function within jax.shard_map over that axis"):
+    with pytest.raises(ValueError, match="expected a mesh axis of the jax.shard_map that the call is in"):
         context_parallel_attention(*np.zeros((3, 8, 2, 16), np.float32), np.array([0, 8]), axis_name="cp")
 
 
-def test_what_is_supported_is_traced_and_everything_else_is_refused():
-    masks = {
-        "full": {"causal": False},
-        "causal": {},
-        "causal window": {"window": (9, -1)},
-        "window": {"causal": False, "window": (9, 2)},
-    }
-    assert masks.keys() == MASKS.keys()
-    for (strategy, layout), by_slopes in SUPPORTED.items():
-        for slopes, supported in zip((None, SLOPES), by_slopes, strict=True):
-            for mask, options in masks.items():
-                how = {"strategy": strategy, "layout": layout, "alibi_slopes": slopes, **options}
-                how["shapes"] = [(64, 4, 16)] * 3
-                if mask in supported:
-                    assert call(**how).shape == (64, 4, 16)
-                else:
-                    with pytest.raises(NotImplementedError, match="^context_parallel_attention: strategy="):
-                        call(**how)
+def on_mesh(q, slopes=None):
+    """Attention of q over itself on four devices."""
+    mesh, rows = AbstractMesh((4,), ("cp",)), PartitionSpec("cp")
+
+    def attend(q, *slopes):
+        options = {"axis_name": "cp", "alibi_slopes": slopes[0] if slopes else None}
+        return context_parallel_attention(q, q, q, np.array([0, 64]), **options)
+
+    operands = (q,) if slopes is None else (q, slopes)
+    specs = (rows,) if slopes is None else (rows, PartitionSpec())
+    return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=rows)(*operands).sum()
 
 
-def test_the_gradient_of_slopes_is_refused():
-    def loss(slopes):
-        return jnp.sum(call_with_slopes(slopes))
-
-    def call_with_slopes(slopes):
-        mesh, rows = AbstractMesh((4,), ("cp",)), PartitionSpec("cp")
-
-        def attend(q, slopes):
-            return context_parallel_attention(q, q, q, np.array([0, 64]), axis_name="cp", alibi_slopes=slopes)
-
-        function = jax.shard_map(attend, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows)
-        return function(jnp.zeros((64, 4, 16)), slopes)
-
+def test_gradients_that_do_not_exist_are_refused():
+    q = jnp.zeros((64, 4, 16))
     with pytest.raises(NotImplementedError, match="^context_parallel_attention: there is no gradient of alibi_slopes"):
-        jax.eval_shape(jax.grad(loss), SLOPES)
+        jax.eval_shape(jax.grad(functools.partial(on_mesh, q)), SLOPES)
+    with pytest.raises(NotImplementedError, match="^context_parallel_attention: there is no gradient of float8_e4m3fn"):
+        jax.eval_shape(jax.grad(on_mesh), q.astype(jnp.float8_e4m3fn))
+    with pytest.raises(NotImplementedError, match="^the gradients of .* context_parallel_attention: "):
+        jax.eval_shape(jax.grad(lambda x: jax.grad(on_mesh)(x).sum()), q)
 
 
 # ---------- documentation
@@ -248,12 +221,11 @@ def test_the_gradient_of_slopes_is_refused():
 
 def table():
     """The table of docs/context_parallel.md."""
-    yield "| strategy | layout | " + " | ".join(MASKS.values()) + " |"
-    yield "|---|---|" + "---|" * len(MASKS)
-    for (strategy, layout), (plain, with_slopes) in SUPPORTED.items():
-        cells = ["yes, also ALiBi" if x in with_slopes else "yes, no ALiBi" if x in plain else "–" for x in MASKS]
-        yield " | ".join([f"| `{strategy}`", f"`{layout}`", *cells]) + " |"
+    yield "| strategy | " + " | ".join(f"`{layout}`" for layout in LAYOUTS) + " |"
+    yield "|---|" + "---|" * len(LAYOUTS)
+    for strategy, layouts in STRATEGIES.items():
+        yield f"| `{strategy}` | " + " | ".join("yes" if x in layouts else "–" for x in LAYOUTS) + " |"
 
 
-def test_the_document_has_the_table_of_what_is_supported():
+def test_the_document_has_the_table_of_layouts():
     assert "\n".join(table()) in (ROOT / "docs/context_parallel.md").read_text()

@@ -38,7 +38,8 @@ def values():
 
 @pytest.mark.parametrize("check", [x for x in CHECKS if x not in ("programs", "barriers")])
 def test_transformations_have_the_results_of_one_device(check):
-    assert values()[check] < 5e-6
+    # Results of bf16 differ by one rounding.
+    assert values()[check] < (2**-7 if check == "keys_of_8_bits" else 5e-6)
 
 
 def test_programs_exchange_what_the_strategy_needs():

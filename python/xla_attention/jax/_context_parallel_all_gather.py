@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from ._call import Array
 from ._context_parallel_layouts import Layout
-from ._context_parallel_steps import Config, Step, attend, device_layout, make_step, step_gradients
+from ._context_parallel_steps import Config, Step, add_gradients, attend, device_layout, make_step, step_gradients
 from ._varlen_types import Cotangents, Gradients, Operands
 
 
 def forward(config: Config, operands: Operands) -> tuple[Array, Array]:
-    """The output in f32, and the log-sum-exp."""
+    """The output and the log-sum-exp."""
     parts = [attend(step) for step in _steps(config, device_layout(config, operands), operands)]
     # A row is unused in every part but one, where it has 0 and -inf.
     out, lse = parts[0]
@@ -25,10 +25,7 @@ def forward(config: Config, operands: Operands) -> tuple[Array, Array]:
 def backward(config: Config, operands: Operands, cotangents: Cotangents) -> Gradients:
     """The gradients in f32."""
     layout = device_layout(config, operands)
-    parts = [step_gradients(step, cotangents) for step in _steps(config, layout, operands)]
-    total = parts[0]
-    for part in parts[1:]:
-        total = jax.tree.map(jnp.add, total, part)
+    total = add_gradients([step_gradients(step, cotangents) for step in _steps(config, layout, operands)])
 
     def scatter(gradient: Array) -> Array:
         return jax.lax.psum_scatter(layout.in_device_order(gradient), config.axis_name, tiled=True)
@@ -37,8 +34,7 @@ def backward(config: Config, operands: Operands, cotangents: Cotangents) -> Grad
 
 
 def _steps(config: Config, layout: Layout, operands: Operands) -> list[Step]:
-    causal = bool(config.options.causal)
     keys = [
         layout.in_stream_order(jax.lax.all_gather(x, config.axis_name, tiled=True)) for x in (operands.k, operands.v)
     ]
-    return [make_step(config, layout, operands, x, keys, causal=causal) for x in layout.gathered(causal)]
+    return [make_step(config, layout, operands, ranges, keys) for ranges in layout.gathered()]

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 from .._options import length_hint
 from ._call import Array
-from ._context_parallel_steps import Config, axis_size
+from ._context_parallel_steps import Config
 from ._flash_attn_varlen import attend
 from ._varlen_types import Operands
 
 
 def attend_by_heads(config: Config, operands: Operands) -> tuple[Array, Array]:
     """The output and the log-sum-exp."""
-    axis, n = config.axis_name, axis_size(config.axis_name)
+    axis, n = config.axis_name, config.num_devices
     kv_heads = operands.k.shape[1]
     k, v = operands.k, operands.v
     if kv_heads % n:

@@ -13,15 +13,15 @@ from .._documentation import documented
 from .._options import kv_layout_number, length_hint
 from . import _context_parallel_all_gather, _context_parallel_halo, _context_parallel_ring
 from ._attention import output_dtype
-from ._call import Array, manual_axes, pvary_all, static_bool, static_f32, static_i64
+from ._call import Array, pvary_all, static_bool, static_f32, static_i64
 from ._context_parallel_all_to_all import attend_by_heads
-from ._context_parallel_steps import AxisName, Config, axis_size
+from ._context_parallel_states import AxisName, num_devices_along
+from ._context_parallel_steps import Config
 from ._context_parallel_support import (
     NAME,
     validate_heads,
-    validate_names,
     validate_rows,
-    validate_support,
+    validate_strategy,
     without_vacuous_windows,
 )
 from ._flash_attn_varlen import reject_gradients, static_window
@@ -63,7 +63,8 @@ def context_parallel_attention(
     q : Array
         f16, bf16 or f32 ``[T/n, Hq, D]``: this device's rows.
     k, v : Array
-        ``[T/n, Hkv, D]`` and ``[T/n, Hkv, Dv]``: the same rows.
+        ``[T/n, Hkv, D]`` and ``[T/n, Hkv, Dv]``: the same rows, of q's dtype. For a forward pass alone, q may be
+        f8e4m3fn, and k and v f8e4m3fn or f8e5m2, as in `flash_attn_varlen`.
     cu_seqlens : Array
         ``i32[B + 1]``: the first row of each sequence in the whole stream and, last, the end; the same on every device.
     axis_name : str or tuple of str
@@ -98,8 +99,8 @@ def context_parallel_attention(
     Returns
     -------
     out : Array
-        ``[T/n, Hq, Dv]``, of q's dtype: this device's rows. Rows that attend to no key, and rows that belong to no
-        sequence, are 0.
+        ``[T/n, Hq, Dv]``, of q's dtype, or bf16 for q of 8 bits: this device's rows. Rows that attend to no key, and
+        rows that belong to no sequence, are 0.
     softmax_lse : Array
         ``f32[Hq, T/n]``: natural logarithm of the softmax denominators, sinks included. Only with ``return_lse=True``.
 
@@ -111,8 +112,8 @@ def context_parallel_attention(
     TypeError
         An option that is a compile-time constant is traced.
     NotImplementedError
-        A mask or ALiBi that the strategy does not compute in this layout; the text names the strategies that do. Or a
-        combination of dtypes that there is no kernel for, or a gradient of the slopes.
+        A layout that the strategy does not have, a combination of dtypes that there is no kernel for, or a gradient
+        that does not exist, such as that of the slopes.
 
     Notes
     -----
@@ -138,8 +139,8 @@ def context_parallel_attention(
     >>> jax.jit(attend)(q[order], k[order], v[order], starts).shape
     (24, 4, 64)
     """
-    validate_names(strategy, layout)
-    num_devices = _axis_size(axis_name, (q, k, v))
+    validate_strategy(strategy, layout)
+    num_devices = num_devices_along(NAME, axis_name)
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     validate_rows(q, k, v, layout)
     window_left, window_right = static_window(window)
@@ -168,9 +169,8 @@ def context_parallel_attention(
     if layout == "zigzag" and (host := _on_host(cu_seqlens)) is not None:
         validate_zigzag(NAME, host, total, num_devices)
     options = without_vacuous_windows(options, total)
-    validate_support(strategy, layout, options, slopes is not None)
     longest = None if max_seqlen is None else int(static_i64("max_seqlen", max_seqlen))
-    config = Config(axis_name, strategy, layout, longest, options)
+    config = Config(axis_name, num_devices, strategy, layout, longest, options)
     # Every device has its own results, also of operands that are the same on all of them.
     _, operands = pvary_all((jax.lax.axis_index(axis_name), operands))
     if strategy == "all_to_all":
@@ -179,21 +179,6 @@ def context_parallel_attention(
     else:
         out, lse = _attend(config, operands)
     return (out, lse) if bool(static_bool("return_lse", return_lse)) else out
-
-
-def _axis_size(axis_name: AxisName, arrays: tuple) -> int:
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if not names or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{NAME}: axis_name is {axis_name!r}, expected the name of a mesh axis, or a tuple of names")
-    for name in names:
-        try:
-            axis_size(name)
-        except NameError:
-            axes = ", ".join(map(repr, sorted(manual_axes([jnp.asarray(x) for x in arrays]))))
-            found = f"q, k and v vary along {axes}" if axes else "call the function within jax.shard_map over that axis"
-            text = f"axis_name is {name!r}, which is no axis of an enclosing jax.shard_map; {found}"
-            raise ValueError(f"{NAME}: {text}") from None
-    return axis_size(axis_name)
 
 
 def _on_host(cu_seqlens: Any) -> np.ndarray | None:  # noqa: ANN401
@@ -209,7 +194,8 @@ def _strategy(config: Config) -> ModuleType:
     """The module with the strategy's `forward` and `backward`."""
     if config.strategy == "all_gather":
         return _context_parallel_all_gather
-    return _context_parallel_ring if config.options.window_left < 0 else _context_parallel_halo
+    has_halo = config.layout == "contiguous" and config.options.causal and config.options.window_left >= 0
+    return _context_parallel_halo if has_halo else _context_parallel_ring
 
 
 # Jitted, because JAX does not run a custom gradient with symbolic zeros within a shard_map that is not.

@@ -8,19 +8,19 @@ import jax.numpy as jnp
 
 from ._call import Array
 from ._context_parallel_layouts import Ranges
-from ._context_parallel_steps import Config, Step, attend, axis_size, device_layout, make_step, send, step_gradients
+from ._context_parallel_steps import Config, Step, attend, device_layout, make_step, send, step_gradients
 from ._varlen_types import Cotangents, Gradients, Operands
 
 
 def forward(config: Config, operands: Operands) -> tuple[Array, Array]:
-    """The output in f32, and the log-sum-exp."""
+    """The output and the log-sum-exp."""
     return attend(_step(config, operands))
 
 
 def backward(config: Config, operands: Operands, cotangents: Cotangents) -> Gradients:
     """The gradients in f32."""
     grads = step_gradients(_step(config, operands), cotangents)
-    n, sizes = axis_size(config.axis_name), _halo_sizes(config, operands)
+    n, sizes = config.num_devices, _halo_sizes(config, operands)
     halo = sum(sizes)
     total = [x[halo:] for x in (grads.dk, grads.dv)]
     end = halo
@@ -36,12 +36,12 @@ def backward(config: Config, operands: Operands, cotangents: Cotangents) -> Grad
 def _halo_sizes(config: Config, operands: Operands) -> list[int]:
     """The rows that the window reaches on each earlier device, nearest first."""
     rows, left = operands.q.shape[0], int(config.options.window_left)
-    sizes = (min(rows, left - distance * rows) for distance in range(axis_size(config.axis_name) - 1))
+    sizes = (min(rows, left - distance * rows) for distance in range(config.num_devices - 1))
     return [size for size in sizes if size > 0]
 
 
 def _step(config: Config, operands: Operands) -> Step:
-    n, rows = axis_size(config.axis_name), operands.q.shape[0]
+    n, rows = config.num_devices, operands.q.shape[0]
     keys, sizes = (operands.k, operands.v), _halo_sizes(config, operands)
     parts = [keys]
     for distance, size in enumerate(sizes, 1):
@@ -49,7 +49,7 @@ def _step(config: Config, operands: Operands) -> Step:
         parts.insert(0, send(config.axis_name, [x[-size:] for x in keys], pairs))
     keys = [jnp.concatenate(x) for x in zip(*parts, strict=True)]
     layout = device_layout(config, operands)
-    own = layout.own()
+    (own,) = layout.own()
     stream = layout.stream
     # The rows of the stream that the keys are; those before the stream's first row came from no device.
     first = stream.rank * rows - sum(sizes)
@@ -61,5 +61,5 @@ def _step(config: Config, operands: Operands) -> Step:
     used = None
     if stream.seqused is not None:
         used = jnp.maximum(key_rows(stream.cu_seqlens[:-1] + stream.seqused) - starts[:-1], 0)
-    ranges = Ranges(own.cu_seqlens_q, starts, own.seqused_q, used)
-    return make_step(config, layout, operands, ranges, keys, causal=True)
+    ranges = Ranges(True, own.cu_seqlens_q, starts, own.seqused_q, used)
+    return make_step(config, layout, operands, ranges, keys)

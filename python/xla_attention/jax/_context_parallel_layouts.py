@@ -1,16 +1,16 @@
 """Which rows of a packed stream each device of a context-parallel axis holds, and which keys these rows attend to.
 
 A stream of T rows holds B sequences, and rows of no sequence at either end. Each of the n devices of the axis holds T/n
-rows; its rank is its index along the axis. A layout answers three questions by starts and lengths of sequences, which
-may depend on the rank, so that every device runs the same program:
+rows; its rank is its index along the axis. A layout describes calls of the operator by starts, lengths and offsets of
+sequences, which may depend on the rank, so that every device runs the same program:
 
     own      this device's rows beside its own keys
     visiting this device's rows beside the keys of another device
     gathered this device's rows beside the keys of the whole stream
 
-Causal attention of equally packed queries and keys needs no offsets for this. In both layouts, every key that a device
-holds is visible to all rows of a part of another device's sequence or to none of them, and a key that is not visible is
-outside of the starts and lengths. Rows beside their own keys are causal from the first to the last.
+A call attends to keys by their positions if the attention has a window or ALiBi slopes. Otherwise the layout "zigzag"
+needs fewer calls: every key that a device holds is then visible to all rows of a part of another device's sequence or
+to none of them, and a key that is not visible is outside of the starts and lengths.
 """
 
 from typing import NamedTuple, Protocol
@@ -24,10 +24,12 @@ from ._zigzag_order import device_rows, stream_rows
 class Ranges(NamedTuple):
     """Rows and keys of each sequence in one call. A sequence of the stream is one entry, or several in a row."""
 
+    causal: bool
     cu_seqlens_q: Array
     cu_seqlens_k: Array
     seqused_q: Array | None = None
     seqused_k: Array | None = None
+    q_offset: Array | None = None  # of the first row from the first key; None if the last row stands at the last key
     entries: int = 1  # per sequence
 
 
@@ -39,6 +41,8 @@ class Stream(NamedTuple):
     num_devices: int
     rows: int  # on each device: T/n
     rank: Array  # i32[]
+    causal: bool
+    is_positional: bool  # whether there is a window, or slopes
 
     @property
     def used(self) -> Array:
@@ -51,17 +55,14 @@ class Layout(Protocol):
 
     stream: Stream
 
-    def own(self) -> Ranges:
-        """The device's rows beside its own keys: causal if the attention is."""
+    def own(self) -> list[Ranges]:
+        """The device's rows beside its own keys. The first call has every row of every sequence."""
 
-    def visiting(self, source: Array, causal: bool) -> Ranges:
-        """The device's rows beside the keys of the device `source`, another one: never causal."""
+    def visiting(self, source: Array) -> list[Ranges]:
+        """The device's rows beside the keys of the device `source`, another one."""
 
-    def gathered(self, causal: bool) -> list[Ranges]:
-        """The device's rows beside all keys in the order of the stream: causal if the attention is.
-
-        With more than one, each row of a sequence is in use in one of them.
-        """
+    def gathered(self) -> list[Ranges]:
+        """The device's rows beside all keys in the order of the stream. Each row is in use in one call."""
 
     def in_stream_order(self, rows: Array) -> Array:
         """Rows ``[T, ...]`` of all devices in the order of the stream."""
@@ -76,47 +77,40 @@ class Layout(Protocol):
 class Contiguous:
     """Device r holds the rows from r T/n to (r + 1) T/n of the stream, in the middle of a sequence or not.
 
-    At most one sequence has rows on two given devices, and all its rows on the earlier one precede those on the later.
+    At most one sequence has rows on two given devices.
     """
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
 
-    def _part(self, rank: Array) -> tuple[Array, Array | None]:
-        """The starts and the used rows of each sequence on a device."""
+    def _part(self, rank: Array) -> tuple[Array, Array | None, Array]:
+        """The starts and the used rows of each sequence on a device, and the positions of their first rows."""
         stream = self.stream
-        starts = self.part_of(stream.cu_seqlens, rank)
+        starts = self._row_of(stream.cu_seqlens, rank)
+        positions = jnp.maximum(rank * stream.rows - stream.cu_seqlens[:-1], 0)
         if stream.seqused is None:
-            return starts, None
-        ends = self.part_of(stream.cu_seqlens[:-1] + stream.seqused, rank)
-        return starts, jnp.maximum(ends - starts[:-1], 0)
+            return starts, None, positions
+        ends = self._row_of(stream.cu_seqlens[:-1] + stream.seqused, rank)
+        return starts, jnp.maximum(ends - starts[:-1], 0), positions
 
-    def part_of(self, rows: Array, rank: Array) -> Array:
-        """Row numbers of the stream as row numbers of a device, those outside of it as its nearer end."""
-        return jnp.clip(rows - rank * self.stream.rows, 0, self.stream.rows)
+    def _row_of(self, stream_rows: Array, rank: Array) -> Array:
+        """Rows of the stream as rows of a device, those outside of it as its nearer end."""
+        return jnp.clip(stream_rows - rank * self.stream.rows, 0, self.stream.rows)
 
-    def own(self) -> Ranges:
+    def own(self) -> list[Ranges]:
         """See `Layout`."""
-        starts, used = self._part(self.stream.rank)
-        return Ranges(starts, starts, used, used)
+        starts, used, _ = self._part(self.stream.rank)
+        return [Ranges(self.stream.causal, starts, starts, used, used)]
 
-    def visiting(self, source: Array, causal: bool) -> Ranges:
+    def visiting(self, source: Array) -> list[Ranges]:
         """See `Layout`."""
-        (starts_q, used_q), (starts_k, used_k) = map(self._part, (self.stream.rank, source))
-        if causal:
-            starts_k = jnp.where(source < self.stream.rank, starts_k, 0)
-        return Ranges(starts_q, starts_k, used_q, used_k)
+        (starts_q, used_q, first_q), (starts_k, used_k, first_k) = map(self._part, (self.stream.rank, source))
+        return [Ranges(self.stream.causal, starts_q, starts_k, used_q, used_k, first_q - first_k)]
 
-    def gathered(self, causal: bool) -> list[Ranges]:
+    def gathered(self) -> list[Ranges]:
         """See `Layout`."""
-        stream = self.stream
-        starts, used = self._part(stream.rank)
-        keys = stream.seqused
-        if causal:
-            # The last query stands at the last key.
-            end = (stream.rank + 1) * stream.rows
-            keys = jnp.clip(end - stream.cu_seqlens[:-1], 0, stream.used)
-        return [Ranges(starts, stream.cu_seqlens, used, keys)]
+        starts, used, first = self._part(self.stream.rank)
+        return [Ranges(self.stream.causal, starts, self.stream.cu_seqlens, used, self.stream.seqused, first)]
 
     def in_stream_order(self, rows: Array) -> Array:
         """See `Layout`."""
@@ -143,57 +137,92 @@ class Zigzag:
         self._starts = stream.cu_seqlens // stream.num_devices  # the same on every device
         self._chunk = jnp.diff(stream.cu_seqlens) // (2 * stream.num_devices)
 
+    def _chunks(self, rank: Array) -> tuple[Array, Array]:
+        """The numbers of a device's chunks."""
+        return rank, 2 * self.stream.num_devices - 1 - rank
+
     def _used(self, rank: Array) -> tuple[Array, Array]:
         """The used rows of each sequence in the first and in the second chunk of a device."""
-        chunks = rank, 2 * self.stream.num_devices - 1 - rank
-        first, second = (jnp.clip(self.stream.used - chunk * self._chunk, 0, self._chunk) for chunk in chunks)
+        first, second = (
+            jnp.clip(self.stream.used - chunk * self._chunk, 0, self._chunk) for chunk in self._chunks(rank)
+        )
         return first, second
 
-    def _two_entries(self, second: Array) -> Array:
-        """The starts of two entries per sequence, of which the second one begins at `second`."""
-        pairs = jnp.stack([self._starts[:-1], second], axis=1)
-        return jnp.append(pairs.reshape(-1), self._starts[-1])
+    def _two_entries(self, first: Array, second: Array) -> Array:
+        """The starts of two entries per sequence."""
+        return jnp.append(_pairs(first, second), self._starts[-1])
 
-    def own(self) -> Ranges:
+    def own(self) -> list[Ranges]:
         """See `Layout`."""
+        if self.stream.is_positional:
+            return self._by_chunks(self.stream.rank)
+        # A causal mask over both chunks side by side is right, because the first one precedes the second.
         used = None if self.stream.seqused is None else sum(self._used(self.stream.rank))
-        return Ranges(self._starts, self._starts, used, used)
+        return [Ranges(self.stream.causal, self._starts, self._starts, used, used)]
 
-    def visiting(self, source: Array, causal: bool) -> Ranges:
+    def visiting(self, source: Array) -> list[Ranges]:
         """See `Layout`."""
+        if self.stream.is_positional:
+            return self._by_chunks(source)
         rank, has_padding = self.stream.rank, self.stream.seqused is not None
         used_q, used_k = self._used(rank), self._used(source)
-        if not causal:
+        if not self.stream.causal:
             used = (sum(used_q), sum(used_k)) if has_padding else (None, None)
-            return Ranges(self._starts, self._starts, *used)
+            return [Ranges(False, self._starts, self._starts, *used)]
         # Keys of an earlier device: all rows attend to its first chunk, in the first entry of a sequence. Keys of a
         # later one: the rows of the second chunk attend to all of them, in the second entry.
         is_earlier = source < rank
         starts, ends = self._starts[:-1], self._starts[1:]
         middle = starts + self._chunk
-        cu_seqlens_q = self._two_entries(jnp.where(is_earlier, ends, middle))
-        cu_seqlens_k = self._two_entries(jnp.where(is_earlier, middle, starts))
+        cu_seqlens_q = self._two_entries(starts, jnp.where(is_earlier, ends, middle))
+        cu_seqlens_k = self._two_entries(starts, jnp.where(is_earlier, middle, starts))
         if not has_padding:
-            return Ranges(cu_seqlens_q, cu_seqlens_k, entries=2)
+            return [Ranges(False, cu_seqlens_q, cu_seqlens_k, entries=2)]
         zero = jnp.zeros_like(used_q[0])
         seqused_q = _pairs(jnp.where(is_earlier, sum(used_q), zero), jnp.where(is_earlier, zero, used_q[1]))
         seqused_k = _pairs(jnp.where(is_earlier, used_k[0], zero), jnp.where(is_earlier, zero, sum(used_k)))
-        return Ranges(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, entries=2)
+        return [Ranges(False, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, entries=2)]
 
-    def gathered(self, causal: bool) -> list[Ranges]:
+    def _by_chunks(self, source: Array) -> list[Ranges]:
+        """Each chunk of rows beside one chunk of the source's keys per call, because each pair has its own offset.
+
+        The first call has the first chunks of both and the second chunks of both, the others a pair each.
+        """
+        starts, ends = self._starts[:-1], self._starts[1:]
+        middle = starts + self._chunk
+        cu_seqlens_q = self._two_entries(starts, middle)
+        used_q, used_k = self._used(self.stream.rank), self._used(source)
+        chunks_q, chunks_k = self._chunks(self.stream.rank), self._chunks(source)
+        zero = jnp.zeros_like(self._chunk)
+
+        def call(cu_seqlens_k: Array, first: int | None, second: int | None) -> Ranges:
+            """The entries' chunks of keys; None for an entry without keys and rows."""
+            pairs = [(half, key) for half, key in enumerate((first, second))]
+            seqused_q = _pairs(*(zero if key is None else used_q[half] for half, key in pairs))
+            seqused_k = _pairs(*(zero if key is None else used_k[key] for _, key in pairs))
+            offsets = (zero if key is None else (chunks_q[half] - chunks_k[key]) * self._chunk for half, key in pairs)
+            causal = self.stream.causal
+            return Ranges(causal, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _pairs(*offsets), entries=2)
+
+        calls = [call(cu_seqlens_q, 0, 1), call(self._two_entries(starts, starts), None, 0)]
+        if not self.stream.causal:
+            # A first chunk of any device precedes all second chunks.
+            calls.append(call(self._two_entries(middle, ends), 1, None))
+        return calls
+
+    def gathered(self) -> list[Ranges]:
         """See `Layout`."""
         # A call per chunk, because the chunks of a device attend to the same keys, which two entries of one call
         # cannot have. In each call the rows of the other chunk are unused.
         stream = self.stream
-        starts, ends, middle = stream.cu_seqlens[:-1], stream.cu_seqlens[1:], self._starts[:-1] + self._chunk
-        chunks = stream.rank, 2 * stream.num_devices - 1 - stream.rank
+        starts, ends = stream.cu_seqlens[:-1], stream.cu_seqlens[1:]
+        cu_seqlens_q = self._two_entries(self._starts[:-1], self._starts[:-1] + self._chunk)
         zero = jnp.zeros_like(self._chunk)
         calls = []
-        for half, (chunk, used_q) in enumerate(zip(chunks, self._used(stream.rank), strict=True)):
-            used_k = jnp.minimum((chunk + 1) * self._chunk, stream.used) if causal else stream.used
+        for half, (chunk, used) in enumerate(zip(self._chunks(stream.rank), self._used(stream.rank), strict=True)):
             cu_seqlens_k = jnp.append(_pairs(starts, starts if half else ends), stream.cu_seqlens[-1])
-            pairs = ((zero, used_q), (zero, used_k)) if half else ((used_q, zero), (used_k, zero))
-            calls.append(Ranges(self._two_entries(middle), cu_seqlens_k, *(_pairs(*x) for x in pairs), entries=2))
+            entries = [(zero, x) if half else (x, zero) for x in (used, stream.used, chunk * self._chunk)]
+            calls.append(Ranges(stream.causal, cu_seqlens_q, cu_seqlens_k, *(_pairs(*x) for x in entries), entries=2))
         return calls
 
     def in_stream_order(self, rows: Array) -> Array:

@@ -5,18 +5,20 @@ A step's transfers run beside its attention. In the backward pass K and V move a
 with them in f32, one step behind, until they are back on their device.
 """
 
+import functools
+
 import jax
 
 from ._call import Array
 from ._context_parallel_layouts import Layout
+from ._context_parallel_states import State, merge
 from ._context_parallel_steps import (
     Config,
     Step,
-    attend,
-    axis_size,
+    add_gradients,
+    attend_partially,
     device_layout,
     make_step,
-    merge,
     pack,
     step_gradients,
     unpack,
@@ -24,15 +26,14 @@ from ._context_parallel_steps import (
 from ._varlen_types import Cotangents, Gradients, Operands
 
 
-def forward(config: Config, operands: Operands) -> tuple[Array, Array]:
+def forward(config: Config, operands: Operands) -> State:
     """The output in f32, and the log-sum-exp."""
-    n, layout = axis_size(config.axis_name), device_layout(config, operands)
-    keys = operands.k, operands.v
+    layout, keys = device_layout(config, operands), (operands.k, operands.v)
     buffer, result = pack(keys), None
-    for step in range(n):
-        received = _shift(config, buffer) if step + 1 < n else None
-        part = attend(_make_step(config, layout, operands, step, keys))
-        result = part if result is None else merge(result, part)
+    for step in range(config.num_devices):
+        received = _shift(config, buffer) if step + 1 < config.num_devices else None
+        parts = [attend_partially(x) for x in _calls(config, layout, operands, step, keys)]
+        result = functools.reduce(merge, parts if result is None else [result, *parts])
         if received is not None:
             buffer, result = _end_step((received, result))
             keys = unpack(buffer, keys)
@@ -41,14 +42,14 @@ def forward(config: Config, operands: Operands) -> tuple[Array, Array]:
 
 def backward(config: Config, operands: Operands, cotangents: Cotangents) -> Gradients:
     """The gradients in f32."""
-    n, layout = axis_size(config.axis_name), device_layout(config, operands)
-    keys = operands.k, operands.v
+    n, layout, keys = config.num_devices, device_layout(config, operands), (operands.k, operands.v)
     buffer = pack(keys)
     dq = dkeys = dsinks = None
     for step in range(n):
         received = _shift(config, buffer) if step + 1 < n else None
         dkeys_received = None if dkeys is None else _shift(config, dkeys)
-        part = step_gradients(_make_step(config, layout, operands, step, keys), cotangents)
+        calls = _calls(config, layout, operands, step, keys)
+        part = add_gradients([step_gradients(x, cotangents) for x in calls])
         dkeys = pack((part.dk, part.dv))
         if step == 0:
             dq, dsinks = part.dq, part.dsinks
@@ -63,7 +64,7 @@ def backward(config: Config, operands: Operands, cotangents: Cotangents) -> Grad
 
 def _shift(config: Config, buffer: Array) -> Array:
     """The buffer of the previous device."""
-    n = axis_size(config.axis_name)
+    n = config.num_devices
     return jax.lax.ppermute(buffer, config.axis_name, [(i, (i + 1) % n) for i in range(n)])
 
 
@@ -76,11 +77,11 @@ def _end_step(arrays: tuple) -> tuple:
     return jax.lax.optimization_barrier(arrays)
 
 
-def _make_step(config: Config, layout: Layout, operands: Operands, step: int, keys: tuple[Array, Array]) -> Step:
-    causal = bool(config.options.causal)
+def _calls(config: Config, layout: Layout, operands: Operands, step: int, keys: tuple[Array, Array]) -> list[Step]:
     if step == 0:
-        return make_step(config, layout, operands, layout.own(), keys, causal=causal)
-    n = layout.stream.num_devices
-    source = jax.lax.rem(layout.stream.rank - step + n, n)
-    # A sink counts once per row.
-    return make_step(config, layout, operands, layout.visiting(source, causal), keys, causal=False, sinks=False)
+        ranges = layout.own()
+    else:
+        n = config.num_devices
+        ranges = layout.visiting(jax.lax.rem(layout.stream.rank - step + n, n))
+    # A sink counts once per row, and the very first call has all rows.
+    return [make_step(config, layout, operands, x, keys, sinks=step == i == 0) for i, x in enumerate(ranges)]

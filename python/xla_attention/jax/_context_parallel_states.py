@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._call import Array
-from ._context_parallel_steps import AxisName, axis_size, merge
 
 # Outputs and log-sum-exps travel as integers of the outputs' size: XLA may convert floating-point numbers of 16 bits to
 # f32 and back, which changes those halves of a log-sum-exp that are bits of a NaN.
@@ -17,14 +16,15 @@ _BITS = {2: jnp.uint16, 4: jnp.uint32}
 # From 0.10 on, JAX's types can say that the result is the same on every device.
 _INVARIANT = {"to": "invarying"} if jax.__version_info__ >= (0, 10) else {}
 
+AxisName = str | tuple[str, ...]
 State = tuple[Array, Array]  # [T, H, D] and f32[H, T]
 
 
 def num_devices_along(function: str, axis_name: AxisName) -> int:
     """The devices of a mesh axis, or of several; a ValueError that names `function` where there is none."""
     try:
-        return axis_size(axis_name)
-    except NameError:
+        return int(lax.psum(1, axis_name))
+    except (NameError, ValueError):  # JAX takes an integer for an axis of the operand
         text = "expected a mesh axis of the jax.shard_map that the call is in"
         raise ValueError(f"{function}: axis_name is {axis_name!r}, {text}") from None
 
@@ -66,6 +66,14 @@ def exchange_states(state: State, axis_name: AxisName, num_devices: int, scatter
     halves = [packed[..., dim + i].astype(jnp.uint32) << 16 * i for i in range(packed.shape[-1] - dim)]
     lses = lax.bitcast_convert_type(functools.reduce(operator.or_, halves), jnp.float32)
     return [(outs[i], lses[i].T) for i in range(num_devices)]
+
+
+def merge(first: State, second: State) -> State:
+    """The state over two sets of keys, from the f32 outputs and the log-sum-exps of each."""
+    lse = jnp.logaddexp(first[1], second[1])
+    # Where neither has a key, the difference of two infinities is NaN.
+    weights = [jnp.where(jnp.isneginf(part), 0.0, jnp.exp(part - lse)).T[..., None] for _, part in (first, second)]
+    return first[0] * weights[0] + second[0] * weights[1], lse
 
 
 def merge_states(states: Sequence[State]) -> State:

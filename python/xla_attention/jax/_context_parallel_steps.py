@@ -9,17 +9,17 @@ import jax.numpy as jnp
 from .._options import length_hint
 from ._call import Array
 from ._context_parallel_layouts import LAYOUTS, Layout, Ranges, Stream
+from ._context_parallel_states import AxisName
 from ._flash_attn_varlen import gradients
 from ._varlen import forward
 from ._varlen_types import Cotangents, Gradients, Operands, Options
-
-AxisName = str | tuple[str, ...]
 
 
 class Config(NamedTuple):
     """The compile-time constants."""
 
     axis_name: AxisName
+    num_devices: int
     strategy: str
     layout: str
     max_seqlen: int | None  # of the whole stream
@@ -33,30 +33,20 @@ class Step(NamedTuple):
     operands: Operands
 
 
-def axis_size(axis_name: AxisName) -> int:
-    """The number of devices along the axis."""
-    # JAX folds the sum of a constant; lax.axis_size is newer.
-    return jax.lax.psum(1, axis_name)
-
-
 def device_layout(config: Config, operands: Operands) -> Layout:
     """The layout of the stream as this device sees it."""
-    n, rows = axis_size(config.axis_name), operands.q.shape[0]
+    n, rows, options = config.num_devices, operands.q.shape[0], config.options
     # The operator reads starts as their running maximum, and lengths up to the next start.
     starts = jax.lax.cummax(jnp.clip(operands.cu_seqlens_q, 0, n * rows))
     seqused = None if operands.seqused_q is None else jnp.clip(operands.seqused_q, 0, jnp.diff(starts))
-    return LAYOUTS[config.layout](Stream(starts, seqused, n, rows, jax.lax.axis_index(config.axis_name)))
+    has_window = max(options.window_left, options.window_right) >= 0
+    is_positional = bool(has_window) or operands.alibi_slopes is not None
+    rank = jax.lax.axis_index(config.axis_name)
+    return LAYOUTS[config.layout](Stream(starts, seqused, n, rows, rank, bool(options.causal), is_positional))
 
 
 def make_step(
-    config: Config,
-    layout: Layout,
-    operands: Operands,
-    ranges: Ranges,
-    keys: Sequence[Array],
-    *,
-    causal: bool,
-    sinks: bool = True,
+    config: Config, layout: Layout, operands: Operands, ranges: Ranges, keys: Sequence[Array], *, sinks: bool = True
 ) -> Step:
     """The call over `ranges` of this device's rows and of `keys`, K and V."""
     options, slopes = config.options, operands.alibi_slopes
@@ -77,14 +67,22 @@ def make_step(
         seqused_q=ranges.seqused_q,
         alibi_slopes=slopes,
         sinks=operands.sinks if sinks else None,
+        q_offset=ranges.q_offset,
     )
-    return Step(options._replace(causal=options.causal.dtype.type(causal)), step)
+    return Step(options._replace(causal=options.causal.dtype.type(ranges.causal)), step)
 
 
 def attend(step: Step) -> tuple[Array, Array]:
-    """The output in f32, and the log-sum-exp."""
+    """The output and the log-sum-exp."""
+    return forward(*step)
+
+
+def attend_partially(step: Step) -> tuple[Array, Array]:
+    """The output in f32, and the log-sum-exp, to be merged."""
+    if jnp.dtype(step.options.out_dtype) == step.operands.q.dtype:
+        step = step._replace(options=step.options._replace(out_dtype=jnp.dtype(jnp.float32)))
     out, lse = forward(*step)
-    return out.astype(jnp.float32), lse
+    return out.astype(jnp.float32), lse  # queries of 8 bits have no output of f32
 
 
 def step_gradients(step: Step, cotangents: Cotangents) -> Gradients:
@@ -93,15 +91,16 @@ def step_gradients(step: Step, cotangents: Cotangents) -> Gradients:
     With the output and the log-sum-exp of all steps, the backward target computes exactly what the keys of this step
     contribute: the weight of a key is ``exp(s - lse)`` whatever other keys there are.
     """
-    return jax.tree.map(lambda x: x.astype(jnp.float32), gradients(*step, cotangents))
+    return gradients(step.options._replace(f32_gradients=True), step.operands, cotangents)
 
 
-def merge(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Attention over two sets of keys, from the f32 outputs ``[T, Hq, Dv]`` and log-sum-exps ``[Hq, T]`` of each."""
-    lse = jnp.logaddexp(first[1], second[1])
-    # Where neither has a key, the difference of two infinities is NaN.
-    weights = [jnp.where(jnp.isneginf(part), 0.0, jnp.exp(part - lse)).T[..., None] for _, part in (first, second)]
-    return first[0] * weights[0] + second[0] * weights[1], lse
+def add_gradients(parts: Sequence[Gradients]) -> Gradients:
+    """The sums over calls; only the first one has the gradients of the sinks, or each of other rows."""
+    total = parts[0]
+    for part in parts[1:]:
+        dsinks = total.dsinks if part.dsinks is None else total.dsinks + part.dsinks
+        total = Gradients(total.dq + part.dq, total.dk + part.dk, total.dv + part.dv, dsinks)
+    return total
 
 
 def pack(arrays: Sequence[Array]) -> Array:

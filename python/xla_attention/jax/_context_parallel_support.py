@@ -1,35 +1,30 @@
-"""What each strategy of context-parallel attention computes, and errors for everything else."""
+"""What context-parallel attention is refused for: strategies, layouts, rows and heads that do not fit together."""
 
 from ._call import Array
 from ._context_parallel_layouts import LAYOUTS
 from ._varlen_types import Options
 
 NAME = "context_parallel_attention"
-STRATEGIES = ("all_gather", "ring", "all_to_all")
-# The kinds of masks, as `mask_of` names them.
-MASKS = {
-    "full": "full attention",
-    "causal": "causal attention",
-    "causal window": "a causal window",
-    "window": "a window without a causal mask",
-}
-# The masks that a strategy computes in a layout, without and with ALiBi slopes. Every other option works with all of
-# them: GQA, another Dv, sinks, softcap, softmax_scale, seqused, the log-sum-exp and gradients.
-SUPPORTED: dict[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...]]] = {
-    ("all_gather", "contiguous"): (("full", "causal", "causal window"), ("causal", "causal window")),
-    ("all_gather", "zigzag"): (("full", "causal", "causal window"), ("causal", "causal window")),
-    ("ring", "contiguous"): (("full", "causal", "causal window"), ("causal window",)),
-    ("ring", "zigzag"): (("full", "causal"), ()),
-    ("all_to_all", "contiguous"): (tuple(MASKS), tuple(MASKS)),
-    ("all_to_all", "zigzag"): ((), ()),
+# The layouts of each strategy. Every option works in all of them.
+STRATEGIES = {
+    "all_gather": ("contiguous", "zigzag"),
+    "ring": ("contiguous", "zigzag"),
+    "all_to_all": ("contiguous",),
 }
 
 
-def mask_of(options: Options) -> str:
-    """The kind of mask, a key of `MASKS`."""
-    if options.causal:
-        return "causal" if options.window_left < 0 else "causal window"
-    return "full" if max(options.window_left, options.window_right) < 0 else "window"
+def validate_strategy(strategy: str, layout: str) -> None:
+    """Raise an error for a strategy or layout that does not exist, and for a layout that the strategy does not have."""
+    for name, value, expected in (("strategy", strategy, tuple(STRATEGIES)), ("layout", layout, tuple(LAYOUTS))):
+        if value not in expected:
+            names = ", ".join(map(repr, expected[:-1]))
+            raise ValueError(f"{NAME}: {name} is {value!r}, expected {names} or {expected[-1]!r}")
+    if layout not in STRATEGIES[strategy]:
+        own = " or ".join(f"layout={x!r}" for x in STRATEGIES[strategy])
+        others = " or ".join(f"strategy={x!r}" for x, layouts in STRATEGIES.items() if layout in layouts)
+        raise NotImplementedError(
+            f"{NAME}: strategy={strategy!r} does not have layout={layout!r}; use {own}, or {others}"
+        )
 
 
 def without_vacuous_windows(options: Options, total: int) -> Options:
@@ -39,14 +34,6 @@ def without_vacuous_windows(options: Options, total: int) -> Options:
     )
     causal = options.causal.dtype.type(options.causal or right == 0)
     return options._replace(causal=causal, window_left=left, window_right=right.dtype.type(-1) if causal else right)
-
-
-def validate_names(strategy: str, layout: str) -> None:
-    """Raise ValueError for a strategy or a layout that does not exist."""
-    for name, value, expected in (("strategy", strategy, STRATEGIES), ("layout", layout, tuple(LAYOUTS))):
-        if value not in expected:
-            names = ", ".join(map(repr, expected[:-1]))
-            raise ValueError(f"{NAME}: {name} is {value!r}, expected {names} or {expected[-1]!r}")
 
 
 def validate_rows(q: Array, k: Array, v: Array, layout: str) -> None:
@@ -62,26 +49,6 @@ def validate_rows(q: Array, k: Array, v: Array, layout: str) -> None:
             f"{NAME}: q has {q.shape[0]} rows on a device, expected an even number in the layout 'zigzag', in which a "
             "device has two chunks of each sequence; pad the stream, or use layout='contiguous'"
         )
-
-
-def validate_support(strategy: str, layout: str, options: Options, has_slopes: bool) -> None:
-    """Raise NotImplementedError for a mask or ALiBi where the strategy does not compute it, naming those that do."""
-    mask = mask_of(options)
-    able = [pair for pair, masks in SUPPORTED.items() if mask in masks[has_slopes]]
-    if (strategy, layout) in able:
-        return
-    if not any(SUPPORTED[strategy, layout]):
-        instead = next(x for s, x in SUPPORTED if s == strategy and x != layout)
-        others = " or ".join(dict.fromkeys(repr(s) for s, x in able if x == layout))
-        raise NotImplementedError(
-            f"{NAME}: strategy={strategy!r} does not have the layout {layout!r}; use layout={instead!r}"
-            + (f", or strategy {others}" if others else "")
-        )
-    what = MASKS[mask] + (" with alibi_slopes" if has_slopes else "")
-    choices = " or ".join(f"strategy={s!r} with layout={x!r}" for s, x in able)
-    raise NotImplementedError(
-        f"{NAME}: strategy={strategy!r} with layout={layout!r} does not compute {what}; use {choices}"
-    )
 
 
 def validate_heads(num_devices: int, heads: int, kv_heads: int) -> None:
