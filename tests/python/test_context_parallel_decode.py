@@ -20,6 +20,7 @@ from xla_attention.jax import (
     context_parallel_block_tables,
     context_parallel_paged_attention,
     context_parallel_slots,
+    paged_attention,
 )
 
 HERE = pathlib.Path(__file__).parent
@@ -117,7 +118,7 @@ def traced(function, *operands, in_specs, out_specs=REPLICATED):
 
 def one_device(function, *operands):
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("cp",))
-    return jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P("cp"))(*operands)
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P("cp")))(*operands)
 
 
 def test_slots_of_padding_and_of_positions_without_a_page_are_skipped():
@@ -133,6 +134,44 @@ def test_slots_of_padding_and_of_positions_without_a_page_are_skipped():
     assert ragged.tolist() == [-1, 12, 7, -1, -1, -1, -1]
     assert fewer.tolist() == [-1, 12, 7, -1, -1, -1, -1]
     assert single.tolist() == [5, 30, -1]
+
+
+# ---------- metadata, on a mesh of one device
+
+
+@jax.jit
+def both(query, cache, sequences):
+    """Attention over a cache that is spread over one device, and over one that is not."""
+
+    def attend(query, cache, sequences):
+        options = {"axis_name": "cp", "scale": 0.5, "sinks": jnp.ones(4), "sliding_window": 5, "return_lse": True}
+        return context_parallel_paged_attention(query, cache, *sequences, **options)
+
+    whole = paged_attention(query, cache, *sequences, scale=0.5, sinks=jnp.ones(4), sliding_window=5, return_lse=True)
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("cp",))
+    return jax.shard_map(attend, mesh=mesh, in_specs=REPLICATED, out_specs=(P("cp"), P("cp")))(
+        query, cache, sequences
+    ), whole
+
+
+def test_metadata_out_of_range_count_as_in_paged_attention():
+    rng = np.random.default_rng(0)
+    query, cache = (rng.standard_normal(shape, np.float32) for shape in ((9, 4, 8), (5, 2, 4, 8)))
+    for _ in range(100):
+        lens, starts, num_seqs = (rng.integers(-3, 12, size, np.int32) for size in (4, 5, 1))
+        starts = np.sort(starts) if rng.integers(2) else starts
+        actual, expected = both(query, cache, (lens, rng.integers(-2, 8, (4, 3), np.int32), starts, num_seqs))
+        np.testing.assert_allclose(actual[0], expected[0], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(actual[1], expected[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(0, 2, 1, 3), (3, 0, 1, 3), (3, 2, 0, 3), (3, 2, 1, 0)])
+def test_a_size_may_be_0(sizes):
+    rows, seqs, columns, pages = sizes
+    sequences = np.full(seqs, 2), np.zeros((seqs, columns), int), np.arange(seqs + 1), np.array([seqs])
+    actual, expected = both(jnp.ones((rows, 4, 8)), jnp.ones((pages, 2, 4, 8)), sequences)
+    np.testing.assert_allclose(actual[0], expected[0], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(actual[1], expected[1], rtol=0, atol=1e-6)
 
 
 # ---------- refusals at trace time
@@ -158,6 +197,8 @@ def with_sequences(index, array):
     ("positional", "options", "error", "message"),
     [
         ((), {"axis_name": "tp"}, ValueError, "axis_name is 'tp', expected a mesh axis of the jax.shard_map"),
+        ((), {"axis_name": None}, TypeError, "axis_name is None, expected the name of a mesh axis"),
+        ((), {"cache": CACHE[:, :0]}, ValueError, "page_size"),
         ((), {"scatter_heads": True}, ValueError, "query has 6 heads, expected a multiple of the 4 devices"),
         ((), {"alibi_slopes": jnp.ones(6)}, NotImplementedError, "alibi_slopes is given.*paged_attention has ALiBi"),
         ((ROWS,), {}, ValueError, "key is given and value is None, expected both or neither"),

@@ -58,7 +58,7 @@ def attend(
     lens, tables, starts, num_seqs = sequences
     starts = used_starts(starts, num_seqs)
     if not lens.shape[0]:  # one sequence without rows
-        lens, tables, starts = jnp.zeros((1,), jnp.int32), jnp.zeros((1, tables.shape[1]), jnp.int32), starts[[0, 0]]
+        lens, tables, starts = (jnp.zeros(shape, jnp.int32) for shape in ((1,), (1, tables.shape[1]), (2,)))
     sequences = lens, tables, starts, num_seqs
     exchange = (static.axis_name, static.num_devices, static.scatter_heads)
     if new_rows is None:

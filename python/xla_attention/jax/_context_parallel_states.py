@@ -21,7 +21,11 @@ State = tuple[Array, Array]  # [T, H, D] and f32[H, T]
 
 
 def num_devices_along(function: str, axis_name: AxisName) -> int:
-    """The devices of a mesh axis, or of several; a ValueError that names `function` where there is none."""
+    """The devices of a mesh axis, or of several; where there is none, an error that names `function`."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or not all(isinstance(name, str) for name in names):
+        text = "expected the name of a mesh axis, or a tuple of names"
+        raise TypeError(f"{function}: axis_name is {axis_name!r}, {text}")
     try:
         return int(lax.psum(1, axis_name))
     except (NameError, ValueError):  # JAX takes an integer for an axis of the operand
@@ -54,8 +58,8 @@ def exchange_states(state: State, axis_name: AxisName, num_devices: int, scatter
     out, lse = state
     rows, heads, dim = out.shape
     bits = _BITS[out.dtype.itemsize]
-    tail = lax.bitcast_convert_type(lse.T, bits)
-    packed = jnp.concatenate([lax.bitcast_convert_type(out, bits), tail.reshape(rows, heads, -1)], axis=-1)
+    tail = lax.bitcast_convert_type(lse.T, bits).reshape(rows, heads, 4 // out.dtype.itemsize)
+    packed = jnp.concatenate([lax.bitcast_convert_type(out, bits), tail], axis=-1)
     if scatter:
         packed = packed.reshape(rows, num_devices, heads // num_devices, packed.shape[-1])
         packed = lax.all_to_all(packed, axis_name, 1, 0)
