@@ -18,15 +18,24 @@ from xla_attention.jax import context_parallel_attention
 ROWS = PartitionSpec("cp")
 
 
-def compiled(mesh, strategy, layout):
-    """The HLO of a program with the forward and the backward pass, over 8192 rows."""
+def compiled(mesh, strategy, layout, recomputed=False):
+    """The HLO of a program with both passes over 8192 rows; `recomputed` in a scan over layers with jax.checkpoint."""
     attend = functools.partial(
         context_parallel_attention, cu_seqlens=np.array([0, 8192]), axis_name="cp", strategy=strategy, layout=layout
     )
     attend = jax.shard_map(attend, mesh=mesh, in_specs=(ROWS,) * 3, out_specs=ROWS)
 
+    def layer(x, weight):
+        q, k, v = jnp.split(x * weight, [32, 40], axis=1)
+        return x + jnp.concatenate([attend(q, k, v), k, v], axis=1), None
+
     def loss(q, k, v):
-        return jnp.sum(attend(q, k, v).astype(jnp.float32) ** 2)
+        if recomputed:
+            x = jnp.concatenate([q, k, v], axis=1)
+            out, _ = jax.lax.scan(jax.checkpoint(layer), x, jnp.ones(3, x.dtype))
+        else:
+            out = attend(q, k, v)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
 
     sharding = NamedSharding(mesh, ROWS)
     arrays = [jax.ShapeDtypeStruct((8192, heads, 128), jnp.bfloat16, sharding=sharding) for heads in (32, 8, 8)]
@@ -38,4 +47,6 @@ if __name__ == "__main__":
     topology = topologies.get_topology_desc("h100", "cuda", target_config=TARGET, topology="1x1x4")
     mesh = Mesh(np.array(topology.devices), ("cp",))
     cases = [("ring", "zigzag"), ("ring", "contiguous"), ("all_gather", "zigzag")]
-    print(json.dumps({", ".join(case): compiled(mesh, *case) for case in cases}))
+    programs = {", ".join(case): compiled(mesh, *case) for case in cases}
+    programs["ring, recomputed"] = compiled(mesh, "ring", "zigzag", recomputed=True)
+    print(json.dumps(programs))

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(not PLUGIN.is_dir(), reason=f"no CUDA plugin of 
 
 # K and V of 2048 rows in bf16, and their gradients in f32.
 KEYS, GRADIENTS = "bf16[2,2048,8,128]", "f32[2,2048,8,128]"
+CALL = 'custom_call_target="xla_gpu_flash_attn_varlen'
 
 
 @functools.cache
@@ -22,39 +23,56 @@ def programs():
     return json.loads(python(program, **environment()).stdout)
 
 
-def instructions(case):
-    """The instructions of the main computation in the order in which they are issued."""
+def computations(case):
+    """The instructions of each computation with our calls, in the order in which they are issued."""
     hlo = programs()[case]
     assert "is_scheduled=true" in hlo.splitlines()[0]
-    return hlo[hlo.index("\nENTRY") :].splitlines()
+    return [x.splitlines() for x in hlo.split("\n\n") if CALL in x]
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_every_transfer_of_the_ring_but_the_last_is_under_way_during_a_call(layout):
-    under_way, calls, exposed, sent = set(), [], [], []
-    for line in instructions(f"ring, {layout}"):
+def transfers(lines):
+    """For each call whether a transfer is under way, the transfers beside no call, and what is sent."""
+    under_way, calls, exposed, sent, was_beside_a_call = set(), [], [], [], False
+    for line in lines:
         if start := re.search(r"(%\S+) = (\(.*\)) collective-permute-start\(", line):
             under_way.add(start[1])
             kinds = re.findall(r"\w+\[[\d,]+\]", start[2])
             sent += kinds[: len(kinds) // 2]  # what is sent, then what is received
             was_beside_a_call = False
-        elif 'custom_call_target="xla_gpu_flash_attn_varlen' in line:
+        elif CALL in line:
             calls.append(bool(under_way))
             was_beside_a_call = True
         elif done := re.search(r" collective-permute-done\((%[\w.-]+)\)", line):
             under_way.remove(done[1])
             if not was_beside_a_call:
                 exposed.append(done[1])
-    # The last step of the forward pass has nothing to send, and nothing follows the last gradients.
-    assert calls == [True, True, True, False, True, True, True, True]
+    return calls, exposed, sent
+
+
+# Nothing is sent during the last step of the forward pass, and nothing runs beside the last transfer of the gradients.
+FORWARD, BACKWARD = [True, True, True, False], [True, True, True, True]
+
+
+@pytest.mark.parametrize("case", ["ring, zigzag", "ring, contiguous"])
+def test_every_transfer_of_the_ring_but_the_last_is_under_way_during_a_call(case):
+    ((calls, exposed, sent),) = map(transfers, computations(case))
+    assert calls == FORWARD + BACKWARD
     assert len(exposed) == 1
     # The transfers of K and V in the backward pass are not merged with those of the forward pass.
     assert sent.count(KEYS) == 3 + 3 and sent.count(GRADIENTS) == 4
 
 
+def test_so_it_is_where_the_forward_pass_runs_again():
+    """In a scan over layers with jax.checkpoint, whose two loops are two computations."""
+    (backward, is_exposed, sent), (forward, *_) = sorted(map(transfers, computations("ring, recomputed")), reverse=True)
+    assert (forward, backward) == (FORWARD, FORWARD + BACKWARD)
+    assert len(is_exposed) == 1
+    assert sent.count(KEYS) == 3 + 3 and sent.count(GRADIENTS) == 4
+
+
 def test_keys_are_gathered_again_in_the_backward_pass():
-    lines = instructions("all_gather, zigzag")
-    calls = [i for i, line in enumerate(lines) if 'custom_call_target="xla_gpu_flash_attn_varlen' in line]
+    (lines,) = computations("all_gather, zigzag")
+    calls = [i for i, line in enumerate(lines) if CALL in line]
     gathers = [i for i, line in enumerate(lines) if " all-gather-start(" in line]
     assert len(calls) == len(gathers) == 4
     # K and V for the two calls of the forward pass, and again for the two of the backward pass.
@@ -62,4 +80,4 @@ def test_keys_are_gathered_again_in_the_backward_pass():
 
 
 def test_the_zigzag_order_is_computed_without_a_loop():
-    assert not any(" while(" in line for line in instructions("all_gather, zigzag"))
+    assert " while(" not in programs()["all_gather, zigzag"]

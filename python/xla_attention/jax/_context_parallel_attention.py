@@ -221,8 +221,9 @@ def _attend_bwd(config: Config, residuals: tuple, cotangents: tuple[Any, Any]) -
     zero = jax.custom_derivatives.SymbolicZero
     dout, dlse = (None if isinstance(x, zero) else x for x in cotangents)
     dout = jnp.zeros_like(out) if dout is None else dout
-    # Otherwise XLA merges the transfers of K and V with those of the forward pass, and keeps all that was received.
-    k, v, dout = jax.lax.optimization_barrier((operands.k, operands.v, dout))
+    # Otherwise XLA merges the transfers of K and V with those of the forward pass, and keeps all that was received; or
+    # makes them at once, where jax.checkpoint has the forward pass run again.
+    k, v, out, lse, dout = jax.lax.optimization_barrier((operands.k, operands.v, out, lse, dout))
     operands = operands._replace(k=k, v=v)
     grads = _strategy(config).backward(config, operands, Cotangents(dout, out, lse, dlse))
     dq, dk, dv = (x.astype(like.dtype) for x, like in zip(grads[:3], operands[:3], strict=True))
