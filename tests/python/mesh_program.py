@@ -1,10 +1,10 @@
 """Whole programs on a mesh of two axes; test_mesh_programs.py runs it as a subprocess.
 
-    mesh_program.py shardy|gspmd|explicit
+    mesh_program.py shardy|gspmd|explicit|mixed [program ...]
 
 Prints a line of JSON per program: its name, the largest error against one device, the collectives in the compiled
 program, the number of copies of a donated cache's shards, whether the cache stays in its memory, and more where a
-program measures more. `explicit` is Shardy on a mesh with explicit axes.
+program measures more. `explicit` is Shardy on a mesh with explicit axes; `mixed` has an explicit and an automatic one.
 """
 
 import json
@@ -293,7 +293,11 @@ if __name__ == "__main__":
     partitioning, *names = sys.argv[1:]
     if partitioning == "gspmd":
         jax.config.update("jax_use_shardy_partitioner", False)
-    options = {"axis_types": (jax.sharding.AxisType.Explicit,) * 2} if partitioning == "explicit" else {}
+    explicit = {"explicit": (True, True), "mixed": (True, False)}.get(partitioning)
+    options = {}
+    if explicit:
+        types = jax.sharding.AxisType
+        options["axis_types"] = tuple(types.Explicit if is_explicit else types.Auto for is_explicit in explicit)
     programs = Programs(Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"), **options))
     for name in names or PROGRAMS:
         print(json.dumps({"program": name, **getattr(programs, name)()}), flush=True)

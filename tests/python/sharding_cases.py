@@ -339,6 +339,7 @@ def added():
 CASES = {
     "packed, by heads": lambda _: packed(),
     "packed, deterministic, by heads": lambda _: packed(deterministic=True),
+    "packed, query offsets": lambda _: packed(q_offset=np.array([2, -1, 0]), window=(5, -1)),
     "packed, one KV head": lambda _: packed((8, 1))._replace(specs=(PACKED, REPLICATED, REPLICATED, BY_HEAD)),
     "packed, two KV heads": lambda _: packed((8, 2))._replace(specs=(PACKED, REPLICATED, REPLICATED, BY_HEAD)),
     "packed, KV heads by one axis": lambda _: by_two_axes(packed((8, 2))),
