@@ -29,6 +29,7 @@ class Case(NamedTuple):
     gather: bool = False
     axes: str = "cp"  # "cp", "explicit cp", "a b" for pages over two mesh axes, "cp tp" for heads over another one
     check_vma: bool = True
+    is_slow: bool = False  # one of the combinations that only slow tests run
 
 
 NEW = {"rows": "several", "passes_rows": True}
@@ -38,37 +39,37 @@ WINDOW = {"sliding_window": 6}
 CASES = {
     "decode": Case(),
     "decode, bf16, sinks, soft cap, scattered": Case(dtype="bfloat16", has_sinks=True, scatter=True, options=CAPPED),
-    "decode, f16, gathered and scattered": Case(dtype="float16", heads=(8, 4), gather=True, scatter=True),
+    "decode, f16, gathered and scattered": Case(is_slow=True, dtype="float16", heads=(8, 4), gather=True, scatter=True),
     "decode, gathered, sinks, window": Case(gather=True, has_sinks=True, options=WINDOW),
-    "decode, fp8 cache": Case(**FP8, scale_of="one"),
+    "decode, fp8 cache": Case(**FP8, is_slow=True, scale_of="one"),
     "decode, fp8 queries": Case(dtype="float8_e4m3fn", cache="float8_e4m3fn", scale_of="heads"),
     "decode, f16 from fp8 queries": Case(
-        dtype="float8_e4m3fn", cache="float8_e4m3fn", options={"out_dtype": "float16"}, scatter=True
+        is_slow=True, dtype="float8_e4m3fn", cache="float8_e4m3fn", options={"out_dtype": "float16"}, scatter=True
     ),
     "decode, heads over another axis": Case(heads=(8, 4), axes="cp tp", has_sinks=True),
-    "decode, explicit axis": Case(axes="explicit cp", gather=True),
+    "decode, explicit axis": Case(is_slow=True, axes="explicit cp", gather=True),
     "decode, pages over two axes": Case(axes="a b", scatter=True),
-    "decode, one KV head, unchecked types": Case(heads=(4, 1), check_vma=False),
-    "decode, new rows as arguments": Case(passes_rows=True),
+    "decode, one KV head, unchecked types": Case(is_slow=True, heads=(4, 1), check_vma=False),
+    "decode, new rows as arguments": Case(is_slow=True, passes_rows=True),
     "several rows": Case(rows="several", kv_layout="per_page", has_sinks=True),
     "several rows, window, values of another dimension": Case(
         rows="several", kv_layout=None, dims=(16, 8), options=WINDOW, has_sinks=True
     ),
     "new rows": Case(**NEW),
     "new rows, batch invariant, values of another dimension": Case(
-        **NEW, kv_layout=None, dims=(16, 24), options={"batch_invariant": True}, has_sinks=True
+        **NEW, is_slow=True, kv_layout=None, dims=(16, 24), options={"batch_invariant": True}, has_sinks=True
     ),
     "new rows, bf16, stacked, sinks, soft cap, scattered": Case(
         **NEW, dtype="bfloat16", kv_layout="stacked", has_sinks=True, scatter=True, options=CAPPED
     ),
     "new rows, window, sinks, scattered": Case(**NEW, options=WINDOW, has_sinks=True, scatter=True),
     "new rows, 3 KV heads, scattered": Case(**NEW, heads=(12, 3), scatter=True, gather=True),
-    "new rows, 8 KV heads, scattered": Case(**NEW, heads=(8, 8), scatter=True),
+    "new rows, 8 KV heads, scattered": Case(**NEW, is_slow=True, heads=(8, 8), scatter=True),
     "new rows, fp8 cache, scattered": Case(**NEW, **FP8, scale_of="heads", scatter=True),
     "new rows, fp8 cache of e5m2, window": Case(
-        **NEW, dtype="float16", cache="float8_e5m2", kv_layout="per_page", options=WINDOW
+        is_slow=True, **NEW, dtype="float16", cache="float8_e5m2", kv_layout="per_page", options=WINDOW
     ),
-    "new rows, scales of a cache in f32": Case(**NEW, scale_of="heads"),
+    "new rows, scales of a cache in f32": Case(**NEW, is_slow=True, scale_of="heads"),
 }
 
 

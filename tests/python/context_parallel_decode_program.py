@@ -1,6 +1,6 @@
 """Runs context_parallel_paged_attention on four devices; test_context_parallel_decode.py runs it as a subprocess.
 
-    context_parallel_decode_program.py cpu|gpu [case ...]
+    context_parallel_decode_program.py cpu|gpu (CASE|generation) ...
 
 Prints a line of JSON per case, with the differences to one device and what the compiled program has.
 """
@@ -210,7 +210,5 @@ def generate(devices):
 if __name__ == "__main__":
     devices = np.array(jax.devices(sys.argv[1]))
     with jax.default_device(devices[0]):
-        for name in sys.argv[2:] or CASES:
-            print(json.dumps(run(name, devices)), flush=True)
-        if not sys.argv[2:]:
-            print(json.dumps(generate(devices)), flush=True)
+        for name in sys.argv[2:]:
+            print(json.dumps(generate(devices) if name == "generation" else run(name, devices)), flush=True)

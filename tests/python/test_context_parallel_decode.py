@@ -30,15 +30,15 @@ JAX_VERSION = tuple(map(int, jax.__version__.split(".")[:2]))
 
 
 @functools.cache
-def program(platform):
+def program(platform, is_slow=False):
     """The output of context_parallel_decode_program.py by case, from a subprocess with four CPU devices."""
     if platform == "gpu" and len(jax.devices("gpu")) < 4:
         pytest.skip("there are fewer than four GPUs")
+    names = [name for name, case in CASES.items() if case.is_slow == is_slow] + ["generation"] * (not is_slow)
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     # Programs may have JAX refuse arrays of different ranks.
-    done = python(
-        HERE / "context_parallel_decode_program.py", platform, XLA_FLAGS=flags, JAX_NUMPY_RANK_PROMOTION="raise"
-    )
+    variables = {"XLA_FLAGS": flags, "JAX_NUMPY_RANK_PROMOTION": "raise"}
+    done = python(HERE / "context_parallel_decode_program.py", platform, *names, **variables)
     return {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
 
 
@@ -46,10 +46,11 @@ def program(platform):
 TOLERANCE = {"float32": 1e-5, "float16": 3 * 2.0**-11, "bfloat16": 3 * 2.0**-8}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * y.is_slow) for x, y in CASES.items()])
 @pytest.mark.parametrize("on", PLATFORMS)
 def test_results_are_those_of_one_device_by_one_collective(on, name):
-    row, case = program(on)[name], CASES[name]
+    case = CASES[name]
+    row = program(on, case.is_slow)[name]
     dtype = case.options.get("out_dtype", "bfloat16" if case.dtype.startswith("float8") else case.dtype)
     assert row["error"] <= TOLERANCE[dtype] * row["largest"]
     assert row["lse_error"] < 1e-5
