@@ -101,3 +101,33 @@ def test_a_warning_names_the_line_that_makes_xla_gather(tmp_path):
 def test_pythons_filters_make_an_error_of_the_warning():
     done = python("-c", _GATHERING, **_TWO_DEVICES, PYTHONWARNINGS="error:xla_attention")
     assert "GatherWarning: xla_attention: XLA gathers operands of xla_gpu_flash_attn_varlen: q" in done.stdout
+
+
+# Prints the dtypes that the custom call of the gradients returns on each device, and the largest relative error of dk.
+_SHARED_HEAD = """
+import re, jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from xla_attention.jax import flash_attn_varlen
+random = np.random.default_rng(0)
+q, k, v = (jnp.array(random.standard_normal((40, heads, 16)), "bfloat16") for heads in (8, 2, 2))
+gradients = jax.grad(lambda *x: (flash_attn_varlen(*x, np.array([0, 40])).astype(jnp.float32) ** 2).sum(), (0, 1, 2))
+expected = [np.float32(x) for x in gradients(*(x.astype(jnp.float32) for x in (q, k, v)))]
+mesh = Mesh(np.array(jax.devices()), ("heads",))
+specs = PartitionSpec(None, "heads"), PartitionSpec(), PartitionSpec()
+placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((q, k, v), specs)]
+compiled = jax.jit(gradients).lower(*placed).compile()
+call = next(line for line in compiled.as_text().splitlines() if "xla_gpu_flash_attn_varlen_bwd" in line)
+print(*re.findall(r"(\\w+)\\[", call.split(" = ")[1])[:3])
+actual = jax.block_until_ready(compiled(*placed))
+errors = [np.abs(np.float32(x) - y).max() / np.abs(y).max() for x, y in zip(actual, expected)]
+print(*(x.dtype for x in actual), max(errors))
+"""
+
+
+@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="this JAX partitions by GSPMD")
+def test_gradients_that_devices_sum_are_f32_before_the_sum():
+    done = python("-c", _SHARED_HEAD, **_TWO_DEVICES | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"})
+    of_call, of_program = (line.split() for line in done.stdout.splitlines())
+    assert of_call == ["f32"] * 3
+    assert of_program[:3] == ["bfloat16"] * 3
+    assert float(of_program[3]) < 0.02

@@ -44,7 +44,12 @@ class _Call(NamedTuple):
     line: SourceLine
 
 
-def partitioned(target: str, function: Callable, make_rule: Callable[..., ShardingRule]) -> Callable:
+def partitioned(
+    target: str,
+    function: Callable,
+    make_rule: Callable[..., ShardingRule],
+    with_f32_gradients: Callable[[Any], Any] = lambda static: static,
+) -> Callable:
     """Let XLA partition ``function(static, *operands)``, which returns a tuple of arrays.
 
     Parameters
@@ -56,6 +61,8 @@ def partitioned(target: str, function: Callable, make_rule: Callable[..., Shardi
         None, or a tree of these.
     make_rule
         The sharding rule, from the same arguments.
+    with_f32_gradients
+        From `static` that of a call whose gradients are f32, for those that devices sum.
     """
 
     def on_shards(call: _Call, *shards: Array) -> tuple[Array, ...]:
@@ -71,7 +78,8 @@ def partitioned(target: str, function: Callable, make_rule: Callable[..., Shardi
         local = functools.partial(on_shards, call)
         if assigned.sharing:
             parts = math.prod(axis_sizes[name] for name in assigned.sharing)
-            local = _with_one_kv_head(local, call.rule, assigned.sharing, parts)
+            in_f32 = functools.partial(on_shards, call._replace(static=with_f32_gradients(call.static)))
+            local = _with_one_kv_head(local, in_f32, call.rule, assigned.sharing, parts)
         return _with_sums(local, call.rule, assigned)
 
     def partition(call: _Call, mesh: Mesh, arguments: Any, _results: Any) -> tuple:  # noqa: ANN401
@@ -210,44 +218,47 @@ def _with_sums(local_call: Callable, rule: ShardingRule, assigned: Assignment) -
     return call
 
 
-def _with_one_kv_head(local_call: Callable, rule: ShardingRule, axes: tuple[str, ...], parts: int) -> Callable:
+def _with_one_kv_head(
+    local_call: Callable, in_f32: Callable, rule: ShardingRule, axes: tuple[str, ...], parts: int
+) -> Callable:
     """The call of a device whose query heads read one of its KV heads.
 
     Parameters
     ----------
-    local_call
-        From shards to shards.
+    local_call, in_f32
+        From shards to shards; with gradients in f32.
     rule
         Of the call.
     axes, parts
         The mesh axes that shard query heads alone, and the number of devices along them.
     """
+    dims_of_heads = [dims.index("h") if "h" in dims else None for dims in rule.operands]
+    in_pages = any("P" in dims for dims in rule.operands)
 
     def call(*shards: Array) -> tuple[Array, ...]:
-        dims_of_heads = [(x, dims.index("h")) for x, dims in zip(shards, rule.operands, strict=True) if "h" in dims]
-        heads = dims_of_heads[0][0].shape[dims_of_heads[0][1]] if dims_of_heads else 1
-        if heads == 1:
-            results = local_call(*shards)
-        else:
+        heads = max((x.shape[dim] for x, dim in zip(shards, dims_of_heads, strict=True) if dim is not None), default=1)
+        if heads > 1:
             head = jax.lax.axis_index(axes) // (parts // heads)
-            one_head = [
-                jax.lax.dynamic_slice_in_dim(x, head, 1, dims.index("h")) if "h" in dims else x
-                for x, dims in zip(shards, rule.operands, strict=True)
-            ]
-            results = local_call(*one_head)
+            shards = tuple(
+                x if dim is None else jax.lax.dynamic_slice_in_dim(x, head, 1, dim)
+                for x, dim in zip(shards, dims_of_heads, strict=True)
+            )
+        if in_pages or not any("h" in dims for dims in rule.results):
+            # Each device has the results of its query heads; in a cache all devices write the same.
+            return local_call(*shards)
 
-        def whole(result: Array, dim: int) -> Array:
-            """The gradient of all KV heads: each device has the share of its query heads in one."""
-            zeros = jnp.zeros_like(result, jnp.float32, shape=(*result.shape[:dim], heads, *result.shape[dim + 1 :]))
-            share = result.astype(jnp.float32)
-            share = share if heads == 1 else jax.lax.dynamic_update_slice_in_dim(zeros, share, head, dim)
-            return jax.lax.psum(share, axes).astype(result.dtype)
+        def gradient(result: Array, dims: str, dtype: np.dtype) -> Array:
+            """Of K or V: the sum over the devices, each of which has the share of its query heads in one KV head."""
+            if "h" in dims:
+                dim = dims.index("h")
+                if heads > 1:
+                    zeros = jnp.zeros_like(result, shape=(*result.shape[:dim], heads, *result.shape[dim + 1 :]))
+                    result = jax.lax.dynamic_update_slice_in_dim(zeros, result, head, dim)
+                result = jax.lax.psum(result, axes)
+            return result.astype(dtype)
 
-        are_gradients = all("P" not in dims for dims in rule.operands)
-        return tuple(
-            whole(result, dims.index("h")) if are_gradients and "h" in dims else result
-            for result, dims in zip(results, rule.results, strict=True)
-        )
+        dtypes = [x.dtype for x in jax.eval_shape(local_call, *shards)]
+        return tuple(map(gradient, in_f32(*shards), rule.results, dtypes))
 
     return call
 

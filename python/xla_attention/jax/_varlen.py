@@ -170,6 +170,7 @@ _backward = with_batching(
         "xla_gpu_flash_attn_varlen_bwd",
         lambda *x: tuple(jax.tree.leaves(_backward_ffi_call(*x))),
         _backward_sharding_rule,
+        with_f32_gradients=lambda options: options._replace(f32_gradients=True),
     ),
     _backward_batching_rule,
 )
