@@ -5,6 +5,7 @@ test_context_parallel_transformations.py starts it and reads a line of JSON per 
 
 import collections
 import functools
+import itertools
 import json
 import re
 import sys
@@ -45,12 +46,14 @@ def one_device(q, k, v, **options):
     return flash_attn_varlen(q, k, v, STARTS, causal=True, **options)
 
 
-def parallel(strategy, layout="contiguous", *, mesh=MESH, in_specs=(ROWS,) * 3, out_specs=ROWS, **options):
+def parallel(
+    strategy, layout="contiguous", *, starts=STARTS, mesh=MESH, in_specs=(ROWS,) * 3, out_specs=ROWS, **options
+):
     """The function of q, k and v in the order of the devices."""
     options = {"axis_name": "cp", "strategy": strategy, "layout": layout, **options}
 
     def attend(q, k, v):
-        return context_parallel_attention(q, k, v, STARTS, **options)
+        return context_parallel_attention(q, k, v, starts, **options)
 
     return jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
@@ -249,6 +252,19 @@ def keys_of_8_bits():
     expected = one_device(*arrays)
     functions = zigzag(parallel("ring", "zigzag")), parallel("ring"), zigzag(parallel("all_gather", "zigzag"))
     return max(difference(jax.jit(function)(*arrays), expected) for function in functions)
+
+
+@check
+def no_sequences_and_no_rows():
+    largest = 0.0
+    cases = ("all_gather", "zigzag"), ("ring", "zigzag"), ("ring", "contiguous"), ("all_to_all", "contiguous")
+    for (strategy, layout), (rows, starts) in itertools.product(cases, [(64, [8]), (0, [0]), (0, [0, 0])]):
+        arrays = [jnp.full((rows, 4, DIM), jnp.nan)] * 3
+        function = parallel(strategy, layout, starts=np.array(starts))
+        results = jax.jit(function)(*arrays), *gradients(function)(*arrays)
+        assert all(x.shape == arrays[0].shape for x in results)
+        largest = max(largest, *(float(jnp.abs(x).max(initial=0)) for x in jax.block_until_ready(results)))
+    return largest
 
 
 # ---------- compiled programs: the collectives and calls

@@ -133,7 +133,7 @@ ERRORS = [
         "axis_name is 'dp', expected a mesh axis of the jax.shard_map that",
     ),
     ({"axis_name": ("cp", "dp")}, ValueError, "axis_name is ('cp', 'dp'), expected a mesh axis"),
-    ({"axis_name": 0}, ValueError, "axis_name is 0, expected a mesh axis"),
+    ({"axis_name": 0}, TypeError, "axis_name is 0, expected the name of a mesh axis, or a tuple of names"),
     ({"strategy": "ulysses"}, ValueError, "strategy is 'ulysses', expected 'all_gather', 'ring' or 'all_to_all'"),
     ({"layout": "striped"}, ValueError, "layout is 'striped', expected 'contiguous' or 'zigzag'"),
     (
@@ -161,6 +161,7 @@ ERRORS = [
     ({"window": 4}, ValueError, "window is 4"),
     ({"window": (-2, 0)}, ValueError, "window_left is -2"),
     ({"softcap": -1.0}, ValueError, "softcap is -1"),
+    ({"max_seqlen": -1}, ValueError, "max_seqlen_q is -1"),
     ({"max_seqlen": 2.0}, TypeError, "max_seqlen is 2.0, expected an integer"),
     ({"causal": 1}, TypeError, "causal is 1, expected True or False"),
     (

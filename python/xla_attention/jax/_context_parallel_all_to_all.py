@@ -9,7 +9,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from .._options import length_hint
 from ._call import Array
 from ._context_parallel_steps import Config
 from ._flash_attn_varlen import attend
@@ -34,9 +33,7 @@ def attend_by_heads(config: Config, operands: Operands) -> tuple[Array, Array]:
     by_heads = operands._replace(
         q=q, k=k, v=v, alibi_slopes=own_heads(operands.alibi_slopes), sinks=own_heads(operands.sinks)
     )
-    hint = length_hint(config.max_seqlen or 0)
-    options = config.options._replace(max_seqlen_q=hint, max_seqlen_k=hint)
-    out, lse = attend(options, by_heads, return_lse=True)
+    out, lse = attend(config.options, by_heads, return_lse=True)
     return jax.lax.all_to_all(out, axis, 0, 1, tiled=True), jax.lax.all_to_all(lse, axis, 1, 0, tiled=True)
 
 

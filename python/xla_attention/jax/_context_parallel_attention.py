@@ -24,7 +24,7 @@ from ._context_parallel_support import (
     validate_strategy,
     without_vacuous_windows,
 )
-from ._flash_attn_varlen import reject_gradients, static_window
+from ._flash_attn_varlen import attend, reject_gradients, static_window
 from ._indices import index_operand
 from ._varlen import forward
 from ._varlen_types import Cotangents, Operands, Options
@@ -144,13 +144,14 @@ def context_parallel_attention(
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     validate_rows(q, k, v, layout)
     window_left, window_right = static_window(window)
+    longest = None if max_seqlen is None else int(static_i64("max_seqlen", max_seqlen))
     options = Options(
         batch_invariant=np.bool_(False),
         causal=static_bool("causal", causal),
         deterministic=static_bool("deterministic", deterministic),
         kv_layout=kv_layout_number(None),
-        max_seqlen_k=length_hint(0),
-        max_seqlen_q=length_hint(0),
+        max_seqlen_k=length_hint(longest or 0),
+        max_seqlen_q=length_hint(longest or 0),
         softcap=static_f32("softcap", softcap),
         softmax_scale=static_f32("softmax_scale", q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale),
         top_left=np.bool_(False),
@@ -169,13 +170,14 @@ def context_parallel_attention(
     if layout == "zigzag" and (host := _on_host(cu_seqlens)) is not None:
         validate_zigzag(NAME, host, total, num_devices)
     options = without_vacuous_windows(options, total)
-    longest = None if max_seqlen is None else int(static_i64("max_seqlen", max_seqlen))
     config = Config(axis_name, num_devices, strategy, layout, longest, options)
     # Every device has its own results, also of operands that are the same on all of them.
     _, operands = pvary_all((jax.lax.axis_index(axis_name), operands))
     if strategy == "all_to_all":
         validate_heads(num_devices, q.shape[1], k.shape[1])
         out, lse = attend_by_heads(config, operands)
+    elif q.shape[0] == 0:  # XLA does not gather arrays without rows
+        out, lse = attend(options, operands, return_lse=True)
     else:
         out, lse = _attend(config, operands)
     return (out, lse) if bool(static_bool("return_lse", return_lse)) else out
