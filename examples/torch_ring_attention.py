@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 examples/torch_ring_attention.py --device cuda
 
 Every process has some rows of q, k and v. The keys and values travel around the ring of processes, and each process
-attends to those that it has with flash_attn_varlen. merge_attention_states merges the results by their log-sum-exps, in
-f32. In the backward pass the keys and values travel once more, and their gradients travel with them, also in f32; with
-the final output and log-sum-exps, each call of the backward operator gives exactly the share of its keys.
+attends to those that it has with flash_attn_varlen. merge_attention_states merges the results by their log-sum-exps. In
+the backward pass the keys and values travel once more, and their gradients travel with them; with the final output and
+log-sum-exps, each call of the backward operator gives exactly the share of its keys. All parts of a sum are f32.
 
 The transfers of a step run beside its attention. With `contiguous`, process r has the rows from ``r * T / n`` on of all
 sequences packed, so that causal attention keeps the last process busy longest. `zigzag` cuts every sequence into 2 n
@@ -130,9 +130,9 @@ class RingAttention(torch.autograd.Function):
         for step in range(ring.size):
             following, works = ring.send(kv) if step + 1 < ring.size else (None, [])
             starts = starts_of_step(cu_seqlens, ring, causal, step, rows)
-            options = {"causal": causal and step == 0, "softmax_scale": softmax_scale, "return_lse": True}
-            part, part_lse = flash_attn_varlen(q, *kv, *starts, max_seqlen_q=rows, max_seqlen_k=rows, **options)
-            part = part.float()
+            options = {"causal": causal and step == 0, "softmax_scale": softmax_scale, "max_seqlen_q": rows}
+            options |= {"max_seqlen_k": rows, "return_lse": True, "out_dtype": torch.float32}
+            part, part_lse = flash_attn_varlen(q, *kv, *starts, **options)
             out, lse = (part, part_lse) if step == 0 else merge_attention_states(out, lse, part, part_lse)
             for work in works:
                 work.wait()
@@ -155,9 +155,11 @@ class RingAttention(torch.autograd.Function):
             causal = ctx.causal and step == 0
             # max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, softcap
             options = rows, rows, ctx.softmax_scale, causal, -1, -1, 0.0
-            grads = torch.ops.xla_gpu.flash_attn_varlen_bwd(dout, q, *kv, out, lse, *starts, *options)
+            grads = torch.ops.xla_gpu.flash_attn_varlen_bwd(
+                dout, q, *kv, out, lse, *starts, *options, grad_dtype=torch.float32
+            )
             dq += grads[0]
-            share = torch.stack(grads[1:3]).float()
+            share = torch.stack(grads[1:3])
             for work in dkv_works:
                 work.wait()
             # The gradients of these keys arrive one step after the keys.
