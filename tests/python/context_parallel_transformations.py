@@ -157,6 +157,28 @@ def heads_on_another_axis():
 
 
 @check
+def streams_of_data_parallel_groups():
+    """Every group of devices has a stream and starts of its own."""
+    mesh = Mesh(DEVICES.reshape(2, 2), ("data", "cp"))
+    starts = np.array([STARTS, [0, 20, 44, 64]])
+    rows = PartitionSpec(("data", "cp"))
+
+    def attend(q, k, v, starts):
+        return context_parallel_attention(q, k, v, starts[0], axis_name="cp", strategy="ring")
+
+    specs = (rows, rows, rows, PartitionSpec("data"))
+    function = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=rows)
+
+    def single(q, k, v):
+        streams = [x.reshape(2, TOTAL, *x.shape[1:]) for x in (q, k, v)]
+        parts = [flash_attn_varlen(*(x[i] for x in streams), starts[i], causal=True) for i in range(2)]
+        return jnp.concatenate(parts)
+
+    arrays = [jnp.concatenate([x, -x]) for x in operands()]
+    return difference(gradients(lambda *x: function(*x, starts))(*arrays), gradients(single)(*arrays))
+
+
+@check
 def two_axes_as_one():
     mesh = Mesh(DEVICES.reshape(2, 2), ("host", "gpu"))
     rows, axes = PartitionSpec(("host", "gpu")), ("host", "gpu")
