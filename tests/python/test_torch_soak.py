@@ -9,6 +9,7 @@ import torch
 import xla_attention.torch as xt
 from batches import batch
 from torch_adapter import tensor
+from xla_attention.torch import _plan
 
 SHAPES = [([(1, n)] * (1 + n % 3) + [(n % 5, n)], d) for n in (3, 17, 40, 129, 300) for d in (64, 128)]
 
@@ -69,3 +70,23 @@ def test_threads_with_separate_streams_give_the_bits_of_one_thread(device):
         torch.cuda.synchronize()
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         list(pool.map(run, range(4)))
+
+
+@pytest.mark.gpu
+def test_the_workspace_of_a_plan_is_freed_even_if_the_launch_fails(monkeypatch):
+    query, cache = torch.randn(2, 8, 128, device="cuda"), torch.randn(128, 16, 8, 128, device="cuda")
+    tables = torch.arange(128, dtype=torch.int32, device="cuda").view(2, 64)
+    lens, starts, count = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([1000, 1024], [0, 1, 2], [2]))
+
+    def attend():
+        return xt.paged_attention(query, cache, lens, tables, starts, count, scale=0.1)
+
+    _plan._STATE.plans.clear()
+    assert torch.equal(attend(), attend())
+    (plan,) = _plan._STATE.plans.values()
+    assert plan._workspace > 0
+    before = torch.cuda.memory_allocated()
+    monkeypatch.setattr(plan._request, "run", lambda *_: pytest.fail("the launch fails"))
+    with pytest.raises(pytest.fail.Exception, match="the launch fails"):
+        attend()
+    assert torch.cuda.memory_allocated() == before

@@ -271,11 +271,14 @@ def _run(
         if any(tensor.is_neg() for tensor in tensors):
             return function(*args, **kwargs)
         result, plan = _first_run(function, args, kwargs, tensors)
-    elif plan is not None and plan.serves(tensors):
+        put(plans, key, plan)
+        return result
+    if plan is not None and plan.serves(tensors):
         result = plan.run(tensors, memory)
     else:
         result = function(*args, **kwargs)
-    put(plans, key, plan)
+    # It was one of them, so there are not too many, apart from those of nested calls.
+    plans[key] = plan
     return result
 
 
