@@ -106,19 +106,30 @@ WINDOWS = {
 QUICK_WINDOWS = ("halo of 1", "halo of 33", "window 127")
 CASES |= {name: WINDOWS[name] for name in QUICK_WINDOWS}
 SLOW = ("ring, full", "two devices", "all_gather, unchecked", "all_gather, full")
-# Everything with everything, for the slow test.
+# For the slow test: every mask and kind of slopes in both layouts of two strategies, with one after the other of the 16
+# combinations of the other options.
 PRODUCT = {name: CASES.pop(name) for name in SLOW}
 PRODUCT |= {name: case for name, case in WINDOWS.items() if name not in QUICK_WINDOWS}
-PRODUCT |= {
-    f"{strategy}, {layout}, {causal=}, {sinks=}, {softcap=}, {seqused=}, {dlse=}": _case(
-        strategy, layout, causal=causal, sinks=sinks, softcap=softcap, seqused=seqused, dlse=dlse
-    )
-    for (strategy, layout), causal, sinks, softcap, seqused, dlse in itertools.product(
-        [("all_gather", "contiguous"), ("all_gather", "zigzag"), ("ring", "contiguous"), ("ring", "zigzag")],
-        (True, False),
-        (True, False),
-        (0.0, 1.5),
-        (True, False),
-        (True, False),
-    )
+_MASKS = {
+    "full": (False, (-1, -1)),
+    "causal": (True, (-1, -1)),
+    "window": (True, (20, 0)),
+    "two-sided": (False, (9, 40)),
 }
+for _index, ((_strategy, _layout), _mask, _slopes) in enumerate(
+    itertools.product(
+        itertools.product(("all_gather", "ring"), ("contiguous", "zigzag")), _MASKS, ("", "heads", "sequences")
+    )
+):
+    _sinks, _softcap, _seqused, _dlse = (bool(_index * 5 >> bit & 1) for bit in range(4))
+    PRODUCT[f"{_strategy}, {_layout}, {_mask}, {_slopes}"] = _case(
+        _strategy,
+        _layout,
+        causal=_MASKS[_mask][0],
+        window=_MASKS[_mask][1],
+        slopes=_slopes,
+        sinks=_sinks,
+        softcap=1.5 * _softcap,
+        seqused=_seqused,
+        dlse=_dlse,
+    )
