@@ -277,7 +277,7 @@ def _context_parallel(_xj):
 
     program = pathlib.Path(context_parallel_cases.__file__).with_name("context_parallel_program.py")
     options = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-    command = [sys.executable, program, "quick", *_CONTEXT_PARALLEL]
+    command = [sys.executable, program, "cpu", "quick", *_CONTEXT_PARALLEL]
     done = subprocess.run(command, env={**os.environ, "XLA_FLAGS": options}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]

@@ -1,6 +1,6 @@
-"""Runs calls of context_parallel_attention on a mesh of CPU devices; test_context_parallel_attention.py starts it.
+"""Runs calls of context_parallel_attention on a mesh of devices; test_context_parallel_attention.py starts it.
 
-    context_parallel_program.py quick|slow
+    context_parallel_program.py cpu|gpu quick|slow [case ...]
 
 Prints a line of JSON per case: for each result the largest error beside one device and beside attention in f64, the
 relative errors in the norm (beside f64), the streams whose results have other bits in a second run, and those whose
@@ -67,9 +67,9 @@ def shard_map(function, check_vma, **placing):
     return shard_map(function, check_rep=False, **placing)  # there is no replication rule for custom calls
 
 
-def on_mesh(case):
+def on_mesh(case, devices):
     """The call of context_parallel_attention within shard_map."""
-    mesh = Mesh(np.array(jax.devices()[: case.devices]), ("cp",))
+    mesh = Mesh(np.array(devices), ("cp",))
 
     def attend(q, k, v, starts, *, seqused=None, **more):
         more = {"seqused": seqused, **more}
@@ -86,9 +86,9 @@ def on_mesh(case):
     return attend
 
 
-def run(case):
+def run(case, devices):
     """The line of a case, without its name."""
-    programs = [jax.jit(with_gradients(attend(case), case)) for attend in (on_one_device, on_mesh)]
+    programs = [jax.jit(with_gradients(attend, case)) for attend in (on_one_device(case), on_mesh(case, devices))]
     q, k, v, dout, dlse, sinks, slopes = operands_of(case)
     names = ["out", "lse", "dq", "dk", "dv", "dsinks"]
     errors, norms, other_bits, not_finite = {}, {}, [], []
@@ -99,7 +99,7 @@ def run(case):
         poisoned.append(jnp.where(is_used, dlse, jnp.nan))
         order = back = np.arange(TOTAL)
         if case.layout == "zigzag":
-            order, back = (f(starts, case.devices, total=TOTAL) for f in (zigzag_order, inverse_zigzag_order))
+            order, back = (f(starts, len(devices), total=TOTAL) for f in (zigzag_order, inverse_zigzag_order))
         # One device computes with the rows in the order of the stream.
         both_used = None if used is None else {"seqused_q": used, "seqused_k": used}
         one = programs[0](*poisoned[:3], starts, both_used, *poisoned[3:], sinks, slopes)
@@ -130,7 +130,10 @@ def run(case):
 
 
 if __name__ == "__main__":
-    for name, case in {"quick": CASES, "slow": PRODUCT}[sys.argv[1]].items():
-        if sys.argv[2:] and name not in sys.argv[2:]:
-            continue
-        print(json.dumps({"case": name} | run(case)), flush=True)
+    platform, cases, *names = sys.argv[1:]
+    devices = jax.devices(platform)
+    devices = devices[: 4 if len(devices) >= 4 else 2]
+    with jax.default_device(devices[0]):
+        for name, case in {"quick": CASES, "slow": PRODUCT}[cases].items():
+            if not names or name in names:
+                print(json.dumps({"case": name} | run(case, devices[: case.devices])), flush=True)

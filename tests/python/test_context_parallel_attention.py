@@ -1,4 +1,7 @@
-"""context_parallel_attention on four CPU devices, beside one device and beside attention in f64; and its errors."""
+"""context_parallel_attention beside one device and beside attention in f64, and its errors.
+
+Four CPU devices run it; with two or more GPUs the tests marked `gpu` run too.
+"""
 
 import functools
 import json
@@ -21,11 +24,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 @functools.cache
-def program(cases):
+def program(platform, cases):
     """The output of context_parallel_program.py by case, from a subprocess with four CPU devices."""
+    if platform == "gpu" and len(jax.devices("gpu")) < 2:
+        pytest.skip("there is only one GPU")
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     path = pathlib.Path(__file__).with_name("context_parallel_program.py")
-    done = python(path, cases, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
+    done = python(path, platform, cases, XLA_FLAGS=flags)
     return {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
 
 
@@ -35,7 +40,7 @@ def check(row, case):
     assert row["not_finite"] == []
     if not is_16_bit:
         # Beside one device, and beside f64.
-        assert {name: error for name, error in row["errors"].items() if max(error) > 5e-6} == {}
+        assert {name: error for name, error in row["errors"].items() if max(error) > 1e-5} == {}
     for stream, norms in row["norms"].items():
         for name, (actual, one_device) in norms.items():
             # Of dsinks there are too few for a ratio. With fewer KV heads than devices, gradients of the copies of a
@@ -44,14 +49,19 @@ def check(row, case):
             assert actual < (limit if is_16_bit else 1e-5), (stream, name)
 
 
+PLATFORMS = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_results_and_gradients_are_those_of_one_device(case):
-    check(program("quick")[case], CASES[case])
+@pytest.mark.parametrize("on", PLATFORMS)
+def test_results_and_gradients_are_those_of_one_device(on, case):
+    check(program(on, "quick")[case], CASES[case])
 
 
 @pytest.mark.slow
-def test_every_combination_has_the_results_of_one_device():
-    rows = program("slow")
+@pytest.mark.parametrize("on", PLATFORMS)
+def test_every_combination_has_the_results_of_one_device(on):
+    rows = program(on, "slow")
     assert rows.keys() == PRODUCT.keys()
     for name, row in rows.items():
         check(row, PRODUCT[name])
