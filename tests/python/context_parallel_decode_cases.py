@@ -47,6 +47,10 @@ CASES = {
         is_slow=True, dtype="float8_e4m3fn", cache="float8_e4m3fn", options={"out_dtype": "float16"}, scatter=True
     ),
     "decode, heads over another axis": Case(heads=(8, 4), axes="cp tp", has_sinks=True),
+    "decode, f32 from bf16": Case(is_slow=True, dtype="bfloat16", options={"out_dtype": "float32"}),
+    "new rows, f32 from f16, scattered": Case(
+        **NEW, is_slow=True, dtype="float16", options={"out_dtype": "float32"}, scatter=True
+    ),
     "decode, explicit axis": Case(is_slow=True, axes="explicit cp", gather=True),
     "decode, pages over two axes": Case(axes="a b", scatter=True),
     "decode, one KV head, unchecked types": Case(is_slow=True, heads=(4, 1), check_vma=False),

@@ -96,7 +96,8 @@ def context_parallel_paged_attention(
     return_lse : bool
         Whether to return `softmax_lse` too.
     out_dtype : dtype, optional
-        bf16 (the default) or f16 for f8e4m3fn queries; otherwise only the query's dtype.
+        bf16 (the default) or f16 for f8e4m3fn queries; otherwise the query's dtype (the default) or f32, which the
+        devices then exchange too.
 
     Returns
     -------
