@@ -2,9 +2,10 @@
 
     sharding_program.py cpu|gpu shardy|gspmd|explicit [case ...]
 
-Prints a line of JSON per case: its name, the collectives in the compiled program, the largest error, the number of our
-calls, whether results have the expected shardings, whether donated operands are updated in place, the number of
-copies of their shape, and the texts of GatherWarning. `explicit` is Shardy on meshes with explicit axes.
+Prints a line of JSON per case: its name, the number of devices, the collectives in the compiled program, the largest
+error, the number of our calls, whether results have the expected shardings, whether donated operands are updated in
+place, the number of copies of their shape, and the texts of GatherWarning. `explicit` is Shardy on meshes with explicit
+axes.
 """
 
 import json
@@ -80,6 +81,7 @@ def run(name, meshes):
         "shardings_match": all(x.sharding.is_equivalent_to(sharding, x.ndim) for x, sharding in result_shardings),
         "in_place": all(x.is_deleted() for x in donated) and donated_addresses <= addresses(jax.tree.leaves(actual)),
         "copies": sum(f"[{shape}]" in line for line in text.splitlines() if " copy(" in line for shape in shard_shapes),
+        "devices": mesh.size,
         "gathers": [str(x.message) for x in caught if x.category is GatherWarning and x.filename.endswith("_cases.py")],
     }
 

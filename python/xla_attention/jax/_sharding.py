@@ -14,6 +14,7 @@ With more devices than KV heads, devices share a KV head, and each has some of i
 KV head alone, or all of them if K and V are packed rows, of which it then passes one to the call.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -151,8 +152,11 @@ def with_auto_axes(function: Callable, arrays: Sequence[Array], rule: ShardingRu
     out_sharding = tuple(_spec(assigned, dims) for dims in rule.results)
     call = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out_sharding)
 
+    # The program may have set no mesh. JAX 0.7.0 lacks the function and asks for `jax.sharding.use_mesh` then.
+    use_mesh = getattr(jax.sharding, "use_abstract_mesh", contextlib.nullcontext)
+
     def within_mesh(*arrays: Array) -> tuple[Array, ...]:
-        with jax.sharding.use_abstract_mesh(mesh):  # the program may have set none
+        with use_mesh(mesh):
             return call(*arrays)
 
     return within_mesh
