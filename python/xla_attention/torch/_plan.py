@@ -33,7 +33,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _num_function_modes = torch._C._len_torch_function_stack
 _functorch_interpreter = torch._C._functorch.peek_interpreter_stack
-_tracing_state = torch._C._get_tracing_state
+_is_tracing = torch._C._is_tracing
 _is_profiling = torch.autograd._profiler_enabled
 # A build of torch without CUDA has none of these.
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
@@ -232,7 +232,7 @@ def _is_observed() -> bool:
         _num_dispatch_modes()
         or _num_function_modes()
         or _functorch_interpreter() is not None
-        or _tracing_state() is not None
+        or _is_tracing()
         or forward_ad._current_level >= 0
         or _is_profiling()
     )
@@ -273,10 +273,8 @@ def _run(
         result, plan = _first_run(function, args, kwargs, tensors)
         put(plans, key, plan)
         return result
-    if plan is not None and plan.serves(tensors):
-        result = plan.run(tensors, memory)
-    else:
-        result = function(*args, **kwargs)
+    serves = plan is not None and plan.serves(tensors)
+    result = plan.run(tensors, memory) if serves else function(*args, **kwargs)
     # It was one of them, so there are not too many, apart from those of nested calls.
     plans[key] = plan
     return result
