@@ -354,7 +354,7 @@ fn names(enum_: &str, kind: &str, lists: &[Vec<Option<&String>>]) -> String {
     let _ = writeln!(text, "        static PLACES: [[Option<u8>; {}]; {}] = [", distinct.len(), lists.len());
     for list in lists {
         let place = |name: &&String| list.iter().position(|other| *other == Some(*name));
-        let _ = writeln!(text, "            {:?},", distinct.iter().map(|name| place(*name)).collect::<Vec<_>>());
+        let _ = writeln!(text, "            {:?},", distinct.iter().map(|name| place(name)).collect::<Vec<_>>());
     }
     text += "        ];\n        PLACES[signature.number][self as usize].map(usize::from)\n    }\n}\n\n";
     text

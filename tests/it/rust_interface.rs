@@ -292,7 +292,8 @@ fn a_request_of_the_first_version_is_accepted_whatever_follows_it() {
     let (mut a, mut b, mut out, dims) = ([1.0f32, 2.0], [0.5f32, 0.25], [0.0f32; 2], [2i64]);
     let operands = [c_floats(&mut a, &dims), c_floats(&mut b, &dims)];
     let results = [c_floats(&mut out, &dims)];
-    let first = XaCall { struct_size: 72, addresses: 8 as *const _, num_addresses: 1, ..c_add(&operands, &results, 1) };
+    let first =
+        XaCall { struct_size: 72, addresses: std::ptr::dangling(), num_addresses: 1, ..c_add(&operands, &results, 1) };
     assert_eq!(c_call(&raw const first), (0, String::new()));
     assert_eq!(out.map(f32::to_bits), [1.5f32, 2.25].map(f32::to_bits));
 }
