@@ -13,6 +13,7 @@ import sys
 import warnings
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
@@ -150,7 +151,7 @@ class Programs:
 
         def step(query, cache, lens):
             slots = jnp.take_along_axis(tables, (lens // PAGE_SIZE)[:, None], 1)[:, 0] * PAGE_SIZE + lens % PAGE_SIZE
-            new = query[:, ::2]
+            new = query.reshape(2, HEADS[1], -1, HEAD_DIM)[:, :, 0]
             sequences = lens + 1, tables, np.arange(3), np.array([2])
             out, cache = paged_attention_update(query, cache, *sequences, new, jnp.sin(new), slots, scale=0.25)
             return out, cache, lens + 1
