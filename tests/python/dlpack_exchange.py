@@ -44,12 +44,17 @@ def describe(tensor, view):
     return 0
 
 
-# Version 1.3, no older interface, and five functions.
-TABLE = (ctypes.c_void_p * 7)(1 | 3 << 32, None, None, None, None, ctypes.cast(describe, ctypes.c_void_p).value)
+# Capsules keep no table alive.
+TABLES = []
 
 
-def capsule():
-    """The attribute ``__dlpack_c_exchange_api__`` of torch's tensors."""
+def capsule(major_version=1):
+    """The attribute ``__dlpack_c_exchange_api__`` of torch's tensors, torch's own where it has the version."""
     own = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if own and major_version == 1:
+        return own
+    # The version, no older interface, and five functions.
+    function = ctypes.cast(describe, ctypes.c_void_p).value
+    TABLES.append((ctypes.c_void_p * 7)(major_version | 3 << 32, None, None, None, None, function))
     new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-    return own or new(("PyCapsule_New", ctypes.pythonapi))(ctypes.addressof(TABLE), NAME, None)
+    return new(("PyCapsule_New", ctypes.pythonapi))(ctypes.addressof(TABLES[-1]), NAME, None)

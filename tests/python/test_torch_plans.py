@@ -147,6 +147,13 @@ def test_tensors_without_strides_go_through_the_dispatcher(torch_device):
     assert not any(_plan._STATE.plans.values())
 
 
+def test_an_unknown_exchange_interface_is_not_used(monkeypatch):
+    later = dlpack_exchange.capsule(major_version=2)
+    for unknown in (5, None, object(), later):
+        monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", unknown, raising=False)
+        assert _layouts._exchange() is None
+
+
 def test_calls_with_many_tensors_or_dimensions_have_no_plan(torch_device, monkeypatch):
     ones = torch.ones([1] * 60, device=torch_device)
     monkeypatch.setattr(_layouts, "MAX_TENSORS", 1)

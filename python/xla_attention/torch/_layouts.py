@@ -32,7 +32,11 @@ def _exchange() -> _Exchange | None:
     pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
         ("PyCapsule_GetPointer", ctypes.pythonapi)
     )
-    address = pointer(capsule, b"dlpack_exchange_api")
+    try:
+        address = pointer(capsule, b"dlpack_exchange_api")
+    except ValueError:
+        # It is another version of the interface, which an extension has given to an older torch.
+        return None
     major_version = ctypes.c_uint32.from_address(address).value
     # After two numbers of a version and the address of an older interface come the functions, this one as the fourth.
     describe = (ctypes.c_void_p * 6).from_address(address)[5]
