@@ -241,13 +241,14 @@ def _is_observed() -> bool:
 def _divide(values: Iterable[Any], options: list[Any], tensors: list[torch.Tensor], needs_gradient: bool) -> bool:
     """Append tensors among `values` to `tensors`, and to `options` the others, each after the number of tensors so far.
 
-    False for values that no plan supports: other subclasses of tensors, tensors that require a gradient, and objects of
-    other types.
+    False for values that no plan supports: other subclasses of tensors, tensors on other devices than the CPU and CUDA,
+    tensors that require a gradient, and objects of other types.
     """
     for value in values:
         kind = type(value)
         if kind in _TENSOR_TYPES:
-            if needs_gradient and value.requires_grad:
+            # A tensor on another device may have no memory, and asking an XLA tensor for its address may crash.
+            if not (value.is_cuda or value.is_cpu) or (needs_gradient and value.requires_grad):
                 return False
             tensors.append(value)
         elif kind in _OPTION_TYPES:
