@@ -281,6 +281,8 @@ struct Visibility {
 
   static __device__ __forceinline__ int32_t shift_of(const AttentionParams& params, const QoTile& tile) {
     if (params.q_offset != nullptr) {
+      // Planners describe sequences past the last one too, and ignore them later.
+      if (tile.sequence >= params.max_seqs) return 0;
       return clamp(__ldg(params.q_offset + tile.sequence), -kLargestQOffset, kLargestQOffset);
     }
     return params.top_left != 0 ? 0 : tile.len_k - tile.len_q;

@@ -3,7 +3,7 @@
 //! chosen and give the same bits in every run.
 
 use crate::support::{
-    Alibi, BF16, BatchSpec, Dtype, Dtypes, F16, GradientCase, GradientOptions, Mask, MemoryLayout, PairwiseOptions,
+    Alibi, BF16, BatchSpec, Dtype, Dtypes, F16, F32, GradientCase, GradientOptions, Mask, MemoryLayout, PairwiseOptions,
     ReferenceCase, YES_OR_NO, assert_named_matches_reference,
 };
 
@@ -41,6 +41,7 @@ const LONG: PairwiseOptions = PairwiseOptions {
     dlse: YES_OR_NO,
     // The sum over this many rows cancels more than the naive formula's error bound allows, on every device.
     dsinks: &[false],
+    gradients: &[None, Some(F32)],
     seed: 11,
     ..PairwiseOptions::BEYOND_BLOCKS
 };

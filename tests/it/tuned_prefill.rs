@@ -18,7 +18,7 @@ const FP8_HEAD_DIMS: [(usize, usize); 2] = [(128, 128), (256, 256)];
 /// `PackGQA` pack per KV head and several, packs of more heads than a warp has rows; TMA boxes of one row group, of two, of a
 /// whole block, and pages that are no multiple of 8 tokens.
 const LONG: PairwiseOptions = PairwiseOptions {
-    dtypes: &DTYPES,
+    dtypes: &[DTYPES[0], DTYPES[1], DTYPES[2], DTYPES[3], Dtypes::wide(BF16, BF16), Dtypes::wide(F16, F16)],
     head_dims: &HEAD_DIMS,
     heads: &[(1, 1), (4, 2), (8, 1), (6, 2), (12, 1), (32, 1)],
     work: &[
@@ -128,7 +128,7 @@ fn fused_prefill_and_decode_agrees_with_the_reference() {
     ];
     let masks = [Mask::CAUSAL, Mask { window_left: 140, ..Mask::CAUSAL }, Mask::FULL, Mask::window(300, 5)];
     let mut seed = 0;
-    for dtypes in [Dtypes::same(BF16), Dtypes::same(F16)] {
+    for dtypes in [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16)] {
         for (heads, page_size) in [((8, 2), 16), ((4, 4), 48), ((12, 1), 128), ((32, 1), 16)] {
             for (mask, lengths) in masks.into_iter().zip(lengths) {
                 seed += 1;
