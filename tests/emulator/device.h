@@ -195,6 +195,11 @@ inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long x
   *to += x;
   return before;
 }
+inline int atomicMin(int* to, int x) {
+  const int before = *to;
+  if (x < before) *to = x;
+  return before;
+}
 inline unsigned __umulhi(unsigned x, unsigned y) { return static_cast<uint64_t>(x) * y >> 32; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
