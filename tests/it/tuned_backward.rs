@@ -3,8 +3,8 @@
 //! chosen and give the same bits in every run.
 
 use crate::support::{
-    Alibi, BF16, BatchSpec, Dtype, Dtypes, F16, F32, GradientCase, GradientOptions, Mask, MemoryLayout, PairwiseOptions,
-    ReferenceCase, YES_OR_NO, assert_named_matches_reference,
+    Alibi, BF16, BatchSpec, Dtype, Dtypes, F16, F32, GradientCase, GradientOptions, Mask, MemoryLayout,
+    PairwiseOptions, ReferenceCase, YES_OR_NO, assert_named_matches_reference,
 };
 
 const DTYPES: [Dtype; 2] = [BF16, F16];
