@@ -17,4 +17,10 @@ __device__ __forceinline__ void cp_async_4(uint32_t destination, const void* sou
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
 }
 
+/// Stores two f32 to global memory. With a C++ store instead, which needs the address in another form, ptxas spills in
+/// the loop before it.
+__device__ __forceinline__ void store_global_8(float* to, float2 x) {
+  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x.x), "f"(x.y) : "memory");
+}
+
 }  // namespace xa::ptx

@@ -170,7 +170,12 @@ __device__ __forceinline__ void write_rows(const float (&x)[kTiles][kColumnTiles
         const float (&c)[4] = x[tile][i];
         const int column = 8 * i / kGroup * kGroup * kColumnWarps + 8 * i % kGroup;
         if (first_column + column >= dim) break;
-        store_columns(to + column, make_float2(c[2 * half] * factor, c[2 * half + 1] * factor));
+        const float2 pair = make_float2(c[2 * half] * factor, c[2 * half + 1] * factor);
+        if constexpr (sizeof(*to) > sizeof(T)) {
+          ptx::store_global_8(to + column, pair);
+        } else {
+          store_columns(to + column, pair);
+        }
       }
     }
   }
