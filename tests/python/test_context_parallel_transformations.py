@@ -10,6 +10,7 @@ import pytest
 
 from subprocesses import python
 
+pytestmark = pytest.mark.slow
 PROGRAM = pathlib.Path(__file__).with_name("context_parallel_transformations.py")
 CHECKS = re.findall(r"^@check\ndef (\w+)", PROGRAM.read_text(), re.MULTILINE)
 # One buffer holds K and V; a device has 16 rows and the window reaches 20 keys back, on the two devices before.

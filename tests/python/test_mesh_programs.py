@@ -25,7 +25,7 @@ IMPOSSIBLE = {
     ("gspmd", "exported"): "JAX itself cannot call a program that was exported under GSPMD",
     ("mixed", "exported"): "JAX cannot serialize a rule that waits for the partitioner",
 }
-PARTITIONING = ["shardy", "gspmd", "explicit", "mixed"]
+PARTITIONING = ["shardy", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gspmd", "explicit", "mixed"))]
 
 
 @functools.cache

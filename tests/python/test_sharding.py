@@ -51,7 +51,9 @@ def programs(platform, partitioning):
 
 @pytest.mark.parametrize("case", CASES)
 # The partitioner, or Shardy with explicit mesh axes.
-@pytest.mark.parametrize("partitioning", ["shardy", "gspmd", "explicit"])
+@pytest.mark.parametrize(
+    "partitioning", ["shardy", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gspmd", "explicit"))]
+)
 @pytest.mark.parametrize("on", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_sharded_calls_need_no_collectives_beyond_the_expected(on, partitioning, case):
     if partitioning != "gspmd" and JAX_VERSION < (0, 7):
