@@ -1,7 +1,6 @@
 """context_parallel_attention in JAX: the function, its custom gradient, and the choice of a strategy."""
 
 import functools
-import operator
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +23,7 @@ from ._context_parallel_support import (
     validate_strategy,
     without_vacuous_windows,
 )
-from ._flash_attn_varlen import attend, reject_gradients, static_window
+from ._flash_attn_varlen import attend, attend_with_residuals, static_window, without_symbolic_zeros
 from ._indices import index_operand
 from ._varlen import forward
 from ._varlen_types import Cotangents, Operands, Options
@@ -209,20 +208,14 @@ def _attend(config: Config, operands: Operands) -> tuple[Array, Array]:
 
 
 def _attend_fwd(config: Config, primals: Operands) -> tuple[tuple[Array, Array], tuple]:
-    operands, perturbed = (jax.tree.map(operator.attrgetter(name), primals) for name in ("value", "perturbed"))
-    reject_gradients(NAME, config.options, operands, perturbed)
     # With the custom_vjp, so that a second derivative reaches `gradients`, which refuses it by name.
-    out, lse = _attend.__wrapped__(config, operands)
-    if not perturbed.sinks:
-        operands = operands._replace(sinks=None)  # the log-sum-exps include them
-    return (out, lse), (operands, out, lse)
+    call = functools.partial(_attend.__wrapped__, config)
+    return attend_with_residuals(NAME, config.options, call, primals)
 
 
 def _attend_bwd(config: Config, residuals: tuple, cotangents: tuple[Any, Any]) -> tuple[Operands]:
     operands, out, lse = residuals
-    zero = jax.custom_derivatives.SymbolicZero
-    dout, dlse = (None if isinstance(x, zero) else x for x in cotangents)
-    dout = jnp.zeros_like(out) if dout is None else dout
+    dout, dlse = without_symbolic_zeros(cotangents, out)
     # Otherwise XLA merges the transfers of K and V with those of the forward pass, and keeps all that was received; or
     # makes them at once, where jax.checkpoint has the forward pass run again.
     k, v, out, lse, dout = jax.lax.optimization_barrier((operands.k, operands.v, out, lse, dout))

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -228,21 +229,34 @@ def _attend(options: Options, operands: Operands) -> tuple[Array, Array]:
 
 
 def _attend_fwd(options: Options, primals: Operands) -> tuple[tuple[Array, Array], tuple]:
-    operands, perturbed = (jax.tree.map(operator.attrgetter(name), primals) for name in ("value", "perturbed"))
-    reject_gradients("flash_attn_varlen", options, operands, perturbed)
     # Not `forward`: with the custom_vjp, a second derivative reaches `gradients`, which rejects it by name.
-    out, lse = _attend.__wrapped__(options, operands)
+    call = functools.partial(_attend.__wrapped__, options)
+    return attend_with_residuals("flash_attn_varlen", options, call, primals)
+
+
+def attend_with_residuals(
+    function: str, options: Options, call: Callable[[Operands], tuple[Array, Array]], primals: Operands
+) -> tuple[tuple[Array, Array], tuple]:
+    """The forward rule of the gradient of `call`, the attention of `function`, with symbolic zeros."""
+    operands, perturbed = (jax.tree.map(operator.attrgetter(name), primals) for name in ("value", "perturbed"))
+    _reject_gradients(function, options, operands, perturbed)
+    out, lse = call(operands)
     if not perturbed.sinks:
         operands = operands._replace(sinks=None)  # the log-sum-exps include them
     return (out, lse), (operands, out, lse)
 
 
-def _attend_bwd(options: Options, residuals: tuple, cotangents: tuple[Any, Any]) -> tuple[Operands]:
-    operands, out, lse = residuals
+def without_symbolic_zeros(cotangents: tuple[Any, Any], out: Array) -> tuple[Array, Array | None]:
+    """`dout` in the dtype of `out`, and `dlse`, None for zeros."""
     zero = jax.custom_derivatives.SymbolicZero
     dout, dlse = (None if isinstance(x, zero) else x for x in cotangents)
+    return jnp.zeros_like(out) if dout is None else dout.astype(out.dtype), dlse
+
+
+def _attend_bwd(options: Options, residuals: tuple, cotangents: tuple[Any, Any]) -> tuple[Operands]:
+    operands, out, lse = residuals
     out = out.astype(operands.q.dtype)
-    dout = jnp.zeros_like(out) if dout is None else dout.astype(out.dtype)
+    dout, dlse = without_symbolic_zeros(cotangents, out)
     grads = gradients(options, operands, Cotangents(dout, out, lse, dlse))
     dq, dk, dv = map(reshard_like, grads[:3], operands[:3])
     return (Operands(dq, dk, dv, sinks=None if grads.dsinks is None else reshard_like(grads.dsinks, operands.sinks)),)
@@ -258,7 +272,7 @@ gradients = without_gradient(
 _attend.__wrapped__.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 
 
-def reject_gradients(function: str, options: Options, operands: Operands, perturbed: Operands) -> None:
+def _reject_gradients(function: str, options: Options, operands: Operands, perturbed: Operands) -> None:
     """Raise NotImplementedError for gradients that do not exist; `perturbed` has a flag per differentiated operand."""
     unsupported = unsupported_gradient(
         in_pages=keys_are_in_pages(options, operands),
