@@ -3,7 +3,7 @@
 //!
 //! The instruction set is chosen once per process, so this test starts its binary again for each of them.
 
-use crate::support::runs_on_cpu;
+use crate::support::{runs_on_cpu, skips_slow_test};
 use std::process::Command;
 
 /// Values of `XLA_ATTENTION_CPU_ISA`. `portable_pairs` multiplies bf16 pairs as AVX-512 BF16 does, on any CPU.
@@ -17,6 +17,9 @@ const TESTS: [&str; 4] =
 fn every_instruction_set_agrees_with_the_reference() {
     if !runs_on_cpu() || std::env::var_os("XLA_ATTENTION_CPU_ISA").is_some() {
         println!("skipped: needs the CPU backend and XLA_ATTENTION_CPU_ISA unset");
+        return;
+    }
+    if skips_slow_test() {
         return;
     }
     for set in SETS {

@@ -4,7 +4,7 @@
 
 use crate::support::{
     Alibi, BF16, BatchSpec, Dtype, Dtypes, F16, F32, GradientCase, GradientOptions, Mask, MemoryLayout,
-    PairwiseOptions, ReferenceCase, YES_OR_NO, assert_named_matches_reference,
+    PairwiseOptions, ReferenceCase, YES_OR_NO, assert_named_matches_reference, skips_slow_test,
 };
 
 const DTYPES: [Dtype; 2] = [BF16, F16];
@@ -62,6 +62,9 @@ fn large_workspace() -> MemoryLayout {
 
 #[test]
 fn every_pair_agrees_with_the_reference() {
+    if skips_slow_test() {
+        return;
+    }
     for (seed, (_, spec, memory_layout, options)) in LONG.calls().into_iter().chain(ALIBI.calls()).enumerate() {
         assert_named_matches_reference(
             &format!("long {seed}"),
@@ -72,6 +75,9 @@ fn every_pair_agrees_with_the_reference() {
 
 #[test]
 fn calls_without_options_agree_with_the_reference() {
+    if skips_slow_test() {
+        return;
+    }
     for dtype in DTYPES {
         for ((head_dim, value_dim), mask) in HEAD_DIMS.into_iter().flat_map(|d| [(d, Mask::FULL), (d, Mask::CAUSAL)]) {
             let lengths = vec![(129, 129), (6, 77), (90, 460), (300, 270)];

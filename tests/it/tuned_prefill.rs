@@ -3,7 +3,7 @@
 
 use crate::support::{
     ALIBI, AttentionCase, BF16, BatchSpec, Dtypes, F16, KvLayout, Mask, MemoryLayout, PairwiseOptions, ReferenceCase,
-    ScaleKind, assert_named_matches_reference, for_both_sides,
+    ScaleKind, assert_named_matches_reference, for_both_sides, skips_slow_test,
 };
 
 const DTYPES: [Dtypes; 4] = [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::narrow(BF16), Dtypes::narrow(F16)];
@@ -39,6 +39,9 @@ const LONG: PairwiseOptions = PairwiseOptions {
 
 #[test]
 fn every_pair_agrees_with_the_reference() {
+    if skips_slow_test() {
+        return;
+    }
     for (seed, (_, spec, memory_layout, _)) in LONG.calls().into_iter().enumerate() {
         assert_named_matches_reference(
             &format!("long {seed}"),
@@ -119,6 +122,9 @@ fn short_sequences_among_long_ones_agree_with_the_reference() {
 /// Long and short sequences in pages that the fused kernel takes.
 #[test]
 fn fused_prefill_and_decode_agrees_with_the_reference() {
+    if skips_slow_test() {
+        return;
+    }
     let lengths = [
         &[(300, 500), (1, 700), (2, 90), (0, 30), (1, 1300), (1, 17), (150, 150)][..],
         &[(1, 1), (260, 260), (1, 2000)],

@@ -8,6 +8,15 @@ pub fn runs_on_cpu() -> bool {
     std::env::var("XLA_ATTENTION_TEST_DEVICE").map_or(true, |device| device == "cpu")
 }
 
+/// Whether to skip a test that takes more than 10 s on the CPU. CI, which sets `CI`, runs every test.
+pub fn skips_slow_test() -> bool {
+    let skips = runs_on_cpu() && std::env::var_os("CI").is_none();
+    if skips {
+        println!("skipped: more than 10 s on the CPU; CI=true runs it");
+    }
+    skips
+}
+
 impl Invocation {
     /// Calls the operator. Asserts that it changes nothing but its results. The pool is for the CPU.
     pub fn run(&self, side: Side, pool: &dyn HostPool) -> Result<Vec<Array>, Refusal> {
