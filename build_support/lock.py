@@ -53,6 +53,12 @@ def main() -> None:
         "requirements.txt": ("what every build needs", host, ("x86_64", "aarch64")),
         "nvcc_requirements.txt": ("what CUDA kernels need", nvcc, ("x86_64", "aarch64"), "--no-deps"),
         "demo_requirements.txt": ("what the demo needs", groups["demo"], ("x86_64",)),
+        "serve_requirements.txt": ("what the server needs", groups["demo"] + groups["serve"], ("x86_64",)),
+        "serve_test_requirements.txt": (
+            "what the server's tests need over the tests'",
+            groups["demo"] + groups["serve"] + groups["serve_test"],
+            ("x86_64",),
+        ),
         "test_requirements.txt": ("what the tests and the demo need", groups["test"] + groups["demo"], ("x86_64",)),
         "docs_requirements.txt": ("what the documentation needs", groups["docs"], ("x86_64",)),
         "release_requirements.txt": ("what a release needs", groups["release"], ("x86_64",)),

@@ -1,7 +1,7 @@
 """Runs the schedule: one compiled step per token bucket, the caches, and statistics."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -128,20 +128,34 @@ class Engine:
         `on_step` is called after every step, `on_compile` with the number of rows before a step is compiled.
         """
         while self.scheduler.has_work:
-            chunks = self.scheduler.schedule()
-            bucket = self._bucket(sum(chunk.length for chunk in chunks))
-            if bucket not in self._compiled:
-                if on_compile:
-                    on_compile(bucket)
-                self._compile(bucket)
-            start = time.perf_counter()
-            batch = build_batch(chunks, bucket, self.sizes.max_num_seqs, self.max_pages_per_seq, self.sizes.page_size)
-            next_tokens = self._execute(bucket, batch)
-            self.stats.record(chunks, time.perf_counter() - start)
-            self.scheduler.complete(chunks, next_tokens[: len(chunks)].tolist())
+            self.step(on_compile)
             if on_step:
                 on_step(self)
         return sorted(self.scheduler.finished, key=lambda sequence: sequence.index)
+
+    def step(self, on_compile: Callable[[int], None] | None = None) -> list[Chunk]:
+        """Schedule and compute one step while `scheduler.has_work`; returns its chunks, their tokens recorded."""
+        chunks = self.scheduler.schedule()
+        bucket = self._bucket(sum(chunk.length for chunk in chunks))
+        if bucket not in self._compiled:
+            if on_compile:
+                on_compile(bucket)
+            self._compile(bucket)
+        start = time.perf_counter()
+        batch = build_batch(chunks, bucket, self.sizes.max_num_seqs, self.max_pages_per_seq, self.sizes.page_size)
+        next_tokens = self._execute(bucket, batch)
+        self.stats.record(chunks, time.perf_counter() - start)
+        self.scheduler.complete(chunks, next_tokens[: len(chunks)].tolist())
+        return chunks
+
+    def compile_all(self) -> Iterator[int]:
+        """Compile the step of every bucket, smallest first; yields the rows of each when it is compiled."""
+        bucket = self._bucket(1)
+        while bucket <= self._bucket(self.sizes.token_budget):
+            if bucket not in self._compiled:
+                self._compile(bucket)
+            yield bucket
+            bucket *= 2
 
     def compiled_text(self) -> str:
         """The optimised HLO of the smallest step compiled so far; a step must have been compiled."""

@@ -123,6 +123,14 @@ class Scheduler:
         self.waiting.append(sequence)
         return sequence
 
+    def cancel(self, sequence: Sequence) -> None:
+        """Drop a sequence and free its pages, between two steps; one that has finished stays as it is."""
+        if sequence in self.running:
+            self._release_pages(sequence)
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
     @property
     def has_work(self) -> bool:
         """Whether a sequence is running or waiting."""

@@ -1,0 +1,66 @@
+"""Text from token ids as they arrive: never half a character, and nothing that may still become a stop string."""
+
+from collections.abc import Sequence
+
+from llama.tokenizer import ChatTokenizer
+
+# What the decoder puts where bytes do not yet form a character.
+INCOMPLETE = "\ufffd"
+# Decoded again with what is new: some decoders treat the first token of a text differently.
+CONTEXT_TOKENS = 8
+# A character of UTF-8 has at most four bytes, so more pending tokens are not the beginning of one.
+MAX_PENDING = 4
+
+
+class TextStream:
+    """The text of one generated sequence.
+
+    Attributes
+    ----------
+        stopped: whether a stop string was found; the text ends before it.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, stops: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stops = tuple(stops)
+        self._tokens: list[int] = []
+        self._decoded = 0  # tokens whose text has been taken
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that is certain after one more token."""
+        self._tokens.append(token)
+        return self._release(self._take(final=False), final=False)
+
+    def finish(self) -> str:
+        """The rest of the text, after the last token."""
+        return self._release(self._take(final=True), final=True)
+
+    def _take(self, *, final: bool) -> str:
+        begin = max(0, self._decoded - CONTEXT_TOKENS)
+        before = self._tokenizer.decode(self._tokens[begin : self._decoded])
+        text = self._tokenizer.decode(self._tokens[begin:])
+        pending = len(self._tokens) - self._decoded
+        if text.endswith(INCOMPLETE) and not final and pending < MAX_PENDING:
+            return ""
+        self._decoded = len(self._tokens)
+        return text[len(before) :]
+
+    def _release(self, new: str, *, final: bool) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + new
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = 0
+        if not final:
+            for stop in self._stops:
+                for length in range(min(len(stop) - 1, len(text)), keep, -1):
+                    if text.endswith(stop[:length]):
+                        keep = length
+                        break
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
