@@ -45,12 +45,17 @@ class Call(NamedTuple):
 
     def check(self, *actual):
         """Assert that the results are those of the C interface."""
-        for result, expected in zip(actual, expected_results(self.function, self.arguments), strict=True):
+        results = expected_results(self.function, self.arguments)
+        for place, (result, expected) in enumerate(zip(actual, results, strict=True)):
             assert (result.dtype, result.shape) == (expected.dtype, expected.shape)
             if self.function in EXACT:
                 np.testing.assert_array_equal(bits(result), bits(expected))
                 continue
-            tolerance = TOLERANCE[expected.dtype.name]
+            dtypes = {expected.dtype}
+            if place == 0 and "query" in self.arguments:
+                # GPU kernels round the probabilities to the query's dtype, even if the attention's result is f32.
+                dtypes.add(self.arguments["query"].dtype)
+            tolerance = max(TOLERANCE[dtype.name] for dtype in dtypes)
             result, expected = (x.astype(np.float64) for x in (result, expected))
             np.testing.assert_allclose(result, expected, rtol=tolerance, atol=tolerance)
 

@@ -1,4 +1,4 @@
-"""The server in a process of its own, asked by the openai package, and by plain sockets for what that cannot say."""
+"""The server in a separate process, asked by the openai package, and by plain sockets for what that cannot say."""
 
 import asyncio
 import http.client
