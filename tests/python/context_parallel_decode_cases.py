@@ -38,7 +38,9 @@ CAPPED = {"soft_cap": 1.5}
 WINDOW = {"sliding_window": 6}
 CASES = {
     "decode": Case(),
-    "decode, bf16, sinks, soft cap, scattered": Case(dtype="bfloat16", has_sinks=True, scatter=True, options=CAPPED),
+    "decode, bf16, sinks, soft cap, scattered": Case(
+        is_slow=True, dtype="bfloat16", has_sinks=True, scatter=True, options=CAPPED
+    ),
     "decode, f16, gathered and scattered": Case(is_slow=True, dtype="float16", heads=(8, 4), gather=True, scatter=True),
     "decode, gathered, sinks, window": Case(gather=True, has_sinks=True, options=WINDOW),
     "decode, fp8 cache": Case(**FP8, is_slow=True, scale_of="one"),
@@ -55,18 +57,18 @@ CASES = {
     "decode, pages over two axes": Case(axes="a b", scatter=True),
     "decode, one KV head, unchecked types": Case(is_slow=True, heads=(4, 1), check_vma=False),
     "decode, new rows as arguments": Case(is_slow=True, passes_rows=True),
-    "several rows": Case(rows="several", kv_layout="per_page", has_sinks=True),
+    "several rows": Case(is_slow=True, rows="several", kv_layout="per_page", has_sinks=True),
     "several rows, window, values of another dimension": Case(
         rows="several", kv_layout=None, dims=(16, 8), options=WINDOW, has_sinks=True
     ),
-    "new rows": Case(**NEW),
+    "new rows": Case(**NEW, is_slow=True),
     "new rows, batch invariant, values of another dimension": Case(
         **NEW, is_slow=True, kv_layout=None, dims=(16, 24), options={"batch_invariant": True}, has_sinks=True
     ),
     "new rows, bf16, stacked, sinks, soft cap, scattered": Case(
         **NEW, dtype="bfloat16", kv_layout="stacked", has_sinks=True, scatter=True, options=CAPPED
     ),
-    "new rows, window, sinks, scattered": Case(**NEW, options=WINDOW, has_sinks=True, scatter=True),
+    "new rows, window, sinks, scattered": Case(**NEW, is_slow=True, options=WINDOW, has_sinks=True, scatter=True),
     "new rows, 3 KV heads, scattered": Case(**NEW, heads=(12, 3), scatter=True, gather=True),
     "new rows, 8 KV heads, scattered": Case(**NEW, is_slow=True, heads=(8, 8), scatter=True),
     "new rows, fp8 cache, scattered": Case(**NEW, **FP8, scale_of="heads", scatter=True),

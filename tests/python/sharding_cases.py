@@ -407,6 +407,27 @@ CASES = {
     "add, by two dimensions": lambda _: added(),
 }
 
+# The cases that only slow tests run: each resembles another one.
+SLOW = {
+    "packed, deterministic, by heads",
+    "packed, one KV head",
+    "packed, projected",
+    "stacked pages, by heads",
+    "dense, by batch",
+    "dense, by heads",
+    "dense, one KV head, by batch and heads",
+    "update, per_page",
+    "gather, per_page",
+    "rope, per_page",
+    "rope, interleaved, KV heads by one axis",
+    "rope, per_page, KV heads by one axis",
+    "paged, equal numbers of heads",
+    "cache in words, concatenated",
+    "cache in words, not causal",
+    "interleaved pages, KV heads by one axis",
+    "decode step",
+}
+
 # The collectives that programs need: gradients of replicated operands are summed, and so are those of K and V that
 # several devices share.
 EXPECTED_COLLECTIVES = {

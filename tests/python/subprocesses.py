@@ -52,7 +52,7 @@ def environment(variables):
 
 
 def _run(arguments, environment, outputs):
-    """Run a program in this process: "-c" and its text, or a file; then its arguments."""
+    """Run a program in this process: "-c" and its text, "-m" and a module, or a file; then its arguments."""
     os.environ.clear()
     os.environ.update(environment)
     for number, path in enumerate(outputs, 1):
@@ -60,6 +60,8 @@ def _run(arguments, environment, outputs):
     first, *sys.argv = arguments
     if first == "-c":
         exec(compile(sys.argv[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif first == "-m":
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
         runpy.run_path(first, run_name="__main__")

@@ -30,7 +30,7 @@ JAX_VERSION = tuple(map(int, jax.__version__.split(".")[:2]))
 
 
 @functools.cache
-def program(platform, is_slow=False):
+def program(platform, is_slow):
     """The output of context_parallel_decode_program.py by case, from a subprocess with four CPU devices."""
     if platform == "gpu" and len(jax.devices("gpu")) < 4:
         pytest.skip("there are fewer than four GPUs")
@@ -63,7 +63,7 @@ def test_results_are_those_of_one_device_by_one_collective(on, name):
 
 @pytest.mark.parametrize("on", PLATFORMS)
 def test_twenty_steps_in_place_with_one_collective_per_layer(on):
-    row = program(on)["generation"]
+    row = program(on, False)["generation"]
     assert max(row["error"], row["cache_error"], row["export_error"]) < 2e-5
     assert row["in_place"] and row["copies"] == 0
     assert row["calls"] == 2 + 3 and row["collectives"] == {"all-gather": 2}

@@ -151,7 +151,14 @@ def run_program(model: Path, *options: str, check: bool = True):
     return python(program, *options, check=check, JAX_DEFAULT_MATMUL_PRECISION="highest")
 
 
-@pytest.mark.parametrize(("mesh", "calls"), [("heads=2", 1), ("pages=2", 2), ("pages=4", 2)])
+@pytest.mark.parametrize(
+    ("mesh", "calls"),
+    [
+        ("pages=2", 2),
+        pytest.param("heads=2", 1, marks=pytest.mark.slow),
+        pytest.param("pages=4", 2, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_several_devices_generate_the_text_of_one(tiny_gguf, on, mesh, calls):
     if on == "cuda" and len(jax.devices("cuda")) < int(mesh[-1]):
@@ -166,14 +173,22 @@ def test_several_devices_generate_the_text_of_one(tiny_gguf, on, mesh, calls):
     ("mesh", "message"),
     [
         ("heads=4", "--mesh heads=4: the model has 2 key/value heads, expected a multiple of 4; pages can be spread"),
-        ("pages=5", "--pages is 48, expected a multiple of 5, the devices of --mesh"),
-        ("rows=2", "'rows=2' is not heads=N or pages=N"),
+        pytest.param(
+            "pages=5", "--pages is 48, expected a multiple of 5, the devices of --mesh", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_a_one_line_error_and_exit_code_2(tiny_gguf, mesh, message):
     done = run_program(tiny_gguf, "--platform", "cpu", "--mesh", mesh, check=False)
     assert done.returncode == 2
     assert message in done.stderr.splitlines()[-1]
+
+
+def test_a_mesh_of_an_unknown_kind_is_exit_code_2(capsys):
+    with pytest.raises(SystemExit) as raised:
+        generate.main(["--mesh", "rows=2"])
+    assert raised.value.code == 2
+    assert "'rows=2' is not heads=N or pages=N" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_custom_call_line_leaves_out_layouts_and_metadata():

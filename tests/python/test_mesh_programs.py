@@ -62,6 +62,6 @@ def test_shard_map_over_some_axes_warns_of_the_others(partitioning):
     assert "sharded by mesh axis 'model'" in text
 
 
-@pytest.mark.parametrize("partitioning", ["shardy", "explicit"])
+@pytest.mark.parametrize("partitioning", ["shardy", pytest.param("explicit", marks=pytest.mark.slow)])
 def test_an_exported_program_is_for_as_many_devices(partitioning):
     assert reports(partitioning)["exported"]["devices"] == 4

@@ -82,7 +82,14 @@ def test_results_equal_the_definition(platform, options, layout):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtypes", [("float32", ""), ("bfloat16", ""), ("float16", E5M2), ("bfloat16", E4M3)], ids=str)
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        ("bfloat16", E4M3),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (("float32", ""), ("bfloat16", ""), ("float16", E5M2))),
+    ],
+    ids=str,
+)
 def test_every_form_of_the_cache(platform, form, dtypes):
     dtype, cache = dtypes
     operands = packed_batch(MIXED, dtype=dtype, cache=cache, **form)

@@ -11,7 +11,7 @@ import pathlib
 import jax
 import pytest
 
-from sharding_cases import AUTOMATIC_AXES_ONLY, CASES, EXPECTED_COLLECTIVES, GATHERED
+from sharding_cases import AUTOMATIC_AXES_ONLY, CASES, EXPECTED_COLLECTIVES, GATHERED, SLOW
 from subprocesses import python
 
 HERE = pathlib.Path(__file__).parent
@@ -40,16 +40,20 @@ def has_several_devices(platform):
 
 
 @functools.cache
-def programs(platform, partitioning):
-    """The output of sharding_program.py by case, from a subprocess with four CPU devices."""
+def programs(platform, partitioning, is_slow):
+    """The output of sharding_program.py by case, from a subprocess with four CPU devices.
+
+    `is_slow` selects the cases in SLOW or the others; None is all.
+    """
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     if platform == "cpu":
         flags += " --xla_backend_optimization_level=0"  # compiled three times as fast
-    done = python(HERE / "sharding_program.py", platform, partitioning, XLA_FLAGS=flags)
+    names = [] if is_slow is None else [name for name in CASES if (name in SLOW) == is_slow]
+    done = python(HERE / "sharding_program.py", platform, partitioning, *names, XLA_FLAGS=flags)
     return {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CASES])
 # The partitioner, or Shardy with explicit mesh axes.
 @pytest.mark.parametrize(
     "partitioning", ["shardy", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gspmd", "explicit"))]
@@ -62,7 +66,7 @@ def test_sharded_calls_need_no_collectives_beyond_the_expected(on, partitioning,
         pytest.skip("JAX refuses the program on a mesh with explicit axes")
     if not has_several_devices(on):
         pytest.skip("there is only one GPU")
-    result = programs(on, partitioning)[case]
+    result = programs(on, partitioning, case in SLOW if partitioning == "shardy" else None)[case]
     assert result["error"] < 2e-5
     assert result["calls"] == CALLS.get(case, 1)
     expected = EXPECTED_COLLECTIVES.get(case, set())

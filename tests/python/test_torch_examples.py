@@ -42,6 +42,7 @@ def test_the_cascade_reads_the_prefix_once():
     assert f"cascade: {(2048 + 345) * 1024} bytes" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("xla_device")
 def test_a_user_defined_custom_call_runs():
     # As a user starts it, with nothing imported beforehand.

@@ -19,7 +19,7 @@ def train(*arguments, check=True):
     "mesh",
     [
         (),
-        ("--mesh", 4, "--strategy", "ring"),
+        pytest.param(("--mesh", 4, "--strategy", "ring"), marks=pytest.mark.slow),
         pytest.param(("--mesh", 2, "--strategy", "all_to_all"), marks=pytest.mark.slow),
         pytest.param(("--mesh", 3, "--tokens", 576), marks=pytest.mark.slow),
     ],
