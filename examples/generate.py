@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llama.scheduler import Sequence
 
 # The target of the attention in the compiled program, with pages on one device or on several.
-TARGETS = "xla_gpu_paged_attention", "xla_gpu_flash_attn_varlen"
+TARGETS = "xla_gpu_paged_attention_update", "xla_gpu_flash_attn_varlen"
 MAX_LINE = 280
 DEFAULT_PROMPTS = Path(__file__).with_name("prompts.txt")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}

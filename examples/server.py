@@ -30,6 +30,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-waiting", type=positive, default=256, help="sequences that may wait; more get 503")
     parser.add_argument("--pages", type=positive, default=512, help="pages of the cache of each layer")
     parser.add_argument("--page-size", type=positive, default=16, help="tokens per page")
+    parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="the same bits for a request whatever else is computed; slower"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="weights and cache (default: float32 on cpu, else bfloat16)")
     parser.add_argument("--platform", choices=("auto", "cpu", "cuda"), default="auto", help="JAX platform")
     parser.add_argument("--drain-seconds", type=positive, default=30, help="time for open answers after SIGTERM")
@@ -51,9 +55,16 @@ def serve(options: argparse.Namespace) -> None:
     path = options.model or default_model_path()
     dtype = DTYPES[options.dtype or ("float32" if devices[0].platform == "cpu" else "bfloat16")]
     checkpoint = load_checkpoint(path, dtype)
-    sizes = EngineConfig(options.pages, options.page_size, options.max_num_seqs, options.token_budget)
+    sizes = EngineConfig(
+        options.pages,
+        options.page_size,
+        options.max_num_seqs,
+        options.token_budget,
+        prefix_cache=not options.no_prefix_cache,
+        batch_invariant=options.batch_invariant,
+    )
     engine = Engine(checkpoint.config, checkpoint.weights, sizes, checkpoint.tokenizer.stop_tokens)
-    for _ in tqdm(engine.compile_all(), desc="compiling", unit="step"):
+    for _ in tqdm(engine.compile_all(), total=engine.num_programs, desc="compiling", unit="step"):
         pass
     metrics = Metrics()
     service = Service(engine, metrics, options.max_waiting)
@@ -66,6 +77,7 @@ def serve(options: argparse.Namespace) -> None:
         timeout_graceful_shutdown=options.drain_seconds,
     )
     listener = config.bind_socket()
+    listener.listen(config.backlog)  # who reads the address below can connect
     url = f"http://{options.host}:{listener.getsockname()[1]}"
     body = f'{{"model": "{path.stem}", "prompt": "The sky is", "max_tokens": 16}}'
     print(f"serving {path.stem} at {url}", flush=True)

@@ -2,18 +2,20 @@
 
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
-from .scheduler import Chunk
+from .sampling import SamplingBatch
+from .scheduler import UNKNOWN, Chunk, Sequence
 
 # A slot outside the cache is skipped by kv_cache_update.
 NO_SLOT = -1
 
 
 class StepBatch(NamedTuple):
-    """Rows of all chunks one after another, padded to T rows; entries of unused sequence slots are 0."""
+    """Rows of all chunks one after another, padded to T rows; entries of unused sequences are 0."""
 
-    token_ids: np.ndarray  # i32 [T]
+    token_ids: np.ndarray  # i32 [T]; -1 - s stands for what the sequence in slot s predicted last
     positions: np.ndarray  # i32 [T], place of the token in its sequence
     slot_mapping: np.ndarray  # i32 [T], page * page_size + offset; NO_SLOT for padding rows
     context_lens: np.ndarray  # i32 [S], tokens of the sequence up to the end of its chunk
@@ -21,40 +23,113 @@ class StepBatch(NamedTuple):
     query_start_loc: np.ndarray  # i32 [S + 1]
     num_seqs: np.ndarray  # i32 [1]
     last_rows: np.ndarray  # i32 [S], the row that ends the chunk
+    predicting_slots: np.ndarray  # i32 [S], the sequence slot, or the number of slots for a chunk that predicts nothing
 
 
-def empty_batch(num_tokens: int, max_num_seqs: int, max_pages_per_seq: int) -> StepBatch:
-    """A batch of `num_tokens` padding rows and no sequence."""
+def shapes(num_tokens: int, num_seqs: int, max_pages_per_seq: int) -> StepBatch:
+    """The shape of each array."""
+    rows, entries = (num_tokens,), (num_seqs,)
     return StepBatch(
-        token_ids=np.zeros(num_tokens, np.int32),
-        positions=np.zeros(num_tokens, np.int32),
-        slot_mapping=np.full(num_tokens, NO_SLOT, np.int32),
-        context_lens=np.zeros(max_num_seqs, np.int32),
-        block_tables=np.zeros((max_num_seqs, max_pages_per_seq), np.int32),
-        query_start_loc=np.zeros(max_num_seqs + 1, np.int32),
-        num_seqs=np.zeros(1, np.int32),
-        last_rows=np.zeros(max_num_seqs, np.int32),
+        *(rows, rows, rows, entries, (num_seqs, max_pages_per_seq), (num_seqs + 1,), (1,), entries, entries)
     )
 
 
-def build_batch(
-    chunks: list[Chunk], num_tokens: int, max_num_seqs: int, max_pages_per_seq: int, page_size: int
-) -> StepBatch:
-    """Lay `chunks` out in `num_tokens` rows; chunk i becomes sequence slot i."""
-    batch = empty_batch(num_tokens, max_num_seqs, max_pages_per_seq)
-    batch.num_seqs[0] = len(chunks)
-    row = 0
-    for slot, chunk in enumerate(chunks):
-        sequence, end = chunk.sequence, chunk.start + chunk.length
-        rows = slice(row, row + chunk.length)
-        positions = np.arange(chunk.start, end, dtype=np.int32)
-        pages = np.asarray(sequence.pages, np.int32)
-        batch.token_ids[rows] = sequence.tokens[chunk.start : end]
-        batch.positions[rows] = positions
-        batch.slot_mapping[rows] = pages[positions // page_size] * page_size + positions % page_size
-        batch.context_lens[slot] = end
-        batch.block_tables[slot, : len(pages)] = pages
-        row += chunk.length
-        batch.last_rows[slot] = row - 1
-        batch.query_start_loc[slot + 1 :] = row
-    return batch
+def pack(batch: StepBatch) -> np.ndarray:
+    """All arrays as one, so that a step has one transfer to the device."""
+    return np.concatenate([array.ravel() for array in batch])
+
+
+def unpack(packed: jax.Array, num_tokens: int, num_seqs: int, max_pages_per_seq: int) -> StepBatch:
+    """The arrays of `pack`."""
+    of = shapes(num_tokens, num_seqs, max_pages_per_seq)
+    ends = np.cumsum([np.prod(shape) for shape in of])
+    parts = [packed[end - np.prod(shape) : end] for shape, end in zip(of, ends, strict=True)]
+    return StepBatch(*(part.reshape(shape) for part, shape in zip(parts, of, strict=True)))
+
+
+class BatchBuilder:
+    """Lays chunks out in rows; keeps each sequence's block table between steps."""
+
+    def __init__(self, max_num_seqs: int, max_pages_per_seq: int, page_size: int) -> None:
+        self.max_num_seqs, self.max_pages_per_seq, self.page_size = max_num_seqs, max_pages_per_seq, page_size
+        self._tables = np.zeros((max_num_seqs, max_pages_per_seq), np.int32)  # of each sequence slot
+        # Of each slot: whose table it is, after how many evictions, and how many of its pages are in it.
+        self._filled: list[tuple[Sequence | None, int, int]] = [(None, 0, 0)] * max_num_seqs
+
+    def num_entries(self, num_tokens: int) -> int:
+        """Sequences in a batch of `num_tokens` rows at most."""
+        return min(self.max_num_seqs, num_tokens)
+
+    def build(self, chunks: list[Chunk], num_tokens: int) -> StepBatch:
+        """The batch of `num_tokens` rows in which chunk i is sequence i; without chunks all rows are padding."""
+        entries = self.num_entries(num_tokens)
+        batch = StepBatch(*(np.zeros(s, np.int32) for s in shapes(num_tokens, entries, self.max_pages_per_seq)))
+        batch.slot_mapping[:] = NO_SLOT
+        batch.predicting_slots[:] = self.max_num_seqs
+        batch.num_seqs[0] = count = len(chunks)
+        if not chunks:
+            return batch
+        for chunk in chunks:
+            self._update_table(chunk.sequence)
+        slots = np.array([chunk.sequence.slot for chunk in chunks], np.int32)
+        starts = np.array([chunk.start for chunk in chunks], np.int32)
+        lengths = np.array([chunk.length for chunk in chunks], np.int32)
+        ends = np.cumsum(lengths, dtype=np.int32)
+        total = ends[-1]
+        row_slots = np.repeat(slots, lengths)
+        tokens = np.array([t for c in chunks for t in c.sequence.tokens[c.start : c.end]], np.int32)
+        positions = np.arange(total, dtype=np.int32) + np.repeat(starts - (ends - lengths), lengths)
+        pages, offsets = np.divmod(positions, self.page_size)
+        batch.token_ids[:total] = np.where(tokens == UNKNOWN, -1 - row_slots, tokens)
+        batch.positions[:total] = positions
+        batch.slot_mapping[:total] = self._tables[row_slots, pages] * self.page_size + offsets
+        batch.context_lens[:count] = starts + lengths
+        batch.block_tables[:count] = self._tables[slots]
+        batch.query_start_loc[1 : count + 1] = ends
+        batch.query_start_loc[count + 1 :] = total
+        batch.last_rows[:count] = ends - 1
+        batch.predicting_slots[:count] = np.where([chunk.predicts for chunk in chunks], slots, self.max_num_seqs)
+        return batch
+
+    def build_sampling(self, chunks: list[Chunk], num_tokens: int) -> SamplingBatch:
+        """The sampling options of the same sequences."""
+        entries, count = self.num_entries(num_tokens), len(chunks)
+
+        def column(values: list, dtype: type, unused: float = 0) -> np.ndarray:
+            array = np.full(entries, unused, dtype)
+            array[:count] = values
+            return array
+
+        options = [chunk.sequence.sampling for chunk in chunks]
+        seeds = np.zeros((entries, 2), np.uint32)
+        seeds[:count] = [(o.seed >> 32, o.seed & 0xFFFFFFFF) for o in options] or 0
+        count_rows = np.full(num_tokens, 2 * self.max_num_seqs, np.int32)
+        row = 0
+        for chunk in chunks:
+            prompt = min(max(chunk.sequence.prompt_length - chunk.start, 0), chunk.length)
+            count_rows[row : row + prompt] = chunk.sequence.slot
+            count_rows[row + prompt : row + chunk.length] = chunk.sequence.slot + self.max_num_seqs
+            row += chunk.length
+        return SamplingBatch(
+            slots=column([chunk.sequence.slot for chunk in chunks], np.int32, self.max_num_seqs),
+            is_first=column([chunk.start == 0 for chunk in chunks], bool),
+            predicts=column([chunk.predicts for chunk in chunks], bool),
+            positions=column([chunk.end for chunk in chunks], np.int32),
+            seeds=seeds,
+            top_k=column([o.top_k for o in options], np.int32),
+            temperature=column([o.temperature for o in options], np.float32),
+            top_p=column([o.top_p for o in options], np.float32, 1),
+            min_p=column([o.min_p for o in options], np.float32),
+            presence=column([o.presence_penalty for o in options], np.float32),
+            frequency=column([o.frequency_penalty for o in options], np.float32),
+            repetition=column([o.repetition_penalty for o in options], np.float32, 1),
+            count_rows=count_rows,
+        )
+
+    def _update_table(self, sequence: Sequence) -> None:
+        owner, evictions, filled = self._filled[sequence.slot]
+        if owner is not sequence or evictions != sequence.num_evictions:
+            filled = 0
+        if filled < len(sequence.pages):
+            self._tables[sequence.slot, filled : len(sequence.pages)] = sequence.pages[filled:]
+        self._filled[sequence.slot] = sequence, sequence.num_evictions, len(sequence.pages)

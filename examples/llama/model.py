@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from xla_attention.jax import kv_cache_update, paged_attention
+from xla_attention.jax import kv_cache_update, paged_attention, paged_attention_update
 
 from .batch import StepBatch
 from .config import LlamaConfig
@@ -14,6 +15,22 @@ from .weights import DecoderLayer, LlamaWeights
 
 # A function like `update_and_attend`.
 Attend = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+class StepState(NamedTuple):
+    """What steps leave on the device for the next one, which is given it for good."""
+
+    caches: list[jax.Array]
+    last_tokens: jax.Array  # i32 [slots], what the sequence of each slot predicted last
+    counts: jax.Array  # see sampling.make_counts
+
+
+class Predicted(NamedTuple):
+    """The results of a step for its S sequences; those of unused entries are unspecified."""
+
+    tokens: jax.Array  # i32 [S], the most likely ones
+    logits: jax.Array  # f32 [S, V]
+    token_ids: jax.Array  # i32 [T], the tokens that were computed
 
 
 def make_caches(config: LlamaConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> list[jax.Array]:
@@ -29,31 +46,49 @@ def update_and_attend(
     kv_cache: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, batch: StepBatch
 ) -> tuple[jax.Array, jax.Array]:
     """Write the rows' keys and values into the cache and attend over it: `out` `[T, Hq, D]` and the updated cache."""
-    kv_cache = kv_cache_update(kv_cache, key, value, batch.slot_mapping)
     sequences = batch.context_lens, batch.block_tables, batch.query_start_loc, batch.num_seqs
-    return paged_attention(query, kv_cache, *sequences, scale=query.shape[-1] ** -0.5), kv_cache
+    new = key, value, batch.slot_mapping
+    return paged_attention_update(query, kv_cache, *sequences, *new, scale=query.shape[-1] ** -0.5)
+
+
+def update_and_attend_by_row(
+    kv_cache: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, batch: StepBatch
+) -> tuple[jax.Array, jax.Array]:
+    """`update_and_attend` with the same bits for a token however its sequence is cut into chunks.
+
+    Attention is batch-invariant for sequences of the same lengths, so every row becomes a sequence of one query.
+    """
+    kv_cache = kv_cache_update(kv_cache, key, value, batch.slot_mapping)
+    rows = jnp.arange(query.shape[0] + 1, dtype=jnp.int32)
+    entries = jnp.searchsorted(batch.query_start_loc[1:-1], rows[:-1], side="right")
+    sequences = batch.positions + 1, batch.block_tables[entries], rows, batch.query_start_loc[-1:]
+    out = paged_attention(query, kv_cache, *sequences, scale=query.shape[-1] ** -0.5, batch_invariant=True)
+    return out, kv_cache
 
 
 def step(
-    config: LlamaConfig, attend: Attend, weights: LlamaWeights, caches: list[jax.Array], batch: StepBatch
-) -> tuple[jax.Array, list[jax.Array]]:
+    config: LlamaConfig, attend: Attend, weights: LlamaWeights, state: StepState, batch: StepBatch
+) -> tuple[Predicted, StepState]:
     """Compute the rows of `batch` and predict greedily; `attend` updates a layer's cache and attends over it.
 
-    Returns the most likely next token of each sequence slot, i32 `[S]` (unspecified for unused slots),
-    and the caches with the rows' keys and values written. `caches` is meant to be donated.
+    Returns the predictions and the state with the rows' keys and values written. `state` is meant to be donated.
     """
-    x = weights.embed[batch.token_ids]
+    before = state.last_tokens.at[-1 - batch.token_ids].get(mode="clip")
+    token_ids = jnp.where(batch.token_ids < 0, before, batch.token_ids)
+    x = weights.embed[token_ids]
     angles = batch.positions[:, None].astype(jnp.float32) * weights.inv_freq
     rotation = (jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :])  # two of [T, 1, D/2]
     new_caches = []
-    for layer, kv_cache in zip(weights.layers, caches, strict=True):
+    for layer, kv_cache in zip(weights.layers, state.caches, strict=True):
         x, kv_cache = decoder_layer(config, attend, layer, kv_cache, x, rotation, batch)
         new_caches.append(kv_cache)
     # The product with the vocabulary is by far the largest, so that only rows which predict take part.
     x = rms_norm(x[batch.last_rows], weights.final_norm, config.rms_norm_eps)
     head = weights.embed if weights.lm_head is None else weights.lm_head
     logits = jnp.einsum("se,ve->sv", x, head, preferred_element_type=jnp.float32)
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32), new_caches
+    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    last_tokens = state.last_tokens.at[batch.predicting_slots].set(tokens, mode="drop")
+    return Predicted(tokens, logits, token_ids), StepState(new_caches, last_tokens, state.counts)
 
 
 # Jitted separately, so that it is traced once and not per layer.

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from llama.tokenizer import ChatTokenizer
 
+from .logprobs import TokenLogprobs, of_chat, of_completion
 from .metrics import Metrics
 from .protocol import ApiError, Request, read_request
 from .service import EngineDeadError, Generation, QueueFullError, Service
@@ -51,28 +52,45 @@ class Piece:
     index: int
     text: str
     reason: str | None
+    logprobs: list[TokenLogprobs]
 
 
 async def pieces(
     index: int, generation: Generation, stops: list[str], tokenizer: ChatTokenizer
 ) -> AsyncIterator[Piece]:
-    """The text of one choice as it is generated."""
-    stream, last = TextStream(tokenizer, stops), None
-    while (item := await generation.tokens.get()) is not None:
-        if isinstance(item, Exception):
-            raise item
-        last = item
-        generation.num_taken += 1
-        if item in tokenizer.stop_tokens:
-            continue
-        text = stream.push(item)
-        if stream.stopped:
-            yield Piece(index, text, "stop")
+    """The text of one choice as it is generated; what arrived together comes out together."""
+    stream = TextStream(tokenizer, stops)
+    unsent: list[TokenLogprobs] = []  # of tokens whose text has not come out
+
+    def piece(text: str, reason: str | None) -> Piece:
+        all_out = reason is not None and not stream.stopped
+        count = sum(all_out or entry.offset < stream.num_released for entry in unsent)
+        sent, unsent[:] = unsent[:count], unsent[count:]
+        return Piece(index, text, reason, sent)
+
+    while True:
+        text, reason = "", None
+        for item in await generation.take():
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                text += stream.finish()
+                reason = "stop" if stream.stopped else reason or "length"
+                break
+            generation.num_taken += 1
+            if item.id in generation.prompt.stop_tokens:
+                reason = "stop"
+                continue
+            if item.logprob is not None:
+                unsent.append(TokenLogprobs(item, stream.num_taken))
+            text += stream.push(item.id)
+            if stream.stopped:
+                reason = "stop"
+                break
+        if text or reason:
+            yield piece(text, reason)
+        if reason:
             return
-        if text:
-            yield Piece(index, text, None)
-    text = stream.finish()
-    yield Piece(index, text, "stop" if stream.stopped or last in tokenizer.stop_tokens else "length")
 
 
 async def merged(
@@ -154,19 +172,24 @@ class Server:
         if self.api_key is not None and not hmac.compare_digest(given, f"Bearer {self.api_key}".encode()):
             raise ApiError("the API key is missing or wrong", None, 401, "authentication_error")
 
+    def read(self, body: bytearray, *, chat: bool) -> Request:
+        """What a body asks for."""
+        return read_request(
+            read_json(body), chat=chat, model=self.model, tokenizer=self.tokenizer, capacity=self.service.capacity
+        )
+
     async def generate(self, http: HttpRequest, *, chat: bool) -> Response:
         """Read, submit, answer."""
         self.authorise(http)
-        body = await read_json(http)
-        request = read_request(
-            body, chat=chat, model=self.model, tokenizer=self.tokenizer, capacity=self.service.capacity
-        )
+        body = await read_body(http)
+        # A long text takes seconds to tokenise, in which others are to be answered.
+        request = await asyncio.to_thread(self.read, body, chat=chat)
         try:
-            generations = self.service.submit(request.prompts, request.max_new_tokens)
+            generations = self.service.submit(request.prompts)
         except (QueueFullError, EngineDeadError) as error:
             raise ApiError(str(error), None, 503, "server_error") from error
         source = merged(self.service, generations, request.stops, self.tokenizer)
-        answer = Answer(chat, self.model, request, generations)
+        answer = Answer(chat, self.model, request, generations, self.tokenizer)
         if request.stream:
             return EventStream(answer.events(source), self.service, generations)
         work = asyncio.create_task(answer.whole(source))
@@ -189,8 +212,10 @@ class Server:
 class Answer:
     """Writes one answer, whole or as events."""
 
-    def __init__(self, chat: bool, model: str, request: Request, generations: list[Generation]) -> None:
-        self.chat, self.request, self.generations = chat, request, generations
+    def __init__(
+        self, chat: bool, model: str, request: Request, generations: list[Generation], tokenizer: ChatTokenizer
+    ) -> None:
+        self.chat, self.request, self.generations, self.tokenizer = chat, request, generations, tokenizer
         kind = "chat.completion" if chat else "text_completion"
         self.head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -206,7 +231,10 @@ class Answer:
 
     def choice(self, piece: Piece, *, delta: bool, first: bool = True) -> dict[str, Any]:
         """One entry of `choices`."""
-        entry = {"index": piece.index, "finish_reason": piece.reason, "logprobs": None}
+        logprobs = None
+        if self.request.prompts[piece.index].sampling.logprobs:
+            logprobs = (of_chat if self.chat else of_completion)(piece.logprobs, self.request.num_top, self.tokenizer)
+        entry = {"index": piece.index, "finish_reason": piece.reason, "logprobs": logprobs}
         if not self.chat:
             return entry | {"text": piece.text}
         message = ({"role": "assistant"} if first else {}) | {"content": piece.text}
@@ -214,11 +242,12 @@ class Answer:
 
     async def whole(self, source: AsyncIterator[Piece]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        choices = [Piece(index, "", None) for index in range(len(self.generations))]
+        choices = [Piece(index, "", None, []) for index in range(len(self.generations))]
         async with contextlib.aclosing(source):
             async for piece in source:
                 choices[piece.index].text += piece.text
                 choices[piece.index].reason = piece.reason
+                choices[piece.index].logprobs += piece.logprobs
         return self.head | {"choices": [self.choice(p, delta=False) for p in choices], "usage": self.usage()}
 
     async def events(self, source: AsyncIterator[Piece]) -> AsyncIterator[str]:
@@ -244,8 +273,8 @@ def event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
-async def read_json(http: HttpRequest) -> Any:
-    """The body as JSON, at most `MAX_BODY` bytes of it."""
+async def read_body(http: HttpRequest) -> bytearray:
+    """The body, at most `MAX_BODY` bytes of it."""
     if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError("the content type is not application/json", None, 415)
     body = bytearray()
@@ -253,6 +282,11 @@ async def read_json(http: HttpRequest) -> Any:
         body += part
         if len(body) > MAX_BODY:
             raise ApiError(f"the body has more than {MAX_BODY} bytes", None, 413)
+    return body
+
+
+def read_json(body: bytearray) -> Any:
+    """The body as JSON."""
     try:
         value = json.loads(body)
         json.dumps(value, ensure_ascii=False).encode()  # refuses lone surrogates, which no tokenizer takes

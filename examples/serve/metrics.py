@@ -21,6 +21,13 @@ class Metrics:
         self.waiting = make(Gauge, "requests_waiting", "Sequences that wait for a place")
         self.cache_use = make(Gauge, "kv_cache_usage", "Share of the cache's pages in use, 0 to 1")
         self.tokens = make(Counter, "generation_tokens", "Generated tokens")
+        # Of the scheduler, which counts them itself.
+        self.totals = {
+            "num_evictions": make(Counter, "preemptions", "Sequences whose pages were taken; they are recomputed"),
+            "prefix_queries": make(Counter, "prefix_cache_queries", "Tokens looked up in the prefix cache"),
+            "prefix_hits": make(Counter, "prefix_cache_hits", "Tokens that the prefix cache had"),
+        }
+        self.counted = dict.fromkeys(self.totals, 0)
         self.first = make(Histogram, "time_to_first_token_seconds", "Arrival to first token", buckets=SECONDS)
         self.between = make(Histogram, "inter_token_latency_seconds", "One token to the next", buckets=SECONDS)
 
@@ -35,6 +42,11 @@ class Metrics:
         self.running.set(len(scheduler.running))
         self.waiting.set(len(scheduler.waiting))
         self.cache_use.set(1 - allocator.num_free / allocator.num_pages)
+
+        for name, counter in self.totals.items():
+            total = getattr(scheduler, name)
+            counter.inc(total - self.counted[name])
+            self.counted[name] = total
 
     def text(self) -> bytes:
         """The page."""

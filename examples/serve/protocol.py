@@ -1,30 +1,40 @@
 """The bodies of requests: reads what is supported and refuses the rest by name, in OpenAI's form of errors."""
 
 import math
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from llama.sampling import MAX_TOP_LOGPROBS, Sampling
 from llama.tokenizer import ChatTokenizer
 
-# Options that change the text and that only their neutral values can be given for, until sampling is in the step.
+from .service import Prompt
+
+# Options that change the text and that only their neutral values can be given for.
 NEUTRAL = {
-    "temperature": 0,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
     "echo": False,
     "suffix": (None, ""),
     "best_of": (None, 1),
     "tools": (None, []),
     "logit_bias": (None, {}),
 }
-# Without effect on a greedy text.
-WITHOUT_EFFECT = {"top_p", "seed", "user", "metadata", "store"}
+WITHOUT_EFFECT = {"user", "metadata", "store"}
 KNOWN = {"model", "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "stop", "stream", "stream_options"}
+KNOWN |= {"seed", "top_k", "logprobs", "top_logprobs", "ignore_eos"}
+# Numbers with their default, lowest and highest value; top_p of 0 would leave no token.
+NUMBERS = {
+    "temperature": (1.0, 0.0, 2.0),
+    "top_p": (1.0, 1e-6, 1.0),
+    "min_p": (0.0, 0.0, 1.0),
+    "presence_penalty": (0.0, -2.0, 2.0),
+    "frequency_penalty": (0.0, -2.0, 2.0),
+    "repetition_penalty": (1.0, 0.01, 100.0),
+}
+# Logits divided by less might overflow, and the most likely token is all but certain.
+MIN_TEMPERATURE = 1e-3
 MAX_CHOICES = 16
 MAX_STOPS = 4
 
@@ -42,11 +52,11 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """What one body asks for; `prompts` has one entry per choice."""
+    """What one body asks for; `prompts` has one entry per choice, `num_top` alternatives are in its logprobs."""
 
-    prompts: list[list[int]]
+    prompts: list[Prompt]
     num_prompt_tokens: int
-    max_new_tokens: int
+    num_top: int
     stops: list[str]
     stream: bool
     include_usage: bool
@@ -70,17 +80,45 @@ def boolean(body: dict, name: str) -> bool:
     return bool(value)
 
 
+def number(body: dict, name: str) -> float:
+    """The number `name` of the body, within its bounds."""
+    default, low, high = NUMBERS[name]
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ApiError(f"{name} is {value!r}, expected a number from {low:g} to {high:g}", name)
+    return float(value)
+
+
+def read_sampling(body: dict, *, chat: bool) -> tuple[Sampling, int]:
+    """How tokens are chosen, and how many alternatives the log-probabilities have."""
+    if chat:
+        logprobs, num_top = boolean(body, "logprobs"), integer(body, "top_logprobs", 0, 0, MAX_TOP_LOGPROBS)
+        if num_top and not logprobs:
+            raise ApiError("top_logprobs is given without logprobs", "top_logprobs")
+    else:
+        num_top = integer(body, "logprobs", -1, 0, MAX_TOP_LOGPROBS)
+        logprobs = num_top >= 0
+    values = {name: number(body, name) for name in NUMBERS}
+    if values["temperature"] < MIN_TEMPERATURE:
+        values["temperature"] = 0.0
+    top_k = max(integer(body, "top_k", 0, -1, 2**31 - 1), 0)
+    seed = integer(body, "seed", secrets.randbits(63), -(2**63), 2**63 - 1)
+    return Sampling(top_k=top_k, seed=seed % 2**64, logprobs=logprobs, **values), num_top
+
+
 def check_options(body: dict) -> None:
     """Refuse unknown options, and known ones with a value that has no implementation here."""
     for name, value in body.items():
-        if name not in KNOWN | WITHOUT_EFFECT | NEUTRAL.keys():
+        if name not in KNOWN | WITHOUT_EFFECT | NEUTRAL.keys() | NUMBERS.keys():
             raise ApiError(f"{name} is not an option of this server", name)
         if isinstance(value, float) and not math.isfinite(value):
             raise ApiError(f"{name} is {value}, expected a finite number", name)
         if name in NEUTRAL:
             neutral = NEUTRAL[name]
             if value is not None and value not in (neutral if isinstance(neutral, tuple) else (neutral,)):
-                raise ApiError(f"{name} is {value!r}: this server generates greedily and has no {name} yet", name)
+                raise ApiError(f"{name} is {value!r}: this server has no {name}", name)
 
 
 def read_stops(body: dict) -> list[str]:
@@ -155,10 +193,16 @@ def read_request(body: Any, *, chat: bool, model: str, tokenizer: ChatTokenizer,
     options = body.get("stream_options") or {}
     if not isinstance(options, dict) or (options and not stream):
         raise ApiError("stream_options is not an object or is given without stream", "stream_options")
+    sampling, num_top = read_sampling(body, chat=chat)
+    stop_tokens = frozenset() if boolean(body, "ignore_eos") else tokenizer.stop_tokens
     return Request(
-        [prompt for prompt in prompts for _ in range(choices)],
+        [
+            Prompt(prompt, max_new_tokens, replace(sampling, seed=(sampling.seed + choice) % 2**64), stop_tokens)
+            for prompt in prompts
+            for choice in range(choices)
+        ],
         sum(map(len, prompts)),
-        max_new_tokens,
+        num_top,
         read_stops(body),
         stream,
         boolean(options, "include_usage"),

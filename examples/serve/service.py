@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from llama.engine import Engine
+from llama.engine import Engine, Token
+from llama.sampling import Sampling
 from llama.scheduler import Sequence
 
 from .metrics import Metrics
@@ -21,28 +22,46 @@ class EngineDeadError(RuntimeError):
     """The engine's thread has ended with an exception."""
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """What one sequence continues, and how."""
+
+    tokens: list[int]
+    max_new_tokens: int
+    sampling: Sampling
+    stop_tokens: frozenset[int]
+
+
 @dataclass(eq=False)
 class Generation:
-    """One sequence in the engine.
+    """One sequence in the engine; of the event loop but for `sequence` and what follows it."""
 
-    Attributes
-    ----------
-        tokens: generated ids in order, then None at the end, or the exception that ended the engine.
-    """
-
-    prompt: list[int]
-    max_new_tokens: int
+    prompt: Prompt
     loop: asyncio.AbstractEventLoop
-    tokens: asyncio.Queue = field(default_factory=asyncio.Queue)
+    num_taken: int = 0  # tokens that the text is made of
+    _items: list[Token | Exception | None] = field(default_factory=list)
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     sequence: Sequence | None = None
-    num_sent: int = 0  # by the thread
-    num_taken: int = 0  # by the event loop
     started: float = field(default_factory=time.perf_counter)
     last_token: float = 0.0
 
-    def send(self, item: int | Exception | None) -> None:
-        """Hand one item to the event loop."""
-        self.loop.call_soon_threadsafe(self.tokens.put_nowait, item)
+    def put(self, items: list[Token | Exception | None]) -> None:
+        """Add items, on the event loop: tokens in order, then None, or the exception that ended the engine."""
+        self._items += items
+        self._arrived.set()
+
+    async def take(self) -> list[Token | Exception | None]:
+        """All items that have arrived, at least one."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        items, self._items = self._items, []
+        return items
+
+
+def put_all(deliveries: list[tuple[Generation, list[Token | Exception | None]]]) -> None:
+    """Hand out the items of one step."""
+    for generation, items in deliveries:
+        generation.put(items)
 
 
 class Service:
@@ -63,18 +82,18 @@ class Service:
         self._limit = engine.sizes.max_num_seqs + max_waiting
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open: set[Generation] = set()  # of the event loop: what is submitted and not yet closed
-        self._active: list[Generation] = []  # of the thread: what the scheduler holds
+        self._active: dict[Sequence, Generation] = {}  # of the thread: what the scheduler holds
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, prompts: list[list[int]], max_new_tokens: int) -> list[Generation]:
+    def submit(self, prompts: list[Prompt]) -> list[Generation]:
         """Queue the sequences of one request, all or none."""
         if self.error is not None:
             raise EngineDeadError(str(self.error))
         if len(self._open) + len(prompts) > self._limit:
             raise QueueFullError(f"{len(self._open)} sequences are running or waiting, at most {self._limit} can")
         loop = asyncio.get_running_loop()
-        generations = [Generation(prompt, max_new_tokens, loop) for prompt in prompts]
+        generations = [Generation(prompt, loop) for prompt in prompts]
         self._open.update(generations)
         if self.error is not None:  # it ended meanwhile, and may have told only those before
             raise EngineDeadError(str(self.error))
@@ -94,32 +113,33 @@ class Service:
         self._thread.join()
 
     def _add(self, generation: Generation) -> None:
-        generation.sequence = self._engine.add(generation.prompt, generation.max_new_tokens)
-        self._active.append(generation)
+        prompt = generation.prompt
+        generation.sequence = self._engine.add(
+            prompt.tokens, prompt.max_new_tokens, prompt.sampling, prompt.stop_tokens
+        )
+        self._active[generation.sequence] = generation
 
     def _cancel(self, generation: Generation) -> None:
-        if generation in self._active:
-            self._active.remove(generation)
+        if self._active.pop(generation.sequence, None):
             self._engine.scheduler.cancel(generation.sequence)
 
     def _run(self) -> None:
         try:
             while self._take_messages():
-                if self._engine.scheduler.has_work:
-                    self._engine.step()
-                    self._publish()
+                if self._engine.has_work:
+                    self._publish(self._engine.step())
                 self._metrics.observe(self._engine.scheduler)
         except BaseException as error:
             self.error = error
             for generation in list(self._open):
-                generation.send(EngineDeadError(str(error)))
+                generation.loop.call_soon_threadsafe(generation.put, [EngineDeadError(str(error))])
             raise
 
     def _take_messages(self) -> bool:
         """Handle the inbox, waiting for a message while there is nothing to compute; False when it says to end."""
         while True:
             try:
-                message = self._inbox.get(block=not self._engine.scheduler.has_work)
+                message = self._inbox.get(block=not self._engine.has_work)
             except queue.Empty:
                 return True
             if message is None:
@@ -128,19 +148,19 @@ class Service:
             if self._inbox.empty():
                 return True
 
-    def _publish(self) -> None:
+    def _publish(self, tokens: list[Token]) -> None:
+        """Send the tokens of one step, with one call per event loop."""
         now = time.perf_counter()
-        for generation in list(self._active):
-            sequence = generation.sequence
-            count = len(sequence.tokens) - sequence.prompt_length
-            if count > generation.num_sent:
-                self._metrics.token(now - (generation.last_token or generation.started), first=generation.num_sent == 0)
-                generation.last_token = now
-                for token in sequence.tokens[sequence.prompt_length + generation.num_sent :]:
-                    generation.send(token)
-                generation.num_sent = count
-        for sequence in self._engine.scheduler.finished:
-            generation = next(generation for generation in self._active if generation.sequence is sequence)
-            self._active.remove(generation)
-            generation.send(None)
+        deliveries: dict[asyncio.AbstractEventLoop, list] = {}
+        for token in tokens:
+            generation = self._active[token.sequence]
+            self._metrics.token(now - (generation.last_token or generation.started), first=not generation.last_token)
+            generation.last_token = now
+            items: list[Token | None] = [token]
+            if token.sequence.is_done:
+                del self._active[token.sequence]
+                items.append(None)
+            deliveries.setdefault(generation.loop, []).append((generation, items))
         self._engine.scheduler.finished.clear()
+        for loop, of_loop in deliveries.items():
+            loop.call_soon_threadsafe(put_all, of_loop)

@@ -18,14 +18,19 @@ class TextStream:
     Attributes
     ----------
         stopped: whether a stop string was found; the text ends before it.
+        num_taken: characters that the tokens so far have given, those of a stop string included.
+        num_released: characters that came out.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, stops: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
-        self._tokens: list[int] = []
-        self._decoded = 0  # tokens whose text has been taken
+        self._tokens: list[int] = []  # what is decoded together: some context, and what is new
+        self._decoded = 0  # how many of them have been taken
+        self._before = ""  # their text
         self._held = ""
+        self.num_taken = 0
+        self.num_released = 0
         self.stopped = False
 
     def push(self, token: int) -> str:
@@ -38,18 +43,26 @@ class TextStream:
         return self._release(self._take(final=True), final=True)
 
     def _take(self, *, final: bool) -> str:
-        begin = max(0, self._decoded - CONTEXT_TOKENS)
-        before = self._tokenizer.decode(self._tokens[begin : self._decoded])
-        text = self._tokenizer.decode(self._tokens[begin:])
+        text = self._tokenizer.decode(self._tokens)
         pending = len(self._tokens) - self._decoded
         if text.endswith(INCOMPLETE) and not final and pending < MAX_PENDING:
             return ""
-        self._decoded = len(self._tokens)
-        return text[len(before) :]
+        new = text[len(self._before) :]
+        self.num_taken += len(new)
+        if len(self._tokens) >= 2 * CONTEXT_TOKENS:
+            del self._tokens[:-CONTEXT_TOKENS]
+            text = self._tokenizer.decode(self._tokens)
+        self._decoded, self._before = len(self._tokens), text
+        return new
 
     def _release(self, new: str, *, final: bool) -> str:
         if self.stopped:
             return ""
+        text = self._without_stops(new, final=final)
+        self.num_released += len(text)
+        return text
+
+    def _without_stops(self, new: str, *, final: bool) -> str:
         text = self._held + new
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:

@@ -12,7 +12,7 @@ def locked(file):
     """The hashes of each requirement of a file."""
     entries = (ROOT / "build_support" / file).read_text().replace("\\\n", " ").splitlines()
     requirements = {
-        words[0].replace("_", "-"): words[1:] for words in map(str.split, entries) if words and words[0] != "#"
+        words[0].replace("_", "-").lower(): words[1:] for words in map(str.split, entries) if words and words[0] != "#"
     }
     assert all(hashes and all(h.startswith("--hash=sha256:") for h in hashes) for hashes in requirements.values())
     return requirements
@@ -33,6 +33,11 @@ def test_every_requirement_of_the_tests_the_demo_and_its_model_is_locked():
     expected = demo | {requirement.replace("_", "-") for requirement in groups["test"]}
     # The tests keep the versions of the demo.
     assert expected | set(locked("demo_requirements.txt")) <= set(locked("test_requirements.txt")), "run `make lock`"
+    serve = demo | set(groups["serve"])
+    assert serve <= set(locked("serve_requirements.txt")), "run `make lock`"
+    # The server's tests have the versions of the server.
+    expected = set(locked("serve_requirements.txt")) | set(groups["serve_test"])
+    assert expected <= set(locked("serve_test_requirements.txt")), "run `make lock`"
     for group in ("model", "xla_gpu"):
         assert set(groups[group]) == set(locked(f"{group}_requirements.txt")), "run `make lock`"
 
@@ -41,7 +46,7 @@ def test_make_installs_them_by_their_hashes():
     rules = (ROOT / "Makefile").read_text()
     for file in ("requirements.txt", "nvcc_requirements.txt", "$(1)_requirements.txt", "model_requirements.txt"):
         assert f"--require-hashes -r build_support/{file}" in rules
-    for file in ("demo", "test", "xla_gpu"):
+    for file in ("demo", "test", "xla_gpu", "serve", "serve_test"):
         assert f"$(call install,{file}," in rules
 
 

@@ -127,7 +127,7 @@ def test_the_program_prints_the_texts_the_rates_and_the_custom_call(tiny_gguf, c
     assert generate.main([*options, "--prompt", "hello world", "--prompt", "12 and 3"]) == 0
     printed = capsys.readouterr().out
     assert "prompt 1" in printed and "prompt 2" in printed
-    assert 'custom_call_target="xla_gpu_paged_attention"' in printed
+    assert 'custom_call_target="xla_gpu_paged_attention_update"' in printed
     assert f"[{tiny_llama.LAYERS} such calls]" in printed
     assert "prefill:" in printed and "decode:" in printed and "compile and warm-up:" in printed
 
@@ -194,12 +194,13 @@ def test_a_mesh_of_an_unknown_kind_is_exit_code_2(capsys):
 def test_the_custom_call_line_leaves_out_layouts_and_metadata():
     line = (
         "  %custom-call.4 = (f32[4,9,64]{2,1,0}, u8[0]{0}) custom-call(f32[4,9,64]{2,1,0:T(8,128)} %a, f32[2]{0} %b), "
-        'custom_call_target="xla_gpu_paged_attention", operand_layout_constraints={f32[4,9,64]{2,1,0}, f32[2]{0}}, '
+        'custom_call_target="xla_gpu_paged_attention_update", '
+        "operand_layout_constraints={f32[4,9,64]{2,1,0}, f32[2]{0}}, "
         'api_version=API_VERSION_TYPED_FFI, metadata={op_name="jit(step)" source_line=3}, backend_config={scale = 1.0}'
     )
     assert generate.custom_call_line(f"HloModule m\n{line}\n  ROOT %other = f32[] add()") == (
         "%custom-call.4 = (f32[4,9,64], u8[0]) custom-call(...), "
-        'custom_call_target="xla_gpu_paged_attention", api_version=API_VERSION_TYPED_FFI, '
+        'custom_call_target="xla_gpu_paged_attention_update", api_version=API_VERSION_TYPED_FFI, '
         "backend_config={scale = 1.0} [1 such calls]"
     )
     assert "no custom call" in generate.custom_call_line("HloModule m")

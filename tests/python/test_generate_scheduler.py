@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 import tiny_llama  # noqa: F401 - makes the demo's modules importable
 
-from llama.batch import NO_SLOT, build_batch  # isort: skip
+from llama.batch import NO_SLOT, BatchBuilder  # isort: skip
 from llama.pages import OutOfPagesError, PageAllocator  # isort: skip
-from llama.scheduler import RequestError, Scheduler  # isort: skip
+from llama.scheduler import UNKNOWN, RequestError, Scheduler  # isort: skip
 
 VOCABULARY = 50
 
@@ -19,7 +19,7 @@ def test_pages_that_do_not_exist_are_neither_allocated_nor_released():
     with pytest.raises(OutOfPagesError, match="2 pages were requested"):
         allocator.allocate(2)
     allocator.release(pages)
-    with pytest.raises(ValueError, match=f"page {pages[0]} is released but not allocated"):
+    with pytest.raises(ValueError, match=f"page {pages[-1]} is released but not allocated"):
         allocator.release(pages)
 
 
@@ -40,11 +40,15 @@ def predict_alone(prompt: list[int], max_new_tokens: int, stop_tokens: frozenset
 def check_step(scheduler: Scheduler, chunks: list) -> None:
     """Assert the invariants after `schedule`."""
     page_size = scheduler.page_size
-    assert 0 < sum(chunk.length for chunk in chunks) <= scheduler.token_budget
+    assert chunks or scheduler.finishing or not scheduler.has_work
+    assert all(chunk.length > 0 for chunk in chunks)
+    assert sum(chunk.length for chunk in chunks) <= scheduler.token_budget
     assert len(scheduler.running) <= scheduler.max_num_seqs
-    pages = [page for sequence in scheduler.running for page in sequence.pages]
-    assert len(set(pages)) == len(pages), "two live sequences share a page"
-    assert len(pages) + scheduler.allocator.num_free == scheduler.allocator.num_pages
+    pages = [page for sequence in scheduler.running + scheduler.finishing for page in sequence.pages]
+    assert scheduler.prefix_cache or len(set(pages)) == len(pages), "two live sequences share a page"
+    assert len(set(pages)) + scheduler.allocator.num_free == scheduler.allocator.num_pages
+    slots = [sequence.slot for sequence in scheduler.running]
+    assert len(set(slots)) == len(slots) and all(0 <= slot < scheduler.max_num_seqs for slot in slots)
     assert all(not sequence.pages and not sequence.num_cached for sequence in scheduler.waiting)
     assert len({id(chunk.sequence) for chunk in chunks}) == len(chunks)
     indices = [s.index for s in scheduler.running] + [s.index for s in scheduler.waiting]
@@ -59,7 +63,9 @@ def check_step(scheduler: Scheduler, chunks: list) -> None:
 
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(data=st.data())
-def test_every_schedule_finishes_every_prompt_without_sharing_a_page(data):
+def test_every_schedule_finishes_every_prompt_with_the_tokens_of_its_own(data):
+    """With and without a prefix cache; each step is resolved at once, or only when the next one is scheduled."""
+    is_late = data.draw(st.booleans(), "is_late")
     page_size = data.draw(st.integers(1, 5), "page_size")
     num_pages = data.draw(st.integers(1, 20), "num_pages")
     max_num_seqs = data.draw(st.integers(1, 4), "max_num_seqs")
@@ -70,8 +76,10 @@ def test_every_schedule_finishes_every_prompt_without_sharing_a_page(data):
         max_pages_per_seq=data.draw(st.integers(1, num_pages), "max_pages_per_seq"),
         token_budget=data.draw(st.integers(max_num_seqs, 12), "token_budget"),
         stop_tokens=frozenset(data.draw(st.sets(st.integers(0, VOCABULARY - 1), max_size=3), "stop_tokens")),
+        prefix_cache=data.draw(st.booleans(), "prefix_cache"),
     )
-    prompts = data.draw(st.lists(st.lists(st.integers(0, VOCABULARY - 1), max_size=15), max_size=6), "prompts")
+    prompt = st.lists(st.integers(0, data.draw(st.sampled_from((0, VOCABULARY - 1)), "largest")), max_size=15)
+    prompts = data.draw(st.lists(prompt, max_size=6), "prompts")
     accepted, cached = [], {}
     for prompt in prompts:
         max_new_tokens = data.draw(st.integers(1, 12))
@@ -82,31 +90,84 @@ def test_every_schedule_finishes_every_prompt_without_sharing_a_page(data):
         else:
             accepted.append((prompt, scheduler.add(prompt, max_new_tokens)))
 
-    while scheduler.has_work:
-        chunks = scheduler.schedule()
+    builder = BatchBuilder(max_num_seqs, scheduler.max_pages_per_seq, page_size)
+    last_tokens, unresolved = {}, None
+    while scheduler.has_work or unresolved:
+        chunks = scheduler.schedule() if scheduler.has_work else []
         check_step(scheduler, chunks)
         total = sum(chunk.length for chunk in chunks)
-        batch = build_batch(chunks, total + 2, max_num_seqs, scheduler.max_pages_per_seq, page_size)
+        batch = builder.build(chunks, total + 2)
+        token_ids = [last_tokens[-1 - token] if token < 0 else token for token in batch.token_ids.tolist()]
         # Replay the cache: what is written must be what a later step of the sequence finds under its block table.
         for row in range(total):
-            cached[int(batch.slot_mapping[row])] = (int(batch.token_ids[row]), int(batch.positions[row]))
+            cached[int(batch.slot_mapping[row])] = (token_ids[row], int(batch.positions[row]))
         assert (batch.slot_mapping[total:] == NO_SLOT).all() and batch.num_seqs[0] == len(chunks)
         next_tokens = []
-        for slot, chunk in enumerate(chunks):
+        for entry, chunk in enumerate(chunks):
             seen = [
-                cached[int(batch.block_tables[slot, position // page_size]) * page_size + position % page_size]
-                for position in range(batch.context_lens[slot])
+                cached[int(batch.block_tables[entry, position // page_size]) * page_size + position % page_size]
+                for position in range(batch.context_lens[entry])
             ]
-            assert seen == list(zip(chunk.sequence.tokens, range(chunk.start + chunk.length), strict=False))
-            first, end = batch.query_start_loc[slot : slot + 2]
-            assert end - first == chunk.length and batch.last_rows[slot] == end - 1
+            tokens = [last_tokens[chunk.sequence.slot] if t == UNKNOWN else t for t in chunk.sequence.tokens]
+            assert seen == list(zip(tokens, range(chunk.end), strict=False))
+            first, end = batch.query_start_loc[entry : entry + 2]
+            assert end - first == chunk.length and batch.last_rows[entry] == end - 1
             next_tokens.append(predict([token for token, _ in seen]))
+        last_tokens |= dict(zip(batch.predicting_slots.tolist(), next_tokens, strict=False))
         assert (batch.query_start_loc[len(chunks) :] == total).all()
-        scheduler.complete(chunks, next_tokens)
+        scheduler.advance(chunks)
+        if unresolved:
+            scheduler.resolve(*unresolved)
+        unresolved = (chunks, next_tokens) if chunks else None
+        if unresolved and not is_late:
+            scheduler.resolve(*unresolved)
+            unresolved = None
 
     assert scheduler.allocator.num_free == num_pages
     for prompt, sequence in accepted:
         assert sequence.generated == predict_alone(prompt, sequence.max_new_tokens, scheduler.stop_tokens)
+
+
+def test_a_prompt_that_begins_alike_takes_over_full_pages():
+    scheduler = scheduler_of(num_pages=5, prefix_cache=True)
+    first = scheduler.add(list(range(9)), 1)
+    while scheduler.has_work:
+        scheduler.complete(chunks := scheduler.schedule(), [7] * len(chunks))
+    assert first.is_done and scheduler.allocator.num_free == 5
+    # The whole of the second page is known too, but the last token of a prompt is always computed.
+    same, other = scheduler.add(list(range(8)), 1), scheduler.add([0, 1, 2, 3, 9, 5, 6, 7, 8], 1)
+    starts = [(chunk.sequence, chunk.start) for chunk in scheduler.schedule()]
+    assert starts[0] == (same, 4) and scheduler.prefix_hits >= 4
+    assert other.num_cached in (0, 4)
+
+
+def test_the_page_that_was_released_first_loses_its_contents_first():
+    allocator = PageAllocator(3)
+    old, new, plain = allocator.allocate(3)
+    for page, key in ((old, b"old"), (new, b"new")):
+        allocator.register(page, key)
+        allocator.release([page])
+    allocator.release([plain])
+    assert allocator.allocate(2) == [plain, old]
+    assert allocator.find([b"new"]) == [new] and allocator.find([b"old"]) == []
+    allocator.acquire([new])
+    assert allocator.num_free == 0
+    with pytest.raises(OutOfPagesError):
+        allocator.allocate(1)
+
+
+def test_what_is_found_late_gives_no_token():
+    """A stop token is found when the next step is already scheduled; a cancelled sequence gets nothing more."""
+    scheduler = scheduler_of(stop_tokens=frozenset({5}))
+    stopped, cancelled = scheduler.add([1], 6), scheduler.add([2], 6)
+    scheduler.advance(first := scheduler.schedule())
+    scheduler.advance(second := scheduler.schedule())
+    assert [chunk.start for chunk in second] == [1, 1]
+    assert scheduler.resolve(first, [5, 7]) == [0, 1] and stopped.is_done
+    scheduler.cancel(cancelled)
+    assert scheduler.resolve(second, [8, 9]) == []
+    assert stopped.generated == [5] and not scheduler.has_work
+    assert scheduler.allocator.num_free == 8 and scheduler.finished == [stopped]
 
 
 def scheduler_of(**changes) -> Scheduler:

@@ -1,97 +1,18 @@
-"""The server in a separate process, asked by the openai package, and by plain sockets for what that cannot say."""
+"""The server asked by the openai package, and by plain sockets for what that cannot say."""
 
 import asyncio
-import http.client
+import functools
 import json
-import os
-import re
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
+import openai
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests/python"), str(ROOT / "examples")]
-openai = pytest.importorskip("openai")
-
-from tiny_llama import CONTEXT, expected_tokens, gguf_tensors, write_gguf  # noqa: E402
+from running import Running
+from tiny_llama import CONTEXT, expected_tokens
 
 PROMPTS = ["hello wo 12", "the", "a longer prompt, of several pages: hello hello 1 2", "x"]
-STARTED = re.compile(r"serving tiny at (http://127\.0\.0\.1:(\d+))")
-
-
-class Running:
-    """A started server."""
-
-    def __init__(self, model: Path, *options: str, **environment: str) -> None:
-        sizes = ["--max-num-seqs", "4", "--token-budget", "16", "--page-size", "4", "--pages", "128"]
-        command = [sys.executable, ROOT / "examples/server.py", "--model", model, "--port", "0", "--platform", "cpu"]
-        self.process = subprocess.Popen(
-            [*command, *sizes, *options], stdout=subprocess.PIPE, text=True, env=os.environ | environment
-        )
-        match = STARTED.match(self.process.stdout.readline())
-        if not match:
-            self.process.kill()
-            self.wait()
-            pytest.fail("the server did not start")
-        self.url, self.port = match[1], int(match[2])
-        options = {"base_url": f"{self.url}/v1", "max_retries": 0, "timeout": 60}
-        key = environment.get("XLA_ATTENTION_API_KEY", "none")
-        self.client = openai.OpenAI(api_key=key, **options)
-        self.async_client = lambda: openai.AsyncOpenAI(api_key=key, **options)
-
-    def complete(self, prompt: str, max_tokens: int = 12, **options):
-        return self.client.completions.create(model="tiny", prompt=prompt, max_tokens=max_tokens, **options)
-
-    def send(self, body: bytes, content_type: str = "application/json", method: str = "POST", path="/v1/completions"):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request(method, path, body, {"Content-Type": content_type})
-        response = connection.getresponse()
-        text = response.read()
-        connection.close()
-        return response.status, text
-
-    def gauge(self, name: str) -> float:
-        text = self.send(b"", method="GET", path="/metrics")[1].decode()
-        return float(re.search(rf"^xla_attention_{name} (\S+)$", text, re.M)[1])
-
-    def wait_idle(self) -> None:
-        end = time.monotonic() + 10
-        while self.gauge("requests_running") or self.gauge("requests_waiting") or self.gauge("kv_cache_usage"):
-            assert time.monotonic() < end, "pages or sequences are left"
-            time.sleep(0.05)
-
-    def stop(self) -> int:
-        self.client.close()
-        self.process.send_signal(signal.SIGTERM)
-        return self.wait()
-
-    def wait(self) -> int:
-        self.process.stdout.close()
-        return self.process.wait(30)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", gguf_tensors())
-
-
-@pytest.fixture(scope="module")
-def server(model):
-    running = Running(model)
-    yield running
-    running.stop()
-
-
-@pytest.fixture
-def tokenizer(model):
-    from llama.gguf_file import GgufModel
-    from llama.tokenizer import tokenizer_from_gguf
-
-    return tokenizer_from_gguf(GgufModel(model))
 
 
 def oracle(tokenizer, prompt: str, max_tokens: int) -> str:
@@ -122,7 +43,7 @@ def test_a_completion_is_the_oracles_streamed_or_not(server, tokenizer, prompt):
 
 def test_chat_streamed_or_not_is_the_completion_of_the_template(server):
     messages = [{"role": "system", "content": "hello"}, {"role": "user", "content": "12"}]
-    options = {"model": "tiny", "messages": messages, "max_tokens": 10}
+    options = {"model": "tiny", "messages": messages, "max_tokens": 10, "temperature": 0}
     whole = server.client.chat.completions.create(**options)
     turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
     assert whole.choices[0].message.content == server.complete(turns, 10).choices[0].text
@@ -132,7 +53,7 @@ def test_chat_streamed_or_not_is_the_completion_of_the_template(server):
 
 
 def test_several_prompts_and_choices(server, tokenizer):
-    answer = server.client.completions.create(model="tiny", prompt=PROMPTS, max_tokens=6, n=2)
+    answer = server.complete(PROMPTS, 6, n=2)
     expected = [oracle(tokenizer, prompt, 6) for prompt in PROMPTS for _ in range(2)]
     assert [choice.text for choice in answer.choices] == expected
 
@@ -153,7 +74,8 @@ def test_many_asynchronous_clients_get_what_each_gets_alone(server, tokenizer):
 
     async def ask():
         async with server.async_client() as client:
-            calls = [client.completions.create(model="tiny", prompt=p, max_tokens=2 + len(p) % 7) for p in prompts]
+            create = functools.partial(client.completions.create, model="tiny", temperature=0)
+            calls = [create(prompt=p, max_tokens=2 + len(p) % 7) for p in prompts]
             return await asyncio.gather(*calls)
 
     answers = asyncio.run(ask())
@@ -198,7 +120,14 @@ VALID = {"model": "tiny", "prompt": "hello"}
             for change in (
                 {"temperature": -1},
                 {"temperature": float("nan")},
-                {"temperature": 0.5},
+                {"temperature": 2.5},
+                {"temperature": "hot"},
+                {"top_p": 0},
+                {"min_p": 1.5},
+                {"top_k": -2},
+                {"presence_penalty": 3},
+                {"repetition_penalty": 0},
+                {"seed": 0.5},
                 {"prompt": ""},
                 {"prompt": []},
                 {"prompt": [""]},
@@ -212,7 +141,10 @@ VALID = {"model": "tiny", "prompt": "hello"}
                 {"n": 10**6},
                 {"stop": [""]},
                 {"stream": 1},
-                {"logprobs": 3},
+                {"logprobs": 21},
+                {"logprobs": True},
+                {"echo": True},
+                {"logit_bias": {"1": 2}},
                 {"no_such_option": 1},
             )
         ),
