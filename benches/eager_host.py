@@ -83,7 +83,7 @@ def parts():
         "layouts and addresses": lambda: memory.describe(operands),
         "whether the plan serves": lambda: plan.serves(operands),
         "results and workspace": allocate,
-        "stream": lambda: (_plan._is_capturing(), _plan._current_stream(device)),
+        "stream": lambda: _plan._current_stream(device),
         "the library's call": lambda: plan._request.run(plan._action, stream, memory),
     }
 

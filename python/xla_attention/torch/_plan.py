@@ -66,6 +66,7 @@ class _ThreadState(threading.local):
         self.plans: dict[tuple, _Plan | None] = {}  # None for a call that has no plan
         self.calls: list[EagerCall] | None = None
         self.free: list[Memory] = []
+        self.devices: set[int] = set()  # whose contexts this thread has made current
 
 
 _STATE = _ThreadState()
@@ -144,8 +145,11 @@ class _Plan:
             tensors.append(result)
         stream = 0
         if self._is_cuda:
-            # Any query of the driver makes the context current, which it is not on a new thread.
-            _is_capturing()
+            if self._index not in _STATE.devices:
+                # Any query of the driver makes the context current, which it is not on a new thread. Later changes of
+                # the device change the context too.
+                _is_capturing()
+                _STATE.devices.add(self._index)
             stream = _current_stream(self._index)
         if self._workspace is None:
             self._request.run(self._action, stream, memory)
