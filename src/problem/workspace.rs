@@ -47,6 +47,18 @@ pub struct AttentionSizes {
     pub batch_invariant: bool,
 }
 
+/// Parts into which Hopper's gradients up to 128 columns may split the query heads of a KV head, so that few KV heads keep
+/// all SMs busy: a power of two. A part has at least four query heads, and all KV heads have at most four parts, which is
+/// enough for 16k tokens; each part has a dK and dV in f32.
+#[must_use]
+pub fn head_splits(num_q_heads: i64, num_kv_heads: i64) -> i64 {
+    let is_possible = |splits: i64| {
+        let parts = splits.saturating_mul(num_kv_heads);
+        parts <= 4 && num_q_heads % parts == 0 && num_q_heads / parts >= 4
+    };
+    if num_kv_heads < 1 { 1 } else { [4, 2].into_iter().find(|splits| is_possible(*splits)).unwrap_or(1) }
+}
+
 impl AttentionSizes {
     /// The recommended size for a call of `op`; `None` if the operator has no workspace.
     #[must_use]
@@ -89,8 +101,9 @@ impl AttentionSizes {
 
     /// The size for the gradients of a call: delta, an f32 per element of `[Hq, Tq]`, and room to align it. With 16-bit
     /// operands, Hopper's kernels also store the lse in base 2 there and a plan per sequence. Up to 128 columns they sum dQ
-    /// in f32, in groups of 16 rows that no two sequences share, which is up to 15 more rows per sequence.
-    /// `batch_invariant` has no effect.
+    /// in f32, in groups of 16 rows that no two sequences share, which is up to 15 more rows per sequence; and with one or
+    /// two KV heads the dK and dV of [`head_splits`], as if there were as many keys as queries. `batch_invariant` has no
+    /// effect.
     #[must_use]
     pub fn gradients_workspace(&self) -> WorkspaceSize {
         /// Head dimensions, rounded up, for which dQ is summed in the workspace.
@@ -106,9 +119,15 @@ impl AttentionSizes {
         let row_sums = number * BUCKETS.into_iter().find(|bucket| *bucket >= columns).unwrap_or(0);
         // Per row delta and lse, and a 4-byte counter per block of 64 or more rows.
         let counter_bytes = heads.saturating_add(15) / 16;
-        let per_row = heads.saturating_mul(row_sums + 2 * number).saturating_add(counter_bytes);
+        let splits = if row_sums == 0 { 1 } else { head_splits(heads, self.num_kv_heads) };
+        let (partial_bytes, partial_alignment) = if splits == 1 {
+            (0, 0)
+        } else {
+            (number * splits * self.num_kv_heads * (self.head_dim + self.value_dim), 256)
+        };
+        let per_row = heads.saturating_mul(row_sums + 2 * number).saturating_add(counter_bytes + partial_bytes);
         let per_sequence = heads.saturating_mul((GROUP - 1) * row_sums + number).saturating_add(72);
-        let fixed = heads.saturating_mul(GROUP * row_sums + number).saturating_add(1024);
+        let fixed = heads.saturating_mul(GROUP * row_sums + number).saturating_add(1024 + partial_alignment);
         WorkspaceSize { fixed, per_row, per_sequence }
     }
 }

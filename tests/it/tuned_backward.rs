@@ -28,7 +28,7 @@ const HEAD_DIMS: [(usize, usize); 11] = [
 const LONG: PairwiseOptions = PairwiseOptions {
     dtypes: &[Dtypes::same(BF16), Dtypes::same(F16)],
     head_dims: &HEAD_DIMS,
-    heads: &[(1, 1), (4, 2), (3, 3), (5, 1), (12, 4)],
+    heads: &[(1, 1), (4, 2), (3, 3), (5, 1), (12, 4), (8, 1)],
     work: &[
         &[(128, 128), (64, 256)],
         &[(130, 300), (1, 70), (33, 33), (77, 500)],
@@ -97,6 +97,28 @@ fn calls_without_options_agree_with_the_reference() {
                 GradientOptions::MINIMAL,
             ));
         }
+    }
+}
+
+/// Query heads of one or two KV heads are split up to 128 columns. Some rows are of no sequence, some keys are not seen.
+#[test]
+fn split_query_heads_agree_with_the_reference() {
+    let calls = [
+        ((16, 1), BF16, (128, 128), Mask::CAUSAL, 0.0, Alibi::Off, None),
+        ((16, 2), F16, (64, 40), Mask::CAUSAL, 3.0, Alibi::Off, Some(F32)),
+        ((8, 1), BF16, (72, 96), Mask::CAUSAL, 0.0, Alibi::PerHead, None),
+    ];
+    for (heads, dtype, (head_dim, value_dim), mask, softcap, alibi, gradients) in calls {
+        let (dtypes, value_dim) = (dtype.into(), Some(value_dim));
+        let lengths = vec![(170, 240), (0, 9), (130, 20), (45, 131)];
+        let spec =
+            BatchSpec { dtypes, heads, head_dim, value_dim, lengths, mask, softcap, alibi, ..BatchSpec::default() };
+        let layout = MemoryLayout { rows_around: (2, 3), ..large_workspace() };
+        let options = GradientOptions { dtype: gradients, ..GradientOptions::ALL };
+        assert_named_matches_reference(
+            &format!("{heads:?} heads"),
+            &mut GradientCase::store(&spec.batch(), &layout, options),
+        );
     }
 }
 
@@ -206,6 +228,8 @@ mod on_their_own_gpu {
         runs_kernel(&both, "attention_bwd_dq_bf16_128_small_softcap_alibi with");
         let wide_both = BatchSpec { head_dim: 256, ..both };
         runs_kernel(&wide_both, "attention_bwd_dq_bf16_256_small_softcap_alibi with");
+        let one_kv_head = BatchSpec { heads: (16, 1), mask: Mask::CAUSAL, ..base.clone() };
+        runs_kernel(&one_kv_head, "hopper_bwd_combine_bf16 with");
         let short = vec![(3, 40); 40];
         runs_kernel(
             &BatchSpec { heads: (8, 1), lengths: short, head_dim: 64, ..base },

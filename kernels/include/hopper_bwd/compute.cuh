@@ -444,7 +444,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     store_dq(step - 1);
     fence_stores();
     release(pipeline.dq_full(PipelineState<2>(step - 1), warpgroup));
-    if (params.base.widens_gradients != 0) {
+    if (params.widens_key_gradients != 0) {
       store_widened_gradient<Shape>(dk, params.base.softmax_scale, params.base.dk, forward, tile, forward.head_dim);
       store_widened_gradient<Shape>(dv, 1.0f, params.base.dv, forward, tile, forward.value_dim);
       __syncwarp();

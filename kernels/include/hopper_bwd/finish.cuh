@@ -50,10 +50,10 @@ __device__ __forceinline__ bool belongs_to_sequence(const HopperBackwardParams& 
   return in_sequence >= 0 && in_sequence < By::count(sequences[begin]);
 }
 
-/// Clears a row of a gradient. Executed by a warp.
+/// Clears a row of a gradient, which is f32 if `widens` and otherwise of type T. Executed by a warp.
 template <typename T>
-__device__ __forceinline__ void clear_row(const BackwardParams& params, void* gradient, int64_t row, int32_t columns) {
-  const int32_t bytes = columns * static_cast<int32_t>(params.widens_gradients != 0 ? sizeof(float) : sizeof(T));
+__device__ __forceinline__ void clear_row(void* gradient, int32_t widens, int64_t row, int32_t columns) {
+  const int32_t bytes = columns * static_cast<int32_t>(widens != 0 ? sizeof(float) : sizeof(T));
   auto* const to = static_cast<uint8_t*>(gradient) + row * bytes;
 #pragma unroll 1
   for (int32_t i = xa::ptx::opaque(threadIdx.x) % 32 * 16; i < bytes; i += 32 * 16) {
@@ -184,12 +184,13 @@ __device__ __forceinline__ void process_finish_items(const HopperBackwardParams&
     if (is_leader) next = atomicAdd(counter, 1ull);
     if (item < query_items) {
       clear_unwritten_rows<ByQuery>(params, static_cast<int32_t>(item), forward.num_tokens, [&](int64_t row) {
-        clear_row<T>(params.base, params.base.dq, row, num_heads * forward.head_dim);
+        clear_row<T>(params.base.dq, params.base.widens_gradients, row, num_heads * forward.head_dim);
       });
     } else if (item < clear_items) {
       clear_unwritten_rows<ByKey>(params, static_cast<int32_t>(item) - query_items, forward.capacity, [&](int64_t row) {
-        clear_row<T>(params.base, params.base.dk, row, forward.num_kv_heads * forward.head_dim);
-        clear_row<T>(params.base, params.base.dv, row, forward.num_kv_heads * forward.value_dim);
+        const int32_t widens = params.widens_key_gradients;
+        clear_row<T>(params.base.dk, widens, row, forward.num_kv_heads * forward.head_dim);
+        clear_row<T>(params.base.dv, widens, row, forward.num_kv_heads * forward.value_dim);
       });
     } else if constexpr (Shape::kAccumulatesDq) {
       store_dq_row_tile<Shape, T>(params, item - clear_items, head_blocks);

@@ -83,7 +83,8 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
       if (is_leader) {
         full.arrive_expect_tx(Shape::kKeyBytes);
         load_rows<Shape, Shape::kKeys>(kLoadsKeys ? pipeline.keys() : pipeline.values(),
-                                       kLoadsKeys ? params.k : params.v, full.address, tile.kv_head,
+                                       kLoadsKeys ? params.k : params.v, full.address,
+                                       tile.kv_head >> params.log2_head_splits,
                                        RaggedRows(tile.first_key, tile.num_keys), key_block * Shape::kKeys);
       }
     }

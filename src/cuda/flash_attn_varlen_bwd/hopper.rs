@@ -1,27 +1,28 @@
 //! The strategy for Hopper up to 128 columns: which calls it takes, its workspace layout and its launches; and what the
 //! strategy past 128 columns shares with it.
 //!
-//! Two launches: the plan and the row statistics (`hopper_bwd_prepare`), and the gradients (`hopper_bwd`). All decisions
-//! follow from static sizes, strides and options.
+//! Two launches: the plan and the row statistics (`hopper_bwd_prepare`), and the gradients (`hopper_bwd`). A third one
+//! (`hopper_bwd_combine`) adds up dK and dV where query heads of a KV head are split. All decisions follow from static
+//! sizes, strides and options.
 
+use super::head_splits::{self, PartialGradients};
+use super::tensor_maps::TensorMapConfig;
 use super::{Launch, Parameter, sinks, widens_gradients};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention_bwd::BackwardParams;
 use crate::cuda::params::hopper_bwd::{BackwardPlan, HopperBackwardParams, SequencePlan};
-use crate::cuda::tensor_map::{Axis, TensorMap, supports_tma};
+use crate::cuda::tensor_map::{TensorMap, supports_tma};
 use crate::cuda::tiles::{HOPPER_BWD, HopperBwdTile};
 use crate::cuda::variants;
 use crate::error::Result;
-use crate::problem::KvView;
 use crate::problem::attention::{Attention, Score};
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
-use crate::tensor::Tensor;
 use std::cell::LazyCell;
 use std::rc::Rc;
 
 /// Keys of a work tile and of one warpgroup, as `kernels/include/hopper_bwd/shape.cuh` has them.
-const KEYS: i64 = 128;
+pub(super) const KEYS: i64 = 128;
 const WARPGROUP_KEYS: i64 = 64;
 
 /// Threads per CTA of the main kernels and of `hopper_bwd_prepare`, and compute warps of a main kernel.
@@ -59,6 +60,9 @@ pub(super) struct WorkspaceLayout {
     sequences_by_tile: *mut u8,
     sequences_by_row: *mut u8,
     dq_accum: *mut u8,
+    partial_dk: *mut u8,
+    partial_dv: *mut u8,
+    log2_head_splits: u32,
     pub(super) num_query_blocks: usize,
     num_row_tiles: usize,
     /// Bytes from the start of the workspace to the end of the last buffer.
@@ -68,7 +72,13 @@ pub(super) struct WorkspaceLayout {
 impl WorkspaceLayout {
     /// Lays the buffers out from `start` on. Each sequence begins at a new row tile and at a new block of `queries`. dQ is
     /// accumulated in `columns` columns, or not in memory if that is 0.
-    fn new(start: *mut u8, queries: u32, columns: u32, [rows, seqs, heads]: [usize; 3]) -> Self {
+    fn new(
+        start: *mut u8,
+        queries: u32,
+        columns: u32,
+        [rows, seqs, heads]: [usize; 3],
+        partial: PartialGradients,
+    ) -> Self {
         let queries = queries as usize;
         let num_query_blocks = (rows + (queries - 1) * seqs) / queries + 1;
         let num_row_tiles = if columns == 0 { 0 } else { (rows + (ROW_TILE_ROWS - 1) * seqs).div_ceil(ROW_TILE_ROWS) };
@@ -88,6 +98,9 @@ impl WorkspaceLayout {
             sequences_by_tile: place(size_of::<SequencePlan>() * seqs),
             sequences_by_row: place(size_of::<SequencePlan>() * seqs),
             dq_accum: place(row_tile_bytes * heads * num_row_tiles),
+            partial_dk: place(partial.dk_bytes),
+            partial_dv: place(partial.dv_bytes),
+            log2_head_splits: partial.log2_head_splits,
             num_query_blocks,
             num_row_tiles,
             bytes,
@@ -95,10 +108,20 @@ impl WorkspaceLayout {
     }
 
     /// The layout in the problem's workspace, if it has one.
-    pub(super) fn of(problem: &FlashAttnVarlenBwd, queries: u32, columns: u32) -> Option<Self> {
+    pub(super) fn of(
+        problem: &FlashAttnVarlenBwd,
+        queries: u32,
+        columns: u32,
+        partial: PartialGradients,
+    ) -> Option<Self> {
         let Attention { num_rows, max_seqs, num_q_heads, .. } = problem.forward;
         let start = problem.workspace.as_ref()?.data;
-        Some(Self::new(start, queries, columns, [num_rows, max_seqs, num_q_heads]))
+        Some(Self::new(start, queries, columns, [num_rows, max_seqs, num_q_heads], partial))
+    }
+
+    /// Whether query heads of a KV head are split.
+    fn splits_heads(&self) -> bool {
+        self.log2_head_splits > 0
     }
 
     /// Whether the device has tensor maps, the workspace is large enough, row counts fit the kernels' 32-bit integers, and
@@ -134,15 +157,25 @@ impl WorkspaceLayout {
             sequences_by_tile,
             sequences_by_row,
             dq_accum,
+            partial_dk,
+            partial_dv,
+            log2_head_splits,
             num_query_blocks,
             num_row_tiles,
             ..
         } = *self;
+        let has_f32_key_gradients = widens_gradients(problem) || self.splits_heads();
+        let num_kv_heads = problem.forward.num_kv_heads << log2_head_splits;
+        let split = FlashAttnVarlenBwd { forward: Attention { num_kv_heads, ..problem.forward }, ..*problem };
+        let mut base = BackwardParams::new(&split, device, self.delta.cast())?;
+        if self.splits_heads() {
+            (base.dk, base.dv) = (partial_dk.cast(), partial_dv.cast());
+        }
         let encode = |config: &TensorMapConfig| config.encode(problem);
         // TMA stores gradients of the operands' dtype only.
-        let encode_result = |config| if widens_gradients(problem) { Ok(TensorMap::NONE) } else { encode(config) };
+        let encode_result = |config| if has_f32_key_gradients { Ok(TensorMap::NONE) } else { encode(config) };
         Ok(HopperBackwardParams {
-            base: BackwardParams::new(problem, device, self.delta.cast())?,
+            base,
             q: encode(q)?,
             k: encode(k)?,
             v: encode(v)?,
@@ -158,6 +191,8 @@ impl WorkspaceLayout {
             num_row_tiles: num_row_tiles as i32,
             num_query_blocks: num_query_blocks as i32,
             num_sms: device.sms as i32,
+            log2_head_splits: log2_head_splits as i32,
+            widens_key_gradients: i32::from(has_f32_key_gradients),
         })
     }
 
@@ -220,20 +255,33 @@ impl HopperBackward {
         let dim = forward.head_dim.max(forward.value_dim);
         let logits = logits_transform(forward)?;
         let tile = HOPPER_BWD.iter().find(|tile| tile.head_dim as usize >= dim && tile.logits == logits)?;
-        let layout = WorkspaceLayout::of(problem, tile.queries, tile.head_dim)?;
-        let config = Self { tile, layout };
-        layout.supports(problem, device, tile.queries, &config.tensor_maps(problem)).then_some(config)
+        let config_with = |partial| {
+            let layout = WorkspaceLayout::of(problem, tile.queries, tile.head_dim, partial)?;
+            let config = Self { tile, layout };
+            layout.supports(problem, device, tile.queries, &config.tensor_maps(problem)).then_some(config)
+        };
+        // Programs that were exported before heads were split, and calls with more keys than queries, may have too little
+        // memory for the parts.
+        config_with(PartialGradients::of(problem, device)).or_else(|| config_with(PartialGradients::NONE))
     }
 
     /// The launches, in order.
     fn launches<'p>(self, problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Vec<Launch<'p>>> {
+        let layout = self.layout;
         let prepare = WorkspaceLayout::prepare_config(problem);
-        let main = self.layout.main_config(problem, &device, max_tiles(problem, KEYS), self.tile.shared_bytes);
+        let tiles = max_tiles(problem, KEYS) << layout.log2_head_splits;
+        let main = layout.main_config(problem, &device, tiles, self.tile.shared_bytes);
         let dtype = variants::dtype_value(problem.forward.q.dtype);
         let values = [dtype, self.tile.head_dim_value, self.tile.logits];
         let steps = [("hopper_bwd_prepare", prepare, &values[..2]), ("hopper_bwd", main, &values[..])];
-        let params = defer_params(move || self.layout.params(problem, &device, &self.tensor_maps(problem)));
-        build_launches(problem, &steps, &Parameter::Hopper(params))
+        let params = defer_params(move || layout.params(problem, &device, &self.tensor_maps(problem)));
+        let mut launches = build_launches(problem, &steps, &Parameter::Hopper(params))?;
+        launches.extend(head_splits::combine(
+            problem,
+            layout.log2_head_splits,
+            [layout.partial_dk, layout.partial_dv],
+        )?);
+        Ok(launches)
     }
 
     fn tensor_maps(&self, problem: &FlashAttnVarlenBwd) -> [TensorMapConfig; 6] {
@@ -282,70 +330,14 @@ fn fills_query_blocks(forward: &Attention, queries: u32) -> bool {
     is_small || SMALL_GROUP * forward.num_rows >= queries as usize * forward.max_seqs
 }
 
-/// What a tensor map is encoded from.
-pub(super) struct TensorMapConfig {
-    data: *const u8,
-    axes: [Axis; 5],
-}
-
-impl TensorMapConfig {
-    /// The configurations of q, k, v, dout, dk, dv, with boxes of `queries`, `keys` (loads) and `written` (stores) rows.
-    pub(super) fn all(problem: &FlashAttnVarlenBwd, [queries, keys, written]: [i64; 3], columns: i64) -> [Self; 6] {
-        let forward = &problem.forward;
-        let view_config = |view: &KvView, dim: usize| {
-            let sizes = [problem.num_keys as i64, forward.num_kv_heads as i64, dim as i64];
-            Self::new(view.data, [view.token_stride, view.head_stride], sizes, [keys, columns])
-        };
-        [
-            Self::of_tensor(&forward.q, [queries, columns]),
-            view_config(&forward.k, forward.head_dim),
-            view_config(&forward.v, forward.value_dim),
-            Self::of_tensor(&problem.dout, [queries, columns]),
-            Self::of_tensor(&problem.dk, [written, columns]),
-            Self::of_tensor(&problem.dv, [written, columns]),
-        ]
-    }
-
-    pub(super) fn of_tensor(tensor: &Tensor, box_len: [i64; 2]) -> Self {
-        let sizes = [0, 1, 2].map(|axis| tensor.dims[axis]);
-        Self::new(tensor.data, [tensor.stride(0), tensor.stride(1)], sizes, box_len)
-    }
-
-    pub(super) fn encode(&self, problem: &FlashAttnVarlenBwd) -> Result<TensorMap> {
-        TensorMap::new(problem.forward.q.dtype, self.data, &self.axes)
-    }
-
-    /// Boxes of `box_len` rows and columns of one head of `[rows, heads, dim]`, clipped at the end of a sequence: see
-    /// `RaggedRows` of `kernels/include/hopper_bwd/ragged_rows.cuh`.
-    fn new(data: *const u8, [row, head]: [i64; 2], [rows, heads, dim]: [i64; 3], box_len: [i64; 2]) -> Self {
-        /// End of the rows axis, at which boxes are clipped.
-        const END: i64 = 1 << 30;
-        /// Stride of the last axis plus a row, in 16-bit elements: END of these steps wrap around the address space.
-        const WRAP: i64 = 1 << 33;
-        // The stride of an axis of length 1 is never used but must be valid.
-        const ANY_STRIDE: i64 = 64;
-        let row = if rows > 1 { row } else { ANY_STRIDE };
-        let head = if heads > 1 { head } else { ANY_STRIDE };
-        Self {
-            data,
-            axes: [
-                Axis { len: dim, stride: 1, box_len: box_len[1] },
-                Axis { len: heads, stride: head, box_len: 1 },
-                Axis { len: END, stride: row, box_len: box_len[0] },
-                Axis { len: 2 * END, stride: row, box_len: 1 },
-                Axis { len: 2 * END, stride: WRAP - row, box_len: 1 },
-            ],
-        }
-    }
-}
-
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
     use crate::cuda::attention::tests::{device, problem};
+    use crate::problem::KvView;
     use crate::problem::attention::Alibi;
-    use crate::problem::workspace::AttentionSizes;
-    use crate::tensor::DType;
+    use crate::problem::workspace::{AttentionSizes, head_splits};
+    use crate::tensor::{DType, Tensor};
     use std::ptr::{null, null_mut};
 
     /// 1000 rows of 4 heads over 2 KV heads and as many keys, in 7 sequences, without memory.
@@ -416,11 +408,55 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn query_heads_of_few_kv_heads_are_split() {
+        const LARGE: &[i64; 1] = &[1 << 30];
+        let splits = |heads: [usize; 2], keys, window_right, workspace: &'static [i64; 1]| {
+            let mut problem = gradients(128);
+            problem.num_keys = keys;
+            let score = Score { window_right, ..problem.forward.score };
+            problem.forward = Attention { num_q_heads: heads[0], num_kv_heads: heads[1], score, ..problem.forward };
+            problem.workspace = Some(Tensor::dense(DType::U8, null_mut(), workspace));
+            let device = Device { sms: 132, ..device(true) };
+            let config = HopperBackward::of(&problem, &device).expect("the kernels take the call");
+            let layout = config.layout;
+            let kernels = config.launches(&problem, device).expect("there are kernels").len();
+            assert_eq!(kernels, 2 + usize::from(layout.splits_heads()));
+            1 << layout.log2_head_splits
+        };
+        for (heads, expected) in [
+            ([16, 1], 4),
+            ([8, 1], 2),
+            ([28, 1], 4),
+            ([12, 1], 2),
+            ([24, 2], 2),
+            ([7, 1], 1),
+            ([6, 2], 1),
+            ([32, 4], 1),
+        ] {
+            assert_eq!(splits(heads, 1000, 0, LARGE), expected, "{heads:?}");
+        }
+        // Without the parts' memory, and with enough keys for all SMs.
+        assert_eq!(splits([16, 1], 1000, 0, &[11_000_000]), 1);
+        assert_eq!(splits([16, 1], 200_000, 0, LARGE), 1);
+        // 128 tiles of one length fill the 132 SMs, 32 or 150 do not.
+        let equal_tiles = [32, 128, 150].map(|tiles| splits([16, 1], tiles * KEYS as usize, -1, LARGE));
+        assert_eq!(equal_tiles, [4, 1, 4]);
+    }
+
+    #[test]
     fn what_the_front_ends_allocate_is_enough() {
         let narrow = HOPPER_BWD.iter().filter(|tile| tile.logits == "none");
         // Past 128 columns there is no dq_accum.
         let wide = [(192, 128, 0), (256, 128, 0)];
         for (dim, queries, columns) in narrow.map(|tile| (tile.head_dim, tile.queries, tile.head_dim)).chain(wide) {
+            // The call has one KV head, and as many keys as queries.
+            let partial_gradients = |keys: usize, heads: usize| {
+                let splits = head_splits(heads as i64, 1) as usize;
+                let column_bytes = if splits == 1 { 0 } else { 4 * splits * keys };
+                let dims = [dim as usize, dim as usize - 8];
+                let [dk_bytes, dv_bytes] = dims.map(|columns| columns * column_bytes);
+                PartialGradients { log2_head_splits: splits.ilog2(), dk_bytes, dv_bytes }
+            };
             for (rows, seqs, heads) in
                 [(1, 1, 1), (17, 5, 3), (4096, 1, 16), (16384, 4, 16), (100, 4000, 2), (77, 0, 8)]
             {
@@ -437,7 +473,10 @@ pub(super) mod tests {
                     .gradients_workspace();
                     let allocated = wanted.fixed + wanted.per_row * rows as i64 + wanted.per_sequence * seqs as i64;
                     for start in [0x1000, 0x1001, 0x107f] {
-                        let layout = WorkspaceLayout::new(start as *mut u8, queries, columns, [rows, seqs, heads]);
+                        let partial =
+                            if columns == 0 { PartialGradients::NONE } else { partial_gradients(rows, heads) };
+                        let sizes = [rows, seqs, heads];
+                        let layout = WorkspaceLayout::new(start as *mut u8, queries, columns, sizes, partial);
                         assert!(layout.bytes as i64 <= allocated, "{rows} rows, {seqs} sequences, {heads} heads");
                         // At most 2 % of the allocation is unused.
                         assert!(allocated <= layout.bytes as i64 * 51 / 50 + 10_000 * heads as i64);

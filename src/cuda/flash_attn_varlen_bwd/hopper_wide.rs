@@ -3,7 +3,9 @@
 //! Two launches: the plan and the row statistics, and the gradients. One CTA computes all of an element of the gradients,
 //! so the workspace has no `dq_accum`.
 
-use super::hopper::{TensorMapConfig, WorkspaceLayout, build_launches, defer_params, logits_transform, max_tiles};
+use super::head_splits::PartialGradients;
+use super::hopper::{WorkspaceLayout, build_launches, defer_params, logits_transform, max_tiles};
+use super::tensor_maps::TensorMapConfig;
 use super::{Launch, Parameter};
 use crate::cuda::device::Device;
 use crate::cuda::params::hopper_bwd::HopperWideBackwardParams;
@@ -49,7 +51,7 @@ impl HopperWideBackward {
                 tile.gradient == gradient && tile.logits == logits && fits
             })
         };
-        let layout = WorkspaceLayout::of(problem, QUERIES, 0)?;
+        let layout = WorkspaceLayout::of(problem, QUERIES, 0, PartialGradients::NONE)?;
         let config = Self { tiles: [tile_of("dkdv")?, tile_of("dq")?], layout };
         let blocks = layout.num_query_blocks.saturating_mul(forward.num_q_heads) as i64;
         let fits = blocks < i64::from(i32::MAX - 0xffff)

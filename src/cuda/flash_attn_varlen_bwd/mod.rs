@@ -4,9 +4,11 @@
 //! All strategies write each element of the results once, or add contributions in an order that depends on shapes and
 //! lengths only, so that every run gives the same bits.
 
+mod head_splits;
 mod hopper;
 mod hopper_wide;
 mod portable;
+mod tensor_maps;
 
 use super::attention::params::check_rows;
 use super::device::Device;
@@ -15,7 +17,7 @@ use super::kernel_launch;
 use super::params::attention::AttentionParams;
 use super::params::attention_bwd::BackwardParams;
 use super::params::attention_bwd_sinks::SINKS_THREADS;
-use super::params::hopper_bwd::{HopperBackwardParams, HopperWideBackwardParams};
+use super::params::hopper_bwd::{CombineGradientsParams, HopperBackwardParams, HopperWideBackwardParams};
 use super::variants;
 use crate::error::Result;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
@@ -62,6 +64,7 @@ enum Parameter<'p> {
     Portable(Rc<BackwardParams>),
     Hopper(Rc<DeferredParams<'p, HopperBackwardParams>>),
     HopperWide(Rc<DeferredParams<'p, HopperWideBackwardParams>>),
+    CombineGradients(CombineGradientsParams),
 }
 
 impl kernel_launch::Parameter for Parameter<'_> {
@@ -70,6 +73,7 @@ impl kernel_launch::Parameter for Parameter<'_> {
             Self::Portable(params) => params.pass(enqueue),
             Self::Hopper(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
             Self::HopperWide(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
+            Self::CombineGradients(params) => params.pass(enqueue),
         }
     }
 }

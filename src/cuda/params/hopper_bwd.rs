@@ -2,6 +2,7 @@
 
 use super::attention_bwd::BackwardParams;
 use super::tensor_map::TensorMap;
+use std::ffi::c_void;
 
 /// A sequence, reduced to the queries that attend to some key and the keys that some query attends to. Indices are relative
 /// to the first of each: query i attends to keys `i + shift - window_left` to `i + shift + window_right`.
@@ -71,7 +72,38 @@ pub struct HopperBackwardParams {
     pub num_query_blocks: i32,
     /// Of the GPU.
     pub num_sms: i32,
+    /// Log2 of the parts into which the query heads of a KV head are split. `base.forward` then has each part as a KV head,
+    /// but `k` and `v` have the call's own.
+    pub log2_head_splits: i32,
+    /// Whether `base.dk` and `base.dv` are f32: the gradients of the call, or partial sums, one per part.
+    pub widens_key_gradients: i32,
 }
+
+/// Parameters of `hopper_bwd_combine`, which adds up the partial sums of split query heads.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct CombineGradientsParams {
+    /// f32 `[Tk, Hkv * 2^log2_head_splits, D]`
+    pub partial_dk: *const f32,
+    /// f32 `[Tk, Hkv * 2^log2_head_splits, Dv]`
+    pub partial_dv: *const f32,
+    /// `[Tk, Hkv, D]`, of the operands' dtype or f32
+    pub dk: *mut c_void,
+    /// `[Tk, Hkv, Dv]`, of the dtype of `dk`
+    pub dv: *mut c_void,
+    /// Chunks of eight columns of `dk` and of `dv`.
+    pub dk_chunks: i64,
+    pub dv_chunks: i64,
+    /// Chunks per head of `dk` and of `dv`.
+    pub dk_head_chunks: i32,
+    pub dv_head_chunks: i32,
+    pub log2_head_splits: i32,
+    /// Whether `dk` and `dv` are f32.
+    pub widens_gradients: i32,
+}
+
+/// Threads per CTA of `hopper_bwd_combine`. Each adds up one chunk of eight columns.
+pub const COMBINE_GRADIENTS_THREADS: u32 = 256;
 
 /// Parameters of the kernels past 128 columns.
 #[derive(Clone, Copy)]

@@ -39,6 +39,7 @@ kernel_params!(
     attention_bwd::BackwardParams,
     cache_rows::CacheUpdateParams,
     gather_kv_cache::GatherParams,
+    hopper_bwd::CombineGradientsParams,
     hopper_bwd::HopperBackwardParams,
     hopper_bwd::HopperWideBackwardParams,
     hopper_prefill::HopperFusedParams,
