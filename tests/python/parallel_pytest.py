@@ -2,9 +2,9 @@
 
     python tests/python/parallel_pytest.py -m "not slow"
 
-Both get the arguments. One process runs the tests of torch and most of those that start subprocesses; the other, whose
-output comes first, runs the rest and never imports torch. With a GPU there is one process, because some tests measure
-how much of its memory is free.
+Both get the arguments. One process runs the tests of torch and those that mostly wait for subprocesses; the other,
+whose output comes first, runs the rest and never imports torch. With a GPU there is one process, because some tests
+measure how much of its memory is free.
 """
 
 import os
@@ -15,7 +15,10 @@ import tempfile
 
 HERE = pathlib.Path(__file__).parent
 TORCH = ("torch_*", "debugging_torch_xla", "documentation", "refusals")
-SUBPROCESSES = ("debug_check", "gpu_programs", "info", "register")
+SUBPROCESSES = (
+    *("context_parallel_gpu_programs", "debug_check", "generate", "generate_loading", "gpu_programs", "info"),
+    *("register", "sharding", "train", "troubleshooting", "two_processes"),
+)
 
 
 def main(arguments: list[str]) -> int:

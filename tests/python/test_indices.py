@@ -89,8 +89,9 @@ def test_wider_device_arrays_saturate_also_inside_jit(name, operand):
             wide = jnp.asarray(np.maximum(valid[operand], 0).astype(dtype) + np.asarray(past, dtype))
             assert wide.dtype == dtype
             assert equal(results(call, valid | {operand: wide}), expected)
-            jitted = jax.jit(lambda wide: call(**valid | {operand: wide}))
-            assert equal([np.asarray(x) for x in flatten(jitted(wide))], expected)
+            if dtype == "int64":  # every dtype is converted by the same code
+                jitted = jax.jit(lambda wide: call(**valid | {operand: wide}))
+                assert equal([np.asarray(x) for x in flatten(jitted(wide))], expected)
 
 
 def test_a_64_bit_array_is_not_truncated_without_x64():
