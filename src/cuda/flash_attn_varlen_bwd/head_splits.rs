@@ -1,7 +1,6 @@
 //! Query heads of few KV heads, split into parts that have their own tiles, dK and dV, and the launch that adds these up
 //! (`hopper_bwd_combine`).
 
-use super::hopper::KEYS;
 use super::{Launch, Parameter, widens_gradients};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
@@ -26,14 +25,15 @@ impl PartialGradients {
     /// No heads are split.
     pub(super) const NONE: Self = Self { log2_head_splits: 0, dk_bytes: 0, dv_bytes: 0 };
 
-    /// Query heads are split where the tiles of all keys are too few for the SMs. Tiles under a causal mask have different
-    /// lengths and only several waves of them keep all SMs busy. Others have about one length and are split where the
-    /// last wave of the parts is fuller, by more than the parts cost: they are stored once and loaded once.
-    pub(super) fn of(problem: &FlashAttnVarlenBwd, device: &Device) -> Self {
+    /// Query heads are split where the tiles of all keys, `tile_keys` each, are too few for the SMs. Tiles under a causal
+    /// mask have different lengths and only several waves of them keep all SMs busy. Others have about one length and are
+    /// split where the last wave of the parts is fuller, by more than the parts cost: they are stored once and loaded
+    /// once.
+    pub(super) fn of(problem: &FlashAttnVarlenBwd, device: &Device, tile_keys: usize) -> Self {
         const WAVES: usize = 4;
         const COST: f64 = 1.02;
         let (forward, sms) = (&problem.forward, device.sms as usize);
-        let tiles = problem.num_keys.div_ceil(KEYS as usize).saturating_mul(forward.num_kv_heads);
+        let tiles = problem.num_keys.div_ceil(tile_keys).saturating_mul(forward.num_kv_heads);
         let splits = head_splits(forward.num_q_heads as i64, forward.num_kv_heads as i64) as usize;
         if splits == 1 || tiles >= WAVES * sms {
             return Self::NONE;

@@ -22,7 +22,7 @@ use std::cell::LazyCell;
 use std::rc::Rc;
 
 /// Keys of a work tile and of one warpgroup, as `kernels/include/hopper_bwd/shape.cuh` has them.
-pub(super) const KEYS: i64 = 128;
+const KEYS: i64 = 128;
 const WARPGROUP_KEYS: i64 = 64;
 
 /// Threads per CTA of the main kernels and of `hopper_bwd_prepare`, and compute warps of a main kernel.
@@ -262,7 +262,8 @@ impl HopperBackward {
         };
         // Programs that were exported before heads were split, and calls with more keys than queries, may have too little
         // memory for the parts.
-        config_with(PartialGradients::of(problem, device)).or_else(|| config_with(PartialGradients::NONE))
+        config_with(PartialGradients::of(problem, device, KEYS as usize))
+            .or_else(|| config_with(PartialGradients::NONE))
     }
 
     /// The launches, in order.
