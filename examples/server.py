@@ -80,7 +80,7 @@ def serve(options: argparse.Namespace) -> None:
     listener.listen(config.backlog)  # who reads the address below can connect
     url = f"http://{options.host}:{listener.getsockname()[1]}"
     body = f'{{"model": "{path.stem}", "prompt": "The sky is", "max_tokens": 16}}'
-    print(f"serving {path.stem} at {url}", flush=True)
+    print(f"serving {path.stem} at {url}, which is a page to chat with", flush=True)
     print(f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
     try:
         uvicorn.Server(config).run(sockets=[listener])

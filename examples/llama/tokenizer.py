@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,11 @@ class ChatTokenizer:
         """Number of ids, special tokens included."""
         return self.tokenizer.get_vocab_size(with_added_tokens=True)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest entry of the vocabulary."""
+        return max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)))
+
     @property
     def is_chat(self) -> bool:
         """Whether the model's turns are written in ChatML."""
@@ -49,15 +55,20 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain text, after `bos_token` if the model wants one."""
-        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self.encode_special(text)
         return ids if self.bos_token is None else [self.bos_token, *ids]
+
+    def encode_special(self, text: str) -> list[int]:
+        """Ids of a text in which the special tokens are written out."""
+        # `encode` would hold the interpreter's lock, for seconds if the text is long.
+        return self.tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
 
     def encode_turn(self, prompt: str) -> list[int]:
         """Ids of a conversation in which the user says `prompt` and the assistant is about to answer."""
         system = default_system_message(self.template)
         turns = f"{TURN_START}system\n{system}{TURN_END}\n" if system is not None else ""
         turns += f"{TURN_START}user\n{prompt}{TURN_END}\n{TURN_START}assistant\n"
-        return self.tokenizer.encode(turns, add_special_tokens=False).ids
+        return self.encode_special(turns)
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`, special tokens left out."""

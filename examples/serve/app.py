@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -25,6 +26,9 @@ from .service import EngineDeadError, Generation, QueueFullError, Service
 from .text import TextStream
 
 MAX_BODY = 4 << 20
+PAGE = Path(__file__).with_name("chat.html").read_text(encoding="utf-8")
+# It is one file and asks this server only.
+PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 RETRY_AFTER = {"Retry-After": "1"}
 DISCONNECT_POLL = 0.2
 
@@ -136,6 +140,7 @@ class Server:
     def app(self) -> Starlette:
         """The ASGI application."""
         routes = [
+            Route("/", self.page),
             Route("/v1/models", self.models),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -143,6 +148,10 @@ class Server:
             Route("/metrics", self.metrics_page),
         ]
         return Starlette(routes=routes, exception_handlers={ApiError: api_error, HTTPException: http_error})
+
+    async def page(self, _: HttpRequest) -> Response:
+        """A page to chat with."""
+        return Response(PAGE, media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
 
     async def models(self, http: HttpRequest) -> Response:
         """The one model."""

@@ -130,7 +130,13 @@ def read_stops(body: dict) -> list[str]:
     return stops
 
 
-def completion_prompts(body: dict, tokenizer: ChatTokenizer) -> list[list[int]]:
+def refuse_endless(text: str, tokenizer: ChatTokenizer, capacity: int, name: str) -> None:
+    """Refuse a text that cannot fit even in the longest tokens, before the time of tokenising is spent."""
+    if len(text) > capacity * tokenizer.longest_token:
+        raise ApiError(f"{name} has a text of {len(text)} characters, more than {capacity} tokens can hold", name)
+
+
+def completion_prompts(body: dict, tokenizer: ChatTokenizer, capacity: int) -> list[list[int]]:
     """`prompt`: a text, token ids, or a list of either."""
     prompt = body.get("prompt")
     ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
@@ -144,6 +150,7 @@ def completion_prompts(body: dict, tokenizer: ChatTokenizer) -> list[list[int]]:
                 raise ApiError(f"prompt has a token id outside 0 to {tokenizer.vocab_size - 1}", "prompt")
             tokens = entry
         elif isinstance(entry, str):
+            refuse_endless(entry, tokenizer, capacity, "prompt")
             tokens = tokenizer.encode(entry)
         else:
             raise ApiError("prompt holds an entry that is neither a text nor token ids", "prompt")
@@ -151,7 +158,7 @@ def completion_prompts(body: dict, tokenizer: ChatTokenizer) -> list[list[int]]:
     return prompts
 
 
-def chat_prompt(body: dict, tokenizer: ChatTokenizer) -> list[int]:
+def chat_prompt(body: dict, tokenizer: ChatTokenizer, capacity: int) -> list[int]:
     """`messages`, written by the model's chat template in Jinja's sandbox."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -168,7 +175,8 @@ def chat_prompt(body: dict, tokenizer: ChatTokenizer) -> list[int]:
         text = template.render(messages=messages, add_generation_prompt=True)
     except (TemplateError, TypeError, ValueError) as error:
         raise ApiError(f"the chat template does not accept the messages: {error}", "messages") from error
-    return tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
+    refuse_endless(text, tokenizer, capacity, "messages")
+    return tokenizer.encode_special(text)
 
 
 def read_request(body: Any, *, chat: bool, model: str, tokenizer: ChatTokenizer, capacity: int) -> Request:
@@ -178,7 +186,7 @@ def read_request(body: Any, *, chat: bool, model: str, tokenizer: ChatTokenizer,
     if body.get("model") != model:
         raise ApiError(f"model is {body.get('model')!r}, served is {model!r}", "model", 404, "not_found_error")
     check_options(body)
-    prompts = [chat_prompt(body, tokenizer)] if chat else completion_prompts(body, tokenizer)
+    prompts = [chat_prompt(body, tokenizer, capacity)] if chat else completion_prompts(body, tokenizer, capacity)
     longest = max(map(len, prompts))
     if not min(map(len, prompts)):
         raise ApiError("the prompt has no tokens, expected at least one", "prompt")
