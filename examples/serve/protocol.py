@@ -158,6 +158,16 @@ def completion_prompts(body: dict, tokenizer: ChatTokenizer, capacity: int) -> l
     return prompts
 
 
+def text_of(content: Any) -> str:
+    """The content of a message: a text, or parts that are texts."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        raise ApiError("messages holds an entry whose content is neither a text nor a list of texts", "messages")
+    if not all(isinstance(part.get("text"), str) for part in parts):
+        raise ApiError("messages holds a part of type text without a text", "messages")
+    return "".join(part["text"] for part in parts)
+
+
 def chat_prompt(body: dict, tokenizer: ChatTokenizer, capacity: int) -> list[int]:
     """`messages`, written by the model's chat template in Jinja's sandbox."""
     messages = body.get("messages")
@@ -166,8 +176,7 @@ def chat_prompt(body: dict, tokenizer: ChatTokenizer, capacity: int) -> list[int
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ApiError("messages holds an entry without a role", "messages")
-        if not isinstance(message.get("content"), str):
-            raise ApiError("messages holds an entry whose content is not a text", "messages")
+    messages = [message | {"content": text_of(message.get("content"))} for message in messages]
     if not tokenizer.template:
         raise ApiError("the model has no chat template, use /v1/completions", "model")
     try:

@@ -48,6 +48,11 @@ def test_chat_streamed_or_not_is_the_completion_of_the_template(server):
     turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
     assert whole.choices[0].message.content == server.complete(turns, 10).choices[0].text
     assert whole.choices[0].message.role == "assistant"
+    parts = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    assert server.client.chat.completions.create(**options | {"messages": parts}).choices == whole.choices
+    for content in (None, [{"type": "image_url", "image_url": {"url": "x"}}], [{"type": "text"}], ["text"]):
+        with pytest.raises(openai.BadRequestError):
+            server.client.chat.completions.create(**options | {"messages": [{"role": "user", "content": content}]})
     chunks = list(server.client.chat.completions.create(**options, stream=True))
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.choices[0].message.content
 
@@ -180,9 +185,9 @@ def test_a_full_queue_answers_503_and_the_key_is_asked_for(model):
 
 def test_sigterm_lets_open_answers_end(model):
     running = Running(model)
-    stream = iter(running.complete("hello", 100, stream=True))
+    stream = iter(running.complete("hello", 100, stream=True, n=16, extra_body={"ignore_eos": True}))
     first = next(stream)
     running.process.send_signal(signal.SIGTERM)
-    rest = list(stream)
-    assert rest[-1].choices[0].finish_reason == "length" and first.choices[0].finish_reason is None
+    reasons = [chunk.choices[0].finish_reason for chunk in (first, *stream)]
+    assert reasons.count("length") == 16 and reasons[0] is None
     assert running.wait() == -signal.SIGTERM
