@@ -144,7 +144,7 @@ def test_layers_that_share_a_cache_do_not_read_the_new_rows(platform, use_causal
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3, -7e-3, 2.0**-90, 1e25])
-@pytest.mark.parametrize("cache", [E4M3, E5M2])
+@pytest.mark.parametrize("cache", [E4M3, pytest.param(E5M2, marks=pytest.mark.slow)])
 def test_quantised_rows_are_stored_with_their_bits(platform, cache, scale):
     operands = packed_batch([(2, 2)], heads=(1, 1), dtype="bfloat16", cache=cache, spare_rows=0, page_size=2)
     codes = np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, cache))
@@ -161,7 +161,7 @@ def test_quantised_rows_are_stored_with_their_bits(platform, cache, scale):
     ("name", "value"),
     [("sm_scale", 0.1), ("q_scale", 0.3), ("k_scale", 0.3), ("v_scale", 0.3), ("k_scale", [0.3, 0.2])],
 )
-@pytest.mark.parametrize("cache", ["", E4M3])
+@pytest.mark.parametrize("cache", [pytest.param("", marks=pytest.mark.slow), E4M3])
 def test_scales_may_be_traced(platform, cache, name, value):
     operands = packed_batch(MIXED, dtype="bfloat16", cache=cache)
     value = np.float32(value)
@@ -276,7 +276,7 @@ def test_a_program_of_any_number_of_tokens_and_pages_is_exported(options):
 # ---------- metadata
 
 
-@pytest.mark.parametrize("use_causal_mask", [True, False])
+@pytest.mark.parametrize("use_causal_mask", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "change",
     [
