@@ -268,7 +268,7 @@ def _sharded(_xj):
 
 
 # A sample of tests/python/context_parallel_cases.py: each strategy, and both layouts.
-_CONTEXT_PARALLEL = ("all_gather, zigzag", "ring", "ring, zigzag", "all_to_all", "halo of 33")
+_CONTEXT_PARALLEL = ("all_gather, zigzag", "ring, full", "ring, zigzag", "all_to_all, few KV heads", "halo of 33")
 
 
 def _context_parallel(_xj):
