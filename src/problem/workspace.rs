@@ -48,15 +48,15 @@ pub struct AttentionSizes {
 }
 
 /// Parts into which Hopper's gradients up to 128 columns may split the query heads of a KV head, so that few KV heads keep
-/// all SMs busy: a power of two. A part has at least four query heads, and all KV heads have at most four parts, which is
-/// enough for 16k tokens; each part has a dK and dV in f32.
+/// all SMs busy: a power of two. A part has at least two query heads, and all KV heads have at most eight parts together, which
+/// is enough for 4k tokens; each part has a dK and dV in f32.
 #[must_use]
 pub fn head_splits(num_q_heads: i64, num_kv_heads: i64) -> i64 {
     let is_possible = |splits: i64| {
         let parts = splits.saturating_mul(num_kv_heads);
-        parts <= 4 && num_q_heads % parts == 0 && num_q_heads / parts >= 4
+        parts <= 8 && num_q_heads % parts == 0 && num_q_heads / parts >= 2
     };
-    if num_kv_heads < 1 { 1 } else { [4, 2].into_iter().find(|splits| is_possible(*splits)).unwrap_or(1) }
+    if num_kv_heads < 1 { 1 } else { [8, 4, 2].into_iter().find(|splits| is_possible(*splits)).unwrap_or(1) }
 }
 
 impl AttentionSizes {
@@ -101,8 +101,8 @@ impl AttentionSizes {
 
     /// The size for the gradients of a call: delta, an f32 per element of `[Hq, Tq]`, and room to align it. With 16-bit
     /// operands, Hopper's kernels also store the lse in base 2 there and a plan per sequence. Up to 128 columns they sum dQ
-    /// in f32, in groups of 16 rows that no two sequences share, which is up to 15 more rows per sequence; and with one or
-    /// two KV heads the dK and dV of [`head_splits`], as if there were as many keys as queries. `batch_invariant` has no
+    /// in f32, in groups of 16 rows that no two sequences share, which is up to 15 more rows per sequence; and with up to
+    /// four KV heads the dK and dV of [`head_splits`], as if there were as many keys as queries. `batch_invariant` has no
     /// effect.
     #[must_use]
     pub fn gradients_workspace(&self) -> WorkspaceSize {

@@ -80,16 +80,18 @@ DRIVER_CALL cuCtxSetCurrent(void* given) { return context = given, kSuccess; }
 DRIVER_CALL cuCtxGetCurrent(void** current) { return *current = context, kSuccess; }
 DRIVER_CALL cuCtxGetDevice(int* device) { return *device = 0, kSuccess; }
 
-/// The compute capability times ten: XLA_ATTENTION_EMULATOR_CAPABILITY, 90 by default.
-static int capability() {
-  const char* const given = std::getenv("XLA_ATTENTION_EMULATOR_CAPABILITY");
-  return given == nullptr ? 90 : std::atoi(given);
+static int number_in(const char* environment_variable, int default_number) {
+  const char* const given = std::getenv(environment_variable);
+  return given == nullptr ? default_number : std::atoi(given);
 }
+
+/// The compute capability times ten.
+static int capability() { return number_in("XLA_ATTENTION_EMULATOR_CAPABILITY", 90); }
 
 DRIVER_CALL cuDeviceGetAttribute(int* value, int attribute, int) {
   switch (attribute) {
-    case 16:  // multiprocessors: few, so that small cases have more work than the grid has blocks
-      *value = 4;
+    case 16:  // multiprocessors: few by default, so that small cases have more work than the grid has blocks
+      *value = number_in("XLA_ATTENTION_EMULATOR_SMS", 4);
       return kSuccess;
     case 75:  // compute capability, major
       *value = capability() / 10;

@@ -100,13 +100,14 @@ fn calls_without_options_agree_with_the_reference() {
     }
 }
 
-/// Query heads of one or two KV heads are split up to 128 columns. Some rows are of no sequence, some keys are not seen.
+/// Query heads of up to four KV heads are split up to 128 columns. Some rows are of no sequence, some keys are not seen.
 #[test]
 fn split_query_heads_agree_with_the_reference() {
     let calls = [
         ((16, 1), BF16, (128, 128), Mask::CAUSAL, 0.0, Alibi::Off, None),
         ((16, 2), F16, (64, 40), Mask::CAUSAL, 3.0, Alibi::Off, Some(F32)),
         ((8, 1), BF16, (72, 96), Mask::CAUSAL, 0.0, Alibi::PerHead, None),
+        ((16, 4), F16, (128, 128), Mask::CAUSAL, 0.0, Alibi::Off, None),
     ];
     for (heads, dtype, (head_dim, value_dim), mask, softcap, alibi, gradients) in calls {
         let (dtypes, value_dim) = (dtype.into(), Some(value_dim));

@@ -7,6 +7,7 @@ use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::hopper_bwd::{COMBINE_GRADIENTS_THREADS, CombineGradientsParams};
 use crate::cuda::variants;
 use crate::error::Result;
+use crate::problem::attention::Attention;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::problem::workspace::head_splits;
 
@@ -25,25 +26,14 @@ impl PartialGradients {
     /// No heads are split.
     pub(super) const NONE: Self = Self { log2_head_splits: 0, dk_bytes: 0, dv_bytes: 0 };
 
-    /// Query heads are split where the tiles of all keys, `tile_keys` each, are too few for the SMs. Tiles under a causal
-    /// mask have different lengths and only several waves of them keep all SMs busy. Others have about one length and are
-    /// split where the last wave of the parts is fuller, by more than the parts cost: they are stored once and loaded
-    /// once.
-    pub(super) fn of(problem: &FlashAttnVarlenBwd, device: &Device, tile_keys: usize) -> Self {
-        const WAVES: usize = 4;
-        const COST: f64 = 1.02;
-        let (forward, sms) = (&problem.forward, device.sms as usize);
-        let tiles = problem.num_keys.div_ceil(tile_keys).saturating_mul(forward.num_kv_heads);
-        let splits = head_splits(forward.num_q_heads as i64, forward.num_kv_heads as i64) as usize;
-        if splits == 1 || tiles >= WAVES * sms {
+    /// Those of the parts in which the call's query heads are computed. `tile` is its keys, and the queries of a
+    /// head per step of its loop.
+    pub(super) fn of(problem: &FlashAttnVarlenBwd, device: &Device, tile: [usize; 2]) -> Self {
+        let splits = num_splits(&problem.forward, problem.num_keys, device.sms as usize, tile);
+        if splits == 1 {
             return Self::NONE;
         }
-        let is_bounded = |window: i64| (0..i64::from(i32::MAX)).contains(&window);
-        let is_triangular = is_bounded(forward.score.window_left) != is_bounded(forward.score.window_right);
-        let busy_share = |tiles: usize| tiles as f64 / (tiles.div_ceil(sms) * sms) as f64;
-        if !is_triangular && busy_share(tiles * splits) < COST * busy_share(tiles) {
-            return Self::NONE;
-        }
+        let forward = &problem.forward;
         let column_bytes = size_of::<f32>() * problem.num_keys * forward.num_kv_heads * splits;
         Self {
             log2_head_splits: splits.ilog2(),
@@ -51,6 +41,51 @@ impl PartialGradients {
             dv_bytes: column_bytes * forward.value_dim,
         }
     }
+}
+
+/// The parts of each KV head's query heads. More parts fill the SMs better, and each tile has fewer steps for the time in
+/// which it starts and stores its gradients.
+fn num_splits(forward: &Attention, num_keys: usize, sms: usize, [tile_keys, step_queries]: [usize; 2]) -> usize {
+    /// Heads in a part of a call that has enough of such parts.
+    const HEADS: usize = 8;
+    /// Tiles per SM, times query heads per KV head, from which on there are enough.
+    const ENOUGH_HEADS: usize = 31;
+    /// Steps of a tile that are worth its start and end.
+    const STEPS: usize = 32;
+    /// By how much the share of time in which SMs have a tile has to grow where all tiles have the same length.
+    const GAIN: f64 = 1.02;
+    let mut splits = head_splits(forward.num_q_heads as i64, forward.num_kv_heads as i64) as usize;
+    if splits == 1 {
+        return 1;
+    }
+    let heads = forward.num_q_heads / forward.num_kv_heads;
+    let tiles = num_keys.div_ceil(tile_keys).saturating_mul(forward.num_kv_heads);
+    let is_bounded = |window: i64| (0..i64::from(i32::MAX)).contains(&window);
+    let is_triangular = is_bounded(forward.score.window_left) != is_bounded(forward.score.window_right);
+    if is_triangular {
+        // The longest tile takes twice the mean, and only several waves keep all SMs busy.
+        while splits > 1 && heads / splits < HEADS && tiles.saturating_mul(heads) >= ENOUGH_HEADS * sms {
+            splits /= 2;
+        }
+    } else {
+        let busy_share = |splits: usize| {
+            let tiles = tiles.saturating_mul(splits).max(1);
+            tiles as f64 / tiles.next_multiple_of(sms) as f64
+        };
+        while splits > 1 && busy_share(splits / 2) > busy_share(splits) {
+            splits /= 2;
+        }
+        if busy_share(splits) < GAIN * busy_share(1) {
+            splits = 1;
+        }
+    }
+    let mean_length = (forward.num_rows / forward.max_seqs.max(1)).max(1);
+    let mean_steps = |splits| heads / splits * mean_length.div_ceil(step_queries) / if is_triangular { 2 } else { 1 };
+    // A tenth of the SMs without a tile costs less than tiles that have too few steps.
+    while splits > 1 && mean_steps(splits) < STEPS && 10 * tiles * (splits / 2) >= 9 * sms {
+        splits /= 2;
+    }
+    splits
 }
 
 /// The launch that adds up dK and dV of the parts, at these addresses; `None` if no heads are split.

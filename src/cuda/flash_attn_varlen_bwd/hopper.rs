@@ -262,7 +262,7 @@ impl HopperBackward {
         };
         // Programs that were exported before heads were split, and calls with more keys than queries, may have too little
         // memory for the parts.
-        config_with(PartialGradients::of(problem, device, KEYS as usize))
+        config_with(PartialGradients::of(problem, device, [KEYS as usize, tile.queries as usize]))
             .or_else(|| config_with(PartialGradients::NONE))
     }
 
@@ -411,11 +411,14 @@ pub(super) mod tests {
     #[test]
     fn query_heads_of_few_kv_heads_are_split() {
         const LARGE: &[i64; 1] = &[1 << 30];
-        let splits = |heads: [usize; 2], keys, window_right, workspace: &'static [i64; 1]| {
+        let splits_of = |heads: [usize; 2], [seqs, length]: [usize; 2], window_right, workspace: &'static [i64; 1]| {
             let mut problem = gradients(128);
-            problem.num_keys = keys;
-            let score = Score { window_right, ..problem.forward.score };
-            problem.forward = Attention { num_q_heads: heads[0], num_kv_heads: heads[1], score, ..problem.forward };
+            problem.num_keys = seqs * length;
+            let forward = problem.forward;
+            let score = Score { window_right, ..forward.score };
+            let [num_q_heads, num_kv_heads] = heads;
+            problem.forward =
+                Attention { num_rows: seqs * length, max_seqs: seqs, num_q_heads, num_kv_heads, score, ..forward };
             problem.workspace = Some(Tensor::dense(DType::U8, null_mut(), workspace));
             let device = Device { sms: 132, ..device(true) };
             let config = HopperBackward::of(&problem, &device).expect("the kernels take the call");
@@ -425,23 +428,30 @@ pub(super) mod tests {
             1 << layout.log2_head_splits
         };
         for (heads, expected) in [
-            ([16, 1], 4),
-            ([8, 1], 2),
+            ([16, 1], 8),
+            ([8, 1], 4),
             ([28, 1], 4),
-            ([12, 1], 2),
-            ([24, 2], 2),
+            ([12, 1], 4),
+            ([24, 2], 4),
+            ([32, 4], 2),
             ([7, 1], 1),
-            ([6, 2], 1),
-            ([32, 4], 1),
+            ([2, 2], 1),
+            ([64, 8], 1),
         ] {
-            assert_eq!(splits(heads, 1000, 0, LARGE), expected, "{heads:?}");
+            assert_eq!(splits_of(heads, [1, 1000], 0, LARGE), expected, "{heads:?}");
         }
-        // Without the parts' memory, and with enough keys for all SMs.
-        assert_eq!(splits([16, 1], 1000, 0, &[11_000_000]), 1);
-        assert_eq!(splits([16, 1], 200_000, 0, LARGE), 1);
+        // Without the parts' memory.
+        assert_eq!(splits_of([16, 1], [1, 1000], 0, &[11_000_000]), 1);
+        // With enough tiles, a part has eight heads, or its tiles at least 32 steps.
+        let splits_of_16k_tokens = |seqs| {
+            let calls = [[16, 1], [32, 1], [64, 1], [16, 4], [32, 4]];
+            calls.map(|heads| splits_of(heads, [seqs, 16384 / seqs], 0, LARGE))
+        };
+        assert_eq!(splits_of_16k_tokens(4), [8, 4, 8, 2, 1]);
+        assert_eq!(splits_of_16k_tokens(16), [4, 4, 8, 1, 1]);
         // 128 tiles of one length fill the 132 SMs, 32 or 150 do not.
-        let equal_tiles = [32, 128, 150].map(|tiles| splits([16, 1], tiles * KEYS as usize, -1, LARGE));
-        assert_eq!(equal_tiles, [4, 1, 4]);
+        let equal_tiles = [32, 128, 150].map(|tiles| splits_of([16, 1], [1, tiles * KEYS as usize], -1, LARGE));
+        assert_eq!(equal_tiles, [8, 1, 8]);
     }
 
     #[test]
