@@ -3,13 +3,36 @@
 
 use crate::support::{
     ALIBI, AttentionCase, BF16, BatchSpec, Dtypes, F16, KvLayout, Mask, MemoryLayout, PairwiseOptions, ReferenceCase,
-    ScaleKind, assert_named_matches_reference, for_both_sides, skips_slow_test,
+    ScaleKind, Side, assert_named_matches_reference, for_both_sides, skips_slow_test,
 };
 
 const DTYPES: [Dtypes; 4] = [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::narrow(BF16), Dtypes::narrow(F16)];
 
 /// The pairs of D and Dv that have variants.
 const HEAD_DIMS: [(usize, usize); 6] = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)];
+
+/// Pairs that run in the tile of larger ones: every multiple of 8, and D and Dv that differ.
+fn head_dims_between_tiles() -> impl Iterator<Item = (usize, usize)> {
+    let equal = (8..=256).step_by(8).map(|dim| (dim, dim));
+    let unequal = [(8, 256), (256, 8), (64, 128), (96, 64), (72, 104), (136, 128), (192, 40), (80, 192), (200, 64)];
+    equal.chain(unequal).filter(|dims| !HEAD_DIMS.contains(dims))
+}
+
+/// A call with these head dimensions, of a mask, a dtype and heads that depend on `index`.
+fn between_tiles(index: usize, (head_dim, value_dim): (usize, usize)) -> BatchSpec {
+    BatchSpec {
+        dtypes: [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16)][index % 3],
+        head_dim,
+        value_dim: Some(value_dim),
+        heads: [(8, 2), (3, 3), (12, 2), (32, 1)][index % 4],
+        // None is short enough for decode, whose kernel depends on the page size too.
+        lengths: vec![(65, 90), (17, 150)],
+        mask: [Mask::CAUSAL, Mask::FULL][index % 2],
+        softcap: if index.is_multiple_of(5) && head_dim.max(value_dim) <= 128 { 2.5 } else { 0.0 },
+        seed: index as u64,
+        ..BatchSpec::default()
+    }
+}
 
 /// Those of the fp8 kernel.
 const FP8_HEAD_DIMS: [(usize, usize); 2] = [(128, 128), (256, 256)];
@@ -19,7 +42,7 @@ const FP8_HEAD_DIMS: [(usize, usize); 2] = [(128, 128), (256, 256)];
 /// whole block, and pages that are no multiple of 8 tokens.
 const LONG: PairwiseOptions = PairwiseOptions {
     dtypes: &[DTYPES[0], DTYPES[1], DTYPES[2], DTYPES[3], Dtypes::wide(BF16, BF16), Dtypes::wide(F16, F16)],
-    head_dims: &HEAD_DIMS,
+    head_dims: &[(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (40, 40), (80, 80), (136, 120)],
     heads: &[(1, 1), (4, 2), (8, 1), (6, 2), (12, 1), (32, 1)],
     work: &[
         &[(128, 128), (64, 256)],
@@ -79,6 +102,21 @@ fn calls_without_options_agree_with_the_reference() {
                     assert!(same, "{dtypes:?}, D {head_dim}, Dv {value_dim}, pages of {page_size}");
                 });
             }
+        }
+    }
+}
+
+#[test]
+fn head_dimensions_between_tiles_agree_with_the_reference() {
+    for (index, dims) in head_dims_between_tiles().enumerate() {
+        let batch = between_tiles(index, dims).batch();
+        let contiguous =
+            ReferenceCase::assert_matches_reference(&AttentionCase::flash(&batch, &MemoryLayout::contiguous()));
+        let layout = if dims.0 == dims.1 { KvLayout::Interleaved } else { KvLayout::Split };
+        for page_size in [[8, 12], [128, 1], [48, 12]][index % 3] {
+            let pages = AttentionCase::flash(&batch, &MemoryLayout::paged(layout, page_size)).invocation();
+            let same = pages.results(Side::EndsAtGuard)[..2] == contiguous;
+            assert!(same, "D {}, Dv {}, pages of {page_size}", dims.0, dims.1);
         }
     }
 }
@@ -195,7 +233,10 @@ fn many_fused_decode_sequences_agree_with_the_reference() {
 
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
-    use super::{AttentionCase, BF16, BatchSpec, Dtypes, F16, FP8_HEAD_DIMS, HEAD_DIMS, KvLayout, Mask, MemoryLayout};
+    use super::{
+        AttentionCase, BF16, BatchSpec, Dtypes, F16, FP8_HEAD_DIMS, HEAD_DIMS, KvLayout, Mask, MemoryLayout,
+        between_tiles, head_dims_between_tiles,
+    };
     use crate::support::device::{BufferPadding, Gpu};
     use crate::support::log_capture::{assert_logged, log};
 
@@ -244,6 +285,26 @@ mod on_their_own_gpu {
                         assert_logged(log, &format!("hopper_prefill_{name}_{dims}_{keys}_{logits} with"));
                     }
                 }
+            }
+        }
+    }
+
+    /// Heads are followed by NaN, also within a swizzle atom.
+    #[test]
+    fn boxes_end_with_the_columns_of_a_head() {
+        let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
+        for (index, dims) in head_dims_between_tiles().enumerate() {
+            let batch = between_tiles(index, dims).batch();
+            for memory_layout in [
+                MemoryLayout::contiguous(),
+                MemoryLayout::paged(KvLayout::Split, 16),
+                MemoryLayout::paged(KvLayout::Split, 4),
+            ] {
+                let call = AttentionCase::flash(&batch, &memory_layout).invocation();
+                let dense = call.run_on_gpu(&gpu, BufferPadding::Redzones, 0).unwrap();
+                let gap = |name: &str| if ["q", "k", "v"].contains(&name) { 8 } else { 0 };
+                let strided = call.run_strided_on_gpu(&gpu, gap).unwrap();
+                assert_eq!(strided[..2], dense[..2], "D {}, Dv {}, {memory_layout:?}", dims.0, dims.1);
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Runs invocations on a GPU without XLA, with one allocation per buffer.
 
-use super::{Array, BufferMemory, CallBuffers, Invocation, POISON, Refusal, Side};
+use super::{Array, BufferMemory, CallBuffers, Invocation, POISON, Refusal, Side, Strided, StridedLayout};
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUresult};
 use std::cell::RefCell;
 use std::ops::Range;
@@ -295,6 +295,20 @@ impl Invocation {
     /// Runs the call on the GPU: `replays` times from a captured graph, or launched directly if `replays` is 0.
     pub fn run_on_gpu(&self, gpu: &Gpu, padding: BufferPadding, replays: usize) -> Result<Vec<Array>, Error> {
         self.run_prepared(gpu, padding, replays, true)
+    }
+
+    /// Launches the call on strided operands: `gap(name)` elements of NaN lie between the rows of each operand.
+    pub fn run_strided_on_gpu(&self, gpu: &Gpu, gap: impl Fn(&str) -> i64) -> Result<Vec<Array>, Error> {
+        let buffers = CallBuffers::new(self, |name, array| {
+            let strided_layout = StridedLayout::new(array, &vec![gap(name); array.dims.len()]);
+            Strided::new(array, Some(strided_layout), |array| DeviceBuffer::upload(gpu, array, BufferPadding::Redzones))
+        });
+        let [inputs, outputs] = buffers.views();
+        let launch = Action::LaunchCuda(Stream(gpu.stream as usize));
+        // SAFETY: the views are of `buffers`, which live until the stream has finished.
+        unsafe { self.run_action(launch, &inputs, &outputs) }?;
+        gpu.finish();
+        Ok(buffers.results())
     }
 
     /// Captures the call before its kernels are loaded, and replays it once.

@@ -112,6 +112,7 @@ class Epilogue {
   /// Stores row by row, 16 bytes per lane.
   __device__ __forceinline__ void store_by_row(const State& state) const {
     const auto to = writer();
+    const int32_t chunks_left = prefill_.attention.value_dim / 8 - static_cast<int32_t>(threadIdx.x % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const bool is_live = to.writes(row(half));
@@ -125,7 +126,7 @@ class Epilogue {
           pairs[i] = pack(x[0] * factor_[half], x[1] * factor_[half]);
         }
         const uint4 chunk = transpose_in_quad(pairs);
-        if (is_live) *reinterpret_cast<uint4*>(chunks + column * 8) = chunk;
+        if (is_live && column < chunks_left) *reinterpret_cast<uint4*>(chunks + column * 8) = chunk;
       }
     }
   }
@@ -138,6 +139,7 @@ class Epilogue {
       if (!to.writes(row(half))) continue;
 #pragma unroll
       for (int column = 0; column < Shape::kValueDim / 8; ++column) {
+        if (8 * column >= prefill_.attention.value_dim) break;
         const float* const x = &state.output[column][2 * half];
         to.store_out(row(half), 8 * column + threadIdx.x % 4 * 2,
                      make_float2(x[0] * factor_[half], x[1] * factor_[half]));
@@ -167,8 +169,13 @@ class Epilogue {
     __syncwarp();
     if (lane != 0) return;
     const int32_t packed = work_.tile.first_row + first_row_;
-    ptx::tma_store(staging, prefill_.out, 0, work_.kv_head * group + (packed & (group - 1)),
-                   work_.tile.first_token + (packed >> prefill_.group_log2), 0);
+    const int32_t boxes = prefill_.clips_columns != 0 ? Shape::ValueBlock::kAtomColumns : 1;
+#pragma unroll 1
+    for (int32_t box = 0; box < boxes; ++box) {
+      ptx::tma_store(staging + box * 16 * Atom::kRowBytes, prefill_.out, box * Atom::kColumns,
+                     work_.kv_head * group + (packed & (group - 1)),
+                     work_.tile.first_token + (packed >> prefill_.group_log2), 0);
+    }
   }
 
   const HopperPrefillParams& prefill_;

@@ -22,6 +22,7 @@ class TmaLoader {
   static constexpr bool kOfKeys = kOperand == Operand::keys;
   static constexpr int kRowGroups = Shape::kKeys / 8;
   using Block = std::conditional_t<kOfKeys, typename Shape::KeyBlock, typename Shape::LoadedValueBlock>;
+  static constexpr int kAtomElements = Shape::kHeadDim / Shape::kQueryAtomColumns;
 
  public:
   __device__ __forceinline__ TmaLoader(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline)
@@ -29,7 +30,8 @@ class TmaLoader {
         pipeline_(pipeline),
         lane_(threadIdx.x % 32),
         box_row_groups_(params.box_row_groups),
-        boxes_per_block_(kPaged ? kRowGroups / params.box_row_groups : 1) {}
+        boxes_per_block_(kPaged ? kRowGroups / params.box_row_groups : 1),
+        column_boxes_(params.clips_columns != 0 ? Block::kAtomColumns : 1) {}
 
   /// Starts a tile whose first block to load is `block`.
   __device__ __forceinline__ void begin(const PrefillTile& tile, int32_t block) {
@@ -64,17 +66,29 @@ class TmaLoader {
       if (lane_ == 0) full.arrive_expect_tx(__popc(visible) * box_bytes);
       __syncwarp();
       if (box.row_group >= 0) {
-        ptx::tma_load(to + lane_ * box_bytes, map, full.address, 0, 0, head_atom_column_, box.row_group, box.page);
+        for_each_box(to + lane_ * box_bytes, [&](uint32_t box_to, int32_t column) {
+          ptx::tma_load(box_to, map, full.address, column, 0, head_atom_column_, box.row_group, box.page);
+        });
       }
     } else if (lane_ == 0) {
       full.arrive_expect_tx(Block::kBytes);
-      ptx::tma_load(to, map, full.address, 0, start_ + block * Shape::kKeys, 0, head_, 0);
+      for_each_box(to, [&](uint32_t box_to, int32_t column) {
+        ptx::tma_load(box_to, map, full.address, column, start_ + block * Shape::kKeys, 0, head_, 0);
+      });
     }
   }
   /// TMA completes the phase of the block's full barrier itself.
   __device__ __forceinline__ void finish(int32_t) const {}
 
  private:
+  /// Calls `load(address, first column)` for the box of all atom columns, or for that of each one.
+  template <typename Load>
+  __device__ __forceinline__ void for_each_box(uint32_t to, const Load& load) const {
+#pragma unroll 1
+    for (int32_t box = 0; box < column_boxes_; ++box) {
+      load(to + box * Block::kLeadingByteOffset, box * kAtomElements);
+    }
+  }
   /// This lane's box of a block.
   struct Box {
     int32_t page;
@@ -99,6 +113,7 @@ class TmaLoader {
   const int32_t lane_;
   const int32_t box_row_groups_;
   const int32_t boxes_per_block_;
+  const int32_t column_boxes_;
   Box next_box_;  // of the block that is loaded next: its page is looked up one block ahead
   int32_t head_;
   int32_t start_;
@@ -141,6 +156,9 @@ class CpAsyncLoader {
   /// Issues the load of `block`, the CTA's block number `count`; `finish` must follow.
   __device__ __forceinline__ void load(int32_t block, int32_t count) const {
     const PipelineState<Shape::kStages> state(count);
+    // Chunks from this lane's first one to the end of the row. Those of the tile past it become zeros.
+    const int32_t dim = kOfKeys ? params_.attention.head_dim : params_.attention.value_dim;
+    const int32_t chunks_left = dim / 8 - lane() % kLanesPerRow;
     uint32_t* const entries = row_entries();
     uint32_t own[kRounds];
 #pragma unroll
@@ -173,7 +191,8 @@ class CpAsyncLoader {
 #pragma unroll
         for (int column = 0; column < Block::kAtomColumns; ++column) {
           xa::ptx::cp_async_16(row_to + column * Block::kLeadingByteOffset,
-                               reinterpret_cast<const void*>(from + column * Atom::kRowBytes), true);
+                               reinterpret_cast<const void*>(from + column * Atom::kRowBytes),
+                               column * Atom::kChunks < chunks_left);
         }
       }
     }
@@ -240,7 +259,13 @@ __device__ __forceinline__ void load_query(const HopperPrefillParams& params, co
   pipeline.query_empty(tile_count).producer_wait();
   full.arrive_expect_tx(Shape::kQueryBytes);
   const int32_t token = tile.work.tile.first_token + tile.work.tile.first_row / params.attention.group;
-  ptx::tma_load(pipeline.query(), params.q, full.address, 0, tile.work.kv_head * params.attention.group, token, 0);
+  constexpr int kAtomElements = Shape::kHeadDim / Shape::kQueryAtomColumns;
+  const int32_t boxes = params.clips_columns != 0 ? Shape::kQueryAtomColumns : 1;
+#pragma unroll 1
+  for (int32_t box = 0; box < boxes; ++box) {
+    ptx::tma_load(pipeline.query() + box * Shape::kQueryAtomColumnBytes, params.q, full.address, box * kAtomElements,
+                  tile.work.kv_head * params.attention.group, token, 0);
+  }
 }
 
 /// Lets the V warp start once the first block of K is there, and the K warp go on once Q is. All CTAs start at the same

@@ -52,7 +52,7 @@ pub(super) struct FusedParameter<'c> {
 impl FusedParameter<'_> {
     pub(super) fn params(&self) -> Result<HopperFusedParams> {
         let PrefillParameter { prefill, problem, .. } = &self.prefill;
-        let map = |view| prefill.key_map(problem, view, prefill.tile.dim, i64::from(TOKENS_PER_LOAD));
+        let map = |view| prefill.key_map(problem, view, problem.head_dim, i64::from(TOKENS_PER_LOAD));
         let [k, v] = [map(&problem.k)?, map(&problem.v)?];
         Ok(HopperFusedParams { prefill: self.prefill.params()?, k, v, decode: self.decode })
     }

@@ -1,6 +1,8 @@
 //! Prefill on Hopper: which calls its kernels take, and their parameters.
 
 mod page_divisor;
+#[cfg(test)]
+pub(super) mod tests;
 mod tiles;
 
 use super::split::room;
@@ -83,7 +85,9 @@ impl HopperPrefill {
     pub(super) fn of(problem: &Attention, device: &Device) -> Option<Self> {
         let (rows, seqs) = (problem.num_rows as i64, problem.max_seqs as i64);
         let is_short = problem.score.window_right >= 0 && rows <= SHORT_ON_AVERAGE * seqs;
-        let mut tiles = HOPPER_PREFILL.iter().filter(|tile| tile.serves(problem));
+        let tiles = || HOPPER_PREFILL.iter().filter(|tile| tile.serves(problem));
+        let columns = tiles().map(HopperPrefillTile::columns).min()?;
+        let mut tiles = tiles().filter(|tile| tile.columns() == columns);
         let tile = tiles.clone().find(|tile| tile.is_short == is_short).or_else(|| tiles.next())?;
         let group = (problem.num_q_heads / problem.num_kv_heads) as i64;
         let pack_gqa = (group & -group).min(64);
@@ -144,62 +148,82 @@ impl HopperPrefill {
         if is_wanted { next_tile_address(problem) } else { null_mut() }
     }
 
+    /// Whether D or Dv is smaller than the tile's: tensor maps clip the columns of each head.
+    fn clips_columns(&self, problem: &Attention) -> bool {
+        [problem.head_dim, problem.value_dim] != [self.tile.dim, self.tile.value_dim].map(|dim| dim as usize)
+    }
+
     /// Tensor map of K or V with `dim` columns per head, in boxes of `keys` keys.
-    pub(super) fn key_map(&self, problem: &Attention, view: &KvView, dim: u32, keys: i64) -> Result<TensorMap> {
+    pub(super) fn key_map(&self, problem: &Attention, view: &KvView, dim: usize, keys: i64) -> Result<TensorMap> {
         TensorMap::new(problem.kv_dtype, view.data, &self.key_axes(problem, view, dim, keys))
     }
 
     /// Keys per box: contiguous, those of a block; paged, the largest power of two that divides page and block, so that a
-    /// box is within one page and one block.
+    /// box is within one page and one block. In shared memory the atom columns of 8 keys follow each other, so a box of one
+    /// of several atom columns has 8 keys.
     fn keys_per_box(&self, problem: &Attention) -> i64 {
         let block = i64::from(self.tile.keys);
         let KeyStorage::Paged(table) = problem.keys.storage else { return block };
+        if self.clips_columns(problem) && i64::from(self.tile.dim) > self.tile.kv_atom_row() {
+            return ATOM_ROWS;
+        }
         let both = (table.page_size as i64 | block) / ATOM_ROWS;
         ATOM_ROWS * (both & -both)
     }
 
     fn query_axes(&self, problem: &Attention) -> [Axis; 4] {
-        self.row_axes(problem, &problem.q, self.tile.dim, self.tile.rows())
+        self.row_axes(problem, &problem.q, problem.head_dim, self.tile.rows())
     }
 
     fn out_axes(&self, problem: &Attention) -> [Axis; 4] {
-        self.row_axes(problem, &problem.out, self.tile.value_dim, WARP_ROWS)
+        self.row_axes(problem, &problem.out, problem.value_dim, WARP_ROWS)
+    }
+
+    /// The axes of `dim` columns of a head: those of an atom row, and the atom columns, all of them in a box. Clipped, the
+    /// first axis has all columns of the head, and a box has one atom column.
+    fn column_axes(&self, problem: &Attention, dim: usize, atom_row: i64) -> [Axis; 2] {
+        let dim = dim as i64;
+        let (len, atom_columns) = if self.clips_columns(problem) { (dim, 1) } else { (atom_row, dim / atom_row) };
+        [Axis { len, stride: 1, box_len: atom_row }, axis(atom_columns, atom_row, atom_columns)]
     }
 
     /// Axes of q or out as `[atom column, token, head, column]`, the innermost first. A box is `rows` packed rows.
-    fn row_axes(&self, problem: &Attention, tensor: &Tensor, dim: u32, rows: i64) -> [Axis; 4] {
-        let columns = self.tile.atom_row(tensor.dtype.size());
-        let atom_columns = i64::from(dim) / columns;
+    fn row_axes(&self, problem: &Attention, tensor: &Tensor, dim: usize, rows: i64) -> [Axis; 4] {
+        let [element, atom_columns] = self.column_axes(problem, dim, self.tile.atom_row(tensor.dtype.size()));
         [
-            Axis { len: columns, stride: 1, box_len: columns },
+            element,
             axis(problem.num_q_heads as i64, tensor.stride(1), self.pack_gqa),
             axis(problem.num_rows as i64, tensor.stride(0), rows / self.pack_gqa),
-            axis(atom_columns, columns, atom_columns),
+            atom_columns,
         ]
     }
 
     /// Axes of K or V with `dim` columns per head, the innermost first. Contiguous `[1, head, atom column, token, column]`;
-    /// paged `[page, row group, atom column of all heads, token of the row group, column]`. A box is `keys` keys of a head.
-    fn key_axes(&self, problem: &Attention, view: &KvView, dim: u32, keys: i64) -> [Axis; 5] {
-        let (heads, columns) = (problem.num_kv_heads as i64, self.tile.kv_atom_row());
-        let atom_columns = i64::from(dim) / columns;
-        let element = Axis { len: columns, stride: 1, box_len: columns };
+    /// paged `[page, row group, atom column of all heads, token of the row group, column]`, clipped
+    /// `[page, row group, head, token of the row group, column]`. A box is `keys` keys of a head.
+    fn key_axes(&self, problem: &Attention, view: &KvView, dim: usize, keys: i64) -> [Axis; 5] {
+        let (heads, atom_row) = (problem.num_kv_heads as i64, self.tile.kv_atom_row());
+        let [element, atom_columns] = self.column_axes(problem, dim, atom_row);
         match problem.keys.storage {
             KeyStorage::Contiguous { total } => [
                 element,
                 axis(total as i64, view.token_stride, keys),
-                axis(atom_columns, columns, atom_columns),
+                atom_columns,
                 axis(heads, view.head_stride, 1),
                 axis(1, 0, 1),
             ],
             KeyStorage::Paged(table) => {
-                let all_atom_columns =
-                    (heads - 1) * step(problem.num_kv_heads, view.head_stride) / columns + atom_columns;
+                let head_columns = if self.clips_columns(problem) {
+                    axis(heads, view.head_stride, 1)
+                } else {
+                    let other_heads = (heads - 1) * step(problem.num_kv_heads, view.head_stride) / atom_row;
+                    axis(other_heads + atom_columns.len, atom_row, atom_columns.len)
+                };
                 let (row_groups, pages) = (table.page_size as i64 / ATOM_ROWS, table.num_pages as i64);
                 [
                     element,
                     axis(ATOM_ROWS, view.token_stride, ATOM_ROWS),
-                    axis(all_atom_columns, columns, atom_columns),
+                    head_columns,
                     axis(row_groups, ATOM_ROWS * view.token_stride, keys / ATOM_ROWS),
                     axis(pages, view.page_stride, 1),
                 ]
@@ -208,17 +232,18 @@ impl HopperPrefill {
     }
 
     /// Whether TMA can load K and V: pages are a multiple of [`ATOM_ROWS`] tokens, and heads start at multiples of an atom
-    /// row. Otherwise the kernel copies rows with `cp.async`.
+    /// row unless columns are clipped. Otherwise the kernel copies rows with `cp.async`.
     pub(super) fn loads_kv_by_tma(&self, problem: &Attention) -> bool {
         let (atom_row, keys) = (self.tile.kv_atom_row(), self.keys_per_box(problem));
-        [(&problem.k, self.tile.dim), (&problem.v, self.tile.value_dim)].into_iter().all(|(view, dim)| {
+        [(&problem.k, problem.head_dim), (&problem.v, problem.value_dim)].into_iter().all(|(view, dim)| {
             let is_regular = match problem.keys.storage {
                 KeyStorage::Contiguous { .. } => true,
                 KeyStorage::Paged(table) => {
                     let step = step(problem.num_kv_heads, view.head_stride);
-                    table.page_size as i64 % ATOM_ROWS == 0
-                        && step % atom_row == 0
-                        && step / atom_row * (problem.num_kv_heads as i64) < i64::from(i32::MAX)
+                    let heads_fit = self.clips_columns(problem)
+                        || step % atom_row == 0
+                            && step / atom_row * (problem.num_kv_heads as i64) < i64::from(i32::MAX);
+                    table.page_size as i64 % ATOM_ROWS == 0 && heads_fit
                 }
             };
             is_regular && supports_tma(problem.kv_dtype, view.data, &self.key_axes(problem, view, dim, keys))
@@ -240,7 +265,7 @@ impl PrefillParameter<'_> {
     pub(super) fn params(&self) -> Result<HopperPrefillParams> {
         let Self { prefill, problem, attention, next_tile } = self;
         let score = &problem.score;
-        let [head_dim, value_dim] = [prefill.tile.dim, prefill.tile.value_dim];
+        let clips_columns = prefill.clips_columns(problem);
         let rows = |tensor: &Tensor, axes: &[Axis]| TensorMap::new(tensor.dtype, tensor.data, axes);
         let by_tma = prefill.loads_kv_by_tma(problem);
         let is_paged = matches!(problem.keys.storage, KeyStorage::Paged(_));
@@ -251,8 +276,10 @@ impl PrefillParameter<'_> {
                 Ok(TensorMap::NONE)
             }
         };
-        let head_atom_columns =
-            |view: &KvView| (step(problem.num_kv_heads, view.head_stride) / prefill.tile.kv_atom_row()) as i32;
+        let head_atom_columns = |view: &KvView| match step(problem.num_kv_heads, view.head_stride) {
+            _ if clips_columns => 1,
+            step => (step / prefill.tile.kv_atom_row()) as i32,
+        };
         // f32 O of 16-bit queries, and O with more heads per pack_gqa than rows per warp, is stored row by row.
         let out_axes = prefill.out_axes(problem);
         let stores_by_tma = attention.widens_out == 0
@@ -261,8 +288,8 @@ impl PrefillParameter<'_> {
         Ok(HopperPrefillParams {
             attention: attention.with_packs(prefill.pack_gqa, prefill.num_packs(problem)),
             q: rows(&problem.q, &prefill.query_axes(problem))?,
-            k: keys(&problem.k, head_dim)?,
-            v: keys(&problem.v, value_dim)?,
+            k: keys(&problem.k, problem.head_dim)?,
+            v: keys(&problem.v, problem.value_dim)?,
             out: if stores_by_tma { rows(&problem.out, &out_axes)? } else { TensorMap::NONE },
             next_tile: next_tile.cast(),
             is_causal: i32::from(score.window_left < 0 && score.window_right >= 0),
@@ -272,6 +299,7 @@ impl PrefillParameter<'_> {
             v_head_atom_columns: head_atom_columns(&problem.v),
             group_log2: prefill.pack_gqa.trailing_zeros() as i32,
             stores_by_tma: i32::from(stores_by_tma),
+            clips_columns: i32::from(clips_columns),
             page_divisor: PageDivisor::of(&problem.keys.storage),
         })
     }
@@ -307,204 +335,4 @@ fn step(count: usize, stride: i64) -> i64 {
 /// An axis. The stride of one with a single entry may be anything, but TMA needs a valid one.
 fn axis(len: i64, stride: i64, box_len: i64) -> Axis {
     Axis { len, stride: if len > 1 { stride } else { 128 }, box_len }
-}
-
-#[cfg(test)]
-pub(super) mod tests {
-    use super::super::tests::{device, named_on, problem};
-    use super::*;
-    use crate::problem::Scale;
-    use crate::problem::attention::{Keys, PageTable, Queries};
-    use crate::tensor::DType;
-    use std::ptr::null;
-
-    /// 1000 rows of 12 heads over 2 KV heads of 2000 keys, in 7 sequences; no memory.
-    pub(in crate::cuda::attention) fn ragged() -> Attention<'static> {
-        let plain = problem(1000, 7, 12, 128);
-        let view = KvView { token_stride: 256, head_stride: 128, ..plain.k };
-        let q = Tensor::dense(DType::BF16, null_mut(), &[1000, 12, 128]);
-        let storage = KeyStorage::Contiguous { total: 2000 };
-        Attention { q, k: view, v: view, keys: Keys { storage, ..plain.keys }, ..plain }
-    }
-
-    /// The same keys in an interleaved cache.
-    pub(in crate::cuda::attention) fn paged(page_size: usize) -> Attention<'static> {
-        let plain = ragged();
-        let table = PageTable { entries: null(), stride: 0, max_pages: 64, num_pages: 50, page_size };
-        let view = KvView { page_stride: 512 * page_size as i64, token_stride: 512, head_stride: 256, ..plain.k };
-        Attention { k: view, v: view, keys: Keys { storage: KeyStorage::Paged(table), ..plain.keys }, ..plain }
-    }
-
-    fn first_kernel(problem: &Attention) -> &'static str {
-        named_on(problem, &device(true))[0].0
-    }
-
-    #[test]
-    fn calls_with_a_variant_take_the_kernel() {
-        assert_eq!(first_kernel(&ragged()), "hopper_prefill_bf16_128_contiguous_none");
-        assert_eq!(first_kernel(&paged(16)), "hopper_prefill_bf16_128_paged_none");
-        let mut capped = paged(8);
-        capped.score.softcap = 30.0;
-        assert_eq!(first_kernel(&capped), "hopper_prefill_bf16_128_paged_softcap_alibi");
-        assert_eq!(named_on(&ragged(), &device(false))[0].0, "attention_bf16_128_prefill_none");
-        // The short sequences have a separate decode launch.
-        assert_eq!(named_on(&ragged(), &device(true))[1].0, "attention_bf16_128_decode_8warps_none");
-        let wide = Attention { out: Tensor { dtype: DType::F32, ..ragged().out }, ..ragged() };
-        assert_eq!(first_kernel(&wide), "hopper_prefill_bf16_128_contiguous_none");
-        let short = Attention { queries: Queries { longest: 1, ..ragged().queries }, ..ragged() };
-        assert_eq!(first_kernel(&short), "attention_bf16_128_decode_8warps_none");
-    }
-
-    #[test]
-    fn short_causal_sequences_take_short_tiles() {
-        let tall = "hopper_prefill_bf16_64_contiguous_none";
-        let short = "hopper_prefill_bf16_64_short_contiguous_none";
-        let named = |head_dim: usize, rows: usize, window_right| {
-            let plain = ragged();
-            let q = Tensor::dense(DType::BF16, null_mut(), &[1000, 12, 64]);
-            let mut problem = Attention { q, head_dim, value_dim: head_dim, num_rows: rows, ..plain };
-            problem.score.window_right = window_right;
-            first_kernel(&problem)
-        };
-        assert_eq!(named(64, 7 * 1024, 0), short);
-        assert_eq!(named(64, 7 * 1024 + 1, 0), tall);
-        assert_eq!(named(64, 7 * 1024, -1), tall);
-        assert_eq!(named(128, 7 * 1024, 0), "hopper_prefill_bf16_128_contiguous_none");
-    }
-
-    #[test]
-    fn e4m3fn_q_k_and_v_take_the_fp8_kernel() {
-        let codes = |plain: Attention<'static>| {
-            let q = Tensor::dense(DType::F8E4M3FN, null_mut(), &[1000, 12, 128]);
-            let out = Tensor::dense(DType::BF16, null_mut(), &[1000, 12, 128]);
-            Attention { q, kv_dtype: DType::F8E4M3FN, out, ..plain }
-        };
-        assert_eq!(first_kernel(&codes(ragged())), "hopper_prefill_fp8_128_contiguous_scaled");
-        let mut capped = codes(paged(16));
-        capped.score.softcap = 30.0;
-        assert_eq!(first_kernel(&capped), "hopper_prefill_fp8_128_paged_softcap_alibi");
-        let plain = codes(ragged());
-        let q = Tensor { dtype: DType::BF16, ..plain.q };
-        assert_eq!(first_kernel(&Attention { q, ..plain }), "attention_fp8_fp8_128_prefill_softcap_alibi");
-        // Rows of 8-byte chunks.
-        let view = KvView { token_stride: 264, ..plain.k };
-        assert_eq!(first_kernel(&Attention { k: view, ..plain }), "attention_fp8_fp8_128_prefill_softcap_alibi");
-        let misplaced = KvView { data: std::ptr::without_provenance_mut(8), ..plain.k };
-        assert_eq!(first_kernel(&Attention { v: misplaced, ..plain }), "attention_fp8_fp8_128_prefill_softcap_alibi");
-    }
-
-    #[test]
-    fn short_sequences_among_long_ones_take_prefill() {
-        let names = |problem: &Attention| named_on(problem, &device(true));
-        let all = [("hopper_prefill_bf16_128_contiguous_none", 1, i32::MAX)];
-        let few = Attention { max_seqs: 3, ..ragged() };
-        assert_eq!(names(&few), all);
-        let pages = Attention { max_seqs: 3, ..paged(16) };
-        assert_eq!(names(&pages), [("hopper_prefill_bf16_128_paged_none", 1, i32::MAX)]);
-        let many_keys = KeyStorage::Contiguous { total: 2001 };
-        for problem in [
-            ragged(),
-            Attention { max_seqs: 4, ..few },
-            Attention { batch_invariant: true, ..few },
-            Attention { keys: Keys { storage: many_keys, ..few.keys }, ..few },
-            Attention { max_seqs: 3, ..paged(32) },
-        ] {
-            assert_eq!(names(&problem).len(), 2);
-        }
-    }
-
-    #[test]
-    fn unsupported_calls_take_the_portable_kernel() {
-        let portable = "attention_bf16_128_prefill_none";
-        let plain = ragged();
-        let narrow = Attention { value_dim: 64, ..plain };
-        let broadcast = Attention { k: KvView { token_stride: 0, ..plain.k }, ..plain };
-        let empty = Attention { keys: Keys { storage: KeyStorage::Contiguous { total: 0 }, ..plain.keys }, ..plain };
-        let values = 1.0f32;
-        let scaled = Attention { v_scale: Some(Scale { values: &raw const values, per_head: true }), ..plain };
-        for problem in [narrow, broadcast, empty, scaled] {
-            assert_eq!(first_kernel(&problem), portable);
-        }
-        let head_dim = Attention { head_dim: 120, value_dim: 120, ..plain };
-        assert_eq!(first_kernel(&head_dim), portable);
-    }
-
-    #[test]
-    fn heads_are_packed_by_powers_of_two() {
-        for (heads, pack_gqa, packs) in [(2, 1, 2), (8, 4, 2), (12, 2, 6), (14, 1, 14), (256, 64, 4)] {
-            let plain = ragged();
-            let q = Tensor { dims: &[1000, 256, 128], ..plain.q };
-            let problem = Attention { q, num_q_heads: heads, ..plain };
-            let prefill = HopperPrefill::of(&problem, &device(true)).expect("the kernel takes it");
-            assert_eq!((prefill.pack_gqa, prefill.num_packs(&problem)), (pack_gqa, packs), "{heads} heads");
-        }
-    }
-
-    #[test]
-    fn boxes_are_within_one_page_and_one_block() {
-        for (page_size, keys) in [(8, 8), (16, 16), (24, 8), (48, 16), (128, 128), (1024, 128)] {
-            let problem = paged(page_size);
-            let prefill = HopperPrefill::of(&problem, &device(true)).expect("the kernel takes it");
-            assert_eq!(prefill.keys_per_box(&problem), keys, "pages of {page_size}");
-        }
-    }
-
-    #[test]
-    fn pages_that_tma_cannot_load_take_cp_async() {
-        let mut odd_heads = paged(16);
-        odd_heads.k.head_stride = 136;
-        let broadcast = Attention { v: KvView { token_stride: 0, ..odd_heads.v }, ..paged(16) };
-        for problem in [paged(1), paged(4), paged(12), paged(100), odd_heads, broadcast] {
-            let prefill = HopperPrefill::of(&problem, &device(true)).expect("the kernel takes it");
-            assert!(!prefill.loads_kv_by_tma(&problem));
-        }
-        for problem in [paged(8), paged(16), ragged()] {
-            let prefill = HopperPrefill::of(&problem, &device(true)).expect("the kernel takes it");
-            assert!(prefill.loads_kv_by_tma(&problem));
-        }
-    }
-
-    #[test]
-    fn chunk_indices_past_32_bits_take_the_portable_kernel() {
-        let far = |page_stride, num_pages| {
-            let KeyStorage::Paged(table) = paged(4).keys.storage else { unreachable!() };
-            let storage = KeyStorage::Paged(PageTable { num_pages, ..table });
-            let k = KvView { page_stride, ..paged(4).k };
-            Attention { k, keys: Keys { storage, ..paged(4).keys }, ..paged(4) }
-        };
-        let is_taken = |problem| HopperPrefill::of(&problem, &device(true)).is_some();
-        // The last row of a head begins 3 tokens after its last page.
-        assert!(is_taken(far((8 << 32) - 8 - 3 * 512, 2)));
-        assert!(!is_taken(far((8 << 32) - 3 * 512, 2)));
-        assert!(!is_taken(far(i64::MAX - 7, 2)));
-        assert!(is_taken(far(i64::MAX, 1)));
-        assert!(!is_taken(far(2052, 50)));
-        assert!(!is_taken(far(2048, 0)));
-    }
-
-    #[test]
-    fn the_tile_counter_is_in_the_workspace_or_null() {
-        let plain = ragged();
-        let prefill = HopperPrefill::of(&plain, &device(true)).expect("the kernel takes it");
-        for (start, bytes, expected) in [(1 << 20, 8, 1 << 20), ((1 << 20) + 1, 15, (1 << 20) + 8), (1 << 20, 7, 0)] {
-            let dims = [bytes];
-            let workspace = Some(Tensor::dense(DType::U8, start as *mut u8, &dims));
-            let problem = Attention { workspace, ..plain };
-            assert_eq!(prefill.next_tile(&problem, 100, &device(true)) as usize, expected);
-            // Six packs: every CTA has one tile.
-            assert!(prefill.next_tile(&problem, 22, &device(true)).is_null());
-        }
-    }
-
-    #[test]
-    fn head_dimensions_may_differ() {
-        let plain = paged(16);
-        let k = KvView { page_stride: 384 * 16, token_stride: 384, head_stride: 192, ..plain.k };
-        let v = KvView { page_stride: 256 * 16, token_stride: 256, head_stride: 128, ..plain.k };
-        let q = Tensor::dense(DType::BF16, null_mut(), &[1000, 12, 192]);
-        let mut latent = Attention { q, k, v, head_dim: 192, ..plain };
-        assert_eq!(first_kernel(&latent), "hopper_prefill_bf16_192x128_paged_none");
-        latent.score.softcap = 30.0;
-        assert_eq!(first_kernel(&latent), "attention_bf16_192_prefill_softcap_alibi");
-    }
 }

@@ -26,7 +26,22 @@ impl HopperPrefillTile {
         self.atom_row(self.bytes as usize)
     }
 
-    /// Whether the tensor cores take q, K and V of the call as they are, and the logits transform is built.
+    /// D and Dv together, which the time per score grows with.
+    pub(super) fn columns(&self) -> u32 {
+        self.dim + self.value_dim
+    }
+
+    /// Whether D and Dv fit. The fp8 tiles take exactly theirs, because fewer columns would change what small D compute:
+    /// products in 8 bits instead of 16 (`docs/semantics.md`, "fp8 queries").
+    fn has_columns(&self, problem: &Attention) -> bool {
+        let [dim, value_dim] = [self.dim, self.value_dim].map(|dim| dim as usize);
+        match self.bytes {
+            1 => [dim, value_dim] == [problem.head_dim, problem.value_dim],
+            _ => dim >= problem.head_dim && value_dim >= problem.value_dim,
+        }
+    }
+
+    /// Whether the tensor cores take q, K and V of the call as they are, D and Dv fit, and the logits transform is built.
     pub(super) fn serves(&self, problem: &Attention) -> bool {
         let (dtype, out) = (problem.q.dtype, problem.out.dtype);
         let bytes = if [DType::F16, DType::BF16].contains(&dtype) && [dtype, DType::F32].contains(&out) {
@@ -43,9 +58,6 @@ impl HopperPrefillTile {
             _ if transforms_logits(problem) => "softcap_alibi",
             _ => "none",
         };
-        problem.kv_dtype == dtype
-            && self.bytes == bytes
-            && [self.dim as usize, self.value_dim as usize] == [problem.head_dim, problem.value_dim]
-            && self.logits == logits
+        problem.kv_dtype == dtype && self.bytes == bytes && self.has_columns(problem) && self.logits == logits
     }
 }

@@ -1,0 +1,261 @@
+//! Which calls Hopper's prefill takes, in which tiles and boxes.
+
+use super::super::tests::{device, named_on, problem};
+use super::*;
+use crate::problem::Scale;
+use crate::problem::attention::{Keys, PageTable, Queries};
+use crate::tensor::DType;
+use std::ptr::null;
+
+/// 1000 rows of 12 heads over 2 KV heads of 2000 keys, in 7 sequences; no memory.
+pub(in crate::cuda::attention) fn ragged() -> Attention<'static> {
+    let plain = problem(1000, 7, 12, 128);
+    let view = KvView { token_stride: 256, head_stride: 128, ..plain.k };
+    let q = Tensor::dense(DType::BF16, null_mut(), &[1000, 12, 128]);
+    let storage = KeyStorage::Contiguous { total: 2000 };
+    Attention { q, k: view, v: view, keys: Keys { storage, ..plain.keys }, ..plain }
+}
+
+/// The same keys in an interleaved cache.
+pub(in crate::cuda::attention) fn paged(page_size: usize) -> Attention<'static> {
+    let plain = ragged();
+    let table = PageTable { entries: null(), stride: 0, max_pages: 64, num_pages: 50, page_size };
+    let view = KvView { page_stride: 512 * page_size as i64, token_stride: 512, head_stride: 256, ..plain.k };
+    Attention { k: view, v: view, keys: Keys { storage: KeyStorage::Paged(table), ..plain.keys }, ..plain }
+}
+
+fn first_kernel(problem: &Attention) -> &'static str {
+    named_on(problem, &device(true))[0].0
+}
+
+#[test]
+fn calls_with_a_variant_take_the_kernel() {
+    assert_eq!(first_kernel(&ragged()), "hopper_prefill_bf16_128_contiguous_none");
+    assert_eq!(first_kernel(&paged(16)), "hopper_prefill_bf16_128_paged_none");
+    let mut capped = paged(8);
+    capped.score.softcap = 30.0;
+    assert_eq!(first_kernel(&capped), "hopper_prefill_bf16_128_paged_softcap_alibi");
+    assert_eq!(named_on(&ragged(), &device(false))[0].0, "attention_bf16_128_prefill_none");
+    // The short sequences have a separate decode launch.
+    assert_eq!(named_on(&ragged(), &device(true))[1].0, "attention_bf16_128_decode_8warps_none");
+    let wide = Attention { out: Tensor { dtype: DType::F32, ..ragged().out }, ..ragged() };
+    assert_eq!(first_kernel(&wide), "hopper_prefill_bf16_128_contiguous_none");
+    let short = Attention { queries: Queries { longest: 1, ..ragged().queries }, ..ragged() };
+    assert_eq!(first_kernel(&short), "attention_bf16_128_decode_8warps_none");
+}
+
+#[test]
+fn short_causal_sequences_take_short_tiles() {
+    let tall = "hopper_prefill_bf16_64_contiguous_none";
+    let short = "hopper_prefill_bf16_64_short_contiguous_none";
+    let named = |head_dim: usize, rows: usize, window_right| {
+        let plain = ragged();
+        let q = Tensor::dense(DType::BF16, null_mut(), &[1000, 12, 64]);
+        let mut problem = Attention { q, head_dim, value_dim: head_dim, num_rows: rows, ..plain };
+        problem.score.window_right = window_right;
+        first_kernel(&problem)
+    };
+    assert_eq!(named(64, 7 * 1024, 0), short);
+    assert_eq!(named(64, 7 * 1024 + 1, 0), tall);
+    assert_eq!(named(64, 7 * 1024, -1), tall);
+    assert_eq!(named(128, 7 * 1024, 0), "hopper_prefill_bf16_128_contiguous_none");
+}
+
+#[test]
+fn e4m3fn_q_k_and_v_take_the_fp8_kernel() {
+    let codes = |plain: Attention<'static>| {
+        let q = Tensor::dense(DType::F8E4M3FN, null_mut(), &[1000, 12, 128]);
+        let out = Tensor::dense(DType::BF16, null_mut(), &[1000, 12, 128]);
+        Attention { q, kv_dtype: DType::F8E4M3FN, out, ..plain }
+    };
+    assert_eq!(first_kernel(&codes(ragged())), "hopper_prefill_fp8_128_contiguous_scaled");
+    let mut capped = codes(paged(16));
+    capped.score.softcap = 30.0;
+    assert_eq!(first_kernel(&capped), "hopper_prefill_fp8_128_paged_softcap_alibi");
+    let plain = codes(ragged());
+    let q = Tensor { dtype: DType::BF16, ..plain.q };
+    assert_eq!(first_kernel(&Attention { q, ..plain }), "attention_fp8_fp8_128_prefill_softcap_alibi");
+    // Rows of 8-byte chunks.
+    let view = KvView { token_stride: 264, ..plain.k };
+    assert_eq!(first_kernel(&Attention { k: view, ..plain }), "attention_fp8_fp8_128_prefill_softcap_alibi");
+    let misplaced = KvView { data: std::ptr::without_provenance_mut(8), ..plain.k };
+    assert_eq!(first_kernel(&Attention { v: misplaced, ..plain }), "attention_fp8_fp8_128_prefill_softcap_alibi");
+}
+
+#[test]
+fn short_sequences_among_long_ones_take_prefill() {
+    let names = |problem: &Attention| named_on(problem, &device(true));
+    let all = [("hopper_prefill_bf16_128_contiguous_none", 1, i32::MAX)];
+    let few = Attention { max_seqs: 3, ..ragged() };
+    assert_eq!(names(&few), all);
+    let pages = Attention { max_seqs: 3, ..paged(16) };
+    assert_eq!(names(&pages), [("hopper_prefill_bf16_128_paged_none", 1, i32::MAX)]);
+    let many_keys = KeyStorage::Contiguous { total: 2001 };
+    for problem in [
+        ragged(),
+        Attention { max_seqs: 4, ..few },
+        Attention { batch_invariant: true, ..few },
+        Attention { keys: Keys { storage: many_keys, ..few.keys }, ..few },
+        Attention { max_seqs: 3, ..paged(32) },
+    ] {
+        assert_eq!(names(&problem).len(), 2);
+    }
+}
+
+#[test]
+fn unsupported_calls_take_the_portable_kernel() {
+    let portable = "attention_bf16_128_prefill_none";
+    let plain = ragged();
+    let broadcast = Attention { k: KvView { token_stride: 0, ..plain.k }, ..plain };
+    let empty = Attention { keys: Keys { storage: KeyStorage::Contiguous { total: 0 }, ..plain.keys }, ..plain };
+    let values = 1.0f32;
+    let scaled = Attention { v_scale: Some(Scale { values: &raw const values, per_head: true }), ..plain };
+    for problem in [broadcast, empty, scaled] {
+        assert_eq!(first_kernel(&problem), portable);
+    }
+    let mut capped = of_dims(&paged(16), 136, 136);
+    capped.score.softcap = 30.0;
+    assert_eq!(first_kernel(&capped), "attention_bf16_192_prefill_softcap_alibi");
+}
+
+/// The problem with these head dimensions; rows stay where they are.
+fn of_dims(plain: &Attention<'static>, head_dim: usize, value_dim: usize) -> Attention<'static> {
+    let [q, out] = [head_dim, value_dim].map(|dim| {
+        let dims: &[i64] = Box::leak(Box::new([1000, 12, dim as i64]));
+        Tensor::dense(DType::BF16, null_mut(), dims)
+    });
+    Attention { q, out, head_dim, value_dim, ..*plain }
+}
+
+#[test]
+fn every_head_dimension_takes_the_smallest_tile() {
+    let tile = |head_dim, value_dim| {
+        let contiguous = first_kernel(&of_dims(&ragged(), head_dim, value_dim));
+        let name = contiguous.strip_prefix("hopper_prefill_bf16_").expect("the kernel takes it");
+        let tile = name.strip_suffix("_contiguous_none").expect("there is no transform");
+        let pages = first_kernel(&of_dims(&paged(16), head_dim, value_dim));
+        assert_eq!(pages, format!("hopper_prefill_bf16_{tile}_paged_none"));
+        tile
+    };
+    for dim in (8..=256).step_by(8) {
+        let buckets = [64, 96, 128, 192, 256];
+        let expected = buckets.into_iter().find(|bucket| *bucket >= dim).map(|bucket| bucket.to_string());
+        assert_eq!(Some(tile(dim, dim)), expected.as_deref(), "D {dim}");
+    }
+    for (head_dim, value_dim, expected) in [
+        (8, 72, "96"),
+        (96, 64, "96"),
+        (128, 8, "128"),
+        (64, 128, "128"),
+        (136, 128, "192x128"),
+        (192, 8, "192x128"),
+        (128, 136, "192"),
+        (192, 200, "256"),
+        (256, 8, "256"),
+    ] {
+        assert_eq!(tile(head_dim, value_dim), expected, "D {head_dim}, Dv {value_dim}");
+    }
+}
+
+#[test]
+fn narrow_heads_are_boxes_of_one_atom_column() {
+    for (head_dim, value_dim, page_size, keys) in
+        [(40, 64, 16, 16), (40, 64, 128, 128), (80, 80, 128, 8), (72, 96, 16, 8), (128, 120, 64, 8)]
+    {
+        let problem = of_dims(&paged(page_size), head_dim, value_dim);
+        let prefill = HopperPrefill::of(&problem, &device(true)).expect("the kernel takes it");
+        assert!(prefill.loads_kv_by_tma(&problem) && prefill.clips_columns(&problem));
+        assert_eq!(prefill.keys_per_box(&problem), keys, "D {head_dim}, pages of {page_size}");
+        let atom_row = prefill.tile.kv_atom_row();
+        let lens = |axes: &[Axis]| axes.iter().map(|axis| (axis.len, axis.box_len)).collect::<Vec<_>>();
+        let [columns, tokens, heads, ..] = prefill.key_axes(&problem, &problem.v, value_dim, keys);
+        assert_eq!(lens(&[columns, tokens, heads]), [(value_dim as i64, atom_row), (8, 8), (2, 1)]);
+        assert_eq!(heads.stride, 256);
+        let [columns, heads, _, atom_columns] = prefill.query_axes(&problem);
+        assert_eq!(lens(&[columns, heads, atom_columns]), [(head_dim as i64, atom_row), (12, 2), (1, 1)]);
+    }
+    // Heads need not be at multiples of an atom row.
+    let mut odd_heads = of_dims(&paged(16), 80, 80);
+    odd_heads.k.head_stride = 136;
+    let prefill = HopperPrefill::of(&odd_heads, &device(true)).expect("the kernel takes it");
+    assert!(prefill.loads_kv_by_tma(&odd_heads));
+}
+
+#[test]
+fn heads_are_packed_by_powers_of_two() {
+    for (heads, pack_gqa, packs) in [(2, 1, 2), (8, 4, 2), (12, 2, 6), (14, 1, 14), (256, 64, 4)] {
+        let plain = ragged();
+        let q = Tensor { dims: &[1000, 256, 128], ..plain.q };
+        let problem = Attention { q, num_q_heads: heads, ..plain };
+        let prefill = HopperPrefill::of(&problem, &device(true)).expect("the kernel takes it");
+        assert_eq!((prefill.pack_gqa, prefill.num_packs(&problem)), (pack_gqa, packs), "{heads} heads");
+    }
+}
+
+#[test]
+fn boxes_are_within_one_page_and_one_block() {
+    for (page_size, keys) in [(8, 8), (16, 16), (24, 8), (48, 16), (128, 128), (1024, 128)] {
+        let problem = paged(page_size);
+        let prefill = HopperPrefill::of(&problem, &device(true)).expect("the kernel takes it");
+        assert_eq!(prefill.keys_per_box(&problem), keys, "pages of {page_size}");
+    }
+}
+
+#[test]
+fn pages_that_tma_cannot_load_take_cp_async() {
+    let mut odd_heads = paged(16);
+    odd_heads.k.head_stride = 136;
+    let broadcast = Attention { v: KvView { token_stride: 0, ..odd_heads.v }, ..paged(16) };
+    for problem in [paged(1), paged(4), paged(12), paged(100), odd_heads, broadcast] {
+        let prefill = HopperPrefill::of(&problem, &device(true)).expect("the kernel takes it");
+        assert!(!prefill.loads_kv_by_tma(&problem));
+    }
+    for problem in [paged(8), paged(16), ragged()] {
+        let prefill = HopperPrefill::of(&problem, &device(true)).expect("the kernel takes it");
+        assert!(prefill.loads_kv_by_tma(&problem));
+    }
+}
+
+#[test]
+fn chunk_indices_past_32_bits_take_the_portable_kernel() {
+    let far = |page_stride, num_pages| {
+        let KeyStorage::Paged(table) = paged(4).keys.storage else { unreachable!() };
+        let storage = KeyStorage::Paged(PageTable { num_pages, ..table });
+        let k = KvView { page_stride, ..paged(4).k };
+        Attention { k, keys: Keys { storage, ..paged(4).keys }, ..paged(4) }
+    };
+    let is_taken = |problem| HopperPrefill::of(&problem, &device(true)).is_some();
+    // The last row of a head begins 3 tokens after its last page.
+    assert!(is_taken(far((8 << 32) - 8 - 3 * 512, 2)));
+    assert!(!is_taken(far((8 << 32) - 3 * 512, 2)));
+    assert!(!is_taken(far(i64::MAX - 7, 2)));
+    assert!(is_taken(far(i64::MAX, 1)));
+    assert!(!is_taken(far(2052, 50)));
+    assert!(!is_taken(far(2048, 0)));
+}
+
+#[test]
+fn the_tile_counter_is_in_the_workspace_or_null() {
+    let plain = ragged();
+    let prefill = HopperPrefill::of(&plain, &device(true)).expect("the kernel takes it");
+    for (start, bytes, expected) in [(1 << 20, 8, 1 << 20), ((1 << 20) + 1, 15, (1 << 20) + 8), (1 << 20, 7, 0)] {
+        let dims = [bytes];
+        let workspace = Some(Tensor::dense(DType::U8, start as *mut u8, &dims));
+        let problem = Attention { workspace, ..plain };
+        assert_eq!(prefill.next_tile(&problem, 100, &device(true)) as usize, expected);
+        // Six packs: every CTA has one tile.
+        assert!(prefill.next_tile(&problem, 22, &device(true)).is_null());
+    }
+}
+
+#[test]
+fn head_dimensions_may_differ() {
+    let plain = paged(16);
+    let k = KvView { page_stride: 384 * 16, token_stride: 384, head_stride: 192, ..plain.k };
+    let v = KvView { page_stride: 256 * 16, token_stride: 256, head_stride: 128, ..plain.k };
+    let q = Tensor::dense(DType::BF16, null_mut(), &[1000, 12, 192]);
+    let mut latent = Attention { q, k, v, head_dim: 192, ..plain };
+    assert_eq!(first_kernel(&latent), "hopper_prefill_bf16_192x128_paged_none");
+    latent.score.softcap = 30.0;
+    assert_eq!(first_kernel(&latent), "attention_bf16_192_prefill_softcap_alibi");
+}
