@@ -49,7 +49,7 @@ def wait_for_answers(page, count: int) -> list[str]:
 
 def test_a_conversation_is_that_of_the_interface(server, page):
     page.goto(server.url)
-    page.wait_for_function("document.title === 'tiny'")
+    page.wait_for_function("() => document.title === 'tiny'")
     page.get_by_label("Temperature").fill("0")
     page.get_by_label("Tokens").fill("12")
     messages = []
@@ -75,7 +75,7 @@ def test_the_answer_is_shown_as_it_comes_and_can_be_stopped(server, page):
         ").observe(document.getElementById('messages'), { childList: true, subtree: true, characterData: true })"
     )
     say(page, "hello")
-    page.wait_for_function("seen.size > 1")
+    page.wait_for_function("() => seen.size > 1")
     # It may have ended in the meantime.
     page.evaluate("running?.abort()")
     wait_for_answers(page, 1)
