@@ -5,8 +5,9 @@ python benches/serving_http.py --clients 1,64 --platform cpu --seconds 5 -- --ba
 
 Every client streams one completion after the other, of random prompts and a fixed number of tokens. The model is a
 random one with the shapes of SmolLM2-135M, or that of --model. What follows -- are options of the server, which counts
-the tokens, in the time after a warm-up. "busy" is nvidia-smi's utilization: the share of time in which a kernel ran.
-The last line has all results as JSON.
+tokens and steps, in the time after a warm-up. A line of JSON per number of clients: "gpu_busy" is nvidia-smi's
+utilization, the share of time in which a kernel ran; "late_steps" is the share of steps before which the device had
+nothing left to do.
 """
 
 import argparse
@@ -116,10 +117,11 @@ def run_clients(
     results.put([entry for times in asyncio.run(all_clients()) for entry in times])
 
 
-def generated(port: int) -> float:
-    """Tokens that the server has generated so far."""
+def counters(port: int) -> dict[str, float]:
+    """What the server has counted so far."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
-        return float(re.search(r"^xla_attention_generation_tokens_total (\S+)", page.read().decode(), re.M)[1])
+        text = page.read().decode()
+    return {name: float(value) for name, value in re.findall(r"^xla_attention_(\w+)_total (\S+)", text, re.M)}
 
 
 def busy_share(seconds: float) -> float | None:
@@ -149,18 +151,21 @@ def measure(count: int, options: argparse.Namespace) -> dict:
     for process in processes:
         process.start()
     time.sleep(options.warm_up)
-    before, start = generated(options.port), time.perf_counter()
+    before, start = counters(options.port), time.perf_counter()
     busy = busy_share(options.seconds)
-    rate = (generated(options.port) - before) / (time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    counted = {name: value - before[name] for name, value in counters(options.port).items()}
     times = [entry for _ in processes for entry in results.get(timeout=600)]
     for process in processes:
         process.join()
     between = [(end - first) / max(options.max_tokens - 1, 1) for first, end in times]
     return {
         "clients": count,
-        "tokens_per_second": rate,
-        "first_token_ms": statistics.median(first for first, _ in times) * 1e3,
-        "between_tokens_ms": statistics.median(between) * 1e3,
+        "tokens_per_second": round(counted["generation_tokens"] / seconds, 1),
+        "first_token_ms": round(statistics.median(first for first, _ in times) * 1e3, 2),
+        "between_tokens_ms": round(statistics.median(between) * 1e3, 3),
+        "steps_per_second": round(counted["steps"] / seconds, 1),
+        "late_steps": round(counted["late_steps"] / max(counted["steps"], 1), 3),
         "gpu_busy": busy,
     }
 
@@ -184,20 +189,16 @@ def main() -> None:
         sizes = {"--max-num-seqs": max(counts), "--token-budget": max(512, max(counts)), "--pages": pages}
         sizes |= {"--platform": options.platform, "--model": model, "--port": 0}
         command = [sys.executable, ROOT / "examples/server.py", *(str(w) for pair in sizes.items() for w in pair)]
+        start = time.perf_counter()
         server = subprocess.Popen([*command, *options.server], stdout=subprocess.PIPE, text=True)
         try:
             started = re.match(r"serving (.*) at http://127\.0\.0\.1:(\d+)", server.stdout.readline())
             if started is None:
                 sys.exit("the server did not start")
             options.name, options.port = started[1], int(started[2])
-            print("clients  tokens/s  first token ms  between tokens ms  GPU busy")
-            results = []
+            print(json.dumps({"started_after_s": round(time.perf_counter() - start, 1)}), flush=True)
             for count in counts:
-                results.append(row := measure(count, options))
-                busy = "-" if row["gpu_busy"] is None else f"{row['gpu_busy']:.0%}"
-                rate, first, between = (row[k] for k in ("tokens_per_second", "first_token_ms", "between_tokens_ms"))
-                print(f"{count:7}  {rate:8.0f}  {first:14.1f}  {between:17.2f}  {busy:>8}", flush=True)
-            print(json.dumps(results))
+                print(json.dumps(measure(count, options)), flush=True)
         finally:
             server.terminate()
             server.wait(60)

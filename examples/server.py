@@ -7,6 +7,7 @@ The API key comes from the environment variable XLA_ATTENTION_API_KEY.
 """
 
 import argparse
+import gc
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ import uvicorn
 from tqdm import tqdm
 
 from generate import DTYPES, UsageError, positive, select_devices
+
+SWITCH_SECONDS = 0.5e-3
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -64,9 +67,13 @@ def serve(options: argparse.Namespace) -> None:
         batch_invariant=options.batch_invariant,
     )
     engine = Engine(checkpoint.config, checkpoint.weights, sizes, checkpoint.tokenizer.stop_tokens)
-    for _ in tqdm(engine.compile_all(), total=engine.num_programs, desc="compiling", unit="step"):
+    for _ in tqdm(engine.compile_all(), total=engine.num_programs, desc="compiling", unit="program"):
         pass
     metrics = Metrics()
+    # The threads share the interpreter: neither waits long for the other, nor for a collection of what is here to stay.
+    sys.setswitchinterval(SWITCH_SECONDS)
+    gc.collect()
+    gc.freeze()
     service = Service(engine, metrics, options.max_waiting)
     app = Server(service, checkpoint.tokenizer, metrics, path.stem, os.environ.get("XLA_ATTENTION_API_KEY")).app()
     config = uvicorn.Config(

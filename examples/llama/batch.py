@@ -70,15 +70,19 @@ class BatchBuilder:
         if not chunks:
             return batch
         for chunk in chunks:
-            self._update_table(chunk.sequence)
-        slots = np.array([chunk.sequence.slot for chunk in chunks], np.int32)
-        starts = np.array([chunk.start for chunk in chunks], np.int32)
-        lengths = np.array([chunk.length for chunk in chunks], np.int32)
+            sequence = chunk.sequence
+            if self._filled[sequence.slot] != (sequence, sequence.num_evictions, len(sequence.pages)):
+                self._update_table(sequence)
+        slots, starts, lengths, predicts = np.array([(c.sequence.slot, *c[1:]) for c in chunks], np.int32).T
         ends = np.cumsum(lengths, dtype=np.int32)
         total = ends[-1]
-        row_slots = np.repeat(slots, lengths)
-        tokens = np.array([t for c in chunks for t in c.sequence.tokens[c.start : c.end]], np.int32)
-        positions = np.arange(total, dtype=np.int32) + np.repeat(starts - (ends - lengths), lengths)
+        if total == count:  # every chunk is one token: the usual step, without its repetitions
+            tokens, row_slots = np.array([c.sequence.tokens[c.start] for c in chunks], np.int32), slots
+            positions = starts
+        else:
+            tokens = np.array([t for c in chunks for t in c.sequence.tokens[c.start : c.end]], np.int32)
+            row_slots = np.repeat(slots, lengths)
+            positions = np.arange(total, dtype=np.int32) + np.repeat(starts - (ends - lengths), lengths)
         pages, offsets = np.divmod(positions, self.page_size)
         batch.token_ids[:total] = np.where(tokens == UNKNOWN, -1 - row_slots, tokens)
         batch.positions[:total] = positions
@@ -88,7 +92,7 @@ class BatchBuilder:
         batch.query_start_loc[1 : count + 1] = ends
         batch.query_start_loc[count + 1 :] = total
         batch.last_rows[:count] = ends - 1
-        batch.predicting_slots[:count] = np.where([chunk.predicts for chunk in chunks], slots, self.max_num_seqs)
+        batch.predicting_slots[:count] = np.where(predicts, slots, self.max_num_seqs)
         return batch
 
     def build_sampling(self, chunks: list[Chunk], num_tokens: int) -> SamplingBatch:
@@ -130,6 +134,5 @@ class BatchBuilder:
         owner, evictions, filled = self._filled[sequence.slot]
         if owner is not sequence or evictions != sequence.num_evictions:
             filled = 0
-        if filled < len(sequence.pages):
-            self._tables[sequence.slot, filled : len(sequence.pages)] = sequence.pages[filled:]
+        self._tables[sequence.slot, filled : len(sequence.pages)] = sequence.pages[filled:]
         self._filled[sequence.slot] = sequence, sequence.num_evictions, len(sequence.pages)

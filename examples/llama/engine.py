@@ -4,10 +4,13 @@ A step is scheduled and launched while the one before it runs: the tokens that i
 results are read one step late, so a sequence that a stop token ends has one more row computed, which is dropped.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +23,9 @@ from .sampling import Sampled, Sampling, make_counts, sample
 from .scheduler import Chunk, RequestError, Scheduler, Sequence
 from .spread import Spread
 from .weights import LlamaWeights
+
+# Programs that are compiled at one time.
+MAX_COMPILING = 8
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,7 @@ class EngineConfig:
     batch_invariant: bool = False
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """A generated token; with log-probabilities where its sequence asks for them.
 
     Attributes
@@ -54,7 +59,7 @@ class Token:
     sequence: Sequence
     id: int
     logprob: float | None = None
-    top: list[tuple[int, float]] = field(default_factory=list)
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,13 @@ class EngineStats:
     prefill: Throughput = field(default_factory=Throughput)
     decode: Throughput = field(default_factory=Throughput)
     mixed_steps: int = 0
+    late_steps: int = 0  # launched when the step before had ended: the device waited for the host
     compile_seconds: float = 0.0
+
+    @property
+    def num_steps(self) -> int:
+        """All steps."""
+        return self.prefill.steps + self.decode.steps
 
     def record(self, chunks: list[Chunk], seconds: float) -> None:
         """Add the step that computed `chunks` in `seconds`."""
@@ -211,17 +222,32 @@ class Engine:
 
     @property
     def num_programs(self) -> int:
-        """How many steps `compile_all` yields."""
-        return len(self._buckets())
+        """How many programs `compile_all` compiles at most: a step and a sampler per bucket."""
+        return 2 * len(self._buckets())
 
     def compile_all(self) -> Iterator[int]:
-        """Compile the steps of every bucket, smallest first; yields the rows of each when it is compiled."""
-        for bucket in self._buckets():
-            if bucket not in self._steps:
-                self._compile(bucket)
-            if bucket not in self._samplers:
-                self._compile_sampler(bucket)
-            yield bucket
+        """Compile the programs of every bucket that has none yet, several at a time; yields the rows of each.
+
+        The threads that do it have JAX's global configuration, not what a context manager of the caller changes.
+        """
+        start = time.perf_counter()
+        buckets = self._buckets()
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILING)) as pool:
+            steps = {pool.submit(self._compiled_step, b): b for b in buckets if b not in self._steps}
+            for done in as_completed(steps):
+                self._steps[steps[done]] = done.result()
+                yield steps[done]
+            # The first executions load kernels. They come when no thread needs the state, which they donate.
+            predicted = {bucket: self._execute_padding(bucket) for bucket in buckets}
+            samplers = {
+                pool.submit(self._compiled_sampler, b, predicted[b]): b for b in buckets if b not in self._samplers
+            }
+            for done in as_completed(samplers):
+                self._samplers[samplers[done]] = done.result()
+                yield samplers[done]
+        for bucket in buckets:
+            jax.block_until_ready(self._sample(bucket, predicted[bucket], []))
+        self.stats.compile_seconds += time.perf_counter() - start
 
     def compiled_text(self) -> str:
         """The optimised HLO of the smallest step compiled so far; a step must have been compiled."""
@@ -246,7 +272,9 @@ class Engine:
             if is_sampled:
                 self._compile_sampler(bucket)
         start = time.perf_counter()
-        predicted = self._execute(bucket, self._builder.build(chunks, bucket))
+        batch = self._builder.build(chunks, bucket)
+        self.stats.late_steps += self._in_flight is not None and self._in_flight.tokens.is_ready()
+        predicted = self._execute(bucket, batch)
         sampled = self._sample(bucket, predicted, chunks) if is_sampled else None
         tokens = predicted.tokens if sampled is None else sampled.tokens
         for array in (tokens, *(sampled or ())):
@@ -268,32 +296,40 @@ class Engine:
             sequence = chunks[index].sequence
             if sequence.sampling.logprobs:
                 chosen, ids, values = (column[index] for column in logprobs)
-                given.append(Token(sequence, tokens[index], chosen, list(zip(ids, values, strict=True))))
+                given.append(Token(sequence, tokens[index], chosen, tuple(zip(ids, values, strict=True))))
             else:
                 given.append(Token(sequence, tokens[index]))
         return given
 
     def _compile(self, bucket: int) -> None:
         start = time.perf_counter()
-        empty = self._builder.build([], bucket)
-        sizes = bucket, self._builder.num_entries(bucket), self.max_pages_per_seq
-        run = partial(packed_step, self.config, self._attend, sizes)
-        shardings = jax.tree.map(lambda array: array.sharding, self._state)
-        jitted = jax.jit(run, donate_argnums=1, out_shardings=(None, shardings))
-        self._steps[bucket] = jitted.lower(self._weights, self._state, pack(empty)).compile()
-        # A step of padding rows writes no cache entry; it loads kernels, which only the first execution does.
-        jax.block_until_ready(self._execute(bucket, empty))
+        self._steps[bucket] = self._compiled_step(bucket)
+        self._execute_padding(bucket)
         self.stats.compile_seconds += time.perf_counter() - start
 
     def _compile_sampler(self, bucket: int) -> None:
         start = time.perf_counter()
-        predicted = self._execute(bucket, self._builder.build([], bucket))
-        options = self._builder.build_sampling([], bucket)
-        jitted = jax.jit(sample, donate_argnums=(0, 1))
-        arguments = self._state.counts, self._state.last_tokens, predicted.logits, predicted.token_ids, options
-        self._samplers[bucket] = jitted.lower(*arguments).compile()
+        predicted = self._execute_padding(bucket)
+        self._samplers[bucket] = self._compiled_sampler(bucket, predicted)
         jax.block_until_ready(self._sample(bucket, predicted, []))
         self.stats.compile_seconds += time.perf_counter() - start
+
+    def _compiled_step(self, bucket: int) -> jax.stages.Compiled:
+        sizes = bucket, self._builder.num_entries(bucket), self.max_pages_per_seq
+        run = partial(packed_step, self.config, self._attend, sizes)
+        shardings = jax.tree.map(lambda array: array.sharding, self._state)
+        jitted = jax.jit(run, donate_argnums=1, out_shardings=(None, shardings))
+        empty = pack(self._builder.build([], bucket))
+        return jitted.lower(self._weights, self._state, empty).compile()
+
+    def _compiled_sampler(self, bucket: int, predicted: Predicted) -> jax.stages.Compiled:
+        options = self._builder.build_sampling([], bucket)
+        arguments = self._state.counts, self._state.last_tokens, predicted.logits, predicted.token_ids, options
+        return jax.jit(sample, donate_argnums=(0, 1)).lower(*arguments).compile()
+
+    def _execute_padding(self, bucket: int) -> Predicted:
+        """Run a step of padding rows, which writes no cache entry."""
+        return jax.block_until_ready(self._execute(bucket, self._builder.build([], bucket)))
 
     def _execute(self, bucket: int, batch: StepBatch) -> Predicted:
         predicted, self._state = self._steps[bucket](self._weights, self._state, pack(batch))

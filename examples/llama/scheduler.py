@@ -13,6 +13,7 @@ prompt that begins alike takes them over.
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .pages import PageAllocator, page_key
 from .sampling import Sampling
@@ -66,8 +67,7 @@ class Sequence:
         return self.tokens[self.prompt_length :]
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The tokens `start .. start + length - 1` of a sequence, computed in one step.
 
     Attributes
@@ -188,16 +188,16 @@ class Scheduler:
         position = 0
         while position < len(self.running) and budget:
             sequence = self.running[position]
-            while self._missing_pages(sequence) > self.allocator.num_free:
+            while (missing := self._missing_pages(sequence)) and missing > self.allocator.num_free:
                 has_evicted = True
                 if self._evict_youngest() is sequence:
                     break
             else:
-                budget -= self._take_chunk(sequence, budget, chunks)
+                budget -= self._take_chunk(sequence, missing, budget, chunks)
                 position += 1
         # Admitting in the step of an eviction would give the freed pages to the evicted sequence.
         while not has_evicted and budget and (sequence := self._admit()) is not None:
-            budget -= self._take_chunk(sequence, budget, chunks)
+            budget -= self._take_chunk(sequence, self._missing_pages(sequence), budget, chunks)
         return chunks
 
     def complete(self, chunks: list[Chunk], next_tokens: list[int]) -> None:
@@ -225,17 +225,18 @@ class Scheduler:
         """
         gave = []
         for index, (chunk, token) in enumerate(zip(chunks, next_tokens, strict=True)):
-            sequence = chunk.sequence
+            sequence, end = chunk.sequence, chunk.start + chunk.length
             if sequence.is_done:
                 continue
-            self._register_pages(sequence, chunk.end)
+            if self.prefix_cache and end // self.page_size > sequence.num_registered:
+                self._register_pages(sequence, end)
             if not chunk.predicts:
                 continue
             gave.append(index)
-            sequence.tokens[chunk.end] = token
+            sequence.tokens[end] = token
             is_stop = token in sequence.stop_tokens
-            if is_stop or chunk.end + 1 - sequence.prompt_length == sequence.max_new_tokens:
-                del sequence.tokens[chunk.end + 1 :]
+            if is_stop or end + 1 - sequence.prompt_length == sequence.max_new_tokens:
+                del sequence.tokens[end + 1 :]
                 self._drop(sequence)
                 self.finished.append(sequence)
         return gave
@@ -244,7 +245,8 @@ class Scheduler:
         return -(-num_tokens // self.page_size)
 
     def _missing_pages(self, sequence: Sequence) -> int:
-        return self._pages_for(len(sequence.tokens)) - len(sequence.pages)
+        # Written out, because it is called for every sequence of every step.
+        return -(-len(sequence.tokens) // self.page_size) - len(sequence.pages)
 
     def _admit(self) -> Sequence | None:
         """Give the first waiting sequence a slot and what the prefix cache has of it, if it fits."""
@@ -284,19 +286,18 @@ class Scheduler:
     def _register_pages(self, sequence: Sequence, num_known: int) -> None:
         """Let the prefix cache have the full pages of the first `num_known` tokens, which are computed."""
         count = min(num_known // self.page_size, len(sequence.pages))
-        if not self.prefix_cache or count <= sequence.num_registered:
-            return
         self._extend_keys(sequence, count)
         for page in range(sequence.num_registered, count):
             self.allocator.register(sequence.pages[page], sequence.page_keys[page])
-        sequence.num_registered = count
+        sequence.num_registered = max(count, sequence.num_registered)
 
-    def _take_chunk(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        """Give the sequence its pages, append its chunk of at most `budget` tokens, and return the chunk's length."""
-        sequence.pages += self.allocator.allocate(self._missing_pages(sequence))
-        length = min(len(sequence.tokens) - sequence.num_cached, budget)
-        predicts = sequence.num_cached + length == len(sequence.tokens)
-        chunks.append(Chunk(sequence, sequence.num_cached, length, predicts))
+    def _take_chunk(self, sequence: Sequence, missing: int, budget: int, chunks: list[Chunk]) -> int:
+        """Give the sequence its missing pages, append its chunk of at most `budget` tokens, return its length."""
+        if missing:
+            sequence.pages += self.allocator.allocate(missing)
+        left = len(sequence.tokens) - sequence.num_cached
+        length = min(left, budget)
+        chunks.append(Chunk(sequence, sequence.num_cached, length, length == left))
         return length
 
     def _evict_youngest(self) -> Sequence:

@@ -17,6 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from llama.engine import Token
 from llama.tokenizer import ChatTokenizer
 
 from .logprobs import TokenLogprobs, of_chat, of_completion
@@ -74,7 +75,13 @@ async def pieces(
 
     while True:
         text, reason = "", None
-        for item in await generation.take():
+        items = await generation.take()
+        if not stops and all(type(item) is Token and item.logprob is None for item in items):
+            tokens = [item.id for item in items]
+            if generation.prompt.stop_tokens.isdisjoint(tokens):
+                generation.num_taken += len(tokens)
+                text, items = stream.push_all(tokens), []
+        for item in items:
             if isinstance(item, Exception):
                 raise item
             if item is None:

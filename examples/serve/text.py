@@ -38,20 +38,34 @@ class TextStream:
         self._tokens.append(token)
         return self._release(self._take(final=False), final=False)
 
+    def push_all(self, tokens: list[int]) -> str:
+        """`push` of each; decoded at once where that gives the same text."""
+        if len(tokens) > 1 and not self._stops and INCOMPLETE not in (text := self._decode([*self._tokens, *tokens])):
+            self._tokens += tokens
+            return self._release(self._accept(text), final=False)
+        return "".join([self.push(token) for token in tokens])
+
     def finish(self) -> str:
         """The rest of the text, after the last token."""
         return self._release(self._take(final=True), final=True)
 
     def _take(self, *, final: bool) -> str:
-        text = self._tokenizer.decode(self._tokens)
+        text = self._decode(self._tokens)
         pending = len(self._tokens) - self._decoded
         if text.endswith(INCOMPLETE) and not final and pending < MAX_PENDING:
             return ""
+        return self._accept(text)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens)
+
+    def _accept(self, text: str) -> str:
+        """Take all tokens, whose text is `text`; returns what is new of it."""
         new = text[len(self._before) :]
         self.num_taken += len(new)
         if len(self._tokens) >= 2 * CONTEXT_TOKENS:
             del self._tokens[:-CONTEXT_TOKENS]
-            text = self._tokenizer.decode(self._tokens)
+            text = self._decode(self._tokens)
         self._decoded, self._before = len(self._tokens), text
         return new
 

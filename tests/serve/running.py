@@ -12,6 +12,8 @@ from pathlib import Path
 import openai
 import pytest
 
+# SERVE_PLATFORM=cuda runs the tests on a GPU.
+PLATFORM = os.environ.get("SERVE_PLATFORM", "cpu")
 ROOT = Path(__file__).resolve().parents[2]
 STARTED = re.compile(r"serving tiny at (http://127\.0\.0\.1:(\d+))")
 
@@ -20,8 +22,11 @@ class Running:
     """A started server."""
 
     def __init__(self, model: Path, *options: str, **environment: str) -> None:
+        # NumPy computes in f32, also where a GPU would take TF32.
+        environment |= {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
         sizes = ["--max-num-seqs", "4", "--token-budget", "16", "--page-size", "4", "--pages", "128"]
-        command = [sys.executable, ROOT / "examples/server.py", "--model", model, "--port", "0", "--platform", "cpu"]
+        command = [sys.executable, ROOT / "examples/server.py", "--model", model, "--port", "0", "--platform", PLATFORM]
+        command += ["--dtype", "float32"]
         self.process = subprocess.Popen(
             [*command, *sizes, *options], stdout=subprocess.PIPE, text=True, env=os.environ | environment
         )
