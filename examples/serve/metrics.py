@@ -45,6 +45,7 @@ class Metrics:
         self.running = make(Gauge, "requests_running", "Sequences in the batch")
         self.waiting = make(Gauge, "requests_waiting", "Sequences that wait for a place")
         self.cache_use = make(Gauge, "kv_cache_usage", "Share of the cache's pages in use, 0 to 1")
+        self.prompt_tokens = make(Counter, "prompt_tokens", "Tokens of prompts")
         self.tokens = make(Counter, "generation_tokens", "Generated tokens")
         # Of the scheduler and the engine's statistics, which count them themselves.
         self.totals = {

@@ -13,8 +13,8 @@ from llama.scheduler import Sequence
 
 from .metrics import Metrics
 
-# Tokens go out at most this often per running sequence, so that writing them (0.15 ms each) leaves the engine's thread its
-# time: to 64 clients every 32 ms. First and last tokens go out at once.
+# Tokens go out at most this often per running sequence, so that writing them, 0.15 ms each time, leaves time to the
+# engine's thread: to 64 clients every 32 ms. First and last tokens go out at once.
 DELIVERY_SECONDS = 0.5e-3
 
 
@@ -125,6 +125,7 @@ class Service:
             prompt.tokens, prompt.max_new_tokens, prompt.sampling, prompt.stop_tokens
         )
         self._active[generation.sequence] = generation
+        self._metrics.prompt_tokens.inc(len(prompt.tokens))
 
     def _cancel(self, generation: Generation) -> None:
         if self._active.pop(generation.sequence, None):

@@ -8,6 +8,7 @@ import time
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from running import Running
 from tiny_llama import CONTEXT, expected_tokens
@@ -55,6 +56,44 @@ def test_chat_streamed_or_not_is_the_completion_of_the_template(server):
             server.client.chat.completions.create(**options | {"messages": [{"role": "user", "content": content}]})
     chunks = list(server.client.chat.completions.create(**options, stream=True))
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.choices[0].message.content
+
+
+def test_the_asynchronous_client_gets_what_the_synchronous_one_gets(server):
+    messages = [{"role": "user", "content": "hello 12"}]
+    sampled = {"n": 2, "seed": 3, "temperature": 0.8, "top_p": 0.9, "max_tokens": 8, "model": "tiny"}
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    calls = {
+        "completions": [{"prompt": "hello"}, {"prompt": "hello", "logprobs": 2}, {"prompt": ["a", "b"], "stop": "e"}],
+        "chat.completions": [{"messages": messages}, {"messages": messages, "logprobs": True, "top_logprobs": 2}],
+    }
+
+    def of(client, kind):
+        return functools.reduce(getattr, kind.split("."), client).create
+
+    async def ask():
+        async with server.async_client() as client:
+            models = [model async for model in client.models.list()]
+            whole = [await of(client, kind)(**sampled | body) for kind, bodies in calls.items() for body in bodies]
+            chunks = [
+                [c async for c in await of(client, k)(**sampled | b | usage)] for k, bs in calls.items() for b in bs
+            ]
+            with pytest.raises(openai.BadRequestError):
+                await client.completions.create(**sampled | {"prompt": ""})
+            return models, whole, chunks
+
+    models, whole, chunks = asyncio.run(ask())
+    assert models == list(server.client.models.list())
+    expected = [of(server.client, kind)(**sampled | body) for kind, bodies in calls.items() for body in bodies]
+    assert [answer.choices for answer in whole] == [answer.choices for answer in expected]
+    assert [answer.usage for answer in whole] == [answer.usage for answer in expected] == [c[-1].usage for c in chunks]
+    for parts, answer in zip(chunks, expected, strict=True):
+        for choice in answer.choices:
+            of_choice = [c.choices[0] for c in parts[:-1] if c.choices[0].index == choice.index]
+            if hasattr(choice, "text"):
+                assert "".join(part.text for part in of_choice) == choice.text
+            else:
+                assert "".join(part.delta.content for part in of_choice) == choice.message.content
+            assert of_choice[-1].finish_reason == choice.finish_reason
 
 
 def test_several_prompts_and_choices(server, tokenizer):
@@ -168,6 +207,25 @@ def test_wrong_types_paths_and_sizes_are_refused(server):
     assert server.send(b"", method="GET")[0] == 405
     status, text = server.send(b" " * (5 << 20))
     assert status == 413 and json.loads(text)["error"]["message"]
+
+
+def test_the_metrics_count_requests_and_tokens(server):
+    def read() -> dict[str, float]:
+        families = text_string_to_metric_families(server.send(b"", method="GET", path="/metrics")[1].decode())
+        return {sample.name.removeprefix("xla_attention_"): sample.value for f in families for sample in f.samples}
+
+    server.wait_idle()
+    before = read()
+    usage = server.complete("hello wo 12", 9, extra_body={"ignore_eos": True}).usage
+    server.wait_idle()
+    after = read()
+    counted = {name: after[name] - before[name] for name in after}
+    assert (counted["prompt_tokens_total"], counted["generation_tokens_total"]) == (usage.prompt_tokens, 9)
+    assert counted["time_to_first_token_seconds_count"] == 1 and counted["inter_token_latency_seconds_count"] == 8
+    assert counted["steps_total"] >= 9 and counted["late_steps_total"] <= counted["steps_total"]
+    assert 0 < counted["inter_token_latency_seconds_sum"] < 60
+    gauges = {"requests_running", "requests_waiting", "kv_cache_usage"}
+    assert gauges | {"preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total"} <= after.keys()
 
 
 def test_a_full_queue_answers_503_and_the_key_is_asked_for(model):

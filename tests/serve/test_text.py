@@ -32,6 +32,15 @@ def test_no_part_holds_half_a_character(tokenizer):
     assert not any("\ufffd" in part for part in got)
 
 
+@pytest.mark.parametrize("stops", [(), ("漢字 1",)])
+@pytest.mark.parametrize("size", [2, 3, 7, 100])
+def test_tokens_that_come_together_give_the_same_text(tokenizer, size, stops):
+    tokens, stream = tokenizer.encode(TEXT * 3), TextStream(tokenizer, stops)
+    got = [stream.push_all(tokens[at : at + size]) for at in range(0, len(tokens), size)]
+    assert "".join([*got, stream.finish()]) == (TEXT[: TEXT.index(stops[0])] if stops else TEXT * 3)
+    assert not any("\ufffd" in part for part in got)
+
+
 def test_bytes_that_never_form_a_character_come_out(tokenizer):
     tokens = tokenizer.encode("😀")[:2] + tokenizer.encode("12")
     stream = TextStream(tokenizer)
