@@ -76,6 +76,10 @@ CASES = [
     decode("64 x 4k, d256", [4096] * 64, q_heads=16, head_dim=256),
     decode("64 x 32k, window 1k", [32768] * 64, window=1023),
     *(decode(f"batch {n} over {k}k", [1024 * k] * n) for n in (1, 4, 16, 64) for k in (1, 4, 16, 64) if n * k <= 1024),
+    *(
+        decode(f"latency {n} x {k}", [k] * n)
+        for n, k in ((1, 512), (8, 512), (16, 512), (1, 2048), (1, 8192), (4, 3000), (4, 8192))
+    ),
     *(decode(f"short {n} x 512", [512] * n) for n in (1, 2, 4, 16, 32, 64)),
 ]
 

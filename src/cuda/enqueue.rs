@@ -51,6 +51,42 @@ pub(super) unsafe fn launch(
     check(result, "cuLaunchKernel")
 }
 
+/// Launch `function` in clusters of `cluster` CTAs along y, which divides the grid.
+///
+/// # Safety
+/// As for [`launch`].
+pub(super) unsafe fn launch_clusters(
+    function: CUfunction,
+    config: LaunchConfig,
+    cluster: u32,
+    stream: Stream,
+    parameter: *const c_void,
+) -> Result {
+    failpoint::trigger(Failpoint::CudaLaunch);
+    let mut parameters = [parameter.cast_mut()];
+    let [x, y, z] = config.grid;
+    // SAFETY: all zeros are a valid attribute, whose value is a union of plain numbers and pointers.
+    let mut attribute: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
+    attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    attribute.value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: 1, y: cluster, z: 1 };
+    let launch = sys::CUlaunchConfig {
+        gridDimX: x,
+        gridDimY: y,
+        gridDimZ: z,
+        blockDimX: config.threads,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: config.shared_memory,
+        hStream: stream.0 as sys::CUstream,
+        attrs: &raw mut attribute,
+        numAttrs: 1,
+    };
+    // SAFETY: `launch` and its attribute outlive the call; otherwise as in `launch`.
+    let result =
+        unsafe { sys::cuLaunchKernelEx(&raw const launch, function, parameters.as_mut_ptr(), std::ptr::null_mut()) };
+    check(result, "cuLaunchKernelEx")
+}
+
 /// Copy `bytes` bytes of device memory in stream order.
 ///
 /// # Safety

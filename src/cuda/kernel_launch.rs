@@ -34,14 +34,16 @@ pub(super) struct Launch<P> {
     pub(super) variant: usize,
     pub(super) config: LaunchConfig,
     pub(super) parameter: P,
+    /// CTAs of a cluster, adjacent along the grid's y; 1 is a kernel without clusters.
+    pub(super) cluster: u32,
     /// The dynamic scheduler's tile counter, [`NEXT_TILE_BYTES`] of device memory that are cleared before the launch; or null.
     pub(super) next_tile: *mut u8,
 }
 
 impl<P: Parameter> Launch<P> {
-    /// A launch without a dynamic scheduler.
+    /// A launch without clusters or a dynamic scheduler.
     pub(super) fn new(kernel: &'static str, variant: usize, config: LaunchConfig, parameter: P) -> Self {
-        Self { kernel, variant, config, parameter, next_tile: null_mut() }
+        Self { kernel, variant, config, parameter, cluster: 1, next_tile: null_mut() }
     }
 
     /// Loads the kernel without launching it.
@@ -55,7 +57,7 @@ impl<P: Parameter> Launch<P> {
     /// `parameter` computes the parameter of this kernel. All memory that it points to, and `next_tile`, is device memory of
     /// the current context that outlives the kernel's execution and is writable where the kernel writes.
     pub(super) unsafe fn enqueue(&self, stream: Stream) -> Result {
-        let Self { kernel, variant, config, .. } = *self;
+        let Self { kernel, variant, config, cluster, .. } = *self;
         log::call(kernel, (variant, config), || format!("{} with {config:?}", variants::VARIANTS[variant].name));
         let function = module::function(variant)?;
         self.parameter.pass(|parameter| {
@@ -64,7 +66,11 @@ impl<P: Parameter> Launch<P> {
                 if !self.next_tile.is_null() {
                     enqueue::fill(self.next_tile, 0, NEXT_TILE_BYTES, stream)?;
                 }
-                enqueue::launch(function, config, stream, parameter)
+                if cluster > 1 {
+                    enqueue::launch_clusters(function, config, cluster, stream, parameter)
+                } else {
+                    enqueue::launch(function, config, stream, parameter)
+                }
             }
         })
     }

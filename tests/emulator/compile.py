@@ -23,7 +23,7 @@ GENERATED = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", HERE.parents[1] / "t
 EMULATOR_FILES = {
     name: name for name in ("ptx.cuh", "dtype.cuh", "fp8_convert.cuh", "device.h", "device.cc", "tensor_map.h")
 }
-EMULATOR_FILES |= {f"hopper_{name}": f"hopper/{name}" for name in ("ptx.cuh", "wgmma.cuh")}
+EMULATOR_FILES |= {f"hopper_{name}": f"hopper/{name}" for name in ("ptx.cuh", "cluster_ptx.cuh", "wgmma.cuh")}
 EMULATOR_FILES |= {"bwd_ptx_extra.cuh": "bwd/ptx_extra.cuh"}
 EMULATOR_FILES |= {f"hopper_bwd_{name}": f"hopper_bwd/{name}" for name in ("ptx.cuh", "products.cuh")}
 FLAGS = "-std=c++17 -O2 -g1 -w -fPIC -shared -mfma -mf16c -ffp-contract=fast -fvisibility=hidden"

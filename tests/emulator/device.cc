@@ -2,6 +2,9 @@
 //
 // Threads run in turn. With XLA_ATTENTION_EMULATOR_SEED some warps, chosen anew for each block, run only once in 16
 // turns, each lane by itself: a kernel must not rely on a warp's seeing every phase of an mbarrier.
+//
+// A block of a cluster runs until all of its threads wait for the cluster or have ended. Then the next one runs, and
+// its shared memory takes the place of the other's.
 #include "device.h"
 
 #include <cstdio>
@@ -63,6 +66,7 @@ struct Copy {
 struct Fiber {
   void* stack_pointer = nullptr;
   bool done = false;
+  unsigned cluster_rounds = 0;  // of the cluster's barrier at which it has arrived
   std::deque<std::vector<Copy>> committed;
   std::vector<Copy> open;
 };
@@ -87,42 +91,66 @@ struct Mbarrier {
   unsigned phase = 0;
 };
 
-std::vector<uint8_t*> stacks;
-std::vector<Fiber> fibers;
-std::vector<Warp> warps;
-Barrier block_barrier;
-std::map<int, Barrier> named_barriers;
-std::map<uint32_t, Mbarrier> mbarriers;
-int current, alive;
+/// The state of a block.
+struct Block {
+  std::vector<uint8_t*> stacks;
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  Barrier block_barrier;
+  std::map<int, Barrier> named_barriers;
+  std::map<uint32_t, Mbarrier> mbarriers;
+  int current, alive;
+  int waiting;  // threads that wait for the cluster
+  uint32_t slow_warps;
+};
+
+/// The cluster's barrier. A thread counts once in each round, by its arrival or its end.
+struct ClusterBarrier {
+  int arrived = 0;
+  int ended = 0;
+  unsigned round = 0;
+};
+
+std::vector<Block> cluster;
+std::vector<std::vector<uint8_t>> shared_memories;  // of the blocks of the cluster that do not run
+Block* block;                                       // the one that runs
+ClusterBarrier cluster_barrier;
 void* main_stack_pointer;
 const void* parameter;
 std::mt19937 random_bits;
-uint32_t slow_warps = 0;
 int64_t switches_without_progress = 0;
 
 /// The next fiber that has not ended, rarely one of a slow warp; the current one if there is no other.
 int next_fiber() {
-  const int count = static_cast<int>(fibers.size());
+  const std::vector<Fiber>& fibers = block->fibers;
+  const int count = static_cast<int>(fibers.size()), current = block->current;
   for (int passed = 1; passed < 2 * count; ++passed) {
     const int next = (current + passed) % count;
     if (fibers[next].done || next == current) continue;
-    if (passed < count && (slow_warps >> next / kWarp & 1) != 0 && random_bits() % 16 != 0) continue;
+    if (passed < count && (block->slow_warps >> next / kWarp & 1) != 0 && random_bits() % 16 != 0) continue;
     return next;
   }
   return current;
 }
 
 void switch_to(int next, void** save) {
-  current = next;
+  block->current = next;
   threadIdx.x = static_cast<unsigned>(next);
-  emulator_switch(save, fibers[next].stack_pointer);
+  emulator_switch(save, block->fibers[next].stack_pointer);
 }
 
 void switch_thread() {
-  const int me = current, next = next_fiber();
+  const int me = block->current, next = next_fiber();
   if (next == me) fail("a thread waits for threads that have ended");
-  if (++switches_without_progress > 4096 * static_cast<int64_t>(fibers.size())) fail("all threads wait");
-  switch_to(next, &fibers[me].stack_pointer);
+  if (++switches_without_progress > 4096 * static_cast<int64_t>(block->fibers.size())) fail("all threads wait");
+  switch_to(next, &block->fibers[me].stack_pointer);
+}
+
+void end_cluster_round_if_complete() {
+  const int threads = static_cast<int>(cluster.size() * blockDim.x);
+  if (cluster_barrier.arrived + cluster_barrier.ended < threads) return;
+  cluster_barrier.arrived = 0;
+  ++cluster_barrier.round;
 }
 
 void perform(const std::vector<Copy>& copies) {
@@ -137,42 +165,71 @@ void perform(const std::vector<Copy>& copies) {
 
 void thread() {
   XA_ENTRY(parameter);
-  Fiber& me = fibers[current];
+  Fiber& me = block->fibers[block->current];
   for (const auto& group : me.committed) perform(group);
   me.committed.clear();
   me.done = true;
+  if (me.cluster_rounds > cluster_barrier.round) --cluster_barrier.arrived;
+  ++cluster_barrier.ended;
+  end_cluster_round_if_complete();
   void* nowhere;
-  if (--alive == 0) emulator_switch(&nowhere, main_stack_pointer);
+  if (--block->alive == 0) emulator_switch(&nowhere, main_stack_pointer);
   switch_to(next_fiber(), &nowhere);
 }
 
-void run_block() {
+void start_block(Block& started) {
   const int threads = static_cast<int>(blockDim.x);
-  // All bits set are a NaN, which a kernel gets that reads shared memory before writing it.
-  std::memset(shared, 0xff, sizeof(shared));
-  fibers.assign(threads, Fiber{});
-  warps.assign((threads + kWarp - 1) / kWarp, Warp{});
-  block_barrier = Barrier{};
-  named_barriers.clear();
-  mbarriers.clear();
-  alive = threads;
-  switches_without_progress = 0;
-  if (std::getenv("XLA_ATTENTION_EMULATOR_SEED") != nullptr) slow_warps = random_bits() & random_bits();
+  started.fibers.assign(threads, Fiber{});
+  started.warps.assign((threads + kWarp - 1) / kWarp, Warp{});
+  started.block_barrier = Barrier{};
+  started.named_barriers.clear();
+  started.mbarriers.clear();
+  started.alive = threads;
+  started.current = started.waiting = 0;
+  started.slow_warps =
+      std::getenv("XLA_ATTENTION_EMULATOR_SEED") != nullptr ? random_bits() & random_bits() : uint32_t{0};
+  while (started.stacks.size() < blockDim.x) {
+    started.stacks.push_back(static_cast<uint8_t*>(std::aligned_alloc(64, kStackBytes)));
+  }
   for (int i = 0; i < threads; ++i) {
-    void** top = reinterpret_cast<void**>(stacks[i] + kStackBytes - 64);
+    void** top = reinterpret_cast<void**>(started.stacks[i] + kStackBytes - 64);
     *--top = nullptr;  // where `thread` would return to
     *--top = reinterpret_cast<void*>(thread);
     for (int j = 0; j < kSavedRegisters; ++j) *--top = nullptr;
-    fibers[i].stack_pointer = top;
+    started.fibers[i].stack_pointer = top;
   }
-  switch_to(0, &main_stack_pointer);
+}
+
+/// Runs the cluster whose first block is `blockIdx`; its blocks are adjacent along y.
+void run_cluster() {
+  const unsigned first = blockIdx.y;
+  cluster_barrier = ClusterBarrier{};
+  for (Block& each : cluster) start_block(each);
+  // All bits set are a NaN, which a kernel gets that reads shared memory before writing it.
+  for (auto& memory : shared_memories) memory.assign(sizeof(shared), 0xff);
+  for (size_t ended = 0; ended < cluster.size();) {
+    const unsigned round = cluster_barrier.round;
+    const size_t ended_before = ended;
+    for (size_t rank = 0; rank < cluster.size(); ++rank) {
+      block = &cluster[rank];
+      if (block->alive == 0) continue;
+      blockIdx.y = first + static_cast<unsigned>(rank);
+      std::memcpy(shared, shared_memories[rank].data(), sizeof(shared));
+      switches_without_progress = 0;
+      switch_to(block->current, &main_stack_pointer);
+      std::memcpy(shared_memories[rank].data(), shared, sizeof(shared));
+      ended += block->alive == 0;
+    }
+    if (ended == ended_before && round == cluster_barrier.round) fail("all blocks wait for the cluster");
+  }
+  blockIdx.y = first;
 }
 
 }  // namespace
 
 void warp_collective(void (*operation)(void* const*), void* mine) {
-  Warp& warp = warps[current / kWarp];
-  warp.lanes[current % kWarp] = mine;
+  Warp& warp = block->warps[block->current / kWarp];
+  warp.lanes[block->current % kWarp] = mine;
   if (++warp.arrived == kWarp) {
     operation(warp.lanes);
     warp.arrived = 0;
@@ -205,14 +262,39 @@ bool wait_at(Barrier& barrier, int threads, bool mine) {
 }
 }  // namespace
 
-bool barrier_and(bool mine) { return wait_at(block_barrier, static_cast<int>(fibers.size()), mine); }
+bool barrier_and(bool mine) { return wait_at(block->block_barrier, static_cast<int>(block->fibers.size()), mine); }
 
 void yield_thread() {
-  if (next_fiber() != current) switch_thread();
+  if (next_fiber() != block->current) switch_thread();
 }
 
-void barrier(int number, int threads) { wait_at(named_barriers[number], threads, true); }
-void barrier_arrive(int number, int threads) { arrive_at(named_barriers[number], threads, true); }
+void cluster_arrive() {
+  ++block->fibers[block->current].cluster_rounds;
+  ++cluster_barrier.arrived;
+  end_cluster_round_if_complete();
+}
+void cluster_wait() {
+  const Fiber& me = block->fibers[block->current];
+  if (me.cluster_rounds > cluster_barrier.round) ++block->waiting;
+  for (bool waits = me.cluster_rounds > cluster_barrier.round; waits;) {
+    if (block->waiting == block->alive) {
+      emulator_switch(&block->fibers[block->current].stack_pointer, main_stack_pointer);
+    } else {
+      switch_thread();
+    }
+    waits = me.cluster_rounds > cluster_barrier.round;
+    if (!waits) --block->waiting;
+  }
+}
+void store_cluster(uint32_t address, uint32_t rank, const void* from, int bytes) {
+  if (rank >= cluster.size() || address + bytes > sizeof(shared)) fail("a store outside of the cluster");
+  if (cluster_barrier.round == 0) fail("a store to a block that may not have started");
+  if (cluster[rank].alive == 0) fail("a store to a block that has ended");
+  std::memcpy((&cluster[rank] == block ? shared : shared_memories[rank].data()) + address, from, bytes);
+}
+
+void barrier(int number, int threads) { wait_at(block->named_barriers[number], threads, true); }
+void barrier_arrive(int number, int threads) { arrive_at(block->named_barriers[number], threads, true); }
 
 /// The bytes of an mbarrier in shared memory. On a GPU they are its state; here they detect that something overwrites
 /// it.
@@ -220,14 +302,14 @@ constexpr uint64_t kMbarrierBytes = 0x7fff'f800'001f'fffe;
 
 void mbarrier_init(uint32_t address, uint32_t arrivals) {
   if (address % 8 != 0) fail("a misaligned mbarrier");
-  mbarriers[address] = Mbarrier{arrivals, arrivals};
+  block->mbarriers[address] = Mbarrier{arrivals, arrivals};
   std::memcpy(shared + address, &kMbarrierBytes, sizeof(kMbarrierBytes));
 }
 
 namespace {
 Mbarrier& mbarrier(uint32_t address) {
-  const auto found = mbarriers.find(address);
-  if (found == mbarriers.end()) fail("an mbarrier that was not initialized");
+  const auto found = block->mbarriers.find(address);
+  if (found == block->mbarriers.end()) fail("an mbarrier that was not initialized");
   if (std::memcmp(shared + address, &kMbarrierBytes, sizeof(kMbarrierBytes)) != 0) {
     fail("an mbarrier was overwritten");
   }
@@ -244,7 +326,7 @@ void end_if_complete(Mbarrier& barrier) {
 
 void mbarrier_inval(uint32_t address) {
   mbarrier(address);
-  mbarriers.erase(address);
+  block->mbarriers.erase(address);
 }
 
 void mbarrier_arrive(uint32_t address, uint32_t expected_bytes) {
@@ -267,17 +349,17 @@ void cp_async(uint32_t destination, const void* source, int bytes, bool predicat
   if (destination % bytes != 0 || reinterpret_cast<uintptr_t>(source) % bytes != 0) fail("a misaligned cp.async");
   // NaN until `cp_async_wait`, so that reading the destination too early is noticed.
   std::memset(shared + destination, 0xff, bytes);
-  fibers[current].open.push_back({destination, source, bytes, predicate});
+  block->fibers[block->current].open.push_back({destination, source, bytes, predicate});
 }
 
 void cp_async_commit() {
-  Fiber& me = fibers[current];
+  Fiber& me = block->fibers[block->current];
   me.committed.push_back(std::move(me.open));
   me.open.clear();
 }
 
 void cp_async_wait(int pending) {
-  auto& groups = fibers[current].committed;
+  auto& groups = block->fibers[block->current].committed;
   while (static_cast<int>(groups.size()) > pending) {
     perform(groups.front());
     groups.pop_front();
@@ -286,16 +368,17 @@ void cp_async_wait(int pending) {
 
 }  // namespace emulator
 
-/// Runs the kernel of this library.
-extern "C" __attribute__((visibility("default"))) void xa_emulate(unsigned grid_x, unsigned grid_y, unsigned threads,
-                                                                  const void* kernel_parameter) {
+/// Runs the kernel of this library in clusters of `cluster_y` blocks along y.
+extern "C" __attribute__((visibility("default"))) void xa_emulate(unsigned grid_x, unsigned grid_y, unsigned cluster_y,
+                                                                  unsigned threads, const void* kernel_parameter) {
   using namespace emulator;
   parameter = kernel_parameter;
   if (const char* seed = std::getenv("XLA_ATTENTION_EMULATOR_SEED")) random_bits.seed(std::atoi(seed));
   gridDim = {grid_x, grid_y, 1};
   blockDim = {threads, 1, 1};
-  while (stacks.size() < threads) stacks.push_back(static_cast<uint8_t*>(std::aligned_alloc(64, kStackBytes)));
-  for (blockIdx.y = 0; blockIdx.y < grid_y; ++blockIdx.y) {
-    for (blockIdx.x = 0; blockIdx.x < grid_x; ++blockIdx.x) run_block();
+  cluster.resize(cluster_y);
+  shared_memories.resize(cluster_y);
+  for (blockIdx.y = 0; blockIdx.y < grid_y; blockIdx.y += cluster_y) {
+    for (blockIdx.x = 0; blockIdx.x < grid_x; ++blockIdx.x) run_cluster();
   }
 }

@@ -1,7 +1,7 @@
 // CUDA C++ on the host: keywords, vector types and the intrinsics that our kernels use.
 //
 // Every thread of a block is a fiber (device.cc). A collective operation of a warp or block is executed by the last
-// fiber that arrives at it. Blocks run one after the other.
+// fiber that arrives at it. Blocks run one after the other; those of a cluster take turns, at the cluster's barrier.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -71,6 +71,11 @@ void mbarrier_arrive(uint32_t address, uint32_t expected_bytes);
 void mbarrier_complete_tx(uint32_t address, uint32_t bytes);
 /// Waits until the phase of this parity has completed.
 void mbarrier_wait(uint32_t address, uint32_t parity);
+/// barrier.cluster: arrives, and waits until all threads of the cluster have arrived or ended.
+void cluster_arrive();
+void cluster_wait();
+/// Stores bytes in the shared memory of block `rank` of the cluster, which must have started.
+void store_cluster(uint32_t address, uint32_t rank, const void* from, int bytes);
 [[noreturn]] void fail(const char* why);
 /// Switches to other threads of the block, if any. A thread that polls a number in memory calls it.
 void yield_thread();

@@ -27,10 +27,10 @@ constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500
 constexpr size_t kPage = 4096, kAlignment = 16;
 constexpr size_t kParameterAlignment = 64;
 
-/// A compiled kernel (compile.py): its entry point, which takes the grid, the threads and the parameter, and the
-/// parameter's size.
+/// A compiled kernel (compile.py): its entry point, which takes the grid, the blocks of a cluster along y, the threads
+/// and the parameter; and the parameter's size.
 struct Function {
-  void (*emulate)(unsigned, unsigned, unsigned, const void*);
+  void (*emulate)(unsigned, unsigned, unsigned, unsigned, const void*);
   size_t parameter_bytes;
 };
 using Kernel = const Function*;
@@ -230,14 +230,55 @@ DRIVER_CALL cuTensorMapEncodeTiled(void* to, int type, unsigned axes, void* data
   return kSuccess;
 }
 
-DRIVER_CALL cuLaunchKernel(Kernel kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads_x,
-                           unsigned threads_y, unsigned threads_z, unsigned, Stream* stream, void** parameters,
-                           void**) {
-  if (grid_x == 0 || grid_y == 0 || grid_z != 1 || threads_x == 0 || threads_y != 1 || threads_z != 1) {
+namespace {
+
+/// Blocks along x, y and z.
+struct Dims {
+  unsigned x, y, z;
+};
+
+int launch(Kernel kernel, const Dims& grid, const Dims& cluster, const Dims& threads, Stream* stream,
+           void** parameters) {
+  if (grid.x == 0 || grid.y == 0 || grid.z != 1 || threads.x == 0 || threads.y != 1 || threads.z != 1) {
+    return kInvalidValue;
+  }
+  if (cluster.x != 1 || cluster.y == 0 || cluster.y > 8 || cluster.z != 1 || grid.y % cluster.y != 0) {
     return kInvalidValue;
   }
   const size_t bytes = kernel->parameter_bytes, room = (bytes + kParameterAlignment - 1) & -kParameterAlignment;
   const std::shared_ptr<void> parameter(std::aligned_alloc(kParameterAlignment, room), std::free);
   std::memcpy(parameter.get(), parameters[0], bytes);
-  return enqueue(stream, [=] { kernel->emulate(grid_x, grid_y, threads_x, parameter.get()); });
+  return enqueue(stream, [=] { kernel->emulate(grid.x, grid.y, cluster.y, threads.x, parameter.get()); });
+}
+
+/// CUlaunchAttribute and CUlaunchConfig.
+struct LaunchAttribute {
+  int id;
+  int padding;
+  union {
+    Dims cluster;
+    char bytes[64];
+  };
+};
+struct LaunchConfig {
+  Dims grid, threads;
+  unsigned shared_bytes;
+  Stream* stream;
+  const LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+
+}  // namespace
+
+DRIVER_CALL cuLaunchKernel(Kernel kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads_x,
+                           unsigned threads_y, unsigned threads_z, unsigned, Stream* stream, void** parameters,
+                           void**) {
+  return launch(kernel, {grid_x, grid_y, grid_z}, {1, 1, 1}, {threads_x, threads_y, threads_z}, stream, parameters);
+}
+
+/// The only attribute is the dimensions of clusters.
+DRIVER_CALL cuLaunchKernelEx(const LaunchConfig* config, Kernel kernel, void** parameters, void**) {
+  constexpr int kClusterDimension = 4;
+  if (config->num_attributes != 1 || config->attributes[0].id != kClusterDimension) return kInvalidValue;
+  return launch(kernel, config->grid, config->attributes[0].cluster, config->threads, config->stream, parameters);
 }

@@ -38,5 +38,6 @@ mod strides;
 #[path = "../support/mod.rs"]
 mod support;
 mod tuned_backward;
+mod tuned_decode;
 mod tuned_prefill;
 mod vocabulary;

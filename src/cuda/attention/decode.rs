@@ -15,24 +15,31 @@ const COMBINE_KERNEL: &str = "combine";
 
 /// Maximum new rows per KV head that one decode warp stores in the cache. Stores are serial and delay the warp's attention
 /// work; above this a separate update kernel is faster.
-const ROWS_PER_WARP: i64 = 4;
+pub(super) const ROWS_PER_WARP: i64 = 4;
 
 /// Takes calls without long sequences: those whose sizes leave room for one query per sequence on average, or for no long
 /// sequence at all, or whose caller says so by `max_seqlen_q`. In the first and the last case there may be long sequences
 /// nevertheless, which decode serves too; but with `batch_invariant` the kernel of a sequence must not depend on the batch.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
-    let (rows, seqs, decode) = (call.rows(), call.seqs(), call.decode);
-    let longest = call.problem.queries.longest as i64;
-    let mostly_short = rows <= seqs || (1..=call.max_short_queries()).contains(&longest);
-    if mostly_short && !call.problem.batch_invariant {
-        let tiles = max_tiles(rows * call.group(), decode.rows(), rows.min(seqs));
-        return launches_for(call, tiles, UNLIMITED, true).map(Some);
+    if is_mostly_short(call) && !call.problem.batch_invariant {
+        return launches_for(call, max_decode_tiles(call), UNLIMITED, true).map(Some);
     }
     if call.long_sequences() > 0 {
         Ok(None)
     } else {
         launches_for(call, max_short_tiles(call), call.max_short_queries(), true).map(Some)
     }
+}
+
+/// Whether most sequences are short, by the sizes or by `max_seqlen_q`.
+pub(super) fn is_mostly_short(call: &Call) -> bool {
+    let longest = call.problem.queries.longest as i64;
+    call.rows() <= call.seqs() || (1..=call.max_short_queries()).contains(&longest)
+}
+
+/// The maximum number of tiles per KV head if decode serves all sequences.
+pub(super) fn max_decode_tiles(call: &Call) -> i64 {
+    max_tiles(call.rows() * call.group(), call.decode.rows(), call.rows().min(call.seqs()))
 }
 
 /// The maximum number of tiles of short sequences.

@@ -6,6 +6,7 @@
 //! Each way to execute a call is a strategy in its own file: it returns launches, which are data, or leaves the call to the
 //! strategies after it. `docs/dev/new_architecture.md` says how to add another architecture.
 
+mod cluster_decode;
 mod decode;
 mod fused;
 mod hopper;
@@ -32,7 +33,8 @@ use tiles::AttentionTile;
 type Strategy = for<'c> fn(&Call<'c>) -> Result<Option<Launches<'c>>>;
 
 /// The strategies, in the order in which they are tried.
-const STRATEGIES: [Strategy; 5] = [
+const STRATEGIES: [Strategy; 6] = [
+    cluster_decode::launches, // few sequences, all short
     decode::launches,         // all sequences are short
     hopper::launches_for_all, // nearly all sequences are long
     fused::launches,          // short and long sequences in one kernel
@@ -289,7 +291,8 @@ pub(super) mod tests {
         assert_eq!(named(&problem(64, 64, 8, 104)), [(decode, 1, i32::MAX)]);
         assert_eq!(named(&problem(65, 64, 8, 104)), [(prefill, 5, i32::MAX), (decode, 1, 4)]);
         // No sequence can have more than 4 queries.
-        assert_eq!(named(&problem(4, 1, 8, 104)), [(decode, 1, 4)]);
+        let older = Device { capability: 80, ..device(false) };
+        assert_eq!(named_on(&problem(4, 1, 8, 104), &older), [(decode, 1, 4)]);
         let invariant = Attention { batch_invariant: true, ..problem(64, 64, 8, 104) };
         assert_eq!(named(&invariant), [(prefill, 5, i32::MAX), ("attention_bf16_128_decode_none", 1, 4)]);
         assert!(named(&problem(0, 64, 8, 104)).is_empty());

@@ -9,6 +9,7 @@ pub(crate) mod attention;
 pub(crate) mod attention_bwd;
 pub(crate) mod attention_bwd_sinks;
 pub(crate) mod cache_rows;
+pub(crate) mod cluster_decode;
 pub(crate) mod combine;
 pub(crate) mod divisor;
 pub(crate) mod gather_kv_cache;

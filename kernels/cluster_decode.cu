@@ -1,0 +1,28 @@
+// Decode of few sequences in one launch: the CTAs of a cluster divide the keys of a KV head and merge split tiles
+// through distributed shared memory. It needs no workspace. docs/dev/kernels/cluster_decode.md explains the design.
+//
+// Compiled once for each combination of
+//   XA_DTYPE     f16, bf16: of q, K and V
+//   XA_HEAD_DIM  the bucket: serves head dimensions up to it, which are padded with zeros in shared memory
+//   XA_LOGITS    none, softcap_alibi (include/logits_transform.cuh)
+// Launch: a grid of Hkv by n CTAs in clusters of 1 by n, Shape::kThreads threads, Shape::kSharedBytes of dynamic shared
+// memory. At most kClusterDecodeSlots sequence slots, and fewer than 2^31 KV chunks.
+
+#include "cluster_decode.cuh"
+#include "cluster_shape.cuh"
+#include "element.cuh"
+#include "fp8.cuh"
+#include "logits_transform.cuh"
+#include "params/attention.cuh"
+
+namespace {
+using Types = xa::XA_PASTE(operands_, XA_DTYPE);
+using LogitsTransform = xa::XA_PASTE(logits_, XA_LOGITS);
+using Shape = xa::ClusterShape<Types::Compute, XA_HEAD_DIM>;
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
+    XA_ENTRY(const __grid_constant__ xa::AttentionParams params) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  xa::ClusterDecode<Shape, Types::Compute, LogitsTransform>(params, shared).run();
+}

@@ -1,0 +1,56 @@
+// The tile of cluster_decode.cu and its shared memory: query rows and rings as in decode (tile_shape.cuh), which the
+// warps' states replace at the end of a tile; then what outlives a tile: a WorkTile per warp, the sequences, and what
+// the CTA receives of split tiles.
+#pragma once
+
+#include <cstdint>
+
+#include "cluster_merge.cuh"
+#include "cluster_partition.cuh"
+#include "shared_rows.cuh"
+#include "tiles/cluster_decode.cuh"
+#include "work_tile.cuh"
+
+namespace xa {
+
+/// What a CTA keeps in shared memory while it computes a tile.
+template <int kWarps, int kRows, int kKvChunkKeys>
+struct ClusterWork {
+  WorkTile work_tiles[kWarps];  // of each warp; all have the same tile
+  LaneSequence<kRows, kKvChunkKeys> sequences[32];
+  SplitTile split_tiles[2];  // one that begins before the CTA's range, one that goes on after it
+};
+
+template <typename T, int kHeadDim_>
+struct ClusterShape : tiles::ClusterDecode<kHeadDim_> {
+  using Config = tiles::ClusterDecode<kHeadDim_>;
+  static constexpr int kHeadDim = kHeadDim_, kRowTiles = 1, kRows = 16;
+  static constexpr int kWarps = Config::kKeyWarps, kThreads = 32 * kWarps;
+  static constexpr int kKvChunkKeys = kWarps * Config::kKeys;
+  static constexpr bool kIsFp8 = false, kAppendsKv = true;
+
+  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
+  static constexpr int kQueryRowBytes = kRowBytes, kQueryPitch = kQueryRowBytes + 16;
+  using Rows = SwizzledRows<kRowBytes>;
+  static constexpr int kBlockBytes = Config::kKeys * Rows::kPitch;
+  static constexpr int kRingBytes = 2 * Config::kStages * kBlockBytes;
+  static constexpr int kRingsOffset = kRows * kQueryPitch;
+  static constexpr int kStreamBytes = kRingsOffset + kWarps * kRingBytes;
+  /// f32 rows with 4 spare columns, then (max, sum) of each row and warp.
+  static constexpr int kWarpStatesPitch = kHeadDim + 4;
+  static constexpr int kWarpStatesBytes = kWarps * kRows * (kWarpStatesPitch + 2) * 4;
+
+  using Work = ClusterWork<kWarps, kRows, kKvChunkKeys>;
+  /// An item of a result: four columns of a row.
+  static constexpr int kRowItems = kHeadDim / 4;
+  using Buffer = MergeBuffer<kRows * kRowItems>;
+  static constexpr int kWorkOffset = kStreamBytes;
+  static constexpr int kBuffersOffset = (kWorkOffset + static_cast<int>(sizeof(Work)) + 15) / 16 * 16;
+
+  static_assert(kStreamBytes >= kWarpStatesBytes && kStreamBytes % 16 == 0, "the warps' states replace rows and rings");
+  static_assert(kRingsOffset % 128 == 0, "rings begin at a multiple of 128 bytes");
+  static_assert(Config::kSharedBytes == kBuffersOffset + 2 * Buffer::kBytes,
+                "shared_bytes in variants.toml is what the launch asks for");
+};
+
+}  // namespace xa

@@ -1,0 +1,133 @@
+//! Decode of few sequences in one launch on Hopper: clusters divide the keys of a KV head and merge split tiles through
+//! distributed shared memory, without a workspace and without a combine launch.
+
+use super::decode::{ROWS_PER_WARP, is_mostly_short, max_decode_tiles};
+use super::tiles::transforms_logits;
+use super::{Call, Launch, Launches, Parameter, UNLIMITED};
+use crate::cuda::enqueue::LaunchConfig;
+use crate::cuda::params::cluster_decode::{CLUSTER_DECODE_SLOTS, LARGEST_CLUSTER};
+use crate::cuda::tiles::{CLUSTER_DECODE, ClusterDecodeTile};
+use crate::cuda::variants;
+use crate::error::Result;
+
+const KERNEL: &str = "cluster_decode";
+
+/// Maximum sequence slots. For more, which keep every SM busy, two CTAs per SM are at least as fast.
+const MAX_SLOTS: i64 = 16;
+const _: () = assert!(MAX_SLOTS <= CLUSTER_DECODE_SLOTS as i64);
+
+/// The most keys per KV head of a call whose clusters leave most SMs idle.
+const FEW_KEYS: i64 = 8192;
+
+/// Takes calls of few sequences that are all short, without `batch_invariant`: how a tile is split depends on the batch.
+pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
+    let Some((tile, size)) = tile_and_size(call) else { return Ok(None) };
+    let problem = call.problem;
+    let warps = size * i64::from(tile.key_warps);
+    let new_tokens = call.new_tokens.filter(|_| call.rows() <= ROWS_PER_WARP * warps);
+    let mut params = call.params_for(1, UNLIMITED);
+    params.clears_padding_rows = 1;
+    params.new_tokens = new_tokens.unwrap_or(params.new_tokens);
+    let logits = if transforms_logits(problem) { "softcap_alibi" } else { "none" };
+    let variant = variants::find(KERNEL, &[variants::dtype_value(problem.kv_dtype), tile.head_dim_value, logits])?;
+    let grid = [problem.num_kv_heads as u32, size as u32, 1];
+    let config = LaunchConfig { grid, threads: 32 * tile.key_warps, shared_memory: tile.shared_bytes };
+    let attend = Launch::new(KERNEL, variant, config, Parameter::Attention(params));
+    let list = vec![Launch { cluster: size as u32, ..attend }];
+    Ok(Some(Launches { list, store_new_tokens: new_tokens.is_some() }))
+}
+
+/// The kernel's tile and the CTAs of a cluster, if the kernel takes the call.
+fn tile_and_size(call: &Call) -> Option<(&'static ClusterDecodeTile, i64)> {
+    let Call { problem, device, .. } = call;
+    let is_short = is_mostly_short(call) || call.long_sequences() == 0;
+    let is_built = device.capability == 90 && problem.kv_dtype.size() == 2;
+    if !is_short || !is_built || problem.batch_invariant || call.seqs() > MAX_SLOTS {
+        return None;
+    }
+    let dim = problem.head_dim.max(problem.value_dim);
+    let serves = |tile: &&ClusterDecodeTile| tile.head_dim as usize >= dim && tile.shared_bytes <= device.shared_memory;
+    let tile = CLUSTER_DECODE.iter().filter(serves).min_by_key(|tile| tile.head_dim)?;
+    let (heads, sms) = (problem.num_kv_heads as i64, i64::from(device.sms));
+    // Clusters of up to eight CTAs, one per SM, fit on three quarters of the SMs: a GPC's last SMs are too few for one.
+    let largest = (sms * 3 / 4 / heads).min(i64::from(LARGEST_CLUSTER));
+    let chunk = i64::from(tile.keys * tile.key_warps);
+    let (tiles, keys) = (max_decode_tiles(call), problem.keys.storage.capacity().1 as i64);
+    // A tile's first and last chunk may have few keys.
+    let chunks = tiles * (keys / chunk + 2);
+    let has_few_keys = call.rows().min(call.seqs()) * keys <= FEW_KEYS;
+    let size = largest.min(chunks);
+    (largest > 1 && chunks <= i64::from(i32::MAX / 2) && (has_few_keys || 5 * heads * size >= 2 * sms))
+        .then_some((tile, size))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{device, named_on, problem};
+    use super::super::{Device, LaunchPlan};
+    use crate::problem::attention::{Attention, KeyStorage, Keys, Queries};
+    use crate::tensor::{DType, Tensor};
+
+    /// The CTAs of a cluster; `None` if another strategy takes the call.
+    fn size_on(problem: &Attention, device: &Device) -> Option<u32> {
+        let plan = LaunchPlan::on(problem, None, *device).expect("the sizes are allowed");
+        let launch = &plan.0.list[0];
+        let [heads, size, _] = launch.config.grid;
+        let is_ours = launch.kernel == super::KERNEL;
+        assert!(!is_ours || (plan.0.list.len(), heads, size) == (1, problem.num_kv_heads as u32, launch.cluster));
+        assert!(is_ours || launch.cluster == 1);
+        is_ours.then_some(size)
+    }
+    fn size(problem: &Attention) -> Option<u32> {
+        size_on(problem, &device(true))
+    }
+
+    /// A call over this many keys per sequence.
+    fn over(keys: usize, heads: usize, problem: &Attention<'static>) -> Attention<'static> {
+        let storage = KeyStorage::Contiguous { total: keys };
+        let num_q_heads = 4 * heads;
+        Attention { num_kv_heads: heads, num_q_heads, keys: Keys { storage, ..problem.keys }, ..*problem }
+    }
+
+    #[test]
+    fn clusters_are_as_large_as_fits_the_gpu() {
+        for (heads, expected) in [(7, 8), (8, 8), (12, 8), (16, 6), (32, 3), (48, 2)] {
+            assert_eq!(size(&over(1 << 20, heads, &problem(16, 16, 32, 128))), Some(expected), "{heads} heads");
+        }
+        assert_eq!(size(&over(1 << 20, 64, &problem(1, 1, 32, 128))), None);
+        let few_sms = Device { sms: 8, ..device(true) };
+        assert_eq!(size_on(&over(1 << 20, 2, &problem(1, 1, 32, 128)), &few_sms), Some(3));
+        // Most SMs would be idle.
+        assert_eq!(size(&over(8193, 4, &problem(1, 1, 32, 128))), None);
+        assert_eq!(size(&over(8192, 4, &problem(1, 1, 32, 128))), Some(8));
+        // No more CTAs than chunks.
+        assert_eq!(size(&over(128, 8, &problem(1, 1, 32, 128))), Some(3));
+    }
+
+    #[test]
+    fn other_calls_are_left_to_other_strategies() {
+        let plain = over(4096, 8, &problem(16, 16, 32, 128));
+        assert_eq!(size(&plain), Some(8));
+        assert_eq!(size(&over(4096, 8, &problem(17, 17, 32, 128))), None);
+        assert_eq!(size(&Attention { batch_invariant: true, ..plain }), None);
+        for dtype in [DType::F32, DType::F8E4M3FN] {
+            assert_eq!(size(&Attention { q: Tensor { dtype, ..plain.q }, kv_dtype: dtype, ..plain }), None);
+        }
+        for capability in [80, 89, 100, 120] {
+            assert_eq!(size_on(&plain, &Device { capability, ..device(true) }), None);
+        }
+        // A sequence may be long, unless the caller says that none is.
+        let longer = over(4096, 8, &problem(64, 16, 32, 128));
+        assert_eq!(size(&longer), None);
+        assert_eq!(size(&Attention { queries: Queries { longest: 4, ..longer.queries }, ..longer }), Some(8));
+        assert_eq!(size(&over(4096, 8, &problem(4, 1, 32, 128))), Some(8));
+    }
+
+    #[test]
+    fn the_next_head_dimension_serves_those_between() {
+        for (dim, bucket) in [(8, 64), (64, 64), (72, 128), (128, 128), (136, 256), (256, 256)] {
+            let name = named_on(&over(4096, 8, &problem(4, 4, 32, dim)), &device(true))[0].0;
+            assert_eq!(name, format!("cluster_decode_bf16_{bucket}_none"));
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! Decode by clusters, which takes few sequences on Hopper: all pairs of the options that matter to it and tiles that are
+//! split in every way, against the reference on every device; and on Hopper, that its kernels were launched. With the
+//! emulator's 4 SMs clusters have up to three CTAs, with `XLA_ATTENTION_EMULATOR_SMS=132` up to eight.
+
+use crate::attention::metadata::corrupt;
+use crate::support::{
+    ALIBI, AttentionCase, BF16, BatchSpec, Dtypes, F16, InvalidMetadata, KvLayout, Mask, MaxSeqlenHints, MemoryLayout,
+    PagedUpdateCase, PairwiseOptions, ReferenceCase, ScaleKind, assert_named_matches_reference, skips_slow_test,
+};
+
+const DTYPES: [Dtypes; 2] = [Dtypes::same(BF16), Dtypes::same(F16)];
+
+/// The buckets, dimensions between them, and D other than Dv.
+const HEAD_DIMS: [(usize, usize); 6] = [(64, 64), (128, 128), (256, 256), (40, 40), (96, 72), (192, 128)];
+
+/// Few and several queries per sequence, empty sequences, and keys of one block, of one CTA and of a whole cluster.
+const SHORT: PairwiseOptions = PairwiseOptions {
+    dtypes: &[DTYPES[0], DTYPES[1], Dtypes::wide(BF16, BF16), Dtypes::wide(F16, F16)],
+    head_dims: &HEAD_DIMS,
+    heads: &[(1, 1), (4, 1), (8, 2), (6, 3)],
+    work: &[
+        &[(1, 1300)],
+        &[(3, 700), (1, 0), (2, 130), (0, 60), (1, 17)],
+        &[(1, 128), (1, 384), (1, 1), (1, 640)],
+        &[(2, 1), (1, 2200), (1, 40)],
+    ],
+    layout: &KvLayout::ALL,
+    page_size: &[0, 1, 8, 16, 24, 100, 256],
+    alibi: ALIBI,
+    scales: &[[ScaleKind::None; 3], [ScaleKind::PerTensor; 3], [ScaleKind::PerHead; 3]],
+    hints: &[MaxSeqlenHints::RoundedUp],
+    workspace: &[None, Some(9_000_001)],
+    seed: 11,
+    ..PairwiseOptions::BEYOND_BLOCKS
+};
+
+#[test]
+fn every_pair_agrees_with_the_reference() {
+    if skips_slow_test() {
+        return;
+    }
+    for (seed, (_, spec, memory_layout, _)) in SHORT.calls().into_iter().enumerate() {
+        assert_named_matches_reference(
+            &format!("short {seed}"),
+            &mut AttentionCase::flash(&spec.batch(), &memory_layout),
+        );
+    }
+}
+
+/// A batch of one query per sequence over contexts of these lengths.
+fn decode(lengths: &[usize], seed: u64) -> BatchSpec {
+    BatchSpec {
+        dtypes: DTYPES[seed as usize % 2],
+        heads: [(4, 1), (2, 2), (16, 1)][seed as usize % 3],
+        head_dim: [128, 64, 256][seed as usize / 3 % 3],
+        mask: Mask::CAUSAL,
+        lengths: lengths.iter().map(|&length| (1, length)).collect(),
+        sinks: seed % 4 == 1,
+        seed,
+        ..BatchSpec::default()
+    }
+}
+
+/// Contexts around the sizes at which work moves to another CTA; tiles that two, three and all CTAs of a cluster split, that
+/// end where a range ends, and several in a CTA.
+fn contexts() -> Vec<Vec<usize>> {
+    let chunk = 128;
+    let mut cases: Vec<Vec<usize>> = (1..=9).flat_map(|n| [vec![n * chunk - 1], vec![n * chunk + 1]]).collect();
+    cases.extend((1..=8).map(|n| vec![chunk; n]));
+    cases.extend([
+        vec![1024; 2],
+        vec![300, 3000, 700, 100],
+        vec![0, 512, 0, 0, 640, 0],
+        vec![2000, 1, 1, 1, 1],
+        vec![1; 14],
+        vec![384; 8],
+        vec![100, 1800, 100],
+        vec![0; 3],
+    ]);
+    cases
+}
+
+#[test]
+fn ranges_of_every_kind_agree_with_the_reference() {
+    if skips_slow_test() {
+        return;
+    }
+    for (seed, lengths) in contexts().into_iter().enumerate() {
+        let spec = decode(&lengths, seed as u64);
+        let memory_layout =
+            MemoryLayout { page_size: [16, 1, 64, 20][seed % 4], spare_seqs: seed % 3, ..MemoryLayout::default() };
+        assert_named_matches_reference(
+            &format!("ranges {seed}"),
+            &mut AttentionCase::paged(&spec.batch(), &memory_layout),
+        );
+        // Every sequence has the key of its query.
+        let with_new_keys: Vec<usize> = lengths.iter().map(|&length| length.max(1)).collect();
+        PagedUpdateCase::new(&decode(&with_new_keys, seed as u64).batch(), &memory_layout).assert_matches_reference();
+    }
+}
+
+#[test]
+fn hostile_metadata_does_not_affect_valid_sequences() {
+    if skips_slow_test() {
+        return;
+    }
+    for seed in 0..48 {
+        let spec = decode(&[300, 40, 1200, 16, 129], seed);
+        let mut case = AttentionCase::paged(&spec.batch(), &MemoryLayout::default());
+        corrupt(&mut case, seed);
+        case.compare_with_reference(InvalidMetadata::Unspecified);
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod on_their_own_gpu {
+    use super::{AttentionCase, BatchSpec, DTYPES, MemoryLayout, decode};
+    use crate::support::device::{BufferPadding, Gpu};
+    use crate::support::log_capture::{assert_logged, log};
+
+    /// Short, with a call of every variant.
+    #[test]
+    fn cluster_decode_is_chosen() {
+        let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
+        let log = log();
+        for (dtypes, name) in DTYPES.into_iter().zip(["bf16", "f16"]) {
+            for head_dim in [64, 128, 256] {
+                for (softcap, logits) in [(0.0, "none"), (2.5, "softcap_alibi")] {
+                    let spec =
+                        BatchSpec { dtypes, head_dim, softcap, heads: (4, 1), ..decode(&[700, 0, 130, 1, 260], 0) };
+                    AttentionCase::paged(&spec.batch(), &MemoryLayout::default())
+                        .invocation()
+                        .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
+                        .unwrap();
+                    assert_logged(log, &format!("cluster_decode_{name}_{head_dim}_{logits} with"));
+                }
+            }
+        }
+    }
+}
