@@ -30,6 +30,7 @@ GPU_TESTS = {
         "flash_attn_varlen",
         "flash_attn_varlen_bwd",
         "tuned_prefill",
+        "tuned_decode",
         "tuned_backward",
         "fp8_accuracy",
     ),

@@ -23,6 +23,7 @@ FEWER = {"XLA_ATTENTION_TEST_CASES": "8", "XLA_ATTENTION_FUZZ_CALLS": "200"}
 # the tools.
 EACH_KERNEL = {
     "tuned_prefill": ("tuned_kernels_are_chosen", "the_fused_kernel_is_chosen", "many_fused_decode_sequences"),
+    "tuned_decode": ("cluster_decode_is_chosen",),
     "tuned_backward": ("tuned_backward_kernels_are_chosen",),
 }
 
