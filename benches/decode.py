@@ -52,6 +52,12 @@ class Case:
         return f"{self.flops() / ms / 1e9:.0f} TFLOP/s"
 
 
+def few_queries(seqs, queries, keys, **heads):
+    """A batch of equal sequences with a few new tokens each over a long context."""
+    name = f"{seqs} x {queries} queries over {keys}, {heads['q_heads']}/{heads['kv_heads']}"
+    return Case(name, [queries] * seqs, [keys] * seqs, **heads)
+
+
 def decode(name, lens, **options):
     """A decode batch: one new token per sequence."""
     return Case(name, [1] * len(lens), lens, **options)
@@ -67,6 +73,14 @@ CASES = [
     decode("128 x 2k, 64/8", [2048] * 128, q_heads=64),
     decode("8 x 512", [512] * 8),
     Case("64 x 4 queries over 4k", [4] * 64, [4096] * 64),
+    few_queries(16, 5, 6000, q_heads=28, kv_heads=4),
+    few_queries(64, 4, 8192, q_heads=28, kv_heads=4),
+    *(few_queries(1, queries, 131072, q_heads=32, kv_heads=8) for queries in (5, 16, 64)),
+    few_queries(4, 32, 32768, q_heads=32, kv_heads=8),
+    few_queries(64, 16, 8192, q_heads=32, kv_heads=8),
+    few_queries(16, 64, 8192, q_heads=32, kv_heads=8),
+    few_queries(8, 16, 16384, q_heads=64, kv_heads=8),
+    few_queries(8, 5, 512, q_heads=32, kv_heads=8),
     Case("mixed 4 x 2k + 60 x 4k", [2048] * 4 + [1] * 60, [2048] * 4 + [4096] * 60),
     Case("chunked 8 x 512 over 8k", [512] * 8, [8192] * 8),
     *(decode(f"64 x 8k, {cache}", [8192] * 64, cache=cache) for cache in DTYPES),

@@ -75,14 +75,17 @@ class PartialRows {
   /// `state` has columns `column` to `column` + 3.
   __device__ __forceinline__ void store(int64_t row, int32_t column, const PartialState& state) const {
     *reinterpret_cast<float4*>(output(row, column)) = state.output;
-    if (column == 0) states_[first_ + row] = make_float2(state.max, state.sum);
+    if (column == 0) store_state(row, state.max, state.sum);
   }
-
- private:
+  __device__ __forceinline__ void store_state(int64_t row, float max, float sum) const {
+    states_[first_ + row] = make_float2(max, sum);
+  }
+  /// The address of an unnormalized output, from `column` on.
   __device__ __forceinline__ float* output(int64_t row, int32_t column) const {
     return outputs_ + (first_ + row) * pitch_ + column;
   }
 
+ private:
   int64_t first_;
   float2* states_;
   float* outputs_;

@@ -83,7 +83,7 @@ __device__ __forceinline__ void enter(const AttentionParams& params, WorkTile& w
   range.tiles_left = sequence.num_tiles - 1 - index;
 }
 
-/// Advances a CTA through its work range. Only the CTA's first warp calls it; the state is in shared memory.
+/// Advances a CTA through its work range. Only one warp of the CTA calls it; the state is in shared memory.
 template <int kRows, int kKvChunkKeys>
 class WorkRangeIterator {
  public:
@@ -91,15 +91,15 @@ class WorkRangeIterator {
                                                int32_t range_index)
       : params_(params), work_(work), range_(range), range_index_(range_index) {}
 
-  /// Advances to the next work tile. At the end of the range, WorkTile::tile has no rows.
-  __device__ __forceinline__ void next() const {
+  /// Advances to the next work tile, in lane `lane` of the warp. At the end of the range, WorkTile::tile has no rows.
+  __device__ __forceinline__ void next(int32_t lane) const {
     const bool is_new = range_.work_tile_index < 0, is_in_split = !is_new && range_.work_tile_end < range_.split_end;
     const int32_t begin = is_new ? range_.split_begin : (is_in_split ? range_.work_tile_end : range_.split_end);
     const bool is_in_range = range_.tile_begin + begin < range_.end && work_.tile.num_rows > 0;
     const bool is_in_tile = begin < range_.tile_chunks;
     __syncwarp();
-    if (is_in_range && !is_in_tile) next_tile();
-    if (ptx::opaque(threadIdx.x) != 0) return;
+    if (is_in_range && !is_in_tile) next_tile(lane);
+    if (ptx::opaque(lane) != 0) return;
     if (!is_in_range) {
       work_.tile.num_rows = 0;
     } else if (is_in_split) {
@@ -120,10 +120,10 @@ class WorkRangeIterator {
 
  private:
   /// Advances to the next tile, which exists because the range does not end before it.
-  __device__ __forceinline__ void next_tile() const {
+  __device__ __forceinline__ void next_tile(int32_t this_lane) const {
     const int32_t left = range_.tiles_left, sequence = work_.tile.sequence;
     __syncwarp();
-    if (ptx::opaque(threadIdx.x) == 0) {
+    if (ptx::opaque(this_lane) == 0) {
       const KvSplit& kv_split = range_.kv_split;
       if (kv_split.max_fixed_splits > 0) {
         range_.rows_before += kv_split.num_partials(range_.tile_begin, range_.tile_chunks) * work_.tile.num_rows;
@@ -135,7 +135,7 @@ class WorkRangeIterator {
     }
     __syncwarp();
     if (left > 0) return;
-    const int32_t lane = ptx::opaque(threadIdx.x), num_seqs = live_sequences(params_);
+    const int32_t lane = ptx::opaque(this_lane), num_seqs = live_sequences(params_);
     StartMaxima maxima = work_.maxima;
     const bool raises_starts = !starts_ascend(maxima);
     for (int32_t first = sequence + 1; first < num_seqs; first += 32) {
@@ -194,7 +194,8 @@ template <int kRows, int kKvChunkKeys>
 __device__ __forceinline__ void next_work_tile(const AttentionParams& params, WorkTile& work, WorkRange& range,
                                                int32_t range_index) {
   __syncthreads();
-  if (ptx::opaque(threadIdx.x) < 32) WorkRangeIterator<kRows, kKvChunkKeys>(params, work, range, range_index).next();
+  if (ptx::opaque(threadIdx.x) < 32)
+    WorkRangeIterator<kRows, kKvChunkKeys>(params, work, range, range_index).next(threadIdx.x);
   __syncthreads();
 }
 

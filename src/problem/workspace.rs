@@ -16,6 +16,9 @@ const fn nominal_ctas(value_dim: i64) -> i64 {
 /// Packed query rows of a decode tile.
 const TILE_ROWS: i64 = 16;
 
+/// CTAs of Hopper's prefill whose keys are split, and packed query rows of its tile.
+const SPLIT_PREFILL: [i64; 2] = [132, 128];
+
 /// Bytes of a split record, and its alignment: the most that is lost at the beginning of an unaligned workspace.
 const SPLIT_RECORD_BYTES: i64 = 64;
 
@@ -73,7 +76,8 @@ impl AttentionSizes {
     ///
     /// Decode divides the keys of all sequences between CTAs (split-KV). The CTAs that compute one tile together store their
     /// partial results here: unnormalized outputs, maxima and sums in f32. There is room for two partials per CTA, or for
-    /// four with `batch_invariant`, whose splits are smaller. The size does not grow with the context.
+    /// four with `batch_invariant`, whose splits are smaller. Hopper's prefill of few queries over many keys does the same with
+    /// larger tiles, of 16-bit operands. The size does not grow with the context.
     ///
     /// ```
     /// use xla_attention::ops::workspace::AttentionSizes;
@@ -83,19 +87,24 @@ impl AttentionSizes {
     /// let dtype = DType::BF16;
     /// let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant: false };
     /// let size = sizes.workspace();
-    /// assert_eq!((size.fixed, size.per_row, size.per_sequence), (6_392_896, 0, 0));
+    /// assert_eq!((size.fixed, size.per_row, size.per_sequence), (15_975_424, 0, 0));
     /// ```
     #[must_use]
     pub fn workspace(&self) -> WorkspaceSize {
-        let ranges = if self.num_kv_heads > 0 { nominal_ctas(self.value_dim) / self.num_kv_heads } else { 0 };
-        let fixed = if ranges < 2 || !(1..=MAX_HEAD_DIM).contains(&self.value_dim) {
-            0
-        } else {
+        let bytes = |ctas: i64, tile_rows: i64| {
+            let ranges = if self.num_kv_heads > 0 { ctas / self.num_kv_heads } else { 0 };
+            if ranges < 2 || !(1..=MAX_HEAD_DIM).contains(&self.value_dim) {
+                return 0;
+            }
             let boundaries = ranges - 1;
-            let rows = TILE_ROWS * if self.batch_invariant { 4 * ranges } else { 2 * boundaries };
+            let rows = tile_rows * if self.batch_invariant { 4 * ranges } else { 2 * boundaries };
             let row_bytes = 4 * (2 + self.value_dim);
             SPLIT_RECORD_BYTES * (boundaries + 1) + rows * self.num_kv_heads * row_bytes
         };
+        let decode = bytes(nominal_ctas(self.value_dim), TILE_ROWS);
+        let [ctas, tile_rows] = SPLIT_PREFILL;
+        let splits_prefill = !self.batch_invariant && self.dtype.size() == 2;
+        let fixed = if splits_prefill { decode.max(bytes(ctas, tile_rows)) } else { decode };
         WorkspaceSize { fixed, per_row: 0, per_sequence: 0 }
     }
 

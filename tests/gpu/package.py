@@ -31,6 +31,7 @@ GPU_TESTS = {
         "flash_attn_varlen_bwd",
         "tuned_prefill",
         "tuned_decode",
+        "tuned_split_kv",
         "tuned_backward",
         "fp8_accuracy",
     ),

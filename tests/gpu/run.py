@@ -25,6 +25,7 @@ EACH_KERNEL = {
     "tuned_prefill": ("tuned_kernels_are_chosen", "the_fused_kernel_is_chosen", "many_fused_decode_sequences"),
     "tuned_decode": ("cluster_decode_is_chosen",),
     "tuned_backward": ("tuned_backward_kernels_are_chosen",),
+    "tuned_split_kv": ("the_kernel_is_chosen",),
 }
 
 

@@ -40,4 +40,5 @@ mod support;
 mod tuned_backward;
 mod tuned_decode;
 mod tuned_prefill;
+mod tuned_split_kv;
 mod vocabulary;

@@ -147,8 +147,27 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
   };
 
   int32_t block_count = 0;
+  // Releases the blocks of a tile in which the warpgroup has no rows.
+  const auto pass_blocks = [&](int32_t blocks, int32_t tile_count) {
+    pipeline.query_full(tile_count).wait();
+    release(pipeline.query_empty(tile_count));
+#pragma unroll 1
+    for (const int32_t end_count = block_count + blocks; block_count < end_count; ++block_count) {
+      const KvState now(block_count);
+      pipeline.keys_full(now).wait();
+      release(pipeline.keys_empty(now));
+      pipeline.values_full(now).wait();
+      release(pipeline.values_empty(now));
+    }
+  };
   const auto attend = [&](const PrefillTile& tile, int32_t first, int32_t end, int32_t tile_count,
                           const auto& finalize_rows) {
+    if constexpr (Shape::kSplitsKeys) {
+      if (64 * warpgroup >= uniform(tile.work.tile.num_rows)) {
+        pass_blocks(end - first, tile_count);
+        return;
+      }
+    }
     // In blocks [common_begin, common_end) every row attends to every key.
     const int32_t common_begin = uniform((tile.work.keys.common_begin + kKeys - 1) / kKeys);
     const int32_t common_end = uniform(tile.work.keys.common_end / kKeys);

@@ -18,6 +18,7 @@ template <typename Config, Storage kStorage_>
 struct Fp8PrefillShape : Config {
   static constexpr int kHeadDim = Config::kDim, kValueDim = Config::kValueDim;
   static constexpr Storage kStorage = kStorage_;
+  using Tile = PrefillTile;
   static constexpr int kRows = 64 * Config::kWarpgroups;
   static constexpr int kComputeThreads = 128 * Config::kWarpgroups;
   static constexpr int kComputeWarps = kComputeThreads / 32;

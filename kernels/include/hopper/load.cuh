@@ -263,8 +263,14 @@ __device__ __forceinline__ void load_query(const HopperPrefillParams& params, co
   const int32_t boxes = params.clips_columns != 0 ? Shape::kQueryAtomColumns : 1;
 #pragma unroll 1
   for (int32_t box = 0; box < boxes; ++box) {
-    ptx::tma_load(pipeline.query() + box * Shape::kQueryAtomColumnBytes, params.q, full.address, box * kAtomElements,
-                  tile.work.kv_head * params.attention.group, token, 0);
+    const uint32_t to = pipeline.query() + box * Shape::kQueryAtomColumnBytes;
+    const int32_t column = box * kAtomElements;
+    if constexpr (Shape::kSplitsKeys) {
+      // The heads of a KV head are a dimension of their own, so that TMA fills padding heads with zeros.
+      ptx::tma_load(to, params.q, full.address, column, 0, tile.work.kv_head, token, 0);
+    } else {
+      ptx::tma_load(to, params.q, full.address, column, tile.work.kv_head * params.attention.group, token, 0);
+    }
   }
 }
 

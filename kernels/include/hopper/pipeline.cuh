@@ -14,6 +14,8 @@
 #include "hopper/ptx.cuh"
 #include "hopper/shape.cuh"
 #include "ptx.cuh"
+#include "work_range.cuh"
+#include "work_tile.cuh"
 
 namespace xa::hopper {
 
@@ -152,8 +154,15 @@ class Pipeline {
   __device__ __forceinline__ uint32_t* row_entries(int operand) const {
     return reinterpret_cast<uint32_t*>(shared_ + Shape::kRowEntriesOffset) + operand * Shape::kRowEntries;
   }
-  __device__ __forceinline__ PrefillTile& tile(PipelineState<2> state) const {
-    return reinterpret_cast<PrefillTile*>(shared_ + Shape::kTilesOffset)[state.stage];
+  __device__ __forceinline__ typename Shape::Tile& tile(PipelineState<2> state) const {
+    return reinterpret_cast<typename Shape::Tile*>(shared_ + Shape::kTilesOffset)[state.stage];
+  }
+  /// The current work tile of the CTA's work range, in hopper_split_kv.
+  __device__ __forceinline__ WorkTile& work_tile() const {
+    return *reinterpret_cast<WorkTile*>(shared_ + Shape::kWorkTileOffset);
+  }
+  __device__ __forceinline__ WorkRange& work_range() const {
+    return *reinterpret_cast<WorkRange*>(shared_ + Shape::kWorkRangeOffset);
   }
   /// Whether cu_seqlens_q is non-decreasing.
   __device__ __forceinline__ int32_t& starts_ascend() const {

@@ -3,14 +3,17 @@
 // A work tile has 64 packed query rows per compute warpgroup and iterates over blocks of kKeys keys. Shared memory,
 // with Q, K, V and O in swizzle atoms (swizzle_atom.cuh):
 //
-//   Q | K [kStages] | V [kStages] | O staging | row entries of the cp.async loaders | PrefillTile [2] | mbarriers
+//   Q | K [kStages] | V [kStages] | O staging | row entries of the cp.async loaders | PrefillTile [2] |
+//   WorkTile and WorkRange of hopper_split_kv | mbarriers
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "hopper/swizzle_atom.cuh"
 #include "params/hopper_prefill.cuh"
 #include "tiles/hopper_prefill.cuh"
+#include "work_range.cuh"
 #include "work_tile.cuh"
 
 namespace xa::hopper {
@@ -28,11 +31,19 @@ struct PrefillTile {
   float value_factor;  // AttentionParams::value_factor times the scale of V
 };
 
+/// A work tile of hopper_split_kv: possibly some of a tile's keys only. Query heads are packed with padding heads, so
+/// that their number is a power of two.
+struct SplitKvTile : PrefillTile {
+  int32_t partial_row;  // in the workspace, for the tile's first row; -1: the rows go to out and lse
+  int32_t group;        // query heads per KV head, without padding heads
+};
+
 /// `Config` is a row of tiles::HopperPrefill (kernels/variants.toml).
 template <typename Config, Storage kStorage_>
 struct PrefillShape : Config {
   static constexpr int kHeadDim = Config::kDim, kValueDim = Config::kValueDim;
   static constexpr Storage kStorage = kStorage_;
+  using Tile = std::conditional_t<Config::kSplitsKeys, SplitKvTile, PrefillTile>;
   static constexpr int kRows = 64 * Config::kWarpgroups;
   static constexpr int kComputeThreads = 128 * Config::kWarpgroups;
   static constexpr int kComputeWarps = kComputeThreads / 32;
@@ -68,14 +79,18 @@ struct PrefillShape : Config {
   static constexpr int kOutputOffset = kValuesOffset + Config::kStages * ValueBlock::kBytes;
   static constexpr int kOutputWarpBytes = 16 * ValueBlock::kAtomColumns * Atom::kRowBytes;
   static constexpr int kOutputBytes = kComputeWarps * kOutputWarpBytes;
-  static constexpr bool kHasOutputStaging = kOutputOffset + kOutputBytes < 226 * 1024;
+  static constexpr bool kHasOutputStaging = !Config::kSplitsKeys && kOutputOffset + kOutputBytes < 226 * 1024;
   /// Pages that TMA boxes cannot describe are loaded row by row (CpAsyncLoader).
   static constexpr bool kHasCpAsyncLoader = kStorage == Storage::paged;
   /// 4-byte entries for the rows of a block, one list for K and one for V, in rounds of 32 (CpAsyncLoader in load.cuh).
   static constexpr int kRowEntries = kStorage == Storage::paged ? (Config::kKeys + 31) / 32 * 32 : 0;
   static constexpr int kRowEntriesOffset = kOutputOffset + (kHasOutputStaging ? kOutputBytes : 0);
   static constexpr int kTilesOffset = kRowEntriesOffset + 2 * 4 * kRowEntries;
-  static constexpr int kBarriersOffset = kTilesOffset + 2 * static_cast<int>(sizeof(PrefillTile));
+  /// With kSplitsKeys, a WorkTile and a WorkRange.
+  static constexpr int kWorkTileOffset = kTilesOffset + 2 * static_cast<int>(sizeof(Tile));
+  static constexpr int kWorkRangeOffset = kWorkTileOffset + static_cast<int>(sizeof(WorkTile));
+  static constexpr int kBarriersOffset =
+      Config::kSplitsKeys ? kWorkRangeOffset + static_cast<int>(sizeof(WorkRange)) : kWorkTileOffset;
   // Swizzled tiles start at multiples of 1024 bytes; dynamic shared memory need not.
   static constexpr int kAlignment = 1024;
 

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "hopper/epilogue.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/ptx.cuh"
 #include "hopper/shape.cuh"
+#include "hopper/split_kv_epilogue.cuh"
 #include "output_rows.cuh"
 #include "params/hopper_prefill.cuh"
 
@@ -27,12 +29,13 @@ __device__ __forceinline__ void for_each_tile(const HopperPrefillParams& prefill
   for (int32_t count = 0, tile_count = 0; rows > 0; ++count) {
     const PipelineState<2> tile_state(count);
     pipeline.tile_full(tile_state).wait();
-    const PrefillTile& tile = pipeline.tile(tile_state);
+    const typename Shape::Tile& tile = pipeline.tile(tile_state);
     rows = uniform(tile.work.tile.num_rows);
     if (rows > 0) {
       const int32_t first = uniform(tile.first_block), end = uniform(tile.end_block);
       const bool by_tma = Shape::kHasOutputStaging && prefill.stores_by_tma != 0 && warp_row + 16 <= rows;
-      Epilogue<Shape, Out> epilogue(prefill, tile, warp_row, by_tma);
+      std::conditional_t<Shape::kSplitsKeys, SplitKvEpilogue<Shape, Out>, Epilogue<Shape, Out>> epilogue(
+          prefill, tile, warp_row, by_tma);
       const auto finalize_rows = [&] {
         state.finalize();
         epilogue.finalize(state);

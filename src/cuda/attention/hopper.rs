@@ -40,7 +40,7 @@ pub(super) struct HopperPrefill {
     /// `PackGQA`: query heads whose rows share a tile, the largest power of two that divides Hq / Hkv, at most 64.
     pub(super) pack_gqa: i64,
     /// Number of such packs per KV head.
-    packs_per_kv_head: i64,
+    pub(super) packs_per_kv_head: i64,
 }
 
 /// Query rows per sequence slot up to which causal calls use short tiles, which compute fewer masked scores at the diagonal
@@ -85,7 +85,7 @@ impl HopperPrefill {
     pub(super) fn of(problem: &Attention, device: &Device) -> Option<Self> {
         let (rows, seqs) = (problem.num_rows as i64, problem.max_seqs as i64);
         let is_short = problem.score.window_right >= 0 && rows <= SHORT_ON_AVERAGE * seqs;
-        let tiles = || HOPPER_PREFILL.iter().filter(|tile| tile.serves(problem));
+        let tiles = || HOPPER_PREFILL.iter().filter(|tile| !tile.splits_keys && tile.serves(problem));
         let columns = tiles().map(HopperPrefillTile::columns).min()?;
         let mut tiles = tiles().filter(|tile| tile.columns() == columns);
         let tile = tiles.clone().find(|tile| tile.is_short == is_short).or_else(|| tiles.next())?;
@@ -181,7 +181,7 @@ impl HopperPrefill {
 
     /// The axes of `dim` columns of a head: those of an atom row, and the atom columns, all of them in a box. Clipped, the
     /// first axis has all columns of the head, and a box has one atom column.
-    fn column_axes(&self, problem: &Attention, dim: usize, atom_row: i64) -> [Axis; 2] {
+    pub(super) fn column_axes(&self, problem: &Attention, dim: usize, atom_row: i64) -> [Axis; 2] {
         let dim = dim as i64;
         let (len, atom_columns) = if self.clips_columns(problem) { (dim, 1) } else { (atom_row, dim / atom_row) };
         [Axis { len, stride: 1, box_len: atom_row }, axis(atom_columns, atom_row, atom_columns)]
@@ -313,7 +313,7 @@ pub(super) fn next_tile_address(problem: &Attention) -> *mut u8 {
 }
 
 /// Whether `cp.async` can load K and V: rows are whole 16-byte chunks, and 32 bits hold the index of any chunk of a head.
-fn loads_kv_by_cp_async(problem: &Attention) -> bool {
+pub(super) fn loads_kv_by_cp_async(problem: &Attention) -> bool {
     let KeyStorage::Paged(table) = problem.keys.storage else { return false };
     let can_number = |view: &KvView| {
         let axes = [(table.num_pages, view.page_stride), (table.page_size, view.token_stride)];
@@ -333,6 +333,6 @@ fn step(count: usize, stride: i64) -> i64 {
 }
 
 /// An axis. The stride of one with a single entry may be anything, but TMA needs a valid one.
-fn axis(len: i64, stride: i64, box_len: i64) -> Axis {
+pub(super) fn axis(len: i64, stride: i64, box_len: i64) -> Axis {
     Axis { len, stride: if len > 1 { stride } else { 128 }, box_len }
 }

@@ -10,6 +10,7 @@ mod cluster_decode;
 mod decode;
 mod fused;
 mod hopper;
+mod hopper_split_kv;
 pub(super) mod params;
 mod portable;
 mod split;
@@ -24,6 +25,7 @@ use crate::problem::kv_cache_update::KvCacheUpdate;
 use crate::stream::Stream;
 use fused::FusedParameter;
 use hopper::PrefillParameter;
+use hopper_split_kv::SplitKvParameter;
 use std::ffi::c_void;
 use tiles::AttentionTile;
 
@@ -33,13 +35,14 @@ use tiles::AttentionTile;
 type Strategy = for<'c> fn(&Call<'c>) -> Result<Option<Launches<'c>>>;
 
 /// The strategies, in the order in which they are tried.
-const STRATEGIES: [Strategy; 6] = [
-    cluster_decode::launches, // few sequences, all short
-    decode::launches,         // all sequences are short
-    hopper::launches_for_all, // nearly all sequences are long
-    fused::launches,          // short and long sequences in one kernel
-    hopper::launches,         // long sequences, with decode for the short ones
-    portable::launches,       // likewise, on every GPU
+const STRATEGIES: [Strategy; 7] = [
+    cluster_decode::launches,  // few sequences, all short
+    decode::launches,          // all sequences are short
+    hopper::launches_for_all,  // nearly all sequences are long
+    hopper_split_kv::launches, // few queries over many keys
+    fused::launches,           // short and long sequences in one kernel
+    hopper::launches,          // long sequences, with decode for the short ones
+    portable::launches,        // likewise, on every GPU
 ];
 
 /// The call that strategies decide on.
@@ -104,6 +107,7 @@ enum Parameter<'c> {
     Attention(AttentionParams),
     Prefill(PrefillParameter<'c>),
     Fused(Box<FusedParameter<'c>>),
+    SplitKv(Box<SplitKvParameter<'c>>),
 }
 
 impl kernel_launch::Parameter for Parameter<'_> {
@@ -112,6 +116,7 @@ impl kernel_launch::Parameter for Parameter<'_> {
             Self::Attention(params) => params.pass(enqueue),
             Self::Prefill(of) => of.params()?.pass(enqueue),
             Self::Fused(of) => of.params()?.pass(enqueue),
+            Self::SplitKv(of) => of.params()?.pass(enqueue),
         }
     }
 }
@@ -276,6 +281,10 @@ pub(super) mod tests {
         match parameter {
             Parameter::Attention(params) => (params.min_queries, params.max_queries),
             Parameter::Prefill(PrefillParameter { attention, .. }) => (attention.min_queries, attention.max_queries),
+            Parameter::SplitKv(of) => {
+                let PrefillParameter { attention, .. } = &of.0;
+                (attention.min_queries, attention.max_queries)
+            }
             Parameter::Fused(of) => {
                 let FusedParameter { prefill, decode } = &**of;
                 assert_eq!(decode.max_queries + 1, prefill.attention.min_queries);

@@ -24,6 +24,17 @@ impl PartialResults {
     };
 }
 
+/// What a kernel whose keys are split computes at a time.
+#[derive(Clone, Copy)]
+pub(super) struct WorkUnit {
+    /// Packed rows of a tile.
+    pub(super) rows: i64,
+    /// Keys of a KV chunk.
+    pub(super) chunk_keys: i64,
+    /// [`PartialResults::log2_unit`]
+    pub(super) log2_unit: f32,
+}
+
 /// The work partition of a decode launch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct KvSplit {
@@ -43,10 +54,24 @@ impl KvSplit {
         resident_ctas: i64,
         taken: usize,
     ) -> Self {
+        let log2_unit = AttentionTile::log2_unit(problem);
+        let unit = WorkUnit { rows: tile.rows(), chunk_keys: tile.kv_chunk_keys(), log2_unit };
+        Self::of_units(problem, unit, tiles, max_queries, resident_ctas, taken)
+    }
+
+    /// The same for tiles of any kernel.
+    pub(super) fn of_units(
+        problem: &Attention,
+        unit: WorkUnit,
+        tiles: i64,
+        max_queries: i64,
+        resident_ctas: i64,
+        taken: usize,
+    ) -> Self {
         let heads = problem.num_kv_heads as i64;
         let keys = longest_tile(problem, max_queries);
         // The longest tile in KV chunks. If visible keys do not begin at 0, its first and last chunk may have one key each.
-        let chunk = tile.kv_chunk_keys();
+        let chunk = unit.chunk_keys;
         let from_0 = problem.score.window_left < 0 && problem.keys.leftpad.is_none();
         let may_split = if from_0 { (keys + chunk - 1) / chunk * chunk } else { keys + 2 * chunk }
             >= i64::from(MIN_SPLIT_TILE_KEYS);
@@ -55,11 +80,11 @@ impl KvSplit {
         let mut partial = PartialResults {
             pitch: problem.value_dim as i32,
             max_fixed_splits: if problem.batch_invariant { max_fixed_splits(heads) } else { 0 },
-            log2_unit: AttentionTile::log2_unit(problem),
+            log2_unit: unit.log2_unit,
             ..PartialResults::NONE
         };
         if may_split && ranges > 1 {
-            partial.allocate(problem, tile, ranges, taken);
+            partial.allocate(problem, unit.rows, ranges, taken);
         }
         Self { ranges, partial }
     }
@@ -73,7 +98,7 @@ impl KvSplit {
 impl PartialResults {
     /// Lays out the workspace: split records, then states, then outputs. With too little of it there are fewer ranges, or
     /// no tile is split.
-    fn allocate(&mut self, problem: &Attention, tile: &AttentionTile, ranges: i64, taken: usize) {
+    fn allocate(&mut self, problem: &Attention, tile_rows: i64, ranges: i64, taken: usize) {
         let Some((start, size)) = room(problem, taken, SPLIT_RECORD_BYTES as usize) else { return };
         let size = size as i64;
         let row_bytes = (size_of::<[f32; 2]>() as i64 + 4 * i64::from(self.pitch)) * problem.num_kv_heads as i64;
@@ -82,7 +107,7 @@ impl PartialResults {
             (split_records, (size - split_records * i64::from(SPLIT_RECORD_BYTES)) / row_bytes)
         } else {
             // A boundary has a partial on either side.
-            let rows = 2 * tile.rows();
+            let rows = 2 * tile_rows;
             let split_records = (size / (i64::from(SPLIT_RECORD_BYTES) + rows * row_bytes)).min(ranges - 1);
             (split_records, split_records * rows)
         };

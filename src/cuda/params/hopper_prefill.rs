@@ -55,6 +55,18 @@ pub struct HopperPrefillParams {
     pub page_divisor: PageDivisor,
 }
 
+/// The parameter of `hopper_split_kv`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct HopperSplitKvParams {
+    /// `attention.group` is the next power of two: padding heads follow the query heads of each KV head. `q` is `[atom
+    /// column, token, KV head, head of the KV head, column]`, in boxes of a tile's rows; `out` is not used. It clears no padding
+    /// rows.
+    pub prefill: HopperPrefillParams,
+    /// The same without padding heads.
+    pub unpadded: AttentionParams,
+}
+
 /// The parameter of `hopper_fused`.
 #[derive(Clone, Copy)]
 #[repr(C)]

@@ -11,12 +11,12 @@ impl HopperPrefillTile {
         64 * i64::from(self.warpgroups)
     }
 
-    pub(super) fn threads(&self) -> u32 {
+    pub(in crate::cuda::attention) fn threads(&self) -> u32 {
         128 * (self.warpgroups + 1)
     }
 
     /// Elements of `bytes` bytes in a row of a swizzle atom: 128 bytes, or 64 if the head dimensions are no multiples of that.
-    pub(super) fn atom_row(&self, bytes: usize) -> i64 {
+    pub(in crate::cuda::attention) fn atom_row(&self, bytes: usize) -> i64 {
         let is_wide = ((self.dim | self.value_dim) as usize * bytes).is_multiple_of(128);
         (if is_wide { 128 } else { 64 }) / bytes as i64
     }
@@ -27,7 +27,7 @@ impl HopperPrefillTile {
     }
 
     /// D and Dv together, which the time per score grows with.
-    pub(super) fn columns(&self) -> u32 {
+    pub(in crate::cuda::attention) fn columns(&self) -> u32 {
         self.dim + self.value_dim
     }
 
@@ -42,7 +42,7 @@ impl HopperPrefillTile {
     }
 
     /// Whether the tensor cores take q, K and V of the call as they are, D and Dv fit, and the logits transform is built.
-    pub(super) fn serves(&self, problem: &Attention) -> bool {
+    pub(in crate::cuda::attention) fn serves(&self, problem: &Attention) -> bool {
         let (dtype, out) = (problem.q.dtype, problem.out.dtype);
         let bytes = if [DType::F16, DType::BF16].contains(&dtype) && [dtype, DType::F32].contains(&out) {
             2

@@ -1,0 +1,118 @@
+// A CTA of hopper_split_kv: prefill's pipeline over the work range of a decode launch (../work_partition.cuh). What a
+// CTA has of a split tile goes to the workspace, and the combine kernel merges it.
+#pragma once
+
+#include <cstdint>
+
+#include "hopper/compute.cuh"
+#include "hopper/load.cuh"
+#include "hopper/pipeline.cuh"
+#include "hopper/ptx.cuh"
+#include "hopper/schedule.cuh"
+#include "output_rows.cuh"
+#include "params/hopper_prefill.cuh"
+#include "partial_rows.cuh"
+#include "scales.cuh"
+#include "work_partition.cuh"
+#include "work_range.cuh"
+#include "work_tile.cuh"
+
+namespace xa::hopper {
+
+/// The scheduler warp: writes the work tiles of the CTA's range, the current one first, then one without rows.
+template <typename Shape>
+__device__ __forceinline__ void schedule_work_range(const HopperSplitKvParams& params, const Pipeline<Shape>& pipeline,
+                                                    WorkTile& work, WorkRange& range, int32_t range_index) {
+  const AttentionParams& attention = params.prefill.attention;
+  const WorkRangeIterator<Shape::kRows, Shape::kKeys> iterator(attention, work, range, range_index);
+  const int32_t lane = threadIdx.x % 32;
+  const float value_factor = attention.value_factor * scale_of(attention.v_scale, work.kv_head);
+  int32_t rows = 1;
+#pragma unroll 1
+  for (int32_t count = 0; rows > 0; ++count) {
+    const PipelineState<2> state(count);
+    if (count > 0) iterator.next(lane);
+    __syncwarp();
+    pipeline.tile_empty(state).producer_wait();
+    rows = work.tile.num_rows;
+    if (lane == 0) {
+      SplitKvTile& tile = pipeline.tile(state);
+      tile.work = work;
+      const Visibility visibility(attention, work.tile);
+      tile.visible_begin = visibility.begin(0);
+      tile.visible_end = visibility.end(work.tile.len_q - 1);
+      tile.first_block = work.keys.begin / Shape::kKeys;
+      tile.end_block = (work.keys.end + Shape::kKeys - 1) / Shape::kKeys;
+      tile.value_factor = value_factor;
+      tile.partial_row = range.partial_row;
+      tile.group = params.unpadded.group;
+      pipeline.tile_full(state).arrive();
+    }
+    __syncwarp();
+  }
+}
+
+/// Describes the split tile in whose middle the work range starts to the combine kernel, which knows no padding heads.
+template <typename Shape>
+__device__ __forceinline__ void store_unpadded_split_record(const HopperSplitKvParams& params, const WorkTile& work,
+                                                            WorkRange& range, int32_t range_index) {
+  if (threadIdx.x != 0) return;
+  QoTile& tile = range.start_split.tile;
+  tile.first_row = (tile.first_row >> params.prefill.group_log2) * params.unpadded.group;
+  tile.num_rows = (tile.num_rows >> params.prefill.group_log2) * params.unpadded.group;
+  store_split_record<Shape::kRows>(params.prefill.attention, work, range, range_index);
+}
+
+/// Computes the CTA's work range of KV head blockIdx.x % Hkv. Every thread of the CTA calls this, and the kernel must
+/// end with it, because setmaxnreg moves registers from the load warpgroup to the compute warpgroups.
+template <typename Shape, typename T, typename LogitsTransform>
+__device__ __forceinline__ void split_kv(const HopperSplitKvParams& params, uint8_t* shared) {
+  const HopperPrefillParams& prefill = params.prefill;
+  const AttentionParams& attention = prefill.attention;
+  const Pipeline<Shape> pipeline(shared);
+  WorkTile& work = pipeline.work_tile();
+  WorkRange& range = pipeline.work_range();
+  if (threadIdx.x == 32) {
+    for (const auto* map : {&prefill.q, &prefill.k, &prefill.v}) ptx::prefetch_tensormap(*map);
+  }
+  if (threadIdx.x == 64) pipeline.init();
+  const int32_t num_heads = attention.num_kv_heads;
+  const WorkRangeIndex index = {static_cast<int32_t>(blockIdx.x) / num_heads,
+                                static_cast<int32_t>(gridDim.x) / num_heads};
+  init_work_tile<LogitsTransform>(attention, work);
+  partition_work<Shape::kThreads, Shape::kRows, Shape::kKeys, false>(attention, work, range, index);
+  store_unpadded_split_record<Shape>(params, work, range, index.index);
+  __syncthreads();
+  const int32_t warp = uniform(threadIdx.x / 32);
+  if (warp >= Shape::kComputeWarps) {
+    ptx::warpgroup_reg_dealloc<Shape::kLoaderRegisters>();
+    switch (warp - Shape::kComputeWarps) {
+      case 0:
+        load_blocks<Shape, Operand::keys>(prefill, pipeline);
+        break;
+      case 1:
+        load_blocks<Shape, Operand::values>(prefill, pipeline);
+        break;
+      case 2:
+        schedule_work_range<Shape>(params, pipeline, work, range, index.index);
+        break;
+      default: {
+        const bool ascend = query_starts_ascend(attention);
+        if (threadIdx.x % 32 == 0) {
+          pipeline.starts_ascend() = ascend;
+          pipeline.starts_checked().arrive();
+        }
+      }
+    }
+  } else {
+    ptx::warpgroup_reg_alloc<Shape::kRegisters>();
+    compute_tiles<Shape, T, LogitsTransform>(prefill, pipeline);
+    if (params.unpadded.clears_padding_rows == 0) return;
+    pipeline.starts_checked().wait();
+    const bool ascend = pipeline.starts_ascend() != 0;
+    clear_padding_rows<T, Shape::kComputeThreads>(params.unpadded, ascend, live_rows(params.unpadded, ascend),
+                                                  blockIdx.x, gridDim.x);
+  }
+}
+
+}  // namespace xa::hopper

@@ -1,0 +1,174 @@
+//! Few queries per sequence over many keys on Hopper: prefill whose keys are divided between CTAs (split-KV), as in decode.
+
+use super::decode;
+use super::hopper::{HopperPrefill, PrefillParameter, axis, loads_kv_by_cp_async};
+use super::split::{KvSplit, WorkUnit};
+use super::{Call, Launch, Launches, Parameter, UNLIMITED, max_tiles};
+use crate::cuda::device::Device;
+use crate::cuda::enqueue::LaunchConfig;
+use crate::cuda::params::attention::AttentionParams;
+use crate::cuda::params::hopper_prefill::{HopperPrefillParams, HopperSplitKvParams};
+use crate::cuda::tensor_map::{Axis, TensorMap, supports_tma};
+use crate::cuda::tiles::HOPPER_PREFILL;
+use crate::cuda::variants;
+use crate::error::Result;
+use crate::problem::attention::{Attention, KeyStorage};
+use std::ptr::null_mut;
+
+const KERNEL: &str = "hopper_split_kv";
+
+/// The largest padded number of query heads per KV head: a tile then has the rows of two queries.
+const LARGEST_GROUP: usize = 64;
+
+/// Tenths of a wave of CTAs. With tiles for more, prefill is faster without splitting keys.
+const WAVE_TENTHS: i64 = 17;
+
+/// Keys per query of a sequence, at least: for fewer, the causal mask leaves CTAs of a static partition idle.
+const KEYS_PER_QUERY: i64 = 8;
+
+/// Strategy: one launch for all sequences, of any length.
+pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
+    let Call { problem, device, .. } = call;
+    let Some(prefill) = kernel_for(problem, device) else { return Ok(None) };
+    let tiles = max_tiles(call.rows() * prefill.pack_gqa, prefill.tile.rows(), call.seqs().min(call.rows()));
+    let unit = WorkUnit { rows: prefill.tile.rows(), chunk_keys: i64::from(prefill.tile.keys), log2_unit: 1.0 };
+    let split = KvSplit::of_units(problem, unit, tiles, UNLIMITED, i64::from(device.sms), 0);
+    // Without the memory for its partials, this kernel leaves SMs idle as others do.
+    if i64::from(split.partial.num_ranges) < split.ranges {
+        return Ok(None);
+    }
+    let params = AttentionParams { clears_padding_rows: 1, partial: split.partial, ..call.params_for(1, UNLIMITED) };
+    let storage = match problem.keys.storage {
+        KeyStorage::Contiguous { .. } => "contiguous",
+        KeyStorage::Paged(_) => "paged",
+    };
+    let values = [variants::dtype_value(problem.q.dtype), prefill.tile.head_dim, storage, prefill.tile.logits];
+    let grid = [(split.ranges * problem.num_kv_heads as i64) as u32, 1, 1];
+    let config = LaunchConfig { grid, threads: prefill.tile.threads(), shared_memory: prefill.tile.shared_bytes };
+    let of = PrefillParameter { prefill, problem, attention: params, next_tile: null_mut() };
+    let parameter = Parameter::SplitKv(Box::new(SplitKvParameter(of)));
+    let attend = Launch::new(KERNEL, variants::find(KERNEL, &values)?, config, parameter);
+    let list = [Some(attend), decode::combine(problem, &split, &params)?].into_iter().flatten().collect();
+    Ok(Some(Launches { list, store_new_tokens: false }))
+}
+
+/// The kernel's tile and its packing of query heads, padding heads included, for the calls that it takes.
+fn kernel_for(problem: &Attention, device: &Device) -> Option<HopperPrefill> {
+    let tiles = HOPPER_PREFILL.iter().filter(|tile| tile.splits_keys && tile.serves(problem));
+    let tile = tiles.min_by_key(|tile| tile.columns())?;
+    let group = problem.num_q_heads / problem.num_kv_heads;
+    if problem.batch_invariant || group > LARGEST_GROUP || problem.num_kv_heads > device.sms as usize {
+        return None;
+    }
+    let prefill = HopperPrefill { tile, pack_gqa: group.next_power_of_two() as i64, packs_per_kv_head: 1 };
+    let (rows, seqs) = (problem.num_rows as i64, (problem.max_seqs as i64).max(1));
+    let capacity = match problem.keys.storage {
+        KeyStorage::Contiguous { total } => total as i64 / seqs,
+        KeyStorage::Paged(table) => table.capacity() as i64,
+    };
+    let tiles = (rows * prefill.pack_gqa / tile.rows()).saturating_mul(problem.num_kv_heads as i64);
+    let is_unbalanced_otherwise = 10 * tiles <= WAVE_TENTHS * i64::from(device.sms);
+    let has_many_keys = capacity >= KEYS_PER_QUERY * ((rows + seqs - 1) / seqs);
+    let fits = device.has_tensor_maps
+        && tile.shared_bytes <= device.shared_memory
+        && supports_tma(problem.q.dtype, problem.q.data, &query_axes(&prefill, problem))
+        && (prefill.loads_kv_by_tma(problem) || loads_kv_by_cp_async(problem));
+    (is_unbalanced_otherwise && has_many_keys && fits).then_some(prefill)
+}
+
+/// Axes of q as `[atom column, token, KV head, head of the KV head, column]`, the innermost first. A box is a tile's rows.
+fn query_axes(prefill: &HopperPrefill, problem: &Attention) -> [Axis; 5] {
+    let (tile, q) = (prefill.tile, &problem.q);
+    let [element, atom_columns] = prefill.column_axes(problem, problem.head_dim, tile.atom_row(q.dtype.size()));
+    let (kv_heads, num_rows) = (problem.num_kv_heads as i64, problem.num_rows as i64);
+    let group = problem.num_q_heads as i64 / kv_heads;
+    [
+        element,
+        axis(group, q.stride(1), prefill.pack_gqa),
+        axis(kv_heads, group * q.stride(1), 1),
+        axis(num_rows, q.stride(0), tile.rows() / prefill.pack_gqa),
+        atom_columns,
+    ]
+}
+
+/// The inputs of the kernel's parameter, which is encoded at the launch.
+pub(super) struct SplitKvParameter<'c>(pub(super) PrefillParameter<'c>);
+
+impl SplitKvParameter<'_> {
+    pub(super) fn params(&self) -> Result<HopperSplitKvParams> {
+        let PrefillParameter { prefill, problem, attention, .. } = &self.0;
+        let q = TensorMap::new(problem.q.dtype, problem.q.data, &query_axes(prefill, problem))?;
+        let mut padded = HopperPrefillParams { q, ..self.0.params()? };
+        padded.attention.clears_padding_rows = 0;
+        Ok(HopperSplitKvParams { prefill: padded, unpadded: *attention })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::hopper::tests::{paged, ragged};
+    use super::super::tests::{device, named_on};
+    use crate::problem::attention::{Attention, KeyStorage, Keys, PageTable};
+    use crate::tensor::{DType, Tensor};
+
+    const ROOM: [i64; 1] = [40_000_000];
+
+    /// `seqs` sequences of `queries` queries with `heads` over pages of 16 tokens, up to 8192 keys each, with a workspace.
+    fn few_queries(seqs: usize, queries: usize, [q_heads, kv_heads]: [usize; 2]) -> Attention<'static> {
+        let plain = paged(16);
+        let KeyStorage::Paged(table) = plain.keys.storage else { unreachable!() };
+        let storage = KeyStorage::Paged(PageTable { max_pages: 512, ..table });
+        Attention {
+            keys: Keys { storage, ..plain.keys },
+            workspace: Some(Tensor::dense(DType::U8, std::ptr::without_provenance_mut(1 << 20), &ROOM)),
+            num_rows: seqs * queries,
+            max_seqs: seqs,
+            num_q_heads: q_heads,
+            num_kv_heads: kv_heads,
+            ..plain
+        }
+    }
+
+    fn first_kernel(problem: &Attention) -> &'static str {
+        named_on(problem, &device(true))[0].0
+    }
+
+    #[test]
+    fn few_queries_over_many_keys_take_the_kernel() {
+        let split = "hopper_split_kv_bf16_128_split_kv_paged_none";
+        for problem in [
+            few_queries(16, 5, [28, 4]),
+            few_queries(64, 4, [28, 4]),
+            few_queries(1, 5, [32, 8]),
+            few_queries(4, 32, [32, 8]),
+            few_queries(16, 32, [32, 8]),
+        ] {
+            assert_eq!(first_kernel(&problem), split);
+            let odd = Attention { head_dim: 72, value_dim: 104, ..problem };
+            assert_eq!(first_kernel(&odd), split);
+        }
+        let contiguous = Attention { keys: ragged().keys, k: ragged().k, v: ragged().v, ..few_queries(2, 5, [12, 2]) };
+        assert_eq!(first_kernel(&contiguous), "hopper_split_kv_bf16_128_split_kv_contiguous_none");
+    }
+
+    #[test]
+    fn other_calls_are_left_to_other_strategies() {
+        let plain = few_queries(16, 5, [28, 4]);
+        let mut capped = plain;
+        capped.score.softcap = 30.0;
+        for problem in [
+            // Decode, many queries, few keys per query.
+            few_queries(64, 1, [32, 8]),
+            few_queries(16, 64, [32, 8]),
+            few_queries(16, 300, [32, 8]),
+            few_queries(1, 2000, [4, 1]),
+            few_queries(16, 5, [128, 1]),
+            Attention { workspace: None, ..plain },
+            Attention { batch_invariant: true, ..plain },
+            capped,
+        ] {
+            assert!(!first_kernel(&problem).starts_with("hopper_split_kv"));
+        }
+        assert!(!named_on(&plain, &device(false))[0].0.starts_with("hopper_split_kv"));
+    }
+}

@@ -1,0 +1,99 @@
+//! Hopper's prefill whose keys are divided between CTAs: few queries over many keys, against the reference on every device;
+//! and on Hopper, that this kernel was launched.
+
+use crate::support::{
+    AttentionCase, BF16, BatchSpec, Dtypes, F16, KvLayout, Mask, MemoryLayout, ScaleKind,
+    assert_named_matches_reference,
+};
+
+/// Room for the partials of every CTA of an H200.
+const WORKSPACE: usize = 40_000_000;
+
+/// Tiles of one sequence and of several CTAs, several tiles of a sequence, decode and empty sequences among them.
+const LENGTHS: [&[(usize, usize)]; 4] = [
+    &[(5, 2000), (0, 300), (16, 700), (1, 1500), (3, 2), (17, 640)],
+    &[(9, 3000)],
+    &[(4, 900), (4, 901), (4, 1023), (4, 1024), (4, 1025), (2, 0)],
+    &[(70, 1800), (1, 1), (1, 2500)],
+];
+
+const MASKS: [Mask; 4] = [Mask::CAUSAL, Mask::FULL, Mask { window_left: 333, ..Mask::CAUSAL }, Mask::window(700, 2)];
+
+/// Query heads that fill a tile's padding groups and leave heads of them out; bf16 and f16; each page size that TMA and
+/// `cp.async` load, and contiguous keys.
+#[test]
+fn few_queries_over_many_keys_agree_with_the_reference() {
+    let dtypes = [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16)];
+    let heads = [(8, 2), (7, 1), (12, 2), (16, 1), (3, 1), (4, 4), (40, 1)];
+    let page_sizes = [16, 1, 24, 128, 12, 0];
+    for seed in 0..24_usize {
+        let spec = BatchSpec {
+            dtypes: dtypes[seed % 3],
+            heads: heads[seed % 7],
+            head_dim: [128, 64, 256, 80, 192, 128][seed % 6],
+            mask: MASKS[seed * 3 / 4 % 4],
+            lengths: LENGTHS[seed / 4 % 4].to_vec(),
+            leftpad: seed % 3 == 0,
+            sinks: seed % 2 == 0,
+            scales: [
+                ScaleKind::None,
+                ScaleKind::None,
+                [ScaleKind::None, ScaleKind::PerTensor, ScaleKind::PerHead][seed / 2 % 3],
+            ],
+            seed: seed as u64,
+            ..BatchSpec::default()
+        };
+        let page_size = page_sizes[seed % 6];
+        let layout = match page_size {
+            0 => MemoryLayout::contiguous(),
+            _ => MemoryLayout::paged(KvLayout::PAGED[seed / 2 % 4], page_size),
+        };
+        let layout = MemoryLayout {
+            rows_around: (3, 5),
+            seqused_q: seed % 5 == 1,
+            // The last has room for a few CTAs' partials only.
+            workspace: Some(if seed % 6 == 4 { 1_000_000 } else { WORKSPACE }),
+            seed: seed as u64,
+            ..layout
+        };
+        let name = format!("{seed}: {spec:?}");
+        assert_named_matches_reference(&name, &mut AttentionCase::flash(&spec.batch(), &layout));
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod on_their_own_gpu {
+    use super::{AttentionCase, BF16, BatchSpec, F16, KvLayout, Mask, MemoryLayout, WORKSPACE};
+    use crate::support::device::{BufferPadding, Gpu};
+    use crate::support::log_capture::{assert_logged, log};
+
+    /// Short, with a call of every variant: the slower tools of compute-sanitizer run it (tests/gpu/run.py).
+    #[test]
+    fn the_kernel_is_chosen() {
+        let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
+        let log = log();
+        for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
+            for head_dim in [64, 128, 256] {
+                let spec = BatchSpec {
+                    dtypes: dtype.into(),
+                    heads: (7, 1),
+                    head_dim,
+                    lengths: vec![(5, 3000), (1, 900)],
+                    mask: Mask::CAUSAL,
+                    ..BatchSpec::default()
+                };
+                for (layout, keys) in [
+                    (MemoryLayout::contiguous(), "contiguous"),
+                    (MemoryLayout::paged(KvLayout::Interleaved, 16), "paged"),
+                ] {
+                    let layout = MemoryLayout { workspace: Some(WORKSPACE), ..layout };
+                    AttentionCase::flash(&spec.batch(), &layout)
+                        .invocation()
+                        .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
+                        .unwrap();
+                    assert_logged(log, &format!("hopper_split_kv_{name}_{head_dim}_split_kv_{keys}_none with"));
+                }
+            }
+        }
+    }
+}
