@@ -106,7 +106,7 @@ fn mistakes_in_kernels_and_tiles_are_reported_with_what_was_expected() {
         (
             "tiles = [{ table = \"attention\" }]",
             "tiles = [{ table = \"atention\" }]",
-            "kernel attention: tiles of Some(Name(\"atention\")), expected a table of [\"attention\", \"hopper_prefill\"",
+            "kernel attention: tiles of Some(Name(\"atention\")), expected a table of [\"attention\", \"cluster_decode\"",
         ),
         (
             "tiles = [{ table = \"hopper_prefill\", bytes = 1 }]",

@@ -1,9 +1,10 @@
 //! Hopper's prefill whose keys are divided between CTAs: few queries over many keys, against the reference on every device;
 //! and on Hopper, that this kernel was launched.
 
+use crate::attention::metadata::corrupt;
 use crate::support::{
-    AttentionCase, BF16, BatchSpec, Dtypes, F16, KvLayout, Mask, MemoryLayout, ScaleKind,
-    assert_named_matches_reference,
+    AttentionCase, BF16, BatchSpec, Dtypes, F16, InvalidMetadata, KvLayout, Mask, MemoryLayout, ReferenceCase,
+    ScaleKind, assert_named_matches_reference,
 };
 
 /// Room for the partials of every CTA of an H200.
@@ -58,6 +59,25 @@ fn few_queries_over_many_keys_agree_with_the_reference() {
         };
         let name = format!("{seed}: {spec:?}");
         assert_named_matches_reference(&name, &mut AttentionCase::flash(&spec.batch(), &layout));
+    }
+}
+
+#[test]
+fn hostile_metadata_does_not_affect_valid_sequences() {
+    for seed in 0..32 {
+        let spec = BatchSpec {
+            dtypes: BF16.into(),
+            heads: [(7, 1), (8, 2)][seed as usize % 2],
+            head_dim: 128,
+            mask: [MASKS[0], MASKS[2]][seed as usize / 2 % 2],
+            lengths: vec![(5, 300), (2, 40), (17, 1200), (1, 16), (3, 129)],
+            seed,
+            ..BatchSpec::default()
+        };
+        let layout = MemoryLayout { workspace: Some(WORKSPACE), ..MemoryLayout::paged(KvLayout::Interleaved, 16) };
+        let mut case = AttentionCase::paged(&spec.batch(), &layout);
+        corrupt(&mut case, seed);
+        case.compare_with_reference(InvalidMetadata::Unspecified);
     }
 }
 
