@@ -51,7 +51,8 @@ pub(super) unsafe fn launch(
     check(result, "cuLaunchKernel")
 }
 
-/// Launch `function` in clusters of `cluster` CTAs along y, which divides the grid.
+/// Launch `function` in clusters of `cluster` CTAs along y, which divides the grid. Drivers older than CUDA 11.8 lack
+/// `cuLaunchKernelEx`, and the GPUs that they support have no clusters.
 ///
 /// # Safety
 /// As for [`launch`].

@@ -108,10 +108,17 @@ int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t 
   (void)to, (void)from, (void)bytes, (void)stream;
   return SUCCESS;
 }
+static int launch_result(void* function) {
+  if ((uintptr_t)function != 0x3000 + 16 * current_id()) return INVALID_HANDLE;
+  return is("failed launch") ? OUT_OF_RESOURCES : is("earlier error") ? ILLEGAL_ADDRESS : SUCCESS;
+}
 int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
                    unsigned shared, void* stream, void** parameters, void** extra) {
-  if ((uintptr_t)function != 0x3000 + 16 * current_id()) return INVALID_HANDLE;
   (void)x, (void)y, (void)z, (void)bx, (void)by, (void)bz, (void)shared, (void)stream;
   (void)parameters, (void)extra;
-  return is("failed launch") ? OUT_OF_RESOURCES : is("earlier error") ? ILLEGAL_ADDRESS : SUCCESS;
+  return launch_result(function);
+}
+int cuLaunchKernelEx(const void* config, void* function, void** parameters, void** extra) {
+  (void)config, (void)parameters, (void)extra;
+  return launch_result(function);
 }
