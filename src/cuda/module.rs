@@ -2,7 +2,7 @@
 
 use super::device::{Device, current_context};
 use super::driver::{self, check};
-use super::module_image::{self, ModuleImage};
+use super::module_image::{self, ImageKind, ModuleImage};
 use super::variants::{VARIANTS, Variant};
 use crate::error::{Code, Error, Result};
 use crate::failpoint::{self, Failpoint};
@@ -97,18 +97,17 @@ fn load_module(variant: &Variant) -> Result<CUfunction> {
     failpoint::trigger(Failpoint::CudaLoad);
     let device = Device::current()?;
     let image = module_image::select(variant, &device)?;
-    let mut log = vec![0u8; 4096];
-    let mut options =
-        [sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
-    let mut values: [*mut c_void; 2] = [log.as_mut_ptr().cast(), log.len() as *mut c_void];
-    let mut module = std::ptr::null_mut();
-    // SAFETY: the image is a complete cubin or zero-terminated PTX (`select` validates files), and both option arrays have
-    // two entries.
-    let result = unsafe {
-        let image = image.storage.as_ptr().cast();
-        sys::cuModuleLoadDataEx(&raw mut module, image, 2, options.as_mut_ptr(), values.as_mut_ptr())
+    let (module, image) = match load_image(&image) {
+        Ok(module) => (module, image),
+        // A driver of an older major version than the compiler's refuses the compiler's cubins, and takes PTX.
+        Err((result, ..)) if image.kind == ImageKind::Cubin && NOT_FOR_THIS_DRIVER.contains(&result) => {
+            tracing::info!("the driver refuses the {} of {} and compiles its PTX", image.origin, variant.name);
+            let ptx = module_image::ptx(variant)?;
+            let module = load_image(&ptx).map_err(|(_, error, log)| refused(variant, &ptx, &device, &error, &log))?;
+            (module, ptx)
+        }
+        Err((_, error, log)) => return Err(refused(variant, &image, &device, &error, &log)),
     };
-    check(result, "cuModuleLoadDataEx").map_err(|error| refused(variant, &image, &device, &error, &log))?;
     let mut function = std::ptr::null_mut();
     // SAFETY: the module has just been loaded, and the name is terminated.
     let result = unsafe { sys::cuModuleGetFunction(&raw mut function, module, variant.entry.as_ptr()) };
@@ -129,6 +128,29 @@ fn load_module(variant: &Variant) -> Result<CUfunction> {
     Ok(function)
 }
 
+/// What drivers say of a cubin that they are too old for.
+const NOT_FOR_THIS_DRIVER: [sys::CUresult; 3] = [
+    sys::CUresult::CUDA_ERROR_INVALID_IMAGE,
+    sys::CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU,
+    sys::CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION,
+];
+
+/// Loads an image as a module. If the driver refuses it: its result, that as an error, and its log.
+fn load_image(image: &ModuleImage) -> std::result::Result<sys::CUmodule, (sys::CUresult, Error, Vec<u8>)> {
+    let mut log = vec![0u8; 4096];
+    let mut options =
+        [sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
+    let mut values: [*mut c_void; 2] = [log.as_mut_ptr().cast(), log.len() as *mut c_void];
+    let mut module = std::ptr::null_mut();
+    // SAFETY: the image is a complete cubin or zero-terminated PTX (`select` validates files), and both option arrays have
+    // two entries.
+    let result = unsafe {
+        let image = image.storage.as_ptr().cast();
+        sys::cuModuleLoadDataEx(&raw mut module, image, 2, options.as_mut_ptr(), values.as_mut_ptr())
+    };
+    check(result, "cuModuleLoadDataEx").map(|()| module).map_err(|error| (result, error, log))
+}
+
 /// The error for a module that the driver refuses, with what would help.
 fn refused(variant: &Variant, image: &ModuleImage, device: &Device, error: &Error, log: &[u8]) -> Error {
     let driver = driver::version()
@@ -137,7 +159,7 @@ fn refused(variant: &Variant, image: &ModuleImage, device: &Device, error: &Erro
     // The driver's log has several lines, an error message has one.
     let log: Vec<&str> = log.split(['\0', '\n']).map(str::trim).filter(|line| !line.is_empty()).collect();
     let log = log.join("; ");
-    let (file, remedy) = if image.is_file {
+    let (file, remedy) = if image.kind == ImageKind::File {
         (format!(", {},", image.origin), format!("without {} it is the built-in one", module_image::FOLDER))
     } else {
         (String::new(), format!("it needs a driver that takes PTX {} for sm_{}", variant.ptx_version, variant.target))

@@ -19,8 +19,15 @@ pub(super) struct ModuleImage {
     pub(super) storage: Vec<u64>,
     /// The image's source in errors and the log.
     pub(super) origin: String,
-    /// Whether it is a replacement file.
-    pub(super) is_file: bool,
+    pub(super) kind: ImageKind,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum ImageKind {
+    Cubin,
+    Ptx,
+    /// A replacement file, which is either.
+    File,
 }
 
 /// The image of `variant` to load on `device`.
@@ -43,7 +50,7 @@ pub(super) fn select(variant: &Variant, device: &Device) -> Result<ModuleImage> 
             whole[..bytes.len()].copy_from_slice(bytes);
             *to = u64::from_ne_bytes(whole);
         }
-        return Ok(ModuleImage { storage, origin, is_file: true });
+        return Ok(ModuleImage { storage, origin, kind: ImageKind::File });
     }
     if !variant.is_built() {
         return Err(Error::precondition(format!(
@@ -52,14 +59,18 @@ pub(super) fn select(variant: &Variant, device: &Device) -> Result<ModuleImage> 
             variant.name, device.capability,
         )));
     }
-    let cubin = if ptx_only() { None } else { cubin_for(variant, device.capability) };
-    let storage = cubin.map_or(&variant.ptx, |(_, image)| image).unpack()?;
-    let ptx = || format!("PTX {}", variant.ptx_version);
-    Ok(ModuleImage {
-        storage,
-        origin: cubin.map_or_else(ptx, |(arch, _)| format!("cubin for sm_{arch}")),
-        is_file: false,
-    })
+    match cubin_for(variant, device.capability) {
+        Some((arch, image)) if !ptx_only() => {
+            Ok(ModuleImage { storage: image.unpack()?, origin: format!("cubin for sm_{arch}"), kind: ImageKind::Cubin })
+        }
+        _ => ptx(variant),
+    }
+}
+
+/// The built-in PTX of `variant`, which also drivers take that are older than the compiler of the cubins.
+pub(super) fn ptx(variant: &Variant) -> Result<ModuleImage> {
+    let storage = variant.ptx.unpack()?;
+    Ok(ModuleImage { storage, origin: format!("PTX {}", variant.ptx_version), kind: ImageKind::Ptx })
 }
 
 /// Returns what is wrong with a file's bytes.

@@ -36,6 +36,12 @@ fn the_fake_libcuda_works_without_an_error() {
 }
 
 #[test]
+#[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
+fn a_driver_that_is_too_old_for_cubins_gets_ptx() {
+    assert_eq!(outcomes("older driver"), ["done", "done"]);
+}
+
+#[test]
 fn without_a_context_the_error_says_how_to_make_one() {
     assert_both("no context", Code::FailedPrecondition, &["context"]);
 }

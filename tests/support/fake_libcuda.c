@@ -10,6 +10,7 @@ enum {
   SUCCESS = 0,
   INVALID_VALUE = 1,
   INVALID_CONTEXT = 201,
+  NO_BINARY_FOR_GPU = 209,
   INVALID_PTX = 218,
   UNSUPPORTED_PTX = 222,
   INVALID_HANDLE = 400,
@@ -80,6 +81,7 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
 int cuModuleLoadDataEx(void** module, const void* image, unsigned count, const int* options, void** values) {
   // The image is PTX text, or an ELF file; strstr stops at the first zero byte of an ELF header.
   const int corrupt = strstr(image, "corrupt") != NULL;
+  if (is("older driver") && strncmp(image, "\177ELF", 4) == 0) return NO_BINARY_FOR_GPU;
   if (corrupt || is("refused module")) {
     for (unsigned i = 0; i < count; ++i) {
       if (options[i] == ERROR_LOG) strcpy(values[i], "ptxas: line 1; the log of the driver\n");
