@@ -58,7 +58,7 @@ class DecodeLoop {
       wait_for_blocks(stage, key);
       float scores[1][Shape::kKeys / 8][4];
       Math::scores(scores, query, keys(stage), params_);
-      transform.template apply<T>(scores[0], work_, 0, key);
+      transform.template apply<T>(scores[0], transform.rows(work_, 0), key);
       const bool masked = key < work_.keys.common_begin || key + Shape::kKeys > work_.keys.common_end;
       if (masked) apply_mask(scores[0], params_, work_.tile, 0, key);
       state.update(0, scores[0], transform.log2_unit(), work_.tile.num_rows > 8);

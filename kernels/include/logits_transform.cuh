@@ -1,9 +1,11 @@
 // Logits transforms: what is applied to q . k before the mask and the softmax. A transform has
 //
-//   factor(params, kv_head)        WorkTile::score_factor of a KV head
-//   apply(scores, work, row, key)  transforms the scores of 16 rows from row `row` of the work tile on, and of the
-//                                  block of keys from `key` on
-//   log2_unit()                    the factor from transformed scores to logits in base 2
+//   factor(params, kv_head)   WorkTile::score_factor of a KV head
+//   rows(work, row)           what `apply` needs to know of 16 rows from row `row` of the work tile on
+//   apply(scores, rows, key)  transforms the scores of these rows and of the block of keys from `key` on
+//   log2_unit()               the factor from transformed scores to logits in base 2
+//
+// Hopper's prefill keeps `rows` in registers for a tile; the portable kernels compute them again for each block.
 #pragma once
 
 #include "element.cuh"
@@ -22,8 +24,10 @@ struct logits_none {
       : params_(params) {}
   static __device__ __forceinline__ float factor(const AttentionParams&, int32_t) { return 1.0f; }
   __device__ __forceinline__ float log2_unit() const { return params_.softmax_scale_log2; }
+  struct Rows {};
+  __device__ __forceinline__ Rows rows(const WorkTile&, int32_t) const { return {}; }
   template <typename T, int kKeyTiles>
-  __device__ __forceinline__ void apply(float (&)[kKeyTiles][4], const WorkTile&, int32_t, int32_t) const {}
+  __device__ __forceinline__ void apply(float (&)[kKeyTiles][4], const Rows&, int32_t) const {}
 };
 
 /// Scales of q and K, soft cap and ALiBi: scores become logits in base 2. Soft cap and ALiBi are behind branches that
@@ -41,21 +45,44 @@ struct logits_softcap_alibi {
     return params.score_factor * scale_of(params.q_scale, kv_head) * scale_of(params.k_scale, kv_head);
   }
   __device__ __forceinline__ float log2_unit() const { return 1.0f; }
-  template <typename T, int kKeyTiles>
-  __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const WorkTile& work, int32_t first_row,
-                                        int32_t first_key) const {
-    float factors[2] = {work.score_factor, work.score_factor};
+  /// Of a lane's two rows: the factor of their scores and, with ALiBi, minus the slope of the head in base 2, and the
+  /// position of the query.
+  struct Rows {
+    float factor[2];
+    float slope[2];
+    int32_t position[2];
+  };
+  __device__ __forceinline__ Rows rows(const WorkTile& work, int32_t first_row) const {
+    constexpr float kLog2E = 1.44269504088896341f;
+    Rows rows = {{work.score_factor, work.score_factor}, {}, {}};
+    first_row += threadIdx.x % 32 / 4;
     if (row_factors_ != nullptr) {
-      const int32_t row = first_row + threadIdx.x % 32 / 4;
-      factors[0] *= row_factors_[row];
-      factors[1] *= row_factors_[row + 8];
+      rows.factor[0] *= row_factors_[first_row];
+      rows.factor[1] *= row_factors_[first_row + 8];
     }
+    if (params_.alibi_slopes != nullptr) {
+      const RowMap map(params_, work.tile, work.kv_head);
+      const float* const slopes = params_.alibi_slopes + work.tile.sequence * params_.alibi_stride;
+      const int32_t shift = Visibility(params_, work.tile).shift;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        rows.slope[half] = -kLog2E * __ldg(slopes + map.head(first_row + 8 * half));
+        rows.position[half] = map.rows.query(first_row + 8 * half) + shift;
+      }
+    }
+    return rows;
+  }
+  template <typename T, int kKeyTiles>
+  __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const Rows& rows, int32_t first_key) const {
+    const bool has_alibi = params_.alibi_slopes != nullptr;
+    float factor[2] = {rows.factor[0], rows.factor[1]};
     if (params_.softcap_log2 > 0.0f) {
-      for_each(scores, factors, [&](float s) { return params_.softcap_log2 * tanh_of<T>(s); });
-    } else {
-      for_each(scores, factors, [&](float s) { return s; });
+      for_each(scores, [&](float s, int half, int) { return params_.softcap_log2 * tanh_of<T>(s * factor[half]); });
+      factor[0] = factor[1] = 1.0f;
+    } else if (!has_alibi) {
+      for_each(scores, [&](float s, int half, int) { return s * factor[half]; });
     }
-    if (params_.alibi_slopes != nullptr) add_alibi(scores, work, first_row, first_key);
+    if (has_alibi) scale_and_add_alibi(scores, factor, rows, first_key);
   }
 
  private:
@@ -68,45 +95,49 @@ struct logits_softcap_alibi {
     }
   }
 
+  /// Replaces each score by function(score, half, column), for the row of its half and its column after the lane's
+  /// first.
   template <int kKeyTiles, typename Function>
-  static __device__ __forceinline__ void for_each(float (&scores)[kKeyTiles][4], const float (&factors)[2],
-                                                  const Function& function) {
+  static __device__ __forceinline__ void for_each(float (&scores)[kKeyTiles][4], const Function& function) {
 #pragma unroll
     for (int block = 0; block < kKeyTiles; ++block) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[block][i] = function(scores[block][i] * factors[i / 2]);
+      for (int i = 0; i < 4; ++i) scores[block][i] = function(scores[block][i], i / 2, 8 * block + i % 2);
     }
   }
 
-  /// Adds the ALiBi bias, -slope * |position of the query - key|, with the slope of the row's head.
+  /// Multiplies the scores of each row by its factor and adds the ALiBi bias, slope * |position of the query - key|. In
+  /// a block whose keys are all on one side of the warp's queries the bias is linear in the column, which takes two
+  /// FMAs per score.
   template <int kKeyTiles>
-  __device__ __forceinline__ void add_alibi(float (&scores)[kKeyTiles][4], const WorkTile& work, int32_t first_row,
-                                            int32_t first_key) const {
-    constexpr float kLog2E = 1.44269504088896341f;
-    // As in apply_mask, computed again in each block instead of being kept in registers.
-    const RowMap map(params_, work.tile, work.kv_head);
-    const float* const slopes = params_.alibi_slopes + work.tile.sequence * params_.alibi_stride;
-    const int32_t shift = Visibility(params_, work.tile).shift;
+  static __device__ __forceinline__ void scale_and_add_alibi(float (&scores)[kKeyTiles][4], const float (&factor)[2],
+                                                             const Rows& rows, int32_t first_key) {
     const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
+    const float distance[2] = {difference(rows.position[0], first_column), difference(rows.position[1], first_column)};
+    const bool is_before = __all_sync(~0u, rows.position[0] >= first_key + 8 * kKeyTiles - 1) != 0;
+    const bool is_after = __all_sync(~0u, rows.position[1] <= first_key) != 0;
+    if (is_before || is_after) {
+      float slope[2], bias[2];  // of a step of one column, and of the lane's first column
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t row = first_row + 8 * half + threadIdx.x % 32 / 4;
-      const int32_t position = map.rows.query(row) + shift;
-      const float slope = -kLog2E * __ldg(slopes + map.head(row));
-#pragma unroll
-      for (int block = 0; block < kKeyTiles; ++block) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          scores[block][2 * half + i] += slope * distance(position, first_column + 8 * block + i);
-        }
+      for (int half = 0; half < 2; ++half) {
+        slope[half] = is_before ? -rows.slope[half] : rows.slope[half];
+        bias[half] = -slope[half] * distance[half];
       }
+      for_each(scores, [&](float s, int half, int column) {
+        return __fmaf_rn(s, factor[half], __fmaf_rn(slope[half], static_cast<float>(column), bias[half]));
+      });
+    } else {
+      for_each(scores, [&](float s, int half, int column) {
+        const float bias = rows.slope[half] * fabsf(distance[half] - static_cast<float>(column));
+        return __fmaf_rn(s, factor[half], bias);
+      });
     }
   }
 
-  /// |a - b|, which may exceed the largest int32_t.
-  static __device__ __forceinline__ float distance(int32_t a, int32_t b) {
+  /// a - b, which may exceed the range of int32_t.
+  static __device__ __forceinline__ float difference(int32_t a, int32_t b) {
     const uint32_t difference = static_cast<uint32_t>(a) - static_cast<uint32_t>(b);
-    return static_cast<float>(a >= b ? difference : 0u - difference);
+    return a >= b ? static_cast<float>(difference) : -static_cast<float>(0u - difference);
   }
 };
 

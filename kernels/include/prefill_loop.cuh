@@ -74,7 +74,7 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
     const bool masked = first_key < work.keys.common_begin || first_key + Shape::kKeys > work.keys.common_end;
 #pragma unroll
     for (int tile = 0; tile < Shape::kRowTiles; ++tile) {
-      transform.template apply<T>(scores[tile], work, warp_row + 16 * tile, first_key);
+      transform.template apply<T>(scores[tile], transform.rows(work, warp_row + 16 * tile), first_key);
       if (masked) apply_mask(scores[tile], params, work.tile, warp_row + 16 * tile, first_key);
       state.update(tile, scores[tile], transform.log2_unit());
     }

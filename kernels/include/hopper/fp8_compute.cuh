@@ -155,7 +155,7 @@ __device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& pre
     int32_t block = end - 1;
     const auto softmax_block = [&](bool masked, uint32_t (&to)[kKeys / 32][4]) {
       if (masked || !LogitsTransform::kUsuallyIdentity)
-        transform.template apply<F16>(scores, tile.work, warp_row, block * kKeys);
+        transform.template apply<F16>(scores, transform.rows(tile.work, warp_row), block * kKeys);
       if (masked) mask_scores(scores, prefill, tile.work, warp_row, block * kKeys);
       state.update(scores, unit, to);
     };

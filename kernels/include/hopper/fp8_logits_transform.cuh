@@ -23,13 +23,17 @@ struct fp8_logits_scaled {
   static __device__ __forceinline__ float log2_unit(const WorkTile& work) {
     return is_identity(work) ? work.score_factor : 1.0f;
   }
+  struct Rows {
+    float factor;
+  };
+  __device__ __forceinline__ Rows rows(const WorkTile& work, int32_t) const { return {work.score_factor}; }
   template <typename T, int kKeyTiles>
-  __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const WorkTile& work, int32_t, int32_t) const {
-    if (is_identity(work)) return;
+  __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const Rows& rows, int32_t) const {
+    if (rows.factor > 0.0f) return;
 #pragma unroll
     for (int block = 0; block < kKeyTiles; ++block) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[block][i] *= work.score_factor;
+      for (int i = 0; i < 4; ++i) scores[block][i] *= rows.factor;
     }
   }
 };

@@ -98,7 +98,7 @@ class TmaDecodeLoop {
       ring_.full(at).wait();
       float scores[1][Shape::kKeys / 8][4];
       Math::scores(scores, query, keys, params_);
-      transform.template apply<T>(scores[0], work_, 0, key);
+      transform.template apply<T>(scores[0], transform.rows(work_, 0), key);
       if (key < work_.keys.common_begin || key + Shape::kKeys > work_.keys.common_end) {
         apply_mask(scores[0], params_, work_.tile, 0, key);
         clear_invisible_values(keys + Shape::kBlockBytes, key);
