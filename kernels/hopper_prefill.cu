@@ -9,7 +9,7 @@
 //   XA_HEAD_DIM  the bucket: D and Dv up to it are padded with zeros in shared memory (include/hopper/shape.cuh)
 //   XA_STORAGE   contiguous, paged
 //   XA_LOGITS    none, softcap_alibi (include/logits_transform.cuh)
-// Launch: any number of CTAs of kThreads threads with kSharedBytes of dynamic shared memory, one per SM.
+// Launch: any number of CTAs of kThreads threads with kSharedBytes of dynamic shared memory, kCtasPerSm per SM.
 
 #include "element.cuh"
 #include "hopper/prefill.cuh"
@@ -26,7 +26,7 @@ using Config = xa::tiles::HopperPrefill<sizeof(T), xa::tiles::XA_PASTE(head_dim_
 using Shape = xa::hopper::PrefillShape<Config, xa::hopper::Storage::XA_STORAGE>;
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
+extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     XA_ENTRY(const __grid_constant__ xa::HopperPrefillParams params) {
   extern __shared__ uint8_t shared[];
   xa::hopper::prefill<Shape, T, LogitsTransform>(params, xa::hopper::InitialTiles::one_per_cta(), shared);

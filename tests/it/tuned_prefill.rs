@@ -84,7 +84,7 @@ fn calls_without_options_agree_with_the_reference() {
                 value_dim: Some(value_dim),
                 heads: (8, 2),
                 // None is short enough for decode, whose kernel depends on the page size too.
-                lengths: vec![(129, 129), (6, 77), (90, 460), (5, 64)],
+                lengths: vec![(129, 129), (6, 77), (90, 460), (70, 64)],
                 mask,
                 ..BatchSpec::default()
             };
@@ -154,6 +154,30 @@ fn short_sequences_among_long_ones_agree_with_the_reference() {
             ..BatchSpec::default()
         };
         ReferenceCase::assert_matches_reference(&AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous()));
+    }
+}
+
+/// Sequences that hardly fill the smallest tile, one that is longer than all others together, and more of them than a warp has
+/// lanes.
+#[test]
+fn batches_of_short_sequences_agree_with_the_reference() {
+    let many: Vec<_> = (0..45).map(|i| (i * 7 % 50, i * 7 % 50 + i % 3)).collect();
+    let ragged = vec![(64, 64), (1, 40), (0, 7), (65, 60), (300, 300), (3, 0), (17, 90), (2, 2)];
+    let windows = [Mask::CAUSAL, Mask::FULL, Mask::window(20, 3)];
+    let dims = [(64, 64), (128, 128), (40, 64), (96, 80)];
+    for (index, (head_dim, value_dim)) in dims.into_iter().enumerate() {
+        for lengths in [&many, &ragged] {
+            let spec = BatchSpec {
+                dtypes: [BF16, F16][index % 2].into(),
+                heads: [(2, 1), (3, 3)][index / 2],
+                head_dim,
+                value_dim: Some(value_dim),
+                lengths: lengths.clone(),
+                mask: windows[(index + lengths.len()) % 3],
+                ..BatchSpec::default()
+            };
+            ReferenceCase::assert_matches_reference(&AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous()));
+        }
     }
 }
 
@@ -285,6 +309,30 @@ mod on_their_own_gpu {
                         assert_logged(log, &format!("hopper_prefill_{name}_{dims}_{keys}_{logits} with"));
                     }
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn short_sequences_take_tiny_tiles() {
+        let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
+        let log = log();
+        for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
+            for (head_dim, bucket) in [(64, "64_tiny"), (96, "128_tiny"), (128, "128_tiny")] {
+                let spec = BatchSpec {
+                    dtypes: dtype.into(),
+                    // More work tiles than CTAs.
+                    heads: (Gpu::sms(), Gpu::sms()),
+                    head_dim,
+                    lengths: vec![(20, 30), (90, 90), (64, 64)],
+                    mask: Mask::CAUSAL,
+                    ..BatchSpec::default()
+                };
+                AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous())
+                    .invocation()
+                    .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
+                    .unwrap();
+                assert_logged(log, &format!("hopper_prefill_{name}_{bucket}_contiguous_none with"));
             }
         }
     }

@@ -95,7 +95,7 @@ struct PrefillShape : Config {
   static constexpr int kAlignment = 1024;
 
   static_assert(Config::kRegisters * kComputeThreads + Config::kLoaderRegisters * 128 <=
-                    65536 / kThreads / 8 * 8 * kThreads,
+                    65536 / Config::kCtasPerSm / kThreads / 8 * 8 * kThreads,
                 "setmaxnreg redistributes the registers that the CTA was launched with");
   static_assert(Config::kKeys % 16 == 0 && kHeadDim % 32 == 0 && kValueDim % 32 == 0);
 };

@@ -43,18 +43,13 @@ pub(super) struct HopperPrefill {
     pub(super) packs_per_kv_head: i64,
 }
 
-/// Query rows per sequence slot up to which causal calls use short tiles, which compute fewer masked scores at the diagonal
-/// (D 64, 1k: 299 TFLOP/s instead of 280; 4k: 432 instead of 466; without a mask 410 instead of 437).
-const SHORT_ON_AVERAGE: i64 = 1024;
-
 /// Query rows per sequence slot from which on prefill also computes the short sequences.
 const LONG_ON_AVERAGE: i64 = 256;
 
 /// Strategy: one launch of prefill for all sequences of a call, nearly all of which are long.
 pub(super) fn launches_for_all<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
-    let Some(prefill) = takes_all(call.problem).then(|| HopperPrefill::of(call.problem, &call.device)).flatten() else {
-        return Ok(None);
-    };
+    let prefill = HopperPrefill::of(call.problem, &call.device);
+    let Some(prefill) = prefill.filter(|prefill| prefill.takes_all(call.problem)) else { return Ok(None) };
     let tiles = max_tiles(call.rows() * prefill.pack_gqa, prefill.tile.rows(), call.seqs().min(call.rows()));
     let params = AttentionParams { clears_padding_rows: 1, ..call.params_for(1, UNLIMITED) };
     let list = vec![prefill.launch(call, tiles, &params)?];
@@ -68,29 +63,16 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     decode::with_prefill(call, |params| prefill.launch(call, tiles, params)).map(Some)
 }
 
-/// Whether prefill computes the short sequences too, which saves decode's launches. If sequences are long on average and
-/// there are few keys per row (packed keys, or the capacity of the block table), then short sequences are few and have few
-/// keys, so prefill takes no longer for them although they hardly fill a tile and their keys are not split.
-fn takes_all(problem: &Attention) -> bool {
-    let (rows, seqs) = (problem.num_rows as i64, problem.max_seqs as i64);
-    let keys_are_few = match problem.keys.storage {
-        KeyStorage::Contiguous { total } => total as i64 <= 2 * rows,
-        KeyStorage::Paged(table) => (table.capacity() as i64).saturating_mul(seqs) <= 4 * rows,
-    };
-    !problem.batch_invariant && rows >= LONG_ON_AVERAGE * seqs && keys_are_few
-}
-
 impl HopperPrefill {
     /// `None` for calls that the portable kernels compute.
     pub(super) fn of(problem: &Attention, device: &Device) -> Option<Self> {
         let (rows, seqs) = (problem.num_rows as i64, problem.max_seqs as i64);
-        let is_short = problem.score.window_right >= 0 && rows <= SHORT_ON_AVERAGE * seqs;
-        let tiles = || HOPPER_PREFILL.iter().filter(|tile| !tile.splits_keys && tile.serves(problem));
-        let columns = tiles().map(HopperPrefillTile::columns).min()?;
-        let mut tiles = tiles().filter(|tile| tile.columns() == columns);
-        let tile = tiles.clone().find(|tile| tile.is_short == is_short).or_else(|| tiles.next())?;
         let group = (problem.num_q_heads / problem.num_kv_heads) as i64;
         let pack_gqa = (group & -group).min(64);
+        let takes = |tile: &&HopperPrefillTile| {
+            !tile.splits_keys && tile.serves(problem) && tile.takes_lengths(problem, rows * pack_gqa, seqs)
+        };
+        let tile = HOPPER_PREFILL.iter().filter(takes).min_by_key(|tile| tile.preference())?;
         let prefill = Self { tile, pack_gqa, packs_per_kv_head: group / pack_gqa };
         // A per-head v_scale with several packs per KV head is left to the portable kernels.
         let scales_values_by_head = problem.v_scale.is_some_and(|scale| scale.per_head);
@@ -99,6 +81,18 @@ impl HopperPrefill {
             && supports_tma(problem.q.dtype, problem.q.data, &prefill.query_axes(problem))
             && (prefill.loads_kv_by_tma(problem) || (!prefill.is_fp8() && loads_kv_by_cp_async(problem)));
         fits.then_some(prefill)
+    }
+
+    /// Whether prefill computes the short sequences too, which saves decode's launches. If sequences are long on average, or the
+    /// tile is for short ones, and there are few keys per row (packed keys, or the capacity of the block table), then
+    /// sequences that hardly fill a tile have few keys, so prefill takes no longer for them although their keys are not split.
+    fn takes_all(&self, problem: &Attention) -> bool {
+        let (rows, seqs) = (problem.num_rows as i64, problem.max_seqs as i64);
+        let keys_are_few = match problem.keys.storage {
+            KeyStorage::Contiguous { total } => total as i64 <= 2 * rows,
+            KeyStorage::Paged(table) => (table.capacity() as i64).saturating_mul(seqs) <= 4 * rows,
+        };
+        !problem.batch_invariant && (rows >= LONG_ON_AVERAGE * seqs || self.tile.is_tiny()) && keys_are_few
     }
 
     /// The launch for sequences of at most `tiles` tiles per KV head, with the portable kernel's parameter for them.
@@ -129,11 +123,16 @@ impl HopperPrefill {
         self.tile.bytes == 1
     }
 
-    /// One CTA per SM, fewer if there are fewer tiles; `tiles` is the number per KV head.
+    /// As many CTAs as run at the same time, fewer if there are fewer tiles; `tiles` is the number per KV head.
     fn shape(&self, problem: &Attention, tiles: i64, device: &Device) -> LaunchConfig {
         let all = tiles.max(1) * self.num_packs(problem);
-        let ctas = all.min(i64::from(device.sms)) as u32;
+        let ctas = all.min(self.max_ctas(device)) as u32;
         LaunchConfig { grid: [ctas, 1, 1], threads: self.tile.threads(), shared_memory: self.tile.shared_bytes }
+    }
+
+    /// Number of CTAs that run at the same time.
+    fn max_ctas(&self, device: &Device) -> i64 {
+        i64::from(device.sms * self.tile.ctas_per_sm)
     }
 
     /// Number of packs of all KV heads.
@@ -144,7 +143,7 @@ impl HopperPrefill {
     /// Address in the caller's workspace of the dynamic scheduler's tile counter; null without room for it or if every CTA
     /// has only one tile.
     fn next_tile(&self, problem: &Attention, tiles: i64, device: &Device) -> *mut u8 {
-        let is_wanted = tiles * self.num_packs(problem) > i64::from(device.sms);
+        let is_wanted = tiles * self.num_packs(problem) > self.max_ctas(device);
         if is_wanted { next_tile_address(problem) } else { null_mut() }
     }
 

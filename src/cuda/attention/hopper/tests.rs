@@ -55,10 +55,32 @@ fn short_causal_sequences_take_short_tiles() {
         problem.score.window_right = window_right;
         first_kernel(&problem)
     };
-    assert_eq!(named(64, 7 * 1024, 0), short);
-    assert_eq!(named(64, 7 * 1024 + 1, 0), tall);
-    assert_eq!(named(64, 7 * 1024, -1), tall);
-    assert_eq!(named(128, 7 * 1024, 0), "hopper_prefill_bf16_128_contiguous_none");
+    // Two query heads are packed.
+    assert_eq!(named(64, 7 * 512, 0), short);
+    assert_eq!(named(64, 7 * 512 + 1, 0), tall);
+    assert_eq!(named(64, 7 * 512, -1), tall);
+    assert_eq!(named(128, 7 * 512, 0), "hopper_prefill_bf16_128_contiguous_none");
+}
+
+#[test]
+fn very_short_sequences_take_tiny_tiles() {
+    let with = |head_dim: usize, rows: usize, total: usize, batch_invariant: bool| {
+        let plain = ragged();
+        let q = Tensor::dense(DType::BF16, null_mut(), &[1000, 12, 64]);
+        let keys = Keys { storage: KeyStorage::Contiguous { total }, ..plain.keys };
+        let problem = Attention { q, head_dim, value_dim: head_dim, num_rows: rows, keys, batch_invariant, ..plain };
+        let named = named_on(&problem, &device(true));
+        (named[0].0, named.len())
+    };
+    let tiny = "hopper_prefill_bf16_128_tiny_contiguous_none";
+    let plain = "hopper_prefill_bf16_128_contiguous_none";
+    assert_eq!(with(64, 7 * 128, 7 * 256, false), ("hopper_prefill_bf16_64_tiny_contiguous_none", 1));
+    assert_eq!(with(96, 7 * 112, 7 * 112, false), (tiny, 1));
+    assert_eq!(with(128, 7 * 112, 7 * 224, false), (tiny, 1));
+    assert_eq!(with(128, 7 * 112 + 1, 7 * 112, false).0, plain);
+    // Many keys, and results that do not depend on the batch.
+    assert_eq!(with(128, 7 * 112, 7 * 224 + 1, false).0, plain);
+    assert_eq!(with(128, 7 * 112, 7 * 112, true).0, plain);
 }
 
 #[test]

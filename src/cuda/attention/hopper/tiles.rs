@@ -2,7 +2,7 @@
 
 use super::super::tiles::transforms_logits;
 use crate::cuda::tiles::HopperPrefillTile;
-use crate::problem::attention::Attention;
+use crate::problem::attention::{Attention, KeyStorage};
 use crate::tensor::DType;
 
 impl HopperPrefillTile {
@@ -29,6 +29,34 @@ impl HopperPrefillTile {
     /// D and Dv together, which the time per score grows with.
     pub(in crate::cuda::attention) fn columns(&self) -> u32 {
         self.dim + self.value_dim
+    }
+
+    /// Whether the tile is for sequences that hardly fill one of 128 rows: 64 rows and keys, several CTAs per SM.
+    pub(super) fn is_tiny(&self) -> bool {
+        self.ctas_per_sm > 1
+    }
+
+    /// Whether the tile is for `rows` packed rows in `seqs` sequences. Tiles for short sequences have fewer rows and so
+    /// compute fewer masked scores at the diagonal (D 64, causal, 1k: 299 TFLOP/s instead of 280; 4k: 432 instead of 466);
+    /// without a mask those of 128 rows are slower (410 instead of 437). Tiny tiles are for packed keys, no more than twice as
+    /// many as query rows. Their blocks have 64 keys, so the lengths of other sequences change a result's bits.
+    pub(super) fn takes_lengths(&self, problem: &Attention, rows: i64, seqs: i64) -> bool {
+        if self.max_mean_rows == 0 {
+            return true;
+        }
+        let suits = if self.is_tiny() {
+            let has_few_keys =
+                matches!(problem.keys.storage, KeyStorage::Contiguous { total } if total <= 2 * problem.num_rows);
+            has_few_keys && !problem.batch_invariant
+        } else {
+            problem.score.window_right >= 0
+        };
+        suits && rows <= i64::from(self.max_mean_rows) * seqs
+    }
+
+    /// The least of the tiles that take a call is the best: tiny ones, then the smallest bucket, then short tiles.
+    pub(super) fn preference(&self) -> impl Ord {
+        (!self.is_tiny(), self.columns(), self.max_mean_rows == 0)
     }
 
     /// Whether D and Dv fit. The fp8 tiles take exactly theirs, because fewer columns would change what small D compute:
